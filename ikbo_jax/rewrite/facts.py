@@ -178,7 +178,7 @@ def counts_up(ctx: Any, value: Any, size: int) -> bool:
         return False
     while not is_plain(value) or isinstance(value, jax.core.Tracer):
         produced = ctx.producer(value)
-        if produced is None:
+        if produced is None or not is_along_one(value, size):
             return False
         eqn, operands = produced
         name, dtype = eqn.primitive.name, eqn.outvars[0].aval.dtype
@@ -190,6 +190,15 @@ def counts_up(ctx: Any, value: Any, size: int) -> bool:
             return False
         value = operands[0]
     return np.array_equal(np.ravel(value), np.arange(size))
+
+
+def is_along_one(value: Any, size: int) -> bool:
+    """Whether an array has `size` elements along one dimension, and size 1 along all others.
+
+    Reshapes and transposes of such arrays keep the order of the elements. With two dimensions, a
+    reshape after a transpose shuffles them.
+    """
+    return [n for n in np.shape(base_of(value)) if n != 1] == [size] * (size != 1)
 
 
 def _holds(dtype: Any, size: int) -> bool:

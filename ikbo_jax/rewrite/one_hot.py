@@ -94,7 +94,8 @@ def _index(ctx: Context, x: Any, dim: int) -> Any:
         if np.shape(base_of(index)) != tuple(across):
             continue
         while index is not None and len(shape_of(index)) != 1:
-            index = facts.moved_from(ctx, index)
+            in_order = facts.is_along_one(index, batch)
+            index = facts.moved_from(ctx, index) if in_order else None
         if index is None or not is_plain(index) or index.shape != (batch,):
             return None
         if not jnp.issubdtype(index.dtype, jnp.integer):

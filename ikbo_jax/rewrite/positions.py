@@ -29,6 +29,9 @@ from ikbo_jax.rewrite.lineage import (
 from ikbo_jax.rewrite.registry import NotCovered
 from ikbo_jax.rewrite.rules import at_user_batch
 
+#: Candidates' positions that the program promises to be sorted may be unsorted in users' order.
+_OF_USERS = {"indices_are_sorted": False}
+
 
 def columns(indices: Any) -> tuple[Any, ...]:
     """The parts of index vectors, which are concatenated along the last dimension."""
@@ -66,6 +69,7 @@ def gather(ctx: Context, eqn: Any, operand: Any, indices: Any, axis: int | None 
         eqn,
         rows_of(operand, axis, users.users),
         _indices_at_users(parts, numbers.start_index_map, axis, dim, users),
+        **_OF_USERS,
     )
     shape = tuple(eqn.outvars[0].aval.shape)
     out_axis = [d for d in range(len(shape)) if d not in numbers.offset_dims][dim]
@@ -138,6 +142,7 @@ def scatter(ctx: Context, eqn: Any, x: Any, indices: Any, updates: Any) -> Any:
         rows_of(x, axis, users.users),
         _indices_at_users(parts, numbers.scatter_dims_to_operand_dims, axis, dim, users),
         rows_of(updates, update_axis, users.users),
+        **_OF_USERS,
     )
     shape = tuple(eqn.outvars[0].aval.shape)
     return at_user_batch(ctx, eqn, base, shape, users, axis, origins_of(x, updates, *parts))

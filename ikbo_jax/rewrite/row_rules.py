@@ -231,7 +231,9 @@ def _dynamic_slice(ctx: Context, eqn: Any, x: Any, *starts: Any) -> Any:
         axis, size = x.axis, sizes[x.axis]
 
         def choose(index: Any) -> Any:
-            return lax.dynamic_slice(index, (starts[axis],), (size,))
+            # The equation's start is final: a negative one is clamped, not counted from the end.
+            start = (starts[axis],)
+            return lax.dynamic_slice(index, start, (size,), allow_negative_indices=False)
 
         x = reselect.rows(ctx, eqn, x, ("dynamic", starts[axis], size), size, choose)
         if is_plain(x):

@@ -226,8 +226,11 @@ def _gather_by_lazy_indices(
         raise NotCovered("gather by lazy indices in a lazy value")
     if has_lineage(indices) and indices.axis == len(indices.shape) - 1:
         raise NotCovered("gather by an index vector that is looked up")
-    # Equal positions look equal slices up.
-    base = ctx.bind(eqn, operand, spread_axes(indices, [len(indices.shape) - 1]).base)
+    # Equal positions look equal slices up. What the program promises of candidates' indices may not
+    # hold for users': their order is another one, and users without candidates have indices, too.
+    unknown = {"indices_are_sorted": False, "unique_indices": False}
+    index = spread_axes(indices, [len(indices.shape) - 1]).base
+    base = ctx.bind(eqn, operand, index, **unknown)
     batch_dims = [d for d in range(len(shape)) if d not in numbers.offset_dims]
     axis = batch_dims[indices.axis] if has_lineage(indices) else -1
     return at_user_batch(ctx, eqn, base, shape, indices.lineage, axis, indices.origins)

@@ -138,10 +138,11 @@ def column_of(ctx: Context, indices: Any, column: int) -> tuple[Any, int]:
     Returns:
       A value of one dimension; or a value of two dimensions, and the column of it.
     """
-    parts: Any = indices.parts if isinstance(indices, Concat) else None
+    is_of_columns = isinstance(indices, Concat) and indices.axis == 1
+    parts: Any = indices.parts if is_of_columns else None
     produced = ctx.producer(indices)
     name = produced[0].primitive.name if produced is not None else ""
-    if produced is not None and name == "concatenate":
+    if produced is not None and name == "concatenate" and produced[0].params["dimension"] == 1:
         parts = produced[1]
     if parts is not None:
         for part in parts:

@@ -263,6 +263,10 @@ def test_positions_count_up_only_if_they_are_0_1_2() -> None:
         assert not counts_up(other)
     assert not counts_up(np.arange(5), 4)
     assert told(facts.counts_up, lambda: lax.iota("int32", 5)[None], more=(5,))
+    # A reshape after a transpose shuffles them.
+    assert not told(
+        facts.counts_up, lambda: lax.iota("int32", 6).reshape(2, 3).T.reshape(6), more=(6,)
+    )
     for dtype, size, expected in (
         *(("int8", 128, True), ("int8", 129, False), ("uint8", 256, True), ("uint8", 257, False)),
         *(("bfloat16", 257, True), ("bfloat16", 258, False), ("float16", 2049, True)),

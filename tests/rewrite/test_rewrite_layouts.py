@@ -104,8 +104,19 @@ def test_comparisons_that_are_no_lookups() -> None:
 
         return fn
 
+    def shuffled(user, index):
+        """The index is shuffled by a transpose of two dimensions that it has in between."""
+        column = index.reshape(2, -1).T.reshape(-1, 1)
+        return (column == jnp.arange(len(user))[None]).astype(user.dtype) @ user
+
     user, index = LAYOUTS["one_hot"].args()[:1] + LAYOUTS["one_hot"].args()[2:3]
     positions = jnp.arange(user.shape[0])[None]
+    assert user.shape[0] % 2 == 0
+    assert index.shape[0] % 2 == 0
+    pairs = positions.reshape(2, -1).T.reshape(1, -1)
+    for fn in (shuffled, at(pairs)):
+        ours, theirs = jax.jit(lambda *x, fn=fn: (ikbo.rewrite(fn)(*x), fn(*x)))(user, index)
+        np.testing.assert_allclose(ours, theirs, rtol=1e-5, atol=1e-5)
     for fn in (at(positions[:, ::-1]), at(positions + 1), at(positions, jnp.less), at(positions)):
         ours, theirs = jax.jit(lambda *x, fn=fn: (ikbo.rewrite(fn)(*x), fn(*x)))(user, index - 1)
         np.testing.assert_allclose(ours, theirs, rtol=1e-5, atol=1e-5)

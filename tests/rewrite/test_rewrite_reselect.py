@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import problems
 import pytest
-from rewrite_basics import check_values_and_gradients, report_of
+from rewrite_basics import check_values_and_gradients, equations, report_of
 
 import ikbo_jax as ikbo
 
@@ -111,6 +113,70 @@ REMOVED = {
         jax.lax.top_k(((u[INDEX] @ w[:D]) * c).sum(-1), 128)[1]
     ),
 }  # fmt: skip
+
+COLUMN = INDEX[:, None]
+ROWS = jax.lax.GatherDimensionNumbers((1,), (0,), (0,))
+
+
+def slice_at(rows, start):
+    """128 rows from `start`, which is clamped to the rows and never counted from the end."""
+    sizes = (128, rows.shape[1])
+    return jax.lax.dynamic_slice(rows, (start, 0), sizes, allow_negative_indices=False)
+
+
+@pytest.mark.parametrize("start", [-3 * B // 2, -B - 40, -40, -1, 3 * B])
+def test_a_dynamic_slice_out_of_bounds(start):
+    """JAX counts a negative start from the end once; a start that is still negative becomes 0."""
+
+    def counted(start, user, cand, w):
+        return dense(jax.lax.dynamic_slice_in_dim(user[INDEX], start, 128), cand, w)
+
+    def clamped(start, user, cand, w):
+        return dense(slice_at(user[INDEX], start), cand, w)
+
+    for fn in (counted, clamped):
+        fixed = functools.partial(fn, jnp.int32(start))
+        check_values_and_gradients(fixed, USER, CAND, WEIGHT)
+        assert report_of(fixed, USER, CAND, WEIGHT).changed
+        traced = jax.jit(ikbo.rewrite(fn))(jnp.int32(start), USER, CAND, WEIGHT)
+        np.testing.assert_allclose(traced, fixed(USER, CAND, WEIGHT), rtol=1e-5, atol=1e-5)
+
+
+def test_an_index_whose_rows_are_concatenated():
+    """Index vectors of one column may be concatenated along the candidates."""
+
+    def fn(column, user, cand, w):
+        index = jnp.concatenate([column[5:6], column[1:]])
+        return dense(jax.lax.gather(user, index, ROWS, (1, D), mode="clip"), cand, w)
+
+    found = jax.jit(ikbo.rewrite(fn))(COLUMN, USER, CAND, WEIGHT)
+    np.testing.assert_allclose(found, fn(COLUMN, USER, CAND, WEIGHT), rtol=1e-5, atol=1e-5)
+
+
+IDS = jnp.asarray(RNG.integers(0, S, U), jnp.int32)
+PROMISED = {
+    "embedding": lambda h, c: h[0].at[IDS[SORTED]].get(indices_are_sorted=True, mode="clip") * c,
+    "positions": lambda h, c: (
+        h[SORTED].at[jnp.arange(B), IDS[SORTED]].get(indices_are_sorted=True, mode="clip") * c
+    ),
+    "update": lambda h, c: (
+        h[SORTED].at[jnp.arange(B), IDS[SORTED]].set(1.0, indices_are_sorted=True).sum(1) * c
+    ),
+}
+
+
+@pytest.mark.parametrize("name", PROMISED)
+def test_an_order_that_is_promised_of_candidates_is_not_one_of_users(name):
+    """Ids may be sorted in the order of the candidates, and unsorted in the order of the users."""
+
+    def fn(history, cand, w):
+        return jnp.tanh(PROMISED[name](jnp.tanh(history @ w[:D]), cand))
+
+    assert report_of(fn, HISTORY, CAND, WEIGHT).changed
+    check_values_and_gradients(fn, HISTORY, CAND, WEIGHT)
+    eqns = equations(fn, HISTORY, CAND, WEIGHT)
+    assert not any(eqn.params.get("indices_are_sorted") for eqn in eqns)
+
 
 #: Programs that keep copies: few rows, rows of candidates among them.
 KEPT = {
