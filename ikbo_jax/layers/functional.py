@@ -45,7 +45,7 @@ class Spec(NamedTuple):
 
 
 def names_of_axes(axes: tuple[int | None, ...], of_matrix: Any) -> tuple[Any, ...]:
-    """Names of a parameter's axes, such as mesh axes, from those of the matrix's axes.
+    """Names of a parameter's axes, such as mesh axes; the matrix that makes it has others.
 
     Args:
       axes: as in `Spec`.

@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 from flax import linen
 
-from ikbo_jax.layers import calls, functional, nnx
+from ikbo_jax.layers import calls, functional, nnx, parameters
 
 
 class LinearCompression(linen.Module):
@@ -179,19 +179,14 @@ def _initialised(module: Any, specs: dict[str, functional.Spec]) -> dict[str, ja
     return {name: param(name, spec) for name, spec in specs.items()}
 
 
-class _Unboxed:
+class _Unboxed(parameters.Unboxed):
     """An initialiser of matrices without their metadata, which `boxed` gives to a parameter."""
 
-    def __init__(self, init: Callable[..., Any]) -> None:
-        self._init = init
-        self._box: Any = None
+    def _is_box(self, value: Any) -> bool:
+        return isinstance(value, linen.meta.AxisMetadata)
 
-    def __call__(self, shape: tuple[int, ...]) -> jax.Array:
-        value: Any = self._init(shape)
-        if isinstance(value, linen.meta.AxisMetadata):
-            self._box, value = value, linen.meta.unbox(value)
-        made: jax.Array = value
-        return made
+    def _value_in(self, box: Any) -> Any:
+        return linen.meta.unbox(box)
 
     def boxed(self, value: jax.Array, axes: tuple[int | None, ...]) -> Any:
         """A parameter with the metadata of the last matrix; `axes` as in `functional.Spec`."""

@@ -5,8 +5,8 @@ Keyword arguments of every layer:
   precision: precision of f32 products: a name, a `jax.lax.Precision`, or None for JAX's default.
   param_dtype: dtype of the parameters.
   kernel_init: initialises every parameter as a matrix, with the heads side by side; None means
-    `default_kernel_init`. Names of axes (`nnx.with_partitioning`) are those of the matrix; of
-    heads side by side, the parameter's axis N gets the name.
+    `default_kernel_init`. If it names axes (`nnx.with_partitioning`), it names the two of the
+    matrix. The name of the axis of the heads becomes that of the parameter's axis N.
   rngs: its stream "params" supplies the keys.
 
 Every layer raises ValueError if a size is not an integer of at least 1. Its parameters are its
@@ -23,7 +23,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from ikbo_jax.layers import calls, functional
+from ikbo_jax.layers import calls, functional, parameters
 
 Initializer = Callable[..., Any]
 #: Default initialiser. It gets the shape of a matrix, so that the result has the variance of a
@@ -69,19 +69,14 @@ class _Layer(nnx.Module):
         return {name: getattr(self, name)[...] for name in self.names}
 
 
-class _Unboxed:
+class _Unboxed(parameters.Unboxed):
     """An initialiser of matrices without their metadata, which `boxed` gives to a parameter."""
 
-    def __init__(self, init: Callable[..., Any]) -> None:
-        self._init = init
-        self._box: Any = None
+    def _is_box(self, value: Any) -> bool:
+        return isinstance(value, nnx.VariableMetadata)
 
-    def __call__(self, shape: tuple[int, ...]) -> jax.Array:
-        value: Any = self._init(shape)
-        if isinstance(value, nnx.VariableMetadata):
-            self._box, value = value, value.raw_value
-        made: jax.Array = value
-        return made
+    def _value_in(self, box: Any) -> Any:
+        return box.raw_value
 
     def boxed(self, value: jax.Array, axes: tuple[int | None, ...]) -> Any:
         """A parameter with the metadata of the last matrix; `axes` as in `functional.Spec`."""

@@ -1,9 +1,11 @@
-"""Checks of a layer's parameters, which callers of `functional` bring themselves."""
+"""Checks of a layer's parameters, and initialisers that Flax boxes."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
+
+import jax
 
 from ikbo_jax.ops import arguments
 
@@ -41,3 +43,28 @@ def check(layer: str, params: Mapping[str, Any], axes: Mapping[str, str]) -> Non
                 raise ValueError(
                     f"{layer}: {first} has {letter}={expected} but {name} has {letter}={size}"
                 )
+
+
+class Unboxed:
+    """An initialiser of matrices without the metadata that Flax boxes them with.
+
+    Of each Flax API, a subclass has a method `boxed`, which gives the metadata of the last matrix
+    to a parameter that was made of it.
+    """
+
+    def __init__(self, init: Callable[..., Any]) -> None:
+        self._init = init
+        self._box: Any = None
+
+    def __call__(self, shape: tuple[int, ...]) -> jax.Array:
+        value: Any = self._init(shape)
+        if self._is_box(value):
+            self._box, value = value, self._value_in(value)
+        made: jax.Array = value
+        return made
+
+    def _is_box(self, value: Any) -> bool:
+        raise NotImplementedError
+
+    def _value_in(self, box: Any) -> Any:
+        raise NotImplementedError

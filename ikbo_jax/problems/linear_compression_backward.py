@@ -31,6 +31,8 @@ from ikbo_jax.problems.resident_compression import ResidentCompressionConfig
 
 #: Configurations of the kernels that compute a gradient of embeddings.
 EmbeddingConfig = LinearCompressionConfig | PackedCompressionConfig | ResidentCompressionConfig
+#: Of these, one where no configuration is legal.
+_ROWS = LinearCompressionConfig(single_launch=False)
 #: Largest n of a WGMMA instruction.
 MAX_BLOCK_M = 256
 #: Most stages of the ring of a weight's gradient; tiles of 224 compressed rows leave room for 5.
@@ -193,25 +195,10 @@ def embedding_problem(problem: LinearCompressionSizes, level: int) -> LinearComp
 
 def default_config(problem: LinearCompressionSizes) -> LinearCompressionBackwardConfig:
     """The configuration without a measurement; legal unless none is."""
-    rows = [_row_config(problem, level) for level in range(len(problem.ks))]
-    embeddings = [_other_config(problem, level) or row for level, row in enumerate(rows)]
+    products = [embedding_problem(problem, level) for level in range(len(problem.ks))]
+    embeddings = [next(x.candidate_configs(), None) or _ROWS for x in products]
     weight = _with_most_stages(_block_ms(problem.m)[0])
     return LinearCompressionBackwardConfig(tuple(embeddings), (weight,) * len(embeddings))
-
-
-def _row_config(problem: LinearCompressionSizes, level: int) -> LinearCompressionConfig:
-    """The configuration of a level's embedding gradient by tiles of one candidate's columns."""
-    config = next(embedding_problem(problem, level).row_configs(), None)
-    return config or LinearCompressionConfig(single_launch=False)
-
-
-def _other_config(
-    problem: LinearCompressionSizes, level: int
-) -> PackedCompressionConfig | ResidentCompressionConfig | None:
-    """The configuration of the kernel that the forward pass would choose; None if it is that of
-    `_row_config`."""
-    config = next(embedding_problem(problem, level).candidate_configs(), None)
-    return None if isinstance(config, LinearCompressionConfig) else config
 
 
 def _with_most_stages(block_m: int) -> WeightGradientConfig:
@@ -291,14 +278,16 @@ class LinearCompressionBackwardTuning(Config):
     def kernels(self, problem: LinearCompressionSizes) -> LinearCompressionBackwardConfig:
         """The configurations of all kernels."""
         default = default_config(problem)
-        finest = _other_config(problem, len(problem.ks) - 1) or LinearCompressionConfig(
-            self.embedding_block_m,
-            self.embedding_stages,
-            self.embedding_epilogue_rows,
-            single_launch=False,
-            cluster=self.embedding_cluster,
-            trim=self.embedding_trim,
-        )
+        finest = default.embeddings[-1]
+        if isinstance(finest, LinearCompressionConfig):
+            finest = LinearCompressionConfig(
+                self.embedding_block_m,
+                self.embedding_stages,
+                self.embedding_epilogue_rows,
+                single_launch=False,
+                cluster=self.embedding_cluster,
+                trim=self.embedding_trim,
+            )
         weight = WeightGradientConfig(self.weight_block_m, self.weight_stages)
         return LinearCompressionBackwardConfig(
             (*default.embeddings[:-1], finest),
@@ -390,5 +379,6 @@ def _with_new_values(
 
 @functools.lru_cache(maxsize=1024)
 def _default_tuning(problem: LinearCompressionBackwardProblem) -> LinearCompressionBackwardTuning:
-    config, finest = default_config(problem), _row_config(problem, len(problem.ks) - 1)
+    config = default_config(problem)
+    finest = next(embedding_problem(problem, len(problem.ks) - 1).row_configs(), _ROWS)
     return LinearCompressionBackwardTuning.of(finest, config.weights[-1], config.sums)

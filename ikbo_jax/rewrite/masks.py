@@ -186,12 +186,13 @@ def renormalised(
     lengths = jnp.sum(kept, axis=1, dtype=jnp.int32)
     out, lse = operands.ordered(kept).attend_with_lse(lengths)
     total = lse
-    if probabilities and root.fills:
-        hidden = (kept.shape[1] - lengths).astype(jnp.float32)
-        rest = operands.of_user(jnp.log(hidden) + jnp.float32(root.fills[0].value))[..., None]
-        total = -jax.nn.softplus(rest - lse)
-    elif probabilities:
-        _, rest = operands.ordered(~kept).attend_with_lse(kept.shape[1] - lengths)
+    if probabilities:
+        hidden = kept.shape[1] - lengths
+        if root.fills:
+            logit = jnp.float32(root.fills[0].value)  # of every hidden key
+            rest = operands.of_user(jnp.log(hidden.astype(jnp.float32)) + logit)[..., None]
+        else:
+            _, rest = operands.ordered(~kept).attend_with_lse(hidden)
         total = -jax.nn.softplus(rest - lse)
     how, number = divided
     total = total - jnp.float32(math.log(number))

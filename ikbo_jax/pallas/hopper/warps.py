@@ -75,26 +75,12 @@ def lowest_bit(x: ir.Value) -> ir.Value:
 
 def from_lane(x: ir.Value, lane: int) -> ir.Value:
     """The value of a given lane."""
-    i32 = ir.IntegerType.get_signless(32)
-    return mgpu.utils.inline_ptx(
-        f"shfl.sync.idx.b32 $0, $1, {lane}, 31, 0xffffffff;",
-        x,
-        result_types=i32,
-        has_side_effects=True,
-        convergent=True,
-    )
+    return _of_lanes(f"shfl.sync.idx.b32 $0, $1, {lane}, 31, 0xffffffff;", x)
 
 
 def from_below(x: ir.Value) -> ir.Value:
     """The value of the lane below; of the lowest lane, its own."""
-    i32 = ir.IntegerType.get_signless(32)
-    return mgpu.utils.inline_ptx(
-        "shfl.sync.up.b32 $0, $1, 1, 0, 0xffffffff;",
-        x,
-        result_types=i32,
-        has_side_effects=True,
-        convergent=True,
-    )
+    return _of_lanes("shfl.sync.up.b32 $0, $1, 1, 0, 0xffffffff;", x)
 
 
 def ones(x: ir.Value) -> ir.Value:
@@ -105,11 +91,15 @@ def ones(x: ir.Value) -> ir.Value:
 
 def total(x: ir.Value) -> ir.Value:
     """The sum of all lanes' values."""
-    i32 = ir.IntegerType.get_signless(32)
+    return _of_lanes("redux.sync.add.s32 $0, $1, 0xffffffff;", x)
+
+
+def _of_lanes(ptx: str, x: ir.Value) -> ir.Value:
+    """What an instruction for all lanes makes of their values, 32 bits each."""
     return mgpu.utils.inline_ptx(
-        "redux.sync.add.s32 $0, $1, 0xffffffff;",
+        ptx,
         x,
-        result_types=i32,
+        result_types=ir.IntegerType.get_signless(32),
         has_side_effects=True,
         convergent=True,
     )
