@@ -19,6 +19,7 @@ from ikbo_jax.problems import (
     LinearCompressionProblem,
 )
 from ikbo_jax.problems.linear_compression_backward import (
+    CACHE_BYTES,
     LinearCompressionBackwardConfig,
     illegal_reason,
 )
@@ -130,11 +131,13 @@ def kernel_vjp(
     Returns:
       Gradients of the weights, [problems, M, K_l] each, and of the embeddings, in their shapes.
       Every level's cotangent is summed in f32 from the finest level's, and rounded to the inputs'
-      dtype; products are summed in f32 and rounded once; all in the same order in every run.
+      dtype; products are summed in f32 and rounded once; all in the same order in every run. XLA
+      multiplies at a level with one entry, and makes that level's sum of at most `CACHE_BYTES`.
     """
     # Imported here because a machine without a GPU never needs it.
-    from ikbo_jax.pallas.linear_compression import kernel
-    from ikbo_jax.pallas.linear_compression_backward import d_weight, sums
+    from ikbo_jax.pallas.linear_compression.kernel import linear_compression_kernel
+    from ikbo_jax.pallas.linear_compression_backward.d_weight import d_weight_kernel
+    from ikbo_jax.pallas.linear_compression_backward.sums import user_sums_kernel
 
     options: dict[str, Any] = {"num_sms": num_sms}
     if interpret:
@@ -145,25 +148,28 @@ def kernel_vjp(
     d_result, ancestor, dtype = cotangent, None, finest_dtype
     for level in range(len(weights) - 1, -1, -1):
         weight, embedding = weights[level], embeddings[level]
-        d_weights.insert(
-            0,
-            d_weight.d_weight_kernel(
+        if embedding.shape[0] == 1:
+            d_weight, d_embedding = _products_of_one(
+                weight, embedding, d_result, (weight_dtype, dtype)
+            )
+        else:
+            d_weight = d_weight_kernel(
                 d_result,
                 embedding,
                 config=config.weights[level],
                 problems=problems,
                 dtype=weight_dtype,
                 **options,
-            ),
-        )
-        if dtype is None or jnp.dtype(dtype) == embedding.dtype:
-            d_embedding = kernel.linear_compression_kernel(
-                (weight.T,), (d_result,), (None,), config=config.embeddings[level], **options
             )
-        else:
-            d_embedding = jnp.einsum(
-                "mk,bmn->bkn", weight, d_result, preferred_element_type=jnp.dtype(dtype)
-            )
+            if dtype is None or jnp.dtype(dtype) == embedding.dtype:
+                d_embedding = linear_compression_kernel(
+                    (weight.T,), (d_result,), (None,), config=config.embeddings[level], **options
+                )
+            else:
+                d_embedding = jnp.einsum(
+                    "mk,bmn->bkn", weight, d_result, preferred_element_type=jnp.dtype(dtype)
+                )
+        d_weights.insert(0, d_weight)
         d_embeddings.insert(0, d_embedding)
         if level > 0:
             parent, batch = parents[level], embeddings[level - 1].shape[0]
@@ -171,11 +177,30 @@ def kernel_vjp(
             parent = jnp.clip(parent, 0, batch - 1)
             # Each level is summed from the finest cotangents, so that its sum is rounded once.
             ancestor = parent if ancestor is None else parent[ancestor]
-            d_result = sums.user_sums_kernel(
-                cotangent, ancestor, batch, config=config.sums, **options
-            )
+            if batch == 1 and cotangent.nbytes <= CACHE_BYTES:
+                total = jnp.sum(cotangent, axis=0, keepdims=True, dtype=jnp.float32)
+                d_result = total.astype(cotangent.dtype)
+            else:
+                d_result = user_sums_kernel(
+                    cotangent, ancestor, batch, config=config.sums, **options
+                )
             dtype = coarser_dtype
     return tuple(d_weights), tuple(d_embeddings)
+
+
+def _products_of_one(
+    weight: jax.Array, embedding: jax.Array, d_result: jax.Array, dtypes: tuple[Any, Any]
+) -> tuple[jax.Array, jax.Array]:
+    """Gradients [1, M, K] and [1, K, N] of a level with one entry, by XLA.
+
+    Two products of matrices: two of XLA's kernels instead of two launches, a transposed copy of the
+    weight and a sum of parts.
+    """
+    d_weight_dtype, d_embedding_dtype = (dtype or embedding.dtype for dtype in dtypes)
+    product = functools.partial(jnp.einsum, preferred_element_type=jnp.float32)
+    d_weight = product("mn,kn->mk", d_result[0], embedding[0])
+    d_embedding = product("mk,mn->kn", weight, d_result[0])
+    return d_weight[None].astype(d_weight_dtype), d_embedding[None].astype(d_embedding_dtype)
 
 
 def _run_kernel_vjp(settings: Settings, operands: tuple[Arrays, jax.Array]) -> Gradients:

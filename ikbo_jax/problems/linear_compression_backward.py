@@ -43,6 +43,8 @@ ITEM_COST = 12
 MAX_WAVES = 4
 #: Stages of the kernel that sums cotangents, the default first.
 SUM_STAGES = (12, 8, 4)
+#: Cotangents of one user that XLA sums: of the L2 cache's 50 MB. Larger ones take the kernel.
+CACHE_BYTES = 4e7
 #: Largest number of steps from the default to a candidate that differs in several kernels.
 MAX_STEPS = 4
 

@@ -97,10 +97,13 @@ def test_gradients_of_every_shape(name, dtype):
     check(*(levels_of(SHAPES[name], dtype, seed) for seed in range(seeds)))
 
 
-@pytest.mark.parametrize("users", [1, 128, 300])
-def test_gradients_of_many_candidates(users):
-    """Candidates of a user are divided between CTAs, or CTAs have many users."""
-    check(levels_of(DEFAULT._replace(users=users, candidates=300, m=240)))
+@pytest.mark.parametrize(("users", "candidates"), [(1, 300), (1, 900), (128, 300), (300, 300)])
+def test_gradients_of_many_candidates(users, candidates):
+    """Candidates of a user are divided between CTAs, or CTAs have many users.
+
+    Of one user, XLA sums the cotangents of 300 candidates and the kernel those of 900.
+    """
+    check(levels_of(DEFAULT._replace(users=users, candidates=candidates, m=240)))
 
 
 @pytest.mark.parametrize("batches", [(40,), (3, 7, 40), (2, 3, 5, 40)])
@@ -165,7 +168,7 @@ def test_vmap_of_gradients_and_second_derivatives():
     assert all(bool(jnp.all(jnp.isfinite(x)) and jnp.any(x != 0)) for x in second)
 
 
-@pytest.mark.parametrize("users", [15, 300])
+@pytest.mark.parametrize("users", [1, 15, 300])
 def test_gradients_repeat_bitwise(users):
     levels = levels_of(DEFAULT._replace(users=users))
     cotangent = cotangent_of(levels)
@@ -214,7 +217,7 @@ SANITIZED = """
 import jax, jax.numpy as jnp, numpy as np, problems
 from ikbo_jax.ops.linear_compression_backward import Arrays, kernel_vjp, problem_of
 from ikbo_jax.problems.linear_compression_backward import default_config
-for users, candidates in ((3, 9), (1, 40)):
+for users, candidates in ((3, 9), (2, 40)):
     shape = problems.LinearCompressionShape(users, candidates, 120, 70, 134, 136, "unsorted")
     inputs = problems.make_inputs(shape, "bfloat16")
     index = inputs.cand_to_user.at[0].set(99).at[1].set(-7)

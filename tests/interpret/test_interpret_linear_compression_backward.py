@@ -14,6 +14,7 @@ import numpy as np
 import problems
 import pytest
 
+from ikbo_jax.ops import linear_compression_backward
 from ikbo_jax.ops.linear_compression_backward import Gradients, kernel_vjp
 from ikbo_jax.pallas.flash import work_order
 from ikbo_jax.problems import LinearCompressionConfig, LinearCompressionProblem
@@ -53,8 +54,12 @@ class Case:
 
     @property
     def launches(self) -> int:
-        wide = sum(x is not None for x in self.dtypes[1:])  # XLA computes these gradients
-        return 3 * len(self.ks) - 1 - wide
+        """Of kernels, without the gradients that XLA computes: of other dtypes, of one entry."""
+        *coarser, finest = [batch > 1 for batch in self.batches]
+        _, coarser_dtype, finest_dtype = self.dtypes
+        weights = sum(coarser) + finest
+        embeddings = sum(coarser) * (coarser_dtype is None) + finest * (finest_dtype is None)
+        return weights + embeddings + sum(coarser)
 
     def arrays(self, seed: int = 0) -> tuple[Any, Any, Any, jax.Array]:
         """Weights, embeddings, parents and the cotangent."""
@@ -73,10 +78,14 @@ class Case:
 
 CASES = {
     "tails_of_all_sizes": Case((2, 5), (70, 131), 41, 72),
-    "sizes_of_one": Case((1, 1), (1, 1), 1, 8),
+    "sizes_of_one": Case((2, 2), (1, 1), 1, 8),
+    "one_candidate": Case((1, 1), (1, 1), 1, 8),
+    "one_user": Case((1, 7), (16, 24), 24, 64),
+    "one_user_of_three_levels": Case((1, 2, 5), (16, 24, 40), 24, 64, dtype="float16"),
+    "one_user_over_devices": Case((1, 3), (24, 32), 24, 64, dtypes=("float32",) * 3),
     # The weights' tiles and their parts, and users' sums, are on several CTAs.
     "several_ctas": Case((3, 6), (40, 200), 40, 136, num_sms=13),
-    "candidates_of_a_user_divided": Case((1, 7), (16, 24), 24, 64, num_sms=5, index="sorted"),
+    "candidates_of_a_user_divided": Case((2, 9), (16, 24), 24, 64, num_sms=5, index="sorted"),
     "users_without_candidates": Case((5, 3), (24, 16), 16, 64, num_sms=3, index="gaps"),
     "index_out_of_range": Case((3, 6), (40, 24), 24, 64, index=(-5, 0, 6, 1, -(2**31), 2**31 - 1)),
     "f16_three_levels": Case((2, 3, 5), (40, 33, 72), 24, 64, num_sms=4, dtype="float16"),
@@ -134,6 +143,18 @@ def test_interpreted_gradients_are_right_and_free_of_races(
     arrays = case.arrays()
     found = run(case, arrays)
     launches.assert_no_races(case.launches)
+    assert_correct(found, arrays, case)
+
+
+def test_interpreted_cotangents_of_one_user_that_are_large(
+    launches: interpreter.Launches, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The kernel sums them, whatever their index says."""
+    monkeypatch.setattr(linear_compression_backward, "CACHE_BYTES", 0)
+    case = Case((1, 7), (16, 24), 24, 64, num_sms=5, index=(0, 3, 0, -1, 0, 0, 0))
+    arrays = case.arrays()
+    found = run(case, arrays)
+    launches.assert_no_races(case.launches + 1)
     assert_correct(found, arrays, case)
 
 

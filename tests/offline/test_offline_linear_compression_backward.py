@@ -40,7 +40,7 @@ PROBLEMS = {
     "a_user_each_f16": dataclasses.replace(DEFAULT, batches=(1024, 1024), dtype="float16"),
     "three_levels": dataclasses.replace(DEFAULT, batches=(4, 60, 1024), ks=(300, 1178, 866)),
     "n_of_72": dataclasses.replace(DEFAULT, n=72),
-    "sizes_of_one": LinearCompressionProblem((1, 1), (1, 1), 1, 8, "bfloat16"),
+    "sizes_of_one": LinearCompressionProblem((2, 2), (1, 1), 1, 8, "bfloat16"),
     "one_level_wide": LinearCompressionProblem((64,), (2048,), 2048, 512, "bfloat16"),
 }
 CONFIGS = {
