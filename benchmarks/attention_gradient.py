@@ -17,7 +17,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from benchmarks import harness
+from benchmarks import compiling, harness
 from benchmarks.production_directions import compare, exact_results, in_direction
 from benchmarks.production_draws import AttentionShape, shrink
 from benchmarks.production_providers import Contender, contenders
@@ -142,8 +142,10 @@ def run(sweeps: Sequence[str], *, out: pathlib.Path, **options: Any) -> dict[str
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Command line; returns 1 if a version failed or was wrong."""
-    args = harness.parser("attention_gradient", SWEEPS).parse_args(argv)
-    return harness.print_results(run(args.sweep, **harness.options(args)), bars)
+    parser = harness.parser("attention_gradient", SWEEPS)
+    compiling.add_options(parser)
+    args = parser.parse_args(argv)
+    return harness.print_results(run(args.sweep, **harness.options(args, argv)), bars)
 
 
 if __name__ == "__main__":

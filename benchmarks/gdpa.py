@@ -21,7 +21,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from benchmarks import harness
+from benchmarks import compiling, harness
 from benchmarks.gdpa_providers import (
     ALL,
     ATTENTION,
@@ -270,8 +270,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         "(default: all three)",
     )
     parser.add_argument("--dtype", choices=("bfloat16", "float16"), default="bfloat16")
+    compiling.add_options(parser)
     args = parser.parse_args(argv)
-    results = run(args.sweep, args.direction, args.dtype, **harness.options(args))
+    results = run(args.sweep, args.direction, args.dtype, **harness.options(args, argv))
     return harness.print_results(results, bars)
 
 

@@ -21,7 +21,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from benchmarks import timing
+from benchmarks import compiling, timing
 from benchmarks.records import OUR_NAME, Record, all_correct, format_table
 from ikbo_jax._timing import interleaved_ms
 from ikbo_jax.cases.error_rule import Check
@@ -165,7 +165,7 @@ class Protocol:
 
     Attributes:
       window_s: seconds of a window of launches back to back.
-      rounds: number of windows of every provider.
+      rounds: number of windows of every provider; 0 to compile and check alone.
       matmul_size: size of the square bf16 reference matmul.
       cupti: whether to time kernels without launch overhead, too.
     """
@@ -193,6 +193,8 @@ def measure(contenders: Sequence[Contender], flops: float, protocol: Protocol) -
     Returns:
       Fields of the point in the results file.
     """
+    if not protocol.rounds:
+        return {"providers": [contender.record for contender in contenders]}
     size = protocol.matmul_size
     runnable = {c.record["name"]: c for c in contenders if "error" in c.record}
     thunks = {"matmul": timing.matmul_thunk(size)}
@@ -224,6 +226,7 @@ class Run:
       quick: short windows and few providers, to see that the benchmark runs.
       cupti: whether to time kernels without launch overhead, too.
       budget_s: seconds after which no further point is started; the file lists the rest.
+      jobs: the processes that compile points before the first is timed.
       start: `time.monotonic()` at the start of the run.
     """
 
@@ -232,12 +235,14 @@ class Run:
     quick: bool = False
     cupti: bool = False
     budget_s: float = float("inf")
+    jobs: compiling.Jobs = compiling.Jobs()
     start: float = dataclasses.field(default_factory=time.monotonic)
 
     @functools.cached_property
     def protocol(self) -> Protocol:
         """Parameters of the timing."""
-        return Protocol.for_device(quick=self.quick, cupti=self.cupti)
+        found = Protocol.for_device(quick=self.quick, cupti=self.cupti)
+        return dataclasses.replace(found, rounds=0) if self.jobs.shared else found
 
     @functools.cached_property
     def results(self) -> dict[str, Any]:
@@ -264,12 +269,25 @@ class Run:
         Returns:
           The content of the results file.
         """
-        describe = describe or _describe_ours
-        results, out = self.results, self.out
         # A path that cannot be written raises before anything is measured.
-        timing.make_folder_of(out)
-        if jax.default_backend() != "gpu":
-            todo = [shrink(point) for point in todo]
+        timing.make_folder_of(self.out)
+        with self.jobs.programs(self.op):
+            if jax.default_backend() != "gpu":
+                todo = [shrink(point) for point in todo]
+            if self.jobs.shared:
+                left_s = self.budget_s - (time.monotonic() - self.start)
+                self.jobs.compile(todo, measure_point, time.time() + left_s)
+            else:
+                self._measure(todo, measure_point, describe or _describe_ours)
+        return self.results
+
+    def _measure(
+        self,
+        todo: Sequence[Any],
+        measure_point: Callable[[Any], dict[str, Any]],
+        describe: Callable[[Record], str],
+    ) -> None:
+        results, out = self.results, self.out
         for number, point in enumerate(todo, start=1):
             if time.monotonic() - self.start > self.budget_s:
                 results["left_out"].append(f"{point.sweep} {point.label}")
@@ -288,7 +306,6 @@ class Run:
             head = f"[{number}/{len(todo)}] {time.monotonic() - self.start:.0f} s"
             print(f"{head} {point.sweep} {point.label}: {describe(measured)}", flush=True)
         timing.write_results(out, results)
-        return results
 
 
 def _describe_ours(point: Record) -> str:
@@ -328,10 +345,17 @@ def op_parser(name: str, sweeps: Sequence[str]) -> argparse.ArgumentParser:
     return found
 
 
-def options(args: argparse.Namespace) -> dict[str, Any]:
-    """The fields of `Run` among parsed arguments."""
-    names = [field.name for field in dataclasses.fields(Run)]
-    return {name: getattr(args, name) for name in names if name in args}
+def options(args: argparse.Namespace, argv: Sequence[str] | None = None) -> dict[str, Any]:
+    """The fields of `Run` among parsed arguments.
+
+    Args:
+      args: the parsed arguments.
+      argv: what was parsed, None for the command line; counts for parsers with the options of
+        `compiling`.
+    """
+    names = [field.name for field in dataclasses.fields(Run) if field.name != "jobs"]
+    found = {name: getattr(args, name) for name in names if name in args}
+    return found | ({"jobs": compiling.Jobs.of(args, argv)} if "shared" in args else {})
 
 
 def print_results(results: Record, bars: Callable[[Record, Sequence[Record]], str]) -> int:

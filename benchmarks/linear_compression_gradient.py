@@ -20,7 +20,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from benchmarks import harness
+from benchmarks import compiling, harness
 from benchmarks.harness import Point
 from benchmarks.linear_compression import DEFAULT, shrink
 from benchmarks.production_draws import compression_shape
@@ -232,8 +232,10 @@ def run(sweeps: Sequence[str], *, out: pathlib.Path, **options: Any) -> dict[str
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Command line; returns 1 if a provider failed or was wrong."""
-    args = harness.op_parser("linear_compression_gradient", SWEEPS).parse_args(argv)
-    return harness.print_results(run(args.sweep, **harness.options(args)), bar)
+    parser = harness.op_parser("linear_compression_gradient", SWEEPS)
+    compiling.add_options(parser)
+    args = parser.parse_args(argv)
+    return harness.print_results(run(args.sweep, **harness.options(args, argv)), bar)
 
 
 if __name__ == "__main__":

@@ -38,7 +38,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from benchmarks import children, harness, production_bounds, production_programs, timing
+from benchmarks import children, compiling, harness, production_bounds, production_programs, timing
 from benchmarks.production_draws import DRAWS, SWEEPS, Shape, shapes, shrink
 from benchmarks.production_programs import Program
 from benchmarks.production_summary import bars, summary
@@ -242,26 +242,13 @@ class Budget:
         return found
 
 
-def _share_compilations(folder: pathlib.Path) -> None:
-    """Lets the processes of a run share compiled programs, and XLA's choices of GEMMs.
-
-    A choice is the fastest one that XLA found on this device; so it is the same code that another
-    process would get after it compiled and timed dozens of kernels again. Alternatives of a
-    workload, and its two directions, have GEMMs of the same sizes. JAX turns XLA's files on with
-    its own cache. The folder is new in every run: no choice of another version is used.
-    """
-    if jax.default_backend() == "gpu":
-        jax.config.update("jax_compilation_cache_dir", str(folder / "compilations"))
-        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.2)
-
-
 def _measure_share(args: argparse.Namespace, share: int) -> None:
     """Measures the workloads that no other process has claimed; on a GPU, one process times.
 
     Programs are compiled before any process times, because XLA times GEMM algorithms then.
     """
     folder = pathlib.Path(args.scratch)
-    _share_compilations(folder)
+    compiling.share(folder)
     todo = _todo(args)
     if jax.default_backend() != "gpu":
         todo = [dataclasses.replace(point, shape=shrink(point.shape)) for point in todo]

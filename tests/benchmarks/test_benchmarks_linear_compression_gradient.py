@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import json
+import re
+import sys
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from benchmarks import harness, report, report_linear_compression_gradient, timing
+from benchmarks import children, harness, report, report_linear_compression_gradient, timing
 from benchmarks import linear_compression_gradient as benchmark
 
 pytestmark = pytest.mark.slow
@@ -60,11 +62,15 @@ def test_all_providers_are_right_and_wrong_ones_are_found():
     assert np.isnan(next(r for r in measured["providers"] if r["name"] == "nan")["error"])
 
 
-def test_a_run_in_small_and_its_table(tmp_path, capsys):
+def test_a_run_in_small_and_its_table(tmp_path, capfd):
+    """Two processes compile every point once, before the first is timed."""
     out = tmp_path / "gradient.json"
-    arguments = ["--out", str(out), "--quick", "--sweep", "ratio"]
+    arguments = ["--out", str(out), "--quick", "--sweep", "ratio", "--jobs", "2"]
     assert benchmark.main(arguments) == 0
-    assert "70:1" in capsys.readouterr().out
+    said = capfd.readouterr().out
+    compiled = re.findall(r"compiled in \d+ s: ratio (\d+):1\n", said)
+    assert sorted(map(int, compiled)) == [1, 8, 70, 1024]
+    assert said.rindex("compiled in") < said.index("[1/4]")
     results = json.loads(out.read_text())
     assert [len(point["providers"]) for point in results["points"]] == [2] * 4
     results["environment"]["platform"] = "gpu"
@@ -74,6 +80,15 @@ def test_a_run_in_small_and_its_table(tmp_path, capsys):
     assert all("bar 0.55" in row[-1] and "of the time by hand" in row[-1] for row in rows)
     (block,) = report.blocks(results, "docs/performance.md").values()
     assert "ikbo-jax in XLA" in block
+
+
+def test_points_that_no_process_compiled_are_timed(tmp_path, capfd, monkeypatch):
+    monkeypatch.setattr(children, "command", lambda *args: [sys.executable, "-c", "raise"])
+    out = tmp_path / "gradient.json"
+    options = ["--out", str(out), "--quick", "--sweep", "dtype", "--jobs", "2"]
+    assert benchmark.main(options) == 0
+    assert len(json.loads(out.read_text())["points"]) == 1
+    assert "2 of 2 compiling processes failed" in capfd.readouterr().err
 
 
 def test_best_by_hand():
