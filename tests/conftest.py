@@ -178,9 +178,11 @@ def fake_hopper(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeHopper]:
             parents,
         )
 
-    def fake_d_weight(d_out, embedding, *, config, num_sms, problems, dtype):
+    def fake_d_weight(d_out, embedding, *, config, num_sms, problems, sources, dtype):
         dtype = jnp.dtype(dtype or d_out.dtype)
         calls.append({"config": config, "num_sms": num_sms, "dtype": dtype})
+        if sources is not None:
+            embedding = embedding.at[sources].get(mode="fill", fill_value=0)
 
         def compute(*arrays):
             d_out, embedding = (np.asarray(x, np.float64) for x in arrays)

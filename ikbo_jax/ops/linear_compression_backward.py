@@ -145,7 +145,7 @@ def kernel_vjp(
     weight_dtype, coarser_dtype, finest_dtype = dtypes
     d_weights: list[jax.Array] = []
     d_embeddings: list[jax.Array] = []
-    d_result, ancestor, dtype = cotangent, None, finest_dtype
+    d_result, ancestor, sources, dtype = cotangent, None, None, finest_dtype
     for level in range(len(weights) - 1, -1, -1):
         weight, embedding = weights[level], embeddings[level]
         if embedding.shape[0] == 1:
@@ -158,6 +158,7 @@ def kernel_vjp(
                 embedding,
                 config=config.weights[level],
                 problems=problems,
+                sources=sources,
                 dtype=weight_dtype,
                 **options,
             )
@@ -184,8 +185,17 @@ def kernel_vjp(
                 d_result = user_sums_kernel(
                     cotangent, ancestor, batch, config=config.sums, **options
                 )
+            sources = _with_candidates(ancestor, batch)
             dtype = coarser_dtype
     return tuple(d_weights), tuple(d_embeddings)
+
+
+def _with_candidates(ancestor: jax.Array, batch: int) -> jax.Array:
+    """[batch] int32: the position of each entry with a candidate, `batch` for the others."""
+    from ikbo_jax.pallas.flash import work_order
+
+    starts = work_order.starts(ancestor, batch)  # once in the program: the sums need it, too
+    return jnp.where(starts[1:] > starts[:-1], jnp.arange(batch, dtype=jnp.int32), batch)
 
 
 def _products_of_one(

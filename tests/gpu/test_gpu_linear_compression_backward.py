@@ -199,6 +199,22 @@ def test_bad_values_stay_with_their_user(bad):
     assert not any(bool(jnp.any(jnp.isfinite(x))) for x in d_weights)
 
 
+@pytest.mark.parametrize("users", [5, 300])
+def test_embeddings_without_candidates_reach_no_gradient(users):
+    """Not even NaN and infinity: padding of users need not be finite."""
+    levels = levels_of(problems.LinearCompressionShape(users, 64, 240, 130, 66, 136, "unsorted"))
+    used = levels.parents[1] // 3 * 3
+    levels, cotangent = levels._replace(parents=(None, used)), cotangent_of(levels)
+    run = make_gradients(levels)
+    clean = run(*levels, cotangent)
+    is_used = jnp.zeros(users, bool).at[used].set(True)[:, None, None]
+    of_users, of_cands = levels.embeddings
+    columns = jnp.where(jnp.arange(of_users.shape[2]) < 64, jnp.nan, jnp.inf)
+    spoiled = jnp.where(is_used, of_users, columns.astype(of_users.dtype))
+    found = run(*levels._replace(embeddings=(spoiled, of_cands)), cotangent)
+    chex.assert_trees_all_equal(found, clean)
+
+
 def test_index_out_of_range_reads_nothing_outside():
     """Clamped, with NaNs in whatever memory a wild read could meet."""
     levels = levels_of(problems.LinearCompressionShape(4, 33, 100, 70, 90, 128))

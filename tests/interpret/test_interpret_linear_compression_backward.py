@@ -186,6 +186,26 @@ def test_interpreted_non_finite_values_stay_with_their_user(
     np.testing.assert_array_equal(d_users[~hit], clean[1][0][~hit])
 
 
+@pytest.mark.parametrize("name", ["two_levels", "three_levels"])
+def test_interpreted_embeddings_without_candidates_reach_no_gradient(
+    name: str, launches: interpreter.Launches
+) -> None:
+    """Not even NaN and infinity: padding of users need not be finite."""
+    if name == "two_levels":
+        case, unused = Case((5, 4), (70, 40), 41, 136, index=(3, 1, 1, 3), num_sms=2), (0, 2, 4)
+    else:
+        case, unused = Case((3, 4, 4), (24, 40, 70), 24, 64, num_sms=2, dtype="float16"), (1,)
+    weights, embeddings, parents, cotangent = case.arrays()
+    if name == "three_levels":
+        parents = (None, jnp.array([0, 0, 2, 2]), jnp.array([3, 1, 1, 0]))
+    spoiled = np.array(embeddings[0])
+    spoiled[unused, :, :64], spoiled[unused, :, 64:] = np.nan, np.inf
+    clean = run(case, (weights, embeddings, parents, cotangent))
+    found = run(case, (weights, (jnp.asarray(spoiled), *embeddings[1:]), parents, cotangent))
+    launches.assert_no_races(2 * case.launches)
+    jax.tree.map(np.testing.assert_array_equal, found, clean)
+
+
 def test_interpreted_problems_with_common_weights_have_gradients_of_their_own(
     launches: interpreter.Launches,
 ) -> None:

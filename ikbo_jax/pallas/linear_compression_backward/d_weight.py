@@ -11,6 +11,10 @@ rows of K and `block_m` compressed rows, summed over a part of the batch. Each C
 item and stores its sums in f32; XLA adds the parts in a fixed order. Work items of one part have
 neighbouring numbers, so they run at the same time and find each other's operands in L2.
 
+An entry without candidates has a cotangent of zeros, and would turn a NaN of its embedding into a
+gradient. `sources` points such entries past the last embedding, where TMA reads zeros. Its numbers
+are read one entry ahead, since their latency would otherwise delay every load.
+
 Warpgroups: 0 and 1 are the consumers; each multiplies 64 rows of K. One warp of warpgroup 2 is the
 producer.
 
@@ -75,6 +79,7 @@ class _Operands(NamedTuple):
 
     d_out: Any  # [B, M, N]
     embedding: Any  # [B, K, N]
+    sources: Any  # [B] int32, positions in `embedding`; None if they are 0, 1, 2, …
 
 
 def _item(ctx: WarpgroupContext) -> _Item:
@@ -92,19 +97,18 @@ def _item(ctx: WarpgroupContext) -> _Item:
 
 def _produce(ctx: WarpgroupContext) -> None:
     """The producer warp."""
-    shape, shared, item = ctx.shape, ctx.shared, _item(ctx)
+    shape, shared, item, sources = ctx.shape, ctx.shared, _item(ctx), ctx.operands.sources
     (_, embedding), (_, cotangent) = shared.embedding, shared.cotangent
 
-    def load(step: Any, _: Any) -> None:
+    def load(step: Any, entry: Any, source: Any) -> None:
         stage = shared.stages.slot(step)
         shared.stages.await_free(step)
         ready = shared.stages.ready.at[stage]
-        entry = item.first + lax.div(step, shape.n_steps)
         columns = pl.ds(lax.rem(step, shape.n_steps) * BLOCK_K, BLOCK_K)
         for consumer in range(NUM_CONSUMERS):
             rows = pl.ds(item.k_tile * TILE_ROWS + consumer * WGMMA_M, WGMMA_M)
             plgpu.copy_gmem_to_smem(
-                ctx.operands.embedding.at[entry, rows, columns],
+                ctx.operands.embedding.at[source, rows, columns],
                 embedding.at[stage, consumer],
                 ready,
             )
@@ -113,7 +117,22 @@ def _produce(ctx: WarpgroupContext) -> None:
             ctx.operands.d_out.at[entry, rows, columns], cotangent.at[stage], ready
         )
 
-    lax.fori_loop(0, item.steps, load, None)
+    def load_itself(step: Any, _: Any) -> None:
+        entry = item.first + lax.div(step, shape.n_steps)
+        load(step, entry, entry)
+
+    def load_from_source(i: Any, source: Any) -> Any:
+        entry, last = item.first + i, shape.problems * shape.batch - 1
+        following = sources[jnp.minimum(entry + 1, last)]
+        begin = i * shape.n_steps
+        lax.fori_loop(begin, begin + shape.n_steps, lambda step, _: load(step, entry, source), None)
+        return following
+
+    if sources is None:
+        lax.fori_loop(0, item.steps, load_itself, None)
+    else:
+        entries = lax.div(item.steps, shape.n_steps)
+        lax.fori_loop(0, entries, load_from_source, sources[item.first])
     shared.stages.drain()
 
 
@@ -166,6 +185,7 @@ def d_weight_kernel(
     config: WeightGradientConfig,
     num_sms: int,
     problems: int = 1,
+    sources: jax.Array | None = None,
     dtype: Any = None,
     interpret: Any = False,
 ) -> jax.Array:
@@ -177,6 +197,8 @@ def d_weight_kernel(
       config: a legal configuration (`WeightGradientConfig.illegal_reason`).
       num_sms: streaming multiprocessors of the device.
       problems: how many problems stand one after another in the batch.
+      sources: [problems * B] int32, where each entry's embedding is; past the last one it is zeros.
+        None if every entry has its own.
       dtype: dtype of the gradients; None means the operands'.
       interpret: False, or `plgpu.InterpretGPUParams` to run on a CPU.
 
@@ -206,7 +228,7 @@ def d_weight_kernel(
     parts_shape = (problems * splits, m_tiles * config.block_m, shape.k_tiles * TILE_ROWS)
     (parts,) = launch(
         Roles(context, _produce, _consume),
-        _Operands(d_out, embedding),
+        _Operands(d_out, embedding, sources),
         (jax.ShapeDtypeStruct(parts_shape, jnp.float32),),
         config.shared,
         dtype=d_out.dtype,

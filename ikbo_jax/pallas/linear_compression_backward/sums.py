@@ -186,9 +186,11 @@ def _order(cand_to_user: jax.Array, users: int, *, interpret: bool) -> tuple[jax
     batch = cand_to_user.shape[0]
     if users == 1:  # saves four kernels, 7 us for 1,960 candidates on an H100
         return jnp.arange(batch, dtype=jnp.int32), jnp.array([0, batch], jnp.int32)
-    user = jnp.clip(cand_to_user, 0, users - 1)
-    order = work_order.by_user(user) if interpret else counted_order.by_user(user, users)
-    return order, work_order.starts(user, users)
+    if interpret:
+        order = work_order.by_user(cand_to_user)
+    else:
+        order = counted_order.by_user(cand_to_user, users)
+    return order, work_order.starts(cand_to_user, users)
 
 
 def user_sums_kernel(
@@ -204,7 +206,7 @@ def user_sums_kernel(
 
     Args:
       d_out: [B, M, N], bf16 or f16; N a multiple of 8, B at least 1.
-      cand_to_user: [B] int32 in any order; clamped to [0, users).
+      cand_to_user: [B] int32 in [0, users), in any order.
       users: U, at least 1.
       config: a legal configuration (`SumConfig.illegal_reason`).
       num_sms: streaming multiprocessors of the device.
