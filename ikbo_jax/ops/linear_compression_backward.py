@@ -179,15 +179,18 @@ def kernel_vjp(
             # Each level is summed from the finest cotangents, so that its sum is rounded once.
             ancestor = parent if ancestor is None else parent[ancestor]
             if batch == 1 and cotangent.nbytes <= CACHE_BYTES:
-                total = jnp.sum(cotangent, axis=0, keepdims=True, dtype=jnp.float32)
-                d_result = total.astype(cotangent.dtype)
+                d_result = _sum_of_all(cotangent)
             else:
                 d_result = user_sums_kernel(
                     cotangent, ancestor, batch, config=config.sums, **options
                 )
-            sources = _with_candidates(ancestor, batch)
-            dtype = coarser_dtype
+            sources, dtype = _with_candidates(ancestor, batch), coarser_dtype
     return tuple(d_weights), tuple(d_embeddings)
+
+
+def _sum_of_all(cotangent: jax.Array) -> jax.Array:
+    """[1, M, N]: the sum over the batch, rounded once."""
+    return jnp.sum(cotangent, axis=0, keepdims=True, dtype=jnp.float32).astype(cotangent.dtype)
 
 
 def _with_candidates(ancestor: jax.Array, batch: int) -> jax.Array:
