@@ -356,6 +356,22 @@ def test_a_method_under_jit_keeps_its_methods() -> None:
     assert rewritten.eval_shape(USER, INDEX).shape == (B, D)
 
 
+def test_a_function_that_wraps_one_under_jit_keeps_its_own_work() -> None:
+    scored = jax.jit(lambda user, index: jnp.sin(user[index]))
+
+    @functools.wraps(scored)
+    def doubled(user, index):
+        return 2 * scored(user, index)
+
+    class Scorer:
+        @functools.wraps(scored)
+        def score(self, user, index):
+            return doubled(user, index)
+
+    for fn in (doubled, Scorer().score):
+        np.testing.assert_allclose(ikbo.rewrite(fn)(USER, INDEX), fn(USER, INDEX), rtol=1e-6)
+
+
 def test_another_function_with_such_methods_keeps_them() -> None:
     class Wrapped:
         """As Flax's and Equinox's functions under jit are."""
