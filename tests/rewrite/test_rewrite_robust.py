@@ -56,6 +56,30 @@ def test_random_keyslooked_up() -> None:
     same(fn, keys, USER, INDEX)
 
 
+def test_random_bits_of_one_key_in_two_ways() -> None:
+    def fn(key, user, index):
+        with jax.threefry_partitionable(False):
+            first = jax.random.bits(key, (B, D))
+        with jax.threefry_partitionable(True):
+            second = jax.random.bits(key, (B, D))
+        return first, second, jnp.sin(user[index])
+
+    same(fn, jax.random.key(0), USER, INDEX)
+
+
+def test_numbers_drawn_without_a_key() -> None:
+    def fn(user, index):
+        draw = jax.jit(lambda: lax.rng_uniform(0, 1000, (B, D)))
+        return draw(), draw(), jnp.sin(user[index])
+
+    first, second, x = jax.jit(ikbo.rewrite(fn))(USER, INDEX)
+    assert (first != second).any()
+    np.testing.assert_allclose(x, jnp.sin(USER[INDEX]), rtol=1e-6)
+    report = report_of(fn, USER, INDEX)
+    assert "without a key" in report.reason
+    assert "without a key" in str(report)
+
+
 @pytest.mark.parametrize("dtype", ["int4", "uint4", "float8_e4m3fn", "float8_e5m2", "bool"])
 def test_small_dtypes(dtype: str) -> None:
     def fn(user, index):
