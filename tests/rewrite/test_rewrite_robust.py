@@ -11,6 +11,7 @@ import problems
 import pytest
 from jax import export, lax
 from jax.experimental import io_callback
+from jax.experimental import pallas as pl
 
 import ikbo_jax as ikbo
 from ikbo_jax.rewrite import NotCovered, interpret, register_rule, registry, sources
@@ -251,6 +252,24 @@ def test_a_rule_that_raises_inside_of_programs(rules) -> None:
     }
     for body in bodies.values():
         same(lambda user, index, body=body: body(jnp.tanh(user[index])), USER, INDEX)
+
+
+def test_only_a_platform_itself_lowers_its_branch() -> None:
+    kernel = pl.pallas_call(lambda x, y: None, out_shape=jax.ShapeDtypeStruct((B, D), "float32"))
+
+    def lowered(user, cand, index):
+        x = jnp.tanh(user[index])
+        return cand * lax.platform_dependent(x, cuda=kernel, default=lambda x: jnp.sin(x) @ W)
+
+    def differentiated(user, cand, index):
+        x = jnp.tanh(user[index])
+        y = lax.platform_dependent(x, cuda=jnp.cos, default=lambda x: jnp.sin(x) @ W)
+        return lax.platform_dependent(y, cand, cuda=jnp.add, default=jnp.multiply)
+
+    assert same(lowered, USER, CAND, INDEX).changed
+    by = [lambda *a, f=f: f(*a).sum() for f in (differentiated, ikbo.rewrite(differentiated))]
+    theirs, ours = (jax.jit(jax.grad(f))(USER, CAND, INDEX) for f in by)
+    np.testing.assert_allclose(ours, theirs, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, ModuleNotFoundError])
