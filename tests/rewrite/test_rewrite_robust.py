@@ -254,6 +254,29 @@ def test_a_rule_that_raises_inside_of_programs(rules) -> None:
         same(lambda user, index, body=body: body(jnp.tanh(user[index])), USER, INDEX)
 
 
+def test_a_while_loop_of_every_row() -> None:
+    def grown(x):
+        step = lambda state: (jnp.tanh(state[0] @ W) + x, state[1] + 1)  # noqa: E731
+        return lax.while_loop(lambda state: state[1] < 3 + x[0], step, (x, 0))[0]
+
+    def batched(user, cand, index):
+        return jax.vmap(grown)(jnp.tanh(user[index])) * cand
+
+    def looped(user, cand, index):
+        return lax.map(lambda args: grown(user[args[0]]) * args[1], (index, cand))
+
+    for fn in (batched, looped):
+        report = same(fn, USER, CAND, INDEX)
+        assert "raised" not in str(report)
+    endless = jnp.concatenate([USER, jnp.full((1, D), -jnp.inf)])
+
+    def halved(user, cand, index):
+        is_large = lambda x: jnp.abs(x).max() > 1e-3  # noqa: E731
+        return jax.vmap(lambda x: lax.while_loop(is_large, lambda x: x / 2, x))(user[index]) * cand
+
+    same(halved, endless, CAND, INDEX)
+
+
 def test_only_a_platform_itself_lowers_its_branch() -> None:
     kernel = pl.pallas_call(lambda x, y: None, out_shape=jax.ShapeDtypeStruct((B, D), "float32"))
 
