@@ -155,10 +155,12 @@ class Survey:
     Attributes:
       marked: whether one of them holds a plan or a note.
       repeated: `id` of every jaxpr that several equations call.
+      draws: whether one of them draws random numbers without a key (`lax.rng_uniform`).
     """
 
     marked: bool
     repeated: frozenset[int]
+    draws: bool
 
 
 def survey(jaxpr: core.Jaxpr) -> Survey:
@@ -166,20 +168,21 @@ def survey(jaxpr: core.Jaxpr) -> Survey:
     found = [getattr(jaxpr, "jaxpr", jaxpr)]
     seen = {id(found[0])}
     repeated = set()
-    marked = False
+    marked = draws = False
     # The loop appends to the list that it iterates over.
     for program in found:
         for eqn in program.eqns:
             if eqn.primitive.name in WITHOUT_PROGRAMS:
                 continue
             marked = marked or _mark(eqn) is not None
+            draws = draws or eqn.primitive.name == "rng_uniform"
             for inner in _inner_jaxprs(eqn):
                 if id(inner) in seen:
                     repeated.add(id(inner))
                 else:
                     seen.add(id(inner))
                     found.append(inner)
-    return Survey(marked, frozenset(repeated))
+    return Survey(marked, frozenset(repeated), draws)
 
 
 def _mark(eqn: Any) -> Any:

@@ -22,7 +22,7 @@ from ikbo_jax.rewrite.jaxprs import (
 from ikbo_jax.rewrite.lineage import Concat, Lazy, is_plain, lazy
 from ikbo_jax.rewrite.log import Log
 from ikbo_jax.rewrite.merged import Merged
-from ikbo_jax.rewrite.registry import register_rule
+from ikbo_jax.rewrite.registry import NotCovered, register_rule
 
 
 def exported(inner: Context, values: Sequence[Any], outer: Context) -> list[Any]:
@@ -261,6 +261,29 @@ def _cond(ctx: Context, eqn: Any, index: Any, *operands: Any) -> Any:
         packs.append(pack)
         return arrays
 
-    runs = [ending_its_trace(functools.partial(run, branch)) for branch in branches]
-    out = lax.switch(index, runs)
+    runs = [functools.partial(run, branch) for branch in branches]
+    if eqn.params.get("branches_platforms") is None:
+        out = lax.switch(index, list(map(ending_its_trace, runs)))
+    else:
+        out = _of_platforms(eqn, index, [trace(run, []) for run in runs])
     return packs[-1](out)
+
+
+def _of_platforms(eqn: Any, index: Any, programs: Sequence[core.Jaxpr]) -> list[Any]:
+    """The results of a `lax.platform_dependent` whose branches are these programs.
+
+    `lax.switch` would lower all branches, of which a platform may lower its own one alone.
+    """
+    if any(x.out_avals != programs[0].out_avals for x in programs):
+        raise NotCovered("platform_dependent whose branches return other types")
+    consts = [x for program in programs for x in program.consts]
+    branches, start = [], 0
+    for program in programs:
+        invars = [core.Var(jax.typeof(x)) for x in consts]
+        stop = start + len(program.consts)
+        invars[start:stop] = program.constvars
+        branches.append(program.replace(constvars=[], invars=invars))
+        start = stop
+    params = {**eqn.params, "branches": tuple(branches)}
+    results: list[Any] = eqn.primitive.bind(index, *consts, **params)
+    return results

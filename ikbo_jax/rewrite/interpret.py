@@ -301,8 +301,10 @@ def _cse_key(eqn: core.JaxprEqn, operands: list[Any]) -> Any:
     """
     if not on_integers(eqn) and not is_number(eqn, operands):
         return None
+    # Random bits depend on this setting, too.
+    setting = eqn.ctx.threefry_partitionable
     try:
-        key = (eqn.primitive, tuple(eqn.params.items()), tuple(map(identity, operands)))
+        key = (eqn.primitive, setting, tuple(eqn.params.items()), tuple(map(identity, operands)))
         hash(key)
     except TypeError:
         return None

@@ -10,6 +10,9 @@ from typing import Any
 
 import jax
 
+#: The type of what `jax.jit` returns.
+_UNDER_JIT: Any = type(jax.jit(lambda: None))
+
 
 def parameters(fn: Any) -> tuple[Callable[..., Any], dict[str, Any]] | None:
     """The function that `jax.jit` wrapped, and the arguments of `jax.jit`.
@@ -21,6 +24,9 @@ def parameters(fn: Any) -> tuple[Callable[..., Any], dict[str, Any]] | None:
       The function and keyword arguments of `jax.jit`; None if `fn` is not the result of `jax.jit`,
       or has parameters that cannot be read.
     """
+    if not isinstance(getattr(fn, "__func__", fn), _UNDER_JIT):
+        # `functools.wraps` copies the attributes that are read below to any other function.
+        return None
     info: Any = getattr(fn, "_jit_info", None)
     inner = getattr(fn, "__wrapped__", None)
     if not callable(inner):

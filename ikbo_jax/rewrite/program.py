@@ -36,6 +36,10 @@ def run(program: Any, arrays: Sequence[Any]) -> list[Any]:
     inputs = [*(x for x in program.consts if isinstance(x, jax.core.Tracer)), *arrays]
     if original.is_plain():
         recorder, results = original.recorder(), original.call(inputs)
+    elif original.draws:
+        # Equal equations give different numbers, so that none may run once instead of twice.
+        recorder, results = original.recorder(), original.call(inputs)
+        recorder.refusal = "it draws random numbers without a key, by lax.rng_uniform"
     else:
         recorder, results = _rewritten(original, inputs)
     if results:
@@ -57,12 +61,14 @@ class _Original:
     Attributes:
       jaxpr: the program, without dead equations, with `_TRACED` in place of every traced constant.
       repeated: identities of the programs that several of its equations call.
+      draws: whether it draws random numbers without a key.
       most_rows: lookups in tables with more rows stay as they are; None without a bound.
       table_rows: numbers of rows of the tables in which lookups were found.
     """
 
     jaxpr: Any
     repeated: frozenset[int]
+    draws: bool
     most_rows: int | None = None
     table_rows: set[int] = dataclasses.field(default_factory=set)
 
@@ -71,7 +77,8 @@ class _Original:
         jaxpr = without_dead_code(program)
         consts = [_TRACED if isinstance(x, jax.core.Tracer) else x for x in jaxpr.consts]
         jaxpr = jaxpr.replace(consts=consts) if any(x is _TRACED for x in consts) else jaxpr
-        return cls(jaxpr, explain.survey(jaxpr).repeated)
+        survey = explain.survey(jaxpr)
+        return cls(jaxpr, survey.repeated, survey.draws)
 
     def recorder(self) -> Recorder:
         """A recorder that lists the program's lookups."""

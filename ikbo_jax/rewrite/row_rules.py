@@ -330,6 +330,9 @@ def _while(ctx: Context, eqn: Any, *operands: Any) -> Any:
     carry = list(map(loops.uniform, operands[second:]))
     if condition.effects or body.effects:
         raise NotCovered("a while loop with effects")
+    if condition.outvars[0].aval.shape:
+        # It runs until every row is done. A user without candidates might never be.
+        raise NotCovered("a while loop under vmap, whose rows end by themselves")
 
     def step(carry: list[Any]) -> tuple[Context, list[Any]]:
         inner = ctx.inner()
