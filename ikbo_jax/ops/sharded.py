@@ -26,24 +26,26 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from ikbo_jax.ops import by_xla
 from ikbo_jax.ops.partition import Division, Local, Rule, divide, vmapped
+from ikbo_jax.ops.settings import as_now
 
-_collectors: list[dict[Any, Any]] = []
+#: By identity: two threads may collect at once, and empty dicts are equal.
+_collectors: dict[int, dict[Any, Any]] = {}
 
 
 @contextlib.contextmanager
 def reports() -> Iterator[dict[Any, Any]]:
     """Collects what is reported while XLA compiles: names of calls, to plans of their parts."""
     found: dict[Any, Any] = {}
-    _collectors.append(found)
+    _collectors[id(found)] = found
     try:
         yield found
     finally:
-        _collectors.remove(found)
+        del _collectors[id(found)]
 
 
 def report(call: Any, part_plan: Any) -> None:
     """Tells every `reports` how one device's part of a call runs."""
-    for collector in _collectors:
+    for collector in list(_collectors.values()):
         collector[call] = part_plan
 
 
@@ -58,6 +60,7 @@ def run(local: Local, rule: Rule, identity: Any, operands: Sequence[Any]) -> tup
         mean equal programs.
       operands: arrays.
     """
+    local = as_now(local)
     if is_typed(operands):
         return _by_types(_over_axes_left(local, rule, identity), rule, operands)
     context = jax.sharding.get_abstract_mesh()
@@ -78,6 +81,7 @@ def run_by_types(local: Local, rule: Rule, operands: Sequence[Any]) -> tuple[Any
         return tuple(local(operands, None))
     dtypes = [operand.dtype for operand in operands]
 
+    @as_now
     def in_own_dtypes(parts: Sequence[Any], division: Division | None) -> Sequence[Any]:
         return local([x.astype(d) for x, d in zip(parts, dtypes, strict=True)], division)
 
