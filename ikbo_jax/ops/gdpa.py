@@ -21,7 +21,7 @@ from ikbo_jax.ops.op import (
     vmappable,
 )
 from ikbo_jax.ops.partition import Division
-from ikbo_jax.ops.sharded import run_kernel, vary_over_same_axes
+from ikbo_jax.ops.sharded import run_kernel, vary_over_same_axes, zeros
 from ikbo_jax.problems import GdpaBackwardTuning, GdpaConfig, GdpaProblem, ShortGdpaConfig
 from ikbo_jax.reference import gdpa as reference
 from ikbo_jax.reference import gdpa_chunked, jagged
@@ -139,8 +139,8 @@ def gdpa(
         arguments.finite_number("scale", scale),
         arguments.finite_number("output_scale", output_scale),
         broadcast_q,
-        gdpa_arguments.bound("max_seqlen_q", max_seqlen_q),
-        gdpa_arguments.bound("max_seqlen_kv", max_seqlen_kv),
+        gdpa_arguments.bound("max_seqlen_q", max_seqlen_q, query.shape[0]),
+        gdpa_arguments.bound("max_seqlen_kv", max_seqlen_kv, key.shape[0]),
     )
     if broadcast_q and settings.max_seqlen_q is not None and settings.max_seqlen_q < query.shape[0]:
         raise ValueError(
@@ -151,7 +151,7 @@ def gdpa(
     plan = _OP.plan(call, arrays)
     shape = reference.out_shape(arrays, settings)
     if 0 in shape or not key.shape[0] or not reference.num_sequences(arrays):
-        return dispatch.record_nothing(jnp.zeros(shape, query.dtype), plan)
+        return dispatch.record_nothing(zeros(shape, query.dtype, arrays), plan)
     arrays = reverse_only.operands("gdpa", arrays)
     return _gdpa(call, plan, arrays)
 

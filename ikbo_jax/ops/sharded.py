@@ -311,6 +311,16 @@ def vary_over_same_axes(arrays: Any) -> Any:
     return jax.tree.map(lambda x: _vary_over(x, axes), arrays)
 
 
+def zeros(shape: tuple[int, ...], dtype: Any, arrays: Any) -> jax.Array:
+    """Zeros, the result of a call in which nothing runs.
+
+    Inside `shard_map`, they vary over the mesh axes that one of the call's arrays varies over, as
+    the result of other calls does.
+    """
+    axes = frozenset().union(*map(_varying, jax.tree.leaves(arrays)))
+    return _vary_over(jnp.zeros(shape, dtype), axes)
+
+
 def _varied(local: Local) -> Local:
     def varied(parts: Sequence[Any], division: Division | None) -> Sequence[Any]:
         return local(vary_over_same_axes(parts), division)
