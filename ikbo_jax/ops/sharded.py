@@ -219,7 +219,10 @@ def _by_shard_map(local: Local, rule: Rule, operands: Sequence[Any]) -> tuple[An
     ]
 
     def on_device(*parts: Any) -> tuple[Any, ...]:
-        return tuple(local(parts, division))
+        # XLA cannot compile what reads an operand without elements here: the process dies
+        # (jaxlib 0.11.2). Such an operand is made in place of being read.
+        made = [zeros(x.shape, x.dtype, x) if 0 in x.shape else x for x in parts]
+        return tuple(local(made, division))
 
     sharded = jax.shard_map(
         on_device,

@@ -309,3 +309,18 @@ def test_calls_in_which_nothing_runs_vary_as_their_arrays(
     mesh = mesh_of("auto", (2,))
     program = jax.jit(jax.shard_map(loop, mesh=mesh, in_specs=P("x"), out_specs=P("x")))
     assert not np.any(program(np.zeros(carry, np.float32)))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("k_cand", "k_user"), [(0, 0), (5, 0), (0, 6)])
+def test_levels_without_rows(k_cand: int, k_user: int, kind: str) -> None:
+    """Explicit axes: XLA ended the process when a device's part read an array without elements."""
+    rng = np.random.default_rng(0)
+    shapes = (4, k_cand), (4, k_user), (8, k_cand, 3), (2, k_user, 3)
+    arrays = [rng.normal(size=shape).astype(np.float32) for shape in shapes]
+    arrays.append(rng.integers(0, 2, 8).astype(np.int32))
+    found = step_of(ikbo.linear_compression, arrays)(
+        *on(mesh_of(kind, (2,)), arrays, LAYOUTS["linear"])
+    )
+    close(found, step_of(ikbo.linear_compression, arrays)(*arrays))
+    assert found[1].sharding.spec[0] == "x"
