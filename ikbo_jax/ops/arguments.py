@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from ikbo_jax.ops import dispatch
+from ikbo_jax.ops import dispatch, settings
 
 #: Dtypes that the ops accept; the kernels accept fewer.
 DTYPES = ("bfloat16", "float16", "float32")
@@ -34,7 +34,13 @@ def request(
         raise ValueError(f"config must be {known}, but is {config!r}")
     if config is not None and implementation == "xla":
         raise ValueError(f"implementation='xla' takes no config, but config is {config}")
-    return dispatch.Request(op, implementation, config, dispatch.target_of_trace(arrays))
+    return dispatch.Request(
+        op,
+        implementation,
+        config,
+        dispatch.target_of_trace(arrays),
+        precision=settings.matmul_precision(),
+    )
 
 
 def check_array(name: str, array: object, axes: str) -> None:

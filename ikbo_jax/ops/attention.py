@@ -27,6 +27,7 @@ from ikbo_jax.ops.sharded import (
     run_by_types,
     run_kernel,
     vary_over_same_axes,
+    zeros,
 )
 from ikbo_jax.problems import AttentionConfig, AttentionProblem, FewQueriesConfig, few_queries_cost
 from ikbo_jax.problems.hopper import WGMMA_M
@@ -134,8 +135,9 @@ def attention(
         if is_typed(self_tokens):
             self_tokens = reverse_only.operands("attention", self_tokens)
     if 0 in query.shape:
-        out = dispatch.record_nothing(jnp.zeros(query.shape, query.dtype), plan)
-        lse = jnp.zeros(query.shape[:3], jnp.float32)
+        given = (arrays, self_tokens)
+        out = dispatch.record_nothing(zeros(query.shape, query.dtype, given), plan)
+        lse = zeros(query.shape[:3], jnp.float32, given)
     else:
         arrays = reverse_only.operands("attention", arrays)
         out, lse = _attention(call, plan, arrays, self_tokens)

@@ -81,7 +81,8 @@ def _backward(settings: Settings, operands: Operands, cotangents: Gradients) -> 
     def run(query: Any, key: Any, value: Any, *rest: Any) -> Gradients:
         return _by_xla(settings, Operands(Arrays(query, key, value, index, lengths), *rest))
 
-    pulled: Any = jax.vjp(run, query, key, value, *operands[1:])[1](cotangents)
+    with jax.default_matmul_precision(settings.request.precision):
+        pulled: Any = jax.vjp(run, query, key, value, *operands[1:])[1](cotangents)
     return (Operands(Arrays._make((*pulled[:3], None, None)), *pulled[3:]),)
 
 

@@ -111,6 +111,7 @@ class Request:
         device.
       platform: "cuda" or "other": the platform that the program is lowered for; "": with a target,
         it is not known yet.
+      precision: of f32 products where the op is called, for derivatives, which JAX traces later.
     """
 
     op: str
@@ -118,6 +119,7 @@ class Request:
     config: Any
     target: Target | None = None
     platform: str = ""
+    precision: str | None = None
 
     @property
     def is_open(self) -> bool:

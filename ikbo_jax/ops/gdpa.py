@@ -21,10 +21,10 @@ from ikbo_jax.ops.op import (
     vmappable,
 )
 from ikbo_jax.ops.partition import Division
-from ikbo_jax.ops.sharded import run_kernel, vary_over_same_axes
+from ikbo_jax.ops.sharded import run_kernel, vary_over_same_axes, zeros
 from ikbo_jax.problems import GdpaBackwardTuning, GdpaConfig, GdpaProblem, ShortGdpaConfig
 from ikbo_jax.reference import gdpa as reference
-from ikbo_jax.reference import gdpa_chunked
+from ikbo_jax.reference import gdpa_chunked, jagged
 from ikbo_jax.reference.gdpa import Arrays, Settings
 
 
@@ -139,8 +139,8 @@ def gdpa(
         arguments.finite_number("scale", scale),
         arguments.finite_number("output_scale", output_scale),
         broadcast_q,
-        gdpa_arguments.bound("max_seqlen_q", max_seqlen_q),
-        gdpa_arguments.bound("max_seqlen_kv", max_seqlen_kv),
+        gdpa_arguments.bound("max_seqlen_q", max_seqlen_q, query.shape[0]),
+        gdpa_arguments.bound("max_seqlen_kv", max_seqlen_kv, key.shape[0]),
     )
     if broadcast_q and settings.max_seqlen_q is not None and settings.max_seqlen_q < query.shape[0]:
         raise ValueError(
@@ -151,7 +151,7 @@ def gdpa(
     plan = _OP.plan(call, arrays)
     shape = reference.out_shape(arrays, settings)
     if 0 in shape or not key.shape[0] or not reference.num_sequences(arrays):
-        return dispatch.record_nothing(jnp.zeros(shape, query.dtype), plan)
+        return dispatch.record_nothing(zeros(shape, query.dtype, arrays), plan)
     arrays = reverse_only.operands("gdpa", arrays)
     return _gdpa(call, plan, arrays)
 
@@ -240,7 +240,8 @@ def _gradients(call: _Call, residuals: _Residuals) -> Gradients:
 
 
 def _gradients_and_residuals(call: _Call, residuals: _Residuals) -> tuple[Gradients, _Residuals]:
-    return _gradients(call, residuals), residuals
+    with jax.default_matmul_precision(call.request.precision):
+        return _gradients(call, residuals), residuals
 
 
 @jax.custom_jvp
@@ -282,7 +283,8 @@ def _pull_back_gradients(
 
     primals = arrays.query, arrays.key, arrays.value
     tangents = tuple(c.astype(x.dtype) for c, x in zip(cotangents, primals, strict=True))
-    _, (of_inputs, of_d_out) = jax.jvp(of, primals, tangents)
+    with jax.default_matmul_precision(call.request.precision):
+        _, (of_inputs, of_d_out) = jax.jvp(of, primals, tangents)
     return (_Residuals(Arrays._make((*of_inputs, None, None, None)), None, None, of_d_out),)
 
 
@@ -383,13 +385,16 @@ class _Gdpa(Op):
             return Part(call, arrays)
         rows, bound = arrays.query.shape[0], call.settings.max_seqlen_q
         first = jax.lax.axis_index(axes) * rows
-        starts = jax.lax.cummax(arrays.cu_seqlens_q)
-        inside = jnp.clip(starts - first, 0, rows)
+        total = rows * division.parts(axes)
+        # Offsets and lengths of the whole call, which are clamped to its rows before anything else.
+        starts, lengths = jagged.bounds(arrays.cu_seqlens_q, total, bound)
+        ends = jax.lax.cummax(jnp.clip(arrays.cu_seqlens_q, 0, total))
+        inside = jnp.clip(ends - first, 0, rows)
         arrays = arrays._replace(cu_seqlens_q=inside)
         if bound is None:
             return Part(call, arrays)
         # Rows beyond the bound, from the sequence's start, which may lie on another device.
-        stops = jnp.clip(jnp.minimum(starts[:-1] + bound, starts[1:]) - first, 0, rows)
+        stops = jnp.clip(starts + lengths - first, 0, rows)
         steps = jnp.zeros_like(inside, shape=rows + 1).at[inside[:-1]].add(1).at[stops].add(-1)
         is_bounded = (jnp.cumsum(steps)[:rows] > 0)[:, None, None]
 

@@ -117,8 +117,11 @@ def check_approx(approx: str | None, activations: tuple[str, ...]) -> None:
         )
 
 
-def bound(name: str, value: int | None) -> int | None:
-    """A bound of lengths, cut to int32; raises ValueError unless it is an integer of at least 0."""
+def bound(name: str, value: int | None, rows: int) -> int | None:
+    """A bound of lengths, cut to `rows`; raises ValueError unless it is an integer of at least 0.
+
+    The device adds the bound to int32 offsets: a sum of at most twice the rows is an int32, too.
+    """
     if value is None:
         return None
     try:
@@ -129,5 +132,4 @@ def bound(name: str, value: int | None) -> int | None:
         ) from error
     if isinstance(value, bool) or number < 0:
         raise ValueError(f"{name} must be an integer of at least 0, but is {value}")
-    # The device compares the bound with int32 lengths; no length exceeds the largest int32.
-    return min(number, 2**31 - 1)
+    return min(number, rows if isinstance(rows, int) else 2**31 - 1)

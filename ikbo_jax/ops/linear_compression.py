@@ -23,7 +23,7 @@ from ikbo_jax.ops.linear_compression_backward import (
 from ikbo_jax.ops.op import Folded, Named, Op, Part, unstack
 from ikbo_jax.ops.padded_weight import PaddedWeight, pad_columns
 from ikbo_jax.ops.partition import Division
-from ikbo_jax.ops.sharded import run_kernel, vary_over_same_axes
+from ikbo_jax.ops.sharded import run_kernel, vary_over_same_axes, zeros
 from ikbo_jax.problems import (
     LinearCompressionConfig,
     LinearCompressionProblem,
@@ -189,7 +189,7 @@ def _compress(
     plan = _OP.plan(call, arrays)
     shape = (embeddings[-1].shape[0], weights[-1].shape[0], embeddings[-1].shape[2])
     if 0 in shape:
-        return dispatch.record_nothing(jnp.zeros(shape, embeddings[-1].dtype), plan)
+        return dispatch.record_nothing(zeros(shape, embeddings[-1].dtype, arrays), plan)
     return _linear_compression(call, plan, reverse_only.operands(op, arrays))
 
 

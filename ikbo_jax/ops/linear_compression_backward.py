@@ -277,7 +277,6 @@ def _gradients_backward(
     settings: Settings, saved: tuple[Arrays, jax.Array], cotangents: Gradients
 ) -> tuple[Arrays, jax.Array]:
     """Second derivatives, by XLA."""
-    del settings
     (weights, embeddings, parents), cotangent = saved
 
     def by_xla(weights: Any, embeddings: Any, cotangent: jax.Array) -> Gradients:
@@ -285,7 +284,8 @@ def _gradients_backward(
         rounded: Gradients = jax.tree.map(lambda x, like: x.astype(like.dtype), found, cotangents)
         return rounded
 
-    _, pull_back = jax.vjp(by_xla, weights, embeddings, cotangent)
+    with jax.default_matmul_precision(settings.request.precision):
+        _, pull_back = jax.vjp(by_xla, weights, embeddings, cotangent)
     d_weights, d_embeddings, d_cotangent = pull_back(cotangents)
     return Arrays(d_weights, d_embeddings, (None,) * len(parents)), d_cotangent
 

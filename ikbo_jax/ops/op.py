@@ -18,6 +18,7 @@ import jax.numpy as jnp
 from ikbo_jax.ops import dispatch, sharded
 from ikbo_jax.ops.partition import Division, Rule, dimensions
 from ikbo_jax.ops.platforms import by_platform
+from ikbo_jax.ops.settings import as_now
 from ikbo_jax.problems import Problem
 
 
@@ -239,13 +240,15 @@ class Op(abc.ABC):
     def _forward(self, call: Any, plan: dispatch.Plan, arrays: Any) -> tuple[Any, Any]:
         # Calls `differentiable` and not `_divided`, so that a second derivative finds this rule and
         # not the kernel.
-        results = self.differentiable(self.for_gradient(call), plan, arrays)
+        with jax.default_matmul_precision(call.request.precision):
+            results = self.differentiable(self.for_gradient(call), plan, arrays)
         return self.visible(call, results), (arrays, self.residuals(results))
 
     def _backward(
         self, call: Any, plan: dispatch.Plan, saved: tuple[Any, Any], cotangents: Any
     ) -> tuple[Any]:
-        return (self._by_platform(self._pulled_back, call, plan, (saved, cotangents)),)
+        with jax.default_matmul_precision(call.request.precision):
+            return (self._by_platform(self._pulled_back, call, plan, (saved, cotangents)),)
 
     def _pulled_back(
         self, call: Any, plan: dispatch.Plan, operands: tuple[tuple[Any, Any], Any]
@@ -340,6 +343,7 @@ def vmappable(
         that all have a leading axis of `size`.
     """
     function = jax.custom_batching.custom_vmap(run)
+    run_batched = as_now(run_batched)
 
     @function.def_vmap
     def rule(size: int, batched: list[Any], arrays: Any) -> tuple[Any, Any]:

@@ -157,6 +157,11 @@ class Division:
         """The mesh axes that divide a dimension."""
         return dict(self.axes).get(name, ())
 
+    def parts(self, axes: tuple[str, ...]) -> int:
+        """The number of devices along mesh axes."""
+        sizes = dict(self.mesh_sizes)
+        return math.prod(sizes[axis] for axis in axes)
+
     def sums(self, dims: Dimensions) -> tuple[str, ...]:
         """The mesh axes over which a result with these dimensions is summed."""
         present = {name for dim in dims for name in dim}
@@ -168,13 +173,12 @@ class Division:
         return jax.lax.psum(part, axes) if axes else part
 
     def __str__(self) -> str:
-        sizes = dict(self.mesh_sizes)
         words = dict(self.rule.split)
         over: dict[str, tuple[str, ...]] = {}
         for name, axes in self.axes:
             over[words[name]] = over.get(words[name], ()) + axes
         parts = [
-            f"{word} over {_quoted(axes)} ({_count(math.prod(sizes[a] for a in axes))})"
+            f"{word} over {_quoted(axes)} ({_count(self.parts(axes))})"
             for word, axes in over.items()
         ] or ["not divided: every device computes all of it"]
         for verb, moves in (("gathers", self.gathered), ("the gradient sums", self.summed)):

@@ -14,6 +14,8 @@ import jax
 from jax.extend.core import Primitive, jaxpr_as_fun
 from jax.interpreters import batching, mlir
 
+from ikbo_jax.ops.settings import as_now
+
 # A computation: the jaxpr `elsewhere`, and the function `on_cuda` of the same arrays, with results
 # of the same shapes and dtypes. If `refusal` is not empty, lowering `elsewhere` raises.
 by_platform_p = Primitive("ikbo_by_platform")
@@ -47,12 +49,9 @@ def by_platform(
     def tree(*leaves: Any) -> Any:
         return elsewhere(jax.tree.unflatten(treedef, leaves))
 
-    # Settings that the caller may have changed for the time of the call.
-    precision, x64 = jax.config.jax_default_matmul_precision, jax.config.jax_enable_x64
-
+    @as_now
     def kernels(*leaves: Any) -> list[Any]:
-        with jax.default_matmul_precision(precision), jax.enable_x64(x64):
-            return jax.tree.leaves(on_cuda(jax.tree.unflatten(treedef, leaves)))
+        return jax.tree.leaves(on_cuda(jax.tree.unflatten(treedef, leaves)))
 
     traced, shape = jax.make_jaxpr(tree, return_shape=True)(*leaves)
     results = _call(traced, kernels, refusal, leaves)

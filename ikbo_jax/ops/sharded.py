@@ -26,24 +26,26 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from ikbo_jax.ops import by_xla
 from ikbo_jax.ops.partition import Division, Local, Rule, divide, vmapped
+from ikbo_jax.ops.settings import as_now
 
-_collectors: list[dict[Any, Any]] = []
+#: By identity: two threads may collect at once, and empty dicts are equal.
+_collectors: dict[int, dict[Any, Any]] = {}
 
 
 @contextlib.contextmanager
 def reports() -> Iterator[dict[Any, Any]]:
     """Collects what is reported while XLA compiles: names of calls, to plans of their parts."""
     found: dict[Any, Any] = {}
-    _collectors.append(found)
+    _collectors[id(found)] = found
     try:
         yield found
     finally:
-        _collectors.remove(found)
+        del _collectors[id(found)]
 
 
 def report(call: Any, part_plan: Any) -> None:
     """Tells every `reports` how one device's part of a call runs."""
-    for collector in _collectors:
+    for collector in list(_collectors.values()):
         collector[call] = part_plan
 
 
@@ -58,6 +60,7 @@ def run(local: Local, rule: Rule, identity: Any, operands: Sequence[Any]) -> tup
         mean equal programs.
       operands: arrays.
     """
+    local = as_now(local)
     if is_typed(operands):
         return _by_types(_over_axes_left(local, rule, identity), rule, operands)
     context = jax.sharding.get_abstract_mesh()
@@ -78,6 +81,7 @@ def run_by_types(local: Local, rule: Rule, operands: Sequence[Any]) -> tuple[Any
         return tuple(local(operands, None))
     dtypes = [operand.dtype for operand in operands]
 
+    @as_now
     def in_own_dtypes(parts: Sequence[Any], division: Division | None) -> Sequence[Any]:
         return local([x.astype(d) for x, d in zip(parts, dtypes, strict=True)], division)
 
@@ -215,7 +219,10 @@ def _by_shard_map(local: Local, rule: Rule, operands: Sequence[Any]) -> tuple[An
     ]
 
     def on_device(*parts: Any) -> tuple[Any, ...]:
-        return tuple(local(parts, division))
+        # XLA cannot compile what reads an operand without elements here: the process dies
+        # (jaxlib 0.11.2). Such an operand is made in place of being read.
+        made = [zeros(x.shape, x.dtype, x) if 0 in x.shape else x for x in parts]
+        return tuple(local(made, division))
 
     sharded = jax.shard_map(
         on_device,
@@ -305,6 +312,16 @@ def vary_over_same_axes(arrays: Any) -> Any:
     """
     axes = frozenset().union(*map(_varying, jax.tree.leaves(arrays)))
     return jax.tree.map(lambda x: _vary_over(x, axes), arrays)
+
+
+def zeros(shape: tuple[int, ...], dtype: Any, arrays: Any) -> jax.Array:
+    """Zeros, the result of a call in which nothing runs.
+
+    Inside `shard_map`, they vary over the mesh axes that one of the call's arrays varies over, as
+    the result of other calls does.
+    """
+    axes = frozenset().union(*map(_varying, jax.tree.leaves(arrays)))
+    return _vary_over(jnp.zeros(shape, dtype), axes)
 
 
 def _varied(local: Local) -> Local:

@@ -89,7 +89,7 @@ class Pending:
     def answers(self) -> list[Answer | Exception]:
         """An answer for every request, in order; a `BadRequestError` where one does not fit."""
         while self._calls:
-            batch, scores = self._calls.pop(0)
+            batch, scores = self._calls[0]
             rows = self._scorer.fetched(scores)
             start = 0
             for position, size in zip(batch.positions, batch.sizes, strict=True):
@@ -97,6 +97,8 @@ class Pending:
                 answer = Answer(rows[start : start + size].copy(), self._weights)
                 self._answers[position] = answer
                 start += size
+            # Not before: asked again after an error, it is an error again.
+            self._calls.pop(0)
         return self._answers
 
 

@@ -143,7 +143,7 @@ class Batch(NamedTuple):
 
     Attributes:
       keys: the user and version of every row of the call's users.
-      features: for every key, the `features` of its first request.
+      features: for every key, the `features` of its requests that have one.
       rows: the row of every request, ascending.
       sizes: number of candidates of every request.
       columns: the leaves of the candidates' tree, each an array of all candidates in the order of
@@ -154,7 +154,7 @@ class Batch(NamedTuple):
     """
 
     keys: Sequence[Hashable]
-    features: Sequence[Callable[[], Tree] | None]
+    features: Sequence[Sequence[Callable[[], Tree]]]
     rows: Sequence[int] | npt.NDArray[np.integer]
     sizes: Sequence[int] | npt.NDArray[np.integer]
     columns: Sequence[Column]
@@ -198,7 +198,10 @@ def merged(part: Sequence[tuple[int, Checked]], buckets: Buckets) -> Batch:
     filled = sum(sizes)
     return Batch(
         keys=list(users),
-        features=[entries[0][1].features for entries in users.values()],
+        features=[
+            [one.features for _, one in entries if one.features is not None]
+            for entries in users.values()
+        ],
         rows=[row for row, entries in enumerate(users.values()) for _ in entries],
         sizes=sizes,
         columns=[list(arrays) for arrays in zip(*(one.leaves for _, one in ordered), strict=True)],
@@ -206,6 +209,23 @@ def merged(part: Sequence[tuple[int, Checked]], buckets: Buckets) -> Batch:
         bucket=buckets.fitting(filled, len(users)),
         positions=[position for position, _ in ordered],
     )
+
+
+def check_hashable(keys: Sequence[tuple[Hashable, Hashable]]) -> None:
+    """Raises BadRequestError unless all users and versions can be looked up."""
+    try:
+        hash(tuple(keys))
+        return
+    except Exception:
+        # Which one it is; hashing all at once takes no call of Python for each.
+        pass
+    for user, version in keys:
+        try:
+            hash((user, version))
+        except Exception as error:
+            raise BadRequestError(
+                f"user {user!r:.80} and version {version!r:.80} must be hashable, but: {error}"
+            ) from error
 
 
 class Form:
@@ -233,14 +253,16 @@ class Form:
         """
         leaves: list[Any]
         structure: Any
-        leaves, structure = jax.tree.flatten(tree)
         # A request that fits takes no more than this; the rest finds the words for an error.
         try:
+            leaves, structure = jax.tree.flatten(tree)
             count = leaves[0].shape[:1] if stacked else ()
             fits = structure == self.structure and len(count) == stacked
             for leaf, (shape, dtype) in zip(leaves, self._expected, strict=False):
                 fits = fits and leaf.shape == count + shape and leaf.dtype == dtype
-        except (AttributeError, IndexError):
+        except Exception:
+            # An object that another library made may raise anything, keys of a dict that cannot be
+            # sorted a ValueError.
             fits = False
         return leaves if fits else check(tree, self.rows, self.name, stacked=stacked)
 
@@ -248,12 +270,25 @@ class Form:
 def check(tree: Tree, rows: Tree, name: str, *, stacked: bool) -> list[Any]:
     """The leaves of a tree, arrays, if its rows are like `rows`; otherwise as `Form.leaves_of`."""
     expected, wanted = jax.tree_util.tree_flatten_with_path(rows)
-    found: list[Any] = jax.tree.leaves(tree)
-    structure: Any = jax.tree.structure(tree)
+    found: list[Any]
+    structure: Any
+    try:
+        found, structure = jax.tree.flatten(tree)
+    except Exception as error:
+        raise BadRequestError(f"{name} are no tree ({error}), expected {wanted}") from error
     if structure != wanted:
         raise BadRequestError(f"{name} have the structure {structure}, expected {wanted}")
-    arrays = [leaf if hasattr(leaf, "dtype") else np.asarray(leaf) for leaf in found]
-    count = arrays[0].shape[:1] if stacked else ()
+    arrays = []
+    for (path, row), leaf in zip(expected, found, strict=True):
+        try:
+            is_array = hasattr(leaf, "shape") and hasattr(leaf, "dtype")
+            arrays.append(leaf if is_array else np.asarray(leaf))
+        except Exception as error:
+            raise BadRequestError(
+                f"{name}{jax.tree_util.keystr(path)} is a {type(leaf).__name__} ({error}), "
+                f"expected an array of {row.dtype}"
+            ) from error
+    count = arrays[0].shape[:1] if stacked and arrays else ()
     for (path, row), array in zip(expected, arrays, strict=True):
         if array.shape != (*count, *row.shape) or array.dtype != row.dtype or stacked > array.ndim:
             shape = ", ".join(str(size) for size in (*(count or ["n"] * stacked), *row.shape))

@@ -25,29 +25,33 @@ class Features:
         self._form, self._features_of = form, features_of
 
     def of(
-        self, asked: Mapping[Hashable, Fetch | None]
+        self, asked: Mapping[Hashable, Sequence[Fetch]]
     ) -> tuple[list[Column], dict[Hashable, Exception]]:
         """The features of several users.
 
         Args:
-          asked: for every key, the `features` of its request.
+          asked: for every key, the `features` of its requests that have one.
 
         Returns:
           For every leaf of the features' tree, its rows in the order of the keys, without the keys
           that failed: an array [n, ...] or a list of n arrays. And the errors of those that failed.
         """
-        fetches = [fetch for fetch in asked.values() if fetch is not None]
-        if len(asked) > 1 and not fetches:
+        bare = [key for key, fetches in asked.items() if not fetches]
+        known: dict[Hashable, list[Any]] = {}
+        if len(bare) > 1:
             try:
-                return list(self._at_once(list(asked))), {}
+                columns = self._at_once(bare)
+                if len(bare) == len(asked):
+                    return list(columns), {}
+                known = {key: [c[n] for c in columns] for n, key in enumerate(bare)}
             except Exception:
                 # The error may be one user's: below, every user is asked for alone.
                 pass
         rows: list[list[Any]] = []
         failed: dict[Hashable, Exception] = {}
-        for key, fetch in asked.items():
+        for key, fetches in asked.items():
             try:
-                rows.append(self._alone(key, fetch))
+                rows.append(known[key] if key in known else self._alone(key, fetches))
             except Exception as error:
                 failed[key] = error
         return [list(column) for column in zip(*rows, strict=True)], failed
@@ -65,16 +69,23 @@ class Features:
             except Exception:
                 # `of` tells whose error it is.
                 pass
-        features, failed = self.of(dict.fromkeys(keys))
+        features, failed = self.of(dict.fromkeys(keys, ()))
         for error in failed.values():
             raise error
         return features
 
-    def _alone(self, key: Hashable, fetch: Fetch | None) -> list[Any]:
+    def _alone(self, key: Hashable, fetches: Sequence[Fetch]) -> list[Any]:
         """The leaves of one user's features, without an axis of users."""
-        if fetch is None:
+        if not fetches:
             return [array[0] for array in self._at_once([key])]
-        return self._form.leaves_of(fetch(), stacked=False)
+        errors: list[Exception] = []
+        for fetch in fetches:
+            try:
+                return self._form.leaves_of(fetch(), stacked=False)
+            except Exception as error:
+                # Another request of the same user and version may have the features.
+                errors.append(error)
+        raise errors[0]
 
     def _at_once(self, keys: list[Hashable]) -> list[Any]:
         """The leaves of several users' features, [n, ...] each."""
@@ -84,7 +95,7 @@ class Features:
                 "scorer has no features_of"
             )
         leaves = self._form.leaves_of(self._features_of(keys), stacked=True)
-        if len(leaves[0]) != len(keys):
+        if leaves and len(leaves[0]) != len(keys):
             raise BadRequestError(
                 f"features_of returned {len(leaves[0])} rows for {len(keys)} users"
             )

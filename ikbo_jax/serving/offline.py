@@ -11,7 +11,15 @@ import numpy as np
 import numpy.typing as npt
 
 from ikbo_jax.serving.answers import Answer, Pending, PendingScores, Scores
-from ikbo_jax.serving.batches import BadRequestError, Buckets, Form, Request, Tree, fitting_parts
+from ikbo_jax.serving.batches import (
+    BadRequestError,
+    Buckets,
+    Form,
+    Request,
+    Tree,
+    check_hashable,
+    fitting_parts,
+)
 from ikbo_jax.serving.scorer import Scorer
 
 
@@ -41,13 +49,25 @@ def rank_offline(
                 raise answer
             yield position, answer
 
-    for part in fitting_parts(enumerate(requests), scorer.buckets):
+    for part in fitting_parts(_countable(scorer, requests), scorer.buckets):
         positions, chosen = zip(*part, strict=True)
         waiting.append((list(positions), scorer.start(chosen)))
         if len(waiting) > ahead:
             yield from finished()
     while waiting:
         yield from finished()
+
+
+def _countable(scorer: Scorer, requests: Iterable[Request]) -> Iterator[tuple[int, Request]]:
+    """The requests with their positions; raises BadRequestError if one cannot be counted."""
+    for entry in enumerate(requests):
+        try:
+            hash(entry[1].key)
+            entry[1].size  # noqa: B018 - kept by the request
+        except Exception:
+            scorer.check(entry[1])  # finds the words
+            raise
+        yield entry
 
 
 def rank_arrays(
@@ -81,7 +101,7 @@ def rank_arrays(
     Raises:
       BadRequestError: before the first call, if the candidates' structure, shape or dtype is not
         what the model expects, their number is not the sum of `counts`, users and counts differ in
-        number, or a count is negative or larger than the largest bucket.
+        number, a user is not hashable, or a count is negative or larger than the largest bucket.
       Exception: whatever the scorer's `features_of` raises.
     """
     ids = users.tolist() if isinstance(users, np.ndarray) else list(users)
@@ -106,6 +126,7 @@ def _check(
     scorer: Scorer, users: list[Hashable], counts: npt.NDArray[Any], candidates: Tree
 ) -> None:
     """Checks what `rank_arrays` got."""
+    check_hashable([(user, 0) for user in users])
     leaves = Form(scorer.specs.candidate, "candidates").leaves_of(candidates, stacked=True)
     numbers = np.issubdtype(counts.dtype, np.integer) or not counts.size
     if counts.shape != (len(users),) or not numbers:

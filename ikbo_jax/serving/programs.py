@@ -11,6 +11,7 @@ from typing import Any, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from ikbo_jax.serving.batches import Buckets, Tree
 from ikbo_jax.serving.packing import Packing, RowPacking
@@ -97,6 +98,13 @@ def specs_of(model: Model, weights: Tree, user: Tree, candidate: Tree) -> Specs:
                 f"weights{jax.tree_util.keystr(path)} must be an array, but is a "
                 f"{type(leaf).__name__}, {leaf!r:.80}"
             )
+    if not jax.tree.leaves(candidate):
+        raise ValueError(
+            f"candidate is {candidate!r:.80}, expected at least 1 array, since its rows are counted"
+        )
+    for name, spec in (("user", user), ("candidate", candidate)):
+        for path, leaf in jax.tree_util.tree_leaves_with_path(spec):
+            _check_dtype(f"{name}{jax.tree_util.keystr(path)}", leaf.dtype)
     shapes = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), weights)
     states = jax.eval_shape(model.encode_users, shapes, with_rows(user, 1))
     state = _rows(states, "encode_users")
@@ -109,6 +117,18 @@ def specs_of(model: Model, weights: Tree, user: Tree, candidate: Tree) -> Specs:
             "of a candidate along a further axis"
         )
     return Specs(shapes, user, candidate, state, _rows(scores, "score"))
+
+
+def _check_dtype(name: str, dtype: Any) -> None:
+    """Raises ValueError if a program would get another dtype: int64 ids, cut to 32 bits."""
+    taken = dtype
+    if isinstance(dtype, np.dtype):
+        taken = jax.dtypes.canonicalize_dtype(dtype)
+    if taken != dtype:
+        raise ValueError(
+            f"{name} has dtype {dtype}, but JAX computes in {taken} here; use {taken}, or set "
+            "jax_enable_x64"
+        )
 
 
 def _rows(spec: Tree, name: str) -> Tree:
@@ -150,6 +170,7 @@ class Programs:
         features [U, ...] and of the leaves of the candidates [B, ...].
       joint: by bucket, (weights, packed inputs) to scores [B, ...]: encodes the users and scores
         the candidates, without the pool.
+      device: the device that the programs run on; None: several, under `jax.set_mesh`.
     """
 
     def __init__(
@@ -211,6 +232,32 @@ class Programs:
         self.joint: dict[tuple[int, int], Callable[..., jax.Array]] = {
             pair: program.result() for pair, program in joint_ones.items()
         }
+        self.device = _device_of([p.result() for p in (*encoders.values(), *scorers.values())])
+
+
+def _checked(result: Tree, spec: Tree, rows: int, name: str) -> list[jax.Array]:
+    """The leaves of a result of `rows` rows; a ValueError if they are not like those of one row.
+
+    That a result for one row has one row does not say that it has one for each: a sum over rows
+    that keeps its axis has one, too.
+    """
+    leaves: list[jax.Array] = jax.tree.leaves(result)
+    wanted = jax.tree_util.tree_leaves_with_path(with_rows(spec, rows))
+    for leaf, (path, row) in zip(leaves, wanted, strict=True):
+        if leaf.shape != row.shape or leaf.dtype != row.dtype:
+            raise ValueError(
+                f"{name} returns shape {leaf.shape} and dtype {leaf.dtype} for {rows} rows"
+                f"{jax.tree_util.keystr(path)}, expected {row.shape} and {row.dtype}"
+            )
+    return leaves
+
+
+def _device_of(programs: list[Any]) -> jax.Device | None:
+    """The only device of compiled programs, if there is only one."""
+    # An input that a program does not read has no sharding.
+    shardings = [s for p in programs for s in jax.tree.leaves(p.input_shardings)]
+    devices: set[jax.Device] = set().union(*(sharding.device_set for sharding in shardings))
+    return devices.pop() if len(devices) == 1 else None
 
 
 def _unflatten(spec: Tree, leaves: list[jax.Array]) -> Tree:
@@ -230,9 +277,10 @@ def _encode(
     at, *users = inputs.unpacked(packed)
     states = model.encode_users(_unflatten(specs.weights, weights), _unflatten(specs.user, users))
     # Padding has slots past the end.
+    leaves = _checked(states, specs.state, len(at), "encode_users")
     return [
         all.at[at].set(rows, mode="drop", unique_indices=True)
-        for all, rows in zip(pool, state.pack(jax.tree.leaves(states)), strict=True)
+        for all, rows in zip(pool, state.pack(leaves), strict=True)
     ]
 
 
@@ -248,12 +296,13 @@ def _score(
     """Scores of candidates whose users' states are in the pool."""
     at, cand_to_user, *candidates = inputs.unpacked(packed)
     states = state.unpack([all.at[at].get(mode="clip") for all in pool])
-    return model.score(
+    scores = model.score(
         _unflatten(specs.weights, weights),
         _unflatten(specs.state, states),
         _unflatten(specs.candidate, candidates),
         cand_to_user,
     )
+    return _checked(scores, specs.score, len(cand_to_user), "score")[0]
 
 
 def _encode_and_score(
@@ -269,4 +318,5 @@ def _encode_and_score(
     tree = _unflatten(specs.weights, weights)
     state = model.encode_users(tree, _unflatten(specs.user, features[:split]))
     candidates = _unflatten(specs.candidate, features[split:])
-    return model.score(tree, state, candidates, cand_to_user)
+    scores = model.score(tree, state, candidates, cand_to_user)
+    return _checked(scores, specs.score, len(cand_to_user), "score")[0]

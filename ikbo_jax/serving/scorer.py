@@ -23,6 +23,7 @@ from ikbo_jax.serving.batches import (
     Form,
     Request,
     Tree,
+    check_hashable,
     fitting_parts,
     merged,
 )
@@ -61,7 +62,8 @@ class Scorer:
 
     Args:
       model: two functions, see `Model`.
-      weights: a tree of arrays.
+      weights: a tree of arrays. They go to the device that the programs are compiled for, JAX's
+        default device. Arrays that are there already are kept, not copied: donate none of them.
       user: a user's features as a tree of `jax.ShapeDtypeStruct`, without an axis of users.
       candidate: a candidate's features in the same form.
       buckets: the sizes that programs are compiled for.
@@ -77,8 +79,9 @@ class Scorer:
 
     Raises:
       ValueError: if the states of the largest bucket's users take more than `user_bytes`, a weight
-        is not an array, `score` returns anything but one array, or a result of the model has
-        another first axis than its inputs.
+        is not an array, a candidate has no array, JAX would cut a feature to another dtype (64 bits
+        without jax_enable_x64), `score` returns anything but one array, or a result of the model
+        has another first axis than its inputs.
     """
 
     def __init__(
@@ -120,11 +123,17 @@ class Scorer:
         _scorers.add(self)
 
     def _on_device(self, weights: list[Any]) -> list[jax.Array]:
-        return jax.block_until_ready(jax.device_put(weights))
+        # On a CPU, JAX reads NumPy's own memory, to which the caller may write later.
+        weights = [np.array(x) if isinstance(x, np.ndarray) else x for x in weights]
+        return jax.block_until_ready(jax.device_put(weights, self._programs.device))
 
     def _empty_pool(self) -> list[jax.Array]:
         # Of NumPy arrays: `jnp.zeros` would compile.
-        return [jax.device_put(np.zeros(leaf.shape, leaf.dtype)) for leaf in self._programs.pool]
+        pool = [np.zeros(leaf.shape, leaf.dtype) for leaf in self._programs.pool]
+        # Like the pool that a program returns, it is not committed to the device: JAX would look
+        # the first call with such a pool up in Python.
+        with jax.default_device(self._programs.device):
+            return [jax.device_put(array) for array in pool]
 
     def _run_every_program(self) -> None:
         """Whatever a first run allocates or loads is there before the first request."""
@@ -215,17 +224,15 @@ class Scorer:
 
     def _checked(self, request: Request) -> Checked:
         leaves = self._candidate_form.leaves_of(request.candidates, stacked=True)
+        key = request.key
         try:
-            hash(request.key)
-        except TypeError as error:
-            raise BadRequestError(
-                f"user {request.user!r:.80} and version {request.version!r:.80} must be hashable, "
-                f"but: {error}"
-            ) from error
+            hash(key)
+        except Exception:
+            check_hashable([key])
         found, most = len(leaves[0]), self.buckets.candidates[-1]
         if found > most:
             raise BadRequestError(f"a request has {found} candidates, at most {most} are possible")
-        return Checked((request.user, request.version), found, leaves, request.features)
+        return Checked(key, found, leaves, request.features)
 
     def rank(self, requests: Sequence[Request]) -> list[Answer | Exception]:
         """Scores requests, in as few calls as possible.
@@ -255,8 +262,9 @@ class Scorer:
             try:
                 for part in fitting_parts(fitting, self.buckets):
                     calls += self._start_part(part, answers)
-            except Exception:
-                # An encoder that failed may have taken the pool with it.
+            except BaseException:
+                # An encoder that failed may have taken the pool with it; one that was interrupted
+                # has not written what the user cache says that the pool has.
                 self._reset()
                 raise
             return Pending(self, calls, answers, self._version)
@@ -299,7 +307,7 @@ class Scorer:
           ValueError: if no bucket has so many candidates, or users.
           BadRequestError: if the candidates' structure, shape or dtype is not what the model
             expects, there are none, their number is not the sum of `counts`, users and counts
-            differ in number, or a count is negative or no integer.
+            differ in number, a user is not hashable, or a count is negative or no integer.
           Exception: whatever `features_of` raises.
         """
         columns = self._candidate_form.leaves_of(candidates, stacked=True)
@@ -318,8 +326,10 @@ class Scorer:
         if counts.min() < 0:
             at = int(counts.argmin())
             raise BadRequestError(f"counts[{at}] is {counts[at]}, expected at least 0")
+        check_hashable(keys)
+        counts = counts.astype(np.int64)  # NumPy repeats no row an unsigned number of times
         rows, bucket = np.arange(len(keys)), self.buckets.fitting(filled, len(keys))
-        batch = Batch(keys, [None] * len(keys), rows, counts, columns, filled, bucket, rows)
+        batch = Batch(keys, [()] * len(keys), rows, counts, columns, filled, bucket, rows)
         with self._lock:
             if self._programs.joint:
                 return PendingScores(self, self._joint_call(batch), filled)
@@ -328,7 +338,7 @@ class Scorer:
                 raise error
             try:
                 return PendingScores(self, self._call(batch, features), filled)
-            except Exception:
+            except BaseException:
                 self._reset()
                 raise
 

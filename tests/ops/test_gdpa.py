@@ -168,6 +168,13 @@ def test_a_bound_may_be_larger_than_any_int32() -> None:
     exact = problems_gdpa.numpy_oracle(arrays, problems_gdpa.make_settings(SMALL, "relu"))
     np.testing.assert_allclose(out, exact, atol=ATOL)
 
+    def large(*arrays):
+        return attend(Arrays(*arrays), activation="relu", max_seqlen_q=2**31 - 1)
+
+    # Kernels add the bound to offsets.
+    (plan,) = ikbo.explain(large, *arrays).plans
+    assert plan.problem.max_seqlen_q == arrays.query.shape[0]
+
 
 # Under transformations.
 

@@ -262,3 +262,35 @@ def test_rows_of_jagged_queries(kind: str) -> None:
         )
         assert out.sharding.is_equivalent_to(NamedSharding(mesh, P("x")), out.ndim)
         assert not np.asarray(out)[14:20].any()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    ("offsets", "bound"),
+    [
+        ([0, 3, 3, 20, 27], 2**31 - 1),
+        ([-5, 3, 3, 20, 27], 4),
+        ([-(2**31), 3, 2, 20, 2**31 - 1], 9),
+        ([-(2**31), 3, 2, 20, 2**31 - 1], None),
+    ],
+)
+def test_rows_of_jagged_queries_with_extreme_bounds(
+    offsets: list[int], bound: int | None, kind: str
+) -> None:
+    """A bound that bounds nothing, and offsets out of range, which are clamped first."""
+    rng = np.random.default_rng(0)
+    query, memory = (rng.normal(size=(n, 2, 8)).astype(np.float32) for n in (32, 9))
+    cu_seqlens = np.array(offsets, np.int32)
+
+    def op(query: jax.Array, memory: jax.Array) -> jax.Array:
+        return ikbo.gdpa(
+            query, memory, memory, cu_seqlens, np.array([0, 2, 5, 7, 9], np.int32),
+            activation="softmax", max_seqlen_q=bound,
+        )  # fmt: skip
+
+    mesh = mesh_of("8", kind)
+    divided = (
+        jax.device_put(query, NamedSharding(mesh, P("x"))),
+        jax.device_put(memory, NamedSharding(mesh, P())),
+    )
+    np.testing.assert_allclose(jax.jit(op)(*divided), op(query, memory), atol=1e-5)

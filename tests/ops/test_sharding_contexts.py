@@ -280,3 +280,47 @@ def test_layers_whose_heads_are_divided(layer: Callable[..., Any], kind: str) ->
         specs.insert(2, P("x"))
     step = step_of(layer, arrays)
     close(step(*on(mesh_of(kind), arrays, specs)), step(*arrays))
+
+
+OFFSETS = np.array([0, 2, 4], np.int32)
+
+
+@pytest.mark.parametrize(
+    ("op", "carry", "shapes"),
+    [
+        (ikbo.attention, (0, 4, 2, 8), [(3, 5, 2, 8), (3, 5, 2, 8), (0,)]),
+        (lambda q, k, v: ikbo.gdpa(q, k, v, OFFSETS, 0 * OFFSETS), (8, 2, 8), [(0, 2, 8)] * 2),
+        (
+            lambda e, *rest: ikbo.linear_compression(rest[0], rest[1], e, *rest[2:]),
+            (0, 5, 3),
+            [(5, 5), (5, 6), (3, 6, 3), (0,)],
+        ),
+    ],
+)
+def test_calls_in_which_nothing_runs_vary_as_their_arrays(
+    op: Callable[..., Any], carry: tuple[int, ...], shapes: list[tuple[int, ...]]
+) -> None:
+    """Inside `shard_map`, a loop's carry must have one type."""
+    arrays = [np.zeros(shape, np.float32 if len(shape) > 1 else np.int32) for shape in shapes]
+
+    def loop(first: jax.Array) -> jax.Array:
+        return jax.lax.scan(lambda x, _: (op(x, *arrays), None), first, None, length=2)[0]
+
+    mesh = mesh_of("auto", (2,))
+    program = jax.jit(jax.shard_map(loop, mesh=mesh, in_specs=P("x"), out_specs=P("x")))
+    assert not np.any(program(np.zeros(carry, np.float32)))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("k_cand", "k_user"), [(0, 0), (5, 0), (0, 6)])
+def test_levels_without_rows(k_cand: int, k_user: int, kind: str) -> None:
+    """Explicit axes: XLA ended the process when a device's part read an array without elements."""
+    rng = np.random.default_rng(0)
+    shapes = (4, k_cand), (4, k_user), (8, k_cand, 3), (2, k_user, 3)
+    arrays = [rng.normal(size=shape).astype(np.float32) for shape in shapes]
+    arrays.append(rng.integers(0, 2, 8).astype(np.int32))
+    found = step_of(ikbo.linear_compression, arrays)(
+        *on(mesh_of(kind, (2,)), arrays, LAYOUTS["linear"])
+    )
+    close(found, step_of(ikbo.linear_compression, arrays)(*arrays))
+    assert found[1].sharding.spec[0] == "x"

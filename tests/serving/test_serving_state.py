@@ -1,0 +1,274 @@
+"""What a scorer keeps after errors and on other devices, and what it refuses."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import serving_model as small
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from ikbo_jax import serving
+
+#: Rounding of a few float32 products of unit variance.
+TOLERANCE = 2e-5
+BUCKETS = serving.Buckets((16,), (3,), (3,))
+
+
+def features_of(keys):
+    return {"events": np.stack([small.features(*key)["events"] for key in keys])}
+
+
+def make(weights: Any = None, model: Any = None, **options: Any) -> serving.Scorer:
+    weights = small.weights() if weights is None else weights
+    options = {"buckets": BUCKETS, "user_bytes": 1 << 15, "features_of": features_of} | options
+    return serving.Scorer(model or small.Model(), weights, small.USER, small.CANDIDATE, **options)
+
+
+@pytest.fixture(scope="module")
+def scorer() -> serving.Scorer:
+    return make()
+
+
+def assert_right(requests, answers, seed=0) -> None:
+    for request, answer in zip(requests, answers, strict=True):
+        expected = small.oracle(request, seed)
+        np.testing.assert_allclose(answer.scores, expected, atol=TOLERANCE, rtol=TOLERANCE)
+
+
+def other_places() -> list[Any]:
+    mesh = jax.make_mesh((8,), ("x",))
+    divided = {"items": P(None, "x"), "key": P("x"), "value": P(), "out": P("x")}
+    return [
+        jax.devices()[1],
+        NamedSharding(mesh, P()),
+        {name: NamedSharding(mesh, spec) for name, spec in divided.items()},
+    ]
+
+
+@pytest.mark.parametrize("place", range(3))
+def test_weights_on_other_devices_go_to_the_scorer_s(place):
+    """A trained model's weights, for example, which are on all devices of a mesh."""
+    there = other_places()[place]
+    scorer = make(jax.device_put(small.weights(), there))
+    requests = small.random_requests(3)
+    assert_right(requests, scorer.rank(requests))
+    scorer.set_weights(jax.device_put(small.weights(1), there), 1)
+    assert_right(requests, scorer.rank(requests), 1)
+
+
+def test_a_scorer_stays_on_its_device():
+    with jax.default_device(jax.devices()[1]):
+        scorer = make()
+    requests = small.random_requests(3)
+    assert_right(requests, scorer.rank(requests))
+    scorer.set_weights(small.weights(1), 1)
+    scorer._reset()
+    assert_right(requests, scorer.rank(requests), 1)
+    arrays = [*scorer._weights, *scorer._pool]
+    assert {device for array in arrays for device in array.devices()} == {jax.devices()[1]}
+
+
+def aligned(array: np.ndarray) -> np.ndarray:
+    """A copy at an address at which JAX reads NumPy's memory without a copy of its own."""
+    memory = np.empty(array.nbytes + 64, np.uint8)
+    start = -memory.ctypes.data % 64
+    found = memory[start : start + array.nbytes].view(array.dtype).reshape(array.shape)
+    found[...] = array
+    return found
+
+
+def test_weights_are_those_of_the_time_when_they_were_set(scorer):
+    weights = {name: aligned(w) for name, w in small.weights(1).items()}
+    scorer.set_weights(weights, 1)
+    for array in weights.values():
+        array[...] = 0
+    requests = small.random_requests(3)
+    assert_right(requests, scorer.rank(requests), 1)
+    scorer.set_weights(small.weights(), 0)
+
+
+class NoArray:
+    def __array__(self, *arguments, **options):
+        raise RuntimeError("not now")
+
+
+@pytest.mark.parametrize(
+    ("candidates", "message"),
+    [
+        ({"item": np.zeros(2, np.int32), 1: np.zeros(2)}, "candidates are no tree .*sorting"),
+        ({"item": NoArray()}, r"candidates\['item'\] is a NoArray \(not now\), expected .* int32"),
+        ({"item": "12"}, r"candidates\['item'\] has shape \(\) and dtype <U2"),
+    ],
+)
+def test_candidates_that_are_no_arrays_leave_other_requests_alone(scorer, candidates, message):
+    good = small.request(1, [1, 2])
+    bad = dataclasses.replace(good, candidates=candidates)
+    first, refused, last = scorer.rank([good, bad, good])
+    assert_right([good, good], [first, last])
+    with pytest.raises(serving.BadRequestError, match=message):
+        raise refused
+    with pytest.raises(serving.BadRequestError, match=message):
+        list(serving.rank_offline(scorer, [good, bad]))
+
+
+def broken():
+    raise KeyError("no such user")
+
+
+@pytest.mark.parametrize("first", [None, broken])
+def test_one_request_s_features_serve_the_user_s_other_requests(first):
+    scorer = make(features_of=None)
+    good = small.request(1, [1, 2])
+    requests = [dataclasses.replace(good, features=first), good]
+    assert_right(requests, scorer.rank(requests))
+
+
+def test_a_call_asks_once_beside_requests_with_features_of_their_own(scorer, monkeypatch):
+    asked = []
+
+    def table(keys):
+        asked.append(keys)
+        return features_of(keys)
+
+    monkeypatch.setattr(scorer._features, "_features_of", table)
+    scorer.forget_users()
+    one, two, three = (small.request(user, [user, 1]) for user in (1, 2, 3))
+    requests = [dataclasses.replace(one, features=None), two]
+    requests.append(dataclasses.replace(three, features=None))
+    assert_right(requests, scorer.rank(requests))
+    assert asked == [[(1, 0), (3, 0)]]
+
+
+def test_an_interrupted_call_leaves_no_state_that_was_not_written(scorer, monkeypatch):
+    def interrupt(*arguments):
+        raise KeyboardInterrupt
+
+    requests = small.random_requests(3, seed=5)
+    scorer.forget_users()
+    for start in (
+        lambda: scorer.rank(requests),
+        lambda: scorer.start_arrays(
+            [requests[0].user], np.array([requests[0].size]), requests[0].candidates
+        ),
+    ):
+        with monkeypatch.context() as patched:
+            patched.setattr(scorer._programs, "encode", dict.fromkeys((3,), interrupt))
+            with pytest.raises(KeyboardInterrupt):
+                start()
+        assert_right(requests, scorer.rank(requests))
+        scorer.forget_users()
+
+
+def test_answers_asked_for_again_after_an_error(scorer, monkeypatch):
+    requests = [small.request(user, np.arange(12)) for user in range(3)]
+    pending = scorer.start(requests)
+    fetched, calls = scorer.fetched, []
+
+    def failing(scores):
+        calls.append(scores)
+        if len(calls) == 2:
+            raise RuntimeError("lost")
+        return fetched(scores)
+
+    monkeypatch.setattr(scorer, "fetched", failing)
+    with pytest.raises(RuntimeError, match="lost"):
+        pending.answers()
+    assert_right(requests, pending.answers())
+
+
+@pytest.mark.parametrize("dtype", [np.uint64, np.uint8, np.int8])
+@pytest.mark.parametrize("joint", [False, True])
+def test_counts_of_any_integers(joint, dtype):
+    scorer = make(joint=joint)
+    items = np.arange(12, dtype=np.int32)
+    counts = np.array([5, 0, 7], dtype)
+    (found,) = serving.rank_arrays(scorer, [1, 2, 3], counts, {"item": items})
+    assert found[0] == slice(0, 12)
+    for user, part in ((1, slice(0, 5)), (3, slice(5, 12))):
+        expected = small.oracle(small.request(user, items[part]))
+        np.testing.assert_allclose(found[1][part], expected, atol=TOLERANCE, rtol=TOLERANCE)
+
+
+def test_users_that_are_not_hashable_are_refused(scorer):
+    items, message = {"item": np.arange(4, dtype=np.int32)}, r"user \[1, 2\] .* must be hashable"
+    users = np.array([[1, 2], [3, 4]])
+    with pytest.raises(serving.BadRequestError, match=message):
+        list(serving.rank_arrays(scorer, users, [2, 2], items))
+    with pytest.raises(serving.BadRequestError, match=message):
+        scorer.start_arrays(users.tolist(), np.array([2, 2]), items)
+    with pytest.raises(serving.BadRequestError, match=message):
+        list(serving.rank_offline(scorer, [serving.Request([1, 2], 0, None, items)]))
+
+
+class OneScore(small.Model):
+    def score(self, *arguments):
+        return jnp.sum(super().score(*arguments), axis=0, keepdims=True)
+
+
+class OneForEveryUser(small.Model):
+    def score(self, weights, state, candidates, cand_to_user):
+        return state["rows"]
+
+
+class OneState(small.Model):
+    def encode_users(self, weights, users):
+        states = super().encode_users(weights, users)
+        return jax.tree.map(lambda x: jnp.mean(x, axis=0, keepdims=True), states)
+
+
+@pytest.mark.parametrize(
+    ("model", "message"),
+    [
+        (OneScore, r"score returns shape \(1, 2\) .* for 16 rows, expected \(16, 2\)"),
+        (OneForEveryUser, r"score returns shape \(3, 8\) .* for 16 rows, expected \(16, 8\)"),
+        (
+            OneState,
+            r"encode_users returns shape \(1, 6, 2, 4\) .* for 3 rows\['key'\], expected \(3, ",
+        ),
+    ],
+)
+@pytest.mark.parametrize("joint", [False, True])
+def test_a_model_returns_a_row_for_each(model, message, joint):
+    """One row, for one row, may be a sum over rows; other users' states would be mixed in."""
+    with pytest.raises(ValueError, match=message):
+        make(model=model(), joint=joint)
+
+
+class Ids:
+    """Adds ids of 64 bits."""
+
+    def encode_users(self, weights, users):
+        return users
+
+    def score(self, weights, state, candidates, cand_to_user):
+        return candidates["id"] + state["id"][cand_to_user] + weights["one"]
+
+
+def ids(user: Any, candidate: Any) -> serving.Scorer:
+    specs = ({"id": jax.ShapeDtypeStruct((), dtype)} for dtype in (user, candidate))
+    one = {"one": np.ones((), candidate)}
+    return serving.Scorer(Ids(), one, *specs, buckets=serving.Buckets((4,), (1,), (1,)))
+
+
+def test_features_that_jax_would_cut_to_32_bits_are_refused():
+    with pytest.raises(ValueError, match=r"user\['id'\] has dtype int64, .* computes in int32"):
+        ids(np.int64, np.int32)
+    with pytest.raises(ValueError, match=r"candidate\['id'\] has dtype uint64, .* in uint32"):
+        ids(np.int32, np.uint64)
+    large = np.array([2**40, 7])
+    with jax.enable_x64(True):
+        (answer,) = ids(np.int64, np.int64).rank(
+            [serving.Request(0, 0, lambda: {"id": np.int64(2**41)}, {"id": large})]
+        )
+    np.testing.assert_array_equal(answer.scores, large + 2**41 + 1)
+
+
+def test_a_candidate_has_an_array():
+    with pytest.raises(ValueError, match="candidate is {}, expected at least 1 array"):
+        serving.Scorer(small.Model(), small.weights(), small.USER, {}, buckets=BUCKETS)
