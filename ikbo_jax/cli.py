@@ -62,8 +62,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     Returns:
       0 on success; 1 if the demo's stages disagree; 2 if the arguments are wrong or the device is
-      unsuitable; 130 after Ctrl-C; 141 if the reader of a pipe has gone. If `argv` is None, Ctrl-C ends the process here: XLA cannot
-      cancel a compilation, and Python would wait for its threads.
+      unsuitable; 130 after Ctrl-C; 141 if the reader of a pipe has gone. If `argv` is None, Ctrl-C
+      ends the process here: XLA cannot cancel a compilation, and Python would wait for its threads.
     """
     args = _parser().parse_args(argv)
     terminal.escape_what_stdout_lacks()

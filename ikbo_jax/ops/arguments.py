@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
+import jax
 import numpy as np
 
 from ikbo_jax.ops import dispatch
@@ -55,6 +56,14 @@ def check_index(name: str, array: object, rows_name: str, axis: str, rows: int) 
         raise ValueError(f"{name} must be an int32 array, but is {describe(array)}")
     if shape != (rows,):
         raise ValueError(f"{name} has shape {shape} but {rows_name} has {axis}={rows}")
+
+
+def strongly_typed(arrays: Any) -> Any:
+    """The tree `arrays` without weak types: results have the documented dtype, and keep it."""
+    return jax.tree.map(
+        lambda x: jax.lax.convert_element_type(x, x.dtype) if getattr(x, "weak_type", 0) else x,
+        arrays,
+    )
 
 
 def describe(value: object) -> str:

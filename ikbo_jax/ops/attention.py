@@ -178,7 +178,8 @@ def merge_attention(
             raise ValueError(f"{name} must be a float32 array, but is {arguments.describe(lse)}")
         if lse.shape != out1.shape[:3]:
             raise ValueError(f"{name} has shape {lse.shape} but out1 has shape {out1.shape}")
-    return reference.merge_attention(*aligned(_MERGED, (out1, lse1, out2, lse2)))
+    results = arguments.strongly_typed((out1, lse1, out2, lse2))
+    return reference.merge_attention(*aligned(_MERGED, results))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -338,6 +339,7 @@ def _attention(
     arrays: Arrays,
     self_tokens: tuple[jax.Array, jax.Array] | None,
 ) -> tuple[jax.Array, jax.Array | None]:
+    arrays, self_tokens = arguments.strongly_typed((arrays, self_tokens))
     arrays, self_tokens = vary_over_same_axes((arrays, self_tokens))
     lse: jax.Array | None
     if arrays.key.shape[1] == 0:
