@@ -100,6 +100,23 @@ def finite_number(name: str, value: Any) -> float:
     return number
 
 
+def flag(name: str, value: Any) -> bool:
+    """Returns `value` as a bool; it must be one, or 0 or 1, of Python, NumPy or JAX.
+
+    Raises ValueError, quoting the value, for anything else, such as the text "False", which Python
+    takes for true, and for a traced value.
+    """
+    kinds = (int, np.bool_, np.integer, np.ndarray, jax.Array)
+    if isinstance(value, kinds) and not isinstance(value, jax.core.Tracer):
+        known = np.asarray(value)
+        if not known.shape and known in (0, 1):
+            return bool(known)
+    what = describe(value)
+    if isinstance(value, (str, bytes, int)):
+        what += f", {value!r:.80}"
+    raise ValueError(f"{name} must be a bool known while tracing, but is {what}")
+
+
 def check_concrete(op: str, sizes: dict[str, Any]) -> None:
     """Raises NotImplementedError if one of `sizes`, keyed by axis, is a symbolic dimension."""
     for axis, size in sizes.items():

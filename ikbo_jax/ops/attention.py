@@ -98,9 +98,10 @@ def attention(
     Raises:
       ValueError: a rank is wrong; sizes, dtypes, the index or the lengths disagree; N is not a
         multiple of K; U = 0 with B > 0; H = 0 or K = 0; only one of `self_key` and `self_value` is
-        an array; `scale` is not a number, or not finite in float32; `implementation` is unknown;
-        `config` is neither an `AttentionConfig` nor a `FewQueriesConfig`, or `implementation` is
-        "xla" and `config` not None.
+        an array; `scale` is not a number, or not finite in float32; `indices_are_sorted` or
+        `return_residuals` is not a bool; `implementation` is unknown; `config` is neither an
+        `AttentionConfig` nor a `FewQueriesConfig`, or `implementation` is "xla" and `config` not
+        None.
       NotImplementedError: implementation="mosaic_gpu", but the kernel cannot run on this device, or
         with these sizes, this dtype or this `config`; S, N, K or H is a symbolic dimension of
         `jax.export` (B, U and T may be symbolic on the XLA path); forward-mode differentiation with
@@ -124,8 +125,8 @@ def attention(
     call = _Call(
         request,
         query.shape[3] ** -0.5 if scale is None else arguments.finite_number("scale", scale),
-        bool(indices_are_sorted),
-        bool(return_residuals),
+        arguments.flag("indices_are_sorted", indices_are_sorted),
+        arguments.flag("return_residuals", return_residuals),
     )
     plan = _OP.plan(call, arrays)
     self_tokens = None
@@ -139,7 +140,7 @@ def attention(
     else:
         arrays = reverse_only.operands("attention", arrays)
         out, lse = _attention(call, plan, arrays, self_tokens)
-    return (out, lse) if return_residuals else out
+    return (out, lse) if call.return_residuals else out
 
 
 def merge_attention(
