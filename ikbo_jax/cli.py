@@ -29,8 +29,8 @@ if TYPE_CHECKING:
 
 #: Exit statuses.
 OK, DISAGREES, UNUSABLE = 0, 1, 2
-#: Exit status after SIGINT, by the convention of shells.
-INTERRUPTED = 130
+#: Exit statuses after SIGINT and SIGPIPE, by the convention of shells.
+INTERRUPTED, UNREAD = 130, 141
 #: Largest size that an argument accepts, since indices are int32.
 MAX_SIZE = 2**31 - 1
 _KERNEL_DTYPES = ("bfloat16", "float16")
@@ -62,12 +62,17 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     Returns:
       0 on success; 1 if the demo's stages disagree; 2 if the arguments are wrong or the device is
-      unsuitable; 130 after Ctrl-C. If `argv` is None, Ctrl-C ends the process here: XLA cannot
-      cancel a compilation, and Python would wait for its threads.
+      unsuitable; 130 after Ctrl-C; 141 if the reader of a pipe has gone. If `argv` is None, Ctrl-C
+      ends the process here: XLA cannot cancel a compilation, and Python would wait for its threads.
     """
     args = _parser().parse_args(argv)
+    terminal.escape_what_stdout_lacks()
     try:
         status: int = args.command(args)
+        sys.stdout.flush()
+    except BrokenPipeError:
+        terminal.discard_stdout()
+        status = UNREAD
     except KeyboardInterrupt as stop:
         print(f"ikbo-jax: {str(stop) or 'interrupted'}", file=sys.stderr)
         status = INTERRUPTED
@@ -94,7 +99,7 @@ def _parser() -> argparse.ArgumentParser:
         "representative request on an accelerator and to a small one on a CPU.",
     )
     demo.add_argument(
-        "--seed", type=int, default=0, help="seed of the inputs and of the candidates per user"
+        "--seed", type=_natural, default=0, help="seed of the inputs and of the candidates per user"
     )
     demo.add_argument(
         "--layers",
@@ -212,11 +217,21 @@ def _add_gdpa_sizes(parser: argparse.ArgumentParser) -> None:
     _add_dtype(parser)
 
 
+def _natural(text: str) -> int:
+    try:
+        value = int(text)
+    except ValueError:
+        # argparse's message would be "invalid _natural value", with this function's name.
+        raise argparse.ArgumentTypeError(f"{text[:80]!r} is not a whole number") from None
+    if value < 0:
+        raise argparse.ArgumentTypeError(f"{text[:80]} is negative")
+    return value
+
+
 def _positive(text: str) -> int:
     try:
         value = int(text)
     except ValueError:
-        # argparse's message would be "invalid _positive value", with this function's name.
         raise argparse.ArgumentTypeError(f"{text[:80]!r} is not a whole number") from None
     if value < 1:
         raise argparse.ArgumentTypeError(f"{value} is not a positive number")
@@ -259,7 +274,13 @@ def _plot_impossible_reason(path: pathlib.Path) -> str | None:
         return "--plot needs matplotlib, which the extra 'bench' installs"
     if path.suffix not in (".png", ".svg", ".pdf"):
         return f"--plot writes .png, .svg or .pdf, but the file is {str(path)!r}"
-    return None if path.parent.is_dir() else f"there is no folder {str(path.parent)!r}"
+    if not path.parent.is_dir():
+        return f"there is no folder {str(path.parent)!r}"
+    if path.exists() and not path.is_file():
+        return f"--plot writes a file, but {str(path)!r} is something else"
+    if not os.access(path if path.exists() else path.parent, os.W_OK):
+        return f"no permission to write {str(path)!r}"
+    return None
 
 
 def _info(args: argparse.Namespace) -> int:

@@ -112,7 +112,7 @@ def _check_lengths_traced(
         end=end[first],
         sequence=first,
     )
-    is_long = end - begin > max_length
+    is_long = _exceeds(end - begin, max_length)
     first = jnp.argmax(is_long)
     checkify.debug_check(
         ~jnp.any(is_long),
@@ -135,7 +135,7 @@ def _check_range(
         return
     if isinstance(values, jax.core.Tracer):
         flat = jnp.ravel(values)
-        outside = (flat < 0) | (flat > largest)
+        outside = (flat < 0) | _exceeds(flat, largest)
         first = jnp.argmax(outside)
         checkify.debug_check(
             ~jnp.any(outside),
@@ -153,3 +153,14 @@ def _check_range(
             f"{name}[{where}] is {int(array[position])}, outside {interval}; "
             f"{len(outside_at)} of {array.size} {plural} are"
         )
+
+
+def _exceeds(values: jax.Array, bound: int) -> jax.Array:
+    """Whether values exceed a bound that their dtype may be too narrow for, or unsigned.
+
+    JAX would convert the bound to their dtype, where 300 is 44 in uint8, and -1 is 255.
+    """
+    limits = jnp.iinfo(values.dtype)
+    if limits.min <= bound <= limits.max:
+        return values > bound
+    return jnp.full(values.shape, bound < limits.min)

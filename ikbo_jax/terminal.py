@@ -5,6 +5,8 @@ In a pipe the text is plain; on a terminal, rich formats the tables and the prog
 
 from __future__ import annotations
 
+import io
+import os
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -80,6 +82,22 @@ def progress() -> Iterator[Log]:
 def is_terminal() -> bool:
     """Whether standard output is a terminal."""
     return sys.stdout.isatty()
+
+
+def escape_what_stdout_lacks() -> None:
+    """Prints characters that the encoding of standard output lacks, as in a path, as escapes."""
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")
+
+
+def discard_stdout() -> None:
+    """Discards what is printed from now on: the reader of a pipe, say `head`, has gone.
+
+    Otherwise Python would flush standard output at its end, and report the error there.
+    """
+    nothing = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nothing, sys.stdout.fileno())
+    os.close(nothing)
 
 
 def bytes_text(count: int) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
+import jax
 import numpy as np
 
 from ikbo_jax.ops import dispatch, settings
@@ -63,6 +64,14 @@ def check_index(name: str, array: object, rows_name: str, axis: str, rows: int) 
         raise ValueError(f"{name} has shape {shape} but {rows_name} has {axis}={rows}")
 
 
+def strongly_typed(arrays: Any) -> Any:
+    """The tree `arrays` without weak types: results have the documented dtype, and keep it."""
+    return jax.tree.map(
+        lambda x: jax.lax.convert_element_type(x, x.dtype) if getattr(x, "weak_type", 0) else x,
+        arrays,
+    )
+
+
 def describe(value: object) -> str:
     """Text for an error message: dtype and shape of an array, the type of any other value."""
     if hasattr(value, "shape") and hasattr(value, "dtype"):
@@ -95,6 +104,23 @@ def finite_number(name: str, value: Any) -> float:
         beyond = ", beyond float32" if math.isfinite(number) else ""
         raise ValueError(f"{name} must be a finite number, but is {number}{beyond}")
     return number
+
+
+def flag(name: str, value: Any) -> bool:
+    """Returns `value` as a bool; it must be one, or 0 or 1, of Python, NumPy or JAX.
+
+    Raises ValueError, quoting the value, for anything else, such as the text "False", which Python
+    takes for true, and for a traced value.
+    """
+    kinds = (int, np.bool_, np.integer, np.ndarray, jax.Array)
+    if isinstance(value, kinds) and not isinstance(value, jax.core.Tracer):
+        known = np.asarray(value)
+        if not known.shape and known in (0, 1):
+            return bool(known)
+    what = describe(value)
+    if isinstance(value, (str, bytes, int)):
+        what += f", {value!r:.80}"
+    raise ValueError(f"{name} must be a bool known while tracing, but is {what}")
 
 
 def check_concrete(op: str, sizes: dict[str, Any]) -> None:

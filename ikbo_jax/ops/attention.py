@@ -99,9 +99,10 @@ def attention(
     Raises:
       ValueError: a rank is wrong; sizes, dtypes, the index or the lengths disagree; N is not a
         multiple of K; U = 0 with B > 0; H = 0 or K = 0; only one of `self_key` and `self_value` is
-        an array; `scale` is not a number, or not finite in float32; `implementation` is unknown;
-        `config` is neither an `AttentionConfig` nor a `FewQueriesConfig`, or `implementation` is
-        "xla" and `config` not None.
+        an array; `scale` is not a number, or not finite in float32; `indices_are_sorted` or
+        `return_residuals` is not a bool; `implementation` is unknown; `config` is neither an
+        `AttentionConfig` nor a `FewQueriesConfig`, or `implementation` is "xla" and `config` not
+        None.
       NotImplementedError: implementation="mosaic_gpu", but the kernel cannot run on this device, or
         with these sizes, this dtype or this `config`; S, N, K or H is a symbolic dimension of
         `jax.export` (B, U and T may be symbolic on the XLA path); forward-mode differentiation with
@@ -125,8 +126,8 @@ def attention(
     call = _Call(
         request,
         query.shape[3] ** -0.5 if scale is None else arguments.finite_number("scale", scale),
-        bool(indices_are_sorted),
-        bool(return_residuals),
+        arguments.flag("indices_are_sorted", indices_are_sorted),
+        arguments.flag("return_residuals", return_residuals),
     )
     plan = _OP.plan(call, arrays)
     self_tokens = None
@@ -141,7 +142,7 @@ def attention(
     else:
         arrays = reverse_only.operands("attention", arrays)
         out, lse = _attention(call, plan, arrays, self_tokens)
-    return (out, lse) if return_residuals else out
+    return (out, lse) if call.return_residuals else out
 
 
 def merge_attention(
@@ -180,7 +181,8 @@ def merge_attention(
             raise ValueError(f"{name} must be a float32 array, but is {arguments.describe(lse)}")
         if lse.shape != out1.shape[:3]:
             raise ValueError(f"{name} has shape {lse.shape} but out1 has shape {out1.shape}")
-    return reference.merge_attention(*aligned(_MERGED, (out1, lse1, out2, lse2)))
+    results = arguments.strongly_typed((out1, lse1, out2, lse2))
+    return reference.merge_attention(*aligned(_MERGED, results))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -340,6 +342,7 @@ def _attention(
     arrays: Arrays,
     self_tokens: tuple[jax.Array, jax.Array] | None,
 ) -> tuple[jax.Array, jax.Array | None]:
+    arrays, self_tokens = arguments.strongly_typed((arrays, self_tokens))
     arrays, self_tokens = vary_over_same_axes((arrays, self_tokens))
     lse: jax.Array | None
     if arrays.key.shape[1] == 0:

@@ -8,6 +8,8 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 from jax.extend import core
 from jax.interpreters import ad, batching, mlir
 from jax.sharding import AxisType
@@ -85,7 +87,8 @@ def explain(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Explanation:
     Args:
       fn: any function that JAX can trace.
       *args: arguments of `fn`: pytrees of arrays or `jax.ShapeDtypeStruct`s; other values are
-        passed unchanged.
+        passed unchanged, also arrays of rank 0, which may be a `scale`, and NumPy arrays of dtypes
+        that JAX converts or lacks.
       **kwargs: keyword arguments of `fn`, likewise.
 
     Returns:
@@ -95,7 +98,7 @@ def explain(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Explanation:
       Whatever `fn` raises while it is traced.
     """
     leaves, treedef = jax.tree.flatten((args, kwargs))
-    traced = [hasattr(leaf, "shape") and hasattr(leaf, "dtype") for leaf in leaves]
+    traced = [_is_to_trace(leaf) for leaf in leaves]
 
     def call(arrays: list[Any]) -> Any:
         rest = iter(arrays)
@@ -111,6 +114,23 @@ def explain(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Explanation:
         plans = _of_parts(plans, call, arrays)
     notes = tuple(mark() for mark in found if not isinstance(mark, dispatch.Plan))
     return Explanation(plans, notes)
+
+
+def _is_to_trace(leaf: Any) -> bool:
+    """Whether `explain` traces an argument: not if the call would then see something else.
+
+    A number that must be known while tracing would be unknown, and an index that is refused for its
+    int64 would be an int32.
+    """
+    if not (hasattr(leaf, "shape") and hasattr(leaf, "dtype")):
+        return False
+    if isinstance(leaf, (np.generic, np.ndarray, jax.Array)) and not leaf.shape:
+        return isinstance(leaf, jax.core.Tracer)
+    if not isinstance(leaf, np.ndarray):
+        return True
+    if leaf.dtype != bool and not jnp.issubdtype(leaf.dtype, jnp.number):
+        return False
+    return bool(jax.dtypes.canonicalize_dtype(leaf.dtype) == leaf.dtype)
 
 
 def _xla_divides(arrays: list[Any]) -> bool:

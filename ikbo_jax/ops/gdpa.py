@@ -115,9 +115,10 @@ def gdpa(
       ValueError: a rank is wrong; sizes, dtypes, offsets or the index disagree; N is not a multiple
         of K; an activation is unknown, or the number of names is not N; `approx` is unknown or
         applies to none of the activations; `scale` or `output_scale` is not a number, or not finite
-        in float32; a `max_seqlen_*` is not an integer of at least 0; both `cu_seqlens_q` and
-        `broadcast_q` are set, or neither; `implementation` is unknown; `config` is neither a
-        `GdpaConfig` nor a `ShortGdpaConfig`, or `implementation` is "xla" and `config` not None.
+        in float32; a `max_seqlen_*` is not an integer of at least 0; `broadcast_q` is not a bool;
+        both `cu_seqlens_q` and `broadcast_q` are set, or neither; `implementation` is unknown;
+        `config` is neither a `GdpaConfig` nor a `ShortGdpaConfig`, or `implementation` is "xla" and
+        `config` not None.
       NotImplementedError: implementation="mosaic_gpu", but the kernel cannot run on this device, or
         with these sizes, this dtype, activation or `config`; N, K or H is a symbolic dimension of
         `jax.export` (rows and batches may be symbolic on the XLA path); a third derivative;
@@ -128,7 +129,7 @@ def gdpa(
     """
     arrays = Arrays(query, key, value, cu_seqlens_q, cu_seqlens_kv, q_to_kv)
     request = arguments.request("gdpa", implementation, config, arrays, GdpaConfig, ShortGdpaConfig)
-    broadcast_q = bool(broadcast_q)
+    broadcast_q = arguments.flag("broadcast_q", broadcast_q)
     gdpa_arguments.check_arrays(arrays)
     gdpa_arguments.check_sequences(arrays, broadcast_q)
     activations = gdpa_arguments.activations_of(activation, query.shape[1])
@@ -434,6 +435,6 @@ _OP = _Gdpa()
 # The plan is a static argument: when the choice changes, jit's cache does not return the old one.
 @functools.partial(jax.jit, static_argnums=(0, 1))
 def _gdpa(call: _Call, plan: dispatch.Plan, arrays: Arrays) -> jax.Array:
-    arrays = vary_over_same_axes(arrays)
+    arrays = vary_over_same_axes(arguments.strongly_typed(arrays))
     out: jax.Array = _OP.differentiable(call, plan, arrays)[0]
     return out

@@ -357,5 +357,6 @@ _OP = _LinearCompression()
 # The plan is a static argument: when the choice changes, jit's cache does not return the old one.
 @functools.partial(jax.jit, static_argnums=(0, 1))
 def _linear_compression(call: _Call, plan: dispatch.Plan, arrays: Arrays) -> jax.Array:
-    out: jax.Array = _OP.differentiable(call, plan, vary_over_same_axes(arrays))
+    arrays = vary_over_same_axes(arguments.strongly_typed(arrays))
+    out: jax.Array = _OP.differentiable(call, plan, arrays)
     return out

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import operator
 from collections.abc import Iterator
 
 import jax
@@ -78,9 +79,10 @@ def _target(card: str, num_sms: int | None) -> Target:
             known = ", ".join(map(repr, CARDS))
             raise ValueError(f"unknown card {card!r}; known: {known}; for others, set num_sms")
         return Target(card, CARDS[card])
-    if isinstance(num_sms, bool) or not isinstance(num_sms, int) or num_sms < 1:
+    is_integer = hasattr(num_sms, "__index__") and not isinstance(num_sms, bool)
+    if not is_integer or operator.index(num_sms) < 1:
         raise ValueError(f"num_sms must be an integer of at least 1, but is {num_sms!r}")
-    return Target(card, num_sms)
+    return Target(card, operator.index(num_sms))
 
 
 def current() -> Target | None:

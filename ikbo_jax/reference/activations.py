@@ -51,10 +51,26 @@ TANH_CUBIC = 0.044715
 
 
 class Activation(NamedTuple):
-    """An activation and its derivative, each from f32 to f32, element by element."""
+    """An activation and its derivative, each from f32 to f32, element by element.
+
+    JAX's derivative of `value` is `slope`, also at a kink, where JAX's derivative of its equation
+    may be another one: half of the slopes' sum for a maximum.
+    """
 
     value: Callable[[jax.Array], jax.Array]
     slope: Callable[[jax.Array], jax.Array]
+
+
+def _activation(
+    value: Callable[[jax.Array], jax.Array], slope: Callable[[jax.Array], jax.Array]
+) -> Activation:
+    function = jax.custom_jvp(value)
+
+    @function.defjvp
+    def _(primals: tuple[jax.Array], tangents: tuple[jax.Array]) -> tuple[jax.Array, jax.Array]:
+        return function(*primals), slope(*primals) * tangents[0]
+
+    return Activation(function, slope)
 
 
 def _step(x: jax.Array) -> jax.Array:
@@ -77,7 +93,8 @@ def _gelu_tanh_inner(x: jax.Array) -> jax.Array:
 
 def _gelu_tanh_slope(x: jax.Array) -> jax.Array:
     # Beyond 10 the tanh is 1 in f32, and the cube of a huge score would make 0 · inf.
-    inner, bounded = _gelu_tanh_inner(x), jnp.clip(x, -10.0, 10.0)
+    bounded = jnp.clip(x, -10.0, 10.0)
+    inner = _gelu_tanh_inner(bounded)
     growth = TANH_SCALE * (1.0 + 3 * TANH_CUBIC * bounded * bounded)
     return 0.5 * (1.0 + inner) + 0.5 * bounded * (1.0 - inner * inner) * growth
 
@@ -113,26 +130,26 @@ def _polynomial_slope(x: jax.Array) -> jax.Array:
 
 
 _EXACT = {
-    "identity": Activation(lambda x: x, jnp.ones_like),
-    "relu": Activation(lambda x: jnp.maximum(x, 0.0), _step),
-    "leaky_relu": Activation(
+    "identity": _activation(lambda x: x, jnp.ones_like),
+    "relu": _activation(lambda x: jnp.maximum(x, 0.0), _step),
+    "leaky_relu": _activation(
         lambda x: jnp.where(x >= 0, x, LEAKY_SLOPE * x),
         lambda x: jnp.where(x >= 0, 1.0, LEAKY_SLOPE),
     ),
-    "relu_squared": Activation(
-        lambda x: jnp.square(jnp.maximum(x, 0.0)), lambda x: 2.0 * jnp.maximum(x, 0.0)
+    "relu_squared": _activation(
+        lambda x: jnp.square(jnp.maximum(x, 0.0)), lambda x: 2.0 * jax.nn.relu(x)
     ),
-    "gelu": Activation(lambda x: x * _gelu_phi(x), _gelu_slope),
-    "gelu_tanh": Activation(lambda x: 0.5 * x * (1.0 + _gelu_tanh_inner(x)), _gelu_tanh_slope),
-    "silu": Activation(lambda x: x * jax.lax.logistic(x), _silu_slope),
-    "hardswish": Activation(lambda x: x * _hardswish_gate(x), _hardswish_slope),
+    "gelu": _activation(lambda x: x * _gelu_phi(x), _gelu_slope),
+    "gelu_tanh": _activation(lambda x: 0.5 * x * (1.0 + _gelu_tanh_inner(x)), _gelu_tanh_slope),
+    "silu": _activation(lambda x: x * jax.lax.logistic(x), _silu_slope),
+    "hardswish": _activation(lambda x: x * _hardswish_gate(x), _hardswish_slope),
 }
 _APPROXIMATE = {
     ("tanh", "gelu_tanh"): _EXACT["gelu_tanh"],
     ("tanh", "silu"): _EXACT["silu"],
     ("tanh_bf16", "gelu_tanh"): _EXACT["gelu_tanh"],
     ("tanh_bf16", "silu"): _EXACT["silu"],
-    ("polynomial", "gelu"): Activation(lambda x: x * _polynomial_phi(x), _polynomial_slope),
+    ("polynomial", "gelu"): _activation(lambda x: x * _polynomial_phi(x), _polynomial_slope),
 }
 
 #: The approximation that computes two scores at a time.

@@ -179,9 +179,10 @@ def decomposed_vjp(
     ) -> tuple[tuple[jax.Array, jax.Array], jax.Array]:
         rows_of = functools.partial(_rows_of, members=groups.members, kv_heads=kv_heads)
         # Positions without a candidate hold another candidate's rows, which must not add to its
-        # gradient. Rows without keys have no gradient, whatever their cotangent.
+        # gradient. Rows without keys have no gradient, whatever their query and cotangent, which
+        # may be NaN: 0 times NaN would be NaN.
         is_real = rows_of((lse != -jnp.inf)[..., None], fill=False)
-        q, d_o = rows_of(query, fill=0), rows_of(d_out, fill=0)
+        q, d_o = (jnp.where(is_real, rows_of(x), 0) for x in (query, d_out))
         row_lse, row_shift = (rows_of(x[..., None], fill=0)[..., 0] for x in (lse, shift))
 
         def step(carry: tuple, chunk: jax.Array) -> tuple[tuple, None]:

@@ -147,6 +147,9 @@ class RewriteReport:
         if not self.changed:
             return {}
 
+        if (known := self.__dict__.get("_lines")) is not None:
+            return dict(known)
+
         def line_of(tracebacks: tuple[Any, ...]) -> str:
             return next(filter(None, map(model_line, tracebacks)), UNKNOWN)
 
@@ -155,6 +158,10 @@ class RewriteReport:
         for costs in lines.values():
             rest -= costs
         return lines | ({"all other lines": rest} if rest != BothCosts() else {})
+
+    def __getstate__(self) -> dict[str, Any]:
+        # A traceback can be neither pickled nor copied; a copy has the lines that it led to.
+        return self.__dict__ | {"work": Work(), "_lines": self.lines}
 
     def __str__(self) -> str:
         return "\n".join([self._headline(), *_once(self.broadcasts), *self._left()])

@@ -295,6 +295,8 @@ def write_user_row(row: Row) -> pathlib.Path:
         text = json.dumps({"schema": SCHEMA, "rows": [r.to_json() for r in rows]}, indent=2) + "\n"
         handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=path.name, suffix=".tmp")
         try:
+            with contextlib.suppress(OSError):
+                os.chmod(temporary, _mode_of_table(path))
             with os.fdopen(handle, "w", encoding="utf-8") as file:
                 file.write(text)
             os.replace(temporary, path)
@@ -303,6 +305,17 @@ def write_user_row(row: Row) -> pathlib.Path:
                 os.unlink(temporary)
             raise
     return path
+
+
+def _mode_of_table(path: pathlib.Path) -> int:
+    """Permissions of the new file: those of the old one, or those that the umask leaves.
+
+    `tempfile` makes files that only their owner reads, but users may share a cache's folder.
+    """
+    for file in (path, _lock_file(path)):  # The lock has just been made with what the umask leaves.
+        with contextlib.suppress(FileNotFoundError):
+            return stat.S_IMODE(file.stat().st_mode)
+    return stat.S_IRUSR | stat.S_IWUSR
 
 
 def _rows_to_keep(path: pathlib.Path) -> tuple[Row, ...]:
@@ -405,7 +418,11 @@ def _read_user_rows(
         return ()
     try:
         rows, faults = _parse_leniently(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
+    except OSError as error:
+        text = f"ignoring the tuning cache {path}, which cannot be read: {error.strerror or error}"
+        warnings.warn(text, UserWarning, stacklevel=4)
+        return ()
+    except (ValueError, RecursionError) as error:
         text = f"ignoring the tuning cache {path}, which the next tuning renames: {error}"
         warnings.warn(text, UserWarning, stacklevel=4)
         return ()

@@ -159,6 +159,34 @@ def test_poison_reaches_its_user_alone() -> None:
 # Gradients.
 
 
+@pytest.mark.parametrize("name", ["query", "d_out", "d_lse"])
+def test_candidates_without_keys_reach_no_gradient(name: str) -> None:
+    """Their result is 0, whose logarithm, say, has an infinite or undefined gradient."""
+    inputs = problems.make_attention_inputs(SHAPES["unsorted"], "float32")
+    users = inputs.key.shape[0]
+    lengths = jnp.where(jnp.arange(users) == 2, 0, inputs.key.shape[1]).astype(jnp.int32)
+    is_empty = jnp.asarray(inputs.cand_to_user) == 2
+    assert 0 < is_empty.sum() < is_empty.size
+
+    def gradients(spoiled: str):
+        def spoil(array, of: str):
+            mask = is_empty.reshape(-1, *[1] * (array.ndim - 1)) & (of == spoiled)
+            return jnp.where(mask, jnp.nan, array)
+
+        def run(*arrays):
+            return attend(
+                problems.AttentionInputs(*arrays, inputs.cand_to_user, lengths),
+                return_residuals=True,
+            )
+
+        query = spoil(jnp.asarray(inputs.query), "query")
+        out, pull_back = jax.vjp(run, query, jnp.asarray(inputs.key), jnp.asarray(inputs.value))
+        return pull_back((spoil(jnp.sin(out[0]), "d_out"), spoil(jnp.ones_like(out[1]), "d_lse")))
+
+    for found, clean in zip(gradients(name), gradients(""), strict=True):
+        np.testing.assert_array_equal(found, clean)
+
+
 @pytest.mark.parametrize(
     ("name", "dtype"),
     problems.in_turn(["one_user", "users_without_candidates", "grouped_heads"]),

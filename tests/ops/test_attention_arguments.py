@@ -286,3 +286,42 @@ BAD_MERGES = {
 def test_bad_merge_raises_and_names_both_values(arguments: tuple, message: str) -> None:
     with pytest.raises(ValueError, match=re.escape(message)):
         ikbo.merge_attention(*arguments)
+
+
+FLAGS = {
+    "indices_are_sorted": lambda value: ikbo.attention(*INPUTS[:4], indices_are_sorted=value),
+    "return_residuals": lambda value: ikbo.attention(*INPUTS[:4], return_residuals=value),
+    "broadcast_q": lambda value: ikbo.gdpa(
+        *(ones(2, 1, 4), ones(3, 1, 4), ones(3, 1, 4), None, jnp.asarray([0, 3], jnp.int32)),
+        broadcast_q=value,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", FLAGS)
+@pytest.mark.parametrize(
+    ("value", "words"),
+    [
+        ("False", "a str, 'False'"),
+        (2, "a int, 2"),
+        (None, "None"),
+        (np.ones(2, bool), "bool[2]"),
+        ([True], "a list"),
+    ],
+)
+def test_flags_are_bools(name: str, value: Any, words: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(f"{name} must be a bool known while tr")) as e:
+        FLAGS[name](value)
+    assert str(e.value).endswith(f"but is {words}")
+
+
+@pytest.mark.parametrize("name", FLAGS)
+def test_flags_are_known_while_tracing(name: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(f"{name} must be a bool known while tracing")):
+        jax.eval_shape(lambda value: jax.tree.leaves(FLAGS[name](value)), jnp.asarray(True))
+
+
+@pytest.mark.parametrize("value", [True, np.bool_(True), np.asarray(True), jnp.asarray(True), 1])
+def test_flags_may_be_of_any_library(value: Any) -> None:
+    shape = jax.eval_shape(lambda: FLAGS["return_residuals"](value))
+    assert isinstance(shape, tuple)

@@ -61,6 +61,40 @@ def test_checkify_finds_it(wrap) -> None:
     assert "cand_to_user.ravel()[2] is -7, outside [0, 3)" in error.get()
 
 
+@pytest.mark.parametrize("dtype", ["int8", "uint8", "int16", "uint32"])
+@pytest.mark.parametrize("num_users", [0, 3, 300, 70_000, 2**31, 2**40])
+def test_checkify_agrees_with_eager_for_every_integer(dtype: str, num_users: int) -> None:
+    """A bound that the index's dtype does not hold is not wrapped to that dtype."""
+    index = np.array([2, 120, 0], dtype)
+    if num_users in (0, 3):
+        position = {0: 0, 3: 1}[num_users]
+        with pytest.raises(ValueError, match=rf"\[{position}\] is {index[position]}, outside"):
+            ikbo.debug.check_index(index, num_users)
+    else:
+        ikbo.debug.check_index(index, num_users)
+
+    def run(index: jax.Array) -> jax.Array:
+        ikbo.debug.check_index(index, num_users)
+        return index
+
+    error, _ = checkify.checkify(jax.jit(run))(index)
+    message = error.get()
+    assert (message is not None) == (num_users in (0, 3)), message
+
+
+@pytest.mark.parametrize("dtype", ["int8", "uint8", "uint32"])
+def test_checkify_of_narrow_offsets(dtype: str) -> None:
+    def run(offsets: jax.Array, max_seqlen: int) -> jax.Array:
+        ikbo.debug.check_offsets(offsets, 1000, max_seqlen)
+        return offsets
+
+    offsets = np.array([0, 3, 3, 110], dtype)
+    for max_seqlen, expected in ((500, None), (106, "sequence 2 of cu_seqlens has 107 rows")):
+        error, _ = checkify.checkify(jax.jit(run, static_argnums=1))(offsets, max_seqlen)
+        message = error.get()
+        assert message is None if expected is None else expected in message
+
+
 def test_plain_jit_cannot_raise() -> None:
     out = jax.jit(gather)(jnp.asarray([0, 1, -7, 5], jnp.int32))
     np.testing.assert_array_equal(out, [1, 2, -6, 6])

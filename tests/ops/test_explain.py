@@ -9,6 +9,7 @@ import types
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import problems
 import pytest
 
@@ -133,6 +134,31 @@ def test_arguments_may_be_shapes_keywords_trees_and_anything_else() -> None:
 
     (plan,) = ikbo.explain(run, shapes[:4], index=shapes.cand_to_user, how="xla").plans
     assert plan.implementation == "xla"
+
+
+@pytest.mark.parametrize("make", [float, np.float64, np.float32, np.asarray, jnp.float32])
+def test_numbers_that_must_be_known_stay_known(make) -> None:
+    query = jax.ShapeDtypeStruct((2, 1, 1, 4), jnp.float32)
+    index = jax.ShapeDtypeStruct((2,), jnp.int32)
+    found = ikbo.explain(ikbo.attention, query, query, query, index, scale=make(0.5))
+    assert len(found.plans) == 1
+
+
+def test_explain_refuses_what_the_call_refuses() -> None:
+    arrays = (*INPUTS[:4], np.zeros(INPUTS.cand_to_user.shape, np.int64))
+    for call in (ikbo.linear_compression, functools.partial(ikbo.explain, ikbo.linear_compression)):
+        with pytest.raises(ValueError, match=r"cand_to_user must be an int32 array, but is int64"):
+            call(*arrays)
+    # Under jit, JAX makes an int32 of it.
+    assert ikbo.explain(jax.jit(ikbo.linear_compression), *arrays).plans
+
+
+def test_arrays_that_are_no_numbers_are_passed() -> None:
+    def run(names, *arrays):
+        assert names[0] == "dense"
+        return ikbo.linear_compression(*arrays)
+
+    assert len(ikbo.explain(run, np.array(["dense"]), *INPUTS).plans) == 1
 
 
 def test_explaining_computes_nothing() -> None:

@@ -21,7 +21,7 @@ from jax.sharding import PartitionSpec as P
 import ikbo_jax as ikbo
 from ikbo_jax.layers import functional
 from ikbo_jax.models import ranking
-from ikbo_jax.ops import dispatch
+from ikbo_jax.ops import dispatch, target
 from ikbo_jax.problems import packed_cost
 
 pytestmark = pytest.mark.usefixtures("on_cpu")
@@ -290,6 +290,10 @@ class TestTarget:
     def test_wrong_arguments(self, arguments: dict[str, Any], words: str) -> None:
         with pytest.raises(ValueError, match=words), ikbo.export_target(**arguments):
             pass
+
+    def test_number_may_be_numpys(self) -> None:
+        with ikbo.export_target("mine", num_sms=np.int64(2)):
+            assert target.current() == target.Target("mine", 2)
 
     def test_a_changed_target_traces_again(self) -> None:
         compress = jax.jit(lambda *arrays: ikbo.linear_compression(*arrays))

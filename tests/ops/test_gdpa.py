@@ -19,6 +19,7 @@ from problems_gdpa import OUTPUT_SCALE, SCALE, SHAPES, Shape
 import ikbo_jax as ikbo
 from ikbo_jax.ops import dispatch, gdpa_backward
 from ikbo_jax.pallas.flash import gdpa as gdpa_kernel
+from ikbo_jax.reference import gdpa as gdpa_reference
 from ikbo_jax.reference import gdpa_chunked
 from ikbo_jax.reference.gdpa import Arrays, Settings
 
@@ -227,6 +228,27 @@ def test_second_derivatives(name: str) -> None:
         lambda: (second(functools.partial(attend, activation=names)), second(plain))
     )()
     chex.assert_trees_all_close(ours, theirs, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("name", ["relu", "relu_squared", "hardswish"])
+def test_second_derivatives_at_a_kink(name: str) -> None:
+    """A query of zeros, as in padding, has scores of 0; the gradient's weights count here, too."""
+    keys = jnp.asarray(np.random.default_rng(0).normal(size=(2, 4, 1, 3)), jnp.float32)
+    query = keys[0].at[0].set(0)
+    cu = jnp.asarray([0, 2, 4], jnp.int32)
+
+    def of(attention):
+        def gradients(query, weights):
+            return jax.grad(lambda q: jnp.sum(attention(q) * weights))(query)
+
+        weights = jnp.cos(query)
+        _, pull_back = jax.vjp(gradients, query, weights)
+        return pull_back(jnp.sin(query) + 1)
+
+    settings = Settings((name,))
+    ours = of(lambda q: ikbo.gdpa(q, *keys, cu, cu, activation=name))
+    exact = of(lambda q: gdpa_reference.materialised(Arrays(q, *keys, cu, cu), settings))
+    chex.assert_trees_all_close(ours, exact, atol=1e-4)
 
 
 def test_sequences_may_be_sharded(on_cpu) -> None:

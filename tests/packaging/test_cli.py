@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import os
 import subprocess
 import sys
 
@@ -164,11 +165,56 @@ def test_plot_draws_the_sweep(
 
 
 @pytest.mark.parametrize(
-    ("file", "reason"), [("out.doc", "writes .png"), ("missing/out.png", "there is no folder")]
+    ("file", "reason"),
+    [
+        ("out.doc", "writes .png"),
+        ("missing/out.png", "there is no folder"),
+        ("folder.png", "is something else"),
+    ],
 )
 def test_plot_refuses_before_it_runs(file: str, reason: str, tmp_path, capsys):
+    (tmp_path / "folder.png").mkdir()
     assert cli.main([*TINY, "--plot", str(tmp_path / file)]) == cli.UNUSABLE
     assert reason in capsys.readouterr().err
+
+
+def test_plot_needs_permission_before_it_runs(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(cli.os, "access", lambda *_: False)
+    assert cli.main([*TINY, "--plot", str(tmp_path / "out.png")]) == cli.UNUSABLE
+    assert "no permission to write" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("seed", "reason"), [("-1", "-1 is negative"), ("1.5", "'1.5' is not a whole number")]
+)
+def test_seed_is_a_natural_number(seed: str, reason: str, capsys):
+    with pytest.raises(SystemExit) as stop:
+        cli.main([*TINY, f"--seed={seed}"])
+    assert stop.value.code == cli.UNUSABLE
+    assert reason in capsys.readouterr().err
+
+
+def test_output_that_the_encoding_lacks_is_escaped(tmp_path):
+    environment = os.environ | {
+        "PYTHONIOENCODING": "ascii",
+        "IKBO_JAX_CACHE_DIR": str(tmp_path / "é"),
+    }
+    command = [sys.executable, "-m", "ikbo_jax", "info"]
+    result = subprocess.run(command, env=environment, capture_output=True, timeout=300, check=False)
+    assert result.returncode == cli.OK
+    assert rb"\xe9" in result.stdout
+
+
+def test_reader_of_the_output_may_go():
+    reading, writing = os.pipe()
+    os.close(reading)
+    command = [sys.executable, "-m", "ikbo_jax", "info"]
+    with os.fdopen(writing, "wb") as stdout:
+        result = subprocess.run(
+            command, stdout=stdout, stderr=subprocess.PIPE, timeout=300, check=False
+        )
+    assert result.returncode == cli.UNREAD
+    assert b"BrokenPipe" not in result.stderr
 
 
 def test_demo_says_why_the_kernels_did_not_run(attention_as_it_is, monkeypatch, capsys):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import problems_gdpa
@@ -59,6 +60,19 @@ def test_large_scores_are_finite(approx: str | None, name: str) -> None:
     x = jnp.asarray([-1e15, -1e6, 1e6, 1e15], jnp.float32)
     for function in activations.elementwise(name, approx):
         assert np.all(np.isfinite(function(x)))
+
+
+@pytest.mark.parametrize(("approx", "name"), [*((None, name) for name in NAMES), *PAIRS])
+def test_derivative_of_the_value_is_the_slope(approx: str | None, name: str) -> None:
+    """At kinks and for huge scores, too: second derivatives use both."""
+    x = jnp.asarray([-1e30, -3.7, -3, -1, 0, 1e-30, 1, 3, 3.7, 1e18], jnp.float32)
+    activation = activations.elementwise(name, approx)
+    slopes = activation.slope(x)
+    np.testing.assert_array_equal(jax.vmap(jax.grad(activation.value))(x), slopes)
+    curvature = jax.vmap(jax.grad(activation.slope))(x)
+    assert np.all(np.isfinite(curvature))
+    if name in ("relu", "relu_squared"):
+        assert curvature[4] == 0, "jax.nn.relu has none at 0"
 
 
 #: What the documentation says: of the value, and of the derivative.

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import pathlib
+import pickle
 import re
 
 import jax
@@ -235,3 +237,11 @@ def test_nothing_gained_runs_the_original() -> None:
 def test_more_rows_than_indices_are_no_broadcast() -> None:
     table = jnp.ones((100, D))
     assert report_of(lambda t, i: t[i] @ A.w_user, table, A.index).broadcasts == ()
+
+
+def test_explanation_can_be_pickled_and_copied() -> None:
+    found = ikbo.explain(ikbo.rewrite(model), *ARGS)
+    for same in (pickle.loads(pickle.dumps(found)), copy.deepcopy(found)):
+        assert same == found
+        assert same.details == found.details
+        assert same.notes[0].lines == found.notes[0].lines

@@ -163,6 +163,31 @@ def test_writing_over_a_corrupt_cache_keeps_it_aside(cache_dir):
     assert (cache_dir / "sm90.json.ignored").read_text() == "not json"
 
 
+def test_others_may_read_what_the_umask_lets_them_read(cache_dir):
+    """Users may share a folder; and a file keeps the permissions that its owner gave it."""
+    previous = os.umask(0o022)
+    try:
+        path = table.write_user_row(row())
+        assert stat.S_IMODE(path.stat().st_mode) == 0o644
+        path.chmod(0o640)
+        table.write_user_row(row(DEFAULT, other()))
+        assert stat.S_IMODE(path.stat().st_mode) == 0o640
+    finally:
+        os.umask(previous)
+
+
+def test_cache_without_permission_is_not_said_to_be_renamed(cache_dir, monkeypatch):
+    table.write_user_row(row())
+
+    def refuse(*_: Any, **__: Any) -> str:
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(pathlib.Path, "read_text", refuse)
+    table._read_user_rows.cache_clear()
+    with pytest.warns(UserWarning, match="which cannot be read: Permission denied"):
+        table._user_rows()
+
+
 def test_cached_row_that_is_illegal_by_now_is_passed_over():
     huge = LinearCompressionConfig(block_m=224, num_stages=64, epilogue_rows=56)
     table.write_user_row(row(DEFAULT, huge))
