@@ -218,7 +218,7 @@ def test_short_sequences_have_a_kernel_of_their_own(builtin, monkeypatch):
     monkeypatch.setattr(dispatch, "hopper_unavailable_reason", lambda: None)
     monkeypatch.setattr(dispatch, "num_sms", lambda: 132)
     builtin(row(at(head_dim=64)))
-    arrays = problems_gdpa.make_arrays(Shape((30, 2), (30, 2), 2, 1, 64))
+    arrays = problems_gdpa.make_arrays(Shape((30, 20), (30, 20), 2, 1, 64))
     attend = functools.partial(ikbo.gdpa, activation="relu", max_seqlen_q=40, max_seqlen_kv=40)
     (plan,) = ikbo.explain(attend, *arrays[:5]).plans
     assert (plan.implementation, plan.config) == (
