@@ -217,22 +217,23 @@ def _add_gdpa_sizes(parser: argparse.ArgumentParser) -> None:
     _add_dtype(parser)
 
 
-def _natural(text: str) -> int:
+def _whole(text: str) -> int:
     try:
-        value = int(text)
+        return int(text)
     except ValueError:
-        # argparse's message would be "invalid _natural value", with this function's name.
+        # argparse's message would be "invalid _whole value", with this function's name.
         raise argparse.ArgumentTypeError(f"{text[:80]!r} is not a whole number") from None
+
+
+def _natural(text: str) -> int:
+    value = _whole(text)
     if value < 0:
         raise argparse.ArgumentTypeError(f"{text[:80]} is negative")
     return value
 
 
 def _positive(text: str) -> int:
-    try:
-        value = int(text)
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"{text[:80]!r} is not a whole number") from None
+    value = _whole(text)
     if value < 1:
         raise argparse.ArgumentTypeError(f"{value} is not a positive number")
     if value > MAX_SIZE:

@@ -5,8 +5,8 @@ Keyword arguments of every layer:
   precision: precision of f32 products: a name, a `jax.lax.Precision`, or None for JAX's default.
   param_dtype: dtype of the parameters.
   kernel_init: initialises every parameter as a matrix, with the heads side by side; None means
-    `default_kernel_init`. If it names axes (`nnx.with_partitioning`), it names the two of the
-    matrix. The name of the axis of the heads becomes that of the parameter's axis N.
+    `default_kernel_init`. If it names axes (`nnx.with_partitioning`), it names the matrix's two
+    axes. The parameter's axis N gets the name of the axis with the heads.
   rngs: its stream "params" supplies the keys.
 
 Every layer raises ValueError if a size is not an integer of at least 1. Its parameters are its

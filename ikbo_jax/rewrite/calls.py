@@ -272,7 +272,7 @@ def _cond(ctx: Context, eqn: Any, index: Any, *operands: Any) -> Any:
 def _of_platforms(eqn: Any, index: Any, programs: Sequence[core.Jaxpr]) -> list[Any]:
     """The results of a `lax.platform_dependent` whose branches are these programs.
 
-    `lax.switch` would lower all branches, of which a platform may lower its own one alone.
+    A platform may be able to lower its own branch alone, and `lax.switch` would lower all of them.
     """
     if any(x.out_avals != programs[0].out_avals for x in programs):
         raise NotCovered("platform_dependent whose branches return other types")

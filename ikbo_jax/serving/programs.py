@@ -236,10 +236,9 @@ class Programs:
 
 
 def _checked(result: Tree, spec: Tree, rows: int, name: str) -> list[jax.Array]:
-    """The leaves of a result of `rows` rows; a ValueError if they are not like those of one row.
+    """The leaves of a result for `rows` rows; raises ValueError unless each has `rows` rows.
 
-    That a result for one row has one row does not say that it has one for each: a sum over rows
-    that keeps its axis has one, too.
+    `spec` was found with one row. A sum over all rows that keeps its axis passes that check, too.
     """
     leaves: list[jax.Array] = jax.tree.leaves(result)
     wanted = jax.tree_util.tree_leaves_with_path(with_rows(spec, rows))

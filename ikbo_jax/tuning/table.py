@@ -308,11 +308,11 @@ def write_user_row(row: Row) -> pathlib.Path:
 
 
 def _mode_of_table(path: pathlib.Path) -> int:
-    """Permissions of the new file: those of the old one, or those that the umask leaves.
+    """Permissions of the new file: the old file's; without an old file, the umask's default.
 
     `tempfile` makes files that only their owner reads, but users may share a cache's folder.
     """
-    for file in (path, _lock_file(path)):  # The lock has just been made with what the umask leaves.
+    for file in (path, _lock_file(path)):  # The lock was just made with the umask's default.
         with contextlib.suppress(FileNotFoundError):
             return stat.S_IMODE(file.stat().st_mode)
     return stat.S_IRUSR | stat.S_IWUSR

@@ -101,7 +101,7 @@ def test_gradients_of_every_shape(name, dtype):
 def test_gradients_of_many_candidates(users, candidates):
     """Candidates of a user are divided between CTAs, or CTAs have many users.
 
-    Of one user, XLA sums the cotangents of 300 candidates and the kernel those of 900.
+    With one user, XLA sums the cotangents of 300 candidates, and the kernel sums those of 900.
     """
     check(levels_of(DEFAULT._replace(users=users, candidates=candidates, m=240)))
 

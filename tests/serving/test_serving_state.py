@@ -1,4 +1,4 @@
-"""What a scorer keeps after errors and on other devices, and what it refuses."""
+"""A scorer's state after errors and with weights of other devices, and the inputs it refuses."""
 
 from __future__ import annotations
 
