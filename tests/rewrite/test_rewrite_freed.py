@@ -119,6 +119,14 @@ def gradient(fn: Callable[..., Any]) -> Callable[..., Any]:
     return jax.grad(loss, allow_int=True)
 
 
+@pytest.mark.usefixtures("new_objects_alone")
+def test_a_leaked_tracer_is_found() -> None:
+    held: list[Any] = []
+    with jax.checking_leaks(), pytest.raises(Exception, match="Leaked trace"):
+        jax.make_jaxpr(lambda x: held.append(x + 1))(1.0)
+
+
+@pytest.mark.usefixtures("new_objects_alone")
 @pytest.mark.parametrize("name", [*MODELS, *_LAYOUTS])
 def test_no_tracer_outlives_its_trace(name: str) -> None:
     fn, args = model(name)
@@ -130,9 +138,8 @@ def test_no_tracer_outlives_its_trace(name: str) -> None:
 
 
 @pytest.fixture
-def without_collection() -> Iterator[None]:
+def without_collection(new_objects_alone: None) -> Iterator[None]:
     """Turns Python's search for unreachable cycles off."""
-    gc.collect()
     gc.disable()
     yield
     gc.enable()

@@ -263,6 +263,7 @@ def test_what_a_trial_traced_is_gone() -> None:
     close(ikbo.rewrite(fn)(USER, CAND, INDEX), fn(USER, CAND, INDEX))
 
 
+@pytest.mark.usefixtures("new_objects_alone")
 @pytest.mark.parametrize("call", CALLS)
 def test_no_variant_holds_tracers(call: str) -> None:
     fn = functools.partial(model, CALLS[call])

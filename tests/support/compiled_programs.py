@@ -50,4 +50,6 @@ class CompiledPrograms:
         self.tests += 1
         if self.tests % self.tests_between == 0 and mappings() > self.limit:
             jax.clear_caches()
+            gc.unfreeze()  # Cycles of frozen objects hold programs, too.
             gc.collect()
+            gc.freeze()
