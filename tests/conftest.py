@@ -8,6 +8,7 @@ import os
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import case_sample
 import compiled_programs
 import gpu_session
 import hypothesis
@@ -66,12 +67,14 @@ hypothesis.settings.load_profile("ikbo")
 def pytest_addoption(parser: pytest.Parser) -> None:
     time_limit.pytest_addoption(parser)
     gpu_session.pytest_addoption(parser)
+    case_sample.pytest_addoption(parser)
 
 
 def pytest_configure(config: pytest.Config) -> None:
     time_limit.pytest_configure(config)
     gpu_session.pytest_configure(config)
     compiled_programs.pytest_configure(config)
+    case_sample.pytest_configure(config)
 
 
 #: Its session of Ray Serve takes 47 s, in which the test's process waits. Last, it would run alone.

@@ -212,6 +212,7 @@ RUNS = [
 ]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(("kernel", "name", "seed"), RUNS, ids=[f"{k}-{n}-{s}" for k, n, s in RUNS])
 @pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")
 def test_emulated_results_are_right(

@@ -84,6 +84,7 @@ def filled(index: np.ndarray, lengths: np.ndarray) -> tuple[UserTable, np.ndarra
 BATCHES = [1, 3, 4, 7, 513, 1023, 1024, 1027, 4836, MOST_TABLED - 1, MOST_TABLED]
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("users", [2, 5, 300, MOST_TABLE_ROWS])
 @pytest.mark.parametrize("batch", BATCHES)
 def test_the_table_has_every_user_and_every_slot(

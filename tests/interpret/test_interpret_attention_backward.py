@@ -233,6 +233,7 @@ def expected(inputs: AttentionInputs, tensors: tuple[Any, ...], scale: float) ->
     return problems.numpy_attention_gradients(inputs, d_out, d_lse, scale=scale)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", CASES)
 def test_interpreted_gradients_are_right_and_free_of_races(
     name: str, launches: interpreter.Launches

@@ -352,6 +352,7 @@ def assert_correct(results, inputs, case: Case, where=...) -> None:
     np.testing.assert_allclose(lse[where], oracle_lse[where], rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", CASES)
 def test_interpreted_kernel_is_right_and_free_of_races(
     name: str, launches: interpreter.Launches

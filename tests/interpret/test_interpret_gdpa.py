@@ -255,6 +255,7 @@ def assert_correct(out: Any, arrays: Arrays, case: Case) -> None:
     problems.assert_within_error_rule(out, oracle, plain)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", CASES)
 def test_interpreted_kernel_is_right_and_free_of_races(
     name: str, launches: interpreter.Launches, monkeypatch: pytest.MonkeyPatch

@@ -102,6 +102,7 @@ def lowered(kind: str, name: str, with_gradient: bool):
     return program, kernels[with_gradient]
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("with_gradient", [False, True], ids=["value", "gradient"])
 @pytest.mark.parametrize("kind", ["explicit", "shard_map"])
 @pytest.mark.parametrize("name", CASES)
@@ -112,6 +113,7 @@ def test_kernels_are_in_the_program(kind, name, with_gradient, lowered_kernels):
 
 
 # XLA for CPUs ends the process in the gradient of a softmax, whose forward kernel has two results.
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("with_gradient", [False, True], ids=["value", "gradient"])
 @pytest.mark.parametrize("name", sorted(CASES.keys() - {"gdpa_softmax"}))
 def test_kernels_are_lowered_when_xla_divides_the_program(name, with_gradient, lowered_kernels):

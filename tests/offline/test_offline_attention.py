@@ -133,6 +133,7 @@ def assert_fit(case: Case, compiler: offline.Compiler) -> None:
     assert compiled.smem_bytes == case.chosen.smem_bytes(case.problem.head_dim) <= MAX_SMEM_BYTES
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", CASES)
 def test_offline_kernel_is_fit(name: str, compiler: offline.Compiler) -> None:
     assert_fit(CASES[name], compiler)

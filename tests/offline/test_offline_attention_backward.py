@@ -121,6 +121,7 @@ CASES = {
 }
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", CASES)
 def test_offline_attention_backward_kernel_is_fit(name: str, compiler: offline.Compiler) -> None:
     case = CASES[name]

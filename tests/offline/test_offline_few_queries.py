@@ -189,6 +189,7 @@ CASES = {
 }
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", CASES)
 def test_offline_kernel_is_fit(name: str, compiler: offline.Compiler) -> None:
     case = CASES[name]

@@ -217,6 +217,7 @@ SHORT |= {
 }
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", SHORT)
 def test_offline_kernel_for_short_sequences_is_fit(name: str, compiler: offline.Compiler) -> None:
     """It takes no more registers than the rule for the CTAs of an SM counts on."""

@@ -138,6 +138,7 @@ PROPOSED = {
 CASES |= PROPOSED | table_cases()
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", CASES)
 def test_offline_gdpa_backward_kernel_is_fit(name: str, compiler: offline.Compiler) -> None:
     case = CASES[name]

@@ -160,6 +160,7 @@ def example(shapes: tuple[Any, ...]) -> list[Any]:
     return [values(x) for x in shapes]
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", CASES)
 def test_artefact_for_cuda_has_the_kernels(name: str) -> None:
     fn, shapes, kernels = CASES[name]

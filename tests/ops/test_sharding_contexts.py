@@ -58,6 +58,7 @@ def close(found: Any, expected: Any, tolerance: float = 1e-4) -> None:
         np.testing.assert_allclose(x, y, rtol=tolerance, atol=tolerance)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_arrays_of_the_host_under_set_mesh(name: str, kind: str) -> None:
@@ -69,6 +70,7 @@ def test_arrays_of_the_host_under_set_mesh(name: str, kind: str) -> None:
         close(step(*arrays), expected)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(
     ("name", "specs"),
@@ -169,6 +171,7 @@ def test_loops_inside_shard_map(axes: str, kind: str) -> None:
     close(found, step_of(several, arrays)(*arrays), 1e-3)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_x64(name: str, kind: str) -> None:
@@ -206,6 +209,7 @@ def test_cotangents_of_the_index_are_float0() -> None:
     close(of_query, jax.grad(lambda *a: jnp.sum(op(*a)))(*arrays))
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_shard_map_over_some_axes_of_the_context_mesh(name: str, kind: str) -> None:
@@ -231,6 +235,7 @@ def test_shard_map_over_some_axes_of_the_context_mesh(name: str, kind: str) -> N
     assert found[1].sharding.is_equivalent_to(layout, found[1].ndim)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("explicit", ["x", "y"])
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_a_mesh_with_explicit_and_auto_axes(name: str, explicit: str) -> None:

@@ -209,6 +209,7 @@ def over_x(name: str, layout: str, kind: str) -> tuple[Any, ...]:
     return op, manual, arrays, specs, out, mesh
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(
     ("name", "layout"), [(name, x[0]) for name, layouts in PARTS.items() for x in layouts]

@@ -229,16 +229,21 @@ def test_the_network_moves_nothing_but_the_index(name, kind):
             cand_tokens=put(mesh, request.cand_tokens, ("x", "y")),
             cand_to_user=put(mesh, request.cand_to_user, ("x", "y")),
         )
-        (_, out), gradients = jax.jit(both(fn))(params, request)
-        text = jax.jit(fn).lower(params, request).compile().as_text()
+        compiled = jax.jit(fn).lower(params, request).compile()
+        out, text = compiled(params, request), compiled.as_text()
+        # Of each version once, since a program with gradients compiles for twice the time.
+        with_gradients = (name == "co-designed") == (kind == "auto")
+        if with_gradients:
+            _, gradients = jax.jit(both(fn))(params, request)
     np.testing.assert_allclose(np.asarray(out), np.asarray(expected), atol=1e-5)
-    jax.tree.map(
-        lambda found, wanted: np.testing.assert_allclose(
-            np.asarray(found), np.asarray(wanted), atol=1e-4
-        ),
-        gradients,
-        expected_gradients,
-    )
+    if with_gradients:
+        jax.tree.map(
+            lambda found, wanted: np.testing.assert_allclose(
+                np.asarray(found), np.asarray(wanted), atol=1e-4
+            ),
+            gradients,
+            expected_gradients,
+        )
     assert out.sharding.is_equivalent_to(NamedSharding(mesh, P(("x", "y"))), out.ndim)
     collective = r" = (\S+) (all-\w+|collective-permute|reduce-scatter)(?:-start)?\("
     moved = re.findall(collective, text)
