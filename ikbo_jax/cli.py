@@ -290,7 +290,7 @@ def _info(args: argparse.Namespace) -> int:
     import jaxlib
 
     from ikbo_jax.ops.dispatch import hopper_unavailable_reason
-    from ikbo_jax.tuning.table import user_cache_path
+    from ikbo_jax.tuning.user_cache import user_cache_path
 
     reason = hopper_unavailable_reason()
     mosaic = "usable (bfloat16, float16)" if reason is None else f"not usable: {reason}"

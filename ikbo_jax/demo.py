@@ -24,7 +24,7 @@ from ikbo_jax.models import ranking
 from ikbo_jax.ops.dispatch import hopper_unavailable_reason
 from ikbo_jax.ops.explain import explain
 from ikbo_jax.problems import LinearCompressionConfig, LinearCompressionProblem
-from ikbo_jax.tuning.table import user_cache_path
+from ikbo_jax.tuning.user_cache import user_cache_path
 
 #: Number of rounds. A round times all stages interleaved: half a window of warm-up and one window
 #: of launches back to back for each. The other stages keep the device busy between windows.

@@ -28,7 +28,7 @@ from ikbo_jax.problems import (
     LinearCompressionProblem,
     Problem,
 )
-from ikbo_jax.tuning import table
+from ikbo_jax.tuning import user_cache
 
 
 def tune_linear_compression(
@@ -152,7 +152,7 @@ def _tune(
     limit: int | None,
     run: Callable[[Task], dict[str, Any]] | None,
 ) -> dict[str, Any]:
-    table.check_user_cache_writable()
+    user_cache.check_user_cache_writable()
     report = progress or (lambda done, total, text: None)
     contest = Contest(problem, limit, report)
     with contextlib.ExitStack() as stack:
@@ -187,7 +187,7 @@ def _written(verdict: Verdict) -> str:
     """Writes the row if it is faster than the table's choice; returns a text about it."""
     if not verdict.is_better:
         return "nothing written, the table's choice stays"
-    return f"written to {table.write_user_row(verdict.row)}"
+    return f"written to {user_cache.write_user_row(verdict.row)}"
 
 
 def _after_interruption(verdict: Verdict | None) -> str:

@@ -35,7 +35,7 @@ from ikbo_jax.cases import (
 from ikbo_jax.cases.error_rule import Check
 from ikbo_jax.ops import dispatch
 from ikbo_jax.problems import Config, Problem
-from ikbo_jax.tuning import table
+from ikbo_jax.tuning import table_rows
 
 #: A configuration of the kernel, or None for the XLA path.
 Contender = Config | None
@@ -80,8 +80,10 @@ class Task:
     def from_json(cls, text: str) -> Task:
         fields = json.loads(text)
         return cls(
-            table.problem_from_json(fields["problem"], fields["op"]),
-            tuple(table.config_from_json(entry, fields["op"]) for entry in fields["contenders"]),
+            table_rows.problem_from_json(fields["problem"], fields["op"]),
+            tuple(
+                table_rows.config_from_json(entry, fields["op"]) for entry in fields["contenders"]
+            ),
             fields["window_s"],
             fields["windows"],
             fields["matmul_size"],

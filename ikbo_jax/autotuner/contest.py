@@ -19,7 +19,7 @@ from typing import Any
 from ikbo_jax.autotuner.bench import Contender, Task, case_of
 from ikbo_jax.autotuner.session import Progress
 from ikbo_jax.problems import Config, Problem
-from ikbo_jax.tuning import table
+from ikbo_jax.tuning import table, table_rows
 
 #: A row prefers XLA only if XLA is faster than the best kernel by more than this fraction.
 XLA_MARGIN = 0.02
@@ -80,7 +80,7 @@ class Verdict:
       text: the winner and its lead, as text.
     """
 
-    row: table.Row
+    row: table_rows.Row
     is_better: bool
     text: str
 
@@ -273,13 +273,13 @@ class Contest:
         )
         return best if is_kernel else None
 
-    def _row(self, config: Contender, ms: float, matmul_ms: float, xla_ms: float) -> table.Row:
+    def _row(self, config: Contender, ms: float, matmul_ms: float, xla_ms: float) -> table_rows.Row:
         size = Task(self._problem, ()).matmul_size
         rate = 2 * size**3 / matmul_ms
         fraction = case_of(self._problem).useful_flops / ms / rate
         today = datetime.datetime.now(datetime.UTC).date().isoformat()
         numbers = (_digits(x) for x in (ms, fraction, xla_ms))
-        return table.Row(self._problem, config, self._device, today, self._jax, *numbers)
+        return table_rows.Row(self._problem, config, self._device, today, self._jax, *numbers)
 
 
 def _digits(value: float) -> float:

@@ -23,7 +23,7 @@ from jax.interpreters import batching, mlir
 
 from ikbo_jax.ops import target as targets
 from ikbo_jax.ops.target import Target
-from ikbo_jax.tuning import table
+from ikbo_jax.tuning import table, table_rows
 
 logger = logging.getLogger("ikbo_jax")
 
@@ -271,14 +271,14 @@ def _other_device(request: Request, reason: str) -> str:
     measured = re.search(r"\((?P<device>[^(),]*(?:GPU|NVIDIA)[^(),]*), \d{4}-", reason)
     if measured is None:
         return ""
-    model = table.model(measured["device"])
+    model = table_rows.model(measured["device"])
     if request.card is not None:
         card = request.card.card
         return "" if card == model else f"; measured on an {model}; the target is an {card}"
     device_kind = _card(request)
     if not device_kind or measured["device"] == device_kind:
         return ""
-    return f"; measured on an {model}; this is an {table.model(device_kind)}"
+    return f"; measured on an {model}; this is an {table_rows.model(device_kind)}"
 
 
 def _card(request: Request) -> str:

@@ -14,7 +14,7 @@ import pytest
 from ikbo_jax.pallas.flash import attention as kernel
 from ikbo_jax.problems import AttentionConfig, AttentionProblem
 from ikbo_jax.problems.hopper import MAX_SMEM_BYTES, WGMMA_M
-from ikbo_jax.tuning import table
+from ikbo_jax.tuning import table_rows
 
 pytestmark = [
     pytest.mark.slow,
@@ -139,7 +139,7 @@ def test_offline_kernel_is_fit(name: str, compiler: offline.Compiler) -> None:
     assert_fit(CASES[name], compiler)
 
 
-def table_rows() -> dict[str, Case]:
+def shipped_rows() -> dict[str, Case]:
     """The rows of `sm90.json`, one of those that make the same kernel but for sizes.
 
     Of T only counts whether warpgroup tiles are parts of a candidate, or hold parts of several.
@@ -147,7 +147,7 @@ def table_rows() -> dict[str, Case]:
     balance, for which a case above has them, and in f16, they are compiled without.
     """
     cases = {}
-    for row in table._builtin_rows():
+    for row in table_rows.builtin_rows():
         problem, config = row.problem, row.config
         if config is None or not isinstance(problem, AttentionProblem):
             continue
@@ -159,6 +159,6 @@ def table_rows() -> dict[str, Case]:
     return cases
 
 
-@pytest.mark.parametrize("name", table_rows())
+@pytest.mark.parametrize("name", shipped_rows())
 def test_offline_table_row_is_fit(name: str, compiler: offline.Compiler) -> None:
-    assert_fit(table_rows()[name], compiler)
+    assert_fit(shipped_rows()[name], compiler)

@@ -20,7 +20,7 @@ from ikbo_jax.pallas.attention_backward.kernel import attention_backward_kernel
 from ikbo_jax.problems import AttentionBackwardProblem, AttentionProblem, attention_backward
 from ikbo_jax.problems.attention_backward import AttentionBackwardConfig as Config
 from ikbo_jax.problems.hopper import MAX_SMEM_BYTES
-from ikbo_jax.tuning import table
+from ikbo_jax.tuning import table_rows
 
 pytestmark = [
     pytest.mark.slow,
@@ -143,11 +143,13 @@ def test_offline_attention_backward_kernel_is_fit(name: str, compiler: offline.C
     assert most == case.config.smem_bytes(case.head_dim) <= MAX_SMEM_BYTES
 
 
-ROWS = [row for row in table._builtin_rows() if isinstance(row.problem, AttentionBackwardProblem)]
+ROWS = [
+    row for row in table_rows.builtin_rows() if isinstance(row.problem, AttentionBackwardProblem)
+]
 
 
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: row.problem.describe().replace(" ", "_"))
-def test_offline_row_of_the_table_is_fit(row: table.Row, compiler: offline.Compiler) -> None:
+def test_offline_row_of_the_table_is_fit(row: table_rows.Row, compiler: offline.Compiler) -> None:
     p = row.problem
     assert p.fits(row.config)
     shape, dtype = jax.ShapeDtypeStruct, jnp.dtype(p.dtype)

@@ -22,7 +22,7 @@ from ikbo_jax.pallas.linear_compression import kernel
 from ikbo_jax.problems import LinearCompressionConfig, LinearCompressionProblem, memory
 from ikbo_jax.problems.hopper import MAX_SMEM_BYTES
 from ikbo_jax.problems.linear_compression import MAX_BLOCK_M
-from ikbo_jax.tuning import table
+from ikbo_jax.tuning import table, table_rows
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the CUDA plugin is for Linux")
 
@@ -67,7 +67,7 @@ def named_cases() -> dict[str, Case]:
 def table_cases() -> dict[str, Case]:
     """What `sm90.json` says of this op, one case for every row that names a configuration."""
     text = (importlib.resources.files(table) / "sm90.json").read_text("utf-8")
-    rows = [table.Row.from_json(entry) for entry in json.loads(text)["rows"]]
+    rows = [table_rows.Row.from_json(entry) for entry in json.loads(text)["rows"]]
     return {
         f"row{i}:{row.problem.describe()}": (row.problem, row.config)
         for i, row in enumerate(rows)

@@ -17,7 +17,7 @@ from ikbo_jax.pallas.gdpa_backward import kernels, tiles, work_kernel
 from ikbo_jax.problems import GdpaBackwardConfig, GdpaBackwardProblem
 from ikbo_jax.problems import gdpa_backward as backward_configs
 from ikbo_jax.problems.hopper import MAX_SMEM_BYTES, WARPGROUP_SIZE
-from ikbo_jax.tuning import table
+from ikbo_jax.tuning import table_rows
 
 pytestmark = [
     pytest.mark.slow,
@@ -115,7 +115,7 @@ CASES = {
 def table_cases() -> dict[str, Case]:
     """Both kernels of every row of `sm90.json` for the gradient."""
     found = {}
-    for number, row in enumerate(table._builtin_rows()):
+    for number, row in enumerate(table_rows.builtin_rows()):
         problem = row.problem
         if row.config is not None and isinstance(problem, GdpaBackwardProblem):
             heads = problem.activations * (problem.q_heads // len(problem.activations))

@@ -26,7 +26,7 @@ from ikbo_jax.problems.linear_compression_backward import (
     SumConfig,
     WeightGradientConfig,
 )
-from ikbo_jax.tuning import table
+from ikbo_jax.tuning import table_rows
 
 pytestmark = [
     pytest.mark.slow,
@@ -105,7 +105,7 @@ def rows_and_candidates() -> dict[str, tuple[LinearCompressionBackwardProblem, A
     """What `sm90.json` says of the gradient, and the tuner's proposals with another first tile."""
     found = {
         f"row{i}:{row.problem.describe()}": (row.problem, row.config)
-        for i, row in enumerate(table._builtin_rows())
+        for i, row in enumerate(table_rows.builtin_rows())
         if row.config is not None and isinstance(row.problem, LinearCompressionBackwardProblem)
     }
     problem = LinearCompressionBackwardProblem.of(DEFAULT)

@@ -19,7 +19,7 @@ from ikbo_jax.cases.linear_compression import CHECK_ROWS, Case
 from ikbo_jax.problems import LinearCompressionConfig, LinearCompressionProblem
 from ikbo_jax.problems.linear_compression import DISTANCE_WEIGHTS
 from ikbo_jax.reference.linear_compression import decomposed
-from ikbo_jax.tuning import table
+from ikbo_jax.tuning import table, table_rows
 
 DEFAULT = LinearCompressionProblem((15, 1024), (1178, 866), 433, 256, "bfloat16")
 TINY = LinearCompressionProblem((2, 6), (7, 5), 9, 16, "float32")
@@ -27,9 +27,9 @@ TINY = LinearCompressionProblem((2, 6), (7, 5), 9, 16, "float32")
 
 def row(
     problem: LinearCompressionProblem = DEFAULT, config: Any = "default", ms: float = 0.35
-) -> table.Row:
+) -> table_rows.Row:
     config = problem.default_config() if config == "default" else config
-    return table.Row(problem, config, "NVIDIA H200", "2026-01-02", "0.11.2", ms, 0.8, 1.0)
+    return table_rows.Row(problem, config, "NVIDIA H200", "2026-01-02", "0.11.2", ms, 0.8, 1.0)
 
 
 def other(problem: LinearCompressionProblem = DEFAULT) -> LinearCompressionConfig:
@@ -81,7 +81,7 @@ def test_default_config_is_legal_everywhere(m, n, k, batch, dtype):
 
 
 def test_shipped_table_is_sound():
-    rows = table._builtin_rows()
+    rows = table_rows.builtin_rows()
     keys = [(r.problem.dtype, r.problem.shape_class()) for r in rows]
     assert len(keys) == len(set(keys)), "one row per dtype and shape class"
     for r in rows:
@@ -205,7 +205,7 @@ def test_tuning_picks_the_fastest_and_writes_it():
     found = autotune.tune_linear_compression(
         DEFAULT, run=bench, progress=lambda *line: lines.append(line)
     )
-    assert table.config_from_json(found["config"]) == best
+    assert table_rows.config_from_json(found["config"]) == best
     assert (found["ms"], found["xla_ms"], found["device"]) == (0.3, 1.0, "NVIDIA H100")
     rate = 2 * 8192**3 / 1.7
     assert found["fraction"] == pytest.approx(DEFAULT.useful_flops / 0.3 / rate, rel=1e-4)
@@ -229,7 +229,7 @@ def test_failing_candidates_are_reported_and_passed_over():
     found = autotune.tune_linear_compression(
         DEFAULT, run=bench, limit=3, progress=lambda done, total, text: lines.append(text)
     )
-    assert table.config_from_json(found["config"]) == second
+    assert table_rows.config_from_json(found["config"]) == second
     assert sum("wrong result" in line for line in lines) == 1
 
 

@@ -33,7 +33,7 @@ from ikbo_jax.problems.attention_backward import MAX_BOTH_SUMS
 from ikbo_jax.problems.attention_backward import AttentionBackwardConfig as BackwardConfig
 from ikbo_jax.problems.few_queries_cost import is_preferred
 from ikbo_jax.problems.problem import ATTENTION_DISTANCE_WEIGHTS
-from ikbo_jax.tuning import table
+from ikbo_jax.tuning import table, table_rows, user_cache
 
 DEFAULT = AttentionProblem(2048, 32, 64, 4096, 2, 2, 128, "bfloat16")
 TINY = AttentionProblem(40, 3, 2, 9, 4, 2, 16, "float32")
@@ -44,9 +44,9 @@ GDPA = GdpaProblem(
 )
 
 
-def row(problem: Any = DEFAULT, config: Any = "default") -> table.Row:
+def row(problem: Any = DEFAULT, config: Any = "default") -> table_rows.Row:
     config = problem.default_config() if config == "default" else config
-    return table.Row(problem, config, "NVIDIA H200", "2026-01-02", "0.11.2", 1.0, 0.9, 9.0)
+    return table_rows.Row(problem, config, "NVIDIA H200", "2026-01-02", "0.11.2", 1.0, 0.9, 9.0)
 
 
 def other() -> AttentionConfig:
@@ -95,7 +95,7 @@ def test_sizes_of_nothing_have_no_configuration_or_a_legal_one(name):
 
 
 def test_shipped_rows_are_sound():
-    rows = [r for r in table._builtin_rows() if isinstance(r.problem, AttentionProblem)]
+    rows = [r for r in table_rows.builtin_rows() if isinstance(r.problem, AttentionProblem)]
     keys = [(r.problem.dtype, r.problem.shape_class()) for r in rows]
     assert len(keys) == len(set(keys)), "one row per dtype and shape class"
     for r in rows:
@@ -162,13 +162,13 @@ def test_rows_of_all_ops_share_the_users_cache():
     gdpa_backward = GdpaBackwardProblem.of(GDPA)
     originals += [row(linear_backward), row(gdpa_backward)]
     for original in originals:
-        assert table.Row.from_json(json.loads(json.dumps(original.to_json()))) == original
-    table.write_user_row(row(DEFAULT, other()))
-    table.write_user_row(row(GDPA))
-    table.write_user_row(row(BACKWARD))
-    table.write_user_row(row(linear_backward))
-    table.write_user_row(row(gdpa_backward))
-    path = table.write_user_row(row(LINEAR))
+        assert table_rows.Row.from_json(json.loads(json.dumps(original.to_json()))) == original
+    user_cache.write_user_row(row(DEFAULT, other()))
+    user_cache.write_user_row(row(GDPA))
+    user_cache.write_user_row(row(BACKWARD))
+    user_cache.write_user_row(row(linear_backward))
+    user_cache.write_user_row(row(gdpa_backward))
+    path = user_cache.write_user_row(row(LINEAR))
     assert {r["op"] for r in json.loads(path.read_text())["rows"]} == set(PROBLEMS)
     choice = table.lookup(DEFAULT)
     assert (choice.config, choice.source, choice.exact) == (other(), "user cache", True)
@@ -255,7 +255,7 @@ def test_check_admits_the_right_gradients_and_no_other(dtype):
 )
 def test_wrong_row_says_what_is_wrong(changes, reason):
     with pytest.raises(ValueError, match=reason):
-        table.Row.from_json(row().to_json() | changes)
+        table_rows.Row.from_json(row().to_json() | changes)
 
 
 class Bench:
@@ -282,7 +282,7 @@ def test_tuning_picks_the_fastest_and_writes_it():
         run=Bench({None: 9.0, other(): 1.0}, 1.5),
         progress=lambda done, total, text: lines.append(text),
     )
-    assert table.config_from_json(found["config"], "attention") == other()
+    assert table_rows.config_from_json(found["config"], "attention") == other()
     assert (found["op"], found["ms"], found["xla_ms"]) == ("attention", 1.0, 9.0)
     assert table.lookup(DEFAULT).config == other()
     assert any(f"block_kv {other().block_kv}" in line for line in lines)
@@ -336,7 +336,7 @@ def test_keys_are_split_where_items_are_few():
 
 def test_row_of_either_kernel_is_read_back(builtin):
     for config in (FewQueriesConfig(splits=3), AttentionConfig()):
-        read = table.Row.from_json(json.loads(json.dumps(row(FEW, config).to_json())))
+        read = table_rows.Row.from_json(json.loads(json.dumps(row(FEW, config).to_json())))
         assert read == row(FEW, config)
         builtin(read)
         assert table.lookup(FEW).config == config  # of the same shape class

@@ -17,15 +17,15 @@ import pytest
 from ikbo_jax.autotuner import autotune
 from ikbo_jax.autotuner.bench import Task
 from ikbo_jax.problems import GdpaProblem, LinearCompressionConfig, LinearCompressionProblem
-from ikbo_jax.tuning import table
+from ikbo_jax.tuning import table, table_rows, user_cache
 
 DEFAULT = LinearCompressionProblem((15, 1024), (1178, 866), 433, 256, "bfloat16")
 GDPA = GdpaProblem(*(8, 8, 512, 640, 4, 2, 64, "bfloat16"), ("relu",), None, False, 100, None)
 
 
-def row(problem: Any = DEFAULT, config: Any = "default", ms: float = 0.35) -> table.Row:
+def row(problem: Any = DEFAULT, config: Any = "default", ms: float = 0.35) -> table_rows.Row:
     config = problem.default_config() if config == "default" else config
-    return table.Row(problem, config, "NVIDIA H200", "2026-01-02", "0.11.2", ms, 0.8, 1.0)
+    return table_rows.Row(problem, config, "NVIDIA H200", "2026-01-02", "0.11.2", ms, 0.8, 1.0)
 
 
 def other() -> LinearCompressionConfig:
@@ -35,7 +35,7 @@ def other() -> LinearCompressionConfig:
 
 def test_user_cache_wins_for_its_exact_problem_only(builtin, cache_dir):
     builtin(row(DEFAULT))
-    table.write_user_row(row(DEFAULT, other()))
+    user_cache.write_user_row(row(DEFAULT, other()))
     choice = table.lookup(DEFAULT)
     assert (choice.config, choice.source, choice.exact) == (other(), "user cache", True)
     neighbour = dataclasses.replace(DEFAULT, batches=(15, 1023))
@@ -45,18 +45,18 @@ def test_user_cache_wins_for_its_exact_problem_only(builtin, cache_dir):
 
 def test_written_row_is_seen_at_once_and_replaces_its_like():
     for config in (other(), None, DEFAULT.default_config()):
-        path = table.write_user_row(row(DEFAULT, config))
+        path = user_cache.write_user_row(row(DEFAULT, config))
         assert table.lookup(DEFAULT).config == config
     assert len(json.loads(path.read_text())["rows"]) == 1
 
 
 def test_rows_round_trip():
     for original in (row(), row(DEFAULT, None), dataclasses.replace(row(), xla_ms=None)):
-        assert table.Row.from_json(json.loads(json.dumps(original.to_json()))) == original
+        assert table_rows.Row.from_json(json.loads(json.dumps(original.to_json()))) == original
 
 
 def _corrupt(**changes: Any) -> str:
-    return json.dumps({"schema": table.SCHEMA, "rows": [row().to_json() | changes]})
+    return json.dumps({"schema": table_rows.SCHEMA, "rows": [row().to_json() | changes]})
 
 
 @pytest.mark.parametrize(
@@ -97,7 +97,7 @@ def test_corrupt_or_foreign_cache_is_ignored_with_one_warning(cache_dir, text, r
 
 
 def _file_of(*entries: Any) -> str:
-    return json.dumps({"schema": table.SCHEMA, "rows": list(entries)})
+    return json.dumps({"schema": table_rows.SCHEMA, "rows": list(entries)})
 
 
 BAD_ROWS = {
@@ -125,8 +125,8 @@ def test_bad_row_is_dropped_with_a_warning_and_the_others_stay(name, cache_dir, 
     # A row that was read would speak for GDPA; one with no key heads used to divide by zero.
     assert table.lookup(GDPA).source == "default"
     third = dataclasses.replace(DEFAULT, m=64)
-    table.write_user_row(row(third))
-    assert {r.problem for r in table._parse(path.read_text())} == {DEFAULT, half, third}
+    user_cache.write_user_row(row(third))
+    assert {r.problem for r in table_rows.parse(path.read_text())} == {DEFAULT, half, third}
     assert not list(cache_dir.glob("*.ignored*"))
 
 
@@ -135,22 +135,22 @@ def test_writing_beside_a_bad_row_warns_and_keeps_the_others(cache_dir):
     path = cache_dir / "sm90.json"
     path.write_text(_file_of(row(DEFAULT).to_json() | {"m": "433"}, row(GDPA).to_json()))
     with pytest.warns(UserWarning, match=r"row 1 \(.*linear_compression.*m holds '433'"):
-        table.write_user_row(row(DEFAULT, other()))
-    assert {r.problem for r in table._parse(path.read_text())} == {DEFAULT, GDPA}
+        user_cache.write_user_row(row(DEFAULT, other()))
+    assert {r.problem for r in table_rows.parse(path.read_text())} == {DEFAULT, GDPA}
 
 
 def test_fraction_of_zero_is_a_row():
     original = dataclasses.replace(row(DEFAULT, other()), fraction=0.0)
-    table.write_user_row(original)
+    user_cache.write_user_row(original)
     assert table.lookup(DEFAULT).config == other()
-    assert table.Row.from_json(json.loads(json.dumps(original.to_json()))) == original
+    assert table_rows.Row.from_json(json.loads(json.dumps(original.to_json()))) == original
 
 
 def test_every_file_that_is_no_table_is_kept(cache_dir):
     cache_dir.mkdir()
     for text in ("not json", '{"schema": 9, "rows": [1]}'):
         (cache_dir / "sm90.json").write_text(text)
-        table.write_user_row(row())
+        user_cache.write_user_row(row())
     assert (cache_dir / "sm90.json.ignored").read_text() == "not json"
     assert (cache_dir / "sm90.json.ignored.1").read_text() == '{"schema": 9, "rows": [1]}'
 
@@ -158,7 +158,7 @@ def test_every_file_that_is_no_table_is_kept(cache_dir):
 def test_writing_over_a_corrupt_cache_keeps_it_aside(cache_dir):
     cache_dir.mkdir()
     (cache_dir / "sm90.json").write_text("not json")
-    table.write_user_row(row(DEFAULT, other()))
+    user_cache.write_user_row(row(DEFAULT, other()))
     assert table.lookup(DEFAULT).config == other()
     assert (cache_dir / "sm90.json.ignored").read_text() == "not json"
 
@@ -167,34 +167,34 @@ def test_others_may_read_what_the_umask_lets_them_read(cache_dir):
     """Users may share a folder; and a file keeps the permissions that its owner gave it."""
     previous = os.umask(0o022)
     try:
-        path = table.write_user_row(row())
+        path = user_cache.write_user_row(row())
         assert stat.S_IMODE(path.stat().st_mode) == 0o644
         path.chmod(0o640)
-        table.write_user_row(row(DEFAULT, other()))
+        user_cache.write_user_row(row(DEFAULT, other()))
         assert stat.S_IMODE(path.stat().st_mode) == 0o640
     finally:
         os.umask(previous)
 
 
 def test_cache_without_permission_is_not_said_to_be_renamed(cache_dir, monkeypatch):
-    table.write_user_row(row())
+    user_cache.write_user_row(row())
 
     def refuse(*_: Any, **__: Any) -> str:
         raise PermissionError(13, "Permission denied")
 
     monkeypatch.setattr(pathlib.Path, "read_text", refuse)
-    table._read_user_rows.cache_clear()
+    user_cache._read_user_rows.cache_clear()
     with pytest.warns(UserWarning, match="which cannot be read: Permission denied"):
-        table._user_rows()
+        user_cache.user_rows()
 
 
 def test_cached_row_that_is_illegal_by_now_is_passed_over():
     huge = LinearCompressionConfig(block_m=224, num_stages=64, epilogue_rows=56)
-    table.write_user_row(row(DEFAULT, huge))
+    user_cache.write_user_row(row(DEFAULT, huge))
     choice = table.lookup(DEFAULT)
     assert choice.source != "user cache"
     assert choice.reason.endswith(f"is ignored: {huge.illegal_reason(DEFAULT)}")
-    table.write_user_row(row(DEFAULT))
+    user_cache.write_user_row(row(DEFAULT))
     assert "ignored" not in table.lookup(DEFAULT).reason
 
 
@@ -204,9 +204,9 @@ def test_concurrent_writers_lose_nothing(cache_dir):
 
     def write(mine: list[LinearCompressionProblem]) -> None:
         for problem in mine:
-            table.write_user_row(row(problem))
+            user_cache.write_user_row(row(problem))
             try:
-                table._parse((cache_dir / "sm90.json").read_text())
+                table_rows.parse((cache_dir / "sm90.json").read_text())
             except ValueError as error:
                 broken.append(error)
 
@@ -216,13 +216,13 @@ def test_concurrent_writers_lose_nothing(cache_dir):
     for thread in threads:
         thread.join()
     assert not broken
-    rows = table._parse((cache_dir / "sm90.json").read_text())
+    rows = table_rows.parse((cache_dir / "sm90.json").read_text())
     assert {r.problem for r in rows} == set(problems)
 
 
 def test_unwritable_cache_is_silent_in_lookup_and_clear_when_tuning(tmp_path, monkeypatch):
     (tmp_path / "file").write_text("")
-    monkeypatch.setenv(table.CACHE_DIR_VARIABLE, str(tmp_path / "file" / "cache"))
+    monkeypatch.setenv(user_cache.CACHE_DIR_VARIABLE, str(tmp_path / "file" / "cache"))
     table.lookup(DEFAULT)
 
     def never(task: Task) -> dict[str, Any]:
@@ -233,8 +233,8 @@ def test_unwritable_cache_is_silent_in_lookup_and_clear_when_tuning(tmp_path, mo
 
 
 def test_cache_directory_without_the_variable(monkeypatch):
-    monkeypatch.delenv(table.CACHE_DIR_VARIABLE)
-    path = table.user_cache_path()
+    monkeypatch.delenv(user_cache.CACHE_DIR_VARIABLE)
+    path = user_cache.user_cache_path()
     assert path.name == "sm90.json"
     assert path.parent.name == "ikbo-jax"
 
@@ -242,19 +242,19 @@ def test_cache_directory_without_the_variable(monkeypatch):
 def test_home_is_expanded_in_the_variable(tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path))
     for value in ("~", "~/", "~/some where/cache"):
-        monkeypatch.setenv(table.CACHE_DIR_VARIABLE, value)
+        monkeypatch.setenv(user_cache.CACHE_DIR_VARIABLE, value)
         expected = tmp_path / value.lstrip("~/") / "sm90.json"
-        assert table.write_user_row(row(DEFAULT, other())) == expected
+        assert user_cache.write_user_row(row(DEFAULT, other())) == expected
         assert expected.exists()
         assert table.lookup(DEFAULT).source == "user cache"
 
 
 def test_home_of_nobody_is_refused(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv(table.CACHE_DIR_VARIABLE, "~no-such-user-here/cache")
+    monkeypatch.setenv(user_cache.CACHE_DIR_VARIABLE, "~no-such-user-here/cache")
     table.lookup(DEFAULT)
     with pytest.raises(OSError, match="~no-such-user-here is the home of no known user"):
-        table.check_user_cache_writable()
+        user_cache.check_user_cache_writable()
     assert not list(tmp_path.iterdir())
 
 
@@ -290,7 +290,7 @@ def test_what_is_no_regular_file_is_refused_unopened(make, kind, name, tmp_path,
     directory = tmp_path / "c"
     directory.mkdir()
     monkeypatch.chdir(directory)
-    monkeypatch.setenv(table.CACHE_DIR_VARIABLE, str(directory))
+    monkeypatch.setenv(user_cache.CACHE_DIR_VARIABLE, str(directory))
     path = directory / name
     make(pathlib.Path(name))
     before = path.stat()
@@ -306,7 +306,7 @@ def test_what_is_no_regular_file_is_refused_unopened(make, kind, name, tmp_path,
         (warning,) = caught
         assert f"ignoring the tuning cache {path}: it is {kind}" in str(warning.message)
     for write in (
-        lambda: table.write_user_row(row()),
+        lambda: user_cache.write_user_row(row()),
         lambda: autotune.tune_linear_compression(DEFAULT, run=never),
     ):
         with pytest.raises(OSError, match=f"{name} is {kind}, not a regular file"):

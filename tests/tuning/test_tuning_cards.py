@@ -13,7 +13,7 @@ import pytest
 import ikbo_jax as ikbo
 from ikbo_jax.autotuner import contest
 from ikbo_jax.problems import LinearCompressionProblem
-from ikbo_jax.tuning import table
+from ikbo_jax.tuning import table, table_rows, user_cache
 
 H100, H200 = "NVIDIA H100 80GB HBM3", "NVIDIA H200"
 DEFAULT = LinearCompressionProblem((15, 1024), (1178, 866), 433, 256, "bfloat16")
@@ -23,8 +23,8 @@ CANDIDATES = list(DEFAULT.candidate_configs())
 OF_H100, OF_H200 = CANDIDATES[1], CANDIDATES[2]
 
 
-def row(device: str, config: Any, problem: Any = DEFAULT) -> table.Row:
-    return table.Row(problem, config, device, "2026-01-02", "0.11.2", 0.35, 0.8, 1.0)
+def row(device: str, config: Any, problem: Any = DEFAULT) -> table_rows.Row:
+    return table_rows.Row(problem, config, device, "2026-01-02", "0.11.2", 0.35, 0.8, 1.0)
 
 
 @pytest.mark.parametrize(
@@ -61,9 +61,9 @@ def test_within_a_class_the_card_comes_before_the_distance(builtin):
 
 def test_the_tuning_cache_keeps_a_row_for_each_card(builtin):
     builtin()
-    table.write_user_row(row(H200, OF_H200))
-    table.write_user_row(row(H100, CANDIDATES[3]))
-    path = table.write_user_row(row(H100, OF_H100))
+    user_cache.write_user_row(row(H200, OF_H200))
+    user_cache.write_user_row(row(H100, CANDIDATES[3]))
+    path = user_cache.write_user_row(row(H100, OF_H100))
     assert len(json.loads(path.read_text())["rows"]) == 2
     assert table.lookup(DEFAULT, device=H100).config == OF_H100
     assert table.lookup(DEFAULT, device=H200).config == OF_H200

@@ -18,7 +18,7 @@ from ikbo_jax.problems import (
     GdpaProblem,
     LinearCompressionProblem,
 )
-from ikbo_jax.tuning import table
+from ikbo_jax.tuning import table, table_rows, user_cache
 
 DEFAULT = LinearCompressionProblem((15, 1024), (1178, 866), 433, 256, "bfloat16")
 ATTENTION = AttentionProblem(2048, 32, 64, 4096, 2, 2, 128, "bfloat16")
@@ -30,12 +30,12 @@ CANDIDATES = list(DEFAULT.candidate_configs())
 
 @pytest.fixture(autouse=True)
 def cache_file(tmp_path, monkeypatch):
-    monkeypatch.setenv(table.CACHE_DIR_VARIABLE, str(tmp_path / "cache"))
+    monkeypatch.setenv(user_cache.CACHE_DIR_VARIABLE, str(tmp_path / "cache"))
     return tmp_path / "cache" / "sm90.json"
 
 
-def row(problem: Any, config: Contender) -> table.Row:
-    return table.Row(problem, config, "NVIDIA H200", "2026-01-02", "0.11.2", 0.4, 0.8, 1.0)
+def row(problem: Any, config: Contender) -> table_rows.Row:
+    return table_rows.Row(problem, config, "NVIDIA H200", "2026-01-02", "0.11.2", 0.4, 0.8, 1.0)
 
 
 class Bench:
@@ -85,7 +85,7 @@ def test_xla_begins_and_halves_of_the_field_go_on_to_a_final_with_xla(builtin):
     times = {config: 0.4 + place / 1000 for place, config in enumerate(CANDIDATES)}
     bench = Bench({None: 1.0, **times, CANDIDATES[60]: 0.3})
     found, lines = tune(DEFAULT, bench)
-    assert table.config_from_json(found["config"]) == CANDIDATES[60]
+    assert table_rows.config_from_json(found["config"]) == CANDIDATES[60]
     first, *heats, final = bench.tasks
     assert first.contenders == (None,)
     assert [len(task.contenders) for task in heats] == [104, 52, 26, 13, 8]
@@ -104,7 +104,7 @@ def test_choice_that_no_candidate_is_takes_part_and_stays_if_it_is_fastest(built
     builtin(row(ATTENTION, PROPOSED_BY_NOBODY))
     bench = Bench({None: 9.0, PROPOSED_BY_NOBODY: 0.9}, 1.0)
     found, lines = tune(ATTENTION, bench, limit=3)
-    assert table.config_from_json(found["config"], "attention") == PROPOSED_BY_NOBODY
+    assert table_rows.config_from_json(found["config"], "attention") == PROPOSED_BY_NOBODY
     assert not cache_file.exists()
     assert "best: the table's choice" in lines[-1]
     assert "nothing written" in lines[-1]
@@ -116,7 +116,7 @@ def test_shipped_choice_takes_part_beside_a_row_of_the_user(builtin, cache_file)
     """A row that an earlier version wrote although it was slower is found out."""
     builtin(row(ATTENTION, PROPOSED_BY_NOBODY))
     slow = list(ATTENTION.candidate_configs())[5]
-    table.write_user_row(row(ATTENTION, slow))
+    user_cache.write_user_row(row(ATTENTION, slow))
     bench = Bench({None: 9.0, PROPOSED_BY_NOBODY: 0.9, slow: 1.1}, 1.0)
     tune(ATTENTION, bench, limit=2)
     choice = table.lookup(ATTENTION, device="NVIDIA H100")
@@ -160,7 +160,7 @@ def test_row_is_written_if_it_beats_the_table_by_more_than_the_noise(
     builtin(row(DEFAULT, now))
     bench = Bench({None: 3.0, now: table_windows, new: windows}, 2.0)
     found, lines = tune(DEFAULT, bench, limit=4)
-    assert table.config_from_json(found["config"]) == (new if is_written else now)
+    assert table_rows.config_from_json(found["config"]) == (new if is_written else now)
     assert cache_file.exists() == is_written
     assert ("written to" in lines[-1]) == is_written
     assert ("nothing written" in lines[-1]) != is_written
@@ -177,11 +177,11 @@ def test_report_says_who_won_and_by_how_much(builtin):
 
 
 def test_result_that_cannot_be_written_is_told(builtin, monkeypatch):
-    def write(row: table.Row) -> None:
+    def write(row: table_rows.Row) -> None:
         raise OSError("no space left on device")
 
     builtin(row(DEFAULT, CANDIDATES[0]))
-    monkeypatch.setattr(table, "write_user_row", write)
+    monkeypatch.setattr(user_cache, "write_user_row", write)
     with pytest.raises(OSError, match="best: block_m .* no space left on device"):
         tune(DEFAULT, Bench({None: 2.0, CANDIDATES[0]: 1.1}), limit=3)
 
@@ -200,7 +200,7 @@ def test_small_problem_keeps_its_digits():
     found, _ = tune(tiny, Bench({None: 0.0050123, CANDIDATES[0]: 1.0}, 0.0020123456), limit=2)
     assert 0 < found["fraction"] < 1e-6
     assert found["ms"] == 0.0020123
-    assert table.Row.from_json(found).problem == tiny
+    assert table_rows.Row.from_json(found).problem == tiny
     assert len(f"{found['fraction']:e}".rstrip("0")) > 4
 
 
@@ -219,7 +219,7 @@ def test_noisy_heats_leave_the_winner_within_one_percent(builtin, seed):
     bench = Noisy({})
     found, _ = tune(DEFAULT, bench)
     best = min(truth.values())
-    assert truth[table.config_from_json(found["config"])] <= 1.01 * best
+    assert truth[table_rows.config_from_json(found["config"])] <= 1.01 * best
     seconds = sum(t.window_s * t.windows * len(t.contenders) for t in bench.tasks)
     # A window's warm-up takes as long again.
     assert 2.5 * seconds < 50
@@ -311,6 +311,6 @@ def test_interruption_between_rounds_counts_those_before(builtin, cache_file):
 def test_user_row_of_the_same_choice_is_not_written_again(builtin, cache_file):
     builtin()
     original = dataclasses.replace(row(DEFAULT, CANDIDATES[1]), date="2020-01-01")
-    table.write_user_row(original)
+    user_cache.write_user_row(original)
     tune(DEFAULT, Bench({None: 2.0, CANDIDATES[1]: 0.4}), limit=3)
-    assert table._parse(cache_file.read_text()) == (original,)
+    assert table_rows.parse(cache_file.read_text()) == (original,)

@@ -24,7 +24,7 @@ from ikbo_jax.problems import GdpaConfig, GdpaProblem, ShortGdpaConfig, short_gd
 from ikbo_jax.problems import gdpa as gdpa_problems
 from ikbo_jax.problems.gdpa import MAX_BLOCK_KV
 from ikbo_jax.problems.gdpa_sizes import ACTIVATION_DISTANCE
-from ikbo_jax.tuning import table
+from ikbo_jax.tuning import table, table_rows, user_cache
 
 ROWS = 1152 * 1024
 DEFAULT = GdpaProblem(
@@ -38,9 +38,9 @@ RELU = {"activations": ("relu",), "approx": None}
 SHORT = dataclasses.replace(DEFAULT, kv_rows=1152 * 256, max_seqlen_kv=256)
 
 
-def row(problem: Any = DEFAULT, config: Any = "default") -> table.Row:
+def row(problem: Any = DEFAULT, config: Any = "default") -> table_rows.Row:
     config = problem.default_config() if config == "default" else config
-    return table.Row(problem, config, "NVIDIA H200", "2026-01-02", "0.11.2", 1.0, 0.9, 9.0)
+    return table_rows.Row(problem, config, "NVIDIA H200", "2026-01-02", "0.11.2", 1.0, 0.9, 9.0)
 
 
 def at(**changes: Any) -> GdpaProblem:
@@ -151,7 +151,7 @@ def test_half_blocks_that_may_serialise_are_neither_default_nor_taken_from_anoth
 def test_users_row_speaks_for_near_problems_and_comes_first(builtin):
     builtin(row(DEFAULT), row(at(**RELU)))
     jagged = at(q_rows=ROWS - 999, kv_rows=ROWS - 17)
-    table.write_user_row(row(at(batch=1151, batch_kv=1151), other()))
+    user_cache.write_user_row(row(at(batch=1151, batch_kv=1151), other()))
     choice = table.lookup(jagged)
     assert (choice.config, choice.source, choice.exact) == (other(), "user cache", True)
     assert table.lookup(at(**RELU)).source == "sm90.json"
@@ -159,13 +159,13 @@ def test_users_row_speaks_for_near_problems_and_comes_first(builtin):
     choice = table.lookup(at(**RELU))
     assert (choice.config, choice.source, choice.exact) == (other(), "user cache", False)
     assert choice.reason.startswith("user cache, nearest row at distance 1.00")
-    table.write_user_row(row(jagged, other(2)))
+    user_cache.write_user_row(row(jagged, other(2)))
     assert table.lookup(jagged).config == other(2)
 
 
 def test_xla_row_of_the_user_reaches_a_short_way_only(builtin):
     builtin()
-    table.write_user_row(row(DEFAULT, None))
+    user_cache.write_user_row(row(DEFAULT, None))
     assert table.lookup(at(q_rows=ROWS - 999)).config is None
     assert table.lookup(at(**RELU)).source == "default"
 
@@ -202,7 +202,7 @@ def test_kernel_runs_by_itself_with_and_without_a_measured_row(is_users, builtin
     )
     config = GdpaConfig(v_stages=2, q_slots=3)
     if is_users:
-        table.write_user_row(row(measured, config))
+        user_cache.write_user_row(row(measured, config))
     else:
         builtin(row(measured, config))
     (plan,) = ikbo.explain(attend, *arrays[:5]).plans
@@ -236,7 +236,7 @@ def test_short_sequences_have_a_kernel_of_their_own(builtin, monkeypatch):
         assert isinstance(problem.default_config(), GdpaConfig)
         assert not problem.fits(ShortGdpaConfig())
     # A row of the same class names the kernel, and is read as it was written.
-    table.write_user_row(row(short, ShortGdpaConfig(64, 32, 3, 2)))
+    user_cache.write_user_row(row(short, ShortGdpaConfig(64, 32, 3, 2)))
     assert table.lookup(short).config == ShortGdpaConfig(64, 32, 3, 2)
 
 
@@ -424,7 +424,7 @@ def test_tuning_picks_the_fastest_and_writes_it(builtin):
     found = autotune.tune_gdpa(
         half, run=bench, limit=3, progress=lambda done, total, text: lines.append(text)
     )
-    assert table.config_from_json(found["config"], "gdpa") == best
+    assert table_rows.config_from_json(found["config"], "gdpa") == best
     assert (found["op"], found["ms"], found["xla_ms"]) == ("gdpa", 6.5, 90.0)
     # Half-filled sequences from 1 to 1023 meet a third of 1024 squared.
     flops = 4 * 1152 * 1024**2 / 3 * 4 * 128

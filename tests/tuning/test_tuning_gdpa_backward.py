@@ -18,7 +18,7 @@ from ikbo_jax.ops import dispatch
 from ikbo_jax.ops import gdpa_backward as op
 from ikbo_jax.problems import GdpaBackwardProblem, GdpaBackwardTuning, GdpaProblem
 from ikbo_jax.problems import gdpa_backward as configs
-from ikbo_jax.tuning import table
+from ikbo_jax.tuning import table, table_rows
 
 FORWARD = GdpaProblem(
     *(1152, 1152, 1152 * 512, 1152 * 512, 4, 4, 128, "bfloat16"),
@@ -36,12 +36,12 @@ def own_cache(monkeypatch, tmp_path):
 
 
 def row(problem, config):
-    return table.Row(problem, config, "NVIDIA H200", "2026-11-24", "0.11.2", 1.0, 0.5)
+    return table_rows.Row(problem, config, "NVIDIA H200", "2026-11-24", "0.11.2", 1.0, 0.5)
 
 
 @pytest.fixture
 def builtin(monkeypatch):
-    return lambda *rows: monkeypatch.setattr(table, "_builtin_rows", lambda: rows)
+    return lambda *rows: monkeypatch.setattr(table, "builtin_rows", lambda: rows)
 
 
 @pytest.mark.parametrize("head_dim", configs.HEAD_DIMS)
@@ -82,7 +82,7 @@ def test_narrow_blocks_are_for_short_sequences(builtin):
 @pytest.mark.parametrize("config", [OTHER, None], ids=["kernels", "xla"])
 def test_rows_survive_json(config):
     original = row(DEFAULT, config)
-    assert table.Row.from_json(json.loads(json.dumps(original.to_json()))) == original
+    assert table_rows.Row.from_json(json.loads(json.dumps(original.to_json()))) == original
 
 
 @pytest.mark.parametrize(

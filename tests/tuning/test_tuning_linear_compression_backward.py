@@ -25,7 +25,7 @@ from ikbo_jax.problems import (
     LinearCompressionProblem,
 )
 from ikbo_jax.problems import linear_compression_backward as configs
-from ikbo_jax.tuning import table
+from ikbo_jax.tuning import table, table_rows
 
 FORWARD = LinearCompressionProblem((15, 1024), (1178, 866), 433, 256, "bfloat16")
 DEFAULT = LinearCompressionBackwardProblem.of(FORWARD)
@@ -39,12 +39,12 @@ def own_cache(monkeypatch, tmp_path):
 
 
 def row(problem, config):
-    return table.Row(problem, config, "NVIDIA H200", "2026-11-24", "0.11.2", 1.0, 0.5)
+    return table_rows.Row(problem, config, "NVIDIA H200", "2026-11-24", "0.11.2", 1.0, 0.5)
 
 
 @pytest.fixture
 def builtin(monkeypatch):
-    return lambda *rows: monkeypatch.setattr(table, "_builtin_rows", lambda: rows)
+    return lambda *rows: monkeypatch.setattr(table, "builtin_rows", lambda: rows)
 
 
 @hypothesis.given(
@@ -106,7 +106,7 @@ def test_a_near_row_is_used_unless_its_tiles_pad_too_much(builtin):
 @pytest.mark.parametrize("config", [OTHER, None], ids=["kernels", "xla"])
 def test_rows_survive_json(config):
     original = row(DEFAULT, config)
-    assert table.Row.from_json(json.loads(json.dumps(original.to_json()))) == original
+    assert table_rows.Row.from_json(json.loads(json.dumps(original.to_json()))) == original
 
 
 @pytest.mark.parametrize(

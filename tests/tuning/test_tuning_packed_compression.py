@@ -15,7 +15,7 @@ from ikbo_jax.problems import (
 )
 from ikbo_jax.problems import packed_cost as packed
 from ikbo_jax.problems.linear_compression_backward import default_config
-from ikbo_jax.tuning import table
+from ikbo_jax.tuning import table, table_rows
 
 SMALL = LinearCompressionProblem((100, 8192), (200, 40), 16, 32, "bfloat16")
 PACKED = LinearCompressionProblem((547, 3829), (225, 27), 1100, 96, "bfloat16")
@@ -108,8 +108,8 @@ def test_packed_candidates_are_legal_and_differ(m: int, n: int, batch: int) -> N
 
 def test_row_of_a_packed_configuration_is_read_as_it_was_written() -> None:
     config = PACKED.default_config()
-    row = table.Row(PACKED, config, "NVIDIA H100 80GB HBM3", "2026-01-01", "0.11.2", 0.02, 0.1)
-    assert table.Row.from_json(json.loads(json.dumps(row.to_json()))) == row
+    row = table_rows.Row(PACKED, config, "NVIDIA H100 80GB HBM3", "2026-01-01", "0.11.2", 0.02, 0.1)
+    assert table_rows.Row.from_json(json.loads(json.dumps(row.to_json()))) == row
     assert not LARGE.fits(config)
     assert not PACKED.fits(LinearCompressionConfig(16, 4, 8))
 

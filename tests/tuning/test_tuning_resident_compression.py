@@ -22,7 +22,7 @@ from ikbo_jax.problems import (
 from ikbo_jax.problems import packed_cost as packed
 from ikbo_jax.problems import resident_cost as resident
 from ikbo_jax.problems.hopper import MAX_SMEM_BYTES
-from ikbo_jax.tuning import table
+from ikbo_jax.tuning import table, table_rows
 
 SMALL = LinearCompressionProblem((100, 8192), (200, 40), 16, 32, "bfloat16")
 CONFIG = ResidentCompressionConfig(2, 16, 2, 4)
@@ -191,8 +191,8 @@ def test_large_problems_keep_row_tiles(
 
 def test_row_of_a_resident_configuration_is_read_as_it_was_written() -> None:
     config = SMALL.default_config()
-    row = table.Row(SMALL, config, "NVIDIA H100 80GB HBM3", "2026-01-01", "0.11.2", 0.02, 0.1)
-    assert table.Row.from_json(json.loads(json.dumps(row.to_json()))) == row
+    row = table_rows.Row(SMALL, config, "NVIDIA H100 80GB HBM3", "2026-01-01", "0.11.2", 0.02, 0.1)
+    assert table_rows.Row.from_json(json.loads(json.dumps(row.to_json()))) == row
 
 
 def test_resident_kernel_is_no_default_of_one_level() -> None:

@@ -1,0 +1,212 @@
+"""The user's tuning cache: rows that the autotuner writes and `table.lookup` searches first."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import json
+import os
+import pathlib
+import stat
+import tempfile
+import warnings
+from collections.abc import Iterator
+
+from ikbo_jax.tuning.table_rows import SCHEMA, Row, entries, model
+
+CACHE_DIR_VARIABLE = "IKBO_JAX_CACHE_DIR"
+
+
+def user_cache_path() -> pathlib.Path:
+    """File of the user's cache, in $IKBO_JAX_CACHE_DIR if that is set; `~` is expanded."""
+    if directory := os.environ.get(CACHE_DIR_VARIABLE):
+        # pathlib's expanduser raises if the home folder is unknown, and calls of ops come here.
+        return pathlib.Path(os.path.expanduser(directory)) / "sm90.json"
+    import platformdirs  # Imported here, so that it is not needed if the variable is set.
+
+    return pathlib.Path(platformdirs.user_cache_dir("ikbo-jax")) / "sm90.json"
+
+
+def check_user_cache_writable() -> None:
+    """Raises OSError, naming the file and the remedy, if the user's cache cannot be written.
+
+    Opens regular files only, since a FIFO would block.
+    """
+    path = user_cache_path()
+    with _explained_os_errors(path):
+        if path.parts[0].startswith("~"):
+            raise OSError(f"{path.parts[0]} is the home of no known user")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        for file, access in ((path, os.R_OK), (_lock_file(path), os.W_OK)):
+            with contextlib.suppress(FileNotFoundError):
+                if kind := _irregular(file.stat().st_mode):
+                    raise OSError(f"{file} is {kind}, not a regular file")
+                if not os.access(file, access):
+                    raise PermissionError(f"no permission to use {file}")
+        with tempfile.TemporaryFile(dir=path.parent):
+            pass
+
+
+def write_user_row(row: Row) -> pathlib.Path:
+    """Writes a row to the user's cache, replacing one of the same problem and card.
+
+    The write is atomic: a new file is renamed to the old name. Malformed rows are dropped, each
+    with a UserWarning unless `lookup` has warned already. A file that is not a table is renamed to
+    `sm90.json.ignored`, or `.ignored.1` and so on.
+
+    Returns:
+      The file.
+
+    Raises:
+      OSError: the cache cannot be written.
+    """
+    path = user_cache_path()
+    check_user_cache_writable()
+    with _explained_os_errors(path), _locked(_lock_file(path)):
+        rows = _rows_to_keep(path)
+        replaced = row.problem, model(row.device)
+        rows = (*(old for old in rows if (old.problem, model(old.device)) != replaced), row)
+        text = json.dumps({"schema": SCHEMA, "rows": [r.to_json() for r in rows]}, indent=2) + "\n"
+        handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=path.name, suffix=".tmp")
+        try:
+            with contextlib.suppress(OSError):
+                os.chmod(temporary, _mode_of_table(path))
+            with os.fdopen(handle, "w", encoding="utf-8") as file:
+                file.write(text)
+            os.replace(temporary, path)
+        except BaseException:
+            with contextlib.suppress(OSError):
+                os.unlink(temporary)
+            raise
+    return path
+
+
+def user_rows() -> tuple[Row, ...]:
+    """The well-formed rows of the user's cache; none if it does not exist or cannot be read."""
+    path = user_cache_path()
+    try:
+        state = path.stat()
+    except OSError:  # There is no cache, or no permission to read it.
+        return ()
+    return _read_user_rows(path, state.st_mode, state.st_mtime_ns, state.st_ino, state.st_size)
+
+
+@functools.lru_cache(maxsize=8)
+def _read_user_rows(
+    path: pathlib.Path, mode: int, mtime: int, inode: int, size: int
+) -> tuple[Row, ...]:
+    """Reads the user's cache once for every state of the file, so that it also warns once."""
+    del mtime, inode, size  # These only form the key of `lru_cache`.
+    if kind := _irregular(mode):
+        text = f"ignoring the tuning cache {path}: it is {kind}, not a regular file"
+        warnings.warn(text, UserWarning, stacklevel=4)
+        return ()
+    try:
+        rows, faults = _parse_leniently(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        text = f"ignoring the tuning cache {path}, which cannot be read: {error.strerror or error}"
+        warnings.warn(text, UserWarning, stacklevel=4)
+        return ()
+    except (ValueError, RecursionError) as error:
+        text = f"ignoring the tuning cache {path}, which the next tuning renames: {error}"
+        warnings.warn(text, UserWarning, stacklevel=4)
+        return ()
+    for fault in faults:
+        text = f"ignoring the tuning cache's {fault} (in {path})"
+        warnings.warn(text, UserWarning, stacklevel=4)
+    return rows
+
+
+def _parse_leniently(text: str) -> tuple[tuple[Row, ...], tuple[str, ...]]:
+    """The well-formed rows of a table file, and a text about each malformed row.
+
+    Raises ValueError or RecursionError if the file is not a table.
+    """
+    rows, faults = [], []
+    for number, entry in enumerate(entries(text), start=1):
+        try:
+            rows.append(Row.from_json(entry))
+        except (ValueError, RecursionError) as error:
+            faults.append(f"row {number} ({_brief(entry)}): {error}")
+    return tuple(rows), tuple(faults)
+
+
+def _brief(entry: object) -> str:
+    """The first 120 characters of a row's JSON."""
+    try:
+        text = json.dumps(entry)
+    except RecursionError:
+        return "lists within lists"
+    return text if len(text) <= 120 else f"{text[:120]}…"
+
+
+def _mode_of_table(path: pathlib.Path) -> int:
+    """Permissions of the new file: the old file's; without an old file, the umask's default.
+
+    `tempfile` makes files that only their owner reads, but users may share a cache's folder.
+    """
+    for file in (path, _lock_file(path)):  # The lock was just made with the umask's default.
+        with contextlib.suppress(FileNotFoundError):
+            return stat.S_IMODE(file.stat().st_mode)
+    return stat.S_IRUSR | stat.S_IWUSR
+
+
+def _rows_to_keep(path: pathlib.Path) -> tuple[Row, ...]:
+    """Well-formed rows of the file to replace; renames a file that is not a table."""
+    try:
+        entries(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return ()
+    except (ValueError, RecursionError):
+        number = 0
+        while (aside := _aside(path, number)).exists():
+            number += 1
+        os.replace(path, aside)
+        return ()
+    return user_rows()
+
+
+def _aside(path: pathlib.Path, number: int) -> pathlib.Path:
+    return path.with_name(f"{path.name}.ignored" + (f".{number}" if number else ""))
+
+
+def _lock_file(path: pathlib.Path) -> pathlib.Path:
+    return path.with_suffix(".lock")
+
+
+def _irregular(mode: int) -> str | None:
+    """The kind of file with the st_mode `mode`, as text; None for a regular file."""
+    kinds = {
+        stat.S_ISDIR: "a directory",
+        stat.S_ISFIFO: "a FIFO",
+        stat.S_ISSOCK: "a socket",
+        stat.S_ISCHR: "a device",
+        stat.S_ISBLK: "a device",
+    }
+    if stat.S_ISREG(mode):
+        return None
+    return next((kind for is_kind, kind in kinds.items() if is_kind(mode)), "something else")
+
+
+@contextlib.contextmanager
+def _explained_os_errors(path: pathlib.Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise OSError(
+            f"cannot write the tuning cache {path}: {error.strerror or error}; "
+            f"set {CACHE_DIR_VARIABLE} to a writable directory"
+        ) from error
+
+
+@contextlib.contextmanager
+def _locked(path: pathlib.Path) -> Iterator[None]:
+    """Holds a file lock, so that concurrent writers on one machine lose no rows."""
+    try:
+        import fcntl
+    except ImportError:  # Not a POSIX system; the rename alone keeps the file well-formed.
+        yield
+        return
+    with open(path, "w", encoding="utf-8") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
