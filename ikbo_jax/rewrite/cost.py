@@ -22,8 +22,9 @@ from typing import Any, NamedTuple
 
 from jax.extend import core
 
-from ikbo_jax.ops import dispatch, explain
+from ikbo_jax.ops import explain
 from ikbo_jax.rewrite import lineage
+from ikbo_jax.rewrite.equations import op_plan
 from ikbo_jax.rewrite.jaxprs import OPS, inner_programs
 
 #: By how much a rewritten program may exceed its original: percent of the original's cost, plus the
@@ -229,8 +230,7 @@ def _flops_of_op(eqn: core.JaxprEqn, known: dict[int, Any]) -> int | None:
     # Layers share the program of an op.
     key = -id(eqn.params["jaxpr"])
     if key not in known:
-        marks = explain.marks(eqn.params["jaxpr"])
-        plan = next((x for x in marks if isinstance(x, dispatch.Plan)), None)
+        plan = op_plan(eqn)
         known[key] = None if plan is None else _useful_flops(plan.problem)
     return known[key]
 

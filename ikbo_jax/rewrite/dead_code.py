@@ -9,8 +9,9 @@ from jax.extend import core
 from jax.interpreters import partial_eval
 
 from ikbo_jax.ops import explain
+from ikbo_jax.rewrite.equations import op_plan
 from ikbo_jax.rewrite.hoisting import scan_counts, scan_params
-from ikbo_jax.rewrite.jaxprs import OPS, inner_programs
+from ikbo_jax.rewrite.jaxprs import inner_programs
 
 #: Parameters of calls: those that have an entry for every operand or result, and all others.
 _OF_OPERANDS = ("donated_invars", "in_layouts", "in_shardings")
@@ -80,7 +81,7 @@ class _Search:
     ) -> Sequence[core.JaxprEqn]:
         """An equation without dead code in its programs; the same object if there is none."""
         programs = inner_programs(eqn)
-        if not programs or eqn.params.get("name") in OPS:
+        if not programs or op_plan(eqn) is not None:
             # An op's dead code is no lookup of the model, and XLA removes it.
             return (eqn,)
         name, found = eqn.primitive.name, None

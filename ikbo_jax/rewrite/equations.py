@@ -98,10 +98,13 @@ def constant_array(value: Any) -> np.ndarray:
     return np.asarray(value, getattr(value, "dtype", None))
 
 
-def is_op(eqn: core.JaxprEqn) -> bool:
-    """Whether an equation calls an op of this library."""
-    return eqn.params.get("name") in OPS and any(
-        isinstance(mark, dispatch.Plan)
-        for program in inner_programs(eqn)
-        for mark in explain.marks(program)
-    )
+def op_plan(eqn: core.JaxprEqn) -> dispatch.Plan | None:
+    """The plan of the op of this library that an equation calls; None for all other equations.
+
+    A model's function may have the name of an op's, and may call the op. The plan is then inside of
+    another call of that name.
+    """
+    if eqn.params.get("name") not in OPS:
+        return None
+    marks = (x for program in inner_programs(eqn) for x in explain.marks(program, skipped=OPS))
+    return next((x for x in marks if isinstance(x, dispatch.Plan)), None)

@@ -21,8 +21,8 @@ from ikbo_jax.rewrite.equations import (
     described,
     identity,
     is_number,
-    is_op,
     on_integers,
+    op_plan,
     why_kept,
 )
 from ikbo_jax.rewrite.jaxprs import interpret
@@ -244,7 +244,7 @@ class Context:
             results = _checked(eqn, operand_rule(self, eqn, operands))
         elif rule is None:
             raise NotCovered(f"no rule for {name}")
-        elif name == "jit" and is_op(eqn):
+        elif name == "jit" and op_plan(eqn) is not None:
             raise NotCovered("already an op of ikbo_jax")
         else:
             results = _checked(eqn, rule(self, eqn, *operands))

@@ -13,6 +13,7 @@ from rewrite_basics import (
     B,
     C,
     D,
+    H,
     U,
     close,
     equations,
@@ -207,3 +208,20 @@ def test_tracing_stays_cheap(layer, jit: bool) -> None:
 
     plain, rewritten = calls(deep, args), calls(ikbo.rewrite(deep), args)
     assert rewritten <= 2.5 * plain, f"{rewritten / plain:.3f} times the calls of plain tracing"
+
+
+@pytest.mark.parametrize("name", ["_attention", "attend"])
+def test_a_function_with_an_op_s_name_that_calls_the_op(name: str) -> None:
+    """It is rewritten like any other function: the op alone is left as it is."""
+
+    def fn(w, user, cand, index):
+        rows = jnp.tanh(user[index] @ w)
+        query, key = (x.reshape(len(index), 1, 2, -1) for x in (cand @ w, rows))
+        return ikbo.attention(query, key, key * 2, jnp.arange(len(index), dtype=jnp.int32))
+
+    fn.__name__ = name
+    model = jax.jit(fn)
+    args = A.w[:D], A.user, A.user[A.index] + 1, A.index
+    report = report_of(model, *args)
+    assert report.flops_saved == 2 * (B - U) * D * H
+    close(ikbo.rewrite(model)(*args), model(*args))

@@ -104,6 +104,14 @@ def unused_results_of_calls(x: Any) -> Any:
     return jax.jit(lambda x: jax.jit(call)(x, x, x))(second[1])[2]
 
 
+def unused_results_of_a_call_named_like_an_op(x: Any) -> Any:
+    @jax.jit
+    def _attention(x: Any, y: Any) -> Any:
+        return layer_with_dead_equations(x), jnp.cos(y)
+
+    return _attention(x, x + 1)[0]
+
+
 def unused_results_of_a_call_with_an_effect(x: Any) -> Any:
     @jax.jit
     def call(x: Any, y: Any) -> Any:
@@ -149,6 +157,7 @@ PROGRAMS = [
     a_scan_in_a_scan,
     with_an_effect,
     unused_results_of_calls,
+    unused_results_of_a_call_named_like_an_op,
     unused_results_of_a_call_with_an_effect,
     unused_results_of_a_sharded_call,
     dead_code_in_branches_and_loops,
