@@ -119,17 +119,22 @@ def test_copy_to_an_unaligned_place_in_shared_memory_is_found() -> None:
 def test_accesses_are_compared_at_once_as_jax_compares_them_one_by_one(seed: int) -> None:
     rng = np.random.default_rng(seed)
     accesses = interpreter._Accesses()
-    found = []
-    for _ in range(100):
+    found, has_rows = [], set()
+    for n in range(100):
         clock = vector_clock.NpVectorClock(3)
         clock.clock[:] = rng.integers(0, 4, 3)
         start, row = int(rng.integers(0, 60)), int(rng.integers(0, 3))
-        where = (slice(start, start + 3), row) if rng.integers(2) else (slice(start, start + 3),)
+        has_row = n < 70 or bool(rng.integers(2))
+        where = (slice(start, start + 3), row) if has_row else (slice(start, start + 3),)
+        has_rows.add(has_row)
         one_by_one = any(
             not earlier.ordered(clock) and race_detection_state._ranges_overlap(where, at)
-            for _, earlier, at in accesses
+            for _, earlier, at, _ in accesses
         )
-        assert accesses.races_with(clock.clock, where) == one_by_one
+        at_once = accesses.may_race_with(clock.clock, where)
+        # JAX says that a row and all rows do not overlap. It decides where they may.
+        assert at_once >= one_by_one
+        assert at_once == one_by_one or has_rows != {True}
         found.append(one_by_one)
-        accesses.append((None, clock, where))
+        accesses.append((None, clock, where, None))
     assert {*found} == {True, False}

@@ -157,35 +157,66 @@ def _to_int(x: Any) -> Any:
     return x if isinstance(x, jax.core.Tracer) else int(x)
 
 
+#: Most dimensions of a buffer.
+_DIMS = 8
+
+
+@functools.lru_cache(maxsize=1 << 14)
+def _bounds(where: tuple[slice | int, ...]) -> np.ndarray:
+    """The first index in every dimension, and one past the last one: [2, _DIMS].
+
+    A dimension that is missing, or without bounds, overlaps everything.
+    """
+    bounds = np.empty((2, _DIMS), np.int64)
+    bounds[0], bounds[1] = np.iinfo(np.int64).min, np.iinfo(np.int64).max
+    for n, x in enumerate(where):
+        if not isinstance(x, slice):
+            bounds[:, n] = x, x + 1
+        elif x != slice(None):
+            bounds[:, n] = x.start, max(x.start + 1, x.stop)
+    return bounds
+
+
 class _Accesses(list[Any]):
-    """Accesses of a buffer, in order, as the detector keeps them; with their clocks as a matrix."""
+    """Accesses of a buffer, in order, as the detector keeps them; also as arrays.
+
+    Attributes:
+      clocks: the vector clock of every access: [accesses, threads].
+      bounds: `_bounds` of every access: [2, accesses, _DIMS].
+    """
 
     def __init__(self) -> None:
         super().__init__()
         self.clocks: np.ndarray = np.zeros((0, 0), np.int32)
+        self.bounds: np.ndarray = np.zeros((2, 0, _DIMS), np.int64)
 
     def append(self, access: Any) -> None:
-        clock = access[1].clock
-        if len(self) == len(self.clocks):
-            clocks = np.zeros((max(16, 2 * len(self)), len(clock)), clock.dtype)
+        _, clock, where, _ = access
+        count = len(self)
+        if count == len(self.clocks):
+            most = max(16, 2 * count)
+            clocks = np.zeros((most, len(clock.clock)), clock.clock.dtype)
+            bounds = np.zeros((2, most, _DIMS), np.int64)
             if self:
-                clocks[: len(self)] = self.clocks
-            self.clocks = clocks
-        self.clocks[len(self)] = clock
+                clocks[:count], bounds[:, :count] = self.clocks, self.bounds
+            self.clocks, self.bounds = clocks, bounds
+        self.clocks[count], self.bounds[:, count] = clock.clock, _bounds(where)
         super().append(access)
 
-    def races_with(self, clock: np.ndarray, where: Any) -> bool:
-        """Whether an access overlaps `where`, and is neither before `clock` nor after it."""
-        if not self:
+    def may_race_with(self, clock: np.ndarray, where: Any) -> bool:
+        """Whether an access that is neither before `clock` nor after it may overlap `where`."""
+        count = len(self)
+        if not count:
             return False
-        difference = self.clocks[: len(self)] - clock
+        (first, last), (firsts, lasts) = _bounds(where), self.bounds[:, :count]
+        overlapping = np.flatnonzero(((firsts < last) & (first < lasts)).all(axis=1))
+        difference = self.clocks[overlapping] - clock
         is_behind, is_ahead = (difference < 0).any(axis=1), (difference > 0).any(axis=1)
-        unordered = np.flatnonzero(is_behind == is_ahead)
-        return any(race_detection_state._ranges_overlap(where, self[n][2]) for n in unordered)
+        return bool((is_behind == is_ahead).any())
 
 
 def _compared_at_once(check: Callable[..., None], conflicts: tuple[str, ...], kept_in: str) -> Any:
-    """`check`, a method of the detector, which is left to report the race where there is one.
+    """`check`, a method of the detector, which is left to decide where there may be a race.
 
     Args:
       check: compares an access with earlier ones, one by one, and appends it.
@@ -198,7 +229,7 @@ def _compared_at_once(check: Callable[..., None], conflicts: tuple[str, ...], ke
     ) -> None:
         with self.lock:
             if not any(
-                getattr(self, name)[key].races_with(clock.clock, where) for name in conflicts
+                getattr(self, name)[key].may_race_with(clock.clock, where) for name in conflicts
             ):
                 frame = source_info_util.summarize(source_info) if source_info else "pallas_call"
                 getattr(self, kept_in)[key].append((thread, clock, where, frame))

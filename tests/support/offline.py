@@ -23,6 +23,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import types
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -35,6 +36,11 @@ from jaxlib.mlir import ir
 INSTALL = "pip install 'ikbo-jax[offline]'"
 #: Longest time one kernel may take to compile, seconds.
 TIMEOUT = 120
+
+# The dialect of serialised modules. At each of its operations, MLIR's bindings import a module for
+# it, which does not exist, until one is found: a seventh of a test's time.
+_DIALECT = "jaxlib.mlir.dialects.stable_mosaic_gpu"
+sys.modules.setdefault(_DIALECT, types.ModuleType(_DIALECT))
 
 # Attributes 75 and 76 of a device are the major and the minor number of its compute capability.
 _STAND_IN_DRIVER = """
