@@ -26,7 +26,7 @@ import numpy as np
 import ikbo_jax
 from benchmarks import yardsticks
 from ikbo_jax.cases.gdpa import offsets_of, uniform_lengths
-from ikbo_jax.layers import functional
+from ikbo_jax.layers import functional, parameters
 from ikbo_jax.models.ranking import rms_norm
 from ikbo_jax.models.strategies import einsum_f32
 from ikbo_jax.reference.activations import elementwise
@@ -97,14 +97,14 @@ def init(sizes: Sizes, seed: int | jax.Array = 0) -> dict[str, Any]:
     def normal(shape: tuple[int, ...]) -> jax.Array:
         return jax.random.normal(next(keys), shape, jnp.float32) * shape[0] ** -0.5
 
-    def made(specs: dict[str, functional.Spec]) -> dict[str, jax.Array]:
+    def made(specs: dict[str, parameters.Spec]) -> dict[str, jax.Array]:
         return {name: spec.make(normal) for name, spec in specs.items()}
 
     def block() -> dict[str, Any]:
         return {
-            "attention": made(functional.pffn_specs(width, width, *heads)),
-            "pma": made(functional.pma_specs(sizes.seeds, width, width, *heads)),
-            "pffn": made(functional.pffn_specs(width, width, *heads)),
+            "attention": made(parameters.pffn_specs(width, width, *heads)),
+            "pma": made(parameters.pma_specs(sizes.seeds, width, width, *heads)),
+            "pffn": made(parameters.pffn_specs(width, width, *heads)),
         }
 
     return {

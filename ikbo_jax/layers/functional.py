@@ -8,16 +8,14 @@ None, to the dtype that they promote to. `precision` applies to f32 products: a 
 from __future__ import annotations
 
 import contextlib
-import math
-import operator
-from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from collections.abc import Mapping
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
-from ikbo_jax.layers import parameters
+from ikbo_jax.layers import inputs, parameters
 from ikbo_jax.ops import arguments
 from ikbo_jax.ops.attention import attention
 from ikbo_jax.ops.gdpa import gdpa
@@ -25,113 +23,6 @@ from ikbo_jax.ops.linear_compression import linear_compression
 
 #: Only `compress` takes a `PaddedWeight`.
 Parameters = Mapping[str, Any]
-#: A size, which is checked: None is refused like 0.
-Size = int | None
-
-
-class Spec(NamedTuple):
-    """How a parameter is made.
-
-    Attributes:
-      shape: its shape.
-      make: makes an array of this shape with an initialiser of matrices.
-      axes: for every axis of the parameter, the axis of the matrix that it is, or None. Of heads
-        that stand side by side in the matrix, N is the matrix's axis.
-    """
-
-    shape: tuple[int, ...]
-    make: Callable[[Callable[..., jax.Array]], jax.Array]
-    axes: tuple[int | None, ...] = (0, 1)
-
-
-def names_of_axes(axes: tuple[int | None, ...], of_matrix: Any) -> tuple[Any, ...]:
-    """Names of a parameter's axes, such as mesh axes; the matrix that makes it has others.
-
-    Args:
-      axes: as in `Spec`.
-      of_matrix: at most two names, of the matrix that `kernel_init` initialises.
-
-    Raises:
-      ValueError: if these are not names of two axes; the message has them.
-    """
-    if not isinstance(of_matrix, (tuple, list, PartitionSpec)) or len(of_matrix) > 2:
-        raise ValueError(
-            f"kernel_init names the axes {of_matrix!r}, but initialises matrices, which have 2 axes"
-        )
-    both = (*of_matrix, None, None)
-    return tuple(None if axis is None else both[axis] for axis in axes)
-
-
-#: `Spec.axes` of `w_user` and `w_cand`, which are transposed parts of one matrix.
-TRANSPOSED = (1, 0)
-
-
-class Input(NamedTuple):
-    """An input of a layer, with the names that the layer's documentation uses.
-
-    Attributes:
-      layer: the layer's name.
-      name: the argument's name.
-      axes: the argument's shape, e.g. "[B, T, cand_features]".
-      size: the axis whose size the parameters fix.
-      letter: the letter of this axis in `linear_compression`; empty if it has none.
-    """
-
-    layer: str
-    name: str
-    axes: str
-    size: str
-    letter: str = ""
-
-    def size_of(self, array: jax.Array) -> int:
-        """The size of axis `size`; raises ValueError if `array` has another rank than `axes`."""
-        axes = self.axes.strip("[]").split(", ")
-        if not hasattr(array, "shape"):
-            raise ValueError(
-                f"{self.layer}: {self.name} must be an array of shape {self.axes}, but is "
-                f"{arguments.describe(array)}"
-            )
-        if jnp.ndim(array) != len(axes):
-            raise ValueError(
-                f"{self.layer}: {self.name} must have shape {self.axes}, but has shape "
-                f"{jnp.shape(array)}"
-            )
-        size: int = array.shape[axes.index(self.size)]
-        return size
-
-    def check(self, array: jax.Array, expected: int) -> None:
-        """Raises ValueError, naming both sizes, unless axis `size` has the size `expected`."""
-        size = self.size_of(array)
-        if size != expected:
-            expected_text, actual_text = (
-                (f" ({self.letter}={expected})", f", {self.letter}={size}")
-                if self.letter
-                else ("", "")
-            )
-            raise ValueError(
-                f"{self.layer} expects {self.size}={expected}{expected_text}, "
-                f"but {self.name} has shape {array.shape}{actual_text}"
-            )
-
-
-E_USER = Input("LinearCompression", "e_user", "[U, user_rows, N]", "user_rows", "K")
-E_CAND = Input("LinearCompression", "e_cand", "[B, cand_rows, N]", "cand_rows", "K")
-X_CAND = Input("CandidateAttention", "x_cand", "[B, T, cand_features]", "cand_features")
-X_USER = Input("CandidateAttention", "x_user", "[U, S, user_features]", "user_features")
-PMA_X = Input("PMA", "x", "[total, in_features]", "in_features")
-PFFN_X = Input("PFFN", "x", "[total, features]", "features")
-PFFN_MEMORY = Input("PFFN", "memory", "[total_memory, memory_features]", "memory_features")
-
-
-def check_sizes(layer: str, **sizes: int | None) -> tuple[int, ...]:
-    """Returns the sizes; raises ValueError, naming size and value, unless all are integers > 0."""
-    checked = []
-    for name, size in sizes.items():
-        is_integer = hasattr(size, "__index__") and not isinstance(size, bool)
-        if size is None or not is_integer or operator.index(size) < 1:
-            raise ValueError(f"{layer} needs {name} of at least 1, but {name} is {size!r}")
-        checked.append(operator.index(size))
-    return tuple(checked)
 
 
 def _check_offsets(name: str, axis: str, array: jax.Array) -> None:
@@ -140,83 +31,6 @@ def _check_offsets(name: str, axis: str, array: jax.Array) -> None:
         raise ValueError(f"{name} must be an int32 array, but is {arguments.describe(array)}")
     if array.ndim != 1 or not array.size:
         raise ValueError(f"{name} must have shape [{axis} + 1], but has shape {array.shape}")
-
-
-def matrix(shape: tuple[int, ...], *, to_heads: bool) -> Spec:
-    """The spec of a projection to heads, [features, N, H], or from heads, [N, H, features].
-
-    The initialiser gets the shape of a matrix, so that results have the variance of a dense layer.
-    """
-    flat = (shape[0], math.prod(shape[1:])) if to_heads else (math.prod(shape[:-1]), shape[-1])
-    axes = (0, 1, None) if to_heads else (0, None, 1)
-    return Spec(shape, lambda init: init(flat).reshape(shape), axes)
-
-
-def compression_sizes(user_rows: Size, cand_rows: Size, features: Size) -> tuple[int, ...]:
-    """Returns the sizes of `compress`; raises ValueError unless all are positive."""
-    return check_sizes(
-        "LinearCompression", user_rows=user_rows, cand_rows=cand_rows, features=features
-    )
-
-
-def attention_specs(
-    cand_features: Size, user_features: Size, out_features: Size, num_heads: Size, head_dim: Size
-) -> dict[str, Spec]:
-    """Specs of the parameters of `attend`; raises ValueError unless all sizes are positive."""
-    sizes = check_sizes(
-        "CandidateAttention",
-        cand_features=cand_features,
-        user_features=user_features,
-        out_features=out_features,
-        num_heads=num_heads,
-        head_dim=head_dim,
-    )
-    return _attention_specs(*sizes)
-
-
-def pma_specs(
-    num_seeds: Size, in_features: Size, out_features: Size, num_heads: Size, head_dim: Size
-) -> dict[str, Spec]:
-    """Specs of the parameters of `pma`; raises ValueError unless all sizes are positive.
-
-    Seeds have width `out_features`.
-    """
-    rows, width, out, *heads = check_sizes(
-        "PMA",
-        num_seeds=num_seeds,
-        in_features=in_features,
-        out_features=out_features,
-        num_heads=num_heads,
-        head_dim=head_dim,
-    )
-    seeds = (rows, out)
-    return {
-        "seeds": Spec(seeds, lambda init: init(seeds)),
-        **_attention_specs(out, width, out, *heads),
-    }
-
-
-def pffn_specs(
-    features: Size, memory_features: Size, num_heads: Size, head_dim: Size
-) -> dict[str, Spec]:
-    """Specs of the parameters of `pffn`; raises ValueError unless all sizes are positive."""
-    width, memory_width, *heads = check_sizes(
-        "PFFN",
-        features=features,
-        memory_features=memory_features,
-        num_heads=num_heads,
-        head_dim=head_dim,
-    )
-    return _attention_specs(width, memory_width, width, *heads)
-
-
-def _attention_specs(query: int, key: int, out: int, num_heads: int, head_dim: int) -> dict:
-    return {
-        "w_query": matrix((query, num_heads, head_dim), to_heads=True),
-        "w_key": matrix((key, num_heads, head_dim), to_heads=True),
-        "w_value": matrix((key, num_heads, head_dim), to_heads=True),
-        "w_out": matrix((num_heads, head_dim, out), to_heads=False),
-    }
 
 
 def project(x: jax.Array, weight: jax.Array) -> jax.Array:
@@ -276,9 +90,9 @@ def compress(
     Raises:
       ValueError: ranks or sizes disagree.
     """
-    parameters.check(E_USER.layer, params, parameters.COMPRESSION)
-    E_USER.check(e_user, params["w_user"].shape[1])
-    E_CAND.check(e_cand, params["w_cand"].shape[1])
+    parameters.check(inputs.E_USER.layer, params, parameters.COMPRESSION)
+    inputs.E_USER.check(e_user, params["w_user"].shape[1])
+    inputs.E_CAND.check(e_cand, params["w_cand"].shape[1])
     params, (e_user, e_cand) = _cast(params, (e_user, e_cand), dtype)
     with _precision(precision):
         return linear_compression(params["w_cand"], params["w_user"], e_cand, e_user, cand_to_user)
@@ -312,9 +126,9 @@ def attend(
     Raises:
       ValueError: ranks or sizes disagree.
     """
-    parameters.check(X_CAND.layer, params, parameters.ATTENTION)
-    X_CAND.check(x_cand, params["w_query"].shape[0])
-    X_USER.check(x_user, params["w_key"].shape[0])
+    parameters.check(inputs.X_CAND.layer, params, parameters.ATTENTION)
+    inputs.X_CAND.check(x_cand, params["w_query"].shape[0])
+    inputs.X_USER.check(x_user, params["w_key"].shape[0])
     arguments.check_index("cand_to_user", cand_to_user, "x_cand", "B", x_cand.shape[0])
     if (lengths := key_value_seq_lengths) is not None:
         arguments.check_index("key_value_seq_lengths", lengths, "x_user", "U", x_user.shape[0])
@@ -358,8 +172,8 @@ def pma(
     Raises:
       ValueError: ranks or sizes disagree, or the activation is unknown.
     """
-    parameters.check(PMA_X.layer, params, parameters.PMA)
-    PMA_X.check(x, params["w_key"].shape[0])
+    parameters.check(inputs.PMA_X.layer, params, parameters.PMA)
+    inputs.PMA_X.check(x, params["w_key"].shape[0])
     _check_offsets("cu_seqlens", "batch", cu_seqlens)
     params, (x,) = _cast(params, (x,), dtype)
     seeds = params["seeds"]
@@ -413,9 +227,9 @@ def pffn(
     Raises:
       ValueError: ranks or sizes disagree, or the activation is unknown.
     """
-    parameters.check(PFFN_X.layer, params, parameters.ATTENTION)
-    PFFN_X.check(x, params["w_query"].shape[0])
-    PFFN_MEMORY.check(memory, params["w_key"].shape[0])
+    parameters.check(inputs.PFFN_X.layer, params, parameters.ATTENTION)
+    inputs.PFFN_X.check(x, params["w_query"].shape[0])
+    inputs.PFFN_MEMORY.check(memory, params["w_key"].shape[0])
     _check_offsets("cu_seqlens", "batch", cu_seqlens)
     _check_offsets("cu_seqlens_memory", "batch_memory", cu_seqlens_memory)
     if x_to_memory is not None:

@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 from flax import linen
 
-from ikbo_jax.layers import calls, functional, nnx, parameters
+from ikbo_jax.layers import calls, inputs, nnx, parameters
 
 
 class LinearCompression(linen.Module):
@@ -37,9 +37,9 @@ class LinearCompression(linen.Module):
 
     @linen.compact
     def _parameters(self, e_user: jax.Array, e_cand: jax.Array) -> dict[str, jax.Array]:
-        user_rows, cand_rows, features = functional.compression_sizes(
-            _size(self, self.user_rows, functional.E_USER, e_user, "w_user", 1),
-            _size(self, self.cand_rows, functional.E_CAND, e_cand, "w_cand", 1),
+        user_rows, cand_rows, features = parameters.compression_sizes(
+            _size(self, self.user_rows, inputs.E_USER, e_user, "w_user", 1),
+            _size(self, self.cand_rows, inputs.E_CAND, e_cand, "w_cand", 1),
             self.features,
         )
 
@@ -49,7 +49,7 @@ class LinearCompression(linen.Module):
         def part(rows: slice) -> Callable[[jax.Array], Any]:
             def init(param_key: jax.Array) -> Any:
                 unboxed = _Unboxed(lambda _: both(key(param_key)))
-                return unboxed.boxed(unboxed(())[rows].T, functional.TRANSPOSED)
+                return unboxed.boxed(unboxed(())[rows].T, parameters.TRANSPOSED)
 
             return init
 
@@ -86,10 +86,10 @@ class CandidateAttention(linen.Module):
 
     @linen.compact
     def _parameters(self, x_cand: jax.Array, x_user: jax.Array) -> dict[str, jax.Array]:
-        width = _size(self, self.cand_features, functional.X_CAND, x_cand, "w_query", 0)
-        user_width = _size(self, self.user_features, functional.X_USER, x_user, "w_key", 0)
+        width = _size(self, self.cand_features, inputs.X_CAND, x_cand, "w_query", 0)
+        user_width = _size(self, self.user_features, inputs.X_USER, x_user, "w_key", 0)
         out = width if self.out_features is None else self.out_features
-        specs = functional.attention_specs(width, user_width, out, self.num_heads, self.head_dim)
+        specs = parameters.attention_specs(width, user_width, out, self.num_heads, self.head_dim)
         return _initialised(self, specs)
 
 
@@ -116,9 +116,9 @@ class PMA(linen.Module):
 
     @linen.compact
     def _parameters(self, x: jax.Array) -> dict[str, jax.Array]:
-        width = _size(self, self.in_features, functional.PMA_X, x, "w_key", 0)
+        width = _size(self, self.in_features, inputs.PMA_X, x, "w_key", 0)
         out = width if self.out_features is None else self.out_features
-        specs = functional.pma_specs(self.num_seeds, width, out, self.num_heads, self.head_dim)
+        specs = parameters.pma_specs(self.num_seeds, width, out, self.num_heads, self.head_dim)
         return _initialised(self, specs)
 
 
@@ -144,16 +144,16 @@ class PFFN(linen.Module):
 
     @linen.compact
     def _parameters(self, x: jax.Array, memory: jax.Array) -> dict[str, jax.Array]:
-        width = _size(self, self.features, functional.PFFN_X, x, "w_query", 0)
-        memory_width = _size(self, self.memory_features, functional.PFFN_MEMORY, memory, "w_key", 0)
-        specs = functional.pffn_specs(width, memory_width, self.num_heads, self.head_dim)
+        width = _size(self, self.features, inputs.PFFN_X, x, "w_query", 0)
+        memory_width = _size(self, self.memory_features, inputs.PFFN_MEMORY, memory, "w_key", 0)
+        specs = parameters.pffn_specs(width, memory_width, self.num_heads, self.head_dim)
         return _initialised(self, specs)
 
 
 def _size(
     module: linen.Module,
     attribute: int | None,
-    spec: functional.Input,
+    spec: inputs.Input,
     array: jax.Array,
     param: str,
     axis: int,
@@ -167,8 +167,8 @@ def _size(
     return spec.size_of(array)
 
 
-def _initialised(module: Any, specs: dict[str, functional.Spec]) -> dict[str, jax.Array]:
-    def param(name: str, spec: functional.Spec) -> jax.Array:
+def _initialised(module: Any, specs: dict[str, parameters.Spec]) -> dict[str, jax.Array]:
+    def param(name: str, spec: parameters.Spec) -> jax.Array:
         def init(key: jax.Array) -> Any:
             unboxed = _Unboxed(lambda shape: module.kernel_init(key, shape, module.param_dtype))
             return unboxed.boxed(spec.make(unboxed), spec.axes)
@@ -189,8 +189,8 @@ class _Unboxed(parameters.Unboxed):
         return linen.meta.unbox(box)
 
     def boxed(self, value: jax.Array, axes: tuple[int | None, ...]) -> Any:
-        """A parameter with the metadata of the last matrix; `axes` as in `functional.Spec`."""
+        """A parameter with the metadata of the last matrix; `axes` as in `parameters.Spec`."""
         if not isinstance(self._box, linen.Partitioned):
             return value if self._box is None else linen.meta.replace_boxed(self._box, value)
-        names = functional.names_of_axes(axes, self._box.names)
+        names = parameters.names_of_axes(axes, self._box.names)
         return self._box.replace(value=value, names=names)

@@ -23,7 +23,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from ikbo_jax.layers import calls, functional, parameters
+from ikbo_jax.layers import calls, parameters
 
 Initializer = Callable[..., Any]
 #: Default initialiser. It gets the shape of a matrix, so that the result has the variance of a
@@ -62,7 +62,7 @@ class _Layer(nnx.Module):
             made[name] = unboxed.boxed(spec.make(unboxed), spec.axes)
         return made
 
-    def _specs(self) -> dict[str, functional.Spec]:
+    def _specs(self) -> dict[str, parameters.Spec]:
         raise NotImplementedError
 
     def _parameters(self, *inputs: jax.Array) -> dict[str, jax.Array]:
@@ -79,13 +79,13 @@ class _Unboxed(parameters.Unboxed):
         return box.raw_value
 
     def boxed(self, value: jax.Array, axes: tuple[int | None, ...]) -> Any:
-        """A parameter with the metadata of the last matrix; `axes` as in `functional.Spec`."""
+        """A parameter with the metadata of the last matrix; `axes` as in `parameters.Spec`."""
         if self._box is None:
             return value
         metadata = dict(self._box.metadata)
         for key in ("out_sharding", "sharding_names", "sharding"):
             if metadata.get(key) is not None:
-                metadata[key] = functional.names_of_axes(axes, metadata[key])
+                metadata[key] = parameters.names_of_axes(axes, metadata[key])
         return dataclasses.replace(self._box, raw_value=value, metadata=metadata)
 
 
@@ -108,11 +108,11 @@ class LinearCompression(calls.LinearCompression, _Layer):
     features: int
 
     def _initialised(self, init: Callable[..., Any]) -> dict[str, Any]:
-        functional.compression_sizes(self.user_rows, self.cand_rows, self.features)
+        parameters.compression_sizes(self.user_rows, self.cand_rows, self.features)
         unboxed = _Unboxed(init)
         kernel = unboxed((self.user_rows + self.cand_rows, self.features))
         parts = {"w_user": kernel[: self.user_rows].T, "w_cand": kernel[self.user_rows :].T}
-        return {name: unboxed.boxed(x, functional.TRANSPOSED) for name, x in parts.items()}
+        return {name: unboxed.boxed(x, parameters.TRANSPOSED) for name, x in parts.items()}
 
 
 @dataclasses.dataclass(eq=False, repr=False)
@@ -136,10 +136,10 @@ class CandidateAttention(calls.CandidateAttention, _Layer):
     head_dim: int
     out_features: int | None = None
 
-    def _specs(self) -> dict[str, functional.Spec]:
+    def _specs(self) -> dict[str, parameters.Spec]:
         out = self.cand_features if self.out_features is None else self.out_features
         widths = (self.cand_features, self.user_features, out)
-        return functional.attention_specs(*widths, self.num_heads, self.head_dim)
+        return parameters.attention_specs(*widths, self.num_heads, self.head_dim)
 
 
 @dataclasses.dataclass(eq=False, repr=False)
@@ -168,10 +168,10 @@ class PMA(calls.PMA, _Layer):
     activation: str | tuple[str, ...] = "softmax"
     output_scale: float = 1.0
 
-    def _specs(self) -> dict[str, functional.Spec]:
+    def _specs(self) -> dict[str, parameters.Spec]:
         out = self.in_features if self.out_features is None else self.out_features
         sizes = (self.num_seeds, self.in_features, out)
-        return functional.pma_specs(*sizes, self.num_heads, self.head_dim)
+        return parameters.pma_specs(*sizes, self.num_heads, self.head_dim)
 
 
 @dataclasses.dataclass(eq=False, repr=False)
@@ -200,6 +200,6 @@ class PFFN(calls.PFFN, _Layer):
     activation: str | tuple[str, ...] = "gelu"
     output_scale: float = 1.0
 
-    def _specs(self) -> dict[str, functional.Spec]:
+    def _specs(self) -> dict[str, parameters.Spec]:
         widths = (self.features, self.memory_features)
-        return functional.pffn_specs(*widths, self.num_heads, self.head_dim)
+        return parameters.pffn_specs(*widths, self.num_heads, self.head_dim)

@@ -33,7 +33,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec
 
-from ikbo_jax.layers import functional
+from ikbo_jax.layers import functional, parameters
 from ikbo_jax.models import strategies
 from ikbo_jax.models.strategies import Strategy
 from ikbo_jax.ops.padded_weight import pad_weight
@@ -207,17 +207,17 @@ def _parameters(sizes: Sizes, normal: Callable[[tuple[int, ...]], jax.Array]) ->
     """The tree of the parameters; `normal` makes a matrix of a shape."""
     dtype = jnp.dtype(sizes.dtype)
 
-    def initialised(specs: dict[str, functional.Spec]) -> dict[str, jax.Array]:
+    def initialised(specs: dict[str, parameters.Spec]) -> dict[str, jax.Array]:
         return {name: spec.make(normal) for name, spec in specs.items()}
 
     width, heads = sizes.width, (sizes.heads, sizes.head_dim)
-    attention = functools.partial(functional.attention_specs, width, width, width, *heads)
+    attention = functools.partial(parameters.attention_specs, width, width, width, *heads)
 
     def layer() -> dict[str, Any]:
         both = normal((sizes.user_rows + sizes.cand_tokens, sizes.compressed))
         return {
             "self_attention": initialised(attention()),
-            "pma": initialised(functional.pma_specs(sizes.pooled, width, width, *heads)),
+            "pma": initialised(parameters.pma_specs(sizes.pooled, width, width, *heads)),
             "attention": initialised(attention()),
             "pffn": initialised(attention()),
             "compression": {
