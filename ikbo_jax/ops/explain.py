@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import uuid
-from collections.abc import Callable, Container, Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
@@ -153,10 +153,10 @@ def _of_parts(
     return tuple(found.get(plan.origin or (plan,), plan) for plan in plans)
 
 
-def marks(jaxpr: core.Jaxpr, *, skipped: Container[str | None] = ()) -> Iterator[Any]:
+def marks(jaxpr: core.Jaxpr) -> Iterator[Any]:
     """Yields the plans in a jaxpr and in the jaxprs that it calls, and the functions of its notes.
 
-    They are in program order. Calls of functions whose names are in `skipped` are not searched.
+    They are in program order.
     """
     for eqn in jaxpr.eqns:
         if eqn.primitive.name in WITHOUT_PROGRAMS:
@@ -164,9 +164,8 @@ def marks(jaxpr: core.Jaxpr, *, skipped: Container[str | None] = ()) -> Iterator
         mark = _mark(eqn)
         if mark is not None:
             yield mark
-        if eqn.params.get("name") not in skipped:
-            for inner in _inner_jaxprs(eqn):
-                yield from marks(inner, skipped=skipped)
+        for inner in _inner_jaxprs(eqn):
+            yield from marks(inner)
 
 
 @dataclasses.dataclass(frozen=True)

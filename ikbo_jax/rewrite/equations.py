@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Sequence
 from typing import Any
 
 import jax
 import numpy as np
 from jax.extend import core
 
-from ikbo_jax.ops import dispatch, explain
+from ikbo_jax.ops import dispatch
 from ikbo_jax.rewrite.jaxprs import OPS, inner_programs
 from ikbo_jax.rewrite.lineage import Deferred, Lazy, is_at_least, is_plain
 from ikbo_jax.rewrite.staged import TRACER
@@ -104,7 +105,18 @@ def op_plan(eqn: core.JaxprEqn) -> dispatch.Plan | None:
     A model's function may have the name of an op's, and may call the op. The plan is then inside of
     another call of that name.
     """
-    if eqn.params.get("name") not in OPS:
-        return None
-    marks = (x for program in inner_programs(eqn) for x in explain.marks(program, skipped=OPS))
-    return next((x for x in marks if isinstance(x, dispatch.Plan)), None)
+    return _plan_in(inner_programs(eqn)) if eqn.params.get("name") in OPS else None
+
+
+def _plan_in(programs: Sequence[core.Jaxpr]) -> dispatch.Plan | None:
+    """A plan in programs, outside of calls that have the name of an op's."""
+    for program in programs:
+        # From the end, since an op stores the plan with its result.
+        for eqn in reversed(program.eqns):
+            if eqn.primitive is dispatch.plan_p:
+                plan: dispatch.Plan = eqn.params["plan"]
+                return plan
+            found = None if eqn.params.get("name") in OPS else _plan_in(inner_programs(eqn))
+            if found is not None:
+                return found
+    return None
