@@ -139,11 +139,11 @@ def check(model: str, order: tuple[str, ...], dtype: str = "float32") -> None:
 
 def pairs() -> Iterator[tuple[str, str, str]]:
     """All pairs of transformations; models take turns, two of them if a rule of theirs runs."""
-    for n, (inner, outer) in enumerate(itertools.product(TRANSFORMATIONS, repeat=2)):
+    models, each = [*MODELS], enumerate(TRANSFORMATIONS)
+    for (m, inner), (n, outer) in itertools.product(each, repeat=2):
         has_rule = not {"vmap", "grad"}.isdisjoint((inner, outer))
         for turn in range(1 + has_rule):
-            # A row of pairs is a multiple of three: the next one starts with the next model.
-            yield inner, outer, [*MODELS][(n + n // len(TRANSFORMATIONS) + turn) % len(MODELS)]
+            yield inner, outer, models[(m + n + turn) % len(models)]
 
 
 @pytest.mark.parametrize(("inner", "outer", "model"), [*pairs()])

@@ -5,7 +5,8 @@
 - `--one-in N` samples every test, for another run of a suite that has run before: CI tests the
   newest JAX this way, where a change in JAX breaks most cases of a test at once.
 
-Cases that markers, `-k` or a case's own name leave out are not counted: a chosen case runs.
+Cases that the command line leaves out, by `-m`, `-k` or names of tests, are not counted. So a case
+that it chooses alone always runs.
 """
 
 from __future__ import annotations

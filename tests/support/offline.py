@@ -37,8 +37,8 @@ INSTALL = "pip install 'ikbo-jax[offline]'"
 #: Longest time one kernel may take to compile, seconds.
 TIMEOUT = 120
 
-# The dialect of serialised modules. At each of its operations, MLIR's bindings import a module for
-# it, which does not exist, until one is found: a seventh of a test's time.
+# The dialect of serialised modules has no module of Python. MLIR's bindings try to import one at
+# each of its operations, until an import succeeds. That took a ninth of a test's time.
 _DIALECT = "jaxlib.mlir.dialects.stable_mosaic_gpu"
 sys.modules.setdefault(_DIALECT, types.ModuleType(_DIALECT))
 
