@@ -15,7 +15,7 @@ from __future__ import annotations
 import dataclasses
 import pathlib
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -238,6 +238,7 @@ def run(
     sweeps: Sequence[str],
     directions: Sequence[str] = DIRECTIONS,
     dtype: str = "bfloat16",
+    without: Collection[str] = (),
     *,
     out: pathlib.Path,
     **options: Any,
@@ -248,11 +249,13 @@ def run(
       sweeps: names from `SWEEPS`.
       directions: names from `DIRECTIONS`; all sweeps are measured in the first direction first.
       dtype: dtype of all arrays.
+      without: names of providers to leave out.
     """
     bench = harness.Run("gdpa", out, **options)
 
     def measure(point: Point) -> dict[str, Any]:
-        return measure_point(point, providers_of(point, bench.quick), bench.protocol)
+        providers = [p for p in providers_of(point, bench.quick) if p.name not in without]
+        return measure_point(point, providers, bench.protocol)
 
     todo = [p for direction in directions for s in sweeps for p in points(s, direction, dtype)]
     return bench.measure(todo, measure, shrink)
@@ -270,9 +273,18 @@ def main(argv: Sequence[str] | None = None) -> int:
         "(default: all three)",
     )
     parser.add_argument("--dtype", choices=("bfloat16", "float16"), default="bfloat16")
+    parser.add_argument(
+        "--without",
+        nargs="+",
+        choices=[p.name for p in (*ALL, PADDED, ATTENTION) if p != OURS],
+        default=(),
+        metavar="NAME",
+        help="providers to leave out, such as xla, whose gradients take most of a run's time",
+    )
     compiling.add_options(parser)
     args = parser.parse_args(argv)
-    results = run(args.sweep, args.direction, args.dtype, **harness.options(args, argv))
+    options = harness.options(args, argv)
+    results = run(args.sweep, args.direction, args.dtype, args.without, **options)
     return harness.print_results(results, bars)
 
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import pathlib
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
@@ -254,3 +256,27 @@ def test_report_makes_tables_and_a_plot(tmp_path):
     report_gdpa.draw(results, tmp_path)
     assert image.read_bytes() == first
     assert report_gdpa.draw({**results, "points": POINTS[4:]}, tmp_path) == []
+
+
+def test_providers_can_be_left_out(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    seen = []
+
+    def measure_point(point: gdpa.Point, providers: Sequence[gdpa.Provider], protocol) -> dict:
+        seen.append([p.name for p in providers])
+        raise NotImplementedError("not timed here")
+
+    monkeypatch.setattr(gdpa, "measure_point", measure_point)
+    path = tmp_path / "run.json"
+    arguments = ["--out", str(path), "--sweep", "softmax", "--direction", "forward"]
+    gdpa.main(arguments)
+    everything, seen[:] = list(seen), []
+    gdpa.main([*arguments, "--without", "xla", "cudnn-softmax-padded"])
+    assert ["cudnn-softmax-padded", "xla", "ikbo"] in everything
+    assert seen == [
+        [n for n in names if n not in ("xla", "cudnn-softmax-padded")] for names in everything
+    ]
+    with pytest.raises(SystemExit):
+        gdpa.main([*arguments, "--without", "ikbo"])
+    assert "invalid choice: 'ikbo'" in capsys.readouterr().err
