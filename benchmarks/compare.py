@@ -6,7 +6,7 @@ The package of COMMIT is unpacked under another name, so that both versions run 
 the same inputs, at the points of the other benchmarks (`--points`). First all points compile, in
 `--jobs` processes; then each point's results are compared bit by bit, and the versions are timed by
 turns. Where they differ by more than `SAME`, they are timed again. Launches shorter than `SHORT_MS`
-are also timed by CUPTI. Without a GPU all sizes shrink, and the figures only show that the
+are also timed on the device. Without a GPU all sizes shrink, and the figures only show that the
 benchmark runs.
 
 `--before` may also be a folder that holds `ikbo_jax`, for a machine without the history:
@@ -40,7 +40,7 @@ import jax
 import jax.numpy as jnp
 
 import ikbo_jax
-from benchmarks import children, harness, timing
+from benchmarks import children, device_time, harness
 from benchmarks.compare_subjects import GROUPS, Subject, chosen
 from benchmarks.records import Record
 from ikbo_jax._timing import executables, interleaved_ms
@@ -50,7 +50,7 @@ from ikbo_jax._timing.programs import UNTIMED_ON_GPU
 BEFORE = f"{ikbo_jax.__name__}_before"
 #: Largest change of a time that is no difference, and further measurements of a larger one.
 SAME, REPEATS = 0.01, 2
-#: Milliseconds under which a call is also timed by CUPTI, since Python launches no faster.
+#: Milliseconds under which a call is also timed on the device, since Python launches no faster.
 SHORT_MS = 0.1
 #: Part of the budget after which no further point is compiled.
 COMPILING = 0.45
@@ -242,11 +242,12 @@ def measure_point(
     times = {name: {"ms": ms, "median_ms": statistics.median(ms)} for name, ms in samples.items()}
     field = "median_ms"
     if max(entry["median_ms"] for entry in times.values()) < SHORT_MS:
-        kernels = {name: timing.kernel_ms(programs[name], *inputs) for name in times}
-        if all(kernels.values()):
-            field = "kernel_ms"
-            for name, ms in kernels.items():
-                times[name]["kernel_ms"] = statistics.median(ms or [])
+        measured = [(n, device_time.measure(programs[n], *inputs)) for n in times]
+        on_device = {name: found.busy_ms for name, found in measured if found is not None}
+        if len(on_device) == len(times):
+            field = "device_ms"
+            for name, ms in on_device.items():
+                times[name][field] = statistics.median(ms)
     ratio = times["after"][field] / times["before"][field]
     return point | {**times, "ratio": ratio, "ratio_of": field, "differences": differences}
 

@@ -15,18 +15,20 @@ import pathlib
 import statistics
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
 import numpy as np
 
-from benchmarks import compiling, timing
+from benchmarks import compiling, device_time, timing
 from benchmarks.records import OUR_NAME, Record, all_correct, format_table
 from ikbo_jax._timing import interleaved_ms
 from ikbo_jax.cases.error_rule import Check
 from ikbo_jax.tuning import table
 
+#: See `Protocol.short_ms`: what most benchmarks of short points take for it, and the windows.
+SHORT_MS, SHORT_WINDOW_S = 0.3, 0.02
 #: FLOPs of attention by direction, relative to the forward pass: gradients take five products for
 #: the forward pass' two.
 ATTENTION_WORK = {"forward": 1.0, "backward": 2.5, "both": 3.5}
@@ -167,19 +169,27 @@ class Protocol:
       window_s: seconds of a window of launches back to back.
       rounds: number of windows of every provider; 0 to compile and check alone.
       matmul_size: size of the square bf16 reference matmul.
-      cupti: whether to time kernels without launch overhead, too.
+      cupti: whether to time every contender on the device, too.
+      short_ms: a point whose fastest contender takes less time on the device is timed there, since
+        Python launches no faster, and its calls in windows of `SHORT_WINDOW_S`. All contenders of a
+        point are timed in the same way. 0: no point is.
     """
 
     window_s: float = 0.2
     rounds: int = 3
     matmul_size: int = timing.MATMUL_SIZE
     cupti: bool = False
+    short_ms: float = 0.0
 
     @staticmethod
     def for_device(*, quick: bool, cupti: bool = False) -> Protocol:
         """The standard protocol; with `quick` short windows, on a CPU a small matmul."""
         size = timing.MATMUL_SIZE if jax.default_backend() == "gpu" else 256
         return Protocol(0.02, 1, size, cupti) if quick else Protocol(0.2, 3, size, cupti)
+
+    @property
+    def of_short_points(self) -> Protocol:
+        return dataclasses.replace(self, window_s=min(self.window_s, SHORT_WINDOW_S))
 
 
 def measure(contenders: Sequence[Contender], flops: float, protocol: Protocol) -> dict[str, Any]:
@@ -197,23 +207,46 @@ def measure(contenders: Sequence[Contender], flops: float, protocol: Protocol) -
         return {"providers": [contender.record for contender in contenders]}
     size = protocol.matmul_size
     runnable = {c.record["name"]: c for c in contenders if "error" in c.record}
+    on_device = _on_device(runnable) if protocol.cupti or protocol.short_ms else {}
+    is_short = any(
+        statistics.median(found.busy_ms) < protocol.short_ms for found in on_device.values()
+    )
+    protocol = protocol.of_short_points if is_short else protocol
     thunks = {"matmul": timing.matmul_thunk(size)}
     thunks |= {name: contender.thunk for name, contender in runnable.items()}
     samples = interleaved_ms(thunks, window_s=protocol.window_s, rounds=protocol.rounds)
     matmul_tflops = timing.matmul_tflops(statistics.median(samples["matmul"]), size)
     for name, contender in runnable.items():
-        median = statistics.median(samples[name])
+        ms = samples[name]
+        if name in on_device:
+            contender.record["kernel_ms"] = statistics.median(on_device[name].kernel_ms)
+            contender.record["device_ms"] = statistics.median(on_device[name].busy_ms)
+        if is_short:
+            contender.record["call_ms"] = statistics.median(ms)
+            ms = on_device[name].busy_ms
+        median = statistics.median(ms)
         rate = timing.tflops(flops, median)
-        contender.record |= {"ms": samples[name], "median_ms": median, "tflops": rate}
+        contender.record |= {"ms": ms, "median_ms": median, "tflops": rate}
         contender.record["fraction"] = rate / matmul_tflops
-        if protocol.cupti and contender.compiled is not None:
-            contender.record["kernel_ms"] = timing.kernel_ms(contender.compiled, *contender.args)
     return {
         "useful_flops": flops,
         "matmul_ms": samples["matmul"],
         "matmul_tflops": matmul_tflops,
         "providers": [contender.record for contender in contenders],
     }
+
+
+def _on_device(runnable: Mapping[str, Contender]) -> dict[str, device_time.DeviceTime]:
+    """Times on the device by the contenders' names; empty if not all of them can be timed."""
+    found = {}
+    for name, contender in runnable.items():
+        if contender.compiled is None:
+            return {}
+        times = device_time.measure(contender.compiled, *contender.args)
+        if times is None:
+            return {}
+        found[name] = times
+    return found
 
 
 @dataclasses.dataclass
@@ -224,7 +257,7 @@ class Run:
       op: the name of the benchmark in the results file.
       out: the results file.
       quick: short windows and few providers, to see that the benchmark runs.
-      cupti: whether to time kernels without launch overhead, too.
+      cupti: whether to time every contender on the device, too.
       budget_s: seconds after which no further point is started; the file lists the rest.
       jobs: the processes that compile points before the first is timed.
       start: `time.monotonic()` at the start of the run.
@@ -340,7 +373,7 @@ def op_parser(name: str, sweeps: Sequence[str]) -> argparse.ArgumentParser:
     """A parser with the options of the benchmark of an op."""
     found = parser(name, sweeps)
     found.add_argument(
-        "--cupti", action="store_true", help="also time kernels without launch overhead"
+        "--cupti", action="store_true", help="also time calls on the device, by CUPTI"
     )
     return found
 

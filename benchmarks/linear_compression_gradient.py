@@ -225,7 +225,8 @@ def run(sweeps: Sequence[str], *, out: pathlib.Path, **options: Any) -> dict[str
     providers = PROVIDERS[-2:] if bench.quick else PROVIDERS
 
     def measure(point: Point) -> dict[str, Any]:
-        return measure_point(point, providers, bench.protocol)
+        protocol = dataclasses.replace(bench.protocol, short_ms=harness.SHORT_MS)
+        return measure_point(point, providers, protocol)
 
     return bench.measure([p for sweep in sweeps for p in points(sweep)], measure, shrink)
 

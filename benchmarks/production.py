@@ -5,9 +5,9 @@
 Workloads come from `production_draws`, forward and, for training, forward with all gradients. Every
 contender is compared with the XLA path in float32. A point's *roofline* is the least time that the
 device needs: the largest of useful FLOPs at the measured matmul, bytes read and written once at the
-measured copy, and an empty kernel. Where a call takes less than `SHORT_MS`, kernels are timed by
-CUPTI, since Python launches no faster; all contenders of a point are timed in the same way. Without
-a GPU all sizes shrink, and the figures only show that the benchmark runs.
+measured copy, and an empty kernel. Short calls are timed on the device, with all kernels, memsets
+and copies (`harness.Protocol.short_ms`): cuDNN clears memory before its kernels. Without a GPU all
+sizes shrink, and the figures only show that the benchmark runs.
 
 `--jobs` processes compile and check points; afterwards one process at a time on each GPU times
 them. The processes are dealt to all GPUs in turn, and a point is timed on one GPU. They
@@ -38,7 +38,15 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from benchmarks import children, compiling, harness, production_bounds, production_programs, timing
+from benchmarks import (
+    children,
+    compiling,
+    device_time,
+    harness,
+    production_bounds,
+    production_programs,
+    timing,
+)
 from benchmarks.production_draws import DRAWS, SWEEPS, Shape, shapes, shrink
 from benchmarks.production_programs import Program
 from benchmarks.production_summary import bars, summary
@@ -48,11 +56,8 @@ from benchmarks.records import format_table
 #: take five products for its two (for linear compression four for two). They read and write every
 #: array of the forward pass and its gradient once.
 PRODUCTS = dict.fromkeys(DRAWS, harness.ATTENTION_WORK["both"]) | {"linear_compression": 3.0}
-#: A point whose fastest contender's kernels take less time is timed by CUPTI, and its calls in
-#: windows of `SHORT_WINDOW_S`.
-SHORT_MS, SHORT_WINDOW_S = 0.3, 0.02
 #: A point is taken for short, before it is compiled, if the peak rates of a Hopper GPU need less
-#: than this share of `SHORT_MS` for it.
+#: than this share of `harness.SHORT_MS` for it.
 SHORT_SHARE = 1 / 6
 #: Seconds that are kept for the timing of each point that is compiled, of a short and of another
 #: one, and most seconds of a point's compilation until a process has compiled one.
@@ -90,7 +95,7 @@ class Point:
         flops, num_bytes = self.work
         rates = production_bounds.HOPPER
         ms = 1e3 * max(flops / rates.flops, num_bytes / rates.num_bytes)
-        return SHORT_TIMING_S if ms < SHORT_MS * SHORT_SHARE else TIMING_S
+        return SHORT_TIMING_S if ms < harness.SHORT_MS * SHORT_SHARE else TIMING_S
 
 
 def points(sweeps: Sequence[str], number: int, seed: int) -> list[Point]:
@@ -103,7 +108,7 @@ def points(sweeps: Sequence[str], number: int, seed: int) -> list[Point]:
 
 
 class Ceilings(NamedTuple):
-    """What the device reaches: TB/s of a copy, and milliseconds of an empty kernel by CUPTI."""
+    """What the device reaches: TB/s of a copy, and milliseconds of an empty kernel."""
 
     copy_tb_per_s: float
     empty_ms: float
@@ -131,25 +136,11 @@ def ceilings(folder: pathlib.Path) -> Ceilings:
     size = COPY_BYTES if jax.default_backend() == "gpu" else 2**20
     nothing = jnp.zeros((), jnp.float32)
     add = jax.jit(lambda x: x + 1).lower(nothing).compile()
-    empty = timing.kernel_ms(add, nothing)
-    found = Ceilings(
-        timing.copy_ceiling(size)["tb_per_s"], 0.0 if empty is None else statistics.median(empty)
-    )
+    empty = device_time.measure(add, nothing)
+    empty_ms = 0.0 if empty is None else statistics.median(empty.busy_ms)
+    found = Ceilings(timing.copy_ceiling(size)["tb_per_s"], empty_ms)
     path.write_text(json.dumps(found._asdict()))
     return found
-
-
-def _kernel_times(found: Sequence[harness.Contender]) -> dict[int, list[float]]:
-    """CUPTI's times by the contenders' ids; empty if it cannot time all, or if none is short."""
-    timed = [c for c in found if c.compiled is not None]
-    times: dict[int, list[float]] = {}
-    for contender in timed:
-        ms = timing.kernel_ms(contender.compiled, *contender.args)
-        if ms is None:
-            return {}
-        times[id(contender)] = ms
-    is_short = any(statistics.median(ms) < SHORT_MS for ms in times.values())
-    return times if is_short else {}
 
 
 def measure_point(
@@ -158,17 +149,9 @@ def measure_point(
     """Times the contenders of a point interleaved with the reference matmul."""
     found = production_programs.ready(point.shape, point.direction, programs)
     kept = found if production_bounds.peaks() is None else production_programs.leave_out_slow(found)
-    kernel_times = _kernel_times(kept)
-    if kernel_times:
-        window_s = min(protocol.window_s, SHORT_WINDOW_S)
-        protocol = dataclasses.replace(protocol, window_s=window_s)
     flops, num_bytes = point.work
     measured = harness.measure(kept, flops, protocol)
     measured["providers"] = [contender.record for contender in found]
-    for contender in kept:
-        if ms := kernel_times.get(id(contender)):
-            contender.record |= {"call_ms": contender.record["median_ms"], "ms": ms}
-            contender.record["median_ms"] = statistics.median(ms)
     compute_ms = flops / measured["matmul_tflops"] / 1e9
     copy_ms = num_bytes / found_ceilings.copy_tb_per_s / 1e9
     roofline = max(compute_ms, copy_ms, found_ceilings.empty_ms)
@@ -254,6 +237,7 @@ def _measure_share(args: argparse.Namespace, share: int) -> None:
         todo = [dataclasses.replace(point, shape=shrink(point.shape)) for point in todo]
     end = args.begin + args.budget_s
     protocol = harness.Protocol.for_device(quick=args.quick)
+    protocol = dataclasses.replace(protocol, short_ms=harness.SHORT_MS)
     timing.matmul_thunk(protocol.matmul_size)  # compiled beside the others, not while one times
     programs = _compiled_share(todo, folder, Budget(folder, end))
     (folder / f"compiled-{share}").touch()

@@ -8,13 +8,11 @@ from __future__ import annotations
 
 import collections
 import dataclasses
-import pathlib
 import re
-import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
-import jax
+from benchmarks import device_time
 
 #: Compiler options with which a GPU launches every kernel by itself, so that the profile names the
 #: operation of each.
@@ -84,47 +82,27 @@ def shares(step: Callable[[], Any], program: str) -> Shares:
       step: runs one step; its result is waited for after the last one.
       program: the text of the compiled program.
     """
-    jax.block_until_ready(step())
-    with tempfile.TemporaryDirectory() as folder:
-        with jax.profiler.trace(folder):
-            out = None
-            for _ in range(STEPS):
-                out = step()
-            jax.block_until_ready(out)
-        (path,) = pathlib.Path(folder).rglob("*.xplane.pb")
-        data = jax.profiler.ProfileData.from_file(str(path))
+    events = device_time.record(step, STEPS)
     scopes = {match["name"]: match["scope"] for match in _OPERATION.finditer(program)}
-    return _summed(data, scopes)
+    return _summed(events, scopes)
 
 
-def _summed(data: Any, scopes: dict[str, str]) -> Shares:
+def _summed(events: Sequence[device_time.Event], scopes: dict[str, str]) -> Shares:
     times: collections.Counter[tuple[str, str]] = collections.Counter()
     counts: collections.Counter[tuple[str, str]] = collections.Counter()
     parts: collections.Counter[str] = collections.Counter()
-    spans = []
-    for plane in data.planes:
-        if not plane.name.startswith("/device:GPU:0"):
-            continue
-        for line in plane.lines:
-            if not line.name.startswith("Stream"):
-                continue
-            for event in line.events:
-                operation = str(dict(event.stats).get("hlo_op", ""))
-                scope = scopes.get(operation, operation)
-                times[event.name, scope] += event.duration_ns
-                counts[event.name, scope] += 1
-                parts[part_of(scope)] += event.duration_ns
-                spans.append((event.start_ns, event.start_ns + event.duration_ns))
-    busy, reached = 0, 0
-    for begin, end in sorted(spans):
-        busy += max(0, end - max(begin, reached))
-        reached = max(reached, end)
-    wall = reached - min((begin for begin, _ in spans), default=0)
+    for event in events:
+        scope = scopes.get(event.operation, event.operation)
+        ns = round(event.end_ns - event.begin_ns)
+        times[event.name, scope] += ns
+        counts[event.name, scope] += 1
+        parts[part_of(scope)] += ns
+    wall = max((e.end_ns for e in events), default=0) - min((e.begin_ns for e in events), default=0)
     scale = 1e-6 / STEPS
     return Shares(
-        busy * scale,
+        device_time.busy_ns(events) * scale,
         wall * scale,
-        len(spans) / STEPS,
+        len(events) / STEPS,
         {part: ns * scale for part, ns in parts.most_common()},
         [(ns * scale, counts[key] / STEPS, *key) for key, ns in times.most_common()],
     )

@@ -63,23 +63,6 @@ def copy_ceiling(
     return {"bytes": source.nbytes, "ms": ms, "tb_per_s": rate}
 
 
-def kernel_ms(compiled: Any, *args: Any, iterations: int = 20) -> list[float] | None:
-    """Milliseconds of a compiled function's kernels by CUPTI, one figure for each launch.
-
-    None if CUPTI is not available: without an NVIDIA GPU, or if another tool uses it.
-    """
-    if jax.default_backend() != "gpu":
-        return None
-    from jax.experimental.mosaic.gpu import profiler
-
-    try:
-        # With finalize=True, CUPTI would be detached and a second measurement impossible.
-        _, ms = profiler.Cupti(finalize=False).measure(compiled, iterations=iterations)(*args)
-    except RuntimeError:
-        return None
-    return None if ms is None else [float(x) for x in (ms if isinstance(ms, list) else [ms])]
-
-
 def device_name() -> str:
     """Name of the first device, e.g. "NVIDIA H200" or "cpu"."""
     return str(jax.devices()[0].device_kind)

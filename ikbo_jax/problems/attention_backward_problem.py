@@ -20,11 +20,25 @@ from ikbo_jax.problems.hopper import BLOCK_K, NUM_SMS, WGMMA_M
 #: Most tiles of keys whose parts of d_query are stored apart by default; each part takes twice the
 #: memory of the queries.
 MAX_PARTS = 8
-#: Largest number of a user's rows for which heads of 64 columns store gradients of scores.
-MAX_STORED_ROWS = 1024
+# Kernels of gradients by CUPTI on an H100, 2026-11-27 (`docs/experiments.md`).
+#: Most bytes of gradients of scores that L2 holds until they are multiplied. At H = 64, 17 MB took
+#: 0.93 of the time of another launch for d_query, 19 MB 1.00, 50 MB 1.18 and 537 MB 1.31.
+MAX_CACHED_BYTES = 20 * 10**6
+#: Most rows of a user for which 16 bits a score take fewer bytes than reading its keys and values
+#: again: with 8 rows and H = 64, 0.94 of the time of another launch; with 24, 0.99; with 40, 1.14.
+MAX_ROWS_OF_STORED = 16
+#: Rows of a user from which on blocks have `MAX_BLOCK_Q` rows, and from which on gradients of
+#: scores are stored for H = 128. With 240 and 512 rows, another launch took 0.87 and 1.04 of the
+#: time of stored ones; blocks of 128 rows at H = 64 1.07 (563 rows: 0.97) of that of 64.
+MIN_MANY_ROWS = 384
+#: Rows of a user from which on its keys need no second slot: with 128, 563 and 1,024 rows of
+#: 64 columns, one slot took 1.25, 1.05 and 1.03 of the time of two; with 4,096, the same.
+MIN_ROWS_OF_ONE_SLOT = 2048
 #: Least number of a user's rows for tiles of 256 of them.
 MIN_TALL_ROWS = 256
-#: Rows of a user from which on blocks have 32 rows at least, with parts of wider heads than 64.
+#: Rows of a user from which on blocks have 32 rows at least. With 40 rows in the mean, those of 16
+#: took 1.09 times as long, at H = 64 (2,048 keys, stored, H100) and at H = 128 (87 keys, parts,
+#: H200).
 MIN_WIDER_ROWS = 33
 
 
@@ -57,7 +71,7 @@ class AttentionBackwardProblem(AttentionSizes):
         return -(-self.kv_len // BLOCK_KV)
 
     def fits(self, config: AttentionBackwardConfig) -> bool:
-        """Small blocks and parts are for few rows, stored ones of narrow heads not for many.
+        """Small blocks and parts are for few rows; see `_fits_launches` for the others.
 
         Small gradients have configurations of their own, which the model chooses.
         """
@@ -65,8 +79,7 @@ class AttentionBackwardProblem(AttentionSizes):
             return False
         if config.d_query == "parts":
             return self._has_few_rows and self._tiles <= MAX_PARTS
-        is_either = self.head_dim <= BLOCK_K and config.d_query in ("launch", "stored")
-        if is_either and config.stores_d_scores != (self.rows <= MAX_STORED_ROWS):
+        if self.head_dim <= MAX_BOTH_SUMS and not self._fits_launches(config):
             return False
         is_narrow = config.block_q < min(WGMMA_M, MAX_BLOCK_Q.get(self.head_dim, WGMMA_M))
         if is_narrow:
@@ -74,17 +87,42 @@ class AttentionBackwardProblem(AttentionSizes):
         # With users of 8 rows, blocks of 64 took 1.2 to 1.4 times as long as blocks of 16 (H100).
         return self.head_dim > MAX_BOTH_SUMS or self.rows > config.block_q // 2
 
+    def _fits_launches(self, config: AttentionBackwardConfig) -> bool:
+        """Whether d_query is computed in the faster one of two ways, if in one of them."""
+        if config.d_query not in ("launch", "stored"):
+            return True
+        if config.stores_d_scores != self._stores_d_scores:
+            return False
+        is_long, has_many = self.rows >= MIN_ROWS_OF_ONE_SLOT, self.rows >= MIN_MANY_ROWS
+        is_widest = config.block_q == MAX_BLOCK_Q[self.head_dim]
+        return config.stores_d_scores or (
+            config.kv_slots == (1 if is_long else 2)
+            and (is_widest == has_many or self.head_dim > BLOCK_K)
+        )
+
     def adapt(self, config: AttentionBackwardConfig) -> AttentionBackwardConfig:
         """Splits and the height of tiles depend on the number of users and of their rows."""
         is_tall = config.tall and self.rows >= MIN_TALL_ROWS
-        # With 101 users of 40 rows in the mean, H = 128 and 87 keys, blocks of 32 took 24.2 us,
-        # those of 16 26.5 (H200).
-        is_wide = config.d_query == "parts" and self.head_dim > BLOCK_K
-        block_q = max(config.block_q, 32 if is_wide and self.rows >= MIN_WIDER_ROWS else 0)
-        splits = self._splits(block_q)[0]
-        adapted = dataclasses.replace(config, block_q=block_q, splits=splits, tall=is_tall)
+        if self.rows >= MIN_WIDER_ROWS and config.block_q < 32:
+            # With 40 and 64 rows, three stages took 0.97 and 0.94 of the time of two (H100).
+            config = dataclasses.replace(config, block_q=32, stages=3)
+        splits = self._splits(config.block_q)[0]
+        adapted = dataclasses.replace(config, splits=splits, tall=is_tall)
         adapted = _added_by_launch(adapted)
         return config if adapted.illegal_reason(self) else adapted
+
+    @property
+    def _stores_d_scores(self) -> bool:
+        """Whether heads of at most 128 columns store gradients of scores, rather than launch again.
+
+        That is, compute scores and gradients of weights again in another launch: two products more.
+        """
+        num_bytes = 2 * self.batch * self.q_len * self.q_heads * self.kv_len
+        if num_bytes <= MAX_CACHED_BYTES:
+            return True
+        if self.head_dim <= BLOCK_K:
+            return self.rows <= MAX_ROWS_OF_STORED
+        return self._has_few_rows or self.rows >= MIN_MANY_ROWS
 
     @property
     def _has_few_rows(self) -> bool:
@@ -109,8 +147,12 @@ class AttentionBackwardProblem(AttentionSizes):
         # On an H100, parts took 0.444 ms with 2,048 users of 8 rows and 256 keys, and 0.227 ms with
         # 512 users of 8 rows and 512 keys, where stored gradients of scores took 0.556 and 0.290.
         has_few_parts = self._tiles <= MAX_PARTS
-        for block_q in sorted((16, 32, 64), key=lambda block: block < self.rows):
-            for kv_slots, stages in ((2, 2), (1, 2), (2, 3)):
+        if not has_few_parts and not self._stores_d_scores:
+            yield from self._launched()
+        # Blocks of 32 rows and three stages took 0.97 to 1.00 of the time of blocks of 64 with 40,
+        # 54 and 64 rows of a user.
+        for block_q in sorted((16, 32, 64), key=lambda block: block < min(self.rows, 32)):
+            for kv_slots, stages in ((2, 3), (2, 2), (1, 2)):
                 ways = ("parts", "sum") if has_few_parts else ("stored", "sum")
                 for d_query in ways:
                     yield AttentionBackwardConfig(block_q, stages, kv_slots, d_query)
@@ -119,35 +161,41 @@ class AttentionBackwardProblem(AttentionSizes):
         if self.head_dim > MAX_BOTH_SUMS:
             yield from self._for_wide_heads()
             return
+        ways = (self._stored(), self._launched())
+        for configs in ways if self._stores_d_scores else reversed(ways):
+            yield from configs
         widest = MAX_BLOCK_Q.get(self.head_dim, WGMMA_M)
-        is_narrow = self.head_dim <= BLOCK_K
-        # On an H100 with S = 2048 and 64 candidates a user, stored gradients of scores took 1.43 ms
-        # at H = 128, and another launch for d_query 1.63 ms. At H = 64, where they save half as
-        # many products, these took 0.99 and 0.93 ms; with 2 users of 472 rows and 8 heads, 31 and
-        # 36 us.
-        launched = self._launched(((128, 3), (128, 2), (96, 4), (64, 5)) if is_narrow else None)
-        if is_narrow and self.rows > MAX_STORED_ROWS:
-            yield from launched
-            yield from self._stored()
-        else:
-            yield from self._stored()
-            yield from launched
         for block_q in (widest, *(x for x in (96, 64, 48, 32) if x < widest)):
             for stages in (2, 3):
                 yield AttentionBackwardConfig(block_q, stages)
 
-    def _launched(
-        self, rings: tuple[tuple[int, int], ...] | None
-    ) -> Iterator[AttentionBackwardConfig]:
-        widest = MAX_BLOCK_Q.get(self.head_dim, WGMMA_M)
-        for stages in (3, 2):
-            for block_kv, kv_stages in rings or ((64, 3), (96, 2), (80, 2)):
-                yield AttentionBackwardConfig(widest, stages, 1, "launch", block_kv, kv_stages)
+    def _launched(self) -> Iterator[AttentionBackwardConfig]:
+        """With another launch for d_query; keys of the next tile are loaded early."""
+        # (block_q, stages, kv_slots), and (block_kv, kv_stages). At H = 128 there is no room for
+        # three stages beside two slots.
+        if self.head_dim <= BLOCK_K:
+            few, many = (64 if self.rows > 32 else 32, 3, 2), (128, 2, 2)
+            blocks = [many, few] if self.rows >= MIN_MANY_ROWS else [few, many]
+            blocks.insert(0 if self.rows >= MIN_ROWS_OF_ONE_SLOT else 2, (128, 3, 1))
+            rings = ((128, 3), (96, 4), (64, 5))
+        else:
+            widest = MAX_BLOCK_Q.get(self.head_dim, WGMMA_M)
+            blocks = [(widest, 2, 2), (widest, 3, 1)]
+            blocks = blocks[::-1] if self.rows >= MIN_ROWS_OF_ONE_SLOT else blocks
+            rings = ((64, 3), (96, 2), (80, 2))
+        for block in blocks:
+            for block_kv, kv_stages in rings:
+                yield AttentionBackwardConfig(*block, "launch", block_kv, kv_stages)
 
     def _stored(self) -> Iterator[AttentionBackwardConfig]:
         if self.head_dim <= BLOCK_K:
-            yield AttentionBackwardConfig(64, 2, 2, "stored", kv_stages=4)
-            yield AttentionBackwardConfig(128, 3, 1, "stored", kv_stages=4)
+            # With 128 and 256 rows, blocks of 64 took 0.81 and 0.95 of the time of blocks of 128;
+            # with 472, 1.08 (H100).
+            configs = [
+                AttentionBackwardConfig(64, 2, 2, "stored", kv_stages=4),
+                AttentionBackwardConfig(128, 3, 1, "stored", kv_stages=4),
+            ]
+            yield from configs[::-1] if self.rows >= MIN_MANY_ROWS else configs
             return
         if self.rows >= MIN_TALL_ROWS:
             yield AttentionBackwardConfig(64, 3, 1, "stored", kv_stages=3, tall=True)

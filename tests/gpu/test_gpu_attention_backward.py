@@ -61,6 +61,7 @@ CONFIGS = {
     "two_slots": Config(32, 2, 2),
     "parts": Config(16, 2, 2, "parts"),
     "two_launches": Config(64, 3, 1, "launch", 64, 3),
+    "two_launches_two_slots": Config(64, 2, 2, "launch", 64, 3),
     "split_queries": Config(32, 3, 1, "sum", splits=3),
     "two_launches_odd_block": Config(32, 3, 1, "launch", 48, 4),
     "stored": Config(64, 3, 1, "stored", kv_stages=4),

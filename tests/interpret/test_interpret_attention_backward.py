@@ -71,6 +71,15 @@ CASES = {
     "two_launches_h96_f16": Case(
         AttentionShape(2, 3, 64, 129, 1, 1, 96), Config(64, d_query="launch"), "float16"
     ),
+    "two_launches_two_slots": Case(
+        AttentionShape(3, 5, 33, 200, 2, 1, 64, "gaps", "ragged"),
+        Config(64, 3, 2, "launch", block_kv=32, kv_stages=2),
+    ),
+    "two_launches_two_slots_h128_f16": Case(
+        AttentionShape(3, 4, 21, 150, 1, 1, 128, "unsorted", "ragged"),
+        Config(64, 2, 2, "launch"),
+        "float16",
+    ),
     "f32_sums": Case(
         AttentionShape(3, 4, 21, 200, 2, 1, 64, "gaps", "ragged"), Config(32), sum_dtype="float32"
     ),

@@ -1,0 +1,116 @@
+"""What a device does while a function is called, by JAX's profiler.
+
+The profiler records kernels, memsets and copies, each with its beginning and end on the device.
+Gaps between them, in which the device waits for the host, do not count.
+"""
+
+from __future__ import annotations
+
+import pathlib
+import tempfile
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+
+#: Calls that are timed.
+CALLS = 20
+
+
+class Event(NamedTuple):
+    """A kernel, a memset or a copy.
+
+    Attributes:
+      begin_ns: its beginning, by the device's clock.
+      end_ns: its end.
+      name: of the kernel, or "Memset" or "Memcpy" with the kind.
+      operation: the operation of XLA's program that launched it.
+    """
+
+    begin_ns: float
+    end_ns: float
+    name: str
+    operation: str
+
+    @property
+    def is_kernel(self) -> bool:
+        return not self.name.startswith("Mem")
+
+
+class DeviceTime(NamedTuple):
+    """Milliseconds of each call on the device: of all that it did, and of kernels alone."""
+
+    busy_ms: list[float]
+    kernel_ms: list[float]
+
+
+def record(call: Callable[[], Any], calls: int) -> list[Event]:
+    """What the first GPU does during calls after the first one, in the order of time.
+
+    Empty without an NVIDIA GPU.
+    """
+    jax.block_until_ready(call())
+    with tempfile.TemporaryDirectory() as folder:
+        with jax.profiler.trace(folder):
+            out = None
+            for _ in range(calls):
+                out = call()
+            jax.block_until_ready(out)
+        (path,) = pathlib.Path(folder).rglob("*.xplane.pb")
+        return events_of(jax.profiler.ProfileData.from_file(str(path)))
+
+
+def events_of(profile: Any) -> list[Event]:
+    """The first GPU's events of a `jax.profiler.ProfileData`, in the order of time."""
+    return sorted(
+        Event(
+            event.start_ns,
+            event.start_ns + event.duration_ns,
+            event.name,
+            str(dict(event.stats).get("hlo_op", "")),
+        )
+        for plane in profile.planes
+        if plane.name.startswith("/device:GPU:0")
+        for line in plane.lines
+        if line.name.startswith("Stream")
+        for event in line.events
+    )
+
+
+def busy_ns(events: Sequence[Event]) -> float:
+    """Nanoseconds in which at least one of the events, which are in the order of time, goes on."""
+    busy, reached = 0.0, 0.0
+    for event in events:
+        busy += max(0.0, event.end_ns - max(event.begin_ns, reached))
+        reached = max(reached, event.end_ns)
+    return busy
+
+
+def measure(compiled: Any, *args: Any, calls: int = CALLS) -> DeviceTime | None:
+    """Times calls of a compiled function on the device.
+
+    None without an NVIDIA GPU, or if the profiler recorded nothing, for example because another
+    tool uses CUPTI.
+    """
+    if jax.default_backend() != "gpu":
+        return None
+    return times_of(record(lambda: compiled(*args), calls), calls)
+
+
+def times_of(events: Sequence[Event], calls: int) -> DeviceTime | None:
+    """The times of calls that launched these events; None if there are none.
+
+    Calls launch the same events; if they did not, all calls count as one, with their mean.
+    """
+    if not events:
+        return None
+    size, rest = divmod(len(events), calls)
+    scale = 1e-6
+    if rest:
+        size, scale = len(events), 1e-6 / calls
+    found = DeviceTime([], [])
+    for at in range(0, len(events), size):
+        of_call = events[at : at + size]
+        found.busy_ms.append(scale * busy_ns(of_call))
+        found.kernel_ms.append(scale * busy_ns([e for e in of_call if e.is_kernel]))
+    return found
