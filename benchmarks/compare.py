@@ -40,10 +40,10 @@ import jax
 import jax.numpy as jnp
 
 import ikbo_jax
-from benchmarks import children, device_time, harness
+from benchmarks import children, harness
 from benchmarks.compare_subjects import GROUPS, Subject, chosen
 from benchmarks.records import Record
-from ikbo_jax._timing import executables, interleaved_ms
+from ikbo_jax._timing import device_time, executables, interleaved_ms
 from ikbo_jax._timing.programs import UNTIMED_ON_GPU
 
 #: The older package's name.

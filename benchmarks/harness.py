@@ -21,14 +21,14 @@ from typing import Any
 import jax
 import numpy as np
 
-from benchmarks import compiling, device_time, timing
+from benchmarks import compiling, timing
 from benchmarks.records import OUR_NAME, Record, all_correct, format_table
-from ikbo_jax._timing import interleaved_ms
+from ikbo_jax._timing import device_time, interleaved_ms
 from ikbo_jax.cases.error_rule import Check
 from ikbo_jax.tuning import table
 
-#: See `Protocol.short_ms`: what most benchmarks of short points take for it, and the windows.
-SHORT_MS, SHORT_WINDOW_S = 0.3, 0.02
+#: Seconds of a window of a short point's calls, see `Protocol.short_ms`.
+SHORT_WINDOW_S = 0.02
 #: FLOPs of attention by direction, relative to the forward pass: gradients take five products for
 #: the forward pass' two.
 ATTENTION_WORK = {"forward": 1.0, "backward": 2.5, "both": 3.5}

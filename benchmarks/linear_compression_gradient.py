@@ -25,6 +25,7 @@ from benchmarks.harness import Point
 from benchmarks.linear_compression import DEFAULT, shrink
 from benchmarks.production_draws import compression_shape
 from benchmarks.records import Record, provider_of
+from ikbo_jax._timing import device_time
 from ikbo_jax.cases import error_rule
 from ikbo_jax.cases.error_rule import Check
 from ikbo_jax.cases.linear_compression import Case, Inputs
@@ -225,7 +226,7 @@ def run(sweeps: Sequence[str], *, out: pathlib.Path, **options: Any) -> dict[str
     providers = PROVIDERS[-2:] if bench.quick else PROVIDERS
 
     def measure(point: Point) -> dict[str, Any]:
-        protocol = dataclasses.replace(bench.protocol, short_ms=harness.SHORT_MS)
+        protocol = dataclasses.replace(bench.protocol, short_ms=device_time.SHORT_MS)
         return measure_point(point, providers, protocol)
 
     return bench.measure([p for sweep in sweeps for p in points(sweep)], measure, shrink)

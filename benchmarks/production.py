@@ -41,7 +41,6 @@ import jax.numpy as jnp
 from benchmarks import (
     children,
     compiling,
-    device_time,
     harness,
     production_bounds,
     production_programs,
@@ -51,13 +50,14 @@ from benchmarks.production_draws import DRAWS, SWEEPS, Shape, shapes, shrink
 from benchmarks.production_programs import Program
 from benchmarks.production_summary import bars, summary
 from benchmarks.records import format_table
+from ikbo_jax._timing import device_time
 
 #: Useful FLOPs of the forward pass with all gradients, relative to the forward pass: gradients
 #: take five products for its two (for linear compression four for two). They read and write every
 #: array of the forward pass and its gradient once.
 PRODUCTS = dict.fromkeys(DRAWS, harness.ATTENTION_WORK["both"]) | {"linear_compression": 3.0}
 #: A point is taken for short, before it is compiled, if the peak rates of a Hopper GPU need less
-#: than this share of `harness.SHORT_MS` for it.
+#: than this share of `device_time.SHORT_MS` for it.
 SHORT_SHARE = 1 / 6
 #: Seconds that are kept for the timing of each point that is compiled, of a short and of another
 #: one, and most seconds of a point's compilation until a process has compiled one.
@@ -95,7 +95,7 @@ class Point:
         flops, num_bytes = self.work
         rates = production_bounds.HOPPER
         ms = 1e3 * max(flops / rates.flops, num_bytes / rates.num_bytes)
-        return SHORT_TIMING_S if ms < harness.SHORT_MS * SHORT_SHARE else TIMING_S
+        return SHORT_TIMING_S if ms < device_time.SHORT_MS * SHORT_SHARE else TIMING_S
 
 
 def points(sweeps: Sequence[str], number: int, seed: int) -> list[Point]:
@@ -237,7 +237,7 @@ def _measure_share(args: argparse.Namespace, share: int) -> None:
         todo = [dataclasses.replace(point, shape=shrink(point.shape)) for point in todo]
     end = args.begin + args.budget_s
     protocol = harness.Protocol.for_device(quick=args.quick)
-    protocol = dataclasses.replace(protocol, short_ms=harness.SHORT_MS)
+    protocol = dataclasses.replace(protocol, short_ms=device_time.SHORT_MS)
     timing.matmul_thunk(protocol.matmul_size)  # compiled beside the others, not while one times
     programs = _compiled_share(todo, folder, Budget(folder, end))
     (folder / f"compiled-{share}").touch()

@@ -12,7 +12,7 @@ import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from benchmarks import device_time
+from ikbo_jax._timing import device_time
 
 #: Compiler options with which a GPU launches every kernel by itself, so that the profile names the
 #: operation of each.

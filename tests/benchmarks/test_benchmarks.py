@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 
 from benchmarks import (
-    device_time,
     harness,
     linear_compression,
     records,
@@ -20,7 +19,7 @@ from benchmarks import (
     torch_baseline,
 )
 from benchmarks import linear_compression_providers as providers
-from ikbo_jax._timing import interleaved_ms
+from ikbo_jax._timing import device_time, interleaved_ms
 from ikbo_jax.cases.linear_compression import Case
 from ikbo_jax.problems import LinearCompressionProblem
 

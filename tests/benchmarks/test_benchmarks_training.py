@@ -12,7 +12,6 @@ import numpy as np
 import pytest
 
 from benchmarks import (
-    device_time,
     profiles,
     ranking,
     records,
@@ -23,6 +22,7 @@ from benchmarks import (
     training_gdpa,
     training_task,
 )
+from ikbo_jax._timing import device_time
 from ikbo_jax.models import ranking as model
 
 pytestmark = pytest.mark.slow

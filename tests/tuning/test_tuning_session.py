@@ -20,6 +20,7 @@ from typing import Any
 import jax
 import pytest
 
+from ikbo_jax._timing import device_time
 from ikbo_jax.autotuner import bench, contest, session, worker
 from ikbo_jax.autotuner.bench import Contender, Task
 from ikbo_jax.cases.linear_compression import Case
@@ -95,6 +96,38 @@ def test_contenders_are_compiled_in_threads_checked_and_timed_by_turns(programs_
     compiled = len(programs_of_the_cpu)
     stand.measure(Task(TINY, (A, None), **SMALL))
     assert len(programs_of_the_cpu) == compiled
+
+
+@pytest.mark.parametrize(
+    ("xla_ms", "kernel_ms", "on_device"),
+    [(0.2, 0.1, (True, True)), (5.0, 0.1, (False, True)), (0.2, 0.4, (True, False))],
+)
+def test_short_kernels_are_timed_on_the_device(
+    programs_of_the_cpu, monkeypatch, xla_ms, kernel_ms, on_device
+):
+    stand = bench.Bench(TINY, (None, A))
+    stand.prepare()
+
+    def measure(program: Any, *args: Any) -> device_time.DeviceTime:
+        ms = xla_ms if program is stand._programs[None] else kernel_ms
+        return device_time.DeviceTime([9.0, ms, ms], [])
+
+    monkeypatch.setattr(device_time, "measure", measure)
+    monkeypatch.setattr(bench._timing, "sustained_ms", lambda *args, **options: [7.0])
+    for alone, ms, is_on_device in zip((None, A), (xla_ms, kernel_ms), on_device, strict=True):
+        (found,) = stand.measure(Task(TINY, (alone,), **SMALL))["results"]
+        assert found["ms"] == [ms if is_on_device else 7.0] * 2
+    # Both in the same way, once a kernel was timed.
+    for found in stand.measure(Task(TINY, (None, A), **SMALL))["results"]:
+        assert (found["ms"] != [7.0] * 2) == on_device[1]
+
+
+def test_no_profile_of_a_short_kernel_is_a_failure(programs_of_the_cpu, monkeypatch):
+    found = iter([device_time.DeviceTime([0.1], []), None])
+    monkeypatch.setattr(device_time, "measure", lambda program, *args: next(found))
+    stand = bench.Bench(TINY, (None, A))
+    (result,) = stand.measure(Task(TINY, (A,), **SMALL))["results"]
+    assert result == {"failure": "RuntimeError: the profiler recorded nothing"}
 
 
 def test_suspects_are_compiled_one_by_one_at_the_end(programs_of_the_cpu):

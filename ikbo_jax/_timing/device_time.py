@@ -15,6 +15,8 @@ import jax
 
 #: Calls that are timed.
 CALLS = 20
+#: Functions that take less time are to be timed on the device, since Python launches no faster.
+SHORT_MS = 0.3
 
 
 class Event(NamedTuple):
