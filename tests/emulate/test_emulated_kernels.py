@@ -167,6 +167,8 @@ CHOSEN = {
         "h192_wide_gqa_one_slot",
     ],
     "attention_backward": [
+        "two_launches_two_slots",
+        "two_launches_two_slots_h128_f16",
         "unsorted_grouped_heads",
         "two_launches",
         "stored_h128_f16",
