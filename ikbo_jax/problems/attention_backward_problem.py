@@ -24,12 +24,14 @@ MAX_PARTS = 8
 #: Most bytes of gradients of scores that L2 holds until they are multiplied. At H = 64, 17 MB took
 #: 0.93 of the time of another launch for d_query, 19 MB 1.00, 50 MB 1.18 and 537 MB 1.31.
 MAX_CACHED_BYTES = 20 * 10**6
-#: Most rows of a user for which 16 bits a score take fewer bytes than reading its keys and values
-#: again: with 8 rows and H = 64, 0.94 of the time of another launch; with 24, 0.99; with 40, 1.14.
+#: Most rows of a user whose gradients of scores are fewer bytes than the keys and values that
+#: another launch reads again: with 8 rows of 64 columns, stored ones took 0.94 of its time; with 24
+#: rows 0.99, with 40 1.14.
 MAX_ROWS_OF_STORED = 16
-#: Rows of a user from which on blocks have `MAX_BLOCK_Q` rows, and from which on gradients of
-#: scores are stored for H = 128. With 240 and 512 rows, another launch took 0.87 and 1.04 of the
-#: time of stored ones; blocks of 128 rows at H = 64 1.07 (563 rows: 0.97) of that of 64.
+#: Rows of a user from which on blocks have `MAX_BLOCK_Q` rows, and heads wider than 64 columns
+#: store gradients of scores. With 240 and 563 rows of 64 columns, blocks of 128 rows took 1.07 and
+#: 0.97 of the time of blocks of 64; with 240 and 512 rows of 128 columns, another launch took 0.93
+#: and 1.04 of the time of stored gradients.
 MIN_MANY_ROWS = 384
 #: Rows of a user from which on its keys need no second slot: with 128, 563 and 1,024 rows of
 #: 64 columns, one slot took 1.25, 1.05 and 1.03 of the time of two; with 4,096, the same.
