@@ -242,12 +242,10 @@ def measure_point(
     times = {name: {"ms": ms, "median_ms": statistics.median(ms)} for name, ms in samples.items()}
     field = "median_ms"
     if max(entry["median_ms"] for entry in times.values()) < SHORT_MS:
-        measured = [(n, device_time.measure(programs[n], *inputs)) for n in times]
-        on_device = {name: found.busy_ms for name, found in measured if found is not None}
-        if len(on_device) == len(times):
+        on_device = device_time.measure_all({name: (programs[name], inputs) for name in times})
+        for name, measured in on_device.items():
             field = "device_ms"
-            for name, ms in on_device.items():
-                times[name][field] = statistics.median(ms)
+            times[name][field] = measured.ms
     ratio = times["after"][field] / times["before"][field]
     return point | {**times, "ratio": ratio, "ratio_of": field, "differences": differences}
 

@@ -15,7 +15,7 @@ import pathlib
 import statistics
 import time
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -187,10 +187,6 @@ class Protocol:
         size = timing.MATMUL_SIZE if jax.default_backend() == "gpu" else 256
         return Protocol(0.02, 1, size, cupti) if quick else Protocol(0.2, 3, size, cupti)
 
-    @property
-    def of_short_points(self) -> Protocol:
-        return dataclasses.replace(self, window_s=min(self.window_s, SHORT_WINDOW_S))
-
 
 def measure(contenders: Sequence[Contender], flops: float, protocol: Protocol) -> dict[str, Any]:
     """Times contenders and the reference matmul interleaved; adds the times to their records.
@@ -207,20 +203,21 @@ def measure(contenders: Sequence[Contender], flops: float, protocol: Protocol) -
         return {"providers": [contender.record for contender in contenders]}
     size = protocol.matmul_size
     runnable = {c.record["name"]: c for c in contenders if "error" in c.record}
-    on_device = _on_device(runnable) if protocol.cupti or protocol.short_ms else {}
-    is_short = any(
-        statistics.median(found.busy_ms) < protocol.short_ms for found in on_device.values()
-    )
-    protocol = protocol.of_short_points if is_short else protocol
+    on_device: dict[str, device_time.DeviceTime] = {}
+    if protocol.cupti or protocol.short_ms:
+        programs = {name: (c.compiled, c.args) for name, c in runnable.items()}
+        on_device = device_time.measure_all(programs)
+    is_short = any(found.ms < protocol.short_ms for found in on_device.values())
+    window_s = min(protocol.window_s, SHORT_WINDOW_S) if is_short else protocol.window_s
     thunks = {"matmul": timing.matmul_thunk(size)}
     thunks |= {name: contender.thunk for name, contender in runnable.items()}
-    samples = interleaved_ms(thunks, window_s=protocol.window_s, rounds=protocol.rounds)
+    samples = interleaved_ms(thunks, window_s=window_s, rounds=protocol.rounds)
     matmul_tflops = timing.matmul_tflops(statistics.median(samples["matmul"]), size)
     for name, contender in runnable.items():
         ms = samples[name]
         if name in on_device:
             contender.record["kernel_ms"] = statistics.median(on_device[name].kernel_ms)
-            contender.record["device_ms"] = statistics.median(on_device[name].busy_ms)
+            contender.record["device_ms"] = on_device[name].ms
         if is_short:
             contender.record["call_ms"] = statistics.median(ms)
             ms = on_device[name].busy_ms
@@ -234,19 +231,6 @@ def measure(contenders: Sequence[Contender], flops: float, protocol: Protocol) -
         "matmul_tflops": matmul_tflops,
         "providers": [contender.record for contender in contenders],
     }
-
-
-def _on_device(runnable: Mapping[str, Contender]) -> dict[str, device_time.DeviceTime]:
-    """Times on the device by the contenders' names; empty if not all of them can be timed."""
-    found = {}
-    for name, contender in runnable.items():
-        if contender.compiled is None:
-            return {}
-        times = device_time.measure(contender.compiled, *contender.args)
-        if times is None:
-            return {}
-        found[name] = times
-    return found
 
 
 @dataclasses.dataclass

@@ -28,7 +28,6 @@ import itertools
 import json
 import os
 import pathlib
-import statistics
 import sys
 import tempfile
 import time
@@ -38,14 +37,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from benchmarks import (
-    children,
-    compiling,
-    harness,
-    production_bounds,
-    production_programs,
-    timing,
-)
+from benchmarks import children, compiling, harness, production_bounds, production_programs, timing
 from benchmarks.production_draws import DRAWS, SWEEPS, Shape, shapes, shrink
 from benchmarks.production_programs import Program
 from benchmarks.production_summary import bars, summary
@@ -137,7 +129,7 @@ def ceilings(folder: pathlib.Path) -> Ceilings:
     nothing = jnp.zeros((), jnp.float32)
     add = jax.jit(lambda x: x + 1).lower(nothing).compile()
     empty = device_time.measure(add, nothing)
-    empty_ms = 0.0 if empty is None else statistics.median(empty.busy_ms)
+    empty_ms = 0.0 if empty is None else empty.ms
     found = Ceilings(timing.copy_ceiling(size)["tb_per_s"], empty_ms)
     path.write_text(json.dumps(found._asdict()))
     return found

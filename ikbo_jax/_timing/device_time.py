@@ -7,8 +7,9 @@ Gaps between them, in which the device waits for the host, do not count.
 from __future__ import annotations
 
 import pathlib
+import statistics
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -44,6 +45,11 @@ class DeviceTime(NamedTuple):
 
     busy_ms: list[float]
     kernel_ms: list[float]
+
+    @property
+    def ms(self) -> float:
+        """The median of all that a call does."""
+        return statistics.median(self.busy_ms)
 
 
 def record(call: Callable[[], Any], calls: int) -> list[Event]:
@@ -97,6 +103,17 @@ def measure(compiled: Any, *args: Any, calls: int = CALLS) -> DeviceTime | None:
     if jax.default_backend() != "gpu":
         return None
     return times_of(record(lambda: compiled(*args), calls), calls)
+
+
+def measure_all(programs: Mapping[str, tuple[Any, tuple[Any, ...]]]) -> dict[str, DeviceTime]:
+    """Times compiled functions on their arguments, by name; empty if not all can be timed."""
+    found = {}
+    for name, (compiled, args) in programs.items():
+        times = None if compiled is None else measure(compiled, *args)
+        if times is None:
+            return {}
+        found[name] = times
+    return found
 
 
 def times_of(events: Sequence[Event], calls: int) -> DeviceTime | None:

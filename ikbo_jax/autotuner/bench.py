@@ -13,10 +13,8 @@ import contextlib
 import dataclasses
 import functools
 import json
-import math
 import multiprocessing
 import os
-import statistics
 import threading
 from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any, Protocol
@@ -47,6 +45,9 @@ Emit = Callable[[dict[str, Any]], None]
 
 #: Largest number of processes and of threads; more do not speed up a hundred contenders.
 MAX_WORKERS = 16
+#: Calls that take longer are not profiled to see whether they are short: XLA may take seconds, and
+#: Python starts a call in less.
+MOST_CALL_MS = 10.0
 #: Compiler options of the reference matmul on a GPU. XLA still times the algorithms of cuBLAS.
 #: Triton GEMMs are excluded: XLA would compile dozens of them before the first check, and they are
 #: not the fastest at this size.
@@ -274,18 +275,20 @@ class Bench:
 
     def _sample_ms(self, contender: Contender, window_s: float) -> float:
         """Milliseconds of a call, on the device if calls are short."""
-        program, is_short = self._programs[contender], self._is_short
-        if is_short is not False:
+        program = self._programs[contender]
+        if self._is_short:
             found = device_time.measure(program, *self._inputs)
-            ms = math.inf if found is None else statistics.median(found.busy_ms)
-            if is_short is None:
-                is_short = ms < device_time.SHORT_MS
-                self._is_short = is_short if contender is not None else None
-            elif found is None:
+            if found is None:
                 raise RuntimeError("the profiler recorded nothing")
-            if is_short:
-                return ms
+            return found.ms
         (ms,) = _timing.sustained_ms(program, *self._inputs, window_s=window_s, windows=1)
+        if self._is_short is None:
+            found = device_time.measure(program, *self._inputs) if ms < MOST_CALL_MS else None
+            is_short = found is not None and found.ms < device_time.SHORT_MS
+            if contender is not None:
+                self._is_short = is_short
+            if found is not None and is_short:
+                return found.ms
         return ms
 
     def _compile_tuned(self, with_xla: bool, matmul_size: int) -> None:

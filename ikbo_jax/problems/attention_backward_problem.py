@@ -38,9 +38,9 @@ MIN_MANY_ROWS = 384
 MIN_ROWS_OF_ONE_SLOT = 2048
 #: Least number of a user's rows for tiles of 256 of them.
 MIN_TALL_ROWS = 256
-#: Rows of a user from which on blocks have 32 rows at least. With 40 rows in the mean, those of 16
-#: took 1.09 times as long, at H = 64 (2,048 keys, stored, H100) and at H = 128 (87 keys, parts,
-#: H200).
+#: A user with this many rows needs blocks of at least 32. With 40 rows in the mean, blocks of 16
+#: took 1.09 times as long as blocks of 32: at H = 64 with 2,048 keys, stored (H100), and at H = 128
+#: with 87 keys, in parts (H200).
 MIN_WIDER_ROWS = 33
 
 
@@ -90,17 +90,16 @@ class AttentionBackwardProblem(AttentionSizes):
         return self.head_dim > MAX_BOTH_SUMS or self.rows > config.block_q // 2
 
     def _fits_launches(self, config: AttentionBackwardConfig) -> bool:
-        """Whether d_query is computed in the faster one of two ways, if in one of them."""
+        """Whether d_query is computed in the faster one of two ways, if in one of them.
+
+        Another launch has the default's blocks and slots, too.
+        """
         if config.d_query not in ("launch", "stored"):
             return True
-        if config.stores_d_scores != self._stores_d_scores:
-            return False
-        is_long, has_many = self.rows >= MIN_ROWS_OF_ONE_SLOT, self.rows >= MIN_MANY_ROWS
-        is_widest = config.block_q == MAX_BLOCK_Q[self.head_dim]
-        return config.stores_d_scores or (
-            config.kv_slots == (1 if is_long else 2)
-            and (is_widest == has_many or self.head_dim > BLOCK_K)
-        )
+        if config.stores_d_scores or self._stores_d_scores:
+            return config.stores_d_scores and self._stores_d_scores
+        best = next(self._launched())
+        return (config.block_q, config.kv_slots) == (best.block_q, best.kv_slots)
 
     def adapt(self, config: AttentionBackwardConfig) -> AttentionBackwardConfig:
         """Splits and the height of tiles depend on the number of users and of their rows."""

@@ -10,16 +10,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from benchmarks import (
-    harness,
-    linear_compression,
-    records,
-    report,
-    timing,
-    torch_baseline,
-)
+from benchmarks import harness, linear_compression, records, report, timing, torch_baseline
 from benchmarks import linear_compression_providers as providers
-from ikbo_jax._timing import device_time, interleaved_ms
+from ikbo_jax._timing import interleaved_ms
 from ikbo_jax.cases.linear_compression import Case
 from ikbo_jax.problems import LinearCompressionProblem
 
@@ -105,57 +98,6 @@ def test_results_round_trip_and_foreign_schema(tmp_path):
     path.write_text('{"schema": 99}')
     with pytest.raises(ValueError, match="schema 99, expected 1"):
         timing.read_results(path)
-
-
-# Times on the device.
-
-
-def _event(name: str, begin: float, end: float) -> device_time.Event:
-    return device_time.Event(begin, end, name, "fusion")
-
-
-CALL = (_event("Memset 3", 0, 1e6), _event("kernel", 1.5e6, 3e6), _event("other", 2e6, 4e6))
-
-
-def _calls(number: int) -> list[device_time.Event]:
-    return [
-        event._replace(begin_ns=event.begin_ns + 1e8 * n, end_ns=event.end_ns + 1e8 * n)
-        for n in range(number)
-        for event in CALL
-    ]
-
-
-def test_time_on_the_device_needs_a_gpu():
-    assert device_time.measure(jax.jit(jnp.sin), jnp.zeros(())) is None
-    assert device_time.times_of([], 3) is None
-
-
-def test_times_of_calls_count_memsets_and_overlap_once():
-    found = device_time.times_of(_calls(3), 3)
-    assert found.busy_ms == [3.5] * 3
-    assert found.kernel_ms == [2.5] * 3
-
-
-def test_calls_that_launched_different_events_have_their_mean():
-    found = device_time.times_of(_calls(3)[:-1], 3)
-    assert found.busy_ms == pytest.approx([(3.5 + 3.5 + 2.5) / 3])
-
-
-@pytest.mark.parametrize(("short_ms", "is_short"), [(3.6, True), (3.4, False)])
-def test_short_points_are_timed_on_the_device(monkeypatch, short_ms, is_short):
-    times = device_time.times_of(_calls(3), 3)
-    monkeypatch.setattr(device_time, "measure", lambda compiled, *args: times)
-    run = jax.jit(jnp.sin).lower(jnp.zeros(())).compile()
-    contender = harness.Contender(
-        {"name": "ikbo", "error": 0.0}, lambda: run(jnp.zeros(())), run, (jnp.zeros(()),)
-    )
-    protocol = dataclasses.replace(SHORT, short_ms=short_ms)
-    assert protocol.of_short_points.window_s <= protocol.window_s
-    (record,) = harness.measure([contender], 3.5e9, protocol)["providers"]
-    assert (record["device_ms"], record["kernel_ms"]) == (3.5, 2.5)
-    assert (record["median_ms"] == 3.5) == is_short
-    assert ("call_ms" in record) == is_short
-    assert record["tflops"] == pytest.approx(3.5 / record["median_ms"])
 
 
 # The benchmark.

@@ -1,0 +1,74 @@
+"""Times on the device, and the benchmarks' points that are timed there."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from benchmarks import harness
+from ikbo_jax._timing import device_time
+
+
+def _event(name: str, begin: float, end: float) -> device_time.Event:
+    return device_time.Event(begin, end, name, "fusion")
+
+
+CALL = (_event("Memset 3", 0, 1e6), _event("kernel", 1.5e6, 3e6), _event("other", 2e6, 4e6))
+
+
+def _calls(number: int) -> list[device_time.Event]:
+    return [
+        event._replace(begin_ns=event.begin_ns + 1e8 * n, end_ns=event.end_ns + 1e8 * n)
+        for n in range(number)
+        for event in CALL
+    ]
+
+
+def test_time_on_the_device_needs_a_gpu():
+    assert device_time.measure(jax.jit(jnp.sin), jnp.zeros(())) is None
+    assert device_time.times_of([], 3) is None
+
+
+def test_times_of_calls_count_memsets_and_overlap_once():
+    found = device_time.times_of(_calls(3), 3)
+    assert found.busy_ms == [3.5] * 3
+    assert found.kernel_ms == [2.5] * 3
+    assert found.ms == 3.5
+
+
+def test_calls_that_launched_different_events_have_their_mean():
+    found = device_time.times_of(_calls(3)[:-1], 3)
+    assert found.busy_ms == pytest.approx([(3.5 + 3.5 + 2.5) / 3])
+
+
+@pytest.mark.parametrize(("short_ms", "is_short"), [(3.6, True), (3.4, False)])
+def test_short_points_are_timed_on_the_device(monkeypatch, short_ms, is_short):
+    times = device_time.times_of(_calls(3), 3)
+    monkeypatch.setattr(device_time, "measure", lambda compiled, *args: times)
+    run = jax.jit(jnp.sin).lower(jnp.zeros(())).compile()
+    contender = harness.Contender(
+        {"name": "ikbo", "error": 0.0}, lambda: run(jnp.zeros(())), run, (jnp.zeros(()),)
+    )
+    windows = []
+
+    def interleaved_ms(thunks, *, window_s, rounds):
+        windows.append(window_s)
+        return {name: [2.0] * rounds for name in thunks}
+
+    monkeypatch.setattr(harness, "interleaved_ms", interleaved_ms)
+    protocol = harness.Protocol(rounds=1, matmul_size=16, short_ms=short_ms)
+    (record,) = harness.measure([contender], 3.5e9, protocol)["providers"]
+    assert windows == [harness.SHORT_WINDOW_S if is_short else protocol.window_s]
+    assert (record["device_ms"], record["kernel_ms"]) == (3.5, 2.5)
+    assert (record["median_ms"] == 3.5) == is_short
+    assert ("call_ms" in record) == is_short
+    assert record["tflops"] == pytest.approx(3.5 / record["median_ms"])
+
+
+def test_all_are_timed_on_the_device_or_none(monkeypatch):
+    times = device_time.times_of(_calls(3), 3)
+    monkeypatch.setattr(device_time, "measure", lambda compiled, *args: times if args else None)
+    assert device_time.measure_all({"a": (abs, (1,)), "b": (abs, (2,))}) == {"a": times, "b": times}
+    for other in ((abs, ()), (None, (1,))):
+        assert device_time.measure_all({"a": (abs, (1,)), "b": other}) == {}
