@@ -81,7 +81,7 @@ class AttentionBackwardProblem(AttentionSizes):
             return False
         if config.d_query == "parts":
             return self._has_few_rows and self._tiles <= MAX_PARTS
-        if self.head_dim <= MAX_BOTH_SUMS and not self._fits_launches(config):
+        if not self._fits_launches(config):
             return False
         is_narrow = config.block_q < min(WGMMA_M, MAX_BLOCK_Q.get(self.head_dim, WGMMA_M))
         if is_narrow:
@@ -92,7 +92,7 @@ class AttentionBackwardProblem(AttentionSizes):
     def _fits_launches(self, config: AttentionBackwardConfig) -> bool:
         """Whether d_query is computed in the faster one of two ways, if in one of them.
 
-        Another launch has the default's blocks and slots, too.
+        Where another launch is faster, it has the default's blocks and slots, too.
         """
         if config.d_query not in ("launch", "stored"):
             return True
@@ -114,10 +114,13 @@ class AttentionBackwardProblem(AttentionSizes):
 
     @property
     def _stores_d_scores(self) -> bool:
-        """Whether heads of at most 128 columns store gradients of scores, rather than launch again.
+        """Whether gradients of scores are stored, rather than computed again by another launch.
 
-        That is, compute scores and gradients of weights again in another launch: two products more.
+        That launch computes scores and gradients of weights: two products more, or three of wide
+        heads.
         """
+        if self.head_dim > MAX_BOTH_SUMS:
+            return True
         num_bytes = 2 * self.batch * self.q_len * self.q_heads * self.kv_len
         if num_bytes <= MAX_CACHED_BYTES:
             return True
@@ -203,19 +206,24 @@ class AttentionBackwardProblem(AttentionSizes):
         yield AttentionBackwardConfig(64, 3, 1, "stored", kv_stages=4)
 
     def _for_wide_heads(self) -> Iterator[AttentionBackwardConfig]:
-        launched = [
-            AttentionBackwardConfig(block_q, stages, 1, "launch", block_kv, kv_stages)
-            for block_q, stages in ((64, 2), (48, 3), (48, 2), (32, 3))
-            for block_kv, kv_stages in ((64, 2), (48, 2), (32, 3), (32, 2))
-        ]
-        launched = [config for config in launched if config.illegal_reason(self) is None]
-        yield from launched[:1]  # the default, until stored gradients are measured
-        for block_q, stages in ((64, 2), (48, 2), (32, 2)):
-            for kv_stages, tall in ((4, False), (3, False), (2, True)):
+        # With 14 sizes on an H100, stored gradients of scores took 0.67 to 0.85 of the time of
+        # launches that compute them again (`docs/experiments.md`).
+        blocks = [(64, 2), (48, 2), (32, 3), (32, 2), (16, 2)]
+        if self._has_few_rows:
+            # With 8 and 40 rows of 192 columns, blocks of 32 took 0.92 and 0.98 of the time of
+            # blocks of 64; of 256 columns, 0.97 and 1.02 of the time of blocks of 48.
+            wider = (48, 2) if self.rows >= MIN_WIDER_ROWS else (32, 2)
+            blocks.insert(0, (32, 3) if self.head_dim == 192 else wider)
+        # With 240 rows, four stages of keys took 1.03 of the time of three, with 300 rows 0.97.
+        first, second = (4, 3) if self.rows >= MIN_TALL_ROWS else (3, 4)
+        for block_q, stages in dict.fromkeys(blocks):
+            for kv_stages, tall in ((first, False), (second, False), (2, True)):
                 yield AttentionBackwardConfig(
                     block_q, stages, 1, "stored", STORED_BLOCK_KV, kv_stages, tall=tall
                 )
-        yield from launched[1:]
+        for block_q, stages in ((64, 2), (48, 3), (48, 2), (32, 3)):
+            for block_kv, kv_stages in ((64, 2), (48, 2), (32, 3), (32, 2)):
+                yield AttentionBackwardConfig(block_q, stages, 1, "launch", block_kv, kv_stages)
 
     def _splits(self, block_q: int) -> tuple[int, ...]:
         """Parts of a user's queries: at most two items an SM, of at least four blocks.
