@@ -27,13 +27,13 @@ class Event(NamedTuple):
       begin_ns: its beginning, by the device's clock.
       end_ns: its end.
       name: of the kernel, or "Memset" or "Memcpy" with the kind.
-      operation: the operation of XLA's program that launched it.
+      operation: the operation of XLA's program that launched it, or "" if it was not asked for.
     """
 
     begin_ns: float
     end_ns: float
     name: str
-    operation: str
+    operation: str = ""
 
     @property
     def is_kernel(self) -> bool:
@@ -52,7 +52,7 @@ class DeviceTime(NamedTuple):
         return statistics.median(self.busy_ms)
 
 
-def record(call: Callable[[], Any], calls: int) -> list[Event]:
+def record(call: Callable[[], Any], calls: int, *, with_operations: bool = False) -> list[Event]:
     """What the first GPU does during calls after the first one, in the order of time.
 
     Empty without an NVIDIA GPU.
@@ -65,17 +65,18 @@ def record(call: Callable[[], Any], calls: int) -> list[Event]:
                 out = call()
             jax.block_until_ready(out)
         (path,) = pathlib.Path(folder).rglob("*.xplane.pb")
-        return events_of(jax.profiler.ProfileData.from_file(str(path)))
+        profile = jax.profiler.ProfileData.from_file(str(path))
+        return events_of(profile, with_operations=with_operations)
 
 
-def events_of(profile: Any) -> list[Event]:
+def events_of(profile: Any, *, with_operations: bool = False) -> list[Event]:
     """The first GPU's events of a `jax.profiler.ProfileData`, in the order of time."""
     return sorted(
         Event(
             event.start_ns,
             event.start_ns + event.duration_ns,
             event.name,
-            str(dict(event.stats).get("hlo_op", "")),
+            str(dict(event.stats).get("hlo_op", "")) if with_operations else "",
         )
         for plane in profile.planes
         if plane.name.startswith("/device:GPU:0")

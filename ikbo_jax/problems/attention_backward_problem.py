@@ -208,7 +208,7 @@ class AttentionBackwardProblem(AttentionSizes):
     def _for_wide_heads(self) -> Iterator[AttentionBackwardConfig]:
         # With 14 sizes on an H100, stored gradients of scores took 0.67 to 0.85 of the time of
         # launches that compute them again (`docs/experiments.md`).
-        blocks = [(64, 2), (48, 2), (32, 3), (32, 2), (16, 2)]
+        blocks = [(64, 2), (48, 2), (32, 3), (32, 2)]
         if self._has_few_rows:
             # With 8 and 40 rows of 192 columns, blocks of 32 took 0.92 and 0.98 of the time of
             # blocks of 64; of 256 columns, 0.97 and 1.02 of the time of blocks of 48.
@@ -221,8 +221,8 @@ class AttentionBackwardProblem(AttentionSizes):
                 yield AttentionBackwardConfig(
                     block_q, stages, 1, "stored", STORED_BLOCK_KV, kv_stages, tall=tall
                 )
-        for block_q, stages in ((64, 2), (48, 3), (48, 2), (32, 3)):
-            for block_kv, kv_stages in ((64, 2), (48, 2), (32, 3), (32, 2)):
+        for block_q, stages in ((64, 2), (48, 2), (32, 3)):
+            for block_kv, kv_stages in ((48, 2), (32, 3)):
                 yield AttentionBackwardConfig(block_q, stages, 1, "launch", block_kv, kv_stages)
 
     def _splits(self, block_q: int) -> tuple[int, ...]:

@@ -352,20 +352,16 @@ def test_row_of_few_queries_serves_its_shape_class_only(builtin):
 
 @pytest.mark.parametrize("head_dim", BACKWARD_HEAD_DIMS)
 def test_small_gradients_have_candidates_whose_parts_a_launch_adds(head_dim):
-    """Where tiles of keys occupy the device, there are none; else they are the default.
-
-    Wide heads have them for narrow blocks alone, which are not the default.
-    """
+    """Where tiles of keys occupy the device, there are none; else they are the default."""
     small = AttentionBackwardProblem(230, 6, 5, 273, 1, 1, head_dim, "bfloat16")
     large = dataclasses.replace(small, kv_len=8192)
     of_small, of_large = (
         [config for config in problem.candidate_configs() if config.adds_by_launch]
         for problem in (small, large)
     )
-    assert of_small
+    assert bool(of_small) == (head_dim <= MAX_BOTH_SUMS)
     assert not of_large
-    is_default = head_dim <= MAX_BOTH_SUMS
-    assert small.default_config().adds_by_launch == is_default
-    assert table.lookup(small, with_user_rows=False).config.adds_by_launch == is_default
+    assert small.default_config().adds_by_launch == bool(of_small)
+    assert table.lookup(small, with_user_rows=False).config.adds_by_launch == bool(of_small)
     for config in of_small:
         assert small.items * config.splits <= 132
