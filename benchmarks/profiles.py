@@ -82,7 +82,7 @@ def shares(step: Callable[[], Any], program: str) -> Shares:
       step: runs one step; its result is waited for after the last one.
       program: the text of the compiled program.
     """
-    events = device_time.record(step, STEPS, with_operations=True)
+    events = device_time.record(step, STEPS)
     scopes = {match["name"]: match["scope"] for match in _OPERATION.finditer(program)}
     return _summed(events, scopes)
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import pathlib
 import statistics
 import tempfile
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -27,13 +28,13 @@ class Event(NamedTuple):
       begin_ns: its beginning, by the device's clock.
       end_ns: its end.
       name: of the kernel, or "Memset" or "Memcpy" with the kind.
-      operation: the operation of XLA's program that launched it, or "" if it was not asked for.
+      operation: the operation of XLA's program that launched it.
     """
 
     begin_ns: float
     end_ns: float
     name: str
-    operation: str = ""
+    operation: str
 
     @property
     def is_kernel(self) -> bool:
@@ -52,7 +53,7 @@ class DeviceTime(NamedTuple):
         return statistics.median(self.busy_ms)
 
 
-def record(call: Callable[[], Any], calls: int, *, with_operations: bool = False) -> list[Event]:
+def record(call: Callable[[], Any], calls: int) -> list[Event]:
     """What the first GPU does during calls after the first one, in the order of time.
 
     Empty without an NVIDIA GPU.
@@ -65,25 +66,28 @@ def record(call: Callable[[], Any], calls: int, *, with_operations: bool = False
                 out = call()
             jax.block_until_ready(out)
         (path,) = pathlib.Path(folder).rglob("*.xplane.pb")
-        profile = jax.profiler.ProfileData.from_file(str(path))
-        return events_of(profile, with_operations=with_operations)
+        return events_of(jax.profiler.ProfileData.from_file(str(path)))
 
 
-def events_of(profile: Any, *, with_operations: bool = False) -> list[Event]:
+def events_of(profile: Any) -> list[Event]:
     """The first GPU's events of a `jax.profiler.ProfileData`, in the order of time."""
-    return sorted(
-        Event(
-            event.start_ns,
-            event.start_ns + event.duration_ns,
-            event.name,
-            str(dict(event.stats).get("hlo_op", "")) if with_operations else "",
+    with warnings.catch_warnings():
+        # The type of `stats` has no module. Where Python's warning of that is an error, the process
+        # ends (jaxlib 0.11.2).
+        warnings.simplefilter("ignore", DeprecationWarning)
+        return sorted(
+            Event(
+                event.start_ns,
+                event.start_ns + event.duration_ns,
+                event.name,
+                str(dict(event.stats).get("hlo_op", "")),
+            )
+            for plane in profile.planes
+            if plane.name.startswith("/device:GPU:0")
+            for line in plane.lines
+            if line.name.startswith("Stream")
+            for event in line.events
         )
-        for plane in profile.planes
-        if plane.name.startswith("/device:GPU:0")
-        for line in plane.lines
-        if line.name.startswith("Stream")
-        for event in line.events
-    )
 
 
 def busy_ns(events: Sequence[Event]) -> float:

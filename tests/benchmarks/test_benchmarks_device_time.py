@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+
 import jax
 import jax.numpy as jnp
 import pytest
@@ -40,6 +43,38 @@ def test_times_of_calls_count_memsets_and_overlap_once():
 def test_calls_that_launched_different_events_have_their_mean():
     found = device_time.times_of(_calls(3)[:-1], 3)
     assert found.busy_ms == pytest.approx([(3.5 + 3.5 + 2.5) / 3])
+
+
+PROFILE = """
+import jax
+
+from ikbo_jax._timing import device_time
+
+profile = jax.profiler.ProfileData.from_text_proto('''
+planes {
+  name: "/device:GPU:0"
+  lines {
+    name: "Stream #13(Compute)"
+    timestamp_ns: 1000
+    events { metadata_id: 1 offset_ps: 5000 duration_ps: 2000 stats { metadata_id: 1 ref_value: 2 } }
+    events { metadata_id: 2 offset_ps: 1000 duration_ps: 3000 }
+  }
+  event_metadata { key: 1 value { id: 1 name: "kernel" } }
+  event_metadata { key: 2 value { id: 2 name: "Memset 3" } }
+  stat_metadata { key: 1 value { id: 1 name: "hlo_op" } }
+  stat_metadata { key: 2 value { id: 2 name: "fusion.1" } }
+}
+''')
+memset = device_time.Event(1001.0, 1004.0, "Memset 3", "")
+kernel = device_time.Event(1005.0, 1007.0, "kernel", "fusion.1")
+assert device_time.events_of(profile) == [memset, kernel]
+"""
+
+
+def test_a_profile_is_read_where_warnings_are_errors():
+    """Reading the statistics of an event warns; where that was an error, the process ended."""
+    command = [sys.executable, "-W", "error::DeprecationWarning", "-c", PROFILE]
+    subprocess.run(command, check=True, timeout=100)
 
 
 @pytest.mark.parametrize(("short_ms", "is_short"), [(3.6, True), (3.4, False)])

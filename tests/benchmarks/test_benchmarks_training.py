@@ -227,7 +227,7 @@ def test_profiles_sum_kernels_by_part(monkeypatch):
     data = types.SimpleNamespace(planes=[other, plane])
     monkeypatch.setattr(profiles, "STEPS", 2)
     scopes = {m["name"]: m["scope"] for m in profiles._OPERATION.finditer(PROGRAM)}
-    found = profiles._summed(device_time.events_of(data, with_operations=True), scopes)
+    found = profiles._summed(device_time.events_of(data), scopes)
     assert (found.busy_ms, found.wall_ms, found.kernels) == (8.0, 9.0, 2.0)
     assert found.by_part == {"self_attention backward": 6.0, "attention": 1.0, "other": 1.0}
     assert found.by_kernel[0][:3] == (6.0, 1.0, "b")
