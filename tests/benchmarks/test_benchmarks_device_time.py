@@ -56,7 +56,9 @@ planes {
   lines {
     name: "Stream #13(Compute)"
     timestamp_ns: 1000
-    events { metadata_id: 1 offset_ps: 5000 duration_ps: 2000 stats { metadata_id: 1 ref_value: 2 } }
+    events {
+      metadata_id: 1 offset_ps: 5000 duration_ps: 2000 stats { metadata_id: 1 ref_value: 2 }
+    }
     events { metadata_id: 2 offset_ps: 1000 duration_ps: 3000 }
   }
   event_metadata { key: 1 value { id: 1 name: "kernel" } }
