@@ -25,9 +25,10 @@ from ikbo_jax.models.strategies import fold_by_user
 
 #: Largest number of bytes that a copy a candidate may take; larger copies are left out.
 MAX_COPIES = 8 * 2**30
-#: Largest error relative to the largest result: a few roundings of bfloat16; and where gradients of
-#: copies are added in bfloat16, one rounding for each candidate of a user.
-TOLERANCE, COPIES_TOLERANCE = 2.0**-6, 2.0**-3
+#: Largest error relative to the largest value: a few roundings of bfloat16.
+TOLERANCE = 2.0**-6
+#: The least and the largest tolerance of gradients that are added in bfloat16, one by one.
+ADDED_TOLERANCES = 2.0**-3, 2.0**-2
 #: Widths of embeddings are padded by hand to a multiple of this many elements: 16 bytes.
 ALIGNMENT = 8
 #: Results of a provider, each in the shape of this library's result.
@@ -47,7 +48,7 @@ class Contender(NamedTuple):
       finish: converts the result to the shape of this library's result.
       finish_gradients: the same for the gradients.
       is_comparable: whether it computes the same function as this library.
-      tolerance: largest error relative to the largest result.
+      gradient_tolerance: largest error of a gradient relative to its largest value.
       work: what it certainly does, for a lower bound of its time.
       is_xla: whether XLA chooses its GEMMs, which takes most of the time of compiling a point.
     """
@@ -60,9 +61,18 @@ class Contender(NamedTuple):
     finish: Callable[[jax.Array], jax.Array] = lambda out: out
     finish_gradients: Callable[[Results], Results] = lambda gradients: gradients
     is_comparable: bool = True
-    tolerance: float = TOLERANCE
+    gradient_tolerance: float = TOLERANCE
     work: bounds.Work = bounds.Work()
     is_xla: bool = False
+
+
+def _added_tolerance(cand_to_user: np.ndarray) -> float:
+    """Tolerance of gradients that are added in bfloat16: one rounding for each candidate of a user.
+
+    Independent errors of n roundings grow with the root of n.
+    """
+    least, largest = ADDED_TOLERANCES
+    return min(max(TOLERANCE * float(np.bincount(cand_to_user).max()) ** 0.5, least), largest)
 
 
 def _normal(number: int, shape: tuple[int, ...], dtype: Any) -> jax.Array:
@@ -168,8 +178,9 @@ def _attention(shape: AttentionShape) -> Iterator[Callable[[], Contender]]:
 
         stage = "keys and values copied, then cuDNN"
         work = bounds.attention_copies(s)
+        tolerance = _added_tolerance(s.cand_to_user)
         return Contender(
-            "copies-cudnn", stage, run, args, integers, tolerance=COPIES_TOLERANCE, work=work
+            "copies-cudnn", stage, run, args, integers, gradient_tolerance=tolerance, work=work
         )
 
     def xla() -> Contender:
@@ -205,6 +216,11 @@ def _linear_compression(shape: CompressionShape) -> Iterator[Callable[[], Conten
     def op(implementation: str | None) -> Callable[..., jax.Array]:
         return functools.partial(ikbo_jax.linear_compression, implementation=implementation)
 
+    # XLA adds users' gradients of these programs in bfloat16.
+    plain_xla = functools.partial(
+        Contender, is_xla=True, gradient_tolerance=_added_tolerance(index)
+    )
+
     def by_hand(*arrays: jax.Array) -> jax.Array:
         w_cand, w_user, e_cand, e_user, parents = arrays
         of_user = jnp.einsum("mk,ukn->umn", w_user, e_user)
@@ -223,9 +239,7 @@ def _linear_compression(shape: CompressionShape) -> Iterator[Callable[[], Conten
             )
         stage = f"in XLA, K padded by hand before to a multiple of {ALIGNMENT}"
         padded_args = tuple(map(pad, args))
-        return Contender(
-            "xla-padded", stage, by_hand, padded_args, integers, finish_gradients=cut, is_xla=True
-        )
+        return plain_xla("xla-padded", stage, by_hand, padded_args, integers, finish_gradients=cut)
 
     def copies() -> Contender:
         size = s.batch * (s.k_cand + s.k_user) * s.n * 2
@@ -238,14 +252,10 @@ def _linear_compression(shape: CompressionShape) -> Iterator[Callable[[], Conten
             return jnp.matmul(weight, jnp.concatenate((e_cand, e_user[parents]), axis=1))
 
         stage, work = "users copied, then one product", bounds.compression_copies(s)
-        return Contender(
-            "copies", stage, run, args, integers, tolerance=COPIES_TOLERANCE, work=work, is_xla=True
-        )
+        return plain_xla("copies", stage, run, args, integers, work=work)
 
     def plain() -> Contender:
-        return Contender(
-            "xla-by-hand", "two products and a sum, in XLA", by_hand, args, integers, is_xla=True
-        )
+        return plain_xla("xla-by-hand", "two products and a sum, in XLA", by_hand, args, integers)
 
     yield lambda: Contender(OUR_NAME, "ikbo_jax.linear_compression", op(None), args, integers)
     yield lambda: Contender("xla", "implementation='xla'", op("xla"), args, integers, is_xla=True)

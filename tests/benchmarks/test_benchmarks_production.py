@@ -21,7 +21,14 @@ from benchmarks import (
 from benchmarks import production_bounds as bounds
 from benchmarks import production_directions as directions
 from benchmarks import production_programs as programs
-from benchmarks.production_draws import DRAWS, MAX_BYTES, MAX_FLOPS, AttentionShape, GdpaShape
+from benchmarks.production_draws import (
+    DRAWS,
+    MAX_BYTES,
+    MAX_FLOPS,
+    AttentionShape,
+    CompressionShape,
+    GdpaShape,
+)
 from ikbo_jax.cases.error_rule import Check
 
 #: Sizes at which copies of keys, and scores, are far larger than the L2 cache.
@@ -94,6 +101,20 @@ def test_a_wrong_result_is_found():
         for contender, is_right in ((right, True), (wrong, False)):
             fn, args = directions.in_direction(contender, direction)
             assert directions.compare(contender, direction, exact, fn(*args)).ok == is_right
+
+
+@pytest.mark.parametrize(("batch", "users"), [(60, 2), (4617, 1)])
+def test_gradients_that_xla_adds_in_bfloat16_are_right(batch, users):
+    """A rounding for each candidate of a user is what a model written by hand has."""
+    shape = CompressionShape(batch, users, 6, 16, 20, 9, "bfloat16", "ragged")
+    _, exact_form, _, *by_hand = production_providers.contenders(shape)
+    by_hand = [make() for make in by_hand]
+    assert [contender.name for contender in by_hand] == ["xla-by-hand", "copies"]
+    exact = directions.exact_results(exact_form(), "both")
+    for contender in by_hand:
+        for fn, is_right in ((contender.fn, True), (_scaled(contender.fn), False)):
+            run, args = directions.in_direction(contender._replace(fn=fn), "both")
+            assert directions.compare(contender, "both", exact, run(*args)).ok == is_right
 
 
 @pytest.mark.parametrize("op", ["attention", "linear_compression", "gdpa"])
