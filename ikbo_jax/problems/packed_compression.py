@@ -28,7 +28,7 @@ WHOLE_TILES_PER_SM = 4
 class PackedCompressionShared(NamedTuple):
     """Shared memory and barriers of the kernel."""
 
-    weight: Any  # [stages, block_m, 64]
+    weight: Any  # [stages, parts, block_m / parts, 64]
     embedding: Any  # [stages, column blocks, 64, block_width]
     staging: Any  # [2, STAGING_SLOTS, 64 / block_width, epilogue_rows, block_width]
     stages: Any  # ring, whose operands are the two above
@@ -46,10 +46,12 @@ class PackedCompressionConfig(Config):
     """Tuning parameters of the kernel whose tiles span candidates.
 
     Attributes:
-      block_n: embedding columns of a CTA tile, of consecutive candidates; a multiple of 128.
-      block_m: compressed rows of a CTA tile; a multiple of 16.
+      block_n: embedding columns of a CTA tile, of consecutive candidates: 64, by which each
+        consumer multiplies half of the tile's compressed rows, or a multiple of 128, of which each
+        consumer has a half.
+      block_m: compressed rows of a CTA tile; a multiple of 16 for each of its parts.
       num_stages: stages of the shared memory ring; each holds 64 embedding rows.
-      epilogue_rows: compressed rows that one TMA store writes; divides block_m.
+      epilogue_rows: compressed rows that one TMA store writes; divides a consumer's rows.
       single_launch: whether one launch computes the last two levels, instead of one launch each.
       cluster: number of CTAs that share weight tiles by multicast, 1 or 2.
     """
@@ -66,7 +68,17 @@ class PackedCompressionConfig(Config):
     @property
     def accumulators(self) -> int:
         """Accumulators of a consumer, of 64 columns each."""
-        return self.block_n // TILE_ROWS
+        return -(-self.block_n // TILE_ROWS)
+
+    @property
+    def parts(self) -> int:
+        """Parts of the compressed rows of a tile: one for each consumer, if columns are for one."""
+        return NUM_CONSUMERS if self.block_n < TILE_ROWS else 1
+
+    @property
+    def consumer_rows(self) -> int:
+        """Compressed rows of each of a consumer's accumulators."""
+        return self.block_m // self.parts
 
     def shared(self, *, with_claims: bool, n: int = WGMMA_M) -> PackedCompressionShared:
         """Shared memory and barriers of one CTA; its size does not depend on N."""
@@ -77,14 +89,14 @@ class PackedCompressionConfig(Config):
         tickets = memory.descriptors(stages + 2, 1)
         staged = (WGMMA_M // width, self.epilogue_rows, width)
         return PackedCompressionShared(
-            weight=memory.Tiles((stages, self.block_m, BLOCK_K)),
+            weight=memory.Tiles((stages, self.parts, self.consumer_rows, BLOCK_K)),
             embedding=memory.Blocks((stages, blocks, BLOCK_K, width)),
             staging=memory.Blocks((NUM_CONSUMERS, STAGING_SLOTS, *staged)),
             stages=memory.Ring(
                 None,
                 None,
                 # One copy loads all blocks if a candidate is one block.
-                memory.Barriers(stages, 1 + (1 if n == width else blocks)),
+                memory.Barriers(stages, self.parts + (1 if n == width else blocks)),
                 dataclasses.replace(free_in_cta, is_clustered=self.cluster > 1),
             ),
             tickets=tickets if with_claims else None,
@@ -105,19 +117,21 @@ class PackedCompressionConfig(Config):
         )
 
     def _why_not_tile(self) -> str | None:
-        if self.block_n % TILE_ROWS or self.block_n < TILE_ROWS:
-            return f"block_n must be a multiple of {TILE_ROWS}, but is {self.block_n}"
-        rows = self.accumulators * self.block_m
-        if self.block_m % 16 or self.block_m < 16 or rows > MAX_ROWS:
+        if self.block_n != WGMMA_M and (self.block_n % TILE_ROWS or self.block_n < TILE_ROWS):
+            return f"block_n must be {WGMMA_M} or a multiple of {TILE_ROWS}, but is {self.block_n}"
+        multiple, rows = 16 * self.parts, self.accumulators * self.consumer_rows
+        if self.block_m % multiple or self.block_m < multiple or rows > MAX_ROWS:
             return (
-                f"block_m must be a multiple of 16, and block_n / {TILE_ROWS} times block_m at "
-                f"most {MAX_ROWS}, so that accumulators and a finished tile fit the registers, "
-                f"but block_m is {self.block_m} and block_n is {self.block_n}"
+                f"block_m must be a multiple of {multiple}, and a consumer's accumulators must "
+                f"have at most {MAX_ROWS} rows of block_m in all, so that they and a finished tile "
+                f"fit the registers, but block_m is {self.block_m}, which are {rows} rows, and "
+                f"block_n is {self.block_n}"
             )
-        if self.epilogue_rows < 8 or self.epilogue_rows % 8 or self.block_m % self.epilogue_rows:
+        of_one = self.consumer_rows
+        if self.epilogue_rows < 8 or self.epilogue_rows % 8 or of_one % self.epilogue_rows:
             return (
-                f"epilogue_rows must be a multiple of 8 that divides block_m={self.block_m}, "
-                f"but is {self.epilogue_rows}"
+                f"epilogue_rows must be a multiple of 8 that divides a consumer's {of_one} rows "
+                f"of block_m={self.block_m}, but is {self.epilogue_rows}"
             )
         if (rows // self.epilogue_rows) % STAGING_SLOTS:
             return (

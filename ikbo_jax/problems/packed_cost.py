@@ -8,8 +8,9 @@ import math
 from collections.abc import Iterator
 from typing import Any
 
-from ikbo_jax.problems.hopper import BLOCK_K, NUM_SMS, TILE_ROWS, WGMMA_M
+from ikbo_jax.problems.hopper import BLOCK_K, NUM_CONSUMERS, NUM_SMS, TILE_ROWS, WGMMA_M
 from ikbo_jax.problems.packed_compression import (
+    GRANULE,
     MAX_ROWS,
     PAD_FROM_FLOPS,
     TMA_ALIGNMENT,
@@ -62,10 +63,18 @@ def describe_estimates(problem: Any) -> str:
 
 
 def candidate_configs(problem: Any) -> Iterator[PackedCompressionConfig]:
-    """Yields the legal configurations worth timing, the most promising first."""
+    """Yields the legal configurations worth timing, the most promising first.
+
+    Those of 64 columns are the last, since they were not timed so far.
+    """
     if not serves(problem):
         return
-    configs = []
+    for configs in (_wide(problem), _narrow(problem)):
+        yield from sorted(configs, key=lambda config: estimated_us(problem, config))
+
+
+def _wide(problem: Any) -> Iterator[PackedCompressionConfig]:
+    """Configurations whose consumers have columns of their own."""
     for block_n in (128, 256, 384, 512, 768, 1024):
         most = MAX_ROWS // (block_n // TILE_ROWS) // 16 * 16
         columns = problem.batches[-1] * problem.n
@@ -81,13 +90,25 @@ def candidate_configs(problem: Any) -> Iterator[PackedCompressionConfig]:
                     problem, PackedCompressionConfig(block_n, block_m, cluster=cluster)
                 )
                 if config is not None:
-                    configs.append(config)
-    yield from sorted(configs, key=lambda config: estimated_us(problem, config))
+                    yield config
+
+
+def _narrow(problem: Any) -> Iterator[PackedCompressionConfig]:
+    """Configurations whose consumers share 64 columns, for problems that leave SMs idle."""
+    tiles = -(-problem.batches[-1] * problem.n // WGMMA_M)
+    multiple = NUM_CONSUMERS * GRANULE
+    counts = range(1, NUM_SMS // tiles + 1)
+    for block_m in sorted({-(-problem.m // (multiple * count)) * multiple for count in counts}):
+        for cluster in (1, 2):
+            config = _deepest(problem, PackedCompressionConfig(WGMMA_M, block_m, cluster=cluster))
+            if config is not None:
+                yield config
 
 
 def _deepest(problem: Any, config: PackedCompressionConfig) -> PackedCompressionConfig | None:
     """With the chunks that are nearest to 56 rows, and as many stages as there is room for."""
-    divisors = [rows for rows in range(8, config.block_m + 1, 8) if config.block_m % rows == 0]
+    of_one = config.consumer_rows
+    divisors = [rows for rows in range(8, of_one + 1, 8) if of_one % rows == 0]
     divisors.sort(key=lambda rows: max(rows / 56, 56 / rows))
     single_launch = len(problem.batches) > 1
     for rows in divisors:
@@ -128,8 +149,9 @@ class _Tile:
     def us(self, problem: Any) -> float:
         k = problem.ks[self.level]
         steps, used = -(-k // BLOCK_K), min(self.rows, -(-problem.m // 8) * 8)
-        # An instruction reads its 64 x 16 operand in the time of 32 more rows.
-        products = self.columns / WGMMA_M * -(-k // 16) * (used + 32) / 2 / CYCLES
+        # An instruction reads its 64 x 16 operand in the time of 32 more rows; both consumers do.
+        parts = NUM_CONSUMERS if self.columns < TILE_ROWS else 1
+        products = self.columns / WGMMA_M * -(-k // 16) * (used + 32 * parts) / 2 / CYCLES
         of_sm = L2_BYTES / min(max(self.number, 1), NUM_SMS)
         loads = 2 * k * (self.valid + used / self.cluster) / min(SM_BYTES, of_sm)
         # A level adds the fragments of a coarser one; all but the last store their own.
@@ -188,12 +210,13 @@ def estimated_us(problem: Any, config: PackedCompressionConfig) -> float:
     for level in coarser:
         whole = tile(level, config.block_n, config.block_m)
         if whole.number < WHOLE_TILES_PER_SM * NUM_SMS:
-            block_ms = (x for x in range(16, config.block_m, 16) if config.block_m % x == 0)
-            narrow = (tile(level, TILE_ROWS, rows) for rows in block_ms)
+            multiple, columns = GRANULE * config.parts, min(TILE_ROWS, config.block_n)
+            block_ms = range(multiple, config.block_m, multiple)
+            narrow = (tile(level, columns, x) for x in block_ms if config.block_m % x == 0)
             spread = (x for x in narrow if x.number <= NUM_SMS)
-            whole = next(spread, tile(level, TILE_ROWS, config.block_m))
+            whole = next(spread, tile(level, columns, config.block_m))
         tiles.append(whole)
-    stores = config.accumulators * config.block_m // config.epilogue_rows
+    stores = config.accumulators * config.consumer_rows // config.epilogue_rows
     last = tile(finest, config.block_n, config.block_m, stores)
     alignment = TMA_ALIGNMENT if problem.useful_flops < PAD_FROM_FLOPS else WEIGHT_ALIGNMENT
     return _kernel_us(problem, tiles, last, padded_n=problem.n, alignment=alignment)
@@ -249,9 +272,12 @@ def estimated_xla_us(problem: Any) -> float:
 
 @functools.lru_cache(maxsize=1024)
 def estimates(problem: Any) -> tuple[float, float, float]:
-    """Times of this kernel, of the other one and of XLA, by the models; infinite if not legal."""
-    best = next(candidate_configs(problem), None)
-    packed = math.inf if best is None else estimated_us(problem, best)
+    """Times of this kernel, of the other one and of XLA, by the models; infinite if not legal.
+
+    Of this kernel, without tiles of 64 columns.
+    """
+    wide = _wide(problem) if serves(problem) else ()
+    packed = min((estimated_us(problem, config) for config in wide), default=math.inf)
     rows = next(problem.row_configs(), None)
     row = math.inf if rows is None else estimated_row_us(problem, rows)
     return packed, row, estimated_xla_us(problem)

@@ -193,6 +193,8 @@ CHOSEN = {
         "n16_ragged_last_tile",
         "n48_three_blocks",
         "n64_two_m_tiles_many_k_steps",
+        "n16_shared_ragged",
+        "n64_shared_separate",
     ],
     "resident_compression": [
         "n16_three_parts_ragged_last_tile",

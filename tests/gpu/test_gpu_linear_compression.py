@@ -76,6 +76,9 @@ PACKED = {
     "wide_cluster": PackedCompressionConfig(256, 48, 4, 24, cluster=2),
     "separate": PackedCompressionConfig(256, 32, 4, 32, single_launch=False),
     "most_rows": PackedCompressionConfig(128, 224, 4, 56),
+    "shared": PackedCompressionConfig(64, 32, 8, 8),
+    "shared_cluster": PackedCompressionConfig(64, 96, 8, 24, cluster=2),
+    "shared_most_rows": PackedCompressionConfig(64, 448, 3, 56, single_launch=False),
 }
 
 
@@ -92,10 +95,11 @@ def test_tiles_that_span_candidates(name, n):
 
 @pytest.mark.parametrize("n", [32, 96])
 @pytest.mark.parametrize("single_launch", [True, False])
-def test_levels_of_tiles_that_span_candidates(single_launch, n):
+@pytest.mark.parametrize(("block_n", "block_m"), [(256, 48), (64, 96)])
+def test_levels_of_tiles_that_span_candidates(block_n, block_m, single_launch, n):
     levels = problems.make_levels((3, 17, 400), (70, 130, 90), 40, n, "bfloat16")
     terms = [ikbo.Term(*term) for term in zip(*levels, strict=True)]
-    config = PackedCompressionConfig(256, 48, 4, 24, single_launch=single_launch)
+    config = PackedCompressionConfig(block_n, block_m, 4, 24, single_launch=single_launch)
     actual = ikbo.multilevel_linear_compression(terms, implementation="mosaic_gpu", config=config)
     check(actual, levels)
 
@@ -119,10 +123,11 @@ def test_resident_weights(name, n):
         check(run_kernel(*inputs, config=RESIDENT[name]), inputs.levels)
 
 
-def test_a_hundred_repeats_of_packed_tiles_are_bitwise_equal():
+@pytest.mark.parametrize("name", ["wide", "shared_cluster"])
+def test_a_hundred_repeats_of_packed_tiles_are_bitwise_equal(name):
     shape = problems.LinearCompressionShape(100, 8192, 16, 200, 40, 32, "unsorted")
     inputs = problems.make_inputs(shape, "bfloat16")
-    run = jax.jit(functools.partial(run_kernel, config=PACKED["wide"]))
+    run = jax.jit(functools.partial(run_kernel, config=PACKED[name]))
     first = run(*inputs)
     check(first, inputs.levels)
     for _ in range(100):
@@ -311,7 +316,7 @@ def test_scratch_memory_is_the_user_result_and_less_than_a_mebibyte():
 
 
 SANITIZED = """
-import jax, jax.numpy as jnp, problems, ikbo_jax as ikbo
+import dataclasses, jax, jax.numpy as jnp, problems, ikbo_jax as ikbo
 from ikbo_jax.problems import LinearCompressionConfig, PackedCompressionConfig
 shape = problems.LinearCompressionShape(3, 9, 120, 70, 134, 136, "unsorted")
 inputs = problems.make_inputs(shape, "bfloat16")
@@ -323,8 +328,10 @@ for cluster in (1, 2):
 shape = problems.LinearCompressionShape(3, 70, 120, 48, 134, 144, "unsorted")
 inputs = problems.make_inputs(shape, "bfloat16")
 wild = inputs.cand_to_user.at[0].set(99).at[1].set(-7)
-for options in ({}, {"cluster": 2}, {"single_launch": False}):
-    config = PackedCompressionConfig(256, 48, 4, 24, **options)
+usual = PackedCompressionConfig(256, 48, 4, 24)
+shared = {"block_n": 64, "block_m": 96}
+for options in ({}, {"cluster": 2}, {"single_launch": False}, shared, shared | {"cluster": 2}):
+    config = dataclasses.replace(usual, **options)
     out = ikbo.linear_compression(*inputs[:4], wild, implementation="mosaic_gpu", config=config)
     jax.block_until_ready(out)
 print("FINISHED")

@@ -34,6 +34,8 @@ TINY = PackedCompressionConfig(
 #: One accumulator, two chunks, of which the last ends with half a stmatrix.
 NARROW = dataclasses.replace(TINY, block_n=128, block_m=48, epilogue_rows=24)
 SEPARATE = dataclasses.replace(NARROW, single_launch=False)
+#: Consumers that share 64 columns, each with half of the compressed rows, in two chunks.
+SHARED = dataclasses.replace(TINY, block_n=64, block_m=64)
 #: More rows than registers hold beside the fragments: these are loaded after the last product.
 LATE = dataclasses.replace(TINY, block_m=80, epilogue_rows=40)
 
@@ -46,6 +48,14 @@ CASES = {
     "n64_two_m_tiles_many_k_steps": Case((2, 5), (65, 260), 90, 64, NARROW),
     "n96_blocks_cross_tiles": Case((2, 7), (20, 33), 13, 96, TINY),
     "n128_fragments_late": Case((2, 3), (40, 40), 77, 128, LATE),
+    # Consumers with the same columns; the second one's rows end before M, or begin after it.
+    "n16_shared_ragged": Case((3, 19), (40, 140), 90, 16, SHARED),
+    "n32_shared_one_m_tile": Case((2, 7), (72, 33), 50, 32, SHARED),
+    "n48_shared_rows_of_one_consumer": Case((2, 5), (40, 72), 10, 48, SHARED),
+    "n64_shared_separate": Case(
+        (2, 3), (65, 260), 130, 64, dataclasses.replace(SHARED, single_launch=False), index="gaps"
+    ),
+    "n96_shared_three_levels_f16": Case((2, 3, 5), (40, 33, 72), 70, 96, SHARED, dtype="float16"),
     # Batches and indices.
     "one_user_last_users_columns_alone": Case((1, 6), (40, 40), 16, 16, TINY),
     "users_without_candidates": Case((7, 5), (40, 40), 16, 32, TINY, index="gaps"),
@@ -73,7 +83,8 @@ def count_users(monkeypatch: pytest.MonkeyPatch) -> Callable[[Case], None]:
         if case.launches == len(case.batches):
             return
         launch, counters = plgpu.kernel, []
-        tiles = -(-case.batches[-2] * case.n // TILE_ROWS) * -(-case.m // case.config.block_m)
+        columns = min(TILE_ROWS, case.config.block_n)
+        tiles = -(-case.batches[-2] * case.n // columns) * -(-case.m // case.config.block_m)
         barrier = plgpu.Barrier(num_arrivals=tiles * NUM_CONSUMERS)
 
         def launch_with_counter(body: Any, *, scratch_types: Any, **rest: Any) -> Any:

@@ -45,6 +45,15 @@ CASES = {
         PackedCompressionConfig(256, 48, 4, 24, single_launch=False),
     ),
     "three_levels_n48": (problem(60, 48, (40, 40, 200)), PackedCompressionConfig(384, 64, 3, 32)),
+    "n16_shared_columns": (problem(267, 16, (54, 1393)), PackedCompressionConfig(64, 96, 8, 24)),
+    "n32_shared_columns_most_rows": (
+        problem(433, 32, (72, 866), "float16"),
+        PackedCompressionConfig(64, 448, 3, 56, cluster=2),
+    ),
+    "n64_shared_columns_two_launches": (
+        problem(100, 64, (72, 866)),
+        PackedCompressionConfig(64, 64, 8, 16, single_launch=False, cluster=2),
+    ),
     "one_level_n32": (problem(64, 32, (128,)), PackedCompressionConfig(256, 64, 4, 64, False)),
 }
 

@@ -28,7 +28,9 @@ TINY = LinearCompressionProblem((1, 20), (2048, 2048), 8, 64, "bfloat16")
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [
-        ({"block_n": 200}, "block_n must be a multiple of 128"),
+        ({"block_n": 200}, "block_n must be 64 or a multiple of 128, but is 200"),
+        ({"block_n": 64, "block_m": 48}, "block_m must be a multiple of 32"),
+        ({"block_n": 64, "block_m": 480}, "at most 224"),
         ({"block_m": 24}, "block_m must be a multiple of 16"),
         ({"block_n": 512, "block_m": 64}, "at most 224"),
         ({"epilogue_rows": 12}, "epilogue_rows must be a multiple of 8"),

@@ -46,6 +46,10 @@ class Columns(abc.ABC):
         """Types of the device memory for the fragments of a level, of `columns` rows of M."""
 
     @abc.abstractmethod
+    def weight_parts(self, ctx: CompressionContext, phase: Any, stage: Any) -> tuple[Any, ...]:
+        """The parts of a stage's weight tile, each of `Phase.consumer_rows`; for the producer."""
+
+    @abc.abstractmethod
     def load(
         self, ctx: CompressionContext, phase: Any, embedding: Any, tile: Tile, k: Any, stage: Any
     ) -> None:
@@ -125,6 +129,10 @@ class RowColumns(Columns):
     def fragment_types(self, phase: Phase, columns: int, *, interpret: bool) -> fragment.Fragment:
         rows = (phase.batch, phase.n_tiles, NUM_CONSUMERS)
         return fragment.types(columns, rows, interpret=interpret)
+
+    def weight_parts(self, ctx: CompressionContext, phase: Phase, stage: Any) -> tuple[Any, ...]:
+        _, weight = ctx.shared.weight
+        return (weight.at[stage, : phase.block_m],)
 
     def load(
         self, ctx: CompressionContext, phase: Phase, embedding: Any, tile: Tile, k: Any, stage: Any

@@ -21,7 +21,8 @@ as a candidate tile: user tiles then spread over twice as many CTAs, and finish 
 candidate tile needs them.
 
 That is a tile of `RowColumns`.  Where N is small, tiles of `PackedColumns` span candidates: a
-consumer has several accumulators, of 64 columns each, and every warp a user of its own.
+consumer has several accumulators, of 64 columns each, and every warp a user of its own. If a tile
+has 64 columns, each consumer multiplies them by half of the compressed rows.
 
 Synchronisations:
   1. `stages.ready[s]`     producer -> consumers: TMA has filled stage s.
@@ -184,8 +185,9 @@ def _halved(phase: Phase, num_sms: int) -> Phase:
     if isinstance(phase, PackedPhase):
         # A CTA loads the embeddings of its tile alone, and a narrow tile has fewer; so do tiles of
         # few compressed rows, if no CTA gets two of them.
-        phase = dataclasses.replace(phase, block_n=BLOCK_N)
-        block_ms = (rows for rows in range(16, phase.block_m, 16) if phase.block_m % rows == 0)
+        phase = dataclasses.replace(phase, block_n=min(phase.block_n, BLOCK_N))
+        step = 16 * phase.parts
+        block_ms = (rows for rows in range(step, phase.block_m, step) if phase.block_m % rows == 0)
         is_spread = lambda rows: phase.rows * pl.cdiv(phase.m, rows) <= num_sms  # noqa: E731
         return dataclasses.replace(phase, block_m=next(filter(is_spread, block_ms), phase.block_m))
     # Halves must be whole fragments.

@@ -5,6 +5,9 @@ Columns of all rows of the batch are numbered, column n of row b with b * N + n.
 64. Shared memory holds a block as [64, block_width], swizzled within its rows; WGMMA reads an
 accumulator's blocks as one operand of 64 columns, since a descriptor says how far apart they are.
 
+Of a tile of 64 columns, both consumers multiply the same columns, each by half of the tile's
+compressed rows.
+
 A warp holds 16 rows of an accumulator, which are a *granule*: 16 columns of one row of the batch,
 as N is a multiple of 16. So a warp looks up one user for each accumulator, and fragments are stored
 and loaded warp by warp.
@@ -45,6 +48,13 @@ class PackedColumns(Columns):
         self, phase: PackedPhase, columns: int, *, interpret: bool
     ) -> fragment.Fragment:
         return granules.types(columns, phase.granules, interpret=interpret)
+
+    def weight_parts(
+        self, ctx: CompressionContext, phase: PackedPhase, stage: Any
+    ) -> tuple[Any, ...]:
+        _, weight = ctx.shared.weight
+        rows = phase.consumer_rows
+        return tuple(weight.at[stage, part, :rows] for part in range(phase.parts))
 
     def load(
         self,
@@ -107,13 +117,14 @@ class PackedColumns(Columns):
     ) -> tuple[Any, ...]:
         weight, _ = ctx.shared.weight
         blocks = WGMMA_M // phase.block_width
+        first, part = (0, ctx.consumer) if phase.parts > 1 else (ctx.consumer, 0)
         return tuple(
             mma.wgmma_blocks(
                 acc,
                 ctx.shared.embedding.at[
-                    stage, pl.ds((ctx.consumer * phase.accumulators + i) * blocks, blocks)
+                    stage, pl.ds((first * phase.accumulators + i) * blocks, blocks)
                 ],
-                weight.at[stage, :columns],
+                weight.at[stage, part, :columns],
                 overwrite=overwrite,
                 k=k,
                 interpret=ctx.interpret,
@@ -147,9 +158,9 @@ class PackedColumns(Columns):
         users: Any,
         tile: Tile,
     ) -> tuple[fragment.Fragment, ...]:
-        begin = tile.m_tile * phase.block_m
+        begin, rows = _first_row(ctx, phase, tile), phase.consumer_rows
         return granules.load(
-            memory, users, phase.accumulators, begin, phase.block_m, interpret=ctx.interpret
+            memory, users, phase.accumulators, begin, rows, interpret=ctx.interpret
         )
 
     def store_fragments(
@@ -160,7 +171,7 @@ class PackedColumns(Columns):
         tile: Tile,
         accs: tuple[jax.Array, ...],
     ) -> None:
-        first, begin = _first_granule(ctx, phase, tile), tile.m_tile * phase.block_m
+        first, begin = _first_granule(ctx, phase, tile), _first_row(ctx, phase, tile)
         for i, acc in enumerate(accs):
             granules.store(memory, acc, first + i * GRANULES, begin, interpret=ctx.interpret)
 
@@ -175,7 +186,7 @@ class PackedColumns(Columns):
         is_valid: Any,
     ) -> None:
         rows = ctx.config.epilogue_rows
-        number, part = divmod(chunk, phase.block_m // rows)
+        number, part = divmod(chunk, phase.consumer_rows // rows)
         staging = ctx.shared.staging.at[ctx.consumer, chunk % STAGING_SLOTS]
         blocks = WGMMA_M // phase.block_width
 
@@ -186,8 +197,8 @@ class PackedColumns(Columns):
             values = lax.slice(finished[number], (0, part * rows), (WGMMA_M, (part + 1) * rows))
             granules.stage_transposed(staging, values, interpret=ctx.interpret)
             plgpu.commit_smem()
-            first = (tile.row * NUM_CONSUMERS + ctx.consumer) * phase.accumulators + number
-            compressed = pl.ds(tile.m_tile * phase.block_m + part * rows, rows)
+            first = _first_accumulator(ctx, phase, tile) + number
+            compressed = pl.ds(_first_row(ctx, phase, tile) + part * rows, rows)
             # TMA drops rows past the batch and past M.
             if phase.blocks_of_row == 1:
                 target = output.at[pl.ds(first * blocks, blocks), compressed]
@@ -208,6 +219,19 @@ def _block(phase: PackedPhase, number: Any) -> tuple[Any, Any]:
     return row, pl.ds(of_row * phase.block_width, phase.block_width)
 
 
+def _first_accumulator(ctx: CompressionContext, phase: PackedPhase, tile: Tile) -> Any:
+    """The number of this consumer's first accumulator, among those of all columns."""
+    if phase.parts > 1:
+        return tile.row
+    return (tile.row * NUM_CONSUMERS + ctx.consumer) * phase.accumulators
+
+
 def _first_granule(ctx: CompressionContext, phase: PackedPhase, tile: Tile) -> Any:
     """The number of the first granule of this consumer's first accumulator."""
-    return (tile.row * NUM_CONSUMERS + ctx.consumer) * phase.accumulators * GRANULES
+    return _first_accumulator(ctx, phase, tile) * GRANULES
+
+
+def _first_row(ctx: CompressionContext, phase: PackedPhase, tile: Tile) -> Any:
+    """This consumer's first compressed row."""
+    part = ctx.consumer if phase.parts > 1 else 0
+    return tile.m_tile * phase.block_m + part * phase.consumer_rows

@@ -71,22 +71,22 @@ def _claimed_tiles(
 def _load(ctx: CompressionContext, phase: Phase, operands: Operands, tile: Tile, step: Any) -> Any:
     """Loads one tile's operands through the ring; returns the next step."""
     shared = ctx.shared
-    _, weight = shared.weight
 
     def load_step(i: Any, step: Any) -> Any:
         stage = shared.stages.slot(step)
         shared.stages.await_free(step)
         ready = shared.stages.ready.at[stage]
         k = i * BLOCK_K
-        plgpu.copy_gmem_to_smem(
-            operands.weight.at[
-                pl.ds(tile.m_tile * phase.block_m, phase.block_m),
-                pl.ds(phase.k_offset + k, BLOCK_K),
-            ],
-            weight.at[stage, : phase.block_m],
-            ready,
-            collective_axes="cluster" if phase.cluster > 1 else None,
-        )
+        for part, target in enumerate(ctx.columns.weight_parts(ctx, phase, stage)):
+            begin = tile.m_tile * phase.block_m + part * phase.consumer_rows
+            plgpu.copy_gmem_to_smem(
+                operands.weight.at[
+                    pl.ds(begin, phase.consumer_rows), pl.ds(phase.k_offset + k, BLOCK_K)
+                ],
+                target,
+                ready,
+                collective_axes="cluster" if phase.cluster > 1 else None,
+            )
         ctx.columns.load(ctx, phase, operands.embedding, tile, k, stage)
         return step + 1
 
@@ -134,7 +134,7 @@ def _multiply(
     load_coarser: Callable[[], Fragments] | None,
     columns: int,
 ) -> tuple[tuple[jax.Array, ...], Fragments | None]:
-    """(accumulators [64, block_m] f32 of one tile, e.T @ w.T; coarser fragments to be added).
+    """(accumulators [64, rows] f32 of one tile, e.T @ w.T; coarser fragments to be added).
 
     After each of the first k steps one of `jobs` is called, while that step's WGMMAs are in flight.
     Only the first `columns` compressed rows are multiplied; the rest of the tile is zero.
@@ -181,7 +181,7 @@ def _multiply(
         return ctx.columns.finish(ctx, accs), coarser
 
     accs, coarser = ctx.columns.with_accumulators(ctx, phase, all_k_steps, columns)
-    return tuple(mma.pad(acc, phase.block_m) for acc in accs), coarser
+    return tuple(mma.pad(acc, phase.consumer_rows) for acc in accs), coarser
 
 
 def _add(
@@ -226,7 +226,7 @@ def _compute_fragment(
         load_coarser = functools.partial(
             ctx.columns.load_fragments, ctx, phase, operands.fragments_in, users, tile
         )
-    accs, coarser = _multiply(ctx, phase, step, [], load_coarser, phase.block_m)
+    accs, coarser = _multiply(ctx, phase, step, [], load_coarser, phase.consumer_rows)
     outcome = after_multiply()
     accs = _add(ctx, phase, tile, accs, coarser)
     ctx.columns.store_fragments(ctx, phase, fragments_out, tile, accs)
@@ -242,7 +242,7 @@ def _compute_candidates(
 ) -> None:
     """Computes this CTA's candidate tiles; stores each during the next tile's first k steps."""
     count = ctx.shape.tiles.cand_count(ctx.worker)
-    chunks = range(phase.accumulators * phase.block_m // ctx.config.epilogue_rows)
+    chunks = range(phase.accumulators * phase.consumer_rows // ctx.config.epilogue_rows)
     store = functools.partial(ctx.columns.store_chunk, ctx, phase, output)
 
     def tile_of(i: Any) -> Tile:
@@ -284,19 +284,19 @@ def _compute_candidates(
             load_coarser if phase.from_fragments else None,
         )
         if phase.m_tiles == 1:
-            accs, coarser = multiply(phase.last_block_m)
-        elif phase.last_block_m == phase.block_m or not ctx.config.trim:
-            accs, coarser = multiply(phase.block_m)
+            accs, coarser = multiply(phase.last_consumer_rows)
+        elif phase.last_consumer_rows == phase.consumer_rows or not ctx.config.trim:
+            accs, coarser = multiply(phase.consumer_rows)
         else:  # M = 433 in tiles of 224: 440 rows are multiplied, not 448
             accs, coarser = lax.cond(
                 tile.m_tile == phase.m_tiles - 1,
-                lambda: multiply(phase.last_block_m),
-                lambda: multiply(phase.block_m),
+                lambda: multiply(phase.last_consumer_rows),
+                lambda: multiply(phase.consumer_rows),
             )
         accs = _add(ctx, phase, tile, accs, coarser)
         return tuple(acc.astype(output.dtype) for acc in accs), users_ahead
 
-    nothing = tuple(mma.zeros(phase.block_m, output.dtype) for _ in range(phase.accumulators))
+    nothing = tuple(mma.zeros(phase.consumer_rows, output.dtype) for _ in range(phase.accumulators))
     finished, _ = lax.fori_loop(0, count, compute, (nothing, look_up_ahead(0, 0)))
     for c in chunks:
         store(c, finished, tile_of(count - 1), count > 0)

@@ -39,6 +39,16 @@ class Phase:
         return 1
 
     @property
+    def parts(self) -> int:
+        """Parts of a tile's compressed rows: two if each consumer has a half of them."""
+        return 1
+
+    @property
+    def consumer_rows(self) -> int:
+        """Compressed rows of each of a consumer's accumulators."""
+        return self.block_m // self.parts
+
+    @property
     def holds_fragments_early(self) -> bool:
         """Whether registers hold a tile's fragments beside the finished tile and accumulators."""
         return False
@@ -57,8 +67,8 @@ class Phase:
         return pl.cdiv(self.m, self.block_m)
 
     @property
-    def last_block_m(self) -> int:
-        """Compressed rows of the last M tile, rounded up to a multiple of 8, for a WGMMA's n."""
+    def last_consumer_rows(self) -> int:
+        """A consumer's compressed rows of the last M tile, a multiple of 8, for a WGMMA's n."""
         return pl.cdiv(self.m - (self.m_tiles - 1) * self.block_m, 8) * 8
 
     @property
@@ -73,7 +83,7 @@ class Phase:
     @property
     def cost(self) -> int:
         """Time of a tile, in arbitrary units."""
-        return self.k_steps * self.block_m * self.accumulators
+        return self.k_steps * self.consumer_rows * self.accumulators
 
 
 @dataclasses.dataclass(frozen=True)
@@ -81,7 +91,7 @@ class PackedPhase(Phase):
     """Tiles that span rows of the batch: column c of all tiles is column c % N of row c // N.
 
     Attributes:
-      block_n: embedding columns of a tile.
+      block_n: embedding columns of a tile; consumers share 64, and have halves of more.
       block_width: columns of a block, which is of one row of the batch.
     """
 
@@ -90,11 +100,19 @@ class PackedPhase(Phase):
 
     @property
     def accumulators(self) -> int:
-        return self.block_n // BLOCK_N
+        return pl.cdiv(self.block_n, BLOCK_N)
+
+    @property
+    def parts(self) -> int:
+        return NUM_CONSUMERS if self.block_n < BLOCK_N else 1
+
+    @property
+    def last_consumer_rows(self) -> int:
+        return self.consumer_rows if self.parts > 1 else super().last_consumer_rows
 
     @property
     def holds_fragments_early(self) -> bool:
-        return self.accumulators * self.block_m <= MAX_EARLY_ROWS
+        return self.accumulators * self.consumer_rows <= MAX_EARLY_ROWS
 
     @property
     def rows(self) -> int:
