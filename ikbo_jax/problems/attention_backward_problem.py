@@ -212,8 +212,8 @@ class AttentionBackwardProblem(AttentionSizes):
         if self._has_few_rows:
             # With 8 and 40 rows of 192 columns, blocks of 32 took 0.92 and 0.98 of the time of
             # blocks of 64; of 256 columns, 0.97 and 1.02 of the time of blocks of 48.
-            wider = (48, 2) if self.rows >= MIN_WIDER_ROWS else (32, 2)
-            blocks.insert(0, (32, 3) if self.head_dim == 192 else wider)
+            of_256 = (48, 2) if self.rows >= MIN_WIDER_ROWS else (32, 2)
+            blocks.insert(0, (32, 3) if self.head_dim == 192 else of_256)
         # With 240 rows, four stages of keys took 1.03 of the time of three, with 300 rows 0.97.
         first, second = (4, 3) if self.rows >= MIN_TALL_ROWS else (3, 4)
         for block_q, stages in dict.fromkeys(blocks):

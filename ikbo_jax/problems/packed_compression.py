@@ -41,14 +41,19 @@ def block_width(n: int) -> int:
     return next(width for width in (64, 32, 16) if n % width == 0)
 
 
+def row_parts(block_n: int) -> int:
+    """Parts of a tile's compressed rows: one for each consumer if they share the columns."""
+    return NUM_CONSUMERS if block_n < TILE_ROWS else 1
+
+
 @dataclasses.dataclass(frozen=True)
 class PackedCompressionConfig(Config):
     """Tuning parameters of the kernel whose tiles span candidates.
 
     Attributes:
-      block_n: embedding columns of a CTA tile, of consecutive candidates: 64, by which each
-        consumer multiplies half of the tile's compressed rows, or a multiple of 128, of which each
-        consumer has a half.
+      block_n: embedding columns of a CTA tile, of consecutive candidates. Of a multiple of 128,
+        each consumer has half of the columns. 64 columns are for both consumers, and each has half
+        of the tile's compressed rows.
       block_m: compressed rows of a CTA tile; a multiple of 16 for each of its parts.
       num_stages: stages of the shared memory ring; each holds 64 embedding rows.
       epilogue_rows: compressed rows that one TMA store writes; divides a consumer's rows.
@@ -72,8 +77,8 @@ class PackedCompressionConfig(Config):
 
     @property
     def parts(self) -> int:
-        """Parts of the compressed rows of a tile: one for each consumer, if columns are for one."""
-        return NUM_CONSUMERS if self.block_n < TILE_ROWS else 1
+        """Parts of a tile's compressed rows; see `row_parts`."""
+        return row_parts(self.block_n)
 
     @property
     def consumer_rows(self) -> int:
@@ -122,10 +127,10 @@ class PackedCompressionConfig(Config):
         multiple, rows = 16 * self.parts, self.accumulators * self.consumer_rows
         if self.block_m % multiple or self.block_m < multiple or rows > MAX_ROWS:
             return (
-                f"block_m must be a multiple of {multiple}, and a consumer's accumulators must "
-                f"have at most {MAX_ROWS} rows of block_m in all, so that they and a finished tile "
-                f"fit the registers, but block_m is {self.block_m}, which are {rows} rows, and "
-                f"block_n is {self.block_n}"
+                f"block_m must be a multiple of {multiple}, and all accumulators of a consumer "
+                f"have at most {MAX_ROWS} rows, so that they and a finished tile fit the "
+                f"registers, but block_m is {self.block_m} and block_n is {self.block_n}, which "
+                f"gives {rows} rows"
             )
         of_one = self.consumer_rows
         if self.epilogue_rows < 8 or self.epilogue_rows % 8 or of_one % self.epilogue_rows:

@@ -8,7 +8,7 @@ import math
 from collections.abc import Iterator
 from typing import Any
 
-from ikbo_jax.problems.hopper import BLOCK_K, NUM_CONSUMERS, NUM_SMS, TILE_ROWS, WGMMA_M
+from ikbo_jax.problems.hopper import BLOCK_K, NUM_SMS, TILE_ROWS, WGMMA_M
 from ikbo_jax.problems.packed_compression import (
     GRANULE,
     MAX_ROWS,
@@ -18,6 +18,7 @@ from ikbo_jax.problems.packed_compression import (
     WHOLE_TILES_PER_SM,
     PackedCompressionConfig,
     block_width,
+    row_parts,
     serves,
 )
 
@@ -96,7 +97,7 @@ def _wide(problem: Any) -> Iterator[PackedCompressionConfig]:
 def _narrow(problem: Any) -> Iterator[PackedCompressionConfig]:
     """Configurations whose consumers share 64 columns, for problems that leave SMs idle."""
     tiles = -(-problem.batches[-1] * problem.n // WGMMA_M)
-    multiple = NUM_CONSUMERS * GRANULE
+    multiple = row_parts(WGMMA_M) * GRANULE
     counts = range(1, NUM_SMS // tiles + 1)
     for block_m in sorted({-(-problem.m // (multiple * count)) * multiple for count in counts}):
         for cluster in (1, 2):
@@ -150,8 +151,8 @@ class _Tile:
         k = problem.ks[self.level]
         steps, used = -(-k // BLOCK_K), min(self.rows, -(-problem.m // 8) * 8)
         # An instruction reads its 64 x 16 operand in the time of 32 more rows; both consumers do.
-        parts = NUM_CONSUMERS if self.columns < TILE_ROWS else 1
-        products = self.columns / WGMMA_M * -(-k // 16) * (used + 32 * parts) / 2 / CYCLES
+        read = used + 32 * row_parts(self.columns)
+        products = self.columns / WGMMA_M * -(-k // 16) * read / 2 / CYCLES
         of_sm = L2_BYTES / min(max(self.number, 1), NUM_SMS)
         loads = 2 * k * (self.valid + used / self.cluster) / min(SM_BYTES, of_sm)
         # A level adds the fragments of a coarser one; all but the last store their own.

@@ -117,7 +117,7 @@ class PackedColumns(Columns):
     ) -> tuple[Any, ...]:
         weight, _ = ctx.shared.weight
         blocks = WGMMA_M // phase.block_width
-        first, part = (0, ctx.consumer) if phase.parts > 1 else (ctx.consumer, 0)
+        first, part = _share(ctx, phase)
         return tuple(
             mma.wgmma_blocks(
                 acc,
@@ -219,11 +219,15 @@ def _block(phase: PackedPhase, number: Any) -> tuple[Any, Any]:
     return row, pl.ds(of_row * phase.block_width, phase.block_width)
 
 
+def _share(ctx: CompressionContext, phase: PackedPhase) -> tuple[Any, Any]:
+    """Which part of a tile's columns and which part of its compressed rows this consumer has."""
+    return (0, ctx.consumer) if phase.parts > 1 else (ctx.consumer, 0)
+
+
 def _first_accumulator(ctx: CompressionContext, phase: PackedPhase, tile: Tile) -> Any:
-    """The number of this consumer's first accumulator, among those of all columns."""
-    if phase.parts > 1:
-        return tile.row
-    return (tile.row * NUM_CONSUMERS + ctx.consumer) * phase.accumulators
+    """The number of this consumer's first accumulator; those of all tiles are numbered."""
+    first, _ = _share(ctx, phase)
+    return (tile.row * (NUM_CONSUMERS // phase.parts) + first) * phase.accumulators
 
 
 def _first_granule(ctx: CompressionContext, phase: PackedPhase, tile: Tile) -> Any:
@@ -233,5 +237,5 @@ def _first_granule(ctx: CompressionContext, phase: PackedPhase, tile: Tile) -> A
 
 def _first_row(ctx: CompressionContext, phase: PackedPhase, tile: Tile) -> Any:
     """This consumer's first compressed row."""
-    part = ctx.consumer if phase.parts > 1 else 0
+    _, part = _share(ctx, phase)
     return tile.m_tile * phase.block_m + part * phase.consumer_rows

@@ -11,7 +11,7 @@ from jax.experimental import pallas as pl
 from ikbo_jax.pallas.hopper import schedule
 from ikbo_jax.pallas.hopper.launch import WarpgroupContext
 from ikbo_jax.problems.hopper import BLOCK_K, NUM_CONSUMERS, WGMMA_M
-from ikbo_jax.problems.packed_compression import GRANULE
+from ikbo_jax.problems.packed_compression import GRANULE, row_parts
 
 #: Embedding columns of a tile.
 BLOCK_N = NUM_CONSUMERS * WGMMA_M
@@ -104,7 +104,7 @@ class PackedPhase(Phase):
 
     @property
     def parts(self) -> int:
-        return NUM_CONSUMERS if self.block_n < BLOCK_N else 1
+        return row_parts(self.block_n)
 
     @property
     def last_consumer_rows(self) -> int:
