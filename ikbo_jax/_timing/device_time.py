@@ -60,13 +60,25 @@ def record(call: Callable[[], Any], calls: int) -> list[Event]:
     """
     jax.block_until_ready(call())
     with tempfile.TemporaryDirectory() as folder:
-        with jax.profiler.trace(folder):
+        with jax.profiler.trace(folder, profiler_options=_options()):
             out = None
             for _ in range(calls):
                 out = call()
             jax.block_until_ready(out)
         (path,) = pathlib.Path(folder).rglob("*.xplane.pb")
         return events_of(jax.profiler.ProfileData.from_file(str(path)))
+
+
+def _options() -> jax.profiler.ProfileOptions:
+    """What a profile leaves out: calls on the host and all loaded programs.
+
+    With them, a profile of one small program takes 51 ms on an H100 instead of 12.
+    """
+    options = jax.profiler.ProfileOptions()
+    options.host_tracer_level = 0
+    options.python_tracer_level = 0
+    options.enable_hlo_proto = False
+    return options
 
 
 def events_of(profile: Any) -> list[Event]:

@@ -201,6 +201,10 @@ class Bench:
 
         Contenders in `alone` are compiled one at a time after all others.
         """
+        # XLA links kernels with a library of Mosaic GPU's, whose path this import sets. Where other
+        # processes lower the kernels and XLA is no contender, nothing else here imports it.
+        import jax.experimental.mosaic.gpu  # noqa: F401
+
         workers = min(len(os.sched_getaffinity(0)), MAX_WORKERS)
         kernels = [config for config in self.contenders if config is not None]
         # Computed before threads read them, since cached properties have no lock.

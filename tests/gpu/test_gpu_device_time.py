@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+
 import jax
 import jax.numpy as jnp
 import pytest
@@ -26,6 +29,17 @@ def test_every_call_is_recorded():
         assert all(0 < kernel <= busy for busy, kernel in zip(*found, strict=True))
 
 
+def test_kernels_have_the_operations_that_launched_them():
+    """`benchmarks.profiles` finds the part of a model by them."""
+    config = next(iter(SMALL.candidate_configs()))
+    case = bench.case_of(SMALL)
+    inputs = case.inputs()
+    program = case.runner(config).lower(*inputs).compile()
+    events = device_time.record(lambda: program(*inputs), 2)
+    assert events
+    assert all(f"%{e.operation} " in program.as_text() for e in events if e.is_kernel)
+
+
 def test_memsets_count_beside_kernels():
     """cuDNN clears memory before its kernel."""
     array = jax.random.normal(jax.random.key(0), (2, 256, 2, 64), jnp.bfloat16)
@@ -46,3 +60,20 @@ def test_the_tuner_times_short_kernels_on_the_device(monkeypatch):
     assert stand._is_short
     assert [len(result["ms"]) for result in found["results"]] == [2, 2, 2]
     assert all(ms > 0 for result in found["results"] for ms in result["ms"])
+
+
+def test_kernels_are_linked_where_nothing_is_traced():
+    """Other processes lower the kernels, and XLA is not among the contenders."""
+    script = f"""
+from ikbo_jax.autotuner import bench
+from ikbo_jax.problems import LinearCompressionProblem
+if __name__ == "__main__":
+    problem = {SMALL!r}
+    stand = bench.Bench(problem, tuple(problem.candidate_configs())[:2])
+    stand.prepare()
+    assert not stand._failures, stand._failures
+    print(len(stand._checked), "checked")
+"""
+    ended = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert ended.returncode == 0, ended.stderr[-2000:]
+    assert "2 checked" in ended.stdout

@@ -2,12 +2,24 @@
 
 In us: `XLA` of `implementation="xla"`, `ROW` of the first configuration of row tiles, `PACKED` of
 packed tiles by (block_n, block_m, num_stages, cluster), `RESIDENT` of resident weights by the
-fields of `ResidentCompressionConfig`.
+fields of `ResidentCompressionConfig`. `drawn` has times on the same card by the profiler, commit
+70873ea, of 81 sizes of `benchmarks.production_draws`.
 """
 
+import json
 import math
+import pathlib
+from collections.abc import Iterator
 
+from ikbo_jax.problems import (
+    Config,
+    LinearCompressionConfig,
+    PackedCompressionConfig,
+    ResidentCompressionConfig,
+)
 from ikbo_jax.problems import LinearCompressionProblem as Problem
+
+DRAWN = pathlib.Path(__file__).with_name("compression_times_drawn.jsonl")
 
 PROBLEMS = {
     "A": Problem((100, 8192), (200, 40), 16, 32, "bfloat16"),
@@ -251,3 +263,18 @@ LARGE = {
     Problem((69, 6980), (435, 33), 992, 32, "float16"): (225.6, 670.8, 280.8),
     Problem((1, 79), (117, 275), 1006, 64, "float16"): (16.4, 25.5, 16.6),
 }
+
+
+def drawn() -> Iterator[tuple[Problem, dict[Config, float]]]:
+    """Problems, and the us of each configuration that took less than 1.5 of the fastest."""
+    kinds: dict[str, type[Config]] = {
+        "packed": PackedCompressionConfig,
+        "rows": LinearCompressionConfig,
+        "resident": ResidentCompressionConfig,
+    }
+    for line in DRAWN.read_text().splitlines():
+        found = json.loads(line)
+        times = {kinds[kind](*fields): us for kind in kinds for *fields, us in found[kind]}
+        sizes = found["problem"]
+        batches, ks = tuple(sizes.pop("batches")), tuple(sizes.pop("ks"))
+        yield Problem(batches, ks, **sizes), times

@@ -156,6 +156,34 @@ def test_models_are_near_the_times_on_a_gpu() -> None:
         assert statistics.pstdev(values) < spread[kind], kind
 
 
+def estimate(problem: LinearCompressionProblem, config: object) -> float:
+    """Time by the model of the configuration's kernel."""
+    if isinstance(config, PackedCompressionConfig):
+        return packed.estimated_us(problem, config)
+    if isinstance(config, LinearCompressionConfig):
+        return packed.estimated_row_us(problem, config)
+    return resident.estimated_us(problem, config)
+
+
+def test_models_choose_what_was_fast_of_drawn_sizes() -> None:
+    """1.03 of the fastest on average; no kernel is systematically too fast or too slow."""
+    losses: dict[LinearCompressionProblem, float] = {}
+    errors: dict[type, list[float]] = {}
+    for problem, measured in times.drawn():
+        estimates = {config: estimate(problem, config) for config in measured}
+        for config, us in measured.items():
+            errors.setdefault(type(config), []).append(math.log(estimates[config] / us))
+        chosen = min(measured, key=lambda config: estimates[config])
+        losses[problem] = measured[chosen] / min(measured.values())
+    assert len(losses) == 81
+    assert math.prod(losses.values()) ** (1 / len(losses)) < 1.03
+    assert max(losses.values()) < 1.2, max(losses, key=lambda problem: losses[problem])
+    assert len(errors) == 3
+    for kind, values in errors.items():
+        assert abs(statistics.mean(values)) < 0.06, kind
+        assert statistics.pstdev(values) < 0.16, kind
+
+
 #: Batches, K, M, block_m and us of rows of the dispatch table, N = 256 (H200).
 LARGE = [
     ((15, 1024), (1178, 866), 433, 371),
