@@ -87,8 +87,11 @@ def _wide(problem: Any) -> Iterator[PackedCompressionConfig]:
             continue
         tiles = -(-problem.m // most)
         block_ms = {-(-problem.m // (16 * count)) * 16 for count in (tiles, tiles + 1)}
+        # With several accumulators and three or more blocks of 16 columns in a row of the batch,
+        # clusters spill 3 to 7 kB of registers.
+        is_spilled = problem.n > block_width(problem.n) == GRANULE
         for block_m in block_ms:
-            for cluster in (1, 2):
+            for cluster in (1,) if is_spilled and block_n > TILE_ROWS else (1, 2):
                 config = _deepest(
                     problem, PackedCompressionConfig(block_n, block_m, cluster=cluster)
                 )

@@ -74,8 +74,16 @@ def test_offline_packed_kernel_is_fit(name: str, compiler: offline.Compiler) -> 
 
 
 def test_offline_packed_defaults_are_fit(compiler: offline.Compiler) -> None:
-    """The most promising ones for sizes that a ranking team has."""
-    for m, n, ks in ((16, 32, (200, 40)), (351, 64, (225, 27)), (64, 48, (640, 300))):
-        chosen = next(packed_cost.candidate_configs(problem(m, n, ks)))
-        for compiled in compiler.compile(*launch(problem(m, n, ks), chosen)):
-            assert not compiled.faults
+    """The most promising ones for sizes that a ranking team has, in clusters and of one CTA."""
+    for m, n, ks in (
+        (16, 32, (200, 40)),
+        (351, 64, (225, 27)),
+        (64, 48, (640, 300)),
+        (171, 80, (640, 300)),
+        (96, 112, (300, 640)),
+    ):
+        found = list(packed_cost.candidate_configs(problem(m, n, ks)))
+        for cluster in (1, 2):
+            chosen = next((x for x in found if x.cluster == cluster), found[0])
+            for compiled in compiler.compile(*launch(problem(m, n, ks), chosen)):
+                assert not compiled.faults

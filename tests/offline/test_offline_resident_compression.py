@@ -84,7 +84,7 @@ def test_offline_resident_configurations_of_the_model_are_fit(compiler: offline.
         ((1, 79), (117, 275), 1006, 64),
     ):
         *_, m, _ = sizes
-        assert resident_cost.is_preferred(problem(*sizes)) == (m != 859)
+        assert resident_cost.is_preferred(problem(*sizes)) == (m not in (532, 859, 1006))
         chosen = resident_cost.candidate_configs(problem(*sizes))[0]
         kernels = compiler.compile(*launch(problem(*sizes), chosen))
         for compiled in kernels:
