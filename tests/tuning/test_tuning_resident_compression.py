@@ -102,12 +102,21 @@ def test_resident_candidates_are_legal_and_fit_an_sm(n: int, batches: tuple[int,
         assert 1 <= config.ctas <= room
 
 
+def estimate(problem: LinearCompressionProblem, config: object) -> float:
+    """Time by the model of the configuration's kernel."""
+    if isinstance(config, PackedCompressionConfig):
+        return packed.estimated_us(problem, config)
+    if isinstance(config, LinearCompressionConfig):
+        return packed.estimated_row_us(problem, config)
+    return resident.estimated_us(problem, config)
+
+
 def contenders(name: str) -> Iterator[tuple[float, float, object]]:
     """(time by the model, time on an H100, configuration or None for XLA)."""
     problem = times.PROBLEMS[name]
     yield packed.estimated_xla_us(problem), times.XLA[name], None
     row = next(problem.row_configs())
-    yield packed.estimated_row_us(problem, row), times.ROW[name], row
+    yield estimate(problem, row), times.ROW[name], row
     for (block_n, block_m, stages, cluster), us in times.PACKED[name].items():
         config = next(
             config
@@ -115,10 +124,10 @@ def contenders(name: str) -> Iterator[tuple[float, float, object]]:
             if (config.block_n, config.block_m, config.cluster) == (block_n, block_m, cluster)
         )
         config = dataclasses.replace(config, num_stages=stages)
-        yield packed.estimated_us(problem, config), us, config
+        yield estimate(problem, config), us, config
     for fields, us in times.RESIDENT[name].items():
         config = ResidentCompressionConfig(*fields)
-        yield resident.estimated_us(problem, config), us, config
+        yield estimate(problem, config), us, config
 
 
 @pytest.mark.parametrize("name", times.PROBLEMS)
@@ -154,15 +163,6 @@ def test_models_are_near_the_times_on_a_gpu() -> None:
     for kind, values in errors.items():
         assert abs(statistics.mean(values)) < 0.06, kind
         assert statistics.pstdev(values) < spread[kind], kind
-
-
-def estimate(problem: LinearCompressionProblem, config: object) -> float:
-    """Time by the model of the configuration's kernel."""
-    if isinstance(config, PackedCompressionConfig):
-        return packed.estimated_us(problem, config)
-    if isinstance(config, LinearCompressionConfig):
-        return packed.estimated_row_us(problem, config)
-    return resident.estimated_us(problem, config)
 
 
 def test_models_choose_what_was_fast_of_drawn_sizes() -> None:
