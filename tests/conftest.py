@@ -17,6 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 import problems
 import pytest
+import session_costs
 import time_limit
 
 from ikbo_jax.ops import dispatch
@@ -75,6 +76,7 @@ def pytest_configure(config: pytest.Config) -> None:
     gpu_session.pytest_configure(config)
     compiled_programs.pytest_configure(config)
     case_sample.pytest_configure(config)
+    session_costs.pytest_configure(config)
 
 
 #: Its session of Ray Serve takes 47 s, in which the test's process waits. Last, it would run alone.
