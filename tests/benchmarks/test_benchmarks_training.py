@@ -67,20 +67,36 @@ def version(name: str, scale: float = 1.0, error: Exception | None = None) -> tr
     return training.Version(name, "a stage", lambda sizes: network)
 
 
-def test_a_run_in_small_and_its_report(tmp_path, capsys, monkeypatch):
-    """All points, with networks that cost nothing; their first loss is their own oracle's."""
+@pytest.fixture
+def one_parameter(monkeypatch):
+    """The networks of `version` and their oracle have one parameter, so that steps compile fast."""
+    monkeypatch.setattr(model, "init", lambda sizes: {"w_queries": jnp.full(3, 0.1)})
+    monkeypatch.setattr(training_task.cases, "oracle", version("oracle").make(SIZES))
+
+
+def test_every_sweep_has_points_that_differ_and_shrink():
+    every = [p for sweep in training.SWEEPS for p in training.points(sweep)]
+    assert len({(p.sweep, p.label) for p in every}) == len({p.sizes for p in every}) == len(every)
+    for p in every:
+        small = training.shrink(p)
+        assert (small.sweep, small.label, small.versions) == (p.sweep, p.label, p.versions)
+        assert small.samples <= p.samples / 16
+    with pytest.raises(ValueError, match="unknown sweep 'x'"):
+        next(training.points("x"))
+
+
+def test_a_run_in_small_and_its_report(tmp_path, capsys, monkeypatch, one_parameter):
+    """A point of each sweep; the ranking networks cost nothing, their loss is the oracle's."""
     names = [p.name for p in ranking.ALL]
     monkeypatch.setattr(training, "OF_RANKING", tuple(map(version, names)))
-    shrink = training.shrink
+    shrink, points = training.shrink, training.points
 
     def smaller(point):
         small = GDPA if isinstance(point.sizes, training_gdpa.Sizes) else SIZES
         return dataclasses.replace(shrink(point), sizes=small)
 
     monkeypatch.setattr(training, "shrink", smaller)
-    monkeypatch.setattr(training, "QUERIES", (64,))
-    score = version("oracle").make(SIZES)
-    monkeypatch.setattr(training_task.cases, "oracle", score)
+    monkeypatch.setattr(training, "points", lambda sweep: [next(points(sweep))])
     path = tmp_path / "training.json"
     assert training.main(["--out", str(path), "--quick", "--profile", "ikbo"]) == 0
     results = timing.read_results(path)
@@ -100,14 +116,13 @@ def test_a_run_in_small_and_its_report(tmp_path, capsys, monkeypatch):
         "training-gdpa",
     }
     assert "12 candidates of 3 users" in blocks["training-table"]
-    assert "ratio: 8:1 T=64" in blocks["training-ratio"]
+    assert "ratio: 8:1 T=16" in blocks["training-ratio"]
     assert "this library's kernels" in blocks["training-gdpa"]
     (image,) = report_training.draw(results, tmp_path)
     assert "hand-optimised" in image.read_text()
 
 
-def test_wrong_losses_wrong_gradients_failures_and_what_does_not_fit(monkeypatch):
-    monkeypatch.setattr(training_task.cases, "oracle", version("oracle").make(SIZES))
+def test_wrong_losses_wrong_gradients_failures_and_what_does_not_fit(one_parameter):
     frozen = version("frozen")
     network = frozen.make(SIZES)
 
@@ -160,19 +175,21 @@ def test_versions_of_the_other_network_agree_with_their_gradients():
         jnp.arange(inputs.rows.shape[0])[:, None] < inputs.offsets[-1], inputs.rows, 5
     )
 
-    def found(make, rows):
+    def loss_of(make):
         network = functools.partial(training_gdpa.network, make, GDPA)
-        loss = training_task.loss_of(network, "float32")
-        return jax.jit(jax.value_and_grad(loss))(params, inputs._replace(rows=rows), labels)
+        return training_task.loss_of(network, "float32")
 
-    expected = found(training_gdpa.xla, inputs.rows)
-    for actual in (found(training_gdpa.ours, inputs.rows), found(training_gdpa.ours, noise)):
+    expected = jax.jit(jax.value_and_grad(loss_of(training_gdpa.xla)))(params, inputs, labels)
+    ours = jax.jit(jax.value_and_grad(loss_of(training_gdpa.ours)))
+    for rows in (inputs.rows, noise):
+        actual = ours(params, inputs._replace(rows=rows), labels)
         jax.tree.map(
             lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-3, atol=2e-5), actual, expected
         )
     with pytest.raises(NotImplementedError, match="cuDNN needs a GPU"):
         training_gdpa.softmax(GDPA, inputs)
-    soft, _ = found(functools.partial(training_gdpa.softmax, implementation="xla"), inputs.rows)
+    softmax = functools.partial(training_gdpa.softmax, implementation="xla")
+    soft = jax.jit(loss_of(softmax))(params, inputs, labels)
     assert np.isfinite(soft)
     assert soft != expected[0]
 
