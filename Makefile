@@ -5,6 +5,7 @@
 #   VENV=.venv             where the environment lives
 #   ARGS="..."             goes to the command (make demo ARGS="--seed 1", make test ARGS="-k table")
 #   LAYER=interpret        runs the tests of one folder of tests/ (make test LAYER=interpret)
+#   SHARE=3/10             runs a tenth of what `make test` leaves out (make test-all SHARE=3/10)
 SHELL := /bin/bash
 .DEFAULT_GOAL := help
 
@@ -12,6 +13,7 @@ VENV ?= .venv
 PY ?=
 ARGS ?=
 LAYER ?=
+SHARE ?=
 JOBS ?= $(shell n=$$(getconf _NPROCESSORS_ONLN 2>/dev/null || echo 2); echo $$((n > 8 ? 8 : n)))
 export PYTHON
 
@@ -32,7 +34,11 @@ endif
 cpu := JAX_PLATFORMS=$${JAX_PLATFORMS-cpu}
 device := $(if $(DRIVER),,$(cpu))
 
-.PHONY: help demo train serve test test-gpu test-several-gpus lint format clean
+# Neighbouring tests share compiled programs. Each process starts with a contiguous part of the suite,
+# and takes tests from another's part when its own is done.
+pytest := -m pytest -n $(JOBS) --dist worksteal
+
+.PHONY: help demo train serve test test-all record-kernels test-gpu test-several-gpus lint format clean
 
 help:  ## this list
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/make \1\t\2/p' $(firstword $(MAKEFILE_LIST)) | expand -t 16
@@ -49,9 +55,13 @@ serve:  ## serve the example's ranker over HTTP, on Ray Serve (make serve ARGS="
 	$(call setup,serve $(CUDA_EXTRA))
 	@$(device) $(RUN) -m examples.serving serve $(if $(DRIVER),--gpus 1) $(ARGS)
 
-test:  ## every test that needs no GPU (on the CPU, also where there is a GPU)
+test:  ## the short suite: every behaviour once, on the CPU; all tests that LAYER or ARGS="-k ..." name
 	$(call setup,test offline)
-	$(cpu) $(RUN) -m pytest -n $(JOBS) $(if $(LAYER),tests/$(LAYER)) $(ARGS)
+	$(cpu) $(RUN) $(pytest) --short $(if $(LAYER),tests/$(LAYER)) $(ARGS)
+
+test-all:  ## every test that needs no GPU, or one share of what `make test` leaves out (SHARE=3/10)
+	$(call setup,test offline)
+	$(cpu) $(RUN) $(pytest) $(if $(SHARE),--share $(SHARE)) $(if $(LAYER),tests/$(LAYER)) $(ARGS)
 
 test-gpu:  ## the tests that need a Hopper GPU, in many processes (ARGS="--seconds 540" ends in time)
 	@[ -n "$(DRIVER)" ] || { echo "make test-gpu needs an NVIDIA GPU; nvidia-smi finds none" >&2; exit 1; }

@@ -16,7 +16,8 @@ import re
 
 import pytest
 
-SHARES = pathlib.Path(__file__).parents[1] / "shares.txt"
+#: Below the folder in which pytest runs. Without this file, the short suite is the whole one.
+SHARES = "tests/shares.txt"
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -33,7 +34,8 @@ def pytest_configure(config: pytest.Config) -> None:
         # The workers of pytest-xdist inherit the option, but not what the command named.
         config.option.short = False
     if share:
-        numbered_share(share, len(read_shares()))  # Refuses a wrong number before any test runs.
+        # Refuses a wrong number before any test runs.
+        numbered_share(share, len(read_shares(config.rootpath / SHARES)))
 
 
 def is_selective(config: pytest.Config) -> bool:
@@ -42,15 +44,15 @@ def is_selective(config: pytest.Config) -> bool:
     return named or bool(config.getoption("keyword"))
 
 
-def read_shares(path: pathlib.Path = SHARES) -> list[list[str]]:
-    """Returns the tests of each share, in order; raises ValueError for a line outside a share."""
+def read_shares(path: pathlib.Path) -> list[list[str]]:
+    """Returns the tests of each share, in order; raises UsageError for a line outside a share."""
     shares: list[list[str]] = []
-    for line in path.read_text().splitlines():
+    for line in path.read_text().splitlines() if path.exists() else ():
         if line == f"[{len(shares) + 1}]":
             shares.append([])
         elif line and not line.startswith("#"):
             if not shares:
-                raise ValueError(f"{path} names {line!r} before its first share, [1]")
+                raise pytest.UsageError(f"{path} names {line!r} before its first share, [1]")
             shares[-1].append(line)
     return shares
 
@@ -70,7 +72,7 @@ def select(
     short, share = config.getoption("short"), config.getoption("share")
     if not short and not share:
         return items, []
-    shares = read_shares()
+    shares = read_shares(config.rootpath / SHARES)
     if share:
         wanted = set(shares[numbered_share(share, len(shares))])
         return _parted(items, [item.nodeid in wanted for item in items])
