@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import gc
 import os
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import case_sample
 import compiled_programs
@@ -14,6 +13,7 @@ import gpu_session
 import hypothesis
 import jax
 import jax.numpy as jnp
+import kernel_record
 import numpy as np
 import problems
 import pytest
@@ -22,9 +22,6 @@ import time_limit
 
 from ikbo_jax.ops import dispatch
 from ikbo_jax.rewrite import interpret, program
-
-if TYPE_CHECKING:
-    import offline
 
 # The tests compile thousands of small programs to run each once.  LLVM's optimisation of them would
 # be 40 % of the suite.  The emitters that lower every fusion through MLIR, and the division of a
@@ -69,6 +66,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     time_limit.pytest_addoption(parser)
     gpu_session.pytest_addoption(parser)
     case_sample.pytest_addoption(parser)
+    kernel_record.pytest_addoption(parser)
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -77,6 +75,7 @@ def pytest_configure(config: pytest.Config) -> None:
     compiled_programs.pytest_configure(config)
     case_sample.pytest_configure(config)
     session_costs.pytest_configure(config)
+    kernel_record.pytest_configure(config)
 
 
 #: Its session of Ray Serve takes 47 s, in which the test's process waits. Last, it would run alone.
@@ -138,19 +137,6 @@ def on_cpu() -> Iterator[None]:
     """The CPU is the default device, also on a machine with a GPU."""
     with jax.default_device(jax.devices("cpu")[0]):
         yield
-
-
-@pytest.fixture(scope="session")
-def compiler(tmp_path_factory: pytest.TempPathFactory) -> Iterator[offline.Compiler]:
-    """Compiles kernels for sm_90a; one process loads the plugin for all tests."""
-    import offline
-
-    try:
-        found = offline.Compiler(tmp_path_factory.mktemp("offline"))
-    except offline.OfflineUnavailableError as error:
-        pytest.fail(str(error), pytrace=False)
-    with contextlib.closing(found):
-        yield found
 
 
 class FakeHopper(NamedTuple):

@@ -1,15 +1,44 @@
-"""The fixture of tests that lower whole programs for CUDA."""
+"""Fixtures of tests that lower or compile kernels for CUDA."""
 
 from __future__ import annotations
 
 import collections
-from collections.abc import Iterator
+import contextlib
+import dataclasses
+from collections.abc import Callable, Iterator
 
 import jax
+import kernel_record
+import offline
 import pytest
 from jax._src.pallas.mosaic_gpu import lowering
 
 from ikbo_jax.ops import dispatch
+
+
+@pytest.fixture(scope="session")
+def session_compiler(
+    tmp_path_factory: pytest.TempPathFactory, pytestconfig: pytest.Config
+) -> Iterator[offline.Compiler]:
+    """Compiles kernels for sm_90a; one process loads the plugin for all tests."""
+    try:
+        known = kernel_record.known_reports(pytestconfig)
+        found = offline.Compiler(tmp_path_factory.mktemp("offline"), known=known)
+    except offline.OfflineUnavailableError as error:
+        pytest.fail(str(error), pytrace=False)
+    with contextlib.closing(found):
+        yield found
+
+
+@pytest.fixture
+def compiler(
+    session_compiler: offline.Compiler, record_property: Callable[[str, object], None]
+) -> Iterator[offline.Compiler]:
+    """Compiles kernels that `kernel_record` does not know; the test's report has those it used."""
+    session_compiler.uses.clear()
+    yield session_compiler
+    uses = [dataclasses.asdict(use) for use in session_compiler.uses]
+    record_property(kernel_record.PROPERTY, uses)
 
 
 @pytest.fixture

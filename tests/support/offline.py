@@ -15,6 +15,7 @@ import contextlib
 import dataclasses
 import hashlib
 import importlib.util
+import io
 import os
 import pathlib
 import re
@@ -24,14 +25,14 @@ import signal
 import subprocess
 import sys
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import jax
 import jax.export
 from jax._src.interpreters import mlir
 from jax.experimental.mosaic.gpu.core import dialect
-from jaxlib.mlir import ir
+from jaxlib.mlir import ir, passmanager
 
 INSTALL = "pip install 'ikbo-jax[offline]'"
 #: Longest time one kernel may take to compile, seconds.
@@ -91,9 +92,9 @@ class PtxasReport:
     """
 
     registers: int
-    spill_bytes: int
-    stack_bytes: int
-    serialized: tuple[str, ...]
+    spill_bytes: int = 0
+    stack_bytes: int = 0
+    serialized: tuple[str, ...] = ()
     wide_descriptors: tuple[str, ...] = ()
 
 
@@ -123,6 +124,23 @@ class CompiledKernel:
             names = ", ".join(self.ptxas.wide_descriptors)
             faults.append(f"descriptors {names} add a product of 64 bits: CUDA 13.0 may crash")
         return faults
+
+
+@dataclasses.dataclass(frozen=True)
+class Use:
+    """A compilation that a test asked for.
+
+    Attributes:
+      digest: of the module.
+      name: of the kernel.
+      report: on the kernel.
+      is_new: whether the compiler ran; otherwise the report was known.
+    """
+
+    digest: str
+    name: str
+    report: PtxasReport
+    is_new: bool
 
 
 def find_wide_descriptors(ptx: str) -> tuple[str, ...]:
@@ -206,29 +224,47 @@ def kernel_name(module: bytes) -> str:
     return found[1].decode()
 
 
-def module_text(module: bytes) -> str:
-    """A serialised module as text, without the places of the source that it came from."""
-    context = mlir.make_ir_context()
-    dialect.register_dialect(context)
-    context.allow_unregistered_dialects = True
-    with context:
-        text: Any = ir.Module.parse(module).operation.get_asm(enable_debug_info=False)
-        # Mosaic GPU numbers the modules that it makes.
-        return re.sub(r'(dump_basename = "\w+_)\d+"', r'\1"', text)
-
-
-def describe_module(module: bytes) -> tuple[str, int]:
-    """A serialised module's name, and the bytes of dynamic shared memory of its launch."""
+@contextlib.contextmanager
+def _parsed(module: bytes) -> Iterator[Any]:
+    """The operation of a serialised module, inside of its context."""
     context = mlir.make_ir_context()
     dialect.register_dialect(context)
     context.allow_unregistered_dialects = True  # a serialised module's operations have other names
     with context:
-        parsed = ir.Module.parse(module)
-        launches = list(_launches(parsed.operation))
+        yield ir.Module.parse(module).operation
+
+
+def module_text(module: bytes) -> str:
+    """A serialised module as text, without the places of the source that it came from."""
+    with _parsed(module) as parsed:
+        text: Any = parsed.get_asm(enable_debug_info=False)
+    # Mosaic GPU numbers the modules that it makes.
+    return re.sub(r'(dump_basename = "\w+_)\d+"', r'\1"', text)
+
+
+def module_digest(module: bytes) -> str:
+    """Digests a serialised module without the places of the source that it came from.
+
+    MLIR writes bytecode in a tenth of the time that it takes for text (`module_text`).
+    """
+    with _parsed(module) as parsed:
+        # Mosaic GPU numbers the modules that it makes.
+        if "mosaic_gpu.dump_basename" in parsed.attributes:
+            del parsed.attributes["mosaic_gpu.dump_basename"]
+        passmanager.PassManager.parse("builtin.module(strip-debuginfo)").run(parsed)
+        bytecode = io.BytesIO()
+        parsed.write_bytecode(bytecode)
+    return hashlib.sha256(bytecode.getvalue()).hexdigest()[:16]
+
+
+def describe_module(module: bytes) -> tuple[str, int]:
+    """A serialised module's name, and the bytes of dynamic shared memory of its launch."""
+    with _parsed(module) as parsed:
+        launches = list(_launches(parsed))
         if len(launches) != 1:
             raise ValueError(f"expected one launch in the module, found {len(launches)}")
         size = launches[0].operands[len(launches[0].operands) - 1].owner.attributes["value"]
-        name = ir.StringAttr(parsed.operation.attributes["sym_name"]).value
+        name = ir.StringAttr(parsed.attributes["sym_name"]).value
         return name, ir.IntegerAttr(size).value
 
 
@@ -300,12 +336,24 @@ def _package_folders(name: str) -> list[pathlib.Path]:
 
 
 class Compiler:
-    """Compiles kernels until it is closed; `workdir` holds the stand-in driver and the logs."""
+    """Compiles kernels until it is closed; `workdir` holds the stand-in driver and the logs.
 
-    def __init__(self, workdir: pathlib.Path, *, dumps: tuple[str, ...] = ()) -> None:
+    Attributes:
+      reports: on kernels by the digest of their module, which are not compiled again.
+      uses: what `compile_module` was asked for, in order.
+    """
+
+    def __init__(
+        self,
+        workdir: pathlib.Path,
+        *,
+        known: Mapping[str, PtxasReport] | None = None,
+        dumps: tuple[str, ...] = (),
+    ) -> None:
         """Raises OfflineUnavailableError, saying what to install, if something is missing.
 
-        `dumps`: what the log has beside PTX, such as "HOST_LLVM".
+        `known`: the first of the `reports`; `dumps`: what the log has beside PTX, such as
+        "HOST_LLVM".
         """
         self._plugin = find_plugin()
         self._ptxas = find_ptxas()
@@ -314,31 +362,39 @@ class Compiler:
         library = workdir / "libcuda.so.1"
         flags = ["-shared", "-fPIC", f"-Wl,-soname,{library.name}"]
         subprocess.run([find_c_compiler(), *flags, "-o", library, source], check=True)
-        environment = {
+        self._environment = {
             **{k: v for k, v in os.environ.items() if not k.startswith("MOSAIC_GPU_")},
             "LD_LIBRARY_PATH": _prepend(workdir, "LD_LIBRARY_PATH"),
             "PATH": _prepend(self._ptxas.parent, "PATH"),
             **{f"MOSAIC_GPU_DUMP_{name}": "1" for name in ("PTX", "PTXAS", *dumps)},
         }
-        # By a digest of a module's text: of the suite's 183 modules, 13 repeat another test's.
-        self._reports: dict[bytes, PtxasReport] = {}
+        self.reports = dict(known or {})
+        self.uses: list[Use] = []
         self._logs = workdir / "stdout", workdir / "stderr"
         self._plugin_errors = workdir / "plugin_stderr"
-        with self._plugin_errors.open("wb") as stderr:
-            self._server = subprocess.Popen(
-                [sys.executable, "-c", _COMPILE, self._plugin, *self._logs],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=stderr,
-                env=environment,
-                process_group=0,
-            )
+        self._started: subprocess.Popen[bytes] | None = None
+
+    @property
+    def _server(self) -> subprocess.Popen[bytes]:
+        """The process that has the plugin loaded, from the first compilation on."""
+        if self._started is None:
+            with self._plugin_errors.open("wb") as stderr:
+                self._started = subprocess.Popen(
+                    [sys.executable, "-c", _COMPILE, self._plugin, *self._logs],
+                    stdin=subprocess.PIPE,
+                    stdout=subprocess.PIPE,
+                    stderr=stderr,
+                    env=self._environment,
+                    process_group=0,
+                )
+        return self._started
 
     def close(self) -> None:
         """Ends the process that has the plugin loaded."""
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self._server.pid, signal.SIGKILL)
-        self._server.communicate()
+        if self._started is not None:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self._started.pid, signal.SIGKILL)
+            self._started.communicate()
 
     def compile(self, fn: Callable[..., Any], *args: Any) -> list[CompiledKernel]:
         """Compiles every kernel that `fn(*args)` launches, in order; `args` may be shapes."""
@@ -347,14 +403,17 @@ class Compiler:
     def compile_module(self, module: bytes) -> CompiledKernel:
         """Compiles one serialised module; raises ValueError with the log if that fails.
 
-        A module that differs from an earlier one in nothing but places of the source is not
-        compiled again.
+        A module that differs in nothing but places of the source from one with a report is not
+        compiled.
         """
         name, smem_bytes = describe_module(module)
-        key = hashlib.sha256(module_text(module).encode()).digest()
-        if key not in self._reports:
-            self._reports[key] = self.assemble(module)
-        return CompiledKernel(name, smem_bytes, self._reports[key])
+        digest = module_digest(module)
+        is_new = digest not in self.reports
+        if is_new:
+            self.reports[digest] = self.assemble(module)
+        report = self.reports[digest]
+        self.uses.append(Use(digest, name, report, is_new))
+        return CompiledKernel(name, smem_bytes, report)
 
     def assemble(self, module: bytes) -> PtxasReport:
         """What ptxas says of one serialised module; raises ValueError with the log if it fails."""

@@ -1,0 +1,167 @@
+"""Keeps what ptxas says of the kernels of the offline tests, so that only changed ones compile.
+
+`tests/offline/digests.json` has the report of ptxas on each kernel, by the digest of the kernel's
+module (`offline.module_digest`: without its places in the source). The module, the version of jax,
+whose plugin has the LLVM that compiles it, and the version of ptxas determine the report. So a test
+asserts on the recorded report as it does on a fresh one. A kernel that is not in the file is
+compiled, and the summary of the tests names it. Every kernel is compiled
+
+- with another version of jax or of ptxas than the file's, since registers and spills may differ;
+- with `IKBO_PTXAS`: who names a ptxas asks what this program makes of the kernels;
+- with `--compile-kernels`.
+
+`--record-kernels` adds to the file what the chosen tests use. If all cases of all offline tests ran
+(`make record-kernels`), it also removes what no test uses.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import json
+import os
+import pathlib
+import re
+import subprocess
+from typing import TYPE_CHECKING, Any
+
+import jax
+import pytest
+
+if TYPE_CHECKING:
+    import offline
+
+PATH = pathlib.Path(__file__).parents[1] / "offline" / "digests.json"
+#: Name of the property of a test's report that has the kernels that the test uses.
+PROPERTY = "kernels"
+
+
+@dataclasses.dataclass(frozen=True)
+class Toolchain:
+    """Versions of the programs that compile kernels."""
+
+    jax: str
+    ptxas: str
+
+    @classmethod
+    def installed(cls) -> Toolchain:
+        import offline  # not in every process of the tests
+
+        text = subprocess.check_output([offline.find_ptxas(), "--version"], text=True)
+        found = re.search(r"\bV(\d+(?:\.\d+)+)", text)
+        if found is None:
+            raise ValueError(f"ptxas does not tell its version:\n{text}")
+        return cls(jax.__version__, found[1])
+
+    def __str__(self) -> str:
+        return f"jax {self.jax} and ptxas {self.ptxas}"
+
+
+@dataclasses.dataclass(frozen=True)
+class Record:
+    """What the file holds: by a module's digest, the kernel's name and fields of its report."""
+
+    toolchain: Toolchain
+    kernels: dict[str, tuple[str, dict[str, Any]]]
+
+    @classmethod
+    def read(cls, path: pathlib.Path = PATH) -> Record | None:
+        if not path.is_file():
+            return None
+        content = json.loads(path.read_text("utf-8"))
+        return cls(Toolchain(**content["toolchain"]), content["kernels"])
+
+    def write(self, path: pathlib.Path = PATH) -> None:
+        """Writes one line for each kernel, sorted by name."""
+        order = sorted(self.kernels, key=lambda digest: (self.kernels[digest][0], digest))
+        lines = [f"  {json.dumps(x)}: {json.dumps(self.kernels[x])}" for x in order]
+        toolchain, kernels = json.dumps(dataclasses.asdict(self.toolchain)), ",\n".join(lines)
+        path.write_text(f'{{\n "toolchain": {toolchain},\n "kernels": {{\n{kernels}\n }}\n}}\n')
+
+    def reports(self) -> dict[str, offline.PtxasReport]:
+        import offline
+
+        return {
+            digest: offline.PtxasReport(
+                **{k: tuple(v) if isinstance(v, list) else v for k, v in fields.items()}
+            )
+            for digest, (_, fields) in self.kernels.items()
+        }
+
+
+def known_reports(config: pytest.Config) -> dict[str, offline.PtxasReport]:
+    """Reports by digest that this run takes from the file."""
+    record = Record.read()
+    compiles_all = config.getoption("compile_kernels") or os.environ.get("IKBO_PTXAS")
+    if compiles_all or record is None or record.toolchain != Toolchain.installed():
+        return {}
+    return record.reports()
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    group = parser.getgroup("kernels of the offline tests")
+    group.addoption(
+        "--record-kernels", action="store_true", help=f"write what ptxas says of them to {PATH}"
+    )
+    group.addoption(
+        "--compile-kernels", action="store_true", help="compile those that the file has, too"
+    )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.pluginmanager.register(Uses())
+
+
+class Uses:
+    """Collects the kernels that the tests use, from all processes."""
+
+    def __init__(self) -> None:
+        self.used: dict[str, tuple[str, dict[str, Any]]] = {}
+        self.compiled: dict[str, str] = {}
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        for name, value in report.user_properties:
+            if name == PROPERTY:
+                for use in value:
+                    self.add(use)
+
+    def add(self, use: dict[str, Any]) -> None:
+        """Takes a `Use` as a dictionary."""
+        self.used[use["digest"]] = use["name"], {k: v for k, v in use["report"].items() if v}
+        if use["is_new"]:
+            self.compiled[use["digest"]] = use["name"]
+
+    def pytest_terminal_summary(
+        self, terminalreporter: pytest.TerminalReporter, exitstatus: int, config: pytest.Config
+    ) -> None:
+        if not self.used:
+            return
+        record, installed = Record.read(), Toolchain.installed()
+        if self.compiled:
+            terminalreporter.write_line(described(self.compiled, record, installed))
+        if config.getoption("record_kernels"):
+            old = record.kernels if record and record.toolchain == installed else {}
+            if exitstatus == 0 and is_whole(config):
+                old = {}
+            Record(installed, old | self.used).write()
+            terminalreporter.write_line(f"{PATH}: {len(old | self.used)} kernels of {installed}")
+
+
+def is_whole(config: pytest.Config) -> bool:
+    """Whether all cases of all offline tests run."""
+    chosen = config.getoption("keyword") or config.getoption("one_in") > 1
+    folders = [config.rootpath / x for x in config.args]
+    return config.getoption("all_cases") and not chosen and PATH.parent in folders
+
+
+def described(compiled: dict[str, str], record: Record | None, installed: Toolchain) -> str:
+    """Returns a line about kernels that were compiled; `compiled` has names by digest."""
+    counts = collections.Counter(compiled.values())
+    names = ", ".join(f"{name} ({count})" for name, count in sorted(counts.items()))
+    place = PATH.relative_to(PATH.parents[2])
+    if record is None or record.toolchain == installed:
+        return f"{len(compiled)} kernels differ from {place} and were compiled: {names}"
+    return (
+        f"{len(compiled)} kernels were compiled by {installed}, since {place} has reports of "
+        f"{record.toolchain}: {names}"
+    )
