@@ -8,13 +8,13 @@ digest of what the callback does, which the ops write into the program, then kee
 from __future__ import annotations
 
 import json
-import os
 import pathlib
 import subprocess
 import sys
 
 import numpy as np
 import pytest
+from processes import child_environment
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 #: Takes the cache's folder, and programs as JSON: [kind of the mesh axes, scale]. Prints for each
@@ -76,11 +76,9 @@ print(json.dumps([run(*program) for program in json.loads(sys.argv[2])]))
 
 def outcomes(folder: pathlib.Path, programs: list[tuple[str, float]]) -> list[dict]:
     """What a new process finds in the cache."""
-    environment = {name: x for name, x in os.environ.items() if not name.startswith("JAX_")}
-    environment |= {"JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT)}
     done = subprocess.run(
         [sys.executable, "-c", CODE, str(folder), json.dumps(programs)],
-        env=environment,
+        env=child_environment(ROOT, without="JAX_", JAX_PLATFORMS="cpu"),
         capture_output=True,
         text=True,
         timeout=100,

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import os
 import pathlib
 import re
-import subprocess
-import sys
 
 import pytest
+from processes import run_forked
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -18,6 +16,13 @@ PRINTED = {
     "adopting.md": "rewrite: 1 broadcast found; saves",
     "rewrite.md": "rewrite: 1 broadcast found; saves",
     "tuning.md": "1. linear_compression:",
+}
+#: What is appended to a page's code, and what it prints.
+APPENDED = {
+    "adopting.md": (
+        "print(scores.shape, tokens.shape, rows.shape)",
+        "(6, 4) (6, 4, 16) (6, 3, 16)",
+    ),
 }
 #: A block: how far its fence is indented, its language, its text.
 BLOCK = re.compile(r"^( *)```(\w*)\n(.*?)^ *```$", re.DOTALL | re.MULTILINE)
@@ -38,20 +43,13 @@ def blocks(text: str) -> list[str]:
 def test_every_block_of_a_page_runs_after_those_before_it(page, tmp_path):
     if page.name == "adopting.md":
         pytest.importorskip("flax")
-    code = "\n".join(blocks(page.read_text("utf-8")))
+    last, printed = APPENDED.get(page.name, ("", ""))
+    code = "\n".join([*blocks(page.read_text("utf-8")), last])
     # The user's cache is empty, and nothing but the page's own lines is there.
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "IKBO_JAX_CACHE_DIR": str(tmp_path)}
-    result = subprocess.run(
-        [sys.executable, "-c", code],
-        cwd=tmp_path,
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
+    (result,) = run_forked([code], tmp_path, IKBO_JAX_CACHE_DIR=str(tmp_path))
     assert result.returncode == 0, f"{page.name}:\n{result.stderr}"
     assert result.stdout.startswith(PRINTED.get(page.name, "")), result.stdout
+    assert result.stdout.endswith(printed + "\n" if printed else ""), result.stdout
 
 
 def test_blocks_are_found_wherever_they_stand():

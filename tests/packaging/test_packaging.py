@@ -40,29 +40,6 @@ def test_changelog_has_the_version_or_unreleased():
     assert releases[:1] in ([], [__version__])
 
 
-def test_the_readmes_example_runs():
-    readme = (ROOT / "README.md").read_text("utf-8")
-    (example,) = re.findall(r"```python\n(.*?)```", readme, re.DOTALL)
-    command = [sys.executable, "-c", example]
-    result = subprocess.run(
-        command, cwd=ROOT, capture_output=True, text=True, timeout=120, check=False
-    )
-    assert result.returncode == 0, result.stderr
-    assert result.stdout.startswith("(12, 33, 16) 1. linear_compression:")
-
-
-def test_both_paths_of_adopting_it_run():
-    pytest.importorskip("flax")
-    page = (ROOT / "docs/adopting.md").read_text("utf-8")
-    examples = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
-    code = "\n".join([*examples, "print(scores.shape, tokens.shape, rows.shape)"])
-    command = [sys.executable, "-c", code]
-    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
-    assert result.returncode == 0, result.stderr
-    assert result.stdout.startswith("rewrite: 1 broadcast found; saves")
-    assert result.stdout.splitlines()[-1] == "(6, 4) (6, 4, 16) (6, 3, 16)"
-
-
 def test_links_in_the_documents_lead_somewhere():
     links = [
         (document, target)
@@ -111,8 +88,10 @@ def test_wheel_holds_the_package_and_its_data(tmp_path):
     )
     (source / "tests").mkdir()
     (source / "tests" / "__init__.py").touch()
-    command = [sys.executable, "-m", "pip", "wheel", "--no-deps", "--no-build-isolation"]
-    subprocess.run([*command, "-w", tmp_path, source], check=True, capture_output=True, timeout=300)
+    # What pip calls; pip itself would take twice as long.
+    build = "import sys, setuptools.build_meta as backend; backend.build_wheel(sys.argv[1])"
+    command = [sys.executable, "-c", build, tmp_path]
+    subprocess.run(command, cwd=source, check=True, capture_output=True, timeout=300)
     (wheel,) = tmp_path.glob("ikbo_jax-*.whl")
     with zipfile.ZipFile(wheel) as archive:
         names = set(archive.namelist())
@@ -137,6 +116,7 @@ TOOLS = (
     "cat",
     "cksum",
     "cp",
+    "date",
     "dirname",
     "grep",
     "ls",
@@ -248,7 +228,9 @@ def tree(machine) -> pathlib.Path:
     tree = machine.root / "tree"
     shutil.copytree(ROOT / "tools", tree / "tools", ignore=shutil.ignore_patterns("__pycache__"))
     shutil.copytree(ROOT / ".ci", tree / ".ci")
-    shutil.copy(ROOT / "pyproject.toml", tree / "pyproject.toml")
+    (tree / "tests").mkdir()
+    for name in ("pyproject.toml", "tests/shares.txt"):
+        shutil.copy(ROOT / name, tree / name)
     inner = machine.script(
         machine.root / "environment_python",
         'case "$*" in '

@@ -10,7 +10,7 @@ import sys
 import time
 
 import pytest
-from processes import heeding_interrupts
+from processes import child_environment, heeding_interrupts
 
 from examples import several_processes as example
 
@@ -25,8 +25,7 @@ SLEEP = (
 
 
 def environment() -> dict[str, str]:
-    found = {name: x for name, x in os.environ.items() if not name.startswith("JAX_")}
-    return found | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT)}
+    return child_environment(ROOT, without="JAX_", JAX_PLATFORMS="cpu")
 
 
 def run(*arguments: str) -> dict[int, dict[str, str]]:

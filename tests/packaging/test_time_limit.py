@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import os
 import pathlib
 import re
 import subprocess
 import sys
 
 import pytest
+from processes import child_environment
 
 pytestmark = pytest.mark.slow
 
@@ -42,12 +42,11 @@ def run(folder: pathlib.Path, tests: str, *options: str) -> tuple[int, str]:
     command += ["-p", "time_limit", "-p", "no:cacheprovider", *options, "test_sample.py"]
     # These plugins, which the sample does not use, are 0.9 of the 1.1 s in which pytest starts.
     command += ["-p", "no:hypothesispytest", "-p", "no:anyio"]
-    # A process of pytest-xdist that starts another pytest must not pass on that it is one.
-    environment = {k: v for k, v in os.environ.items() if not k.startswith("PYTEST_")}
     result = subprocess.run(
         command,
         cwd=folder,
-        env={**environment, "PYTHONPATH": str(TESTS_FOLDER / "support")},
+        # A process of pytest-xdist that starts another pytest must not pass on that it is one.
+        env=child_environment(TESTS_FOLDER / "support", without="PYTEST_"),
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,

@@ -16,6 +16,7 @@ import subprocess
 import sys
 
 import pytest
+from processes import child_environment
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 #: Seconds for a session; two busy cores take 60 to 230.
@@ -42,12 +43,10 @@ def session(tmp_path_factory) -> dict:
     mark = secrets.token_hex(8)
     home = folder / "home"
     home.mkdir()
-    environment = os.environ | {
-        MARK: mark,
-        "HOME": str(home),
-        "JAX_PLATFORMS": "cpu",
-        "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests" / "support")]),
-    }
+    environment = child_environment(
+        *(ROOT, ROOT / "tests" / "support"),
+        **{MARK: mark, "HOME": str(home), "JAX_PLATFORMS": "cpu"},
+    )
     command = [
         sys.executable,
         str(ROOT / "tests/support/serving_session.py"),

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import concurrent.futures
 import dataclasses
-import subprocess
-import sys
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 import serving_model as small
+from processes import run_forked
 
 from ikbo_jax import serving
 from ikbo_jax.serving.batches import Checked, fitting_parts, merged
@@ -414,13 +413,12 @@ def test_a_model_may_keep_no_state():
 def test_a_second_process_loads_its_programs(tmp_path):
     """With a warm cache folder nothing is compiled, and the answers are the same."""
     code = f"""
-import sys; sys.path[:0] = {sys.path!r}
 import jax, numpy as np, serving_model as small
 from ikbo_jax import serving
 from jax._src import stages
 hits = []
 jax.monitoring.register_event_listener(lambda event, **_: hits.append(event))
-serving.use_cache_folder({str(tmp_path)!r})
+serving.use_cache_folder({str(tmp_path / "cache")!r})
 scorer = serving.Scorer(small.Model(), small.weights(), small.USER, small.CANDIDATE,
                         buckets=serving.Buckets((16,), (3,), (3,)), user_bytes=10_000)
 slow = []
@@ -430,10 +428,7 @@ print(hits.count('/jax/compilation_cache/cache_hits'),
       hits.count('/jax/compilation_cache/cache_misses'), scorer.metrics.compilations,
       float(sum(np.abs(answer.scores).sum() for answer in answers)), len(slow))
 """
-    runs = [
-        subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=200)
-        for _ in range(2)
-    ]
+    runs = [run_forked([code], tmp_path)[0] for _ in range(2)]
     assert [run.returncode for run in runs] == [0, 0], runs[-1].stderr
     first, second = (run.stdout.split() for run in runs)
     assert first[:3] == ["0", "2", "0"]
