@@ -19,7 +19,7 @@ sys.path.append(str(pathlib.Path(__file__).parents[1] / "interpret"))
 def sm90(tmp_path_factory: pytest.TempPathFactory) -> Iterator[emulator.Emulator]:
     """Runs kernels' PTX; one process loads the compiler for all tests."""
     try:
-        compiler = offline.Compiler(tmp_path_factory.mktemp("emulated"), dumps=("HOST_LLVM",))
+        compiler = emulator.make_compiler(tmp_path_factory.mktemp("emulated"))
     except offline.OfflineUnavailableError as error:
         pytest.fail(str(error), pytrace=False)
     with contextlib.closing(compiler):

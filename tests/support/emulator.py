@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import math
+import pathlib
 import re
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -26,6 +27,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
 
 from ikbo_jax.pallas.hopper import mosaic
+from ikbo_jax.problems import hopper
 
 #: Bytes of an element by Mosaic GPU's number of its dtype.
 _ELEMENT = {2: 2, 3: 4, 5: 2, 6: 4, 7: 2}
@@ -42,15 +44,22 @@ class Launch:
 
 
 @dataclasses.dataclass(frozen=True)
-class Kernel:
-    """A compiled kernel."""
+class Compiled:
+    """A compiled module. `registers`: of a thread, at the kernel's entry."""
 
     program: ptx.Program
     launch: Launch
+    registers: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Kernel:
+    """A call of a compiled module."""
+
+    module: Compiled
     outputs: list[jax.ShapeDtypeStruct]  # of the custom call, in order
     aliases: dict[int, int]  # output: operand
     operands: int
-    registers: int
 
 
 _TOKEN = r"(?<= )(undef|poison|%\d+|-?\d+)(?=,|$)"
@@ -139,12 +148,30 @@ def _element(text: str, values: dict[str, Any]) -> Any:
     return name, offset + numbers[0] * {"i8": 1, "i64": 8, "ptr": 8}[kind]
 
 
+#: Answers Mosaic GPU's questions about versions as ptxas does, and assembles nothing.
+_STAND_IN_PTXAS = """\
+#!/bin/sh
+case "$1" in --version|--input-as-string) exec {} "$@";; esac
+while [ "$1" != -o ]; do shift; done
+echo > "$2"
+"""
+
+
+def make_compiler(workdir: pathlib.Path) -> offline.Compiler:
+    """A compiler for an `Emulator`, which needs PTX alone: ptxas would take a third of the time."""
+    ptxas = workdir / "bin" / "ptxas"
+    ptxas.parent.mkdir()
+    ptxas.write_text(_STAND_IN_PTXAS.format(offline.find_ptxas()))
+    ptxas.chmod(0o755)
+    return offline.Compiler(workdir, ptxas=ptxas, dumps=("HOST_LLVM",))
+
+
 class Emulator:
-    """Compiles and runs kernels; `compiler` must dump PTX and the host's LLVM IR."""
+    """Compiles and runs kernels; `compiler` comes from `make_compiler`."""
 
     def __init__(self, compiler: offline.Compiler) -> None:
         self.compiler = compiler
-        self.kernels: dict[bytes, Kernel] = {}
+        self.compiled: dict[str, Compiled] = {}
         self.launches: list[str] = []
         self.seed = 0
         self.blocks: Sequence[int] | None = None
@@ -194,56 +221,64 @@ class Emulator:
                 blank.reshape(-1).view(np.uint8)[:] = 0xFF
             blanks.append(blank)
         assert len(arrays) == kernel.operands, (len(arrays), kernel.operands)
+        program, launch = kernel.module.program, kernel.module.launch
         machine = sm90.Machine(
-            kernel.program,
+            program,
             [*arrays, *blanks],
-            kernel.launch.params,
-            grid=kernel.launch.grid,
-            shared_bytes=kernel.launch.shared_bytes,
-            registers=kernel.registers,
+            launch.params,
+            grid=launch.grid,
+            shared_bytes=launch.shared_bytes,
+            registers=kernel.module.registers,
             seed=self.seed + len(self.launches),
             resident=resident,
             blocks=self.blocks,
         )
-        self.launches.append(kernel.program.name)
+        self.launches.append(program.name)
         machine.run()
         return blanks
 
     def compile(self, fn: Callable[..., Any], *shapes: Any) -> Kernel:
         lowered = jax.jit(fn).trace(*shapes).lower(lowering_platforms=("cuda",))
-        module = lowered.compiler_ir("stablehlo")
-        with module.context:
+        program = lowered.compiler_ir("stablehlo")
+        with program.context:
             (call,) = [
                 op
-                for op in offline._operations(module.operation)
+                for op in offline._operations(program.operation)
                 if op.name == "stablehlo.custom_call"
                 and ir.StringAttr(op.attributes["call_target_name"]).value == "mosaic_gpu_v2"
             ]
-            text = call.attributes["mhlo.backend_config"]["module"].value_bytes
-            if text not in self.kernels:
-                self.kernels[text] = self._compile(call, text)
-        return self.kernels[text]
+            module = call.attributes["mhlo.backend_config"]["module"].value_bytes
+            outputs = [_shape(r.type) for r in call.results]
+            aliases = {}
+            for alias in call.attributes.get("output_operand_aliases") or []:
+                found = re.search(
+                    r"output_tuple_indices = \[(\d*)\], operand_index = (\d+)", str(alias)
+                )
+                assert found is not None, alias
+                aliases[int(found[1] or 0)] = int(found[2])
+            digest = offline.module_digest(module)
+            if digest not in self.compiled:
+                self.compiled[digest] = self._compile(module)
+            return Kernel(self.compiled[digest], outputs, aliases, len(call.operands))
 
-    def _compile(self, call: Any, module: bytes) -> Kernel:
+    def _compile(self, module: bytes) -> Compiled:
         status, log, errors = self.compiler._run(module)
-        report = offline.parse_ptxas_log(log)
-        if report.serialized or report.spill_bytes:
-            raise ValueError(f"spills or serialised products: {report}")
-        del status, errors
-        code = log[log.index(".version") : log.index("ptxas info")]
+        begin, host = log.find(".version"), log.find("; ModuleID")
+        if begin < 0 or host < 0:
+            raise ValueError(f"{offline.kernel_name(module)}, exit status {status}:\n{errors}")
+        code = log[begin:host]
         program = ptx.read(code, shared_base=sm90.SHARED, param_base=sm90.PARAMS)
-        outputs = [_shape(r.type) for r in call.results]
-        aliases = {}
-        for alias in call.attributes.get("output_operand_aliases") or []:
-            found = re.search(
-                r"output_tuple_indices = \[(\d*)\], operand_index = (\d+)", str(alias)
-            )
-            assert found is not None, alias
-            aliases[int(found[1] or 0)] = int(found[2])
-        host = log[log.index("; ModuleID") :]
-        return Kernel(
-            program, read_host(host), outputs, aliases, len(call.operands), report.registers
-        )
+        return Compiled(program, read_host(log[host:]), entry_registers(code, program.threads))
+
+
+def entry_registers(code: str, threads: int) -> int:
+    """Registers that ptxas gives a thread of a kernel that moves them by `setmaxnreg`.
+
+    They are as many as fit a multiprocessor. Of other kernels, nothing depends on the number.
+    """
+    found = re.search(r"\.minnctapersm (\d+)", code)
+    blocks = int(found[1]) if found else 1
+    return min(255, hopper.SM_REGISTERS // (threads * blocks) // 8 * 8)
 
 
 def _shape(kind: Any) -> jax.ShapeDtypeStruct:

@@ -81,12 +81,12 @@ class Record:
     def reports(self) -> dict[str, offline.PtxasReport]:
         import offline
 
-        return {
-            digest: offline.PtxasReport(
+        def report(fields: dict[str, Any]) -> offline.PtxasReport:
+            return offline.PtxasReport(
                 **{k: tuple(v) if isinstance(v, list) else v for k, v in fields.items()}
             )
-            for digest, (_, fields) in self.kernels.items()
-        }
+
+        return {digest: report(fields) for digest, (_, fields) in self.kernels.items()}
 
 
 def known_reports(config: pytest.Config) -> dict[str, offline.PtxasReport]:
@@ -120,9 +120,10 @@ class Uses:
         self.compiled: dict[str, str] = {}
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        for name, value in report.user_properties:
+        properties: list[tuple[str, Any]] = report.user_properties
+        for name, uses in properties:
             if name == PROPERTY:
-                for use in value:
+                for use in uses:
                     self.add(use)
 
     def add(self, use: dict[str, Any]) -> None:

@@ -348,15 +348,16 @@ class Compiler:
         workdir: pathlib.Path,
         *,
         known: Mapping[str, PtxasReport] | None = None,
+        ptxas: pathlib.Path | None = None,
         dumps: tuple[str, ...] = (),
     ) -> None:
         """Raises OfflineUnavailableError, saying what to install, if something is missing.
 
-        `known`: the first of the `reports`; `dumps`: what the log has beside PTX, such as
-        "HOST_LLVM".
+        `known`: the first of the `reports`; `ptxas`: another program than `find_ptxas` finds;
+        `dumps`: what the log has beside PTX, such as "HOST_LLVM".
         """
         self._plugin = find_plugin()
-        self._ptxas = find_ptxas()
+        self._ptxas = ptxas or find_ptxas()
         source = workdir / "driver.c"
         source.write_text(_STAND_IN_DRIVER)
         library = workdir / "libcuda.so.1"
