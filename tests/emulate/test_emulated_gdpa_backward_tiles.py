@@ -13,7 +13,7 @@ import test_gdpa_backward_tiles as tiles
 from test_gdpa_backward_tiles import Case
 
 from ikbo_jax.ops import gdpa_backward as op
-from ikbo_jax.pallas.flash import tile_list_kernel, tile_positions
+from ikbo_jax.pallas.flash import counted_order, tile_list_kernel, tile_positions, work_order
 from ikbo_jax.pallas.gdpa_backward import work_kernel
 
 pytestmark = [
@@ -73,10 +73,12 @@ def test_emulated_order_of_more_sequences_than_a_launch_lists(
 ) -> None:
     """XLA lists the tiles; a launch, not XLA's sort, orders the sequences that share keys."""
     monkeypatch.setattr(work_kernel, "MOST_WORDS", 0)
+    monkeypatch.setattr(work_order, "MAX_COUNTED", 0)
+    monkeypatch.setattr(counted_order, "MOST_CTAS", 3)
     rng = np.random.default_rng(4)
-    cu_q, cu_kv = np.sort(rng.integers(0, 9000, 5001)), np.sort(rng.integers(0, 900, 31))
-    index = rng.integers(-1, 31, 5000)
-    case = Case(cu_q, cu_kv, index, 9000, 900, (90, 70), parts=parts)
+    cu_q, cu_kv = np.sort(rng.integers(0, 1100, 602)), np.sort(rng.integers(0, 900, 31))
+    index = rng.integers(-1, 31, 601)
+    case = Case(cu_q, cu_kv, index, 1100, 900, (90, 70), parts=parts)
     residuals = op._Residuals(None, None, None)
     arguments = (case.arrays, case.settings, residuals, case.blocks, case.parts)
     with sm90.emulated(0):
