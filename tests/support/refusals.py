@@ -1,24 +1,73 @@
-"""Arguments that several ops refuse with the same words."""
+"""Arguments that several ops refuse with the same words, by changes to arrays that they take."""
 
 from __future__ import annotations
 
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
+#: Changes of an op's arguments, and what the op says.
+Refusal = tuple[dict[str, Any], str]
 
-def of_indices(owner: str) -> dict[str, tuple[dict[str, Any], str]]:
+
+def ones(*shape: int, dtype: Any = jnp.bfloat16) -> jax.Array:
+    # In NumPy: jnp would compile a program for each shape, in every process that collects tests.
+    return jnp.asarray(np.ones(shape, dtype))
+
+
+def of_rank(name: str, wanted: str, array: Any, **others: Any) -> Refusal:
+    """What an op refuses as an array of another rank."""
+    return {name: array, **others}, f"{name} must have shape {wanted}, but has shape {array.shape}"
+
+
+def of_dtypes(
+    arrays: dict[str, Any],
+    *,
+    first: str,
+    mixed: str,
+    halves: str,
+    f64: str,
+    int_: str,
+    f8: str,
+) -> dict[str, Refusal]:
+    """What an op refuses as dtypes, by name.
+
+    Args:
+      arrays: those that the op takes, in bfloat16.
+      first: the array with which the op compares the dtypes of the others.
+      mixed, halves, f64, int_, f8: which array has another dtype.
+    """
+
+    def differs(name: str, dtype: str) -> Refusal:
+        changes = {name: arrays[name].astype(dtype)}
+        return changes, f"{first} is bfloat16 but {name} is {dtype}"
+
+    def unknown(name: str, dtype: Any) -> Refusal:
+        array = np.ones(arrays[name].shape, dtype)
+        return {name: array}, f"{name} must be bfloat16, float16 or float32, but is {array.dtype}"
+
+    return {
+        "mixed": differs(mixed, "float32"),
+        "mixed_halves": differs(halves, "float16"),
+        "f64": unknown(f64, "float64"),
+        "int": unknown(int_, "int32"),
+        "f8": unknown(f8, jnp.float8_e4m3fn),
+    }
+
+
+def of_indices(owner: str) -> dict[str, Refusal]:
     """What an op refuses as `cand_to_user`, and what it says, by name.
 
     Args:
       owner: the argument that has the candidates, B=7 of them.
     """
 
-    def of_shape(index: Any) -> tuple[dict[str, Any], str]:
+    def of_shape(index: Any) -> Refusal:
         return {"cand_to_user": index}, f"cand_to_user has shape {index.shape} but {owner} has B=7"
 
-    def of_kind(index: Any, kind: str) -> tuple[dict[str, Any], str]:
+    def of_kind(index: Any, kind: str) -> Refusal:
         return {"cand_to_user": index}, f"cand_to_user must be an int32 array, but is {kind}"
 
     return {

@@ -1,0 +1,190 @@
+"""What all ops refuse in the same words: implementations, configurations, scales and flags."""
+
+from __future__ import annotations
+
+import functools
+import re
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import test_attention_arguments as of_attention
+import test_gdpa_arguments as of_gdpa
+import test_linear_compression_arguments as of_compression
+from refusals import ones
+
+import ikbo_jax as ikbo
+from ikbo_jax.problems import AttentionConfig, GdpaConfig, LinearCompressionConfig
+
+
+class Op(NamedTuple):
+    """A call that takes options and other arrays, and what differs between the ops' refusals.
+
+    Attributes:
+      call: the op with arrays that it takes.
+      config: a configuration of its kernel.
+      configs: the end of the list of configurations that it takes.
+      wrong: arrays that do not fit the others.
+      message: what it says of them.
+    """
+
+    call: Callable[..., Any]
+    config: Any
+    configs: str
+    wrong: dict[str, Any]
+    message: str
+
+
+ATTEND = functools.partial(ikbo.attention, **of_attention.ARRAYS)
+GDPA = functools.partial(ikbo.gdpa, **of_gdpa.ARRAYS)
+OPS = {
+    "attention": Op(
+        ATTEND,
+        AttentionConfig(),
+        "or a FewQueriesConfig",
+        {"query": ones(7, 2, 4, 16)},
+        "query has H=16 but key has H=8",
+    ),
+    "gdpa": Op(
+        GDPA,
+        GdpaConfig(),
+        "config must be a GdpaConfig or a ShortGdpaConfig",
+        {"query": ones(7, 4, 16)},
+        "query has H=16 but key has H=8",
+    ),
+    "linear_compression": Op(
+        functools.partial(ikbo.linear_compression, **of_compression.ARRAYS),
+        LinearCompressionConfig(),
+        "or a ResidentCompressionConfig",
+        {"w_cand": ones(10, 4)},
+        "w_cand has K=4 but e_cand has K=5",
+    ),
+}
+TERMS = [of_compression.TERM, of_compression.CHILD]
+CALLS = {name: op.call for name, op in OPS.items()}
+CALLS["multilevel_linear_compression"] = functools.partial(
+    ikbo.multilevel_linear_compression, TERMS
+)
+
+
+@pytest.mark.parametrize("implementation", ["triton", "XLA", "", 3])
+@pytest.mark.parametrize("name", CALLS)
+def test_unknown_implementation_lists_the_known(name: str, implementation: Any) -> None:
+    message = f"unknown implementation {implementation!r}; known: None, 'mosaic_gpu', 'xla'"
+    with pytest.raises(ValueError, match=re.escape(message)):
+        CALLS[name](implementation=implementation)
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_mosaic_gpu_off_hopper(name: str, on_cpu) -> None:
+    message = f"{name} with implementation='mosaic_gpu': .* need a Hopper GPU.* is a cpu"
+    with pytest.raises(NotImplementedError, match=message):
+        CALLS[name](implementation="mosaic_gpu")
+
+
+@pytest.mark.parametrize("name", OPS)
+def test_config_must_be_one(name: str) -> None:
+    with pytest.raises(ValueError, match=f"{OPS[name].configs}, but is {{'block_kv': 64}}"):
+        OPS[name].call(config={"block_kv": 64})
+
+
+@pytest.mark.parametrize("name", OPS)
+def test_xla_takes_no_config(name: str) -> None:
+    config = OPS[name].config
+    with pytest.raises(
+        ValueError, match=re.escape(f"'xla' takes no config, but config is {config}")
+    ):
+        OPS[name].call(implementation="xla", config=config)
+
+
+@pytest.mark.parametrize("name", OPS)
+def test_wrong_arguments_win_over_what_the_kernel_cannot_do(name: str) -> None:
+    with pytest.raises(ValueError, match=OPS[name].message):
+        OPS[name].call(**OPS[name].wrong, implementation="mosaic_gpu")
+
+
+SCALES = {
+    "attention": lambda scale: ATTEND(scale=scale),
+    "gdpa": lambda scale: GDPA(scale=scale),
+    "gdpa_output": lambda scale: GDPA(output_scale=scale),
+}
+NO_SCALES = {
+    "nan": (float("nan"), "finite number, but is nan"),
+    "inf": (float("inf"), "finite number, but is inf"),
+    "minus_inf": (-float("inf"), "finite number, but is -inf"),
+    "numpy_nan": (np.float32("nan"), "finite number, but is nan"),
+    "bool": (True, "known while tracing, but is a bool, True"),
+    "numpy_bool": (np.bool_(False), "known while tracing, but is bool[], "),
+    "text": ("2", "known while tracing, but is a str, '2'"),
+    "bytes": (b"2", "known while tracing, but is a bytes, b'2'"),
+    "complex": (1j, "known while tracing, but is a complex"),
+    "two_elements": (np.ones(2), "known while tracing, but is float64[2]"),
+    "one_element": (np.ones(1, np.float32), "known while tracing, but is float32[1]"),
+    "beyond_float32": (1e39, "finite number, but is 1e+39, beyond float32"),
+    "just_beyond_float32": (-3.4028236e38, "beyond float32"),
+    "float64": (np.float64(1e39), "finite number, but is 1e+39, beyond float32"),
+    "beyond_float64": (-(10**400), "finite number, but is -inf"),
+}
+
+
+@pytest.mark.parametrize("op", SCALES)
+@pytest.mark.parametrize("name", NO_SCALES)
+def test_scale_must_be_a_number_that_float32_holds(name: str, op: str) -> None:
+    scale, words = NO_SCALES[name]
+    argument = "output_scale" if op == "gdpa_output" else "scale"
+    with pytest.raises(ValueError, match=f"^{argument} must be a .*{re.escape(words)}"):
+        SCALES[op](scale)
+
+
+@pytest.mark.parametrize("op", SCALES)
+def test_scale_must_be_known_while_tracing(op: str) -> None:
+    with pytest.raises(ValueError, match=r"scale .* known while tracing, but is float32\[\]"):
+        jax.eval_shape(SCALES[op], jnp.float32(1))
+
+
+@pytest.mark.parametrize("scale", [2, 0, -0.5, 3.4e38, np.float32(2), np.int32(3), np.ones(())])
+def test_scale_may_be_any_other_number(scale: Any) -> None:
+    def program(scale: Any) -> str:
+        arrays = of_attention.ARRAYS
+        return str(jax.make_jaxpr(lambda arrays: ikbo.attention(**arrays, scale=scale))(arrays))
+
+    assert program(scale) == program(float(scale)) != program(7.0)
+
+
+FLAGS = {
+    "indices_are_sorted": lambda value: ATTEND(indices_are_sorted=value),
+    "return_residuals": lambda value: ATTEND(return_residuals=value),
+    "broadcast_q": lambda value: GDPA(cu_seqlens_q=None, broadcast_q=value),
+}
+
+
+@pytest.mark.parametrize("name", FLAGS)
+@pytest.mark.parametrize(
+    ("value", "words"),
+    [
+        ("False", "a str, 'False'"),
+        (2, "a int, 2"),
+        (None, "None"),
+        (np.ones(2, bool), "bool[2]"),
+        ([True], "a list"),
+    ],
+)
+def test_flags_are_bools(name: str, value: Any, words: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(f"{name} must be a bool known while tr")) as e:
+        FLAGS[name](value)
+    assert str(e.value).endswith(f"but is {words}")
+
+
+@pytest.mark.parametrize("name", FLAGS)
+def test_flags_are_known_while_tracing(name: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(f"{name} must be a bool known while tracing")):
+        jax.eval_shape(lambda value: jax.tree.leaves(FLAGS[name](value)), jnp.asarray(True))
+
+
+@pytest.mark.parametrize("value", [True, np.bool_(True), np.asarray(True), jnp.asarray(True), 1])
+def test_flags_may_be_of_any_library(value: Any) -> None:
+    shape = jax.eval_shape(lambda: FLAGS["return_residuals"](value))
+    assert isinstance(shape, tuple)
