@@ -117,27 +117,6 @@ def test_runs_the_op_with_the_asked_for_precision() -> None:
     assert "HIGHEST" in text
 
 
-def test_wrong_sizes_name_both_values() -> None:
-    arrays = inputs()
-
-    def run():
-        layer = nnx.LinearCompression(K_USER + 1, K_CAND, M, rngs=flax_nnx.Rngs(0))
-        return layer(*arrays)
-
-    with pytest.raises(ValueError, match=f"K={K_USER + 1}.*K={K_USER}"):
-        jax.eval_shape(run)
-
-
-@pytest.mark.parametrize("sizes", [(0, K_CAND, M), (K_USER, -1, M), (K_USER, K_CAND, 0)])
-def test_sizes_are_positive(sizes: tuple[int, int, int]) -> None:
-    name = ("user_rows", "cand_rows", "features")[int(np.argmin(sizes))]
-    words = f"LinearCompression needs {name} of at least 1, but {name} is {min(sizes)}"
-    with pytest.raises(ValueError, match=words):
-        nnx.LinearCompression(*sizes, rngs=flax_nnx.Rngs(0))
-    with pytest.raises(ValueError, match=words):
-        jax.eval_shape(linen.LinearCompression(*sizes).init, jax.random.key(0), *inputs())
-
-
 def test_linen_takes_the_sizes_of_its_inputs() -> None:
     layer, twin = linen.LinearCompression(features=M), linen.LinearCompression(*SIZES)
     key = jax.random.key(0)

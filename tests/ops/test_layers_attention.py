@@ -163,13 +163,6 @@ def test_they_run_the_ops_in_their_dtype() -> None:
     assert "HIGHEST" in text
 
 
-@pytest.mark.parametrize("sizes", [(0, 8, 2, 4), (6, -1, 2, 4), (6, 8, 0, 4), (6, 8, 2, 0)])
-def test_sizes_are_positive(sizes: tuple[int, ...]) -> None:
-    for layer in (nnx.CandidateAttention, nnx.PFFN, nnx.PMA):
-        with pytest.raises(ValueError, match=f"of at least 1, but .* is {min(sizes)}"):
-            layer(*sizes, rngs=flax_nnx.Rngs(0))
-
-
 @pytest.mark.parametrize("name", LAYERS)
 def test_wrong_widths_name_both_sizes(name: str) -> None:
     (sizes, options), _, inputs = LAYERS[name]
@@ -208,29 +201,6 @@ def test_linen_takes_the_widths_of_its_inputs(name: str) -> None:
             linen_layer.apply(variables, wide, *inputs[1:])
     with pytest.raises(ValueError, match=rf"{name}: x\w* must have shape \[.*features\], but has"):
         layer.init(key, inputs[0][0], *inputs[1:])
-
-
-@pytest.mark.parametrize("name", LAYERS)
-def test_linen_sizes_are_positive(name: str) -> None:
-    (_, options), _, inputs = LAYERS[name]
-    for size in NOT_INFERRED[name]:
-        for value in (0, -1, None, True):
-            layer = linen.__dict__[name](**{**NOT_INFERRED[name], size: value}, **options)
-            with pytest.raises(ValueError, match=f"{name} needs {size} of.*{size} is {value}"):
-                jax.eval_shape(layer.init, jax.random.key(0), *inputs)
-
-
-def test_sizes_have_the_names_of_the_layer() -> None:
-    for layer, sizes, name in (
-        (nnx.CandidateAttention, (0, 8, 2, 4), "cand_features"),
-        (nnx.CandidateAttention, (6, 0, 2, 4), "user_features"),
-        (nnx.PMA, (0, 3, 2, 4), "in_features"),
-        (nnx.PMA, (6, 0, 2, 4), "num_seeds"),
-        (nnx.PFFN, (0, 8, 2, 4), "features"),
-        (nnx.PFFN, (6, 0, 2, 4), "memory_features"),
-    ):
-        with pytest.raises(ValueError, match=f"^{layer.__name__} needs {name} of at least 1, but"):
-            layer(*sizes, rngs=flax_nnx.Rngs(0))
 
 
 @pytest.mark.parametrize(
@@ -272,6 +242,28 @@ NAMES = {
         {**HEADS_NAMES, "w_out": ("a", None, "b")},
     ),
 }
+INPUTS = {
+    "LinearCompression": (jnp.ones((2, 4, 5)), jnp.ones((3, 3, 5)), jnp.zeros(3, jnp.int32)),
+    "CandidateAttention": (jnp.ones((3, 2, 4)), jnp.ones((2, 5, 6)), jnp.zeros(3, jnp.int32)),
+    "PMA": (jnp.ones((5, 4)), jnp.array([0, 2, 5], jnp.int32)),
+    "PFFN": (jnp.ones((5, 4)), jnp.ones((3, 6)), *[jnp.array([0, 3], jnp.int32)] * 2),
+}
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_sizes_are_positive(name: str) -> None:
+    """Both interfaces name the layer and the size."""
+    sizes, _ = NAMES[name]
+    for size, value in itertools.product(sizes, (0, -1, True, None)):
+        wrong = sizes | {size: value}
+        words = f"{name} needs {size} of.*{size} is {value}"
+        if value is not True and value is not None:
+            with pytest.raises(ValueError, match=words):
+                getattr(nnx, name)(**wrong, rngs=flax_nnx.Rngs(0))
+        if value is not None or size in NOT_INFERRED.get(name, ["features"]):
+            layer = getattr(linen, name)(**wrong)
+            with pytest.raises(ValueError, match=words):
+                jax.eval_shape(layer.init, jax.random.key(0), *INPUTS[name])
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -287,12 +279,7 @@ def test_names_of_the_matrix_s_axes_reach_the_parameters(name: str) -> None:
         assert found.get_metadata("out_sharding") == names
         np.testing.assert_array_equal(found[...], getattr(bare, param)[...])
 
-    inputs = {
-        "LinearCompression": (jnp.ones((2, 4, 5)), jnp.ones((3, 3, 5)), jnp.zeros(3, jnp.int32)),
-        "CandidateAttention": (jnp.ones((3, 2, 4)), jnp.ones((2, 5, 6)), jnp.zeros(3, jnp.int32)),
-        "PMA": (jnp.ones((5, 4)), jnp.array([0, 2, 5], jnp.int32)),
-        "PFFN": (jnp.ones((5, 4)), jnp.ones((3, 6)), *[jnp.array([0, 3], jnp.int32)] * 2),
-    }[name]
+    inputs = INPUTS[name]
     required = {k: v for k, v in sizes.items() if k in ("num_heads", "head_dim", "num_seeds")}
     if name == "LinearCompression":
         required = {"features": sizes["features"]}
