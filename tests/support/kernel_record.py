@@ -65,26 +65,27 @@ class Record:
     kernels: dict[str, tuple[str, dict[str, Any]]]
 
     @classmethod
-    def read(cls, path: pathlib.Path = PATH) -> Record | None:
-        if not path.is_file():
+    def read(cls) -> Record | None:
+        if not PATH.is_file():
             return None
-        content = json.loads(path.read_text("utf-8"))
+        content = json.loads(PATH.read_text("utf-8"))
         return cls(Toolchain(**content["toolchain"]), content["kernels"])
 
-    def write(self, path: pathlib.Path = PATH) -> None:
+    def write(self) -> None:
         """Writes one line for each kernel, sorted by name."""
         order = sorted(self.kernels, key=lambda digest: (self.kernels[digest][0], digest))
         lines = [f"  {json.dumps(x)}: {json.dumps(self.kernels[x])}" for x in order]
         toolchain, kernels = json.dumps(dataclasses.asdict(self.toolchain)), ",\n".join(lines)
-        path.write_text(f'{{\n "toolchain": {toolchain},\n "kernels": {{\n{kernels}\n }}\n}}\n')
+        PATH.write_text(f'{{\n "toolchain": {toolchain},\n "kernels": {{\n{kernels}\n }}\n}}\n')
 
     def reports(self) -> dict[str, offline.PtxasReport]:
         import offline
 
         def report(fields: dict[str, Any]) -> offline.PtxasReport:
-            return offline.PtxasReport(
-                **{k: tuple(v) if isinstance(v, list) else v for k, v in fields.items()}
-            )
+            values: dict[str, Any] = {
+                k: tuple(v) if isinstance(v, list) else v for k, v in fields.items()
+            }
+            return offline.PtxasReport(**values)
 
         return {digest: report(fields) for digest, (_, fields) in self.kernels.items()}
 
@@ -141,11 +142,12 @@ class Uses:
         if self.compiled:
             terminalreporter.write_line(described(self.compiled, record, installed))
         if config.getoption("record_kernels"):
-            old = record.kernels if record and record.toolchain == installed else {}
-            if exitstatus == 0 and is_whole(config):
-                old = {}
-            Record(installed, old | self.used).write()
-            terminalreporter.write_line(f"{PATH}: {len(old | self.used)} kernels of {installed}")
+            kernels = self.used
+            is_replaced = exitstatus == 0 and is_whole(config)
+            if record is not None and record.toolchain == installed and not is_replaced:
+                kernels = record.kernels | kernels
+            Record(installed, kernels).write()
+            terminalreporter.write_line(f"{PATH}: {len(kernels)} kernels of {installed}")
 
 
 def is_whole(config: pytest.Config) -> bool:

@@ -1,0 +1,172 @@
+"""Kernels with a recorded report are not compiled; others are, and the summary names them."""
+
+from __future__ import annotations
+
+import dataclasses
+import pathlib
+import types
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import kernel_record
+import offline
+import pytest
+import test_offline_compile as linear_compression
+from kernel_record import Record, Toolchain
+
+INSTALLED = Toolchain("0.11.2", "13.5.37")
+GOOD, BAD = offline.PtxasReport(168), offline.PtxasReport(168, 8, serialized=("(C7510)",))
+NAME = "narrowest_block_m1"
+
+
+class CountingCompiler(offline.Compiler):
+    """Counts what a compiler would compile."""
+
+    count = 0
+
+    def assemble(self, module: bytes) -> offline.PtxasReport:
+        self.count += 1
+        return GOOD
+
+
+@pytest.fixture(scope="module")
+def module() -> bytes:
+    (found,) = offline.mosaic_modules(*linear_compression.launch(*linear_compression.CASES[NAME]))
+    return found
+
+
+@pytest.fixture
+def record(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Record]:
+    """A file of three kernels, made by what is installed."""
+    path = tmp_path / "tests" / "offline" / "digests.json"
+    path.parent.mkdir(parents=True)
+    monkeypatch.setattr(kernel_record, "PATH", path)
+    monkeypatch.setattr(Toolchain, "installed", lambda: INSTALLED)
+    monkeypatch.delenv("IKBO_PTXAS", raising=False)
+    uses = kernel_record.Uses()
+    for digest, name, report in ("d1", "b", BAD), ("d2", "a", GOOD), ("d3", "a", GOOD):
+        uses.add(dataclasses.asdict(offline.Use(digest, name, report, is_new=False)))
+    written = Record(INSTALLED, uses.used)
+    written.write()
+    return written
+
+
+def config(**options: Any) -> Any:
+    """What `kernel_record` reads of pytest's configuration."""
+    defaults = {"compile_kernels": False, "record_kernels": False, "all_cases": False}
+    given = defaults | {"keyword": "", "one_in": 1} | options
+    root = kernel_record.PATH.parents[2]
+    return types.SimpleNamespace(getoption=given.get, rootpath=root, args=["tests/offline"])
+
+
+def summary(uses: list[offline.Use], exitstatus: int = 0, **options: Any) -> list[str]:
+    """Lines at the end of a session whose tests have these uses."""
+    lines: list[str] = []
+    properties = [(kernel_record.PROPERTY, [dataclasses.asdict(use) for use in uses])]
+    session = kernel_record.Uses()
+    session.pytest_runtest_logreport(types.SimpleNamespace(user_properties=properties))
+    reporter = types.SimpleNamespace(write_line=lines.append)
+    session.pytest_terminal_summary(reporter, exitstatus, config(**options))
+    return lines
+
+
+NEW, OLD = offline.Use("d4", "c", GOOD, is_new=True), offline.Use("d1", "b", BAD, is_new=False)
+
+
+@pytest.mark.parametrize("is_known", [False, True])
+def test_only_kernels_without_a_report_are_compiled(
+    is_known: bool, module: bytes, tmp_path: pathlib.Path
+) -> None:
+    known = {offline.module_digest(module): BAD} if is_known else {}
+    compiler = CountingCompiler(tmp_path, known=known)
+    kernels = [compiler.compile_module(module) for _ in range(2)]
+    assert compiler.count == (not is_known)
+    assert [use.is_new for use in compiler.uses] == [not is_known, False]
+    assert [kernel.ptxas for kernel in kernels] == [BAD if is_known else GOOD] * 2
+    assert kernels[0].smem_bytes > 0
+
+
+def test_a_recorded_spill_fails_a_test(module: bytes, tmp_path: pathlib.Path) -> None:
+    compiler = CountingCompiler(tmp_path, known={offline.module_digest(module): BAD})
+    with pytest.raises(AssertionError, match="C7510.*8 bytes spilled"):
+        linear_compression.test_offline_kernel_is_fit(NAME, compiler)
+
+
+def test_a_digest_is_of_the_code_alone(module: bytes) -> None:
+    """Neither of its places in the source, nor of how many kernels were lowered before."""
+    problem, settings = linear_compression.CASES[NAME]
+    digests = []
+    for changes in {}, {"num_stages": settings.num_stages + 1}:
+        case = problem, dataclasses.replace(settings, **changes)
+        jax.config.update("jax_include_full_tracebacks_in_locations", True)
+        try:
+            (other,) = offline.mosaic_modules(*linear_compression.launch(*case))
+        finally:
+            jax.config.update("jax_include_full_tracebacks_in_locations", False)
+        assert other != module
+        digests.append(offline.module_digest(other))
+    assert digests[0] == offline.module_digest(module) != digests[1]
+
+
+def test_a_file_has_what_was_written(record: Record) -> None:
+    assert kernel_record.known_reports(config()) == {"d1": BAD, "d2": GOOD, "d3": GOOD}
+    lines = kernel_record.PATH.read_text().splitlines()
+    assert [line.split('"')[1] for line in lines[3:6]] == ["d2", "d3", "d1"]
+
+
+@pytest.mark.parametrize("changes", [{"jax": "0.12.0"}, {"ptxas": "13.0.88"}])
+def test_another_toolchain_compiles_all_kernels(
+    changes: dict[str, str], record: Record, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    other = dataclasses.replace(INSTALLED, **changes)
+    monkeypatch.setattr(Toolchain, "installed", lambda: other)
+    assert kernel_record.known_reports(config()) == {}
+    (line,) = summary([NEW])
+    assert line.startswith(f"1 kernels were compiled by {other}")
+    summary([NEW], record_kernels=True)
+    found = Record.read()
+    assert found is not None
+    assert (found.toolchain, list(found.kernels)) == (other, ["d4"])
+
+
+def test_all_kernels_are_compiled_where_that_is_asked_for(
+    record: Record, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert kernel_record.known_reports(config(compile_kernels=True)) == {}
+    monkeypatch.setenv("IKBO_PTXAS", "/opt/ptxas")
+    assert kernel_record.known_reports(config()) == {}
+    monkeypatch.delenv("IKBO_PTXAS")
+    kernel_record.PATH.unlink()
+    assert kernel_record.known_reports(config()) == {}
+
+
+def test_the_summary_names_compiled_kernels(record: Record) -> None:
+    assert summary([OLD]) == []
+    place = "tests/offline/digests.json"
+    assert summary([NEW, OLD]) == [f"1 kernels differ from {place} and were compiled: c (1)"]
+
+
+@pytest.mark.parametrize(
+    ("exitstatus", "options", "is_whole"),
+    [
+        (0, {"all_cases": True}, True),
+        (1, {"all_cases": True}, False),
+        (0, {}, False),
+        (0, {"all_cases": True, "keyword": "h64"}, False),
+        (0, {"all_cases": True, "one_in": 8}, False),
+    ],
+)
+def test_entries_go_only_if_all_tests_ran(
+    exitstatus: int, options: dict[str, Any], is_whole: bool, record: Record
+) -> None:
+    summary([NEW, OLD], exitstatus, record_kernels=True, **options)
+    found = Record.read()
+    assert found is not None
+    assert sorted(found.kernels) == (["d1", "d4"] if is_whole else ["d1", "d2", "d3", "d4"])
+
+
+def test_versions_are_of_what_is_installed() -> None:
+    found = Toolchain.installed()
+    assert found.jax == jax.__version__
+    assert found.ptxas.count(".") == 2
