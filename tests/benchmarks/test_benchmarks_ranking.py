@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import json
+import sys
 from unittest import mock
 
 import jax
@@ -187,6 +188,7 @@ def test_peaks_are_measured_by_processes_that_find_this_tree(tmp_path, monkeypat
     point = next(ranking.points("default"))
     assert ranking.device_peaks(point, [ranking.OURS]) == {"co-designed": None}
     assert capsys.readouterr().out == "peak of co-designed: None\n"  # a CPU has no peak
-    broken = ranking.OURS._replace(name="broken")
-    assert ranking.device_peaks(point, [broken]) == {"broken": None}
+    broken = [sys.executable, "-S", "-c", "raise KeyError('broken')"]
+    monkeypatch.setattr(ranking.children, "command", lambda *args: broken)
+    assert ranking.device_peaks(point, [ranking.COPIES]) == {"materialised": None}
     assert "KeyError: 'broken'" in capsys.readouterr().out

@@ -4,20 +4,18 @@ from __future__ import annotations
 
 import json
 import math
-import os
-import pathlib
-import subprocess
 import sys
 from typing import Any
 
 import jax
+import numpy as np
 import pytest
 from jax.extend.core import jaxprs_in_params
 from jax.sharding import AxisType
 
-from benchmarks import scaling, scaling_programs
+from benchmarks import children, scaling, scaling_processes, scaling_programs
+from ikbo_jax.models import ranking
 
-ROOT = pathlib.Path(__file__).resolve().parents[2]
 PROGRAM = """
   %all-reduce.1 = (f32[16,8]{1,0}, /*index=5*/bf16[4]{0}) all-reduce(%a, %b), channel_id=1
   %all-gather.2 = s32[16]{0} all-gather(%c), dimensions={0}
@@ -61,8 +59,20 @@ def summed_elements(jaxpr: Any) -> int:
     return found
 
 
-def test_a_training_step_sums_no_more_than_its_parameters_over_devices():
+def zeros_of(fn):
+    """`fn` with zeros for its results, which compiles nothing."""
+
+    def run(*args):
+        shapes = jax.eval_shape(lambda: fn(*args))
+        return jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), shapes)
+
+    return run
+
+
+def test_a_training_step_sums_no_more_than_its_parameters_over_devices(monkeypatch):
     """What a parameter is broadcast to is summed on the device before."""
+    for name in ("init", "draw_request"):
+        monkeypatch.setattr(ranking, name, zeros_of(getattr(ranking, name)))
     mesh = scaling_programs.mesh_of(8, AxisType.Auto)
     program = scaling_programs.training_program(mesh, scaling.SMALL_REQUEST, small=True)
     parameters = sum(x.size for x in jax.tree.leaves(program.args[0]))
@@ -72,13 +82,13 @@ def test_a_training_step_sums_no_more_than_its_parameters_over_devices():
 
 
 def test_a_run_in_small(tmp_path, capsys):
-    """All eight of the tests' devices; the ops' forward passes move nothing."""
+    """Up to all eight of the tests' devices; the ops' forward passes move nothing."""
     out = tmp_path / "scaling.json"
-    assert scaling.main(["--out", str(out), "--quick", "--sweep", "linear_compression"]) == 0
+    labels = ["strong 2", "weak 8"]
+    options = ["--quick", "--sweep", "linear_compression", "--points", *labels]
+    assert scaling.main(["--out", str(out), *options]) == 0
     points = json.loads(out.read_text())["points"]
-    assert [point["label"] for point in points] == [
-        f"{mode} {devices}" for mode in ("strong", "weak") for devices in (2, 4, 8)
-    ]
+    assert [point["label"] for point in points] == labels
     for point in points:
         one, auto, explicit = point["providers"]
         assert (one["name"], auto["name"], explicit["name"]) == ("one device", "auto", "explicit")
@@ -108,14 +118,28 @@ def test_bars():
     assert (bar("large", 8), bar("weak", 8), bar("strong", 8)) == ("6.8×", "efficiency 0.93", "")
 
 
-def test_one_process_for_each_device_in_small(tmp_path):
+#: Work of a process, with one layer instead of two.
+WORK = """
+import dataclasses, sys
+from benchmarks import scaling_processes, scaling_programs
+
+small = dataclasses.replace(scaling_programs.ranking.SMALL, layers=1)
+scaling_programs.ranking.SMALL = small
+sys.exit(scaling_processes.main())
+"""
+
+
+def test_one_process_for_each_device_in_small(tmp_path, monkeypatch):
     """Two processes on the CPU: equal results, no communication in the forward pass."""
+    monkeypatch.setenv("JAX_PLATFORMS", "cpu")
+    for name, value in children.environment({}).items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(
+        children, "command", lambda module, *given: [sys.executable, "-c", WORK, *given]
+    )
     out = tmp_path / "processes.json"
-    command = [sys.executable, "-m", "benchmarks.scaling_processes", "--quick", "--out", str(out)]
-    command += ["--sweep", "network", "--points", "strong 2"]
-    variables = {name: x for name, x in os.environ.items() if not name.startswith("JAX_")}
-    variables |= {"JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT)}
-    subprocess.run(command, cwd=ROOT, env=variables, timeout=240, check=True)
+    options = ["--quick", "--out", str(out), "--sweep", "network", "--points", "strong 2"]
+    assert scaling_processes.main(options) == 0
     results = json.loads(out.read_text())
     assert (results["devices"], results["processes"]) == (2, 2)
     (point,) = results["points"]
