@@ -15,6 +15,19 @@ import pytest
 sys.path.append(str(pathlib.Path(__file__).parents[1] / "interpret"))
 
 
+# The emulator reads a launch's arguments as one version of jax lays them out.
+def pytest_itemcollected(item: pytest.Item) -> None:
+    item.add_marker("slow")
+    item.add_marker(
+        pytest.mark.skipif(sys.platform != "linux", reason="the CUDA plugin is for Linux")
+    )
+
+
+@pytest.fixture(autouse=True)
+def _on_cpu(on_cpu: None) -> None:
+    """Arrays of emulated kernels are on the CPU."""
+
+
 @pytest.fixture(scope="session")
 def sm90(tmp_path_factory: pytest.TempPathFactory) -> Iterator[emulator.Emulator]:
     """Runs kernels' PTX; one process loads the compiler for all tests."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import sys
 
 import emulator
 import jax
@@ -13,12 +12,6 @@ import pytest
 
 from ikbo_jax.pallas.flash import counted_order
 from ikbo_jax.pallas.flash.counted_order import Shape, count_order
-
-pytestmark = [
-    pytest.mark.usefixtures("on_cpu"),
-    pytest.mark.slow,
-    pytest.mark.skipif(sys.platform != "linux", reason="the CUDA plugin is for Linux"),
-]
 
 
 @dataclasses.dataclass(frozen=True)

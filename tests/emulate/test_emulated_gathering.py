@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from typing import Any
 
 import emulator
@@ -13,12 +12,6 @@ import test_interpret_few_queries as few_queries
 from sm90_state import ARRAY_BITS
 
 from ikbo_jax.pallas.few_queries import gathering, kernel
-
-pytestmark = [
-    pytest.mark.usefixtures("on_cpu"),
-    pytest.mark.slow,
-    pytest.mark.skipif(sys.platform != "linux", reason="the CUDA plugin is for Linux"),
-]
 
 
 def is_right(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import sys
 
 import emulator
 import jax
@@ -15,12 +14,6 @@ from test_gdpa_backward_tiles import Case
 from ikbo_jax.ops import gdpa_backward as op
 from ikbo_jax.pallas.flash import counted_order, tile_list_kernel, tile_positions, work_order
 from ikbo_jax.pallas.gdpa_backward import work_kernel
-
-pytestmark = [
-    pytest.mark.usefixtures("on_cpu"),
-    pytest.mark.slow,
-    pytest.mark.skipif(sys.platform != "linux", reason="the CUDA plugin is for Linux"),
-]
 
 
 def many(*, is_shared: bool) -> Case:

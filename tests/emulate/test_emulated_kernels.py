@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 import os
-import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -30,13 +29,6 @@ import test_interpret_resident_compression as resident_compression
 
 from ikbo_jax.pallas.attention_backward.kernel import attention_backward_kernel
 from ikbo_jax.problems import ShortGdpaConfig
-
-pytestmark = [
-    pytest.mark.usefixtures("on_cpu"),
-    pytest.mark.slow,
-    pytest.mark.skipif(sys.platform != "linux", reason="the CUDA plugin is for Linux"),
-]
-
 
 ATTENTION_BACKWARD = attention_backward.CASES | attention_backward.ADDED_BY_LAUNCH
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from typing import Any, NamedTuple
 
 import emulator
@@ -19,12 +18,6 @@ from ikbo_jax.pallas.hopper.launch import Roles, launch
 from ikbo_jax.problems import memory
 from ikbo_jax.problems.few_queries import LISTED, LISTING_WARPS, MOST_LISTED
 from ikbo_jax.problems.hopper import NUM_CONSUMERS
-
-pytestmark = [
-    pytest.mark.usefixtures("on_cpu"),
-    pytest.mark.slow,
-    pytest.mark.skipif(sys.platform != "linux", reason="the CUDA plugin is for Linux"),
-]
 
 WORDS = LISTED + LISTING_WARPS
 

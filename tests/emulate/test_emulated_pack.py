@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import sys
-
 import emulator
 import jax
 import jax.numpy as jnp
@@ -18,12 +16,6 @@ from ikbo_jax.pallas.flash import counted_order, pack, work_order
 from ikbo_jax.problems.few_queries import FewQueriesConfig
 from ikbo_jax.reference import attention as reference
 from ikbo_jax.reference import attention_grouped
-
-pytestmark = [
-    pytest.mark.usefixtures("on_cpu"),
-    pytest.mark.slow,
-    pytest.mark.skipif(sys.platform != "linux", reason="the CUDA plugin is for Linux"),
-]
 
 #: Candidates, users, and [T, N, H].
 CASES = {

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from typing import Any, NamedTuple
 
 import emulator
@@ -14,12 +13,6 @@ import pytest
 from ikbo_jax.pallas.few_queries import rows
 from ikbo_jax.pallas.hopper.launch import Roles, WarpgroupContext, launch
 from ikbo_jax.problems import memory
-
-pytestmark = [
-    pytest.mark.usefixtures("on_cpu"),
-    pytest.mark.slow,
-    pytest.mark.skipif(sys.platform != "linux", reason="the CUDA plugin is for Linux"),
-]
 
 
 class Shared(NamedTuple):

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import sys
-
 import emulator
 import jax
 import jax.numpy as jnp
@@ -12,13 +10,6 @@ import pytest
 
 from ikbo_jax.pallas.attention_backward import numbering, rows, statistics
 from ikbo_jax.pallas.flash import work_order
-
-pytestmark = [
-    pytest.mark.usefixtures("on_cpu"),
-    pytest.mark.slow,
-    pytest.mark.skipif(sys.platform != "linux", reason="the CUDA plugin is for Linux"),
-]
-
 
 #: Whether each CTA of the launch numbers the rows, or another launch does.
 BY_LAUNCHES = pytest.mark.parametrize("is_numbered_before", [False, True])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import sys
 from typing import Any
 
 import emulator
@@ -13,12 +12,6 @@ import pytest
 import test_gdpa_tiles as tiles
 
 from ikbo_jax.pallas.flash import tile_list, tile_list_kernel, tile_positions
-
-pytestmark = [
-    pytest.mark.usefixtures("on_cpu"),
-    pytest.mark.slow,
-    pytest.mark.skipif(sys.platform != "linux", reason="the CUDA plugin is for Linux"),
-]
 
 
 def many(bound: int | None) -> tuple[Any, ...]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from typing import Any, NamedTuple
 
 import emulator
@@ -20,12 +19,6 @@ from ikbo_jax.pallas.hopper.launch import Roles, launch
 from ikbo_jax.problems import memory
 from ikbo_jax.problems.few_queries import MOST_TABLE_ROWS, MOST_TABLED, UserTable
 from ikbo_jax.problems.hopper import NUM_CONSUMERS
-
-pytestmark = [
-    pytest.mark.usefixtures("on_cpu"),
-    pytest.mark.slow,
-    pytest.mark.skipif(sys.platform != "linux", reason="the CUDA plugin is for Linux"),
-]
 
 KV_LEN, Q_LEN, ITEM_ROWS = 100, 3, 64
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -26,12 +25,6 @@ from ikbo_jax.pallas.attention_backward.kernel import attention_backward_kernel
 from ikbo_jax.pallas.hopper import launch, mosaic, stores
 from ikbo_jax.problems.attention_backward import AttentionBackwardConfig as Config
 from ikbo_jax.problems.hopper import WARPGROUP_SIZE
-
-pytestmark = [
-    pytest.mark.usefixtures("on_cpu"),
-    pytest.mark.slow,
-    pytest.mark.skipif(sys.platform != "linux", reason="the CUDA plugin is for Linux"),
-]
 
 ROWS, COLUMNS = 16, 32
 FLOATS = jax.ShapeDtypeStruct((ROWS, COLUMNS), jnp.float32)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 import contextlib
 import dataclasses
+import sys
 from collections.abc import Callable, Iterator
 
 import jax
@@ -14,6 +15,12 @@ import pytest
 from jax._src.pallas.mosaic_gpu import lowering
 
 from ikbo_jax.ops import dispatch
+
+
+def pytest_itemcollected(item: pytest.Item) -> None:
+    item.add_marker(
+        pytest.mark.skipif(sys.platform != "linux", reason="the CUDA plugin is for Linux")
+    )
 
 
 @pytest.fixture(scope="session")

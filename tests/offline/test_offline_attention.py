@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import sys
 from typing import Any
 
 import jax
@@ -16,10 +15,7 @@ from ikbo_jax.problems import AttentionConfig, AttentionProblem
 from ikbo_jax.problems.hopper import MAX_SMEM_BYTES, WGMMA_M
 from ikbo_jax.tuning import table_rows
 
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.skipif(sys.platform != "linux", reason="the CUDA plugin is for Linux"),
-]
+pytestmark = pytest.mark.slow
 
 DEFAULT = AttentionProblem(2048, 32, 64, 1024, 2, 2, 128, "bfloat16")
 ONE_SLOT = AttentionConfig(k_stages=3, v_stages=3, q_slots=1)

@@ -24,8 +24,6 @@ from ikbo_jax.problems.hopper import MAX_SMEM_BYTES
 from ikbo_jax.problems.linear_compression import MAX_BLOCK_M
 from ikbo_jax.tuning import table, table_rows
 
-pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the CUDA plugin is for Linux")
-
 DEFAULT = LinearCompressionProblem((15, 1024), (1178, 866), 433, 256, "bfloat16")
 THREE_LEVELS = dataclasses.replace(DEFAULT, batches=(4, 60, 1024), ks=(300, 1178, 866))
 ONE_LEVEL = dataclasses.replace(DEFAULT, batches=(1024,), ks=(866,))

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import sys
-
 import jax
 import jax.numpy as jnp
 import offline
@@ -12,10 +10,7 @@ import pytest
 from ikbo_jax.pallas.flash import counted_order
 from ikbo_jax.problems.hopper import MAX_SMEM_BYTES
 
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.skipif(sys.platform != "linux", reason="the CUDA plugin is for Linux"),
-]
+pytestmark = pytest.mark.slow
 
 MOST = counted_order.MOST_CANDIDATES, counted_order.MOST_USERS
 #: Candidates, users, and [T, N, H] of queries that are copied.

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import sys
 from typing import Any
 
 import jax
@@ -16,10 +15,7 @@ from ikbo_jax.problems import AttentionProblem, memory
 from ikbo_jax.problems.few_queries import MOST_TABLE_ROWS, MOST_TABLED, FewQueriesConfig
 from ikbo_jax.problems.hopper import MAX_SMEM_BYTES
 
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.skipif(sys.platform != "linux", reason="the CUDA plugin is for Linux"),
-]
+pytestmark = pytest.mark.slow
 
 NUM_SMS = 132
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import sys
 from typing import Any
 
 import jax
@@ -19,10 +18,7 @@ from ikbo_jax.problems import gdpa_backward as backward_configs
 from ikbo_jax.problems.hopper import MAX_SMEM_BYTES, WARPGROUP_SIZE
 from ikbo_jax.tuning import table_rows
 
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.skipif(sys.platform != "linux", reason="the CUDA plugin is for Linux"),
-]
+pytestmark = pytest.mark.slow
 
 BATCH, ROWS = 1152, 1152 * 1024
 

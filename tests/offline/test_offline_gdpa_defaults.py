@@ -9,7 +9,6 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import os
-import sys
 from typing import Any
 
 import offline
@@ -23,10 +22,7 @@ from ikbo_jax.problems.gdpa import MAX_BLOCK_KV
 from ikbo_jax.problems.gdpa_backward import HEAD_DIMS
 from ikbo_jax.tuning import table
 
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.skipif(sys.platform != "linux", reason="the CUDA plugin is for Linux"),
-]
+pytestmark = pytest.mark.slow
 
 ACTIVATIONS = ("relu", "gelu", "gelu_tanh", "silu", "softmax")
 BATCH = forward.DEFAULT.batch

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import sys
 from collections import Counter
 from typing import Any
 
@@ -28,10 +27,7 @@ from ikbo_jax.problems.linear_compression_backward import (
 )
 from ikbo_jax.tuning import table_rows
 
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.skipif(sys.platform != "linux", reason="the CUDA plugin is for Linux"),
-]
+pytestmark = pytest.mark.slow
 
 DEFAULT = LinearCompressionProblem((15, 1024), (1178, 866), 433, 256, "bfloat16")
 NUM_SMS = 132

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import sys
-
 import offline
 import pytest
 from test_offline_compile import launch
@@ -15,10 +13,7 @@ from ikbo_jax.problems import (
     packed_cost,
 )
 
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.skipif(sys.platform != "linux", reason="the CUDA plugin is for Linux"),
-]
+pytestmark = pytest.mark.slow
 
 
 def problem(
