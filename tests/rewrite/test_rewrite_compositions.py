@@ -15,6 +15,7 @@ from jax import lax
 from jax.experimental import checkify
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
+from rewrite_basics import assert_same_up_to_rounding, check, loss
 
 import ikbo_jax as ikbo
 from ikbo_jax.rewrite import Lazy, register_rule, registry
@@ -67,10 +68,6 @@ OPS = {"compression": compression, "attention": attention}
 MODELS = {**OPS, "by_its_own_rule": by_its_own_rule}
 
 
-def loss(fn: Callable[..., Any]) -> Callable[..., Any]:
-    return lambda *args: sum(jnp.sum(jnp.sin(x)) for x in jax.tree.leaves(fn(*args)))
-
-
 def zeros_like_results(fn: Callable[..., Any]) -> Callable[..., Any]:
     def zeros(*args: Any) -> Any:
         like = jax.eval_shape(fn, *args)
@@ -119,70 +116,64 @@ FORWARD: dict[str, Callable[..., Any]] = {
 }
 
 
-def check(model: str, order: tuple[str, ...], dtype: str = "float32") -> None:
+def check_order(model: str, order: tuple[str, ...], dtype: str = "float32") -> None:
     """Compares a rewritten function and the function, after transformations in this order."""
     transformations = TRANSFORMATIONS | FORWARD
-    fn, args = MODELS[model], arguments(dtype)
 
     def of(fn: Callable[..., Any]) -> Any:
-        return functools.reduce(lambda fn, name: transformations[name](fn), order, fn)(*args)
+        return functools.reduce(lambda fn, name: transformations[name](fn), order, fn)
 
-    program = jax.make_jaxpr(ikbo.rewrite(fn))(*args)
-    assert "ikbo_rewritten" in str(program), "this model does not test the primitive"
-    bound = 2e-5 if dtype == "float32" else 1e-12
-    for ours, theirs in zip(
-        jax.tree.leaves(of(ikbo.rewrite(fn))), jax.tree.leaves(of(fn)), strict=True
-    ):
-        assert (ours.shape, ours.dtype) == (theirs.shape, theirs.dtype)
-        np.testing.assert_allclose(ours, theirs, rtol=0, atol=bound * np.abs(theirs).max())
+    check(of, MODELS[model], *arguments(dtype), bound=1e-5 if dtype == "float32" else 1e-12)
 
 
-def pairs() -> Iterator[tuple[str, str, str]]:
+@pytest.mark.parametrize("x64", [False, True])
+@pytest.mark.parametrize("model", MODELS)
+def test_every_model_tests_the_primitive(model: str, x64: bool) -> None:
+    with jax.enable_x64(x64):
+        args = arguments("float64" if x64 else "float32")
+        assert "ikbo_rewritten" in str(jax.make_jaxpr(ikbo.rewrite(MODELS[model]))(*args))
+
+
+def pairs() -> Iterator[tuple[str, tuple[str, str]]]:
     """All pairs of transformations; models take turns, two of them if a rule of theirs runs."""
     models, each = [*MODELS], enumerate(TRANSFORMATIONS)
     for (m, inner), (n, outer) in itertools.product(each, repeat=2):
         has_rule = not {"vmap", "grad"}.isdisjoint((inner, outer))
         for turn in range(1 + has_rule):
-            yield inner, outer, models[(m + n + turn) % len(models)]
-
-
-@pytest.mark.parametrize(("inner", "outer", "model"), [*pairs()])
-def test_two(inner: str, outer: str, model: str) -> None:
-    check(model, (inner, outer))
+            yield models[(m + n + turn) % len(models)], (inner, outer)
 
 
 #: `grad` of `vmap`, of functions that hide the rewritten function from it.
 OF_VMAP = [("jit", "vmap", "grad"), ("vmap", "jit", "grad"), ("checkpoint", "vmap", "grad")]
 
 
-@pytest.mark.parametrize("model", MODELS)
-@pytest.mark.parametrize(
-    "order",
-    [
-        *OF_VMAP,
-        ("cond", "vmap", "grad"),
-        ("scan", "vmap", "grad"),
-        ("vmap", "scan", "grad"),
-        ("jit", "checkpoint", "grad"),
-        ("jit", "grad", "vmap"),
-        ("jit", "grad", "grad"),
-    ],
-)
-def test_three(order: tuple[str, ...], model: str) -> None:
-    check(model, order)
+THREE = [
+    *OF_VMAP,
+    ("cond", "vmap", "grad"),
+    ("scan", "vmap", "grad"),
+    ("vmap", "scan", "grad"),
+    ("jit", "checkpoint", "grad"),
+    ("jit", "grad", "vmap"),
+    ("jit", "grad", "grad"),
+]
+FORWARD_MODE = [
+    *itertools.product(("jit", "vmap", "scan"), FORWARD),
+    *itertools.product(FORWARD, ("jit", "vmap", "grad")),
+    ("jit", "vmap", "jvp"),
+    ("grad", "jvp"),
+]
+ORDERS = [
+    *pairs(),
+    *itertools.product(MODELS, THREE),
+    *(("by_its_own_rule", order) for order in FORWARD_MODE),
+]
 
 
 @pytest.mark.parametrize(
-    "order",
-    [
-        *itertools.product(("jit", "vmap", "scan"), FORWARD),
-        *itertools.product(FORWARD, ("jit", "vmap", "grad")),
-        ("jit", "vmap", "jvp"),
-        ("grad", "jvp"),
-    ],
+    ("model", "order"), ORDERS, ids=lambda x: x if x in MODELS else "-".join(x)
 )
-def test_forward_mode(order: tuple[str, ...]) -> None:
-    check("by_its_own_rule", order)
+def test_values(model: str, order: tuple[str, ...]) -> None:
+    check_order(model, order)
 
 
 @pytest.mark.sampled(2)
@@ -190,15 +181,7 @@ def test_forward_mode(order: tuple[str, ...]) -> None:
 @pytest.mark.parametrize("model", MODELS)
 def test_float64(model: str, order: tuple[str, ...]) -> None:
     with jax.enable_x64(True):
-        check(model, order, "float64")
-
-
-def both(transformed: Callable[..., Any], model: str, *args: Any, rtol: float = 1e-4) -> None:
-    results = (
-        jax.tree.leaves(transformed(f)(*args)) for f in (ikbo.rewrite(MODELS[model]), MODELS[model])
-    )
-    for ours, theirs in zip(*results, strict=True):
-        np.testing.assert_allclose(ours, theirs, rtol=0, atol=rtol * np.abs(theirs).max())
+        check_order(model, order, "float64")
 
 
 @pytest.mark.parametrize("model", OPS)
@@ -207,8 +190,7 @@ def test_batch_axes(model: str) -> None:
     w, user, cand, index = arguments()
     users, cands = jnp.stack([user, user * 2], 1), jnp.stack([cand, cand / 2], 2)
 
-    def gradient(fn):
-        return jax.grad(loss(fn), (0, 1, 2))
+    gradient = TRANSFORMATIONS["grad"]
 
     def at_other_axes(fn):
         return gradient(jax.vmap(jax.jit(fn), (None, 1, 2, None), out_axes=1))
@@ -235,11 +217,16 @@ def test_batch_axes(model: str) -> None:
             lambda *args: jnp.sum(jax.vmap(one, (0, None))(jnp.ones(2), args)), (0, 1, 2)
         )
 
-    both(at_other_axes, model, w, users, cands, index)
-    both(by_index, model, w, user, cand, jnp.stack([index, index[::-1]]))
-    both(nested, model, jnp.stack([w, w * 2]), user, cands, index)
-    both(summed, model, w, users, cands, index)
-    both(of_nothing, model, w, user, cand, index)
+    check(at_other_axes, MODELS[model], w, users, cands, index)
+    check(by_index, MODELS[model], w, user, cand, jnp.stack([index, index[::-1]]))
+    check(nested, MODELS[model], jnp.stack([w, w * 2]), user, cands, index)
+    check(summed, MODELS[model], w, users, cands, index)
+    check(of_nothing, MODELS[model], w, user, cand, index)
+
+
+def check_compiled(of: Callable[..., Any], model: str, *args: Any) -> None:
+    found, wanted = (of(f)(*args) for f in (ikbo.rewrite(MODELS[model]), MODELS[model]))
+    assert_same_up_to_rounding(found, wanted)
 
 
 @pytest.mark.parametrize("model", OPS)
@@ -255,7 +242,7 @@ def test_over_devices(model: str) -> None:
         return jax.grad(loss(batched), (0, 1, 2))
 
     users, cands = jnp.stack([user, user * 2]), jnp.stack([cand, cand / 2])
-    both(mapped, model, w, users, cands, index)
+    check_compiled(mapped, model, w, users, cands, index)
 
     mesh = jax.make_mesh((2,), ("x",), axis_types=(AxisType.Explicit,))
 
@@ -267,7 +254,7 @@ def test_over_devices(model: str) -> None:
         by_request = NamedSharding(mesh, P("x"))
         w, index = jax.device_put((w, index), NamedSharding(mesh, P()))
         users, cands = jax.device_put((users, cands), by_request)
-        both(divided, model, w, users, cands, index)
+        check_compiled(divided, model, w, users, cands, index)
 
 
 def test_the_fast_form_runs_under_vmap() -> None:
@@ -287,7 +274,7 @@ def test_a_linear_function_is_transposed() -> None:
 
         return of
 
-    both(transposed, "compression", *args)
+    check(transposed, compression, *args)
 
 
 @pytest.mark.parametrize("model", MODELS)
@@ -304,7 +291,7 @@ def test_a_rewritten_function_in_a_rewritten_function(model: str) -> None:
 
         return jax.grad(loss(whole), (0, 1, 2))
 
-    both(around, model, *args)
+    check_compiled(around, model, *args)
 
 
 @pytest.mark.parametrize("outer", [jax.jit, lambda fn: fn, TRANSFORMATIONS["vmap"]])

@@ -11,9 +11,15 @@ import layout_sequences
 import numpy as np
 import pytest
 from layout_table import S, arrays
-from rewrite_basics import ARGS, D, close, equations, report_of, without_costs
-
-import ikbo_jax as ikbo
+from rewrite_basics import (
+    ARGS,
+    D,
+    check,
+    equations,
+    gradients_by_all,
+    report_of,
+    without_costs,
+)
 
 
 def with_slope(slope: float) -> Any:
@@ -57,12 +63,6 @@ def with_argument() -> Any:
     return lambda slope: lambda x: double(x, slope)
 
 
-def same(ours: Any, theirs: Any) -> None:
-    """Equal up to rounding of the largest element: elements are sums in which terms cancel."""
-    for x, y in zip(jax.tree.leaves(ours), jax.tree.leaves(theirs), strict=True):
-        np.testing.assert_allclose(x, y, rtol=0, atol=1e-5 * np.abs(y).max())
-
-
 @pytest.mark.parametrize("make", [with_slope, with_slope_of_rows, with_argument()])
 def test_functions_with_other_derivatives(make: Any) -> None:
     three, five = make(3.0), make(5.0)
@@ -72,13 +72,8 @@ def test_functions_with_other_derivatives(make: Any) -> None:
         return jnp.sum((users * five(cand @ w[D:])) ** 2)
 
     assert "work at the smaller batch" in str(report_of(fn, *ARGS).broadcasts[0].became)
-    first = jax.jit(lambda *args: [jax.grad(f, (0, 1, 2))(*args) for f in (ikbo.rewrite(fn), fn)])
-    same(*first(*ARGS))
-
-    def second(f):
-        return jax.jacfwd(jax.grad(f, 1), 1)
-
-    same(*jax.jit(lambda *args: [second(f)(*args) for f in (ikbo.rewrite(fn), fn)])(*ARGS))
+    check(lambda f: jax.grad(f, (0, 1, 2)), fn, *ARGS, bound=5e-6)
+    check(lambda f: jax.jacfwd(jax.grad(f, 1), 1), fn, *ARGS, bound=5e-6)
 
 
 def test_a_rule_that_mixes_rows_beside_one_that_is_elementwise() -> None:
@@ -96,9 +91,7 @@ def test_a_rule_that_mixes_rows_beside_one_that_is_elementwise() -> None:
         users = user[index] @ w[:D]
         return jnp.sum((double(users) * mixed(users) * (cand @ w[D:])) ** 2)
 
-    same(
-        *jax.jit(lambda *args: [jax.grad(f, (0, 1))(*args) for f in (ikbo.rewrite(fn), fn)])(*ARGS)
-    )
+    check(lambda f: jax.grad(f, (0, 1)), fn, *ARGS, bound=5e-6)
 
 
 @pytest.mark.parametrize("activation", [jax.nn.relu, with_slope_of_rows(3.0)], ids=["relu", "rows"])
@@ -109,8 +102,7 @@ def test_one_function_on_two_lookups_and_other_shapes(activation: Any) -> None:
         wide = activation(user[index] @ jnp.concatenate([w[:D], w[:D] / 2], axis=1))
         return jnp.sum((users + others * 2) ** 2) + jnp.sum(wide**2)
 
-    run = jax.jit(lambda *args: [jax.grad(f, (0, 1))(*args) for f in (ikbo.rewrite(fn), fn)])
-    close(*run(*ARGS))
+    check(lambda f: jax.grad(f, (0, 1)), fn, *ARGS)
 
 
 def test_layers_with_different_masks() -> None:
@@ -130,21 +122,10 @@ def test_layers_with_different_masks() -> None:
 
     args = given["blocks2"], given["long"], given["token"], given["index"]
     assert "attention with own tokens" in str(report_of(fn, *args).broadcasts[0].became)
-    ours, theirs = jax.jit(lambda *args: (ikbo.rewrite(fn)(*args), fn(*args)))(*args)
-    np.testing.assert_allclose(ours, theirs, rtol=0, atol=2e-5 * np.abs(theirs).max())
+    check(lambda f: f, fn, *args)
 
 
 # Jitted functions whose operands or results are concatenations.
-
-
-def with_gradients(fn: Any) -> Any:
-    """The result, and the gradients of the sum of its squares by all but the last argument."""
-
-    def loss(*args: Any) -> Any:
-        out = fn(*args)
-        return jnp.sum(out**2), out
-
-    return lambda *args: jax.grad(loss, range(len(args) - 1), has_aux=True, allow_int=True)(*args)
 
 
 def is_layer(eqn: Any) -> bool:
@@ -166,11 +147,7 @@ def check_calls(make: Any, args: Any, programs: int, calls: int, wrapper: Any = 
     assert (len(set(map(id, found))), len(found)) == (programs, calls)
     reports = [without_costs(report_of(fn, *args)) for fn in (jitted, in_place)]
     assert reports[0] == reports[1]
-    fns = ikbo.rewrite(jitted), jitted
-    run = jax.jit(lambda *args: [with_gradients(f)(*args) for f in fns])
-    ours, theirs = run(*args)
-    for x, y in zip(jax.tree.leaves(ours), jax.tree.leaves(theirs), strict=True):
-        np.testing.assert_allclose(x, y, rtol=1e-4, atol=2e-5 * np.abs(y).max())
+    check(gradients_by_all(args), jitted, *args, bound=2e-5)
 
 
 def jitted_transformer(wrapper: Any) -> Any:

@@ -19,6 +19,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from float64_primitives import EXACT_PRIMITIVES, LINEAR, MOVES, PRIMITIVES, same, select
@@ -125,6 +126,8 @@ def evaluate(program: Any, args: Sequence[Any], rounding: Rounding = EXACT) -> l
     Raises:
       UnknownPrimitive: the program must be compiled to be run.
     """
+    if any(jax.dtypes.issubdtype(x.dtype, jax.dtypes.extended) for x in program.in_avals):
+        raise UnknownPrimitive("random keys")
     consts = [as_float64(c) for c in program.consts]
     with np.errstate(all="ignore"):
         pairs = [(x, np.abs(x)) for x in map(as_float64, [*consts, *args])]
@@ -173,7 +176,8 @@ def _equation(eqn: Any, operands: list[Pair], rounding: Any) -> list[Pair]:
     for x, v in zip(results, eqn.outvars, strict=True):
         assert x.shape == v.aval.shape, (eqn, x.shape)
     magnitudes = [np.abs(x) for x in results]
-    if len(results) == 1 and is_floating(dtypes[0]):
+    has_magnitudes = rounding is EXACT or isinstance(rounding, Moved)
+    if has_magnitudes and len(results) == 1 and is_floating(dtypes[0]):
         magnitudes = [_magnitude(eqn, operands, results[0])]
     if name not in EXACT_PRIMITIVES and rounding is not EXACT:
         results = [_rounded(x, d, rounding) for x, d in zip(results, dtypes, strict=True)]
@@ -223,6 +227,8 @@ def _while(eqn: Any, operands: list[Pair], rounding: Any) -> list[Pair]:
     p = eqn.params
     first, second = p["cond_nconsts"], p["cond_nconsts"] + p["body_nconsts"]
     state = operands[second:]
+    if p["cond_jaxpr"].out_avals[0].shape:
+        raise UnknownPrimitive("while of a batch, of which each element has its own end")
     while _call(p["cond_jaxpr"], [*operands[:first], *state], rounding)[0][0]:
         state = _call(p["body_jaxpr"], [*operands[first:second], *state], rounding)
     return state

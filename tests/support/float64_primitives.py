@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -41,20 +41,34 @@ def _mode(eqn: Any) -> str:
     return str(eqn.params["mode"]).lower()
 
 
-def _windows(
-    sizes: Any, numbers: Any, indices: Array, batching: Any, limits: Any
-) -> Iterator[tuple[Any, Any, bool]]:
-    """Of each row of indices: its position, its starts, and whether it lies in bounds."""
-    starts_of, operand_batching, indices_batching = batching
-    last = [limit - size for limit, size in zip(limits, sizes, strict=True)]
-    for at in np.ndindex(indices.shape[:-1]):
-        starts = [0] * len(limits)
-        for axis, start in zip(starts_of, indices[at].tolist(), strict=True):
-            starts[axis] = start
-        for axis, of in zip(operand_batching, indices_batching, strict=True):
-            starts[axis] = at[of]
-        clipped = [min(max(start, 0), most) for start, most in zip(starts, last, strict=True)]
-        yield at, clipped, clipped == starts
+def _windows(shape: Any, indices: Array, starts_of: Any, batching: Any, sizes: Any) -> Any:
+    """Finds the window of `shape` that each row of indices names.
+
+    Args:
+      starts_of: for each number of a row, the axis at which it is the window's first position.
+      batching: axes along which windows stand at the row's own position, and these axes of indices.
+      sizes: of a window.
+
+    Returns:
+      For each axis, the positions in the windows, clipped, which broadcast to [*rows, *sizes]; and
+      for each row, whether its window lies in bounds.
+    """
+    rows = indices.shape[:-1]
+    starts = np.zeros((*rows, len(shape)), int)
+    starts[..., list(starts_of)] = indices
+    for axis, of in zip(*batching, strict=True):
+        starts[..., axis] = np.indices(rows)[of]
+    clipped = np.clip(starts, 0, np.subtract(shape, sizes))
+    positions = [
+        clipped[..., axis].reshape(*rows, *[1] * len(shape)) + _along(np.arange(size), axis, sizes)
+        for axis, size in enumerate(sizes)
+    ]
+    return tuple(positions), (clipped == starts).all(-1)
+
+
+def _along(x: Array, axis: int, shape: Any) -> Array:
+    """A vector as an array of as many dimensions as `shape` that varies along one axis."""
+    return x.reshape([len(x) if d == axis else 1 for d in range(len(shape))])
 
 
 def _gather(eqn: Any, x: Array, indices: Array) -> Array:
@@ -64,48 +78,31 @@ def _gather(eqn: Any, x: Array, indices: Array) -> Array:
         fill = {"f": np.nan, "b": True}.get(x.dtype.kind)
     if fill is None:
         fill = np.iinfo(x.dtype).min if x.dtype.kind == "i" else np.iinfo(x.dtype).max
-    shape = eqn.outvars[0].aval.shape
-    out = np.zeros(shape, x.dtype)
-    batch_dims = [d for d in range(len(shape)) if d not in numbers.offset_dims]
+    batching = numbers.operand_batching_dims, numbers.start_indices_batching_dims
+    positions, inside = _windows(x.shape, indices, numbers.start_index_map, batching, sizes)
+    rows = inside.ndim
     gone = (*numbers.collapsed_slice_dims, *numbers.operand_batching_dims)
-    batching = (
-        numbers.start_index_map,
-        numbers.operand_batching_dims,
-        numbers.start_indices_batching_dims,
-    )
-    for at, starts, inside in _windows(sizes, numbers, indices, batching, x.shape):
-        window = x[tuple(slice(s, s + n) for s, n in zip(starts, sizes, strict=True))]
-        window = np.squeeze(window, tuple(gone))
-        where: list[Any] = [slice(None)] * len(shape)
-        for d, n in zip(batch_dims, at, strict=True):
-            where[d] = n
-        out[tuple(where)] = fill if "fill" in _mode(eqn) and not inside else window
-    return out
+    out = np.squeeze(x[positions], tuple(rows + d for d in gone))
+    if "fill" in _mode(eqn):
+        out[~inside] = fill
+    return np.moveaxis(out, range(rows, out.ndim), numbers.offset_dims)
 
 
 def _scatter(eqn: Any, x: Array, indices: Array, updates: Array) -> Array:
     numbers, out = eqn.params["dimension_numbers"], np.array(x)
     gone = (*numbers.inserted_window_dims, *numbers.operand_batching_dims)
-    kept = [d for d in range(x.ndim) if d not in gone]
-    sizes = [1] * x.ndim
-    for d, of in zip(kept, numbers.update_window_dims, strict=True):
-        sizes[d] = updates.shape[of]
-    batch_dims = [d for d in range(updates.ndim) if d not in numbers.update_window_dims]
-    batching = (
-        numbers.scatter_dims_to_operand_dims,
-        numbers.operand_batching_dims,
-        numbers.scatter_indices_batching_dims,
-    )
-    for at, starts, inside in _windows(sizes, numbers, indices, batching, x.shape):
-        if not inside and "clip" not in _mode(eqn):
-            continue
-        where: list[Any] = [slice(None)] * updates.ndim
-        for d, n in zip(batch_dims, at, strict=True):
-            where[d] = n
-        window = tuple(slice(s, s + n) for s, n in zip(starts, sizes, strict=True))
-        update = updates[tuple(where)].reshape(sizes)
-        adds = eqn.primitive.name == "scatter-add"
-        out[window] = out[window] + update if adds else update
+    rows = indices.ndim - 1
+    updates = np.moveaxis(updates, numbers.update_window_dims, range(rows, updates.ndim))
+    updates = np.expand_dims(updates, tuple(sorted(rows + d for d in gone)))
+    batching = numbers.operand_batching_dims, numbers.scatter_indices_batching_dims
+    axes, sizes = numbers.scatter_dims_to_operand_dims, updates.shape[rows:]
+    positions, inside = _windows(x.shape, indices, axes, batching, sizes)
+    kept = inside | ("clip" in _mode(eqn))
+    where = tuple(np.broadcast_to(at, updates.shape)[kept] for at in positions)
+    if eqn.primitive.name == "scatter-add":
+        np.add.at(out, where, updates[kept])
+    else:
+        out[where] = updates[kept]
     return out
 
 
@@ -146,8 +143,7 @@ def _dynamic_update_slice(_: Any, x: Array, update: Array, *starts: Any) -> Arra
 
 def _iota(eqn: Any) -> Array:
     shape, d = eqn.params["shape"], eqn.params["dimension"]
-    inner = [n if a == d else 1 for a, n in enumerate(shape)]
-    return np.broadcast_to(np.arange(shape[d]).reshape(inner), shape)
+    return np.broadcast_to(_along(np.arange(shape[d]), d, shape), shape)
 
 
 def _top_k(eqn: Any, x: Array) -> tuple[Array, Array]:

@@ -10,6 +10,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import problems
+from float64_oracle import ROUNDED, UnknownPrimitive, evaluate
+from jax.extend import core
 
 import ikbo_jax as ikbo
 from ikbo_jax.rewrite import RewriteReport
@@ -39,31 +41,84 @@ def close(x, y) -> None:
     chex.assert_trees_all_close(x, y, atol=1e-5, rtol=1e-5)
 
 
+def computed(fn, *args):
+    """What a function returns: its traced program, evaluated with NumPy.
+
+    To compile a program takes a second, to evaluate it some milliseconds. A program is compiled if
+    NumPy does not know an equation, or if a result is NaN: XLA makes a select of a product with a
+    mask, which hides NaN.
+    """
+    program, like = jax.make_jaxpr(fn, return_shape=True)(*args)
+    leaves = jax.tree.leaves(args)
+    try:
+        found = [x for x, _ in evaluate(program, leaves, ROUNDED)]
+        is_compiled = any(np.isnan(x).any() for x in found)
+    except UnknownPrimitive:
+        is_compiled = True
+    if is_compiled:
+        found = jax.jit(core.jaxpr_as_fun(program))(*leaves)
+    arrays = (np.asarray(x, aval.dtype) for x, aval in zip(found, program.out_avals, strict=True))
+    return jax.tree.unflatten(jax.tree.structure(like), arrays)
+
+
 def both(fn, *args):
-    """What the rewritten function and the function itself return, of one program."""
-    return jax.jit(lambda *args: (ikbo.rewrite(fn)(*args), fn(*args)))(*args)
+    """What the rewritten function and the function itself return."""
+    return computed(ikbo.rewrite(fn), *args), computed(fn, *args)
 
 
-def check_values_and_gradients(fn, *args) -> None:
+def assert_same_up_to_rounding(rewritten, original, bound: float = 1e-5) -> None:
+    """Compares arrays, of which the largest element says how large a rounding is."""
+    for x, y in zip(jax.tree.leaves(rewritten), jax.tree.leaves(original), strict=True):
+        assert (x.shape, x.dtype) == (y.shape, y.dtype)
+        largest = np.nanmax(np.abs(y), initial=1e-6)
+        np.testing.assert_allclose(x / largest, y / largest, rtol=bound, atol=bound)
+
+
+def check(of, fn, *args, bound: float = 1e-5) -> None:
+    """Compares what `of` makes of the rewritten function and of the function itself."""
+    found, wanted = (computed(of(f), *args) for f in (ikbo.rewrite(fn), fn))
+    assert_same_up_to_rounding(found, wanted, bound)
+
+
+def loss(fn):
+    """A sum of sines, whose gradients differ between elements."""
+    return lambda *args: sum(jnp.sum(jnp.sin(x)) for x in jax.tree.leaves(fn(*args)))
+
+
+def gradients_by_all(args):
+    """Makes a function's gradients by every floating-point argument."""
+
+    def is_floating(x) -> bool:
+        return all(jnp.issubdtype(leaf.dtype, jnp.floating) for leaf in jax.tree.leaves(x))
+
+    floats = tuple(n for n, x in enumerate(args) if is_floating(x))
+    return lambda fn: jax.grad(loss(fn), argnums=floats)
+
+
+def check_values_and_gradients(fn, *args, bound: float = 1e-5) -> None:
     """The rewritten function's are the function's, and are NaN at the same places."""
-    floats = tuple(n for n, x in enumerate(args) if jnp.issubdtype(x.dtype, jnp.inexact))
-
-    def gradients(fn, *args):
-        return jax.grad(lambda *args: jnp.sin(fn(*args)).sum(), argnums=floats)(*args)
-
-    @jax.jit
-    def of_both(*args):
-        return [gradients(f, *args) for f in (ikbo.rewrite(fn), fn)]
-
-    for rewritten, original in (both(fn, *args), of_both(*args)):
-        for x, y in zip(jax.tree.leaves(rewritten), jax.tree.leaves(original), strict=True):
-            largest = np.nanmax(np.abs(y), initial=1e-6)
-            np.testing.assert_allclose(x / largest, y / largest, rtol=1e-5, atol=1e-5)
+    check(lambda fn: fn, fn, *args, bound=bound)
+    check(gradients_by_all(args), fn, *args, bound=bound)
 
 
 def report_of(fn, *args, **kwargs) -> RewriteReport:
     (report,) = ikbo.explain(ikbo.rewrite(fn), *args, **kwargs).notes
+    str(report)
     return report
+
+
+def same(fn, *args, rtol=1e-5) -> RewriteReport:
+    """Asserts that a function and its rewrite agree, with and without jit; returns the report."""
+    expected = fn(*args)
+    for ours in (ikbo.rewrite(fn)(*args), jax.jit(ikbo.rewrite(fn))(*args)):
+        assert jax.tree.structure(ours) == jax.tree.structure(expected)
+        for x, y in zip(jax.tree.leaves(ours), jax.tree.leaves(expected), strict=True):
+            assert jax.typeof(x) == jax.typeof(y)
+            if jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key):
+                x, y = jax.random.key_data(x), jax.random.key_data(y)
+            x, y = (np.asarray(z.astype("float32") if z.dtype.itemsize < 2 else z) for z in (x, y))
+            np.testing.assert_allclose(x, y, rtol=rtol, atol=rtol)
+    return report_of(fn, *args)
 
 
 def without_costs(report: RewriteReport) -> RewriteReport:
