@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import pathlib
 import re
 import shutil
 import signal
 import subprocess
+import sys
 
 import numpy as np
 import pytest
@@ -45,7 +47,7 @@ def test_an_equal_version_compiled_by_other_processes(before, tmp_path, monkeypa
     # An earlier path with another `benchmarks` must not reach the processes that compile.
     (tmp_path / "benchmarks").mkdir()
     (tmp_path / "benchmarks" / "__init__.py").write_text("raise ImportError('the wrong one')")
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), *sys.path[1:]]))
     out = tmp_path / "compare.json"
     names = ["linear_compression index", "attention heads"]
     options = ["--out", str(out), "--quick", "--jobs", "2"]

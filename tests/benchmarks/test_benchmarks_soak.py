@@ -21,11 +21,14 @@ SMALL = (
 )
 
 
-def test_programs_have_every_op_and_direction_and_no_name_twice():
+def test_programs_have_every_op_and_direction_and_no_name_twice(monkeypatch):
     kinds = {(op, direction) for op, direction, _ in soak_programs.PROGRAMS}
     ops = ("attention", "few queries", "linear compression", "gdpa")
     assert kinds == {(op, direction) for op in ops for direction in ("forward", "gradient")}
     assert len(set(soak_programs.PROGRAMS)) == len(soak_programs.PROGRAMS) >= 30
+    # A number for each shape, instead of 100 million.
+    zeros = lambda rng, shape, dtype: np.broadcast_to(jnp.dtype(dtype).type(0), shape)  # noqa: E731
+    monkeypatch.setattr(soak_programs, "_normal", zeros)
     names = [program.name for program in soak_programs.programs(None)]
     assert len(set(names)) == len(names)
 
@@ -159,16 +162,12 @@ def test_a_run_in_small(tmp_path, capsys, small):
 
 
 def test_what_differs_or_is_missing_is_a_failure(tmp_path, capsys, small, monkeypatch):
-    compile_all = soak.compile_all
-
-    def spoiled(*args):
-        first, *rest = compile_all(*args)
-        return [first._replace(call=lambda differences: first.call(differences) + 1), *rest]
-
+    first, *rest = soak.compile_all(print, pytest.fail)
+    spoiled = first._replace(call=lambda differences: first.call(differences) + 1)
     out = tmp_path / "soak.json"
-    monkeypatch.setattr(soak, "compile_all", spoiled)
+    monkeypatch.setattr(soak, "compile_all", lambda *_: [spoiled, *rest])
     assert soak.main(["--launches", "12", "--out", str(out)]) == 1
     assert "DIFFERS in 1 steps: attention gradient 7 5 3" in capsys.readouterr().out
-    monkeypatch.setattr(soak, "compile_all", compile_all)
+    monkeypatch.setattr(soak, "compile_all", lambda *_: [first, *rest])
     assert soak.main(["--launches", "12", "--budget-s", "0", "--out", str(out)]) == 1
     assert "12 launches were not reached in time" in capsys.readouterr().err
