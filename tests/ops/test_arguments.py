@@ -1,10 +1,10 @@
-"""What all ops refuse in the same words: implementations, configurations, scales and flags."""
+"""What all ops refuse, or log, in the same words: implementations, configurations, scales."""
 
 from __future__ import annotations
 
 import functools
+import logging
 import re
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -14,7 +14,7 @@ import pytest
 import test_attention_arguments as of_attention
 import test_gdpa_arguments as of_gdpa
 import test_linear_compression_arguments as of_compression
-from refusals import ones
+from refusals import Refusal
 
 import ikbo_jax as ikbo
 from ikbo_jax.problems import AttentionConfig, GdpaConfig, LinearCompressionConfig
@@ -25,17 +25,17 @@ class Op(NamedTuple):
 
     Attributes:
       call: the op with arrays that it takes.
+      refusals: arrays that it refuses.
       config: a configuration of its kernel.
       configs: the end of the list of configurations that it takes.
-      wrong: arrays that do not fit the others.
-      message: what it says of them.
+      wrong: one of the refusals, of arrays that do not fit the others.
     """
 
-    call: Callable[..., Any]
+    call: functools.partial[Any]
+    refusals: dict[str, Refusal]
     config: Any
     configs: str
-    wrong: dict[str, Any]
-    message: str
+    wrong: str
 
 
 ATTEND = functools.partial(ikbo.attention, **of_attention.ARRAYS)
@@ -43,24 +43,24 @@ GDPA = functools.partial(ikbo.gdpa, **of_gdpa.ARRAYS)
 OPS = {
     "attention": Op(
         ATTEND,
+        of_attention.BAD_ARRAYS,
         AttentionConfig(),
         "or a FewQueriesConfig",
-        {"query": ones(7, 2, 4, 16)},
-        "query has H=16 but key has H=8",
+        "query_width",
     ),
     "gdpa": Op(
         GDPA,
+        of_gdpa.BAD_ARRAYS,
         GdpaConfig(),
         "config must be a GdpaConfig or a ShortGdpaConfig",
-        {"query": ones(7, 4, 16)},
-        "query has H=16 but key has H=8",
+        "query_width",
     ),
     "linear_compression": Op(
         functools.partial(ikbo.linear_compression, **of_compression.ARRAYS),
+        of_compression.BAD_ARRAYS,
         LinearCompressionConfig(),
         "or a ResidentCompressionConfig",
-        {"w_cand": ones(10, 4)},
-        "w_cand has K=4 but e_cand has K=5",
+        "k_cand",
     ),
 }
 TERMS = [of_compression.TERM, of_compression.CHILD]
@@ -85,6 +85,16 @@ def test_mosaic_gpu_off_hopper(name: str, on_cpu) -> None:
         CALLS[name](implementation="mosaic_gpu")
 
 
+@pytest.mark.parametrize("name", CALLS)
+def test_fallback_is_logged(name: str, on_cpu, caplog) -> None:
+    with caplog.at_level(logging.DEBUG, logger="ikbo_jax"):
+        jax.eval_shape(CALLS[name])
+        jax.eval_shape(functools.partial(CALLS[name], implementation="xla"))
+    (record,) = caplog.records
+    assert record.levelno == logging.DEBUG
+    assert f"{name} runs in XLA: the Mosaic GPU kernels need a Hopper" in record.getMessage()
+
+
 @pytest.mark.parametrize("name", OPS)
 def test_config_must_be_one(name: str) -> None:
     with pytest.raises(ValueError, match=f"{OPS[name].configs}, but is {{'block_kv': 64}}"):
@@ -102,8 +112,34 @@ def test_xla_takes_no_config(name: str) -> None:
 
 @pytest.mark.parametrize("name", OPS)
 def test_wrong_arguments_win_over_what_the_kernel_cannot_do(name: str) -> None:
-    with pytest.raises(ValueError, match=OPS[name].message):
-        OPS[name].call(**OPS[name].wrong, implementation="mosaic_gpu")
+    changes, message = OPS[name].refusals[OPS[name].wrong]
+    with pytest.raises(ValueError, match=message):
+        OPS[name].call(**changes, implementation="mosaic_gpu")
+
+
+@pytest.mark.parametrize(
+    ("op", "name"), [(op, name) for op, x in OPS.items() for name in x.refusals]
+)
+def test_bad_array_raises_and_names_both_values(op: str, name: str) -> None:
+    changes, message = OPS[op].refusals[name]
+    with pytest.raises(ValueError, match=re.escape(message)):
+        OPS[op].call(**changes)
+
+
+TRACED = {
+    "attention": ["query_width", "b", "lengths_of_candidates", "no_users"],
+    "gdpa": ["query_width", "batches", "index_size"],
+    "linear_compression": ["k_cand", "b", "index_unsigned", "no_users"],
+}
+
+
+@pytest.mark.parametrize(("op", "name"), [(op, name) for op, x in TRACED.items() for name in x])
+def test_bad_array_raises_while_tracing(op: str, name: str) -> None:
+    changes, message = OPS[op].refusals[name]
+    arrays = OPS[op].call.keywords | changes
+    shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), arrays)
+    with pytest.raises(ValueError, match=re.escape(message)):
+        jax.eval_shape(lambda arrays: OPS[op].call(**arrays), shapes)
 
 
 SCALES = {

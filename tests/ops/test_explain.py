@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import logging
 import re
 import types
 
@@ -204,15 +203,6 @@ def test_table_may_prefer_xla_and_the_caller_may_not(fake_hopper, monkeypatch) -
     assert choice.reason in plan.reason
 
 
-def test_fallback_is_logged(on_cpu, caplog) -> None:
-    with caplog.at_level(logging.DEBUG, logger="ikbo_jax"):
-        ikbo.linear_compression(*INPUTS)
-        ikbo.linear_compression(*INPUTS, implementation="xla")
-    (record,) = caplog.records
-    assert record.levelno == logging.DEBUG
-    assert "linear_compression runs in XLA: the Mosaic GPU kernels need" in record.getMessage()
-
-
 @pytest.mark.parametrize(
     ("device", "words"),
     [
@@ -234,24 +224,6 @@ def test_reason_names_the_device(monkeypatch, device: dict, words: list[str]) ->
     reason = dispatch.hopper_unavailable_reason()
     assert reason is not None
     assert [word for word in words if word not in reason] == []
-
-
-def test_hopper_is_fine(monkeypatch) -> None:
-    device = types.SimpleNamespace(platform="gpu", compute_capability="9.0", core_count=132)
-    monkeypatch.setattr(dispatch, "default_device", lambda: device)
-    assert dispatch.hopper_unavailable_reason() is None
-    assert dispatch.num_sms() == 132
-
-
-def test_default_device_follows_jax() -> None:
-    cpu = jax.devices("cpu")[0]
-    assert dispatch.default_device() == jax.devices()[0]
-    for named in (cpu, "cpu"):
-        with jax.default_device(named):
-            assert dispatch.default_device() == cpu
-            reason = dispatch.hopper_unavailable_reason()
-            assert reason is not None
-            assert reason.endswith("is a cpu")
 
 
 @pytest.mark.parametrize(

@@ -196,9 +196,3 @@ def test_multilevel(request, kernel: bool) -> None:
             np.testing.assert_allclose(
                 np.asarray(out, np.float64)[i], expected, rtol=0, atol=tolerance_of(dtype)
             )
-
-
-def test_problems_that_share_weights_become_one_launch(fake_hopper) -> None:
-    inputs = stacked((False, False, True, True, True), "bfloat16")
-    plan = ikbo.explain(jax.vmap(ikbo.linear_compression, (None, None, 0, 0, 0)), *inputs).plans[0]
-    assert plan.problem.batches == (SIZE * SHAPE.users, SIZE * SHAPE.candidates)
