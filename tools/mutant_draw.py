@@ -267,7 +267,7 @@ def _header(node: ast.stmt) -> Span:
 
 def _assigned(node: ast.stmt) -> tuple[str, ...]:
     targets = [node.target] if isinstance(node, ast.AnnAssign) else getattr(node, "targets", [])
-    return tuple(x.id for x in targets if isinstance(x, ast.Name))
+    return tuple(x.id for t in targets for x in ast.walk(t) if isinstance(x, ast.Name))
 
 
 def _changed_constant(value: object) -> str:

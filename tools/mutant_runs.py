@@ -15,6 +15,7 @@ import ast
 import collections
 import contextlib
 import dataclasses
+import itertools
 import json
 import os
 import pathlib
@@ -36,7 +37,7 @@ ROOT = pathlib.Path(__file__).resolve().parents[1]
 COPIED = ("ikbo_jax", "tests", "benchmarks", "examples", "tools", "docs", ".ci")
 #: If fewer tests run a line, those that run other lines of its function, or file, follow.
 FEW = 20
-#: Most tests that do not run the mutant's statement.
+#: Most tests that neither run the mutant's statement nor use what it assigns.
 MOST_NEAR = 100
 #: Tests of the first pytest process of a mutant. It imports few files; most mutants need no second.
 FIRST_BATCH = 24
@@ -99,21 +100,27 @@ class Coverage:
 
     def tests(self, mutant: Mutant) -> list[str]:
         """The tests that run a mutant's line, then its statement; if few, also those near it."""
-        path, file = mutant.path, (1, sys.maxsize)
-        near = [(path, span) for span in (*mutant.scopes, file)]
+        path = mutant.path
+        exact: list[list[tuple[str, Span]]] = [
+            [(path, (mutant.line, mutant.line))],
+            [(path, mutant.statement)],
+        ]
         if mutant.at_import:
             users = [x for name in mutant.names for x in self.users[name]]
-            exact = []
-            near = [*sorted(users, key=lambda x: x[0] != path), *near]
-        else:
-            exact = [(path, (mutant.line, mutant.line)), (path, mutant.statement)]
+            exact = [[x for x in users if x[0] == path], [x for x in users if x[0] != path]]
+        near = [(path, span) for span in (*mutant.scopes, (1, sys.maxsize))]
         chosen: dict[int, None] = {}
-        for place in exact:
-            chosen.update(dict.fromkeys(self.in_order(self.running(*place), chosen)))
+
+        def choose(places: list[tuple[str, Span]]) -> None:
+            found = itertools.chain.from_iterable(self.running(*place) for place in places)
+            chosen.update(dict.fromkeys(self.in_order(found, chosen)))
+
+        for places in exact:
+            choose(places)
         most = len(chosen) + MOST_NEAR
         for place in near:
             if len(chosen) < FEW:
-                chosen.update(dict.fromkeys(self.in_order(self.running(*place), chosen)))
+                choose([place])
         return [self.names[i] for i in list(chosen)[:most]]
 
     def in_order(self, tests: Iterable[int], before: Iterable[int]) -> list[int]:
