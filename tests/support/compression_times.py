@@ -1,15 +1,14 @@
 """Times of linear compression at 14 sizes: one H100 SXM, sums of kernels by CUPTI, commit beaeb97.
 
-In us: `XLA` of `implementation="xla"`, `ROW` of the first configuration of row tiles, `PACKED` of
-packed tiles by (block_n, block_m, num_stages, cluster), `RESIDENT` of resident weights by the
-fields of `ResidentCompressionConfig`. `drawn` has times on the same card by the profiler, commit
-70873ea, of 81 sizes of `benchmarks.production_draws`.
+`drawn` has times on the same card by the profiler, commit 70873ea, of 81 sizes of
+`benchmarks.production_draws`.
 """
 
 import json
 import math
 import pathlib
 from collections.abc import Iterator
+from typing import Any, NamedTuple
 
 from ikbo_jax.problems import (
     Config,
@@ -19,219 +18,43 @@ from ikbo_jax.problems import (
 )
 from ikbo_jax.problems import LinearCompressionProblem as Problem
 
+TIMES = pathlib.Path(__file__).with_suffix(".jsonl")
 DRAWN = pathlib.Path(__file__).with_name("compression_times_drawn.jsonl")
 
-PROBLEMS = {
-    "A": Problem((100, 8192), (200, 40), 16, 32, "bfloat16"),
-    "B": Problem((29, 8367), (1116, 22), 233, 16, "float16"),
-    "C": Problem((1, 602), (480, 20), 15, 32, "bfloat16"),
-    "D": Problem((200, 601), (121, 138), 48, 128, "bfloat16"),
-    "E": Problem((10095, 10095), (24, 136), 8, 64, "float16"),
-    "F": Problem((1, 118), (1160, 111), 20, 512, "bfloat16"),
-    "G": Problem((547, 3829), (225, 27), 351, 96, "bfloat16"),
-    "d0": Problem((1, 229), (88, 386), 42, 64, "bfloat16"),
-    "d1": Problem((108, 326), (40, 791), 28, 64, "bfloat16"),
-    "d2": Problem((1, 184), (1815, 34), 14, 32, "bfloat16"),
-    "d3": Problem((11, 1033), (982, 250), 240, 16, "bfloat16"),
-    "d4": Problem((227, 681), (79, 44), 189, 32, "bfloat16"),
-    "d5": Problem((149, 2549), (17, 35), 199, 32, "bfloat16"),
-}
 
-#: Of "Bs" the candidates are sorted by user, of "B" they are not.
-PROBLEMS["Bs"] = Problem((29, 8367), (1116, 22), 233, 16, "bfloat16")
+class Timed(NamedTuple):
+    """A size and its times in us.
 
-XLA = {
-    "A": 27.74,
-    "B": 133.43,
-    "Bs": 133.3,
-    "C": 5.98,
-    "D": 35.36,
-    "E": 103.28,
-    "F": 16.22,
-    "G": 698.13,
-    "d0": 11.87,
-    "d1": 21.66,
-    "d2": 7.52,
-    "d3": 46.02,
-    "d4": 21.49,
-    "d5": 82.66,
-}
+    Attributes:
+      problem: the size.
+      xla: of `implementation="xla"`.
+      row: of the first configuration of row tiles.
+      packed: of packed tiles by (block_n, block_m, num_stages, cluster).
+      resident: of resident weights by the fields of `ResidentCompressionConfig`.
+    """
 
-ROW = {
-    "A": 54.24,
-    "B": 219.35,
-    "Bs": 164.84,
-    "C": 9.97,
-    "D": 20.67,
-    "E": 240.02,
-    "F": 13.04,
-    "G": 302.82,
-    "d0": 11.68,
-    "d1": 24.53,
-    "d2": 11.07,
-    "d3": 58.95,
-    "d4": 34.11,
-    "d5": 67.83,
-}
+    problem: Problem
+    xla: float
+    row: float
+    packed: dict[tuple, float]
+    resident: dict[tuple, float]
 
-PACKED = {
-    "A": {
-        (512, 16, 3, 1): 16.26,
-        (256, 16, 6, 1): 18.67,
-    },
-    "B": {
-        (256, 80, 4, 1): 59.84,
-        (128, 128, 6, 1): 64.42,
-    },
-    "Bs": {
-        (256, 80, 4, 1): 57.7,
-        (128, 128, 6, 1): 59.49,
-    },
-    "C": {
-        (256, 16, 6, 1): 7.71,
-        (128, 16, 8, 1): 8.67,
-    },
-    "D": {
-        (256, 48, 5, 1): 20.34,
-        (384, 48, 3, 1): 21.54,
-    },
-    "E": {
-        (512, 16, 3, 1): 110.08,
-        (384, 16, 4, 1): 114.48,
-    },
-    "F": {
-        (512, 32, 3, 1): 13.14,
-        (768, 32, 2, 1): 17.23,
-    },
-    "G": {
-        (128, 176, 4, 1): 250.97,
-        (256, 96, 4, 1): 269.64,
-    },
-    "d0": {
-        (128, 48, 8, 1): 9.74,
-    },
-    "d1": {
-        (256, 32, 5, 1): 16.74,
-        (128, 32, 8, 1): 17.63,
-    },
-    "d2": {
-        (128, 16, 8, 1): 10.85,
-    },
-    "d3": {
-        (128, 128, 6, 1): 21.63,
-    },
-    "d4": {
-        (128, 96, 7, 1): 13.89,
-        (256, 96, 4, 1): 14.83,
-    },
-    "d5": {
-        (256, 112, 4, 1): 27.38,
-        (128, 208, 4, 1): 29.81,
-    },
-}
 
-RESIDENT = {
-    "A": {
-        (2, 16, 2, 3, False, 640, 1): 12.66,
-        (2, 16, 2, 2, False, 160, 1): 12.91,
-        (4, 16, 2, 1, False, 640, 1): 13.15,
-        (4, 16, 2, 1, False, 320, 1): 13.22,
-        (4, 16, 2, 1, False, 160, 1): 13.79,
-        (3, 16, 2, 1, False, 160, 1): 14.11,
-    },
-    "B": {
-        (2, 64, 2, 2, False, 1280, 1): 37.28,
-        (2, 48, 2, 2, False, 1280, 1): 38.51,
-        (1, 80, 2, 2, False, 1280, 1): 40.75,
-        (1, 48, 2, 3, False, 1280, 1): 41.46,
-        (2, 48, 2, 2, False, 640, 1): 46.69,
-        (2, 48, 2, 2, False, 320, 1): 57.35,
-    },
-    "Bs": {
-        (2, 48, 2, 2, False, 1280, 1): 36.5,
-        (2, 48, 2, 2, False, 640, 1): 36.59,
-        (1, 48, 2, 3, False, 1280, 1): 38.88,
-        (1, 80, 2, 2, False, 1280, 1): 40.32,
-        (2, 48, 2, 2, False, 320, 1): 48.16,
-    },
-    "C": {
-        (3, 16, 2, 1, True, 640, 1): 3.14,
-        (2, 16, 2, 1, True, 640, 1): 3.62,
-        (1, 16, 2, 1, True, 640, 1): 3.74,
-        (3, 16, 2, 1, False, 160, 1): 4.3,
-        (3, 16, 2, 1, False, 320, 1): 4.32,
-        (3, 16, 2, 4, False, 640, 1): 4.7,
-    },
-    "D": {
-        (2, 48, 2, 1, True, 640, 1): 11.2,
-        (1, 48, 2, 2, True, 640, 1): 11.47,
-        (2, 48, 2, 1, False, 640, 1): 19.41,
-        (2, 48, 2, 1, False, 160, 1): 19.44,
-    },
-    "E": {
-        (2, 16, 2, 2, True, 640, 1): 72.87,
-        (3, 16, 2, 1, True, 640, 1): 73.41,
-        (4, 16, 2, 1, True, 640, 1): 73.65,
-        (4, 16, 2, 1, False, 640, 1): 98.79,
-        (4, 16, 2, 1, False, 160, 1): 98.96,
-    },
-    "F": {
-        (2, 32, 2, 2, False, 640, 1): 10.34,
-        (2, 32, 2, 1, False, 640, 1): 10.43,
-        (4, 32, 2, 1, False, 640, 1): 10.46,
-        (4, 32, 2, 1, False, 1280, 1): 10.56,
-        (3, 32, 2, 1, False, 640, 1): 10.69,
-        (4, 32, 2, 1, False, 320, 1): 10.79,
-    },
-    "G": {
-        (1, 96, 2, 1, True, 640, 2): 190.97,
-        (2, 64, 1, 1, True, 640, 2): 230.47,
-        (2, 48, 2, 1, True, 640, 4): 253.81,
-        (2, 48, 2, 3, False, 320, 2): 275.69,
-        (2, 48, 2, 3, False, 640, 2): 275.82,
-        (2, 64, 2, 2, False, 640, 1): 280.63,
-    },
-    "d0": {
-        (2, 48, 1, 1, True, 640, 1): 7.44,
-        (1, 48, 2, 1, True, 640, 1): 7.94,
-        (1, 48, 2, 1, False, 160, 1): 8.58,
-        (1, 48, 2, 1, False, 320, 1): 8.58,
-    },
-    "d1": {
-        (1, 32, 1, 1, True, 640, 1): 17.5,
-        (1, 32, 1, 1, False, 160, 1): 19.81,
-        (1, 32, 1, 1, False, 320, 1): 19.81,
-    },
-    "d2": {
-        (1, 16, 2, 1, False, 160, 1): 4.64,
-        (2, 16, 2, 1, False, 160, 1): 4.83,
-        (3, 16, 2, 1, False, 160, 1): 5.09,
-        (1, 16, 2, 1, False, 320, 1): 5.31,
-        (1, 16, 2, 1, False, 640, 1): 7.17,
-        (1, 16, 2, 4, False, 1280, 1): 8.93,
-    },
-    "d3": {
-        (1, 128, 2, 1, False, 1280, 2): 18.3,
-        (2, 64, 2, 1, False, 640, 2): 19.04,
-        (2, 64, 2, 1, False, 1280, 2): 19.5,
-        (1, 80, 2, 1, False, 320, 1): 19.65,
-        (1, 64, 1, 2, False, 1280, 2): 20.03,
-        (1, 128, 2, 1, False, 1280, 1): 20.1,
-    },
-    "d4": {
-        (1, 48, 2, 3, True, 640, 4): 10.27,
-        (2, 48, 2, 2, True, 640, 4): 10.4,
-        (1, 96, 2, 2, True, 640, 2): 10.78,
-        (1, 64, 2, 4, False, 640, 1): 14.88,
-        (1, 96, 2, 2, False, 640, 2): 15.23,
-    },
-    "d5": {
-        (2, 64, 2, 2, True, 640, 4): 22.88,
-        (2, 64, 2, 2, True, 640, 2): 22.9,
-        (1, 64, 2, 4, True, 640, 4): 24.53,
-        (1, 112, 2, 2, True, 640, 1): 24.74,
-        (1, 112, 2, 2, False, 640, 1): 26.72,
-    },
+def _problem(sizes: dict[str, Any]) -> Problem:
+    batches, ks = tuple(sizes.pop("batches")), tuple(sizes.pop("ks"))
+    return Problem(batches, ks, **sizes)
+
+
+def _timed(xla: float, row: float, **found: Any) -> Timed:
+    packed, resident = (
+        {tuple(fields): us for *fields, us in found[kind]} for kind in ("packed", "resident")
+    )
+    return Timed(_problem(found["problem"]), xla, row, packed, resident)
+
+
+#: By name. Of "Bs" the candidates are sorted by user, of "B" they are not.
+SIZES = {
+    found.pop("name"): _timed(**found) for found in map(json.loads, TIMES.read_text().splitlines())
 }
 
 #: Times of sizes of more compressed rows, commit 4ae70eb: of the first configuration of packed
@@ -275,6 +98,4 @@ def drawn() -> Iterator[tuple[Problem, dict[Config, float]]]:
     for line in DRAWN.read_text().splitlines():
         found = json.loads(line)
         times = {kinds[kind](*fields): us for kind in kinds for *fields, us in found[kind]}
-        sizes = found["problem"]
-        batches, ks = tuple(sizes.pop("batches")), tuple(sizes.pop("ks"))
-        yield Problem(batches, ks, **sizes), times
+        yield _problem(found["problem"]), times

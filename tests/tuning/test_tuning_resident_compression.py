@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import math
 import statistics
 from collections.abc import Iterator
@@ -22,7 +21,7 @@ from ikbo_jax.problems import (
 from ikbo_jax.problems import packed_cost as packed
 from ikbo_jax.problems import resident_cost as resident
 from ikbo_jax.problems.hopper import MAX_SMEM_BYTES
-from ikbo_jax.tuning import table, table_rows
+from ikbo_jax.tuning import table
 
 SMALL = LinearCompressionProblem((100, 8192), (200, 40), 16, 32, "bfloat16")
 CONFIG = ResidentCompressionConfig(2, 16, 2, 4)
@@ -113,11 +112,11 @@ def estimate(problem: LinearCompressionProblem, config: object) -> float:
 
 def contenders(name: str) -> Iterator[tuple[float, float, object]]:
     """(time by the model, time on an H100, configuration or None for XLA)."""
-    problem = times.PROBLEMS[name]
-    yield packed.estimated_xla_us(problem), times.XLA[name], None
+    problem, xla_us, row_us, in_packed, in_resident = times.SIZES[name]
+    yield packed.estimated_xla_us(problem), xla_us, None
     row = next(problem.row_configs())
-    yield estimate(problem, row), times.ROW[name], row
-    for (block_n, block_m, stages, cluster), us in times.PACKED[name].items():
+    yield estimate(problem, row), row_us, row
+    for (block_n, block_m, stages, cluster), us in in_packed.items():
         config = next(
             config
             for config in packed.candidate_configs(problem)
@@ -125,19 +124,19 @@ def contenders(name: str) -> Iterator[tuple[float, float, object]]:
         )
         config = dataclasses.replace(config, num_stages=stages)
         yield estimate(problem, config), us, config
-    for fields, us in times.RESIDENT[name].items():
+    for fields, us in in_resident.items():
         config = ResidentCompressionConfig(*fields)
         yield estimate(problem, config), us, config
 
 
-@pytest.mark.parametrize("name", times.PROBLEMS)
+@pytest.mark.parametrize("name", times.SIZES)
 def test_models_choose_what_was_fast_on_a_gpu(name: str) -> None:
     """Of what was timed, the model's choice takes at most 1.06 of the fastest."""
     found = list(contenders(name))
     _, chosen, config = min(found, key=lambda x: x[0])
     assert chosen <= 1.06 * min(us for _, us, _ in found)
-    assert chosen <= 1.03 * times.XLA[name]
-    problem = times.PROBLEMS[name]
+    assert chosen <= 1.03 * times.SIZES[name].xla
+    problem = times.SIZES[name].problem
     assert type(problem.default_config()) is type(config)
     assert isinstance(config, PackedCompressionConfig) == (name == "d1")
     assert problem.why_xla() is None
@@ -148,9 +147,10 @@ def test_models_choose_what_was_fast_on_a_gpu(name: str) -> None:
 def test_models_are_near_the_times_on_a_gpu() -> None:
     """No kind of kernel is systematically too fast or too slow by its model."""
     errors: dict[type, list[float]] = {}
-    for name, problem in times.PROBLEMS.items():
+    for name, size in times.SIZES.items():
+        is_odd = any(k % 4 for k in size.problem.ks)
         for estimate, us, config in contenders(name):
-            if isinstance(config, ResidentCompressionConfig) and any(k % 4 for k in problem.ks):
+            if isinstance(config, ResidentCompressionConfig) and is_odd:
                 continue  # weights were loaded element by element then, in vectors since
             errors.setdefault(type(config), []).append(math.log(estimate / us))
     spread = {
@@ -215,12 +215,6 @@ def test_large_problems_keep_row_tiles(
     assert packed.estimated_row_us(problem, row) == pytest.approx(us, rel=0.15)
     assert table.lookup(problem, with_user_rows=False).source == "sm90.json"
     assert not any(isinstance(x, ResidentCompressionConfig) for x in problem.candidate_configs())
-
-
-def test_row_of_a_resident_configuration_is_read_as_it_was_written() -> None:
-    config = SMALL.default_config()
-    row = table_rows.Row(SMALL, config, "NVIDIA H100 80GB HBM3", "2026-01-01", "0.11.2", 0.02, 0.1)
-    assert table_rows.Row.from_json(json.loads(json.dumps(row.to_json()))) == row
 
 
 def test_resident_kernel_is_no_default_of_one_level() -> None:

@@ -1,8 +1,4 @@
-"""The cost model of attention's small gradients, against times of kernels.
-
-The facts are us of the kernels of result and gradient by CUPTI on an H200, median of 10,
-2026-11-26.
-"""
+"""The cost model of attention's small gradients, against times of kernels."""
 
 from __future__ import annotations
 
@@ -11,6 +7,7 @@ import math
 from collections.abc import Iterator
 
 import pytest
+from attention_gradient_times import timed
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -20,63 +17,9 @@ from ikbo_jax.problems.attention_backward_cost import small_configs
 from ikbo_jax.problems.hopper import NUM_SMS
 from ikbo_jax.tuning import table
 
-# d_query, block_q, splits: us.
 PARTS, STORED = "parts", "stored"
-TIMED = {
-    (230, 6, 5, 273, 1, 1, 128): {
-        (PARTS, 64, 4): 22.26,
-        (PARTS, 32, 7): 23.84,
-        (PARTS, 64, 2): 24.14,
-        (STORED, 64, 4): 26.53,
-        (PARTS, 64, 1): 27.30,
-    },
-    (235, 2, 4, 628, 8, 8, 64): {
-        (STORED, 128, 1): 28.10,
-        (STORED, 64, 1): 28.91,
-        (PARTS, 128, 1): 29.04,
-        (PARTS, 64, 1): 30.56,
-        (STORED, 64, 2): 35.06,
-        (PARTS, 128, 2): 37.25,
-    },
-    (1252, 7, 7, 111, 1, 1, 64): {
-        (PARTS, 128, 11): 23.14,
-        (PARTS, 64, 18): 24.06,
-        (STORED, 128, 11): 24.18,
-        (PARTS, 128, 6): 24.19,
-    },
-    (346, 1, 1, 211, 4, 4, 128): {
-        (PARTS, 64, 6): 18.67,
-        (PARTS, 32, 11): 19.98,
-        (PARTS, 64, 3): 20.43,
-        (STORED, 64, 6): 21.38,
-    },
-    (169, 1, 5, 107, 1, 1, 128): {
-        (PARTS, 64, 14): 17.46,
-        (PARTS, 32, 27): 17.92,
-        (PARTS, 64, 7): 18.91,
-        (STORED, 64, 14): 19.94,
-        (STORED, 64, 3): 24.74,
-    },
-    (612, 1, 3, 1098, 1, 1, 64): {
-        (PARTS, 64, 14): 25.17,
-        (PARTS, 128, 14): 25.57,
-        (STORED, 128, 14): 28.16,
-    },
-    (410, 1, 1, 1362, 4, 4, 128): {
-        (PARTS, 64, 3): 33.31,
-        (PARTS, 64, 1): 36.94,
-        (STORED, 64, 2): 38.27,
-        (STORED, 64, 3): 38.43,
-    },
-    (371, 1, 9, 793, 1, 1, 128): {(PARTS, 64, 18): 36.45, (STORED, 64, 18): 36.58},
-    (124, 1, 15, 540, 4, 4, 64): {(PARTS, 128, 6): 27.42, (STORED, 128, 6): 28.78},
-    (77, 1, 1, 110, 8, 8, 64): {
-        (PARTS, 32, 3): 12.14,
-        (PARTS, 16, 5): 12.22,
-        (PARTS, 64, 2): 12.70,
-        (PARTS, 64, 1): 13.62,
-    },
-}
+#: By d_query, block_q and splits.
+TIMED = timed("small")
 #: Users of equally many rows, a block or more each: the model allows for other numbers of rows, and
 #: so takes more parts than are best for these.
 EVEN = {
