@@ -17,7 +17,7 @@ from ikbo_jax.pallas.attention_backward.kernel import attention_backward_kernel
 from ikbo_jax.problems import AttentionBackwardProblem
 from ikbo_jax.tuning import table
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("empty_kernels")]
 
 
 @dataclasses.dataclass(frozen=True)
