@@ -9,11 +9,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from fake_tuning import LINEAR as DEFAULT
+from fake_tuning import Bench, row
 from hypothesis import given
 from hypothesis import strategies as st
 
 from ikbo_jax.autotuner import autotune
-from ikbo_jax.autotuner.bench import Contender, Task
+from ikbo_jax.autotuner.bench import Task
 from ikbo_jax.cases import linear_compression
 from ikbo_jax.cases.linear_compression import CHECK_ROWS, Case
 from ikbo_jax.problems import LinearCompressionConfig, LinearCompressionProblem
@@ -21,15 +23,7 @@ from ikbo_jax.problems.linear_compression import DISTANCE_WEIGHTS
 from ikbo_jax.reference.linear_compression import decomposed
 from ikbo_jax.tuning import table, table_rows
 
-DEFAULT = LinearCompressionProblem((15, 1024), (1178, 866), 433, 256, "bfloat16")
 TINY = LinearCompressionProblem((2, 6), (7, 5), 9, 16, "float32")
-
-
-def row(
-    problem: LinearCompressionProblem = DEFAULT, config: Any = "default", ms: float = 0.35
-) -> table_rows.Row:
-    config = problem.default_config() if config == "default" else config
-    return table_rows.Row(problem, config, "NVIDIA H200", "2026-01-02", "0.11.2", ms, 0.8, 1.0)
 
 
 def other(problem: LinearCompressionProblem = DEFAULT) -> LinearCompressionConfig:
@@ -175,29 +169,6 @@ def test_distance_is_a_symmetric_premetric():
 # The autotuner.
 
 
-def answer(*ms: float | str, capability: str = "9.0") -> dict[str, Any]:
-    results = [{"failure": x} if isinstance(x, str) else {"ms": [x, x, 9 * x]} for x in ms]
-    return {
-        "device": "NVIDIA H100",
-        "compute_capability": capability,
-        "jax": "0.11.2",
-        "matmul_ms": [1.6, 1.7, 1.8],
-        "results": results,
-    }
-
-
-class Bench:
-    """Plays the device: milliseconds for every candidate; None is XLA."""
-
-    def __init__(self, times: dict[Contender, float | str], rest: float | str) -> None:
-        self.times, self.rest = times, rest
-        self.tasks: list[Task] = []
-
-    def __call__(self, task: Task) -> dict[str, Any]:
-        self.tasks.append(task)
-        return answer(*(self.times.get(config, self.rest) for config in task.contenders))
-
-
 def test_tuning_picks_the_fastest_and_writes_it():
     best = list(DEFAULT.candidate_configs())[5]
     bench = Bench({None: 1.0, best: 0.3}, 0.4)
@@ -252,7 +223,7 @@ def test_final_that_fails_leaves_the_heats_to_decide():
 
 def test_tuning_off_hopper_is_refused(cache_dir):
     with pytest.raises(RuntimeError, match="needs a Hopper GPU"):
-        autotune.tune_linear_compression(DEFAULT, run=lambda task: answer(1.0, capability="8.0"))
+        autotune.tune_linear_compression(DEFAULT, run=Bench({}, 1.0, capability="8.0"))
     with pytest.raises(RuntimeError, match="out of memory"):
         autotune.tune_linear_compression(DEFAULT, run=lambda task: {"failure": "out of memory"})
     assert not (cache_dir / "sm90.json").exists()

@@ -10,22 +10,17 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from fake_tuning import ATTENTION as DEFAULT
+from fake_tuning import GDPA, LINEAR, row
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ikbo_jax.autotuner import autotune
-from ikbo_jax.autotuner.bench import Task, measure
-from ikbo_jax.cases import attention, attention_backward
+from ikbo_jax.cases import attention
 from ikbo_jax.problems import (
-    PROBLEMS,
     AttentionBackwardProblem,
     AttentionConfig,
     AttentionProblem,
     FewQueriesConfig,
-    GdpaBackwardProblem,
-    GdpaProblem,
-    LinearCompressionBackwardProblem,
-    LinearCompressionProblem,
 )
 from ikbo_jax.problems.attention import HEAD_DIMS
 from ikbo_jax.problems.attention_backward import HEAD_DIMS as BACKWARD_HEAD_DIMS
@@ -33,20 +28,10 @@ from ikbo_jax.problems.attention_backward import MAX_BOTH_SUMS
 from ikbo_jax.problems.attention_backward import AttentionBackwardConfig as BackwardConfig
 from ikbo_jax.problems.few_queries_cost import is_preferred
 from ikbo_jax.problems.problem import ATTENTION_DISTANCE_WEIGHTS
-from ikbo_jax.tuning import table, table_rows, user_cache
+from ikbo_jax.tuning import table, table_rows
 
-DEFAULT = AttentionProblem(2048, 32, 64, 4096, 2, 2, 128, "bfloat16")
 TINY = AttentionProblem(40, 3, 2, 9, 4, 2, 16, "float32")
 BACKWARD = AttentionBackwardProblem.of(DEFAULT)
-LINEAR = LinearCompressionProblem((15, 1024), (1178, 866), 433, 256, "bfloat16")
-GDPA = GdpaProblem(
-    *(8, 8, 512, 640, 4, 2, 64, "bfloat16"), ("relu", "gelu") * 2, None, False, 100, None
-)
-
-
-def row(problem: Any = DEFAULT, config: Any = "default") -> table_rows.Row:
-    config = problem.default_config() if config == "default" else config
-    return table_rows.Row(problem, config, "NVIDIA H200", "2026-01-02", "0.11.2", 1.0, 0.9, 9.0)
 
 
 def other() -> AttentionConfig:
@@ -92,16 +77,6 @@ def test_sizes_of_nothing_have_no_configuration_or_a_legal_one(name):
         assert not is_preferred(problem)
         for config in problem.candidate_configs():
             assert config.illegal_reason(problem) is None
-
-
-def test_shipped_rows_are_sound():
-    rows = [r for r in table_rows.builtin_rows() if isinstance(r.problem, AttentionProblem)]
-    keys = [(r.problem.dtype, r.problem.shape_class()) for r in rows]
-    assert len(keys) == len(set(keys)), "one row per dtype and shape class"
-    for r in rows:
-        assert r.config is None or r.config.illegal_reason(r.problem) is None
-        choice = table.lookup(r.problem)
-        assert (choice.config, choice.exact) == (r.config, True)
 
 
 def test_without_rows_the_default_runs_and_says_so(builtin):
@@ -156,33 +131,6 @@ def test_gdpa_rows_of_a_softmax_and_of_other_activations_do_not_speak_for_each_o
     assert table.lookup(softmax).source == "default"
 
 
-def test_rows_of_all_ops_share_the_users_cache():
-    linear_backward = LinearCompressionBackwardProblem.of(LINEAR)
-    originals = [row(), row(DEFAULT, None), row(LINEAR), row(GDPA), row(BACKWARD)]
-    gdpa_backward = GdpaBackwardProblem.of(GDPA)
-    originals += [row(linear_backward), row(gdpa_backward)]
-    for original in originals:
-        assert table_rows.Row.from_json(json.loads(json.dumps(original.to_json()))) == original
-    user_cache.write_user_row(row(DEFAULT, other()))
-    user_cache.write_user_row(row(GDPA))
-    user_cache.write_user_row(row(BACKWARD))
-    user_cache.write_user_row(row(linear_backward))
-    user_cache.write_user_row(row(gdpa_backward))
-    path = user_cache.write_user_row(row(LINEAR))
-    assert {r["op"] for r in json.loads(path.read_text())["rows"]} == set(PROBLEMS)
-    choice = table.lookup(DEFAULT)
-    assert (choice.config, choice.source, choice.exact) == (other(), "user cache", True)
-    assert all(table.lookup(p).source == "user cache" for p in (LINEAR, GDPA, BACKWARD))
-
-
-def test_rows_of_the_gradient_and_of_the_result_do_not_speak_for_each_other(builtin):
-    assert table.distance(DEFAULT, BACKWARD) == table.distance(BACKWARD, DEFAULT) == float("inf")
-    builtin(row())
-    assert table.lookup(BACKWARD).source == "default"
-    builtin(row(BACKWARD, None))
-    assert (table.lookup(DEFAULT).source, table.lookup(BACKWARD).config) == ("default", None)
-
-
 @given(
     head_dim=st.sampled_from(BACKWARD_HEAD_DIMS),
     q_len=st.integers(1, 256),
@@ -214,36 +162,6 @@ def test_the_gradient_of_wide_heads_needs_a_launch_for_d_query():
         assert config.illegal_reason(few) is None
 
 
-def test_worker_measures_the_gradient_on_this_machine():
-    problem = AttentionBackwardProblem.of(TINY)
-    task = Task(problem, (None,), window_s=0.002, windows=2, matmul_size=64)
-    found = measure(Task.from_json(task.to_json()))
-    assert "failure" not in found["results"][0], found
-    assert found["results"][0]["error"] <= found["results"][0]["bound"]
-
-
-def test_tuning_of_the_gradient_writes_a_configuration_with_a_word():
-    best = next(c for c in BACKWARD.candidate_configs() if c.d_query == "launch")
-    autotune.tune_attention_backward(BACKWARD, run=Bench({None: 9.0, best: 1.0}, 1.5))
-    assert table.lookup(BACKWARD).config == best
-    assert BACKWARD.useful_flops == 2.5 * DEFAULT.useful_flops
-
-
-@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-def test_check_admits_the_right_gradients_and_no_other(dtype):
-    problem = AttentionBackwardProblem.of(dataclasses.replace(TINY, dtype=dtype))
-    case = attention_backward.Case(problem)
-    inputs = case.inputs()
-    right = case.runner(None)(*inputs)
-    error, bound = case.check(right, inputs)
-    assert error <= bound < 0.5
-    for number in range(3):
-        for bad in (0.5, np.nan):
-            wrong = [np.array(x) for x in right]
-            wrong[number][-1, 1, 1, 5] += np.asarray(bad, dtype)
-            assert not case.check(tuple(map(jnp.asarray, wrong)), inputs).ok
-
-
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [
@@ -255,46 +173,7 @@ def test_check_admits_the_right_gradients_and_no_other(dtype):
 )
 def test_wrong_row_says_what_is_wrong(changes, reason):
     with pytest.raises(ValueError, match=reason):
-        table_rows.Row.from_json(row().to_json() | changes)
-
-
-class Bench:
-    """Plays the device: milliseconds for every candidate; None is XLA."""
-
-    def __init__(self, times: dict[Any, float], rest: float) -> None:
-        self.times, self.rest = times, rest
-
-    def __call__(self, task: Task) -> dict[str, Any]:
-        assert Task.from_json(task.to_json()) == task
-        return {
-            "device": "NVIDIA H200",
-            "compute_capability": "9.0",
-            "jax": "0.11.2",
-            "matmul_ms": [1.6],
-            "results": [{"ms": [self.times.get(c, self.rest)]} for c in task.contenders],
-        }
-
-
-def test_tuning_picks_the_fastest_and_writes_it():
-    lines: list[str] = []
-    found = autotune.tune_attention(
-        DEFAULT,
-        run=Bench({None: 9.0, other(): 1.0}, 1.5),
-        progress=lambda done, total, text: lines.append(text),
-    )
-    assert table_rows.config_from_json(found["config"], "attention") == other()
-    assert (found["op"], found["ms"], found["xla_ms"]) == ("attention", 1.0, 9.0)
-    assert table.lookup(DEFAULT).config == other()
-    assert any(f"block_kv {other().block_kv}" in line for line in lines)
-
-
-def test_worker_measures_on_this_machine():
-    """In this process: test_tuning_session.py has the worker's own."""
-    task = Task(TINY, (None,), window_s=0.002, windows=2, matmul_size=64)
-    found = measure(Task.from_json(task.to_json()))
-    assert "failure" not in found["results"][0], found
-    assert len(found["results"][0]["ms"]) == 2
-    assert found["results"][0]["error"] <= found["results"][0]["bound"]
+        table_rows.Row.from_json(row(DEFAULT).to_json() | changes)
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])

@@ -9,6 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import pytest
+from fake_tuning import Bench
 
 import ikbo_jax as ikbo
 from ikbo_jax.autotuner import contest
@@ -90,20 +91,9 @@ def test_programs_for_a_card_take_its_rows(builtin):
 def test_the_tuner_must_beat_the_choice_of_the_card_at_hand(builtin):
     """It does not know the card until a process that holds the device answers."""
     builtin(row(H200, OF_H200), row(H100, OF_H100))
-    times = {OF_H100: 0.5, OF_H200: 0.4}
-
-    def answer(task: Any) -> dict[str, Any]:
-        return {
-            "device": H100,
-            "compute_capability": "9.0",
-            "jax": "0.11.2",
-            "matmul_ms": [1.7],
-            "results": [{"ms": [times.get(c, 0.6)] * task.windows} for c in task.contenders],
-        }
-
     played = contest.Contest(DEFAULT, 1, lambda *_: None)
     assert {OF_H100, OF_H200} <= set(played.contenders)
-    played.play(answer)
+    played.play(Bench({OF_H100: 0.5, OF_H200: 0.4}, 0.6, device=H100))
     verdict = played.verdict()
     assert verdict.is_better
     assert verdict.row.config == OF_H200

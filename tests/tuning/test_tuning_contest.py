@@ -9,22 +9,19 @@ import random
 from typing import Any
 
 import pytest
+from fake_tuning import ATTENTION, GDPA, Bench, row
+from fake_tuning import LINEAR as DEFAULT
 
 from ikbo_jax.autotuner import autotune, contest, session
 from ikbo_jax.autotuner.bench import Contender, Task
 from ikbo_jax.problems import (
     AttentionConfig,
-    AttentionProblem,
-    GdpaProblem,
     LinearCompressionProblem,
 )
 from ikbo_jax.tuning import table, table_rows, user_cache
 
-DEFAULT = LinearCompressionProblem((15, 1024), (1178, 866), 433, 256, "bfloat16")
-ATTENTION = AttentionProblem(2048, 32, 64, 4096, 2, 2, 128, "bfloat16")
 #: What no candidate of attention has.
 PROPOSED_BY_NOBODY = AttentionConfig(balance=True, late_turns=True)
-GDPA = GdpaProblem(*(8, 8, 512, 640, 4, 2, 64, "bfloat16"), ("relu",), None, False, 100, None)
 CANDIDATES = list(DEFAULT.candidate_configs())
 
 
@@ -34,44 +31,10 @@ def cache_file(tmp_path, monkeypatch):
     return tmp_path / "cache" / "sm90.json"
 
 
-def row(problem: Any, config: Contender) -> table_rows.Row:
-    return table_rows.Row(problem, config, "NVIDIA H200", "2026-01-02", "0.11.2", 0.4, 0.8, 1.0)
-
-
-class Bench:
-    """Plays the device: windows of every candidate in milliseconds, or a text for a failure.
-
-    `rest` is what the others take; a number stands for equal windows.
-    """
-
-    def __init__(self, times: dict[Contender, Any], rest: Any = 0.5) -> None:
-        self.times, self.rest = times, rest
-        self.tasks: list[Task] = []
-
-    def windows(self, candidate: Contender, task: Task) -> list[float] | str:
-        value = self.times.get(candidate, self.rest)
-        if isinstance(value, int | float):
-            return [float(value)] * task.windows
-        return value if isinstance(value, str) else list(value)
-
-    def __call__(self, task: Task) -> dict[str, Any]:
-        self.tasks.append(task)
-        found = [self.windows(candidate, task) for candidate in task.contenders]
-        return {
-            "device": "NVIDIA H100",
-            "compute_capability": "9.0",
-            "jax": "0.11.2",
-            "matmul_ms": [1.6, 1.7, 1.8],
-            "results": [{"failure": x} if isinstance(x, str) else {"ms": x} for x in found],
-        }
-
-
 def tune(problem: Any, bench: Any, **options: Any) -> tuple[dict[str, Any], list[str]]:
     """The row that came out, and the lines of progress."""
-    ops = {LinearCompressionProblem: autotune.tune_linear_compression}
-    ops |= {AttentionProblem: autotune.tune_attention, GdpaProblem: autotune.tune_gdpa}
     lines: list[str] = []
-    found = ops[type(problem)](
+    found = getattr(autotune, f"tune_{problem.op}")(
         problem, run=bench, progress=lambda done, total, text: lines.append(text), **options
     )
     return found, lines

@@ -1,22 +1,17 @@
-"""The gradient of linear compression in the dispatch table and in the autotuner."""
+"""The gradient of linear compression in the dispatch table."""
 
 from __future__ import annotations
 
 import dataclasses
-import itertools
-import json
 
 import hypothesis
 import hypothesis.strategies as st
 import jax
 import jax.numpy as jnp
 import numpy as np
-import pytest
+from fake_tuning import row
 
 import ikbo_jax as ikbo
-from ikbo_jax.autotuner import autotune
-from ikbo_jax.autotuner.bench import Task, measure
-from ikbo_jax.cases import linear_compression_backward
 from ikbo_jax.ops import dispatch
 from ikbo_jax.ops import linear_compression_backward as op
 from ikbo_jax.problems import (
@@ -25,26 +20,11 @@ from ikbo_jax.problems import (
     LinearCompressionProblem,
 )
 from ikbo_jax.problems import linear_compression_backward as configs
-from ikbo_jax.tuning import table, table_rows
+from ikbo_jax.tuning import table
 
 FORWARD = LinearCompressionProblem((15, 1024), (1178, 866), 433, 256, "bfloat16")
 DEFAULT = LinearCompressionBackwardProblem.of(FORWARD)
-TINY = LinearCompressionBackwardProblem((3, 20), (9, 7), 6, 8, "float32")
 OTHER = dataclasses.replace(DEFAULT.default_config(), weight_stages=4)
-
-
-@pytest.fixture(autouse=True)
-def own_cache(monkeypatch, tmp_path):
-    monkeypatch.setenv("IKBO_JAX_CACHE_DIR", str(tmp_path / "cache"))
-
-
-def row(problem, config):
-    return table_rows.Row(problem, config, "NVIDIA H200", "2026-11-24", "0.11.2", 1.0, 0.5)
-
-
-@pytest.fixture
-def builtin(monkeypatch):
-    return lambda *rows: monkeypatch.setattr(table, "builtin_rows", lambda: rows)
 
 
 @hypothesis.given(
@@ -81,16 +61,6 @@ def test_candidates_are_legal_and_differ_in_every_parameter():
     assert len({config.sum_stages for config in one_level.candidate_configs()}) == 1
 
 
-def test_rows_of_one_direction_say_nothing_about_the_other(builtin):
-    builtin(row(FORWARD, FORWARD.default_config()), row(DEFAULT, OTHER))
-    assert table.lookup(DEFAULT).config == OTHER
-    assert table.lookup(FORWARD).config == FORWARD.default_config()
-    assert table.distance(FORWARD, DEFAULT) == float("inf")
-    builtin(row(FORWARD, FORWARD.default_config()))
-    choice = table.lookup(DEFAULT)
-    assert (choice.config, choice.source) == (DEFAULT.default_config(), "default")
-
-
 def test_a_near_row_is_used_unless_its_tiles_pad_too_much(builtin):
     builtin(row(DEFAULT, OTHER))
     near = dataclasses.replace(DEFAULT, batches=(20, 900), n=192)
@@ -101,24 +71,6 @@ def test_a_near_row_is_used_unless_its_tiles_pad_too_much(builtin):
     assert table.lookup(narrow).config == narrow.default_config()
     few_k = dataclasses.replace(DEFAULT, ks=(1178, 20))
     assert table.lookup(few_k).config == few_k.default_config()
-
-
-@pytest.mark.parametrize("config", [OTHER, None], ids=["kernels", "xla"])
-def test_rows_survive_json(config):
-    original = row(DEFAULT, config)
-    assert table_rows.Row.from_json(json.loads(json.dumps(original.to_json()))) == original
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [({"dtype": "float32"}, "but the inputs are float32"), ({"m": 0}, "sizes of at least 1")],
-)
-def test_without_a_legal_configuration_xla_runs(changes, message):
-    problem = dataclasses.replace(DEFAULT, **changes)
-    assert list(problem.candidate_configs()) == []
-    choice = table.lookup(problem)
-    assert choice.config is None
-    assert message in choice.reason
 
 
 def gradients(implementation=None):
@@ -177,55 +129,3 @@ def test_a_folded_problem_has_a_choice_of_its_own(fake_hopper, builtin):
     jax.vmap(gradients(), (None, None, 0, 0))(w_cand, w_user, *many)
     used = {call["config"] for call in fake_hopper.calls}
     assert tuned.kernels(folded).weights[0] in used
-
-
-# The tuner.
-
-
-def test_worker_measures_the_gradient_on_this_machine():
-    task = Task(TINY, (None,), window_s=0.002, windows=2, matmul_size=64)
-    found = measure(Task.from_json(task.to_json()))
-    assert "failure" not in found["results"][0], found
-    assert found["results"][0]["error"] <= found["results"][0]["bound"]
-
-
-def test_tuning_writes_the_winner():
-    def run(task):
-        times = [0.5 if config == OTHER else 1.0 for config in task.contenders]
-        return {
-            "device": "NVIDIA H100",
-            "compute_capability": "9.0",
-            "jax": "0.11.2",
-            "matmul_ms": [1.6, 1.7, 1.8],
-            "results": [{"ms": [ms, 1.001 * ms]} for ms in times],
-        }
-
-    autotune.tune_linear_compression_backward(DEFAULT, run=run)
-    choice = table.lookup(DEFAULT)
-    assert (choice.config, choice.source) == (OTHER, "user cache")
-    assert DEFAULT.useful_flops == 2 * FORWARD.useful_flops
-
-
-@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-def test_check_admits_the_right_gradients_and_no_other(dtype):
-    case = linear_compression_backward.Case(dataclasses.replace(TINY, dtype=dtype), "unsorted")
-    inputs = case.inputs()
-    right = case.runner(None)(*inputs)
-    assert case.check(right, inputs).ok
-    for which, bad in itertools.product(range(4), (3.0, np.nan)):
-        leaves, treedef = jax.tree.flatten(right)
-        wrong = np.array(leaves[which])
-        wrong[-1, -1] += np.asarray(bad, dtype)
-        leaves[which] = jnp.asarray(wrong)
-        assert not case.check(jax.tree.unflatten(treedef, leaves), inputs).ok
-
-
-def test_the_kernels_gradients_have_the_shapes_of_xlas():
-    problem = dataclasses.replace(TINY, dtype="bfloat16")
-    case = linear_compression_backward.Case(problem)
-    inputs = jax.eval_shape(case.inputs)
-    config = problem.default_config()
-    kernels = jax.eval_shape(case.runner(config, num_sms=132), *inputs)
-    by_xla = jax.eval_shape(case.runner(None), *inputs)
-    shapes = [jax.tree.map(lambda x: (x.shape, x.dtype), found) for found in (kernels, by_xla)]
-    assert shapes[0] == shapes[1]

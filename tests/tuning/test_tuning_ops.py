@@ -1,0 +1,216 @@
+"""What holds for every op in the dispatch table and in the autotuner."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from fake_tuning import ATTENTION, GDPA, LINEAR, QUICK, Bench, row
+
+from ikbo_jax.autotuner import autotune, contest
+from ikbo_jax.autotuner.bench import Task, measure
+from ikbo_jax.cases import attention_backward, gdpa_backward, linear_compression_backward
+from ikbo_jax.problems import (
+    PROBLEMS,
+    AttentionBackwardProblem,
+    AttentionProblem,
+    GdpaBackwardProblem,
+    GdpaProblem,
+    LinearCompressionBackwardProblem,
+    LinearCompressionProblem,
+)
+from ikbo_jax.tuning import table, table_rows, user_cache
+
+GRADIENTS = {
+    LINEAR: LinearCompressionBackwardProblem.of(LINEAR),
+    ATTENTION: AttentionBackwardProblem.of(ATTENTION),
+    GDPA: GdpaBackwardProblem.of(GDPA),
+}
+EVERY = [*GRADIENTS, *GRADIENTS.values()]
+LINEAR_BACKWARD, ATTENTION_BACKWARD, GDPA_BACKWARD = GRADIENTS.values()
+
+# For the machine of the tests.
+TINY_ATTENTION = AttentionProblem(40, 3, 2, 9, 4, 2, 16, "float32")
+TINY_GDPA = GdpaProblem(
+    *(5, 5, 5 * 7, 5 * 7, 2, 1, 16, "float32"), ("relu", "gelu_tanh"), "tanh", False, 12, 12
+)
+TINY_LINEAR_BACKWARD = LinearCompressionBackwardProblem((3, 20), (9, 7), 6, 8, "float32")
+TINY_GDPA_BACKWARD = GdpaBackwardProblem(
+    *(4, 4, 20, 24, 2, 1, 8, "float32"), *(("silu",), None, False, 9, None)
+)
+TINY_ATTENTION_BACKWARD = AttentionBackwardProblem.of(TINY_ATTENTION)
+
+
+def op_of(problem: Any) -> str:
+    return problem.op
+
+
+def other(problem: Any) -> Any:
+    """A legal configuration that is not the default one."""
+    return list(problem.candidate_configs())[1]
+
+
+# Rows.
+
+
+PACKED = LinearCompressionProblem((1, 837), (205, 30), 436, 64, "bfloat16")
+RESIDENT = LinearCompressionProblem((100, 8192), (200, 40), 16, 32, "bfloat16")
+ROWS = {
+    **{f"{problem.op}, default": row(problem) for problem in EVERY},
+    **{f"{problem.op}, another": row(problem, other(problem)) for problem in EVERY},
+    **{f"{problem.op}, XLA": row(problem, None) for problem in EVERY},
+    "activations of heads": row(dataclasses.replace(GDPA, activations=("relu", "gelu") * 2)),
+    "packed tiles": row(PACKED, next(iter(PACKED.candidate_configs()))),
+    "resident weights": row(RESIDENT),
+    "no time of XLA": dataclasses.replace(row(LINEAR), xla_ms=None),
+}
+
+
+@pytest.mark.parametrize("name", ROWS)
+def test_rows_survive_json(name):
+    assert table_rows.Row.from_json(json.loads(json.dumps(ROWS[name].to_json()))) == ROWS[name]
+
+
+def test_rows_of_all_ops_share_the_users_cache():
+    for problem in EVERY:
+        path = user_cache.write_user_row(row(problem, other(problem)))
+    assert {r["op"] for r in json.loads(path.read_text())["rows"]} == set(PROBLEMS)
+    for problem in EVERY:
+        choice = table.lookup(problem)
+        assert (choice.config, choice.source, choice.exact) == (other(problem), "user cache", True)
+
+
+@pytest.mark.parametrize(("result", "gradient"), GRADIENTS.items(), ids=map(op_of, GRADIENTS))
+def test_rows_of_one_direction_say_nothing_about_the_other(result, gradient, builtin):
+    assert table.distance(result, gradient) == table.distance(gradient, result) == float("inf")
+    builtin(row(result), row(gradient, other(gradient)))
+    assert table.lookup(gradient).config == other(gradient)
+    assert table.lookup(result).config == result.default_config()
+    builtin(row(result))
+    choice = table.lookup(gradient)
+    assert (choice.config, choice.source) == (gradient.default_config(), "default")
+    builtin(row(gradient, None))
+    assert (table.lookup(result).source, table.lookup(gradient).config) == ("default", None)
+
+
+@pytest.mark.parametrize(
+    ("problem", "changes", "message"),
+    [
+        (LINEAR_BACKWARD, {"dtype": "float32"}, "but the inputs are float32"),
+        (LINEAR_BACKWARD, {"m": 0}, "sizes of at least 1"),
+        (GDPA_BACKWARD, {"dtype": "float32"}, "but the inputs are float32"),
+        (GDPA_BACKWARD, {"head_dim": 256}, "H=256"),
+        (
+            GDPA_BACKWARD,
+            {"activations": ("softmax", "gelu", "gelu", "gelu")},
+            "softmax in all heads or in none",
+        ),
+        (GDPA_BACKWARD, {"kv_rows": 0}, "need a query, a key and a sequence"),
+    ],
+)
+def test_without_a_legal_configuration_xla_runs(problem, changes, message):
+    problem = dataclasses.replace(problem, **changes)
+    assert list(problem.candidate_configs()) == []
+    choice = table.lookup(problem)
+    assert choice.config is None
+    assert message in choice.reason
+
+
+def test_useful_flops_of_gradients():
+    """Four products for the two of a result's levels, five for attention's two."""
+    assert LINEAR_BACKWARD.useful_flops == 2 * LINEAR.useful_flops
+    assert ATTENTION_BACKWARD.useful_flops == 2.5 * ATTENTION.useful_flops
+    assert GDPA_BACKWARD.useful_flops(10) == 2.5 * GDPA.useful_flops(10)
+
+
+# The tuner.
+
+
+@pytest.mark.parametrize("problem", [p for p in EVERY if p is not GDPA], ids=op_of)
+def test_tuning_writes_the_winner(problem, builtin):
+    builtin()
+    best, lines = other(problem), []
+    found = getattr(autotune, f"tune_{problem.op}")(
+        problem,
+        run=Bench({None: 9.0, best: 1.0}, 1.5),
+        limit=3,
+        progress=lambda done, total, text: lines.append(text),
+    )
+    assert table_rows.config_from_json(found["config"], problem.op) == best
+    assert (found["op"], found["ms"], found["xla_ms"]) == (problem.op, 1.0, 9.0)
+    choice = table.lookup(problem)
+    assert (choice.config, choice.source) == (best, "user cache")
+    assert any(contest.brief(best) in line for line in lines)
+
+
+@pytest.mark.parametrize(
+    "problem",
+    [
+        TINY_ATTENTION,
+        TINY_ATTENTION_BACKWARD,
+        TINY_GDPA,
+        TINY_GDPA_BACKWARD,
+        dataclasses.replace(TINY_GDPA_BACKWARD, activations=("softmax",)),
+        TINY_LINEAR_BACKWARD,
+    ],
+    ids=lambda problem: f"{problem.op} {getattr(problem, 'activations', '')}",
+)
+def test_worker_measures_on_this_machine(problem):
+    """In this process: test_tuning_session.py has the worker's own."""
+    (found,) = measure(Task.from_json(Task(problem, (None,), **QUICK).to_json()))["results"]
+    assert "failure" not in found, found
+    assert len(found["ms"]) == 2
+    assert found["error"] <= found["bound"]
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize(
+    ("case_of", "problem", "bad", "place"),
+    [
+        (attention_backward.Case, TINY_ATTENTION_BACKWARD, 0.5, (-1, 1, 1, 5)),
+        (gdpa_backward.Case, TINY_GDPA_BACKWARD, 3.0, (1, 0, 3)),
+        (
+            lambda problem: linear_compression_backward.Case(problem, "unsorted"),
+            TINY_LINEAR_BACKWARD,
+            3.0,
+            (-1, -1),
+        ),
+    ],
+    ids=["attention", "gdpa", "linear_compression"],
+)
+def test_check_admits_the_right_gradients_and_no_other(case_of, problem, bad, place, dtype):
+    case = case_of(dataclasses.replace(problem, dtype=dtype))
+    inputs = case.inputs()
+    right = case.runner(None)(*inputs)
+    error, bound = case.check(right, inputs)
+    assert error <= bound < bad
+    leaves, structure = jax.tree.flatten(right)
+    for number, leaf in enumerate(leaves):
+        for added in (bad, np.nan):
+            wrong = np.array(leaf)
+            wrong[place] += np.asarray(added, dtype)
+            results = [*leaves[:number], jnp.asarray(wrong), *leaves[number + 1 :]]
+            assert not case.check(jax.tree.unflatten(structure, results), inputs).ok
+
+
+@pytest.mark.parametrize(
+    ("case_of", "problem"),
+    [
+        (gdpa_backward.Case, dataclasses.replace(TINY_GDPA_BACKWARD, head_dim=64)),
+        (linear_compression_backward.Case, TINY_LINEAR_BACKWARD),
+    ],
+    ids=["gdpa", "linear_compression"],
+)
+def test_the_kernels_gradients_have_the_shapes_of_xlas(case_of, problem):
+    problem = dataclasses.replace(problem, dtype="bfloat16")
+    case = case_of(problem)
+    inputs = jax.eval_shape(case.inputs)
+    kernels = jax.eval_shape(case.runner(problem.default_config(), num_sms=132), *inputs)
+    by_xla = jax.eval_shape(case.runner(None), *inputs)
+    shapes = [jax.tree.map(lambda x: (x.shape, x.dtype), found) for found in (kernels, by_xla)]
+    assert shapes[0] == shapes[1]
