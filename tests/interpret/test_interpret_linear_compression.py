@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import threading
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -318,17 +319,35 @@ def assert_found(case: Case, launches: interpreter.Launches, match: str = "races
     planted.assert_found(lambda: kernel(*levels), launches, case.launches, match)
 
 
-def test_interpreted_race_is_found_where_consumers_do_not_wait(
-    monkeypatch: pytest.MonkeyPatch, launches: interpreter.Launches
-) -> None:
-    plant(monkeypatch, "barrier_wait", planted.is_handed_back)
-    assert_found(Case((1,), (100,), 32, 64), launches)
-
-
 def test_interpreted_race_of_an_early_launch_is_found(
     monkeypatch: pytest.MonkeyPatch, launches: interpreter.Launches
 ) -> None:
-    plant(monkeypatch, "barrier_wait", lambda ref: planted.is_handed_back(ref) or len(launches) > 0)
+    """Consumers of the first of two launches do not wait for what they multiply.
+
+    They multiply after the first copy, in whatever order the threads run. Would they hand a stage
+    back before the producer first takes it, the producer's clock would seem to follow their reads.
+    """
+    traced: list[None] = []
+    launch, is_copied = plgpu.kernel, threading.Event()
+    copy, multiply = gpu_callbacks.copy_gmem_to_smem, gpu_callbacks.wgmma
+
+    def counted_launch(*args: Any, **options: Any) -> Any:
+        traced.append(None)
+        return launch(*args, **options)
+
+    def copy_first(**kwargs: Any) -> Any:
+        token = copy(**kwargs)
+        is_copied.set()
+        return token
+
+    def multiply_later(**kwargs: Any) -> Any:
+        assert is_copied.wait(60)
+        return multiply(**kwargs)
+
+    monkeypatch.setattr(plgpu, "kernel", counted_launch)
+    monkeypatch.setattr(gpu_callbacks, "copy_gmem_to_smem", copy_first)
+    monkeypatch.setattr(gpu_callbacks, "wgmma", multiply_later)
+    plant(monkeypatch, "barrier_wait", lambda ref: planted.is_handed_back(ref) or len(traced) > 1)
     assert_found(Case((1, 2), (100, 100), 16, 64, SEPARATE), launches, r"races in launches \[0\]")
 
 
