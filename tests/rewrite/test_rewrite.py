@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-
-import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -18,9 +15,12 @@ from rewrite_basics import (
     H,
     became,
     both,
+    check,
     close,
+    computed,
     embed,
     embeddings,
+    loss,
     model,
     report_of,
 )
@@ -43,7 +43,7 @@ def test_rewriting_twice_changes_nothing() -> None:
     wrapped = ikbo.rewrite(lambda *args: jax.jit(once)(*args))
     text = str(jax.make_jaxpr(wrapped)(*ARGS))
     assert text.count("dot_general") == str(jax.make_jaxpr(once)(*ARGS)).count("dot_general") == 2
-    close(*jax.jit(lambda *args: (wrapped(*args), model(*args)))(*ARGS))
+    close(computed(wrapped, *ARGS), computed(model, *ARGS))
 
 
 def test_an_op_that_is_there_already_stays() -> None:
@@ -53,44 +53,51 @@ def test_an_op_that_is_there_already_stays() -> None:
     plans = [ikbo.explain(fn, *args).plans for fn in (once, twice)]
     assert [plan.op for plan in plans[0]] == ["linear_compression"]
     assert plans[0] == plans[1]
-    close(*jax.jit(lambda *args: (twice(*args), embed(*args)))(*args))
+    close(computed(twice, *args), computed(embed, *args))
 
 
-@pytest.mark.parametrize("outer", [jax.jit, jax.checkpoint, lambda f: jax.jit(jax.checkpoint(f))])
-def test_jit_and_checkpoint(outer) -> None:
-    close(outer(ikbo.rewrite(model))(*ARGS), model(*ARGS))
+def first_and_second_order(f):
+    grad = jax.grad(loss(f), argnums=(0, 1, 2))
+
+    def squares(*args):
+        first = grad(*args)
+        return sum(jnp.sum(g**2) for g in first), first
+
+    return jax.grad(squares, has_aux=True)
 
 
-@pytest.mark.parametrize("fn", [model, embed])
-def test_gradients_of_first_and_second_order(fn) -> None:
-    args = ARGS if fn is model else embeddings()
+def inside_scan(f):
+    def step(carry, args):
+        return carry + 1.0, f(args[0] * carry, *args[1:])
 
-    def gradients(f):
-        def of(*args):
-            return jnp.sum(jnp.sin(f(*args)))
-
-        grad = jax.grad(of, argnums=(0, 1, 2))
-
-        def squares(*args):
-            first = grad(*args)
-            return sum(jnp.sum(g**2) for g in first), first
-
-        return jax.grad(squares, has_aux=True)
-
-    ours, theirs = jax.jit(lambda *x: (gradients(ikbo.rewrite(fn))(*x), gradients(fn)(*x)))(*args)
-    chex.assert_trees_all_close(ours, theirs, atol=1e-4, rtol=1e-4)
+    return lambda *args: jax.lax.scan(lambda c, _: step(c, args), jnp.float32(1), length=3)
 
 
-def test_forward_derivatives_agree() -> None:
-    tangents = (A.w, A.user, A.cand)
-    of = functools.partial(lambda f, *x: f(*x, A.index))
+def forward_mode(f):
+    def derivative(*args):
+        arrays, index = args[:-1], args[-1]
+        return jax.jvp(lambda *x: f(*x, index), arrays, arrays)
 
-    @jax.jit
-    def run(args, tangents):
-        ours = jax.jvp(functools.partial(of, ikbo.rewrite(model)), args, tangents)
-        return ours, jax.jvp(functools.partial(of, model), args, tangents)
+    return derivative
 
-    close(*run(ARGS[:3], tangents))
+
+@pytest.mark.parametrize(
+    "of",
+    [
+        jax.jit,
+        jax.checkpoint,
+        lambda f: jax.jit(jax.checkpoint(f)),
+        first_and_second_order,
+        inside_scan,
+        forward_mode,
+    ],
+)
+def test_transformations(of) -> None:
+    check(of, model, *ARGS, bound=5e-5)
+
+
+def test_gradients_of_an_op() -> None:
+    check(first_and_second_order, embed, *embeddings(), bound=5e-5)
 
 
 def test_rewriting_a_gradient_is_right() -> None:
@@ -106,15 +113,7 @@ def test_vmap(fn, in_axes) -> None:
         x if axis is None else np.stack([x, np.asarray(x)[::-1], x])
         for x, axis in zip(args, in_axes, strict=True)
     ]
-    fns = ikbo.rewrite(fn), fn
-    close(*jax.jit(lambda *args: [jax.vmap(f, in_axes)(*args) for f in fns])(*stacked))
-
-
-def test_inside_scan() -> None:
-    def step(carry, _):
-        return carry + 1.0, ikbo.rewrite(model)(A.w * carry, *ARGS[1:])
-
-    close(jax.lax.scan(step, jnp.float32(1), length=3)[1][0], model(*ARGS))
+    check(lambda f: jax.vmap(f, in_axes), fn, *stacked)
 
 
 def test_donated_arguments() -> None:
@@ -252,9 +251,7 @@ def test_custom_derivatives_are_kept(fn, mode: str) -> None:
         users = jnp.take(user, index, axis=0, mode=mode)
         return jnp.sum((fn(users @ w) @ jnp.ones((H, 2))) ** 2)
 
-    ours = jax.value_and_grad(ikbo.rewrite(loss), (0, 1))(A.user, A.w_user, A.index)
-    theirs = jax.value_and_grad(loss, (0, 1))(A.user, A.w_user, A.index)
-    chex.assert_trees_all_close(ours, theirs, atol=1e-4, rtol=1e-4)
+    check(lambda f: jax.value_and_grad(f, (0, 1)), loss, A.user, A.w_user, A.index)
     if fn is not clipped_gradient:
         (place,) = report_of(loss, A.user, A.w_user, A.index).materialised
         assert place.reason == "reduce_sum over the looked-up axis"

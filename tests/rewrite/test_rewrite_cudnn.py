@@ -15,7 +15,7 @@ import problems
 import pytest
 from jax._src.cudnn import fused_attention_stablehlo as cudnn
 from jax.extend import core
-from rewrite_basics import report_of
+from rewrite_basics import computed, gradients_by_all, report_of
 
 import ikbo_jax as ikbo
 
@@ -28,7 +28,6 @@ HISTORY, QUERY, W_K, W_V = (
     for shape in ((U, S, D), (B, T, N, H), (D, N, H), (D, N, H))
 )
 LENGTHS = jnp.asarray([S, 1, 17, 40], jnp.int32)
-ATTENTION = "dot_product_attention_fwd_wrapper"
 
 
 @pytest.fixture(autouse=True)
@@ -51,21 +50,27 @@ def model(history, query, w_k, w_v, *, implementation="cudnn", lengths=None, cop
     return out.astype(jnp.float32)
 
 
-def primitives(fn, *args) -> list[str]:
-    """Names of all equations of a program, and of the programs in it."""
-    found = []
+def calls_of_cudnn(fn, *args) -> list[core.JaxprEqn]:
+    """All of a program, and of the programs in it."""
 
     def visit(jaxpr):
         for eqn in jaxpr.eqns:
-            found.append(eqn.primitive.name)
+            if eqn.primitive.name == "dot_product_attention_fwd_wrapper":
+                yield eqn
             for inner in core.jaxprs_in_params(eqn.params):
-                visit(inner)
+                yield from visit(inner)
 
-    visit(jax.make_jaxpr(fn)(*args).jaxpr)
-    return found
+    return list(visit(jax.make_jaxpr(fn)(*args).jaxpr))
 
 
 ARGS = (HISTORY, QUERY, W_K, W_V)
+
+
+def assert_close(fn, expected, *args) -> None:
+    results = (jax.tree.leaves(computed(f, *args)) for f in (fn, expected))
+    for found, wanted in zip(*results, strict=True):
+        found, wanted = (x.astype(np.float32) for x in (found, wanted))
+        np.testing.assert_allclose(found, wanted, atol=0.02 * np.abs(wanted).max())
 
 
 @pytest.mark.parametrize(
@@ -76,22 +81,12 @@ ARGS = (HISTORY, QUERY, W_K, W_V)
 def test_it_becomes_attention(options) -> None:
     fn = functools.partial(model, **options)
     in_xla = functools.partial(model, implementation="xla", **options)
-    assert ATTENTION in primitives(fn, *ARGS)
-    assert ATTENTION not in primitives(ikbo.rewrite(fn), *ARGS)
+    assert calls_of_cudnn(fn, *ARGS)
+    assert not calls_of_cudnn(ikbo.rewrite(fn), *ARGS)
 
-    def both(fn):
-        def loss(*args):
-            out = fn(*args)
-            return jnp.sum(jnp.sin(out)), out
-
-        with jax.numpy_dtype_promotion("standard"):
-            return jax.jit(jax.grad(loss, argnums=(0, 1, 2, 3), has_aux=True))(*ARGS)
-
-    for found, expected in zip(
-        jax.tree.leaves(both(ikbo.rewrite(fn))), jax.tree.leaves(both(in_xla)), strict=True
-    ):
-        found, expected = (np.asarray(x, np.float32) for x in (found, expected))
-        np.testing.assert_allclose(found, expected, atol=0.02 * np.abs(expected).max())
+    with jax.numpy_dtype_promotion("standard"):
+        for of in (lambda fn: fn, gradients_by_all(ARGS)):
+            assert_close(of(ikbo.rewrite(fn)), of(in_xla), *ARGS)
     costs = report_of(fn, *ARGS).costs
     # Projections run at user batch, attention as often as before, and no history is copied.
     assert costs.original.flops - costs.rewritten.flops == (B - U) * S * D * N * H * 4
@@ -130,10 +125,8 @@ def of_grouped_heads(implementation, history, query, w_k):
 def test_other_forms_of_the_call(fn) -> None:
     in_cudnn, in_xla = (functools.partial(fn, name) for name in ("cudnn", "xla"))
     args = ARGS[:3]
-    assert ATTENTION not in primitives(ikbo.rewrite(in_cudnn), *args)
-    found = np.asarray(jax.jit(ikbo.rewrite(in_cudnn))(*args), np.float32)
-    expected = np.asarray(jax.jit(in_xla)(*args), np.float32)
-    np.testing.assert_allclose(found, expected, atol=0.02 * np.abs(expected).max())
+    assert not calls_of_cudnn(ikbo.rewrite(in_cudnn), *args)
+    assert_close(ikbo.rewrite(in_cudnn), in_xla, *args)
 
 
 def own_queries(history, query, w_k, w_v, *, causal=False, copies=True):
@@ -150,16 +143,7 @@ def own_queries(history, query, w_k, w_v, *, causal=False, copies=True):
 @pytest.mark.parametrize("causal", [False, True])
 def test_queries_of_the_user_stay_with_cudnn_at_user_batch(causal) -> None:
     fn = functools.partial(own_queries, causal=causal)
-    found = []
-
-    def visit(jaxpr):
-        for eqn in jaxpr.eqns:
-            found.extend([eqn] if eqn.primitive.name == ATTENTION else [])
-            for inner in core.jaxprs_in_params(eqn.params):
-                visit(inner)
-
-    visit(jax.make_jaxpr(ikbo.rewrite(fn))(*ARGS).jaxpr)
-    (eqn,) = found
+    (eqn,) = calls_of_cudnn(ikbo.rewrite(fn), *ARGS)
     assert [v.aval.shape for v in eqn.invars[:3]] == [(U, S, N, H)] * 3
     assert eqn.params["mask_type"].name == ("PADDING_CAUSAL" if causal else "PADDING")
     # Lengths of queries and of keys, by user.
@@ -192,5 +176,5 @@ OTHERS = {
 
 @pytest.mark.parametrize("fn", OTHERS, ids=lambda fn: fn.__name__)
 def test_others_stay_as_they_are_written(fn) -> None:
-    assert ATTENTION in primitives(ikbo.rewrite(fn), *ARGS)
+    assert calls_of_cudnn(ikbo.rewrite(fn), *ARGS)
     assert OTHERS[fn] in str(report_of(fn, *ARGS))

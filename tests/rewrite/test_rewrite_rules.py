@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from collections.abc import Callable, Iterator
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import problems
 import pytest
-from batches import some_at_once
+import rewrite_basics
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
-from rewrite_basics import both, close, equations
+from rewrite_basics import both, close, computed, equations, report_of
 
-import ikbo_jax as ikbo
+from ikbo_jax.rewrite import RewriteReport
 
 pytestmark = pytest.mark.slow
 
@@ -39,23 +38,12 @@ def models_may_add_a_bias_as_people_do() -> Iterator[None]:
         yield
 
 
-def check_each(fns: Mapping[Any, Callable], *args) -> dict[Any, Any]:
-    """Asserts that functions and their rewrites agree, and returns the reports.
-
-    Each is rewritten by itself, but all are in one program: compiling is what takes the time.
-    """
-    rewritten = {name: ikbo.rewrite(fn) for name, fn in fns.items()}
-    run = jax.jit(lambda *args: [(rewritten[name](*args), fns[name](*args)) for name in fns])
-    for name, (ours, theirs) in zip(fns, run(*args), strict=True):
-        for x, y in zip(jax.tree.leaves(ours), jax.tree.leaves(theirs), strict=True):
-            assert (x.shape, x.dtype) == (y.shape, y.dtype), name
-            np.testing.assert_allclose(x, y, rtol=1e-4, atol=1e-5, err_msg=str(name))
-    return {name: ikbo.explain(fn, *args).notes[0] for name, fn in rewritten.items()}
-
-
-def check(fn, *args):
+def check(fn, *args) -> RewriteReport:
     """Asserts that a function and its rewrite agree, and returns the report."""
-    return check_each({fn: fn}, *args)[fn]
+    for x, y in zip(*map(jax.tree.leaves, both(fn, *args)), strict=True):
+        assert (x.shape, x.dtype) == (y.shape, y.dtype)
+        np.testing.assert_allclose(x, y, rtol=1e-4, atol=1e-5)
+    return report_of(fn, *args)
 
 
 #: Of a looked-up [B, D] and a looked-up [B, 3, D]; all of it can be done before the lookup.
@@ -118,21 +106,20 @@ def of_looked_up(name: str) -> Callable:
 MOVES = {"transpose", "expand", "position", "barrier", "split", "slice"}
 
 
-@some_at_once("names", STAY_LAZY, 12)
-def test_stays_at_the_smaller_batch(names: tuple[str, ...]) -> None:
-    for name, report in check_each({x: of_looked_up(x) for x in names}, USER, DEEP).items():
-        reasons = {place.reason for place in report.materialised}
-        assert reasons <= {"returned by the function"}, name
-        # Moving data alone gains nothing.
-        assert name not in MOVES or report.changed == (name == "barrier"), name
+@pytest.mark.parametrize("name", STAY_LAZY)
+def test_stays_at_the_smaller_batch(name: str) -> None:
+    report = check(of_looked_up(name), USER, DEEP)
+    assert {place.reason for place in report.materialised} <= {"returned by the function"}
+    # Moving data alone gains nothing.
+    assert name not in MOVES or report.changed == (name == "barrier")
 
 
-def test_work_on_what_was_moved_stays_at_the_smaller_batch() -> None:
-    def worked(name: str) -> Callable:
-        return lambda *args: jnp.sin(jax.tree.leaves(of_looked_up(name)(*args))[0])
+@pytest.mark.parametrize("name", sorted(MOVES))
+def test_work_on_what_was_moved_stays_at_the_smaller_batch(name: str) -> None:
+    def worked(*args):
+        return jnp.sin(jax.tree.leaves(of_looked_up(name)(*args))[0])
 
-    reports = check_each({name: worked(name) for name in sorted(MOVES)}, USER, DEEP)
-    assert [name for name, report in reports.items() if not report.changed] == []
+    assert check(worked, USER, DEEP).changed
 
 
 #: Of a concatenation of looked-up and candidates' [B, D + C]: parts are worked on by themselves.
@@ -157,32 +144,25 @@ BY_PARTS = {
 }
 
 
-@some_at_once("names", BY_PARTS, 12)
+@pytest.mark.parametrize("name", BY_PARTS)
 @pytest.mark.parametrize("user_first", [True, False])
-def test_a_concatenation_is_worked_on_by_parts(names: tuple[str, ...], user_first: bool) -> None:
-    def of_both(name: str) -> Callable:
-        def fn(user, cand):
-            parts = [user[INDEX], cand]
-            return BY_PARTS[name](jnp.concatenate(parts if user_first else parts[::-1], axis=1))
+def test_a_concatenation_is_worked_on_by_parts(name: str, user_first: bool) -> None:
+    def fn(user, cand):
+        parts = [user[INDEX], cand]
+        return BY_PARTS[name](jnp.concatenate(parts if user_first else parts[::-1], axis=1))
 
-        return fn
-
-    for name, report in check_each({x: of_both(x) for x in names}, USER, CAND).items():
-        assert {place.reason for place in report.materialised} <= {
-            "returned by the function",
-            # A branch that returns candidates' values cannot be lazy.
-            "the branches of a cond return it in different forms",
-        }, name
+    assert {place.reason for place in check(fn, USER, CAND).materialised} <= {
+        "returned by the function",
+        # A branch that returns candidates' values cannot be lazy.
+        "the branches of a cond return it in different forms",
+    }
 
 
 def test_gradient_of_an_activation_of_a_concatenation() -> None:
     def loss(user, cand):
         return jnp.sum(BY_PARTS["relu"](jnp.concatenate([user[INDEX], cand], axis=1)) ** 2)
 
-    each = (ikbo.rewrite(loss), loss)
-    ours, theirs = jax.jit(lambda *x: [jax.grad(fn, (0, 1))(*x) for fn in each])(USER, CAND)
-    for x, y in zip(ours, theirs, strict=True):
-        np.testing.assert_allclose(x, y, rtol=1e-4, atol=1e-3)
+    rewrite_basics.check(lambda fn: jax.grad(fn, (0, 1)), loss, USER, CAND)
 
 
 def test_tokens_side_by_side_are_projected_by_parts() -> None:
@@ -225,14 +205,10 @@ REFUSED = {
 }
 
 
-@some_at_once("names", REFUSED, 12)
-def test_refused_for_a_reason(names: tuple[str, ...]) -> None:
-    def of_work(name: str) -> Callable:
-        return lambda user: REFUSED[name][0](jnp.sin(user[INDEX]))
-
-    for name, report in check_each({x: of_work(x) for x in names}, USER).items():
-        reasons = [place.reason for place in report.materialised]
-        assert any(found.startswith(REFUSED[name][1]) for found in reasons), (name, report)
+@pytest.mark.parametrize(("fn", "reason"), REFUSED.values(), ids=REFUSED)
+def test_refused_for_a_reason(fn, reason: str) -> None:
+    report = check(lambda user: fn(jnp.sin(user[INDEX])), USER)
+    assert any(place.reason.startswith(reason) for place in report.materialised), report
 
 
 def test_what_every_step_needs_is_copied_once() -> None:
@@ -268,17 +244,17 @@ def test_a_jit_with_shardings_is_rewritten() -> None:
 # Lookups.
 
 
-def test_lookup_along_any_axis() -> None:
-    def along(axis: int) -> Callable:
-        return lambda *x: jnp.sin(jnp.take(x[axis], INDEX, axis=axis, mode="clip")).sum()
+@pytest.mark.parametrize("axis", range(3))
+def test_lookup_along_any_axis(axis: int) -> None:
+    def along(x):
+        return jnp.sin(jnp.take(x, INDEX, axis=axis, mode="clip")).sum()
 
-    arrays = [np.moveaxis(np.asarray(DEEP), 0, axis) for axis in range(3)]
-    reports = check_each({axis: along(axis) for axis in range(3)}, *arrays)
-    assert all(report.changed for report in reports.values()), reports
+    assert check(along, np.moveaxis(np.asarray(DEEP), 0, axis)).changed
 
 
-def test_lookups_in_other_words() -> None:
-    lookups = [
+@pytest.mark.parametrize(
+    "look",
+    [
         lambda x: x[INDEX, 1],
         lambda x: x[INDEX, :, 2],
         lambda x: x[INDEX, 0, 3],
@@ -290,15 +266,15 @@ def test_lookups_in_other_words() -> None:
         lambda x: x[INDEX.astype(jnp.int16)],
         lambda x: x[np.asarray(INDEX)],
         lambda x: x[jnp.asarray([0, 1, 2, 3])[INDEX]],
-    ]
-    several = enumerate(lookups)
-    fns = {n: lambda x, look=look: jnp.sin(look(x)).sum(axis=-1) for n, look in several}
-    for n, report in check_each(fns, DEEP).items():
-        assert report.changed, (n, report)
+    ],
+)
+def test_lookups_in_other_words(look) -> None:
+    assert check(lambda x: jnp.sin(look(x)).sum(axis=-1), DEEP).changed
 
 
-def test_lookups_of_a_requests_only_user() -> None:
-    lookups = [
+@pytest.mark.parametrize(
+    "look",
+    [
         lambda x, index: x[index],
         lambda x, index: x[index, 1],
         lambda x, index: x[:, :1][index],
@@ -307,20 +283,23 @@ def test_lookups_of_a_requests_only_user() -> None:
         lambda x, index: jax.vmap(lambda i: x[i])(index),
         lambda x, index: jax.vmap(lambda i: x[i, :1])(index),
         lambda x, index: x[np.zeros(B, np.int32)],
-    ]
-    several = enumerate(lookups)
-    fns = {n: lambda *args, look=look: jnp.sin(look(*args)).sum(axis=-1) for n, look in several}
-    for n, report in check_each(fns, DEEP[:1], np.zeros(B, np.int32)).items():
-        assert report.changed, (n, report)
+    ],
+)
+def test_lookups_of_a_requests_only_user(look) -> None:
+    def fn(*args):
+        return jnp.sin(look(*args)).sum(axis=-1)
+
+    assert check(fn, DEEP[:1], np.zeros(B, np.int32)).changed
 
 
 @pytest.mark.parametrize("rows", [U, 1])
-def test_a_position_out_of_bounds_fills_every_row(rows: int) -> None:
-    def at(position: int) -> Callable:
-        return lambda x, index: jnp.sin(x.at[index, position].get(mode="fill", fill_value=jnp.nan))
+@pytest.mark.parametrize("position", [0, 3])
+def test_a_position_out_of_bounds_fills_every_row(position: int, rows: int) -> None:
+    def at(x, index):
+        return jnp.sin(x.at[index, position].get(mode="fill", fill_value=jnp.nan))
 
-    reports = check_each({n: at(n) for n in (0, 3)}, DEEP[:rows, :1], np.asarray(INDEX) % rows)
-    assert {n: report.changed for n, report in reports.items()} == {0: True, 3: False}
+    report = check(at, DEEP[:rows, :1], np.asarray(INDEX) % rows)
+    assert report.changed == (position == 0)
 
 
 def test_the_same_index_twice_is_one_lookup() -> None:
@@ -340,7 +319,7 @@ def test_rows_out_of_bounds_of_one_operand_alone() -> None:
 
     report = check(fn, USER, DEEP)
     assert "looked up in place" not in report.details
-    assert np.isnan(jax.jit(fn)(USER, DEEP)[0]).all()
+    assert np.isnan(computed(fn, USER, DEEP)[0]).all()
 
 
 def test_a_table_looked_up_by_looked_up_ids() -> None:
@@ -368,7 +347,7 @@ def test_lookups_by_fill_in_what_was_looked_up() -> None:
 
     report = check(fn, USER[:2])
     assert report.changed
-    assert np.isnan(jax.jit(fn)(USER[:2])).any(axis=1).sum() >= 2
+    assert np.isnan(computed(fn, USER[:2])).any(axis=1).sum() >= 2
 
 
 def test_one_shared_value_is_not_reported_unless_a_product_is_saved() -> None:
