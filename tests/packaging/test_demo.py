@@ -152,12 +152,6 @@ def test_a_folder_that_cannot_be_made_is_said_and_not_fatal(tmp_path):
         assert jax.config.jax_compilation_cache_dir is None
 
 
-def test_importing_the_library_keeps_nothing():
-    code = "import jax, ikbo_jax, ikbo_jax.cli; print(jax.config.jax_compilation_cache_dir)"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout == "None\n"
-
-
 # Inputs that are made by one program.
 
 

@@ -69,10 +69,10 @@ def violations(source: str, name: str, is_package: bool = False) -> list[str]:
     return found
 
 
-@pytest.mark.parametrize("name", MODULES, ids=lambda name: name or PACKAGE)
-def test_module_imports_only_what_its_room_may(name: str) -> None:
-    path = MODULES[name]
-    assert violations(path.read_text(), name, path.name == "__init__.py") == []
+def test_modules_import_only_what_their_rooms_may() -> None:
+    assert len(MODULES) > 100
+    for name, path in MODULES.items():
+        assert violations(path.read_text(), name, path.name == "__init__.py") == []
 
 
 def test_no_room_imports_upwards() -> None:
@@ -126,12 +126,15 @@ def test_rule_permits_what_the_rooms_need(name: str, source: str) -> None:
     assert violations(source, name) == []
 
 
-def test_importing_the_package_stays_cheap() -> None:
+def test_importing_the_package_stays_cheap_and_keeps_no_programs() -> None:
     # Mosaic GPU costs 0.3 s, and only a machine with a Hopper GPU needs it.
     code = (
         f"import sys, {PACKAGE}\n"
         "heavy = ('jax.experimental.mosaic', 'jax.experimental.pallas', 'rich', 'flax')\n"
-        "print([name for name in heavy if name in sys.modules])"
+        "print([name for name in heavy if name in sys.modules])\n"
+        f"import jax, {PACKAGE}.cli\n"
+        "print(jax.config.jax_compilation_cache_dir)"
     )
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
-    assert (done.returncode, done.stdout.strip()) == (0, "[]"), done.stderr
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines() == ["[]", "None"]
