@@ -17,6 +17,7 @@ from ikbo_jax.rewrite.recorder import Recorder
 
 RNG = np.random.default_rng(0)
 U, B, D = 4, 32, 8
+INDEX = jnp.asarray(RNG.integers(0, U, B), jnp.int32)
 
 
 def floats(*shape):
@@ -72,11 +73,9 @@ BIASES = {
 
 @pytest.mark.parametrize("name", BIASES)
 def test_a_bias_keeps_all_keys_where_it_is_zero(name: str) -> None:
-    index = jnp.asarray(RNG.integers(0, U, B), jnp.int32)
-
     def attend(history, cand, lengths):
-        x = jnp.concatenate([history[index], cand], axis=1)
-        kept = jnp.arange(5)[None] < lengths[index][:, None]
+        x = jnp.concatenate([history[INDEX], cand], axis=1)
+        kept = jnp.arange(5)[None] < lengths[INDEX][:, None]
         keys = jnp.concatenate([kept, jnp.ones((B, 1), bool)], axis=1)[:, None, :]
         logits = jnp.einsum("btd,bsd->bts", x, x) + BIASES[name](keys)
         return jnp.einsum("bts,bsd->btd", jax.nn.softmax(logits, axis=-1), x)
@@ -98,12 +97,11 @@ ADDED = {
 @pytest.mark.parametrize("name", ADDED)
 def test_a_bias_is_the_mask_that_it_is_written_with(name: str) -> None:
     """Added as put in by a select, the mask keeps the history's queries at user batch."""
-    index = jnp.asarray(RNG.integers(0, U, B), jnp.int32)
 
     def attend(logits_of):
         def fn(history, cand, lengths):
-            x = jnp.concatenate([history[index], cand], axis=1)
-            kept = jnp.arange(5)[None] < lengths[index][:, None]
+            x = jnp.concatenate([history[INDEX], cand], axis=1)
+            kept = jnp.arange(5)[None] < lengths[INDEX][:, None]
             keys = jnp.concatenate([kept, jnp.ones((B, 1), bool)], axis=1)[:, None, :]
             logits = logits_of(jnp.einsum("btd,bsd->bts", x, x), keys)
             x = jnp.einsum("bts,bsd->btd", jax.nn.softmax(logits, axis=-1), x)
@@ -121,12 +119,11 @@ def test_a_bias_is_the_mask_that_it_is_written_with(name: str) -> None:
 
 @pytest.mark.parametrize("added", [False, True])
 def test_rows_without_keys_are_nan_in_a_sequence(added: bool) -> None:
-    index = jnp.asarray(RNG.integers(0, U, B), jnp.int32)
     own = jnp.arange(B)[:, None] % 3 > 0
 
     def attend(history, cand, lengths):
-        x = jnp.concatenate([history[index], cand], axis=1)
-        kept = jnp.arange(5)[None] < lengths[index][:, None]
+        x = jnp.concatenate([history[INDEX], cand], axis=1)
+        kept = jnp.arange(5)[None] < lengths[INDEX][:, None]
         keys = jnp.concatenate([kept, own], axis=1)[:, None, :]
         logits = jnp.einsum("btd,bsd->bts", cand, x)
         hidden = jnp.where(keys, 0, -jnp.inf)
@@ -181,8 +178,7 @@ def test_a_mask_is_computed_in_the_dtype_of_its_numbers() -> None:
         logits = jnp.where(visible()[None], logits, -1e9)
         return jnp.einsum("bts,bsd->btd", jax.nn.softmax(logits, axis=-1), rows)
 
-    index = jnp.asarray(RNG.integers(0, U, B), jnp.int32)
-    check_values_and_gradients(attend, floats(U, 8, D), floats(B, D), index, floats(D, D))
+    check_values_and_gradients(attend, floats(U, 8, D), floats(B, D), INDEX, floats(D, D))
 
 
 @pytest.mark.parametrize("shape", [(1, D), (B, 1), ()], ids=str)
@@ -200,8 +196,7 @@ def test_a_jvp_rule_may_close_over_an_array(shape: tuple[int, ...]) -> None:
     def score(users, cand, index):
         return squashed(users[index]) * cand
 
-    index = jnp.asarray(RNG.integers(0, U, B), jnp.int32)
-    check_values_and_gradients(score, floats(U, D), floats(B, D), index)
+    check_values_and_gradients(score, floats(U, D), floats(B, D), INDEX)
 
 
 def test_a_merged_value_is_broadcast_by_an_operation() -> None:
@@ -209,8 +204,7 @@ def test_a_merged_value_is_broadcast_by_an_operation() -> None:
         rows = (users[index] @ jnp.ones((D, 1))).reshape(2 * B, 1)
         return (jnp.tanh(rows) * jnp.tanh(cand[:1])).reshape(B, 2, D) * cand[:, None]
 
-    index = jnp.asarray(RNG.integers(0, U, B), jnp.int32)
-    args = floats(U, 2, D), floats(B, D), index
+    args = floats(U, 2, D), floats(B, D), INDEX
     check_values_and_gradients(outer, *args)
     (report,) = ikbo.explain(ikbo.rewrite(outer), *args).notes
     assert "raised" not in str(report), report

@@ -5,12 +5,14 @@ from __future__ import annotations
 import functools
 import re
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
+from rewrite_basics import computed
 
 import ikbo_jax as ikbo
 from ikbo_jax.models import ranking
@@ -22,6 +24,24 @@ SIZES = ranking.Sizes(
     dtype="float32",
 )  # fmt: skip
 KINDS = {"auto": AxisType.Auto, "explicit": AxisType.Explicit}
+
+
+def value_and_gradients(fn, argnums=0):
+    """What a function returns, and the gradients of the sum of its sines."""
+
+    def loss(*args):
+        out = fn(*args)
+        return jnp.sum(jnp.sin(out)), out
+
+    def run(*args):
+        gradients, out = jax.grad(loss, argnums, has_aux=True)(*args)
+        return out, gradients
+
+    return run
+
+
+def assert_close(found, wanted, atol, rtol=1e-7):
+    chex.assert_trees_all_close(*jax.device_get((found, wanted)), rtol=rtol, atol=atol)
 
 
 def put(mesh, x, *spec):
@@ -63,19 +83,14 @@ def test_values_gradients_and_layouts_are_the_originals(model, layout, kind):
     arrays = (user, np.arange(16, dtype=np.int32) % 3, weight, cand)
     args = [put(mesh, x, *spec) for x, spec in zip(arrays, LAYOUTS[layout], strict=True)]
 
-    def both(fn):
-        def loss(user, weight):
-            out = fn(user, args[1], weight, args[3])
-            return jnp.sum(jnp.sin(out)), out
-
-        return jax.jit(jax.value_and_grad(loss, argnums=(0, 1), has_aux=True))
-
     with jax.set_mesh(mesh):
-        (_, expected), expected_gradients = both(model)(args[0], args[2])
-        (_, out), gradients = both(ikbo.rewrite(model))(args[0], args[2])
-    assert out.sharding.is_equivalent_to(expected.sharding, out.ndim)
-    for found, wanted in zip((out, *gradients), (expected, *expected_gradients), strict=True):
-        np.testing.assert_allclose(np.asarray(found), np.asarray(wanted), atol=1e-5)
+        expected, found = (
+            jax.jit(value_and_gradients(fn, (0, 2)))(*args) for fn in (model, ikbo.rewrite(model))
+        )
+    assert found[0].sharding.is_equivalent_to(expected[0].sharding, 2)
+    chex.assert_trees_all_close(
+        jax.device_get(found), jax.device_get(expected), rtol=1e-7, atol=1e-5
+    )
 
 
 def compressed(user, index, weight, cand):
@@ -134,17 +149,16 @@ def test_a_training_step_gathers_nothing(model, kind):
         def loss(user, weight, cand, index):
             return jnp.sum(jnp.sin(fn(user, index, weight, cand)))
 
-        return jax.jit(jax.value_and_grad(loss, (0, 1, 2)))
+        return jax.value_and_grad(loss, (0, 1, 2))
 
-    expected = jax.device_get(step(model)(user, weight, cand, index))
+    expected = computed(step(model), user, weight, cand, index)
     with jax.set_mesh(mesh):
         args = put(mesh, user), put(mesh, weight), put(mesh, cand, "x"), put(mesh, index, "x")
         (report,) = ikbo.explain(ikbo.rewrite(model), args[0], args[3], args[1], args[2]).notes
         assert report.changed
-        compiled = step(ikbo.rewrite(model)).lower(*args).compile()
+        compiled = jax.jit(step(ikbo.rewrite(model))).lower(*args).compile()
         results = compiled(*args)
-    for found, wanted in zip(jax.tree.leaves(results), jax.tree.leaves(expected), strict=True):
-        np.testing.assert_allclose(np.asarray(found), wanted, rtol=1e-4, atol=1e-4)
+    assert_close(results, expected, rtol=1e-4, atol=1e-4)
     assert results[1][2].sharding.spec[0] == "x"
     collective = r" = (\S+|\(.*?\)) (all-\w+|collective-permute|reduce-scatter)(?:-start)?\("
     moved = re.findall(collective, compiled.as_text())
@@ -179,37 +193,24 @@ def test_other_functions_of_logits_over_explicit_axes(name, eager):
         return jnp.einsum("bs,bsd->bd", LOGITS[name](logits), rows)
 
     def gradients(fn):
-        found = jax.grad(lambda *args: jnp.sum(jnp.sin(fn(*args))), (0, 1, 3))
-        return found if eager else jax.jit(found)
+        return jax.grad(lambda *args: jnp.sum(jnp.sin(fn(*args))), (0, 1, 3))
 
-    expected = gradients(score)(keys, cand, index, weight)
+    expected = computed(gradients(score), keys, cand, index, weight)
     with jax.set_mesh(mesh):
         args = put(mesh, keys), put(mesh, cand, "x"), put(mesh, index, "x"), put(mesh, weight)
         (report,) = ikbo.explain(ikbo.rewrite(score), *args).notes
-        found = gradients(ikbo.rewrite(score))(*args)
+        of_rewritten = gradients(ikbo.rewrite(score))
+        found = (of_rewritten if eager else jax.jit(of_rewritten))(*args)
     assert report.changed, report
-    for x, y in zip(found, expected, strict=True):
-        np.testing.assert_allclose(np.asarray(x), np.asarray(y), rtol=1e-4, atol=1e-4)
-
-
-def both(fn):
-    """Value and result of a network, and its gradients."""
-
-    def loss(params, request):
-        out = fn(params, request)
-        return jnp.sum(jnp.sin(out)), out
-
-    return jax.value_and_grad(loss, has_aux=True)
+    assert_close(found, expected, rtol=1e-4, atol=1e-4)
 
 
 @functools.cache
 def of_one_device():
     """The network's result and gradients."""
     with jax.numpy_dtype_promotion("standard"):
-        (_, out), gradients = jax.jit(both(ranking.co_designed))(
-            ranking.init(SIZES), ranking.make_request(SIZES)
-        )
-    return jax.device_get((out, gradients))
+        args = ranking.init(SIZES), ranking.make_request(SIZES)
+        return computed(value_and_gradients(ranking.co_designed), *args)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -234,15 +235,11 @@ def test_the_network_moves_nothing_but_the_index(name, kind):
         # Of each version once, since a program with gradients compiles for twice the time.
         with_gradients = (name == "co-designed") == (kind == "auto")
         if with_gradients:
-            _, gradients = jax.jit(both(fn))(params, request)
-    np.testing.assert_allclose(np.asarray(out), np.asarray(expected), atol=1e-5)
+            _, gradients = jax.jit(value_and_gradients(fn))(params, request)
+    assert_close(out, expected, atol=1e-5)
     if with_gradients:
-        jax.tree.map(
-            lambda found, wanted: np.testing.assert_allclose(
-                np.asarray(found), np.asarray(wanted), atol=1e-4
-            ),
-            gradients,
-            expected_gradients,
+        chex.assert_trees_all_close(
+            jax.device_get(gradients), expected_gradients, rtol=1e-7, atol=1e-4
         )
     assert out.sharding.is_equivalent_to(NamedSharding(mesh, P(("x", "y"))), out.ndim)
     collective = r" = (\S+) (all-\w+|collective-permute|reduce-scatter)(?:-start)?\("
@@ -258,6 +255,16 @@ def mapped(model, mesh, specs, out, **options):
         return jax.shard_map(model, mesh=mesh, in_specs=specs, out_specs=out, **options)(*args)
 
     return fn
+
+
+def on_two_devices():
+    """A mesh, and arrays to divide over it."""
+    rng = np.random.default_rng(0)
+    user, weight, cand = (
+        jnp.asarray(rng.normal(size=s), jnp.float32) for s in ((3, 8), (8, 16), (32, 8))
+    )
+    index = jnp.asarray(rng.integers(0, 3, 32), jnp.int32)
+    return jax.make_mesh((2,), ("x",), axis_types=(AxisType.Auto,)), user, index, weight, cand
 
 
 def of_rows(body):
@@ -301,29 +308,17 @@ def centred(rows, weight, cand):
 @pytest.mark.parametrize("body", [shifted, divided_by_rank, centred])
 @pytest.mark.parametrize("place", [of_rows, around])
 def test_shard_map(place, body, check):
-    mesh = jax.make_mesh((2,), ("x",), axis_types=(AxisType.Auto,))
-    rng = np.random.default_rng(0)
-    user, weight, cand = (
-        jnp.asarray(rng.normal(size=s), jnp.float32) for s in ((3, 8), (8, 16), (32, 8))
-    )
-    index = jnp.asarray(rng.integers(0, 3, 32), jnp.int32)
+    mesh, user, index, weight, cand = on_two_devices()
 
     def fn(user, weight, cand):
         return place(body)(mesh, user, index, weight, cand, check_vma=check)
 
-    def loss(fn):
-        def of(*args):
-            out = fn(*args)
-            return jnp.sum(jnp.sin(out)), out
+    def run(user, weight, cand):
+        each = ikbo.rewrite(fn), fn
+        return [value_and_gradients(f, (0, 1, 2))(user, weight, cand) for f in each]
 
-        return jax.jit(jax.grad(of, argnums=(0, 1, 2), has_aux=True))
-
-    for ours, theirs in zip(
-        jax.tree.leaves(loss(ikbo.rewrite(fn))(user, weight, cand)),
-        jax.tree.leaves(loss(fn)(user, weight, cand)),
-        strict=True,
-    ):
-        np.testing.assert_allclose(ours, theirs, atol=1e-4)
+    ours, theirs = jax.jit(run)(user, weight, cand)
+    assert_close(ours, theirs, atol=1e-4)
     before, after = (
         cost.program_cost(jax.make_jaxpr(f)(user, weight, cand)).flops
         for f in (fn, ikbo.rewrite(fn))
@@ -332,41 +327,25 @@ def test_shard_map(place, body, check):
 
 
 def test_shard_map_of_the_rewritten_function():
-    mesh = jax.make_mesh((2,), ("x",), axis_types=(AxisType.Auto,))
-    rng = np.random.default_rng(0)
-    user, weight, cand = (
-        jnp.asarray(rng.normal(size=s), jnp.float32) for s in ((3, 8), (8, 16), (32, 8))
-    )
-    index = jnp.asarray(rng.integers(0, 3, 32), jnp.int32)
+    mesh, user, index, weight, cand = on_two_devices()
 
     def body(user, index, weight, cand):
         return shifted(user[index], weight, cand)
 
     specs = (P(), P("x"), P(), P("x"))
 
-    def loss(body):
-        fn = mapped(body, mesh, specs, P("x"))
-        return jax.jit(
-            jax.value_and_grad(lambda *args: jnp.sum(jnp.sin(fn(*args))), argnums=(0, 2, 3))
-        )
+    @jax.jit
+    def run(*args):
+        fns = (mapped(f, mesh, specs, P("x")) for f in (ikbo.rewrite(body), body))
+        return [value_and_gradients(fn, (0, 2, 3))(*args) for fn in fns]
 
-    args = user, index, weight, cand
-    for ours, theirs in zip(
-        jax.tree.leaves(loss(ikbo.rewrite(body))(*args)),
-        jax.tree.leaves(loss(body)(*args)),
-        strict=True,
-    ):
-        np.testing.assert_allclose(ours, theirs, atol=1e-4)
+    ours, theirs = run(user, index, weight, cand)
+    assert_close(ours, theirs, atol=1e-4)
 
 
 def test_an_inner_jit_with_shardings():
-    mesh = jax.make_mesh((2,), ("x",), axis_types=(AxisType.Auto,))
+    mesh, user, index, weight, cand = on_two_devices()
     rows = NamedSharding(mesh, P("x"))
-    rng = np.random.default_rng(0)
-    user, weight, cand = (
-        jnp.asarray(rng.normal(size=s), jnp.float32) for s in ((3, 8), (8, 16), (32, 8))
-    )
-    index = jnp.asarray(rng.integers(0, 3, 32), jnp.int32)
     inner = jax.jit(shifted, in_shardings=(rows, None, rows), out_shardings=rows)
 
     def fn(user, weight, cand):

@@ -14,7 +14,7 @@ from float64_oracle import ROUNDED, UnknownPrimitive, evaluate
 from jax.extend import core
 
 import ikbo_jax as ikbo
-from ikbo_jax.rewrite import RewriteReport
+from ikbo_jax.rewrite import Lazy, NotCovered, RewriteReport, register_rule, registry
 from ikbo_jax.rewrite.work import BothCosts
 
 B, U, D, C, H = 24, 4, 6, 5, 8
@@ -147,3 +147,26 @@ def embeddings(rng_seed: int = 0) -> tuple[jax.Array, ...]:
     shape = problems.LinearCompressionShape(U, B, 7, 3, 2, 8, "unsorted")
     w_cand, w_user, e_cand, e_user, index = problems.make_inputs(shape, "float32", rng_seed)
     return jnp.concatenate([w_user, w_cand], axis=1), e_user, e_cand, index
+
+
+def add_rule_whose_fast_form_has_another_derivative(monkeypatch) -> list[bool]:
+    """Adds a rule of `atan` of looked-up values, whose fast form has the derivative 0.
+
+    Returns:
+      For each call of the rule, whether it was asked for a form to differentiate.
+    """
+    monkeypatch.setattr(registry, "_RULES", dict(registry._RULES))
+    calls: list[bool] = []
+
+    @register_rule("atan")
+    def rule(ctx, eqn, x):
+        calls.append(ctx.differentiated)
+        if not isinstance(x, Lazy):
+            raise NotCovered("atan of a concatenation")
+        base = ctx.bind(eqn, x.base)
+        if not ctx.differentiated:
+            ctx.gradient_differs()
+            base = jax.lax.stop_gradient(base)
+        return Lazy(base, x.shape, x.lineage, x.axis, x.origins)
+
+    return calls

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -17,7 +18,6 @@ class Model(NamedTuple):
     Attributes:
       name: the function's.
       fn: the model.
-      uses: names of its arguments in `arrays`.
       became: what the report must say, in this order and perhaps with more in between.
       never: shapes that the rewritten program must not hold, since they are copies.
       materialised: how many places must be reported as materialised.
@@ -25,74 +25,78 @@ class Model(NamedTuple):
 
     name: str
     fn: Callable[..., Any]
-    uses: tuple[str, ...]
     became: tuple[str, ...]
     never: tuple[tuple[int, ...], ...]
     materialised: int
 
     def args(self) -> list[jax.Array]:
-        return [arrays()[name] for name in self.uses]
+        """The model's arguments, each the array of its name."""
+        return [arrays()[name] for name in inspect.signature(self.fn).parameters]
 
 
 MODELS: dict[str, Model] = {}
 
 
 def model(
-    uses: str,
     *became: str,
     never: tuple[tuple[int, ...], ...] = (),
     materialised: int = 0,
 ) -> Callable[[Callable], Callable]:
     def add(fn: Callable) -> Callable:
-        name = fn.__name__
-        MODELS[name] = Model(name, fn, tuple(uses.split()), became, never, materialised)
+        MODELS[fn.__name__] = Model(fn.__name__, fn, became, never, materialised)
         return fn
 
     return add
 
 
+#: What the report says of a product, or of other work, that is done before the lookup.
+BY_PARTS = "product by parts"
+PRODUCT_OF_USERS = "product at the smaller batch"
+WORK_OF_USERS = "work at the smaller batch"
+#: The shape of a copy of the users' features for every candidate.
+USER_ROWS = (B, D_USER)
+
 # Compression of user and candidate embeddings.
 
 
-@model("compress user_emb cand_emb index", "linear_compression", never=((B, K_USER, N),))
+@model("linear_compression", never=((B, K_USER, N),))
 def compression_by_einsum(compress, user_emb, cand_emb, index):
     embeddings = jnp.concatenate([user_emb[index], cand_emb], axis=1)
     return jnp.einsum("mk,bkn->bmn", compress, embeddings)
 
 
-@model("compress_flipped user_emb cand_emb index", "linear_compression", never=((B, K_USER, N),))
+@model("linear_compression", never=((B, K_USER, N),))
 def compression_by_matmul(compress_flipped, user_emb, cand_emb, index):
     users = jnp.take(user_emb, index, axis=0, mode="clip")
     return compress_flipped @ jnp.concatenate([cand_emb, users], axis=1)
 
 
-@model("compress user_emb cand_emb counts", "linear_compression", never=((B, K_USER, N),))
+@model("linear_compression", never=((B, K_USER, N),))
 def compression_of_repeated_users(compress, user_emb, cand_emb, counts):
     users = jnp.repeat(user_emb, counts, axis=0, total_repeat_length=B)
     embeddings = jnp.concatenate([users, cand_emb], axis=1)
     return jax.nn.relu(jnp.einsum("bkn,mk->bmn", embeddings, compress))
 
 
-@model("compress user_emb cand_emb", "linear_compression", never=((B, K_USER, N),))
+@model("linear_compression", never=((B, K_USER, N),))
 def compression_of_equally_many(compress, user_emb, cand_emb):
     users = jnp.repeat(user_emb, B // U, axis=0)
     return jnp.einsum("mk,bkn->bmn", compress, jnp.concatenate([users, cand_emb], axis=1))
 
 
-@model("compress user_emb cand_emb", "linear_compression", never=((B, K_USER, N),))
+@model("linear_compression", never=((B, K_USER, N),))
 def compression_of_tiled_users(compress, user_emb, cand_emb):
     users = jnp.tile(user_emb, (B // U, 1, 1))
     return jnp.einsum("mk,bkn->bmn", compress, jnp.concatenate([users, cand_emb], axis=1))
 
 
-@model("compress user_emb cand_emb", "linear_compression", never=((B, K_USER, N),))
+@model("linear_compression", never=((B, K_USER, N),))
 def compression_of_one_user(compress, user_emb, cand_emb):
     user = jnp.broadcast_to(user_emb[:1], (B, K_USER, N))
     return compress @ jnp.concatenate([user, cand_emb], axis=1)
 
 
 @model(
-    "compress_three request_emb user_emb cand_emb user_to_request index",
     "multilevel_linear_compression",
     never=((B, K_REQ + K_USER, N), (B, K_USER, N), (B, K_REQ, N), (U, K_REQ, N)),
 )
@@ -104,12 +108,7 @@ def compression_of_three_levels(
     return jnp.einsum("mk,bkn->bmn", compress_three, embeddings)
 
 
-@model(
-    "compress user_emb cand_emb index",
-    "work at the smaller batch",
-    "linear_compression",
-    never=((B, K_USER, N),),
-)
+@model(WORK_OF_USERS, "linear_compression", never=((B, K_USER, N),))
 def compression_of_normalised_embeddings(compress, user_emb, cand_emb, index):
     embeddings = jnp.concatenate([user_emb[index], cand_emb], axis=1)
     embeddings = embeddings / (jnp.sqrt(jnp.sum(embeddings**2, -1, keepdims=True)) + 1e-6)
@@ -119,20 +118,20 @@ def compression_of_normalised_embeddings(compress, user_emb, cand_emb, index):
 # The first layer of a multi-layer perceptron.
 
 
-@model("user cand index w_first bias w_out", "product by parts", never=((B, D_USER),))
+@model(BY_PARTS, never=(USER_ROWS,))
 def first_dense_layer(user, cand, index, w_first, bias, w_out):
     x = jnp.concatenate([user[index], cand], axis=-1)
     x = jax.nn.relu(x @ w_first + bias)
     return jax.nn.sigmoid(x @ w_out)
 
 
-@model("user cand index w_first bias", "product by parts", never=((B, D_USER),))
+@model(BY_PARTS, never=(USER_ROWS,))
 def first_dense_layer_with_take(user, cand, index, w_first, bias):
     x = jnp.hstack([cand, jnp.take(user, index, axis=0)])
     return jnp.tanh(x @ w_first + bias)
 
 
-@model("lone_user cand w_first bias", "product by parts", never=((B, D_USER),))
+@model(BY_PARTS, never=(USER_ROWS,))
 def vmap_over_candidates(lone_user, cand, w_first, bias):
     def score(user, candidate):
         return jax.nn.silu(jnp.concatenate([user, candidate]) @ w_first + bias)
@@ -140,7 +139,7 @@ def vmap_over_candidates(lone_user, cand, w_first, bias):
     return jax.vmap(score, in_axes=(None, 0))(lone_user, cand)
 
 
-@model("user cand index w_first bias", "product by parts", never=((B, D_USER),))
+@model(BY_PARTS, never=(USER_ROWS,))
 def vmap_over_an_index(user, cand, index, w_first, bias):
     def score(i, candidate):
         return jnp.concatenate([user[i], candidate]) @ w_first + bias
@@ -148,11 +147,7 @@ def vmap_over_an_index(user, cand, index, w_first, bias):
     return jax.vmap(score)(index, cand)
 
 
-@model(
-    "request user cand user_to_request index w_request",
-    "product by parts",
-    never=((B, D_USER), (B, D_REQ)),
-)
+@model(BY_PARTS, never=(USER_ROWS, (B, D_REQ)))
 def first_dense_layer_of_three_levels(request, user, cand, user_to_request, index, w_request):
     requests = request[user_to_request[index]]
     x = jnp.concatenate([requests, user[index], cand], axis=1)
@@ -162,24 +157,13 @@ def first_dense_layer_of_three_levels(request, user, cand, user_to_request, inde
 # Towers and the place where they meet.
 
 
-@model(
-    "user cand index w_user bias w_tower",
-    "product at the smaller batch",
-    "product by parts",
-    never=((B, D_USER),),
-)
+@model(PRODUCT_OF_USERS, BY_PARTS, never=(USER_ROWS,))
 def user_tower_after_the_lookup(user, cand, index, w_user, bias, w_tower):
     tower = jax.nn.gelu(user[index] @ w_user + bias)
     return jax.nn.relu(jnp.concatenate([tower, cand], axis=1) @ w_tower)
 
 
-@model(
-    "user cand index norm_scale norm_bias w_user w_cand",
-    "work at the smaller batch",
-    "product at the smaller batch",
-    "looked up in place",
-    never=((B, D_USER),),
-)
+@model(WORK_OF_USERS, PRODUCT_OF_USERS, "looked up in place", never=(USER_ROWS,))
 def two_towers_with_layer_norm(user, cand, index, norm_scale, norm_bias, w_user, w_cand):
     users = user[index]
     mean = users.mean(axis=-1, keepdims=True)
@@ -188,24 +172,13 @@ def two_towers_with_layer_norm(user, cand, index, norm_scale, norm_bias, w_user,
     return jnp.sum((users @ w_user) * (cand @ w_cand), axis=-1)
 
 
-@model(
-    "user cand index w_gate",
-    "product at the smaller batch",
-    "work at the smaller batch",
-    "looked up in place",
-    never=((B, D_USER),),
-)
+@model(PRODUCT_OF_USERS, WORK_OF_USERS, "looked up in place", never=(USER_ROWS,))
 def gate_of_candidate_by_user(user, cand, index, w_gate):
     gate = jax.nn.sigmoid(user[index] @ w_gate)
     return cand * gate
 
 
-@model(
-    "user cand index w_user w_layers w_tower",
-    "product at the smaller batch",
-    "product by parts",
-    never=((B, D_USER), (3, B, HIDDEN)),
-)
+@model(PRODUCT_OF_USERS, BY_PARTS, never=(USER_ROWS, (3, B, HIDDEN)))
 def scan_over_layers_of_the_user_tower(user, cand, index, w_user, w_layers, w_tower):
     def layer(x, w):
         return x + jax.nn.relu(x @ w), None
@@ -214,11 +187,7 @@ def scan_over_layers_of_the_user_tower(user, cand, index, w_user, w_layers, w_to
     return jnp.concatenate([x, cand], axis=1) @ w_tower
 
 
-@model(
-    "user cand index w_user w_cand w_layers",
-    "product at the smaller batch",
-    never=((B, D_USER), (3, B, HIDDEN)),
-)
+@model(PRODUCT_OF_USERS, never=(USER_ROWS, (3, B, HIDDEN)))
 def scan_over_candidate_layers_with_a_user_constant(user, cand, index, w_user, w_cand, w_layers):
     users = user[index]
 
@@ -229,12 +198,7 @@ def scan_over_candidate_layers_with_a_user_constant(user, cand, index, w_user, w
     return x
 
 
-@model(
-    "user cand index w_user w_hidden w_tower",
-    "product at the smaller batch",
-    "product by parts",
-    never=((B, D_USER),),
-)
+@model(PRODUCT_OF_USERS, BY_PARTS, never=(USER_ROWS,))
 def checkpointed_tower_in_a_jit(user, cand, index, w_user, w_hidden, w_tower):
     @jax.checkpoint
     def tower(x):
@@ -247,34 +211,20 @@ def checkpointed_tower_in_a_jit(user, cand, index, w_user, w_hidden, w_tower):
     return score(user, cand)
 
 
-@model(
-    "user cand index w_user w_hidden w_tower",
-    "product at the smaller batch",
-    "product by parts",
-    never=((B, D_USER),),
-)
+@model(PRODUCT_OF_USERS, BY_PARTS, never=(USER_ROWS,))
 def conditional_tower(user, cand, index, w_user, w_hidden, w_tower):
     x = user[index] @ w_user
     x = jax.lax.cond(cand[0, 0] > 0, lambda x: x @ w_hidden, lambda x: x * 2, x)
     return jnp.concatenate([x, cand], axis=1) @ w_tower
 
 
-@model(
-    "ids table cand index w_first",
-    "work at the smaller batch",
-    "product by parts",
-    never=((B, 5, D_USER), (B, D_USER)),
-)
+@model(WORK_OF_USERS, BY_PARTS, never=((B, 5, D_USER), USER_ROWS))
 def embedding_of_the_users_ids(ids, table, cand, index, w_first):
     bags = table[ids[index]].sum(axis=1)
     return jnp.concatenate([bags, cand], axis=1) @ w_first
 
 
-@model(
-    "user cand index w_first w_out",
-    "product by parts",
-    never=((B, D_USER),),
-)
+@model(BY_PARTS, never=(USER_ROWS,))
 def half_precision_with_an_f32_sum(user, cand, index, w_first, w_out):
     half = jnp.bfloat16
     x = jnp.concatenate([user.astype(half)[index], cand.astype(half)], axis=1)
@@ -282,18 +232,13 @@ def half_precision_with_an_f32_sum(user, cand, index, w_first, w_out):
     return jax.nn.relu(x) @ w_out
 
 
-@model("user cand index w_first", "product by parts", never=((B, D_USER),))
+@model(BY_PARTS, never=(USER_ROWS,))
 def batch_on_another_axis(user, cand, index, w_first):
     users = user.T[:, index]
     return w_first.T @ jnp.concatenate([users, cand.T], axis=0)
 
 
-@model(
-    "user cand index w_user w_tower",
-    "product at the smaller batch",
-    "product by parts",
-    never=((B, D_USER), (B, D_USER // 2)),
-)
+@model(PRODUCT_OF_USERS, BY_PARTS, never=(USER_ROWS, (B, D_USER // 2)))
 def slices_and_reshapes(user, cand, index, w_user, w_tower):
     users = user[index].reshape(B, 2, D_USER // 2)
     users = jnp.concatenate([users[:, 1], users[:, 0]], axis=1) @ w_user
@@ -303,31 +248,31 @@ def slices_and_reshapes(user, cand, index, w_user, w_tower):
 # Attention of candidates over the user's history.
 
 
-@model("query key value index", "attention", never=((B, S, HEADS, H),))
+@model("attention", never=((B, S, HEADS, H),))
 def attention_by_jax_nn(query, key, value, index):
     return jax.nn.dot_product_attention(query, key[index], value[index])
 
 
-@model("query key value index lengths", "attention", never=((B, S, HEADS, H),))
+@model("attention", never=((B, S, HEADS, H),))
 def attention_with_lengths(query, key, value, index, lengths):
     return jax.nn.dot_product_attention(
         query, key[index], value[index], key_value_seq_lengths=lengths[index], scale=0.3
     )
 
 
-@model("query key value index kept", "attention", never=((B, S, HEADS, H),))
+@model("attention", never=((B, S, HEADS, H),))
 def attention_by_linen(query, key, value, index, kept):
     mask = kept[index][:, None, None, :]
     return linen.dot_product_attention(query, key[index], value[index], mask=mask)
 
 
-@model("query key value index kept", "attention", never=((B, S, HEADS, H),))
+@model("attention", never=((B, S, HEADS, H),))
 def attention_by_nnx(query, key, value, index, kept):
     mask = kept[index][:, None, None, :]
     return nnx.dot_product_attention(query, key[index], value[index], mask=mask)
 
 
-@model("query key value index lengths", "attention", never=((B, S, HEADS, H),))
+@model("attention", never=((B, S, HEADS, H),))
 def attention_by_einsum_btnh(query, key, value, index, lengths):
     scores = jnp.einsum("btnh,bsnh->bnts", query, key[index]) / jnp.sqrt(jnp.float32(H))
     mask = jnp.arange(S)[None, :] < lengths[index][:, None]
@@ -335,12 +280,7 @@ def attention_by_einsum_btnh(query, key, value, index, lengths):
     return jnp.einsum("bnts,bsnh->btnh", jax.nn.softmax(scores, axis=-1), value[index])
 
 
-@model(
-    "cand history index w_q w_k w_v",
-    "product at the smaller batch",
-    "attention",
-    never=((B, S, HIDDEN), (B, S, HEADS * H), (B, HEADS, S, H)),
-)
+@model(PRODUCT_OF_USERS, "attention", never=((B, S, HIDDEN), (B, S, HEADS * H), (B, HEADS, S, H)))
 def attention_by_matmul_bnth(cand, history, index, w_q, w_k, w_v):
     def heads(x):
         return x.reshape(B, -1, HEADS, H).transpose(0, 2, 1, 3)
@@ -352,7 +292,7 @@ def attention_by_matmul_bnth(cand, history, index, w_q, w_k, w_v):
     return out.transpose(0, 2, 1, 3).reshape(B, HEADS * H)
 
 
-@model("cand history index w_cand", "attention", never=((B, S, HIDDEN),))
+@model("attention", never=((B, S, HIDDEN),))
 def pooling_by_target_attention(cand, history, index, w_cand):
     tokens = history[index]
     scores = jnp.einsum("bd,bsd->bs", cand @ w_cand, tokens)
@@ -364,42 +304,37 @@ def pooling_by_target_attention(cand, history, index, w_cand):
 # What must be materialised, or cannot be found, and stays right.
 
 
-@model("user cand index other_index w_user", "product at the smaller batch")
+@model(PRODUCT_OF_USERS)
 def two_indices(user, cand, index, other_index, w_user):
     return jnp.tanh(user[index] @ w_user) * jnp.tanh(user[other_index] @ w_user)
 
 
-@model("user index w_user", "product at the smaller batch", "materialised", materialised=1)
+@model(PRODUCT_OF_USERS, "materialised", materialised=1)
 def batch_axis_merged_by_a_reshape(user, index, w_user):
     return (user[index] @ w_user).reshape(B // 4, -1)
 
 
-@model(
-    "user cand index w_first",
-    "product by parts",
-    "materialised",
-    materialised=1,
-)
+@model(BY_PARTS, "materialised", materialised=1)
 def user_value_also_returned(user, cand, index, w_first):
     users = user[index]
     return jnp.concatenate([users, cand], axis=1) @ w_first, users
 
 
-@model("user index w_user", "product at the smaller batch", "materialised", materialised=1)
+@model(PRODUCT_OF_USERS, "materialised", materialised=1)
 def sorted_over_the_candidates(user, index, w_user):
     return jnp.sort(user[index] @ w_user, axis=0)
 
 
-@model("query key index", materialised=1)
+@model(materialised=1)
 def attention_without_a_softmax(query, key, index):
     return jax.nn.sigmoid(jnp.einsum("btnh,bsnh->bnts", query, key[index]))
 
 
-@model("cand w_cand bias")
+@model()
 def no_broadcast(cand, w_cand, bias):
     return jax.nn.relu(cand @ w_cand + bias)
 
 
-@model("table ids")
+@model()
 def an_embedding_of_few_rows_is_none(table, ids):
     return table[ids[:, 0]]
