@@ -66,8 +66,7 @@ def of_gdpa(query, key, value, scale):
 
 
 @pytest.mark.parametrize("fn", [attended, with_own_tokens, materialised, of_gdpa])
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("scale", [0.1, -0.3])
+@pytest.mark.parametrize(("dtype", "scale"), [("float32", -0.3), ("bfloat16", 0.1)])
 def test_a_clear_maximum_gives_its_value(fn, dtype: str, scale: float) -> None:
     run = jax.jit(functools.partial(fn, scale=scale), compiler_options=OPTIMISED)
     for size in (1e3, 1e9, 1e30):
@@ -85,18 +84,19 @@ def test_a_clear_maximum_gives_its_value(fn, dtype: str, scale: float) -> None:
 
 
 @pytest.mark.parametrize("fn", [attended, of_gdpa])
-@pytest.mark.parametrize("size", [1e6, 1e9, 1e30])
-def test_gradient_of_a_clear_maximum(fn, size: float) -> None:
-    arrays = inputs(size, 0.1, "float32")
-
+def test_gradient_of_a_clear_maximum(fn) -> None:
     def loss(*arrays):
         return jnp.sum(fn(*arrays, scale=0.1)[0])
 
-    gradients = jax.jit(jax.grad(loss, (0, 1, 2)), compiler_options=OPTIMISED)(*arrays)
-    assert all(bool(jnp.all(jnp.isfinite(x))) for x in gradients)
+    run = jax.jit(jax.grad(loss, (0, 1, 2)), compiler_options=OPTIMISED)
     expected = np.zeros((U, S, N, H))
     expected[:, WINNER] = T * np.bincount(INDEX)[:, None, None]
-    np.testing.assert_allclose(gradients[2], expected, rtol=1e-2, atol=1e-5)
+    for size in (1e6, 1e9, 1e30):
+        gradients = run(*inputs(size, 0.1, "float32"))
+        assert all(np.isfinite(x).all() for x in gradients), size
+        np.testing.assert_allclose(
+            gradients[2], expected, rtol=1e-2, atol=1e-5, err_msg=f"size {size}"
+        )
 
 
 def test_the_kernels_second_try_is_exact_and_its_check_finds_the_need() -> None:
