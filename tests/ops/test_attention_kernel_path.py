@@ -25,6 +25,11 @@ from ikbo_jax.problems.attention import HEAD_DIMS
 from ikbo_jax.tuning import table
 
 
+def in_float32(inputs: problems.AttentionInputs) -> problems.AttentionInputs:
+    floats = (np.asarray(x, np.float32) for x in inputs[:3])
+    return problems.AttentionInputs(*floats, *inputs[3:])
+
+
 class TestKernelPath:
     """With fake kernels: what the op passes on, and that neither needs a gradient of its own."""
 
@@ -105,10 +110,6 @@ class TestKernelPath:
     def test_gradients_of_both_orders(self, fake_attention) -> None:
         inputs = problems.make_attention_inputs(self.SHAPE)
 
-        exact = problems.AttentionInputs(
-            *(np.asarray(x, np.float32) for x in inputs[:3]), *inputs[3:]
-        )
-
         def slope(inputs, run):
             gradients = jax.grad(loss_of(inputs, run), argnums=(0, 1, 2))
 
@@ -119,7 +120,7 @@ class TestKernelPath:
 
         kernel = functools.partial(ours, implementation="mosaic_gpu")
         run = jax.jit(lambda x, y: (slope(x, kernel), slope(y, oracle)))
-        actual, expected = run(inputs, exact)
+        actual, expected = run(inputs, in_float32(inputs))
         for found, wanted in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True):
             found, wanted = (np.asarray(x, np.float32) for x in (found, wanted))
             np.testing.assert_allclose(found, wanted, rtol=0, atol=0.05 * np.abs(wanted).max())
@@ -138,13 +139,12 @@ class TestGradientByTheKernel:
     @pytest.mark.parametrize("with_own_tokens", [False, True])
     def test_gradients_are_right(self, fake_attention, with_own_tokens: bool) -> None:
         inputs = problems.make_attention_inputs(self.SHAPE)
-        exact = problems.AttentionInputs(
-            *(np.asarray(x, np.float32) for x in inputs[:3]), *inputs[3:]
-        )
+        exact = in_float32(inputs)
         own = own_tokens(self.SHAPE, 2, "bfloat16") if with_own_tokens else {}
         wide = {name: np.asarray(x, np.float32) for name, x in own.items()}
         found = self.gradients(inputs, **own)
-        wanted = jax.grad(loss_of(exact, oracle, **wide), argnums=(0, 1, 2))(*exact[:3])
+        loss = loss_of(exact, oracle, **wide)
+        wanted = jax.jit(jax.grad(loss, argnums=(0, 1, 2)))(*exact[:3])
         for x, array, want in zip(found, inputs, wanted, strict=False):
             assert (x.dtype, x.shape) == (array.dtype, array.shape)
             x, want = (np.asarray(y, np.float32) for y in (x, want))

@@ -34,6 +34,10 @@ def loss(w_cand: Any, w_user: Any, *arrays: Any) -> jax.Array:
     return jnp.sum(jnp.sin(ikbo.linear_compression(w_cand, w_user, *arrays).astype(jnp.float32)))
 
 
+#: Of every dtype's unpadded weights, the program is compiled once.
+value_and_gradients = jax.jit(jax.value_and_grad(loss, (0, 1, 2, 3)))
+
+
 def compress(w_cand: Any, w_user: Any, *arrays: Any) -> jax.Array:
     return ikbo.linear_compression(w_cand, w_user, *arrays)
 
@@ -58,9 +62,8 @@ def test_results_and_gradients_are_the_same_bits(dtype: str, which: tuple[bool, 
     *weights, e_cand, e_user, index = INPUTS
     floats = [jnp.asarray(x, dtype) for x in (*weights, e_cand, e_user)]
     padded = [ikbo.pad_weight(w) if p else w for w, p in zip(floats[:2], which, strict=True)]
-    gradients = jax.jit(jax.value_and_grad(loss, (0, 1, 2, 3)))
-    expected = gradients(*floats, index)
-    value, found = gradients(*padded, *floats[2:], index)
+    expected = value_and_gradients(*floats, index)
+    value, found = value_and_gradients(*padded, *floats[2:], index)
     for n, is_padded in enumerate(which):
         if is_padded:
             assert isinstance(found[n], ikbo.PaddedWeight)

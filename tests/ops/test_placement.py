@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 import re
 import time
@@ -36,10 +35,14 @@ def ideal_share(counts, num_devices: int) -> int:
 
 def smallest_share(counts, num_devices: int) -> int:
     """The largest share of the best of all placements."""
-    return min(
-        max(sum(c for c, d in zip(counts, dealt, strict=True) if d == device) for device in dealt)
-        for dealt in itertools.product(range(num_devices), repeat=len(counts))
-    )
+    loads = {(0,) * num_devices}
+    for count in counts:
+        loads = {
+            tuple(sorted((*load[:device], load[device] + count, *load[device + 1 :])))
+            for load in loads
+            for device in range(num_devices)
+        }
+    return min(map(max, loads))
 
 
 @hypothesis.settings(max_examples=100)
