@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
+import io
 import os
+import pathlib
 import subprocess
 import sys
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -75,20 +79,51 @@ def network_report(sizes, seed, *, on_progress, wrong=False):
     return demo_ranking.Report(sizes, measured, 1e-5, top, "rewrite: none")
 
 
-def test_module_is_the_command_and_passes_its_status_on():
-    command = [sys.executable, "-m", "ikbo_jax", "demo", "--plot", "out.doc"]
-    result = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
-    assert result.returncode == cli.UNUSABLE
-    assert "writes .png" in result.stderr
-    assert result.stdout == ""
+class Ran(NamedTuple):
+    """What a run of the demo printed, and what has been done by its end."""
+
+    out: str
+    progress: str
+    lowered: int
+    explained: int
+    compilations: list[pathlib.Path]
+
+
+@pytest.fixture(scope="module")
+def demo_twice(tmp_path_factory):
+    """Two runs of the whole demo with one cache of programs, from which the second one loads."""
+    folder, lowered, explained = tmp_path_factory.mktemp("demo"), [], []
+    lower, explain = jax.stages.Traced.lower, demo_ranking.explain
+
+    def counted_lower(self, *args, **kwargs):
+        lowered.append(self.fun_name)
+        return lower(self, *args, **kwargs)
+
+    runs = []
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setenv("IKBO_JAX_CACHE_DIR", str(folder))
+        patched.delenv("JAX_COMPILATION_CACHE_DIR", raising=False)
+        # Each round once: that they fill their windows is a test of its own.
+        patched.setattr(_timing, "sustained_ms", run_once)
+        patched.setattr(jax.stages.Traced, "lower", counted_lower)
+        patched.setattr(
+            demo_ranking, "explain", lambda *args: explained.append(args) or explain(*args)
+        )
+        for _ in range(2):
+            # What was compiled before is in memory, and not in the folder.
+            jax.clear_caches()
+            out, progress = io.StringIO(), io.StringIO()
+            with contextlib.redirect_stdout(out), contextlib.redirect_stderr(progress):
+                assert cli.main([*TINY, "--dtype", "bfloat16", "--seed", "0"]) == cli.OK
+            kept = sorted((folder / "compilations").glob("*-cache"))
+            texts = out.getvalue(), progress.getvalue()
+            runs.append(Ran(*texts, len(lowered), len(explained), kept))
+    return runs
 
 
 @pytest.mark.slow
-def test_demo_runs_every_stage_in_a_pipe(monkeypatch, capsys):
-    # Each round once: that they fill their windows is a test of its own.
-    monkeypatch.setattr(_timing, "sustained_ms", run_once)
-    assert cli.main([*TINY, "--dtype", "bfloat16"]) == cli.OK
-    out, progress = capsys.readouterr()
+def test_demo_runs_every_stage_in_a_pipe(demo_twice):
+    out, progress = demo_twice[0][:2]
     lines = out.splitlines()
     assert ESCAPE not in out + progress
     for doing in ("compiling", "timing"):
@@ -108,6 +143,19 @@ def test_demo_runs_every_stage_in_a_pipe(monkeypatch, capsys):
     assert "top candidate  user  logit 0  logit 1" in lines
     assert "materialised:" not in lines
     assert lines[-1].startswith("attention: all stages agree")
+
+
+@pytest.mark.slow
+def test_a_second_demo_lowers_no_program_and_compiles_nothing(demo_twice):
+    first, second = demo_twice
+    assert first.lowered > 10
+    assert len(first.compilations) > 10
+    assert second.lowered == first.lowered
+    assert second.compilations == first.compilations
+    assert first.explained == second.explained == 1
+    assert "compiling" in first.progress
+    assert "compiling" not in second.progress
+    assert first.out == second.out
 
 
 def test_a_planted_disagreement_of_the_network_fails(
@@ -194,18 +242,15 @@ def test_seed_is_a_natural_number(seed: str, reason: str, capsys):
     assert reason in capsys.readouterr().err
 
 
-def test_output_that_the_encoding_lacks_is_escaped(tmp_path):
-    environment = os.environ | {
-        "PYTHONIOENCODING": "ascii",
-        "IKBO_JAX_CACHE_DIR": str(tmp_path / "é"),
-    }
-    command = [sys.executable, "-m", "ikbo_jax", "info"]
-    result = subprocess.run(command, env=environment, capture_output=True, timeout=300, check=False)
-    assert result.returncode == cli.OK
-    assert rb"\xe9" in result.stdout
+def test_output_that_the_encoding_lacks_is_escaped(tmp_path, monkeypatch):
+    monkeypatch.setenv("IKBO_JAX_CACHE_DIR", str(tmp_path / "é"))
+    printed = io.BytesIO()
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(printed, encoding="ascii"))
+    assert cli.main(["info"]) == cli.OK
+    assert rb"\xe9" in printed.getvalue()
 
 
-def test_reader_of_the_output_may_go():
+def test_module_is_the_command_and_the_reader_of_its_output_may_go():
     reading, writing = os.pipe()
     os.close(reading)
     command = [sys.executable, "-m", "ikbo_jax", "info"]

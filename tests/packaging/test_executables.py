@@ -10,14 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from ikbo_jax import cli, demo_ranking
 from ikbo_jax._timing import executables
 from ikbo_jax._timing.programs import Programs
-
-TINY = [
-    *("demo", "--candidates", "24", "--users", "5", "--m", "9", "--n", "8"),
-    *("--k-cand", "7", "--k-user", "11", "--layers", "1"),
-]
 
 
 @pytest.fixture
@@ -142,35 +136,3 @@ def test_the_least_recently_used_goes_first(tmp_path, monkeypatch):
     monkeypatch.setattr(executables, "MAX_BYTES", 1)
     store.put("d", "d")
     assert not list(tmp_path.iterdir())
-
-
-@pytest.mark.slow
-def test_a_second_demo_lowers_no_program_and_compiles_nothing(
-    monkeypatch, tmp_path, capsys, lowered
-):
-    monkeypatch.setenv("IKBO_JAX_CACHE_DIR", str(tmp_path))
-    monkeypatch.delenv("JAX_COMPILATION_CACHE_DIR", raising=False)
-    monkeypatch.setattr("ikbo_jax._timing.sustained_ms", lambda *args, **kwargs: [1.0])
-    explained = []
-    real = demo_ranking.explain
-    monkeypatch.setattr(
-        demo_ranking, "explain", lambda *args: explained.append(args) or real(*args)
-    )
-    # What an earlier test compiled would be in memory, and not in the folder.
-    jax.clear_caches()
-    assert cli.main(TINY) == cli.OK
-    first = capsys.readouterr()
-    count = len(lowered)
-    assert count > 10
-    compilations = sorted((tmp_path / "compilations").glob("*-cache"))
-    assert len(compilations) > 10
-    # What runs without a program of its own would be compiled again, too.
-    jax.clear_caches()
-    assert cli.main([*TINY, "--seed", "0"]) == cli.OK
-    second = capsys.readouterr()
-    assert len(lowered) == count
-    assert sorted((tmp_path / "compilations").glob("*-cache")) == compilations
-    assert len(explained) == 1
-    assert "compiling" in first.err
-    assert "compiling" not in second.err
-    assert first.out == second.out
