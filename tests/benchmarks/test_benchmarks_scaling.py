@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import sys
+from itertools import chain
 from typing import Any
 
 import jax
@@ -59,6 +60,15 @@ def summed_elements(jaxpr: Any) -> int:
     return found
 
 
+#: Primitives that bring data from other devices.
+COLLECTIVES = {"psum", "psum_invariant", "all_gather", "all_to_all", "ppermute", "reduce_scatter"}
+
+
+def primitives(jaxpr: Any) -> set[str]:
+    inner = map(primitives, chain.from_iterable(jaxprs_in_params(e.params) for e in jaxpr.eqns))
+    return {e.primitive.name for e in jaxpr.eqns}.union(*inner)
+
+
 def zeros_of(fn):
     """`fn` with zeros for its results, which compiles nothing."""
 
@@ -69,16 +79,20 @@ def zeros_of(fn):
     return run
 
 
-def test_a_training_step_sums_no_more_than_its_parameters_over_devices(monkeypatch):
-    """What a parameter is broadcast to is summed on the device before."""
+def test_what_the_network_and_its_training_step_sum_over_devices(monkeypatch):
+    """The network nothing. What a parameter is broadcast to is summed on the device before."""
     for name in ("init", "draw_request"):
         monkeypatch.setattr(ranking, name, zeros_of(getattr(ranking, name)))
     mesh = scaling_programs.mesh_of(8, AxisType.Auto)
-    program = scaling_programs.training_program(mesh, scaling.SMALL_REQUEST, small=True)
-    parameters = sum(x.size for x in jax.tree.leaves(program.args[0]))
+    network, training = (
+        scaling_programs.PROGRAMS[name](mesh, scaling.SMALL_REQUEST, small=True)
+        for name in ("network", "training")
+    )
+    parameters = sum(x.size for x in jax.tree.leaves(training.args[0]))
     with jax.numpy_dtype_promotion("standard"):
-        jaxpr = jax.make_jaxpr(program.fn)(*program.args).jaxpr
-    assert parameters / 2 < summed_elements(jaxpr) <= parameters
+        forward, step = (jax.make_jaxpr(p.fn)(*p.args).jaxpr for p in (network, training))
+    assert not COLLECTIVES & primitives(forward)
+    assert parameters / 2 < summed_elements(step) <= parameters
 
 
 def test_a_run_in_small(tmp_path, capsys):
@@ -118,13 +132,20 @@ def test_bars():
     assert (bar("large", 8), bar("weak", 8), bar("strong", 8)) == ("6.8×", "efficiency 0.93", "")
 
 
-#: Work of a process, with one layer instead of two.
+#: Work of a process, with a network that compiles fast.
 WORK = """
-import dataclasses, sys
-from benchmarks import scaling_processes, scaling_programs
+import sys
+import jax.numpy as jnp
+from benchmarks import scaling_processes
+from ikbo_jax.models import ranking
 
-small = dataclasses.replace(scaling_programs.ranking.SMALL, layers=1)
-scaling_programs.ranking.SMALL = small
+def network(params, request):
+    of_user = jnp.sum(request.user_dense, axis=1)[request.cand_to_user]
+    logit = jnp.sum(request.cand_tokens, axis=(1, 2)) + params["scale"] * of_user
+    return jnp.stack([logit, -logit], axis=1)
+
+ranking.co_designed = network
+ranking.init = lambda sizes: {"scale": jnp.ones(())}
 sys.exit(scaling_processes.main())
 """
 

@@ -146,12 +146,15 @@ def test_a_queue_that_goes_on_is_no_hang():
         queue.wait()
 
 
-@pytest.fixture
-def small(monkeypatch):
-    monkeypatch.setattr(soak_programs, "PROGRAMS", SMALL)
+@pytest.fixture(scope="module")
+def compiled():
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(soak_programs, "PROGRAMS", SMALL)
+        return soak.compile_all(print, pytest.fail)
 
 
-def test_a_run_in_small(tmp_path, capsys, small):
+def test_a_run_in_small(tmp_path, capsys, compiled, monkeypatch):
+    monkeypatch.setattr(soak, "compile_all", lambda *_: compiled)
     out = tmp_path / "soak.json"
     assert soak.main(["--launches", "50", "--out", str(out)]) == 0
     results = json.loads(out.read_text())
@@ -161,8 +164,8 @@ def test_a_run_in_small(tmp_path, capsys, small):
     assert "0 steps with another result than the first" in capsys.readouterr().out
 
 
-def test_what_differs_or_is_missing_is_a_failure(tmp_path, capsys, small, monkeypatch):
-    first, *rest = soak.compile_all(print, pytest.fail)
+def test_what_differs_or_is_missing_is_a_failure(tmp_path, capsys, compiled, monkeypatch):
+    first, *rest = compiled
     spoiled = first._replace(call=lambda differences: first.call(differences) + 1)
     out = tmp_path / "soak.json"
     monkeypatch.setattr(soak, "compile_all", lambda *_: [spoiled, *rest])

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from problems import random_array
 
 from benchmarks import (
     profiles,
@@ -52,6 +53,9 @@ def small_and_quick(monkeypatch):
     monkeypatch.setenv(timing.COMMIT_VARIABLE, "0123456789abcdef")
     quick = functools.partial(training.interleaved_ms, window_s=0.001, rounds=2)
     monkeypatch.setattr(training, "interleaved_ms", lambda thunks, **_: quick(thunks))
+    # By NumPy: JAX would compile a program for each shape.
+    rng = np.random.default_rng(0)
+    monkeypatch.setattr(jax.random, "normal", lambda _, *args: random_array(rng, *args))
     # The gradient of attention in `jax.nn`, and optax' count of steps, mix dtypes.
     with jax.numpy_dtype_promotion("standard"):
         yield
@@ -149,11 +153,12 @@ def test_wrong_losses_wrong_gradients_failures_and_what_does_not_fit(one_paramet
 
 def test_a_step_moves_every_parameter_and_lowers_the_loss():
     index = model.user_index(SIZES)
-    request, labels = training_task.draw(SIZES, 0, index)
+    request, labels = jax.jit(functools.partial(training_task.draw, SIZES, 0))(index)
     assert labels.shape == (12, 2)
     assert set(np.unique(labels)) == {-1.0, 1.0}
     step = jax.jit(training_task.step_of(model.co_designed, "float32"))
-    state = training_task.start(model.init(SIZES))
+    # One program instead of one for each parameter.
+    state = jax.jit(lambda: training_task.start(model.init(SIZES)))()
     before = state.params
     losses = []
     for _ in range(8):
