@@ -54,7 +54,7 @@ CASES = {
     # No whole vector of the index, and one CTA.
     "three": Case(3, 2, query=(1, 1, 64)),
     "more_users_than_candidates": Case(9, 1000, query=(3, 1, 64)),
-    # Warpgroups of a CTA share comparisons by four, by two, and not.
+    # Warpgroups of a CTA share comparisons by four (with x64), by two, and not.
     "ranges_of_100": Case(300, 7, query=(5, 1, 96), ctas=3),
     "ranges_of_200": Case(601, 40, "beyond", (1, 2, 64), ctas=3),
     "ranges_of_380": Case(1138, 900, query=(1, 1, 64), ctas=3),
@@ -74,7 +74,7 @@ def test_emulated_order_is_the_stable_sort(
     case = CASES[name]
     monkeypatch.setattr(counted_order, "MOST_CTAS", case.ctas)
     query, index = case.make()
-    with sm90.emulated(0) as launched:
+    with sm90.emulated(0) as launched, jax.enable_x64(name == "ranges_of_100"):
         found = count_order(query, jnp.asarray(index), case.users, has_position=query is None)
     kind = "user_order" if query is None else "attention_pack"
     assert launched == [f"ikbo_{kind}_mosaic_gpu_kernel"]
@@ -82,6 +82,7 @@ def test_emulated_order_is_the_stable_sort(
     order = np.argsort(user, stable=True)
     np.testing.assert_array_equal(found.order, order)
     np.testing.assert_array_equal(found.user, user[order])
+    assert found.order.dtype == found.user.dtype == jnp.int32
     if query is None:
         np.testing.assert_array_equal(np.asarray(found.position)[order], np.arange(case.batch))
     else:
@@ -121,15 +122,6 @@ def test_some_ctas_of_large_launches_order_their_candidates(
         copied, bits = np.asarray(found.query).view(np.uint16), np.asarray(query).view(np.uint16)
         np.testing.assert_array_equal(copied[is_stored], bits[order[is_stored]])
         assert (copied[~is_stored] == 0xFFFF).all()
-
-
-def test_emulated_order_with_x64(sm90: emulator.Emulator) -> None:
-    case = CASES["ranges_of_100"]
-    query, index = case.make()
-    with sm90.emulated(0), jax.enable_x64(True):
-        found = count_order(query, jnp.asarray(index), case.users)
-    assert found.order.dtype == found.user.dtype == jnp.int32
-    np.testing.assert_array_equal(found.order, np.argsort(index, stable=True))
 
 
 @pytest.mark.parametrize("batch", [1, 4, 4097, 10985, 16384, 65533, counted_order.MOST_CANDIDATES])

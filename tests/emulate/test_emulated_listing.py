@@ -1,7 +1,11 @@
-"""The list of a user's candidates that two consumers make of an index, by its PTX on a CPU."""
+"""How the kernel for few queries finds users' candidates in an index, by its PTX on a CPU.
+
+Two consumers list a user's candidates, or make a table of all users; a warp finds a user's range.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import emulator
@@ -12,24 +16,74 @@ import pytest
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from ikbo_jax.pallas.few_queries import listing
+from ikbo_jax.pallas.few_queries import listing, rows, user_table
 from ikbo_jax.pallas.few_queries.context import Context, Operands, Shape
-from ikbo_jax.pallas.hopper.launch import Roles, launch
+from ikbo_jax.pallas.hopper import mosaic, turns
+from ikbo_jax.pallas.hopper.launch import Roles, WarpgroupContext, launch
 from ikbo_jax.problems import memory
-from ikbo_jax.problems.few_queries import LISTED, LISTING_WARPS, MOST_LISTED
+from ikbo_jax.problems.few_queries import (
+    LISTED,
+    LISTING_WARPS,
+    MOST_LISTED,
+    MOST_TABLE_ROWS,
+    MOST_TABLED,
+    UserTable,
+)
 from ikbo_jax.problems.hopper import NUM_CONSUMERS
 
 WORDS = LISTED + LISTING_WARPS
+KV_LEN, Q_LEN, ITEM_ROWS = 100, 3, 64
 
 
-class Shared(NamedTuple):
+class Listing(NamedTuple):
+    """Shared memory of lists."""
+
     listing: Any
     listed: Any
 
 
+class Table(NamedTuple):
+    """Shared memory of a table."""
+
+    table: Any
+    tabled: Any
+
+
+class Unused(NamedTuple):
+    unused: Any
+
+
 class Given(NamedTuple):
     index: Any  # [B] int32
-    wanted: Any  # [CTAs, 2] int32: a user, and the rank of the first candidate
+    # [CTAs, 2]: a user, and the rank of the first candidate of a list; or [U]: lengths of a table
+    numbers: Any
+
+
+def run(
+    consume: Callable[[Any], None],
+    given: tuple[Any, Any],
+    out: tuple[int, ...],
+    shared: Any,
+    shape: Shape | None = None,
+) -> np.ndarray:
+    """What consumers store in an array of int32 [CTAs, ...], or [...] by one CTA."""
+
+    def context(shared: Any, given: Given, outputs: Any, interpret: bool) -> WarpgroupContext:
+        if shape is None:
+            return WarpgroupContext(None, None, shared, given, outputs, interpret)
+        operands = Operands(None, None, None, given.index, given.numbers, given.numbers)
+        return Context(shape, None, shared, operands, outputs, interpret)
+
+    (found,) = launch(
+        Roles(context, None, consume, warpgroups=1 if shape is None else NUM_CONSUMERS),
+        Given(*(jnp.asarray(x, jnp.int32) for x in given)),
+        jax.ShapeDtypeStruct(out, jnp.int32),
+        shared,
+        dtype=jnp.int32,
+        name="search",
+        workers=out[0] if len(out) > 1 else 1,
+    )
+    return np.asarray(found)
 
 
 def listings(index: np.ndarray, users: int, wanted: list[tuple[int, int]], most: int) -> np.ndarray:
@@ -39,10 +93,6 @@ def listings(index: np.ndarray, users: int, wanted: list[tuple[int, int]], most:
         *(1, 64, most, users, 1, 1, 1.0, len(wanted)),
         listed=most,
     )
-
-    def context(shared: Any, given: Given, outputs: Any, interpret: bool) -> Context:
-        operands = Operands(None, None, None, given.index, None, given.wanted)
-        return Context(shape, None, shared, operands, outputs, interpret)
 
     def consume(ctx: Context) -> None:
         ctx = ctx.as_consumer()
@@ -64,22 +114,19 @@ def listings(index: np.ndarray, users: int, wanted: list[tuple[int, int]], most:
             def _(i: Any) -> None:
                 ctx.outputs[ctx.worker, i] = ctx.shared.listing[i]
 
-    (found,) = launch(
-        Roles(context, None, consume, warpgroups=NUM_CONSUMERS),
-        Given(jnp.asarray(index, jnp.int32), jnp.asarray(wanted, jnp.int32)),
-        jax.ShapeDtypeStruct((len(wanted), WORDS), jnp.int32),
-        Shared(memory.Words((WORDS,)), memory.Barriers(2, NUM_CONSUMERS)),
-        dtype=jnp.int32,
-        name="listing",
-        workers=len(wanted),
-    )
-    return np.asarray(found)
+    shared = Listing(memory.Words((WORDS,)), memory.Barriers(2, NUM_CONSUMERS))
+    return run(consume, (index, wanted), (len(wanted), WORDS), shared, shape)
 
 
 def drawn(batch: int, users: int) -> np.ndarray:
-    """Users, some of them out of range, and one with many candidates next to each other."""
+    """Users, some of them out of range, and one with many candidates next to each other.
+
+    They are more than all threads look at together in the largest index alone: each 64 of them need
+    a CTA.
+    """
     index = np.random.default_rng(batch).integers(-1, users + 2, batch)
-    index[batch // 3 : batch // 2] = 1
+    end = batch // 2 if batch == MOST_LISTED else min(batch // 2, batch // 3 + 200)
+    index[batch // 3 : end] = 1
     if batch > 2:
         index[[0, -1]] = np.iinfo(np.int32).min, np.iinfo(np.int32).max
     return index
@@ -113,3 +160,114 @@ def test_emulated_lists_have_every_candidate_of_a_user_once(
         listed[user] += words[:count].tolist()
     for user, candidates in listed.items():
         np.testing.assert_array_equal(np.sort(candidates), np.flatnonzero(clamped == user))
+
+
+def filled(index: np.ndarray, lengths: np.ndarray) -> tuple[UserTable, np.ndarray]:
+    """The table of a CTA: where everything is, and its words."""
+    batch, users = len(index), len(lengths)
+    table = UserTable(users, batch * Q_LEN // ITEM_ROWS)
+    shape = Shape(
+        *(batch, Q_LEN, 1, 1, KV_LEN, users, 64),
+        *(1, 64, ITEM_ROWS, users + table.extra, 1, 1, 1.0, 1),
+        table=table,
+    )
+
+    def consume(ctx: Context) -> None:
+        ctx = ctx.as_consumer()
+        user_table.fill(ctx)
+        mosaic.named_barrier("sync", jnp.int32(listing.BARRIER), turns.CONSUMER_THREADS)
+
+        @pl.when(ctx.consumer == 0)
+        def _() -> None:
+            plgpu.barrier_wait(ctx.shared.tabled.at[0])
+
+            @pl.loop(0, table.words)
+            def _(i: Any) -> None:
+                ctx.outputs[i] = ctx.shared.table[i]
+
+    barriers = memory.Barriers(NUM_CONSUMERS, NUM_CONSUMERS)
+    shared = Table(memory.Words((table.words,)), barriers)
+    return table, run(consume, (index, lengths), (table.words,), shared, shape)
+
+
+#: Likewise.
+TABLED = [1, 3, 4, 7, 513, 1023, 1024, 1027, 4836, MOST_TABLED - 1, MOST_TABLED]
+
+
+@pytest.mark.sampled(3)
+@pytest.mark.parametrize("users", [2, 5, 300, MOST_TABLE_ROWS])
+@pytest.mark.parametrize("batch", TABLED)
+def test_the_table_has_every_user_and_every_slot(
+    batch: int, users: int, sm90: emulator.Emulator
+) -> None:
+    rng = np.random.default_rng(batch + users)
+    index = np.sort(rng.choice(np.unique(rng.integers(-2, users + 3, users)), batch))
+    lengths = rng.integers(-5, KV_LEN + 20, users)
+    with sm90.emulated(0):
+        table, words = filled(index, lengths)
+    clamped = np.clip(index, 0, users - 1)
+    counts = np.bincount(clamped, minlength=users)
+    halves = words.view(np.uint16)
+    begins, ends = halves[: 2 * users].reshape(-1, 2).T.astype(int)
+    np.testing.assert_array_equal(ends - begins, counts)
+    np.testing.assert_array_equal(begins[counts > 0], np.searchsorted(clamped, np.unique(clamped)))
+    np.testing.assert_array_equal(halves[2 * table.lengths :][:users], np.clip(lengths, 0, KV_LEN))
+    last = ((np.arange(table.extra) + 1) * ITEM_ROWS - 1) // Q_LEN
+    np.testing.assert_array_equal(halves[2 * table.owners :][: table.extra], clamped[last])
+    assert not words[table.faults :].any()
+
+
+@pytest.mark.parametrize("at", [1, 3, 4, 512, 1023, 1024, 1026])
+@pytest.mark.parametrize("batch", [1027, 4839])  # code for every part, and a loop
+def test_one_candidate_out_of_order_is_found(batch: int, at: int, sm90: emulator.Emulator) -> None:
+    index = np.full(batch, 7)
+    index[:at] = 8
+    with sm90.emulated(0):
+        table, words = filled(index, np.full(9, KV_LEN))
+    assert words[table.faults :].sum() == 1
+
+
+def ranges(index: np.ndarray, users: int) -> np.ndarray:
+    """[U, 2]: (first candidate, end) of each user, by a CTA of its own."""
+
+    def consume(ctx: WarpgroupContext) -> None:
+        found = rows.candidates(ctx.operands.index, ctx.worker, users, interpret=False)
+        for i in range(2):
+            ctx.outputs[ctx.worker, i] = found[i]
+
+    return run(consume, (index, [0]), (users, 2), Unused(memory.Words((128,))))
+
+
+def sorted_index(batch: int, users: int) -> np.ndarray:
+    """A sorted index with users without candidates, and some out of range at either end."""
+    index = np.sort(np.random.default_rng(batch).integers(0, users - 1, batch))
+    index[index == 2] = 3
+    index[: batch // 9], index[batch - batch // 9 :] = -(2**31), 2**31 - 1
+    return index
+
+
+#: Less than a lane each, one round of loads, and a search in two and three rounds.
+RANGED = [1, 31, 32, 33, 100, rows.MOST_COUNTED, rows.MOST_COUNTED + 1, 2000, 16385]
+
+
+@pytest.mark.parametrize("batch", RANGED)
+def test_emulated_range_of_every_user(batch: int, sm90: emulator.Emulator) -> None:
+    users = 7
+    index = sorted_index(batch, users)
+    with sm90.emulated(0):
+        found = ranges(index, users)
+    bounds = np.searchsorted(np.clip(index, 0, users - 1), np.arange(users + 1))
+    np.testing.assert_array_equal(found, np.stack([bounds[:-1], bounds[1:]], 1))
+
+
+@pytest.mark.parametrize("batch", RANGED)
+def test_emulated_ranges_of_an_unsorted_index_have_every_candidate_once(
+    batch: int, sm90: emulator.Emulator
+) -> None:
+    users = 7
+    index = np.random.default_rng(batch).permutation(sorted_index(batch, users))
+    with sm90.emulated(0):
+        found = ranges(index, users)
+    assert found[0, 0] == 0
+    assert found[-1, 1] == batch
+    np.testing.assert_array_equal(found[1:, 0], found[:-1, 1])
