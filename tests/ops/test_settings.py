@@ -10,19 +10,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import pytest
-from jax.sharding import NamedSharding
-from jax.sharding import PartitionSpec as P
-from test_sharding_layouts import KINDS, drawn
+from sharded_calls import KINDS, LAYOUTS, drawn, floats, mesh_of, on
 
 from ikbo_jax.ops import sharded
-
-#: How arrays are divided over the two devices of a mesh.
-LAYOUTS = {
-    "linear": [P(), P(), P("x"), P(), P("x")],
-    "grouped_heads": [P("x"), P(), P(), P("x")],
-    "own_tokens": [P("x"), P(), P(), P("x"), P("x"), P("x"), P()],
-    "jagged": [P("x"), P(), P(), P()],
-}
 
 
 def high(op: Callable[..., Any]) -> Callable[..., Any]:
@@ -35,65 +25,79 @@ def high(op: Callable[..., Any]) -> Callable[..., Any]:
     return called
 
 
-def on(kind: str | None, arrays: list[Any], specs: list[P]) -> list[Any]:
-    if kind is None:
-        return arrays
-    mesh = jax.make_mesh((2,), ("x",), axis_types=(KINDS[kind],))
-    return [
-        jax.device_put(x, NamedSharding(mesh, spec)) for x, spec in zip(arrays, specs, strict=True)
-    ]
+def divided(kind: str | None, name: str) -> tuple[Callable[..., Any], list[Any]]:
+    """An op in `high`, and its arrays, on a mesh of two devices if `kind` is not None."""
+    op, arrays = drawn(name)
+    specs = LAYOUTS[name] if kind else [None] * len(arrays)
+    return high(op), on(mesh_of("2", kind) if kind else None, arrays, specs)
 
 
-def check(program: Any) -> None:
-    """All products of a compiled program have the highest precision."""
-    products = [x for x in program.as_text().splitlines() if re.search(r" dot\(", x)]
+def check(fn: Callable[..., Any], arrays: list[Any], kind: str | None) -> None:
+    """All products of a program have the highest precision.
+
+    On Auto axes, XLA asks for the op's part while it compiles.
+    """
+    lowered = jax.jit(fn).lower(*arrays)
+    if kind == "auto":
+        check_compiled(lowered.compile().as_text())
+    else:
+        products = [x for x in lowered.as_text().splitlines() if "dot_general" in x]
+        assert products
+        assert not [x for x in products if "precision = [HIGHEST, HIGHEST]" not in x]
+
+
+def check_compiled(text: str) -> None:
+    products = [x for x in text.splitlines() if re.search(r" dot\(", x)]
     assert products
     assert not [x for x in products if "operand_precision={highest,highest}" not in x]
 
 
-def slopes(op: Callable[..., Any], count: int) -> Callable[..., Any]:
-    return jax.grad(lambda *arrays: jnp.sum(jnp.sin(op(*arrays))), tuple(range(count)))
+def slopes(op: Callable[..., Any], arrays: list[Any]) -> Callable[..., Any]:
+    return jax.grad(lambda *arrays: jnp.sum(jnp.sin(op(*arrays))), floats(arrays))
 
 
 @pytest.mark.parametrize("kind", [None, *KINDS])
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_products_have_the_precision_of_the_call(name: str, kind: str | None) -> None:
-    op, arrays = drawn(name, 0)
-    divided = on(kind, arrays, LAYOUTS[name])
-    count = sum(x.dtype == "float32" for x in arrays)
-    check(jax.jit(high(op)).lower(*divided).compile())
-    check(jax.jit(slopes(high(op), count)).lower(*divided).compile())
-    check(jax.jit(slopes(jax.jit(high(op)), count)).lower(*divided).compile())
+    """The result, and gradients of the call and of the jitted call."""
+    op, arrays = divided(kind, name)
+    check(op, arrays, kind)
+    check(slopes(op, arrays), arrays, kind)
+    check(slopes(jax.jit(op), arrays), arrays, kind)
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_products_have_the_default_precision(name: str) -> None:
+    op, arrays = drawn(name)
+    text = jax.jit(op).lower(*arrays).as_text()
+    precisions = re.findall(r"dot_general .*precision = \[(\w+, \w+)\]", text)
+    assert set(precisions) == {"DEFAULT, DEFAULT"}
 
 
 @pytest.mark.parametrize("kind", [None, *KINDS])
 @pytest.mark.parametrize("name", ["linear", "jagged"])
 def test_products_of_second_derivatives(name: str, kind: str | None) -> None:
-    op, arrays = drawn(name, 0)
-    divided = on(kind, arrays, LAYOUTS[name])
-    count = sum(x.dtype == "float32" for x in arrays)
+    op, arrays = divided(kind, name)
 
     def bent(*arrays: Any) -> Any:
-        return sum(jnp.sum(jnp.cos(x)) for x in slopes(high(op), count)(*arrays))
+        return sum(jnp.sum(jnp.cos(x)) for x in slopes(op, list(arrays))(*arrays))
 
-    check(jax.jit(jax.grad(bent, tuple(range(count)))).lower(*divided).compile())
+    check(jax.grad(bent, floats(arrays)), arrays, kind)
 
 
 @pytest.mark.parametrize("kind", [None, *KINDS])
 def test_products_of_vmap_after_the_call_was_traced(kind: str | None) -> None:
-    op, arrays = drawn("grouped_heads", 0)
-    divided = on(kind, arrays, LAYOUTS["grouped_heads"])
-    divided[1] = jnp.stack([divided[1]] * 2)
-    batched = jax.vmap(jax.jit(high(op)), (None, 0, None, None))
-    check(jax.jit(batched).lower(*divided).compile())
+    op, arrays = divided(kind, "grouped_heads")
+    arrays[1] = jnp.stack([arrays[1]] * 2)
+    check(jax.vmap(jax.jit(op), (None, 0, None, None)), arrays, kind)
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_compiled_in_another_thread(kind: str) -> None:
-    op, arrays = drawn("linear", 0)
-    lowered = jax.jit(high(op)).lower(*on(kind, arrays, LAYOUTS["linear"]))
+    op, arrays = divided(kind, "linear")
+    lowered = jax.jit(op).lower(*arrays)
     with concurrent.futures.ThreadPoolExecutor(1) as threads:
-        check(threads.submit(lowered.compile).result())
+        check_compiled(threads.submit(lowered.compile).result().as_text())
 
 
 def test_reports_collected_side_by_side() -> None:

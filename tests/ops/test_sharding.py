@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable, Sequence
+
 import chex
 import jax
 import jax.numpy as jnp
@@ -20,49 +23,42 @@ from sharded_calls import (
     check_source_locations,
     collectives,
     draw,
+    floats,
     mesh_of,
+    on,
     on_mesh,
     reductions,
+    step_of,
 )
 
 import ikbo_jax as ikbo
 
 
-def check(case: Case, mesh) -> None:
+def check(case: Case, mesh, *, alone: bool) -> None:
+    """Results, gradients and collectives of a step; `alone`: also collectives of the result."""
     arrays = draw(case)
-    floats = tuple(name for name, x in arrays.items() if x.dtype == jnp.float32)
-
-    def loss(chosen, rest):
-        out = case.op(**chosen, **rest)
-        return jnp.sum(jnp.sin(out)), out
-
-    def split(arrays):
-        return [
-            {name: x for name, x in arrays.items() if (name in floats) is wanted}
-            for wanted in (True, False)
-        ]
-
-    gradients = jax.value_and_grad(loss, has_aux=True)
-    (_, expected), expected_gradients = gradients(*split(arrays))
-    sharded = split(on_mesh(mesh, case, arrays))
-    step = jax.jit(gradients).lower(*sharded).compile()
-    (_, out), found_gradients = step(*sharded)
+    step = step_of(case.op)
+    expected_gradients, expected = step(*arrays.values())
+    sharded = on_mesh(mesh, case, arrays).values()
+    program = step.lower(*sharded).compile()
+    gradients, out = program(*sharded)
     chex.assert_trees_all_close(np.asarray(out), np.asarray(expected), atol=1e-5)
-    for name in floats:
-        np.testing.assert_allclose(
-            np.asarray(found_gradients[name]), expected_gradients[name], atol=2e-4, err_msg=name
-        )
+    names = [list(arrays)[n] for n in floats(list(arrays.values()))]
+    for name, x, y in zip(names, gradients, expected_gradients, strict=True):
+        np.testing.assert_allclose(np.asarray(x), np.asarray(y), atol=2e-4, err_msg=name)
     assert out.sharding.is_equivalent_to(NamedSharding(mesh, case.out), out.ndim)
-    forward = jax.jit(lambda chosen, rest: case.op(**chosen, **rest))
     if case.is_local:
-        program = forward.lower(*sharded).compile().as_text()
-        check_source_locations(program)
-        assert not collectives(program)
-        assert collectives(step.as_text()) <= {"all-reduce"}
-        assert reductions(step.as_text()) == case.sums
+        check_source_locations(program.as_text())
+        assert collectives(program.as_text()) <= {"all-reduce"}
+        assert reductions(program.as_text()) == case.sums
+        if alone:
+            forward = jax.jit(case.op).lower(*sharded).compile().as_text()
+            check_source_locations(forward)
+            assert not collectives(forward)
 
 
-#: Every case on both meshes. Kinds take turns: each case has both.
+#: Every case on both meshes. Kinds take turns: each case has both. A program of the result alone is
+#: compiled for the first mesh: a step's collectives include those of its result.
 ON_MESHES = [
     (name, mesh, list(KINDS)[(m + n) % len(KINDS)])
     for n, name in enumerate(CASES)
@@ -72,13 +68,13 @@ ON_MESHES = [
 
 @pytest.mark.parametrize(("name", "mesh", "kind"), ON_MESHES)
 def test_results_gradients_layouts_and_traffic(name: str, mesh: str, kind: str) -> None:
-    check(CASES[name], mesh_of(mesh, kind))
+    check(CASES[name], mesh_of(mesh, kind), alone=mesh == "8")
 
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("name", CASES_OF_TWO_AXES)
 def test_two_axes_at_once(name: str, kind: str) -> None:
-    check(CASES_OF_TWO_AXES[name], mesh_of("4x2", kind))
+    check(CASES_OF_TWO_AXES[name], mesh_of("4x2", kind), alone=kind == "auto")
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -88,8 +84,9 @@ def test_eager_calls(kind: str) -> None:
     for name in ("linear_candidates", "attention_everything", "gdpa_heads"):
         case = CASES[name]
         arrays = draw(case)
-        out = case.op(**on_mesh(mesh, case, arrays))
-        chex.assert_trees_all_close(np.asarray(out), np.asarray(case.op(**arrays)), atol=1e-5)
+        out = case.op(*on_mesh(mesh, case, arrays).values())
+        expected = step_of(case.op)(*arrays.values())[1]
+        chex.assert_trees_all_close(np.asarray(out), np.asarray(expected), atol=1e-5)
         assert out.sharding.is_equivalent_to(NamedSharding(mesh, case.out), out.ndim)
 
 
@@ -101,63 +98,40 @@ def attention_case(kind: str):
     return mesh, on_mesh(mesh, case, arrays), arrays
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_vmap(kind: str) -> None:
-    """Over queries and keys, and over queries alone: results stay divided by candidates."""
-    mesh, sharded, arrays = attention_case(kind)
+@jax.jit
+def curvature(query, key, value, index):
+    def slope(query):
+        loss = lambda query: jnp.sum(attend(query, key, value, index) ** 2)  # noqa: E731
+        return jnp.sum(jax.grad(loss)(query))
 
-    def twice(arrays, axes):
-        def stacked(name, x):
-            return jnp.stack([x, -x]) if axes[name] == 0 else x
-
-        stack = {name: stacked(name, x) for name, x in arrays.items()}
-        one = lambda *xs: attend(**dict(zip(axes, xs, strict=True)))  # noqa: E731
-        return jax.vmap(one, tuple(axes.values()))(*(stack[name] for name in axes))
-
-    for keys in (0, None):
-        axes = {"query": 0, "key": keys, "value": keys, "index": None}
-        out = jax.jit(lambda arrays, axes=axes: twice(arrays, axes))(sharded)
-        chex.assert_trees_all_close(np.asarray(out), np.asarray(twice(arrays, axes)), atol=1e-5)
-        assert out.sharding.is_equivalent_to(NamedSharding(mesh, P(None, "x")), out.ndim)
+    return jax.grad(slope)(query)
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_second_derivatives(kind: str) -> None:
-    _, sharded, arrays = attention_case(kind)
+    _, *both = attention_case(kind)
+    found, expected = (np.asarray(curvature(**arrays)) for arrays in both)
+    chex.assert_trees_all_close(found, expected, atol=1e-4)
 
-    def curvature(arrays):
-        def slope(query):
-            return jnp.sum(
-                jax.grad(lambda q: jnp.sum(attend(**(arrays | {"query": q})) ** 2))(query)
-            )
 
-        return jax.grad(slope)(arrays["query"])
+@jax.jit
+def repeated(query, key, value, index):
+    """Gradients by queries and keys of two layers of attention."""
 
-    chex.assert_trees_all_close(
-        np.asarray(jax.jit(curvature)(sharded)), np.asarray(curvature(arrays)), atol=1e-4
-    )
+    def loss(query, key):
+        layer = jax.checkpoint(lambda query: attend(query, key, value, index))
+        out, _ = jax.lax.scan(lambda query, _: (layer(query), None), query, length=2)
+        return jnp.sum(out**2)
+
+    return jax.grad(loss, (0, 1))(query, key)
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_inside_scan_and_checkpoint(kind: str) -> None:
-    mesh, sharded, arrays = attention_case(kind)
-
-    def loss(arrays):
-        @jax.checkpoint
-        def layer(query, _):
-            return attend(**(arrays | {"query": query})), None
-
-        out, _ = jax.lax.scan(layer, arrays["query"], length=2)
-        return jnp.sum(out**2)
-
-    def gradient(arrays):
-        chosen = {name: arrays.pop(name) for name in ("query", "key")}
-        return jax.grad(lambda chosen: loss(arrays | chosen))(chosen)
-
-    found, expected = jax.jit(gradient)(dict(sharded)), gradient(dict(arrays))
+    mesh, *both = attention_case(kind)
+    found, expected = (repeated(**arrays) for arrays in both)
     chex.assert_trees_all_close(jax.device_get(found), jax.device_get(expected), atol=1e-4)
-    query = found["query"]
-    assert query.sharding.is_equivalent_to(NamedSharding(mesh, P("x")), query.ndim)
+    assert found[0].sharding.is_equivalent_to(NamedSharding(mesh, P("x")), found[0].ndim)
 
 
 def test_gradients_in_bfloat16_are_rounded_once() -> None:
@@ -169,12 +143,12 @@ def test_gradients_in_bfloat16_are_rounded_once() -> None:
         for name, x in draw(case).items()
     }
     exact = {name: np.asarray(x.astype(jnp.float32), np.float64) for name, x in arrays.items()}
-    sharded = on_mesh(mesh, case, arrays)
+    w_cand, w_user, *rest = on_mesh(mesh, case, arrays).values()
 
-    def total(w_user, arrays):
-        return jnp.sum(case.op(**(arrays | {"w_user": w_user})).astype(jnp.float32))
+    def total(w_user, w_cand, *rest):
+        return jnp.sum(case.op(w_cand, w_user, *rest).astype(jnp.float32))
 
-    gradient = np.asarray(jax.jit(jax.grad(total))(sharded["w_user"], sharded), np.float64)
+    gradient = np.asarray(jax.jit(jax.grad(total))(w_user, w_cand, *rest), np.float64)
     users = exact["e_user"][np.asarray(arrays["index"])].sum(axis=(0, 2))
     expected = np.broadcast_to(users, gradient.shape)
     np.testing.assert_allclose(gradient, expected, rtol=2.0**-8, atol=0)
@@ -235,68 +209,56 @@ def test_one_device_of_a_large_host_is_not_divided() -> None:
     assert plan.division == ""
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_rows_of_jagged_queries(kind: str) -> None:
+@functools.cache
+def rows_of(activation: str, bound: int | None, *, shared: bool) -> Callable[..., jax.Array]:
+    """`gdpa` of 32 rows of queries in four sequences, which may share the memory's sequences."""
+    memory_offsets = np.array([0, 4, 9] if shared else [0, 2, 5, 7, 9], np.int32)
+    index = np.array([1, 0, 1, 0], np.int32) if shared else None
+
+    def op(query: jax.Array, memory: jax.Array, offsets: jax.Array) -> jax.Array:
+        return ikbo.gdpa(
+            query, memory, 2 * memory, offsets, memory_offsets,
+            q_to_kv=index, activation=activation, max_seqlen_q=bound,
+        )  # fmt: skip
+
+    return op
+
+
+def rows_on(mesh, offsets: Sequence[int]) -> tuple[list[np.ndarray], list[jax.Array]]:
+    """The arrays of `rows_of` on one device, and with rows of queries over "x"."""
+    rng = np.random.default_rng(0)
+    query, memory = (rng.normal(size=(n, 2, 8)).astype(np.float32) for n in (32, 9))
+    arrays = [query, memory, np.array(offsets, np.int32)]
+    return arrays, on(mesh, arrays, [P("x"), P(), P()])
+
+
+@pytest.mark.parametrize(("activation", "kind"), [("gelu", "explicit"), ("softmax", "auto")])
+def test_rows_of_jagged_queries(activation: str, kind: str) -> None:
     """Sequences that lie on two devices, a bound that cuts one, and a gradient."""
     mesh = mesh_of("8", kind)
-    rng = np.random.default_rng(0)
-    query = rng.normal(size=(32, 2, 8)).astype(np.float32)
-    memory = rng.normal(size=(9, 2, 8)).astype(np.float32)
-    offsets, memory_offsets = np.array([0, 3, 3, 20, 27], np.int32), np.array([0, 4, 9], np.int32)
-    index = np.array([1, 0, 1, 0], np.int32)
-
-    def loss(query, memory, activation):
-        out = ikbo.gdpa(
-            query, memory, 2 * memory, offsets, memory_offsets,
-            q_to_kv=index, activation=activation, max_seqlen_q=11,
-        )  # fmt: skip
-        return jnp.sum(jnp.sin(out)), out
-
-    for activation in ("gelu", "softmax"):
-        gradients = jax.value_and_grad(
-            lambda *x, activation=activation: loss(*x, activation), argnums=(0, 1), has_aux=True
-        )
-        (_, expected), expected_gradients = gradients(query, memory)
-        args = (
-            jax.device_put(query, NamedSharding(mesh, P("x"))),
-            jax.device_put(memory, NamedSharding(mesh, P())),
-        )
-        (_, out), found = jax.jit(gradients)(*args)
-        chex.assert_trees_all_close(np.asarray(out), np.asarray(expected), atol=1e-5)
-        chex.assert_trees_all_close(
-            jax.device_get(found), jax.device_get(expected_gradients), atol=1e-4
-        )
-        assert out.sharding.is_equivalent_to(NamedSharding(mesh, P("x")), out.ndim)
-        assert not np.asarray(out)[14:20].any()
+    arrays, divided = rows_on(mesh, [0, 3, 3, 20, 27])
+    step = step_of(rows_of(activation, 11, shared=True))
+    found, out = step(*divided)
+    expected_gradients, expected = jax.device_get(step(*arrays))
+    chex.assert_trees_all_close(np.asarray(out), expected, atol=1e-5)
+    chex.assert_trees_all_close(jax.device_get(found), expected_gradients, atol=1e-4)
+    assert out.sharding.is_equivalent_to(NamedSharding(mesh, P("x")), out.ndim)
+    assert not np.asarray(out)[14:20].any()
 
 
-@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(
-    ("offsets", "bound"),
+    ("offsets", "bound", "kind"),
     [
-        ([0, 3, 3, 20, 27], 2**31 - 1),
-        ([-5, 3, 3, 20, 27], 4),
-        ([-(2**31), 3, 2, 20, 2**31 - 1], 9),
-        ([-(2**31), 3, 2, 20, 2**31 - 1], None),
+        ([0, 3, 3, 20, 27], 2**31 - 1, "auto"),
+        ([-5, 3, 3, 20, 27], 4, "explicit"),
+        ([-(2**31), 3, 2, 20, 2**31 - 1], 9, "auto"),
+        ([-(2**31), 3, 2, 20, 2**31 - 1], None, "explicit"),
     ],
 )
 def test_rows_of_jagged_queries_with_extreme_bounds(
     offsets: list[int], bound: int | None, kind: str
 ) -> None:
     """A bound that bounds nothing, and offsets out of range, which are clamped first."""
-    rng = np.random.default_rng(0)
-    query, memory = (rng.normal(size=(n, 2, 8)).astype(np.float32) for n in (32, 9))
-    cu_seqlens = np.array(offsets, np.int32)
-
-    def op(query: jax.Array, memory: jax.Array) -> jax.Array:
-        return ikbo.gdpa(
-            query, memory, memory, cu_seqlens, np.array([0, 2, 5, 7, 9], np.int32),
-            activation="softmax", max_seqlen_q=bound,
-        )  # fmt: skip
-
-    mesh = mesh_of("8", kind)
-    divided = (
-        jax.device_put(query, NamedSharding(mesh, P("x"))),
-        jax.device_put(memory, NamedSharding(mesh, P())),
-    )
-    np.testing.assert_allclose(jax.jit(op)(*divided), op(query, memory), atol=1e-5)
+    arrays, divided = rows_on(mesh_of("8", kind), offsets)
+    op = jax.jit(rows_of("softmax", bound, shared=False))
+    np.testing.assert_allclose(op(*divided), op(*arrays), atol=1e-5)

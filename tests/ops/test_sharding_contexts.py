@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -12,50 +12,20 @@ import numpy as np
 import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
-from sharded_calls import collectives, reductions
-from test_sharding_layouts import KINDS, drawn
+from sharded_calls import (
+    KINDS,
+    LAYOUTS,
+    close,
+    collectives,
+    drawn,
+    mesh_of,
+    on,
+    reductions,
+    step_of,
+)
 
 import ikbo_jax as ikbo
 from ikbo_jax.layers import functional
-
-#: Layouts with candidates, or rows, over "x"; None: an array that is on no mesh.
-LAYOUTS: dict[str, list[P | None]] = {
-    "linear": [P(), P(), P("x"), P(), P("x")],
-    "grouped_heads": [P("x"), P(), P(), P("x")],
-    "own_tokens": [P("x"), P(), P(), P("x"), P("x"), P("x"), P()],
-    "jagged": [P("x"), P(), P(), P()],
-}
-
-
-def mesh_of(kind: str, shape: tuple[int, ...] = (2, 2)) -> Any:
-    return jax.make_mesh(shape, tuple("xyz"[: len(shape)]), axis_types=(KINDS[kind],) * len(shape))
-
-
-def on(mesh: Any, arrays: Sequence[Any], specs: Sequence[P | None]) -> list[Any]:
-    return [
-        x if spec is None else jax.device_put(x, NamedSharding(mesh, spec))
-        for x, spec in zip(arrays, specs, strict=True)
-    ]
-
-
-def floats(arrays: Sequence[Any]) -> tuple[int, ...]:
-    return tuple(n for n, x in enumerate(arrays) if jnp.issubdtype(x.dtype, jnp.floating))
-
-
-def step_of(op: Callable[..., Any], arrays: Sequence[Any]) -> Any:
-    """A jitted function: the result, and the gradients of a sum."""
-
-    def loss(*arrays):
-        out = op(*arrays)
-        return jnp.sum(jnp.sin(out.astype(jnp.float32))), out
-
-    return jax.jit(jax.grad(loss, floats(arrays), has_aux=True))
-
-
-def close(found: Any, expected: Any, tolerance: float = 1e-4) -> None:
-    for x, y in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
-        x, y = (np.asarray(a, np.float64) for a in (x, y))
-        np.testing.assert_allclose(x, y, rtol=tolerance, atol=tolerance)
 
 
 @pytest.mark.sampled(3)
@@ -63,10 +33,10 @@ def close(found: Any, expected: Any, tolerance: float = 1e-4) -> None:
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_arrays_of_the_host_under_set_mesh(name: str, kind: str) -> None:
     """JAX runs the program on all devices of the mesh, and the arrays' types name no mesh."""
-    op, arrays = drawn(name, 0)
-    step = step_of(op, arrays)
+    op, arrays = drawn(name)
+    step = step_of(op)
     expected = step(*arrays)
-    with jax.set_mesh(mesh_of(kind)):
+    with jax.set_mesh(mesh_of("2x2", kind)):
         close(step(*arrays), expected)
 
 
@@ -83,9 +53,9 @@ def test_arrays_of_the_host_under_set_mesh(name: str, kind: str) -> None:
     ],
 )
 def test_some_arrays_on_no_mesh(name: str, specs: list[P | None], kind: str) -> None:
-    op, arrays = drawn(name, 0)
-    mesh = mesh_of(kind)
-    step = step_of(op, arrays)
+    op, arrays = drawn(name)
+    mesh = mesh_of("2x2", kind)
+    step = step_of(op)
     expected = step(*arrays)
     divided = on(mesh, arrays, specs)
     for context in (contextlib.nullcontext(), jax.set_mesh(mesh)):
@@ -96,15 +66,20 @@ def test_some_arrays_on_no_mesh(name: str, specs: list[P | None], kind: str) -> 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_layouts_that_jit_is_given(name: str, kind: str) -> None:
-    op, arrays = drawn(name, 0)
-    mesh = mesh_of(kind)
+    op, arrays = drawn(name)
+    mesh = mesh_of("2x2", kind)
     shardings = [NamedSharding(mesh, spec) for spec in LAYOUTS[name]]
     program = jax.jit(op, in_shardings=shardings).lower(*arrays).compile()
     out = program(*on(mesh, arrays, LAYOUTS[name]))
-    close(out, op(*arrays))
+    close(out, step_of(op)(*arrays)[1])
     assert out.sharding.is_equivalent_to(NamedSharding(mesh, P("x")), out.ndim)
     if name != "jagged":
         assert not collectives(program.as_text())
+
+
+def merged(*arrays):
+    out, lse = ikbo.merge_attention(*arrays)
+    return out + lse[..., None]
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -120,13 +95,8 @@ def test_merged_results_in_other_layouts(specs: list[P], kind: str) -> None:
     """Explicit axes: JAX's functions would refuse such operands."""
     rng = np.random.default_rng(0)
     arrays = [rng.normal(size=s).astype(np.float32) for s in [(8, 2, 4, 8), (8, 2, 4)] * 2]
-
-    def merged(*arrays):
-        out, lse = ikbo.merge_attention(*arrays)
-        return out + lse[..., None]
-
-    step = step_of(merged, arrays)
-    found = step(*on(mesh_of(kind), arrays, specs))
+    step = step_of(merged)
+    found = step(*on(mesh_of("2x2", kind), arrays, specs))
     close(found, step(*arrays))
     assert found[1].sharding.spec[0] == "x"
 
@@ -138,7 +108,7 @@ def test_an_uneven_constraint(kind: str) -> None:
     shapes = (7, 5), (7, 6), (10, 5, 3), (3, 6, 3)
     arrays = [rng.normal(size=shape).astype(np.float32) for shape in shapes]
     arrays.append(rng.integers(0, 3, 10).astype(np.int32))
-    mesh = mesh_of(kind)
+    mesh = mesh_of("2x2", kind)
 
     def constrained(w_cand, w_user, e_cand, e_user, index):
         if kind == "auto":
@@ -146,51 +116,64 @@ def test_an_uneven_constraint(kind: str) -> None:
             e_cand = jax.lax.with_sharding_constraint(e_cand, layout)
         return ikbo.linear_compression(w_cand, w_user, e_cand, e_user, index)
 
-    found = step_of(constrained, arrays)(*on(mesh, arrays, [P()] * 5))
-    close(found, step_of(ikbo.linear_compression, arrays)(*arrays))
+    found = step_of(constrained)(*on(mesh, arrays, [P()] * 5))
+    close(found, step_of(ikbo.linear_compression)(*arrays))
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_parts_inside_shard_map_over_all_axes(name: str) -> None:
+    """Arrays that are on no mesh; jagged sequences are whole, so that heads are divided."""
+    op, arrays = drawn(name)
+    heads = P(None, "x")
+    specs = LAYOUTS[name] if name != "jagged" else [heads, heads, heads, P()]
+    out = P("x") if name != "jagged" else heads
+    parts = jax.shard_map(op, mesh=mesh_of("2", "auto"), in_specs=tuple(specs), out_specs=out)
+    close(step_of(parts)(*arrays), step_of(op)(*arrays))
+
+
+def several(query, key, value, index):
+    """Attention in a scan of rematerialised layers, and under vmap."""
+    layer = jax.checkpoint(lambda query: ikbo.attention(query, key, value, index))
+    out, _ = jax.lax.scan(lambda query, _: (layer(query), None), query, length=2)
+    scales = jnp.arange(2, dtype=jnp.float32)
+    return out + jnp.sum(jax.vmap(lambda scale: layer(query * scale))(scales), axis=0)
 
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("axes", ["x", "xy"])
 def test_loops_inside_shard_map(axes: str, kind: str) -> None:
     """Scan, remat and vmap, over all axes of a mesh and over some."""
-    op, arrays = drawn("grouped_heads", 0)
-    mesh = mesh_of(kind)
-
-    def several(query, key, value, index):
-        layer = jax.checkpoint(lambda query: op(query, key, value, index))
-        out, _ = jax.lax.scan(lambda query, _: (layer(query), None), query, length=2)
-        scales = jnp.arange(2, dtype=jnp.float32)
-        return out + jnp.sum(jax.vmap(lambda scale: layer(query * scale))(scales), axis=0)
-
+    _, arrays = drawn("grouped_heads")
+    mesh = mesh_of("2x2", kind)
     specs = P(tuple(axes)), P(), P(), P(tuple(axes))
     manual = jax.shard_map(
         several, mesh=mesh, in_specs=specs, out_specs=specs[0], axis_names=set(axes)
     )
-    found = step_of(manual, arrays)(*on(mesh, arrays, specs))
-    close(found, step_of(several, arrays)(*arrays), 1e-3)
+    found = step_of(manual)(*on(mesh, arrays, specs))
+    close(found, step_of(several)(*arrays), 1e-3)
 
 
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_x64(name: str, kind: str) -> None:
-    op, arrays = drawn(name, 0)
+    op, arrays = drawn(name)
+    step = step_of(op)
+    expected = step(*arrays)
     with jax.enable_x64(True):
-        step = step_of(op, arrays)
-        divided = on(mesh_of(kind), arrays, LAYOUTS[name])
+        divided = on(mesh_of("2x2", kind), arrays, LAYOUTS[name])
         program = step.lower(*divided).compile()
-        close(program(*divided), step(*arrays))
+        close(program(*divided), expected)
         assert reductions(program.as_text()) == {"linear": 3}.get(name, 2)
 
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("name", ["linear", "grouped_heads", "jagged"])
 def test_gradients_of_bfloat16_are_summed_in_float32(name: str, kind: str) -> None:
-    op, arrays = drawn(name, 0)
+    op, arrays = drawn(name)
     arrays = [x.astype(jnp.bfloat16) if x.dtype == np.float32 else x for x in arrays]
-    step = step_of(op, arrays)
-    divided = on(mesh_of(kind), arrays, LAYOUTS[name])
+    step = step_of(op)
+    divided = on(mesh_of("2x2", kind), arrays, LAYOUTS[name])
     program = step.lower(*divided).compile()
     close(program(*divided), step(*arrays), 5e-2)
     assert collectives(program.as_text()) == {"all-reduce"}
@@ -202,11 +185,12 @@ def test_gradients_of_bfloat16_are_summed_in_float32(name: str, kind: str) -> No
 
 
 def test_cotangents_of_the_index_are_float0() -> None:
-    op, arrays = drawn("grouped_heads", 0)
-    divided = on(mesh_of("auto"), arrays, LAYOUTS["grouped_heads"])
-    of_query, of_index = jax.grad(lambda *a: jnp.sum(op(*a)), (0, 3), allow_int=True)(*divided)
+    op, arrays = drawn("grouped_heads")
+    divided = on(mesh_of("2x2", "auto"), arrays, LAYOUTS["grouped_heads"])
+    loss = lambda *arrays: jnp.sum(jnp.sin(op(*arrays)))  # noqa: E731
+    of_query, of_index = jax.grad(loss, (0, 3), allow_int=True)(*divided)
     assert of_index.dtype == jax.dtypes.float0
-    close(of_query, jax.grad(lambda *a: jnp.sum(op(*a)))(*arrays))
+    close(of_query, step_of(op)(*arrays)[0][0])
 
 
 @pytest.mark.sampled(3)
@@ -214,12 +198,12 @@ def test_cotangents_of_the_index_are_float0() -> None:
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_shard_map_over_some_axes_of_the_context_mesh(name: str, kind: str) -> None:
     """Under `jax.set_mesh`, `shard_map` has an abstract mesh, without devices."""
-    op, arrays = drawn(name, 0)
-    mesh = mesh_of(kind)
-    step = step_of(op, arrays)
+    op, arrays = drawn(name)
+    mesh = mesh_of("2x2", kind)
+    step = step_of(op)
     # Jagged heads and all others' candidates over the manual axis, candidates over the other one.
     manual = {"jagged": [P(None, "y"), P(None, "y"), P(None, "y"), P()]}.get(
-        name, [P("y") if spec == P("x") else P() for spec in LAYOUTS[name] if spec is not None]
+        name, [P("y") if spec == P("x") else P() for spec in LAYOUTS[name]]
     )
     both = [
         P("x", "y") if name == "jagged" and n == 0 else P(("y", "x")) if spec == P("y") else spec
@@ -229,7 +213,7 @@ def test_shard_map_over_some_axes_of_the_context_mesh(name: str, kind: str) -> N
     with jax.set_mesh(mesh):
         out = P(None, "y") if name == "jagged" else P("y")
         inside = jax.shard_map(op, in_specs=tuple(manual), out_specs=out, axis_names={"y"})
-        found = step_of(inside, arrays)(*divided)
+        found = step_of(inside)(*divided)
     close(found, step(*arrays))
     layout = NamedSharding(mesh, both[0] if name != "linear" else both[2])
     assert found[1].sharding.is_equivalent_to(layout, found[1].ndim)
@@ -242,7 +226,7 @@ def test_a_mesh_with_explicit_and_auto_axes(name: str, explicit: str) -> None:
     """Inside the `shard_map` over Explicit axes, XLA divides over the other one."""
     kinds = tuple(KINDS["explicit" if axis == explicit else "auto"] for axis in "xy")
     mesh = jax.make_mesh((2, 2), ("x", "y"), axis_types=kinds)
-    op, arrays = drawn(name, 0)
+    op, arrays = drawn(name)
     specs = {
         "linear": [P("y"), P("y"), P("x"), P(), P("x")],
         "grouped_heads": [P("x", None, "y"), P(None, None, "y"), P(None, None, "y"), P("x")],
@@ -251,7 +235,7 @@ def test_a_mesh_with_explicit_and_auto_axes(name: str, explicit: str) -> None:
     }[name]
     forward = jax.jit(op).lower(*on(mesh, arrays, specs)).compile()
     assert not collectives(forward.as_text())
-    close(step_of(op, arrays)(*on(mesh, arrays, specs)), step_of(op, arrays)(*arrays))
+    close(step_of(op)(*on(mesh, arrays, specs)), step_of(op)(*arrays))
     if name != "own_tokens":
         (plan,) = ikbo.explain(op, *on(mesh, arrays, specs)).plans
         assert "over 'x'" in plan.division
@@ -259,15 +243,16 @@ def test_a_mesh_with_explicit_and_auto_axes(name: str, explicit: str) -> None:
         assert name == "jagged" or "gathers" not in plan.division
 
 
-def attend(x_cand, x_user, index, w_query, w_key, w_value, w_out):
-    params = {"w_query": w_query, "w_key": w_key, "w_value": w_value, "w_out": w_out}
-    return functional.attend(params, x_cand, x_user, index)
+def attend(x_cand, x_user, index, *weights):
+    return functional.attend(dict(zip(WEIGHTS, weights, strict=True)), x_cand, x_user, index)
 
 
-def pool(x, seeds, w_query, w_key, w_value, w_out):
-    params = {"w_query": w_query, "w_key": w_key, "w_value": w_value, "w_out": w_out}
-    offsets = np.array([0, 3, 3, 9, 16], np.int32)
-    return functional.pma(params | {"seeds": seeds}, x, offsets)
+def pool(x, seeds, *weights):
+    params = dict(zip(WEIGHTS, weights, strict=True))
+    return functional.pma(params | {"seeds": seeds}, x, np.array([0, 3, 3, 9, 16], np.int32))
+
+
+WEIGHTS = "w_query", "w_key", "w_value", "w_out"
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -283,8 +268,8 @@ def test_layers_whose_heads_are_divided(layer: Callable[..., Any], kind: str) ->
     if layer is attend:
         arrays.insert(2, rng.integers(0, 4, 16).astype(np.int32))
         specs.insert(2, P("x"))
-    step = step_of(layer, arrays)
-    close(step(*on(mesh_of(kind), arrays, specs)), step(*arrays))
+    step = step_of(layer)
+    close(step(*on(mesh_of("2x2", kind), arrays, specs)), step(*arrays))
 
 
 OFFSETS = np.array([0, 2, 4], np.int32)
@@ -311,7 +296,7 @@ def test_calls_in_which_nothing_runs_vary_as_their_arrays(
     def loop(first: jax.Array) -> jax.Array:
         return jax.lax.scan(lambda x, _: (op(x, *arrays), None), first, None, length=2)[0]
 
-    mesh = mesh_of("auto", (2,))
+    mesh = mesh_of("2", "auto")
     program = jax.jit(jax.shard_map(loop, mesh=mesh, in_specs=P("x"), out_specs=P("x")))
     assert not np.any(program(np.zeros(carry, np.float32)))
 
@@ -324,8 +309,6 @@ def test_levels_without_rows(k_cand: int, k_user: int, kind: str) -> None:
     shapes = (4, k_cand), (4, k_user), (8, k_cand, 3), (2, k_user, 3)
     arrays = [rng.normal(size=shape).astype(np.float32) for shape in shapes]
     arrays.append(rng.integers(0, 2, 8).astype(np.int32))
-    found = step_of(ikbo.linear_compression, arrays)(
-        *on(mesh_of(kind, (2,)), arrays, LAYOUTS["linear"])
-    )
-    close(found, step_of(ikbo.linear_compression, arrays)(*arrays))
+    found = step_of(ikbo.linear_compression)(*on(mesh_of("2", kind), arrays, LAYOUTS["linear"]))
+    close(found, step_of(ikbo.linear_compression)(*arrays))
     assert found[1].sharding.spec[0] == "x"

@@ -11,14 +11,23 @@ import numpy as np
 import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
-from sharded_calls import collectives, reductions
-from test_sharding_layouts import KINDS, drawn
+from sharded_calls import (
+    KINDS,
+    close,
+    collectives,
+    drawn,
+    floats,
+    mesh_of,
+    on,
+    reductions,
+    step_of,
+)
 
 import ikbo_jax as ikbo
 
 SIZE = 4
 #: Op, which of its arrays have problems, how one problem is divided over "y", and the result's
-#: layout; problems are divided over "x".
+#: layout, whose first axis is that of all problems: "x", or None where they are not divided.
 CASES: dict[str, tuple[str, Sequence[bool], Sequence[P], P]] = {
     "linear": (
         "linear", [False, False, True, False, True], [P(), P(), P("y"), P(), P("y")], P("x", "y")
@@ -39,6 +48,9 @@ CASES: dict[str, tuple[str, Sequence[bool], Sequence[P], P]] = {
     "attention_keys_alone": (
         "grouped_heads", [False, True, False, False], [P("y"), P(), P(), P("y")], P("x", "y")
     ),
+    "attention_whole_problems": (
+        "grouped_heads", [True, True, True, False], [P("y"), P(), P(), P("y")], P(None, "y")
+    ),
     "own_tokens": (
         "own_tokens", [True, False, False, True, True, True, False],
         [P("y"), P(), P(), P("y"), P("y"), P("y"), P()], P("x", "y"),
@@ -55,25 +67,17 @@ CASES: dict[str, tuple[str, Sequence[bool], Sequence[P], P]] = {
 
 def problems(name: str, kind: str) -> tuple[Any, Any, list[Any], list[Any], Any]:
     """An op, its axes of problems, its arrays on one device and on a mesh, and the mesh."""
-    op_name, batched, specs, _ = CASES[name]
-    op, one = drawn(op_name, 0)
+    op_name, batched, specs, (over, *_) = CASES[name]
+    op, one = drawn(op_name)
     rng = np.random.default_rng(1)
     arrays = [
         np.stack([rng.permutation(x) for _ in range(SIZE)]) if is_batched else x
         for x, is_batched in zip(one, batched, strict=True)
     ]
-    mesh = jax.make_mesh((2, 2), ("x", "y"), axis_types=(KINDS[kind],) * 2)
-    divided = [
-        jax.device_put(x, NamedSharding(mesh, P("x", *spec) if is_batched else spec))
-        for x, spec, is_batched in zip(arrays, specs, batched, strict=True)
-    ]
+    mesh = mesh_of("2x2", kind)
+    layouts = [P(over, *x) if one else x for x, one in zip(specs, batched, strict=True)]
     axes = tuple(0 if is_batched else None for is_batched in batched)
-    return op, axes, arrays, divided, mesh
-
-
-def close(found: Any, expected: Any) -> None:
-    for x, y in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
-        np.testing.assert_allclose(np.asarray(x), np.asarray(y), rtol=1e-4, atol=1e-4)
+    return op, axes, arrays, on(mesh, arrays, layouts), mesh
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -84,7 +88,7 @@ def test_problems_are_divided(name: str) -> None:
     """
     op, axes, arrays, _, _ = problems(name, "auto")
     with_gradients = list(KINDS)[list(CASES).index(name) % len(KINDS)]
-    floats = tuple(n for n, x in enumerate(arrays) if x.dtype == np.float32)
+    chosen = floats(arrays)
 
     def loss(*arrays):
         return jnp.sum(jnp.sin(op(*arrays)))
@@ -93,11 +97,16 @@ def test_problems_are_divided(name: str) -> None:
         return jnp.sum(jax.vmap(loss, axes)(*arrays))
 
     def everything(*arrays):
-        each = jax.vmap(jax.grad(loss, floats), axes)
-        return jax.grad(total, floats)(*arrays), each(*arrays)
+        each = jax.vmap(jax.grad(loss, chosen), axes)
+        return jax.grad(total, chosen)(*arrays), each(*arrays)
 
+    one_by_one = [
+        step_of(op)(*(x if axis is None else x[n] for x, axis in zip(arrays, axes, strict=True)))
+        for n in range(SIZE)
+    ]
+    each, expected = jax.tree.map(lambda *xs: np.stack(xs), *jax.device_get(one_by_one))
+    totals = [x if axes[n] == 0 else x.sum(0) for n, x in zip(chosen, each, strict=True)]
     forward = jax.jit(jax.vmap(op, axes))
-    expected = forward(*arrays)
     for kind in KINDS:
         *_, divided, mesh = problems(name, kind)
         program = forward.lower(*divided).compile()
@@ -106,7 +115,7 @@ def test_problems_are_divided(name: str) -> None:
         close(out, expected)
         assert out.sharding.is_equivalent_to(NamedSharding(mesh, CASES[name][3]), out.ndim)
         if kind == with_gradients:
-            close(jax.jit(everything)(*divided), jax.jit(everything)(*arrays))
+            close(jax.jit(everything)(*divided), (totals, each))
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -125,25 +134,28 @@ def test_gradients_of_shared_arrays_are_summed_once(kind: str) -> None:
 @pytest.mark.parametrize("kind", KINDS)
 def test_vmap_inside_vmap(kind: str) -> None:
     """Problems of problems: sizes differ, and the outer ones are divided."""
-    op, arrays = drawn("grouped_heads", 0)
+    op, arrays = drawn("grouped_heads")
     rng = np.random.default_rng(2)
     query = rng.normal(size=(2, 3, *arrays[0].shape)).astype(np.float32)
     key = rng.normal(size=(2, *arrays[1].shape)).astype(np.float32)
-    args = [query, key, *arrays[2:]]
-    mesh = jax.make_mesh((2, 2), ("x", "y"), axis_types=(KINDS[kind],) * 2)
-    specs = P("x", None, "y"), P("x"), P(), P("y")
-    divided = [
-        jax.device_put(x, NamedSharding(mesh, spec)) for x, spec in zip(args, specs, strict=True)
-    ]
+    value, index = arrays[2:]
+    mesh = mesh_of("2x2", kind)
+    divided = on(mesh, [query, key, value, index], [P("x", None, "y"), P("x"), P(), P("y")])
     inner = jax.vmap(op, (0, None, None, None))
 
     def loss(*arrays):
         out = jax.vmap(inner, (0, 0, None, None))(*arrays)
         return jnp.sum(jnp.sin(out)), out
 
-    gradient = jax.jit(jax.grad(loss, (0, 1, 2), has_aux=True))
-    found = gradient(*divided)
-    close(found, gradient(*args))
+    found = jax.jit(jax.grad(loss, (0, 1, 2), has_aux=True))(*divided)
+    one_by_one = [
+        [step_of(op)(x, of_keys, value, index) for x in queries]
+        for queries, of_keys in zip(query, key, strict=True)
+    ]
+    stack = lambda *xs: np.stack(xs)  # noqa: E731
+    rows = [jax.tree.map(stack, *row) for row in jax.device_get(one_by_one)]
+    (of_query, of_key, of_value), out = jax.tree.map(stack, *rows)
+    close(found, ((of_query, of_key.sum(1), of_value.sum((0, 1))), out))
     layout = NamedSharding(mesh, P("x", None, "y"))
     assert found[1].sharding.is_equivalent_to(layout, found[1].ndim)
 
@@ -159,9 +171,8 @@ def test_explain_says_that_problems_are_divided(kind: str) -> None:
 
 def test_forward_mode_of_own_tokens_is_refused_on_explicit_axes() -> None:
     """Reverse mode has a rule there, so that it divides under `vmap`; forward mode has none."""
-    op, arrays = drawn("own_tokens", 0)
-    mesh = jax.make_mesh((2,), ("x",), axis_types=(KINDS["explicit"],))
-    divided = [jax.device_put(x, NamedSharding(mesh, P())) for x in arrays]
+    op, arrays = drawn("own_tokens")
+    divided = on(mesh_of("2", "explicit"), arrays, [P()] * len(arrays))
 
     def of_own(own):
         return op(*divided[:3], own, *divided[4:])

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -23,12 +24,12 @@ class Case(NamedTuple):
     """A call with its layout.
 
     Attributes:
-      op: takes the arrays.
+      op: takes the arrays in their order.
       arrays: name to shape; integer arrays are drawn below the last number, a bound.
       specs: how every array is sharded; absent: replicated.
       out: how the result is.
       sums: how many reductions the gradients of all floating-point arrays need.
-      forward: whether the result needs no collective.
+      is_local: whether the result needs no collective.
     """
 
     op: Callable[..., Any]
@@ -37,12 +38,6 @@ class Case(NamedTuple):
     out: P
     sums: int
     is_local: bool = True
-
-
-def linear(
-    w_cand: jax.Array, w_user: jax.Array, e_cand: jax.Array, e_user: jax.Array, index: jax.Array
-) -> jax.Array:
-    return ikbo.linear_compression(w_cand, w_user, e_cand, e_user, index)
 
 
 def padded(
@@ -55,11 +50,11 @@ def padded(
 def three_levels(
     w_cand: jax.Array,
     w_user: jax.Array,
-    w_all: jax.Array,
     e_cand: jax.Array,
     e_user: jax.Array,
-    e_all: jax.Array,
     index: jax.Array,
+    w_all: jax.Array,
+    e_all: jax.Array,
     user_index: jax.Array,
 ) -> jax.Array:
     return ikbo.multilevel_linear_compression(
@@ -107,6 +102,7 @@ def attend_twice(query: jax.Array, key: jax.Array, value: jax.Array, index: jax.
 
 #: Constants of the program. `gdpa` takes NumPy's arrays, too.
 OFFSETS: Any = np.array([0, 3, 3, 9, 12], np.int32)
+MORE_OFFSETS: Any = np.array([0, 3, 3, 9, 16], np.int32)
 
 
 def jagged(activation: str) -> Callable[..., jax.Array]:
@@ -114,6 +110,18 @@ def jagged(activation: str) -> Callable[..., jax.Array]:
         return ikbo.gdpa(query, key, value, OFFSETS, OFFSETS, activation=activation)
 
     return op
+
+
+def indexed(query: Any, key: Any, value: Any, index: Any) -> jax.Array:
+    return ikbo.gdpa(
+        query, key, value, MORE_OFFSETS, MORE_OFFSETS, activation="softmax", q_to_kv=index
+    )
+
+
+def with_own_tokens(
+    query: Any, key: Any, value: Any, self_key: Any, self_value: Any, index: Any, lengths: Any
+) -> jax.Array:
+    return attend_with_everything(query, key, value, index, lengths, self_key, self_value)
 
 
 LINEAR = {
@@ -133,19 +141,20 @@ JAGGED = {"query": (12, 8, 8), "key": (12, 8, 8), "value": (12, 8, 8)}
 #: "x" is the larger axis of a mesh, "y" the other one.
 CASES = {
     "linear_candidates": Case(
-        linear, LINEAR, {"e_cand": P("x"), "index": P("x")}, P("x"), sums=3
+        ikbo.linear_compression, LINEAR, {"e_cand": P("x"), "index": P("x")}, P("x"), sums=3
     ),
-    "linear_m": Case(linear, LINEAR, {"w_cand": P("x"), "w_user": P("x")}, P(None, "x"), sums=2),
+    "linear_m": Case(
+        ikbo.linear_compression, LINEAR, {"w_cand": P("x"), "w_user": P("x")}, P(None, "x"), sums=2
+    ),
     "linear_padded": Case(
         padded, LINEAR, {"e_cand": P("x"), "index": P("x")}, P("x"), sums=3
     ),
     "linear_padded_m": Case(
         padded, LINEAR, {"w_cand": P("x"), "w_user": P("x")}, P(None, "x"), sums=2
     ),
-    "linear_users_too": Case(
-        linear, LINEAR, {"e_cand": P("x"), "index": P("x"), "e_user": P()}, P("x"), sums=3
+    "linear_index_replicated": Case(
+        ikbo.linear_compression, LINEAR, {"e_cand": P("x")}, P("x"), sums=3
     ),
-    "linear_index_replicated": Case(linear, LINEAR, {"e_cand": P("x")}, P("x"), sums=3),
     "three_levels": Case(
         three_levels, THREE, {"e_cand": P("x"), "index": P("x")}, P("x"), sums=5
     ),
@@ -187,7 +196,7 @@ CASES = {
 #: Both axes of a mesh at once.
 CASES_OF_TWO_AXES = {
     "linear_candidates_and_m": Case(
-        linear, LINEAR,
+        ikbo.linear_compression, LINEAR,
         {"e_cand": P("x"), "index": P("x"), "w_cand": P("y"), "w_user": P("y")},
         P("x", "y"), sums=4,
     ),
@@ -204,16 +213,78 @@ CASES_OF_TWO_AXES = {
     ),
 }  # fmt: skip
 
+#: Ops whose arrays every mesh of eight devices divides: shapes of the arrays, and lengths and
+#: bounds of the index arrays behind them.
+OPS: dict[str, tuple[Callable[..., Any], list[tuple[int, ...]], list[tuple[int, int]]]] = {
+    "linear": (ikbo.linear_compression, [(16, 8), (16, 8), (B, 8, 8), (8, 8, 8)], [(B, 8)]),
+    "grouped_heads": (ikbo.attention, [(B, 2, 8, 8), (8, 8, 4, 8), (8, 8, 4, 8)], [(B, 8)]),
+    "own_tokens": (
+        with_own_tokens,
+        [(B, 2, 8, 8), (8, 8, 4, 8), (8, 8, 4, 8), (B, 2, 4, 8), (B, 2, 4, 8)],
+        [(B, 8), (8, 9)],
+    ),
+    "jagged": (indexed, [(16, 8, 8), (16, 4, 8), (16, 4, 8)], [(4, 4)]),
+}
+#: Layouts of `OPS` with candidates, or rows, over "x".
+LAYOUTS: dict[str, list[P]] = {
+    "linear": [P(), P(), P("x"), P(), P("x")],
+    "grouped_heads": [P("x"), P(), P(), P("x")],
+    "own_tokens": [P("x"), P(), P(), P("x"), P("x"), P("x"), P()],
+    "jagged": [P("x"), P(), P(), P()],
+}
+
+
+def drawn(name: str, seed: int = 0) -> tuple[Callable[..., Any], list[np.ndarray]]:
+    """One of `OPS` and its arrays."""
+    op, shapes, indices = OPS[name]
+    rng = np.random.default_rng(seed)
+    arrays = [rng.normal(size=shape).astype(np.float32) for shape in shapes]
+    return op, arrays + [rng.integers(0, bound, n).astype(np.int32) for n, bound in indices]
+
+
+def floats(arrays: Sequence[Any]) -> tuple[int, ...]:
+    """The positions of floating-point arrays."""
+    return tuple(n for n, x in enumerate(arrays) if jnp.issubdtype(x.dtype, jnp.floating))
+
+
+@functools.cache
+def step_of(op: Callable[..., Any]) -> Any:
+    """A jitted function: the gradients of a sum by all floating-point arrays, and the op's result.
+
+    One function for each op, so that all tests of an op share the program of one device.
+    """
+
+    def loss(*arrays: Any) -> Any:
+        out = op(*arrays)
+        return jnp.sum(jnp.sin(out.astype(jnp.float32))), out
+
+    return jax.jit(lambda *arrays: jax.grad(loss, floats(arrays), has_aux=True)(*arrays))
+
+
+def on(mesh: Any, arrays: Sequence[Any], specs: Sequence[P | None]) -> list[Any]:
+    """The arrays in these layouts; None leaves an array on no mesh."""
+    return [
+        x if spec is None else jax.device_put(x, NamedSharding(mesh, spec))
+        for x, spec in zip(arrays, specs, strict=True)
+    ]
+
+
+def close(found: Any, expected: Any, tolerance: float = 1e-4) -> None:
+    """Asserts that all arrays of two trees are equal within a tolerance."""
+    for x, y in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        x, y = (np.asarray(a, np.float64) for a in (x, y))
+        np.testing.assert_allclose(x, y, rtol=tolerance, atol=tolerance)
+
 
 def draw(case: Case) -> dict[str, jax.Array]:
     rng = np.random.default_rng(0)
-    arrays = {}
-    for name, shape in case.arrays.items():
+
+    def values(shape: tuple[int, ...]) -> np.ndarray:
         if shape[-1] < 0:
-            arrays[name] = jnp.asarray(rng.integers(0, -shape[-1], shape[:-1]), jnp.int32)
-        else:
-            arrays[name] = jnp.asarray(rng.normal(size=shape), jnp.float32)
-    return arrays
+            return rng.integers(0, -shape[-1], shape[:-1]).astype(np.int32)
+        return rng.normal(size=shape).astype(np.float32)
+
+    return {name: jax.device_put(values(shape)) for name, shape in case.arrays.items()}
 
 
 def check_source_locations(compiled_text: str) -> None:
@@ -248,5 +319,7 @@ def on_mesh(
 
 
 def mesh_of(name: str, kind: str) -> jax.sharding.Mesh:
-    shape, axes = {"8": ((8,), ("x",)), "4x2": ((4, 2), ("x", "y"))}[name]
-    return jax.make_mesh(shape, axes, axis_types=(KINDS[kind],) * len(axes))
+    """A mesh, named by its sizes as in "4x2", with axes "x", "y" and "z"."""
+    shape = tuple(map(int, name.split("x")))
+    axes = tuple("xyz"[: len(shape)])
+    return jax.make_mesh(shape, axes, axis_types=(KINDS[kind],) * len(shape))
