@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import re
 
 import chex
 import hypothesis
@@ -250,64 +249,6 @@ def test_gradients_of_gradients() -> None:
         return [jax.grad(slope(run), argnums=(0, 1, 2))(*arrays) for run in (ours, oracle)]
 
     chex.assert_trees_all_close(*both(*inputs[:3]), rtol=1e-4, atol=1e-3)
-
-
-# Under transformations.
-
-
-def test_same_under_scan() -> None:
-    inputs = problems.make_attention_inputs(SMALL)
-
-    def step(carry, query):
-        return carry, attend(inputs._replace(query=query))
-
-    queries = np.stack([inputs.query, -np.asarray(inputs.query)])
-    _, outs = jax.lax.scan(step, 0, queries)
-    for query, out in zip(queries, outs, strict=True):
-        np.testing.assert_array_equal(out, attend(inputs._replace(query=query)))
-
-
-def test_candidates_may_be_sharded(on_cpu) -> None:
-    """Values and gradients are the oracle's, those of own tokens too."""
-    shape = SMALL._replace(candidates=8)
-    inputs = problems.make_attention_inputs(shape, "float32")
-    own = own_tokens(shape, 2, "float32")
-    split, whole = jax.sharding.PartitionSpec("shard"), jax.sharding.PartitionSpec()
-
-    def run(path, query, key, value, index, lengths, self_key, self_value):
-        arrays = problems.AttentionInputs(query, key, value, index, lengths)
-        return path(arrays, self_key=self_key, self_value=self_value)
-
-    sharded = jax.shard_map(
-        functools.partial(run, ours),
-        mesh=jax.sharding.Mesh(jax.devices("cpu")[:2], ("shard",)),
-        in_specs=(split, whole, whole, split, whole, split, split),
-        out_specs=split,
-    )
-
-    def value_and_gradients(run):
-        def loss(*floats):
-            out, lse = run(*floats[:3], *inputs[3:], *floats[3:])
-            return jnp.sum(jnp.sin(out)) + jnp.sum(lse), (out, lse)
-
-        return jax.value_and_grad(loss, argnums=(0, 1, 2, 3, 4), has_aux=True)
-
-    paths = (sharded, functools.partial(run, oracle))
-    each = jax.jit(lambda *x: [value_and_gradients(path)(*x) for path in paths])
-    chex.assert_trees_all_close(*each(*inputs[:3], *own.values()), atol=1e-4)
-
-
-def test_f32_follows_the_default_matmul_precision() -> None:
-    inputs = problems.make_attention_inputs(SMALL, "float32")
-
-    def precisions() -> set[str]:
-        # A new function each time, since the precision is read while tracing.
-        text = str(jax.make_jaxpr(lambda *x: attend(problems.AttentionInputs(*x)))(*inputs))
-        return set(re.findall(r"Precision\.(\w+)", text))
-
-    assert precisions() == set()
-    with jax.default_matmul_precision("highest"):
-        assert precisions() == {"HIGHEST"}
 
 
 def test_memory_of_the_gradient_holds_neither_copies_nor_all_scores() -> None:

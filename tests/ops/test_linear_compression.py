@@ -241,56 +241,6 @@ def test_gradients_of_gradients() -> None:
     chex.assert_trees_all_close(*both(*arrays), rtol=1e-4, atol=1e-3)
 
 
-def test_same_under_jit_and_scan() -> None:
-    inputs = problems.make_inputs(SMALL)
-    eager = ikbo.linear_compression(*inputs)
-    np.testing.assert_array_equal(jax.jit(ikbo.linear_compression)(*inputs), eager)
-
-    def step(carry, e_cand):
-        return carry, ikbo.linear_compression(*inputs._replace(e_cand=e_cand))
-
-    _, outs = jax.lax.scan(step, 0, jnp.stack([inputs.e_cand, -inputs.e_cand]))
-    np.testing.assert_array_equal(outs[0], eager)
-    negated = inputs._replace(e_cand=-inputs.e_cand)
-    np.testing.assert_array_equal(outs[1], ikbo.linear_compression(*negated))
-
-
-def test_candidates_may_be_sharded(on_cpu) -> None:
-    inputs = problems.make_inputs(SMALL._replace(candidates=8), "float32")
-    spec = jax.sharding.PartitionSpec
-    split, whole = spec("shard"), spec()
-    sharded = jax.shard_map(
-        ikbo.linear_compression,
-        mesh=jax.sharding.Mesh(jax.devices("cpu")[:2], ("shard",)),
-        in_specs=(whole, whole, split, whole, split),
-        out_specs=split,
-    )
-
-    def value_and_gradients(compress, *arrays):
-        def loss(*arrays):
-            out = compress(*arrays, inputs.cand_to_user)
-            return jnp.sum(jnp.sin(out)), out
-
-        return jax.value_and_grad(loss, argnums=(0, 1, 2, 3), has_aux=True)(*arrays)
-
-    paths = (sharded, ikbo.linear_compression)
-    both = jax.jit(lambda *x: [value_and_gradients(path, *x) for path in paths])
-    chex.assert_trees_all_close(*both(*inputs[:4]), atol=1e-4)
-
-
-def test_f32_follows_the_default_matmul_precision() -> None:
-    inputs = problems.make_inputs(SMALL, "float32")
-
-    def precisions() -> set[str]:
-        # A new function each time, since the precision is read while tracing.
-        text = str(jax.make_jaxpr(lambda *x: ikbo.linear_compression(*x))(*inputs))
-        return set(re.findall(r"Precision\.(\w+)", text))
-
-    assert precisions() == set()
-    with jax.default_matmul_precision("highest"):
-        assert precisions() == {"HIGHEST"}
-
-
 def elements_of_arrays(text: str) -> set[int]:
     """Numbers of elements of all arrays that a jaxpr or an HLO module names."""
     shapes = re.findall(r"\b[a-z]+\d*\[(\d+(?:,\d+)*)\]", text)
