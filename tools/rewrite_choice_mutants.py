@@ -82,7 +82,7 @@ CHOICE_MUTANTS = (
     Mutant(
         "a sum of masked exponentials is at least 1",
         "weights.py",
-        "least = x.sum_of_one and bool(same) and not rest",
+        "least = x.sum_of_one and largest <= masks.LARGE and not rest",
         "least = x.sum_of_one",
         _written("a small number added to an unknown sum"),
     ),
