@@ -13,6 +13,7 @@ import pytest
 from jax import lax
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
+from rewrite_basics import computed
 
 import ikbo_jax as ikbo
 from ikbo_jax.rewrite import in_turns
@@ -182,17 +183,17 @@ def test_a_training_step(layout: str, label: str) -> None:
         def loss(weights, floats, users, candidates):
             return jnp.mean(jnp.sin(fn(weights, {**users, **floats}, candidates)))
 
-        return jax.jit(jax.value_and_grad(loss, (0, 1)))
+        return jax.value_and_grad(loss, (0, 1))
 
     args = weights, floats, users, candidates
-    expected = jax.device_get(step(model)(*args))
+    expected = computed(step(model), *args)
     sizes, axes, spec, kind = MESHES[layout]
     mesh = jax.make_mesh(sizes, axes, axis_types=(kind,) * len(axes))
     with jax.set_mesh(mesh):
         whole, divided = NamedSharding(mesh, P()), NamedSharding(mesh, spec)
         placed = (*jax.device_put(args[:3], whole), jax.device_put(candidates, divided))
         (report,) = ikbo.explain(ikbo.rewrite(model), placed[0], *placed[2:]).notes
-        compiled = step(ikbo.rewrite(model)).lower(*placed).compile()
+        compiled = jax.jit(step(ikbo.rewrite(model))).lower(*placed).compile()
         results = jax.device_get(compiled(*placed))
     assert report.changed
     for found, wanted in zip(jax.tree.leaves(results), jax.tree.leaves(expected), strict=True):
@@ -216,6 +217,9 @@ def test_rows_in_turns(batch: int) -> None:
     def of_row(row):
         return jnp.stack([row[0].sum(), row[0][0] * row[1]])
 
-    np.testing.assert_array_equal(in_turns.in_turns(of_row, rows), jax.vmap(of_row)(rows))
+    np.testing.assert_array_equal(
+        computed(lambda *rows: in_turns.in_turns(of_row, rows), *rows),
+        computed(lambda *rows: jax.vmap(of_row)(rows), *rows),
+    )
     count = in_turns._rows_in_a_turn(batch)
     assert count == {64: 64, 88: 8, 1000: 40, 1024: 64}.get(batch, 0)
