@@ -27,7 +27,6 @@ TINY = LinearCompressionProblem((2, 6), (7, 5), 9, 16, "bfloat16")
 @pytest.fixture(autouse=True)
 def own_cache(tmp_path, monkeypatch):
     monkeypatch.setenv("IKBO_JAX_CACHE_DIR", str(tmp_path / "cache"))
-    monkeypatch.setenv(timing.COMMIT_VARIABLE, "0123456789abcdef")
 
 
 @pytest.fixture
@@ -382,7 +381,6 @@ def test_committed_results_are_readable():
 
 def test_a_point_that_raises_does_not_end_the_run(tmp_path, monkeypatch, capsys):
     """The points after it are measured, the file names it, and the run is no success."""
-    monkeypatch.setenv(timing.COMMIT_VARIABLE, "0123456789abcdef")
 
     def measure(point):
         if point.label == "large":

@@ -19,7 +19,6 @@ TINY = AttentionProblem(9, 3, 4, 16, 4, 2, 8, "bfloat16")
 @pytest.fixture(autouse=True)
 def own_cache(tmp_path, monkeypatch):
     monkeypatch.setenv("IKBO_JAX_CACHE_DIR", str(tmp_path / "cache"))
-    monkeypatch.setenv(timing.COMMIT_VARIABLE, "0123456789abcdef")
 
 
 def point(index: str = "even", lengths: str = "full") -> harness.Point:

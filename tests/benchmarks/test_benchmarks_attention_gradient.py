@@ -9,16 +9,11 @@ import jax.numpy as jnp
 import pytest
 
 from benchmarks import attention_gradient as benchmark
-from benchmarks import harness, production_providers, report, report_attention_gradient, timing
+from benchmarks import harness, production_providers, report, report_attention_gradient
 
 pytestmark = pytest.mark.slow
 
 SHORT = harness.Protocol(window_s=0.001, rounds=2, matmul_size=64)
-
-
-@pytest.fixture(autouse=True)
-def own_commit(monkeypatch):
-    monkeypatch.setenv(timing.COMMIT_VARIABLE, "0123456789abcdef")
 
 
 def test_every_sweep_has_points_that_differ():

@@ -42,7 +42,6 @@ def before(tmp_path: pathlib.Path) -> pathlib.Path:
 
 
 def test_an_equal_version_compiled_by_other_processes(before, tmp_path, monkeypatch, capsys):
-    monkeypatch.setenv(timing.COMMIT_VARIABLE, "0123456789abcdef")
     monkeypatch.chdir(tmp_path)
     # An earlier path with another `benchmarks` must not reach the processes that compile.
     (tmp_path / "benchmarks").mkdir()
@@ -64,7 +63,6 @@ def test_an_equal_version_compiled_by_other_processes(before, tmp_path, monkeypa
 
 
 def test_differences_and_failures_are_named(before, tmp_path, monkeypatch, capsys):
-    monkeypatch.setenv(timing.COMMIT_VARIABLE, "0123456789abcdef")
     with open(before / "ikbo_jax" / "__init__.py", "a") as file:
         file.write(OTHER)
     for name in [n for n in compare.sys.modules if n.split(".")[0] == compare.BEFORE]:
@@ -85,7 +83,6 @@ def test_differences_and_failures_are_named(before, tmp_path, monkeypatch, capsy
 
 
 def test_what_the_budget_leaves_out_is_named(before, tmp_path, monkeypatch):
-    monkeypatch.setenv(timing.COMMIT_VARIABLE, "0123456789abcdef")
     out = tmp_path / "compare.json"
     options = ["--out", str(out), "--points", "gdpa other", "--budget-s", "0"]
     assert compare.main(["--before", str(before), *options]) == 1

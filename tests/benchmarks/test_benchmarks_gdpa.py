@@ -46,11 +46,6 @@ PADDED = dataclasses.replace(
 DENSE = gdpa_providers.Provider("dense", "softmax", softmax_of_dense, is_softmax=True)
 
 
-@pytest.fixture(autouse=True)
-def own_commit(monkeypatch):
-    monkeypatch.setenv(timing.COMMIT_VARIABLE, "0123456789abcdef")
-
-
 def test_every_sweep_has_points_that_differ_and_shrink():
     every = [p for d in gdpa.DIRECTIONS for sweep in gdpa.SWEEPS for p in gdpa.points(sweep, d)]
     assert len({(p.sweep, p.label) for p in every}) == len(every)

@@ -11,17 +11,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from benchmarks import children, harness, report, report_linear_compression_gradient, timing
+from benchmarks import children, harness, report, report_linear_compression_gradient
 from benchmarks import linear_compression_gradient as benchmark
 
 pytestmark = pytest.mark.slow
 
 SHORT = harness.Protocol(window_s=0.001, rounds=2, matmul_size=64)
-
-
-@pytest.fixture(autouse=True)
-def own_commit(monkeypatch):
-    monkeypatch.setenv(timing.COMMIT_VARIABLE, "0123456789abcdef")
 
 
 def tiny(point):

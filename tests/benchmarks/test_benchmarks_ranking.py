@@ -50,7 +50,6 @@ def provider(name: str, wrong: float = 0.0, error: Exception | None = None) -> r
 
 @pytest.fixture(autouse=True)
 def small_and_quick(monkeypatch):
-    monkeypatch.setenv(timing.COMMIT_VARIABLE, "0123456789abcdef")
     monkeypatch.setattr(ranking, "DEFAULT", SIZES)
     monkeypatch.setattr(ranking, "shrink", lambda point: dataclasses.replace(point, sizes=SIZES))
     monkeypatch.setattr(cases, "oracle", lambda *inputs: score(*inputs))

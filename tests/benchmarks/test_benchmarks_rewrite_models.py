@@ -12,7 +12,6 @@ pytestmark = pytest.mark.slow
 @pytest.fixture(autouse=True)
 def as_the_command_sets_it(monkeypatch):
     monkeypatch.setenv("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
-    monkeypatch.setenv(timing.COMMIT_VARIABLE, "0123456789abcdef")
 
 
 def test_a_run_in_small_and_its_report(tmp_path, monkeypatch):

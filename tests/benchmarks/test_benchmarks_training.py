@@ -50,7 +50,6 @@ GDPA = training_gdpa.Sizes(5, 8, 8, 2, 4, 3, 1, "float32")
 
 @pytest.fixture(autouse=True)
 def small_and_quick(monkeypatch):
-    monkeypatch.setenv(timing.COMMIT_VARIABLE, "0123456789abcdef")
     quick = functools.partial(training.interleaved_ms, window_s=0.001, rounds=2)
     monkeypatch.setattr(training, "interleaved_ms", lambda thunks, **_: quick(thunks))
     # By NumPy: JAX would compile a program for each shape.
