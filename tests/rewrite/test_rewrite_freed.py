@@ -14,20 +14,10 @@ import layout_models  # noqa: F401  These fill the table.
 import layout_positions  # noqa: F401
 import layout_sequences
 import pytest
-from layout_table import HEADS, LAYOUTS, D, S, arrays
+from layout_table import LAYOUTS, arrays
+from rewrite_basics import loss
 
 import ikbo_jax as ikbo
-
-
-def hstu_of_two_layers(blocks: Any, long: Any, token: Any, index: Any) -> Any:
-    x = jnp.concatenate([long[index], token[:, None]], axis=1)
-    mask = jnp.tril(jnp.ones((1, 1, S + 1, S + 1), jnp.float32)) / (S + 1)
-    for block in blocks[:2]:
-        qkv = (x @ block["qkv"]).reshape(len(x), S + 1, 3, HEADS, D)
-        query, key, value = (qkv[:, :, n] for n in range(3))
-        weights = jax.nn.silu(jnp.einsum("bqhd,bkhd->bhqk", query, key)) * mask
-        x = x + jnp.einsum("bhqk,bkhd->bqhd", weights, value).reshape(x.shape) @ block["out"]
-    return x[:, -1]
 
 
 def layers(of: Callable[..., Any], blocks: Any, long: Any, token: Any, index: Any) -> Any:
@@ -85,7 +75,6 @@ def in_a_cond(w: Any, x: Any, y: Any) -> Any:
 
 #: Sequences of a user and its candidate: those whose calls, loops and masks hold most.
 MODELS: dict[str, Callable[..., Any]] = {
-    "hstu_of_two_layers": hstu_of_two_layers,
     "jitted": functools.partial(layers, jax.jit),
     "checkpointed": functools.partial(layers, jax.checkpoint),
     "custom_derivatives": with_rules,
@@ -113,10 +102,7 @@ def model(name: str) -> tuple[Callable[..., Any], Any]:
 
 
 def gradient(fn: Callable[..., Any]) -> Callable[..., Any]:
-    def loss(*args: Any) -> Any:
-        return sum(jnp.sum(jnp.sin(x)) for x in jax.tree.leaves(fn(*args)))
-
-    return jax.grad(loss, allow_int=True)
+    return jax.grad(loss(fn), allow_int=True)
 
 
 @pytest.mark.usefixtures("new_objects_alone")
@@ -161,7 +147,7 @@ def test_what_is_traced_is_freed_at_once(name: str) -> None:
 
 @pytest.mark.usefixtures("without_collection")
 def test_arrays_are_freed_after_a_call() -> None:
-    fn, args = model("hstu_of_two_layers")
+    fn, args = model("hstu")
     args = jax.tree.map(jnp.copy, args)
     alive = [weakref.ref(x) for x in jax.tree.leaves(args)]
     results = ikbo.rewrite(fn)(*args)

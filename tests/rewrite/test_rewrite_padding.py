@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import problems
 import pytest
-from rewrite_basics import both, close, report_of
+from rewrite_basics import both, check_values_and_gradients, close, report_of
 
 import ikbo_jax as ikbo
 
@@ -57,24 +57,12 @@ MASKS = {
 }
 
 
-def both_gradients(fn, *args):
-    """The gradients of the rewritten function and of the function, by all arguments."""
-
-    def gradient(fn):
-        return jax.grad(lambda *args: (fn(*args) ** 2).sum(), argnums=tuple(range(len(args))))
-
-    return jax.jit(lambda *args: (gradient(ikbo.rewrite(fn))(*args), gradient(fn)(*args)))(*args)
-
-
 @pytest.mark.parametrize("name", MASKS)
 def test_padding_attends_by_the_op(name):
     def fn(cand, history):
         return pooled(cand, history, MASKS[name])
 
-    close(*both(fn, CAND, HISTORY))
-    for rewritten, original in zip(*both_gradients(fn, CAND, HISTORY), strict=True):
-        largest = jnp.abs(original).max()
-        close(rewritten / largest, original / largest)
+    check_values_and_gradients(fn, CAND, HISTORY)
     report = report_of(fn, CAND, HISTORY)
     assert report.changed, report
     assert report.bytes_saved > 0.85 * report.costs.original.nbytes
@@ -117,10 +105,7 @@ BIASES = {
 def test_keys_and_values_of_biased_attention_are_projected_at_user_batch(name):
     fn = with_bias(*BIASES[name])
     args = CAND, HISTORY, W_KEY, W_VALUE
-    close(*both(fn, *args))
-    for rewritten, original in zip(*both_gradients(fn, *args), strict=True):
-        largest = jnp.abs(original).max()
-        close(rewritten / largest, original / largest)
+    check_values_and_gradients(fn, *args)
     report = report_of(fn, *args)
     assert report.changed
     projections = 2 * 2 * B * S * D * D
