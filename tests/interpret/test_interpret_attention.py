@@ -150,18 +150,25 @@ def interpret(inputs: problems.AttentionInputs, case: Case) -> tuple[jax.Array, 
         interpret=PARAMS,
     )
     order = None if case.order is None else jnp.asarray(case.order, jnp.int32)
-    targets = None
-    if case.is_packed:
-        query, *rest, index, lengths = inputs
-        targets = np.argsort(np.clip(index, 0, case.users - 1), stable=True).astype(np.int32)
-        inputs = problems.AttentionInputs(query[targets], *rest, index[targets], lengths)
+    inputs, targets = packed(inputs, case)
     # One program instead of one for each operation.
     out, lse = jax.jit(run)(*inputs, order=order, targets=targets)
     return jax.block_until_ready((out, lse))
 
 
+def packed(
+    inputs: problems.AttentionInputs, case: Any
+) -> tuple[problems.AttentionInputs, np.ndarray | None]:
+    """Inputs in the order of users, and their places, if the case is packed."""
+    if not case.is_packed:
+        return inputs, None
+    query, *rest, index, lengths = inputs
+    targets = np.argsort(np.clip(index, 0, case.users - 1), stable=True).astype(np.int32)
+    return problems.AttentionInputs(query[targets], *rest, index[targets], lengths), targets
+
+
 def assert_correct(
-    results: tuple[Any, Any], inputs: problems.AttentionInputs, case: Case, where: Any = ...
+    results: tuple[Any, Any], inputs: problems.AttentionInputs, case: Any, where: Any = ...
 ) -> None:
     """Holds both results to the error rule, against the oracle in f64.
 

@@ -30,8 +30,11 @@ OWN = ("self_key", "self_value")
 
 
 @pytest.fixture(autouse=True)
-def interpreted(monkeypatch):
-    """Lets the op take the kernels, and the kernels the interpreter; counts the gradient's."""
+def interpreted(monkeypatch, launches):
+    """Lets the op take the kernels, and the kernels the interpreter; counts the gradient's.
+
+    No launch may have a race.
+    """
     monkeypatch.setattr(dispatch, "hopper_unavailable_reason", lambda: None)
     monkeypatch.setattr(dispatch, "num_sms", lambda: 2)
     interpreted_kernel = functools.partial(kernel.attention_kernel, interpret=PARAMS)
@@ -48,6 +51,8 @@ def interpreted(monkeypatch):
     op._attention.clear_cache()
     yield launched
     op._attention.clear_cache()
+    assert len(launches)
+    assert not launches.with_races
 
 
 def test_unsorted_candidates() -> None:

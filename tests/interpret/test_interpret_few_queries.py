@@ -17,7 +17,7 @@ import problems
 import pytest
 from indexed_attention import IndexedAttention
 from jax.experimental.pallas import mosaic_gpu as plgpu
-from test_interpret_attention import PARAMS, rounded_weights
+from test_interpret_attention import PARAMS, assert_correct, packed
 
 from ikbo_jax.pallas.few_queries import consumer, gathering, kernel, listing
 from ikbo_jax.pallas.few_queries.context import Context, Shape
@@ -317,11 +317,7 @@ CASES |= {
 
 
 def interpret(inputs: problems.AttentionInputs, case: Case) -> tuple[jax.Array, jax.Array]:
-    targets = None
-    if case.is_packed:
-        query, *rest, index, lengths = inputs
-        targets = np.argsort(np.clip(index, 0, case.users - 1), stable=True).astype(np.int32)
-        inputs = problems.AttentionInputs(query[targets], *rest, index[targets], lengths)
+    inputs, targets = packed(inputs, case)
     run = functools.partial(
         few_queries_kernel,
         scale=case.scale,
@@ -342,14 +338,6 @@ def interpret(inputs: problems.AttentionInputs, case: Case) -> tuple[jax.Array, 
             patch = mock.patch.object(FewQueriesConfig, "listings", return_value=plan)
             patches.enter_context(patch)
         return jax.block_until_ready(jax.jit(run)(*inputs))
-
-
-def assert_correct(results, inputs, case: Case, where=...) -> None:
-    oracle, oracle_lse = problems.numpy_attention_oracle(inputs, scale=case.scale)
-    plain = rounded_weights(inputs, case.scale)
-    out, lse = map(np.asarray, results)
-    problems.assert_within_error_rule(out[where], oracle[where], plain[where])
-    np.testing.assert_allclose(lse[where], oracle_lse[where], rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.sampled(3)

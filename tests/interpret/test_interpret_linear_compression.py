@@ -226,16 +226,12 @@ PAIR = Case(
 )
 
 
-@pytest.fixture
-def counters_of_a_cluster(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A launch of one cluster has its own counters: a CTA takes every other tile, and `users_ready`
-    is a barrier of the cluster.
+def count_by_barrier(monkeypatch: pytest.MonkeyPatch, barrier: Any, arrivals: int) -> None:
+    """A launch has a counter of its own: `users_ready` is a barrier.
 
-    A wait that is missing is a race: the fragments were written by the other CTA.
+    A wait that is missing is a race: what is added was written by another thread.
     """
     launch, counters = plgpu.kernel, []
-    arrivals = PAIR.batches[0] * NUM_CONSUMERS  # each user is one tile
-    barrier = plgpu.ClusterBarrier(collective_axes=("cluster",), num_arrivals=arrivals // 2)
 
     def launch_with_counter(body: Any, *, scratch_types: Any, **rest: Any) -> Any:
         def with_counter(*refs: Any) -> None:
@@ -248,14 +244,23 @@ def counters_of_a_cluster(monkeypatch: pytest.MonkeyPatch) -> None:
         assert (value, interpret) == (arrivals, True)
         plgpu.barrier_wait(counter)
 
+    monkeypatch.setattr(plgpu, "kernel", launch_with_counter)
+    monkeypatch.setattr(mosaic, "device_counter", lambda *, interpret: counters[-1])
+    monkeypatch.setattr(mosaic, "signal", lambda x, *, interpret: plgpu.barrier_arrive(x))
+    monkeypatch.setattr(mosaic, "wait", wait)
+
+
+@pytest.fixture
+def counters_of_a_cluster(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A launch of one cluster: a CTA takes every other tile, and awaits users of the other CTA."""
+    arrivals = PAIR.batches[0] * NUM_CONSUMERS  # each user is one tile
+    barrier = plgpu.ClusterBarrier(collective_axes=("cluster",), num_arrivals=arrivals // 2)
+    count_by_barrier(monkeypatch, barrier, arrivals)
+
     def ticket(counter: Any, i: Any, *, interpret: bool) -> Any:
         return 2 * i + jax.lax.axis_index("cluster")
 
-    monkeypatch.setattr(plgpu, "kernel", launch_with_counter)
-    monkeypatch.setattr(mosaic, "device_counter", lambda *, interpret: counters[-1])
     monkeypatch.setattr(mosaic, "next_ticket", ticket)
-    monkeypatch.setattr(mosaic, "signal", lambda x, *, interpret: plgpu.barrier_arrive(x))
-    monkeypatch.setattr(mosaic, "wait", wait)
 
 
 @pytest.mark.usefixtures("counters_of_a_cluster")

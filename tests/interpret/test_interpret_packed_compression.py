@@ -80,28 +80,12 @@ def count_users(monkeypatch: pytest.MonkeyPatch) -> Callable[[Case], None]:
     """
 
     def model(case: Case) -> None:
-        if case.launches == len(case.batches):
-            return
-        launch, counters = plgpu.kernel, []
-        columns = min(TILE_ROWS, case.config.block_n)
-        tiles = -(-case.batches[-2] * case.n // columns) * -(-case.m // case.config.block_m)
-        barrier = plgpu.Barrier(num_arrivals=tiles * NUM_CONSUMERS)
-
-        def launch_with_counter(body: Any, *, scratch_types: Any, **rest: Any) -> Any:
-            def with_counter(*refs: Any) -> None:
-                counters.append(refs[-1])
-                body(*refs[:-1])
-
-            return launch(with_counter, scratch_types=(*scratch_types, barrier), **rest)
-
-        def wait(counter: Any, value: int, *, interpret: bool) -> None:
-            assert (value, interpret) == (tiles * NUM_CONSUMERS, True)
-            plgpu.barrier_wait(counter)
-
-        monkeypatch.setattr(plgpu, "kernel", launch_with_counter)
-        monkeypatch.setattr(mosaic, "device_counter", lambda *, interpret: counters[-1])
-        monkeypatch.setattr(mosaic, "signal", lambda x, *, interpret: plgpu.barrier_arrive(x))
-        monkeypatch.setattr(mosaic, "wait", wait)
+        if case.launches < len(case.batches):
+            columns = min(TILE_ROWS, case.config.block_n)
+            tiles = -(-case.batches[-2] * case.n // columns) * -(-case.m // case.config.block_m)
+            arrivals = tiles * NUM_CONSUMERS
+            barrier = plgpu.Barrier(num_arrivals=arrivals)
+            linear_compression.count_by_barrier(monkeypatch, barrier, arrivals)
 
     return model
 

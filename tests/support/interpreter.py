@@ -24,7 +24,6 @@ from __future__ import annotations
 import collections
 import contextlib
 import functools
-import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 from unittest import mock
@@ -32,8 +31,9 @@ from unittest import mock
 import alignment
 import jax
 import numpy as np
-from jax._src import callback, source_info_util
-from jax._src.pallas.mosaic.interpret import race_detection_state, thread_map
+import numpy_launches
+from jax._src import source_info_util
+from jax._src.pallas.mosaic.interpret import race_detection_state
 from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks, shared_memory
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
@@ -128,91 +128,76 @@ def _abort_all_waiters(self: Any) -> None:
         barrier.abort()
 
 
-class _Programs:
-    """`thread_map._run_jaxpr` with one program for all threads and thread blocks of a launch."""
-
-    def __init__(self) -> None:
-        self.lock = threading.Lock()
-        #: By identity of a jaxpr, which is kept alive beside its program.
-        self.compiled: dict[int, tuple[Any, Any]] = {}
-
-    def run(self, jaxpr: Any, consts: Any, *args: Any) -> None:
-        with self.lock:
-            if id(jaxpr) not in self.compiled:
-                traced = jax.jit(thread_map._run, static_argnums=0).trace(jaxpr, consts, *args)
-                self.compiled[id(jaxpr)] = jaxpr, traced.lower().compile()
-        _, program = self.compiled[id(jaxpr)]
-        program(consts, *args)
-
-
-def _callback_on_the_host(
-    *args: Any, result_avals: Any, callback: Any, sharding: Any, ordered: Any
-) -> Any:
-    """`io_callback_impl` without arrays of a device, which the interpreter reads back at once."""
-    del result_avals, sharding, ordered
-    return jax.tree.map(np.asarray, callback(*args))
-
-
-def _to_int(x: Any) -> Any:
-    return x if isinstance(x, jax.core.Tracer) else int(x)
-
-
 #: Most dimensions of a buffer.
 _DIMS = 8
 
 
 @functools.lru_cache(maxsize=1 << 14)
-def _bounds(where: tuple[slice | int, ...]) -> np.ndarray:
-    """The first index in every dimension, and one past the last one: [2, _DIMS].
+def _bounds(where: tuple[slice | int, ...]) -> tuple[tuple[int, int], ...]:
+    """The first index in every dimension, and one past the last one.
 
-    A dimension that is missing, or without bounds, overlaps everything.
+    A dimension without bounds overlaps everything.
     """
-    bounds = np.empty((2, _DIMS), np.int64)
-    bounds[0], bounds[1] = np.iinfo(np.int64).min, np.iinfo(np.int64).max
-    for n, x in enumerate(where):
+    bounds = []
+    for x in where:
         if not isinstance(x, slice):
-            bounds[:, n] = x, x + 1
-        elif x != slice(None):
-            bounds[:, n] = x.start, max(x.start + 1, x.stop)
-    return bounds
+            bounds.append((x, x + 1))
+        elif x == slice(None):
+            bounds.append((np.iinfo(np.int64).min, np.iinfo(np.int64).max))
+        else:
+            bounds.append((x.start, max(x.start + 1, x.stop)))
+    return tuple(bounds)
 
 
 class _Accesses(list[Any]):
     """Accesses of a buffer, in order, as the detector keeps them; also as arrays.
 
     Attributes:
-      clocks: the vector clock of every access: [accesses, threads].
-      bounds: `_bounds` of every access: [2, accesses, _DIMS].
+      clocks: the vector clock of every access: [threads, accesses].
+      bounds: `_bounds` of every access: [_DIMS, 2, accesses]. A missing dimension has none.
+      latest: the elementwise maximum of the clocks: [threads].
     """
 
     def __init__(self) -> None:
         super().__init__()
         self.clocks: np.ndarray = np.zeros((0, 0), np.int32)
-        self.bounds: np.ndarray = np.zeros((2, 0, _DIMS), np.int64)
+        self.bounds: np.ndarray = np.zeros((_DIMS, 2, 0), np.int64)
+        self.latest: np.ndarray = np.zeros(0, np.int32)
 
     def append(self, access: Any) -> None:
         _, clock, where, _ = access
         count = len(self)
-        if count == len(self.clocks):
+        if count == self.clocks.shape[1]:
             most = max(16, 2 * count)
-            clocks = np.zeros((most, len(clock.clock)), clock.clock.dtype)
-            bounds = np.zeros((2, most, _DIMS), np.int64)
-            if self:
-                clocks[:count], bounds[:, :count] = self.clocks, self.bounds
+            clocks = np.zeros((len(clock.clock), most), clock.clock.dtype)
+            bounds = np.empty((_DIMS, 2, most), np.int64)
+            bounds[:, 0], bounds[:, 1] = np.iinfo(np.int64).min, np.iinfo(np.int64).max
+            if not self:
+                self.latest = np.zeros_like(clock.clock)
+            else:
+                clocks[:, :count], bounds[..., :count] = self.clocks, self.bounds
             self.clocks, self.bounds = clocks, bounds
-        self.clocks[count], self.bounds[:, count] = clock.clock, _bounds(where)
+        self.clocks[:, count] = clock.clock
+        np.maximum(self.latest, clock.clock, out=self.latest)
+        for n, first_and_end in enumerate(_bounds(where)):
+            self.bounds[n, :, count] = first_and_end
         super().append(access)
 
     def may_race_with(self, clock: np.ndarray, where: Any) -> bool:
         """Whether an access that is neither before `clock` nor after it may overlap `where`."""
         count = len(self)
-        if not count:
+        # All of them are before `clock`; a clock that equals it is not.
+        if not count or ((self.latest <= clock).all() and (self.latest != clock).any()):
             return False
-        (first, last), (firsts, lasts) = _bounds(where), self.bounds[:, :count]
-        overlapping = np.flatnonzero(((firsts < last) & (first < lasts)).all(axis=1))
-        difference = self.clocks[overlapping] - clock
-        is_behind, is_ahead = (difference < 0).any(axis=1), (difference > 0).any(axis=1)
-        return bool((is_behind == is_ahead).any())
+        # Dimension by dimension: NumPy is slow where it reduces short rows.
+        overlap = np.ones(count, bool)
+        for (first, end), (firsts, ends) in zip(_bounds(where), self.bounds, strict=False):
+            overlap &= (firsts[:count] < end) & (ends[:count] > first)
+        overlapping = np.flatnonzero(overlap)
+        if not overlapping.size:
+            return False
+        difference = self.clocks[:, overlapping] - clock[:, None]
+        return bool(((difference.min(axis=0) < 0) == (difference.max(axis=0) > 0)).any())
 
 
 def _compared_at_once(check: Callable[..., None], conflicts: tuple[str, ...], kept_in: str) -> Any:
@@ -286,9 +271,7 @@ def watched() -> Iterator[Launches]:
             copy_gmem_to_smem=_aligned(gpu_callbacks.copy_gmem_to_smem),
             copy_smem_to_gmem=_aligned(gpu_callbacks.copy_smem_to_gmem),
         ),
-        mock.patch.object(thread_map, "_run_jaxpr", _Programs().run),
-        mock.patch.object(callback, "io_callback_impl", _callback_on_the_host),
-        mock.patch.object(shared_memory, "_to_int", _to_int),
+        numpy_launches.in_numpy(),
         mock.patch.object(shared_memory.GPUSharedMemory, "_abort_waiters", _abort_all_waiters),
         mock.patch.object(_Detector, "check_read", _check_read),
         mock.patch.object(_Detector, "check_write", _check_write),
