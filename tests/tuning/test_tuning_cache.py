@@ -17,7 +17,6 @@ from fake_tuning import GDPA, row
 from fake_tuning import LINEAR as DEFAULT
 
 from ikbo_jax.autotuner import autotune
-from ikbo_jax.autotuner.bench import Task
 from ikbo_jax.problems import LinearCompressionConfig, LinearCompressionProblem
 from ikbo_jax.tuning import table, table_rows, user_cache
 
@@ -214,11 +213,8 @@ def test_unwritable_cache_is_silent_in_lookup_and_clear_when_tuning(tmp_path, mo
     monkeypatch.setenv(user_cache.CACHE_DIR_VARIABLE, str(tmp_path / "file" / "cache"))
     table.lookup(DEFAULT)
 
-    def never(task: Task) -> dict[str, Any]:
-        raise AssertionError("nothing is to be timed")
-
     with pytest.raises(OSError, match=r"cannot write the tuning cache .* set IKBO_JAX_CACHE_DIR"):
-        autotune.tune_linear_compression(DEFAULT, run=never)
+        autotune.tune_linear_compression(DEFAULT, run=pytest.fail)
 
 
 def test_cache_directory_without_the_variable(monkeypatch):
@@ -284,9 +280,6 @@ def test_what_is_no_regular_file_is_refused_unopened(make, kind, name, tmp_path,
     make(pathlib.Path(name))
     before = path.stat()
 
-    def never(task: Task) -> dict[str, Any]:
-        raise AssertionError("nothing is to be timed")
-
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         table.lookup(DEFAULT)
@@ -296,7 +289,7 @@ def test_what_is_no_regular_file_is_refused_unopened(make, kind, name, tmp_path,
         assert f"ignoring the tuning cache {path}: it is {kind}" in str(warning.message)
     for write in (
         lambda: user_cache.write_user_row(row()),
-        lambda: autotune.tune_linear_compression(DEFAULT, run=never),
+        lambda: autotune.tune_linear_compression(DEFAULT, run=pytest.fail),
     ):
         with pytest.raises(OSError, match=f"{name} is {kind}, not a regular file"):
             write()

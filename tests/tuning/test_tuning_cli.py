@@ -27,6 +27,7 @@ from ikbo_jax.problems import (
 SIZES = ["--m", "9", "--n", "8", "--k-cand", "7", "--k-user", "11"]
 TUNE = ["tune", "linear-compression", "--b", "24", "--u", "5", *SIZES]
 ATTENTION = ["tune", "attention", "--b", "24", "--u", "5", "--t", "4", "--s", "32", "--h", "64"]
+GDPA = ["tune", "gdpa", "--b", "24", "--s", "32", "--n", "4", "--k", "2", "--h", "64"]
 GDPA_PROBLEM = GdpaProblem(
     *(24, 24, 24 * 100, 24 * 32, 4, 2, 64, "bfloat16"), ("gelu",), None, False, 100, 32
 )
@@ -214,27 +215,25 @@ def test_tune_attention_passes_the_sizes_on(tuned_by, capsys):
     assert "0.25 ms, 0.500 of the 8192x8192x8192 bfloat16 matmul" in capsys.readouterr().out
 
 
-def test_tune_attention_backward_passes_the_sizes_on(tuned_by):
-    found = tuned_by("tune_attention_backward")
-    sizes = [*ATTENTION[2:], "--n", "4", "--k", "2"]
-    assert cli.main(["tune", "attention-backward", *sizes]) == cli.OK
-    assert found == [(AttentionBackwardProblem(24, 5, 4, 32, 4, 2, 64, "bfloat16"), None)]
-
-
-def test_tune_linear_compression_backward_passes_the_sizes_on(tuned_by):
-    found = tuned_by("tune_linear_compression_backward")
-    assert cli.main(["tune", "linear-compression-backward", *TUNE[2:]]) == cli.OK
-    ((problem, limit),) = found
-    assert isinstance(problem, LinearCompressionBackwardProblem)
-    assert (problem.batches, problem.dtype, limit) == ((5, 24), "bfloat16", None)
-
-
-def test_tune_gdpa_backward_passes_the_sizes_on(tuned_by):
-    found = tuned_by("tune_gdpa_backward")
-    assert cli.main(["tune", "gdpa-backward", *GDPA[2:], "--t", "100"]) == cli.OK
-    ((problem, limit),) = found
-    assert isinstance(problem, GdpaBackwardProblem)
-    assert (problem.q_rows, problem.max_seqlen_q, limit) == (2400, 100, None)
+@pytest.mark.parametrize(
+    ("words", "problem"),
+    [
+        (
+            ["attention-backward", *ATTENTION[2:], "--n", "4", "--k", "2"],
+            AttentionBackwardProblem(24, 5, 4, 32, 4, 2, 64, "bfloat16"),
+        ),
+        (
+            ["linear-compression-backward", *TUNE[2:]],
+            LinearCompressionBackwardProblem((5, 24), (11, 7), 9, 8, "bfloat16"),
+        ),
+        (["gdpa-backward", *GDPA[2:], "--t", "100"], GdpaBackwardProblem.of(GDPA_PROBLEM)),
+    ],
+    ids=lambda x: x[0] if isinstance(x, list) else "",
+)
+def test_tune_passes_the_sizes_of_a_gradient_on(words, problem, tuned_by):
+    found = tuned_by(f"tune_{words[0].replace('-', '_')}")
+    assert cli.main(["tune", *words]) == cli.OK
+    assert found == [(problem, None)]
 
 
 def test_tune_attention_off_hopper_and_with_wrong_heads(monkeypatch, capsys):
@@ -243,9 +242,6 @@ def test_tune_attention_off_hopper_and_with_wrong_heads(monkeypatch, capsys):
     assert "this is a toaster" in capsys.readouterr().err
     assert cli.main([*ATTENTION, "--n", "3", "--k", "2"]) == cli.UNUSABLE
     assert "--q-heads 3 is not a multiple of --kv-heads 2" in capsys.readouterr().err
-
-
-GDPA = ["tune", "gdpa", "--b", "24", "--s", "32", "--n", "4", "--k", "2", "--h", "64"]
 
 
 @pytest.mark.parametrize(
