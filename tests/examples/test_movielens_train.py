@@ -34,7 +34,7 @@ SIZES = Sizes(
     compressed=3,
     hidden=8,
 )
-PROTOCOL = train.Protocol(steps=60, users=8, evaluate_every=30, save_every=20)
+PROTOCOL = train.Protocol(steps=30, users=8, evaluate_every=15, save_every=10)
 QUIET = Progress(quiet=True)
 
 
@@ -185,9 +185,9 @@ def test_a_catalogue_of_other_sizes_is_refused():
 
 def test_a_resumed_run_is_bitwise_the_uninterrupted_one(trainers, whole, tmp_path):
     trainer = trainers("ikbo")
-    # Interrupted after step 30, whose newest checkpoint is of step 20.
-    part = trainer.run(0, tmp_path / "run", QUIET, until=30)
-    assert part.loss == whole.loss[:30]
+    # Interrupted after step 15, whose newest checkpoint is of step 10.
+    part = trainer.run(0, tmp_path / "run", QUIET, until=15)
+    assert part.loss == whole.loss[:15]
     resumed = trainer.run(0, tmp_path / "run", QUIET)
     assert_same_bits(resumed.params, whole.params)
     assert (resumed.loss, resumed.validation) == (whole.loss, whole.validation)
@@ -196,7 +196,7 @@ def test_a_resumed_run_is_bitwise_the_uninterrupted_one(trainers, whole, tmp_pat
     again = trainer.run(0, tmp_path / "run", QUIET)
     assert_same_bits(again.params, whole.params)
     assert len(again.loss) == PROTOCOL.steps
-    assert [step for step, *_ in again.validation] == [30, 60]
+    assert [step for step, *_ in again.validation] == [15, 30]
     # Another seed is another run, and its checkpoints are not taken.
     assert trainer.run(1, None, QUIET, until=1).loss[0] != whole.loss[0]
     with pytest.raises(ValueError, match="the checkpoint has seed=0, but the run has seed=1"):
@@ -221,13 +221,13 @@ def test_a_server_scores_as_the_trained_ranker(folder, trainers, whole, tmp_path
         checkpoint=str(tmp_path), data=str(folder), candidates=(256,), users=4, new_users=(4,)
     )
     source = settings.load()
-    assert (source.newest, source.num_users, source.num_items) == ("60", 41, MOVIES + 1)
+    assert (source.newest, source.num_users, source.num_items) == ("30", 41, MOVIES + 1)
     scorer = settings.scorer(source)
     users, found = np.array([3, 40, 5, 12]), trainer.data.data.ratings
     movies = np.random.default_rng(0).integers(0, source.num_items, (4, 64), np.int32)
     requests = [models.request(source, int(u), m) for u, m in zip(users, movies, strict=True)]
     answers = scorer.rank(requests)
-    assert {answer.weights for answer in answers} == {"60"}
+    assert {answer.weights for answer in answers} == {"30"}
 
     # Histories of the newest ratings, as a run makes them.
     last = np.searchsorted(found.user, users, side="right")
@@ -241,12 +241,12 @@ def test_a_server_scores_as_the_trained_ranker(folder, trainers, whole, tmp_path
     np.testing.assert_allclose(scores, expected, rtol=1e-4, atol=1e-5)
 
     # An earlier step is another version; a user without ratings has finite scores.
-    scorer.set_weights(source.weights("40"), "40")
+    scorer.set_weights(source.weights("20"), "20")
     earlier, nobody = scorer.rank([requests[0], models.request(source, 0, movies[0])])
-    assert earlier.weights == "40"
+    assert earlier.weights == "20"
     assert np.abs(earlier.scores - answers[0].scores).max() > 1e-3
     assert np.isfinite(nobody.scores).all()
-    with pytest.raises(FileNotFoundError, match=r"no checkpoint of step 7 .* steps \[40, 60\]"):
+    with pytest.raises(FileNotFoundError, match=r"no checkpoint of step 7 .* steps \[20, 30\]"):
         source.weights("7")
 
 
@@ -254,7 +254,7 @@ def test_what_a_server_cannot_load_is_refused(folder, trainers, tmp_path):
     with pytest.raises(FileNotFoundError, match="no checkpoint in"):
         models.source_of("random", str(tmp_path / "none"), str(folder))
     assert not (tmp_path / "none").exists()
-    trainers("ikbo").run(0, tmp_path / "run", QUIET, until=20)
+    trainers("ikbo").run(0, tmp_path / "run", QUIET, until=10)
     rows = [row for row in ratings() if row.movie < MOVIES]
     other = write_grouplens(tmp_path / "other", rows)
     text = (other / "u.item").read_text("latin-1").splitlines(keepends=True)
@@ -313,10 +313,10 @@ def test_the_training_command(folder, small, tmp_path, capsys):
         "matrix factorisation",
         "ranker, this library's ops",
     ]
-    assert "ikbo, seed 0: step 60/60, loss" in err
+    assert "ikbo, seed 0: step 30/30, loss" in err
     assert "validation: AUC 0." in err
     assert "log loss" in (tmp_path / "small-ikbo-0.svg").read_text()
-    assert (tmp_path / "small" / "ikbo-0" / "60").is_dir()
+    assert (tmp_path / "small" / "ikbo-0" / "30").is_dir()
 
 
 def test_data_that_cannot_be_read_end_the_command(tmp_path, capsys):
