@@ -145,6 +145,8 @@ def test_the_summary_names_compiled_kernels(record: Record) -> None:
     assert summary([OLD]) == []
     place = "tests/offline/digests.json"
     assert summary([NEW, OLD]) == [f"1 kernels differ from {place} and were compiled: c (1)"]
+    again = dataclasses.replace(OLD, is_new=True)
+    assert summary([again]) == [f"1 kernels of {place} were compiled again: b (1)"]
 
 
 @pytest.mark.parametrize(

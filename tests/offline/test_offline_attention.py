@@ -23,6 +23,15 @@ REUSE = AttentionConfig(128, 2, 2, 3, reuse=True, balance=True)
 NUM_SMS = 132
 
 
+def operands(problem: Any, *, has_lengths: bool) -> tuple[Any, ...]:
+    """Shapes of queries, keys, values, users of candidates, and lengths of keys."""
+    p, shape, dtype = problem, jax.ShapeDtypeStruct, jnp.dtype(problem.dtype)
+    query = shape((p.batch, p.q_len, p.q_heads, p.head_dim), dtype)
+    keys = shape((p.users, p.kv_len, p.kv_heads, p.head_dim), dtype)
+    lengths = shape((p.users,), jnp.int32) if has_lengths else None
+    return query, keys, keys, shape((p.batch,), jnp.int32), lengths
+
+
 @dataclasses.dataclass(frozen=True)
 class Case:
     """A problem, its configuration, and which optional arguments it has.
@@ -44,10 +53,6 @@ class Case:
     def launch(self) -> tuple[Any, ...]:
         """The kernel's host function, and the shapes it takes."""
         p = self.problem
-        dtype = jnp.dtype(p.dtype)
-        keys = jax.ShapeDtypeStruct((p.users, p.kv_len, p.kv_heads, p.head_dim), dtype)
-        lengths = jax.ShapeDtypeStruct((p.users,), jnp.int32) if self.with_lengths else None
-        index = jax.ShapeDtypeStruct((p.batch,), jnp.int32)
 
         def fn(query, key, value, cand_to_user, lengths, numbers):
             # Candidates in any order are read and stored in place, or copied and stored elsewhere.
@@ -66,8 +71,8 @@ class Case:
                 num_sms=NUM_SMS,
             )
 
-        query = jax.ShapeDtypeStruct((p.batch, p.q_len, p.q_heads, p.head_dim), dtype)
-        return fn, query, keys, keys, index, lengths, index if self.with_order else None
+        shapes = operands(p, has_lengths=self.with_lengths)
+        return fn, *shapes, shapes[3] if self.with_order else None
 
 
 def of(config: AttentionConfig | None = None, **sizes: Any) -> Case:

@@ -13,6 +13,7 @@ import planted
 import pytest
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith
+from test_offline_attention import operands
 
 from ikbo_jax.pallas.attention_backward import numbering, products, statistics
 from ikbo_jax.pallas.attention_backward.kernel import attention_backward_kernel
@@ -46,7 +47,6 @@ class Case:
 
     def launch(self) -> tuple[Any, ...]:
         """The kernel's host function, and the shapes it takes."""
-        p, shape, dtype = self.problem, jax.ShapeDtypeStruct, jnp.dtype(self.dtype)
         kernel = functools.partial(
             attention_backward_kernel,
             scale=0.0884,
@@ -55,22 +55,9 @@ class Case:
             num_sms=132,
             dtype=self.sum_dtype,
         )
-        query = shape((p.batch, p.q_len, p.q_heads, p.head_dim), dtype)
-        key = shape((p.users, p.kv_len, p.kv_heads, p.head_dim), dtype)
-        lengths = shape((p.users,), jnp.int32) if self.has_lengths else None
-        lse = shape(query.shape[:-1], jnp.float32)
-        return (
-            kernel,
-            query,
-            key,
-            key,
-            shape((p.batch,), jnp.int32),
-            lengths,
-            query,
-            lse,
-            query,
-            lse,
-        )
+        query, *rest = operands(self.problem, has_lengths=self.has_lengths)
+        lse = jax.ShapeDtypeStruct(query.shape[:-1], jnp.float32)
+        return kernel, query, *rest, query, lse, query, lse
 
 
 CASES = {
@@ -152,10 +139,8 @@ ROWS = [
 def test_offline_row_of_the_table_is_fit(row: table_rows.Row, compiler: offline.Compiler) -> None:
     p = row.problem
     assert p.fits(row.config)
-    shape, dtype = jax.ShapeDtypeStruct, jnp.dtype(p.dtype)
-    query = shape((p.batch, p.q_len, p.q_heads, p.head_dim), dtype)
-    key = shape((p.users, p.kv_len, p.kv_heads, p.head_dim), dtype)
-    lse, index = shape(query.shape[:-1], jnp.float32), shape((p.batch,), jnp.int32)
+    query, *rest = operands(p, has_lengths=False)
+    lse = jax.ShapeDtypeStruct(query.shape[:-1], jnp.float32)
     kernel = functools.partial(
         attention_backward_kernel,
         scale=p.head_dim**-0.5,
@@ -163,7 +148,7 @@ def test_offline_row_of_the_table_is_fit(row: table_rows.Row, compiler: offline.
         config=row.config,
         num_sms=132,
     )
-    for compiled in compiler.compile(kernel, query, key, key, index, None, query, lse, query, None):
+    for compiled in compiler.compile(kernel, query, *rest, query, lse, query, None):
         assert not compiled.faults
 
 

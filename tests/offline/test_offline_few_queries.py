@@ -5,10 +5,9 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-import jax
-import jax.numpy as jnp
 import offline
 import pytest
+from test_offline_attention import operands
 
 from ikbo_jax.pallas.few_queries.kernel import few_queries_kernel
 from ikbo_jax.problems import AttentionProblem, memory
@@ -36,10 +35,6 @@ class Case:
     def launch(self) -> tuple[Any, ...]:
         """The kernel's host function, and the shapes it takes."""
         p = self.problem
-        dtype = jnp.dtype(p.dtype)
-        keys = jax.ShapeDtypeStruct((p.users, p.kv_len, p.kv_heads, p.head_dim), dtype)
-        lengths = jax.ShapeDtypeStruct((p.users,), jnp.int32) if self.with_options else None
-        index = jax.ShapeDtypeStruct((p.batch,), jnp.int32)
 
         def fn(query, key, value, cand_to_user, lengths, targets):
             return few_queries_kernel(
@@ -56,16 +51,8 @@ class Case:
                 lists=self.lists,
             )
 
-        query = jax.ShapeDtypeStruct((p.batch, p.q_len, p.q_heads, p.head_dim), dtype)
-        return (
-            fn,
-            query,
-            keys,
-            keys,
-            index,
-            lengths,
-            index if self.with_options and not self.lists else None,
-        )
+        shapes = operands(p, has_lengths=self.with_options)
+        return fn, *shapes, shapes[3] if self.with_options and not self.lists else None
 
 
 def problem(head_dim: int, heads: tuple[int, int] = (4, 4), **sizes: Any) -> AttentionProblem:

@@ -162,9 +162,11 @@ def described(compiled: dict[str, str], record: Record | None, installed: Toolch
     counts = collections.Counter(compiled.values())
     names = ", ".join(f"{name} ({count})" for name, count in sorted(counts.items()))
     place = PATH.relative_to(PATH.parents[2])
-    if record is None or record.toolchain == installed:
-        return f"{len(compiled)} kernels differ from {place} and were compiled: {names}"
-    return (
-        f"{len(compiled)} kernels were compiled by {installed}, since {place} has reports of "
-        f"{record.toolchain}: {names}"
-    )
+    if record is not None and record.toolchain != installed:
+        return (
+            f"{len(compiled)} kernels were compiled by {installed}, since {place} has reports of "
+            f"{record.toolchain}: {names}"
+        )
+    if record is not None and record.kernels.keys() >= compiled.keys():
+        return f"{len(compiled)} kernels of {place} were compiled again: {names}"
+    return f"{len(compiled)} kernels differ from {place} and were compiled: {names}"
