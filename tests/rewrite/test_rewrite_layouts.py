@@ -15,6 +15,14 @@ import layout_sequences  # noqa: F401
 import numpy as np
 import pytest
 from layout_table import LAYOUTS, Layout
+from rewrite_basics import (
+    assert_same_up_to_rounding,
+    both,
+    close,
+    computed,
+    gradients_by_all,
+    loss,
+)
 
 import ikbo_jax as ikbo
 from ikbo_jax.rewrite import cost, jaxprs
@@ -31,16 +39,7 @@ def share_removed(layout: Layout) -> float:
     return (original - flops(ikbo.rewrite(layout.fn), args)) / (original - by_hand)
 
 
-#: Layouts without a rule yet.
-PENDING = {}
-
-
-def _named(names):
-    mark = pytest.mark.xfail(strict=True, raises=AssertionError)
-    return [pytest.param(x, marks=mark) if x in PENDING else x for x in names]
-
-
-@pytest.mark.parametrize("name", _named(LAYOUTS))
+@pytest.mark.parametrize("name", LAYOUTS)
 def test_share_removed(name: str) -> None:
     layout = LAYOUTS[name]
     share = share_removed(layout)
@@ -51,34 +50,17 @@ def test_share_removed(name: str) -> None:
 def test_values_and_gradients(name: str) -> None:
     layout = LAYOUTS[name]
     args = layout.args()
-    floating = [n for n, x in enumerate(args) if _is_floating(x)]
-
-    def loss(fn):
-        def of(*values):
-            merged = list(args)
-            for n, x in zip(floating, values, strict=True):
-                merged[n] = x
-            out = fn(*merged)
-            return jnp.sum(jnp.sin(out)), out
-
-        if "while_loop" in name:  # It has no gradient.
-            return of
-        return jax.grad(of, argnums=tuple(range(len(floating))), has_aux=True)
-
-    values = [args[n] for n in floating]
-
-    @jax.jit
-    def run(*values):
-        return [loss(f)(*values) for f in (layout.fn, ikbo.rewrite(layout.fn), layout.hand)]
-
-    theirs, *others = run(*values)
-    for ours in others:
-        for x, y in zip(jax.tree.leaves(ours), jax.tree.leaves(theirs), strict=True):
-            scale = np.max(np.abs(y), initial=1.0)
-            np.testing.assert_allclose(x, y, rtol=0, atol=2e-5 * scale)
+    # A while loop has no gradient.
+    of = loss if "while_loop" in name else gradients_by_all(args)
+    for each in (lambda fn: fn, of):
+        theirs, ours, by_hand = (
+            computed(each(fn), *args) for fn in (layout.fn, ikbo.rewrite(layout.fn), layout.hand)
+        )
+        assert_same_up_to_rounding(ours, theirs)
+        assert_same_up_to_rounding(by_hand, theirs)
 
 
-@pytest.mark.parametrize("name", _named(name for name, x in LAYOUTS.items() if x.never))
+@pytest.mark.parametrize("name", [name for name, x in LAYOUTS.items() if x.never])
 def test_no_copy_of_the_history(name: str) -> None:
     layout = LAYOUTS[name]
     shapes = set(_shapes(jax.make_jaxpr(ikbo.rewrite(layout.fn))(*layout.args()).jaxpr))
@@ -115,11 +97,9 @@ def test_comparisons_that_are_no_lookups() -> None:
     assert index.shape[0] % 2 == 0
     pairs = positions.reshape(2, -1).T.reshape(1, -1)
     for fn in (shuffled, at(pairs)):
-        ours, theirs = jax.jit(lambda *x, fn=fn: (ikbo.rewrite(fn)(*x), fn(*x)))(user, index)
-        np.testing.assert_allclose(ours, theirs, rtol=1e-5, atol=1e-5)
+        close(*both(fn, user, index))
     for fn in (at(positions[:, ::-1]), at(positions + 1), at(positions, jnp.less), at(positions)):
-        ours, theirs = jax.jit(lambda *x, fn=fn: (ikbo.rewrite(fn)(*x), fn(*x)))(user, index - 1)
-        np.testing.assert_allclose(ours, theirs, rtol=1e-5, atol=1e-5)
+        close(*both(fn, user, index - 1))
 
 
 @pytest.fixture(scope="module")
@@ -141,23 +121,13 @@ def test_modules_of_flax(modules, name: str, bar: float) -> None:
     original, ours = (flops(f, (params, *request)) for f in (fn, ikbo.rewrite(fn)))
     assert (original - ours) / (original - by_hand) >= bar
 
-    def loss(fn):
-        def of(params):
-            out = fn(params, *request)
-            return jnp.sum(jnp.sin(out)), out
-
-        return jax.grad(of, has_aux=True)
-
     with jax.numpy_rank_promotion("allow"):
-        ours, theirs = jax.jit(lambda params: [loss(f)(params) for f in (ikbo.rewrite(fn), fn)])(
-            params
-        )
-    for x, y in zip(jax.tree.leaves(ours), jax.tree.leaves(theirs), strict=True):
-        np.testing.assert_allclose(x, y, rtol=0, atol=2e-5 * np.max(np.abs(y), initial=1.0))
-
-
-def _is_floating(x) -> bool:
-    return all(jnp.issubdtype(leaf.dtype, jnp.floating) for leaf in jax.tree.leaves(x))
+        for of in (lambda fn: fn, lambda fn: jax.grad(loss(fn))):
+            ours, theirs = (computed(of(f), params, *request) for f in (ikbo.rewrite(fn), fn))
+            # The bias of keys has no gradient but for roundings.
+            for x, y in zip(jax.tree.leaves(ours), jax.tree.leaves(theirs), strict=True):
+                scale = np.max(np.abs(y), initial=1.0)
+                np.testing.assert_allclose(x, y, rtol=0, atol=2e-5 * scale)
 
 
 def _shapes(program):

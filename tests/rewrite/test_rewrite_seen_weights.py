@@ -5,9 +5,7 @@
 
 from __future__ import annotations
 
-from batches import some_at_once
-from lookalikes import BF16, DTYPES, F16, F32, attention, every, short
-from rounding_rule import assert_same
+from lookalikes import BF16, DTYPES, F16, F32, are_same, attention, every
 
 FILLS = ("-inf", "-1e30", "jnp.finfo(x.dtype).min", "-1e9", "-1e5", "-1e4")
 PUT_IN = (
@@ -40,9 +38,7 @@ def masks():
         yield attention(f"mix((lambda x: {spelling}({text}))(L(q)))", dtype, count % 2 == 0)
 
 
-@some_at_once("cases", masks(), 12, short)
-def test_masks_are_judged_where_the_softmax_sees_them(cases) -> None:
-    assert_same(cases)
+test_masks_are_judged_where_the_softmax_sees_them = are_same(masks(), 12)
 
 
 OTHER_MASKS = [
@@ -116,8 +112,7 @@ LENGTH_MASKS = [
 ]
 
 
-@some_at_once(
-    "cases",
+test_other_masks = are_same(
     every(OTHER_MASKS, F32)
     + every(OTHER_MASKS[::2], BF16)
     + every(OTHER_MASKS[1::2], F16)
@@ -125,10 +120,7 @@ LENGTH_MASKS = [
     + every(LENGTH_MASKS, F32)
     + every(LENGTH_MASKS[::4], BF16),
     10,
-    short,
 )
-def test_other_masks(cases) -> None:
-    assert_same(cases)
 
 
 # Relatives of softmax.
@@ -190,15 +182,9 @@ LOST = [
     )
 ]
 
+test_a_log_of_a_sum_beside_a_large_number = are_same(every(LOST), 7)
 
-@some_at_once("cases", every(LOST), 7, short)
-def test_a_log_of_a_sum_beside_a_large_number(cases) -> None:
-    assert_same(cases)
-
-
-@some_at_once("cases", every(RELATIVES, F32) + every(RELATIVES, BF16), 10, short)
-def test_relatives_of_softmax(cases) -> None:
-    assert_same(cases)
+test_relatives_of_softmax = are_same(every(RELATIVES, F32) + every(RELATIVES, BF16), 10)
 
 
 # Attention weights that are changed after the softmax or the activation.
@@ -229,7 +215,4 @@ CHANGED = [
     "mix(with_slope(lambda x: x, 2.0)(softmax(L(q)) * M.astype(q.dtype)))",
 ]
 
-
-@some_at_once("cases", every(CHANGED, F32) + every(CHANGED[::2], BF16 + F16), 10, short)
-def test_changed_weights(cases) -> None:
-    assert_same(cases)
+test_changed_weights = are_same(every(CHANGED, F32) + every(CHANGED[::2], BF16 + F16), 10)

@@ -105,7 +105,7 @@ class NnxTransformer(nnx.Module):
 
 
 def _linen(module: linen.Module, *request: Any) -> tuple[Any, tuple[Any, ...]]:
-    params = module.init(jax.random.key(0), *request)
+    params = jax.jit(module.init)(jax.random.key(0), *request)
     return module.apply, (params, *request)
 
 

@@ -13,8 +13,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from batches import some_at_once
 from jax import lax
-from rounding_rule import Case
+from rounding_rule import Case, assert_same
 
 DTYPES = ("float32", "bfloat16", "float16")
 F32, BF16, F16 = ("float32",), ("bfloat16",), ("float16",)
@@ -241,6 +242,16 @@ def every(
 ) -> list[Case]:
     """Each program in each dtype."""
     return [make(text, dtype) for text in texts for dtype in dtypes]
+
+
+def are_same(cases: Iterable[Case], count: int) -> Callable[..., None]:
+    """A test that programs and their rewrites agree, `count` of them at once."""
+
+    @some_at_once("cases", cases, count, short)
+    def test(cases: tuple[Case, ...]) -> None:
+        assert_same(cases)
+
+    return test
 
 
 def short(case: Case) -> str:
