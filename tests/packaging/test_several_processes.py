@@ -64,18 +64,22 @@ def check(found: dict[int, dict[str, str]], processes: int) -> None:
 
 
 @pytest.mark.time_limit(260)
-def test_two_processes():
-    found = run("--steps", "3")
+@pytest.mark.parametrize(
+    ("options", "mesh"),
+    [
+        pytest.param((), "{'device': 2} of 2 cpu devices", id="one device each"),
+        pytest.param(
+            ("--devices", "2", "--two-level"),
+            "{'host': 2, 'device': 2} of 4 cpu devices",
+            id="two devices each, mesh of two levels",
+            marks=pytest.mark.slow,
+        ),
+    ],
+)
+def test_two_processes(options, mesh):
+    found = run("--steps", "3", *options)
     check(found, processes=2)
-    assert found[0]["mesh"] == "{'device': 2} of 2 cpu devices, 2 processes"
-
-
-@pytest.mark.time_limit(260)
-@pytest.mark.slow
-def test_two_processes_of_two_devices_on_a_mesh_of_two_levels():
-    found = run("--steps", "3", "--devices", "2", "--two-level")
-    check(found, processes=2)
-    assert found[0]["mesh"] == "{'host': 2, 'device': 2} of 4 cpu devices, 2 processes"
+    assert found[0]["mesh"] == f"{mesh}, 2 processes"
 
 
 def wait_for(path: pathlib.Path) -> int:

@@ -10,14 +10,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import serving_model as small
+from serving_model import TOLERANCE
 
 from ikbo_jax import serving
 from ikbo_jax.serving import programs
 from ikbo_jax.serving.batches import Form
 from ikbo_jax.serving.packing import Packing, RowPacking, fill
-
-#: Rounding of a few float32 products of unit variance.
-TOLERANCE = 2e-5
 
 
 class Table:

@@ -11,13 +11,12 @@ import numpy as np
 import pytest
 import serving_model as small
 from processes import run_forked
+from serving_model import TOLERANCE, assert_right
 
 from ikbo_jax import serving
 from ikbo_jax.serving.batches import Checked, fitting_parts, merged
 from ikbo_jax.serving.users import UserCache
 
-#: Rounding of a few float32 products of unit variance.
-TOLERANCE = 2e-5
 ROW_BYTES = 4 * (2 * small.EVENTS * small.WIDTH + small.WIDTH)
 
 
@@ -52,14 +51,6 @@ class Since:
 
     def __getattr__(self, name: str) -> int:
         return getattr(self.scorer.metrics, name) - getattr(self.start, name)
-
-
-def assert_right(requests, answers, seed=0) -> None:
-    assert len(answers) == len(requests)
-    for request, answer in zip(requests, answers, strict=True):
-        np.testing.assert_allclose(
-            answer.scores, small.oracle(request, seed), atol=TOLERANCE, rtol=TOLERANCE
-        )
 
 
 def test_requests_of_several_users_are_answered_in_order(shared):

@@ -12,11 +12,10 @@ import pytest
 import serving_model as small
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
+from serving_model import TOLERANCE, assert_right
 
 from ikbo_jax import serving
 
-#: Rounding of a few float32 products of unit variance.
-TOLERANCE = 2e-5
 BUCKETS = serving.Buckets((16,), (3,), (3,))
 
 
@@ -33,12 +32,6 @@ def make(weights: Any = None, model: Any = None, **options: Any) -> serving.Scor
 @pytest.fixture(scope="module")
 def scorer() -> serving.Scorer:
     return make()
-
-
-def assert_right(requests, answers, seed=0) -> None:
-    for request, answer in zip(requests, answers, strict=True):
-        expected = small.oracle(request, seed)
-        np.testing.assert_allclose(answer.scores, expected, atol=TOLERANCE, rtol=TOLERANCE)
 
 
 def other_places() -> list[Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -12,6 +13,8 @@ import ikbo_jax as ikbo
 from ikbo_jax import serving
 
 EVENTS, WIDTH, HEADS, ITEMS = 6, 8, 2, 50
+#: Rounding of a few float32 products of unit variance.
+TOLERANCE = 2e-5
 USER = {"events": jax.ShapeDtypeStruct((EVENTS, WIDTH), np.float32)}
 CANDIDATE = {"item": jax.ShapeDtypeStruct((), np.int32)}
 BUCKETS = serving.Buckets((4, 16), (1, 3), (1, 2))
@@ -88,3 +91,13 @@ def oracle(request: serving.Request, seed: int = 0) -> np.ndarray:
             heads.append(p @ v / p.sum())
         out.append(np.concatenate([*heads, item, np.tanh(events).mean(0)]) @ w["out"])
     return np.asarray(out).reshape(-1, 2)
+
+
+def assert_right(
+    requests: Sequence[serving.Request], answers: Sequence[Any], seed: int = 0
+) -> None:
+    assert len(answers) == len(requests)
+    for request, answer in zip(requests, answers, strict=True):
+        np.testing.assert_allclose(
+            answer.scores, oracle(request, seed), atol=TOLERANCE, rtol=TOLERANCE
+        )
