@@ -14,7 +14,7 @@ pytestmark = pytest.mark.slow
 
 #: Larger than the tiny sizes where too few candidates would learn nothing.
 SIZES = dataclasses.replace(TINY, candidates=48, users=6, history=16)
-SEEDS, STEPS = 3, 100
+SEEDS, STEPS = 3, 150
 
 
 @functools.cache
