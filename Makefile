@@ -63,6 +63,10 @@ test-all:  ## every test that needs no GPU, or one share of what `make test` lea
 	$(call setup,test offline)
 	$(cpu) $(RUN) $(pytest) $(if $(SHARE),--share $(SHARE)) $(if $(LAYER),tests/$(LAYER)) $(ARGS)
 
+record-kernels:  ## compile every offline kernel that is new, and write tests/offline/digests.json
+	$(call setup,test offline)
+	$(cpu) $(RUN) $(pytest) tests/offline --all-cases --record-kernels $(ARGS)
+
 test-gpu:  ## the tests that need a Hopper GPU, in many processes (ARGS="--seconds 540" ends in time)
 	@[ -n "$(DRIVER)" ] || { echo "make test-gpu needs an NVIDIA GPU; nvidia-smi finds none" >&2; exit 1; }
 	$(call setup,test $(CUDA_EXTRA))
