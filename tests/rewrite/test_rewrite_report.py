@@ -20,11 +20,8 @@ from rewrite_basics import (
     D,
     H,
     U,
-    became,
     both,
-    check,
     close,
-    computed,
     embed,
     embeddings,
     model,
@@ -37,34 +34,6 @@ from ikbo_jax.rewrite import RewriteReport
 # Meaning of the lookup.
 
 OUTSIDE = jnp.asarray([0, 3, 9, -1, -9, 2] * 4, jnp.int32)
-
-
-def lookups(mode):
-    def fn(w, user, cand, index):
-        users = jnp.tanh(jnp.take(user, index, axis=0, mode=mode) @ w[:D])
-        return users, jnp.concatenate([users, cand], axis=1) @ w[:, :3].repeat(2, 0)[: H + C]
-
-    return fn
-
-
-@pytest.mark.parametrize("mode", ["clip", "fill", "wrap"])
-def test_indices_out_of_bounds_keep_their_meaning(mode: str) -> None:
-    fn = lookups(mode)
-    args = (A.w, A.user, A.cand, OUTSIDE)
-    ours, theirs = both(fn, *args)
-    assert np.isnan(theirs[0]).any() == (mode == "fill")
-    close(ours, theirs)
-    assert "product at the smaller batch" in became(fn, *args)
-
-
-def test_filled_rows_do_not_reach_gradients() -> None:
-    fn = lookups("fill")
-
-    def gradient(f):
-        return jax.grad(lambda *a: jnp.sum(f(*a)[1] ** 2), argnums=(0, 1, 2))
-
-    assert all(np.isfinite(x).all() for x in computed(gradient(fn), *ARGS))
-    check(gradient, fn, *ARGS)
 
 
 def drops_nan(user, index):
@@ -223,11 +192,6 @@ def test_nothing_gained_runs_the_original() -> None:
     np.testing.assert_array_equal(
         ikbo.rewrite(fn)(A.user, A.cand, A.index), fn(A.user, A.cand, A.index)
     )
-
-
-def test_more_rows_than_indices_are_no_broadcast() -> None:
-    table = jnp.ones((100, D))
-    assert report_of(lambda t, i: t[i] @ A.w_user, table, A.index).broadcasts == ()
 
 
 def test_explanation_can_be_pickled_and_copied() -> None:

@@ -6,7 +6,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax import export
 from lookalikes import INDEX, KEY, QUERY, VALUE, B, D, S, T, U
 from rewrite_basics import check_values_and_gradients, same
 
@@ -27,33 +26,6 @@ def test_typed_keys_are_looked_up() -> None:
     )
     same(lambda keys, i: jnp.take(keys, i, axis=0, mode="clip"), keys, INDICES)
     same(lambda key, c: jax.vmap(jax.random.fold_in, (None, 0))(key, jnp.arange(6)), keys[0], CAND)
-
-
-@pytest.mark.parametrize("name", ["tower", "concat", "compression", "softmax", "gelu"])
-def test_symbolic_dimensions(name: str) -> None:
-    (b,) = export.symbolic_shape("b")
-    w, w2, r = (jnp.asarray(np.eye(*s, dtype=np.float32)) for s in ((D, D), (2 * D, D), (3, 2)))
-    user = jax.ShapeDtypeStruct((U, S, D), jnp.float32)
-    cand = jax.ShapeDtypeStruct((b, D), jnp.float32)
-    index = jax.ShapeDtypeStruct((b,), jnp.int32)
-
-    def fn(user, cand, i):
-        if name == "tower":
-            return jax.nn.relu(user[i][:, 0] @ w) * cand
-        if name == "concat":
-            return jnp.concatenate([user[i][:, 0], cand], 1) @ w2
-        if name == "compression":
-            both = jnp.concatenate([user[i][:, :1], cand[:, None]], 1)
-            return jnp.einsum("mk,bkn->bmn", r, both)
-        scores = jnp.einsum("bd,bsd->bs", cand, user[i])
-        act = jax.nn.softmax if name == "softmax" else jax.nn.gelu
-        return jnp.einsum("bs,bsd->bd", act(scores), user[i])
-
-    exported = export.export(jax.jit(ikbo.rewrite(fn)), platforms=["cpu"])(user, cand, index)
-    tokens = jnp.asarray(KEY[:, :, 0])
-    np.testing.assert_allclose(
-        exported.call(tokens, CAND, INDICES), fn(tokens, CAND, INDICES), atol=1e-5
-    )
 
 
 @pytest.mark.parametrize("index", ["int32", "int64"])

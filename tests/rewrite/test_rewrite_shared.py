@@ -76,24 +76,6 @@ def test_functions_with_other_derivatives(make: Any) -> None:
     check(lambda f: jax.jacfwd(jax.grad(f, 1), 1), fn, *ARGS, bound=5e-6)
 
 
-def test_a_rule_that_mixes_rows_beside_one_that_is_elementwise() -> None:
-    double = with_slope(3.0)
-
-    @jax.custom_jvp
-    def mixed(x: jax.Array) -> jax.Array:
-        return x * 2
-
-    @mixed.defjvp
-    def derivative(primals: Any, tangents: Any) -> Any:
-        return mixed(*primals), tangents[0] * jnp.sum(primals[0], axis=0, keepdims=True)
-
-    def fn(w, user, cand, index):
-        users = user[index] @ w[:D]
-        return jnp.sum((double(users) * mixed(users) * (cand @ w[D:])) ** 2)
-
-    check(lambda f: jax.grad(f, (0, 1)), fn, *ARGS, bound=5e-6)
-
-
 @pytest.mark.parametrize("activation", [jax.nn.relu, with_slope_of_rows(3.0)], ids=["relu", "rows"])
 def test_one_function_on_two_lookups_and_other_shapes(activation: Any) -> None:
     def fn(w, user, cand, index):

@@ -117,12 +117,6 @@ def test_values_and_derivatives(call: str) -> None:
     assert np.abs(slope).max() > 1e-2
 
 
-def test_values_and_derivatives_without_jit() -> None:
-    fn = functools.partial(model, activation)
-    for of in (lambda f: f, TRANSFORMATIONS["value_and_grad"]):
-        close(of(ikbo.rewrite(fn))(USER, CAND, INDEX), of(fn)(USER, CAND, INDEX))
-
-
 def test_each_variant_is_traced_where_it_is_needed(calls: list[bool]) -> None:
     rewritten = ikbo.rewrite(functools.partial(model, activation))
     jax.make_jaxpr(rewritten)(USER, CAND, INDEX)
