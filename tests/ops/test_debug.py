@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -9,55 +11,110 @@ import pytest
 from jax.experimental import checkify
 
 import ikbo_jax as ikbo
+from ikbo_jax.debug import check_index, check_lengths, check_offsets
 
-GOOD = np.array([2, 0, 1, 2], np.int32)
-
-
-BAD_INDICES = [
-    ([3, 0, 1, 2], 3, r"cand_to_user\[0\] is 3, outside \[0, 3\); 1 of 4"),
-    ([2, 0, 1, -1], 3, r"cand_to_user\[3\] is -1, outside \[0, 3\); 1 of 4"),
-    ([2, 0, 2**31 - 1, 2], 3, r"cand_to_user\[2\] is 2147483647, outside \[0, 3\); 1 of 4"),
-    ([2, -(2**31), 1, 2], 3, r"cand_to_user\[1\] is -2147483648, outside \[0, 3\); 1 of 4"),
-    ([[0, 1], [9, -4]], 3, r"cand_to_user\[1, 0\] is 9, outside \[0, 3\); 2 of 4"),
-    ([0, 0], 0, r"cand_to_user\[0\] is 0, outside \[0, 0\)"),
+#: For each check: its array, its other arguments, and what it raises.
+BAD = {
+    check_index: [
+        ([3, 0, 1, 2], (3,), "cand_to_user[0] is 3, outside [0, 3); 1 of 4"),
+        ([2, 0, 1, -1], (3,), "cand_to_user[3] is -1, outside [0, 3); 1 of 4"),
+        ([2, 0, 2**31 - 1], (3,), "cand_to_user[2] is 2147483647, outside [0, 3); 1 of 3"),
+        ([2, -(2**31)], (3,), "cand_to_user[1] is -2147483648, outside [0, 3); 1 of 2"),
+        ([[0, 1], [9, -4]], (3,), "cand_to_user[1, 0] is 9, outside [0, 3); 2 of 4"),
+        ([0, 0], (0,), "cand_to_user[0] is 0, outside [0, 0)"),
+        ([3, 0], (3, "q_to_kv"), "q_to_kv[0] is 3, outside [0, 3); 1 of 2"),
+    ],
+    check_lengths: [
+        ([9, 0], (8,), "key_value_seq_lengths[0] is 9, outside [0, 8]; 1 of 2 lengths"),
+        ([8, 2**31 - 1], (8,), "key_value_seq_lengths[1] is 2147483647, outside [0, 8]; 1 of 2 le"),
+        ([8, 0, -1], (8,), "key_value_seq_lengths[2] is -1, outside [0, 8]; 1 of 3 lengths"),
+        ([8, -(2**31)], (8,), "key_value_seq_lengths[1] is -2147483648, outside [0, 8]; 1 of 2 le"),
+    ],
+    check_offsets: [
+        ([0, 3, 13], (12, None, "cu"), "cu[2] is 13, outside [0, 12]; 1 of 3 offsets"),
+        ([-1, 3, 12], (12, None, "cu"), "cu[0] is -1, outside [0, 12]"),
+        ([0, 3, 1, 12], (12, None, "cu"), "cu[2] is 1, below cu[1], which is 3; 1 of 3 lengths"),
+        (
+            [0, 3, 3, 10],
+            (12, 6, "cu"),
+            "sequence 2 of cu has 7 rows, but max_seqlen is 6; 1 of 3",
+        ),
+    ],
+}
+GOOD = [
+    (check_index, [2, 0, 1, 2], (3,)),
+    (check_index, [], (0,)),
+    (check_index, [0], (1,)),
+    (check_lengths, [8, 0, 1, 7], (8,)),
+    *(
+        (check_offsets, values, (values[-1], max_seqlen))
+        for values in ([0, 3, 3, 10, 12], [0])
+        for max_seqlen in (None, 7, 2**31)
+    ),
 ]
 
 
 @pytest.mark.parametrize("as_array", [np.asarray, jnp.asarray])
-@pytest.mark.parametrize(("index", "num_users", "message"), BAD_INDICES)
-def test_eager_names_position_value_and_bound(as_array, index, num_users: int, message) -> None:
-    with pytest.raises(ValueError, match=message):
-        ikbo.debug.check_index(as_array(np.asarray(index, np.int32)), num_users)
-    with pytest.raises(ValueError, match=message.replace("cand_to_user", "q_to_kv")):
-        ikbo.debug.check_index(as_array(np.asarray(index, np.int32)), num_users, "q_to_kv")
-
-
 @pytest.mark.parametrize(
-    ("index", "num_users"), [(GOOD, 3), (np.zeros(0, np.int32), 0), (np.zeros(1, np.int32), 1)]
+    ("check", "values", "arguments", "message"),
+    [(check, *case) for check, cases in BAD.items() for case in cases],
 )
-def test_good_index_passes(index: np.ndarray, num_users: int) -> None:
-    assert ikbo.debug.check_index(jnp.asarray(index), num_users) is None
+def test_eager_names_position_value_and_bound(as_array, check, values, arguments, message) -> None:
+    with pytest.raises(ValueError, match=re.escape(message)):
+        check(as_array(np.asarray(values, np.int32)), *arguments)
+
+
+@pytest.mark.parametrize("as_array", [np.asarray, jnp.asarray])
+@pytest.mark.parametrize(("check", "values", "arguments"), GOOD)
+def test_good_arrays_pass(as_array, check, values, arguments) -> None:
+    assert check(as_array(np.asarray(values, np.int32)), *arguments) is None
 
 
 @pytest.mark.parametrize("wrong", [[0, 1], np.zeros(2, np.float32), None])
-def test_not_an_index(wrong) -> None:
-    with pytest.raises(TypeError, match="array of integers"):
-        ikbo.debug.check_index(wrong, 3)
+@pytest.mark.parametrize("check", [check_index, check_offsets])
+def test_not_an_array_of_integers(check, wrong) -> None:
+    kind = getattr(wrong, "dtype", "")
+    with pytest.raises(TypeError, match=f"array of integers, but is {kind}"):
+        check(wrong, 3)
 
 
-def gather(index: jax.Array) -> jax.Array:
-    ikbo.debug.check_index(index, 3)
-    return index + 1
+@pytest.mark.parametrize("shape", [(2, 2), (0,)])
+def test_offsets_of_wrong_shape(shape: tuple[int, ...]) -> None:
+    words = re.escape(f"shape [batch + 1], but has shape {shape}")
+    with pytest.raises(ValueError, match=words):
+        check_offsets(np.zeros(shape, np.int32), 3)
 
 
 @pytest.mark.parametrize("wrap", [lambda f: f, jax.jit], ids=["traced", "jit"])
-def test_checkify_finds_it(wrap) -> None:
-    checked = jax.jit(checkify.checkify(wrap(gather)))
-    error, out = checked(jnp.asarray(GOOD))
-    assert error.get() is None
-    np.testing.assert_array_equal(out, GOOD + 1)
-    error, _ = checked(jnp.asarray([0, 1, -7, 5], jnp.int32))
-    assert "cand_to_user.ravel()[2] is -7, outside [0, 3)" in error.get()
+@pytest.mark.parametrize(
+    ("check", "values", "arguments", "words"),
+    [
+        (check_index, [2, 0, 1, 2], (3,), None),
+        (check_index, [0, 1, -7, 5], (3,), "cand_to_user.ravel()[2] is -7, outside [0, 3)"),
+        *(
+            (check_offsets, values, (12, 7, "cu_seqlens_kv"), words)
+            for values, words in (
+                ([0, 3, 3, 10, 12], None),
+                ([0, 3, 3, 10, 13], "cu_seqlens_kv.ravel()[4] is 13, outside [0, 12]"),
+                ([0, 3, 1, 2, 12], "cu_seqlens_kv decreases from 3 to 1 in sequence 1"),
+                ([0, 0, 9, 12, 12], "sequence 1 of cu_seqlens_kv has 9 rows, but max_seqlen is 7"),
+            )
+        ),
+    ],
+)
+def test_checkify_finds_it_and_plain_jit_cannot_raise(
+    wrap, check, values, arguments, words: str | None
+) -> None:
+    def run(array: jax.Array) -> jax.Array:
+        check(array, *arguments)
+        return array + 1
+
+    array = jnp.asarray(values, jnp.int32)
+    error, out = jax.jit(checkify.checkify(wrap(run)))(array)
+    assert error.get() is None if words is None else words in error.get()
+    np.testing.assert_array_equal(jax.jit(run)(array), array + 1)
+    if words is None:
+        np.testing.assert_array_equal(out, array + 1)
 
 
 @pytest.mark.parametrize("dtype", ["int8", "uint8", "int16", "uint32"])
@@ -94,11 +151,6 @@ def test_checkify_of_narrow_offsets(dtype: str) -> None:
         assert message is None if expected is None else expected in message
 
 
-def test_plain_jit_cannot_raise() -> None:
-    out = jax.jit(gather)(jnp.asarray([0, 1, -7, 5], jnp.int32))
-    np.testing.assert_array_equal(out, [1, 2, -6, 6])
-
-
 def test_checkify_goes_through_an_op() -> None:
     def run(index: jax.Array) -> jax.Array:
         ikbo.debug.check_index(index, 2)
@@ -108,16 +160,6 @@ def test_checkify_goes_through_an_op() -> None:
     error, out = checkify.checkify(jax.jit(run))(jnp.asarray([2], jnp.int32))
     assert "is 2, outside [0, 2)" in error.get()
     np.testing.assert_array_equal(out, np.full((1, 2, 2), 4.0))
-
-
-@pytest.mark.parametrize(("position", "value"), [(0, 9), (2, -1), (1, 2**31 - 1), (3, -(2**31))])
-def test_lengths_name_position_value_and_bound(position: int, value: int) -> None:
-    lengths = np.array([8, 0, 1, 7], np.int32)
-    assert ikbo.debug.check_lengths(jnp.asarray(lengths), 8) is None
-    lengths[position] = value
-    message = rf"key_value_seq_lengths\[{position}\] is {value}, outside \[0, 8\]; 1 of 4 lengths"
-    with pytest.raises(ValueError, match=message):
-        ikbo.debug.check_lengths(jnp.asarray(lengths), 8)
 
 
 def test_checkify_finds_wrong_lengths() -> None:
@@ -130,70 +172,3 @@ def test_checkify_finds_wrong_lengths() -> None:
     error, out = checkify.checkify(jax.jit(run))(jnp.asarray([1, 4], jnp.int32))
     assert "key_value_seq_lengths.ravel()[1] is 4, outside [0, 3]" in error.get()
     np.testing.assert_array_equal(out, np.ones((2, 3, 1, 2)))
-
-
-OFFSETS = np.array([0, 3, 3, 10, 12], np.int32)
-
-
-@pytest.mark.parametrize("max_seqlen", [None, 7, 2**31])
-@pytest.mark.parametrize("as_array", [np.asarray, jnp.asarray])
-def test_good_offsets_pass(as_array, max_seqlen: int | None) -> None:
-    assert ikbo.debug.check_offsets(as_array(OFFSETS), 12, max_seqlen) is None
-    assert ikbo.debug.check_offsets(as_array(OFFSETS[:1]), 0, max_seqlen) is None
-
-
-BAD_OFFSETS = {
-    "beyond": ({4: 13}, None, r"cu_seqlens_q\[4\] is 13, outside \[0, 12\]; 1 of 5 offsets"),
-    "negative": ({0: -1}, None, r"cu_seqlens_q\[0\] is -1, outside \[0, 12\]"),
-    "falling": (
-        {2: 1},
-        None,
-        r"cu_seqlens_q\[2\] is 1, below cu_seqlens_q\[1\], which is 3; 1 of 4 lengths",
-    ),
-    "too_long": (
-        {},
-        6,
-        r"sequence 2 of cu_seqlens_q has 7 rows, but max_seqlen is 6; 1 of 4 sequences",
-    ),
-}
-
-
-@pytest.mark.parametrize(
-    ("changes", "max_seqlen", "message"), BAD_OFFSETS.values(), ids=BAD_OFFSETS
-)
-def test_bad_offsets_name_position_values_and_bound(changes, max_seqlen, message: str) -> None:
-    offsets = OFFSETS.copy()
-    for position, value in changes.items():
-        offsets[position] = value
-    for array in (offsets, jnp.asarray(offsets)):
-        with pytest.raises(ValueError, match=message):
-            ikbo.debug.check_offsets(array, 12, max_seqlen, "cu_seqlens_q")
-
-
-def test_offsets_of_wrong_shape_or_dtype() -> None:
-    with pytest.raises(ValueError, match=r"shape \[batch \+ 1\], but has shape \(2, 2\)"):
-        ikbo.debug.check_offsets(np.zeros((2, 2), np.int32), 3)
-    with pytest.raises(ValueError, match=r"shape \[batch \+ 1\], but has shape \(0,\)"):
-        ikbo.debug.check_offsets(np.zeros(0, np.int32), 3)
-    with pytest.raises(TypeError, match="cu_seqlens must be an array of integers, but is float32"):
-        ikbo.debug.check_offsets(np.zeros(2, np.float32), 3)
-
-
-@pytest.mark.parametrize(
-    ("values", "words"),
-    [
-        ([0, 3, 3, 10, 12], None),
-        ([0, 3, 3, 10, 13], "cu_seqlens_kv.ravel()[4] is 13, outside [0, 12]"),
-        ([0, 3, 1, 2, 12], "cu_seqlens_kv decreases from 3 to 1 in sequence 1"),
-        ([0, 0, 9, 12, 12], "sequence 1 of cu_seqlens_kv has 9 rows, but max_seqlen is 7"),
-    ],
-)
-def test_checkify_finds_wrong_offsets(values: list[int], words: str | None) -> None:
-    def run(offsets: jax.Array) -> jax.Array:
-        ikbo.debug.check_offsets(offsets, 12, 7, "cu_seqlens_kv")
-        return offsets + 1
-
-    offsets = jnp.asarray(values, jnp.int32)
-    error, out = checkify.checkify(jax.jit(run))(offsets)
-    assert error.get() is None if words is None else words in error.get()
-    np.testing.assert_array_equal(jax.jit(run)(offsets), out)
