@@ -5,22 +5,18 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 import numpy as np
-import pytest
 from jax.extend.core import Primitive
 from jax.interpreters import ad, mlir
 from rewrite_basics import (
     ARGS,
     A,
-    B,
     H,
     became,
     both,
-    check,
     close,
     computed,
     embed,
     embeddings,
-    loss,
     model,
     report_of,
 )
@@ -56,73 +52,9 @@ def test_an_op_that_is_there_already_stays() -> None:
     close(computed(twice, *args), computed(embed, *args))
 
 
-def first_and_second_order(f):
-    grad = jax.grad(loss(f), argnums=(0, 1, 2))
-
-    def squares(*args):
-        first = grad(*args)
-        return sum(jnp.sum(g**2) for g in first), first
-
-    return jax.grad(squares, has_aux=True)
-
-
-def inside_scan(f):
-    def step(carry, args):
-        return carry + 1.0, f(args[0] * carry, *args[1:])
-
-    return lambda *args: jax.lax.scan(lambda c, _: step(c, args), jnp.float32(1), length=3)
-
-
-def forward_mode(f):
-    def derivative(*args):
-        arrays, index = args[:-1], args[-1]
-        return jax.jvp(lambda *x: f(*x, index), arrays, arrays)
-
-    return derivative
-
-
-@pytest.mark.parametrize(
-    "of",
-    [
-        jax.jit,
-        jax.checkpoint,
-        lambda f: jax.jit(jax.checkpoint(f)),
-        first_and_second_order,
-        inside_scan,
-        forward_mode,
-    ],
-)
-def test_transformations(of) -> None:
-    check(of, model, *ARGS, bound=5e-5)
-
-
-def test_gradients_of_an_op() -> None:
-    check(first_and_second_order, embed, *embeddings(), bound=5e-5)
-
-
 def test_rewriting_a_gradient_is_right() -> None:
     grad = jax.grad(lambda *args: jnp.sum(model(*args) ** 2), argnums=(0, 1, 2))
     close(*both(grad, *ARGS))
-
-
-@pytest.mark.parametrize("in_axes", [(None, 0, 0, 0), (0, None, None, None), (None, None, 0, None)])
-@pytest.mark.parametrize("fn", [model, embed])
-def test_vmap(fn, in_axes) -> None:
-    args = ARGS if fn is model else embeddings()
-    stacked = [
-        x if axis is None else np.stack([x, np.asarray(x)[::-1], x])
-        for x, axis in zip(args, in_axes, strict=True)
-    ]
-    check(lambda f: jax.vmap(f, in_axes), fn, *stacked)
-
-
-def test_donated_arguments() -> None:
-    def update(state, user, index):
-        return state + user[index] @ A.w_user
-
-    state = jnp.ones((B, H))
-    expected = update(state, A.user, A.index)
-    close(jax.jit(ikbo.rewrite(update), donate_argnums=0)(state, A.user, A.index), expected)
 
 
 def test_pytrees_static_arguments_keywords_and_results_that_are_no_arrays() -> None:
@@ -164,14 +96,6 @@ def test_no_arrays_at_all() -> None:
     assert ikbo.rewrite(lambda x: {"x": x})("a") == {"x": "a"}
 
 
-def test_errors_of_the_function_come_through() -> None:
-    def wrong(user):
-        raise KeyError("a name")
-
-    with pytest.raises(KeyError, match="a name"):
-        ikbo.rewrite(wrong)(A.user)
-
-
 # Rules.
 
 
@@ -211,47 +135,3 @@ def test_a_primitive_without_a_rule_is_right_and_a_rule_can_be_added(monkeypatch
         return primitive.bind((user[index] @ A.w_user)[None])
 
     assert report_of(refused, A.user, A.index).materialised[0].reason == "only of two dimensions"
-
-
-@jax.custom_jvp
-def straight_through(x):
-    return jnp.round(x)
-
-
-straight_through.defjvp(lambda primals, tangents: (straight_through(*primals), tangents[0] * 3))
-
-
-@jax.custom_jvp
-def with_a_strange_derivative(x):
-    return jnp.tanh(x)
-
-
-with_a_strange_derivative.defjvp(
-    lambda primals, tangents: (
-        jnp.tanh(primals[0]),
-        jax.lax.reduce_window(tangents[0], 0.0, jax.lax.add, (1, 1), (1, 1), "VALID") * 2,
-    )
-)
-
-
-@jax.custom_vjp
-def clipped_gradient(x):
-    return jnp.sin(x)
-
-
-clipped_gradient.defvjp(
-    lambda x: (jnp.sin(x), x), lambda x, g: (jnp.clip(g * jnp.cos(x), -0.1, 0.1),)
-)
-
-
-@pytest.mark.parametrize("fn", [straight_through, with_a_strange_derivative, clipped_gradient])
-@pytest.mark.parametrize("mode", ["clip", "fill"])
-def test_custom_derivatives_are_kept(fn, mode: str) -> None:
-    def loss(user, w, index):
-        users = jnp.take(user, index, axis=0, mode=mode)
-        return jnp.sum((fn(users @ w) @ jnp.ones((H, 2))) ** 2)
-
-    check(lambda f: jax.value_and_grad(f, (0, 1)), loss, A.user, A.w_user, A.index)
-    if fn is not clipped_gradient:
-        (place,) = report_of(loss, A.user, A.w_user, A.index).materialised
-        assert place.reason == "reduce_sum over the looked-up axis"
