@@ -23,7 +23,7 @@ import pytest
 from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from ikbo_jax.pallas.hopper import mosaic
+from ikbo_jax.pallas.hopper import mosaic, rings
 from ikbo_jax.pallas.linear_compression import kernel
 from ikbo_jax.problems import LinearCompressionConfig, LinearCompressionProblem
 from ikbo_jax.problems.hopper import NUM_CONSUMERS
@@ -62,16 +62,8 @@ class Case:
     dtype: str = "bfloat16"
 
     def levels(self, seed: int = 0) -> Levels:
-        weights, embeddings, parents = problems.make_levels(
-            self.batches, self.ks, self.m, self.n, self.dtype, seed
-        )
-        if len(self.batches) == 2:
-            index = self.index
-            if isinstance(index, str):
-                rng = np.random.default_rng(seed)
-                index = problems.ragged_index(rng, *self.batches, index)
-            parents = (None, jnp.asarray(index, jnp.int32))
-        return Levels(weights, embeddings, parents)
+        sizes = (self.batches, self.ks, self.m, self.n)
+        return Levels(*problems.make_levels(*sizes, self.dtype, seed, self.index))
 
     @property
     def launches(self) -> int:
@@ -145,23 +137,30 @@ def case_of_neighbours(config: Any) -> Case:
     return Case((3, 4), (70, 40), 13, 32, config, index=(2, 1, 0, 1))
 
 
-def assert_non_finite_rows_stay(case: Case, launches: interpreter.Launches, count: int) -> None:
-    """Of `case_of_neighbours`, a user's NaN, another's infinity and a candidate's NaN reach their
-    own results alone."""
+def assert_non_finite_rows_stay(
+    case: Case, launches: interpreter.Launches, count: int, column: int = 19
+) -> tuple[Levels, np.ndarray]:
+    """Of sizes and an index as `case_of_neighbours` has them, a candidate's NaN in `column`, a
+    user's NaN and another's infinity in the next ones reach their own results alone.
+
+    Returns what was multiplied, and the result.
+    """
     levels = case.levels()
     of_users, of_cands = (np.array(x) for x in levels.embeddings)
-    of_users[1, 69, 20], of_users[0, 69, 21], of_cands[1, 39, 19] = np.nan, -np.inf, np.nan
+    of_users[1, 69, column + 1], of_users[0, 69, column + 2] = np.nan, -np.inf
+    of_cands[1, 39, column] = np.nan
     poisoned = levels._replace(embeddings=(jnp.asarray(of_users), jnp.asarray(of_cands)))
     out = np.asarray(interpret(poisoned, case))
     launches.assert_no_races(count)
     expected = problems.numpy_oracle(*poisoned)
     hit = np.zeros(out.shape, bool)
-    hit[[1, 3], :, 20] = True
-    hit[2, :, 21] = True
-    hit[1, :, 19] = True
+    hit[[1, 3], :, column + 1] = True
+    hit[2, :, column + 2] = True
+    hit[1, :, column] = True
     np.testing.assert_array_equal(~np.isfinite(expected), hit)
     np.testing.assert_array_equal(out[hit].astype(float), expected[hit])
     assert_correct(out, levels, ~hit)
+    return poisoned, out
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -188,27 +187,13 @@ def test_interpreted_padded_weights_give_the_same_bits(launches: interpreter.Lau
 def test_interpreted_non_finite_rows_reach_their_own_results_alone(
     launches: interpreter.Launches,
 ) -> None:
-    """A user's NaN and another's infinity reach their candidates, a candidate's NaN itself; and all
-    results are the same in one launch and in two, with two tiles each way."""
+    """And all results are the same in one launch and in two, with two tiles each way."""
     # The poison lies in the last row of a partial k step, in the second warpgroup's columns.
     case = Case((3, 4), (70, 40), 41, 136, index=(2, 1, 0, 1))
-    levels = case.levels()
-    of_users, of_cands = (np.array(x) for x in levels.embeddings)
-    of_users[1, 69, 70], of_users[0, 69, 71], of_cands[1, 39, 69] = np.nan, -np.inf, np.nan
-    poisoned = levels._replace(embeddings=(jnp.asarray(of_users), jnp.asarray(of_cands)))
-    out = np.asarray(interpret(poisoned, case))
-    launches.assert_no_races(1)
+    poisoned, out = assert_non_finite_rows_stay(case, launches, 1, column=69)
     apart = interpret(poisoned, dataclasses.replace(case, config=SEPARATE, num_sms=2))
     launches.assert_no_races(3)
     np.testing.assert_array_equal(out.astype(np.float32), np.asarray(apart).astype(np.float32))
-    expected = problems.numpy_oracle(*poisoned)
-    hit = np.zeros(out.shape, bool)
-    hit[[1, 3], :, 70] = True
-    hit[2, :, 71] = True
-    hit[1, :, 69] = True
-    np.testing.assert_array_equal(~np.isfinite(expected), hit)
-    np.testing.assert_array_equal(out[hit].astype(float), expected[hit])
-    assert_correct(out, levels, ~hit)
 
 
 # Two CTAs in a cluster. TMA reads zeros past an array's end, the interpreter is to read NaN.
@@ -363,29 +348,29 @@ def test_interpreted_producer_that_does_not_wait_is_found(
     assert_found(Case((1,), (300,), 64, 64), launches)
 
 
+def hand_back_newest_stage(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Consumers hand back the stage whose products they just issued, not the one before it."""
+    release, wait, wgmma_wait = rings.Ring.release, rings.Ring.await_ready, plgpu.wgmma_wait
+    newest: list[Any] = []
+
+    def remembering_wait(ring: rings.Ring, number: Any) -> None:
+        newest[:] = [ring, number]
+        wait(ring, number)
+
+    def releasing_wgmma_wait(pending: int) -> None:
+        if pending:
+            release(*newest)
+        wgmma_wait(pending)
+
+    monkeypatch.setattr(rings.Ring, "await_ready", remembering_wait)
+    monkeypatch.setattr(rings.Ring, "release", lambda ring, number: None)
+    monkeypatch.setattr(plgpu, "wgmma_wait", releasing_wgmma_wait)
+
+
 def test_interpreted_stage_handed_back_too_early_is_found(
     monkeypatch: pytest.MonkeyPatch, launches: interpreter.Launches
 ) -> None:
-    """Consumers hand back the stage whose WGMMA they just issued, not the one before it."""
-    newest: dict[bool, Any] = {}
-    wait, arrive, wgmma_wait = plgpu.barrier_wait, plgpu.barrier_arrive, plgpu.wgmma_wait
-
-    def remembering_wait(barrier: Any) -> None:
-        newest[planted.is_handed_back(barrier)] = barrier
-        wait(barrier)
-
-    def arriving_wgmma_wait(n: int) -> None:
-        if n == 1:
-            arrive(dataclasses.replace(newest[True], transforms=newest[False].transforms))
-        wgmma_wait(n)
-
-    monkeypatch.setattr(plgpu, "barrier_wait", remembering_wait)
-    # Only that every stage is free at first is still said where the kernel says it.
-    first = iter(range(TINY.num_stages))
-    monkeypatch.setattr(
-        plgpu, "barrier_arrive", lambda b: arrive(b) if next(first, None) is not None else None
-    )
-    monkeypatch.setattr(plgpu, "wgmma_wait", arriving_wgmma_wait)
+    hand_back_newest_stage(monkeypatch)
     assert_found(Case((1,), (300,), 64, 64), launches)
 
 

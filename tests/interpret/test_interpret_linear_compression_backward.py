@@ -16,7 +16,6 @@ import pytest
 
 from ikbo_jax.ops import linear_compression_backward
 from ikbo_jax.ops.linear_compression_backward import Gradients, kernel_vjp
-from ikbo_jax.pallas.flash import work_order
 from ikbo_jax.problems import LinearCompressionConfig, LinearCompressionProblem
 from ikbo_jax.problems.linear_compression_backward import (
     LinearCompressionBackwardConfig,
@@ -63,17 +62,10 @@ class Case:
 
     def arrays(self, seed: int = 0) -> tuple[Any, Any, Any, jax.Array]:
         """Weights, embeddings, parents and the cotangent."""
-        weights, embeddings, parents = problems.make_levels(
-            self.batches, self.ks, self.m, self.n, self.dtype, seed
-        )
-        rng = np.random.default_rng(seed + 1)
-        if len(self.batches) == 2:
-            index = self.index
-            if isinstance(index, str):
-                index = problems.ragged_index(rng, *self.batches, index)
-            parents = (None, jnp.asarray(index, jnp.int32))
-        shape = (self.batches[-1], self.m, self.n)
-        return weights, embeddings, parents, problems.random_array(rng, shape, self.dtype)
+        sizes = (self.batches, self.ks, self.m, self.n)
+        levels = problems.make_levels(*sizes, self.dtype, seed, self.index)
+        rng, shape = np.random.default_rng(seed + 1), (self.batches[-1], self.m, self.n)
+        return *levels, problems.random_array(rng, shape, self.dtype)
 
 
 CASES = {
@@ -212,11 +204,11 @@ def test_interpreted_problems_with_common_weights_have_gradients_of_their_own(
     """Two problems in one batch: as if each was computed alone."""
     both = Case((4, 6), (24, 70), 24, 64, index=(0, 1, 0, 3, 2, 3), num_sms=3)
     weights, embeddings, parents, cotangent = both.arrays()
-    fn = functools.partial(kernel_vjp, config=both.config, num_sms=3, problems=2)
+    fn = functools.partial(
+        kernel_vjp, config=both.config, num_sms=3, problems=2, interpret=interpreter.PARAMS
+    )
     d_weights, d_embeddings = jax.block_until_ready(
-        jax.jit(functools.partial(fn, interpret=interpreter.PARAMS))(
-            weights, embeddings, parents, cotangent
-        )
+        jax.jit(fn)(weights, embeddings, parents, cotangent)
     )
     launches.assert_no_races(both.launches)
     for problem in range(2):
@@ -230,11 +222,3 @@ def test_interpreted_problems_with_common_weights_have_gradients_of_their_own(
         )
         case = dataclasses.replace(both, batches=(2, 3), index=())
         assert_correct(found, one, case)
-
-
-@pytest.mark.parametrize("compared", [0, 2**25])
-def test_first_candidates_of_users(monkeypatch: pytest.MonkeyPatch, compared: int) -> None:
-    """By comparing all pairs, and by counting."""
-    monkeypatch.setattr(work_order, "MAX_COMPARED", compared)
-    user = jnp.asarray([3, 0, 3, 1, 3], jnp.int32)
-    np.testing.assert_array_equal(work_order.starts(user, 5), [0, 1, 2, 2, 5, 5])

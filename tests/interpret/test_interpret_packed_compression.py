@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any
 
 import interpreter
 import pytest
@@ -17,11 +16,12 @@ from test_interpret_linear_compression import (
     assert_non_finite_rows_stay,
     assert_right,
     case_of_neighbours,
+    hand_back_newest_stage,
     interpret,
     plant,
 )
 
-from ikbo_jax.pallas.hopper import mosaic, rings
+from ikbo_jax.pallas.hopper import mosaic
 from ikbo_jax.problems import PackedCompressionConfig
 from ikbo_jax.problems.hopper import NUM_CONSUMERS, TILE_ROWS
 
@@ -138,22 +138,7 @@ def test_interpreted_packed_fragments_that_are_not_awaited_are_found(
 def test_interpreted_packed_stage_handed_back_too_early_is_found(
     monkeypatch: pytest.MonkeyPatch, launches: interpreter.Launches
 ) -> None:
-    """Consumers hand back the stage whose products they have just issued."""
-    release, wait, wgmma_wait = rings.Ring.release, rings.Ring.await_ready, plgpu.wgmma_wait
-    newest: list[Any] = []
-
-    def remembering_wait(ring: rings.Ring, number: Any) -> None:
-        newest[:] = [ring, number]
-        wait(ring, number)
-
-    def releasing_wgmma_wait(pending: int) -> None:
-        if pending:
-            release(*newest)
-        wgmma_wait(pending)
-
-    monkeypatch.setattr(rings.Ring, "await_ready", remembering_wait)
-    monkeypatch.setattr(rings.Ring, "release", lambda ring, number: None)
-    monkeypatch.setattr(plgpu, "wgmma_wait", releasing_wgmma_wait)
+    hand_back_newest_stage(monkeypatch)
     assert_found(Case((9,), (300,), 16, 32, TINY), launches)
 
 

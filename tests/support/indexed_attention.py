@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 
+import jax
+import numpy as np
 import problems
 
 from ikbo_jax.problems import AttentionProblem
@@ -38,4 +40,10 @@ class IndexedAttention:
         return AttentionProblem(*sizes, self.dtype)
 
     def inputs(self, seed: int = 0) -> problems.AttentionInputs:
-        return problems.make_indexed_attention_inputs(self.problem, self.index, self.lengths, seed)
+        sizes = (self.users, len(self.index), self.q_len, self.keys, *self.heads, self.head_dim)
+        inputs = problems.make_attention_inputs(problems.AttentionShape(*sizes), self.dtype, seed)
+        index, lengths = (
+            None if x is None else jax.device_put(np.asarray(x, np.int32))
+            for x in (self.index, self.lengths)
+        )
+        return inputs._replace(cand_to_user=index, key_value_seq_lengths=lengths)

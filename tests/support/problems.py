@@ -124,16 +124,29 @@ def make_inputs(
 
 
 def make_levels(
-    batches: Sequence[int], ks: Sequence[int], m: int, n: int, dtype: Any, seed: int = 0
+    batches: Sequence[int],
+    ks: Sequence[int],
+    m: int,
+    n: int,
+    dtype: Any,
+    seed: int = 0,
+    index: str | Sequence[int] = "unsorted",
 ) -> tuple[tuple, tuple, tuple]:
-    """Random weights, embeddings and parents of a multi-level problem, coarsest first."""
+    """Random weights, embeddings and parents of a multi-level problem, coarsest first.
+
+    `index` is the kind of all parents, or those of the finest of two levels.
+    """
     rng = np.random.default_rng(seed)
     weights = tuple(_weight(rng, m, k, dtype) for k in ks)
     embeddings = tuple(
         random_array(rng, (b, k, n), dtype) for b, k in zip(batches, ks, strict=True)
     )
     parents = tuple(
-        jax.device_put(ragged_index(rng, coarser, finer, "unsorted"))
+        jax.device_put(
+            ragged_index(rng, coarser, finer, index)
+            if isinstance(index, str)
+            else np.asarray(index, np.int32)
+        )
         for coarser, finer in zip(batches[:-1], batches[1:], strict=True)
     )
     return weights, embeddings, (None, *parents)
@@ -215,82 +228,78 @@ def make_attention_inputs(
     )
 
 
-def make_indexed_attention_inputs(
-    problem: Any, index: Sequence[int], lengths: Sequence[int] | None, seed: int
-) -> AttentionInputs:
-    """Random normal inputs of an `AttentionProblem`, with a given index and given lengths."""
-    rng = np.random.default_rng(seed)
-    keys = (problem.users, problem.kv_len, problem.kv_heads, problem.head_dim)
-    queries = (problem.batch, problem.q_len, problem.q_heads, problem.head_dim)
-    query, key, value = (random_array(rng, x, problem.dtype) for x in (queries, keys, keys))
-    return AttentionInputs(
-        query,
-        key,
-        value,
-        jax.device_put(np.asarray(index, np.int32)),
-        None if lengths is None else jax.device_put(np.asarray(lengths, np.int32)),
-    )
+class _Attended(NamedTuple):
+    """Broadcast attention of every candidate on its own, in f64.
 
-
-def _attention_weights(
-    inputs: AttentionInputs, scale: float, self_key: Any = None
-) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Softmax [B, T, N, S + T_self], lse [B, T, N] and the keys [B, S + T_self, N, H]; f64.
-
-    Keys that do not exist are zeros.
+    Attributes:
+      weights: softmax, [B, T, N, S + T_self].
+      lse: [B, T, N].
+      keys: [B, S + T_self, N, H]; those that do not exist are zeros.
+      values: likewise.
+      users: the user of each candidate.
     """
-    query, key, _, index, lengths = inputs.f64()
-    rows = np.clip(index, 0, key.shape[0] - 1)
-    keys = key[rows]
-    exists = np.ones(keys.shape[:2], bool)
+
+    weights: np.ndarray
+    lse: np.ndarray
+    keys: np.ndarray
+    values: np.ndarray
+    users: np.ndarray
+
+
+def _attended(
+    inputs: AttentionInputs, scale: float, self_key: Any = None, self_value: Any = None
+) -> _Attended:
+    query, key, value, index, lengths = inputs.f64()
+    users = np.clip(index, 0, key.shape[0] - 1)
+    exists = np.ones((len(users), key.shape[1]), bool)
     if lengths is not None:
-        exists = np.arange(key.shape[1])[None] < lengths[rows][:, None]
-    keys = np.where(exists[:, :, None, None], keys, 0)
-    if self_key is not None:
-        (own,) = _f64([self_key])
-        keys = np.concatenate((keys, own), axis=1)
-        exists = np.concatenate((exists, np.ones(own.shape[:2], bool)), axis=1)
-    keys = np.repeat(keys, query.shape[2] // key.shape[2], axis=2)
+        exists = np.arange(key.shape[1])[None] < lengths[users][:, None]
+
+    def of_candidates(array: np.ndarray, own: Any) -> np.ndarray:
+        each = np.where(exists[:, :, None, None], array[users], 0)
+        if own is not None:
+            each = np.concatenate((each, *_f64([own])), axis=1)
+        return np.repeat(each, query.shape[2] // key.shape[2], axis=2)
+
+    keys, values = of_candidates(key, self_key), of_candidates(value, self_value)
+    is_own = np.ones((len(users), keys.shape[1] - key.shape[1]), bool)
+    exists = np.concatenate((exists, is_own), axis=1)
     scores = scale * np.einsum("btnh,bsnh->btns", query, keys)
     scores = np.where(exists[:, None, None], scores, -np.inf)
     row_max = np.max(scores, axis=-1, keepdims=True, initial=-np.inf)
-    powers = np.exp(scores - np.where(row_max == -np.inf, 0, row_max))
+    row_max = np.where(row_max == -np.inf, 0, row_max)
+    powers = np.exp(scores - row_max)
     total = powers.sum(-1, keepdims=True)
     with np.errstate(divide="ignore"):
-        lse = (np.where(row_max == -np.inf, 0, row_max) + np.log(total))[..., 0]
-    return powers / np.where(total == 0, 1, total), lse, keys
-
-
-def _attention_values(
-    inputs: AttentionInputs, self_value: Any = None
-) -> tuple[np.ndarray, np.ndarray]:
-    """Values [B, S + T_self, N, H] in f64, zeros past the lengths; the users of the candidates."""
-    query, _, value, index, lengths = inputs.f64()
-    rows = np.clip(index, 0, value.shape[0] - 1)
-    values = value[rows]
-    if lengths is not None:
-        exists = np.arange(value.shape[1])[None] < lengths[rows][:, None]
-        values = np.where(exists[:, :, None, None], values, 0)
-    if self_value is not None:
-        values = np.concatenate((values, *_f64([self_value])), axis=1)
-    return np.repeat(values, query.shape[2] // value.shape[2], axis=2), rows
+        lse = (row_max + np.log(total))[..., 0]
+    return _Attended(powers / np.where(total == 0, 1, total), lse, keys, values, users)
 
 
 def numpy_attention_oracle(
     inputs: AttentionInputs, *, scale: float, self_key: Any = None, self_value: Any = None
 ) -> tuple[np.ndarray, np.ndarray]:
     """Broadcast attention in NumPy and f64: out [B, T, N, H] and lse [B, T, N]."""
-    weights, lse, _ = _attention_weights(inputs, scale, self_key)
-    values, _ = _attention_values(inputs, self_value)
+    weights, lse, _, values, _ = _attended(inputs, scale, self_key, self_value)
     return np.einsum("btns,bsnh->btnh", weights, values), lse
+
+
+def numpy_attention_of_rounded_weights(inputs: AttentionInputs, *, scale: float) -> np.ndarray:
+    """Out, if weights are rounded to the inputs' dtype before they meet the values.
+
+    The largest weight of a row is 1 then, and the sum that divides is that of exact weights.
+    """
+    weights, _, _, values, _ = _attended(inputs, scale)
+    weights = weights / np.maximum(np.max(weights, axis=-1, keepdims=True), 1e-30)
+    total = np.maximum(np.sum(weights, axis=-1, keepdims=True), 1e-30)
+    rounded = weights.astype(inputs.query.dtype).astype(np.float64)
+    return (np.einsum("btns,bsnh->btnh", rounded, values) / total).astype(inputs.query.dtype)
 
 
 def numpy_attention_gradients(
     inputs: AttentionInputs, d_out: Any, d_lse: Any, *, scale: float
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Gradients of <d_out, out> + <d_lse, lse> by query, key and value, in NumPy and f64."""
-    weights, _, keys = _attention_weights(inputs, scale)
-    values, rows = _attention_values(inputs)
+    weights, _, keys, values, users = _attended(inputs, scale)
     query, key, value, _, _ = inputs.f64()
     d_out, d_lse = _f64([d_out, d_lse])
     d_weights = np.einsum("btnh,bsnh->btns", d_out, values)
@@ -303,7 +312,7 @@ def numpy_attention_gradients(
         batch, kv_len, _, width = per_candidate.shape
         heads = per_candidate.reshape(batch, kv_len, like.shape[2], -1, width).sum(3)
         total = np.zeros_like(like)
-        np.add.at(total, rows, heads)
+        np.add.at(total, users, heads)
         return total
 
     d_key = summed(np.einsum("btns,btnh->bsnh", d_scores, query), key)
