@@ -39,7 +39,6 @@ WIDE = (
     "tests/rewrite/test_rewrite_rules.py",
     "tests/rewrite/test_rewrite_seen.py",
     "tests/rewrite/test_rewrite_seen_weights.py",
-    "tests/rewrite/test_rewrite_activations.py",
     "tests/rewrite/test_rewrite.py",
     "tests/rewrite/test_rewrite_calls.py",
     "tests/rewrite/test_rewrite_report.py",

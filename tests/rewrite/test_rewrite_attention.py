@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 import problems
 import pytest
-from rewrite_basics import became, both, computed, gradients_by_all, report_of
+from rewrite_basics import became, both, check, computed, gradients_by_all, report_of
 
 import ikbo_jax as ikbo
 
@@ -26,7 +26,6 @@ QUERY = problems.random_array(RNG, (B, T, N, H), "float32")
 KEY = problems.random_array(RNG, (U, S, N, H), "float32")
 VALUE = problems.random_array(RNG, (U, S, N, H), "float32")
 INDEX = jnp.asarray(problems.ragged_index(RNG, U, B, "unsorted"))
-OTHER = jnp.asarray(problems.ragged_index(RNG, U, B, "unsorted"))
 LENGTHS = jnp.asarray([3, 0, 7, 1], jnp.int32)
 KEPT = RNG.integers(0, 2, (U, S)).astype(bool)
 KEPT[1:3] = [[False], [True]]
@@ -74,11 +73,6 @@ def by_lengths(query, key, value):
     return weighted(jnp.where(mask[:, None, None], logits(query, key), -1e30), value)
 
 
-def by_lengths_the_other_way_round(query, key, value):
-    mask = LENGTHS[INDEX][:, None] > jnp.arange(S)[None]
-    return weighted(jnp.where(mask[:, None, None], logits(query, key), -1e30), value)
-
-
 def softmax_by_hand(query, key, value):
     weights = jnp.exp(logits(query, key).astype(jnp.float32))
     weights = weights / jnp.sum(weights, axis=-1, keepdims=True)
@@ -121,7 +115,6 @@ RECOGNISED = [
     masked_twice,
     masked_for_all_users_alike,
     by_lengths,
-    by_lengths_the_other_way_round,
     softmax_by_hand,
     in_bfloat16,
     several_query_heads_a_key_head,
@@ -136,16 +129,6 @@ def with_a_bias(query, key, value):
 
 def with_a_softcap(query, key, value):
     return weighted(jnp.tanh(logits(query, key)), value)
-
-
-def values_looked_up_otherwise(query, key, value):
-    weights = jax.nn.softmax(logits(query, key), axis=-1)
-    return jnp.einsum("bnts,bsnh->btnh", weights, value[OTHER])
-
-
-def softmax_over_the_queries(query, key, value):
-    weights = jax.nn.softmax(logits(query, key), axis=2)
-    return jnp.einsum("bnts,bsnh->btnh", weights, value[INDEX])
 
 
 def maximum_of_other_logits(query, key, value):
@@ -168,8 +151,6 @@ def rounded_scores(query, key, value):
 NOT_RECOGNISED = [
     with_a_bias,
     with_a_softcap,
-    values_looked_up_otherwise,
-    softmax_over_the_queries,
     maximum_of_other_logits,
     heads_merged_first,
     rounded_scores,
@@ -193,7 +174,6 @@ WITHOUT_GRADIENT = (
     # They become the same ops as others do whose gradients are compared.
     masked_by_adding_a_little,
     masked_for_all_users_alike,
-    by_lengths_the_other_way_round,
 )
 
 
@@ -224,15 +204,55 @@ def test_not_recognised_and_right_and_the_report_says_why(fn) -> None:
     assert is_named or fn is weights_also_returned, reasons
 
 
-@pytest.mark.parametrize(
-    ("fn", "sorts"),
-    [(by_lengths, 0), (by_lengths_the_other_way_round, 0), (masked_the_other_way_round, 1)],
-)
+@pytest.mark.parametrize(("fn", "sorts"), [(by_lengths, 0), (masked_the_other_way_round, 1)])
 def test_keys_are_put_in_order_only_if_the_mask_is_no_length(fn, sorts: int) -> None:
     text = str(jax.make_jaxpr(ikbo.rewrite(fn))(*ARGS))
     of_the_op = str(jax.make_jaxpr(ikbo.attention)(*ARGS, INDEX)).count(" sort[")
     assert of_the_op == 1  # of the candidates, by user
     assert text.count(" sort[") == sorts + of_the_op
+
+
+def activated(act):
+    """A model whose scores meet a function instead of the softmax."""
+
+    def fn(query, key, value):
+        return jnp.einsum("bnts,bsnh->btnh", act(logits(query, key)) / S, value[INDEX])
+
+    return fn
+
+
+def gate_by_other_scores(query, key, value):
+    scores, other = logits(query, key), logits(query + 1, key)
+    return jnp.einsum("bnts,bsnh->btnh", scores * jax.nn.sigmoid(other), value[INDEX])
+
+
+def masked_before_relu(query, key, value):
+    scores = jnp.where(key[INDEX][:, None, None, :, 0, 0] > 0, logits(query, key), -1e9)
+    return jnp.einsum("bnts,bsnh->btnh", jax.nn.relu(scores), value[INDEX])
+
+
+NO_ACTIVATION = [
+    activated(jax.nn.sigmoid),
+    activated(jnp.tanh),
+    activated(jax.nn.elu),
+    activated(lambda x: jax.nn.gelu(x + 0.1)),
+    activated(lambda x: jax.nn.relu(x.astype(jnp.int32).astype(x.dtype))),
+    activated(lambda x: x * jax.nn.sigmoid(x.max(axis=-1, keepdims=True))),
+    gate_by_other_scores,
+    masked_before_relu,
+]
+
+
+def test_functions_that_are_no_activation_of_the_op() -> None:
+    """What becomes `ikbo.gdpa` stands in `test_rewrite_recognised`."""
+
+    def every(*args):
+        return [fn(*args) for fn in NO_ACTIVATION]
+
+    explanation = ikbo.explain(ikbo.rewrite(every), *ARGS)
+    assert explanation.plans == ()
+    assert len(explanation.notes[0].materialised) >= 2 * len(NO_ACTIVATION)
+    check(lambda f: f, every, *ARGS)
 
 
 def test_rows_out_of_bounds_are_nan() -> None:
