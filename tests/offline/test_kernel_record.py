@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import pathlib
 import types
-from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -30,14 +29,14 @@ class CountingCompiler(offline.Compiler):
         return GOOD
 
 
-@pytest.fixture(scope="module")
-def module() -> bytes:
-    (found,) = offline.mosaic_modules(*linear_compression.launch(*linear_compression.CASES[NAME]))
-    return found
+def modules(**changes: Any) -> list[bytes]:
+    problem, settings = linear_compression.CASES[NAME]
+    case = problem, dataclasses.replace(settings, **changes)
+    return offline.mosaic_modules(*linear_compression.launch(*case))
 
 
 @pytest.fixture
-def record(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Record]:
+def record(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A file of three kernels, made by what is installed."""
     path = tmp_path / "tests" / "offline" / "digests.json"
     path.parent.mkdir(parents=True)
@@ -47,9 +46,7 @@ def record(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[
     uses = kernel_record.Uses()
     for digest, name, report in ("d1", "b", BAD), ("d2", "a", GOOD), ("d3", "a", GOOD):
         uses.add(dataclasses.asdict(offline.Use(digest, name, report, is_new=False)))
-    written = Record(INSTALLED, uses.used)
-    written.write()
-    return written
+    Record(INSTALLED, uses.used).write()
 
 
 def config(**options: Any) -> Any:
@@ -74,50 +71,52 @@ def summary(uses: list[offline.Use], exitstatus: int = 0, **options: Any) -> lis
 NEW, OLD = offline.Use("d4", "c", GOOD, is_new=True), offline.Use("d1", "b", BAD, is_new=False)
 
 
-@pytest.mark.parametrize("is_known", [False, True])
-def test_only_kernels_without_a_report_are_compiled(
-    is_known: bool, module: bytes, tmp_path: pathlib.Path
-) -> None:
-    known = {offline.module_digest(module): BAD} if is_known else {}
-    compiler = CountingCompiler(tmp_path, known=known)
-    kernels = [compiler.compile_module(module) for _ in range(2)]
-    assert compiler.count == (not is_known)
-    assert [use.is_new for use in compiler.uses] == [not is_known, False]
-    assert [kernel.ptxas for kernel in kernels] == [BAD if is_known else GOOD] * 2
-    assert kernels[0].smem_bytes > 0
-
-
-def test_a_recorded_spill_fails_a_test(module: bytes, tmp_path: pathlib.Path) -> None:
-    compiler = CountingCompiler(tmp_path, known={offline.module_digest(module): BAD})
+def test_only_kernels_without_a_report_are_compiled(tmp_path: pathlib.Path) -> None:
+    """A recorded spill fails a test as a fresh one does."""
+    (module,) = modules()
+    for known, report in ({}, GOOD), ({offline.module_digest(module): BAD}, BAD):
+        compiler = CountingCompiler(tmp_path, known=known)
+        kernels = [compiler.compile_module(module) for _ in range(2)]
+        assert compiler.count == (not known)
+        assert [use.is_new for use in compiler.uses] == [not known, False]
+        assert [kernel.ptxas for kernel in kernels] == [report] * 2
+        assert kernels[0].smem_bytes > 0
     with pytest.raises(AssertionError, match="C7510.*8 bytes spilled"):
         linear_compression.test_offline_kernel_is_fit(NAME, compiler)
 
 
-def test_a_digest_is_of_the_code_alone(module: bytes) -> None:
+def test_a_digest_is_of_the_code_alone() -> None:
     """Neither of its places in the source, nor of how many kernels were lowered before."""
-    problem, settings = linear_compression.CASES[NAME]
-    digests = []
-    for changes in {}, {"num_stages": settings.num_stages + 1}:
-        case = problem, dataclasses.replace(settings, **changes)
-        jax.config.update("jax_include_full_tracebacks_in_locations", True)
-        try:
-            (other,) = offline.mosaic_modules(*linear_compression.launch(*case))
-        finally:
-            jax.config.update("jax_include_full_tracebacks_in_locations", False)
-        assert other != module
-        digests.append(offline.module_digest(other))
-    assert digests[0] == offline.module_digest(module) != digests[1]
+    found = modules()
+    jax.config.update("jax_include_full_tracebacks_in_locations", True)
+    try:
+        found += [*modules(), *modules(num_stages=linear_compression.CASES[NAME][1].num_stages + 1)]
+    finally:
+        jax.config.update("jax_include_full_tracebacks_in_locations", False)
+    assert len(set(found)) == 3
+    plain, other_places, other_code = map(offline.module_digest, found)
+    assert plain == other_places != other_code
 
 
-def test_a_file_has_what_was_written(record: Record) -> None:
-    assert kernel_record.known_reports(config()) == {"d1": BAD, "d2": GOOD, "d3": GOOD}
+@pytest.mark.usefixtures("record")
+def test_reports_are_those_of_the_file_unless_all_kernels_are_compiled(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     lines = kernel_record.PATH.read_text().splitlines()
     assert [line.split('"')[1] for line in lines[3:6]] == ["d2", "d3", "d1"]
+    assert kernel_record.known_reports(config()) == {"d1": BAD, "d2": GOOD, "d3": GOOD}
+    assert kernel_record.known_reports(config(compile_kernels=True)) == {}
+    monkeypatch.setenv("IKBO_PTXAS", "/opt/ptxas")
+    assert kernel_record.known_reports(config()) == {}
+    monkeypatch.delenv("IKBO_PTXAS")
+    kernel_record.PATH.unlink()
+    assert kernel_record.known_reports(config()) == {}
 
 
+@pytest.mark.usefixtures("record")
 @pytest.mark.parametrize("changes", [{"jax": "0.12.0"}, {"ptxas": "13.0.88"}])
 def test_another_toolchain_compiles_all_kernels(
-    changes: dict[str, str], record: Record, monkeypatch: pytest.MonkeyPatch
+    changes: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     other = dataclasses.replace(INSTALLED, **changes)
     monkeypatch.setattr(Toolchain, "installed", lambda: other)
@@ -130,18 +129,8 @@ def test_another_toolchain_compiles_all_kernels(
     assert (found.toolchain, list(found.kernels)) == (other, ["d4"])
 
 
-def test_all_kernels_are_compiled_where_that_is_asked_for(
-    record: Record, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    assert kernel_record.known_reports(config(compile_kernels=True)) == {}
-    monkeypatch.setenv("IKBO_PTXAS", "/opt/ptxas")
-    assert kernel_record.known_reports(config()) == {}
-    monkeypatch.delenv("IKBO_PTXAS")
-    kernel_record.PATH.unlink()
-    assert kernel_record.known_reports(config()) == {}
-
-
-def test_the_summary_names_compiled_kernels(record: Record) -> None:
+@pytest.mark.usefixtures("record")
+def test_the_summary_names_compiled_kernels() -> None:
     assert summary([OLD]) == []
     place = "tests/offline/digests.json"
     assert summary([NEW, OLD]) == [f"1 kernels differ from {place} and were compiled: c (1)"]
@@ -149,23 +138,15 @@ def test_the_summary_names_compiled_kernels(record: Record) -> None:
     assert summary([again]) == [f"1 kernels of {place} were compiled again: b (1)"]
 
 
+@pytest.mark.usefixtures("record")
 @pytest.mark.parametrize(
-    ("exitstatus", "options", "is_whole"),
-    [
-        (0, {"all_cases": True}, True),
-        (1, {"all_cases": True}, False),
-        (0, {}, False),
-        (0, {"all_cases": True, "keyword": "h64"}, False),
-        (0, {"all_cases": True, "one_in": 8}, False),
-    ],
+    "changes", [{}, {"exitstatus": 1}, {"all_cases": False}, {"keyword": "h64"}, {"one_in": 8}]
 )
-def test_entries_go_only_if_all_tests_ran(
-    exitstatus: int, options: dict[str, Any], is_whole: bool, record: Record
-) -> None:
-    summary([NEW, OLD], exitstatus, record_kernels=True, **options)
+def test_entries_go_only_if_all_tests_ran(changes: dict[str, Any]) -> None:
+    summary([NEW, OLD], **{"record_kernels": True, "all_cases": True, **changes})
     found = Record.read()
     assert found is not None
-    assert sorted(found.kernels) == (["d1", "d4"] if is_whole else ["d1", "d2", "d3", "d4"])
+    assert sorted(found.kernels) == (["d1", "d2", "d3", "d4"] if changes else ["d1", "d4"])
 
 
 def test_versions_are_of_what_is_installed() -> None:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import importlib.resources
-import json
 import pathlib
 import subprocess
 import sys
@@ -20,9 +18,8 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from ikbo_jax.pallas.linear_compression import kernel
 from ikbo_jax.problems import LinearCompressionConfig, LinearCompressionProblem, memory
-from ikbo_jax.problems.hopper import MAX_SMEM_BYTES
 from ikbo_jax.problems.linear_compression import MAX_BLOCK_M
-from ikbo_jax.tuning import table, table_rows
+from ikbo_jax.tuning import table_rows
 
 DEFAULT = LinearCompressionProblem((15, 1024), (1178, 866), 433, 256, "bfloat16")
 THREE_LEVELS = dataclasses.replace(DEFAULT, batches=(4, 60, 1024), ks=(300, 1178, 866))
@@ -64,11 +61,9 @@ def named_cases() -> dict[str, Case]:
 
 def table_cases() -> dict[str, Case]:
     """What `sm90.json` says of this op, one case for every row that names a configuration."""
-    text = (importlib.resources.files(table) / "sm90.json").read_text("utf-8")
-    rows = [table_rows.Row.from_json(entry) for entry in json.loads(text)["rows"]]
     return {
         f"row{i}:{row.problem.describe()}": (row.problem, row.config)
-        for i, row in enumerate(rows)
+        for i, row in enumerate(table_rows.builtin_rows())
         if row.config is not None and isinstance(row.problem, LinearCompressionProblem)
     }
 
@@ -103,16 +98,14 @@ def assert_launches_fit(
 ) -> None:
     """`sizes`: what `config.shared` asks for."""
     assert config.illegal_reason(problem) is None
-    kernels = compiler.compile(*launch(problem, config))
+    kernels = compiler.compile_fit(*launch(problem, config))
     levels = len(problem.batches)
     is_single = config.single_launch and levels > 1
     assert len(kernels) == levels - is_single
     with_claims = [False] * (len(kernels) - 1) + [is_single]
     for compiled, has_claims in zip(kernels, with_claims, strict=True):
-        assert not compiled.faults
         shared = config.shared(with_claims=has_claims, **sizes)
-        assert compiled.smem_bytes == memory.smem_bytes(shared)
-        assert compiled.smem_bytes <= config.smem_bytes <= MAX_SMEM_BYTES
+        assert compiled.smem_bytes == memory.smem_bytes(shared) <= config.smem_bytes
 
 
 @pytest.mark.slow
@@ -126,16 +119,7 @@ def test_offline_kernel_is_fit(name: str, compiler: offline.Compiler) -> None:
 def test_offline_kernel_with_padded_weights_is_fit(trim: bool, compiler: offline.Compiler) -> None:
     """Each level has a weight of its own, whose columns begin at 0 and go past K."""
     problem, config = default_case(DEFAULT, trim=trim)
-    (compiled,) = compiler.compile(*launch(problem, config, 64))
-    assert not compiled.faults
-
-
-@pytest.mark.parametrize("num_stages", [2, 4])
-def test_offline_shared_memory_is_what_the_config_says(num_stages: int) -> None:
-    problem, config = default_case(DEFAULT, single_launch=True, num_stages=num_stages)
-    (module,) = offline.mosaic_modules(*launch(problem, config))
-    _, smem_bytes = offline.describe_module(module)
-    assert smem_bytes == config.smem_bytes
+    compiler.compile_fit(*launch(problem, config, 64))
 
 
 @pytest.mark.parametrize("is_single", [True, False])
@@ -204,12 +188,6 @@ SERIALIZED = (
 )
 
 
-def test_offline_log_of_a_good_kernel() -> None:
-    report = offline.parse_ptxas_log(GOOD_LOG)
-    assert report == offline.PtxasReport(168, 0, 0, ())
-    assert offline.CompiledKernel("k", 0, report).faults == []
-
-
 @pytest.mark.parametrize(
     ("good", "bad", "fault"),
     [
@@ -220,12 +198,14 @@ def test_offline_log_of_a_good_kernel() -> None:
         ("ptxas info    : Used", f"{SERIALIZED.replace('10', '14')}\ninfo : Used", "C7514"),
     ],
 )
-def test_offline_log_of_a_bad_kernel(good: str, bad: str, fault: str) -> None:
+def test_offline_log_of_a_good_and_of_a_bad_kernel(good: str, bad: str, fault: str) -> None:
     assert good in GOOD_LOG
+    report = offline.parse_ptxas_log(GOOD_LOG)
+    assert report == offline.PtxasReport(168)
+    assert offline.CompiledKernel("k", 0, report).faults == []
     report = offline.parse_ptxas_log(GOOD_LOG.replace(good, bad))
-    faults = offline.CompiledKernel("k", 0, report).faults
-    assert len(faults) == 1
-    assert fault in faults[0]
+    (found,) = offline.CompiledKernel("k", 0, report).faults
+    assert fault in found
 
 
 # Two descriptors that crashed ptxas 13.0.88, in a kernel of nothing else.
@@ -276,14 +256,23 @@ def test_offline_log_without_one_kernel_is_an_error(log: str) -> None:
         offline.parse_ptxas_log(log)
 
 
-@pytest.mark.parametrize("find", [offline.find_plugin, offline.find_ptxas])
-def test_offline_missing_wheel_names_the_extra(
-    find: Callable[[], pathlib.Path], monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("find", "message"),
+    [
+        (offline.find_plugin, r"pip install 'ikbo-jax\[offline\]'"),
+        (offline.find_ptxas, r"pip install 'ikbo-jax\[offline\]'"),
+        (offline.find_c_compiler, "C compiler"),
+    ],
+)
+def test_offline_missing_program_is_named(
+    find: Callable[[], Any], message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """With what to install."""
     monkeypatch.setattr(offline.importlib.util, "find_spec", lambda name: None)
     monkeypatch.setenv("PATH", "")
-    monkeypatch.delenv("IKBO_PTXAS", raising=False)
-    with pytest.raises(offline.OfflineUnavailableError, match=r"pip install 'ikbo-jax\[offline\]'"):
+    for name in "IKBO_PTXAS", "CC":
+        monkeypatch.delenv(name, raising=False)
+    with pytest.raises(offline.OfflineUnavailableError, match=message):
         find()
 
 
@@ -310,10 +299,3 @@ def test_offline_ptxas_is_the_one_that_is_named(
         pytest.raises(ValueError, match="output: this one"),
     ):
         compiler.compile(*launch(*CASES["narrowest_block_m1"]))
-
-
-def test_offline_missing_compiler_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PATH", "")
-    monkeypatch.delenv("CC", raising=False)
-    with pytest.raises(offline.OfflineUnavailableError, match="C compiler"):
-        offline.find_c_compiler()

@@ -12,7 +12,6 @@ from test_offline_attention import operands
 from ikbo_jax.pallas.few_queries.kernel import few_queries_kernel
 from ikbo_jax.problems import AttentionProblem, memory
 from ikbo_jax.problems.few_queries import MOST_TABLE_ROWS, MOST_TABLED, FewQueriesConfig
-from ikbo_jax.problems.hopper import MAX_SMEM_BYTES
 
 pytestmark = pytest.mark.slow
 
@@ -177,11 +176,10 @@ CASES = {
 def test_offline_kernel_is_fit(name: str, compiler: offline.Compiler) -> None:
     case = CASES[name]
     assert case.config.illegal_reason(case.problem) is None
-    (compiled,) = compiler.compile(*case.launch())
-    assert not compiled.faults, compiled
+    (compiled,) = compiler.compile_fit(*case.launch())
     table = None if case.lists else case.config.table(case.problem)
     shared = case.config.shared(case.problem.head_dim, lists=case.lists, table=table)
-    assert compiled.smem_bytes == memory.smem_bytes(shared) <= MAX_SMEM_BYTES
+    assert compiled.smem_bytes == memory.smem_bytes(shared)
     if case.lists:
         assert case.config.lists(case.problem, NUM_SMS)
         assert case.config.listings(case.problem, NUM_SMS).bundle == case.bundle

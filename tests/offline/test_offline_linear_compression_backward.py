@@ -13,13 +13,8 @@ import offline
 import pytest
 
 from ikbo_jax.ops.linear_compression_backward import kernel_vjp
-from ikbo_jax.problems import (
-    LinearCompressionBackwardProblem,
-    LinearCompressionProblem,
-    memory,
-)
+from ikbo_jax.problems import LinearCompressionBackwardProblem, LinearCompressionProblem, memory
 from ikbo_jax.problems import linear_compression_backward as configs
-from ikbo_jax.problems.hopper import MAX_SMEM_BYTES
 from ikbo_jax.problems.linear_compression_backward import (
     LinearCompressionBackwardConfig,
     SumConfig,
@@ -65,7 +60,7 @@ def test_offline_kernels_are_fit(name: str, compiler: offline.Compiler) -> None:
     problem = PROBLEMS[name]
     assert configs.illegal_reason(problem) is None
     config, levels = configs.default_config(problem), len(problem.ks)
-    kernels = compiler.compile(*launch(problem, config))
+    kernels = compiler.compile_fit(*launch(problem, config))
     assert Counter(kernel.name for kernel in kernels) == Counter(
         {
             "ikbo_linear_compression": levels,
@@ -73,9 +68,6 @@ def test_offline_kernels_are_fit(name: str, compiler: offline.Compiler) -> None:
             "ikbo_linear_compression_sums": levels - 1,
         }
     )
-    for kernel in kernels:
-        assert not kernel.faults
-        assert kernel.smem_bytes <= MAX_SMEM_BYTES
 
 
 @pytest.mark.parametrize("name", CONFIGS)
@@ -83,9 +75,8 @@ def test_offline_weight_kernel_of_every_kind(name: str, compiler: offline.Compil
     problem, weight = dataclasses.replace(DEFAULT, batches=(1024,), ks=(866,)), CONFIGS[name]
     config = dataclasses.replace(configs.default_config(problem), weights=(weight,))
     assert config.illegal_reason(problem) is None
-    kernel, _ = compiler.compile(*launch(problem, config))
+    kernel, _ = compiler.compile_fit(*launch(problem, config))
     assert kernel.name == "ikbo_linear_compression_d_weight"
-    assert not kernel.faults
     assert kernel.smem_bytes == memory.smem_bytes(weight.shared)
 
 
@@ -119,6 +110,4 @@ def test_offline_choices_of_table_and_tuner_are_fit(name: str, compiler: offline
     problem, config = CHOICES[name]
     assert problem.fits(config) or not name.startswith("row")
     forward = LinearCompressionProblem(**dataclasses.asdict(problem))
-    for kernel in compiler.compile(*launch(forward, config.kernels(problem))):
-        assert not kernel.faults
-        assert kernel.smem_bytes <= MAX_SMEM_BYTES
+    compiler.compile_fit(*launch(forward, config.kernels(problem)))

@@ -122,18 +122,16 @@ def test_offline_packed_defaults_are_fit(compiler: offline.Compiler) -> None:
         found = list(packed_cost.candidate_configs(packed(m, n, ks)))
         for cluster in (1, 2):
             chosen = next((x for x in found if x.cluster == cluster), found[0])
-            for compiled in compiler.compile(*launch(packed(m, n, ks), chosen)):
-                assert not compiled.faults
+            compiler.compile_fit(*launch(packed(m, n, ks), chosen))
 
 
 @pytest.mark.parametrize("name", RESIDENT)
 def test_offline_resident_kernel_is_fit(name: str, compiler: offline.Compiler) -> None:
     problem, config, ctas = RESIDENT[name]
     assert config.illegal_reason(problem) is None
-    kernels = compiler.compile(*launch(problem, config))
+    kernels = compiler.compile_fit(*launch(problem, config))
     *_, last = levels = config.levels(problem)
     for compiled, level in zip(kernels, levels, strict=True):
-        assert not compiled.faults
         shared = config.layout(problem, level).shared(problem.n, stores=level == last)
         assert compiled.smem_bytes == memory.smem_bytes(shared) <= config.smem_bytes(problem)
     assert kernels[-1].ptxas.registers <= 65536 // (128 * ctas)
@@ -158,7 +156,5 @@ def test_offline_resident_configurations_of_the_model_are_fit(compiler: offline.
         *_, m, _ = sizes
         assert resident_cost.is_preferred(resident(*sizes)) == (m not in (532, 859, 1006))
         chosen = resident_cost.candidate_configs(resident(*sizes))[0]
-        kernels = compiler.compile(*launch(resident(*sizes), chosen))
-        for compiled in kernels:
-            assert not compiled.faults
+        kernels = compiler.compile_fit(*launch(resident(*sizes), chosen))
         assert kernels[-1].ptxas.registers <= 65536 // (128 * chosen.ctas)

@@ -34,6 +34,8 @@ from jax._src.interpreters import mlir
 from jax.experimental.mosaic.gpu.core import dialect
 from jaxlib.mlir import ir, passmanager
 
+from ikbo_jax.problems.hopper import MAX_SMEM_BYTES
+
 INSTALL = "pip install 'ikbo-jax[offline]'"
 #: Longest time one kernel may take to compile, seconds.
 TIMEOUT = 120
@@ -400,6 +402,14 @@ class Compiler:
     def compile(self, fn: Callable[..., Any], *args: Any) -> list[CompiledKernel]:
         """Compiles every kernel that `fn(*args)` launches, in order; `args` may be shapes."""
         return [self.compile_module(module) for module in mosaic_modules(fn, *args)]
+
+    def compile_fit(self, fn: Callable[..., Any], *args: Any) -> list[CompiledKernel]:
+        """Compiles as `compile` does, and asserts that every kernel is fit to run."""
+        kernels = self.compile(fn, *args)
+        for kernel in kernels:
+            assert not kernel.faults, kernel.faults
+            assert kernel.smem_bytes <= MAX_SMEM_BYTES
+        return kernels
 
     def compile_module(self, module: bytes) -> CompiledKernel:
         """Compiles one serialised module; raises ValueError with the log if that fails.
