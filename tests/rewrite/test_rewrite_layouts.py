@@ -67,18 +67,6 @@ def test_no_copy_of_the_history(name: str) -> None:
     assert not shapes.intersection(layout.never)
 
 
-def test_rewritten_layers_grow_linearly() -> None:
-    layout = LAYOUTS["causal_transformer_of_8_layers"]
-    blocks, *rest = layout.args()
-
-    def equations(layers: int) -> int:
-        program = jax.make_jaxpr(ikbo.rewrite(layout.fn))(blocks[:layers], *rest)
-        return sum(1 for _ in _shapes(program.jaxpr))
-
-    two, four, eight = map(equations, (2, 4, 8))
-    assert eight - four == 2 * (four - two)
-
-
 def test_comparisons_that_are_no_lookups() -> None:
     def at(positions, compare=jnp.equal):
         def fn(user, index):
@@ -107,19 +95,11 @@ def modules():
     return layout_modules.models()
 
 
-@pytest.mark.parametrize(
-    ("name", "bar"),
-    [
-        ("linen_fields", 0.9),
-        ("nnx_fields", 0.9),
-        ("linen_transformer", 0.8),
-        ("nnx_transformer", 0.8),
-    ],
-)
-def test_modules_of_flax(modules, name: str, bar: float) -> None:
+@pytest.mark.parametrize("name", ["linen", "nnx"])
+def test_modules_of_flax(modules, name: str) -> None:
     fn, (params, *request), by_hand = modules[name]
     original, ours = (flops(f, (params, *request)) for f in (fn, ikbo.rewrite(fn)))
-    assert (original - ours) / (original - by_hand) >= bar
+    assert (original - ours) / (original - by_hand) >= 0.8
 
     with jax.numpy_rank_promotion("allow"):
         for of in (lambda fn: fn, lambda fn: jax.grad(loss(fn))):

@@ -6,18 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from layout_table import (
-    F_CAND,
-    F_USER,
-    HIDDEN,
-    LAYOUTS,
-    B,
-    D,
-    F,
-    Layout,
-    U,
-    layout,
-)
+from layout_table import F_CAND, F_USER, HIDDEN, B, D, F, U, layout
 
 # Fields that are concatenated or stacked, flattened, and multiplied by weights.
 
@@ -31,12 +20,6 @@ def _fields_by_hand(user_fields, cand_fields, index, w_fields):
 def fields_concatenated_and_flattened(user_fields, cand_fields, index, w_fields):
     x = jnp.concatenate([user_fields[index], cand_fields], axis=1)
     return jax.nn.relu(x.reshape(B, -1) @ w_fields)
-
-
-@layout("user_fields cand_fields index w_fields", _fields_by_hand)
-def fields_flattened_and_concatenated(user_fields, cand_fields, index, w_fields):
-    x = [user_fields[index].reshape(B, -1), cand_fields.reshape(B, -1)]
-    return jax.nn.relu(jnp.concatenate(x, axis=1) @ w_fields)
 
 
 @layout("user_fields cand_fields index w_fields", _fields_by_hand)
@@ -95,12 +78,6 @@ def _ids_by_hand(user_ids, cand_ids, index, table, w_fields):
 @layout("user_ids cand_ids index table w_fields", _ids_by_hand)
 def ids_concatenated(user_ids, cand_ids, index, table, w_fields):
     ids = jnp.concatenate([user_ids[index], cand_ids], axis=1)
-    return jax.nn.relu(table[ids].reshape(B, -1) @ w_fields)
-
-
-@layout("user_ids cand_ids index table w_fields", _ids_by_hand)
-def ids_concatenated_and_taken(user_ids, cand_ids, index, table, w_fields):
-    ids = jnp.concatenate([user_ids[index], cand_ids], axis=1)
     return jax.nn.relu(jnp.take(table, ids, axis=0).reshape(B, -1) @ w_fields)
 
 
@@ -153,13 +130,7 @@ def _dlrm_by_hand(user_fields, cand_fields, index, w_pairs, w_top):
     return jax.nn.relu(x) @ w_top
 
 
-LAYOUTS["dlrm"] = Layout(
-    "dlrm",
-    _dlrm,
-    _dlrm_by_hand,
-    ("user_fields", "cand_fields", "index", "w_pairs", "w_top"),
-    0.6,
-)
+layout("user_fields cand_fields index w_pairs w_top", _dlrm_by_hand, 0.6, name="dlrm")(_dlrm)
 
 
 @layout("user_fields cand_fields index w_pairs w_top", _dlrm_by_hand, 0.6)
@@ -239,41 +210,24 @@ def filled_fields(user_fields, cand_fields, index, w_fields):
 
 
 def _one_by_hand(one, cand, w_first):
-    return jax.nn.relu(one[:1] @ w_first[:D] + cand @ w_first[D:])
+    return jax.nn.relu(one.reshape(-1, D)[:1] @ w_first[:D] + cand @ w_first[D:])
 
 
-@layout("one cand w_first", _one_by_hand)
-def added_to_zeros(one, cand, w_first):
-    return _first(one + jnp.zeros((B, 1)), cand, w_first)
+def _first_of(copied):
+    return lambda one, cand, w_first: _first(copied(one), cand, w_first)
 
 
-@layout("one cand w_first", _one_by_hand)
-def times_ones(one, cand, w_first):
-    return _first(one * np.ones((B, 1), np.float32), cand, w_first)
-
-
-@layout("user cand w_first", _one_by_hand)
-def looked_up_by_zeros(user, cand, w_first):
-    return _first(user[jnp.zeros(B, jnp.int32)], cand, w_first)
-
-
-@layout("user cand w_first", _one_by_hand)
-def looked_up_by_numpy_zeros(user, cand, w_first):
-    return _first(user[np.zeros(B, np.int32)], cand, w_first)
-
-
-def _lone_by_hand(lone, cand, w_first):
-    return _one_by_hand(lone[None], cand, w_first)
-
-
-@layout("lone cand w_first", _lone_by_hand)
-def stacked_copies(lone, cand, w_first):
-    return _first(jnp.stack([lone] * B), cand, w_first)
-
-
-@layout("one cand w_first", _one_by_hand)
-def concatenated_copies(one, cand, w_first):
-    return _first(jnp.concatenate([one] * B), cand, w_first)
+#: Spellings of one user's row for every candidate: the argument, and its copies.
+_COPIES = {
+    "added_to_zeros": ("one", lambda x: x + jnp.zeros((B, 1))),
+    "times_ones": ("one", lambda x: x * np.ones((B, 1), np.float32)),
+    "looked_up_by_zeros": ("user", lambda x: x[jnp.zeros(B, jnp.int32)]),
+    "looked_up_by_numpy_zeros": ("user", lambda x: x[np.zeros(B, np.int32)]),
+    "stacked_copies": ("lone", lambda x: jnp.stack([x] * B)),
+    "concatenated_copies": ("one", lambda x: jnp.concatenate([x] * B)),
+}
+for _name, (_one, _copied) in _COPIES.items():
+    layout(f"{_one} cand w_first", _one_by_hand, name=_name)(_first_of(_copied))
 
 
 def _mapped_by_hand(lone, cand, w_first, w_top):

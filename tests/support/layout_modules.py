@@ -1,4 +1,4 @@
-"""Models of `layout_models`' kinds as modules of Flax: NNX and Linen."""
+"""A causal transformer as modules of Flax: NNX and Linen."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ import numpy as np
 from flax import linen, nnx
 
 B, U, S = 96, 4, 9
-F_USER, F_CAND, D, VOCABULARY = 6, 3, 8, 50
 WIDTH = 16
 RNG = np.random.default_rng(1)
 
@@ -19,38 +18,8 @@ def _normal(*shape: int) -> jax.Array:
     return jax.device_put(RNG.standard_normal(shape, np.float32))
 
 
-def _ids(*shape: int) -> jax.Array:
-    return jax.device_put(RNG.integers(0, VOCABULARY, shape).astype(np.int32))
-
-
 INDEX = jnp.asarray(RNG.integers(0, U, B), jnp.int32)
-USER_IDS, CAND_IDS = _ids(U, F_USER), _ids(B, F_CAND)
 HISTORY, TOKEN = _normal(U, S, WIDTH), _normal(B, WIDTH)
-
-
-class LinenFields(linen.Module):
-    """Embedded fields, flattened, and a network."""
-
-    @linen.compact
-    def __call__(self, user_ids: Any, cand_ids: Any, index: Any) -> Any:
-        ids = jnp.concatenate([user_ids[index], cand_ids], axis=1)
-        x = linen.Embed(VOCABULARY, D)(ids).reshape(len(index), -1)
-        x = linen.relu(linen.Dense(24)(x))
-        return linen.Dense(1)(x)
-
-
-class NnxFields(nnx.Module):
-    """Embedded fields, flattened, and a network."""
-
-    def __init__(self, rngs: nnx.Rngs) -> None:
-        self.embed = nnx.Embed(VOCABULARY, D, rngs=rngs)
-        self.first = nnx.Linear((F_USER + F_CAND) * D, 24, rngs=rngs)
-        self.second = nnx.Linear(24, 1, rngs=rngs)
-
-    def __call__(self, user_ids: Any, cand_ids: Any, index: Any) -> Any:
-        ids = jnp.concatenate([user_ids[index], cand_ids], axis=1)
-        x = self.embed(ids).reshape(len(index), -1)
-        return self.second(nnx.relu(self.first(x)))
 
 
 class LinenTransformer(linen.Module):
@@ -116,15 +85,11 @@ def _nnx(module: Any, *request: Any) -> tuple[Any, tuple[Any, ...]]:
 
 def models() -> dict[str, tuple[Any, tuple[Any, ...], int]]:
     """By name: a model, its arguments, and its FLOPs by hand."""
-    fields = (USER_IDS, CAND_IDS, INDEX)
     tokens = (HISTORY, TOKEN, INDEX)
-    by_hand = 2 * 24 * D * (U * F_USER + B * F_CAND) + 2 * 24 * B
     layer = 2 * (U * S + B) * WIDTH * WIDTH * (4 + 8)
     attended = 4 * WIDTH * (U * S * S + B * (S + 1))
     transformer = 2 * (layer + attended) + 2 * B * WIDTH
     return {
-        "linen_fields": (*_linen(LinenFields(), *fields), by_hand),
-        "nnx_fields": (*_nnx(NnxFields(nnx.Rngs(0)), *fields), by_hand),
-        "linen_transformer": (*_linen(LinenTransformer(), *tokens), transformer),
-        "nnx_transformer": (*_nnx(NnxTransformer(nnx.Rngs(0)), *tokens), transformer),
+        "linen": (*_linen(LinenTransformer(), *tokens), transformer),
+        "nnx": (*_nnx(NnxTransformer(nnx.Rngs(0)), *tokens), transformer),
     }

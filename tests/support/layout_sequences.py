@@ -9,15 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from layout_table import (
-    HEADS,
-    LAYOUTS,
-    B,
-    D,
-    Layout,
-    S,
-    layout,
-)
+from layout_table import HEADS, B, D, S, layout
 
 # DIN's activation unit.
 
@@ -99,13 +91,8 @@ def _causal_by_hand(blocks, long, token, index):
 
 _COPIES = ((B, S, HEADS, D), (B, S, D * HEADS), (B, HEADS, S, D), (B, S + 1, HEADS, D))
 layout("blocks2 long token index", _causal_by_hand, 0.8, _COPIES)(causal_transformer)
-LAYOUTS["causal_transformer_of_8_layers"] = Layout(
-    "causal_transformer_of_8_layers",
-    causal_transformer,
-    _causal_by_hand,
-    ("blocks8", "long", "token", "index"),
-    0.8,
-    _COPIES,
+layout("blocks8 long token index", _causal_by_hand, 0.8, _COPIES, "causal_transformer_of_8_layers")(
+    causal_transformer
 )
 
 

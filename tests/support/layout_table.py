@@ -24,7 +24,7 @@ class Layout(NamedTuple):
     """A model in one layout.
 
     Attributes:
-      name: the function's.
+      name: in the table.
       fn: the model.
       hand: the same values, computed by hand without the broadcast.
       uses: names of the arguments in `arrays`.
@@ -46,10 +46,14 @@ class Layout(NamedTuple):
 LAYOUTS: dict[str, Layout] = {}
 
 
-def layout(uses: str, hand: Callable[..., Any], bar: float = 0.9, never: Any = ()) -> Any:
+def layout(
+    uses: str, hand: Callable[..., Any], bar: float = 0.9, never: Any = (), name: str = ""
+) -> Any:
+    """Adds a model to the table by its name, which is the function's if none is given."""
+
     def add(fn: Callable) -> Callable:
-        name = fn.__name__
-        LAYOUTS[name] = Layout(name, fn, hand, tuple(uses.split()), bar, never)
+        key = name or fn.__name__
+        LAYOUTS[key] = Layout(key, fn, hand, tuple(uses.split()), bar, never)
         return fn
 
     return add
