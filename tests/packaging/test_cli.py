@@ -20,13 +20,10 @@ import pytest
 from ikbo_jax import _timing, cases, cli, demo, demo_attention, demo_ranking, terminal
 from ikbo_jax._timing import sustained_ms
 from ikbo_jax.ops import dispatch
-from ikbo_jax.problems import (
-    LinearCompressionConfig,
-)
+from ikbo_jax.problems import LinearCompressionConfig
 
 SIZES = ["--m", "9", "--n", "8", "--k-cand", "7", "--k-user", "11"]
 TINY = ["demo", "--candidates", "24", "--users", "5", *SIZES, "--layers", "1"]
-TUNE = ["tune", "linear-compression", "--b", "24", "--u", "5", *SIZES]
 RUN_EVERYWHERE = ["1  materialised", "1b aligned K", "2  decomposed"]
 KERNELS = ["3 fused", "4 single launch"]
 ESCAPE = "\x1b"
@@ -218,18 +215,14 @@ def test_plot_draws_the_sweep(
         ("out.doc", "writes .png"),
         ("missing/out.png", "there is no folder"),
         ("folder.png", "is something else"),
+        ("out.png", "no permission to write"),
     ],
 )
-def test_plot_refuses_before_it_runs(file: str, reason: str, tmp_path, capsys):
+def test_plot_refuses_before_it_runs(file: str, reason: str, tmp_path, monkeypatch, capsys):
     (tmp_path / "folder.png").mkdir()
+    monkeypatch.setattr(cli.os, "access", lambda *_: False)
     assert cli.main([*TINY, "--plot", str(tmp_path / file)]) == cli.UNUSABLE
     assert reason in capsys.readouterr().err
-
-
-def test_plot_needs_permission_before_it_runs(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(cli.os, "access", lambda *_: False)
-    assert cli.main([*TINY, "--plot", str(tmp_path / "out.png")]) == cli.UNUSABLE
-    assert "no permission to write" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -292,17 +285,26 @@ def test_demo_says_what_the_kernel_cannot_do(attention_as_it_is, monkeypatch, ca
 
 
 @pytest.mark.parametrize("wrong", [1.0, float("nan")], ids=["off by one", "nan"])
-def test_a_planted_disagreement_fails(attention_as_it_is, monkeypatch, capsys, wrong):
-    real = cases.linear_compression.linear_compression
+@pytest.mark.parametrize(
+    ("op", "other", "said"),
+    [
+        ("linear_compression", "attention", "WRONG"),
+        ("attention", "compression", "all stages agree; decomposed"),
+    ],
+)
+def test_a_planted_disagreement_fails(op, other, said, wrong, request, monkeypatch, capsys):
+    request.getfixturevalue(f"{other}_as_it_is")
+    module = getattr(cases, op)
+    real = getattr(module, op)
     monkeypatch.setattr(
-        cases.linear_compression,
-        "linear_compression",
-        lambda *args, **kwargs: real(*args, **kwargs).at[3, 2].add(wrong),
+        module, op, lambda *args, **kwargs: real(*args, **kwargs).at[0, 2].add(wrong)
     )
     assert cli.main(TINY) == cli.DISAGREES
     out = capsys.readouterr().out
-    assert "WRONG" in out
-    assert "DISAGREEMENT: decomposed outside the allowed error" in out
+    assert said in out
+    conclusion = "DISAGREEMENT: decomposed outside the allowed error"
+    assert conclusion in out
+    assert (out.splitlines()[-1] == f"attention: {conclusion}") == (op == "attention")
 
 
 def test_a_wrong_baseline_cannot_vouch_for_itself(attention_as_it_is, monkeypatch, capsys):
@@ -408,22 +410,6 @@ def test_demo_runs_the_kernels(capsys):
     assert "not run" not in out
     assert "4  single launch" in out
     assert "3  fused" in out
-
-
-@pytest.mark.parametrize("wrong", [1.0, float("nan")], ids=["off by one", "nan"])
-def test_a_planted_disagreement_of_attention_fails(
-    compression_as_it_is, monkeypatch, capsys, wrong
-):
-    real = cases.attention.attention
-    monkeypatch.setattr(
-        cases.attention,
-        "attention",
-        lambda *args, **kwargs: real(*args, **kwargs).at[0, 2].add(wrong),
-    )
-    assert cli.main(TINY) == cli.DISAGREES
-    out = capsys.readouterr().out
-    assert "all stages agree; decomposed" in out
-    assert out.splitlines()[-1] == "attention: DISAGREEMENT: decomposed outside the allowed error"
 
 
 def test_attention_runs_the_kernel_where_it_can(untimed, monkeypatch, fake_attention):

@@ -111,22 +111,7 @@ def test_wheel_holds_the_package_and_its_data(tmp_path):
 
 # --- the scripts ----------------------------------------------------------------------------------
 
-TOOLS = (
-    "bash",
-    "cat",
-    "cksum",
-    "cp",
-    "date",
-    "dirname",
-    "grep",
-    "ls",
-    "mkdir",
-    "mktemp",
-    "rm",
-    "sort",
-    "tee",
-    "timeout",
-)
+TOOLS = "bash cat cksum cp date dirname grep ls mkdir mktemp rm sort tee timeout"
 
 
 class Machine:
@@ -136,7 +121,7 @@ class Machine:
         self.root = root
         self.bin = root / "bin"
         self.bin.mkdir()
-        for tool in TOOLS:
+        for tool in TOOLS.split():
             (self.bin / tool).symlink_to(shutil.which(tool))
         self.env = {
             "PATH": str(self.bin),
@@ -179,24 +164,16 @@ def machine(tmp_path) -> Machine:
 FIND = ROOT / "tools" / "find_python.sh"
 
 
-def test_find_python_passes_over_shims_that_do_not_run(machine):
-    machine.shim("bin/python3.13")
-    machine.python("bin/python3.12")
-    result = machine.run(FIND)
-    assert (result.returncode, result.stdout.strip()) == (0, sys.executable), result.stderr
-
-
-def test_find_python_looks_at_what_pyenv_has_installed(machine):
-    machine.shim("bin/python3")
-    machine.shim("pyenv/versions/3.13.0/bin/python3")
-    machine.python("pyenv/versions/3.12.9/bin/python3")
-    result = machine.run(FIND)
-    assert (result.returncode, result.stdout.strip()) == (0, sys.executable), result.stderr
-
-
-def test_find_python_asks_uv_last(machine):
-    python = machine.python("elsewhere/python3")
-    machine.script(machine.bin / "uv", f'[ "$1 $2" = "python find" ] && echo "{python}"')
+@pytest.mark.parametrize(
+    "path", ["bin/python3.12", "pyenv/versions/3.12.9/bin/python3", "elsewhere/python3"]
+)
+def test_find_python_passes_over_shims_that_do_not_run(machine, path):
+    """After the names on PATH, it looks at what pyenv has installed, and asks uv last."""
+    for shim in ("bin/python3.13", "bin/python3", "pyenv/versions/3.13.0/bin/python3"):
+        machine.shim(shim)
+    python = machine.python(path)
+    if path.startswith("elsewhere"):
+        machine.script(machine.bin / "uv", f'[ "$1 $2" = "python find" ] && echo "{python}"')
     result = machine.run(FIND)
     assert (result.returncode, result.stdout.strip()) == (0, sys.executable), result.stderr
 
@@ -252,30 +229,26 @@ def tree(machine) -> pathlib.Path:
     return tree
 
 
-def _log(machine: Machine, name: str) -> list[str]:
+def _log(machine: Machine, name: str = "pip") -> list[str]:
     log = machine.root / f"{name}.log"
     return log.read_text().splitlines() if log.exists() else []
-
-
-def _pip_log(machine: Machine) -> list[str]:
-    return _log(machine, "pip")
 
 
 def test_setup_installs_once_and_again_when_pyproject_changes(machine, tree):
     setup = tree / "tools" / "setup_venv.sh"
     assert machine.run(setup, ".venv", "test").returncode == 0
-    assert len(_pip_log(machine)) == 1
-    assert "--constraint tools/constraints.txt" in _pip_log(machine)[0]
-    assert _pip_log(machine)[0].endswith("--editable .[test]")
+    assert len(_log(machine)) == 1
+    assert "--constraint tools/constraints.txt" in _log(machine)[0]
+    assert _log(machine)[0].endswith("--editable .[test]")
     assert machine.run(setup, ".venv", "test").returncode == 0
     assert machine.run(setup, ".venv").returncode == 0
-    assert len(_pip_log(machine)) == 1
+    assert len(_log(machine)) == 1
     assert machine.run(setup, ".venv", "test", "offline").returncode == 0
-    assert len(_pip_log(machine)) == 2
+    assert len(_log(machine)) == 2
     with (tree / "pyproject.toml").open("a") as file:
         file.write("# changed\n")
     assert machine.run(setup, ".venv").returncode == 0
-    assert len(_pip_log(machine)) == 3
+    assert len(_log(machine)) == 3
 
 
 def test_setup_installs_with_uv(machine, tree):
@@ -293,13 +266,10 @@ def test_setup_installs_with_uv(machine, tree):
     assert machine.run(setup, ".venv", "test", **environment).returncode == 0
     assert "--upgrade" in _log(machine, "uv")[1]
     assert "--constraint" not in _log(machine, "uv")[1]
-    assert _pip_log(machine) == []
-
-
-def test_setup_installs_with_pip_where_uv_fails(machine, tree):
-    setup = tree / "tools" / "setup_venv.sh"
-    assert machine.run(setup, ".venv", "test", UV="fails").returncode == 0
-    assert len(_log(machine, "uv")) == len(_pip_log(machine)) == 1
+    assert _log(machine) == []
+    # Where uv fails, pip installs.
+    assert machine.run(setup, ".venv2", "test", UV="fails").returncode == 0
+    assert (len(_log(machine, "uv")), len(_log(machine))) == (3, 1)
 
 
 @pytest.mark.parametrize("setting", ["global.index-url", ":env:.index-url", "install.no-index"])
@@ -308,7 +278,7 @@ def test_setup_leaves_an_index_of_pips_settings_to_pip(machine, tree, setting):
     config = f"global.timeout='60'\n{setting}='here'"
     assert machine.run(setup, ".venv", "test", UV="works", PIP_CONFIG=config).returncode == 0
     assert _log(machine, "uv") == []
-    assert len(_pip_log(machine)) == 1
+    assert len(_log(machine)) == 1
     config = "global.extra-index-url='here'"
     assert machine.run(setup, ".venv2", UV="works", PIP_CONFIG=config).returncode == 0
     assert len(_log(machine, "uv")) == 1
@@ -321,7 +291,7 @@ def test_setup_makes_a_broken_environment_afresh(machine, tree):
     result = machine.run(setup, ".venv")
     assert result.returncode == 0, result.stderr
     assert "no longer runs" in result.stderr
-    assert len(_pip_log(machine)) == 1
+    assert len(_log(machine)) == 1
 
 
 def test_setup_leaves_other_directories_alone(machine, tree):
@@ -340,24 +310,23 @@ def test_setup_tries_again_after_pip_failed(machine, tree):
     assert result.returncode == 1
     assert "pip could not install ikbo-jax" in result.stderr
     assert machine.run(setup, ".venv").returncode == 0
-    assert len(_pip_log(machine)) == 2
+    assert len(_log(machine)) == 2
 
 
-@pytest.mark.parametrize("target", ["test", "lint"])
-def test_ci_fails_when_a_step_fails(machine, tree, target):
-    machine.script(machine.bin / "make", f'echo "make $*"; [ "$1" != "{target}" ]')
-    result = machine.run(tree / ".ci" / "run")
+@pytest.mark.parametrize(
+    ("failing", "upgrade_fails", "said"),
+    [
+        ("test", "", "make test"),
+        ("lint", "", "make lint"),
+        ("", "1", "pip could not install ikbo-jax[test,offline]"),
+    ],
+)
+def test_ci_fails_when_a_step_fails(machine, tree, failing, upgrade_fails, said):
+    machine.script(machine.bin / "make", f'echo "make $*"; [ "$1" != "{failing}" ]')
+    result = machine.run(tree / ".ci" / "run", UPGRADE_FAILS=upgrade_fails)
     assert result.returncode != 0
-    assert f"make {target}" in result.stdout
-    assert "== passed" not in result.stdout
-
-
-def test_ci_fails_when_the_newest_jax_cannot_be_installed(machine, tree):
-    machine.script(machine.bin / "make", 'echo "make $*"')
-    result = machine.run(tree / ".ci" / "run", UPGRADE_FAILS="1")
-    assert result.returncode != 0
-    assert "make lint" in result.stdout
-    assert "pip could not install ikbo-jax[test,offline]" in result.stdout
+    assert said in result.stdout
+    assert failing or "make lint" in result.stdout
     assert "== passed" not in result.stdout
 
 

@@ -122,10 +122,6 @@ def test_the_time_limit_ends_all(tmp_path, capfd):
     assert not any(is_alive(wait_for(pid)) for pid in pids)
 
 
-def test_commands_that_succeed():
-    assert example.run_together([[sys.executable, "-c", ""]] * 2, time_limit=60) == 0
-
-
 def test_a_process_ends_with_the_command_that_started_it(tmp_path):
     """Its standard input ends then, however the command ended."""
     pid = tmp_path / "pid"
