@@ -24,6 +24,21 @@ PARAMS = dataclasses.replace(interpreter.PARAMS, inline_mgpu="_hack_model_inline
 WARPGROUPS = 2
 
 
+def _launch(body: Any, rows: jax.ShapeDtypeStruct, threads: int, scratch: Any = ()) -> None:
+    """Interprets a launch of one CTA, from ones to an array like them."""
+    launch = plgpu.kernel(
+        body,
+        out_type=rows,
+        scratch_types=scratch,
+        grid=(1,),
+        grid_names=("worker",),
+        num_threads=threads,
+        thread_name="warpgroup",
+        interpret=PARAMS,
+    )
+    jax.block_until_ready(jax.jit(launch)(jnp.ones(rows.shape, rows.dtype)))
+
+
 def _kernel(source: Any, target: Any) -> None:
     warpgroup = lax.axis_index("warpgroup")
 
@@ -45,20 +60,9 @@ def _kernel(source: Any, target: Any) -> None:
 def test_interpreted_launch_ends_where_one_fails_and_another_waits_at_a_named_barrier() -> None:
     """The failure is a read outside of an array."""
     rows = jax.ShapeDtypeStruct((40,), jnp.float32)
-    launch = plgpu.kernel(
-        _kernel,
-        out_type=rows,
-        grid=(1,),
-        grid_names=("worker",),
-        num_threads=WARPGROUPS,
-        thread_name="warpgroup",
-        interpret=PARAMS,
-    )
-    with (
-        interpreter.watched(),
-        pytest.raises(jax.errors.JaxRuntimeError, match="(?i)out-of-bounds"),
-    ):
-        jax.block_until_ready(jax.jit(launch)(jnp.ones(rows.shape, rows.dtype)))
+    found = pytest.raises(jax.errors.JaxRuntimeError, match="(?i)out-of-bounds")
+    with interpreter.watched(), found:
+        _launch(_kernel, rows, WARPGROUPS)
 
 
 def _copy(first: int, columns: int, source: Any, target: Any, shared: Any, barrier: Any) -> None:
@@ -85,23 +89,14 @@ def test_interpreted_copy_that_tma_cannot_make_is_found(
     first: int, columns: int, total: int, reason: str | None
 ) -> None:
     rows = jax.ShapeDtypeStruct((4, total), jnp.float32)
-    launch = plgpu.kernel(
-        functools.partial(_copy, first, columns),
-        out_type=rows,
-        scratch_types=(plgpu.SMEM((4, columns), jnp.float32), plgpu.Barrier()),
-        grid=(1,),
-        grid_names=("worker",),
-        num_threads=1,
-        thread_name="warpgroup",
-        interpret=PARAMS,
-    )
+    scratch = plgpu.SMEM((4, columns), jnp.float32), plgpu.Barrier()
     found = (
         pytest.raises(jax.errors.JaxRuntimeError, match=reason)
         if reason
         else contextlib.nullcontext()
     )
     with interpreter.watched(), found:
-        jax.block_until_ready(jax.jit(launch)(jnp.ones(rows.shape, rows.dtype)))
+        _launch(functools.partial(_copy, first, columns), rows, 1, scratch)
 
 
 def test_copy_to_an_unaligned_place_in_shared_memory_is_found() -> None:

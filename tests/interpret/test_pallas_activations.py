@@ -118,24 +118,6 @@ def result(spec: gdpa_weights.ActivationSpec, head: int, scores: np.ndarray) -> 
     return np.asarray(gdpa_weights.scale_result(spec, jnp.int32(head), weights))
 
 
-@pytest.mark.parametrize(
-    ("scale", "has_f32_range"),
-    [(0.3, True), (4.0, True), (0.3, False), (-0.3, True), (2.0**-12, True)],
-)
-def test_weights_times_their_factor_are_activated_scores(scale: float, has_f32_range: bool) -> None:
-    scores = np.concatenate([GRID[:, ::32].ravel(), LARGE, KINKS])
-    for approx, name in PAIRS:
-        spec = gdpa_weights.ActivationSpec((name,), approx, scale, 1.0, has_f32_range)
-        expected = reference.elementwise(name, approx).value(jnp.float32(scale) * scores)
-        actual = result(spec, 0, scores)
-        if spec.is_packed:
-            assert np.all(np.abs(actual - expected) <= 2.0**-6 * np.abs(scale * scores)), name
-            continue
-        np.testing.assert_allclose(
-            actual, expected, rtol=2e-6, atol=ATOL, err_msg=f"{name} {approx}"
-        )
-
-
 def test_pairs_of_scores_become_weights_only_where_they_can() -> None:
     def is_packed(names: tuple[str, ...], scale: float = 0.3, has_f32_range: bool = True) -> bool:
         return gdpa_weights.ActivationSpec(names, "tanh_bf16", scale, 1.0, has_f32_range).is_packed
@@ -180,21 +162,24 @@ def gradients(
     ("scale", "has_f32_range"),
     [(0.3, True), (4.0, True), (0.3, False), (-0.3, True), (2.0**-12, True)],
 )
-def test_slopes_times_their_constant_are_gradients(scale: float, has_f32_range: bool) -> None:
+def test_weights_and_slopes_times_their_factors_are_activated_scores_and_gradients(
+    scale: float, has_f32_range: bool
+) -> None:
     scores = np.concatenate([GRID[:, ::32].ravel(), LARGE, KINKS])
     scaled = jnp.float32(scale) * scores
     d_weights = np.linspace(-2, 2, scores.size, dtype=np.float32)
     for approx, name in PAIRS:
         spec = gdpa_weights.ActivationSpec((name,), approx, scale, 1.0, has_f32_range)
         expected = reference.elementwise(name, approx)
-        value, d_scores = gradients(spec, 0, scores, d_weights)
-        label = f"{name} {approx}"
-        np.testing.assert_allclose(
-            value, expected.value(scaled), rtol=2e-6, atol=ATOL, err_msg=label
-        )
-        np.testing.assert_allclose(
-            d_scores, d_weights * expected.slope(scaled), rtol=3e-6, atol=2e-5, err_msg=label
-        )
+        value, alone = expected.value(scaled), result(spec, 0, scores)
+        close = functools.partial(np.testing.assert_allclose, err_msg=f"{name} {approx}")
+        if spec.is_packed:
+            assert np.all(np.abs(alone - value) <= 2.0**-6 * np.abs(scale * scores)), name
+        else:
+            close(alone, value, rtol=2e-6, atol=ATOL)
+        with_slope, d_scores = gradients(spec, 0, scores, d_weights)
+        close(with_slope, value, rtol=2e-6, atol=ATOL)
+        close(d_scores, d_weights * expected.slope(scaled), rtol=3e-6, atol=2e-5)
 
 
 def test_slopes_of_heads_that_differ_have_no_constants() -> None:

@@ -61,49 +61,32 @@ def assignments(schedule: TileSchedule) -> tuple[list[list[int]], list[list[int]
     return users, cands
 
 
-@for_many_sizes
-def test_every_tile_is_computed_exactly_once(sizes: Sizes) -> None:
-    users, cands = assignments(make_schedule(*sizes))
-    assert sorted(sum(users, [])) == list(range(sizes[0]))
-    assert sorted(sum(cands, [])) == list(range(sizes[1]))
-
-
-@for_many_sizes
-def test_workers_are_those_there_are_and_no_more_than_tiles(sizes: Sizes) -> None:
-    schedule = make_schedule(*sizes)
-    assert schedule.num_workers == max(1, min(sizes[3], sizes[0] + sizes[1]))
-    assert 0 <= schedule.rest_from < schedule.num_workers
-
-
-@for_many_sizes
-def test_user_tiles_belong_to_the_lowest_workers(sizes: Sizes) -> None:
-    """Who waits for user tiles waits for workers that were dispatched no later than it was."""
-    users, _ = assignments(make_schedule(*sizes))
-    counts = [len(tiles) for tiles in users]
+def assert_waves(each: list[list[int]]) -> None:
+    """Wave by wave, without gaps; the first of the workers have a tile more than the others."""
+    counts = [len(tiles) for tiles in each]
     assert counts == sorted(counts, reverse=True)
-    assert max(counts) - min(counts) <= 1
-    for i in range(max(counts)):  # wave by wave, without gaps
-        wave = [tiles[i] for tiles in users if len(tiles) > i]
-        assert wave == list(range(wave[0], wave[0] + len(wave)))
-
-
-@for_many_sizes
-def test_candidate_tiles_are_handed_out_from_the_top(sizes: Sizes) -> None:
-    _, cands = assignments(make_schedule(*sizes))
-    counts = [len(tiles) for tiles in cands]
-    assert counts == sorted(counts)
-    for tiles in cands:
-        assert tiles == sorted(tiles)
     for i in range(max(counts)):
-        wave = [tiles[i] for tiles in reversed(cands) if len(tiles) > i]
+        wave = [tiles[i] for tiles in each if len(tiles) > i]
         assert wave == list(range(wave[0], wave[0] + len(wave)))
 
 
 @for_many_sizes
-def test_last_worker_is_within_one_candidate_tile_of_the_ideal(sizes: Sizes) -> None:
-    user_tiles, cand_tiles, user_cost, _ = sizes
+def test_every_tile_is_computed_once_users_first_and_evenly(sizes: Sizes) -> None:
+    """Who waits for user tiles waits for workers that were dispatched no later than it was.
+
+    Users belong to the lowest workers, candidates are handed out from the top.
+    """
+    user_tiles, cand_tiles, user_cost, workers = sizes
     schedule = make_schedule(*sizes)
+    assert schedule.num_workers == max(1, min(workers, user_tiles + cand_tiles))
+    assert 0 <= schedule.rest_from < schedule.num_workers
     users, cands = assignments(schedule)
+    assert sorted(sum(users, [])) == list(range(user_tiles))
+    assert sorted(sum(cands, [])) == list(range(cand_tiles))
+    assert_waves(users)
+    assert len(users[0]) - len(users[-1]) <= 1
+    assert_waves(cands[::-1])
+    assert all(tiles == sorted(tiles) for tiles in cands)
     ends = [len(u) * user_cost + len(c) for u, c in zip(users, cands, strict=True)]
     # No schedule ends before all workers would if tiles could be split, nor before the user tiles.
     evenly = (user_tiles * user_cost + cand_tiles) / schedule.num_workers

@@ -114,28 +114,6 @@ def test_many_steps_are_within_the_error_rule_and_the_oracle_is_numpys(
         np.testing.assert_allclose(found, exactly, rtol=0, atol=ATOL)
 
 
-@pytest.mark.parametrize(
-    ("group", "rest"),
-    [
-        (1, [(1, 19), (50, 20)]),
-        (3, [(1, 20), (4, 1)]),
-        (50, [(4, 19), (50, 1)]),
-    ],
-)
-def test_blocking_changes_no_value(group: int, rest: list[tuple[int, int]]) -> None:
-    """Every size with two of each other kind: fewer, as many, and more than there is."""
-    inputs = f32_inputs("users_without_candidates")
-    exact = problems.numpy_attention_oracle(inputs, scale=SCALE)
-
-    @jax.jit
-    def run(*inputs: jax.Array) -> list[tuple]:
-        several = [grouped.Blocking(group, *sizes) for sizes in rest]
-        return [grouped.decomposed(*inputs, scale=SCALE, blocks=blocks) for blocks in several]
-
-    for actual in run(*inputs):
-        chex.assert_trees_all_close(actual, jax.tree.map(np.float32, exact), atol=ATOL)
-
-
 def test_indices_and_lengths_are_clamped_not_wrapped() -> None:
     inputs = f32_inputs("odd_counts")
     wild = np.array([-1, 4, 2**31 - 1, -(2**31), *range(9)], np.int32)
@@ -240,23 +218,6 @@ def test_gradient_without_that_of_lse() -> None:
     zeros = np.zeros_like(d_lse)
     exact = problems.numpy_attention_gradients(inputs, d_out, zeros, scale=SCALE)
     chex.assert_trees_all_close(actual, jax.tree.map(np.float32, exact), atol=1e-5)
-
-
-def test_merging_two_histories_is_attending_to_both() -> None:
-    both = f32_inputs("unsorted")
-    first, second = (
-        both._replace(key=both.key[:, part], value=both.value[:, part])
-        for part in (slice(0, 6), slice(6, None))
-    )
-
-    @jax.jit
-    def run(both, first, second) -> tuple[tuple, tuple]:
-        whole, *parts = (
-            reference.materialised(*part, scale=SCALE) for part in (both, first, second)
-        )
-        return reference.merge_attention(*parts[0], *parts[1]), whole
-
-    chex.assert_trees_all_close(*run(both, first, second), atol=ATOL)
 
 
 def test_merging_with_nothing() -> None:
