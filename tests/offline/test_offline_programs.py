@@ -68,32 +68,39 @@ CASES = {
 }
 
 
+def shapes(
+    sizes: tuple[int, int, int, int, int, int, int],
+) -> tuple[jax.ShapeDtypeStruct, jax.ShapeDtypeStruct, jax.ShapeDtypeStruct]:
+    """Queries, keys, and users of candidates, of (B, U, T, S, N, K, H)."""
+    batch, users, q_len, kv_len, q_heads, kv_heads, width = sizes
+    query = jax.ShapeDtypeStruct((batch, q_len, q_heads, width), jnp.bfloat16)
+    keys = jax.ShapeDtypeStruct((users, kv_len, kv_heads, width), jnp.bfloat16)
+    return query, keys, jax.ShapeDtypeStruct((batch,), jnp.int32)
+
+
+def launches_of(operations: list[str]) -> list[str]:
+    return [x for x in operations if x.startswith("ikbo_")]
+
+
 @pytest.mark.parametrize("name", CASES)
 def test_small_gradients_have_few_kernels_of_xla(name: str) -> None:
     case = CASES[name]
-    batch, users, q_len, kv_len, q_heads, kv_heads, width = case.sizes
+    query, key, index = shapes(case.sizes)
+    lse = jax.ShapeDtypeStruct(query.shape[:-1], jnp.float32)
+    lengths = jax.ShapeDtypeStruct(key.shape[:1], jnp.int32) if case.has_lengths else None
     problem = AttentionBackwardProblem(*case.sizes, "bfloat16")
     config = table.lookup(problem, with_user_rows=False).config
     run = functools.partial(
         attention_backward_kernel,
-        scale=width**-0.5,
+        scale=query.shape[-1] ** -0.5,
         indices_are_sorted=case.is_sorted,
         config=dataclasses.replace(config, **case.changes),
         num_sms=132,
     )
-    query, key, lse, index, lengths = (
-        jax.ShapeDtypeStruct(shape, dtype)
-        for shape, dtype in (
-            ((batch, q_len, q_heads, width), jnp.bfloat16),
-            ((users, kv_len, kv_heads, width), jnp.bfloat16),
-            ((batch, q_len, q_heads), jnp.float32),
-            ((batch,), jnp.int32),
-            ((users,), jnp.int32),
-        )
+    found = hopper_programs.operations(
+        run, query, key, key, index, lengths, query, lse, query, None
     )
-    arguments: tuple[Any, ...] = (query, key, key, index, lengths if case.has_lengths else None)
-    found = hopper_programs.operations(run, *arguments, query, lse, query, None)
-    launches = [x for x in found if x.startswith("ikbo_")]
+    launches = launches_of(found)
     expected = [f"ikbo_attention_backward{suffix}" for suffix in case.launches]
     # The order may be found before users' rows are numbered, or afterwards.
     is_counted = name == "many_unsorted"
@@ -140,12 +147,7 @@ WHOLE = {
 @pytest.mark.parametrize("name", WHOLE)
 def test_results_and_gradients_have_few_kernels_of_xla(name: str) -> None:
     case = WHOLE[name]
-    batch, users, q_len, kv_len, q_heads, kv_heads, width = case.sizes
-    query, key = (
-        jax.ShapeDtypeStruct(shape, jnp.bfloat16)
-        for shape in ((batch, q_len, q_heads, width), (users, kv_len, kv_heads, width))
-    )
-    index = jax.ShapeDtypeStruct((batch,), jnp.int32)
+    query, key, index = shapes(case.sizes)
 
     def run(query: Any, key: Any, value: Any, index: Any, d_out: Any) -> Any:
         def result(*arrays: Any) -> Any:
@@ -156,7 +158,7 @@ def test_results_and_gradients_have_few_kernels_of_xla(name: str) -> None:
 
     with ikbo_jax.export_target("H100"):
         found = hopper_programs.operations(run, query, key, key, index, query)
-    launches = [x for x in found if x.startswith("ikbo_")]
+    launches = launches_of(found)
     of_gradient = [f"ikbo_attention_backward{suffix}" for suffix in case.of_gradient]
     # A launch for the gradient that needs the index alone may come first.
     assert sorted(launches) == sorted([*case.of_result, *of_gradient]), found
@@ -187,10 +189,8 @@ FORWARD = {
 
 @pytest.mark.parametrize("name", FORWARD)
 def test_small_forward_passes_have_few_kernels_of_xla(name: str) -> None:
-    (batch, users, q_len, kv_len, q_heads, kv_heads, width), is_sorted, kernels = FORWARD[name]
-    query = jax.ShapeDtypeStruct((batch, q_len, q_heads, width), jnp.bfloat16)
-    keys = jax.ShapeDtypeStruct((users, kv_len, kv_heads, width), jnp.bfloat16)
-    index = jax.ShapeDtypeStruct((batch,), jnp.int32)
+    sizes, is_sorted, kernels = FORWARD[name]
+    query, keys, index = shapes(sizes)
     run = functools.partial(ikbo_jax.attention, indices_are_sorted=is_sorted)
     found = hopper_programs.operations(run, query, keys, keys, index)
     assert len(found) == 1 + kernels, found
@@ -254,7 +254,7 @@ def test_gdpa_s_gradient_has_few_kernels_of_xla(
         offsets(batch) if kind == "pffn" else None,
         array(batch * seeds if is_broadcast else rows),
     )
-    launches = [x for x in found if x.startswith("ikbo_")]
+    launches = launches_of(found)
     assert "ikbo_gdpa_backward_lists" in launches, found
     # Forward, the list of its tiles, unless its CTAs find them; three kernels of the gradient.
     assert len(launches) == (4 if is_broadcast else 5), found
