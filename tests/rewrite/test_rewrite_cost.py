@@ -25,12 +25,15 @@ def cross(x0, weights, biases):
     return x
 
 
-def dcn(tables, ids, user_ids, index, weights, biases):
-    """26 fields, the first of them by user, the others by candidate; each with its own table."""
+def fields_of(tables, ids, user_ids, index):
+    """The first fields by user, the others by candidate; each with its own table."""
     fields = [table[i[index]] for table, i in zip(tables, user_ids, strict=False)]
-    rest = tables[len(user_ids) :]
-    fields += [table[i] for table, i in zip(rest, ids, strict=True)]
-    return cross(jnp.concatenate(fields, axis=1), weights, biases)
+    fields += [table[i] for table, i in zip(tables[len(user_ids) :], ids, strict=True)]
+    return jnp.concatenate(fields, axis=1)
+
+
+def dcn(tables, ids, user_ids, index, weights, biases):
+    return cross(fields_of(tables, ids, user_ids, index), weights, biases)
 
 
 def dcn_arguments(user_fields: int, rows: int):
@@ -73,9 +76,8 @@ def test_dcn_v2_keeps_its_products_and_moves_no_more(user_fields: int, rows: int
 
 def test_most_fields_of_the_user_are_worth_a_product_of_their_own() -> None:
     def first_layer(tables, ids, user_ids, index, weights, biases):
-        fields = [table[i[index]] for table, i in zip(tables, user_ids, strict=False)]
-        fields += [t[i] for t, i in zip(tables[len(user_ids) :], ids, strict=True)]
-        return jax.nn.relu(jnp.concatenate(fields, axis=1) @ weights[0] + biases[0])
+        x = fields_of(tables, ids, user_ids, index)
+        return jax.nn.relu(x @ weights[0] + biases[0])
 
     args = dcn_arguments(20, 4096)
     assert products(ikbo.rewrite(first_layer), *args) == 2
@@ -89,8 +91,7 @@ def test_a_program_that_costs_more_does_not_run(monkeypatch) -> None:
     args = dcn_arguments(0, 64)
 
     def products_of_fields(tables, ids, user_ids, index, weights, biases):
-        fields = [table[i] for table, i in zip(tables, ids, strict=True)]
-        return jnp.concatenate(fields, axis=1) @ weights[0]
+        return fields_of(tables, ids, user_ids, index) @ weights[0]
 
     (report,) = ikbo.explain(ikbo.rewrite(products_of_fields), *args).notes
     assert not report.changed

@@ -83,13 +83,11 @@ def test_queries_of_an_items_table_attend_by_the_op(fn, saved):
     check_values_and_gradients(fn, ITEMS, HISTORY)
     report = report_of(fn, ITEMS, HISTORY)
     assert report.bytes_saved > saved * report.costs.original.nbytes
-    assert ops_of(fn, ITEMS, HISTORY)
-
-
-def test_a_looked_up_candidate_token_is_an_own_token_of_the_op():
-    ops = ops_of(transformer, ITEMS, HISTORY)
-    assert len(ops) == 1, ops
-    assert ops[0].startswith("1, 2.")
+    ops = ops_of(fn, ITEMS, HISTORY)
+    assert ops
+    if fn is transformer:  # A looked-up candidate token is an own token of the op.
+        assert len(ops) == 1, ops
+        assert ops[0].startswith("1, 2.")
 
 
 def test_history_of_items_attends_by_the_op():
@@ -112,23 +110,19 @@ def test_values_by_another_index_than_the_keys_are_no_attention():
     assert not ops_of(fn, ITEMS, HISTORY)
 
 
-def wide(items, user, w_user, w_item):
+def wide(index, ids):
     # The product of items is wide, and returned: looked up, it would be read and written again.
-    return jax.nn.relu(user[INDEX] @ w_user), jax.nn.relu(items[IDS] @ w_item)
-
-
-WIDE = jnp.tile(INDEX, 64), jnp.asarray(RNG.integers(0, 2048, 64 * B), jnp.int32)
-
-
-def wide_batch(items, user, w_user, w_item):
-    index, ids = WIDE
-    return jax.nn.relu(user[index] @ w_user), jax.nn.relu(items[ids] @ w_item)
+    return lambda items, user, w_user, w_item: (
+        jax.nn.relu(user[index] @ w_user),
+        jax.nn.relu(items[ids] @ w_item),
+    )
 
 
 def test_an_items_table_that_would_cost_more_does_not_hide_the_users():
     args = random(2048, D), USER, random(D, D), random(D, 512)
-    check_values_and_gradients(wide_batch, *args)
-    report = report_of(wide_batch, *args)
+    fn = wide(jnp.tile(INDEX, 64), jnp.asarray(RNG.integers(0, 2048, 64 * B), jnp.int32))
+    check_values_and_gradients(fn, *args)
+    report = report_of(fn, *args)
     assert report.changed
     assert [(x.outcome, "2048 rows" in x.reason) for x in report.lookups] == [
         ("removed", False),
@@ -140,8 +134,9 @@ def test_an_items_table_that_would_cost_more_does_not_hide_the_users():
 
 def test_small_costs_keep_every_lookup():
     args = ITEMS, USER, WEIGHTS[0], WEIGHTS[1]
-    close(*both(wide, *args))
-    assert [x.outcome for x in report_of(wide, *args).lookups] == ["removed", "removed"]
+    fn = wide(INDEX, IDS)
+    close(*both(fn, *args))
+    assert [x.outcome for x in report_of(fn, *args).lookups] == ["removed", "removed"]
 
 
 def test_a_table_with_as_many_rows_as_candidates_stays():
