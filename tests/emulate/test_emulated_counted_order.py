@@ -18,14 +18,15 @@ from ikbo_jax.pallas.flash.counted_order import Shape, count_order
 class Case:
     """Candidates, users, their distribution, [T, N, H] of queries, and the most CTAs.
 
-    Fewer CTAs take less time here, and have more candidates each.
+    Fewer CTAs take less time here, and have more candidates each. None: of a launch as it is, three
+    CTAs run: the first, one in the middle and the last one, for which nobody waits.
     """
 
     batch: int
     users: int
     index: str = "uniform"
     query: tuple[int, int, int] | None = None
-    ctas: int = 9
+    ctas: int | None = 9
 
     def make(self) -> tuple[jax.Array | None, np.ndarray]:
         rng = np.random.default_rng(0)
@@ -64,6 +65,12 @@ CASES = {
     "users_without_candidates": Case(4097, 4096, "gaps"),
     "runs": Case(4097, 50, "runs"),
     "zipf": Case(10985, 700, "zipf", ctas=22),
+    # The ranges of real launches; the last CTA has fewer candidates.
+    "large_zipf": Case(10985, 4096, "zipf", (1, 2, 64), None),
+    "large_uniform": Case(16384, 1000, "beyond", (2, 1, 64), None),
+    "large_one_user": Case(16381, 1, query=(1, 1, 64), ctas=None),
+    "most_candidates": Case(counted_order.MOST_CANDIDATES, 4096, query=(1, 1, 64), ctas=None),
+    "most_users": Case(counted_order.MOST_CANDIDATES - 7, counted_order.MOST_USERS, ctas=None),
 }
 
 
@@ -72,52 +79,29 @@ def test_emulated_order_is_the_stable_sort(
     name: str, sm90: emulator.Emulator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     case = CASES[name]
-    monkeypatch.setattr(counted_order, "MOST_CTAS", case.ctas)
+    blocks: tuple[int, ...] | None = None
     query, index = case.make()
-    with sm90.emulated(0) as launched, jax.enable_x64(name == "ranges_of_100"):
-        found = count_order(query, jnp.asarray(index), case.users, has_position=query is None)
+    user = np.clip(index, 0, case.users - 1)
+    order = np.argsort(user, stable=True)
+    is_stored = np.ones(case.batch, bool)
+    if case.ctas is None:
+        shape = Shape(case.batch, case.users)
+        blocks = 0, shape.workers // 2, shape.workers - 1
+        is_stored = np.isin(order // shape.own, blocks)
+    else:
+        monkeypatch.setattr(counted_order, "MOST_CTAS", case.ctas)
+    has_position = query is None or case.ctas is None
+    with sm90.emulated(0, blocks=blocks) as launched, jax.enable_x64(name == "ranges_of_100"):
+        found = count_order(query, jnp.asarray(index), case.users, has_position=has_position)
     kind = "user_order" if query is None else "attention_pack"
     assert launched == [f"ikbo_{kind}_mosaic_gpu_kernel"]
-    user = np.clip(index, 0, case.users - 1)
-    order = np.argsort(user, stable=True)
-    np.testing.assert_array_equal(found.order, order)
-    np.testing.assert_array_equal(found.user, user[order])
-    assert found.order.dtype == found.user.dtype == jnp.int32
-    if query is None:
-        np.testing.assert_array_equal(np.asarray(found.position)[order], np.arange(case.batch))
-    else:
-        assert found.position is None
-        np.testing.assert_array_equal(found.query, np.asarray(query)[order])
-
-
-#: The ranges of real launches; the last CTA has fewer candidates.
-LARGE = {
-    "zipf": Case(10985, 4096, "zipf", (1, 2, 64)),
-    "uniform": Case(16384, 1000, "beyond", (2, 1, 64)),
-    "one_user": Case(16381, 1, query=(1, 1, 64)),
-    "most_candidates": Case(counted_order.MOST_CANDIDATES, 4096, query=(1, 1, 64)),
-    "most_users": Case(counted_order.MOST_CANDIDATES - 7, counted_order.MOST_USERS),
-}
-
-
-@pytest.mark.parametrize("name", LARGE)
-def test_some_ctas_of_large_launches_order_their_candidates(
-    name: str, sm90: emulator.Emulator
-) -> None:
-    """The first, one in the middle and the last one, which nobody waits for."""
-    case = LARGE[name]
-    query, index = case.make()
-    shape = Shape(case.batch, case.users)
-    blocks = 0, shape.workers // 2, shape.workers - 1
-    with sm90.emulated(0, blocks=blocks):
-        found = count_order(query, jnp.asarray(index), case.users, has_position=True)
-    user = np.clip(index, 0, case.users - 1)
-    order = np.argsort(user, stable=True)
-    is_stored = np.isin(order // shape.own, blocks)
     np.testing.assert_array_equal(found.order, np.where(is_stored, order, -1))
     np.testing.assert_array_equal(found.user, np.where(is_stored, user[order], -1))
-    position = np.asarray(found.position)[order]
-    np.testing.assert_array_equal(position, np.where(is_stored, np.arange(case.batch), -1))
+    assert found.order.dtype == found.user.dtype == jnp.int32
+    assert (found.position is not None) == has_position
+    if has_position:
+        position = np.asarray(found.position)[order]
+        np.testing.assert_array_equal(position, np.where(is_stored, np.arange(case.batch), -1))
     if query is not None:
         copied, bits = np.asarray(found.query).view(np.uint16), np.asarray(query).view(np.uint16)
         np.testing.assert_array_equal(copied[is_stored], bits[order[is_stored]])

@@ -29,35 +29,25 @@ CASES = (
     tiles.CASES
     | {"many_parts": dataclasses.replace(many(is_shared=True), parts=2)}
     | {"many": many(is_shared=False), "many_shared": many(is_shared=True)}
+    | {"twice_as_many_segments_of_a_cta": many(is_shared=True)}
+    | {"several_blocks_of_a_bin": dataclasses.replace(many(is_shared=True), has_statistics=False)}
 )
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_emulated_launch_lists_xla_s_tiles(name: str, sm90: emulator.Emulator) -> None:
+def test_emulated_launch_lists_xla_s_tiles(
+    name: str, sm90: emulator.Emulator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The tiles are XLA's; in another order, where a bin has several numbers of blocks."""
+    if name == "twice_as_many_segments_of_a_cta":
+        monkeypatch.setattr(tile_list_kernel, "MOST_WORKERS", 1)
+    is_ordered = name != "several_blocks_of_a_bin"
+    if not is_ordered:
+        monkeypatch.setattr(tile_positions, "MOST_BINS", 3)
     with sm90.emulated(0):
         found = tiles.listed(CASES[name])
     assert len(sm90.launches) == 1
-    tiles.assert_same_work(CASES[name], found)
-
-
-def test_emulated_ctas_of_twice_as_many_segments(
-    sm90: emulator.Emulator, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(tile_list_kernel, "MOST_WORKERS", 1)
-    with sm90.emulated(0):
-        found = tiles.listed(CASES["many_shared"])
-    tiles.assert_same_work(CASES["many_shared"], found)
-
-
-def test_emulated_bins_of_several_numbers_of_blocks(
-    sm90: emulator.Emulator, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The tiles are XLA's in another order."""
-    monkeypatch.setattr(tile_positions, "MOST_BINS", 3)
-    case = dataclasses.replace(CASES["many_shared"], has_statistics=False)
-    with sm90.emulated(0):
-        found = tiles.listed(case)
-    tiles.assert_same_work(case, found, is_ordered=False)
+    tiles.assert_same_work(CASES[name], found, is_ordered=is_ordered)
 
 
 @pytest.mark.parametrize("parts", [1, 2])

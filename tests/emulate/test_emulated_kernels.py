@@ -7,6 +7,7 @@ by side, and asynchronous reads at the latest time that is allowed.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import os
 from collections.abc import Callable
 from typing import Any
@@ -39,25 +40,17 @@ def _not_interpreted(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(module, "PARAMS", False)
 
 
-def _attention(sm90: emulator.Emulator, name: str, seed: int) -> None:
-    case = attention.CASES[name]
+def _attention(
+    sm90: emulator.Emulator, case: Any, seed: int, *, interpret: Callable[..., Any]
+) -> None:
     inputs = case.inputs()
     with sm90.emulated(seed):
-        results = attention.interpret(inputs, case)
+        results = interpret(inputs, case)
     attention.assert_correct(results, inputs, case)
 
 
-def _few_queries(sm90: emulator.Emulator, name: str, seed: int) -> None:
-    case = few_queries.CASES[name]
-    inputs = case.inputs()
-    with sm90.emulated(seed):
-        results = few_queries.interpret(inputs, case)
-    few_queries.assert_correct(results, inputs, case)
-
-
-def _attention_backward(sm90: emulator.Emulator, name: str, seed: int) -> None:
+def _attention_backward(sm90: emulator.Emulator, case: Any, seed: int) -> None:
     """Six thread blocks, two at a time: sums of d_query pass from block to block."""
-    case = ATTENTION_BACKWARD[name]
     inputs, tensors = attention_backward.make(case)
     with sm90.emulated(seed, resident=2):
         results = attention_backward_kernel(
@@ -75,28 +68,18 @@ def _attention_backward(sm90: emulator.Emulator, name: str, seed: int) -> None:
         problems.assert_within_error_rule(np.asarray(result), w, np.asarray(p))
 
 
-def _gdpa(sm90: emulator.Emulator, name: str, seed: int) -> None:
-    case = gdpa.CASES[name]
+def _gdpa(sm90: emulator.Emulator, case: gdpa.Case, seed: int) -> None:
     arrays = problems_gdpa.make_arrays(case.shape, case.dtype)
     with sm90.emulated(seed), pytest.MonkeyPatch.context() as patch:
         out = gdpa.attend(arrays, case, patch)
     gdpa.assert_correct(out, arrays, case)
 
 
-def _gdpa_backward(sm90: emulator.Emulator, name: str, seed: int) -> None:
-    case = gdpa_backward.CASES[name]
+def _gdpa_backward(sm90: emulator.Emulator, case: gdpa_backward.Case, seed: int) -> None:
     arrays = problems_gdpa.make_arrays(case.shape, case.dtype)
     with sm90.emulated(seed):
         results = gdpa_backward.gradients(arrays, case)
     gdpa_backward.assert_correct(results, arrays, case)
-
-
-def _resident_compression(sm90: emulator.Emulator, name: str, seed: int) -> None:
-    _compress(sm90, resident_compression.CASES[name], seed)
-
-
-def _linear_compression(sm90: emulator.Emulator, name: str, seed: int) -> None:
-    _compress(sm90, (linear_compression.CASES | packed_compression.CASES)[name], seed)
 
 
 def _compress(sm90: emulator.Emulator, case: linear_compression.Case, seed: int) -> None:
@@ -106,27 +89,28 @@ def _compress(sm90: emulator.Emulator, case: linear_compression.Case, seed: int)
     linear_compression.assert_correct(out, levels)
 
 
-def _linear_compression_backward(sm90: emulator.Emulator, name: str, seed: int) -> None:
-    case = linear_compression_backward.CASES[name]
+def _compress_backward(
+    sm90: emulator.Emulator, case: linear_compression_backward.Case, seed: int
+) -> None:
     arrays = case.arrays()
     with sm90.emulated(seed):
         found = linear_compression_backward.run(case, arrays, False)
     linear_compression_backward.assert_correct(found, arrays, case)
 
 
-KERNELS: dict[str, tuple[Callable[[emulator.Emulator, str, int], None], dict[str, Any]]] = {
-    "attention": (_attention, attention.CASES),
-    "few_queries": (_few_queries, few_queries.CASES),
+KERNELS: dict[str, tuple[Callable[..., None], dict[str, Any]]] = {
+    "attention": (functools.partial(_attention, interpret=attention.interpret), attention.CASES),
+    "few_queries": (
+        functools.partial(_attention, interpret=few_queries.interpret),
+        few_queries.CASES,
+    ),
     "attention_backward": (_attention_backward, ATTENTION_BACKWARD),
     "gdpa": (_gdpa, gdpa.CASES),
     "gdpa_backward": (_gdpa_backward, gdpa_backward.CASES),
-    "linear_compression": (_linear_compression, linear_compression.CASES),
-    "packed_compression": (_linear_compression, packed_compression.CASES),
-    "resident_compression": (_resident_compression, resident_compression.CASES),
-    "linear_compression_backward": (
-        _linear_compression_backward,
-        linear_compression_backward.CASES,
-    ),
+    "linear_compression": (_compress, linear_compression.CASES),
+    "packed_compression": (_compress, packed_compression.CASES),
+    "resident_compression": (_compress, resident_compression.CASES),
+    "linear_compression_backward": (_compress_backward, linear_compression_backward.CASES),
 }
 #: What the suite runs: every kernel, and every way to store and to add what it computes.
 CHOSEN = {
@@ -214,8 +198,8 @@ RUNS = [
 def test_emulated_results_are_right(
     kernel: str, name: str, seed: int, sm90: emulator.Emulator
 ) -> None:
-    run, _ = KERNELS[kernel]
-    run(sm90, name, seed)
+    run, cases = KERNELS[kernel]
+    run(sm90, cases[name], seed)
     assert sm90.launches
 
 
@@ -245,20 +229,16 @@ def test_emulated_ctas_take_items_by_a_counter(
     name: str, sms: int, seed: int, sm90: emulator.Emulator
 ) -> None:
     """Each item is one CTA's; with 99 SMs, there are at least as many CTAs as items."""
-    case = dataclasses.replace(gdpa.CASES[name], num_sms=sms)
-    arrays = problems_gdpa.make_arrays(case.shape, case.dtype)
-    with sm90.emulated(seed), pytest.MonkeyPatch.context() as patch:
-        out = gdpa.attend(arrays, case, patch)
-    gdpa.assert_correct(out, arrays, case)
+    _gdpa(sm90, dataclasses.replace(gdpa.CASES[name], num_sms=sms), seed)
 
 
 def test_emulated_d_query_of_several_chunks_of_keys(
     sm90: emulator.Emulator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Threads store rows in f32, in the caller's order, and XLA adds them."""
-    config = type(attention_backward.CASES["stored_h128_f16"].config)
-    monkeypatch.setattr(config, "stored_tiles", lambda *sizes: 1)
-    _attention_backward(sm90, "stored_h128_f16", 0)
+    case = attention_backward.CASES["stored_h128_f16"]
+    monkeypatch.setattr(type(case.config), "stored_tiles", lambda *sizes: 1)
+    _attention_backward(sm90, case, 0)
     assert len(sm90.launches) > 3
 
 

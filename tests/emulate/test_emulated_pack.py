@@ -38,33 +38,33 @@ def make(name: str) -> tuple[jax.Array, jax.Array, int]:
     return query, jnp.asarray(rng.integers(-1, users + 1, batch), jnp.int32), users
 
 
-@pytest.mark.parametrize(("name", "has_x64"), list(zip(CASES, itertools.cycle([False, True]))))
+#: Cases, whether with x64, and how many queries the launch that counts many candidates copies; XLA
+#: copies queries that are large. None: another launch compares candidates with each other.
+COPIES: list[tuple[str, bool, int | None]] = [
+    *zip(CASES, itertools.cycle([False, True]), itertools.repeat(None)),
+    ("many_candidates", False, 0),
+    ("many_candidates", False, pack.MOST_COPIED),
+]
+
+
+@pytest.mark.parametrize(("name", "has_x64", "most_copied"), COPIES)
 def test_emulated_copies_are_those_of_xla(
-    name: str, has_x64: bool, sm90: emulator.Emulator
+    name: str,
+    has_x64: bool,
+    most_copied: int | None,
+    sm90: emulator.Emulator,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    if most_copied is not None:
+        monkeypatch.setattr(pack, "MOST_CTAS", 0)
+        monkeypatch.setattr(pack, "MOST_COPIED", most_copied)
+        monkeypatch.setattr(counted_order, "MOST_CTAS", 5)
     arguments = make(name)
     with sm90.emulated(0) as launched, jax.enable_x64(has_x64):
         found = pack.pack(*arguments)
-    assert launched == ["ikbo_attention_pack_mosaic_gpu_kernel"]
-    for x, y in zip(found, pack.by_xla(*arguments), strict=True):
-        assert x.dtype == y.dtype
-        np.testing.assert_array_equal(x, y)
-
-
-@pytest.mark.parametrize("most_copied", [0, pack.MOST_COPIED])
-def test_emulated_order_of_many_candidates(
-    most_copied: int, sm90: emulator.Emulator, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """By the launch that counts them; XLA copies queries that are large."""
-    query, index, users = make("many_candidates")
-    monkeypatch.setattr(pack, "MOST_CTAS", 0)
-    monkeypatch.setattr(pack, "MOST_COPIED", most_copied)
-    monkeypatch.setattr(counted_order, "MOST_CTAS", 5)
-    with sm90.emulated(0) as launched:
-        found = pack.pack(query, index, users)
-    kind = "attention_pack" if most_copied else "user_order"
+    kind = "user_order" if most_copied == 0 else "attention_pack"
     assert launched == [f"ikbo_{kind}_mosaic_gpu_kernel"]
-    for x, y in zip(found, pack.by_xla(query, index, users), strict=True):
+    for x, y in zip(found, pack.by_xla(*arguments), strict=True):
         assert x.dtype == y.dtype
         np.testing.assert_array_equal(x, y)
 

@@ -21,6 +21,14 @@ def many(bound: int | None) -> tuple[Any, ...]:
     return (*offsets, None, 4100, 4000, bound, bound)
 
 
+def batches() -> tuple[Any, ...]:
+    """CTAs whose own segments begin within a turn of the loop over all, and bins without copies."""
+    rng = np.random.default_rng(1)
+    cu_q = np.sort(rng.integers(0, 9000, 2401))
+    cu_kv = np.sort(rng.integers(0, 9000, 2400))
+    return cu_q, np.append(cu_kv, 12000), None, 9000, 12000, None, None
+
+
 def shared(bound: int | None) -> tuple[Any, ...]:
     """Sequences whose groups with the same keys span threads, a few of one sequence among them."""
     cu_q, cu_kv, *rest = many(bound)
@@ -33,14 +41,23 @@ CASES = tiles.KERNEL_CASES | {
     "many_bounded": (many(20), False),
     "many_merged": (shared(None), False),
     "many_merged_bounded": (shared(20), False),
+    "many_batches": (batches(), False),
+    # CTAs of twice as many segments.
+    "twice_bounded": (many(20), False),
+    "twice_merged_bounded": (shared(20), False),
 }
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_emulated_kernel_lists_the_tiles(name: str, sm90: emulator.Emulator) -> None:
+def test_emulated_kernel_lists_the_tiles(
+    name: str, sm90: emulator.Emulator, monkeypatch: pytest.MonkeyPatch
+) -> None:
     problem, is_broadcast = CASES[name]
+    if name.startswith("twice"):
+        monkeypatch.setattr(tile_list_kernel, "MOST_WORKERS", 1)
+    size = 16 if name == "many_batches" else 8
     with sm90.emulated(0):
-        tiles.check(problem, tile_list_kernel.query_tiles, 8, broadcast=is_broadcast)
+        tiles.check(problem, tile_list_kernel.query_tiles, size, broadcast=is_broadcast)
     assert sm90.launches
 
 
@@ -58,26 +75,6 @@ def test_emulated_list_is_xla_s(draw: Any, sm90: emulator.Emulator) -> None:
     assert with_keys == xla_with_keys
     assert words[:with_keys] == xla_words[:with_keys]
     assert sorted(words) == sorted(xla_words)
-
-
-@pytest.mark.parametrize("draw", [many, shared])
-def test_ctas_of_twice_as_many_segments(
-    draw: Any, sm90: emulator.Emulator, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(tile_list_kernel, "MOST_WORKERS", 1)
-    with sm90.emulated(0):
-        tiles.check(draw(20), tile_list_kernel.query_tiles, 8, broadcast=False)
-
-
-def test_many_batches_of_segments(sm90: emulator.Emulator) -> None:
-    """CTAs whose own segments begin within a turn of the loop over all, and bins without copies."""
-    rng = np.random.default_rng(1)
-    cu_q = np.sort(rng.integers(0, 9000, 2401))
-    cu_kv = np.sort(rng.integers(0, 9000, 2400))
-    cu_kv = np.append(cu_kv, 12000)
-    with sm90.emulated(0):
-        problem = (cu_q, cu_kv, None, 9000, 12000, None, None)
-        tiles.check(problem, tile_list_kernel.query_tiles, 16, broadcast=False)
 
 
 def test_bins_of_several_numbers_of_blocks(
