@@ -1,4 +1,4 @@
-"""What all ops refuse, or log, in the same words: implementations, configurations, scales."""
+"""What all ops refuse, or log, in the same words, and dtypes that they take in the same way."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import refusals
 import test_attention_arguments as of_attention
 import test_gdpa_arguments as of_gdpa
 import test_linear_compression_arguments as of_compression
@@ -224,3 +225,50 @@ def test_flags_are_known_while_tracing(name: str) -> None:
 def test_flags_may_be_of_any_library(value: Any) -> None:
     shape = jax.eval_shape(lambda: FLAGS["return_residuals"](value))
     assert isinstance(shape, tuple)
+
+
+INTEGERS = {
+    "attention": {"key_value_seq_lengths": np.full(3, 5, np.int32)},
+    "gdpa": {"q_to_kv": np.zeros(2, np.int32)},
+}
+
+
+@pytest.mark.parametrize("name", OPS)
+def test_integers_have_the_gradient_that_integers_have(name: str) -> None:
+    arrays = OPS[name].call.keywords | INTEGERS.get(name, {})
+
+    def total(arrays: dict[str, Any]) -> jax.Array:
+        return jnp.sum(OPS[name].call.func(**arrays))
+
+    gradient = jax.eval_shape(jax.grad(total, allow_int=True), arrays)
+    dtypes = {gradient[name].dtype for name, x in arrays.items() if x.dtype == jnp.int32}
+    assert dtypes == {jax.dtypes.float0}
+
+
+KEYLESS = refusals.ones(3, 0, 2, 8)
+WITH_WEAK_TYPES = CALLS | {
+    "residuals": functools.partial(ATTEND, return_residuals=True),
+    "no_keys": functools.partial(ATTEND, key=KEYLESS, value=KEYLESS, return_residuals=True),
+    "merge_attention": functools.partial(
+        ikbo.merge_attention, *(of_attention.OUT, of_attention.LSE) * 2
+    ),
+}
+
+
+def weak(x: Any) -> Any:
+    """An array of a weak type, such as a broadcast Python number, for one of floats."""
+    if not isinstance(x, jax.Array) or x.dtype == jnp.int32:
+        return x
+    array = jnp.broadcast_to(jnp.asarray(0.5), x.shape)
+    assert array.weak_type
+    return array
+
+
+@pytest.mark.parametrize("name", WITH_WEAK_TYPES)
+def test_results_have_no_weak_type(name: str) -> None:
+    """A weak float32 added to a bfloat16 would be a bfloat16."""
+    call = WITH_WEAK_TYPES[name]
+    args, options = jax.tree.map(weak, (call.args, call.keywords))
+    for result in jax.tree.leaves(jax.eval_shape(lambda: call.func(*args, **options))):
+        assert result.dtype == jnp.float32
+        assert not result.weak_type

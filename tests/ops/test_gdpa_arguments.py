@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 
 import jax
@@ -209,3 +210,7 @@ def test_mosaic_gpu_says_what_it_cannot_run(
     arrays = ARRAYS | {name: ones(*shape, dtype=dtype) for name, shape in shapes.items()}
     with pytest.raises(NotImplementedError, match=re.escape(message)):
         ikbo.gdpa(**arrays, **options, implementation="mosaic_gpu")
+    if "config" not in options:
+        (plan,) = ikbo.explain(functools.partial(ikbo.gdpa, **options), **arrays).plans
+        assert plan.implementation == "xla"
+        assert message in plan.reason

@@ -14,7 +14,6 @@ import pytest
 
 import ikbo_jax as ikbo
 from ikbo_jax.ops import dispatch
-from ikbo_jax.pallas.flash import work_order
 
 INDEX = np.asarray([0, 2, 1, 1, 0, 2, 2], np.int32)
 OFFSETS = np.asarray([0, 100, 100, 300], np.int32)
@@ -73,13 +72,6 @@ def test_xla_path_and_gradient(name: str) -> None:
         assert jax.eval_shape(run, *arrays) == expected
 
 
-def test_attention_runs() -> None:
-    arrays = (ones(7, 2, 4, 8), ones(3, 5, 2, 8), ones(3, 5, 2, 8))
-    expected = np.asarray(attention(*arrays, implementation="xla"))
-    with jax.enable_x64(True):
-        np.testing.assert_array_equal(attention(*arrays, implementation="xla"), expected)
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("name", OPS)
 def test_kernels_lower(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -94,10 +86,3 @@ def test_kernels_lower(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     with jax.enable_x64(True):
         modules = offline.mosaic_modules(run, *arrays)
     assert [offline.describe_module(module) for module in modules] == expected
-
-
-@pytest.mark.parametrize("batch", [5, work_order.MAX_COUNTED + 1])
-def test_work_order_is_int32(batch: int) -> None:
-    with jax.enable_x64(True):
-        order = jax.eval_shape(work_order.by_user, jax.ShapeDtypeStruct((batch,), jnp.int32))
-    assert order.dtype == jnp.int32
