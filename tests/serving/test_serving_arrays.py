@@ -78,8 +78,7 @@ def assert_right(scores, user, items, version=0):
 
 def test_a_call_asks_once_for_the_features_of_all_its_users(scorer, table):
     requests = [bare(user, [user, 1], user % 2) for user in (4, 5, 4, 6)]
-    for request, answer in zip(requests, scorer.rank(requests), strict=True):
-        assert_right(answer.scores, request.user, request.candidates["item"], request.version)
+    small.assert_right(requests, scorer.rank(requests))
     scorer.rank([*requests, bare(7, [1])])
     assert table.asked == [[(4, 0), (5, 1), (6, 0)], [(7, 0)]]
 
@@ -96,10 +95,10 @@ def test_an_unknown_user_leaves_the_others_alone(scorer, table):
 
 
 def test_features_of_a_request_come_first(scorer, table):
-    answers = scorer.rank([small.request(3, [1, 2]), bare(5, [7])])
-    assert_right(answers[0].scores, 3, [1, 2])
-    assert_right(answers[1].scores, 5, [7])
-    assert table.asked == [[(5, 0)]]
+    """A call asks once for users before and after the request that has features."""
+    requests = [bare(1, [4]), small.request(3, [1, 2]), bare(5, [7])]
+    small.assert_right(requests, scorer.rank(requests))
+    assert table.asked == [[(1, 0), (5, 0)]]
 
 
 @pytest.mark.parametrize(
@@ -182,7 +181,11 @@ def test_arrays_that_do_not_fit_are_refused_before_the_first_call(
     assert scorer.metrics.calls == calls
 
 
-def test_one_call_of_arrays_is_checked(scorer, table):
+@pytest.mark.parametrize("kind", ["scorer", "joint"])
+def test_one_call_of_arrays_is_checked(request, kind):
+    """What fails costs no later call."""
+    scorer = request.getfixturevalue(kind)
+    emptied(scorer)
     item = {"item": np.zeros(2, np.int32)}
     for users, counts, message in (
         ([1], [3], "2 candidates, but the counts sum to 3"),
@@ -234,14 +237,6 @@ def test_padding_changes_nothing_in_joint_programs(joint, monkeypatch):
     np.testing.assert_array_equal(scores(), expected)
 
 
-def test_a_joint_call_that_fails_costs_that_call(joint):
-    item = {"item": np.zeros(2, np.int32)}
-    with pytest.raises(KeyError, match="no user 91"):
-        joint.start_arrays([1, 91], np.ones(2, int), item)
-    pending = joint.start_arrays([1, 2], np.ones(2, int), {"item": np.asarray([5, 6], np.int32)})
-    assert_right(pending.scores()[1:], 2, [6])
-
-
 def test_joint_programs_use_new_weights(joint):
     try:
         joint.set_weights(small.weights(1), 1)
@@ -260,25 +255,16 @@ def test_a_scorer_waits_for_all_calls(scorer):
     # Nothing is under way, and what has been waited for is not kept.
     scorer.wait()
     assert scorer._newest is None
-
-
-def test_a_call_that_fails_does_not_keep_a_process_from_ending(scorer):
-    class Failed:
-        def __array__(self, *arguments, **options):
-            raise RuntimeError("out of memory")
-
-    scorer._newest = Failed()
-    scorer.wait()
-    assert scorer._newest is None
-
-
-def test_to_wait_changes_no_answer(scorer, table):
-    requests = small.random_requests(9, seed=4)
     pending = scorer.start(requests)
     pending.wait()
     assert pending.ready()
-    for request, answer in zip(requests, pending.answers(), strict=True):
-        assert_right(answer.scores, request.user, request.candidates["item"])
+    small.assert_right(requests, pending.answers())
+
+
+def test_a_call_that_fails_does_not_keep_a_process_from_ending(scorer):
+    scorer._newest = small.Unreadable()
+    scorer.wait()
+    assert scorer._newest is None
 
 
 def test_packed_arrays_come_back():

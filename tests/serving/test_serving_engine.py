@@ -80,17 +80,12 @@ def test_nothing_is_left_behind(session):
 
 
 @pytest.mark.parametrize("form", ["json", "binary"])
-def test_every_answer_is_right(session, form):
+def test_every_answer_is_right_and_a_user_s_requests_go_to_one_replica(session, form):
     found = session["forms"][form]
     assert found["asked"] > 10
     assert found["statuses"] == {"200": found["asked"]}
     assert (found["wrong"], found["weights"]) == (0, ["1"])
     assert session["forms"]["json"]["replicas"] == 2
-
-
-@pytest.mark.parametrize("form", ["json", "binary"])
-def test_a_user_s_requests_go_to_one_replica(session, form):
-    found = session["forms"][form]
     assert found["replicas_of_users"] == found["users"] > 1
 
 

@@ -86,30 +86,6 @@ def test_weights_are_those_of_the_time_when_they_were_set(scorer):
     scorer.set_weights(small.weights(), 0)
 
 
-class NoArray:
-    def __array__(self, *arguments, **options):
-        raise RuntimeError("not now")
-
-
-@pytest.mark.parametrize(
-    ("candidates", "message"),
-    [
-        ({"item": np.zeros(2, np.int32), 1: np.zeros(2)}, "candidates are no tree .*sorting"),
-        ({"item": NoArray()}, r"candidates\['item'\] is a NoArray \(not now\), expected .* int32"),
-        ({"item": "12"}, r"candidates\['item'\] has shape \(\) and dtype <U2"),
-    ],
-)
-def test_candidates_that_are_no_arrays_leave_other_requests_alone(scorer, candidates, message):
-    good = small.request(1, [1, 2])
-    bad = dataclasses.replace(good, candidates=candidates)
-    first, refused, last = scorer.rank([good, bad, good])
-    assert_right([good, good], [first, last])
-    with pytest.raises(serving.BadRequestError, match=message):
-        raise refused
-    with pytest.raises(serving.BadRequestError, match=message):
-        list(serving.rank_offline(scorer, [good, bad]))
-
-
 def broken():
     raise KeyError("no such user")
 
@@ -120,22 +96,6 @@ def test_one_request_s_features_serve_the_user_s_other_requests(first):
     good = small.request(1, [1, 2])
     requests = [dataclasses.replace(good, features=first), good]
     assert_right(requests, scorer.rank(requests))
-
-
-def test_a_call_asks_once_beside_requests_with_features_of_their_own(scorer, monkeypatch):
-    asked = []
-
-    def table(keys):
-        asked.append(keys)
-        return features_of(keys)
-
-    monkeypatch.setattr(scorer._features, "_features_of", table)
-    scorer.forget_users()
-    one, two, three = (small.request(user, [user, 1]) for user in (1, 2, 3))
-    requests = [dataclasses.replace(one, features=None), two]
-    requests.append(dataclasses.replace(three, features=None))
-    assert_right(requests, scorer.rank(requests))
-    assert asked == [[(1, 0), (3, 0)]]
 
 
 def test_an_interrupted_call_leaves_no_state_that_was_not_written(scorer, monkeypatch):
@@ -195,8 +155,6 @@ def test_users_that_are_not_hashable_are_refused(scorer):
         list(serving.rank_arrays(scorer, users, [2, 2], items))
     with pytest.raises(serving.BadRequestError, match=message):
         scorer.start_arrays(users.tolist(), np.array([2, 2]), items)
-    with pytest.raises(serving.BadRequestError, match=message):
-        list(serving.rank_offline(scorer, [serving.Request([1, 2], 0, None, items)]))
 
 
 class OneScore(small.Model):
@@ -215,9 +173,15 @@ class OneState(small.Model):
         return jax.tree.map(lambda x: jnp.mean(x, axis=0, keepdims=True), states)
 
 
+class FourStates(small.Model):
+    def encode_users(self, weights, users):
+        return super().encode_users(weights, users) | {"rows": jnp.zeros(4)}
+
+
 @pytest.mark.parametrize(
     ("model", "message"),
     [
+        (FourStates, r"encode_users returns shape \(4,\).*rows"),
         (OneScore, r"score returns shape \(1, 2\) .* for 16 rows, expected \(16, 2\)"),
         (OneForEveryUser, r"score returns shape \(3, 8\) .* for 16 rows, expected \(16, 8\)"),
         (

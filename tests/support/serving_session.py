@@ -200,11 +200,8 @@ class Session:
 
 
 def main() -> None:
-    start = time.monotonic()
     with local.Service(settings(sys.argv[1])) as service:
-        up = time.monotonic()
         found = asyncio.run(Session(service).all())
-    found["seconds"] = {"start": up - start, "all": time.monotonic() - start}
     print(json.dumps(found))
 
 
