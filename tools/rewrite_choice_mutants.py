@@ -113,7 +113,7 @@ CHOICE_MUTANTS = (
         "table_rows.py",
         "if differs and not ctx.differentiated:",
         "if drops and not ctx.differentiated and jnp.issubdtype(operand.dtype, jnp.inexact):",
-        (f"{_RESELECT}::test_ids_of_users_that_are_not_chosen_have_no_effect",),
+        (f"{_RESELECT}::test_users_that_are_not_chosen_have_no_effect",),
     ),
     Mutant(
         "gradient of shuffled rows out of bounds kept",

@@ -366,14 +366,17 @@ MUTANTS = (
         "custom_jvp.py",
         "key = (rule, *forms, ctx.derivatives,",
         "key = (*forms, ctx.derivatives,",
-        (f"{SHARED}::test_functions_with_other_derivatives[with_slope_of_rows]",),
+        (f"{SHARED}::test_functions_with_other_derivatives[rows]",),
     ),
     Mutant(
         "a rule taken for elementwise because another function's is",
         "custom_jvp.py",
         "key = ctx.programs.jvp_rules, (rule, eqn.invars[0].aval)",
         "key = ctx.programs.jvp_rules, (eqn.invars[0].aval,)",
-        (f"{SHARED}::test_a_rule_that_mixes_rows_beside_one_that_is_elementwise",),
+        (
+            "tests/rewrite/test_rewrite_seen.py"
+            "::test_derivatives_hold_no_values_of_the_program_around_them",
+        ),
     ),
     Mutant(
         "a derivative shared by calls on values of other forms",

@@ -92,11 +92,7 @@ def test_the_equation_is_that_of_lax(fn: Any) -> None:
     direct, usual = (jax.make_jaxpr(f)(X) for f in (at_once(fn), of_lax(fn)))
     assert text(direct) == text(usual)
     jax.tree.map(np.testing.assert_array_equal, jax.jit(at_once(fn))(X), jax.jit(of_lax(fn))(X))
-
-
-@pytest.mark.parametrize("fn", AT_ONCE, ids=lambda fn: fn.__name__)
-def test_it_takes_fewer_calls(fn: Any) -> None:
-    assert calls(at_once(fn), (X,)) < calls(of_lax(fn), (X,)) - 900
+    assert fn not in AT_ONCE or calls(at_once(fn), (X,)) < calls(of_lax(fn), (X,)) - 900
 
 
 @pytest.mark.parametrize("fn", AT_ONCE, ids=lambda fn: fn.__name__)

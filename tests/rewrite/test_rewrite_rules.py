@@ -274,24 +274,19 @@ def test_a_position_out_of_bounds_fills_every_row(position: int, rows: int) -> N
     assert report.changed == (position == 0)
 
 
-def test_the_same_index_twice_is_one_lookup() -> None:
-    def fn(user, deep):
-        return jnp.sum(user[INDEX] * jnp.take(deep, INDEX, axis=0, mode="clip")[:, 0], axis=1)
-
-    report = check(fn, USER, DEEP)
-    assert "looked up in place" not in report.details
-
-
-def test_rows_out_of_bounds_of_one_operand_alone() -> None:
+@pytest.mark.parametrize("mode", ["clip", None])
+def test_the_same_index_twice_is_one_lookup(mode: str | None) -> None:
+    """Also if it is out of bounds, where one of the operands alone is filled."""
     outside = np.array(INDEX)
     outside[0] = 99
+    index = INDEX if mode else outside
 
     def fn(user, deep):
-        return jnp.sin(user[outside] * jnp.take(deep, outside, axis=0)[:, 0])
+        return jnp.sin(user[index] * jnp.take(deep, index, axis=0, mode=mode)[:, 0])
 
     report = check(fn, USER, DEEP)
     assert "looked up in place" not in report.details
-    assert np.isnan(computed(fn, USER, DEEP)[0]).all()
+    assert np.isnan(computed(fn, USER, DEEP)[0]).all() == (mode is None)
 
 
 def test_a_lookup_in_what_was_looked_up_is_one_lookup() -> None:

@@ -196,6 +196,10 @@ DERIVED_AFTERWARDS = [
     "x = jnp.take(nn.relu(u @ w), j, axis=0, mode='clip')\n"
     "x = jnp.nan_to_num(nn.relu(x @ w))\nout = x.sum(-1)",
     *(OWN_RULE.replace("RULE", rule) for rule in RULES),
+    # A rule that mixes rows, after one of the same shape that is elementwise.
+    OWN_RULE.replace("RULE", RULES[-2]).replace(
+        "out =", "out = with_slope(jnp.sin, 2.0)((u @ w)[i]) +"
+    ),
 ]
 
 

@@ -88,9 +88,7 @@ def test_values_gradients_and_layouts_are_the_originals(model, layout, kind):
             jax.jit(value_and_gradients(fn, (0, 2)))(*args) for fn in (model, ikbo.rewrite(model))
         )
     assert found[0].sharding.is_equivalent_to(expected[0].sharding, 2)
-    chex.assert_trees_all_close(
-        jax.device_get(found), jax.device_get(expected), rtol=1e-7, atol=1e-5
-    )
+    assert_close(found, expected, atol=1e-5)
 
 
 def compressed(user, index, weight, cand):
@@ -238,9 +236,7 @@ def test_the_network_moves_nothing_but_the_index(name, kind):
             _, gradients = jax.jit(value_and_gradients(fn))(params, request)
     assert_close(out, expected, atol=1e-5)
     if with_gradients:
-        chex.assert_trees_all_close(
-            jax.device_get(gradients), expected_gradients, rtol=1e-7, atol=1e-4
-        )
+        assert_close(gradients, expected_gradients, atol=1e-4)
     assert out.sharding.is_equivalent_to(NamedSharding(mesh, P(("x", "y"))), out.ndim)
     collective = r" = (\S+) (all-\w+|collective-permute|reduce-scatter)(?:-start)?\("
     moved = re.findall(collective, text)
@@ -324,23 +320,6 @@ def test_shard_map(place, body, check):
         for f in (fn, ikbo.rewrite(fn))
     )
     assert after < 0.2 * before if body is shifted else after <= before
-
-
-def test_shard_map_of_the_rewritten_function():
-    mesh, user, index, weight, cand = on_two_devices()
-
-    def body(user, index, weight, cand):
-        return shifted(user[index], weight, cand)
-
-    specs = (P(), P("x"), P(), P("x"))
-
-    @jax.jit
-    def run(*args):
-        fns = (mapped(f, mesh, specs, P("x")) for f in (ikbo.rewrite(body), body))
-        return [value_and_gradients(fn, (0, 2, 3))(*args) for fn in fns]
-
-    ours, theirs = run(user, index, weight, cand)
-    assert_close(ours, theirs, atol=1e-4)
 
 
 def test_an_inner_jit_with_shardings():

@@ -76,20 +76,15 @@ def model(call, user, cand, index):
 #: What is made of the rewritten function, and of the function itself.
 TRANSFORMATIONS = {
     "values": lambda f: f,
-    "jit": jax.jit,
     "grad": lambda f: jax.grad(loss(f), (0, 1)),
-    "value_and_grad": lambda f: jax.value_and_grad(loss(f), (0, 1)),
     "grad_of_jit": lambda f: jax.grad(loss(jax.jit(f)), (0, 1)),
     "jit_of_grad": lambda f: jax.jit(jax.grad(loss(f), (0, 1))),
     "second": lambda f: jax.grad(lambda *x: jnp.sum(jax.grad(loss(f))(*x) ** 2), (0, 1)),
     "hessian": lambda f: jax.hessian(loss(f)),
     "jvp": lambda f: lambda u, c, i: jax.jvp(lambda u: f(u, c, i), (u,), (u + 1,)),
-    "linearize": lambda f: lambda u, c, i: jax.linearize(lambda u: f(u, c, i), u)[1](u + 1),
-    "vmap": lambda f: lambda u, c, i: jax.vmap(f, (0, None, None))(jnp.stack([u, -u]), c, i),
     "vmap_of_grad": lambda f: (
         lambda u, c, i: jax.vmap(jax.grad(loss(f)), (0, None, None))(jnp.stack([u, -u]), c, i)
     ),
-    "checkpoint": lambda f: jax.grad(loss(jax.checkpoint(f))),
     "in_a_scan": lambda f: jax.grad(
         lambda u, c, i: lax.scan(lambda t, _: (t + jnp.sum(f(u * t, c, i)), None), 1.0, length=2)[0]
     ),

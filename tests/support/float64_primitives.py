@@ -305,20 +305,8 @@ PRIMITIVES |= {name: same for name in MOVES if name not in PRIMITIVES}
 #: Their magnitude is what they make of their operands' magnitudes.
 LINEAR = frozenset((*MOVES, "cumsum", "dot_general", "mul", "reduce_sum"))
 #: They round nothing. A cast does if it narrows, which the next equation repeats.
-EXACT_PRIMITIVES = frozenset(
-    (*MOVES, "abs", "clamp", "gather", "max", "min", "neg", "reduce_max", "reduce_min")
-    + (
-        "select_n",
-        "sign",
-        "split",
-        "dynamic_slice",
-        "dynamic_update_slice",
-        "empty2",
-        "iota",
-        "floor",
-        "round",
-        "sort",
-        "top_k",
-        "unstack",
-    )
-) - {"convert_element_type", "reduce_precision"}
+EXACT_PRIMITIVES = {
+    *(*MOVES, "abs", "clamp", "gather", "max", "min", "neg", "reduce_max", "reduce_min"),
+    *("select_n", "sign", "split", "dynamic_slice", "dynamic_update_slice", "empty2", "iota"),
+    *("floor", "round", "sort", "top_k", "unstack"),
+} - {"convert_element_type", "reduce_precision"}

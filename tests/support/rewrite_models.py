@@ -320,19 +320,9 @@ def user_value_also_returned(user, cand, index, w_first):
     return jnp.concatenate([users, cand], axis=1) @ w_first, users
 
 
-@model(PRODUCT_OF_USERS, "materialised", materialised=1)
-def sorted_over_the_candidates(user, index, w_user):
-    return jnp.sort(user[index] @ w_user, axis=0)
-
-
 @model(materialised=1)
 def attention_without_a_softmax(query, key, index):
     return jax.nn.sigmoid(jnp.einsum("btnh,bsnh->bnts", query, key[index]))
-
-
-@model()
-def no_broadcast(cand, w_cand, bias):
-    return jax.nn.relu(cand @ w_cand + bias)
 
 
 @model()
