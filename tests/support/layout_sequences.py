@@ -69,20 +69,20 @@ def causal_transformer(blocks, long, token, index, attention=_softmax_attention)
     return x[:, -1]
 
 
-def _causal_by_hand(blocks, long, token, index):
+def _causal_by_hand(blocks, long, token, index, attention=_softmax_attention):
     users, x = long, token[:, None]
     for block in blocks:
         kept: list[Any] = []
 
         def of_users(q, k, v, kept=kept):
             kept += [k, v]
-            return _softmax_attention(q, k, v, np.tril(np.ones((S, S), bool)))
+            return attention(q, k, v, np.tril(np.ones((S, S), bool))[None, None])
 
         def of_candidates(q, k, v, kept=kept):
             keys, values = (
                 jnp.concatenate([y[index], z], axis=1) for y, z in zip(kept, (k, v), strict=True)
             )
-            return _softmax_attention(q, keys, values)
+            return attention(q, keys, values)
 
         users = _block(block, users, of_users)
         x = _block(block, x, of_candidates)
@@ -136,36 +136,19 @@ def causal_transformer_of_jitted_layers(blocks, long, token, index):
     return x[:, -1]
 
 
-def _hstu_attention(q, k, v, mask):
-    weights = jax.nn.silu(jnp.einsum("btnh,bsnh->bnts", q, k)) / k.shape[1]
-    return jnp.einsum("bnts,bsnh->btnh", weights * mask.astype(q.dtype), v)
+def _hstu_attention(q, k, v, mask=None):
+    weights = jax.nn.silu(jnp.einsum("btnh,bsnh->bnts", q, k)) / (S + 1)
+    weights = weights if mask is None else weights * mask.astype(q.dtype)
+    return jnp.einsum("bnts,bsnh->btnh", weights, v)
 
 
-@layout("blocks2 long token index", lambda *args: _hstu_by_hand(*args), 0.8, _COPIES)
+def _hstu_by_hand(*args):
+    return _causal_by_hand(*args, _hstu_attention)
+
+
+@layout("blocks2 long token index", _hstu_by_hand, 0.8, _COPIES)
 def hstu(blocks, long, token, index):
     return causal_transformer(blocks, long, token, index, _hstu_attention)
-
-
-def _hstu_by_hand(blocks, long, token, index):
-    users, x = long, token[:, None]
-    for block in blocks:
-        kept: list[Any] = []
-
-        def of_users(q, k, v, kept=kept):
-            kept += [k, v]
-            mask = np.tril(np.ones((S, S), np.float32))[None, None]
-            weights = jax.nn.silu(jnp.einsum("btnh,bsnh->bnts", q, k)) / (S + 1)
-            return jnp.einsum("bnts,bsnh->btnh", weights * mask, v)
-
-        def of_candidates(q, k, v, kept=kept):
-            keys, values = (
-                jnp.concatenate([y[index], z], axis=1) for y, z in zip(kept, (k, v), strict=True)
-            )
-            return _hstu_attention(q, keys, values, np.ones((1, 1, 1, S + 1), bool))
-
-        users = _block(block, users, of_users)
-        x = _block(block, x, of_candidates)
-    return x[:, -1]
 
 
 # Attention of a candidate to a history, with a bias of the user, and by addition.
