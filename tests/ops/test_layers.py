@@ -1,4 +1,4 @@
-"""The Flax layers against their materialised twins, and NNX against Linen."""
+"""`LinearCompression` of NNX and of Linen: how weights are drawn, dtypes, sizes."""
 
 from __future__ import annotations
 
@@ -25,61 +25,11 @@ def inputs(dtype: str = "float32"):
     return e_user, e_cand, index
 
 
-class MaterialisedCompression(flax_nnx.Module):
-    """What a model without this library would hold: one dense layer over copied users."""
-
-    def __init__(self, *, rngs: flax_nnx.Rngs) -> None:
-        self.dense = flax_nnx.Linear(K_USER + K_CAND, M, use_bias=False, rngs=rngs)
-
-    def __call__(self, e_user, e_cand, index):
-        embeddings = jnp.concatenate([e_user[index], e_cand], axis=1)
-        return jnp.swapaxes(self.dense(jnp.swapaxes(embeddings, 1, 2)), 1, 2)
-
-
-def test_agrees_with_the_materialised_twin() -> None:
-    layer = nnx.LinearCompression(*SIZES, rngs=flax_nnx.Rngs(0))
-    twin = MaterialisedCompression(rngs=flax_nnx.Rngs(1))
-    kernel = jnp.concatenate([layer.w_user[...], layer.w_cand[...]], axis=1).T
-    twin.dense.kernel = flax_nnx.Param(kernel)
-
-    arrays = inputs()
-
-    @flax_nnx.jit
-    def with_gradients(*modules):
-        def loss(module, *arrays):
-            out = module(*arrays)
-            return jnp.sum(jnp.sin(out)), out
-
-        grad = flax_nnx.grad(loss, argnums=(0, 1), has_aux=True)
-        return [grad(module, *arrays) for module in modules]
-
-    ((ours, d_user), out), ((theirs, d_user_twin), out_twin) = with_gradients(layer, twin)
-    np.testing.assert_allclose(out, out_twin, atol=1e-5)
-    d_kernel = np.concatenate([ours["w_user"][...], ours["w_cand"][...]], axis=1).T
-    np.testing.assert_allclose(d_kernel, theirs["dense"]["kernel"][...], atol=1e-4)
-    np.testing.assert_allclose(d_user, d_user_twin, atol=1e-4)
-
-
 def test_a_fresh_layer_is_a_fresh_dense_layer() -> None:
     layer = nnx.LinearCompression(400, 600, 300, rngs=flax_nnx.Rngs(0))
     together = np.concatenate([layer.w_user[...], layer.w_cand[...]], axis=1)
     assert together.shape == (300, 1000)
     np.testing.assert_allclose(together.std(), 1000**-0.5, rtol=0.02)
-
-
-def test_parameters_of_linen_load_in_nnx_and_back() -> None:
-    layer = linen.LinearCompression(*SIZES)
-    variables = layer.init(jax.random.key(0), *inputs())
-    twin = nnx.LinearCompression(*SIZES, rngs=flax_nnx.Rngs(1))
-    state = flax_nnx.state(twin, flax_nnx.Param)
-    pure = flax_nnx.to_pure_dict(state)
-    assert jax.tree.map(jnp.shape, pure) == jax.tree.map(jnp.shape, variables["params"])
-    flax_nnx.replace_by_pure_dict(state, variables["params"])
-    flax_nnx.update(twin, state)
-    out = layer.apply(variables, *inputs())
-    np.testing.assert_array_equal(twin(*inputs()), out)
-    back = {"params": flax_nnx.to_pure_dict(flax_nnx.state(twin, flax_nnx.Param))}
-    np.testing.assert_array_equal(layer.apply(back, *inputs()), out)
 
 
 def test_linen_draws_one_weight() -> None:

@@ -1,7 +1,8 @@
-"""The layers that attend against materialised twins, and NNX against Linen."""
+"""The layers against materialised twins, and NNX against Linen."""
 
 from __future__ import annotations
 
+import functools
 import itertools
 
 import jax
@@ -62,7 +63,18 @@ def of_pffn(p, x, memory):
     return out.reshape(x.shape)
 
 
+def of_compression(p, e_user, e_cand):
+    """One dense layer over copied users."""
+    weight = jnp.concatenate([p["w_user"], p["w_cand"]], axis=1)
+    return weight @ jnp.concatenate([e_user[INDEX], e_cand], axis=1)
+
+
 LAYERS = {
+    "LinearCompression": (
+        ((S, T, 9), {}),
+        of_compression,
+        (rows(U, S, F_USER), rows(B, T, F_USER), INDEX),
+    ),
     "CandidateAttention": (
         ((F_CAND, F_USER, HEADS, H), {}),
         of_attention,
@@ -163,20 +175,6 @@ def test_they_run_the_ops_in_their_dtype() -> None:
     assert "HIGHEST" in text
 
 
-@pytest.mark.parametrize("name", LAYERS)
-def test_wrong_widths_name_both_sizes(name: str) -> None:
-    (sizes, options), _, inputs = LAYERS[name]
-    wide = jnp.concatenate([inputs[0]] * 2, axis=-1)
-
-    def run(wide):
-        layer = nnx.__dict__[name](*sizes, **options, rngs=flax_nnx.Rngs(0))
-        return layer(wide, *inputs[1:])
-
-    words = rf"{name} expects .*features={sizes[0]}, but x\w* has shape .*{2 * sizes[0]}\)"
-    with pytest.raises(ValueError, match=words):
-        jax.eval_shape(run, wide)
-
-
 #: The sizes by name that a Linen layer does not take from its inputs.
 NOT_INFERRED = {
     "CandidateAttention": {"num_heads": HEADS, "head_dim": H},
@@ -185,9 +183,11 @@ NOT_INFERRED = {
 }
 
 
-@pytest.mark.parametrize("name", LAYERS)
+@pytest.mark.parametrize("name", NOT_INFERRED)
 def test_linen_takes_the_widths_of_its_inputs(name: str) -> None:
+    """All interfaces name a wrong width."""
     (sizes, options), _, inputs = LAYERS[name]
+    of_nnx = nnx.__dict__[name](*sizes, **options, rngs=flax_nnx.Rngs(0))
     layer = linen.__dict__[name](**NOT_INFERRED[name], **options)
     twin = linen.__dict__[name](*sizes, **options)
     key = jax.random.key(0)
@@ -196,9 +196,10 @@ def test_linen_takes_the_widths_of_its_inputs(name: str) -> None:
     np.testing.assert_array_equal(layer.apply(variables, *inputs), twin.apply(variables, *inputs))
     wide = jnp.concatenate([inputs[0]] * 2, axis=-1)
     words = rf"{name} expects \w*features={sizes[0]}, but x\w* has shape .*{2 * sizes[0]}\)"
-    for linen_layer in (layer, twin):
+    of_linen = [functools.partial(x.apply, variables) for x in (layer, twin)]
+    for call in (of_nnx, *of_linen):
         with pytest.raises(ValueError, match=words):
-            linen_layer.apply(variables, wide, *inputs[1:])
+            call(wide, *inputs[1:])
     with pytest.raises(ValueError, match=rf"{name}: x\w* must have shape \[.*features\], but has"):
         layer.init(key, inputs[0][0], *inputs[1:])
 
@@ -293,17 +294,16 @@ def test_names_of_the_matrix_s_axes_reach_the_parameters(name: str) -> None:
     np.testing.assert_array_equal(module.apply(variables, *inputs), module.apply(bare, *inputs))
 
 
-def test_names_of_other_axes_are_refused() -> None:
+def test_names_of_other_axes_and_lists_are_refused() -> None:
     init = flax_nnx.with_partitioning(flax_nnx.initializers.lecun_normal(), ("a", "b", "c"))
     with pytest.raises(ValueError, match=r"names the axes \('a', 'b', 'c'\), but .* have 2 axes"):
         nnx.PFFN(4, 6, 2, 4, kernel_init=init, rngs=flax_nnx.Rngs(0))
-
-
-def test_a_list_is_no_input() -> None:
     layer = nnx.PFFN(4, 6, 2, 4, rngs=flax_nnx.Rngs(0))
-    offsets = jnp.array([0, 1], jnp.int32)
     with pytest.raises(ValueError, match=r"PFFN: x must be an array of shape .*, but is a list"):
-        layer([[1.0] * 4], jnp.ones((1, 6)), offsets, offsets)
+        layer([[1.0] * 4], jnp.ones((1, 6)), *[jnp.array([0, 1], jnp.int32)] * 2)
+    params = {"w_user": [[1.0]], "w_cand": jnp.ones((1, 1))}
+    with pytest.raises(ValueError, match=r"w_user must be an array of shape .*, but is a list"):
+        functional.compress(params, *[jnp.ones((1, 1, 8))] * 2, INDEX[:1])
 
 
 @pytest.mark.parametrize(
@@ -327,9 +327,3 @@ def test_parameters_that_do_not_fit_are_named(name: str, shape, words: str) -> N
         functional.pffn(params, rows, jnp.ones((3, 8)), offsets, offsets)
     with pytest.raises(ValueError, match=f"^PMA.*{words}"):
         functional.pma(params | {"seeds": jnp.ones((2, 6))}, jnp.ones((3, 8)), offsets)
-
-
-def test_a_list_is_no_parameter() -> None:
-    params = {"w_user": [[1.0]], "w_cand": jnp.ones((1, 1))}
-    with pytest.raises(ValueError, match=r"w_user must be an array of shape .*, but is a list"):
-        functional.compress(params, jnp.ones((1, 1, 8)), jnp.ones((1, 1, 8)), INDEX[:1])
