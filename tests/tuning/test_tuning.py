@@ -6,8 +6,6 @@ import dataclasses
 from typing import Any
 
 import jax
-import jax.numpy as jnp
-import numpy as np
 import pytest
 from fake_tuning import LINEAR as DEFAULT
 from fake_tuning import Bench, row
@@ -39,11 +37,8 @@ def test_candidates_are_legal_and_differ():
     assert len(candidates) == len(set(candidates)) > 10
     assert all(config.illegal_reason(DEFAULT) is None for config in candidates)
     assert {config.single_launch for config in candidates} == {True, False}
-
-
-def test_one_level_has_no_second_launch_to_join():
-    problem = LinearCompressionProblem((1024,), (866,), 433, 256, "bfloat16")
-    assert {config.single_launch for config in problem.candidate_configs()} == {False}
+    one_level = LinearCompressionProblem((1024,), (866,), 433, 256, "bfloat16")
+    assert {config.single_launch for config in one_level.candidate_configs()} == {False}
 
 
 @pytest.mark.parametrize(
@@ -169,44 +164,14 @@ def test_distance_is_a_symmetric_premetric():
 # The autotuner.
 
 
-def test_tuning_picks_the_fastest_and_writes_it():
-    best = list(DEFAULT.candidate_configs())[5]
-    bench = Bench({None: 1.0, best: 0.3}, 0.4)
-    lines: list[tuple[int, int, str]] = []
-    found = autotune.tune_linear_compression(
-        DEFAULT, run=bench, progress=lambda *line: lines.append(line)
-    )
-    assert table_rows.config_from_json(found["config"]) == best
-    assert (found["ms"], found["xla_ms"], found["device"]) == (0.3, 1.0, "NVIDIA H100")
-    rate = 2 * 8192**3 / 1.7
-    assert found["fraction"] == pytest.approx(DEFAULT.useful_flops / 0.3 / rate, rel=1e-4)
-    assert table.lookup(DEFAULT).config == best
-    assert table.lookup(DEFAULT).source == "user cache"
-    assert "best" in lines[-1][2]
-
-
-@pytest.mark.parametrize(("kernel_ms", "is_xla"), [(1.0, False), (1.019, False), (1.021, True)])
+@pytest.mark.parametrize(
+    ("kernel_ms", "is_xla"), [(1.0, False), (1.019, False), (1.021, True), ("fails", True)]
+)
 def test_xla_wins_beyond_two_percent_only(kernel_ms, is_xla):
     bench = Bench({None: 1.0}, kernel_ms)
     found = autotune.tune_linear_compression(DEFAULT, run=bench, limit=2)
     assert (found["config"] == {"implementation": "xla"}) == is_xla
     assert (table.lookup(DEFAULT).source == "user cache") == is_xla
-
-
-def test_failing_candidates_are_reported_and_passed_over():
-    first, second = list(DEFAULT.candidate_configs())[:2]
-    bench = Bench({None: 1.0, first: "wrong result: error 3, bound 0.1", second: 0.5}, 0.6)
-    lines: list[str] = []
-    found = autotune.tune_linear_compression(
-        DEFAULT, run=bench, limit=3, progress=lambda done, total, text: lines.append(text)
-    )
-    assert table_rows.config_from_json(found["config"]) == second
-    assert sum("wrong result" in line for line in lines) == 1
-
-
-def test_no_working_candidate_leaves_xla():
-    found = autotune.tune_linear_compression(DEFAULT, run=Bench({None: 1.0}, "boom"), limit=2)
-    assert found["config"] == {"implementation": "xla"}
 
 
 def test_final_that_fails_leaves_the_heats_to_decide():
@@ -227,25 +192,6 @@ def test_tuning_off_hopper_is_refused(cache_dir):
     with pytest.raises(RuntimeError, match="out of memory"):
         autotune.tune_linear_compression(DEFAULT, run=lambda task: {"failure": "out of memory"})
     assert not (cache_dir / "sm90.json").exists()
-
-
-@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-def test_check_admits_the_right_result_and_no_other(dtype):
-    case = Case(dataclasses.replace(TINY, dtype=dtype, batches=(3, CHECK_ROWS + 3)))
-    inputs = case.inputs()
-    weights, embeddings, parents = inputs
-    assert [w.shape for w in weights] == [(9, 7), (9, 5)]
-    assert [e.shape for e in embeddings] == [(3, 7, 16), (131, 5, 16)]
-    assert parents[0] is None
-    assert parents[1].dtype == jnp.int32
-    assert set(parents[1].tolist()) <= {0, 1, 2}
-    right = np.asarray(jax.jit(decomposed)(*inputs))
-    error, bound = case.check(right, inputs)
-    assert error <= bound < 0.2
-    for bad in (0.5, jnp.nan, jnp.inf):
-        wrong = right.copy()
-        wrong[-1, 3, 5] += np.asarray(bad, right.dtype)
-        assert not case.check(wrong, inputs).ok
 
 
 def test_progress_is_plain_lines_when_piped(capsys):

@@ -7,15 +7,12 @@ import itertools
 import json
 from typing import Any
 
-import jax.numpy as jnp
-import numpy as np
 import pytest
 from fake_tuning import ATTENTION as DEFAULT
 from fake_tuning import GDPA, LINEAR, row
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ikbo_jax.cases import attention
 from ikbo_jax.problems import (
     AttentionBackwardProblem,
     AttentionConfig,
@@ -30,7 +27,6 @@ from ikbo_jax.problems.few_queries_cost import is_preferred
 from ikbo_jax.problems.problem import ATTENTION_DISTANCE_WEIGHTS
 from ikbo_jax.tuning import table, table_rows
 
-TINY = AttentionProblem(40, 3, 2, 9, 4, 2, 16, "float32")
 BACKWARD = AttentionBackwardProblem.of(DEFAULT)
 
 
@@ -41,12 +37,6 @@ def other() -> AttentionConfig:
 
 def at(**changes: Any) -> AttentionProblem:
     return dataclasses.replace(DEFAULT, **changes)
-
-
-def test_candidates_are_legal_and_differ():
-    candidates = list(DEFAULT.candidate_configs())
-    assert len(candidates) == len(set(candidates)) > 3
-    assert all(config.illegal_reason(DEFAULT) is None for config in candidates)
 
 
 @given(
@@ -77,12 +67,6 @@ def test_sizes_of_nothing_have_no_configuration_or_a_legal_one(name):
         assert not is_preferred(problem)
         for config in problem.candidate_configs():
             assert config.illegal_reason(problem) is None
-
-
-def test_without_rows_the_default_runs_and_says_so(builtin):
-    builtin(row(LINEAR))
-    choice = table.lookup(DEFAULT)
-    assert (choice.config, choice.source) == (DEFAULT.default_config(), "default")
 
 
 def test_exact_class_before_nearest(builtin):
@@ -160,36 +144,6 @@ def test_the_gradient_of_wide_heads_needs_a_launch_for_d_query():
         config = table.lookup(few).config
         assert config is not None
         assert config.illegal_reason(few) is None
-
-
-@pytest.mark.parametrize(
-    ("changes", "reason"),
-    [
-        ({"kv_len": "9"}, "kv_len holds '9'"),
-        ({"batches": [1]}, "unknown keys"),
-        ({"op": "linear_compression"}, "unknown keys"),
-        ({"config": {"block_m": 64}}, "config has keys"),
-    ],
-)
-def test_wrong_row_says_what_is_wrong(changes, reason):
-    with pytest.raises(ValueError, match=reason):
-        table_rows.Row.from_json(row(DEFAULT).to_json() | changes)
-
-
-@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-def test_check_admits_the_right_result_and_no_other(dtype):
-    case = attention.Case(dataclasses.replace(TINY, dtype=dtype))
-    inputs = case.inputs()
-    assert inputs.query.shape == (40, 2, 4, 16)
-    assert inputs.key.shape == inputs.value.shape == (3, 9, 2, 16)
-    assert set(inputs.cand_to_user.tolist()) == {0, 1, 2}
-    right = case.runner(None)(*inputs)
-    error, bound = case.check(right, inputs)
-    assert error <= bound < 0.1
-    for bad in (0.2, np.nan, np.inf):
-        wrong = np.array(right)
-        wrong[-2, 1, 3, 5] += np.asarray(bad, right.dtype)
-        assert not case.check(jnp.asarray(wrong), inputs).ok
 
 
 FEW = AttentionProblem(1024, 16, 1, 512, 4, 4, 64, "bfloat16")

@@ -39,19 +39,6 @@ def test_one_listing_serves_several_heads(sizes, bundle, of_cta):
     assert config.lists(problem, num_sms=132)
 
 
-@pytest.mark.parametrize("sizes", [(5117, 47, 1, 51, 2, 2, 64), (4836, 27, 1, 230, 8, 8, 128)])
-def test_larger_items_where_candidates_are_listed(sizes):
-    """On an H100, 7.4 instead of 8.5 us, and 28.3 instead of 37.8.
-
-    With a sorted index 6.0 and 5.4, and 26.1 and 26.0.
-    """
-    problem = AttentionProblem(*sizes, "bfloat16")
-    assert problem.default_config().tile_rows == 64
-    config = few_queries_cost.config_of_unsorted(problem, num_sms=132)
-    assert config.tile_rows == 128
-    assert config.lists(problem, num_sms=132)
-
-
 #: Sizes and configurations; us on an H100 with a sorted index and with one that is not, and whether
 #: CTAs then list candidates. None: not timed.
 ITEMS = (
@@ -184,6 +171,9 @@ def test_the_model_chooses_the_faster_kernel(sizes, few_us, tile_us):
         ((6884, 16, 1, 96, 4, 4, 192), True, 128),
         # 9.0 us, 15.0 with tiles that span users.
         ((443, 6, 16, 57, 4, 4, 128), True, 128),
+        # 7.4 us, 8.5 with items of 64 rows; with a sorted index 6.0 and 5.4.
+        ((5117, 47, 1, 51, 2, 2, 64), False, 128),
+        ((5117, 47, 1, 51, 2, 2, 64), True, 64),
         # 28.3 and 37.8 us, 23.1 and 26.8, 7.0 and 8.6 (another block).
         ((4836, 27, 1, 230, 8, 8, 128), False, 128),
         ((4809, 18, 1, 45, 8, 8, 256), False, 128),
@@ -200,32 +190,23 @@ def test_items_as_was_fastest_on_an_h100(sizes, is_sorted, tile_rows):
 
 
 @pytest.mark.parametrize(
-    ("sizes", "one_user"),
+    ("sizes", "is_few"),
     [
         # 47.0 and 50.9 us.
-        ((5054, 11, 4, 1709, 2, 2, 128), True),
+        ((5054, 11, 4, 1709, 2, 2, 128), False),
         # 357 us, 394 with items of 128 rows, of which one or two consumers have keys.
-        ((947, 63, 4, 10880, 8, 8, 64), True),
-    ],
-)
-def test_tiles_as_was_fastest_on_an_h200(sizes, one_user):
-    problem = AttentionProblem(*sizes, "bfloat16")
-    assert not is_preferred(problem)
-    assert problem.default_config().one_user == one_user
-
-
-@pytest.mark.parametrize(
-    "sizes",
-    [
+        ((947, 63, 4, 10880, 8, 8, 64), False),
         # 396 us, 420 with tiles of one user; 386 and 403; 479 and 478; 38.1 us.
-        (220, 220, 4, 10432, 2, 2, 128),
-        (861, 287, 4, 2864, 2, 2, 256),
-        (3253, 406, 1, 4736, 4, 4, 128),
-        (7430, 128, 1, 3072, 1, 1, 64),
+        ((220, 220, 4, 10432, 2, 2, 128), True),
+        ((861, 287, 4, 2864, 2, 2, 256), True),
+        ((3253, 406, 1, 4736, 4, 4, 128), True),
+        ((7430, 128, 1, 3072, 1, 1, 64), True),
     ],
 )
-def test_items_of_long_keys_as_was_fastest_on_an_h200(sizes):
-    assert is_preferred(AttentionProblem(*sizes, "bfloat16"))
+def test_items_or_tiles_of_one_user_as_was_fastest_on_an_h200(sizes, is_few):
+    problem = AttentionProblem(*sizes, "bfloat16")
+    assert is_preferred(problem) == is_few
+    assert is_few or problem.default_config().one_user
 
 
 def test_more_queries_of_one_user_where_tiles_would_leave_sms_without_work():

@@ -25,10 +25,9 @@ PROPOSED_BY_NOBODY = AttentionConfig(balance=True, late_turns=True)
 CANDIDATES = list(DEFAULT.candidate_configs())
 
 
-@pytest.fixture(autouse=True)
-def cache_file(tmp_path, monkeypatch):
-    monkeypatch.setenv(user_cache.CACHE_DIR_VARIABLE, str(tmp_path / "cache"))
-    return tmp_path / "cache" / "sm90.json"
+@pytest.fixture
+def cache_file(cache_dir):
+    return cache_dir / "sm90.json"
 
 
 def tune(problem: Any, bench: Any, **options: Any) -> tuple[dict[str, Any], list[str]]:
@@ -132,7 +131,10 @@ def test_row_is_written_if_it_beats_the_table_by_more_than_the_noise(
 def test_report_says_who_won_and_by_how_much(builtin):
     builtin(row(DEFAULT, CANDIDATES[0]))
     bench = Bench({None: 2.0, CANDIDATES[0]: 1.1, CANDIDATES[1]: 1.0}, 1.5)
-    _, lines = tune(DEFAULT, bench, limit=3)
+    found, lines = tune(DEFAULT, bench, limit=3)
+    assert (found["ms"], found["xla_ms"], found["device"]) == (1.0, 2.0, "NVIDIA H100")
+    rate = 2 * 8192**3 / 1.7
+    assert found["fraction"] == pytest.approx(DEFAULT.useful_flops / rate, rel=1e-4)
     assert lines[-1].startswith(f"best: {contest.brief(CANDIDATES[1])}, 1 ms, 10.0% faster than")
     assert f"the table's choice ({contest.brief(CANDIDATES[0])}), 1.1 ms" in lines[-1]
     assert "with a noise of 0.0%" in lines[-1]
@@ -156,6 +158,14 @@ def test_choice_that_fails_loses_to_whoever_works(builtin):
     assert table.lookup(DEFAULT).config == CANDIDATES[1]
     assert any("wrong result" in line for line in lines)
     assert "failed" in lines[-1]
+
+
+def test_failing_candidates_are_reported_once_and_passed_over():
+    first, second = CANDIDATES[:2]
+    bench = Bench({None: 1.0, first: "wrong result: error 3, bound 0.1", second: 0.5}, 0.6)
+    found, lines = tune(DEFAULT, bench, limit=3)
+    assert table_rows.config_from_json(found["config"]) == second
+    assert sum("wrong result" in line for line in lines) == 1
 
 
 def test_small_problem_keeps_its_digits():
@@ -226,17 +236,18 @@ def test_interrupted_contest_writes_what_is_better_so_far(builtin, place):
     assert choice.source == "user cache"
 
 
-def test_interrupted_contest_writes_nothing_that_is_not_better(builtin, cache_file):
+@pytest.mark.parametrize(
+    ("ms", "sentence"),
+    [
+        (0.4, "best: the table's choice.*nothing written"),
+        (0.505, r"1.0% faster .* noise of 2.0%.*nothing written"),
+    ],
+    ids=["slower", "within the least noise of a heat"],
+)
+def test_interrupted_contest_writes_nothing_that_is_not_better(builtin, cache_file, ms, sentence):
     builtin(row(DEFAULT, CANDIDATES[0]))
-    with pytest.raises(KeyboardInterrupt, match="best: the table's choice.*nothing written"):
-        tune(DEFAULT, Interrupting({None: 2.0, CANDIDATES[0]: 0.4}, 2))
-    assert not cache_file.exists()
-
-
-def test_interrupted_heat_needs_more_than_its_least_noise(builtin, cache_file):
-    builtin(row(DEFAULT, CANDIDATES[0]))
-    with pytest.raises(KeyboardInterrupt, match=r"1.0% faster .* noise of 2.0%.*nothing written"):
-        tune(DEFAULT, Interrupting({None: 2.0, CANDIDATES[0]: 0.505}, 2))
+    with pytest.raises(KeyboardInterrupt, match=sentence):
+        tune(DEFAULT, Interrupting({None: 2.0, CANDIDATES[0]: ms}, 2))
     assert not cache_file.exists()
 
 

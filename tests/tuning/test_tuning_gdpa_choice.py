@@ -157,11 +157,6 @@ def test_the_choice_is_nearly_the_fastest_that_was_timed(name):
     chosen = table.lookup(sizes.problem, with_user_rows=False).config
     assert chosen in times, f"{chosen} was not timed"
     assert times[chosen] <= TOLERANCE * min(times.values())
-
-
-@pytest.mark.parametrize("name", TIMES)
-def test_what_was_timed_fastest_is_what_the_tuner_times_first(name):
-    sizes, times = TIMES[name]
     assert next(iter(sizes.problem.candidate_configs())) == min(times, key=times.__getitem__)
 
 
@@ -214,21 +209,22 @@ def test_without_pairs_of_sequences_tiles_are_listed():
     batch=st.integers(1, 4000),
     more=st.sampled_from([0, 0, 1]),
     q_mean=st.integers(0, 300),
-    kv_mean=st.integers(0, 300),
+    kv_mean=st.one_of(st.integers(0, 300), st.integers(0, 20_000)),
     tail=st.sampled_from([None, 1, 2, 12]),
     heads=st.sampled_from([(1, 1), (4, 2), (8, 8)]),
     head_dim=st.sampled_from([64, 96, 128, 256]),
     activation=st.sampled_from(["relu", "gelu", "gelu_tanh", "silu", "softmax", "hardswish"]),
     approx=st.sampled_from([None, "tanh"]),
     is_broadcast=st.booleans(),
+    dtype=st.sampled_from(["bfloat16", "float16"]),
 )
 def test_the_default_is_legal_and_keeps_its_registers(
-    batch, more, q_mean, kv_mean, tail, heads, head_dim, activation, approx, is_broadcast
+    batch, more, q_mean, kv_mean, tail, heads, head_dim, activation, approx, is_broadcast, dtype
 ):
     """Where the kernel for short sequences is preferred, it is the first candidate, and an SM holds
     the CTAs that it asks for."""
     problem = GdpaProblem(
-        *(batch, batch + more, batch * q_mean, batch * kv_mean, *heads, head_dim, "bfloat16"),
+        *(batch, batch + more, batch * q_mean, batch * kv_mean, *heads, head_dim, dtype),
         *((activation,), approx, is_broadcast),
         *((None, None) if tail is None else (tail * q_mean, tail * kv_mean)),
     )
@@ -236,6 +232,7 @@ def test_the_default_is_legal_and_keeps_its_registers(
     assert len(candidates) == len(set(candidates)) <= 16
     assert all(config.illegal_reason(problem) is None for config in candidates)
     config = candidates[0]
+    assert problem.default_config() == config
     assert isinstance(config, ShortGdpaConfig) == problem.prefers_short
     if isinstance(config, ShortGdpaConfig):
         assert config.ctas == short_gdpa.most_ctas(config, problem)

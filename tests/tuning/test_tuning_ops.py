@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 from typing import Any
 
@@ -14,7 +15,14 @@ from fake_tuning import ATTENTION, GDPA, LINEAR, QUICK, Bench, row
 
 from ikbo_jax.autotuner import autotune, contest
 from ikbo_jax.autotuner.bench import Task, measure
-from ikbo_jax.cases import attention_backward, gdpa_backward, linear_compression_backward
+from ikbo_jax.cases import (
+    attention,
+    attention_backward,
+    gdpa,
+    gdpa_backward,
+    linear_compression,
+    linear_compression_backward,
+)
 from ikbo_jax.problems import (
     PROBLEMS,
     AttentionBackwardProblem,
@@ -39,6 +47,10 @@ TINY_ATTENTION = AttentionProblem(40, 3, 2, 9, 4, 2, 16, "float32")
 TINY_GDPA = GdpaProblem(
     *(5, 5, 5 * 7, 5 * 7, 2, 1, 16, "float32"), ("relu", "gelu_tanh"), "tanh", False, 12, 12
 )
+#: More rows than are checked at a time.
+TINY_LINEAR = LinearCompressionProblem(
+    (3, linear_compression.CHECK_ROWS + 3), (7, 5), 9, 16, "float32"
+)
 TINY_LINEAR_BACKWARD = LinearCompressionBackwardProblem((3, 20), (9, 7), 6, 8, "float32")
 TINY_GDPA_BACKWARD = GdpaBackwardProblem(
     *(4, 4, 20, 24, 2, 1, 8, "float32"), *(("silu",), None, False, 9, None)
@@ -58,15 +70,16 @@ def other(problem: Any) -> Any:
 # Rows.
 
 
-PACKED = LinearCompressionProblem((1, 837), (205, 30), 436, 64, "bfloat16")
+PACKED = LinearCompressionProblem((547, 3829), (225, 27), 1100, 96, "bfloat16")
 RESIDENT = LinearCompressionProblem((100, 8192), (200, 40), 16, 32, "bfloat16")
 ROWS = {
     **{f"{problem.op}, default": row(problem) for problem in EVERY},
     **{f"{problem.op}, another": row(problem, other(problem)) for problem in EVERY},
     **{f"{problem.op}, XLA": row(problem, None) for problem in EVERY},
     "activations of heads": row(dataclasses.replace(GDPA, activations=("relu", "gelu") * 2)),
-    "packed tiles": row(PACKED, next(iter(PACKED.candidate_configs()))),
+    "packed tiles": row(PACKED),
     "resident weights": row(RESIDENT),
+    "fraction of zero": dataclasses.replace(row(LINEAR), fraction=0.0),
     "no time of XLA": dataclasses.replace(row(LINEAR), xla_ms=None),
 }
 
@@ -168,30 +181,54 @@ def test_worker_measures_on_this_machine(problem):
     assert found["error"] <= found["bound"]
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def unsorted(problem: LinearCompressionBackwardProblem) -> linear_compression_backward.Case:
+    return linear_compression_backward.Case(problem, "unsorted")
+
+
+#: A case, its problem, the error bound's bound, an error that it finds, and where that is added.
+CHECKED = {
+    "linear_compression": (linear_compression.Case, TINY_LINEAR, 0.2, 0.5, (-1, 3, 5)),
+    "attention": (attention.Case, TINY_ATTENTION, 0.1, 0.2, (-2, 1, 3, 5)),
+    "gdpa": (gdpa.Case, TINY_GDPA, 0.05, 0.1, (-2, 1, 3)),
+    "gdpa, indexed": (
+        *(gdpa.Case, dataclasses.replace(TINY_GDPA, batch_kv=3, kv_rows=24)),
+        *(0.05, 0.1, (-2, 1, 3)),
+    ),
+    "gdpa, seeds": (
+        gdpa.Case,
+        dataclasses.replace(TINY_GDPA, broadcast_q=True, max_seqlen_q=None, activations=("relu",)),
+        *(0.05, 0.1, (-2, 1, 3)),
+    ),
+    "attention_backward": (
+        *(attention_backward.Case, TINY_ATTENTION_BACKWARD),
+        *(0.5, 0.5, (-1, 1, 1, 5)),
+    ),
+    "gdpa_backward": (gdpa_backward.Case, TINY_GDPA_BACKWARD, 3.0, 3.0, (1, 0, 3)),
+    "linear_compression_backward": (unsorted, TINY_LINEAR_BACKWARD, 3.0, 3.0, (-1, -1)),
+}
+
+
 @pytest.mark.parametrize(
-    ("case_of", "problem", "bad", "place"),
+    ("name", "dtype"),
     [
-        (attention_backward.Case, TINY_ATTENTION_BACKWARD, 0.5, (-1, 1, 1, 5)),
-        (gdpa_backward.Case, TINY_GDPA_BACKWARD, 3.0, (1, 0, 3)),
-        (
-            lambda problem: linear_compression_backward.Case(problem, "unsorted"),
-            TINY_LINEAR_BACKWARD,
-            3.0,
-            (-1, -1),
+        ("gdpa", "float32"),
+        ("gdpa, indexed", "bfloat16"),
+        ("gdpa, seeds", "float16"),
+        *itertools.product(
+            [name for name in CHECKED if CHECKED[name][0] is not gdpa.Case], ["bfloat16", "float32"]
         ),
     ],
-    ids=["attention", "gdpa", "linear_compression"],
 )
-def test_check_admits_the_right_gradients_and_no_other(case_of, problem, bad, place, dtype):
+def test_check_admits_the_right_result_and_no_other(name, dtype):
+    case_of, problem, most, bad, place = CHECKED[name]
     case = case_of(dataclasses.replace(problem, dtype=dtype))
     inputs = case.inputs()
     right = case.runner(None)(*inputs)
     error, bound = case.check(right, inputs)
-    assert error <= bound < bad
+    assert error <= bound < most
     leaves, structure = jax.tree.flatten(right)
     for number, leaf in enumerate(leaves):
-        for added in (bad, np.nan):
+        for added in (bad, np.nan, np.inf):
             wrong = np.array(leaf)
             wrong[place] += np.asarray(added, dtype)
             results = [*leaves[:number], jnp.asarray(wrong), *leaves[number + 1 :]]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 
 import pytest
 
@@ -15,7 +14,7 @@ from ikbo_jax.problems import (
 )
 from ikbo_jax.problems import packed_cost as packed
 from ikbo_jax.problems.linear_compression_backward import default_config
-from ikbo_jax.tuning import table, table_rows
+from ikbo_jax.tuning import table
 
 SMALL = LinearCompressionProblem((100, 8192), (200, 40), 16, 32, "bfloat16")
 PACKED = LinearCompressionProblem((547, 3829), (225, 27), 1100, 96, "bfloat16")
@@ -73,6 +72,8 @@ def test_small_n_has_tiles_that_span_candidates() -> None:
     choice = table.lookup(PACKED, with_user_rows=False)
     assert isinstance(choice.config, PackedCompressionConfig)
     assert (choice.source, choice.config) == ("default", PACKED.default_config())
+    assert not LARGE.fits(choice.config)
+    assert not PACKED.fits(LinearCompressionConfig(16, 4, 8))
     kinds = {type(config) for config in PACKED.candidate_configs()}
     assert kinds == {
         PackedCompressionConfig,
@@ -106,14 +107,6 @@ def test_packed_candidates_are_legal_and_differ(m: int, n: int, batch: int) -> N
     assert len(configs) == len(set(configs))
     assert bool(configs) or n % 128 == 0
     assert all(config.illegal_reason(problem) is None for config in configs)
-
-
-def test_row_of_a_packed_configuration_is_read_as_it_was_written() -> None:
-    config = PACKED.default_config()
-    row = table_rows.Row(PACKED, config, "NVIDIA H100 80GB HBM3", "2026-01-01", "0.11.2", 0.02, 0.1)
-    assert table_rows.Row.from_json(json.loads(json.dumps(row.to_json()))) == row
-    assert not LARGE.fits(config)
-    assert not PACKED.fits(LinearCompressionConfig(16, 4, 8))
 
 
 @pytest.mark.parametrize(("block_n", "block_m", "seen"), [(256, 80, 60.3), (512, 48, 71.9)])

@@ -33,11 +33,6 @@ A, B, _, C = list(DEFAULT.candidate_configs())[:4]
 SMALL = {"window_s": 0.002, "windows": 2, "matmul_size": 64}
 
 
-def test_tasks_round_trip():
-    task = Task(DEFAULT, (None, B), 0.1, 2, 64)
-    assert Task.from_json(task.to_json()) == task
-
-
 # What a worker does.
 
 
@@ -250,6 +245,8 @@ Starts = Callable[..., session.Session]
 
 @pytest.fixture
 def starts(monkeypatch, tmp_path) -> Starts:
+    assert len({place("", config) for config in (A, B, C)}) == 3
+
     def start(behaviour: dict[str, str], **options: Any) -> session.Session:
         code = f"BEHAVIOUR = {behaviour!r}\nLOG = {str(tmp_path / 'starts')!r}\n{FAKE}"
         monkeypatch.setattr(session, "COMMAND", (sys.executable, "-S", "-c", code))
@@ -262,10 +259,6 @@ def starts(monkeypatch, tmp_path) -> Starts:
         )
 
     return start
-
-
-def test_fake_contenders_can_be_told_apart():
-    assert len({place("", config) for config in (A, B, C)}) == 3
 
 
 @pytest.mark.parametrize(
