@@ -29,21 +29,6 @@ def own_cache(tmp_path, monkeypatch):
     monkeypatch.setenv("IKBO_JAX_CACHE_DIR", str(tmp_path / "cache"))
 
 
-@pytest.fixture
-def tiny_run(tmp_path, monkeypatch):
-    """A results file of real measurements of tiny shapes."""
-    monkeypatch.setattr(timing, "COPY_BYTES", 2**12)
-    monkeypatch.setattr(linear_compression, "DEFAULT", TINY)
-    monkeypatch.setattr(linear_compression, "shrink", lambda point: point)
-    monkeypatch.setattr(
-        linear_compression, "points", lambda sweep, dtype: iter((point(sweep, dtype),))
-    )
-    path = tmp_path / "results" / "run.json"
-    linear_compression.run(("default", "m", "ratio"), ("bfloat16",), out=path, quick=True)
-    assert not path.with_name("run.json.tmp").exists()
-    return path
-
-
 def point(sweep: str, dtype: str = "bfloat16", index: str = "ragged") -> harness.Point:
     problem = dataclasses.replace(TINY, dtype=dtype)
     return harness.Point(sweep, "tiny", Case(problem, index))
@@ -83,18 +68,13 @@ def test_commit_can_be_given_and_is_found(monkeypatch):
     assert timing.commit()
 
 
-def test_environment_names_the_device():
-    env = timing.environment()
-    assert env["device"] == jax.devices()[0].device_kind
-    assert env["jax"] == jax.__version__
-    assert env["platform"] == "cpu"
-    assert env["driver"] is None
-
-
-def test_results_round_trip_and_foreign_schema(tmp_path):
-    path = tmp_path / "new" / "x.json"
+def test_results_round_trip_and_foreign_schema(tmp_path, capsys):
+    path = tmp_path / "new" / "folder" / "x.json"
     content = {"a": [1.5, 2.5] * 40, "b": {"c": None, "d": [{"e": []}, {}]}}
     timing.write_results(path, content)
+    assert f"made the folder {path.parent}" in capsys.readouterr().err
+    timing.write_results(path, content)
+    assert capsys.readouterr().err == ""
     assert timing.read_results(path) == {"schema": timing.SCHEMA, **content}
     path.write_text('{"schema": 99}')
     with pytest.raises(ValueError, match="schema 99, expected 1"):
@@ -198,13 +178,29 @@ def test_torch_baseline_is_optional(monkeypatch, reason):
     assert record == {"name": "torch", "stage": "PyTorch", "skipped": reason}
 
 
-def test_run_writes_every_point(tiny_run):
-    results = timing.read_results(tiny_run)
+def test_run_writes_every_point_and_the_report_reads_it(tmp_path, monkeypatch):
+    monkeypatch.setattr(timing, "COPY_BYTES", 2**12)
+    monkeypatch.setattr(linear_compression, "DEFAULT", TINY)
+    monkeypatch.setattr(linear_compression, "shrink", lambda point: point)
+    monkeypatch.setattr(
+        linear_compression, "points", lambda sweep, dtype: iter((point(sweep, dtype),))
+    )
+    path = tmp_path / "results" / "run.json"
+    linear_compression.run(("default", "m", "ratio"), ("bfloat16",), out=path, quick=True)
+    assert not path.with_name("run.json.tmp").exists()
+    results = timing.read_results(path)
     assert [p["sweep"] for p in results["points"]] == ["default", "m", "ratio"]
-    assert results["environment"]["commit"] == "0123456789abcdef"
     assert results["protocol"]["rounds"] == 1
     assert records.all_correct(results)
     assert results["points"][0]["problem"]["batches"] == [2, 6]
+    environment = results["environment"]
+    assert environment["commit"] == "0123456789abcdef"
+    assert environment["device"] == jax.devices()[0].device_kind
+    assert environment["jax"] == jax.__version__
+    assert (environment["platform"], environment["driver"]) == ("cpu", None)
+    for body in report.blocks(results, "README.md").values():
+        assert body.endswith("\n")
+    assert "tiny" in report.sweeps(results)
 
 
 def test_sizes_that_sweeps_share_are_timed_once(tmp_path, monkeypatch):
@@ -352,13 +348,6 @@ def test_report_writes_documents_and_plots(tmp_path, capsys):
     again = {path.name: path.read_bytes() for path in (tmp_path / "docs/images").iterdir()}
     assert first == again, "the same results make the same files"
     capsys.readouterr()
-
-
-def test_report_reads_what_the_benchmark_writes(tiny_run):
-    results = timing.read_results(tiny_run)
-    for body in report.blocks(results, "README.md").values():
-        assert body.endswith("\n")
-    assert "tiny" in report.sweeps(results)
 
 
 @pytest.mark.parametrize("document", report.DOCUMENTS)

@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import test_benchmarks
 
 from benchmarks import gdpa, gdpa_providers, harness, report, report_gdpa, timing
 from benchmarks.gdpa_providers import Sizes
@@ -215,20 +216,7 @@ def test_bars_name_what_was_reached():
 
 def test_report_makes_tables_and_a_plot(tmp_path):
     pytest.importorskip("matplotlib")
-    environment = {
-        "device": "a card",
-        "platform": "gpu",
-        "driver": "1",
-        "jax": "2",
-        "commit": "0123456789abcdef",
-        "date": "2026-01-02T03:04",
-    }
-    results = {
-        "op": "gdpa",
-        "environment": environment,
-        "protocol": {"rounds": 3, "window_s": 0.2},
-        "points": POINTS,
-    }
+    results = test_benchmarks.synthetic() | {"op": "gdpa", "points": POINTS}
     blocks = report.blocks(results, "docs/performance.md")
     text = (report.ROOT / "docs/performance.md").read_text(encoding="utf-8")
     assert set(blocks) == {"gdpa-lengths", "gdpa-lengths-plot", "gdpa-sweeps"}

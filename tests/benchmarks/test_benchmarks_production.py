@@ -162,7 +162,19 @@ def test_a_run_in_small(tmp_path, capsys):
         assert {"ikbo", "xla"} <= {p["name"] for p in timed}
         assert all(p["ok"] and p["fraction"] > 0 for p in timed)
     assert "the best alternative" in capsys.readouterr().out
-    _check_report(out, tmp_path)
+
+    page = tmp_path / "docs/performance.md"
+    page.parent.mkdir()
+    names = ("production-table", "production-worst", "production-table-plot")
+    blocks = (f"<!-- begin generated: {n} -->\n<!-- end generated: {n} -->\n" for n in names)
+    page.write_text("".join(blocks))
+    assert report.main([str(out), "--root", str(tmp_path)]) == 0
+    text = page.read_text()
+    assert "| attention forward | 1 |" in text
+    assert "| linear compression with gradients | 1 |" in text
+    assert "| linear compression both, B=" in text
+    assert "(images/production.svg)" in text
+    assert (tmp_path / "docs/images/production.svg").stat().st_size > 0
 
 
 @pytest.fixture(autouse=True)
@@ -213,13 +225,9 @@ def test_the_budget_leaves_points_out_and_names_them(tmp_path, monkeypatch):
     assert [f"{p.sweep} {p.label}" for p in chosen] == results["left_out"]
 
 
-def test_sweeps_take_turns():
-    sweeps = [point.sweep for point in production.points(production_draws.SWEEPS, 2, 0)]
-    assert sweeps == [*production_draws.SWEEPS, *production_draws.SWEEPS]
-
-
-def test_directions_of_a_workload_stay_together():
+def test_sweeps_take_turns_and_directions_of_a_workload_stay_together():
     todo = production.points(production_draws.SWEEPS, 2, 0)
+    assert [point.sweep for point in todo] == [*production_draws.SWEEPS, *production_draws.SWEEPS]
     groups = production.workloads(todo)
     assert sorted(n for group in groups for n in group) == list(range(len(todo)))
     assert [len(group) for group in groups] == [2, 2, 2, 1] * 2
@@ -227,6 +235,8 @@ def test_directions_of_a_workload_stay_together():
 
 
 def test_no_point_is_compiled_that_could_not_be_timed(tmp_path, monkeypatch):
+    small = production.Point(production_draws.shrink(LARGE), "both")
+    assert small.timing_s == production.SHORT_TIMING_S < production.TIMING_S
     now = production.time.time()
     monkeypatch.setattr(production.time, "time", lambda: now)
     point = production.Point(LARGE, "forward")
@@ -238,11 +248,6 @@ def test_no_point_is_compiled_that_could_not_be_timed(tmp_path, monkeypatch):
         (tmp_path / f"begun-{production.device()}-{number}-{point.timing_s}").touch()
     assert not budget.has_time(point)
     assert not budget.has_time()
-
-
-def test_small_work_is_taken_for_short():
-    small = production.Point(production_draws.shrink(LARGE), "both")
-    assert small.timing_s == production.SHORT_TIMING_S < production.TIMING_S
 
 
 def test_ceilings_are_measured_once(tmp_path, monkeypatch):
@@ -385,18 +390,3 @@ def test_slow_alternatives_are_not_timed_exactly(monkeypatch):
 )
 def test_zeros_and_nan_have_a_ratio(error, bound, ratio):
     assert directions.ratio(Check(error, bound)) == ratio
-
-
-def _check_report(results, root):
-    page = root / "docs" / "performance.md"
-    page.parent.mkdir()
-    names = ("production-table", "production-worst", "production-table-plot")
-    blocks = (f"<!-- begin generated: {n} -->\n<!-- end generated: {n} -->\n" for n in names)
-    page.write_text("".join(blocks))
-    assert report.main([str(results), "--root", str(root)]) == 0
-    text = page.read_text()
-    assert "| attention forward | 1 |" in text
-    assert "| linear compression with gradients | 1 |" in text
-    assert "| linear compression both, B=" in text
-    assert "(images/production.svg)" in text
-    assert (root / "docs" / "images" / "production.svg").stat().st_size > 0

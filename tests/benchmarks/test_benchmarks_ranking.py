@@ -110,12 +110,6 @@ def test_a_profile_is_printed_and_recorded(tmp_path, capsys):
     assert profiled == [name]
 
 
-def test_budget_leaves_points_out(tmp_path):
-    results = ranking.run(["ratio"], out=tmp_path / "x.json", quick=True, budget_s=-1)
-    assert results["points"] == []
-    assert len(results["left_out"]) == len(ranking.RATIOS)
-
-
 def test_wrong_results_failures_and_what_does_not_fit():
     point = ranking.Point("default", "B=12", SIZES)
     providers = (

@@ -110,13 +110,6 @@ def test_every_committed_table_is_kept_from_older_and_smaller_files():
     assert made.keys() == {name for name in measured if not name.endswith("-plot")}
 
 
-def test_a_missing_folder_is_made_and_said(tmp_path, capsys):
-    timing.write_results(tmp_path / "a/b/r.json", {})
-    assert f"made the folder {tmp_path / 'a/b'}" in capsys.readouterr().err
-    timing.write_results(tmp_path / "a/b/r.json", {})
-    assert capsys.readouterr().err == ""
-
-
 # The plots, as text.
 
 

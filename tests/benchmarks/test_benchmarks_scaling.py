@@ -22,25 +22,23 @@ PROGRAM = """
   %all-gather.2 = s32[16]{0} all-gather(%c), dimensions={0}
   %add.3 = f32[2]{0} add(%d, %e)
 """
-
-
-def test_traffic_counts_collectives_and_bytes():
-    assert scaling.traffic(PROGRAM) == {
-        "all-reduce": {"count": 1, "bytes": 16 * 8 * 4 + 4 * 2},
-        "all-gather": {"count": 1, "bytes": 16 * 4},
-    }
-
-
-def test_traffic_counts_an_asynchronous_collective_once():
-    """XLA lists the operands of a `-start` before its results."""
-    program = """
+#: XLA lists the operands of a `-start` before its results.
+ASYNCHRONOUS = """
   %s = ((bf16[16]{0}), bf16[16]{0}) all-reduce-start(%a), channel_id=1
   %d = bf16[16]{0} all-reduce-done(%s)
   %t = ((f32[4]{0}, f32[2]{0}), (f32[8]{0}, f32[4]{0})) all-gather-start(%b, %c), dimensions={0}
 """
+
+
+@pytest.mark.parametrize(
+    ("program", "reduced", "gathered"),
+    [(PROGRAM, 16 * 8 * 4 + 4 * 2, 16 * 4), (ASYNCHRONOUS, 16 * 2, 8 * 4 + 4 * 4)],
+    ids=["synchronous", "asynchronous"],
+)
+def test_traffic_counts_a_collective_once_with_its_bytes(program, reduced, gathered):
     assert scaling.traffic(program) == {
-        "all-reduce": {"count": 1, "bytes": 16 * 2},
-        "all-gather": {"count": 1, "bytes": 8 * 4 + 4 * 4},
+        "all-reduce": {"count": 1, "bytes": reduced},
+        "all-gather": {"count": 1, "bytes": gathered},
     }
 
 

@@ -138,12 +138,6 @@ def test_xla_row_reaches_a_short_way_only(builtin):
     assert table.lookup(dataclasses.replace(DEFAULT, n=512)).source == "default"
 
 
-def test_dtype_without_a_kernel_goes_to_xla_and_says_so():
-    choice = table.lookup(dataclasses.replace(DEFAULT, dtype="float32"))
-    assert (choice.config, choice.source, choice.exact) == (None, "none", False)
-    assert "float32" in choice.reason
-
-
 @pytest.mark.parametrize("batches", [(1, 10_000), (0, 0), (1, 0), (7,), (2, 15, 15, 1024)])
 def test_unusual_batches_find_something(builtin, batches):
     builtin(row(DEFAULT))

@@ -93,12 +93,6 @@ def test_row_of_another_head_width_says_nothing(builtin):
     assert (choice.config, choice.source) == (asked.default_config(), "default")
 
 
-def test_head_width_without_a_kernel_goes_to_xla_and_names_the_others():
-    choice = table.lookup(at(head_dim=80))
-    assert (choice.config, choice.source) == (None, "none")
-    assert all(str(width) in choice.reason for width in (80, *HEAD_DIMS))
-
-
 def test_distance_is_a_symmetric_premetric():
     assert table.distance(DEFAULT, DEFAULT) == 0
     a, b = DEFAULT, at(batch=7, users=0, q_heads=8)

@@ -186,6 +186,7 @@ def test_items_as_was_fastest_on_an_h100(sizes, is_sorted, tile_rows):
     config = problem.default_config()
     if not is_sorted:
         config = few_queries_cost.config_of_unsorted(problem, num_sms=132)
+        assert config.lists(problem, num_sms=132)
     assert config.tile_rows == tile_rows
 
 

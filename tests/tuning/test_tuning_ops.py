@@ -114,6 +114,8 @@ def test_rows_of_one_direction_say_nothing_about_the_other(result, gradient, bui
 @pytest.mark.parametrize(
     ("problem", "changes", "message"),
     [
+        (LINEAR, {"dtype": "float32"}, "but the inputs are float32"),
+        (ATTENTION, {"head_dim": 80}, "head widths 64, 96, 128, 192, 256, but H=80"),
         (LINEAR_BACKWARD, {"dtype": "float32"}, "but the inputs are float32"),
         (LINEAR_BACKWARD, {"m": 0}, "sizes of at least 1"),
         (GDPA_BACKWARD, {"dtype": "float32"}, "but the inputs are float32"),
@@ -130,7 +132,7 @@ def test_without_a_legal_configuration_xla_runs(problem, changes, message):
     problem = dataclasses.replace(problem, **changes)
     assert list(problem.candidate_configs()) == []
     choice = table.lookup(problem)
-    assert choice.config is None
+    assert (choice.config, choice.source, choice.exact) == (None, "none", False)
     assert message in choice.reason
 
 
