@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from typing import Any
-from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -16,7 +15,6 @@ import pytest
 
 import ikbo_jax as ikbo
 from ikbo_jax.layers import functional
-from ikbo_jax.models import ranking
 from ikbo_jax.problems import packed_cost
 
 # U=3, B=7, M=10, K_user=11, K_cand=5, N=8
@@ -87,51 +85,47 @@ def test_second_derivatives() -> None:
         np.testing.assert_allclose(np.asarray(x.weight), np.asarray(y), rtol=1e-5)
 
 
-@pytest.mark.parametrize("weights_are_batched", [False, True])
-def test_vmap(weights_are_batched: bool) -> None:
-    axes = (0 if weights_are_batched else None,) * 2 + (0, 0, 0)
+def vmapped(pad: Any, axis: int | None) -> jax.Array:
     two = [jnp.stack([x, x[::-1]]) for x in (*INPUTS[:2], *ARRAYS)]
-    weights = two[:2] if weights_are_batched else list(INPUTS[:2])
-    pad = jax.vmap(ikbo.pad_weight) if weights_are_batched else ikbo.pad_weight
-    padded = [pad(w) for w in weights]
-    found = jax.jit(jax.vmap(compress, axes))(*padded, *two[2:])
-    assert_same(found, jax.jit(jax.vmap(compress, axes))(*weights, *two[2:]))
+    pad = pad if axis is None else jax.vmap(pad)
+    weights = [pad(w) for w in (INPUTS[:2] if axis is None else two[:2])]
+    return jax.jit(jax.vmap(compress, (axis, axis, 0, 0, 0)))(*weights, *two[2:])
 
 
-def test_scan_over_layers() -> None:
-    """Padded weights of several layers are one `PaddedWeight` with a leading axis."""
-    layers = [jnp.stack([w, 2 * w]) for w in INPUTS[:2]]
-
-    def total(weights: Any) -> jax.Array:
-        step = lambda sums, layer: (sums + compress(*layer, *ARRAYS), None)  # noqa: E731
-        zeros = jnp.zeros((7, 10, 8), jnp.bfloat16)
-        return jax.lax.scan(step, zeros, weights)[0]
-
-    padded = tuple(jax.vmap(ikbo.pad_weight)(w) for w in layers)
-    assert_same(jax.jit(total)(padded), jax.jit(total)(tuple(layers)))
+def scanned(pad: Any) -> jax.Array:
+    """Weights of several layers are one `PaddedWeight` with a leading axis."""
+    step = lambda sums, layer: (sums + compress(*layer, *ARRAYS), None)  # noqa: E731
+    layers = tuple(jax.vmap(pad)(jnp.stack([w, 2 * w])) for w in INPUTS[:2])
+    zeros = jnp.zeros((7, 10, 8), jnp.bfloat16)
+    return jax.jit(lambda layers: jax.lax.scan(step, zeros, layers)[0])(layers)
 
 
-def test_levels() -> None:
-    weights, embeddings, parents = problems.make_levels((2, 3, 5), (4, 6, 9), 10, 8, "bfloat16")
-    levels = list(zip(weights, embeddings, parents, strict=True))
-
-    def run(pads: tuple[bool, ...]) -> jax.Array:
-        terms = [
-            ikbo.Term(ikbo.pad_weight(w) if pad else w, e, parent)
-            for pad, (w, e, parent) in zip(pads, levels, strict=True)
-        ]
-        return ikbo.multilevel_linear_compression(terms)
-
-    assert_same(run((True, False, True)), run((False, False, False)))
+def of_levels(pad: Any) -> jax.Array:
+    """Of three levels, the weights of two are padded."""
+    weights, *others = problems.make_levels((2, 3, 5), (4, 6, 9), 10, 8, "bfloat16")
+    weights = pad(weights[0]), weights[1], pad(weights[2])
+    return ikbo.multilevel_linear_compression(list(map(ikbo.Term, weights, *others)))
 
 
-@pytest.mark.parametrize("dtype", [None, "float32"])
-def test_functional_layer(dtype: str | None) -> None:
-    params = {"w_cand": INPUTS.w_cand, "w_user": INPUTS.w_user}
-    padded = {name: ikbo.pad_weight(w) for name, w in params.items()}
-    arrays = (INPUTS.e_user, INPUTS.e_cand, INPUTS.cand_to_user)
-    found = functional.compress(padded, *arrays, dtype=dtype)
-    assert_same(found, functional.compress(params, *arrays, dtype=dtype))
+def functional_layer(pad: Any, dtype: str | None) -> jax.Array:
+    params = {"w_cand": pad(INPUTS.w_cand), "w_user": pad(INPUTS.w_user)}
+    return functional.compress(params, ARRAYS[1], ARRAYS[0], ARRAYS[2], dtype=dtype)
+
+
+@pytest.mark.parametrize(
+    ("run", "options"),
+    [
+        (vmapped, {"axis": None}),
+        (vmapped, {"axis": 0}),
+        (scanned, {}),
+        (of_levels, {}),
+        (functional_layer, {"dtype": None}),
+        (functional_layer, {"dtype": "float32"}),
+    ],
+    ids=lambda value: value.__name__ if callable(value) else str(value),
+)
+def test_programs_have_the_same_bits(run: Any, options: dict[str, Any]) -> None:
+    assert_same(run(ikbo.pad_weight, **options), run(lambda weight: weight, **options))
 
 
 def test_an_optimiser_leaves_the_padding_zero() -> None:
@@ -153,29 +147,6 @@ def test_an_optimiser_leaves_the_padding_zero() -> None:
     for x, y in zip(found, expected, strict=True):
         assert not np.asarray(x.rows)[:, x.k :].any()
         np.testing.assert_allclose(np.asarray(x.weight), np.asarray(y), rtol=1e-5)
-
-
-def test_prepared_parameters_of_the_ranking_network() -> None:
-    """The same logits, and no operation on parameters alone that has its own kernel."""
-    sizes = ranking.Sizes(
-        candidates=6, users=2, layers=2, width=16, user_dense=8, dense_tokens=2, user_tokens=5,
-        pooled=4, cand_tokens=9, history=8, queries=2, head_dim=8, compressed=7, hidden=8,
-        dtype="float32",
-    )  # fmt: skip
-    rng = np.random.default_rng(0)
-    # JAX's own normal values would take a program for every shape.
-    with mock.patch.object(
-        jax.random, "normal", lambda _, *args: problems.random_array(rng, *args)
-    ):
-        params, request = jax.jit(lambda: (ranking.init(sizes), ranking.make_request(sizes)))()
-    network, prepared = jax.jit(ranking.co_designed), jax.jit(ranking.prepare)(params)
-    assert all(
-        isinstance(w, ikbo.PaddedWeight)
-        for layer in prepared["layers"]
-        for w in layer["compression"].values()
-    )
-    expected = network(params, request)
-    np.testing.assert_allclose(network(prepared, request), expected, atol=1e-6)
 
 
 def test_a_program_for_cuda_pads_no_padded_weight(monkeypatch: pytest.MonkeyPatch) -> None:

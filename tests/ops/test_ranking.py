@@ -170,24 +170,27 @@ def test_folding_by_user_and_back() -> None:
 
     @jax.jit
     def there_and_back(x):
-        fold = strategies.fold_by_user(index, 4, 3)
+        fold, few = (strategies.fold_by_user(index, 4, slots) for slots in (3, 2))
         folded = fold.fold(x)
-        return folded, fold.unfold(folded)
+        return folded, fold.unfold(folded), few.unfold(few.fold(x))
 
-    folded, back = map(np.asarray, there_and_back(x))
+    folded, back, of_few = map(np.asarray, there_and_back(x))
     assert folded.shape == (4, 6, 3)
     np.testing.assert_array_equal(folded[2], x[[0, 2, 3]].reshape(6, 3))
     np.testing.assert_array_equal(folded[3], np.zeros((6, 3)))
     np.testing.assert_array_equal(back, x)
+    # Candidates without a slot are NaN, and harm no other user.
+    np.testing.assert_array_equal(of_few[[0, 1, 2, 4, 5]], x[[0, 1, 2, 4, 5]])
+    assert np.isnan(of_few[3]).all()
 
 
-def test_candidates_without_a_slot_are_nan_and_harm_no_other_user() -> None:
-    index = jnp.asarray([0, 1, 0, 0, 1, 0], jnp.int32)
-    x = np.arange(6 * 2, dtype=np.float32).reshape(6, 2, 1)
-    fold = strategies.fold_by_user(index, 2, 2)
-    back = np.asarray(fold.unfold(fold.fold(jnp.asarray(x))))
-    np.testing.assert_array_equal(back[[0, 1, 2, 4]], x[[0, 1, 2, 4]])
-    assert np.isnan(back[[3, 5]]).all()
+def test_prepared_parameters_give_the_same_logits() -> None:
+    params, request = inputs()
+    network, prepared = jax.jit(ranking.co_designed), jax.jit(ranking.prepare)(params)
+    for layer in prepared["layers"]:
+        assert all(isinstance(w, ikbo.PaddedWeight) for w in layer["compression"].values())
+    expected = network(params, request)
+    np.testing.assert_allclose(network(prepared, request), expected, atol=1e-6)
 
 
 @functools.cache
