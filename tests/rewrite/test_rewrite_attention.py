@@ -98,11 +98,6 @@ def under_vmap(query, key, value):
     return jax.vmap(one)(query, INDEX)
 
 
-def without_heads(query, key, value):
-    scores = query[:, :, 0] @ key[:, :, 0][INDEX].swapaxes(1, 2) / jnp.sqrt(H)
-    return jax.nn.softmax(scores, axis=-1) @ value[:, :, 0][INDEX]
-
-
 def of_one_user(query, key, value):
     key, value = (jnp.broadcast_to(x[:1], (B, S, N, H)) for x in (key, value))
     return jax.nn.dot_product_attention(query, key, value)
@@ -119,7 +114,6 @@ RECOGNISED = [
     in_bfloat16,
     several_query_heads_a_key_head,
     under_vmap,
-    without_heads,
 ]
 
 

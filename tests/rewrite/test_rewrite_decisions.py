@@ -86,14 +86,6 @@ def test_attention(name: str) -> None:
     assert_same([attention(ATTENTION[name])])
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-def test_negative_logits_in_16_bits(dtype: str) -> None:
-    """What differs from relu at negative logits alone."""
-    at, slope = ("-20", "0.001") if dtype == "bfloat16" else ("-40", "-1")
-    text = f"mix((lambda x: jnp.where(x < {at}, {slope}, nn.relu(x)).astype(x.dtype))(L(60 * q)))"
-    assert_same([attention(text, dtype)])
-
-
 @pytest.mark.parametrize("name", LEFT)
 def test_left_for_a_reason(name: str) -> None:
     text, reason = LEFT[name]

@@ -47,6 +47,19 @@ def of_merged_rows(f: Any, w: Any, user: Any, cand: Any, index: Any) -> Any:
     return f(x.reshape(-1, x.shape[-1]))
 
 
+def sums_of_squares(fn: Any) -> list[Any]:
+    """Makes sums of a function, and of its first and second derivative by the users."""
+
+    def of_slope(f: Any) -> Any:
+        return lambda *args: jnp.sum(jax.grad(f, 1)(*args) ** 2)
+
+    def total(*args: Any) -> Any:
+        return jnp.mean(fn(*args) ** 2)
+
+    slope = of_slope(total)
+    return [total, slope, of_slope(slope)]
+
+
 @pytest.mark.parametrize("model", [of_a_lookup, of_a_concatenation, of_merged_rows])
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_value_and_derivatives(name: str, model: Any) -> None:
@@ -56,16 +69,7 @@ def test_value_and_derivatives(name: str, model: Any) -> None:
         return model(f, w, user, cand, A.index)
 
     def all_of(fn: Any) -> Any:
-        def total(*args: Any) -> Any:
-            return jnp.mean(fn(*args) ** 2)
-
-        def slope(*args: Any) -> Any:
-            return jnp.sum(jax.grad(total, 1)(*args) ** 2)
-
-        def second(*args: Any) -> Any:
-            return jnp.sum(jax.grad(slope, 1)(*args) ** 2)
-
-        of_each = [fn, *(jax.grad(g, (0, 1, 2)) for g in (total, slope, second))]
+        of_each = [fn, *(jax.grad(g, (0, 1, 2)) for g in sums_of_squares(fn))]
         return lambda *args: [f(*args) for f in of_each]
 
     check(all_of, original, A.w, A.user, A.cand)
@@ -82,13 +86,7 @@ def test_a_second_derivative_that_mixes_rows_is_the_original_one() -> None:
         return of_a_lookup(f, w, user, cand, A.index)
 
     def slopes(fn: Any) -> Any:
-        def total(*args: Any) -> Any:
-            return jnp.mean(fn(*args) ** 2)
-
-        def slope(*args: Any) -> Any:
-            return jnp.sum(jax.grad(total, 1)(*args) ** 2)
-
-        of_each = [jax.value_and_grad(g, (0, 1, 2)) for g in (total, slope)]
+        of_each = [jax.value_and_grad(g, (0, 1, 2)) for g in sums_of_squares(fn)[:2]]
         return lambda *args: [f(*args) for f in of_each]
 
     check(slopes, original, A.w, A.user, A.cand)
