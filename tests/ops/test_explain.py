@@ -70,18 +70,13 @@ def model(w_cand, w_user, e_cand, e_user, index):
 OPS_OF_MODEL = ["linear_compression", "multilevel_linear_compression"]
 
 
-def test_calls_stand_in_program_order() -> None:
-    explanation = ikbo.explain(model, *INPUTS)
-    assert [plan.op for plan in explanation.plans] == OPS_OF_MODEL
-    assert explanation.plans[0].reason == "requested by the caller"
-    assert [line[:2] for line in str(explanation).split("\n") if line[0].isdigit()] == ["1.", "2."]
-
-
 def test_sees_through_a_cached_jit() -> None:
     compiled = jax.jit(model)
     compiled(*INPUTS)
     for _ in range(2):
-        assert [plan.op for plan in ikbo.explain(compiled, *INPUTS).plans] == OPS_OF_MODEL
+        plans = ikbo.explain(compiled, *INPUTS).plans
+        assert [plan.op for plan in plans] == OPS_OF_MODEL
+        assert plans[0].reason == "requested by the caller"
 
 
 def scanned(*inputs):

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 from flax import nnx as flax_nnx
 from problems import random_array
+from training_runs import assert_learnt_alike, curves, versions
 
 import ikbo_jax as ikbo
 from ikbo_jax.layers import nnx
@@ -245,3 +246,19 @@ def test_full_sizes_are_the_published_ones() -> None:
     params, request = jax.eval_shape(lambda: (ranking.init(sizes), ranking.make_request(sizes)))
     logits = jax.eval_shape(ranking.co_designed, params, request)
     assert (logits.shape, logits.dtype) == ((1024, 2), jnp.float32)
+
+
+#: Larger than the tiny sizes where too few candidates would learn nothing.
+TRAINED = dataclasses.replace(TINY, candidates=48, users=6, history=16)
+
+
+@functools.cache
+def losses(name: str, dtype: str) -> np.ndarray:
+    sizes = dataclasses.replace(TRAINED, dtype=dtype)
+    return curves(versions(sizes)[name], sizes, TRAINED, 3, 150)  # seeds and steps
+
+
+@pytest.mark.parametrize("name", ["co_designed", "rewrite"])
+def test_versions_learn_as_the_copies_do_in_float32(name: str) -> None:
+    """Training works: loss curves agree within seed noise."""
+    assert_learnt_alike(losses(name, "bfloat16"), losses("materialised", "float32"))

@@ -111,11 +111,15 @@ def test_size_that_nothing_takes_is_named(implementation: str | None) -> None:
 def test_kernels_leave_symbolic_sizes_to_xla(
     name: str, axis: str, size: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(dispatch, "hopper_unavailable_reason", lambda: None)
+    """On a machine with the card, and in a program that is lowered for it elsewhere."""
     op, shapes = CASES[name]
-    (plan,) = ikbo.explain(op, *shapes).plans
     words = f"{axis} is symbolic ('{size}'), "
-    assert (plan.implementation, plan.reason[: len(words)]) == ("xla", words)
     insist = functools.partial(op, implementation="mosaic_gpu")
-    with pytest.raises(NotImplementedError, match=f"{axis} is symbolic .* concrete {axis}"):
-        jax.eval_shape(insist, *shapes)
+    for is_hopper in (False, True):
+        if is_hopper:
+            monkeypatch.setattr(dispatch, "hopper_unavailable_reason", lambda: None)
+        (plan,) = ikbo.explain(op, *shapes).plans
+        plan = plan if is_hopper else plan.cuda
+        assert (plan.implementation, plan.reason[: len(words)]) == ("xla", words)
+        with pytest.raises(NotImplementedError, match=f"{axis} is symbolic .* concrete {axis}"):
+            jax.eval_shape(insist, *shapes)
