@@ -22,12 +22,17 @@ Clusters are missing.
 from __future__ import annotations
 
 import random
+import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 import ptx
-import sm90_instructions
+import sm90_arithmetic
+import sm90_async
+import sm90_memory
+import sm90_products
+from sm90_decoder import Decoder
 from sm90_state import (
     ARRAY_BITS,
     ARRAYS,
@@ -40,6 +45,12 @@ from sm90_state import (
     Trap,
     Warp,
 )
+
+_INSTRUCTIONS = [
+    (re.compile(pattern), make)
+    for module in (sm90_arithmetic, sm90_memory, sm90_async, sm90_products)
+    for pattern, make in module.TABLE
+]
 
 __all__ = ["PARAMS", "SHARED", "Descriptor", "Machine", "Trap"]
 
@@ -93,8 +104,11 @@ class Machine:
                     self.descriptors[at + offset] = descriptor
         self.pending: list[Callable[[], None]] = []
         self.constants: dict[tuple[int, str], int] = {}
-        self.first: list[np.ndarray] = []
-        sm90_instructions.decode(self)
+        decoder = Decoder(self)
+        for ins in program.instructions:
+            if ins.name not in ("bra", "ret"):
+                ins.run = decoder.decode(ins, _INSTRUCTIONS)
+        self.first: list[Any] = [None] * program.registers + decoder.extra
 
     # Device memory
 

@@ -73,14 +73,7 @@ COMPARE: dict[str, Callable[..., Any]] = {
 def integer(d: Decoder, ins: Instruction, found: re.Match[str]) -> Run:
     function, kind = INTEGER[found["op"]], KINDS[found["kind"]]
     if found["op"] in ("shl", "shr"):
-        target, value, by = ins.operands
-        a, b = d.source(value, kind), d.source(by, U32)
-
-        def run(warp: Warp, mask: Any) -> None:
-            result = function(warp.r[a].view(kind), warp.r[b])
-            put(warp, mask, target, result.view(bits_of(kind)))
-
-        return run
+        return d.simple(ins, function, (kind, U32), kind)
     return d.simple(ins, function, kind)
 
 
@@ -118,14 +111,7 @@ def wide(d: Decoder, ins: Instruction, found: re.Match[str]) -> Run:
     out = result[kind]
     if found["op"] == "mul":
         return d.simple(ins, lambda a, b: a.astype(out) * b.astype(out), kind, out)
-    target, a, b, c = ins.operands
-    x, y, z = d.source(a, kind), d.source(b, kind), d.source(c, out)
-
-    def run(warp: Warp, mask: Any) -> None:
-        product = warp.r[x].view(kind).astype(out) * warp.r[y].view(kind).astype(out)
-        put(warp, mask, target, (product + warp.r[z].view(out)).view(bits_of(out)))
-
-    return run
+    return d.simple(ins, lambda a, b, c: a.astype(out) * b.astype(out) + c, (kind, kind, out), out)
 
 
 def compare(d: Decoder, ins: Instruction, found: re.Match[str]) -> Run:
@@ -133,27 +119,14 @@ def compare(d: Decoder, ins: Instruction, found: re.Match[str]) -> Run:
     combine = found["with"]
     if not combine:
         return d.simple(ins, function, kind, np.bool_)
-    target, a, b, c = ins.operands
-    x, y, z = d.source(a, kind), d.source(b, kind), d.source(c, np.bool_)
-
-    def run(warp: Warp, mask: Any) -> None:
-        value = function(warp.r[x].view(kind), warp.r[y].view(kind))
-        other = warp.r[z]
-        both = value & other if combine == ".and" else value | other
-        put(warp, mask, target, both)
-
-    return run
+    combined = np.logical_and if combine == ".and" else np.logical_or
+    kinds = kind, kind, np.bool_
+    return d.simple(ins, lambda a, b, c: combined(function(a, b), c), kinds, np.bool_)
 
 
 def select(d: Decoder, ins: Instruction, found: re.Match[str]) -> Run:
     kind = bits_of(KINDS[found["kind"]])
-    target, a, b, p = ins.operands
-    x, y, z = d.source(a, kind), d.source(b, kind), d.source(p, np.bool_)
-
-    def run(warp: Warp, mask: Any) -> None:
-        put(warp, mask, target, np.where(warp.r[z], warp.r[x], warp.r[y]))
-
-    return run
+    return d.simple(ins, lambda a, b, p: np.where(p, a, b), (kind, kind, np.bool_))
 
 
 def move(d: Decoder, ins: Instruction, found: re.Match[str]) -> Run:
@@ -199,65 +172,50 @@ def convert(d: Decoder, ins: Instruction, found: re.Match[str]) -> Run:
         return value
 
     if np.dtype(of).itemsize == 1:
-        target, value = ins.operands
-        source = d.source(value, np.uint16)
-
-        def run(warp: Warp, mask: Any) -> None:
-            x = function(warp.r[source].astype(of))
-            put(warp, mask, target, x.view(bits_of(to)))
-
-        return run
+        return d.simple(ins, lambda x: function(x.astype(of)), np.uint16, to)
     return d.simple(ins, function, of, to)
 
 
 def convert_pair(d: Decoder, ins: Instruction, found: re.Match[str]) -> Run:
     kind = FLOATS[found["kind"]]
-    target, high, low = ins.operands
-    a, b = d.source(high, np.float32), d.source(low, np.float32)
     is_relu = ".relu" in ins.name
 
-    def run(warp: Warp, mask: Any) -> None:
-        pair = np.stack([warp.r[b].view(np.float32), warp.r[a].view(np.float32)], axis=1)
+    def function(high: Any, low: Any) -> Any:
+        pair = np.stack([low, high], axis=1)
         if is_relu:
             pair = np.maximum(pair, 0)
-        put(warp, mask, target, pair.astype(kind).view(U32)[:, 0])
+        return pair.astype(kind).view(U32)[:, 0]
 
-    return run
+    return d.simple(ins, function, np.float32, U32)
 
 
 def bitfield(d: Decoder, ins: Instruction, found: re.Match[str]) -> Run:
     kind = KINDS[found["kind"]]
-    target, value, begin, length = ins.operands
-    a, b, c = d.source(value, kind), d.source(begin, U32), d.source(length, U32)
+    bits = bits_of(kind)
 
-    def run(warp: Warp, mask: Any) -> None:
-        x = warp.r[a].astype(np.uint64) >> warp.r[b].astype(np.uint64)
-        width = warp.r[c].astype(np.uint64)
+    def function(value: Any, begin: Any, width: Any) -> Any:
+        x, width = value.astype(U64) >> begin.astype(U64), width.astype(U64)
         x &= (np.uint64(1) << width) - np.uint64(1)
         if found["kind"][0] == "s":
             sign = (x >> (width - np.uint64(1))) & np.uint64(1)
             x = np.where(sign != 0, x | (~np.uint64(0) << width), x)
-        put(warp, mask, target, x.astype(bits_of(kind)))
+        return x.astype(bits)
 
-    return run
+    return d.simple(ins, function, (bits, U32, U32))
 
 
 def permute(d: Decoder, ins: Instruction, _: re.Match[str]) -> Run:
-    target, *rest = ins.operands
-    a, b, c = (d.source(x, U32) for x in rest)
-
-    def run(warp: Warp, mask: Any) -> None:
-        both = warp.r[a].astype(U64) | warp.r[b].astype(U64) << U64(32)
-        selector, result = warp.r[c], np.zeros(32, U32)
+    def function(low: Any, high: Any, selector: Any) -> Any:
+        both, result = low.astype(U64) | high.astype(U64) << U64(32), np.zeros(32, U32)
         for i in range(4):
             chosen = (selector >> U32(4 * i)) & U32(0xF)
             byte = (both >> ((chosen & U32(7)).astype(U64) * U64(8))) & U64(0xFF)
             sign = np.where(byte & U64(0x80), U64(0xFF), U64(0))
             byte = np.where(chosen & U32(8), sign, byte)
             result |= byte.astype(U32) << U32(8 * i)
-        put(warp, mask, target, result)
+        return result
 
-    return run
+    return d.simple(ins, function, U32)
 
 
 def funnel(d: Decoder, ins: Instruction, found: re.Match[str]) -> Run:

@@ -90,12 +90,17 @@ class Decoder:
     def simple(
         self, ins: Instruction, function: Callable[..., Any], kind: Any, result: Any = None
     ) -> Run:
+        """Computes the target by a function; `kind` is of all operands, or has one for each."""
         target, *operands = ins.operands
-        sources = [self.source(x, kind) for x in operands]
-        bits, out = bits_of(kind), bits_of(result or kind)
+        kinds = kind if isinstance(kind, tuple) else (kind,) * len(operands)
+        sources = [
+            (self.source(x, k), k, k is not bits_of(k))
+            for x, k in zip(operands, kinds, strict=True)
+        ]
+        out = bits_of(result or kinds[0])
 
         def run(warp: Warp, mask: Any) -> None:
-            values = [warp.r[s].view(kind) if kind is not bits else warp.r[s] for s in sources]
+            values = [warp.r[s].view(k) if has_view else warp.r[s] for s, k, has_view in sources]
             value = function(*values)
             if value.dtype != out:
                 value = value.view(out)

@@ -170,41 +170,30 @@ def atomic(d: Decoder, ins: Instruction, found: re.Match[str]) -> Run:
     return run
 
 
-def store_matrix(d: Decoder, ins: Instruction, found: re.Match[str]) -> Run:
-    memory, registers = ins.operands
+def matrices(d: Decoder, ins: Instruction, found: re.Match[str]) -> Run:
+    """Loads and stores of matrices of 8 by 8."""
+    is_load = found["op"] == "ld"
+    registers, memory = ins.operands if is_load else reversed(ins.operands)
     assert isinstance(registers, tuple)
     addresses = d.address(memory, is_shared=True)
     is_transposed, count = bool(found["trans"]), int(found["count"])
-    sources = [d.source(r, U32) for r in registers]
+    sources = registers if is_load else [d.source(r, U32) for r in registers]
 
     def run(warp: Warp, mask: Any) -> None:
-        at = d.shared_at(warp, addresses(warp)[: 8 * count], 16).reshape(count, 8)
-        for rows, source in zip(at, sources, strict=True):
-            matrix = np.ascontiguousarray(warp.r[source]).view(np.uint16).reshape(8, 8)
-            if is_transposed:
-                matrix = np.ascontiguousarray(matrix.T)
+        at, shared = d.shared_at(warp, addresses(warp)[: 8 * count], 16), warp.block.memory
+        for rows, register in zip(at.reshape(count, 8), sources, strict=True):
             index = rows[:, None] + np.arange(16)
-            warp.block.memory[index] = matrix.view(np.uint8)
-            warp.dirty.append(index.reshape(-1))
-
-    return aligned("stmatrix", run)
-
-
-def load_matrix(d: Decoder, ins: Instruction, found: re.Match[str]) -> Run:
-    registers, memory = ins.operands
-    assert isinstance(registers, tuple)
-    addresses = d.address(memory, is_shared=True)
-    is_transposed, count = bool(found["trans"]), int(found["count"])
-
-    def run(warp: Warp, mask: Any) -> None:
-        at = d.shared_at(warp, addresses(warp)[: 8 * count], 16).reshape(count, 8)
-        for rows, register in zip(at, registers, strict=True):
-            matrix = warp.block.memory[rows[:, None] + np.arange(16)].view(np.uint16)
+            data = shared[index] if is_load else np.ascontiguousarray(warp.r[register])
+            matrix = data.view(np.uint16).reshape(8, 8)
             if is_transposed:
                 matrix = np.ascontiguousarray(matrix.T)
-            put(warp, mask, register, matrix.reshape(-1).view(U32))
+            if is_load:
+                put(warp, mask, register, matrix.reshape(-1).view(U32))
+            else:
+                shared[index] = matrix.view(np.uint8)
+                warp.dirty.append(index.reshape(-1))
 
-    return aligned("ldmatrix", run)
+    return aligned(f"{found['op']}matrix", run)
 
 
 def proxy_fence(d: Decoder, ins: Instruction, _: re.Match[str]) -> Run:
@@ -248,12 +237,9 @@ TABLE: Table = [
         atomic,
     ),
     (
-        r"stmatrix\.sync\.aligned\.m8n8\.x(?P<count>[124])(?P<trans>\.trans)?\.shared\.b16",
-        store_matrix,
-    ),
-    (
-        r"ldmatrix\.sync\.aligned\.m8n8\.x(?P<count>[124])(?P<trans>\.trans)?\.shared\.b16",
-        load_matrix,
+        r"(?P<op>ld|st)matrix\.sync\.aligned\.m8n8\.x(?P<count>[124])(?P<trans>\.trans)?"
+        r"\.shared\.b16",
+        matrices,
     ),
     (r"fence\.proxy\.async(?:\.\S+)?", proxy_fence),
     (r"prefetch\.global\.L2", prefetch),
