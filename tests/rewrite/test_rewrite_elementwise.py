@@ -77,10 +77,20 @@ def test_value_and_derivatives(name: str, model: Any) -> None:
     assert report.changed or name == "a constant" or model is of_merged_rows
 
 
-def test_a_second_derivative_that_mixes_rows_is_the_original_one() -> None:
-    """A first derivative that mixes rows stands in `test_rewrite_shared`."""
-    mixed = custom(jnp.cos, lambda f, x, t: (f(x), t * jnp.sum(x, axis=0, keepdims=True)))
-    f = custom(jnp.sin, lambda f, x, t: (f(x), mixed(x) * t))
+def mixes_rows(f: Any, x: Any, t: Any) -> Any:
+    return f(x), t * jnp.sum(x, axis=0, keepdims=True)
+
+
+MIXED = custom(jnp.cos, mixes_rows)
+
+
+@pytest.mark.parametrize(
+    "f",
+    [custom(jnp.sin, mixes_rows), custom(jnp.sin, lambda f, x, t: (f(x), MIXED(x) * t))],
+    ids=["first", "second"],
+)
+def test_a_derivative_that_mixes_rows_is_the_original_one(f: Any) -> None:
+    """The first derivative of a function, or the derivative of its derivative."""
 
     def original(w: Any, user: Any, cand: Any) -> Any:
         return of_a_lookup(f, w, user, cand, A.index)
