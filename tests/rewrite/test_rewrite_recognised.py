@@ -5,6 +5,7 @@ What else is recognised in f32 stands in `test_rewrite_attention`.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable, Iterator
 
 import jax
@@ -113,16 +114,12 @@ def test_masked_softmax_is_recognised(dtype: str) -> None:
 
 @pytest.mark.parametrize("dtype", EACH_DTYPE)
 def test_attention_of_jax_with_mask_and_with_lengths(dtype: str) -> None:
-    def masked(q, k, v, i, kept):
+    def masked(q, k, v, i, kept, scale=None):
         mask = kept[i][:, None, None, :]
-        return jax.nn.dot_product_attention(q, k[i], v[i], mask=mask)
+        return jax.nn.dot_product_attention(q, k[i], v[i], mask=mask, scale=scale)
 
     def with_lengths(q, k, v, i, lengths):
         return jax.nn.dot_product_attention(q, k[i], v[i], key_value_seq_lengths=lengths[i])
-
-    def scaled(q, k, v, i, kept):
-        mask = kept[i][:, None, None, :]
-        return jax.nn.dot_product_attention(q, k[i], v[i], mask=mask, scale=0.2)
 
     # With a key for each user: what jax.nn makes of a user without keys is another test's matter.
     kept, lengths = jnp.asarray(KEPT).at[0, 1].set(True), jnp.asarray(LENGTHS).at[0].set(1)
@@ -130,7 +127,7 @@ def test_attention_of_jax_with_mask_and_with_lengths(dtype: str) -> None:
     cases = [
         Case("mask", masked, (*_args(dtype), index, kept)),
         Case("lengths", with_lengths, (*_args(dtype), index, lengths)),
-        Case("scale", scaled, (*_args(dtype), index, kept)),
+        Case("scale", functools.partial(masked, scale=0.2), (*_args(dtype), index, kept)),
         Case("users without keys", masked, (*_args(dtype), index, jnp.asarray(KEPT))),
         Case("lengths of 0", with_lengths, (*_args(dtype), index, jnp.asarray(LENGTHS))),
     ]

@@ -122,49 +122,19 @@ def check_calls(make: Any, args: Any, programs: int, calls: int, wrapper: Any = 
     check(gradients_by_all(args), jitted, *args, bound=2e-5)
 
 
-def jitted_transformer(wrapper: Any) -> Any:
-    """Causal layers over [history, candidate]."""
+def transformer(attend: Any, masks: Any) -> Any:
+    """Causal layers over [history, candidate], with the masks in turn."""
 
-    @wrapper
-    def layer(block: Any, x: Any, mask: Any) -> Any:
-        attention = functools.partial(layout_sequences._softmax_attention, mask=mask)
-        return layout_sequences._block(block, x, attention)
-
-    def fn(blocks: Any, long: Any, token: Any, index: Any) -> Any:
-        x = jnp.concatenate([long[index], token[:, None]], axis=1)
-        mask = jnp.tril(jnp.ones((S + 1, S + 1), bool))[None, None]
-        for block in blocks:
-            x = layer(block, x, mask)
-        return x[:, 0] + x[:, -1]
-
-    return fn
-
-
-@pytest.mark.parametrize("wrapper", [jax.jit, jax.checkpoint])
-def test_layers_over_a_concatenation_share_a_program(wrapper: Any) -> None:
-    given = arrays()
-    args = given["blocks8"][:5], given["long"], given["token"], given["index"]
-    check_calls(jitted_transformer, args, 1, 5, wrapper)
-
-
-def biased_transformer(masks: int) -> Any:
-    """Causal layers that add a mask to the logits: every layer the same, or one of several."""
-
-    def make(jit: Any) -> Any:
-        @jit
-        def layer(block: Any, x: Any, bias: Any) -> Any:
-            def attention(q: Any, k: Any, v: Any) -> Any:
-                logits = jnp.einsum("btnh,bsnh->bnts", q, k) + bias
-                return jnp.einsum("bnts,bsnh->btnh", jax.nn.softmax(logits, axis=-1), v)
-
-            return layout_sequences._block(block, x, attention)
+    def make(wrapper: Any) -> Any:
+        @wrapper
+        def layer(block: Any, x: Any, mask: Any) -> Any:
+            return layout_sequences._block(block, x, functools.partial(attend, mask=mask))
 
         def fn(blocks: Any, long: Any, token: Any, index: Any) -> Any:
             x = jnp.concatenate([long[index], token[:, None]], axis=1)
-            kept = jnp.tril(jnp.ones((S + 1, S + 1), bool))[None, None]
-            biases = [jnp.where(kept, 0.0, -1e9 * (n + 1)) for n in range(masks)]
+            in_turn = masks(jnp.tril(jnp.ones((S + 1, S + 1), bool))[None, None])
             for n, block in enumerate(blocks):
-                x = layer(block, x, biases[n % masks])
+                x = layer(block, x, in_turn[n % len(in_turn)])
             return x[:, 0] + x[:, -1]
 
         return fn
@@ -172,11 +142,28 @@ def biased_transformer(masks: int) -> Any:
     return make
 
 
+@pytest.mark.parametrize("wrapper", [jax.jit, jax.checkpoint])
+def test_layers_over_a_concatenation_share_a_program(wrapper: Any) -> None:
+    given = arrays()
+    args = given["blocks8"][:5], given["long"], given["token"], given["index"]
+    make = transformer(layout_sequences._softmax_attention, lambda mask: [mask])
+    check_calls(make, args, 1, 5, wrapper)
+
+
+def biased(q: Any, k: Any, v: Any, mask: Any) -> Any:
+    """Attention that adds the mask to the logits."""
+    logits = jnp.einsum("btnh,bsnh->bnts", q, k) + mask
+    return jnp.einsum("bnts,bsnh->btnh", jax.nn.softmax(logits, axis=-1), v)
+
+
 @pytest.mark.parametrize(("masks", "programs", "calls"), [(1, 1, 4), (2, 2, 3)])
 def test_layers_with_masks_of_numbers(masks: int, programs: int, calls: int) -> None:
     given = arrays()
     args = given["blocks8"][:5], given["long"], given["token"], given["index"]
-    check_calls(biased_transformer(masks), args, programs, calls)
+    make = transformer(
+        biased, lambda mask: [jnp.where(mask, 0.0, -1e9 * (n + 1)) for n in range(masks)]
+    )
+    check_calls(make, args, programs, calls)
 
 
 def pooled(jit: Any) -> Any:

@@ -264,6 +264,3 @@ def _magnitude(eqn: Any, operands: list[Pair], result: Array) -> Array:
     if name in LINEAR and all(is_floating(x.dtype) for x, _ in operands):
         return np.asarray(PRIMITIVES[name](eqn, *magnitudes))
     return np.abs(result)
-
-
-# The primitives. Each takes the equation and the values of its operands.

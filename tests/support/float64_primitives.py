@@ -1,4 +1,7 @@
-"""What the primitives of JAX compute, in NumPy: for `float64_oracle`."""
+"""What the primitives of JAX compute, in NumPy: for `float64_oracle`.
+
+Each function takes the equation and the values of its operands.
+"""
 
 from __future__ import annotations
 

@@ -79,20 +79,14 @@ def softmax(x: Any) -> Any:
     return jax.nn.softmax(x, axis=-1)
 
 
+SOFTMAXES = (softmax, by_hand, by_hand_stopped, without_max, by_log)
 COMMON = {
+    **{f.__name__: f for f in (*SOFTMAXES, straight_through, with_slope, with_gradient)},
     "jax": jax,
     "jnp": jnp,
     "lax": lax,
     "nn": jax.nn,
     "stop": lax.stop_gradient,
-    "softmax": softmax,
-    "by_hand": by_hand,
-    "by_hand_stopped": by_hand_stopped,
-    "without_max": without_max,
-    "by_log": by_log,
-    "straight_through": straight_through,
-    "with_slope": with_slope,
-    "with_gradient": with_gradient,
     "f32": jnp.float32,
     "bf16": jnp.bfloat16,
     "f16": jnp.float16,

@@ -126,12 +126,6 @@ def first_dense_layer(user, cand, index, w_first, bias, w_out):
 
 
 @model(BY_PARTS, never=(USER_ROWS,))
-def first_dense_layer_with_take(user, cand, index, w_first, bias):
-    x = jnp.hstack([cand, jnp.take(user, index, axis=0)])
-    return jnp.tanh(x @ w_first + bias)
-
-
-@model(BY_PARTS, never=(USER_ROWS,))
 def vmap_over_candidates(lone_user, cand, w_first, bias):
     def score(user, candidate):
         return jax.nn.silu(jnp.concatenate([user, candidate]) @ w_first + bias)
@@ -290,15 +284,6 @@ def attention_by_matmul_bnth(cand, history, index, w_q, w_k, w_v):
     scores = (q @ k.swapaxes(-1, -2)).astype(jnp.float32) * H**-0.5
     out = jax.nn.softmax(scores, axis=-1).astype(q.dtype) @ v
     return out.transpose(0, 2, 1, 3).reshape(B, HEADS * H)
-
-
-@model("attention", never=((B, S, HIDDEN),))
-def pooling_by_target_attention(cand, history, index, w_cand):
-    tokens = history[index]
-    scores = jnp.einsum("bd,bsd->bs", cand @ w_cand, tokens)
-    weights = jnp.exp(scores - scores.max(axis=1, keepdims=True))
-    weights = weights / weights.sum(axis=1, keepdims=True)
-    return jnp.einsum("bs,bsd->bd", weights, tokens)
 
 
 # What must be materialised, or cannot be found, and stays right.

@@ -167,25 +167,20 @@ def _fault(original: Any, rewritten: Any, case: Case, theirs: Any, ours: Any) ->
             *oracle[n],
             [results[n][0] for results in moved],
             aval.dtype,
-            functools.partial(_nth_partly_rounded, original, args, n),
+            functools.partial(_partly_rounded, original, args, n),
         )
         if fault is not None:
             return f"result {n} of {len(theirs)} ({aval.str_short()}): {fault}"
     return None
 
 
-def _nth_partly_rounded(program: Any, args: Any, number: int) -> Iterator[Any]:
-    """A result of each of `_partly_rounded`."""
-    return (results[number][0] for results in _partly_rounded(program, args))
-
-
-def _partly_rounded(program: Any, args: Any) -> Iterator[Any]:
-    """Results of a program that rounds its first result alone, its first two, and so on."""
+def _partly_rounded(program: Any, args: Any, number: int) -> Iterator[Any]:
+    """A result of a program that rounds its first result alone, its first two, and so on."""
     count, used = 0, True
     while used:
         count += 1
         leading = Leading(count)
-        yield evaluate(program, args, leading)
+        yield evaluate(program, args, leading)[number][0]
         used = leading.left < 0
 
 
