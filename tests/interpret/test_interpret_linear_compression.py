@@ -348,8 +348,13 @@ def test_interpreted_producer_that_does_not_wait_is_found(
     assert_found(Case((1,), (300,), 64, 64), launches)
 
 
-def hand_back_newest_stage(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Consumers hand back the stage whose products they just issued, not the one before it."""
+def test_interpreted_stage_handed_back_too_early_is_found(
+    monkeypatch: pytest.MonkeyPatch, launches: interpreter.Launches
+) -> None:
+    """Consumers hand back the stage whose products they just issued, not the one before it.
+
+    Tiles that span candidates are multiplied by the same code.
+    """
     release, wait, wgmma_wait = rings.Ring.release, rings.Ring.await_ready, plgpu.wgmma_wait
     newest: list[Any] = []
 
@@ -365,12 +370,6 @@ def hand_back_newest_stage(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rings.Ring, "await_ready", remembering_wait)
     monkeypatch.setattr(rings.Ring, "release", lambda ring, number: None)
     monkeypatch.setattr(plgpu, "wgmma_wait", releasing_wgmma_wait)
-
-
-def test_interpreted_stage_handed_back_too_early_is_found(
-    monkeypatch: pytest.MonkeyPatch, launches: interpreter.Launches
-) -> None:
-    hand_back_newest_stage(monkeypatch)
     assert_found(Case((1,), (300,), 64, 64), launches)
 
 

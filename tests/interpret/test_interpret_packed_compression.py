@@ -16,7 +16,6 @@ from test_interpret_linear_compression import (
     assert_non_finite_rows_stay,
     assert_right,
     case_of_neighbours,
-    hand_back_newest_stage,
     interpret,
     plant,
 )
@@ -133,13 +132,6 @@ def test_interpreted_packed_fragments_that_are_not_awaited_are_found(
     count_users(case)
     monkeypatch.setattr(mosaic, "wait", lambda *args, **options: None)
     assert_found(case, launches)
-
-
-def test_interpreted_packed_stage_handed_back_too_early_is_found(
-    monkeypatch: pytest.MonkeyPatch, launches: interpreter.Launches
-) -> None:
-    hand_back_newest_stage(monkeypatch)
-    assert_found(Case((9,), (300,), 16, 32, TINY), launches)
 
 
 def test_interpreted_packed_race_is_found_without_waiting_for_a_staging_buffer(

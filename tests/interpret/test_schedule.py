@@ -7,8 +7,6 @@ from unittest import mock
 
 import hypothesis
 import hypothesis.strategies as st
-import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -106,27 +104,3 @@ def test_back_and_forth_takes_every_task_once_and_no_worker_always_first(
     assert sorted(sum(tasks, [])) == list(range(count))
     if count % (2 * workers) == 0:  # work that falls by one from task to task is shared equally
         assert len({sum(own) for own in tasks}) == 1
-
-
-@pytest.mark.parametrize("name", EXAMPLES)
-def test_traced_indices_give_the_same_tiles(name: str) -> None:
-    schedule = make_schedule(*EXAMPLES[name])
-    users, cands = assignments(schedule)
-    workers = jnp.arange(schedule.num_workers, dtype=jnp.int32)
-    waves = jnp.arange(max(map(len, users + cands)), dtype=jnp.int32)
-
-    @jax.jit
-    def trace(workers: jax.Array, waves: jax.Array):
-        def per_worker(worker):
-            tiles = [jax.vmap(lambda i, f=f: f(worker, i))(waves) for f in tile_of]
-            return schedule.user_count(worker), schedule.cand_count(worker), *tiles
-
-        return jax.vmap(per_worker)(workers)
-
-    tile_of = (schedule.user_tile, schedule.cand_tile)
-    counts_and_tiles = trace(workers, waves)
-    assert {x.dtype for x in counts_and_tiles} == {jnp.dtype("int32")}
-    user_counts, cand_counts, user_tiles, cand_tiles = map(np.asarray, counts_and_tiles)
-    for w in range(schedule.num_workers):
-        assert user_tiles[w, : user_counts[w]].tolist() == users[w]
-        assert cand_tiles[w, : cand_counts[w]].tolist() == cands[w]

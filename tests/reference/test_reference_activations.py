@@ -18,10 +18,6 @@ GRID = np.concatenate(
 PAIRS = [(approx, name) for approx, names in activations.APPROXIMATIONS.items() for name in names]
 
 
-def test_names_are_those_of_the_tests() -> None:
-    assert activations.ACTIVATIONS == problems_gdpa.ACTIVATIONS
-
-
 @pytest.mark.parametrize("name", NAMES)
 def test_value_and_slope_are_those_of_the_definition(name: str) -> None:
     x = GRID.astype(np.float64)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import chex
@@ -11,7 +11,6 @@ import hypothesis
 import hypothesis.strategies as st
 import jax
 import jax.numpy as jnp
-import jax.test_util
 import numpy as np
 import problems
 import problems_gdpa
@@ -36,14 +35,14 @@ MODES = ("self", "self_empty_and_padded", "pffn", "indexed", "pma", "pma_indexed
 
 
 def problem(name: str) -> tuple[Shape, Settings]:
-    """A head for every activation in every mode; elsewhere gelu and softmax in turn."""
+    """A head for every activation in every mode; elsewhere gelu and softmax, of negative scales."""
     shape = SHAPES[name]
     if name in MODES:
         # Heads share key heads where rows are masked.
         q_heads = 2 * shape.kv_heads if name == "self_empty_and_padded" else shape.kv_heads
         return problems_gdpa.of_all_activations(shape._replace(q_heads=q_heads))
-    names = (("gelu", "softmax") * shape.q_heads)[: shape.q_heads]
-    return shape, problems_gdpa.make_settings(shape, names)
+    shape, scales = shape._replace(q_heads=2, kv_heads=2), {"scale": -2.0, "output_scale": -3.0}
+    return shape, problems_gdpa.make_settings(shape, ("gelu", "softmax"), **scales)
 
 
 materialised = jax.jit(reference.materialised, static_argnums=1)
@@ -102,24 +101,6 @@ def of_each_path(arrays: Arrays, settings: Settings) -> tuple[jax.Array, jax.Arr
 # The XLA path.
 
 
-def check_finite_differences(arrays: Arrays, settings: Settings, d_out: jax.Array) -> None:
-    """That the oracle has the gradient of its value, in the program that compared it with NumPy."""
-    query, key, value = (np.abs(np.nan_to_num(x)) for x in arrays[:3])
-    # Scores of both signs, none of them at the kink of a relu.
-    sign = np.where(np.arange(key.shape[0]) % 2, np.float32(1), np.float32(-1))
-    floats = (query, key * sign[:, None, None], value)
-
-    def run(d_out: Any, *floats: Any) -> tuple[jax.Array, tuple]:
-        return ours_and_oracle(Arrays(*floats, *arrays[3:]), settings, jnp.asarray(d_out))[1]
-
-    def run_vjp(*floats: Any) -> tuple[jax.Array, Callable[[Any], tuple]]:
-        return run(d_out, *floats)[0], lambda cotangent: run(cotangent, *floats)[1]
-
-    jax.test_util.check_vjp(
-        lambda *floats: run(d_out, *floats)[0], run_vjp, floats, atol=0.02, rtol=0.02, eps=1e-3
-    )
-
-
 @pytest.mark.parametrize(
     ("name", "limits"),
     [
@@ -129,7 +110,7 @@ def check_finite_differences(arrays: Arrays, settings: Settings, d_out: jax.Arra
     ],
 )
 def test_both_paths_and_their_gradients_are_numpys(name: str, limits: tuple) -> None:
-    """Of every activation in every mode; the oracle's gradients by finite differences too."""
+    """Of every activation in every mode."""
     shape, settings = problem(name)
     settings = settings._replace(max_seqlen_q=limits[0], max_seqlen_kv=limits[1])
     arrays = problems_gdpa.make_arrays(shape, "float32")
@@ -137,8 +118,6 @@ def test_both_paths_and_their_gradients_are_numpys(name: str, limits: tuple) -> 
     exact = jax.tree.map(np.float32, problems_gdpa.exactly(arrays, settings, d_out))
     for found in ours_and_oracle(arrays, settings, d_out):
         assert_close(found, exact)
-    if name in ("self_empty_and_padded", "indexed", "pma_indexed"):
-        check_finite_differences(arrays, settings, d_out)
 
 
 def test_half_precision_is_within_the_error_rule() -> None:
@@ -171,15 +150,8 @@ def test_lse_is_that_of_the_scores() -> None:
     several = [problems_gdpa.make_settings(shape, name) for name in names]
     each = jax.jit(lambda x: [gdpa_chunked.chunked(x, s, SMALL_BLOCKS)[1] for s in several])(arrays)
     assert each.pop() is None
-    begin, end = (np.asarray(arrays.cu_seqlens_q)[i:][:5] for i in (0, 1))
-    kv_begin, kv_end = (np.asarray(arrays.cu_seqlens_kv)[i:][:5] for i in (0, 1))
-    exact = np.zeros((arrays.query.shape[0], 4))
-    for q0, q1, k0, k1 in zip(begin, end, kv_begin, kv_end, strict=True):
-        keys = np.repeat(np.asarray(arrays.key, np.float64)[k0:k1], 2, axis=1)
-        scores = problems_gdpa.SCALE * np.einsum("inh,jnh->inj", arrays.query[q0:q1], keys)
-        with np.errstate(divide="ignore"):
-            exact[q0:q1] = np.log(np.sum(np.exp(scores), axis=-1))
     for lse, settings in zip(each, several, strict=False):
+        exact = problems_gdpa.numpy_lse(arrays, settings)
         chex.assert_shape(lse, exact.shape)
         assert lse.dtype == jnp.float32
         is_softmax = np.asarray(settings.activations) == "softmax"

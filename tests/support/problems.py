@@ -178,15 +178,9 @@ ATTENTION_SHAPES = {
     "odd_counts": AttentionShape(4, 13, 3, 37, 3, 3, 24, "sorted", "ragged"),
     "unsorted": AttentionShape(5, 17, 2, 20, 2, 2, 16, "unsorted"),
     "users_without_candidates": AttentionShape(9, 7, 5, 20, 2, 2, 16, "gaps", "ragged"),
-    "more_users_than_candidates": AttentionShape(11, 3, 4, 20, 2, 2, 16, "gaps"),
-    "one_query": AttentionShape(3, 20, 1, 33, 4, 2, 16, "unsorted", "ragged"),
-    "one_key": AttentionShape(3, 7, 4, 1, 2, 2, 16, "unsorted"),
     "one_wide": AttentionShape(2, 3, 1, 1, 1, 1, 1),
-    "tile": AttentionShape(2, 4, 64, 128, 1, 1, 64),
-    "tile_minus_one": AttentionShape(2, 5, 63, 127, 1, 1, 64, "unsorted"),
     "tile_plus_one": AttentionShape(2, 5, 65, 129, 1, 1, 64, "unsorted", "ragged"),
     "grouped_heads": AttentionShape(3, 8, 4, 40, 8, 2, 16, "unsorted", "ragged"),
-    "one_key_head": AttentionShape(3, 8, 4, 40, 6, 1, 16, "unsorted"),
 }
 
 
