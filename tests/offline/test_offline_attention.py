@@ -11,15 +11,16 @@ import offline
 import pytest
 
 from ikbo_jax.pallas.flash import attention as kernel
-from ikbo_jax.problems import AttentionConfig, AttentionProblem
+from ikbo_jax.problems import AttentionConfig as Config
+from ikbo_jax.problems import AttentionProblem
 from ikbo_jax.problems.hopper import WGMMA_M
 from ikbo_jax.tuning import table_rows
 
 pytestmark = pytest.mark.slow
 
 DEFAULT = AttentionProblem(2048, 32, 64, 1024, 2, 2, 128, "bfloat16")
-ONE_SLOT = AttentionConfig(k_stages=3, v_stages=3, q_slots=1)
-REUSE = AttentionConfig(128, 2, 2, 3, reuse=True, balance=True)
+ONE_SLOT = Config(k_stages=3, v_stages=3, q_slots=1)
+REUSE = Config(128, 2, 2, 3, reuse=True, balance=True)
 NUM_SMS = 132
 
 
@@ -40,15 +41,15 @@ class Case:
     """
 
     problem: AttentionProblem
-    config: AttentionConfig | None = None
+    config: Config | None = None
     with_lengths: bool = False
     with_order: bool = False
     with_lse: bool = False
 
     @property
-    def chosen(self) -> AttentionConfig:
+    def chosen(self) -> Config:
         candidates = self.problem.candidate_configs()
-        return self.config or next(c for c in candidates if isinstance(c, AttentionConfig))
+        return self.config or next(c for c in candidates if isinstance(c, Config))
 
     def launch(self) -> tuple[Any, ...]:
         """The kernel's host function, and the shapes it takes."""
@@ -75,7 +76,7 @@ class Case:
         return fn, *shapes, shapes[3] if self.with_order else None
 
 
-def of(config: AttentionConfig | None = None, **sizes: Any) -> Case:
+def of(config: Config | None = None, **sizes: Any) -> Case:
     return Case(dataclasses.replace(DEFAULT, **sizes), config)
 
 
@@ -87,32 +88,24 @@ def every_option(case: Case) -> Case:
 CASES = {
     "one_slot": of(ONE_SLOT),
     "reuse_and_balance": every_option(of(REUSE, kv_len=256)),
-    "h64_small": every_option(
-        Case(AttentionProblem(1, 1, 1, 1, 1, 1, 64, "bfloat16"), AttentionConfig())
-    ),
+    "h64_small": every_option(Case(AttentionProblem(1, 1, 1, 1, 1, 1, 64, "bfloat16"), Config())),
     "h256_t16": every_option(of(head_dim=256, q_len=16)),
     "h96_t100_one_slot_f16": every_option(of(ONE_SLOT, head_dim=96, q_len=100, dtype="float16")),
-    "h128_t5": every_option(of(AttentionConfig(), q_len=5)),
+    "h128_t5": every_option(of(Config(), q_len=5)),
     # Tiles of one user; what the list of tiles is.
-    "h64_t1_one_user": of(AttentionConfig(128, 4, 4, one_user=True), head_dim=64, q_len=1),
-    "h128_t8_one_user": every_option(of(AttentionConfig(one_user=True), q_len=8)),
+    "h64_t1_one_user": of(Config(128, 4, 4, one_user=True), head_dim=64, q_len=1),
+    "h128_t8_one_user": every_option(of(Config(one_user=True), q_len=8)),
     "h96_one_user_early_f16": every_option(
-        of(
-            AttentionConfig(one_user=True, early_scores=True, late_turns=True),
-            head_dim=96,
-            dtype="float16",
-        )
+        of(Config(one_user=True, early_scores=True, late_turns=True), head_dim=96, dtype="float16")
     ),
-    "h192_t16_one_user": every_option(
-        of(AttentionConfig(64, one_user=True), head_dim=192, q_len=16)
-    ),
-    "h256_one_user": every_option(of(AttentionConfig(64, 2, 3, 1, one_user=True), head_dim=256)),
+    "h192_t16_one_user": every_option(of(Config(64, one_user=True), head_dim=192, q_len=16)),
+    "h256_one_user": every_option(of(Config(64, 2, 3, 1, one_user=True), head_dim=256)),
     "h256_t16_one_user": every_option(
-        of(AttentionConfig(64, 2, 3, 1, one_user=True), head_dim=256, q_len=16)
+        of(Config(64, 2, 3, 1, one_user=True), head_dim=256, q_len=16)
     ),
     # Two query slots for short keys.
     "h256_t16_two_slots_reuse": every_option(
-        of(AttentionConfig(32, 3, 3, 2, reuse=True), head_dim=256, q_len=16, kv_len=96)
+        of(Config(32, 3, 3, 2, reuse=True), head_dim=256, q_len=16, kv_len=96)
     ),
     "h192_t3_f16": every_option(of(head_dim=192, q_len=3, dtype="float16")),
 }

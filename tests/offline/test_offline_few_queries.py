@@ -11,7 +11,8 @@ from test_offline_attention import operands
 
 from ikbo_jax.pallas.few_queries.kernel import few_queries_kernel
 from ikbo_jax.problems import AttentionProblem, memory
-from ikbo_jax.problems.few_queries import MOST_TABLE_ROWS, MOST_TABLED, FewQueriesConfig
+from ikbo_jax.problems.few_queries import MOST_TABLE_ROWS, MOST_TABLED
+from ikbo_jax.problems.few_queries import FewQueriesConfig as Config
 
 pytestmark = pytest.mark.slow
 
@@ -26,7 +27,7 @@ class Case:
     """
 
     problem: AttentionProblem
-    config: FewQueriesConfig
+    config: Config
     with_options: bool = True
     lists: bool = False
     bundle: int = 1
@@ -54,120 +55,107 @@ class Case:
         return fn, *shapes, shapes[3] if self.with_options and not self.lists else None
 
 
-def problem(head_dim: int, heads: tuple[int, int] = (4, 4), **sizes: Any) -> AttentionProblem:
+def of(head_dim: int, config: Config, heads: tuple[int, int] = (4, 4), **changes: Any) -> Case:
+    """A case, of which `changes` are fields, or of its problem."""
+    options = {x: changes.pop(x) for x in ("with_options", "lists", "bundle") if x in changes}
     default = AttentionProblem(1024, 16, 1, 512, *heads, head_dim, "bfloat16")
-    return dataclasses.replace(default, **sizes)
+    return Case(dataclasses.replace(default, **changes), config, **options)
 
 
 CASES = {
-    "h64": Case(problem(64), FewQueriesConfig()),
-    "h64_plain": Case(problem(64), FewQueriesConfig(), with_options=False),
-    "h64_wide": Case(problem(64), FewQueriesConfig(tile_rows=128)),
-    "h64_split": Case(problem(64), FewQueriesConfig(splits=4)),
-    "h64_turns": Case(problem(64), FewQueriesConfig(128, 1, 128, 4, 4, turns=True)),
-    "h128_stagger": Case(
-        problem(128), FewQueriesConfig(64, 2, 64, 4, 4, stagger=True), with_options=False
+    "h64": of(64, Config()),
+    "h64_plain": of(64, Config(), with_options=False),
+    "h64_wide": of(64, Config(tile_rows=128)),
+    "h64_split": of(64, Config(splits=4)),
+    "h64_turns": of(64, Config(128, 1, 128, 4, 4, turns=True)),
+    "h128_stagger": of(128, Config(64, 2, 64, 4, 4, stagger=True), with_options=False),
+    "h64_one_user_t64": of(
+        64, Config(64, 1, 128, 5, 5, 4), (1, 1), batch=69, users=1, q_len=64, kv_len=128
     ),
-    "h64_one_user_t64": Case(
-        problem(64, (1, 1), batch=69, users=1, q_len=64, kv_len=128),
-        FewQueriesConfig(64, 1, 128, 5, 5, 4),
-    ),
-    "h64_f16_gqa": Case(problem(64, (8, 2), q_len=5, dtype="float16"), FewQueriesConfig()),
-    "h96": Case(problem(96), FewQueriesConfig(block_kv=64)),
-    "h128_wide": Case(problem(128), FewQueriesConfig(128, 1, 64, 4, 3)),
-    "h128": Case(problem(128), FewQueriesConfig(64, 1, 128, 2, 2)),
-    "h96_gqa_split": Case(problem(96, (8, 2)), FewQueriesConfig(64, 2, 64, 5, 5)),
-    "h128_gqa": Case(problem(128, (8, 2)), FewQueriesConfig(64, 1, 64, 4, 4)),
-    "h128_gqa_plain": Case(problem(128, (8, 2)), FewQueriesConfig(64, 2, 32, 5, 5), False),
+    "h64_f16_gqa": of(64, Config(), (8, 2), q_len=5, dtype="float16"),
+    "h96": of(96, Config(block_kv=64)),
+    "h128_wide": of(128, Config(128, 1, 64, 4, 3)),
+    "h128": of(128, Config(64, 1, 128, 2, 2)),
+    "h96_gqa_split": of(96, Config(64, 2, 64, 5, 5), (8, 2)),
+    "h128_gqa": of(128, Config(64, 1, 64, 4, 4), (8, 2)),
+    "h128_gqa_plain": of(128, Config(64, 2, 32, 5, 5), (8, 2), with_options=False),
     # Keys and values that L2 does not hold: a user's row slots are neighbours.
-    "h128_wide_neighbours": Case(
-        problem(128, batch=7918, users=565, q_len=8, kv_len=768), FewQueriesConfig(128, 1, 64, 3, 3)
+    "h128_wide_neighbours": of(
+        128, Config(128, 1, 64, 3, 3), batch=7918, users=565, q_len=8, kv_len=768
     ),
-    "h64_wide_turns_neighbours": Case(
-        problem(64, (8, 8), batch=947, users=63, q_len=4, kv_len=10880),
-        FewQueriesConfig(128, 1, 128, 5, 5, turns=True),
+    "h64_wide_turns_neighbours": of(
+        64,
+        Config(128, 1, 128, 5, 5, turns=True),
+        (8, 8),
         with_options=False,
+        batch=947,
+        users=63,
+        q_len=4,
+        kv_len=10880,
     ),
-    "h128_gqa_split_neighbours": Case(
-        problem(128, (8, 2), batch=700, users=300, q_len=8, kv_len=4096),
-        FewQueriesConfig(64, 2, 64, 4, 4),
+    "h128_gqa_split_neighbours": of(
+        128, Config(64, 2, 64, 4, 4), (8, 2), batch=700, users=300, q_len=8, kv_len=4096
     ),
-    "h64_listed_gqa": Case(
-        problem(64, (2, 1), batch=4723, users=98, kv_len=172),
-        FewQueriesConfig(128, 1, 128, 4, 4, 4),
+    "h64_listed_gqa": of(
+        64,
+        Config(128, 1, 128, 4, 4, 4),
+        (2, 1),
         with_options=False,
         lists=True,
+        batch=4723,
+        users=98,
+        kv_len=172,
     ),
-    "h64_listed_most": Case(
-        problem(64, (1, 1), batch=16384, users=16), FewQueriesConfig(128, 2), lists=True
-    ),
-    "h128_listed": Case(
-        problem(128, (1, 1), users=99), FewQueriesConfig(64, 1, 128, 2, 2), lists=True
-    ),
-    "h96_listed_gqa_split": Case(
-        problem(96, (8, 2), q_len=3, batch=120, users=60),
-        FewQueriesConfig(64, 2, 64, 5, 5),
-        lists=True,
-        bundle=2,
+    "h64_listed_most": of(64, Config(128, 2), (1, 1), lists=True, batch=16384, users=16),
+    "h128_listed": of(128, Config(64, 1, 128, 2, 2), (1, 1), lists=True, users=99),
+    "h96_listed_gqa_split": of(
+        96, Config(64, 2, 64, 5, 5), (8, 2), lists=True, bundle=2, q_len=3, batch=120, users=60
     ),
     # One listing serves all heads, or half of them.
-    "h64_listed_bundles": Case(
-        problem(64, batch=4000, users=159, kv_len=99),
-        FewQueriesConfig(64, 1, 128, 5, 5, 4),
+    "h64_listed_bundles": of(
+        64,
+        Config(64, 1, 128, 5, 5, 4),
         with_options=False,
         lists=True,
         bundle=2,
+        batch=4000,
+        users=159,
+        kv_len=99,
     ),
-    "h128_listed_bundles": Case(
-        problem(128, (8, 8), batch=2800, users=54, kv_len=100),
-        FewQueriesConfig(64, 1, 64, 4, 4),
-        lists=True,
-        bundle=8,
+    "h128_listed_bundles": of(
+        128, Config(64, 1, 64, 4, 4), (8, 8), lists=True, bundle=8, batch=2800, users=54, kv_len=100
     ),
-    "h192": Case(problem(192), FewQueriesConfig(64, 1, 64, 3, 3)),
-    "h192_split": Case(problem(192), FewQueriesConfig(64, 2, 32, 5, 5), False),
-    "h192_listed": Case(
-        problem(192, (1, 1), users=99), FewQueriesConfig(64, 1, 64, 3, 3), lists=True
-    ),
-    "h256": Case(problem(256), FewQueriesConfig(64, 1, 64, 2, 2)),
-    "h256_gqa_split": Case(
-        problem(256, (8, 2), q_len=5, dtype="float16"), FewQueriesConfig(64, 3, 32, 4, 4)
-    ),
-    "h256_turns": Case(problem(256), FewQueriesConfig(64, 1, 64, 2, 2, turns=True), False),
+    "h192": of(192, Config(64, 1, 64, 3, 3)),
+    "h192_split": of(192, Config(64, 2, 32, 5, 5), with_options=False),
+    "h192_listed": of(192, Config(64, 1, 64, 3, 3), (1, 1), lists=True, users=99),
+    "h256": of(256, Config(64, 1, 64, 2, 2)),
+    "h256_gqa_split": of(256, Config(64, 3, 32, 4, 4), (8, 2), q_len=5, dtype="float16"),
+    "h256_turns": of(256, Config(64, 1, 64, 2, 2, turns=True), with_options=False),
     # 128 rows of wide heads: each consumer has its rows, and all columns.
-    "h192_wide": Case(problem(192), FewQueriesConfig(128, 1, 64, 3, 2, turns=True)),
-    "h192_wide_gqa_split": Case(problem(192, (8, 2)), FewQueriesConfig(128, 2, 64, 3, 3, 1), False),
-    "h192_wide_listed": Case(
-        problem(192, (1, 1), users=99), FewQueriesConfig(128, 1, 64, 2, 2), lists=True
+    "h192_wide": of(192, Config(128, 1, 64, 3, 2, turns=True)),
+    "h192_wide_gqa_split": of(192, Config(128, 2, 64, 3, 3, 1), (8, 2), with_options=False),
+    "h192_wide_listed": of(192, Config(128, 1, 64, 2, 2), (1, 1), lists=True, users=99),
+    "h256_wide": of(256, Config(128, 1, 32, 3, 3)),
+    "h256_wide_plain": of(256, Config(128, 1, 64, 2, 2, 1), with_options=False),
+    "h256_wide_lengths": of(256, Config(128, 1, 64, 2, 2, 1)),
+    "h256_wide_gqa_split": of(256, Config(128, 3, 32, 5, 5, 1), (8, 2), q_len=5, dtype="float16"),
+    "h256_wide_listed": of(256, Config(128, 1, 32, 3, 3), (1, 1), lists=True, users=99),
+    "h192_blocks_of_80": of(192, Config(64, 1, 80, 3, 2, turns=True)),
+    "h192_blocks_of_80_listed": of(
+        192, Config(64, 1, 80, 3, 2, turns=True), (1, 1), lists=True, users=99
     ),
-    "h256_wide": Case(problem(256), FewQueriesConfig(128, 1, 32, 3, 3)),
-    "h256_wide_plain": Case(problem(256), FewQueriesConfig(128, 1, 64, 2, 2, 1), False),
-    "h256_wide_lengths": Case(problem(256), FewQueriesConfig(128, 1, 64, 2, 2, 1)),
-    "h256_wide_gqa_split": Case(
-        problem(256, (8, 2), q_len=5, dtype="float16"), FewQueriesConfig(128, 3, 32, 5, 5, 1)
-    ),
-    "h256_wide_listed": Case(
-        problem(256, (1, 1), users=99), FewQueriesConfig(128, 1, 32, 3, 3), lists=True
-    ),
-    "h192_blocks_of_80": Case(problem(192), FewQueriesConfig(64, 1, 80, 3, 2, turns=True)),
-    "h192_blocks_of_80_listed": Case(
-        problem(192, (1, 1), users=99), FewQueriesConfig(64, 1, 80, 3, 2, turns=True), lists=True
-    ),
-    "h256_blocks_of_80": Case(problem(256), FewQueriesConfig(64, 1, 80, 2, 2, turns=True)),
-    "h256_blocks_of_80_gqa_plain": Case(
-        problem(256, (8, 2)), FewQueriesConfig(64, 1, 80, 2, 2, turns=True), False
+    "h256_blocks_of_80": of(256, Config(64, 1, 80, 2, 2, turns=True)),
+    "h256_blocks_of_80_gqa_plain": of(
+        256, Config(64, 1, 80, 2, 2, turns=True), (8, 2), with_options=False
     ),
     # The index is searched: it is too long for a table.
-    "h64_gqa_searched": Case(problem(64, (8, 2), batch=MOST_TABLED + 1), FewQueriesConfig()),
-    "h128_wide_searched": Case(
-        problem(128, batch=MOST_TABLED + 1), FewQueriesConfig(128, 1, 64, 3, 3)
-    ),
+    "h64_gqa_searched": of(64, Config(), (8, 2), batch=MOST_TABLED + 1),
+    "h128_wide_searched": of(128, Config(128, 1, 64, 3, 3), batch=MOST_TABLED + 1),
     # A table of as many candidates, users and row slots as there may be.
-    "h128_largest_table": Case(
-        problem(128, batch=MOST_TABLED, users=MOST_TABLE_ROWS, q_len=4),
-        FewQueriesConfig(64, 1, 128, 2, 2),
+    "h128_largest_table": of(
+        128, Config(64, 1, 128, 2, 2), batch=MOST_TABLED, users=MOST_TABLE_ROWS, q_len=4
     ),
-    "h128_mqa_7": Case(problem(128, (7, 1)), FewQueriesConfig(128, 1, 64, 3, 3)),
+    "h128_mqa_7": of(128, Config(128, 1, 64, 3, 3), (7, 1)),
 }
 
 

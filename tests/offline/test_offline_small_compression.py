@@ -5,6 +5,8 @@ Tiles span candidates (packed), or CTAs keep their weights (resident).
 
 from __future__ import annotations
 
+from typing import Any
+
 import offline
 import pytest
 from test_offline_compile import assert_launches_fit, launch
@@ -29,84 +31,60 @@ def resident(
     return LinearCompressionProblem(batches, ks, m, n, dtype)
 
 
-PACKED = {
+#: Sizes and a configuration.
+PACKED: dict[str, tuple[Any, PackedConfig]] = {
     # Every width of blocks; several accumulators; one k step, and many.
-    "n32_four_accumulators": (packed(16, 32, (200, 40)), PackedConfig(512, 16, 3, 16)),
-    "n16_six_accumulators_of_32": (
-        packed(32, 16, (200, 866)),
-        PackedConfig(768, 32, 2, 16, cluster=2),
-    ),
-    "n64_most_rows": (packed(433, 64, (1178, 866)), PackedConfig(128, 224, 4, 56)),
+    "n32_four_accumulators": ((16, 32, (200, 40)), PackedConfig(512, 16, 3, 16)),
+    "n16_six_accumulators_of_32": ((32, 16, (200, 866)), PackedConfig(768, 32, 2, 16, cluster=2)),
+    "n64_most_rows": ((433, 64, (1178, 866)), PackedConfig(128, 224, 4, 56)),
     "n96_f16_two_accumulators_of_112": (
-        packed(112, 96, (300, 1178), "float16"),
+        (112, 96, (300, 1178), "float16"),
         PackedConfig(256, 112, 3, 56),
     ),
-    "n128_two_launches": (
-        packed(33, 128, (40, 72)),
-        PackedConfig(256, 48, 4, 24, single_launch=False),
-    ),
-    "three_levels_n48": (packed(60, 48, (40, 40, 200)), PackedConfig(384, 64, 3, 32)),
-    "n16_shared_columns": (packed(267, 16, (54, 1393)), PackedConfig(64, 96, 8, 24)),
+    "n128_two_launches": ((33, 128, (40, 72)), PackedConfig(256, 48, 4, 24, single_launch=False)),
+    "three_levels_n48": ((60, 48, (40, 40, 200)), PackedConfig(384, 64, 3, 32)),
+    "n16_shared_columns": ((267, 16, (54, 1393)), PackedConfig(64, 96, 8, 24)),
     "n32_shared_columns_most_rows": (
-        packed(433, 32, (72, 866), "float16"),
+        (433, 32, (72, 866), "float16"),
         PackedConfig(64, 448, 3, 56, cluster=2),
     ),
     "n64_shared_columns_two_launches": (
-        packed(100, 64, (72, 866)),
+        (100, 64, (72, 866)),
         PackedConfig(64, 64, 8, 16, single_launch=False, cluster=2),
     ),
-    "one_level_n32": (packed(64, 32, (128,)), PackedConfig(256, 64, 4, 64, False)),
+    "one_level_n32": ((64, 32, (128,)), PackedConfig(256, 64, 4, 64, False)),
 }
 
-#: A problem, its configuration, and CTAs of the last level that an SM must have registers for.
-RESIDENT = {
-    "n32_four_accumulators": (
-        resident((100, 8192), (200, 40), 16, 32),
-        ResidentConfig(4, 16, 2, 3),
-        3,
-    ),
+#: Sizes, a configuration, and CTAs of the last level that an SM must have registers for.
+RESIDENT: dict[str, tuple[Any, ResidentConfig, int]] = {
+    "n32_four_accumulators": (((100, 8192), (200, 40), 16, 32), ResidentConfig(4, 16, 2, 3), 3),
     "n16_five_parts_long_users": (
-        resident((29, 8367), (1116, 22), 233, 16, "float16"),
+        ((29, 8367), (1116, 22), 233, 16, "float16"),
         ResidentConfig(1, 48, 2, 4, coarse_k=1280),
         4,
     ),
-    "n96_three_accumulators": (
-        resident((547, 3829), (225, 27), 32, 96),
-        ResidentConfig(3, 32, 1, 2),
-        2,
-    ),
+    "n96_three_accumulators": (((547, 3829), (225, 27), 32, 96), ResidentConfig(3, 32, 1, 2), 2),
     "n128_gathered_odd_k": (
-        resident((200, 601), (121, 138), 48, 128),
+        ((200, 601), (121, 138), 48, 128),
         ResidentConfig(1, 48, 2, 2, gathers=True),
         2,
     ),
     "n64_gathered_four_accumulators": (
-        resident((10095, 10095), (24, 136), 8, 64, "float16"),
+        ((10095, 10095), (24, 136), 8, 64, "float16"),
         ResidentConfig(4, 16, 1, 2, gathers=True),
         2,
     ),
-    "n32_one_user": (
-        resident((1, 602), (480, 20), 15, 32),
-        ResidentConfig(1, 16, 2, 2, gathers=True),
-        2,
-    ),
-    "n512_two_splits": (
-        resident((1, 118), (1160, 111), 20, 512),
-        ResidentConfig(1, 32, 2, 5),
-        5,
-    ),
-    "three_levels": (
-        resident((7, 100, 8192), (40, 40, 200), 60, 48),
-        ResidentConfig(2, 32, 1, 2),
-        2,
-    ),
-    "one_level": (resident((8192,), (300,), 64, 32), ResidentConfig(1, 64, 2, 2), 2),
+    "n32_one_user": (((1, 602), (480, 20), 15, 32), ResidentConfig(1, 16, 2, 2, gathers=True), 2),
+    "n512_two_splits": (((1, 118), (1160, 111), 20, 512), ResidentConfig(1, 32, 2, 5), 5),
+    "three_levels": (((7, 100, 8192), (40, 40, 200), 60, 48), ResidentConfig(2, 32, 1, 2), 2),
+    "one_level": (((8192,), (300,), 64, 32), ResidentConfig(1, 64, 2, 2), 2),
 }
 
 
 @pytest.mark.parametrize("name", PACKED)
 def test_offline_packed_kernel_is_fit(name: str, compiler: offline.Compiler) -> None:
-    problem, config = PACKED[name]
+    sizes, config = PACKED[name]
+    problem = packed(*sizes)
     assert_launches_fit(problem, config, compiler, n=problem.n)
 
 
@@ -127,7 +105,8 @@ def test_offline_packed_defaults_are_fit(compiler: offline.Compiler) -> None:
 
 @pytest.mark.parametrize("name", RESIDENT)
 def test_offline_resident_kernel_is_fit(name: str, compiler: offline.Compiler) -> None:
-    problem, config, ctas = RESIDENT[name]
+    sizes, config, ctas = RESIDENT[name]
+    problem = resident(*sizes)
     assert config.illegal_reason(problem) is None
     kernels = compiler.compile_fit(*launch(problem, config))
     *_, last = levels = config.levels(problem)
