@@ -24,11 +24,6 @@ SHORT = harness.Protocol(window_s=0.001, rounds=1, matmul_size=16)
 TINY = LinearCompressionProblem((2, 6), (7, 5), 9, 16, "bfloat16")
 
 
-@pytest.fixture(autouse=True)
-def own_cache(tmp_path, monkeypatch):
-    monkeypatch.setenv("IKBO_JAX_CACHE_DIR", str(tmp_path / "cache"))
-
-
 def point(sweep: str, dtype: str = "bfloat16", index: str = "ragged") -> harness.Point:
     problem = dataclasses.replace(TINY, dtype=dtype)
     return harness.Point(sweep, "tiny", Case(problem, index))

@@ -15,11 +15,6 @@ pytestmark = pytest.mark.slow
 TINY = AttentionProblem(9, 3, 4, 16, 4, 2, 8, "bfloat16")
 
 
-@pytest.fixture(autouse=True)
-def own_cache(tmp_path, monkeypatch):
-    monkeypatch.setenv("IKBO_JAX_CACHE_DIR", str(tmp_path / "cache"))
-
-
 def point(index: str = "even", lengths: str = "full") -> harness.Point:
     return harness.Point("s", "S=16", Case(TINY, index, lengths))
 

@@ -34,12 +34,8 @@ def test_time_on_the_device_needs_a_gpu():
 
 def test_times_of_calls_count_memsets_and_overlap_once():
     found = device_time.times_of(_calls(3), 3)
-    assert found.busy_ms == [3.5] * 3
-    assert found.kernel_ms == [2.5] * 3
-    assert found.ms == 3.5
-
-
-def test_calls_that_launched_different_events_have_their_mean():
+    assert (found.busy_ms, found.kernel_ms, found.ms) == ([3.5] * 3, [2.5] * 3, 3.5)
+    # Calls that launched different events have their mean.
     found = device_time.times_of(_calls(3)[:-1], 3)
     assert found.busy_ms == pytest.approx([(3.5 + 3.5 + 2.5) / 3])
 

@@ -177,11 +177,6 @@ def test_a_run_in_small(tmp_path, capsys):
     assert (tmp_path / "docs/images/production.svg").stat().st_size > 0
 
 
-@pytest.fixture(autouse=True)
-def with_this_environment(monkeypatch):
-    monkeypatch.setenv("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # as the command sets it
-
-
 def test_a_process_that_fails_ends_the_run(tmp_path, capsys, monkeypatch):
     """What is missing is said, and the status is 1."""
     monkeypatch.setattr(children, "command", lambda *args: [sys.executable, "-S", "-c", "raise"])

@@ -9,11 +9,6 @@ from benchmarks import report, rewrite_models, timing
 pytestmark = pytest.mark.slow
 
 
-@pytest.fixture(autouse=True)
-def as_the_command_sets_it(monkeypatch):
-    monkeypatch.setenv("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
-
-
 def test_a_run_in_small_and_its_report(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     out = tmp_path / "models.json"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 
 import hypothesis
 import hypothesis.strategies as st
@@ -67,10 +68,7 @@ def test_parts_of_the_default_sizes_fill_the_sms() -> None:
     ],
 )
 def test_refusals_name_the_values(changes: dict, message: str) -> None:
-    reason = configs.illegal_reason(dataclasses.replace(DEFAULT, **changes))
-    assert reason is not None
-    with pytest.raises(ValueError, match=message):
-        raise ValueError(reason)
+    assert re.search(message, str(configs.illegal_reason(dataclasses.replace(DEFAULT, **changes))))
 
 
 @pytest.mark.parametrize(
@@ -94,6 +92,4 @@ def test_refusals_name_the_values(changes: dict, message: str) -> None:
 )
 def test_illegal_configurations_are_refused(changes: dict, message: str) -> None:
     config = dataclasses.replace(configs.default_config(DEFAULT), **changes)
-    reason = config.illegal_reason(DEFAULT)
-    assert reason is not None
-    assert message in reason
+    assert message in str(config.illegal_reason(DEFAULT))

@@ -301,13 +301,6 @@ def test_configurations_that_would_spill_are_refused_or_not_chosen():
     assert "reuse" in str(both.illegal_reason(dataclasses.replace(wide, head_dim=64, kv_len=99)))
 
 
-@pytest.mark.parametrize("head_dim", [8, 16, 80, 512])
-def test_head_widths_without_a_kernel_have_no_configuration(head_dim):
-    problem = AttentionProblem(1000, 10, 1, 512, 4, 4, head_dim, "bfloat16")
-    assert few_queries_cost.candidate_configs(problem) == ()
-    assert not is_preferred(problem)
-
-
 def test_tiles_of_a_user_are_counted_in_the_mean():
     few = AttentionProblem(1000, 1000, 1, 512, 4, 4, 64, "bfloat16")
     assert attention_tile_cost.expected_tiles(few, 64) == pytest.approx(1)

@@ -62,31 +62,30 @@ def test_a_size_that_is_none_is_named(capsys, command, value, reason):
     assert "_positive" not in err
 
 
+TUNING = (autotune, "tune_linear_compression")
+#: JAX is imported then.
+LOOKING = (dispatch, "hopper_unavailable_reason")
+
+
 @pytest.mark.parametrize(
-    ("error", "status", "sentence"),
+    ("place", "error", "status", "sentence"),
     [
-        (KeyboardInterrupt("interrupted; so far nothing"), 130, ": interrupted; so far nothing"),
-        (KeyboardInterrupt(), 130, ": interrupted"),
-        (OSError("the cache is read-only"), cli.UNUSABLE, " tune: the cache is read-only"),
-        (RuntimeError("no XLA"), cli.UNUSABLE, " tune: no XLA"),
+        (TUNING, KeyboardInterrupt("interrupted; best: 1"), 130, ": interrupted; best: 1"),
+        (TUNING, KeyboardInterrupt(), 130, ": interrupted"),
+        (LOOKING, KeyboardInterrupt(), 130, ": interrupted"),
+        (TUNING, OSError("the cache is read-only"), cli.UNUSABLE, " tune: the cache is read-only"),
+        (TUNING, RuntimeError("no XLA"), cli.UNUSABLE, " tune: no XLA"),
     ],
 )
-def test_what_stops_a_tuning_is_told_in_a_sentence(monkeypatch, capsys, error, status, sentence):
-    def tune(problem, *, progress, limit):
+def test_what_stops_a_tuning_is_told_in_a_sentence(
+    monkeypatch, capsys, place, error, status, sentence
+):
+    def stop(*args, **options):
         raise error
 
-    monkeypatch.setattr(autotune, "tune_linear_compression", tune)
+    monkeypatch.setattr(*place, stop)
     assert cli.main(TUNE) == status
     assert capsys.readouterr().err == f"ikbo-jax{sentence}\n"
-
-
-def test_interruption_while_jax_is_imported_has_no_traceback(monkeypatch, capsys):
-    def interrupted():
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(dispatch, "hopper_unavailable_reason", interrupted)
-    assert cli.main(TUNE) == cli.INTERRUPTED
-    assert capsys.readouterr().err == "ikbo-jax: interrupted\n"
 
 
 #: `ikbo-jax tune` on a machine that seems to have a Hopper GPU. The worker's windows of the last

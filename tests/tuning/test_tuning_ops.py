@@ -116,6 +116,8 @@ def test_rows_of_one_direction_say_nothing_about_the_other(result, gradient, bui
     [
         (LINEAR, {"dtype": "float32"}, "but the inputs are float32"),
         (ATTENTION, {"head_dim": 80}, "head widths 64, 96, 128, 192, 256, but H=80"),
+        (ATTENTION, {"head_dim": 8, "q_len": 1}, "but H=8"),
+        (ATTENTION, {"head_dim": 512, "q_len": 1}, "but H=512"),
         (LINEAR_BACKWARD, {"dtype": "float32"}, "but the inputs are float32"),
         (LINEAR_BACKWARD, {"m": 0}, "sizes of at least 1"),
         (GDPA_BACKWARD, {"dtype": "float32"}, "but the inputs are float32"),

@@ -42,9 +42,7 @@ TINY = LinearCompressionProblem((1, 20), (2048, 2048), 8, 64, "bfloat16")
 def test_illegal_packed_configurations_say_why(changes: dict[str, int], reason: str) -> None:
     config = PackedCompressionConfig(block_n=256, block_m=32, epilogue_rows=16)
     assert config.illegal_reason(SMALL) is None
-    found = dataclasses.replace(config, **changes).illegal_reason(SMALL)
-    assert found is not None
-    assert reason in found
+    assert reason in str(dataclasses.replace(config, **changes).illegal_reason(SMALL))
 
 
 @pytest.mark.parametrize(
@@ -60,9 +58,7 @@ def test_illegal_packed_configurations_say_why(changes: dict[str, int], reason: 
 )
 def test_problems_that_the_packed_kernel_cannot_run(sizes: dict, reason: str) -> None:
     problem = dataclasses.replace(SMALL, **sizes)
-    found = PackedCompressionConfig(256, 16, 4, 16).illegal_reason(problem)
-    assert found is not None
-    assert reason in found
+    assert reason in str(PackedCompressionConfig(256, 16, 4, 16).illegal_reason(problem))
     assert not list(packed.candidate_configs(problem))
     assert not isinstance(problem.default_config(), PackedCompressionConfig)
 

@@ -41,9 +41,7 @@ CONFIG = ResidentCompressionConfig(2, 16, 2, 4)
 )
 def test_illegal_resident_configurations_say_why(changes: dict[str, int], reason: str) -> None:
     assert CONFIG.illegal_reason(SMALL) is None
-    found = dataclasses.replace(CONFIG, **changes).illegal_reason(SMALL)
-    assert found is not None
-    assert reason in found
+    assert reason in str(dataclasses.replace(CONFIG, **changes).illegal_reason(SMALL))
 
 
 @pytest.mark.parametrize(
@@ -62,9 +60,7 @@ def test_illegal_resident_configurations_say_why(changes: dict[str, int], reason
 def test_problems_that_the_resident_kernel_cannot_run(
     sizes: dict, config: ResidentCompressionConfig, reason: str
 ) -> None:
-    found = config.illegal_reason(dataclasses.replace(SMALL, **sizes))
-    assert found is not None
-    assert reason in found
+    assert reason in str(config.illegal_reason(dataclasses.replace(SMALL, **sizes)))
 
 
 def test_resident_layouts_of_levels() -> None:
@@ -144,6 +140,14 @@ def test_models_choose_what_was_fast_on_a_gpu(name: str) -> None:
     assert (choice.config, choice.source) == (problem.default_config(), "default")
 
 
+def assert_unbiased(errors: dict[type, list[float]], spread: dict[type, float]) -> None:
+    """Logarithms of ratios have a mean near 0 and at most this deviation, by kind of kernel."""
+    assert errors.keys() == spread.keys()
+    for kind, values in errors.items():
+        assert abs(statistics.mean(values)) < 0.06, kind
+        assert statistics.pstdev(values) < spread[kind], kind
+
+
 def test_models_are_near_the_times_on_a_gpu() -> None:
     """No kind of kernel is systematically too fast or too slow by its model."""
     errors: dict[type, list[float]] = {}
@@ -159,10 +163,7 @@ def test_models_are_near_the_times_on_a_gpu() -> None:
         PackedCompressionConfig: 0.1,
         ResidentCompressionConfig: 0.15,
     }
-    assert errors.keys() == spread.keys()
-    for kind, values in errors.items():
-        assert abs(statistics.mean(values)) < 0.06, kind
-        assert statistics.pstdev(values) < spread[kind], kind
+    assert_unbiased(errors, spread)
 
 
 def test_models_choose_what_was_fast_of_drawn_sizes() -> None:
@@ -178,10 +179,8 @@ def test_models_choose_what_was_fast_of_drawn_sizes() -> None:
     assert len(losses) == 81
     assert math.prod(losses.values()) ** (1 / len(losses)) < 1.03
     assert max(losses.values()) < 1.2, max(losses, key=lambda problem: losses[problem])
-    assert len(errors) == 3
-    for kind, values in errors.items():
-        assert abs(statistics.mean(values)) < 0.06, kind
-        assert statistics.pstdev(values) < 0.16, kind
+    kinds = (LinearCompressionConfig, PackedCompressionConfig, ResidentCompressionConfig)
+    assert_unbiased(errors, dict.fromkeys(kinds, 0.16))
 
 
 #: Batches, K, M, block_m and us of rows of the dispatch table, N = 256 (H200).
