@@ -85,6 +85,14 @@ def check(actual, inputs: problems.AttentionInputs, scale: float | None = None, 
     np.testing.assert_allclose(lse[where], oracle_lse[where], rtol=1e-4, atol=1e-4)
 
 
+def check_repeats(inputs: problems.AttentionInputs, times: int, **options) -> None:
+    """Checks one result, and that the others are equal to it bit for bit."""
+    results = [run(inputs, **options) for _ in range(times)]
+    check(results[0], inputs)
+    for other in results[1:]:
+        assert all(map(np.array_equal, results[0], other))
+
+
 @pytest.mark.parametrize("dtype", problems.HALF_DTYPES)
 @pytest.mark.parametrize("name", SHAPES)
 def test_attention_every_shape_and_dtype(name, dtype):
@@ -109,10 +117,7 @@ def test_attention_tiles_of_one_user(name, index):
     config = AttentionConfig(block_kv, 2, 3, 1 if shape.head_dim == 256 else 2, one_user=True)
     assert config.illegal_reason(problem_of(shape)) is None
     inputs = problems.make_attention_inputs(shape)
-    results = [run(inputs, config=config, indices_are_sorted=index == "sorted") for _ in range(3)]
-    check(results[0], inputs)
-    for other in results[1:]:
-        assert all(map(np.array_equal, results[0], other))
+    check_repeats(inputs, 3, config=config, indices_are_sorted=index == "sorted")
 
 
 @pytest.mark.parametrize("head_dim", HEAD_DIMS)

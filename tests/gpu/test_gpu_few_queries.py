@@ -10,10 +10,10 @@ import numpy as np
 import on_gpu
 import problems
 import pytest
-from test_gpu_attention import check, run
+from test_gpu_attention import check, check_repeats, problem_of, run
 
 import ikbo_jax as ikbo
-from ikbo_jax.problems import AttentionProblem, FewQueriesConfig
+from ikbo_jax.problems import FewQueriesConfig
 
 pytestmark = pytest.mark.gpu
 
@@ -74,11 +74,6 @@ LISTED_HEADS = {
 }
 
 
-def problem_of(shape: Shape, dtype: str = "bfloat16") -> AttentionProblem:
-    sizes = (shape.candidates, shape.users, shape.q_len, shape.kv_len)
-    return AttentionProblem(*sizes, shape.q_heads, shape.kv_heads, shape.head_dim, dtype)
-
-
 #: Every shape with one of the configurations, and two shapes with all.
 PAIRS = list(zip(SHAPES, itertools.cycle(CONFIGS), strict=False))
 PAIRS += [("listed_heads", "plain"), ("listed_heads", "wide"), ("listed_heads_gqa", "wide")]
@@ -100,10 +95,7 @@ def test_few_queries_wide_heads(name, config):
     chosen = CONFIGS_OF_WIDE_HEADS[config]
     assert chosen.illegal_reason(problem_of(WIDE_HEADS[name])) is None
     inputs = problems.make_attention_inputs(WIDE_HEADS[name])
-    results = [run(inputs, config=chosen) for _ in range(5)]
-    check(results[0], inputs)
-    for other in results[1:]:
-        assert all(map(np.array_equal, results[0], other))
+    check_repeats(inputs, 5, config=chosen)
 
 
 @pytest.mark.parametrize("name", LISTED_HEADS)
@@ -112,10 +104,7 @@ def test_few_queries_listed_for_several_heads(name):
     chosen = FewQueriesConfig(64, 1, 64, 2, 2)
     assert chosen.lists(problem_of(shape), 132)
     inputs = problems.make_attention_inputs(shape)
-    results = [run(inputs, config=chosen) for _ in range(5)]
-    check(results[0], inputs)
-    for other in results[1:]:
-        assert all(map(np.array_equal, results[0], other))
+    check_repeats(inputs, 5, config=chosen)
 
 
 @pytest.mark.parametrize("name", ["one_candidate", "a_user_each_t8", "one_user_t7", "t16"])
@@ -142,9 +131,7 @@ def test_few_queries_wrong_promise_of_a_sorted_index(order):
 @pytest.mark.parametrize("config", ["plain", "wide_split", "narrow_split"])
 def test_few_queries_repeats_bit_for_bit(config, order):
     inputs = problems.make_attention_inputs(Shape(30, 800, 2, 700, 4, 2, 64, order, "ragged"))
-    results = [run(inputs, config=CONFIGS[config]) for _ in range(20)]
-    for other in results[1:]:
-        assert all(map(np.array_equal, results[0], other))
+    check_repeats(inputs, 20, config=CONFIGS[config])
 
 
 @pytest.mark.parametrize("config", ["plain", "wide", "wide_split", "narrow_split"])

@@ -120,13 +120,17 @@ def check(actual, arrays: reference.Arrays, settings: reference.Settings) -> Non
     assert float(difference) <= 2 * float(error) + extra
 
 
+def check_shape(shape: Shape, activation, dtype="bfloat16", config=None, **options) -> None:
+    arrays = problems_gdpa.make_arrays(shape, dtype)
+    settings = problems_gdpa.make_settings(shape, activation, **options)
+    check(run(arrays, settings, config=config), arrays, settings)
+
+
 @pytest.mark.parametrize("activation", ["gelu_tanh", "softmax"])
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("name", SHAPES)
 def test_gdpa_every_shape_and_dtype(name, dtype, activation):
-    arrays = problems_gdpa.make_arrays(SHAPES[name], dtype)
-    settings = problems_gdpa.make_settings(SHAPES[name], activation)
-    check(run(arrays, settings), arrays, settings)
+    check_shape(SHAPES[name], activation, dtype)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -138,45 +142,35 @@ def test_gdpa_every_shape_and_dtype(name, dtype, activation):
     ],
 )
 def test_gdpa_every_activation(approx, name, dtype):
-    arrays = problems_gdpa.make_arrays(SHAPES["self"], dtype)
-    settings = problems_gdpa.make_settings(SHAPES["self"], name, approx=approx)
-    check(run(arrays, settings), arrays, settings)
+    check_shape(SHAPES["self"], name, dtype, approx=approx)
 
 
 @pytest.mark.parametrize("approx", [None, "tanh"])
 def test_gdpa_heads_of_their_own(approx):
     shape = of(drawn(0, 20, 300), drawn(1, 20, 300), q_heads=8, kv_heads=4)
-    arrays = problems_gdpa.make_arrays(shape)
-    settings = problems_gdpa.make_settings(shape, tuple(NAMES), approx=approx)
-    check(run(arrays, settings), arrays, settings)
+    check_shape(shape, tuple(NAMES), approx=approx)
 
 
-@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize(
+    ("activation", "name"),
+    [("silu", name) for name in CONFIGS]
+    + [("softmax", name) for name in ("one_slot", "three_slots", "narrow", "odd_block")],
+)
 @pytest.mark.parametrize("shape", ["self", "dense", "empty", "pffn"])
-def test_gdpa_every_kind_of_config(name, shape):
-    arrays = problems_gdpa.make_arrays(SHAPES[shape])
-    settings = problems_gdpa.make_settings(SHAPES[shape], "silu")
-    check(run(arrays, settings, config=CONFIGS[name]), arrays, settings)
+def test_gdpa_every_kind_of_config(activation, name, shape):
+    check_shape(SHAPES[shape], activation, config=CONFIGS[name])
 
 
 @pytest.mark.parametrize("activation", ["gelu", "softmax"])
 @pytest.mark.parametrize(("scale", "output_scale"), [(1.0, 1.0), (-0.2, 3.0), (0.0, 1.0)])
 def test_gdpa_scales(scale, output_scale, activation):
-    arrays = problems_gdpa.make_arrays(SHAPES["gqa"])
-    settings = problems_gdpa.make_settings(
-        SHAPES["gqa"], activation, scale=scale, output_scale=output_scale
-    )
-    check(run(arrays, settings), arrays, settings)
+    check_shape(SHAPES["gqa"], activation, scale=scale, output_scale=output_scale)
 
 
 @pytest.mark.parametrize("activation", ["silu", "softmax"])
 @pytest.mark.parametrize("longest", [1, 130])
 def test_gdpa_bounds_cut_sequences_off(longest, activation):
-    arrays = problems_gdpa.make_arrays(SHAPES["self"])
-    settings = problems_gdpa.make_settings(
-        SHAPES["self"], activation, max_seqlen_q=longest, max_seqlen_kv=longest
-    )
-    check(run(arrays, settings), arrays, settings)
+    check_shape(SHAPES["self"], activation, max_seqlen_q=longest, max_seqlen_kv=longest)
 
 
 lengths = st.lists(
@@ -260,36 +254,32 @@ def test_gdpa_where_the_kernel_for_short_sequences_is_the_default(name, activati
     check(run(arrays, settings), arrays, settings)
 
 
-def spoil(arrays: reference.Arrays, bad: float) -> reference.Arrays:
-    """Rows 200 to 203 of queries, keys and values replaced."""
-    floats = [array.at[200:203].set(bad) for array in arrays[:3]]
+def spoil(arrays: reference.Arrays, bad: float, row: int = 200) -> reference.Arrays:
+    """Replaces three rows of queries, keys and values, by default from row 200 on."""
+    floats = [array.at[row : row + 3].set(bad) for array in arrays[:3]]
     return reference.Arrays(*floats, *arrays[3:])
 
 
-@pytest.mark.parametrize("bad", [np.nan, np.inf])
-def test_gdpa_bad_values_stay_in_their_sequence(bad):
-    shape = of((200, 3, 130, 64), (200, 3, 130, 5))
-    clean = problems_gdpa.make_arrays(shape)
-    settings = problems_gdpa.make_settings(shape, "gelu_tanh")
-    spoiled = spoil(clean, bad)
-    out, expected = run(spoiled, settings), run(clean, settings)
-    assert not np.any(np.isfinite(out[200:203].astype(jnp.float32)))
-    np.testing.assert_array_equal(out.at[200:203].set(0), expected.at[200:203].set(0))
-
-
-@pytest.mark.parametrize("activation", ["gelu_tanh", "softmax"])
-def test_gdpa_short_bad_values_stay_in_their_sequence(activation):
-    shape = of((60, 3, 30, 64), (60, 3, 30, 5))
+@pytest.mark.parametrize(
+    ("activation", "bad", "rows", "config"),
+    [
+        ("gelu_tanh", np.nan, (200, 130), None),
+        ("gelu_tanh", np.inf, (200, 130), None),
+        ("gelu_tanh", np.nan, (60, 30), ShortGdpaConfig(64, 64, 2, 1)),
+        ("softmax", np.nan, (60, 30), ShortGdpaConfig(64, 64, 2, 1)),
+    ],
+)
+def test_gdpa_bad_values_stay_in_their_sequence(activation, bad, rows, config):
+    first, third = rows
+    shape = of((first, 3, third, 64), (first, 3, third, 5))
     clean = problems_gdpa.make_arrays(shape)
     settings = problems_gdpa.make_settings(shape, activation)
-    config = ShortGdpaConfig(64, 64, 2, 1)
-    spoiled = [x.at[60:63].set(jnp.nan) for x in clean[:3]]
-    out = run(
-        clean._replace(query=spoiled[0], key=spoiled[1], value=spoiled[2]), settings, config=config
+    out, expected = (
+        run(arrays, settings, config=config) for arrays in (spoil(clean, bad, first), clean)
     )
-    expected = run(clean, settings, config=config)
-    assert not np.any(np.isfinite(out[60:63].astype(jnp.float32)))
-    np.testing.assert_array_equal(out.at[60:63].set(0), expected.at[60:63].set(0))
+    spoiled = slice(first, first + 3)
+    assert not np.any(np.isfinite(out[spoiled].astype(jnp.float32)))
+    np.testing.assert_array_equal(out.at[spoiled].set(0), expected.at[spoiled].set(0))
 
 
 @pytest.mark.parametrize("activation", ["gelu", "softmax"])

@@ -93,7 +93,10 @@ def check(actual: tuple, arrays: Arrays, settings: Settings, d_out: jax.Array) -
 
 def check_shape(shape: Shape, activation="gelu_tanh", dtype="bfloat16", seed=0, **options) -> None:
     arrays = problems_gdpa.make_arrays(shape, dtype, seed)
-    settings = problems_gdpa.make_settings(shape, activation)
+    check_arrays(arrays, problems_gdpa.make_settings(shape, activation), **options)
+
+
+def check_arrays(arrays: Arrays, settings: Settings, **options) -> None:
     d_out = problems_gdpa.cotangent(arrays, settings)
     check(gradients(arrays, settings, d_out, **options), arrays, settings, d_out)
 
@@ -154,9 +157,7 @@ def test_gradients_of_a_softmax_of_large_scores(factor, dtype):
     shape = SHAPES["self"]
     arrays = problems_gdpa.make_arrays(shape, dtype)
     settings = problems_gdpa.make_settings(shape, "softmax")
-    settings = settings._replace(scale=factor * settings.scale)
-    d_out = problems_gdpa.cotangent(arrays, settings)
-    check(gradients(arrays, settings, d_out), arrays, settings, d_out)
+    check_arrays(arrays, settings._replace(scale=factor * settings.scale))
 
 
 @pytest.mark.parametrize("activation", KINDS)
@@ -165,9 +166,7 @@ def test_gradients_of_sequences_cut_off(limits, activation):
     shape = SHAPES["self"]
     arrays = problems_gdpa.make_arrays(shape)
     settings = problems_gdpa.make_settings(shape, activation)
-    settings = settings._replace(max_seqlen_q=limits[0], max_seqlen_kv=limits[1])
-    d_out = problems_gdpa.cotangent(arrays, settings)
-    check(gradients(arrays, settings, d_out), arrays, settings, d_out)
+    check_arrays(arrays, settings._replace(max_seqlen_q=limits[0], max_seqlen_kv=limits[1]))
 
 
 @pytest.mark.parametrize("activation", KINDS)
@@ -177,9 +176,7 @@ def test_gradients_of_bad_offsets(activation):
     arrays = problems_gdpa.make_arrays(shape)
     offsets = jnp.asarray([-5, 300, 200, 430, 2**31 - 1], jnp.int32)
     arrays = arrays._replace(cu_seqlens_q=offsets, cu_seqlens_kv=offsets)
-    settings = problems_gdpa.make_settings(shape, activation)
-    d_out = problems_gdpa.cotangent(arrays, settings)
-    check(gradients(arrays, settings, d_out), arrays, settings, d_out)
+    check_arrays(arrays, problems_gdpa.make_settings(shape, activation))
 
 
 @pytest.mark.parametrize("activation", KINDS)

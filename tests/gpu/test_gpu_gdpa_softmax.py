@@ -19,14 +19,6 @@ from ikbo_jax.reference import gdpa_chunked
 pytestmark = pytest.mark.gpu
 
 
-@pytest.mark.parametrize("name", ["one_slot", "three_slots", "narrow", "odd_block"])
-@pytest.mark.parametrize("shape", ["self", "dense", "empty", "pffn"])
-def test_gdpa_softmax_every_kind_of_config(name, shape):
-    arrays = problems_gdpa.make_arrays(SHAPES[shape])
-    settings = problems_gdpa.make_settings(SHAPES[shape], "softmax")
-    check(run(arrays, settings, config=CONFIGS[name]), arrays, settings)
-
-
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("name", ["empty", "many_short", "gqa", "indexed", "pma", "h64", "h96"])
 def test_gdpa_short_softmax(name, dtype):

@@ -82,17 +82,6 @@ PACKED = {
 }
 
 
-@pytest.mark.parametrize("n", [16, 32, 48, 64, 96, 128])
-@pytest.mark.parametrize("name", PACKED)
-def test_tiles_that_span_candidates(name, n):
-    """Candidates that fill no whole number of tiles; users without candidates, and one user."""
-    dtype = "float16" if n == 48 else "bfloat16"
-    for users, candidates, m in ((7, 531, 41), (1, 2, 16), (90, 4000, 33)):
-        shape = problems.LinearCompressionShape(users, candidates, m, 154, 136, n, "unsorted")
-        inputs = problems.make_inputs(shape, dtype)
-        check(run_kernel(*inputs, config=PACKED[name]), inputs.levels)
-
-
 @pytest.mark.parametrize("n", [32, 96])
 @pytest.mark.parametrize("single_launch", [True, False])
 @pytest.mark.parametrize(("block_n", "block_m"), [(256, 48), (64, 96)])
@@ -112,26 +101,21 @@ RESIDENT = {
 }
 
 
+#: Users, candidates, M and both K. Candidates that fill no whole number of tiles; users without
+#: candidates, and one user, whose product a CTA with resident weights computes once.
+PACKED_SIZES = ((7, 531, 41, 154, 136), (1, 2, 16, 154, 136), (90, 4000, 33, 154, 136))
+#: Odd K, too, which TMA cannot load.
+RESIDENT_SIZES = ((7, 531, 41, 154, 137), (1, 2, 16, 153, 137), (1, 700, 33, 136, 137))
+
+
 @pytest.mark.parametrize("n", [16, 32, 48, 64, 96, 128])
-@pytest.mark.parametrize("name", RESIDENT)
-def test_resident_weights(name, n):
-    """As above; odd K, which TMA cannot load; one user, whose product a CTA computes once."""
+@pytest.mark.parametrize("name", [*PACKED, *RESIDENT])
+def test_tiles_that_span_candidates_and_resident_weights(name, n):
     dtype = "float16" if n == 48 else "bfloat16"
-    for users, candidates, m, k in ((7, 531, 41, 154), (1, 2, 16, 153), (1, 700, 33, 136)):
-        shape = problems.LinearCompressionShape(users, candidates, m, k, 137, n, "unsorted")
+    for sizes in PACKED_SIZES if name in PACKED else RESIDENT_SIZES:
+        shape = problems.LinearCompressionShape(*sizes, n, "unsorted")
         inputs = problems.make_inputs(shape, dtype)
-        check(run_kernel(*inputs, config=RESIDENT[name]), inputs.levels)
-
-
-@pytest.mark.parametrize("name", ["wide", "shared_cluster"])
-def test_a_hundred_repeats_of_packed_tiles_are_bitwise_equal(name):
-    shape = problems.LinearCompressionShape(100, 8192, 16, 200, 40, 32, "unsorted")
-    inputs = problems.make_inputs(shape, "bfloat16")
-    run = jax.jit(functools.partial(run_kernel, config=PACKED[name]))
-    first = run(*inputs)
-    check(first, inputs.levels)
-    for _ in range(100):
-        assert bool((run(*inputs) == first).all())
+        check(run_kernel(*inputs, config=(PACKED | RESIDENT)[name]), inputs.levels)
 
 
 @pytest.mark.parametrize("dtype", problems.HALF_DTYPES)
@@ -215,11 +199,20 @@ def test_bad_values_stay_with_their_user(bad):
     chex.assert_trees_all_equal(other_columns, jnp.delete(clean[hit], 3, axis=2))
 
 
-def test_a_hundred_repeats_are_bitwise_equal():
-    inputs = problems.make_inputs(DEFAULT, "bfloat16")
-    first = run_kernel(*inputs)
+SMALL_TILES = problems.LinearCompressionShape(100, 8192, 16, 200, 40, 32, "unsorted")
+
+
+@pytest.mark.parametrize(
+    ("shape", "config"),
+    [(DEFAULT, None), (SMALL_TILES, PACKED["wide"]), (SMALL_TILES, PACKED["shared_cluster"])],
+)
+def test_a_hundred_repeats_are_bitwise_equal(shape, config):
+    inputs = problems.make_inputs(shape, "bfloat16")
+    run = jax.jit(functools.partial(run_kernel, config=config))
+    first = run(*inputs)
+    check(first, inputs.levels)
     for _ in range(100):
-        assert bool(jnp.array_equal(run_kernel(*inputs), first))
+        assert bool(jnp.array_equal(run(*inputs), first))
 
 
 def _mismatches(run, arguments, expected, times: int) -> int:

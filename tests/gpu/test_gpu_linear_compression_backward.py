@@ -11,6 +11,7 @@ import numpy as np
 import on_gpu
 import problems
 import pytest
+from test_gpu_linear_compression import DEFAULT, KERNEL_SHAPES
 
 import ikbo_jax as ikbo
 from ikbo_jax.ops import dispatch
@@ -19,13 +20,6 @@ from ikbo_jax.problems import linear_compression_backward as configs
 from ikbo_jax.reference import linear_compression as reference
 
 pytestmark = pytest.mark.gpu
-
-SHAPES = {
-    name: shape
-    for name, shape in problems.LINEAR_COMPRESSION_SHAPES.items()
-    if shape.n % 8 == 0 and min(shape.k_user, shape.k_cand) > 0
-}
-DEFAULT = problems.LinearCompressionShape(15, 1024, 433, 1178, 866, 256, "unsorted")
 
 
 def make_gradients(levels: Arrays):
@@ -89,12 +83,12 @@ def levels_of(shape: problems.LinearCompressionShape, dtype="bfloat16", seed=0) 
 
 
 @pytest.mark.parametrize("dtype", problems.HALF_DTYPES)
-@pytest.mark.parametrize("name", SHAPES)
+@pytest.mark.parametrize("name", KERNEL_SHAPES)
 def test_gradients_of_every_shape(name, dtype):
     # A gradient of one value is too few to say how large plain jnp's errors are: it may be exact by
     # chance, where the kernel has rounded the sums over a user's candidates.
     seeds = 16 if name == "tiny" else 1
-    check(*(levels_of(SHAPES[name], dtype, seed) for seed in range(seeds)))
+    check(*(levels_of(KERNEL_SHAPES[name], dtype, seed) for seed in range(seeds)))
 
 
 @pytest.mark.parametrize(("users", "candidates"), [(1, 300), (1, 900), (128, 300), (300, 300)])

@@ -32,16 +32,6 @@ class Table:
         return {"events": np.stack(rows)}
 
 
-def make(*, joint: bool = False) -> serving.Scorer:
-    return serving.Scorer(
-        *(small.Model(), small.weights(), small.USER, small.CANDIDATE),
-        buckets=small.BUCKETS,
-        user_bytes=1 << 15,
-        features_of=Table(),
-        joint=joint,
-    )
-
-
 def emptied(scorer: serving.Scorer) -> Table:
     """Forgets users' states, and returns the scorer's table."""
     scorer.forget_users()
@@ -52,13 +42,13 @@ def emptied(scorer: serving.Scorer) -> Table:
 
 @pytest.fixture(scope="module")
 def scorer() -> serving.Scorer:
-    return make()
+    return small.make(features_of=Table())
 
 
 @pytest.fixture(scope="module")
 def joint() -> serving.Scorer:
     """A scorer with joint programs."""
-    return make(joint=True)
+    return small.make(features_of=Table(), joint=True)
 
 
 @pytest.fixture

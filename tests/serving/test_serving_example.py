@@ -69,17 +69,6 @@ def test_both_forms_keep_every_value(binary):
     assert (weights, replica) == ("w", "r")
 
 
-def test_features_of_several_users_are_those_of_each():
-    source = models.SOURCES["tiny"]()
-    for row, user in enumerate((7, 3, 7)):
-        for all_users, alone in zip(
-            source.features_of([7, 3, 7]), source.features(user), strict=True
-        ):
-            np.testing.assert_array_equal(all_users[row], alone)
-    for leaf, spec in zip(source.features(99), source.user, strict=True):
-        assert (leaf.shape, leaf.dtype) == (spec.shape, spec.dtype)
-
-
 @pytest.mark.parametrize("name", ["hopper", "hopper-long"])
 def test_the_ranker_for_hopper_is_one_that_the_kernels_take(name):
     source = models.SOURCES[name]()

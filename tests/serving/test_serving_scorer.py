@@ -20,20 +20,15 @@ from ikbo_jax.serving.users import UserCache
 ROW_BYTES = 4 * (2 * small.EVENTS * small.WIDTH + small.WIDTH)
 
 
-def make(**options) -> serving.Scorer:
-    options = {"buckets": small.BUCKETS, "user_bytes": 20 * ROW_BYTES} | options
-    return serving.Scorer(small.Model(), small.weights(), small.USER, small.CANDIDATE, **options)
-
-
 @pytest.fixture(scope="module")
 def shared() -> serving.Scorer:
     """A scorer with a user cache that holds all users; tests leave its weights as they are."""
-    return make()
+    return small.make()
 
 
 @pytest.fixture(scope="module")
 def tight_scorer() -> serving.Scorer:
-    return make(user_bytes=5 * ROW_BYTES + 1)
+    return small.make(user_bytes=5 * ROW_BYTES + 1)
 
 
 @pytest.fixture
@@ -51,15 +46,6 @@ class Since:
 
     def __getattr__(self, name: str) -> int:
         return getattr(self.scorer.metrics, name) - getattr(self.start, name)
-
-
-def test_requests_of_several_users_are_answered_in_order(shared):
-    since = Since(shared)
-    requests = small.random_requests(40)
-    assert_right(requests, shared.rank(requests))
-    assert since.requests == 40
-    assert since.calls < 40
-    assert since.candidates == sum(request.size for request in requests)
 
 
 @pytest.mark.parametrize("count", [1, 3, 4, 5, 15, 16])
@@ -195,7 +181,7 @@ def test_users_of_one_call_do_not_evict_each_other():
 
 def test_the_pool_must_hold_a_call_s_users():
     with pytest.raises(ValueError, match=r"has 100 bytes but the states of a call's 3 users take"):
-        make(user_bytes=100)
+        small.make(user_bytes=100)
 
 
 def test_other_weights_replace_all_states(tight):
@@ -221,7 +207,7 @@ def test_weights_of_another_shape_are_refused(shared):
 
 
 def test_threads_and_swaps_give_no_wrong_answer(tight):
-    """Every answer is that of the weights that it names."""
+    """Every answer is that of the weights that it names, and nothing compiles."""
     since = Since(tight)
 
     def work(seed):
@@ -239,13 +225,7 @@ def test_threads_and_swaps_give_no_wrong_answer(tight):
         for version in range(1, 20):
             tight.set_weights(small.weights(version % 2), version % 2)
         assert [count.result() for count in counts] == [0] * 4
-    assert since.compilations == 0
-
-
-def test_nothing_compiles_while_serving(tight):
-    since = Since(tight)
-    for seed in range(5):
-        tight.rank(small.random_requests(20, seed=seed, users=40))
+    tight.rank(small.random_requests(20, users=40))
     tight.forget_users()
     tight.rank(small.random_requests(3))
     assert since.compilations == 0
@@ -291,7 +271,7 @@ def test_a_program_that_fails_costs_one_batch(tight):
     assert_right(requests, tight.rank(requests))
 
 
-def test_offline_answers_every_request_once(shared):
+def test_ranking_answers_every_request_once_offline_too(shared):
     requests = small.random_requests(50, seed=3)
     since = Since(shared)
     found = dict(serving.rank_offline(shared, iter(requests)))
@@ -299,6 +279,10 @@ def test_offline_answers_every_request_once(shared):
     assert_right(requests, [found[position] for position in range(50)])
     # Batches are fuller than one request each.
     assert since.calls < 50
+    since = Since(shared)
+    assert_right(requests, shared.rank(requests))
+    assert since.calls < since.requests == 50
+    assert since.candidates == sum(request.size for request in requests)
 
 
 def test_parts_fill_the_largest_bucket():
@@ -352,12 +336,12 @@ def test_a_model_returns_one_array_of_scores(results):
             return results([scores, scores])
 
     with pytest.raises(ValueError, match=r"score returns .*, expected one array"):
-        serving.Scorer(Two(), small.weights(), small.USER, small.CANDIDATE)
+        small.make(Two())
 
 
 def test_weights_are_arrays():
     with pytest.raises(ValueError, match=r"weights\['out'\] must be an array, but is a float, 2.0"):
-        serving.Scorer(small.Model(), small.weights() | {"out": 2.0}, small.USER, small.CANDIDATE)
+        small.make(scorer_weights=small.weights() | {"out": 2.0})
 
 
 def test_a_model_may_keep_no_state():
@@ -369,11 +353,8 @@ def test_a_model_may_keep_no_state():
             return weights["items"][candidates["item"]] @ weights["key"]
 
     weights = small.weights()
-    scorer = serving.Scorer(
-        Stateless(), weights, small.USER, small.CANDIDATE, buckets=small.BUCKETS
-    )
     for answer, items in zip(
-        scorer.rank([small.request(n, [n, n + 1]) for n in range(5)]),
+        small.make(Stateless()).rank([small.request(n, [n, n + 1]) for n in range(5)]),
         ([n, n + 1] for n in range(5)),
         strict=True,
     ):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from typing import Any
 
 import jax
@@ -23,10 +24,7 @@ def features_of(keys):
     return {"events": np.stack([small.features(*key)["events"] for key in keys])}
 
 
-def make(weights: Any = None, model: Any = None, **options: Any) -> serving.Scorer:
-    weights = small.weights() if weights is None else weights
-    options = {"buckets": BUCKETS, "user_bytes": 1 << 15, "features_of": features_of} | options
-    return serving.Scorer(model or small.Model(), weights, small.USER, small.CANDIDATE, **options)
+make = functools.partial(small.make, features_of=features_of, buckets=BUCKETS)
 
 
 @pytest.fixture(scope="module")
@@ -48,7 +46,7 @@ def other_places() -> list[Any]:
 def test_weights_on_other_devices_go_to_the_scorer_s(place):
     """A trained model's weights, for example, which are on all devices of a mesh."""
     there = other_places()[place]
-    scorer = make(jax.device_put(small.weights(), there))
+    scorer = make(scorer_weights=jax.device_put(small.weights(), there))
     requests = small.random_requests(3)
     assert_right(requests, scorer.rank(requests))
     scorer.set_weights(jax.device_put(small.weights(1), there), 1)
@@ -194,7 +192,7 @@ class FourStates(small.Model):
 def test_a_model_returns_a_row_for_each(model, message, joint):
     """One row, for one row, may be a sum over rows; other users' states would be mixed in."""
     with pytest.raises(ValueError, match=message):
-        make(model=model(), joint=joint)
+        make(model(), joint=joint)
 
 
 class Ids:

@@ -57,6 +57,13 @@ def weights(seed: int = 0) -> dict[str, np.ndarray]:
     return {name: rng.standard_normal(s).astype(np.float32) for name, s in shapes.items()}
 
 
+def make(model: Any = None, scorer_weights: Any = None, **options: Any) -> serving.Scorer:
+    """Makes a scorer, by default of the small model and the weights of seed 0."""
+    chosen: dict[str, Any] = {"buckets": BUCKETS, "user_bytes": 1 << 15, **options}
+    found = weights() if scorer_weights is None else scorer_weights
+    return serving.Scorer(model or Model(), found, USER, CANDIDATE, **chosen)
+
+
 def features(user: Any, version: Any = 0) -> dict[str, np.ndarray]:
     rng = np.random.default_rng([user, version])
     return {"events": rng.standard_normal((EVENTS, WIDTH)).astype(np.float32)}
