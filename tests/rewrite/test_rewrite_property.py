@@ -16,7 +16,6 @@ import ikbo_jax as ikbo
 pytestmark = pytest.mark.slow
 
 B, U, R, MID = 12, 3, 2, 5
-WIDTHS = (4, 6)
 RNG = np.random.default_rng(0)
 # In NumPy: jnp would compile a program for each width.
 WEIGHTS = {

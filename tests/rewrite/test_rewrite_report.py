@@ -189,6 +189,8 @@ def test_nothing_gained_runs_the_original() -> None:
     report = report_of(fn, A.user, A.cand, A.index)
     assert not report.changed
     assert "nothing gained; the original function runs" in str(report)
+    assert (report.flops_saved, report.bytes_saved, report.lines) == (0, 0, {})
+    assert "saves" not in report.details
     np.testing.assert_array_equal(
         ikbo.rewrite(fn)(A.user, A.cand, A.index), fn(A.user, A.cand, A.index)
     )

@@ -146,13 +146,3 @@ def test_costs_in_words() -> None:
     both = BothCosts(before, after).before_and_after
     assert both == "2 MFLOP -> 500 kFLOP, 1.5 kB -> 0 B"
     assert BothCosts(cost.Cost(0, 5), cost.Cost(0, 999)).before_and_after == "5 B -> 999 B"
-
-
-def test_a_program_that_is_not_rewritten_removes_nothing() -> None:
-    def fn(user, index):
-        return jnp.sort(user[index], axis=0)
-
-    report = report_of(fn, jnp.ones((4, 8)), jnp.zeros(96, jnp.int32))
-    assert not report.changed
-    assert (report.flops_saved, report.bytes_saved, report.lines) == (0, 0, {})
-    assert "saves" not in report.details

@@ -95,23 +95,12 @@ def compressed(user, index, weight, cand):
     return jnp.einsum("mk,bkn->bmn", weight, jnp.concatenate([look_up(user, index), cand], axis=1))
 
 
-def attended(user, index, weight, cand):
-    keys = look_up(user, index)
-    logits = jnp.einsum("bqd,bkd->bqk", cand, keys @ weight)
-    return jnp.einsum("bqk,bkd->bqd", jax.nn.softmax(logits, axis=-1), jnp.tanh(keys))
-
-
 def activation_unit(user, index, weight, cand):
     """DIN's, whose product of user and candidate is no broadcast."""
     keys = look_up(user, index)
     query = jnp.broadcast_to(cand[:, :1], keys.shape)
     hidden = jax.nn.relu(jnp.concatenate([keys, query, keys * query], axis=-1) @ weight)
     return jnp.sum(jax.nn.sigmoid(hidden.sum(axis=-1, keepdims=True)) * keys, axis=1)
-
-
-def tower(user, index, weight, cand):
-    x = jnp.concatenate([look_up(user, index), cand], axis=1)
-    return jax.nn.relu(x @ weight + weight[:1]) @ weight.T
 
 
 def look_up(user, index):
@@ -124,9 +113,7 @@ def look_up(user, index):
 
 #: By model, the shapes of a user's or candidate's rows, and of the weight.
 STEPS = {
-    tower: ((8,), (16, 24)),
     compressed: ((4, 8), (6, 8)),
-    attended: ((4, 8), (8, 8)),
     activation_unit: ((4, 8), (24, 16)),
 }
 

@@ -77,26 +77,6 @@ def test_one_function_on_two_lookups_and_other_shapes(activation: Any) -> None:
     check(lambda f: jax.grad(f, (0, 1)), fn, *ARGS)
 
 
-def test_layers_with_different_masks() -> None:
-    length = S + 1
-    causal = np.tril(np.ones((length, length), bool))
-    window = causal & ~np.tril(np.ones((length, length), bool), -3)
-    given = arrays()
-
-    def fn(blocks, long, token, index):
-        x = jnp.concatenate([long[index], token[:, None]], axis=1)
-        for block, mask in zip(blocks * 2, (causal, window, window, causal), strict=True):
-            attend = functools.partial(
-                layout_sequences._softmax_attention, mask=jnp.asarray(mask)[None, None]
-            )
-            x = layout_sequences._block(block, x, attend)
-        return x[:, -1]
-
-    args = given["blocks2"], given["long"], given["token"], given["index"]
-    assert "attention with own tokens" in str(report_of(fn, *args).broadcasts[0].became)
-    check(lambda f: f, fn, *args)
-
-
 # Jitted functions whose operands or results are concatenations.
 
 
@@ -148,6 +128,20 @@ def test_layers_over_a_concatenation_share_a_program(wrapper: Any) -> None:
     args = given["blocks8"][:5], given["long"], given["token"], given["index"]
     make = transformer(layout_sequences._softmax_attention, lambda mask: [mask])
     check_calls(make, args, 1, 5, wrapper)
+
+
+def test_layers_with_different_masks() -> None:
+    causal = np.tril(np.ones((S + 1, S + 1), bool))
+    window = causal & ~np.tril(np.ones((S + 1, S + 1), bool), -3)
+
+    def masks(_: Any) -> Any:
+        return [jnp.asarray(mask)[None, None] for mask in (causal, window, window, causal)]
+
+    given = arrays()
+    fn = transformer(layout_sequences._softmax_attention, masks)(lambda layer: layer)
+    args = given["blocks2"] * 2, given["long"], given["token"], given["index"]
+    assert "attention with own tokens" in str(report_of(fn, *args).broadcasts[0].became)
+    check(lambda f: f, fn, *args)
 
 
 def biased(q: Any, k: Any, v: Any, mask: Any) -> Any:

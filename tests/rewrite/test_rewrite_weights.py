@@ -345,16 +345,18 @@ NAN = {
 }
 
 
+def check_compiled_hides_nan(fn, cand, history, rtol, atol):
+    original, rewritten = jax.jit(fn)(cand, history), jax.jit(ikbo.rewrite(fn))(cand, history)
+    assert not jnp.isnan(original).any()
+    np.testing.assert_allclose(rewritten, original, rtol=rtol, atol=atol)
+    assert report_of(fn, cand, history).changed
+
+
 @pytest.mark.parametrize("mask", [kept, lambda: kept().astype(jnp.float32)])
 @pytest.mark.parametrize("name", NAN)
 def test_a_product_with_a_cast_mask_hides_nan_as_xla_does(name, mask):
     """XLA compiles `x * mask` to a select, also in a softmax that stays as it is written."""
-    fn = pooled(lambda x: NAN[name](x, mask()))
-    original = jax.jit(fn)(CAND, HISTORY)
-    rewritten = jax.jit(ikbo.rewrite(fn))(CAND, HISTORY)
-    assert not jnp.isnan(original).any()
-    np.testing.assert_allclose(rewritten, original, atol=1e-5)
-    assert report_of(fn, CAND, HISTORY).changed
+    check_compiled_hides_nan(pooled(lambda x: NAN[name](x, mask())), CAND, HISTORY, 1e-7, 1e-5)
 
 
 def test_a_product_with_a_cast_mask_at_user_batch_hides_nan():
@@ -375,10 +377,7 @@ def test_a_product_with_a_cast_mask_of_merged_rows_hides_nan():
         return masked.reshape(B, S, D).sum(1) @ W + cand
 
     history = jnp.where(shown & (HISTORY < 0.3), 1, HISTORY)
-    original, rewritten = jax.jit(fn)(CAND, history), jax.jit(ikbo.rewrite(fn))(CAND, history)
-    assert not jnp.isnan(original).any()
-    np.testing.assert_allclose(rewritten, original, rtol=1e-4, atol=1e-4)
-    assert report_of(fn, CAND, history).changed
+    check_compiled_hides_nan(fn, CAND, history, 1e-4, 1e-4)
 
 
 def test_a_sum_with_a_mask_pools_at_user_batch():

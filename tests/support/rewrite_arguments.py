@@ -69,5 +69,4 @@ def arrays() -> dict[str, jax.Array]:
         "w_q": weight(D_CAND, HEADS * H),
         "w_k": weight(HIDDEN, HEADS * H),
         "w_v": weight(HIDDEN, HEADS * H),
-        "scores_weight": weight(HIDDEN, HIDDEN),
     }
