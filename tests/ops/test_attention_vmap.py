@@ -47,6 +47,10 @@ def name_of(combination: tuple[bool, ...]) -> str:
     return "+".join(name for name, b in zip(FIELDS, combination, strict=True) if b)
 
 
+def id_of(value: tuple[bool, ...] | bool) -> str:
+    return name_of(value) if isinstance(value, tuple) else "kernel" if value else "xla"
+
+
 def attend(*arrays: Any, **options: Any) -> Any:
     options = {"scale": SCALE, "return_residuals": True, **options}
     return ikbo.attention(*arrays[:4], key_value_seq_lengths=arrays[4], **options)
@@ -78,26 +82,26 @@ def runs_of(fake_attention) -> list[dict[str, Any]]:
     return [call for call in fake_attention.calls if "is_sorted" in call]
 
 
-@pytest.mark.parametrize("combination", COMBINATIONS, ids=name_of)
-def test_equals_a_loop(combination: tuple[bool, ...]) -> None:
-    inputs = stacked(combination, "float32")
+@pytest.mark.parametrize(
+    ("combination", "kernel"),
+    [*((c, False) for c in COMBINATIONS), *((c, True) for c in AROUND_THE_KERNEL)],
+    ids=id_of,
+)
+def test_equals_a_loop(request, combination: tuple[bool, ...], kernel: bool) -> None:
+    fake = request.getfixturevalue("fake_attention") if kernel else None
+    inputs = stacked(combination, "bfloat16" if kernel else "float32")
     results = jax.jit(jax.vmap(attend, axes_of(combination)))(*inputs)
-    for i in range(SIZE):
-        exact = problems.numpy_attention_oracle(problem_at(inputs, combination, i), scale=SCALE)
-        one = jax.tree.map(lambda x, i=i: np.asarray(x)[i], results)
-        chex.assert_trees_all_close(one, jax.tree.map(np.float32, exact), atol=5e-6)
-
-
-@pytest.mark.parametrize("combination", AROUND_THE_KERNEL, ids=name_of)
-def test_equals_a_loop_around_the_kernel(fake_attention, combination: tuple[bool, ...]) -> None:
-    inputs = stacked(combination, "bfloat16")
-    results = jax.jit(jax.vmap(attend, axes_of(combination)))(*inputs)
-    assert runs_of(fake_attention), "the kernel was not reached"
-    assert all(call["is_sorted"] for call in runs_of(fake_attention))
+    if kernel:
+        assert runs_of(fake), "the kernel was not reached"
+        assert all(call["is_sorted"] for call in runs_of(fake))
     for i in range(SIZE):
         problem = problem_at(inputs, combination, i)
         one = jax.tree.map(lambda x, i=i: np.asarray(x)[i], results)
-        problems.assert_attention_within_error_rule(one, problem, scale=SCALE)
+        if kernel:
+            problems.assert_attention_within_error_rule(one, problem, scale=SCALE)
+        else:
+            exact = problems.numpy_attention_oracle(problem, scale=SCALE)
+            chex.assert_trees_all_close(one, jax.tree.map(np.float32, exact), atol=5e-6)
 
 
 # Own users, shared users, lengths that alone differ, and values that alone differ.
@@ -119,7 +123,7 @@ def exact_gradients(problem: problems.AttentionInputs) -> tuple[np.ndarray, ...]
 @pytest.mark.parametrize(
     ("combination", "kernel"),
     [*((kind, False) for kind in KINDS), *((kind, True) for kind in KINDS)],
-    ids=lambda value: name_of(value) if isinstance(value, tuple) else "kernel" if value else "xla",
+    ids=id_of,
 )
 def test_gradient_of_vmap_and_vmap_of_gradient(request, combination, kernel: bool) -> None:
     fake = request.getfixturevalue("fake_attention") if kernel else None

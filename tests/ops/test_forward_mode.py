@@ -20,39 +20,38 @@ def array(*shape: int) -> jax.Array:
     return random_array(np.random.default_rng(len(shape)), shape, jnp.float32)
 
 
-KEY = array(2, 5, 1, 4)
-JAGGED_KEY, OFFSETS = array(6, 1, 4), jnp.asarray([0, 4, 6], jnp.int32)
-WEIGHT, EMBEDDING = array(2, 3), array(2, 3, 4)
-
-
-def attention(query: jax.Array) -> jax.Array:
-    out = ikbo.attention(query, KEY, KEY, INDEX)
-    assert isinstance(out, jax.Array)
-    return jnp.sum(jnp.sin(out))
-
-
-def gdpa(query: jax.Array) -> jax.Array:
-    q_offsets = jnp.asarray([0, 1, 3], jnp.int32)
-    return jnp.sum(
-        jnp.sin(ikbo.gdpa(query, JAGGED_KEY, JAGGED_KEY, q_offsets, OFFSETS, activation="gelu"))
+def attention(x: jax.Array) -> jax.Array:
+    key, value = x[3:].reshape(2, 2, 5, 1, 4)
+    lengths = jnp.asarray([5, 2], jnp.int32)
+    out, lse = ikbo.attention(
+        x[:3, None], key, value, INDEX, key_value_seq_lengths=lengths, return_residuals=True
     )
+    return jnp.sum(jnp.sin(out)) + jnp.sum(jnp.cos(lse))
 
 
-def linear_compression(e_cand: jax.Array) -> jax.Array:
-    out = ikbo.linear_compression(WEIGHT, WEIGHT, e_cand, EMBEDDING, INDEX)
+def gdpa(x: jax.Array) -> jax.Array:
+    q_offsets, kv_offsets = (jnp.asarray(n, jnp.int32) for n in ([0, 1, 3], [0, 4, 6]))
+    out = ikbo.gdpa(x[:3], x[3:9], x[9:], q_offsets, kv_offsets, activation="gelu")
     return jnp.sum(jnp.sin(out))
 
 
-def multilevel_linear_compression(e_cand: jax.Array) -> jax.Array:
-    terms = [ikbo.Term(WEIGHT, EMBEDDING), ikbo.Term(WEIGHT, e_cand, INDEX)]
+def linear_compression(x: jax.Array) -> jax.Array:
+    w_cand, w_user = x[5].T.reshape(2, 2, 3)
+    return jnp.sum(jnp.sin(ikbo.linear_compression(w_cand, w_user, x[:3], x[3:5], INDEX)))
+
+
+def multilevel_linear_compression(x: jax.Array) -> jax.Array:
+    w_cand, w_user = x[5].T.reshape(2, 2, 3)
+    terms = [ikbo.Term(w_user, x[3:5]), ikbo.Term(w_cand, x[:3], INDEX)]
     return jnp.sum(jnp.sin(ikbo.multilevel_linear_compression(terms)))
 
 
+#: Functions of one array, of which all arrays of an op are made, and its shape.
 OPS = {
-    attention: (3, 1, 1, 4),
-    gdpa: (3, 1, 4),
-    linear_compression: (3, 3, 4),
-    multilevel_linear_compression: (3, 3, 4),
+    attention: (13, 2, 4),
+    gdpa: (15, 1, 4),
+    linear_compression: (6, 3, 4),
+    multilevel_linear_compression: (6, 3, 4),
 }
 
 
@@ -126,16 +125,17 @@ def test_reverse_mode_is_the_same_under_transformations(fn: Callable) -> None:
 
 
 def test_forward_mode_by_arrays_that_a_custom_vjp_does_not_take_works() -> None:
-    query, own = array(3, 1, 1, 4), array(3, 2, 1, 4)
+    query, key, own = array(3, 1, 1, 4), array(2, 5, 1, 4), array(3, 2, 1, 4)
 
     def of_own(own: jax.Array) -> jax.Array:
-        out = ikbo.attention(query, KEY, KEY, INDEX, self_key=own, self_value=own)
+        out = ikbo.attention(query, key, key, INDEX, self_key=own, self_value=own)
         assert isinstance(out, jax.Array)
         return jnp.sum(jnp.sin(out))
 
     expected = jnp.sum(jax.grad(of_own)(own))
     np.testing.assert_allclose(jvp(of_own)(own)[1], expected, atol=1e-5)
-    np.testing.assert_allclose(jvp(lambda x: attention(query) + x)(1.0)[1], 1.0)
+    constant = array(*OPS[attention])
+    np.testing.assert_allclose(jvp(lambda x: attention(constant) + x)(1.0)[1], 1.0)
 
 
 @pytest.mark.parametrize(("activation", "wrap"), [("gelu", lambda fn: fn), ("softmax", jax.jit)])
