@@ -32,18 +32,14 @@ def inputs(size: float, scale: float, dtype: str) -> tuple[np.ndarray, ...]:
     return tuple(np.asarray(jnp.asarray(x.astype(np.float32)).astype(dtype)) for x in arrays)
 
 
-def attended(query, key, value, scale):
-    return ikbo.attention(
-        query, key, value, INDEX, scale=scale, return_residuals=True, implementation="xla"
-    )
+def attended(query, key, value, scale, **own):
+    options = {"scale": scale, "return_residuals": True, "implementation": "xla"}
+    return ikbo.attention(query, key, value, INDEX, **options, **own)
 
 
 def with_own_tokens(query, key, value, scale):
     own = {"self_key": key[INDEX][:, 3:], "self_value": value[INDEX][:, 3:]}
-    key, value = key[:, :3], value[:, :3]
-    return ikbo.attention(
-        query, key, value, INDEX, scale=scale, return_residuals=True, implementation="xla", **own
-    )
+    return attended(query, key[:, :3], value[:, :3], scale, **own)
 
 
 def materialised(query, key, value, scale):

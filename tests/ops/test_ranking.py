@@ -42,7 +42,6 @@ TINY = ranking.Sizes(
     hidden=18,
     dtype="float32",
 )
-MOST = int(ranking.candidate_counts(TINY).max())
 B, S, WIDTH = TINY.candidates, TINY.history, TINY.width
 HEADS = (TINY.heads, TINY.head_dim)
 #: What a copy of a user's tensor for every candidate looks like.
@@ -55,12 +54,7 @@ COPIES = {
     (B, TINY.pooled, *HEADS),
     (B, WIDTH + TINY.user_dense),
 }
-VERSIONS = {
-    "materialised": ranking.materialised,
-    "co_designed": ranking.co_designed,
-    "rewrite": ikbo.rewrite(ranking.materialised),
-    "hand_optimised": functools.partial(ranking.hand_optimised, most=MOST),
-}
+VERSIONS = versions(TINY)
 
 
 def shapes_in(text: str) -> set[tuple[int, ...]]:

@@ -30,18 +30,6 @@ from ikbo_jax.layers import functional
 
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("name", LAYOUTS)
-def test_arrays_of_the_host_under_set_mesh(name: str, kind: str) -> None:
-    """JAX runs the program on all devices of the mesh, and the arrays' types name no mesh."""
-    op, arrays = drawn(name)
-    step = step_of(op)
-    expected = step(*arrays)
-    with jax.set_mesh(mesh_of("2x2", kind)):
-        close(step(*arrays), expected)
-
-
-@pytest.mark.sampled(3)
-@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(
     ("name", "specs"),
     [
@@ -50,9 +38,11 @@ def test_arrays_of_the_host_under_set_mesh(name: str, kind: str) -> None:
         ("own_tokens", [P("x"), None, None, P("x"), None, P("x"), None]),
         ("own_tokens", [None, P(None, None, "x"), None, None, None, None, None]),
         ("jagged", [P("x"), None, None, None]),
+        *((name, [None] * len(specs)) for name, specs in LAYOUTS.items()),
     ],
 )
 def test_some_arrays_on_no_mesh(name: str, specs: list[P | None], kind: str) -> None:
+    """Under `jax.set_mesh`, JAX runs a program on all devices, if no type names the mesh, too."""
     op, arrays = drawn(name)
     mesh = mesh_of("2x2", kind)
     step = step_of(op)
@@ -191,32 +181,6 @@ def test_cotangents_of_the_index_are_float0() -> None:
     of_query, of_index = jax.grad(loss, (0, 3), allow_int=True)(*divided)
     assert of_index.dtype == jax.dtypes.float0
     close(of_query, step_of(op)(*arrays)[0][0])
-
-
-@pytest.mark.sampled(3)
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("name", LAYOUTS)
-def test_shard_map_over_some_axes_of_the_context_mesh(name: str, kind: str) -> None:
-    """Under `jax.set_mesh`, `shard_map` has an abstract mesh, without devices."""
-    op, arrays = drawn(name)
-    mesh = mesh_of("2x2", kind)
-    step = step_of(op)
-    # Jagged heads and all others' candidates over the manual axis, candidates over the other one.
-    manual = {"jagged": [P(None, "y"), P(None, "y"), P(None, "y"), P()]}.get(
-        name, [P("y") if spec == P("x") else P() for spec in LAYOUTS[name]]
-    )
-    both = [
-        P("x", "y") if name == "jagged" and n == 0 else P(("y", "x")) if spec == P("y") else spec
-        for n, spec in enumerate(manual)
-    ]
-    divided = on(mesh, arrays, both)
-    with jax.set_mesh(mesh):
-        out = P(None, "y") if name == "jagged" else P("y")
-        inside = jax.shard_map(op, in_specs=tuple(manual), out_specs=out, axis_names={"y"})
-        found = step_of(inside)(*divided)
-    close(found, step(*arrays))
-    layout = NamedSharding(mesh, both[0] if name != "linear" else both[2])
-    assert found[1].sharding.is_equivalent_to(layout, found[1].ndim)
 
 
 @pytest.mark.sampled(3)

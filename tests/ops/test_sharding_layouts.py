@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import random
 from collections.abc import Callable, Sequence
@@ -39,15 +40,12 @@ def check(
     specs: Sequence[P],
     mesh: Any,
     on_mesh: Callable[..., Any] | None = None,
-) -> jax.Array:
-    """Results and gradients are those of one device; returns the result.
+) -> None:
+    """Results and gradients are those of one device.
 
     `on_mesh` is the op on divided arrays, where that is another function.
     """
-    found = step_of(on_mesh or op)(*on(mesh, arrays, specs))
-    close(found, step_of(op)(*arrays))
-    out: jax.Array = found[1]
-    return out
+    close(step_of(on_mesh or op)(*on(mesh, arrays, specs)), step_of(op)(*arrays))
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -137,6 +135,7 @@ PARTS: dict[str, list[tuple[str, list[P], P]]] = {
             P("x", None, "y"),
         ),
         ("tokens", [P("x", "y"), P(), P(), P("x"), P("x", "y"), P("x"), P()], P("x", "y")),
+        ("candidates", [P(("x", "y")), P(), P(), *[P(("x", "y"))] * 3, P()], P(("x", "y"))),
     ],
     "jagged": [
         ("rows", [P("y", "x"), P(None, "x"), P(None, "x"), P()], P("y", "x")),
@@ -157,24 +156,40 @@ def over(axes: str, op: Callable[..., Any], specs: Sequence[P], out: P, mesh: An
     )
 
 
-def over_x(name: str, layout: str, kind: str) -> tuple[Any, ...]:
+def over_x(name: str, layout: str, kind: str, *, in_context: bool = False) -> tuple[Any, ...]:
     """An op, its `shard_map` over "x", arrays, their layouts, the result's, and the mesh."""
     specs, out = next(x[1:] for x in PARTS[name] if x[0] == layout)
     op, arrays = drawn(name)
     mesh = mesh_of("2x2", kind)
-    return op, over("x", op, specs, out, mesh), arrays, specs, out, mesh
+    manual = over("x", op, specs, out, None if in_context else mesh)
+    return op, manual, arrays, specs, out, mesh
+
+
+LAYOUTS_OF_PARTS = [(name, x[0]) for name, layouts in PARTS.items() for x in layouts]
 
 
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(
-    ("name", "layout"), [(name, x[0]) for name, layouts in PARTS.items() for x in layouts]
+    ("name", "layout", "in_context"),
+    [
+        *((*case, False) for case in LAYOUTS_OF_PARTS),
+        *((*case, True) for case in LAYOUTS_OF_PARTS if case[1] in ("candidates", "rows")),
+    ],
 )
-def test_shard_map_over_some_axes_of_a_mesh(name: str, layout: str, kind: str) -> None:
-    """Inside `shard_map` over "x", the other axis still divides as the arrays are divided."""
-    op, manual, arrays, specs, out, mesh = over_x(name, layout, kind)
-    found = check(op, arrays, specs, mesh, manual)
-    assert found.sharding.is_equivalent_to(NamedSharding(mesh, out), found.ndim)
+def test_shard_map_over_some_axes_of_a_mesh(
+    name: str, layout: str, in_context: bool, kind: str
+) -> None:
+    """Inside `shard_map` over "x", the other axis still divides as the arrays are divided.
+
+    Under `jax.set_mesh`, `shard_map` has an abstract mesh, without devices.
+    """
+    context = jax.set_mesh(mesh_of("2x2", kind)) if in_context else contextlib.nullcontext()
+    with context:
+        op, manual, arrays, specs, out, mesh = over_x(name, layout, kind, in_context=in_context)
+        found = step_of(manual)(*on(mesh, arrays, specs))
+    close(found, step_of(op)(*arrays))
+    assert found[1].sharding.is_equivalent_to(NamedSharding(mesh, out), found[1].ndim)
 
 
 @pytest.mark.parametrize(

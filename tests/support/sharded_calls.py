@@ -40,55 +40,26 @@ class Case(NamedTuple):
     is_local: bool = True
 
 
-def padded(
-    w_cand: jax.Array, w_user: jax.Array, e_cand: jax.Array, e_user: jax.Array, index: jax.Array
-) -> jax.Array:
+def padded(w_cand: jax.Array, w_user: jax.Array, *rest: jax.Array) -> jax.Array:
     padded_cand, padded_user = map(ikbo.pad_weight, (w_cand, w_user))
-    return ikbo.linear_compression(padded_cand, padded_user, e_cand, e_user, index)
+    return ikbo.linear_compression(padded_cand, padded_user, *rest)
 
 
-def three_levels(
-    w_cand: jax.Array,
-    w_user: jax.Array,
-    e_cand: jax.Array,
-    e_user: jax.Array,
-    index: jax.Array,
-    w_all: jax.Array,
-    e_all: jax.Array,
-    user_index: jax.Array,
-) -> jax.Array:
-    return ikbo.multilevel_linear_compression(
-        [
-            ikbo.Term(w_all, e_all),
-            ikbo.Term(w_user, e_user, user_index),
-            ikbo.Term(w_cand, e_cand, index),
-        ]
-    )
+def three_levels(*arrays: jax.Array) -> jax.Array:
+    w_cand, w_user, e_cand, e_user, index, w_all, e_all, user_index = arrays
+    levels = (w_all, e_all), (w_user, e_user, user_index), (w_cand, e_cand, index)
+    return ikbo.multilevel_linear_compression([ikbo.Term(*level) for level in levels])
 
 
 def attend(query: jax.Array, key: jax.Array, value: jax.Array, index: jax.Array) -> Any:
     return ikbo.attention(query, key, value, index)
 
 
-def attend_with_everything(
-    query: jax.Array,
-    key: jax.Array,
-    value: jax.Array,
-    index: jax.Array,
-    lengths: jax.Array,
-    self_key: jax.Array,
-    self_value: jax.Array,
+def with_own_tokens(
+    query: Any, key: Any, value: Any, self_key: Any, self_value: Any, index: Any, lengths: Any
 ) -> jax.Array:
-    out, lse = ikbo.attention(
-        query,
-        key,
-        value,
-        index,
-        key_value_seq_lengths=lengths,
-        self_key=self_key,
-        self_value=self_value,
-        return_residuals=True,
-    )
+    own = {"self_key": self_key, "self_value": self_value, "key_value_seq_lengths": lengths}
+    out, lse = ikbo.attention(query, key, value, index, **own, return_residuals=True)
     return out + lse[..., None]
 
 
@@ -118,12 +89,6 @@ def indexed(query: Any, key: Any, value: Any, index: Any) -> jax.Array:
     )
 
 
-def with_own_tokens(
-    query: Any, key: Any, value: Any, self_key: Any, self_value: Any, index: Any, lengths: Any
-) -> jax.Array:
-    return attend_with_everything(query, key, value, index, lengths, self_key, self_value)
-
-
 LINEAR = {
     "w_cand": (16, 5), "w_user": (16, 7), "e_cand": (B, 5, 8), "e_user": (U, 7, 8),
     "index": (B, -U),
@@ -133,8 +98,9 @@ ATTENTION = {
     "query": (B, 3, 8, 8), "key": (U, 5, 8, 8), "value": (U, 5, 8, 8), "index": (B, -U),
 }  # fmt: skip
 ONE_KEY_HEAD = ATTENTION | {"key": (U, 5, 1, 8), "value": (U, 5, 1, 8)}
-EVERYTHING = ATTENTION | {
-    "lengths": (U, -6), "self_key": (B, 2, 8, 8), "self_value": (B, 2, 8, 8),
+EVERYTHING = {
+    "query": (B, 3, 8, 8), "key": (U, 5, 8, 8), "value": (U, 5, 8, 8),
+    "self_key": (B, 2, 8, 8), "self_value": (B, 2, 8, 8), "index": (B, -U), "lengths": (U, -6),
 }  # fmt: skip
 JAGGED = {"query": (12, 8, 8), "key": (12, 8, 8), "value": (12, 8, 8)}
 
@@ -169,7 +135,7 @@ CASES = {
         attend, ONE_KEY_HEAD, {"query": P(None, None, "x")}, P(None, None, "x"), sums=2
     ),
     "attention_everything": Case(
-        attend_with_everything, EVERYTHING,
+        with_own_tokens, EVERYTHING,
         {"query": P("x"), "index": P("x"), "self_key": P("x"), "self_value": P("x")},
         P("x"), sums=2,
     ),
