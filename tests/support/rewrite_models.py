@@ -294,20 +294,10 @@ def two_indices(user, cand, index, other_index, w_user):
     return jnp.tanh(user[index] @ w_user) * jnp.tanh(user[other_index] @ w_user)
 
 
-@model(PRODUCT_OF_USERS, "materialised", materialised=1)
-def batch_axis_merged_by_a_reshape(user, index, w_user):
-    return (user[index] @ w_user).reshape(B // 4, -1)
-
-
 @model(BY_PARTS, "materialised", materialised=1)
 def user_value_also_returned(user, cand, index, w_first):
     users = user[index]
     return jnp.concatenate([users, cand], axis=1) @ w_first, users
-
-
-@model(materialised=1)
-def attention_without_a_softmax(query, key, index):
-    return jax.nn.sigmoid(jnp.einsum("btnh,bsnh->bnts", query, key[index]))
 
 
 @model()
