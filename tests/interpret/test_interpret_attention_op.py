@@ -27,6 +27,13 @@ PARAMS = dataclasses.replace(interpreter.PARAMS, inline_mgpu="_hack_model_inline
 CONFIG = AttentionConfig(block_kv=32, k_stages=2, v_stages=2, q_slots=2, chunk=2)
 SCALE = 0.125
 OWN = ("self_key", "self_value")
+ATTEND = functools.partial(
+    ikbo.attention,
+    scale=SCALE,
+    return_residuals=True,
+    implementation="mosaic_gpu",
+    config=CONFIG,
+)
 
 
 @pytest.fixture(autouse=True)
@@ -58,14 +65,7 @@ def interpreted(monkeypatch, launches):
 def test_unsorted_candidates() -> None:
     shape = problems.AttentionShape(3, 5, 3, 40, 2, 1, 64, "unsorted")
     inputs = problems.make_attention_inputs(shape)
-    results = ikbo.attention(
-        *inputs[:4],
-        scale=SCALE,
-        return_residuals=True,
-        implementation="mosaic_gpu",
-        config=CONFIG,
-    )
-    problems.assert_attention_within_error_rule(results, inputs, scale=SCALE)
+    problems.assert_attention_within_error_rule(ATTEND(*inputs[:4]), inputs, scale=SCALE)
 
 
 @pytest.mark.parametrize("with_own_tokens", [False, True])
@@ -86,22 +86,13 @@ def test_gradients_of_unsorted_candidates(interpreted, with_own_tokens: bool) ->
 
         return loss
 
+    index, lengths = inputs[3:]
+
     def attend(query, key, value, *rest):
-        return ikbo.attention(
-            query,
-            key,
-            value,
-            inputs.cand_to_user,
-            scale=SCALE,
-            key_value_seq_lengths=inputs.key_value_seq_lengths,
-            **dict(zip(OWN, rest, strict=False)),
-            return_residuals=True,
-            implementation="mosaic_gpu",
-            config=CONFIG,
-        )
+        named = dict(zip(OWN, rest, strict=False))
+        return ATTEND(query, key, value, index, key_value_seq_lengths=lengths, **named)
 
     def oracle(query, key, value, *rest):
-        index, lengths = inputs.cand_to_user, inputs.key_value_seq_lengths
         named = dict(zip(OWN, rest, strict=False))
         return reference.materialised(query, key, value, index, lengths, scale=SCALE, **named)
 

@@ -72,6 +72,10 @@ CASES = {
         dataclasses.replace(ONE, num_stages=2, coarse_k=80, groups=6, coarse_rows=128),
         3,
     ),
+    # K and the compressed rows of both coarser levels are divided by two.
+    "three_levels_in_splits_and_groups": Case(
+        (2, 3, 9), (100, 80, 33), 20, 32, dataclasses.replace(TINY, coarse_k=64, coarse_rows=16)
+    ),
     "one_level": Case((9,), (100,), 20, 32, TINY),
     "three_levels_f16": Case((2, 3, 9), (40, 33, 72), 20, 32, TINY, 3, dtype="float16"),
 }
@@ -84,18 +88,6 @@ def test_interpreted_resident_kernel_is_right_and_free_of_races(
     case = CASES[name]
     problem = LinearCompressionProblem(case.batches, case.ks, case.m, case.n, case.dtype)
     assert_right(case, launches, len(case.config.levels(problem)))
-
-
-def test_interpreted_resident_splits_and_groups_of_a_coarser_level(
-    launches: interpreter.Launches,
-) -> None:
-    """Two splits of K at both coarser levels, and two groups of compressed rows."""
-    config = dataclasses.replace(TINY, coarse_k=64, coarse_rows=16)
-    case = Case((2, 3, 9), (100, 80, 33), 20, 32, config)
-    problem = LinearCompressionProblem(case.batches, case.ks, case.m, case.n, case.dtype)
-    layout = config.layout(problem, 1)
-    assert (layout.groups, layout.splits) == (2, 2)
-    assert_right(case, launches, 3)
 
 
 @pytest.mark.filterwarnings("ignore:invalid value encountered in matmul:RuntimeWarning")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import types
 from typing import Any
 
 import alignment
@@ -133,3 +134,12 @@ def test_accesses_are_compared_at_once_as_jax_compares_them_one_by_one(seed: int
         found.append(one_by_one)
         accesses.append((None, clock, where, None))
     assert {*found} == {True, False}
+
+
+def test_races_of_an_early_launch_and_launches_that_never_ran_are_found() -> None:
+    launches = interpreter.Launches()
+    with pytest.raises(AssertionError, match="0 launches"):
+        launches.assert_no_races(1)
+    launches.detectors = [types.SimpleNamespace(races_found=found) for found in (True, False)]
+    with pytest.raises(AssertionError, match=r"races in launches \[0\]"):
+        launches.assert_no_races(2)
