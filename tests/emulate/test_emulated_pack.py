@@ -86,30 +86,26 @@ def test_too_many_candidates_are_put_into_order_by_xla(
     np.testing.assert_array_equal(np.sort(found.order), np.arange(len(order)))
 
 
-@pytest.mark.parametrize(
-    ("q_len", "heads", "width", "index", "dtype"),
-    [
-        (3, (4, 2), 64, "unsorted", "bfloat16"),
-        (3, (4, 2), 64, "packed", "bfloat16"),
-        (5, (1, 1), 128, "packed", "float16"),
-        (2, (4, 2), 64, "sorted", "bfloat16"),
-        (3, (4, 2), 64, "many", "bfloat16"),
-    ],
-)
+#: T, heads, width, how the index is, and dtype.
+OPS = {
+    "unsorted": (3, (4, 2), 64, "unsorted", "bfloat16"),
+    "packed": (3, (4, 2), 64, "packed", "bfloat16"),
+    "packed_h128_f16": (5, (1, 1), 128, "packed", "float16"),
+    "sorted": (2, (4, 2), 64, "sorted", "bfloat16"),
+    "many": (3, (4, 2), 64, "many", "bfloat16"),
+}
+
+
+@pytest.mark.parametrize("name", OPS)
 def test_emulated_op_and_gradient(
-    q_len: int,
-    heads: tuple[int, int],
-    width: int,
-    index: str,
-    dtype: str,
-    sm90: emulator.Emulator,
-    monkeypatch: pytest.MonkeyPatch,
+    name: str, sm90: emulator.Emulator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """All launches, one after another, of an unsorted index or of grouped heads.
 
     The kernel for few queries lists unsorted candidates itself, unless it may not ("packed"). They
     may be too many for comparisons of all pairs ("many").
     """
+    q_len, heads, width, index, dtype = OPS[name]
     is_packed, is_many = index in ("packed", "many"), index == "many"
     if is_many:
         monkeypatch.setattr(pack, "MOST_CTAS", 0)

@@ -21,33 +21,23 @@ def names(*, is_numbered_before: bool, is_ordered_before: bool = False) -> list[
     return [f"ikbo_{kind}_mosaic_gpu_kernel" for kind in kinds]
 
 
-def number_before(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(statistics, "MOST_CTAS", 0)
+#: Dtype, width, key heads, query heads of each, whether there is a d_lse, whether the index is
+#: sorted, and parts of the keys.
+CASES = {
+    "sorted": ("bfloat16", 64, 2, 1, True, True, 1),
+    "unsorted_grouped_f16": ("float16", 96, 1, 3, False, False, 1),
+    "unsorted_parts": ("bfloat16", 256, 2, 2, True, False, 3),
+    "sorted_grouped_f16": ("float16", 64, 1, 2, False, True, 1),
+}
 
 
-@pytest.mark.parametrize(
-    ("dtype", "head_dim", "kv_heads", "group", "has_d_lse", "is_sorted", "splits"),
-    [
-        ("bfloat16", 64, 2, 1, True, True, 1),
-        ("float16", 96, 1, 3, False, False, 1),
-        ("bfloat16", 256, 2, 2, True, False, 3),
-        ("float16", 64, 1, 2, False, True, 1),
-    ],
-)
+@pytest.mark.parametrize("name", CASES)
 @BY_LAUNCHES
 def test_emulated_statistics_and_packed_rows_are_those_of_xla(
-    dtype: str,
-    head_dim: int,
-    kv_heads: int,
-    group: int,
-    has_d_lse: bool,
-    is_sorted: bool,
-    splits: int,
-    is_numbered_before: bool,
-    sm90: emulator.Emulator,
-    monkeypatch: pytest.MonkeyPatch,
+    name: str, is_numbered_before: bool, sm90: emulator.Emulator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The descriptions of users, parts and tiles are equal, and so are copies of rows."""
+    dtype, head_dim, kv_heads, group, has_d_lse, is_sorted, splits = CASES[name]
     sizes = rows.Sizes(9, 4, 100, 3, group, 32, splits, is_sorted, tile_rows=16)
     rng = np.random.default_rng(0)
     shape = (sizes.batch, sizes.q_len, kv_heads * group, head_dim)
@@ -60,7 +50,7 @@ def test_emulated_statistics_and_packed_rows_are_those_of_xla(
     lengths = jnp.asarray([100, -3, 50, 200], jnp.int32)
     inputs = rows.Inputs(out, d_out, jnp.asarray(lse), d_lse, query)
     if is_numbered_before:
-        number_before(monkeypatch)
+        monkeypatch.setattr(statistics, "MOST_CTAS", 0)
     # Of so few candidates, XLA gives positions; of more, a launch does.
     monkeypatch.setattr(work_order, "MAX_COUNTED", 0 if is_numbered_before else 4096)
     options = {"kv_heads": kv_heads, "count": 8 * sizes.block_q}
@@ -96,7 +86,7 @@ def test_emulated_statistics_are_nan_where_a_promised_order_is_wrong(
     sizes = rows.Sizes(4, 3, 100, 2, 1, 16, 1, is_sorted=True)
     inputs = rows.Inputs(out, out, lse, None, out)
     if is_numbered_before:
-        number_before(monkeypatch)
+        monkeypatch.setattr(statistics, "MOST_CTAS", 0)
     orders = ([0, 0, 1, 2], False), ([1, 0, 1, 2], True), ([0, 0, 2, 1], True), ([2, 0, 0, 0], True)
     for index, is_nan in orders:
         with sm90.emulated(0) as launched, jax.enable_x64(has_x64):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import re
 from typing import Any
 
@@ -181,14 +182,13 @@ SHORT = {
 }
 # CTAs that find their tiles: one of each sequence, or several.
 SHORT |= {
-    f"found_h{head_dim}_{activation}_{approx}_{bound}": Case(
-        dataclasses.replace(
-            SHORT[f"h{head_dim}_{activation}_{approx}_64_64"].problem,
-            max_seqlen_q=bound,
-            max_seqlen_kv=bound,
-        ),
+    f"found_h{head_dim}_{activation}_{approx}_{bound}": of(
         ShortGdpaConfig(finds_tiles=True, ctas=1),
-        SCALES,
+        head_dim=head_dim,
+        activations=(activation,),
+        approx=approx,
+        max_seqlen_q=bound,
+        max_seqlen_kv=bound,
     )
     for head_dim, activation, approx, bound in (
         (64, "gelu_tanh", "tanh", 64),
@@ -219,13 +219,11 @@ def test_the_list_of_tiles_is_one_kernel(
     bound: int | None, is_merged: bool, compiler: offline.Compiler
 ) -> None:
     """Up to the largest number of sequences, whose lists fill shared memory."""
-
-    def list_tiles(q: Any, kv: Any, index: Any) -> Any:
-        bounds = {"max_seqlen_q": bound, "max_seqlen_kv": bound}
-        return tile_list_kernel.query_tiles(
-            q, kv, index, q_rows=99999, kv_rows=99999, size=64, **bounds
-        )
-
+    list_tiles = functools.partial(
+        tile_list_kernel.query_tiles,
+        **{"q_rows": 99999, "kv_rows": 99999, "size": 64},
+        **{"max_seqlen_q": bound, "max_seqlen_kv": bound},
+    )
     most = tile_list_kernel.MOST_MERGED if is_merged else tile_list_kernel.MOST_SEGMENTS
     sequences = most - 2
     offsets = jax.ShapeDtypeStruct((sequences + 1,), jnp.int32)

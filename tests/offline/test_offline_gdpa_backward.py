@@ -13,7 +13,8 @@ import planted
 import pytest
 
 from ikbo_jax.pallas.gdpa_backward import kernels, tiles, work_kernel
-from ikbo_jax.problems import GdpaBackwardConfig, GdpaBackwardProblem
+from ikbo_jax.problems import GdpaBackwardConfig as Config
+from ikbo_jax.problems import GdpaBackwardProblem
 from ikbo_jax.problems import gdpa_backward as backward_configs
 from ikbo_jax.problems.hopper import WARPGROUP_SIZE
 from ikbo_jax.tuning import table_rows
@@ -34,10 +35,10 @@ class Case:
     kv_heads: int = 4
     dtype: str = "bfloat16"
     is_wide: bool = False
-    config: GdpaBackwardConfig | None = None
+    config: Config | None = None
 
     @property
-    def chosen(self) -> GdpaBackwardConfig:
+    def chosen(self) -> Config:
         return self.config or backward_configs.default_config(self.head_dim)
 
     @property
@@ -92,27 +93,23 @@ CASES = {
     "keys_gelu": Case(True, activations=("gelu",) * 4),
     "keys_wide": Case(True, is_wide=True),
     "keys_mixed_f16": Case(True, activations=MIXED, kv_heads=2, dtype="float16"),
-    "queries_mixed_wide_block": Case(
-        False, activations=MIXED, kv_heads=2, config=GdpaBackwardConfig(96, 2)
-    ),
+    "queries_mixed_wide_block": Case(False, activations=MIXED, kv_heads=2, config=Config(96, 2)),
     "queries_broadcast_h64": Case(False, 64, approx="tanh", is_wide=True),
     "keys_softmax": Case(True, activations=SOFTMAX),
     "keys_softmax_h64_wide": Case(True, 64, activations=SOFTMAX, is_wide=True),
     "keys_softmax_h96_grouped_f16": Case(
         True, 96, activations=SOFTMAX, kv_heads=2, dtype="float16"
     ),
-    "keys_softmax_block_48": Case(True, activations=SOFTMAX, config=GdpaBackwardConfig(48, 3)),
+    "keys_softmax_block_48": Case(True, activations=SOFTMAX, config=Config(48, 3)),
     "queries_softmax": Case(False, activations=SOFTMAX),
     "queries_softmax_h64_f16": Case(False, 64, activations=SOFTMAX, dtype="float16"),
     "queries_softmax_h96_wide": Case(False, 96, activations=SOFTMAX, is_wide=True),
     # Blocks that only the tuner proposes.
-    "queries_h64_widest": Case(False, 64, config=GdpaBackwardConfig(128, 3)),
-    "keys_h64_widest": Case(True, 64, config=GdpaBackwardConfig(96, 4)),
-    "keys_h64_softmax_block_80": Case(
-        True, 64, activations=SOFTMAX, config=GdpaBackwardConfig(80, 4)
-    ),
-    "queries_narrow": Case(False, config=GdpaBackwardConfig(32, 6)),
-    "keys_narrow": Case(True, config=GdpaBackwardConfig(32, 4)),
+    "queries_h64_widest": Case(False, 64, config=Config(128, 3)),
+    "keys_h64_widest": Case(True, 64, config=Config(96, 4)),
+    "keys_h64_softmax_block_80": Case(True, 64, activations=SOFTMAX, config=Config(80, 4)),
+    "queries_narrow": Case(False, config=Config(32, 6)),
+    "keys_narrow": Case(True, config=Config(32, 4)),
 }
 
 
@@ -144,30 +141,23 @@ def test_offline_gdpa_backward_kernel_is_fit(name: str, compiler: offline.Compil
     assert compiled.smem_bytes == case.smem_bytes
 
 
-@pytest.mark.parametrize(
-    ("is_shared", "has_statistics", "bound", "sequences"),
-    [
-        (False, True, None, 14400),
-        (False, False, 512, 21600),
-        (True, True, 512, 11600),
-        (True, False, None, 1152),
-    ],
-)
-def test_offline_launch_that_lists_tiles_is_fit(
-    is_shared: bool,
-    has_statistics: bool,
-    bound: int | None,
-    sequences: int,
-    compiler: offline.Compiler,
-) -> None:
-    """Of about as many sequences as fit shared memory, and of 1,152."""
+#: Whether sequences share keys, whether there are statistics, the bound, and how many sequences:
+#: about as many as fit shared memory, and 1,152.
+LISTS = {
+    "statistics": (False, True, None, 14400),
+    "bounded": (False, False, 512, 21600),
+    "shared_bounded_statistics": (True, True, 512, 11600),
+    "shared_few": (True, False, None, 1152),
+}
+
+
+@pytest.mark.parametrize("name", LISTS)
+def test_offline_launch_that_lists_tiles_is_fit(name: str, compiler: offline.Compiler) -> None:
+    is_shared, has_statistics, bound, sequences = LISTS[name]
     keys = sequences // 4 if is_shared else sequences
     sizes: dict[str, Any] = {"q_rows": sequences * 256, "kv_rows": keys * 256, "group": 1}
     sizes |= {"max_seqlen_q": bound, "max_seqlen_kv": bound, "query_block": 64, "key_block": 64}
-
-    def works(q: Any, kv: Any, index: Any) -> Any:
-        return work_kernel.works(q, kv, index, **sizes, has_statistics=has_statistics)
-
+    works = functools.partial(work_kernel.works, **sizes, has_statistics=has_statistics)
     offsets = (jax.ShapeDtypeStruct((x + 1,), jnp.int32) for x in (sequences, keys))
     index = jax.ShapeDtypeStruct((sequences,), jnp.int32) if is_shared else None
     (compiled,) = compiler.compile_fit(works, *offsets, index)

@@ -40,16 +40,10 @@ def jagged(batch: int, heads: int, *lengths: tuple[int, int]) -> dict[str, Any]:
 
 #: Sizes of each list of modes that defaults come from, and what other sizes find in the table.
 CLASSES: dict[str, dict[str, Any]] = {
-    "full": {"max_seqlen_q": 1024, "max_seqlen_kv": 1024},
-    "jagged": {
-        **{"q_rows": BATCH * 512, "kv_rows": BATCH * 512},
-        **{"max_seqlen_q": 1024, "max_seqlen_kv": 1024},
-    },
-    "short": {"kv_rows": BATCH * 256, "max_seqlen_q": 1024, "max_seqlen_kv": 256},
-    "tiny": {
-        **{"q_rows": BATCH * 32, "kv_rows": BATCH * 32},
-        **{"max_seqlen_q": 64, "max_seqlen_kv": 64},
-    },
+    "full": jagged(BATCH, 4, (1024, 1024), (1024, 1024)),
+    "jagged": jagged(BATCH, 4, (512, 1024), (512, 1024)),
+    "short": jagged(BATCH, 4, (1024, 1024), (256, 256)),
+    "tiny": jagged(BATCH, 4, (32, 64), (32, 64)),
     # The kernel for short sequences beyond those: one block or two of each sequence's keys, queries
     # that all share, and few tiles.
     "uniform_91": jagged(133, 4, (47, 91), (47, 91)),

@@ -11,6 +11,8 @@ import jax
 import jax.numpy as jnp
 import offline
 import pytest
+from test_offline_compile import DEFAULT, NUM_SMS, THREE_LEVELS
+from test_offline_compile import launch as forward_launch
 
 from ikbo_jax.ops.linear_compression_backward import kernel_vjp
 from ikbo_jax.problems import LinearCompressionBackwardProblem, LinearCompressionProblem, memory
@@ -24,12 +26,10 @@ from ikbo_jax.tuning import table_rows
 
 pytestmark = pytest.mark.slow
 
-DEFAULT = LinearCompressionProblem((15, 1024), (1178, 866), 433, 256, "bfloat16")
-NUM_SMS = 132
 PROBLEMS = {
     "default": DEFAULT,
     "a_user_each_f16": dataclasses.replace(DEFAULT, batches=(1024, 1024), dtype="float16"),
-    "three_levels": dataclasses.replace(DEFAULT, batches=(4, 60, 1024), ks=(300, 1178, 866)),
+    "three_levels": THREE_LEVELS,
     "n_of_72": dataclasses.replace(DEFAULT, n=72),
     "sizes_of_one": LinearCompressionProblem((2, 2), (1, 1), 1, 8, "bfloat16"),
     "one_level_wide": LinearCompressionProblem((64,), (2048,), 2048, 512, "bfloat16"),
@@ -45,14 +45,11 @@ def launch(
     problem: LinearCompressionProblem, config: LinearCompressionBackwardConfig
 ) -> tuple[Any, ...]:
     """The host function, and the shapes it takes for `problem`."""
-    dtype, shape = jnp.dtype(problem.dtype), jax.ShapeDtypeStruct
-    levels = list(zip(problem.batches, problem.ks, strict=True))
-    weights = tuple(shape((problem.m, k), dtype) for _, k in levels)
-    embeddings = tuple(shape((b, k, problem.n), dtype) for b, k in levels)
-    parents = (None, *(shape((b,), jnp.int32) for b in problem.batches[1:]))
-    cotangent = shape((problem.batches[-1], problem.m, problem.n), dtype)
+    _, weights, embeddings, parents = forward_launch(problem, None)
+    shape = problem.batches[-1], problem.m, problem.n
+    cotangent = jax.ShapeDtypeStruct(shape, jnp.dtype(problem.dtype))
     fn = functools.partial(kernel_vjp, config=config, num_sms=NUM_SMS)
-    return fn, weights, embeddings, parents, cotangent
+    return fn, weights, embeddings, (None, *parents), cotangent
 
 
 @pytest.mark.parametrize("name", PROBLEMS)

@@ -51,12 +51,8 @@ def operations(fn: Callable[..., Any], *shapes: Any) -> list[str]:
         lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=_sharding()), shapes
     )
     text = jax.jit(fn).trace(*on_card).lower().compile().as_text()
-    return _operations(text[text.index("\nENTRY") :])
-
-
-def _operations(entry: str) -> list[str]:
     found = []
-    for line in entry.splitlines()[1:]:
+    for line in text[text.index("\nENTRY") :].splitlines()[1:]:
         # A result is a shape, or a tuple of shapes, whose layouts have parentheses.
         match = re.match(r"\s*(?:ROOT )?%?([\w.-]+) = (?:\(.*?\) |\S+ )([\w-]+)\(", line)
         if match is None or match[2] in _FREE:

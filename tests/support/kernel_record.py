@@ -81,13 +81,13 @@ class Record:
     def reports(self) -> dict[str, offline.PtxasReport]:
         import offline
 
-        def report(fields: dict[str, Any]) -> offline.PtxasReport:
+        found = {}
+        for digest, (_, fields) in self.kernels.items():
             values: dict[str, Any] = {
                 k: tuple(v) if isinstance(v, list) else v for k, v in fields.items()
             }
-            return offline.PtxasReport(**values)
-
-        return {digest: report(fields) for digest, (_, fields) in self.kernels.items()}
+            found[digest] = offline.PtxasReport(**values)
+        return found
 
 
 def known_reports(config: pytest.Config) -> dict[str, offline.PtxasReport]:

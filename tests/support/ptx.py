@@ -124,9 +124,7 @@ class _Reader:
         text = self.local(text.strip())
         if text in self.symbols:
             return self.constant(self.symbols[text])
-        if text.startswith(("0f", "0F")):
-            return self.constant(int(text[2:], 16))
-        if text.startswith(("0d", "0D")):
+        if text.startswith(("0f", "0F", "0d", "0D")):
             return self.constant(int(text[2:], 16))
         if re.fullmatch(r"-?(0x[0-9a-fA-F]+|\d+)U?", text):
             return self.constant(int(text.rstrip("U"), 0))

@@ -9,7 +9,7 @@ import numpy as np
 import ptx
 from ptx import Instruction, Memory
 from sm90_decoder import KINDS, U32, U64, Decoder, Run, Table, aligned, bits_of, lanes, put
-from sm90_state import Trap, Warp
+from sm90_state import Warp
 
 
 def shuffle(d: Decoder, ins: Instruction, found: re.Match[str]) -> Run:
@@ -57,8 +57,6 @@ def vote(d: Decoder, ins: Instruction, found: re.Match[str]) -> Run:
 
     def run(warp: Warp, mask: Any) -> None:
         values = warp.r[source]
-        if mask is not None:
-            raise Trap("a vote of a diverged warp")
         if mode == "ballot":
             word = sum(1 << i for i in range(32) if values[i])
             put(warp, mask, target, ptx.splat(word, U32))
@@ -66,7 +64,7 @@ def vote(d: Decoder, ins: Instruction, found: re.Match[str]) -> Run:
             result = values.any() if mode == "any" else values.all()
             put(warp, mask, target, np.full(32, result))
 
-    return run
+    return aligned("vote", run)
 
 
 def reduction(d: Decoder, ins: Instruction, _: re.Match[str]) -> Run:
@@ -75,12 +73,10 @@ def reduction(d: Decoder, ins: Instruction, _: re.Match[str]) -> Run:
     source = d.source(x, U32)
 
     def run(warp: Warp, mask: Any) -> None:
-        if mask is not None:
-            raise Trap("a reduction of a diverged warp")
         total = int(warp.r[source].astype(np.uint64).sum()) % 2**32
         put(warp, mask, target, ptx.splat(total, U32))
 
-    return run
+    return aligned("redux", run)
 
 
 def access(d: Decoder, ins: Instruction, found: re.Match[str]) -> Run:
