@@ -354,15 +354,6 @@ def test_own_documents_have_sound_blocks_of_known_names(document):
     assert {match["name"] for match in report._BLOCK.finditer(text)} <= known
 
 
-def test_committed_results_are_readable():
-    paths = sorted((report.ROOT / "benchmarks/results").glob("*.json"))
-    assert paths
-    for path in paths:
-        results = timing.read_results(path)
-        assert results["environment"]["device"]
-        assert records.all_correct(results)
-
-
 def test_a_point_that_raises_does_not_end_the_run(tmp_path, monkeypatch, capsys):
     """The points after it are measured, the file names it, and the run is no success."""
 

@@ -77,13 +77,16 @@ def test_report_names_the_blocks_that_it_knows(tmp_path, capsys):
     assert "linear-compression-table" in capsys.readouterr().err
 
 
-def test_every_committed_table_is_kept_from_older_and_smaller_files():
+def test_committed_results_are_right_and_tables_are_kept_from_older_and_smaller_files():
     """Of all recorded results, none would replace a table that another file made."""
     made: dict[str, list[str]] = {}
     page = (report.ROOT / "docs/performance.md").read_text("utf-8")
     bodies = {match["name"]: match["body"] for match in report._BLOCK.finditer(page)}
     folder = report.ROOT / "benchmarks/results"
     files = {path.name: timing.read_results(path) for path in sorted(folder.glob("*.json"))}
+    for results in files.values():
+        assert results["environment"]["device"]
+        assert report.records.all_correct(results)
     sweeps = [f"scaling-{sweep}-h100.json" for sweep in scaling.SWEEPS]
     for name, parts in (
         ("scaling-*-h100", sweeps),

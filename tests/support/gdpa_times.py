@@ -12,7 +12,7 @@ from typing import Any
 from ikbo_jax.problems import GdpaConfig, GdpaProblem, ShortGdpaConfig
 
 FILE = pathlib.Path(__file__).with_suffix(".jsonl")
-KINDS = {"short": ShortGdpaConfig, "long": GdpaConfig}
+KINDS: dict[str, Any] = {"short": ShortGdpaConfig, "long": GdpaConfig}
 
 
 def _timed(problem: dict[str, Any], us: list[Any]) -> tuple[GdpaProblem, dict[Any, float]]:

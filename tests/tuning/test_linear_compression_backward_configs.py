@@ -9,7 +9,12 @@ import hypothesis
 import hypothesis.strategies as st
 import pytest
 
-from ikbo_jax.problems import LinearCompressionConfig, LinearCompressionProblem, memory
+from ikbo_jax.problems import (
+    LinearCompressionBackwardProblem,
+    LinearCompressionConfig,
+    LinearCompressionProblem,
+    memory,
+)
 from ikbo_jax.problems import linear_compression_backward as configs
 from ikbo_jax.problems.hopper import MAX_SMEM_BYTES
 from ikbo_jax.problems.linear_compression_backward import SumConfig, WeightGradientConfig
@@ -24,9 +29,15 @@ DEFAULT = LinearCompressionProblem((15, 1024), (1178, 866), 433, 256, "bfloat16"
     dtype=st.sampled_from(["bfloat16", "float16"]),
 )
 def test_the_default_configuration_is_legal(m: int, n: int, ks: list[int], dtype: str) -> None:
+    """It is what runs without a row of the dispatch table."""
     problem = LinearCompressionProblem(tuple(range(1, len(ks) + 1)), tuple(ks), m, n, dtype)
     assert configs.illegal_reason(problem) is None
     config = configs.default_config(problem)
+    gradient = LinearCompressionBackwardProblem.of(problem)
+    default = gradient.default_config()
+    assert default is not None
+    assert default.kernels(gradient) == config
+    assert next(gradient.candidate_configs()) == default
     for weight in config.weights:
         assert weight.stages == configs.MAX_STAGES or (
             memory.smem_bytes(dataclasses.replace(weight, stages=weight.stages + 1).shared)

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 
-import hypothesis
-import hypothesis.strategies as st
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -25,22 +23,6 @@ from ikbo_jax.tuning import table
 FORWARD = LinearCompressionProblem((15, 1024), (1178, 866), 433, 256, "bfloat16")
 DEFAULT = LinearCompressionBackwardProblem.of(FORWARD)
 OTHER = dataclasses.replace(DEFAULT.default_config(), weight_stages=4)
-
-
-@hypothesis.given(
-    m=st.integers(1, 3000),
-    n=st.integers(1, 100).map(lambda eighth: 8 * eighth),
-    ks=st.lists(st.integers(1, 3000), min_size=1, max_size=4),
-    dtype=st.sampled_from(["bfloat16", "float16"]),
-)
-def test_a_row_holds_all_of_the_default_configuration(m, n, ks, dtype):
-    """Without a row, the kernels run as they did before there was a table."""
-    forward = LinearCompressionProblem(tuple(range(1, len(ks) + 1)), tuple(ks), m, n, dtype)
-    problem = LinearCompressionBackwardProblem.of(forward)
-    default = problem.default_config()
-    assert default is not None
-    assert default.kernels(problem) == configs.default_config(forward)
-    assert next(problem.candidate_configs()) == default
 
 
 def test_candidates_are_legal_and_differ_in_every_parameter():

@@ -13,7 +13,6 @@ from ikbo_jax.problems import (
     ResidentCompressionConfig,
 )
 from ikbo_jax.problems import packed_cost as packed
-from ikbo_jax.problems.linear_compression_backward import default_config
 from ikbo_jax.tuning import table
 
 SMALL = LinearCompressionProblem((100, 8192), (200, 40), 16, 32, "bfloat16")
@@ -76,13 +75,6 @@ def test_small_n_has_tiles_that_span_candidates() -> None:
         LinearCompressionConfig,
         ResidentCompressionConfig,
     }
-
-
-def test_large_problems_keep_tiles_of_one_candidate() -> None:
-    assert isinstance(LARGE.default_config(), LinearCompressionConfig)
-    assert table.lookup(LARGE, with_user_rows=False).source == "sm90.json"
-    for config in default_config(LARGE).embeddings:
-        assert isinstance(config, LinearCompressionConfig)
 
 
 def test_xla_is_chosen_by_the_model_and_says_so() -> None:

@@ -21,6 +21,7 @@ from ikbo_jax.problems import (
 from ikbo_jax.problems import packed_cost as packed
 from ikbo_jax.problems import resident_cost as resident
 from ikbo_jax.problems.hopper import MAX_SMEM_BYTES
+from ikbo_jax.problems.linear_compression_backward import default_config as backward_config
 from ikbo_jax.tuning import table
 
 SMALL = LinearCompressionProblem((100, 8192), (200, 40), 16, 32, "bfloat16")
@@ -214,6 +215,8 @@ def test_large_problems_keep_row_tiles(
     assert packed.estimated_row_us(problem, row) == pytest.approx(us, rel=0.15)
     assert table.lookup(problem, with_user_rows=False).source == "sm90.json"
     assert not any(isinstance(x, ResidentCompressionConfig) for x in problem.candidate_configs())
+    for config in (problem.default_config(), *backward_config(problem).embeddings):
+        assert isinstance(config, LinearCompressionConfig)
 
 
 def test_resident_kernel_is_no_default_of_one_level() -> None:
