@@ -1,9 +1,10 @@
-"""The demo's programs: their order, the cache that keeps them, and what interrupts them."""
+"""The demo's programs: their order, the caches that keep them, and what interrupts them."""
 
 from __future__ import annotations
 
 import functools
 import os
+import pathlib
 import signal
 import subprocess
 import sys
@@ -16,7 +17,7 @@ import pytest
 from processes import heeding_interrupts
 
 from ikbo_jax import cli, demo, demo_attention, demo_ranking
-from ikbo_jax._timing import programs
+from ikbo_jax._timing import executables, programs
 from ikbo_jax._timing.programs import Programs
 from ikbo_jax.models import ranking
 
@@ -109,25 +110,13 @@ def test_only_programs_that_are_not_timed_compile_without_autotuning(monkeypatch
 # The cache of compiled programs.
 
 
-def compile_tiny() -> None:
-    jax.clear_caches()
-    jax.jit(lambda x: jnp.cos(x) * 3).lower(jax.ShapeDtypeStruct((5,), jnp.float32)).compile()
-
-
-def entries(folder) -> list[str]:
-    return sorted(p.name for p in folder.glob("*-cache"))
-
-
-def test_compiled_programs_are_kept_in_the_users_cache_folder(tmp_path):
+def test_the_cache_folder_is_the_user_s_and_settings_are_restored(tmp_path):
+    """Whole demos show that it keeps what they compile."""
     before = jax.config.jax_persistent_cache_min_compile_time_secs
     with programs.persistent_compilations(tmp_path / "compilations") as reason:
         assert reason is None
+        assert jax.config.jax_compilation_cache_dir == str(tmp_path / "compilations")
         assert jax.config.jax_persistent_cache_min_compile_time_secs == 0
-        compile_tiny()
-        kept = entries(tmp_path / "compilations")
-        assert len(kept) == 1
-        compile_tiny()
-        assert entries(tmp_path / "compilations") == kept
     assert jax.config.jax_compilation_cache_dir is None
     assert jax.config.jax_persistent_cache_min_compile_time_secs == before
 
@@ -150,6 +139,127 @@ def test_a_folder_that_cannot_be_made_is_said_and_not_fatal(tmp_path):
         assert "not kept for the next time" in reason
         assert str(tmp_path / "file") in reason
         assert jax.config.jax_compilation_cache_dir is None
+
+
+# Executables that a second demo finds without lowering their programs.
+
+
+@pytest.fixture
+def lowered(monkeypatch):
+    """The names of what has been lowered."""
+    names: list[str] = []
+    real = jax.stages.Traced.lower
+
+    def lower(self, *args, **kwargs):
+        names.append(self.fun_name)
+        return real(self, *args, **kwargs)
+
+    monkeypatch.setattr(jax.stages.Traced, "lower", lower)
+    return names
+
+
+def triple(x):
+    return {"tripled": x * 3}
+
+
+def run_once(
+    folder: pathlib.Path,
+    *,
+    identity: str = "part",
+    size: int = 4,
+    table: pathlib.Path | None = None,
+) -> list[str]:
+    """Runs a part with one program; returns what it said."""
+    said: list[str] = []
+    with executables.use_store(folder, [] if table is None else [table]):
+        mine = Programs(said.append, identity=identity)
+        shapes = mine.add("triple", triple, jax.ShapeDtypeStruct((size,), jnp.float32))
+        assert shapes["tripled"].shape == (size,)
+        found = mine.compiled()["triple"](jnp.ones(size))
+    np.testing.assert_array_equal(found["tripled"], np.full(size, 3.0))
+    return said
+
+
+def test_without_an_identity_nothing_is_kept(tmp_path, lowered):
+    for _ in range(2):
+        run_once(tmp_path, identity="")
+    assert len(lowered) == 2
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    "what", ["identity", "shape", "user table", "variable", "setting", "source", "driver"]
+)
+def test_a_changed_key_compiles_again(what, tmp_path, lowered, monkeypatch, request):
+    folder, table = tmp_path / "kept", tmp_path / "sm90.json"
+    run_once(folder, table=table)
+    arguments = {"identity": {"identity": "other"}, "shape": {"size": 5}}.get(what, {})
+    if what == "user table":
+        table.write_text("{}")
+    elif what == "variable":
+        monkeypatch.setenv("XLA_PYTHON_CLIENT_MEM_FRACTION", ".5")
+    elif what == "setting":
+        request.addfinalizer(lambda: jax.config.update("jax_default_matmul_precision", None))
+        jax.config.update("jax_default_matmul_precision", "highest")
+    elif what in ("source", "driver"):
+        ending = "rewrite/jit.py" if what == "source" else "driver/nvidia/version"
+        real_read, real_is = pathlib.Path.read_bytes, pathlib.Path.is_file
+        monkeypatch.setattr(
+            pathlib.Path,
+            "read_bytes",
+            lambda p: b"changed" if str(p).endswith(ending) else real_read(p),
+        )
+        monkeypatch.setattr(
+            pathlib.Path, "is_file", lambda p: str(p).endswith(ending) or real_is(p)
+        )
+    run_once(folder, table=table, **arguments)
+    assert len(lowered) == 2
+
+
+def break_content(path: pathlib.Path) -> None:
+    path.write_bytes(path.read_bytes()[:-20])
+
+
+def empty(path: pathlib.Path) -> None:
+    path.write_bytes(b"")
+
+
+def unloadable(path: pathlib.Path) -> None:
+    """An entry that reads well and whose program no loader takes."""
+    store = executables.Store(path.parent, b"")
+    shapes, (_, *trees) = store.get(path.name)
+    store.put(path.name, (shapes, (b"no program", *trees)))
+
+
+@pytest.mark.parametrize("spoil", [break_content, empty, unloadable])
+def test_a_broken_file_is_compiled_again_and_mended(spoil, tmp_path, lowered):
+    assert run_once(tmp_path) == ["compiling triple"]
+    assert lowered == ["triple"]
+    (kept,) = tmp_path.iterdir()
+    spoil(kept)
+    run_once(tmp_path)
+    assert len(lowered) == 2
+    assert run_once(tmp_path) == ["loading triple"]
+    assert len(lowered) == 2
+
+
+def test_a_folder_that_cannot_be_written_is_not_fatal(tmp_path):
+    (tmp_path / "file").touch()
+    assert run_once(tmp_path / "file" / "kept") == ["compiling triple"]
+
+
+def test_the_least_recently_used_goes_first(tmp_path, monkeypatch):
+    monkeypatch.setattr(executables, "MAX_FILES", 2)
+    store = executables.Store(tmp_path, b"")
+    for age, key in ((30, "a"), (20, "b")):
+        store.put(key, key)
+        os.utime(tmp_path / key, (1e9 - age, 1e9 - age))
+    assert store.get("a") == "a"
+    store.put("c", "c")
+    assert [store.get(key) for key in "abc"] == ["a", None, "c"]
+    monkeypatch.setattr(executables, "MAX_BYTES", 1)
+    store.put("d", "d")
+    assert not list(tmp_path.iterdir())
 
 
 # Inputs that are made by one program.
