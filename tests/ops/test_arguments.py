@@ -5,17 +5,18 @@ from __future__ import annotations
 import functools
 import logging
 import re
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import refusals
 import test_attention_arguments as of_attention
 import test_gdpa_arguments as of_gdpa
 import test_linear_compression_arguments as of_compression
-from refusals import Refusal
+from refusals import Refusal, ones
 
 import ikbo_jax as ikbo
 from ikbo_jax.problems import AttentionConfig, GdpaConfig, LinearCompressionConfig
@@ -38,6 +39,9 @@ class Op(NamedTuple):
     configs: str
     wrong: str
 
+
+#: An op, its floating-point arrays, the integer arrays behind them, and the result's shape.
+Empty = tuple[Callable[..., Any], list[jax.Array], list[np.ndarray], tuple[int, ...]]
 
 ATTEND = functools.partial(ikbo.attention, **of_attention.ARRAYS)
 GDPA = functools.partial(ikbo.gdpa, **of_gdpa.ARRAYS)
@@ -245,7 +249,7 @@ def test_integers_have_the_gradient_that_integers_have(name: str) -> None:
     assert dtypes == {jax.dtypes.float0}
 
 
-KEYLESS = refusals.ones(3, 0, 2, 8)
+KEYLESS = ones(3, 0, 2, 8)
 WITH_WEAK_TYPES = CALLS | {
     "residuals": functools.partial(ATTEND, return_residuals=True),
     "no_keys": functools.partial(ATTEND, key=KEYLESS, value=KEYLESS, return_residuals=True),
@@ -272,3 +276,45 @@ def test_results_have_no_weak_type(name: str) -> None:
     for result in jax.tree.leaves(jax.eval_shape(lambda: call.func(*args, **options))):
         assert result.dtype == jnp.float32
         assert not result.weak_type
+
+
+def empty_attention(users: int, candidates: int, q_len: int, heads: int) -> Empty:
+    query, keys = ones(candidates, q_len, heads, 8), ones(users, 5, 2, 8)
+    op = functools.partial(ikbo.attention, return_residuals=True)
+    return op, [query, keys, keys], [np.zeros(candidates, np.int32)], query.shape
+
+
+def empty_gdpa(rows: int, kv_rows: int, heads: int, batch: int) -> Empty:
+    query, keys = ones(rows, heads, 8), ones(kv_rows, 2, 8)
+    op = functools.partial(ikbo.gdpa, activation="silu")
+    return op, [query, keys, keys], [np.zeros(batch + 1, np.int32)] * 2, query.shape
+
+
+def empty_compression(users: int, candidates: int, m: int, n: int) -> Empty:
+    floats = [ones(m, 6), ones(m, 5), ones(candidates, 6, n), ones(users, 5, n)]
+    index = np.zeros(candidates, np.int32)
+    return ikbo.linear_compression, floats, [index], (candidates, m, n)
+
+
+@pytest.mark.parametrize("implementation", [None, "xla"])
+@pytest.mark.parametrize(
+    ("make", "sizes"),
+    [
+        *((empty_attention, x) for x in ((3, 0, 2, 4), (0, 0, 2, 4), (3, 5, 0, 4), (3, 5, 2, 0))),
+        *((empty_gdpa, x) for x in ((0, 5, 2, 3), (4, 0, 2, 3), (4, 5, 0, 3), (4, 5, 2, 0))),
+        *((empty_compression, x) for x in ((3, 0, 4, 8), (0, 0, 4, 8), (3, 5, 0, 8), (3, 5, 4, 0))),
+    ],
+    ids=lambda value: getattr(value, "__name__", str(value)),
+)
+def test_empty_result(make: Callable[..., Empty], sizes: tuple[int, ...], implementation) -> None:
+    """Where no row has candidates or keys, the result and all gradients are zero."""
+    op, floats, integers, shape = make(*sizes)
+
+    def run(*floats: jax.Array) -> list[jax.Array]:
+        return jax.tree.leaves(op(*floats, *integers, implementation=implementation))
+
+    out, *lse = run(*floats)
+    chex.assert_trees_all_equal(out, jnp.zeros(shape, jnp.bfloat16))
+    assert [(x.shape, x.dtype) for x in lse] == [(shape[:-1], jnp.float32)] * len(lse)
+    gradients = jax.grad(lambda *x: run(*x)[0].sum(), tuple(range(len(floats))))(*floats)
+    chex.assert_trees_all_equal(gradients, tuple(map(jnp.zeros_like, floats)))

@@ -76,23 +76,6 @@ def test_numpy_arrays_are_welcome() -> None:
     np.testing.assert_array_equal(out, attend(inputs, scale=0.5))
 
 
-@pytest.mark.parametrize(
-    ("users", "candidates", "q_len", "q_heads"),
-    [(3, 0, 2, 4), (0, 0, 2, 4), (3, 5, 0, 4), (3, 5, 2, 0)],
-)
-@pytest.mark.parametrize("implementation", [None, "xla"])
-def test_empty_result(users, candidates, q_len, q_heads, implementation) -> None:
-    query = jnp.ones((candidates, q_len, q_heads, 8), jnp.bfloat16)
-    keys = jnp.ones((users, 5, 2, 8), jnp.bfloat16)
-    index = jnp.zeros(candidates, jnp.int32)
-    run = functools.partial(ikbo.attention, implementation=implementation, return_residuals=True)
-    out, lse = run(query, keys, keys, index)
-    assert (out.shape, out.dtype) == (query.shape, jnp.bfloat16)
-    assert (lse.shape, lse.dtype) == (query.shape[:3], jnp.float32)
-    gradients = jax.grad(lambda *x: run(*x, index)[0].sum(), argnums=(0, 1, 2))(query, keys, keys)
-    chex.assert_trees_all_equal(gradients, jax.tree.map(jnp.zeros_like, (query, keys, keys)))
-
-
 @pytest.mark.parametrize("implementation", [None, "xla"])
 def test_no_keys_at_all(implementation) -> None:
     inputs = problems.make_attention_inputs(SMALL._replace(lengths="full"))

@@ -35,25 +35,7 @@ BAD_ARRAYS = {
     ),
     "key_and_value_users": ({"value": ones(4, 5, 2, 8)}, "key has U=3 but value has U=4"),
     "key_and_value_lengths": ({"value": ones(3, 6, 2, 8)}, "key has S=5 but value has S=6"),
-    "key_and_value_heads": ({"value": ones(3, 5, 1, 8)}, "key has K=2 but value has K=1"),
-    "key_and_value_widths": ({"value": ones(3, 5, 2, 16)}, "key has H=8 but value has H=16"),
-    "query_width": ({"query": ones(7, 2, 4, 16)}, "query has H=16 but key has H=8"),
-    "heads_do_not_divide": (
-        {"query": ones(7, 2, 5, 8)},
-        "query has N=5 heads, which is not a multiple of key's K=2",
-    ),
-    "fewer_heads_than_keys": (
-        {"query": ones(7, 2, 1, 8)},
-        "query has N=1 heads, which is not a multiple of key's K=2",
-    ),
-    "no_key_heads": (
-        {"key": ones(3, 5, 0, 8), "value": ones(3, 5, 0, 8)},
-        "key must have at least 1 head, but has shape (3, 5, 0, 8)",
-    ),
-    "no_width": (
-        {"query": ones(7, 2, 4, 0), "key": ones(3, 5, 2, 0), "value": ones(3, 5, 2, 0)},
-        "query must have a head width H of at least 1, but has shape (7, 2, 4, 0)",
-    ),
+    **refusals.of_heads((7, 2), (3, 5)),
     **refusals.of_indices("query"),
     "lengths_of_candidates": (
         {"key_value_seq_lengths": jnp.zeros(7, jnp.int32)},

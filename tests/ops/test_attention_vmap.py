@@ -56,21 +56,23 @@ def attend(*arrays: Any, **options: Any) -> Any:
     return ikbo.attention(*arrays[:4], key_value_seq_lengths=arrays[4], **options)
 
 
-def stacked(combination: tuple[bool, ...], dtype: str) -> problems.AttentionInputs:
-    """Inputs of which those in `combination` hold `SIZE` problems on a leading axis."""
-    each = [problems.make_attention_inputs(SHAPE, dtype, seed) for seed in range(SIZE)]
+def stack(each: list[Any], combination: tuple[bool, ...]) -> Any:
+    """Inputs of which those in `combination` hold all problems on a leading axis."""
+    each = [jax.tree.map(np.asarray, x) for x in each]
     # Clamping must come before rows of several problems are put into one array.
-    wild = np.asarray([-1, 1, 3, 2, 99], np.int32)
-    each[0] = each[0]._replace(cand_to_user=wild)
+    each[0] = each[0]._replace(cand_to_user=np.asarray([-1, 1, 3, 2, 99], np.int32))
     both = jax.tree.map(lambda *x: np.stack(x), *each)
-    return problems.AttentionInputs(
-        *(y if b else np.asarray(x) for x, y, b in zip(each[0], both, combination, strict=True))
-    )
+    pairs = zip(each[0], both, combination, strict=True)
+    return type(both)(*(y if b else x for x, y, b in pairs))
 
 
-def problem_at(inputs, combination: tuple[bool, ...], i: int) -> problems.AttentionInputs:
-    pairs = zip(inputs, combination, strict=True)
-    return problems.AttentionInputs(*(x[i] if b else x for x, b in pairs))
+def stacked(combination: tuple[bool, ...], dtype: str) -> problems.AttentionInputs:
+    each = [problems.make_attention_inputs(SHAPE, dtype, seed) for seed in range(SIZE)]
+    return stack(each, combination)
+
+
+def problem_at(inputs: Any, combination: tuple[bool, ...], i: int) -> Any:
+    return type(inputs)(*(x[i] if b else x for x, b in zip(inputs, combination, strict=True)))
 
 
 def axes_of(combination: tuple[bool, ...]) -> tuple[int | None, ...]:

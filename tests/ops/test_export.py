@@ -16,6 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 import offline
 import pytest
+import sharded_calls
 from jax import export
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -71,14 +72,6 @@ def attend(query, key, value, index, lengths, own_key, own_value):
     )
 
 
-def two_histories(query, key, value, other_key, other_value, index):
-    first, second = (
-        ikbo.attention(query, *keys, index, return_residuals=True)
-        for keys in ((key, value), (other_key, other_value))
-    )
-    return ikbo.merge_attention(*first, *second)[0]
-
-
 def three_levels(*arrays):
     weights, embeddings, parents = arrays[:3], arrays[3:6], (None, *arrays[6:])
     return ikbo.multilevel_linear_compression(
@@ -125,7 +118,7 @@ CASES: dict[str, tuple[Callable[..., Any], tuple[Any, ...], dict[str, int]]] = {
         (*ATTENTION, of(U, dtype=INT), of(B, 3, N, H), of(B, 3, N, H)),
         {ATTEND: 1},
     ),
-    "merged": (two_histories, (QUERY, KEY, KEY, KEY, KEY, INDEX), {ATTEND: 1}),
+    "merged": (sharded_calls.attend_twice, ATTENTION, {ATTEND: 1}),
     "gdpa": (act, GDPA, {TILES: 1, GDPA_FORWARD: 1}),
     # A gradient of a weighted sum needs the inputs alone.
     "gdpa_gradient": (

@@ -94,22 +94,6 @@ def test_approximation_reaches_its_heads_alone(approx: str, activation: str) -> 
         assert 0 < difference <= bound
 
 
-@pytest.mark.parametrize(
-    ("total_q", "total_kv", "heads", "batch"),
-    [(0, 5, 2, 3), (4, 0, 2, 3), (4, 5, 0, 3), (4, 5, 2, 0)],
-)
-@pytest.mark.parametrize("implementation", [None, "xla"])
-def test_empty(total_q: int, total_kv: int, heads: int, batch: int, implementation) -> None:
-    query = jnp.ones((total_q, heads, 8), jnp.bfloat16)
-    keys = jnp.ones((total_kv, 2, 8), jnp.bfloat16)
-    cu = jnp.zeros(batch + 1, jnp.int32)
-    run = functools.partial(ikbo.gdpa, activation="silu", implementation=implementation)
-    out = run(query, keys, keys, cu, cu)
-    chex.assert_trees_all_equal(out, jnp.zeros_like(query))
-    gradients = jax.grad(lambda *x: run(*x, cu, cu).sum(), argnums=(0, 1, 2))(query, keys, keys)
-    chex.assert_trees_all_equal(gradients, jax.tree.map(jnp.zeros_like, (query, keys, keys)))
-
-
 def test_broadcast_over_no_sequences() -> None:
     query = jnp.ones((3, 2, 8), jnp.float32)
     out = ikbo.gdpa(query, query, query, None, jnp.zeros(1, jnp.int32), broadcast_q=True)

@@ -39,21 +39,7 @@ BAD_ARRAYS = {
         "value must be an array of shape [total_kv, K, H], but is a list",
     ),
     "rows": ({"value": ones(6, 2, 8)}, "key has total_kv=5 but value has total_kv=6"),
-    "key_and_value_heads": ({"value": ones(5, 1, 8)}, "key has K=2 but value has K=1"),
-    "key_and_value_widths": ({"value": ones(5, 2, 16)}, "key has H=8 but value has H=16"),
-    "query_width": ({"query": ones(7, 4, 16)}, "query has H=16 but key has H=8"),
-    "heads": (
-        {"query": ones(7, 3, 8)},
-        "query has N=3 heads, which is not a multiple of key's K=2",
-    ),
-    "no_key_heads": (
-        {"key": ones(5, 0, 8), "value": ones(5, 0, 8)},
-        "key must have at least 1 head, but has shape (5, 0, 8)",
-    ),
-    "no_width": (
-        {"query": ones(7, 4, 0), "key": ones(5, 2, 0), "value": ones(5, 2, 0)},
-        "query must have a head width H of at least 1, but has shape (7, 4, 0)",
-    ),
+    **refusals.of_heads((7,), (5,)),
     **refusals.of_dtypes(
         ARRAYS, first="query", mixed="key", halves="key", f64="query", int_="key", f8="value"
     ),

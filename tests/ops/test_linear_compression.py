@@ -74,29 +74,6 @@ def test_numpy_arrays_are_welcome() -> None:
     np.testing.assert_array_equal(out, ikbo.linear_compression(*inputs))
 
 
-@pytest.mark.parametrize(
-    ("users", "candidates", "m", "n"), [(3, 0, 4, 8), (0, 0, 4, 8), (3, 5, 0, 8), (3, 5, 4, 0)]
-)
-@pytest.mark.parametrize("implementation", [None, "xla"])
-def test_empty_result(users: int, candidates: int, m: int, n: int, implementation) -> None:
-    arrays = [
-        jnp.ones((m, 6), jnp.bfloat16),
-        jnp.ones((m, 5), jnp.bfloat16),
-        jnp.ones((candidates, 6, n), jnp.bfloat16),
-        jnp.ones((users, 5, n), jnp.bfloat16),
-    ]
-    index = jnp.zeros(candidates, jnp.int32)
-
-    def compress(*arrays):
-        return ikbo.linear_compression(*arrays, index, implementation=implementation)
-
-    out = compress(*arrays)
-    chex.assert_shape(out, (candidates, m, n))
-    assert out.dtype == jnp.bfloat16
-    gradients = jax.grad(lambda *x: compress(*x).sum(), argnums=(0, 1, 2, 3))(*arrays)
-    chex.assert_trees_all_equal(gradients, tuple(map(jnp.zeros_like, arrays)))
-
-
 def test_nan_reaches_the_candidates_of_its_user_alone() -> None:
     inputs = problems.make_inputs(SHAPES["unsorted"])
     poisoned = inputs._replace(e_user=inputs.e_user.at[2, 3, 4].set(jnp.nan))

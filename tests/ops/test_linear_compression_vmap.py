@@ -10,13 +10,13 @@ import jax.numpy as jnp
 import numpy as np
 import problems
 import pytest
+from test_attention_vmap import SIZE, axes_of, problem_at, stack
 
 import ikbo_jax as ikbo
 
 pytestmark = pytest.mark.slow
 
 SHAPE = problems.LinearCompressionShape(3, 5, 6, 7, 4, 8, "unsorted")
-SIZE = 2
 FIELDS = problems.LinearCompressionInputs._fields
 COMBINATIONS = [c for c in itertools.product([True, False], repeat=5) if any(c)]
 
@@ -26,25 +26,8 @@ def name_of(combination: tuple[bool, ...]) -> str:
 
 
 def stacked(combination: tuple[bool, ...], dtype: str) -> problems.LinearCompressionInputs:
-    """Inputs of which those in `combination` hold `SIZE` problems on a leading axis."""
-    each = [
-        jax.tree.map(np.asarray, problems.make_inputs(SHAPE, dtype, seed)) for seed in range(SIZE)
-    ]
-    # Clamping must come before rows of several problems are put into one array.
-    wild = np.asarray([-1, 1, 3, 2, 99], np.int32)
-    each[0] = each[0]._replace(cand_to_user=wild)
-    both = jax.tree.map(lambda *x: np.stack(x), *each)
-    return problems.LinearCompressionInputs(
-        *(y if b else x for x, y, b in zip(each[0], both, combination, strict=True))
-    )
-
-
-def problem_at(inputs, combination: tuple[bool, ...], i: int):
-    return type(inputs)(*(x[i] if b else x for x, b in zip(inputs, combination, strict=True)))
-
-
-def axes_of(combination: tuple[bool, ...]) -> tuple[int | None, ...]:
-    return tuple(0 if b else None for b in combination)
+    each = [problems.make_inputs(SHAPE, dtype, seed) for seed in range(SIZE)]
+    return stack(each, combination)
 
 
 def tolerance_of(dtype: str) -> float:

@@ -79,3 +79,30 @@ def of_indices(owner: str) -> dict[str, Refusal]:
         "index_float": of_kind(jnp.zeros(7, jnp.float32), "float32[7]"),
         "index_none": of_kind(None, "None"),
     }
+
+
+def of_heads(query: tuple[int, ...], key: tuple[int, ...]) -> dict[str, Refusal]:
+    """What an op refuses as heads and their width, and what it says, by name.
+
+    Args:
+      query: shape of the op's queries before N=4 and H=8.
+      key: shape of its keys and values before K=2 and H=8.
+    """
+    no_head, no_width = ones(*key, 0, 8), ones(*key, 2, 0)
+    of_n = "query has N={} heads, which is not a multiple of key's K=2"
+    of_width = "query must have a head width H of at least 1, but has shape {}"
+    return {
+        "key_and_value_heads": ({"value": ones(*key, 1, 8)}, "key has K=2 but value has K=1"),
+        "key_and_value_widths": ({"value": ones(*key, 2, 16)}, "key has H=8 but value has H=16"),
+        "query_width": ({"query": ones(*query, 4, 16)}, "query has H=16 but key has H=8"),
+        "heads_do_not_divide": ({"query": ones(*query, 5, 8)}, of_n.format(5)),
+        "fewer_heads_than_keys": ({"query": ones(*query, 1, 8)}, of_n.format(1)),
+        "no_key_heads": (
+            {"key": no_head, "value": no_head},
+            f"key must have at least 1 head, but has shape {no_head.shape}",
+        ),
+        "no_width": (
+            {"query": ones(*query, 4, 0), "key": no_width, "value": no_width},
+            of_width.format((*query, 4, 0)),
+        ),
+    }
