@@ -227,7 +227,6 @@ PRIMITIVES: dict[str, Callable[..., Any]] = {
     "empty2": lambda _: np.zeros(()),
     "erf": lambda _, x: 1 - _erfc(x),
     "erfc": lambda _, x: _erfc(x),
-    "exp2": _plain(np.exp2),
     "gather": _gather,
     "integer_pow": lambda eqn, x: x ** eqn.params["y"],
     "iota": _iota,
@@ -252,7 +251,6 @@ PRIMITIVES: dict[str, Callable[..., Any]] = {
     "scatter-add": _scatter,
     "select_n": select,
     "shift_right_logical": _shift_right_logical,
-    "sign": _plain(np.sign),
     "slice": _slice,
     "sort": _sort,
     "stack": lambda eqn, *xs: np.stack(xs, eqn.params["axis"]),
@@ -263,23 +261,22 @@ PRIMITIVES: dict[str, Callable[..., Any]] = {
     "transpose": lambda eqn, x: np.transpose(x, eqn.params["permutation"]),
 }
 PRIMITIVES |= {
+    name: _plain(getattr(np, name))
+    for name in (
+        *("abs", "add", "cos", "exp", "exp2", "expm1", "floor", "log", "log1p", "sign", "sin"),
+        *("sqrt", "square", "tanh"),
+    )
+}
+PRIMITIVES |= {
     name: _plain(function)
     for name, function in {
-        "abs": np.abs,
-        "add": np.add,
         "add_any": np.add,
         "and": np.bitwise_and,
-        "cos": np.cos,
         "eq": np.equal,
-        "exp": np.exp,
-        "expm1": np.expm1,
-        "floor": np.floor,
         "ge": np.greater_equal,
         "gt": np.greater,
         "is_finite": np.isfinite,
         "le": np.less_equal,
-        "log": np.log,
-        "log1p": np.log1p,
         "le_to": np.less_equal,
         "lt": np.less,
         "lt_to": np.less,
@@ -292,11 +289,7 @@ PRIMITIVES |= {
         "rem": np.fmod,
         "shift_left": np.left_shift,
         "shift_right_arithmetic": np.right_shift,
-        "sin": np.sin,
-        "sqrt": np.sqrt,
-        "square": np.square,
         "sub": np.subtract,
-        "tanh": np.tanh,
     }.items()
 }
 MOVES = (

@@ -134,20 +134,14 @@ def attention(
         def look_up(x):
             return _result(of_rows, {"X": x, "i": i, "j": j})
 
-        own: dict[str, Any]
-        if heads:
-            own = {
-                "L": lambda q, **kw: jnp.einsum("btnh,bsnh->bnts", q, look_up(k), **kw),
-                "mix": lambda p, **kw: jnp.einsum("bnts,bsnh->btnh", p, look_up(v), **kw),
-            }
-        else:
+        products = ("btnh,bsnh->bnts", "bnts,bsnh->btnh")
+        if not heads:
             q, k, v = q[:, :, 0], k[:, :, 0], v[:, :, 0]
-            own = {
-                "L": lambda q, **kw: jnp.einsum("btd,bsd->bts", q, look_up(k), **kw),
-                "mix": lambda p, **kw: jnp.einsum("bts,bsd->btd", p, look_up(v), **kw),
-            }
+            products = ("btd,bsd->bts", "bts,bsd->btd")
         between = (None,) * (2 if heads else 1)
-        own |= {
+        own: dict[str, Any] = {
+            "L": lambda q, **kw: jnp.einsum(products[0], q, look_up(k), **kw),
+            "mix": lambda p, **kw: jnp.einsum(products[1], p, look_up(v), **kw),
             "M": m[i][:, *between],
             "N": n[i][:, *between, None],
             "C": (jnp.arange(B * S).reshape(B, S) % 7 > 1)[:, *between],
