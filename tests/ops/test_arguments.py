@@ -231,6 +231,14 @@ def test_flags_may_be_of_any_library(value: Any) -> None:
     assert isinstance(shape, tuple)
 
 
+@pytest.mark.parametrize("name", OPS)
+def test_numpy_arrays_are_welcome(name: str) -> None:
+    call = OPS[name].call
+    out = call.func(**jax.tree.map(np.asarray, call.keywords))
+    assert isinstance(out, jax.Array)
+    np.testing.assert_array_equal(out, call())
+
+
 INTEGERS = {
     "attention": {"key_value_seq_lengths": np.full(3, 5, np.int32)},
     "gdpa": {"q_to_kv": np.zeros(2, np.int32)},
@@ -314,6 +322,7 @@ def test_empty_result(make: Callable[..., Empty], sizes: tuple[int, ...], implem
         return jax.tree.leaves(op(*floats, *integers, implementation=implementation))
 
     out, *lse = run(*floats)
+    assert (out.shape, out.dtype) == (shape, jnp.bfloat16)
     chex.assert_trees_all_equal(out, jnp.zeros(shape, jnp.bfloat16))
     assert [(x.shape, x.dtype) for x in lse] == [(shape[:-1], jnp.float32)] * len(lse)
     gradients = jax.grad(lambda *x: run(*x)[0].sum(), tuple(range(len(floats))))(*floats)

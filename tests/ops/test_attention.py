@@ -69,13 +69,6 @@ def test_residuals_add_to_the_result() -> None:
     np.testing.assert_array_equal(out, attend(inputs))
 
 
-def test_numpy_arrays_are_welcome() -> None:
-    inputs = problems.make_attention_inputs(SMALL, "float32")
-    out = attend(problems.AttentionInputs(*map(np.asarray, inputs)), scale=np.float32(0.5))
-    assert isinstance(out, jax.Array)
-    np.testing.assert_array_equal(out, attend(inputs, scale=0.5))
-
-
 @pytest.mark.parametrize("implementation", [None, "xla"])
 def test_no_keys_at_all(implementation) -> None:
     inputs = problems.make_attention_inputs(SMALL._replace(lengths="full"))

@@ -53,15 +53,7 @@ BAD_ARRAYS = {
         {"key_value_seq_lengths": [1, 2, 3]},
         "key_value_seq_lengths must be an int32 array, but is a list",
     ),
-    **refusals.of_dtypes(
-        ARRAYS,
-        first="query",
-        mixed="key",
-        halves="value",
-        f64="query",
-        int_="key",
-        f8="value",
-    ),
+    **refusals.of_dtypes(ARRAYS, "query", ["key", "value", "query", "key", "value"]),
     "no_users": (
         {"key": ones(0, 5, 2, 8), "value": ones(0, 5, 2, 8)},
         "key has no rows, shape (0, 5, 2, 8), but query has B=7",

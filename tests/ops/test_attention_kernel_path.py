@@ -85,15 +85,6 @@ class TestKernelPath:
         attend(several, indices_are_sorted=True)
         assert [call["has_order"] for call in fake_attention.calls] == [False, True, False]
 
-    def test_own_tokens(self, fake_attention) -> None:
-        inputs = problems.make_attention_inputs(self.SHAPE)
-        own = own_tokens(self.SHAPE, 3, "bfloat16")
-        out, lse = attend(inputs, scale=SCALE, return_residuals=True, **own)
-        exact = problems.numpy_attention_oracle(inputs, scale=SCALE, **own)
-        np.testing.assert_allclose(np.asarray(out, np.float64), exact[0], rtol=0, atol=0.03)
-        np.testing.assert_allclose(lse, exact[1], rtol=0, atol=1e-5)
-        assert len(fake_attention.calls) == 1
-
     def test_gradients_of_both_orders(self, fake_attention) -> None:
         inputs = problems.make_attention_inputs(self.SHAPE)
 

@@ -40,9 +40,7 @@ BAD_ARRAYS = {
     ),
     "rows": ({"value": ones(6, 2, 8)}, "key has total_kv=5 but value has total_kv=6"),
     **refusals.of_heads((7,), (5,)),
-    **refusals.of_dtypes(
-        ARRAYS, first="query", mixed="key", halves="key", f64="query", int_="key", f8="value"
-    ),
+    **refusals.of_dtypes(ARRAYS, "query", ["key", "key", "query", "key", "value"]),
     "offsets_none": ({"cu_seqlens_q": None}, "cu_seqlens_q must be an int32 array, but is None"),
     "offsets_int64": (
         {"cu_seqlens_kv": np.asarray([0, 2, 5])},

@@ -97,7 +97,6 @@ def close(actual, expected) -> None:
     jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, atol=2e-4), actual, expected)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", LAYERS)
 def test_twin_gradients_and_both_flax_interfaces(name: str) -> None:
     (sizes, options), twin, inputs = LAYERS[name]

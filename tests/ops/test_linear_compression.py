@@ -67,13 +67,6 @@ def test_multilevel_is_within_the_error_rule(batches: tuple[int, ...], dtype: st
     problems.assert_within_error_rule(out, problems.numpy_oracle(*levels), materialised(*levels))
 
 
-def test_numpy_arrays_are_welcome() -> None:
-    inputs = problems.make_inputs(SMALL, "float32")
-    out = ikbo.linear_compression(*map(np.asarray, inputs))
-    assert isinstance(out, jax.Array)
-    np.testing.assert_array_equal(out, ikbo.linear_compression(*inputs))
-
-
 def test_nan_reaches_the_candidates_of_its_user_alone() -> None:
     inputs = problems.make_inputs(SHAPES["unsorted"])
     poisoned = inputs._replace(e_user=inputs.e_user.at[2, 3, 4].set(jnp.nan))

@@ -33,15 +33,7 @@ BAD_ARRAYS = {
     "m": ({"w_cand": ones(9, 5)}, "w_user has M=10 but w_cand has M=9"),
     "n": ({"e_cand": ones(7, 5, 16)}, "e_user has N=8 but e_cand has N=16"),
     **refusals.of_indices("e_cand"),
-    **refusals.of_dtypes(
-        ARRAYS,
-        first="w_user",
-        mixed="e_cand",
-        halves="w_cand",
-        f64="e_user",
-        int_="w_user",
-        f8="w_cand",
-    ),
+    **refusals.of_dtypes(ARRAYS, "w_user", ["e_cand", "w_cand", "e_user", "w_user", "w_cand"]),
     "no_users": (
         {"e_user": ones(0, 11, 8)},
         "e_user has no rows, shape (0, 11, 8), but e_cand has B=7",

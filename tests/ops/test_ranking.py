@@ -125,7 +125,6 @@ def test_the_rewrite_finds_every_meeting_of_user_and_candidate(users: int) -> No
     assert "product by parts, then added, strategies.py" in report.details
 
 
-@pytest.mark.slow
 def test_gradient_is_the_slope_of_the_materialised_network() -> None:
     params, request = inputs()
     _, gradient = compiled("co_designed")(params, request)
@@ -195,7 +194,6 @@ def gradient_of(name: str):
     return jax.jit(jax.grad(lambda params: jnp.sum(VERSIONS[name](params, request) ** 2)))(params)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", ["co_designed", "rewrite", "hand_optimised"])
 def test_gradients_of_all_versions_agree(name: str) -> None:
     found = compiled("co_designed")(*inputs())[1] if name == "co_designed" else gradient_of(name)

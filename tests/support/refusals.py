@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -22,23 +23,15 @@ def of_rank(name: str, wanted: str, array: Any, **others: Any) -> Refusal:
     return {name: array, **others}, f"{name} must have shape {wanted}, but has shape {array.shape}"
 
 
-def of_dtypes(
-    arrays: dict[str, Any],
-    *,
-    first: str,
-    mixed: str,
-    halves: str,
-    f64: str,
-    int_: str,
-    f8: str,
-) -> dict[str, Refusal]:
+def of_dtypes(arrays: dict[str, Any], first: str, others: Sequence[str]) -> dict[str, Refusal]:
     """What an op refuses as dtypes, by name.
 
     Args:
       arrays: those that the op takes, in bfloat16.
       first: the array with which the op compares the dtypes of the others.
-      mixed, halves, f64, int_, f8: which array has another dtype.
+      others: which array has float32, float16, float64, int32 and an 8-bit dtype.
     """
+    mixed, halves, f64, int_, f8 = others
 
     def differs(name: str, dtype: str) -> Refusal:
         changes = {name: arrays[name].astype(dtype)}
