@@ -15,7 +15,6 @@ from typing import Any
 import emulator
 import jax.numpy as jnp
 import numpy as np
-import problems
 import problems_gdpa
 import pytest
 import test_interpret_attention as attention
@@ -49,23 +48,22 @@ def _attention(
     attention.assert_correct(results, inputs, case)
 
 
-def _attention_backward(sm90: emulator.Emulator, case: Any, seed: int) -> None:
+def attend_backward(
+    sm90: emulator.Emulator, case: Any, seed: int, *, num_sms: int = 6, resident: int = 2
+) -> None:
     """Six thread blocks, two at a time: sums of d_query pass from block to block."""
     inputs, tensors = attention_backward.make(case)
-    with sm90.emulated(seed, resident=2):
+    with sm90.emulated(seed, resident=resident):
         results = attention_backward_kernel(
             *inputs,
             *tensors,
             scale=case.scale,
             indices_are_sorted=case.shape.index == "sorted",
             config=case.config,
-            num_sms=6,
+            num_sms=num_sms,
             dtype=case.sum_dtype,
         )
-    want = attention_backward.expected(inputs, tensors, case.scale)
-    plain = attention_backward.plain(inputs, tensors, case.scale, case.sum_dtype)
-    for result, w, p in zip(results, want, plain, strict=False):
-        problems.assert_within_error_rule(np.asarray(result), w, np.asarray(p))
+    attention_backward.assert_correct(results, inputs, tensors, case)
 
 
 def _gdpa(sm90: emulator.Emulator, case: gdpa.Case, seed: int) -> None:
@@ -104,7 +102,7 @@ KERNELS: dict[str, tuple[Callable[..., None], dict[str, Any]]] = {
         functools.partial(_attention, interpret=few_queries.interpret),
         few_queries.CASES,
     ),
-    "attention_backward": (_attention_backward, ATTENTION_BACKWARD),
+    "attention_backward": (attend_backward, ATTENTION_BACKWARD),
     "gdpa": (_gdpa, gdpa.CASES),
     "gdpa_backward": (_gdpa_backward, gdpa_backward.CASES),
     "linear_compression": (_compress, linear_compression.CASES),
@@ -234,7 +232,7 @@ def test_emulated_d_query_of_several_chunks_of_keys(
     """Threads store rows in f32, in the caller's order, and XLA adds them."""
     case = attention_backward.CASES["stored_h128_f16"]
     monkeypatch.setattr(type(case.config), "stored_tiles", lambda *sizes: 1)
-    _attention_backward(sm90, case, 0)
+    attend_backward(sm90, case, 0)
     assert len(sm90.launches) > 3
 
 

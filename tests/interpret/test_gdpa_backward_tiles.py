@@ -42,17 +42,14 @@ class Case:
         """Only shapes of query, key and value matter."""
         query = jnp.zeros((self.q_rows, self.group, 1), jnp.bfloat16)
         key = jnp.zeros((self.kv_rows, 1, 1), jnp.bfloat16)
-        offsets = (None if x is None else jnp.asarray(x, jnp.int32) for x in self[:3])
+        given = self.cu_q, self.cu_kv, self.q_to_kv
+        offsets = (None if x is None else jnp.asarray(x, jnp.int32) for x in given)
         return Arrays(query, key, key, *offsets)
-
-    def __getitem__(self, which: slice) -> tuple[Any, ...]:
-        return (self.cu_q, self.cu_kv, self.q_to_kv)[which]
 
     @property
     def settings(self) -> Settings:
-        names = ("softmax" if self.has_statistics else "relu",) * self.group
         return Settings(
-            activations=names,
+            activations=("softmax" if self.has_statistics else "relu",) * self.group,
             approx=None,
             scale=1.0,
             output_scale=1.0,

@@ -434,26 +434,13 @@ def test_interpreted_sums_taken_too_early_are_found(
     assert_found(Case((0, 0), 16 * 4), launches)
 
 
-def test_interpreted_queries_read_before_they_are_gathered_are_found(
-    monkeypatch: pytest.MonkeyPatch, launches: interpreter.Launches
-) -> None:
-    """A slot counts as filled while its queries are gathered."""
-    load, arrive, waiting = gathering._load_one_by_one, gathering._arrive, []
-    monkeypatch.setattr(gathering, "_load_one_by_one", lambda *args: waiting.append(args))
-
-    def early(ctx: Any, index: Any) -> None:
-        arrive(ctx, index)
-        while waiting:
-            load(*waiting.pop())
-
-    monkeypatch.setattr(gathering, "_arrive", early)
-    assert_found(Case((1, 0, 1), 16 * 4, lists=True), launches)
-
-
 def test_interpreted_queries_gathered_into_slots_that_are_read_are_found(
     monkeypatch: pytest.MonkeyPatch, launches: interpreter.Launches
 ) -> None:
-    """Queries are gathered while the consumers multiply those of an item before."""
+    """Queries are gathered while the consumers multiply those of an item before.
+
+    The emulator finds slots that count as filled before their queries are gathered.
+    """
     gather, load = gathering.gather, gathering._load_one_by_one
     await_reuse, waiting = rings.Ring.await_reuse, []
 

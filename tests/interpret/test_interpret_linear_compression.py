@@ -121,12 +121,14 @@ def assert_correct(out: Any, levels: Levels, where: Any = ...) -> None:
     problems.assert_within_error_rule(*(result[where] for result in results))
 
 
-def assert_right(case: Case, launches: interpreter.Launches, count: int) -> None:
+def assert_right(
+    case: Case, launches: interpreter.Launches, count: int, params: Any = interpreter.PARAMS
+) -> None:
     """The case is legal; its `count` launches have no races and the right result."""
     problem = LinearCompressionProblem(case.batches, case.ks, case.m, case.n, case.dtype)
     assert case.config.illegal_reason(problem) is None
     levels = case.levels()
-    out = interpret(levels, case)
+    out = interpret(levels, case, params)
     launches.assert_no_races(count)
     assert_correct(out, levels)
 
@@ -251,10 +253,7 @@ def counters_of_a_cluster(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_interpreted_single_launch_of_a_cluster_waits_for_users_of_its_other_cta(
     launches: interpreter.Launches,
 ) -> None:
-    levels = PAIR.levels()
-    out = interpret(levels, PAIR, IN_CLUSTER)
-    launches.assert_no_races(1)
-    assert_correct(out, levels)
+    assert_right(PAIR, launches, 1, IN_CLUSTER)
 
 
 @pytest.fixture
@@ -282,11 +281,8 @@ def test_interpreted_cluster_stores_no_row_past_an_odd_batch(
     """Neither of the users' results nor of the output."""
     config = dataclasses.replace(PAIR.config, single_launch=False)
     case = dataclasses.replace(PAIR, batches=(1, 1), index=(0,), config=config)
-    levels = case.levels()
-    out = interpret(levels, case, IN_CLUSTER)
-    launches.assert_no_races(2)
+    assert_right(case, launches, 2, IN_CLUSTER)
     assert stored_rows == {0}
-    assert_correct(out, levels)
 
 
 # The checks themselves: each of them must be able to fail.

@@ -11,12 +11,10 @@ import test_interpret_linear_compression as linear_compression
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from test_interpret_linear_compression import (
     Case,
-    assert_correct,
     assert_found,
     assert_non_finite_rows_stay,
     assert_right,
     case_of_neighbours,
-    interpret,
     plant,
 )
 
@@ -114,10 +112,7 @@ PAIR = Case(
 
 
 def test_interpreted_packed_cluster_shares_weights(launches: interpreter.Launches) -> None:
-    levels = PAIR.levels()
-    out = interpret(levels, PAIR, linear_compression.IN_CLUSTER)
-    launches.assert_no_races(2)
-    assert_correct(out, levels)
+    assert_right(PAIR, launches, 2, linear_compression.IN_CLUSTER)
 
 
 # The checks themselves: each of them must be able to fail.

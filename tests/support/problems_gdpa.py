@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import problems
 
-from ikbo_jax.reference.activations import ACTIVATIONS
+from ikbo_jax.reference.activations import ACTIVATIONS as ACTIVATIONS
 from ikbo_jax.reference.gdpa import Arrays, Settings, out_shape
 
 SCALE, OUTPUT_SCALE = 0.3, 0.7
@@ -98,13 +98,6 @@ def make_settings(
     names = activation if isinstance(activation, tuple) else (activation,) * shape.q_heads
     rest = {"scale": SCALE, "output_scale": OUTPUT_SCALE, **rest}
     return Settings(names, broadcast_q=shape.is_broadcast_q, **rest)
-
-
-def of_all_activations(shape: Shape) -> tuple[Shape, Settings]:
-    """The shape with a head for every activation, three key heads if it groups heads."""
-    kv_heads = len(ACTIVATIONS) if shape.q_heads == shape.kv_heads else 3
-    shape = shape._replace(q_heads=len(ACTIVATIONS), kv_heads=kv_heads)
-    return shape, make_settings(shape, ACTIVATIONS)
 
 
 def cotangent(arrays: Arrays, settings: Settings, seed: int = 1) -> jax.Array:
