@@ -226,27 +226,21 @@ def test_wrong_indices_have_the_names_of_the_layer(name: str, place: int, words:
 HEADS_NAMES = {"w_query": ("a", "b", None), "w_key": ("a", "b", None), "w_value": ("a", "b", None)}
 NAMES = {
     "LinearCompression": (
-        {"user_rows": 4, "cand_rows": 3, "features": 2},
+        {"user_rows": S, "cand_rows": T, "features": 9},
         {"w_user": ("b", "a"), "w_cand": ("b", "a")},
     ),
     "CandidateAttention": (
-        {"cand_features": 4, "user_features": 6, "num_heads": 2, "head_dim": 4},
+        {"cand_features": F_CAND, "user_features": F_USER, **NOT_INFERRED["CandidateAttention"]},
         {**HEADS_NAMES, "w_out": ("a", None, "b")},
     ),
     "PMA": (
-        {"in_features": 4, "num_seeds": 3, "num_heads": 2, "head_dim": 4},
+        {"in_features": F_USER, **NOT_INFERRED["PMA"]},
         {**HEADS_NAMES, "w_out": ("a", None, "b"), "seeds": ("a", "b")},
     ),
     "PFFN": (
-        {"features": 4, "memory_features": 6, "num_heads": 2, "head_dim": 4},
+        {"features": F_CAND, "memory_features": F_USER, **NOT_INFERRED["PFFN"]},
         {**HEADS_NAMES, "w_out": ("a", None, "b")},
     ),
-}
-INPUTS = {
-    "LinearCompression": (jnp.ones((2, 4, 5)), jnp.ones((3, 3, 5)), jnp.zeros(3, jnp.int32)),
-    "CandidateAttention": (jnp.ones((3, 2, 4)), jnp.ones((2, 5, 6)), jnp.zeros(3, jnp.int32)),
-    "PMA": (jnp.ones((5, 4)), jnp.array([0, 2, 5], jnp.int32)),
-    "PFFN": (jnp.ones((5, 4)), jnp.ones((3, 6)), *[jnp.array([0, 3], jnp.int32)] * 2),
 }
 
 
@@ -263,7 +257,7 @@ def test_sizes_are_positive(name: str) -> None:
         if value is not None or size in NOT_INFERRED.get(name, ["features"]):
             layer = getattr(linen, name)(**wrong)
             with pytest.raises(ValueError, match=words):
-                jax.eval_shape(layer.init, jax.random.key(0), *INPUTS[name])
+                jax.eval_shape(layer.init, jax.random.key(0), *LAYERS[name][2])
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -279,10 +273,8 @@ def test_names_of_the_matrix_s_axes_reach_the_parameters(name: str) -> None:
         assert found.get_metadata("out_sharding") == names
         np.testing.assert_array_equal(found[...], getattr(bare, param)[...])
 
-    inputs = INPUTS[name]
-    required = {k: v for k, v in sizes.items() if k in ("num_heads", "head_dim", "num_seeds")}
-    if name == "LinearCompression":
-        required = {"features": sizes["features"]}
+    inputs = LAYERS[name][2]
+    required = NOT_INFERRED.get(name, {"features": 9})
     boxing = flax_linen.with_partitioning(plain, ("a", "b"))
     module = getattr(linen, name)(**required, kernel_init=boxing)
     variables = module.init(jax.random.key(0), *inputs)

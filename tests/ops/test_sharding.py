@@ -202,10 +202,8 @@ def test_explain_says_how_a_call_divides_and_what_moves(kind: str) -> None:
     assert "the gradient sums value over 'x', 10,240 bytes" in text
     assert "gathers value" not in text
     assert (plan.problem.batch, plan.problem.q_heads) == (4, 4)
-
-
-def test_one_device_of_a_large_host_is_not_divided() -> None:
-    (plan,) = ikbo.explain(attend, **draw(CASES["attention_candidates"])).plans
+    # One device of a large host is not divided.
+    (plan,) = ikbo.explain(case.op, **draw(case)).plans
     assert plan.division == ""
 
 
