@@ -364,9 +364,7 @@ def test_bytes_moved_are_counted_by_hand():
         "fused": inputs_and_output + 2 * 4,
         "single launch": inputs_and_output + 2 * 4,
     }
-
-
-def test_each_stage_of_the_full_request_moves_less():
+    # Each stage of the full request moves less.
     moved = [stage.bytes_moved for stage in demo.stages(demo.FULL)]
     assert moved[1] > moved[0] > moved[2] > moved[3] == moved[4]
 

@@ -15,16 +15,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from processes import heeding_interrupts
+from test_cli import TINY
 
 from ikbo_jax import cli, demo, demo_attention, demo_ranking
 from ikbo_jax._timing import executables, programs
 from ikbo_jax._timing.programs import Programs
 from ikbo_jax.models import ranking
-
-TINY = [
-    *("demo", "--candidates", "24", "--users", "5", "--m", "9", "--n", "8"),
-    *("--k-cand", "7", "--k-user", "11", "--layers", "1"),
-]
 
 
 @pytest.fixture(autouse=True)

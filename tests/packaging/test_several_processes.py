@@ -22,6 +22,12 @@ SLEEP = (
     "path.with_suffix('.new').write_text(str(os.getpid())); path.with_suffix('.new').rename(path); "
     "time.sleep(600)"
 )
+#: A process that fails as soon as the other one has written its id.
+FAIL = (
+    "import pathlib, sys, time\n"
+    "while not pathlib.Path(sys.argv[2]).exists(): time.sleep(0.02)\n"
+    "sys.exit(3)"
+)
 
 
 def environment() -> dict[str, str]:
@@ -98,28 +104,26 @@ def is_alive(pid: int) -> bool:
     return True
 
 
-def test_a_process_that_fails_ends_the_others(tmp_path, capfd):
-    pid = tmp_path / "pid"
-    # It fails once the other one runs.
-    fail = (
-        "import pathlib, sys, time\n"
-        "while not pathlib.Path(sys.argv[1]).exists(): time.sleep(0.02)\n"
-        "sys.exit(3)"
-    )
-    commands = [[sys.executable, "-c", code, str(pid)] for code in (SLEEP, fail)]
-    start = time.monotonic()
-    assert example.run_together(commands, time_limit=60) == 1
-    assert time.monotonic() - start < 30
-    assert capfd.readouterr().out == "process 1 failed with status 3\n"
-    assert not is_alive(int(pid.read_text()))
-
-
-def test_the_time_limit_ends_all(tmp_path, capfd):
+@pytest.mark.parametrize(
+    ("second", "time_limit", "said"),
+    [
+        pytest.param(FAIL, 60, "process 1 failed with status 3\n", id="failure"),
+        pytest.param(SLEEP, 2, "not finished after 2 seconds\n", id="time limit"),
+    ],
+)
+def test_a_failure_or_the_time_limit_ends_all(second, time_limit, said, tmp_path, capfd):
     pids = [tmp_path / name for name in ("first", "second")]
-    commands = [[sys.executable, "-c", SLEEP, str(pid)] for pid in pids]
-    assert example.run_together(commands, time_limit=2) == 1
-    assert capfd.readouterr().out == "not finished after 2 seconds\n"
-    assert not any(is_alive(wait_for(pid)) for pid in pids)
+    codes = [SLEEP, second]
+    commands = [
+        [sys.executable, "-c", code, str(pid), str(pids[0])]
+        for code, pid in zip(codes, pids, strict=True)
+    ]
+    start = time.monotonic()
+    assert example.run_together(commands, time_limit=time_limit) == 1
+    assert time.monotonic() - start < 30
+    assert capfd.readouterr().out == said
+    sleeping = [pid for code, pid in zip(codes, pids, strict=True) if code is SLEEP]
+    assert not any(is_alive(wait_for(pid)) for pid in sleeping)
 
 
 def test_a_process_ends_with_the_command_that_started_it(tmp_path):
