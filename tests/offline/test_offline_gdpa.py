@@ -55,7 +55,7 @@ def launch(problem: GdpaProblem, config: Any, scales: tuple[float, float]) -> tu
         "output_scale": scales[1],
         "num_sms": NUM_SMS,
     }
-
+    activation = {"activations": problem.activations, "approx": problem.approx}
     is_found = isinstance(config, ShortGdpaConfig) and config.finds_tiles
     bounds = problem.max_seqlen_q, problem.max_seqlen_kv
 
@@ -65,25 +65,15 @@ def launch(problem: GdpaProblem, config: Any, scales: tuple[float, float]) -> tu
             tiles = Sequences(None if problem.broadcast_q else ints[0], ints[1], *bounds)
         operands = (query, key, value, tiles)
         if isinstance(config, ShortGdpaConfig):
+            has_residuals = is_softmax(problem)
             return short_gdpa.short_gdpa(
-                *operands,
-                activations=problem.activations,
-                approx=problem.approx,
-                return_residuals=is_softmax(problem),
-                config=config,
-                **options,
+                *operands, return_residuals=has_residuals, **activation, config=config, **options
             )
         if is_softmax(problem):
             return attention.jagged_attention_kernel(
                 *operands, return_residuals=True, config=config.for_softmax, **options
             )
-        return kernel.gdpa_forward(
-            *operands,
-            activations=problem.activations,
-            approx=problem.approx,
-            config=config,
-            **options,
-        )
+        return kernel.gdpa_forward(*operands, **activation, config=config, **options)
 
     def shape(rows: int, heads: int) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct((rows, heads, problem.head_dim), jnp.dtype(problem.dtype))

@@ -20,6 +20,12 @@ from ikbo_jax.tuning import table
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("empty_kernels")]
 
 
+ORDER = "ikbo_user_order"
+STORED = ("_statistics", "", "_stored")
+#: One launch adds the parts of all gradients.
+PARTS = ("_statistics", "", "_parts")
+
+
 @dataclasses.dataclass(frozen=True)
 class Case:
     """A gradient of attention, and what its program has beside launches.
@@ -28,7 +34,7 @@ class Case:
     """
 
     sizes: tuple[int, int, int, int, int, int, int]  # B, U, T, S, N, K, H
-    launches: tuple[str, ...] = ("_statistics", "", "_stored")
+    launches: tuple[str, ...] = STORED
     copies: int = 0
     kernels: int = 0
     is_sorted: bool = True
@@ -36,9 +42,6 @@ class Case:
     changes: dict[str, Any] = dataclasses.field(default_factory=dict)  # of the configuration
 
 
-ORDER = "ikbo_user_order"
-#: One launch adds the parts of all gradients.
-PARTS = ("_statistics", "", "_parts")
 CASES = {
     "two_users": Case((235, 2, 4, 628, 8, 8, 64)),
     "one_candidate_a_user": Case((512, 512, 1, 256, 2, 2, 64), PARTS, 1, has_lengths=True),
@@ -56,9 +59,7 @@ CASES = {
     "grouped_heads": Case((300, 3, 4, 512, 4, 2, 128), PARTS),
     # So they are if candidates are in any order. A launch of its own puts many into order.
     "unsorted": Case((300, 3, 4, 256, 2, 2, 128), PARTS, is_sorted=False),
-    "many_unsorted": Case(
-        (6033, 182, 9, 66, 1, 1, 64), ("_rows", "_statistics", "", "_stored"), 1, is_sorted=False
-    ),
+    "many_unsorted": Case((6033, 182, 9, 66, 1, 1, 64), ("_rows", *STORED), 1, is_sorted=False),
     # XLA adds the parts of d_key and of d_value.
     "stored_split_rows": Case(
         (64, 1, 16, 512, 2, 2, 64),
@@ -114,44 +115,30 @@ def test_small_gradients_have_few_kernels_of_xla(name: str) -> None:
 PACK, FEW, FLASH = "ikbo_attention_pack", "ikbo_few_queries_attention", "ikbo_attention"
 
 
-@dataclasses.dataclass(frozen=True)
-class Whole:
-    """A result of attention and its gradient, in one program.
-
-    `kernels`: of XLA, copies among them.
-    """
-
-    sizes: tuple[int, int, int, int, int, int, int]  # B, U, T, S, N, K, H
-    of_result: tuple[str, ...]
-    of_gradient: tuple[str, ...] = ("_statistics", "", "_stored")
-    kernels: int = 0
-    is_sorted: bool = False
-
-
+#: A result of attention and its gradient, in one program: sizes (B, U, T, S, N, K, H), launches of
+#: the result and of the gradient, kernels of XLA, copies among them, whether the index is sorted.
 WHOLE = {
-    "sorted": Whole((235, 2, 4, 628, 8, 8, 64), (FEW,), is_sorted=True),
-    "unsorted": Whole((230, 6, 5, 273, 1, 1, 128), (FEW,), PARTS),
-    "unsorted_in_parts": Whole((1252, 7, 7, 111, 1, 1, 64), (FEW,), PARTS),
+    "sorted": ((235, 2, 4, 628, 8, 8, 64), (FEW,), STORED, 0, True),
+    "unsorted": ((230, 6, 5, 273, 1, 1, 128), (FEW,), PARTS, 0, False),
+    "unsorted_in_parts": ((1252, 7, 7, 111, 1, 1, 64), (FEW,), PARTS, 0, False),
     # Launches put the candidates into order. It copies a counter.
-    "many_unsorted": Whole(
-        (6033, 182, 9, 66, 1, 1, 64),
-        (PACK, FEW, ORDER),
-        ("_rows", "_statistics", "", "_stored"),
-        1,
+    "many_unsorted": (
+        *((6033, 182, 9, 66, 1, 1, 64), (PACK, FEW, ORDER), ("_rows", *STORED)),
+        *(1, False),
     ),
     # Tiles of 64 queries of several candidates.
-    "unsorted_t96": Whole((20, 3, 96, 400, 2, 2, 128), (PACK, FLASH), PARTS),
+    "unsorted_t96": ((20, 3, 96, 400, 2, 2, 128), (PACK, FLASH), PARTS, 0, False),
 }
 
 
 @pytest.mark.parametrize("name", WHOLE)
 def test_results_and_gradients_have_few_kernels_of_xla(name: str) -> None:
-    case = WHOLE[name]
-    query, key, index = shapes(case.sizes)
+    sizes, of_result, suffixes, kernels, is_sorted = WHOLE[name]
+    query, key, index = shapes(sizes)
 
     def run(query: Any, key: Any, value: Any, index: Any, d_out: Any) -> Any:
         def result(*arrays: Any) -> Any:
-            return ikbo_jax.attention(*arrays, index, indices_are_sorted=case.is_sorted)
+            return ikbo_jax.attention(*arrays, index, indices_are_sorted=is_sorted)
 
         out, pull_back = jax.vjp(result, query, key, value)
         return out, pull_back(d_out)
@@ -159,10 +146,10 @@ def test_results_and_gradients_have_few_kernels_of_xla(name: str) -> None:
     with ikbo_jax.export_target("H100"):
         found = hopper_programs.operations(run, query, key, key, index, query)
     launches = launches_of(found)
-    of_gradient = [f"ikbo_attention_backward{suffix}" for suffix in case.of_gradient]
+    of_gradient = [f"ikbo_attention_backward{suffix}" for suffix in suffixes]
     # A launch for the gradient that needs the index alone may come first.
-    assert sorted(launches) == sorted([*case.of_result, *of_gradient]), found
-    assert len(found) - len(launches) == case.kernels, found
+    assert sorted(launches) == sorted([*of_result, *of_gradient]), found
+    assert len(found) - len(launches) == kernels, found
 
 
 #: Sizes, whether the index is sorted, and kernels beside the launch, of XLA unless a line says so.

@@ -95,14 +95,11 @@ def halves(d: Decoder, ins: Instruction, found: re.Match[str]) -> Run:
         "max": np.maximum,
     }
     function = functions[found["op"]]
-    target, *operands = ins.operands
-    sources = [d.source(x, U32) for x in operands]
 
-    def run(warp: Warp, mask: Any) -> None:
-        values = [warp.r[s].view(kind) for s in sources]
-        put(warp, mask, target, function(*values).astype(kind).view(U32))
+    def of_pairs(*values: Any) -> Any:
+        return function(*(x.view(kind) for x in values)).astype(kind).view(U32)
 
-    return run
+    return d.simple(ins, of_pairs, U32)
 
 
 def wide(d: Decoder, ins: Instruction, found: re.Match[str]) -> Run:

@@ -58,11 +58,10 @@ def vote(d: Decoder, ins: Instruction, found: re.Match[str]) -> Run:
     def run(warp: Warp, mask: Any) -> None:
         values = warp.r[source]
         if mode == "ballot":
-            word = sum(1 << i for i in range(32) if values[i])
-            put(warp, mask, target, ptx.splat(word, U32))
+            result = ptx.splat(sum(1 << i for i in range(32) if values[i]), U32)
         else:
-            result = values.any() if mode == "any" else values.all()
-            put(warp, mask, target, np.full(32, result))
+            result = np.full(32, values.any() if mode == "any" else values.all())
+        put(warp, mask, target, result)
 
     return aligned("vote", run)
 
