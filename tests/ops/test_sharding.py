@@ -90,14 +90,6 @@ def test_eager_calls(kind: str) -> None:
         assert out.sharding.is_equivalent_to(NamedSharding(mesh, case.out), out.ndim)
 
 
-def attention_case(kind: str):
-    """Attention of divided candidates: a mesh, arrays on it, and arrays on one device."""
-    mesh = mesh_of("8", kind)
-    case = CASES["attention_candidates"]
-    arrays = draw(case)
-    return mesh, on_mesh(mesh, case, arrays), arrays
-
-
 @jax.jit
 def curvature(query, key, value, index):
     def slope(query):
@@ -105,13 +97,6 @@ def curvature(query, key, value, index):
         return jnp.sum(jax.grad(loss)(query))
 
     return jax.grad(slope)(query)
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_second_derivatives(kind: str) -> None:
-    _, *both = attention_case(kind)
-    found, expected = (np.asarray(curvature(**arrays)) for arrays in both)
-    chex.assert_trees_all_close(found, expected, atol=1e-4)
 
 
 @jax.jit
@@ -127,11 +112,14 @@ def repeated(query, key, value, index):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_inside_scan_and_checkpoint(kind: str) -> None:
-    mesh, *both = attention_case(kind)
-    found, expected = (repeated(**arrays) for arrays in both)
+@pytest.mark.parametrize("fn", [curvature, repeated], ids=["second_derivatives", "scan"])
+def test_second_derivatives_and_gradients_of_repeated_layers(fn, kind: str) -> None:
+    mesh, case = mesh_of("8", kind), CASES["attention_candidates"]
+    arrays = draw(case)
+    found, expected = fn(**on_mesh(mesh, case, arrays)), fn(**arrays)
     chex.assert_trees_all_close(jax.device_get(found), jax.device_get(expected), atol=1e-4)
-    assert found[0].sharding.is_equivalent_to(NamedSharding(mesh, P("x")), found[0].ndim)
+    if fn is repeated:
+        assert found[0].sharding.is_equivalent_to(NamedSharding(mesh, P("x")), found[0].ndim)
 
 
 def test_gradients_in_bfloat16_are_rounded_once() -> None:

@@ -119,12 +119,17 @@ def test_problems_are_divided(name: str) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_gradients_of_shared_arrays_are_summed_once(kind: str) -> None:
+def test_division_is_explained_and_gradients_of_shared_arrays_are_summed_once(kind: str) -> None:
     """Over problems and candidates: one reduction for each of keys and values."""
     op, axes, _, divided, _ = problems("attention_shared_users", kind)
+    mapped = jax.vmap(op, axes)
+    (plan,) = ikbo.explain(mapped, *divided).plans
+    assert "problems over 'x' (2 devices)" in plan.division
+    assert "candidates over 'y' (2 devices)" in plan.division
+    assert "gathers" not in plan.division
 
     def total(*arrays):
-        return jnp.sum(jnp.sin(jax.vmap(op, axes)(*arrays)))
+        return jnp.sum(jnp.sin(mapped(*arrays)))
 
     text = jax.jit(jax.grad(total, (0, 1, 2))).lower(*divided).compile().as_text()
     assert collectives(text) == {"all-reduce"}
@@ -158,15 +163,6 @@ def test_vmap_inside_vmap(kind: str) -> None:
     close(found, ((of_query, of_key.sum(1), of_value.sum((0, 1))), out))
     layout = NamedSharding(mesh, P("x", None, "y"))
     assert found[1].sharding.is_equivalent_to(layout, found[1].ndim)
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_explain_says_that_problems_are_divided(kind: str) -> None:
-    op, axes, _, divided, _ = problems("attention_shared_users", kind)
-    (plan,) = ikbo.explain(jax.vmap(op, axes), *divided).plans
-    assert "problems over 'x' (2 devices)" in plan.division
-    assert "candidates over 'y' (2 devices)" in plan.division
-    assert "gathers" not in plan.division
 
 
 def test_forward_mode_of_own_tokens_is_refused_on_explicit_axes() -> None:
