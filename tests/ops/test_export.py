@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import collections
-import functools
 import subprocess
 import sys
 import types
 from collections.abc import Callable
 from typing import Any
-from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -20,7 +18,7 @@ import sharded_calls
 from jax import export
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
-from problems import random_array
+from training_runs import network_and_request
 
 import ikbo_jax as ikbo
 from ikbo_jax.layers import functional
@@ -374,14 +372,6 @@ SIZES = ranking.Sizes(
 )  # fmt: skip
 
 
-@functools.cache
-def network_and_request() -> tuple[Any, tuple[jax.Array, ...]]:
-    rng = np.random.default_rng(0)
-    # JAX's own normal values would take a program for every shape.
-    with mock.patch.object(jax.random, "normal", lambda _, *args: random_array(rng, *args)):
-        return jax.jit(lambda: (ranking.init(SIZES), tuple(ranking.make_request(SIZES))))()
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "version",
@@ -395,7 +385,8 @@ def test_the_ranking_network(version: Callable[..., Any]) -> None:
         logits: jax.Array = version(params, ranking.Request._make(request))
         return logits
 
-    params, request = network_and_request()
+    params, request = network_and_request(SIZES)
+    request = tuple(request)
     exported = exported_for(BOTH, model, params, request)
     assert {LINEAR, ATTEND, GDPA_FORWARD} <= kernels_of(exported).keys()
     found = export.deserialize(exported.serialize()).call(params, request)

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from flax import nnx as flax_nnx
 from problems import random_array
-from training_runs import assert_learnt_alike, curves, versions
+from training_runs import assert_learnt_alike, curves, network_and_request, versions
 
 import ikbo_jax as ikbo
 from ikbo_jax.layers import nnx
@@ -64,13 +64,7 @@ def shapes_in(text: str) -> set[tuple[int, ...]]:
     return found | {tuple(map(int, s.split(","))) for s in compiled}
 
 
-@functools.cache
-def inputs():
-    rng = np.random.default_rng(0)
-    # JAX's own normal values would take a program for every shape.
-    with mock.patch.object(jax.random, "normal", lambda _, *args: random_array(rng, *args)):
-        made = jax.jit(lambda: (ranking.init(TINY), ranking.make_request(TINY)))()
-    return made
+inputs = functools.partial(network_and_request, TINY)
 
 
 def co_designed_and_gradient(params, request):

@@ -6,10 +6,12 @@ import dataclasses
 import functools
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from problems import random_array
 
 import ikbo_jax as ikbo
 from benchmarks import training_task
@@ -20,6 +22,14 @@ from ikbo_jax.models import ranking
 PARTS = 10
 #: Differences below this are no news, however little the seeds differ.
 FLOOR = 0.01
+
+
+@functools.cache
+def network_and_request(sizes: ranking.Sizes) -> tuple[Any, ranking.Request]:
+    """Parameters and a request; JAX's own normal values would take a program for every shape."""
+    rng = np.random.default_rng(0)
+    with mock.patch.object(jax.random, "normal", lambda _, *args: random_array(rng, *args)):
+        return jax.jit(lambda: (ranking.init(sizes), ranking.make_request(sizes)))()
 
 
 def versions(sizes: ranking.Sizes) -> dict[str, Callable[..., jax.Array]]:
