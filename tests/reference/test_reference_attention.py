@@ -24,8 +24,7 @@ ATOL = 5e-6
 #: Many steps of every kind, of tiny sizes.
 SMALL_BLOCKS = grouped.Blocking(group=2, groups=3, keys=7)
 
-STATIC = ("scale", "blocks")
-decomposed = jax.jit(grouped.decomposed, static_argnames=STATIC)
+decomposed = jax.jit(grouped.decomposed, static_argnames=("scale", "blocks"))
 materialised = jax.jit(reference.materialised, static_argnames="scale")
 
 
@@ -60,13 +59,11 @@ def cotangents(shape: problems.AttentionShape, dtype: str) -> tuple[jax.Array, j
 def test_materialised_attends_to_own_tokens_too() -> None:
     inputs = f32_inputs("odd_counts")
     rng = np.random.default_rng(1)
-    own = [problems.random_array(rng, (13, 2, 3, 24), "float32") for _ in range(2)]
-    out, lse = materialised(*inputs, scale=SCALE, self_key=own[0], self_value=own[1])
-    exact_out, exact_lse = problems.numpy_attention_oracle(
-        inputs, scale=SCALE, self_key=own[0], self_value=own[1]
-    )
-    np.testing.assert_allclose(out, exact_out, rtol=0, atol=ATOL)
-    np.testing.assert_allclose(lse, exact_lse, rtol=0, atol=ATOL)
+    names = "self_key", "self_value"
+    own = {name: problems.random_array(rng, (13, 2, 3, 24), "float32") for name in names}
+    exact = problems.numpy_attention_oracle(inputs, scale=SCALE, **own)
+    for found, exactly in zip(materialised(*inputs, scale=SCALE, **own), exact, strict=True):
+        np.testing.assert_allclose(found, exactly, rtol=0, atol=ATOL)
 
 
 def test_materialised_rounds_once() -> None:
@@ -141,11 +138,11 @@ def test_scores_that_grow_along_s_do_not_overflow() -> None:
     key, value = np.asarray(inputs.key) * growth, np.asarray(inputs.value)
     inputs = inputs._replace(key=key, value=value, key_value_seq_lengths=None)
     for ordered in (inputs, inputs._replace(key=key[:, ::-1], value=value[:, ::-1])):
-        actual = decomposed(*ordered, scale=SCALE, blocks=SMALL_BLOCKS)
+        out, lse = decomposed(*ordered, scale=SCALE, blocks=SMALL_BLOCKS)
         exact_out, exact_lse = problems.numpy_attention_oracle(ordered, scale=SCALE)
         assert np.max(exact_lse) > 200
-        np.testing.assert_allclose(actual[0], exact_out, rtol=0, atol=5e-4)
-        np.testing.assert_allclose(actual[1], exact_lse, rtol=1e-5)
+        np.testing.assert_allclose(out, exact_out, rtol=0, atol=5e-4)
+        np.testing.assert_allclose(lse, exact_lse, rtol=1e-5)
 
 
 def test_row_of_minus_infinities_is_a_row_without_keys() -> None:
