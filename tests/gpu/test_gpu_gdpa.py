@@ -374,7 +374,10 @@ def test_gdpa_short_softmax(name, dtype):
     np.testing.assert_allclose(*gradients, rtol=0, atol=0.02 * scale)
 
 
-def softmax_with_lse(arrays: reference.Arrays, settings: reference.Settings):
+@pytest.mark.parametrize("name", ["self", "empty", "pma_indexed"])
+def test_gdpa_softmax_lse(name):
+    arrays = problems_gdpa.make_arrays(SHAPES[name])
+    settings = problems_gdpa.make_settings(SHAPES[name], "softmax")
     tiles = tile_list.query_tiles(
         *arrays[3:],
         q_rows=arrays.query.shape[0],
@@ -383,7 +386,7 @@ def softmax_with_lse(arrays: reference.Arrays, settings: reference.Settings):
         max_seqlen_kv=settings.max_seqlen_kv,
         size=TILE_ROWS,
     )
-    return attention.jagged_attention_kernel(
+    _, lse = attention.jagged_attention_kernel(
         *arrays[:3],
         tiles,
         out_rows=reference.out_shape(arrays, settings)[0],
@@ -393,13 +396,6 @@ def softmax_with_lse(arrays: reference.Arrays, settings: reference.Settings):
         config=GdpaConfig().for_softmax,
         num_sms=dispatch.num_sms(),
     )
-
-
-@pytest.mark.parametrize("name", ["self", "empty", "pma_indexed"])
-def test_gdpa_softmax_lse(name):
-    arrays = problems_gdpa.make_arrays(SHAPES[name])
-    settings = problems_gdpa.make_settings(SHAPES[name], "softmax")
-    _, lse = softmax_with_lse(arrays, settings)
     cpu = jax.devices("cpu")[0]
     lse, arrays = jax.device_put((lse, arrays), cpu)
     with jax.default_device(cpu):

@@ -91,6 +91,13 @@ def check(actual: tuple, arrays: Arrays, settings: Settings, d_out: jax.Array) -
         problems.assert_within_error_rule(array, jnp.where(jnp.isnan(want), 0, want), rounded)
 
 
+def make(shape: Shape, activation: str) -> tuple[Arrays, Settings, jax.Array]:
+    """Makes arrays, settings and the cotangent of the result."""
+    arrays = problems_gdpa.make_arrays(shape)
+    settings = problems_gdpa.make_settings(shape, activation)
+    return arrays, settings, problems_gdpa.cotangent(arrays, settings)
+
+
 def check_shape(shape: Shape, activation="gelu_tanh", dtype="bfloat16", seed=0, **options) -> None:
     arrays = problems_gdpa.make_arrays(shape, dtype, seed)
     check_arrays(arrays, problems_gdpa.make_settings(shape, activation), **options)
@@ -125,10 +132,7 @@ def test_gradients_of_an_activation_for_each_head(name):
 )
 def test_gradients_of_approximations(activation, approx):
     """As near to the exact ones as the approximation's errors allow."""
-    shape = SHAPES["self"]
-    arrays = problems_gdpa.make_arrays(shape)
-    settings = problems_gdpa.make_settings(shape, activation)
-    d_out = problems_gdpa.cotangent(arrays, settings)
+    arrays, settings, d_out = make(SHAPES["self"], activation)
     exact = gradients(arrays, settings, d_out)
     actual = gradients(arrays, settings._replace(approx=approx), d_out)
     for array, want in zip(actual, exact, strict=True):
@@ -182,9 +186,7 @@ def test_gradients_of_bad_offsets(activation):
 @pytest.mark.parametrize("activation", KINDS)
 @pytest.mark.parametrize("name", ["dense", "indexed", "pma"])
 def test_gradients_repeat_bitwise(name, activation):
-    arrays = problems_gdpa.make_arrays(SHAPES[name])
-    settings = problems_gdpa.make_settings(SHAPES[name], activation)
-    d_out = problems_gdpa.cotangent(arrays, settings)
+    arrays, settings, d_out = make(SHAPES[name], activation)
     run = make_gradients(arrays, settings)
     first = run(arrays, d_out)
     for _ in range(20):
@@ -199,9 +201,7 @@ def test_gradients_of_tiles_that_xla_lists_are_the_same(activation, monkeypatch)
     rng = np.random.default_rng(5)
     lengths = (tuple(rng.integers(0, most, n).tolist()) for most, n in ((4, 5000), (90, 30)))
     shape = Shape(*lengths, 2, 1, 64, tuple(rng.integers(0, 30, 5000).tolist()))
-    arrays = problems_gdpa.make_arrays(shape)
-    settings = problems_gdpa.make_settings(shape, activation)
-    d_out = problems_gdpa.cotangent(arrays, settings)
+    arrays, settings, d_out = make(shape, activation)
     expected = gradients(arrays, settings, d_out)
     monkeypatch.setattr(work_kernel, "MOST_WORDS", 0)
     for array, want in zip(gradients(arrays, settings, d_out), expected, strict=True):
@@ -212,14 +212,12 @@ def test_gradients_of_tiles_that_xla_lists_are_the_same(activation, monkeypatch)
 @pytest.mark.parametrize("bad", [jnp.nan, jnp.inf])
 def test_bad_values_stay_in_their_sequence(bad, activation):
     shape = Shape((140, 33, 200), (33, 140, 90), 2, 2, 128)
-    clean = problems_gdpa.make_arrays(shape)
+    clean, settings, d_out = make(shape, activation)
     spoiled = clean._replace(
         query=clean.query.at[140:173].set(bad),
         key=clean.key.at[33:173].set(bad),
         value=clean.value.at[33:173].set(bad),
     )
-    settings = problems_gdpa.make_settings(shape, activation)
-    d_out = problems_gdpa.cotangent(clean, settings)
     run = make_gradients(clean, settings)
     results = run(spoiled, d_out.at[140:173].set(bad))
     expected = run(clean, d_out)

@@ -26,13 +26,8 @@ def make_gradients(levels: Arrays):
     """A compiled function of weights, embeddings, parents and the cotangent."""
     problem = problem_of(levels)
     assert configs.illegal_reason(problem) is None
-    return jax.jit(
-        functools.partial(
-            kernel_vjp,
-            config=configs.default_config(problem),
-            num_sms=dispatch.num_sms(),
-        )
-    )
+    config, num_sms = configs.default_config(problem), dispatch.num_sms()
+    return jax.jit(functools.partial(kernel_vjp, config=config, num_sms=num_sms))
 
 
 def cotangent_of(levels: Arrays, seed: int = 1) -> jax.Array:

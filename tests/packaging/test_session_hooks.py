@@ -1,8 +1,4 @@
-"""Hooks of the suite: time limits of tests, and samples of cases.
-
-A test that hangs fails, and the output says where every thread was. A sample leaves out cases of a
-test, never a whole test.
-"""
+"""Hooks of the suite: tests that hang fail with all stacks, samples leave out cases of a test."""
 
 from __future__ import annotations
 

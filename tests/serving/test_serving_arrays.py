@@ -249,9 +249,7 @@ def test_a_scorer_waits_for_all_calls(scorer):
     pending.wait()
     assert pending.ready()
     small.assert_right(requests, pending.answers())
-
-
-def test_a_call_that_fails_does_not_keep_a_process_from_ending(scorer):
+    # A call that fails does not keep a process from ending.
     scorer._newest = small.Unreadable()
     scorer.wait()
     assert scorer._newest is None

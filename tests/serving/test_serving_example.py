@@ -1,7 +1,4 @@
-"""What the example adds to scorer and engine: requests that are drawn, figures, ranking offline.
-
-The scorer is also measured without the engine.
-"""
+"""What the example adds to scorer and engine, and its figures of the scorer without the engine."""
 
 from __future__ import annotations
 
@@ -314,7 +311,7 @@ def test_the_figures_are_judged_by_their_bars(tmp_path, monkeypatch):
     options = ["--source", "tiny", "--buckets", "128", "--bucket-users", "2", "4"]
     options += ["--seconds", "0.1"]
     options += ["--candidates", "300", "--users", "20", "--out", str(out)]
-    monkeypatch.setattr(plans, "plan_for", _small(plans.plan_for))
+    monkeypatch.setattr(plans, "plan_for", functools.partial(plans.plan_for, fewest=10, most=64))
     # At a twentieth of the rate, the stream is below its bar.
     assert alone.main(options) == 1
     found = json.loads(out.read_text())
@@ -327,7 +324,3 @@ def test_the_figures_are_judged_by_their_bars(tmp_path, monkeypatch):
     assert set(found["hits"]["hit_rate"]["0%"]) == {0}
     assert min(found["hits"]["hit_rate"]["80%"]) > 0.3
     assert all(point["kept"] for point in found["stream"]["points"])
-
-
-def _small(plan_for: Any) -> Any:
-    return lambda source, **fields: plan_for(source, fewest=10, most=64, **fields)

@@ -101,18 +101,15 @@ def requests(number: int, *, bring: bool = False) -> list[serving.Request]:
     ]
 
 
-def test_a_request_of_a_known_user(scorer):
-    few, many = (calls(functools.partial(scorer.rank, requests(n))) for n in (FEW, MANY))
-    assert (many - few) / (MANY - FEW) <= REQUEST
-    assert few - FEW * REQUEST <= CALL
-
-
-def test_a_request_of_a_new_user(scorer):
+@pytest.mark.parametrize(("bring", "most"), [(False, REQUEST), (True, NEW_USER)])
+def test_a_request_of_a_known_and_of_a_new_user(scorer, bring, most):
     def counted(number: int) -> int:
-        asked = requests(number, bring=True)
-        return calls(lambda: scorer.rank(asked), scorer.forget_users)
+        rank = functools.partial(scorer.rank, requests(number, bring=bring))
+        return calls(rank, scorer.forget_users if bring else lambda: None)
 
-    assert (counted(MANY) - counted(FEW)) / (MANY - FEW) <= NEW_USER
+    few, many = counted(FEW), counted(MANY)
+    assert (many - few) / (MANY - FEW) <= most
+    assert bring or few - FEW * most <= CALL
 
 
 def of_arrays(scorer: serving.Scorer, number: int, *, known: bool = False) -> int:

@@ -352,13 +352,9 @@ def test_a_model_may_keep_no_state():
         def score(self, weights, state, candidates, cand_to_user):
             return weights["items"][candidates["item"]] @ weights["key"]
 
-    weights = small.weights()
-    for answer, items in zip(
-        small.make(Stateless()).rank([small.request(n, [n, n + 1]) for n in range(5)]),
-        ([n, n + 1] for n in range(5)),
-        strict=True,
-    ):
-        expected = weights["items"][items] @ weights["key"]
+    weights, requests = small.weights(), [small.request(n, [n, n + 1]) for n in range(5)]
+    for request, answer in zip(requests, small.make(Stateless()).rank(requests), strict=True):
+        expected = weights["items"][request.candidates["item"]] @ weights["key"]
         np.testing.assert_allclose(answer.scores, expected, atol=TOLERANCE)
 
 
