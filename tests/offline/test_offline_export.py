@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 
 import jax
@@ -57,12 +58,10 @@ def test_another_gpu_refuses_the_kernels(major: int, on_cpu, tmp_path, monkeypat
     driver = offline._STAND_IN_DRIVER.replace("? 9 :", f"? {major} :")
     monkeypatch.setattr(offline, "_STAND_IN_DRIVER", driver)
     shapes = (of(8, 64, 2, 64), of(2, 64, 2, 64), of(2, 64, 2, 64), of(8, dtype=INT))
-    (module,) = offline.exported_modules(
-        export.export(jax.jit(ikbo.attention), platforms=["cuda"])(*shapes)
-    )
-    other = offline.Compiler(tmp_path)
-    try:
-        with pytest.raises(ValueError, match=rf"(?m){re.escape(REFUSALS[major])}$"):
-            other.assemble(module)
-    finally:
-        other.close()
+    exported = export.export(jax.jit(ikbo.attention), platforms=["cuda"])(*shapes)
+    (module,) = offline.exported_modules(exported)
+    with (
+        contextlib.closing(offline.Compiler(tmp_path)) as other,
+        pytest.raises(ValueError, match=rf"(?m){re.escape(REFUSALS[major])}$"),
+    ):
+        other.assemble(module)
