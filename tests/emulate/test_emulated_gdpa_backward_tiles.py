@@ -20,8 +20,7 @@ def many(*, is_shared: bool) -> Case:
     """More sequences than a CTA lists, some of them empty, or longer than the bound."""
     rng = np.random.default_rng(3)
     cu_q, cu_kv = np.sort(rng.integers(0, 9000, 301)), np.sort(rng.integers(0, 9000, 301))
-    index = rng.integers(0, 300, 300) // 40 * 3 if is_shared else None
-    index = None if index is None else index.tolist()
+    index = (rng.integers(0, 300, 300) // 40 * 3).tolist() if is_shared else None
     return Case(cu_q, cu_kv, index, 9100, 9000, (90, 70), 2, has_statistics=True)
 
 

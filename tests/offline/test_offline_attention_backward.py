@@ -24,6 +24,16 @@ from ikbo_jax.tuning import table_rows
 pytestmark = pytest.mark.slow
 
 
+def launch(
+    problem: Any, config: Config, has_lengths: bool, *, has_d_lse: bool, **options: Any
+) -> tuple[Any, ...]:
+    """The kernel's host function, and the shapes it takes."""
+    kernel = functools.partial(attention_backward_kernel, config=config, num_sms=132, **options)
+    query, *rest = operands(problem, has_lengths=has_lengths)
+    lse = jax.ShapeDtypeStruct(query.shape[:-1], jnp.float32)
+    return kernel, query, *rest, query, lse, query, lse if has_d_lse else None
+
+
 @dataclasses.dataclass(frozen=True)
 class Case:
     """A problem and a configuration."""
@@ -45,18 +55,8 @@ class Case:
         )
 
     def launch(self) -> tuple[Any, ...]:
-        """The kernel's host function, and the shapes it takes."""
-        kernel = functools.partial(
-            attention_backward_kernel,
-            scale=0.0884,
-            indices_are_sorted=True,
-            config=self.config,
-            num_sms=132,
-            dtype=self.sum_dtype,
-        )
-        query, *rest = operands(self.problem, has_lengths=self.has_lengths)
-        lse = jax.ShapeDtypeStruct(query.shape[:-1], jnp.float32)
-        return kernel, query, *rest, query, lse, query, lse
+        options = {"scale": 0.0884, "indices_are_sorted": True, "dtype": self.sum_dtype}
+        return launch(self.problem, self.config, self.has_lengths, has_d_lse=True, **options)
 
 
 CASES = {
@@ -136,16 +136,8 @@ ROWS = [
 def test_offline_row_of_the_table_is_fit(row: table_rows.Row, compiler: offline.Compiler) -> None:
     p = row.problem
     assert p.fits(row.config)
-    query, *rest = operands(p, has_lengths=False)
-    lse = jax.ShapeDtypeStruct(query.shape[:-1], jnp.float32)
-    kernel = functools.partial(
-        attention_backward_kernel,
-        scale=p.head_dim**-0.5,
-        indices_are_sorted=False,
-        config=row.config,
-        num_sms=132,
-    )
-    compiler.compile_fit(kernel, query, *rest, query, lse, query, None)
+    options = {"scale": p.head_dim**-0.5, "indices_are_sorted": False}
+    compiler.compile_fit(*launch(p, row.config, has_lengths=False, has_d_lse=False, **options))
 
 
 # The check itself must be able to fail.
