@@ -53,14 +53,12 @@ def untimed(monkeypatch):
 
 @pytest.fixture
 def attention_as_it_is(untimed, monkeypatch):
-    report = functools.partial(report_of, demo_attention)
-    monkeypatch.setattr(demo_attention, "run", lambda request, **kwargs: report(request))
+    monkeypatch.setattr(demo_attention, "run", lambda asked, **_: report_of(demo_attention, asked))
 
 
 @pytest.fixture
 def compression_as_it_is(untimed, monkeypatch):
-    report = functools.partial(report_of, demo)
-    monkeypatch.setattr(demo, "run", lambda request, **kwargs: report(request))
+    monkeypatch.setattr(demo, "run", lambda asked, **_: report_of(demo, asked))
 
 
 def run_once(fn, *args, **kwargs):
