@@ -33,7 +33,7 @@ from ikbo_jax.pallas.flash import (
 )
 from ikbo_jax.pallas.flash import gdpa_forward as kernel
 from ikbo_jax.pallas.flash.found_tiles import Sequences
-from ikbo_jax.problems import GdpaConfig, GdpaProblem, ShortGdpaConfig
+from ikbo_jax.problems import GdpaConfig, ShortGdpaConfig
 from ikbo_jax.problems.hopper import NUM_CONSUMERS, TILE_ROWS
 from ikbo_jax.reference import gdpa as reference
 from ikbo_jax.reference.gdpa import Arrays, Settings
@@ -270,19 +270,9 @@ def test_interpreted_kernel_is_right_and_free_of_races(
 def test_interpreted_trial_of_the_autotuner(
     launches: interpreter.Launches, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    rows = {"batch": 3, "batch_kv": 2, "q_rows": 6, "kv_rows": 50}
-    problem = GdpaProblem(
-        **rows,
-        q_heads=1,
-        kv_heads=1,
-        head_dim=64,
-        dtype="bfloat16",
-        activations=("relu",),
-        approx=None,
-        broadcast_q=False,
-        max_seqlen_q=3,
-        max_seqlen_kv=40,
-    )
+    of_arrays = Case(of((3, 2, 1), (40, 10), q_to_kv=(0, 1, 1)), bounds=(3, 40))
+    arrays = problems_gdpa.make_arrays(of_arrays.shape)
+    problem = op._OP.problem(op._Call(None, of_arrays.settings), arrays)
     monkeypatch.setattr(kernel, "gdpa_forward", functools.partial(FORWARD, interpret=PARAMS))
     monkeypatch.setattr(tile_list_kernel, "query_tiles", tile_list.query_tiles)
     case = cases.Case(problem)
