@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import threading
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -298,10 +299,42 @@ def plant(monkeypatch: pytest.MonkeyPatch, name: str, unless: Callable[..., bool
     monkeypatch.setattr(plgpu, name, call_or_not)
 
 
-def assert_found(case: Case, launches: interpreter.Launches) -> None:
+def assert_found(case: Case, launches: interpreter.Launches, match: str = "races in") -> None:
     """Not as one program: a launch is traced when those before it have run."""
     kernel, levels = kernel_of(case), map(tuple, case.levels())
-    planted.assert_found(lambda: kernel(*levels), launches, case.launches)
+    planted.assert_found(lambda: kernel(*levels), launches, case.launches, match)
+
+
+def test_interpreted_race_of_an_early_launch_is_found(
+    monkeypatch: pytest.MonkeyPatch, launches: interpreter.Launches
+) -> None:
+    """Consumers of the first of two launches do not wait for what they multiply.
+
+    They multiply after the first copy, in whatever order the threads run. Would they hand a stage
+    back before the producer first takes it, the producer's clock would seem to follow their reads.
+    """
+    traced: list[None] = []
+    launch, is_copied = plgpu.kernel, threading.Event()
+    copy, multiply = gpu_callbacks.copy_gmem_to_smem, gpu_callbacks.wgmma
+
+    def counted_launch(*args: Any, **options: Any) -> Any:
+        traced.append(None)
+        return launch(*args, **options)
+
+    def copy_first(**kwargs: Any) -> Any:
+        token = copy(**kwargs)
+        is_copied.set()
+        return token
+
+    def multiply_later(**kwargs: Any) -> Any:
+        assert is_copied.wait(60)
+        return multiply(**kwargs)
+
+    monkeypatch.setattr(plgpu, "kernel", counted_launch)
+    monkeypatch.setattr(gpu_callbacks, "copy_gmem_to_smem", copy_first)
+    monkeypatch.setattr(gpu_callbacks, "wgmma", multiply_later)
+    plant(monkeypatch, "barrier_wait", lambda ref: planted.is_handed_back(ref) or len(traced) > 1)
+    assert_found(Case((1, 2), (100, 100), 16, 64, SEPARATE), launches, r"races in launches \[0\]")
 
 
 def test_interpreted_producer_that_does_not_wait_is_found(

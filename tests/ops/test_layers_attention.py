@@ -93,8 +93,12 @@ LAYERS = {
 }
 
 
-def close(actual, expected) -> None:
-    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, atol=2e-4), actual, expected)
+#: Largest errors of gradients and of results; twins of attention add in another order.
+ERRORS = {"LinearCompression": (1e-4, 1e-5)}
+
+
+def close(actual, expected, atol) -> None:
+    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, atol=atol), actual, expected)
 
 
 @pytest.mark.parametrize("name", LAYERS)
@@ -137,8 +141,10 @@ def test_twin_gradients_and_both_flax_interfaces(name: str) -> None:
         return *(with_gradients(fn)(params, *arrays) for fn in (of_nnx, twin)), of_linen
 
     ours, expected, of_linen = every(params, *arrays)
-    close(ours, expected)
-    close(of_linen, ours[1])
+    of_gradients, of_results = ERRORS.get(name, (2e-4, 2e-4))
+    close(ours[0], expected[0], of_gradients)
+    close(ours[1], expected[1], of_results)
+    close(of_linen, ours[1], of_results)
 
 
 def test_heads_are_initialised_as_one_matrix() -> None:

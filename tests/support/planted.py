@@ -28,13 +28,19 @@ def is_handed_back(barrier: Any) -> bool:
     return arrivals == NUM_CONSUMERS
 
 
-def assert_found(run: Callable[[], Any], launches: interpreter.Launches, expected: int = 1) -> None:
+def assert_found(
+    run: Callable[[], Any],
+    launches: interpreter.Launches,
+    expected: int = 1,
+    match: str = "races in launches",
+) -> None:
     """Runs a kernel and expects races, or the interpreter's own complaint.
 
     Args:
       run: interprets the kernel.
       launches: what the race detector saw of `run`.
       expected: the number of launches.
+      match: for the message about the races.
     """
     try:
         jax.block_until_ready(run())
@@ -42,7 +48,7 @@ def assert_found(run: Callable[[], Any], launches: interpreter.Launches, expecte
         if any(complaint in str(error) for complaint in COMPLAINTS):
             return
         raise
-    with pytest.raises(AssertionError, match="races in launches"):
+    with pytest.raises(AssertionError, match=match):
         launches.assert_no_races(expected)
 
 
