@@ -1,13 +1,16 @@
 """Chooses the tests of the short suite, and divides the others into shares.
 
-    python tools/choose_tests.py merge build/lines build/lines.npz     # after a recorded run
+    python tools/choose_tests.py merge build/lines.npz build/lines     # after a recorded run
     python tools/choose_tests.py choose build/lines.npz [--seconds 600] [--keep FILE]
 
-`merge` joins what the processes of a recorded run wrote (`tools/lines_of_tests`). `choose` writes
-`tests/shares.txt`: the tests that `make test` leaves out. The short suite has, in this order,
+`merge` joins what the processes of recorded runs wrote (`tools/lines_of_tests`), each into a
+folder; a test's record in a later folder, or in a file of an earlier `merge`, replaces others.
+`choose` writes `tests/shares.txt`: the tests that `make test` leaves out. The short suite has, in
+this order,
 
 1. tests that run every line and every branch that each group of folders runs: the cheapest set
-   that a greedy search finds. Kernels' lines are run by two tests that compare numbers.
+   that a greedy search finds. The last group, whose tests run whole commands, runs only what the
+   others do not run.
 2. the tests that `--keep` names, one a line: those that alone kill a mutant.
 3. the cheapest case of each test function, from the cheapest function on, while `--seconds` last.
 4. every test of less than 0.05 s.
@@ -23,6 +26,7 @@ import pathlib
 import pickle
 import sys
 import zlib
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -30,7 +34,8 @@ import numpy as np
 ROOT = pathlib.Path(__file__).parents[1]
 SHARES = ROOT / "tests" / "shares.txt"
 
-#: Folders whose tests find the same kind of fault: each group runs every point that it reaches.
+#: Folders whose tests find the same kind of fault: each group but the last runs every point that it
+#: reaches.
 GROUPS = (
     ("interpret", "emulate"),
     ("offline",),
@@ -39,10 +44,6 @@ GROUPS = (
     ("tuning",),
     ("benchmarks", "examples", "packaging", "serving"),
 )
-#: Tests of a group that run each line of a kernel.
-KERNEL_TESTS = 2
-KERNELS = "ikbo_jax/pallas/"
-
 #: A test below this many seconds always belongs to the short suite: all of them take 40 s.
 CHEAP = 0.05
 
@@ -65,8 +66,24 @@ class Measured(NamedTuple):
         return self.costs[:, 0]
 
 
-def merge(folder: pathlib.Path) -> Measured:
-    """Joins the records of all processes of a run; a test's own processes add to its points."""
+def merge(sources: Sequence[pathlib.Path]) -> Measured:
+    """Joins recorded runs, of which later ones replace the records of their tests."""
+    runs = [recorded(x) if x.is_dir() else load(x) for x in sources]
+    last = {name: (run, row) for run in runs for row, name in enumerate(run.names)}
+    numbers: dict[tuple, int] = {}
+    for run in runs:
+        for point in run.points:
+            numbers.setdefault(tuple(point), len(numbers))
+    columns = {id(run): [numbers[tuple(point)] for point in run.points] for run in runs}
+    ran = np.zeros((len(last), len(numbers)), bool)
+    for row, (run, source) in enumerate(last.values()):
+        ran[row, columns[id(run)]] = run.runs[source]
+    costs = np.array([run.costs[row] for run, row in last.values()])
+    return Measured(list(last), [list(x) for x in numbers], ran, costs)
+
+
+def recorded(folder: pathlib.Path) -> Measured:
+    """Reads the records of all processes of a run; a test's own processes add to its points."""
     numbers: dict[tuple, int] = {}
     points: dict[str, set[int]] = collections.defaultdict(set)
     costs: dict[str, list[float]] = collections.defaultdict(lambda: [0.0, 0.0, 0.0])
@@ -105,11 +122,11 @@ def load(path: pathlib.Path) -> Measured:
 
 
 def cover(runs: np.ndarray, seconds: np.ndarray, needed: np.ndarray) -> list[int]:
-    """Chooses tests until `needed` of them run each point: the most new points a second first.
+    """Chooses tests until one runs each point that is needed: the most new points a second first.
 
     A test's gain only falls while others are chosen, so a heap of old gains finds the next one.
     """
-    needed = np.minimum(needed, runs.sum(0))
+    needed = needed & runs.any(0)
     cost = np.maximum(seconds, 0.02)  # a test costs its collection and report, too
     heap = [
         (-(needed[run] > 0).sum() / c, i) for i, (run, c) in enumerate(zip(runs, cost, strict=True))
@@ -118,12 +135,12 @@ def cover(runs: np.ndarray, seconds: np.ndarray, needed: np.ndarray) -> list[int
     chosen = []
     while heap and needed.any():
         _, test = heapq.heappop(heap)
-        gain = (needed[runs[test]] > 0).sum() / cost[test]
+        gain = needed[runs[test]].sum() / cost[test]
         if gain and heap and gain < -heap[0][0]:
             heapq.heappush(heap, (-gain, test))
         elif gain:
             chosen.append(test)
-            needed[runs[test]] = np.maximum(needed[runs[test]] - 1, 0)
+            needed &= ~runs[test]
     return chosen
 
 
@@ -131,7 +148,6 @@ def choose(measured: Measured, keep: set[str], limit: float) -> dict[str, set[in
     """Returns the tests of the short suite by the reason for which they are in it."""
     names, seconds = measured.names, measured.seconds
     folders = [name.split("/")[1] for name in names]
-    kernel = np.array([point[0].startswith(KERNELS) for point in measured.points])
     chosen: set[int] = set()
     reasons: dict[str, set[int]] = {}
 
@@ -142,8 +158,8 @@ def choose(measured: Measured, keep: set[str], limit: float) -> dict[str, set[in
     for group in GROUPS:
         tests = np.array([i for i, folder in enumerate(folders) if folder in group], int)
         if tests.size:
-            needed = np.where(kernel & ("interpret" in group), KERNEL_TESTS, 1)
-            found = cover(measured.runs[tests], seconds[tests], needed)
+            is_run = measured.runs[list(chosen if group is GROUPS[-1] else ())].any(0)
+            found = cover(measured.runs[tests], seconds[tests], ~is_run)
             add("lines and branches of " + ", ".join(group), set(tests[found].tolist()))
     add("alone kills a mutant", {i for i, name in enumerate(names) if name in keep})
     cases: dict[str, int] = {}
@@ -194,8 +210,8 @@ def main(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     commands = parser.add_subparsers(dest="command", required=True)
     merging = commands.add_parser("merge", help="join what the processes of a run recorded")
-    merging.add_argument("folder", type=pathlib.Path)
     merging.add_argument("file", type=pathlib.Path)
+    merging.add_argument("sources", type=pathlib.Path, nargs="+")
     choosing = commands.add_parser("choose", help="write tests/shares.txt")
     choosing.add_argument("file", type=pathlib.Path)
     choosing.add_argument("--keep", type=pathlib.Path, help="file of tests, one a line")
@@ -203,7 +219,7 @@ def main(arguments: list[str]) -> int:
     choosing.add_argument("--shares", type=int, default=10)
     options = parser.parse_args(arguments)
     if options.command == "merge":
-        measured = merge(options.folder)
+        measured = merge(options.sources)
         save(measured, options.file)
         print(f"{len(measured.names)} tests run {len(measured.points)} lines and branches")
         return 0

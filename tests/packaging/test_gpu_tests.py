@@ -266,4 +266,6 @@ def test_gpus_and_workers_of_this_machine(monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     assert gpu_tests.gpus_here() == []
     monkeypatch.setattr(gpu_tests.os, "sched_getaffinity", lambda pid: set(range(32)))
+    # Without nvidia-smi, which would tell how much memory the processes of a GPU share.
+    monkeypatch.setenv("PATH", "")
     assert [gpu_tests.workers_here(n) for n in (1, 2, 8, 32)] == [14, 14, 2, 1]

@@ -78,7 +78,8 @@ class Recorder:
         self.records.append(Record(test, seconds, processor_seconds, memory, points))
 
     def write(self) -> None:
-        """Writes this process's records into the folder that the environment names."""
+        """Ends, and writes this process's records into the folder that the environment names."""
+        _monitoring.set_events(_TOOL, 0)
         folder = pathlib.Path(os.environ[FOLDER_VARIABLE])
         folder.mkdir(parents=True, exist_ok=True)
         content = pickle.dumps((list(self.numbers), [tuple(x) for x in self.records]))
