@@ -21,7 +21,7 @@ import pytest
 TESTS_BETWEEN = 20
 #: Resident memory at which programs are dropped, and by how much it grows between two drops at
 #: least: what else a process holds must not have it drop its programs after every test.
-MOST_BYTES, LEAST_GROWTH = 1_600_000_000, 400_000_000
+MOST_BYTES, LEAST_GROWTH = 1_100_000_000, 300_000_000
 
 
 def mappings() -> int:
