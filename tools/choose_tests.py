@@ -1,7 +1,7 @@
 """Chooses the tests of the short suite, and divides the others into shares.
 
     python tools/choose_tests.py merge build/lines.npz build/lines     # after a recorded run
-    python tools/choose_tests.py choose build/lines.npz [--seconds 600] [--keep FILE]
+    python tools/choose_tests.py choose build/lines.npz
 
 `merge` joins what the processes of recorded runs wrote (`tools/lines_of_tests`), each into a
 folder; a test's record in a later folder, or in a file of an earlier `merge`, replaces others.
@@ -11,7 +11,7 @@ this order,
 1. tests that run every line and every branch that each group of folders runs: the cheapest set
    that a greedy search finds. The last group, whose tests run whole commands, runs only what the
    others do not run.
-2. the tests that `--keep` names, one a line: those that alone kill a mutant.
+2. the tests that `tools/killing_tests.txt` names: those that alone killed a mutant.
 3. the cheapest case of each test function, from the cheapest function on, while `--seconds` last.
 4. every test of less than 0.05 s.
 """
@@ -33,6 +33,7 @@ import numpy as np
 
 ROOT = pathlib.Path(__file__).parents[1]
 SHARES = ROOT / "tests" / "shares.txt"
+KILLING = ROOT / "tools" / "killing_tests.txt"
 
 #: Folders whose tests find the same kind of fault: each group but the last runs every point that it
 #: reaches.
@@ -214,7 +215,6 @@ def main(arguments: list[str]) -> int:
     merging.add_argument("sources", type=pathlib.Path, nargs="+")
     choosing = commands.add_parser("choose", help="write tests/shares.txt")
     choosing.add_argument("file", type=pathlib.Path)
-    choosing.add_argument("--keep", type=pathlib.Path, help="file of tests, one a line")
     choosing.add_argument("--seconds", type=float, default=600.0, help="of the short suite's tests")
     choosing.add_argument("--shares", type=int, default=10)
     options = parser.parse_args(arguments)
@@ -224,8 +224,7 @@ def main(arguments: list[str]) -> int:
         print(f"{len(measured.names)} tests run {len(measured.points)} lines and branches")
         return 0
     measured = load(options.file)
-    keep = set(options.keep.read_text().split("\n")) if options.keep else set()
-    reasons = choose(measured, keep, options.seconds)
+    reasons = choose(measured, set(KILLING.read_text().splitlines()), options.seconds)
     short = {i for tests in reasons.values() for i in tests}
     left_out = [i for i in range(len(measured.names)) if i not in short]
     text = HEADER

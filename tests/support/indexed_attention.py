@@ -42,8 +42,8 @@ class IndexedAttention:
     def inputs(self, seed: int = 0) -> problems.AttentionInputs:
         sizes = (self.users, len(self.index), self.q_len, self.keys, *self.heads, self.head_dim)
         inputs = problems.make_attention_inputs(problems.AttentionShape(*sizes), self.dtype, seed)
-        index, lengths = (
-            None if x is None else jax.device_put(np.asarray(x, np.int32))
-            for x in (self.index, self.lengths)
-        )
+        index = jax.device_put(np.asarray(self.index, np.int32))
+        lengths = self.lengths
+        if lengths is not None:
+            lengths = jax.device_put(np.asarray(lengths, np.int32))
         return inputs._replace(cand_to_user=index, key_value_seq_lengths=lengths)

@@ -142,8 +142,8 @@ def _hstu_attention(q, k, v, mask=None):
     return jnp.einsum("bnts,bsnh->btnh", weights, v)
 
 
-def _hstu_by_hand(*args):
-    return _causal_by_hand(*args, _hstu_attention)
+def _hstu_by_hand(blocks, long, token, index):
+    return _causal_by_hand(blocks, long, token, index, _hstu_attention)
 
 
 @layout("blocks2 long token index", _hstu_by_hand, 0.8, _COPIES)

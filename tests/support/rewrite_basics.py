@@ -111,7 +111,7 @@ def same(fn, *args, rtol=1e-5) -> RewriteReport:
     """Asserts that a function and its rewrite agree, with and without jit; returns the report."""
     expected = fn(*args)
     for ours in (ikbo.rewrite(fn)(*args), jax.jit(ikbo.rewrite(fn))(*args)):
-        assert jax.tree.structure(ours) == jax.tree.structure(expected)
+        chex.assert_trees_all_equal_structs(ours, expected)
         for x, y in zip(jax.tree.leaves(ours), jax.tree.leaves(expected), strict=True):
             assert jax.typeof(x) == jax.typeof(y)
             if jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import heapq
 import pathlib
 import resource
 from typing import Any
@@ -30,7 +31,7 @@ class SessionCosts:
     """Collects the seconds of each test and the largest memory of each process."""
 
     def __init__(self) -> None:
-        self.seconds: collections.Counter[str] = collections.Counter()
+        self.seconds: dict[str, float] = collections.defaultdict(float)
         self.memory: dict[str, int] = {}
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
@@ -59,7 +60,7 @@ class SessionCosts:
             terminalreporter.write_line(f"share: SHARE={share}")
 
 
-def described(seconds: collections.Counter[str], memory: dict[str, int]) -> list[str]:
+def described(seconds: dict[str, float], memory: dict[str, int]) -> list[str]:
     """Lines about the seconds of tests, by name, and the memory of processes, by name."""
     folders: dict[str, list[float]] = collections.defaultdict(list)
     for name, spent in seconds.items():
@@ -67,7 +68,8 @@ def described(seconds: collections.Counter[str], memory: dict[str, int]) -> list
     lines = [f"{sum(seconds.values()):.0f} s in {len(seconds)} tests:"]
     for folder, times in sorted(folders.items(), key=lambda x: -sum(x[1])):
         lines.append(f"  {sum(times):7.1f} s  {folder}, {len(times)} tests")
-    slowest = [x for x in seconds.most_common(LISTED) if x[1] >= LEAST_SECONDS]
+    longest = heapq.nlargest(LISTED, seconds.items(), key=lambda x: x[1])
+    slowest = [x for x in longest if x[1] >= LEAST_SECONDS]
     if slowest:
         lines.append("slowest:")
         lines += [f"  {spent:7.1f} s  {name}" for name, spent in slowest]
