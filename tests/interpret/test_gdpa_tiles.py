@@ -17,6 +17,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ikbo_jax.pallas.flash import tile_list, tile_list_kernel
+from ikbo_jax.pallas.flash.jagged_segments import Shape
+from ikbo_jax.pallas.hopper import per_thread
 
 
 def plain_offsets(cu: Any, total: int) -> list[int]:
@@ -142,6 +144,30 @@ def test_sequences_of_equally_many_blocks_stay_in_order(unit: int) -> None:
     words, _ = read(tiles)
     starts = [w[tile_list.SOURCE] for w in words]
     assert starts == ([12, 3, 8, 0] if unit == 1 else [12, 0, 3, 8])
+
+
+def test_the_list_holds_the_most_tiles_that_offsets_can_make() -> None:
+    """Of the rows before a sequence, in it, and after it."""
+    rows, size = 7, 3
+    offsets = [(0, a, b, rows) for a in range(rows + 1) for b in range(a, rows + 1)]
+    most = max(sum(-(-x // size) for x in np.diff(cu)) for cu in offsets)
+    assert Shape(1, rows, rows, None, None, size, 1, False, False, 1).most == most
+
+
+def test_sums_of_warps_have_words_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A warp may still read those of one exchange while another one writes the next one's."""
+    used, keep = [], per_thread._keep_totals
+
+    def noted(totals: Any, scratch: Any, at: int, threads: per_thread.Threads) -> None:
+        used.extend(range(at, at + len(totals) * threads.warps))
+        assert used[-1] < scratch.shape[0]
+        keep(totals, scratch, at, threads)
+
+    monkeypatch.setattr(per_thread, "_keep_totals", noted)
+    offsets = jax.ShapeDtypeStruct((4,), jnp.int32)
+    sizes = {"q_rows": 9, "kv_rows": 9, "max_seqlen_q": 3, "max_seqlen_kv": 3, "size": 8}
+    jax.eval_shape(lambda x: tile_list_kernel.query_tiles(x, x, None, **sizes), offsets)
+    assert len(set(used)) == len(used) > 0
 
 
 #: Problems of the kernel: (problem of `check`, whether queries are broadcast). Offsets fall, leave

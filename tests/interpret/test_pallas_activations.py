@@ -6,6 +6,8 @@ The tables of a GPU's own instructions (exp2, reciprocal, tanh) are the GPU suit
 from __future__ import annotations
 
 import functools
+import types
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -16,6 +18,7 @@ import pytest
 from ikbo_jax.pallas.activations import slopes as gdpa_slopes
 from ikbo_jax.pallas.activations import values as kernel
 from ikbo_jax.pallas.activations import weights as gdpa_weights
+from ikbo_jax.pallas.gdpa_backward import softmax
 from ikbo_jax.reference import activations as reference
 
 NAMES = [name for name in reference.ACTIVATIONS if name != reference.SOFTMAX]
@@ -188,3 +191,13 @@ def test_slopes_of_heads_that_differ_have_no_constants() -> None:
         value, d_scores = gradients(spec, head, scores, np.full_like(scores, 3))
         np.testing.assert_allclose(value, expected.value(scores / 2), rtol=2e-6, atol=9e-6)
         np.testing.assert_allclose(d_scores, 3 * expected.slope(scores / 2), rtol=3e-6, atol=3e-5)
+
+
+def test_softmax_s_weights_are_at_most_1_where_lse_is_rounded_down() -> None:
+    spec = gdpa_weights.ActivationSpec(("softmax",), None, 1.0, 1.0, has_f32_range=True)
+    ctx: Any = types.SimpleNamespace(shape=types.SimpleNamespace(activation=spec))
+    lse, scores = jnp.float32([8, 8]), jnp.float32([[6.0, 5.0], [4.0, 3.0]])
+    found = softmax.weights(ctx, (lse, lse), scores, 0, 0)
+    expected = np.minimum(np.exp(scores) / 2.0**8, 1)
+    assert np.count_nonzero(expected == 1) == 1
+    np.testing.assert_allclose(found, expected, rtol=1e-5)
