@@ -51,6 +51,14 @@ LEFT = {
         "differs by query or head",
     ),
     "fill that hides little": ("mix(softmax(jnp.where(M, L(q), -30.0)))", "masked logits are -30"),
+    "fill that becomes infinite": (
+        "mix(softmax(jnp.where(M, L(q), -1e38) * -1e3))",
+        "masked logits become inf",
+    ),
+    "fill that removes few logits": (
+        "mix(softmax((L(q) + jnp.where(M, 0, -1e4)).astype(jnp.bfloat16)))",
+        "-9984 is added to its logits",
+    ),
 }
 LOOKUPS = {
     "bound reached": "jnp.tanh(nn.relu(u[jnp.clip(j, 0, U)] @ w) @ w)",

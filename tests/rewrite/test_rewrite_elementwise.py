@@ -8,7 +8,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import pytest
-from rewrite_basics import A, D, check, report_of
+from rewrite_basics import A, D, check, loss, report_of
+
+import ikbo_jax as ikbo
+from ikbo_jax.rewrite import cost
 
 
 def custom(function: Callable[[Any], Any], rule: Callable[[Any, Any, Any], Any]) -> Any:
@@ -75,6 +78,14 @@ def test_value_and_derivatives(name: str, model: Any) -> None:
     check(all_of, original, A.w, A.user, A.cand)
     report = report_of(original, A.w, A.user, A.cand)
     assert report.changed or name == "a constant" or model is of_merged_rows
+
+
+def test_the_slope_of_a_function_of_two_operands_takes_a_concatenation_by_parts() -> None:
+    def flops(f: Any) -> int:
+        fn = ikbo.rewrite(lambda user: of_a_concatenation(f, A.w, user, A.cand, A.index))
+        return cost.program_cost(jax.make_jaxpr(jax.grad(loss(fn)))(A.user)).flops
+
+    assert flops(lambda x: jnp.logaddexp(x, 0.0)) == flops(jnp.tanh)
 
 
 def mixes_rows(f: Any, x: Any, t: Any) -> Any:

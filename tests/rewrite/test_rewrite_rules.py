@@ -138,6 +138,12 @@ BY_PARTS = {
     "in_a_checkpoint": lambda x: jax.checkpoint(lambda x: jnp.sin(x) @ W_ALL)(x),
     "in_a_scan": lambda x: lax.scan(lambda c, w: (c + x @ w, None), jnp.zeros((B, 3)), W_ALL[None]),
     "in_a_cond": lambda x: lax.cond(W[0, 0] > 0, lambda x: x @ W_ALL, lambda x: x[:, :3], x),
+    "carried_from_zeros": lambda x: lax.scan(
+        lambda c, w: (c + x * w, None), jnp.zeros((B, D + C)), W_ALL.T
+    ),
+    "merged_with_the_batch": lambda x: (
+        (x[:, :, None] * W_ALL).reshape(-1, 3).max(axis=1).reshape(B, -1)
+    ),
 }
 
 
@@ -238,6 +244,8 @@ def test_lookup_along_any_axis(axis: int) -> None:
         lambda x: x[INDEX.astype(jnp.int16)],
         lambda x: x[np.asarray(INDEX)],
         lambda x: x[jnp.asarray([0, 1, 2, 3])[INDEX]],
+        lambda x: jnp.tensordot((jnp.arange(U) == INDEX[:, None]).astype(x.dtype), x, 1),
+        lambda x: jnp.repeat(x, B // U, axis=0),
     ],
 )
 def test_lookups_in_other_words(look) -> None:
