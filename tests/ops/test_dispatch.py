@@ -38,6 +38,7 @@ def test_the_configured_device_counts_and_not_the_first(
     with jax.default_device(name or second):
         assert dispatch.default_device() == (first if name else second)
         (plan,) = ikbo.explain(ikbo.linear_compression, *inputs).plans
+        assert dispatch.num_sms() == 1
     assert plan.implementation == "xla"
     assert plan.reason.endswith("the default device is a cpu")
 

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from ikbo_jax import _timing, cases, cli, demo, demo_attention, demo_ranking, terminal
+from ikbo_jax import _timing, cases, cli, cli_demo, demo, demo_attention, demo_ranking, terminal
 from ikbo_jax._timing import sustained_ms
 from ikbo_jax.ops import dispatch
 from ikbo_jax.problems import LinearCompressionConfig
@@ -325,6 +325,15 @@ def test_demo_on_a_terminal_draws_a_table(
     out = capsys.readouterr().out
     assert "─" in out
     assert all(name in out for name in RUN_EVERYWHERE)
+
+
+@pytest.mark.parametrize(
+    ("counts", "said"),
+    [([24], "(all of one user)"), ([20, 4], "(4 to 20 per user)")],
+)
+def test_a_request_is_described_by_its_candidates_per_user(counts, said, capsys):
+    cli_demo.print_request(demo.Request(24, len(counts), 9, 8, 7, 11, "float32"), counts)
+    assert said in capsys.readouterr().out
 
 
 def test_requests_are_seeded_and_ragged():

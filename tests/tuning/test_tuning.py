@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import sys
 from typing import Any
 
 import jax
@@ -195,6 +196,15 @@ def test_progress_is_plain_lines_when_piped(capsys):
     assert elapsed.startswith("[")
     assert elapsed.endswith(" s")
     assert text == "tune 1/4 XLA: 1 ms\n"
+
+
+def test_progress_is_a_bar_on_a_terminal(capsys, monkeypatch):
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    with autotune.console_progress("tune") as progress:
+        progress(1, 4, "XLA: 1 ms")
+    out = capsys.readouterr().out
+    assert "s] XLA: 1 ms" in out
+    assert "25%" in out
 
 
 def test_the_oracle_is_computed_once_for_all_results_of_the_same_inputs(monkeypatch):

@@ -243,15 +243,20 @@ def test_check_admits_the_right_result_and_no_other(name, dtype):
     ("case_of", "problem"),
     [
         (gdpa_backward.Case, dataclasses.replace(TINY_GDPA_BACKWARD, head_dim=64)),
+        (attention_backward.Case, dataclasses.replace(TINY_ATTENTION_BACKWARD, head_dim=64)),
         (linear_compression_backward.Case, TINY_LINEAR_BACKWARD),
     ],
-    ids=["gdpa", "linear_compression"],
+    ids=["gdpa", "attention", "linear_compression"],
 )
 def test_the_kernels_gradients_have_the_shapes_of_xlas(case_of, problem):
     problem = dataclasses.replace(problem, dtype="bfloat16")
     case = case_of(problem)
     inputs = jax.eval_shape(case.inputs)
-    kernels = jax.eval_shape(case.runner(problem.default_config(), num_sms=132), *inputs)
-    by_xla = jax.eval_shape(case.runner(None), *inputs)
-    shapes = [jax.tree.map(lambda x: (x.shape, x.dtype), found) for found in (kernels, by_xla)]
-    assert shapes[0] == shapes[1]
+    config = problem.default_config()
+    # With the device's number of SMs, and with another one.
+    runners = (case.runner(None), case.runner(config), case.runner(config, num_sms=132))
+    by_xla, *kernels = (
+        jax.tree.map(lambda x: (x.shape, x.dtype), jax.eval_shape(runner, *inputs))
+        for runner in runners
+    )
+    assert kernels == [by_xla, by_xla]
