@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import types
 from typing import Any
 from unittest import mock
 
@@ -19,8 +20,8 @@ from indexed_attention import IndexedAttention
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from test_interpret_attention import PARAMS, assert_correct, packed
 
-from ikbo_jax.pallas.few_queries import consumer, gathering, kernel, listing
-from ikbo_jax.pallas.few_queries.context import Context, Shape
+from ikbo_jax.pallas.few_queries import consumer, gathering, kernel, listing, producer
+from ikbo_jax.pallas.few_queries.context import Context, Place, Shape
 from ikbo_jax.pallas.few_queries.kernel import few_queries_kernel
 from ikbo_jax.pallas.hopper import rings
 from ikbo_jax.problems import few_queries as problems_few_queries
@@ -376,6 +377,20 @@ def test_ctas_go_through_both_kinds_of_row_slots_evenly(
     assert len(items) == len(set(items)) == shape.bundles
     assert counts.max() - counts.min() <= 1
     assert firsts.max() - firsts.min() <= 1
+
+
+@pytest.mark.parametrize(("is_void", "blocks"), [(False, 3), (True, 0)])
+def test_an_item_without_rows_loads_no_keys(
+    is_void: bool, blocks: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shape = Shape(*(1, 1, 1, 1, 1024, 1, 64), *(1, 64, 64, 1, 1, 1, 1.0), workers=1)
+    shared = types.SimpleNamespace(items=mock.Mock(), key=None, value=None)
+    config = FewQueriesConfig(block_kv=128)
+    ctx = Context(shape, config, shared, mock.Mock(lengths=None), None, interpret=True, worker=0)
+    monkeypatch.setattr(producer, "_load_block", lambda *_: None)
+    rows = producer._Rows(0, 0, 0, is_void, jnp.int32(300))
+    start = producer._Progress(jnp.int32(0), jnp.int32(0))
+    assert producer._send_rows(ctx, start, rows, Place(0, 0, 0, 0), 0).steps == blocks
 
 
 @pytest.mark.parametrize(("bundle", "listings"), [(1, 20), (2, 10), (4, 5)])
