@@ -2,6 +2,8 @@
 
 Every value of the program is 0, or it does not depend on these arguments ("free"), or it is linear
 in them and one of its axes is their rows' axis: row n of the value is linear in their rows n alone.
+Rounding counts as linear. A cast to a dtype with fewer exponents than arguments and results have
+does not: a sum of gradients may be infinite or NaN there, where every gradient is finite.
 """
 
 from __future__ import annotations
@@ -10,8 +12,10 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 from jax.extend import core
 
 _ZERO, _FREE = "zero", "free"
@@ -36,15 +40,44 @@ def is_linear_by_row(
       axes: for every argument, the axis of its rows; None if the argument counts as a constant.
       result_axes: for every result, the axis that must hold the rows. A result may also be 0.
     """
+    linear = [v for v, axis in zip(program.invars, axes, strict=True) if axis is not None]
+    kept = [_common_range(linear), _common_range(program.outvars)]
     try:
-        found = _kinds(program, [_FREE if axis is None else axis for axis in axes])
+        found = _kinds(program, [_FREE if axis is None else axis for axis in axes], kept)
     except _NotLinear:
         return False
     return all(x in (_ZERO, axis) for x, axis in zip(found, result_axes, strict=True))
 
 
-def _kinds(program: core.Jaxpr, arguments: Sequence[Kind]) -> list[Kind]:
-    """What is known of a program's results."""
+#: A range of exponents: the smallest and the largest.
+Range = tuple[int, int]
+
+
+def _range(v: Any) -> Range:
+    """The exponents of a value's dtype; none for float8_e8m0fnu, which has no negative numbers."""
+    limits = jnp.finfo(v.aval.dtype)
+    return (int(limits.minexp), int(limits.maxexp)) if limits.min < 0 else (0, 0)
+
+
+def _common_range(values: Sequence[Any]) -> Range:
+    """The exponents of the floating-point dtypes among the dtypes of values."""
+    found = [_range(v) for v in values if jnp.issubdtype(v.aval.dtype, jnp.inexact)]
+    return min((low for low, _ in found), default=0), max((high for _, high in found), default=0)
+
+
+def _covers(wide: Range, narrow: Range) -> bool:
+    return wide[0] <= narrow[0] and narrow[1] <= wide[1]
+
+
+def _kinds(program: core.Jaxpr, arguments: Sequence[Kind], kept: Sequence[Range]) -> list[Kind]:
+    """What is known of a program's results.
+
+    Args:
+      program: the program.
+      arguments: what is known of its arguments.
+      kept: ranges of exponents. Every linear value has the exponents of one of them, or of the
+        operands that it is computed from.
+    """
     kinds: dict[Any, Kind] = dict.fromkeys(program.constvars, _FREE)
     kinds.update(zip(program.invars, arguments, strict=True))
 
@@ -54,15 +87,15 @@ def _kinds(program: core.Jaxpr, arguments: Sequence[Kind]) -> list[Kind]:
         return kinds[v]
 
     for eqn in program.eqns:
-        results = _results(eqn, [kind(v) for v in eqn.invars])
+        results = _results(eqn, [kind(v) for v in eqn.invars], kept)
         kinds.update(zip(eqn.outvars, results, strict=True))
     return [kind(v) for v in program.outvars]
 
 
-def _results(eqn: core.JaxprEqn, operands: list[Kind]) -> list[Kind]:
+def _results(eqn: core.JaxprEqn, operands: list[Kind], kept: Sequence[Range]) -> list[Kind]:
     name = eqn.primitive.name
     if name in _CALLS:
-        return _kinds(eqn.params["jaxpr"], operands)
+        return _kinds(eqn.params["jaxpr"], operands, kept)
     linear = [x for x in operands if isinstance(x, int)]
     if not linear:
         zero = operands[:1] == [_ZERO] and name in ("broadcast_in_dim", "convert_element_type")
@@ -70,6 +103,10 @@ def _results(eqn: core.JaxprEqn, operands: list[Kind]) -> list[Kind]:
     # A cast to integers rounds.
     if not all(jnp.issubdtype(v.aval.dtype, jnp.inexact) for v in eqn.outvars):  # type: ignore[attr-defined]
         raise _NotLinear
+    of_operands = [_range(v) for v, x in zip(eqn.invars, operands, strict=True) if x in linear]
+    for v in eqn.outvars:
+        if not any(_covers(_range(v), x) for x in (*of_operands, *kept)):
+            raise _NotLinear
     axis = linear[0]
     if name in _SAME_AXIS and _FREE not in operands and set(linear) == {axis}:
         return [axis]
@@ -90,6 +127,10 @@ def _results(eqn: core.JaxprEqn, operands: list[Kind]) -> list[Kind]:
 def _of_product(eqn: core.JaxprEqn, side: int, axis: int) -> int:
     """The rows' axis of a product whose operand `side` is linear."""
     contract, batch = eqn.params["dimension_numbers"]
+    precision = jax.tree.leaves(eqn.params["precision"])
+    if not all(isinstance(x, lax.Precision) for x in precision):
+        # The algorithm of a product may cast its operands.
+        raise _NotLinear
     if axis in batch[side]:
         return list(batch[side]).index(axis)
     if axis in contract[side]:
