@@ -96,7 +96,10 @@ class Lazy(Deferred):
     def build(self, ctx: Any) -> jax.Array:
         x = self.base
         if self.lineage is not None:
-            x = staged.take_rows(x, self.lineage.index, self.axis)
+            is_exact = ctx.differentiated
+            if not is_exact and staged.is_narrow(x):
+                ctx.gradient_differs()
+            x = staged.take_rows(x, self.lineage.index, self.axis, is_exact=is_exact)
         return spread(x, self.shape)
 
 
@@ -201,7 +204,7 @@ def spread(x: jax.Array, shape: tuple[int, ...]) -> jax.Array:
     """`x` with its dimensions of size 1 broadcast to `shape`, which has the same rank."""
     if staged.shape_of(x) == tuple(shape):
         return x
-    return staged.broadcast_in_dim(x, shape, range(len(shape)))
+    return staged.summed_in_f32(lambda x: staged.broadcast_in_dim(x, shape, range(len(shape))), x)
 
 
 def spread_axes(value: Any, axes: Any) -> Any:

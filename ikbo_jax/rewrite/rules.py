@@ -104,7 +104,7 @@ def elementwise_to(ctx: Context, eqn: Any, shape: tuple[int, ...], operands: Any
         ]
         value_lineage = None
     origins = origins_of(*operands)
-    bases = [base_of(x) for x in operands]
+    bases = _spread_alike([base_of(x) for x in operands])
     base = ctx.bind(eqn, *_common_shape(eqn, bases))
     if not origins and 1 < base.size < math.prod(shape):
         # One user, broadcast by a sum with zeros or by a product with ones.
@@ -161,6 +161,18 @@ def _common_shape(eqn: Any, bases: Sequence[Any]) -> Sequence[Any]:
         return bases
     shape = lax.broadcast_shapes(*(np.shape(x) for x in bases))
     return staged.alike([spread(x, shape) if np.ndim(x) else x for x in bases])
+
+
+def _spread_alike(bases: Sequence[Any]) -> Sequence[Any]:
+    """The operands, of which none of a 16-bit dtype is left to the primitive to broadcast.
+
+    The primitive's gradient would add a broadcast operand's copies in that dtype.
+    """
+    shapes = [np.shape(x) for x in bases]
+    if all(shape in ((), shapes[0]) for shape in shapes):
+        return bases
+    shape = lax.broadcast_shapes(*shapes)
+    return [spread(x, shape) if np.ndim(x) and staged.is_narrow(x) else x for x in bases]
 
 
 def _over_parts(

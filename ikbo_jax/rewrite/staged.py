@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.extend import core, source_info_util
@@ -216,8 +217,35 @@ def cast(x: Any, dtype: Any) -> Any:
     return lax.convert_element_type(x, dtype)
 
 
-def take_rows(x: Any, index: Any, axis: int) -> Any:
-    """The rows `index` of `x` along `axis`; all indices must be in bounds."""
+_FLOAT32 = np.dtype(np.float32)
+
+
+def is_narrow(x: Any) -> bool:
+    """Whether an array holds real floating-point numbers of fewer than 32 bits."""
+    dtype = jax.typeof(x).dtype
+    return jnp.issubdtype(dtype, jnp.floating) and dtype.itemsize < _FLOAT32.itemsize
+
+
+def summed_in_f32(copy: Callable[[Any], Any], x: Any) -> Any:
+    """`copy(x)`, which repeats rows of `x`, with a gradient that is rounded once.
+
+    The gradient of a row is the sum of its copies' gradients. Added in bfloat16, 2,000 ones give
+    256. The casts to float32 and back change no value; their transposes make XLA add in float32.
+    """
+    return cast(copy(cast(x, _FLOAT32)), jax.typeof(x).dtype) if is_narrow(x) else copy(x)
+
+
+def take_rows(x: Any, index: Any, axis: int, *, is_exact: bool = True) -> Any:
+    """The rows `index` of `x` along `axis`; all indices must be in bounds.
+
+    Without `is_exact`, the gradient of a 16-bit array is rounded at every addition.
+    """
+    if is_exact:
+        return summed_in_f32(lambda x: _take_rows(x, index, axis), x)
+    return _take_rows(x, index, axis)
+
+
+def _take_rows(x: Any, index: Any, axis: int) -> Any:
     shape = shape_of(x)
     offset = tuple([d for d in range(len(shape)) if d != axis])
     numbers = lax.GatherDimensionNumbers(offset, (axis,), (axis,))
