@@ -21,6 +21,7 @@ from ikbo_jax.rewrite.equations import (
     described,
     identity,
     is_number,
+    may_overflow,
     on_integers,
     op_plan,
     why_kept,
@@ -236,6 +237,10 @@ class Context:
     ) -> list[Any]:
         """The results by the rule of an operand or of the primitive; NotCovered without a rule."""
         name = eqn.primitive.name
+        if deferred and may_overflow(eqn):
+            if self.differentiated:
+                raise NotCovered("a gradient that may overflow if it is summed over candidates")
+            self.gradient_differs()
         operand_rule = None
         for x in deferred:
             operand_rule = operand_rule or x.rule
