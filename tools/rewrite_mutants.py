@@ -306,7 +306,7 @@ MUTANTS = (
     Mutant(
         "gradient of rows out of bounds kept",
         "table_rows.py",
-        "lax.stop_gradient if drops else None",
+        "_without_gradient if drops else None",
         "None",
         lookups("dropped"),
     ),

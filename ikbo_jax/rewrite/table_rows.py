@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.extend import core
+from jax.interpreters import ad, batching, mlir
 
 from ikbo_jax.rewrite import facts, lineage, reselect, staged
 from ikbo_jax.rewrite.interpret import Context, shape_of
@@ -64,7 +67,7 @@ def looked_up(
         def ends(last: list[jax.Array]) -> list[jax.Array]:
             if fills:
                 return [_fill_row(eqn, operand, axis)] * 2
-            return list(map(lax.stop_gradient, last)) if drops else last
+            return list(map(_without_gradient, last)) if drops else last
 
         row = nearest() if proven else outside()
         return reselect.again(
@@ -82,6 +85,42 @@ def looked_up(
     return (reselect.without_unused(operand, fine, axis) if exact else operand), fine
 
 
+_without_gradient_p = core.Primitive("ikbo_without_gradient")
+_without_gradient_p.def_impl(lambda x: x)
+_without_gradient_p.def_abstract_eval(lambda x: x)
+mlir.register_lowering(_without_gradient_p, lambda _, x: [x])
+batching.primitive_batchers[_without_gradient_p] = lambda xs, dims: (
+    _without_gradient_p.bind(*xs),
+    dims[0],
+)
+
+
+def _jvp(primals: Sequence[Any], tangents: Sequence[Any]) -> tuple[Any, Any]:
+    (x,), (tangent,) = primals, tangents
+    moved = tangent if isinstance(tangent, ad.Zero) else _without_gradient_p.bind(tangent)
+    return _without_gradient_p.bind(x), moved
+
+
+def _transpose(cotangent: Any, _: Any) -> list[Any]:
+    zero = isinstance(cotangent, ad.Zero)
+    return [cotangent if zero else ad.Zero(jax.typeof(cotangent))]
+
+
+ad.primitive_jvps[_without_gradient_p] = _jvp
+ad.primitive_transposes[_without_gradient_p] = _transpose
+
+
+def _without_gradient(x: jax.Array) -> jax.Array:
+    """`x`, with its tangent in forward mode and without a gradient in reverse mode.
+
+    So does `x[index]` out of bounds: JAX's gather takes the nearest row of the tangent, but its
+    scatter drops the gradient.
+    """
+    inexact = jnp.issubdtype(x.dtype, jnp.inexact)
+    found: jax.Array = _without_gradient_p.bind(x) if inexact else x
+    return found
+
+
 def _replaced(index: Any, where: Any, row: int) -> Any:
     """An int32 index with another row where a condition holds."""
     return staged.select(where, staged.full_like(index, row), index)
@@ -93,7 +132,7 @@ def _with_rows_outside(eqn: Any, operand: Any, axis: int, fills: bool, drops: bo
     if fills:
         base = staged.concatenate([base, *[_fill_row(eqn, operand, axis)] * 2], axis)
     else:
-        base = lineage.with_nearest_rows(base, axis, lax.stop_gradient if drops else None)
+        base = lineage.with_nearest_rows(base, axis, _without_gradient if drops else None)
     if is_plain(operand):
         return base
     shape = list(operand.shape)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -67,3 +69,52 @@ def test_numpy_scalars_have_a_derivative_and_arrays_of_rank_0_are_traced():
     np.testing.assert_allclose(ours, theirs, rtol=1e-5)
     ikbo.rewrite(scaled)(USER, np.array(2, np.float32))
     assert issubclass(seen[-1], jax.core.Tracer)
+
+
+# Indices out of bounds, in forward mode.
+
+OUTSIDE = jnp.array([0, 3, 1, 1, -4])
+MODES: dict[str, dict] = {
+    "default": {},
+    "no wrap": {"wrap_negative_indices": False},
+    "clip": {"mode": "clip"},
+    "fill": {"mode": "fill", "fill_value": 2.0},
+    "drop": {"mode": "drop", "wrap_negative_indices": False},
+}
+#: Functions of the users' rows [U, D].
+OF_ROWS = {
+    "rows": lambda u, how: jnp.sin(u.at[OUTSIDE].get(**how)).sum(axis=1),
+    "rows of rows": lambda u, how: jnp.sin(
+        u[INDEX[:5]].at[jnp.array([5, 0, -6, 4, 0])].get(**how)
+    ).sum(axis=1),
+    "pairs": lambda u, how: u.at[OUTSIDE, jnp.array([1, 9, 0, 1, 2])[OUTSIDE]].get(**how),
+    "beside rows in bounds": lambda u, how: (
+        jnp.tanh(u.at[OUTSIDE].get(**how) @ W) * u.at[OUTSIDE].get(mode="clip")
+    ).sum(axis=1),
+}
+
+
+@pytest.mark.parametrize("name", OF_ROWS)
+def test_derivatives_of_indices_out_of_bounds_are_jaxs(name):
+    tangent = jnp.arange(1.0, 1 + USER.size).reshape(USER.shape)
+
+    @jax.jit
+    def of_all(user):
+        def derivatives(fn):
+            value, pushed = jax.jvp(fn, (user,), (tangent,))
+            back = jax.vjp(fn, user)[1](jnp.arange(1.0, 6))[0]
+            # The gradient of a directional derivative, and the derivative of a gradient.
+            mixed = jax.grad(lambda u: jax.jvp(fn, (u,), (tangent,))[1].sum())(user)
+            again = jax.jvp(jax.grad(lambda u: jnp.sin(fn(u)).sum()), (user,), (tangent,))[1]
+            many = jax.vmap(lambda t: jax.linearize(fn, user)[1](t))(jnp.stack([tangent, user]))
+            return value, pushed, back, mixed, again, many
+
+        return {
+            mode: [derivatives(f) for f in (ikbo.rewrite(fn), fn)]
+            for mode, how in MODES.items()
+            for fn in [functools.partial(OF_ROWS[name], how=how)]
+        }
+
+    for mode, (ours, theirs) in of_all(USER).items():
+        for x, y in zip(ours, theirs, strict=True):
+            np.testing.assert_allclose(x, y, rtol=1e-4, atol=1e-4, err_msg=mode)
