@@ -13,7 +13,7 @@ from jax import lax
 from jax.extend import core
 from jax.interpreters import ad, batching, mlir
 
-from ikbo_jax.rewrite import facts, lineage, reselect, staged
+from ikbo_jax.rewrite import checked, facts, lineage, reselect, staged
 from ikbo_jax.rewrite.interpret import Context, shape_of
 from ikbo_jax.rewrite.lineage import Concat, Lineage, base_of, has_lineage, is_plain
 from ikbo_jax.rewrite.registry import NotCovered
@@ -35,6 +35,9 @@ def looked_up(
     batch = indices.shape[0]
     index = root if root.ndim == 1 else root[:, column]
     proven = facts.within(ctx, root, 0, rows - 1)
+    if not proven and ctx.differentiated and is_plain(indices):
+        # The variant for derivatives runs in place of the original, also if it is checked.
+        index = checked.looked_up(eqn, index, indices, shape_of(operand))
     fills = mode == lax.GatherScatterMode.FILL_OR_DROP and not proven
     # `x[index]` takes the nearest row, but adds no gradient to it.
     drops = mode == lax.GatherScatterMode.PROMISE_IN_BOUNDS and not proven
@@ -55,7 +58,8 @@ def looked_up(
         above = lax.ge(index, np.asarray(rows, index.dtype))
         return _replaced(row, above, rows + 1)
 
-    differs = drops or not _takes_every_row(root, column, rows)
+    # `checkify` must find an index out of bounds, also in a constant that takes every row.
+    differs = not proven or not _takes_every_row(root, column, rows)
     if differs and not ctx.differentiated:
         # Integers have no gradient, but an embedding of ids has one, and unused rows have ids.
         ctx.gradient_differs()

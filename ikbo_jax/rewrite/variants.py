@@ -16,25 +16,15 @@ import jax
 from jax.extend import core
 from jax.interpreters import ad, batching, mlir
 
+from ikbo_jax.rewrite import checked
 from ikbo_jax.rewrite.interpret import Context
 from ikbo_jax.rewrite.jaxprs import call, evaluate
 from ikbo_jax.rewrite.registry import register_rule
 
-
-class _Rewritten(core.Primitive):
-    """The primitive. Its parameters are the variant for values, `call_jaxpr`, and `exact`."""
-
-    def bind(self, *inputs: Any, **params: Any) -> Any:
-        """The results. `checkify` calls it with a function that checks the variant for values."""
-        if "subfuns" in params:
-            return params["subfuns"][0].call_wrapped(*inputs)
-        return super().bind(*inputs, **params)
-
-
-rewritten_p = _Rewritten("ikbo_rewritten")
-rewritten_p.multiple_results = True
-# JAX 0.12 would ask for a rule where `call_jaxpr` has what it lowers in two steps. The lowering
-# traces `call_jaxpr` again, and takes both.
+#: Its parameters are the variant for values, `program`; `exact`; and the original, `call_jaxpr`.
+rewritten_p = checked.Primitive("ikbo_rewritten")
+# JAX 0.12 would ask for a rule where a program has what it lowers in two steps. The lowering traces
+# `program` again, and takes both.
 rewritten_p.is_high = lambda *_, **__: False  # type: ignore[method-assign]
 
 
@@ -44,14 +34,16 @@ class Exact:
     It is a parameter of equations, which JAX compares by identity. It holds no tracers.
     """
 
-    def __init__(self, trace: Callable[[], core.Jaxpr], original: Callable[[], core.Jaxpr]) -> None:
-        self._trace = trace
+    def __init__(
+        self, differentiated: Callable[[], core.Jaxpr], original: Callable[[], core.Jaxpr]
+    ) -> None:
+        self._differentiated = differentiated
         self._original = original
 
     @functools.cached_property
     def jaxpr(self) -> core.Jaxpr:
         """The variant for derivatives. JAX differentiates a loop's body several times."""
-        return self._trace()
+        return self._differentiated()
 
     @functools.cached_property
     def original(self) -> core.Jaxpr:
@@ -68,24 +60,26 @@ class Exact:
 
 def bind(program: core.Jaxpr, exact: Exact, inputs: Sequence[Any]) -> list[Any]:
     """The results of `program`, the variant for values, with the derivative of `exact`."""
-    results: list[Any] = rewritten_p.bind(*inputs, call_jaxpr=program, exact=exact)
+    original = checked.Program(lambda: exact.original)
+    results: list[Any] = rewritten_p.bind(
+        *inputs, program=program, exact=exact, call_jaxpr=original
+    )
     return results
 
 
-def _values(*inputs: Any, call_jaxpr: core.Jaxpr, exact: Exact) -> list[Any]:
-    del exact
-    return call(call_jaxpr, inputs, "rewritten")
+def _values(*inputs: Any, program: core.Jaxpr, exact: Exact, call_jaxpr: Any) -> list[Any]:
+    del exact, call_jaxpr
+    return call(program, inputs, "rewritten")
 
 
 rewritten_p.def_impl(_values)
-rewritten_p.def_abstract_eval(lambda *_, call_jaxpr, exact: call_jaxpr.out_avals)
+rewritten_p.def_abstract_eval(lambda *_, program, **__: program.out_avals)
 mlir.register_lowering(rewritten_p, mlir.lower_fun(_values))
 
 
 def _jvp(
-    primals: Sequence[Any], tangents: Sequence[Any], *, call_jaxpr: core.Jaxpr, exact: Exact
+    primals: Sequence[Any], tangents: Sequence[Any], *, exact: Exact, **_: Any
 ) -> tuple[list[Any], list[Any]]:
-    del call_jaxpr
     # The other arguments have no tangent; integers and PRNG keys never have one.
     active = [n for n, x in enumerate(tangents) if not isinstance(x, ad.Zero)]
 
@@ -101,14 +95,11 @@ def _jvp(
 ad.primitive_jvps[rewritten_p] = _jvp
 
 
-def _transpose(
-    cotangents: Sequence[Any], *operands: Any, call_jaxpr: core.Jaxpr, exact: Exact
-) -> list[Any]:
+def _transpose(cotangents: Sequence[Any], *operands: Any, exact: Exact, **_: Any) -> list[Any]:
     """For `jax.linear_transpose`, which the ops refuse: the original's transpose.
 
     Derivatives never come here, since `_jvp` binds no such equation.
     """
-    del call_jaxpr
     linear = [n for n, x in enumerate(operands) if ad.is_undefined_primal(x)]
 
     def of_linear(*values: Any) -> list[Any]:
@@ -127,18 +118,25 @@ ad.primitive_transposes[rewritten_p] = _transpose
 
 
 def _batch(
-    axis: Any, operands: Sequence[Any], dims: Sequence[Any], *, call_jaxpr: core.Jaxpr, exact: Exact
+    axis: Any,
+    operands: Sequence[Any],
+    dims: Sequence[Any],
+    *,
+    program: core.Jaxpr,
+    exact: Exact,
+    call_jaxpr: Any,
 ) -> tuple[list[Any], Sequence[Any]]:
+    del call_jaxpr
     if all(dim is None for dim in dims):
-        return bind(call_jaxpr, exact, operands), [None] * len(call_jaxpr.outvars)
+        return bind(program, exact, operands), [None] * len(program.outvars)
 
     def batched(program: core.Jaxpr) -> core.Jaxpr:
-        # Both variants batch all results, since only one of them might find a result that is the
+        # All programs batch all results, since only one of them might find a result that is the
         # same for the whole batch.
         found, _ = batching.batch_jaxpr_axes(program, axis, dims, [0] * len(program.outvars))
         return found
 
-    results = bind(batched(call_jaxpr), exact.batched(batched), operands)
+    results = bind(batched(program), exact.batched(batched), operands)
     return results, [0] * len(results)
 
 

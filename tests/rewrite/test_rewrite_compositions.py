@@ -309,7 +309,7 @@ def test_a_rewritten_function_in_a_rewritten_function(model: str) -> None:
 
 @pytest.mark.parametrize("outer", [jax.jit, lambda fn: fn, TRANSFORMATIONS["vmap"]])
 def test_checks_see_the_program(outer: Callable[..., Any]) -> None:
-    """`checkify` checks the equations of the variant for values."""
+    """`checkify` checks the equations of the original."""
 
     def model(weight, user, cand, index):
         return compression(weight, jnp.log(user), cand, index)

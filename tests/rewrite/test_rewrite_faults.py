@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import functools
+import itertools
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import problems
 import pytest
+from jax.experimental import checkify
 
 import ikbo_jax as ikbo
 
@@ -118,3 +120,113 @@ def test_derivatives_of_indices_out_of_bounds_are_jaxs(name):
     for mode, (ours, theirs) in of_all(USER).items():
         for x, y in zip(ours, theirs, strict=True):
             np.testing.assert_allclose(x, y, rtol=1e-4, atol=1e-4, err_msg=mode)
+
+
+# Checks.
+
+
+def logarithms(user, index):
+    return (jnp.log(user[index] @ W) * CAND).sum(axis=1)
+
+
+def divided(user, index):
+    return 1 / user.at[index].get(mode="clip").sum(axis=1) * CAND[:, 0]
+
+
+def attention(user, index):
+    keys = jnp.stack([user.at[index].get(mode="clip")] * 4, axis=1)
+    mask = jnp.arange(4)[None, None] < jnp.array([4, 0, 2])[index % U][:, None, None]
+    logits = jnp.where(mask, jnp.einsum("bqd,bkd->bqk", CAND[:, None], keys), -jnp.inf)
+    return (jax.nn.softmax(logits, axis=-1, where=mask) @ keys)[:, 0]
+
+
+def one_user(user, index):
+    """A user's history at all candidates: this program has one variant."""
+    keys = jnp.broadcast_to(jnp.log(user)[None], (B, U, D))
+    weights = jax.nn.softmax(jnp.einsum("bqd,bkd->bqk", CAND[:, None], keys), axis=-1)
+    return jnp.einsum("bqk,bkd->bqd", weights, keys)[:, 0] * index[:, None].astype(jnp.float32)
+
+
+CHECKED = {f.__name__: f for f in (logarithms, divided, attention, one_user)}
+#: A user with a row of NaN, of zeros, and of ones, and which users have candidates.
+ROWS = jnp.stack([jnp.full(D, jnp.nan), jnp.zeros(D), jnp.ones(D)])
+INDICES = {
+    "without NaN": jnp.arange(B) % 2 + 1,
+    "all": jnp.arange(B) % U,
+    "last user": jnp.full(B, 2),
+    "above": jnp.where(jnp.arange(B) == 5, 7, 2),
+    "below": jnp.where(jnp.arange(B) == 5, -9, 2),
+}
+
+
+def reports(fn, errors, arguments):
+    """What `checkify` reports for each of the arguments, without the line."""
+    checked = jax.jit(checkify.checkify(fn, errors=errors))
+    return [(checked(*args)[0].get() or "").split(" (`check`")[0] for args in arguments]
+
+
+def slopes(fn):
+    return jax.grad(lambda *args: jnp.sum(fn(*args)))
+
+
+@pytest.mark.parametrize("name", CHECKED)
+def test_checkify_reports_what_the_original_has(name):
+    fn, arguments = CHECKED[name], list(itertools.product((ROWS, jnp.abs(USER)), INDICES.values()))
+    errors = checkify.float_checks | checkify.index_checks
+    ours, theirs = (reports(f, errors, arguments) for f in (jax.jit(ikbo.rewrite(fn)), fn))
+    assert ours == theirs
+    assert len(set(ours)) > 1
+    ours, theirs = (reports(slopes(f), errors, arguments) for f in (ikbo.rewrite(fn), fn))
+    for x, y in zip(ours, theirs, strict=True):
+        # The first equation with NaN may be another one.
+        assert x[:3] == y[:3]
+        assert x == y or "out-of-bounds" not in x + y
+
+
+def test_checkify_finds_indices_out_of_bounds_beside_effects_in_constants_and_under_vmap():
+    outside = jnp.array([0, 1, 2, 9])
+
+    def constant(user):
+        return user.at[outside].get(mode="clip") @ W
+
+    def beside_effects(user):
+        jax.debug.callback(lambda _: None, user[0, 0])
+        return user[outside, jnp.array([8, 0, 0, 0])]
+
+    def batched(change):
+        """In forward mode: JAX cannot check the batched scatter of a gradient."""
+
+        def tangents(user, index):
+            fn = change(lambda user: jnp.sin(user[index]))
+            return jax.jvp(fn, (user,), (user,))[1]
+
+        return lambda user: jax.vmap(tangents, (None, 0))(user, jnp.stack([outside, outside]))
+
+    changes = (ikbo.rewrite, lambda f: f)
+    made = [*([c(f) for c in changes] for f in (constant, beside_effects)), map(batched, changes)]
+    for functions in made:
+        ours, theirs = (reports(f, checkify.index_checks, [(USER,)])[0] for f in functions)
+        assert ours == theirs
+        assert "out-of-bounds" in ours
+
+
+@pytest.mark.parametrize("setting", ["debug_nans", "debug_infs"])
+def test_debugging_settings_report_what_the_original_has(setting):
+    def fn(user, index):
+        return (jnp.log(user @ jnp.eye(D))[index] * CAND[:, :1] + jnp.sqrt(user[index])).sum(axis=1)
+
+    def error(fn, *args):
+        try:
+            fn(*args)
+        except FloatingPointError as error:
+            return str(error)
+        return None
+
+    found, tables = [], (ROWS, ROWS.at[0].set(jnp.inf), jnp.ones((U, D)))
+    requests = [(rows, INDICES["last user"]) for rows in tables]
+    batches = [[x[None] for x in request] for request in requests]
+    with getattr(jax, setting)(True):
+        for of in (lambda f: f, slopes, lambda f: jax.jit(slopes(f)), jax.vmap):
+            for args in batches if of is jax.vmap else requests:
+                found.append([error(of(f), *args) for f in (ikbo.rewrite(fn), fn)])
+    assert all(ours == theirs for ours, theirs in found), found
