@@ -17,6 +17,7 @@ from jax import lax
 from jax.extend import core
 
 from ikbo_jax.rewrite import staged
+from ikbo_jax.rewrite.constraints import divided, placed
 from ikbo_jax.rewrite.equations import (
     described,
     identity,
@@ -111,7 +112,9 @@ class Context:
 
     def build(self, value: Any) -> jax.Array:
         """The array that a value represents, computed once per scope. Records nothing."""
-        return value if is_plain(value) else self.scope.array(value, lambda: self._built(value))
+        if is_plain(value):
+            return value
+        return self.scope.array(value, lambda: placed(self, value, self._built(value)))
 
     def _built(self, value: Any) -> jax.Array:
         """The array of a deferred value; of a mask that is cast, the cast of the looked-up mask.
@@ -182,6 +185,8 @@ class Context:
             results = self._apply(eqn, operands)
         if origins := origins_of(*operands, *results):
             self.recorder.computed(eqn, origins)
+            if self.programs.divisions:
+                results = list(divided(self, origins, results))
         if key is not None:
             self.scope.keep_results(key, operands, results)
         self.provenance.record(eqn, results, operands)

@@ -206,13 +206,13 @@ def _rewritten(original: _Original, inputs: list[Any]) -> tuple[Recorder, list[A
     if not chosen.gradient_differs and (program.effects or not explain.survey(program).marked):
         return chosen, call(program, inputs, "rewritten")
     # The traced program holds these functions, so they must not hold the tracers `inputs`.
-    differentiated = functools.partial(tried.differentiated, program.in_avals)
-    if not chosen.gradient_differs:
-        # An op computes other equations than the original. `checkify` must check the original's.
-        def differentiated() -> core.Jaxpr:
-            return program
-
-    exact = variants.Exact(differentiated, functools.partial(tried.as_it_is, program.in_avals))
+    exact = variants.Exact(
+        # A program with an op has its own derivative, but `checkify` must check the original.
+        functools.partial(tried.differentiated, program.in_avals)
+        if chosen.gradient_differs
+        else lambda: program,
+        functools.partial(tried.as_it_is, program.in_avals),
+    )
     return chosen, variants.bind(program, exact, inputs)
 
 

@@ -11,6 +11,8 @@ import numpy as np
 import problems
 import pytest
 from jax.experimental import checkify
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
 
 import ikbo_jax as ikbo
 
@@ -230,3 +232,85 @@ def test_debugging_settings_report_what_the_original_has(setting):
             for args in batches if of is jax.vmap else requests:
                 found.append([error(of(f), *args) for f in (ikbo.rewrite(fn), fn)])
     assert all(ours == theirs for ours, theirs in found), found
+
+
+# Sharding constraints on looked-up rows.
+
+
+def mesh():
+    return jax.make_mesh((8,), ("x",), axis_types=(AxisType.Auto,))
+
+
+def on(x, *spec):
+    """`x`, constrained on a mesh of eight devices."""
+    return jax.lax.with_sharding_constraint(x, NamedSharding(mesh(), P(*spec)))
+
+
+def free(x, *_):
+    return x
+
+
+def divided_attention(on, user, index, w, cand):
+    keys = on(user.reshape(U, 2, 4)[index], "x")
+    logits = jnp.einsum("bqd,bkd->bqk", cand.reshape(B, 2, 4), keys)
+    return jax.nn.softmax(logits, axis=-1) @ keys
+
+
+def in_a_scan(on, user, index, w, cand):
+    def body(x, _):
+        return on(jnp.tanh(x @ w), "x"), None
+
+    return jax.lax.scan(body, user[index], None, length=2)[0] * cand
+
+
+def called_twice(on, user, index, w, cand):
+    tower = jax.jit(lambda x: jnp.sin(jnp.tanh(on(jnp.tanh(jnp.sin(x) @ w) + 1, "x") @ w)) * 2)
+    return tower(user[index]) * cand + tower(user[index] + 1)
+
+
+CONSTRAINED = {
+    "multiplied": lambda on, u, i, w, c: on(jnp.tanh(u[i] @ w), "x") * c,
+    "features": lambda on, u, i, w, c: on(jnp.tanh(u[i] @ w), None, "x") * c,
+    "returned": lambda on, u, i, w, c: on(jnp.tanh(u[i] @ w), None, "x"),
+    "concatenated": lambda on, u, i, w, c: on(jnp.concatenate([u[i], c], axis=1), "x") * 2,
+    "product by parts": lambda on, u, i, w, c: (
+        jnp.concatenate([on(u[i], "x"), c], axis=1) @ jnp.concatenate([w, w])
+    ),
+    "no longer there": lambda on, u, i, w, c: jnp.tanh(on(u[i], "x") @ w).sum(axis=1) * c[:, 0],
+    "out_shardings": lambda on, u, i, w, c: (
+        jax.jit(jnp.sin, out_shardings=NamedSharding(mesh(), P("x")))(u[i]) + c
+    ),
+    "attention": divided_attention,
+    "scan": in_a_scan,
+    "called twice": called_twice,
+}
+
+
+@pytest.mark.skipif(len(jax.devices()) < 8, reason="needs eight devices")
+@pytest.mark.parametrize("name", CONSTRAINED)
+def test_work_stays_divided_as_constrained(name):
+    fn = functools.partial(CONSTRAINED[name], on)
+
+    def value_and_slopes(fn):
+        def loss(user, w, *rest):
+            value = fn(user, rest[0], w, rest[1])
+            return jnp.sin(value).sum(), value
+
+        return jax.jit(jax.value_and_grad(loss, (0, 1), has_aux=True))
+
+    spread = [jax.device_put(x, NamedSharding(mesh(), P("x"))) for x in (INDEX, CAND)]
+    for index, cand in ((INDEX, CAND), spread):
+        args = USER, W, index, cand
+        ((_, ours), slopes), ((_, theirs), expected) = (
+            value_and_slopes(f)(*args) for f in (ikbo.rewrite(fn), fn)
+        )
+        assert ours.sharding.is_equivalent_to(theirs.sharding, ours.ndim)
+        alone = jax.jit(ikbo.rewrite(fn))(USER, index, W, cand)
+        assert alone.sharding.is_equivalent_to(theirs.sharding, ours.ndim)
+        for x, y in zip((ours, alone, *slopes), (theirs, theirs, *expected), strict=True):
+            np.testing.assert_allclose(x, y, rtol=1e-4, atol=1e-5)
+    reports = [
+        ikbo.explain(ikbo.rewrite(f), USER, INDEX, W, CAND).notes[0]
+        for f in (fn, functools.partial(CONSTRAINED[name], free))
+    ]
+    assert reports[0].flops_saved == reports[1].flops_saved
