@@ -52,6 +52,7 @@ def constrained(ctx: Any, x: Any, sharding: Any, place: Callable[[Any], Any]) ->
     if produced is not None:
         ctx.provenance.record(produced[0], [found], produced[1])
     ctx.scope.keep_results((_ON_VALUE, id(found)), found, [place])
+    ctx.programs.has_constraints = True
     for part in x.parts if isinstance(x, Concat) else (x,):
         entry = _entry(sharding, part.axis) if has_lineage(part) else None
         if entry is not None:
@@ -72,6 +73,8 @@ def _entry(sharding: Any, axis: int) -> Any:
 
 def placed(ctx: Any, value: Any, array: jax.Array) -> jax.Array:
     """The array of a deferred value, with the constraint on the value or on its candidates."""
+    if not ctx.programs.has_constraints:
+        return array
     if (found := ctx.scope.results((_ON_VALUE, id(value)))) is not None:
         placed: jax.Array = found[0](array)
         return placed

@@ -112,9 +112,7 @@ class Context:
 
     def build(self, value: Any) -> jax.Array:
         """The array that a value represents, computed once per scope. Records nothing."""
-        if is_plain(value):
-            return value
-        return self.scope.array(value, lambda: placed(self, value, self._built(value)))
+        return value if is_plain(value) else self.scope.array(value, lambda: self._built(value))
 
     def _built(self, value: Any) -> jax.Array:
         """The array of a deferred value; of a mask that is cast, the cast of the looked-up mask.
@@ -122,6 +120,12 @@ class Context:
         XLA turns a product with the cast of a mask into a select, by which 0 hides NaN. It sees no
         such cast in a lookup of numbers.
         """
+        if self.programs.has_constraints:
+            return placed(self, value, self._unplaced(value))
+        return self._unplaced(value)
+
+    def _unplaced(self, value: Any) -> jax.Array:
+        """`_built` without sharding constraints."""
         mask = self.provenance.cast_mask(value)
         if mask is None or is_plain(mask):
             return value.build(self)
