@@ -39,7 +39,6 @@ class UserCache:
 
     def clear(self) -> None:
         """Forgets all states; the counts stay."""
-        self._unused = list(reversed(range(self.slots)))
         # The least recently used one is the first.
         self._slot_of: collections.OrderedDict[Hashable, int] = collections.OrderedDict()
 
@@ -66,8 +65,8 @@ class UserCache:
             if key in slot_of:
                 slot_of.move_to_end(key)
         for position in missing:
-            if self._unused:
-                slot = self._unused.pop()
+            if len(slot_of) < self.slots:  # Slots are given up for another user's state alone.
+                slot = len(slot_of)
             else:
                 _, slot = slot_of.popitem(last=False)
                 self.evictions += 1

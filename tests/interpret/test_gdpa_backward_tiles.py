@@ -168,3 +168,10 @@ def test_launch_takes_no_more_sequences_than_fit() -> None:
     """Nor none at all: XLA lists the tiles then."""
     for offsets in (np.arange(30001), np.zeros(1)):
         assert listed(Case(offsets, offsets, None, 30000, 30000, blocks=(64, 64))) is None
+
+
+def test_blocks_of_streamed_rows_are_counted() -> None:
+    """The launch has room for 40 streamed rows in blocks of 32."""
+    operands = work_kernel.Operands(None, jnp.zeros(3, jnp.int32), None)
+    static = work_kernel._static(operands, (40, 238, None, None), (16, 32), 1, 1, False, 1)
+    assert static.keys.most_blocks == 2

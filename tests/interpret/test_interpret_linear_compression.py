@@ -24,7 +24,7 @@ from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from ikbo_jax.pallas.hopper import mosaic, rings
-from ikbo_jax.pallas.linear_compression import kernel
+from ikbo_jax.pallas.linear_compression import kernel, tiles
 from ikbo_jax.problems import LinearCompressionConfig, LinearCompressionProblem
 from ikbo_jax.problems.hopper import NUM_CONSUMERS
 from ikbo_jax.reference import linear_compression as reference
@@ -385,3 +385,11 @@ def test_wrong_user_is_found() -> None:
     _, out = references(mistaken)
     with pytest.raises(AssertionError, match="largest error"):
         assert_correct(out, levels)
+
+
+def test_a_user_level_of_few_tiles_has_halves() -> None:
+    """Up to four tiles an SM."""
+    plain = {"k": 64, "m": 64, "n": 64, "block_m": 64, "k_offset": 0, "cluster": 1}
+    for batch, block_m in ((39, 32), (40, 64)):
+        phase = tiles.Phase(batch, from_fragments=False, **plain)
+        assert kernel._halved(phase, num_sms=10).block_m == block_m

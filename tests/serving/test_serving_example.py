@@ -111,7 +111,9 @@ def test_users_and_items_out_of_range_are_refused():
 @pytest.mark.parametrize("joint", [False, True])
 def test_ranking_offline(joint):
     source = models.SOURCES["tiny"]()
-    settings = Settings(source="tiny", candidates=(128,), users=4, new_users=(4,), joint=joint)
+    settings = Settings(
+        source="tiny", candidates=(128,), users=4, new_users=(4,), joint=joint, user_bytes=1 << 20
+    )
     scorer = settings.scorer(source)
     shown = []
     found = offline.rank(scorer, source, 500, 40, progress=lambda *done: shown.append(done))
@@ -129,7 +131,9 @@ def test_ranking_offline(joint):
 
 
 def test_ranking_offline_is_compared_with_the_program_alone():
-    settings = Settings(source="tiny", candidates=(128,), users=4, new_users=(4,), joint=True)
+    settings = Settings(
+        source="tiny", candidates=(128,), users=4, new_users=(4,), joint=True, user_bytes=1 << 20
+    )
     source = settings.load()
     shown = []
     found = offline.compare(
@@ -309,7 +313,7 @@ def test_the_figures_are_judged_by_their_bars(tmp_path, monkeypatch):
     monkeypatch.setattr(alone, "LATENCY", 1000.0)
     out = tmp_path / "alone.json"
     options = ["--source", "tiny", "--buckets", "128", "--bucket-users", "2", "4"]
-    options += ["--seconds", "0.1"]
+    options += ["--seconds", "0.1", "--user-bytes", str(1 << 22)]
     options += ["--candidates", "300", "--users", "20", "--out", str(out)]
     monkeypatch.setattr(plans, "plan_for", functools.partial(plans.plan_for, fewest=10, most=64))
     # At a twentieth of the rate, the stream is below its bar.

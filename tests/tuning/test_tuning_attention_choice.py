@@ -263,6 +263,13 @@ def test_tiles_are_cut_as_was_fastest(sizes):
     assert us == pytest.approx(timed[best], rel=1.3)
 
 
+def test_two_users_are_enough_to_cut_tiles():
+    problem = AttentionProblem(1024, 2, 16, 2048, 4, 4, 128, "bfloat16")
+    assert attention_tile_cost.tile_mode(problem)[0] == "one_user"
+    one = dataclasses.replace(problem, users=1)
+    assert attention_tile_cost.tile_mode(one)[0] == ""
+
+
 def test_tiles_of_wide_heads_have_two_query_slots_for_short_keys():
     """On an H100, 210 instead of 314 us (T = 16, S = 76), and 77 instead of 101 (S = 128)."""
     short = AttentionProblem(1985, 4, 32, 76, 8, 8, 256, "float16")

@@ -233,6 +233,10 @@ def test_ctas_find_their_tiles_by_default(monkeypatch):
     monkeypatch.undo()
     shared = dataclasses.replace(short, batch_kv=599)
     assert not any(c.finds_tiles for c in short_gdpa.candidate_configs(shared))
+    # Finding takes memory, with which an SM holds two CTAs instead of three.
+    many = {"q_rows": 2000 * 32, "kv_rows": 2000 * 32, "batch": 2000, "batch_kv": 2000}
+    wide = at(**many, head_dim=96, q_heads=8, kv_heads=8, max_seqlen_q=32, max_seqlen_kv=32)
+    assert not first(wide).finds_tiles
 
 
 def test_tickets_by_default(builtin, monkeypatch):
@@ -254,6 +258,11 @@ def test_tickets_by_default(builtin, monkeypatch):
     uniform = dataclasses.replace(tailed, max_seqlen_kv=512)
     full = dataclasses.replace(tailed, q_heads=40, kv_heads=40)
     assert not any(first(p).tickets for p in (softmax, uniform, full))
+    rounds = [  # of a launch of 132 SMs: 0.8, 1.4
+        dataclasses.replace(tailed, q_rows=n * 167, kv_rows=n * 167, batch=n, batch_kv=n)
+        for n in (60, 100)
+    ]
+    assert [first(p).tickets for p in rounds] == [False, True]
 
 
 def test_few_queries_of_all_sequences_have_three_slots(monkeypatch):

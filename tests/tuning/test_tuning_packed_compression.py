@@ -84,6 +84,9 @@ def test_xla_is_chosen_by_the_model_and_says_so() -> None:
     assert choice.reason == f"{TINY.why_xla()}; no measured row is near"
     assert SMALL.why_xla() is None
     assert TINY.default_config() is not None  # of a caller that requests the kernel
+    # Of kernels that can run the problem alone.
+    unserved = dataclasses.replace(SMALL, n=24)
+    assert "inf" not in packed.describe_estimates(unserved)
 
 
 @pytest.mark.parametrize("n", [16, 32, 48, 64, 80, 96, 112, 128, 256])
