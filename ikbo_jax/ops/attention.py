@@ -316,7 +316,7 @@ class _Attention(Op):
     ) -> Arrays:
         if plan.backward_config is None:
             gradients = attention_grouped.decomposed_vjp(
-                *arrays, *residuals, *cotangents, scale=call.scale, dtype=dtype
+                *arrays, *cotangents, scale=call.scale, dtype=dtype
             )
         else:
             settings = attention_backward.Settings(

@@ -90,9 +90,9 @@ gradients.defvjp(_forward, _backward)
 
 
 def _by_xla(settings: Settings, operands: Operands) -> Gradients:
-    arrays, out, lse, d_out, d_lse = operands
+    arrays, _, _, d_out, d_lse = operands
     return attention_grouped.decomposed_vjp(
-        *arrays, out, lse, d_out, d_lse, scale=settings.scale, dtype=settings.dtype
+        *arrays, d_out, d_lse, scale=settings.scale, dtype=settings.dtype
     )
 
 

@@ -190,12 +190,10 @@ def _run_vjp_vmappable(call: _Call, residuals: _Residuals) -> Gradients:
     """Gradients of query, key and value, with a vmap rule like the rule of the result."""
 
     def run(residuals: _Residuals) -> Gradients:
-        arrays, out, lse, d_out = residuals
         tuning = call.gradient_tuning
         if tuning is None:
-            return gdpa_chunked.chunked_vjp(
-                arrays, call.settings, out, lse, d_out, dtype=call.gradient_dtype
-            )
+            arrays, _, _, d_out = residuals
+            return gdpa_chunked.chunked_vjp(arrays, call.settings, d_out, dtype=call.gradient_dtype)
 
         def launch(residuals: _Residuals) -> Gradients:
             arrays, out, lse, d_out = residuals
@@ -276,11 +274,8 @@ def _pull_back_gradients(
 
     def of(*inputs: jax.Array) -> tuple[Gradients, jax.Array]:
         given = arrays._replace(query=inputs[0], key=inputs[1], value=inputs[2])
-        out, lse = gdpa_chunked.chunked(given, call.settings)
-        gradients: Gradients = gdpa_chunked.chunked_vjp(
-            given, call.settings, None if lse is None else out, lse, d_out
-        )
-        return gradients, out
+        gradients: Gradients = gdpa_chunked.chunked_vjp(given, call.settings, d_out)
+        return gradients, gdpa_chunked.chunked(given, call.settings)[0]
 
     primals = arrays.query, arrays.key, arrays.value
     tangents = tuple(c.astype(x.dtype) for c, x in zip(cotangents, primals, strict=True))

@@ -16,6 +16,7 @@ Source: Meta IKBO, flash attention with in-kernel broadcast.
 from __future__ import annotations
 
 import math
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -168,24 +169,12 @@ def _is_zero(scale: float) -> bool:
     return abs(scale) < float(jnp.finfo(jnp.float32).tiny)
 
 
-def recomputed_weights(products: jax.Array, lse: jax.Array, scale: float) -> jax.Array:
-    """exp(score - lse), the softmax's weights from `directed` products [..., keys] and lse [...].
-
-    Where lse is so large that its rounding error matters, a score that equals lse within that error
-    is the row's clear maximum, and gets weight 1.
-    """
-    is_huge = jnp.abs(lse) >= HUGE_LSE
-    offset = finite_offset(jnp.where(is_huge, lse - jnp.abs(lse) * jnp.float32(LSE_ERROR), lse))
-    exponent = scaled(products, scale) - offset[..., None]
-    return jnp.exp(jnp.where(is_huge[..., None], jnp.minimum(exponent, 0.0), exponent))
-
-
 def weight_exponents(lse: jax.Array) -> jax.Array:
     """e with softmax weights exp2(score · log2(e) - e), for kernels that bound weights by 1.
 
-    Infinite for rows without keys, whose weights are 0. Where lse is huge, it is lowered by the
-    bound of its error, and the bound of the weights gives the row's clear maximum the weight 1, as
-    in `recomputed_weights`.
+    Infinite for rows without keys, whose weights are 0. Where lse is so large that its rounding
+    error matters, it is lowered by the bound of its error: a score that equals lse within this
+    error is the row's clear maximum, and the bound of the weights gives it the weight 1.
     """
     lowered = lse - jnp.abs(lse) * jnp.float32(LSE_ERROR)
     exponent = jnp.where(jnp.abs(lse) >= HUGE_LSE, lowered, lse) * jnp.float32(math.log2(math.e))
@@ -203,3 +192,54 @@ def normalise(out: jax.Array, total: jax.Array, row_max: jax.Array) -> tuple[jax
     safe_total = jnp.where(is_empty, 1.0, total)
     lse = jnp.where(is_empty, -jnp.inf, row_max + jnp.log(safe_total))
     return jnp.where(is_empty[..., None], 0.0, out / safe_total[..., None]), lse
+
+
+class Softmax(NamedTuple):
+    """Sums of softmaxes over the keys so far, f32.
+
+    Attributes:
+      row_max: [...], the largest score, of `directed` products.
+      total: [...], of the scores' exponentials, relative to the largest score.
+      weighted: [..., X], of the exponentials times the keys' vectors.
+    """
+
+    row_max: jax.Array
+    total: jax.Array
+    weighted: jax.Array
+
+    @staticmethod
+    def of_none(like: jax.Array) -> Softmax:
+        """Over no keys; `like` has the shape of `weighted`."""
+        zeros = jnp.zeros_like(like, jnp.float32)
+        return Softmax(zeros[..., 0] - jnp.inf, zeros[..., 0], zeros)
+
+    def plus(self, scores: jax.Array, scale: float) -> tuple[Softmax, jax.Array]:
+        """With more scores [..., keys], but for what they add to `weighted`; their exponentials."""
+        row_max = jnp.maximum(self.row_max, jnp.max(scores, axis=-1))
+        offset = finite_offset(row_max)
+        exponentials = jnp.exp(scaled(scores - offset[..., None], scale))
+        shrink = jnp.exp(scaled(self.row_max - offset, scale))
+        total = self.total * shrink + jnp.sum(exponentials, axis=-1)
+        return Softmax(row_max, total, self.weighted * shrink[..., None]), exponentials
+
+    def plus_gradients(self, scores: jax.Array, d_weights: jax.Array, scale: float) -> Softmax:
+        """With more scores and, as vectors, the gradients of their weights [..., keys]."""
+        state, exponentials = self.plus(scores, scale)
+        # A cotangent of NaN has no effect on rows and keys that are masked.
+        products = jnp.where(scores == -jnp.inf, 0.0, exponentials * d_weights)
+        return state._replace(weighted=state.weighted + jnp.sum(products, axis=-1, keepdims=True))
+
+    def pull_back(
+        self, scores: jax.Array, d_weights: jax.Array, scale: float, d_lse: Any = 0.0
+    ) -> tuple[jax.Array, jax.Array]:
+        """Weights and gradients of scores [..., keys], if this is `plus_gradients` of all keys.
+
+        Weights are not exp(scores - lse): of logits near 2e6, lse is rounded to 0.25, the gradients
+        of a row's scores would not sum to 0, and a part that all keys have in common would have a
+        gradient: d_query was 1e4 times as wrong as with a materialised softmax.
+        """
+        inverse = 1 / jnp.where(self.total == 0, 1.0, self.total)
+        offset = finite_offset(self.row_max)[..., None]
+        weights = jnp.exp(scaled(scores - offset, scale)) * inverse[..., None]
+        delta = self.weighted[..., 0] * inverse - d_lse
+        return weights, weights * (d_weights - delta[..., None])

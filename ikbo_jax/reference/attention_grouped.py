@@ -16,10 +16,9 @@ import jax
 import jax.numpy as jnp
 
 from ikbo_jax.reference.attention import (
+    Softmax,
     directed,
-    finite_offset,
     normalise,
-    recomputed_weights,
     scaled,
 )
 
@@ -53,13 +52,24 @@ class Blocking(NamedTuple):
 
 
 def blocking(
-    batch: int, users: int, q_len: int, kv_len: int, q_heads: int, kv_heads: int, head_dim: int
+    batch: int,
+    users: int,
+    q_len: int,
+    kv_len: int,
+    q_heads: int,
+    kv_heads: int,
+    head_dim: int,
+    chunk_scores: int = 0,
 ) -> Blocking:
-    """Sizes in bounded memory, whose groups waste little on users with few candidates."""
+    """Sizes in bounded memory, whose groups waste little on users with few candidates.
+
+    A chunk has at least `CHUNK_KEYS` keys, and as many as one group has `chunk_scores` scores of.
+    """
     is_known = all(isinstance(size, int) for size in (batch, users, q_len))
     most = -(-GROUP_ROWS // q_len) if isinstance(q_len, int) else 1
     group = max(1, min(-(-batch // users) if is_known else UNKNOWN_GROUP, most))
-    chunks = -(-kv_len // CHUNK_KEYS)
+    most_keys = chunk_scores // (group * q_len * q_heads) if is_known else 0
+    chunks = -(-kv_len // max(CHUNK_KEYS, most_keys))
     keys = min(kv_len, _round_up(-(-kv_len // chunks), KEY_ALIGNMENT))
     if not is_known:
         return Blocking(group, UNKNOWN_GROUPS, keys)
@@ -108,26 +118,20 @@ def decomposed(
     def attend(groups: _Groups) -> tuple[jax.Array, jax.Array]:
         q = _rows_of(query, groups.members, key.shape[2])
 
-        def step(carry: _Softmax, chunk: jax.Array) -> tuple[_Softmax, None]:
+        def step(state: Softmax, chunk: jax.Array) -> tuple[Softmax, None]:
             keys, values, mask = _chunk_of(parts, groups, chunk, key, value)
             scores = directed(_products(q, keys), scale)
             scores = jnp.where(mask[:, None, None], scores, -jnp.inf)
-            row_max = jnp.maximum(carry.row_max, jnp.max(scores, axis=-1))
-            offset = finite_offset(row_max)
-            exponentials = jnp.exp(scaled(scores - offset[..., None], scale))
-            shrink = jnp.exp(scaled(carry.row_max - offset, scale))
+            state, exponentials = state.plus(scores, scale)
             products = jnp.einsum(
                 "gkqs,gskh->gkqh",
                 exponentials.astype(values.dtype),
                 values,
                 preferred_element_type=jnp.float32,
             )
-            total = carry.total * shrink + jnp.sum(exponentials, axis=-1)
-            return _Softmax(row_max, total, carry.out * shrink[..., None] + products), None
+            return state._replace(weighted=state.weighted + products), None
 
-        zeros = jnp.zeros_like(q, jnp.float32)
-        start = _Softmax(zeros[..., 0] - jnp.inf, zeros[..., 0], zeros)
-        (row_max, total, out), _ = jax.lax.scan(step, start, parts.chunks)
+        (row_max, total, out), _ = jax.lax.scan(step, Softmax.of_none(q), parts.chunks)
         out, lse = normalise(out, total, scaled(row_max, scale))
         return back(out.astype(query.dtype)), back(lse[..., None])[..., 0]
 
@@ -141,8 +145,6 @@ def decomposed_vjp(
     value: jax.Array,
     cand_to_user: jax.Array,
     key_value_seq_lengths: jax.Array | None,
-    out: jax.Array,
-    lse: jax.Array,
     d_out: jax.Array,
     d_lse: jax.Array | None,
     *,
@@ -152,14 +154,13 @@ def decomposed_vjp(
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Pulls cotangents of `out` and `lse` back to query, key and value.
 
-    With P = exp(scores - lse), dP = d_out·valueᵀ and delta = rowsum(d_out ∘ out):
+    With P = softmax(scores), dP = d_out·valueᵀ and delta = rowsum(P ∘ dP):
     dS = P ∘ (dP - delta + d_lse), d_query = scale·dS·key, d_key = scale·dSᵀ·query and
     d_value = Pᵀ·d_out, the last two summed over the candidates of a user. P is recomputed, a chunk
-    of keys at a time; see `decomposed`.
+    of keys at a time; see `decomposed`. If there are several chunks, the scores and dP are computed
+    twice, the first time for their sums.
 
     Args (the others are as for `decomposed`):
-      out: [B, T, N, H], the result of the forward pass.
-      lse: [B, T, N] f32, the result of the forward pass.
       d_out: [B, T, N, H].
       d_lse: [B, T, N] f32, or None for zeros.
       dtype: dtype of the gradients of key and value; None means the inputs'.
@@ -168,10 +169,9 @@ def decomposed_vjp(
       Gradients of query, key and value in their shapes and the inputs' dtype, each summed in f32
       and rounded once.
     """
+    blocks = blocks or _blocks_of(query, key, MAX_SCORES)
     parts = _partition(query, key, cand_to_user, key_value_seq_lengths, blocks)
     kv_heads = key.shape[2]
-    delta = jnp.sum(d_out.astype(jnp.float32) * out.astype(jnp.float32), axis=-1)
-    shift = delta if d_lse is None else delta - d_lse
     sums = (jnp.zeros_like(key, jnp.float32), jnp.zeros_like(value, jnp.float32))
 
     def pull_back(
@@ -181,18 +181,31 @@ def decomposed_vjp(
         # Positions without a candidate hold another candidate's rows, which must not add to its
         # gradient. Rows without keys have no gradient, whatever their query and cotangent, which
         # may be NaN: 0 times NaN would be NaN.
-        is_real = rows_of((lse != -jnp.inf)[..., None], fill=False)
+        has_keys = (groups.lengths > 0)[:, None, None, None]
+        is_real = has_keys & rows_of(jnp.ones_like(query, bool)[..., :1], fill=False)
         q, d_o = (jnp.where(is_real, rows_of(x), 0) for x in (query, d_out))
-        row_lse, row_shift = (rows_of(x[..., None], fill=0)[..., 0] for x in (lse, shift))
+        d_rows = 0.0 if d_lse is None else rows_of(d_lse[..., None], fill=0)[..., 0]
 
-        def step(carry: tuple, chunk: jax.Array) -> tuple[tuple, None]:
-            d_q, d_keys, d_values = carry
+        def scores_of(chunk: jax.Array) -> tuple[jax.Array, ...]:
             keys, values, mask = _chunk_of(parts, groups, chunk, key, value)
             counts = mask[:, None, None] & is_real
             scores = jnp.where(counts, directed(_products(q, keys), scale), -jnp.inf)
-            weights = recomputed_weights(scores, row_lse, scale)
-            d_weights = _products(d_o, values) - row_shift[..., None]
-            d_scores = jnp.where(counts, weights * d_weights, 0.0) * jnp.float32(scale)
+            return keys, counts, scores, _products(d_o, values)
+
+        def add(state: Softmax, chunk: jax.Array) -> tuple[Softmax, None]:
+            _, _, scores, d_weights = scores_of(chunk)
+            return state.plus_gradients(scores, d_weights, scale), None
+
+        state = Softmax.of_none(q[..., :1])
+        if is_split := parts.chunks.shape[0] > 1:
+            state, _ = jax.lax.scan(add, state, parts.chunks)
+
+        def step(carry: tuple, chunk: jax.Array) -> tuple[tuple, None]:
+            d_q, d_keys, d_values = carry
+            keys, counts, scores, d_weights = scores_of(chunk)
+            own = state if is_split else state.plus_gradients(scores, d_weights, scale)
+            weights, d_scores = own.pull_back(scores, d_weights, scale, d_rows)
+            d_scores = jnp.where(counts, d_scores, 0.0) * jnp.float32(scale)
             narrow = d_scores.astype(keys.dtype)
             product = functools.partial(jnp.einsum, preferred_element_type=jnp.float32)
             d_q += product("gkqs,gskh->gkqh", narrow, keys)
@@ -211,14 +224,6 @@ def decomposed_vjp(
         d_key.astype(dtype or key.dtype),
         d_value.astype(dtype or value.dtype),
     )
-
-
-class _Softmax(NamedTuple):
-    """State of the chunked softmax, f32: [groups, K, rows], and [groups, K, rows, H] for `out`."""
-
-    row_max: jax.Array
-    total: jax.Array
-    out: jax.Array
 
 
 class _Groups(NamedTuple):
@@ -258,11 +263,8 @@ def _partition(
     lengths: jax.Array | None,
     blocks: Blocking | None,
 ) -> _Partition:
-    batch, q_len, q_heads, head_dim = query.shape
-    users, kv_len, kv_heads, _ = key.shape
-    if blocks is None:
-        blocks = blocking(batch, users, q_len, kv_len, q_heads, kv_heads, head_dim)
-    group, per_step, keys = blocks
+    batch, users, kv_len = query.shape[0], *key.shape[:2]
+    group, per_step, keys = blocks or _blocks_of(query, key)
     num_groups = _round_up(_num_groups(batch, users, group), per_step)
 
     index = jnp.clip(cand_to_user, 0, users - 1)
@@ -290,6 +292,12 @@ def _partition(
         jnp.arange(-(-kv_len // keys), dtype=jnp.int32),
         keys,
     )
+
+
+def _blocks_of(query: jax.Array, key: jax.Array, chunk_scores: int = 0) -> Blocking:
+    batch, q_len, q_heads, head_dim = query.shape
+    users, kv_len, kv_heads, _ = key.shape
+    return blocking(batch, users, q_len, kv_len, q_heads, kv_heads, head_dim, chunk_scores)
 
 
 def _num_groups(batch: int, users: int, group: int) -> int:

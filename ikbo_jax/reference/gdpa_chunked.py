@@ -21,10 +21,9 @@ import jax.numpy as jnp
 from ikbo_jax.reference import jagged
 from ikbo_jax.reference.activations import SOFTMAX, elementwise
 from ikbo_jax.reference.attention import (
+    Softmax,
     directed,
-    finite_offset,
     normalise,
-    recomputed_weights,
     scaled,
 )
 from ikbo_jax.reference.gdpa import Arrays, Settings, num_sequences, out_shape
@@ -167,7 +166,7 @@ def chunked(
         q = _fold(jagged.gather(arrays.query, tiles, tilings.q.size), kv_heads)
         first, number = jagged.tile_range(tiles, tilings.kv)
 
-        def add_tile(index: jax.Array, state: _Softmax) -> _Softmax:
+        def add_tile(index: jax.Array, state: Softmax) -> Softmax:
             kv_tiles = jagged.tile_at(tilings.kv, first, number, index)
             keys, values = (
                 jagged.gather(x, kv_tiles, tilings.kv.size) for x in (arrays.key, arrays.value)
@@ -176,10 +175,9 @@ def chunked(
             products = _product("gkqh,gksh->gkqs", q, keys)
             weights, state = _weights(products, mask, settings, state)
             products = _product("gkqs,gksh->gkqh", _fold(weights, kv_heads), values)
-            return state._replace(out=state.out + _unfold(products, shape[1]))
+            return state._replace(weighted=state.weighted + _unfold(products, shape[1]))
 
-        zeros = jnp.zeros_like(_unfold(q, shape[1]), jnp.float32)
-        start = _Softmax(zeros[..., 0] - jnp.inf, zeros[..., 0], zeros)
+        start = Softmax.of_none(_unfold(q, shape[1]))
         state = _for_tiles(number, most_kv, add_tile, start)
         result, tile_lse = _normalise(state, settings)
         result = result * jnp.float32(settings.output_scale)
@@ -194,8 +192,6 @@ def chunked(
 def chunked_vjp(
     arrays: Arrays,
     settings: Settings,
-    out: jax.Array | None,
-    lse: jax.Array | None,
     d_out: jax.Array,
     blocks: Blocking | None = None,
     dtype: Any = None,
@@ -203,15 +199,13 @@ def chunked_vjp(
     """Pulls a cotangent of `out` back to query, key and value.
 
     With S the scores, A = act(S) and dA = d_out · valueᵀ: dS = dA ∘ act'(S), and of a softmax
-    A ∘ (dA − rowsum(d_out ∘ out) / output_scale); d_query = scale · output_scale · dS · key,
+    A ∘ (dA − rowsum(A ∘ dA)); d_query = scale · output_scale · dS · key,
     d_key = scale · output_scale · dSᵀ · query and d_value = output_scale · Aᵀ · d_out. The scales
     multiply f32 sums, so small scales cost dS no precision in f16. S is recomputed twice: once in
     steps of tiles of queries, and once in steps of tiles of keys, each with all tiles of queries
     that share it. So each sum is computed in one place and in one order.
 
     Args (the others are as for `chunked`):
-      out: the result of `chunked`; may be None if no head has a softmax.
-      lse: the result of `chunked`.
       d_out: cotangent of out.
       dtype: dtype of the gradients of key and value; None means the inputs'.
 
@@ -226,38 +220,56 @@ def chunked_vjp(
     most_kv = _most_tiles_of_one(longest.kv, tilings.kv)
     # Several sequences of queries may share a sequence of keys.
     most_q = _most_tiles_of_one(longest.q, tilings.q) if arrays.q_to_kv is None else None
-    delta = None if out is None or lse is None else _delta(out, d_out, settings)
+    has_softmax = SOFTMAX in settings.activations
 
-    def rows_of(tiles: jagged.Tiles) -> _Rows:
-        # Cotangents, lse and delta are read where the results were written.
+    def rows_of(tiles: jagged.Tiles, sums: jax.Array | None) -> _Rows:
+        # Cotangents and sums are read where the results were written.
         written = tiles._replace(source=tiles.target)
         size = tilings.q.size
+        found = None
+        if sums is not None:
+            sums = jagged.gather(sums, written, size)
+            found = Softmax(sums[..., 0], sums[..., 1], sums[..., 2:])
         return _Rows(
             _fold(jagged.gather(query, tiles, size), kv_heads),
             _fold(jagged.gather(d_out, written, size), kv_heads),
-            None if lse is None else jagged.gather(lse, written, size),
-            None if delta is None else jagged.gather(delta, written, size),
+            found,
         )
 
     def keys_of(tiles: jagged.Tiles) -> tuple[jax.Array, jax.Array]:
         size = tilings.kv.size
         return jagged.gather(key, tiles, size), jagged.gather(value, tiles, size)
 
-    def for_queries(d_query: jax.Array, tiles: jagged.Tiles) -> tuple[jax.Array, None]:
-        rows = rows_of(tiles)
+    def for_queries(carry: Any, tiles: jagged.Tiles) -> tuple[tuple, None]:
+        d_query, row_sums = carry
+        rows = rows_of(tiles, None)
         first, number = jagged.tile_range(tiles, tilings.kv)
 
-        def add_tile(index: jax.Array, d_q: jax.Array) -> jax.Array:
+        def keys_at(index: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
             kv_tiles = jagged.tile_at(tilings.kv, first, number, index)
-            keys, values = keys_of(kv_tiles)
-            _, d_scores = _pull_back(
-                rows, keys, values, _pair_mask(tilings, tiles, kv_tiles), settings
-            )
+            return *keys_of(kv_tiles), _pair_mask(tilings, tiles, kv_tiles)
+
+        def add_sums(index: jax.Array, state: Softmax) -> Softmax:
+            keys, values, mask = keys_at(index)
+            products, d_weights = _products(rows, keys, values, settings)
+            masked = jnp.where(mask, directed(products, settings.scale), -jnp.inf)
+            return state.plus_gradients(masked, d_weights, settings.scale)
+
+        if has_softmax:
+            start = Softmax.of_none(_unfold(rows.query, query.shape[1])[..., :1])
+            state = _for_tiles(number, most_kv, add_sums, start)
+            rows = rows._replace(softmax=state)
+            sums = jnp.stack((*state[:2], state.weighted[..., 0]), axis=-1)
+            row_sums = jagged.scatter(row_sums, tiles, sums)
+
+        def add_tile(index: jax.Array, d_q: jax.Array) -> jax.Array:
+            keys, values, mask = keys_at(index)
+            _, d_scores = _pull_back(rows, keys, values, mask, settings)
             return d_q + _product("gkqs,gksh->gkqh", d_scores, keys)
 
         d_q = _for_tiles(number, most_kv, add_tile, jnp.zeros_like(rows.query, jnp.float32))
         d_q = _unfold(d_q, query.shape[1]) * jnp.float32(settings.scale * settings.output_scale)
-        return jagged.scatter(d_query, tiles, d_q), None
+        return (jagged.scatter(d_query, tiles, d_q), row_sums), None
 
     def for_keys(carry: tuple, tiles: jagged.Tiles) -> tuple[tuple, None]:
         d_key, d_value = carry
@@ -266,7 +278,7 @@ def chunked_vjp(
 
         def add_tile(index: jax.Array, sums: tuple) -> tuple:
             q_tiles = jagged.tile_at(tilings.q, first, number, index)
-            rows = rows_of(q_tiles)
+            rows = rows_of(q_tiles, row_sums)
             weights, d_scores = _pull_back(
                 rows, keys, values, _pair_mask(tilings, q_tiles, tiles), settings
             )
@@ -283,19 +295,14 @@ def chunked_vjp(
     shape = out_shape(arrays, settings)
     d_dtype = jnp.float32 if settings.broadcast_q else query.dtype
     zeros = jnp.zeros_like(query, d_dtype, shape)
-    d_query, _ = jax.lax.scan(for_queries, zeros, jagged.steps(tilings.q))
+    row_sums = jnp.zeros_like(query, jnp.float32, (*shape[:2], 3)) if has_softmax else None
+    carry: Any = (zeros, row_sums)
+    (d_query, row_sums), _ = jax.lax.scan(for_queries, carry, jagged.steps(tilings.q))
     if settings.broadcast_q:
         d_query = jnp.sum(d_query.reshape(-1, *query.shape), axis=0).astype(query.dtype)
     start = (jnp.zeros_like(key, dtype), jnp.zeros_like(value, dtype))
     (d_key, d_value), _ = jax.lax.scan(for_keys, start, jagged.steps(tilings.kv))
     return d_query, d_key, d_value
-
-
-def _delta(out: jax.Array, d_out: jax.Array, settings: Settings) -> jax.Array:
-    """rowsum(d_out ∘ out) / output_scale, of the gradient of a softmax."""
-    delta = jnp.sum(d_out.astype(jnp.float32) * out.astype(jnp.float32), axis=-1)
-    # With an output_scale of 0 all gradients are 0, for every delta.
-    return delta * jnp.float32(1 / settings.output_scale if settings.output_scale else 0)
 
 
 def _most_tiles_of_one(longest: int | None, tiling: jagged.Tiling) -> int | None:
@@ -320,27 +327,15 @@ def _for_tiles(
     return state
 
 
-class _Softmax(NamedTuple):
-    """Sums of one step, f32: [tiles, N, rows], and [tiles, N, rows, H] for `out`.
-
-    Heads without a softmax only use `out`.
-    """
-
-    row_max: jax.Array
-    total: jax.Array
-    out: jax.Array
-
-
 class _Rows(NamedTuple):
     """Rows of tiles of queries, for the gradient.
 
-    query and d_out: [tiles, K, rows · N / K, H]; lse and delta: [tiles, N, rows].
+    query and d_out: [tiles, K, rows · N / K, H]; softmax: over all keys, [tiles, N, rows].
     """
 
     query: jax.Array
     d_out: jax.Array
-    lse: jax.Array | None
-    delta: jax.Array | None
+    softmax: Softmax | None
 
 
 def _fold(array: jax.Array, kv_heads: int) -> jax.Array:
@@ -384,21 +379,17 @@ def _is_softmax(settings: Settings) -> jax.Array:
 
 
 def _weights(
-    folded_products: jax.Array, mask: jax.Array, settings: Settings, state: _Softmax
-) -> tuple[jax.Array, _Softmax]:
+    folded_products: jax.Array, mask: jax.Array, settings: Settings, state: Softmax
+) -> tuple[jax.Array, Softmax]:
     """Weights [tiles, N, rows, keys] of one step, and the previous sums relative to its maxima."""
     products = _unfold(folded_products, len(settings.activations))
     scores = products * jnp.float32(settings.scale)
     exponentials = scores
     if SOFTMAX in settings.activations:
         masked = jnp.where(mask, directed(products, settings.scale), -jnp.inf)
-        row_max = jnp.maximum(state.row_max, jnp.max(masked, axis=-1))
-        offset = finite_offset(row_max)
-        exponentials = jnp.exp(scaled(masked - offset[..., None], settings.scale))
-        shrink = jnp.exp(scaled(state.row_max - offset, settings.scale))
-        total = state.total * shrink + jnp.sum(exponentials, axis=-1)
-        shrink = jnp.where(_is_softmax(settings), shrink, 1.0)
-        state = _Softmax(row_max, total, state.out * shrink[..., None])
+        found, exponentials = state.plus(masked, settings.scale)
+        is_softmax = _is_softmax(settings)[..., None]
+        state = found._replace(weighted=jnp.where(is_softmax, found.weighted, state.weighted))
     parts = [
         exponentials[:, heads]
         if name == SOFTMAX
@@ -408,37 +399,46 @@ def _weights(
     return jnp.where(mask, _join(parts), 0.0), state
 
 
-def _normalise(state: _Softmax, settings: Settings) -> tuple[jax.Array, jax.Array | None]:
+def _normalise(state: Softmax, settings: Settings) -> tuple[jax.Array, jax.Array | None]:
     """(result, lse if any head has a softmax) from the sums over all keys."""
     if SOFTMAX not in settings.activations:
-        return state.out, None
+        return state.weighted, None
     is_softmax = _is_softmax(settings)
-    out, lse = normalise(state.out, state.total, scaled(state.row_max, settings.scale))
-    return jnp.where(is_softmax[..., None], out, state.out), jnp.where(is_softmax, lse, 0.0)
+    out, lse = normalise(state.weighted, state.total, scaled(state.row_max, settings.scale))
+    return jnp.where(is_softmax[..., None], out, state.weighted), jnp.where(is_softmax, lse, 0.0)
+
+
+def _products(
+    rows: _Rows, keys: jax.Array, values: jax.Array, settings: Settings
+) -> tuple[jax.Array, jax.Array]:
+    """Products of queries and keys, and gradients of weights: [tiles, N, rows, keys]."""
+
+    def products(rows: jax.Array, keys: jax.Array) -> jax.Array:
+        return _unfold(_product("gkqh,gksh->gkqs", rows, keys), len(settings.activations))
+
+    return products(rows.query, keys), products(rows.d_out, values)
 
 
 def _pull_back(
     rows: _Rows, keys: jax.Array, values: jax.Array, mask: jax.Array, settings: Settings
 ) -> tuple[jax.Array, jax.Array]:
     """Weights, and gradients of scores divided by both scales: [tiles, K, rows · N / K, keys]."""
-    q_heads, kv_heads = len(settings.activations), keys.shape[1]
-    products = _unfold(_product("gkqh,gksh->gkqs", rows.query, keys), q_heads)
+    products, d_weights = _products(rows, keys, values, settings)
     scores = products * jnp.float32(settings.scale)
-    d_weights = _unfold(_product("gkqh,gksh->gkqs", rows.d_out, values), q_heads)
     weights, d_scores = [], []
     for name, heads in _heads_by_activation(settings):
         s, d_w = scores[:, heads], d_weights[:, heads]
         if name == SOFTMAX:
-            assert rows.lse is not None
-            assert rows.delta is not None
+            assert rows.softmax is not None
             masked = jnp.where(mask, directed(products[:, heads], settings.scale), -jnp.inf)
-            weight = recomputed_weights(masked, rows.lse[:, heads], settings.scale)
+            state = Softmax(*(x[:, heads] for x in rows.softmax))
+            weight, d_score = state.pull_back(masked, d_w, settings.scale)
             weights.append(weight)
-            d_scores.append(weight * (d_w - rows.delta[:, heads][..., None]))
+            d_scores.append(d_score)
         else:
             activation = elementwise(name, settings.approx)
             weights.append(activation.value(s))
             d_scores.append(activation.slope(s) * d_w)
     results = (jnp.where(mask, _join(parts), 0.0) for parts in (weights, d_scores))
-    folded = tuple(_fold(x, kv_heads) for x in results)
+    folded = tuple(_fold(x, keys.shape[1]) for x in results)
     return folded[0], folded[1]

@@ -135,7 +135,7 @@ def expected_and_plain(inputs: Any, tensors: tuple[Any, ...], scale: float) -> t
     wide = tuple(x.astype(jnp.float32) for x in inputs[:3])
     with jax.default_matmul_precision("highest"):
         expected = jax.vjp(oracle, *wide)[1]((d_out.astype(jnp.float32), d_lse))
-    return expected, attention_grouped.decomposed_vjp(*inputs, *tensors, scale=scale)
+    return expected, attention_grouped.decomposed_vjp(*inputs, d_out, d_lse, scale=scale)
 
 
 def check(actual: Any, inputs: Any, tensors: tuple[Any, ...], scale: float) -> None:

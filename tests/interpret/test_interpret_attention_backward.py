@@ -230,7 +230,7 @@ def plain(
     inputs: AttentionInputs, tensors: tuple[Any, ...], scale: float, dtype: str | None = None
 ) -> Any:
     """What plain jnp makes of the arrays in their own dtype."""
-    return attention_grouped.decomposed_vjp(*inputs, *tensors, scale=scale, dtype=dtype)
+    return attention_grouped.decomposed_vjp(*inputs, *tensors[2:], scale=scale, dtype=dtype)
 
 
 def expected(inputs: AttentionInputs, tensors: tuple[Any, ...], scale: float) -> Any:

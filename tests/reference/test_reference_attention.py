@@ -40,7 +40,7 @@ def results_and_gradients(
 ) -> tuple[tuple, tuple]:
     results = grouped.decomposed(*inputs, scale=SCALE, blocks=blocks)
     pull = functools.partial(grouped.decomposed_vjp, scale=SCALE, blocks=blocks)
-    return results, pull(*inputs, *results, *cotangents)
+    return results, pull(*inputs, *cotangents)
 
 
 def f32_inputs(name: str, seed: int = 0) -> problems.AttentionInputs:
@@ -270,7 +270,7 @@ def test_memory_holds_neither_copies_nor_all_scores(differentiate: bool, users: 
 
     copies_bytes = 2 * 2 * B * S * K * H
     if differentiate:
-        found = bytes_of(grouped.decomposed_vjp, query, lse, query, lse)
+        found = bytes_of(grouped.decomposed_vjp, query, lse)
         # Sums of the gradients of the users' keys and values are f32.
         found -= 2 * 4 * users * S * K * H
     else:
@@ -313,7 +313,7 @@ def test_checkify_finds_no_index_outside() -> None:
 
     def both(query, key):
         out, lse = grouped.decomposed(query, key, key, index, None, scale=1.0)
-        return grouped.decomposed_vjp(query, key, key, index, None, out, lse, out, lse, scale=1.0)
+        return grouped.decomposed_vjp(query, key, key, index, None, out, lse, scale=1.0)
 
     error, _ = checkify.checkify(both, errors=checkify.index_checks)(query, key)
     assert error.get() is None

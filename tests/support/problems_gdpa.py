@@ -178,9 +178,14 @@ def numpy_lse(arrays: Arrays, settings: Settings) -> np.ndarray:
 
 
 def numpy_gradients(
-    arrays: Arrays, settings: Settings, d_out: Any
+    arrays: Arrays, settings: Settings, d_out: Any, *, dtype: Any = None
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Gradients of <d_out, out> by query, key and value, as `numpy_oracle` has out."""
+    """Gradients of <d_out, out> by query, key and value, as `numpy_oracle` has out.
+
+    With `dtype`, those of a kernel that multiplies d_out by the rounded result, as flash attention
+    does, for the means of rows: of weights of 0 and 1, they have errors where all gradients are 0.
+    """
+    rounded = None if dtype is None else numpy_oracle(arrays, settings).astype(dtype)
     query, key, _, d_out = (np.asarray(x).astype(np.float64) for x in (*arrays[:3], d_out))
     d_query, d_key, d_value = (np.zeros(x.shape) for x in arrays[:3])
     heads = query.shape[1] // key.shape[1]
@@ -195,6 +200,9 @@ def numpy_gradients(
             weights[head] = weight = numpy_activation(name, scores[head])
             if name == "softmax":
                 mean = np.sum(weight * d_scores[head], axis=-1, keepdims=True)
+                if rounded is not None:
+                    out = rounded[of_out, head].astype(np.float64)
+                    mean = np.sum(d_out[of_out, head] * out, axis=-1, keepdims=True)
                 d_scores[head] = weight * (d_scores[head] - mean)
             else:
                 d_scores[head] *= numpy_slope(name, scores[head])
