@@ -8,6 +8,9 @@ FACTS = "tests/rewrite/test_rewrite_facts.py"
 DECISIONS = "tests/rewrite/test_rewrite_decisions.py"
 SHARED = "tests/rewrite/test_rewrite_shared.py"
 CUDNN = "tests/rewrite/test_rewrite_cudnn.py"
+MIXED = "tests/rewrite/test_rewrite_mixed.py"
+FAULTS = "tests/rewrite/test_rewrite_faults.py"
+CUSTOM_VJP = "tests/rewrite/test_rewrite_custom_vjp.py"
 
 
 def facts(*tests: str) -> tuple[str, ...]:
@@ -306,7 +309,7 @@ MUTANTS = (
     Mutant(
         "gradient of rows out of bounds kept",
         "table_rows.py",
-        "lax.stop_gradient if drops else None",
+        "_without_gradient if drops else None",
         "None",
         lookups("dropped"),
     ),
@@ -428,5 +431,90 @@ MUTANTS = (
         "if not (within and facts.constant(ctx, part) == 0):",
         "if facts.constant(ctx, part) != 0:",
         ("tests/rewrite/test_rewrite_aligned.py::test_padding_of_one_side_stays",),
+    ),
+    # Gradients in other dtypes, checks, arguments and constraints.
+    Mutant(
+        "gradients of lookups summed in 16 bits",
+        "staged.py",
+        "if is_exact and is_narrow(x):",
+        "if False:",
+        (f"{MIXED}::test_a_cast_before_a_lookup",),
+    ),
+    Mutant(
+        "gradients of built rows summed in 16 bits",
+        "lineage.py",
+        "is_exact=is_exact)",
+        "is_exact=False)",
+        (f"{MIXED}::test_a_cast_before_a_lookup",),
+    ),
+    Mutant(
+        "one variant for narrow rows",
+        "lineage.py",
+        "if not is_exact and staged.is_narrow(x):",
+        "if False:",
+        (f"{MIXED}::test_a_cast_before_a_lookup",),
+    ),
+    Mutant(
+        "gradients overflow in float16",
+        "interpret.py",
+        "if deferred and may_overflow(eqn):",
+        "if False:",
+        (f"{MIXED}::test_a_sum_beyond_the_dtype_is_finite",),
+    ),
+    Mutant(
+        "casts to float8 counted as safe",
+        "equations.py",
+        'return _has_small_range(eqn.params["new_dtype"])',
+        "return False",
+        (f"{MIXED}::test_a_sum_beyond_the_dtype_is_finite",),
+    ),
+    Mutant(
+        "float16 taken for a wide dtype",
+        "equations.py",
+        "float(jnp.finfo(dtype).max) < float(jnp.finfo(jnp.bfloat16).max)",
+        "float(jnp.finfo(dtype).max) < float(jnp.finfo(jnp.float16).max)",
+        (f"{MIXED}::test_a_sum_beyond_the_dtype_is_finite",),
+    ),
+    Mutant(
+        "algorithms of products may cast",
+        "linear.py",
+        "if not all(isinstance(x, lax.Precision) for x in precision):",
+        "if False:",
+        (f"{CUSTOM_VJP}::test_products_whose_algorithm_may_cast",),
+    ),
+    Mutant(
+        "no tangent of rows out of bounds",
+        "table_rows.py",
+        "found: jax.Array = _without_gradient_p.bind(x) if inexact else x",
+        "found: jax.Array = lax.stop_gradient(x) if inexact else x",
+        (f"{FAULTS}::test_derivatives_of_indices_out_of_bounds_are_jaxs",),
+    ),
+    Mutant(
+        "checkify checks the rewritten program",
+        "variants.py",
+        "program = self._exact.original",
+        "program = self._exact.jaxpr",
+        (f"{FAULTS}::test_checkify_reports_what_the_original_has",),
+    ),
+    Mutant(
+        "scalars of NumPy traced",
+        "__init__.py",
+        "not isinstance(x, (type, np.generic))",
+        "not isinstance(x, type)",
+        (f"{FAULTS}::test_numpy_scalars_are_passed_as_they_are",),
+    ),
+    Mutant(
+        "candidates not divided as constrained",
+        "interpret.py",
+        "results = list(divided(self, origins, results))",
+        "pass",
+        (f"{FAULTS}::test_work_stays_divided_as_constrained",),
+    ),
+    Mutant(
+        "a fill above the logits dropped",
+        "weights.py",
+        "if x.shifted and same and largest > -1e3:",
+        "if False:",
+        (f"{FAULTS}::test_a_fill_far_above_the_logits_leaves_no_sum",),
     ),
 )

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+import numpy as np
 
 from ikbo_jax.rewrite import (  # noqa: F401  These register rules.
     calls,
@@ -58,9 +59,11 @@ def rewrite(fn: Callable[..., Any]) -> Callable[..., Any]:
     as in `fn`.
 
     Args:
-      fn: any pure function that JAX can trace. Arrays among its arguments are traced; all other
-        leaves are passed as they are. As under `jax.jit`, the function gets copies of the
-        arguments' trees, and what it changes in them is lost.
+      fn: any pure function that JAX can trace. Arrays among its arguments are traced, also NumPy's
+        arrays of rank 0. All other leaves are passed as they are: numbers of Python, and NumPy's
+        scalars, such as `np.int64(2)`. Under `jax.jit`, numbers and scalars are arrays. As under
+        `jax.jit`, the function gets copies of the arguments' trees, and what it changes in them is
+        lost.
 
     Returns:
       A function with `fn`'s signature and results, up to the order in which floating-point numbers
@@ -69,8 +72,11 @@ def rewrite(fn: Callable[..., Any]) -> Callable[..., Any]:
       it. If nothing is found, or nothing is gained, the original program runs.
 
     Raises:
-      Whatever `fn` raises while it is traced.
+      TypeError: `fn` is no function. The returned function raises whatever `fn` raises while it is
+        traced.
     """
+    if not callable(fn):
+        raise TypeError(f"fn must be a function, but is {fn!r}")
     if getattr(fn, "_ikbo_rewritten", False):
         return fn
     if (jit_info := jitted.parameters(fn)) is not None:
@@ -108,8 +114,9 @@ def _is_array(x: Any) -> bool:
     if isinstance(x, jax.core.Tracer):
         # Most leaves are tracers; the attributes of a tracer are slow to read.
         return True
-    # Types such as np.float32, which callers pass as dtypes, have a shape and a dtype, too.
-    return hasattr(x, "shape") and hasattr(x, "dtype") and not isinstance(x, type)
+    # Types such as np.float32, which callers pass as dtypes, have a shape and a dtype, too. So have
+    # NumPy's scalars, which the function may use as Python's numbers: as sizes, or in an `if`.
+    return hasattr(x, "shape") and hasattr(x, "dtype") and not isinstance(x, (type, np.generic))
 
 
 def _merge(is_array: list[bool], arrays: list[Any], statics: list[Any]) -> list[Any]:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.extend import core
 
@@ -120,3 +122,37 @@ def _plan_in(programs: Sequence[core.Jaxpr]) -> dispatch.Plan | None:
             if found is not None:
                 return found
     return None
+
+
+#: Primitives that only move data, and calls of programs whose equations are looked at one by one.
+_KEEP_RANGE = frozenset(
+    """
+    broadcast_in_dim concatenate copy dynamic_slice expand_dims gather name optimization_barrier pad
+    pvary reshape reshard rev sharding_constraint slice split squeeze stack stop_gradient tile
+    transpose unstack
+    call_hi_primitive checkpoint cond ikbo_rewritten jit remat2 scan shard_map while
+    """.split()  # noqa: SIM905  A table of words reads better.
+)
+
+
+def may_overflow(eqn: core.JaxprEqn) -> bool:
+    """Whether the sum of a result's gradients over candidates may be too large for its dtype.
+
+    Each candidate's gradient is finite in float16 and float8; the sum of thousands may not be, and
+    computed for a user, the equation's gradient would start from this sum. bfloat16 has the range
+    of float32.
+    """
+    if eqn.primitive.name in _KEEP_RANGE:
+        return False
+    if eqn.primitive.name == "convert_element_type":
+        return _has_small_range(eqn.params["new_dtype"])
+    dtypes = {getattr(v.aval, "dtype", None) for v in (*eqn.invars, *eqn.outvars)}
+    return True in map(_has_small_range, dtypes)
+
+
+@functools.cache
+def _has_small_range(dtype: Any) -> bool:
+    """Whether a dtype is a floating-point type whose largest number is below bfloat16's."""
+    if dtype is None or not jnp.issubdtype(dtype, jnp.floating):
+        return False
+    return float(jnp.finfo(dtype).max) < float(jnp.finfo(jnp.bfloat16).max)

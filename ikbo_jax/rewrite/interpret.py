@@ -17,10 +17,12 @@ from jax import lax
 from jax.extend import core
 
 from ikbo_jax.rewrite import staged
+from ikbo_jax.rewrite.constraints import divided, placed
 from ikbo_jax.rewrite.equations import (
     described,
     identity,
     is_number,
+    may_overflow,
     on_integers,
     op_plan,
     why_kept,
@@ -118,6 +120,12 @@ class Context:
         XLA turns a product with the cast of a mask into a select, by which 0 hides NaN. It sees no
         such cast in a lookup of numbers.
         """
+        if self.programs.has_constraints:
+            return placed(self, value, self._unplaced(value))
+        return self._unplaced(value)
+
+    def _unplaced(self, value: Any) -> jax.Array:
+        """`_built` without sharding constraints."""
         mask = self.provenance.cast_mask(value)
         if mask is None or is_plain(mask):
             return value.build(self)
@@ -181,6 +189,8 @@ class Context:
             results = self._apply(eqn, operands)
         if origins := origins_of(*operands, *results):
             self.recorder.computed(eqn, origins)
+            if self.programs.divisions:
+                results = list(divided(self, origins, results))
         if key is not None:
             self.scope.keep_results(key, operands, results)
         self.provenance.record(eqn, results, operands)
@@ -236,6 +246,10 @@ class Context:
     ) -> list[Any]:
         """The results by the rule of an operand or of the primitive; NotCovered without a rule."""
         name = eqn.primitive.name
+        if deferred and may_overflow(eqn):
+            if self.differentiated:
+                raise NotCovered("a gradient that may overflow if it is summed over candidates")
+            self.gradient_differs()
         operand_rule = None
         for x in deferred:
             operand_rule = operand_rule or x.rule

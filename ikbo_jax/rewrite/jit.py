@@ -7,12 +7,13 @@ called several times on values of the same form is rewritten once (`shared`).
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Sequence
 from typing import Any
 
 import jax
 
-from ikbo_jax.rewrite import shared
+from ikbo_jax.rewrite import constraints, shared
 from ikbo_jax.rewrite.equations import on_integers
 from ikbo_jax.rewrite.interpret import Context
 from ikbo_jax.rewrite.lineage import is_plain
@@ -73,7 +74,7 @@ def _jit(ctx: Context, eqn: Any, *operands: Any) -> Any:
 
 
 def _sharded(ctx: Context, eqn: Any, operands: Sequence[Any]) -> list[Any]:
-    """A call that specifies shardings: constraints on the arrays that exist."""
+    """A call that specifies shardings, which are constraints."""
     jaxpr, params = eqn.params["jaxpr"], eqn.params
     if all(map(is_plain, operands)) and ctx.programs.is_plain(jaxpr):
         raise NotCovered("a jit that specifies shardings")
@@ -83,12 +84,13 @@ def _sharded(ctx: Context, eqn: Any, operands: Sequence[Any]) -> list[Any]:
         raise NotCovered("a jit that specifies layouts, or shardings without a mesh")
 
     def placed(values: Sequence[Any], shardings: Any) -> list[Any]:
-        return [
-            jax.lax.with_sharding_constraint(x, sharding)
-            if is_plain(x) and isinstance(sharding, jax.sharding.NamedSharding)
-            else x
-            for x, sharding in zip(values, shardings, strict=True)
-        ]
+        return list(map(one, values, shardings))
+
+    def one(x: Any, sharding: Any) -> Any:
+        if not isinstance(sharding, jax.sharding.NamedSharding):
+            return x
+        place = functools.partial(jax.lax.with_sharding_constraint, shardings=sharding)
+        return place(x) if is_plain(x) else constraints.constrained(ctx, x, sharding, place)
 
     results = ctx.run_closed(jaxpr, placed(operands, params["in_shardings"]), eqn)
     return placed(results, params["out_shardings"])

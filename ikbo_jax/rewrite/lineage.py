@@ -96,7 +96,10 @@ class Lazy(Deferred):
     def build(self, ctx: Any) -> jax.Array:
         x = self.base
         if self.lineage is not None:
-            x = staged.take_rows(x, self.lineage.index, self.axis)
+            is_exact = ctx.differentiated
+            if not is_exact and staged.is_narrow(x):
+                ctx.gradient_differs()
+            x = staged.take_rows(x, self.lineage.index, self.axis, is_exact=is_exact)
         return spread(x, self.shape)
 
 

@@ -2,6 +2,7 @@
 
 Every value of the program is 0, or it does not depend on these arguments ("free"), or it is linear
 in them and one of its axes is their rows' axis: row n of the value is linear in their rows n alone.
+Rounding counts as linear; what overflows, `equations.may_overflow` finds.
 """
 
 from __future__ import annotations
@@ -10,8 +11,10 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 from jax.extend import core
 
 _ZERO, _FREE = "zero", "free"
@@ -90,6 +93,10 @@ def _results(eqn: core.JaxprEqn, operands: list[Kind]) -> list[Kind]:
 def _of_product(eqn: core.JaxprEqn, side: int, axis: int) -> int:
     """The rows' axis of a product whose operand `side` is linear."""
     contract, batch = eqn.params["dimension_numbers"]
+    precision = jax.tree.leaves(eqn.params["precision"])
+    if not all(isinstance(x, lax.Precision) for x in precision):
+        # The algorithm of a product may cast its operands.
+        raise _NotLinear
     if axis in batch[side]:
         return list(batch[side]).index(axis)
     if axis in contract[side]:

@@ -40,11 +40,23 @@ def run(program: Any, arrays: Sequence[Any]) -> list[Any]:
         # Equal equations give different numbers, so that none may run once instead of twice.
         recorder, results = original.recorder(), original.call(inputs)
         recorder.refusal = "it draws random numbers without a key, by lax.rng_uniform"
+    elif (jax.config.jax_debug_nans or jax.config.jax_debug_infs) and _runs_at_once():
+        # JAX checks the result of every equation, also rows of users without candidates.
+        recorder, results = original.recorder(), original.call(inputs)
+        recorder.refusal = "its equations are checked for NaN or infinity"
     else:
         recorder, results = _rewritten(original, inputs)
     if results:
         results = [explain.note(results[0], recorder.report), *results[1:]]
     return results
+
+
+def _runs_at_once() -> bool:
+    """Whether JAX computes equations when they are bound, also of derivatives and of `vmap`."""
+    trace = core.find_top_trace(())
+    while (outer := getattr(trace, "parent_trace", None)) is not None:
+        trace = outer
+    return type(trace).__name__ == "EvalTrace"
 
 
 #: Stands for a constant that is traced.
@@ -191,11 +203,14 @@ def _rewritten(original: _Original, inputs: list[Any]) -> tuple[Recorder, list[A
         program = _interpreted(tried, inputs, chosen)
     if program is None or chosen.refusal or not chosen.changed:
         return recorder, original.call(inputs)
-    if not chosen.gradient_differs:
+    if not chosen.gradient_differs and (program.effects or not explain.survey(program).marked):
         return chosen, call(program, inputs, "rewritten")
-    # The traced program holds this object, so it must not hold the tracers `inputs`.
+    # The traced program holds these functions, so they must not hold the tracers `inputs`.
     exact = variants.Exact(
-        functools.partial(tried.differentiated, program.in_avals),
+        # A program with an op has its own derivative, but `checkify` must check the original.
+        functools.partial(tried.differentiated, program.in_avals)
+        if chosen.gradient_differs
+        else lambda: program,
         functools.partial(tried.as_it_is, program.in_avals),
     )
     return chosen, variants.bind(program, exact, inputs)

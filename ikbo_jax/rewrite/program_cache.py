@@ -22,6 +22,8 @@ class ProgramCache:
       kinds: by the identities of a call's parameters, properties that hold for any operands.
       table_rows: numbers of rows of the tables in which lookups were found.
       most_rows: lookups in tables with more rows stay as they are; None without a bound.
+      has_constraints: whether the sharding of a deferred value is constrained.
+      divisions: by broadcast, how a sharding constraint divides its candidates (`constraints`).
     """
 
     def __init__(self, repeated: frozenset[int] = frozenset()) -> None:
@@ -30,6 +32,8 @@ class ProgramCache:
         self.jvp_rules: dict[Any, Any] = {}
         self.table_rows: set[int] = set()
         self.most_rows: int | None = None
+        self.has_constraints = False
+        self.divisions: dict[Any, Any] = {}
         # By identity of the program; entries hold the program, so that its identity stays unique.
         self._answers: dict[tuple[str, int], tuple[Any, bool]] = {}
 

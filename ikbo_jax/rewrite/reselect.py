@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from ikbo_jax.rewrite import lineage, staged
+from ikbo_jax.rewrite import lineage, staged, variants
 from ikbo_jax.rewrite.lineage import (
     Lazy,
     Lineage,
@@ -87,10 +87,20 @@ def without_unused(operand: Any, fine: Lineage, axis: int) -> Any:
     batch. If the result is infinity or NaN, as for a norm of padding, its gradient of 0 would turn
     the gradient of every weight into NaN.
     """
-    # A sum of ones: XLA's partitioner adds up what parts of a sharded index sum. To set flags, it
-    # would gather the index.
-    taken = jnp.zeros(fine.users, jnp.int32).at[fine.index].add(1, mode="promise_in_bounds")
-    used = taken > 0
+
+    users = fine.users
+
+    def is_used(index: jax.Array) -> jax.Array:
+        # A sum of ones: XLA's partitioner adds up what parts of a sharded index sum. To set flags,
+        # it would gather the index.
+        taken = jnp.zeros(users, jnp.int32).at[index].add(1, mode="promise_in_bounds")
+        return taken > 0
+
+    def checked(index: jax.Array) -> jax.Array:
+        # `checkify` raises IndexError at a scatter under `vmap`.
+        return jnp.any(index[None] == jnp.arange(users, dtype=jnp.int32)[:, None], axis=1)
+
+    used = variants.with_checks_of(checked, is_used, fine.index)
     base = base_of(operand)
     if jnp.issubdtype(base.dtype, jnp.inexact):
         # The gradient of a selection is one. That of a lookup would be a scatter, by atomic

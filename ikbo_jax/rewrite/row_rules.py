@@ -9,7 +9,7 @@ import numpy as np
 from jax import lax
 from jax.extend import core
 
-from ikbo_jax.rewrite import facts, lineage, loops, placing, positions, reselect
+from ikbo_jax.rewrite import constraints, facts, lineage, loops, placing, positions, reselect
 from ikbo_jax.rewrite.calls import exported
 from ikbo_jax.rewrite.forms import skeleton, unpack_all
 from ikbo_jax.rewrite.interpret import Context, shape_of
@@ -35,8 +35,8 @@ from ikbo_jax.rewrite.rules import at_user_batch, common_lineage, concat
 
 @register_rule("sharding_constraint")
 def _sharding_constraint(ctx: Context, eqn: Any, x: Any) -> Any:
-    """A constraint changes no value; the array that it places does not exist."""
-    return x
+    """The value, whose array is placed if it is built."""
+    return constraints.constrained(ctx, x, eqn.params["sharding"], lambda x: ctx.bind(eqn, x))
 
 
 RULES["sharding_constraint"] = _sharding_constraint

@@ -167,6 +167,11 @@ def _recorded(
     """Records a call of a rewritten program; returns the broadcasts that its results stem from."""
     recorder, log = ctx.recorder, program.log
     of_nodes = [nodes[n].origins for n, _ in program.stand_ins]
+    for (_, stand_in), found in zip(program.stand_ins, of_nodes, strict=True):
+        if stand_in in ctx.programs.divisions:
+            # The program has a sharding constraint on this operand, or on what it computes from it.
+            division = ctx.programs.divisions[stand_in]
+            ctx.programs.divisions.update(dict.fromkeys(found, division))
     key = (log, *of_nodes)
     of_results = recorder.again(key)
     if of_results is not None:

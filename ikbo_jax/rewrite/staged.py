@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.extend import core, source_info_util
@@ -216,8 +217,30 @@ def cast(x: Any, dtype: Any) -> Any:
     return lax.convert_element_type(x, dtype)
 
 
-def take_rows(x: Any, index: Any, axis: int) -> Any:
-    """The rows `index` of `x` along `axis`; all indices must be in bounds."""
+_FLOAT32 = np.dtype(np.float32)
+
+
+def is_narrow(x: Any) -> bool:
+    """Whether an array holds real floating-point numbers of fewer than 32 bits."""
+    return _is_narrow((x.aval if type(x) is TRACER else jax.typeof(x)).dtype)
+
+
+@functools.cache
+def _is_narrow(dtype: Any) -> bool:
+    return jnp.issubdtype(dtype, jnp.floating) and dtype.itemsize < _FLOAT32.itemsize
+
+
+def take_rows(x: Any, index: Any, axis: int, *, is_exact: bool = True) -> Any:
+    """The rows `index` of `x` along `axis`; all indices must be in bounds.
+
+    The gradient of a row is the sum of its copies' gradients, a scatter. In bfloat16, XLA rounds
+    after every addition: 2,000 ones give 256. With `is_exact`, it adds in float32 and rounds once:
+    the casts to float32 and back change no value, but their transposes cast the gradients. The sum
+    that is the gradient of a broadcast needs no such casts.
+    """
+    if is_exact and is_narrow(x):
+        wide = take_rows(cast(x, _FLOAT32), index, axis)
+        return cast(wide, jax.typeof(x).dtype)
     shape = shape_of(x)
     offset = tuple([d for d in range(len(shape)) if d != axis])
     numbers = lax.GatherDimensionNumbers(offset, (axis,), (axis,))

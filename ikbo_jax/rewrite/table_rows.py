@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.extend import core
+from jax.interpreters import ad, batching, mlir
 
-from ikbo_jax.rewrite import facts, lineage, reselect, staged
+from ikbo_jax.rewrite import facts, lineage, reselect, staged, variants
 from ikbo_jax.rewrite.interpret import Context, shape_of
 from ikbo_jax.rewrite.lineage import Concat, Lineage, base_of, has_lineage, is_plain
 from ikbo_jax.rewrite.registry import NotCovered
@@ -32,6 +35,10 @@ def looked_up(
     batch = indices.shape[0]
     index = root if root.ndim == 1 else root[:, column]
     proven = facts.within(ctx, root, 0, rows - 1)
+    is_gather = eqn.primitive.name == "gather"
+    if is_gather and not proven and ctx.differentiated and is_plain(indices):
+        # The variant for derivatives runs in place of the original, also if it is checked.
+        index = _checked(eqn, index, indices, shape_of(operand))
     fills = mode == lax.GatherScatterMode.FILL_OR_DROP and not proven
     # `x[index]` takes the nearest row, but adds no gradient to it.
     drops = mode == lax.GatherScatterMode.PROMISE_IN_BOUNDS and not proven
@@ -52,7 +59,8 @@ def looked_up(
         above = lax.ge(index, np.asarray(rows, index.dtype))
         return _replaced(row, above, rows + 1)
 
-    differs = drops or not _takes_every_row(root, column, rows)
+    # `checkify` must find an index out of bounds, also in a constant that takes every row.
+    differs = not proven or not _takes_every_row(root, column, rows)
     if differs and not ctx.differentiated:
         # Integers have no gradient, but an embedding of ids has one, and unused rows have ids.
         ctx.gradient_differs()
@@ -64,7 +72,7 @@ def looked_up(
         def ends(last: list[jax.Array]) -> list[jax.Array]:
             if fills:
                 return [_fill_row(eqn, operand, axis)] * 2
-            return list(map(lax.stop_gradient, last)) if drops else last
+            return list(map(_without_gradient, last)) if drops else last
 
         row = nearest() if proven else outside()
         return reselect.again(
@@ -82,6 +90,36 @@ def looked_up(
     return (reselect.without_unused(operand, fine, axis) if exact else operand), fine
 
 
+def _checked(eqn: Any, index: Any, indices: Any, shape: Sequence[int]) -> Any:
+    """`index`, computed from a gather's `indices`; `checkify` checks the gather in a table."""
+
+    def gathered(index: Any, indices: Any) -> Any:
+        table = lax.full(shape, np.zeros((), bool))  # Its values have no effect on the report.
+        eqn.primitive.bind(table, indices, **{**eqn.params, "fill_value": None})
+        return index
+
+    return variants.with_checks_of(gathered, lambda index, _: index, index, indices)
+
+
+_without_gradient_p = core.Primitive("ikbo_without_gradient")
+_without_gradient_p.def_impl(lambda x: x)
+_without_gradient_p.def_abstract_eval(lambda x: x)
+mlir.register_lowering(_without_gradient_p, lambda _, x: [x])
+batching.defvectorized(_without_gradient_p)
+ad.deflinear2(_without_gradient_p, lambda _, x: [ad.Zero(x.aval)])
+
+
+def _without_gradient(x: jax.Array) -> jax.Array:
+    """`x`, with its tangent in forward mode and without a gradient in reverse mode.
+
+    So does `x[index]` out of bounds: JAX's gather takes the nearest row of the tangent, but its
+    scatter drops the gradient.
+    """
+    inexact = jnp.issubdtype(x.dtype, jnp.inexact)
+    found: jax.Array = _without_gradient_p.bind(x) if inexact else x
+    return found
+
+
 def _replaced(index: Any, where: Any, row: int) -> Any:
     """An int32 index with another row where a condition holds."""
     return staged.select(where, staged.full_like(index, row), index)
@@ -93,7 +131,7 @@ def _with_rows_outside(eqn: Any, operand: Any, axis: int, fills: bool, drops: bo
     if fills:
         base = staged.concatenate([base, *[_fill_row(eqn, operand, axis)] * 2], axis)
     else:
-        base = lineage.with_nearest_rows(base, axis, lax.stop_gradient if drops else None)
+        base = lineage.with_nearest_rows(base, axis, _without_gradient if drops else None)
     if is_plain(operand):
         return base
     shape = list(operand.shape)

@@ -17,24 +17,51 @@ from jax.extend import core
 from jax.interpreters import ad, batching, mlir
 
 from ikbo_jax.rewrite.interpret import Context
-from ikbo_jax.rewrite.jaxprs import call, evaluate
+from ikbo_jax.rewrite.jaxprs import call, evaluate, trace
 from ikbo_jax.rewrite.registry import register_rule
 
 
 class _Rewritten(core.Primitive):
-    """The primitive. Its parameters are the variant for values, `call_jaxpr`, and `exact`."""
+    """The primitive.
+
+    Its parameters are the variant for values, `program`; `exact`; and the original, `call_jaxpr`.
+    `checkify` goes through the equations of a traced function. It takes an equation with a
+    parameter of this name for a call, and adds checks to the program.
+    """
 
     def bind(self, *inputs: Any, **params: Any) -> Any:
-        """The results. `checkify` calls it with a function that checks the variant for values."""
+        """The results. `checkify` calls it with a function that checks the original."""
         if "subfuns" in params:
             return params["subfuns"][0].call_wrapped(*inputs)
         return super().bind(*inputs, **params)
 
 
+class _Checked:
+    """A program for `checkify`, which reads a jaxpr's attributes. It is traced at its first use.
+
+    It is no jaxpr: whatever searches equations for programs passes it over.
+    """
+
+    def __init__(self, exact: Exact) -> None:
+        self._exact = exact
+
+    @functools.cached_property
+    def _program(self) -> core.Jaxpr:
+        # Without constants, `checkify` takes it for a call.
+        program = self._exact.original
+        return trace(lambda *inputs: call(program, inputs, "original"), program.in_avals, program)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._program, name)
+
+    def __repr__(self) -> str:
+        return "..."
+
+
 rewritten_p = _Rewritten("ikbo_rewritten")
 rewritten_p.multiple_results = True
-# JAX 0.12 would ask for a rule where `call_jaxpr` has what it lowers in two steps. The lowering
-# traces `call_jaxpr` again, and takes both.
+# JAX 0.12 would ask for a rule where a program has what it lowers in two steps. The lowering traces
+# `program` again, and takes both.
 rewritten_p.is_high = lambda *_, **__: False  # type: ignore[method-assign]
 
 
@@ -44,14 +71,16 @@ class Exact:
     It is a parameter of equations, which JAX compares by identity. It holds no tracers.
     """
 
-    def __init__(self, trace: Callable[[], core.Jaxpr], original: Callable[[], core.Jaxpr]) -> None:
-        self._trace = trace
+    def __init__(
+        self, differentiated: Callable[[], core.Jaxpr], original: Callable[[], core.Jaxpr]
+    ) -> None:
+        self._differentiated = differentiated
         self._original = original
 
     @functools.cached_property
     def jaxpr(self) -> core.Jaxpr:
         """The variant for derivatives. JAX differentiates a loop's body several times."""
-        return self._trace()
+        return self._differentiated()
 
     @functools.cached_property
     def original(self) -> core.Jaxpr:
@@ -68,24 +97,34 @@ class Exact:
 
 def bind(program: core.Jaxpr, exact: Exact, inputs: Sequence[Any]) -> list[Any]:
     """The results of `program`, the variant for values, with the derivative of `exact`."""
-    results: list[Any] = rewritten_p.bind(*inputs, call_jaxpr=program, exact=exact)
+    params = {"program": program, "exact": exact, "call_jaxpr": _Checked(exact)}
+    results: list[Any] = rewritten_p.bind(*inputs, **params)
     return results
 
 
-def _values(*inputs: Any, call_jaxpr: core.Jaxpr, exact: Exact) -> list[Any]:
-    del exact
-    return call(call_jaxpr, inputs, "rewritten")
+def with_checks_of(
+    checked: Callable[..., jax.Array], run: Callable[..., jax.Array], *arrays: jax.Array
+) -> jax.Array:
+    """`run(*arrays)`, which are integers; `checkify` checks `checked(*arrays)` in its place."""
+    program = trace(lambda *arrays: [run(*arrays)], arrays)
+    like = [jax.typeof(x) for x in arrays]
+    original = functools.partial(trace, lambda *arrays: [checked(*arrays)], like)
+    return bind(program, Exact(lambda: program, original), arrays)[0]
+
+
+def _values(*inputs: Any, program: core.Jaxpr, exact: Exact, call_jaxpr: Any) -> list[Any]:
+    del exact, call_jaxpr
+    return call(program, inputs, "rewritten")
 
 
 rewritten_p.def_impl(_values)
-rewritten_p.def_abstract_eval(lambda *_, call_jaxpr, exact: call_jaxpr.out_avals)
+rewritten_p.def_abstract_eval(lambda *_, program, **__: program.out_avals)
 mlir.register_lowering(rewritten_p, mlir.lower_fun(_values))
 
 
 def _jvp(
-    primals: Sequence[Any], tangents: Sequence[Any], *, call_jaxpr: core.Jaxpr, exact: Exact
+    primals: Sequence[Any], tangents: Sequence[Any], *, exact: Exact, **_: Any
 ) -> tuple[list[Any], list[Any]]:
-    del call_jaxpr
     # The other arguments have no tangent; integers and PRNG keys never have one.
     active = [n for n, x in enumerate(tangents) if not isinstance(x, ad.Zero)]
 
@@ -101,14 +140,11 @@ def _jvp(
 ad.primitive_jvps[rewritten_p] = _jvp
 
 
-def _transpose(
-    cotangents: Sequence[Any], *operands: Any, call_jaxpr: core.Jaxpr, exact: Exact
-) -> list[Any]:
+def _transpose(cotangents: Sequence[Any], *operands: Any, exact: Exact, **_: Any) -> list[Any]:
     """For `jax.linear_transpose`, which the ops refuse: the original's transpose.
 
     Derivatives never come here, since `_jvp` binds no such equation.
     """
-    del call_jaxpr
     linear = [n for n, x in enumerate(operands) if ad.is_undefined_primal(x)]
 
     def of_linear(*values: Any) -> list[Any]:
@@ -127,18 +163,25 @@ ad.primitive_transposes[rewritten_p] = _transpose
 
 
 def _batch(
-    axis: Any, operands: Sequence[Any], dims: Sequence[Any], *, call_jaxpr: core.Jaxpr, exact: Exact
+    axis: Any,
+    operands: Sequence[Any],
+    dims: Sequence[Any],
+    *,
+    program: core.Jaxpr,
+    exact: Exact,
+    call_jaxpr: Any,
 ) -> tuple[list[Any], Sequence[Any]]:
+    del call_jaxpr
     if all(dim is None for dim in dims):
-        return bind(call_jaxpr, exact, operands), [None] * len(call_jaxpr.outvars)
+        return bind(program, exact, operands), [None] * len(program.outvars)
 
     def batched(program: core.Jaxpr) -> core.Jaxpr:
-        # Both variants batch all results, since only one of them might find a result that is the
+        # All programs batch all results, since only one of them might find a result that is the
         # same for the whole batch.
         found, _ = batching.batch_jaxpr_axes(program, axis, dims, [0] * len(program.outvars))
         return found
 
-    results = bind(batched(call_jaxpr), exact.batched(batched), operands)
+    results = bind(batched(program), exact.batched(batched), operands)
     return results, [0] * len(results)
 
 

@@ -174,6 +174,10 @@ def _masked_exponential(
         raise NotCovered("attention is not recognised: its exp are masked by another mask")
     if any(f.added is not None for f in root.fills):
         raise NotCovered("attention is not recognised: one mask is added, another put in by where")
+    largest = max((f.value for f in same), default=math.inf)
+    if x.shifted and same and largest > -1e3:
+        # Far above a row's logits, it makes their exponentials 0, and the sum 0, too.
+        raise NotCovered(f"attention is not recognised: its maximum may be a fill of {largest:g}")
     if [f.value for f in root.fills] == [-math.inf]:
         return x.then(eqn, operands, emptied="select")
     if getattr(mask, "dtype", None) != np.bool_ and isinstance(mask, Lazy):
@@ -184,7 +188,6 @@ def _masked_exponential(
     root = masked(ctx, earlier, mask, True, fill)
     # Without the masked keys' largest exponential, 1, the sum may be below 1. No logit is below a
     # large number, so that a masked key's exponential is the largest only in rows without others.
-    largest = max((f.value for f in same), default=math.inf)
     least = x.sum_of_one and largest <= masks.LARGE and not rest
     emptied = "select" if selects else "product"
     return x.then(eqn, operands, root=root, emptied=emptied, sum_of_one=least)

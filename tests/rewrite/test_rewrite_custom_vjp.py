@@ -13,11 +13,13 @@ import rewrite_basics
 from rewrite_basics import check_values_and_gradients, report_of
 
 import ikbo_jax as ikbo
+from ikbo_jax.rewrite import linear
 
 B, U, S, D = 48, 6, 8, 16
 RNG = np.random.default_rng(0)
 INDEX = jnp.asarray(problems.ragged_index(RNG, U, B, "unsorted"))
 USER, CAND, W = (problems.random_array(RNG, s, "float32") / 2 for s in ((U, D), (B, D), (D, D)))
+F8 = jnp.float8_e5m2
 
 
 def with_backward(fn, backward, forward=None):
@@ -82,6 +84,16 @@ REFUSED = {
     "other order": lambda x, g: (g[::-1],),
     "running sum": lambda x, g: (jnp.cumsum(g, axis=0),),
     "mixed rows": lambda x, g: (g.reshape(D, B).T,),
+    # Linear within the range of a dtype.
+    "float8": lambda x, g: (g.astype(jnp.float8_e4m3fn).astype(g.dtype),),
+    "float8, under jit": lambda x, g: (jax.jit(lambda g: g.astype(F8).astype(g.dtype))(g),),
+    "float16": lambda x, g: (g.astype(jnp.float16).astype(g.dtype),),
+    "float16 after bfloat16": lambda x, g: (
+        g.astype(jnp.bfloat16).astype(jnp.float16).astype(g.dtype),
+    ),
+    "float16 by a product": lambda x, g: (
+        jnp.matmul(g, W, preferred_element_type=jnp.float16).astype(g.dtype),
+    ),
 }
 
 
@@ -110,6 +122,39 @@ def test_refused(name):
     report = check(model(with_backward(jnp.sin, REFUSED[name])), USER, CAND, W)
     assert "custom_vjp whose backward pass is not linear, or mixes rows" in str(report)
     assert report.flops_saved == report.costs.original.flops // 2 * (B - U) // B
+
+
+@pytest.mark.parametrize("dtype", [jnp.float8_e4m3fn, jnp.float16])
+def test_a_sum_of_gradients_beyond_a_dtype_that_the_backward_pass_casts_to(dtype):
+    cast = with_backward(same, lambda x, g: (g.astype(dtype).astype(g.dtype),))
+    index = jnp.arange(400) % 2
+    large = {jnp.float8_e4m3fn: 300.0, jnp.float16: 5e4}[dtype]
+    for size in (large, 1e-8):
+
+        def loss(user, cand, size=size):
+            return (cast(jnp.sin(user)[index]) * cand * size).sum()
+
+        args = jnp.zeros((2, 3)), jnp.ones((400, 3))
+        ours, theirs = (jax.grad(fn)(*args) for fn in (ikbo.rewrite(loss), loss))
+        np.testing.assert_allclose(ours, theirs, rtol=1e-5)
+
+
+def test_products_whose_algorithm_may_cast():
+    def product(precision):
+        return jax.make_jaxpr(lambda g, w: jax.lax.dot(g, w, precision=precision))(USER, W)
+
+    presets = jax.lax.DotAlgorithmPreset
+    found = [
+        linear.is_linear_by_row(product(precision), [0, None], [0])
+        for precision in ("highest", presets.F16_F16_F32, presets.ANY_F8_ANY_F8_F32)
+    ]
+    assert found == [True, False, False]
+
+
+def test_casts_that_keep_the_range():
+    """bfloat16 has float32's exponents."""
+    fn = with_backward(same, lambda x, g: (2 * g.astype(jnp.bfloat16).astype(g.dtype),))
+    assert not report_of(model(fn), USER, CAND, W).materialised
 
 
 def test_several_results():

@@ -161,7 +161,9 @@ def _equation(eqn: Any, operands: list[Pair], rounding: Any) -> list[Pair]:
     name = eqn.primitive.name
     if name in _LOOPS:
         return _LOOPS[name](eqn, operands, rounding)
-    for inner in ("jaxpr", "call_jaxpr", "fun_jaxpr", "call"):
+    if name == "ikbo_without_gradient":
+        return operands[:1]
+    for inner in ("jaxpr", "program", "call_jaxpr", "fun_jaxpr", "call"):
         if inner in eqn.params:
             return _call(eqn.params[inner], operands, rounding)
     if name not in PRIMITIVES:

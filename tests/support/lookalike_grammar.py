@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 import re
 
-from lookalikes import MODES, attention, lookup
+from lookalikes import MODES, attention, lookup, mixed
 from rounding_rule import Case
 
 CONSTANTS = (1e-3, 0.03, 0.3, 1.0, 2.0, 10.0, 30.0, 40.0, 100.0, 1e4)
@@ -232,9 +232,60 @@ ROW_STEPS = (
 )
 
 
+#: What may happen to rows of users, x; y is the candidates' rows in the same dtype.
+MIXED_STEPS = (
+    *(
+        "x * y",
+        "x + y",
+        "nn.relu(x @ F(w))",
+        "nn.sigmoid(x) * y",
+        "jnp.tanh(x)",
+        "x - y",
+        "x * 0.5",
+    ),
+    "jnp.concatenate([x, y], 1) @ F(w2)",
+    "nn.relu(jnp.concatenate([x, y], 1) @ F(w2))",
+    "jax.checkpoint(lambda x: jnp.tanh(x @ F(w)))(x)",
+    "x * F(lax.rsqrt(jnp.square(x.astype(f32)).mean(-1, keepdims=True) + 0.1))",
+    "jnp.einsum('bd,bd->b', x, y)[:, None] * y",
+    "jnp.square(jnp.concatenate([x, y], 1)) @ F(w2)",
+    "nn.softmax(x, axis=-1) * y",
+    "lax.fori_loop(0, int(k), lambda n, x: jnp.tanh(x @ F(w)), x)",
+    "placed(x)",
+    "x[:, :k].sum(-1, keepdims=True) + x",
+)
+FLOAT8 = ("float8_e4m3fn", "float8_e5m2")
+CANDIDATES = (1, 2, 16, 64, 256, 1024, 4096)
+
+
+def _mixed(rng: random.Random, number: int) -> Case:
+    """A tower in another dtype than its parameters'."""
+    dtype = rng.choices(("bfloat16", "float16", "float32", *FLOAT8), (60, 20, 8, 6, 6))[0]
+    lines = ["y = F(c)"]
+    if dtype in FLOAT8:
+        # Products are in float32, of operands in float8.
+        lines = [
+            "narrow, F = F, lambda x: x.astype(f32)",
+            "y = F(narrow(c))",
+            "x = F(narrow(u[i]))",
+        ]
+    else:
+        starts = ("F(u[i])", "F(u)[i]", "nn.relu(F(u) @ F(w))[i]", "nn.relu(F(u[i]) @ F(w))")
+        lines.append(f"x = {rng.choice(starts)}")
+    lines += [f"x = {rng.choice(MIXED_STEPS)}" for _ in range(rng.randint(1, 4))]
+    lines.append("x = x.astype(f32)")
+    loss = ("s * x", "s * x.sum(-1)", "s * x.mean()", "s * jnp.logaddexp(0, x.sum(-1)).mean()")
+    lines.append(f"out = {rng.choice(loss)}")
+    derivative = rng.choices(("reverse", "forward"), (85, 15))[0]
+    scale = rng.choice((1.0, 1.0, 1024.0, 2.0**15)) if dtype != "bfloat16" else 1.0
+    return mixed("\n".join(lines), dtype, rng.choice(CANDIDATES), scale, derivative, f"{number}: ")
+
+
 def draw(number: int) -> Case:
     """The program of a number, the same one each time."""
     rng = random.Random(number)
+    if number % 4 == 3:
+        return _mixed(rng, number)
     kind = rng.random()
     if kind < 0.40:
         return _attention(rng, number, _activation)
@@ -320,6 +371,11 @@ def _softmax(rng: random.Random, dtype: str, scale: float) -> list[str]:
     if rng.random() < 0.1:
         lines.append("x = x * M")
     return lines + _changed(rng, dtype, 0.25)
+
+
+def draw_lookup(number: int) -> Case:
+    """A program of lookups, the same one each time."""
+    return _lookup(random.Random(number), number)
 
 
 def _lookup(rng: random.Random, number: int) -> Case:

@@ -184,6 +184,47 @@ def lookup(text: str, dtype: Any = jnp.float32, number: Any = "") -> Case:
     return Case(name, fn, tuple(map(jnp.asarray, args)), "one_hot" in name)
 
 
+MIXED = """
+u [U,D], c [B,D], w [D,D], w2 [2D,D] in float32; i [B], candidates for a user as named
+F(x) = x.astype(the dtype of the computation); k and s, a size and a loss scale of NumPy
+placed(x), under a sharding constraint
+"""
+
+
+def mixed(
+    text: str, dtype: str, candidates: int, scale: float, derivative: str, number: Any = ""
+) -> Case:
+    """A program of `MIXED`'s names: float32 parameters, and another dtype to compute in.
+
+    Args:
+      text: the program.
+      dtype: what `F` casts to.
+      candidates: of a user.
+      scale: of the loss, `s`.
+      derivative: "reverse" or "forward".
+      number: tells apart programs that are the same.
+    """
+    code, rng = _compiled(text), np.random.default_rng(len(text))
+    index = rng.permutation(np.repeat(np.arange(U, dtype=np.int32), candidates))
+    arrays = [rng.standard_normal(n, np.float32) for n in ((U, D), (len(index), D), (D, D))]
+    mesh = jax.make_mesh((1,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
+    place = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("x"))
+
+    def fn(u, c, w, w2, i, k, s):
+        if not isinstance(k, np.integer):
+            raise TypeError("a size is traced")
+        own = {"u": u, "c": c, "w": w, "w2": w2, "i": i, "k": k, "s": s}
+        own["F"] = lambda x: x.astype(dtype)
+        own["placed"] = lambda x: lax.with_sharding_constraint(x, place)
+        return _result(code, own)
+
+    numbers = (*arrays, rng.standard_normal((2 * D, D), np.float32), index)
+    name = f"{text}  # {number}{dtype}, {candidates} candidates, scale {scale}, {derivative}"
+    statics = np.int64(2), np.float32(scale)
+    args, forward = tuple(jnp.asarray(x) for x in numbers), derivative == "forward"
+    return Case(name, fn, args, statics=statics, forward=forward, is_mixed=True)
+
+
 #: How rows of X are looked up by j.
 MODES = {
     "index": "X[j]",

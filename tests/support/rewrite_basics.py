@@ -130,7 +130,7 @@ def without_costs(report: RewriteReport) -> RewriteReport:
 def equations(fn, *args):
     """Those of the rewritten program, also if its derivative is another program's."""
     eqns = jax.make_jaxpr(ikbo.rewrite(fn))(*args).eqns
-    calls = [e.params["call_jaxpr"] for e in eqns if e.primitive.name == "ikbo_rewritten"]
+    calls = [e.params["program"] for e in eqns if e.primitive.name == "ikbo_rewritten"]
     eqns = calls[0].eqns if calls else eqns
     return eqns[0].params["jaxpr"].eqns if eqns[0].params.get("name") == "rewritten" else eqns
 

@@ -1,0 +1,109 @@
+"""Gradients of programs with float32 parameters that compute in another dtype."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from lookalikes import mixed
+from rounding_rule import describe, faults
+
+import ikbo_jax as ikbo
+
+BF16, F16 = jnp.bfloat16, jnp.float16
+U, D = 2, 8
+#: `mixed`'s names; h is a history.
+PROGRAMS = {
+    "cast": "x = u.astype(f32)[i] * c; x = F(x)",
+    "gate": "x = F(u[i]) * nn.sigmoid(F(c))",
+    "sum and layer": "x = nn.relu((F(u[i]) + F(c)) @ F(w))",
+    "concatenated and squared": "x = jnp.square(jnp.concatenate([F(u)[i], F(c)], 1)) @ F(w2)",
+    "product": "x = jnp.einsum('bd,bd,de->be', F(u[i]), F(c), F(w))",
+    "layer of the user": "x = nn.relu(F(u[i]) @ F(w)) * F(c)",
+    "norm": "x = F(u[i]); x = x * F(lax.rsqrt(jnp.square(x.astype(f32)).mean(-1, keepdims=True)))",
+    "sigmoid attention": "h = F((u[:, None] * w2)[i]); x = jnp.einsum('bsd,bd->bs', h, F(c)); "
+    "x = jnp.einsum('bs,bsd->bd', nn.sigmoid(x), h)",
+    "pooled": "h = F((u[:, None] * w2)[i]); x = h.mean(1) * F(c)",
+    "pooled by a candidate": "h = F((u[:, None] * w2)[i]); x = (h * F(c)[:, None]).sum(1)",
+    "row beside a matrix": "x = F(u[i])[:, None] * F(w2) * F(c)[:, None]; x = x.sum(1)",
+    "checkpoint": "x = jax.checkpoint(lambda x, c: jnp.tanh(x @ F(w)) * c)(F(u[i]), F(c))",
+    "scan": "x = lax.scan(lambda x, c: (jnp.tanh(x + c @ F(w)), None), F(u[i]), F(c)[None])[0]",
+}
+
+
+@pytest.mark.parametrize(
+    ("dtype", "scale", "candidates"),
+    [
+        *(("bfloat16", 1.0, n) for n in (1, 4096)),
+        ("float16", 1024.0, 256),
+        ("float8_e4m3fn", 1024.0, 256),
+    ],
+)
+def test_the_rounding_rule(dtype, scale, candidates):
+    """Values and gradients, compiled: NumPy rounds a sum once, but XLA adds in bfloat16."""
+    cases = []
+    for name, text in PROGRAMS.items():
+        lines = text.split("; ")
+        if dtype.startswith("float8"):
+            # Products of operands in float8 are in float32.
+            lines.insert(0, "narrow, F = F, lambda x: narrow(x).astype(f32)")
+        lines.append("out = s * jnp.logaddexp(0, x.astype(f32).sum(-1)).mean()")
+        cases.append(mixed("\n".join(lines), dtype, candidates, scale, "reverse", f"{name}, "))
+    found = faults(cases, compiled=True)
+    assert not found, describe(found)
+
+
+def test_a_cast_before_a_lookup():
+    index = jnp.arange(2000) % U
+    user, cand = jnp.ones((U, D)), jnp.ones((2000, D))
+
+    def loss(user):
+        return (user[index].astype(BF16) * cand.astype(BF16)).astype(jnp.float32).sum()
+
+    found = jax.grad(ikbo.rewrite(loss))(user)
+    np.testing.assert_array_equal(found, [[1000.0] * D] * U)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "scale", "count"), [(F16, 1024.0, 200), (jnp.float8_e4m3fn, 384.0, 200)]
+)
+def test_a_sum_beyond_the_dtype_is_finite(dtype, scale, count):
+    """Every candidate's gradient is finite."""
+    index = jnp.zeros(count, jnp.int32)
+    user, cand = jnp.full((U, D), 0.5), jnp.ones((count, D))
+
+    def loss(user):
+        gated = user[index].astype(dtype).astype(F16) * cand.astype(F16)
+        return (gated.astype(jnp.float32) * scale).sum()
+
+    found, expected = jax.grad(ikbo.rewrite(loss))(user), jax.grad(loss)(user)
+    assert np.isfinite(expected).all()
+    np.testing.assert_allclose(found, expected, rtol=1e-3)
+
+
+@pytest.mark.parametrize("candidates", [16, 256, 4096])
+def test_a_relu_layer_with_a_binary_loss(candidates):
+    """The user tower's gradient is as near to float64's as the original's."""
+    rng = np.random.default_rng(0)
+    users, width = 16, 32
+    index = jnp.asarray(rng.permutation(np.repeat(np.arange(users), candidates)), jnp.int32)
+    shapes = (users, width), (len(index), width), (width, width), (2 * width, width), (width, 1)
+    arrays = [jnp.asarray(rng.normal(size=s) / s[0] ** 0.25, jnp.float32) for s in shapes]
+    label = jnp.asarray(rng.integers(0, 2, len(index)), jnp.float32)
+
+    def loss(user, cand, tower, first, last, label=label, dtype=BF16):
+        user, cand, tower, first, last = (x.astype(dtype) for x in (user, cand, tower, first, last))
+        x = jnp.concatenate([jax.nn.relu(user @ tower)[index], cand], 1)
+        logits = (jax.nn.relu(x @ first) @ last)[:, 0].astype(label.dtype)
+        return jnp.mean(jnp.logaddexp(0, logits) - label * logits)
+
+    with jax.enable_x64(True):
+        wide = [jnp.asarray(x, jnp.float64) for x in arrays]
+        exact = np.asarray(jax.grad(loss, 2)(*wide, label.astype(jnp.float64), jnp.float64))
+    found, original = (
+        np.asarray(jax.jit(jax.grad(fn, 2))(*arrays), np.float64)
+        for fn in (ikbo.rewrite(loss), loss)
+    )
+    errors = [np.sqrt(np.mean((x - exact) ** 2)) for x in (found, original)]
+    assert errors[0] <= 1.2 * errors[1], errors
