@@ -107,8 +107,18 @@ def update_slice(ctx: Context, eqn: Any, x: Any, update: Any, starts: Any) -> An
     start = known(ctx, starts[axis])
     if start is None:
         raise NotCovered("dynamic_update_slice of a value of candidates, not at a constant")
-    at = min(max(int(start), 0), full[axis] - sizes[axis])
+    at = clamped(ctx, start, full[axis] - sizes[axis])
     return placed(ctx, eqn, x, {at: update}, axis)
+
+
+def clamped(ctx: Context, start: Any, last: int) -> int:
+    """A constant position, at most `last`. `checkify` must find one outside in derivatives, too."""
+    at = min(max(int(start), 0), last)
+    if at != int(start):
+        if ctx.differentiated:
+            raise NotCovered("a position outside the array")
+        ctx.gradient_differs()
+    return at
 
 
 def taken(ctx: Context, eqn: Any, x: Concat, indices: Any) -> Any:

@@ -255,7 +255,7 @@ def _slice_at_constants(
         number = known(ctx, start) if size != full else 0
         if number is None:
             raise NotCovered("dynamic_slice of a concatenation at positions that are not constant")
-        begins.append(min(max(int(number), 0), full - size))
+        begins.append(placing.clamped(ctx, number, full - size))
     params = {
         "start_indices": tuple(begins),
         "limit_indices": tuple(b + n for b, n in zip(begins, sizes, strict=True)),

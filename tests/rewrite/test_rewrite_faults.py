@@ -331,3 +331,14 @@ def test_a_fill_far_above_the_logits_leaves_no_sum():
     found = ikbo.rewrite(attention)(*args)
     assert np.isnan(found).any()
     np.testing.assert_allclose(found, attention(*args), rtol=1e-5)
+
+
+def test_checkify_finds_constant_positions_outside_in_derivatives():
+    def loss(user, cand):
+        x = jax.lax.dynamic_update_slice(user[INDEX], cand[:, :2], (0, D - 1))
+        return jnp.tanh(x @ W).sum()
+
+    for fn in (loss, ikbo.rewrite(loss)):
+        checked = checkify.checkify(jax.grad(fn), errors=checkify.index_checks)
+        error, _ = jax.jit(checked)(USER, CAND)
+        assert "out-of-bounds" in str(error.get())

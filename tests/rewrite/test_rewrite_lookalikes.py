@@ -46,11 +46,14 @@ def test_a_drawn_program_stays_what_it_is_when_compiled() -> None:
 
 
 def test_checks_find_what_they_find_in_the_original() -> None:
-    """Values and gradients of lookups out of bounds,."""
-    found = {
-        case.name: (_error(case, case.fn), _error(case, ikbo.rewrite(case.fn)))
-        for case in map(draw_lookup, range(EXAMPLES // 12))
-    }
+    """Values and gradients of lookups out of bounds."""
+    found = {}
+    for case in map(draw_lookup, range(EXAMPLES // 12)):
+        try:
+            expected = _error(case, case.fn)
+        except IndexError:  # `checkify` raises it at the gradients of some gathers.
+            continue
+        found[case.name] = expected, _error(case, ikbo.rewrite(case.fn))
     assert {name: errors for name, errors in found.items() if errors[0] != errors[1]} == {}
     assert len({error for error, _ in found.values()}) > 1
 
