@@ -203,7 +203,8 @@ def chunked_vjp(
     d_key = scale · output_scale · dSᵀ · query and d_value = output_scale · Aᵀ · d_out. The scales
     multiply f32 sums, so small scales cost dS no precision in f16. S is recomputed twice: once in
     steps of tiles of queries, and once in steps of tiles of keys, each with all tiles of queries
-    that share it. So each sum is computed in one place and in one order.
+    that share it. So each sum is computed in one place and in one order. The steps of tiles of
+    queries compute S of a softmax before, too, for the sums over its keys.
 
     Args (the others are as for `chunked`):
       d_out: cotangent of out.

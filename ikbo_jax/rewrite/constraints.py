@@ -73,8 +73,6 @@ def _entry(sharding: Any, axis: int) -> Any:
 
 def placed(ctx: Any, value: Any, array: jax.Array) -> jax.Array:
     """The array of a deferred value, with the constraint on the value or on its candidates."""
-    if not ctx.programs.has_constraints:
-        return array
     if (found := ctx.scope.results((_ON_VALUE, id(value)))) is not None:
         placed: jax.Array = found[0](array)
         return placed
@@ -105,7 +103,5 @@ def divided(ctx: Any, origins: Iterable[Any], results: Sequence[Any]) -> Sequenc
 def _division(ctx: Any, origins: Iterable[Any], batch: Any) -> Division | None:
     """How so many candidates of these broadcasts are divided; None if constraints disagree."""
     divisions = ctx.programs.divisions
-    if not divisions:
-        return None
     found = [divisions[o] for o in origins if o in divisions and divisions[o].batch == batch]
     return found[0] if found and all(x == found[0] for x in found) else None
