@@ -35,7 +35,8 @@ from jax import lax
 from benchmarks import children, harness, timing
 from benchmarks.records import Record
 from ikbo_jax._timing import interleaved_ms
-from ikbo_jax.rewrite import cost, rewrite
+from ikbo_jax.rewrite import rewrite
+from ikbo_jax.rewrite.report import cost
 
 #: Bars: time of rewritten over by hand at most, speed-up over the original at least.
 BY_HAND_BAR, ORIGINAL_BAR = 1.1, 1.0

@@ -21,7 +21,8 @@ import session_costs
 import time_limit
 
 from ikbo_jax.ops import dispatch
-from ikbo_jax.rewrite import interpret, program
+from ikbo_jax.rewrite import interpret
+from ikbo_jax.rewrite.calls import program
 
 # The tests compile thousands of small programs to run each once.  LLVM's optimisation of them would
 # be 40 % of the suite.  The emitters that lower every fusion through MLIR, and the division of a
@@ -225,7 +226,7 @@ def fake_attention(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeHopper]:
     from ikbo_jax.pallas.attention_backward import kernel as backward_kernel
     from ikbo_jax.pallas.few_queries import kernel as few_queries
     from ikbo_jax.pallas.flash import attention as kernel
-    from ikbo_jax.pallas.flash import pack
+    from ikbo_jax.pallas.worklist import pack
 
     calls: list[dict[str, Any]] = []
     backward_calls: list[dict[str, Any]] = []

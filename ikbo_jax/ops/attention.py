@@ -202,7 +202,7 @@ def _run_kernel(
     # Imported here because Mosaic GPU takes 0.3 s to import.
     from ikbo_jax.pallas.few_queries import kernel as few_queries
     from ikbo_jax.pallas.flash import attention as kernel
-    from ikbo_jax.pallas.flash import counted_order, pack
+    from ikbo_jax.pallas.worklist import counted_order, pack
 
     has_few_queries = isinstance(plan.config, FewQueriesConfig)
     order, targets, lists = None, None, False

@@ -117,7 +117,7 @@ class _Residuals(NamedTuple):
 
 
 class _Plan(NamedTuple):
-    """Work of both kernels (`pallas.gdpa_backward.tiles.Work`), and statistics of a softmax."""
+    """Work of both kernels (`pallas.worklist.work.Work`), and statistics of a softmax."""
 
     queries: Any
     keys: Any
@@ -135,7 +135,8 @@ def _listed(
 
     `blocks` are the blocks' rows in the kernels for queries and for keys.
     """
-    from ikbo_jax.pallas.gdpa_backward import tiles, work_kernel
+    from ikbo_jax.pallas.gdpa_backward import statistics as statistics_by_xla
+    from ikbo_jax.pallas.worklist import work_kernel
 
     has_softmax = SOFTMAX in settings.activations
     found = work_kernel.works(
@@ -155,7 +156,7 @@ def _listed(
     queries, keys, rows = found
     statistics = None
     if rows is not None:
-        statistics = tiles.statistics_of(
+        statistics = statistics_by_xla.statistics_of(
             rows, *residuals, output_scale=settings.output_scale, block=blocks[1]
         )
     return _Plan(queries, keys, statistics)
@@ -174,7 +175,8 @@ def _planned(
 
     Every n-th query sequence belongs to part n of the keys, which are copied for each part.
     """
-    from ikbo_jax.pallas.gdpa_backward import tiles
+    from ikbo_jax.pallas.gdpa_backward import statistics as statistics_by_xla
+    from ikbo_jax.pallas.worklist import work
 
     query, key, _, cu_q, cu_kv, q_to_kv = arrays
     batch, batch_kv = num_sequences(arrays), cu_kv.shape[0] - 1
@@ -183,25 +185,25 @@ def _planned(
     kv_of = number if q_to_kv is None else jnp.clip(q_to_kv, 0, batch_kv - 1)
     if cu_q is None:
         length = jnp.full_like(number, query.shape[0])
-        q = tiles.Sequences(jnp.zeros_like(number), number * length, length, jnp.zeros_like(number))
+        q = work.Sequences(jnp.zeros_like(number), number * length, length, jnp.zeros_like(number))
     else:
         start, length = jagged.bounds(cu_q, total_q, settings.max_seqlen_q)
-        q = tiles.Sequences(start, start, length, jnp.zeros_like(start))
+        q = work.Sequences(start, start, length, jnp.zeros_like(start))
     start, length = jagged.bounds(cu_kv, key.shape[0], settings.max_seqlen_kv)
-    kv = tiles.Sequences(start, start, length, jnp.zeros_like(start))
+    kv = work.Sequences(start, start, length, jnp.zeros_like(start))
     statistics = None
     if SOFTMAX in settings.activations:
-        q, statistics = tiles.with_statistics(
+        q, statistics = statistics_by_xla.with_statistics(
             q, *residuals, output_scale=settings.output_scale, block=blocks[1]
         )
     is_bounded = settings.max_seqlen_q is not None and cu_q is not None
-    queries = tiles.query_work(q, kv, kv_of, total_q, block=blocks[0], is_bounded=is_bounded)
+    queries = work.query_work(q, kv, kv_of, total_q, block=blocks[0], is_bounded=is_bounded)
     if parts > 1:
         first = jnp.repeat(jnp.arange(parts, dtype=jnp.int32) * key.shape[0], batch_kv)
         source, target, length, zeros = (jnp.tile(x, parts) for x in kv)
-        kv = tiles.Sequences(source + first, target + first, length, zeros)
+        kv = work.Sequences(source + first, target + first, length, zeros)
         kv_of = kv_of + number % parts * batch_kv
-    keys = tiles.key_work(
+    keys = work.key_work(
         kv,
         q,
         kv_of,

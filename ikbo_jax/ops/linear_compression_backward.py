@@ -195,7 +195,7 @@ def _sum_of_all(cotangent: jax.Array) -> jax.Array:
 
 def _with_candidates(ancestor: jax.Array, batch: int) -> jax.Array:
     """[batch] int32: the position of each entry with a candidate, `batch` for the others."""
-    from ikbo_jax.pallas.flash import work_order
+    from ikbo_jax.pallas.worklist import work_order
 
     starts = work_order.starts(ancestor, batch)  # once in the program: the sums need it, too
     return jnp.where(starts[1:] > starts[:-1], jnp.arange(batch, dtype=jnp.int32), batch)

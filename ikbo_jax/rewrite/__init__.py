@@ -9,30 +9,34 @@ from typing import Any
 import jax
 import numpy as np
 
-from ikbo_jax.rewrite import (  # noqa: F401  These register rules.
-    calls,
-    concatenation,
+from ikbo_jax.rewrite.attention import (  # noqa: F401  These register rules.
+    changed_weights,
     contraction,
-    custom_jvp,
-    custom_vjp,
-    jaxprs,
-    jit,
-    jitted,
     merged_rules,
     pairs,
+)
+from ikbo_jax.rewrite.calls import (  # noqa: F401
+    control_flow,
+    custom_jvp,
+    custom_vjp,
+    jit,
+    jitted_function,
+    shard_map,
+)
+from ikbo_jax.rewrite.calls.program import run
+from ikbo_jax.rewrite.interpret import Context
+from ikbo_jax.rewrite.report.report import FoundBroadcast, Materialisation, RewriteReport
+from ikbo_jax.rewrite.rules import (  # noqa: F401
+    concatenation,
+    elementwise,
     reshape,
     resharding,
     row_rules,
-    rules,
-    shard_map,
     sources,
-    weights,
 )
-from ikbo_jax.rewrite.interpret import Context
-from ikbo_jax.rewrite.lineage import Concat, Lazy, Lineage
-from ikbo_jax.rewrite.program import run
-from ikbo_jax.rewrite.registry import NotCovered, Rule, register_rule
-from ikbo_jax.rewrite.report import FoundBroadcast, Materialisation, RewriteReport
+from ikbo_jax.rewrite.values import jaxprs
+from ikbo_jax.rewrite.values.lineage import Concat, Lazy, Lineage
+from ikbo_jax.rewrite.values.registry import NotCovered, Rule, register_rule
 
 __all__ = [
     "Concat",
@@ -79,7 +83,7 @@ def rewrite(fn: Callable[..., Any]) -> Callable[..., Any]:
         raise TypeError(f"fn must be a function, but is {fn!r}")
     if getattr(fn, "_ikbo_rewritten", False):
         return fn
-    if (jit_info := jitted.parameters(fn)) is not None:
+    if (jit_info := jitted_function.parameters(fn)) is not None:
         inner, parameters = jit_info
         return jax.jit(rewrite(inner), **parameters)
 
@@ -107,7 +111,7 @@ def rewrite(fn: Callable[..., Any]) -> Callable[..., Any]:
         return jax.tree.unflatten(out_treedef, _merge(arrays_out, results, statics))
 
     rewritten._ikbo_rewritten = True  # type: ignore[attr-defined]
-    return jitted.WithMethods(rewritten) if hasattr(fn, "lower") else rewritten
+    return jitted_function.WithMethods(rewritten) if hasattr(fn, "lower") else rewritten
 
 
 def _is_array(x: Any) -> bool:

@@ -16,9 +16,10 @@ import jax
 from jax import lax
 from jax.extend import core
 
-from ikbo_jax.rewrite import staged
-from ikbo_jax.rewrite.constraints import divided, placed
-from ikbo_jax.rewrite.equations import (
+from ikbo_jax.rewrite.calls.constraints import divided, placed
+from ikbo_jax.rewrite.report.recorder import Recorder
+from ikbo_jax.rewrite.values import staged
+from ikbo_jax.rewrite.values.equations import (
     described,
     identity,
     is_number,
@@ -27,14 +28,13 @@ from ikbo_jax.rewrite.equations import (
     op_plan,
     why_kept,
 )
-from ikbo_jax.rewrite.jaxprs import interpret
-from ikbo_jax.rewrite.lineage import Deferred, is_plain, origins_of
-from ikbo_jax.rewrite.program_cache import ProgramCache
-from ikbo_jax.rewrite.provenance import Provenance
-from ikbo_jax.rewrite.recorder import Recorder
-from ikbo_jax.rewrite.registry import NotCovered, applies_to_arrays, rule_of
-from ikbo_jax.rewrite.scope import Scope
-from ikbo_jax.rewrite.staged import TRACER
+from ikbo_jax.rewrite.values.jaxprs import interpret
+from ikbo_jax.rewrite.values.lineage import Deferred, is_plain, origins_of
+from ikbo_jax.rewrite.values.program_cache import ProgramCache
+from ikbo_jax.rewrite.values.provenance import Provenance
+from ikbo_jax.rewrite.values.registry import NotCovered, applies_to_arrays, rule_of
+from ikbo_jax.rewrite.values.scope import Scope
+from ikbo_jax.rewrite.values.staged import TRACER
 
 
 class Context:

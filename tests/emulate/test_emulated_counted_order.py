@@ -10,8 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from ikbo_jax.pallas.flash import counted_order
-from ikbo_jax.pallas.flash.counted_order import Shape, count_order
+from ikbo_jax.pallas.worklist import counted_order
+from ikbo_jax.pallas.worklist.counted_order import Shape, count_order
 
 
 @dataclasses.dataclass(frozen=True)

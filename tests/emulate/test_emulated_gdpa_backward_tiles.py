@@ -12,8 +12,13 @@ import test_gdpa_backward_tiles as tiles
 from test_gdpa_backward_tiles import Case
 
 from ikbo_jax.ops import gdpa_backward as op
-from ikbo_jax.pallas.flash import counted_order, tile_list_kernel, tile_positions, work_order
-from ikbo_jax.pallas.gdpa_backward import work_kernel
+from ikbo_jax.pallas.worklist import (
+    counted_order,
+    tile_list_kernel,
+    tile_positions,
+    work_kernel,
+    work_order,
+)
 
 
 def many(*, is_shared: bool) -> Case:

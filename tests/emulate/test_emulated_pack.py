@@ -14,7 +14,7 @@ import pytest
 import ikbo_jax
 from ikbo_jax.ops import attention, dispatch
 from ikbo_jax.pallas.attention_backward import statistics
-from ikbo_jax.pallas.flash import counted_order, pack, work_order
+from ikbo_jax.pallas.worklist import counted_order, pack, work_order
 from ikbo_jax.problems.few_queries import FewQueriesConfig
 from ikbo_jax.reference import attention as reference
 from ikbo_jax.reference import attention_grouped

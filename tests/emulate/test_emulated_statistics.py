@@ -8,8 +8,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from ikbo_jax.pallas.attention_backward import numbering, rows, statistics
-from ikbo_jax.pallas.flash import work_order
+from ikbo_jax.pallas.attention_backward import rows, statistics
+from ikbo_jax.pallas.worklist import numbering, work_order
+from ikbo_jax.pallas.worklist import rows as worklist
 
 #: Whether each CTA of the launch numbers the rows, or another launch does.
 BY_LAUNCHES = pytest.mark.parametrize("is_numbered_before", [False, True])
@@ -61,7 +62,7 @@ def test_emulated_statistics_and_packed_rows_are_those_of_xla(
         is_numbered_before=is_numbered_before, is_ordered_before=is_ordered_before
     )
     monkeypatch.setattr(work_order, "MAX_COUNTED", 4096)  # stable for users below 0, too
-    by_xla = rows.by_xla(index, lengths, sizes)
+    by_xla = worklist.by_xla(index, lengths, sizes)
     assert jax.tree.structure(found) == jax.tree.structure(by_xla)
     for x, y in zip(jax.tree.leaves(found), jax.tree.leaves(by_xla), strict=True):
         np.testing.assert_array_equal(x, y)
@@ -121,7 +122,7 @@ def test_emulated_order_of_many_candidates_is_xla_s(
     with sm90.emulated(0) as launched:
         found, _, packed = rows.with_statistics(index, None, inputs, sizes, kv_heads=1, count=2400)
     assert launched == names(is_numbered_before=False)
-    by_xla = rows.by_xla(index, None, sizes)
+    by_xla = worklist.by_xla(index, None, sizes)
     for x, y in zip(found, by_xla, strict=True):
         np.testing.assert_array_equal(x, y)
     np.testing.assert_array_equal(packed.query, rows.pack(query, by_xla.order, 1))
@@ -146,9 +147,9 @@ def test_emulated_numbers_are_those_of_xla(name: str, sm90: emulator.Emulator) -
     index = jnp.asarray(np.sort(index) if is_sorted else index, jnp.int32)
     lengths = None if is_even else jnp.asarray(rng.integers(-5, 305, users), jnp.int32)
     with sm90.emulated(0) as launched:
-        found = rows.make_rows(index, lengths, sizes)
+        found = worklist.make_rows(index, lengths, sizes)
     assert len(launched) == 1
-    want = rows.by_xla(index, lengths, sizes)
+    want = worklist.by_xla(index, lengths, sizes)
     assert jax.tree.structure(found) == jax.tree.structure(want)
     for x, y in zip(jax.tree.leaves(found), jax.tree.leaves(want), strict=True):
         np.testing.assert_array_equal(x, y)

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import test_gdpa_tiles as tiles
 
-from ikbo_jax.pallas.flash import tile_list, tile_list_kernel, tile_positions
+from ikbo_jax.pallas.worklist import tile_list, tile_list_kernel, tile_positions
 
 
 def many(bound: int | None) -> tuple[Any, ...]:

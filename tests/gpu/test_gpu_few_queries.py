@@ -13,7 +13,7 @@ import pytest
 from test_gpu_attention import check, check_repeats, problem_of, run
 
 import ikbo_jax as ikbo
-from ikbo_jax.pallas.flash import counted_order, pack
+from ikbo_jax.pallas.worklist import counted_order, pack
 from ikbo_jax.problems import FewQueriesConfig
 
 pytestmark = pytest.mark.gpu

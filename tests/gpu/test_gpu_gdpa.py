@@ -17,7 +17,8 @@ from problems_gdpa import Shape
 
 import ikbo_jax as ikbo
 from ikbo_jax.ops import dispatch, gdpa_backward
-from ikbo_jax.pallas.flash import attention, tile_list
+from ikbo_jax.pallas.flash import attention
+from ikbo_jax.pallas.worklist import tile_list
 from ikbo_jax.problems import GdpaConfig, ShortGdpaConfig
 from ikbo_jax.problems.gdpa import MAX_BLOCK_KV
 from ikbo_jax.problems.hopper import TILE_ROWS

@@ -17,7 +17,7 @@ from problems_gdpa import Shape
 
 from ikbo_jax.ops import dispatch, gdpa
 from ikbo_jax.ops import gdpa_backward as op
-from ikbo_jax.pallas.gdpa_backward import work_kernel
+from ikbo_jax.pallas.worklist import work_kernel
 from ikbo_jax.problems import GdpaBackwardConfig, gdpa_backward
 from ikbo_jax.problems.gdpa_backward import HEAD_DIMS
 from ikbo_jax.reference import gdpa as reference

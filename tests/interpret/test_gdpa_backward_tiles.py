@@ -16,7 +16,9 @@ import numpy as np
 import pytest
 
 from ikbo_jax.ops import gdpa_backward as op
-from ikbo_jax.pallas.gdpa_backward import tiles, work_kernel
+from ikbo_jax.pallas.gdpa_backward import statistics
+from ikbo_jax.pallas.worklist import work_kernel
+from ikbo_jax.pallas.worklist.work import Work
 from ikbo_jax.reference.gdpa import Arrays, Settings
 
 pytestmark = [pytest.mark.usefixtures("on_cpu"), pytest.mark.slow]
@@ -87,7 +89,7 @@ CASES = {
 }  # fmt: skip
 
 
-def expected(case: Case) -> tuple[tiles.Work, tiles.Work, Any]:
+def expected(case: Case) -> tuple[Work, Work, Any]:
     """The work by XLA, and the blocks of statistics."""
     blocks = []
 
@@ -97,7 +99,7 @@ def expected(case: Case) -> tuple[tiles.Work, tiles.Work, Any]:
     total = case.q_rows * (1 if case.cu_q is not None else len(case.q_to_kv or case.cu_kv[1:]))
     out = jnp.zeros((total, 1, 1), jnp.bfloat16)
     residuals = op._Residuals(out, jnp.zeros((total, 1), jnp.float32), out)
-    with mock.patch.object(tiles, "statistics_of", keep):
+    with mock.patch.object(statistics, "statistics_of", keep):
         plan = op._planned(case.arrays, case.settings, residuals, case.blocks, case.parts)
     return plan.queries, plan.keys, np.asarray(blocks[0]) if blocks else None
 

@@ -16,9 +16,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ikbo_jax.pallas.flash import tile_list, tile_list_kernel
-from ikbo_jax.pallas.flash.jagged_segments import Shape
 from ikbo_jax.pallas.hopper import per_thread
+from ikbo_jax.pallas.worklist import tile_list, tile_list_kernel
+from ikbo_jax.pallas.worklist.jagged_segments import Shape
 
 
 def plain_offsets(cu: Any, total: int) -> list[int]:

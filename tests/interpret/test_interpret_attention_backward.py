@@ -15,8 +15,8 @@ import problems
 import pytest
 from problems import AttentionInputs, AttentionShape
 
-from ikbo_jax.pallas.attention_backward import rows
 from ikbo_jax.pallas.attention_backward.kernel import attention_backward_kernel
+from ikbo_jax.pallas.worklist import rows
 from ikbo_jax.problems import AttentionProblem
 from ikbo_jax.problems.attention_backward import MAX_BOTH_SUMS
 from ikbo_jax.problems.attention_backward import AttentionBackwardConfig as Config

@@ -17,7 +17,7 @@ from ikbo_jax.ops import attention as op
 from ikbo_jax.ops import dispatch
 from ikbo_jax.pallas.attention_backward import kernel as backward_kernel
 from ikbo_jax.pallas.flash import attention as kernel
-from ikbo_jax.pallas.flash import pack
+from ikbo_jax.pallas.worklist import pack
 from ikbo_jax.problems import AttentionConfig
 from ikbo_jax.reference import attention as reference
 

@@ -24,15 +24,10 @@ import ikbo_jax as ikbo
 from ikbo_jax.cases import gdpa as cases
 from ikbo_jax.ops import dispatch
 from ikbo_jax.ops import gdpa as op
-from ikbo_jax.pallas.flash import (
-    attention,
-    gdpa_consumer,
-    short_gdpa,
-    tile_list,
-    tile_list_kernel,
-)
+from ikbo_jax.pallas.flash import attention, gdpa_consumer, short_gdpa
 from ikbo_jax.pallas.flash import gdpa_forward as kernel
-from ikbo_jax.pallas.flash.found_tiles import Sequences
+from ikbo_jax.pallas.worklist import tile_list, tile_list_kernel
+from ikbo_jax.pallas.worklist.found_tiles import Sequences
 from ikbo_jax.problems import GdpaConfig, ShortGdpaConfig
 from ikbo_jax.problems.hopper import NUM_CONSUMERS, TILE_ROWS
 from ikbo_jax.reference import gdpa as reference

@@ -15,8 +15,9 @@ from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith
 from test_offline_attention import operands
 
-from ikbo_jax.pallas.attention_backward import numbering, products, statistics
+from ikbo_jax.pallas.attention_backward import products, statistics
 from ikbo_jax.pallas.attention_backward.kernel import attention_backward_kernel
+from ikbo_jax.pallas.worklist import numbering
 from ikbo_jax.problems import AttentionBackwardProblem, AttentionProblem, attention_backward
 from ikbo_jax.problems.attention_backward import AttentionBackwardConfig as Config
 from ikbo_jax.tuning import table_rows

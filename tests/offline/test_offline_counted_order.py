@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import offline
 import pytest
 
-from ikbo_jax.pallas.flash import counted_order
+from ikbo_jax.pallas.worklist import counted_order
 
 pytestmark = pytest.mark.slow
 

@@ -12,9 +12,10 @@ import jax.numpy as jnp
 import offline
 import pytest
 
-from ikbo_jax.pallas.flash import attention, short_gdpa, tile_list, tile_list_kernel
+from ikbo_jax.pallas.flash import attention, short_gdpa
 from ikbo_jax.pallas.flash import gdpa_forward as kernel
-from ikbo_jax.pallas.flash.found_tiles import Sequences
+from ikbo_jax.pallas.worklist import tile_list, tile_list_kernel
+from ikbo_jax.pallas.worklist.found_tiles import Sequences
 from ikbo_jax.problems import GdpaConfig, GdpaProblem, ShortGdpaConfig, hopper
 from ikbo_jax.problems import short_gdpa as short_configs
 from ikbo_jax.problems.hopper import WARPGROUP_SIZE

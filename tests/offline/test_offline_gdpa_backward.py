@@ -12,7 +12,8 @@ import offline
 import planted
 import pytest
 
-from ikbo_jax.pallas.gdpa_backward import kernels, tiles, work_kernel
+from ikbo_jax.pallas.gdpa_backward import kernels, tiles
+from ikbo_jax.pallas.worklist import work_kernel
 from ikbo_jax.problems import GdpaBackwardConfig as Config
 from ikbo_jax.problems import GdpaBackwardProblem
 from ikbo_jax.problems import gdpa_backward as backward_configs

@@ -8,14 +8,17 @@ import numpy as np
 import pytest
 
 from ikbo_jax.pallas.attention_backward import rows
-from ikbo_jax.pallas.flash import work_order
+from ikbo_jax.pallas.attention_backward.statistics import Inputs
+from ikbo_jax.pallas.worklist import rows as worklist
+from ikbo_jax.pallas.worklist import work_order
+from ikbo_jax.pallas.worklist.numbering import Sizes
 from ikbo_jax.problems.hopper import TILE_ROWS
 
 KV_LEN, Q_LEN, GROUP, BLOCK_Q = 300, 3, 2, 32
 
 
 def sizes_of(batch, users, splits, is_sorted):
-    return rows.Sizes(
+    return Sizes(
         batch, users, KV_LEN, Q_LEN, GROUP, BLOCK_Q, splits, is_sorted, tile_rows=TILE_ROWS
     )
 
@@ -23,7 +26,7 @@ def sizes_of(batch, users, splits, is_sorted):
 def make(index, sizes):
     rng = np.random.default_rng(1)
     lengths = jnp.asarray(rng.integers(-5, KV_LEN + 5, sizes.users), jnp.int32)
-    return rows.by_xla(jnp.asarray(index, jnp.int32), lengths, sizes)
+    return worklist.by_xla(jnp.asarray(index, jnp.int32), lengths, sizes)
 
 
 @pytest.mark.parametrize(("batch", "users"), [(1, 1), (50, 7), (9, 40), (200, 1)])
@@ -35,7 +38,7 @@ def test_both_ways_number_the_same_rows(monkeypatch, batch, users, is_sorted, is
     index = np.sort(index) if is_sorted else index
     sizes = sizes_of(batch, users, splits, is_sorted)
     by_pairs = make(index, sizes)
-    monkeypatch.setattr(rows, "MAX_PAIRS", 0)
+    monkeypatch.setattr(worklist, "MAX_PAIRS", 0)
     monkeypatch.setattr(work_order, "MAX_COMPARED", 0)
     monkeypatch.setattr(work_order, "MAX_COUNTED", 0)
     by_sums = make(index, sizes)
@@ -87,7 +90,7 @@ def test_statistics_are_nan_where_a_promised_order_is_wrong(d_lse):
         sizes = sizes_of(batch, 3, 1, True)
         found = make(np.asarray(index), sizes)
         count = 4 * BLOCK_Q
-        inputs = rows.Inputs(out, out, lse, gradient, out)
+        inputs = Inputs(out, out, lse, gradient, out)
         statistics = rows.statistics_by_xla(inputs, found, sizes, heads, count)
         assert statistics.shape == (heads, 2, count + TILE_ROWS)
         assert bool(jnp.isnan(statistics).all()) == is_nan

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from ikbo_jax.pallas.flash import work_order
+from ikbo_jax.pallas.worklist import work_order
 
 by_user = jax.jit(work_order.by_user)
 run_ends = jax.jit(work_order.run_ends)

@@ -109,7 +109,7 @@ def double_p() -> Primitive:
 
 
 def test_a_primitive_without_a_rule_is_right_and_a_rule_can_be_added(monkeypatch) -> None:
-    from ikbo_jax.rewrite import registry
+    from ikbo_jax.rewrite.values import registry
 
     monkeypatch.setattr(registry, "_RULES", dict(registry._RULES))
     primitive = double_p()

@@ -10,7 +10,8 @@ import pytest
 from jax import lax
 
 import ikbo_jax as ikbo
-from ikbo_jax.rewrite import contraction, cost
+from ikbo_jax.rewrite.attention import contraction
+from ikbo_jax.rewrite.report import cost
 
 FIELDS, WIDTH, LAYERS = 26, 16, 3
 B, U = 512, 16

@@ -13,7 +13,7 @@ import rewrite_basics
 from rewrite_basics import check_values_and_gradients, report_of
 
 import ikbo_jax as ikbo
-from ikbo_jax.rewrite import linear
+from ikbo_jax.rewrite.values import linear
 
 B, U, S, D = 48, 6, 8, 16
 RNG = np.random.default_rng(0)

@@ -13,7 +13,7 @@ from jax import lax
 from jax.extend import core
 from jax.interpreters import partial_eval
 
-from ikbo_jax.rewrite.dead_code import without_dead_code
+from ikbo_jax.rewrite.values.dead_code import without_dead_code
 
 X = jnp.ones((3, 4))
 

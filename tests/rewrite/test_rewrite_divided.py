@@ -16,7 +16,7 @@ from jax.sharding import PartitionSpec as P
 from rewrite_basics import computed
 
 import ikbo_jax as ikbo
-from ikbo_jax.rewrite import in_turns
+from ikbo_jax.rewrite.values import in_turns
 
 U, B, S, D, V, SESSIONS = 3, 1024, 4, 8, 5, 6
 

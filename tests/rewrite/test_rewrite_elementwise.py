@@ -11,7 +11,7 @@ import pytest
 from rewrite_basics import A, D, check, loss, report_of
 
 import ikbo_jax as ikbo
-from ikbo_jax.rewrite import cost
+from ikbo_jax.rewrite.report import cost
 
 
 def custom(function: Callable[[Any], Any], rule: Callable[[Any, Any, Any], Any]) -> Any:

@@ -13,14 +13,14 @@ from jax.extend import core
 from lookalikes import with_slope
 
 from ikbo_jax.reference.activations import ACTIVATIONS, SOFTMAX
-from ikbo_jax.rewrite import activations, curves, facts
+from ikbo_jax.rewrite.facts import activations, curves, proofs
 
 
 def told(fact, fn, *args, more=()):
     """What a fact says of what a function returns: `fact(context, result, *more)`.
 
     Args:
-      fact: of `ikbo_jax.rewrite.facts`.
+      fact: of `ikbo_jax.rewrite.facts.proofs`.
       fn: of `args`. Arrays that it closes over are known.
       args: structs of what nothing is known of.
       more: arguments of the fact.
@@ -231,56 +231,56 @@ BOUNDS = {
 @pytest.mark.parametrize("name", BOUNDS)
 def test_bounds(name: str) -> None:
     fn, expected = BOUNDS[name]
-    assert told(facts.interval, fn, X) == expected
+    assert told(proofs.interval, fn, X) == expected
 
 
 def test_numbers_are_rounded_as_the_program_rounds_them() -> None:
     seven = jnp.float32(7)
-    root = told(facts.constant, lambda: 1 / jnp.sqrt(seven))
+    root = told(proofs.constant, lambda: 1 / jnp.sqrt(seven))
     assert root == np.float32(1) / np.sqrt(np.float32(7))
-    third = told(facts.constant, lambda: (seven / 3).astype(jnp.bfloat16))
+    third = told(proofs.constant, lambda: (seven / 3).astype(jnp.bfloat16))
     assert third == float(jnp.bfloat16(7 / 3))
-    assert told(facts.constant, lambda: jnp.sin(seven)) is None
-    assert told(facts.constant, lambda y: y + 1, ints()) is None
+    assert told(proofs.constant, lambda: jnp.sin(seven)) is None
+    assert told(proofs.constant, lambda y: y + 1, ints()) is None
 
 
 def test_possible_values() -> None:
     kept = ints(2, 3, dtype="bool")
-    fills = told(facts.possible_values, lambda m: jnp.where(m, 0.0, -1e9), kept)
+    fills = told(proofs.possible_values, lambda m: jnp.where(m, 0.0, -1e9), kept)
     assert fills == {0.0, float(np.float32(-1e9))}
-    bias = told(facts.possible_values, lambda m: (1 - m.astype("float32")) * -1e4, kept)
+    bias = told(proofs.possible_values, lambda m: (1 - m.astype("float32")) * -1e4, kept)
     assert bias == {0.0, -1e4}
-    assert told(facts.possible_values, lambda x: x * 2.0, ints(3)) is None
+    assert told(proofs.possible_values, lambda x: x * 2.0, ints(3)) is None
 
 
 def test_positions_count_up_only_if_they_are_0_1_2() -> None:
     def counts_up(value, size=5):
-        return told(lambda ctx, _: facts.counts_up(ctx, value, size), lambda: jnp.ones(()))
+        return told(lambda ctx, _: proofs.counts_up(ctx, value, size), lambda: jnp.ones(()))
 
     assert counts_up(np.arange(5))
     assert counts_up(np.arange(5)[None, :, None])
     for other in (np.arange(5)[::-1], 1 + np.arange(5), np.zeros(5), 2 * np.arange(5)):
         assert not counts_up(other)
     assert not counts_up(np.arange(5), 4)
-    assert told(facts.counts_up, lambda: lax.iota("int32", 5)[None], more=(5,))
+    assert told(proofs.counts_up, lambda: lax.iota("int32", 5)[None], more=(5,))
     # A reshape after a transpose shuffles them.
     assert not told(
-        facts.counts_up, lambda: lax.iota("int32", 6).reshape(2, 3).T.reshape(6), more=(6,)
+        proofs.counts_up, lambda: lax.iota("int32", 6).reshape(2, 3).T.reshape(6), more=(6,)
     )
     for dtype, size, expected in (
         *(("int8", 128, True), ("int8", 129, False), ("uint8", 256, True), ("uint8", 257, False)),
         *(("bfloat16", 257, True), ("bfloat16", 258, False), ("float16", 2049, True)),
     ):
         cast = told(
-            facts.counts_up, lambda n=size, d=dtype: lax.iota("int32", n).astype(d), more=(size,)
+            proofs.counts_up, lambda n=size, d=dtype: lax.iota("int32", n).astype(d), more=(size,)
         )
         assert (
             cast
             == expected
-            == told(facts.counts_up, lambda n=size, d=dtype: lax.iota(d, n), more=(size,))
+            == told(proofs.counts_up, lambda n=size, d=dtype: lax.iota(d, n), more=(size,))
         )
     grid = told(
-        facts.counts_up, lambda: lax.broadcasted_iota("int32", (2, 3), 1).reshape(6), more=(6,)
+        proofs.counts_up, lambda: lax.broadcasted_iota("int32", (2, 3), 1).reshape(6), more=(6,)
     )
     assert not grid
 
@@ -303,7 +303,7 @@ def test_positions_count_up_only_if_they_are_0_1_2() -> None:
 )
 def test_lengths(fn, is_length: bool) -> None:
     at = np.arange(5)[None]
-    found = told(facts.lengths, lambda n: fn(at, n), ints(3, 1), more=((0, 1), 3, 5))
+    found = told(proofs.lengths, lambda n: fn(at, n), ints(3, 1), more=((0, 1), 3, 5))
     assert (found is not None) == is_length
 
 
@@ -323,5 +323,5 @@ def test_lengths(fn, is_length: bool) -> None:
     ],
 )
 def test_lengths_of_as_many_users_as_keys(fn, dims, is_length: bool) -> None:
-    found = told(facts.lengths, fn, ints(4), more=(dims, 4, 4))
+    found = told(proofs.lengths, fn, ints(4), more=(dims, 4, 4))
     assert (found is not None) == is_length

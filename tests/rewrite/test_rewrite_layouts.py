@@ -25,7 +25,8 @@ from rewrite_basics import (
 )
 
 import ikbo_jax as ikbo
-from ikbo_jax.rewrite import cost, jaxprs
+from ikbo_jax.rewrite.report import cost
+from ikbo_jax.rewrite.values import jaxprs
 
 
 def flops(fn, args) -> int:

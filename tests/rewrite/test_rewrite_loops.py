@@ -12,7 +12,8 @@ import pytest
 from jax import lax
 from test_rewrite_tracing import calls
 
-from ikbo_jax.rewrite import hoisting, loops
+from ikbo_jax.rewrite.calls import loops
+from ikbo_jax.rewrite.values import hoisting
 
 X = jnp.arange(6.0).reshape(2, 3)
 N = jnp.arange(3, dtype=jnp.int32)

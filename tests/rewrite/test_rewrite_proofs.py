@@ -11,9 +11,9 @@ from jax import lax
 from rewrite_basics import check_values_and_gradients, report_of
 
 import ikbo_jax as ikbo
+from ikbo_jax.rewrite.facts.known import known
 from ikbo_jax.rewrite.interpret import Context
-from ikbo_jax.rewrite.known import known
-from ikbo_jax.rewrite.recorder import Recorder
+from ikbo_jax.rewrite.report.recorder import Recorder
 
 RNG = np.random.default_rng(0)
 U, B, D = 4, 32, 8

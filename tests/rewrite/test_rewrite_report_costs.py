@@ -17,8 +17,10 @@ from rewrite_basics import report_of
 
 import ikbo_jax as ikbo
 from ikbo_jax.ops import dispatch, explain
-from ikbo_jax.rewrite import RewriteReport, cost, jaxprs
-from ikbo_jax.rewrite.work import BothCosts
+from ikbo_jax.rewrite import RewriteReport
+from ikbo_jax.rewrite.report import cost
+from ikbo_jax.rewrite.report.work import BothCosts
+from ikbo_jax.rewrite.values import jaxprs
 
 FILES = tuple(f"{x.__name__}.py:" for x in (layout_models, layout_positions, layout_sequences))
 

@@ -14,7 +14,9 @@ from jax.experimental import io_callback
 from rewrite_basics import report_of, same
 
 import ikbo_jax as ikbo
-from ikbo_jax.rewrite import NotCovered, interpret, register_rule, registry, sources
+from ikbo_jax.rewrite import NotCovered, interpret, register_rule
+from ikbo_jax.rewrite.rules import sources
+from ikbo_jax.rewrite.values import registry
 
 B, U, D = 12, 3, 4
 RNG = np.random.default_rng(0)

@@ -16,7 +16,7 @@ from rewrite_basics import computed
 
 import ikbo_jax as ikbo
 from ikbo_jax.models import ranking
-from ikbo_jax.rewrite import cost
+from ikbo_jax.rewrite.report import cost
 
 SIZES = ranking.Sizes(
     candidates=16, users=3, layers=1, width=16, user_dense=16, dense_tokens=4, user_tokens=12,

@@ -14,7 +14,7 @@ from jax import lax
 from rewrite_basics import computed
 from test_rewrite_tracing import calls
 
-from ikbo_jax.rewrite import staged
+from ikbo_jax.rewrite.values import staged
 
 X = jnp.arange(24.0).reshape(2, 1, 12)
 INDEX = jnp.array([1, 0, 1], jnp.int32)

@@ -14,7 +14,8 @@ from layout_table import LAYOUTS, B, S, U
 from rewrite_basics import computed
 
 import ikbo_jax as ikbo
-from ikbo_jax.rewrite import cost, lineage
+from ikbo_jax.rewrite.report import cost
+from ikbo_jax.rewrite.values import lineage
 
 #: Layouts that do not name the batch, so that it may be symbolic.
 NAMES = (

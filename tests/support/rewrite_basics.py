@@ -14,8 +14,9 @@ from float64_oracle import ROUNDED, UnknownPrimitive, evaluate
 from jax.extend import core
 
 import ikbo_jax as ikbo
-from ikbo_jax.rewrite import Lazy, NotCovered, RewriteReport, register_rule, registry
-from ikbo_jax.rewrite.work import BothCosts
+from ikbo_jax.rewrite import Lazy, NotCovered, RewriteReport, register_rule
+from ikbo_jax.rewrite.report.work import BothCosts
+from ikbo_jax.rewrite.values import registry
 
 B, U, D, C, H = 24, 4, 6, 5, 8
 

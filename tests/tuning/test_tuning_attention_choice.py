@@ -7,7 +7,7 @@ import dataclasses
 import numpy as np
 import pytest
 
-from ikbo_jax.pallas.flash import tile_list_kernel
+from ikbo_jax.pallas.worklist import tile_list_kernel
 from ikbo_jax.problems import (
     AttentionConfig,
     AttentionProblem,

@@ -19,12 +19,6 @@ BLOCKS, ROWS, PART, HEAD, TILE, KEYS, FIRST_TARGET = range(7)
 #: Words of a part of d_query: number of the tile of keys (negative: no more parts),
 #: plane of `d_query`, first row in it, number of the block's counter.
 PART_TILE, PART_PLANE, PART_ROW, PART_COUNTER = range(4)
-#: Words of a part of a user's rows in device memory: first query row, number of query rows, first
-#: row in `d_query`, number of the user's keys.
-USER_WORDS = 4
-#: Words of a tile of query rows in device memory, for launches that compute d_query alone: first
-#: query row, number of query rows, user, number of its keys, first row's target.
-TILE_WORDS = 5
 
 
 @dataclasses.dataclass(frozen=True)

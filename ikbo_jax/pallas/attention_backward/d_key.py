@@ -32,10 +32,11 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from ikbo_jax.pallas.attention_backward import products
-from ikbo_jax.pallas.attention_backward import rows as row_numbers
-from ikbo_jax.pallas.attention_backward.context import USER_WORDS, Operands, Shape
+from ikbo_jax.pallas.attention_backward import rows as query_rows
+from ikbo_jax.pallas.attention_backward.context import Operands, Shape
 from ikbo_jax.pallas.hopper import mma, mosaic, operand_tiles, stores
 from ikbo_jax.pallas.hopper.launch import Roles, WarpgroupContext, launch
+from ikbo_jax.pallas.worklist.numbering import USER_WORDS
 from ikbo_jax.problems.attention_backward import AttentionBackwardConfig
 from ikbo_jax.problems.hopper import NUM_CONSUMERS, WARPGROUP_SIZE, WGMMA_M
 
@@ -297,7 +298,7 @@ def d_key_kernel(
     (sums,) = launch(
         Roles(context, _produce, _consume),
         DKeyOperands(d_scores, operands.query, operands.users),
-        (row_numbers.gradient_type(keys, key.dtype, shape.splits, dtype),),
+        (query_rows.gradient_type(keys, key.dtype, shape.splits, dtype),),
         config.stored_shared(shape.head_dim),
         dtype=key.dtype,
         name="ikbo_attention_backward_stored_d_key",
@@ -305,4 +306,4 @@ def d_key_kernel(
         counters=(int(context(None, None, None, False).items > workers),),
         interpret=interpret,
     )
-    return row_numbers.add_parts(sums, keys, shape.splits, dtype)
+    return query_rows.add_parts(sums, keys, shape.splits, dtype)

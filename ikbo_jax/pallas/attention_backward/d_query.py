@@ -32,9 +32,10 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from ikbo_jax.pallas.attention_backward.context import TILE_WORDS, Operands, Shape
+from ikbo_jax.pallas.attention_backward.context import Operands, Shape
 from ikbo_jax.pallas.hopper import mma, mosaic, operand_tiles, stores
 from ikbo_jax.pallas.hopper.launch import Roles, WarpgroupContext, launch
+from ikbo_jax.pallas.worklist.numbering import TILE_WORDS
 from ikbo_jax.problems.attention_backward import AttentionBackwardConfig, query_slots
 from ikbo_jax.problems.hopper import (
     NUM_CONSUMERS,
@@ -315,7 +316,7 @@ def d_query_kernel(
     num_sms: int,
     interpret: Any = False,
 ) -> jax.Array:
-    """d_query [B * T, N, H] in the caller's order; `tiles` and `order` are those of `rows.Rows`."""
+    """d_query [B * T, N, H] in the caller's order; `tiles` and `order` are those of `Rows`."""
     workers = min(num_sms, (tiles.shape[0] - 1) * shape.kv_heads)
     shape = dataclasses.replace(shape, workers=workers)
 

@@ -64,7 +64,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
 from ikbo_jax.pallas.attention_backward import parts
-from ikbo_jax.pallas.attention_backward import rows as row_numbers
+from ikbo_jax.pallas.attention_backward import rows as query_rows
 from ikbo_jax.pallas.attention_backward.consumer import consume
 from ikbo_jax.pallas.attention_backward.context import (
     BackwardContext,
@@ -76,8 +76,11 @@ from ikbo_jax.pallas.attention_backward.context import (
 from ikbo_jax.pallas.attention_backward.d_key import d_key_kernel
 from ikbo_jax.pallas.attention_backward.d_query import d_query_kernel
 from ikbo_jax.pallas.attention_backward.producer import produce, write
+from ikbo_jax.pallas.attention_backward.statistics import Inputs
 from ikbo_jax.pallas.attention_backward.stored import stored_kernel
 from ikbo_jax.pallas.hopper.launch import Roles, launch
+from ikbo_jax.pallas.worklist.numbering import Sizes
+from ikbo_jax.pallas.worklist.rows import Rows
 from ikbo_jax.problems.attention_backward import (
     BLOCK_KV,
     BOTH,
@@ -144,7 +147,7 @@ def attention_backward_kernel(
     batch, q_len, q_heads, head_dim = query.shape
     users, kv_len, kv_heads, _ = key.shape
     group = q_heads // kv_heads
-    sizes = row_numbers.Sizes(
+    sizes = Sizes(
         batch=batch,
         users=users,
         kv_len=kv_len,
@@ -170,10 +173,10 @@ def attention_backward_kernel(
     )
     workers = 1 if interpret else min(num_sms, shape.items)
     sum_dtype = jnp.dtype(dtype or key.dtype)
-    rows, statistics, packed = row_numbers.with_statistics(
+    rows, statistics, packed = query_rows.with_statistics(
         cand_to_user,
         key_value_seq_lengths,
-        row_numbers.Inputs(out, d_out, lse, d_lse, query),
+        Inputs(out, d_out, lse, d_lse, query),
         sizes,
         kv_heads=kv_heads,
         count=shape.blocks * config.block_q,
@@ -241,8 +244,8 @@ def _add_parts(
     found: Sequence[jax.Array],
     shape: Shape,
     *,
-    rows: row_numbers.Rows,
-    sizes: row_numbers.Sizes,
+    rows: Rows,
+    sizes: Sizes,
     dtypes: tuple[Any, Any],
     has_d_query: bool,
     by_launch: bool,
@@ -266,10 +269,10 @@ def _add_parts(
         )
         first, gradients = of_queries or first, of_keys or gradients
     elif has_d_query:
-        first = (row_numbers.unpack_d_query(first[0], rows, sizes, dtype=dtypes[0], **size),)
+        first = (query_rows.unpack_d_query(first[0], rows, sizes, dtype=dtypes[0], **size),)
     splits = 1 if by_launch else shape.splits
     keys = (shape.users, shape.kv_len, shape.kv_heads, shape.head_dim)
-    add = functools.partial(row_numbers.add_parts, shape=keys, splits=splits, dtype=dtypes[1])
+    add = functools.partial(query_rows.add_parts, shape=keys, splits=splits, dtype=dtypes[1])
     return *first, *map(add, gradients)
 
 
@@ -295,7 +298,7 @@ def _launch(
     planes = shape.kv_heads * (shape.kv_tiles if config.d_query == "parts" else 1)
     key, sums = operands.key, (planes, shape.blocks * config.block_q, shape.head_dim)
     keys = (shape.users, shape.kv_len, *key.shape[2:])
-    gradient = row_numbers.gradient_type(keys, key.dtype, shape.splits, dtype)
+    gradient = query_rows.gradient_type(keys, key.dtype, shape.splits, dtype)
     planes = shape.kv_heads * shape.kv_tiles * NUM_CONSUMERS
     d_scores = (planes, shape.blocks * config.block_q, BLOCK_K)
     outputs = Outputs(

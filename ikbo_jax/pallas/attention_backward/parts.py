@@ -25,11 +25,10 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, scf, vector
 
-from ikbo_jax.pallas.attention_backward.context import USER_WORDS
-from ikbo_jax.pallas.attention_backward.numbering import Sizes
-from ikbo_jax.pallas.attention_backward.rows import Rows
 from ikbo_jax.pallas.hopper import per_thread, stores
 from ikbo_jax.pallas.hopper.launch import Roles, WarpgroupContext, launch
+from ikbo_jax.pallas.worklist.numbering import USER_WORDS, Sizes
+from ikbo_jax.pallas.worklist.rows import Rows
 from ikbo_jax.problems.attention_backward import BLOCK_KV
 from ikbo_jax.problems.hopper import WARPGROUP_SIZE
 
@@ -46,7 +45,7 @@ class Operands(NamedTuple):
     gradients: tuple[Any, ...]  # of keys or values, each [U * splits * S, K, H] f32
     index: Any  # [B] int32: the user of a candidate
     position: Any  # [B] int32: places of candidates in user order; None if that is their order
-    users: Any  # [U, USER_WORDS] int32, see `rows.Rows`
+    users: Any  # [U, USER_WORDS] int32, see `worklist.rows.Rows`
     poison: Any  # [1] int32, the bits of 0 or NaN, which is added to d_query; None: nothing is
 
 

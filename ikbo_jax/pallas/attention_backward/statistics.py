@@ -35,10 +35,10 @@ from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, vector
 from jaxlib.mlir.dialects import math as mlir_math
 
-from ikbo_jax.pallas.attention_backward import numbering
-from ikbo_jax.pallas.attention_backward.context import USER_WORDS
 from ikbo_jax.pallas.hopper import per_thread, stores
 from ikbo_jax.pallas.hopper.launch import Roles, WarpgroupContext, launch
+from ikbo_jax.pallas.worklist import numbering
+from ikbo_jax.pallas.worklist.numbering import USER_WORDS
 from ikbo_jax.problems.hopper import WARPGROUP_SIZE
 from ikbo_jax.reference.attention import HUGE_LSE, LSE_ERROR
 
@@ -83,7 +83,7 @@ class Operands(NamedTuple):
     position: Any  # [B] int32: places of candidates in user order; None if that is their order, or
     # the launch numbers rows
     lengths: Any  # [U] int32, or None
-    users: Any  # [U, USER_WORDS] int32, see `rows.Rows`; None: the launch numbers rows
+    users: Any  # [U, USER_WORDS] int32, see `worklist.rows.Rows`; None: the launch numbers rows
     poison: Any  # [1] int32, the bits of 0 or NaN, which is added to every number; None: nothing is
 
 

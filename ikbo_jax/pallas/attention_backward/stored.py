@@ -30,9 +30,10 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from ikbo_jax.pallas.attention_backward import products
-from ikbo_jax.pallas.attention_backward.context import TILE_WORDS, Operands, Shape
+from ikbo_jax.pallas.attention_backward.context import Operands, Shape
 from ikbo_jax.pallas.hopper import mma, mosaic, operand_tiles, stores
 from ikbo_jax.pallas.hopper.launch import Roles, WarpgroupContext, launch
+from ikbo_jax.pallas.worklist.numbering import TILE_WORDS
 from ikbo_jax.problems.attention_backward import STORED_BLOCK_KV, AttentionBackwardConfig
 from ikbo_jax.problems.hopper import NUM_CONSUMERS, WARPGROUP_SIZE, WGMMA_M
 
@@ -265,7 +266,7 @@ def stored_kernel(
 ) -> jax.Array:
     """d_query [B * T, N, H] in `dtype`, of the keys that `shape` describes, as d_scores is.
 
-    It is in the caller's order; `tiles` and `order` are those of `rows.Rows`.
+    It is in the caller's order; `tiles` and `order` are those of `worklist.rows.Rows`.
     """
     workers = min(num_sms, (tiles.shape[0] - 1) * shape.kv_heads)
     shape = dataclasses.replace(shape, workers=workers)

@@ -10,7 +10,7 @@ from jax import lax
 
 from ikbo_jax.pallas.few_queries import rows, user_table
 from ikbo_jax.pallas.few_queries.context import Context, Place
-from ikbo_jax.pallas.flash import runs
+from ikbo_jax.pallas.worklist import runs
 
 
 class Extent(NamedTuple):

@@ -24,8 +24,8 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith
 
-from ikbo_jax.pallas.flash.runs import INTEGER, SCALAR, splat, user_at
 from ikbo_jax.pallas.hopper.warps import LANES, ballot, from_lane, lane, lowest_bit, total
+from ikbo_jax.pallas.worklist.runs import INTEGER, SCALAR, splat, user_at
 
 #: Most items of a period of `firsts_before`.
 PERIOD = 1024

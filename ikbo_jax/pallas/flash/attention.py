@@ -55,17 +55,11 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
-from ikbo_jax.pallas.flash import (
-    attention_consumer,
-    attention_producer,
-    softmax,
-    tile_list,
-    tile_list_kernel,
-    work_order,
-)
+from ikbo_jax.pallas.flash import attention_consumer, attention_producer, softmax
 from ikbo_jax.pallas.flash.attention_context import AttentionContext, Operands, Outputs, Shape
 from ikbo_jax.pallas.hopper import warps
 from ikbo_jax.pallas.hopper.launch import Roles, launch
+from ikbo_jax.pallas.worklist import tile_list, tile_list_kernel, work_order
 from ikbo_jax.problems import AttentionConfig
 from ikbo_jax.problems.hopper import TILE_ROWS, WGMMA_M
 

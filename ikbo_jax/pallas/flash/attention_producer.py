@@ -10,10 +10,10 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from ikbo_jax.pallas.flash import runs, tile_list
 from ikbo_jax.pallas.flash.attention_context import COMMON_ITEM_WORDS, AttentionContext, Item
 from ikbo_jax.pallas.hopper import mosaic, schedule
 from ikbo_jax.pallas.hopper.rings import Ring
+from ikbo_jax.pallas.worklist import runs, tile_list
 from ikbo_jax.problems.attention import FLAG_WORDS
 from ikbo_jax.problems.hopper import NUM_CONSUMERS, TILE_ROWS, WGMMA_M, column_blocks
 

@@ -6,9 +6,10 @@ from typing import Any
 
 import jax
 
-from ikbo_jax.pallas.flash import attention, gdpa_forward, short_gdpa, tile_list_kernel
-from ikbo_jax.pallas.flash.found_tiles import Sequences
-from ikbo_jax.pallas.flash.tile_list import TileList
+from ikbo_jax.pallas.flash import attention, gdpa_forward, short_gdpa
+from ikbo_jax.pallas.worklist import tile_list_kernel
+from ikbo_jax.pallas.worklist.found_tiles import Sequences
+from ikbo_jax.pallas.worklist.tile_list import TileList
 from ikbo_jax.problems import GdpaConfig, ShortGdpaConfig
 from ikbo_jax.problems.hopper import TILE_ROWS
 from ikbo_jax.reference.activations import SOFTMAX

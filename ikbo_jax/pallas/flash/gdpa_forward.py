@@ -48,9 +48,10 @@ import jax
 import jax.numpy as jnp
 
 from ikbo_jax.pallas.activations.weights import ActivationSpec
-from ikbo_jax.pallas.flash import gdpa_consumer, gdpa_producer, tile_list
+from ikbo_jax.pallas.flash import gdpa_consumer, gdpa_producer
 from ikbo_jax.pallas.flash.gdpa_context import GdpaContext, Operands, Shape
 from ikbo_jax.pallas.hopper.launch import Roles, launch
+from ikbo_jax.pallas.worklist import tile_list
 from ikbo_jax.problems import GdpaConfig
 
 # Host side

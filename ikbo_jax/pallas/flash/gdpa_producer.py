@@ -11,9 +11,9 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from ikbo_jax.pallas.flash import tile_list
 from ikbo_jax.pallas.flash.gdpa_context import Destination, GdpaContext, Item
 from ikbo_jax.pallas.hopper.rings import Ring
+from ikbo_jax.pallas.worklist import tile_list
 from ikbo_jax.problems.hopper import WGMMA_M
 
 

@@ -12,9 +12,9 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from ikbo_jax.pallas.activations import weights as gdpa_weights
-from ikbo_jax.pallas.flash import tile_list
 from ikbo_jax.pallas.flash.gdpa_context import GdpaContext
 from ikbo_jax.pallas.hopper import mma, operand_tiles, stores
+from ikbo_jax.pallas.worklist import tile_list
 from ikbo_jax.problems.hopper import WGMMA_M
 
 

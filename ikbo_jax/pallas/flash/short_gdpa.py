@@ -45,11 +45,12 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from ikbo_jax.pallas.activations import weights as gdpa_weights
 from ikbo_jax.pallas.activations.weights import ActivationSpec
-from ikbo_jax.pallas.flash import found_tiles, softmax, tile_list
-from ikbo_jax.pallas.flash.found_tiles import Sequences
+from ikbo_jax.pallas.flash import softmax
 from ikbo_jax.pallas.flash.short_gdpa_context import Context, Item, Operands, Outputs, Shape
 from ikbo_jax.pallas.hopper import mma, mosaic, operand_tiles, schedule, stores
 from ikbo_jax.pallas.hopper.launch import Roles, launch
+from ikbo_jax.pallas.worklist import found_tiles, tile_list
+from ikbo_jax.pallas.worklist.found_tiles import Sequences
 from ikbo_jax.problems.hopper import WGMMA_M
 from ikbo_jax.problems.short_gdpa import Batch, ShortGdpaConfig
 from ikbo_jax.reference.activations import SOFTMAX

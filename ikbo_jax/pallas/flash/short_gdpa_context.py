@@ -6,9 +6,9 @@ import dataclasses
 from typing import Any, NamedTuple
 
 from ikbo_jax.pallas.activations.weights import ActivationSpec
-from ikbo_jax.pallas.flash.jagged_segments import SegmentContext
-from ikbo_jax.pallas.flash.jagged_segments import Shape as Segments
 from ikbo_jax.pallas.hopper.launch import WarpgroupContext
+from ikbo_jax.pallas.worklist.jagged_segments import SegmentContext
+from ikbo_jax.pallas.worklist.jagged_segments import Shape as Segments
 
 
 @dataclasses.dataclass(frozen=True)

@@ -49,8 +49,8 @@ from ikbo_jax.pallas.activations.weights import ActivationSpec
 from ikbo_jax.pallas.gdpa_backward.consumer import consume
 from ikbo_jax.pallas.gdpa_backward.context import BackwardContext, Operands, Shape, with_words
 from ikbo_jax.pallas.gdpa_backward.producer import produce
-from ikbo_jax.pallas.gdpa_backward.tiles import Work
 from ikbo_jax.pallas.hopper.launch import Roles, launch
+from ikbo_jax.pallas.worklist.work import Work
 from ikbo_jax.problems import GdpaBackwardConfig
 
 # Host side

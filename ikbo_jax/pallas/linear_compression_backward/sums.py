@@ -31,9 +31,9 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from ikbo_jax.pallas.flash import counted_order, work_order
 from ikbo_jax.pallas.hopper import mma, operand_tiles, stores
 from ikbo_jax.pallas.hopper.launch import Roles, WarpgroupContext, launch
+from ikbo_jax.pallas.worklist import counted_order, work_order
 from ikbo_jax.problems.hopper import BLOCK_K, NUM_CONSUMERS, TILE_ROWS, WGMMA_M
 from ikbo_jax.problems.linear_compression_backward import SumConfig
 

@@ -1,0 +1,1 @@
+"""Finds which rows, tiles and ranges belong to which user or sequence."""

@@ -1,0 +1,193 @@
+"""Tiles of jagged queries that a CTA finds by itself, without a list from a launch before.
+
+The launch that lists tiles takes 4 us for 70 sequences, as long as the kernel for short sequences.
+So each CTA copies all offsets to shared memory, makes them rise (`jagged_segments`), and, unless
+every sequence has equally many tiles, adds up tiles: 1 to 2 us, of which the kernel would wait 1 us
+for the list's words.  Tiles are in the order of memory, not sorted by their keys; rows of no
+sequence come last.
+
+Synchronisations: `Threads.commit` between the parts, within the CTA.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+
+from ikbo_jax.pallas.hopper.per_thread import cdiv, same
+from ikbo_jax.pallas.worklist.jagged_segments import SegmentContext, Shape, load, rise, rows
+
+#: Words of `parts` that are exchanged: maxima of two arrays, a maximum, a sum; each of four warps.
+_LONGEST, _SUMS = 8, 12
+
+
+class Sequences(NamedTuple):
+    """Jagged sequences, in place of a `TileList`; query sequence b has key-value sequence b."""
+
+    cu_seqlens_q: jax.Array | None  # [batch + 1] int32; None: all have the same queries
+    cu_seqlens_kv: jax.Array  # [batch + 1] int32
+    max_seqlen_q: int | None
+    max_seqlen_kv: int | None
+
+    def shape(self, q_rows: int, kv_rows: int, size: int, unit: int) -> Shape:
+        """For tiles of `size` rows and blocks of `unit` keys."""
+        sequences, is_broadcast = self.cu_seqlens_kv.shape[0] - 1, self.cu_seqlens_q is None
+        bounds = (q_rows, kv_rows, self.max_seqlen_q, self.max_seqlen_kv)
+        return Shape(sequences, *bounds, size, unit, is_broadcast, False, 1)
+
+
+class Found(NamedTuple):
+    """Scalars."""
+
+    tiles: Any  # of sequences
+    has_gaps: Any  # whether there are rows of no sequence
+    has_rest: Any  # whether a sequence is longer than its bound
+
+
+class Gap(NamedTuple):
+    """Rows of no sequence, scalars: the CTA takes the tiles `first`, `first` + `step`, ..."""
+
+    start: Any
+    rows: Any
+    first: Any
+    step: Any
+
+
+def _tiles_of_each(ctx: SegmentContext) -> int | None:
+    """Tiles of each sequence; None if they differ."""
+    if ctx.shared.ends is not None:
+        return None
+    return pl.cdiv(ctx.shape.q_rows, ctx.shape.size) if ctx.shape.is_broadcast else 1
+
+
+def find(ctx: SegmentContext) -> Found:
+    """Fills shared memory; synchronises the threads."""
+    shape, shared, threads = ctx.shape, ctx.shared, ctx.threads
+    load(ctx)
+    longest = rise(ctx)
+    threads.commit()
+    no = jnp.bool_(False)
+    has_gaps = has_rest = no
+    if not shape.is_broadcast:
+        if shape.max_seqlen_q is not None:
+            most = threads.largest(longest[1], shared.parts, _LONGEST)
+            has_rest = most > shape.max_seqlen_q
+        last = shared.q_offsets[shape.sequences + 1]
+        has_gaps = (shared.q_offsets[1] > 0) | (last < shape.q_rows) | has_rest
+    each = _tiles_of_each(ctx)
+    tiles = _add_up(ctx) if each is None else jnp.int32(shape.sequences * each)
+    return Found(tiles, has_gaps, has_rest)
+
+
+def _add_up(ctx: SegmentContext) -> Any:
+    """ends[s] = tiles of the sequences up to and with s; returns all tiles, a scalar."""
+    shape, shared, threads = ctx.shape, ctx.shared, ctx.threads
+    turns, step, each = threads.parts(shape.sequences)
+    first = threads.number() * each
+
+    def tiles(turn: Any) -> list[tuple[jax.Array, jax.Array]]:
+        numbers = [first + (turn * step + i) for i in range(step)]
+        found = [rows(ctx, shared.q_offsets, x + 1) for x in numbers]
+        return [
+            (x, jnp.where(one.is_sequence, cdiv(one.length, shape.size), 0))
+            for x, one in zip(numbers, found, strict=True)
+        ]
+
+    def add(turn: Any, total: jax.Array) -> jax.Array:
+        for _, count in tiles(turn):
+            total = total + count
+        return total
+
+    (before,) = threads.sums_before([lax.fori_loop(0, turns, add, same(0))], shared.parts, _SUMS)
+
+    def keep(turn: Any, total: jax.Array) -> jax.Array:
+        for number, count in tiles(turn):
+            total = total + count
+            threads.keep(shared.ends, number, total, number < shape.sequences)
+        return total
+
+    lax.fori_loop(0, turns, keep, before)
+    threads.commit()
+    return shared.ends[shape.sequences - 1]
+
+
+def _place(ctx: SegmentContext, number: Any) -> tuple[Any, Any]:
+    """(sequence, tile in it) of tile `number`; scalars."""
+    shape, ends = ctx.shape, ctx.shared.ends
+    each = _tiles_of_each(ctx)
+    if each is not None:
+        return lax.div(number, each), lax.rem(number, each)
+    sequence, step = jnp.int32(0), 1 << (shape.sequences.bit_length() - 1)
+    while step:  # `sequence` counts sequences whose tiles all come before this one
+        after = sequence + step
+        end = ends[jnp.minimum(after, shape.sequences) - 1]
+        is_before = (after <= shape.sequences) & (end <= number)
+        sequence = jnp.where(is_before, after, sequence)
+        step //= 2
+    sequence = jnp.minimum(sequence, shape.sequences - 1)
+    begin = jnp.where(sequence > 0, ends[jnp.maximum(sequence - 1, 0)], 0)
+    return sequence, number - begin
+
+
+def tile(ctx: SegmentContext, number: Any) -> tuple[Any, Any, Any, Any, Any]:
+    """The words of tile `number` of a `TileList`; a tile without rows has no keys."""
+    shape, shared = ctx.shape, ctx.shared
+    sequence, place = _place(ctx, number)
+    done = place * shape.size
+    kv_start = shared.kv_offsets[sequence]
+    kv_length = shared.kv_offsets[sequence + 1] - kv_start
+    if shape.max_seqlen_kv is not None:
+        kv_length = jnp.minimum(kv_length, shape.max_seqlen_kv)
+    if shape.is_broadcast:
+        target = sequence * shape.q_rows + done
+        return done, target, jnp.minimum(shape.q_rows - done, shape.size), kv_start, kv_length
+    start = shared.q_offsets[sequence + 1]
+    length = shared.q_offsets[sequence + 2] - start
+    if shape.max_seqlen_q is not None:
+        length = jnp.minimum(length, shape.max_seqlen_q)
+    count = jnp.clip(length - done, 0, shape.size)
+    return start + done, start + done, count, kv_start, jnp.where(count > 0, kv_length, 0)
+
+
+def _gap(ctx: SegmentContext, workers: int, number: Any) -> Gap:
+    """Gap 0 lies before the first sequence, gap 1 after the last one; the others, of which each is
+    one CTA's, are rows past a sequence's bound."""
+    shape, offsets = ctx.shape, ctx.shared.q_offsets
+    is_shared, last = number < 2, offsets[shape.sequences + 1]
+    start = jnp.where(number == 0, 0, last)
+    end = jnp.where(number == 0, offsets[1], shape.q_rows)
+    if shape.max_seqlen_q is not None:
+        sequence = jnp.clip(ctx.worker + (number - 2) * workers, 0, shape.sequences - 1)
+        rest_end = offsets[sequence + 2]
+        rest = jnp.minimum(offsets[sequence + 1] + shape.max_seqlen_q, rest_end)
+        start, end = jnp.where(is_shared, start, rest), jnp.where(is_shared, end, rest_end)
+    first, step = jnp.where(is_shared, ctx.worker, 0), jnp.where(is_shared, workers, 1)
+    return Gap(start, end - start, first, step)
+
+
+def for_each_gap(
+    ctx: SegmentContext, found: Found, workers: int, heads: int, store: Callable[..., None]
+) -> None:
+    """Calls `store` with (first row, rows, head) of this CTA's tiles of rows of no sequence."""
+    shape = ctx.shape
+    if shape.is_broadcast:
+        return
+    rests = lax.div(shape.sequences - ctx.worker + (workers - 1), workers)
+    count = jnp.where(found.has_gaps, 2 + jnp.where(found.has_rest, rests, 0), 0)
+
+    @pl.loop(0, count)
+    def _(i: Any) -> None:
+        gap = _gap(ctx, workers, i)
+        tiles = lax.div(gap.rows + (shape.size - 1), shape.size) * heads
+
+        @pl.loop(0, lax.div(jnp.maximum(tiles - gap.first, 0) + (gap.step - 1), gap.step))
+        def _(j: Any) -> None:
+            number = gap.first + j * gap.step
+            done = lax.div(number, heads) * shape.size
+            count = jnp.minimum(gap.rows - done, shape.size)
+            store(gap.start + done, count, lax.rem(number, heads))

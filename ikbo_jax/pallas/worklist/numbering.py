@@ -1,0 +1,424 @@
+"""Numbers the query rows of attention's gradient in one launch, and describes users and tiles.
+
+XLA does this in five to nine kernels of 1 to 2 us each (`rows.by_xla`), where the gradient of a
+small problem takes 20 us. Here each CTA, of one warpgroup, does steps 1 to 3 for all users:
+
+  1. It counts each user's candidates. A thread looks at some pairs of neighbouring candidates.
+     Where they differ, the candidate's number is subtracted from its own user's count and added to
+     its predecessor's: that adds the lengths of a user's runs up, in any order of the candidates,
+     with two additions to shared memory for each run instead of one for each candidate.
+  2. A thread adds up the rows, blocks and tiles of some users; the warpgroup exchanges the sums.
+  3. It writes where each user's rows, blocks and tiles begin to shared memory.
+  4. It describes some users, parts of their rows, and tiles of rows in device memory. The user of a
+     tile is found by bisection.
+
+That takes less time than a second launch. If the CTAs of `statistics` are few, they do it, too, and
+use the numbers at once.
+
+Synchronisations: `commit_smem` between the parts, within the CTA. CTAs do not wait for each other.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from ikbo_jax.pallas.hopper import per_thread
+from ikbo_jax.pallas.hopper.launch import Roles, WarpgroupContext, launch
+from ikbo_jax.pallas.hopper.per_thread import cdiv
+from ikbo_jax.problems import memory
+from ikbo_jax.problems.hopper import WARPGROUP_SIZE
+
+#: Words of a part of a user's rows in device memory: first query row, number of query rows, first
+#: row in `d_query`, number of the user's keys.
+USER_WORDS = 4
+#: Words of a tile of query rows in device memory, for launches that compute d_query alone: first
+#: query row, number of query rows, user, number of its keys, first row's target.
+TILE_WORDS = 5
+#: Most candidates and users: of more, XLA's kernels take less time than one CTA.
+MOST_CANDIDATES, MOST_USERS = 16384, 4096
+#: Pairs of candidates of one turn of a loop, whose loads overlap.
+UNROLL = 8
+#: Most CTAs of a launch. Each numbers all rows, and describes some users and tiles.
+MOST_WORKERS = 64
+#: Added to statistics where the promised order is wrong: the bits of an f32 NaN.
+NAN_BITS = 0x7FC00000
+
+
+@dataclasses.dataclass(frozen=True)
+class Sizes:
+    """Static description of query rows.
+
+    Attributes:
+      batch: candidates.
+      users: users.
+      kv_len: keys of a user.
+      q_len: queries of a candidate.
+      group: query heads that share a key head.
+      block_q: query rows of a block.
+      splits: parts of a user's rows.
+      is_sorted: whether the caller promises that `cand_to_user` never decreases.
+      tile_rows: most rows of a tile; None if no launch takes tiles of rows.
+    """
+
+    batch: int
+    users: int
+    kv_len: int
+    q_len: int
+    group: int
+    block_q: int
+    splits: int
+    is_sorted: bool
+    tile_rows: int | None = None
+
+    @property
+    def per_candidate(self) -> int:
+        """Rows of a candidate."""
+        return self.q_len * self.group
+
+    @property
+    def rows(self) -> int:
+        return self.batch * self.per_candidate
+
+    @property
+    def is_packed(self) -> bool:
+        """Whether rows of a key head are not where the caller's queries are."""
+        return not self.is_sorted or self.group > 1
+
+    @property
+    def most_tiles(self) -> int:
+        """Tiles of any index."""
+        assert self.tile_rows is not None
+        return self.rows // self.tile_rows + min(self.users, self.rows)
+
+    @property
+    def users_each(self) -> int:
+        """Users of a thread: neighbours, and odd, so that threads read different banks."""
+        return pl.cdiv(self.users, WARPGROUP_SIZE) | 1
+
+
+class Operands(NamedTuple):
+    """Device memory that the launch reads."""
+
+    index: Any  # [B] int32: the user of a candidate
+    lengths: Any  # [U] int32, or None
+
+
+class Outputs(NamedTuple):
+    """Device memory that the launch fills with int32; see `rows.Rows`. None: not wanted."""
+
+    users: Any  # [U * USER_WORDS]
+    parts: Any  # [U * splits * USER_WORDS]
+    tiles: Any  # [(most tiles + 1) * TILE_WORDS]
+    poison: Any  # [1]
+    position: Any  # [B], which only `statistics` fills, like the next
+    order: Any  # [B]
+
+
+class Shared(NamedTuple):
+    """Shared memory, in int32. For each user, and zeros for threads without a user."""
+
+    candidates: Any
+    first_rows: Any
+    first_targets: Any
+    ends: Any  # tiles of a user and of those before; None without tiles
+    sums: Any  # [3 * 4]: of a thread's users
+    poison: Any  # [1]
+    ranks: Any  # [4 * candidates of a CTA] of `statistics`; None if it does not rank candidates
+
+
+def shared(sizes: Sizes, *, ranked: int = 0) -> Shared:
+    """The declaration of `Shared`; `ranked` is the number of candidates that a CTA ranks."""
+    words = memory.Words((sizes.users_each * WARPGROUP_SIZE,))
+    return Shared(
+        words,
+        words,
+        words,
+        None if sizes.tile_rows is None else words,
+        memory.Words((3 * per_thread.WARPS,)),
+        memory.Words((1,)),
+        memory.Words((ranked * per_thread.WARPS,)) if ranked else None,
+    )
+
+
+def outputs(sizes: Sizes, *, has_order: bool = False) -> Outputs:
+    """The declaration of `Outputs`; `has_order` includes `position`."""
+
+    def words(*shape: int) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct((math.prod(shape),), jnp.int32)
+
+    has_tiles = sizes.tile_rows is not None
+    return Outputs(
+        users=words(sizes.users, USER_WORDS),
+        parts=words(sizes.users * sizes.splits, USER_WORDS) if sizes.splits > 1 else None,
+        tiles=words(sizes.most_tiles + 1, TILE_WORDS) if has_tiles else None,
+        poison=words(1) if sizes.is_sorted else None,
+        position=words(sizes.batch) if has_order else None,
+        order=words(sizes.batch) if has_order else None,
+    )
+
+
+class Numbering(NamedTuple):
+    """What the functions below share."""
+
+    sizes: Sizes
+    shared: Any
+    operands: Any
+    outputs: Any
+    worker: Any
+    workers: int
+    interpret: bool
+
+    def read(self, ref: Any, index: jax.Array, space: str = "shared") -> jax.Array:
+        return per_thread.gather(ref, index, space, interpret=self.interpret)
+
+    def write(self, ref: Any, index: jax.Array, values: jax.Array, is_wanted: jax.Array) -> None:
+        """To device memory."""
+        per_thread.scatter(ref, index, values, is_wanted, space="global", interpret=self.interpret)
+
+    def keep(self, ref: Any, index: jax.Array, values: jax.Array, is_wanted: jax.Array) -> None:
+        """In shared memory."""
+        per_thread.scatter(ref, index, values, is_wanted, interpret=self.interpret)
+
+    def users(self, candidates: list[jax.Array]) -> list[jax.Array]:
+        """The users of candidates."""
+        # All loads before the first use of one: each takes 300 ns.
+        found = [self.read(self.operands.index, x, "global") for x in candidates]
+        return [jnp.clip(x, 0, self.sizes.users - 1) for x in found]
+
+    def rounds(self, count: int) -> tuple[int, Any]:
+        """Rounds of a loop over `count` numbers, and a round's numbers, one for each thread."""
+        return per_thread.rounds(count, per_thread.number(), unroll=UNROLL)
+
+
+def number(ctx: Numbering) -> None:
+    """Steps 1 to 3 for all users."""
+    shared, thread = ctx.shared, per_thread.number()
+    everyone = thread >= 0
+    ctx.keep(shared.poison, thread, per_thread.same(0), thread == 0)
+
+    @pl.loop(0, ctx.sizes.users_each)
+    def _(turn: Any) -> None:
+        index = turn * WARPGROUP_SIZE + thread
+        ctx.keep(shared.candidates, index, per_thread.same(0), everyone)
+
+    plgpu.commit_smem()
+    _count(ctx)
+    plgpu.commit_smem()
+    _add_up(ctx)
+    plgpu.commit_smem()
+
+
+def _count(ctx: Numbering) -> None:
+    """The number of each user's candidates, and whether the promised order is wrong."""
+    sizes, shared, last = ctx.sizes, ctx.shared, ctx.sizes.batch - 1
+    rounds, numbers = ctx.rounds(sizes.batch + 1)
+    add = functools.partial(per_thread.add, shared.candidates, interpret=ctx.interpret)
+
+    @pl.loop(0, rounds)
+    def _(turn: Any) -> None:
+        places = numbers(turn)
+        users = ctx.users([jnp.clip(x + step, 0, last) for x in places for step in (-1, 0)])
+        for place, before, user in zip(places, users[::2], users[1::2], strict=True):
+            is_first, is_end = place == 0, place == sizes.batch
+            is_other = (before != user) | is_first | is_end
+            ends = is_other & ~is_first & (place <= sizes.batch)
+            begins = is_other & (place < sizes.batch)
+            add(before, place, ends)
+            add(user, -place, begins)
+            if sizes.is_sorted:
+                is_wrong = ends & begins & (user < before)
+                nan, zero = per_thread.same(NAN_BITS), per_thread.same(0)
+                ctx.keep(shared.poison, zero, nan, is_wrong)
+
+
+def _numbers(sizes: Sizes, candidates: jax.Array) -> list[jax.Array]:
+    """Rows, rows of whole blocks, and tiles, of users with these numbers of candidates."""
+    rows = candidates * sizes.per_candidate
+    found = [rows, cdiv(rows, sizes.block_q) * sizes.block_q]
+    if sizes.tile_rows is not None:
+        found.append(cdiv(rows, sizes.tile_rows))
+    return found
+
+
+def _add_up(ctx: Numbering) -> None:
+    """First rows and targets of each user, and ends of its tiles."""
+    sizes, shared, thread = ctx.sizes, ctx.shared, per_thread.number()
+    each, kinds = sizes.users_each, 2 + (sizes.tile_rows is not None)
+
+    def numbers(i: Any) -> tuple[jax.Array, list[jax.Array]]:
+        user = thread * each + i
+        return user, _numbers(sizes, ctx.read(shared.candidates, user))
+
+    def add(i: Any, sums: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+        return tuple(x + y for x, y in zip(sums, numbers(i)[1], strict=True))
+
+    own = lax.fori_loop(0, each, add, (per_thread.same(0),) * kinds)
+    before = per_thread.sums_before(own, shared.sums, interpret=ctx.interpret)
+
+    def keep(i: Any, sums: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+        user, values = numbers(i)
+        after = tuple(x + y for x, y in zip(sums, values, strict=True))
+        kept = [(shared.first_rows, sums[0]), (shared.first_targets, sums[1])]
+        if shared.ends is not None:
+            kept.append((shared.ends, after[2]))
+        for ref, x in kept:
+            ctx.keep(ref, user, x, user >= 0)
+        return after
+
+    lax.fori_loop(0, each, keep, tuple(before))
+
+
+def describe(ctx: Numbering) -> None:
+    """Step 4: writes this CTA's share of the descriptions to device memory."""
+    sizes, outputs = ctx.sizes, ctx.outputs
+    zero, thread = per_thread.same(0), per_thread.number()
+    _for_all(ctx, sizes.users, lambda i, is_wanted: _describe_user(ctx, i, is_wanted))
+    if outputs.parts is not None:
+        count = sizes.users * sizes.splits
+        _for_all(ctx, count, lambda i, is_wanted: _describe_part(ctx, i, is_wanted))
+    if outputs.tiles is not None:
+        count = sizes.most_tiles + 1
+        _for_all(ctx, count, lambda i, is_wanted: _describe_tile(ctx, i, is_wanted))
+    if outputs.poison is not None:
+        is_wanted = (thread == 0) & (zero + ctx.worker == 0)
+        ctx.write(outputs.poison, zero, ctx.read(ctx.shared.poison, zero), is_wanted)
+
+
+def _for_all(ctx: Numbering, count: int, body: Any) -> None:
+    """Calls body(index, whether it is below `count`) for this CTA's share of numbers."""
+    turns = pl.cdiv(count, WARPGROUP_SIZE)
+
+    @pl.loop(0, (turns - ctx.worker + ctx.workers - 1) // ctx.workers)
+    def _(turn: Any) -> None:
+        index = (ctx.worker + turn * ctx.workers) * WARPGROUP_SIZE + per_thread.number()
+        body(index, index < count)
+
+
+class _User(NamedTuple):
+    """Users, one for each thread."""
+
+    first_row: jax.Array
+    rows: jax.Array
+    first_target: jax.Array
+    keys: jax.Array
+
+
+def _user(ctx: Numbering, user: jax.Array) -> _User:
+    sizes, shared = ctx.sizes, ctx.shared
+    keys = per_thread.same(sizes.kv_len)
+    if ctx.operands.lengths is not None:
+        keys = jnp.clip(ctx.read(ctx.operands.lengths, user, "global"), 0, sizes.kv_len)
+    return _User(
+        ctx.read(shared.first_rows, user),
+        ctx.read(shared.candidates, user) * sizes.per_candidate,
+        ctx.read(shared.first_targets, user),
+        keys,
+    )
+
+
+def _write_words(
+    ctx: Numbering, ref: Any, index: jax.Array, words: tuple[jax.Array, ...], is_wanted: jax.Array
+) -> None:
+    for i, word in enumerate(words):
+        ctx.write(ref, index * len(words) + i, word, is_wanted)
+
+
+def _describe_user(ctx: Numbering, index: jax.Array, is_wanted: jax.Array) -> None:
+    found = _user(ctx, jnp.minimum(index, ctx.sizes.users - 1))
+    assert len(found) == USER_WORDS
+    _write_words(ctx, ctx.outputs.users, index, found, is_wanted)
+
+
+def _describe_part(ctx: Numbering, index: jax.Array, is_wanted: jax.Array) -> None:
+    sizes = ctx.sizes
+    number = lax.div(index, per_thread.same(sizes.splits))
+    user = _user(ctx, jnp.minimum(number, sizes.users - 1))
+    # All parts but a user's last ones have whole blocks.
+    part_rows = cdiv(cdiv(user.rows, sizes.block_q), sizes.splits) * sizes.block_q
+    begin = (index - number * sizes.splits) * part_rows
+    words = (
+        user.first_row + begin,
+        jnp.clip(user.rows - begin, 0, part_rows),
+        user.first_target + begin,
+        user.keys,
+    )
+    _write_words(ctx, ctx.outputs.parts, index, words, is_wanted)
+
+
+def _describe_tile(ctx: Numbering, index: jax.Array, is_wanted: jax.Array) -> None:
+    """A tile, or past all tiles an entry that is none; the last entry begins with their number."""
+    sizes, ends = ctx.sizes, ctx.shared.ends
+    size: Any = sizes.tile_rows
+    user, step = per_thread.same(0), 1 << (sizes.users.bit_length() - 1)
+    while step:
+        # `user` counts users whose tiles all come before this one.
+        end = ctx.read(ends, jnp.minimum(user + step, sizes.users) - 1)
+        user = jnp.where((user + step <= sizes.users) & (end <= index), user + step, user)
+        step //= 2
+    user = jnp.minimum(user, sizes.users - 1)
+    found = _user(ctx, user)
+    start = (index - (ctx.read(ends, user) - cdiv(found.rows, size))) * size
+    total = ctx.read(ends, per_thread.same(sizes.users - 1))
+    words = (
+        jnp.where(index < sizes.most_tiles, found.first_row + start, total),
+        jnp.clip(found.rows - start, 0, size),
+        user,
+        found.keys,
+        found.first_target + start,
+    )
+    assert len(words) == TILE_WORDS
+    _write_words(ctx, ctx.outputs.tiles, index, words, is_wanted)
+
+
+def _number_and_describe(ctx: WarpgroupContext) -> None:
+    """The CTA's warpgroup."""
+    workers = _workers(ctx.shape, ctx.outputs)
+    numbering = Numbering(
+        ctx.shape, ctx.shared, ctx.operands, ctx.outputs, ctx.worker, workers, ctx.interpret
+    )
+    number(numbering)
+    describe(numbering)
+
+
+# Host side
+
+
+def fits(sizes: Sizes) -> bool:
+    """Whether the problem is small enough for CTAs that number all rows."""
+    return sizes.batch <= MOST_CANDIDATES and sizes.users <= MOST_USERS
+
+
+def _workers(sizes: Sizes, outputs: Outputs) -> int:
+    """CTAs: one for each 128 of what is described most often."""
+    most = sizes.users * sizes.splits
+    if outputs.tiles is not None:
+        most = max(most, sizes.most_tiles + 1)
+    return min(pl.cdiv(most, WARPGROUP_SIZE), MOST_WORKERS)
+
+
+def numbering_kernel(operands: Operands, sizes: Sizes, *, interpret: Any = False) -> Outputs:
+    """Numbers rows and describes users; the arrays of `Outputs` that `sizes` asks for."""
+    declared = outputs(sizes)
+    found = launch(
+        Roles(
+            lambda *arguments: WarpgroupContext(sizes, None, *arguments), None, _number_and_describe
+        ),
+        operands,
+        declared,
+        shared(sizes),
+        dtype=jnp.int32,
+        name="ikbo_attention_backward_rows",
+        workers=_workers(sizes, declared),
+        interpret=interpret,
+    )
+    result: Outputs = jax.tree.unflatten(jax.tree.structure(declared), found)
+    return result

@@ -1,0 +1,219 @@
+"""Copies candidates into the order of users, for kernels that read a user's queries side by side.
+
+XLA takes four kernels of 1 to 2 us each: it ranks the candidates, inverts the permutation, and
+gathers users and queries. Attention of small problems takes 5 to 20 us. If candidates are few, one
+launch does it: each CTA, of one warpgroup, takes some candidates, or a part of their queries, and
+compares their users with those of all candidates. The number of candidates that come first is a
+candidate's place. The queries are on their way from device memory meanwhile.
+
+XLA sorts more candidates: 11,000 for 63 us with the copies. The launch of `counted_order` counts
+them instead, for 5 us, unless they or their users are very many; XLA copies queries by that order
+if they are large.
+
+Synchronisations: `commit_smem` between the parts, within the CTA. CTAs do not wait for each other.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from ikbo_jax.pallas.hopper import per_thread
+from ikbo_jax.pallas.hopper.launch import Roles, WarpgroupContext, launch
+from ikbo_jax.pallas.worklist import counted_order, query_vectors, work_order
+from ikbo_jax.pallas.worklist.query_vectors import ACCESSES, VECTOR
+from ikbo_jax.problems import memory
+from ikbo_jax.problems.hopper import WARPGROUP_SIZE
+
+#: Candidates of a CTA: each thread compares its share of all candidates with each of them.
+CANDIDATES = 8
+#: Most candidates that are compared with each other. On an H100, 1,024 took 1.9 us, and counting
+#: them 2.2; 4,096 took 5.7 us, and counting them 2.8.
+MOST_COMPARED = 2048
+#: Most CTAs: each reads the whole index.
+MOST_CTAS = 8 * 132
+#: Most bytes of queries that the launch of many candidates copies, which takes 22 us at 3 TB/s. XLA
+#: copies larger ones as fast as memory allows, and its launch of 2 us is little beside that.
+MOST_COPIED = 2**25
+
+
+class Packed(NamedTuple):
+    """Candidates in the order of users.
+
+    Those of one user stay in their order, unless XLA sorts them, and users below 0 are among them.
+    """
+
+    query: Any  # [B, T, N, H]
+    user: Any  # [B] int32, of each candidate, clamped
+    order: Any  # [B] int32, the caller's number of each candidate
+
+
+@dataclasses.dataclass(frozen=True)
+class Shape:
+    """Static description of a launch.
+
+    Attributes:
+      batch: candidates.
+      users: users.
+      vectors: parts of 16 bytes of a candidate's queries.
+    """
+
+    batch: int
+    users: int
+    vectors: int
+
+    @property
+    def groups(self) -> int:
+        return pl.cdiv(self.batch, CANDIDATES)
+
+    @property
+    def parts(self) -> int:
+        """CTAs of a group of candidates."""
+        return pl.cdiv(CANDIDATES * self.vectors, ACCESSES * WARPGROUP_SIZE)
+
+    @property
+    def workers(self) -> int:
+        return self.groups * self.parts
+
+    @property
+    def fits(self) -> bool:
+        return self.batch <= MOST_COMPARED and self.workers <= MOST_CTAS
+
+
+class Operands(NamedTuple):
+    """Device memory that the launch reads."""
+
+    query: Any  # [B, T, N, H]
+    index: Any  # [B] int32
+
+
+class Shared(NamedTuple):
+    """Shared memory, in int32."""
+
+    ranks: Any  # [CANDIDATES * 4]: a warp's part of a candidate's place
+    places: Any  # [CANDIDATES]
+
+
+def pack(query: jax.Array, cand_to_user: jax.Array, users: int) -> Packed:
+    """Candidates in the order of users.
+
+    Args:
+      query: [B, T, N, H] of 16 bits; H is a multiple of 8.
+      cand_to_user: [B] int32, clamped to [0, users).
+      users: U.
+    """
+    shape = Shape(query.shape[0], users, math.prod(query.shape[1:]) // VECTOR)
+    if not shape.fits:
+        return _pack_many(query, cand_to_user, users)
+    numbers = jax.ShapeDtypeStruct(cand_to_user.shape, jnp.int32)
+    outputs = Packed(jax.ShapeDtypeStruct(query.shape, query.dtype), *(numbers,) * 2)
+    found = launch(
+        Roles(lambda *arguments: WarpgroupContext(shape, None, *arguments), None, _pack),
+        Operands(query, cand_to_user),
+        outputs,
+        Shared(memory.Words((CANDIDATES * per_thread.WARPS,)), memory.Words((CANDIDATES,))),
+        dtype=jnp.int32,
+        name="ikbo_attention_pack",
+        workers=shape.workers,
+    )
+    return Packed(*found)
+
+
+def _pack_many(query: jax.Array, cand_to_user: jax.Array, users: int) -> Packed:
+    """`pack` of many candidates, or of large queries."""
+    if not counted_order.fits(cand_to_user.shape[0], users):
+        return by_xla(query, cand_to_user, users)
+    if query.size * query.dtype.itemsize <= MOST_COPIED:
+        return Packed(*counted_order.count_order(query, cand_to_user, users)[:3])
+    found = counted_order.count_order(None, cand_to_user, users)
+    return Packed(query[found.order], found.user, found.order)
+
+
+def by_xla(query: jax.Array, cand_to_user: jax.Array, users: int) -> Packed:
+    """`pack` by XLA."""
+    if cand_to_user.shape[0] <= work_order.MAX_COUNTED:
+        order = work_order.by_user(jnp.clip(cand_to_user, 0, users - 1))
+    else:
+        # Before they are clamped, as the gradient sorts them: XLA then sorts once.
+        order = work_order.by_user(cand_to_user)
+    return Packed(query[order], jnp.clip(cand_to_user, 0, users - 1)[order], order)
+
+
+def _pack(ctx: WarpgroupContext) -> None:
+    """The CTA's warpgroup."""
+    shape, shared, outputs = ctx.shape, ctx.shared, ctx.outputs
+    read = functools.partial(per_thread.gather, interpret=False)
+    thread, zero = per_thread.number(), per_thread.same(0)
+    group = lax.div(ctx.worker, jnp.int32(shape.parts))
+    part = ctx.worker - group * shape.parts
+    first = group * CANDIDATES
+    vectors = [
+        (part * ACCESSES + i) * WARPGROUP_SIZE + thread for i in range(ACCESSES)
+    ]  # of the group
+    own = [lax.div(x, per_thread.same(shape.vectors)) for x in vectors]
+    loaded = [
+        query_vectors.load(
+            ctx.operands.query, jnp.minimum(first + x, shape.batch - 1), v - x * shape.vectors
+        )
+        for v, x in zip(vectors, own, strict=True)
+    ]
+    users = _rank(ctx, first)
+    plgpu.commit_smem()
+    # Threads of the last candidates of the index have none.
+    candidate = jnp.minimum(thread, CANDIDATES - 1)
+    place = zero
+    for warp in range(per_thread.WARPS):
+        place = place + read(shared.ranks, candidate * per_thread.WARPS + warp, "shared")
+    user = zero
+    for i, x in enumerate(users):
+        user = jnp.where(candidate == i, x, user)
+    is_own = thread < CANDIDATES
+    per_thread.scatter(shared.places, candidate, place, is_own, interpret=False)
+    is_own = is_own & (first + thread < shape.batch) & (zero + part == 0)
+    for ref, values in ((outputs.user, user), (outputs.order, first + candidate)):
+        per_thread.scatter(ref, place, values, is_own, space="global", interpret=False)
+    plgpu.commit_smem()
+    for words, v, x in zip(loaded, vectors, own, strict=True):
+        place = read(shared.places, jnp.minimum(x, CANDIDATES - 1), "shared")
+        is_wanted = (x < CANDIDATES) & (first + x < shape.batch)
+        query_vectors.store(outputs.query, place, v - x * shape.vectors, words, is_wanted)
+
+
+def _rank(ctx: WarpgroupContext, first: Any) -> list[jax.Array]:
+    """Stores each warp's part of the places of this CTA's candidates; returns their users."""
+    shape, last = ctx.shape, ctx.shape.batch - 1
+    rounds, numbers_of = per_thread.rounds(shape.batch, per_thread.number())
+
+    def users_of(candidates: list[jax.Array]) -> list[jax.Array]:
+        # All loads before the first use of one.
+        found = [
+            per_thread.gather(ctx.operands.index, jnp.minimum(x, last), "global", interpret=False)
+            for x in candidates
+        ]
+        return [jnp.clip(x, 0, shape.users - 1) for x in found]
+
+    mine = [per_thread.same(0) + (first + i) for i in range(CANDIDATES)]
+    own = users_of(mine)
+
+    def add(turn: Any, sums: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+        numbers = numbers_of(turn)
+        for number, user in zip(numbers, users_of(numbers), strict=True):
+            # Past the last candidate there are none.
+            user = jnp.where(number <= last, user, shape.users)
+            sums = tuple(
+                x + jnp.where((user < u) | ((user == u) & (number < i)), 1, 0)
+                for x, u, i in zip(sums, own, mine, strict=True)
+            )
+        return sums
+
+    sums = lax.fori_loop(0, rounds, add, (per_thread.same(0),) * CANDIDATES)
+    per_thread.sums_by_warp(sums, ctx.shared.ranks)
+    return own

@@ -1,0 +1,191 @@
+"""Numbers query rows of the gradient of attention: a user's rows side by side.
+
+A *row* of a key head is a query of one of its N / K query heads; rows are numbered by candidate in
+user order, then by query, then by query head. Small problems are numbered by a launch (`numbering`,
+or `attention_backward.statistics`), large ones by XLA: in few kernels, and by comparing all pairs
+where there are few. `counted_order` puts candidates into order that are too many for that.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from ikbo_jax.pallas.worklist import counted_order, numbering, work_order
+from ikbo_jax.pallas.worklist.numbering import TILE_WORDS, USER_WORDS, Sizes
+
+#: Most pairs of users that are compared to add up their blocks or tiles.
+MAX_PAIRS = 2048**2
+
+
+class Rows(NamedTuple):
+    """Where rows are.
+
+    Attributes:
+      cand_to_user: [B] int32, the user of each candidate; clamped to [0, users) by its readers.
+      order: [B] int32, candidates in user order; None if they are in user order already.
+      position: [B] int32, the inverse of `order`; likewise.
+      users: [U, USER_WORDS] int32, the description of each user.
+      parts: [U * splits, USER_WORDS] int32, the description of each part of a user's rows.
+      tiles: [most tiles + 1, TILE_WORDS] int32: first row, number of rows, user, number of its
+        keys, and the first row's target, of tiles of at most `Sizes.tile_rows` rows of one user.
+        The last entry begins with the number of tiles; entries between these are no tiles. None if
+        no launch takes tiles.
+      poison: [1] int32, the bits of 0, or of NaN if candidates are not in user order, as the caller
+        says; None if they were put there. If they are not, a user's rows are other users' queries:
+        statistics and d_query are NaN then, and the kernel passes NaN on to the gradients of keys
+        and values.
+    """
+
+    cand_to_user: jax.Array
+    order: jax.Array | None
+    position: jax.Array | None
+    users: jax.Array
+    parts: jax.Array
+    tiles: jax.Array | None
+    poison: jax.Array | None
+
+    @property
+    def is_valid(self) -> jax.Array | None:
+        """bool: whether the promised order is right; None if none was promised."""
+        return None if self.poison is None else self.poison[0] == 0
+
+    @property
+    def user(self) -> jax.Array:
+        """[B] int32."""
+        return jnp.clip(self.cand_to_user, 0, len(self.users) - 1)
+
+    def targets(self, sizes: Sizes) -> jax.Array:
+        """[B, T, N / K] int32, rows in the kernel's `d_query` for candidates in their order."""
+        first_row, _, first_target, _ = jnp.moveaxis(self.users[self.user], 1, 0)
+        place = self.position
+        if place is None:
+            place = jnp.arange(sizes.batch, dtype=jnp.int32)
+        first = first_target + place * sizes.per_candidate - first_row
+        within = jnp.arange(sizes.per_candidate, dtype=jnp.int32)
+        return first[:, None, None] + within.reshape(sizes.q_len, sizes.group)[None]
+
+
+def make_rows(
+    cand_to_user: jax.Array, lengths: jax.Array | None, sizes: Sizes, *, interpret: Any = False
+) -> Rows:
+    """Numbers the rows by a launch; if there are too many candidates or users, by XLA.
+
+    Args:
+      cand_to_user: [B] int32; clamped to [0, users).
+      lengths: [U] int32, clamped to [0, kv_len], or None for kv_len.
+      sizes: of the problem.
+      interpret: False, or `plgpu.InterpretGPUParams` to run on a CPU.
+    """
+    placed = _order(cand_to_user, sizes, by_launch=not interpret)
+    if not numbering.fits(sizes):
+        return _by_xla(cand_to_user, lengths, sizes, placed)
+    operands = numbering.Operands(cand_to_user, lengths)
+    found = numbering.numbering_kernel(operands, sizes, interpret=interpret)
+    return described(cand_to_user, *placed, found)
+
+
+def _order(
+    index: jax.Array, sizes: Sizes, *, by_launch: bool
+) -> tuple[jax.Array | None, jax.Array | None]:
+    """`Rows.order` and `Rows.position`, of many candidates by a launch if there may be one."""
+    if sizes.is_sorted:
+        return None, None
+    if sizes.batch <= work_order.MAX_COUNTED:
+        position = work_order.ranks(jnp.clip(index, 0, sizes.users - 1))
+        return work_order.inverse(position), position
+    if by_launch and counted_order.fits(sizes.batch, sizes.users):
+        found = counted_order.count_order(None, index, sizes.users, has_position=True)
+        return found.order, found.position
+    order = work_order.by_user(index)
+    number = jnp.arange(sizes.batch, dtype=jnp.int32)
+    return order, jnp.zeros_like(number).at[order].set(number, unique_indices=True)
+
+
+def described(
+    index: jax.Array,
+    order: jax.Array | None,
+    position: jax.Array | None,
+    found: numbering.Outputs,
+) -> Rows:
+    """Makes `Rows` of what a launch numbered."""
+    users = found.users.reshape(-1, USER_WORDS)
+    parts = users if found.parts is None else found.parts.reshape(-1, USER_WORDS)
+    tiles = None if found.tiles is None else found.tiles.reshape(-1, TILE_WORDS)
+    return Rows(index, order, position, users, parts, tiles, found.poison)
+
+
+def by_xla(cand_to_user: jax.Array, lengths: jax.Array | None, sizes: Sizes) -> Rows:
+    """`make_rows` by XLA."""
+    return _by_xla(cand_to_user, lengths, sizes, _order(cand_to_user, sizes, by_launch=False))
+
+
+def _by_xla(
+    cand_to_user: jax.Array,
+    lengths: jax.Array | None,
+    sizes: Sizes,
+    placed: tuple[jax.Array | None, jax.Array | None],
+) -> Rows:
+    """`by_xla` of an order, and its inverse, that are known."""
+    users, per_candidate, block_q = sizes.users, sizes.per_candidate, sizes.block_q
+    index = jnp.clip(cand_to_user, 0, users - 1)
+    starts = work_order.starts(index, users)
+    first_candidate, counts = starts[:-1], starts[1:] - starts[:-1]
+    rows = counts * per_candidate
+    blocks = -(-rows // block_q)
+    first_target = sums_before(blocks) * block_q
+    keys = jnp.full((users,), sizes.kv_len, jnp.int32)
+    if lengths is not None:
+        keys = jnp.clip(lengths.astype(jnp.int32), 0, sizes.kv_len)
+    words = (first_candidate * per_candidate, rows, first_target, keys)
+    assert len(words) == USER_WORDS
+    described = jnp.stack(words, axis=1)
+    # All parts but a user's last ones have whole blocks.
+    part_rows = -(-blocks // sizes.splits) * block_q
+    begin = part_rows[:, None] * jnp.arange(sizes.splits, dtype=jnp.int32)[None]
+    part_words = (
+        words[0][:, None] + begin,
+        jnp.clip(rows[:, None] - begin, 0, part_rows[:, None]),
+        first_target[:, None] + begin,
+        jnp.broadcast_to(keys[:, None], begin.shape),
+    )
+    parts = jnp.stack(part_words, axis=2).reshape(users * sizes.splits, USER_WORDS)
+    poison = None
+    if sizes.is_sorted:
+        is_valid = jnp.all(index[1:] >= index[:-1])
+        poison = jnp.where(is_valid, jnp.int32(0), jnp.int32(numbering.NAN_BITS))[None]
+    tiles = None if sizes.tile_rows is None else query_tiles(described, sizes)
+    return Rows(cand_to_user, *placed, described, parts, tiles, poison)
+
+
+def sums_before(values: jax.Array) -> jax.Array:
+    """For every element of `values` [n] int32 the sum of those before it."""
+    if values.size**2 > MAX_PAIRS:
+        return jnp.cumsum(values, dtype=jnp.int32) - values
+    number = jnp.arange(values.size, dtype=jnp.int32)
+    is_before = number[None] < number[:, None]
+    return jnp.sum(jnp.where(is_before, values[None], 0), axis=1, dtype=jnp.int32)
+
+
+def query_tiles(users: jax.Array, sizes: Sizes) -> jax.Array:
+    """`Rows.tiles` by XLA, from `Rows.users`."""
+    height: Any = sizes.tile_rows
+    first_row, rows, target, keys = (users[:, i] for i in range(USER_WORDS))
+    counts = -(-rows // height)
+    ends = sums_before(counts) + counts
+    number = jnp.arange(sizes.most_tiles + 1, dtype=jnp.int32)
+    # Newer versions of JAX do not lower `jnp.searchsorted` inside of `sharded.device_p`.
+    user = jnp.sum(ends[None] <= number[:, None], axis=1, dtype=jnp.int32)
+    user = jnp.minimum(user, len(users) - 1)
+    start = (number - (ends - counts)[user]) * height
+    words = (
+        # In the same array, since a kernel that made another one would take 2 us.
+        jnp.where(number < sizes.most_tiles, first_row[user] + start, ends[-1]),
+        jnp.clip(rows[user] - start, 0, height),
+        user,
+        keys[user],
+        target[user] + start,
+    )
+    return jnp.stack(words, axis=1)

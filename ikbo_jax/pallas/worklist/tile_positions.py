@@ -1,0 +1,246 @@
+"""Positions of segments' tiles in the list, in the kernel that lists tiles: a counting sort.
+
+Segments are ordered by falling numbers of blocks of keys, and by their own number.  A *bin* holds
+the tiles of all segments with equally many blocks.  Then, a segment's first tile comes after
+
+  - the tiles of bins of more blocks,
+  - the tiles of its bin whose segments belong to CTAs before, and
+  - the tiles of its bin whose segments belong to its own CTA and precede it.
+
+The CTA adds the tiles of the segments before its own to the bins and reads the bins of its own;
+then it adds all others, and the running sums of the bins give the first of the three.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+
+from ikbo_jax.pallas.hopper.per_thread import Threads, cdiv, same
+from ikbo_jax.pallas.worklist.jagged_segments import Segment, SegmentContext, Shape
+from ikbo_jax.problems.hopper import WARPGROUP_SIZE
+
+#: Most bins: 15 words of a thread. Above, neighbouring numbers of blocks share one: they differ by
+#: less than 1/3800 of the largest, and the order only affects speed.
+MOST_BINS = 15 * 512 - 1
+#: Up to this number of words, bins have copies, for different lanes: additions to one word by lanes
+#: of a warp take place one after another, and short sequences all have one block.
+COPIED = 2048
+MOST_COPIES = 16
+#: Segments of each thread in one turn of a loop.
+UNROLL = 4
+
+
+def most_bins(shape: Shape) -> int:
+    """One for each number of blocks, or `MOST_BINS`."""
+    return min(shape.most_blocks + 1, MOST_BINS)
+
+
+def most_copies(shape: Shape) -> int:
+    """One under interpretation, where threads add one after another."""
+    return MOST_COPIES if shape.warpgroups > 1 else 1
+
+
+def words(shape: Shape) -> int:
+    """Words of the bins and their copies."""
+    return max(most_bins(shape), COPIED) if most_copies(shape) > 1 else most_bins(shape)
+
+
+class Bins(NamedTuple):
+    """How blocks, bins and words of shared memory belong together; scalars."""
+
+    shift: Any  # 2^shift numbers of blocks share a bin; None: each has its own
+    last: Any  # bin of the longest segment
+    copies: Any
+
+    def of(self, blocks: jax.Array) -> jax.Array:
+        """Bins in the order of the list; the last of all has no blocks."""
+        if self.shift is None:
+            return self.last - blocks
+        return self.last - ((blocks + ((1 << self.shift) - 1)) >> self.shift)
+
+
+class Totals(NamedTuple):
+    """Scalars, or the same for each thread."""
+
+    keyed: Any  # tiles with keys
+    first_parts: Any  # tiles of all first parts
+    rest_before: Any  # tiles of second parts of CTAs before
+    rest: Any  # tiles of all second parts
+
+
+def own_segments(ctx: SegmentContext) -> tuple[jax.Array, Any, int]:
+    """(a thread's segment, counted in its CTA, its part of the work on it, number of parts)."""
+    own = ctx.shared.own_bins.shape[0]
+    if ctx.shape.warpgroups == 1:
+        return ctx.threads.number(), 0, 1
+    groups = own // WARPGROUP_SIZE
+    number = lax.rem(ctx.threads.number(), same(own))
+    return number, lax.div(ctx.consumer, groups), ctx.shape.warpgroups // groups
+
+
+def _bins(shape: Shape, longest: jax.Array) -> Bins:
+    """For segments of at most `longest` blocks."""
+    bins, shift, last = most_bins(shape), None, longest
+    if shape.most_blocks >= bins:
+        shift, steps = jnp.int32(0), 0
+        while shape.most_blocks > (bins - 1) << steps:
+            shift += (longest > (bins - 1) << steps).astype(jnp.int32)
+            steps += 1
+        last = (longest + ((1 << shift) - 1)) >> shift
+    copies = jnp.int32(1)
+    for _ in range(most_copies(shape).bit_length() - 1):
+        copies = jnp.where((last + 1) * copies * 2 <= COPIED, copies * 2, copies)
+    return Bins(shift, last, copies)
+
+
+def tiles_of(shape: Shape, rows: jax.Array) -> jax.Array:
+    """Tiles of segments' rows."""
+    return cdiv(rows, shape.size)
+
+
+def _add(ctx: SegmentContext, bins: Bins, begin: Any, end: Any) -> jax.Array:
+    """Adds the tiles of segments begin to end to the bins; returns tiles of their second parts."""
+    shape, threads = ctx.shape, ctx.threads
+    _, numbers = threads.rounds(shape.segments, unroll=UNROLL)
+    lane = threads.number() & (bins.copies - 1)
+    batch = len(numbers(0)) * threads.count
+
+    def turn(i: Any, rest: jax.Array) -> jax.Array:
+        places = numbers(i)
+        for x, found in [(x, ctx.segment(x)) for x in places]:
+            tiles = tiles_of(shape, found.length)
+            place = bins.of(cdiv(found.kv_length, shape.unit)) * bins.copies + lane
+            is_wanted = (x >= begin) & (x < end)
+            threads.add(ctx.shared.bins, place, tiles, is_wanted & (tiles > 0))
+            if shape.has_rest:
+                rest = rest + jnp.where(is_wanted, tiles_of(shape, found.rest), 0)
+        return rest
+
+    turns = (lax.div(begin, batch), lax.div(end + (batch - 1), batch))
+    return lax.fori_loop(*turns, turn, same(0))
+
+
+def _bin_before(ctx: SegmentContext, bins: Bins, bin_: jax.Array, part: Any, parts: int) -> Any:
+    """What the bins hold of segments before; a part of the copies."""
+    value = same(0)
+    places = [part + i * parts for i in range(pl.cdiv(most_copies(ctx.shape), parts))]
+    copies = [jnp.minimum(x, bins.copies - 1) for x in places]
+    found = [ctx.threads.read(ctx.shared.bins, bin_ * bins.copies + x) for x in copies]
+    for x, tiles in zip(places, found, strict=True):
+        value = value + jnp.where(x < bins.copies, tiles, 0)
+    return value
+
+
+def _own_before(ctx: SegmentContext, number: jax.Array, bin_: jax.Array, part: Any) -> jax.Array:
+    """Tiles of the same bin of preceding segments of the CTA; a part of them."""
+    shared, read = ctx.shared, ctx.threads.read
+    _, _, parts = own_segments(ctx)
+    each = shared.own_bins.shape[0] // parts
+    unroll = min(each, 8)
+
+    def turn(i: Any, sums: jax.Array) -> jax.Array:
+        places = [part * each + (i * unroll + x) for x in range(unroll)]
+        found = [
+            (read(shared.own_bins, same(0) + x), read(shared.own_tiles, same(0) + x), x)
+            for x in places
+        ]
+        for other, tiles, x in found:
+            sums = sums + jnp.where((other == bin_) & (number > x), tiles, 0)
+        return sums
+
+    return lax.fori_loop(0, each // unroll, turn, same(0))
+
+
+def position_tiles(ctx: SegmentContext, longest: jax.Array) -> Totals:
+    """Fills `own_firsts`, `own_ends` and `rest_ends` of shared memory; synchronises the threads."""
+    shape, shared, threads = ctx.shape, ctx.shared, ctx.threads
+    number, part, parts = own_segments(ctx)
+    own = shared.own_bins.shape[0]
+    begin = ctx.worker * own
+    end = jnp.minimum(begin + own, shape.segments)
+    is_first = (threads.number() >= 0) & (threads.number() < own)
+    bins = _bins(shape, longest)
+    rest_before = _add(ctx, bins, jnp.int32(0), begin)
+    threads.commit()
+    found: Segment = ctx.segment(begin + number)
+    bin_, tiles = bins.of(cdiv(found.kv_length, shape.unit)), tiles_of(shape, found.length)
+    before = _bin_before(ctx, bins, bin_, part, parts)
+    threads.keep(shared.own_bins, number, bin_, is_first)
+    threads.keep(shared.own_tiles, number, tiles, is_first)
+    threads.commit()
+    rest_after = _add(ctx, bins, begin, jnp.int32(shape.segments))
+    before = before + _own_before(ctx, number, bin_, part)
+    threads.keep(shared.own_before, threads.number(), before, threads.number() >= 0)
+    threads.commit()
+    # The running sums of the bins, and of the tiles of the CTA's segments.
+    values = [_sum_of_bins(ctx), jnp.where(is_first, tiles, 0)]
+    if shape.has_rest:
+        values.append(jnp.where(is_first, tiles_of(shape, found.rest), 0))
+    sums = threads.sums_before(values, shared.parts, 4 * threads.warps)
+    _keep_sums_of_bins(ctx, sums[0])
+    ends = [shared.own_ends, shared.rest_ends]
+    for ref, x, value in zip(ends, sums[1:], values[1:], strict=False):
+        threads.keep(ref, number, x + value, is_first)
+    threads.commit()
+    first = threads.read(shared.bins, bin_ * bins.copies)
+    for i in range(parts):
+        first = first + threads.read(shared.own_before, number + i * own)
+    threads.keep(shared.own_firsts, number, first, is_first)
+    return _totals(ctx, bins, end, (rest_before, rest_after))
+
+
+def _totals(ctx: SegmentContext, bins: Bins, end: Any, rest: tuple[jax.Array, jax.Array]) -> Totals:
+    """Synchronises the threads."""
+    threads, shared = ctx.threads, ctx.shared
+    keyed = shared.bins[bins.last * bins.copies]
+    every = shared.bins[words(ctx.shape)]
+    if not ctx.shape.has_rest:
+        threads.commit()
+        return Totals(keyed, every, jnp.int32(0), jnp.int32(0))
+    before = threads.total(rest[0], shared.parts, 7 * threads.warps)
+    after = threads.total(rest[1], shared.parts, 8 * threads.warps)
+    return Totals(keyed, every, before, before + after)
+
+
+def _bin_places(ctx: SegmentContext) -> tuple[int, Any]:
+    turns, step, each = ctx.threads.parts(words(ctx.shape) + 1)
+    first = ctx.threads.number() * each
+    return turns, lambda i: [first + (i * step + x) for x in range(step)]
+
+
+def _sum_of_bins(ctx: SegmentContext) -> jax.Array:
+    """The sum of a thread's words."""
+    turns, places = _bin_places(ctx)
+
+    def turn(i: Any, total: jax.Array) -> jax.Array:
+        for value in [ctx.threads.read(ctx.shared.bins, x) for x in places(i)]:
+            total = total + value
+        return total
+
+    return lax.fori_loop(0, turns, turn, same(0))
+
+
+def _keep_sums_of_bins(ctx: SegmentContext, before: jax.Array) -> None:
+    """Each word becomes the sum of those before it."""
+    threads, bins = ctx.threads, ctx.shared.bins
+    turns, places = _bin_places(ctx)
+
+    def turn(i: Any, total: jax.Array) -> jax.Array:
+        values = [threads.read(bins, x) for x in places(i)]
+        for x, value in zip(places(i), values, strict=True):
+            threads.keep(bins, x, total, x >= 0)
+            total = total + value
+        return total
+
+    lax.fori_loop(0, turns, turn, before)
+
+
+def bin_words(shape: Shape) -> int:
+    """Words of shared memory of the bins, as many for each thread, and their sum."""
+    threads = Threads(shape.warpgroups, 0, False)
+    return threads.count * threads.parts(words(shape) + 1)[2]

@@ -1,0 +1,1 @@
+"""Recognises attention as models write it, and what changes its logits and weights."""

@@ -1,0 +1,410 @@
+"""Attention weights that the program changes after the softmax or the activation.
+
+A model may apply its mask again after the softmax, set weights that are NaN to 0, weigh keys by
+their age, or divide masked weights by their sum. `Weights` holds such factors and masks by user and
+key. The rules of this module add these stages to the stages of `Scores`:
+
+- "weighted": probabilities or a curve, changed by `Weights`;
+- "total": the sum of weighted probabilities over the keys;
+- "is nan", "is infinite", "is finite": comparisons, as in `jnp.nan_to_num` and `logsumexp`;
+- "log of sum", "lse", "log of probabilities": a softmax by its logarithm.
+
+A row whose weights a select sets to 0 is 0, also if its softmax is NaN. A product with the cast of
+a mask is such a select, since XLA compiles it to a select.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from ikbo_jax.rewrite.attention import masked_keys, scores
+from ikbo_jax.rewrite.attention.logit_masks import masked
+from ikbo_jax.rewrite.attention.scores import BATCH, HEAD, KEY, ONE, RULES, Fill, Logits, Scores
+from ikbo_jax.rewrite.attention.weighted_values import Mask, Weights
+from ikbo_jax.rewrite.facts import proofs
+from ikbo_jax.rewrite.facts.proofs import constant
+from ikbo_jax.rewrite.interpret import Context, shape_of
+from ikbo_jax.rewrite.values.lineage import Lazy, base_of, has_lineage, is_plain, origins_of
+from ikbo_jax.rewrite.values.registry import NotCovered
+
+#: A number up to this is lost in the rounding of a float32 sum of at least 1.
+_NEGLIGIBLE = 2.0**-25
+#: The log of a number of keys can be added to a masked logit that is rounded by at most this.
+_LOST = 2.0**-7
+
+_exponential_of_logits = RULES["exp"]
+_product_of_logits = RULES["mul"]
+_quotient_of_logits = RULES["div"]
+_select_of_logits = RULES["select_n"]
+_sum_of_exponentials = RULES["reduce_sum"]
+_sum_of_logits = RULES["add"]
+_maximum_of_logits = RULES["max"]
+_difference_of_logits = RULES["sub"]
+
+
+def _weights_of(x: Scores) -> Weights:
+    if x.stage == "weighted" and x.weights is not None:
+        return x.weights
+    is_curve = x.stage in ("curve", "logits") and x.curve is not None and not x.root.fills
+    if not isinstance(x.root, Logits) or x.stage != "probabilities" and not is_curve:
+        raise NotCovered(f"attention is not recognised: {x.stage} changed by another value")
+    return Weights(x)
+
+
+def _changed(x: Scores, eqn: Any, operands: Any, other: Any = None, **changes: Any) -> Scores:
+    """The weights `x` with changed attributes; `other` is the operand that changes them."""
+    weights = _weights_of(x)
+    if weights.divided is not None:
+        raise NotCovered("attention is not recognised: weights are changed after their division")
+    origins = weights.origins | origins_of(other)
+    weights = dataclasses.replace(weights, origins=origins, **changes)
+    return x.then(eqn, operands, stage="weighted", weights=weights)
+
+
+def _by_user(x: Scores, other: Any) -> jax.Array:
+    """A factor or mask of weights as an array [users, keys, *heads], with 1 in place of a size."""
+    base, root = base_of(other), x.root
+    if not is_plain(other) and not isinstance(other, Lazy) or np.ndim(base) != len(x.labels):
+        raise NotCovered(f"attention is not recognised: {x.stage} changed by another value")
+    axis = other.axis if has_lineage(other) else -1
+    if axis >= 0 and (other.lineage is not root.lineage or x.labels[axis][0] != BATCH):
+        raise NotCovered("attention is not recognised: its weights are changed by another lookup")
+    kinds = (BATCH, KEY, HEAD)
+    for d, n in enumerate(base.shape):
+        kind = x.labels[d][0]
+        if n != 1 and (kind not in kinds or kind == BATCH and d != axis):
+            raise NotCovered("attention is not recognised: its weights are changed by candidate")
+    dims = {label: d for d, label in enumerate(x.labels) if label[0] in kinds}
+    wanted = [(BATCH, 0), (KEY, 0), *((HEAD, n) for n in range(len(root.heads)))]
+    order = [dims[label] for label in wanted if label in dims]
+    rest = [d for d in range(len(base.shape)) if d not in order]
+    shape = [base.shape[dims[label]] if label in dims else 1 for label in wanted]
+    return jnp.transpose(base, [*order, *rest]).reshape(shape)
+
+
+def _mask(ctx: Context, x: Scores, value: Any) -> Mask:
+    base = _by_user(x, value)
+    kept = base if base.dtype == np.bool_ else base != 0
+    return Mask(kept, proofs.source_of_mask(ctx, value, x.labels))
+
+
+# Products and selects.
+
+
+def _product(ctx: Context, eqn: Any, x: Any, y: Any) -> Any:
+    """Weights times a number, a mask, or factors by user and key; exponentials times a mask."""
+    at, other = (x, y) if isinstance(x, Scores) else (y, x)
+    changes = at.stage in ("probabilities", "curve", "weighted", "exp", "logits")
+    if isinstance(other, Scores) or not changes or not isinstance(at.root, Logits):
+        return _product_of_logits(ctx, eqn, x, y)
+    number = constant(ctx, other)
+    if at.stage == "logits" and (number is not None or at.root.fills):
+        return _product_of_logits(ctx, eqn, x, y)
+    if number is not None:
+        return _scaled(at, eqn, (x, y), number)
+    cast = ctx.provenance.cast_mask(other)
+    whole = cast is not None and shape_of(other) == at.shape
+    if at.stage == "exp":
+        values = proofs.possible_values(ctx, other)
+        if values is None or not values <= {0.0, 1.0}:
+            raise NotCovered("attention is not recognised: exp scaled by another value")
+        return _masked_exponential(ctx, at, eqn, (x, y), other, whole)
+    if whole:
+        found = (*_weights_of(at).masks, _mask(ctx, at, other))
+        return _changed(at, eqn, (x, y), other, masks=found)
+    factors = (*_weights_of(at).factors, _by_user(at, other))
+    return _changed(at, eqn, (x, y), other, factors=factors)
+
+
+def _scaled(x: Scores, eqn: Any, operands: Any, number: float) -> Scores:
+    """Probabilities, or weights, times a number. A curve times a number is another curve."""
+    if x.stage not in ("probabilities", "weighted") or not math.isfinite(number):
+        raise NotCovered(f"attention is not recognised: {x.stage} scaled by {number:g}")
+    return _changed(x, eqn, operands, scale=_weights_of(x).scale * number)
+
+
+def _select(ctx: Context, eqn: Any, which: Any, *cases: Any) -> Any:
+    """A select of weights, or of exponentials, or 0; other selects by the rule of logits."""
+    if isinstance(which, Scores):
+        return _select_by_comparison(ctx, eqn, which, *cases)
+    x = scores.only(cases)
+    keeps, operands = x is cases[-1], (which, *cases)
+    stages = ("exp", "probabilities", "curve", "weighted", "log of probabilities")
+    if len(cases) != 2 or x.stage not in stages or not isinstance(x.root, Logits):
+        return _select_of_logits(ctx, eqn, which, *cases)
+    hidden = -math.inf if x.stage.startswith("log") else 0
+    if constant(ctx, cases[0] if keeps else cases[1]) != hidden:
+        raise NotCovered(f"attention is not recognised: its {x.stage} are masked by a value")
+    if x.stage == "exp":
+        if not keeps:
+            raise NotCovered("attention is not recognised: its exp are masked by a value")
+        return _masked_exponential(ctx, x, eqn, operands, which, True)
+    mask = _mask(ctx, x, which)
+    mask = mask if keeps else Mask(~mask.kept, None)
+    if x.stage.startswith("log"):
+        weights = x.weights or Weights(x)
+        origins = weights.origins | origins_of(which)
+        weights = dataclasses.replace(weights, masks=(*weights.masks, mask), origins=origins)
+        return x.then(eqn, operands, weights=weights)
+    weights = _weights_of(x)
+    # The select also hides NaN and infinity of the factors before it.
+    factors = tuple(jnp.where(mask.kept, f, jnp.zeros((), f.dtype)) for f in weights.factors)
+    found = (*weights.masks, mask)
+    return _changed(x, eqn, operands, which, factors=factors, masks=found)
+
+
+def _masked_exponential(
+    ctx: Context, x: Scores, eqn: Any, operands: Any, mask: Any, selects: bool
+) -> Scores:
+    """Exponentials that a mask sets to 0, as if their logits were -inf.
+
+    `selects` says whether also NaN becomes 0, which the exponentials of a row without kept keys are
+    if the maximum -inf is subtracted.
+    """
+    root = x.root
+    source = proofs.source_of_mask(ctx, mask, x.labels)
+    same = [f for f in root.fills if proofs.same_source(f.source, source)]
+    rest = tuple(f for f in root.fills if f not in same)
+    if any(f.value == -math.inf for f in root.fills) and not (selects and same and not rest):
+        raise NotCovered("attention is not recognised: its exp are masked by another mask")
+    if any(f.added is not None for f in root.fills):
+        raise NotCovered("attention is not recognised: one mask is added, another put in by where")
+    largest = max((f.value for f in same), default=math.inf)
+    if x.shifted and same and largest > -1e3:
+        # Far above a row's logits, it makes their exponentials 0, and the sum 0, too.
+        raise NotCovered(f"attention is not recognised: its maximum may be a fill of {largest:g}")
+    if [f.value for f in root.fills] == [-math.inf]:
+        return x.then(eqn, operands, emptied="select")
+    if getattr(mask, "dtype", None) != np.bool_ and isinstance(mask, Lazy):
+        mask = dataclasses.replace(mask, base=mask.base != 0)
+    # The number of an earlier, equal mask is never seen.
+    earlier = dataclasses.replace(x, root=dataclasses.replace(root, fills=rest))
+    fill = Fill(None, None, -math.inf, source=source)  # type: ignore[arg-type]
+    root = masked(ctx, earlier, mask, True, fill)
+    # Without the masked keys' largest exponential, 1, the sum may be below 1. No logit is below a
+    # large number, so that a masked key's exponential is the largest only in rows without others.
+    least = x.sum_of_one and largest <= masked_keys.LARGE and not rest
+    emptied = "select" if selects else "product"
+    return x.then(eqn, operands, root=root, emptied=emptied, sum_of_one=least)
+
+
+# Comparisons.
+
+
+def _comparison(ctx: Context, eqn: Any, x: Any, y: Any) -> Any:
+    """`weights != weights`, which is True for NaN; `weights == inf`, which is never True."""
+    name = eqn.primitive.name
+    at, other = (x, y) if isinstance(x, Scores) else (y, x)
+    if at.stage in ("probabilities", "weighted") and _weights_of(at).of.stage == "probabilities":
+        if name == "ne" and other is at:
+            return at.then(eqn, (x, y), stage="is nan", weights=_weights_of(at))
+        number = None if isinstance(other, Scores) else constant(ctx, other)
+        if name == "eq" and number is not None and math.isinf(number):
+            return at.then(eqn, (x, y), stage="is infinite", weights=_weights_of(at))
+    raise NotCovered(f"attention is not recognised: {name} of its {at.stage}")
+
+
+def _is_finite(ctx: Context, eqn: Any, x: Any) -> Any:
+    if x.stage != "max" or not isinstance(x.root, Logits):
+        raise NotCovered(f"attention is not recognised: is_finite of its {x.stage}")
+    return x.then(eqn, [x], stage="is finite")
+
+
+def _select_by_comparison(ctx: Context, eqn: Any, which: Scores, *cases: Any) -> Any:
+    """`where(isnan(weights), 0, weights)`; `where(isfinite(max), max, 0)`."""
+    error = NotCovered("attention is not recognised: its scores are the condition of a select")
+    at = scores.only(cases)
+    is_first, operands = at is cases[0], (which, *cases)
+    number = constant(ctx, cases[1] if is_first else cases[0])
+    if at.root is not which.root or at.labels != which.labels or number is None:
+        raise error
+    if which.stage == "is finite" and at.stage == "max" and number == 0 and not is_first:
+        # Exponentials of a row without kept keys become 0 instead of NaN.
+        return at.then(eqn, operands, emptied="select")
+    if not is_first or at.stage not in ("probabilities", "weighted"):
+        raise error
+    weights = _weights_of(at)
+    if weights.factors:
+        # The weights are NaN or infinite, too, where their factors are.
+        raise error
+    if which.stage == "is nan" and number == 0 and _same_weights(which, at):
+        return _changed(at, eqn, operands, nan_is_zero=True)
+    if which.stage == "is infinite" and weights.nan_is_zero and _same_weights(which, at):
+        return at.then(eqn, operands)
+    raise error
+
+
+def _same_weights(which: Scores, at: Scores) -> bool:
+    assert which.weights is not None
+    return which.weights is at.weights or which.weights.of is at
+
+
+# Sums, and quotients by them.
+
+
+def _sum(ctx: Context, eqn: Any, x: Any) -> Any:
+    """The sum of weighted probabilities over all keys; other sums by the rule of exponentials."""
+    if x.stage != "weighted":
+        return _sum_of_exponentials(ctx, eqn, x)
+    axes = [int(a) for a in eqn.params["axes"]]
+    kinds = [x.labels[a][0] for a in axes]
+    if (
+        _weights_of(x).of.stage != "probabilities"
+        or kinds.count(KEY) != 1
+        or any(kind not in (KEY, ONE) for kind in kinds)
+    ):
+        raise NotCovered("attention is not recognised: reduce_sum of its weights")
+    labels = tuple(label for d, label in enumerate(x.labels) if d not in axes)
+    return x.then(eqn, [x], stage="total", labels=labels)
+
+
+def _bounded(ctx: Context, eqn: Any, x: Any, y: Any, how: str) -> Any:
+    """A sum of weights or of exponentials plus a number, or at least a number."""
+    at = scores.only((x, y))
+    number = constant(ctx, y if at is x else x)
+    known = isinstance(at.root, Logits) and at.floor is None
+    if number is None or not 0 <= number <= 1 or not known:
+        raise NotCovered(f"attention is not recognised: {how} of its {at.stage}")
+    if at.stage == "sum" and at.shifted:
+        lost = at.sum_of_one and (how == "max" or number <= _NEGLIGIBLE)
+        if not lost:
+            raise NotCovered("attention is not recognised: a number is added to its sum")
+    return at.then(eqn, (x, y), floor=(how, number))
+
+
+def _sum_of_two(ctx: Context, eqn: Any, x: Any, y: Any) -> Any:
+    if isinstance(x, Scores) and isinstance(y, Scores):
+        if (x.stage, y.stage) == ("log of sum", "max") and scores.belong(x, y):
+            eps = float(jnp.finfo(x.dtype).eps)
+            if any(eps * abs(f.value) > _LOST for f in x.root.fills if f.value > -math.inf):
+                # A user without keys: the log of the number of keys is lost beside the number.
+                raise NotCovered("attention is not recognised: a log is added to masked logits")
+            return x.then(eqn, (x, y), stage="lse")
+        raise NotCovered("attention is not recognised: its scores are combined with scores")
+    if scores.only((x, y)).stage in ("sum", "total"):
+        return _bounded(ctx, eqn, x, y, "add")
+    return _sum_of_logits(ctx, eqn, x, y)
+
+
+def _maximum(ctx: Context, eqn: Any, x: Any, y: Any) -> Any:
+    if scores.only((x, y)).stage in ("sum", "total"):
+        return _bounded(ctx, eqn, x, y, "max")
+    return _maximum_of_logits(ctx, eqn, x, y)
+
+
+def _quotient(ctx: Context, eqn: Any, x: Any, y: Any) -> Any:
+    """Weights or exponentials over their sum; weights over a number or over factors."""
+    if isinstance(x, Scores) and isinstance(y, Scores):
+        if (x.stage, y.stage) == ("weighted", "total"):
+            if x.weights is not y.weights or not scores.belong(x, y):
+                raise NotCovered("attention is not recognised: weights over another sum")
+            return _over_their_sum(x, eqn, y)
+        if (x.stage, y.stage) == ("exp", "sum") and scores.belong(x, y):
+            if "product" in (x.emptied, y.emptied) and not (y.floor and y.floor[1]):
+                # 0 / 0 is NaN, and so is its gradient, which a select would stop.
+                raise NotCovered("attention is not recognised: masked exponentials over their sum")
+            if y.floor:
+                return _over_bounded_sum(x, eqn, y)
+        return _quotient_of_logits(ctx, eqn, x, y)
+    changes = isinstance(x, Scores) and x.stage in ("probabilities", "curve", "weighted")
+    if not changes or not isinstance(x.root, Logits):
+        return _quotient_of_logits(ctx, eqn, x, y)
+    number = constant(ctx, y)
+    if number is not None:
+        return _scaled(x, eqn, (x, y), math.nan if number == 0 else 1 / number)
+    return _changed(x, eqn, (x, y), y, factors=(*_weights_of(x).factors, 1 / _by_user(x, y)))
+
+
+def _over_their_sum(x: Scores, eqn: Any, y: Scores) -> Scores:
+    """Weights over their sum, over their sum plus a number, or over at least a number.
+
+    A factor of the weights is a factor of their sum, too: c·w / (c·sum + e) = w / (sum + e/c).
+    """
+    factor = _weights_of(x).scale
+    how, number = y.floor or ("add", 0.0)
+    if factor <= 0:
+        raise NotCovered(f"attention is not recognised: weights scaled by {factor:g}, over a sum")
+    return _changed(x, eqn, (x, y), scale=1.0, divided=(how, number / factor))
+
+
+def _over_bounded_sum(x: Scores, eqn: Any, y: Scores) -> Scores:
+    """Exponentials over their sum plus a number, or over at least a number."""
+    probabilities = x.then(eqn, (x, y), stage="probabilities")
+    assert y.floor is not None
+    if y.floor[1] == 0 or x.shifted and not (x.emptied or y.emptied):
+        # Equal logits have a sum of at least 1; a row of -inf is NaN, as if nothing were added.
+        return probabilities
+    fills = x.root.fills
+    known = x.emptied == y.emptied if fills else True
+    if not known or any(f.value > -math.inf or f.added is not None for f in fills):
+        raise NotCovered("attention is not recognised: a number is added to its sum")
+    ones = (1,) * len(x.root.heads)
+    kept = tuple(Mask(f.kept.reshape(*f.kept.shape, *ones), f.source) for f in fills)
+    divided = None if x.shifted else y.floor
+    weights = Weights(
+        probabilities,
+        masks=kept,
+        divided=divided,
+        unnormalised=divided is not None,
+        origins=x.root.mask_origins,
+    )
+    return x.then(eqn, (x, y), stage="weighted", weights=weights)
+
+
+# A softmax by its logarithm.
+
+
+def _logarithm(ctx: Context, eqn: Any, x: Any) -> Any:
+    known = isinstance(x.root, Logits) and x.stage == "sum" and x.floor is None
+    if not known or not x.shifted:
+        raise NotCovered(f"attention is not recognised: log of its {x.stage}")
+    return x.then(eqn, [x], stage="log of sum")
+
+
+def _absolute(ctx: Context, eqn: Any, x: Any) -> Any:
+    if x.stage != "sum":
+        raise NotCovered(f"attention is not recognised: abs of its {x.stage}")
+    return x.then(eqn, [x])
+
+
+def _difference(ctx: Context, eqn: Any, x: Any, y: Any) -> Any:
+    if isinstance(x, Scores) and isinstance(y, Scores) and scores.belong(x, y):
+        if (x.stage, y.stage) in (("shifted", "log of sum"), ("logits", "lse")):
+            return x.then(eqn, (x, y), stage="log of probabilities", shifted=True)
+        out = _difference_of_logits(ctx, eqn, x, y)
+        masked = isinstance(x.root, Logits) and all(f.value == -math.inf for f in x.root.fills)
+        return dataclasses.replace(out, sum_of_one=True, emptied=y.emptied if masked else "")
+    return _difference_of_logits(ctx, eqn, x, y)
+
+
+def _exponential(ctx: Context, eqn: Any, x: Any) -> Any:
+    if x.stage != "log of probabilities":
+        return _exponential_of_logits(ctx, eqn, x)
+    probabilities = x.then(eqn, [x], stage="probabilities", weights=None)
+    if x.weights is None:
+        return probabilities
+    weights = dataclasses.replace(x.weights, of=probabilities)
+    return x.then(eqn, [x], stage="weighted", weights=weights)
+
+
+RULES |= {
+    "abs": _absolute,
+    "add": _sum_of_two,
+    "div": _quotient,
+    "eq": _comparison,
+    "exp": _exponential,
+    "is_finite": _is_finite,
+    "log": _logarithm,
+    "max": _maximum,
+    "mul": _product,
+    "ne": _comparison,
+    "reduce_sum": _sum,
+    "select_n": _select,
+    "sub": _difference,
+}

@@ -1,0 +1,395 @@
+"""Attention with masked logits: the attention weights that a softmax gives to masked keys.
+
+`ikbo_jax.attention` skips masked keys. The attention weight that the original gives them depends on
+the mask's number F, as the softmax sees it, and on whether `where` or an addition applies it:
+
+- `where`, finite: all masked keys of a user have the logit F. They are one more part of the
+  softmax: the mean of their values, with lse F + log(number of masked keys), equal for all
+  candidates; `merge_attention` adds it. From `_UNREACHABLE` down this part has no attention weight
+  beside any kept key, so only users without kept keys differ: their attention weights are uniform.
+- `where`, -inf: masked keys have no attention weight. A row without kept keys is NaN, and its
+  logits have no gradient.
+- addition, -inf: masked keys have no attention weight. A row without kept keys is NaN, and so are
+  its gradients.
+- addition, |F| so small that the sum hardly rounds the logits: a second attention, to the masked
+  keys, is merged with lse + F.
+- addition, F is far larger than the logits: the sum's rounding removes the logits, but not their
+  gradient. A row without kept keys has uniform attention weights, and the derivative of a softmax.
+  A test in the rewritten program finds logits too large to be removed, and computes such rows as
+  the original does.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from ikbo_jax.ops.attention import attention, merge_attention
+from ikbo_jax.ops.gdpa import gdpa
+from ikbo_jax.ops.gdpa_arguments import equal_offsets
+from ikbo_jax.rewrite.attention.scores import Fill, Logits, Scores
+from ikbo_jax.rewrite.interpret import Context
+from ikbo_jax.rewrite.values import staged
+from ikbo_jax.rewrite.values.in_turns import in_turns
+from ikbo_jax.rewrite.values.registry import NotCovered
+
+#: Above this number, masked keys have attention weights that no model intends.
+_MASKS = -100.0
+#: From this number down, a number that `where` puts in is below any logit not near overflow.
+_UNREACHABLE = -1e30
+#: An added number whose rounding is at most this changes no attention weight by more than this.
+_KEPT = 2.0**-7
+#: An added number whose rounding is at least this removes logits up to this size.
+_LOST = 32.0
+#: From this number down, masked keys have no attention weight beside kept keys.
+LARGE = -1e8
+
+
+class _Operands(NamedTuple):
+    """Operands of an attention.
+
+    Attributes:
+      query: [batch, queries, heads, width].
+      key: [users, keys, heads, width].
+      value: [users, keys, heads, width].
+      users: [batch] int32, the user of every row of queries.
+      scale: the factor of the logits.
+      nan_is_zero: whether rows whose logits are NaN or infinite are 0.
+    """
+
+    query: jax.Array
+    key: jax.Array
+    value: jax.Array
+    users: jax.Array
+    scale: float
+    nan_is_zero: bool = False
+
+    @classmethod
+    def of(cls, root: Logits, value: jax.Array) -> _Operands:
+        """The operands of logits, and of values [users, keys, *heads, width]."""
+        (batch, *_, width), (users, keys, *_) = root.query.shape, value.shape
+        heads = math.prod(root.heads)
+        return cls(
+            staged.reshape(root.query, (batch, math.prod(root.queries), heads, width)),
+            staged.reshape(root.key.base, (users, keys, heads, width)),
+            staged.reshape(value, (users, keys, heads, width)),
+            root.lineage.index,
+            root.scale,
+        )
+
+    def activated(self, activation: str, scale: float, output_scale: float) -> jax.Array:
+        """The attention with an activation instead of the softmax."""
+        (batch, queries), (users, keys) = self.query.shape[:2], self.key.shape[:2]
+        query, key, value = (_merged_rows(x) for x in self[:3])
+        out = gdpa(
+            query,
+            key,
+            value,
+            equal_offsets(batch, queries),
+            equal_offsets(users, keys),
+            activation=activation,
+            scale=scale,
+            output_scale=output_scale,
+            q_to_kv=self.users,
+            max_seqlen_q=queries,
+            max_seqlen_kv=keys,
+        )
+        return staged.reshape(out, staged.shape_of(self.query))
+
+    def attend(self, lengths: jax.Array | None = None) -> jax.Array:
+        if self.nan_is_zero:
+            if lengths is None:
+                lengths = jnp.full(self.key.shape[0], self.key.shape[1], jnp.int32)
+            found, lse = self.attend_with_lse(lengths)
+            return jnp.where(jnp.isfinite(lse)[..., None], found, jnp.zeros((), found.dtype))
+        out = attention(*self[:4], scale=self.scale, key_value_seq_lengths=lengths)
+        assert not isinstance(out, tuple)
+        return out
+
+    def attend_with_lse(self, lengths: jax.Array) -> tuple[jax.Array, jax.Array]:
+        out = attention(
+            *self[:4], scale=self.scale, key_value_seq_lengths=lengths, return_residuals=True
+        )
+        assert isinstance(out, tuple)
+        return out
+
+    def ordered(self, first: jax.Array) -> _Operands:
+        """The operands with the keys where `first` [users, keys] is true moved to the front."""
+        order = jnp.argsort(~first, axis=1, stable=True)[:, :, None, None]
+        key, value = (jnp.take_along_axis(x, order, axis=1) for x in (self.key, self.value))
+        return self._replace(key=key, value=value)
+
+    def of_user(self, x: jax.Array) -> jax.Array:
+        """Looks [users, ...] up by candidate: [batch, queries, ...]."""
+        rows = jnp.expand_dims(staged.take_rows(x, self.users, 0), 1)
+        return jnp.broadcast_to(rows, (*self.query.shape[:2], *x.shape[1:]))
+
+
+def _merged_rows(x: Any) -> Any:
+    """[batch, rows, ...] as [batch * rows, ...]."""
+    batch, rows, *rest = staged.shape_of(x)
+    return staged.reshape(x, (batch * rows, *rest))
+
+
+def attend(
+    ctx: Context,
+    scores: Scores,
+    value: jax.Array,
+    zero: jax.Array | None = None,
+    nan_is_zero: bool = False,
+) -> jax.Array:
+    """The attention of `scores` to values [users, keys, *heads, width].
+
+    Its shape is [batch, *queries, *heads, width]. Rows of the users `zero`, whose values must be 0,
+    are 0, also if their attention weights are NaN; with `nan_is_zero`, all such rows are.
+    """
+    root = scores.root
+    operands = _Operands.of(root, value)._replace(nan_is_zero=nan_is_zero)
+    if any(fill.value > _MASKS for fill in root.fills):
+        raise NotCovered(f"attention is not recognised: masked logits are {root.fills[0].value:g}")
+    fills = [_as_exponentiated(fill, scores) for fill in root.fills]
+    if not fills:
+        out = operands.attend()
+    elif fills[0].added is not None:
+        if nan_is_zero or zero is not None and fills[0].value == -math.inf:
+            raise NotCovered("attention is not recognised: weights that are NaN become 0")
+        out = _added(ctx, operands, fills[0])
+    else:
+        out = _replaced(operands, fills, zero)
+    return _with_dims(root, out)
+
+
+def renormalised(
+    root: Logits,
+    value: jax.Array,
+    kept: jax.Array,
+    divided: tuple[str, float],
+    probabilities: bool,
+) -> jax.Array:
+    """`attend` to the `kept` [users, keys] keys, with weights over their sum and a number.
+
+    Args:
+      root: logits without other masks than one that `where` puts in; this keeps `kept`.
+      value: [users, keys, *heads, width].
+      kept: which keys have a weight.
+      divided: see `weighted.Weights`; its number is above 0.
+      probabilities: whether the weights are probabilities of all keys, or exponentials.
+    """
+    operands = _Operands.of(root, value)
+    lengths = jnp.sum(kept, axis=1, dtype=jnp.int32)
+    out, lse = operands.ordered(kept).attend_with_lse(lengths)
+    total = lse
+    if probabilities:
+        hidden = kept.shape[1] - lengths
+        if root.fills:
+            logit = jnp.float32(root.fills[0].value)  # of every hidden key
+            rest = operands.of_user(jnp.log(hidden.astype(jnp.float32)) + logit)[..., None]
+        else:
+            _, rest = operands.ordered(~kept).attend_with_lse(hidden)
+        total = -jax.nn.softplus(rest - lse)
+    how, number = divided
+    total = total - jnp.float32(math.log(number))
+    share = jax.nn.sigmoid(total) if how == "add" else jnp.exp(jnp.minimum(total, 0))
+    weighted = out.astype(jnp.float32) * share[..., None]
+    return _with_dims(root, weighted.astype(out.dtype))
+
+
+def attend_activated(
+    root: Logits, value: jax.Array, activation: str, scale: float, output_scale: float
+) -> jax.Array:
+    """`attend` with an activation of the logits, which have no masks, instead of the softmax."""
+    return _with_dims(root, _Operands.of(root, value).activated(activation, scale, output_scale))
+
+
+def _with_dims(root: Logits, out: jax.Array) -> jax.Array:
+    """[batch, queries, heads, width] as [batch, *queries, *heads, width]."""
+    shape = staged.shape_of(out)
+    return staged.reshape(out, (shape[0], *root.queries, *root.heads, shape[-1]))
+
+
+def _as_exponentiated(fill: Fill, scores: Scores) -> Fill:
+    """The fill; -inf if no maximum is subtracted and its exponential is 0."""
+    if scores.shifted or fill.value == -math.inf:
+        return fill
+    with np.errstate(all="ignore"):
+        weight = float(np.exp(np.float64(fill.value)).astype(scores.dtype).astype(np.float64))
+    if weight == 0 and fill.added is None:
+        return dataclasses.replace(fill, value=-math.inf)
+    if not math.isfinite(weight) or weight == 0:
+        raise NotCovered(f"attention is not recognised: exp of masked logits, {fill.value:g}")
+    return fill
+
+
+# Masks by `where`.
+
+
+def _replaced(operands: _Operands, fills: list[Fill], zero: jax.Array | None) -> jax.Array:
+    kept, lengths = _all_kept(fills)
+    by_length = len(fills) == 1 and fills[0].lengths is not None
+    ordered = operands if by_length else operands.ordered(kept)
+    values = {fill.value for fill in fills}
+    empty = lengths == 0
+    if values == {-math.inf}:
+        out = ordered.attend(lengths)
+        if operands.nan_is_zero:
+            return out
+        nan = empty if zero is None else empty & ~zero
+        return jnp.where(operands.of_user(nan)[..., None, None], _nan_of(operands, nan), out)
+    if len(values) == 1 and -math.inf < min(values) <= _UNREACHABLE:
+        return _uniform_where(ordered, empty, lengths)
+    if operands.nan_is_zero:
+        raise NotCovered("attention is not recognised: weights that are NaN become 0")
+    out, lse = ordered.attend_with_lse(lengths)
+    rest, rest_lse = _masked_part(operands, fills)
+    merged, _ = merge_attention(out, lse, operands.of_user(rest), operands.of_user(rest_lse))
+    if -math.inf not in values:
+        return merged
+    nothing = jnp.all(_infinite(fills), axis=1)
+    nothing = nothing if zero is None else nothing & ~zero
+    return jnp.where(operands.of_user(nothing)[..., None, None], _nan_of(operands, nothing), merged)
+
+
+def _all_kept(fills: list[Fill]) -> tuple[jax.Array, jax.Array]:
+    """The keys [users, keys] that every mask keeps, and their number by user."""
+    kept = fills[0].kept
+    for fill in fills[1:]:
+        kept = kept & fill.kept
+    if len(fills) == 1 and fills[0].lengths is not None:
+        return kept, fills[0].lengths
+    return kept, jnp.sum(kept, axis=1, dtype=jnp.int32)
+
+
+def _infinite(fills: list[Fill]) -> jax.Array:
+    """Whether a logit is -inf: [users, keys]."""
+    infinite = jnp.zeros_like(fills[0].kept)
+    for fill in fills:
+        infinite = jnp.where(fill.kept, infinite, fill.value == -math.inf)
+    return infinite
+
+
+def _uniform_where(operands: _Operands, empty: jax.Array, lengths: jax.Array) -> jax.Array:
+    """Attention with uniform weights over all keys for `empty` users, whose keys become 0."""
+    key = jnp.where(empty[:, None, None, None], jnp.zeros((), operands.key.dtype), operands.key)
+    return operands._replace(key=key).attend(jnp.where(empty, operands.key.shape[1], lengths))
+
+
+def _nan_of(operands: _Operands, users: jax.Array) -> jax.Array:
+    """NaN for these users, with the gradient that NaN attention weights give to their values."""
+    total = jnp.sum(operands.value, axis=1, dtype=jnp.float32)
+    weight = jnp.where(users, jnp.nan, 0.0)[:, None, None]
+    return operands.of_user((total * weight).astype(operands.value.dtype))
+
+
+def _masked_part(operands: _Operands, fills: list[Fill]) -> tuple[jax.Array, jax.Array]:
+    """The attention to masked keys [users, heads, width], and its lse [users, heads]."""
+    number = jnp.full(fills[0].kept.shape, -jnp.inf, jnp.float32)
+    for fill in fills:
+        number = jnp.where(fill.kept, number, jnp.float32(fill.value))
+    largest = jnp.max(number, axis=1, keepdims=True)
+    largest = jnp.where(jnp.isfinite(largest), largest, 0.0)
+    weights = jnp.exp(number - largest)
+    total = jnp.sum(weights, axis=1)
+    share = weights / jnp.where(total > 0, total, 1.0)[:, None]
+    mean = jnp.einsum(
+        "us,usnh->unh",
+        share,
+        operands.value.astype(jnp.float32),
+        precision=lax.Precision.HIGHEST,
+    )
+    lse = jnp.where(total > 0, jnp.log(jnp.where(total > 0, total, 1.0)) + largest[:, 0], -jnp.inf)
+    heads = operands.value.shape[2]
+    lse = jnp.broadcast_to(lse[:, None], (lse.shape[0], heads))
+    return mean.astype(operands.value.dtype), lse
+
+
+# Masks by addition.
+
+
+def _added(ctx: Context, operands: _Operands, fill: Fill) -> jax.Array:
+    kept, lengths = _all_kept([fill])
+    ordered = operands if fill.lengths is not None else operands.ordered(kept)
+    empty = lengths == 0
+    if fill.value == -math.inf:
+        nan = jnp.where(empty, jnp.nan, 0.0).astype(operands.key.dtype)
+        key = ordered.key + nan[:, None, None, None]
+        return ordered._replace(key=key).attend(jnp.where(empty, kept.shape[1], lengths))
+    rounding = 0.5 * float(jnp.finfo(fill.added).eps) * abs(fill.value)
+    if rounding <= _KEPT:
+        out, lse = ordered.attend_with_lse(lengths)
+        rest, rest_lse = operands.ordered(~kept).attend_with_lse(kept.shape[1] - lengths)
+        return merge_attention(out, lse, rest, rest_lse + jnp.float32(fill.value))[0]
+    if rounding < _LOST or fill.value > LARGE or fill.after <= 0:
+        raise NotCovered(f"attention is not recognised: {fill.value:g} is added to its logits")
+    out = _uniform_where(ordered, empty, lengths)
+    if ctx.differentiated:
+        slope = _slope_where(operands, empty)
+        out = out + (slope - lax.stop_gradient(slope))
+    else:
+        ctx.gradient_differs()
+    return _exact_where_logits_remain(operands, fill, empty, out)
+
+
+def _exact_where_logits_remain(
+    operands: _Operands, fill: Fill, empty: jax.Array, out: jax.Array
+) -> jax.Array:
+    """`out`, except that rows without kept keys are exact if rounding does not remove their logits.
+
+    That is, if some logit of such a row may exceed the rounding of the mask's number. `cost` counts
+    no work of `rows_without_kept_keys`, which only such requests run.
+    """
+    empty_rows = staged.take_rows(empty, operands.users, 0)
+
+    def largest(x: jax.Array, rows: jax.Array) -> jax.Array:
+        squares = jnp.max(jnp.sum(jnp.square(x.astype(jnp.float32)), axis=-1), axis=(1, 2))
+        return jnp.max(jnp.where(rows, squares, 0.0))
+
+    def exact_row(key: jax.Array, value: jax.Array, row: tuple[jax.Array, ...]) -> jax.Array:
+        query, user, is_empty, uniform = row
+        key, value = (x.at[user].get(mode="promise_in_bounds") for x in (key, value))
+        products = jnp.einsum("tnh,snh->nts", query, key, preferred_element_type=jnp.float32)
+        number = np.asarray(fill.value / fill.after, fill.added)
+        logits = (products * (operands.scale / fill.after)).astype(fill.added) + number
+        weights = jax.nn.softmax(logits.astype(jnp.float32) * fill.after, axis=-1)
+        exact = jnp.einsum("nts,snh->tnh", weights, value.astype(jnp.float32))
+        return jnp.where(is_empty, exact.astype(uniform.dtype), uniform)
+
+    def exact_rows(key: jax.Array, value: jax.Array, *rows: jax.Array) -> jax.Array:
+        return in_turns(functools.partial(exact_row, key, value), rows)
+
+    @jax.jit
+    def rows_without_kept_keys(out: jax.Array) -> jax.Array:
+        rows = operands.query, operands.users, empty_rows, out
+        divided = staged.over_auto_axes(exact_rows, jax.typeof(out).sharding)
+        replaced: jax.Array = divided(*operands[1:3], *rows)
+        return replaced
+
+    def checked(out: jax.Array) -> jax.Array:
+        bound = largest(operands.query, empty_rows) * largest(operands.key, empty)
+        lost = 0.25 * float(jnp.finfo(fill.added).eps) * abs(fill.value)
+        removed = jnp.sqrt(bound) * abs(operands.scale) < lost
+        result: jax.Array = lax.cond(removed, lambda out: out, rows_without_kept_keys, out)
+        return result
+
+    result: jax.Array = lax.cond(jnp.any(empty_rows), checked, lambda out: out, out)
+    return result
+
+
+def _slope_where(operands: _Operands, empty: jax.Array) -> jax.Array:
+    """A term with the gradient of a softmax whose attention weights are uniform.
+
+    With attention weights 1 / S, the softmax and sum_s logit_s (v_s - mean v) / S have the same
+    derivative by query and key.
+    """
+    value = operands.value
+    wide = value.astype(jnp.float32)
+    centred = wide - jnp.mean(wide, axis=1, keepdims=True)
+    centred = jnp.where(empty[:, None, None, None], centred, 0.0).astype(value.dtype)
+    centred_operands = operands._replace(value=lax.stop_gradient(centred))
+    return centred_operands.activated("identity", operands.scale, 1 / value.shape[1])

@@ -1,0 +1,234 @@
+"""Products of all pairs of fields, of which a model keeps some: the interaction of DLRM.
+
+`einsum("bfd,bgd->bfg", fields, fields)` of fields of users and candidates is represented by
+`Scores` of `Blocks`. If the program looks up constant positions of it, each pair of two users'
+fields is computed at user batch, and the others at candidate batch.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from typing import Any
+
+import jax
+import numpy as np
+from jax.extend import core
+
+from ikbo_jax.rewrite.attention import contraction
+from ikbo_jax.rewrite.attention.blocks import Blocks
+from ikbo_jax.rewrite.attention.scores import BATCH, KEY, QUERY, RULES, Scores
+from ikbo_jax.rewrite.facts.known import known
+from ikbo_jax.rewrite.interpret import Context
+from ikbo_jax.rewrite.rules.concatenation import of_one_lineage
+from ikbo_jax.rewrite.rules.elementwise import concat
+from ikbo_jax.rewrite.values import staged
+from ikbo_jax.rewrite.values.lineage import Concat, Deferred, Lazy, has_lineage, is_plain, lazy
+from ikbo_jax.rewrite.values.registry import NotCovered, rule_of
+
+#: More runs of neighbouring pairs than this become no parts of a concatenation.
+_MOST_RUNS = 64
+#: With more lookups, every field by its own index, the blocks are single products.
+_MOST_BLOCKS = 16
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Pairs(Deferred):
+    """The products of all pairs, flattened: [batch, fields · fields]."""
+
+    scores: Scores
+    eqn: Any
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        batch, rows, columns = self.scores.shape
+        return (batch, rows * columns)
+
+    @property
+    def dtype(self) -> Any:
+        return self.scores.dtype
+
+    @property
+    def origins(self) -> frozenset:
+        return self.scores.origins
+
+    is_computed = True
+
+    def build(self, ctx: Context) -> jax.Array:
+        return staged.reshape(ctx.build(self.scores), self.shape)
+
+    def rule(self, ctx: Context, eqn: Any, operands: Any) -> Any:
+        """The result of an equation that has flattened pairs among its operands."""
+        name = eqn.primitive.name
+        if name == "jit":
+            return ctx.run_closed(eqn.params["jaxpr"], operands, eqn)
+        if name == "gather":
+            return _gather_of_pairs(ctx, eqn, *operands)
+        if name == "reshape" and tuple(eqn.outvars[0].aval.shape) == self.scores.shape:
+            return self.scores
+        primitive_rule = rule_of(name)
+        if primitive_rule is None or any(isinstance(x, Scores) for x in operands):
+            raise NotCovered(f"{name} of products of fields")
+        _, rows, columns = self.scores.shape
+        every = np.stack(np.divmod(np.arange(rows * columns), columns), axis=1)
+        chosen = _chosen(ctx, self.eqn, self.scores, every)
+        values = [chosen if x is self else x for x in operands]
+        return primitive_rule(ctx, eqn, *values)
+
+
+def _reshape(ctx: Context, eqn: Any, x: Scores) -> Any:
+    """A reshape that flattens the pairs; other reshapes by the rule of scores."""
+    (batch, *rest) = x.shape
+    shape = tuple(eqn.outvars[0].aval.shape)
+    if _is_product(x) and 1 not in rest and shape == (batch, rest[0] * rest[1]):
+        return Pairs(x, eqn)
+    return _reshape_of_scores(ctx, eqn, x)
+
+
+def _is_product(x: Scores) -> bool:
+    """Whether scores are a product of rows with rows, without anything done to it yet."""
+    root: Any = x.root
+    return (
+        isinstance(root, Blocks)
+        and x.stage == "logits"
+        and root.scale == 1
+        and not root.fills
+        and x.labels in (((BATCH, 0), (QUERY, 0), (KEY, 0)), ((BATCH, 0), (KEY, 0), (QUERY, 0)))
+    )
+
+
+def _gather(ctx: Context, eqn: Any, x: Any, indices: Any) -> Any:
+    """A lookup of constant pairs."""
+    if not isinstance(x, Scores) or not _is_product(x):
+        raise NotCovered("attention is not recognised: gather of its scores")
+    pairs = _positions(ctx, eqn, x.shape, indices, (1, 2))
+    return _chosen(ctx, eqn, x, pairs)
+
+
+def _gather_of_pairs(ctx: Context, eqn: Any, x: Any, indices: Any) -> Any:
+    if not isinstance(x, Pairs):
+        raise NotCovered("lookup by products of fields")
+    positions = _positions(ctx, eqn, x.shape, indices, (1,))[:, 0]
+    columns = x.scores.shape[2]
+    return _chosen(ctx, eqn, x.scores, np.stack(np.divmod(positions, columns), axis=1))
+
+
+def _positions(
+    ctx: Context, eqn: Any, shape: tuple[int, ...], indices: Any, axes: tuple[int, ...]
+) -> np.ndarray:
+    """The constant positions [count, axes] that a gather looks up along `axes`."""
+    numbers, sizes = eqn.params["dimension_numbers"], eqn.params["slice_sizes"]
+    wanted = tuple(1 if d in axes else n for d, n in enumerate(shape))
+    if (
+        tuple(numbers.start_index_map) != axes
+        or tuple(numbers.collapsed_slice_dims) != axes
+        or tuple(numbers.offset_dims) != (0,)
+        or numbers.operand_batching_dims
+        or tuple(sizes) != wanted
+    ):
+        raise NotCovered("another lookup of products of fields")
+    positions = known(ctx, indices)
+    if positions is None or positions.ndim != 2:
+        raise NotCovered("lookup of products of fields by positions that are not constant")
+    limits = np.array([shape[a] for a in axes])
+    if (positions < 0).any() or (positions >= limits).any():
+        raise NotCovered("lookup of products of fields out of bounds")
+    return positions.astype(np.int64)
+
+
+def _sides(root: Blocks) -> list[tuple[list[Any], np.ndarray, np.ndarray]]:
+    """For rows and columns: a value for every lineage, and the value and position of each field."""
+    sides = []
+    for x in (root.query, root.key):
+        parts = x.parts if isinstance(x, Concat) else (x,)
+        groups: dict[Any, list[tuple[Any, int]]] = {}
+        start = 0
+        for part in parts:
+            key = part.lineage if has_lineage(part) else is_plain(part)
+            groups.setdefault(key, []).append((part, start))
+            start += part.shape[1]
+        group, offset = np.zeros(start, np.int64), np.zeros(start, np.int64)
+        values = []
+        for number, found in enumerate(groups.values()):
+            at = 0
+            for part, first in found:
+                size = part.shape[1]
+                group[first : first + size] = number
+                offset[first : first + size] = np.arange(at, at + size)
+                at += size
+            same = [part for part, _ in found]
+            values.append(same[0] if len(same) == 1 else of_one_lineage(same, 1))
+        sides.append((values, group, offset))
+    return sides
+
+
+def _chosen(ctx: Context, eqn: Any, scores: Scores, pairs: np.ndarray) -> Any:
+    """The products of these pairs [count, 2]: [batch, count], in runs of one batch."""
+    root: Any = scores.root
+    if scores.labels[1] == (KEY, 0):
+        pairs = pairs[:, ::-1]
+    (rows, row_group, row_at), (columns, column_group, column_at) = _sides(root)
+    groups = list(
+        zip(row_group[pairs[:, 0]].tolist(), column_group[pairs[:, 1]].tolist(), strict=True)
+    )
+    blocks: dict[tuple[int, int], Any] = {}
+    different = dict.fromkeys(groups)
+    if len(different) > _MOST_BLOCKS:
+        raise NotCovered("products of fields of many lookups")
+    for m, n in different:
+        blocks[m, n] = _block(ctx, eqn, scores, rows[m], columns[n])
+    plain = [key for key, block in blocks.items() if is_plain(block)]
+    start, starts = 0, {}
+    for key in plain:
+        starts[key] = start
+        start += blocks[key].shape[1]
+    whole = staged.concatenate([blocks[key] for key in plain], 1) if len(plain) > 1 else None
+    flat = []
+    for (row, column), (m, n) in zip(pairs.tolist(), groups, strict=True):
+        flat.append(
+            int(row_at[row]) * columns[n].shape[1] + int(column_at[column]) + starts.get((m, n), 0)
+        )
+    kinds = ["plain" if key in starts else key for key in groups]
+    runs = [list(run) for _, run in itertools.groupby(range(len(kinds)), lambda n: kinds[n])]
+    if len(runs) > _MOST_RUNS:
+        raise NotCovered("products of fields of user and candidate in turns")
+    parts = []
+    for run in runs:
+        block = blocks[groups[run[0]]] if kinds[run[0]] != "plain" or whole is None else whole
+        parts.append(_columns(block, [flat[n] for n in run]))
+    return parts[0] if len(parts) == 1 else concat(parts, 1)
+
+
+def _block(ctx: Context, eqn: Any, scores: Scores, rows: Any, columns: Any) -> Any:
+    """The products of some rows with some columns, flattened: [batch, rows · columns]."""
+    root: Any = scores.root
+    (batch, m, _), n = rows.shape, columns.shape[1]
+    numbers = (((2,), (2,)), ((0,), (0,)))
+    dot = scores.equation
+    aval = dot.outvars[0].aval.update(shape=(batch, m, n))
+    dot = dot.replace(outvars=[core.Var(aval)], params={**dot.params, "dimension_numbers": numbers})
+    del root, eqn
+    product = contraction.product(ctx, dot, rows, columns)
+    if is_plain(product):
+        return staged.reshape(product, (batch, m * n))
+    if not isinstance(product, Lazy) or product.axis != 0:
+        return staged.reshape(ctx.build(product), (batch, m * n))
+    base = staged.reshape(product.base, (product.base.shape[0], m * n))
+    return lazy(base, (batch, m * n), product.lineage, 0, product.origins)
+
+
+def _columns(x: Any, columns: list[int]) -> Any:
+    """Constant columns of an array or a lookup."""
+    base = x if is_plain(x) else x.base
+    if columns == list(range(columns[0], columns[0] + len(columns))):
+        base = staged.slice_in_dim(base, columns[0], columns[-1] + 1, axis=1)
+    else:
+        base = base[:, np.array(columns)]
+    if is_plain(x):
+        return base
+    return lazy(base, (x.shape[0], len(columns)), x.lineage, x.axis, x.origins)
+
+
+_reshape_of_scores = RULES["reshape"]
+RULES["reshape"] = _reshape
+RULES["gather"] = _gather

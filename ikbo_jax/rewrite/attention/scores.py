@@ -1,0 +1,394 @@
+"""Attention's scores, from logits to probabilities: recognised, but not computed.
+
+Every primitive that occurs in a softmax has a rule here, which maps `Scores` to `Scores`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import math
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from ikbo_jax.rewrite.facts import curves, proofs
+from ikbo_jax.rewrite.facts.curves import Curve
+from ikbo_jax.rewrite.facts.proofs import constant
+from ikbo_jax.rewrite.interpret import Context
+from ikbo_jax.rewrite.rules import any_shape
+from ikbo_jax.rewrite.rules.elementwise import ELEMENTWISE
+from ikbo_jax.rewrite.values import staged
+from ikbo_jax.rewrite.values.lineage import Deferred, Lazy, Lineage
+from ikbo_jax.rewrite.values.registry import NotCovered
+
+# Kinds of dimensions of the scores. Queries and keys share the heads; all remaining dimensions of
+# the queries are of the kind QUERY.
+BATCH, HEAD, QUERY, KEY, ONE = "batch", "head", "query", "key", "one"
+#: A dimension: its kind, and its number among the dimensions of this kind.
+Label = tuple[str, int]
+#: The dimension that attention weights do not have and values have.
+WIDTH: Label = ("width", 0)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Fill:
+    """A mask of logits, and its number.
+
+    Attributes:
+      kept: [users, keys] bool, False where a logit is masked.
+      lengths: [users] int32 if `kept` is proven to be the first `lengths` keys; else None.
+      value: the number that replaces masked logits, or is added to them, as the softmax sees it.
+      added: the dtype of the addition; None if `where` put the number in.
+      after: the factor by which the sum was multiplied after the addition.
+      source: see `facts.source_of_mask`; None if the mask hides what is True.
+    """
+
+    kept: jax.Array
+    lengths: jax.Array | None
+    value: float
+    added: Any = None
+    after: float = 1.0
+    source: Any = None
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Logits:
+    """scale · query · key of looked-up keys, masked; the root of all `Scores` computed from it.
+
+    Attributes:
+      query: [batch, *queries, *heads, width].
+      key: looked up along its dimension 0: base [users, keys, *heads, width].
+      queries: sizes of the queries' dimensions.
+      heads: sizes of the heads' dimensions.
+      scale: factor of the product.
+      fills: the masks in program order; where two of them mask, the later one prevails.
+      mask_origins: the broadcasts that the masks stem from.
+    """
+
+    query: jax.Array
+    key: Lazy
+    queries: tuple[int, ...]
+    heads: tuple[int, ...]
+    scale: float = 1.0
+    fills: tuple[Fill, ...] = ()
+    mask_origins: frozenset = frozenset()
+
+    @property
+    def lineage(self) -> Lineage:
+        assert self.key.lineage is not None
+        return self.key.lineage
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Scores(Deferred):
+    """A value between logits and probabilities, not computed.
+
+    Attributes:
+      root: the logits that it is computed from.
+      stage: "logits", "max", "shifted", "exp", "sum", "probabilities"; or "curve", not part of a
+        softmax, but possibly an activation; or, if the root is `Blocks`, "elementwise"; or a stage
+        of `weights`.
+      labels: the label of every dimension.
+      run: computes the value as the program is written.
+      curve: the value as an elementwise function of query · key; None if unknown.
+      shifted: whether the maximum was subtracted before the exponential.
+      equation: the product of the logits, if their root is `Blocks`.
+      made: the producing equation and its operands; None for a product.
+      weights: how probabilities or a curve were changed, as `weighted.Weights`; None if they were
+        not.
+      floor: ("add", e) for a sum plus e; ("max", e) for the larger of a sum and e.
+      sum_of_one: whether the exponentials of every row with kept keys have a sum of at least 1.
+      emptied: "select" or "product", by what exponentials of rows without kept keys become 0
+        instead of NaN; "" if nothing does it.
+    """
+
+    root: Logits
+    stage: str
+    labels: tuple[Label, ...]
+    shape: tuple[int, ...]
+    dtype: Any
+    run: Callable[[Context], jax.Array]
+    curve: Curve | None = None
+    shifted: bool = False
+    equation: Any = None
+    made: Any = None
+    weights: Any = None
+    floor: tuple[str, float] | None = None
+    sum_of_one: bool = False
+    emptied: str = ""
+
+    is_computed = True
+
+    @property
+    def origins(self) -> frozenset:
+        return self.root.key.origins
+
+    def build(self, ctx: Context) -> jax.Array:
+        return self.run(ctx)
+
+    def rule(self, ctx: Context, eqn: Any, operands: Any) -> Any:
+        """The result of an equation that has scores among its operands."""
+        name = eqn.primitive.name
+        if name == "jit":
+            return ctx.run_closed(eqn.params["jaxpr"], operands, eqn)
+        curve = _curve_of(ctx, eqn, operands)
+        primitive_rule = RULES.get(name)
+        try:
+            if primitive_rule is None:
+                raise NotCovered(f"attention is not recognised: {name} of its {self.stage}")
+            result = primitive_rule(ctx, eqn, *operands)
+        except NotCovered:
+            if curve is not None:
+                result = self.then(eqn, operands, stage="curve", curve=curve)
+            elif _is_elementwise(eqn, operands):
+                result = self.then(eqn, operands, stage="elementwise")
+            else:
+                raise
+            return [result] if eqn.primitive.multiple_results else result
+        if not isinstance(result, Scores) or name in proofs.MOVES or result.curve is curve:
+            return result
+        return dataclasses.replace(result, curve=curve)
+
+    def then(self, eqn: Any, operands: Any, **changes: Any) -> Scores:
+        """The result of an equation: these scores with some attributes changed."""
+        (out,) = eqn.outvars
+
+        def run(ctx: Context) -> jax.Array:
+            arrays = [
+                staged.placed_as(ctx.build(x), v.aval)
+                for x, v in zip(operands, eqn.invars, strict=True)
+            ]
+            out = ctx.bind(eqn, *arrays)
+            return out[0] if eqn.primitive.multiple_results else out
+
+        shape, dtype = tuple(out.aval.shape), out.aval.dtype
+        made = eqn, tuple(operands)
+        return dataclasses.replace(self, shape=shape, dtype=dtype, run=run, made=made, **changes)
+
+
+def _is_elementwise(eqn: Any, operands: Any) -> bool:
+    """Whether an equation computes element by element with scores of concatenated tokens."""
+    scores = [x for x in operands if isinstance(x, Scores)]
+    first = scores[0]
+    if isinstance(first.root, Logits) or len(eqn.outvars) != 1:
+        return False
+    same = all(
+        x.labels == first.labels
+        and x.root.query is first.root.query
+        and x.root.key is first.root.key
+        and x.stage in ("logits", "elementwise")
+        for x in scores
+    )
+    name = eqn.primitive.name
+    # A custom_jvp function may do anything to the rows of its operand.
+    if name == "custom_jvp_call":
+        return same and len(operands) == 1 and any_shape.is_elementwise_jvp(eqn)
+    return same and name in (*ELEMENTWISE, "select_n", "clamp")
+
+
+def _curve_of(ctx: Context, eqn: Any, operands: Any) -> Curve | None:
+    """The curve of an equation on scores of one product and numbers; None for other operands."""
+    if eqn.primitive.name not in curves.ELEMENTWISE or len(eqn.outvars) != 1:
+        return None
+    if jnp.issubdtype(eqn.outvars[0].aval.dtype, jnp.integer):
+        return None
+    scores = [x for x in operands if isinstance(x, Scores)]
+    first = scores[0]
+    for x in scores:
+        same = x.root.query is first.root.query and x.root.key is first.root.key
+        if not same or x.labels != first.labels or x.root.fills or x.curve is None:
+            return None
+    arguments: list[Any] = []
+    for x in operands:
+        number = None if isinstance(x, Scores) else constant(ctx, x)
+        if number is None and not isinstance(x, Scores):
+            return None
+        arguments.append(x.curve if isinstance(x, Scores) else number)
+    return curves.then(eqn, arguments)
+
+
+#: The rule of every primitive that can be applied to scores; `attention` adds the product's.
+RULES: dict[str, Callable[..., Any]] = {}
+
+# The rules. Each is called with the context, the equation and its operands, among them `Scores`.
+
+
+def only(operands: Any) -> Scores:
+    """The only operand that is `Scores`; raises NotCovered if several are."""
+    scores = [x for x in operands if isinstance(x, Scores)]
+    if len(scores) != 1:
+        raise NotCovered("attention is not recognised: its scores are combined with scores")
+    return scores[0]
+
+
+def labels_of_product(eqn: Any, scores: Scores, side: int) -> list[Label]:
+    """The labels of a product of weights, which are the operand `side`, with their values."""
+    (contract, batch) = eqn.params["dimension_numbers"]
+    summed = (*contract[side], *batch[side])
+    rest = [label for d, label in enumerate(scores.labels) if d not in summed]
+    return [
+        *(scores.labels[d] for d in batch[side]),
+        *([*rest, WIDTH] if side == 0 else [WIDTH, *rest]),
+    ]
+
+
+def _same(ctx: Context, eqn: Any, x: Any) -> Any:
+    return x.then(eqn, [x])
+
+
+def _cast(ctx: Context, eqn: Any, x: Any) -> Any:
+    dtype = eqn.outvars[0].aval.dtype
+    if dtype not in (jnp.bfloat16, jnp.float16, jnp.float32):
+        raise NotCovered(f"attention is not recognised: its scores are cast to {dtype}")
+    root = _with_fills(x.root, dtype, 1.0) if x.stage == "logits" else x.root
+    return x.then(eqn, [x], root=root)
+
+
+def _with_fills(root: Logits, dtype: Any, factor: float) -> Logits:
+    """The logits with the numbers of their masks multiplied, and rounded to `dtype`."""
+    fills = []
+    for fill in root.fills:
+        with np.errstate(all="ignore"):
+            value = float(np.asarray(fill.value * factor).astype(dtype).astype(np.float64))
+        if math.isnan(value) or value == math.inf:
+            raise NotCovered(f"attention is not recognised: masked logits become {value}")
+        fill = dataclasses.replace(fill, value=value, after=fill.after * factor)
+        if fill.added is not None and jnp.finfo(dtype).eps > jnp.finfo(fill.added).eps:
+            fill = dataclasses.replace(fill, added=dtype)
+        fills.append(fill)
+    return dataclasses.replace(root, fills=tuple(fills)) if fills else root
+
+
+def _stopped(ctx: Context, eqn: Any, x: Any) -> Any:
+    """stop_gradient of the maximum, whose gradient cancels in the softmax."""
+    if x.stage != "max":
+        raise NotCovered(f"attention is not recognised: stop_gradient of its {x.stage}")
+    return x.then(eqn, [x])
+
+
+def _scaled(ctx: Context, eqn: Any, x: Any, y: Any) -> Any:
+    """Scores times a number or divided by one; exponentials divided by their sum."""
+    divides = eqn.primitive.name == "div"
+    if isinstance(x, Scores) and isinstance(y, Scores):
+        if divides and (x.stage, y.stage) == ("exp", "sum") and belong(x, y):
+            return x.then(eqn, [x, y], stage="probabilities")
+        raise NotCovered("attention is not recognised: its scores are combined with scores")
+    scores, other = (x, y) if isinstance(x, Scores) else (y, x)
+    factor = constant(ctx, other)
+    if factor is None or scores.stage != "logits" or (divides and scores is y):
+        raise NotCovered(f"attention is not recognised: {scores.stage} scaled by another value")
+    with np.errstate(all="ignore"):
+        factor = float(np.divide(1.0, factor)) if divides else factor
+    if not math.isfinite(factor) or factor == 0:
+        raise NotCovered(f"attention is not recognised: {scores.stage} scaled by {factor:g}")
+    root = _with_fills(scores.root, eqn.outvars[0].aval.dtype, factor)
+    root = dataclasses.replace(root, scale=scores.root.scale * factor)
+    return scores.then(eqn, [x, y], root=root)
+
+
+def _subtracted(ctx: Context, eqn: Any, x: Any, y: Any) -> Any:
+    both = isinstance(x, Scores) and isinstance(y, Scores)
+    if both and belong(x, y) and (x.stage, y.stage) == ("logits", "max"):
+        return x.then(eqn, [x, y], stage="shifted", shifted=True)
+    raise NotCovered("attention is not recognised: something is subtracted from its scores")
+
+
+def belong(x: Scores, y: Scores) -> bool:
+    """Whether y, reduced over the keys, has the root of x and broadcasts to its dimensions."""
+    return _same_root(x.root, y.root) and all(
+        a == b or a[0] == ONE or (a[0] == KEY and b[0] == ONE)
+        for a, b in zip(x.labels, y.labels, strict=True)
+    )
+
+
+def _same_root(x: Any, y: Any) -> bool:
+    """Whether two scores have one root, or one product with equal masks."""
+    if x is y or not isinstance(x, Logits) or not isinstance(y, Logits):
+        return x is y
+    same = x.query is y.query and x.key is y.key and x.scale == y.scale
+    return same and all(
+        a is b
+        or proofs.same_source(a.source, b.source)
+        and (a.value, a.added, a.after) == (b.value, b.added, b.after)
+        for a, b in itertools.zip_longest(x.fills, y.fills, fillvalue=Fill(None, None, 0.0))  # type: ignore[arg-type]
+    )
+
+
+def _exponential(ctx: Context, eqn: Any, x: Any) -> Any:
+    if x.stage not in ("logits", "shifted"):
+        raise NotCovered(f"attention is not recognised: exp of its {x.stage}")
+    return x.then(eqn, [x], stage="exp")
+
+
+def _maximum(ctx: Context, eqn: Any, x: Any, y: Any) -> Any:
+    scores = only((x, y))
+    other = constant(ctx, y if scores is x else x)
+    if scores.stage != "max" or other != -math.inf:
+        raise NotCovered(f"attention is not recognised: max of its {scores.stage}")
+    return scores.then(eqn, [x, y])
+
+
+def _reduced(ctx: Context, eqn: Any, x: Any) -> Any:
+    """Maximum of the logits or sum of the exponentials, over all keys."""
+    axes = [int(a) for a in eqn.params["axes"]]
+    stages = {("reduce_max", "logits"): "max", ("reduce_sum", "exp"): "sum"}
+    stage = stages.get((eqn.primitive.name, x.stage))
+    kinds = [x.labels[a][0] for a in axes]
+    if stage is None or kinds.count(KEY) != 1 or any(kind not in (KEY, ONE) for kind in kinds):
+        raise NotCovered(f"attention is not recognised: {eqn.primitive.name} of its {x.stage}")
+    labels = tuple(label for d, label in enumerate(x.labels) if d not in axes)
+    return x.then(eqn, [x], stage=stage, labels=labels)
+
+
+def _transpose(ctx: Context, eqn: Any, x: Any) -> Any:
+    return x.then(eqn, [x], labels=tuple(x.labels[d] for d in eqn.params["permutation"]))
+
+
+def _broadcast(ctx: Context, eqn: Any, x: Any, *dynamic: Any) -> Any:
+    shape, dims = eqn.params["shape"], [int(d) for d in eqn.params["broadcast_dimensions"]]
+    if any(shape[t] != x.shape[d] for d, t in enumerate(dims)):
+        raise NotCovered("attention is not recognised: its scores are broadcast")
+    labels: list[Label] = [(ONE, 0)] * len(shape)
+    for d, target in enumerate(dims):
+        labels[target] = x.labels[d]
+    added = [t for t in range(len(shape)) if t not in dims and shape[t] != 1]
+    keys = x.root.key.shape[1]
+    if x.stage not in ("max", "sum") and added or any(shape[t] != keys for t in added):
+        raise NotCovered("attention is not recognised: its scores are broadcast")
+    return x.then(eqn, [x], labels=tuple(labels))
+
+
+def _reshape(ctx: Context, eqn: Any, x: Any) -> Any:
+    """A reshape that only adds or removes dimensions of size 1."""
+    shape = tuple(eqn.outvars[0].aval.shape)
+    kept = [label for label, n in zip(x.labels, x.shape, strict=True) if n != 1]
+    if [n for n in x.shape if n != 1] != [n for n in shape if n != 1]:
+        raise NotCovered("attention is not recognised: its scores are reshaped")
+    ones = iter([label for label, n in zip(x.labels, x.shape, strict=True) if n == 1])
+    rest = iter(kept)
+    labels = tuple(next(rest) if n != 1 else next(ones, (ONE, 0)) for n in shape)
+    return x.then(eqn, [x], labels=labels)
+
+
+RULES |= {
+    "broadcast_in_dim": _broadcast,
+    "convert_element_type": _cast,
+    "copy": _same,
+    "div": _scaled,
+    "exp": _exponential,
+    "max": _maximum,
+    "mul": _scaled,
+    "name": _same,
+    "pvary": _same,
+    "reduce_max": _reduced,
+    "reduce_sum": _reduced,
+    "reshape": _reshape,
+    "squeeze": _reshape,
+    "stop_gradient": _stopped,
+    "sub": _subtracted,
+    "transpose": _transpose,
+}

@@ -1,0 +1,1 @@
+"""Rewrites programs that a program calls: jit, loops, branches, custom derivatives."""

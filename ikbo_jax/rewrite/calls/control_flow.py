@@ -1,0 +1,290 @@
+"""Rules of primitives that call jaxprs: checkpoint, scan, cond."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import jax
+from jax import lax
+from jax.extend import core
+
+from ikbo_jax.rewrite.calls import loops, sharing
+from ikbo_jax.rewrite.interpret import Context
+from ikbo_jax.rewrite.report.log import Log
+from ikbo_jax.rewrite.rules.merged import Merged
+from ikbo_jax.rewrite.values import hoisting
+from ikbo_jax.rewrite.values.forms import form, skeleton, unpack_all
+from ikbo_jax.rewrite.values.jaxprs import (
+    call_params,
+    ending_its_trace,
+    trace,
+    with_constants_last,
+)
+from ikbo_jax.rewrite.values.lineage import Concat, Lazy, is_plain, lazy
+from ikbo_jax.rewrite.values.registry import NotCovered, register_rule
+
+
+def exported(inner: Context, values: Sequence[Any], outer: Context) -> list[Any]:
+    """The results of an inner program; values with lineages of its scope are materialised."""
+    lineages = outer.scope.lineages()
+    return [
+        value
+        if is_plain(value)
+        or isinstance(value, (Lazy, Concat, Merged))
+        and _can_leave(value, lineages)
+        else inner.materialise(None, value, "result of an inner function")
+        for value in values
+    ]
+
+
+def _can_leave(value: Any, lineages: set[int]) -> bool:
+    """Whether the value is looked up by these lineages only."""
+    if isinstance(value, Concat):
+        return all(_can_leave(part, lineages) for part in value.parts)
+    if isinstance(value, Merged):
+        return _can_leave(value.inner, lineages)
+    return is_plain(value) or value.lineage is None or id(value.lineage) in lineages
+
+
+@register_rule("remat2", source=True)
+def _checkpoint(ctx: Context, eqn: Any, *operands: Any) -> Any:
+    jaxpr = eqn.params["jaxpr"]
+    if all(map(is_plain, operands)) and ctx.programs.is_plain(jaxpr):
+        return ctx.bind(eqn, *operands)
+
+    def inline() -> list[Any]:
+        return _checkpointed(ctx, eqn, operands)
+
+    if isinstance(eqn.params["prevent_cse"], tuple) and len(set(eqn.params["prevent_cse"])) > 1:
+        return inline()
+    indices = [sharing.is_index(v.aval) for v in eqn.invars]
+    fixed = list(map(sharing.is_fixed, operands, indices))
+    return sharing.call(ctx, eqn, operands, fixed, inline)
+
+
+def _checkpointed(ctx: Context, eqn: Any, operands: Sequence[Any]) -> list[Any]:
+    """The results of a checkpointed function that is interpreted at this call alone."""
+    jaxpr = eqn.params["jaxpr"]
+    # Facts about indices and masks depend on the objects, so the body closes over these.
+    fixed = [is_plain(x) and _is_exact(x) for x in operands]
+    varying = [x for x, f in zip(operands, fixed, strict=True) if not f]
+    arrays, pack = unpack_all(varying)
+    packs: list[Any] = []
+
+    def body(*arrays: Any) -> Any:
+        inner = ctx.inner()
+        packed = iter(pack(arrays))
+        values = [x if f else next(packed) for x, f in zip(operands, fixed, strict=True)]
+        results = exported(inner, inner.run_closed(jaxpr, values, eqn), ctx)
+        out, out_pack = unpack_all(results)
+        packs.append(out_pack)
+        return out
+
+    program = trace(body, arrays, jaxpr)
+    if program.effects:
+        policy, prevent_cse = eqn.params["policy"], eqn.params["prevent_cse"]
+        run = ending_its_trace(body)
+        out = jax.checkpoint(run, policy=policy, prevent_cse=prevent_cse)(*arrays)
+        return packs[-1](out)
+    # `jax.checkpoint` does the same, and looks for the names of all arguments besides.
+    params = call_params(eqn.params, with_constants_last(program), {})
+    return packs[-1](eqn.primitive.bind(*arrays, *program.consts, **params))
+
+
+register_rule("checkpoint", _checkpoint, source=True)
+
+
+def _is_exact(x: Any) -> bool:
+    """Whether an array holds integers or booleans."""
+    return getattr(getattr(x, "dtype", None), "kind", "") in ("i", "u", "b")
+
+
+@register_rule("scan", source=True)
+def _scan(ctx: Context, eqn: Any, *operands: Any) -> Any:
+    params = eqn.params
+    jaxpr = params["jaxpr"]
+    n_consts, n_carry = hoisting.scan_counts(params)
+    hoisted = hoisting.split(jaxpr, n_consts, params["length"])
+    plain = all(map(is_plain, operands)) and ctx.programs.is_plain(jaxpr) and hoisted is None
+    consts, init, xs = _split(operands, n_consts, n_carry)
+    if plain and not any(map(hoisting.is_index, xs)):
+        return ctx.bind(eqn, *operands)
+    if hoisted is not None:
+        first, jaxpr = hoisted
+        origins = frozenset({ctx.recorder.found(eqn, "values of every iteration", False)})
+        ctx.recorder.saved(eqn, origins, "computed once, before the loop", True)
+        with ctx.recorder.inside(eqn):
+            for hoisted_eqn in first.eqns:
+                ctx.recorder.computed(hoisted_eqn, origins)
+        consts += ctx.run_closed(first, consts, eqn)
+    of_rows = loops.rows_before(ctx, eqn, jaxpr, consts, xs, n_carry)
+    if plain and of_rows is None:
+        return ctx.bind(eqn, *operands)
+    if of_rows is not None:
+        jaxpr, rows = of_rows
+        xs = [*xs, *rows]
+    xs = [
+        ctx.materialise(eqn, x, "scan over the looked-up axis") if not _scannable(x) else x
+        for x in xs
+    ]
+    carry = list(map(loops.uniform, init))
+
+    while True:
+        try:
+            return _scanned(ctx, eqn, jaxpr, consts, carry, xs)
+        except loops.Retry as trial:
+            if loops.reformed(ctx, eqn, carry, trial.returned, init, "scan"):
+                continue
+            for value in consts[:n_consts]:
+                if id(value) in trial.built:
+                    ctx.materialise(eqn, value, "needed in every iteration of a scan")
+
+
+def _scanned(
+    ctx: Context,
+    eqn: Any,
+    jaxpr: core.Jaxpr,
+    consts: list[Any],
+    carry: list[Any],
+    xs: list[Any],
+) -> list[Any]:
+    """The results of a scan whose body is interpreted once; may raise `loops.Retry`."""
+    length, (n_consts, count) = eqn.params["length"], hoisting.scan_counts(eqn.params)
+    arrays, pack = unpack_all(carry)
+    # What the last trace of the body recorded: JAX may trace it twice, with other weak types. The
+    # results that are stacked are skeletons, since the trace of the body has ended then.
+    last: list[tuple[Log, list[Any]]] = []
+
+    def body(arrays: Any, slices: Any) -> Any:
+        log = Log()
+        inner, values = ctx.inner(log), [*consts, *pack(arrays), *_packed_slices(xs, slices)]
+        results = exported(inner, inner.run_closed(jaxpr, values), ctx)
+        built = inner.scope.built()
+        if loops.unstable(carry, results) or any(id(x) in built for x in consts[:n_consts]):
+            raise loops.Retry(list(map(skeleton, results[:count])), built)
+        new = [
+            inner.build(r) if is_plain(c) else r
+            for c, r in zip(carry, results[:count], strict=True)
+        ]
+        stacked = [_stackable(inner, y) for y in results[count:]]
+        last[:] = [(log, [None if is_plain(y) else skeleton(y) for y in stacked])]
+        return unpack_all(new)[0], unpack_all(stacked)[0]
+
+    out, ys = loops.scan(eqn, body, arrays, unpack_all(xs)[0])
+    ((log, stacked),) = last
+    with ctx.recorder.inside(eqn):
+        call = log.replay(ctx.recorder, eqn, {}, None)
+    return [*pack(out), *_packed_stacks(stacked, ys, length, call.origins)]
+
+
+def _split(values: Sequence[Any], *counts: int) -> list[list[Any]]:
+    pieces, rest = [], list(values)
+    for count in counts:
+        pieces.append(rest[:count])
+        rest = rest[count:]
+    return [*pieces, rest]
+
+
+def _scannable(x: Any) -> bool:
+    if isinstance(x, Concat):
+        return x.axis != 0 and all(map(_scannable, x.parts))
+    return is_plain(x) or isinstance(x, Lazy) and (x.axis != 0 and x.base.shape[0] == x.shape[0])
+
+
+def _packed_slices(xs: Sequence[Any], slices: Sequence[Any]) -> list[Any]:
+    """The scanned values of one iteration."""
+    rest = iter(slices)
+    return [_packed_slice(x, rest) for x in xs]
+
+
+def _packed_slice(x: Any, slices: Iterator[Any]) -> Any:
+    if isinstance(x, Concat):
+        return Concat(tuple([_packed_slice(part, slices) for part in x.parts]), x.axis - 1)
+    array = next(slices)
+    if is_plain(x):
+        return array
+    axis = x.axis - 1 if x.lineage else -1
+    return lazy(array, x.shape[1:], x.lineage, axis, x.origins)
+
+
+def _stackable(ctx: Context, y: Any) -> Any:
+    return y if is_plain(y) or isinstance(y, Lazy) else ctx.build(y)
+
+
+def _packed_stacks(
+    values: Sequence[Any], stacks: Sequence[Any], length: int, origins: Any
+) -> list[Any]:
+    """The stacked results of all iterations; `origins` maps what they stem from in the body."""
+    out = []
+    for value, stack in zip(values, stacks, strict=True):
+        if is_plain(value):
+            out.append(stack)
+        else:
+            axis = value.axis + 1 if value.lineage else -1
+            shape = (length, *value.shape)
+            out.append(lazy(stack, shape, value.lineage, axis, origins(value.origins)))
+    return out
+
+
+@register_rule("cond", source=True)
+def _cond(ctx: Context, eqn: Any, index: Any, *operands: Any) -> Any:
+    branches = eqn.params["branches"]
+    if all(map(is_plain, operands)) and all(map(ctx.programs.is_plain, branches)):
+        return ctx.bind(eqn, index, *operands)
+    index = ctx.materialise(eqn, index, "decides which branch runs")
+
+    def results(branch: Any) -> tuple[Context, list[Any]]:
+        inner = ctx.inner()
+        return inner, exported(inner, inner.run_closed(branch, operands, eqn), ctx)
+
+    forms: list[list[Any]] = []
+
+    def form_of(branch: Any) -> list[Any]:
+        forms.append([form(v) for v in results(branch)[1]])
+        return []
+
+    with ctx.muted():
+        for branch in branches:
+            trace(functools.partial(form_of, branch), [])
+    agree = [all(form == column[0] for form in column) for column in zip(*forms, strict=True)]
+    packs: list[Any] = []
+
+    def run(branch: Any) -> Any:
+        inner, values = results(branch)
+        reason = "the branches of a cond return it in different forms"
+        values = [
+            v if same else inner.materialise(eqn, v, reason)
+            for v, same in zip(values, agree, strict=True)
+        ]
+        arrays, pack = unpack_all(values)
+        packs.append(pack)
+        return arrays
+
+    runs = [functools.partial(run, branch) for branch in branches]
+    if eqn.params.get("branches_platforms") is None:
+        out = lax.switch(index, list(map(ending_its_trace, runs)))
+    else:
+        out = _of_platforms(eqn, index, [trace(run, []) for run in runs])
+    return packs[-1](out)
+
+
+def _of_platforms(eqn: Any, index: Any, programs: Sequence[core.Jaxpr]) -> list[Any]:
+    """The results of a `lax.platform_dependent` whose branches are these programs.
+
+    A platform may be able to lower its own branch alone, and `lax.switch` would lower all of them.
+    """
+    if any(x.out_avals != programs[0].out_avals for x in programs):
+        raise NotCovered("platform_dependent whose branches return other types")
+    consts = [x for program in programs for x in program.consts]
+    branches, start = [], 0
+    for program in programs:
+        invars = [core.Var(jax.typeof(x)) for x in consts]
+        stop = start + len(program.consts)
+        invars[start:stop] = program.constvars
+        branches.append(program.replace(constvars=[], invars=invars))
+        start = stop
+    params = {**eqn.params, "branches": tuple(branches)}
+    results: list[Any] = eqn.primitive.bind(index, *consts, **params)
+    return results

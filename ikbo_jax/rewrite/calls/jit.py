@@ -1,0 +1,99 @@
+"""The rule of jit: a call is interpreted inline, or becomes a call of a rewritten program.
+
+Models call one jitted function in every layer, and JAX traces it once. Likewise, a function that is
+called several times on values of the same form is rewritten once (`shared`).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+
+from ikbo_jax.rewrite.calls import constraints, sharing
+from ikbo_jax.rewrite.interpret import Context
+from ikbo_jax.rewrite.values.equations import on_integers
+from ikbo_jax.rewrite.values.lineage import is_plain
+from ikbo_jax.rewrite.values.registry import NotCovered, register_rule
+
+#: A jitted function with at most this many equations is interpreted inline even on arrays:
+#: `jnp.where` and similar functions are jitted, and facts about indices and masks depend on their
+#: equations.
+_SMALL = 4
+
+
+@dataclasses.dataclass(frozen=True)
+class _Kind:
+    """Properties of a call that do not depend on its operands.
+
+    Attributes:
+      alive: the objects whose identities the key holds, so that these stay unique.
+      small: whether the call is interpreted inline even on arrays.
+      sharded: whether the call specifies shardings.
+      indices: whether each operand may be an index or a mask.
+    """
+
+    alive: Any
+    small: bool
+    sharded: bool
+    indices: list[bool]
+
+
+def kind_of(ctx: Context, eqn: Any) -> _Kind:
+    """The properties of a call, computed once per program and shardings."""
+    params = eqn.params
+    jaxpr, shardings = params["jaxpr"], (params["in_shardings"], params["out_shardings"])
+    key = (id(jaxpr), *map(id, shardings))
+    kind = ctx.programs.kinds.get(key)
+    if kind is None:
+        small = len(jaxpr.eqns) <= _SMALL or on_integers(eqn)
+        names = {type(x).__name__ for xs in shardings for x in xs}
+        indices = [sharing.is_index(v.aval) for v in eqn.invars]
+        kind = _Kind((jaxpr, shardings), small, bool(names - {"UnspecifiedValue"}), indices)
+        ctx.programs.kinds[key] = kind
+    return kind
+
+
+def _jit(ctx: Context, eqn: Any, *operands: Any) -> Any:
+    jaxpr, kind = eqn.params["jaxpr"], kind_of(ctx, eqn)
+    if not kind.small and all(map(is_plain, operands)) and ctx.programs.is_plain(jaxpr):
+        return ctx.bind(eqn, *operands)
+    if kind.sharded:
+        return _sharded(ctx, eqn, operands)
+
+    def inline() -> list[Any]:
+        return ctx.run_closed(jaxpr, operands, eqn)
+
+    if kind.small:
+        return inline()
+    fixed = list(map(sharing.is_fixed, operands, kind.indices))
+    return sharing.call(ctx, eqn, operands, fixed, inline)
+
+
+def _sharded(ctx: Context, eqn: Any, operands: Sequence[Any]) -> list[Any]:
+    """A call that specifies shardings, which are constraints."""
+    jaxpr, params = eqn.params["jaxpr"], eqn.params
+    if all(map(is_plain, operands)) and ctx.programs.is_plain(jaxpr):
+        raise NotCovered("a jit that specifies shardings")
+    specified = (*params["in_shardings"], *params["out_shardings"])
+    others = {type(x).__name__ for x in specified} - {"UnspecifiedValue", "NamedSharding"}
+    if others or any(x is not None for x in (*params["in_layouts"], *params["out_layouts"])):
+        raise NotCovered("a jit that specifies layouts, or shardings without a mesh")
+
+    def placed(values: Sequence[Any], shardings: Any) -> list[Any]:
+        return list(map(one, values, shardings))
+
+    def one(x: Any, sharding: Any) -> Any:
+        if not isinstance(sharding, jax.sharding.NamedSharding):
+            return x
+        place = functools.partial(jax.lax.with_sharding_constraint, shardings=sharding)
+        return place(x) if is_plain(x) else constraints.constrained(ctx, x, sharding, place)
+
+    results = ctx.run_closed(jaxpr, placed(operands, params["in_shardings"]), eqn)
+    return placed(results, params["out_shardings"])
+
+
+register_rule("jit", _jit, source=True)

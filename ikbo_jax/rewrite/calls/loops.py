@@ -1,0 +1,195 @@
+"""What the rules of loops share: carries that take another form, and work before the loop."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.extend import core
+
+from ikbo_jax.rewrite.interpret import Context
+from ikbo_jax.rewrite.rules.elementwise import narrowed
+from ikbo_jax.rewrite.values import hoisting
+from ikbo_jax.rewrite.values.forms import form, widened
+from ikbo_jax.rewrite.values.jaxprs import ending_its_trace, evaluate, trace
+from ikbo_jax.rewrite.values.lineage import Lazy, has_lineage, is_plain
+from ikbo_jax.rewrite.values.staged import is_local
+
+
+def uniform(x: Any) -> Any:
+    """A constant array of equal numbers as a broadcast number; any other value unchanged."""
+    if jax.dtypes.issubdtype(getattr(x, "dtype", np.float32), jax.dtypes.extended):
+        return x
+    narrow = narrowed(x)
+    return x if narrow is x else Lazy(jnp.asarray(narrow), tuple(np.shape(x)))
+
+
+def scan(
+    eqn: Any, body: Callable[[Any, Any], Any], init: list[Any], xs: list[Any]
+) -> tuple[list[Any], list[Any]]:
+    """`lax.scan` of lists of arrays, with the length, direction and unrolling of an equation.
+
+    `lax.scan` takes 1,700 calls of functions besides tracing the body, mostly to name arguments and
+    to describe errors. This takes 300 if the body returns the types that it is given.
+    """
+    length, program = eqn.params["length"], None
+    avals = list(map(jax.typeof, (*init, *xs)))
+    if isinstance(length, int) and not jax.config.jax_disable_jit and all(map(is_local, avals)):
+        slices = [core.mapped_aval(length, 0, aval) for aval in avals[len(init) :]]
+        program = trace(lambda *x: _flat(body, x, len(init)), [*avals[: len(init)], *slices])
+    if program is None or not _keeps_types(program, len(init)):
+        fixed = {key: eqn.params[key] for key in ("length", "reverse", "unroll")}
+        out, ys = lax.scan(ending_its_trace(body), init, xs, **fixed)
+        return out, ys
+    consts, count = program.consts, len(init)
+    closed = program.replace(constvars=[], invars=[*program.constvars, *program.invars])
+    like = hoisting.scan_params(len(consts), count, len(xs), len(program.outvars) - count)
+    results = eqn.primitive.bind(*consts, *init, *xs, **{**eqn.params, **like, "jaxpr": closed})
+    return results[:count], results[count:]
+
+
+def while_loop(
+    eqn: Any,
+    proceeds: Callable[[list[Any]], Any],
+    body: Callable[[list[Any]], list[Any]],
+    init: list[Any],
+) -> list[Any]:
+    """`lax.while_loop` of a list of arrays; like `scan`, without most of its calls of functions."""
+    avals = list(map(jax.typeof, init))
+    programs: list[core.Jaxpr] = []
+    if not jax.config.jax_disable_jit and all(map(is_local, avals)):
+        programs.append(trace(lambda *x: body(list(x)), avals))
+        if _keeps_types(programs[0], len(init)):
+            programs.append(trace(lambda *x: [proceeds(list(x))], avals))
+    if len(programs) < 2 or programs[1].effects:
+        functions = ending_its_trace(proceeds), ending_its_trace(body)
+        results: list[Any] = lax.while_loop(*functions, init)
+        return results
+    params, consts = dict(eqn.params), []
+    for side, program in zip(("cond", "body"), reversed(programs), strict=True):
+        invars = [*program.constvars, *program.invars]
+        params[f"{side}_jaxpr"] = program.replace(constvars=[], invars=invars)
+        params[f"{side}_nconsts"] = len(program.consts)
+        consts += program.consts
+    results = eqn.primitive.bind(*consts, *init, **params)
+    return results
+
+
+def _flat(body: Callable[[Any, Any], Any], arrays: Sequence[Any], count: int) -> list[Any]:
+    carry, ys = body(list(arrays[:count]), list(arrays[count:]))
+    return [*carry, *ys]
+
+
+def _keeps_types(program: core.Jaxpr, count: int) -> bool:
+    """Whether a body returns its carries as other arrays of the same types, without effects.
+
+    `lax.scan` changes weak types, and does not copy what a body returns as it was given.
+    """
+    given = set(program.invars)
+    carries = zip(program.invars[:count], program.outvars[:count], strict=True)
+    return (
+        not program.effects
+        and all(v.aval == w.aval for v, w in carries)
+        and not any(isinstance(v, core.Literal) or v in given for v in program.outvars)
+    )
+
+
+class Retry(Exception):
+    """Raised while the body of a scan is traced if the scan must take other values.
+
+    Attributes:
+      returned: skeletons of the carries that the body returns.
+      built: the identities of all values that were materialised.
+    """
+
+    def __init__(self, returned: list[Any], built: set[int]) -> None:
+        super().__init__()
+        self.returned = returned
+        self.built = built
+
+
+def unstable(carry: list[Any], returned: list[Any]) -> list[int]:
+    """Positions of the carries that a loop's body returns in another form.
+
+    `returned` may hold further results of the body.
+    """
+    return [
+        n
+        for n, (before, after) in enumerate(zip(carry, returned, strict=False))
+        if form(before) not in ("plain", form(after))
+    ]
+
+
+def reformed(
+    ctx: Context, eqn: Any, carry: list[Any], returned: list[Any], init: Any, loop: str
+) -> bool:
+    """Gives carries that a loop's body returns in another form another form; whether there are any.
+
+    A carry that is equal for all candidates takes the form that the body returns. All others become
+    arrays, at least one in each trial, so that trials end.
+    """
+    changed = unstable(carry, returned)
+    for n in changed:
+        wide = widened(carry[n], returned[n])
+        if wide is not None and form(wide) != form(carry[n]):
+            carry[n] = wide
+            continue
+        reason = f"carried through a {loop} whose body returns it in another form"
+        # A widened carry is no longer the caller's value, whose array may exist already.
+        carry[n] = ctx.materialise(eqn, init[n], reason)
+    return bool(changed)
+
+
+def rows_before(
+    ctx: Context, eqn: Any, body: core.Jaxpr, consts: list[Any], xs: list[Any], n_carry: int
+) -> tuple[core.Jaxpr, list[Any]] | None:
+    """A scan's body without its work on one user's rows, and the results of this work to scan.
+
+    The work runs at user batch, for all iterations at once, if it is found to be on looked-up rows.
+    """
+    start = len(consts) + n_carry
+    chosen = [n for n, x in enumerate(xs) if _is_of_rows(x) or is_plain(x) and hoisting.is_index(x)]
+    variables = [body.invars[start + n] for n in chosen]
+    split = hoisting.split_by_rows(body, len(consts), variables) if chosen else None
+    if split is None or not isinstance(eqn.params["length"], int):
+        return None
+    first, rest = split
+
+    def every(*values: Any) -> list[Any]:
+        def one(*rows: Any) -> list[Any]:
+            return evaluate(first, [*values[: len(consts)], *rows], first.consts)
+
+        results: list[Any] = jax.vmap(one)(*values[len(consts) :])
+        return results
+
+    operands = [*consts, *(xs[n] for n in chosen)]
+    avals = [_like(v, ()) for v in body.invars[: len(consts)]]
+    avals += [_like(v, (eqn.params["length"],)) for v in variables]
+    program = trace(every, avals)
+
+    forms: list[bool] = []
+
+    def trial() -> list[Any]:
+        forms.extend(map(_is_of_rows, ctx.inner().run_closed(program, operands, eqn)))
+        return []
+
+    with ctx.muted():
+        trace(trial, [])
+    if not all(forms):
+        return None
+    reason = "scanned, after its work at the smaller batch"
+    return rest, [ctx.materialise(eqn, x, reason) for x in ctx.run_closed(program, operands, eqn)]
+
+
+def _like(v: Any, leading: tuple[int, ...]) -> jax.ShapeDtypeStruct:
+    aval = v.aval
+    shape = (*leading, *aval.shape)
+    return jax.ShapeDtypeStruct(shape, aval.dtype, weak_type=getattr(aval, "weak_type", False))
+
+
+def _is_of_rows(x: Any) -> bool:
+    return has_lineage(x) and x.axis == 0

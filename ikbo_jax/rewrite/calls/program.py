@@ -1,0 +1,246 @@
+"""Runs a traced program: rewritten if that gains anything, otherwise as it is."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+from jax import lax
+from jax.extend import core, source_info_util
+
+from ikbo_jax.ops import explain
+from ikbo_jax.rewrite.interpret import LOOKUPS, RETURNED, Context
+from ikbo_jax.rewrite.report import cost
+from ikbo_jax.rewrite.report.recorder import Recorder
+from ikbo_jax.rewrite.rules import variants
+from ikbo_jax.rewrite.values.dead_code import without_dead_code
+from ikbo_jax.rewrite.values.equations import described
+from ikbo_jax.rewrite.values.jaxprs import call, evaluate, trace
+from ikbo_jax.rewrite.values.lineage import is_plain
+from ikbo_jax.rewrite.values.program_cache import ProgramCache
+
+
+def run(program: Any, arrays: Sequence[Any]) -> list[Any]:
+    """The results of a traced program, rewritten if that gains anything.
+
+    Args:
+      program: a jaxpr, as `jax.make_jaxpr` returns it.
+      arrays: its arguments.
+
+    Returns:
+      The program's results. The report is a note on the first result, for `explain`.
+    """
+    original = _Original.of(program)
+    inputs = [*(x for x in program.consts if isinstance(x, jax.core.Tracer)), *arrays]
+    if original.is_plain():
+        recorder, results = original.recorder(), original.call(inputs)
+    elif original.draws:
+        # Equal equations give different numbers, so that none may run once instead of twice.
+        recorder, results = original.recorder(), original.call(inputs)
+        recorder.refusal = "it draws random numbers without a key, by lax.rng_uniform"
+    elif (jax.config.jax_debug_nans or jax.config.jax_debug_infs) and _runs_at_once():
+        # JAX checks the result of every equation, also rows of users without candidates.
+        recorder, results = original.recorder(), original.call(inputs)
+        recorder.refusal = "its equations are checked for NaN or infinity"
+    else:
+        recorder, results = _rewritten(original, inputs)
+    if results:
+        results = [explain.note(results[0], recorder.report), *results[1:]]
+    return results
+
+
+def _runs_at_once() -> bool:
+    """Whether JAX computes equations when they are bound, also of derivatives and of `vmap`."""
+    trace = core.find_top_trace(())
+    while (outer := getattr(trace, "parent_trace", None)) is not None:
+        trace = outer
+    return type(trace).__name__ == "EvalTrace"
+
+
+#: Stands for a constant that is traced.
+_TRACED = object()
+
+
+@dataclasses.dataclass(frozen=True)
+class _Original:
+    """The original program, whose traced constants become arguments.
+
+    The reason: an equation is differentiated by its operands alone. And a derivative holds this
+    object as long as the traced program, but must hold no tracers.
+
+    Attributes:
+      jaxpr: the program, without dead equations, with `_TRACED` in place of every traced constant.
+      repeated: identities of the programs that several of its equations call.
+      draws: whether it draws random numbers without a key.
+      most_rows: lookups in tables with more rows stay as they are; None without a bound.
+      table_rows: numbers of rows of the tables in which lookups were found.
+    """
+
+    jaxpr: Any
+    repeated: frozenset[int]
+    draws: bool
+    most_rows: int | None = None
+    table_rows: set[int] = dataclasses.field(default_factory=set)
+
+    @classmethod
+    def of(cls, program: Any) -> _Original:
+        jaxpr = without_dead_code(program)
+        consts = [_TRACED if isinstance(x, jax.core.Tracer) else x for x in jaxpr.consts]
+        jaxpr = jaxpr.replace(consts=consts) if any(x is _TRACED for x in consts) else jaxpr
+        survey = explain.survey(jaxpr)
+        return cls(jaxpr, survey.repeated, survey.draws)
+
+    def recorder(self) -> Recorder:
+        """A recorder that lists the program's lookups."""
+        recorder = Recorder()
+        recorder.list_lookups(self.jaxpr, LOOKUPS)
+        return recorder
+
+    def without_largest_table(self) -> _Original | None:
+        """The program, with lookups in the largest table as they are; None if it has one table."""
+        smaller = sorted(self.table_rows)[:-1]
+        if not smaller:
+            return None
+        return dataclasses.replace(self, most_rows=smaller[-1], table_rows=set())
+
+    def split(self, inputs: Sequence[Any]) -> tuple[list[Any], Sequence[Any]]:
+        """All constants, and the program's arguments; `inputs` hold the traced constants first."""
+        rest = iter(inputs)
+        consts = [next(rest) if x is _TRACED else x for x in self.jaxpr.consts]
+        return consts, list(rest)
+
+    def call(self, inputs: Sequence[Any]) -> list[Any]:
+        """The results of the original."""
+        consts, arrays = self.split(inputs)
+        return evaluate(self.jaxpr, arrays, consts)
+
+    def is_plain(self) -> bool:
+        """Whether no primitive of the program can broadcast."""
+        return ProgramCache().is_plain(self.jaxpr)
+
+    def rewritten(self, inputs: Sequence[Any], recorder: Recorder, differentiated: bool) -> Any:
+        """The rewritten program as a jaxpr of `inputs`, without dead equations."""
+
+        def interpreted(*inputs: Any) -> list[Any]:
+            ctx = Context(recorder, differentiated=differentiated, repeated=self.repeated)
+            ctx.programs.most_rows = self.most_rows
+            ctx.programs.table_rows = self.table_rows
+            results = ctx.run(self.jaxpr, *self.split(inputs))
+            results = [
+                _returned(ctx, x, eqn)
+                for x, eqn in zip(results, _producers(self.jaxpr), strict=True)
+            ]
+            recorder.record_repeated()
+            avals = [v.aval for v in self.jaxpr.outvars]
+            return [_as_declared(x, aval) for x, aval in zip(results, avals, strict=True)]
+
+        return without_dead_code(trace(interpreted, inputs, self.jaxpr))
+
+    def differentiated(self, inputs: Sequence[Any]) -> Any:
+        """The variant for derivatives; the original if the rewriting raises."""
+        try:
+            return self.rewritten(inputs, _muted(), differentiated=True)
+        except ImportError:
+            raise
+        except Exception:
+            return self.as_it_is(inputs)
+
+    def as_it_is(self, inputs: Sequence[Any]) -> core.Jaxpr:
+        """The original as a jaxpr of `inputs`."""
+        return trace(lambda *inputs: self.call(inputs), inputs, self.jaxpr)
+
+
+def _producers(program: core.Jaxpr) -> list[Any]:
+    """For every result of a program, the equation that computes it; None for arguments."""
+    producers = dict.fromkeys(v for v in program.outvars if isinstance(v, core.Var))
+    for eqn in program.eqns:
+        for v in eqn.outvars:
+            if v in producers:
+                producers[v] = eqn
+    return [producers.get(v) if isinstance(v, core.Var) else None for v in program.outvars]
+
+
+def _returned(ctx: Context, value: Any, eqn: Any) -> Any:
+    """The array of a result, whose equations stem from the equation that computes the result."""
+    if is_plain(value) or eqn is None:
+        return ctx.materialise(None, value, RETURNED)
+    info = eqn.source_info
+    stack = source_info_util.current_name_stack() + info.name_stack
+    with source_info_util.user_context(info.traceback, name_stack=stack):
+        return ctx.materialise(None, value, RETURNED)
+
+
+def _as_declared(x: Any, aval: Any) -> Any:
+    """A result with the weak type of the original; ValueError if shape or dtype differ."""
+    actual = jax.typeof(x)
+    if not hasattr(aval, "shape"):
+        return x
+    if (actual.shape, actual.dtype) != (aval.shape, aval.dtype):
+        raise ValueError(f"a result is {actual.str_short()} instead of {aval.str_short()}")
+    if actual.weak_type == aval.weak_type:
+        return x
+    params = {"new_dtype": aval.dtype, "weak_type": aval.weak_type, "sharding": None}
+    return lax.convert_element_type_p.bind(x, **params)
+
+
+def _rewritten(original: _Original, inputs: list[Any]) -> tuple[Recorder, list[Any]]:
+    """The results of the rewritten program, or of the original if nothing is gained.
+
+    If the rewritten program would cost more than the original, lookups in the largest table stay as
+    they are. A table of items may have nearly as many rows as there are candidates: products of its
+    rows take as long as products of copies, and their results are looked up besides.
+    """
+    recorder = original.recorder()
+    program = _interpreted(original, inputs, recorder)
+    tried, chosen = original, recorder
+    for _ in range(_LARGE_TABLES):
+        smaller = tried.without_largest_table() if chosen.refusal and program else None
+        if smaller is None:
+            break
+        tried, chosen = smaller, original.recorder()
+        program = _interpreted(tried, inputs, chosen)
+    if program is None or chosen.refusal or not chosen.changed:
+        return recorder, original.call(inputs)
+    if not chosen.gradient_differs and (program.effects or not explain.survey(program).marked):
+        return chosen, call(program, inputs, "rewritten")
+    # The traced program holds these functions, so they must not hold the tracers `inputs`.
+    exact = variants.Exact(
+        # A program with an op has its own derivative, but `checkify` must check the original.
+        functools.partial(tried.differentiated, program.in_avals)
+        if chosen.gradient_differs
+        else lambda: program,
+        functools.partial(tried.as_it_is, program.in_avals),
+    )
+    return chosen, variants.bind(program, exact, inputs)
+
+
+#: How many tables are left out, one after another, if the rewritten program would cost more.
+_LARGE_TABLES = 2
+
+
+def _interpreted(original: _Original, inputs: list[Any], recorder: Recorder) -> Any:
+    """The rewritten program; None, and the reason in the report, if the rewriting raises."""
+    try:
+        program = original.rewritten(inputs, recorder, differentiated=False)
+        if recorder.gradient_differs and program.effects:
+            # The primitive with two variants refuses effects.
+            program = original.rewritten(inputs, _muted(), differentiated=True)
+            recorder.gradient_differs = False
+        if recorder.changed:
+            whole = recorder.work.settle(original.jaxpr, program)
+            recorder.refusal = cost.refusal(whole.rewritten, whole.original)
+    except ImportError:
+        raise
+    except Exception as error:
+        recorder.refusal = f"its rewriting raised {described(error)}"
+        return None
+    return program
+
+
+def _muted() -> Recorder:
+    recorder = Recorder()
+    recorder.muted = 1
+    return recorder

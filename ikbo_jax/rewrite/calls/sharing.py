@@ -1,0 +1,393 @@
+"""Rewritten programs that the calls of one function share.
+
+A function that is called several times on values of the same form is rewritten once, and every call
+runs the rewritten program. Its arguments are the arrays of its operands: of a lookup the rows at
+the smaller batch, of a concatenation the arrays of its parts. Its events are recorded in the report
+at each call, or at the end for all calls that record the same.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+from jax.extend import core
+
+from ikbo_jax.rewrite.calls.shared_program import Result, Rewritten
+from ikbo_jax.rewrite.interpret import Context, shape_of
+from ikbo_jax.rewrite.report.log import Log
+from ikbo_jax.rewrite.values.dead_code import without_dead_code
+from ikbo_jax.rewrite.values.equations import identity
+from ikbo_jax.rewrite.values.forms import (
+    Nodes,
+    can_pass,
+    form,
+    skeleton,
+    with_all_inside,
+    with_inside,
+)
+from ikbo_jax.rewrite.values.jaxprs import call_params, trace, with_constants_last
+from ikbo_jax.rewrite.values.lineage import Deferred, base_of, has_lineage, is_plain, origins_of
+from ikbo_jax.rewrite.values.registry import NotCovered
+
+
+@dataclasses.dataclass
+class _Calls:
+    """The history of calls of one program on values of one form.
+
+    Attributes:
+      alive: the objects whose identities the key holds, so that these stay unique.
+      materialised: positions of nodes that were materialised before or during the first call.
+      failed: whether the program cannot be rewritten by itself.
+      asked: positions of the operands whose equations the rewriting would have to know. In earlier
+        calls, the arrays there were those in `Scope.seen`. Calls with the same arrays share a
+        program that closes over them.
+    """
+
+    alive: Any
+    materialised: list[int]
+    failed: bool = False
+    asked: list[int] = dataclasses.field(default_factory=list)
+
+
+def call(
+    ctx: Context,
+    eqn: Any,
+    operands: Sequence[Any],
+    fixed: list[bool],
+    inline: Callable[[], list[Any]],
+) -> list[Any]:
+    """The results of a call, by a rewritten program that calls share wherever that is possible.
+
+    Args:
+      ctx: the context.
+      eqn: the equation that calls; its parameter `jaxpr` is the program.
+      operands: its operands.
+      fixed: for each operand, whether the program closes over it: only calls with the same object
+        there share the program.
+      inline: computes the results in place.
+    """
+    forms = [identity(x) if f else form(x) for x, f in zip(operands, fixed, strict=True)]
+    key = (id(eqn.params["jaxpr"]), *forms)
+    rewritten = _found(ctx, "programs", key)
+    if rewritten is not None:
+        return _called(ctx, eqn, operands, rewritten)
+    if not all(map(can_pass, operands)):
+        return inline()
+    return _called_without_program(ctx, eqn, operands, fixed, key, inline)
+
+
+def is_fixed(operand: Any, index: bool) -> bool:
+    """Whether the rewriting depends on facts about this operand, so that the key names the operand.
+
+    Such operands are indices and masks, with facts from their equations, and constant numbers.
+    """
+    if index or isinstance(operand, (jax.core.Tracer, Deferred)):
+        return index
+    return np.size(operand) == 1
+
+
+def _found(ctx: Context, name: str, key: Any) -> Any:
+    """What one of the scopes keeps for this key, in the attribute `name`; None if none does."""
+    for scope in ctx.scope.chain():
+        entries: dict[Any, Any] = getattr(scope, name)
+        if key in entries:
+            return entries[key]
+    return None
+
+
+def _called_without_program(
+    ctx: Context,
+    eqn: Any,
+    operands: Sequence[Any],
+    fixed: list[bool],
+    key: Any,
+    inline: Callable[[], list[Any]],
+) -> list[Any]:
+    """The results of a call whose program is not rewritten by itself yet."""
+    jaxpr, calls = eqn.params["jaxpr"], _found(ctx, "calls", key)
+    first, values = calls is None, list(_named(operands, fixed))
+    if calls is None:
+        alive = jaxpr, [x for x, f in zip(operands, fixed, strict=True) if f]
+        calls = _Calls(alive, _built(ctx, operands))
+        ctx.scope.owner(values).calls[key] = calls
+    elif _found(ctx, "seen", (key, *(id(operands[n]) for n in calls.asked))):
+        closed_over = [f or n in calls.asked for n, f in enumerate(fixed)]
+        return call(ctx, eqn, operands, closed_over, inline)
+    rewritten = None
+    # A program that is called once is interpreted inline.
+    if ctx.programs.is_repeated(jaxpr) if first else not calls.failed:
+        rewritten, asked = _rewritten(ctx, eqn, operands, fixed, calls.materialised)
+        # Inside a program, a lookup that it closes over would be copied at each call.
+        calls.asked = sorted(asked) if all(is_plain(operands[n]) for n in asked) else []
+    if rewritten is None:
+        if arrays := [operands[n] for n in calls.asked]:
+            ctx.scope.owner([*values, *arrays]).seen[(key, *map(id, arrays))] = arrays
+        results = inline()
+        calls.materialised = _built(ctx, operands)
+        # The first inline call may create the missing lineage, so the second call tries again.
+        calls.failed = not first
+        return results
+    ctx.scope.owner([*values, *rewritten.consts]).programs[key] = rewritten
+    return _called(ctx, eqn, operands, rewritten)
+
+
+def _named(operands: Sequence[Any], fixed: Sequence[bool]) -> Iterator[Any]:
+    """The values that the key of a call names: the fixed ones, and lookups by their lineages."""
+    for x, f in zip(operands, fixed, strict=True):
+        if f:
+            yield x
+    for x in with_all_inside(operands):
+        if has_lineage(x):
+            yield x.lineage.index
+
+
+def _built(ctx: Context, operands: Sequence[Any]) -> list[int]:
+    """Positions of deferred nodes of the operands that are already materialised."""
+    nodes = with_all_inside(operands)
+    return [n for n, x in enumerate(nodes) if not is_plain(x) and ctx.scope.is_built(x)]
+
+
+def _called(ctx: Context, eqn: Any, operands: Sequence[Any], program: Rewritten) -> list[Any]:
+    """The results of a call of a rewritten program."""
+    nodes = with_all_inside(operands) if program.nested else operands
+    origins = _recorded(ctx, eqn, nodes, program)
+    arrays = [base_of(nodes[n]) for n in program.inputs]
+    arrays += [*(ctx.build(nodes[n]) for n in program.materialised), *program.consts]
+    return program.returned(nodes, eqn.primitive.bind(*arrays, **program.params), origins)
+
+
+def _recorded(
+    ctx: Context, eqn: Any, nodes: Sequence[Any], program: Rewritten
+) -> Sequence[frozenset]:
+    """Records a call of a rewritten program; returns the broadcasts that its results stem from."""
+    recorder, log = ctx.recorder, program.log
+    of_nodes = [nodes[n].origins for n, _ in program.stand_ins]
+    for (_, stand_in), found in zip(program.stand_ins, of_nodes, strict=True):
+        if stand_in in ctx.programs.divisions:
+            # The program has a sharding constraint on this operand, or on what it computes from it.
+            division = ctx.programs.divisions[stand_in]
+            ctx.programs.divisions.update(dict.fromkeys(found, division))
+    key = (log, *of_nodes)
+    of_results = recorder.again(key)
+    if of_results is not None:
+        return of_results
+    origins = {
+        stand_in: found for (_, stand_in), found in zip(program.stand_ins, of_nodes, strict=True)
+    }
+
+    def materialise(node: int, place: Any, reason: str, copied: bool) -> Any:
+        return ctx.materialise(place, nodes[node], reason, copied=copied)
+
+    with recorder.inside(eqn):
+        call = log.replay(recorder, eqn, origins, materialise)
+    of_results = [
+        frozenset() if is_plain(x.value) else call.origins(x.value.origins) for x in program.results
+    ]
+    if log.is_same_everywhere():
+        # Repeating events materialises no operands, whose trace may have ended by then.
+        call.materialise = None
+        recorder.remember(key, of_results, lambda times: log.repeat(call, times))
+    return of_results
+
+
+def _rewritten(
+    ctx: Context, eqn: Any, operands: Sequence[Any], fixed: Sequence[bool], materialised: list[int]
+) -> tuple[Rewritten | None, set[int]]:
+    """The program of a call, rewritten by itself.
+
+    Returns:
+      The program; None if the call must be inline. And the positions of operands whose hidden
+      equations the rewriting asked for.
+    """
+    program = eqn.params["jaxpr"]
+    if any(is_index(v.aval) and not _is_of_a_loop(program, v) for v in program.outvars):
+        return None, set()
+    nodes = Nodes.of(operands)
+    materialised = [n for n in materialised if not fixed[nodes.roots[n]]]
+    while True:
+        found = _with_materialised(ctx, eqn, nodes, fixed, materialised)
+        if not isinstance(found, tuple):
+            return None, found
+        program, built = found
+        if built == materialised:
+            return program, set()
+        # The caller materialises these values, once for all calls.
+        materialised = built
+
+
+#: Equations of integers of whose results nothing is known if nothing is known of an operand.
+_UNKNOWN_IF_ONE_IS = ("add", "broadcast_in_dim", "convert_element_type", "mul", "reshape", "sub")
+
+
+def _is_of_a_loop(program: Any, v: Any, around: Any = None) -> bool:
+    """Whether a loop computes a program's integers, so that no facts are known of them in place.
+
+    This is so for `jnp.searchsorted`. If another program calls this one, `around` holds that
+    program, the operands of the call, and the same triple for that program's own caller.
+    """
+    if type(v) is core.Literal or v.aval.dtype.kind not in "iu":
+        return False
+    if v in program.invars:
+        operand = around and around[1][program.invars.index(v)]
+        return around is not None and _is_of_a_loop(around[0], operand, around[2])
+    eqn = next((x for x in program.eqns if v in x.outvars), None)
+    name = "" if eqn is None else eqn.primitive.name
+    if eqn is None or name in ("scan", "while"):
+        return eqn is not None
+    if name == "jit":
+        inner = eqn.params["jaxpr"]
+        result = inner.outvars[eqn.outvars.index(v)]
+        return _is_of_a_loop(inner, result, (program, eqn.invars, around))
+    of_operands = (_is_of_a_loop(program, x, around) for x in eqn.invars)
+    if name == "select_n":
+        next(of_operands)
+        return all(of_operands)
+    return name in _UNKNOWN_IF_ONE_IS and any(of_operands)
+
+
+def is_index(aval: Any) -> bool:
+    """Whether a value may be an index or a mask."""
+    return aval.ndim > 0 and getattr(aval.dtype, "kind", "") in "ib"
+
+
+def _with_materialised(
+    ctx: Context, eqn: Any, nodes: Nodes, fixed: Sequence[bool], materialised: list[int]
+) -> tuple[Rewritten, list[int]] | set[int]:
+    """The rewritten program if the caller materialises some values.
+
+    Returns:
+      The program and the positions of the values that it materialises. If there is no program, the
+      positions of the operands whose hidden equations the rewriting asked for.
+    """
+    jaxpr, log = eqn.params["jaxpr"], Log()
+    varying = [n for n, root in enumerate(nodes.roots) if not fixed[root]]
+    inputs = [n for n in varying if not nodes.inside[n]]
+    stand_ins = {n: log.stand_in() for n in inputs if origins_of(nodes.values[n])}
+    # What is found out while the program is traced. Nothing of it holds the arrays of this trace.
+    found: list[_Traced] = []
+
+    def program(*arrays: Any) -> list[Any]:
+        inner, values = ctx.inner(log), list(nodes.values)
+        inner.same = {id(x): id(x) for n, x in enumerate(nodes.values) if n not in varying}
+        given = dict(zip(inputs, arrays, strict=False))
+        # Values inside others come after them.
+        for n in reversed(varying):
+            x, inside = nodes.values[n], nodes.inside[n]
+            if inside:
+                values[n] = with_inside(x, values[inside.start : inside.stop])
+            elif is_plain(x):
+                values[n] = given[n]
+            else:
+                origins = frozenset([stand_ins[n]]) if n in stand_ins else frozenset()
+                values[n] = dataclasses.replace(x, base=given[n], origins=origins)
+            if not isinstance(x, jax.core.Tracer) or ctx.provenance.has_producer(x):
+                inner.provenance.hide(values[n], _part_name(ctx, nodes, n))
+        for n, array in zip(materialised, arrays[len(inputs) :], strict=True):
+            inner.scope.outer_arrays[id(values[n])] = array
+        log.operands.update((id(x), n) for n, x in enumerate(values) if not is_plain(x))
+        returned = inner.run_closed(jaxpr, values[: len(fixed)], None)
+        if not all(map(can_pass, returned)):
+            raise NotCovered("a result of a call that is neither an array nor a lookup")
+        results = _results(values, returned)
+        asked, built = inner.provenance.asked_hidden, inner.scope.built()
+        has_lineages = inner.scope.has_lineages()
+        # Skeletons of results hold their lineages, and so the indices of these.
+        skeletons = [] if has_lineages else [skeleton(x.value) for x in results]
+        found[:] = [
+            _Traced(
+                [
+                    dataclasses.replace(x, value=y)
+                    for x, y in zip(results, skeletons, strict=not has_lineages)
+                ],
+                {nodes.roots[n] for n, x in enumerate(values) if id(x) in asked},
+                [n for n in varying if id(values[n]) in built],
+                has_lineages,
+            )
+        ]
+        return [base_of(x.value) for x in results if x.number is not None]
+
+    # dtypes come from the jaxpr: Python numbers among the operands have weak types.
+    arrays = [(base_of(nodes.values[n]), n) for n in inputs]
+    arrays += [(nodes.values[n], n) for n in materialised]
+    avals = [_like(x, eqn.invars[nodes.roots[n]].aval) for x, n in arrays]
+    try:
+        traced = without_dead_code(trace(program, avals, jaxpr))
+    except NotCovered:
+        return set()
+    params = _params(eqn, traced, len(traced.consts) + len(avals))
+    ((results, asked, built, has_lineages),) = found
+    if params is None or has_lineages:
+        return set()
+    if asked:
+        return asked
+    rewritten = Rewritten(
+        params,
+        traced.consts,
+        inputs,
+        materialised,
+        list(stand_ins.items()),
+        results,
+        len(eqn.outvars),
+        len(nodes.values) > len(fixed),
+        log,
+    )
+    return rewritten, built
+
+
+class _Traced(NamedTuple):
+    """What is found out while the program of a call is traced.
+
+    Attributes:
+      results: its results, and the values inside of them; none if it creates lineages.
+      asked: the positions of the operands whose hidden equations the rewriting asked for.
+      built: the positions of the values that it materialises.
+      has_lineages: whether it creates lineages.
+    """
+
+    results: list[Result]
+    asked: set[int]
+    built: list[int]
+    has_lineages: bool
+
+
+def _part_name(ctx: Context, nodes: Nodes, n: int) -> str:
+    """The primitive that computes a part of a concatenation; "" for other values.
+
+    A product with a concatenation multiplies the terms of a part that is a sum. In place, this
+    saves more than a shared program.
+    """
+    return ctx.provenance.primitive(nodes.values[n]) if nodes.roots[n] != n else ""
+
+
+def _results(nodes: Sequence[Any], returned: Sequence[Any]) -> list[Result]:
+    """The results of a program on `nodes`, and the values inside of them."""
+    of_operands = {id(x): n for n, x in enumerate(nodes)}
+    found = Nodes.of(returned)
+    last = {id(x): n for n, x in enumerate(found.values)}
+    numbers = itertools.count()
+    results = []
+    for n, x in enumerate(found.values):
+        operand, like, inside = of_operands.get(id(x)), last[id(x)], found.inside[n]
+        computed = operand is None and like == n and not inside
+        results.append(Result(x, operand, like, inside, next(numbers) if computed else None))
+    return results
+
+
+def _like(value: Any, aval: Any) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(shape_of(value), aval.dtype, weak_type=aval.weak_type)
+
+
+def _params(eqn: Any, traced: Any, count: int) -> dict[str, Any] | None:
+    """Parameters of a call of a program with `count` inputs; None if JAX cannot call it so."""
+    if traced.effects:
+        return None
+    names = ("in_shardings", "in_layouts", "out_shardings", "out_layouts")
+    if any(len(set(eqn.params.get(name, ()))) > 1 for name in names):
+        return None
+    closed = with_constants_last(traced)
+    return call_params(eqn.params, closed, {"in": count, "out": len(closed.outvars)})

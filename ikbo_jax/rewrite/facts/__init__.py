@@ -1,0 +1,1 @@
+"""Proves facts about values of a program."""

@@ -1,0 +1,318 @@
+"""Values that the program fixes: numbers without any input, such as a causal mask or a column.
+
+`known` computes such a value with NumPy, from its producing equations. `known_mask` also says which
+elements of a mask are fixed where others depend on inputs: a causal mask combined with lengths.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax.extend import core
+
+from ikbo_jax.rewrite.values.equations import constant_array
+from ikbo_jax.rewrite.values.jaxprs import interpret
+from ikbo_jax.rewrite.values.lineage import Lazy, is_plain
+
+#: The number of elements up to which a value is computed.
+_LARGEST = 1 << 22
+#: An element of `known_mask` that depends on inputs.
+UNKNOWN = 2
+_DEPTH = 64
+
+
+class _NotKnown(Exception):
+    """Raised where a value depends on an input, or its equation is not computed here."""
+
+
+def known(ctx: Any, value: Any) -> np.ndarray | None:
+    """The value as an array of NumPy; None if it depends on inputs.
+
+    The array broadcasts to the shape of the value: dimensions along which all elements are equal
+    may have size 1.
+    """
+    try:
+        return _known(ctx, value, _DEPTH)
+    except _NotKnown:
+        return None
+
+
+def _known(ctx: Any, value: Any, depth: int) -> np.ndarray:
+    if is_plain(value) and not isinstance(value, jax.core.Tracer):
+        if np.size(value) > _LARGEST or jax.dtypes.issubdtype(
+            getattr(value, "dtype", np.float32), jax.dtypes.extended
+        ):
+            raise _NotKnown
+        return constant_array(value)
+    for scope in ctx.scope.chain():
+        if id(value) in scope.known:
+            found = scope.known[id(value)][1]
+            if found is None:
+                raise _NotKnown
+            return found
+    is_array = is_plain(value) or type(value) is Lazy
+    memory = (ctx.scope.owner([value]) if is_array else ctx.scope).known
+    memory[id(value)] = value, None
+    produced = ctx.producer(value)
+    if produced is None or depth == 0:
+        raise _NotKnown
+    eqn, operands = produced
+    if len(eqn.outvars) != 1 and eqn.primitive.name != "jit":
+        raise _NotKnown
+    if eqn.primitive.name not in _COMPUTED and eqn.primitive.name != "jit":
+        raise _NotKnown
+    arrays = [_known(ctx, x, depth - 1) for x in operands]
+    results = _computed(eqn, arrays)
+    number = 0
+    if len(eqn.outvars) != 1:
+        raise _NotKnown
+    memory[id(value)] = value, results[number]
+    return results[number]
+
+
+def _computed(eqn: core.JaxprEqn, arrays: Sequence[Any]) -> list[np.ndarray]:
+    """The results of an equation on arrays of NumPy."""
+    name = eqn.primitive.name
+    if any(getattr(v.aval, "size", 0) > _LARGEST for v in eqn.outvars):
+        raise _NotKnown
+    if name == "jit":
+        program = eqn.params["jaxpr"]
+        return interpret(program, program.consts, arrays, _computed)
+    if name not in _COMPUTED or eqn.effects:
+        raise _NotKnown
+    full = [
+        np.broadcast_to(constant_array(x), v.aval.shape)  # type: ignore[attr-defined]
+        for x, v in zip(arrays, eqn.invars, strict=True)
+    ]
+    aval: Any = eqn.outvars[0].aval
+    with np.errstate(all="ignore"):
+        result = np.asarray(_COMPUTED[name](eqn.params, *full)).astype(aval.dtype)
+        if not _is_exact(name, full, result):
+            raise _NotKnown
+    return [result]
+
+
+def _is_exact(name: str, operands: Sequence[np.ndarray], result: np.ndarray) -> bool:
+    """Whether an equation on floating-point numbers, or a cast, rounds nothing.
+
+    XLA multiplies by 1 / 3 instead of dividing by 3, adds products without rounding them, and
+    leaves out casts to 16 bits and back. Only where nothing is rounded, the result is the same.
+    """
+    if name not in _ROUNDED or operands[0].dtype.kind in "biu" and result.dtype.kind in "biu":
+        return True
+    wide = [x.astype(np.float64) for x in (*operands, result)]
+    if name == "convert_element_type":
+        # A cast to integers drops a fraction, but has no result for numbers that they cannot hold.
+        into_integers = result.dtype.kind in "iu"
+        return np.array_equal(np.trunc(wide[0]) if into_integers else wide[0], wide[-1])
+    if name == "cumsum" or result.dtype == np.float64:
+        most = 2.0 ** jax.numpy.finfo(result.dtype).nmant
+        sums = [np.abs(wide[0]).sum()] if name == "cumsum" else []
+        return all(np.all((x == np.trunc(x)) & (np.abs(x) <= most)) for x in (*wide, *sums))
+    x, y, z = wide
+    if name == "div":
+        return bool(np.all(z * y == x))
+    if name == "mul":
+        return np.array_equal(x * y, z)
+    y = -y if name == "sub" else y
+    # The rounding error of a sum.
+    rest = z - x
+    return bool(np.all((x - (z - rest)) + (y - rest) == 0))
+
+
+_ROUNDED = ("add", "convert_element_type", "cumsum", "div", "mul", "sub")
+
+
+def _broadcast_in_dim(params: Any, x: Any) -> Any:
+    shape = [1] * len(params["shape"])
+    for d, target in enumerate(params["broadcast_dimensions"]):
+        shape[target] = x.shape[d]
+    return np.broadcast_to(x.reshape(shape), params["shape"])
+
+
+def _iota(params: Any) -> Any:
+    shape, dimension = params["shape"], params["dimension"]
+    along = [1] * len(shape)
+    along[dimension] = shape[dimension]
+    return np.broadcast_to(np.arange(shape[dimension]).reshape(along), shape)
+
+
+def _slice(params: Any, x: Any) -> Any:
+    strides = params["strides"] or [1] * x.ndim
+    limits = zip(params["start_indices"], params["limit_indices"], strides, strict=True)
+    return x[tuple(slice(*bounds) for bounds in limits)]
+
+
+def _integers(x: Any, y: Any) -> None:
+    if x.dtype.kind not in "iu" or (y == 0).any():
+        raise _NotKnown
+
+
+def _rem(params: Any, x: Any, y: Any) -> Any:
+    _integers(x, y)
+    return np.fmod(x, y)
+
+
+def _div(params: Any, x: Any, y: Any) -> Any:
+    if x.dtype.kind == "f":
+        return x / y
+    _integers(x, y)
+    return np.sign(x) * np.sign(y) * (np.abs(x) // np.abs(y))
+
+
+def _select(params: Any, which: Any, *cases: Any) -> Any:
+    return np.choose(np.broadcast_to(which, cases[0].shape).astype(np.intp), cases)
+
+
+def _of_two(function: Callable[[Any, Any], Any]) -> Callable[..., Any]:
+    return lambda params, x, y: function(x, y)
+
+
+_COMPUTED: dict[str, Callable[..., Any]] = {
+    "abs": lambda _, x: np.abs(x),
+    "add": _of_two(operator.add),
+    "and": _of_two(operator.and_),
+    "broadcast_in_dim": _broadcast_in_dim,
+    "clamp": lambda _, low, x, high: np.minimum(np.maximum(x, low), high),
+    "concatenate": lambda params, *xs: np.concatenate(xs, params["dimension"]),
+    "convert_element_type": lambda _, x: x,
+    "copy": lambda _, x: x,
+    "cumsum": lambda p, x: (
+        np.flip(np.cumsum(np.flip(x, p["axis"]), p["axis"]), p["axis"])
+        if p["reverse"]
+        else np.cumsum(x, p["axis"])
+    ),
+    "div": _div,
+    "eq": _of_two(operator.eq),
+    "ge": _of_two(operator.ge),
+    "gt": _of_two(operator.gt),
+    "iota": _iota,
+    "le": _of_two(operator.le),
+    "lt": _of_two(operator.lt),
+    "max": _of_two(np.maximum),
+    "min": _of_two(np.minimum),
+    "mul": _of_two(operator.mul),
+    "ne": _of_two(operator.ne),
+    "neg": lambda _, x: -x,
+    "not": lambda _, x: ~x,
+    "or": _of_two(operator.or_),
+    "pvary": lambda _, x: x,
+    "rem": _rem,
+    "reshape": lambda params, x: x.reshape(params["new_sizes"]),
+    "rev": lambda params, x: np.flip(x, params["dimensions"]),
+    "select_n": _select,
+    "slice": _slice,
+    "squeeze": lambda params, x: np.squeeze(x, tuple(params["dimensions"])),
+    "stack": lambda params, *xs: np.stack(xs, params["axis"]),
+    "stop_gradient": lambda _, x: x,
+    "sub": _of_two(operator.sub),
+    "transpose": lambda params, x: np.transpose(x, params["permutation"]),
+    "xor": _of_two(operator.xor),
+}
+
+
+def known_mask(ctx: Any, mask: Any) -> np.ndarray:
+    """Which elements of a boolean value are False (0), True (1), or depend on inputs (`UNKNOWN`).
+
+    The array has the rank of the mask and broadcasts to its shape.
+    """
+    return _mask(ctx, mask, _DEPTH)
+
+
+def _mask(ctx: Any, mask: Any, depth: int) -> np.ndarray:
+    unknown = np.full((1,) * len(getattr(mask, "shape", ())), UNKNOWN, np.int8)
+    produced = ctx.producer(mask)
+    if produced is None or depth == 0 or produced[0].primitive.name not in (*_LOGIC, *_MOVES):
+        number = known(ctx, mask)
+        return unknown if number is None else (number != 0).astype(np.int8)
+    eqn, operands = produced
+    name = eqn.primitive.name
+    if any(not hasattr(x, "dtype") or x.dtype != np.bool_ for x in operands[-1:]):
+        return unknown
+    masks = [_mask(ctx, x, depth - 1) for x in operands]
+    if name in _LOGIC:
+        return _LOGIC[name](*masks)
+    shapes = [np.shape(x) if is_plain(x) else x.shape for x in operands]
+    shape: Any = eqn.outvars[0].aval
+    return _moved(eqn, masks, shapes, shape.shape)
+
+
+def _both(x: np.ndarray, y: np.ndarray) -> np.ndarray:
+    return np.where((x == 0) | (y == 0), 0, np.maximum(x, y)).astype(np.int8)
+
+
+def _either(x: np.ndarray, y: np.ndarray) -> np.ndarray:
+    return np.where((x == 1) | (y == 1), 1, np.maximum(x, y)).astype(np.int8)
+
+
+def _negated(x: np.ndarray) -> np.ndarray:
+    return np.where(x == UNKNOWN, UNKNOWN, 1 - x).astype(np.int8)
+
+
+def _chosen(which: np.ndarray, first: np.ndarray, second: np.ndarray) -> np.ndarray:
+    either = np.where(first == second, first, UNKNOWN)
+    return np.where(which == 0, first, np.where(which == 1, second, either)).astype(np.int8)
+
+
+_LOGIC: dict[str, Callable[..., np.ndarray]] = {
+    "and": _both,
+    "or": _either,
+    "not": _negated,
+    "select_n": _chosen,
+}
+
+
+_MOVES = (
+    *("broadcast_in_dim", "concatenate", "copy", "pvary"),
+    *("reshape", "slice", "squeeze", "transpose"),
+)
+
+
+def _moved(
+    eqn: core.JaxprEqn, masks: list[np.ndarray], shapes: list[Any], shape: tuple[int, ...]
+) -> np.ndarray:
+    """The mask of an equation that moves elements; dimensions of size 1 stay where they can."""
+    name, params, x = eqn.primitive.name, eqn.params, masks[0]
+    if name in ("copy", "pvary"):
+        return x
+    if name == "broadcast_in_dim":
+        sizes = [1] * len(shape)
+        for d, target in enumerate(params["broadcast_dimensions"]):
+            sizes[target] = x.shape[d]
+        return x.reshape(sizes)
+    if name == "slice":
+        limits = zip(
+            params["start_indices"],
+            params["limit_indices"],
+            params["strides"] or [1] * x.ndim,
+            strict=True,
+        )
+        cut = (slice(*y) if n != 1 else slice(None) for y, n in zip(limits, x.shape, strict=True))
+        return x[tuple(cut)]
+    if name == "transpose":
+        return np.transpose(x, params["permutation"])
+    if name == "concatenate":
+        axis = params["dimension"]
+        full = []
+        for mask, own in zip(masks, shapes, strict=True):
+            sizes = list(mask.shape)
+            sizes[axis] = own[axis]
+            full.append(np.broadcast_to(mask, sizes))
+        common = np.broadcast_shapes(
+            *(tuple(1 if d == axis else n for d, n in enumerate(y.shape)) for y in full)
+        )
+        full = [
+            np.broadcast_to(y, (*common[:axis], y.shape[axis], *common[axis + 1 :])) for y in full
+        ]
+        return np.concatenate(full, axis)
+    # A reshape: dimensions of size 1 are added or removed.
+    if [n for n in shapes[0] if n != 1] == [n for n in shape if n != 1]:
+        kept = iter(n for n, own in zip(x.shape, shapes[0], strict=True) if own != 1)
+        return x.reshape([1 if n == 1 else next(kept) for n in shape])
+    if x.size == 1:
+        return x.reshape([1] * len(shape))
+    return np.full((1,) * len(shape), UNKNOWN, np.int8)

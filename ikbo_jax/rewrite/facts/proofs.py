@@ -1,0 +1,418 @@
+"""Facts about a value, proven from its producing equations: its number, bounds and pattern.
+
+An index that is proven to be in bounds needs no rows for indices out of bounds. A scale or the
+number of a mask must be proven to be a constant. A comparison with `arange` proves that a mask
+keeps the first keys of every user.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import numpy as np
+
+from ikbo_jax.rewrite.values.equations import constant_array
+from ikbo_jax.rewrite.values.lineage import base_of, is_only_broadcast, is_plain
+
+Interval = tuple[int, int]
+
+#: Primitives that move or repeat elements and change none.
+MOVES = ("broadcast_in_dim", "reshape", "squeeze", "transpose", "copy", "pvary", "reshard")
+#: The depth to which producing equations are followed.
+_DEPTH = 16
+#: Constant arrays of at most this size are searched for a few numbers.
+_SMALL = 1 << 16
+
+
+# Numbers.
+
+
+def constant(ctx: Any, value: Any) -> float | None:
+    """The number that all elements of a value equal; None if that is not proven."""
+    if is_only_broadcast(value) and value.base.size == 1:
+        produced = ctx.producer(value)
+        return constant(ctx, produced[1][0]) if produced else constant(ctx, value.base)
+    if not is_plain(value) or np.size(value) != 1:
+        return None
+    if not isinstance(value, jax.core.Tracer):
+        array = constant_array(value).reshape(())
+        return float(array.astype(np.float64)) if array.dtype.kind in "biufV" else None
+    produced = ctx.producer(value)
+    if produced is None:
+        return None
+    eqn, operands = produced
+    numbers = [constant(ctx, x) for x in operands]
+    if None in numbers or eqn.primitive.name not in _ARITHMETIC:
+        return None
+    with np.errstate(all="ignore"):
+        result = _ARITHMETIC[eqn.primitive.name](eqn, *numbers)
+        # The program rounds the result to its dtype.
+        return float(np.asarray(result, eqn.outvars[0].aval.dtype).astype(np.float64))
+
+
+_ARITHMETIC: dict[str, Callable[..., Any]] = {
+    "convert_element_type": lambda _, x: x,
+    "broadcast_in_dim": lambda _, x: x,
+    "pvary": lambda _, x: x,
+    "reshard": lambda _, x: x,
+    "reshape": lambda _, x: x,
+    "squeeze": lambda _, x: x,
+    "sqrt": lambda _, x: np.sqrt(x),
+    "rsqrt": lambda _, x: np.divide(1, np.sqrt(x)),
+    "neg": lambda _, x: -x,
+    "mul": lambda _, x, y: x * y,
+    "div": lambda _, x, y: np.divide(x, y),
+    "add": lambda _, x, y: x + y,
+    "sub": lambda _, x, y: x - y,
+    "pow": lambda _, x, y: np.power(x, y),
+    "integer_pow": lambda eqn, x: np.power(x, float(eqn.params["y"])),
+}
+
+
+def possible_values(ctx: Any, value: Any, depth: int = _DEPTH) -> set[float] | None:
+    """The few numbers that the elements of a value can be; None if there may be others."""
+    number = constant(ctx, value)
+    if number is not None:
+        return {number}
+    if getattr(value, "dtype", None) == np.bool_:
+        return {0.0, 1.0}
+    if is_plain(value) and not isinstance(value, jax.core.Tracer) and np.size(value) <= _SMALL:
+        array = constant_array(value)
+        numbers: Any = np.unique(array.astype(np.float64)) if array.dtype.kind in "biufV" else []
+        few = 0 < len(numbers) <= 4 and not np.isnan(numbers).any()
+        return set(map(float, numbers)) if few else None
+    produced = ctx.producer(value)
+    if produced is None or depth == 0:
+        return None
+    eqn, operands = produced
+    name = eqn.primitive.name
+    if name == "gather":
+        of_operand = possible_values(ctx, operands[0], depth - 1)
+        # A filled row may hold another number.
+        fills = eqn.params["fill_value"] is not None or "FILL" in str(eqn.params["mode"])
+        return None if fills else of_operand
+    if name in MOVES:
+        return possible_values(ctx, operands[0], depth - 1)
+    if name == "convert_element_type":
+        of_operand = possible_values(ctx, operands[0], depth - 1)
+        if of_operand is None:
+            return None
+        with np.errstate(all="ignore"):
+            # The cast to a narrower dtype may overflow.
+            cast = np.asarray(list(of_operand)).astype(eqn.outvars[0].aval.dtype)
+        return set(cast.astype(np.float64).tolist())
+    if name == "select_n":
+        operands = operands[1:]
+    elif name not in ("add", "sub", "mul"):
+        return None
+    choices = [possible_values(ctx, x, depth - 1) for x in operands]
+    if any(x is None for x in choices):
+        return None
+    if name == "select_n":
+        return set().union(*(x for x in choices if x))
+    pairs = itertools.product(*(x for x in choices if x is not None))
+    with np.errstate(all="ignore"):
+        values = [_ARITHMETIC[name](eqn, *pair) for pair in pairs]
+        rounded = np.asarray(values, eqn.outvars[0].aval.dtype).astype(np.float64)
+    return set(rounded.tolist()) if len(set(values)) <= 4 and not np.isnan(rounded).any() else None
+
+
+# Patterns.
+
+
+def moved_from(ctx: Any, value: Any) -> Any:
+    """The operand of a value's producing equation if it is in `MOVES`; else None."""
+    produced = ctx.producer(value)
+    if produced is None or produced[0].primitive.name not in MOVES:
+        return None
+    return produced[1][0]
+
+
+def is_true(ctx: Any, value: Any) -> bool:
+    """Whether all elements are proven to be True, or other than 0."""
+    while not is_plain(value) or isinstance(value, jax.core.Tracer):
+        value = moved_from(ctx, value)
+        if value is None:
+            return False
+    return bool(np.all(np.asarray(value)))
+
+
+def source_of_mask(ctx: Any, mask: Any, names: Any) -> tuple[Any, tuple[Any, ...]]:
+    """The value that a mask is computed from by casts and new dimensions, with names of dimensions.
+
+    Masks with one source and the same names are equal. `names` are those of the mask's dimensions.
+    """
+    names = list(names)
+    while (produced := ctx.producer(mask)) is not None and produced[1]:
+        eqn, (first, *rest) = produced
+        shape, name = np.shape(first) if is_plain(first) else first.shape, eqn.primitive.name
+        if name == "broadcast_in_dim" and not rest:
+            names = [names[d] for d in eqn.params["broadcast_dimensions"]]
+        elif name in ("reshape", "squeeze"):
+            sizes = eqn.outvars[0].aval.shape
+            if [n for n in shape if n != 1] != [n for n in sizes if n != 1]:
+                break
+            kept = iter([name for name, n in zip(names, sizes, strict=True) if n != 1])
+            names = [next(kept) if n != 1 else None for n in shape]
+        elif name != "convert_element_type" or getattr(first, "dtype", None) != np.bool_:
+            break
+        mask = first
+    shape = np.shape(mask) if is_plain(mask) else mask.shape
+    return mask, tuple(name if n != 1 else None for name, n in zip(names, shape, strict=True))
+
+
+def same_source(first: Any, second: Any) -> bool:
+    """Whether two masks have one source; False if the source of one is None."""
+    if first is None or second is None:
+        return False
+    return first[0] is second[0] and first[1] == second[1]
+
+
+def counts_up(ctx: Any, value: Any, size: int) -> bool:
+    """Whether an array holds 0, 1, ..., size - 1 along one dimension."""
+    if np.size(base_of(value)) != size:
+        return False
+    while not is_plain(value) or isinstance(value, jax.core.Tracer):
+        produced = ctx.producer(value)
+        if produced is None or not is_along_one(value, size):
+            return False
+        eqn, operands = produced
+        name, dtype = eqn.primitive.name, eqn.outvars[0].aval.dtype
+        if name in ("iota", "convert_element_type") and not _holds(dtype, size):
+            return False
+        if name == "iota":
+            return eqn.params["shape"][eqn.params["dimension"]] == size
+        if name not in (*MOVES, "convert_element_type"):
+            return False
+        value = operands[0]
+    return np.array_equal(np.ravel(value), np.arange(size))
+
+
+def is_along_one(value: Any, size: int) -> bool:
+    """Whether an array has `size` elements along one dimension, and size 1 along all others.
+
+    Reshapes and transposes of such arrays keep the order of the elements. With two dimensions, a
+    reshape after a transpose shuffles them.
+    """
+    return [n for n in np.shape(base_of(value)) if n != 1] == [size] * (size != 1)
+
+
+def _holds(dtype: Any, size: int) -> bool:
+    """Whether a dtype holds 0, 1, ..., size - 1; an int8 wraps around, a bfloat16 rounds."""
+    if np.dtype(dtype).kind in "iu":
+        return _fits((0, size - 1), dtype)
+    if jax.dtypes.issubdtype(dtype, np.floating):
+        return size - 1 <= 2 ** (jax.numpy.finfo(dtype).nmant + 1)
+    return size <= 1
+
+
+def lengths(ctx: Any, mask: Any, dims: tuple[int | None, int | None], users: int, keys: int) -> Any:
+    """The lengths [users] if a mask by user and key is proven to be `arange(keys) < lengths`.
+
+    `dims` are the mask's dimensions of users and of keys. If there are as many users as keys, sizes
+    do not tell `arange(keys) < lengths` from `arange(users) < lengths`.
+    """
+    value = mask
+    user, key = dims
+    while (produced := ctx.producer(value)) is not None:
+        eqn, operands = produced
+        name = eqn.primitive.name
+        if name in ("lt", "gt"):
+            position, length = operands if name == "lt" else reversed(operands)
+            array = base_of(length)
+            if not _differs_along(position, key) or not _differs_along(length, user):
+                return None
+            if counts_up(ctx, position, keys) and np.size(array) == users:
+                integer = getattr(array, "dtype", np.dtype(int)).kind in "iu"
+                return array.reshape(users) if integer and np.ndim(array) else None
+            return None
+        if name == "and":
+            trues = [is_true(ctx, x) for x in operands]
+            if sum(trues) != 1:
+                return None
+            value = operands[trues.index(False)]
+        elif name in MOVES:
+            sources = _moved_dims(eqn, operands[0], value)
+            if sources is None:
+                return None
+            user, key = sources.get(user), sources.get(key)
+            value = operands[0]
+        else:
+            return None
+    return None
+
+
+def _differs_along(value: Any, dim: int | None) -> bool:
+    """Whether the elements of a value differ along one dimension at most."""
+    return all(n == 1 or d == dim for d, n in enumerate(np.shape(base_of(value))))
+
+
+def _moved_dims(eqn: Any, operand: Any, result: Any) -> dict[int | None, int] | None:
+    """By dimension of an equation in `MOVES`, the operand's; None if the elements are rearranged.
+
+    Dimensions along which all elements are equal may be missing.
+    """
+    name, params = eqn.primitive.name, eqn.params
+    if name == "broadcast_in_dim":
+        return {d: n for n, d in enumerate(params["broadcast_dimensions"])}
+    if name == "transpose":
+        return dict(enumerate(params["permutation"]))
+    before, after = (np.shape(base_of(x)) for x in (operand, result))
+    if [n for n in before if n != 1] != [n for n in after if n != 1]:
+        return None
+    own, others = ([d for d, n in enumerate(x) if n != 1] for x in (before, after))
+    return dict(zip(others, own, strict=True))
+
+
+# Bounds.
+
+
+def within(ctx: Any, value: Any, low: int, high: int) -> bool:
+    """Whether all elements are proven to lie in [low, high]."""
+    bounds = interval(ctx, value)
+    return bounds is not None and low <= bounds[0] and bounds[1] <= high
+
+
+def single(ctx: Any, value: Any, depth: int = _DEPTH) -> int | None:
+    """The integer that all elements are proven to equal; None if that is not proven."""
+    bounds = interval(ctx, value, depth)
+    return bounds[0] if bounds is not None and bounds[0] == bounds[1] else None
+
+
+def interval(ctx: Any, value: Any, depth: int = _DEPTH) -> Interval | None:
+    """Bounds [low, high] of an integer or boolean array; None if none are proven."""
+    if is_plain(value) and not isinstance(value, jax.core.Tracer):
+        array = np.asarray(value)
+        if array.size == 0 or array.dtype.kind not in "iub":
+            return None
+        return int(array.min()), int(array.max())
+    produced = ctx.producer(value)
+    if produced is None or depth == 0:
+        return None
+    eqn, operands = produced
+    name = eqn.primitive.name
+    if name == "iota":
+        numbers = 0, eqn.params["shape"][eqn.params["dimension"]] - 1
+        return numbers if _fits(numbers, eqn.outvars[0].aval.dtype) else None
+    if name == "select_n":
+        return _select(ctx, operands, depth)
+    if name == "cumsum":
+        sums = _cumsum(ctx, operands[0], depth)
+        return sums if sums and _fits(sums, eqn.outvars[0].aval.dtype) else None
+    bounds = [interval(ctx, x, depth - 1) for x in operands]
+    first = bounds[0] if bounds else None
+    if name in (*MOVES, "slice"):
+        return first
+    if name == "convert_element_type":
+        # Integers that the new dtype cannot hold wrap around.
+        kept = first is not None and _fits(first, eqn.outvars[0].aval.dtype)
+        return first if kept else None
+    if name in ("max", "min") and len(bounds) == 2 and (bounds[0] or bounds[1]):
+        return _extremum(name, bounds)
+    if name == "clamp" and bounds[0] and bounds[2]:
+        # The upper bound counts where it is below the lower one.
+        return min(bounds[0][0], bounds[2][0]), bounds[2][1]
+    if name == "concatenate" and all(bounds):
+        return min(x[0] for x in bounds if x), max(x[1] for x in bounds if x)
+    if name in ("and", "or") and on_booleans(operands):
+        return _extremum("min" if name == "and" else "max", [x or (0, 1) for x in bounds])
+    if len(bounds) != 2 or not bounds[0] or not bounds[1]:
+        return None
+    result = _of_two(name, bounds[0], bounds[1])
+    # Results that the dtype cannot hold wrap around.
+    return result if result and _fits(result, eqn.outvars[0].aval.dtype) else None
+
+
+def _fits(bounds: Interval, dtype: Any) -> bool:
+    if np.dtype(dtype).kind not in "iu":
+        return np.dtype(dtype) == np.bool_ and bounds[0] >= 0 and bounds[1] <= 1
+    limits = np.iinfo(dtype)
+    return limits.min <= bounds[0] and bounds[1] <= limits.max
+
+
+def on_booleans(operands: Any) -> bool:
+    """Whether all operands are boolean."""
+    return all(np.result_type(x.dtype if hasattr(x, "dtype") else x) == np.bool_ for x in operands)
+
+
+def _of_two(name: str, first: Interval, second: Interval) -> Interval | None:
+    (a, b), (c, d) = first, second
+    if name in ("lt", "ge"):
+        always, never = b < c, a >= d
+    elif name in ("gt", "le"):
+        always, never = a > d, b <= c
+    elif name in ("eq", "ne"):
+        always, never = a == b == c == d, b < c or d < a
+    if name in ("lt", "gt", "eq"):
+        return int(always), int(not never)
+    if name in ("ge", "le", "ne"):
+        return int(never), int(not always)
+    if name == "add":
+        return a + c, b + d
+    if name == "sub":
+        return a - d, b - c
+    if name == "rem" and a >= 0 and c > 0:
+        return 0, min(b, d - 1)
+    if name == "div" and a >= 0 and c > 0:
+        return a // d, b // c
+    return None
+
+
+def _extremum(name: str, bounds: list[Interval | None]) -> Interval | None:
+    """Bounds of the maximum or minimum of two values, one of which may have no proven bounds."""
+    pick = max if name == "max" else min
+    lows, highs = zip(*(x or (-(2**63), 2**63) for x in bounds), strict=True)
+    return pick(lows), pick(highs)
+
+
+def _select(ctx: Any, operands: Any, depth: int) -> Interval | None:
+    """Bounds of `select_n`, in particular of `where(x < 0, x + n, x)`, as indexing writes it."""
+    which, first, second = operands if len(operands) == 3 else (None, None, None)
+    case = single(ctx, which, depth - 1)
+    if case is not None and case < len(operands) - 1:
+        return interval(ctx, operands[1 + case], depth - 1)
+    test = ctx.producer(which)
+    is_lt = test is not None and test[0].primitive.name == "lt" and test[1][0] is first
+    if test and is_lt and constant(ctx, test[1][1]) == 0:
+        bounds, added = interval(ctx, first, depth - 1), ctx.producer(second)
+        if bounds and added and added[0].primitive.name == "add" and added[1][0] is first:
+            size = interval(ctx, added[1][1], depth - 1)
+            if size is not None:
+                ranges = [(max(bounds[0], 0), bounds[1])] if bounds[1] >= 0 else []
+                if bounds[0] < 0:
+                    ranges.append((bounds[0] + size[0], min(bounds[1], -1) + size[1]))
+                return min(r[0] for r in ranges), max(r[1] for r in ranges)
+    cases = [interval(ctx, x, depth - 1) for x in operands[1:]]
+    if not all(cases):
+        return None
+    return min(x[0] for x in cases if x), max(x[1] for x in cases if x)
+
+
+def selected(ctx: Any, value: Any) -> Any:
+    """The operand that a `select_n` is proven to select everywhere; any other value unchanged."""
+    produced = ctx.producer(value)
+    if produced is not None and produced[0].primitive.name == "select_n":
+        which = single(ctx, produced[1][0])
+        if which is not None:
+            return selected(ctx, produced[1][1 + which])
+    return value
+
+
+def _cumsum(ctx: Any, operand: Any, depth: int) -> Interval | None:
+    """Bounds of a running sum; sums of scattered counts, as in `jnp.repeat`, get closer bounds."""
+    produced = ctx.producer(operand)
+    bounds = interval(ctx, operand, depth - 1)
+    if produced is None or produced[0].primitive.name != "scatter-add":
+        if bounds is None or bounds[0] < 0:
+            return None
+        return bounds[0], bounds[1] * math.prod(np.shape(operand))
+    start, _, updates = produced[1]
+    before, added = interval(ctx, start, depth - 1), interval(ctx, updates, depth - 1)
+    if before != (0, 0) or added is None or added[0] < 0:
+        return None
+    # `np.size` of a lazy value would be 1.
+    return 0, added[1] * math.prod(np.shape(updates))

@@ -1,0 +1,1 @@
+"""Reports what a rewrite found, and what it costs."""

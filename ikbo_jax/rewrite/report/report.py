@@ -1,0 +1,240 @@
+"""The report of a rewrite, with the source lines of the model."""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import functools
+import os
+import pathlib
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from ikbo_jax.rewrite.report.work import BothCosts, Work, count
+
+#: The line of an equation whose line in the model is unknown.
+UNKNOWN = "unknown line"
+
+
+@dataclasses.dataclass(frozen=True)
+class FoundBroadcast:
+    """One broadcast of the original program.
+
+    Attributes:
+      line: the source line of the broadcast, as `model.py:12 (fn)`.
+      what: its shapes, and the number of indices of a lookup.
+      became: what replaced it, each entry with its line.
+      costs: what the equations on its values cost, before and after; None if the original runs.
+        Equations on values of several broadcasts count for the first of them only.
+      kept: what keeps the rest: every value that is copied, with the line that needs it, its size
+        and the reason.
+    """
+
+    line: str
+    what: str
+    became: tuple[str, ...]
+    costs: BothCosts | None = None
+    kept: tuple[str, ...] = ()
+
+    @property
+    def flops_saved(self) -> int:
+        """The floating-point operations of products that the rewrite removed."""
+        return self.costs.flops_saved if self.costs else 0
+
+    @property
+    def bytes_saved(self) -> int:
+        """The bytes that are no longer read and written; below 0 if the rewrite moves more."""
+        return self.costs.bytes_saved if self.costs else 0
+
+    def __str__(self) -> str:
+        return self._text(())
+
+    @property
+    def details(self) -> str:
+        """The text with everything that replaced the broadcast."""
+        return self._text(self.became or ("unused",))
+
+    def _text(self, became: Sequence[str]) -> str:
+        lines = [f"{self.line}: {self.what}", *(f"  -> {text}" for text in became)]
+        if self.costs is not None:
+            above = "  its work counts for a broadcast above"
+            lines.append(above if self.costs == BothCosts() else f"  saves {self.costs}")
+        return "\n".join(lines + [f"  copied by {text}" for text in self.kept])
+
+
+@dataclasses.dataclass(frozen=True)
+class Materialisation:
+    """One value that the rewritten program had to materialise.
+
+    Attributes:
+      line: the source line of the equation that needs the copy.
+      what: dtype and shape of the copy.
+      reason: why the copy is needed.
+      nbytes: size of the copy, in bytes.
+    """
+
+    line: str
+    what: str
+    reason: str
+    nbytes: int
+
+    def __str__(self) -> str:
+        return f"{self.line}: {self.what} ({count(self.nbytes)}B): {self.reason}"
+
+
+@dataclasses.dataclass(frozen=True)
+class Lookup:
+    """One lookup of rows, or one repetition of them, in the original program.
+
+    Attributes:
+      line: the source line of the lookup.
+      what: its shapes.
+      outcome: "removed" if work on its rows is done before it, "kept" if there is nothing to gain,
+        "refused" if a rule could not rewrite it.
+      reason: why it was kept or refused; "" if it was removed.
+    """
+
+    line: str
+    what: str
+    outcome: str
+    reason: str
+
+    def __str__(self) -> str:
+        return f"{self.line}: {self.what}: {self.outcome}: {self.reason}"
+
+
+@dataclasses.dataclass(frozen=True)
+class RewriteReport:
+    """The report of a rewrite; `str` returns it as plain text, `details` with more of it.
+
+    Attributes:
+      changed: whether the rewritten program runs; False if the original runs.
+      broadcasts: the broadcasts that were found, in program order.
+      materialised: the values that were materialised, in program order.
+      lookups: every lookup of the original program, with its outcome.
+      repetitions: the number of further broadcasts of dimensions of size 1, such as biases.
+      reason: why the original runs, if the rewriting failed or would cost more; otherwise "".
+      costs: what the whole program costs, before and after.
+      work: what `lines` is computed from.
+    """
+
+    changed: bool
+    broadcasts: tuple[FoundBroadcast, ...] = ()
+    materialised: tuple[Materialisation, ...] = ()
+    lookups: tuple[Lookup, ...] = ()
+    repetitions: int = 0
+    reason: str = ""
+    costs: BothCosts = BothCosts()
+    work: Work = dataclasses.field(default_factory=Work, compare=False, repr=False)
+
+    @property
+    def flops_saved(self) -> int:
+        """The floating-point operations of products that the rewrite removed."""
+        return self.costs.flops_saved
+
+    @property
+    def bytes_saved(self) -> int:
+        """The bytes that are no longer read and written; below 0 if the rewrite moves more."""
+        return self.costs.bytes_saved
+
+    @property
+    def lines(self) -> dict[str, BothCosts]:
+        """The costs of the model's lines that compute with values of broadcasts, by line.
+
+        The last entry, "all other lines", is the rest of the program.
+        """
+        if not self.changed:
+            return {}
+
+        if (known := self.__dict__.get("_lines")) is not None:
+            return dict(known)
+
+        def line_of(tracebacks: tuple[Any, ...]) -> str:
+            return next(filter(None, map(model_line, tracebacks)), UNKNOWN)
+
+        lines = self.work.by_line(line_of)
+        rest = self.costs
+        for costs in lines.values():
+            rest -= costs
+        return lines | ({"all other lines": rest} if rest != BothCosts() else {})
+
+    def __getstate__(self) -> dict[str, Any]:
+        # A traceback can be neither pickled nor copied; a copy has the lines that it led to.
+        return self.__dict__ | {"work": Work(), "_lines": self.lines}
+
+    def __str__(self) -> str:
+        return "\n".join([self._headline(), *_once(self.broadcasts), *self._left()])
+
+    @property
+    def details(self) -> str:
+        """The report with everything that replaced each broadcast, and the costs by line."""
+        texts = [_indent(text) for text in _counted(self.broadcasts, lambda x: x.details)]
+        if self.changed:
+            texts.append("costs by line, before -> after:")
+            texts += [f"  {line}: {costs.before_and_after}" for line, costs in self.lines.items()]
+        return "\n".join([self._headline(), *texts, *self._left()])
+
+    def _headline(self) -> str:
+        text = f"rewrite: {self._summary()}"
+        if self.changed:
+            return text
+        return text + "; the original function runs" + (f": {self.reason}" if self.reason else "")
+
+    def _left(self) -> list[str]:
+        left = [lookup for lookup in self.lookups if lookup.outcome != "removed"]
+        return ["lookups left as they are:", *_once(left)] if left else []
+
+    def _summary(self) -> str:
+        count = len(self.broadcasts)
+        if count:
+            found = f"{count} broadcast{'s' * (count != 1)} found"
+            if not self.changed:
+                return found + ("" if self.reason else ", nothing gained")
+            return f"{found}; saves {self.costs}"
+        if self.lookups:
+            return f"{len(self.lookups)} lookup{'s' * (len(self.lookups) != 1)} found, none removed"
+        return (
+            "nothing gained from repeated dimensions" if self.repetitions else "no broadcast found"
+        )
+
+
+def _once(entries: Sequence[Any]) -> list[str]:
+    """The entries as indented texts; equal ones, such as a model's layers make, are one text."""
+    return [_indent(text) for text in _counted(entries, str)]
+
+
+def _counted(entries: Sequence[Any], text: Callable[[Any], str]) -> list[str]:
+    counts = collections.Counter(entries)
+    return [text(x) if n == 1 else f"{n} times, each: {text(x)}" for x, n in counts.items()]
+
+
+_PACKAGE = pathlib.Path(__file__).parents[1]
+#: Folders of this package whose stack frames are not the model's.
+_LIBRARY = tuple(str(_PACKAGE / name) + os.sep for name in ("layers", "ops", "rewrite"))
+
+
+@functools.cache
+def _is_model(file_name: str) -> bool:
+    """Whether a stack frame of this file is the model's: not of JAX, Flax or this library."""
+    libraries = [sys.modules[name] for name in ("jax", "flax") if name in sys.modules]
+    folders = [str(pathlib.Path(str(m.__file__)).parent) + os.sep for m in libraries]
+    return not file_name.startswith((*_LIBRARY, *folders))
+
+
+def source_line(eqn: Any) -> str | None:
+    """The model's line that an equation stems from, `model.py:12 (fn)`; None if it is unknown."""
+    return model_line(eqn.source_info.traceback)
+
+
+def model_line(traceback: Any) -> str | None:
+    """The model's line among the stack frames of a traceback; None if there is none."""
+    for frame in traceback.frames if traceback else ():
+        if _is_model(frame.file_name):
+            function = frame.function_name.rpartition(".")[2]
+            return f"{os.path.basename(frame.file_name)}:{frame.line_num} ({function})"
+    return None
+
+
+def _indent(text: str) -> str:
+    return "\n".join(f"  {line}" for line in text.split("\n"))

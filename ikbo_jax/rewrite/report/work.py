@@ -1,0 +1,197 @@
+"""What the work on each broadcast's values costs, before and after the rewrite.
+
+While a program is rewritten, `Work.own` records the broadcasts that each equation's operands and
+results stem from. Equations of the rewritten program have the traceback of the equation that they
+replace, so `Work` adds up the costs of both programs by traceback.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple
+
+from jax.extend import core
+
+from ikbo_jax.rewrite.report.cost import Cost, cost_by_source, program_cost
+
+_NOTHING = Cost()
+
+
+class _Program(NamedTuple):
+    """What the cost of a program depends on. Constants, which may be tracers, are not kept."""
+
+    eqns: Sequence[Any]
+    outvars: Sequence[Any]
+
+    @classmethod
+    def of(cls, program: core.Jaxpr) -> _Program:
+        return cls(program.eqns, program.outvars)
+
+
+class Owned(NamedTuple):
+    """Equations with one traceback that compute with the values of broadcasts.
+
+    Attributes:
+      traceback: this traceback.
+      calls: the equations that call their program, outermost first; None stands for an unknown one.
+      origins: the broadcasts.
+    """
+
+    traceback: Any
+    calls: tuple[Any, ...]
+    origins: frozenset
+
+    @property
+    def tracebacks(self) -> tuple[Any, ...]:
+        """The traceback, and the tracebacks of the calls, innermost first."""
+        callers = (x.source_info.traceback for x in reversed(self.calls) if x is not None)
+        return (self.traceback, *callers)
+
+
+@dataclasses.dataclass(frozen=True)
+class BothCosts:
+    """What the same work costs before and after the rewrite.
+
+    Attributes:
+      original: its cost in the original program.
+      rewritten: its cost in the rewritten program.
+    """
+
+    original: Cost = Cost()
+    rewritten: Cost = Cost()
+
+    @property
+    def flops_saved(self) -> int:
+        return self.original.flops - self.rewritten.flops
+
+    @property
+    def bytes_saved(self) -> int:
+        return self.original.nbytes - self.rewritten.nbytes
+
+    def __sub__(self, other: BothCosts) -> BothCosts:
+        return BothCosts(self.original - other.original, self.rewritten - other.rewritten)
+
+    def __str__(self) -> str:
+        """What is saved, of how much; or that more bytes are moved than before."""
+        text = _saved(self.flops_saved, self.original.flops, "FLOP")
+        if self.bytes_saved >= 0:
+            return f"{text}, {_saved(self.bytes_saved, self.original.nbytes, 'B')}"
+        moved = (f"{count(x.nbytes)}B" for x in (self.rewritten, self.original))
+        return f"{text}, but moves {' instead of '.join(moved)}"
+
+    @property
+    def before_and_after(self) -> str:
+        """Both costs, such as `84 MFLOP -> 67 MFLOP, 1.2 MB -> 800 kB`."""
+        both = self.original, self.rewritten
+        texts = [" -> ".join(f"{count(x.nbytes)}B" for x in both)]
+        if any(x.flops for x in both):
+            texts.insert(0, " -> ".join(f"{count(x.flops)}FLOP" for x in both))
+        return ", ".join(texts)
+
+
+def _saved(amount: int, whole: int, unit: str) -> str:
+    if amount == whole:
+        return f"all {count(whole)}{unit}" if whole else f"0 {unit}"
+    return f"{count(amount)}{unit} of {count(whole)}{unit}"
+
+
+def count(number: int) -> str:
+    """A number with three digits and the prefix of its unit, such as `1.23 M`."""
+    if number < 0:
+        return f"-{count(-number)}"
+    for unit, size in (("T", 10**12), ("G", 10**9), ("M", 10**6), ("k", 10**3)):
+        if number >= size:
+            return f"{number / size:.3g} {unit}"
+    return f"{number} "
+
+
+class Work:
+    """The equations that compute with the values of broadcasts, and their costs.
+
+    Attributes:
+      owned: by identity of a traceback, the equations that have it.
+      whole: the costs of the whole programs, once `settle` has counted them.
+    """
+
+    def __init__(self) -> None:
+        self.owned: dict[int, Owned] = {}
+        self.whole = BothCosts()
+        self._programs: tuple[_Program, _Program] | None = None
+        # Called programs whose equations are in `owned`, by identity.
+        self._taken: dict[int, Work] = {}
+
+    def own(self, eqn: Any, calls: Sequence[Any], origins: frozenset) -> None:
+        """Records that an equation of the original program computes with values of broadcasts.
+
+        Equations that share a traceback, as in a function that JAX traced once, count for the
+        broadcasts of the first of them.
+        """
+        traceback = eqn.source_info.traceback
+        key = id(traceback)
+        if key not in self.owned and traceback is not None:
+            self.owned[key] = Owned(traceback, tuple(calls), origins)
+
+    def own_all(
+        self, other: Work, calls: Sequence[Any], origins_of: Callable[[frozenset], frozenset]
+    ) -> None:
+        """Records the equations of a called program; `origins_of` replaces its stand-ins."""
+        if id(other) in self._taken:
+            return
+        self._taken[id(other)] = other
+        for source, owned in other.owned.items():
+            if source not in self.owned:
+                within = (*calls, *owned.calls)
+                self.owned[source] = Owned(owned.traceback, within, origins_of(owned.origins))
+
+    def settle(self, original: core.Jaxpr, rewritten: core.Jaxpr) -> BothCosts:
+        """Counts the costs of the whole programs."""
+        self.whole = BothCosts(program_cost(original), program_cost(rewritten))
+        self._programs = _Program.of(original), _Program.of(rewritten)
+        return self.whole
+
+    @functools.cached_property
+    def _settled(self) -> list[tuple[Owned, BothCosts]]:
+        """The costs of the equations with each traceback. Counting them takes long."""
+        if self._programs is None:
+            return []
+        original, rewritten = self._programs
+        before = cost_by_source(original)
+        after = cost_by_source(rewritten, before.keys() | self.owned.keys())
+        return [
+            (owned, BothCosts(before.get(source, _NOTHING), after.get(source, _NOTHING)))
+            for source, owned in self.owned.items()
+            if source in before or source in after
+        ]
+
+    def by_owner(self, owner_of: Callable[[frozenset], Any]) -> dict[Any, BothCosts]:
+        """The costs of the equations of every broadcast.
+
+        Args:
+          owner_of: of the broadcasts that an equation's values stem from, the one that the
+            equation counts for.
+
+        Returns:
+          Costs by broadcast. Equations of no broadcast, or for which `owner_of` returns None, are
+          left out.
+        """
+        # Most equations stem from the same broadcasts.
+        owners = {x.origins: owner_of(x.origins) for x, _ in self._settled}
+        return _sums((owners[x.origins], costs) for x, costs in self._settled)
+
+    def by_line(self, line_of: Callable[[tuple[Any, ...]], str]) -> dict[str, BothCosts]:
+        """The costs of the model's lines; `line_of` finds a line by `Owned.tracebacks`."""
+        return _sums((line_of(x.tracebacks), costs) for x, costs in self._settled)
+
+
+def _sums(entries: Iterable[tuple[Any, BothCosts]]) -> dict[Any, BothCosts]:
+    sums: dict[Any, list[int]] = {}
+    for key, x in entries:
+        if key is not None:
+            sum_ = sums.setdefault(key, [0] * 4)
+            sum_[0] += x.original.flops
+            sum_[1] += x.original.nbytes
+            sum_[2] += x.rewritten.flops
+            sum_[3] += x.rewritten.nbytes
+    return {key: BothCosts(Cost(*x[:2]), Cost(*x[2:])) for key, x in sums.items()}

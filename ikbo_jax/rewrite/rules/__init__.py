@@ -1,0 +1,1 @@
+"""Rewrites single equations on lazy values."""

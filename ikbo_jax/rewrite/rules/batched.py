@@ -1,0 +1,139 @@
+"""Products with batch dimensions, at the smallest batch that both operands allow."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import jax
+import numpy as np
+
+from ikbo_jax.rewrite.interpret import Context, shape_of
+from ikbo_jax.rewrite.values import lineage, staged
+from ikbo_jax.rewrite.values.lineage import Lineage, base_of, has_lineage
+
+
+def batched_product(
+    ctx: Context, eqn: Any, lhs: Any, rhs: Any, preferred: Any
+) -> tuple[jax.Array, tuple[int, ...], Lineage | None, int]:
+    """A product with batch dimensions: base, shape, lineage and axis of a `Lazy`."""
+    (lhs_contract, rhs_contract), (lhs_batch, rhs_batch) = dims_of(eqn)
+    # Every dimension gets a label. If one operand has size 1 in a batch dimension, this operand is
+    # squeezed, and the dimension is a free dimension of the other operand.
+    labels = [
+        _labels("l", lhs, lhs_contract, lhs_batch),
+        _labels("r", rhs, rhs_contract, rhs_batch),
+    ]
+    logical = dict(zip(labels[0] + labels[1], shape_of(lhs) + shape_of(rhs), strict=True))
+    logical |= {f"b{n}": shape_of(lhs)[d] for n, d in enumerate(lhs_batch)}
+    wanted = [f"b{n}" for n in range(len(lhs_batch))]
+    wanted += [label for label in labels[0] + labels[1] if label[0] in "lr"]
+    looked_up = {}
+    arrays = []
+    bases = [base_of(lhs), base_of(rhs)]
+    bases = [_repeated(bases[n], bases[1 - n], labels[n], labels[1 - n]) for n in (0, 1)]
+    for side, x in enumerate((lhs, rhs)):
+        if has_lineage(x):
+            label = labels[side][x.axis]
+            looked_up[label] = x.lineage
+        array = bases[side]
+        ones = [
+            d
+            for d, label in enumerate(labels[side])
+            if label[0] == "b" and array.shape[d] == 1 and logical[label] != 1
+        ]
+        arrays.append(staged.squeeze(array, ones) if ones else array)
+        labels[side] = [label for d, label in enumerate(labels[side]) if d not in ones]
+    out, out_labels = _bind_labelled(ctx, eqn, arrays, labels, preferred)
+    missing = [label for label in wanted if label not in out_labels]
+    if missing:
+        out = staged.expand_dims(out, range(len(missing)))
+        out_labels = missing + out_labels
+    permutation = [out_labels.index(label) for label in wanted]
+    if permutation != list(range(len(wanted))):
+        out = staged.transpose(out, permutation)
+
+    shape = tuple(logical[label] for label in wanted)
+    axis = next((n for n, label in enumerate(wanted) if label in looked_up), -1)
+    return out, shape, looked_up[wanted[axis]] if axis >= 0 else None, axis
+
+
+def _repeated(x: jax.Array, other: jax.Array, own: list[str], others: list[str]) -> jax.Array:
+    """An operand of a batched product, repeated along the batch if that moves fewer bytes.
+
+    Without a batch, the other operand is one matrix. If its summed dimensions lie between others,
+    XLA transposes it first: of [2048, 866, 256], 0.9 GB are read and written, in both directions.
+
+    Args:
+      x: the operand, of size 1 in batch dimensions that only the other one has.
+      other: the other operand.
+      own: labels of its dimensions, see `_labels`.
+      others: labels of the other operand's dimensions.
+    """
+    if 1 not in x.shape:
+        return x
+    kinds = "".join([label[0] for label in others])
+    summed = "c" * kinds.count("c")
+    sizes = dict(zip(others, other.shape, strict=True))
+    shape = [sizes[label] if label[0] == "b" else n for label, n in zip(own, x.shape, strict=True)]
+    if kinds.startswith(summed) or kinds.endswith(summed):
+        return x
+    # With Explicit mesh axes, it would have to be sharded like the other operand.
+    is_sharded = any(jax.typeof(other).sharding.spec)
+    if is_sharded or not lineage.is_at_least(other.size, math.prod(shape)):
+        return x
+    return lineage.spread(x, tuple(shape))
+
+
+def dims_of(eqn: Any) -> Any:
+    """The summed dimensions of a product's two operands, and their batch dimensions."""
+    contract, batch = eqn.params["dimension_numbers"]
+    return [[int(d) for d in side] for side in contract], [[int(d) for d in side] for side in batch]
+
+
+def _labels(side: str, x: Any, contract: Any, batch: Any) -> list[str]:
+    named = {d: f"c{n}" for n, d in enumerate(contract)} | {d: f"b{n}" for n, d in enumerate(batch)}
+    return [named.get(d, f"{side}{d}") for d in range(len(shape_of(x)))]
+
+
+def at_one_batch(
+    ctx: Context, eqn: Any, lhs: Any, rhs: Any, lhs_batch: list[int], rhs_batch: list[int]
+) -> tuple[Any, Any]:
+    """The operands; an operand that prevents a product at one batch is materialised."""
+    if has_lineage(lhs) and has_lineage(rhs):
+        pairs = list(zip(lhs_batch, rhs_batch, strict=True))
+        if (lhs.axis, rhs.axis) in pairs and lhs.lineage is rhs.lineage:
+            return lhs, rhs
+        reason = "product of two values that are looked up differently"
+        return ctx.materialise(eqn, lhs, reason), ctx.materialise(eqn, rhs, reason)
+    for x, other, dims, other_dims in (
+        (lhs, rhs, lhs_batch, rhs_batch),
+        (rhs, lhs, rhs_batch, lhs_batch),
+    ):
+        if has_lineage(x) and x.axis in dims:
+            opposite = other_dims[dims.index(x.axis)]
+            if np.shape(base_of(other))[opposite] != 1:
+                array = ctx.materialise(eqn, x, "batched product with a value at candidate batch")
+                return (array, rhs) if x is lhs else (lhs, array)
+    return lhs, rhs
+
+
+def _bind_labelled(
+    ctx: Context, eqn: Any, arrays: list[Any], labels: list[list[str]], preferred: Any
+) -> tuple[Any, list[str]]:
+    contract = [label for label in labels[0] if label[0] == "c"]
+    batch = [label for label in labels[0] if label in labels[1] and label[0] == "b"]
+    # Both operands have the same size in every remaining batch dimension, perhaps 1: after
+    # `at_one_batch` and the squeeze in `batched_product`, no size 1 is paired with a larger one.
+    numbers = (
+        tuple(tuple(side.index(label) for label in contract) for side in labels),
+        tuple(tuple(side.index(label) for label in batch) for side in labels),
+    )
+    params = {"dimension_numbers": numbers}
+    if preferred is not None:
+        params["preferred_element_type"] = preferred
+    out = ctx.bind(eqn, *arrays, **params)
+    free = [
+        label for side in labels for label in side if label not in contract and label not in batch
+    ]
+    return out, batch + free

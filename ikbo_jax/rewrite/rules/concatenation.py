@@ -1,0 +1,230 @@
+"""Rules of concatenations and stacks, whose parts stay lazy."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+from jax import lax
+
+from ikbo_jax.rewrite.facts import proofs
+from ikbo_jax.rewrite.interpret import Context, shape_of
+from ikbo_jax.rewrite.rules import reselect
+from ikbo_jax.rewrite.rules.elementwise import at_user_batch, by_part, common_lineage, concat
+from ikbo_jax.rewrite.values import lineage, staged
+from ikbo_jax.rewrite.values.lineage import (
+    Concat,
+    Lazy,
+    base_of,
+    carries,
+    has_lineage,
+    is_plain,
+    lazy,
+    origins_of,
+    spread,
+    spread_axes,
+)
+from ikbo_jax.rewrite.values.registry import NotCovered, register_rule
+
+
+@register_rule("concatenate", source=True)
+def concatenate(ctx: Context, eqn: Any, *operands: Any) -> Any:
+    """A concatenation; its parts stay lazy."""
+    axis, shape = eqn.params["dimension"], tuple(eqn.outvars[0].aval.shape)
+    return concatenated(ctx, eqn, operands, axis, shape)
+
+
+def concatenated(ctx: Context, eqn: Any, operands: Any, axis: int, shape: tuple[int, ...]) -> Any:
+    """The concatenation of values, whose shape is `shape`."""
+    first = operands[0]
+    if shape_of(first)[axis] == 1 and all(x is first for x in operands):
+        return _copies(ctx, eqn, first, axis, shape)
+    if all(map(is_plain, operands)):
+        return staged.concatenate(operands, axis)
+    across = [x for x in operands if isinstance(x, Concat) and x.axis != axis]
+    if across:
+        return _concat_of_concats(ctx, eqn, across[0], operands, axis, shape)
+    parts: list[Any] = []
+    for x in operands:
+        parts += x.parts if isinstance(x, Concat) and x.axis == axis else (x,)
+    if any(has_lineage(x) and x.axis == axis for x in parts):
+        return reselect.concatenated(ctx, eqn, parts, axis, shape)
+    parts = lineage.aligned(parts)
+    value_lineage, user_axis, differ = common_lineage(parts)
+    one_lineage = value_lineage is not None and not differ
+    if one_lineage and not any(carries(x, user_axis) for x in parts):
+        return _concat_at_user_batch(ctx, eqn, parts, axis, shape, value_lineage, user_axis)
+    return Concat(tuple(_joined_neighbours(parts, axis)), axis)
+
+
+def _copies(ctx: Context, eqn: Any, x: Any, axis: int, shape: tuple[int, ...]) -> Any:
+    """Copies of a slice, one after another: `jnp.stack([user] * candidates)`."""
+    if tuple(x.shape) == shape:
+        return x
+    if not is_plain(x) and not isinstance(x, Lazy) or has_lineage(x) and x.axis == axis:
+        raise NotCovered("copies of a concatenation")
+    what = f"{lineage.text(x)} repeated -> {lineage.text(x, shape)}"
+    found = ctx.recorder.found(eqn, what, False)
+    kept = (x.lineage, x.axis) if has_lineage(x) else (None, -1)
+    return lazy(base_of(x), shape, kept[0], kept[1], origins_of(x) | {found})
+
+
+def _concat_of_concats(
+    ctx: Context, eqn: Any, first: Concat, operands: Any, axis: int, shape: tuple[int, ...]
+) -> Any:
+    """A concatenation of concatenations along another axis: each part is concatenated."""
+    for x in operands:
+        if isinstance(x, Concat) and (x.axis, x.sizes) != (first.axis, first.sizes):
+            raise NotCovered("concatenation of concatenations with different parts")
+        if has_lineage(x) and x.axis == first.axis:
+            raise NotCovered("concatenation with a value looked up along another axis")
+
+    def run(cut: list[Any], part_shape: tuple[int, ...]) -> Any:
+        return concatenated(ctx, eqn, cut, axis, part_shape)
+
+    parts = by_part(first, operands, shape, run)
+    if any(isinstance(part, Concat) for part in parts):
+        raise NotCovered("concatenation of user and candidate along two axes")
+    return concat(parts, first.axis)
+
+
+def _joined_neighbours(parts: list[Any], axis: int) -> list[Any]:
+    """The parts; neighbours of one lineage become one part."""
+
+    def kind(x: Any) -> Any:
+        return (id(x.lineage), x.axis) if has_lineage(x) else id(x)
+
+    joined = []
+    for _, same in itertools.groupby(parts, kind):
+        run = list(same)
+        if has_lineage(run[0]) and len(run) > 1:
+            joined.append(of_one_lineage(run, axis))
+        else:
+            joined += run
+    return joined
+
+
+def of_one_lineage(parts: list[Any], axis: int) -> Any:
+    """The concatenation of parts of one lineage, as one `Lazy` or array."""
+    base, first = concatenated_bases(parts, axis), parts[0]
+    if is_plain(first):
+        return base
+    length = sum(part.shape[axis] for part in parts)
+    shape = (*first.shape[:axis], length, *first.shape[axis + 1 :])
+    value_lineage, _, _ = common_lineage(parts)
+    return lazy(base, shape, value_lineage, first.axis, origins_of(*parts))
+
+
+@register_rule("stack", source=True)
+def _stack(ctx: Context, eqn: Any, *operands: Any) -> Any:
+    """A stack is a concatenation along a new axis."""
+    axis, shape = eqn.params["axis"], tuple(eqn.outvars[0].aval.shape)
+    if len(operands) < 2 or all(map(is_plain, operands)) and operands[0] is not operands[1]:
+        return ctx.bind(eqn, *map(ctx.build, operands))
+    expanded: dict[int, Any] = {}
+    for x in operands:
+        if id(x) not in expanded:
+            expanded[id(x)] = with_new_axis(x, axis)
+    return concatenated(ctx, eqn, [expanded[id(x)] for x in operands], axis, shape)
+
+
+def with_new_axis(x: Any, axis: int) -> Any:
+    """A value with a new axis of size 1."""
+    if is_plain(x):
+        return staged.expand_dims(x, (axis,))
+    if isinstance(x, Concat):
+        return Concat(
+            tuple(with_new_axis(part, axis) for part in x.parts), x.axis + (x.axis >= axis)
+        )
+    shape = (*x.shape[:axis], 1, *x.shape[axis:])
+    user_axis = x.axis + (x.axis >= axis) if has_lineage(x) else -1
+    return Lazy(staged.expand_dims(x.base, (axis,)), shape, x.lineage, user_axis, x.origins)
+
+
+@register_rule("unstack")
+def _unstack(ctx: Context, eqn: Any, x: Any) -> Any:
+    """The slices along an axis, without the axis."""
+    axis, pieces = eqn.params["axis"], []
+    if not isinstance(x, Lazy) or x.axis == axis:
+        raise NotCovered("unstack of the looked-up axis, or of a concatenation")
+    for n, v in enumerate(eqn.outvars):
+        piece = lineage.slice_along(x, n, n + 1, axis)
+        user_axis = x.axis - (x.axis > axis) if has_lineage(x) else -1
+        base = staged.squeeze(piece.base, (axis,))
+        pieces.append(lazy(base, tuple(v.aval.shape), x.lineage, user_axis, x.origins))
+    return pieces
+
+
+def _concat_at_user_batch(
+    ctx: Context, eqn: Any, parts: Any, axis: int, shape: Any, value_lineage: Any, user_axis: int
+) -> Any:
+    base = concatenated_bases(parts, axis)
+    origins = origins_of(*parts)
+    return at_user_batch(ctx, eqn, base, shape, value_lineage, user_axis, origins)
+
+
+def concatenated_bases(parts: Any, axis: int) -> Any:
+    """The concatenation of the bases of values of one lineage."""
+    bases = [base_of(spread_axes(part, [axis])) for part in parts]
+    common = lax.broadcast_shapes(
+        *(tuple(1 if d == axis else n for d, n in enumerate(b.shape)) for b in bases)
+    )
+    bases = [spread(b, (*common[:axis], b.shape[axis], *common[axis + 1 :])) for b in bases]
+    return staged.concatenate(bases, axis)
+
+
+def without_padding(ctx: Any, whole: Concat, other: Any, axis: int) -> tuple[Any, Any]:
+    """The two operands of a product, without the parts of the summed axis in which both are zero.
+
+    Such zeros pad the summed axis to a size that tensor cores like. If only one of the two were
+    zero, the other might be infinite.
+
+    Args:
+      ctx: the context of the product.
+      whole: the concatenation, along the summed axis.
+      other: the other operand, no lookup.
+      axis: its summed axis.
+
+    Returns:
+      The two operands without these zeros; the second one is no concatenation.
+    """
+    zeros = _zeros_along(ctx, other, axis)
+    if zeros or isinstance(other, Concat):
+        other = ctx.build(other)
+    if not zeros:
+        return whole, other
+    ends = list(itertools.accumulate(whole.sizes))
+    kept = []
+    for part, size, end in zip(whole.parts, whole.sizes, ends, strict=True):
+        within = any(low <= end - size and end <= high for low, high in zeros)
+        if not (within and proofs.constant(ctx, part) == 0):
+            kept.append((part, end - size, end))
+    if len(kept) in (0, len(ends)):
+        return whole, other
+    parts = [part for part, _, _ in kept]
+    slices = [staged.slice_in_dim(other, begin, end, axis) for _, begin, end in kept]
+    rest = concat(parts, whole.axis) if len(parts) > 1 else parts[0]
+    return rest, staged.concatenate(slices, axis)
+
+
+def _zeros_along(ctx: Any, x: Any, axis: int) -> list[tuple[int, int]]:
+    """Ranges of an axis in which an array, or a concatenation of arrays, is proven to be zero."""
+    if isinstance(x, Concat):
+        if x.axis != axis:
+            return []
+        ends = list(itertools.accumulate(x.sizes))
+        found = [proofs.constant(ctx, part) == 0 for part in x.parts]
+        return [
+            (end - size, end)
+            for end, size, is_zero in zip(ends, x.sizes, found, strict=True)
+            if is_zero
+        ]
+    produced = ctx.producer(x)
+    if produced is None or produced[0].primitive.name != "pad":
+        return []
+    eqn, (_, number) = produced
+    low, high, _ = eqn.params["padding_config"][axis]
+    if proofs.constant(ctx, number) != 0:
+        return []
+    size = shape_of(x)[axis]
+    return [(0, low), (size - high, size)]

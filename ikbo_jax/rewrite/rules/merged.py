@@ -1,0 +1,84 @@
+"""Values whose looked-up or concatenated axis a reshape has merged with other axes.
+
+`x.reshape(batch * positions, width)` of a lookup `x` has no axis of users any more, and a
+concatenation along positions is interleaved. Neither is computed: `Merged` keeps the value before
+the reshape, and an equation on the merged value becomes the same equation on the value before it.
+A reshape that splits the axes again returns to that value.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+
+from ikbo_jax.rewrite.interpret import Context
+from ikbo_jax.rewrite.values import staged
+from ikbo_jax.rewrite.values.lineage import Deferred
+from ikbo_jax.rewrite.values.registry import NotCovered, rule_of
+
+#: The rule of every primitive that can be applied to merged values.
+RULES: dict[str, Callable[..., Any]] = {}
+#: Calls of programs, whose rules interpret the program on any values.
+_CALLS = ("jit", "custom_jvp_call", "remat2", "checkpoint")
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Merged(Deferred):
+    """The array `reshape(inner, shape)`, where every dimension merges neighbouring ones of `inner`.
+
+    Attributes:
+      inner: a `Lazy` or a `Concat`.
+      groups: for every dimension, the dimensions of `inner` that it merges, in order.
+    """
+
+    inner: Any
+    groups: tuple[tuple[int, ...], ...]
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return tuple(math.prod(self.inner.shape[d] for d in group) for group in self.groups)
+
+    @property
+    def dtype(self) -> Any:
+        return self.inner.dtype
+
+    @property
+    def origins(self) -> frozenset:
+        return self.inner.origins
+
+    def build(self, ctx: Context) -> jax.Array:
+        return staged.reshape(ctx.build(self.inner), self.shape)
+
+    def rule(self, ctx: Context, eqn: Any, operands: Any) -> Any:
+        """The result of an equation that has merged values among its operands."""
+        name = eqn.primitive.name
+        own_rule = RULES.get(name)
+        if own_rule is not None:
+            return own_rule(ctx, eqn, *operands)
+        primitive_rule = rule_of(name)
+        if name in _CALLS and primitive_rule is not None:
+            return primitive_rule(ctx, eqn, *operands)
+        raise NotCovered(f"{name} of a value whose looked-up axis is merged by a reshape")
+
+
+def merged(x: Any, shape: Sequence[int], groups: Any) -> Merged:
+    """The reshape of `x` to `shape`; NotCovered if it splits a dimension.
+
+    `groups` are the groups of dimensions of x, and of dimensions of `shape`, with equal products.
+    """
+    merges: list[tuple[int, ...]] = []
+    for dims, targets in groups:
+        first = next((t for t in targets if shape[t] != 1), targets[0] if targets else None)
+        if any(t != first and shape[t] != 1 for t in targets):
+            raise NotCovered("the looked-up axis is merged or split by a reshape")
+        for t in targets:
+            merges.append(tuple(dims) if t == first else ())
+        if first is None and merges:
+            merges[-1] = (*merges[-1], *dims)
+        elif first is None:
+            raise NotCovered("the looked-up axis is merged or split by a reshape")
+    return Merged(x, tuple(merges))

@@ -1,0 +1,106 @@
+"""Lookups written as a product with one-hot vectors: `one_hot(index, users) @ user`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from ikbo_jax.rewrite.facts import proofs
+from ikbo_jax.rewrite.interpret import Context, shape_of
+from ikbo_jax.rewrite.rules.table_rows import looked_up
+from ikbo_jax.rewrite.values import lineage, staged
+from ikbo_jax.rewrite.values.lineage import Concat, Lazy, base_of, has_lineage, is_plain, origins_of
+
+
+def is_lookup(ctx: Context, eqn: Any, operands: Any) -> bool:
+    """Whether a product of arrays has an operand that may be one-hot: a cast of booleans."""
+    del eqn
+    return any(isinstance(x, jax.core.Tracer) and _equal(ctx, x) is not None for x in operands)
+
+
+def lookup(ctx: Context, eqn: Any, lhs: Any, rhs: Any) -> Any:
+    """The lookup that a product with one-hot vectors is; None for any other product.
+
+    A row whose index is out of bounds is 0, as the row of a gather that fills with 0.
+    """
+    (contract, batch) = eqn.params["dimension_numbers"]
+    if batch[0] or len(contract[0]) != 1:
+        return None
+    for left, x, other, dim, axis in (
+        (True, lhs, rhs, contract[0][0], contract[1][0]),
+        (False, rhs, lhs, contract[1][0], contract[0][0]),
+    ):
+        index = _index(ctx, x, int(dim)) if is_plain(x) and np.ndim(x) == 2 else None
+        if index is not None and not isinstance(other, Concat):
+            return _rows(ctx, eqn, index, other, int(axis), left)
+    return None
+
+
+def _rows(ctx: Context, eqn: Any, index: Any, table: Any, axis: int, left: bool) -> Any:
+    out = eqn.outvars[0].aval
+    rows, batch = shape_of(table)[axis], index.shape[0]
+    if not lineage.is_at_least(batch, rows + 1) or has_lineage(table) and table.axis != axis:
+        return None
+    if not jnp.issubdtype(table.dtype, jnp.floating) or not jnp.issubdtype(out.dtype, jnp.floating):
+        return None
+    if jnp.finfo(out.dtype).eps > jnp.finfo(table.dtype).eps:
+        return None
+    filled = {"mode": lax.GatherScatterMode.FILL_OR_DROP, "fill_value": 0}
+    as_gather = eqn.replace(params=filled)
+    what = f"{lineage.text(table)} looked up by {batch} one-hot vectors -> {lineage.text(out)}"
+    table = lineage.spread_axes(table, [axis])
+    table, fine = looked_up(ctx, as_gather, table, index, 0, axis)
+    base = staged.cast(base_of(table), out.dtype)
+    found = ctx.recorder.found(eqn, what, True)
+    ctx.recorder.saved(eqn, frozenset({found}), "lookup", True)
+    if has_lineage(table):
+        fine = ctx.scope.compose(table.lineage, fine)
+    order = [d for d in range(base.ndim) if d != axis]
+    order = [axis, *order] if left else [*order, axis]
+    base = base if order == sorted(order) else staged.transpose(base, order)
+    at = 0 if left else base.ndim - 1
+    return Lazy(base, tuple(out.shape), fine, at, origins_of(table) | {found})
+
+
+def _equal(ctx: Context, x: Any) -> Any:
+    """The operands of the comparison that an array of 0 and 1 is cast from; None for others."""
+    # A program that is shared by several calls does not see the equations of its operands. Asking
+    # for them would make every call of a product with an operand its own program.
+    produced = ctx.provenance.visible_producer(x, ("convert_element_type",))
+    if produced is None:
+        return None
+    compared = ctx.producer(produced[1][0])
+    return compared[1] if compared is not None and compared[0].primitive.name == "eq" else None
+
+
+def _index(ctx: Context, x: Any, dim: int) -> Any:
+    """The index [batch] of one-hot vectors along `dim`; None if x is not proven to hold them."""
+    compared = _equal(ctx, x)
+    if compared is None or not jnp.issubdtype(x.dtype, jnp.floating):
+        return None
+    for index, positions in (compared, compared[::-1]):
+        count, batch = x.shape[dim], x.shape[1 - dim]
+        along = [1, 1]
+        along[dim] = count
+        if np.shape(base_of(positions)) != tuple(along) or not proofs.counts_up(
+            ctx, positions, count
+        ):
+            continue
+        across = [1, 1]
+        across[1 - dim] = batch
+        if np.shape(base_of(index)) != tuple(across):
+            continue
+        while index is not None and len(shape_of(index)) != 1:
+            in_order = proofs.is_along_one(index, batch)
+            index = proofs.moved_from(ctx, index) if in_order else None
+        if index is None or not is_plain(index) or index.shape != (batch,):
+            return None
+        if not jnp.issubdtype(index.dtype, jnp.integer):
+            return None
+        # Positions that the index's dtype cannot hold would wrap around.
+        return index if count - 1 <= jnp.iinfo(index.dtype).max else None
+    return None

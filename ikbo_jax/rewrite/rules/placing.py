@@ -1,0 +1,152 @@
+"""Updates of slices at constant positions, as concatenations: `user[index].at[:, 0].set(cand)`.
+
+A buffer that holds a user's rows, in which a slice is set to a candidate's values, is the
+concatenation of the buffer's other slices and of these values.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from ikbo_jax.rewrite.facts.known import known
+from ikbo_jax.rewrite.interpret import Context, shape_of
+from ikbo_jax.rewrite.rules import concatenation
+from ikbo_jax.rewrite.values.lineage import Concat, Lazy, has_lineage, is_plain
+from ikbo_jax.rewrite.values.registry import NotCovered, rule_of
+
+#: More pieces than this become no concatenation.
+_MOST_PIECES = 64
+
+
+def sliced(ctx: Context, eqn: Any, x: Any, start: int, stop: int, axis: int) -> Any:
+    """`x[..., start:stop, ...]` along `axis`, of any value."""
+    if is_plain(x):
+        return x[(slice(None),) * axis + (slice(start, stop),)]
+    begins, ends = [0] * len(x.shape), list(x.shape)
+    begins[axis], ends[axis] = start, stop
+    params = {"start_indices": begins, "limit_indices": ends, "strides": None}
+    rule = rule_of("slice")
+    assert rule is not None
+    return rule(ctx, eqn.replace(params=params), x)
+
+
+def placed(ctx: Context, eqn: Any, x: Any, pieces: dict[int, Any], axis: int) -> Any:
+    """`x` with its slices along `axis` that begin at the keys of `pieces` replaced by these."""
+    for value in (x, *pieces.values()):
+        if has_lineage(value) and value.axis == axis:
+            raise NotCovered(f"{eqn.primitive.name} along the looked-up axis")
+        if not is_plain(value) and not isinstance(value, (Lazy, Concat)):
+            raise NotCovered(f"{eqn.primitive.name} of a value that is not computed")
+    parts, at = [], 0
+    for start in sorted(pieces):
+        if start < at:
+            raise NotCovered(f"{eqn.primitive.name} of positions that repeat")
+        if start > at:
+            parts.append(sliced(ctx, eqn, x, at, start, axis))
+        parts.append(pieces[start])
+        at = start + shape_of(pieces[start])[axis]
+    if at < shape_of(x)[axis]:
+        parts.append(sliced(ctx, eqn, x, at, shape_of(x)[axis], axis))
+    if len(parts) > _MOST_PIECES:
+        raise NotCovered(f"{eqn.primitive.name} of many slices")
+    if len(parts) == 1:
+        return parts[0]
+    return concatenation.concatenated(ctx, eqn, parts, axis, tuple(shape_of(x)))
+
+
+def scattered(ctx: Context, eqn: Any, x: Any, indices: Any, updates: Any) -> Any:
+    """A scatter that sets slices along one axis, at constant positions."""
+    numbers = eqn.params["dimension_numbers"]
+    if (
+        eqn.primitive.name != "scatter"
+        or len(numbers.scatter_dims_to_operand_dims) != 1
+        or numbers.operand_batching_dims
+    ):
+        raise NotCovered(f"{eqn.primitive.name} with a value at candidate batch")
+    (axis,) = map(int, numbers.scatter_dims_to_operand_dims)
+    fixed = known(ctx, indices)
+    if fixed is None:
+        raise NotCovered("scatter of a value of candidates at positions that are not constant")
+    positions = np.broadcast_to(fixed, shape_of(indices)).reshape(-1).tolist()
+    if tuple(numbers.inserted_window_dims) not in ((), (axis,)):
+        raise NotCovered("scatter of a value of candidates along several axes")
+    rank = len(shape_of(x))
+    if len(shape_of(indices)) == 1:
+        if numbers.inserted_window_dims:
+            updates = concatenation.with_new_axis(updates, axis)
+        pieces = {positions[0]: updates}
+    elif len(shape_of(indices)) == 2 and numbers.inserted_window_dims:
+        if [d for d in range(rank) if d not in numbers.update_window_dims] != [axis]:
+            raise NotCovered("scatter of a value of candidates in another order")
+        if len(set(positions)) < len(positions):
+            raise NotCovered("scatter of positions that repeat")
+        pieces = {at: sliced(ctx, eqn, updates, n, n + 1, axis) for n, at in enumerate(positions)}
+    else:
+        raise NotCovered("scatter of a value of candidates in several windows")
+    for at, piece in pieces.items():
+        wanted, shape = list(shape_of(x)), list(shape_of(piece))
+        if not 0 <= at <= wanted[axis] - shape[axis]:
+            raise NotCovered("scatter out of bounds")
+        wanted[axis] = shape[axis]
+        if shape != wanted:
+            raise NotCovered("scatter of a part of the rows")
+    return placed(ctx, eqn, x, pieces, axis)
+
+
+def update_slice(ctx: Context, eqn: Any, x: Any, update: Any, starts: Any) -> Any:
+    """A dynamic_update_slice at constant positions, of whole slices along one axis."""
+    sizes, full = shape_of(update), shape_of(x)
+    axes = [d for d, (n, m) in enumerate(zip(sizes, full, strict=True)) if n != m]
+    if not axes:
+        return update
+    if len(axes) != 1:
+        raise NotCovered("dynamic_update_slice of a value of candidates along several axes")
+    (axis,) = axes
+    start = known(ctx, starts[axis])
+    if start is None:
+        raise NotCovered("dynamic_update_slice of a value of candidates, not at a constant")
+    at = clamped(ctx, start, full[axis] - sizes[axis])
+    return placed(ctx, eqn, x, {at: update}, axis)
+
+
+def clamped(ctx: Context, start: Any, last: int) -> int:
+    """A constant position, at most `last`. `checkify` must find one outside in derivatives, too."""
+    at = min(max(int(start), 0), last)
+    if at != int(start):
+        if ctx.differentiated:
+            raise NotCovered("a position outside the array")
+        ctx.gradient_differs()
+    return at
+
+
+def taken(ctx: Context, eqn: Any, x: Concat, indices: Any) -> Any:
+    """A lookup of constant slices along the concatenated axis."""
+    numbers, sizes, axis = eqn.params["dimension_numbers"], eqn.params["slice_sizes"], x.axis
+    wanted = tuple(1 if d == axis else n for d, n in enumerate(x.shape))
+    shape = eqn.outvars[0].aval.shape
+    batch = [d for d in range(len(shape)) if d not in numbers.offset_dims]
+    positions = known(ctx, indices)
+    if (
+        tuple(numbers.start_index_map) != (axis,)
+        or tuple(numbers.collapsed_slice_dims) != (axis,)
+        or numbers.operand_batching_dims
+        or tuple(sizes) != wanted
+        or batch != [axis]
+        or positions is None
+    ):
+        raise NotCovered("gather that cuts the concatenated axis")
+    flat = np.broadcast_to(positions, shape_of(indices)).reshape(-1)
+    if (flat < 0).any() or (flat >= x.shape[axis]).any():
+        raise NotCovered("gather in a concatenation out of bounds")
+    breaks = [0, *(np.flatnonzero(np.diff(flat) != 1) + 1).tolist(), len(flat)]
+    if len(breaks) > _MOST_PIECES:
+        raise NotCovered("gather of many slices of a concatenation")
+    pieces = [
+        sliced(ctx, eqn, x, int(flat[first]), int(flat[last - 1]) + 1, axis)
+        for first, last in zip(breaks[:-1], breaks[1:], strict=True)
+    ]
+    if len(pieces) == 1:
+        return pieces[0]
+    return concatenation.concatenated(ctx, eqn, pieces, axis, tuple(shape))

@@ -1,0 +1,235 @@
+"""Lookups and updates in every row at positions of the same row, such as a history's last item.
+
+`history[index][jnp.arange(batch), length[index] - 1]` takes one item of every candidate's row. Both
+the rows and the positions are looked up by the same index, so that the items are taken at user
+batch. `jnp.take_along_axis` and `jax.vmap` write the same by batching dimensions.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import numpy as np
+from jax import lax
+
+from ikbo_jax.rewrite.facts.known import known
+from ikbo_jax.rewrite.interpret import Context, shape_of
+from ikbo_jax.rewrite.rules.elementwise import at_user_batch
+from ikbo_jax.rewrite.values import lineage, staged
+from ikbo_jax.rewrite.values.lineage import (
+    Concat,
+    Lazy,
+    Lineage,
+    carries,
+    has_lineage,
+    is_plain,
+    origins_of,
+    rows_of,
+)
+from ikbo_jax.rewrite.values.registry import NotCovered
+
+#: Candidates' positions that the program promises to be sorted may be unsorted in users' order.
+_OF_USERS = {"indices_are_sorted": False}
+
+
+def columns(indices: Any) -> tuple[Any, ...]:
+    """The parts of index vectors, which are concatenated along the last dimension."""
+    if isinstance(indices, Concat) and indices.axis == len(indices.shape) - 1:
+        return indices.parts
+    return (indices,)
+
+
+def are_looked_up(indices: Any) -> bool:
+    """Whether index vectors hold looked-up positions, and their vectors are whole."""
+    vector = len(shape_of(indices)) - 1
+    return any(has_lineage(x) and x.axis != vector for x in columns(indices))
+
+
+def gather(ctx: Context, eqn: Any, operand: Any, indices: Any, axis: int | None = None) -> Any:
+    """A lookup in every row of `operand`, at positions that are looked up as the row is.
+
+    `axis` is the axis of the rows if it is known; otherwise it is proven here.
+    """
+    numbers = eqn.params["dimension_numbers"]
+    operand, parts = _aligned(operand, indices)
+    users, dim = _lineage_of(parts)
+    if axis is None:
+        axis = _axis_of_rows(
+            ctx,
+            parts,
+            dim,
+            (numbers.start_index_map, numbers.operand_batching_dims),
+            numbers.start_indices_batching_dims,
+        )
+    if eqn.params["slice_sizes"][axis] != 1:
+        raise NotCovered("gather of several rows at looked-up positions")
+    _check_rows(eqn, operand, users, axis)
+    base = ctx.bind(
+        eqn,
+        rows_of(operand, axis, users.users),
+        _indices_at_users(parts, numbers.start_index_map, axis, dim, users),
+        **_OF_USERS,
+    )
+    shape = tuple(eqn.outvars[0].aval.shape)
+    out_axis = [d for d in range(len(shape)) if d not in numbers.offset_dims][dim]
+    origins = origins_of(operand, *parts)
+    return at_user_batch(ctx, eqn, base, shape, users, out_axis, origins)
+
+
+def gather_of_candidates(ctx: Context, eqn: Any, operand: Lazy, indices: Any) -> Any:
+    """`take_along_axis` in looked-up rows at a candidate's positions, as of retrieved items.
+
+    The positions become pairs of a user and a position, by which the users' rows are looked up.
+    """
+    numbers, sizes = eqn.params["dimension_numbers"], list(eqn.params["slice_sizes"])
+    axis, batching = operand.axis, list(numbers.operand_batching_dims)
+    dim = int(numbers.start_indices_batching_dims[batching.index(axis)])
+    assert operand.lineage is not None
+    indices = ctx.build(indices)
+    if not np.issubdtype(indices.dtype, np.signedinteger):
+        raise NotCovered("gather at unsigned positions of looked-up rows")
+    if operand.lineage.users - 1 > np.iinfo(indices.dtype).max:
+        raise NotCovered("gather at positions of fewer bits than users")
+    column = lax.convert_element_type(operand.lineage.index, indices.dtype)
+    column = lax.broadcast_in_dim(column, (*indices.shape[:-1], 1), (dim,))
+    kept = [n for n, d in enumerate(batching) if d != axis]
+    numbers = numbers._replace(
+        collapsed_slice_dims=tuple(sorted((*numbers.collapsed_slice_dims, axis))),
+        start_index_map=(axis, *numbers.start_index_map),
+        operand_batching_dims=tuple(batching[n] for n in kept),
+        start_indices_batching_dims=tuple(numbers.start_indices_batching_dims[n] for n in kept),
+    )
+    operand = lineage.spread_axes(operand, range(len(operand.shape)))
+    ctx.recorder.saved(eqn, operand.origins, "lookup of pairs", True)
+
+    def look_up(base: Any, column: Any, indices: Any) -> Any:
+        return ctx.bind(
+            eqn,
+            base,
+            lax.concatenate([column, indices], indices.ndim - 1),
+            dimension_numbers=numbers,
+            slice_sizes=tuple(sizes),
+            indices_are_sorted=False,
+            unique_indices=False,
+        )
+
+    sharding = eqn.outvars[0].aval.sharding
+    return staged.over_auto_axes(look_up, sharding)(operand.base, column, indices)
+
+
+def scatter(ctx: Context, eqn: Any, x: Any, indices: Any, updates: Any) -> Any:
+    """An update in every row of `x`, at positions that are looked up as the row is."""
+    numbers = eqn.params["dimension_numbers"]
+    (x, updates), parts = _aligned_pair(x, updates, indices)
+    users, dim = _lineage_of(parts)
+    axis = _axis_of_rows(
+        ctx,
+        parts,
+        dim,
+        (numbers.scatter_dims_to_operand_dims, numbers.operand_batching_dims),
+        numbers.scatter_indices_batching_dims,
+    )
+    removed = (*numbers.inserted_window_dims, *numbers.operand_batching_dims)
+    if axis not in removed or shape_of(x)[axis] != shape_of(parts[0])[dim]:
+        raise NotCovered(f"{eqn.primitive.name} of several rows at looked-up positions")
+    rank = len(shape_of(updates))
+    update_axis = [d for d in range(rank) if d not in numbers.update_window_dims][dim]
+    _check_rows(eqn, x, users, axis)
+    _check_rows(eqn, updates, users, update_axis)
+    base = ctx.bind(
+        eqn,
+        rows_of(x, axis, users.users),
+        _indices_at_users(parts, numbers.scatter_dims_to_operand_dims, axis, dim, users),
+        rows_of(updates, update_axis, users.users),
+        **_OF_USERS,
+    )
+    shape = tuple(eqn.outvars[0].aval.shape)
+    return at_user_batch(ctx, eqn, base, shape, users, axis, origins_of(x, updates, *parts))
+
+
+def _aligned(operand: Any, indices: Any) -> tuple[Any, list[Any]]:
+    operand, *parts = lineage.aligned([operand, *columns(indices)])
+    return operand, parts
+
+
+def _aligned_pair(x: Any, updates: Any, indices: Any) -> tuple[tuple[Any, Any], list[Any]]:
+    x, updates, *parts = lineage.aligned([x, updates, *columns(indices)])
+    return (x, updates), parts
+
+
+def _lineage_of(parts: list[Any]) -> tuple[Lineage, int]:
+    """The only lineage of index vectors, and the dimension that it looks up."""
+    if not all(is_plain(x) or isinstance(x, Lazy) for x in parts):
+        raise NotCovered("positions that are a concatenation")
+    found = {(x.lineage, x.axis) for x in parts if isinstance(x, Lazy) and x.lineage is not None}
+    if len(found) != 1:
+        raise NotCovered("positions by different lookups")
+    users, dim = found.pop()
+    return users, dim
+
+
+def _axis_of_rows(
+    ctx: Context,
+    parts: list[Any],
+    dim: int,
+    operand_axes: tuple[Any, Any],
+    batching: Any,
+) -> int:
+    """The axis of the operand along which every row takes its own row.
+
+    It is a batching dimension, or the axis of a column that is proven to count the rows.
+    """
+    mapped, batched = operand_axes
+    if dim in batching:
+        return int(batched[list(batching).index(dim)])
+    column, counts = 0, []
+    for part in parts:
+        width = shape_of(part)[-1]
+        if not has_lineage(part) and width == 1 and _counts_rows(ctx, part, dim):
+            counts.append(column)
+        column += width
+    if len(counts) != 1:
+        raise NotCovered("positions of other rows")
+    return int(mapped[counts[0]])
+
+
+def _counts_rows(ctx: Context, part: Any, dim: int) -> bool:
+    """Whether index vectors of one column are proven to be 0, 1, ... along `dim`."""
+    positions = known(ctx, part)
+    if positions is None or positions.ndim != len(part.shape):
+        return False
+    count = part.shape[dim]
+    along = [1] * positions.ndim
+    along[dim] = count
+    expected = np.arange(count).reshape(along)
+    return positions.shape[dim] == count and bool(np.all(positions == expected))
+
+
+def _check_rows(eqn: Any, x: Any, users: Lineage, axis: int) -> None:
+    """Raises NotCovered unless a value has the users' rows along `axis`, or equal rows."""
+    if isinstance(x, Concat) or not is_plain(x) and not isinstance(x, Lazy):
+        raise NotCovered(f"{eqn.primitive.name} at looked-up positions of a concatenation")
+    if has_lineage(x) and (x.lineage, x.axis) != (users, axis):
+        raise NotCovered(f"{eqn.primitive.name} at positions by another lookup")
+    if carries(x, axis):
+        raise NotCovered(f"{eqn.primitive.name} at looked-up positions of a value of candidates")
+
+
+def _indices_at_users(
+    parts: list[Any], mapped: Any, axis: int, dim: int, users: Lineage
+) -> jax.Array:
+    """The index vectors of users: their own row number along `axis`, and their positions."""
+    arrays, column = [], 0
+    for part in parts:
+        width = shape_of(part)[-1]
+        if width == 1 and not has_lineage(part) and mapped[column] == axis:
+            shape = list(shape_of(part))
+            shape[dim] = users.users
+            arrays.append(lax.broadcasted_iota(part.dtype, tuple(shape), dim))
+        else:
+            if carries(part, dim):
+                raise NotCovered("positions of candidates")
+            arrays.append(rows_of(part, dim, users.users))
+        column += width
+    return arrays[0] if len(arrays) == 1 else staged.concatenate(arrays, arrays[0].ndim - 1)

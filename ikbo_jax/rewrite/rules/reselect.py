@@ -1,0 +1,199 @@
+"""Rows of a lookup that are chosen again: slices, shuffles, rolls, padding of the looked-up axis.
+
+`users[index][2:]` looks rows up by `index[2:]`, and a concatenation of lookups along the looked-up
+axis is a lookup by concatenated indices. So negative samples, shards of candidates and padded
+batches need no copy of the users.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from ikbo_jax.rewrite.rules import variants
+from ikbo_jax.rewrite.values import lineage, staged
+from ikbo_jax.rewrite.values.lineage import (
+    Lazy,
+    Lineage,
+    base_of,
+    has_lineage,
+    is_only_broadcast,
+    is_plain,
+    origins_of,
+    spread,
+)
+from ikbo_jax.rewrite.values.registry import NotCovered
+
+#: Names the lookups of `rows` whose rows are few.
+_FEW = "few rows of a lookup"
+
+
+def rows(
+    ctx: Any, eqn: Any, x: Lazy, key: Any, batch: int, choose: Callable[[jax.Array], jax.Array]
+) -> Any:
+    """The rows of `x` that `choose` takes from its index [rows]; `batch` is their number.
+
+    `key` is equal for equal choices, as the key of `Scope.lineage`.
+    """
+    assert x.lineage is not None
+    users = _chosen(ctx, x.lineage, key, batch, choose)
+    shape = (*x.shape[: x.axis], batch, *x.shape[x.axis + 1 :])
+    chosen = dataclasses.replace(x, shape=shape, lineage=users)
+    if not lineage.is_at_least(batch, x.lineage.users + 1):
+        # Fewer rows than users: looked up at once, which copies fewer rows than the original does.
+        # A concatenation with other rows, as in `jnp.roll`, looks all of them up.
+        few = spread(staged.take_rows(x.base, users.index, x.axis), shape)
+        ctx.scope.keep_results((_FEW, id(few)), few, [chosen])
+        return few
+    if ctx.differentiated:
+        return without_unused(chosen, users, x.axis)
+    ctx.gradient_differs()
+    return chosen
+
+
+def _chosen(ctx: Any, users: Lineage, key: Any, batch: int, choose: Any) -> Lineage:
+    """The lineage of chosen rows; all its steps but the last one remain."""
+    *coarse, last = users.steps
+    nearest = None if last.nearest is None else _chosen(ctx, last.nearest, key, batch, choose)
+    found: Lineage = ctx.scope.lineage(
+        ("chosen", last, *key), last.users, batch, lambda: choose(last.index), nearest
+    )
+    for step in reversed(coarse):
+        found = ctx.scope.compose(step, found)
+    return found
+
+
+def sliced(ctx: Any, eqn: Any, x: Lazy, start: int, stop: int, stride: int = 1) -> Any:
+    """`x[start:stop:stride]` along the looked-up axis."""
+    # Sizes of a split are NumPy's integers, which the scope would tell apart by identity.
+    start, stop = (int(n) if isinstance(n, np.integer) else n for n in (start, stop))
+    batch = -(-(stop - start) // stride)
+
+    def choose(index: jax.Array) -> jax.Array:
+        return lax.slice(index, (start,), (stop,), (stride,))
+
+    return rows(ctx, eqn, x, ("slice", start, stop, stride), batch, choose)
+
+
+def without_unused(operand: Any, fine: Lineage, axis: int) -> Any:
+    """The operand with every row that no index takes replaced by a row that is taken.
+
+    The original never computes with an unused row, but the rewritten program does, at the smaller
+    batch. If the result is infinity or NaN, as for a norm of padding, its gradient of 0 would turn
+    the gradient of every weight into NaN.
+    """
+
+    users = fine.users
+
+    def is_used(index: jax.Array) -> jax.Array:
+        # A sum of ones: XLA's partitioner adds up what parts of a sharded index sum. To set flags,
+        # it would gather the index.
+        taken = jnp.zeros(users, jnp.int32).at[index].add(1, mode="promise_in_bounds")
+        return taken > 0
+
+    def checked(index: jax.Array) -> jax.Array:
+        # `checkify` raises IndexError at a scatter under `vmap`.
+        return jnp.any(index[None] == jnp.arange(users, dtype=jnp.int32)[:, None], axis=1)
+
+    used = variants.with_checks_of(checked, is_used, fine.index)
+    base = base_of(operand)
+    if jnp.issubdtype(base.dtype, jnp.inexact):
+        # The gradient of a selection is one. That of a lookup would be a scatter, by atomic
+        # operations, in bfloat16.
+        row = lax.stop_gradient(staged.take_rows(base, fine.index[:1], axis))
+        used = used.reshape([-1 if d == axis else 1 for d in range(base.ndim)])
+        base = jnp.where(used, base, row)
+    else:
+        rows = jnp.where(used, jnp.arange(fine.users, dtype=jnp.int32), fine.index[0])
+        base = staged.take_rows(base, rows, axis)
+    return base if is_plain(operand) else dataclasses.replace(operand, base=base)
+
+
+def again(
+    ctx: Any, operand: Lazy, key: Any, row: jax.Array, ends: Any, exact: bool
+) -> tuple[jax.Array, Lineage]:
+    """The base and lineage of a lookup in looked-up rows, which has no more rows than these.
+
+    Args:
+      ctx: the context.
+      operand: the looked-up rows.
+      key: of the lineage.
+      row: [batch] int32, which rows of the operand are taken; the number of rows for an index below
+        0, and one more for an index past the end.
+      ends: the two rows for indices out of bounds, from the operand's first and last row; None if
+        there are none.
+      exact: whether the gradient must be right.
+    """
+    assert operand.lineage is not None
+    users, axis, count = operand.lineage, operand.axis, operand.shape[operand.axis]
+    base, size = operand.base, users.users
+    index = staged.take_rows(users.index, jnp.minimum(row, count - 1), 0)
+    if ends is not None:
+        last = [
+            staged.take_rows(base, lax.slice(users.index, (n,), (n + 1,)), axis)
+            for n in (0, count - 1)
+        ]
+        base = lax.concatenate([base, *ends(last)], axis)
+        index = jnp.where(row >= count, size + row - count, index)
+        size += 2
+    fine = ctx.scope.lineage(
+        ("again", users, size, *key), size, int(row.shape[0]), lambda: index.astype(jnp.int32)
+    )
+    return (without_unused(base, fine, axis) if exact else base), fine
+
+
+def concatenated(ctx: Any, eqn: Any, parts: Sequence[Any], axis: int, shape: Any) -> Any:
+    """The concatenation of lookups along the looked-up axis, and of rows that are all equal."""
+    parts = [(ctx.scope.results((_FEW, id(x))) or [x])[0] for x in parts]
+    parts = lineage.aligned(parts)
+    bases: list[Any] = []
+    slots = []
+    for x in parts:
+        constant = is_only_broadcast(x) and x.base.shape[axis] == 1
+        if not constant and not (has_lineage(x) and x.axis == axis):
+            raise NotCovered("concatenation along the looked-up axis")
+        same = [n for n, (base, _) in enumerate(bases) if base is x.base]
+        slots.append(same[0] if same else len(bases))
+        if not same:
+            bases.append((x.base, x.base.shape[axis]))
+    starts = np.cumsum([0, *(rows for _, rows in bases)]).tolist()
+    if not lineage.is_at_least(shape[axis], starts[-1] + 1):
+        raise NotCovered("concatenation along the looked-up axis of more rows than results")
+    sources = [x.lineage if x.lineage is not None else x.shape[axis] for x in parts]
+
+    def index(nearest: bool) -> jax.Array:
+        pieces = []
+        for source, slot in zip(sources, slots, strict=True):
+            if not isinstance(source, Lineage):
+                pieces.append(jnp.full(source, starts[slot], jnp.int32))
+                continue
+            found = source.nearest if nearest and source.nearest is not None else source
+            pieces.append(found.index + np.int32(starts[slot]))
+        return lax.concatenate(pieces, 0)
+
+    key = [*sources, *slots, *starts]
+    near = None
+    extended = [s for s in sources if isinstance(s, Lineage) and s.nearest is not None]
+    if extended and len(bases) == 1 and len(extended) == len(sources):
+        near_sources = [s.nearest for s in extended]
+        near_starts = [0, starts[1] - 2]
+        near = ctx.scope.lineage(
+            ("joined", *near_sources, *slots, *near_starts),
+            starts[1] - 2,
+            shape[axis],
+            lambda: index(True),
+        )
+    users = ctx.scope.lineage(("joined", *key), starts[-1], shape[axis], lambda: index(False), near)
+    arrays = [base for base, _ in bases]
+    common = lax.broadcast_shapes(
+        *(tuple(1 if d == axis else n for d, n in enumerate(b.shape)) for b in arrays)
+    )
+    arrays = [spread(b, (*common[:axis], b.shape[axis], *common[axis + 1 :])) for b in arrays]
+    base = arrays[0] if len(arrays) == 1 else lax.concatenate(arrays, axis)
+    return Lazy(base, tuple(shape), users, axis, origins_of(*parts))

@@ -1,0 +1,139 @@
+"""Rules of reshapes: they keep the looked-up axis whole, or turn a repetition into a lookup."""
+
+from __future__ import annotations
+
+import functools
+import math
+from typing import Any
+
+import jax.numpy as jnp
+from jax import lax
+
+from ikbo_jax.rewrite.interpret import Context
+from ikbo_jax.rewrite.rules.elementwise import concat
+from ikbo_jax.rewrite.rules.merged import merged
+from ikbo_jax.rewrite.values import staged
+from ikbo_jax.rewrite.values.lineage import Concat, Lazy, is_plain, lazy, spread_axes
+from ikbo_jax.rewrite.values.registry import NotCovered, register_rule
+
+
+@register_rule("squeeze")
+def _squeeze(ctx: Context, eqn: Any, x: Any) -> Any:
+    squeezed = [int(d) for d in eqn.params["dimensions"]]
+    return reshape_to(ctx, eqn, x, tuple(n for d, n in enumerate(x.shape) if d not in squeezed))
+
+
+@register_rule("reshape")
+def _reshape(ctx: Context, eqn: Any, x: Any) -> Any:
+    if eqn.params.get("dimensions") is not None:
+        raise NotCovered("reshape with a permutation")
+    return reshape_to(ctx, eqn, x, eqn.params["new_sizes"])
+
+
+def reshape_to(ctx: Context, eqn: Any, x: Any, shape: tuple[int, ...]) -> Any:
+    """A value with another shape."""
+    if is_plain(x):
+        return staged.reshape(x, shape)
+    groups = _reshape_groups(x.shape, shape)
+    try:
+        if isinstance(x, Concat):
+            return _reshape_concat(ctx, eqn, x, shape, groups)
+        return _reshape_lazy(ctx, eqn, x, shape, groups)
+    except NotCovered:
+        return merged(x, shape, groups)
+
+
+def _reshape_lazy(
+    ctx: Context, eqn: Any, x: Lazy, shape: tuple[int, ...], groups: list[Any]
+) -> Any:
+    base_shape: list[int] = []
+    axis, full, repeat = -1, [], None
+    for dims, targets in groups:
+        sizes = [shape[t] for t in targets]
+        if x.lineage and x.axis in dims:
+            if [x.shape[d] for d in dims if x.shape[d] != 1] != [n for n in sizes if n != 1]:
+                raise NotCovered("the looked-up axis is merged or split by a reshape")
+            axis = len(base_shape) + next(i for i, n in enumerate(sizes) if n != 1)
+            base_shape += [n if n == 1 else x.base.shape[x.axis] for n in sizes]
+        elif all(x.base.shape[d] == 1 for d in dims):
+            base_shape += [1] * len(sizes)
+        elif x.lineage is None and repeat is None and _repeats(x, dims, sizes):
+            repeat = (len(base_shape), dims)
+            base_shape.append(math.prod(x.base.shape[d] for d in dims))
+        else:
+            full += dims
+            base_shape += sizes
+    base = staged.reshape(spread_axes(x, full).base, base_shape)
+    if repeat is not None:
+        return _repeated(ctx, eqn, x, base, shape, *repeat)
+    return lazy(base, tuple(shape), x.lineage, axis, x.origins)
+
+
+def _repeats(x: Lazy, dims: list[int], sizes: list[int]) -> bool:
+    """Whether a reshape merges a dimension with a broadcast dimension, which repeats its rows."""
+    full = [d for d in dims if x.shape[d] != 1]
+    return len(sizes) == 1 and len(full) == 2 and sum(x.base.shape[d] == 1 for d in full) == 1
+
+
+def _repeated(
+    ctx: Context, eqn: Any, x: Lazy, base: Any, shape: Any, axis: int, dims: list[int]
+) -> Any:
+    """`jnp.repeat` by a constant, or `jnp.tile`, written as a reshape: a lookup by `arange`."""
+    first, second = (d for d in dims if x.shape[d] != 1)
+    batch, rows = shape[axis], base.shape[axis]
+    if x.base.shape[second] == 1:
+        key, times = ("repeat", batch), jnp.int32(x.shape[second])
+        index = ctx.scope.lineage(key, rows, batch, lambda: lax.iota(jnp.int32, batch) // times)
+    else:
+        index = ctx.scope.of_tiles(rows, batch)
+    ctx.recorder.confirmed(x.origins)
+    return Lazy(base, tuple(shape), index, axis, x.origins)
+
+
+def _reshape_concat(ctx: Context, eqn: Any, x: Concat, shape: Any, groups: Any) -> Any:
+    """A reshape that takes whole slices of the concatenated axis; the parts are reshaped."""
+    dims, targets = next((d, t) for d, t in groups if x.axis in d)
+    if any(x.shape[d] != 1 for d in dims if d < x.axis):
+        raise NotCovered("the concatenated axis is merged with an axis before it by a reshape")
+    axis = next((t for t in targets if shape[t] != 1), None)
+    if axis is None:
+        raise NotCovered("the concatenated axis is dropped by a reshape")
+    # One slice of the concatenated axis has `inner` elements, one of the new axis has `length`.
+    inner = math.prod(x.shape[d] for d in dims if d > x.axis)
+    length = math.prod(shape[t] for t in targets if t > axis)
+    if any(size * inner % length for size in x.sizes):
+        raise NotCovered("a reshape splits the parts of a concatenation")
+    parts = []
+    for part, size in zip(x.parts, x.sizes, strict=True):
+        part_shape = (*shape[:axis], size * inner // length, *shape[axis + 1 :])
+        if is_plain(part):
+            parts.append(staged.reshape(part, part_shape))
+        else:
+            part_groups = _reshape_groups(part.shape, part_shape)
+            parts.append(_reshape_lazy(ctx, eqn, part, part_shape, part_groups))
+    return concat(parts, axis)
+
+
+@functools.lru_cache(maxsize=4096)
+def _reshape_groups(before: Any, after: Any) -> list[tuple[list[int], list[int]]]:
+    """The smallest groups of neighbouring dimensions, before and after, with equal products."""
+    if 0 in before:
+        raise NotCovered("reshape of an empty value")
+    groups, i, j = [], 0, 0
+    while i < len(before) or j < len(after):
+        dims: list[int] = []
+        targets: list[int] = []
+        left, right = 1, 1
+        while True:
+            if left <= right and i < len(before) and (left < right or not dims):
+                left *= before[i]
+                dims.append(i)
+                i += 1
+            elif right <= left and j < len(after) and (right < left or not targets):
+                right *= after[j]
+                targets.append(j)
+                j += 1
+            else:
+                break
+        groups.append((dims, targets))
+    return groups

@@ -1,0 +1,197 @@
+"""Which rows of a table a gather looks up, and rows for indices out of bounds."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.extend import core
+from jax.interpreters import ad, batching, mlir
+
+from ikbo_jax.rewrite.facts import proofs
+from ikbo_jax.rewrite.interpret import Context, shape_of
+from ikbo_jax.rewrite.rules import reselect, variants
+from ikbo_jax.rewrite.values import lineage, staged
+from ikbo_jax.rewrite.values.lineage import Concat, Lineage, base_of, has_lineage, is_plain
+from ikbo_jax.rewrite.values.registry import NotCovered
+
+
+def looked_up(
+    ctx: Context, eqn: Any, operand: Any, indices: Any, column: int, axis: int
+) -> tuple[Any, Lineage]:
+    """The operand and the lineage by which a column of gather indices looks up its rows.
+
+    An index out of bounds fills a row, or takes the nearest row with or without a gradient. If no
+    row of the operand has this value and derivative, a row for it is appended to the operand and
+    looked up like all rows.
+    """
+    rows, mode = shape_of(operand)[axis], eqn.params["mode"]
+    ctx.programs.looks_up(rows)
+    value, column = column_of(ctx, indices, column)
+    root = ctx.build(value)
+    batch = indices.shape[0]
+    index = root if root.ndim == 1 else root[:, column]
+    proven = proofs.within(ctx, root, 0, rows - 1)
+    is_gather = eqn.primitive.name == "gather"
+    if is_gather and not proven and ctx.differentiated and is_plain(indices):
+        # The variant for derivatives runs in place of the original, also if it is checked.
+        index = _checked(eqn, index, indices, shape_of(operand))
+    fills = mode == lax.GatherScatterMode.FILL_OR_DROP and not proven
+    # `x[index]` takes the nearest row, but adds no gradient to it.
+    drops = mode == lax.GatherScatterMode.PROMISE_IN_BOUNDS and not proven
+    plain: Lineage | None = None
+
+    def nearest() -> jax.Array:
+        if proven:
+            return staged.cast(index, jnp.int32)
+        first, last = np.array([0, min(rows - 1, _largest(index))], index.dtype)
+        return staged.cast(lax.clamp(first, index, last), jnp.int32)
+
+    def outside() -> jax.Array:
+        row = nearest() if plain is None else plain.index
+        below = lax.lt(index, np.asarray(0, index.dtype))
+        row = _replaced(row, below, rows)
+        if rows > _largest(index):
+            return row
+        above = lax.ge(index, np.asarray(rows, index.dtype))
+        return _replaced(row, above, rows + 1)
+
+    # `checkify` must find an index out of bounds, also in a constant that takes every row.
+    differs = not proven or not _takes_every_row(root, column, rows)
+    if differs and not ctx.differentiated:
+        # Integers have no gradient, but an embedding of ids has one, and unused rows have ids.
+        ctx.gradient_differs()
+    exact = differs and ctx.differentiated
+    if not fills and not exact:
+        return operand, ctx.scope.lineage(("rows", root, column), rows, batch, nearest)
+    if has_lineage(operand) and not lineage.is_at_least(batch, rows + 1):
+
+        def ends(last: list[jax.Array]) -> list[jax.Array]:
+            if fills:
+                return [_fill_row(eqn, operand, axis)] * 2
+            return list(map(_without_gradient, last)) if drops else last
+
+        row = nearest() if proven else outside()
+        return reselect.again(
+            ctx, operand, (root, column, int(fills)), row, None if proven else ends, exact
+        )
+    if has_lineage(operand):
+        # The operand is materialised at its own batch, which is smaller than the result's.
+        operand = ctx.build(operand)
+    if proven:
+        fine = ctx.scope.lineage(("used", root, column), rows, batch, nearest)
+    else:
+        plain = None if exact else ctx.scope.lineage(("rows", root, column), rows, batch, nearest)
+        fine = ctx.scope.lineage(("outside", root, column), rows + 2, batch, outside, plain)
+        operand = _with_rows_outside(eqn, operand, axis, fills, drops)
+    return (reselect.without_unused(operand, fine, axis) if exact else operand), fine
+
+
+def _checked(eqn: Any, index: Any, indices: Any, shape: Sequence[int]) -> Any:
+    """`index`, computed from a gather's `indices`; `checkify` checks the gather in a table."""
+
+    def gathered(index: Any, indices: Any) -> Any:
+        table = lax.full(shape, np.zeros((), bool))  # Its values have no effect on the report.
+        eqn.primitive.bind(table, indices, **{**eqn.params, "fill_value": None})
+        return index
+
+    return variants.with_checks_of(gathered, lambda index, _: index, index, indices)
+
+
+_without_gradient_p = core.Primitive("ikbo_without_gradient")
+_without_gradient_p.def_impl(lambda x: x)
+_without_gradient_p.def_abstract_eval(lambda x: x)
+mlir.register_lowering(_without_gradient_p, lambda _, x: [x])
+batching.defvectorized(_without_gradient_p)
+ad.deflinear2(_without_gradient_p, lambda _, x: [ad.Zero(x.aval)])
+
+
+def _without_gradient(x: jax.Array) -> jax.Array:
+    """`x`, with its tangent in forward mode and without a gradient in reverse mode.
+
+    So does `x[index]` out of bounds: JAX's gather takes the nearest row of the tangent, but its
+    scatter drops the gradient.
+    """
+    inexact = jnp.issubdtype(x.dtype, jnp.inexact)
+    found: jax.Array = _without_gradient_p.bind(x) if inexact else x
+    return found
+
+
+def _replaced(index: Any, where: Any, row: int) -> Any:
+    """An int32 index with another row where a condition holds."""
+    return staged.select(where, staged.full_like(index, row), index)
+
+
+def _with_rows_outside(eqn: Any, operand: Any, axis: int, fills: bool, drops: bool) -> Any:
+    """The operand with two rows appended: for indices below 0, and for indices past the end."""
+    base = base_of(operand)
+    if fills:
+        base = staged.concatenate([base, *[_fill_row(eqn, operand, axis)] * 2], axis)
+    else:
+        base = lineage.with_nearest_rows(base, axis, _without_gradient if drops else None)
+    if is_plain(operand):
+        return base
+    shape = list(operand.shape)
+    shape[axis] += 2
+    return dataclasses.replace(operand, base=base, shape=tuple(shape))
+
+
+def _takes_every_row(root: Any, column: int, rows: int) -> bool:
+    """Whether an index is a constant that takes every row, so that no row is unused."""
+    if isinstance(root, jax.core.Tracer):
+        return False
+    index = np.asarray(root)
+    found = np.unique(index if index.ndim == 1 else index[:, column])
+    # An index out of bounds takes no row of its own.
+    return int(((found >= 0) & (found < rows)).sum()) == rows
+
+
+def _largest(index: Any) -> int:
+    return int(np.iinfo(index.dtype).max)
+
+
+def _fill_row(eqn: Any, operand: Any, axis: int) -> jax.Array:
+    """The row with which a gather fills an index out of bounds."""
+    dtype, fill = operand.dtype, eqn.params["fill_value"]
+    if jax.dtypes.issubdtype(dtype, jax.dtypes.extended):
+        raise NotCovered(f"lookup that fills rows out of bounds, of {dtype}")
+    if fill is None and jnp.issubdtype(dtype, jnp.inexact):
+        fill = jnp.nan
+    elif fill is None and dtype == jnp.bool_:
+        fill = True
+    elif fill is None:
+        limits = jnp.iinfo(dtype)
+        fill = limits.min if jnp.issubdtype(dtype, jnp.signedinteger) else limits.max
+    shape = list(base_of(operand).shape)
+    shape[axis] = 1
+    return lax.full(shape, fill, dtype)
+
+
+def column_of(ctx: Context, indices: Any, column: int) -> tuple[Any, int]:
+    """The value that a column of gather indices comes from, traced back through its equations.
+
+    Returns:
+      A value of one dimension; or a value of two dimensions, and the column of it.
+    """
+    is_of_columns = isinstance(indices, Concat) and indices.axis == 1
+    parts: Any = indices.parts if is_of_columns else None
+    produced = ctx.producer(indices)
+    name = produced[0].primitive.name if produced is not None else ""
+    if produced is not None and name == "concatenate" and produced[0].params["dimension"] == 1:
+        parts = produced[1]
+    if parts is not None:
+        for part in parts:
+            if column < part.shape[1]:
+                return column_of(ctx, part, column)
+            column -= part.shape[1]
+    if produced is None or len(shape_of(indices)) != 2 or indices.shape[1] != 1:
+        return indices, column
+    first = produced[1][0]
+    if name in ("reshape", "broadcast_in_dim") and shape_of(first) == indices.shape[:1]:
+        return proofs.selected(ctx, first), 0
+    return indices, column

@@ -1,0 +1,194 @@
+"""The primitive of a program with two variants: one for values, and one for derivatives.
+
+`jax.custom_jvp` would not do. Of a call that is batched and then differentiated, JAX batches the
+derivative in forward mode, for which the ops have no rule. And the function that is called cannot
+know that it will be batched: `jax.vmap` may be applied to a `jit`, a checkpoint or a branch around
+it. This primitive batches both variants, and differentiates the batched one.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+from jax.extend import core
+from jax.interpreters import ad, batching, mlir
+
+from ikbo_jax.rewrite.interpret import Context
+from ikbo_jax.rewrite.values.jaxprs import call, evaluate, trace
+from ikbo_jax.rewrite.values.registry import register_rule
+
+
+class _Rewritten(core.Primitive):
+    """The primitive.
+
+    Its parameters are the variant for values, `program`; `exact`; and the original, `call_jaxpr`.
+    `checkify` goes through the equations of a traced function. It takes an equation with a
+    parameter of this name for a call, and adds checks to the program.
+    """
+
+    def bind(self, *inputs: Any, **params: Any) -> Any:
+        """The results. `checkify` calls it with a function that checks the original."""
+        if "subfuns" in params:
+            return params["subfuns"][0].call_wrapped(*inputs)
+        return super().bind(*inputs, **params)
+
+
+class _Checked:
+    """A program for `checkify`, which reads a jaxpr's attributes. It is traced at its first use.
+
+    It is no jaxpr: whatever searches equations for programs passes it over.
+    """
+
+    def __init__(self, exact: Exact) -> None:
+        self._exact = exact
+
+    @functools.cached_property
+    def _program(self) -> core.Jaxpr:
+        # Without constants, `checkify` takes it for a call.
+        program = self._exact.original
+        return trace(lambda *inputs: call(program, inputs, "original"), program.in_avals, program)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._program, name)
+
+    def __repr__(self) -> str:
+        return "..."
+
+
+rewritten_p = _Rewritten("ikbo_rewritten")
+rewritten_p.multiple_results = True
+# JAX 0.12 would ask for a rule where a program has what it lowers in two steps. The lowering traces
+# `program` again, and takes both.
+rewritten_p.is_high = lambda *_, **__: False  # type: ignore[method-assign]
+
+
+class Exact:
+    """The variant for derivatives, and the original program; each is traced at its first use.
+
+    It is a parameter of equations, which JAX compares by identity. It holds no tracers.
+    """
+
+    def __init__(
+        self, differentiated: Callable[[], core.Jaxpr], original: Callable[[], core.Jaxpr]
+    ) -> None:
+        self._differentiated = differentiated
+        self._original = original
+
+    @functools.cached_property
+    def jaxpr(self) -> core.Jaxpr:
+        """The variant for derivatives. JAX differentiates a loop's body several times."""
+        return self._differentiated()
+
+    @functools.cached_property
+    def original(self) -> core.Jaxpr:
+        """The original program."""
+        return self._original()
+
+    def batched(self, batch: Callable[[core.Jaxpr], core.Jaxpr]) -> Exact:
+        """The same for a batched program."""
+        return Exact(lambda: batch(self.jaxpr), lambda: batch(self.original))
+
+    def __repr__(self) -> str:
+        return "..."
+
+
+def bind(program: core.Jaxpr, exact: Exact, inputs: Sequence[Any]) -> list[Any]:
+    """The results of `program`, the variant for values, with the derivative of `exact`."""
+    params = {"program": program, "exact": exact, "call_jaxpr": _Checked(exact)}
+    results: list[Any] = rewritten_p.bind(*inputs, **params)
+    return results
+
+
+def with_checks_of(
+    checked: Callable[..., jax.Array], run: Callable[..., jax.Array], *arrays: jax.Array
+) -> jax.Array:
+    """`run(*arrays)`, which are integers; `checkify` checks `checked(*arrays)` in its place."""
+    program = trace(lambda *arrays: [run(*arrays)], arrays)
+    like = [jax.typeof(x) for x in arrays]
+    original = functools.partial(trace, lambda *arrays: [checked(*arrays)], like)
+    return bind(program, Exact(lambda: program, original), arrays)[0]
+
+
+def _values(*inputs: Any, program: core.Jaxpr, exact: Exact, call_jaxpr: Any) -> list[Any]:
+    del exact, call_jaxpr
+    return call(program, inputs, "rewritten")
+
+
+rewritten_p.def_impl(_values)
+rewritten_p.def_abstract_eval(lambda *_, program, **__: program.out_avals)
+mlir.register_lowering(rewritten_p, mlir.lower_fun(_values))
+
+
+def _jvp(
+    primals: Sequence[Any], tangents: Sequence[Any], *, exact: Exact, **_: Any
+) -> tuple[list[Any], list[Any]]:
+    # The other arguments have no tangent; integers and PRNG keys never have one.
+    active = [n for n, x in enumerate(tangents) if not isinstance(x, ad.Zero)]
+
+    def of_active(*values: Any) -> list[Any]:
+        merged = list(primals)
+        for n, value in zip(active, values, strict=True):
+            merged[n] = value
+        return evaluate(exact.jaxpr, merged)
+
+    return jax.jvp(of_active, [primals[n] for n in active], [tangents[n] for n in active])
+
+
+ad.primitive_jvps[rewritten_p] = _jvp
+
+
+def _transpose(cotangents: Sequence[Any], *operands: Any, exact: Exact, **_: Any) -> list[Any]:
+    """For `jax.linear_transpose`, which the ops refuse: the original's transpose.
+
+    Derivatives never come here, since `_jvp` binds no such equation.
+    """
+    linear = [n for n, x in enumerate(operands) if ad.is_undefined_primal(x)]
+
+    def of_linear(*values: Any) -> list[Any]:
+        merged = list(operands)
+        for n, value in zip(linear, values, strict=True):
+            merged[n] = value
+        return evaluate(exact.original, merged)
+
+    like = [jax.ShapeDtypeStruct(operands[n].aval.shape, operands[n].aval.dtype) for n in linear]
+    full = [ad.instantiate_zeros(x) for x in cotangents]
+    found = iter(jax.linear_transpose(of_linear, *like)(full))
+    return [next(found) if ad.is_undefined_primal(x) else None for x in operands]
+
+
+ad.primitive_transposes[rewritten_p] = _transpose
+
+
+def _batch(
+    axis: Any,
+    operands: Sequence[Any],
+    dims: Sequence[Any],
+    *,
+    program: core.Jaxpr,
+    exact: Exact,
+    call_jaxpr: Any,
+) -> tuple[list[Any], Sequence[Any]]:
+    del call_jaxpr
+    if all(dim is None for dim in dims):
+        return bind(program, exact, operands), [None] * len(program.outvars)
+
+    def batched(program: core.Jaxpr) -> core.Jaxpr:
+        # All programs batch all results, since only one of them might find a result that is the
+        # same for the whole batch.
+        found, _ = batching.batch_jaxpr_axes(program, axis, dims, [0] * len(program.outvars))
+        return found
+
+    results = bind(batched(program), exact.batched(batched), operands)
+    return results, [0] * len(results)
+
+
+batching.fancy_primitive_batchers[rewritten_p] = _batch
+
+
+@register_rule("ikbo_rewritten")
+def _rewritten(ctx: Context, eqn: Any, *operands: Any) -> list[Any]:
+    """The call of a rewritten function in a function that is rewritten: its original, in place."""
+    return ctx.run_closed(eqn.params["exact"].original, operands, eqn)

@@ -1,0 +1,158 @@
+"""Properties of a single equation, found without the interpreter's state."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.extend import core
+
+from ikbo_jax.ops import dispatch
+from ikbo_jax.rewrite.values.jaxprs import OPS, inner_programs
+from ikbo_jax.rewrite.values.lineage import Deferred, Lazy, is_at_least, is_plain
+from ikbo_jax.rewrite.values.staged import TRACER
+
+
+def described(error: Exception) -> str:
+    """An exception as one line: its type and the first line of its message."""
+    message = str(error).strip().split("\n")[0]
+    return f"{type(error).__name__}: {message}" if message else type(error).__name__
+
+
+def why_kept(eqn: core.JaxprEqn) -> str:
+    """Why a lookup of arrays ran as it is, instead of becoming a lazy value."""
+    operand: Any = eqn.invars[0].aval
+    result: Any = eqn.outvars[0].aval
+    if not isinstance(difference := result.size - operand.size, int):
+        if not is_at_least(difference, 1):
+            return f"its {result.shape} results are not proven to be more than its operand's rows"
+    elif difference <= 0:
+        return "its result has no more rows than its operand"
+    return "it does not look up whole rows by one index"
+
+
+def on_integers(eqn: core.JaxprEqn) -> bool:
+    """Whether all operands and results are integers or booleans, and there are no effects."""
+    for v in itertools.chain(eqn.outvars, eqn.invars):
+        aval: Any = v.aval
+        try:
+            if aval.dtype.kind not in "iub":
+                return False
+        except AttributeError:
+            continue
+    return not eqn.effects
+
+
+def grows(eqn: core.JaxprEqn) -> bool:
+    """Whether an operation of two arrays has a larger result than both, as a sum of [1, D], [B, 1].
+
+    Only elementwise operations and products broadcast so, and products without a summed dimension.
+    """
+    if len(eqn.invars) != 2 or len(eqn.outvars) != 1:
+        return False
+    first, second = (v.aval for v in eqn.invars)
+    shapes = getattr(first, "shape", ()), getattr(second, "shape", ())
+    if not shapes[0] or not shapes[1] or shapes[0] == shapes[1] or len(shapes[0]) != len(shapes[1]):
+        return False
+    shape: Any = getattr(eqn.outvars[0].aval, "shape", ())
+    return shape not in shapes and len(shape) == len(shapes[0])
+
+
+def is_number(eqn: core.JaxprEqn, operands: list[Any]) -> bool:
+    """Whether an equation computes one result from one or two numbers, broadcast or not."""
+    if not 0 < len(operands) <= 2:
+        return False
+    for x, v in zip(operands, eqn.invars, strict=True):
+        if type(x) is Lazy:
+            if x.lineage is not None:
+                return False
+            aval: Any = x.base.aval if type(x.base) is TRACER else x.base
+        elif type(x) is TRACER or not isinstance(x, Deferred):
+            aval = v.aval
+        else:
+            return False
+        if type(aval) is not jax.core.ShapedArray and not hasattr(aval, "shape"):
+            return False
+        for n in aval.shape:
+            if n != 1:
+                return False
+    return len(eqn.outvars) == 1 and not eqn.effects
+
+
+def identity(operand: Any) -> Any:
+    """A key that equal operands share: the object's identity, or a literal's dtype and bits."""
+    if isinstance(operand, jax.Array) or not is_plain(operand):
+        return id(operand)
+    array = constant_array(operand)
+    # 0.0 and -0.0 are equal, but their bits differ.
+    return (array.dtype, array.tobytes()) if array.ndim == 0 else id(operand)
+
+
+def constant_array(value: Any) -> np.ndarray:
+    """A constant as an array of its own dtype.
+
+    A literal may be a Python number with a dtype: 0.1 of float32 is another number than 0.1.
+    """
+    return np.asarray(value, getattr(value, "dtype", None))
+
+
+def op_plan(eqn: core.JaxprEqn) -> dispatch.Plan | None:
+    """The plan of the op of this library that an equation calls; None for all other equations.
+
+    A model's function may have the name of an op's, and may call the op. The plan is then inside of
+    another call of that name.
+    """
+    return _plan_in(inner_programs(eqn)) if eqn.params.get("name") in OPS else None
+
+
+def _plan_in(programs: Sequence[core.Jaxpr]) -> dispatch.Plan | None:
+    """A plan in programs, outside of calls that have the name of an op's."""
+    for program in programs:
+        # From the end, since an op stores the plan with its result.
+        for eqn in reversed(program.eqns):
+            if eqn.primitive is dispatch.plan_p:
+                plan: dispatch.Plan = eqn.params["plan"]
+                return plan
+            found = None if eqn.params.get("name") in OPS else _plan_in(inner_programs(eqn))
+            if found is not None:
+                return found
+    return None
+
+
+#: Primitives that only move data, and calls of programs whose equations are looked at one by one.
+_KEEP_RANGE = frozenset(
+    """
+    broadcast_in_dim concatenate copy dynamic_slice expand_dims gather name optimization_barrier pad
+    pvary reshape reshard rev sharding_constraint slice split squeeze stack stop_gradient tile
+    transpose unstack
+    call_hi_primitive checkpoint cond ikbo_rewritten jit remat2 scan shard_map while
+    """.split()  # noqa: SIM905  A table of words reads better.
+)
+
+
+def may_overflow(eqn: core.JaxprEqn) -> bool:
+    """Whether the sum of a result's gradients over candidates may be too large for its dtype.
+
+    Each candidate's gradient is finite in float16 and float8; the sum of thousands may not be, and
+    computed for a user, the equation's gradient would start from this sum. bfloat16 has the range
+    of float32.
+    """
+    if eqn.primitive.name in _KEEP_RANGE:
+        return False
+    if eqn.primitive.name == "convert_element_type":
+        return _has_small_range(eqn.params["new_dtype"])
+    dtypes = {getattr(v.aval, "dtype", None) for v in (*eqn.invars, *eqn.outvars)}
+    return True in map(_has_small_range, dtypes)
+
+
+@functools.cache
+def _has_small_range(dtype: Any) -> bool:
+    """Whether a dtype is a floating-point type whose largest number is below bfloat16's."""
+    if dtype is None or not jnp.issubdtype(dtype, jnp.floating):
+        return False
+    return float(jnp.finfo(dtype).max) < float(jnp.finfo(jnp.bfloat16).max)

@@ -1,0 +1,210 @@
+"""Forms of values, and their arrays: what calls, loops and branches pass on."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+
+from ikbo_jax.rewrite.rules.merged import Merged
+from ikbo_jax.rewrite.values.lineage import (
+    Concat,
+    Deferred,
+    Lazy,
+    Lineage,
+    base_of,
+    has_lineage,
+    is_only_broadcast,
+    is_plain,
+    slice_along,
+    spread,
+)
+from ikbo_jax.rewrite.values.staged import shape_of
+
+# Only arrays can be arguments and results of a traced function. So `unpack` splits a value into its
+# arrays and a function `pack` that rebuilds the value from them.
+
+
+def can_pass(value: Any) -> bool:
+    """Whether a value can be an argument or a result of a traced function."""
+    return is_plain(value) or isinstance(value, Lazy) or _holds_values(value)
+
+
+def _holds_values(value: Any) -> bool:
+    return isinstance(value, (Concat, Merged)) and all(map(can_pass, inside_of(value)))
+
+
+def inside_of(value: Any) -> Sequence[Any]:
+    """The values that a concatenation or a merged value holds; () for other values."""
+    if isinstance(value, Concat):
+        return value.parts
+    return (value.inner,) if isinstance(value, Merged) else ()
+
+
+def with_inside(value: Any, inside: Sequence[Any]) -> Any:
+    """A concatenation or a merged value that holds other values."""
+    if isinstance(value, Concat):
+        return Concat(tuple(inside), value.axis)
+    (inner,) = inside
+    return dataclasses.replace(value, inner=inner)
+
+
+def with_all_inside(values: Sequence[Any]) -> list[Any]:
+    """Values, followed by the values inside of them, and by the values inside of these."""
+    found = list(values)
+    # The loop appends to the list that it iterates over.
+    for x in found:
+        if isinstance(x, (Concat, Merged)):
+            found += inside_of(x)
+    return found
+
+
+class Nodes(NamedTuple):
+    """Values as `with_all_inside` returns them, and how they are nested.
+
+    Attributes:
+      values: all of them.
+      inside: for each, the positions of the values inside of it.
+      roots: for each, the position of the outermost value that holds it.
+    """
+
+    values: list[Any]
+    inside: list[range]
+    roots: list[int]
+
+    @classmethod
+    def of(cls, values: Sequence[Any]) -> Nodes:
+        nodes = cls(with_all_inside(values), [], list(range(len(values))))
+        for n, x in enumerate(nodes.values):
+            start, count = len(nodes.roots), len(inside_of(x))
+            nodes.inside.append(range(start, start + count))
+            nodes.roots.extend([nodes.roots[n]] * count)
+        return nodes
+
+
+def unpack(value: Any) -> tuple[list[Any], Any]:
+    """The arrays of a value, and the function that rebuilds the value.
+
+    The function holds no arrays, since it is called where the trace of the arrays has ended.
+    """
+    if is_plain(value):
+        return [value], _only
+    if isinstance(value, Lazy):
+        shape, lineage, axis, origins = value.shape, value.lineage, value.axis, value.origins
+        return [value.base], lambda arrays: Lazy(arrays[0], shape, lineage, axis, origins)
+    if isinstance(value, Merged):
+        groups, (arrays, pack_inner) = value.groups, unpack(value.inner)
+        return arrays, lambda arrays: Merged(pack_inner(arrays), groups)
+    assert isinstance(value, Concat)
+    axis, (arrays, pack_parts) = value.axis, unpack_all(value.parts)
+    return arrays, lambda arrays: Concat(tuple(pack_parts(arrays)), axis)
+
+
+def _only(arrays: Sequence[Any]) -> Any:
+    return arrays[0]
+
+
+def unpack_all(values: Sequence[Any]) -> tuple[list[Any], Any]:
+    """The arrays of all values, and the function that rebuilds the values."""
+    unpacked = [unpack(value) for value in values]
+    packs = [(len(inner), pack_one) for inner, pack_one in unpacked]
+
+    def pack(arrays: Sequence[Any]) -> list[Any]:
+        rest = iter(arrays)
+        return [pack_one([next(rest) for _ in range(count)]) for count, pack_one in packs]
+
+    return [array for inner, _ in unpacked for array in inner], pack
+
+
+def form(value: Any) -> Any:
+    """The form of a value: its kind, shapes, lineage and axis; "plain" for an array."""
+    if not isinstance(value, Deferred):
+        return "plain"
+    if isinstance(value, Lazy):
+        base = (value.base.shape, value.base.dtype)
+        return (base, value.shape, value.lineage, value.axis)
+    if isinstance(value, Concat):
+        return (value.axis, value.sizes, tuple(map(form, value.parts)))
+    if isinstance(value, Merged):
+        return (value.groups, form(value.inner))
+    return type(value)
+
+
+def skeleton(value: Any) -> Any:
+    """The value with shapes and dtypes in place of its arrays, which a trace may not let out."""
+    arrays, pack = unpack(value)
+    return pack([jax.ShapeDtypeStruct(shape_of(x), x.dtype) for x in arrays])
+
+
+def detached(values: Sequence[Any]) -> list[Any]:
+    """Skeletons of values whose lineages hold no index, either: what may outlive the trace."""
+    lineages: dict[Any, Lineage] = {}
+    return [_detached(skeleton(x), lineages) for x in values]
+
+
+def _detached(value: Any, lineages: dict[Any, Lineage]) -> Any:
+    if isinstance(value, (Concat, Merged)):
+        return with_inside(value, [_detached(x, lineages) for x in inside_of(value)])
+    if not has_lineage(value):
+        return value
+    return dataclasses.replace(value, lineage=_without_index(value.lineage, lineages))
+
+
+def _without_index(lineage: Lineage, lineages: dict[Any, Lineage]) -> Lineage:
+    if lineage not in lineages:
+        nearest = lineage.nearest and _without_index(lineage.nearest, lineages)
+        index: Any = None
+        lineages[lineage] = Lineage(index, lineage.users, lineage.batch, nearest=nearest)
+    return lineages[lineage]
+
+
+def widened(value: Any, like: Any) -> Any:
+    """A value in a form that holds it and `like`, as a loop's carry must; None without such a form.
+
+    A carry begins with zeros or with one learned row, which are equal for all candidates. If the
+    loop's body returns looked-up rows, the first rows are looked up alike.
+
+    Args:
+      value: the value.
+      like: the other value, or its skeleton.
+    """
+    if isinstance(like, Concat) and is_only_broadcast(value):
+        if value.base.shape[like.axis] != 1:
+            return None
+        parts, start = [], 0
+        for part, size in zip(like.parts, like.sizes, strict=True):
+            cut = slice_along(value, start, start + size, like.axis)
+            start += size
+            if is_plain(part):
+                parts.append(spread(cut.base, cut.shape))
+            else:
+                parts.append(widened(cut, part))
+        return None if any(part is None for part in parts) else Concat(tuple(parts), like.axis)
+    if isinstance(like, Merged):
+        if not isinstance(value, Lazy) or value.lineage is not None or value.base.size != 1:
+            return None
+        ones = (1,) * len(like.inner.shape)
+        inner = widened(Lazy(value.base.reshape(ones), tuple(like.inner.shape)), like.inner)
+        return None if inner is None else dataclasses.replace(like, inner=inner)
+    if not isinstance(value, Lazy) or not isinstance(like, Lazy):
+        return None
+    return _widened_rows(value, like)
+
+
+def _widened_rows(value: Lazy, like: Lazy) -> Lazy | None:
+    """`widened` of values that may both be looked up, by one lineage."""
+    known = value if value.lineage is not None else like
+    if like.lineage is not None and (like.lineage, like.axis) != (known.lineage, known.axis):
+        return None
+    shape = [max(n, m) for n, m in zip(value.base.shape, like.base.shape, strict=True)]
+    if known.lineage is not None:
+        if value.lineage is None and value.base.shape[known.axis] != 1:
+            return None
+        shape[known.axis] = known.lineage.users
+    base = spread(base_of(value), tuple(shape))
+    origins = value.origins | like.origins
+    return dataclasses.replace(
+        value, base=base, lineage=known.lineage, axis=known.axis, origins=origins
+    )

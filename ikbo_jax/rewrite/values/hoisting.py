@@ -1,0 +1,177 @@
+"""Products of a loop's body that are the same in every iteration run once, before the loop.
+
+`jax.lax.map` over candidates computes the tower of a user that it closes over for every candidate.
+If every iteration looks up its user by an index, the towers of all users run before the loop.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax import lax
+from jax.extend import core
+
+from ikbo_jax.rewrite.values.jaxprs import inner_programs
+
+_PRODUCTS = ("dot_general", "conv_general_dilated", "ragged_dot", "ragged_dot_general")
+
+
+def holds_products(eqn: core.JaxprEqn) -> bool:
+    """Whether an equation is a product, or calls a program that holds one."""
+    if eqn.primitive.name in _PRODUCTS:
+        return True
+    return any(any(map(holds_products, program.eqns)) for program in inner_programs(eqn))
+
+
+def scan_counts(params: Any) -> tuple[int, int]:
+    """How many operands of a scan are constants, and how many are carries."""
+    if "num_consts" in params:
+        return params["num_consts"], params["num_carry"]
+    consts, carry, _ = params["ft_in"].unpack()
+    return len(consts), len(carry)
+
+
+@functools.cache
+def scan_params(consts: int, carries: int, xs: int, ys: int) -> dict[str, Any]:
+    """The parameters of a scan that depend on the numbers of its operands and results."""
+
+    def fn(consts: list[Any], carries: list[Any], xs: list[Any]) -> Any:
+        def body(carries: list[Any], xs: list[Any]) -> Any:
+            new = lax.add(one, one)
+            for x in (*consts, *carries, *xs):
+                new = lax.add(new, x)
+            return [lax.add(new, x) for x in carries], [lax.neg(new) for _ in range(ys)]
+
+        return lax.scan(body, carries, xs, length=1)
+
+    # One dtype, also where 64-bit types are enabled.
+    one = np.float32(1)
+    program = jax.make_jaxpr(fn)([one] * consts, [one] * carries, [np.ones(1, np.float32)] * xs)
+    (params,) = [eqn.params for eqn in program.eqns if eqn.primitive.name == "scan"]
+    return {k: v for k, v in params.items() if k not in ("jaxpr", "length", "reverse", "unroll")}
+
+
+def may_run_before(eqn: core.JaxprEqn) -> bool:
+    """Whether some products of a scan on arrays may run before the loop."""
+    body, (consts, carries) = eqn.params["jaxpr"], scan_counts(eqn.params)
+    if split(body, consts, eqn.params["length"]) is not None:
+        return True
+    indices = [v for v in body.invars[consts + carries :] if is_index(v.aval)]
+    return bool(indices) and split_by_rows(body, consts, indices) is not None
+
+
+def is_index(x: Any) -> bool:
+    """Whether an array holds integers."""
+    return getattr(getattr(x, "dtype", None), "kind", "") in ("i", "u")
+
+
+def split(body: core.Jaxpr, consts: int, length: Any) -> tuple[core.Jaxpr, core.Jaxpr] | None:
+    """Splits the body of a loop into a program that runs once, and the rest.
+
+    Args:
+      body: the program of one iteration.
+      consts: how many of its arguments are the same in every iteration; they come first.
+      length: the number of iterations.
+
+    Returns:
+      A program from these arguments to values, and a program that takes these values after the
+      same arguments. None if no product is the same in every iteration.
+    """
+    if not isinstance(length, int) or length < 2 or not consts:
+        return None
+    same: set[Any] = {*body.constvars, *body.invars[:consts]}
+    invariant: list[core.JaxprEqn] = []
+    for eqn in body.eqns:
+        variables = [v for v in eqn.invars if isinstance(v, core.Var)]
+        if variables and same.issuperset(variables) and not eqn.effects:
+            invariant.append(eqn)
+            same.update(eqn.outvars)
+    found = _taken_out(body, invariant)
+    if found is None:
+        return None
+    hoisted, values, rest = found
+    info = body.debug_info._replace(arg_names=None, result_paths=None)
+    first = body.replace(
+        eqns=[eqn for eqn in invariant if id(eqn) in hoisted],
+        invars=body.invars[:consts],
+        outvars=values,
+        debug_info=info,
+    )
+    invars = [*body.invars[:consts], *values, *body.invars[consts:]]
+    return first, body.replace(eqns=rest, invars=invars, debug_info=info)
+
+
+def split_by_rows(
+    body: core.Jaxpr, consts: int, rows: Sequence[Any]
+) -> tuple[core.Jaxpr, core.Jaxpr] | None:
+    """Splits the body of a loop into work on what some scanned values choose, and the rest.
+
+    Args:
+      body: the program of one iteration.
+      consts: how many of its arguments are the same in every iteration; they come first.
+      rows: the arguments that are an iteration's index, or its looked-up row.
+
+    Returns:
+      A program from the constants and `rows` to values, and a program that takes these values after
+      its other arguments. None if it holds no products.
+    """
+    own: set[Any] = {*body.constvars, *body.invars[:consts], *rows}
+    chosen: list[core.JaxprEqn] = []
+    for eqn in body.eqns:
+        variables = [v for v in eqn.invars if isinstance(v, core.Var)]
+        if own.issuperset(variables) and not eqn.effects:
+            chosen.append(eqn)
+            own.update(eqn.outvars)
+    found = _taken_out(body, chosen)
+    if found is None:
+        return None
+    hoisted, values, rest = found
+    info = body.debug_info._replace(arg_names=None, result_paths=None)
+    first = body.replace(
+        eqns=[eqn for eqn in chosen if id(eqn) in hoisted],
+        invars=[*body.invars[:consts], *rows],
+        outvars=values,
+        debug_info=info,
+    )
+    return first, body.replace(eqns=rest, invars=[*body.invars, *values], debug_info=info)
+
+
+def _taken_out(
+    body: core.Jaxpr, candidates: list[core.JaxprEqn]
+) -> tuple[set[int], list[core.Var], list[core.JaxprEqn]] | None:
+    """Of equations that may run before a loop, those that do, what the loop reads, and the rest."""
+    hoisted = _worthwhile(candidates)
+    if not hoisted:
+        return None
+    rest = [eqn for eqn in body.eqns if id(eqn) not in hoisted]
+    made = {v: None for eqn in candidates if id(eqn) in hoisted for v in eqn.outvars}
+    read = {v for eqn in rest for v in eqn.invars if isinstance(v, core.Var)}
+    read.update(v for v in body.outvars if isinstance(v, core.Var))
+    return hoisted, [v for v in made if v in read], rest
+
+
+def _worthwhile(invariant: list[core.JaxprEqn]) -> set[int]:
+    """Identities of the equations that run before the loop.
+
+    These are products, what they are computed from, and what is computed from them without growing.
+    """
+    hoisted: set[int] = set()
+    needed: set[Any] = set()
+    for eqn in reversed(invariant):
+        if holds_products(eqn) or not needed.isdisjoint(eqn.outvars):
+            hoisted.add(id(eqn))
+            needed.update(v for v in eqn.invars if isinstance(v, core.Var))
+    made = {v for eqn in invariant if id(eqn) in hoisted for v in eqn.outvars}
+    for eqn in invariant:
+        variables = [v for v in eqn.invars if isinstance(v, core.Var)]
+        if id(eqn) in hoisted or made.isdisjoint(variables):
+            continue
+        largest = max(getattr(v.aval, "size", 0) for v in variables)
+        if all(getattr(v.aval, "size", 0) <= largest for v in eqn.outvars):
+            hoisted.add(id(eqn))
+            made.update(eqn.outvars)
+    return hoisted

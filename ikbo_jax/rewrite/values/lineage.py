@@ -1,0 +1,288 @@
+"""The values that a rewritten program computes with: arrays and deferred values.
+
+A value is a plain `jax.Array` or one of these deferred values:
+
+- `Lazy`: an array whose rows a `Lineage` looks up, or whose dimensions of size 1 the program sees
+  at full size, or both;
+- `Concat`: parts of any kind, concatenated along one axis;
+- another subclass of `Deferred`, which a rule defines.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import export
+
+from ikbo_jax.rewrite.values import staged
+from ikbo_jax.rewrite.values.staged import TRACER
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Lineage:
+    """Which row of a smaller batch every row of a larger batch comes from.
+
+    Two lineages are the same only if they are the same object; the scope creates one for each
+    index of the program.
+
+    Attributes:
+      index: [batch] int32, values in [0, users).
+      users: rows of the smaller batch.
+      batch: rows of the larger batch.
+      composed_of: the lineages whose composition this is, coarsest first; () if it is not composed.
+      nearest: None, or if this lineage maps indices out of bounds to two appended rows, the lineage
+        of the same index that maps them to the nearest rows.
+    """
+
+    index: jax.Array
+    users: int
+    batch: int
+    composed_of: tuple[Lineage, ...] = ()
+    nearest: Lineage | None = None
+
+    @property
+    def steps(self) -> tuple[Lineage, ...]:
+        """`composed_of`, or the lineage itself if it is not composed."""
+        return self.composed_of or (self,)
+
+
+class Deferred:
+    """A value that is not computed yet: base class with the interface that all of them have.
+
+    Attributes:
+      shape: the shape that the program sees.
+      dtype: the dtype that the program sees.
+      origins: the broadcasts that the value stems from.
+    """
+
+    #: Rewrites every equation that has the value as an operand, called as
+    #: `rule(ctx, eqn, operands)`; if None, the rules of the primitives do.
+    rule: Callable[..., Any] | None = None
+    #: Whether `build` computes with copies of other values, instead of being the copy itself.
+    is_computed = False
+
+    def build(self, ctx: Any) -> jax.Array:
+        """The array that the program sees."""
+        raise NotImplementedError
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Lazy(Deferred):
+    """The array `broadcast_to(take(base, lineage.index, axis), shape)`, not yet computed.
+
+    Attributes:
+      base: an array of the same rank as `shape`. Its dimension `axis` has `lineage.users` rows;
+        every other dimension has its size in `shape`, or 1.
+      lineage: how rows are looked up; None if dimensions of size 1 are only broadcast.
+      axis: the dimension that is looked up; -1 without a lineage.
+    """
+
+    base: jax.Array
+    shape: tuple[int, ...]
+    lineage: Lineage | None = None
+    axis: int = -1
+    origins: frozenset = frozenset()
+
+    @property
+    def dtype(self) -> Any:
+        base = self.base
+        return base.aval.dtype if type(base) is TRACER else base.dtype
+
+    def build(self, ctx: Any) -> jax.Array:
+        x = self.base
+        if self.lineage is not None:
+            is_exact = ctx.differentiated
+            if not is_exact and staged.is_narrow(x):
+                ctx.gradient_differs()
+            x = staged.take_rows(x, self.lineage.index, self.axis, is_exact=is_exact)
+        return spread(x, self.shape)
+
+
+class Concat(Deferred):
+    """The concatenation of `parts` along `axis`; at least one part is not an array.
+
+    Attributes:
+      sizes: length of every part along the axis.
+    """
+
+    def __init__(self, parts: tuple[Any, ...], axis: int) -> None:
+        # All at once: every equation on a sequence [history, candidate] makes one and reads these.
+        arrays = [part.aval if type(part) is TRACER else part for part in parts]
+        shape, sizes = arrays[0].shape, tuple([x.shape[axis] for x in arrays])
+        self.parts = parts
+        self.axis = axis
+        self.sizes: tuple[int, ...] = sizes
+        self.shape: tuple[int, ...] = (*shape[:axis], sum(sizes), *shape[axis + 1 :])
+        self.dtype: Any = arrays[0].dtype
+        self.origins: frozenset = origins_of(*parts)
+
+    def build(self, ctx: Any) -> jax.Array:
+        return staged.concatenate([ctx.build(part) for part in self.parts], self.axis)
+
+
+def is_plain(value: Any) -> bool:
+    """Whether the value is an array."""
+    return not isinstance(value, Deferred)
+
+
+def is_only_broadcast(value: Any) -> bool:
+    """Whether the value is an array whose dimensions of size 1 are broadcast, and no lookup."""
+    return isinstance(value, Lazy) and value.lineage is None
+
+
+def has_lineage(value: Any) -> bool:
+    """Whether the value is looked up along an axis."""
+    return type(value) is Lazy and value.lineage is not None
+
+
+def base_of(value: Any) -> Any:
+    """The base of a `Lazy`; any other value unchanged."""
+    return value.base if type(value) is Lazy else value
+
+
+def origins_of(*values: Any) -> frozenset:
+    """The broadcasts that any of the values stems from."""
+    found: frozenset | None = None
+    for value in values:
+        if type(value) is not TRACER and isinstance(value, Deferred):
+            origins: frozenset = value.origins  # type: ignore[attr-defined]
+            # Most values stem from the same broadcasts, and share the set.
+            if found is None:
+                found = origins
+            elif origins is not found:
+                found = found | origins
+    return frozenset() if found is None else found
+
+
+def carries(value: Any, axis: int) -> bool:
+    """Whether the value has several rows along `axis` that are not looked up."""
+    if type(value) is Lazy:
+        if value.lineage is not None and value.axis == axis:
+            return False
+        value = value.base
+    shape = staged.shape_of(value)
+    return len(shape) > 0 and shape[axis] != 1
+
+
+def with_nearest_rows(base: jax.Array, axis: int, change: Any = None) -> jax.Array:
+    """`base` with copies of its first and of its last row appended along `axis`.
+
+    Indices below 0 look up the first appended row, indices past the end the second. `change` is
+    applied to both rows.
+    """
+    last = base.shape[axis] - 1
+    ends = [staged.slice_in_dim(base, n, n + 1, axis=axis) for n in (0, last)]
+    ends = ends if change is None else list(map(change, ends))
+    return staged.concatenate([base, *ends], axis)
+
+
+def aligned(values: Any) -> list[Any]:
+    """The values, with one lineage for each index.
+
+    If one value looks up rows appended for indices out of bounds, and another takes the nearest
+    rows by the same index (`Lineage.nearest`), the second gets these rows appended, too.
+    """
+    extended = {
+        v.lineage.nearest: v.lineage for v in values if has_lineage(v) and v.lineage.nearest
+    }
+
+    def one(value: Any) -> Any:
+        if not has_lineage(value) or value.lineage not in extended:
+            return value
+        base = with_nearest_rows(value.base, value.axis)
+        return dataclasses.replace(value, base=base, lineage=extended[value.lineage])
+
+    return list(map(one, values)) if extended else list(values)
+
+
+def spread(x: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+    """`x` with its dimensions of size 1 broadcast to `shape`, which has the same rank."""
+    if staged.shape_of(x) == tuple(shape):
+        return x
+    return staged.broadcast_in_dim(x, shape, range(len(shape)))
+
+
+def spread_axes(value: Any, axes: Any) -> Any:
+    """The value with the dimensions `axes` of its base broadcast, except the looked-up axis."""
+    if type(value) is not Lazy:
+        return value
+    shape = staged.shape_of(value.base)
+    full = [n for n in axes if n != value.axis and shape[n] != value.shape[n]]
+    if not full:
+        return value
+    shape = tuple([value.shape[d] if d in full else n for d, n in enumerate(shape)])
+    return dataclasses.replace(value, base=spread(value.base, shape))
+
+
+def rows_of(x: Any, axis: int, users: int) -> jax.Array:
+    """The array of a value with `users` rows along `axis`, which are looked up or all equal."""
+    base, shape = base_of(x), list(x.shape)
+    shape[axis] = users
+    return spread(base, tuple(shape))
+
+
+def lazy(
+    base: jax.Array,
+    shape: tuple[int, ...],
+    lineage: Lineage | None,
+    axis: int,
+    origins: frozenset,
+) -> Any:
+    """A `Lazy`, or `base` itself if nothing is left to broadcast."""
+    if lineage is None and staged.shape_of(base) == tuple(shape):
+        return base
+    return Lazy(base, tuple(shape), lineage, axis if lineage is not None else -1, origins)
+
+
+def slice_along(value: Any, start: int, stop: int, axis: int) -> Any:
+    """`value[..., start:stop, ...]` along `axis`, which must not be looked up."""
+    base = base_of(value)
+    rows = staged.shape_of(base)
+    if not rows:
+        return value
+    if type(value) is Lazy:
+        assert axis != value.axis
+        shape = list(value.shape)
+        shape[axis] = stop - start if shape[axis] != 1 else 1
+        if rows[axis] != 1:
+            base = staged.slice_in_dim(base, start, stop, axis=axis)
+        return dataclasses.replace(value, base=base, shape=tuple(shape))
+    if rows[axis] == 1:
+        return value
+    return staged.slice_in_dim(value, start, stop, axis=axis)
+
+
+def size_of(shape: tuple[Any, ...]) -> Any:
+    """Number of elements; an expression if a dimension is symbolic."""
+    return math.prod(shape)
+
+
+def is_at_least(size: Any, other: Any) -> bool:
+    """Whether `size >= other`, for all values of symbolic dimensions."""
+    difference = size - other
+    if isinstance(difference, int):
+        return difference >= 0
+    return export.symbolic_dim_bounds(difference)[0] >= 0
+
+
+def nbytes(shape: tuple[int, ...], dtype: Any) -> int:
+    """Size of an array in bytes; 0 if a dimension is symbolic."""
+    size = bytes_of(shape, dtype)
+    return size if isinstance(size, int) else 0
+
+
+def bytes_of(shape: tuple[Any, ...], dtype: Any) -> Any:
+    """Size of an array in bytes; an expression if a dimension is symbolic."""
+    # Extended dtypes, such as the dtype of PRNG keys, are not NumPy dtypes.
+    itemsize = getattr(dtype, "itemsize", None) or jnp.dtype(dtype).itemsize
+    return math.prod(shape) * itemsize
+
+
+def text(value: Any, shape: Any = None) -> str:
+    """Dtype and shape (by default the value's) for the report: `bfloat16[15,64]`."""
+    return f"{value.dtype}[{','.join(map(str, value.shape if shape is None else shape))}]"

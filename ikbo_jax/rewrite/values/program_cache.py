@@ -1,0 +1,88 @@
+"""Properties of the programs that a function calls, found once per rewrite."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from jax.extend import core
+
+from ikbo_jax.rewrite.values import equations, hoisting
+from ikbo_jax.rewrite.values.jaxprs import inner_programs
+from ikbo_jax.rewrite.values.registry import NotCovered, is_source
+
+
+class ProgramCache:
+    """Properties of called programs, shared by all scopes of one rewrite.
+
+    Attributes:
+      repeated: identities of the programs that are called several times.
+      jvp_rules: by a JVP rule and the forms of its operands, the rule at the smaller batch, or None
+        if it does not work row by row.
+      kinds: by the identities of a call's parameters, properties that hold for any operands.
+      table_rows: numbers of rows of the tables in which lookups were found.
+      most_rows: lookups in tables with more rows stay as they are; None without a bound.
+      has_constraints: whether the sharding of a deferred value is constrained.
+      divisions: by broadcast, how a sharding constraint divides its candidates (`constraints`).
+    """
+
+    def __init__(self, repeated: frozenset[int] = frozenset()) -> None:
+        self.repeated = repeated
+        self.kinds: dict[Any, Any] = {}
+        self.jvp_rules: dict[Any, Any] = {}
+        self.table_rows: set[int] = set()
+        self.most_rows: int | None = None
+        self.has_constraints = False
+        self.divisions: dict[Any, Any] = {}
+        # By identity of the program; entries hold the program, so that its identity stays unique.
+        self._answers: dict[tuple[str, int], tuple[Any, bool]] = {}
+
+    def answer(self, question: str, program: Any, find_out: Callable[[Any], bool]) -> bool:
+        """The answer to a question about a program; `find_out` is called only the first time."""
+        key = (question, id(program))
+        if key not in self._answers:
+            self._answers[key] = (program, find_out(program))
+        return self._answers[key][1]
+
+    def is_plain(self, program: core.Jaxpr) -> bool:
+        """Whether a program, run on arrays, has no primitive that can make a broadcast."""
+
+        def find_out(program: core.Jaxpr) -> bool:
+            return not any(
+                _may_broadcast(eqn) or not all(map(self.is_plain, inner_programs(eqn)))
+                for eqn in program.eqns
+            )
+
+        return self.answer("plain", program, find_out)
+
+    def looks_up(self, rows: Any) -> None:
+        """Records a lookup in a table; NotCovered if the table has more than `most_rows` rows."""
+        if not isinstance(rows, int):
+            return
+        if self.most_rows is not None and rows > self.most_rows:
+            raise NotCovered(f"work on the table's {rows} rows would cost more than on copies")
+        self.table_rows.add(rows)
+
+    def is_repeated(self, program: core.Jaxpr) -> bool:
+        """Whether the function calls a program several times."""
+        return id(program) in self.repeated
+
+
+def _may_broadcast(eqn: core.JaxprEqn) -> bool:
+    if eqn.primitive.name == "broadcast_in_dim":
+        # Broadcasting a scalar costs nothing: XLA treats it as a constant.
+        operand: Any = eqn.invars[0].aval
+        result: Any = eqn.outvars[0].aval
+        return operand.ndim > 0 and result.size > operand.size
+    if eqn.primitive.name == "jit":
+        return False
+    if eqn.primitive.name in ("concatenate", "stack"):
+        # Copies of a slice broadcast it.
+        copies = len(eqn.invars) > 1 and all(v is eqn.invars[0] for v in eqn.invars)
+        axis, first = eqn.params.get("dimension"), eqn.invars[0].aval
+        return copies and (axis is None or first.shape[axis] == 1)  # type: ignore[attr-defined]
+    if eqn.primitive.name == "scan":
+        return hoisting.may_run_before(eqn)
+    if is_source(eqn.primitive.name):
+        return not any(True for _ in inner_programs(eqn))
+    return equations.grows(eqn)
