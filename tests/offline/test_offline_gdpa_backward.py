@@ -12,8 +12,16 @@ import offline
 import planted
 import pytest
 
-from ikbo_jax.pallas.gdpa_backward import kernels, tiles
+from ikbo_jax.pallas.gdpa_backward import kernels
+from ikbo_jax.pallas.gdpa_backward.statistics import ABSENT_ROWS
 from ikbo_jax.pallas.worklist import work_kernel
+from ikbo_jax.pallas.worklist.work import (
+    RANGE_WORDS,
+    TILE_WORDS,
+    Work,
+    most_blocks,
+    most_tiles,
+)
 from ikbo_jax.problems import GdpaBackwardConfig as Config
 from ikbo_jax.problems import GdpaBackwardProblem
 from ikbo_jax.problems import gdpa_backward as backward_configs
@@ -69,10 +77,10 @@ class Case:
         shape, dtype = jax.ShapeDtypeStruct, jnp.dtype(self.dtype)
         query = shape((ROWS, len(self.activations), self.head_dim), dtype)
         key = shape((ROWS, self.kv_heads, self.head_dim), dtype)
-        work = tiles.Work(
-            shape((tiles.most_tiles(BATCH + 2, ROWS), tiles.TILE_WORDS), jnp.int32),
+        work = Work(
+            shape((most_tiles(BATCH + 2, ROWS), TILE_WORDS), jnp.int32),
             shape((1,), jnp.int32),
-            shape((BATCH, tiles.RANGE_WORDS), jnp.int32),
+            shape((BATCH, RANGE_WORDS), jnp.int32),
         )
         if not self.has_softmax:
             return functools.partial(kernel, **options), query, key, key, query, work
@@ -81,8 +89,8 @@ class Case:
             *operands, statistics = operands
             return kernel(*operands, statistics=statistics, **options)
 
-        rows = tiles.most_blocks(BATCH, ROWS, self.chosen.block) * self.chosen.block
-        vectors = (query.shape[1], 2, rows + tiles.ABSENT_ROWS)
+        rows = most_blocks(BATCH, ROWS, self.chosen.block) * self.chosen.block
+        vectors = (query.shape[1], 2, rows + ABSENT_ROWS)
         return run, query, key, key, query, work, shape(vectors, jnp.int32)
 
 
