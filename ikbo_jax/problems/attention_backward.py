@@ -27,7 +27,7 @@ D_SCORES_BUFFERS = 2
 D_QUERY = ("sum", "parts", "launch", "stored")
 #: Most bytes of gradients of scores that "stored" keeps in device memory, 4.25 GiB. Of more, it
 #: stores and multiplies those of some keys, then those of others. In halves, gradients for 4,096
-#: keys took 1.12 times as long, for 8,192 1.07 times (`docs/experiments.md`).
+#: keys took 1.12 times as long, for 8,192 1.07 times (`docs/experiments/attention_gradient.md`).
 MAX_STORED_BYTES = 17 * 2**28
 #: Keys of a block of the launch that multiplies stored gradients of scores.
 STORED_BLOCK_KV = BLOCK_K

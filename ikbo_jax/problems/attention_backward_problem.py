@@ -20,7 +20,7 @@ from ikbo_jax.problems.hopper import BLOCK_K, NUM_SMS, WGMMA_M
 #: Most tiles of keys whose parts of d_query are stored apart by default; each part takes twice the
 #: memory of the queries.
 MAX_PARTS = 8
-# Kernels of gradients by CUPTI on an H100, 2026-11-27 (`docs/experiments.md`).
+# Kernels of gradients by CUPTI on an H100, 2026-11-27 (`docs/experiments/attention_gradient.md`).
 #: Most bytes of gradients of scores that L2 holds until they are multiplied. At H = 64, 17 MB took
 #: 0.93 of the time of another launch for d_query, 19 MB 1.00, 50 MB 1.18 and 537 MB 1.31.
 MAX_CACHED_BYTES = 20 * 10**6
@@ -207,7 +207,7 @@ class AttentionBackwardProblem(AttentionSizes):
 
     def _for_wide_heads(self) -> Iterator[AttentionBackwardConfig]:
         # With 14 sizes on an H100, stored gradients of scores took 0.67 to 0.85 of the time of
-        # launches that compute them again (`docs/experiments.md`).
+        # launches that compute them again (`docs/experiments/attention_gradient.md`).
         blocks = [(64, 2), (48, 2), (32, 3), (32, 2)]
         if self._has_few_rows:
             # With 8 and 40 rows of 192 columns, blocks of 32 took 0.92 and 0.98 of the time of

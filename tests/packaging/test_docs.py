@@ -9,7 +9,7 @@ import pytest
 from processes import run_forked
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 #: What a page's blocks print first.
 PRINTED = {
     "README.md": "(12, 33, 16) 1. linear_compression:",

@@ -40,19 +40,25 @@ def test_changelog_has_the_version_or_unreleased():
     assert releases[:1] in ([], [__version__])
 
 
+def anchors(page):
+    """The anchors that GitHub makes of a page's headings."""
+    headings = re.findall(r"^#+ (.*)", page.read_text("utf-8"), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", words).lower().replace(" ", "-") for words in headings}
+
+
 def test_links_in_the_documents_lead_somewhere():
     links = [
-        (document, target)
-        for document in (*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md"))
-        for target in re.findall(r"\]\(([^)#]+)", document.read_text("utf-8"))
+        (document, *re.match(r"([^#]*)#?(.*)", target).groups())
+        for document in (*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"))
+        for target in re.findall(r"\]\(([^)]+)\)", document.read_text("utf-8"))
         if "://" not in target
     ]
-    assert len({document for document, _ in links}) > 5
-    broken = [
-        f"{document.name}: {target}"
-        for document, target in links
-        if not (document.parent / target).exists()
-    ]
+    assert len({document for document, *_ in links}) > 5
+    broken = []
+    for document, target, anchor in links:
+        page = document.parent / target if target else document
+        if not page.exists() or (anchor and anchor not in anchors(page)):
+            broken.append(f"{document.name}: {target}#{anchor}")
     assert not broken
 
 
