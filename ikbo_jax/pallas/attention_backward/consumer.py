@@ -28,6 +28,7 @@ from ikbo_jax.pallas.attention_backward.context import (
     BackwardContext,
 )
 from ikbo_jax.pallas.hopper import mma, mosaic, operand_tiles, stores
+from ikbo_jax.pallas.hopper.visible import Visible
 from ikbo_jax.problems.attention_backward import BLOCK_KV, D_SCORES_BUFFERS
 from ikbo_jax.problems.hopper import NUM_CONSUMERS, WARPGROUP_SIZE, WGMMA_K, WGMMA_M
 
@@ -53,22 +54,26 @@ def _word(ctx: BackwardContext, item: Any, word: int) -> Any:
     return ctx.shared.items.words[ctx.shared.items.slot(item), word]
 
 
-def _keys(ctx: BackwardContext, item: Any) -> Any:
-    """Keys of this consumer's 64 that exist."""
+def _visible_keys(ctx: BackwardContext, item: Any) -> Visible:
+    """Describes this consumer's 64 keys, which are rows of its scores."""
     keys = _word(ctx, item, KEYS) - ctx.consumer * WGMMA_M
-    return jnp.clip(keys, 0, WGMMA_M)
+    return Visible(WGMMA_M, jnp.clip(keys, 0, WGMMA_M))
+
+
+def _visible_queries(ctx: BackwardContext, item: Any, block: Any) -> Visible:
+    return Visible.in_block(_word(ctx, item, ROWS), block, ctx.config.block_q)
 
 
 def _receive_tile(ctx: BackwardContext, item: Any) -> None:
     """Waits for keys and values, and zeroes those past the user's length, which may be NaN."""
     ctx.shared.keys_values.await_ready(item)
-    keys = _keys(ctx, item)
+    visible = _visible_keys(ctx, item)
 
-    @pl.when(keys < WGMMA_M)
+    @pl.when(visible.is_partial)
     def _() -> None:
         for operand in (KEY, VALUE) if ctx.has_d_scores else (KEY,):
             tiles = ctx.shared.keys_values.matrix(item).at[operand, ctx.consumer]
-            operand_tiles.zero_rows(tiles, keys, interpret=ctx.interpret)
+            visible.zero_rest(tiles, interpret=ctx.interpret)
         plgpu.commit_smem()
 
 
@@ -77,23 +82,23 @@ def _receive_block(ctx: BackwardContext, item: Any, block: Any, step: Any) -> No
     if ctx.has_halves:
         _receive_half(ctx, item, block, step, QUERY)
         return
-    shared, block_q = ctx.shared, ctx.config.block_q
+    shared = ctx.shared
     stage = shared.queries.slot(step)
     shared.queries.await_ready(step)
-    rows = _word(ctx, item, ROWS) - block * block_q
+    visible = _visible_queries(ctx, item, block)
 
-    @pl.when(rows < block_q)
+    @pl.when(visible.is_partial)
     def _() -> None:
         # Each consumer zeroes one operand.
         consumer = mosaic.warpgroup_index("warpgroup", interpret=ctx.interpret)
         tiles = shared.queries.tiles[0].at[stage, consumer]
-        operand_tiles.zero_rows(tiles, rows, interpret=ctx.interpret)
+        visible.zero_rest(tiles, interpret=ctx.interpret)
         for number, fill in enumerate(FILLS):
 
             @pl.when(consumer == number)
             def _(number: int = number, fill: float = fill) -> None:
                 statistics = shared.statistics.at[stage, number]
-                store.fill_from(statistics, rows, fill, interpret=ctx.interpret)
+                store.fill_from(statistics, visible.end, fill, interpret=ctx.interpret)
 
         plgpu.commit_smem()
         _synchronise_consumers()
@@ -101,23 +106,23 @@ def _receive_block(ctx: BackwardContext, item: Any, block: Any, step: Any) -> No
 
 def _receive_half(ctx: BackwardContext, item: Any, block: Any, step: Any, operand: int) -> None:
     """Like `_receive_block`, for queries and lse, or for d_out and delta, of a block."""
-    ring, block_q = ctx.shared.queries, ctx.config.block_q
+    ring = ctx.shared.queries
     number = ctx.query_slot(step, operand)
     ring.await_ready(number)
-    rows = _word(ctx, item, ROWS) - block * block_q
+    visible = _visible_queries(ctx, item, block)
 
-    @pl.when(rows < block_q)
+    @pl.when(visible.is_partial)
     def _() -> None:
         consumer = mosaic.warpgroup_index("warpgroup", interpret=ctx.interpret)
 
         @pl.when(consumer == 0)
         def _() -> None:
-            operand_tiles.zero_rows(ring.matrix(number), rows, interpret=ctx.interpret)
+            visible.zero_rest(ring.matrix(number), interpret=ctx.interpret)
 
         @pl.when(consumer == 1)
         def _() -> None:
             statistics = ctx.half_statistics(step, operand)
-            store.fill_from(statistics, rows, FILLS[operand], interpret=ctx.interpret)
+            store.fill_from(statistics, visible.end, FILLS[operand], interpret=ctx.interpret)
 
         plgpu.commit_smem()
         _synchronise_consumers()
@@ -163,13 +168,7 @@ def _weights(ctx: BackwardContext, item: Any, scores: jax.Array, step: Any) -> j
     factor = jnp.float32(ctx.shape.scale * math.log2(math.e))
     exponents = scores * factor - _statistic(ctx, step, LSE)
     weights = jnp.exp2(jnp.minimum(exponents, jnp.float32(0)))
-    keys = _keys(ctx, item)
-
-    def masked() -> jax.Array:
-        row = plgpu.broadcasted_iota(jnp.int32, weights.shape, 0, layout=plgpu.Layout.WGMMA)
-        return jnp.where(row < keys, weights, jnp.float32(0))
-
-    return lax.cond(keys < WGMMA_M, masked, lambda: weights)
+    return _visible_keys(ctx, item).keep(weights, axis=0)
 
 
 def _issue_d_query(ctx: BackwardContext, item: Any, step: Any) -> jax.Array:

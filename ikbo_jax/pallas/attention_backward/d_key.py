@@ -36,6 +36,7 @@ from ikbo_jax.pallas.attention_backward import rows as query_rows
 from ikbo_jax.pallas.attention_backward.context import Operands, Shape
 from ikbo_jax.pallas.hopper import mma, mosaic, operand_tiles, stores
 from ikbo_jax.pallas.hopper.launch import Roles, WarpgroupContext, launch
+from ikbo_jax.pallas.hopper.visible import Visible
 from ikbo_jax.pallas.worklist.numbering import USER_WORDS
 from ikbo_jax.problems.attention_backward import AttentionBackwardConfig
 from ikbo_jax.problems.hopper import NUM_CONSUMERS, WARPGROUP_SIZE, WGMMA_M
@@ -141,20 +142,20 @@ def _word(ctx: Context, item: Any, word: int) -> Any:
 def _receive_block(ctx: Context, rows: Any, block: Any, step: Any) -> None:
     """Waits for a block; zeroes the rows past the last one, which belong to others."""
     ctx.shared.blocks.await_ready(step)
-    left = rows - block * BLOCK_ROWS
+    visible = Visible.in_block(rows, block, BLOCK_ROWS)
 
-    @pl.when(left < BLOCK_ROWS)
+    @pl.when(visible.is_partial)
     def _() -> None:
         number = ctx.config.query_tiles
         consumer = mosaic.warpgroup_index("warpgroup", interpret=ctx.interpret)
         tiles = ctx.shared.blocks.matrix(step)
         d_scores = tiles.at[pl.ds(consumer * number, number)]
-        operand_tiles.zero_rows(d_scores, left, interpret=ctx.interpret)
+        visible.zero_rest(d_scores, interpret=ctx.interpret)
 
         @pl.when(consumer == 0)
         def _() -> None:
             queries = tiles.at[pl.ds(ctx.key_tiles, ctx.shape.column_blocks)]
-            operand_tiles.zero_rows(queries, left, interpret=ctx.interpret)
+            visible.zero_rest(queries, interpret=ctx.interpret)
 
         plgpu.commit_smem()
         mosaic.named_barrier("sync", jnp.int32(CONSUMER_BARRIER), CONSUMER_THREADS)

@@ -35,6 +35,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from ikbo_jax.pallas.attention_backward.context import Operands, Shape
 from ikbo_jax.pallas.hopper import mma, mosaic, operand_tiles, stores
 from ikbo_jax.pallas.hopper.launch import Roles, WarpgroupContext, launch
+from ikbo_jax.pallas.hopper.visible import Visible
 from ikbo_jax.pallas.worklist.numbering import TILE_WORDS
 from ikbo_jax.problems.attention_backward import AttentionBackwardConfig, query_slots
 from ikbo_jax.problems.hopper import (
@@ -130,15 +131,14 @@ def _word(ctx: Context, item: Any, word: int) -> Any:
 
 def _receive_block(ctx: Context, item: Any, block: Any, step: Any) -> None:
     """Waits for a block of keys, and zeroes those past the user's length, which may be NaN."""
-    block_kv = ctx.config.block_kv
     ctx.shared.keys_values.await_ready(step)
-    keys = _word(ctx, item, KEYS) - block * block_kv
+    visible = Visible.in_block(_word(ctx, item, KEYS), block, ctx.config.block_kv)
 
-    @pl.when(keys < block_kv)
+    @pl.when(visible.is_partial)
     def _() -> None:
         consumer = mosaic.warpgroup_index("warpgroup", interpret=ctx.interpret)
         tiles = ctx.shared.keys_values.matrix(step).at[consumer]  # each consumer zeroes one operand
-        operand_tiles.zero_rows(tiles, keys, interpret=ctx.interpret)
+        visible.zero_rest(tiles, interpret=ctx.interpret)
         plgpu.commit_smem()
         mosaic.named_barrier("sync", jnp.int32(CONSUMER_BARRIER), CONSUMER_THREADS)
 
@@ -160,7 +160,7 @@ def _weights(ctx: Context, item: Any, block: Any, scores: jax.Array, lse: jax.Ar
     factor = jnp.float32(ctx.shape.scale * math.log2(math.e))
     exponents = scores * factor - lax.broadcast_in_dim(lse, scores.shape, (0,))
     weights = jnp.exp2(jnp.minimum(exponents, jnp.float32(0)))
-    return mma.with_zeros_from(weights, _word(ctx, item, KEYS) - block * ctx.config.block_kv)
+    return Visible.in_block(_word(ctx, item, KEYS), block, ctx.config.block_kv).keep(weights)
 
 
 def _block(

@@ -33,6 +33,7 @@ from ikbo_jax.pallas.attention_backward import products
 from ikbo_jax.pallas.attention_backward.context import Operands, Shape
 from ikbo_jax.pallas.hopper import mma, mosaic, operand_tiles, stores
 from ikbo_jax.pallas.hopper.launch import Roles, WarpgroupContext, launch
+from ikbo_jax.pallas.hopper.visible import Visible
 from ikbo_jax.pallas.worklist.numbering import TILE_WORDS
 from ikbo_jax.problems.attention_backward import STORED_BLOCK_KV, AttentionBackwardConfig
 from ikbo_jax.problems.hopper import NUM_CONSUMERS, WARPGROUP_SIZE, WGMMA_M
@@ -126,13 +127,13 @@ def _keys(ctx: Context, step: Any) -> Any:
 def _receive_block(ctx: Context, keys: Any, block: Any, step: Any) -> None:
     """Waits for a block; zeroes keys past the user's length, which may be NaN."""
     ctx.shared.blocks.await_ready(step)
-    left = keys - block * STORED_BLOCK_KV
+    visible = Visible.in_block(keys, block, STORED_BLOCK_KV)
 
-    @pl.when(left < STORED_BLOCK_KV)
+    @pl.when(visible.is_partial)
     def _() -> None:
         @pl.when(mosaic.warpgroup_index("warpgroup", interpret=ctx.interpret) == 0)
         def _() -> None:
-            operand_tiles.zero_rows(_keys(ctx, step), left, interpret=ctx.interpret)
+            visible.zero_rest(_keys(ctx, step), interpret=ctx.interpret)
 
         plgpu.commit_smem()
         mosaic.named_barrier("sync", jnp.int32(CONSUMER_BARRIER), CONSUMER_THREADS)

@@ -14,7 +14,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from ikbo_jax.pallas.few_queries import exchange, listing, store, user_table
 from ikbo_jax.pallas.few_queries.context import BY_COLUMNS, BY_ROWS, Context, Item, Part
 from ikbo_jax.pallas.flash import softmax
-from ikbo_jax.pallas.hopper import mma, mosaic, operand_tiles, stores, turns
+from ikbo_jax.pallas.hopper import mma, mosaic, stores, turns
 from ikbo_jax.problems.hopper import BLOCK_K, NUM_CONSUMERS, WGMMA_M
 
 #: The named barrier at which the consumers wait for each other.
@@ -65,13 +65,8 @@ def _weigh(
     """(weights f32, maximum, sums, factor of earlier weights) of computed scores of a block."""
     scores = mma.after_wait(scores, interpret=ctx.interpret)
     ctx.shared.key.release(work.first_step + block)
-    keys = ctx.keys_from(work.item, block)
     log2_scale = ctx.shape.log2_scale
-    scores = lax.cond(
-        keys < ctx.config.block_kv,
-        lambda: softmax.mask(scores, keys, log2_scale),
-        lambda: scores,
-    )
+    scores = ctx.visible(work.item, block).keep(scores, softmax.masked_score(log2_scale))
     further = jnp.maximum if log2_scale > 0 else jnp.minimum
     larger = further(maximum, softmax.row_extreme(scores, log2_scale))
     finite = _finite(ctx, larger)
@@ -83,15 +78,15 @@ def _weigh(
 
 def _zero_values_past_length(ctx: Context, work: _Work, block: Any) -> None:
     """Zeroes values past the user's length, which have weight 0 but may be NaN."""
-    keys = ctx.keys_from(work.item, block)
+    visible = ctx.visible(work.item, block)
     tiles = ctx.shared.value.matrix(work.first_step + block)
     is_shared = (work.item.sharing == BY_ROWS) | (work.item.sharing == BY_COLUMNS)
 
-    @pl.when(keys < ctx.config.block_kv)
+    @pl.when(visible.is_partial)
     def _() -> None:
         @pl.when(~is_shared | (ctx.consumer == 0))
         def _() -> None:
-            operand_tiles.zero_rows(tiles, keys, interpret=ctx.interpret)
+            visible.zero_rest(tiles, interpret=ctx.interpret)
             plgpu.commit_smem()
 
         @pl.when(is_shared)

@@ -11,6 +11,7 @@ from jax.experimental import pallas as pl
 
 from ikbo_jax.pallas.few_queries import rows
 from ikbo_jax.pallas.hopper.launch import WarpgroupContext
+from ikbo_jax.pallas.hopper.visible import Visible
 from ikbo_jax.problems.few_queries import MAX_COLUMNS, UserTable
 from ikbo_jax.problems.hopper import BLOCK_K, WGMMA_M, column_blocks
 
@@ -229,12 +230,11 @@ class Context(WarpgroupContext):
             jnp.where(is_alone, 0, jnp.where(is_by_keys, lax.div(item.blocks, 2), item.blocks)),
         )
 
-    def keys_from(self, item: Item, block: Any) -> Any:
-        """Number of the item's keys from the first key of a block on; blocks as they are loaded."""
-        if not self.is_staggered:
-            return item.keys - block * self.config.block_kv
-        number = rotated(block, item.rotation, item.blocks)
-        return item.keys - number * self.config.block_kv
+    def visible(self, item: Item, block: Any) -> Visible:
+        """Describes the item's keys in a block; blocks as they are loaded."""
+        if self.is_staggered:
+            block = rotated(block, item.rotation, item.blocks)
+        return Visible.in_block(item.keys, block, self.config.block_kv)
 
     @property
     def columns(self) -> int:

@@ -14,7 +14,8 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from ikbo_jax.pallas.flash import attention_store, softmax
 from ikbo_jax.pallas.flash.attention_context import COMMON_ITEM_WORDS, AttentionContext, Item
-from ikbo_jax.pallas.hopper import mma, mosaic, operand_tiles, turns
+from ikbo_jax.pallas.hopper import mma, mosaic, turns
+from ikbo_jax.pallas.hopper.visible import Visible
 from ikbo_jax.problems.attention import FLAG_WORDS
 from ikbo_jax.problems.hopper import NUM_CONSUMERS
 
@@ -78,12 +79,8 @@ def _scores(
     """Masks computed scores past the user's length, and frees the block of keys."""
     scores = mma.after_wait(scores, interpret=ctx.interpret)
     ctx.unless(item.is_kept, plgpu.barrier_arrive, ctx.shared.key.free_at(step))
-    keys = item.length - block * ctx.config.block_kv
-    return lax.cond(
-        keys < ctx.config.block_kv,
-        lambda: softmax.mask(scores, keys, ctx.shape.log2_scale),
-        lambda: scores,
-    )
+    visible = Visible.in_block(item.length, block, ctx.config.block_kv)
+    return visible.keep(scores, softmax.masked_score(ctx.shape.log2_scale))
 
 
 def _synchronise_consumers() -> None:
@@ -240,15 +237,15 @@ def _attend(ctx: AttentionContext) -> tuple[Any, Any]:
     return items, steps
 
 
-def _zero_values_past_length(ctx: AttentionContext, step: Any, keys: Any) -> None:
-    """Zeroes a stage's values from row `keys` on; consumer 0 writes, both consumers wait."""
+def _zero_hidden_values(ctx: AttentionContext, step: Any, visible: Visible) -> None:
+    """Zeroes a stage's values that are not visible; consumer 0 writes, both consumers wait."""
     tiles = ctx.shared.value.matrix(step)
 
-    @pl.when(keys < ctx.config.block_kv)
+    @pl.when(visible.is_partial)
     def _() -> None:
         @pl.when(ctx.consumer == 0)
         def _() -> None:
-            operand_tiles.zero_rows(tiles, keys, interpret=ctx.interpret)
+            visible.zero_rest(tiles, interpret=ctx.interpret)
             plgpu.commit_smem()
 
         _synchronise_consumers()
@@ -267,7 +264,8 @@ def _recompute(ctx: AttentionContext, index: Any, first_step: Any) -> None:
         scores = _scores(ctx, scores, item, block, step)
         state, p = softmax.running_step(state, scores, shape.log2_scale)
         shared.value.await_ready(step)
-        _zero_values_past_length(ctx, step, item.length - block * ctx.config.block_kv)
+        visible = Visible.in_block(item.length, block, ctx.config.block_kv)
+        _zero_hidden_values(ctx, step, visible)
         is_defined = block > 0
         acc = mma.add_product(
             state.acc,

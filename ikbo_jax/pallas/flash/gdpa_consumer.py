@@ -15,8 +15,9 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from ikbo_jax.pallas.activations import weights as gdpa_weights
 from ikbo_jax.pallas.flash import gdpa_store
 from ikbo_jax.pallas.flash.gdpa_context import GdpaContext, Item
-from ikbo_jax.pallas.hopper import mma, mosaic, operand_tiles, turns
+from ikbo_jax.pallas.hopper import mma, mosaic, turns
 from ikbo_jax.pallas.hopper.rings import Ring
+from ikbo_jax.pallas.hopper.visible import Visible
 from ikbo_jax.problems.hopper import WGMMA_M
 
 
@@ -61,15 +62,14 @@ def _await_block(ctx: GdpaContext, ring: Ring, item: Item, block: Any, step: Any
     turn that follows, so neither consumer waits for the other.
     """
     ring.await_ready(step)
-    keys = item.length - block * ctx.config.block_kv
-
-    is_cut = keys < ctx.config.block_kv
+    visible = Visible.in_block(item.length, block, ctx.config.block_kv)
+    is_cut = visible.is_partial
     if ctx.config.run > 1:
         is_cut = is_cut & (item.is_resident == 0)
 
     @pl.when((ctx.consumer == 0) & is_cut)
     def _() -> None:
-        operand_tiles.zero_rows(ring.matrix(step), keys, interpret=ctx.interpret)
+        visible.zero_rest(ring.matrix(step), interpret=ctx.interpret)
         plgpu.commit_smem()
 
 

@@ -49,6 +49,7 @@ from ikbo_jax.pallas.flash import softmax
 from ikbo_jax.pallas.flash.short_gdpa_context import Context, Item, Operands, Outputs, Shape
 from ikbo_jax.pallas.hopper import mma, mosaic, operand_tiles, schedule, stores
 from ikbo_jax.pallas.hopper.launch import Roles, launch
+from ikbo_jax.pallas.hopper.visible import Visible
 from ikbo_jax.pallas.worklist import found_tiles, tile_list
 from ikbo_jax.pallas.worklist.found_tiles import Sequences
 from ikbo_jax.problems.hopper import WGMMA_M
@@ -118,12 +119,12 @@ def _advance(ctx: Context, count: Any, following: _Next) -> _Next:
     return _Next(item, index, block, following.step + 1)
 
 
-def _zero_past_end(ctx: Context, tiles: Any, keys: Any) -> None:
-    """Zeroes a block's rows from row `keys` on; a `commit_smem` must follow."""
+def _zero_hidden(ctx: Context, tiles: Any, visible: Visible) -> None:
+    """Zeroes a block's rows that are not visible; a `commit_smem` must follow."""
 
-    @pl.when(keys < ctx.config.block_kv)
+    @pl.when(visible.is_partial)
     def _() -> None:
-        operand_tiles.zero_rows(tiles, jnp.maximum(keys, 0), interpret=ctx.interpret)
+        operand_tiles.zero_rows(tiles, jnp.maximum(visible.end, 0), interpret=ctx.interpret)
 
 
 def _scores(ctx: Context, index: Any, step: Any) -> jax.Array:
@@ -156,29 +157,25 @@ def _step(
     """One block of keys of item `index`; the carry is (step, what is loaded next, state)."""
     shape, shared = ctx.shape, ctx.shared
     step, following, state = carry
-    keys = item.length - block * ctx.config.block_kv
+    visible = Visible.in_block(item.length, block, ctx.config.block_kv)
     pl.when(block == 0)(functools.partial(shared.query.await_ready, index))
     shared.key.await_ready(step)
     is_softmax = shape.activation is None
     if not is_softmax:
-        _zero_past_end(ctx, shared.key.matrix(step), keys)
+        _zero_hidden(ctx, shared.key.matrix(step), visible)
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
     plgpu.commit_smem()
     pl.when(following.index < count)(functools.partial(_load, ctx, following))
     scores = _scores(ctx, index, step)
     following = _advance(ctx, count, following)
     shared.value.await_ready(step)
-    _zero_past_end(ctx, shared.value.matrix(step), keys)
+    _zero_hidden(ctx, shared.value.matrix(step), visible)
     mma.wait(0, interpret=ctx.interpret)
     plgpu.commit_smem()
     scores = mma.after_wait(scores, interpret=ctx.interpret)
     dtype = ctx.outputs.out.dtype
     if is_softmax:
-        scores = lax.cond(
-            keys < ctx.config.block_kv,
-            lambda: softmax.mask(scores, keys, shape.log2_scale),
-            lambda: scores,
-        )
+        scores = visible.keep(scores, softmax.masked_score(shape.log2_scale))
         state, p = softmax.running_step(state, scores, shape.log2_scale)
         state = state._replace(acc=_add_values(ctx, state.acc, p.astype(dtype), block, step))
     else:

@@ -6,6 +6,7 @@ log2(e): p = exp2(score * log2_scale - maximum), where `maximum` is the maximum 
 
 from __future__ import annotations
 
+import math
 from typing import Any, NamedTuple
 
 import jax
@@ -121,11 +122,9 @@ def nan_where_not_finite(sums: jax.Array, acc: jax.Array) -> jax.Array:
     return sums
 
 
-def mask(scores: jax.Array, keys: Any, log2_scale: float) -> jax.Array:
-    """Masks scores from column `keys` on, so that their weights are 0."""
-    column = plgpu.broadcasted_iota(jnp.int32, scores.shape, 1, layout=plgpu.Layout.WGMMA)
-    nothing = jnp.float32(-jnp.inf if log2_scale > 0 else jnp.inf)
-    return jnp.where(column < keys, scores, nothing)
+def masked_score(log2_scale: float) -> float:
+    """Returns the score whose weight is 0."""
+    return -math.inf if log2_scale > 0 else math.inf
 
 
 def flag_rows(

@@ -22,6 +22,7 @@ from ikbo_jax.pallas.gdpa_backward.context import (
     BackwardContext,
 )
 from ikbo_jax.pallas.hopper import mma, mosaic, operand_tiles, stores, turns
+from ikbo_jax.pallas.hopper.visible import Visible
 from ikbo_jax.problems.hopper import WGMMA_M
 
 #: Named barrier at which the consumers wait for each other.
@@ -36,14 +37,14 @@ def _receive(ctx: BackwardContext, step: Any) -> None:
     """Waits for a block, and zeroes its rows past the sequence's end."""
     ring = ctx.shared.streamed
     ring.await_ready(step)
-    rows = ring.words[ring.slot(step), 0]
+    visible = Visible(ctx.config.block, ring.words[ring.slot(step), 0])
 
     # A row of zeros has scores 0, weights 0, and gradients of scores 0.
-    @pl.when(rows < ctx.config.block)
+    @pl.when(visible.is_partial)
     def _() -> None:
         consumer = mosaic.warpgroup_index("warpgroup", interpret=ctx.interpret)
         tiles = ring.matrix(step).at[consumer]
-        operand_tiles.zero_rows(tiles, rows, interpret=ctx.interpret)
+        visible.zero_rest(tiles, interpret=ctx.interpret)
         plgpu.commit_smem()
         mosaic.named_barrier("sync", jnp.int32(CONSUMER_BARRIER), turns.CONSUMER_THREADS)
 

@@ -20,7 +20,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from ikbo_jax.pallas.gdpa_backward.context import BackwardContext
-from ikbo_jax.pallas.hopper import mma, stores
+from ikbo_jax.pallas.hopper import stores
+from ikbo_jax.pallas.hopper.visible import Visible
 from ikbo_jax.problems.hopper import WGMMA_M
 
 LSE, DELTA = range(2)
@@ -68,7 +69,7 @@ def d_scores(
     if ctx.shape.is_for_keys:
         return found
     streamed = ctx.shared.streamed
-    return mma.with_zeros_from(found, streamed.words[streamed.slot(step), 0])
+    return Visible(found.shape[1], streamed.words[streamed.slot(step), 0]).keep(found)
 
 
 def _statistic(

@@ -321,19 +321,6 @@ def add_product(
     return issue(v, *values)
 
 
-def with_zeros_from(values: jax.Array, count: Any) -> jax.Array:
-    """Values [64, columns] in an accumulator's layout, with 0 from column `count` on.
-
-    A warpgroup whose columns all count, as in all but a sequence's last block, skips the selection.
-    """
-
-    def masked() -> jax.Array:
-        column = plgpu.broadcasted_iota(jnp.int32, values.shape, 1, layout=plgpu.Layout.WGMMA)
-        return jnp.where(column < count, values, jnp.float32(0))
-
-    return lax.cond(count < values.shape[1], masked, lambda: values)
-
-
 def accumulator_type(columns: int) -> Any:
     """The type of an accumulator [64, columns] f32 that a WGMMA group returns."""
     return plgpu.ShapeDtypeStruct((WGMMA_M, columns), jnp.float32, layout=plgpu.Layout.WGMMA)

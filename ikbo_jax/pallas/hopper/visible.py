@@ -1,0 +1,72 @@
+"""Which columns of a block a row of a product may see: the mask of every kernel.
+
+A block of keys that reaches past a user's length, or past a sequence's end, holds keys of others:
+their weights are 0, and zeros replace their values, since 0 times another user's NaN is NaN.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from ikbo_jax.pallas.hopper import operand_tiles
+
+
+class Visible(NamedTuple):
+    """The visible columns [begin, end) of a block, for one row or for all.
+
+    Attributes:
+      size: columns of the block, static.
+      end: int32, or [64] int32 by row; values past `size` are the block's end.
+      begin: likewise; 0 if static.
+    """
+
+    size: int
+    end: Any
+    begin: Any = 0
+
+    @classmethod
+    def in_block(cls, end: Any, block: Any, size: int) -> Visible:
+        """Describes block `block` of `size` columns; `end` counts columns from the first block."""
+        return cls(size, end - block * size)
+
+    @property
+    def is_partial(self) -> Any:
+        """Whether a column of the block is not visible; of scalars only."""
+        is_cut = self.end < self.size
+        return is_cut if self._begins_at_0 else is_cut | (self.begin > 0)
+
+    @property
+    def _begins_at_0(self) -> bool:
+        return isinstance(self.begin, int) and self.begin == 0
+
+    def keep(self, values: jax.Array, fill: float = 0.0, *, axis: int = 1) -> jax.Array:
+        """Replaces values outside the visible range of `axis` by `fill`.
+
+        A warpgroup whose columns are all visible, as in all but a sequence's last block, skips the
+        selection.
+
+        Args:
+          values: f32 in an accumulator's layout, [64, size], or [size, columns] with an axis of 0.
+          fill: of the values that are not visible.
+          axis: the axis of the block's columns in `values`.
+        """
+
+        def masked() -> jax.Array:
+            number = plgpu.broadcasted_iota(
+                jnp.int32, values.shape, axis, layout=plgpu.Layout.WGMMA
+            )
+            is_visible = number < self.end
+            if not self._begins_at_0:
+                is_visible &= number >= self.begin
+            return jnp.where(is_visible, values, jnp.float32(fill))
+
+        return lax.cond(self.is_partial, masked, lambda: values)
+
+    def zero_rest(self, tiles: Any, *, interpret: bool) -> None:
+        """Zeroes the rows of operand tiles from `end` on; a `commit_smem` must follow."""
+        operand_tiles.zero_rows(tiles, self.end, interpret=interpret)
