@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Literal, overload
 
 import jax
 import jax.numpy as jnp
@@ -19,7 +19,7 @@ from ikbo_jax.ops import (
     reverse_only,
 )
 from ikbo_jax.ops.attention_vmap import Arrays
-from ikbo_jax.ops.op import Folded, Named, Op, unstack
+from ikbo_jax.ops.op import Call, Folded, Named, Op, unstack
 from ikbo_jax.ops.partition import Rule, dimensions
 from ikbo_jax.ops.sharded import (
     aligned,
@@ -33,6 +33,60 @@ from ikbo_jax.problems import AttentionConfig, AttentionProblem, FewQueriesConfi
 from ikbo_jax.problems.hopper import WGMMA_M
 from ikbo_jax.reference import attention as reference
 from ikbo_jax.reference import attention_grouped
+
+
+@overload
+def attention(
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    cand_to_user: jax.Array,
+    *,
+    scale: float | None = None,
+    key_value_seq_lengths: jax.Array | None = None,
+    self_key: jax.Array | None = None,
+    self_value: jax.Array | None = None,
+    indices_are_sorted: bool = False,
+    return_residuals: Literal[False] = False,
+    implementation: str | None = None,
+    config: AttentionConfig | FewQueriesConfig | None = None,
+) -> jax.Array: ...
+
+
+@overload
+def attention(
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    cand_to_user: jax.Array,
+    *,
+    scale: float | None = None,
+    key_value_seq_lengths: jax.Array | None = None,
+    self_key: jax.Array | None = None,
+    self_value: jax.Array | None = None,
+    indices_are_sorted: bool = False,
+    return_residuals: Literal[True],
+    implementation: str | None = None,
+    config: AttentionConfig | FewQueriesConfig | None = None,
+) -> tuple[jax.Array, jax.Array]: ...
+
+
+@overload
+def attention(
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    cand_to_user: jax.Array,
+    *,
+    scale: float | None = None,
+    key_value_seq_lengths: jax.Array | None = None,
+    self_key: jax.Array | None = None,
+    self_value: jax.Array | None = None,
+    indices_are_sorted: bool = False,
+    return_residuals: bool,
+    implementation: str | None = None,
+    config: AttentionConfig | FewQueriesConfig | None = None,
+) -> jax.Array | tuple[jax.Array, jax.Array]: ...
 
 
 def attention(
@@ -185,11 +239,13 @@ def merge_attention(
     return reference.merge_attention(*aligned(_MERGED, results))
 
 
+_Results = tuple[jax.Array, jax.Array | None]
+
+
 @dataclasses.dataclass(frozen=True)
-class _Call:
+class _Call(Call):
     """The arguments that are not arrays."""
 
-    request: dispatch.Request
     scale: float
     indices_are_sorted: bool
     return_residuals: bool
@@ -251,7 +307,10 @@ def _for_order(call: _Call, plan: dispatch.Plan) -> dispatch.Plan:
     return dataclasses.replace(plan, config=config)
 
 
-class _Attention(Op):
+_Folded = Folded[_Call, Arrays, _Results]
+
+
+class _Attention(Op[_Call, Arrays, _Results]):
     def problem(self, call: _Call, arrays: Arrays) -> AttentionProblem:
         del call
         return attention_backward.problem_of(arrays)
@@ -266,16 +325,14 @@ class _Attention(Op):
             backward_config=config,
         )
 
-    def run(
-        self, call: _Call, plan: dispatch.Plan, arrays: Arrays
-    ) -> tuple[jax.Array, jax.Array | None]:
+    def run(self, call: _Call, plan: dispatch.Plan, arrays: Arrays) -> _Results:
         if plan.implementation == "mosaic_gpu":
             out, lse = run_kernel(functools.partial(_run_kernel, call, plan), arrays)
         else:
             out, lse = attention_grouped.decomposed(*arrays, scale=call.scale)
         return dispatch.record(out, plan), lse if call.return_residuals else None
 
-    def fold(self, call: _Call, size: int, batched: Arrays, arrays: Arrays) -> Folded | None:
+    def fold(self, call: _Call, size: int, batched: Arrays, arrays: Arrays) -> _Folded | None:
         """Concatenates the rows of problems that share no keys and values, or share all of them.
 
         If only one of key and value is batched, or the lengths alone, folding would copy keys or
@@ -292,7 +349,7 @@ class _Attention(Op):
     def for_gradient(self, call: _Call) -> _Call:
         return dataclasses.replace(call, return_residuals=True)
 
-    def visible(self, call: _Call, results: Any) -> Any:
+    def visible(self, call: _Call, results: _Results) -> _Results:
         out, lse = results
         return out, lse if call.return_residuals else None
 
@@ -311,7 +368,7 @@ class _Attention(Op):
         plan: dispatch.Plan,
         arrays: Arrays,
         residuals: Any,
-        cotangents: Any,
+        cotangents: _Results,
         dtype: Any,
     ) -> Arrays:
         if plan.backward_config is None:
@@ -326,7 +383,8 @@ class _Attention(Op):
                 dtype and jnp.dtype(dtype).name,
                 plan.backward_config,
             )
-            operands = attention_backward.Operands(arrays, *residuals, *cotangents)
+            (out, lse), (d_out, d_lse) = residuals, cotangents
+            operands = attention_backward.Operands(arrays, out, lse, d_out, d_lse)
             gradients = attention_backward.gradients(settings, operands)
         return Arrays._make((*gradients, None, None))
 

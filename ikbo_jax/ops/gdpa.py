@@ -11,6 +11,7 @@ import jax.numpy as jnp
 
 from ikbo_jax.ops import arguments, dispatch, gdpa_arguments, gdpa_backward, gdpa_vmap, reverse_only
 from ikbo_jax.ops.op import (
+    Call,
     Folded,
     Named,
     Op,
@@ -157,8 +158,11 @@ def gdpa(
     return _gdpa(call, plan, arrays)
 
 
+_Results = tuple[jax.Array, jax.Array | None]
+
+
 @dataclasses.dataclass(frozen=True)
-class _Call:
+class _Call(Call):
     """The arguments that are not arrays, and how the call is differentiated.
 
     Attributes:
@@ -167,7 +171,6 @@ class _Call:
       gradient_dtype: dtype of the gradients of key and value; None means the inputs'.
     """
 
-    request: dispatch.Request
     settings: Settings
     return_residuals: bool = False
     gradient_tuning: GdpaBackwardTuning | None = None
@@ -287,7 +290,11 @@ def _pull_back_gradients(
 _gradients.defvjp(_gradients_and_residuals, _pull_back_gradients)
 
 
-class _Gdpa(Op):
+_Folded = Folded[_Call, Arrays, _Results]
+_Part = Part[_Call, Arrays, _Results]
+
+
+class _Gdpa(Op[_Call, Arrays, _Results]):
     xla_batches_products = False
 
     def problem(self, call: _Call, arrays: Arrays) -> GdpaProblem:
@@ -341,7 +348,7 @@ class _Gdpa(Op):
             out, lse = gdpa_chunked.chunked(arrays, call.settings)
         return dispatch.record(out, plan), lse if call.return_residuals else None
 
-    def fold(self, call: _Call, size: int, batched: Arrays, arrays: Arrays) -> Folded | None:
+    def fold(self, call: _Call, size: int, batched: Arrays, arrays: Arrays) -> _Folded | None:
         if not gdpa_vmap.can_fold(call.settings, batched):
             return None
         one = gdpa_vmap.fold(size, batched, arrays, gdpa_vmap.is_kv_batched(batched))
@@ -350,7 +357,7 @@ class _Gdpa(Op):
     def for_gradient(self, call: _Call) -> _Call:
         return dataclasses.replace(call, return_residuals=True)
 
-    def visible(self, call: _Call, results: Any) -> Any:
+    def visible(self, call: _Call, results: _Results) -> _Results:
         out, lse = results
         return out, lse if call.return_residuals else None
 
@@ -371,7 +378,7 @@ class _Gdpa(Op):
             | ({"k": "heads"} if can_split else {}),
         )
 
-    def part(self, call: _Call, arrays: Arrays, division: Division) -> Part:
+    def part(self, call: _Call, arrays: Arrays, division: Division) -> _Part:
         """Every device takes its rows of queries; a sequence may be cut between two devices."""
         # All heads have one activation where heads are divided.
         activations = call.settings.activations[: arrays.query.shape[1]]
@@ -400,7 +407,7 @@ class _Gdpa(Op):
 
         return Part(call, arrays, mask)
 
-    def residuals(self, results: Any) -> tuple[Any, Any]:
+    def residuals(self, results: _Results) -> tuple[Any, Any]:
         out, lse = results
         return None if lse is None else out, lse
 
@@ -410,7 +417,7 @@ class _Gdpa(Op):
         plan: dispatch.Plan,
         arrays: Arrays,
         residuals: Any,
-        cotangents: Any,
+        cotangents: _Results,
         dtype: Any,
     ) -> Arrays:
         # The cotangent of lse is zero, since only the gradient uses lse.

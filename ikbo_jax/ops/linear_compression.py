@@ -20,7 +20,7 @@ from ikbo_jax.ops.linear_compression_backward import (
     gradients,
     problem_of,
 )
-from ikbo_jax.ops.op import Folded, Named, Op, Part, unstack
+from ikbo_jax.ops.op import Call, Folded, Named, Op, Part, unstack
 from ikbo_jax.ops.padded_weight import PaddedWeight, pad_columns
 from ikbo_jax.ops.partition import Division
 from ikbo_jax.ops.sharded import run_kernel, vary_over_same_axes, zeros
@@ -235,7 +235,7 @@ def _check(terms: tuple[Term, ...], names: tuple[_Names, ...]) -> None:
 
 
 @dataclasses.dataclass(frozen=True)
-class _Call:
+class _Call(Call):
     """The arguments that are not arrays, and how devices divide the call.
 
     Attributes:
@@ -243,11 +243,14 @@ class _Call:
         every embedding's gradient.
     """
 
-    request: dispatch.Request
     is_m_divided: bool = False
 
 
-class _LinearCompression(Op):
+_Folded = Folded[_Call, Arrays, jax.Array]
+_Part = Part[_Call, Arrays, jax.Array]
+
+
+class _LinearCompression(Op[_Call, Arrays, jax.Array]):
     def problem(self, call: _Call, arrays: Arrays) -> LinearCompressionProblem:
         del call
         return problem_of(arrays)
@@ -275,7 +278,7 @@ class _LinearCompression(Op):
         out = run_kernel(launch, *arrays)
         return dispatch.record(out, plan)
 
-    def fold(self, call: _Call, size: int, batched: Arrays, arrays: Arrays) -> Folded | None:
+    def fold(self, call: _Call, size: int, batched: Arrays, arrays: Arrays) -> _Folded | None:
         """Concatenates the batches of problems with the same weights.
 
         Returns None if weights are batched, or if that would copy embeddings that are shared.
@@ -305,10 +308,10 @@ class _LinearCompression(Op):
         names = Arrays._make((weights, embeddings, (None, *batches[1:])))
         return Named(names, "b m n", {"b": "candidates", "m": "M"})
 
-    def part(self, call: _Call, arrays: Arrays, division: Division) -> Part:
+    def part(self, call: _Call, arrays: Arrays, division: Division) -> _Part:
         return Part(dataclasses.replace(call, is_m_divided=bool(division.axes_of("m"))), arrays)
 
-    def residuals(self, results: Any) -> None:
+    def residuals(self, results: jax.Array) -> None:
         return None
 
     def vjp(

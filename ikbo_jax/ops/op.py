@@ -22,7 +22,14 @@ from ikbo_jax.ops.settings import as_now
 from ikbo_jax.problems import Problem
 
 
-class Folded(NamedTuple):
+@dataclasses.dataclass(frozen=True)
+class Call:
+    """The arguments of a call that are not arrays; each op adds its own. Hashable."""
+
+    request: dispatch.Request
+
+
+class Folded[C: Call, A, R](NamedTuple):
     """Several problems as one.
 
     Attributes:
@@ -31,12 +38,12 @@ class Folded(NamedTuple):
       unfold: takes its results; returns the problems' results, stacked along a leading axis.
     """
 
-    call: Any
-    arrays: Any
-    unfold: Callable[[Any], Any]
+    call: C
+    arrays: A
+    unfold: Callable[[R], R]
 
 
-class Part(NamedTuple):
+class Part[C: Call, A, R](NamedTuple):
     """One device's part of a call.
 
     Attributes:
@@ -46,9 +53,9 @@ class Part(NamedTuple):
         leaves zero but the part cannot know.
     """
 
-    call: Any
-    arrays: Any
-    mask: Callable[[Any], Any] = lambda results: results
+    call: C
+    arrays: A
+    mask: Callable[[R], R] = lambda results: results
 
 
 class Named(NamedTuple):
@@ -65,10 +72,11 @@ class Named(NamedTuple):
     split: dict[str, str]
 
 
-class Op(abc.ABC):
-    """An op. `call` holds the arguments that are not arrays, hashable, with a `request`.
+class Op[C: Call, A, R](abc.ABC):
+    """An op on calls C with arrays A, a tree whose integer arrays have no gradient, and results R.
 
     Attributes:
+      differentiable: runs a call as planned, with a vmap rule and gradients.
       xla_batches_products: whether XLA runs problems that cannot be folded at once; if false, it
         runs them one after another, which needs the memory of one problem.
     """
@@ -77,19 +85,20 @@ class Op(abc.ABC):
 
     def __init__(self) -> None:
         # custom_vjp wraps custom_vmap because custom_vmap has no reverse mode.
-        self.differentiable = jax.custom_vjp(self._divided, nondiff_argnums=(0, 1))
-        self.differentiable.defvjp(self._forward, self._backward)
+        differentiable = jax.custom_vjp(self._divided, nondiff_argnums=(0, 1))
+        differentiable.defvjp(self._forward, self._backward)
+        self.differentiable: Callable[[C, dispatch.Plan, A], R] = differentiable
 
     @abc.abstractmethod
-    def problem(self, call: Any, arrays: Any) -> Problem:
+    def problem(self, call: C, arrays: A) -> Problem:
         """The problem that a call poses."""
 
     @abc.abstractmethod
-    def run(self, call: Any, plan: dispatch.Plan, arrays: Any) -> Any:
+    def run(self, call: C, plan: dispatch.Plan, arrays: A) -> R:
         """Runs one problem as planned; returns a tree of arrays, the first of which is recorded."""
 
     @abc.abstractmethod
-    def fold(self, call: Any, size: int, batched: Any, arrays: Any) -> Folded | None:
+    def fold(self, call: C, size: int, batched: A, arrays: A) -> Folded[C, A, R] | None:
         """Folds problems into one; None if that would copy what the problems share.
 
         Args:
@@ -100,19 +109,19 @@ class Op(abc.ABC):
         """
 
     @abc.abstractmethod
-    def named(self, call: Any, arrays: Any) -> Named:
+    def named(self, call: C, arrays: A) -> Named:
         """The names of the dimensions of the arrays and of the results of `run`."""
 
     @abc.abstractmethod
     def vjp(
         self,
-        call: Any,
+        call: C,
         plan: dispatch.Plan,
-        arrays: Any,
+        arrays: A,
         residuals: Any,
-        cotangents: Any,
+        cotangents: R,
         dtype: Any,
-    ) -> Any:
+    ) -> A:
         """Gradients of `arrays`, as a tree like it; None for integer arrays.
 
         Args:
@@ -124,7 +133,7 @@ class Op(abc.ABC):
           dtype: dtype of gradients that are still to be summed over devices; None: the arrays'.
         """
 
-    def plan(self, call: Any, arrays: Any) -> dispatch.Plan:
+    def plan(self, call: C, arrays: A) -> dispatch.Plan:
         """Decides how a call runs; raises NotImplementedError if it cannot run as requested."""
         request = call.request
         if not request.is_open or request.implementation == "xla":
@@ -137,73 +146,78 @@ class Op(abc.ABC):
             refusal = f"{request.op} with implementation='mosaic_gpu': {plan.reason}"
         return dataclasses.replace(plan, cuda=cuda, refusal=refusal)
 
-    def plan_on_platform(self, call: Any, arrays: Any) -> dispatch.Plan:
+    def plan_on_platform(self, call: C, arrays: A) -> dispatch.Plan:
         """`plan` where the platform is known."""
         return dispatch.choose(call.request, self.problem(call, arrays))
 
-    def _by_platform(self, run: Callable[..., Any], call: Any, plan: Any, arrays: Any) -> Any:
-        """`run(call, plan, arrays)`, in a program lowered for CUDA with the plan for CUDA."""
+    def _by_platform[X, Y](
+        self, run: Callable[[C, dispatch.Plan, X], Y], call: C, plan: dispatch.Plan, operands: X
+    ) -> Y:
+        """Runs `run(call, plan, operands)`; in a program for CUDA, with the plan for CUDA."""
         elsewhere = functools.partial(run, call, plan)
         if plan.cuda is None or not plan.cuda.may_have_kernels:
-            return elsewhere(arrays)
+            return elsewhere(operands)
         on_cuda = functools.partial(run, _on(call, "cuda"), plan.cuda)
-        return by_platform(elsewhere, on_cuda, arrays, plan.refusal)
+        result: Y = by_platform(elsewhere, on_cuda, operands, plan.refusal)
+        return result
 
-    def for_gradient(self, call: Any) -> Any:
+    def for_gradient(self, call: C) -> C:
         """The call whose results the gradient needs."""
         return call
 
-    def visible(self, call: Any, results: Any) -> Any:
+    def visible(self, call: C, results: R) -> R:
         """The results of `call`, from the results of `for_gradient(call)`."""
         del call
         return results
 
-    def residuals(self, results: Any) -> Any:
+    def residuals(self, results: R) -> Any:
         """What the gradient needs of the results."""
         return results
 
-    def _divided(self, call: Any, plan: dispatch.Plan, arrays: Any) -> Any:
+    def _divided(self, call: C, plan: dispatch.Plan, arrays: A) -> R:
         """Runs one problem, or a part of it on every device of a mesh."""
         return self._by_platform(self._divided_on_platform, call, plan, arrays)
 
-    def _divided_on_platform(self, call: Any, plan: dispatch.Plan, arrays: Any) -> Any:
+    def _divided_on_platform(self, call: C, plan: dispatch.Plan, arrays: A) -> R:
         named = self.named(call, arrays)
 
-        def local(parts: Any, division: Division | None) -> Any:
+        def local(parts: A, division: Division | None) -> R:
             if division is None:
                 return self._vmappable(call, plan, parts)
             part = self.part(call, parts, division)
             part_plan = self._plan_of_part(plan, part, division)
             return part.mask(self._vmappable(part.call, part_plan, part.arrays))
 
-        return _run_divided(local, (plan, call), (named.arrays, arrays), named.results, named.split)
+        operands = (named.arrays, arrays)
+        results: R = _run_divided(local, (plan, call), operands, named.results, named.split)
+        return results
 
-    def part(self, call: Any, arrays: Any, division: Division) -> Part:
+    def part(self, call: C, arrays: A, division: Division) -> Part[C, A, R]:
         """One device's part of a call, from its part of the arrays."""
         del division
         return Part(call, arrays)
 
-    def _plan_of_part(self, plan: dispatch.Plan, part: Part, division: Division) -> dispatch.Plan:
+    def _plan_of_part(
+        self, plan: dispatch.Plan, part: Part[C, A, R], division: Division
+    ) -> dispatch.Plan:
         part_plan = self.plan(part.call, part.arrays)
         origin = (plan, *(size for _, size in division.rule.problems))
         part_plan = dataclasses.replace(part_plan, division=str(division), origin=origin)
         sharded.report(origin, part_plan)
         return part_plan
 
-    def _vmappable(self, call: Any, plan: dispatch.Plan, arrays: Any) -> Any:
+    def _vmappable(self, call: C, plan: dispatch.Plan, arrays: A) -> R:
         """`run` with a vmap rule: the default rule would add a grid axis to the kernel."""
 
-        def run(arrays: Any) -> Any:
+        def run(arrays: A) -> R:
             return self.run(call, plan, arrays)
 
-        def run_batched(size: int, batched: Any, arrays: Any) -> Any:
+        def run_batched(size: int, batched: A, arrays: A) -> R:
             return self._run_batched(call, plan, size, batched, arrays)
 
         return vmappable(run, run_batched)(arrays)
 
-    def _run_batched(
-        self, call: Any, plan: dispatch.Plan, size: int, batched: Any, arrays: Any
-    ) -> Any:
+    def _run_batched(self, call: C, plan: dispatch.Plan, size: int, batched: A, arrays: A) -> R:
         if size == 0:
             xla_plan = dataclasses.replace(plan, implementation="xla", config=None)
             one = jax.tree.map(
@@ -237,7 +251,7 @@ class Op(abc.ABC):
             cuda=None if plan.cuda is None else self._noted(plan.cuda, size),
         )
 
-    def _forward(self, call: Any, plan: dispatch.Plan, arrays: Any) -> tuple[Any, Any]:
+    def _forward(self, call: C, plan: dispatch.Plan, arrays: A) -> tuple[R, tuple[A, Any]]:
         # Calls `differentiable` and not `_divided`, so that a second derivative finds this rule and
         # not the kernel.
         with jax.default_matmul_precision(call.request.precision):
@@ -245,14 +259,12 @@ class Op(abc.ABC):
         return self.visible(call, results), (arrays, self.residuals(results))
 
     def _backward(
-        self, call: Any, plan: dispatch.Plan, saved: tuple[Any, Any], cotangents: Any
-    ) -> tuple[Any]:
+        self, call: C, plan: dispatch.Plan, saved: tuple[A, Any], cotangents: R
+    ) -> tuple[A]:
         with jax.default_matmul_precision(call.request.precision):
             return (self._by_platform(self._pulled_back, call, plan, (saved, cotangents)),)
 
-    def _pulled_back(
-        self, call: Any, plan: dispatch.Plan, operands: tuple[tuple[Any, Any], Any]
-    ) -> Any:
+    def _pulled_back(self, call: C, plan: dispatch.Plan, operands: tuple[tuple[A, Any], R]) -> A:
         """The gradients of the arrays, from what `_forward` saved and the cotangents."""
         saved, cotangents = operands
         arrays, _ = saved
@@ -298,7 +310,7 @@ def _of_problems(plan: dispatch.Plan, size: int, batched: dispatch.Plan) -> disp
     return batched
 
 
-def _on(call: Any, platform: str) -> Any:
+def _on[C: Call](call: C, platform: str) -> C:
     """The call once the platform is known."""
     return dataclasses.replace(call, request=call.request.on(platform))
 
@@ -332,9 +344,9 @@ def _run_divided(
     return jax.tree.unflatten(result_treedef, results)
 
 
-def vmappable(
-    run: Callable[[Any], Any], run_batched: Callable[[int, Any, Any], Any]
-) -> Callable[[Any], Any]:
+def vmappable[A, R](
+    run: Callable[[A], R], run_batched: Callable[[int, A, A], R]
+) -> Callable[[A], R]:
     """A function of a tree of arrays with its own vmap rule.
 
     Args:
@@ -358,7 +370,7 @@ def stack(size: int, array: jax.Array, is_batched: bool) -> jax.Array:
     return array if is_batched else jnp.broadcast_to(array, (size, *array.shape))
 
 
-def unstack(size: int, results: Any) -> Any:
+def unstack[R](size: int, results: R) -> R:
     """Splits results of a folded problem along a new leading axis of `size` problems."""
     return jax.tree.map(lambda x: x.reshape(size, x.shape[0] // size, *x.shape[1:]), results)
 
