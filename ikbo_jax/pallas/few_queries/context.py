@@ -140,12 +140,6 @@ class Part(NamedTuple):
     turns: Any  # number of its blocks, from the first on, whose products wait for a turn
 
 
-def rotated(block: Any, rotation: Any, blocks: Any) -> Any:
-    """The number of the block that is loaded as number `block`."""
-    number = block + rotation
-    return jnp.where(number >= blocks, number - blocks, number)
-
-
 @dataclasses.dataclass(frozen=True)
 class Context(WarpgroupContext):
     """The context of a warpgroup.
@@ -231,9 +225,7 @@ class Context(WarpgroupContext):
         )
 
     def visible(self, item: Item, block: Any) -> Visible:
-        """Describes the item's keys in a block; blocks as they are loaded."""
-        if self.is_staggered:
-            block = rotated(block, item.rotation, item.blocks)
+        """Describes the item's keys in a block."""
         return Visible.in_block(item.keys, block, self.config.block_kv)
 
     @property
@@ -250,10 +242,6 @@ class Context(WarpgroupContext):
     def first_column_block(self) -> Any:
         """The first of this consumer's blocks of 64 columns of the values, if they are shared."""
         return self.consumer * (column_blocks(self.shape.head_dim) - MAX_COLUMNS // BLOCK_K)
-
-    @property
-    def is_staggered(self) -> bool:
-        return self.config.stagger and self.operands.lengths is None
 
     @property
     def block_parts(self) -> int:
