@@ -16,7 +16,7 @@ from ikbo_jax.cases.gdpa import APPROX_ERRORS
 from ikbo_jax.ops import dispatch
 from ikbo_jax.ops.gdpa_backward import kernel_vjp
 from ikbo_jax.problems import GdpaBackwardProblem, GdpaBackwardTuning, GdpaProblem
-from ikbo_jax.reference import gdpa_chunked
+from ikbo_jax.reference import gdpa_chunked, gdpa_chunked_vjp
 from ikbo_jax.reference.gdpa import Arrays, Settings
 
 Gradients = tuple[jax.Array, jax.Array, jax.Array]
@@ -123,5 +123,5 @@ def _truth(inputs: Inputs, settings: Settings) -> Any:
 
 
 def _by_xla(inputs: Inputs, settings: Settings) -> Gradients:
-    found: Gradients = gdpa_chunked.chunked_vjp(Arrays(*inputs.arrays), settings, inputs.d_out)
+    found: Gradients = gdpa_chunked_vjp.chunked_vjp(Arrays(*inputs.arrays), settings, inputs.d_out)
     return found

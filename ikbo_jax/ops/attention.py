@@ -108,8 +108,6 @@ def attention(
 
         out[b] = softmax(scale · query[b] · key[u]ᵀ) · value[u],  u = cand_to_user[b]
 
-    without a causal mask, for each head.
-
     Args:
       query: [B, T, N, H], bfloat16, float16 or float32: B candidates (B may be 0), T queries per
         candidate, N heads, head width H.
@@ -122,18 +120,17 @@ def attention(
       scale: factor of the scores, a number that is finite in float32; None means 1 / sqrt(H).
       key_value_seq_lengths: [U] int32, the number of valid keys of every user, values in [0, S]
         (others are clamped; `ikbo_jax.debug.check_lengths` finds them); None means S for every
-        user. Keys and values past the length have no effect, whatever they hold.
+        user. Keys and values past the length have no effect.
       self_key: [B, T_self, K, H], same dtype: further keys, which belong to one candidate; its
         queries attend to all of them in addition to the user's keys. None: there are none. All
-        T · T_self scores of a candidate are in memory at once, so T_self should be small.
+        T · T_self scores of a candidate are in memory at once.
       self_value: [B, T_self, K, H], same dtype; required with `self_key`.
       indices_are_sorted: whether `cand_to_user` is sorted. True saves a sort of B integers and
         copies of the queries. If True is wrong, the op is slower and the result the same, but the
         gradients of the kernel are NaN.
       return_residuals: whether to return lse as well.
-      implementation: None takes the fastest that can run these sizes on the default device, or,
-        without a GPU, where the program is lowered for (`ikbo_jax.export_target`); "mosaic_gpu"
-        (Hopper; bfloat16 and float16) or "xla" take that one or raise.
+      implementation: None takes the fastest on the default device or `ikbo_jax.export_target`;
+        "mosaic_gpu" (Hopper; bfloat16 and float16) or "xla" take that one or raise.
       config: configuration of the "mosaic_gpu" kernel; None takes it from the dispatch table. A
         `FewQueriesConfig` selects the kernel for users with few queries.
 
@@ -145,26 +142,21 @@ def attention(
       products on the "xla" path follow `jax.default_matmul_precision`.
 
       Differentiable in reverse mode with respect to query, key, value, self_key and self_value,
-      through out and lse, at user and candidate batch size. On Hopper a kernel computes gradients
-      in bfloat16 and float16, for the head widths of the forward kernel; XLA computes all others,
-      and derivatives of gradients. Each gradient is summed in f32 and rounded once; the kernel's
-      sums have one order.
+      through out and lse. On Hopper a kernel computes gradients in bfloat16 and float16, for the
+      head widths of the forward kernel; XLA computes others, and derivatives of gradients. Each
+      gradient is summed in f32, by the kernel in one order, and rounded once.
 
     Raises:
       ValueError: a rank is wrong; sizes, dtypes, the index or the lengths disagree; N is not a
         multiple of K; U = 0 with B > 0; H = 0 or K = 0; only one of `self_key` and `self_value` is
-        an array; `scale` is not a number, or not finite in float32; `indices_are_sorted` or
-        `return_residuals` is not a bool; `implementation` is unknown; `config` is neither an
-        `AttentionConfig` nor a `FewQueriesConfig`, or `implementation` is "xla" and `config` not
-        None.
+        an array; `scale` is not finite in float32; a flag is not a bool; `implementation` is
+        unknown; `config` is of another type, or set with `implementation` "xla".
       NotImplementedError: implementation="mosaic_gpu", but the kernel cannot run on this device, or
         with these sizes, this dtype or this `config`; S, N, K or H is a symbolic dimension of
-        `jax.export` (B, U and T may be symbolic on the XLA path); forward-mode differentiation with
-        respect to query, key or value, and to self_key or self_value on Explicit mesh axes. The
-        message says why.
+        `jax.export` (B, U and T may be symbolic on the XLA path); forward-mode differentiation, but
+        for self_key and self_value without Explicit mesh axes. The message says why.
 
-    Source: Meta IKBO, flash attention with in-kernel broadcast, published by Meta on the PyTorch
-    blog.
+    Source: Meta IKBO, flash attention with in-kernel broadcast, on the PyTorch blog.
     """
     arrays = Arrays(query, key, value, cand_to_user, key_value_seq_lengths)
     request = arguments.request(
@@ -177,9 +169,10 @@ def attention(
     )
     attention_arguments.check(query, key, value, cand_to_user, key_value_seq_lengths)
     attention_arguments.check_self_tokens(query, key, self_key, self_value)
+    scale = query.shape[3] ** -0.5 if scale is None else scale
     call = _Call(
         request,
-        query.shape[3] ** -0.5 if scale is None else arguments.finite_number("scale", scale),
+        arguments.finite_number("scale", scale),
         arguments.flag("indices_are_sorted", indices_are_sorted),
         arguments.flag("return_residuals", return_residuals),
     )
@@ -190,9 +183,9 @@ def attention(
         if is_typed(self_tokens):
             self_tokens = reverse_only.operands("attention", self_tokens)
     if 0 in query.shape:
-        given = (arrays, self_tokens)
-        out = dispatch.record_nothing(zeros(query.shape, query.dtype, given), plan)
-        lse = zeros(query.shape[:3], jnp.float32, given)
+        out = zeros(query.shape, query.dtype, (arrays, self_tokens))
+        out = dispatch.record_nothing(out, plan)
+        lse = zeros(query.shape[:3], jnp.float32, (arrays, self_tokens))
     else:
         arrays = reverse_only.operands("attention", arrays)
         out, lse = _attention(call, plan, arrays, self_tokens)

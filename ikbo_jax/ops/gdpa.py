@@ -27,6 +27,7 @@ from ikbo_jax.problems import GdpaBackwardTuning, GdpaConfig, GdpaProblem, Short
 from ikbo_jax.reference import gdpa as reference
 from ikbo_jax.reference import gdpa_chunked, jagged
 from ikbo_jax.reference.gdpa import Arrays, Settings
+from ikbo_jax.reference.gdpa_chunked_vjp import chunked_vjp
 
 
 def gdpa(
@@ -53,12 +54,8 @@ def gdpa(
 
     over the keys j of query i's sequence, for each head. `scale` multiplies the scores before the
     activation, `output_scale` the sum; the defaults do not depend on sizes. With
-    activation="softmax", act is the softmax over the keys of the sequence.
-
-    Sequences are concatenated: sequence b has rows cu_seqlens[b] to cu_seqlens[b + 1] - 1. The
-    function has three uses: self-attention (the same offsets twice), pooling by a few seed queries
-    (`broadcast_q`), and a personalised feed-forward net (many queries; the few keys and values are
-    the weights of its two layers).
+    activation="softmax", act is the softmax over the keys of the sequence. Sequences are
+    concatenated: sequence b has rows cu_seqlens[b] to cu_seqlens[b + 1] - 1.
 
     Args:
       query: [total_q, N, H], bfloat16, float16 or float32: queries of all sequences, N heads, head
@@ -74,14 +71,11 @@ def gdpa(
       cu_seqlens_kv: [batch_kv + 1] int32, offsets of keys and values, likewise. Sequences may be
         empty.
       activation: one of "identity", "relu", "leaky_relu" (slope 0.01), "relu_squared", "gelu" (with
-        erf), "gelu_tanh", "silu", "hardswish" and "softmax"; or a tuple of N names, one for each
-        head.
-      approx: None computes activations exactly. "tanh": gelu_tanh and silu by the GPU's approximate
-        tanh, within 2⁻¹² · |score| of the exact value; other devices use the exact tanh.
-        "tanh_bf16": the same in bfloat16 arithmetic, two scores at a time, within 2⁻⁶ · |score|,
-        for bfloat16 inputs with one activation in all heads; otherwise, and for gradients, as
-        "tanh". "polynomial": gelu by a polynomial on [-3.7, 3.7], within 5.0e-4 of the exact value.
-        Heads with another activation stay exact.
+        erf), "gelu_tanh", "silu", "hardswish" and "softmax"; or a tuple with a name for each head.
+      approx: None computes activations exactly. "tanh": gelu_tanh and silu within 2⁻¹² · |score|;
+        "tanh_bf16": within 2⁻⁶ · |score|, for bfloat16 inputs with one activation in all heads,
+        otherwise, and for gradients, as "tanh"; "polynomial": gelu within 5.0e-4. Heads with
+        another activation, and other devices than GPUs, compute exactly.
       scale: factor of the scores before the activation, a number that is finite in float32.
       output_scale: factor of the result, a number that is finite in float32.
       q_to_kv: [batch] int32, the key-value sequence of every query sequence (the user of a
@@ -90,9 +84,8 @@ def gdpa(
         `ikbo_jax.debug.check_index` finds them.
       broadcast_q: whether all sequences have the same T queries. The number of sequences is then
         the size of `q_to_kv`, or batch_kv if `q_to_kv` is None.
-      max_seqlen_q: bound of the queries' lengths, known while tracing; shortens the list of tiles.
-        Rows of a sequence beyond it are ignored and have result 0. `ikbo_jax.debug.check_offsets`
-        finds a bound that is too small.
+      max_seqlen_q: bound of the queries' lengths, known while tracing. Rows of a sequence beyond it
+        are ignored and have result 0; `ikbo_jax.debug.check_offsets` finds a bound too small.
       max_seqlen_kv: bound of the keys' lengths, likewise; keys beyond it have no effect.
       implementation: None takes the kernel wherever it can run, unless a near row of the dispatch
         table prefers XLA; "mosaic_gpu" or "xla" take that one or raise. The kernel takes bfloat16
@@ -107,48 +100,29 @@ def gdpa(
       are multiplied by the values (in float16, activated scores above 65504 become inf). f32
       products follow `jax.default_matmul_precision`.
 
-      Differentiable in reverse mode with respect to query, key and value. The gradients of
-      keys and values are summed over the query sequences that share them, the gradient of broadcast
-      queries over all sequences. Gradients are summed in f32, in a deterministic order, and rounded
-      once; the scores are never all in memory at once. Rows outside all sequences have gradient 0.
+      Differentiable in reverse mode with respect to query, key and value. Gradients are summed in
+      f32, over all sequences that share keys, values or queries, in a deterministic order, and
+      rounded once; scores are never all in memory. Rows outside all sequences have gradient 0.
 
     Raises:
       ValueError: a rank is wrong; sizes, dtypes, offsets or the index disagree; N is not a multiple
         of K; an activation is unknown, or the number of names is not N; `approx` is unknown or
-        applies to none of the activations; `scale` or `output_scale` is not a number, or not finite
-        in float32; a `max_seqlen_*` is not an integer of at least 0; `broadcast_q` is not a bool;
-        both `cu_seqlens_q` and `broadcast_q` are set, or neither; `implementation` is unknown;
-        `config` is neither a `GdpaConfig` nor a `ShortGdpaConfig`, or `implementation` is "xla" and
-        `config` not None.
+        applies to none of the activations; a scale is not finite in float32; a `max_seqlen_*` is
+        not an integer of at least 0; `broadcast_q` is not a bool; both `cu_seqlens_q` and
+        `broadcast_q` are set, or neither; `implementation` is unknown; `config` is of another type,
+        or set with `implementation` "xla".
       NotImplementedError: implementation="mosaic_gpu", but the kernel cannot run on this device, or
         with these sizes, this dtype, activation or `config`; N, K or H is a symbolic dimension of
         `jax.export` (rows and batches may be symbolic on the XLA path); a third derivative;
         forward-mode differentiation. The message says why.
 
-    Source: Meta, generalised dot-product attention (GDPA), published with its kernels for ads
-    models.
+    Source: Meta, generalised dot-product attention (GDPA), with kernels for ads models.
     """
     arrays = Arrays(query, key, value, cu_seqlens_q, cu_seqlens_kv, q_to_kv)
     request = arguments.request("gdpa", implementation, config, arrays, GdpaConfig, ShortGdpaConfig)
-    broadcast_q = arguments.flag("broadcast_q", broadcast_q)
-    gdpa_arguments.check_arrays(arrays)
-    gdpa_arguments.check_sequences(arrays, broadcast_q)
-    activations = gdpa_arguments.activations_of(activation, query.shape[1])
-    gdpa_arguments.check_approx(approx, activations)
-    settings = Settings(
-        activations,
-        approx,
-        arguments.finite_number("scale", scale),
-        arguments.finite_number("output_scale", output_scale),
-        broadcast_q,
-        gdpa_arguments.bound("max_seqlen_q", max_seqlen_q, query.shape[0]),
-        gdpa_arguments.bound("max_seqlen_kv", max_seqlen_kv, key.shape[0]),
+    settings = gdpa_arguments.settings(
+        arrays, activation, approx, scale, output_scale, broadcast_q, max_seqlen_q, max_seqlen_kv
     )
-    if broadcast_q and settings.max_seqlen_q is not None and settings.max_seqlen_q < query.shape[0]:
-        raise ValueError(
-            f"max_seqlen_q is {settings.max_seqlen_q} but every sequence has the query's "
-            f"T={query.shape[0]} rows"
-        )
     call = _Call(request, settings)
     plan = _OP.plan(call, arrays)
     shape = reference.out_shape(arrays, settings)
@@ -196,7 +170,7 @@ def _run_vjp_vmappable(call: _Call, residuals: _Residuals) -> Gradients:
         tuning = call.gradient_tuning
         if tuning is None:
             arrays, _, _, d_out = residuals
-            return gdpa_chunked.chunked_vjp(arrays, call.settings, d_out, dtype=call.gradient_dtype)
+            return chunked_vjp(arrays, call.settings, d_out, dtype=call.gradient_dtype)
 
         def launch(residuals: _Residuals) -> Gradients:
             arrays, out, lse, d_out = residuals
@@ -277,7 +251,7 @@ def _pull_back_gradients(
 
     def of(*inputs: jax.Array) -> tuple[Gradients, jax.Array]:
         given = arrays._replace(query=inputs[0], key=inputs[1], value=inputs[2])
-        gradients: Gradients = gdpa_chunked.chunked_vjp(given, call.settings, d_out)
+        gradients: Gradients = chunked_vjp(given, call.settings, d_out)
         return gradients, gdpa_chunked.chunked(given, call.settings)[0]
 
     primals = arrays.query, arrays.key, arrays.value

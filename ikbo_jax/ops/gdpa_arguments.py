@@ -12,7 +12,37 @@ from jax import lax
 
 from ikbo_jax.ops import arguments
 from ikbo_jax.reference.activations import ACTIVATIONS, APPROXIMATIONS
-from ikbo_jax.reference.gdpa import Arrays
+from ikbo_jax.reference.gdpa import Arrays, Settings
+
+
+def settings(
+    arrays: Arrays,
+    activation: str | tuple[str, ...],
+    approx: str | None,
+    scale: float,
+    output_scale: float,
+    broadcast_q: bool,
+    max_seqlen_q: int | None,
+    max_seqlen_kv: int | None,
+) -> Settings:
+    """Checks all arguments of `gdpa`; raises ValueError, quoting both conflicting values."""
+    broadcast_q = arguments.flag("broadcast_q", broadcast_q)
+    check_arrays(arrays)
+    check_sequences(arrays, broadcast_q)
+    rows = arrays.query.shape[0]
+    activations = activations_of(activation, arrays.query.shape[1])
+    check_approx(approx, activations)
+    scales = (
+        arguments.finite_number("scale", scale),
+        arguments.finite_number("output_scale", output_scale),
+    )
+    most_q = bound("max_seqlen_q", max_seqlen_q, rows)
+    most_kv = bound("max_seqlen_kv", max_seqlen_kv, arrays.key.shape[0])
+    if broadcast_q and most_q is not None and most_q < rows:
+        raise ValueError(
+            f"max_seqlen_q is {most_q} but every sequence has the query's T={rows} rows"
+        )
+    return Settings(activations, approx, *scales, broadcast_q, most_q, most_kv)
 
 
 def check_arrays(arrays: Arrays) -> None:

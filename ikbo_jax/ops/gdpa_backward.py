@@ -54,9 +54,9 @@ def kernel_vjp(
     """Pulls a cotangent of the result back to query, key and value, like `chunked_vjp`.
 
     Args:
-      arrays: as in `reference.gdpa_chunked.chunked_vjp`; the kernels must be legal
+      arrays: as in `reference.gdpa_chunked_vjp.chunked_vjp`; the kernels must be legal
         (`problems.gdpa_backward.illegal_reason`).
-      settings: as in `reference.gdpa_chunked.chunked_vjp`.
+      settings: as in `reference.gdpa_chunked_vjp.chunked_vjp`.
       d_out: cotangent of the result, in the shape and dtype of the result.
       num_sms: number of streaming multiprocessors of the device.
       out: the result; only needed with a softmax.

@@ -1,9 +1,9 @@
-"""Generalised dot-product attention in XLA, a few tiles at a time, and its gradient.
+"""Generalised dot-product attention by XLA, a few tiles at a time.
 
 For the definition see `gdpa`. Sequences are cut into tiles (see `jagged`). A step takes a few tiles
 of queries (or of keys), and loops over the tiles of keys (or of queries) that share their key-value
 sequence; so scores and copies of rows exist for one step at a time. Only the device knows the
-lengths of these loops, so they have no reverse mode, and `chunked_vjp` is written by hand.
+lengths of these loops, so they have no reverse mode, and `gdpa_chunked_vjp` is written by hand.
 
 Source: the chunked softmax follows Milakov and Gimelshein, "Online normalizer calculation for
 softmax", 2018.
@@ -69,7 +69,7 @@ def blocking(arrays: Arrays, settings: Settings) -> Blocking:
     kv_rows = _tile_rows(mean_kv, settings.max_seqlen_kv, MAX_KV_ROWS)
     elements = max(q_rows * q_heads, kv_rows * kv_heads) * width
     most = max(min(MAX_SCORES // (q_heads * q_rows * kv_rows), MAX_ELEMENTS // elements), 1)
-    longest = _longest(arrays, settings)
+    longest = find_longest(arrays, settings)
     q_tiles = jagged.most_tiles(batch, out_shape(arrays, settings)[0], q_rows, longest.q)
     kv_tiles = jagged.most_tiles(batch_kv, total_kv, kv_rows, longest.kv)
     per_step = (
@@ -86,7 +86,8 @@ class _Longest(NamedTuple):
     kv: int | None
 
 
-def _longest(arrays: Arrays, settings: Settings) -> _Longest:
+def find_longest(arrays: Arrays, settings: Settings) -> _Longest:
+    """Bounds the lengths of sequences, as far as they are known while tracing."""
     q = arrays.query.shape[0] if settings.broadcast_q else settings.max_seqlen_q
     return _Longest(q, settings.max_seqlen_kv)
 
@@ -104,14 +105,15 @@ def _tile_rows(mean: int, longest: int | None, most: int) -> int:
     return rows if longest is None else min(rows, max(longest, 1))
 
 
-class _Tilings(NamedTuple):
+class Tilings(NamedTuple):
     """All tiles of queries and of keys."""
 
     q: jagged.Tiling
     kv: jagged.Tiling
 
 
-def _tilings(arrays: Arrays, settings: Settings, blocks: Blocking | None) -> _Tilings:
+def make_tilings(arrays: Arrays, settings: Settings, blocks: Blocking | None) -> Tilings:
+    """Cuts all sequences into tiles."""
     query, key, _, cu_q, cu_kv, q_to_kv = arrays
     blocks = blocks or blocking(arrays, settings)
     batch, batch_kv = num_sequences(arrays), cu_kv.shape[0] - 1
@@ -124,7 +126,7 @@ def _tilings(arrays: Arrays, settings: Settings, blocks: Blocking | None) -> _Ti
         assert cu_q is not None
         start, length = jagged.bounds(cu_q, query.shape[0], settings.max_seqlen_q)
         sequences = jagged.Sequences(start, start, length, kv_of)
-    longest = _longest(arrays, settings)
+    longest = find_longest(arrays, settings)
     most = jagged.most_tiles(batch, out_shape(arrays, settings)[0], blocks.q_rows, longest.q)
     q = jagged.tile(sequences, batch_kv, blocks.q_rows, blocks.q_tiles, most)
     start, length = jagged.bounds(cu_kv, key.shape[0], settings.max_seqlen_kv)
@@ -137,7 +139,7 @@ def _tilings(arrays: Arrays, settings: Settings, blocks: Blocking | None) -> _Ti
         blocks.kv_tiles,
         most,
     )
-    return _Tilings(q, kv)
+    return Tilings(q, kv)
 
 
 def chunked(
@@ -153,9 +155,9 @@ def chunked(
       softmax. Sums are f32; weights are rounded to the values' dtype for the product with them. f32
       products follow `jax.default_matmul_precision`.
     """
-    tilings = _tilings(arrays, settings, blocks)
+    tilings = make_tilings(arrays, settings, blocks)
     kv_heads = arrays.key.shape[1]
-    most_kv = _most_tiles_of_one(_longest(arrays, settings).kv, tilings.kv)
+    most_kv = most_tiles_of_one(find_longest(arrays, settings).kv, tilings.kv)
     shape = out_shape(arrays, settings)
     has_softmax = SOFTMAX in settings.activations
     out = jnp.zeros_like(arrays.query, shape=shape)
@@ -163,7 +165,7 @@ def chunked(
 
     def step(carry: tuple, tiles: jagged.Tiles) -> tuple[tuple, None]:
         out, lse = carry
-        q = _fold(jagged.gather(arrays.query, tiles, tilings.q.size), kv_heads)
+        q = fold(jagged.gather(arrays.query, tiles, tilings.q.size), kv_heads)
         first, number = jagged.tile_range(tiles, tilings.kv)
 
         def add_tile(index: jax.Array, state: Softmax) -> Softmax:
@@ -171,14 +173,14 @@ def chunked(
             keys, values = (
                 jagged.gather(x, kv_tiles, tilings.kv.size) for x in (arrays.key, arrays.value)
             )
-            mask = _pair_mask(tilings, tiles, kv_tiles)
-            products = _product("gkqh,gksh->gkqs", q, keys)
+            mask = pair_mask(tilings, tiles, kv_tiles)
+            products = product("gkqh,gksh->gkqs", q, keys)
             weights, state = _weights(products, mask, settings, state)
-            products = _product("gkqs,gksh->gkqh", _fold(weights, kv_heads), values)
-            return state._replace(weighted=state.weighted + _unfold(products, shape[1]))
+            products = product("gkqs,gksh->gkqh", fold(weights, kv_heads), values)
+            return state._replace(weighted=state.weighted + unfold(products, shape[1]))
 
-        start = Softmax.of_none(_unfold(q, shape[1]))
-        state = _for_tiles(number, most_kv, add_tile, start)
+        start = Softmax.of_none(unfold(q, shape[1]))
+        state = for_tiles(number, most_kv, add_tile, start)
         result, tile_lse = _normalise(state, settings)
         result = result * jnp.float32(settings.output_scale)
         if tile_lse is not None:
@@ -189,129 +191,12 @@ def chunked(
     return out, lse
 
 
-def chunked_vjp(
-    arrays: Arrays,
-    settings: Settings,
-    d_out: jax.Array,
-    blocks: Blocking | None = None,
-    dtype: Any = None,
-) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Pulls a cotangent of `out` back to query, key and value.
-
-    With S the scores, A = act(S) and dA = d_out · valueᵀ: dS = dA ∘ act'(S), and of a softmax
-    A ∘ (dA − rowsum(A ∘ dA)); d_query = scale · output_scale · dS · key,
-    d_key = scale · output_scale · dSᵀ · query and d_value = output_scale · Aᵀ · d_out. The scales
-    multiply f32 sums, so small scales cost dS no precision in f16. S is recomputed twice: once in
-    steps of tiles of queries, and once in steps of tiles of keys, each with all tiles of queries
-    that share it. So each sum is computed in one place and in one order. The steps of tiles of
-    queries compute S of a softmax before, too, for the sums over its keys.
-
-    Args (the others are as for `chunked`):
-      d_out: cotangent of out.
-      dtype: dtype of the gradients of key and value; None means the inputs'.
-
-    Returns:
-      Gradients of query, key and value in their shapes and dtypes, each summed in f32 and rounded
-      once.
-    """
-    tilings = _tilings(arrays, settings, blocks)
-    query, key, value = arrays[:3]
-    kv_heads = key.shape[1]
-    longest = _longest(arrays, settings)
-    most_kv = _most_tiles_of_one(longest.kv, tilings.kv)
-    # Several sequences of queries may share a sequence of keys.
-    most_q = _most_tiles_of_one(longest.q, tilings.q) if arrays.q_to_kv is None else None
-    has_softmax = SOFTMAX in settings.activations
-
-    def rows_of(tiles: jagged.Tiles, sums: jax.Array | None) -> _Rows:
-        # Cotangents and sums are read where the results were written.
-        written = tiles._replace(source=tiles.target)
-        size = tilings.q.size
-        found = None
-        if sums is not None:
-            sums = jagged.gather(sums, written, size)
-            found = Softmax(sums[..., 0], sums[..., 1], sums[..., 2:])
-        return _Rows(
-            _fold(jagged.gather(query, tiles, size), kv_heads),
-            _fold(jagged.gather(d_out, written, size), kv_heads),
-            found,
-        )
-
-    def keys_of(tiles: jagged.Tiles) -> tuple[jax.Array, jax.Array]:
-        size = tilings.kv.size
-        return jagged.gather(key, tiles, size), jagged.gather(value, tiles, size)
-
-    def for_queries(carry: Any, tiles: jagged.Tiles) -> tuple[tuple, None]:
-        d_query, row_sums = carry
-        rows = rows_of(tiles, None)
-        first, number = jagged.tile_range(tiles, tilings.kv)
-
-        def keys_at(index: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-            kv_tiles = jagged.tile_at(tilings.kv, first, number, index)
-            return *keys_of(kv_tiles), _pair_mask(tilings, tiles, kv_tiles)
-
-        def add_sums(index: jax.Array, state: Softmax) -> Softmax:
-            keys, values, mask = keys_at(index)
-            products, d_weights = _products(rows, keys, values, settings)
-            masked = jnp.where(mask, directed(products, settings.scale), -jnp.inf)
-            return state.plus_gradients(masked, d_weights, settings.scale)
-
-        if has_softmax:
-            start = Softmax.of_none(_unfold(rows.query, query.shape[1])[..., :1])
-            state = _for_tiles(number, most_kv, add_sums, start)
-            rows = rows._replace(softmax=state)
-            sums = jnp.stack((*state[:2], state.weighted[..., 0]), axis=-1)
-            row_sums = jagged.scatter(row_sums, tiles, sums)
-
-        def add_tile(index: jax.Array, d_q: jax.Array) -> jax.Array:
-            keys, values, mask = keys_at(index)
-            _, d_scores = _pull_back(rows, keys, values, mask, settings)
-            return d_q + _product("gkqs,gksh->gkqh", d_scores, keys)
-
-        d_q = _for_tiles(number, most_kv, add_tile, jnp.zeros_like(rows.query, jnp.float32))
-        d_q = _unfold(d_q, query.shape[1]) * jnp.float32(settings.scale * settings.output_scale)
-        return (jagged.scatter(d_query, tiles, d_q), row_sums), None
-
-    def for_keys(carry: tuple, tiles: jagged.Tiles) -> tuple[tuple, None]:
-        d_key, d_value = carry
-        keys, values = keys_of(tiles)
-        first, number = jagged.tile_range(tiles, tilings.q)
-
-        def add_tile(index: jax.Array, sums: tuple) -> tuple:
-            q_tiles = jagged.tile_at(tilings.q, first, number, index)
-            rows = rows_of(q_tiles, row_sums)
-            weights, d_scores = _pull_back(
-                rows, keys, values, _pair_mask(tilings, q_tiles, tiles), settings
-            )
-            d_k = _product("gkqs,gkqh->gksh", d_scores, rows.query)
-            d_v = _product("gkqs,gkqh->gksh", weights, rows.d_out)
-            return sums[0] + d_k, sums[1] + d_v
-
-        zeros = jnp.zeros_like(keys, jnp.float32)
-        d_k, d_v = _for_tiles(number, most_q, add_tile, (zeros, zeros))
-        d_k = d_k * jnp.float32(settings.scale * settings.output_scale)
-        d_v = d_v * jnp.float32(settings.output_scale)
-        return (jagged.scatter(d_key, tiles, d_k), jagged.scatter(d_value, tiles, d_v)), None
-
-    shape = out_shape(arrays, settings)
-    d_dtype = jnp.float32 if settings.broadcast_q else query.dtype
-    zeros = jnp.zeros_like(query, d_dtype, shape)
-    row_sums = jnp.zeros_like(query, jnp.float32, (*shape[:2], 3)) if has_softmax else None
-    carry: Any = (zeros, row_sums)
-    (d_query, row_sums), _ = jax.lax.scan(for_queries, carry, jagged.steps(tilings.q))
-    if settings.broadcast_q:
-        d_query = jnp.sum(d_query.reshape(-1, *query.shape), axis=0).astype(query.dtype)
-    start = (jnp.zeros_like(key, dtype), jnp.zeros_like(value, dtype))
-    (d_key, d_value), _ = jax.lax.scan(for_keys, start, jagged.steps(tilings.kv))
-    return d_query, d_key, d_value
-
-
-def _most_tiles_of_one(longest: int | None, tiling: jagged.Tiling) -> int | None:
+def most_tiles_of_one(longest: int | None, tiling: jagged.Tiling) -> int | None:
     """The largest number of tiles of one sequence; None if unknown while tracing."""
     return None if longest is None else -(-longest // tiling.size)
 
 
-def _for_tiles(
+def for_tiles(
     number: jax.Array, most: int | None, body: Callable[[Any, Any], Any], start: Any
 ) -> Any:
     """The last state of `body(index, state)` for index 0, 1, ... below the largest `number`.
@@ -328,39 +213,28 @@ def _for_tiles(
     return state
 
 
-class _Rows(NamedTuple):
-    """Rows of tiles of queries, for the gradient.
-
-    query and d_out: [tiles, K, rows · N / K, H]; softmax: over all keys, [tiles, N, rows].
-    """
-
-    query: jax.Array
-    d_out: jax.Array
-    softmax: Softmax | None
-
-
-def _fold(array: jax.Array, kv_heads: int) -> jax.Array:
+def fold(array: jax.Array, kv_heads: int) -> jax.Array:
     """[tiles, N, rows, X] as [tiles, K, rows · N / K, X]: joins heads with one key head."""
     return array.reshape(array.shape[0], kv_heads, -1, array.shape[-1])
 
 
-def _unfold(array: jax.Array, q_heads: int) -> jax.Array:
-    """The inverse of `_fold`."""
+def unfold(array: jax.Array, q_heads: int) -> jax.Array:
+    """The inverse of `fold`."""
     return array.reshape(array.shape[0], q_heads, -1, array.shape[-1])
 
 
-def _product(axes: str, a: jax.Array, b: jax.Array) -> jax.Array:
+def product(axes: str, a: jax.Array, b: jax.Array) -> jax.Array:
     """einsum of `a`, rounded to the dtype of `b`, and `b`, with an f32 result."""
     return jnp.einsum(axes, a.astype(b.dtype), b, preferred_element_type=jnp.float32)
 
 
-def _pair_mask(tilings: _Tilings, q: jagged.Tiles, kv: jagged.Tiles) -> jax.Array:
+def pair_mask(tilings: Tilings, q: jagged.Tiles, kv: jagged.Tiles) -> jax.Array:
     """Mask of the pairs of existing rows: [tiles, 1, q_rows, kv_rows] bool."""
     is_query, is_key = jagged.row_mask(q, tilings.q.size), jagged.row_mask(kv, tilings.kv.size)
     return is_query[:, None, :, None] & is_key[:, None, None, :]
 
 
-def _heads_by_activation(settings: Settings) -> list[tuple[str, slice]]:
+def heads_by_activation(settings: Settings) -> list[tuple[str, slice]]:
     """(activation, heads) for consecutive heads with the same activation, computed together."""
     groups, start = [], 0
     for name, heads in itertools.groupby(settings.activations):
@@ -370,7 +244,8 @@ def _heads_by_activation(settings: Settings) -> list[tuple[str, slice]]:
     return groups
 
 
-def _join(parts: list[jax.Array]) -> jax.Array:
+def join(parts: list[jax.Array]) -> jax.Array:
+    """Concatenates the parts of `heads_by_activation`."""
     return parts[0] if len(parts) == 1 else jnp.concatenate(parts, axis=1)
 
 
@@ -383,7 +258,7 @@ def _weights(
     folded_products: jax.Array, mask: jax.Array, settings: Settings, state: Softmax
 ) -> tuple[jax.Array, Softmax]:
     """Weights [tiles, N, rows, keys] of one step, and the previous sums relative to its maxima."""
-    products = _unfold(folded_products, len(settings.activations))
+    products = unfold(folded_products, len(settings.activations))
     scores = products * jnp.float32(settings.scale)
     exponentials = scores
     if SOFTMAX in settings.activations:
@@ -395,9 +270,9 @@ def _weights(
         exponentials[:, heads]
         if name == SOFTMAX
         else elementwise(name, settings.approx).value(scores[:, heads])
-        for name, heads in _heads_by_activation(settings)
+        for name, heads in heads_by_activation(settings)
     ]
-    return jnp.where(mask, _join(parts), 0.0), state
+    return jnp.where(mask, join(parts), 0.0), state
 
 
 def _normalise(state: Softmax, settings: Settings) -> tuple[jax.Array, jax.Array | None]:
@@ -407,39 +282,3 @@ def _normalise(state: Softmax, settings: Settings) -> tuple[jax.Array, jax.Array
     is_softmax = _is_softmax(settings)
     out, lse = normalise(state.weighted, state.total, scaled(state.row_max, settings.scale))
     return jnp.where(is_softmax[..., None], out, state.weighted), jnp.where(is_softmax, lse, 0.0)
-
-
-def _products(
-    rows: _Rows, keys: jax.Array, values: jax.Array, settings: Settings
-) -> tuple[jax.Array, jax.Array]:
-    """Products of queries and keys, and gradients of weights: [tiles, N, rows, keys]."""
-
-    def products(rows: jax.Array, keys: jax.Array) -> jax.Array:
-        return _unfold(_product("gkqh,gksh->gkqs", rows, keys), len(settings.activations))
-
-    return products(rows.query, keys), products(rows.d_out, values)
-
-
-def _pull_back(
-    rows: _Rows, keys: jax.Array, values: jax.Array, mask: jax.Array, settings: Settings
-) -> tuple[jax.Array, jax.Array]:
-    """Weights, and gradients of scores divided by both scales: [tiles, K, rows · N / K, keys]."""
-    products, d_weights = _products(rows, keys, values, settings)
-    scores = products * jnp.float32(settings.scale)
-    weights, d_scores = [], []
-    for name, heads in _heads_by_activation(settings):
-        s, d_w = scores[:, heads], d_weights[:, heads]
-        if name == SOFTMAX:
-            assert rows.softmax is not None
-            masked = jnp.where(mask, directed(products[:, heads], settings.scale), -jnp.inf)
-            state = Softmax(*(x[:, heads] for x in rows.softmax))
-            weight, d_score = state.pull_back(masked, d_w, settings.scale)
-            weights.append(weight)
-            d_scores.append(d_score)
-        else:
-            activation = elementwise(name, settings.approx)
-            weights.append(activation.value(s))
-            d_scores.append(activation.slope(s) * d_w)
-    results = (jnp.where(mask, _join(parts), 0.0) for parts in (weights, d_scores))
-    folded = tuple(_fold(x, keys.shape[1]) for x in results)
-    return folded[0], folded[1]

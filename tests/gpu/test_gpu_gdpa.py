@@ -24,7 +24,7 @@ from ikbo_jax.problems.gdpa import MAX_BLOCK_KV
 from ikbo_jax.problems.hopper import TILE_ROWS
 from ikbo_jax.reference import activations as reference_activations
 from ikbo_jax.reference import gdpa as reference
-from ikbo_jax.reference import gdpa_chunked
+from ikbo_jax.reference import gdpa_chunked, gdpa_chunked_vjp
 
 pytestmark = pytest.mark.gpu
 
@@ -340,7 +340,7 @@ def test_gdpa_gradients_of_the_kernel_are_those_of_xla(activation):
     def of_xla(dtype):
         floats = (x.astype(dtype) for x in arrays[:3])
         cast = reference.Arrays(*floats, *arrays[3:])
-        return gdpa_chunked.chunked_vjp(cast, settings, d_out.astype(dtype))
+        return gdpa_chunked_vjp.chunked_vjp(cast, settings, d_out.astype(dtype))
 
     with jax.default_matmul_precision("highest"):
         wide = of_xla(jnp.float32)

@@ -21,7 +21,7 @@ from ikbo_jax.pallas.worklist import work_kernel
 from ikbo_jax.problems import GdpaBackwardConfig, gdpa_backward
 from ikbo_jax.problems.gdpa_backward import HEAD_DIMS
 from ikbo_jax.reference import gdpa as reference
-from ikbo_jax.reference import gdpa_chunked
+from ikbo_jax.reference import gdpa_chunked, gdpa_chunked_vjp
 from ikbo_jax.reference.gdpa import Arrays, Settings
 
 pytestmark = pytest.mark.gpu
@@ -77,7 +77,7 @@ def expected_and_plain(arrays: Arrays, settings: Settings, d_out: jax.Array) -> 
 
     wide = tuple(x.astype(jnp.float32) for x in arrays[:3])
     expected = jax.vjp(oracle, *wide)[1](d_out.astype(jnp.float32))
-    plain = gdpa_chunked.chunked_vjp(arrays, settings, d_out)
+    plain = gdpa_chunked_vjp.chunked_vjp(arrays, settings, d_out)
     return expected, plain
 
 

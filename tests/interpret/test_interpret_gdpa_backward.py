@@ -22,7 +22,7 @@ from ikbo_jax.ops import gdpa
 from ikbo_jax.ops import gdpa_backward as op
 from ikbo_jax.pallas.gdpa_backward import softmax
 from ikbo_jax.problems import GdpaBackwardConfig, gdpa_backward
-from ikbo_jax.reference import gdpa_chunked
+from ikbo_jax.reference import gdpa_chunked, gdpa_chunked_vjp
 from ikbo_jax.reference.gdpa import Arrays, Settings
 
 pytestmark = [pytest.mark.usefixtures("on_cpu"), pytest.mark.slow]
@@ -141,7 +141,7 @@ def forward(arrays: Arrays, settings: Settings) -> tuple[jax.Array | None, jax.A
 )
 def plain_vjp(arrays: Arrays, settings: Settings, d_out: jax.Array) -> tuple[jax.Array, ...]:
     """What plain jnp makes of the arrays in their own dtype."""
-    return gdpa_chunked.chunked_vjp(arrays, settings, d_out)
+    return gdpa_chunked_vjp.chunked_vjp(arrays, settings, d_out)
 
 
 def assert_correct(

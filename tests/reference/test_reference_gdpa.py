@@ -19,7 +19,7 @@ from jax.extend.core import jaxprs_in_params
 from problems_gdpa import ACTIVATIONS, SHAPES, Shape
 
 from ikbo_jax.reference import gdpa as reference
-from ikbo_jax.reference import gdpa_chunked
+from ikbo_jax.reference import gdpa_chunked, gdpa_chunked_vjp
 from ikbo_jax.reference.gdpa import Arrays, Settings
 
 pytestmark = pytest.mark.slow
@@ -63,7 +63,7 @@ def oracle(arrays: Arrays, settings: Settings, d_out: jax.Array) -> tuple[jax.Ar
 @functools.partial(jax.jit, static_argnums=(1, 3))
 def ours(arrays: Arrays, settings: Settings, d_out: jax.Array, blocks=None) -> tuple:
     out, _ = gdpa_chunked.chunked(arrays, settings, blocks)
-    return out, gdpa_chunked.chunked_vjp(arrays, settings, d_out, blocks)
+    return out, gdpa_chunked_vjp.chunked_vjp(arrays, settings, d_out, blocks)
 
 
 @functools.partial(jax.jit, static_argnums=1)
@@ -315,7 +315,7 @@ def test_memory_holds_no_more_than_a_step(is_pma: bool) -> None:
     rowwise = 2 * 4 * out.shape[0] * HEADS
     # The gradients of all sequences' copies of the broadcast queries, in f32.
     rowwise += 4 * BATCH * 32 * HEADS * WIDTH if is_pma else 0
-    found = bytes_of(gdpa_chunked.chunked_vjp, out)
+    found = bytes_of(gdpa_chunked_vjp.chunked_vjp, out)
     assert found < step + rowwise + 2 * 2 * ROWS * HEADS * WIDTH
     assert step < SCORES_BYTES / 5
 
@@ -367,4 +367,4 @@ def test_short_loops_over_tiles_are_unrolled(max_seqlen_kv, expected) -> None:
     out, _ = jax.eval_shape(lambda x: gdpa_chunked.chunked(x, settings), arrays)
     # That of the queries loops over the keys twice, at first for the softmax's sums. That of the
     # keys loops over the seeds, whose number is known.
-    assert loops(gdpa_chunked.chunked_vjp, out) == 2 * expected
+    assert loops(gdpa_chunked_vjp.chunked_vjp, out) == 2 * expected

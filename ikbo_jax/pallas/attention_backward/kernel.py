@@ -137,13 +137,7 @@ def attention_backward_kernel(
     users, kv_len, kv_heads, _ = key.shape
     group = q_heads // kv_heads
     sizes = Sizes(
-        batch=batch,
-        users=users,
-        kv_len=kv_len,
-        q_len=q_len,
-        group=group,
-        block_q=config.block_q,
-        splits=config.splits,
+        *(batch, users, kv_len, q_len, group, config.block_q, config.splits),
         is_sorted=indices_are_sorted,
         tile_rows=config.tile_rows,
     )

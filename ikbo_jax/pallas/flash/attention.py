@@ -160,18 +160,9 @@ def attention_kernel(
     is_searched = TILE_ROWS // max(q_len, 1) + 2 <= warps.LANES and head_dim <= 192
     if q_len and q_len < WGMMA_M and not is_searched and users > 1:
         run_ends = work_order.run_ends(jnp.clip(cand_to_user, 0, users - 1))
-    operands = Operands(
-        query.reshape(batch * q_len, q_heads, head_dim),
-        key,
-        value,
-        cand_to_user,
-        key_value_seq_lengths,
-        order,
-        run_ends,
-        cuts,
-        cut_counts,
-        targets=targets,
-    )
+    rows = query.reshape(batch * q_len, q_heads, head_dim)
+    lists = cand_to_user, key_value_seq_lengths, order, run_ends, cuts, cut_counts
+    operands = Operands(rows, key, value, *lists, targets=targets)
     out, lse = _launch(operands, shape, config, "ikbo_attention", return_residuals, interpret)
     return out.reshape(query.shape), None if lse is None else lse.reshape(query.shape[:-1])
 
