@@ -427,9 +427,8 @@ def _tune(args: argparse.Namespace) -> int:
         problem = args.problem(args)
         if (reason := hopper_unavailable_reason()) is not None:
             raise RuntimeError(reason)
-        tune = getattr(autotune, f"tune_{problem.op}")
         with autotune.console_progress() as progress:
-            row = tune(problem, progress=progress, limit=args.limit)
+            row = autotune.tune(problem, progress=progress, limit=args.limit)
     except (OSError, RuntimeError, ValueError) as error:
         print(f"ikbo-jax tune: {error}", file=sys.stderr)
         return UNUSABLE

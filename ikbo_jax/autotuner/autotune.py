@@ -19,20 +19,12 @@ from typing import Any
 from ikbo_jax.autotuner.bench import Task
 from ikbo_jax.autotuner.contest import Contest, Verdict, brief
 from ikbo_jax.autotuner.session import Interrupted, Progress, Session
-from ikbo_jax.problems import (
-    AttentionBackwardProblem,
-    AttentionProblem,
-    GdpaBackwardProblem,
-    GdpaProblem,
-    LinearCompressionBackwardProblem,
-    LinearCompressionProblem,
-    Problem,
-)
+from ikbo_jax.problems import GdpaBackwardProblem, GdpaProblem, Problem
 from ikbo_jax.tuning import user_cache
 
 
-def tune_linear_compression(
-    problem: LinearCompressionProblem,
+def tune(
+    problem: Problem,
     *,
     progress: Progress | None = None,
     limit: int | None = None,
@@ -41,7 +33,9 @@ def tune_linear_compression(
     """Finds the fastest configuration, or XLA, for a problem on this device.
 
     Writes a row to the user's cache if the winner is faster than the choice of the dispatch table
-    by more than the noise.
+    by more than the noise. Users of attention have all S keys. All rows of gdpa belong to
+    sequences, whose lengths are spread evenly around their mean, up to `max_seqlen_q` and
+    `max_seqlen_kv`.
 
     Args:
       problem: sizes and dtype.
@@ -57,101 +51,15 @@ def tune_linear_compression(
       more than 2 % faster than the best configuration, or no configuration worked.
 
     Raises:
+      ValueError: the problem is gdpa's or its gradient's, and a mean length is above its bound,
+        there are no sequences, or no configuration of the kernel is legal.
       OSError: the user's cache cannot be written.
       RuntimeError: the device is not a Hopper GPU, the XLA path fails on it, or no round could be
         measured.
       KeyboardInterrupt: Ctrl-C; the text says what was measured and whether it was written.
     """
-    return _tune(problem, progress, limit, run)
-
-
-def tune_linear_compression_backward(
-    problem: LinearCompressionBackwardProblem,
-    *,
-    progress: Progress | None = None,
-    limit: int | None = None,
-    run: Callable[[Task], dict[str, Any]] | None = None,
-) -> dict[str, Any]:
-    """`tune_linear_compression` for the gradient of linear compression."""
-    return _tune(problem, progress, limit, run)
-
-
-def tune_attention(
-    problem: AttentionProblem,
-    *,
-    progress: Progress | None = None,
-    limit: int | None = None,
-    run: Callable[[Task], dict[str, Any]] | None = None,
-) -> dict[str, Any]:
-    """`tune_linear_compression` for attention; every user has all S keys."""
-    return _tune(problem, progress, limit, run)
-
-
-def tune_attention_backward(
-    problem: AttentionBackwardProblem,
-    *,
-    progress: Progress | None = None,
-    limit: int | None = None,
-    run: Callable[[Task], dict[str, Any]] | None = None,
-) -> dict[str, Any]:
-    """`tune_linear_compression` for the gradient of attention; every user has all S keys."""
-    return _tune(problem, progress, limit, run)
-
-
-def tune_gdpa(
-    problem: GdpaProblem,
-    *,
-    progress: Progress | None = None,
-    limit: int | None = None,
-    run: Callable[[Task], dict[str, Any]] | None = None,
-) -> dict[str, Any]:
-    """`tune_linear_compression` for the forward pass of generalised dot-product attention.
-
-    All rows belong to sequences, whose lengths are spread evenly around their mean, up to
-    `max_seqlen_q` and `max_seqlen_kv`. Unlike `tune_linear_compression`, raises if no configuration
-    is legal.
-
-    Raises:
-      ValueError: a mean length is above its bound; there are no sequences; no configuration of the
-        kernel is legal.
-    """
-    _check_gdpa(problem)
-    return _tune(problem, progress, limit, run)
-
-
-def tune_gdpa_backward(
-    problem: GdpaBackwardProblem,
-    *,
-    progress: Progress | None = None,
-    limit: int | None = None,
-    run: Callable[[Task], dict[str, Any]] | None = None,
-) -> dict[str, Any]:
-    """`tune_gdpa` for the gradient."""
-    _check_gdpa(problem)
-    return _tune(problem, progress, limit, run)
-
-
-def _check_gdpa(problem: GdpaProblem | GdpaBackwardProblem) -> None:
-    for name, rows, sequences, longest in (
-        ("queries", problem.q_rows, problem.batch, problem.max_seqlen_q),
-        ("keys", problem.kv_rows, problem.batch_kv, problem.max_seqlen_kv),
-    ):
-        if not 0 < sequences <= rows:
-            raise ValueError(f"{rows} rows of {name} do not fill {sequences} sequences")
-        if longest is not None and rows > sequences * longest:
-            raise ValueError(
-                f"{rows} rows of {name} do not fit {sequences} sequences of at most {longest}"
-            )
-    if problem.default_config() is None:
-        raise ValueError(problem.config_type().illegal_reason(problem))
-
-
-def _tune(
-    problem: Problem,
-    progress: Progress | None,
-    limit: int | None,
-    run: Callable[[Task], dict[str, Any]] | None,
-) -> dict[str, Any]:
+    if isinstance(problem, GdpaProblem | GdpaBackwardProblem):
+        _check_gdpa(problem)
     user_cache.check_user_cache_writable()
     report = progress or (lambda done, total, text: None)
     contest = Contest(problem, limit, report)
@@ -181,6 +89,21 @@ def _tune(
     except OSError as error:
         raise OSError(f"{verdict.text}; {error}") from error
     return verdict.row.to_json()
+
+
+def _check_gdpa(problem: GdpaProblem | GdpaBackwardProblem) -> None:
+    for name, rows, sequences, longest in (
+        ("queries", problem.q_rows, problem.batch, problem.max_seqlen_q),
+        ("keys", problem.kv_rows, problem.batch_kv, problem.max_seqlen_kv),
+    ):
+        if not 0 < sequences <= rows:
+            raise ValueError(f"{rows} rows of {name} do not fill {sequences} sequences")
+        if longest is not None and rows > sequences * longest:
+            raise ValueError(
+                f"{rows} rows of {name} do not fit {sequences} sequences of at most {longest}"
+            )
+    if problem.default_config() is None:
+        raise ValueError(problem.config_type().illegal_reason(problem))
 
 
 def _written(verdict: Verdict) -> str:

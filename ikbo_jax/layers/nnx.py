@@ -33,7 +33,9 @@ default_kernel_init = nnx.initializers.lecun_normal()
 
 @dataclasses.dataclass(eq=False, repr=False)
 class _Layer(nnx.Module):
-    """Base of the layers: their keyword arguments; the last three make the parameters.
+    """Base of the layers, with their keyword arguments.
+
+    `param_dtype`, `kernel_init` and `rngs` make the parameters.
 
     Like other modules of NNX, layers are compared by identity and have NNX's text form.
     """

@@ -378,18 +378,15 @@ def hand_optimised(fold: Fold) -> Strategy:
         widths[axis] = (0, -x.shape[axis] % ALIGNMENT)
         return jnp.pad(x, widths)
 
-    def attend(
-        params: Parameters, queries: jax.Array, history: jax.Array, index: jax.Array
+    def folded(
+        attention: Callable[..., jax.Array],
+        params: Parameters,
+        queries: jax.Array,
+        keys: jax.Array,
+        index: jax.Array,
     ) -> jax.Array:
-        query, key, value = functional.projected(params, queries, history)
-        out = fold.unfold(softmax_attention(fold.fold(query), key, value, tuned=True))
-        return functional.merge_heads(out, params["w_out"])
-
-    def feed_forward(
-        params: Parameters, queries: jax.Array, pooled: jax.Array, index: jax.Array
-    ) -> jax.Array:
-        query, key, value = functional.projected(params, queries, pooled)
-        out = fold.unfold(activated_attention(fold.fold(query), key, value, tuned=True))
+        query, key, value = functional.projected(params, queries, keys)
+        out = fold.unfold(attention(fold.fold(query), key, value, tuned=True))
         return functional.merge_heads(out, params["w_out"])
 
     def compress(
@@ -406,8 +403,8 @@ def hand_optimised(fold: Fold) -> Strategy:
         # All layers compress the same tokens: pad them once.
         prepare=lambda tokens: padded(tokens, 1),
         pool=functools.partial(_pool_by_seeds, tuned=True),
-        attend=attend,
-        feed_forward=feed_forward,
+        attend=functools.partial(folded, softmax_attention),
+        feed_forward=functools.partial(folded, activated_attention),
         compress=compress,
         join=join,
         barrier=lambda arrays: arrays,

@@ -126,12 +126,8 @@ def multilevel_linear_compression(
         every call), embeddings [B_l, K_l, N] of one
         dtype, and from the second term on `parent` [B_l] int32 with values in [0, B_{l-1}), clamped
         to that range. B_{l-1} = 0 requires B_l = 0.
-      implementation: None takes the fastest that can run these sizes on the default device, or,
-        without a GPU, where the program is lowered for (`ikbo_jax.export_target`); "mosaic_gpu"
-        (Hopper; bfloat16 and float16) or "xla" take that one or raise.
-      config: configuration of the "mosaic_gpu" kernel; None takes it from the dispatch table. A
-        `PackedCompressionConfig` selects the kernel whose tiles span candidates, and a
-        `ResidentCompressionConfig` the kernel whose CTAs keep their weights.
+      implementation: as in `linear_compression`.
+      config: likewise.
 
     Returns:
       [B_last, M, N] in the inputs' dtype. All products are accumulated and added in f32, and the

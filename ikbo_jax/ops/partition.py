@@ -147,7 +147,7 @@ class Division:
 
         Args:
           dims: the array's dimensions.
-          again: whether dimensions that were gathered are divided again.
+          again: whether to divide gathered dimensions again.
         """
         axes = {**dict(self.axes), **(dict(self.regained) if again else {})}
         entries = [sum((axes.get(name, ()) for name in dim), ()) for dim in dims]

@@ -9,7 +9,7 @@ from typing import Any, ClassVar, NamedTuple, Self
 
 from ikbo_jax.problems import attention_tile_cost, few_queries_cost, hopper, memory
 from ikbo_jax.problems.few_queries import FewQueriesConfig
-from ikbo_jax.problems.flash import FlashConfig
+from ikbo_jax.problems.flash import FlashConfig, why_not_users
 from ikbo_jax.problems.hopper import NUM_CONSUMERS, WGMMA_M
 from ikbo_jax.problems.problem import (
     Config,
@@ -93,11 +93,7 @@ class AttentionConfig(FlashConfig):
         """Why the kernel cannot run `problem` with this configuration; None if it can."""
         if reason := self.why_not_tiles(problem, MAX_BLOCK_KV):
             return reason
-        if problem.kv_len < 1 or problem.users < 1:
-            return (
-                f"the kernel needs a user and a key, but U={problem.users} and S={problem.kv_len}"
-            )
-        if reason := hopper.why_not_heads(problem.q_heads, problem.kv_heads):
+        if reason := why_not_users(problem):
             return reason
         if self.chunk < 1:
             return f"chunk must be at least 1, but is {self.chunk}"

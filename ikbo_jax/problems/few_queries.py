@@ -328,11 +328,7 @@ class FewQueriesConfig(Config):
         """Why the kernel cannot run an `AttentionProblem` with this configuration, or None."""
         if reason := flash.why_not_operands(problem, self.block_kv, MAX_BLOCK_KV):
             return reason
-        if problem.kv_len < 1 or problem.users < 1:
-            return (
-                f"the kernel needs a user and a key, but U={problem.users} and S={problem.kv_len}"
-            )
-        if reason := hopper.why_not_heads(problem.q_heads, problem.kv_heads):
+        if reason := flash.why_not_users(problem):
             return reason
         is_wide = self.has_all_columns(problem.head_dim)
         if is_wide and self.block_kv > MAX_WIDE_BLOCK_KV:

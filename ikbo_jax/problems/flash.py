@@ -77,3 +77,10 @@ def why_not_operands(problem: Any, block_kv: int, max_block_kv: Mapping[int, int
         return reason
     widest, operands = max_block_kv[problem.head_dim], "scores and accumulator"
     return hopper.why_not_block("block_kv", block_kv, widest, problem.head_dim, operands)
+
+
+def why_not_users(problem: Any) -> str | None:
+    """Checks numbers of users, keys and heads of an `AttentionProblem`."""
+    if problem.kv_len < 1 or problem.users < 1:
+        return f"the kernel needs a user and a key, but U={problem.users} and S={problem.kv_len}"
+    return hopper.why_not_heads(problem.q_heads, problem.kv_heads)

@@ -7,7 +7,7 @@ import itertools
 from collections.abc import Iterator, Mapping
 from typing import Any, ClassVar, NamedTuple, Self
 
-from ikbo_jax.problems import memory, packed_cost, resident_cost
+from ikbo_jax.problems import memory, packed_compression, packed_cost, resident_cost
 from ikbo_jax.problems.hopper import (
     BLOCK_K,
     NUM_CONSUMERS,
@@ -77,21 +77,11 @@ class LinearCompressionConfig(Config):
     def shared(self, *, with_claims: bool) -> LinearCompressionShared:
         """Shared memory and barriers of one CTA; `with_claims`: of a single launch."""
         stages = self.num_stages
-        free_in_cta = memory.Barriers(stages, NUM_CONSUMERS)
-        # The producer is at most `stages` tiles ahead, since each tile uses at least one stage.
-        tickets = memory.descriptors(stages + 2, 1)
         return LinearCompressionShared(
             weight=memory.Tiles((stages, self.block_m, BLOCK_K)),
             embedding=memory.Tiles((stages, NUM_CONSUMERS, BLOCK_K, WGMMA_M)),
             staging=memory.Tiles((NUM_CONSUMERS, STAGING_SLOTS, self.epilogue_rows, WGMMA_M)),
-            stages=memory.Ring(
-                None,
-                None,
-                memory.Barriers(stages, 1 + NUM_CONSUMERS),
-                dataclasses.replace(free_in_cta, is_clustered=self.cluster > 1),
-            ),
-            tickets=tickets if with_claims else None,
-            user_stage_free=free_in_cta if with_claims else None,
+            **packed_compression.rings(self, 1 + NUM_CONSUMERS, with_claims=with_claims),
         )
 
     @property
@@ -123,11 +113,7 @@ class LinearCompressionConfig(Config):
                 f"tile starts with the staging buffer whose store was issued first, but is "
                 f"{self.block_m} / {self.epilogue_rows}"
             )
-        if self.num_stages < 2:
-            return f"num_stages must be at least 2, but is {self.num_stages}"
-        if self.cluster not in (1, 2):
-            return f"cluster must be 1 or 2, but is {self.cluster}"
-        return why_not_smem(self, self.smem_bytes)
+        return packed_compression.why_not_stages(self) or why_not_smem(self, self.smem_bytes)
 
 
 @dataclasses.dataclass(frozen=True)

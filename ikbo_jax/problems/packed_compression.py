@@ -46,6 +46,32 @@ def row_parts(block_n: int) -> int:
     return NUM_CONSUMERS if block_n < TILE_ROWS else 1
 
 
+def rings(config: Any, copies: int, *, with_claims: bool) -> dict[str, Any]:
+    """Declares the barriers of a ring of weights and embeddings, and those of claimed tiles.
+
+    `copies`: of a stage, each an arrival at its barrier.
+    """
+    stages = config.num_stages
+    free_in_cta = memory.Barriers(stages, NUM_CONSUMERS)
+    free = dataclasses.replace(free_in_cta, is_clustered=config.cluster > 1)
+    # The producer is at most `stages` tiles ahead, since each tile uses at least one stage.
+    tickets = memory.descriptors(stages + 2, 1)
+    return {
+        "stages": memory.Ring(None, None, memory.Barriers(stages, copies), free),
+        "tickets": tickets if with_claims else None,
+        "user_stage_free": free_in_cta if with_claims else None,
+    }
+
+
+def why_not_stages(config: Any) -> str | None:
+    """Checks the ring and the cluster of such a kernel."""
+    if config.num_stages < 2:
+        return f"num_stages must be at least 2, but is {config.num_stages}"
+    if config.cluster not in (1, 2):
+        return f"cluster must be 1 or 2, but is {config.cluster}"
+    return None
+
+
 @dataclasses.dataclass(frozen=True)
 class PackedCompressionConfig(Config):
     """Tuning parameters of the kernel whose tiles span candidates.
@@ -89,23 +115,13 @@ class PackedCompressionConfig(Config):
         """Shared memory and barriers of one CTA; its size does not depend on N."""
         stages, width = self.num_stages, block_width(n)
         blocks = self.block_n // width
-        free_in_cta = memory.Barriers(stages, NUM_CONSUMERS)
-        # The producer is at most `stages` tiles ahead, since each tile uses at least one stage.
-        tickets = memory.descriptors(stages + 2, 1)
         staged = (WGMMA_M // width, self.epilogue_rows, width)
         return PackedCompressionShared(
             weight=memory.Tiles((stages, self.parts, self.consumer_rows, BLOCK_K)),
             embedding=memory.Blocks((stages, blocks, BLOCK_K, width)),
             staging=memory.Blocks((NUM_CONSUMERS, STAGING_SLOTS, *staged)),
-            stages=memory.Ring(
-                None,
-                None,
-                # One copy loads all blocks if a candidate is one block.
-                memory.Barriers(stages, self.parts + (1 if n == width else blocks)),
-                dataclasses.replace(free_in_cta, is_clustered=self.cluster > 1),
-            ),
-            tickets=tickets if with_claims else None,
-            user_stage_free=free_in_cta if with_claims else None,
+            # One copy loads all blocks if a candidate is one block.
+            **rings(self, self.parts + (1 if n == width else blocks), with_claims=with_claims),
         )
 
     @property
@@ -144,11 +160,7 @@ class PackedCompressionConfig(Config):
                 f"with the staging buffer whose store was issued first, but has "
                 f"{rows // self.epilogue_rows}"
             )
-        if self.num_stages < 2:
-            return f"num_stages must be at least 2, but is {self.num_stages}"
-        if self.cluster not in (1, 2):
-            return f"cluster must be 1 or 2, but is {self.cluster}"
-        return None
+        return why_not_stages(self)
 
 
 def _why_not_sizes(problem: Any) -> str | None:

@@ -224,7 +224,7 @@ def unfold(array: jax.Array, q_heads: int) -> jax.Array:
 
 
 def product(axes: str, a: jax.Array, b: jax.Array) -> jax.Array:
-    """einsum of `a`, rounded to the dtype of `b`, and `b`, with an f32 result."""
+    """Casts `a` to the dtype of `b`, then computes einsum(a, b) in f32."""
     return jnp.einsum(axes, a.astype(b.dtype), b, preferred_element_type=jnp.float32)
 
 

@@ -272,7 +272,7 @@ def _encode(
     pool: list[jax.Array],
     packed: list[jax.Array],
 ) -> list[jax.Array]:
-    """The pool with users' states in their slots."""
+    """Encodes users and writes their states into the pool."""
     at, *users = inputs.unpacked(packed)
     states = model.encode_users(_unflatten(specs.weights, weights), _unflatten(specs.user, users))
     # Padding has slots past the end.

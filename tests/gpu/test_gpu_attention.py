@@ -354,12 +354,7 @@ for q_len in (16, 64):
         jax.block_until_ready(out)
 print("FINISHED")
 """
-
-
-@on_gpu.sanitizes
-@pytest.mark.parametrize("tool", ["memcheck", "racecheck"])
-def test_attention_sanitizer(tool):
-    on_gpu.assert_sanitized(tool, SANITIZED)
+test_attention_sanitizer = on_gpu.sanitizer_test(SANITIZED)
 
 
 def problem_of(shape: Shape) -> AttentionProblem:

@@ -361,12 +361,7 @@ for config in tests.EVERY_CONFIG.values():
         jax.block_until_ready(run(inputs._replace(cand_to_user=wild), tensors))
 print("FINISHED")
 """
-
-
-@on_gpu.sanitizes
-@pytest.mark.parametrize("tool", ["memcheck", "racecheck"])
-def test_gradients_sanitizer(tool):
-    on_gpu.assert_sanitized(tool, SANITIZED)
+test_gradients_sanitizer = on_gpu.sanitizer_test(SANITIZED)
 
 
 def test_configs_here_are_legal():

@@ -186,12 +186,7 @@ for inputs, configs in (
             jax.block_until_ready(out)
 print("FINISHED")
 """
-
-
-@on_gpu.sanitizes
-@pytest.mark.parametrize("tool", ["memcheck", "racecheck"])
-def test_few_queries_sanitizer(tool):
-    on_gpu.assert_sanitized(tool, SANITIZED)
+test_few_queries_sanitizer = on_gpu.sanitizer_test(SANITIZED)
 
 
 def test_few_queries_gradient_uses_its_lse():

@@ -329,12 +329,7 @@ for options in ({}, {"cluster": 2}, {"single_launch": False}, shared, shared | {
     jax.block_until_ready(out)
 print("FINISHED")
 """
-
-
-@on_gpu.sanitizes
-@pytest.mark.parametrize("tool", ["memcheck", "racecheck"])
-def test_sanitizer(tool):
-    on_gpu.assert_sanitized(tool, SANITIZED)
+test_sanitizer = on_gpu.sanitizer_test(SANITIZED)
 
 
 def test_configs_here_are_legal():

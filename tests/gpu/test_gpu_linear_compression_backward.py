@@ -232,9 +232,4 @@ for users, candidates in ((3, 9), (2, 40)):
     jax.block_until_ready(kernel_vjp(*levels, cotangent, config=config, num_sms=132))
 print("FINISHED")
 """
-
-
-@on_gpu.sanitizes
-@pytest.mark.parametrize("tool", ["memcheck", "racecheck"])
-def test_sanitizer(tool):
-    on_gpu.assert_sanitized(tool, SANITIZED)
+test_sanitizer = on_gpu.sanitizer_test(SANITIZED)

@@ -17,11 +17,7 @@ from jax.sharding import PartitionSpec as P
 import ikbo_jax as ikbo
 
 B, U, D = 16, 3, 8
-RNG = np.random.default_rng(0)
-USER = problems.random_array(RNG, (U, D), "float32")
-CAND = problems.random_array(RNG, (B, D), "float32")
-W = problems.random_array(RNG, (D, D), "float32")
-INDEX = jnp.asarray(problems.ragged_index(RNG, U, B, "unsorted"))
+RNG, USER, CAND, W, INDEX = problems.vectors(U, B, D)
 
 
 # Arguments.

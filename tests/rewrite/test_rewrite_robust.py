@@ -19,11 +19,7 @@ from ikbo_jax.rewrite.rules import sources
 from ikbo_jax.rewrite.values import registry
 
 B, U, D = 12, 3, 4
-RNG = np.random.default_rng(0)
-USER = problems.random_array(RNG, (U, D), "float32")
-CAND = problems.random_array(RNG, (B, D), "float32")
-W = problems.random_array(RNG, (D, D), "float32")
-INDEX = jnp.asarray(problems.ragged_index(RNG, U, B, "unsorted"))
+_, USER, CAND, W, INDEX = problems.vectors(U, B, D)
 
 
 # Shapes and types.

@@ -21,11 +21,7 @@ from rewrite_basics import (
 import ikbo_jax as ikbo
 
 B, U, D = 12, 3, 5
-RNG = np.random.default_rng(0)
-USER = problems.random_array(RNG, (U, D), "float32")
-CAND = problems.random_array(RNG, (B, D), "float32")
-W = problems.random_array(RNG, (D, D), "float32")
-INDEX = jnp.asarray(problems.ragged_index(RNG, U, B, "unsorted"))
+_, USER, CAND, W, INDEX = problems.vectors(U, B, D)
 
 
 @pytest.fixture(autouse=True)

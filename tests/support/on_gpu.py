@@ -98,6 +98,17 @@ def environment_of_scripts() -> dict[str, str]:
     return {**os.environ, "PYTHONPATH": path}
 
 
+def sanitizer_test(script: str) -> Callable[[str], None]:
+    """Makes a test that runs a script under each tool of compute-sanitizer."""
+
+    @sanitizes
+    @pytest.mark.parametrize("tool", ["memcheck", "racecheck"])
+    def test(tool: str) -> None:
+        assert_sanitized(tool, script)
+
+    return test
+
+
 def assert_sanitized(tool: str, script: str) -> None:
     """Runs a Python script, which ends by printing FINISHED, under compute-sanitizer.
 

@@ -102,6 +102,14 @@ def random_array(rng: np.random.Generator, shape: Sequence[int], dtype: Any) -> 
     return jax.device_put(values.astype(jnp.dtype(dtype)))
 
 
+def vectors(users: int, candidates: int, width: int) -> tuple[Any, ...]:
+    """Returns a generator, vectors of users and candidates, a weight, an unsorted index."""
+    rng = np.random.default_rng(0)
+    shapes = ((users, width), (candidates, width), (width, width))
+    arrays = [random_array(rng, shape, "float32") for shape in shapes]
+    return rng, *arrays, jnp.asarray(ragged_index(rng, users, candidates, "unsorted"))
+
+
 def _weight(rng: np.random.Generator, m: int, k: int, dtype: Any) -> jax.Array:
     """In NumPy: jnp would compile a program for each shape."""
     values = np.asarray(random_array(rng, (m, k), jnp.float32)) * np.float32(max(k, 1) ** -0.5)

@@ -164,7 +164,7 @@ def test_distance_is_a_symmetric_premetric():
 )
 def test_xla_wins_beyond_two_percent_only(kernel_ms, is_xla):
     bench = Bench({None: 1.0}, kernel_ms)
-    found = autotune.tune_linear_compression(DEFAULT, run=bench, limit=2)
+    found = autotune.tune(DEFAULT, run=bench, limit=2)
     assert (found["config"] == {"implementation": "xla"}) == is_xla
     assert (table.lookup(DEFAULT).source == "user cache") == is_xla
 
@@ -176,16 +176,16 @@ def test_final_that_fails_leaves_the_heats_to_decide():
         is_final = None in task.contenders and len(task.contenders) > 1
         return {"failure": "killed"} if is_final else bench(task)
 
-    assert autotune.tune_linear_compression(DEFAULT, run=run)["ms"] == 0.5
+    assert autotune.tune(DEFAULT, run=run)["ms"] == 0.5
     with pytest.raises(RuntimeError, match="no round could be measured"):
-        autotune.tune_linear_compression(DEFAULT, run=run, limit=2)
+        autotune.tune(DEFAULT, run=run, limit=2)
 
 
 def test_tuning_off_hopper_is_refused(cache_dir):
     with pytest.raises(RuntimeError, match="needs a Hopper GPU"):
-        autotune.tune_linear_compression(DEFAULT, run=Bench({}, 1.0, capability="8.0"))
+        autotune.tune(DEFAULT, run=Bench({}, 1.0, capability="8.0"))
     with pytest.raises(RuntimeError, match="out of memory"):
-        autotune.tune_linear_compression(DEFAULT, run=lambda task: {"failure": "out of memory"})
+        autotune.tune(DEFAULT, run=lambda task: {"failure": "out of memory"})
     assert not (cache_dir / "sm90.json").exists()
 
 

@@ -220,7 +220,7 @@ def test_unwritable_cache_is_silent_in_lookup_and_clear_when_tuning(tmp_path, mo
     table.lookup(DEFAULT)
 
     with pytest.raises(OSError, match=r"cannot write the tuning cache .* set IKBO_JAX_CACHE_DIR"):
-        autotune.tune_linear_compression(DEFAULT, run=pytest.fail)
+        autotune.tune(DEFAULT, run=pytest.fail)
 
 
 def test_cache_directory_without_the_variable(monkeypatch):
@@ -283,7 +283,7 @@ def test_what_is_no_regular_file_is_refused_unopened(make, kind, name, tmp_path,
         assert f"ignoring the tuning cache {path}: it is {kind}" in str(warning.message)
     for write in (
         lambda: user_cache.write_user_row(row()),
-        lambda: autotune.tune_linear_compression(DEFAULT, run=pytest.fail),
+        lambda: autotune.tune(DEFAULT, run=pytest.fail),
     ):
         with pytest.raises(OSError, match=f"{name} is {kind}, not a regular file"):
             write()

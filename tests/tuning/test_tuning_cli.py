@@ -62,7 +62,7 @@ def test_a_size_that_is_none_is_named(capsys, command, value, reason):
     assert "_positive" not in err
 
 
-TUNING = (autotune, "tune_linear_compression")
+TUNING = (autotune, "tune")
 #: JAX is imported then.
 LOOKING = (dispatch, "hopper_unavailable_reason")
 
@@ -204,7 +204,7 @@ def test_tune_passes_the_problem_on_and_prints_the_result(
         progress(1, 2, "tile one")
         return {"ms": 0.5, "fraction": 0.75}
 
-    monkeypatch.setattr(autotune, f"tune_{problem.op}", tune)
+    monkeypatch.setattr(autotune, "tune", tune)
     assert cli.main([*words, *([] if limit is None else [f"--limit={limit}"])]) == cli.OK
     assert asked == [(problem, limit)]
     out = capsys.readouterr().out

@@ -33,7 +33,7 @@ def cache_file(cache_dir):
 def tune(problem: Any, bench: Any, **options: Any) -> tuple[dict[str, Any], list[str]]:
     """The row that came out, and the lines of progress."""
     lines: list[str] = []
-    found = getattr(autotune, f"tune_{problem.op}")(
+    found = autotune.tune(
         problem, run=bench, progress=lambda done, total, text: lines.append(text), **options
     )
     return found, lines

@@ -360,7 +360,7 @@ def test_tuning_picks_the_fastest_and_writes_it(builtin):
     half = at(q_rows=ROWS // 2, kv_rows=ROWS // 2)
     best = list(half.candidate_configs())[1]
     bench = Bench({None: 90.0, best: 6.5}, 8.0)
-    found = autotune.tune_gdpa(
+    found = autotune.tune(
         half, run=bench, limit=3, progress=lambda done, total, text: lines.append(text)
     )
     assert table_rows.config_from_json(found["config"], "gdpa") == best
@@ -388,5 +388,5 @@ def test_tuning_picks_the_fastest_and_writes_it(builtin):
 )
 def test_what_cannot_be_tuned_is_refused_before_anything_runs(changes, reason, cache_dir):
     with pytest.raises(ValueError, match=reason):
-        autotune.tune_gdpa(at(**changes), run=pytest.fail)
+        autotune.tune(at(**changes), run=pytest.fail)
     assert not cache_dir.exists()

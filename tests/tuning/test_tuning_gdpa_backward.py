@@ -82,4 +82,4 @@ def test_worker_lowers_the_kernels_without_a_device(activation):
 
 def test_rows_that_do_not_fill_the_sequences_are_not_tuned():
     with pytest.raises(ValueError, match="do not fill 1152 sequences"):
-        autotune.tune_gdpa_backward(dataclasses.replace(DEFAULT, q_rows=100), run=pytest.fail)
+        autotune.tune(dataclasses.replace(DEFAULT, q_rows=100), run=pytest.fail)

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 from fake_tuning import ATTENTION, GDPA, LINEAR, QUICK, Bench, row
 
+from ikbo_jax import problems
 from ikbo_jax.autotuner import autotune, contest
 from ikbo_jax.autotuner.bench import Task, measure
 from ikbo_jax.cases import (
@@ -23,39 +24,30 @@ from ikbo_jax.cases import (
     linear_compression,
     linear_compression_backward,
 )
-from ikbo_jax.problems import (
-    PROBLEMS,
-    AttentionBackwardProblem,
-    AttentionProblem,
-    GdpaBackwardProblem,
-    GdpaProblem,
-    LinearCompressionBackwardProblem,
-    LinearCompressionProblem,
-)
 from ikbo_jax.tuning import table, table_rows, user_cache
 
 GRADIENTS = {
-    LINEAR: LinearCompressionBackwardProblem.of(LINEAR),
-    ATTENTION: AttentionBackwardProblem.of(ATTENTION),
-    GDPA: GdpaBackwardProblem.of(GDPA),
+    LINEAR: problems.LinearCompressionBackwardProblem.of(LINEAR),
+    ATTENTION: problems.AttentionBackwardProblem.of(ATTENTION),
+    GDPA: problems.GdpaBackwardProblem.of(GDPA),
 }
 EVERY = [*GRADIENTS, *GRADIENTS.values()]
 LINEAR_BACKWARD, ATTENTION_BACKWARD, GDPA_BACKWARD = GRADIENTS.values()
 
 # For the machine of the tests.
-TINY_ATTENTION = AttentionProblem(40, 3, 2, 9, 4, 2, 16, "float32")
-TINY_GDPA = GdpaProblem(
+TINY_ATTENTION = problems.AttentionProblem(40, 3, 2, 9, 4, 2, 16, "float32")
+TINY_GDPA = problems.GdpaProblem(
     *(5, 5, 5 * 7, 5 * 7, 2, 1, 16, "float32"), ("relu", "gelu_tanh"), "tanh", False, 12, 12
 )
 #: More rows than are checked at a time.
-TINY_LINEAR = LinearCompressionProblem(
+TINY_LINEAR = problems.LinearCompressionProblem(
     (3, linear_compression.CHECK_ROWS + 3), (7, 5), 9, 16, "float32"
 )
-TINY_LINEAR_BACKWARD = LinearCompressionBackwardProblem((3, 20), (9, 7), 6, 8, "float32")
-TINY_GDPA_BACKWARD = GdpaBackwardProblem(
+TINY_LINEAR_BACKWARD = problems.LinearCompressionBackwardProblem((3, 20), (9, 7), 6, 8, "float32")
+TINY_GDPA_BACKWARD = problems.GdpaBackwardProblem(
     *(4, 4, 20, 24, 2, 1, 8, "float32"), *(("silu",), None, False, 9, None)
 )
-TINY_ATTENTION_BACKWARD = AttentionBackwardProblem.of(TINY_ATTENTION)
+TINY_ATTENTION_BACKWARD = problems.AttentionBackwardProblem.of(TINY_ATTENTION)
 
 
 def op_of(problem: Any) -> str:
@@ -70,8 +62,8 @@ def other(problem: Any) -> Any:
 # Rows.
 
 
-PACKED = LinearCompressionProblem((547, 3829), (225, 27), 1100, 96, "bfloat16")
-RESIDENT = LinearCompressionProblem((100, 8192), (200, 40), 16, 32, "bfloat16")
+PACKED = problems.LinearCompressionProblem((547, 3829), (225, 27), 1100, 96, "bfloat16")
+RESIDENT = problems.LinearCompressionProblem((100, 8192), (200, 40), 16, 32, "bfloat16")
 ROWS = {
     **{f"{problem.op}, default": row(problem) for problem in EVERY},
     **{f"{problem.op}, another": row(problem, other(problem)) for problem in EVERY},
@@ -92,7 +84,7 @@ def test_rows_survive_json(name):
 def test_rows_of_all_ops_share_the_users_cache():
     for problem in EVERY:
         path = user_cache.write_user_row(row(problem, other(problem)))
-    assert {r["op"] for r in json.loads(path.read_text())["rows"]} == set(PROBLEMS)
+    assert {r["op"] for r in json.loads(path.read_text())["rows"]} == set(problems.PROBLEMS)
     for problem in EVERY:
         choice = table.lookup(problem)
         assert (choice.config, choice.source, choice.exact) == (other(problem), "user cache", True)
@@ -152,7 +144,7 @@ def test_useful_flops_of_gradients():
 def test_tuning_writes_the_winner(problem, builtin):
     builtin()
     best, lines = other(problem), []
-    found = getattr(autotune, f"tune_{problem.op}")(
+    found = autotune.tune(
         problem,
         run=Bench({None: 9.0, best: 1.0}, 1.5),
         limit=3,
@@ -185,7 +177,9 @@ def test_worker_measures_on_this_machine(problem):
     assert found["error"] <= found["bound"]
 
 
-def unsorted(problem: LinearCompressionBackwardProblem) -> linear_compression_backward.Case:
+def unsorted(
+    problem: problems.LinearCompressionBackwardProblem,
+) -> linear_compression_backward.Case:
     return linear_compression_backward.Case(problem, "unsorted")
 
 

@@ -167,12 +167,11 @@ def _multiply(ctx: Context, item: Any, first_step: Any, totals: Any) -> Any:
     consumer = mosaic.warpgroup_index("warpgroup", interpret=ctx.interpret)
     blocks, rows = _word(ctx, item, BLOCKS), _word(ctx, item, ROWS)
 
-    def add(block: Any, totals: Any) -> Any:
-        step = first_step + block
+    def add(block: Any, step: Any, totals: Any) -> Any:
         _receive_block(ctx, rows, block, step)
         tiles = ctx.shared.blocks.matrix(step)
         queries = tiles.at[pl.ds(ctx.key_tiles, ctx.shape.column_blocks)]
-        found = tuple(
+        return tuple(
             products.add_stored(
                 total,
                 tiles.at[consumer * number + i],
@@ -182,14 +181,8 @@ def _multiply(ctx: Context, item: Any, first_step: Any, totals: Any) -> Any:
             )
             for i, total in enumerate(totals)
         )
-        mma.wait(number, interpret=ctx.interpret)
-        pl.when(block > 0)(lambda: ctx.shared.blocks.release(step - 1))
-        return found
 
-    if ctx.interpret:
-        pl.loop(0, blocks)(lambda block: add(block, totals) and None)
-        return totals
-    return lax.fori_loop(0, blocks, add, totals)
+    return products.over_blocks(ctx, blocks, first_step, totals, add)
 
 
 def _tile(ctx: Context, item: Any, blocks: Any, first_step: Any) -> None:

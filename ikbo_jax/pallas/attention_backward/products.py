@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
+from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
@@ -12,6 +14,7 @@ from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith
 
 from ikbo_jax.pallas.hopper import mma, mosaic
+from ikbo_jax.pallas.hopper.launch import WarpgroupContext
 from ikbo_jax.problems.hopper import NUM_CONSUMERS, WGMMA_K, WGMMA_M
 
 #: Bytes of WGMMA_K rows of an operand tile.
@@ -111,6 +114,28 @@ def add_stored(
         return group.result
 
     return issue(d_scores, keys, total)
+
+
+def over_blocks(
+    ctx: WarpgroupContext, blocks: Any, first_step: Any, totals: Any, add: Callable[..., Any]
+) -> Any:
+    """Adds the products of all blocks to a consumer's tiles.
+
+    `add(block, step, totals)` waits for a block, and issues a group of products for each tile. A
+    block is freed when the next one's products are issued.
+    """
+
+    def one_block(block: Any, totals: Any) -> Any:
+        step = first_step + block
+        found = add(block, step, totals)
+        mma.wait(ctx.config.query_tiles, interpret=ctx.interpret)
+        pl.when(block > 0)(lambda: ctx.shared.blocks.release(step - 1))
+        return found
+
+    if ctx.interpret:
+        pl.loop(0, blocks)(lambda block: one_block(block, totals) and None)
+        return totals
+    return lax.fori_loop(0, blocks, one_block, totals)
 
 
 def _offset(descriptor: ir.Value, count: ir.Value, num_bytes: int) -> ir.Value:

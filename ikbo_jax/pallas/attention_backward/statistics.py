@@ -343,7 +343,7 @@ def _f32(value: float) -> ir.Value:
 
 
 def _number(array: ir.Value, row: ir.Value) -> ir.Value:
-    """The f32 number of a row."""
+    """Loads array[row], f32."""
     address = stores.device_address(array, [(row, 1)], 4)
     return mgpu.utils.bitcast(per_thread.load_words(address, 1)[0], ir.F32Type.get())
 

@@ -144,11 +144,10 @@ def _multiply(ctx: Context, keys: Any, first_step: Any, totals: Any) -> Any:
     number = ctx.config.query_tiles
     consumer = mosaic.warpgroup_index("warpgroup", interpret=ctx.interpret)
 
-    def add(block: Any, totals: Any) -> Any:
-        step = first_step + block
+    def add(block: Any, step: Any, totals: Any) -> Any:
         _receive_block(ctx, keys, block, step)
         d_scores = ctx.shared.blocks.matrix(step)
-        found = tuple(
+        return tuple(
             products.add_stored(
                 total,
                 d_scores.at[consumer * number + i],
@@ -157,14 +156,8 @@ def _multiply(ctx: Context, keys: Any, first_step: Any, totals: Any) -> Any:
             )
             for i, total in enumerate(totals)
         )
-        mma.wait(number, interpret=ctx.interpret)
-        pl.when(block > 0)(lambda: ctx.shared.blocks.release(step - 1))
-        return found
 
-    if ctx.interpret:
-        pl.loop(0, ctx.blocks(keys))(lambda block: add(block, totals) and None)
-        return totals
-    return lax.fori_loop(0, ctx.blocks(keys), add, totals)
+    return products.over_blocks(ctx, ctx.blocks(keys), first_step, totals, add)
 
 
 def _tile(ctx: Context, item: Any, first_step: Any) -> Any:

@@ -151,7 +151,7 @@ def _last_step(
     def alone() -> tuple[jax.Array, ...]:
         turns.take(ctx)
         acc = _issue_values(ctx, item, state, is_defined, step)
-        # Consumer 1 handed over the first turn, to consumer 0; so at the end it hands over none.
+        # Consumer 1 gave the first turn, so only consumer 0 gives the last one.
         pl.when(ctx.consumer == 0)(functools.partial(turns.hand_over, ctx))
         mma.wait(0, interpret=ctx.interpret)
         return acc, state.weights, state.maximum, state.sums

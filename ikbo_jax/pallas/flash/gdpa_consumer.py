@@ -207,7 +207,7 @@ def _last_step(
             pl.when(has_next)(await_next)
         turns.take(ctx)
         acc = _issue_values(ctx, state, is_defined, step, keys)
-        # Consumer 1 handed over the first turn, to consumer 0; so at the end it hands over none.
+        # Consumer 1 gave the first turn, so only consumer 0 gives the last one.
         pl.when(has_next | (ctx.consumer == 0))(functools.partial(turns.hand_over, ctx))
         if config.skip_empty:
 

@@ -148,7 +148,7 @@ def upper_in_registers(words: list[ir.Value], columns: int) -> mgpu.FragmentedAr
 
 
 def lower_in_registers(words: list[ir.Value], columns: int) -> mgpu.FragmentedArray:
-    """A fragment's lower plane from a thread's words."""
+    """Packs a thread's low bytes into the lower plane of a fragment."""
     one = ir.VectorType.get((1,), ir.IntegerType.get_signless(32))
     layout = _lower_layout(columns).to_mgpu()
     registers = np.array([vector.from_elements(one, [word]) for word in words], dtype=object)

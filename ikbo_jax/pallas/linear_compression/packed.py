@@ -225,7 +225,7 @@ def _share(ctx: CompressionContext, phase: PackedPhase) -> tuple[Any, Any]:
 
 
 def _first_accumulator(ctx: CompressionContext, phase: PackedPhase, tile: Tile) -> Any:
-    """The number of this consumer's first accumulator; those of all tiles are numbered."""
+    """Returns the index of this consumer's first accumulator, counted over all tiles."""
     first, _ = _share(ctx, phase)
     return (tile.row * (NUM_CONSUMERS // phase.parts) + first) * phase.accumulators
 

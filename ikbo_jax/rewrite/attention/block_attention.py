@@ -288,7 +288,7 @@ class Call:
     def _kept_first(
         self, query: Part, keys: list[Part], users: Lineage, of_users: list[jax.Array]
     ) -> tuple[list[jax.Array], jax.Array]:
-        """Keys and values with those first that the masks keep, and their number by user."""
+        """Moves unmasked keys and values to the front; also returns their number by user."""
         kept: Any = True
         for fill in self.root.fills:
             parts = []

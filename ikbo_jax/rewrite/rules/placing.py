@@ -33,7 +33,7 @@ def sliced(ctx: Context, eqn: Any, x: Any, start: int, stop: int, axis: int) -> 
 
 
 def placed(ctx: Context, eqn: Any, x: Any, pieces: dict[int, Any], axis: int) -> Any:
-    """`x` with its slices along `axis` that begin at the keys of `pieces` replaced by these."""
+    """Writes each piece into `x` at its offset along `axis`, the key of `pieces`."""
     for value in (x, *pieces.values()):
         if has_lineage(value) and value.axis == axis:
             raise NotCovered(f"{eqn.primitive.name} along the looked-up axis")
