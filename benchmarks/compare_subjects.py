@@ -9,6 +9,7 @@ import dataclasses
 import functools
 import importlib
 import itertools
+import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from types import ModuleType
 from typing import Any
@@ -23,6 +24,7 @@ from benchmarks import (
     linear_compression_gradient,
     ranking,
 )
+from benchmarks.harness import Benchmark, Point
 from ikbo_jax.cases.attention import Inputs as AttentionInputs
 from ikbo_jax.cases.linear_compression import Inputs as LinearCompressionInputs
 from ikbo_jax.reference.gdpa import Arrays
@@ -117,65 +119,54 @@ def _call(fn: Callable[..., Any], **options: Any) -> Call:
     return lambda library: functools.partial(fn, library, **options)
 
 
-def _of_linear_compression() -> Iterator[Subject]:
-    for sweep in linear_compression.SWEEPS:
-        dtypes = ("bfloat16", "float16") if sweep == "default" else ("bfloat16",)
-        for point in (p for d in dtypes for p in linear_compression.points(sweep, d)):
-            case = _shrunk(linear_compression.shrink, point).case
-            call = _call(_linear_compression)
-            yield Subject(sweep, point.label, case, case.inputs, call)
+def _of_linear_compression(points: Iterable[Point], *, is_gradient: bool) -> Iterator[Subject]:
+    for point in points:
+        p = point.case.problem
+        shape = (p.batches[-1], p.m, p.n)
+        call = _linear_compression_gradient if is_gradient else _linear_compression
+        yield _subject(point, shape if is_gradient else None, call)
 
 
-def _of_linear_compression_gradient() -> Iterator[Subject]:
-    for sweep in linear_compression_gradient.SWEEPS:
-        for point in linear_compression_gradient.points(sweep):
-            case = _shrunk(linear_compression.shrink, point).case
-            p = case.problem
-            shape = jax.ShapeDtypeStruct((p.batches[-1], p.m, p.n), jnp.dtype(p.dtype))
-            inputs = functools.partial(_with_cotangent, case.inputs, shape)
-            call = _call(_linear_compression_gradient)
-            yield Subject(sweep, point.label, case, inputs, call)
+def _of_attention(points: Iterable[Point], *, is_gradient: bool) -> Iterator[Subject]:
+    for point in points:
+        p = point.case.problem
+        shape = (p.batch, p.q_len, p.q_heads, p.head_dim)
+        call = _attention_gradient if is_gradient else _attend
+        is_sorted = point.case.is_sorted
+        yield _subject(point, shape if is_gradient else None, call, is_sorted=is_sorted)
 
 
-def _of_attention(*, is_gradient: bool) -> Iterator[Subject]:
-    for sweep in attention.SWEEPS:
-        for point in attention.points(sweep):
-            case = _shrunk(attention.shrink, point).case
-            p, inputs = case.problem, case.inputs
-            if is_gradient:
-                shape = (p.batch, p.q_len, p.q_heads, p.head_dim)
-                cotangent = jax.ShapeDtypeStruct(shape, jnp.dtype(p.dtype))
-                inputs = functools.partial(_with_cotangent, case.inputs, cotangent)
-            call = _call(_attention_gradient if is_gradient else _attend, is_sorted=case.is_sorted)
-            yield Subject(sweep, point.label, case, inputs, call)
+def _subject(
+    point: Point, cotangent: tuple[int, ...] | None, fn: Callable[..., Any], **options: Any
+) -> Subject:
+    """The subject of a case; its inputs have a cotangent of this shape, unless it is None."""
+    inputs = point.case.inputs
+    if cotangent is not None:
+        like = jax.ShapeDtypeStruct(cotangent, jnp.dtype(point.problem.dtype))
+        inputs = functools.partial(_both, inputs, lambda: _normal_like(like))
+    return Subject(point.sweep, point.label, point.case, inputs, _call(fn, **options))
 
 
-def _of_gdpa(direction: str) -> Iterator[Subject]:
-    for sweep in gdpa.SWEEPS:
-        for point in gdpa.points(sweep, direction):
-            sizes = _shrunk(gdpa.shrink, point).sizes
-            case, inputs = sizes.case, sizes.case.inputs
-            settings = case.settings._asdict()
-            settings["activation"] = settings.pop("activations")
-            settings["implementation"] = "mosaic_gpu" if _on_gpu() else None
-            if direction == "backward":
-                inputs = functools.partial(_both, case.inputs, case.cotangent)
-            call = _call(_gdpa_gradient if direction == "backward" else _gdpa, settings=settings)
-            yield Subject(sweep, point.name, sizes, inputs, call)
+def _of_gdpa(points: Iterable[Point]) -> Iterator[Subject]:
+    for point in points:
+        sizes, case = point.case, point.case.case
+        inputs, is_gradient = case.inputs, point.direction == "backward"
+        settings = case.settings._asdict()
+        settings["activation"] = settings.pop("activations")
+        settings["implementation"] = "mosaic_gpu" if _on_gpu() else None
+        if is_gradient:
+            inputs = functools.partial(_both, case.inputs, case.cotangent)
+        call = _call(_gdpa_gradient if is_gradient else _gdpa, settings=settings)
+        yield Subject(point.sweep, gdpa.name_of(point), sizes, inputs, call)
 
 
-def _of_ranking() -> Iterator[Subject]:
-    for sweep in ranking.SWEEPS:
-        for point in ranking.points(sweep):
-            sizes = _shrunk(ranking.shrink, point).sizes
-            inputs = functools.partial(ranking.inputs_of, sizes)
-            for is_rewritten, form in ((False, "layers"), (True, "rewritten")):
-                call = _call(_network, is_rewritten=is_rewritten)
-                yield Subject(sweep, f"{point.label} {form}", (sizes, form), inputs, call)
-
-
-def _with_cotangent(inputs: Callable[[], Any], like: jax.ShapeDtypeStruct) -> Any:
-    return inputs(), _normal_like(like)
+def _of_ranking(points: Iterable[Point]) -> Iterator[Subject]:
+    for point in points:
+        inputs = functools.partial(ranking.inputs_of, point.case)
+        for is_rewritten, form in ((False, "layers"), (True, "rewritten")):
+            call = _call(_network, is_rewritten=is_rewritten)
+            label = f"{point.label} {form}"
+            yield Subject(point.sweep, label, (point.case, form), inputs, call)
 
 
 def _both(inputs: Callable[[], Any], cotangent: Callable[[], Any]) -> Any:
@@ -186,19 +177,31 @@ def _on_gpu() -> bool:
     return jax.default_backend() == "gpu"
 
 
-def _shrunk(shrink: Callable[[Any], Any], point: Any) -> Any:
-    return point if _on_gpu() else shrink(point)
+def _points(benchmark: Benchmark, *options: str) -> Iterator[Point]:
+    """The points of a benchmark, with sizes for this device."""
+    for point in benchmark.points(benchmark.parse(["--out", os.devnull, *options])):
+        yield point if _on_gpu() else benchmark.shrink(point)
+
+
+def _group(
+    make: Callable[..., Iterator[Subject]], benchmark: Benchmark, *options: str, **changes: bool
+) -> Callable[[], Iterator[Subject]]:
+    return lambda: make(_points(benchmark, *options), **changes)
 
 
 #: Benchmarks by name.
-GROUPS: dict[str, Callable[[], Iterable[Subject]]] = {
-    "linear_compression": _of_linear_compression,
-    "attention": functools.partial(_of_attention, is_gradient=False),
-    "gdpa": functools.partial(_of_gdpa, "forward"),
-    "gdpa_backward": functools.partial(_of_gdpa, "backward"),
-    "ranking": _of_ranking,
-    "linear_compression_gradient": _of_linear_compression_gradient,
-    "attention_gradient": functools.partial(_of_attention, is_gradient=True),
+GROUPS: dict[str, Callable[[], Iterator[Subject]]] = {
+    "linear_compression": _group(
+        _of_linear_compression, linear_compression.BENCHMARK, is_gradient=False
+    ),
+    "attention": _group(_of_attention, attention.BENCHMARK, is_gradient=False),
+    "gdpa": _group(_of_gdpa, gdpa.BENCHMARK, "--direction", "forward"),
+    "gdpa_backward": _group(_of_gdpa, gdpa.BENCHMARK, "--direction", "backward"),
+    "ranking": _group(_of_ranking, ranking.BENCHMARK),
+    "linear_compression_gradient": _group(
+        _of_linear_compression, linear_compression_gradient.BENCHMARK, is_gradient=True
+    ),
+    "attention_gradient": _group(_of_attention, attention.BENCHMARK, is_gradient=True),
 }
 
 
