@@ -22,7 +22,7 @@ import numpy as np
 from benchmarks import harness
 from benchmarks.harness import Benchmark, Point
 from benchmarks.linear_compression import DEFAULT, shrink
-from benchmarks.production_draws import compression_shape
+from benchmarks.production_draws import DRAWS
 from benchmarks.records import OUR_NAME, Record, provider_of
 from ikbo_jax._timing import device_time
 from ikbo_jax.cases import error_rule
@@ -62,7 +62,9 @@ def points(sweep: str) -> Iterator[Point]:
     for label, sizes in SWEEPS[sweep].items():
         yield Point(sweep, label, Case(DEFAULT, "unsorted")).resized(**sizes)
     rng = np.random.default_rng(4)
-    for s in [compression_shape(rng) for _ in range(NUM_DRAWN if sweep == "drawn" else 0)]:
+    for s in [
+        DRAWS["linear_compression"](rng) for _ in range(NUM_DRAWN if sweep == "drawn" else 0)
+    ]:
         drawn = (s.users, s.batch), (s.k_user, s.k_cand), s.m, s.n, s.dtype
         yield Point(sweep, s.label, Case(LinearCompressionProblem(*drawn), s.index))
 

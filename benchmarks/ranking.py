@@ -127,8 +127,8 @@ def small(sizes: Sizes) -> Sizes:
     """Sizes small enough for a CPU, with the same number of candidates per user."""
     candidates = max(1, sizes.candidates // 16)
     users = max(1, round(candidates * sizes.users / sizes.candidates))
-    of_request: dict[str, Any] = {"candidates": candidates, "users": users, "history": 64, "cand_tokens": 55}
-    return dataclasses.replace(ranking.SMALL, **of_request, layers=1, user_tokens=35)
+    small = dataclasses.replace(ranking.SMALL, candidates=candidates, users=users, layers=1)
+    return dataclasses.replace(small, history=64, user_tokens=35, cand_tokens=55)
 
 
 def inputs_of(sizes: Sizes) -> tuple[Any, ranking.Request]:
