@@ -288,7 +288,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     end = time.monotonic() + args.budget_s
     said = progress(args.launches)
     calls, wrong = soak(programs, args.launches, end, said, on_hang)
-    entries = [
+    entries: list[dict[str, Any]] = [
         {
             "name": p.name,
             "launches_per_call": p.launches,

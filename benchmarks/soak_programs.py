@@ -63,7 +63,7 @@ class GdpaSizes(NamedTuple):
     kv_heads: int
     head_dim: int
     activation: str
-    index: tuple[int, ...] | None = None
+    q_to_kv: tuple[int, ...] | None = None
     dtype: str = "bfloat16"
 
 
@@ -198,7 +198,7 @@ def _gdpa(sizes: GdpaSizes) -> Made:
         (None, s.queries) if isinstance(s.queries, int) else (offsets(s.queries), sum(s.queries))
     )
     cu_kv = offsets(s.keys)
-    index = None if s.index is None else jax.device_put(np.asarray(s.index, np.int32))
+    index = None if s.q_to_kv is None else jax.device_put(np.asarray(s.q_to_kv, np.int32))
 
     def fn(query: Any, key: Any, value: Any, *, implementation: str | None) -> jax.Array:
         return ikbo_jax.gdpa(
