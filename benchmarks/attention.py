@@ -8,28 +8,19 @@ a GPU all sizes shrink, and the figures only show that the benchmark runs.
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
-import pathlib
 import sys
-from collections.abc import Iterator, Sequence
-from operator import itemgetter
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
 
-from benchmarks import harness, plots
-from benchmarks.attention_providers import (
-    ALL,
-    COPIES,
-    GROUPED_CUDNN,
-    GROUPED_TOKAMAX,
-    LABELS,
-    OURS,
-    XLA,
-)
-from benchmarks.harness import Point, Provider
-from benchmarks.records import Record, ours_at, points_of, provider_of
+from benchmarks import harness, yardsticks
+from benchmarks.harness import Benchmark, Point, Provider
+from benchmarks.records import OUR_NAME, Record, ours_at, provider_of
 from ikbo_jax.cases.attention import Case, Inputs
+from ikbo_jax.models.strategies import Fold, fold_by_user
 from ikbo_jax.problems import AttentionProblem
 
 DEFAULT = AttentionProblem(
@@ -42,8 +33,28 @@ DEFAULT = AttentionProblem(
     head_dim=128,
     dtype="bfloat16",
 )
-SWEEPS = ("s", "dtype", "ratio", "t", "h", "heads", "index")
-SWEEP_S = (128, 256, 384, 512, 1024, 2048, 4096, 16384)
+#: Points by sweep: the label, and what differs from the default.
+SWEEPS: dict[str, tuple[tuple[str, dict[str, Any]], ...]] = {
+    "s": tuple((f"S={s}", {"kv_len": s}) for s in (128, 256, 384, 512, 1024, 2048, 4096, 16384)),
+    "dtype": tuple((name, {"dtype": name}) for name in ("bfloat16", "float16")),
+    "ratio": (
+        ("1:1", {"users": 2048}),
+        ("10:1", {"users": 205}),
+        ("64:1", {"users": 32}),
+        ("70:1", {"batch": 70 * 30, "users": 30}),
+        ("1000:1", {"batch": 2000, "users": 2}),
+        ("one user", {"users": 1}),
+    ),
+    "t": tuple((f"T={t}", {"q_len": t}) for t in (1, 16, 32, 64, 128, 256)),
+    "h": tuple((f"H={h}", {"head_dim": h}) for h in (64, 96, 128, 192, 256)),
+    "heads": (("8:2 heads", {"batch": 512, "users": 8, "q_heads": 8}),),
+    "index": (
+        ("odd counts", {"index": "ragged", "batch": 2049}),
+        ("lengths S/2..S", {"lengths": "half"}),
+        ("unsorted", {"index": "unsorted"}),
+        ("unsorted S=1024", {"index": "unsorted", "kv_len": 1024}),
+    ),
+}
 #: Bars of our fraction of the matmul, by S.
 FRACTION_BARS = {512: 0.81, 1024: 0.86, 2048: 0.93, 4096: 0.96, 16384: 1.0}
 #: Bar of our speed-up over cuDNN with grouped queries, for S of at most SHORT_S.
@@ -67,36 +78,12 @@ NUM_CHECKED = 6
 
 
 def points(sweep: str, dtype: str = "bfloat16") -> Iterator[Point]:
-    """Yields the points of a sweep; each differs from the default in a few sizes."""
-    base = dataclasses.replace(DEFAULT, dtype=dtype)
-
-    def at(label: str, index: str = "even", lengths: str = "full", **sizes: Any) -> Point:
-        return Point(sweep, label, Case(dataclasses.replace(base, **sizes), index, lengths))
-
-    if sweep == "s":
-        yield from (at(f"S={s}", kv_len=s) for s in SWEEP_S)
-    elif sweep == "dtype":
-        yield from (at(name, dtype=name) for name in ("bfloat16", "float16"))
-    elif sweep == "ratio":
-        yield from (at(f"{ratio}:1", users=-(-base.batch // ratio)) for ratio in (1, 10, 64))
-        yield at("70:1", batch=70 * 30, users=30)
-        yield at("1000:1", batch=2000, users=2)
-        yield at("one user", users=1)
-    elif sweep == "t":
-        for t in (1, 16, 32, 64, 128, 256):
-            yield at(f"T={t}", q_len=t)
-    elif sweep == "h":
-        for h in (64, 96, 128, 192, 256):
-            yield at(f"H={h}", head_dim=h)
-    elif sweep == "heads":
-        yield at("8:2 heads", batch=base.batch // 4, users=base.users // 4, q_heads=8)
-    elif sweep == "index":
-        yield at("odd counts", index="ragged", batch=base.batch + 1)
-        yield at("lengths S/2..S", lengths="half")
-        yield at("unsorted", index="unsorted")
-        yield at("unsorted S=1024", index="unsorted", kv_len=1024)
-    else:
-        raise ValueError(f"unknown sweep {sweep!r}; known: {', '.join(SWEEPS)}")
+    """Yields the points of a sweep; `dtype` is the dtype of all sweeps but "dtype"."""
+    default = Case(dataclasses.replace(DEFAULT, dtype=dtype), "even")
+    for label, changed in SWEEPS[sweep]:
+        of_case = {name: changed[name] for name in ("index", "lengths") if name in changed}
+        sizes = {name: value for name, value in changed.items() if name not in of_case}
+        yield Point(sweep, label, dataclasses.replace(default, **of_case)).resized(**sizes)
 
 
 def shrink(point: Point) -> Point:
@@ -111,6 +98,51 @@ def shrink(point: Point) -> Point:
     )
 
 
+def _copies_cudnn(case: Case, inputs: Inputs) -> tuple[Callable, tuple]:
+    yardsticks.cudnn()
+    return case.contender("materialised-cudnn"), inputs
+
+
+def _fold_of(inputs: Inputs) -> Fold:
+    """The layout with a slot for each candidate of the user who has the most."""
+    most = np.bincount(np.asarray(inputs.cand_to_user)).max()
+    return fold_by_user(inputs.cand_to_user, inputs.key.shape[0], int(most))
+
+
+def grouped(name: str, stage: str, library: yardsticks.Library) -> Provider:
+    """Another library's attention over queries that were grouped by user before."""
+
+    def prepare(case: Case, inputs: Inputs) -> tuple[Callable, tuple]:
+        attend = library()
+
+        def run(query: Any, key: Any, value: Any, lengths: Any) -> Any:
+            return attend(query, key, value, key_value_seq_lengths=lengths)
+
+        query = _fold_of(inputs).fold(inputs.query)
+        return run, (query, inputs.key, inputs.value, inputs.lengths)
+
+    return Provider(name, stage, prepare, lambda out, inputs: _fold_of(inputs).unfold(out))
+
+
+OURS = Provider.of_case(OUR_NAME, "ikbo_jax.attention", "automatic")
+XLA = Provider.of_case(
+    "xla", "grouped by user and chunked, in XLA (implementation='xla')", "decomposed"
+)
+COPIES = Provider("copies-cudnn", "keys and values copied, then cuDNN", _copies_cudnn)
+GROUPED_CUDNN = grouped("grouped-cudnn", "queries grouped by hand before, cuDNN", yardsticks.cudnn)
+GROUPED_TOKAMAX = grouped(
+    "grouped-tokamax", "queries grouped by hand before, tokamax", yardsticks.tokamax
+)
+ALL = (COPIES, GROUPED_CUDNN, GROUPED_TOKAMAX, XLA, OURS)
+
+
+def providers_of(sweep: str, quick: bool) -> Sequence[Provider]:
+    """All providers in the sweep over S, whose bars need them; fewer in other sweeps."""
+    if quick:
+        return (XLA, OURS)
+    return ALL if sweep == "s" else ALL[1:]
+
+
 def useful_flops(problem: AttentionProblem, inputs: Inputs) -> int:
     """Two FLOPs per multiply-add of both products, over valid keys."""
     if inputs.lengths is None:
@@ -119,25 +151,21 @@ def useful_flops(problem: AttentionProblem, inputs: Inputs) -> int:
     return int(4 * problem.q_len * problem.q_heads * problem.head_dim * keys)
 
 
-def measure_point(
-    point: Point, providers: Sequence[Provider], protocol: harness.Protocol
-) -> dict[str, Any]:
+def measure_point(point: Point, run: harness.Run) -> dict[str, Any]:
     """Checks the providers at a point, and times them interleaved with the reference matmul."""
-    problem, case = point.problem, point.case
-    inputs = case.inputs()
-    rows = harness.sample(problem.batch, NUM_CHECKED)
+    case, inputs = point.case, point.case.inputs()
+    rows = harness.sample(point.problem.batch, NUM_CHECKED)
+    providers = providers_of(point.sweep, run.options.quick)
     truth = case.expected(inputs, rows)
-    contenders = harness.contenders_of(providers, case, inputs, rows, *truth)
-    return {
-        **point.entry(),
-        **harness.measure(contenders, useful_flops(problem, inputs), protocol),
-    }
+    contenders = harness.contenders_of(providers, case, inputs, rows, truth)
+    flops = useful_flops(point.problem, inputs)
+    return {**point.entry(), **harness.measure(contenders, run.protocol, flops)}
 
 
-def bars(point: Record, all_points: Sequence[Record]) -> str:
+def bars(point: Record, all_points: Sequence[Record], name: str = OUR_NAME) -> str:
     """Text with the figures of `ikbo` at a point of a results file, each next to its bar."""
-    ours = provider_of(point, OURS.name)
-    if ours is None:
+    ours = provider_of(point, OUR_NAME)
+    if ours is None or name != OUR_NAME:
         return ""
     problem, found = point["problem"], []
     grouped, copies = (provider_of(point, p.name) for p in (GROUPED_CUDNN, COPIES))
@@ -145,83 +173,38 @@ def bars(point: Record, all_points: Sequence[Record]) -> str:
         kv_len = problem["kv_len"]
         if problem["dtype"] == "bfloat16" and kv_len in FRACTION_BARS:
             found.append(f"fraction {ours['fraction']:.3f}, bar {FRACTION_BARS[kv_len]}")
-        if kv_len <= SHORT_S and grouped is not None:
-            speedup = grouped["median_ms"] / ours["median_ms"]
-            found.append(f"{speedup:.2f} x grouped cuDNN, bar {SHORT_BAR}")
-        if kv_len >= COPIES_S and copies is not None:
-            speedup = copies["median_ms"] / ours["median_ms"]
-            found.append(f"{speedup:.2f} x the copies, bar {COPIES_BAR}")
+        for other, words, bar, has_bar in (
+            (grouped, "grouped cuDNN", SHORT_BAR, kv_len <= SHORT_S),
+            (copies, "the copies", COPIES_BAR, kv_len >= COPIES_S),
+        ):
+            if has_bar and other is not None:
+                found.append(f"{other['median_ms'] / ours['median_ms']:.2f} x {words}, bar {bar}")
     elif point["sweep"] == "h" and problem["head_dim"] == 64:
         found.append(f"fraction {ours['fraction']:.3f}, bar {NARROW_BAR}")
-    bar = RELATIVE_BARS.get(point["label"].split(" S=")[0])
-    same = (p for p in all_points if p["sweep"] == "s" and _kv_len(p) == problem["kv_len"])
-    reference = ours_at(same)
-    if bar is not None and reference is not None:
+    relative_bar = RELATIVE_BARS.get(point["label"].split(" S=")[0])
+    reference = ours_at(
+        p for p in all_points if p["sweep"] == "s" and p["problem"]["kv_len"] == problem["kv_len"]
+    )
+    if relative_bar is not None and reference is not None:
         relative = ours["fraction"] / reference["fraction"]
-        found.append(f"{relative:.3f} of the default's fraction, bar {bar}")
+        found.append(f"{relative:.3f} of the default's fraction, bar {relative_bar}")
     return "; ".join(found)
 
 
-def _kv_len(point: Record) -> Any:
-    return point["problem"]["kv_len"]
-
-
-def draw(results: Record, path: pathlib.Path) -> None:
-    """Plots the fraction of the matmul over S, with a curve for every provider."""
-    measured = points_of(results, "s")
-    with plots.saved(path, size=(8, 4.5)) as (figure, (axis,)):
-        for provider in reversed(ALL):
-            records = [provider_of(point, provider.name) for point in measured]
-            if any(record is not None for record in records):
-                plots.curve(axis, records, itemgetter("fraction"), label=LABELS[provider.name])
-        axis.set_xticks(range(len(measured)), map(_kv_len, measured))
-        axis.set_xlabel(f"S, keys of a user; {results['environment']['device']}")
-        axis.set_ylabel("fraction of the sustained matmul")
-        axis.set_ylim(bottom=0)
-        plots.legend_below(figure, axis, 2)
-
-
-def providers_of(sweep: str, quick: bool) -> Sequence[Provider]:
-    """All providers in the sweep over S, whose bars need them; fewer in other sweeps."""
-    if quick:
-        return (XLA, OURS)
-    return ALL if sweep == "s" else (GROUPED_CUDNN, GROUPED_TOKAMAX, XLA, OURS)
-
-
-def run(
-    sweeps: Sequence[str], dtype: str = "bfloat16", *, out: pathlib.Path, **options: Any
-) -> dict[str, Any]:
-    """Measures sweeps and writes the results file after every point.
-
-    Args:
-      sweeps: names from `SWEEPS`.
-      dtype: dtype of every sweep except "dtype".
-      out: the results file.
-      **options: `quick`, `cupti` and `budget_s` of `harness.Run`.
-
-    Returns:
-      The content of the results file.
-    """
-    bench = harness.Run("attention", out, **options)
-
-    def measure(point: Point) -> dict[str, Any]:
-        return measure_point(point, providers_of(point.sweep, bench.quick), bench.protocol)
-
-    todo = [point for sweep in sweeps for point in points(sweep, dtype)]
-    return bench.measure(todo, measure, shrink)
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    """Command line; returns 1 if a provider failed or was wrong."""
-    parser = harness.op_parser("attention", SWEEPS)
-    parser.add_argument("--plot", type=pathlib.Path, help="SVG file for a plot of the sweep over S")
+def add_dtype(parser: argparse.ArgumentParser) -> None:
+    """Adds the option of the dtype of all arrays."""
     parser.add_argument("--dtype", choices=("bfloat16", "float16"), default="bfloat16")
-    args = parser.parse_args(argv)
-    results = run(args.sweep, args.dtype, **harness.options(args))
-    if args.plot is not None:
-        draw(results, args.plot)
-    return harness.print_results(results, bars)
 
+
+BENCHMARK = Benchmark(
+    "attention",
+    tuple(SWEEPS),
+    lambda o: (point for sweep in o.sweep for point in points(sweep, o.dtype)),
+    shrink,
+    measure_point,
+    bars,
+    add_options=add_dtype,
+)
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(BENCHMARK.main())

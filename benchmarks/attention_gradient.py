@@ -12,83 +12,61 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import pathlib
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from benchmarks import compiling, harness
-from benchmarks.production_directions import compare, exact_results, in_direction
-from benchmarks.production_draws import AttentionShape, shrink
+from benchmarks import harness, production_draws
+from benchmarks.harness import Benchmark, Point
+from benchmarks.production import alternative
+from benchmarks.production_draws import AttentionShape
+from benchmarks.production_programs import compare, exact_results, in_direction
 from benchmarks.production_providers import Contender, contenders
-from benchmarks.production_summary import alternative
 from benchmarks.records import OUR_NAME, Record, provider_of
 
-SWEEPS = ("s", "h", "index", "given")
 DEFAULT = AttentionShape(2048, 32, 64, 2048, 2, 2, 128, "bfloat16", "even", has_lengths=False)
 #: Bars of our fraction of the matmul, by S.
 FRACTION_BARS = {512: 0.45, 1024: 0.55, 2048: 0.62, 4096: 0.66, 8192: 0.68}
 #: Bars of our speed relative to cuDNN's on grouped queries: in "s", and in "given" relative to the
 #: best alternative.
 CUDNN_BAR, GIVEN_BAR = 1.15, 1.0
-#: B, U, T, heads, S and H of "given".
-GIVEN = (
-    (1024, 15, 32, 2, 1024, 128),
-    (2048, 2048, 8, 4, 256, 64),
-    (4096, 512, 1, 4, 512, 64),
-    (10_000, 1, 1, 8, 1024, 64),
-)
-
-
-@dataclasses.dataclass(frozen=True)
-class Point:
-    """One set of sizes in one direction, "backward" or "both"."""
-
-    sweep: str
-    label: str
-    shape: AttentionShape
-    direction: str = "backward"
+#: Points by sweep: what differs from the default by label. "given" has lists of B, U, T, heads, S
+#: and H instead.
+SWEEPS: dict[str, Any] = {
+    "s": {f"S={s}": {"kv_len": s} for s in FRACTION_BARS},
+    "h": {f"H={h}": {"head_dim": h} for h in (64, 96, 192, 256)},
+    "index": {
+        "float16": {"dtype": "float16"},
+        "odd counts": {"index": "ragged"},
+        "unsorted": {"index": "unsorted"},
+        "lengths 1..S": {"has_lengths": True},
+        "8:2 heads": {"batch": 512, "users": 8, "q_heads": 8},
+        "1:1": {"batch": 256, "users": 256},
+    },
+    "given": (
+        (1024, 15, 32, 2, 1024, 128),
+        (2048, 2048, 8, 4, 256, 64),
+        (4096, 512, 1, 4, 512, 64),
+        (10_000, 1, 1, 8, 1024, 64),
+    ),
+}
 
 
 def points(sweep: str) -> Iterator[Point]:
     """Yields the points of a sweep."""
-
-    def at(label: str, **sizes: Any) -> Point:
-        return Point(sweep, label, dataclasses.replace(DEFAULT, **sizes))
-
-    if sweep == "s":
-        yield from (at(f"S={s}", kv_len=s) for s in FRACTION_BARS)
-    elif sweep == "h":
-        yield from (at(f"H={h}", head_dim=h) for h in (64, 96, 192, 256))
-    elif sweep == "index":
-        yield at("float16", dtype="float16")
-        yield at("odd counts", index="ragged")
-        yield at("unsorted", index="unsorted")
-        yield at("lengths 1..S", has_lengths=True)
-        yield at("8:2 heads", batch=512, users=8, q_heads=8)
-        yield at("1:1", batch=256, users=256)
-    elif sweep == "given":
-        for batch, users, queries, heads, keys, width in GIVEN:
-            shape = AttentionShape(
-                batch, users, queries, keys, heads, heads, width, "bfloat16", "even", False
-            )
+    if sweep == "given":
+        for batch, users, queries, heads, keys, width in SWEEPS[sweep]:
+            sizes = batch, users, queries, keys, heads, heads, width
+            shape = AttentionShape(*sizes, "bfloat16", "even", has_lengths=False)
             yield Point(sweep, shape.label, shape, "both")
-    else:
-        raise ValueError(f"unknown sweep {sweep!r}; known: {', '.join(SWEEPS)}")
+        return
+    for label, changed in SWEEPS[sweep].items():
+        yield Point(sweep, label, dataclasses.replace(DEFAULT, **changed), "backward")
 
 
-def small(point: Point) -> Point:
-    """The point with sizes small enough for a CPU."""
-    shape = shrink(point.shape)
-    assert isinstance(shape, AttentionShape)
-    return dataclasses.replace(point, shape=shape)
-
-
-def measure_point(
-    point: Point, protocol: harness.Protocol, *, quick: bool = False
-) -> dict[str, Any]:
-    """Checks all versions at a point, and times them interleaved with the reference matmul."""
-    makers = list(contenders(point.shape))
+def measure_point(point: Point, run: harness.Run) -> dict[str, Any]:
+    """Checks all versions at a point, and times them interleaved; with "quick", the first two."""
+    makers = list(contenders(point.case))
     exact = exact_results(makers[1](), point.direction)
 
     def compiled(make: Callable[[], Contender]) -> harness.Contender:
@@ -103,50 +81,42 @@ def measure_point(
             functools.partial(compare, contender, point.direction, exact),
         )
 
-    flops = harness.ATTENTION_WORK[point.direction] * point.shape.flops
+    chosen = makers[: 2 if run.options.quick else None]
+    flops = harness.ATTENTION_WORK[point.direction] * point.case.flops
     return {
         "sweep": point.sweep,
         "label": point.label,
         "direction": point.direction,
-        "problem": dataclasses.asdict(point.shape),
-        **harness.measure([compiled(m) for m in makers[: 2 if quick else None]], flops, protocol),
+        "problem": dataclasses.asdict(point.case),
+        **harness.measure(list(map(compiled, chosen)), run.protocol, flops),
     }
 
 
-def bars(point: Record, all_points: Sequence[Record]) -> str:
+def bars(point: Record, all_points: Sequence[Record], name: str = OUR_NAME) -> str:
     """Text with the figures of this library at a point, each next to its bar."""
     del all_points
     ours = provider_of(point, OUR_NAME)
-    if ours is None:
+    if ours is None or name != OUR_NAME:
         return ""
     sweep, found = point["sweep"], []
     if sweep == "s" and (bar := FRACTION_BARS.get(point["problem"]["kv_len"])) is not None:
         found.append(f"fraction {ours['fraction']:.3f}, bar {bar}")
     best = alternative(point) if sweep == "given" else provider_of(point, "grouped-cudnn")
     if best is not None:
-        bar = GIVEN_BAR if sweep == "given" else CUDNN_BAR if sweep == "s" else None
+        bar = {"given": GIVEN_BAR, "s": CUDNN_BAR}.get(sweep)
         words = "" if bar is None else f", bar {bar}"
         found.append(f"{best['median_ms'] / ours['median_ms']:.2f} x {best['name']}{words}")
     return "; ".join(found)
 
 
-def run(sweeps: Sequence[str], *, out: pathlib.Path, **options: Any) -> dict[str, Any]:
-    """Measures sweeps, as `attention.run` does; with `quick`, this library and XLA alone."""
-    bench = harness.Run("attention_gradient", out, **options)
-
-    def measure(point: Point) -> dict[str, Any]:
-        return measure_point(point, bench.protocol, quick=bench.quick)
-
-    return bench.measure([p for sweep in sweeps for p in points(sweep)], measure, small)
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    """Command line; returns 1 if a version failed or was wrong."""
-    parser = harness.parser("attention_gradient", SWEEPS)
-    compiling.add_options(parser)
-    args = parser.parse_args(argv)
-    return harness.print_results(run(args.sweep, **harness.options(args, argv)), bars)
-
+BENCHMARK = Benchmark(
+    "attention_gradient",
+    tuple(SWEEPS),
+    lambda o: (point for sweep in o.sweep for point in points(sweep)),
+    lambda point: dataclasses.replace(point, case=production_draws.shrink(point.case)),
+    measure_point,
+    bars,
+)
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(BENCHMARK.main())

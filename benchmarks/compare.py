@@ -291,57 +291,46 @@ def format_table(results: Record) -> str:
     return "\n".join(lines)
 
 
-def run(
-    before: str, points: Sequence[str], *, out: pathlib.Path, jobs: int = 1, **options: Any
-) -> dict[str, Any]:
+def run(args: argparse.Namespace) -> dict[str, Any]:
     """Compares points, and writes the results file after every point.
 
-    Args:
-      before: a commit, or a folder that holds `ikbo_jax`.
-      points: names as for `compare_subjects.chosen`.
-      out: the results file.
-      jobs: processes that compile; with 1, this process compiles.
-      **options: `quick` and `budget_s` of `harness.Run`.
+    Raises:
+      ValueError: there is no such commit, folder or point.
     """
-    bench = harness.Run("compare", out, **options)
-    until = time.time() + COMPILING * bench.budget_s
+    bench = harness.Run("compare", args, times_matmul=False)
+    until = time.time() + COMPILING * args.budget_s
     with tempfile.TemporaryDirectory() as scratch:
         folder = pathlib.Path(scratch)
-        commit = unpack(before, folder)
-        if jobs > 1:
+        commit = unpack(args.before, folder)
+        if args.jobs > 1:
             # Before this process uses the device: it would leave no memory to the others.
-            args = ["--share", scratch, "--until", str(until), "--points", *points]
-            processes = children.start("benchmarks.compare", [args] * jobs)
-            with children.ending(processes):
-                failed = sum(process.wait() != 0 for process in processes)
-            if failed:
-                print(f"{failed} of {jobs} compiling processes failed", file=sys.stderr)
-        subjects, versions = chosen(points), libraries(folder)
-        if jobs <= 1:
+            shared = [*args.argv, "--share", scratch, "--until", str(until)]
+            children.wait(children.start("benchmarks.compare", [shared] * args.jobs))
+        subjects, versions = chosen(args.points), libraries(folder)
+        if args.jobs <= 1:
             compile_all(subjects, versions, folder, until)
         files = {s.name: folder / f"{n}.pickle" for n, s in enumerate(subjects)}
         ready = [subject for subject in subjects if files[subject.name].exists()]
         # A program of this library's kernels may compile them when it is loaded.
-        with concurrent.futures.ThreadPoolExecutor(jobs) as pool:
+        with concurrent.futures.ThreadPoolExecutor(args.jobs) as pool:
             found = pool.map(loaded, [files[subject.name] for subject in ready])
             programs = dict(zip([subject.name for subject in ready], found, strict=True))
         print(f"compiled after {time.monotonic() - bench.start:.0f} s", flush=True)
         bench.results["before"] = commit
-        del bench.results["protocol"]["matmul_size"]  # This benchmark times no matmul.
         bench.results["left_out"] += [s.name for s in subjects if s not in ready]
 
         def measure(subject: Subject) -> dict[str, Any]:
             # Not kept: programs on the device for every point would leave less memory to others.
             return measure_point(subject, programs.pop(subject.name), bench.protocol)
 
-        return bench.measure(ready, measure, lambda subject: subject, _describe)
+        return bench.measure(ready, measure, _describe)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Command line; returns 1 if a point failed or was left out."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.compare")
-    parser.add_argument("--before", help="a commit, or a folder that holds ikbo_jax")
-    parser.add_argument("--out", type=pathlib.Path, help="results file (JSON)")
+    parser = harness.parser("compare")
+    words = "a commit, or a folder that holds ikbo_jax"
+    parser.add_argument("--before", required=True, help=words)
     parser.add_argument(
         "--points",
         nargs="+",
@@ -350,22 +339,18 @@ def main(argv: Sequence[str] | None = None) -> int:
         help=f'groups ({", ".join(GROUPS)}), or points of them, such as "attention s S=512"',
     )
     parser.add_argument("--jobs", type=int, default=1, help="processes that compile at once")
-    parser.add_argument("--quick", action="store_true", help="short windows")
-    parser.add_argument("--budget-s", type=float, default=float("inf"), help="ends about then")
     parser.add_argument("--share", type=pathlib.Path, help=argparse.SUPPRESS)
     parser.add_argument("--until", type=float, default=float("inf"), help=argparse.SUPPRESS)
-    args = parser.parse_args(argv)
+    args = children.parsed(parser, argv)
     if args.share is not None:  # A process of `run`.
         compile_all(chosen(args.points), libraries(args.share), args.share, args.until)
         return 0
-    if args.before is None or args.out is None:
-        parser.error("--before and --out are needed")
     try:
-        results = run(args.before, args.points, jobs=args.jobs, **harness.options(args))
+        results = run(args)
     except ValueError as error:
         print(error, file=sys.stderr)
         return 2
-    harness.print_lines({**results, "points": []}, format_table(results))
+    harness.print_results({**results, "points": []}, format_table(results))
     failed = any("failure" in point for point in results["points"]) or "failed" in results
     return 1 if failed or results["left_out"] else 0
 

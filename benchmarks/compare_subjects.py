@@ -9,23 +9,15 @@ import dataclasses
 import functools
 import importlib
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import os
+from collections.abc import Callable, Iterator, Sequence
 from types import ModuleType
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 
-from benchmarks import (
-    attention,
-    gdpa,
-    linear_compression,
-    linear_compression_gradient,
-    ranking,
-)
-from ikbo_jax.cases.attention import Inputs as AttentionInputs
-from ikbo_jax.cases.linear_compression import Inputs as LinearCompressionInputs
-from ikbo_jax.reference.gdpa import Arrays
+from benchmarks import attention, gdpa, linear_compression, linear_compression_gradient, ranking
+from benchmarks.harness import Benchmark, Point
 
 #: Takes the library; returns a function of the inputs.
 Call = Callable[[ModuleType], Callable[[Any], Any]]
@@ -54,151 +46,108 @@ class Subject:
         return f"{self.sweep} {self.label}"
 
 
-def _normal_like(x: jax.Array | jax.ShapeDtypeStruct) -> jax.Array:
-    return jax.random.normal(jax.random.key(1), x.shape, x.dtype)
+# Ops: each takes the library, the case and its inputs.
 
 
-def _gradients(fn: Callable[..., Any], arrays: Sequence[Any], cotangent: Any) -> Any:
-    """The gradients of `fn(*arrays)` alone: XLA removes what only the result needs."""
-    return jax.vjp(fn, *arrays)[1](cotangent)
-
-
-def _linear_compression(library: ModuleType, inputs: LinearCompressionInputs) -> Any:
+def _linear_compression(library: ModuleType, case: Any, inputs: Any) -> Any:
+    del case
     return library.linear_compression(*inputs.arguments)
 
 
-def _linear_compression_gradient(library: ModuleType, inputs: Any) -> Any:
-    (weights, embeddings, parents), cotangent = inputs
-
-    def op(weights: Any, embeddings: Any) -> Any:
-        return _linear_compression(library, LinearCompressionInputs(weights, embeddings, parents))
-
-    return _gradients(op, (weights, embeddings), cotangent)
+def _attention(library: ModuleType, case: Any, inputs: Any) -> Any:
+    options = {"key_value_seq_lengths": inputs.lengths, "indices_are_sorted": case.is_sorted}
+    return library.attention(*inputs[:4], **options)
 
 
-def _attend(library: ModuleType, inputs: AttentionInputs, *, is_sorted: bool) -> Any:
-    return library.attention(
-        *inputs[:4], key_value_seq_lengths=inputs.lengths, indices_are_sorted=is_sorted
-    )
+def _gdpa(library: ModuleType, case: Any, inputs: Any) -> Any:
+    settings = case.settings._asdict()
+    settings["activation"] = settings.pop("activations")
+    settings["implementation"] = "mosaic_gpu" if _on_gpu() else None
+    return library.gdpa(*inputs[:5], q_to_kv=inputs.q_to_kv, **settings)
 
 
-def _attention_gradient(library: ModuleType, inputs: Any, *, is_sorted: bool) -> Any:
+def _gradients(
+    op: Callable[..., Any], number: int, library: ModuleType, case: Any, inputs: Any
+) -> Any:
+    """The gradients of the first `number` inputs alone: XLA removes what only the result needs."""
     arrays, cotangent = inputs
 
-    def op(query: Any, key: Any, value: Any) -> Any:
-        replaced = arrays._replace(query=query, key=key, value=value)
-        return _attend(library, replaced, is_sorted=is_sorted)
+    def of_some(*some: Any) -> Any:
+        return op(library, case, type(arrays)(*some, *arrays[number:]))
 
-    return _gradients(op, arrays[:3], cotangent)
-
-
-def _gdpa(library: ModuleType, arrays: Arrays, settings: dict[str, Any]) -> Any:
-    return library.gdpa(*arrays[:5], q_to_kv=arrays.q_to_kv, **settings)
+    return jax.vjp(of_some, *arrays[:number])[1](cotangent)
 
 
-def _gdpa_gradient(library: ModuleType, inputs: Any, settings: dict[str, Any]) -> Any:
-    arrays, cotangent = inputs
-
-    def op(query: Any, key: Any, value: Any) -> Any:
-        replaced = arrays._replace(query=query, key=key, value=value)
-        return _gdpa(library, replaced, settings)
-
-    return _gradients(op, arrays[:3], cotangent)
-
-
-def _network(library: ModuleType, inputs: Any, *, is_rewritten: bool) -> Any:
+def _network(library: ModuleType, is_rewritten: bool, inputs: Any) -> Any:
     model = importlib.import_module(f"{library.__name__}.models.ranking")
     if is_rewritten:
         return library.rewrite(model.materialised)(*inputs)
     return model.co_designed(*inputs)
 
 
-def _call(fn: Callable[..., Any], **options: Any) -> Call:
-    return lambda library: functools.partial(fn, library, **options)
+def _call(fn: Callable[..., Any], case: Any) -> Call:
+    return lambda library: functools.partial(fn, library, case)
 
 
-def _of_linear_compression() -> Iterator[Subject]:
-    for sweep in linear_compression.SWEEPS:
-        dtypes = ("bfloat16", "float16") if sweep == "default" else ("bfloat16",)
-        for point in (p for d in dtypes for p in linear_compression.points(sweep, d)):
-            case = _shrunk(linear_compression.shrink, point).case
-            call = _call(_linear_compression)
-            yield Subject(sweep, point.label, case, case.inputs, call)
-
-
-def _of_linear_compression_gradient() -> Iterator[Subject]:
-    for sweep in linear_compression_gradient.SWEEPS:
-        for point in linear_compression_gradient.points(sweep):
-            case = _shrunk(linear_compression.shrink, point).case
-            p = case.problem
-            shape = jax.ShapeDtypeStruct((p.batches[-1], p.m, p.n), jnp.dtype(p.dtype))
-            inputs = functools.partial(_with_cotangent, case.inputs, shape)
-            call = _call(_linear_compression_gradient)
-            yield Subject(sweep, point.label, case, inputs, call)
-
-
-def _of_attention(*, is_gradient: bool) -> Iterator[Subject]:
-    for sweep in attention.SWEEPS:
-        for point in attention.points(sweep):
-            case = _shrunk(attention.shrink, point).case
-            p, inputs = case.problem, case.inputs
-            if is_gradient:
-                shape = (p.batch, p.q_len, p.q_heads, p.head_dim)
-                cotangent = jax.ShapeDtypeStruct(shape, jnp.dtype(p.dtype))
-                inputs = functools.partial(_with_cotangent, case.inputs, cotangent)
-            call = _call(_attention_gradient if is_gradient else _attend, is_sorted=case.is_sorted)
-            yield Subject(sweep, point.label, case, inputs, call)
-
-
-def _of_gdpa(direction: str) -> Iterator[Subject]:
-    for sweep in gdpa.SWEEPS:
-        for point in gdpa.points(sweep, direction):
-            sizes = _shrunk(gdpa.shrink, point).sizes
-            case, inputs = sizes.case, sizes.case.inputs
-            settings = case.settings._asdict()
-            settings["activation"] = settings.pop("activations")
-            settings["implementation"] = "mosaic_gpu" if _on_gpu() else None
-            if direction == "backward":
-                inputs = functools.partial(_both, case.inputs, case.cotangent)
-            call = _call(_gdpa_gradient if direction == "backward" else _gdpa, settings=settings)
-            yield Subject(sweep, point.name, sizes, inputs, call)
-
-
-def _of_ranking() -> Iterator[Subject]:
-    for sweep in ranking.SWEEPS:
-        for point in ranking.points(sweep):
-            sizes = _shrunk(ranking.shrink, point).sizes
-            inputs = functools.partial(ranking.inputs_of, sizes)
-            for is_rewritten, form in ((False, "layers"), (True, "rewritten")):
-                call = _call(_network, is_rewritten=is_rewritten)
-                yield Subject(sweep, f"{point.label} {form}", (sizes, form), inputs, call)
-
-
-def _with_cotangent(inputs: Callable[[], Any], like: jax.ShapeDtypeStruct) -> Any:
-    return inputs(), _normal_like(like)
-
-
-def _both(inputs: Callable[[], Any], cotangent: Callable[[], Any]) -> Any:
-    return inputs(), cotangent()
+# Subjects
 
 
 def _on_gpu() -> bool:
     return jax.default_backend() == "gpu"
 
 
-def _shrunk(shrink: Callable[[Any], Any], point: Any) -> Any:
-    return point if _on_gpu() else shrink(point)
+def _points(benchmark: Benchmark, *options: str) -> Iterator[Point]:
+    """The points of a benchmark, with sizes for this device."""
+    for point in benchmark.points(benchmark.parse(["--out", os.devnull, *options])):
+        yield point if _on_gpu() else benchmark.shrink(point)
+
+
+def _of_op(op: Callable[..., Any], benchmark: Benchmark, *options: str) -> Iterator[Subject]:
+    for point in _points(benchmark, *options):
+        is_gdpa = isinstance(point.case, gdpa.Sizes)
+        case = point.case.case if is_gdpa else point.case
+        label = gdpa.name_of(point) if is_gdpa else point.label
+        yield Subject(point.sweep, label, point.case, case.inputs, _call(op, case))
+
+
+def _of_gradients(
+    op: Callable[..., Any], number: int, benchmark: Benchmark, *options: str
+) -> Iterator[Subject]:
+    def with_cotangent(subject: Subject) -> Any:
+        inputs = subject.inputs()
+        if isinstance(subject.sizes, gdpa.Sizes):
+            return inputs, subject.sizes.case.cotangent()
+        out = jax.eval_shape(subject.call(importlib.import_module("ikbo_jax")), inputs)
+        return inputs, jax.random.normal(jax.random.key(1), out.shape, out.dtype)
+
+    for subject in _of_op(op, benchmark, *options):
+        sizes = subject.sizes
+        case = sizes.case if isinstance(sizes, gdpa.Sizes) else sizes
+        call = _call(functools.partial(_gradients, op, number), case)
+        inputs = functools.partial(with_cotangent, subject)
+        yield dataclasses.replace(subject, inputs=inputs, call=call)
+
+
+def _of_ranking() -> Iterator[Subject]:
+    for point in _points(ranking.BENCHMARK):
+        inputs = functools.partial(ranking.inputs_of, point.case)
+        for is_rewritten, form in ((False, "layers"), (True, "rewritten")):
+            call = _call(_network, is_rewritten)
+            label = f"{point.label} {form}"
+            yield Subject(point.sweep, label, (point.case, form), inputs, call)
 
 
 #: Benchmarks by name.
-GROUPS: dict[str, Callable[[], Iterable[Subject]]] = {
-    "linear_compression": _of_linear_compression,
-    "attention": functools.partial(_of_attention, is_gradient=False),
-    "gdpa": functools.partial(_of_gdpa, "forward"),
-    "gdpa_backward": functools.partial(_of_gdpa, "backward"),
+GROUPS: dict[str, Callable[[], Iterator[Subject]]] = {
+    "linear_compression": lambda: _of_op(_linear_compression, linear_compression.BENCHMARK),
+    "attention": lambda: _of_op(_attention, attention.BENCHMARK),
+    "gdpa": lambda: _of_op(_gdpa, gdpa.BENCHMARK, "--direction", "forward"),
+    "gdpa_backward": lambda: _of_gradients(_gdpa, 3, gdpa.BENCHMARK, "--direction", "backward"),
     "ranking": _of_ranking,
-    "linear_compression_gradient": _of_linear_compression_gradient,
-    "attention_gradient": functools.partial(_of_attention, is_gradient=True),
+    "linear_compression_gradient": lambda: _of_gradients(
+        _linear_compression, 2, linear_compression_gradient.BENCHMARK
+    ),
+    "attention_gradient": lambda: _of_gradients(_attention, 3, attention.BENCHMARK),
 }
 
 

@@ -12,57 +12,36 @@ the figures only show that the benchmark runs.
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
-import pathlib
+import functools
 import sys
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
-from benchmarks import compiling, harness
-from benchmarks.gdpa_providers import (
-    ALL,
-    ATTENTION,
-    OURS,
-    PADDED,
-    XLA,
-    Provider,
-    Sizes,
-)
-from benchmarks.records import Record, ours_at, provider_of
+import ikbo_jax
+from benchmarks import harness, yardsticks
+from benchmarks.attention import add_dtype
+from benchmarks.harness import Benchmark, Point
+from benchmarks.records import OUR_NAME, Record, ours_at, provider_of
 from ikbo_jax.cases.error_rule import Check
+from ikbo_jax.cases.gdpa import Case, uniform_lengths
 from ikbo_jax.cases.gdpa_oracle import RESULTS, Inputs, checked_rows, expected, worst_error
+from ikbo_jax.problems import GdpaProblem
 from ikbo_jax.reference.activations import SOFTMAX
+from ikbo_jax.reference.gdpa import Arrays
 
 BATCH = 1152
 LENGTHS = (256, 512, 1024, 2048)
 #: Sweeps over the largest length.
 LENGTH_SWEEPS = ("full", "half", "kv256")
-SWEEPS = (*LENGTH_SWEEPS, "activations", "pma", "softmax", "other")
 DIRECTIONS = tuple(RESULTS)
 #: Keys of a sequence in "kv256".
 SHORT_KV = 256
-#: Seeds and keys of a sequence in "pma".
-SEEDS, PMA_KEYS = 32, (1024, 2048, 4096)
-#: Activations and approximations in "activations", at length 1024.
-ACTIVATIONS = (
-    ("gelu_tanh", "tanh"),
-    ("gelu_tanh", "tanh_bf16"),
-    ("gelu_tanh", None),
-    ("gelu", None),
-    ("gelu", "polynomial"),
-    ("silu", "tanh"),
-    ("silu", "tanh_bf16"),
-    ("silu", None),
-    ("relu", None),
-    ("leaky_relu", None),
-    ("relu_squared", None),
-    ("hardswish", None),
-    ("identity", None),
-    (SOFTMAX, None),
-)
 #: Bars of our fraction of the matmul, by sweep, direction and length.
 FRACTION_BARS = {
     ("full", "forward"): dict(zip(LENGTHS, (0.62, 0.74, 0.82, 0.86), strict=True)),
@@ -85,88 +64,293 @@ PMA_BAR = 2.0
 SOFTMAX_BARS = {"forward": 0.97, "backward": 0.90}
 #: Number of sequences whose results are compared with the oracle.
 NUM_CHECKED = 4
+#: Largest number of query-key pairs per head for the XLA path: full sequences of 1024.
+MAX_XLA_PAIRS = 1152 * 1024**2
 
 
 @dataclasses.dataclass(frozen=True)
-class Point:
-    """One set of sizes in one direction.
+class Sizes:
+    """A problem, as in results files.
 
     Attributes:
-      sweep: one of `SWEEPS`.
-      name: name of the sizes in the sweep; the label appends the direction.
-      sizes: the sizes.
-      direction: one of `DIRECTIONS`.
+      batch: number of sequences of queries and of keys.
+      q_len: queries of the longest sequence.
+      kv_len: keys of the longest sequence.
+      heads: number of query heads and of key heads.
+      head_dim: H, head width.
+      dtype: dtype of all arrays.
+      activation: activation of all heads.
+      approx: name of an approximation, or None.
+      lengths: "full" (q_len and kv_len for all sequences) or "half" (uniform in 1..kv_len, the same
+        for queries and keys).
+      broadcast_q: whether all sequences have the same queries.
     """
 
-    sweep: str
-    name: str
-    sizes: Sizes
-    direction: str = "forward"
+    batch: int
+    q_len: int
+    kv_len: int
+    heads: int = 4
+    head_dim: int = 128
+    dtype: str = "bfloat16"
+    activation: str = "gelu_tanh"
+    approx: str | None = "tanh"
+    lengths: str = "full"
+    broadcast_q: bool = False
 
     @property
-    def label(self) -> str:
-        return f"{self.name} {self.direction}"
+    def case(self) -> Case:
+        q_rows, kv_rows = self.batch * self.q_len, self.batch * self.kv_len
+        if self.lengths == "half":
+            q_rows = kv_rows = int(uniform_lengths(self.batch, self.kv_len).sum())
+        problem = GdpaProblem(
+            *(self.batch, self.batch, q_rows, kv_rows, self.heads, self.heads, self.head_dim),
+            *(self.dtype, (self.activation,), self.approx, self.broadcast_q),
+            *(self.q_len, self.kv_len),
+        )
+        return Case(problem, "uniform" if self.lengths == "half" else "spread")
+
+    def with_softmax(self) -> Sizes:
+        """The same sizes with softmax as activation."""
+        return dataclasses.replace(self, activation=SOFTMAX, approx=None)
+
+
+#: Activations and approximations in "activations", at length 1024.
+ACTIVATIONS = (
+    ("gelu_tanh", "tanh"),
+    ("gelu_tanh", "tanh_bf16"),
+    ("gelu_tanh", None),
+    ("gelu", None),
+    ("gelu", "polynomial"),
+    ("silu", "tanh"),
+    ("silu", "tanh_bf16"),
+    ("silu", None),
+    ("relu", None),
+    ("leaky_relu", None),
+    ("relu_squared", None),
+    ("hardswish", None),
+    ("identity", None),
+    (SOFTMAX, None),
+)
+
+
+def _activations() -> Iterator[tuple[str, Sizes]]:
+    for activation, approx in ACTIVATIONS:
+        name = activation if approx is None else f"{activation} {approx}"
+        yield name, Sizes(BATCH, 1024, 1024, activation=activation, approx=approx)
+
+
+def _over_lengths(lengths: str, kv_len: int | None = None) -> list[tuple[str, Sizes]]:
+    return [
+        (f"max={longest}", Sizes(BATCH, longest, kv_len or longest, lengths=lengths))
+        for longest in LENGTHS
+    ]
+
+
+#: Names and sizes of the points by sweep.
+SWEEPS: dict[str, Sequence[tuple[str, Sizes]]] = {
+    "full": _over_lengths("full"),
+    "half": _over_lengths("half"),
+    "kv256": _over_lengths("full", SHORT_KV),
+    "activations": list(_activations()),
+    "pma": [
+        (f"KV={length}", Sizes(BATCH, 32, length, broadcast_q=True))
+        for length in (1024, 2048, 4096)
+    ],
+    "softmax": [
+        *((f"{name} half softmax", x.with_softmax()) for name, x in _over_lengths("half")),
+        ("max=1024 full softmax", Sizes(BATCH, 1024, 1024).with_softmax()),
+    ],
+    "other": [("B=2048 H=64 max=800 half", Sizes(2048, 800, 800, head_dim=64, lengths="half"))],
+}
 
 
 def points(sweep: str, direction: str = "forward", dtype: str = "bfloat16") -> Iterator[Point]:
     """Yields the points of a sweep in one direction."""
+    for name, sizes in SWEEPS[sweep]:
+        case = dataclasses.replace(sizes, dtype=dtype)
+        yield Point(sweep, f"{name} {direction}", case, direction)
 
-    def at(name: str, q_len: int, kv_len: int, batch: int = BATCH, **rest: Any) -> Point:
-        return Point(sweep, name, Sizes(batch, q_len, kv_len, dtype=dtype, **rest), direction)
 
-    if sweep == "kv256":
-        yield from (at(f"max={length}", length, SHORT_KV) for length in LENGTHS)
-    elif sweep in LENGTH_SWEEPS:
-        yield from (at(f"max={length}", length, length, lengths=sweep) for length in LENGTHS)
-    elif sweep == "activations":
-        for activation, approx in ACTIVATIONS:
-            name = activation if approx is None else f"{activation} {approx}"
-            yield at(name, 1024, 1024, activation=activation, approx=approx)
-    elif sweep == "pma":
-        yield from (at(f"KV={length}", SEEDS, length, broadcast_q=True) for length in PMA_KEYS)
-    elif sweep == "softmax":
-        for length in LENGTHS:
-            point = at(f"max={length} half softmax", length, length, lengths="half")
-            yield dataclasses.replace(point, sizes=point.sizes.with_softmax())
-        full = at("max=1024 full softmax", 1024, 1024)
-        yield dataclasses.replace(full, sizes=full.sizes.with_softmax())
-    elif sweep == "other":
-        yield at("B=2048 H=64 max=800 half", 800, 800, 2048, head_dim=64, lengths="half")
-    else:
-        raise ValueError(f"unknown sweep {sweep!r}; known: {', '.join(SWEEPS)}")
+def name_of(point: Point) -> str:
+    """The label without the direction."""
+    return point.label.removesuffix(f" {point.direction}")
 
 
 def shrink(point: Point) -> Point:
     """The point with sizes small enough for a CPU."""
-    p = point.sizes
-    small = dataclasses.replace(
-        p,
+    p = point.case
+    return point.with_case(
         batch=p.batch // 128,
         q_len=max(2, p.q_len // 32),
         kv_len=p.kv_len // 32,
         heads=2,
         head_dim=p.head_dim // 8,
     )
-    return dataclasses.replace(point, sizes=small)
+
+
+#: Takes the arrays; returns the result [rows, N, H].
+Op = Callable[[Arrays], jax.Array]
+
+
+@dataclasses.dataclass(frozen=True)
+class Provider:
+    """One implementation of the op.
+
+    Attributes:
+      name: short name, the key in results files.
+      stage: description.
+      make: takes sizes and inputs; returns the op. Raises NotImplementedError with the reason if
+        the provider cannot run here.
+      is_softmax: whether it computes softmax for every activation.
+    """
+
+    name: str
+    stage: str
+    make: Callable[[Sizes, Inputs], Op]
+    is_softmax: bool = False
+
+    def sizes(self, sizes: Sizes) -> Sizes:
+        """The sizes that the provider computes for a point with `sizes`."""
+        return sizes.with_softmax() if self.is_softmax else sizes
+
+    def prepare(
+        self, sizes: Sizes, inputs: Inputs, direction: str
+    ) -> tuple[Callable[..., tuple[jax.Array, ...]], tuple]:
+        """A function that computes `RESULTS[direction]`, and its arguments on the device."""
+        op = self.make(sizes, inputs)
+
+        def vjp(arrays: Arrays) -> tuple[jax.Array, Callable[[jax.Array], tuple]]:
+            out, pull = jax.vjp(lambda *x: op(Arrays._make((*x, *arrays[3:]))), *arrays[:3])
+            return out, pull
+
+        def both(inputs: Inputs) -> tuple[jax.Array, ...]:
+            out, pull = vjp(inputs.arrays)
+            return (out, *pull(inputs.d_out))
+
+        if direction == "forward":
+            return lambda arrays: (op(arrays),), (inputs.arrays,)
+        if direction == "both":
+            return both, (inputs,)
+        # The residuals of the forward pass are computed before the timing. They contain copies of
+        # the inputs, which would not fit in memory for all providers: replace them by the inputs.
+        _, pull = jax.jit(vjp)(inputs.arrays)
+        deduplicate = functools.partial(_equal_array, jax.tree.leaves(inputs.arrays))
+        pull = jax.tree.map(deduplicate, pull)
+        return lambda pull, d_out: pull(d_out), (pull, inputs.d_out)
+
+
+def _equal_array(arrays: Sequence[jax.Array], array: jax.Array) -> jax.Array:
+    """The first of `arrays` that equals `array`; `array` if none does."""
+    alike = (x for x in arrays if (x.shape, x.dtype) == (array.shape, array.dtype))
+    return next((x for x in alike if bool(jnp.array_equal(x, array))), array)
+
+
+def _gdpa(sizes: Sizes, inputs: Inputs, contender: str) -> Op:
+    case = sizes.case
+    if contender == "decomposed" and case.pairs > MAX_XLA_PAIRS:
+        raise NotImplementedError(
+            f"too long: {case.pairs / 1e9:.2f}e9 pairs of a query and a key, more than "
+            f"{MAX_XLA_PAIRS / 1e9:.2f}e9"
+        )
+    op = case.contender(contender)
+    return lambda arrays: op(*arrays)
+
+
+def _dense(sizes: Sizes, attend: Callable[..., jax.Array]) -> Op:
+    """The op by `attend` on query [batch, T, N, H], key and value [batch, S, N, H]."""
+    if sizes.lengths != "full":
+        raise NotImplementedError("needs equal lengths")
+
+    def op(arrays: Arrays) -> jax.Array:
+        query, key, value = arrays[:3]
+        q_shape, kv_shape = (
+            (sizes.batch, length, sizes.heads, sizes.head_dim)
+            for length in (sizes.q_len, sizes.kv_len)
+        )
+        dense = (
+            jnp.broadcast_to(query, q_shape) if sizes.broadcast_q else query.reshape(q_shape),
+            key.reshape(kv_shape),
+            value.reshape(kv_shape),
+        )
+        return attend(*dense).reshape(-1, sizes.heads, sizes.head_dim)
+
+    return op
+
+
+def _yardstick(sizes: Sizes, inputs: Inputs, library: yardsticks.Library) -> Op:
+    return _dense(sizes, library())
+
+
+def _attention(sizes: Sizes, inputs: Inputs) -> Op:
+    def attend(query: jax.Array, key: jax.Array, value: jax.Array) -> jax.Array:
+        index = jnp.arange(sizes.batch, dtype=jnp.int32)
+        out = ikbo_jax.attention(query, key, value, index, indices_are_sorted=True)
+        assert isinstance(out, jax.Array)
+        return out
+
+    return _dense(sizes, attend)
+
+
+def _padded(sizes: Sizes, inputs: Inputs, library: yardsticks.Library) -> Op:
+    """Softmax attention over sequences padded to the longest one; the time includes the padding."""
+    if sizes.lengths != "half":
+        raise NotImplementedError("needs lengths that differ")
+    attend = library()
+
+    def op(arrays: Arrays) -> jax.Array:
+        offsets = arrays.cu_seqlens_kv
+        lengths = offsets[1:] - offsets[:-1]
+        pad, unpad = yardsticks.padding(offsets, arrays.key.shape[0], sizes.kv_len)
+        with jax.numpy_dtype_promotion("standard"):
+            padded = map(pad, arrays[:3])
+            out = attend(*padded, query_seq_lengths=lengths, key_value_seq_lengths=lengths)
+        return unpad(out)
+
+    return op
+
+
+def _provider(name: str, stage: str, make: Callable[..., Op], **options: Any) -> Provider:
+    """A provider of softmax, unless it is made by `_gdpa`."""
+    return Provider(name, stage, functools.partial(make, **options), make is not _gdpa)
+
+
+OURS = _provider(OUR_NAME, "ikbo_jax.gdpa (implementation='mosaic_gpu')", _gdpa, contender="fused")
+XLA = _provider("xla", "chunked, in XLA (implementation='xla')", _gdpa, contender="decomposed")
+CUDNN = _provider(
+    "cudnn-softmax", "softmax attention by cuDNN", _yardstick, library=yardsticks.cudnn
+)
+TOKAMAX = _provider(
+    "tokamax-softmax", "softmax attention by tokamax", _yardstick, library=yardsticks.tokamax
+)
+ATTENTION = _provider(
+    "ikbo-attention", "ikbo_jax.attention, every candidate its own user", _attention
+)
+PADDED = _provider(
+    "cudnn-softmax-padded",
+    "softmax attention by cuDNN over padded sequences",
+    _padded,
+    library=yardsticks.cudnn,
+)
+ALL = (CUDNN, TOKAMAX, XLA, OURS)
 
 
 def providers_of(point: Point, quick: bool) -> Sequence[Provider]:
     """Providers of a point; yardsticks only in sweeps over lengths and with softmax."""
     if quick:
         return (XLA, OURS)
-    if point.sizes.activation == SOFTMAX:
-        is_jagged = point.sizes.lengths != "full"
+    if point.case.activation == SOFTMAX:
+        is_jagged = point.case.lengths != "full"
         return (PADDED, XLA, OURS) if is_jagged else (*ALL[:-1], ATTENTION, OURS)
     if point.sweep == "activations":
         return (OURS,)
-    return ALL if point.sizes.lengths == "full" else (XLA, OURS)
+    return ALL if point.case.lengths == "full" else (XLA, OURS)
 
 
-def measure_point(
-    point: Point, providers: Sequence[Provider], protocol: harness.Protocol
-) -> dict[str, Any]:
+def measure_point(point: Point, run: harness.Run) -> dict[str, Any]:
     """Checks the providers at a point, and times them interleaved with the reference matmul."""
-    sizes, direction, case = point.sizes, point.direction, point.sizes.case
+    chosen = providers_of(point, run.options.quick)
+    providers = [p for p in chosen if p.name not in run.options.without]
+    sizes, direction, case = point.case, point.direction, point.case.case
     inputs = Inputs(case.inputs(), case.cotangent())
     sequences = harness.sample(sizes.batch, NUM_CHECKED)
     # Yardsticks need another oracle, so oracles are computed on demand.
@@ -194,85 +378,50 @@ def measure_point(
     return {
         "sweep": point.sweep,
         "label": point.label,
-        "name": point.name,
+        "name": name_of(point),
         "direction": direction,
         "problem": dataclasses.asdict(sizes),
         "pairs": case.pairs,
         **harness.measure(
-            [compiled(provider) for provider in providers],
+            list(map(compiled, providers)),
+            run.protocol,
             harness.ATTENTION_WORK[direction] * case.useful_flops,
-            protocol,
         ),
     }
 
 
-def bars(point: Record, all_points: Sequence[Record]) -> str:
+def bars(point: Record, all_points: Sequence[Record], name: str = OUR_NAME) -> str:
     """Text with the figures of `ikbo` at a point of a results file, each next to its bar."""
-    ours = provider_of(point, OURS.name)
-    if ours is None:
+    ours = provider_of(point, OUR_NAME)
+    if ours is None or name != OUR_NAME:
         return ""
-    sweep, problem, found = point["sweep"], point["problem"], []
-    bar = FRACTION_BARS.get((sweep, point["direction"]), {}).get(problem["q_len"])
+    sweep, direction, problem, found = point["sweep"], point["direction"], point["problem"], []
+    bar = FRACTION_BARS.get((sweep, direction), {}).get(problem["q_len"])
     if bar is not None and problem["dtype"] == "bfloat16":
         found.append(f"fraction {ours['fraction']:.3f}, bar {bar:.2f}")
     xla, attention = (provider_of(point, p.name) for p in (XLA, ATTENTION))
     if sweep == "pma" and xla is not None:
-        speedup = xla["median_ms"] / ours["median_ms"]
-        found.append(f"{speedup:.2f} x XLA, bar {PMA_BAR}")
+        found.append(f"{xla['median_ms'] / ours['median_ms']:.2f} x XLA, bar {PMA_BAR}")
     if sweep == "activations" and point["name"] in RELATIVE_BARS:
-        name, bar = RELATIVE_BARS[point["name"]]
-        wanted = ("activations", name, point["direction"])
+        baseline, bar = RELATIVE_BARS[point["name"]]
+        wanted = ("activations", baseline, direction)
         same = (p for p in all_points if (p["sweep"], p["name"], p["direction"]) == wanted)
-        other = ours_at(same)
-        if other is not None:
+        if (other := ours_at(same)) is not None:
             relative = ours["fraction"] / other["fraction"]
-            found.append(f"{relative:.3f} of {name}'s fraction, bar {bar}")
-    softmax_bar = SOFTMAX_BARS.get(point["direction"])
+            found.append(f"{relative:.3f} of {baseline}'s fraction, bar {bar}")
+    softmax_bar = SOFTMAX_BARS.get(direction)
     if attention is not None and softmax_bar is not None:
         relative = attention["median_ms"] / ours["median_ms"]
         found.append(f"{relative:.3f} of attention's speed, bar {softmax_bar}")
     return "; ".join(found)
 
 
-def run(
-    sweeps: Sequence[str],
-    directions: Sequence[str] = DIRECTIONS,
-    dtype: str = "bfloat16",
-    without: Collection[str] = (),
-    *,
-    out: pathlib.Path,
-    **options: Any,
-) -> dict[str, Any]:
-    """Measures sweeps, as `attention.run` does.
-
-    Args (the others are as for `attention.run`):
-      sweeps: names from `SWEEPS`.
-      directions: names from `DIRECTIONS`; all sweeps are measured in the first direction first.
-      dtype: dtype of all arrays.
-      without: names of providers to leave out.
-    """
-    bench = harness.Run("gdpa", out, **options)
-
-    def measure(point: Point) -> dict[str, Any]:
-        providers = [p for p in providers_of(point, bench.quick) if p.name not in without]
-        return measure_point(point, providers, bench.protocol)
-
-    todo = [p for direction in directions for s in sweeps for p in points(s, direction, dtype)]
-    return bench.measure(todo, measure, shrink)
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    """Command line; returns 1 if a provider failed or was wrong."""
-    parser = harness.op_parser("gdpa", SWEEPS)
+def _add_options(parser: argparse.ArgumentParser) -> None:
+    words = "what to time: the result, the gradients for a fixed cotangent, or both (default: all)"
     parser.add_argument(
-        "--direction",
-        nargs="+",
-        choices=DIRECTIONS,
-        default=DIRECTIONS,
-        help="what to time: the result, the gradients for a fixed cotangent, or both "
-        "(default: all three)",
+        "--direction", nargs="+", choices=DIRECTIONS, default=DIRECTIONS, help=words
     )
-    parser.add_argument("--dtype", choices=("bfloat16", "float16"), default="bfloat16")
+    add_dtype(parser)
     parser.add_argument(
         "--without",
         nargs="+",
@@ -281,12 +430,17 @@ def main(argv: Sequence[str] | None = None) -> int:
         metavar="NAME",
         help="providers to leave out, such as xla, whose gradients take most of a run's time",
     )
-    compiling.add_options(parser)
-    args = parser.parse_args(argv)
-    options = harness.options(args, argv)
-    results = run(args.sweep, args.direction, args.dtype, args.without, **options)
-    return harness.print_results(results, bars)
 
+
+BENCHMARK = Benchmark(
+    "gdpa",
+    tuple(SWEEPS),
+    lambda o: (p for d in o.direction for s in o.sweep for p in points(s, d, o.dtype)),
+    shrink,
+    measure_point,
+    bars,
+    add_options=_add_options,
+)
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(BENCHMARK.main())

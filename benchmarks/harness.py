@@ -1,4 +1,4 @@
-"""Shared by the benchmarks: checks of providers, timing of a point, results files, options.
+"""The runner of every benchmark: its points, the check and timing of providers, its command line.
 
 A results file is {"op", "environment", "protocol", "points", "left_out", ...}; "left_out" names
 points for which no time was left, "failed" points that raised. A point has a list
@@ -15,14 +15,14 @@ import pathlib
 import statistics
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
 import numpy as np
 
-from benchmarks import compiling, timing
-from benchmarks.records import OUR_NAME, Record, all_correct, format_table
+from benchmarks import children, timing
+from benchmarks.records import OP_COLUMNS, Column, Record, all_correct, describe_ours, format_table
 from ikbo_jax._timing import device_time, interleaved_ms
 from ikbo_jax.cases.error_rule import Check
 from ikbo_jax.tuning import table
@@ -36,26 +36,30 @@ ATTENTION_WORK = {"forward": 1.0, "backward": 2.5, "both": 3.5}
 
 @dataclasses.dataclass(frozen=True)
 class Point:
-    """One case.
-
-    Attributes:
-      sweep: name of a sweep.
-      label: name of the point in its sweep.
-      case: the sizes, and how the inputs are drawn.
-    """
+    """One case: a sweep, the point's label there, its sizes, and what is timed of them."""
 
     sweep: str
     label: str
     case: Any
+    direction: str = "forward"
 
     @property
     def problem(self) -> Any:
         return self.case.problem
 
+    @property
+    def name(self) -> str:
+        """Its name in "left_out" and "failed"."""
+        return f"{self.sweep} {self.label}"
+
     def resized(self, **sizes: Any) -> Point:
-        """The point with other sizes."""
+        """The point with other sizes of its problem."""
         case = dataclasses.replace(self.case, problem=dataclasses.replace(self.problem, **sizes))
         return dataclasses.replace(self, case=case)
+
+    def with_case(self, **sizes: Any) -> Point:
+        """The point with other sizes of its case."""
+        return dataclasses.replace(self, case=dataclasses.replace(self.case, **sizes))
 
     def entry(self) -> dict[str, Any]:
         """Its entry in a results file, with the choice of the dispatch table, without figures."""
@@ -108,14 +112,10 @@ def sample(batch: int, number: int) -> list[int]:
 
 
 def contenders_of(
-    providers: Sequence[Provider],
-    case: Any,
-    inputs: Any,
-    rows: Sequence[int],
-    exact: np.ndarray,
-    bound: float,
+    providers: Sequence[Provider], case: Any, inputs: Any, rows: Sequence[int], truth: Any
 ) -> list[Contender]:
-    """Compiles providers and compares `rows` of their results with the expected values `exact`."""
+    """Compiles providers and compares `rows` of their results with `truth`: values and a bound."""
+    exact, bound = truth
 
     def compiled(provider: Provider) -> Contender:
         def compare(result: Any) -> Check:
@@ -129,11 +129,35 @@ def contenders_of(
     return list(map(compiled, providers))
 
 
+def why_not_run(failure: Exception) -> dict[str, str]:
+    """The field "failure" of a provider that raised, or "skipped" if it cannot run here."""
+    if isinstance(failure, NotImplementedError):
+        return {"skipped": str(failure).splitlines()[0]}
+    return {"failure": f"{type(failure).__name__}: {str(failure)[:300]}"}
+
+
+def why_too_large(failure: Exception) -> dict[str, str]:
+    """The field "failure", or "skipped" without memory: copies for many candidates may not fit."""
+    text = f"{type(failure).__name__}: {str(failure)[:300]}"
+    return {"skipped" if "RESOURCE_EXHAUSTED" in text else "failure": text}
+
+
+def memory_of(compiled: Any) -> dict[str, int]:
+    """Bytes of a program's scratch, and of all its arrays; none if the backend does not say."""
+    if (memory := compiled.memory_analysis()) is None:
+        return {}
+    temp, held = int(memory.temp_size_in_bytes), int(memory.argument_size_in_bytes)
+    result = int(memory.output_size_in_bytes) - int(memory.alias_size_in_bytes)
+    return {"temp_bytes": temp, "total_bytes": temp + held + result}
+
+
 def compile_and_check(
     name: str,
     stage: str,
     prepare: Callable[[], tuple[Callable[..., Any], tuple]],
     compare: Callable[[Any], Check],
+    options: Mapping[str, Any] | None = None,
+    why_not: Callable[[Exception], dict[str, str]] = why_not_run,
 ) -> Contender:
     """Compiles a provider and checks its result; a failure is recorded, not raised.
 
@@ -142,23 +166,22 @@ def compile_and_check(
       stage: the provider's description.
       prepare: returns a function and its arguments on the device.
       compare: checks the function's result.
+      options: XLA's options.
+      why_not: the fields of a provider that raised.
     """
     record: dict[str, Any] = {"name": name, "stage": stage}
     try:
         fn, args = prepare()
-        compiled = jax.jit(fn).lower(*args).compile()
+        start = time.monotonic()
+        lowered = jax.jit(fn).lower(*args)
+        traced = time.monotonic()
+        compiled = lowered.compile(None if options is None else dict(options))
+        seconds = {"trace_s": traced - start, "compile_s": time.monotonic() - traced}
         check = compare(compiled(*args))
-    except NotImplementedError as unable:
-        return Contender(record | {"skipped": str(unable).splitlines()[0]})
     except Exception as failure:
-        return Contender(record | {"failure": f"{type(failure).__name__}: {str(failure)[:300]}"})
-    memory = compiled.memory_analysis()
-    record |= {
-        "temp_bytes": None if memory is None else int(memory.temp_size_in_bytes),
-        **check._asdict(),
-        "ok": check.ok,
-    }
-    return Contender(record, lambda: compiled(*args), compiled, args)
+        return Contender(record | why_not(failure))
+    record |= {**seconds, **memory_of(compiled), **check._asdict(), "ok": check.ok}
+    return Contender(record, functools.partial(compiled, *args), compiled, args)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -168,7 +191,7 @@ class Protocol:
     Attributes:
       window_s: seconds of a window of launches back to back.
       rounds: number of windows of every provider; 0 to compile and check alone.
-      matmul_size: size of the square bf16 reference matmul.
+      matmul_size: size of the square bf16 reference matmul; 0 if none is timed.
       cupti: whether to time every contender on the device, too.
       short_ms: a point whose fastest contender takes less time on the device is timed there, since
         Python launches no faster, and its calls in windows of `SHORT_WINDOW_S`. All contenders of a
@@ -188,19 +211,22 @@ class Protocol:
         return Protocol(0.02, 1, size, cupti) if quick else Protocol(0.2, 3, size, cupti)
 
 
-def measure(contenders: Sequence[Contender], flops: float, protocol: Protocol) -> dict[str, Any]:
+def measure(
+    contenders: Sequence[Contender], protocol: Protocol, flops: float = 0.0
+) -> dict[str, Any]:
     """Times contenders and the reference matmul interleaved; adds the times to their records.
 
     Args:
       contenders: contenders that did not run are not changed.
-      flops: useful FLOPs of the point.
       protocol: parameters of the timing.
+      flops: useful FLOPs of the point; not used without a reference matmul.
 
     Returns:
       Fields of the point in the results file.
     """
+    found: dict[str, Any] = {"providers": [contender.record for contender in contenders]}
     if not protocol.rounds:
-        return {"providers": [contender.record for contender in contenders]}
+        return found
     size = protocol.matmul_size
     runnable = {c.record["name"]: c for c in contenders if "error" in c.record}
     on_device: dict[str, device_time.DeviceTime] = {}
@@ -209,10 +235,9 @@ def measure(contenders: Sequence[Contender], flops: float, protocol: Protocol) -
         on_device = device_time.measure_all(programs)
     is_short = any(found.ms < protocol.short_ms for found in on_device.values())
     window_s = min(protocol.window_s, SHORT_WINDOW_S) if is_short else protocol.window_s
-    thunks = {"matmul": timing.matmul_thunk(size)}
+    thunks = {"matmul": timing.matmul_thunk(size)} if size else {}
     thunks |= {name: contender.thunk for name, contender in runnable.items()}
     samples = interleaved_ms(thunks, window_s=window_s, rounds=protocol.rounds)
-    matmul_tflops = timing.matmul_tflops(statistics.median(samples["matmul"]), size)
     for name, contender in runnable.items():
         ms = samples[name]
         if name in on_device:
@@ -221,81 +246,80 @@ def measure(contenders: Sequence[Contender], flops: float, protocol: Protocol) -
         if is_short:
             contender.record["call_ms"] = statistics.median(ms)
             ms = on_device[name].busy_ms
-        median = statistics.median(ms)
-        rate = timing.tflops(flops, median)
-        contender.record |= {"ms": ms, "median_ms": median, "tflops": rate}
-        contender.record["fraction"] = rate / matmul_tflops
-    return {
-        "useful_flops": flops,
-        "matmul_ms": samples["matmul"],
-        "matmul_tflops": matmul_tflops,
-        "providers": [contender.record for contender in contenders],
-    }
+        contender.record |= {"ms": ms, "median_ms": statistics.median(ms)}
+    if not size:
+        return found
+    matmul_tflops = timing.matmul_tflops(statistics.median(samples["matmul"]), size)
+    for contender in runnable.values():
+        rate = timing.tflops(flops, contender.record["median_ms"])
+        contender.record |= {"tflops": rate, "fraction": rate / matmul_tflops}
+    of_matmul = {"matmul_ms": samples["matmul"], "matmul_tflops": matmul_tflops}
+    return {"useful_flops": flops, **of_matmul, **found}
 
 
-@dataclasses.dataclass
 class Run:
     """One run of a benchmark. It does not use the device before its protocol or results are read.
 
-    Attributes:
+    Args:
       op: the name of the benchmark in the results file.
-      out: the results file.
-      quick: short windows and few providers, to see that the benchmark runs.
-      cupti: whether to time every contender on the device, too.
-      budget_s: seconds after which no further point is started; the file lists the rest.
-      jobs: the processes that compile points before the first is timed.
-      start: `time.monotonic()` at the start of the run.
+      options: the parsed options, see `parser`.
+      times_matmul: whether the benchmark times the reference matmul.
     """
 
-    op: str
-    out: pathlib.Path
-    quick: bool = False
-    cupti: bool = False
-    budget_s: float = float("inf")
-    jobs: compiling.Jobs = compiling.Jobs()
-    start: float = dataclasses.field(default_factory=time.monotonic)
+    def __init__(self, op: str, options: argparse.Namespace, *, times_matmul: bool = True) -> None:
+        self.op, self.options, self._times_matmul = op, options, times_matmul
+        self.start = time.monotonic()
+        self.jobs = children.Jobs.of(options)
+        self.prepared: Any = None
 
     @functools.cached_property
     def protocol(self) -> Protocol:
         """Parameters of the timing."""
-        found = Protocol.for_device(quick=self.quick, cupti=self.cupti)
-        return dataclasses.replace(found, rounds=0) if self.jobs.shared else found
+        cupti = getattr(self.options, "cupti", False)
+        found = Protocol.for_device(quick=self.options.quick, cupti=cupti)
+        rounds = 0 if self.jobs.shared else found.rounds
+        size = found.matmul_size if self._times_matmul else 0
+        return dataclasses.replace(found, rounds=rounds, matmul_size=size)
 
     @functools.cached_property
     def results(self) -> dict[str, Any]:
         """The content of the results file."""
-        lengths = {k: getattr(self.protocol, k) for k in ("window_s", "rounds", "matmul_size")}
+        names = ("window_s", "rounds", "matmul_size")[: 3 if self._times_matmul else 2]
+        lengths = {name: getattr(self.protocol, name) for name in names}
         head = {"op": self.op, "environment": timing.environment(), "protocol": lengths}
         return {**head, "points": [], "left_out": []}
+
+    @property
+    def left_s(self) -> float:
+        """Seconds that are left of the budget."""
+        return float(self.options.budget_s) - (time.monotonic() - self.start)
 
     def measure(
         self,
         todo: Sequence[Any],
         measure_point: Callable[[Any], dict[str, Any]],
-        shrink: Callable[[Any], Any],
-        describe: Callable[[Record], str] | None = None,
+        describe: Callable[[Record], str],
+        prepare: Callable[[Run], Any] = lambda run: None,
     ) -> dict[str, Any]:
         """Measures points, prints progress, and writes the results file after every point.
 
         Args:
-          todo: points; each has a `sweep` and a `label`.
+          todo: points; each has a `name`.
           measure_point: measures a point; returns its entry.
-          shrink: makes the sizes of a point small enough for a CPU.
-          describe: formats a point's figures as short text; by default the figures of this library.
+          describe: formats a point's figures as short text.
+          prepare: called before the first point is measured; its result is in `prepared`.
 
         Returns:
           The content of the results file.
         """
         # A path that cannot be written raises before anything is measured.
-        timing.make_folder_of(self.out)
+        timing.make_folder_of(self.options.out)
         with self.jobs.programs(self.op):
-            if jax.default_backend() != "gpu":
-                todo = [shrink(point) for point in todo]
             if self.jobs.shared:
-                left_s = self.budget_s - (time.monotonic() - self.start)
-                self.jobs.compile(todo, measure_point, time.time() + left_s)
+                self.jobs.compile(todo, measure_point, time.time() + self.left_s)
             else:
-                self._measure(todo, measure_point, describe or _describe_ours)
+                self.prepared = prepare(self)
+                self._measure(todo, measure_point, describe)
         return self.results
 
     def _measure(
@@ -304,84 +328,101 @@ class Run:
         measure_point: Callable[[Any], dict[str, Any]],
         describe: Callable[[Record], str],
     ) -> None:
-        results, out = self.results, self.out
+        results, out = self.results, self.options.out
         for number, point in enumerate(todo, start=1):
-            if time.monotonic() - self.start > self.budget_s:
-                results["left_out"].append(f"{point.sweep} {point.label}")
+            if self.left_s < 0:
+                results["left_out"].append(point.name)
                 continue
             try:
                 measured = measure_point(point)
             except Exception as error:
                 # A point costs minutes of compilation: the points after it are measured, too.
                 traceback.print_exc()
-                text = f"{point.sweep} {point.label}: {type(error).__name__}: {str(error)[:300]}"
+                text = f"{point.name}: {type(error).__name__}: {str(error)[:300]}"
                 results.setdefault("failed", []).append(text)
                 timing.write_results(out, results)
                 continue
             results["points"].append(measured)
             timing.write_results(out, results)
             head = f"[{number}/{len(todo)}] {time.monotonic() - self.start:.0f} s"
-            print(f"{head} {point.sweep} {point.label}: {describe(measured)}", flush=True)
+            print(f"{head} {point.name}: {describe(measured)}", flush=True)
         timing.write_results(out, results)
 
 
-def _describe_ours(point: Record) -> str:
-    ours: Record = next((p for p in point["providers"] if p["name"] == OUR_NAME), {})
-    if "median_ms" not in ours:
-        return f"skipped: {ours['skipped']}" if "skipped" in ours else "failed"
-    return f"{ours['median_ms']:.4f} ms {ours['fraction']:.3f}"
+@dataclasses.dataclass(frozen=True)
+class Benchmark:
+    """What a benchmark measures and how it prints its results.
+
+    Attributes:
+      name: name of its module, and of the op in results files.
+      sweeps: names of its sweeps.
+      points: takes the options; returns the points of `options.sweep`, in the order of a run.
+      shrink: makes a point's sizes small enough for a CPU.
+      measure: takes a point and the run; checks and times the point, and returns its entry.
+      bars: takes a point's entry, the entries of all points, and the name of a provider; returns
+        the provider's figures, each next to its bar.
+      columns: the figures in the printed table.
+      describe: formats a point's figures as short text.
+      add_options: adds options to the parser.
+      prepare: see `Run.measure`.
+      times_matmul: whether the reference matmul is timed with each point.
+    """
+
+    name: str
+    sweeps: Sequence[str]
+    points: Callable[[argparse.Namespace], Iterable[Point]]
+    shrink: Callable[[Point], Point]
+    measure: Callable[[Point, Run], dict[str, Any]]
+    bars: Callable[[Record, Sequence[Record], str], str]
+    columns: Sequence[Column] = OP_COLUMNS
+    describe: Callable[[Record], str] = describe_ours
+    add_options: Callable[[argparse.ArgumentParser], None] = lambda parser: None
+    prepare: Callable[[Run], Any] = lambda run: None
+    times_matmul: bool = True
+
+    def parse(self, argv: Sequence[str] | None = None) -> argparse.Namespace:
+        """Parses a command line."""
+        found = parser(self.name, self.sweeps)
+        if self.times_matmul:
+            words = "also time calls on the device, by CUPTI"
+            found.add_argument("--cupti", action="store_true", help=words)
+            children.Jobs.add_options(found)
+        self.add_options(found)
+        return children.parsed(found, argv)
+
+    def run(self, options: argparse.Namespace) -> dict[str, Any]:
+        """Measures sweeps, and returns the content of the results file."""
+        run = Run(self.name, options, times_matmul=self.times_matmul)
+
+        def measure_point(point: Point) -> dict[str, Any]:
+            # Shrinking asks for the device, which this process may use only now.
+            small = point if jax.default_backend() == "gpu" else self.shrink(point)
+            return self.measure(small, run)
+
+        todo = list(self.points(options))
+        return run.measure(todo, measure_point, self.describe, self.prepare)
+
+    def main(self, argv: Sequence[str] | None = None) -> int:
+        """Runs a command line; returns 1 if a provider failed or was wrong."""
+        results = self.run(self.parse(argv))
+        return print_results(results, format_table(results, self.columns, self.bars))
 
 
-def parser(name: str, sweeps: Sequence[str]) -> argparse.ArgumentParser:
-    """A parser with the options of every benchmark."""
+def parser(name: str, sweeps: Sequence[str] = ()) -> argparse.ArgumentParser:
+    """A parser with the options of every benchmark; `sweeps` if it has any."""
     found = argparse.ArgumentParser(prog=f"python -m benchmarks.{name}")
     found.add_argument("--out", type=pathlib.Path, required=True, help="results file (JSON)")
-    found.add_argument(
-        "--sweep",
-        nargs="+",
-        choices=sweeps,
-        default=sweeps,
-        help="sweeps to measure (default: all)",
-    )
+    if sweeps:
+        words = "sweeps to measure (default: all)"
+        found.add_argument("--sweep", nargs="+", choices=sweeps, default=sweeps, help=words)
     found.add_argument("--quick", action="store_true", help="short windows, few providers")
-    found.add_argument(
-        "--budget-s",
-        type=float,
-        default=float("inf"),
-        help="seconds after which no further point is started",
-    )
+    words = "seconds after which no further point is started"
+    found.add_argument("--budget-s", type=float, default=float("inf"), help=words)
     return found
 
 
-def op_parser(name: str, sweeps: Sequence[str]) -> argparse.ArgumentParser:
-    """A parser with the options of the benchmark of an op."""
-    found = parser(name, sweeps)
-    found.add_argument(
-        "--cupti", action="store_true", help="also time calls on the device, by CUPTI"
-    )
-    return found
-
-
-def options(args: argparse.Namespace, argv: Sequence[str] | None = None) -> dict[str, Any]:
-    """The fields of `Run` among parsed arguments.
-
-    Args:
-      args: the parsed arguments.
-      argv: what was parsed, None for the command line; counts for parsers with the options of
-        `compiling`.
-    """
-    names = [field.name for field in dataclasses.fields(Run) if field.name != "jobs"]
-    found = {name: getattr(args, name) for name in names if name in args}
-    return found | ({"jobs": compiling.Jobs.of(args, argv)} if "shared" in args else {})
-
-
-def print_results(results: Record, bars: Callable[[Record, Sequence[Record]], str]) -> int:
-    """Prints environment and results; returns the exit status: 1 if a result is wrong."""
-    return print_lines(results, format_table(results, bars))
-
-
-def print_lines(results: Record, lines: str) -> int:
-    """`print_results` for results whose table is `lines`."""
+def print_results(results: Record, lines: str) -> int:
+    """Prints environment and `lines`; returns the exit status: 1 if a result is wrong."""
     env = results["environment"]
     print(f"{env['device']}, driver {env['driver']}, jax {env['jax']}, commit {env['commit']}")
     matmuls = [p["matmul_tflops"] for p in results["points"] if "matmul_tflops" in p]

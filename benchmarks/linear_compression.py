@@ -2,30 +2,49 @@
 
     python -m benchmarks.linear_compression --out benchmarks/results/linear_compression-h200.json
 
-Every figure counts useful FLOPs only: no padding, no copies. Without a GPU all sizes shrink, and
-the figures only show that the benchmark runs.
+Every figure counts useful FLOPs only: no padding, no copies. "default" runs in every dtype with all
+providers, and with XLA's other formulations in the first dtype; other sweeps run in the first
+dtype, with XLA only. Sizes that two sweeps share are timed once. Without a GPU all sizes shrink,
+and the figures only show that the benchmark runs.
 """
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
-import pathlib
+import functools
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from benchmarks import harness, timing, torch_baseline
-from benchmarks.harness import Point, Provider
-from benchmarks.linear_compression_providers import OURS, XLA, all_providers
-from benchmarks.records import Record, ours_at, provider_of
-from ikbo_jax.cases.linear_compression import Case
+from benchmarks import harness, timing, yardsticks
+from benchmarks.harness import Benchmark, Point, Provider
+from benchmarks.records import OUR_NAME, Record, ours_at, provider_of
+from ikbo_jax.cases.linear_compression import ALIGNED_K, Case, Inputs
 from ikbo_jax.problems import LinearCompressionProblem
+from ikbo_jax.reference import linear_compression as reference
 
 DEFAULT = LinearCompressionProblem((15, 1024), (1178, 866), 433, 256, "bfloat16")
-SWEEPS = ("default", "m", "k", "n", "batch", "ratio", "index")
+
+
+def _requests(*ratios: int) -> Iterator[tuple[str, dict[str, Any]]]:
+    return ((f"{ratio}:1", {"batches": (-(-1024 // ratio), 1024)}) for ratio in ratios)
+
+
+#: Points by sweep, other than "default": the label, and what differs from the default.
+SWEEPS: dict[str, Sequence[tuple[str, dict[str, Any]]]] = {
+    "default": (),
+    "m": [(f"M={m}", {"m": m}) for m in (128, 256, 512, 1024)],
+    "k": [(f"K_cand={k}", {"ks": (1178, k)}) for k in (256, 1024, 2048)],
+    "n": [(f"N={n}", {"n": n}) for n in (128, 256, 512)],
+    "batch": [(f"B={b}", {"batches": (-(-b // 70), b)}) for b in (256, 512, 1024, 2048, 4096)],
+    "ratio": [*_requests(1, 2, 10, 70, 1000), ("10000 of one user", {"batches": (1, 10_000)})],
+    "index": [("unsorted", {})],
+}
+DTYPES = ("bfloat16", "float16", "float32")
 #: Bar of our fraction at the default point.
 DEFAULT_BAR = 0.82
 #: Bars of our fraction in sweeps relative to the default point: in general, and for B=256.
@@ -36,34 +55,15 @@ NO_CLIFF_BAR = 1.02
 NUM_CHECKED = 8
 
 
-def points(sweep: str, dtype: str = "bfloat16") -> Iterator[Point]:
-    """Yields the points of a sweep; most differ from the default in one size."""
-    base = dataclasses.replace(DEFAULT, dtype=dtype)
-    k_user, k_cand = base.ks
-    candidates = base.batches[-1]
-
-    def at(label: str, index: str = "ragged", **sizes: Any) -> Point:
-        return Point(sweep, label, Case(dataclasses.replace(base, **sizes), index))
-
-    if sweep == "default":
-        yield at(dtype)
-    elif sweep == "m":
-        yield from (at(f"M={m}", m=m) for m in (128, 256, 512, 1024))
-    elif sweep == "k":
-        yield from (at(f"K_cand={k}", ks=(k_user, k)) for k in (256, 1024, 2048))
-    elif sweep == "n":
-        yield from (at(f"N={n}", n=n) for n in (128, 256, 512))
-    elif sweep == "batch":
-        for b in (256, 512, 1024, 2048, 4096):
-            yield at(f"B={b}", batches=(-(-b // 70), b))
-    elif sweep == "ratio":
-        for ratio in (1, 2, 10, 70, 1000):
-            yield at(f"{ratio}:1", batches=(-(-candidates // ratio), candidates))
-        yield at("10000 of one user", batches=(1, 10_000))
-    elif sweep == "index":
-        yield at("unsorted", index="unsorted")
-    else:
-        raise ValueError(f"unknown sweep {sweep!r}; known: {', '.join(SWEEPS)}")
+def points(sweep: str, dtypes: Sequence[str] = DTYPES[:2]) -> Iterator[Point]:
+    """Yields the points of a sweep; "default" has a point for each dtype."""
+    for dtype in dtypes if sweep == "default" else dtypes[:1]:
+        case = Case(dataclasses.replace(DEFAULT, dtype=dtype), "ragged")
+        if sweep == "default":
+            yield Point(sweep, dtype, case)
+        for label, sizes in SWEEPS[sweep]:
+            index = "unsorted" if sweep == "index" else "ragged"
+            yield Point(sweep, label, case).with_case(index=index).resized(**sizes)
 
 
 def shrink(point: Point) -> Point:
@@ -77,34 +77,113 @@ def shrink(point: Point) -> Point:
     )
 
 
+@functools.partial(jax.jit, static_argnums=1)
+def _concatenated(inputs: Inputs, align: int) -> tuple[jax.Array, jax.Array]:
+    (w_user, w_cand), (e_user, e_cand), (_, cand_to_user) = inputs
+    weight = jnp.concatenate((w_user, w_cand), axis=1)
+    embedding = jnp.concatenate((e_user[cand_to_user], e_cand), axis=1)
+    return _padded(weight, align), _padded(embedding, align)
+
+
+def _padded(array: jax.Array, align: int = ALIGNED_K) -> jax.Array:
+    rows = -array.shape[1] % align
+    return jnp.pad(array, ((0, 0), (0, rows), *((0, 0),) * (array.ndim - 2)))
+
+
+@jax.jit
+def _all_padded(inputs: Inputs) -> Inputs:
+    weights, embeddings = jax.tree.map(_padded, inputs[:2])
+    return Inputs(weights, embeddings, inputs.parents)
+
+
+def _written_as(name: str, padded: Callable[[Inputs], tuple]) -> Callable[[Case, Inputs], tuple]:
+    fn = functools.partial(reference.decomposed, formulation=name)
+    return lambda case, inputs: (fn, padded(inputs))
+
+
+def _gemm(align: int) -> Callable[[Case, Inputs], tuple]:
+    return lambda case, inputs: (jnp.matmul, _concatenated(inputs, align))
+
+
+OURS = Provider.of_case(OUR_NAME, "ikbo_jax.linear_compression", "automatic")
+XLA = Provider.of_case("xla", "2 decomposed (implementation='xla')", "decomposed")
+
+
+def all_providers(problem: LinearCompressionProblem, formulations: bool = True) -> list[Provider]:
+    """Every stage and every baseline; XLA's other formulations if `formulations`.
+
+    A provider that cannot run here raises when it is compiled, and is then skipped.
+    """
+    copies, before = "1 materialised, with its copies", "1 materialised, copies made before"
+    aligned = f"K a multiple of {ALIGNED_K}"
+    providers = [
+        Provider.of_case("materialised", copies, "materialised"),
+        Provider.of_case("materialised-aligned", f"{copies}, {aligned}", "materialised-aligned"),
+        Provider("materialised-gemm", before, _gemm(1)),
+        Provider("materialised-gemm-aligned", f"{before}, {aligned}", _gemm(ALIGNED_K)),
+        XLA,
+    ]
+    for name in reference.FORMULATIONS if formulations else ():
+        stage = f"2 decomposed, written as {name}"
+        providers.append(Provider(f"xla-{name}", stage, _written_as(name, tuple)))
+    for name in ("matmul", "rounded"):
+        stage = f"2 decomposed, written as {name}, all K padded before"
+        prepare = _written_as(name, _all_padded)
+        providers.append(Provider(f"xla-{name}-padded-before", stage, prepare))
+    for name, stage, is_single in (
+        ("fused", "3 fused: broadcast in the epilogue", False),
+        ("single-launch", "4 single launch", True),
+    ):
+        if (config := Case(problem).config(single_launch=is_single)) is not None:
+            providers.append(Provider.of_case(name, stage, "fused", config))
+    return [*providers, OURS]
+
+
 def measure_point(
-    point: Point,
-    providers: Sequence[Provider],
-    protocol: harness.Protocol,
-    *,
-    torch: bool = False,
+    point: Point, providers: Sequence[Provider], protocol: harness.Protocol, *, torch: bool = False
 ) -> dict[str, Any]:
     """Checks the providers at a point, and times them interleaved with the reference matmul."""
     problem, case = point.problem, point.case
     inputs = case.inputs()
     rows = harness.sample(problem.batches[-1], NUM_CHECKED)
     truth = case.expected(inputs, rows)
-    contenders = harness.contenders_of(providers, case, inputs, rows, *truth)
+    contenders = harness.contenders_of(providers, case, inputs, rows, truth)
     if torch:
-        for record, thunk in torch_baseline.contenders(inputs.arguments, rows, *truth):
-            contenders.append(harness.Contender(record, thunk))
+        found = yardsticks.torch_linear_compression(inputs.arguments, rows, *truth)
+        contenders += [harness.Contender(record, thunk) for record, thunk in found]
     itemsize = jnp.dtype(problem.dtype).itemsize
     return {
         **point.entry(),
         "user_result_bytes": problem.batches[0] * problem.m * problem.n * itemsize,
-        **harness.measure(contenders, problem.useful_flops, protocol),
+        **harness.measure(contenders, protocol, problem.useful_flops),
     }
 
 
-def bar(point: Record, all_points: Sequence[Record]) -> str:
+def _measure_once(point: Point, run: harness.Run) -> dict[str, Any]:
+    """Measures a point, or takes the entry of an earlier point with the same sizes."""
+    case = dataclasses.asdict(point.case).items()
+    for known in run.results["points"]:
+        if case <= known.items():
+            providers = [p for p in known["providers"] if p["name"] in (XLA.name, OURS.name)]
+            renamed = {"sweep": point.sweep, "label": point.label, "providers": providers}
+            return {**known, **renamed}
+    if point.sweep != "default" or run.options.quick:
+        return measure_point(point, [XLA, OURS], run.protocol)
+    is_first = point.problem.dtype == (run.options.dtype or DTYPES)[0]
+    providers = all_providers(point.problem, is_first)
+    return measure_point(point, providers, run.protocol, torch=jax.default_backend() == "gpu")
+
+
+def _measure_copy(run: harness.Run) -> None:
+    size = timing.COPY_BYTES if jax.default_backend() == "gpu" else 2**22
+    window_s, rounds = run.protocol.window_s, run.protocol.rounds
+    run.results["copy"] = timing.copy_ceiling(size, window_s=window_s, rounds=rounds)
+
+
+def bars(point: Record, all_points: Sequence[Record], name: str = OUR_NAME) -> str:
     """Text with the figure of `ikbo` at a point of a results file, next to its bar."""
-    ours, xla = provider_of(point, "ikbo"), provider_of(point, "xla")
-    if ours is None:
+    ours, xla = provider_of(point, OUR_NAME), provider_of(point, "xla")
+    if ours is None or name != OUR_NAME:
         return ""
     if point["sweep"] == "default":
         return f"fraction {ours['fraction']:.3f}, bar {DEFAULT_BAR}"
@@ -123,57 +202,20 @@ def bar(point: Record, all_points: Sequence[Record]) -> str:
     return f"{relative:.3f} of the default's fraction, bar {sweep_bar}"
 
 
-def run(
-    sweeps: Sequence[str], dtypes: Sequence[str], *, out: pathlib.Path, **options: Any
-) -> dict[str, Any]:
-    """Measures sweeps, as `attention.run` does.
-
-    Args (the others are as for `attention.run`):
-      sweeps: names from `SWEEPS`. "default" runs in every dtype with all providers, and with XLA's
-        other formulations in the first dtype. Other sweeps run in the first dtype, with XLA only.
-        Sizes that two sweeps share are timed once.
-      dtypes: names of dtypes.
-    """
-    bench = harness.Run("linear_compression", out, **options)
-    on_gpu, protocol = jax.default_backend() == "gpu", bench.protocol
-    bench.results["copy"] = timing.copy_ceiling(
-        timing.COPY_BYTES if on_gpu else 2**22, window_s=protocol.window_s, rounds=protocol.rounds
-    )
-    known: dict[Case, dict[str, Any]] = {}
-
-    def measure(point: Point) -> dict[str, Any]:
-        if point.case in known:
-            return _as_in_sweep(known[point.case], point)
-        is_full = point.sweep == "default" and not bench.quick
-        providers = [XLA, OURS]
-        if is_full:
-            providers = all_providers(point.problem, point.problem.dtype == dtypes[0])
-        known[point.case] = measure_point(point, providers, protocol, torch=is_full and on_gpu)
-        return known[point.case]
-
-    todo = [
-        point
-        for sweep in sweeps
-        for dtype in (dtypes if sweep == "default" else dtypes[:1])
-        for point in points(sweep, dtype)
-    ]
-    return bench.measure(todo, measure, shrink)
+def _add_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--dtype", action="append", choices=DTYPES)
 
 
-def _as_in_sweep(measured: Record, point: Point) -> dict[str, Any]:
-    """The entry of an earlier point with the same sizes, as a point of another sweep."""
-    providers = [p for p in measured["providers"] if p["name"] in (XLA.name, OURS.name)]
-    return {**measured, "sweep": point.sweep, "label": point.label, "providers": providers}
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    """Command line; returns 1 if a provider failed or was wrong."""
-    parser = harness.op_parser("linear_compression", SWEEPS)
-    parser.add_argument("--dtype", action="append", choices=("bfloat16", "float16", "float32"))
-    args = parser.parse_args(argv)
-    results = run(args.sweep, args.dtype or ("bfloat16", "float16"), **harness.options(args))
-    return harness.print_results(results, bar)
-
+BENCHMARK = Benchmark(
+    "linear_compression",
+    tuple(SWEEPS),
+    lambda o: (point for sweep in o.sweep for point in points(sweep, o.dtype or DTYPES[:2])),
+    shrink,
+    _measure_once,
+    bars,
+    add_options=_add_options,
+    prepare=_measure_copy,
+)
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(BENCHMARK.main())

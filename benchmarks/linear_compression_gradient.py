@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import pathlib
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -20,11 +19,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from benchmarks import compiling, harness
-from benchmarks.harness import Point
+from benchmarks import harness
+from benchmarks.harness import Benchmark, Point
 from benchmarks.linear_compression import DEFAULT, shrink
-from benchmarks.production_draws import compression_shape
-from benchmarks.records import Record, provider_of
+from benchmarks.production_draws import DRAWS
+from benchmarks.records import OUR_NAME, Record, provider_of
 from ikbo_jax._timing import device_time
 from ikbo_jax.cases import error_rule
 from ikbo_jax.cases.error_rule import Check
@@ -33,13 +32,10 @@ from ikbo_jax.ops.linear_compression import linear_compression
 from ikbo_jax.problems import LinearCompressionProblem
 from ikbo_jax.reference import linear_compression as reference
 
-SWEEPS = ("ratio", "batch", "dtype", "drawn")
 #: Bar of our fraction at the default sizes; of our time relative to XLA by hand, an upper bound.
 FRACTION_BAR, BY_HAND_BAR = 0.55, 1.0
 #: Points of "drawn".
 NUM_DRAWN = 20
-#: Candidates of 70:1.
-DEFAULT_BATCH = DEFAULT.batches[-1]
 #: Number of users and of candidates whose gradients are compared with the oracle.
 NUM_CHECKED = 8
 
@@ -48,27 +44,29 @@ Gradients = tuple[tuple[jax.Array, ...], tuple[jax.Array, ...]]
 Gradient = Callable[[Inputs, jax.Array], Gradients]
 
 
+def _at(candidates: int, ratio: int, dtype: str = "bfloat16") -> dict[str, Any]:
+    return {"batches": (-(-candidates // ratio), candidates), "dtype": dtype}
+
+
+#: Points by sweep: what differs from the default by label.
+SWEEPS: dict[str, dict[str, dict[str, Any]]] = {
+    "ratio": {f"{ratio}:1": _at(1024, ratio) for ratio in (1, 8, 70, 1024)},
+    "batch": {f"B={batch}": _at(batch, 70) for batch in (256, 4096)},
+    "dtype": {"float16": _at(1024, 70, "float16")},
+    "drawn": {},
+}
+
+
 def points(sweep: str) -> Iterator[Point]:
     """Yields the points of a sweep."""
-
-    def at(label: str, candidates: int, ratio: int, dtype: str = "bfloat16") -> Point:
-        batches = (-(-candidates // ratio), candidates)
-        problem = dataclasses.replace(DEFAULT, batches=batches, dtype=dtype)
-        return Point(sweep, label, Case(problem, "unsorted"))
-
-    if sweep == "ratio":
-        yield from (at(f"{ratio}:1", DEFAULT_BATCH, ratio) for ratio in (1, 8, 70, 1024))
-    elif sweep == "batch":
-        yield from (at(f"B={batch}", batch, 70) for batch in (256, 4096))
-    elif sweep == "dtype":
-        yield at("float16", DEFAULT_BATCH, 70, "float16")
-    elif sweep == "drawn":
-        for s in map(compression_shape, [np.random.default_rng(4)] * NUM_DRAWN):
-            sizes = (s.users, s.batch), (s.k_user, s.k_cand), s.m, s.n, s.dtype
-            problem = LinearCompressionProblem(*sizes)
-            yield Point(sweep, s.label, Case(problem, s.index))
-    else:
-        raise ValueError(f"unknown sweep {sweep!r}; known: {', '.join(SWEEPS)}")
+    for label, sizes in SWEEPS[sweep].items():
+        yield Point(sweep, label, Case(DEFAULT, "unsorted")).resized(**sizes)
+    rng = np.random.default_rng(4)
+    for s in [
+        DRAWS["linear_compression"](rng) for _ in range(NUM_DRAWN if sweep == "drawn" else 0)
+    ]:
+        drawn = (s.users, s.batch), (s.k_user, s.k_cand), s.m, s.n, s.dtype
+        yield Point(sweep, s.label, Case(LinearCompressionProblem(*drawn), s.index))
 
 
 # Providers
@@ -162,43 +160,35 @@ def _some(gradients: Gradients) -> list[np.ndarray]:
 
 def check(found: Gradients, expected: Sequence[np.ndarray], bounds: Sequence[float]) -> Check:
     """The error with the largest ratio to its bound, and that bound."""
-    errors = [
-        float(np.max(np.abs(x - want))) for x, want in zip(_some(found), expected, strict=True)
-    ]
+    pairs = zip(_some(found), expected, bounds, strict=True)
+    checks = [Check(float(np.max(np.abs(x - want))), bound) for x, want, bound in pairs]
     # NaN counts as the largest.
-    worst = int(np.argmax([error / bound for error, bound in zip(errors, bounds, strict=True)]))
-    return Check(errors[worst], bounds[worst])
+    return checks[int(np.argmax([one.error / one.bound for one in checks]))]
 
 
 def measure_point(
     point: Point, providers: Sequence[tuple[str, str, Gradient]], protocol: harness.Protocol
 ) -> dict[str, Any]:
     """Checks the providers at a point, and times them interleaved with the reference matmul."""
-    problem = point.problem
-    inputs = point.case.inputs()
+    problem, inputs = point.problem, point.case.inputs()
     shape = (problem.batches[-1], problem.m, problem.n)
     cotangent = jax.random.normal(jax.random.key(1), shape, jnp.dtype(problem.dtype))
     exact, plain = map(_some, _expected_and_plain(inputs, cotangent))
-    bounds = [
-        error_rule.bound(
-            float(np.max(np.abs(rounded - want))),
-            float(np.max(np.abs(want))),
-            problem.dtype,
-            problem.batches[-1] * problem.n,
+    terms = problem.batches[-1] * problem.n
+    bounds = []
+    for rounded, want in zip(plain, exact, strict=True):
+        error, largest = (float(np.max(np.abs(x))) for x in (rounded - want, want))
+        bounds.append(error_rule.bound(error, largest, problem.dtype, terms))
+    contenders = [
+        harness.compile_and_check(
+            name,
+            stage,
+            functools.partial(lambda *prepared: prepared, gradient, (inputs, cotangent)),
+            lambda found: check(found, exact, bounds),
         )
-        for rounded, want in zip(plain, exact, strict=True)
+        for name, stage, gradient in providers
     ]
-
-    def compiled(name: str, stage: str, gradient: Gradient) -> harness.Contender:
-        def compare(found: Gradients) -> Check:
-            return check(found, exact, bounds)
-
-        return harness.compile_and_check(
-            name, stage, lambda: (gradient, (inputs, cotangent)), compare
-        )
-
-    contenders = [compiled(*provider) for provider in providers]
-    return {**point.entry(), **harness.measure(contenders, 2 * problem.useful_flops, protocol)}
+    return {**point.entry(), **harness.measure(contenders, protocol, 2 * problem.useful_flops)}
 
 
 def best_by_hand(point: Record) -> Record | None:
@@ -207,11 +197,11 @@ def best_by_hand(point: Record) -> Record | None:
     return min(found, key=lambda record: float(record["median_ms"]), default=None)
 
 
-def bar(point: Record, all_points: Sequence[Record]) -> str:
+def bars(point: Record, all_points: Sequence[Record], name: str = OUR_NAME) -> str:
     """Text with the figures of `ikbo` at a point of a results file, next to their bars."""
     del all_points
-    ours, by_hand = provider_of(point, "ikbo"), best_by_hand(point)
-    if ours is None or by_hand is None:
+    ours, by_hand = provider_of(point, OUR_NAME), best_by_hand(point)
+    if ours is None or by_hand is None or name != OUR_NAME:
         return ""
     relative = ours["median_ms"] / by_hand["median_ms"]
     found = f"{relative:.3f} of the time by hand, bar {BY_HAND_BAR:.2f}"
@@ -220,25 +210,20 @@ def bar(point: Record, all_points: Sequence[Record]) -> str:
     return found
 
 
-def run(sweeps: Sequence[str], *, out: pathlib.Path, **options: Any) -> dict[str, Any]:
-    """Measures sweeps, as `attention.run` does; with `quick`, one provider by hand."""
-    bench = harness.Run("linear_compression_gradient", out, **options)
-    providers = PROVIDERS[-2:] if bench.quick else PROVIDERS
-
-    def measure(point: Point) -> dict[str, Any]:
-        protocol = dataclasses.replace(bench.protocol, short_ms=device_time.SHORT_MS)
-        return measure_point(point, providers, protocol)
-
-    return bench.measure([p for sweep in sweeps for p in points(sweep)], measure, shrink)
+def _measure(point: Point, run: harness.Run) -> dict[str, Any]:
+    """Times short points on the device; with "quick", one provider by hand alone beside ours."""
+    protocol = dataclasses.replace(run.protocol, short_ms=device_time.SHORT_MS)
+    return measure_point(point, PROVIDERS[-2:] if run.options.quick else PROVIDERS, protocol)
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Command line; returns 1 if a provider failed or was wrong."""
-    parser = harness.op_parser("linear_compression_gradient", SWEEPS)
-    compiling.add_options(parser)
-    args = parser.parse_args(argv)
-    return harness.print_results(run(args.sweep, **harness.options(args, argv)), bar)
-
+BENCHMARK = Benchmark(
+    "linear_compression_gradient",
+    tuple(SWEEPS),
+    lambda o: (point for sweep in o.sweep for point in points(sweep)),
+    shrink,
+    _measure,
+    bars,
+)
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(BENCHMARK.main())

@@ -1,4 +1,7 @@
-"""Plots in files that change only if the plotted data changes."""
+"""Plots of the documentation, in files that change only if the plotted data changes.
+
+A function that draws takes the content of a results file and the plot's path; see `report`.
+"""
 
 from __future__ import annotations
 
@@ -6,10 +9,31 @@ import contextlib
 import math
 import pathlib
 from collections.abc import Callable, Iterator, Sequence
+from operator import itemgetter
 from typing import Any
 
-from benchmarks import timing
-from benchmarks.records import Record
+from benchmarks import gdpa as of_gdpa
+from benchmarks import production as of_production
+from benchmarks import tables, timing
+from benchmarks import tables_networks as networks
+from benchmarks.records import OUR_NAME, Record, points_of, provider_of
+
+#: Panels of linear compression's plot over sizes: sweep, label of its horizontal axis.
+PANELS = {
+    "m": "compressed rows M",
+    "k": "candidate rows K",
+    "n": "embedding width N",
+    "batch": "candidates B",
+    "ratio": "candidates a user",
+}
+#: Labels of gdpa's curves, by sweep.
+GDPA_CURVES = {
+    "full": "self-attention, equal lengths",
+    "half": "self-attention, lengths uniform in 1..max",
+    "kv256": f"{of_gdpa.SHORT_KV} keys, many queries",
+}
+#: What a panel of the plot of several devices shows.
+MODES = {"strong": "strong", "weak": "weak", "large": "strong, large request"}
 
 
 @contextlib.contextmanager
@@ -82,3 +106,252 @@ def _round(value: float, *, up: bool) -> float:
     power = 10.0 ** math.floor(math.log10(value))
     steps = [power * step for step in (1, 2, 5, 10)]
     return min(x for x in steps if x >= value) if up else max(x for x in steps if x <= value)
+
+
+def curves(
+    axis: Any,
+    points: Sequence[Record],
+    providers: Sequence[tuple[str, str]],
+    value: Callable[[Record], float],
+) -> None:
+    """Draws a curve of `value` over points for every provider; `providers` have descriptions."""
+    for name, words in providers:
+        curve(axis, [provider_of(point, name) for point in points], value, label=words)
+
+
+def attention(results: Record, path: pathlib.Path) -> None:
+    """Plots the fraction of the matmul over S, with a curve for every provider."""
+    points = points_of(results, "s")
+    with saved(path, size=(8, 4.5)) as (figure, (axis,)):
+        timed = [
+            (name, words)
+            for name, words in reversed(tables.ATTENTION.items())
+            if any(provider_of(point, name) is not None for point in points)
+        ]
+        curves(axis, points, timed, itemgetter("fraction"))
+        axis.set_xticks(range(len(points)), [point["problem"]["kv_len"] for point in points])
+        axis.set_xlabel(f"S, keys of a user; {results['environment']['device']}")
+        axis.set_ylabel("fraction of the sustained matmul")
+        axis.set_ylim(bottom=0)
+        legend_below(figure, axis, 2)
+
+
+def linear_compression_stages(results: Record, path: pathlib.Path) -> None:
+    """Draws a bar for the time of every stage at the default point."""
+    point = points_of(results, "default")[0]
+    timed = [(words, provider_of(point, name)) for name, words in tables.STAGES]
+    bars = [(words, record["median_ms"]) for words, record in timed if record is not None]
+    with saved(path, size=(9, 0.8 + 0.45 * len(bars))) as (_, (axes,)):
+        drawn = axes.barh([words for words, _ in bars], [ms for _, ms in bars], color="#4c72b0")
+        axes.bar_label(drawn, fmt="%.3f", padding=3)
+        axes.invert_yaxis()
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.set_xlabel(f"ms on {results['environment']['device']}; less is better")
+
+
+def linear_compression_sweeps(results: Record, path: pathlib.Path) -> None:
+    """Plots the fraction of the matmul over sizes, with a panel for every measured sweep."""
+    names = [sweep for sweep in PANELS if points_of(results, sweep)]
+    columns = min(3, len(names))
+    rows = -(-len(names) // columns)
+    size = (9, 0.6 + 2.9 * rows)
+    providers = ((OUR_NAME, "ikbo-jax"), ("xla", "ikbo-jax in XLA (decomposed)"))
+    with saved(path, columns, rows=rows, size=size, sharey=True) as (figure, panels):
+        panels = list(panels)
+        for axis in panels[len(names) :]:
+            axis.set_axis_off()
+        for axis, sweep in zip(panels[: len(names)], names, strict=True):
+            points = points_of(results, sweep)
+            curves(axis, points, providers, itemgetter("fraction"))
+            labels = [point["label"].split("=")[-1] for point in points]
+            labels = [label.replace(" of one user", ":1") for label in labels]
+            axis.set_xticks(range(len(points)), labels, rotation=30)
+            axis.set_xlabel(PANELS[sweep])
+        # Called after the last curve, since it turns autoscaling of the shared axis off.
+        panels[0].set_ylim(bottom=0)
+        figure.supylabel("fraction of the sustained matmul")
+        figure.suptitle(f"linear compression on {results['environment']['device']}")
+        legend_below(figure, panels[0], 2)
+
+
+def gdpa_points(results: Record) -> list[Record]:
+    """The points of the plot over the largest length: forward or backward."""
+    sweeps = of_gdpa.LENGTH_SWEEPS
+    return [p for p in results["points"] if p["sweep"] in sweeps and p["direction"] != "both"]
+
+
+def gdpa(results: Record, path: pathlib.Path) -> None:
+    """Plots our fraction over the largest length, with dotted lines for the bars.
+
+    The plot has one panel for the forward pass and one for the backward pass.
+    """
+    points = gdpa_points(results)
+    directions = [d for d in of_gdpa.DIRECTIONS if any(p["direction"] == d for p in points)]
+    size = (4.5 * len(directions) if len(directions) > 1 else 7, 4.5)
+    with saved(path, len(directions), size=size, sharey=True) as (figure, row):
+        for axis, direction in zip(row, directions, strict=True):
+            for number, (sweep, words) in enumerate(GDPA_CURVES.items()):
+                found = [p for p in points if (p["sweep"], p["direction"]) == (sweep, direction)]
+                bars = of_gdpa.FRACTION_BARS.get((sweep, direction), {})
+                if not found and not bars:
+                    continue
+                records = [provider_of(point, OUR_NAME) for point in found]
+                over, color = [p["problem"]["q_len"] for p in found], f"C{number}"
+                fraction = itemgetter("fraction")
+                curve(axis, records, fraction, over=over, color=color, label=words)
+                axis.plot([*bars], [*bars.values()], linestyle=":", color=color, alpha=0.6)
+            axis.set_xscale("log", base=2)
+            axis.set_xticks(of_gdpa.LENGTHS, [str(length) for length in of_gdpa.LENGTHS])
+            axis.set_xlabel("greatest length")
+            axis.set_title(f"{direction} pass")
+        # Called after the last curve, since it turns autoscaling of the shared axis off.
+        row[0].set_ylim(bottom=0)
+        row[0].set_ylabel("fraction of the sustained matmul")
+        legend_below(figure, row[0], min(2, len(directions)))
+        figure.suptitle(f"{results['environment']['device']}; dotted: target")
+
+
+def _time_and_memory(
+    path: pathlib.Path,
+    size: tuple[float, float],
+    points: Sequence[Record],
+    memory: Callable[[Record], float],
+    words: tuple[str, str, str],
+    ticks: Sequence[str],
+    rotation: int,
+) -> None:
+    """Plots times and memory of the versions of the ranking network.
+
+    Args:
+      path: the file.
+      size: of the figure.
+      points: in the order of the horizontal axis.
+      memory: MiB of a provider.
+      words: labels of the panels' vertical axes and of the horizontal axes; the title.
+      ticks: labels of the points.
+      rotation: of the labels.
+    """
+    what, over, title = words
+    with saved(path, 2, size=size) as (figure, panels):
+        panels = list(panels)
+        curves(panels[0], points, networks.SWEPT, itemgetter("median_ms"))
+        curves(panels[1], points, networks.SWEPT, memory)
+        for axis, unit in zip(panels, (f"{what}, ms", "memory, MiB"), strict=True):
+            axis.set_xticks(range(len(points)), ticks, rotation=rotation)
+            axis.set_xlabel(over)
+            axis.set_ylabel(unit)
+            plain_log_scale(axis)
+        legend_below(figure, panels[0], 2)
+        figure.suptitle(title)
+
+
+def ranking(results: Record, path: pathlib.Path, sweep: str) -> None:
+    """Plots latency and memory over a sweep."""
+    points = points_of(results, sweep)
+    title = f"ranking network on {results['environment']['device']}"
+    _time_and_memory(
+        path,
+        (9, 4.2),
+        points,
+        lambda record: (record.get("total_bytes") or 0) / 2**20,
+        ("time", networks.RANKING_AXES[sweep], title),
+        [point["label"].split("=")[-1] for point in points],
+        0,
+    )
+
+
+def training(results: Record, path: pathlib.Path) -> None:
+    """Plots time and memory of a step over the sweep's points."""
+    points = networks.swept_training(results)
+    title = f"training the ranking network on {results['environment']['device']}"
+    _time_and_memory(
+        path,
+        (9, 4.4),
+        points,
+        lambda record: record["peak_bytes"] / 2**20,
+        ("time of a step", "candidates a user, queries a candidate", title),
+        [point["label"] for point in points],
+        40,
+    )
+
+
+def scaling(results: Record, path: pathlib.Path) -> None:
+    """Plots the speed-up over the number of devices."""
+    in_one_process = [point for point in results["points"] if "processes" not in point]
+    modes = dict.fromkeys(point["mode"] for point in in_one_process)
+    with saved(path, len(modes), size=(9, 4.2), sharey=True) as (figure, panels):
+        for axis, mode in zip(panels, modes, strict=True):
+            found = [point for point in in_one_process if point["mode"] == mode]
+            devices = sorted({point["devices"] for point in found})
+            for colour, (sweep, words) in enumerate(networks.SCALED.items()):
+                points = [point for point in found if point["sweep"] == sweep]
+                if not points:
+                    continue
+                best = [
+                    max(networks.speedup(point, record) for record in point["providers"][1:])
+                    for point in points
+                ]
+                over = [1, *(point["devices"] for point in points)]
+                axis.plot(over, [1.0, *best], marker="o", label=words, color=f"C{colour}")
+            axis.plot([1, *devices], [1, *devices], color="0.7", linestyle=":", label="ideal")
+            axis.set_xticks([1, *devices])
+            axis.set_xlabel(f"devices, {MODES[mode]}")
+        panels[0].set_ylabel("speed-up")
+        legend_below(figure, panels[0], 5)
+        figure.suptitle(f"several devices: {results['environment']['device']}")
+
+
+def production(results: Record, path: pathlib.Path) -> None:
+    """Plots fraction and speed-up of every drawn point over its roofline."""
+    compared = of_production.compared(results["points"])
+    with saved(path, 2, size=(9, 4.2)) as (figure, panels):
+        by_fraction, by_speedup = panels
+        for op in of_production.DRAWS:
+            found = [(ratio, p) for ratio, p in compared if p["sweep"].startswith(op)]
+            if not found:
+                continue
+            roofline = [point["roofline_ms"] for _, point in found]
+            ours = [provider_of(point, OUR_NAME) for _, point in found]
+            fractions = [float(record["fraction"]) for record in ours if record is not None]
+            style = {"s": 12, "label": op.replace("_", " ")}
+            by_fraction.scatter(roofline, fractions, **style)
+            by_speedup.scatter(roofline, [ratio for ratio, _ in found], **style)
+        by_fraction.set_ylim(0, 1)
+        by_fraction.set_ylabel("fraction of the roofline")
+        by_speedup.axhline(1 / of_production.SLOWEST_BAR, color="0.7", linestyle=":")
+        by_speedup.set_yscale("log")
+        by_speedup.set_ylabel("speed-up over the best alternative")
+        for axis in (by_fraction, by_speedup):
+            axis.set_xscale("log")
+            axis.set_xlabel("roofline, ms")
+        legend_below(figure, by_fraction, len(of_production.DRAWS))
+        figure.suptitle(f"drawn workloads: {results['environment']['device']}")
+
+
+def movielens(results: Record, path: pathlib.Path) -> None:
+    """Plots the mean of the seeds' losses and AUCs, with the range of the seeds."""
+    steps = results["protocol"]["training"]["steps"]
+    words = dict(networks.MOVIELENS)
+    with saved(path, 2, size=(9, 4)) as (figure, panels):
+        losses, metrics = panels
+        for name, runs in results["curves"].items():
+            loss = [run["loss"] for run in runs]
+            over = [steps * (i + 1) / len(loss[0]) for i in range(len(loss[0]))]
+            _band(losses, over, loss, words[name])
+            points = [run["validation"] for run in runs]
+            over = [point[0] for point in points[0]]
+            _band(metrics, over, [[p[1] for p in run] for run in points], words[name])
+        losses.set_ylabel(f"log loss, mean over {steps // len(loss[0])} steps")
+        metrics.set_ylabel("AUC on part of the validation requests")
+        for panel in (losses, metrics):
+            panel.set_xlabel("steps")
+        legend_below(figure, losses, 1)
+        figure.suptitle("MovieLens-100k: mean of the seeds, and their range")
+
+
+def _band(axis: Any, over: list[float], values: list[list[float]], label: str) -> None:
+    columns = list(zip(*values, strict=True))
+    mean = [sum(column) / len(column) for column in columns]
+    (line,) = axis.plot(over, mean, label=label, linewidth=1)
+    low, high = [min(c) for c in columns], [max(c) for c in columns]
+    axis.fill_between(over, low, high, color=line.get_color(), alpha=0.15)

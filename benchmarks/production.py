@@ -28,20 +28,21 @@ import itertools
 import json
 import os
 import pathlib
+import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
-from benchmarks import children, compiling, harness, production_bounds, production_programs, timing
+from benchmarks import children, harness, production_bounds, production_programs, timing
+from benchmarks.harness import Point
 from benchmarks.production_draws import DRAWS, SWEEPS, Shape, shapes, shrink
 from benchmarks.production_programs import Program
-from benchmarks.production_summary import bars, summary
-from benchmarks.records import format_table
+from benchmarks.records import OP_COLUMNS, OUR_NAME, Record, format_table, points_of, provider_of
 from ikbo_jax._timing import device_time
 
 #: Useful FLOPs of the forward pass with all gradients, relative to the forward pass: gradients
@@ -57,46 +58,43 @@ SHORT_TIMING_S, TIMING_S, COMPILING_S = 1.5, 4.5, 30.0
 #: Bytes of the array whose copy measures the bandwidth. The others' arrays are in memory, too, and
 #: several copies are under way at once.
 COPY_BYTES = 2**30
-
-
-@dataclasses.dataclass(frozen=True)
-class Point:
-    """A workload in one direction."""
-
-    shape: Shape
-    direction: str
-
-    @property
-    def sweep(self) -> str:
-        return f"{self.shape.op} {self.direction}"
-
-    @property
-    def label(self) -> str:
-        return self.shape.label
-
-    @property
-    def work(self) -> tuple[float, float]:
-        """Useful FLOPs and bytes."""
-        if self.direction == "forward":
-            return self.shape.flops, self.shape.num_bytes
-        return self.shape.flops * PRODUCTS[self.shape.op], 2.0 * self.shape.num_bytes
-
-    @property
-    def timing_s(self) -> float:
-        """Seconds that its timing takes, by its work."""
-        flops, num_bytes = self.work
-        rates = production_bounds.HOPPER
-        ms = 1e3 * max(flops / rates.flops, num_bytes / rates.num_bytes)
-        return SHORT_TIMING_S if ms < device_time.SHORT_MS * SHORT_SHARE else TIMING_S
+#: Largest time relative to the best alternative.
+SLOWEST_BAR = 1.03
+#: Points that are named as the worst.
+WORST = 10
+#: Bars of the geometric means: fraction of the roofline (None: no bar), speed relative to the best
+#: alternative.
+MEAN_BARS = {
+    "attention": (0.62, 1.6),
+    "linear_compression": (0.70, 2.0),
+    "gdpa": (0.62, 2.5),
+    "few_queries": (None, 1.3),
+}
 
 
 def points(sweeps: Sequence[str], number: int, seed: int) -> list[Point]:
     """`number` points of every sweep; the sweeps take turns, in the order of `SWEEPS`."""
-    drawn = [
-        [Point(shape, direction) for shape in shapes(op, number, seed)]
-        for op, direction in (sweep.split() for sweep in SWEEPS if sweep in sweeps)
-    ]
+    drawn = []
+    for sweep in [sweep for sweep in SWEEPS if sweep in sweeps]:
+        op, direction = sweep.split()
+        of_op = shapes(op, number, seed)
+        drawn.append([Point(sweep, shape.label, shape, direction) for shape in of_op])
     return list(itertools.chain.from_iterable(zip(*drawn, strict=True)))
+
+
+def work(point: Point) -> tuple[float, float]:
+    """Useful FLOPs and bytes of a point."""
+    if point.direction == "forward":
+        return point.case.flops, point.case.num_bytes
+    return point.case.flops * PRODUCTS[point.case.op], 2.0 * point.case.num_bytes
+
+
+def timing_s(point: Point) -> float:
+    """Seconds that a point's timing takes, by its work."""
+    flops, num_bytes = work(point)
+    rates = production_bounds.HOPPER
+    ms = 1e3 * max(flops / rates.flops, num_bytes / rates.num_bytes)
+    return SHORT_TIMING_S if ms < device_time.SHORT_MS * SHORT_SHARE else TIMING_S
 
 
 class Ceilings(NamedTuple):
@@ -139,10 +137,10 @@ def measure_point(
     point: Point, programs: Sequence[Program], protocol: harness.Protocol, found_ceilings: Ceilings
 ) -> dict[str, Any]:
     """Times the contenders of a point interleaved with the reference matmul."""
-    found = production_programs.ready(point.shape, point.direction, programs)
+    found = production_programs.ready(point.case, point.direction, programs)
     kept = found if production_bounds.peaks() is None else production_programs.leave_out_slow(found)
-    flops, num_bytes = point.work
-    measured = harness.measure(kept, flops, protocol)
+    flops, num_bytes = work(point)
+    measured = harness.measure(kept, protocol, flops)
     measured["providers"] = [contender.record for contender in found]
     compute_ms = flops / measured["matmul_tflops"] / 1e9
     copy_ms = num_bytes / found_ceilings.copy_tb_per_s / 1e9
@@ -154,7 +152,7 @@ def measure_point(
     return {
         "sweep": point.sweep,
         "label": point.label,
-        "problem": dataclasses.asdict(point.shape),
+        "problem": dataclasses.asdict(point.case),
         "bytes": num_bytes,
         "roofline_ms": roofline,
         **measured,
@@ -167,14 +165,14 @@ def _todo(args: argparse.Namespace) -> list[Point]:
     if args.left is None:
         return todo
     left = set(timing.read_results(args.left)["left_out"])
-    return [p for p in todo if f"{p.sweep} {p.label}" in left]
+    return [p for p in todo if p.name in left]
 
 
 def workloads(todo: Sequence[Point]) -> list[list[int]]:
     """Positions of the points of each workload, in the order of its first point."""
     found: dict[Shape, list[int]] = {}
     for position, point in enumerate(todo):
-        found.setdefault(point.shape, []).append(position)
+        found.setdefault(point.case, []).append(position)
     return list(found.values())
 
 
@@ -197,23 +195,20 @@ class Budget:
         files = self._folder.glob(f"begun-{device()}-*")
         begun = sum(float(path.name.rsplit("-", 1)[1]) for path in files)
         compiling_s = self._longest_s or COMPILING_S
-        own = SHORT_TIMING_S if point is None else point.timing_s
+        own = SHORT_TIMING_S if point is None else timing_s(point)
         return time.time() + compiling_s + begun + own < self._end
 
     def compiled(self, point: Point, number: int) -> list[Program]:
         """The programs of a point."""
         begin = time.time()
-        (self._folder / f"begun-{device()}-{number}-{point.timing_s}").touch()
+        (self._folder / f"begun-{device()}-{number}-{timing_s(point)}").touch()
         rates = production_bounds.peaks()
-        found = production_programs.compiled(point.shape, point.direction, rates)
+        found = production_programs.compiled(point.case, point.direction, rates)
         seconds = time.time() - begin
         self._longest_s = max(self._longest_s, seconds)
-        parts = ", ".join(
-            f"{p.record['name']} {p.record['compile_s']:.0f}"
-            for p in found
-            if "compile_s" in p.record
-        )
-        print(f"compiled in {seconds:.0f} s ({parts}): {point.sweep} {point.label}", flush=True)
+        ran = (p.record for p in found if "compile_s" in p.record)
+        parts = ", ".join(f"{record['name']} {record['compile_s']:.0f}" for record in ran)
+        print(f"compiled in {seconds:.0f} s ({parts}): {point.name}", flush=True)
         return found
 
 
@@ -223,10 +218,10 @@ def _measure_share(args: argparse.Namespace, share: int) -> None:
     Programs are compiled before any process times, because XLA times GEMM algorithms then.
     """
     folder = pathlib.Path(args.scratch)
-    compiling.share(folder)
+    children.share(folder)
     todo = _todo(args)
     if jax.default_backend() != "gpu":
-        todo = [dataclasses.replace(point, shape=shrink(point.shape)) for point in todo]
+        todo = [dataclasses.replace(point, case=shrink(point.case)) for point in todo]
     end = args.begin + args.budget_s
     protocol = harness.Protocol.for_device(quick=args.quick)
     protocol = dataclasses.replace(protocol, short_ms=device_time.SHORT_MS)
@@ -246,7 +241,7 @@ def _measure_share(args: argparse.Namespace, share: int) -> None:
                 _report(todo[n], failure)
                 continue
         timing.write_results(folder / f"point-{n}.json", {"point": record})
-        print(f"{todo[n].sweep} {todo[n].label}: {bars(record, ())}", flush=True)
+        print(f"{todo[n].name}: {bars(record)}", flush=True)
 
 
 def _report(point: Point, failure: Exception) -> None:
@@ -270,12 +265,11 @@ def _compiled_share(
     return programs
 
 
-def _measure_all(args: argparse.Namespace, argv: Sequence[str], results: dict[str, Any]) -> bool:
+def _measure_all(args: argparse.Namespace, results: dict[str, Any]) -> bool:
     """Measures the points in `args.jobs` processes, and writes the results file as they come.
 
     Args:
       args: the parsed options.
-      argv: the options for the processes.
       results: the content of the results file; its "points" are in the order of the draws, its
         "left_out" has the names of the others.
 
@@ -285,7 +279,7 @@ def _measure_all(args: argparse.Namespace, argv: Sequence[str], results: dict[st
     todo = _todo(args)
     with tempfile.TemporaryDirectory() as scratch:
         folder = pathlib.Path(scratch)
-        shared = [*argv, "--scratch", scratch, "--begin", str(time.time())]
+        shared = [*args.argv, "--scratch", scratch, "--begin", str(time.time())]
         processes = []
         for n, gpu in zip(range(args.jobs), itertools.cycle(devices()), strict=False):
             extra = {**children.GIVING_BACK, "CUDA_VISIBLE_DEVICES": gpu}
@@ -304,7 +298,7 @@ def _measure_all(args: argparse.Namespace, argv: Sequence[str], results: dict[st
                     found = itertools.compress(paths, done)
                     results["points"] = [timing.read_results(path)["point"] for path in found]
                     missing = itertools.compress(todo, (not is_done for is_done in done))
-                    results["left_out"] = [f"{p.sweep} {p.label}" for p in missing]
+                    results["left_out"] = [p.name for p in missing]
                     timing.write_results(args.out, results)
                 time.sleep(0.1)
     failed = sum(process.returncode != 0 for process in processes)
@@ -313,9 +307,99 @@ def _measure_all(args: argparse.Namespace, argv: Sequence[str], results: dict[st
     return not failed
 
 
+# What a run found: speed relative to the alternatives
+
+
+def alternative(point: Record) -> Record | None:
+    """The fastest contender besides this library; None if none could run."""
+    timed = [p for p in point["providers"] if p["name"] != OUR_NAME and "median_ms" in p]
+    return min(timed, key=lambda p: float(p["median_ms"]), default=None)
+
+
+def alternative_name(point: Record) -> str:
+    """Name of the fastest contender besides this library; "-" if none could run."""
+    other = alternative(point)
+    return "-" if other is None else str(other["name"])
+
+
+def speedup(point: Record) -> float | None:
+    """Time of the best alternative relative to this library's; None if either is missing."""
+    ours, other = provider_of(point, OUR_NAME), alternative(point)
+    if ours is None or other is None:
+        return None
+    return float(other["median_ms"]) / float(ours["median_ms"])
+
+
+def bars(point: Record, all_points: Sequence[Record] = (), name: str = OUR_NAME) -> str:
+    """The best alternative of a point, and this library's speed relative to it."""
+    del all_points
+    if (ratio := speedup(point)) is None or name != OUR_NAME:
+        return ""
+    slow = f", bar {1 / SLOWEST_BAR:.2f}" if ratio < 1 / SLOWEST_BAR else ""
+    return f"{ratio:.2f} x {alternative_name(point)}{slow}"
+
+
+class Means(NamedTuple):
+    """A sweep in short.
+
+    Attributes:
+      sweep: its name.
+      compared: points with an alternative, and this library's speed relative to the best one, the
+        slowest first.
+      fraction: geometric mean of this library's fractions of the roofline.
+      speedup: geometric mean of its speeds relative to the best alternative.
+      slower: number of points below `SLOWEST_BAR`.
+      bars: of `fraction` and `speedup`.
+    """
+
+    sweep: str
+    compared: list[tuple[float, Record]]
+    fraction: float
+    speedup: float
+    slower: int
+    bars: tuple[float | None, float]
+
+
+def compared(points: Sequence[Record]) -> list[tuple[float, Record]]:
+    """Points with an alternative, and this library's speed relative to it, the slowest first."""
+    found = [(ratio, p) for p in points if (ratio := speedup(p)) is not None]
+    return sorted(found, key=lambda pair: pair[0])
+
+
+def means(results: Record) -> Iterator[Means]:
+    """Yields every sweep that has points with an alternative."""
+    for sweep in SWEEPS:
+        found = compared(points_of(results, sweep))
+        if not found:
+            continue
+        ours = [record for _, p in found if (record := provider_of(p, OUR_NAME)) is not None]
+        yield Means(
+            sweep,
+            found,
+            statistics.geometric_mean(float(record["fraction"]) for record in ours),
+            statistics.geometric_mean(ratio for ratio, _ in found),
+            sum(ratio < 1 / SLOWEST_BAR for ratio, _ in found),
+            MEAN_BARS[sweep.split()[0]],
+        )
+
+
+def summary(results: Record) -> str:
+    """Geometric means of every sweep, points that lose, and the ten worst, as text."""
+    lines = []
+    for sweep in means(results):
+        lines.append(
+            f"{sweep.sweep}: {len(sweep.compared)} points, {sweep.fraction:.2f} of the roofline "
+            f"(bar {sweep.bars[0] or 'none'}), {sweep.speedup:.2f} x the best alternative "
+            f"(bar {sweep.bars[1]}), {sweep.slower} slower (bar 0)"
+        )
+        for ratio, point in sweep.compared[:WORST]:
+            lines.append(f"    {ratio:.2f} x {alternative_name(point)}: {point['label']}")
+    return "\n".join(lines)
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Command line; returns 1 if points are missing, or this library failed or was wrong."""
-    parser: argparse.ArgumentParser = harness.parser("production", SWEEPS)
+    parser = harness.parser("production", SWEEPS)
     parser.add_argument("--number", type=int, default=80, help="points of every sweep")
     parser.add_argument("--seed", type=int, default=0, help="seed of the draws")
     parser.add_argument(
@@ -325,15 +409,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--share", type=int, help=argparse.SUPPRESS)
     parser.add_argument("--scratch", help=argparse.SUPPRESS)
     parser.add_argument("--begin", type=float, help=argparse.SUPPRESS)
-    args = parser.parse_args(argv)
+    args = children.parsed(parser, argv)
     if args.share is not None:
         _measure_share(args, args.share)
         return 0
     # This process uses the device only to name it, and leaves its memory to the others.
     os.environ["XLA_PYTHON_CLIENT_PREALLOCATE"] = "false"
-    results = harness.Run("production", **harness.options(args)).results
-    is_whole = _measure_all(args, sys.argv[1:] if argv is None else argv, results)
-    status = harness.print_lines(results, format_table(results, bars))
+    results = harness.Run("production", args).results
+    is_whole = _measure_all(args, results)
+    status = harness.print_results(results, format_table(results, OP_COLUMNS, bars))
     print(summary(results))
     if left_out := results["left_out"]:
         print(f"{len(left_out)} points are missing; the results file names them", file=sys.stderr)

@@ -8,6 +8,7 @@ choice with weights says otherwise, and are drawn again while the workload's arr
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable, Mapping
 from typing import Any, ClassVar
@@ -222,110 +223,93 @@ class GdpaShape:
 Shape = AttentionShape | CompressionShape | GdpaShape
 
 
-def _within_limits[S: (AttentionShape, FewQueriesShape, CompressionShape, GdpaShape)](
-    draw: Callable[[], S],
-) -> S:
-    while (shape := draw()).num_bytes > MAX_BYTES or shape.flops > MAX_FLOPS:
-        pass
-    return shape
-
-
 def attention_shape(rng: Generator) -> AttentionShape:
     """B in 64..16,384, T = 1 for half of them, S in 32..16,384, odd for half of them."""
-
-    def draw() -> AttentionShape:
-        batch, heads = _log_uniform(rng, 64, 16_384), _choice(rng, HEADS)
-        kv_len = _log_uniform(rng, 32, 16_384)
-        if rng.random() < 0.5:
-            kv_len = -(-kv_len // 64) * 64
-        return AttentionShape(
-            batch=batch,
-            users=_users(rng, batch),
-            q_len=_choice(rng, {1: 0.5, 2: 0.05, 4: 0.1, 8: 0.1, 16: 0.1, 32: 0.05, 64: 0.1}),
-            kv_len=kv_len,
-            q_heads=heads,
-            kv_heads=_choice(rng, KV_HEADS[heads]),
-            head_dim=_choice(rng, HEAD_DIMS),
-            dtype=_choice(rng, DTYPES),
-            index=_choice(rng, {"ragged": 0.7, "even": 0.15, "unsorted": 0.15}),
-            has_lengths=rng.random() < 0.3,
-        )
-
-    return _within_limits(draw)
+    batch, heads = _log_uniform(rng, 64, 16_384), _choice(rng, HEADS)
+    kv_len = _log_uniform(rng, 32, 16_384)
+    if rng.random() < 0.5:
+        kv_len = -(-kv_len // 64) * 64
+    return AttentionShape(
+        batch=batch,
+        users=_users(rng, batch),
+        q_len=_choice(rng, {1: 0.5, 2: 0.05, 4: 0.1, 8: 0.1, 16: 0.1, 32: 0.05, 64: 0.1}),
+        kv_len=kv_len,
+        q_heads=heads,
+        kv_heads=_choice(rng, KV_HEADS[heads]),
+        head_dim=_choice(rng, HEAD_DIMS),
+        dtype=_choice(rng, DTYPES),
+        index=_choice(rng, {"ragged": 0.7, "even": 0.15, "unsorted": 0.15}),
+        has_lengths=rng.random() < 0.3,
+    )
 
 
 def few_queries_shape(rng: Generator) -> FewQueriesShape:
     """T in 1..16, S in 64..4,096, 1 to 10,000 candidates a user, H = 64 or 128."""
-
-    def draw() -> FewQueriesShape:
-        batch, heads = _log_uniform(rng, 64, 16_384), _choice(rng, HEADS)
-        return FewQueriesShape(
-            batch=batch,
-            users=max(1, batch // _log_uniform(rng, 1, 10_000)),
-            q_len=_log_uniform(rng, 1, 16),
-            kv_len=_log_uniform(rng, 64, 4096),
-            q_heads=heads,
-            kv_heads=_choice(rng, KV_HEADS[heads]),
-            head_dim=_choice(rng, {64: 0.5, 128: 0.5}),
-            dtype=_choice(rng, DTYPES),
-            index=_choice(rng, {"ragged": 0.7, "even": 0.15, "unsorted": 0.15}),
-            has_lengths=rng.random() < 0.3,
-        )
-
-    return _within_limits(draw)
+    batch, heads = _log_uniform(rng, 64, 16_384), _choice(rng, HEADS)
+    return FewQueriesShape(
+        batch=batch,
+        users=max(1, batch // _log_uniform(rng, 1, 10_000)),
+        q_len=_log_uniform(rng, 1, 16),
+        kv_len=_log_uniform(rng, 64, 4096),
+        q_heads=heads,
+        kv_heads=_choice(rng, KV_HEADS[heads]),
+        head_dim=_choice(rng, {64: 0.5, 128: 0.5}),
+        dtype=_choice(rng, DTYPES),
+        index=_choice(rng, {"ragged": 0.7, "even": 0.15, "unsorted": 0.15}),
+        has_lengths=rng.random() < 0.3,
+    )
 
 
 def compression_shape(rng: Generator) -> CompressionShape:
     """B in 64..16,384, M in 8..1,024, K in 16..2,048, N in 16..512."""
-
-    def draw() -> CompressionShape:
-        batch = _log_uniform(rng, 64, 16_384)
-        return CompressionShape(
-            batch=batch,
-            users=_users(rng, batch),
-            m=_log_uniform(rng, 8, 1024),
-            n=_choice(rng, {16: 0.1, 32: 0.15, 64: 0.25, 96: 0.1, 128: 0.2, 256: 0.15, 512: 0.05}),
-            k_cand=_log_uniform(rng, 16, 2048),
-            k_user=_log_uniform(rng, 16, 2048),
-            dtype=_choice(rng, DTYPES),
-            index=_choice(rng, {"ragged": 0.85, "unsorted": 0.15}),
-        )
-
-    return _within_limits(draw)
+    batch = _log_uniform(rng, 64, 16_384)
+    return CompressionShape(
+        batch=batch,
+        users=_users(rng, batch),
+        m=_log_uniform(rng, 8, 1024),
+        n=_choice(rng, {16: 0.1, 32: 0.15, 64: 0.25, 96: 0.1, 128: 0.2, 256: 0.15, 512: 0.05}),
+        k_cand=_log_uniform(rng, 16, 2048),
+        k_user=_log_uniform(rng, 16, 2048),
+        dtype=_choice(rng, DTYPES),
+        index=_choice(rng, {"ragged": 0.85, "unsorted": 0.15}),
+    )
 
 
 def gdpa_shape(rng: Generator) -> GdpaShape:
     """B in 64..4,096; PFFN with 16 to 512 keys, PMA with 8 to 64 seeds."""
-
-    def draw() -> GdpaShape:
-        kinds = {"log-normal": 0.3, "uniform": 0.2, "short": 0.2, "pffn": 0.15, "pma": 0.15}
-        kind = _choice(rng, kinds)
-        longest = {
-            "log-normal": 2048,
-            "uniform": _log_uniform(rng, 65, 2048),
-            "short": 64,
-            "pffn": _log_uniform(rng, 16, 512),
-            "pma": _log_uniform(rng, 8, 64),
-        }[kind]
-        activations = {"gelu_tanh": 0.4, "silu": 0.2, "relu": 0.1, "gelu": 0.05, "softmax": 0.25}
-        return GdpaShape(
-            batch=_log_uniform(rng, 64, 4096),
-            lengths=kind,
-            longest=longest,
-            heads=_choice(rng, HEADS),
-            head_dim=_choice(rng, {64: 0.45, 96: 0.1, 128: 0.4, 256: 0.05}),
-            dtype=_choice(rng, DTYPES),
-            activation=_choice(rng, activations),
-        )
-
-    return _within_limits(draw)
+    kinds = {"log-normal": 0.3, "uniform": 0.2, "short": 0.2, "pffn": 0.15, "pma": 0.15}
+    kind = _choice(rng, kinds)
+    longest = {
+        "log-normal": 2048,
+        "uniform": _log_uniform(rng, 65, 2048),
+        "short": 64,
+        "pffn": _log_uniform(rng, 16, 512),
+        "pma": _log_uniform(rng, 8, 64),
+    }[kind]
+    activations = {"gelu_tanh": 0.4, "silu": 0.2, "relu": 0.1, "gelu": 0.05, "softmax": 0.25}
+    return GdpaShape(
+        batch=_log_uniform(rng, 64, 4096),
+        lengths=kind,
+        longest=longest,
+        heads=_choice(rng, HEADS),
+        head_dim=_choice(rng, {64: 0.45, 96: 0.1, 128: 0.4, 256: 0.05}),
+        dtype=_choice(rng, DTYPES),
+        activation=_choice(rng, activations),
+    )
 
 
-DRAWS: dict[str, Callable[[Generator], Shape]] = {
-    "attention": attention_shape,
-    "linear_compression": compression_shape,
-    "gdpa": gdpa_shape,
-    "few_queries": few_queries_shape,
+def _within_limits(draw: Callable[[Generator], Shape], rng: Generator) -> Shape:
+    while (shape := draw(rng)).num_bytes > MAX_BYTES or shape.flops > MAX_FLOPS:
+        pass
+    return shape
+
+
+#: Functions that take a NumPy generator and draw one workload, by op.
+DRAWS: dict[str, Callable[[Generator], Any]] = {
+    "attention": functools.partial(_within_limits, attention_shape),
+    "linear_compression": functools.partial(_within_limits, compression_shape),
+    "gdpa": functools.partial(_within_limits, gdpa_shape),
+    "few_queries": functools.partial(_within_limits, few_queries_shape),
 }
 #: What is timed of an op; without "few_queries forward": these sizes are drawn for training.
 SWEEPS = tuple(

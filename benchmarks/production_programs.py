@@ -18,19 +18,21 @@ compared by turns, so that both are slowed down.
 from __future__ import annotations
 
 import functools
+import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 
 from benchmarks import harness
-from benchmarks import production_bounds as bounds
-from benchmarks.production_directions import UNTIMED, compare, exact_results, in_direction
+from benchmarks.production_bounds import Peaks, least_ms
 from benchmarks.production_draws import Shape
-from benchmarks.production_providers import Contender, contenders
+from benchmarks.production_providers import TOLERANCE, Contender, contenders
 from benchmarks.records import OUR_NAME
-from ikbo_jax._timing.programs import NETWORK_ON_GPU
+from ikbo_jax._timing.programs import NETWORK_ON_GPU, UNTIMED_ON_GPU
+from ikbo_jax.cases import error_rule
 from ikbo_jax.cases.error_rule import Check
 
 #: An alternative is left out if its bound is this many times the fastest alternative's time.
@@ -42,6 +44,85 @@ FAR, VERY_FAR = 3.0, 8.0
 FAST_MS = 1.0
 #: Most calls of a rough timing, and seconds after which no further one is started.
 CALLS, CALLS_S = 5, 0.3
+
+
+#: Compiler options of a program whose GEMMs need not be the fastest. Without the files of XLA's
+#: choices, which processes share: no other program may take these GEMMs for the fastest.
+UNTIMED = {**UNTIMED_ON_GPU, "xla_gpu_per_fusion_autotune_cache_dir": ""}
+_compare = jax.jit(error_rule.compare)
+
+
+def in_direction(contender: Contender, direction: str) -> tuple[Callable[..., Any], tuple]:
+    """A function that returns a tuple of results, and its arguments.
+
+    "forward": the result of `contender`. "backward": its gradients for a given cotangent; what the
+    forward pass leaves for them is among the arguments. "both": the result, then the gradients.
+    """
+    inputs = *contender.args, *contender.integers
+    if direction == "forward":
+        return lambda *inputs: (contender.fn(*inputs),), inputs
+    out = jnp.zeros_like(jax.eval_shape(contender.fn, *inputs))
+    # The same cotangent for all contenders, in the layout of each.
+    finished, pull = jax.vjp(contender.finish, out)
+    draw = jax.jit(jax.random.normal, static_argnums=(1, 2))
+    (d_out,) = pull(draw(jax.random.key(9), finished.shape, finished.dtype))
+    number = len(contender.args)
+    if direction == "both":
+        return functools.partial(_with_gradients, contender.fn, number), (d_out, *inputs)
+    gradient = jax.jit(lambda *inputs: _vjp(contender.fn, number, *inputs)[1])(*inputs)
+    return lambda gradient, d_out: gradient(d_out), (gradient, d_out)
+
+
+def _vjp(fn: Callable[..., Any], number: int, *inputs: Any) -> tuple[Any, Callable[..., Any]]:
+    """`jax.vjp` with respect to the first `number` inputs."""
+    integers = inputs[number:]
+    return jax.vjp(lambda *args: fn(*args, *integers), *inputs[:number])
+
+
+def _with_gradients(fn: Callable[..., Any], number: int, d_out: Any, *inputs: Any) -> Any:
+    out, pull = _vjp(fn, number, *inputs)
+    return (out, *pull(d_out))
+
+
+def _as_float32(x: jax.Array) -> jax.Array:
+    return x.astype(jnp.float32) if jnp.issubdtype(x.dtype, jnp.floating) else x
+
+
+def exact_results(contender: Contender, direction: str) -> list[jax.Array]:
+    """The results in float32, for the same inputs and the same cotangent, on the device."""
+    # For "backward", the forward pass must run in float32, too.
+    is_backward = direction == "backward"
+    fn, args = in_direction(contender, "both" if is_backward else direction)
+    options = UNTIMED if jax.default_backend() == "gpu" else None
+    with jax.default_matmul_precision("highest"):
+        found = jax.jit(fn, compiler_options=options)(*map(_as_float32, args))
+    return list(found[is_backward:])
+
+
+def compare(
+    contender: Contender, direction: str, expected: Sequence[jax.Array], results: Sequence[Any]
+) -> Check:
+    """The error with the largest ratio to its bound, and that bound."""
+    outputs, gradients = ([], results) if direction == "backward" else (results[:1], results[1:])
+    found = [(contender.finish(out), TOLERANCE) for out in outputs]
+    if gradients:
+        finished = contender.finish_gradients(tuple(gradients))
+        found += [(gradient, contender.gradient_tolerance) for gradient in finished]
+    checks = []
+    for (actual, tolerance), truth in zip(found, expected, strict=True):
+        # On the device: NumPy takes seconds of processor time for a gradient of 100 million values.
+        error, largest = map(float, _compare(actual, truth))
+        checks.append(Check(error, tolerance * largest))
+    return max(checks, key=ratio)
+
+
+def ratio(check: Check) -> float:
+    """The error relative to its bound; of 0 to 0 it is 0, of NaN infinite."""
+    if math.isnan(check.error):
+        return math.inf
+    if not check.bound:  # zeros are expected
+        return 0.0 if check.ok else math.inf
+    return check.error / check.bound
 
 
 class Program(NamedTuple):
@@ -93,7 +174,7 @@ class Rough(NamedTuple):
     thunk: Callable[[], Any]
 
 
-def compiled(shape: Shape, direction: str, rates: bounds.Peaks | None) -> list[Program]:
+def compiled(shape: Shape, direction: str, rates: Peaks | None) -> list[Program]:
     """Compiles and checks the contenders of a point.
 
     Args:
@@ -118,7 +199,7 @@ def _prepared(
     number: int,
     direction: str,
     exact: Sequence[jax.Array],
-    rates: bounds.Peaks | None,
+    rates: Peaks | None,
     fastest: Rough | None,
 ) -> tuple[Program, Rough | None]:
     """Compiles a contender, runs it and compares its results, unless it cannot be the best."""
@@ -127,7 +208,7 @@ def _prepared(
         contender = make()
         record = {"name": contender.name, "stage": contender.stage}
         if rates is not None and fastest is not None:
-            least = bounds.least_ms(contender.work, direction, rates)
+            least = least_ms(contender.work, direction, rates)
             if reason := why_not_best(least, fastest.name, fastest.ms):
                 skipped = {"skipped": reason, "least_ms": least}
                 return Program(number, None, record | skipped), None

@@ -75,30 +75,21 @@ def _added_tolerance(cand_to_user: np.ndarray) -> float:
     return min(max(TOLERANCE * float(np.bincount(cand_to_user).max()) ** 0.5, least), largest)
 
 
+def _limit(size: int, words: str) -> None:
+    if size > MAX_COPIES:
+        raise NotImplementedError(f"{words} {size / 2**30:.1f} GiB")
+
+
 def _normal(number: int, shape: tuple[int, ...], dtype: Any) -> jax.Array:
     draw = jax.jit(jax.random.normal, static_argnums=(1, 2))
     return draw(jax.random.key(number), shape, jnp.dtype(dtype))
 
 
-def _attend(
-    query: jax.Array,
-    key: jax.Array,
-    value: jax.Array,
-    index: jax.Array,
-    lengths: jax.Array | None = None,
-    *,
-    indices_are_sorted: bool,
-    implementation: str | None,
+def attend(
+    query: Any, key: Any, value: Any, index: Any, lengths: Any = None, **options: Any
 ) -> jax.Array:
-    out = ikbo_jax.attention(
-        query,
-        key,
-        value,
-        index,
-        key_value_seq_lengths=lengths,
-        indices_are_sorted=indices_are_sorted,
-        implementation=implementation,
-    )
+    """Calls `ikbo_jax.attention` with users' lengths, or None."""
+    out = ikbo_jax.attention(query, key, value, index, key_value_seq_lengths=lengths, **options)
     assert isinstance(out, jax.Array)
     return out
 
@@ -150,7 +141,7 @@ def _attention(shape: AttentionShape) -> Iterator[Callable[[], Contender]]:
     def op(implementation: str | None) -> Callable[..., jax.Array]:
         is_sorted = s.index != "unsorted"
         return functools.partial(
-            _attend, indices_are_sorted=is_sorted, implementation=implementation
+            attend, indices_are_sorted=is_sorted, implementation=implementation
         )
 
     most = int(np.bincount(s.cand_to_user, minlength=s.users).max())
@@ -169,9 +160,7 @@ def _attention(shape: AttentionShape) -> Iterator[Callable[[], Contender]]:
 
     def copies() -> Contender:
         yardsticks.cudnn()
-        size = 2 * key[:1].nbytes * s.batch
-        if size > MAX_COPIES:
-            raise NotImplementedError(f"copies of {size / 2**30:.1f} GiB")
+        _limit(2 * key[:1].nbytes * s.batch, "copies of")
 
         def run(*arrays: Any) -> jax.Array:
             return materialised_cudnn(*arrays, *((None,) if seq_lengths is None else ()))
@@ -242,9 +231,7 @@ def _linear_compression(shape: CompressionShape) -> Iterator[Callable[[], Conten
         return plain_xla("xla-padded", stage, by_hand, padded_args, integers, finish_gradients=cut)
 
     def copies() -> Contender:
-        size = s.batch * (s.k_cand + s.k_user) * s.n * 2
-        if size > MAX_COPIES:
-            raise NotImplementedError(f"copies of {size / 2**30:.1f} GiB")
+        _limit(s.batch * (s.k_cand + s.k_user) * s.n * 2, "copies of")
 
         def run(*arrays: jax.Array) -> jax.Array:
             w_cand, w_user, e_cand, e_user, parents = arrays
@@ -278,11 +265,7 @@ def _gdpa(shape: GdpaShape) -> Iterator[Callable[[], Contender]]:
     def op(implementation: str | None) -> Callable[..., jax.Array]:
         def run(query: Any, key: Any, value: Any, cu_kv: Any, cu_q: Any = None) -> jax.Array:
             return ikbo_jax.gdpa(
-                query,
-                key,
-                value,
-                cu_q,
-                cu_kv,
+                *(query, key, value, cu_q, cu_kv),
                 activation=s.activation,
                 approx="tanh" if s.activation in ("gelu_tanh", "silu") else None,
                 scale=s.head_dim**-0.5,
@@ -298,9 +281,7 @@ def _gdpa(shape: GdpaShape) -> Iterator[Callable[[], Contender]]:
     def padded() -> Contender:
         attend = yardsticks.cudnn()
         longest = int(queries.max()), int(keys.max())
-        size = s.batch * sum(longest) * s.heads * s.head_dim * 4
-        if size > MAX_COPIES:
-            raise NotImplementedError(f"padded to {size / 2**30:.1f} GiB")
+        _limit(s.batch * sum(longest) * s.heads * s.head_dim * 4, "padded to")
         numbers = [jnp.asarray(x, jnp.int32) for x in (queries, keys)]
         places = [
             cu[:-1, None] + jnp.arange(most, dtype=jnp.int32)
@@ -317,11 +298,8 @@ def _gdpa(shape: GdpaShape) -> Iterator[Callable[[], Contender]]:
         )
 
         def run(query: Any, key: Any, value: Any, *numbers: Any) -> jax.Array:
-            return attend(
-                *(query, key, value),
-                query_seq_lengths=numbers[0],
-                key_value_seq_lengths=numbers[1],
-            )
+            q, kv = numbers
+            return attend(query, key, value, query_seq_lengths=q, key_value_seq_lengths=kv)
 
         is_query, is_key = (
             jnp.asarray(np.arange(most) < x[:, None])

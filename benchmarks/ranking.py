@@ -9,16 +9,14 @@ benchmark runs.
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 import functools
 import json
 import math
-import pathlib
-import statistics
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -26,10 +24,10 @@ import jax
 import numpy as np
 
 from benchmarks import children, harness, profiles
-from benchmarks.harness import Contender
-from benchmarks.records import Record, mib, provider_of, text_table
-from ikbo_jax._timing import interleaved_ms
+from benchmarks.harness import Benchmark, Point
+from benchmarks.records import Column, Record, describe_all, provider_of
 from ikbo_jax.cases import ranking as cases
+from ikbo_jax.cases.error_rule import Check
 from ikbo_jax.models import ranking
 from ikbo_jax.models.ranking import Sizes
 from ikbo_jax.rewrite import rewrite
@@ -45,6 +43,12 @@ PEAK_SECONDS = 300
 #: Bars at the default point: speed-up of co-designed over materialised and over hand-optimised;
 #: time of rewritten over co-designed; memory of co-designed over materialised.
 COPIES_BAR, BY_HAND_BAR, REWRITE_BAR, MEMORY_BAR = 3.0, 1.25, 1.05, 0.25
+COLUMNS = (
+    Column("ms", 9, "median_ms", 3),
+    Column("us/cand.", 10, "us_per_candidate", 3),
+    Column("temp MiB", 10, "temp_bytes", 1, is_mib=True),
+    Column("total MiB", 11, "total_bytes", 1, is_mib=True),
+)
 
 
 class Provider(NamedTuple):
@@ -105,43 +109,26 @@ ALL = (OURS, REWRITTEN, REWRITTEN_TUNED, BY_HAND, TUNED, COPIES)
 BY_NAME = {provider.name: provider for provider in (*ALL, SERVED)}
 
 
-@dataclasses.dataclass(frozen=True)
-class Point:
-    """One set of sizes: the sweep it belongs to, its label in the sweep, and the sizes."""
-
-    sweep: str
-    label: str
-    sizes: Sizes
-
-
 def points(sweep: str) -> Iterator[Point]:
     """Yields the points of a sweep."""
-
-    def at(label: str, candidates: int, users: int) -> Point:
-        sizes = dataclasses.replace(DEFAULT, candidates=candidates, users=users)
-        return Point(sweep, label, sizes)
-
-    if sweep == "default":
-        yield Point(sweep, f"B={DEFAULT.candidates}", DEFAULT)
-    elif sweep == "ratio":
-        for ratio in RATIOS:
-            yield at(f"{ratio}:1", DEFAULT.candidates, max(1, round(DEFAULT.candidates / ratio)))
-    elif sweep == "candidates":
-        for candidates in CANDIDATES:
-            yield at(f"B={candidates}", candidates, max(1, round(candidates / RATIO)))
-    else:
-        raise ValueError(f"unknown sweep {sweep!r}; known: {', '.join(SWEEPS)}")
+    default = DEFAULT.candidates
+    sizes: dict[str, dict[str, tuple[int, float]]] = {
+        "default": {f"B={default}": (default, DEFAULT.users)},
+        "ratio": {f"{ratio}:1": (default, default / ratio) for ratio in RATIOS},
+        "candidates": {f"B={b}": (b, b / RATIO) for b in CANDIDATES},
+    }
+    for label, (candidates, users) in sizes[sweep].items():
+        yield Point(sweep, label, DEFAULT).with_case(
+            candidates=candidates, users=max(1, round(users))
+        )
 
 
-def shrink(point: Point) -> Point:
-    """The point with sizes small enough for a CPU, and the same number of candidates per user."""
-    sizes = point.sizes
+def small(sizes: Sizes) -> Sizes:
+    """Sizes small enough for a CPU, with the same number of candidates per user."""
     candidates = max(1, sizes.candidates // 16)
     users = max(1, round(candidates * sizes.users / sizes.candidates))
-    small = dataclasses.replace(
-        ranking.SMALL, candidates=candidates, users=users, layers=1, history=64, cand_tokens=55
-    )
-    return dataclasses.replace(point, sizes=dataclasses.replace(small, user_tokens=35))
+    small = dataclasses.replace(ranking.SMALL, candidates=candidates, users=users, layers=1)
+    return dataclasses.replace(small, history=64, user_tokens=35, cand_tokens=55)
 
 
 def inputs_of(sizes: Sizes) -> tuple[Any, ranking.Request]:
@@ -154,79 +141,65 @@ def max_candidates_per_user(sizes: Sizes) -> int:
     return int(ranking.candidate_counts(sizes).max())
 
 
-def _compile_and_check(
-    provider: Provider, sizes: Sizes, inputs: Any, exact: np.ndarray
-) -> Contender:
-    """Compiles a provider and computes its error; records a failure instead of raising it."""
-    record: dict[str, Any] = {"name": provider.name, "stage": provider.stage}
-    try:
-        inputs = provider.inputs(inputs)
-        start = time.monotonic()
-        lowered = jax.jit(provider.make(max_candidates_per_user(sizes))).lower(*inputs)
-        traced = time.monotonic()
-        compiled = lowered.compile(provider.options)
-        record |= {"trace_s": traced - start, "compile_s": time.monotonic() - traced}
-        out = np.asarray(compiled(*inputs), np.float64)
-    except Exception as error:
-        text = f"{type(error).__name__}: {str(error)[:300]}"
-        # Running out of memory is a valid result: copies for many candidates may not fit.
-        kind = "skipped" if "RESOURCE_EXHAUSTED" in text else "failure"
-        return Contender(record | {kind: text})
-    memory = compiled.memory_analysis()
-    if memory is not None:
-        temp, result = int(memory.temp_size_in_bytes), int(memory.output_size_in_bytes)
-        record |= {
-            "temp_bytes": temp,
-            "total_bytes": temp + result + int(memory.argument_size_in_bytes),
-        }
-    record["error"] = float(np.abs(out - exact).max())
-    return Contender(record, functools.partial(compiled, *inputs))
+def _prepared(provider: Provider, most: int, inputs: Any) -> tuple[Any, Any]:
+    return provider.make(most), provider.inputs(inputs)
 
 
 def measure_point(
-    point: Point, providers: Sequence[Provider], *, window_s: float, rounds: int
+    point: Point, providers: Sequence[Provider], protocol: harness.Protocol
 ) -> dict[str, Any]:
     """Checks the providers at a point, and times them interleaved."""
-    sizes, inputs = point.sizes, inputs_of(point.sizes)
+    sizes, inputs = point.case, inputs_of(point.case)
+    most = max_candidates_per_user(sizes)
     exact = np.asarray(cases.oracle(*inputs), np.float64)
-    contenders = [_compile_and_check(provider, sizes, inputs, exact) for provider in providers]
-    runnable = {c.record["name"]: c for c in contenders if "error" in c.record}
+
+    def compare(scores: jax.Array) -> Check:
+        return Check(float(np.abs(np.asarray(scores, np.float64) - exact).max()), math.inf)
+
+    contenders = [
+        harness.compile_and_check(
+            provider.name,
+            provider.stage,
+            functools.partial(_prepared, provider, most, inputs),
+            compare,
+            provider.options,
+            harness.why_too_large,
+        )
+        for provider in providers
+    ]
+    measured = harness.measure(contenders, protocol)
+    runnable = {p["name"]: p for p in measured["providers"] if "error" in p}
     # The materialised network's error defines the tolerance; if it did not run, the error of the
     # first provider that ran.
     names = [name for name in (COPIES.name, TUNED.name, *runnable) if name in runnable]
     largest = float(np.abs(exact).max())
-    thunks = {name: contender.thunk for name, contender in runnable.items()}
-    samples = interleaved_ms(thunks, window_s=window_s, rounds=rounds)
-    for name, contender in runnable.items():
-        median = statistics.median(samples[name])
-        bound = cases.tolerance(sizes, runnable[names[0]].record["error"], largest)
-        contender.record |= {
-            "ms": samples[name],
-            "median_ms": median,
-            "us_per_candidate": median * 1e3 / sizes.candidates,
+    for record in runnable.values():
+        bound = cases.tolerance(sizes, runnable[names[0]]["error"], largest)
+        record |= {
+            "us_per_candidate": record["median_ms"] * 1e3 / sizes.candidates,
             "bound": bound,
-            "ok": contender.record["error"] <= bound,
+            "ok": record["error"] <= bound,
         }
     return {
         "sweep": point.sweep,
         "label": point.label,
         "problem": dataclasses.asdict(sizes),
-        "most": max_candidates_per_user(sizes),
+        "most": most,
         "largest": largest,
-        "providers": [contender.record for contender in contenders],
+        **measured,
     }
 
 
-def profile(point: Point, provider: Provider) -> profiles.Shares:
-    """The time of each kernel in a provider's run at a point."""
-    inputs = provider.inputs(inputs_of(point.sizes))
-    lowered = jax.jit(provider.make(max_candidates_per_user(point.sizes))).lower(*inputs)
+def profile(sizes: Sizes, provider: Provider) -> profiles.Shares:
+    """The time of each kernel in a provider's run."""
+    inputs = provider.inputs(inputs_of(sizes))
+    lowered = jax.jit(provider.make(max_candidates_per_user(sizes))).lower(*inputs)
     is_on_gpu = jax.default_backend() == "gpu"
     compiled = lowered.compile(profiles.WITHOUT_GRAPHS if is_on_gpu else None)
     return profiles.shares(functools.partial(compiled, *inputs), compiled.as_text() or "")
 
 
-def device_peaks(point: Point, providers: Sequence[Provider]) -> dict[str, int | None]:
+def device_peaks(sizes: Sizes, providers: Sequence[Provider]) -> dict[str, int | None]:
     """Peak bytes of the device's allocator for every provider, each in a separate process.
 
     Call this before the current process allocates device memory, since it would leave none to the
@@ -236,7 +209,7 @@ def device_peaks(point: Point, providers: Sequence[Provider]) -> dict[str, int |
     it would count up to 128 MiB of unused memory in every piece, here 80 MiB of 838.
     """
     peaks: dict[str, int | None] = {}
-    sizes = json.dumps(dataclasses.asdict(point.sizes))
+    given = json.dumps(dataclasses.asdict(sizes))
     with tempfile.TemporaryDirectory() as cache:
         environment = children.environment(
             {
@@ -247,7 +220,7 @@ def device_peaks(point: Point, providers: Sequence[Provider]) -> dict[str, int |
             }
         )
         for provider in providers:
-            command = children.command("benchmarks.ranking", "--peak-of", provider.name, sizes)
+            command = children.command("benchmarks.ranking", "--peak-of", provider.name, given)
             peaks[provider.name], reason = None, ""
             try:
                 for _ in range(2):
@@ -275,7 +248,7 @@ def peak_of(name: str, sizes: Sizes) -> int | None:
     Without a GPU, the sizes shrink.
     """
     if jax.default_backend() != "gpu":
-        sizes = shrink(Point("default", "", sizes)).sizes
+        sizes = small(sizes)
     # The inputs come from the host, so that computing them does not affect the peak. Zeros need as
     # much memory as other values.
     params, request = jax.eval_shape(lambda: inputs_of(sizes))
@@ -290,21 +263,20 @@ def peak_of(name: str, sizes: Sizes) -> int | None:
     return None if peak is None else int(peak)
 
 
-def bars(point: Record, name: str) -> str:
+def bars(point: Record, all_points: Sequence[Record], name: str) -> str:
     """Text with the figures of a provider at the default point, each next to its bar."""
-    if point["sweep"] != "default" or name not in (OURS.name, REWRITTEN.name):
-        return ""
+    del all_points
     ours, copies, hand, rewritten = (
         provider_of(point, p.name) for p in (OURS, COPIES, BY_HAND, REWRITTEN)
     )
-    found = []
-    if ours is None:
+    if point["sweep"] != "default" or ours is None:
         return ""
-    if name == REWRITTEN.name:
-        if rewritten is None:
-            return ""
+    if name == REWRITTEN.name and rewritten is not None:
         share = rewritten["median_ms"] / ours["median_ms"]
         return f"{share:.3f} of the layers' time, bar {REWRITE_BAR}"
+    found: list[str] = []
+    if name != OURS.name:
+        return ""
     if copies is not None:
         faster = copies["median_ms"] / ours["median_ms"]
         found.append(f"{faster:.2f} x the copies, bar {COPIES_BAR}")
@@ -319,58 +291,48 @@ def bars(point: Record, name: str) -> str:
     return "; ".join(found)
 
 
-def format_table(results: Record) -> str:
-    """The results as plain text."""
+def _measure(point: Point, run: harness.Run) -> dict[str, Any]:
+    # Sweeps omit the tuned copies, which take longer to compile than to time.
+    providers = [p for p in ALL if point.sweep == "default" or p is not TUNED]
+    providers += [SERVED] if point.sweep == "candidates" else []
+    measured = measure_point(point, providers, run.protocol)
+    for record in measured["providers"]:
+        if point.sweep == "default" and run.prepared.get(record["name"]) is not None:
+            record["peak_bytes"] = run.prepared[record["name"]]
+        if record["name"] in run.options.profile and "median_ms" in record:
+            shares = profile(point.case, BY_NAME[record["name"]])
+            record["ms_by_part"] = shares.by_part
+            print(f"{point.name}, {record['name']}:\n{shares}")
+    return measured
 
-    def figures(p: Record) -> str:
-        memory = f"{mib(p, 'temp_bytes', 1):>10}{mib(p, 'total_bytes', 1):>11}"
-        return f"{p['median_ms']:>9.3f}{p['us_per_candidate']:>10.3f}{memory}"
 
-    header = f"{'ms':>9}{'us/cand.':>10}{'temp MiB':>10}{'total MiB':>11}"
-    return text_table(results, (20, 20), header, figures, bars)
+def _measure_peaks(run: harness.Run) -> dict[str, int | None]:
+    todo = BENCHMARK.points(run.options)
+    sizes = next((point.case for point in todo if point.sweep == "default"), None)
+    return device_peaks(sizes, ALL) if run.options.peaks and sizes is not None else {}
 
 
-def run(
-    sweeps: Sequence[str],
-    *,
-    out: pathlib.Path,
-    peaks: bool = False,
-    profiled: Sequence[str] = (),
-    **options: Any,
-) -> dict[str, Any]:
-    """Measures sweeps, as `attention.run` does.
+def _add_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--peaks", action="store_true", help="also measure peak memory")
+    words = "providers to profile; prints the time of each kernel"
+    parser.add_argument(
+        "--profile", nargs="+", choices=BY_NAME, metavar="NAME", default=(), help=words
+    )
 
-    Args (the others are as for `attention.run`):
-      sweeps: names from `SWEEPS`.
-      peaks: whether to measure the peak memory of the device at the default point, too.
-      profiled: names of the providers to profile: the time of each kernel is printed and recorded.
-      **options: `quick` and `budget_s` of `harness.Run`.
-    """
-    bench = harness.Run("ranking", out, **options)
-    todo = [point for sweep in sweeps for point in points(sweep)]
-    found_peaks = device_peaks(todo[0], ALL) if peaks and todo[0].sweep == "default" else {}
-    window_s, rounds = bench.protocol.window_s, bench.protocol.rounds
-    del bench.results["protocol"]["matmul_size"]  # This benchmark times no matmul.
 
-    def measure(point: Point) -> dict[str, Any]:
-        # Sweeps omit the tuned copies, which take longer to compile than to time.
-        providers = [p for p in ALL if point.sweep == "default" or p is not TUNED]
-        providers += [SERVED] if point.sweep == "candidates" else []
-        measured = measure_point(point, providers, window_s=window_s, rounds=rounds)
-        for record in measured["providers"]:
-            if point.sweep == "default" and found_peaks.get(record["name"]) is not None:
-                record["peak_bytes"] = found_peaks[record["name"]]
-            if record["name"] in profiled and "median_ms" in record:
-                shares = profile(point, BY_NAME[record["name"]])
-                record["ms_by_part"] = shares.by_part
-                print(f"{point.sweep} {point.label}, {record['name']}:\n{shares}")
-        return measured
-
-    def describe(point: Record) -> str:
-        times = (f"{p['name']} {p.get('median_ms', math.nan):.3f}" for p in point["providers"])
-        return ", ".join(times) + " ms"
-
-    return bench.measure(todo, measure, shrink, describe)
+BENCHMARK = Benchmark(
+    "ranking",
+    SWEEPS,
+    lambda o: (point for sweep in o.sweep for point in points(sweep)),
+    lambda point: dataclasses.replace(point, case=small(point.case)),
+    _measure,
+    bars,
+    COLUMNS,
+    describe_all,
+    _add_options,
+    _measure_peaks,
+    times_matmul=False,
+)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -380,20 +342,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         _, name, sizes = argv
         print(json.dumps(peak_of(name, Sizes(**json.loads(sizes)))))
         return 0
-    parser = harness.parser("ranking", SWEEPS)
-    parser.add_argument("--peaks", action="store_true", help="also measure peak memory")
-    parser.add_argument(
-        "--profile",
-        nargs="+",
-        choices=BY_NAME,
-        metavar="NAME",
-        default=(),
-        help="providers to profile; prints the time of each kernel",
-    )
-    args = parser.parse_args(argv)
-    options = {"peaks": args.peaks, "profiled": args.profile}
-    results = run(args.sweep, **options, **harness.options(args))
-    return harness.print_lines(results, format_table(results))
+    return BENCHMARK.main(argv)
 
 
 if __name__ == "__main__":

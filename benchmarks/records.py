@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 #: A results file, or one of its points or providers.
 Record = Mapping[str, Any]
@@ -70,45 +71,55 @@ def all_correct(results: Record) -> bool:
     return is_right and not results.get("failed")
 
 
-def format_table(results: Record, bars: Callable[[Record, Sequence[Record]], str]) -> str:
-    """The results as plain text; `bars` formats the bars of a point, given all points."""
+def describe_ours(point: Record) -> str:
+    """The figures of this library at a point."""
+    ours: Record = next((p for p in point["providers"] if p["name"] == OUR_NAME), {})
+    if "median_ms" not in ours:
+        return f"skipped: {ours['skipped']}" if "skipped" in ours else "failed"
+    return f"{ours['median_ms']:.4f} ms {ours['fraction']:.3f}"
+
+
+def describe_all(point: Record) -> str:
+    """The times of all providers of a point."""
+    times = (f"{p['name']} {p.get('median_ms', math.nan):.3f}" for p in point["providers"])
+    return ", ".join(times) + " ms"
+
+
+class Column(NamedTuple):
+    """A column of the printed table: header, width, field of a provider, digits; in MiB or not."""
+
+    header: str
+    width: int
+    field: str
+    digits: int
+    is_mib: bool = False
+
+    def of(self, record: Record) -> str:
+        """The cell of a provider; "-" if the field is missing."""
+        text = mib(record, self.field, self.digits) if self.is_mib else None
+        return f"{text or format(record[self.field], f'.{self.digits}f'):>{self.width}}"
+
+
+#: Columns of the benchmarks of ops.
+OP_COLUMNS = (
+    Column("ms", 10, "median_ms", 4),
+    Column("TFLOP/s", 9, "tflops", 1),
+    Column("fraction", 9, "fraction", 3),
+    Column("temp MiB", 10, "temp_bytes", 2, is_mib=True),
+)
+#: Formats the bars of a provider: takes a point, all points, and the provider's name.
+Bars = Callable[[Record, Sequence[Record], str], str]
+
+
+def format_table(results: Record, columns: Sequence[Column], bars: Bars) -> str:
+    """The results as plain text, with a line for every provider at every point."""
     points = results["points"]
     labels = [f"{point['sweep']} {point['label']}" for point in points]
     names = [p["name"] for point in points for p in point["providers"]]
     wide, wider = (max(map(len, column), default=0) + 2 for column in (labels, names))
-
-    def figures(p: Record) -> str:
-        times = f"{p['median_ms']:>10.4f}{p['tflops']:>9.1f}{p['fraction']:>9.3f}"
-        return times + f"{mib(p, 'temp_bytes', 2):>10}"
-
-    def bars_of(point: Record, name: str) -> str:
-        return bars(point, points) if name == OUR_NAME else ""
-
-    header = f"{'ms':>10}{'TFLOP/s':>9}{'fraction':>9}{'temp MiB':>10}"
-    return text_table(results, (wide, wider), header, figures, bars_of)
-
-
-def text_table(
-    results: Record,
-    widths: tuple[int, int],
-    header: str,
-    figures: Callable[[Record], str],
-    bars: Callable[[Record, str], str],
-) -> str:
-    """A table with a line for every provider at every point.
-
-    Args:
-      results: the content of a results file.
-      widths: of the columns "point" and "provider".
-      header: the headers of the columns between "provider" and "error/bound".
-      figures: formats these columns of a provider.
-      bars: formats the bars of a provider, given a point and the provider's name.
-    """
-    wide, wider = widths
+    header = "".join(f"{column.header:>{column.width}}" for column in columns)
     lines = [f"{'point':<{wide}}{'provider':<{wider}}{header}{'error/bound':>12}  bars"]
-    on_gpu = is_on_gpu(results)
-    for point in results["points"]:
-        label = f"{point['sweep']} {point['label']}"
+    for label, point in zip(labels, points, strict=True):
         for p in point["providers"]:
             head = f"{label:<{wide}}{p['name']:<{wider}}"
             if "median_ms" not in p:
@@ -116,9 +127,9 @@ def text_table(
                 continue
             lines.append(
                 head
-                + figures(p)
+                + "".join(column.of(p) for column in columns)
                 + f"{p['error'] / p['bound']:>12.2f}  "
-                + (bars(point, p["name"]) if on_gpu else "")
+                + (bars(point, points, p["name"]) if is_on_gpu(results) else "")
                 + p.get("note", "")
                 + ("" if p["ok"] else "  WRONG RESULT")
             )

@@ -23,9 +23,8 @@ import statistics
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -33,6 +32,7 @@ import numpy as np
 from jax import lax
 
 from benchmarks import children, harness, timing
+from benchmarks.harness import Point
 from benchmarks.records import Record
 from ikbo_jax._timing import interleaved_ms
 from ikbo_jax.rewrite import rewrite
@@ -369,15 +369,8 @@ def _describe(point: Record) -> str:
     return f"{', '.join(times)}; {bars(point)}"
 
 
-class Point(NamedTuple):
-    """A model, as `harness.Run.measure` takes it."""
-
-    label: str
-    sweep: str = "models"
-
-
 def _in_a_process(name: str, seconds: float, *, quick: bool) -> dict[str, Any]:
-    """The point of a model and "environment", measured by a process of its own."""
+    """The point of a model, measured by a process of its own."""
     with tempfile.TemporaryDirectory() as folder:
         file = pathlib.Path(folder) / "one.json"
         options = ["--one", "--out", str(file), *(["--quick"] if quick else [])]
@@ -392,41 +385,28 @@ def _in_a_process(name: str, seconds: float, *, quick: bool) -> dict[str, Any]:
         return found
 
 
-def run(models: Sequence[str], *, out: pathlib.Path, **options: Any) -> dict[str, Any]:
-    """Measures models and writes the results file after each of them.
-
-    Args:
-      models: names from `CASES`.
-      out: the results file.
-      **options: `quick` and `budget_s` of `harness.Run`; a model that takes longer is ended.
-    """
-    # This process uses the device only to name it, and leaves its memory to the others.
-    os.environ["XLA_PYTHON_CLIENT_PREALLOCATE"] = "false"
-    bench = harness.Run("rewrite_models", out, **options)
-
-    def measure_point(point: Point) -> dict[str, Any]:
-        left = bench.start + bench.budget_s - time.monotonic()
-        return _in_a_process(point.label, min(SECONDS, left), quick=bench.quick)
-
-    return bench.measure(list(map(Point, models)), measure_point, lambda point: point, _describe)
-
-
 def main(argv: Sequence[str] | None = None) -> int:
     """Command line; returns 1 if a model failed, was wrong or was left out."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.rewrite_models")
+    parser = harness.parser("rewrite_models")
     parser.add_argument("models", nargs="*", choices=[*CASES, []], help="models; default: all")
-    parser.add_argument("--out", type=pathlib.Path, required=True, help="results file (JSON)")
-    parser.add_argument("--quick", action="store_true", help="short windows")
-    parser.add_argument("--budget-s", type=float, default=float("inf"), help="ends by then")
     parser.add_argument("--one", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args(argv)
     if args.one:
         protocol = harness.Protocol.for_device(quick=args.quick)
         args.out.write_text(json.dumps(measure(args.models[0], protocol)))
         return 0
-    results = run(args.models or list(CASES), **harness.options(args))
+    # This process uses the device only to name it, and leaves its memory to the others.
+    os.environ["XLA_PYTHON_CLIENT_PREALLOCATE"] = "false"
+    run = harness.Run("rewrite_models", args)
+
+    def measure_point(point: Point) -> dict[str, Any]:
+        # A model that takes longer than the budget is ended.
+        return _in_a_process(point.label, min(SECONDS, run.left_s), quick=args.quick)
+
+    todo = [Point("models", model, None) for model in args.models or CASES]
+    results = run.measure(todo, measure_point, _describe)
     lines = (f"{point['label']}: {_describe(point)}" for point in results["points"])
-    status = harness.print_lines(results, "\n".join(lines))
+    status = harness.print_results(results, "\n".join(lines))
     return 1 if results["left_out"] else status
 
 

@@ -16,26 +16,32 @@ from __future__ import annotations
 import argparse
 import concurrent.futures
 import dataclasses
+import functools
 import math
-import pathlib
 import re
 import statistics
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
-from jax.sharding import AxisType
+from jax.experimental import multihost_utils
+from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
 
 from benchmarks import harness, records
-from benchmarks.scaling_programs import PROGRAMS, Program, mesh_of
+from benchmarks.harness import Point
+from ikbo_jax import place_users
 from ikbo_jax._timing import interleaved_ms
+from ikbo_jax.models import ranking
+from ikbo_jax.ops.attention import attention
+from ikbo_jax.ops.linear_compression import linear_compression
 
 #: Candidates and users of a request; for the network on more than two devices also a large one.
 REQUEST, LARGE_REQUEST = (2048, 32), (8192, 117)
 SMALL_REQUEST, SMALL_LARGE_REQUEST = (64, 4), (128, 9)
-SWEEPS = tuple(PROGRAMS)
 #: Bars: the part of one device's time that two may take, the speed-up of eight for a large request,
 #: and the weak scaling's efficiency on two and on eight.
 STRONG_BARS = {"linear_compression": 0.54, "attention": 0.54, "network": 0.54, "training": 0.58}
@@ -44,22 +50,166 @@ WEAK_BARS = {2: 0.95, 8: 0.93}
 #: Largest difference of results on several devices, relative to the largest result: a few roundings
 #: of bfloat16, since a part has another order of sums where its configuration is another one.
 TOLERANCE = 2.0**-6
+LEARNING_RATE = 1e-4
 
 
-@dataclasses.dataclass(frozen=True)
-class Point:
-    """A workload, how it scales ("strong", "weak" or "large"), and on how many devices.
+# Programs, laid out on a mesh. A request is (candidates, users). Every process may lay out the
+# arrays of all devices.
+
+
+class Program(NamedTuple):
+    """A function and its arguments, laid out on a mesh.
+
+    Attributes:
+      fn: the function.
+      args: its arguments.
+      compare: makes what is compared with other programs' results.
+    """
+
+    fn: Callable[..., Any]
+    args: tuple[Any, ...]
+    compare: Callable[[Any], np.ndarray]
+
+
+def mesh_of(devices: int, kind: AxisType) -> Mesh:
+    """A mesh with one axis "x" of the first devices; one device is this process' own."""
+    found = jax.local_devices() if devices == 1 else jax.devices()
+    return jax.make_mesh((devices,), ("x",), axis_types=(kind,), devices=found[:devices])
+
+
+def _put(mesh: Mesh, x: Any, spec: P) -> jax.Array:
+    """An array that every process has whole, laid out on the devices of all."""
+    host = np.asarray(x)
+    return jax.make_array_from_callback(host.shape, NamedSharding(mesh, spec), host.__getitem__)
+
+
+def _as_float(x: jax.Array) -> np.ndarray:
+    is_here = x.is_fully_addressable or x.is_fully_replicated
+    return np.asarray(
+        x if is_here else multihost_utils.process_allgather(x, tiled=True), np.float32
+    )
+
+
+def _draw(shapes: Mapping[str, tuple[int, ...]], seed: int = 0) -> dict[str, np.ndarray]:
+    keys = jax.random.split(jax.random.key(seed), len(shapes))
+    return {
+        name: np.asarray(jax.random.normal(key, shape, jnp.bfloat16))
+        for key, (name, shape) in zip(keys, shapes.items(), strict=True)
+    }
+
+
+def _index(candidates: int, users: int) -> np.ndarray:
+    counts = ranking.random_counts(users, candidates, 0)
+    return np.repeat(np.arange(users, dtype=np.int32), counts)
+
+
+def linear_compression_program(mesh: Mesh, request: tuple[int, int], *, small: bool) -> Program:
+    """Linear compression at the default sizes; candidates divided, users replicated."""
+    candidates, users = request
+    index = _index(candidates, users)
+    m, k_cand, k_user, n = (16, 16, 24, 16) if small else (433, 866, 1178, 256)
+    x = _draw(
+        {
+            "w_cand": (m, k_cand), "w_user": (m, k_user),
+            "e_cand": (candidates, k_cand, n), "e_user": (users, k_user, n),
+        }
+    )  # fmt: skip
+    args = (
+        *(_put(mesh, x[name], P()) for name in ("w_cand", "w_user")),
+        _put(mesh, x["e_cand"], P("x")),
+        _put(mesh, x["e_user"], P()),
+        _put(mesh, index, P("x")),
+    )
+    return Program(linear_compression, args, _as_float)
+
+
+def attention_program(mesh: Mesh, request: tuple[int, int], *, small: bool) -> Program:
+    """Target attention; candidates divided, users replicated."""
+    candidates, users = request
+    index = _index(candidates, users)
+    t, s, heads, width = (4, 32, 2, 16) if small else (64, 2048, 2, 128)
+    x = _draw(
+        {
+            "query": (candidates, t, heads, width),
+            "key": (users, s, heads, width),
+            "value": (users, s, heads, width),
+        }
+    )
+    args = (
+        _put(mesh, x["query"], P("x")),
+        _put(mesh, x["key"], P()),
+        _put(mesh, x["value"], P()),
+        _put(mesh, index, P("x")),
+    )
+
+    def attend(*arrays: jax.Array) -> Any:
+        return attention(*arrays, indices_are_sorted=True)
+
+    return Program(attend, args, _as_float)
+
+
+def network_program(
+    mesh: Mesh, request: tuple[int, int], *, small: bool, training: bool = False
+) -> Program:
+    """The ranking network or a step of its training, users beside their candidates.
+
+    A step has the loss, gradients of all parameters, and plain descent.
+    """
+    candidates, users = request
+    index = _index(candidates, users)
+    base = ranking.SMALL if small else ranking.Sizes()
+    sizes = dataclasses.replace(base, candidates=candidates, users=users)
+    drawn = ranking.Request._make((*map(np.asarray, ranking.draw_request(sizes, 0)), index))
+    placement = place_users(index, users, mesh.size)
+    of_users = map(placement.lay_out_users, drawn[:3])
+    laid_out = (*of_users, placement.lay_out_candidates(drawn.cand_tokens), placement.index)
+    parts = ranking.Request._make(_put(mesh, x, P("x")) for x in laid_out)
+    params = jax.tree.map(lambda x: _put(mesh, x, P()), ranking.init(sizes))
+    real = _put(mesh, placement.lay_out_candidates(np.ones(candidates, np.float32)), P("x"))
+    forward = jax.shard_map(
+        ranking.co_designed, mesh=mesh, in_specs=(P(), P("x")), out_specs=P("x")
+    )
+    if not training:
+        return Program(forward, (params, parts), lambda x: placement.restore(_as_float(x)))
+
+    def loss(params: Any, parts: Any, real: jax.Array) -> jax.Array:
+        # Labels: the first task is always met, the second never.
+        logits = forward(params, parts) * jnp.asarray([-1.0, 1.0])[None]
+        return jnp.sum(jax.nn.softplus(logits) * real[:, None]) / candidates
+
+    def step(params: Any, parts: Any, real: jax.Array) -> Any:
+        value, gradients = jax.value_and_grad(loss)(params, parts, real)
+        norms = [jnp.linalg.norm(g.astype(jnp.float32).ravel()) for g in jax.tree.leaves(gradients)]
+        rate = LEARNING_RATE
+        new = jax.tree.map(lambda p, g: (p - rate * g).astype(p.dtype), params, gradients)
+        return value, norms, new
+
+    def compare(result: Any) -> np.ndarray:
+        value, norms, _ = result
+        return np.stack([*map(_as_float, (value, *norms))])
+
+    return Program(step, (params, parts, real), compare)
+
+
+PROGRAMS: dict[str, Callable[..., Program]] = {
+    "linear_compression": linear_compression_program,
+    "attention": attention_program,
+    "network": network_program,
+    "training": functools.partial(network_program, training=True),
+}
+
+
+# Points
+
+
+class Scale(NamedTuple):
+    """How a workload scales ("strong", "weak" or "large"), and on how many devices.
 
     "large" is strong scaling of a large request.
     """
 
-    sweep: str
     mode: str
     devices: int
-
-    @property
-    def label(self) -> str:
-        return f"{self.mode} {self.devices}"
 
     def request(self, *, small: bool) -> tuple[int, int]:
         """The numbers of candidates and users that all devices have together."""
@@ -74,13 +224,13 @@ class Point:
         return SMALL_REQUEST if small else REQUEST
 
 
-def points(sweep: str, devices: int) -> Iterator[Point]:
-    """Yields a workload's points on 2, 4, … devices."""
+def points(sweep: str, devices: int) -> list[Point]:
+    """A workload's points on 2, 4, … devices."""
     numbers = [2**n for n in range(1, devices.bit_length())]
-    for mode in ("strong", "weak"):
-        yield from (Point(sweep, mode, number) for number in numbers)
+    scales = [Scale(mode, number) for mode in ("strong", "weak") for number in numbers]
     if sweep in LARGE_BARS:
-        yield from (Point(sweep, "large", number) for number in numbers if number > 2)
+        scales += [Scale("large", number) for number in numbers if number > 2]
+    return [Point(sweep, f"{x.mode} {x.devices}", x) for x in scales]
 
 
 KINDS = {"explicit": AxisType.Explicit}  # the others have Auto axes
@@ -138,52 +288,60 @@ def _compiled(programs: Mapping[str, Program]) -> dict[str, Any]:
         return dict(zip(programs, pool.map(compiled, programs), strict=True))
 
 
-def measure(
-    point: Point, protocol: harness.Protocol, times: Callable[..., Any] = interleaved_ms
-) -> dict[str, Any]:
+def measure(point: Point, run: harness.Run) -> dict[str, Any]:
     """Times one device and several, interleaved; returns the point's entry."""
     small = jax.default_backend() != "gpu"
-    make = PROGRAMS[point.sweep]
-    of_one, request = point.request_of_one(small=small), point.request(small=small)
+    make, scale = PROGRAMS[point.sweep], point.case
+    of_one, request = scale.request_of_one(small=small), scale.request(small=small)
     programs = {"one device": make(mesh_of(1, AxisType.Auto), of_one, small=small)}
     on_axes: dict[AxisType, Program] = {}
     for name in providers_of(point.sweep):
         kind = KINDS.get(name, AxisType.Auto)
         if kind not in on_axes:
-            on_axes[kind] = make(mesh_of(point.devices, kind), request, small=small)
+            on_axes[kind] = make(mesh_of(scale.devices, kind), request, small=small)
         programs[name] = on_axes[kind]
     whole: dict[str, Program] = {}
-    if point.mode == "weak" and point.sweep != "training":
+    if scale.mode == "weak" and point.sweep != "training":
         whole["whole"] = make(mesh_of(1, AxisType.Auto), request, small=small)
     compiled = _compiled(programs | whole)
-    providers, thunks = [], {}
-    expected: np.ndarray | None = None
-    for name, program in whole.items():
-        expected = program.compare(compiled[name](*program.args))
+    results = {
+        name: program.compare(compiled[name](*program.args))
+        for name, program in (whole | programs).items()
+    }
     # A larger request's training step is not repeated on one device: its gradients differ only by
     # what the strong point compares.
-    is_compared = point.mode != "weak" or expected is not None
+    expected = results.get("whole", None if scale.mode == "weak" else results["one device"])
+    providers, thunks = [], {}
     for name, program in programs.items():
-        found = program.compare(compiled[name](*program.args))
-        if expected is None and is_compared:
-            expected = found
-        record: dict[str, Any] = {
-            "name": name,
-            "devices": 1 if name == "one device" else point.devices,
-        }
-        if name != "one device":
-            if expected is not None:
-                error = float(np.abs(found - expected).max() / np.abs(expected).max())
-                record |= {"error": error, "bound": TOLERANCE, "ok": error <= TOLERANCE}
+        is_one = name == "one device"
+        record: dict[str, Any] = {"name": name, "devices": 1 if is_one else scale.devices}
+        if not is_one and expected is not None:
+            error = float(np.abs(results[name] - expected).max() / np.abs(expected).max())
+            record |= {"error": error, "bound": TOLERANCE, "ok": error <= TOLERANCE}
+        if not is_one:
             record["collectives"] = traffic(compiled[name].as_text() or "")
         providers.append(record)
-        thunks[name] = lambda name=name, args=program.args: compiled[name](*args)
-    samples = times(thunks, window_s=protocol.window_s, rounds=protocol.rounds)
+        thunks[name] = functools.partial(compiled[name], *program.args)
+    times = getattr(run.options, "times", interleaved_ms)
+    samples = times(thunks, window_s=run.protocol.window_s, rounds=run.protocol.rounds)
     one = statistics.median(samples["one device"])
     for record in providers:
         median = statistics.median(samples[record["name"]])
         record |= {"ms": samples[record["name"]], "median_ms": median, "of_one": median / one}
-    return {**dataclasses.asdict(point), "label": point.label, "providers": providers}
+    head = {"sweep": point.sweep, **scale._asdict(), "label": point.label}
+    return {**head, "providers": providers, **_processes()}
+
+
+def _processes() -> dict[str, int]:
+    return {"processes": jax.process_count()} if jax.process_count() > 1 else {}
+
+
+def moved_by(record: Mapping[str, Any]) -> str:
+    """The collectives of a provider, and the bytes that they move, as text."""
+    return ", ".join(
+        f"{entry['count']} {name}, {entry['bytes'] / 2**20:.1f} MiB"
+        for name, entry in record["collectives"].items()
+    )
 
 
 def describe(point: Mapping[str, Any]) -> str:
@@ -192,15 +350,12 @@ def describe(point: Mapping[str, Any]) -> str:
     parts = [f"1 device {one['median_ms']:.3f} ms"]
     for p in others:
         bound = f" (bar {bar(point)})" if bar(point) else ""
-        moved = ", ".join(
-            f"{entry['count']} {name} {entry['bytes'] / 2**20:.1f} MiB"
-            for name, entry in p["collectives"].items()
-        )
+        moved = moved_by(p) or "no collectives"
         figure = f"{p['of_one']:.3f} of it"
         if point["mode"] == "weak":
             figure = f"efficiency {1 / p['of_one']:.3f}"
         parts.append(
-            f"{p['name']} {p['median_ms']:.3f} ms, {figure}{bound}; {moved or 'no collectives'}"
+            f"{p['name']} {p['median_ms']:.3f} ms, {figure}{bound}; {moved}"
             + ("" if p.get("ok", True) else "; WRONG RESULT")
         )
     return " | ".join(parts)
@@ -216,56 +371,48 @@ def bar(point: Mapping[str, Any]) -> str:
     return f"{STRONG_BARS[sweep]} of one" if devices == 2 else ""
 
 
-def run(
-    sweeps: Sequence[str],
-    *,
-    out: pathlib.Path,
-    labels: Sequence[str] | None = None,
-    times: Callable[..., Any] = interleaved_ms,
-    **options: Any,
-) -> dict[str, Any]:
-    """Measures workloads on 2, 4, … devices beside one; of several processes, on all devices.
-
-    Args:
-      sweeps: names of workloads.
-      out: the results file.
-      labels: only the points with these labels.
-      times: times programs by turns, as `interleaved_ms` does.
-      **options: further fields of `harness.Run`.
-    """
+def _points(options: argparse.Namespace) -> list[Point]:
+    """The points of a run; of several processes, those on all devices."""
     devices = jax.device_count()
     if devices < 2:
         raise ValueError(f"benchmarks.scaling needs at least 2 devices, but there is {devices}")
-    bench = harness.Run("scaling", out, **options)
-    several = {"processes": jax.process_count()} if jax.process_count() > 1 else {}
-    bench.results |= {"devices": devices, **several}
-    todo = [
+    return [
         point
-        for sweep in sweeps
+        for sweep in options.sweep
         for point in points(sweep, devices)
-        if (labels is None or point.label in labels) and (not several or point.devices == devices)
+        if (options.points is None or point.label in options.points)
+        and (not _processes() or point.case.devices == devices)
     ]
 
-    def measured(point: Point) -> dict[str, Any]:
-        return measure(point, bench.protocol, times) | several
 
-    return bench.measure(todo, measured, lambda point: point, describe)
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Adds the options of the benchmark."""
+    words = "only these points, such as 'strong 4'"
+    parser.add_argument("--points", nargs="+", metavar="LABEL", help=words)
 
 
-def parser(name: str, sweeps: Sequence[str]) -> argparse.ArgumentParser:
-    """A parser with the options of `run`."""
-    found = harness.parser(name, sweeps)
-    found.add_argument(
-        "--points", nargs="+", metavar="LABEL", help="only these points, such as 'strong 4'"
-    )
-    return found
+def _name_devices(run: harness.Run) -> None:
+    run.results.update({"devices": jax.device_count(), **_processes()})
+
+
+BENCHMARK = harness.Benchmark(
+    "scaling",
+    tuple(PROGRAMS),
+    _points,
+    lambda point: point,
+    measure,
+    lambda point, all_points, name: bar(point),
+    describe=describe,
+    add_options=add_options,
+    prepare=_name_devices,
+    times_matmul=False,
+)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Command line; returns 1 if a result is wrong."""
-    args = parser("scaling", SWEEPS).parse_args(argv)
     try:
-        results = run(args.sweep, labels=args.points, **harness.options(args))
+        results = BENCHMARK.run(BENCHMARK.parse(argv))
     except ValueError as error:
         print(error, file=sys.stderr)
         return 1

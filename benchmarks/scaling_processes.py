@@ -69,33 +69,33 @@ def work(args: argparse.Namespace) -> int:
     """What every process does; its exit status is 1 if a result is wrong."""
     several_processes.end_with_stdin()
     several_processes.join(args)
-    options = harness.options(args) | {"labels": args.points, "times": in_step_ms}
+    args.times = in_step_ms
     if args.process_id == 0:
-        return 0 if records.all_correct(scaling.run(args.sweep, **options)) else 1
+        return 0 if records.all_correct(scaling.BENCHMARK.run(args)) else 1
     # The first process alone prints and keeps its results.
     with tempfile.TemporaryDirectory() as folder, open(os.devnull, "w", encoding="utf-8") as null:
-        options["out"] = pathlib.Path(folder) / "results.json"
+        args.out = pathlib.Path(folder) / "results.json"
         with contextlib.redirect_stdout(null):
-            scaling.run(args.sweep, **options)
+            scaling.BENCHMARK.run(args)
     return 0
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Command line; returns 1 if a result is wrong or a process fails."""
-    parser = scaling.parser("scaling_processes", SWEEPS)
+    parser = harness.parser("scaling_processes", SWEEPS)
+    scaling.add_options(parser)
     parser.add_argument("--processes", type=int, help="default: one for each GPU, or 2 on the CPU")
     parser.add_argument("--coordinator", help=argparse.SUPPRESS)
     parser.add_argument("--process-id", type=int, help=argparse.SUPPRESS)
     parser.set_defaults(devices=1)
-    args = parser.parse_args(argv)
+    args = children.parsed(parser, argv)
     if args.coordinator is not None:
         return work(args)
     processes = args.processes or several_processes.count_gpus() or 2
     if processes < 2:
         print(f"needs at least 2 processes, but there is {processes}", file=sys.stderr)
         return 1
-    given = sys.argv[1:] if argv is None else list(argv)
-    command = children.command("benchmarks.scaling_processes", *given)
+    command = children.command("benchmarks.scaling_processes", *args.argv)
     return several_processes.start_all(command, processes, TIME_LIMIT_S)
 
 

@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import argparse
 import collections
-import contextlib
 import functools
 import os
 import pathlib
@@ -25,7 +24,7 @@ import re
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
@@ -44,7 +43,7 @@ REPEATS = 4
 QUEUE, HANG_S = 256, 60.0
 #: Threads that compile.
 WORKERS = 16
-#: Seconds between two lines of progress without a terminal.
+#: Seconds between two lines of progress.
 LINE_S = 10.0
 SEED = 0
 
@@ -252,16 +251,8 @@ def soak(
     return calls, {p.name: int(x) for p, x in zip(programs, differences, strict=True)}
 
 
-@contextlib.contextmanager
-def progress(total: int) -> Iterator[Callable[[int], None]]:
-    """Yields a function of the launches so far: a bar on a terminal, else a line now and then."""
-    if terminal.is_terminal():
-        from rich.progress import Progress  # Imported here because only a terminal needs it.
-
-        with Progress() as bar:
-            task = bar.add_task("launches", total=total)
-            yield lambda launches: bar.update(task, completed=launches)
-        return
+def progress(total: int) -> Callable[[int], None]:
+    """Returns a function that takes the launches so far, and prints them now and then."""
     begin = said = time.monotonic()
 
     def line(launches: int) -> None:
@@ -270,19 +261,15 @@ def progress(total: int) -> Iterator[Callable[[int], None]]:
             said = now
             print(f"[{now - begin:5.0f} s] {launches} of {total} launches", flush=True)
 
-    yield line
+    return line
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Command line; the module's docstring has the exit status."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.soak")
     parser.add_argument("--launches", type=int, default=1_000_000, help="kernels to launch")
-    parser.add_argument(
-        "--budget-s",
-        type=float,
-        default=float("inf"),
-        help="seconds of launches; the compilation before takes minutes",
-    )
+    words = "seconds of launches; the compilation before takes minutes"
+    parser.add_argument("--budget-s", type=float, default=float("inf"), help=words)
     parser.add_argument("--out", type=pathlib.Path, required=True, help="results file (JSON)")
     args = parser.parse_args(argv)
     begin = time.monotonic()
@@ -299,9 +286,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         programs = compile_all(log, on_hang)
     compiled_s = time.monotonic() - begin
     end = time.monotonic() + args.budget_s
-    with progress(args.launches) as said:
-        calls, wrong = soak(programs, args.launches, end, said, on_hang)
-    entries = [
+    said = progress(args.launches)
+    calls, wrong = soak(programs, args.launches, end, said, on_hang)
+    entries: list[dict[str, Any]] = [
         {
             "name": p.name,
             "launches_per_call": p.launches,
@@ -311,9 +298,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         }
         for p in programs
     ]
-    launches = sum(calls[p.name] * p.launches for p in programs)
     results |= {
-        "launches": launches,
+        "launches": sum(entry["launches"] for entry in entries),
         "wanted": args.launches,
         "steps_per_call": REPEATS,
         "compiled_s": compiled_s,

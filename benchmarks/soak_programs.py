@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
@@ -12,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import ikbo_jax
+from benchmarks.production_providers import attend
 from ikbo_jax.ops.linear_compression import Term
 
 
@@ -29,8 +29,7 @@ class Program(NamedTuple):
     arrays: tuple[jax.Array, ...]
 
 
-@dataclasses.dataclass(frozen=True)
-class AttentionSizes:
+class AttentionSizes(NamedTuple):
     """Sizes of `ikbo_jax.attention`; `is_ragged`: an unsorted index, and lengths from 0 to S."""
 
     batch: int
@@ -44,8 +43,7 @@ class AttentionSizes:
     dtype: str = "bfloat16"
 
 
-@dataclasses.dataclass(frozen=True)
-class CompressionSizes:
+class CompressionSizes(NamedTuple):
     """Sizes of a linear compression, coarsest level first."""
 
     batches: tuple[int, ...]
@@ -56,8 +54,7 @@ class CompressionSizes:
     dtype: str = "bfloat16"
 
 
-@dataclasses.dataclass(frozen=True)
-class GdpaSizes:
+class GdpaSizes(NamedTuple):
     """Lengths of the sequences of `ikbo_jax.gdpa`; one number of queries: broadcast queries."""
 
     queries: tuple[int, ...] | int
@@ -66,7 +63,7 @@ class GdpaSizes:
     kv_heads: int
     head_dim: int
     activation: str
-    index: tuple[int, ...] | None = None
+    q_to_kv: tuple[int, ...] | None = None
     dtype: str = "bfloat16"
 
 
@@ -124,16 +121,22 @@ def programs(implementation: str | None) -> Iterator[Program]:
     for number, (op, direction, sizes) in enumerate(PROGRAMS):
         rng = np.random.default_rng(number)
         if isinstance(sizes, AttentionSizes):
-            fn, arrays = _attention(sizes, rng, implementation)
+            fn, shapes = _attention(sizes, rng)
         elif isinstance(sizes, CompressionSizes):
-            fn, arrays = _compression(sizes, rng, implementation)
+            fn, shapes = _compression(sizes, rng)
         else:
-            fn, arrays = _gdpa(sizes, rng, implementation)
+            fn, shapes = _gdpa(sizes)
+        fn = functools.partial(fn, implementation=implementation)
+        arrays = tuple(_normal(rng, shape, sizes.dtype) for shape in shapes)
+        if isinstance(sizes, CompressionSizes):
+            scales = [jnp.dtype(sizes.dtype).type(k**-0.5) for k in sizes.ks]
+            weights = [x * scale for x, scale in zip(arrays, scales, strict=False)]
+            arrays = (*weights, *arrays[len(weights) :])
         if direction == GRADIENT:
             out = jax.eval_shape(fn, *arrays)
             arrays = (_normal(rng, out.shape, str(out.dtype)), *arrays)
             fn = functools.partial(_with_gradients, fn)
-        fields = (str(getattr(sizes, field.name)) for field in dataclasses.fields(sizes))
+        fields = map(str, sizes)
         text = " ".join(text if len(text) < 30 else f"{text[:26]}...)" for text in fields)
         yield Program(f"{op} {direction} {text}", fn, arrays)
 
@@ -155,81 +158,58 @@ def _index(rng: np.random.Generator, size: int, values: int, is_ragged: bool) ->
     return jax.device_put(rng.choice(chosen, size).astype(np.int32))
 
 
-Made = tuple[Callable[..., jax.Array], tuple[jax.Array, ...]]
+#: A function of arrays and `implementation`, and the shapes of the arrays.
+Made = tuple[Callable[..., jax.Array], tuple[tuple[int, ...], ...]]
 
 
-def _attention(sizes: AttentionSizes, rng: np.random.Generator, implementation: str | None) -> Made:
+def _attention(sizes: AttentionSizes, rng: np.random.Generator) -> Made:
     s = sizes
     index, lengths = _index(rng, s.batch, s.users, s.is_ragged), None
     if s.is_ragged:
         drawn = rng.integers(0, s.kv_len + 1, s.users)
         drawn[:: max(1, s.users // 3)] = 0
         lengths = jax.device_put(drawn.astype(np.int32))
-
-    def fn(query: jax.Array, key: jax.Array, value: jax.Array) -> jax.Array:
-        out = ikbo_jax.attention(
-            query,
-            key,
-            value,
-            index,
-            key_value_seq_lengths=lengths,
-            indices_are_sorted=not s.is_ragged,
-            implementation=implementation,
-        )
-        assert isinstance(out, jax.Array)
-        return out
-
+    fn = functools.partial(attend, index=index, lengths=lengths, indices_are_sorted=not s.is_ragged)
     keys = (s.users, s.kv_len, s.kv_heads, s.head_dim)
-    shapes = ((s.batch, s.q_len, s.q_heads, s.head_dim), keys, keys)
-    return fn, tuple(_normal(rng, shape, s.dtype) for shape in shapes)
+    return fn, ((s.batch, s.q_len, s.q_heads, s.head_dim), keys, keys)
 
 
-def _compression(
-    sizes: CompressionSizes, rng: np.random.Generator, implementation: str | None
-) -> Made:
+def _compression(sizes: CompressionSizes, rng: np.random.Generator) -> Made:
     s, levels = sizes, len(sizes.ks)
     parents: list[jax.Array | None] = [None]
     for coarse, batch in zip(s.batches[:-1], s.batches[1:], strict=True):
         parents.append(_index(rng, batch, coarse, s.is_ragged))
 
-    def fn(*arrays: jax.Array) -> jax.Array:
+    def fn(*arrays: jax.Array, implementation: str | None) -> jax.Array:
         terms = map(Term, arrays[:levels], arrays[levels:], parents)
         return ikbo_jax.multilevel_linear_compression([*terms], implementation=implementation)
 
-    weights = [_normal(rng, (s.m, k), s.dtype) * jnp.dtype(s.dtype).type(k**-0.5) for k in s.ks]
-    embeddings = [
-        _normal(rng, (batch, k, s.n), s.dtype) for batch, k in zip(s.batches, s.ks, strict=True)
-    ]
-    return fn, (*weights, *embeddings)
+    embeddings = ((batch, k, s.n) for batch, k in zip(s.batches, s.ks, strict=True))
+    return fn, (*((s.m, k) for k in s.ks), *embeddings)
 
 
-def _gdpa(sizes: GdpaSizes, rng: np.random.Generator, implementation: str | None) -> Made:
+def _gdpa(sizes: GdpaSizes) -> Made:
     s = sizes
 
     def offsets(lengths: tuple[int, ...]) -> jax.Array:
         return jax.device_put(np.cumsum((0, *lengths)).astype(np.int32))
 
-    is_broadcast = isinstance(s.queries, int)
-    cu_q = None if isinstance(s.queries, int) else offsets(s.queries)
-    rows = s.queries if isinstance(s.queries, int) else sum(s.queries)
+    cu_q, rows = (
+        (None, s.queries) if isinstance(s.queries, int) else (offsets(s.queries), sum(s.queries))
+    )
     cu_kv = offsets(s.keys)
-    index = None if s.index is None else jax.device_put(np.asarray(s.index, np.int32))
+    index = None if s.q_to_kv is None else jax.device_put(np.asarray(s.q_to_kv, np.int32))
 
-    def fn(query: jax.Array, key: jax.Array, value: jax.Array) -> jax.Array:
+    def fn(query: Any, key: Any, value: Any, *, implementation: str | None) -> jax.Array:
         return ikbo_jax.gdpa(
-            query,
-            key,
-            value,
-            cu_q,
-            cu_kv,
+            *(query, key, value, cu_q, cu_kv),
             activation=s.activation,
             scale=s.head_dim**-0.5,
             output_scale=1.0 if s.activation == "softmax" else 1 / max(s.keys),
             q_to_kv=index,
-            broadcast_q=is_broadcast,
+            broadcast_q=cu_q is None,
             implementation=implementation,
         )
 
     keys = (sum(s.keys), s.kv_heads, s.head_dim)
-    shapes = ((rows, s.q_heads, s.head_dim), keys, keys)
-    return fn, tuple(_normal(rng, shape, s.dtype) for shape in shapes)
+    return fn, ((rows, s.q_heads, s.head_dim), keys, keys)

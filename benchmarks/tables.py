@@ -1,13 +1,92 @@
-"""Cells of the documentation's tables; see `report`."""
+"""Tables of the documentation, of the benchmarks of ops; see `report`.
+
+The function of a benchmark takes the content of its results file and returns the bodies of its
+blocks by name.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import statistics
+from collections.abc import Callable, Iterator, Sequence
 
-from benchmarks.records import Record, points_of, provider_of
+from benchmarks import attention as of_attention
+from benchmarks import attention_gradient as of_attention_gradient
+from benchmarks import gdpa as of_gdpa
+from benchmarks import linear_compression as of_linear_compression
+from benchmarks import linear_compression_gradient as of_linear_compression_gradient
+from benchmarks.records import OUR_NAME, Bars, Record, is_on_gpu, mib, points_of, provider_of
 
 #: Header and rows.
-Table = tuple[tuple[str, ...], list[tuple[str, ...]]]
+Table = tuple[Sequence[str], Sequence[tuple[str, ...]]]
+#: A further column: its header, and its cell at a point.
+Cell = tuple[str, Callable[[Record], str]]
+#: Headers of columns that hold text and are aligned to the left.
+TEXT_COLUMNS = (
+    *("stage", "name", "point", "table says", "bar", "version", "moved by collectives"),
+    *("best alternative", "model"),
+)
+#: The body of a block if the results file has no point for it.
+NOT_MEASURED = "Not measured yet.\n"
+#: Names of the providers of attention in plots and tables.
+ATTENTION = {
+    "copies-cudnn": "cuDNN, keys and values copied",
+    "grouped-cudnn": "cuDNN, queries grouped by hand",
+    "grouped-tokamax": "tokamax, queries grouped by hand",
+    "xla": "ikbo-jax in XLA",
+    OUR_NAME: "ikbo-jax",
+}
+#: Columns of the tables of gdpa; a yardstick only if it was timed.
+GDPA = (
+    ("xla", "ikbo-jax in XLA"),
+    ("cudnn-softmax", "cuDNN softmax (another function)"),
+    ("tokamax-softmax", "tokamax softmax (another function)"),
+    ("cudnn-softmax-padded", "cuDNN softmax, padded"),
+    (OUR_NAME, "ikbo-jax"),
+)
+#: Rows of the short table of linear compression, and bars of its plot: provider, description.
+STAGES = (
+    ("materialised", "materialised: every user copied to its candidates"),
+    ("materialised-aligned", "materialised, K aligned"),
+    ("xla", "decomposed, in XLA"),
+    ("fused", "fused: broadcast in the epilogue"),
+    ("single-launch", "single launch"),
+)
+
+
+def markdown_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """A Markdown table; columns except `TEXT_COLUMNS` are aligned to the right."""
+    align = ["---" if name in TEXT_COLUMNS else "---:" for name in header]
+    return "\n".join("| " + " | ".join(cells) + " |" for cells in (header, align, *rows)) + "\n"
+
+
+def measured_at(results: Record) -> str:
+    """Date and time of the benchmark, e.g. "2026-01-31 23:59 UTC"."""
+    date: str = results["environment"]["date"]
+    return f"{date[:16].replace('T', ' ')} UTC"
+
+
+def provenance(results: Record) -> str:
+    """One sentence about device, versions, date and protocol of the results."""
+    env, protocol = results["environment"], results["protocol"]
+    driver = f", driver {env['driver']}" if env["driver"] else ""
+    commits = [f"`{commit[:12]}`" for commit in env["commit"].split(", ")]
+    return (
+        f"Measured on {env['device']}{driver}, jax {env['jax']}, "
+        f"commit{'s' * (len(commits) > 1)} {' and '.join(commits)}, "
+        f"{measured_at(results)}: median of {protocol['rounds']} windows of "
+        f"{protocol['window_s']} s, launches back to back, competing versions by turns.\n"
+    )
+
+
+def block(results: Record, table: Table, words: str = "") -> str:
+    """The body of a block: words, a table and where it was measured; empty without rows."""
+    header, rows = table
+    if not rows:
+        return ""
+    return f"{words}{markdown_table(header, rows)}\n{provenance(results)}"
+
+
+# Cells
 
 
 def name_of(point: Record) -> str:
@@ -20,37 +99,222 @@ def number(record: Record | None, field: str, digits: int = 4, missing: str = "n
     return missing if record is None else f"{record[field]:.{digits}f}"
 
 
-def figures(point: Record, names: Sequence[str]) -> list[str]:
-    """The times of providers in milliseconds, and the fraction of the last of them."""
-    records = [provider_of(point, name) for name in names]
-    times = [number(record, "median_ms") for record in records]
-    return [*times, number(records[-1], "fraction", 3, "-")]
+def ours(header: str, field: str, digits: int) -> Cell:
+    """A column with a figure of this library's provider."""
+    return header, lambda p: number(provider_of(p, OUR_NAME), field, digits, "-")
 
 
-def headline(
-    results: Record, rows: Sequence[tuple[str, str]]
-) -> Iterator[tuple[Record, tuple[str, str, str]]]:
-    """The figures of providers at the default point, if they were timed, and their first cells.
+FRACTION = ours("fraction", "fraction", 3)
+
+
+def bars_of(results: Record, bars: Bars) -> Cell:
+    """A column with the bars of this library; empty if the results are not from a GPU."""
+    on_gpu, points = is_on_gpu(results), results["points"]
+    return "bar", lambda p: bars(p, points, OUR_NAME) if on_gpu else ""
+
+
+def times(
+    points: Sequence[Record],
+    columns: Sequence[tuple[str | Callable[[Record], Record | None], str]],
+    *cells: Cell,
+    digits: int = 4,
+    first: Cell = ("point", name_of),
+) -> Table:
+    """A table with a row for every point: times of providers, and further cells.
 
     Args:
-      results: the content of a results file.
+      points: of a results file.
+      columns: providers, by name or as functions of a point, and their descriptions.
+      *cells: the columns after the times.
+      digits: of the milliseconds.
+      first: the first column.
+    """
+
+    def row(point: Record) -> tuple[str, ...]:
+        records = (
+            provider_of(point, provider) if isinstance(provider, str) else provider(point)
+            for provider, _ in columns
+        )
+        found = (number(record, "median_ms", digits) for record in records)
+        return (first[1](point), *found, *(cell(point) for _, cell in cells))
+
+    words = (f"{words}, ms" if words else "ms" for _, words in columns)
+    header = (first[0], *words, *(header for header, _ in cells))
+    return header, [row(point) for point in points]
+
+
+def versions(
+    points: Sequence[Record], rows: Sequence[tuple[str, str]], digits: int = 1
+) -> Iterator[tuple[Record, Record, str, str]]:
+    """Yields the timed providers of points.
+
+    Args:
+      points: of a results file.
       rows: provider and description; the first provider is the baseline of speed-ups.
+      digits: of the speed-ups.
 
     Yields:
-      The figures of a provider; its description, milliseconds and speed-up.
+      The point, the figures of a provider, its description and its speed-up.
     """
-    for point in points_of(results, "default")[:1]:
-        baseline = provider_of(point, rows[0][0])
+    for point in points:
+        base = provider_of(point, rows[0][0])
         for name, words in rows:
-            if (record := provider_of(point, name)) is None:
-                continue
-            speedup = "-"
-            if baseline is not None:
-                speedup = f"{baseline['median_ms'] / record['median_ms']:.1f}×"
-            yield record, (words, number(record, "median_ms", 3), speedup)
+            if (record := provider_of(point, name)) is not None:
+                speedup = "-"
+                if base is not None:
+                    speedup = f"{base['median_ms'] / record['median_ms']:.{digits}f}×"
+                yield point, record, words, speedup
 
 
-#: The name of a block, the words before its table, and the table.
-Block = tuple[str, str, Table]
-#: The name of the block beside which a plot stands, the plot's file and its description.
-Plot = tuple[str, str, str]
+# Blocks
+
+
+def attention(results: Record) -> dict[str, str]:
+    """The tables over S and of the other sweeps."""
+    grouped = "grouped-cudnn"
+    rest = FRACTION, bars_of(results, of_attention.bars)
+    columns = [(n, words) for n, words in ATTENTION.items() if n != "grouped-tokamax"]
+    first = "S", lambda p: str(p["problem"]["kv_len"])
+    others = [point for point in results["points"] if point["sweep"] != "s"]
+    of_others = [(OUR_NAME, ""), (grouped, ATTENTION[grouped])]
+    return {
+        "attention-lengths": block(
+            results, times(points_of(results, "s"), columns, *rest, first=first)
+        ),
+        "attention-sweeps": block(results, times(others, of_others, *rest)),
+    }
+
+
+def attention_gradient(results: Record) -> dict[str, str]:
+    """The table of all points."""
+    words = (
+        "Gradients of query, key and value for a given cotangent, without the forward pass; "
+        '"given": forward and backward. 2,048 candidates, 64 of a user, T=64, N=K=2, H=128 and '
+        "S=2048, unless the point says otherwise.\n\n"
+    )
+    columns = [(n, words) for n, words in ATTENTION.items() if n != "grouped-tokamax"]
+    rest = FRACTION, bars_of(results, of_attention_gradient.bars)
+    table = times(results["points"], columns, *rest)
+    return {"attention-gradient": block(results, table, words)}
+
+
+def gdpa_prefix(results: Record) -> str:
+    """Prefix of the names of blocks and plot; results of backward passes only have another one."""
+    directions = {p["direction"] for p in results["points"]}
+    return "gdpa-backward" if directions == {"backward"} else "gdpa"
+
+
+def gdpa(results: Record) -> dict[str, str]:
+    """The tables over the largest length and of the other sweeps."""
+
+    def table(over_lengths: bool) -> str:
+        is_over_lengths = (p["sweep"] in of_gdpa.LENGTH_SWEEPS for p in results["points"])
+        pairs = zip(results["points"], is_over_lengths, strict=True)
+        points = [point for point, found in pairs if found == over_lengths]
+        columns = [
+            (name, words)
+            for name, words in GDPA
+            if name in ("xla", OUR_NAME) or any(provider_of(p, name) for p in points)
+        ]
+        rest = FRACTION, bars_of(results, of_gdpa.bars)
+        return block(results, times(points, columns, *rest))
+
+    prefix = gdpa_prefix(results)
+    return {f"{prefix}-lengths": table(True), f"{prefix}-sweeps": table(False)}
+
+
+def linear_compression_gradient(results: Record) -> dict[str, str]:
+    """The table of all points."""
+    words = (
+        "All four gradients for a given cotangent, without the forward pass. By hand: the faster "
+        "of two programs, which differ in the sum over a user's candidates.\n\n"
+    )
+    columns = (
+        ("xla", "ikbo-jax in XLA"),
+        (of_linear_compression_gradient.best_by_hand, "XLA by hand"),
+        (OUR_NAME, "ikbo-jax"),
+    )
+    rest = FRACTION, bars_of(results, of_linear_compression_gradient.bars)
+    table = times(results["points"], columns, *rest)
+    return {"linear-compression-gradient": block(results, table, words)}
+
+
+def linear_compression(results: Record) -> dict[str, str]:
+    """The tables of stages, of all providers and of the sweeps, and the ceilings."""
+    found = {
+        "linear-compression-table": _headline(results),
+        "linear-compression-environment": _ceilings(results),
+        "linear-compression-stages": _stages(results),
+        "linear-compression-sweeps": linear_compression_sweeps(results),
+    }
+    return {name: body or NOT_MEASURED for name, body in found.items()}
+
+
+def _headline(results: Record) -> str:
+    """The table of the stages at the default point: time, speed-up, fraction of the matmul."""
+    defaults = points_of(results, "default")[:1]
+    rows = [
+        (words, number(record, "median_ms", 3), speedup, number(record, "fraction", 2))
+        for _, record, words, speedup in versions(defaults, STAGES)
+    ]
+    header = ("stage", "ms", "speed-up", "of the matmul")
+    return block(results, (header, rows), f"{_sizes(defaults[0])}\n\n" if defaults else "")
+
+
+def _sizes(point: Record) -> str:
+    problem = point["problem"]
+    (users, candidates), (k_user, k_cand) = problem["batches"], problem["ks"]
+    return (
+        f"{candidates} candidates of {users} users, M={problem['m']}, N={problem['n']}, "
+        f"K_cand={k_cand}, K_user={k_user}, {problem['dtype']}, {point['index']} index:"
+    )
+
+
+def _stages(results: Record) -> str:
+    """Tables of all providers at the default point, one for each dtype."""
+
+    def row(record: Record) -> tuple[str, ...]:
+        if "median_ms" not in record:
+            reason = record.get("failure") or record["skipped"]
+            return (record["name"], record["stage"], f"not run: {reason}", "", "", "", "")
+        error = f"{record['error'] / record['bound']:.2f}" + ("" if record["ok"] else " (wrong)")
+        figures = (("median_ms", 4), ("tflops", 0), ("fraction", 3))
+        numbers = (number(record, field, digits) for field, digits in figures)
+        return (record["name"], record["stage"], *numbers, mib(record, "temp_bytes", 1), error)
+
+    header = ("name", "stage", "ms", "TFLOP/s", "fraction", "scratch, MiB", "error / bound")
+    parts = [
+        f"{_sizes(point)}\n\n{markdown_table(header, list(map(row, point['providers'])))}\n"
+        f"The user result alone takes {point['user_result_bytes'] / 2**20:.1f} MiB of the "
+        "scratch.\n"
+        for point in points_of(results, "default")
+    ]
+    return "\n".join([*parts, provenance(results)]) if parts else ""
+
+
+def linear_compression_sweeps(results: Record) -> str:
+    """The table of all sweeps: our time, the time of the XLA path, our fraction, and the bars."""
+    sweeps = of_linear_compression.SWEEPS
+    points = [point for sweep in sweeps for point in points_of(results, sweep)]
+    says = "table says", lambda p: "XLA" if p["table"]["config"] is None else "kernel"
+    xla = "XLA, ms", lambda p: number(provider_of(p, "xla"), "median_ms", missing="-")
+    bars = bars_of(results, of_linear_compression.bars)
+    table = times(points, [(OUR_NAME, "")], xla, FRACTION, says, bars)
+    left_out = results.get("left_out", [])
+    missing = f"\nLeft out for time: {', '.join(left_out)}.\n" if left_out else ""
+    if not points:
+        return ""
+    return f"{markdown_table(*table)}{missing}\n{provenance(results)}"
+
+
+def _ceilings(results: Record) -> str:
+    """Text about device, protocol and ceilings."""
+    copy, matmuls = results["copy"], [point["matmul_tflops"] for point in results["points"]]
+    matmul = f"{statistics.median(matmuls):.0f} TFLOP/s" if matmuls else "not measured"
+    if len(matmuls) > 1:
+        matmul += f" ({min(matmuls):.0f} to {max(matmuls):.0f} over the points)"
+    size = results["protocol"]["matmul_size"]
+    return (
+        provenance(results) + f"\nCeilings in the same process: {size}³ bf16 matmul {matmul}, copy "
+        f"from device memory to device memory {copy['tb_per_s']:.2f} TB/s (read and written).\n"
+    )

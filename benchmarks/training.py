@@ -12,12 +12,11 @@ and the figures only show that the benchmark runs.
 
 from __future__ import annotations
 
+import argparse
 import concurrent.futures
 import dataclasses
 import functools
 import math
-import pathlib
-import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -25,9 +24,10 @@ from typing import Any, NamedTuple
 
 import jax
 
-from benchmarks import harness, profiles, ranking, training_gdpa, training_task
-from benchmarks.records import Record, mib, provider_of, text_table
-from ikbo_jax._timing import interleaved_ms
+from benchmarks import harness, profiles, ranking
+from benchmarks import training_networks as networks
+from benchmarks.harness import Benchmark, Point
+from benchmarks.records import Column, Record, describe_all, provider_of
 from ikbo_jax.models import ranking as model
 
 #: In this order, since a point takes most of a minute: compiling a version's step, 5 to 25 s.
@@ -39,6 +39,11 @@ RATIOS, QUERIES = (8, 1, 70), (16, 1, 64)
 MS_BAR, BY_HAND_BAR, COPIES_BAR, USERS_BAR, GDPA_BAR = 13.5, 2.0, 5.0, 1.6, 1.3
 #: Largest relative error of the first loss, and largest relative difference of gradient norms.
 LOSS_TOLERANCE, NORM_TOLERANCE = 0.01, 0.05
+COLUMNS = (
+    Column("ms", 9, "median_ms", 3),
+    Column("samples/s", 12, "samples_per_s", 0),
+    Column("peak MiB", 10, "peak_bytes", 0, is_mib=True),
+)
 
 
 class Version(NamedTuple):
@@ -54,33 +59,33 @@ class Version(NamedTuple):
 
     name: str
     stage: str
-    make: Callable[[Any], training_task.Network]
+    make: Callable[[Any], networks.Network]
     is_other: bool = False
 
 
 def _of_ranking(provider: ranking.Provider) -> Version:
-    def make(sizes: model.Sizes) -> training_task.Network:
+    def make(sizes: model.Sizes) -> networks.Network:
         return provider.make(ranking.max_candidates_per_user(sizes))
 
     return Version(provider.name, provider.stage, make)
 
 
 def _of_gdpa(name: str, stage: str, attentions: Any, *, is_other: bool = False) -> Version:
-    def make(sizes: training_gdpa.Sizes) -> training_task.Network:
-        return functools.partial(training_gdpa.network, attentions, sizes)
+    def make(sizes: networks.Sizes) -> networks.Network:
+        return functools.partial(networks.network, attentions, sizes)
 
     return Version(name, stage, make, is_other)
 
 
 OF_RANKING = tuple(map(_of_ranking, reversed(ranking.ALL)))
-OURS_GDPA = _of_gdpa("ikbo", "ikbo_jax.gdpa on jagged rows", training_gdpa.ours)
+OURS_GDPA = _of_gdpa("ikbo", "ikbo_jax.gdpa on jagged rows", networks.ours)
 OF_GDPA = (
-    _of_gdpa("xla", "products over padded sequences, in XLA", training_gdpa.xla),
+    _of_gdpa("xla", "products over padded sequences, in XLA", networks.xla),
     OURS_GDPA,
     _of_gdpa(
         "cudnn-softmax",
         "softmax attention by cuDNN over padded sequences",
-        training_gdpa.softmax,
+        networks.softmax,
         is_other=True,
     ),
 )
@@ -88,157 +93,119 @@ OF_GDPA = (
 NAMES = tuple(version.name for version in (*OF_RANKING, *OF_GDPA))
 
 
-@dataclasses.dataclass(frozen=True)
-class Point:
-    """One network: the sweep it belongs to, its label there, and its sizes."""
-
-    sweep: str
-    label: str
-    sizes: model.Sizes | training_gdpa.Sizes
-
-    @property
-    def versions(self) -> Sequence[Version]:
-        return OF_GDPA if isinstance(self.sizes, training_gdpa.Sizes) else OF_RANKING
-
-    @property
-    def samples(self) -> int:
-        """Candidates, or sequences, of a step."""
-        sizes = self.sizes
-        return sizes.batch if isinstance(sizes, training_gdpa.Sizes) else sizes.candidates
+def _is_gdpa(point: Point) -> bool:
+    return isinstance(point.case, networks.Sizes)
 
 
 def points(sweep: str) -> Iterator[Point]:
     """Yields the points of a sweep."""
     default = ranking.DEFAULT
-
-    def at(label: str, candidates: int, users: int, queries: int) -> Point:
-        sizes = dataclasses.replace(default, candidates=candidates, users=users, queries=queries)
-        return Point(sweep, label, sizes)
-
-    if sweep == "default":
-        yield Point(sweep, f"B={default.candidates}", default)
-    elif sweep == "users":
-        yield at("B=2048 U=256 T=16", 2048, 256, 16)
-    elif sweep == "ratio":
-        for queries in QUERIES:
-            for ratio in RATIOS:
-                users = max(1, round(default.candidates / ratio))
-                if (users, queries) != (default.users, default.queries):
-                    yield at(f"{ratio}:1 T={queries}", default.candidates, users, queries)
-    elif sweep == "gdpa":
-        for longest in (256, 512):
-            yield Point(sweep, f"B=1152 max={longest}", training_gdpa.Sizes(max_length=longest))
-    else:
-        raise ValueError(f"unknown sweep {sweep!r}; known: {', '.join(SWEEPS)}")
+    sizes: dict[str, Any] = {
+        "default": {f"B={default.candidates}": default},
+        "users": {
+            "B=2048 U=256 T=16": dataclasses.replace(
+                default, candidates=2048, users=256, queries=16
+            )
+        },
+        "ratio": {
+            f"{ratio}:1 T={queries}": dataclasses.replace(default, users=users, queries=queries)
+            for queries in QUERIES
+            for ratio in RATIOS
+            for users in [max(1, round(default.candidates / ratio))]
+            if (users, queries) != (default.users, default.queries)
+        },
+        "gdpa": {
+            f"B=1152 max={longest}": networks.Sizes(max_length=longest) for longest in (256, 512)
+        },
+    }
+    return (Point(sweep, label, case) for label, case in sizes[sweep].items())
 
 
 def shrink(point: Point) -> Point:
     """The point with sizes small enough for a CPU."""
-    if isinstance(point.sizes, training_gdpa.Sizes):
-        small: Any = training_gdpa.Sizes(12, 24, 32, 2, 16, 4, 1, "float32")
+    if _is_gdpa(point):
+        small: Any = networks.Sizes(12, 24, 32, 2, 16, 4, 1, "float32")
     else:
-        queries = max(1, point.sizes.queries // 16)
-        shrunk = ranking.shrink(ranking.Point(point.sweep, point.label, point.sizes)).sizes
-        small = dataclasses.replace(shrunk, queries=queries)
-    return dataclasses.replace(point, sizes=small)
+        queries = max(1, point.case.queries // 16)
+        small = dataclasses.replace(ranking.small(point.case), queries=queries)
+    return dataclasses.replace(point, case=small)
 
 
-class Trained(NamedTuple):
-    """A version's entry in the results file, its compiled step, and the step to profile."""
+def _compile(version: Version, sizes: Any, task: networks.Task) -> tuple[harness.Contender, Any]:
+    """Compiles a version's step; records a failure instead of raising it.
 
-    record: dict[str, Any]
-    compiled: Any = None
-    to_profile: Any = None
-
-
-def _compile(
-    version: Version, sizes: Any, task: training_task.Task, profiled: Sequence[str]
-) -> Trained:
-    """Compiles a version's step; records a failure instead of raising it."""
+    Returns:
+      The step, which is not run, and its program before XLA compiled it.
+    """
     record: dict[str, Any] = {"name": version.name, "stage": version.stage}
     try:
         start = time.monotonic()
-        step = training_task.step_of(version.make(sizes), sizes.dtype)
-        shapes = jax.eval_shape(training_task.start, task.params)
+        step = networks.step_of(version.make(sizes), sizes.dtype)
+        shapes = jax.eval_shape(networks.start, task.params)
         # The gradient of attention in `jax.nn`, and optax' count of steps, mix dtypes.
         with jax.numpy_dtype_promotion("standard"):
             lowered = jax.jit(step, donate_argnums=0).lower(shapes, task.inputs, task.labels)
         traced = time.monotonic()
-        compiled = to_profile = lowered.compile()
+        compiled = lowered.compile()
         record |= {"trace_s": traced - start, "compile_s": time.monotonic() - traced}
-        if version.name in profiled and jax.default_backend() == "gpu":
-            to_profile = lowered.compile(profiles.WITHOUT_GRAPHS)
     except NotImplementedError as unable:
-        return Trained(record | {"skipped": str(unable).splitlines()[0]})
+        return harness.Contender(record | harness.why_not_run(unable)), None
     except Exception as error:
-        return Trained(record | _failure(error))
-    memory = compiled.memory_analysis()
-    if memory is not None:
-        temp, held = int(memory.temp_size_in_bytes), int(memory.argument_size_in_bytes)
-        result = int(memory.output_size_in_bytes) - int(memory.alias_size_in_bytes)
-        record |= {"temp_bytes": temp, "peak_bytes": temp + held + result}
-    return Trained(record, compiled, to_profile)
+        return harness.Contender(record | harness.why_too_large(error)), None
+    if memory := harness.memory_of(compiled):
+        record |= {"temp_bytes": memory["temp_bytes"], "peak_bytes": memory["total_bytes"]}
+    return harness.Contender(record, compiled=compiled), lowered
 
 
-def _failure(error: Exception) -> dict[str, str]:
-    text = f"{type(error).__name__}: {str(error)[:300]}"
-    # Running out of memory is a valid result: copies for many candidates may not fit.
-    return {"skipped" if "RESOURCE_EXHAUSTED" in text else "failure": text}
-
-
-def _first_step(trained: Trained, task: training_task.Task) -> Callable[[], Any] | None:
-    """Records the first loss and gradient norm; returns a function that runs the next step."""
-    state = training_task.start(task.params)
+def _run_first(contender: harness.Contender, task: networks.Task) -> None:
+    """Records the first loss and gradient norm; then a call of `thunk` runs the next step."""
+    state = networks.start(task.params)
     try:
-        state, (loss, norm) = trained.compiled(state, task.inputs, task.labels)
-        trained.record.update(loss=float(loss), norm=float(norm))
+        state, (loss, norm) = contender.compiled(state, task.inputs, task.labels)
+        contender.record.update(loss=float(loss), norm=float(norm))
     except Exception as error:
-        trained.record.update(_failure(error))
-        return None
+        contender.record.update(harness.why_too_large(error))
 
     def step() -> Any:
         nonlocal state
-        state, out = trained.compiled(state, task.inputs, task.labels)
+        state, out = contender.compiled(state, task.inputs, task.labels)
         return out
 
-    return step
+    contender.thunk = step
 
 
-def _check(versions: Sequence[Version], found: Sequence[Trained], task: training_task.Task) -> None:
+def _check(versions: Sequence[Version], found: Sequence[Any], expected: float) -> None:
     """Records the larger error of loss and gradient norm, relative to its bound.
 
     Norms are compared with the norm of the first version that ran.
     """
-    same = [t.record for v, t in zip(versions, found, strict=True) if not v.is_other]
-    norms = [record["norm"] for record in same if "norm" in record]
-    for version, trained in zip(versions, found, strict=True):
-        record = trained.record
-        if "loss" not in record:
-            continue
+    ran = [(v, c.record) for v, c in zip(versions, found, strict=True) if "loss" in c.record]
+    norms = [record["norm"] for version, record in ran if not version.is_other]
+    for version, record in ran:
         if version.is_other:
             record |= {"error": 0.0, "bound": 1.0, "ok": math.isfinite(record["loss"])}
             record["note"] = "another function: softmax"
             continue
         error = max(
-            abs(record["loss"] / task.expected - 1) / LOSS_TOLERANCE,
+            abs(record["loss"] / expected - 1) / LOSS_TOLERANCE,
             abs(record["norm"] / norms[0] - 1) / NORM_TOLERANCE,
         )
         # Written so that NaN is wrong, too.
         record |= {"error": error, "bound": 1.0, "ok": bool(error <= 1.0)}
 
 
-def _profile(trained: Trained, task: training_task.Task) -> profiles.Shares:
-    step = _first_step(trained._replace(record={}, compiled=trained.to_profile), task)
-    assert step is not None
-    return profiles.shares(step, trained.to_profile.as_text() or "")
+def _profile(lowered: Any, task: networks.Task) -> profiles.Shares:
+    is_on_gpu = jax.default_backend() == "gpu"
+    compiled = lowered.compile(profiles.WITHOUT_GRAPHS if is_on_gpu else None)
+    contender = harness.Contender({}, compiled=compiled)
+    _run_first(contender, task)
+    return profiles.shares(contender.thunk, compiled.as_text() or "")
 
 
 def measure_point(
     point: Point,
     versions: Sequence[Version],
-    *,
-    window_s: float,
-    rounds: int,
+    protocol: harness.Protocol,
     profiled: Sequence[str] = (),
 ) -> dict[str, Any]:
     """Checks the first step of every version, and times further ones interleaved.
@@ -246,40 +213,42 @@ def measure_point(
     Args:
       point: the network.
       versions: its versions.
-      window_s: seconds of a window of steps back to back.
-      rounds: number of windows of every version.
+      protocol: of the timing.
       profiled: names of versions to profile, too.
     """
-    task = training_task.task_of(point.sizes)
-    compile_one = functools.partial(_compile, sizes=point.sizes, task=task, profiled=profiled)
+    task = networks.task_of(point.case)
+    compile_one = functools.partial(_compile, sizes=point.case, task=task)
     with concurrent.futures.ThreadPoolExecutor() as pool:
         found = list(pool.map(compile_one, versions))
-    firsts = {t.record["name"]: _first_step(t, task) for t in found if t.compiled is not None}
-    steps = {name: step for name, step in firsts.items() if step is not None}
-    _check(versions, found, task)
-    samples = interleaved_ms(steps, window_s=window_s, rounds=rounds)
-    for trained in found:
-        if (ms := samples.get(trained.record["name"])) is not None:
-            median = statistics.median(ms)
-            rate = point.samples * 1e3 / median
-            trained.record.update(ms=ms, median_ms=median, samples_per_s=rate)
-    for trained in found:
-        if (name := trained.record["name"]) in steps and name in profiled:
-            shares = _profile(trained, task)
-            trained.record["ms_by_part"] = shares.by_part
-            print(f"{point.sweep} {point.label}, {name}:\n{shares}")
+    contenders = [contender for contender, _ in found]
+    for contender in contenders:
+        if contender.compiled is not None:
+            _run_first(contender, task)
+    _check(versions, contenders, task.expected)
+    measured = harness.measure(contenders, protocol)
+    samples = point.case.batch if _is_gdpa(point) else point.case.candidates
+    for contender, lowered in found:
+        record = contender.record
+        if "median_ms" not in record:
+            continue
+        record["samples_per_s"] = samples * 1e3 / record["median_ms"]
+        if record["name"] in profiled:
+            shares = _profile(lowered, task)
+            record["ms_by_part"] = shares.by_part
+            print(f"{point.name}, {record['name']}:\n{shares}")
     return {
         "sweep": point.sweep,
         "label": point.label,
-        "problem": dataclasses.asdict(point.sizes),
-        "samples": point.samples,
+        "problem": dataclasses.asdict(point.case),
+        "samples": samples,
         "expected_loss": task.expected,
-        "providers": [trained.record for trained in found],
+        **measured,
     }
 
 
-def bars(point: Record, name: str) -> str:
+def bars(point: Record, all_points: Sequence[Record], name: str) -> str:
     """Text with the figures of this library's version at a point, each next to its bar."""
+    del all_points
     ours = provider_of(point, name)
     is_gdpa = point["sweep"] == "gdpa"
     if ours is None or name != (OURS_GDPA.name if is_gdpa else ranking.OURS.name):
@@ -303,56 +272,18 @@ def bars(point: Record, name: str) -> str:
     return "; ".join(found)
 
 
-def format_table(results: Record) -> str:
-    """The results as plain text."""
-
-    def figures(p: Record) -> str:
-        return f"{p['median_ms']:>9.3f}{p['samples_per_s']:>12.0f}{mib(p, 'peak_bytes', 0):>10}"
-
-    header = f"{'ms':>9}{'samples/s':>12}{'peak MiB':>10}"
-    return text_table(results, (28, 20), header, figures, bars)
-
-
-def run(
-    sweeps: Sequence[str],
-    *,
-    out: pathlib.Path,
-    versions: Sequence[str] = NAMES,
-    profiled: Sequence[str] = (),
-    **options: Any,
-) -> dict[str, Any]:
-    """Measures sweeps, as `attention.run` does.
-
-    Args (the others are as for `attention.run`):
-      sweeps: names from `SWEEPS`.
-      versions: names of the versions to measure.
-      profiled: names of the versions to profile: the time of each kernel is printed and recorded.
-    """
-    bench = harness.Run("training", out, **options)
-    window_s, rounds = bench.protocol.window_s, bench.protocol.rounds
-    del bench.results["protocol"]["matmul_size"]  # This benchmark times no matmul.
-
-    def measure(point: Point) -> dict[str, Any]:
-        # Sweeps omit the tuned copies, which take longer to compile than to time.
-        chosen = [
-            version
-            for version in point.versions
-            if version.name in versions
-            and (point.sweep == "default" or version.name != ranking.TUNED.name)
-        ]
-        return measure_point(point, chosen, window_s=window_s, rounds=rounds, profiled=profiled)
-
-    def describe(point: Record) -> str:
-        times = (f"{p['name']} {p.get('median_ms', math.nan):.3f}" for p in point["providers"])
-        return ", ".join(times) + " ms"
-
-    todo = [point for sweep in sweeps for point in points(sweep)]
-    return bench.measure(todo, measure, shrink, describe)
+def _measure(point: Point, run: harness.Run) -> dict[str, Any]:
+    # Sweeps omit the tuned copies, which take longer to compile than to time.
+    chosen = [
+        version
+        for version in (OF_GDPA if _is_gdpa(point) else OF_RANKING)
+        if version.name in run.options.version
+        and (point.sweep == "default" or version.name != ranking.TUNED.name)
+    ]
+    return measure_point(point, chosen, run.protocol, run.options.profile)
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Command line; returns 1 if a version failed or was wrong."""
-    parser = harness.parser("training", SWEEPS)
+def _add_options(parser: argparse.ArgumentParser) -> None:
     for option, default, words in (
         ("--version", NAMES, "versions to measure (default: all)"),
         ("--profile", (), "versions to profile; prints the time of each kernel"),
@@ -360,10 +291,20 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.add_argument(
             option, nargs="+", choices=NAMES, metavar="NAME", default=default, help=words
         )
-    args = parser.parse_args(argv)
-    results = run(args.sweep, versions=args.version, profiled=args.profile, **harness.options(args))
-    return harness.print_lines(results, format_table(results))
 
+
+BENCHMARK = Benchmark(
+    "training",
+    SWEEPS,
+    lambda o: (point for sweep in o.sweep for point in points(sweep)),
+    shrink,
+    _measure,
+    bars,
+    COLUMNS,
+    describe_all,
+    _add_options,
+    times_matmul=False,
+)
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(BENCHMARK.main())

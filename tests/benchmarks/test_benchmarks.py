@@ -12,8 +12,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from benchmarks import harness, linear_compression, records, report, timing, torch_baseline
-from benchmarks import linear_compression_providers as providers
+from benchmarks import harness, linear_compression, records, report, tables, timing, yardsticks
+from benchmarks.records import OP_COLUMNS, OUR_NAME
 from ikbo_jax._timing import interleaved_ms
 from ikbo_jax.cases.linear_compression import Case
 from ikbo_jax.problems import LinearCompressionProblem
@@ -91,8 +91,6 @@ def test_sweeps_hold_the_shapes_that_bars_speak_of():
     assert users == [1024, 512, 103, 15, 2, 1]
     assert sweeps["ratio"][-1].problem.batches == (1, 10_000)
     assert [p.case.index for p in sweeps["index"]] == ["unsorted"]
-    with pytest.raises(ValueError, match="unknown sweep 'z'"):
-        next(linear_compression.points("z"))
 
 
 def test_inputs_follow_the_point():
@@ -108,7 +106,7 @@ def test_inputs_follow_the_point():
 def test_every_provider_agrees_with_the_oracle_or_says_why_not(dtype):
     measured = linear_compression.measure_point(
         point("default", dtype),
-        providers.all_providers(dataclasses.replace(TINY, dtype=dtype)),
+        linear_compression.all_providers(dataclasses.replace(TINY, dtype=dtype)),
         SHORT,
     )
     records = {record["name"]: record for record in measured["providers"]}
@@ -143,14 +141,17 @@ def test_a_wrong_provider_is_caught_and_a_failing_one_recorded():
         harness.Provider(fn.__name__, "", lambda case, inputs, fn=fn: (fn, inputs))
         for fn in (wrong, nan, failing)
     ]
-    contenders.append(providers.XLA)
+    contenders.append(linear_compression.XLA)
     found = linear_compression.measure_point(point("default"), contenders, SHORT)
     ok = [record.get("ok") for record in found["providers"]]
     assert ok == [False, False, None, True]
     assert found["providers"][2]["failure"] == "RuntimeError: broken"
     results = {"points": [found], "environment": {"platform": "cpu"}}
     assert not records.all_correct(results)
-    assert records.format_table(results, linear_compression.bar).count("WRONG RESULT") == 2
+    assert (
+        records.format_table(results, OP_COLUMNS, linear_compression.bars).count("WRONG RESULT")
+        == 2
+    )
 
 
 def test_the_oracle_is_the_equation():
@@ -169,19 +170,21 @@ def test_torch_baseline_is_optional(monkeypatch, reason):
     torch = None if reason == "no PyTorch" else types.SimpleNamespace(cuda=cuda)
     monkeypatch.setitem(sys.modules, "torch", torch)
     inputs = point("default").case.inputs().arguments
-    ((record, _),) = torch_baseline.contenders(inputs, [0], np.zeros((1, 9, 16)), 1.0)
+    ((record, _),) = yardsticks.torch_linear_compression(inputs, [0], np.zeros((1, 9, 16)), 1.0)
     assert record == {"name": "torch", "stage": "PyTorch", "skipped": reason}
+
+
+def run(path, *options: str, **changes) -> dict:
+    """Runs the benchmark with --quick and other points."""
+    benchmark = dataclasses.replace(linear_compression.BENCHMARK, **changes)
+    return benchmark.run(benchmark.parse(["--out", str(path), "--quick", *options]))
 
 
 def test_run_writes_every_point_and_the_report_reads_it(tmp_path, monkeypatch):
     monkeypatch.setattr(timing, "COPY_BYTES", 2**12)
-    monkeypatch.setattr(linear_compression, "DEFAULT", TINY)
-    monkeypatch.setattr(linear_compression, "shrink", lambda point: point)
-    monkeypatch.setattr(
-        linear_compression, "points", lambda sweep, dtype: iter((point(sweep, dtype),))
-    )
     path = tmp_path / "results" / "run.json"
-    linear_compression.run(("default", "m", "ratio"), ("bfloat16",), out=path, quick=True)
+    sweeps = ("default", "m", "ratio")
+    run(path, points=lambda options: map(point, sweeps), shrink=lambda point: point)
     assert not path.with_name("run.json.tmp").exists()
     results = timing.read_results(path)
     assert [p["sweep"] for p in results["points"]] == ["default", "m", "ratio"]
@@ -195,7 +198,7 @@ def test_run_writes_every_point_and_the_report_reads_it(tmp_path, monkeypatch):
     assert (environment["platform"], environment["driver"]) == ("cpu", None)
     for body in report.blocks(results, "README.md").values():
         assert body.endswith("\n")
-    assert "tiny" in report.sweeps(results)
+    assert "tiny" in tables.linear_compression_sweeps(results)
 
 
 def test_sizes_that_sweeps_share_are_timed_once(tmp_path, monkeypatch):
@@ -207,11 +210,9 @@ def test_sizes_that_sweeps_share_are_timed_once(tmp_path, monkeypatch):
 
     monkeypatch.setattr(timing, "COPY_BYTES", 2**12)
     monkeypatch.setattr(linear_compression, "measure_point", counted)
-    monkeypatch.setattr(
-        linear_compression, "shrink", lambda p: p.resized(**dataclasses.asdict(TINY))
-    )
-    out = tmp_path / "r.json"
-    results = linear_compression.run(("default", "n"), ("bfloat16",), out=out, quick=True)
+    shrink = lambda p: p.resized(**dataclasses.asdict(TINY))  # noqa: E731
+    options = ("--sweep", "default", "n", "--dtype", "bfloat16")
+    results = run(tmp_path / "r.json", *options, shrink=shrink)
     assert measured == ["bfloat16"]
     assert [p["label"] for p in results["points"]] == ["bfloat16", "N=128", "N=256", "N=512"]
     assert [p["sweep"] for p in results["points"]] == ["default", "n", "n", "n"]
@@ -219,7 +220,7 @@ def test_sizes_that_sweeps_share_are_timed_once(tmp_path, monkeypatch):
 
 def test_budget_leaves_points_out_and_says_so(tmp_path):
     out = tmp_path / "r.json"
-    results = linear_compression.run(("m",), ("bfloat16",), out=out, quick=True, budget_s=-1.0)
+    results = run(out, "--sweep", "m", "--budget-s", "-1")
     assert results["points"] == []
     assert timing.read_results(out)["left_out"] == ["m M=128", "m M=256", "m M=512", "m M=1024"]
 
@@ -286,13 +287,13 @@ def synthetic() -> dict:
 
 def test_bars_stand_beside_what_was_reached():
     points = synthetic()["points"]
-    reached = [linear_compression.bar(p, points) for p in points]
+    reached = [linear_compression.bars(p, points, OUR_NAME) for p in points]
     assert reached == [
         "fraction 0.800, bar 0.82",
         "1.010 of XLA's time, bar 1.02",
         "0.750 of the default's fraction, bar 0.85",
     ]
-    text = records.format_table(synthetic(), linear_compression.bar)
+    text = records.format_table(synthetic(), OP_COLUMNS, linear_compression.bars)
     assert "fraction 0.800, bar 0.82" in text
     assert "skipped: no PyTorch" in text
 
@@ -362,10 +363,11 @@ def test_a_point_that_raises_does_not_end_the_run(tmp_path, monkeypatch, capsys)
             raise MemoryError("no room")
         return {"sweep": point.sweep, "label": point.label, "providers": []}
 
-    run = harness.Run("some", tmp_path / "some.json", quick=True)
+    out = tmp_path / "some.json"
+    started = harness.Run("some", harness.parser("some").parse_args(["--quick", "--out", str(out)]))
     todo = [harness.Point("sweep", label, None) for label in ("large", "small")]
-    results = run.measure(todo, measure, lambda point: point, str)
+    results = started.measure(todo, measure, str)
     assert [p["label"] for p in results["points"]] == ["small"]
-    assert timing.read_results(run.out)["failed"] == ["sweep large: MemoryError: no room"]
-    assert harness.print_lines(results, "") == 1
+    assert timing.read_results(out)["failed"] == ["sweep large: MemoryError: no room"]
+    assert harness.print_results(results, "") == 1
     assert "FAILED: sweep large" in capsys.readouterr().out

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import jax
 import numpy as np
 import pytest
 
-from benchmarks import attention, attention_providers, harness, timing
+from benchmarks import attention, harness, timing
 from ikbo_jax.cases.attention import Case
 from ikbo_jax.problems import AttentionProblem
 
@@ -29,8 +31,6 @@ def test_every_sweep_has_points_that_differ_and_shrink():
         assert small.q_heads % small.kv_heads == 0
     (seventy,) = (p.problem for p in attention.points("ratio") if p.label == "70:1")
     assert seventy.batch == 70 * seventy.users
-    with pytest.raises(ValueError, match="unknown sweep 'x'"):
-        next(attention.points("x"))
 
 
 @pytest.mark.parametrize("index", ["even", "ragged", "unsorted"])
@@ -63,8 +63,9 @@ def test_grouping_by_hand_and_back(index: str):
         with jax.numpy_dtype_promotion("standard"):
             return jax.nn.dot_product_attention(query, key, value, implementation="xla")
 
-    fn, args = attention_providers._grouped(attend, inputs)
-    out = attention_providers._ungrouped(jax.jit(fn)(*args), inputs)
+    provider = attention.grouped("grouped", "", lambda: attend)
+    fn, args = provider.prepare(case, inputs)
+    out = provider.finish(jax.jit(fn)(*args), inputs)
     exact, bound = case.expected(inputs, range(9))
     assert np.abs(np.asarray(out, np.float64) - exact).max() <= bound
 
@@ -73,7 +74,7 @@ def test_grouping_by_hand_and_back(index: str):
 def test_oracle_admits_the_right_result_and_no_other(lengths: str):
     case = point(lengths=lengths).case
     inputs = case.inputs()
-    fn, args = attention_providers.XLA.prepare(case, inputs)
+    fn, args = attention.XLA.prepare(case, inputs)
     out = np.asarray(fn(*args), np.float64)
     exact, bound = case.expected(inputs, range(9))
     assert np.abs(out - exact).max() <= bound < 0.1
@@ -82,24 +83,23 @@ def test_oracle_admits_the_right_result_and_no_other(lengths: str):
 
 
 def test_run_writes_what_it_measured(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(attention, "points", lambda sweep, dtype: iter((point(),)))
-    monkeypatch.setattr(attention, "shrink", lambda point: point)
-    path, plot = tmp_path / "run.json", tmp_path / "run.svg"
-    arguments = ["--out", str(path), "--plot", str(plot), "--sweep", "s"]
+    benchmark = dataclasses.replace(
+        attention.BENCHMARK, points=lambda options: [point()], shrink=lambda point: point
+    )
+    path = tmp_path / "run.json"
     short = harness.Protocol(window_s=0.002, rounds=2, matmul_size=64)
     monkeypatch.setattr(harness.Protocol, "for_device", lambda **_: short)
-    assert attention.main(arguments) == 0
+    assert benchmark.main(["--out", str(path)]) == 0
     results = timing.read_results(path)
     (measured,) = results["points"]
     by_name = {p["name"]: p for p in measured["providers"]}
-    assert list(by_name) == [provider.name for provider in attention_providers.ALL]
+    assert list(by_name) == [provider.name for provider in attention.ALL]
     for name in ("xla", "ikbo"):
         assert by_name[name]["ok"]
         assert len(by_name[name]["ms"]) == 2
     if jax.default_backend() == "cpu":
         assert "needs a GPU" in by_name["copies-cudnn"]["skipped"]
     assert "S=16" in capsys.readouterr().out
-    assert "ikbo" in plot.read_text()
 
 
 def test_bars_name_what_was_reached():

@@ -85,7 +85,7 @@ def test_short_points_are_timed_on_the_device(monkeypatch, short_ms, is_short):
 
     monkeypatch.setattr(harness, "interleaved_ms", interleaved_ms)
     protocol = harness.Protocol(rounds=1, matmul_size=16, short_ms=short_ms)
-    (record,) = harness.measure([contender], 3.5e9, protocol)["providers"]
+    (record,) = harness.measure([contender], protocol, 3.5e9)["providers"]
     assert windows == [harness.SHORT_WINDOW_S if is_short else protocol.window_s]
     assert (record["device_ms"], record["kernel_ms"]) == (3.5, 2.5)
     assert (record["median_ms"] == 3.5) == is_short

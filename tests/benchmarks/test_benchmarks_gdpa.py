@@ -13,8 +13,9 @@ import numpy as np
 import pytest
 import test_benchmarks
 
-from benchmarks import gdpa, gdpa_providers, harness, report, report_gdpa, timing
-from benchmarks.gdpa_providers import Sizes
+from benchmarks import gdpa, harness, report, timing
+from benchmarks.gdpa import Sizes
+from benchmarks.harness import Point
 from ikbo_jax.cases import gdpa_oracle
 from ikbo_jax.cases.gdpa import one_sequence
 from ikbo_jax.cases.gdpa_oracle import Inputs
@@ -29,7 +30,7 @@ def make_inputs(sizes: Sizes) -> Inputs:
     return Inputs(sizes.case.inputs(), sizes.case.cotangent())
 
 
-def softmax_of_dense(sizes: Sizes, inputs: Inputs) -> gdpa_providers.Op:
+def softmax_of_dense(sizes: Sizes, inputs: Inputs) -> gdpa.Op:
     """Cheaper to compile than what the benchmark has, for a CPU."""
 
     def attend(query, key, value):
@@ -38,32 +39,30 @@ def softmax_of_dense(sizes: Sizes, inputs: Inputs) -> gdpa_providers.Op:
         out = jnp.einsum("bnts,bsnh->btnh", jax.nn.softmax(scores), v)
         return out.astype(query.dtype)
 
-    return gdpa_providers._dense(sizes, attend)
+    return gdpa._dense(sizes, attend)
 
 
 PADDED = dataclasses.replace(
-    gdpa_providers.PADDED, make=functools.partial(gdpa_providers._padded, implementation="xla")
+    gdpa.PADDED, make=functools.partial(gdpa._padded, library=lambda: jax.nn.dot_product_attention)
 )
-DENSE = gdpa_providers.Provider("dense", "softmax", softmax_of_dense, is_softmax=True)
+DENSE = gdpa.Provider("dense", "softmax", softmax_of_dense, is_softmax=True)
 
 
 def test_every_sweep_has_points_that_differ_and_shrink():
     every = [p for d in gdpa.DIRECTIONS for sweep in gdpa.SWEEPS for p in gdpa.points(sweep, d)]
     assert len({(p.sweep, p.label) for p in every}) == len(every)
-    names = {p.name for p in every if p.sweep == "activations"}
+    names = {gdpa.name_of(p) for p in every if p.sweep == "activations"}
     assert {*gdpa.RELATIVE_BARS, *(name for name, _ in gdpa.RELATIVE_BARS.values())} <= names
     for sweep, direction in gdpa.FRACTION_BARS:
-        lengths = [p.sizes.q_len for p in gdpa.points(sweep, direction)]
+        lengths = [p.case.q_len for p in gdpa.points(sweep, direction)]
         assert lengths == list(gdpa.LENGTHS)
     for p in every:
-        small = gdpa.shrink(p).sizes
+        small = gdpa.shrink(p).case
         assert small.batch * small.q_len * small.kv_len * 1000 < (
-            p.sizes.batch * p.sizes.q_len * p.sizes.kv_len
+            p.case.batch * p.case.q_len * p.case.kv_len
         )
         assert min(small.batch, small.q_len, small.kv_len, small.head_dim) > 1
         assert gdpa.OURS in gdpa.providers_of(p, quick=False)
-    with pytest.raises(ValueError, match="unknown sweep 'x'"):
-        next(gdpa.points("x"))
 
 
 @pytest.mark.parametrize(
@@ -93,13 +92,13 @@ def test_inputs_are_what_the_sizes_say(sizes: Sizes):
 @pytest.mark.parametrize(
     ("provider", "sizes", "direction"),
     [
-        (gdpa_providers.XLA, dataclasses.replace(TINY, lengths="half"), "both"),
+        (gdpa.XLA, dataclasses.replace(TINY, lengths="half"), "both"),
         (DENSE, dataclasses.replace(TINY, q_len=2, broadcast_q=True).with_softmax(), "backward"),
         (PADDED, dataclasses.replace(TINY, lengths="half").with_softmax(), "both"),
     ],
 )
 def test_oracle_admits_the_right_result_and_no_other(
-    provider: gdpa_providers.Provider, sizes: Sizes, direction: str
+    provider: gdpa.Provider, sizes: Sizes, direction: str
 ):
     inputs, sequences = make_inputs(sizes), [0, 2]
     fn, args = provider.prepare(sizes, inputs, direction)
@@ -134,26 +133,25 @@ def test_plain_results_in_f32_are_the_exact_ones():
 
 
 def test_run_writes_what_it_measured(tmp_path, monkeypatch, capsys):
-    point = gdpa.Point("full", "max=256", TINY)
+    point = Point("full", "max=256 forward", TINY)
     providers = (
-        gdpa_providers.CUDNN,
+        gdpa.CUDNN,
         DENSE,
-        dataclasses.replace(DENSE, directions=("backward",), name="backward-only"),
-        gdpa_providers.OURS,
+        gdpa.OURS,
     )
-    monkeypatch.setattr(gdpa, "points", lambda sweep, direction, dtype: iter((point,)))
-    monkeypatch.setattr(gdpa, "shrink", lambda point: point)
+    benchmark = dataclasses.replace(
+        gdpa.BENCHMARK, points=lambda options: [point], shrink=lambda point: point
+    )
     monkeypatch.setattr(gdpa, "providers_of", lambda point, quick: providers)
     monkeypatch.setattr(harness.Protocol, "for_device", lambda **_: SHORT)
     path = tmp_path / "run.json"
     arguments = ["--out", str(path), "--sweep", "full", "--direction", "forward"]
-    assert gdpa.main(arguments) == 0
+    assert benchmark.main(arguments) == 0
     (measured,) = timing.read_results(path)["points"]
     assert measured["useful_flops"] == 4 * 3 * 6 * 6 * 2 * 8
     by_name = {p["name"]: p for p in measured["providers"]}
     assert by_name["dense"]["ok"]
     assert len(by_name["dense"]["ms"]) == 2
-    assert by_name["backward-only"]["skipped"] == "has no forward direction"
     assert by_name["dense"]["note"] == "another function: softmax"
     if jax.default_backend() == "cpu":
         assert "needs a GPU" in by_name["cudnn-softmax"]["skipped"]
@@ -164,13 +162,13 @@ def test_run_writes_what_it_measured(tmp_path, monkeypatch, capsys):
 
 
 def test_what_is_too_long_for_xla_or_not_dense_is_skipped(monkeypatch):
-    monkeypatch.setattr(gdpa_providers, "MAX_XLA_PAIRS", 107)
+    monkeypatch.setattr(gdpa, "MAX_XLA_PAIRS", 107)
     inputs = make_inputs(TINY)
     with pytest.raises(NotImplementedError, match="too long"):
-        gdpa_providers.XLA.prepare(TINY, inputs, "forward")
+        gdpa.XLA.prepare(TINY, inputs, "forward")
     half = dataclasses.replace(TINY, lengths="half")
     with pytest.raises(NotImplementedError, match="needs equal lengths"):
-        gdpa_providers.ATTENTION.prepare(half, inputs, "forward")
+        gdpa.ATTENTION.prepare(half, inputs, "forward")
 
 
 def synthetic(sweep: str, name: str, direction: str, q_len: int, **figures: tuple) -> dict:
@@ -233,12 +231,12 @@ def test_report_makes_tables_and_a_plot(tmp_path):
     names = set(report.blocks({**results, "points": backward}, "docs/performance.md"))
     assert names == {"gdpa-backward-lengths", "gdpa-backward-lengths-plot"}
     assert all(f"<!-- begin generated: {name} -->" in text for name in names)
-    (image,) = report_gdpa.draw(results, tmp_path)
+    (image,) = (tmp_path / name for name in report.draw(results, tmp_path))
     assert "lengths uniform in 1..max" in image.read_text()
     first = image.read_bytes()
-    report_gdpa.draw(results, tmp_path)
+    report.draw(results, tmp_path)
     assert image.read_bytes() == first
-    assert report_gdpa.draw({**results, "points": POINTS[4:]}, tmp_path) == []
+    assert report.draw({**results, "points": POINTS[4:]}, tmp_path) == []
 
 
 def test_providers_can_be_left_out(
@@ -246,20 +244,24 @@ def test_providers_can_be_left_out(
 ) -> None:
     seen = []
 
-    def measure_point(point: gdpa.Point, providers: Sequence[gdpa.Provider], protocol) -> dict:
-        seen.append([p.name for p in providers])
+    def measure(contenders: Sequence[harness.Contender], *_) -> dict:
+        seen.append([contender.record["name"] for contender in contenders])
         raise NotImplementedError("not timed here")
 
-    monkeypatch.setattr(gdpa, "measure_point", measure_point)
+    def not_compiled(name: str, stage: str, *_) -> harness.Contender:
+        return harness.Contender({"name": name, "stage": stage})
+
+    monkeypatch.setattr(harness, "measure", measure)
+    monkeypatch.setattr(harness, "compile_and_check", not_compiled)
     path = tmp_path / "run.json"
     arguments = ["--out", str(path), "--sweep", "softmax", "--direction", "forward"]
-    gdpa.main(arguments)
+    gdpa.BENCHMARK.main(arguments)
     everything, seen[:] = list(seen), []
-    gdpa.main([*arguments, "--without", "xla", "cudnn-softmax-padded"])
+    gdpa.BENCHMARK.main([*arguments, "--without", "xla", "cudnn-softmax-padded"])
     assert ["cudnn-softmax-padded", "xla", "ikbo"] in everything
     assert seen == [
         [n for n in names if n not in ("xla", "cudnn-softmax-padded")] for names in everything
     ]
     with pytest.raises(SystemExit):
-        gdpa.main([*arguments, "--without", "ikbo"])
+        gdpa.BENCHMARK.main([*arguments, "--without", "ikbo"])
     assert "invalid choice: 'ikbo'" in capsys.readouterr().err

@@ -19,13 +19,12 @@ from benchmarks import (
     production,
     production_draws,
     production_providers,
-    production_summary,
     report,
     yardsticks,
 )
 from benchmarks import production_bounds as bounds
-from benchmarks import production_directions as directions
 from benchmarks import production_programs as programs
+from benchmarks.harness import Point
 from benchmarks.production_draws import (
     DRAWS,
     MAX_BYTES,
@@ -82,21 +81,21 @@ def _point(label: str, ours: float, other: float) -> dict:
 
 def test_summary_names_the_points_that_lose():
     points = [_point("wins", 1.0, 4.0), _point("loses", 2.0, 1.0), _point("ties", 1.0, 0.98)]
-    text = production_summary.summary({"points": points})
+    text = production.summary({"points": points})
     assert "3 points, 0.50 of the roofline (bar 0.62)" in text
     assert "1.25 x the best alternative (bar 2.5), 1 slower (bar 0)" in text
     assert text.splitlines()[1].strip() == "0.50 x xla: loses"
-    assert production_summary.bars(points[1], points) == "0.50 x xla, bar 0.97"
-    assert production_summary.bars(points[2], points) == "0.98 x xla"
+    assert production.bars(points[1], points) == "0.50 x xla, bar 0.97"
+    assert production.bars(points[2], points) == "0.98 x xla"
 
 
 def _check_with_another_scale(contender, direction, exact):
     """The contender's results are right; those of a function with another scale are wrong."""
-    fn, args = directions.in_direction(contender, direction)
+    fn, args = programs.in_direction(contender, direction)
     results = jax.jit(fn)(*args)
-    assert directions.compare(contender, direction, exact, results).ok
+    assert programs.compare(contender, direction, exact, results).ok
     scaled = [jax.device_put(np.asarray(x) * x.dtype.type(1.1)) for x in results]
-    assert not directions.compare(contender, direction, exact, scaled).ok
+    assert not programs.compare(contender, direction, exact, scaled).ok
 
 
 def test_a_wrong_result_is_found():
@@ -105,7 +104,7 @@ def test_a_wrong_result_is_found():
     ours, *_, by_hand, _ = production_providers.contenders(shape)
     assert by_hand().name == "xla-by-hand"
     for direction in ("forward", "both", "backward"):
-        exact = directions.exact_results(by_hand(), direction)
+        exact = programs.exact_results(by_hand(), direction)
         _check_with_another_scale(ours(), direction, exact)
 
 
@@ -116,7 +115,7 @@ def test_gradients_that_xla_adds_in_bfloat16_are_right(batch, users):
     _, exact_form, _, *by_hand = production_providers.contenders(shape)
     by_hand = [make() for make in by_hand]
     assert [contender.name for contender in by_hand] == ["xla-by-hand", "copies"]
-    exact = directions.exact_results(exact_form(), "both")
+    exact = programs.exact_results(exact_form(), "both")
     for contender in by_hand:
         _check_with_another_scale(contender, "both", exact)
 
@@ -130,7 +129,7 @@ def test_programs_take_indices_and_lengths_as_arguments(op):
     """
     for shape in map(production_draws.shrink, production_draws.shapes(op, 2)):
         for make in production_providers.contenders(shape)[:2]:  # the library's op, and in XLA
-            fn, args = directions.in_direction(make(), "both")
+            fn, args = programs.in_direction(make(), "both")
             assert any(x.dtype == np.int32 for x in args)
             consts = jax.make_jaxpr(fn)(*args).consts
             assert not [c for c in consts if np.issubdtype(c.dtype, np.integer) and c.size > 1]
@@ -143,9 +142,9 @@ def test_keys_padded_to_an_even_number_change_nothing(monkeypatch, has_lengths):
     xla, _, even, _ = production_providers.contenders(shape)[1:]
     assert even().name == "grouped-cudnn-even"
     assert {x.shape[1] % 2 for x in even().args} == {0}
-    exact = directions.exact_results(xla(), "both")
-    fn, args = directions.in_direction(even(), "both")
-    assert directions.compare(even(), "both", exact, fn(*args)).ok
+    exact = programs.exact_results(xla(), "both")
+    fn, args = programs.in_direction(even(), "both")
+    assert programs.compare(even(), "both", exact, fn(*args)).ok
     *_, same, _ = production_providers.contenders(dataclasses.replace(shape, kv_len=42))
     with pytest.raises(NotImplementedError, match="S is even"):
         same()
@@ -180,7 +179,7 @@ def test_a_run_in_small(tmp_path, capsys):
 def test_a_process_that_fails_ends_the_run(tmp_path, capsys, monkeypatch):
     """What is missing is said, and the status is 1."""
     monkeypatch.setattr(children, "command", lambda *args: [sys.executable, "-S", "-c", "raise"])
-    monkeypatch.setattr(production.harness, "print_lines", lambda results, lines: 0)
+    monkeypatch.setattr(production.harness, "print_results", lambda results, lines: 0)
     out = tmp_path / "production.json"
     args = ["--out", str(out), "--quick", "--number", "1", "--jobs", "2"]
     assert production.main([*args, "--sweep", "attention forward"]) == 1
@@ -199,7 +198,7 @@ def _run_here(module, arguments, extra):
 
 
 def test_the_budget_leaves_points_out_and_names_them(tmp_path, monkeypatch):
-    monkeypatch.setattr(production.harness, "print_lines", lambda results, lines: 0)
+    monkeypatch.setattr(production.harness, "print_results", lambda results, lines: 0)
     monkeypatch.setattr(children, "start", _run_here)
     out = tmp_path / "production.json"
     args = ["--out", str(out), "--quick", "--number", "2", "--budget-s", "0"]
@@ -226,21 +225,21 @@ def test_sweeps_take_turns_and_directions_of_a_workload_stay_together():
     groups = production.workloads(todo)
     assert sorted(n for group in groups for n in group) == list(range(len(todo)))
     assert [len(group) for group in groups] == [2, 2, 2, 1] * 2
-    assert all(len({todo[n].shape for n in group}) == 1 for group in groups)
+    assert all(len({todo[n].case for n in group}) == 1 for group in groups)
 
 
 def test_no_point_is_compiled_that_could_not_be_timed(tmp_path, monkeypatch):
-    small = production.Point(production_draws.shrink(LARGE), "both")
-    assert small.timing_s == production.SHORT_TIMING_S < production.TIMING_S
+    small = Point("", "", production_draws.shrink(LARGE), "both")
+    assert production.timing_s(small) == production.SHORT_TIMING_S < production.TIMING_S
     now = production.time.time()
     monkeypatch.setattr(production.time, "time", lambda: now)
-    point = production.Point(LARGE, "forward")
-    assert point.timing_s == production.TIMING_S
+    point = Point("", "", LARGE)
+    assert production.timing_s(point) == production.TIMING_S
     seconds = production.COMPILING_S + 3 * production.TIMING_S
     budget = production.Budget(tmp_path, now + seconds + 1)
     for number in range(3):
         assert budget.has_time(point)
-        (tmp_path / f"begun-{production.device()}-{number}-{point.timing_s}").touch()
+        (tmp_path / f"begun-{production.device()}-{number}-{production.timing_s(point)}").touch()
     assert not budget.has_time(point)
     assert not budget.has_time()
 
@@ -349,7 +348,7 @@ def test_xla_is_compiled_with_its_defaults_unless_it_is_far(monkeypatch, fars, t
     changed = [x._replace(far=far) for x, far in zip(programs.TUNINGS, fars, strict=True)]
     monkeypatch.setattr(programs, "TUNINGS", changed)
     found = programs.compiled(shape, "forward", bounds.Peaks(1e30, 1e30))
-    expected = [directions.UNTIMED, programs.NETWORK_ON_GPU, None][:tunings]
+    expected = [programs.UNTIMED, programs.NETWORK_ON_GPU, None][:tunings]
     assert options == [("ikbo", None), ("quick", None), *(("xla", x) for x in expected)]
     assert ("note" in found[-1].record) == (tunings < 3)
     # Without known rates, everything is compiled once, with XLA's defaults.
@@ -384,4 +383,4 @@ def test_slow_alternatives_are_not_timed_exactly(monkeypatch):
     [(1.0, 2.0, 0.5), (0.0, 0.0, 0.0), (1.0, 0.0, np.inf), (np.nan, 1.0, np.inf)],
 )
 def test_zeros_and_nan_have_a_ratio(error, bound, ratio):
-    assert directions.ratio(Check(error, bound)) == ratio
+    assert programs.ratio(Check(error, bound)) == ratio

@@ -14,7 +14,8 @@ import numpy as np
 import pytest
 from problems import random_array
 
-from benchmarks import ranking, records, report, report_ranking, timing
+from benchmarks import harness, ranking, records, report, tables_networks, timing
+from benchmarks.harness import Point
 from benchmarks.records import provider_of
 from ikbo_jax import demo, demo_ranking
 from ikbo_jax.cases import ranking as cases
@@ -23,6 +24,7 @@ from ikbo_jax.models import ranking as ranking_model
 pytestmark = pytest.mark.slow
 
 REAL_INPUTS = ranking.inputs_of
+SHORT = harness.Protocol(window_s=0.001, rounds=1, matmul_size=0)
 SIZES = demo_ranking.sizes_of(demo.Request(12, 3, 9, 8, 7, 11, "float32"), 1)
 
 
@@ -51,7 +53,7 @@ def provider(name: str, wrong: float = 0.0, error: Exception | None = None) -> r
 @pytest.fixture(autouse=True)
 def small_and_quick(monkeypatch):
     monkeypatch.setattr(ranking, "DEFAULT", SIZES)
-    monkeypatch.setattr(ranking, "shrink", lambda point: dataclasses.replace(point, sizes=SIZES))
+    monkeypatch.setattr(ranking, "small", lambda sizes: SIZES)
     monkeypatch.setattr(cases, "oracle", lambda *inputs: score(*inputs))
     monkeypatch.setattr(ranking, "ALL", tuple(provider(p.name) for p in ranking.ALL))
     # Parameters that are prepared in another way, so that the score tells.
@@ -64,8 +66,8 @@ def small_and_quick(monkeypatch):
     monkeypatch.setattr(ranking, "inputs_of", inputs_of)
     monkeypatch.setattr(ranking, "RATIOS", (10, 1000))
     monkeypatch.setattr(ranking, "CANDIDATES", (256, 8192))
-    quick = functools.partial(ranking.interleaved_ms, window_s=0.001, rounds=2)
-    monkeypatch.setattr(ranking, "interleaved_ms", lambda thunks, **_: quick(thunks))
+    quick = functools.partial(harness.interleaved_ms, window_s=0.001, rounds=2)
+    monkeypatch.setattr(harness, "interleaved_ms", lambda thunks, **_: quick(thunks))
 
 
 def test_run_writes_what_it_measured_and_the_report_reads_it(tmp_path, capsys):
@@ -82,11 +84,11 @@ def test_run_writes_what_it_measured_and_the_report_reads_it(tmp_path, capsys):
 
     blocks = report.blocks(results, "docs/performance.md")
     plotted = {
-        f"ranking-{sweep}{part}" for sweep in report_ranking.AXIS_LABELS for part in ("", "-plot")
+        f"ranking-{sweep}{part}" for sweep in tables_networks.RANKING_AXES for part in ("", "-plot")
     }
     assert set(blocks) == {"ranking-table", *plotted}
     assert "12 candidates of 3 users" in blocks["ranking-table"]
-    assert blocks["ranking-table"].count("\n| ") == 2 + len(report_ranking.HEADLINE)
+    assert blocks["ranking-table"].count("\n| ") == 2 + len(tables_networks.RANKING)
     assert "ratio: 1000:1" in blocks["ranking-ratio"]
     assert "candidates: B=8192" in blocks["ranking-candidates"]
     served = "parameters prepared, concurrent graphs, ms"
@@ -96,7 +98,7 @@ def test_run_writes_what_it_measured_and_the_report_reads_it(tmp_path, capsys):
         of_served = provider_of(point, "served")
         assert (of_served is not None) == (point["sweep"] == "candidates")
         assert of_served is None or of_served["ok"]
-    images = report_ranking.draw(results, tmp_path)
+    images = [tmp_path / name for name in report.draw(results, tmp_path)]
     assert len(images) == 2
     assert all("hand-optimised" in image.read_text() for image in images)
 
@@ -111,21 +113,21 @@ def test_a_profile_is_printed_and_recorded(tmp_path, capsys):
 
 
 def test_wrong_results_failures_and_what_does_not_fit():
-    point = ranking.Point("default", "B=12", SIZES)
+    point = Point("default", "B=12", SIZES)
     providers = (
         provider("wrong", wrong=0.5),
         provider("broken", error=TypeError("no such thing")),
         provider("large", error=MemoryError("RESOURCE_EXHAUSTED: 1 TB")),
         provider(ranking.COPIES.name),
     )
-    measured = ranking.measure_point(point, providers, window_s=0.001, rounds=1)
+    measured = ranking.measure_point(point, providers, SHORT)
     wrong, broken, large, copies = measured["providers"]
     assert (wrong["ok"], copies["ok"]) == (False, True)
     assert "no such thing" in broken["failure"]
     assert "1 TB" in large["skipped"]
     results = {"points": [measured], "environment": {"platform": "cpu"}}
     assert not records.all_correct(results)
-    assert "WRONG RESULT" in ranking.format_table(results)
+    assert "WRONG RESULT" in records.format_table(results, ranking.COLUMNS, ranking.bars)
 
 
 def test_bars_name_what_was_reached():
@@ -139,11 +141,11 @@ def test_bars_name_what_was_reached():
         record("rewritten", 4.1, 100),
     ]
     point = {"sweep": "default", "providers": providers}
-    assert ranking.bars(point, "co-designed") == (
+    assert ranking.bars(point, (), "co-designed") == (
         "3.00 x the copies, bar 3.0; 0.25 of their memory, bar 0.25; 1.50 x XLA by hand, bar 1.25"
     )
-    assert ranking.bars(point, "rewritten") == "1.025 of the layers' time, bar 1.05"
-    assert ranking.bars({**point, "sweep": "ratio"}, "co-designed") == ""
+    assert ranking.bars(point, (), "rewritten") == "1.025 of the layers' time, bar 1.05"
+    assert ranking.bars({**point, "sweep": "ratio"}, (), "co-designed") == ""
 
 
 def test_peak_of_one_version(capsys, monkeypatch):
@@ -157,15 +159,13 @@ def test_peak_of_one_version(capsys, monkeypatch):
 def test_full_points_hold_the_ratios(monkeypatch):
     monkeypatch.undo()
     (default,) = ranking.points("default")
-    assert (default.sizes.candidates, default.sizes.users) == (1024, 15)
-    users = {p.label: p.sizes.users for p in ranking.points("ratio")}
+    assert (default.case.candidates, default.case.users) == (1024, 15)
+    users = {p.label: p.case.users for p in ranking.points("ratio")}
     assert users == {"10:1": 102, "70:1": 15, "300:1": 3, "1000:1": 1}
-    assert [p.sizes.candidates for p in ranking.points("candidates")] == [*ranking.CANDIDATES]
-    small = ranking.shrink(default).sizes
+    assert [p.case.candidates for p in ranking.points("candidates")] == [*ranking.CANDIDATES]
+    small = ranking.small(default.case)
     assert small.candidates == 64
     assert small.users == 1
-    with pytest.raises(ValueError, match="unknown sweep 'x'"):
-        next(ranking.points("x"))
 
 
 def test_oracle_scores_a_part_at_a_time(monkeypatch):
@@ -178,10 +178,9 @@ def test_oracle_scores_a_part_at_a_time(monkeypatch):
 
 def test_peaks_are_measured_by_processes_that_find_this_tree(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    point = next(ranking.points("default"))
-    assert ranking.device_peaks(point, [ranking.OURS]) == {"co-designed": None}
+    assert ranking.device_peaks(SIZES, [ranking.OURS]) == {"co-designed": None}
     assert capsys.readouterr().out == "peak of co-designed: None\n"  # a CPU has no peak
     broken = [sys.executable, "-S", "-c", "raise KeyError('broken')"]
     monkeypatch.setattr(ranking.children, "command", lambda *args: broken)
-    assert ranking.device_peaks(point, [ranking.COPIES]) == {"materialised": None}
+    assert ranking.device_peaks(SIZES, [ranking.COPIES]) == {"materialised": None}
     assert "KeyError: 'broken'" in capsys.readouterr().out

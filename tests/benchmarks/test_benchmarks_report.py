@@ -9,7 +9,7 @@ import re
 import pytest
 from test_benchmarks import synthetic
 
-from benchmarks import report, report_attention, report_gdpa, report_ranking, scaling, timing
+from benchmarks import plots, records, report, scaling, tables, timing
 
 
 def documents(root, results: dict, *arguments: str) -> tuple[int, str]:
@@ -86,8 +86,8 @@ def test_committed_results_are_right_and_tables_are_kept_from_older_and_smaller_
     files = {path.name: timing.read_results(path) for path in sorted(folder.glob("*.json"))}
     for results in files.values():
         assert results["environment"]["device"]
-        assert report.records.all_correct(results)
-    sweeps = [f"scaling-{sweep}-h100.json" for sweep in scaling.SWEEPS]
+        assert records.all_correct(results)
+    sweeps = [f"scaling-{sweep}-h100.json" for sweep in scaling.PROGRAMS]
     for name, parts in (
         ("scaling-*-h100", sweeps),
         ("scaling-*-h200", ["scaling-h200.json", "scaling-processes-h200.json"]),
@@ -100,16 +100,16 @@ def test_committed_results_are_right_and_tables_are_kept_from_older_and_smaller_
             [f"production-{op}-h200.json" for op in ("attention", "gdpa", "few-queries")],
         ),
     ):
-        files[name] = report.records.joined({part: files[part] for part in parts})
+        files[name] = records.joined({part: files[part] for part in parts})
     for file, results in files.items():
         for name, body in report.blocks(results, "docs/performance.md").items():
             if name.endswith("-plot") or name not in bodies:
                 continue
             if report.reason_to_keep(name, bodies[name], body) is None:
                 made.setdefault(name, []).append(file)
-                if len(report._points_in(body)) > 1:
+                if len(report.points_in(body)) > 1:
                     assert body == bodies[name] or "linear_compression-batches" in file
-    measured = {name for name, body in bodies.items() if body != report.NOT_MEASURED}
+    measured = {name for name, body in bodies.items() if body != tables.NOT_MEASURED}
     assert made.keys() == {name for name in measured if not name.endswith("-plot")}
 
 
@@ -120,18 +120,12 @@ def test_committed_results_are_right_and_tables_are_kept_from_older_and_smaller_
 def test_plots_use_words(tmp_path):
     pytest.importorskip("matplotlib")
     results = report.ROOT / "benchmarks/results"
-    draws = {
-        "linear_compression-h200": report.draw,
-        "attention-h200": report_attention.draw,
-        "gdpa-h200": report_gdpa.draw,
-        "ranking-ratio-h200": report_ranking.draw,
-    }
     found = {}
-    for name, draw in draws.items():
-        for path in draw(timing.read_results(results / f"{name}.json"), tmp_path):
-            found[path.name] = path.read_text("utf-8")
+    for name in ("linear_compression", "attention", "gdpa", "ranking-ratio"):
+        for path in report.draw(timing.read_results(results / f"{name}-h200.json"), tmp_path):
+            found[path.rpartition("/")[2]] = (tmp_path / path).read_text("utf-8")
     sweeps = found["linear_compression_sweeps.svg"]
-    for words in report.PANELS.values():
+    for words in plots.PANELS.values():
         assert f">{words}<" in sweeps
     assert ">cuDNN, queries grouped by hand<" in found["attention_lengths.svg"]
     assert "dotted: target" in found["gdpa_lengths.svg"]
@@ -159,7 +153,7 @@ def test_legends_and_labels_lie_over_nothing(tmp_path):
 
     results = timing.read_results(report.ROOT / "benchmarks/results/ranking-ratio-h200.json")
     with watching_figures(watched):
-        report_ranking.draw(results, tmp_path)
+        report.draw(results, tmp_path)
     assert len(boxes) == 2 + 2
     for one, other in boxes:
         assert not one.padded(-1).overlaps(other.padded(-1))
@@ -189,7 +183,7 @@ def test_files_of_one_run_are_joined(tmp_path, capsys):
     for name, part in zip(names, parts, strict=True):
         with open(name, "w") as file:
             json.dump(part, file)
-    found = report.records.joined(dict(zip(names, parts, strict=True)))
+    found = records.joined(dict(zip(names, parts, strict=True)))
     assert len(found["points"]) == len(whole["points"])
     assert {p["label"] for p in found["points"]} == {p["label"] for p in whole["points"]}
     (tmp_path / "docs").mkdir()
@@ -211,7 +205,7 @@ def test_joined_files_of_several_commits_name_them():
     second["points"] = [point | {"label": f"other {point['label']}"} for point in second["points"]]
     second["environment"]["commit"] = "abcdef012345678"
     first["environment"]["commit"] = "0123456"
-    found = report.records.joined({"first": first, "second": second})
-    text = report.provenance(found)
+    found = records.joined({"first": first, "second": second})
+    text = tables.provenance(found)
     assert "commits `0123456` and `abcdef012345`, " in text
-    assert "commit `0123456`, " in report.provenance(first)
+    assert "commit `0123456`, " in tables.provenance(first)

@@ -14,7 +14,7 @@ import pytest
 from jax.extend.core import jaxprs_in_params
 from jax.sharding import AxisType
 
-from benchmarks import children, scaling, scaling_processes, scaling_programs
+from benchmarks import children, scaling, scaling_processes
 from ikbo_jax.models import ranking
 
 PROGRAM = """
@@ -45,7 +45,9 @@ def test_traffic_counts_a_collective_once_with_its_bytes(program, reduced, gathe
 @pytest.mark.parametrize(("devices", "expected"), [(2, [2]), (3, [2]), (8, [2, 4, 8])])
 def test_points_are_powers_of_two(devices, expected):
     for mode in ("strong", "weak"):
-        found = [p.devices for p in scaling.points("attention", devices) if p.mode == mode]
+        found = [
+            p.case.devices for p in scaling.points("attention", devices) if p.case.mode == mode
+        ]
         assert found == expected
 
 
@@ -81,9 +83,9 @@ def test_what_the_network_and_its_training_step_sum_over_devices(monkeypatch):
     """The network nothing. What a parameter is broadcast to is summed on the device before."""
     for name in ("init", "draw_request"):
         monkeypatch.setattr(ranking, name, zeros_of(getattr(ranking, name)))
-    mesh = scaling_programs.mesh_of(8, AxisType.Auto)
+    mesh = scaling.mesh_of(8, AxisType.Auto)
     network, training = (
-        scaling_programs.PROGRAMS[name](mesh, scaling.SMALL_REQUEST, small=True)
+        scaling.PROGRAMS[name](mesh, scaling.SMALL_REQUEST, small=True)
         for name in ("network", "training")
     )
     parameters = sum(x.size for x in jax.tree.leaves(training.args[0]))
@@ -111,11 +113,11 @@ def test_a_run_in_small(tmp_path, capsys):
 
 def test_points_of_a_large_request():
     """On more than two devices, for the network and its training step."""
-    found = [p for p in scaling.points("network", 8) if p.mode == "large"]
+    found = [p for p in scaling.points("network", 8) if p.case.mode == "large"]
     assert [p.label for p in found] == ["large 4", "large 8"]
-    assert {p.request(small=False) for p in found} == {scaling.LARGE_REQUEST}
-    assert scaling.Point("network", "weak", 4).request(small=False) == (8192, 128)
-    assert all(p.mode != "large" for p in scaling.points("attention", 8))
+    assert {p.case.request(small=False) for p in found} == {scaling.LARGE_REQUEST}
+    assert scaling.Scale("weak", 4).request(small=False) == (8192, 128)
+    assert all(p.case.mode != "large" for p in scaling.points("attention", 8))
 
 
 def test_bars():

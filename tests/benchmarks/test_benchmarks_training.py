@@ -13,16 +13,16 @@ import pytest
 from problems import random_array
 
 from benchmarks import (
+    harness,
     profiles,
     ranking,
     records,
     report,
-    report_training,
     timing,
     training,
-    training_gdpa,
-    training_task,
 )
+from benchmarks import training_networks as networks
+from benchmarks.harness import Point
 from ikbo_jax._timing import device_time
 from ikbo_jax.models import ranking as model
 
@@ -45,13 +45,13 @@ SIZES = dataclasses.replace(
     rank=2,
     hidden=4,
 )
-GDPA = training_gdpa.Sizes(5, 8, 8, 2, 4, 3, 1, "float32")
+GDPA = networks.Sizes(5, 8, 8, 2, 4, 3, 1, "float32")
 
 
 @pytest.fixture(autouse=True)
 def small_and_quick(monkeypatch):
-    quick = functools.partial(training.interleaved_ms, window_s=0.001, rounds=2)
-    monkeypatch.setattr(training, "interleaved_ms", lambda thunks, **_: quick(thunks))
+    quick = functools.partial(harness.interleaved_ms, window_s=0.001, rounds=2)
+    monkeypatch.setattr(harness, "interleaved_ms", lambda thunks, **_: quick(thunks))
     # By NumPy: JAX would compile a program for each shape.
     rng = np.random.default_rng(0)
     monkeypatch.setattr(jax.random, "normal", lambda _, *args: random_array(rng, *args))
@@ -74,34 +74,32 @@ def version(name: str, scale: float = 1.0, error: Exception | None = None) -> tr
 def one_parameter(monkeypatch):
     """The networks of `version` and their oracle have one parameter, so that steps compile fast."""
     monkeypatch.setattr(model, "init", lambda sizes: {"w_queries": jnp.full(3, 0.1)})
-    monkeypatch.setattr(training_task.cases, "oracle", version("oracle").make(SIZES))
+    monkeypatch.setattr(networks.cases, "oracle", version("oracle").make(SIZES))
 
 
 def test_every_sweep_has_points_that_differ_and_shrink():
     every = [p for sweep in training.SWEEPS for p in training.points(sweep)]
-    assert len({(p.sweep, p.label) for p in every}) == len({p.sizes for p in every}) == len(every)
+    assert len({(p.sweep, p.label) for p in every}) == len({p.case for p in every}) == len(every)
     for p in every:
         small = training.shrink(p)
-        assert (small.sweep, small.label, small.versions) == (p.sweep, p.label, p.versions)
-        assert small.samples <= p.samples / 16
-    with pytest.raises(ValueError, match="unknown sweep 'x'"):
-        next(training.points("x"))
+        assert (small.sweep, small.label, type(small.case)) == (p.sweep, p.label, type(p.case))
 
 
 def test_a_run_in_small_and_its_report(tmp_path, capsys, monkeypatch, one_parameter):
     """A point of each sweep; the ranking networks cost nothing, their loss is the oracle's."""
     names = [p.name for p in ranking.ALL]
     monkeypatch.setattr(training, "OF_RANKING", tuple(map(version, names)))
-    shrink, points = training.shrink, training.points
 
     def smaller(point):
-        small = GDPA if isinstance(point.sizes, training_gdpa.Sizes) else SIZES
-        return dataclasses.replace(shrink(point), sizes=small)
+        small = GDPA if isinstance(point.case, networks.Sizes) else SIZES
+        return dataclasses.replace(point, case=small)
 
-    monkeypatch.setattr(training, "shrink", smaller)
-    monkeypatch.setattr(training, "points", lambda sweep: [next(points(sweep))])
+    firsts = [next(training.points(sweep)) for sweep in training.SWEEPS]
+    benchmark = dataclasses.replace(
+        training.BENCHMARK, points=lambda options: firsts, shrink=smaller
+    )
     path = tmp_path / "training.json"
-    assert training.main(["--out", str(path), "--quick", "--profile", "ikbo"]) == 0
+    assert benchmark.main(["--out", str(path), "--quick", "--profile", "ikbo"]) == 0
     results = timing.read_results(path)
     labels = {point["sweep"]: point["label"] for point in results["points"]}
     assert set(labels) == set(training.SWEEPS)
@@ -121,7 +119,7 @@ def test_a_run_in_small_and_its_report(tmp_path, capsys, monkeypatch, one_parame
     assert "12 candidates of 3 users" in blocks["training-table"]
     assert "ratio: 8:1 T=16" in blocks["training-ratio"]
     assert "this library's kernels" in blocks["training-gdpa"]
-    (image,) = report_training.draw(results, tmp_path)
+    (image,) = (tmp_path / name for name in report.draw(results, tmp_path))
     assert "hand-optimised" in image.read_text()
 
 
@@ -141,8 +139,8 @@ def test_wrong_losses_wrong_gradients_failures_and_what_does_not_fit(one_paramet
         version("broken", error=TypeError("no such thing")),
         version("large", error=MemoryError("RESOURCE_EXHAUSTED: 1 TB")),
     )
-    point = training.Point("default", "B=12", SIZES)
-    measured = training.measure_point(point, versions, window_s=0.001, rounds=1)
+    protocol = harness.Protocol(window_s=0.001, rounds=1, matmul_size=0)
+    measured = training.measure_point(Point("default", "B=12", SIZES), versions, protocol)
     right, wrong, frozen, broken, large = measured["providers"]
     assert (right["ok"], wrong["ok"], frozen["ok"]) == (True, False, False)
     assert "no such thing" in broken["failure"]
@@ -152,12 +150,12 @@ def test_wrong_losses_wrong_gradients_failures_and_what_does_not_fit(one_paramet
 
 def test_a_step_moves_every_parameter_and_lowers_the_loss():
     index = model.user_index(SIZES)
-    request, labels = jax.jit(functools.partial(training_task.draw, SIZES, 0))(index)
+    request, labels = jax.jit(functools.partial(networks.draw, SIZES, 0))(index)
     assert labels.shape == (12, 2)
     assert set(np.unique(labels)) == {-1.0, 1.0}
-    step = jax.jit(training_task.step_of(model.co_designed, "float32"))
+    step = jax.jit(networks.step_of(model.co_designed, "float32"))
     # One program instead of one for each parameter.
-    state = jax.jit(lambda: training_task.start(model.init(SIZES)))()
+    state = jax.jit(lambda: networks.start(model.init(SIZES)))()
     before = state.params
     losses = []
     for _ in range(8):
@@ -173,26 +171,26 @@ def test_a_step_moves_every_parameter_and_lowers_the_loss():
 
 def test_versions_of_the_other_network_agree_with_their_gradients():
     """On rows outside all sequences, too."""
-    params, (inputs, labels) = training_gdpa.init(GDPA), training_gdpa.draw(GDPA)
-    assert inputs.rows.shape[0] % training_gdpa.MULTIPLE == 0
+    params, (inputs, labels) = networks.init(GDPA), networks.draw_sequences(GDPA)
+    assert inputs.rows.shape[0] % networks.MULTIPLE == 0
     noise = jnp.where(
         jnp.arange(inputs.rows.shape[0])[:, None] < inputs.offsets[-1], inputs.rows, 5
     )
 
     def loss_of(make):
-        network = functools.partial(training_gdpa.network, make, GDPA)
-        return training_task.loss_of(network, "float32")
+        network = functools.partial(networks.network, make, GDPA)
+        return networks.loss_of(network, "float32")
 
-    expected = jax.jit(jax.value_and_grad(loss_of(training_gdpa.xla)))(params, inputs, labels)
-    ours = jax.jit(jax.value_and_grad(loss_of(training_gdpa.ours)))
+    expected = jax.jit(jax.value_and_grad(loss_of(networks.xla)))(params, inputs, labels)
+    ours = jax.jit(jax.value_and_grad(loss_of(networks.ours)))
     for rows in (inputs.rows, noise):
         actual = ours(params, inputs._replace(rows=rows), labels)
         jax.tree.map(
             lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-3, atol=2e-5), actual, expected
         )
     with pytest.raises(NotImplementedError, match="cuDNN needs a GPU"):
-        training_gdpa.softmax(GDPA, inputs)
-    softmax = functools.partial(training_gdpa.softmax, implementation="xla")
+        networks.softmax(GDPA, inputs)
+    softmax = functools.partial(networks.softmax, library=lambda: jax.nn.dot_product_attention)
     soft = jax.jit(loss_of(softmax))(params, inputs, labels)
     assert np.isfinite(soft)
     assert soft != expected[0]
@@ -210,7 +208,7 @@ def test_bars_name_what_was_reached():
             record("co-designed", 12.0, 100),
         ],
     }
-    text = training.bars(point, "co-designed")
+    text = training.bars(point, (), "co-designed")
     assert "12.00 ms, bar 13.5; 2.50 x XLA by hand, bar 2.0; 0.67 of its memory" in text
     assert "5.00 x the copies" in text
     gdpa = {
@@ -221,7 +219,7 @@ def test_bars_name_what_was_reached():
             record("ikbo", 4.0, 1),
         ],
     }
-    assert "1.50 x the better of the others, bar 1.3" in training.bars(gdpa, "ikbo")
+    assert "1.50 x the better of the others, bar 1.3" in training.bars(gdpa, (), "ikbo")
 
 
 PROGRAM = """

@@ -14,7 +14,7 @@ import numpy as np
 from problems import random_array
 
 import ikbo_jax as ikbo
-from benchmarks import training_task
+from benchmarks import training_networks as networks
 from ikbo_jax._timing.programs import UNTIMED_ON_GPU
 from ikbo_jax.models import ranking
 
@@ -62,16 +62,16 @@ def curves(
       seeds: number of seeds.
       steps: number of steps.
     """
-    step = training_task.step_of(network, sizes.dtype)
+    step = networks.step_of(network, sizes.dtype)
     index = ranking.user_index(sizes)
 
     def narrow(x: jax.Array) -> jax.Array:
         return x.astype(sizes.dtype) if jnp.issubdtype(x.dtype, jnp.floating) else x
 
-    def train(state: training_task.State, requests: jax.Array) -> jax.Array:
-        def body(state: training_task.State, number: jax.Array) -> Any:
+    def train(state: networks.State, requests: jax.Array) -> jax.Array:
+        def body(state: networks.State, number: jax.Array) -> Any:
             # The barrier keeps the versions' programs from drawing different numbers.
-            request, labels = jax.lax.optimization_barrier(training_task.draw(drawn, number, index))
+            request, labels = jax.lax.optimization_barrier(networks.draw(drawn, number, index))
             state, (loss, _) = step(state, jax.tree.map(narrow, request), labels)
             return state, loss
 
@@ -80,7 +80,7 @@ def curves(
 
     # In float32 for every dtype, so that all versions start from the same parameters.
     wide = dataclasses.replace(sizes, dtype="float32")
-    init = jax.jit(lambda seed: training_task.start(ranking.init(wide, seed)))
+    init = jax.jit(lambda seed: networks.start(ranking.init(wide, seed)))
     numbers = jnp.arange(seeds * steps, dtype=jnp.int32).reshape(seeds, steps)
     # The gradient of attention in `jax.nn`, and optax' count of steps, mix dtypes.
     with jax.numpy_dtype_promotion("standard"):

@@ -1,0 +1,282 @@
+"""Tables of the documentation, of networks and of drawn workloads; see `tables`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from benchmarks import production as of_production
+from benchmarks import rewrite_models as of_rewrite_models
+from benchmarks import scaling as of_scaling
+from benchmarks import training as of_training
+from benchmarks.records import OUR_NAME, Record, is_on_gpu, mib, points_of, provider_of
+from benchmarks.tables import Table, block, number, times, versions
+
+#: Axis labels of the sweeps of the ranking network.
+RANKING_AXES = {"ratio": "candidates a user", "candidates": "candidates"}
+#: Versions of the ranking network in the tables of sizes: provider, description.
+RANKING = (
+    ("materialised", "materialised: every user copied to its candidates"),
+    ("materialised-tuned", "materialised, K aligned, cuDNN"),
+    ("hand-optimised", "optimised by hand for XLA, cuDNN"),
+    ("co-designed", "this library's layers"),
+    ("rewritten", "`ikbo.rewrite` of the materialised"),
+    ("rewritten-tuned", "`ikbo.rewrite` of the materialised, K aligned, cuDNN"),
+)
+#: Versions in the tables and plots of sweeps, without the tuned copies; another column, where it
+#: was measured.
+SWEPT = (
+    ("materialised", "materialised (users copied)"),
+    ("hand-optimised", "hand-optimised for XLA, cuDNN"),
+    ("co-designed", "this library's layers"),
+    ("rewritten", "ikbo.rewrite of the materialised"),
+)
+SERVED = ("served", "this library's layers, parameters prepared, concurrent graphs")
+#: Versions of the network of generalised attention.
+TRAINED_GDPA = (
+    ("xla", "products over padded sequences, XLA"),
+    ("cudnn-softmax", "softmax attention in its place, cuDNN"),
+    (OUR_NAME, "this library's kernels"),
+)
+#: Names of the rewritten models.
+MODELS = {"dlrm_dcnv2": "DLRM-DCNv2", "din": "DIN", "transformer": "causal transformer"}
+#: Names of the workloads on several devices, and how a provider divides the work.
+SCALED = {
+    "linear_compression": "linear compression",
+    "attention": "attention",
+    "network": "ranking network",
+    "training": "its training step",
+}
+MESH_AXES = {"auto": "jit, Auto axes", "explicit": "jit, Explicit axes"}
+#: Models of MovieLens in the order of the table; the plain one is the baseline of speed-ups.
+MOVIELENS = (
+    ("popularity", "popularity"),
+    ("factorisation", "matrix factorisation"),
+    ("plain", "ranker, plain: every user copied to its candidates"),
+    ("ikbo", "ranker, this library's ops"),
+    ("rewrite", "ranker, `ikbo.rewrite` of the plain one"),
+)
+METRICS = (("auc", "AUC"), ("ndcg", "NDCG@10"))
+
+
+def ranking(results: Record) -> dict[str, str]:
+    """The table of the default point and the tables of the sweeps."""
+
+    def memory(record: Record) -> str:
+        found = record.get("peak_bytes") or record.get("total_bytes")
+        return "-" if found is None else f"{found / 2**20:.0f}"
+
+    defaults = points_of(results, "default")[:1]
+    rows = [
+        (
+            *(words, number(record, "median_ms", 3), speedup, memory(record)),
+            number(record, "us_per_candidate", 2),
+        )
+        for _, record, words, speedup in versions(defaults, RANKING)
+    ]
+    header = ("version", "ms", "speed-up", "memory, MiB", "µs a candidate")
+    found = {"ranking-table": block(results, (header, rows), _request(defaults))}
+    for sweep in RANKING_AXES:
+        points = points_of(results, sweep)
+        served = [SERVED] if any(provider_of(point, SERVED[0]) for point in points) else []
+        cell = lambda p: number(provider_of(p, "co-designed"), "us_per_candidate", 2, "-")  # noqa: E731
+        table = times(points, [*SWEPT, *served], ("µs a candidate", cell), digits=3)
+        found[f"ranking-{sweep}"] = block(results, table)
+    return found
+
+
+def _request(defaults: Sequence[Record]) -> str:
+    """The sizes of the default point as text."""
+    if not defaults:
+        return ""
+    p, most = defaults[0]["problem"], defaults[0]["most"]
+    return (
+        f"{p['candidates']} candidates of {p['users']} users, at most {most} of one; "
+        f"{p['layers']} layers, {p['dtype']}:\n\n"
+    )
+
+
+def swept_training(results: Record) -> list[Record]:
+    """The points of training's sweep over ratios, in the order of the sizes."""
+
+    def sizes(point: Record) -> tuple[int, int]:
+        return -point["problem"]["users"], point["problem"]["queries"]
+
+    return sorted(points_of(results, "ratio"), key=sizes)
+
+
+def training(results: Record) -> dict[str, str]:
+    """The tables of both networks and of the sweep over ratios."""
+
+    def table(
+        points: Sequence[Record], rows: Sequence[tuple[str, str]], samples: str, name: str
+    ) -> Table:
+        header = ("point", "version", "ms", samples, "memory, MiB", "speed-up", "bar")
+        return header, [
+            (
+                _sizes(point),
+                words,
+                number(record, "median_ms", 2),
+                number(record, "samples_per_s", 0),
+                mib(record, "peak_bytes", 0),
+                speedup,
+                (of_training.bars(point, (), name) if record["name"] == name else "") or "-",
+            )
+            for point, record, words, speedup in versions(points, rows, 2)
+        ]
+
+    def of_hand(point: Record) -> str:
+        hand, ours = (provider_of(point, name) for name in ("hand-optimised", "co-designed"))
+        if hand is None or ours is None:
+            return "-"
+        return f"{hand['median_ms'] / ours['median_ms']:.2f}×"
+
+    default = [*points_of(results, "default"), *points_of(results, "users")]
+    note = "" if is_on_gpu(results) else "Small sizes on a CPU.\n\n"
+    tables = {
+        "training-table": table(default, RANKING, "candidates/s", "co-designed"),
+        "training-ratio": times(swept_training(results), SWEPT, ("of by hand", of_hand), digits=2),
+        "training-gdpa": table(points_of(results, "gdpa"), TRAINED_GDPA, "sequences/s", OUR_NAME),
+    }
+    return {name: block(results, found, note) for name, found in tables.items()}
+
+
+def _sizes(point: Record) -> str:
+    if point["sweep"] == "gdpa":
+        return str(point["label"])
+    p = point["problem"]
+    return f"{p['candidates']} candidates of {p['users']} users, T={p['queries']}"
+
+
+def rewrite_models(results: Record) -> dict[str, str]:
+    """The table of all models."""
+    columns = (("original", "original"), ("rewritten", "`ikbo.rewrite`"), ("by-hand", "by hand"))
+    first = "point", lambda p: MODELS[p["label"]]
+    bars = "bar", of_rewrite_models.bars
+    return {
+        "rewrite-models": block(
+            results, times(results["points"], columns, bars, digits=3, first=first)
+        )
+    }
+
+
+def speedup(point: Record, record: Record) -> float:
+    """How many devices' work the devices do in the time of one."""
+    requests = point["devices"] if point["mode"] == "weak" else 1
+    return requests / float(record["of_one"])
+
+
+def scaling(results: Record) -> dict[str, str]:
+    """The table of all points."""
+
+    def row(point: Record, record: Record) -> tuple[str, ...]:
+        name = str(record["name"])
+        how = MESH_AXES.get(name, name)
+        if point["sweep"] in ("network", "training"):
+            beside = "shard_map, users beside candidates"
+            how = beside + ("" if name in MESH_AXES else f", {name}")
+        processes = f", {point['processes']} processes" if "processes" in point else ""
+        return (
+            f"{SCALED[point['sweep']]}, {point['label']}{processes}",
+            how,
+            number(point["providers"][0], "median_ms", 3),
+            number(record, "median_ms", 3),
+            f"{speedup(point, record):.2f}×",
+            of_scaling.bar(point) or "-",
+            of_scaling.moved_by(record) or "nothing",
+        )
+
+    words = (
+        "Strong: one request on several devices; weak: one request for each device, of 2,048 "
+        "candidates of 32 users. Large: one request of 8,192 candidates of 117 users. The speed-up "
+        "is work per time, relative to one device.\n\n"
+    )
+    header = ("point", "stage", "one device, ms", "ms", "speed-up", "bar", "moved by collectives")
+    rows = [row(point, record) for point in results["points"] for record in point["providers"][1:]]
+    return {"scaling-table": block(results, (header, rows), words)}
+
+
+def production(results: Record) -> dict[str, str]:
+    """The tables of means and of the slowest points."""
+    means: list[tuple[str, ...]] = [
+        (
+            found.sweep.replace("_", " ").replace("both", "with gradients"),
+            str(len(found.compared)),
+            f"{found.fraction:.2f}",
+            f"{found.speedup:.2f}×",
+            str(found.slower),
+            f"{found.bars[0] or '-'}, {found.bars[1]}×, none slower",
+        )
+        for found in of_production.means(results)
+    ]
+    worst: list[tuple[str, ...]] = []
+    for ratio, point in of_production.compared(results["points"])[: of_production.WORST]:
+        other = of_production.alternative(point)
+        name = f"{point['sweep'].replace('_', ' ')}, {point['label']}"
+        both = (number(record, "median_ms") for record in (other, provider_of(point, OUR_NAME)))
+        roofline = f"{point['roofline_ms']:.4f}"
+        best = of_production.alternative_name(point)
+        worst.append((name, best, *both, roofline, f"{ratio:.2f}×"))
+    words = (
+        "Sizes drawn from stated distributions (`benchmarks/production_draws.py`), none of them "
+        "tuned for. The speed-up is relative to the best alternative; both columns are geometric "
+        "means.\n\n"
+    )
+    slowest = "The points where this library is slowest relative to the best alternative:\n\n"
+    of_means = ("point", "points", "of the roofline", "speed-up", "slower", "bar")
+    of_worst = ("point", "best alternative", "its ms", "ms", "roofline, ms", "speed-up")
+    return {
+        "production-table": block(results, (of_means, means), words),
+        "production-worst": block(results, (of_worst, worst), slowest),
+    }
+
+
+def movielens(results: Record) -> dict[str, str]:
+    """The tables of quality and of a training step, from `examples.movielens`."""
+    protocol, digits = results["protocol"], 2 if is_on_gpu(results) else 1
+    training, requests = protocol["training"], protocol["requests"]
+    runs = (
+        f"{protocol['seeds']} seeds; {training['steps']} steps of {training['users']} requests; "
+        f"{requests[0]:,} requests for training, {requests[2]:,} for the test:\n\n"
+    )
+    header = ["model"]
+    for _, name in METRICS:
+        header += [name, f"deviation of {name}", f"difference of {name}"]
+    by_name = {record["name"]: record for record in results["quality"]}
+    quality = [
+        (words, *(cell for metric, _ in METRICS for cell in _quality(by_name[name][metric])))
+        for name, words in MOVIELENS
+        if name in by_name
+    ]
+    points = points_of(results, "default")
+    steps = [
+        (
+            words,
+            number(record, "median_ms", digits),
+            number(record, "least_ms", digits),
+            speedup,
+            mib(record, "peak_bytes", 1),
+        )
+        for _, record, words, speedup in versions(points, MOVIELENS[2:], 2)
+    ]
+    label = points[0]["label"] if points else ""
+    name = "movielens-steps-gpu" if is_on_gpu(results) else "movielens-steps"
+    of_steps = ("version", "ms", "least ms", "speed-up", "memory, MiB")
+    return {
+        "movielens-quality": block(results, (header, quality), runs),
+        name: block(results, (of_steps, steps), f"A training step, {label}:\n\n"),
+    }
+
+
+def _quality(found: Record) -> tuple[str, ...]:
+    """The cells of a metric: mean over users, deviation of the seeds, difference to the plain."""
+
+    def interval(values: Sequence[Any], sign: str = "") -> str:
+        mean, low, high = (f"{x:{sign}.4f}" for x in values)
+        return f"{mean} ({low} to {high})"
+
+    return (
+        interval(found["over_users"]),
+        number(found, "deviation") if "deviation" in found else "-",
+        interval(found["difference"], "+") if "difference" in found else "-",
+    )
