@@ -24,7 +24,7 @@ BLOCK_KV = TILE_ROWS
 #: Buffers of gradients of scores: the consumers write one while they multiply by the other.
 D_SCORES_BUFFERS = 2
 #: Ways to compute d_query; see `AttentionBackwardConfig`.
-D_QUERY = ("sum", "parts", "launch", "stored")
+D_QUERY = ("parts", "launch", "stored")
 #: Most bytes of gradients of scores that "stored" keeps in device memory, 4.25 GiB. Of more, it
 #: stores and multiplies those of some keys, then those of others. In halves, gradients for 4,096
 #: keys took 1.12 times as long, for 8,192 1.07 times (`docs/experiments.md`).
@@ -106,16 +106,14 @@ class AttentionBackwardConfig(Config):
         (`has_halves`), one slot less than two for each stage.
       kv_slots: slots for tiles of keys and values. With 2, the keys of the next tile are loaded
         early, which matters if a user has few queries.
-      d_query: how the parts of d_query become a sum, one of `D_QUERY`. "sum": all tiles of keys add
-        their parts to one sum in device memory, one tile after another. "parts": each tile stores
-        its part, and they are added later; that takes S / 128 times as much memory, but no tile
-        waits for another. "launch": a second launch computes d_query, with seven products instead
-        of five, but without exchange of gradients of scores, and without sums in memory. Heads
-        wider than `MAX_BOTH_SUMS` need it; they take a launch for d_key and one for d_value, too,
-        and eight products. "stored": the first launch stores gradients of scores in device memory,
-        2 bytes for each query and key, and a second launch multiplies them by the keys: five
-        products without a sum in memory. For wide heads the first launch computes d_value, and a
-        third one multiplies the gradients by the queries.
+      d_query: how d_query is computed, one of `D_QUERY`. "parts": each tile of keys stores its
+        part, and they are added later; that takes S / 128 times as much memory. "launch": a second
+        launch computes d_query, with seven products instead of five, but without exchange of
+        gradients of scores, and without sums in memory. Heads wider than `MAX_BOTH_SUMS` need a
+        launch for d_key and one for d_value, too, and eight products. "stored": the first launch
+        stores gradients of scores in device memory, 2 bytes for each query and key, and a second
+        launch multiplies them by the keys: five products without a sum in memory. For wide heads
+        the first launch computes d_value, and a third one multiplies the gradients by the queries.
       block_kv: keys of a block of the launch of d_query, a multiple of 16; 64 if gradients of
         scores are stored.
       kv_stages: stages of that launch's ring of key blocks.
@@ -130,7 +128,7 @@ class AttentionBackwardConfig(Config):
     block_q: int = 64
     stages: int = 2
     kv_slots: int = 1
-    d_query: str = "sum"
+    d_query: str = "parts"
     block_kv: int = 64
     kv_stages: int = 3
     splits: int = 1
@@ -140,7 +138,7 @@ class AttentionBackwardConfig(Config):
     @property
     def has_d_query(self) -> bool:
         """Whether the first launch computes d_query."""
-        return self.d_query in ("sum", "parts")
+        return self.d_query == "parts"
 
     @property
     def stores_d_scores(self) -> bool:

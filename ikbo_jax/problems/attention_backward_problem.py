@@ -147,7 +147,10 @@ class AttentionBackwardProblem(AttentionSizes):
                     yield candidate
 
     def _for_few_rows(self) -> Iterator[AttentionBackwardConfig]:
-        """For users with one block of queries; keys of the next tile are loaded early."""
+        """Yields configurations for users with one block of queries.
+
+        Keys of the next tile are loaded early.
+        """
         # On an H100, parts took 0.444 ms with 2,048 users of 8 rows and 256 keys, and 0.227 ms with
         # 512 users of 8 rows and 512 keys, where stored gradients of scores took 0.556 and 0.290.
         has_few_parts = self._tiles <= MAX_PARTS
@@ -157,9 +160,10 @@ class AttentionBackwardProblem(AttentionSizes):
         # 54 and 64 rows of a user.
         for block_q in sorted((16, 32, 64), key=lambda block: block < min(self.rows, 32)):
             for kv_slots, stages in ((2, 3), (2, 2), (1, 2)):
-                ways = ("parts", "sum") if has_few_parts else ("stored", "sum")
-                for d_query in ways:
-                    yield AttentionBackwardConfig(block_q, stages, kv_slots, d_query)
+                d_query = "parts" if has_few_parts else "stored"
+                yield AttentionBackwardConfig(block_q, stages, kv_slots, d_query)
+        if not has_few_parts and self._stores_d_scores:  # which may be too large to store
+            yield from self._launched()
 
     def _for_many_rows(self) -> Iterator[AttentionBackwardConfig]:
         if self.head_dim > MAX_BOTH_SUMS:
@@ -168,13 +172,12 @@ class AttentionBackwardProblem(AttentionSizes):
         ways = (self._stored(), self._launched())
         for configs in ways if self._stores_d_scores else reversed(ways):
             yield from configs
-        widest = MAX_BLOCK_Q.get(self.head_dim, WGMMA_M)
-        for block_q in (widest, *(x for x in (96, 64, 48, 32) if x < widest)):
-            for stages in (2, 3):
-                yield AttentionBackwardConfig(block_q, stages)
 
     def _launched(self) -> Iterator[AttentionBackwardConfig]:
-        """With another launch for d_query; keys of the next tile are loaded early."""
+        """Yields configurations that compute d_query in a second launch.
+
+        Keys of the next tile are loaded early.
+        """
         # (block_q, stages, kv_slots), and (block_kv, kv_stages). At H = 128 there is no room for
         # three stages beside two slots.
         if self.head_dim <= BLOCK_K:

@@ -174,8 +174,6 @@ class FewQueriesConfig(Config):
       k_stages: stages of the ring of key blocks.
       v_stages: stages of the ring of value blocks.
       q_slots: number of query slots.
-      stagger: whether users' keys begin with different blocks, if there are no lengths, so that
-        CTAs do not read all users' keys at the same offset at the same time.
       turns: whether the consumers take turns at issuing products, so that one computes exponentials
         while the other multiplies.
     """
@@ -186,7 +184,6 @@ class FewQueriesConfig(Config):
     k_stages: int = 4
     v_stages: int = 4
     q_slots: int = 2
-    stagger: bool = False
     turns: bool = False
 
     def lists(self, problem: Any, num_sms: int) -> bool:

@@ -18,8 +18,6 @@ from ikbo_jax.problems.short_gdpa import ShortGdpaConfig
 #: Largest block_kv by head width (width 96 is padded to 128 in shared memory). With larger blocks
 #: accumulator, scores and activated scores exceed a consumer thread's 240 registers.
 MAX_BLOCK_KV = {64: 128, 96: 128, 128: 128, 256: 64}
-#: Largest head width with `early_scores`.
-EARLY_SCORES_MAX_WIDTH = 128
 #: Head widths at which ptxas serialises all products of some kernels with `half_blocks` (C7513): of
 #: relu at H = 64 and 256; of gelu at 256 and, with the table row's configuration, at 64. The other
 #: widths compile with it, and these widths without it.
@@ -46,8 +44,8 @@ MAX_SHORT_CONFIGS = 6
 RINGS = ((2, 2, 3), (2, 3, 2), (3, 3, 2), (4, 4, 2), (3, 3, 1), (2, 2, 1))
 #: Further parameters, the most promising first, if the keys of a sequence do not fit the stages.
 #: Fractions with the second ring at lengths 512, 1024 and 2048: late_turns 0.725, 0.794, 0.853;
-#: none 0.728, 0.780, 0.824; early_scores 0.708, 0.782 (2048 was not timed). With the first ring and
-#: late_turns: 0.806 to 0.813 at 1024, 0.854 at 2048.
+#: none 0.728, 0.780, 0.824. With the first ring and late_turns: 0.806 to 0.813 at 1024, 0.854 at
+#: 2048.
 LONG_MODES: tuple[dict[str, Any], ...] = ({"late_turns": True}, {})
 #: The same for jagged sequences. Fractions for bounds 512, 1024 and 2048: with skip_empty and
 #: half_blocks 0.481 (without late_turns), 0.645 and 0.753; without them 0.472, 0.639 (with
@@ -58,9 +56,9 @@ JAGGED_MODES: tuple[dict[str, Any], ...] = (
     *LONG_MODES,
 )
 #: The same if the keys of a sequence fit the stages. Fractions for full sequences of 256 keys with
-#: the first ring. 1024 queries: 0.702 with run=8, 0.687 with 4, 0.676 with 16; 0.678 with
-#: early_scores; 0.575 with the second ring and run=1. 512 queries: 0.689 with run=4, 0.659 with 8.
-#: 256 queries: 0.605 with run=2, 0.598 with late_turns alone, 0.588 with early_scores and run=2.
+#: the first ring. 1024 queries: 0.702 with run=8, 0.687 with 4, 0.676 with 16; 0.575 with the
+#: second ring and run=1. 512 queries: 0.689 with run=4, 0.659 with 8. 256 queries: 0.605 with
+#: run=2, 0.598 with late_turns alone.
 SHORT_MODES: tuple[dict[str, Any], ...] = (
     {"run": 8},
     {"run": 4},
@@ -107,9 +105,6 @@ class GdpaConfig(FlashConfig):
     Attributes:
       run: number of neighbouring tiles that a CTA processes in sequence, head by head. It keeps
         keys and values in shared memory between tiles of the same sequence if all fit the stages.
-      early_scores: whether the scores of a work item's second block are computed while the
-        preceding item stores its output; needs 2 or 3 query slots, and heads of width at most
-        `EARLY_SCORES_MAX_WIDTH`.
       late_turns: whether a consumer warpgroup lets the other one issue its products only after its
         own scores have arrived, and not already after it has issued its own products; so the two
         compute activations at different times.
@@ -117,13 +112,12 @@ class GdpaConfig(FlashConfig):
         rows for it; the second warpgroup has none in tiles of at most 64 rows.
       half_blocks: whether a sequence's last block is multiplied and activated at half width if at
         most half of it holds keys. Its scores are still computed at full width if it is also the
-        first block or, with `early_scores`, the second.
+        first block.
       tickets: whether a CTA takes its next work item when it has loaded the one before, by a
         counter that XLA zeroes in a launch of its own; otherwise, each has a fixed share.
     """
 
     run: int = 1
-    early_scores: bool = False
     late_turns: bool = False
     skip_empty: bool = False
     half_blocks: bool = False
@@ -162,19 +156,12 @@ class GdpaConfig(FlashConfig):
             )
         if self.run < 1:
             return f"run must be at least 1, but is {self.run}"
-        switches = ("early_scores", "skip_empty", "half_blocks", "tickets")
+        switches = ("skip_empty", "half_blocks", "tickets")
         enabled = [name for name in switches if getattr(self, name)]
         if has_softmax and (self.run > 1 or enabled):
             return (
                 f"softmax needs run=1 and none of {', '.join(switches)}, "
                 f"but the config has run={self.run} and {', '.join(enabled) or 'none of them'}"
-            )
-        if self.early_scores and self.q_slots == 1:
-            return "early_scores needs 2 or 3 q_slots, but q_slots is 1"
-        if self.early_scores and problem.head_dim > EARLY_SCORES_MAX_WIDTH:
-            return (
-                f"early_scores needs a head width of at most {EARLY_SCORES_MAX_WIDTH}, since wider "
-                f"heads spill registers, but H={problem.head_dim}"
             )
         smem_bytes = (self.for_softmax if has_softmax else self).smem_bytes(problem.head_dim)
         return hopper.why_not_smem(self, smem_bytes, problem.head_dim)

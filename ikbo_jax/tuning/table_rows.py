@@ -15,6 +15,9 @@ from ikbo_jax.problems.problem import measured, size, typed
 
 #: Version of the file format; a file with another schema is not read.
 SCHEMA = 1
+#: Parameters of configurations that no longer exist, with the value that rows of older versions may
+#: hold of them: the behaviour that remained.
+REMOVED = {"early_scores": False, "stagger": False}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -94,6 +97,7 @@ def config_from_json(entry: object, op: str = "linear_compression") -> Any:
         return None
     config_type: Any = _problem_type(op).config_type_of(fields)
     expected = {field.name: field.default for field in dataclasses.fields(config_type)}
+    fields = {x: y for x, y in fields.items() if x in expected or (x, y) not in REMOVED.items()}
     # A row that was written before a boolean parameter existed has its default.
     needed = {name for name, default in expected.items() if not isinstance(default, bool)}
     if not needed <= fields.keys() <= expected.keys():

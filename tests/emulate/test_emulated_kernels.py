@@ -51,7 +51,7 @@ def _attention(
 def attend_backward(
     sm90: emulator.Emulator, case: Any, seed: int, *, num_sms: int = 6, resident: int = 2
 ) -> None:
-    """Six thread blocks, two at a time: sums of d_query pass from block to block."""
+    """Runs six thread blocks, two at a time."""
     inputs, tensors = attention_backward.make(case)
     with sm90.emulated(seed, resident=resident):
         results = attention_backward_kernel(
@@ -127,7 +127,7 @@ CHOSEN = {
         "listed_lengths_gqa_h96",
         "listed_bundles_split_gqa_lengths",
         "listed_bundles_wide_lengths",
-        "listed_stagger_users_without_candidates",
+        "listed_users_without_candidates",
         "neighbours_split_heads",
         "neighbours_unsorted",
         "neighbours_bundles_wide_searched",

@@ -56,13 +56,13 @@ SHAPES = {
     "small_narrow_blocks": Shape(1, 77, 1, 110, 8, 8, 64),
 }
 CONFIGS = {
-    "sum": Config(),
+    "parts": Config(),
     "three_stages": Config(48, 3),
     "two_slots": Config(32, 2, 2),
-    "parts": Config(16, 2, 2, "parts"),
+    "few_rows": Config(16, 2, 2),
     "two_launches": Config(64, 3, 1, "launch", 64, 3),
     "two_launches_two_slots": Config(64, 2, 2, "launch", 64, 3),
-    "split_queries": Config(32, 3, 1, "sum", splits=3),
+    "split_queries": Config(32, 3, 1, splits=3),
     "two_launches_odd_block": Config(32, 3, 1, "launch", 48, 4),
     "stored": Config(64, 3, 1, "stored", kv_stages=4),
     "stored_tall": Config(64, 3, 1, "stored", tall=True),
@@ -177,7 +177,7 @@ def test_gradients_of_tall_tiles_of_wide_heads(dtype):
 
 
 @pytest.mark.parametrize("rows", [1, 2, 3, 4, 5])
-@pytest.mark.parametrize("config", ["sum", "parts", "two_launches", "stored"])
+@pytest.mark.parametrize("config", ["parts", "few_rows", "two_launches", "stored"])
 def test_gradients_of_a_last_tile_of_few_rows(config, rows):
     """A copy of statistics that began at the array's last value ended with a CUDA error once."""
     check_shape(Shape(1, 256 + rows, 1, 128, 1, 1, 64), CONFIGS[config])
@@ -196,7 +196,7 @@ def test_gradients_of_candidate_configs(head_dim, candidates):
 @pytest.mark.parametrize(
     ("name", "config"),
     [
-        *itertools.product(("odd_counts", "h96"), ("sum", "two_launches")),
+        *itertools.product(("odd_counts", "h96"), ("parts", "two_launches")),
         ("h192", "three_launches_split"),
         ("h256", "three_launches"),
         ("h192", "stored_wide"),
@@ -236,7 +236,6 @@ def test_gradients_repeat_bitwise(name, config):
 @pytest.mark.parametrize(
     ("config", "head_dim"),
     [
-        ("sum", 128),
         ("parts", 128),
         ("two_launches", 128),
         ("three_launches", 256),

@@ -62,7 +62,6 @@ WIDE_HEADS = {
 CONFIGS_OF_WIDE_HEADS = {
     "plain": FewQueriesConfig(64, 1, 64, 2, 2),
     "split": FewQueriesConfig(64, 3, 32, 4, 4, turns=True),
-    "stagger": FewQueriesConfig(64, 2, 32, 3, 3, 3, stagger=True),
     "tall": FewQueriesConfig(128, 1, 32, 3, 3, 2),
     "tall_split": FewQueriesConfig(128, 2, 32, 3, 3, 1),
     "tall_one_slot": FewQueriesConfig(128, 1, 64, 2, 2, 1),

@@ -280,7 +280,7 @@ def test_interpreted_stored_gradients_by_chunks_of_keys(
 
 
 @pytest.mark.parametrize(
-    ("d_query", "head_dim"), [("sum", 64), ("launch", 64), ("stored", 64), ("stored", 192)]
+    ("d_query", "head_dim"), [("parts", 64), ("launch", 64), ("stored", 64), ("stored", 192)]
 )
 @pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")
 def test_interpreted_nan_of_one_user_stays_there(
@@ -308,7 +308,7 @@ def test_interpreted_nan_of_one_user_stays_there(
         problems.assert_within_error_rule(actually[others], w[others], plainly[others])
 
 
-@pytest.mark.parametrize("d_query", ["sum", "launch", "stored"])
+@pytest.mark.parametrize("d_query", ["parts", "launch", "stored"])
 @pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")
 def test_interpreted_wrong_promise_of_a_sorted_index_gives_nan(d_query: str) -> None:
     """A user's rows would be another user's candidates: nothing may look like a gradient."""

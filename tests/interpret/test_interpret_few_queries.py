@@ -33,7 +33,6 @@ pytestmark = [pytest.mark.usefixtures("on_cpu"), pytest.mark.slow]
 SMALL = FewQueriesConfig(block_kv=16, k_stages=2, v_stages=2)
 WIDE = dataclasses.replace(SMALL, tile_rows=128)
 SPLIT = dataclasses.replace(SMALL, splits=2, k_stages=3)
-STAGGER = dataclasses.replace(SMALL, stagger=True)
 TURNS = dataclasses.replace(SMALL, turns=True)
 WIDE_TURNS = dataclasses.replace(WIDE, turns=True)
 
@@ -89,12 +88,6 @@ CASES = {
     "bundles_unsorted_lengths": Case(
         (4, 0, 0, 2, 3, 4, 5), 20, users=8, heads=(2, 2), lengths=(9, 0, 20, 1, 2, 3, 4, 5)
     ),
-    # Users begin with different blocks; the last block is a partial one.
-    "stagger": Case((0, 0, 1, 2), 75, users=4, config=STAGGER),
-    "stagger_split_wide": Case(
-        (0,) * 70 + (2, 2), 90, users=3, config=FewQueriesConfig(128, 2, 16, 2, 2, stagger=True)
-    ),
-    "stagger_lengths": Case((0, 1), 75, lengths=(60, 20), config=STAGGER),
     # Turns: odd and even numbers of blocks, items with and without them.
     "turns": Case((0, 0, 1, 2, 3, 4), 75, users=5, lengths=(75, 60, 5, 0, 40), config=TURNS),
     "turns_wide": Case((0,) * 70 + (1,) * 3, 75, config=WIDE_TURNS, num_sms=2),
@@ -178,13 +171,8 @@ CASES = {
         lists=True,
         bundle=2,
     ),
-    "listed_bundles_stagger_h96": Case(
-        (1, 0, 2, 2), 75, users=3, heads=(4, 2), head_dim=96, config=STAGGER, lists=True, bundle=2
-    ),
-    # Users without candidates have items without blocks, whose rotation is nothing.
-    "listed_stagger_users_without_candidates": Case(
-        (4, 1, 1, 4, 6), 75, users=8, config=STAGGER, lists=True
-    ),
+    # Users without candidates have items without blocks.
+    "listed_users_without_candidates": Case((4, 1, 1, 4, 6), 75, users=8, lists=True),
     # A user's row slots are neighbours: fewer and more of them than users, some empty, heads that a
     # CTA takes together, parts of the keys, an index that is not sorted.
     "neighbours": Case(

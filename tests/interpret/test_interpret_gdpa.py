@@ -44,7 +44,7 @@ PARAMS = dataclasses.replace(interpreter.PARAMS, inline_mgpu="_hack_model_inline
 TWO_SLOTS = GdpaConfig(block_kv=32, k_stages=2, v_stages=2, q_slots=2)
 ONE_SLOT = dataclasses.replace(TWO_SLOTS, q_slots=1, v_stages=3)
 DEEP = dataclasses.replace(TWO_SLOTS, k_stages=3, v_stages=4, q_slots=3)
-RUNS = dataclasses.replace(TWO_SLOTS, q_slots=3, run=3, early_scores=True, late_turns=True)
+RUNS = dataclasses.replace(TWO_SLOTS, q_slots=3, run=3, late_turns=True)
 JAGGED = {"skip_empty": True, "half_blocks": True}
 
 

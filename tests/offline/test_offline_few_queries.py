@@ -68,7 +68,7 @@ CASES = {
     "h64_wide": of(64, Config(tile_rows=128)),
     "h64_split": of(64, Config(splits=4)),
     "h64_turns": of(64, Config(128, 1, 128, 4, 4, turns=True)),
-    "h128_stagger": of(128, Config(64, 2, 64, 4, 4, stagger=True), with_options=False),
+    "h128_blocks_of_64": of(128, Config(64, 2, 64, 4, 4), with_options=False),
     "h64_one_user_t64": of(
         64, Config(64, 1, 128, 5, 5, 4), (1, 1), batch=69, users=1, q_len=64, kv_len=128
     ),

@@ -41,7 +41,7 @@ DEFAULT = GdpaProblem(
 NUM_SMS = 132
 SCALES = (0.125, 0.5)
 JAGGED = {"skip_empty": True, "half_blocks": True}
-RUNS = GdpaConfig(v_stages=2, q_slots=3, run=8, early_scores=True, late_turns=True)
+RUNS = GdpaConfig(v_stages=2, q_slots=3, run=8, late_turns=True)
 
 
 def is_softmax(problem: GdpaProblem) -> bool:

@@ -147,7 +147,7 @@ NOT_FOR_THE_KERNEL = {
     "softmax_run": (
         {"width": 64},
         {"activation": "softmax", "config": GdpaConfig(v_stages=2, run=2)},
-        "softmax needs run=1 and none of early_scores, skip_empty, half_blocks, tickets, "
+        "softmax needs run=1 and none of skip_empty, half_blocks, tickets, "
         "but the config has run=2",
     ),
     "softmax_memory": (
@@ -164,16 +164,6 @@ NOT_FOR_THE_KERNEL = {
     "q_slots": ({"width": 64}, {"config": GdpaConfig(q_slots=4)}, "q_slots must be 1, 2 or 3"),
     "memory": ({"width": 128}, {"config": GdpaConfig(k_stages=9)}, "bytes of shared memory"),
     "run": ({"width": 64}, {"config": GdpaConfig(run=0)}, "run must be at least 1, but is 0"),
-    "early_slots": (
-        {"width": 64},
-        {"config": GdpaConfig(early_scores=True, q_slots=1)},
-        "early_scores needs 2 or 3 q_slots",
-    ),
-    "early_width": (
-        {"width": 256},
-        {"config": GdpaConfig(block_kv=64, early_scores=True)},
-        "early_scores needs a head width of at most 128",
-    ),
     "half_blocks": (
         {"width": 64},
         {"config": GdpaConfig(block_kv=48, half_blocks=True)},

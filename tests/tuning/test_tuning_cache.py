@@ -13,11 +13,15 @@ import warnings
 from typing import Any
 
 import pytest
-from fake_tuning import GDPA, row
+from fake_tuning import ATTENTION, GDPA, row
 from fake_tuning import LINEAR as DEFAULT
 
 from ikbo_jax.autotuner import autotune
-from ikbo_jax.problems import LinearCompressionConfig, LinearCompressionProblem
+from ikbo_jax.problems import (
+    AttentionBackwardProblem,
+    LinearCompressionConfig,
+    LinearCompressionProblem,
+)
 from ikbo_jax.tuning import table, table_rows, user_cache
 
 
@@ -170,6 +174,22 @@ def test_cached_row_that_is_illegal_by_now_is_passed_over():
     assert choice.reason.endswith(f"is ignored: {huge.illegal_reason(DEFAULT)}")
     user_cache.write_user_row(row(DEFAULT))
     assert "ignored" not in table.lookup(DEFAULT).reason
+
+
+def test_rows_of_older_versions_are_read_if_they_mean_the_same(cache_dir):
+    cache_dir.mkdir()
+    old = row(GDPA, GDPA.default_config()).to_json()
+    for value, source in ((False, "user cache"), (True, "sm90.json")):
+        old["config"]["early_scores"] = value
+        (cache_dir / "sm90.json").write_text(_file_of(old))
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            assert table.lookup(GDPA).source == source
+        assert len(caught) == value
+    gradient = AttentionBackwardProblem.of(ATTENTION)
+    summed = dataclasses.replace(gradient.default_config(), d_query="sum")
+    user_cache.write_user_row(row(gradient, summed))
+    assert "but is sum" in table.lookup(gradient).reason
 
 
 def test_concurrent_writers_lose_nothing(cache_dir):

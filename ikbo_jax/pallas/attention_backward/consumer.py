@@ -224,7 +224,7 @@ def _send_part(ctx: BackwardContext, item: Any, block: Any, d_query: jax.Array) 
     def _() -> None:
         head, tile, first = (_word(ctx, item, i) for i in (HEAD, TILE, FIRST_TARGET))
         row = first + block * ctx.config.block_q
-        plane = tile * shape.kv_heads + head if ctx.config.d_query == "parts" else head
+        plane = tile * shape.kv_heads + head
         counter = head * shape.blocks + lax.div(row, ctx.config.block_q)
         slot = ctx.config.kv_slots
         for i, word in (

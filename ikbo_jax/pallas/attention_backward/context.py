@@ -9,7 +9,7 @@ from jax.experimental import pallas as pl
 
 from ikbo_jax.pallas.hopper.launch import WarpgroupContext
 from ikbo_jax.pallas.hopper.row_order import RowOrder
-from ikbo_jax.problems.attention_backward import BOTH, AttentionBackwardConfig, Gradients
+from ikbo_jax.problems.attention_backward import BOTH, Gradients
 from ikbo_jax.problems.hopper import BLOCK_K
 
 #: Words of an item's descriptor in shared memory: number of query blocks (negative: no more items),
@@ -74,11 +74,6 @@ class Shape:
         return pl.cdiv(self.head_dim, BLOCK_K)
 
 
-def adds_parts(config: AttentionBackwardConfig, shape: Shape) -> bool:
-    """Whether tiles of keys add their parts of d_query to one sum in device memory."""
-    return config.d_query == "sum" and shape.kv_tiles > 1
-
-
 class Operands(NamedTuple):
     """Device memory."""
 
@@ -93,7 +88,7 @@ class Operands(NamedTuple):
 class Outputs(NamedTuple):
     """Device memory that the launch fills."""
 
-    d_query: Any  # [K, or tiles of keys * K, blocks * block_q, H] f32, rows of no query arbitrary;
+    d_query: Any  # [tiles of keys * K, blocks * block_q, H] f32, rows of no query arbitrary;
     # None if a second launch computes d_query
     # Queries by a consumer's 64 keys, [K * tiles of keys * 2, blocks * block_q, 64] of 16 bits;
     # None unless another launch multiplies them. Rows of no query, and keys of tiles past a user's
@@ -108,8 +103,7 @@ class BackwardContext(WarpgroupContext):
     """The context of the attention backward kernel's warps.
 
     A *step* numbers the query blocks that the CTA loads; its remainder by the number of stages is
-    the block's stage. The counters are of tickets, unless each CTA has one item, and of blocks of
-    d_query [K * blocks]: how many tiles of keys have added their part, if they do.
+    the block's stage. The counter is of tickets, unless each CTA has one item.
     """
 
     @property

@@ -303,7 +303,7 @@ def d_key_kernel(
         dtype=key.dtype,
         name="ikbo_attention_backward_stored_d_key",
         workers=1 if interpret else workers,
-        counters=(int(context(None, None, None, False).items > workers),),
+        has_counter=context(None, None, None, False).items > workers,
         interpret=interpret,
     )
     return query_rows.add_parts(sums, keys, shape.splits, dtype)

@@ -12,9 +12,9 @@ An *item* is a tile of 128 keys of one user and key head. Keys and values stay i
 their gradients in registers, while blocks of the user's queries follow one another. Scores are
 computed transposed, keys by queries, so that weights P.T and gradients of scores dS.T multiply
 d_out and queries from registers. d_query of a block needs dS of all 128 keys, so dS passes through
-shared memory; a tile's part of d_query is summed with the parts of the user's other tiles in device
-memory: by TMA in L2, in the order of the tiles, or by XLA. Either way, each sum is
-computed in one order, and a repeated launch gives the same bits.
+shared memory; a tile's part of d_query goes to device memory, where one more launch, or XLA, adds
+the parts of the user's tiles. Either way, each sum is computed in one order, and a repeated launch
+gives the same bits.
 
 With `d_query="stored"`, dS goes to device memory instead, and `stored` multiplies it by the keys.
 
@@ -38,15 +38,10 @@ Synchronisations:
   3. `queries_ready[s]`, `queries_free[s]`  stage s has a block of queries, d_out and statistics.
   4. `part_ready[0]`, `part_free[0]`  consumers -> writer and back: a staged part of d_query and its
                                      descriptor (or the end).
-  5. `finished[b]`                   counters in device memory: how many tiles have added their part
-                                     to block b of d_query. A writer waits until all tiles before
-                                     its own have; the first tile stores instead of adding.
-  6. A named barrier: the consumers wait for each other when dS is stored, when rows past the last
+  5. A named barrier: the consumers wait for each other when dS is stored, when rows past the last
      query are zeroed, and before gradients overwrite keys.
 
-Forward progress: CTAs take items from a counter, in the order of their numbers, and tiles of one
-user have consecutive numbers. So a writer waits only for items that running CTAs hold, and the item
-with the lowest number waits for nobody.
+CTAs take items from a counter, and none waits for another.
 
 Source: two consumers of 64 keys, scores transposed, and d_query through shared memory follow Shah
 et al., "FlashAttention-3", 2024. No code is shared.
@@ -66,13 +61,7 @@ from jax.experimental import pallas as pl
 from ikbo_jax.pallas.attention_backward import parts
 from ikbo_jax.pallas.attention_backward import rows as query_rows
 from ikbo_jax.pallas.attention_backward.consumer import consume
-from ikbo_jax.pallas.attention_backward.context import (
-    BackwardContext,
-    Operands,
-    Outputs,
-    Shape,
-    adds_parts,
-)
+from ikbo_jax.pallas.attention_backward.context import BackwardContext, Operands, Outputs, Shape
 from ikbo_jax.pallas.attention_backward.d_key import d_key_kernel
 from ikbo_jax.pallas.attention_backward.d_query import d_query_kernel
 from ikbo_jax.pallas.attention_backward.producer import produce, write
@@ -295,12 +284,11 @@ def _launch(
     def context(*arguments: Any) -> BackwardContext:
         return BackwardContext(shape, config, *arguments)
 
-    planes = shape.kv_heads * (shape.kv_tiles if config.d_query == "parts" else 1)
+    planes = shape.kv_heads * shape.kv_tiles
     key, sums = operands.key, (planes, shape.blocks * config.block_q, shape.head_dim)
     keys = (shape.users, shape.kv_len, *key.shape[2:])
     gradient = query_rows.gradient_type(keys, key.dtype, shape.splits, dtype)
-    planes = shape.kv_heads * shape.kv_tiles * NUM_CONSUMERS
-    d_scores = (planes, shape.blocks * config.block_q, BLOCK_K)
+    d_scores = (planes * NUM_CONSUMERS, shape.blocks * config.block_q, BLOCK_K)
     outputs = Outputs(
         jax.ShapeDtypeStruct(sums, jnp.float32) if config.has_d_query else None,
         jax.ShapeDtypeStruct(d_scores, key.dtype) if config.stores_d_scores else None,
@@ -314,10 +302,7 @@ def _launch(
         dtype=key.dtype,
         name=_NAMES[shape.gradients],
         workers=workers,
-        counters=(
-            int(shape.items > workers),
-            shape.kv_heads * shape.blocks if adds_parts(config, shape) else 0,
-        ),
+        has_counter=shape.items > workers,
         interpret=interpret,
     )
     has_parts = config.has_d_query or shape.splits > 1

@@ -9,14 +9,11 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from ikbo_jax.pallas.attention_backward import store
 from ikbo_jax.pallas.attention_backward.context import (
-    PART_COUNTER,
     PART_PLANE,
     PART_ROW,
     PART_TILE,
     BackwardContext,
-    adds_parts,
 )
 from ikbo_jax.problems.attention_backward import BLOCK_KV, SUM_COLUMNS
 from ikbo_jax.problems.hopper import NUM_CONSUMERS, WGMMA_M
@@ -94,35 +91,16 @@ def produce(ctx: BackwardContext) -> None:
     shared.keys_values.drain()
 
 
-def _write_part(ctx: BackwardContext, tile: Any) -> Any:
-    """Stores a part of d_query, or adds it to the parts of the tiles of keys before `tile`."""
+def _write_part(ctx: BackwardContext) -> Any:
+    """Stores a part of d_query; returns the next part's tile of keys, negative at the end."""
     shared, slot, block_q = ctx.shared, ctx.config.kv_slots, ctx.config.block_q
-    plane, row, counter = (
-        shared.items.words[slot, i] for i in (PART_PLANE, PART_ROW, PART_COUNTER)
-    )
-    is_sum = adds_parts(ctx.config, ctx.shape)
-    if is_sum:
-        store.await_counter(ctx.counters[1], counter, tile, interpret=ctx.interpret)
-
-    def copy(reduction: Any) -> None:
-        for i in range(shared.d_query.shape[0]):
-            columns = pl.ds(i * SUM_COLUMNS, SUM_COLUMNS)
-            target = ctx.outputs.d_query.at[plane, pl.ds(row, block_q), columns]
-            if reduction is not None and ctx.interpret:  # the interpreter only stores
-                target[...] = target[...] + shared.d_query[i]
-            else:
-                plgpu.copy_smem_to_gmem(shared.d_query.at[i], target, reduction_op=reduction)
-
-    if is_sum:
-        pl.when(tile > 0)(lambda: copy("add"))
-        pl.when(tile == 0)(lambda: copy(None))
-    else:
-        copy(None)
+    plane, row = (shared.items.words[slot, i] for i in (PART_PLANE, PART_ROW))
+    for i in range(shared.d_query.shape[0]):
+        columns = pl.ds(i * SUM_COLUMNS, SUM_COLUMNS)
+        target = ctx.outputs.d_query.at[plane, pl.ds(row, block_q), columns]
+        plgpu.copy_smem_to_gmem(shared.d_query.at[i], target)
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
     plgpu.barrier_arrive(shared.part_free.at[0])
-    if is_sum:
-        plgpu.wait_smem_to_gmem(0, wait_read_only=False)
-        store.signal_counter(ctx.counters[1], counter, interpret=ctx.interpret)
     plgpu.barrier_wait(shared.part_ready.at[0])
     return shared.items.words[slot, PART_TILE]
 
@@ -133,5 +111,5 @@ def write(ctx: BackwardContext) -> None:
     plgpu.barrier_arrive(shared.part_free.at[0])
     plgpu.barrier_wait(shared.part_ready.at[0])
     first = shared.items.words[ctx.config.kv_slots, PART_TILE]
-    lax.while_loop(lambda tile: tile >= 0, lambda tile: _write_part(ctx, tile), first)
+    lax.while_loop(lambda tile: tile >= 0, lambda _: _write_part(ctx), first)
     plgpu.wait_smem_to_gmem(0, wait_read_only=False)

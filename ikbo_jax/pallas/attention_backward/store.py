@@ -1,4 +1,4 @@
-"""Stores of the attention backward kernel into shared memory, and its counters in device memory.
+"""Stores of the attention backward kernel into shared memory.
 
 Addresses derive from `stores.thread_number`, so that no compiler computes them before the loops.
 """
@@ -150,54 +150,3 @@ def fill_from(values: Any, begin: Any, fill: float, *, interpret: bool) -> None:
         )
 
     write(values, begin)
-
-
-# Counters, which a single warp uses. A part of d_query is added by TMA, through the async proxy.
-
-
-def await_counter(counters: Any, index: Any, value: Any, *, interpret: bool) -> None:
-    """Waits until a counter is `value`; later copies by TMA follow all copies before its signals.
-
-    Under interpretation, a CTA computes all tiles of keys, one after another.
-    """
-    if interpret:
-        return
-    scalar = plgpu.Layout.WG_SPLAT(())
-
-    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), scalar, scalar))
-    def wait(_: Any, counters: ir.Value, index: Any, value: Any) -> None:
-        mgpu.utils.inline_ptx(
-            "{ .reg .pred p; .reg .s32 v; again: ld.acquire.gpu.global.s32 v, [$0]; "
-            "setp.lt.s32 p, v, $1; @p bra again; fence.proxy.async; }",
-            _counter_address(counters, index),
-            value.registers.item(),
-            has_side_effects=True,
-            convergent=True,
-        )
-
-    wait(counters, index, value)
-
-
-def signal_counter(counters: Any, index: Any, *, interpret: bool) -> None:
-    """Adds one to a counter, after all copies by TMA that this warp has waited for."""
-    if interpret:
-        return
-    scalar = plgpu.Layout.WG_SPLAT(())
-
-    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), scalar))
-    def signal(_: Any, counters: ir.Value, index: Any) -> None:
-        mgpu.utils.inline_ptx(
-            "{ .reg .pred p; .reg .u32 lane; fence.proxy.async; bar.warp.sync 0xffffffff; "
-            "mov.u32 lane, %laneid; setp.eq.u32 p, lane, 0; "
-            "@p fence.acq_rel.gpu; @p red.release.gpu.global.add.s32 [$0], 1; }",
-            _counter_address(counters, index),
-            has_side_effects=True,
-            convergent=True,
-        )
-
-    signal(counters, index)
-
-
-def _counter_address(counters: ir.Value, index: Any) -> ir.Value:
-    i32 = ir.IntegerType.get_signless(32)
-    return mgpu.utils.getelementptr(mgpu.utils.memref_ptr(counters), [index.registers.item()], i32)

@@ -139,12 +139,6 @@ class Part(NamedTuple):
     turns: Any  # number of its blocks, from the first on, whose products wait for a turn
 
 
-def rotated(block: Any, rotation: Any, blocks: Any) -> Any:
-    """The number of the block that is loaded as number `block`."""
-    number = block + rotation
-    return jnp.where(number >= blocks, number - blocks, number)
-
-
 @dataclasses.dataclass(frozen=True)
 class Context(WarpgroupContext):
     """The context of a warpgroup.
@@ -230,11 +224,8 @@ class Context(WarpgroupContext):
         )
 
     def keys_from(self, item: Item, block: Any) -> Any:
-        """Number of the item's keys from the first key of a block on; blocks as they are loaded."""
-        if not self.is_staggered:
-            return item.keys - block * self.config.block_kv
-        number = rotated(block, item.rotation, item.blocks)
-        return item.keys - number * self.config.block_kv
+        """Number of the item's keys from the first key of a block on."""
+        return item.keys - block * self.config.block_kv
 
     @property
     def columns(self) -> int:
@@ -250,10 +241,6 @@ class Context(WarpgroupContext):
     def first_column_block(self) -> Any:
         """The first of this consumer's blocks of 64 columns of the values, if they are shared."""
         return self.consumer * (column_blocks(self.shape.head_dim) - MAX_COLUMNS // BLOCK_K)
-
-    @property
-    def is_staggered(self) -> bool:
-        return self.config.stagger and self.operands.lengths is None
 
     @property
     def block_parts(self) -> int:

@@ -18,7 +18,6 @@ from ikbo_jax.pallas.few_queries.context import (
     BY_ROWS,
     Context,
     Place,
-    rotated,
 )
 from ikbo_jax.pallas.hopper import mosaic
 from ikbo_jax.pallas.hopper.rings import Ring
@@ -109,21 +108,6 @@ def _load_block(
     pl.when(~is_whole)(load_parts)
 
 
-def _blocks_of_split(ctx: Context, split: Any) -> Any:
-    """Blocks of keys of a split, of a user without a length."""
-    keys = ctx.shape.kv_len - split * (ctx.split_blocks * ctx.config.block_kv)
-    return jnp.minimum(pl.cdiv(keys, ctx.config.block_kv), ctx.split_blocks)
-
-
-def _rotation(ctx: Context, user: Any, blocks: Any) -> Any:
-    """The first block that is loaded of a user: users' first blocks are spread evenly.
-
-    Without blocks it is 0. A division by 0 would let the compiler assume that there are blocks.
-    """
-    spread = user * max(1, ctx.split_blocks // ctx.shape.users)
-    return lax.rem(spread, jnp.maximum(blocks, 1))
-
-
 def _load_first_block(ctx: Context, place: Place) -> Any:
     """Loads the first block of this CTA's keys and values, before it is known which rows need it.
 
@@ -144,10 +128,7 @@ def _load_first_block(ctx: Context, place: Place) -> Any:
 
 def _load_block_of(ctx: Context, user: Any, place: Place) -> Any:
     """Loads the first block of a user's keys and values; returns the user."""
-    number = place.split * ctx.split_blocks
-    if ctx.is_staggered:
-        number = number + _rotation(ctx, user, _blocks_of_split(ctx, place.split))
-    first = (user, number, place.kv_head)
+    first = (user, place.split * ctx.split_blocks, place.kv_head)
     _load_block(ctx, ctx.operands.key, ctx.shared.key, jnp.int32(0), first)
     _load_block(ctx, ctx.operands.value, ctx.shared.value, jnp.int32(0), first)
     return user
@@ -206,15 +187,11 @@ def _send_rows(
         sharing = jnp.int32(BY_COLUMNS)
     elif ctx.tiles > 1:
         sharing = jnp.where(count > shape.head_rows, BY_ROWS, sharing)
-    rotation = jnp.int32(0)
-    if ctx.is_staggered:
-        rotation = _rotation(ctx, user, blocks)
-    words = (blocks, keys, place.head, target, count, sharing, rotation, *further)
+    words = (blocks, keys, place.head, target, count, sharing, jnp.int32(0), *further)
     shared.items.send_words(progress.items, words)
 
     def load(source: Any, ring: Ring, block: Any) -> None:
-        number = rotated(block, rotation, blocks) if ctx.is_staggered else block
-        where = (user, first_block + number, place.kv_head)
+        where = (user, first_block + block, place.kv_head)
         left = keys - block * ctx.config.block_kv
         _load_block(ctx, source, ring, progress.steps + block, where, left)
 
@@ -244,8 +221,7 @@ def _load_more_blocks(ctx: Context, place: Place) -> Any:
 
     @pl.loop(1, loaded)
     def _(block: Any) -> None:
-        number = rotated(block, _rotation(ctx, user, blocks), blocks) if ctx.is_staggered else block
-        where = (user, place.split * ctx.split_blocks + number, place.kv_head)
+        where = (user, place.split * ctx.split_blocks + block, place.kv_head)
         left = keys - block * ctx.config.block_kv
         _load_block(ctx, ctx.operands.key, ctx.shared.key, block, where, left)
         _load_block(ctx, ctx.operands.value, ctx.shared.value, block, where, left)

@@ -24,7 +24,7 @@ class _State(NamedTuple):
     """What a consumer carries from one step to the next."""
 
     weights: jax.Array  # [64, block_kv], attention weights of the current block
-    acc: jax.Array  # [64, H] f32, without the current block; see `_begin_item`
+    acc: jax.Array  # [64, H] f32, without the current block
 
 
 class _Work(NamedTuple):
@@ -110,13 +110,11 @@ def _step(
     first_step: Any,
     block: Any,
     state: _State,
-    meanwhile: Callable[[], None] | None = None,
     columns: int | None = None,
 ) -> _State:
     """Multiplies block `block` by its weights, and computes the weights of the next block.
 
-    Weights of the next block past its first `columns` columns are zero.  `meanwhile` reads the
-    accumulator for the last time, while the scores are in flight.
+    Weights of the next block past its first `columns` columns are zero.
     """
     step = first_step + block
     _await_block(ctx, ctx.shared.key, item, block + 1, step + 1)
@@ -126,14 +124,8 @@ def _step(
     # Eight matrix descriptors of the queries, constant for the item, would occupy 16 registers.
     opaque_index = mosaic.opaque(index, interpret=ctx.interpret)
     scores = ctx.product(opaque_index, step + 1, columns)
-    if meanwhile is not None:
-        turns.hand_over(ctx)
-        meanwhile()
     acc = _issue_values(ctx, state, block > 0, step, ctx.config.block_kv)
-    if meanwhile is None:
-        turns.await_scores(ctx)
-    else:
-        mma.wait(1, interpret=ctx.interpret)
+    turns.await_scores(ctx)
     ctx.free_read_queries(index, block + 2 == item.blocks)
     weights = _weights(ctx, scores, item, step + 1)
     pl.when(block == 0)(functools.partial(ctx.free_stored_slot, index - 1))
@@ -151,23 +143,21 @@ def _idle_step(ctx: GdpaContext, item: Item, index: Any, first_step: Any, block:
     turns.hand_over(ctx)
     ctx.free_read_queries(index, block + 2 == item.blocks)
     ctx.shared.key.release(step + 1)
-    if not ctx.config.early_scores:  # with early_scores, `_begin_item` has freed it
-        pl.when(block == 0)(functools.partial(ctx.free_stored_slot, index - 1))
+    pl.when(block == 0)(functools.partial(ctx.free_stored_slot, index - 1))
     ctx.shared.value.release(step)
 
 
 def _middle_steps(
     ctx: GdpaContext, item: Item, index: Any, first_step: Any, state: _State
 ) -> _State:
-    """All steps of an item except the last, and except the first with `early_scores`."""
-    config = ctx.config
-    begin, end = int(config.early_scores), item.blocks - 1
+    """Computes all steps of an item except the last."""
+    config, end = ctx.config, item.blocks - 1
     step = functools.partial(_step, ctx, item, index, first_step)
     busy_end = jnp.where(_has_rows(ctx, index), end, 0) if config.skip_empty else end
     whole_end = busy_end
     if config.half_blocks:
-        whole_end = jnp.maximum(busy_end - _is_half(ctx, item).astype(jnp.int32), begin)
-    state = lax.fori_loop(begin, whole_end, step, state)
+        whole_end = jnp.maximum(busy_end - _is_half(ctx, item).astype(jnp.int32), 0)
+    state = lax.fori_loop(0, whole_end, step, state)
     if config.half_blocks:  # a loop of at most one step serves as a branch
         half = functools.partial(step, columns=config.block_kv // 2)
         state = lax.fori_loop(whole_end, busy_end, half, state)
@@ -253,33 +243,8 @@ def _last_step(
     return _State(weights, acc)
 
 
-def _begin_item(ctx: GdpaContext, item: Item, index: Any, first_step: Any, state: _State) -> _State:
-    """Stores the previous item while the scores of this item's second block are in flight.
-
-    Without a second block, or without rows under `skip_empty`, it stores alone.
-    """
-
-    def store_last() -> None:
-        pl.when(index > 0)(functools.partial(gdpa_store.store_item, ctx, index - 1, state.acc))
-
-    def several_blocks() -> _State:
-        return _step(ctx, item, index, first_step, jnp.int32(0), state, store_last)
-
-    def store_only() -> _State:
-        store_last()
-        ctx.free_stored_slot(index - 1)
-        return state
-
-    has_second = item.blocks > 1
-    if ctx.config.skip_empty:
-        has_second = has_second & _has_rows(ctx, index)
-    result: _State = lax.cond(has_second, several_blocks, store_only)
-    return result
-
-
 def _attend(ctx: GdpaContext, item: Item) -> None:
     """All items of this CTA, at least one, pipelined."""
-    is_early = ctx.config.early_scores
     pl.when(ctx.consumer == 1)(functools.partial(turns.hand_over, ctx))
     zero = jnp.int32(0)
     plgpu.barrier_wait(ctx.shared.query.ready.at[0])
@@ -294,26 +259,20 @@ def _attend(ctx: GdpaContext, item: Item) -> None:
 
     def one_item(carry: tuple[Any, ...]) -> tuple[Any, ...]:
         item, index, first_step, state = carry
-        if is_early:
-            state = _begin_item(ctx, item, index, first_step, state)
         state = _middle_steps(ctx, item, index, first_step, state)
-        if not is_early:
-            pl.when(item.blocks == 1)(functools.partial(ctx.free_stored_slot, index - 1))
+        pl.when(item.blocks == 1)(functools.partial(ctx.free_stored_slot, index - 1))
         next_item = _receive(ctx, index + 1)
         state = _last_step(ctx, item, next_item, index, first_step, state)
-        if not is_early:
-            gdpa_store.store_item(ctx, index, state.acc)
-            state = _State(state.weights, undefined_sums())
+        gdpa_store.store_item(ctx, index, state.acc)
+        state = _State(state.weights, undefined_sums())
         first_step = ctx.step_after(first_step, item.blocks, next_item.is_resident)
         return next_item, index + 1, first_step, state
 
-    _, items, _, state = lax.while_loop(
+    _, items, _, _ = lax.while_loop(
         lambda carry: carry[0].blocks > 0,
         one_item,
         (item, zero, zero, _State(weights, undefined_sums())),
     )
-    if is_early:
-        gdpa_store.store_item(ctx, items - 1, state.acc)
     ctx.free_stored_slot(items - 1)
     ctx.shared.query.release(items)  # the slot of the end
 

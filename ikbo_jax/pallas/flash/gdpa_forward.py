@@ -111,7 +111,7 @@ def gdpa_forward(
         dtype=query.dtype,
         name="ikbo_gdpa_forward",
         workers=workers,
-        counters=(1,) if config.tickets else (),
+        has_counter=config.tickets,
         interpret=interpret,
     )
     return result

@@ -43,8 +43,8 @@ class WarpgroupContext:
       interpret: whether the kernel is interpreted.
       worker: CTA or cluster.
       consumer: number of the consumer warpgroup; producer: unused.
-      counters: arrays of int32 in device memory, zero when the kernel starts; None each under
-        interpretation, and those without elements.
+      counter: an int32 in device memory, zero when the kernel starts; None under interpretation,
+        and if the launch has none.
     """
 
     shape: Any
@@ -55,7 +55,7 @@ class WarpgroupContext:
     interpret: bool
     worker: Any = None
     consumer: Any = None
-    counters: tuple[Any, ...] = ()
+    counter: Any = None
 
     def replace(self, **changes: Any) -> Self:
         return dataclasses.replace(self, **changes)
@@ -66,15 +66,15 @@ class WarpgroupContext:
         return self.replace(consumer=consumer)
 
     def take(self, number: Any, items: int) -> Any:
-        """The CTA's next item by the first counter, where it has taken `number` before.
+        """The CTA's next item by the counter, where it has taken `number` before.
 
         At least `items` after the last one. Without the counter, there are at least as many CTAs
         as items, and each takes the item of its own number: XLA fills counters with zeros, by a
         kernel of 1 to 2 us.
         """
-        if not self.interpret and self.counters[0] is None:
+        if not self.interpret and self.counter is None:
             return jnp.where(number == 0, self.worker, items)
-        return mosaic.next_ticket(self.counters[0], number, interpret=self.interpret)
+        return mosaic.next_ticket(self.counter, number, interpret=self.interpret)
 
     def load(self, source: Any, index: tuple[Any, ...], tiles: Any, ready: Any) -> None:
         """TMA loads source[*index], [rows, width], into operand tiles [column blocks, rows, 64]."""
@@ -129,7 +129,7 @@ def launch(
     name: str,
     workers: int,
     cluster: int = 1,
-    counters: tuple[int, ...] = (),
+    has_counter: bool = False,
     interpret: Any = False,
 ) -> tuple[jax.Array, ...]:
     """Launches a kernel.
@@ -143,8 +143,7 @@ def launch(
       name: of the kernel.
       workers: number of CTAs, or of clusters.
       cluster: CTAs of a cluster.
-      counters: the sizes of the arrays of `WarpgroupContext.counters`, 0 for those that the launch
-        does not use.
+      has_counter: whether there is a `WarpgroupContext.counter`.
       interpret: False, or `plgpu.InterpretGPUParams`.
 
     Returns:
@@ -164,8 +163,8 @@ def launch(
         shared = jax.tree.unflatten(shared_tree, fields)
         shared = shared._make(rings.Ring(*x) if isinstance(x, memory.Ring) else x for x in shared)
         ctx = roles.context(shared, operands, outputs, is_interpreted)
-        if counters:
-            ctx = ctx.replace(counters=tuple(_counters(n, is_interpreted) for n in counters))
+        if has_counter and not interpret:
+            ctx = ctx.replace(counter=pl.get_global(plgpu.SemaphoreType.REGULAR((1,))))
         _dispatch(roles, ctx)
 
     num_threads = NUM_CONSUMERS + 1 + bool(interpret and roles.assist)
@@ -220,10 +219,6 @@ def _type(kind: Any, dtype: Any, interpret: bool) -> Any:
     if kind.is_clustered:
         return plgpu.ClusterBarrier(collective_axes=("cluster",), **options)
     return plgpu.Barrier(**options)
-
-
-def _counters(size: int, interpret: bool) -> Any:
-    return None if interpret or not size else pl.get_global(plgpu.SemaphoreType.REGULAR((size,)))
 
 
 def _dispatch(roles: Roles, ctx: WarpgroupContext) -> None:
