@@ -101,13 +101,10 @@ def choices_of_table(problem: Problem, device: str = "") -> tuple[Contender, Con
       problem: sizes of the inputs.
       device: the card at hand, as for `table.lookup`.
     """
-    found = []
-    for with_user_rows in (True, False):
-        choice = table.lookup(problem, device=device, with_user_rows=with_user_rows)
-        # Some kernels run only if the table has a measured row.
-        is_xla = choice.source == "default" and not problem.runs_unmeasured
-        found.append(None if is_xla else choice.config)
-    return found[0], found[1]
+    with_rows, without = (
+        table.lookup(problem, device=device, with_user_rows=x).config for x in (True, False)
+    )
+    return with_rows, without
 
 
 class Contest:
@@ -130,7 +127,7 @@ class Contest:
         self._take_choices("")
         # This process sees no device: which card is at hand, the answer to the first task says.
         choices = [self._fixed, *(choices_of_table(problem, x) for x in table.devices())]
-        configs = itertools.islice(problem.candidate_configs(), limit)
+        configs = problem.configs()[:limit]
         self.contenders: tuple[Contender, ...] = tuple(
             dict.fromkeys((None, *itertools.chain(*choices), *configs))
         )

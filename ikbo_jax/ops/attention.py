@@ -29,7 +29,7 @@ from ikbo_jax.ops.sharded import (
     vary_over_same_axes,
     zeros,
 )
-from ikbo_jax.problems import AttentionConfig, AttentionProblem, FewQueriesConfig, few_queries_cost
+from ikbo_jax.problems import AttentionConfig, AttentionProblem, FewQueriesConfig
 from ikbo_jax.problems.hopper import WGMMA_M
 from ikbo_jax.reference import attention as reference
 from ikbo_jax.reference import attention_grouped
@@ -289,28 +289,19 @@ QUERY, LSE = "b t (k g) h", "b t (k g)"
 SPLIT = {"b": "candidates", "t": "queries", "k": "heads", "g": "heads"}
 
 
-def _for_order(call: _Call, plan: dispatch.Plan) -> dispatch.Plan:
-    """The plan; with another default configuration if CTAs list the candidates of their users."""
-    default = isinstance(plan.config, FewQueriesConfig) and call.request.config is None
-    if call.indices_are_sorted or not default or 1 in (plan.problem.batch, plan.problem.users):
-        return plan
-    if plan.config != plan.problem.default_config():  # a measured one
-        return plan
-    config = few_queries_cost.config_of_unsorted(plan.problem, call.request.num_sms)
-    return dataclasses.replace(plan, config=config)
-
-
 _Folded = Folded[_Call, Arrays, _Results]
 
 
 class _Attention(Op[_Call, Arrays, _Results]):
     def problem(self, call: _Call, arrays: Arrays) -> AttentionProblem:
-        del call
-        return attention_backward.problem_of(arrays)
+        problem = attention_backward.problem_of(arrays)
+        # One candidate is sorted, and so are the candidates of one user.
+        is_sorted = call.indices_are_sorted or 1 in (problem.batch, problem.users)
+        return dataclasses.replace(problem, is_sorted=is_sorted)
 
     def plan_on_platform(self, call: _Call, arrays: Arrays) -> dispatch.Plan:
         """The gradient has a kernel of its own, which is chosen apart from the result's."""
-        plan = _for_order(call, super().plan_on_platform(call, arrays))
+        plan = super().plan_on_platform(call, arrays)
         config, reason = attention_backward.choose(call.request, plan.problem)
         return dataclasses.replace(
             plan,

@@ -31,13 +31,6 @@ logger = logging.getLogger("ikbo_jax")
 IMPLEMENTATIONS = ("mosaic_gpu", "xla")
 
 
-#: The reason to run in XLA although the kernel could run.
-_NOT_MEASURED = (
-    "the table has no measured row near this problem, and without one {op}'s kernel runs only with "
-    "implementation='mosaic_gpu' or a config; `ikbo-jax tune {command}` measures a row"
-)
-
-
 @dataclasses.dataclass(frozen=True)
 class Plan:
     """How one call of an op runs.
@@ -211,9 +204,6 @@ def kernel_config(request: Request, problem: Any) -> tuple[Any, str]:
     else:
         choice = table.lookup(problem, device=_card(request))
         config, reason = choice.config, choice.reason + _other_device(request, choice.reason)
-        is_unmeasured = choice.source == "default" and not problem.runs_unmeasured
-        if is_unmeasured and request.implementation is None:
-            return None, _NOT_MEASURED.format(op=problem.op, command=problem.op.replace("_", "-"))
         if config is None and request.implementation == "mosaic_gpu":
             # The table prefers XLA, but the caller requested the kernel.
             config = problem.default_config()

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 from collections.abc import Iterator, Mapping
-from typing import Any, ClassVar, NamedTuple, Self
+from typing import Any, ClassVar, NamedTuple, Self, cast
 
 from ikbo_jax.problems import attention_tile_cost, few_queries_cost, hopper, memory
 from ikbo_jax.problems.few_queries import FewQueriesConfig
@@ -14,9 +15,9 @@ from ikbo_jax.problems.hopper import NUM_CONSUMERS, WGMMA_M
 from ikbo_jax.problems.problem import (
     Config,
     Problem,
+    Ranked,
     attention_distance,
     attention_sizes,
-    octave,
     sizes_from_json,
     typed,
 )
@@ -31,8 +32,10 @@ ITEM_WORDS = 16
 #: tiles.
 FLAG_WORDS = 128
 #: Most keys with which a tile is so short that the queries of several are in flight; see
-#: `AttentionProblem._tile_configs`.
+#: `AttentionProblem._spanning_configs`.
 SHORT_KEYS = 256
+#: Of short keys, least with which turns are late; of others, most with which scores are early.
+LATE_REUSE_KEYS, EARLY_SCORES_KEYS = 181, 724
 #: Configurations of the kernel for few queries that are worth timing.
 MOST_FEW_QUERIES = 8
 
@@ -153,15 +156,6 @@ class AttentionSizes(Problem):
             f"H={p.head_dim} {p.dtype}"
         )
 
-    def shape_class(self) -> str:
-        """H exactly, every other size by octave."""
-        p = self
-        return (
-            f"{p.op} h={p.head_dim} s=2^{octave(p.kv_len)} t=2^{octave(p.q_len)} "
-            f"b=2^{octave(p.batch)} ratio=2^{octave(p.batch / max(p.users, 1))} "
-            f"n=2^{octave(p.q_heads)} k=2^{octave(p.kv_heads)}"
-        )
-
     def distance(self, other: AttentionSizes) -> float:
         """Infinite if H, and so the tiles, differ; see `ATTENTION_DISTANCE_WEIGHTS`."""
         if self.head_dim != other.head_dim:
@@ -174,60 +168,43 @@ class AttentionSizes(Problem):
 
 @dataclasses.dataclass(frozen=True)
 class AttentionProblem(AttentionSizes):
-    """Sizes of a broadcast attention, forward."""
+    """Sizes of a broadcast attention, forward.
+
+    Attributes:
+      is_sorted: whether candidates of a user are known to be neighbours.
+    """
 
     op: ClassVar[str] = "attention"
     config_type: ClassVar[type] = AttentionConfig
     products: ClassVar[int] = 2
 
+    is_sorted: bool = True
+
     @classmethod
     def config_type_of(cls, fields: Mapping[str, Any]) -> type[Config]:
         return FewQueriesConfig if "tile_rows" in fields else AttentionConfig
 
-    def candidate_configs(self) -> Iterator[AttentionConfig | FewQueriesConfig]:
-        """Yields the legal configurations worth timing, the most promising first."""
-        for_few = few_queries_cost.candidate_configs(self)[:MOST_FEW_QUERIES]
-        if few_queries_cost.is_preferred(self):
-            yield from for_few
-        yield from self._tile_configs()
-        if not few_queries_cost.is_preferred(self):
-            yield from for_few
+    def rank(self) -> Iterator[Ranked]:
+        """Yields the legal configurations of both kernels, by the time that their models give.
 
-    def fits(self, config: Config) -> bool:
-        """False if the other kernel is preferred, if splits were chosen for another problem, or if
-        the rings are those of long sequences, but this problem's are short."""
-        if not isinstance(config, AttentionConfig) or few_queries_cost.is_preferred(self):
-            return False
-        if self.kv_len > SHORT_KEYS:
-            return True
-        best = next(self._tile_configs(), None)
-        return best is None or config.q_slots >= best.q_slots
+        With an index that is not sorted, the kernel for few queries takes other items; which kernel
+        is chosen does not depend on the order: neither is its time without it modelled.
+        """
+        few = few_queries_cost.ranked_configs(self)[:MOST_FEW_QUERIES]
+        ways = sorted((*few, *self._tile_configs()), key=lambda way: cast(float, way.us))
+        if not self.is_sorted and ways and isinstance(ways[0].config, FewQueriesConfig):
+            config = few_queries_cost.config_of_unsorted(self)
+            ways = [Ranked(ways[0].us, config), *(way for way in ways if way.config != config)]
+        yield from ways
 
-    def adapt(self, config: Any) -> Any:
-        """With tiles that are cut at users, or not, as the cost model says."""
-        if not isinstance(config, AttentionConfig) or config.one_user or config.balance:
-            return config
-        return self._cut(config, attention_tile_cost.tile_mode(self)[0])
-
-    def _cut(self, config: AttentionConfig, mode: str) -> AttentionConfig:
-        """A configuration with one of the modes of `attention_tile_cost.tile_mode`."""
-        if mode == "one_user":
-            return dataclasses.replace(config, one_user=True, reuse=False)
-        if mode == "balance":
-            return dataclasses.replace(config, balance=True, late_turns=True)
-        return config
-
-    def _tile_configs(self) -> Iterator[AttentionConfig]:
+    def _tile_configs(self) -> Iterator[Ranked]:
         """Yields the legal configurations of the kernel of tiles, the most promising first."""
         plain = list(self._spanning_configs())
-        if not plain:
-            return
-        best = attention_tile_cost.tile_mode(self)[0]
-        modes = ("", "one_user") if self.users > 1 else ("",)
-        for mode in sorted({best, *modes}, key=lambda mode: mode != best):
+        for number, (mode, us) in enumerate(attention_tile_cost.tile_modes(self)):
             # Of the ways that seem slower, two configurations are worth timing.
-            configs = [self._cut(config, mode) for config in plain]
-            yield from list(dict.fromkeys(configs))[: None if mode == best else 2]
+            configs = dict.fromkeys(_cut(config, mode) for config in plain)
+            for config in itertools.islice(configs, 2 if number else None):
+                yield Ranked(us, config)
 
     def _spanning_configs(self) -> Iterator[AttentionConfig]:
         """Yields the legal configurations of tiles that span users."""
@@ -241,11 +218,34 @@ class AttentionProblem(AttentionSizes):
                 # Two query slots leave room for blocks of 32 keys: on an H100 209 instead of 314
                 # us at S = 76, 77 instead of 101 us at S = 128, 14.6 instead of 21.7 us at S = 64.
                 blocks, rings = [32, *blocks], [(3, 3, 2), *rings]
+        elif self.head_dim == 64:
+            rings.insert(0, (4, 4, 2))  # the fastest of 4,096 keys on an H200
         for block_kv in blocks:
-            for k_stages, v_stages, q_slots in rings:
-                config = AttentionConfig(block_kv, k_stages, v_stages, q_slots)
-                # reuse: 0.074 ms instead of 0.082 ms at S = 256 and 64 candidates a user in one
-                # measurement, 0.086 ms instead of 0.089 ms in another.
-                for variant in (config, dataclasses.replace(config, reuse=True)):
-                    if variant.illegal_reason(self) is None:
-                        yield variant
+            for ring in rings:
+                for switches in self._switches():
+                    config = AttentionConfig(block_kv, *ring, **switches)
+                    if config.illegal_reason(self) is None:
+                        yield config
+
+    def _switches(self) -> list[dict[str, bool]]:
+        """Further parameters worth timing, the most promising first."""
+        # reuse: 0.074 ms instead of 0.082 ms at S = 256 and 64 candidates a user in one
+        # measurement, 0.086 ms instead of 0.089 ms in another (H = 128).
+        found: list[dict[str, bool]] = [{}, {"reuse": True}]
+        if self.head_dim != 128:
+            return found
+        # Of H = 128, the tuner's results on an H200 with 32 users, T = 64 and 128 to 1,024 keys.
+        if self.kv_len <= SHORT_KEYS:
+            is_late = self.kv_len > LATE_REUSE_KEYS
+            return [{"reuse": True, "late_turns": is_late}, *found]
+        both = {"early_scores": True, "late_turns": True}
+        return [both, *found] if self.kv_len <= EARLY_SCORES_KEYS else found
+
+
+def _cut(config: AttentionConfig, mode: str) -> AttentionConfig:
+    """A configuration with one of the modes of `attention_tile_cost.tile_modes`."""
+    if mode == "one_user":
+        return dataclasses.replace(config, one_user=True, reuse=False)
+    if mode == "balance":
+        return dataclasses.replace(config, balance=True, late_turns=True)
+    return config

@@ -14,8 +14,9 @@ from ikbo_jax.problems.attention_backward import (
     STORED_BLOCK_KV,
     AttentionBackwardConfig,
 )
-from ikbo_jax.problems.attention_backward_cost import small_configs
-from ikbo_jax.problems.hopper import BLOCK_K, NUM_SMS, WGMMA_M
+from ikbo_jax.problems.attention_backward_cost import estimated_us, small_configs
+from ikbo_jax.problems.hopper import BLOCK_K, NUM_SMS, TILE_ROWS, WGMMA_M
+from ikbo_jax.problems.problem import Ranked
 
 #: Most tiles of keys whose parts of d_query are stored apart by default; each part takes twice the
 #: memory of the queries.
@@ -55,7 +56,7 @@ class AttentionBackwardProblem(AttentionSizes):
     @classmethod
     def of(cls, forward: AttentionSizes) -> Self:
         """The gradient of `forward`."""
-        return cls(**dataclasses.asdict(forward))
+        return cls(**{x.name: getattr(forward, x.name) for x in dataclasses.fields(cls)})
 
     @property
     def rows(self) -> int:
@@ -71,46 +72,6 @@ class AttentionBackwardProblem(AttentionSizes):
     @property
     def _tiles(self) -> int:
         return -(-self.kv_len // BLOCK_KV)
-
-    def fits(self, config: AttentionBackwardConfig) -> bool:
-        """Small blocks and parts are for few rows; see `_fits_launches` for the others.
-
-        Small gradients have configurations of their own, which the model chooses.
-        """
-        if small_configs(self):
-            return False
-        if config.d_query == "parts":
-            return self._has_few_rows and self._tiles <= MAX_PARTS
-        if not self._fits_launches(config):
-            return False
-        is_narrow = config.block_q < min(WGMMA_M, MAX_BLOCK_Q.get(self.head_dim, WGMMA_M))
-        if is_narrow:
-            return self._has_few_rows
-        # With users of 8 rows, blocks of 64 took 1.2 to 1.4 times as long as blocks of 16 (H100).
-        return self.head_dim > MAX_BOTH_SUMS or self.rows > config.block_q // 2
-
-    def _fits_launches(self, config: AttentionBackwardConfig) -> bool:
-        """Whether d_query is computed in the faster one of two ways, if in one of them.
-
-        Where another launch is faster, it has the default's blocks and slots, too.
-        """
-        if config.d_query not in ("launch", "stored"):
-            return True
-        if config.stores_d_scores or self._stores_d_scores:
-            return config.stores_d_scores and self._stores_d_scores
-        best = next(self._launched())
-        return (config.block_q, config.kv_slots) == (best.block_q, best.kv_slots)
-
-    def adapt(self, config: AttentionBackwardConfig) -> AttentionBackwardConfig:
-        """Splits and the height of tiles depend on the number of users and of their rows."""
-        is_tall = config.tall and self.rows >= MIN_TALL_ROWS
-        if self.rows >= MIN_WIDER_ROWS and config.block_q < 32:
-            # With 40 and 64 rows, three stages took 0.97 and 0.94 of the time of two (H100).
-            config = dataclasses.replace(config, block_q=32, stages=3)
-        splits = self._splits(config.block_q)[0]
-        adapted = dataclasses.replace(config, splits=splits, tall=is_tall)
-        adapted = _added_by_launch(adapted)
-        return config if adapted.illegal_reason(self) else adapted
 
     @property
     def _stores_d_scores(self) -> bool:
@@ -133,10 +94,13 @@ class AttentionBackwardProblem(AttentionSizes):
         """Whether users have one block of queries."""
         return self.rows <= WGMMA_M
 
-    def candidate_configs(self) -> Iterator[AttentionBackwardConfig]:
-        """Yields the legal configurations worth timing, the most promising first."""
+    def rank(self) -> Iterator[Ranked]:
+        """Yields the legal configurations worth timing, the most promising first.
+
+        Small gradients have a model, the others an order by rules.
+        """
         small = small_configs(self)
-        yield from small
+        yield from (Ranked(estimated_us(self, config), config) for config in small)
         has_few = self._has_few_rows and self.head_dim <= MAX_BOTH_SUMS
         found = self._for_few_rows() if has_few else self._for_many_rows()
         for config in dict.fromkeys(found):
@@ -144,7 +108,7 @@ class AttentionBackwardProblem(AttentionSizes):
                 candidate = dataclasses.replace(config, splits=splits)
                 candidate = _added_by_launch(candidate)
                 if candidate not in small and candidate.illegal_reason(self) is None:
-                    yield candidate
+                    yield Ranked(None, candidate)
 
     def _for_few_rows(self) -> Iterator[AttentionBackwardConfig]:
         """Yields configurations for users with one block of queries.
@@ -158,8 +122,10 @@ class AttentionBackwardProblem(AttentionSizes):
             yield from self._launched()
         # Blocks of 32 rows and three stages took 0.97 to 1.00 of the time of blocks of 64 with 40,
         # 54 and 64 rows of a user.
-        for block_q in sorted((16, 32, 64), key=lambda block: block < min(self.rows, 32)):
-            for kv_slots, stages in ((2, 3), (2, 2), (1, 2)):
+        for block_q in (16, 32, 64) if self.rows < MIN_WIDER_ROWS else (32, 64, 16):
+            # Of blocks of 16 rows, the tuner preferred two stages on both cards.
+            stages_of_two = (2, 3) if block_q == 16 else (3, 2)
+            for kv_slots, stages in *((2, x) for x in stages_of_two), (1, 2):
                 d_query = "parts" if has_few_parts else "stored"
                 yield AttentionBackwardConfig(block_q, stages, kv_slots, d_query)
         if not has_few_parts and self._stores_d_scores:  # which may be too large to store
@@ -204,9 +170,11 @@ class AttentionBackwardProblem(AttentionSizes):
             ]
             yield from configs[::-1] if self.rows >= MIN_MANY_ROWS else configs
             return
-        if self.rows >= MIN_TALL_ROWS:
-            yield AttentionBackwardConfig(64, 3, 1, "stored", kv_stages=3, tall=True)
-        yield AttentionBackwardConfig(64, 3, 1, "stored", kv_stages=4)
+        tall = AttentionBackwardConfig(64, 3, 1, "stored", kv_stages=3, tall=True)
+        plain = AttentionBackwardConfig(64, 3, 1, "stored", kv_stages=4)
+        tiles = self.users * self.kv_heads * -(-self.rows // (2 * TILE_ROWS))
+        is_tall = self.rows >= MIN_TALL_ROWS and tiles >= NUM_SMS
+        yield from (tall, plain) if is_tall else (plain, tall)
 
     def _for_wide_heads(self) -> Iterator[AttentionBackwardConfig]:
         # With 14 sizes on an H100, stored gradients of scores took 0.67 to 0.85 of the time of

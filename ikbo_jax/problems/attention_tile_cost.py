@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import math
 from typing import Any
 
@@ -53,6 +52,10 @@ MOST_LISTED_WORDS, XLA_LIST_US = 46080, 60.0
 #: How much faster tiles that are cut at users should seem, to be preferred to those that span
 #: users.
 CUT_MARGIN = 1.02
+#: How much longer tiles of several users take where memory takes more than this part of their time,
+#: and shorter elsewhere: CTAs take what others have left, which those of the kernel for few queries
+#: do not. Without it the choice between the kernels takes up to 1.5 times as long (26 sizes).
+OF_MEMORY, MEMORY_PART = 1.1, 0.49
 #: Most warpgroup tiles that `balance` cuts by default, the kernels that cut them, and how much
 #: longer the kernel then takes.
 MOST_BALANCED, CUT_US, BALANCED = 1024, 2.0, 1.02
@@ -162,12 +165,14 @@ def _list_us(problem: Any) -> float:
     return LIST_US + LIST_EACH_US * problem.batch / 1024
 
 
-@functools.lru_cache(maxsize=1024)
-def tile_mode(problem: Any) -> tuple[str, float]:
-    """How tiles should be cut, and the time: "" if they span users, or "one_user" or "balance"."""
+def tile_modes(problem: Any) -> list[tuple[str, float]]:
+    """Ways to cut tiles, and their times, the fastest first.
+
+    "" if tiles span users; "one_user"; "balance" only if it is the fastest.
+    """
     p = problem
     if not min(p.batch, p.q_len, p.kv_len, p.q_heads):
-        return "", 0.0
+        return [("", 0.0)]
     spanning = estimated_tile_us(p)
     modes = {"": spanning / CUT_MARGIN}
     if p.users > 1:
@@ -175,6 +180,10 @@ def tile_mode(problem: Any) -> tuple[str, float]:
         modes["balance"] = estimated_balance_us(p)
     best = min(modes, key=lambda mode: modes[mode])
     # Beside the kernel for few queries alone: the modes were compared by times of their own.
-    if not best and p.users > 1 and p.q_len % WGMMA_M:
-        spanning += SPANNING_US
-    return best, modes[best] if best else spanning
+    modes[""] = spanning + (SPANNING_US if p.users > 1 and p.q_len % WGMMA_M else 0.0)
+    us = modes.pop(best)
+    modes.pop("balance", None)
+    if p.users > 1:
+        memory_us = (key_bytes(p)[1] + row_bytes(p)) / MEMORY_BYTES
+        us *= OF_MEMORY if memory_us > MEMORY_PART * us else 1 / OF_MEMORY
+    return [(best, us), *((mode, max(us, other)) for mode, other in modes.items())]

@@ -24,7 +24,6 @@ from ikbo_jax.problems.attention_tile_cost import (
     expected_tiles,
     key_bytes,
     row_bytes,
-    tile_mode,
 )
 from ikbo_jax.problems.few_queries import (
     CACHE_BYTES,
@@ -37,6 +36,7 @@ from ikbo_jax.problems.few_queries import (
     rows_of_head,
 )
 from ikbo_jax.problems.hopper import NUM_SMS, TILE_ROWS, WGMMA_M
+from ikbo_jax.problems.problem import Ranked
 
 #: Most queries of a candidate for which the kernel for few queries is a candidate; and if items of
 #: 64 rows take one wave. Then tiles of 128 rows leave half of the SMs without work: 4.8 us instead
@@ -60,10 +60,6 @@ MERGE_US = 3.0
 GATHER_US = {1: 0.9, 2: 0.48, 3: 0.4, 4: 1.2}
 #: Standard deviations above the mean of the CTA with most items.
 UNEVEN = 1.75
-#: How much faster the other kernel should seem, to be preferred: tiles of several users, where
-#: memory takes more than this part of their time, since the models then say little; elsewhere the
-#: kernel for few queries, whose CTAs do not take what others have left.
-MARGIN, MEMORY_PART = 1.1, 0.49
 #: Part of the lesser of the two times, of items and of memory, that the greater does not hide.
 OVERLAP = 0.09
 #: Most keys of an item that is over before the index has been searched for some others.
@@ -82,21 +78,16 @@ def serves(problem: Any) -> bool:
     )
 
 
-@functools.lru_cache(maxsize=1024)
-def is_preferred(problem: Any) -> bool:
-    """Whether the kernel for few queries is the default: whether its model is faster.
+def ranked_configs(problem: Any) -> list[Ranked]:
+    """The legal configurations worth timing, the most promising first.
 
     With many rows of a user the tensor cores limit the time. Then the kernel whose tiles span users
     is faster, whose softmax keeps the maximum of the first block.
     """
     configs = candidate_configs(problem)
-    if not configs:
-        return False
-    us = tile_mode(problem)[1]
-    if problem.users > 1:
-        memory_us = (key_bytes(problem)[1] + row_bytes(problem)) / MEMORY_BYTES
-        us *= MARGIN if memory_us > MEMORY_PART * us else 1 / MARGIN
-    return estimated_us(problem, configs[0]) + _uneven_us(problem, configs[0]) < us
+    # The order is that of users with the same number of rows, the choice that of any.
+    uneven_us = _uneven_us(problem, configs[0]) if configs else 0.0
+    return [Ranked(estimated_us(problem, config) + uneven_us, config) for config in configs]
 
 
 @functools.lru_cache(maxsize=1024)
@@ -179,8 +170,7 @@ def _with_most_stages(
     return [first] if first else []
 
 
-@functools.lru_cache(maxsize=1024)
-def config_of_unsorted(problem: Any, num_sms: int) -> FewQueriesConfig:
+def config_of_unsorted(problem: Any, num_sms: int = NUM_SMS) -> FewQueriesConfig:
     """The most promising configuration for an index that is not sorted; there must be a legal one.
 
     Listing takes time for every item, so larger items are better than for a sorted index.

@@ -12,7 +12,7 @@ from ikbo_jax.problems.attention import AttentionConfig
 from ikbo_jax.problems.flash import FlashConfig
 from ikbo_jax.problems.gdpa_sizes import SOFTMAX, GdpaSizes
 from ikbo_jax.problems.hopper import NUM_SMS, TILE_ROWS, WGMMA_K
-from ikbo_jax.problems.problem import Config
+from ikbo_jax.problems.problem import Config, Ranked, by_rule
 from ikbo_jax.problems.short_gdpa import ShortGdpaConfig
 
 #: Largest block_kv by head width (width 96 is padded to 128 in shared memory). With larger blocks
@@ -41,7 +41,8 @@ MAX_SHORT_CONFIGS = 6
 #: (k_stages, v_stages, q_slots) of configurations worth timing, the most promising first. Fractions
 #: of the reference matmul on an H200 for batch 1152, N = 4, H = 128, gelu_tanh with approx="tanh",
 #: blocks of 128 keys and full sequences of 1024: 0.805 with the first ring, 0.780 with the second.
-RINGS = ((2, 2, 3), (2, 3, 2), (3, 3, 2), (4, 4, 2), (3, 3, 1), (2, 2, 1))
+Ring = tuple[int, int, int]
+RINGS: tuple[Ring, ...] = ((2, 2, 3), (2, 3, 2), (3, 3, 2), (4, 4, 2), (3, 3, 1), (2, 2, 1))
 #: Further parameters, the most promising first, if the keys of a sequence do not fit the stages.
 #: Fractions with the second ring at lengths 512, 1024 and 2048: late_turns 0.725, 0.794, 0.853;
 #: none 0.728, 0.780, 0.824. With the first ring and late_turns: 0.806 to 0.813 at 1024, 0.854 at
@@ -72,10 +73,7 @@ NARROW_BLOCK_COST = 3
 #: Largest bound of jagged sequences up to which blocks of 64 keys are the default. Best times with
 #: 64 and 128 keys, uniform lengths, us on an H100: up to 129, 26.4 and 27.8; 152, 12.1 and 13.9;
 #: 172, 140.9 and 162.3; 278, 15.1 and 15.8; 372, 890.6 and 931.7; but 665, 851.8 and 837.2.
-NARROW_BLOCK, NARROW_MAX_KEYS = 64, 384
-#: Largest number of queries that all sequences share for which three query slots are the default at
-#: H = 64: 41.6 instead of 42.7 us (23 queries), 95.7 instead of 103.3 (19 queries).
-SEEDS = 64
+NARROW_MAX_KEYS, NARROW_MEAN_KEYS = 384, 2048
 #: Most rounds of work items, one item of each CTA, for which the default is that CTAs take them by
 #: a counter where lengths differ by far. 2.2 and 2.7 rounds of log-normal lengths: 32.8 us instead
 #: of 38.1, 34.5 instead of 41.4; with 8.5 rounds of PMA 30.9 instead of 39.3, with 29.8 rounds 78.7
@@ -182,68 +180,69 @@ class GdpaProblem(GdpaSizes):
     def config_type_of(cls, fields: Mapping[str, Any]) -> type[Config]:
         return ShortGdpaConfig if "tile_rows" in fields else GdpaConfig
 
-    def candidate_configs(self) -> Iterator[GdpaConfig | ShortGdpaConfig]:
-        """Yields the legal configurations worth timing, the most promising first.
-
-        The first one is the default configuration.
-        """
-        short = itertools.islice(short_gdpa.candidate_configs(self), MAX_SHORT_CONFIGS)
-        if self.prefers_short:
-            number = 0
-            for number, config in enumerate(short, 1):  # noqa: B007
-                yield config
-            yield from self._long_configs(MAX_CONFIGS - number)
-        elif short_gdpa.is_candidate(self):
-            last = list(short)
-            yield from self._long_configs(MAX_CONFIGS - len(last))
-            yield from last
-        else:
-            yield from self._long_configs(MAX_CONFIGS)
-
-    def default_rule(self) -> str:
+    def rank(self) -> Iterator[Ranked]:
+        """Yields the legal configurations of both kernels, the most promising first, by rules."""
         reason = short_gdpa.why_preferred(self)
-        if reason is None:
-            return "the kernel for long sequences, which is faster than XLA at all measured sizes"
-        return f"the kernel for short sequences ({reason})"
-
-    @property
-    def prefers_short(self) -> bool:
-        """Whether the kernel for short sequences is the default."""
-        return short_gdpa.why_preferred(self) is not None
+        short = itertools.islice(short_gdpa.candidate_configs(self), MAX_SHORT_CONFIGS)
+        is_candidate = reason is not None or short_gdpa.is_candidate(self)
+        of_short = [
+            *by_rule(short if is_candidate else (), f"the kernel for short sequences ({reason})")
+        ]
+        of_long = by_rule(
+            self._long_configs(MAX_CONFIGS - len(of_short)),
+            "the kernel for long sequences, which is faster than XLA at all measured sizes",
+        )
+        yield from of_short if reason is not None else ()
+        yield from of_long
+        yield from of_short if reason is None else ()
 
     def _long_configs(self, most: int) -> Iterator[GdpaConfig]:
         """Yields `most` configurations of the kernel for long sequences.
 
-        A configuration's rank is the sum of the
-        positions of its ring and its mode in their lists, plus `NARROW_BLOCK_COST` for blocks of
-        64 keys, or of 128 where 64 are preferred.
+        A configuration's rank is the sum of the positions of its ring and its mode in their lists,
+        plus `NARROW_BLOCK_COST` for blocks of 64 keys, or of 128 where 64 are preferred.
         """
-        ranked: dict[GdpaConfig, int] = {}
-        for block, block_kv in enumerate((64, 128) if self.prefers_narrow_blocks else (128, 64)):
-            for ring, (k_stages, v_stages, q_slots) in enumerate(RINGS):
-                plain = GdpaConfig(block_kv, k_stages, v_stages, q_slots)
-                is_short = self.keys_fit_stages(plain) and q_slots > 1
-                long_modes = LONG_MODES if self.is_full else JAGGED_MODES
-                for mode, switches in enumerate(SHORT_MODES if is_short else long_modes):
-                    config = self.adapt(dataclasses.replace(plain, **switches))
+        ranks: dict[GdpaConfig, int] = {}
+        early, blocks = self._early_ring, (64, 128) if self._prefers_narrow_blocks else (128, 64)
+        modes = LONG_MODES if self.is_full else JAGGED_MODES
+        if early:
+            modes = tuple(sorted(modes, key=lambda mode: "late_turns" in mode))
+        for block, block_kv in enumerate(blocks):
+            for number, ring in enumerate(dict.fromkeys((early or RINGS[0], *RINGS))):
+                plain = GdpaConfig(block_kv, *ring)
+                is_short = self.keys_fit_stages(plain) and plain.q_slots > 1 and not early
+                for mode, switches in enumerate(SHORT_MODES if is_short else modes):
+                    config = self._with_tickets(dataclasses.replace(plain, **switches))
                     if config.illegal_reason(self) is None:
-                        ranked.setdefault(config, NARROW_BLOCK_COST * block + ring + mode)
-        yield from sorted(ranked, key=ranked.__getitem__)[:most]
+                        ranks.setdefault(config, NARROW_BLOCK_COST * block + number + mode)
+        yield from sorted(ranks, key=ranks.__getitem__)[:most]
 
     @property
-    def prefers_narrow_blocks(self) -> bool:
-        """Whether sequences are jagged, and so short that blocks of 64 keys are faster."""
+    def _early_ring(self) -> Ring | None:
+        """The ring of the default where its turns are early, by the tuner's results on an H200."""
+        if SOFTMAX in self.activations:
+            is_jagged = self.broadcast_q or not self.is_full
+            return (2, 3, 2) if self.head_dim == 128 and is_jagged else None
+        if self.prefers_tickets or (self.is_full and not self.broadcast_q):
+            return None
+        if self.head_dim == 128 and self._prefers_narrow_blocks:
+            return (4, 4, 2) if self.broadcast_q else (4, 4, 3)
+        is_long = not (self.broadcast_q or self._prefers_narrow_blocks)
+        return (2, 3, 2) if self.head_dim == 64 and is_long else None
+
+    @property
+    def _prefers_narrow_blocks(self) -> bool:
+        """Whether sequences are jagged, and so short that blocks of 64 keys are faster.
+
+        Or, at H = 128, of few keys with the same queries (0.598 ms of 1,024 keys on an H200).
+        """
+        if self.broadcast_q:
+            is_few = self._mean_lengths()[1] <= NARROW_MEAN_KEYS
+            is_timed = self.head_dim == 128 and SOFTMAX not in self.activations
+            return is_few and is_timed and not self.prefers_tickets
         bounds = (self.max_seqlen_q, self.max_seqlen_kv)
         is_short = all(bound is not None and bound <= NARROW_MAX_KEYS for bound in bounds)
-        return is_short and not self.is_full and not self.broadcast_q
-
-    @property
-    def has_seeds(self) -> bool:
-        """Whether all sequences share few queries of width 64.
-
-        `q_rows` counts the rows of the result, so the shared queries once for each sequence.
-        """
-        return self.broadcast_q and self.q_rows <= SEEDS * self.batch and self.head_dim == 64
+        return is_short and not self.is_full
 
     @property
     def prefers_tickets(self) -> bool:
@@ -262,23 +261,7 @@ class GdpaProblem(GdpaSizes):
         longest = self.max_seqlen_kv or self.kv_rows / max(self.batch_kv, 1)
         return longest <= min(config.k_stages, config.v_stages) * config.block_kv
 
-    def fits(self, config: GdpaConfig | ShortGdpaConfig) -> bool:
-        """False for the other kernel than the rule's, whose rows do not compare; and if run > 1 and
-        keys do not fit the stages: a run then only unbalances the CTAs. Nor with other blocks, or
-        query slots, than the defaults where these are known to be faster. Nor without tickets where
-        these are the default: with them, the default rings take 32.8 and 34.5 us, those of the
-        nearest row, at distances of 1.8 and 1.7, 35.6 and 36.7."""
-        if isinstance(config, ShortGdpaConfig) or self.prefers_short:
-            return False
-        if self.prefers_narrow_blocks and config.block_kv != NARROW_BLOCK:
-            return False
-        if self.prefers_tickets and not config.tickets:
-            return False
-        if self.has_seeds and config.q_slots < RINGS[0][-1]:
-            return False
-        return config.run == 1 or self.keys_fit_stages(config)
-
-    def adapt(self, config: GdpaConfig) -> GdpaConfig:
+    def _with_tickets(self, config: GdpaConfig) -> GdpaConfig:
         """With `tickets` where these are the default; without `half_blocks` where ptxas may
         serialise the kernel's products."""
         if self.prefers_tickets:

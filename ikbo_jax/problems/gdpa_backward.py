@@ -10,7 +10,7 @@ from typing import Any, ClassVar, NamedTuple, Self
 from ikbo_jax.problems import hopper, memory
 from ikbo_jax.problems.gdpa_sizes import SOFTMAX, GdpaSizes
 from ikbo_jax.problems.hopper import BLOCK_K, NUM_CONSUMERS, TILE_ROWS, WGMMA_M
-from ikbo_jax.problems.problem import Config
+from ikbo_jax.problems.problem import Config, Ranked, by_rule
 
 #: Largest `block` by head width (width 96 is padded to 128 in shared memory): for the kernel with
 #: two results (d_key, d_value), and with one (d_query). With larger blocks accumulators and scores
@@ -216,10 +216,10 @@ class GdpaBackwardProblem(GdpaSizes):
         """Five products for the forward pass' two."""
         return 5 * super().useful_flops(pairs) // 2
 
-    def candidate_configs(self) -> Iterator[GdpaBackwardTuning]:
+    def rank(self) -> Iterator[Ranked]:
         """Yields the legal configurations worth timing, the most promising first.
 
-        The first one is the default configuration. Every configuration of one kernel is tried
+        The first one is the default of both kernels. Every configuration of one kernel is tried
         beside the default of the other.
         """
         default = default_config(self.head_dim)
@@ -230,15 +230,5 @@ class GdpaBackwardProblem(GdpaSizes):
             for (i, query), (j, key) in itertools.product(configs, repeat=2)
             if i + j <= MAX_STEPS or not i or not j
         }
-        for config in sorted(steps, key=steps.__getitem__):
-            if config.illegal_reason(self) is None:
-                yield config
-
-    def fits(self, config: GdpaBackwardTuning) -> bool:
-        """False if blocks are narrow, but the sequences that a kernel streams are not short."""
-        q_len, kv_len = self._mean_lengths()
-        default = default_config(self.head_dim).block
-        return all(
-            block >= default or length <= default
-            for block, length in ((config.query_block, kv_len), (config.key_block, q_len))
-        )
+        configs = sorted(steps, key=steps.__getitem__)
+        return by_rule(x for x in configs if x.illegal_reason(self) is None)

@@ -5,13 +5,12 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Mapping
-from typing import Any, ClassVar, Self
+from typing import Any, Self
 
 from ikbo_jax.problems.problem import (
     Problem,
     attention_distance,
     attention_sizes,
-    octave,
     size,
     sizes_from_json,
     typed,
@@ -48,9 +47,6 @@ class GdpaSizes(Problem):
       max_seqlen_q: bound of the lengths of query sequences, or None.
       max_seqlen_kv: bound of the lengths of key-value sequences, or None.
     """
-
-    # The number of rows of jagged arrays differs from call to call.
-    user_rows_generalise: ClassVar[bool] = True
 
     batch: int
     batch_kv: int
@@ -111,18 +107,6 @@ class GdpaSizes(Problem):
             broadcast_q=typed(fields.get("broadcast_q"), bool, "broadcast_q"),
             max_seqlen_q=optional("max_seqlen_q"),
             max_seqlen_kv=optional("max_seqlen_kv"),
-        )
-
-    def shape_class(self) -> str:
-        """H and activations exactly, every other size by octave; lengths by their means."""
-        p = self
-        q_len, kv_len = self._mean_lengths()
-        return (
-            f"{p.op} h={p.head_dim} q=2^{octave(q_len)} kv=2^{octave(kv_len)} "
-            f"b=2^{octave(p.batch)} ratio=2^{octave(p.batch / max(p.batch_kv, 1))} "
-            f"n=2^{octave(p.q_heads)} k=2^{octave(p.kv_heads)} "
-            f"{'full' if p.is_full else 'jagged'} "
-            f"{'+'.join(p.activations)} {p.approx or 'exact'}"
         )
 
     def distance(self, other: GdpaSizes) -> float:

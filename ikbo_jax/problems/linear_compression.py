@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import math
 from collections.abc import Iterator, Mapping
 from typing import Any, ClassVar, NamedTuple, Self
 
@@ -17,17 +18,14 @@ from ikbo_jax.problems.hopper import (
     why_not_width,
 )
 from ikbo_jax.problems.packed_compression import STAGING_SLOTS, PackedCompressionConfig
-from ikbo_jax.problems.problem import Config, Problem, doublings, octave, size, typed
+from ikbo_jax.problems.problem import Config, Problem, Ranked, doublings, size, typed
 from ikbo_jax.problems.resident_compression import ResidentCompressionConfig
 
-#: Most candidates of the kernel whose tiles span candidates, and of the kernel whose CTAs keep
-#: their weights, that the autotuner times.
-MOST_PACKED, MOST_RESIDENT = 12, 12
+#: Most candidates of the kernel whose tiles span candidates that the autotuner times.
+MOST_PACKED = 12
 #: Largest block_m without register spills: at 224, accumulator and fragment take 196 of a consumer
 #: thread's 240 registers.
 MAX_BLOCK_M = 224
-#: A nearby row's block_m may pad M to at most this multiple of M padded by the default block_m.
-MAX_EXTRA_PADDING = 1.125
 #: Coefficients of linear compression's distance. M decides how tiles fit and has the largest
 #: coefficient; the coarse levels do little work.
 DISTANCE_WEIGHTS = {
@@ -153,26 +151,15 @@ class LinearCompressionSizes(Problem):
         ks = ",".join(map(str, self.ks))
         return f"B={batches} K={ks} M={self.m} N={self.n} {self.dtype}"
 
-    def shape_class(self) -> str:
-        """Batches, ratios, K by octave; M by 16, the step of block_m; N by 128, a tile's width.
-
-        An N below 128 is a class of its own: it decides how many candidates fill a tile.
-        """
-        batches = self.batches
-        n = self.n if self.n < 128 else -(-self.n // 128) * 128
-        ratios = [octave(fine / max(coarse, 1)) for coarse, fine in _adjacent(batches)]
-        return (
-            f"{self.op} b=2^{octave(batches[-1])} "
-            f"ratio={','.join(f'2^{r}' for r in ratios) or '-'} "
-            f"k={','.join(f'2^{octave(k)}' for k in self.ks)} "
-            f"m={-(-self.m // 16) * 16} n={n}"
-        )
-
     def distance(self, other: LinearCompressionSizes) -> float:
         """Weighted sum of |log2| of the sizes' ratios; levels are paired from the finest.
 
-        See `DISTANCE_WEIGHTS`; "ratio" is a level's batch over the batch of the next coarser one.
+        Infinite if the best tiles cannot be the same: M differs by steps of 16, or an N below 128,
+        which decides how many candidates fill a tile. See `DISTANCE_WEIGHTS`; "ratio" is a level's
+        batch over the batch of the next coarser one.
         """
+        if -(-self.m // 16) != -(-other.m // 16) or min(self.n, 128) != min(other.n, 128):
+            return math.inf
         weights = DISTANCE_WEIGHTS
         total = weights["m"] * doublings(self.m, other.m) + weights["n"] * doublings(
             self.n, other.n
@@ -201,31 +188,25 @@ class LinearCompressionProblem(LinearCompressionSizes):
             return ResidentCompressionConfig
         return PackedCompressionConfig if "block_n" in fields else LinearCompressionConfig
 
-    def candidate_configs(
-        self,
-    ) -> Iterator[LinearCompressionConfig | PackedCompressionConfig | ResidentCompressionConfig]:
-        """Yields the legal configurations worth timing, the most promising first.
+    def rank(self) -> Iterator[Ranked]:
+        """Yields XLA and the legal configurations of three kernels, by their models' times.
 
-        The first one is the default configuration; the autotuner times them in this order.
+        Of tiles of one candidate, the time of the first configuration stands for all.
         """
-        resident = resident_cost.candidate_configs(self)[:MOST_RESIDENT]
-        is_resident = resident_cost.is_preferred(self)
-        if is_resident:
-            yield from resident
-        packed = itertools.islice(packed_cost.candidate_configs(self), MOST_PACKED)
-        if packed_cost.is_preferred(self):
-            yield from packed
-        yield from self.row_configs()
-        if packed_cost.is_candidate(self):
-            yield from packed
-        if not is_resident and resident_cost.is_candidate(self):
-            yield from resident
-
-    def why_xla(self) -> str | None:
-        """XLA runs small problems whose launches take longer than the work."""
-        if resident_cost.is_preferred(self) or not packed_cost.is_xla_preferred(self):
-            return None
-        return f"XLA by a cost model, {packed_cost.describe_estimates(self)}"
+        rows = [*self.row_configs()]
+        row_us = packed_cost.estimated_row_us(self, rows[0]) if rows else math.inf
+        kernels = {
+            "with resident weights": resident_cost.ranked_configs(self),
+            "with tiles that span candidates": packed_cost.ranked_configs(self)[:MOST_PACKED],
+            "with tiles of one candidate": [Ranked(row_us, config) for config in rows],
+        }
+        # XLA runs small problems whose launches take longer than the work.
+        us = {name: ways[0].us for name, ways in kernels.items() if ways and ways[0].us is not None}
+        us["in XLA"] = packed_cost.estimated_xla_us(self)
+        estimates = ", ".join(f"{time:.1f} us {name}" for name, time in us.items())
+        xla = Ranked(us["in XLA"], None, f"XLA by a cost model, {estimates}")
+        ways = itertools.chain(*kernels.values(), (xla,))
+        yield from sorted(ways, key=lambda way: math.inf if way.us is None else way.us)
 
     def row_configs(self) -> Iterator[LinearCompressionConfig]:
         """Yields the configurations of the kernel whose tiles have columns of one candidate.
@@ -241,42 +222,28 @@ class LinearCompressionProblem(LinearCompressionSizes):
         block_ms = sorted(
             range(16, MAX_BLOCK_M + 1, 16), key=lambda block_m: (cost(block_m), -block_m)
         )[:3]
-        stages = (4, 5, 3)
         single_launches = (True, False) if len(self.batches) > 1 else (False,)
-        clusters = (2, 1)
         ranked: list[tuple[int, LinearCompressionConfig]] = []
-        for (i, block_m), (j, num_stages), (k, single_launch), (c, cluster) in itertools.product(
-            enumerate(block_ms), enumerate(stages), enumerate(single_launches), enumerate(clusters)
+        for (i, block_m), (j, num_stages) in itertools.product(
+            enumerate(block_ms), enumerate((4, 5, 3))
         ):
             divisors = [rows for rows in range(8, block_m + 1, 8) if block_m % rows == 0]
             # With block_m=224, epilogue_rows=56 was fastest.
             divisors.sort(key=lambda rows: max(rows / 56, 56 / rows))
-            configs = [
-                LinearCompressionConfig(block_m, num_stages, rows, single_launch, cluster)
-                for rows in divisors
-            ]
-            legal = [config for config in configs if config.illegal_reason(self) is None]
-            ranked.extend((i + j + k + c + rank, config) for rank, config in enumerate(legal[:2]))
+            plain = (LinearCompressionConfig(block_m, num_stages, rows) for rows in divisors)
+            legal = [x for x in plain if x.illegal_reason(self) is None][:2]
+            shapes = [(rank, config.epilogue_rows, False) for rank, config in enumerate(legal)]
             if legal and self.m > block_m and self.m % block_m:
-                ranked.append((i + j + k + c + 1, dataclasses.replace(legal[0], trim=True)))
+                shapes.append((1, legal[0].epilogue_rows, True))
+            for (k, single_launch), (c, cluster), (rank, rows, trim) in itertools.product(
+                enumerate(single_launches), enumerate((2, 1)), shapes
+            ):
+                config = LinearCompressionConfig(
+                    block_m, num_stages, rows, single_launch, cluster, trim
+                )
+                ranked.append((i + j + k + c + rank, config))
         ranked.sort(key=lambda entry: entry[0])
         yield from (config for _, config in ranked)
-
-    def fits(self, config: Config) -> bool:
-        """False if a model prefers the other kernel or XLA, or if tiles pad M by far more."""
-        if not isinstance(config, LinearCompressionConfig):
-            return False
-        if resident_cost.is_preferred(self):
-            return False
-        if packed_cost.is_preferred(self) or packed_cost.is_xla_preferred(self):
-            return False
-        return pads_little(self.m, config.block_m, self.default_config().block_m)
-
-
-def pads_little(m: int, block_m: int, default_block_m: int) -> bool:
-    """Whether tiles pad M to at most `MAX_EXTRA_PADDING` times what tiles of a default need."""
-    padded, by_default = (-(-m // block) * block for block in (block_m, default_block_m))
-    return padded <= MAX_EXTRA_PADDING * by_default
 
 
 def _adjacent(batches: tuple[int, ...]) -> list[tuple[int, int]]:

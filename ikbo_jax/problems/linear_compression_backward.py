@@ -23,10 +23,9 @@ from ikbo_jax.problems.linear_compression import (
     LinearCompressionConfig,
     LinearCompressionProblem,
     LinearCompressionSizes,
-    pads_little,
 )
 from ikbo_jax.problems.packed_compression import PackedCompressionConfig
-from ikbo_jax.problems.problem import Config
+from ikbo_jax.problems.problem import Config, Ranked, by_rule
 from ikbo_jax.problems.resident_compression import ResidentCompressionConfig
 
 #: Configurations of the kernels that compute a gradient of embeddings.
@@ -195,10 +194,11 @@ def embedding_problem(problem: LinearCompressionSizes, level: int) -> LinearComp
     return LinearCompressionProblem(*sizes, problem.dtype)
 
 
+@functools.lru_cache(maxsize=1024)
 def default_config(problem: LinearCompressionSizes) -> LinearCompressionBackwardConfig:
     """The configuration without a measurement; legal unless none is."""
     products = [embedding_problem(problem, level) for level in range(len(problem.ks))]
-    embeddings = [next(x.candidate_configs(), None) or _ROWS for x in products]
+    embeddings = [x.default_config() or _ROWS for x in products]
     weight = _with_most_stages(_block_ms(problem.m)[0])
     return LinearCompressionBackwardConfig(tuple(embeddings), (weight,) * len(embeddings))
 
@@ -319,21 +319,18 @@ class LinearCompressionBackwardProblem(LinearCompressionSizes):
         """Those of the gradients of weights and of embeddings: one product of each level each."""
         return 2 * super().useful_flops
 
-    def default_config(self) -> LinearCompressionBackwardTuning | None:
-        """`default_config` of all kernels as a row; None if it is not legal."""
-        if illegal_reason(self) is not None:
-            return None
-        return _default_tuning(self)
-
-    def candidate_configs(self) -> Iterator[LinearCompressionBackwardTuning]:
+    def rank(self) -> Iterator[Ranked]:
         """Yields the legal configurations worth timing, the most promising first.
 
-        The first one is the default configuration. Every configuration of one kernel is tried
+        The first one has the default of every kernel. Every configuration of one kernel is tried
         beside the defaults of the others.
         """
-        default = self.default_config()
-        if default is None:
+        return by_rule(self._configs())
+
+    def _configs(self) -> Iterator[LinearCompressionBackwardTuning]:
+        if illegal_reason(self) is not None:
             return
+        default = _default_tuning(self)
         finest = embedding_problem(self, len(self.ks) - 1)
         embeddings = _with_new_values(finest.row_configs())
         weights = [
@@ -357,14 +354,6 @@ class LinearCompressionBackwardProblem(LinearCompressionSizes):
             if config.illegal_reason(self) is None:
                 yield config
 
-    def fits(self, config: LinearCompressionBackwardTuning) -> bool:
-        """False if tiles pad M or the finest K by far more than the default's tiles do."""
-        default = self.default_config()
-        return default is not None and all(
-            pads_little(rows, getattr(config, name), getattr(default, name))
-            for rows, name in ((self.m, "weight_block_m"), (self.ks[-1], "embedding_block_m"))
-        )
-
 
 def _with_new_values(
     configs: Iterator[LinearCompressionConfig],
@@ -379,7 +368,6 @@ def _with_new_values(
     return found
 
 
-@functools.lru_cache(maxsize=1024)
 def _default_tuning(problem: LinearCompressionBackwardProblem) -> LinearCompressionBackwardTuning:
     config = default_config(problem)
     finest = next(embedding_problem(problem, len(problem.ks) - 1).row_configs(), _ROWS)

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
-import math
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, cast
 
-from ikbo_jax.problems.hopper import BLOCK_K, NUM_SMS, TILE_ROWS, WGMMA_M
+from ikbo_jax.problems.hopper import BLOCK_K, MAX_SMEM_BYTES, NUM_SMS, TILE_ROWS, WGMMA_M
 from ikbo_jax.problems.packed_compression import (
     GRANULE,
     MAX_ROWS,
@@ -21,15 +19,15 @@ from ikbo_jax.problems.packed_compression import (
     row_parts,
     serves,
 )
+from ikbo_jax.problems.problem import Ranked
 
 # The models by which a kernel or XLA is chosen where none was measured. Times are in us, bytes and
 # FLOPs are for one us; fitted on an H100 to times of 14 and of 81 sizes, together with the model of
 # resident weights. XLA's was fitted before, to the 14. At the 81 sizes, of the times up to 1.5 of
 # the fastest (tests/support/compression_times.py), 226 of 300 of packed tiles err by less than 15 %
 # (the worst by 40 %), and 38 of 52 of row tiles (32 %).
-#: Tiles of one candidate that waste no column are left for packed tiles, both for resident weights,
-#: and all for XLA, only where the other time is less by this factor.
-MARGIN = 0.97
+#: How much less time row tiles take that waste no column, and how much more those that waste some.
+ROW_WHOLE, ROW_WASTED = 0.97, 1.03
 #: The launches: the kernel and the one that zeroes counters; the one that pads weights; from the
 #: end of the last user tile to the first use of its fragment.
 LAUNCH_US, PAD_US, USERS_US = 2.4, 1.5, 1.6
@@ -62,18 +60,13 @@ CACHED_BYTES = 2.5e7
 CACHE_BYTES = 4e7
 
 
-def describe_estimates(problem: Any) -> str:
-    """The estimates for the kernels that can run the problem and for XLA, in words."""
-    names = ("with tiles that span candidates", "with tiles of one candidate", "in XLA")
-    times = zip(estimates(problem), names, strict=True)
-    return ", ".join(f"{us:.1f} us {name}" for us, name in times if us < math.inf)
-
-
-def candidate_configs(problem: Any) -> Iterator[PackedCompressionConfig]:
-    """Yields the legal configurations worth timing, the most promising first."""
-    if serves(problem):
-        configs = (*_wide(problem), *_narrow(problem))
-        yield from sorted(configs, key=lambda config: estimated_us(problem, config))
+def ranked_configs(problem: Any) -> list[Ranked]:
+    """The legal configurations worth timing, the most promising first."""
+    if not serves(problem):
+        return []
+    configs = (*_wide(problem), *_narrow(problem))
+    ways = (Ranked(estimated_us(problem, config), config) for config in configs)
+    return sorted(ways, key=lambda way: cast(float, way.us))
 
 
 def _wide(problem: Any) -> Iterator[PackedCompressionConfig]:
@@ -118,12 +111,18 @@ def _deepest(problem: Any, config: PackedCompressionConfig) -> PackedCompression
     divisors.sort(key=lambda rows: max(rows / 56, 56 / rows))
     single_launch = len(problem.batches) > 1
     for rows in divisors:
-        for stages in range(8, 1, -1):
-            deep = dataclasses.replace(
-                config, num_stages=stages, epilogue_rows=rows, single_launch=single_launch
-            )
-            if deep.illegal_reason(problem) is None:
+        config = dataclasses.replace(
+            config, num_stages=2, epilogue_rows=rows, single_launch=single_launch
+        )
+        if config.illegal_reason(problem) is not None:
+            continue
+        of_stage = 2 * BLOCK_K * (config.block_m + config.block_n)
+        most = 2 + (MAX_SMEM_BYTES - config.smem_bytes) // of_stage
+        for stages in range(min(8, most), 2, -1):
+            deep = dataclasses.replace(config, num_stages=stages)
+            if deep.smem_bytes <= MAX_SMEM_BYTES:
                 return deep
+        return config
     return None
 
 
@@ -263,7 +262,8 @@ def estimated_row_us(problem: Any, config: Any) -> float:
         tiles.append(whole)
     last = tile(finest, config.block_m, config.block_m // config.epilogue_rows)
     padded_n = -(-problem.n // TILE_ROWS) * TILE_ROWS
-    return _kernel_us(problem, tiles, last, padded_n=padded_n, alignment=WEIGHT_ALIGNMENT)
+    fit = ROW_WASTED if problem.n % TILE_ROWS else ROW_WHOLE
+    return fit * _kernel_us(problem, tiles, last, padded_n=padded_n, alignment=WEIGHT_ALIGNMENT)
 
 
 def estimated_xla_us(problem: Any) -> float:
@@ -281,34 +281,3 @@ def estimated_xla_us(problem: Any) -> float:
         product = 4 * batch * problem.m * problem.n
         total += product * (2 if product > CACHED_BYTES else 1) / XLA_MEMORY_BYTES
     return total
-
-
-@functools.lru_cache(maxsize=1024)
-def estimates(problem: Any) -> tuple[float, float, float]:
-    """Times of this kernel, of the other one and of XLA, by the models; infinite if not legal."""
-    spanning = next(candidate_configs(problem), None)
-    packed = math.inf if spanning is None else estimated_us(problem, spanning)
-    rows = next(problem.row_configs(), None)
-    row = math.inf if rows is None else estimated_row_us(problem, rows)
-    return packed, row, estimated_xla_us(problem)
-
-
-def is_candidate(problem: Any) -> bool:
-    """Whether this kernel is worth timing: whether its model is faster."""
-    packed, row, _ = estimates(problem)
-    return packed < row
-
-
-def is_preferred(problem: Any) -> bool:
-    """Whether this kernel is the default: whether its model is faster.
-
-    By `MARGIN` where no column of the other's tiles is wasted; the other's by it where some are.
-    """
-    packed, row, _ = estimates(problem)
-    return packed < (row / MARGIN if problem.n % TILE_ROWS else MARGIN * row)
-
-
-def is_xla_preferred(problem: Any) -> bool:
-    """Whether XLA is the default: whether the models of both kernels are slower by `MARGIN`."""
-    packed, row, xla = estimates(problem)
-    return xla < MARGIN * min(packed, row)

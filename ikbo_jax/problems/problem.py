@@ -6,8 +6,8 @@ import abc
 import dataclasses
 import functools
 import math
-from collections.abc import Iterator, Mapping
-from typing import Any, ClassVar, Self
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any, ClassVar, NamedTuple, Self
 
 
 @dataclasses.dataclass(frozen=True)
@@ -19,23 +19,31 @@ class Config(abc.ABC):
         """Why the kernel cannot run `problem` with this configuration; None if it can."""
 
 
+class Ranked(NamedTuple):
+    """One way to run a problem.
+
+    Attributes:
+      us: estimate of its time in microseconds; None where a rule orders, not a cost model.
+      config: the kernel's configuration; None: XLA.
+      why: the kernel, or XLA, in words: what `explain` says of the first one.
+    """
+
+    us: float | None
+    config: Any
+    why: str = ""
+
+
 class Problem(abc.ABC):
     """The sizes and the dtype of a call of an op: a frozen dataclass.
 
     Attributes:
       op: the op's name in table rows.
       config_type: class of the kernel's configurations.
-      runs_unmeasured: whether the kernel runs with the default configuration if no measured row is
-        near; if false, XLA runs then, unless the caller asks for the kernel.
       dtype: name of the inputs' dtype.
-      user_rows_generalise: whether a row of the tuning cache also serves nearby problems, as rows
-        of `sm90.json` do; if false, it serves the same problem only.
     """
 
     op: ClassVar[str]
-    config_type: ClassVar[type[Any]]
-    user_rows_generalise: ClassVar[bool] = False
-    runs_unmeasured: ClassVar[bool] = True
+    config_type: ClassVar[type[Config]]
     dtype: str
 
     @classmethod
@@ -54,10 +62,6 @@ class Problem(abc.ABC):
         """The problem in one line of text."""
 
     @abc.abstractmethod
-    def shape_class(self) -> str:
-        """Name of the problem's shape class; problems of one class and dtype share a row."""
-
-    @abc.abstractmethod
     def distance(self, other: Any) -> float:
         """Distance to a problem of the same op in doublings of a size, ignoring dtypes.
 
@@ -65,34 +69,30 @@ class Problem(abc.ABC):
         """
 
     @abc.abstractmethod
-    def candidate_configs(self) -> Iterator[Any]:
-        """Yields the legal configurations worth timing, the most promising first."""
+    def rank(self) -> Iterable[Ranked]:
+        """Yields the legal ways worth timing, the most promising first; call `ranked` instead."""
+
+    def configs(self) -> tuple[Any, ...]:
+        """The kernels' configurations among `ranked`."""
+        return tuple(x.config for x in ranked(self) if x.config is not None)
 
     def default_config(self) -> Any:
-        """The most promising configuration without a measurement; None if none is legal."""
-        return _first_candidate(self)
-
-    def default_rule(self) -> str:
-        """Why `default_config` is the most promising one; empty if there is one kernel."""
-        return ""
-
-    def why_xla(self) -> str | None:
-        """Why XLA is the default if no measured row is near; None if a kernel is."""
-        return None
-
-    def adapt(self, config: Any) -> Any:
-        """The configuration of a nearby row as the problem should use it."""
-        return config
-
-    def fits(self, config: Any) -> bool:
-        """Whether the legal configuration of a nearby row suits the problem."""
-        del config
-        return True
+        """The most promising configuration of a kernel; None if none is legal."""
+        return next(iter(self.configs()), None)
 
 
-@functools.lru_cache(maxsize=1024)
-def _first_candidate(problem: Problem) -> Any:
-    return next(problem.candidate_configs(), None)
+@functools.lru_cache(maxsize=4096)
+def ranked(problem: Problem) -> tuple[Ranked, ...]:
+    """The legal ways to run a problem that are worth timing, the most promising first.
+
+    The first one is the default; the autotuner times all of them. Computed once for each problem.
+    """
+    return tuple(problem.rank())
+
+
+def by_rule(configs: Iterable[Config], why: str = "") -> Iterator[Ranked]:
+    """Yields configurations that a rule has put into an order."""
+    return (Ranked(None, config, why) for config in configs)
 
 
 #: Coefficients of the attentions' distance. Lengths of keys and queries decide the pipeline and the
@@ -126,11 +126,6 @@ def attention_sizes(
         "ratio": heads.batch / max(sequences, 1),
         "heads": heads.q_heads / heads.kv_heads,
     }
-
-
-def octave(value: float) -> int:
-    """The power of two that is nearest to a size, as its exponent."""
-    return round(math.log2(max(value, 1e-6)))
 
 
 def doublings(a: float, b: float, least: float = 1.0) -> float:

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-import dataclasses
-import functools
 import itertools
 import math
+from collections.abc import Iterator
 from typing import Any
 
 from ikbo_jax.problems import hopper, memory, packed_cost
 from ikbo_jax.problems.hopper import BLOCK_K, NUM_SMS, WGMMA_K, WGMMA_M
 from ikbo_jax.problems.packed_compression import block_width, why_not_served
+from ikbo_jax.problems.problem import Ranked
 from ikbo_jax.problems.resident_compression import (
     MAX_CTAS,
+    MAX_PARTS,
+    MAX_ROWS,
     Layout,
     ResidentCompressionConfig,
     early_splits,
@@ -46,131 +48,159 @@ CACHE_BYTES = 2.2e7
 #: Part of the lesser times, of tiles, products, boxes, L2 and memory, that the greatest does not
 #: hide: of the next one.
 OVERLAP = 0.14
-#: Of more compressed rows than `LARGE_M`, with a launch of its own for users, this kernel is the
-#: default only if its time is less than the others' by this factor: of five such sizes on an H100,
-#: the three with a higher quotient of the models' times were 7 to 26 % slower than by the others.
-LARGE_M, LARGE_M_MARGIN = 384, 0.8
+#: Of more compressed rows than `LARGE_M`, with a launch of its own for users, the kernel is taken
+#: to be slower than this model by this factor: of five such sizes on an H100, the three that the
+#: models put at more than 0.8 of the others' times were 7 to 26 % slower than by the others.
+LARGE_M, LARGE_M_FIT = 384, 1.25
 #: Most compressed rows for which this kernel is the default: no larger ones were measured.
 MAX_DEFAULT_M = 1024
+#: Most configurations that the tuner times, and most CTAs of an SM of these.
+MOST_CONFIGS, MOST_CTAS = 12, 4
 #: Most compressed rows of a part, of which the model chooses.
 BLOCK_MS = (48, 64, 80, 96, 112, 128)
 #: Compressed rows of a tile of a coarser level, of which the model chooses: 96 and 128 are legal,
 #: but were not measured.
-COARSE_ROWS = (48,)
-#: The tuner times this kernel unless its model takes longer than the others' by this factor.
-CANDIDATE_FACTOR = 1.3
+COARSE_ROWS = 48
 #: Registers of a thread: a base, for each compressed row of all accumulators, and for the fragments
 #: of several splits.
 BASE_REGISTERS, ROW_REGISTERS, SPLITS_REGISTERS = 24, 1.3, 64
 
 
-def _most_ctas(problem: Any, config: ResidentCompressionConfig) -> int:
-    """CTAs that an SM has registers and shared memory for."""
-    last = len(problem.ks) - 1
-    size = memory.smem_bytes(config.layout(problem, last).shared(problem.n, stores=True))
-    registers = BASE_REGISTERS + ROW_REGISTERS * config.accumulators * config.block_m
-    if last and not config.gathers and config.layout(problem, last - 1).splits > 1:
+def _most_ctas(problem: Any, layout: Layout, size: int, splits: int) -> int:
+    """CTAs of `size` bytes of shared memory that an SM has room and registers for."""
+    registers = BASE_REGISTERS + ROW_REGISTERS * layout.accumulators * layout.block_m
+    if splits > 1:
         registers += SPLITS_REGISTERS
     registers = -(-int(registers) // 8) * 8
     return min(MAX_CTAS, hopper.ctas_by_registers(registers), hopper.ctas_by_smem(size))
 
 
-@functools.lru_cache(maxsize=256)
-def candidate_configs(problem: Any) -> tuple[ResidentCompressionConfig, ...]:
-    """The legal configurations worth timing, the most promising first."""
-    if why_not_served(problem) or not problem.n:
-        return ()
-    longest = max(problem.ks)
-    parts = {-(-problem.m // most) for most in BLOCK_MS}
-    block_ms = sorted({-(-problem.m // (16 * count)) * 16 for count in parts})
-    users = [_coarse(problem, k) for k in (160, 320, 640, 1280) if k == 640 or longest > k // 2]
-    users = [*dict.fromkeys(users), ResidentCompressionConfig(gathers=True)]
-    configs = []
-    tiles = [
-        (block_m, groups)
-        for block_m in block_ms
-        for groups in sorted({1, 2, 4, 8, 16, -(-problem.m // block_m)})
-        if groups <= -(-problem.m // block_m)
-    ]
-    for (block_m, groups), accumulators, num_stages, of_users in itertools.product(
-        tiles, (1, 2, 3, 4), (2, 1), users
-    ):
-        config = dataclasses.replace(
-            of_users,
-            accumulators=accumulators,
-            block_m=block_m,
-            num_stages=num_stages,
-            ctas=1,
-            groups=groups,
-        )
-        if config.illegal_reason(problem):
-            continue
-        for ctas in range(1, min(_most_ctas(problem, config), 4) + 1):
-            configs.append(dataclasses.replace(config, ctas=ctas))
-    return tuple(sorted(configs, key=lambda config: estimated_us(problem, config)))
+def ranked_configs(problem: Any) -> list[Ranked]:
+    """The legal configurations worth timing, `MOST_CONFIGS`, the most promising first.
 
-
-def _coarse(problem: Any, coarse_k: int) -> ResidentCompressionConfig:
-    """With the tiles of coarser levels that take least by the model."""
-    levels = range(len(problem.ks) - 1)
-    configs = [ResidentCompressionConfig(coarse_k=coarse_k, coarse_rows=x) for x in COARSE_ROWS]
-    return min(configs, key=lambda config: sum(level_us(problem, config, i) for i in levels))
-
-
-def best_us(problem: Any) -> float:
-    """Time of the most promising configuration by the model; infinite if none is legal."""
-    return min((estimated_us(problem, x) for x in candidate_configs(problem)[:1]), default=math.inf)
-
-
-def is_candidate(problem: Any) -> bool:
-    """Whether this kernel is worth timing: whether its model is not far slower."""
-    return best_us(problem) < CANDIDATE_FACTOR * min(packed_cost.estimates(problem))
-
-
-def is_preferred(problem: Any) -> bool:
-    """Whether this kernel is the default: whether it takes less time by its model than the others.
-
-    Of two levels and up to `MAX_DEFAULT_M`, of which times were measured.
+    Without a time of the model where none was measured: of other than two levels, and of more than
+    `MAX_DEFAULT_M` compressed rows.
     """
-    if len(problem.ks) != 2 or problem.m > MAX_DEFAULT_M:
-        return False
-    packed, row, xla = packed_cost.estimates(problem)
-    best = next(iter(candidate_configs(problem)), None)
-    if best is None:
-        return False
-    is_safe = problem.m <= LARGE_M or best.gathers
-    margin = packed_cost.MARGIN if is_safe else LARGE_M_MARGIN
-    return estimated_us(problem, best) < min(margin * min(packed, row), xla)
+    if why_not_served(problem) or not problem.n:
+        return []
+    last = len(problem.ks) - 1
+    ways = [*_ways_of_users(problem)]
+    tiles = [
+        (users_us + least_us, users_us, splits, users, size, layout)
+        for gathers in (False, True)
+        for least_us, size, layout in _tiles(problem, gathers=gathers)
+        for users, splits, users_us in ways
+        if users.gathers == gathers
+    ]
+    tiles.sort(key=lambda tile: tile[0])
+    found: list[tuple[float, ResidentCompressionConfig]] = []
+    for least_us, users_us, splits, users, size, layout in tiles:
+        if len(found) == MOST_CONFIGS and least_us > found[-1][0]:
+            break
+        number = layout.tiles(problem.batches[last], problem.n)
+        for ctas in range(1, min(_most_ctas(problem, layout, size, splits), MOST_CTAS) + 1):
+            us = users_us + _launch_us(problem, last, layout, splits, ctas)
+            tile = (layout.accumulators, layout.block_m, layout.stages, ctas, users.gathers)
+            fields = (*tile, users.coarse_k, layout.groups, users.coarse_rows)
+            found.append((us, ResidentCompressionConfig(*fields)))
+            if NUM_SMS * ctas // layout.shares >= number:
+                break  # more would have no tile
+        found = sorted(found, key=_order)[:MOST_CONFIGS]
+    is_known = last == 1 and problem.m <= MAX_DEFAULT_M
+    return [Ranked(us if is_known else None, config) for us, config in found]
+
+
+def _order(entry: tuple[float, ResidentCompressionConfig]) -> tuple[float, ...]:
+    """Key by which configurations are sorted: time, then few rows, groups and accumulators."""
+    us, x = entry
+    return us, x.block_m, x.groups, x.accumulators, -x.num_stages, x.gathers, x.coarse_k, x.ctas
+
+
+def _ways_of_users(problem: Any) -> Iterator[tuple[ResidentCompressionConfig, int, float]]:
+    """Yields configurations that differ in coarser levels: with splits, and time of these levels.
+
+    Of those with equally many splits, which the last level adds, the fastest.
+    """
+    last, longest = len(problem.ks) - 1, max(problem.ks)
+    found: dict[int, tuple[ResidentCompressionConfig, float]] = {}
+    for coarse_k in (160, 320, 640, 1280):
+        if coarse_k != 640 and longest <= coarse_k // 2:
+            continue
+        config = ResidentCompressionConfig(coarse_k=coarse_k, coarse_rows=COARSE_ROWS)
+        layouts = [config.layout(problem, level) for level in range(last)]
+        shared = [memory.smem_bytes(x.shared(problem.n, stores=False)) for x in layouts]
+        if max(shared, default=0) > hopper.MAX_SMEM_BYTES:
+            continue
+        splits = [0, *(layout.splits for layout in layouts)]
+        us = sum(_launch_us(problem, i, x, splits[i]) for i, x in enumerate(layouts))
+        if splits[-1] not in found or us < found[splits[-1]][1]:
+            found[splits[-1]] = config, us
+    yield from ((config, splits, us) for splits, (config, us) in found.items())
+    if last == 1:
+        yield ResidentCompressionConfig(gathers=True), 0, 0.0
+
+
+def _tiles(problem: Any, *, gathers: bool) -> Iterator[tuple[float, int, Layout]]:
+    """Yields least time and shared memory of legal layouts of the last level, and these."""
+    parts = {-(-problem.m // most) for most in BLOCK_MS}
+    last = len(problem.ks) - 1
+    for block_m in sorted({-(-problem.m // (16 * count)) * 16 for count in parts}):
+        all_parts = -(-problem.m // block_m)
+        for groups, accumulators, num_stages in itertools.product(
+            sorted({x for x in (1, 2, 4, 8, 16) if x < all_parts} | {all_parts}),
+            range(1, min(4, MAX_ROWS // block_m) + 1),
+            (2, 1),
+        ):
+            if -(-problem.m // (block_m * groups)) > MAX_PARTS:
+                continue
+            tile = (accumulators, block_m, num_stages, 1, gathers)
+            layout = ResidentCompressionConfig(*tile, groups=groups).layout(problem, last)
+            tiles = layout.tiles(problem.batches[last], problem.n)
+            of_sm = -(-tiles * layout.shares // NUM_SMS)
+            of_cta = -(-tiles // min(tiles, max(1, NUM_SMS * MOST_CTAS // layout.shares)))
+            us = max(_products_us(layout) * of_sm, _part_us(layout) * of_cta) * layout.parts
+            size = memory.smem_bytes(layout.shared(problem.n, stores=True))
+            if size <= hopper.MAX_SMEM_BYTES:
+                yield LAUNCH_US + us, size, layout
 
 
 def estimated_us(problem: Any, config: ResidentCompressionConfig) -> float:
     """Time of the kernel by a model: the sum of its launches."""
-    return sum(level_us(problem, config, level) for level in config.levels(problem))
+    levels = config.levels(problem)
+    layouts = {level: config.layout(problem, level) for level in levels}
+    splits = {level + 1: layout.splits for level, layout in layouts.items()}
+    return sum(_launch_us(problem, i, x, splits.get(i, 0)) for i, x in layouts.items())
 
 
-def level_us(problem: Any, config: ResidentCompressionConfig, level: int) -> float:
-    """Time of a launch by a model."""
-    layout, is_last = config.layout(problem, level), level == len(problem.ks) - 1
+def _launch_us(problem: Any, level: int, layout: Layout, splits: int, ctas: int = 0) -> float:
+    """Time of a launch.
+
+    `splits`: fragments of the coarser level, 0 if it adds none; `ctas`: of an SM, 0: the layout's.
+    """
+    is_last = level == len(problem.ks) - 1
     tiles, shares = layout.tiles(problem.batches[level], problem.n), layout.shares
-    sms = NUM_SMS
-    workers = min(tiles, max(1, sms * layout.ctas // shares))
+    workers = min(tiles, max(1, NUM_SMS * (ctas or layout.ctas) // shares))
     if layout.by_threads:
         workers = tiles
-    ctas, tiles_of_sm = -(-workers * shares // sms), -(-tiles * shares // sms)  # of an SM
+    ctas, tiles_of_sm = -(-workers * shares // NUM_SMS), -(-tiles * shares // NUM_SMS)  # of an SM
+    products_us = _products_us(layout)
     *_, second, longest = sorted(
         (
-            *_traffic_us(problem, config, level, workers),
+            *_traffic_us(problem, level, layout, splits, workers),
             _boxes_us(problem, layout, is_last=is_last) * tiles_of_sm,
-            _products_us(layout) * layout.parts * tiles_of_sm,
-            _chain_us(problem, config, level, workers),
+            products_us * layout.parts * tiles_of_sm,
+            _chain_us(problem, level, layout, splits, workers),
         )
     )
-    return LAUNCH_US + CTA_US * (ctas - 1) + longest + OVERLAP * second
+    us = LAUNCH_US + CTA_US * (ctas - 1) + longest + OVERLAP * second
+    return us * LARGE_M_FIT if is_last and splits and problem.m > LARGE_M else us
 
 
-def _traffic_us(problem: Any, config: Any, level: int, workers: int) -> tuple[float, float]:
+def _traffic_us(
+    problem: Any, level: int, layout: Layout, splits: int, workers: int
+) -> tuple[float, float]:
     """Times of device memory and of L2."""
-    layout, is_last = config.layout(problem, level), level == len(problem.ks) - 1
+    is_last = level == len(problem.ks) - 1
     columns = problem.batches[level] * problem.n
     read = 2 * columns * problem.ks[level]
     # An element of a fragment takes 3 bytes, an element of the result 2.
@@ -188,7 +218,7 @@ def _traffic_us(problem: Any, config: Any, level: int, workers: int) -> tuple[fl
         share = packed_cost.missed(of_users, gathered, once, CACHE_BYTES)
         read, again = read + of_users + share * further, again + further
     elif level:
-        fragments = 3 * columns * rows * config.layout(problem, level - 1).splits
+        fragments = 3 * columns * rows * splits
         stored = fragments // problem.batches[level] * problem.batches[level - 1]
         again += fragments
         share = packed_cost.missed(stored, fragments, once, CACHE_BYTES)
@@ -228,9 +258,16 @@ def _copies_us(problem: Any, layout: Layout, level: int) -> float:
     return total + COPY_US * rows * columns / 8 / hopper.WARPGROUP_SIZE
 
 
-def _chain_us(problem: Any, config: Any, level: int, workers: int) -> float:
+def _part_us(layout: Layout) -> float:
+    """Least time of a part of a tile: of its products and its steps."""
+    rows = layout.accumulators * layout.block_m
+    steps_us = PART_US + ACCUMULATOR_US * (layout.accumulators - 1) + PART_ROW_US * rows
+    return steps_us + _products_us(layout)
+
+
+def _chain_us(problem: Any, level: int, layout: Layout, splits: int, workers: int) -> float:
     """Time of one CTA, whose steps wait for one another."""
-    layout, sms = config.layout(problem, level), NUM_SMS
+    sms = NUM_SMS
     ctas = -(-workers * layout.shares // sms)  # of an SM
     number = layout.tiles(problem.batches[level], problem.n)
     tiles = -(-number // workers)
@@ -238,12 +275,9 @@ def _chain_us(problem: Any, config: Any, level: int, workers: int) -> float:
     of_sm = min(SM_BYTES, READ_BYTES / min(sms, workers * layout.shares))
     first_us = ctas * min(layout.stages, tiles) * 2 * layout.k * layout.block_n / of_sm
     copies_us = _copies_us(problem, layout, level) * ctas
-    rows = layout.accumulators * layout.block_m
-    part_us = PART_US + ACCUMULATOR_US * (layout.accumulators - 1) + PART_ROW_US * rows
-    part_us += _products_us(layout)
+    rows, part_us = layout.accumulators * layout.block_m, _part_us(layout)
     tile_us = 0.0
     if level and layout.gathered is None:
-        splits = config.layout(problem, level - 1).splits
         part_us += LATE_ROW_US * rows * max(0, splits - early_splits(layout))
         if ctas == 1 and problem.batches[level - 1] > 1:
             part_us += ALONE_ROW_US * rows

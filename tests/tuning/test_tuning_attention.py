@@ -23,7 +23,6 @@ from ikbo_jax.problems.attention import HEAD_DIMS
 from ikbo_jax.problems.attention_backward import HEAD_DIMS as BACKWARD_HEAD_DIMS
 from ikbo_jax.problems.attention_backward import MAX_BOTH_SUMS
 from ikbo_jax.problems.attention_backward import AttentionBackwardConfig as BackwardConfig
-from ikbo_jax.problems.few_queries_cost import is_preferred
 from ikbo_jax.problems.problem import ATTENTION_DISTANCE_WEIGHTS
 from ikbo_jax.tuning import table, table_rows
 

@@ -16,7 +16,6 @@ from ikbo_jax.problems import (
     few_queries,
     few_queries_cost,
 )
-from ikbo_jax.problems.few_queries_cost import is_preferred
 from ikbo_jax.tuning import table
 
 
