@@ -3,7 +3,7 @@
 python tools/import_graph.py           writes the graph
 python tools/import_graph.py --check   exits with status 1 if the page is out of date
 
-A room is a folder of the package, a folder of `pallas/`, or a module beside the folders.
+A room is a folder of the package, a folder of `pallas/` or of `rewrite/`, or a module beside folders.
 """
 
 from __future__ import annotations
@@ -19,6 +19,8 @@ PAGE = ROOT / "docs" / "architecture.md"
 BEGIN, END = "<!-- imports: begin -->\n", "<!-- imports: end -->\n"
 #: Modules of the command line, one room.
 COMMAND_LINE = ("__main__", "cli", "cli_demo", "demo", "demo_attention", "demo_ranking", "terminal")
+#: Folders of the package whose folders and modules are rooms.
+DIVIDED = ("pallas", "rewrite")
 
 
 def modules() -> dict[str, pathlib.Path]:
@@ -57,8 +59,8 @@ def room(name: str) -> str:
     first, *rest = name.split(".")
     if first in COMMAND_LINE:
         return "cli"
-    if first == "pallas" and rest:
-        return f"pallas.{rest[0]}"
+    if first in DIVIDED and rest:
+        return f"{first}.{rest[0]}"
     return first or PACKAGE
 
 

@@ -35,6 +35,8 @@ UNKNOWN_GROUP, UNKNOWN_GROUPS = 16, 16
 CHUNK_KEYS = 1024
 #: The number of keys of a chunk is a multiple of this, the width of a tensor core's tile.
 KEY_ALIGNMENT = 64
+#: Options of lookups and updates whose indices are in bounds: XLA compiles no test for negative ones.
+_IN_BOUNDS: Any = {"mode": "promise_in_bounds", "wrap_negative_indices": False}
 
 
 class Blocking(NamedTuple):
@@ -268,27 +270,30 @@ def _partition(
     num_groups = _round_up(_num_groups(batch, users, group), per_step)
 
     index = jnp.clip(cand_to_user, 0, users - 1)
-    # With 64-bit types enabled, argsort returns int64.
-    order = jnp.argsort(index).astype(index.dtype)
-    sorted_index = index[order]
-    counts = jnp.zeros_like(index, shape=users).at[index].add(1)
-    groups_of_user = -(-counts // group)
+    numbers = jnp.zeros_like(index) + jnp.arange(batch, dtype=index.dtype)
+    sorted_index, order = jax.lax.sort_key_val(index, numbers)
+    counts = jnp.zeros_like(index, shape=users).at[index].add(1, **_IN_BOUNDS)
+    # `//` of arrays is a function of eight operations, for negative numbers.
+    groups_of_user = jax.lax.div(counts + (group - 1), jnp.full_like(counts, group))
     first_candidate = jnp.cumsum(counts) - counts
     first_group = jnp.cumsum(groups_of_user) - groups_of_user
-    rank = jnp.arange(batch, dtype=jnp.int32) - first_candidate[sorted_index]
-    position = (first_group[sorted_index] + rank // group) * group + rank % group
-    members = jnp.full_like(index, batch, shape=num_groups * group).at[position].set(order)
-    group_users = jnp.zeros_like(index, shape=num_groups).at[position // group].set(sorted_index)
+    # The members of a user's groups lie one after another.
+    offset = first_group * group - first_candidate
+    position = offset.at[sorted_index].get(**_IN_BOUNDS) + numbers
+    members = jnp.full_like(index, batch, shape=num_groups * group)
+    members = members.at[position].set(order, **_IN_BOUNDS)
+    first_members = jnp.minimum(members.reshape(num_groups, group)[:, 0], batch - 1)
+    group_users = index.at[first_members].get(**_IN_BOUNDS)
     if lengths is None:
         group_lengths = jnp.full_like(group_users, kv_len)
     else:
-        group_lengths = lengths[group_users]
+        group_lengths = lengths.at[group_users].get(**_IN_BOUNDS)
     steps = (num_groups // per_step, per_step)
     return _Partition(
         _Groups(
             group_users.reshape(steps), group_lengths.reshape(steps), members.reshape(*steps, group)
         ),
-        jnp.zeros_like(index).at[order].set(position),
+        jnp.zeros_like(index).at[order].set(position, **_IN_BOUNDS),
         jnp.arange(-(-kv_len // keys), dtype=jnp.int32),
         keys,
     )
@@ -383,7 +388,7 @@ def _add_chunk(
 
 def _gathered(parts: _Partition, stepwise: jax.Array) -> jax.Array:
     """[B, ...] in the order of the candidates, from [steps, groups * group, ...]."""
-    return stepwise.reshape(-1, *stepwise.shape[2:])[parts.position]
+    return stepwise.reshape(-1, *stepwise.shape[2:]).at[parts.position].get(**_IN_BOUNDS)
 
 
 def _products(rows: jax.Array, keys: jax.Array) -> jax.Array:

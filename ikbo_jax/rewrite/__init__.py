@@ -9,31 +9,11 @@ from typing import Any
 import jax
 import numpy as np
 
-from ikbo_jax.rewrite.attention import (  # noqa: F401  These register rules.
-    changed_weights,
-    contraction,
-    merged_rules,
-    pairs,
-)
-from ikbo_jax.rewrite.calls import (  # noqa: F401
-    control_flow,
-    custom_jvp,
-    custom_vjp,
-    jit,
-    jitted_function,
-    shard_map,
-)
+from ikbo_jax.rewrite import primitives
+from ikbo_jax.rewrite.calls import jitted_function
 from ikbo_jax.rewrite.calls.program import run
 from ikbo_jax.rewrite.interpret import Context
 from ikbo_jax.rewrite.report.report import FoundBroadcast, Materialisation, RewriteReport
-from ikbo_jax.rewrite.rules import (  # noqa: F401
-    concatenation,
-    elementwise,
-    reshape,
-    resharding,
-    row_rules,
-    sources,
-)
 from ikbo_jax.rewrite.values import jaxprs
 from ikbo_jax.rewrite.values.lineage import Concat, Lazy, Lineage
 from ikbo_jax.rewrite.values.registry import NotCovered, Rule, register_rule
@@ -51,6 +31,9 @@ __all__ = [
     "register_rule",
     "rewrite",
 ]
+
+
+primitives.register_all()
 
 
 def rewrite(fn: Callable[..., Any]) -> Callable[..., Any]:

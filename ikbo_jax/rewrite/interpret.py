@@ -16,9 +16,9 @@ import jax
 from jax import lax
 from jax.extend import core
 
-from ikbo_jax.rewrite.calls.constraints import divided, placed
 from ikbo_jax.rewrite.report.recorder import Recorder
 from ikbo_jax.rewrite.values import staged
+from ikbo_jax.rewrite.values.constraints import divided, placed
 from ikbo_jax.rewrite.values.equations import (
     described,
     identity,

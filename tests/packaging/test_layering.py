@@ -26,6 +26,8 @@ KERNELS = (
     "pallas.linear_compression_backward",
     "pallas.worklist",
 )
+REWRITE_PARTS = ("rewrite.values", "rewrite.facts", "rewrite.report", "rewrite.interpret")
+REWRITERS = ("rewrite.rules", "rewrite.attention", "rewrite.calls")
 OPS = ("problems", "reference", "tuning", *KERNELS)
 ALLOWED: dict[str, tuple[str, ...]] = {
     "_version": (),
@@ -48,7 +50,15 @@ ALLOWED: dict[str, tuple[str, ...]] = {
     "pallas.linear_compression_backward": ("problems", "pallas.hopper", "pallas.worklist"),
     "tuning": ("problems",),
     "ops": OPS,
-    "rewrite": ("ops",),
+    "rewrite.values": ("ops",),
+    "rewrite.facts": ("rewrite.values",),
+    "rewrite.report": ("ops", "rewrite.values"),
+    "rewrite.interpret": ("rewrite.values", "rewrite.report"),
+    "rewrite.rules": REWRITE_PARTS,
+    "rewrite.attention": ("ops", *REWRITE_PARTS, "rewrite.rules"),
+    "rewrite.calls": ("ops", *REWRITE_PARTS, "rewrite.rules", "rewrite.attention"),
+    "rewrite.primitives": ("rewrite.values", *REWRITERS),
+    "rewrite": (*REWRITE_PARTS, *REWRITERS, "rewrite.primitives"),
     "layers": ("ops",),
     "models": ("ops", "layers"),
     "cases": (*OPS, "ops", "models"),
@@ -110,6 +120,9 @@ def test_the_drawn_graph_is_the_tree_s() -> None:
         ("pallas.hopper.mosaic", "from ikbo_jax.pallas.flash import softmax"),
         ("tuning.table", "import ikbo_jax.pallas.hopper.mosaic"),
         ("problems.attention", "from ikbo_jax.tuning import table"),
+        ("rewrite.values.forms", "from ikbo_jax.rewrite.rules import reshape"),
+        ("rewrite.rules.row_rules", "from ikbo_jax.rewrite.calls import loops"),
+        ("rewrite.rules.sources", "from ikbo_jax.rewrite.primitives import LAZY"),
         ("ops.attention", "import ikbo_jax"),
         ("ops.attention", "from ikbo_jax import cli"),
     ],

@@ -23,9 +23,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ikbo_jax.rewrite.attention import masked_keys, scores
-from ikbo_jax.rewrite.attention.logit_masks import masked
-from ikbo_jax.rewrite.attention.scores import BATCH, HEAD, KEY, ONE, RULES, Fill, Logits, Scores
+from ikbo_jax.rewrite.attention import logit_masks, masked_keys, scores
+from ikbo_jax.rewrite.attention.scores import BATCH, HEAD, KEY, ONE, Fill, Logits, Scores
 from ikbo_jax.rewrite.attention.weighted_values import Mask, Weights
 from ikbo_jax.rewrite.facts import proofs
 from ikbo_jax.rewrite.facts.proofs import constant
@@ -37,15 +36,6 @@ from ikbo_jax.rewrite.values.registry import NotCovered
 _NEGLIGIBLE = 2.0**-25
 #: The log of a number of keys can be added to a masked logit that is rounded by at most this.
 _LOST = 2.0**-7
-
-_exponential_of_logits = RULES["exp"]
-_product_of_logits = RULES["mul"]
-_quotient_of_logits = RULES["div"]
-_select_of_logits = RULES["select_n"]
-_sum_of_exponentials = RULES["reduce_sum"]
-_sum_of_logits = RULES["add"]
-_maximum_of_logits = RULES["max"]
-_difference_of_logits = RULES["sub"]
 
 
 def _weights_of(x: Scores) -> Weights:
@@ -97,15 +87,15 @@ def _mask(ctx: Context, x: Scores, value: Any) -> Mask:
 # Products and selects.
 
 
-def _product(ctx: Context, eqn: Any, x: Any, y: Any) -> Any:
+def product(ctx: Context, eqn: Any, x: Any, y: Any) -> Any:
     """Weights times a number, a mask, or factors by user and key; exponentials times a mask."""
     at, other = (x, y) if isinstance(x, Scores) else (y, x)
     changes = at.stage in ("probabilities", "curve", "weighted", "exp", "logits")
     if isinstance(other, Scores) or not changes or not isinstance(at.root, Logits):
-        return _product_of_logits(ctx, eqn, x, y)
+        return NotImplemented
     number = constant(ctx, other)
     if at.stage == "logits" and (number is not None or at.root.fills):
-        return _product_of_logits(ctx, eqn, x, y)
+        return NotImplemented
     if number is not None:
         return _scaled(at, eqn, (x, y), number)
     cast = ctx.provenance.cast_mask(other)
@@ -129,7 +119,7 @@ def _scaled(x: Scores, eqn: Any, operands: Any, number: float) -> Scores:
     return _changed(x, eqn, operands, scale=_weights_of(x).scale * number)
 
 
-def _select(ctx: Context, eqn: Any, which: Any, *cases: Any) -> Any:
+def select(ctx: Context, eqn: Any, which: Any, *cases: Any) -> Any:
     """A select of weights, or of exponentials, or 0; other selects by the rule of logits."""
     if isinstance(which, Scores):
         return _select_by_comparison(ctx, eqn, which, *cases)
@@ -137,7 +127,7 @@ def _select(ctx: Context, eqn: Any, which: Any, *cases: Any) -> Any:
     keeps, operands = x is cases[-1], (which, *cases)
     stages = ("exp", "probabilities", "curve", "weighted", "log of probabilities")
     if len(cases) != 2 or x.stage not in stages or not isinstance(x.root, Logits):
-        return _select_of_logits(ctx, eqn, which, *cases)
+        return NotImplemented
     hidden = -math.inf if x.stage.startswith("log") else 0
     if constant(ctx, cases[0] if keeps else cases[1]) != hidden:
         raise NotCovered(f"attention is not recognised: its {x.stage} are masked by a value")
@@ -186,7 +176,7 @@ def _masked_exponential(
     # The number of an earlier, equal mask is never seen.
     earlier = dataclasses.replace(x, root=dataclasses.replace(root, fills=rest))
     fill = Fill(None, None, -math.inf, source=source)  # type: ignore[arg-type]
-    root = masked(ctx, earlier, mask, True, fill)
+    root = logit_masks.masked(ctx, earlier, mask, True, fill)
     # Without the masked keys' largest exponential, 1, the sum may be below 1. No logit is below a
     # large number, so that a masked key's exponential is the largest only in rows without others.
     least = x.sum_of_one and largest <= masked_keys.LARGE and not rest
@@ -197,7 +187,7 @@ def _masked_exponential(
 # Comparisons.
 
 
-def _comparison(ctx: Context, eqn: Any, x: Any, y: Any) -> Any:
+def comparison(ctx: Context, eqn: Any, x: Any, y: Any) -> Any:
     """`weights != weights`, which is True for NaN; `weights == inf`, which is never True."""
     name = eqn.primitive.name
     at, other = (x, y) if isinstance(x, Scores) else (y, x)
@@ -210,7 +200,8 @@ def _comparison(ctx: Context, eqn: Any, x: Any, y: Any) -> Any:
     raise NotCovered(f"attention is not recognised: {name} of its {at.stage}")
 
 
-def _is_finite(ctx: Context, eqn: Any, x: Any) -> Any:
+def is_finite(ctx: Context, eqn: Any, x: Any) -> Any:
+    """Marks where the maximum of the logits is finite."""
     if x.stage != "max" or not isinstance(x.root, Logits):
         raise NotCovered(f"attention is not recognised: is_finite of its {x.stage}")
     return x.then(eqn, [x], stage="is finite")
@@ -248,10 +239,10 @@ def _same_weights(which: Scores, at: Scores) -> bool:
 # Sums, and quotients by them.
 
 
-def _sum(ctx: Context, eqn: Any, x: Any) -> Any:
+def total(ctx: Context, eqn: Any, x: Any) -> Any:
     """The sum of weighted probabilities over all keys; other sums by the rule of exponentials."""
     if x.stage != "weighted":
-        return _sum_of_exponentials(ctx, eqn, x)
+        return NotImplemented
     axes = [int(a) for a in eqn.params["axes"]]
     kinds = [x.labels[a][0] for a in axes]
     if (
@@ -278,7 +269,8 @@ def _bounded(ctx: Context, eqn: Any, x: Any, y: Any, how: str) -> Any:
     return at.then(eqn, (x, y), floor=(how, number))
 
 
-def _sum_of_two(ctx: Context, eqn: Any, x: Any, y: Any) -> Any:
+def sum_of_two(ctx: Context, eqn: Any, x: Any, y: Any) -> Any:
+    """Adds a number to a sum, or the maximum to the logarithm of a sum."""
     if isinstance(x, Scores) and isinstance(y, Scores):
         if (x.stage, y.stage) == ("log of sum", "max") and scores.belong(x, y):
             eps = float(jnp.finfo(x.dtype).eps)
@@ -289,16 +281,17 @@ def _sum_of_two(ctx: Context, eqn: Any, x: Any, y: Any) -> Any:
         raise NotCovered("attention is not recognised: its scores are combined with scores")
     if scores.only((x, y)).stage in ("sum", "total"):
         return _bounded(ctx, eqn, x, y, "add")
-    return _sum_of_logits(ctx, eqn, x, y)
+    return NotImplemented
 
 
-def _maximum(ctx: Context, eqn: Any, x: Any, y: Any) -> Any:
+def maximum(ctx: Context, eqn: Any, x: Any, y: Any) -> Any:
+    """Bounds a sum below by a number."""
     if scores.only((x, y)).stage in ("sum", "total"):
         return _bounded(ctx, eqn, x, y, "max")
-    return _maximum_of_logits(ctx, eqn, x, y)
+    return NotImplemented
 
 
-def _quotient(ctx: Context, eqn: Any, x: Any, y: Any) -> Any:
+def quotient(ctx: Context, eqn: Any, x: Any, y: Any) -> Any:
     """Weights or exponentials over their sum; weights over a number or over factors."""
     if isinstance(x, Scores) and isinstance(y, Scores):
         if (x.stage, y.stage) == ("weighted", "total"):
@@ -311,10 +304,10 @@ def _quotient(ctx: Context, eqn: Any, x: Any, y: Any) -> Any:
                 raise NotCovered("attention is not recognised: masked exponentials over their sum")
             if y.floor:
                 return _over_bounded_sum(x, eqn, y)
-        return _quotient_of_logits(ctx, eqn, x, y)
+        return NotImplemented
     changes = isinstance(x, Scores) and x.stage in ("probabilities", "curve", "weighted")
     if not changes or not isinstance(x.root, Logits):
-        return _quotient_of_logits(ctx, eqn, x, y)
+        return NotImplemented
     number = constant(ctx, y)
     if number is not None:
         return _scaled(x, eqn, (x, y), math.nan if number == 0 else 1 / number)
@@ -360,51 +353,38 @@ def _over_bounded_sum(x: Scores, eqn: Any, y: Scores) -> Scores:
 # A softmax by its logarithm.
 
 
-def _logarithm(ctx: Context, eqn: Any, x: Any) -> Any:
+def logarithm(ctx: Context, eqn: Any, x: Any) -> Any:
+    """Takes the logarithm of the sum of shifted exponentials."""
     known = isinstance(x.root, Logits) and x.stage == "sum" and x.floor is None
     if not known or not x.shifted:
         raise NotCovered(f"attention is not recognised: log of its {x.stage}")
     return x.then(eqn, [x], stage="log of sum")
 
 
-def _absolute(ctx: Context, eqn: Any, x: Any) -> Any:
+def absolute(ctx: Context, eqn: Any, x: Any) -> Any:
+    """Keeps a sum, which is never negative."""
     if x.stage != "sum":
         raise NotCovered(f"attention is not recognised: abs of its {x.stage}")
     return x.then(eqn, [x])
 
 
-def _difference(ctx: Context, eqn: Any, x: Any, y: Any) -> Any:
+def difference(ctx: Context, eqn: Any, x: Any, y: Any) -> Any:
+    """Subtracts the maximum or the logarithm of the sum from the logits."""
     if isinstance(x, Scores) and isinstance(y, Scores) and scores.belong(x, y):
         if (x.stage, y.stage) in (("shifted", "log of sum"), ("logits", "lse")):
             return x.then(eqn, (x, y), stage="log of probabilities", shifted=True)
-        out = _difference_of_logits(ctx, eqn, x, y)
+        out = scores.subtracted(ctx, eqn, x, y)
         masked = isinstance(x.root, Logits) and all(f.value == -math.inf for f in x.root.fills)
         return dataclasses.replace(out, sum_of_one=True, emptied=y.emptied if masked else "")
-    return _difference_of_logits(ctx, eqn, x, y)
+    return scores.subtracted(ctx, eqn, x, y)
 
 
-def _exponential(ctx: Context, eqn: Any, x: Any) -> Any:
+def exponential(ctx: Context, eqn: Any, x: Any) -> Any:
+    """Returns to the probabilities from their logarithm."""
     if x.stage != "log of probabilities":
-        return _exponential_of_logits(ctx, eqn, x)
+        return NotImplemented
     probabilities = x.then(eqn, [x], stage="probabilities", weights=None)
     if x.weights is None:
         return probabilities
     weights = dataclasses.replace(x.weights, of=probabilities)
     return x.then(eqn, [x], stage="weighted", weights=weights)
-
-
-RULES |= {
-    "abs": _absolute,
-    "add": _sum_of_two,
-    "div": _quotient,
-    "eq": _comparison,
-    "exp": _exponential,
-    "is_finite": _is_finite,
-    "log": _logarithm,
-    "max": _maximum,
-    "mul": _product,
-    "ne": _comparison,
-    "reduce_sum": _sum,
-    "select_n": _select,
-    "sub": _difference,
-}

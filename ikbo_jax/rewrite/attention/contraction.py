@@ -33,12 +33,11 @@ from ikbo_jax.rewrite.values.lineage import (
     slice_along,
     spread_axes,
 )
-from ikbo_jax.rewrite.values.registry import NotCovered, register_rule
+from ikbo_jax.rewrite.values.registry import NotCovered
 
 _HALF = (jnp.bfloat16, jnp.float16)
 
 
-@register_rule("dot_general", arrays=one_hot.is_lookup)
 def dot_general(ctx: Context, eqn: Any, lhs: Any, rhs: Any) -> Any:
     """A product of two values, of which at least one is deferred or may be one-hot."""
     rows = one_hot.lookup(ctx, eqn, lhs, rhs)

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend import core
 
-from ikbo_jax.rewrite.attention.scores import BATCH, KEY, RULES, Fill, Logits, Scores, only
+from ikbo_jax.rewrite.attention.scores import BATCH, KEY, Fill, Logits, Scores, only
 from ikbo_jax.rewrite.facts import proofs
 from ikbo_jax.rewrite.facts.known import known
 from ikbo_jax.rewrite.facts.proofs import constant
@@ -19,7 +19,7 @@ from ikbo_jax.rewrite.values.lineage import Lazy, has_lineage, spread
 from ikbo_jax.rewrite.values.registry import NotCovered
 
 
-def _selected(ctx: Context, eqn: Any, which: Any, *cases: Any) -> Any:
+def selected(ctx: Context, eqn: Any, which: Any, *cases: Any) -> Any:
     """`where(mask, logits, number)` or `where(mask, number, logits)`."""
     if isinstance(which, Scores) or len(cases) != 2:
         raise NotCovered("attention is not recognised: its scores are the condition of a select")
@@ -34,7 +34,7 @@ def _selected(ctx: Context, eqn: Any, which: Any, *cases: Any) -> Any:
     return scores.then(eqn, [which, *cases], root=root)
 
 
-def _added(ctx: Context, eqn: Any, x: Any, y: Any) -> Any:
+def added(ctx: Context, eqn: Any, x: Any, y: Any) -> Any:
     """Logits plus 0, or plus a bias that holds 0 for kept keys and one number for masked keys."""
     scores = only((x, y))
     bias = y if scores is x else x
@@ -130,6 +130,3 @@ def masked(ctx: Context, scores: Scores, mask: Any, keeps: bool, fill: Fill) -> 
     )
     origins = root.mask_origins | mask.origins
     return dataclasses.replace(root, fills=(*root.fills, fill), mask_origins=origins)
-
-
-RULES |= {"add": _added, "select_n": _selected}

@@ -12,9 +12,9 @@ from jax.extend import core
 from ikbo_jax.rewrite.attention import contraction
 from ikbo_jax.rewrite.interpret import Context, shape_of
 from ikbo_jax.rewrite.rules import concatenation, elementwise, reshape, sources
-from ikbo_jax.rewrite.rules.merged import RULES, Merged
 from ikbo_jax.rewrite.values import staged
 from ikbo_jax.rewrite.values.lineage import Lazy, is_plain
+from ikbo_jax.rewrite.values.merged import Merged
 from ikbo_jax.rewrite.values.registry import NotCovered
 
 
@@ -70,7 +70,8 @@ def _first(operands: Any) -> Merged:
     return next(x for x in operands if isinstance(x, Merged))
 
 
-def _elementwise(ctx: Context, eqn: Any, *operands: Any) -> Any:
+def merged_elementwise(ctx: Context, eqn: Any, *operands: Any) -> Any:
+    """Runs an elementwise equation on the values before the reshape."""
     if eqn.primitive.name == "mul":
         eqn, operands = elementwise.with_mask(ctx, eqn, operands)
     like = _first(operands)
@@ -86,11 +87,13 @@ def _elementwise(ctx: Context, eqn: Any, *operands: Any) -> Any:
     return _wrapped(elementwise.elementwise_to(ctx, eqn, tuple(wide), split), like.groups)
 
 
-def _reshape(ctx: Context, eqn: Any, x: Merged) -> Any:
+def merged_reshape(ctx: Context, eqn: Any, x: Merged) -> Any:
+    """Reshapes the value before the reshape."""
     return reshape.reshape_to(ctx, eqn, x.inner, tuple(eqn.outvars[0].aval.shape))
 
 
-def _transpose(ctx: Context, eqn: Any, x: Merged) -> Any:
+def transpose(ctx: Context, eqn: Any, x: Merged) -> Any:
+    """Transposes the dimensions that each dimension merges."""
     permutation = [int(d) for d in eqn.params["permutation"]]
     order = [d for n in permutation for d in x.groups[n]]
     inner_eqn = _like(eqn, [x.inner.shape[d] for d in order], permutation=tuple(order))
@@ -109,7 +112,8 @@ def _renumbered(lengths: Sequence[int]) -> tuple[tuple[int, ...], ...]:
     return tuple(groups)
 
 
-def _reduction(ctx: Context, eqn: Any, x: Merged) -> Any:
+def reduction(ctx: Context, eqn: Any, x: Merged) -> Any:
+    """Reduces all dimensions that a dimension merges."""
     axes = [int(a) for a in eqn.params["axes"]]
     inner_axes = tuple(d for a in axes for d in x.groups[a])
     if eqn.primitive.name in ("argmax", "argmin") and len(inner_axes) != 1:
@@ -120,7 +124,8 @@ def _reduction(ctx: Context, eqn: Any, x: Merged) -> Any:
     return _wrapped(elementwise.reduction(ctx, inner_eqn, x.inner), _renumbered(lengths))
 
 
-def _broadcast(ctx: Context, eqn: Any, x: Merged, *dynamic: Any) -> Any:
+def broadcast(ctx: Context, eqn: Any, x: Merged, *dynamic: Any) -> Any:
+    """Adds dimensions to the value before the reshape."""
     shape, dims = eqn.params["shape"], [int(d) for d in eqn.params["broadcast_dimensions"]]
     if dynamic or any(shape[t] != x.shape[d] for d, t in enumerate(dims)):
         raise NotCovered("broadcast of a merged axis")
@@ -140,7 +145,7 @@ def _broadcast(ctx: Context, eqn: Any, x: Merged, *dynamic: Any) -> Any:
     return _wrapped(sources.broadcast_in_dim(ctx, inner_eqn, x.inner), groups)
 
 
-def _dot_general(ctx: Context, eqn: Any, lhs: Any, rhs: Any) -> Any:
+def dot_general(ctx: Context, eqn: Any, lhs: Any, rhs: Any) -> Any:
     """A product whose operands are split: a merged summed axis is several summed axes."""
     (contract, batch) = eqn.params["dimension_numbers"]
     paired = [
@@ -202,7 +207,7 @@ def _refined(ctx: Context, eqn: Any, x: Any, groups: Any, sizes: list[int]) -> A
     return reshape.reshape_to(ctx, eqn, x, tuple(sizes))
 
 
-def _gather(ctx: Context, eqn: Any, operand: Any, indices: Any) -> Any:
+def gather(ctx: Context, eqn: Any, operand: Any, indices: Any) -> Any:
     """A lookup of rows by indices that are flattened before it."""
     numbers = eqn.params["dimension_numbers"]
     if not isinstance(indices, Merged) or isinstance(operand, Merged):
@@ -225,7 +230,7 @@ def _gather(ctx: Context, eqn: Any, operand: Any, indices: Any) -> Any:
     return _wrapped(sources.gather(ctx, inner_eqn, operand, indices.inner), groups)
 
 
-def _concatenate(ctx: Context, eqn: Any, *operands: Any) -> Any:
+def concatenate(ctx: Context, eqn: Any, *operands: Any) -> Any:
     """A concatenation along a dimension that is not merged."""
     like, axis = _first(operands), eqn.params["dimension"]
     if len(like.groups[axis]) != 1:
@@ -247,18 +252,3 @@ def _concatenate(ctx: Context, eqn: Any, *operands: Any) -> Any:
     shape[inner_axis] = eqn.outvars[0].aval.shape[axis]
     inner_eqn = _like(eqn, shape, dimension=inner_axis)
     return _wrapped(concatenation.concatenate(ctx, inner_eqn, *split), like.groups)
-
-
-for _name in (*elementwise.ELEMENTWISE, "select_n", "clamp"):
-    RULES[_name] = _elementwise
-for _name in elementwise.REDUCTIONS:
-    RULES[_name] = _reduction
-RULES |= {
-    "broadcast_in_dim": _broadcast,
-    "concatenate": _concatenate,
-    "dot_general": _dot_general,
-    "gather": _gather,
-    "reshape": _reshape,
-    "squeeze": _reshape,
-    "transpose": _transpose,
-}

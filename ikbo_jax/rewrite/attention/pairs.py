@@ -17,7 +17,7 @@ from jax.extend import core
 
 from ikbo_jax.rewrite.attention import contraction
 from ikbo_jax.rewrite.attention.blocks import Blocks
-from ikbo_jax.rewrite.attention.scores import BATCH, KEY, QUERY, RULES, Scores
+from ikbo_jax.rewrite.attention.scores import BATCH, KEY, QUERY, Scores
 from ikbo_jax.rewrite.facts.known import known
 from ikbo_jax.rewrite.interpret import Context
 from ikbo_jax.rewrite.rules.concatenation import of_one_lineage
@@ -76,13 +76,13 @@ class Pairs(Deferred):
         return primitive_rule(ctx, eqn, *values)
 
 
-def _reshape(ctx: Context, eqn: Any, x: Scores) -> Any:
-    """A reshape that flattens the pairs; other reshapes by the rule of scores."""
+def reshape(ctx: Context, eqn: Any, x: Scores) -> Any:
+    """A reshape that flattens the pairs; NotImplemented for other reshapes."""
     (batch, *rest) = x.shape
     shape = tuple(eqn.outvars[0].aval.shape)
     if _is_product(x) and 1 not in rest and shape == (batch, rest[0] * rest[1]):
         return Pairs(x, eqn)
-    return _reshape_of_scores(ctx, eqn, x)
+    return NotImplemented
 
 
 def _is_product(x: Scores) -> bool:
@@ -97,7 +97,7 @@ def _is_product(x: Scores) -> bool:
     )
 
 
-def _gather(ctx: Context, eqn: Any, x: Any, indices: Any) -> Any:
+def gather(ctx: Context, eqn: Any, x: Any, indices: Any) -> Any:
     """A lookup of constant pairs."""
     if not isinstance(x, Scores) or not _is_product(x):
         raise NotCovered("attention is not recognised: gather of its scores")
@@ -227,8 +227,3 @@ def _columns(x: Any, columns: list[int]) -> Any:
     if is_plain(x):
         return base
     return lazy(base, (x.shape[0], len(columns)), x.lineage, x.axis, x.origins)
-
-
-_reshape_of_scores = RULES["reshape"]
-RULES["reshape"] = _reshape
-RULES["gather"] = _gather

@@ -30,7 +30,6 @@ from ikbo_jax.rewrite.attention.scores import (
     HEAD,
     KEY,
     QUERY,
-    RULES,
     WIDTH,
     Label,
     Logits,
@@ -165,7 +164,7 @@ def _transposed(x: jax.Array, order: list[int]) -> jax.Array:
     return x if order == list(range(x.ndim)) else staged.transpose(x, order)
 
 
-def _dot(ctx: Context, eqn: Any, lhs: Any, rhs: Any) -> Any:
+def dot_general(ctx: Context, eqn: Any, lhs: Any, rhs: Any) -> Any:
     """Probabilities or activated scores times looked-up values: the last product of attention."""
     scores = only((lhs, rhs))
     if isinstance(scores.root, blocks.Blocks):
@@ -264,6 +263,3 @@ def _as_the_product(eqn: Any, scores: Scores, side: int, out: jax.Array) -> jax.
     aval: Any = eqn.outvars[0].aval
     out = reordered(out, have, labels_of_product(eqn, scores, side), tuple(aval.shape))
     return staged.cast(out, aval.dtype)
-
-
-RULES["dot_general"] = _dot

@@ -23,7 +23,7 @@ from ikbo_jax.rewrite.rules import any_shape
 from ikbo_jax.rewrite.rules.elementwise import ELEMENTWISE
 from ikbo_jax.rewrite.values import staged
 from ikbo_jax.rewrite.values.lineage import Deferred, Lazy, Lineage
-from ikbo_jax.rewrite.values.registry import NotCovered
+from ikbo_jax.rewrite.values.registry import NotCovered, rules_of_kind
 
 # Kinds of dimensions of the scores. Queries and keys share the heads; all remaining dimensions of
 # the queries are of the kind QUERY.
@@ -136,11 +136,8 @@ class Scores(Deferred):
         if name == "jit":
             return ctx.run_closed(eqn.params["jaxpr"], operands, eqn)
         curve = _curve_of(ctx, eqn, operands)
-        primitive_rule = RULES.get(name)
         try:
-            if primitive_rule is None:
-                raise NotCovered(f"attention is not recognised: {name} of its {self.stage}")
-            result = primitive_rule(ctx, eqn, *operands)
+            result = self._by_rule(ctx, eqn, operands)
         except NotCovered:
             if curve is not None:
                 result = self.then(eqn, operands, stage="curve", curve=curve)
@@ -152,6 +149,15 @@ class Scores(Deferred):
         if not isinstance(result, Scores) or name in proofs.MOVES or result.curve is curve:
             return result
         return dataclasses.replace(result, curve=curve)
+
+    def _by_rule(self, ctx: Context, eqn: Any, operands: Any) -> Any:
+        """The result by the first rule that knows the stage; NotCovered if there is none."""
+        name = eqn.primitive.name
+        for rule in rules_of_kind("scores", name):
+            result = rule(ctx, eqn, *operands)
+            if result is not NotImplemented:
+                return result
+        raise NotCovered(f"attention is not recognised: {name} of its {self.stage}")
 
     def then(self, eqn: Any, operands: Any, **changes: Any) -> Scores:
         """The result of an equation: these scores with some attributes changed."""
@@ -211,9 +217,6 @@ def _curve_of(ctx: Context, eqn: Any, operands: Any) -> Curve | None:
     return curves.then(eqn, arguments)
 
 
-#: The rule of every primitive that can be applied to scores; `attention` adds the product's.
-RULES: dict[str, Callable[..., Any]] = {}
-
 # The rules. Each is called with the context, the equation and its operands, among them `Scores`.
 
 
@@ -236,11 +239,13 @@ def labels_of_product(eqn: Any, scores: Scores, side: int) -> list[Label]:
     ]
 
 
-def _same(ctx: Context, eqn: Any, x: Any) -> Any:
+def kept(ctx: Context, eqn: Any, x: Any) -> Any:
+    """Keeps the scores."""
     return x.then(eqn, [x])
 
 
-def _cast(ctx: Context, eqn: Any, x: Any) -> Any:
+def cast(ctx: Context, eqn: Any, x: Any) -> Any:
+    """Casts the scores, and rounds the numbers of their masks."""
     dtype = eqn.outvars[0].aval.dtype
     if dtype not in (jnp.bfloat16, jnp.float16, jnp.float32):
         raise NotCovered(f"attention is not recognised: its scores are cast to {dtype}")
@@ -263,14 +268,14 @@ def _with_fills(root: Logits, dtype: Any, factor: float) -> Logits:
     return dataclasses.replace(root, fills=tuple(fills)) if fills else root
 
 
-def _stopped(ctx: Context, eqn: Any, x: Any) -> Any:
+def stopped(ctx: Context, eqn: Any, x: Any) -> Any:
     """stop_gradient of the maximum, whose gradient cancels in the softmax."""
     if x.stage != "max":
         raise NotCovered(f"attention is not recognised: stop_gradient of its {x.stage}")
     return x.then(eqn, [x])
 
 
-def _scaled(ctx: Context, eqn: Any, x: Any, y: Any) -> Any:
+def scaled(ctx: Context, eqn: Any, x: Any, y: Any) -> Any:
     """Scores times a number or divided by one; exponentials divided by their sum."""
     divides = eqn.primitive.name == "div"
     if isinstance(x, Scores) and isinstance(y, Scores):
@@ -290,7 +295,8 @@ def _scaled(ctx: Context, eqn: Any, x: Any, y: Any) -> Any:
     return scores.then(eqn, [x, y], root=root)
 
 
-def _subtracted(ctx: Context, eqn: Any, x: Any, y: Any) -> Any:
+def subtracted(ctx: Context, eqn: Any, x: Any, y: Any) -> Any:
+    """Subtracts the maximum from the logits."""
     both = isinstance(x, Scores) and isinstance(y, Scores)
     if both and belong(x, y) and (x.stage, y.stage) == ("logits", "max"):
         return x.then(eqn, [x, y], stage="shifted", shifted=True)
@@ -318,13 +324,15 @@ def _same_root(x: Any, y: Any) -> bool:
     )
 
 
-def _exponential(ctx: Context, eqn: Any, x: Any) -> Any:
+def exponential(ctx: Context, eqn: Any, x: Any) -> Any:
+    """Takes the exponential of the logits."""
     if x.stage not in ("logits", "shifted"):
         raise NotCovered(f"attention is not recognised: exp of its {x.stage}")
     return x.then(eqn, [x], stage="exp")
 
 
-def _maximum(ctx: Context, eqn: Any, x: Any, y: Any) -> Any:
+def maximum(ctx: Context, eqn: Any, x: Any, y: Any) -> Any:
+    """Keeps the maximum of the logits, beside -inf."""
     scores = only((x, y))
     other = constant(ctx, y if scores is x else x)
     if scores.stage != "max" or other != -math.inf:
@@ -332,7 +340,7 @@ def _maximum(ctx: Context, eqn: Any, x: Any, y: Any) -> Any:
     return scores.then(eqn, [x, y])
 
 
-def _reduced(ctx: Context, eqn: Any, x: Any) -> Any:
+def reduced(ctx: Context, eqn: Any, x: Any) -> Any:
     """Maximum of the logits or sum of the exponentials, over all keys."""
     axes = [int(a) for a in eqn.params["axes"]]
     stages = {("reduce_max", "logits"): "max", ("reduce_sum", "exp"): "sum"}
@@ -344,11 +352,13 @@ def _reduced(ctx: Context, eqn: Any, x: Any) -> Any:
     return x.then(eqn, [x], stage=stage, labels=labels)
 
 
-def _transpose(ctx: Context, eqn: Any, x: Any) -> Any:
+def transpose(ctx: Context, eqn: Any, x: Any) -> Any:
+    """Transposes the labels."""
     return x.then(eqn, [x], labels=tuple(x.labels[d] for d in eqn.params["permutation"]))
 
 
-def _broadcast(ctx: Context, eqn: Any, x: Any, *dynamic: Any) -> Any:
+def broadcast(ctx: Context, eqn: Any, x: Any, *dynamic: Any) -> Any:
+    """Adds dimensions of size 1, or the dimension of keys to a maximum or sum."""
     shape, dims = eqn.params["shape"], [int(d) for d in eqn.params["broadcast_dimensions"]]
     if any(shape[t] != x.shape[d] for d, t in enumerate(dims)):
         raise NotCovered("attention is not recognised: its scores are broadcast")
@@ -362,7 +372,7 @@ def _broadcast(ctx: Context, eqn: Any, x: Any, *dynamic: Any) -> Any:
     return x.then(eqn, [x], labels=tuple(labels))
 
 
-def _reshape(ctx: Context, eqn: Any, x: Any) -> Any:
+def reshape(ctx: Context, eqn: Any, x: Any) -> Any:
     """A reshape that only adds or removes dimensions of size 1."""
     shape = tuple(eqn.outvars[0].aval.shape)
     kept = [label for label, n in zip(x.labels, x.shape, strict=True) if n != 1]
@@ -372,23 +382,3 @@ def _reshape(ctx: Context, eqn: Any, x: Any) -> Any:
     rest = iter(kept)
     labels = tuple(next(rest) if n != 1 else next(ones, (ONE, 0)) for n in shape)
     return x.then(eqn, [x], labels=labels)
-
-
-RULES |= {
-    "broadcast_in_dim": _broadcast,
-    "convert_element_type": _cast,
-    "copy": _same,
-    "div": _scaled,
-    "exp": _exponential,
-    "max": _maximum,
-    "mul": _scaled,
-    "name": _same,
-    "pvary": _same,
-    "reduce_max": _reduced,
-    "reduce_sum": _reduced,
-    "reshape": _reshape,
-    "squeeze": _reshape,
-    "stop_gradient": _stopped,
-    "sub": _subtracted,
-    "transpose": _transpose,
-}

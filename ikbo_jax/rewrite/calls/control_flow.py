@@ -13,7 +13,6 @@ from jax.extend import core
 from ikbo_jax.rewrite.calls import loops, sharing
 from ikbo_jax.rewrite.interpret import Context
 from ikbo_jax.rewrite.report.log import Log
-from ikbo_jax.rewrite.rules.merged import Merged
 from ikbo_jax.rewrite.values import hoisting
 from ikbo_jax.rewrite.values.forms import form, skeleton, unpack_all
 from ikbo_jax.rewrite.values.jaxprs import (
@@ -23,7 +22,8 @@ from ikbo_jax.rewrite.values.jaxprs import (
     with_constants_last,
 )
 from ikbo_jax.rewrite.values.lineage import Concat, Lazy, is_plain, lazy
-from ikbo_jax.rewrite.values.registry import NotCovered, register_rule
+from ikbo_jax.rewrite.values.merged import Merged
+from ikbo_jax.rewrite.values.registry import NotCovered
 
 
 def exported(inner: Context, values: Sequence[Any], outer: Context) -> list[Any]:
@@ -48,8 +48,8 @@ def _can_leave(value: Any, lineages: set[int]) -> bool:
     return is_plain(value) or value.lineage is None or id(value.lineage) in lineages
 
 
-@register_rule("remat2", source=True)
-def _checkpoint(ctx: Context, eqn: Any, *operands: Any) -> Any:
+def checkpoint(ctx: Context, eqn: Any, *operands: Any) -> Any:
+    """Rewrites a checkpointed function, at this call or once for all calls."""
     jaxpr = eqn.params["jaxpr"]
     if all(map(is_plain, operands)) and ctx.programs.is_plain(jaxpr):
         return ctx.bind(eqn, *operands)
@@ -93,16 +93,13 @@ def _checkpointed(ctx: Context, eqn: Any, operands: Sequence[Any]) -> list[Any]:
     return packs[-1](eqn.primitive.bind(*arrays, *program.consts, **params))
 
 
-register_rule("checkpoint", _checkpoint, source=True)
-
-
 def _is_exact(x: Any) -> bool:
     """Whether an array holds integers or booleans."""
     return getattr(getattr(x, "dtype", None), "kind", "") in ("i", "u", "b")
 
 
-@register_rule("scan", source=True)
-def _scan(ctx: Context, eqn: Any, *operands: Any) -> Any:
+def scan(ctx: Context, eqn: Any, *operands: Any) -> Any:
+    """Rewrites a scan, whose carries keep one form in all iterations."""
     params = eqn.params
     jaxpr = params["jaxpr"]
     n_consts, n_carry = hoisting.scan_counts(params)
@@ -228,8 +225,54 @@ def _packed_stacks(
     return out
 
 
-@register_rule("cond", source=True)
-def _cond(ctx: Context, eqn: Any, index: Any, *operands: Any) -> Any:
+def while_(ctx: Context, eqn: Any, *operands: Any) -> Any:
+    """A loop whose carries keep their form, and which ends by a value that is no lookup."""
+    params = eqn.params
+    condition, body = params["cond_jaxpr"], params["body_jaxpr"]
+    first, second = params["cond_nconsts"], params["cond_nconsts"] + params["body_nconsts"]
+    of_condition, of_body = operands[:first], operands[first:second]
+    carry = list(map(loops.uniform, operands[second:]))
+    if condition.effects or body.effects:
+        raise NotCovered("a while loop with effects")
+    if condition.outvars[0].aval.shape:
+        # It runs until every row is done. A user without candidates might never be.
+        raise NotCovered("a while loop under vmap, whose rows end by themselves")
+
+    def step(carry: list[Any]) -> tuple[Context, list[Any]]:
+        inner = ctx.inner()
+        return inner, exported(inner, inner.run_closed(body, [*of_body, *carry], eqn), ctx)
+
+    while True:
+        arrays, pack = unpack_all(carry)
+        returned: list[Any] = []
+
+        def once(*arrays: Any, pack: Any = pack, returned: list[Any] = returned) -> list[Any]:
+            _, results = step(pack(arrays))
+            returned[:] = map(skeleton, results)
+            return []
+
+        with ctx.muted():
+            trace(once, arrays)
+        if not loops.reformed(ctx, eqn, carry, returned, operands[second:], "while loop"):
+            break
+    if all(map(is_plain, carry)):
+        raise NotCovered("a while loop whose carries are no lookups")
+
+    def proceeds(arrays: Any) -> Any:
+        inner = ctx.inner()
+        (result,) = inner.run_closed(condition, [*of_condition, *pack(arrays)], eqn)
+        return inner.build(result)
+
+    def run(arrays: Any) -> Any:
+        inner, results = step(pack(arrays))
+        new = [inner.build(y) if is_plain(x) else y for x, y in zip(carry, results, strict=True)]
+        return unpack_all(new)[0]
+
+    return pack(loops.while_loop(eqn, proceeds, run, arrays))
+
+
+def cond(ctx: Context, eqn: Any, index: Any, *operands: Any) -> Any:
+    """Rewrites all branches, whose results get one form."""
     branches = eqn.params["branches"]
     if all(map(is_plain, operands)) and all(map(ctx.programs.is_plain, branches)):
         return ctx.bind(eqn, index, *operands)

@@ -17,7 +17,6 @@ from ikbo_jax.rewrite.facts import curves
 from ikbo_jax.rewrite.interpret import Context
 from ikbo_jax.rewrite.rules import any_shape
 from ikbo_jax.rewrite.rules.elementwise import ELEMENTWISE
-from ikbo_jax.rewrite.rules.merged import Merged
 from ikbo_jax.rewrite.values import jvp_rules
 from ikbo_jax.rewrite.values.dead_code import without_dead_code
 from ikbo_jax.rewrite.values.forms import detached, form, unpack, unpack_all, with_all_inside
@@ -30,15 +29,15 @@ from ikbo_jax.rewrite.values.lineage import (
     is_plain,
     spread,
 )
-from ikbo_jax.rewrite.values.registry import NotCovered, register_rule
+from ikbo_jax.rewrite.values.merged import Merged
+from ikbo_jax.rewrite.values.registry import NotCovered
 
 #: Derivatives of a custom_jvp function that are proven to work row by row while the program is
 #: rewritten. A JVP rule may call its own function, so that there is no last derivative.
 PROVEN_DERIVATIVES = 2
 
 
-@register_rule("custom_jvp_call")
-def _custom_jvp(ctx: Context, eqn: Any, *operands: Any) -> Any:
+def custom_jvp(ctx: Context, eqn: Any, *operands: Any) -> Any:
     """Runs the function and its JVP rule, both at the smaller batch."""
     params = eqn.params
     if params.get("jvp_jaxpr_fun") is None or params["num_consts"]:

@@ -23,11 +23,10 @@ from ikbo_jax.rewrite.values.dead_code import without_dead_code
 from ikbo_jax.rewrite.values.forms import detached, unpack, unpack_all
 from ikbo_jax.rewrite.values.jaxprs import evaluate, trace
 from ikbo_jax.rewrite.values.lineage import Lazy, has_lineage, is_plain, spread_axes
-from ikbo_jax.rewrite.values.registry import NotCovered, register_rule
+from ikbo_jax.rewrite.values.registry import NotCovered
 
 
-@register_rule("custom_vjp_call")
-def _custom_vjp(ctx: Context, eqn: Any, *operands: Any) -> Any:
+def custom_vjp(ctx: Context, eqn: Any, *operands: Any) -> Any:
     """Runs the function, and its backward pass, at the smaller batch."""
     jaxpr = eqn.params["call_jaxpr"]
     if cudnn.is_attention(eqn):

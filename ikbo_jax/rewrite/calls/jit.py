@@ -13,11 +13,12 @@ from typing import Any
 
 import jax
 
-from ikbo_jax.rewrite.calls import constraints, sharing
+from ikbo_jax.rewrite.calls import sharing
 from ikbo_jax.rewrite.interpret import Context
+from ikbo_jax.rewrite.values import constraints
 from ikbo_jax.rewrite.values.equations import on_integers
 from ikbo_jax.rewrite.values.lineage import is_plain
-from ikbo_jax.rewrite.values.registry import NotCovered, register_rule
+from ikbo_jax.rewrite.values.registry import NotCovered
 
 #: A jitted function with at most this many equations is interpreted inline even on arrays:
 #: `jnp.where` and similar functions are jitted, and facts about indices and masks depend on their
@@ -57,7 +58,8 @@ def kind_of(ctx: Context, eqn: Any) -> _Kind:
     return kind
 
 
-def _jit(ctx: Context, eqn: Any, *operands: Any) -> Any:
+def jit(ctx: Context, eqn: Any, *operands: Any) -> Any:
+    """Rewrites a jitted function, at this call or once for all calls."""
     jaxpr, kind = eqn.params["jaxpr"], kind_of(ctx, eqn)
     if not kind.small and all(map(is_plain, operands)) and ctx.programs.is_plain(jaxpr):
         return ctx.bind(eqn, *operands)
@@ -94,6 +96,3 @@ def _sharded(ctx: Context, eqn: Any, operands: Sequence[Any]) -> list[Any]:
 
     results = ctx.run_closed(jaxpr, placed(operands, params["in_shardings"]), eqn)
     return placed(results, params["out_shardings"])
-
-
-register_rule("jit", _jit, source=True)

@@ -18,7 +18,7 @@ from ikbo_jax.rewrite.interpret import Context
 from ikbo_jax.rewrite.rules.elementwise import elementwise
 from ikbo_jax.rewrite.values.jaxprs import ending_its_trace
 from ikbo_jax.rewrite.values.lineage import Lazy, Lineage, has_lineage, is_plain, spread_axes
-from ikbo_jax.rewrite.values.registry import NotCovered, register_rule
+from ikbo_jax.rewrite.values.registry import NotCovered
 
 
 @dataclasses.dataclass(frozen=True)
@@ -74,8 +74,8 @@ def _names(entry: Any) -> tuple[str, ...]:
     return tuple(entry) if isinstance(entry, (tuple, list)) else (entry,)
 
 
-@register_rule("shard_map", source=True)
-def _shard_map(ctx: Context, eqn: Any, *operands: Any) -> Any:
+def shard_map(ctx: Context, eqn: Any, *operands: Any) -> Any:
+    """Passes rows and indices of lookups to every device."""
     params = eqn.params
     body = params["jaxpr"]
     if all(map(is_plain, operands)) and ctx.programs.is_plain(body):
@@ -122,8 +122,7 @@ def _shard_map(ctx: Context, eqn: Any, *operands: Any) -> Any:
     )
 
 
-@register_rule("pvary")
-def _pvary(ctx: Context, eqn: Any, *operands: Any) -> Any:
+def pvary(ctx: Context, eqn: Any, *operands: Any) -> Any:
     """Values that differ between devices from now on: a fact of types, for every row alike."""
     if len(operands) != 1:
         raise NotCovered("pvary of several values")

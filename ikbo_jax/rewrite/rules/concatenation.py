@@ -24,10 +24,9 @@ from ikbo_jax.rewrite.values.lineage import (
     spread,
     spread_axes,
 )
-from ikbo_jax.rewrite.values.registry import NotCovered, register_rule
+from ikbo_jax.rewrite.values.registry import NotCovered
 
 
-@register_rule("concatenate", source=True)
 def concatenate(ctx: Context, eqn: Any, *operands: Any) -> Any:
     """A concatenation; its parts stay lazy."""
     axis, shape = eqn.params["dimension"], tuple(eqn.outvars[0].aval.shape)
@@ -115,8 +114,7 @@ def of_one_lineage(parts: list[Any], axis: int) -> Any:
     return lazy(base, shape, value_lineage, first.axis, origins_of(*parts))
 
 
-@register_rule("stack", source=True)
-def _stack(ctx: Context, eqn: Any, *operands: Any) -> Any:
+def stack(ctx: Context, eqn: Any, *operands: Any) -> Any:
     """A stack is a concatenation along a new axis."""
     axis, shape = eqn.params["axis"], tuple(eqn.outvars[0].aval.shape)
     if len(operands) < 2 or all(map(is_plain, operands)) and operands[0] is not operands[1]:
@@ -141,8 +139,7 @@ def with_new_axis(x: Any, axis: int) -> Any:
     return Lazy(staged.expand_dims(x.base, (axis,)), shape, x.lineage, user_axis, x.origins)
 
 
-@register_rule("unstack")
-def _unstack(ctx: Context, eqn: Any, x: Any) -> Any:
+def unstack(ctx: Context, eqn: Any, x: Any) -> Any:
     """The slices along an axis, without the axis."""
     axis, pieces = eqn.params["axis"], []
     if not isinstance(x, Lazy) or x.axis == axis:

@@ -14,7 +14,6 @@ from jax import lax
 from ikbo_jax.rewrite.interpret import Context, shape_of
 from ikbo_jax.rewrite.rules import reselect
 from ikbo_jax.rewrite.values import lineage, staged
-from ikbo_jax.rewrite.values.equations import grows
 from ikbo_jax.rewrite.values.lineage import (
     Concat,
     Deferred,
@@ -29,7 +28,7 @@ from ikbo_jax.rewrite.values.lineage import (
     spread,
     spread_axes,
 )
-from ikbo_jax.rewrite.values.registry import NotCovered, register_rule
+from ikbo_jax.rewrite.values.registry import NotCovered
 
 #: Primitives that work element by element and broadcast dimensions of size 1 themselves.
 ELEMENTWISE = """
@@ -237,11 +236,6 @@ def concat(parts: list[Any], axis: int) -> Any:
     return Concat(tuple(parts), axis)
 
 
-for _name in (*ELEMENTWISE, "select_n", "clamp"):
-    register_rule(_name, elementwise, arrays=lambda _, eqn, __: grows(eqn))
-
-
-@register_rule("transpose")
 def transpose(ctx: Context, eqn: Any, x: Any) -> Any:
     """A transpose, of the base or of every part."""
     permutation = [int(d) for d in eqn.params["permutation"]]
@@ -299,38 +293,20 @@ def _reduce_concat(ctx: Context, eqn: Any, x: Concat) -> Any:
 #: Primitives that reduce some axes.
 REDUCTIONS = (*_COMBINED, "reduce_xor", "argmax", "argmin")
 
-for _name in REDUCTIONS:
-    register_rule(_name, reduction)
+
+def cumulative(ctx: Context, eqn: Any, *operands: Any) -> Any:
+    """Cumulative operations along another axis than the looked-up axis."""
+    along, x = eqn.params["axis"], operands[0]
+    if len(operands) != 1 or isinstance(x, Concat):
+        raise NotCovered(f"{eqn.primitive.name} of a concatenation or of several values")
+    if x.axis == along:
+        raise NotCovered(f"{eqn.primitive.name} along the looked-up axis")
+    x = spread_axes(x, [along])
+    return at_user_batch(ctx, eqn, ctx.bind(eqn, x.base), x.shape, x.lineage, x.axis, x.origins)
 
 
-def _along_axis(key: str) -> Any:
-    """The rule of primitives that keep the shape; the parameter `key` names their dimensions."""
-
-    def rule(ctx: Context, eqn: Any, *operands: Any) -> Any:
-        along = eqn.params[key]
-        along = [along] if isinstance(along, int) else list(along)
-        x = operands[0]
-        if len(operands) != 1 or isinstance(x, Concat):
-            raise NotCovered(f"{eqn.primitive.name} of a concatenation or of several values")
-        if x.axis in along:
-            raise NotCovered(f"{eqn.primitive.name} along the looked-up axis")
-        x = spread_axes(x, along)
-        bases = ctx.bind(eqn, x.base)
-        if not eqn.primitive.multiple_results:
-            return at_user_batch(ctx, eqn, bases, x.shape, x.lineage, x.axis, x.origins)
-        return [
-            at_user_batch(ctx, eqn, base, x.shape, x.lineage, x.axis, x.origins) for base in bases
-        ]
-
-    return rule
-
-
-for _name in ("cumsum", "cumprod", "cummax", "cummin", "cumlogsumexp"):
-    register_rule(_name, _along_axis("axis"))
-
-
-@register_rule("slice")
-def _slice(ctx: Context, eqn: Any, x: Any) -> Any:
+def slice_(ctx: Context, eqn: Any, x: Any) -> Any:
+    """Slices the base or every part."""
     starts, stops = list(eqn.params["start_indices"]), list(eqn.params["limit_indices"])
     strides = list(eqn.params["strides"] or [1] * len(starts))
     whole = [
@@ -375,14 +351,14 @@ def _slice_concat(ctx: Context, eqn: Any, x: Concat, starts: Any, stops: Any, st
             parts.append(staged.slice_of(part, begin, end, strides))
             continue
         params = {"start_indices": tuple(begin), "limit_indices": tuple(end)}
-        parts.append(_slice(ctx, eqn.replace(params={**eqn.params, **params}), part))
+        parts.append(slice_(ctx, eqn.replace(params={**eqn.params, **params}), part))
     if not parts:
         raise NotCovered("empty slice of a concatenation")
     return parts[0] if len(parts) == 1 else concat(parts, x.axis)
 
 
-@register_rule("split")
-def _split(ctx: Context, eqn: Any, x: Any) -> Any:
+def split(ctx: Context, eqn: Any, x: Any) -> Any:
+    """Slices the value once for every piece."""
     axis, start, pieces = eqn.params["axis"], 0, []
     for size in eqn.params["sizes"]:
         if isinstance(x, Concat):
@@ -390,7 +366,7 @@ def _split(ctx: Context, eqn: Any, x: Any) -> Any:
             begin = [0] * len(ends)
             begin[axis], ends[axis] = start, start + size
             params = {"start_indices": begin, "limit_indices": ends, "strides": None}
-            pieces.append(_slice(ctx, eqn.replace(params=params), x))
+            pieces.append(slice_(ctx, eqn.replace(params=params), x))
         elif has_lineage(x) and x.axis == axis:
             pieces.append(reselect.sliced(ctx, eqn, x, start, start + size))
         else:
@@ -399,8 +375,8 @@ def _split(ctx: Context, eqn: Any, x: Any) -> Any:
     return pieces
 
 
-@register_rule("optimization_barrier")
-def _optimization_barrier(ctx: Context, eqn: Any, *operands: Any) -> Any:
+def optimization_barrier(ctx: Context, eqn: Any, *operands: Any) -> Any:
+    """Passes bases through the barrier."""
     if any(isinstance(x, Concat) for x in operands):
         raise NotCovered("optimization_barrier of a concatenation")
     bases = ctx.bind(eqn, *map(base_of, operands))

@@ -11,20 +11,20 @@ from jax import lax
 
 from ikbo_jax.rewrite.interpret import Context
 from ikbo_jax.rewrite.rules.elementwise import concat
-from ikbo_jax.rewrite.rules.merged import merged
 from ikbo_jax.rewrite.values import staged
 from ikbo_jax.rewrite.values.lineage import Concat, Lazy, is_plain, lazy, spread_axes
-from ikbo_jax.rewrite.values.registry import NotCovered, register_rule
+from ikbo_jax.rewrite.values.merged import merged
+from ikbo_jax.rewrite.values.registry import NotCovered
 
 
-@register_rule("squeeze")
-def _squeeze(ctx: Context, eqn: Any, x: Any) -> Any:
+def squeeze(ctx: Context, eqn: Any, x: Any) -> Any:
+    """Reshapes to the shape without some dimensions of size 1."""
     squeezed = [int(d) for d in eqn.params["dimensions"]]
     return reshape_to(ctx, eqn, x, tuple(n for d, n in enumerate(x.shape) if d not in squeezed))
 
 
-@register_rule("reshape")
-def _reshape(ctx: Context, eqn: Any, x: Any) -> Any:
+def reshape(ctx: Context, eqn: Any, x: Any) -> Any:
+    """Reshapes without a permutation."""
     if eqn.params.get("dimensions") is not None:
         raise NotCovered("reshape with a permutation")
     return reshape_to(ctx, eqn, x, eqn.params["new_sizes"])

@@ -17,11 +17,10 @@ from jax.sharding import PartitionSpec
 from ikbo_jax.rewrite.interpret import Context
 from ikbo_jax.rewrite.values.forms import unpack
 from ikbo_jax.rewrite.values.lineage import Concat, Lazy, Lineage, is_plain
-from ikbo_jax.rewrite.values.registry import NotCovered, register_rule
+from ikbo_jax.rewrite.values.registry import NotCovered
 
 
-@register_rule("reshard")
-def _reshard(ctx: Context, eqn: Any, x: Any) -> Any:
+def reshard(ctx: Context, eqn: Any, x: Any) -> Any:
     """Rows and index, as the looked-up rows are resharded."""
     spec = eqn.params["dst_sharding"].spec
     entries = [*spec, *[None] * (len(x.shape) - len(spec))]

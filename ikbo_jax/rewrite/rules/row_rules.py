@@ -9,17 +9,12 @@ import numpy as np
 from jax import lax
 from jax.extend import core
 
-from ikbo_jax.rewrite.calls import constraints, loops
-from ikbo_jax.rewrite.calls.control_flow import exported
 from ikbo_jax.rewrite.facts import proofs
 from ikbo_jax.rewrite.facts.known import known
 from ikbo_jax.rewrite.interpret import Context, shape_of
 from ikbo_jax.rewrite.rules import placing, positions, reselect
 from ikbo_jax.rewrite.rules.elementwise import at_user_batch, common_lineage, concat
-from ikbo_jax.rewrite.rules.merged import RULES
-from ikbo_jax.rewrite.values import lineage
-from ikbo_jax.rewrite.values.forms import skeleton, unpack_all
-from ikbo_jax.rewrite.values.jaxprs import trace
+from ikbo_jax.rewrite.values import constraints, lineage
 from ikbo_jax.rewrite.values.lineage import (
     Concat,
     Lazy,
@@ -33,20 +28,20 @@ from ikbo_jax.rewrite.values.lineage import (
     spread,
     spread_axes,
 )
-from ikbo_jax.rewrite.values.registry import NotCovered, register_rule, rule_of
+from ikbo_jax.rewrite.values.registry import NotCovered, rule_of
 
 
-@register_rule("sharding_constraint")
-def _sharding_constraint(ctx: Context, eqn: Any, x: Any) -> Any:
+def sharding_constraint(ctx: Context, eqn: Any, x: Any) -> Any:
     """The value, whose array is placed if it is built."""
     return constraints.constrained(ctx, x, eqn.params["sharding"], lambda x: ctx.bind(eqn, x))
 
 
-RULES["sharding_constraint"] = _sharding_constraint
+def has_equal_rows(_: Context, eqn: Any, __: Any) -> bool:
+    """Whether an iota has several dimensions along which its numbers may be equal."""
+    return sum(n != 1 for n in eqn.params["shape"]) > 1
 
 
-@register_rule("iota", arrays=lambda _, eqn, __: sum(n != 1 for n in eqn.params["shape"]) > 1)
-def _iota(ctx: Context, eqn: Any, *dynamic: Any) -> Any:
+def iota(ctx: Context, eqn: Any, *dynamic: Any) -> Any:
     """Numbers along one dimension, which are equal along all others."""
     shape, dimension = eqn.params["shape"], eqn.params["dimension"]
     if dynamic or eqn.params.get("sharding") is not None:
@@ -55,8 +50,7 @@ def _iota(ctx: Context, eqn: Any, *dynamic: Any) -> Any:
     return lazy(ctx.bind(eqn, shape=own), tuple(shape), None, -1, frozenset())
 
 
-@register_rule("sort")
-def _sort(ctx: Context, eqn: Any, *operands: Any) -> Any:
+def sort(ctx: Context, eqn: Any, *operands: Any) -> Any:
     """A sort along another axis than the looked-up axis; some operands may be equal in all rows."""
     along, operands = eqn.params["dimension"], tuple(lineage.aligned(operands))
     if not all(is_plain(x) or isinstance(x, Lazy) for x in operands):
@@ -76,8 +70,7 @@ def _sort(ctx: Context, eqn: Any, *operands: Any) -> Any:
     return [at_user_batch(ctx, eqn, base, shape, users, axis, origins) for base in bases]
 
 
-@register_rule("fft")
-def _fft(ctx: Context, eqn: Any, x: Any) -> Any:
+def fft(ctx: Context, eqn: Any, x: Any) -> Any:
     """A transform along the last axes."""
     count = len(eqn.params["fft_lengths"])
     last = range(len(shape_of(x)) - count, len(shape_of(x)))
@@ -88,12 +81,11 @@ def _fft(ctx: Context, eqn: Any, x: Any) -> Any:
     return at_user_batch(ctx, eqn, base, shape, x.lineage, x.axis, x.origins)
 
 
-@register_rule("rev")
-def _rev(ctx: Context, eqn: Any, x: Any) -> Any:
+def rev(ctx: Context, eqn: Any, x: Any) -> Any:
     """A reversal along other axes than the looked-up axis; of a concatenation, in every part."""
     along = [int(d) for d in eqn.params["dimensions"]]
     if isinstance(x, Concat):
-        parts = [_rev(ctx, eqn, part) for part in x.parts]
+        parts = [rev(ctx, eqn, part) for part in x.parts]
         return concat(parts[::-1] if x.axis in along else parts, x.axis)
     if is_plain(x):
         return ctx.bind(eqn, x)
@@ -105,8 +97,7 @@ def _rev(ctx: Context, eqn: Any, x: Any) -> Any:
     return at_user_batch(ctx, eqn, base, x.shape, x.lineage, x.axis, x.origins)
 
 
-@register_rule("pad")
-def _pad(ctx: Context, eqn: Any, x: Any, padding_value: Any) -> Any:
+def pad(ctx: Context, eqn: Any, x: Any, padding_value: Any) -> Any:
     """Padding of other axes than the looked-up axis, with a number."""
     config = [tuple(amounts) for amounts in eqn.params["padding_config"]]
     if not is_plain(padding_value):
@@ -152,7 +143,7 @@ def _pad_concat(
     for part, size in zip(x.parts, x.sizes, strict=True):
         aval = eqn.outvars[0].aval.update(shape=(*shape[:axis], size, *shape[axis + 1 :]))
         part_eqn = eqn.replace(params=params, outvars=[core.Var(aval)])
-        parts.append(_pad(ctx, part_eqn, part, number))
+        parts.append(pad(ctx, part_eqn, part, number))
     ones = (1,) * len(shape)
     # Products that sum over the axis leave zeros out that are known as such.
     value, dtype = proofs.constant(ctx, number), eqn.outvars[0].aval.dtype
@@ -165,8 +156,8 @@ def _pad_concat(
     return concat(parts, axis)
 
 
-@register_rule("top_k")
-def _top_k(ctx: Context, eqn: Any, x: Any) -> Any:
+def top_k(ctx: Context, eqn: Any, x: Any) -> Any:
+    """Takes the largest elements of every row."""
     axis = eqn.params.get("axis", len(x.shape) - 1)
     if not isinstance(x, Lazy) or x.axis == axis:
         raise NotCovered("top_k of a concatenation, or along the looked-up axis")
@@ -176,8 +167,7 @@ def _top_k(ctx: Context, eqn: Any, x: Any) -> Any:
     return [at_user_batch(ctx, eqn, b, shape, x.lineage, x.axis, x.origins) for b in bases]
 
 
-@register_rule("conv_general_dilated")
-def _convolution(ctx: Context, eqn: Any, x: Any, kernel: Any) -> Any:
+def convolution(ctx: Context, eqn: Any, x: Any, kernel: Any) -> Any:
     """A convolution of looked-up rows, such as of a history, with weights."""
     numbers, params = eqn.params["dimension_numbers"], eqn.params
     if not isinstance(x, Lazy) or not is_plain(kernel) or params["batch_group_count"] != 1:
@@ -192,7 +182,7 @@ def _convolution(ctx: Context, eqn: Any, x: Any, kernel: Any) -> Any:
     return lazy(base, shape, x.lineage, out_batch if has_lineage(x) else -1, x.origins)
 
 
-def _reduce_window(ctx: Context, eqn: Any, x: Any, *rest: Any) -> Any:
+def reduce_window(ctx: Context, eqn: Any, x: Any, *rest: Any) -> Any:
     """Pooling over windows along other axes than the looked-up axis."""
     params = eqn.params
     if not isinstance(x, Lazy) or not all(map(is_plain, rest)):
@@ -218,12 +208,7 @@ def _reduce_window(ctx: Context, eqn: Any, x: Any, *rest: Any) -> Any:
     return out if several else out[0]
 
 
-for _name in ("reduce_window", "reduce_window_max", "reduce_window_min", "reduce_window_sum"):
-    register_rule(_name, _reduce_window)
-
-
-@register_rule("dynamic_slice")
-def _dynamic_slice(ctx: Context, eqn: Any, x: Any, *starts: Any) -> Any:
+def dynamic_slice(ctx: Context, eqn: Any, x: Any, *starts: Any) -> Any:
     """A slice that takes the looked-up axis whole, at any positions along the other axes."""
     sizes = list(eqn.params["slice_sizes"])
     if not all(map(is_plain, starts)) or is_plain(x):
@@ -269,8 +254,8 @@ def _slice_at_constants(
     return rule(ctx, eqn.replace(params=params), x)
 
 
-@register_rule("dynamic_update_slice")
-def _dynamic_update_slice(ctx: Context, eqn: Any, x: Any, update: Any, *starts: Any) -> Any:
+def dynamic_update_slice(ctx: Context, eqn: Any, x: Any, update: Any, *starts: Any) -> Any:
+    """Updates a slice that takes the looked-up axis whole."""
     if not all(map(is_plain, starts)):
         raise NotCovered("dynamic_update_slice at positions that are looked up")
     if any(isinstance(y, Concat) for y in (x, update)):
@@ -287,7 +272,7 @@ def _dynamic_update_slice(ctx: Context, eqn: Any, x: Any, update: Any, *starts: 
     return at_user_batch(ctx, eqn, base, shape, users, axis, origins_of(x, update))
 
 
-def _scatter(ctx: Context, eqn: Any, x: Any, indices: Any, updates: Any) -> Any:
+def scatter(ctx: Context, eqn: Any, x: Any, indices: Any, updates: Any) -> Any:
     """`x.at[:, 0].set(y)`: an update at the same positions of every row."""
     numbers = eqn.params["dimension_numbers"]
     if positions.are_looked_up(indices):
@@ -319,59 +304,7 @@ def _scatter(ctx: Context, eqn: Any, x: Any, indices: Any, updates: Any) -> Any:
     return at_user_batch(ctx, eqn, base, shape, users, axis, origins_of(x, updates))
 
 
-for _name in ("scatter", "scatter-add", "scatter-mul", "scatter-min", "scatter-max"):
-    register_rule(_name, _scatter)
-
-
-@register_rule("while")
-def _while(ctx: Context, eqn: Any, *operands: Any) -> Any:
-    """A loop whose carries keep their form, and which ends by a value that is no lookup."""
-    params = eqn.params
-    condition, body = params["cond_jaxpr"], params["body_jaxpr"]
-    first, second = params["cond_nconsts"], params["cond_nconsts"] + params["body_nconsts"]
-    of_condition, of_body = operands[:first], operands[first:second]
-    carry = list(map(loops.uniform, operands[second:]))
-    if condition.effects or body.effects:
-        raise NotCovered("a while loop with effects")
-    if condition.outvars[0].aval.shape:
-        # It runs until every row is done. A user without candidates might never be.
-        raise NotCovered("a while loop under vmap, whose rows end by themselves")
-
-    def step(carry: list[Any]) -> tuple[Context, list[Any]]:
-        inner = ctx.inner()
-        return inner, exported(inner, inner.run_closed(body, [*of_body, *carry], eqn), ctx)
-
-    while True:
-        arrays, pack = unpack_all(carry)
-        returned: list[Any] = []
-
-        def once(*arrays: Any, pack: Any = pack, returned: list[Any] = returned) -> list[Any]:
-            _, results = step(pack(arrays))
-            returned[:] = map(skeleton, results)
-            return []
-
-        with ctx.muted():
-            trace(once, arrays)
-        if not loops.reformed(ctx, eqn, carry, returned, operands[second:], "while loop"):
-            break
-    if all(map(is_plain, carry)):
-        raise NotCovered("a while loop whose carries are no lookups")
-
-    def proceeds(arrays: Any) -> Any:
-        inner = ctx.inner()
-        (result,) = inner.run_closed(condition, [*of_condition, *pack(arrays)], eqn)
-        return inner.build(result)
-
-    def run(arrays: Any) -> Any:
-        inner, results = step(pack(arrays))
-        new = [inner.build(y) if is_plain(x) else y for x, y in zip(carry, results, strict=True)]
-        return unpack_all(new)[0]
-
-    return pack(loops.while_loop(eqn, proceeds, run, arrays))
-
-
-@register_rule("call_hi_primitive")
-def _hi_primitive(ctx: Context, eqn: Any, *operands: Any) -> Any:
+def hi_primitive(ctx: Context, eqn: Any, *operands: Any) -> Any:
     """`jnp.searchsorted` since jax 0.12: every query has a place among the same keys."""
     found = eqn.params["_prim"]
     if type(found).__name__ != "SearchSorted":

@@ -26,10 +26,9 @@ from ikbo_jax.rewrite.values.lineage import (
     origins_of,
     spread_axes,
 )
-from ikbo_jax.rewrite.values.registry import NotCovered, register_rule
+from ikbo_jax.rewrite.values.registry import NotCovered
 
 
-@register_rule("gather", source=True)
 def gather(ctx: Context, eqn: Any, operand: Any, indices: Any) -> Any:
     """A lookup, of rows as a lazy value."""
     numbers = eqn.params["dimension_numbers"]
@@ -254,7 +253,6 @@ def _gather_of_features(ctx: Context, eqn: Any, operand: Lazy, indices: Any) -> 
     return at_user_batch(ctx, eqn, base, shape, operand.lineage, out_axis, operand.origins)
 
 
-@register_rule("broadcast_in_dim", source=True)
 def broadcast_in_dim(ctx: Context, eqn: Any, operand: Any, *dynamic: Any) -> Any:
     """A broadcast, as a lazy value whose base has dimensions of size 1."""
     shape, dims = eqn.params["shape"], [int(d) for d in eqn.params["broadcast_dimensions"]]
@@ -298,8 +296,8 @@ def _concat_broadcast(ctx: Context, eqn: Any, operand: Any, shape: Any, dims: An
     return Concat(tuple(parts), axis)
 
 
-@register_rule("tile", source=True)
-def _tile(ctx: Context, eqn: Any, operand: Any) -> Any:
+def tile(ctx: Context, eqn: Any, operand: Any) -> Any:
+    """Repeats rows: a broadcast, or a lookup of repeated rows."""
     reps, shape = eqn.params["reps"], eqn.outvars[0].aval.shape
     repeated = [d for d, rep in enumerate(reps) if rep > 1]
     if isinstance(operand, Concat):

@@ -18,7 +18,6 @@ from jax.interpreters import ad, batching, mlir
 
 from ikbo_jax.rewrite.interpret import Context
 from ikbo_jax.rewrite.values.jaxprs import call, evaluate, trace
-from ikbo_jax.rewrite.values.registry import register_rule
 
 
 class _Rewritten(core.Primitive):
@@ -188,7 +187,6 @@ def _batch(
 batching.fancy_primitive_batchers[rewritten_p] = _batch
 
 
-@register_rule("ikbo_rewritten")
-def _rewritten(ctx: Context, eqn: Any, *operands: Any) -> list[Any]:
+def rewritten(ctx: Context, eqn: Any, *operands: Any) -> list[Any]:
     """The call of a rewritten function in a function that is rewritten: its original, in place."""
     return ctx.run_closed(eqn.params["exact"].original, operands, eqn)

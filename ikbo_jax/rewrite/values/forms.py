@@ -8,7 +8,6 @@ from typing import Any, NamedTuple
 
 import jax
 
-from ikbo_jax.rewrite.rules.merged import Merged
 from ikbo_jax.rewrite.values.lineage import (
     Concat,
     Deferred,
@@ -21,6 +20,7 @@ from ikbo_jax.rewrite.values.lineage import (
     slice_along,
     spread,
 )
+from ikbo_jax.rewrite.values.merged import Merged
 from ikbo_jax.rewrite.values.staged import shape_of
 
 # Only arrays can be arguments and results of a traced function. So `unpack` splits a value into its

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from jax.extend import core
@@ -10,7 +10,9 @@ from jax.extend import core
 #: Takes the context, the equation and its operands; returns the result, or a list of results.
 Rule = Callable[..., Any]
 
+#: Rules of operands that are lazy values; `_RULES_OF` has those of other values, by kind of value.
 _RULES: dict[str, Rule] = {}
+_RULES_OF: dict[str, Mapping[str, Sequence[Rule]]] = {}
 _SOURCES: set[str] = set()
 _ARRAYS: dict[str, Callable[[Any, core.JaxprEqn, list[Any]], bool]] = {}
 
@@ -59,6 +61,16 @@ def register_rule(
 def rule_of(name: str) -> Rule | None:
     """The rule of a primitive; None if it has none."""
     return _RULES.get(name)
+
+
+def register_rules_of(kind: str, rules: Mapping[str, Sequence[Rule]]) -> None:
+    """Registers the rules of values of one kind, "merged" or "scores", by primitive."""
+    _RULES_OF[kind] = rules
+
+
+def rules_of_kind(kind: str, name: str) -> Sequence[Rule]:
+    """The rules of a primitive for values of one kind, in the order in which they are tried."""
+    return _RULES_OF[kind].get(name, ())
 
 
 def applies_to_arrays(ctx: Any, eqn: core.JaxprEqn, operands: list[Any]) -> bool:

@@ -10,18 +10,15 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
 
-from ikbo_jax.rewrite.interpret import Context
 from ikbo_jax.rewrite.values import staged
 from ikbo_jax.rewrite.values.lineage import Deferred
-from ikbo_jax.rewrite.values.registry import NotCovered, rule_of
+from ikbo_jax.rewrite.values.registry import NotCovered, rule_of, rules_of_kind
 
-#: The rule of every primitive that can be applied to merged values.
-RULES: dict[str, Callable[..., Any]] = {}
 #: Calls of programs, whose rules interpret the program on any values.
 _CALLS = ("jit", "custom_jvp_call", "remat2", "checkpoint")
 
@@ -50,14 +47,13 @@ class Merged(Deferred):
     def origins(self) -> frozenset:
         return self.inner.origins
 
-    def build(self, ctx: Context) -> jax.Array:
+    def build(self, ctx: Any) -> jax.Array:
         return staged.reshape(ctx.build(self.inner), self.shape)
 
-    def rule(self, ctx: Context, eqn: Any, operands: Any) -> Any:
+    def rule(self, ctx: Any, eqn: Any, operands: Any) -> Any:
         """The result of an equation that has merged values among its operands."""
         name = eqn.primitive.name
-        own_rule = RULES.get(name)
-        if own_rule is not None:
+        for own_rule in rules_of_kind("merged", name):
             return own_rule(ctx, eqn, *operands)
         primitive_rule = rule_of(name)
         if name in _CALLS and primitive_rule is not None:

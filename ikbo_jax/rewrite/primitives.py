@@ -1,0 +1,167 @@
+"""Which function runs for which primitive: one table for every kind of operand.
+
+The rule of an equation depends on its operands. `LAZY` has the rules of lazy values: `Lazy`,
+`Concat` and arrays beside them. If an operand is `Merged`, or is `Scores`, the rules of that kind
+run, from `MERGED` or `SCORES`. Rules that users register replace those of `LAZY`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from ikbo_jax.rewrite.attention import (
+    changed_weights,
+    contraction,
+    logit_masks,
+    merged_rules,
+    pairs,
+    products,
+    scores,
+)
+from ikbo_jax.rewrite.calls import control_flow, custom_jvp, custom_vjp, jit, shard_map
+from ikbo_jax.rewrite.rules import (
+    concatenation,
+    elementwise,
+    one_hot,
+    reshape,
+    resharding,
+    row_rules,
+    sources,
+    variants,
+)
+from ikbo_jax.rewrite.values.equations import grows
+from ikbo_jax.rewrite.values.registry import Rule, register_rule, register_rules_of
+
+#: Primitives that work element by element and broadcast dimensions of size 1.
+_ELEMENTWISE = (*elementwise.ELEMENTWISE, "select_n", "clamp")
+
+LAZY: dict[str, Rule] = {
+    # Rows by themselves.
+    **dict.fromkeys(_ELEMENTWISE, elementwise.elementwise),
+    **dict.fromkeys(elementwise.REDUCTIONS, elementwise.reduction),
+    "call_hi_primitive": row_rules.hi_primitive,
+    "conv_general_dilated": row_rules.convolution,
+    "cumlogsumexp": elementwise.cumulative,
+    "cummax": elementwise.cumulative,
+    "cummin": elementwise.cumulative,
+    "cumprod": elementwise.cumulative,
+    "cumsum": elementwise.cumulative,
+    "dot_general": contraction.dot_general,
+    "fft": row_rules.fft,
+    "reduce_window": row_rules.reduce_window,
+    "reduce_window_max": row_rules.reduce_window,
+    "reduce_window_min": row_rules.reduce_window,
+    "reduce_window_sum": row_rules.reduce_window,
+    "sort": row_rules.sort,
+    "top_k": row_rules.top_k,
+    # Movement of data.
+    "broadcast_in_dim": sources.broadcast_in_dim,
+    "concatenate": concatenation.concatenate,
+    "dynamic_slice": row_rules.dynamic_slice,
+    "dynamic_update_slice": row_rules.dynamic_update_slice,
+    "gather": sources.gather,
+    "iota": row_rules.iota,
+    "optimization_barrier": elementwise.optimization_barrier,
+    "pad": row_rules.pad,
+    "reshape": reshape.reshape,
+    "rev": row_rules.rev,
+    "scatter": row_rules.scatter,
+    "scatter-add": row_rules.scatter,
+    "scatter-max": row_rules.scatter,
+    "scatter-min": row_rules.scatter,
+    "scatter-mul": row_rules.scatter,
+    "slice": elementwise.slice_,
+    "split": elementwise.split,
+    "squeeze": reshape.squeeze,
+    "stack": concatenation.stack,
+    "tile": sources.tile,
+    "transpose": elementwise.transpose,
+    "unstack": concatenation.unstack,
+    # Division over devices.
+    "pvary": shard_map.pvary,
+    "reshard": resharding.reshard,
+    "shard_map": shard_map.shard_map,
+    "sharding_constraint": row_rules.sharding_constraint,
+    # Calls of programs.
+    "checkpoint": control_flow.checkpoint,
+    "cond": control_flow.cond,
+    "custom_jvp_call": custom_jvp.custom_jvp,
+    "custom_vjp_call": custom_vjp.custom_vjp,
+    "ikbo_rewritten": variants.rewritten,
+    "jit": jit.jit,
+    "remat2": control_flow.checkpoint,
+    "scan": control_flow.scan,
+    "while": control_flow.while_,
+}
+
+#: Primitives whose rules in `LAZY` also run where all operands are arrays.
+ON_ARRAYS = (
+    *("broadcast_in_dim", "checkpoint", "concatenate", "cond", "gather", "jit", "remat2"),
+    *("scan", "shard_map", "stack", "tile"),
+)
+
+
+def _grows(_: Any, eqn: Any, __: Any) -> bool:
+    return grows(eqn)
+
+
+#: Primitives whose rules in `LAZY` run on arrays where a function of the context, the equation and
+#: the operands says so.
+ON_SOME_ARRAYS: dict[str, Callable[..., bool]] = {
+    **dict.fromkeys(_ELEMENTWISE, _grows),
+    "dot_general": one_hot.is_lookup,
+    "iota": row_rules.has_equal_rows,
+}
+
+MERGED: dict[str, Rule] = {
+    **dict.fromkeys(_ELEMENTWISE, merged_rules.merged_elementwise),
+    **dict.fromkeys(elementwise.REDUCTIONS, merged_rules.reduction),
+    "broadcast_in_dim": merged_rules.broadcast,
+    "concatenate": merged_rules.concatenate,
+    "dot_general": merged_rules.dot_general,
+    "gather": merged_rules.gather,
+    "reshape": merged_rules.merged_reshape,
+    "sharding_constraint": row_rules.sharding_constraint,
+    "squeeze": merged_rules.merged_reshape,
+    "transpose": merged_rules.transpose,
+}
+
+#: The rules of logits, exponentials, their sums, and weights, in the order in which they are tried:
+#: a rule returns NotImplemented for scores of another stage than its own.
+SCORES: dict[str, tuple[Rule, ...]] = {
+    "abs": (changed_weights.absolute,),
+    "add": (changed_weights.sum_of_two, logit_masks.added),
+    "broadcast_in_dim": (scores.broadcast,),
+    "convert_element_type": (scores.cast,),
+    "copy": (scores.kept,),
+    "div": (changed_weights.quotient, scores.scaled),
+    "dot_general": (products.dot_general,),
+    "eq": (changed_weights.comparison,),
+    "exp": (changed_weights.exponential, scores.exponential),
+    "gather": (pairs.gather,),
+    "is_finite": (changed_weights.is_finite,),
+    "log": (changed_weights.logarithm,),
+    "max": (changed_weights.maximum, scores.maximum),
+    "mul": (changed_weights.product, scores.scaled),
+    "name": (scores.kept,),
+    "ne": (changed_weights.comparison,),
+    "pvary": (scores.kept,),
+    "reduce_max": (scores.reduced,),
+    "reduce_sum": (changed_weights.total, scores.reduced),
+    "reshape": (pairs.reshape, scores.reshape),
+    "select_n": (changed_weights.select, logit_masks.selected),
+    "squeeze": (scores.reshape,),
+    "stop_gradient": (scores.stopped,),
+    "sub": (changed_weights.difference,),
+    "transpose": (scores.transpose,),
+}
+
+
+def register_all() -> None:
+    """Registers the rules of all tables."""
+    for name, rule in LAZY.items():
+        arrays = ON_SOME_ARRAYS.get(name)
+        register_rule(name, rule, source=name in ON_ARRAYS, arrays=arrays)
+    register_rules_of("merged", {name: (rule,) for name, rule in MERGED.items()})
+    register_rules_of("scores", SCORES)
