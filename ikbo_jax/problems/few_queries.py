@@ -19,7 +19,7 @@ MAX_WIDE_BLOCK_KV = 64
 #: blocks of 32 keys already.
 MAX_COLUMNS = 128
 #: Words of an item's descriptor in shared memory.
-ITEM_WORDS = 9
+ITEM_WORDS = 8
 #: Most candidates of an item whose CTA lists them, and warps that list: each counts what it finds.
 LISTED, LISTING_WARPS = 128, 8
 #: Warps that gather the queries of listed candidates: all of a warpgroup but the producer.

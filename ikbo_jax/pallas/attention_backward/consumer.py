@@ -19,7 +19,6 @@ from ikbo_jax.pallas.attention_backward.context import (
     HEAD,
     KEYS,
     PART,
-    PART_COUNTER,
     PART_PLANE,
     PART_ROW,
     PART_TILE,
@@ -224,14 +223,8 @@ def _send_part(ctx: BackwardContext, item: Any, block: Any, d_query: jax.Array) 
         head, tile, first = (_word(ctx, item, i) for i in (HEAD, TILE, FIRST_TARGET))
         row = first + block * ctx.config.block_q
         plane = tile * shape.kv_heads + head
-        counter = head * shape.blocks + lax.div(row, ctx.config.block_q)
         slot = ctx.config.kv_slots
-        for i, word in (
-            (PART_TILE, tile),
-            (PART_PLANE, plane),
-            (PART_ROW, row),
-            (PART_COUNTER, counter),
-        ):
+        for i, word in ((PART_TILE, tile), (PART_PLANE, plane), (PART_ROW, row)):
             shared.items.words[slot, i] = word
 
     plgpu.commit_smem()

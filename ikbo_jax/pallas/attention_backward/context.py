@@ -17,8 +17,8 @@ from ikbo_jax.problems.hopper import BLOCK_K
 #: user from the tile's first on, first row in `d_query`.
 BLOCKS, ROWS, PART, HEAD, TILE, KEYS, FIRST_TARGET = range(7)
 #: Words of a part of d_query: number of the tile of keys (negative: no more parts),
-#: plane of `d_query`, first row in it, number of the block's counter.
-PART_TILE, PART_PLANE, PART_ROW, PART_COUNTER = range(4)
+#: plane of `d_query`, first row in it.
+PART_TILE, PART_PLANE, PART_ROW = range(3)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -110,7 +110,6 @@ class Item(NamedTuple):
     target: Any  # first row in the outputs
     rows: Any
     sharing: Any  # ALONE, BY_KEYS, BY_ROWS or BY_COLUMNS
-    rotation: Any  # number of the first block that is loaded; after the last one follows block 0
     next_user: Any = None  # whose candidates are listed before the next item; negative: none are
     next_rank: Any = None  # of the first candidate that is listed then, among that user's
 

@@ -187,7 +187,7 @@ def _send_rows(
         sharing = jnp.int32(BY_COLUMNS)
     elif ctx.tiles > 1:
         sharing = jnp.where(count > shape.head_rows, BY_ROWS, sharing)
-    words = (blocks, keys, place.head, target, count, sharing, jnp.int32(0), *further)
+    words = (blocks, keys, place.head, target, count, sharing, *further)
     shared.items.send_words(progress.items, words)
 
     def load(source: Any, ring: Ring, block: Any) -> None:
