@@ -2,8 +2,7 @@
 
     python -m benchmarks.attention --out benchmarks/results/attention-h200.json
 
-Every figure counts useful FLOPs only: no padding, no copies, no keys past a user's length. Without
-a GPU all sizes shrink, and the figures only show that the benchmark runs.
+Every figure counts useful FLOPs only: no padding, no copies, no keys past a user's length.
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@
 Times the gradients of query, key and value for a given cotangent; what the forward pass leaves for
 them is computed before. Useful FLOPs count five products. The sweep "given" times forward and
 backward together, on sizes with few queries or few keys. Every version is compared with the XLA
-path in float32. Without a GPU all sizes shrink, and the figures only show that the benchmark runs.
+path in float32.
 """
 
 from __future__ import annotations

@@ -6,8 +6,7 @@ The package of COMMIT is unpacked under another name, so that both versions run 
 the same inputs, at the points of the other benchmarks (`--points`). First all points compile, in
 `--jobs` processes; then each point's results are compared bit by bit, and the versions are timed by
 turns. Where they differ by more than `SAME`, they are timed again. Launches shorter than `SHORT_MS`
-are also timed on the device. Without a GPU all sizes shrink, and the figures only show that the
-benchmark runs.
+are also timed on the device.
 
 `--before` may also be a folder that holds `ikbo_jax`, for a machine without the history:
 
@@ -216,11 +215,7 @@ def measure_point(
       programs: what `loaded` returned for it.
       protocol: parameters of the timing.
     """
-    point = {
-        "sweep": subject.sweep,
-        "label": subject.label,
-        "problem": _plain(subject.sizes),
-    }
+    point = {"sweep": subject.sweep, "label": subject.label, "problem": _plain(subject.sizes)}
     if "failure" in programs:
         return point | {"failure": programs["failure"]}
     try:

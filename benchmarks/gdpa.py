@@ -6,8 +6,7 @@ Useful FLOPs count pairs of a query and a key of the same sequence; the backward
 times the FLOPs of the forward pass. Where all lengths are equal, softmax attention by other
 libraries (a *yardstick*) is timed for comparison: it is another function of the same sizes and has
 a separate oracle. In the sweep "softmax", lengths differ at all points but the last, and cuDNN
-attends over padded sequences; its time includes the padding. Without a GPU all sizes shrink, and
-the figures only show that the benchmark runs.
+attends over padded sequences; its time includes the padding.
 """
 
 from __future__ import annotations

@@ -4,8 +4,7 @@
 
 Every figure counts useful FLOPs only: no padding, no copies. "default" runs in every dtype with all
 providers, and with XLA's other formulations in the first dtype; other sweeps run in the first
-dtype, with XLA only. Sizes that two sweeps share are timed once. Without a GPU all sizes shrink,
-and the figures only show that the benchmark runs.
+dtype, with XLA only. Sizes that two sweeps share are timed once.
 """
 
 from __future__ import annotations

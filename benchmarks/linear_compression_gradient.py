@@ -3,8 +3,7 @@
     python -m benchmarks.linear_compression_gradient --out FILE.json
 
 Times the gradients of both weights and both embeddings for a given cotangent, without the forward
-pass. The gradients need twice the useful FLOPs of the result. Without a GPU all sizes shrink, and
-the figures only show that the benchmark runs.
+pass. The gradients need twice the useful FLOPs of the result.
 """
 
 from __future__ import annotations

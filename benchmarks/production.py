@@ -6,8 +6,7 @@ Workloads come from `production_draws`, forward and, for training, forward with 
 contender is compared with the XLA path in float32. A point's *roofline* is the least time that the
 device needs: the largest of useful FLOPs at the measured matmul, bytes read and written once at the
 measured copy, and an empty kernel. Short calls are timed on the device, with all kernels, memsets
-and copies (`harness.Protocol.short_ms`): cuDNN clears memory before its kernels. Without a GPU all
-sizes shrink, and the figures only show that the benchmark runs.
+and copies (`harness.Protocol.short_ms`): cuDNN clears memory before its kernels.
 
 `--jobs` processes compile and check points; afterwards one process at a time on each GPU times
 them. The processes are dealt to all GPUs in turn, and a point is timed on one GPU. They

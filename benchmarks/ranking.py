@@ -3,8 +3,7 @@
     python -m benchmarks.ranking --out benchmarks/results/ranking-h200.json
 
 Every version scores the same request with the same parameters and is checked against the
-materialised network in float32. Without a GPU all sizes shrink, and the figures only show that the
-benchmark runs.
+materialised network in float32.
 """
 
 from __future__ import annotations

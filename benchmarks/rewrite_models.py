@@ -7,7 +7,7 @@ network), DIN (a history of 512), and a causal transformer over [history, candid
 width 1280, history of 1022). The original looks the user up for every candidate; the form by hand
 computes the same scores without the copy, in plain JAX. If the original does not fit into memory,
 it scores a part of the candidates, and its time is multiplied. Every model runs in a process of its
-own. Without a GPU all sizes shrink, and the figures only show that the benchmark runs.
+own.
 """
 
 from __future__ import annotations

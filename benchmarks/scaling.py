@@ -7,8 +7,7 @@ scaling divides one request, weak scaling gives every device a request of that s
 two devices the network also divides a large request. The ops run under plain `jit` with candidates
 divided and users replicated, with Auto and with Explicit mesh axes. The network and its training
 step run under `shard_map`, with users beside their candidates. The results of several devices are
-compared with the result of one, and the compiled program is searched for collectives. Without a GPU
-all sizes shrink, and the figures only show that the benchmark runs.
+compared with the result of one, and the compiled program is searched for collectives.
 """
 
 from __future__ import annotations

@@ -6,8 +6,7 @@ A step computes the loss, the gradients of all parameters and an update by Adam,
 buffers; parameters are float32 and rounded to bfloat16 in every step. The versions of the ranking
 network are the versions that `benchmarks.ranking` compares. The first step of every version is
 checked: the loss against a float32 oracle, the norm of the gradient against the first version's.
-`--profile NAME` prints the time of each kernel in a version's step. Without a GPU all sizes shrink,
-and the figures only show that the benchmark runs.
+`--profile NAME` prints the time of each kernel in a version's step.
 """
 
 from __future__ import annotations
