@@ -1,12 +1,11 @@
 """Which embedding columns a tile has: how they are loaded, looked up and stored.
 
-`RowColumns` are 128 columns of one row of the batch; `packed.PackedColumns` are columns of
+`Columns` are 128 columns of one row of the batch; `packed.PackedColumns` are columns of
 consecutive rows.
 """
 
 from __future__ import annotations
 
-import abc
 from collections.abc import Callable
 from typing import Any, ClassVar
 
@@ -28,8 +27,8 @@ from ikbo_jax.problems.hopper import BLOCK_K, NUM_CONSUMERS, WGMMA_M
 from ikbo_jax.problems.linear_compression import STAGING_SLOTS
 
 
-class Columns(abc.ABC):
-    """What depends on the columns that a tile has.
+class Columns:
+    """The columns of a tile: 128 columns of one row of the batch; each consumer has 64 of them.
 
     A consumer has `Phase.accumulators` accumulators; `acc` is one of them. `users` are the users
     whose fragments a tile adds.
@@ -41,102 +40,20 @@ class Columns(abc.ABC):
 
     looks_up_ahead: ClassVar[bool] = False
 
-    @abc.abstractmethod
     def fragment_types(self, phase: Any, columns: int, *, interpret: bool) -> fragment.Fragment:
         """Types of the device memory for the fragments of a level, of `columns` rows of M."""
-
-    @abc.abstractmethod
-    def weight_parts(self, ctx: CompressionContext, phase: Any, stage: Any) -> tuple[Any, ...]:
-        """The parts of a stage's weight tile, each of `Phase.consumer_rows`; for the producer."""
-
-    @abc.abstractmethod
-    def load(
-        self, ctx: CompressionContext, phase: Any, embedding: Any, tile: Tile, k: Any, stage: Any
-    ) -> None:
-        """Loads 64 embedding rows from `k` on to a stage; for the producer."""
-
-    @abc.abstractmethod
-    def with_accumulators(
-        self,
-        ctx: CompressionContext,
-        phase: Any,
-        body: Callable[[tuple[Any, ...]], Any],
-        columns: int,
-    ) -> Any:
-        """Calls `body` with accumulators of `columns` columns, which `multiply` must overwrite."""
-
-    @abc.abstractmethod
-    def multiply(
-        self,
-        ctx: CompressionContext,
-        phase: Any,
-        accs: tuple[Any, ...],
-        stage: Any,
-        columns: int,
-        *,
-        overwrite: bool,
-        k: int,
-    ) -> tuple[Any, ...]:
-        """Issues a k step's products, one WGMMA group for each accumulator."""
-
-    @abc.abstractmethod
-    def finish(self, ctx: CompressionContext, accs: tuple[Any, ...]) -> tuple[jax.Array, ...]:
-        """The values of the accumulators, whose products are over."""
-
-    @abc.abstractmethod
-    def look_up(self, ctx: CompressionContext, phase: Any, operands: Operands, tile: Tile) -> Any:
-        """The users of a tile."""
-
-    @abc.abstractmethod
-    def load_fragments(
-        self,
-        ctx: CompressionContext,
-        phase: Any,
-        memory: fragment.Fragment,
-        users: Any,
-        tile: Tile,
-    ) -> tuple[fragment.Fragment, ...]:
-        """Issues the loads of the users' fragments, one for each accumulator."""
-
-    @abc.abstractmethod
-    def store_fragments(
-        self,
-        ctx: CompressionContext,
-        phase: Any,
-        memory: fragment.Fragment,
-        tile: Tile,
-        accs: tuple[jax.Array, ...],
-    ) -> None:
-        """Stores the accumulators of a tile of a level that a finer level looks up."""
-
-    @abc.abstractmethod
-    def store_chunk(
-        self,
-        ctx: CompressionContext,
-        phase: Any,
-        output: Any,
-        chunk: int,
-        finished: tuple[jax.Array, ...],
-        tile: Tile,
-        is_valid: Any,
-    ) -> None:
-        """Stores `epilogue_rows` compressed rows of one of the accumulators of a finished tile."""
-
-
-class RowColumns(Columns):
-    """128 columns of one row of the batch; each consumer has 64 of them."""
-
-    def fragment_types(self, phase: Phase, columns: int, *, interpret: bool) -> fragment.Fragment:
         rows = (phase.batch, phase.n_tiles, NUM_CONSUMERS)
         return fragment.types(columns, rows, interpret=interpret)
 
-    def weight_parts(self, ctx: CompressionContext, phase: Phase, stage: Any) -> tuple[Any, ...]:
+    def weight_parts(self, ctx: CompressionContext, phase: Any, stage: Any) -> tuple[Any, ...]:
+        """The parts of a stage's weight tile, each of `Phase.consumer_rows`; for the producer."""
         _, weight = ctx.shared.weight
         return (weight.at[stage, : phase.block_m],)
 
     def load(
-        self, ctx: CompressionContext, phase: Phase, embedding: Any, tile: Tile, k: Any, stage: Any
+        self, ctx: CompressionContext, phase: Any, embedding: Any, tile: Tile, k: Any, stage: Any
     ) -> None:
+        """Loads 64 embedding rows from `k` on to a stage; for the producer."""
         _, target = ctx.shared.embedding
         for consumer in range(NUM_CONSUMERS):
             columns = pl.ds(tile.n_tile * BLOCK_N + consumer * WGMMA_M, WGMMA_M)
@@ -149,16 +66,17 @@ class RowColumns(Columns):
     def with_accumulators(
         self,
         ctx: CompressionContext,
-        phase: Phase,
+        phase: Any,
         body: Callable[[tuple[Any, ...]], Any],
         columns: int,
     ) -> Any:
+        """Calls `body` with accumulators of `columns` columns, which `multiply` must overwrite."""
         return mma.with_accumulator(lambda acc: body((acc,)), columns, interpret=ctx.interpret)
 
     def multiply(
         self,
         ctx: CompressionContext,
-        phase: Phase,
+        phase: Any,
         accs: tuple[Any, ...],
         stage: Any,
         columns: int,
@@ -166,6 +84,7 @@ class RowColumns(Columns):
         overwrite: bool,
         k: int,
     ) -> tuple[Any, ...]:
+        """Issues a k step's products, one WGMMA group for each accumulator."""
         (weight, _), (embedding, _) = ctx.shared.weight, ctx.shared.embedding
         (acc,) = accs
         acc = mma.wgmma(
@@ -179,9 +98,10 @@ class RowColumns(Columns):
         return (acc,)
 
     def finish(self, ctx: CompressionContext, accs: tuple[Any, ...]) -> tuple[jax.Array, ...]:
+        """The values of the accumulators, whose products are over."""
         return tuple(mma.after_wait(acc, interpret=ctx.interpret) for acc in accs)
 
-    def look_up(self, ctx: CompressionContext, phase: Phase, operands: Operands, tile: Tile) -> Any:
+    def look_up(self, ctx: CompressionContext, phase: Any, operands: Operands, tile: Tile) -> Any:
         """The coarser level's row, clamped: an index out of range never reads outside the array."""
         row = jnp.minimum(tile.row, operands.index.shape[0] - 1)
         return jnp.clip(operands.index[row], 0, operands.fragments_in.upper.shape[0] - 1)
@@ -189,22 +109,25 @@ class RowColumns(Columns):
     def load_fragments(
         self,
         ctx: CompressionContext,
-        phase: Phase,
+        phase: Any,
         memory: fragment.Fragment,
         users: Any,
         tile: Tile,
     ) -> tuple[fragment.Fragment, ...]:
+        """Issues the loads of the users' fragments, one for each accumulator."""
         part = _fragment_at(ctx, phase, memory, users, tile)
         return (fragment.load(part, phase.block_m, interpret=ctx.interpret),)
 
     def store_fragments(
         self,
         ctx: CompressionContext,
-        phase: Phase,
+        phase: Any,
         memory: fragment.Fragment,
         tile: Tile,
         accs: tuple[jax.Array, ...],
     ) -> None:
+        """Stores the accumulators of a tile of a level that a finer level looks up."""
+
         @pl.when(tile.row < phase.batch)
         def _() -> None:
             target = _fragment_at(ctx, phase, memory, tile.row, tile)
@@ -213,13 +136,14 @@ class RowColumns(Columns):
     def store_chunk(
         self,
         ctx: CompressionContext,
-        phase: Phase,
+        phase: Any,
         output: Any,
         chunk: int,
         finished: tuple[jax.Array, ...],
         tile: Tile,
         is_valid: Any,
     ) -> None:
+        """Stores `epilogue_rows` compressed rows of one of the accumulators of a finished tile."""
         (values,) = finished
         rows = ctx.config.epilogue_rows
         registers_view, copy_view = (

@@ -20,7 +20,7 @@ in f32 before the one rounding.  Where users are few, a user tile has half as ma
 as a candidate tile: user tiles then spread over twice as many CTAs, and finish before the first
 candidate tile needs them.
 
-That is a tile of `RowColumns`.  Where N is small, tiles of `PackedColumns` span candidates: a
+That is a tile of `Columns`.  Where N is small, tiles of `PackedColumns` span candidates: a
 consumer has several accumulators, of 64 columns each, and every warp a user of its own. If a tile
 has 64 columns, each consumer multiplies them by half of the compressed rows.
 
@@ -61,7 +61,7 @@ from jax.experimental import pallas as pl
 
 from ikbo_jax.pallas.hopper import fragment, mosaic, schedule
 from ikbo_jax.pallas.hopper.launch import Roles, launch
-from ikbo_jax.pallas.linear_compression.columns import Columns, RowColumns
+from ikbo_jax.pallas.linear_compression.columns import Columns
 from ikbo_jax.pallas.linear_compression.packed import PackedColumns
 from ikbo_jax.pallas.linear_compression.resident import resident_compression
 from ikbo_jax.pallas.linear_compression.roles import consume, produce
@@ -105,7 +105,7 @@ def _launch(
 ) -> Any:
     """Launches the kernel once; returns the output, or without `cand` the users' fragments."""
     is_packed = isinstance(config, PackedCompressionConfig)
-    columns: Columns = PackedColumns() if is_packed else RowColumns()
+    columns = PackedColumns() if is_packed else Columns()
     phases = (user.phase if user else None, cand.phase if cand else None)
     user_phase, cand_phase = phases
     operands = (user.operands if user else None, cand.operands if cand else None)
