@@ -105,7 +105,7 @@ def _launch(
 ) -> Any:
     """Launches the kernel once; returns the output, or without `cand` the users' fragments."""
     is_packed = isinstance(config, PackedCompressionConfig)
-    columns = PackedColumns() if is_packed else Columns()
+    columns = PackedColumns if is_packed else Columns
     phases = (user.phase if user else None, cand.phase if cand else None)
     user_phase, cand_phase = phases
     operands = (user.operands if user else None, cand.operands if cand else None)

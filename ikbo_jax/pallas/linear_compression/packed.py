@@ -15,6 +15,7 @@ and loaded warp by warp.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any, ClassVar
 
@@ -26,12 +27,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from ikbo_jax.pallas.hopper import fragment, granules, mma, mosaic
 from ikbo_jax.pallas.linear_compression.columns import Columns
-from ikbo_jax.pallas.linear_compression.tiles import (
-    CompressionContext,
-    Operands,
-    PackedPhase,
-    Tile,
-)
+from ikbo_jax.pallas.linear_compression.tiles import Operands, PackedPhase, Tile
 from ikbo_jax.problems.hopper import BLOCK_K, NUM_CONSUMERS, WGMMA_M
 from ikbo_jax.problems.packed_compression import GRANULE, STAGING_SLOTS
 
@@ -39,65 +35,50 @@ from ikbo_jax.problems.packed_compression import GRANULE, STAGING_SLOTS
 GRANULES = WGMMA_M // GRANULE
 
 
+@dataclasses.dataclass(frozen=True)
 class PackedColumns(Columns):
     """Columns of consecutive rows of the batch."""
 
+    phase: PackedPhase
     looks_up_ahead: ClassVar[bool] = True
 
-    def fragment_types(
-        self, phase: PackedPhase, columns: int, *, interpret: bool
-    ) -> fragment.Fragment:
+    @staticmethod
+    def fragment_types(phase: Any, columns: int, *, interpret: bool) -> fragment.Fragment:
         return granules.types(columns, phase.granules, interpret=interpret)
 
-    def weight_parts(
-        self, ctx: CompressionContext, phase: PackedPhase, stage: Any
-    ) -> tuple[Any, ...]:
-        _, weight = ctx.shared.weight
-        rows = phase.consumer_rows
-        return tuple(weight.at[stage, part, :rows] for part in range(phase.parts))
+    def weight_parts(self, stage: Any) -> tuple[Any, ...]:
+        _, weight = self.ctx.shared.weight
+        rows = self.phase.consumer_rows
+        return tuple(weight.at[stage, part, :rows] for part in range(self.phase.parts))
 
-    def load(
-        self,
-        ctx: CompressionContext,
-        phase: PackedPhase,
-        embedding: Any,
-        tile: Tile,
-        k: Any,
-        stage: Any,
-    ) -> None:
-        target, ready = ctx.shared.embedding, ctx.shared.stages.ready.at[stage]
-        first = tile.row * phase.blocks
+    def load(self, embedding: Any, tile: Tile, k: Any, stage: Any) -> None:
+        target, ready = self.ctx.shared.embedding, self.ctx.shared.stages.ready.at[stage]
+        first = tile.row * self.phase.blocks
         rows = pl.ds(k, BLOCK_K)
-        if phase.blocks_of_row == 1:
-            source = embedding.at[pl.ds(first, phase.blocks), rows]
-            plgpu.copy_gmem_to_smem(source, target.at[stage, pl.ds(0, phase.blocks)], ready)
+        if self.phase.blocks_of_row == 1:
+            source = embedding.at[pl.ds(first, self.phase.blocks), rows]
+            plgpu.copy_gmem_to_smem(source, target.at[stage, pl.ds(0, self.phase.blocks)], ready)
             return
 
-        @pl.loop(0, phase.blocks)
+        @pl.loop(0, self.phase.blocks)
         def _(i: Any) -> None:
             # LLVM would keep the blocks' rows and columns, which are the same in every k step, and
             # spill: 300 bytes with 12 blocks.
-            number = mosaic.opaque(first + i, interpret=ctx.interpret)
-            row, columns = _block(phase, number)
+            number = mosaic.opaque(first + i, interpret=self.ctx.interpret)
+            row, columns = self._block(number)
             plgpu.copy_gmem_to_smem(embedding.at[row, rows, columns], target.at[stage, i], ready)
 
         # The barrier waits for the copies of a tile of the other phase, which may have more blocks.
-        for _spare in range(target.shape[1] - phase.blocks):
+        for _spare in range(target.shape[1] - self.phase.blocks):
             plgpu.barrier_arrive(ready)
 
-    def with_accumulators(
-        self,
-        ctx: CompressionContext,
-        phase: PackedPhase,
-        body: Callable[[tuple[Any, ...]], Any],
-        columns: int,
-    ) -> Any:
-        if not ctx.interpret:
-            return body((None,) * phase.accumulators)
+    def with_accumulators(self, body: Callable[[tuple[Any, ...]], Any], columns: int) -> Any:
+        if not self.ctx.interpret:
+            return body((None,) * self.phase.accumulators)
         # The interpreter multiplies block by block.
-        blocks = WGMMA_M // phase.block_width
-        part = plgpu.ACC((phase.block_width, columns))
-        parts = [part] * (blocks * phase.accumulators)
+        blocks = WGMMA_M // self.phase.block_width
+        part = plgpu.ACC((self.phase.block_width, columns))
+        parts = [part] * (blocks * self.phase.accumulators)
 
         def grouped(*parts: Any) -> Any:
             return body(tuple(parts[i : i + blocks] for i in range(0, len(parts), blocks)))
@@ -105,137 +86,105 @@ class PackedColumns(Columns):
         return pl.run_scoped(grouped, *parts)
 
     def multiply(
-        self,
-        ctx: CompressionContext,
-        phase: PackedPhase,
-        accs: tuple[Any, ...],
-        stage: Any,
-        columns: int,
-        *,
-        overwrite: bool,
-        k: int,
+        self, accs: tuple[Any, ...], stage: Any, columns: int, *, overwrite: bool, k: int
     ) -> tuple[Any, ...]:
-        weight, _ = ctx.shared.weight
-        blocks = WGMMA_M // phase.block_width
-        first, part = _share(ctx, phase)
+        weight, _ = self.ctx.shared.weight
+        blocks = WGMMA_M // self.phase.block_width
+        first, part = self._share
         return tuple(
             mma.wgmma_blocks(
                 acc,
-                ctx.shared.embedding.at[
-                    stage, pl.ds((first * phase.accumulators + i) * blocks, blocks)
+                self.ctx.shared.embedding.at[
+                    stage, pl.ds((first * self.phase.accumulators + i) * blocks, blocks)
                 ],
                 weight.at[stage, part, :columns],
                 overwrite=overwrite,
                 k=k,
-                interpret=ctx.interpret,
+                interpret=self.ctx.interpret,
             )
             for i, acc in enumerate(accs)
         )
 
-    def finish(self, ctx: CompressionContext, accs: tuple[Any, ...]) -> tuple[jax.Array, ...]:
-        if ctx.interpret:
+    def finish(self, accs: tuple[Any, ...]) -> tuple[jax.Array, ...]:
+        if self.ctx.interpret:
             return tuple(jnp.concatenate([part[...] for part in parts]) for parts in accs)
         return tuple(mma.after_wait(acc, interpret=False) for acc in accs)
 
-    def look_up(
-        self, ctx: CompressionContext, phase: PackedPhase, operands: Operands, tile: Tile
-    ) -> Any:
+    def look_up(self, operands: Operands, tile: Tile) -> Any:
         """For each accumulator, the granule of its user that each warp adds."""
         return granules.look_up(
             operands.index,
-            _first_granule(ctx, phase, tile),
-            phase.accumulators,
-            of_row=phase.granules_of_row,
-            coarser_rows=operands.fragments_in.upper.shape[0] // phase.granules_of_row,
-            interpret=ctx.interpret,
+            self._first_granule(tile),
+            self.phase.accumulators,
+            of_row=self.phase.granules_of_row,
+            coarser_rows=operands.fragments_in.upper.shape[0] // self.phase.granules_of_row,
+            interpret=self.ctx.interpret,
         )
 
     def load_fragments(
-        self,
-        ctx: CompressionContext,
-        phase: PackedPhase,
-        memory: fragment.Fragment,
-        users: Any,
-        tile: Tile,
+        self, memory: fragment.Fragment, users: Any, tile: Tile
     ) -> tuple[fragment.Fragment, ...]:
-        begin, rows = _first_row(ctx, phase, tile), phase.consumer_rows
+        begin, rows = self._first_row(tile), self.phase.consumer_rows
         return granules.load(
-            memory, users, phase.accumulators, begin, rows, interpret=ctx.interpret
+            memory, users, self.phase.accumulators, begin, rows, interpret=self.ctx.interpret
         )
 
     def store_fragments(
-        self,
-        ctx: CompressionContext,
-        phase: PackedPhase,
-        memory: fragment.Fragment,
-        tile: Tile,
-        accs: tuple[jax.Array, ...],
+        self, memory: fragment.Fragment, tile: Tile, accs: tuple[jax.Array, ...]
     ) -> None:
-        first, begin = _first_granule(ctx, phase, tile), _first_row(ctx, phase, tile)
+        first, begin = self._first_granule(tile), self._first_row(tile)
         for i, acc in enumerate(accs):
-            granules.store(memory, acc, first + i * GRANULES, begin, interpret=ctx.interpret)
+            granules.store(memory, acc, first + i * GRANULES, begin, interpret=self.ctx.interpret)
 
     def store_chunk(
-        self,
-        ctx: CompressionContext,
-        phase: PackedPhase,
-        output: Any,
-        chunk: int,
-        finished: tuple[jax.Array, ...],
-        tile: Tile,
-        is_valid: Any,
+        self, output: Any, chunk: int, finished: tuple[jax.Array, ...], tile: Tile, is_valid: Any
     ) -> None:
-        rows = ctx.config.epilogue_rows
-        number, part = divmod(chunk, phase.consumer_rows // rows)
-        staging = ctx.shared.staging.at[ctx.consumer, chunk % STAGING_SLOTS]
-        blocks = WGMMA_M // phase.block_width
+        rows = self.ctx.config.epilogue_rows
+        number, part = divmod(chunk, self.phase.consumer_rows // rows)
+        staging = self.ctx.shared.staging.at[self.ctx.consumer, chunk % STAGING_SLOTS]
+        blocks = WGMMA_M // self.phase.block_width
 
         @pl.when(is_valid)
         def _() -> None:
             # All copies but the newest have read their staging buffers, so this buffer is free.
             plgpu.wait_smem_to_gmem(STAGING_SLOTS - 1, wait_read_only=True)
             values = lax.slice(finished[number], (0, part * rows), (WGMMA_M, (part + 1) * rows))
-            granules.stage_transposed(staging, values, interpret=ctx.interpret)
+            granules.stage_transposed(staging, values, interpret=self.ctx.interpret)
             plgpu.commit_smem()
-            first = _first_accumulator(ctx, phase, tile) + number
-            compressed = pl.ds(_first_row(ctx, phase, tile) + part * rows, rows)
+            first = self._first_accumulator(tile) + number
+            compressed = pl.ds(self._first_row(tile) + part * rows, rows)
             # TMA drops rows past the batch and past M.
-            if phase.blocks_of_row == 1:
+            if self.phase.blocks_of_row == 1:
                 target = output.at[pl.ds(first * blocks, blocks), compressed]
                 plgpu.copy_smem_to_gmem(staging, target)
                 return
             for i in range(blocks):
-                row, columns = _block(phase, first * blocks + i)
+                row, columns = self._block(first * blocks + i)
                 plgpu.copy_smem_to_gmem(
-                    staging.at[i],
-                    output.at[row, compressed, columns],
-                    commit_group=i == blocks - 1,
+                    staging.at[i], output.at[row, compressed, columns], commit_group=i == blocks - 1
                 )
 
+    def _block(self, number: Any) -> tuple[Any, Any]:
+        """Row and columns of a block."""
+        of_row, width = self.phase.blocks_of_row, self.phase.block_width
+        row, number = lax.div(number, of_row), lax.rem(number, of_row)
+        return row, pl.ds(number * width, width)
 
-def _block(phase: PackedPhase, number: Any) -> tuple[Any, Any]:
-    """Row and columns of a block."""
-    row, of_row = lax.div(number, phase.blocks_of_row), lax.rem(number, phase.blocks_of_row)
-    return row, pl.ds(of_row * phase.block_width, phase.block_width)
+    @property
+    def _share(self) -> tuple[Any, Any]:
+        """Which part of a tile's columns and which of its compressed rows this consumer has."""
+        return (0, self.ctx.consumer) if self.phase.parts > 1 else (self.ctx.consumer, 0)
 
+    def _first_accumulator(self, tile: Tile) -> Any:
+        """Returns the index of this consumer's first accumulator, counted over all tiles."""
+        first, _ = self._share
+        return (tile.row * (NUM_CONSUMERS // self.phase.parts) + first) * self.phase.accumulators
 
-def _share(ctx: CompressionContext, phase: PackedPhase) -> tuple[Any, Any]:
-    """Which part of a tile's columns and which part of its compressed rows this consumer has."""
-    return (0, ctx.consumer) if phase.parts > 1 else (ctx.consumer, 0)
+    def _first_granule(self, tile: Tile) -> Any:
+        """The number of the first granule of this consumer's first accumulator."""
+        return self._first_accumulator(tile) * GRANULES
 
-
-def _first_accumulator(ctx: CompressionContext, phase: PackedPhase, tile: Tile) -> Any:
-    """Returns the index of this consumer's first accumulator, counted over all tiles."""
-    first, _ = _share(ctx, phase)
-    return (tile.row * (NUM_CONSUMERS // phase.parts) + first) * phase.accumulators
-
-
-def _first_granule(ctx: CompressionContext, phase: PackedPhase, tile: Tile) -> Any:
-    """The number of the first granule of this consumer's first accumulator."""
-    return _first_accumulator(ctx, phase, tile) * GRANULES
-
-
-def _first_row(ctx: CompressionContext, phase: PackedPhase, tile: Tile) -> Any:
-    """This consumer's first compressed row."""
-    _, part = _share(ctx, phase)
-    return tile.m_tile * phase.block_m + part * phase.consumer_rows
+    def _first_row(self, tile: Tile) -> Any:
+        """This consumer's first compressed row."""
+        _, part = self._share
+        return tile.m_tile * self.phase.block_m + part * self.phase.consumer_rows

@@ -77,7 +77,7 @@ def _load(ctx: CompressionContext, phase: Phase, operands: Operands, tile: Tile,
         shared.stages.await_free(step)
         ready = shared.stages.ready.at[stage]
         k = i * BLOCK_K
-        for part, target in enumerate(ctx.columns.weight_parts(ctx, phase, stage)):
+        for part, target in enumerate(ctx.columns_of(phase).weight_parts(stage)):
             begin = tile.m_tile * phase.block_m + part * phase.consumer_rows
             plgpu.copy_gmem_to_smem(
                 operands.weight.at[
@@ -87,7 +87,7 @@ def _load(ctx: CompressionContext, phase: Phase, operands: Operands, tile: Tile,
                 ready,
                 collective_axes="cluster" if phase.cluster > 1 else None,
             )
-        ctx.columns.load(ctx, phase, operands.embedding, tile, k, stage)
+        ctx.columns_of(phase).load(operands.embedding, tile, k, stage)
         return step + 1
 
     return lax.fori_loop(0, phase.k_steps, load_step, step)
@@ -146,7 +146,7 @@ def _multiply(
     def k_step(i: Any, accs: Any, *, is_first: bool = False, k: int = BLOCK_K) -> Any:
         stage = shared.stages.slot(step + i)
         shared.stages.await_ready(step + i)
-        accs = ctx.columns.multiply(ctx, phase, accs, stage, columns, overwrite=is_first, k=k)
+        accs = ctx.columns_of(phase).multiply(accs, stage, columns, overwrite=is_first, k=k)
         # Waits for the WGMMAs of the previous k step, and frees their stage before any other work.
         plgpu.wgmma_wait(phase.accumulators)
         if not is_first:
@@ -178,9 +178,9 @@ def _multiply(
             job()
         if load_coarser and is_late and not is_early:
             coarser = load_coarser()
-        return ctx.columns.finish(ctx, accs), coarser
+        return ctx.columns_of(phase).finish(accs), coarser
 
-    accs, coarser = ctx.columns.with_accumulators(ctx, phase, all_k_steps, columns)
+    accs, coarser = ctx.columns_of(phase).with_accumulators(all_k_steps, columns)
     return tuple(mma.pad(acc, phase.consumer_rows) for acc in accs), coarser
 
 
@@ -222,14 +222,14 @@ def _compute_fragment(
     """
     load_coarser = None
     if phase.from_fragments:
-        users = ctx.columns.look_up(ctx, phase, operands, tile)
+        users = ctx.columns_of(phase).look_up(operands, tile)
         load_coarser = functools.partial(
-            ctx.columns.load_fragments, ctx, phase, operands.fragments_in, users, tile
+            ctx.columns_of(phase).load_fragments, operands.fragments_in, users, tile
         )
     accs, coarser = _multiply(ctx, phase, step, [], load_coarser, phase.consumer_rows)
     outcome = after_multiply()
     accs = _add(ctx, phase, tile, accs, coarser)
-    ctx.columns.store_fragments(ctx, phase, fragments_out, tile, accs)
+    ctx.columns_of(phase).store_fragments(fragments_out, tile, accs)
     return outcome, step + phase.k_steps
 
 
@@ -243,7 +243,7 @@ def _compute_candidates(
     """Computes this CTA's candidate tiles; stores each during the next tile's first k steps."""
     count = ctx.shape.tiles.cand_count(ctx.worker)
     chunks = range(phase.accumulators * phase.consumer_rows // ctx.config.epilogue_rows)
-    store = functools.partial(ctx.columns.store_chunk, ctx, phase, output)
+    store = functools.partial(ctx.columns_of(phase).store_chunk, output)
 
     def tile_of(i: Any) -> Tile:
         return locate(phase, ctx.shape.tiles.cand_tile(ctx.worker, i))
@@ -251,7 +251,7 @@ def _compute_candidates(
     def look_up_ahead(i: Any, ahead: int) -> Any:
         if not (phase.from_fragments and ctx.columns.looks_up_ahead):
             return None
-        return ctx.columns.look_up(ctx, phase, operands, tile_of(i + ahead))
+        return ctx.columns_of(phase).look_up(operands, tile_of(i + ahead))
 
     def compute(i: Any, carry: tuple[tuple[jax.Array, ...], Any]) -> tuple[Any, Any]:
         finished, users_ahead = carry
@@ -264,7 +264,7 @@ def _compute_candidates(
             store(0, finished, previous, i > 0)
             if phase.from_fragments and not ctx.columns.looks_up_ahead:
                 # Early, so that the k steps hide the latency of the index.
-                users.append(ctx.columns.look_up(ctx, phase, operands, tile))
+                users.append(ctx.columns_of(phase).look_up(operands, tile))
 
         jobs = [first_job]
         jobs += [functools.partial(store, c, finished, previous, i > 0) for c in chunks[1:]]
@@ -273,7 +273,7 @@ def _compute_candidates(
             if wait_for_users is not None:
                 pl.when(i == 0)(wait_for_users)
             memory = operands.fragments_in
-            return ctx.columns.load_fragments(ctx, phase, memory, users[-1], tile)
+            return ctx.columns_of(phase).load_fragments(memory, users[-1], tile)
 
         multiply = functools.partial(
             _multiply,

@@ -184,8 +184,12 @@ class CompressionContext(WarpgroupContext):
     the candidate level; `outputs` are the result and the users' fragments.
     """
 
-    columns: Any = None  # a `columns.Columns`
+    columns: Any = None  # the class of `columns.Columns`
     claims: Claims | None = None
+
+    def columns_of(self, phase: Phase) -> Any:
+        """The columns of a phase's tiles."""
+        return self.columns(self, phase)
 
     def in_claimed_phase(self) -> CompressionContext:
         """The context of the user phase, in which a CTA frees its stages without its cluster."""
