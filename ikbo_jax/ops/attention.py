@@ -369,7 +369,7 @@ class _Attention(Op[_Call, Arrays, _Results]):
             )
             (out, lse), (d_out, d_lse) = residuals, cotangents
             operands = attention_backward.Operands(arrays, out, lse, d_out, d_lse)
-            gradients = attention_backward.gradients(settings, operands)
+            gradients = attention_backward.GRADIENT.differentiable(settings, operands)
         return Arrays._make((*gradients, None, None))
 
 

@@ -10,7 +10,7 @@ import jax
 
 from ikbo_jax.ops import attention_vmap, dispatch
 from ikbo_jax.ops.attention_vmap import Arrays
-from ikbo_jax.ops.op import map_sequentially, unstack, vmappable
+from ikbo_jax.ops.op import Gradient, concatenate, gradient_config, unstack
 from ikbo_jax.ops.sharded import run_kernel
 from ikbo_jax.problems import AttentionBackwardConfig, AttentionBackwardProblem, AttentionProblem
 from ikbo_jax.reference import attention_grouped
@@ -53,8 +53,7 @@ def choose(
     """The kernel's configuration for the gradient of `problem`, or None for XLA; and the reason."""
     if request.implementation == "xla":
         return None, "requested by the caller"
-    request = dataclasses.replace(request, op=AttentionBackwardProblem.op, config=None)
-    return dispatch.kernel_config(request, AttentionBackwardProblem.of(problem))
+    return gradient_config(request, AttentionBackwardProblem.of(problem))
 
 
 def described(plan: dispatch.Plan, config: Any, reason: str) -> str:
@@ -64,18 +63,7 @@ def described(plan: dispatch.Plan, config: Any, reason: str) -> str:
     return plan.backward if reason in plan.reason else f"{plan.backward}: {reason}"
 
 
-# custom_vjp wraps custom_vmap because custom_vmap has no reverse mode.
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def gradients(settings: Settings, operands: Operands) -> Gradients:
-    """Gradients of query, key and value by the kernel; differentiable, through XLA."""
-    return _vmappable(settings, operands)
-
-
-def _forward(settings: Settings, operands: Operands) -> tuple[Gradients, Operands]:
-    return gradients(settings, operands), operands
-
-
-def _backward(settings: Settings, operands: Operands, cotangents: Gradients) -> tuple[Operands]:
+def _pull_back(settings: Settings, operands: Operands, cotangents: Gradients) -> tuple[Operands]:
     query, key, value, index, lengths = operands.arrays
 
     def run(query: Any, key: Any, value: Any, *rest: Any) -> Gradients:
@@ -86,9 +74,6 @@ def _backward(settings: Settings, operands: Operands, cotangents: Gradients) -> 
     return (Operands(Arrays._make((*pulled[:3], None, None)), *pulled[3:]),)
 
 
-gradients.defvjp(_forward, _backward)
-
-
 def _by_xla(settings: Settings, operands: Operands) -> Gradients:
     arrays, _, _, d_out, d_lse = operands
     return attention_grouped.decomposed_vjp(
@@ -96,27 +81,17 @@ def _by_xla(settings: Settings, operands: Operands) -> Gradients:
     )
 
 
-def _vmappable(settings: Settings, operands: Operands) -> Gradients:
-    """The gradients, with a vmap rule like the rule of the results."""
-    run = functools.partial(_run, settings)
-
-    def run_batched(size: int, batched: Operands, operands: Operands) -> Any:
-        if not size:
-            return map_sequentially(run, batched, operands)
-        # Every problem returns its own gradients of all arrays, so copies of shared arrays take no
-        # more memory than the results.
-        arrays = attention_vmap.fold(size, batched.arrays, operands.arrays, fold_users=True)
-        rows = jax.tree.map(
-            lambda x, is_batched: attention_vmap.concatenate(size, x, is_batched),
-            operands[1:],
-            batched[1:],
-        )
-        config, _ = choose(settings.request, problem_of(arrays))
-        folded = dataclasses.replace(settings, config=config)
-        return unstack(size, _vmappable(folded, Operands(arrays, *rows)))
-
-    result: Gradients = vmappable(run, run_batched)(operands)
-    return result
+def _run_batched(settings: Settings, size: int, batched: Operands, operands: Operands) -> Gradients:
+    """The vmap rule, like the rule of the results."""
+    if not size:
+        return GRADIENT.one_by_one(settings, batched, operands)
+    # Every problem returns its own gradients of all arrays, so copies of shared arrays take no
+    # more memory than the results.
+    arrays = attention_vmap.fold(size, batched.arrays, operands.arrays, fold_users=True)
+    rows = jax.tree.map(functools.partial(concatenate, size), operands[1:], batched[1:])
+    config, _ = choose(settings.request, problem_of(arrays))
+    folded = dataclasses.replace(settings, config=config)
+    return unstack(size, GRADIENT.vmappable(folded, Operands(arrays, *rows)))
 
 
 def _run(settings: Settings, operands: Operands) -> Gradients:
@@ -138,6 +113,10 @@ def _run(settings: Settings, operands: Operands) -> Gradients:
     )
     result: Gradients = run_kernel(launch, *arrays, *rest)
     return result
+
+
+#: Gradients of query, key and value by the kernel; differentiable, through XLA.
+GRADIENT = Gradient(_run, _run_batched, _pull_back)
 
 
 def problem_of(arrays: Arrays) -> AttentionProblem:

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from ikbo_jax.ops.op import stack
+from ikbo_jax.ops.op import concatenate, stack
 
 
 class Arrays(NamedTuple):
@@ -33,21 +33,11 @@ def can_fold(batched: Arrays) -> bool:
     return are_users_batched(batched) or not (batched.key or batched.value or batched.lengths)
 
 
-def concatenate(size: int, array: jax.Array, is_batched: bool) -> jax.Array:
-    """The rows of `size` problems as the rows of one; each has a copy of what is not batched."""
-    array = stack(size, array, is_batched)
-    return array.reshape(-1, *array.shape[2:])
-
-
 def fold(size: int, batched: Arrays, arrays: Arrays, *, fold_users: bool) -> Arrays:
-    """The arrays of `size` problems as one problem's.
+    """The arrays of `size` problems as one problem's; `batched` as in `Op.fold`.
 
-    Args:
-      size: the number of problems.
-      batched: which arrays have a leading axis of problems, as bools.
-      arrays: the problems' arrays.
-      fold_users: whether each problem gets users of its own, copied if they are not batched. If
-        not, `key`, `value` and `lengths` are not batched.
+    With `fold_users` each problem gets users of its own, copied if they are not batched. Else
+    `key`, `value` and `lengths` are not batched.
     """
     query, key, value, index, lengths = arrays
     if fold_users:

@@ -13,13 +13,12 @@ from ikbo_jax.ops import arguments, dispatch, gdpa_arguments, gdpa_backward, gdp
 from ikbo_jax.ops.op import (
     Call,
     Folded,
+    Gradient,
     Named,
     Op,
     Part,
-    map_sequentially,
-    stack,
+    concatenate,
     unstack,
-    vmappable,
 )
 from ikbo_jax.ops.partition import Division
 from ikbo_jax.ops.sharded import run_kernel, vary_over_same_axes, zeros
@@ -163,61 +162,41 @@ class _Residuals(NamedTuple):
 Gradients = tuple[jax.Array, jax.Array, jax.Array]
 
 
-def _run_vjp_vmappable(call: _Call, residuals: _Residuals) -> Gradients:
-    """Gradients of query, key and value, with a vmap rule like the rule of the result."""
+def _run_vjp(call: _Call, residuals: _Residuals) -> Gradients:
+    tuning = call.gradient_tuning
+    if tuning is None:
+        arrays, _, _, d_out = residuals
+        return chunked_vjp(arrays, call.settings, d_out, dtype=call.gradient_dtype)
 
-    def run(residuals: _Residuals) -> Gradients:
-        tuning = call.gradient_tuning
-        if tuning is None:
-            arrays, _, _, d_out = residuals
-            return chunked_vjp(arrays, call.settings, d_out, dtype=call.gradient_dtype)
-
-        def launch(residuals: _Residuals) -> Gradients:
-            arrays, out, lse, d_out = residuals
-            return gdpa_backward.kernel_vjp(
-                arrays,
-                call.settings,
-                d_out,
-                out=out,
-                lse=lse,
-                num_sms=call.request.num_sms,
-                query_config=tuning.query,
-                key_config=tuning.key,
-                dtype=call.gradient_dtype,
-            )
-
-        gradients: Gradients = run_kernel(launch, residuals)
-        return gradients
-
-    def run_batched(size: int, batched: _Residuals, residuals: _Residuals) -> Any:
-        if not size or call.settings.broadcast_q:
-            run_one = functools.partial(_run_vjp_vmappable, call)
-            return map_sequentially(run_one, batched, residuals)
-        # Every problem returns its own gradients of all arrays, so copies of shared arrays take no
-        # more memory than the results.
-        rows = jax.tree.map(
-            lambda x, is_batched: stack(size, x, is_batched).reshape(
-                -1, *x.shape[1 + is_batched :]
-            ),
-            residuals[1:],
-            batched[1:],
+    def launch(residuals: _Residuals) -> Gradients:
+        arrays, out, lse, d_out = residuals
+        return gdpa_backward.kernel_vjp(
+            arrays,
+            call.settings,
+            d_out,
+            out=out,
+            lse=lse,
+            num_sms=call.request.num_sms,
+            query_config=tuning.query,
+            key_config=tuning.key,
+            dtype=call.gradient_dtype,
         )
-        arrays = gdpa_vmap.fold(size, batched.arrays, residuals.arrays, fold_kv=True)
-        return unstack(size, _run_vjp_vmappable(call, _Residuals(arrays, *rows)))
 
-    result: Gradients = vmappable(run, run_batched)(residuals)
-    return result
+    gradients: Gradients = run_kernel(launch, residuals)
+    return gradients
 
 
-# custom_vjp wraps custom_vmap because custom_vmap has no reverse mode.
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _gradients(call: _Call, residuals: _Residuals) -> Gradients:
-    return _run_vjp_vmappable(call, residuals)
-
-
-def _gradients_and_residuals(call: _Call, residuals: _Residuals) -> tuple[Gradients, _Residuals]:
-    with jax.default_matmul_precision(call.request.precision):
-        return _gradients(call, residuals), residuals
+def _run_vjp_batched(
+    call: _Call, size: int, batched: _Residuals, residuals: _Residuals
+) -> Gradients:
+    """The vmap rule, like the rule of the result."""
+    if not size or call.settings.broadcast_q:
+        return _GRADIENT.one_by_one(call, batched, residuals)
+    # Every problem returns its own gradients of all arrays, so copies of shared arrays take no
+    # more memory than the results.
+    rows = jax.tree.map(functools.partial(concatenate, size), residuals[1:], batched[1:])
+    arrays = gdpa_vmap.fold(size, batched.arrays, residuals.arrays, fold_kv=True)
+    return unstack(size, _GRADIENT.vmappable(call, _Residuals(arrays, *rows)))
 
 
 @jax.custom_jvp
@@ -261,7 +240,7 @@ def _pull_back_gradients(
     return (_Residuals(Arrays._make((*of_inputs, None, None, None)), None, None, of_d_out),)
 
 
-_gradients.defvjp(_gradients_and_residuals, _pull_back_gradients)
+_GRADIENT = Gradient(_run_vjp, _run_vjp_batched, _pull_back_gradients)
 
 
 _Folded = Folded[_Call, Arrays, _Results]
@@ -401,7 +380,7 @@ class _Gdpa(Op[_Call, Arrays, _Results]):
             gradient_tuning=plan.backward_config,
             gradient_dtype=dtype and jnp.dtype(dtype).name,
         )
-        gradients = _gradients(call, _Residuals(arrays, out, lse, d_out))
+        gradients = _GRADIENT.differentiable(call, _Residuals(arrays, out, lse, d_out))
         return Arrays._make((*gradients, None, None, None))
 
 

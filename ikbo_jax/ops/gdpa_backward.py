@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from ikbo_jax.ops import dispatch
+from ikbo_jax.ops.op import gradient_config
 from ikbo_jax.problems import (
     GdpaBackwardConfig,
     GdpaBackwardProblem,
@@ -29,13 +29,8 @@ def choose(
     request: dispatch.Request, problem: GdpaProblem
 ) -> tuple[GdpaBackwardTuning | None, str]:
     """The configuration for the gradient of `problem`, or None for XLA; and the reason."""
-    if reason := configs.illegal_reason(problem):
-        return None, reason
     backward = GdpaBackwardProblem.of(problem)
-    request = dataclasses.replace(request, op=backward.op, config=None)
-    found: tuple[GdpaBackwardTuning | None, str]
-    found = dispatch.kernel_config(request, backward)
-    return found
+    return gradient_config(request, backward, configs.illegal_reason(problem))
 
 
 def kernel_vjp(
@@ -53,18 +48,13 @@ def kernel_vjp(
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Pulls a cotangent of the result back to query, key and value, like `chunked_vjp`.
 
-    Args:
-      arrays: as in `reference.gdpa_chunked_vjp.chunked_vjp`; the kernels must be legal
-        (`problems.gdpa_backward.illegal_reason`).
-      settings: as in `reference.gdpa_chunked_vjp.chunked_vjp`.
-      d_out: cotangent of the result, in the shape and dtype of the result.
-      num_sms: number of streaming multiprocessors of the device.
+    Args (the others are as for `reference.gdpa_chunked_vjp.chunked_vjp`; the kernels must be legal,
+    `problems.gdpa_backward.illegal_reason`):
       out: the result; only needed with a softmax.
       lse: [rows of out, N] f32, natural logarithm of the softmax's denominator; likewise.
       query_config: configuration of the kernel for d_query; None takes the default.
       key_config: configuration of the kernel for d_key and d_value; None takes the default.
-      dtype: dtype of the gradients of key and value; None means the inputs'.
-      interpret: as in `pallas.gdpa_backward.kernels.d_query_kernel`.
+      interpret: as in `pallas.gdpa_backward.kernels.gradient_kernel`.
 
     Returns:
       Gradients of query, key and value in their shapes and dtypes, each summed in f32 and rounded
@@ -90,12 +80,9 @@ def kernel_vjp(
         "statistics": plan.statistics,
         "interpret": interpret,
     }
-    d_query = kernels.d_query_kernel(
-        query,
-        key,
-        value,
-        d_out,
-        plan.queries,
+    (d_query,) = kernels.gradient_kernel(
+        *(query, key, value, d_out, plan.queries),
+        is_for_keys=False,
         config=query_config,
         out_dtype=jnp.float32 if settings.broadcast_q else None,
         **options,
@@ -253,20 +240,16 @@ def _d_key_value(
     rows = key.shape[0]
     if parts > 1:
         key, value = (jnp.tile(x, (parts, 1, 1)) for x in (key, value))
-    found = kernels.d_key_value_kernel(
-        query,
-        key,
-        value,
-        d_out,
-        work,
+    d_key, d_value = kernels.gradient_kernel(
+        *(query, key, value, d_out, work),
+        is_for_keys=True,
         config=config,
         out_dtype=jnp.float32 if parts > 1 else out_dtype,
         **options,
     )
-    if parts == 1:
-        return found
-    d_key, d_value = (
-        jnp.sum(x.reshape(parts, rows, *x.shape[1:]), axis=0).astype(out_dtype or like.dtype)
-        for x, like in zip(found, arrays[1:3], strict=True)
-    )
+    if parts > 1:
+        d_key, d_value = (
+            jnp.sum(x.reshape(parts, rows, *x.shape[1:]), axis=0).astype(out_dtype or query.dtype)
+            for x in (d_key, d_value)
+        )
     return d_key, d_value

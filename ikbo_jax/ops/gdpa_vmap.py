@@ -6,19 +6,21 @@ the rows after its last sequence; the queries of a filler sequence attend to no 
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from ikbo_jax.ops.op import stack
+from ikbo_jax.ops.op import concatenate, stack
 from ikbo_jax.reference.gdpa import Arrays, Settings, num_sequences
 
 
 def can_fold(settings: Settings, batched: Any) -> bool:
     """Whether problems can be folded without copies of keys or values."""
     can_fold_q = not settings.broadcast_q or not batched.query
-    return can_fold_q and (is_kv_batched(batched) or not _any_kv(batched))
+    any_kv = batched.key or batched.value or batched.cu_seqlens_kv
+    return can_fold_q and (is_kv_batched(batched) or not any_kv)
 
 
 def is_kv_batched(batched: Any) -> bool:
@@ -26,29 +28,13 @@ def is_kv_batched(batched: Any) -> bool:
     return bool(batched.key and batched.value)
 
 
-def _any_kv(batched: Any) -> bool:
-    return bool(batched.key or batched.value or batched.cu_seqlens_kv)
-
-
 def fold(size: int, batched: Any, arrays: Arrays, fold_kv: bool) -> Arrays:
-    """Folds `size` problems, stacked along the leading axis of the `batched` arrays, into one.
+    """The arrays of `size` problems as one problem's; `batched` as in `Op.fold`.
 
-    Args:
-      size: the number of problems, at least 1.
-      batched: `Arrays` of bools: which arrays have a leading axis of `size` problems.
-      arrays: the problems.
-      fold_kv: whether keys and values are concatenated, and copied for every problem if they are
-        not batched; if false, all problems share them.
-
-    Returns:
-      The arrays of the folded problem.
+    With `fold_kv` keys and values are concatenated, and copied for every problem if they are not
+    batched; else all problems share them.
     """
-
-    def first_problem(array: jax.Array, is_batched: bool) -> jax.Array:
-        return array[0] if is_batched else array
-
-    def concatenated(array: jax.Array, is_batched: bool) -> jax.Array:
-        return stack(size, array, is_batched).reshape(-1, *array.shape[1 + is_batched :])
+    concatenated = functools.partial(concatenate, size)
 
     def offsets(cu: jax.Array, is_batched: bool, total: int) -> jax.Array:
         """[size * (batch + 1) + 1] int32: appends a filler sequence for the trailing rows."""
@@ -58,7 +44,7 @@ def fold(size: int, batched: Any, arrays: Arrays, fold_kv: bool) -> Arrays:
         shifted = inside + jnp.arange(size, dtype=jnp.int32)[:, None] * total
         return jnp.append(shifted.reshape(-1), jnp.int32(size * total))
 
-    first: Arrays = jax.tree.map(first_problem, arrays, batched)
+    first: Arrays = jax.tree.map(lambda x, is_batched: x[0] if is_batched else x, arrays, batched)
     query, key, value, cu_q, cu_kv, index = arrays
     batch, batch_kv = num_sequences(first), first.cu_seqlens_kv.shape[0] - 1
     if index is None:

@@ -12,12 +12,12 @@ import jax.numpy as jnp
 
 from ikbo_jax.ops import arguments, dispatch, reverse_only
 from ikbo_jax.ops.linear_compression_backward import (
+    GRADIENT,
     Arrays,
     Gradients,
     Settings,
     choose,
     fold,
-    gradients,
     problem_of,
 )
 from ikbo_jax.ops.op import Call, Folded, Named, Op, Part, unstack
@@ -335,7 +335,7 @@ class _LinearCompression(Op[_Call, Arrays, jax.Array]):
             # A candidate is on one device, unless every device has a part of M.
             dtypes = (name, name, name if call.is_m_divided else None)
             settings = Settings(call.request, dtypes, plan.backward_config)
-            return gradients(settings, arrays, cotangents)
+            return GRADIENT.differentiable(settings, (arrays, cotangents))
         return reference.decomposed_vjp(*arrays, cotangents, dtype=dtype)
 
 

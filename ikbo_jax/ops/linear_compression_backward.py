@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -11,7 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from ikbo_jax.ops import dispatch
-from ikbo_jax.ops.op import map_sequentially, stack, unstack, vmappable
+from ikbo_jax.ops.op import Gradient, gradient_config, stack, unstack
 from ikbo_jax.ops.sharded import run_kernel
 from ikbo_jax.problems import (
     LinearCompressionBackwardProblem,
@@ -93,13 +92,8 @@ def choose(
     request: dispatch.Request, problem: LinearCompressionProblem
 ) -> tuple[LinearCompressionBackwardTuning | None, str]:
     """The configuration for the gradient of `problem`, or None for XLA; and the reason."""
-    if reason := illegal_reason(problem):
-        return None, reason
     backward = LinearCompressionBackwardProblem.of(problem)
-    request = dataclasses.replace(request, op=backward.op, config=None)
-    found: tuple[LinearCompressionBackwardTuning | None, str]
-    found = dispatch.kernel_config(request, backward)
-    return found
+    return gradient_config(request, backward, illegal_reason(problem))
 
 
 def kernel_vjp(
@@ -216,68 +210,56 @@ def _products_of_one(
     return d_weight[None].astype(d_weight_dtype), d_embedding[None].astype(d_embedding_dtype)
 
 
-def _run_kernel_vjp(settings: Settings, operands: tuple[Arrays, jax.Array]) -> Gradients:
-    """Gradients by kernels, with a vmap rule like the rule of the result."""
-
-    def launch(
-        tuning: LinearCompressionBackwardTuning, arrays: Arrays, cotangent: jax.Array, problems: int
-    ) -> Gradients:
-        fn = functools.partial(
-            kernel_vjp,
-            config=tuning.kernels(problem_of(arrays)),
-            problems=problems,
-            dtypes=settings.dtypes,
-            num_sms=settings.request.num_sms,
-        )
-        found: Gradients = run_kernel(fn, *arrays, cotangent)
-        return found
-
-    def run(operands: tuple[Arrays, jax.Array]) -> Gradients:
-        d_weights, d_embeddings = launch(settings.tuning, *operands, 1)
-        return tuple(x[0] for x in d_weights), d_embeddings
-
-    def run_batched(size: int, batched: Any, operands: Any) -> Gradients:
-        weights = operands[0].weights
-        if not size or any(batched[0].weights):
-            return map_sequentially(functools.partial(_run_kernel_vjp, settings), batched, operands)
-        # Every problem returns gradients of all embeddings, so copies of shared embeddings take no
-        # more memory than the results.
-        (arrays, cotangent) = jax.tree.map(
-            lambda x, is_batched: stack(size, x, is_batched),
-            (operands[0]._replace(weights=()), operands[1]),
-            (batched[0]._replace(weights=()), batched[1]),
-        )
-        arrays = fold(size, [True] * len(weights), arrays._replace(weights=weights))
-        cotangent = cotangent.reshape(-1, *cotangent.shape[2:])
-        # The kernels run even if a row says that XLA is faster for the folded problem: XLA's
-        # gradients of weights would be those of one problem.
-        tuning, _ = choose(settings.request, problem_of(arrays))
-        tuning = tuning or settings.tuning
-        d_weights, d_embeddings = launch(tuning, arrays, cotangent, size)
-        return d_weights, unstack(size, d_embeddings)
-
-    found: Gradients = vmappable(run, run_batched)(operands)
+def _launch(
+    settings: Settings,
+    tuning: LinearCompressionBackwardTuning,
+    arrays: Arrays,
+    cotangent: jax.Array,
+    problems: int,
+) -> Gradients:
+    fn = functools.partial(
+        kernel_vjp,
+        config=tuning.kernels(problem_of(arrays)),
+        problems=problems,
+        dtypes=settings.dtypes,
+        num_sms=settings.request.num_sms,
+    )
+    found: Gradients = run_kernel(fn, *arrays, cotangent)
     return found
 
 
-# custom_vjp wraps custom_vmap because custom_vmap has no reverse mode.
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def gradients(settings: Settings, arrays: Arrays, cotangent: jax.Array) -> Gradients:
-    """`kernel_vjp` of one problem, with a vmap rule and with second derivatives."""
-    return _run_kernel_vjp(settings, (arrays, cotangent))
+def _run(settings: Settings, operands: tuple[Arrays, jax.Array]) -> Gradients:
+    d_weights, d_embeddings = _launch(settings, settings.tuning, *operands, 1)
+    return tuple(x[0] for x in d_weights), d_embeddings
 
 
-def _gradients_forward(
-    settings: Settings, arrays: Arrays, cotangent: jax.Array
-) -> tuple[Gradients, tuple[Arrays, jax.Array]]:
-    return gradients(settings, arrays, cotangent), (arrays, cotangent)
+def _run_batched(settings: Settings, size: int, batched: Any, operands: Any) -> Gradients:
+    """The vmap rule, like the rule of the result."""
+    weights = operands[0].weights
+    if not size or any(batched[0].weights):
+        return GRADIENT.one_by_one(settings, batched, operands)
+    # Every problem returns gradients of all embeddings, so copies of shared embeddings take no more
+    # memory than the results.
+    (arrays, cotangent) = jax.tree.map(
+        lambda x, is_batched: stack(size, x, is_batched),
+        (operands[0]._replace(weights=()), operands[1]),
+        (batched[0]._replace(weights=()), batched[1]),
+    )
+    arrays = fold(size, [True] * len(weights), arrays._replace(weights=weights))
+    cotangent = cotangent.reshape(-1, *cotangent.shape[2:])
+    # The kernels run even if a row says that XLA is faster for the folded problem: XLA's gradients
+    # of weights would be those of one problem.
+    tuning, _ = choose(settings.request, problem_of(arrays))
+    tuning = tuning or settings.tuning
+    d_weights, d_embeddings = _launch(settings, tuning, arrays, cotangent, size)
+    return d_weights, unstack(size, d_embeddings)
 
 
-def _gradients_backward(
-    settings: Settings, saved: tuple[Arrays, jax.Array], cotangents: Gradients
-) -> tuple[Arrays, jax.Array]:
+def _pull_back(
+    settings: Settings, operands: tuple[Arrays, jax.Array], cotangents: Gradients
+) -> tuple[tuple[Arrays, jax.Array]]:
     """Second derivatives, by XLA."""
-    (weights, embeddings, parents), cotangent = saved
+    (weights, embeddings, parents), cotangent = operands
 
     def by_xla(weights: Any, embeddings: Any, cotangent: jax.Array) -> Gradients:
         found = reference.decomposed_vjp(weights, embeddings, parents, cotangent, dtype=jnp.float32)
@@ -287,7 +269,8 @@ def _gradients_backward(
     with jax.default_matmul_precision(settings.request.precision):
         _, pull_back = jax.vjp(by_xla, weights, embeddings, cotangent)
     d_weights, d_embeddings, d_cotangent = pull_back(cotangents)
-    return Arrays(d_weights, d_embeddings, (None,) * len(parents)), d_cotangent
+    return ((Arrays(d_weights, d_embeddings, (None,) * len(parents)), d_cotangent),)
 
 
-gradients.defvjp(_gradients_forward, _gradients_backward)
+#: `kernel_vjp` of one problem, with a vmap rule and with second derivatives.
+GRADIENT = Gradient(_run, _run_batched, _pull_back)

@@ -365,9 +365,61 @@ def vmappable[A, R](
     return function
 
 
+class Gradient[S, O, G]:
+    """An op's gradient by kernels: a function of settings and operands, with a vmap rule.
+
+    The settings have a `request`, see `Call`.
+
+    Attributes:
+      differentiable: the function with a derivative.
+    """
+
+    def __init__(
+        self,
+        run: Callable[[S, O], G],
+        run_batched: Callable[[S, int, Any, O], G],
+        pull_back: Callable[[S, O, G], tuple[O]],
+    ) -> None:
+        """Takes the function, its vmap rule (see `vmappable`) and its rule of reverse mode."""
+        self._run, self._run_batched = run, run_batched
+        # custom_vjp wraps custom_vmap because custom_vmap has no reverse mode.
+        function = jax.custom_vjp(self.vmappable, nondiff_argnums=(0,))
+        function.defvjp(self._forward, pull_back)
+        self.differentiable: Callable[[S, O], G] = function
+
+    def _forward(self, settings: Any, operands: O) -> tuple[G, O]:
+        with jax.default_matmul_precision(settings.request.precision):
+            return self.differentiable(settings, operands), operands
+
+    def vmappable(self, settings: S, operands: O) -> G:
+        """The function without a derivative."""
+        run = functools.partial(self._run, settings)
+        return vmappable(run, functools.partial(self._run_batched, settings))(operands)
+
+    def one_by_one(self, settings: S, batched: Any, operands: O) -> G:
+        """Runs problems one after another."""
+        run = functools.partial(self.vmappable, settings)
+        results: G = map_sequentially(run, batched, operands)
+        return results
+
+
+def gradient_config(
+    request: dispatch.Request, problem: Problem, reason: str | None = None
+) -> tuple[Any, str]:
+    """The configuration of a gradient's kernels, or None for XLA; `reason` says why not kernels."""
+    if reason:
+        return None, reason
+    return dispatch.kernel_config(dataclasses.replace(request, op=problem.op, config=None), problem)
+
+
 def stack(size: int, array: jax.Array, is_batched: bool) -> jax.Array:
     """`array` with a leading axis of `size`; broadcasts it unless it is batched."""
     return array if is_batched else jnp.broadcast_to(array, (size, *array.shape))
+
+
+def concatenate(size: int, array: jax.Array, is_batched: bool) -> jax.Array:
+    """The rows of `size` problems as the rows of one; each has a copy of what is not batched."""
+    return stack(size, array, is_batched).reshape(-1, *array.shape[1 + is_batched :])
 
 
 def unstack[R](size: int, results: R) -> R:
