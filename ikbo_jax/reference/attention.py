@@ -81,17 +81,7 @@ def materialised(
 def merge_attention(
     out1: jax.Array, lse1: jax.Array, out2: jax.Array, lse2: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-    """Attention over the union of two sets of keys, from the attention over each set.
-
-    Args:
-      out1: [..., H].
-      lse1: [...] f32; where it is -inf, `out1` has no effect.
-      out2: [..., H].
-      lse2: [...] f32.
-
-    Returns:
-      out in `out1`'s dtype and lse in f32; computed in f32.
-    """
+    """Merges attention over two sets of keys, [..., H] and [...] f32, as `ops.merge_attention`."""
     largest = jnp.maximum(lse1, lse2)
     offset = jax.lax.stop_gradient(jnp.where(largest == -jnp.inf, 0.0, largest))
     weight1, weight2 = jnp.exp(lse1 - offset), jnp.exp(lse2 - offset)
@@ -114,14 +104,7 @@ def self_attention(
 ) -> tuple[jax.Array, jax.Array]:
     """Attention of each candidate over its tokens, which are few: all scores exist at once.
 
-    Args:
-      query: [B, T, N, H].
-      key: [B, T_self, K, H].
-      value: [B, T_self, K, H].
-      scale: of the scores.
-
-    Returns:
-      out [B, T, N, H] and lse [B, T, N], both f32: out is not rounded, for `merge_attention`.
+    Returns out [B, T, N, H] and lse [B, T, N], both f32: out is not rounded, for `merge_attention`.
     """
     batch, q_len, q_heads, width = query.shape
     kv_heads = key.shape[2]

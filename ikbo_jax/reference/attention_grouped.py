@@ -35,7 +35,7 @@ UNKNOWN_GROUP, UNKNOWN_GROUPS = 16, 16
 CHUNK_KEYS = 1024
 #: The number of keys of a chunk is a multiple of this, the width of a tensor core's tile.
 KEY_ALIGNMENT = 64
-#: Options of lookups and updates whose indices are in bounds: XLA compiles no test for negative ones.
+#: Options of lookups and updates whose indices are in bounds: XLA tests for no negative ones.
 _IN_BOUNDS: Any = {"mode": "promise_in_bounds", "wrap_negative_indices": False}
 
 
@@ -100,19 +100,10 @@ def decomposed(
     user. A step computes `blocks.groups` groups with `blocks.keys` keys of each group's user, so
     copies of keys and values, and scores, exist for one step only.
 
-    Args:
-      query: [B, T, N, H].
-      key: [U, S, K, H].
-      value: [U, S, K, H].
-      cand_to_user: [B] int32, in any order.
-      key_value_seq_lengths: [U] int32, or None for S everywhere.
-      scale: of the scores.
-      blocks: sizes of the steps; None: the result of `blocking`.
-
-    Returns:
-      out [B, T, N, H] in the query's dtype and lse [B, T, N] in f32. Statistics of the softmax and
-      all sums are f32; weights are rounded to the values' dtype for the product with them. f32
-      products follow `jax.default_matmul_precision`.
+    Arguments and results are as for `attention.materialised`; `blocks` are the sizes of the steps,
+    or None for the result of `blocking`. Statistics of the softmax and all sums are f32; weights
+    are rounded to the values' dtype for the product with them. f32 products follow
+    `jax.default_matmul_precision`.
     """
     parts = _partition(query, key, cand_to_user, key_value_seq_lengths, blocks)
     back = functools.partial(_candidates_of, q_len=query.shape[1], q_heads=query.shape[2])

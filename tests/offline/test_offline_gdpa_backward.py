@@ -73,7 +73,7 @@ class Case:
             "num_sms": 132,
         }
         options["out_dtype"] = jnp.float32 if self.is_wide else None
-        kernel = kernels.d_key_value_kernel if self.is_for_keys else kernels.d_query_kernel
+        options["is_for_keys"], kernel = self.is_for_keys, kernels.gradient_kernel
         shape, dtype = jax.ShapeDtypeStruct, jnp.dtype(self.dtype)
         query = shape((ROWS, len(self.activations), self.head_dim), dtype)
         key = shape((ROWS, self.kv_heads, self.head_dim), dtype)

@@ -23,6 +23,7 @@ Synchronisations:
 from __future__ import annotations
 
 import dataclasses
+import functools
 from typing import Any, NamedTuple
 
 import jax
@@ -282,10 +283,7 @@ def d_key_kernel(
     interpret: Any = False,
 ) -> jax.Array:
     """d_key [U, keys, K, H] in `dtype`; `operands` have parts of users' rows."""
-
-    def context(*arguments: Any) -> Context:
-        return Context(shape, config, *arguments)
-
+    context = functools.partial(Context, shape, config)
     key = operands.key
     keys = (shape.users, shape.kv_len, *key.shape[2:])
     workers = min(num_sms, shape.items)

@@ -23,6 +23,7 @@ Synchronisations:
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from typing import Any, NamedTuple
 
@@ -319,12 +320,8 @@ def d_query_kernel(
     """d_query [B * T, N, H] in the caller's order; `tiles` and `order` are those of `Rows`."""
     workers = min(num_sms, (tiles.shape[0] - 1) * shape.kv_heads)
     shape = dataclasses.replace(shape, workers=workers)
-
-    def context(*arguments: Any) -> Context:
-        return Context(shape, config, *arguments)
-
     (d_query,) = launch(
-        Roles(context, _produce, _consume),
+        Roles(functools.partial(Context, shape, config), _produce, _consume),
         TileOperands(*operands[:5], tiles, order),
         (jax.ShapeDtypeStruct(shape.d_query, operands.query.dtype),),
         config.d_query_shared(shape.head_dim),

@@ -108,17 +108,11 @@ def attention_backward_kernel(
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Pulls cotangents of `out` and `lse` back to query, key and value.
 
-    Args:
-      query: [B, T, N, H], bf16 or f16.
-      key: [U, S, K, H], the same dtype; K divides N.
-      value: [U, S, K, H].
-      cand_to_user: [B] int32 in any order; clamped to [0, U).
-      key_value_seq_lengths: [U] int32, clamped to [0, S], or None for S.
+    Args (the others are as for `ops.attention`):
       out: [B, T, N, H], the result of the forward pass.
       lse: [B, T, N] f32, the result of the forward pass.
       d_out: [B, T, N, H], the query's dtype.
       d_lse: [B, T, N] f32, or None for zeros.
-      scale: of the scores; finite.
       indices_are_sorted: whether `cand_to_user` never decreases. If not, queries and cotangents
         are copied into the order of users. If True is wrong, all gradients of users with candidates
         are NaN.
@@ -274,10 +268,6 @@ def _launch(
     `add` adds parts, so that d_query is [B, T, N, H] and the other gradients [U, keys, K, H], in
     `dtype`.
     """
-
-    def context(*arguments: Any) -> BackwardContext:
-        return BackwardContext(shape, config, *arguments)
-
     planes = shape.kv_heads * shape.kv_tiles
     key, sums = operands.key, (planes, shape.blocks * config.block_q, shape.head_dim)
     keys = (shape.users, shape.kv_len, *key.shape[2:])
@@ -288,6 +278,7 @@ def _launch(
         jax.ShapeDtypeStruct(d_scores, key.dtype) if config.stores_d_scores else None,
         *(gradient if name in shape.gradients else None for name in BOTH),
     )
+    context = functools.partial(BackwardContext, shape, config)
     found = launch(
         Roles(context, produce, consume, write if config.has_d_query else None),
         operands,

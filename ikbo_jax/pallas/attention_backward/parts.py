@@ -267,20 +267,10 @@ def add_parts(
     scale: float,
     dtypes: tuple[Any, Any],
 ) -> tuple[tuple[jax.Array, ...], tuple[jax.Array, ...]]:
-    """Adds parts by one launch.
+    """Adds parts by one launch; `d_query` and `gradients` are as in `Operands`.
 
-    Args:
-      d_query: [tiles of keys * K, rows, H] f32, or None.
-      gradients: of keys, of values, or of both, each [U * splits * S, K, H] f32; or none.
-      rows: where a row's parts are.
-      sizes: of the problem.
-      kv_heads: K.
-      keys: S.
-      scale: a factor of d_query.
-      dtypes: of d_query and of the other gradients.
-
-    Returns:
-      A tuple of d_query [B, T, N, H], if there is one, and the gradients [U, S, K, H].
+    Returns a tuple of d_query [B, T, N, H], if there is one, times `scale`, and the gradients
+    [U, S, K, H], in `dtypes`. `rows` says where a row's parts are, and `keys` is S.
     """
     arrays = (*(() if d_query is None else (d_query,)), *gradients)
     width, heads = arrays[0].shape[-1], kv_heads * sizes.group

@@ -50,14 +50,8 @@ def with_statistics(
     With P = exp(scores - lse), the gradient of a score is P * (d_out @ value.T - delta), where
     delta = sum(d_out * out) - d_lse. Rows without keys get an lse of infinity, hence P = 0.
 
-    Args:
-      cand_to_user: as for `make_rows`, like `lengths` and `sizes`.
-      lengths: likewise.
-      inputs: `out`, `d_out` and `query` [B, T, N, H], `lse` and `d_lse` [B, T, N].
-      sizes: of the problem.
-      kv_heads: K.
-      count: rows of the kernel's `d_query`.
-      interpret: False, or `plgpu.InterpretGPUParams`: XLA computes all of it.
+    `count` is the number of rows of the kernel's `d_query`; the other arguments are as for
+    `make_rows`. Under interpretation, XLA computes all of it.
     """
     if interpret:
         found = by_xla(cand_to_user, lengths, sizes)

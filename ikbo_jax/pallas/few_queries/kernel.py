@@ -104,29 +104,13 @@ def few_queries_kernel(
     lists: bool = False,
     interpret: Any = False,
 ) -> tuple[jax.Array, jax.Array | None]:
-    """Softmax attention of every candidate's queries over its user's keys and values.
+    """Computes `ops.attention`; arguments and results are as for `flash.attention_kernel`.
 
-    Args:
-      query: [B, T, N, H], bf16 or f16.
-      key: [U, S, K, H], the same dtype; K divides N.
-      value: [U, S, K, H].
+    Args (the others are as there):
       cand_to_user: [B] int32, clamped to [0, U). Should be sorted unless `lists`; otherwise keys
         and values are read for each run of candidates of one user.
-      key_value_seq_lengths: [U] int32, clamped to [0, S], or None for S.
-      scale: of the scores; finite.
-      return_residuals: whether lse is computed.
-      config: a legal configuration (`FewQueriesConfig.illegal_reason`).
-      num_sms: streaming multiprocessors of the device.
-      targets: None, or [B] int32, a permutation: the results of candidate i are stored as those of
-        candidate targets[i].
       lists: whether CTAs list the candidates of their users, for an index that is not sorted; only
         if `FewQueriesConfig.lists` permits it, and without `targets`.
-      interpret: False, or `plgpu.InterpretGPUParams` to run on a CPU, with
-        `inline_mgpu="_hack_model_inline_mgpu_tokamax"` for the named barrier.
-
-    Returns:
-      out [B, T, N, H] in the query's dtype, and lse [B, T, N] in f32, the natural logarithm of the
-      softmax's denominator, or None. Rows without keys have 0 and -inf.
     """
     assert targets is None or not lists
     if scale == 0:  # every score is 0, as with queries of zeros
@@ -245,14 +229,8 @@ def merge(
 ) -> tuple[jax.Array, jax.Array]:
     """The softmax over all keys from its parts.
 
-    Args:
-      acc: [splits, rows, N, H] f32, sums of weights times values.
-      maximum: [splits, rows, N] f32, raw scores to which weights are relative.
-      sums: [splits, rows, N] f32, of the weights.
-      log2_scale: scale of the scores, times log2(e).
-
-    Returns:
-      (out [rows, N, H], lse [rows, N]), f32.
+    Parts are as in `Outputs`, with a leading axis of splits; returns (out [rows, N, H],
+    lse [rows, N]), f32.
     """
     # Unrolled over the parts, all of it is elementwise: XLA makes one kernel of it instead of one
     # for each reduction. As in the kernel, the maximum is subtracted before the scale is applied,

@@ -25,15 +25,10 @@ from ikbo_jax.pallas.hopper.stores import ROW_LAYOUT
 def store(
     ctx: Context, part: Part, head: Any, acc: jax.Array, maximum: jax.Array, sums: jax.Array
 ) -> None:
-    """Stores the rows of a part.
+    """Stores the rows of a part, whose first query head is `head`.
 
-    Args:
-      ctx: the consumer's context.
-      part: the part.
-      head: its first query head.
-      acc: [64, columns] f32, sums of weights times values; weights are relative to `maximum`.
-      maximum: [64] f32, raw scores.
-      sums: [64] f32, of the weights.
+    `acc` [64, columns] f32 holds sums of weights times values, relative to `maximum` [64] f32, raw
+    scores; `sums` [64] f32 are of the weights.
     """
     outputs = ctx.outputs
     if outputs.maximum is not None:
@@ -92,34 +87,21 @@ def _store_rows(
     With `Operands.targets`, row target + r is a row of the queries in the order of users. If the
     CTA has listed the item's candidates, `r` is the row of the part's row in the queries.
 
-    Args:
-      ctx: the consumer's context.
-      output: device memory [rows, heads, width], or [rows, heads] f32.
-      values: [64, width] of 16 or 32 bits, or [64] f32, in the output's dtype.
-      part: its target and rows.
-      head: the first head.
-      column: of the output, the first of the values.
-      begin: the first column of the values that is stored, a multiple of 8.
+    `output` and `values` are as for `stores.store_rows`. The values begin at column `column` of the
+    output; only those from column `begin` on, a multiple of 8, are stored.
     """
     order = None
     if ctx.operands.targets is not None:
         order = RowOrder(ctx.operands.targets, ctx.shape.q_len, rows=ctx.shape.rows)
     store_values = _store_from_staging if ctx.interpret else _store_from_registers
-    store_values(ctx, output, values, part, head, column, begin, order)
+    store_values(ctx, output, values, part, head, column, begin, order=order)
 
 
 def _store_from_staging(
-    ctx: Context,
-    output: Any,
-    values: jax.Array,
-    part: Part,
-    head: Any,
-    column: Any,
-    begin: int,
-    order: RowOrder | None,
+    ctx: Context, output: Any, values: jax.Array, part: Part, *place: Any, order: RowOrder | None
 ) -> None:
     """`_store_rows` under interpretation."""
-    shape, shared = ctx.shape, ctx.shared
+    shape, shared, (head, column, begin) = ctx.shape, ctx.shared, place
     has_columns = len(output.shape) == 3
     staging = shared.float_staging if output.dtype == jnp.float32 else shared.staging
     staging = (staging if has_columns else shared.row_staging).at[ctx.consumer]
@@ -142,17 +124,10 @@ def _store_from_staging(
 
 
 def _store_from_registers(
-    ctx: Context,
-    output: Any,
-    values: jax.Array,
-    part: Part,
-    head: Any,
-    column: Any,
-    begin: int,
-    order: RowOrder | None,
+    ctx: Context, output: Any, values: jax.Array, part: Part, *place: Any, order: RowOrder | None
 ) -> None:
     """`_store_rows` on a GPU."""
-    shape = ctx.shape
+    shape, (head, column, begin) = ctx.shape, place
     group, head_rows = shape.group, shape.head_rows
     _, heads, *widths = output.shape
     width = widths[0] if widths else 1

@@ -88,28 +88,17 @@ def attention_kernel(
     targets: jax.Array | None = None,
     interpret: Any = False,
 ) -> tuple[jax.Array, jax.Array | None]:
-    """Softmax attention of every candidate's queries over its user's keys and values.
+    """Computes `ops.attention` for bf16 and f16; returns out and, with `return_residuals`, lse.
 
-    Args:
-      query: [B, T, N, H], bf16 or f16.
-      key: [U, S, K, H], the same dtype; K divides N.
-      value: [U, S, K, H].
-      cand_to_user: [B] int32 in any order; clamped to [0, U).
-      key_value_seq_lengths: [U] int32, clamped to [0, S], or None for S.
-      scale: of the scores; finite.
+    Args (the others are as for `ops.attention`):
       order: None, or [B] int32, a permutation: the order in which candidates are processed.  It
         saves time if it puts candidates of one user side by side; T must be a multiple of 64.
-      return_residuals: whether lse is computed.
       config: a legal configuration (`AttentionConfig.illegal_reason`).
       num_sms: streaming multiprocessors of the device.
       targets: None, or [B] int32, a permutation: the results of candidate i are stored as those of
         candidate targets[i].  `order` must be None then.
       interpret: False, or `plgpu.InterpretGPUParams` to run on a CPU, with
         `inline_mgpu="_hack_model_inline_mgpu_tokamax"` for the named barriers.
-
-    Returns:
-      out [B, T, N, H] in the query's dtype, in the caller's order, and lse [B, T, N] in f32, the
-      natural logarithm of the softmax's denominator, or None.  Rows without keys have 0 and -inf.
     """
     batch, q_len, q_heads, head_dim = query.shape
     users, kv_len, kv_heads, _ = key.shape
@@ -117,21 +106,15 @@ def attention_kernel(
         raise ValueError(f"an order needs T to be a multiple of {WGMMA_M}, but T={q_len}")
     if scale == 0:  # every score is 0, as with queries of zeros
         query, scale = jnp.zeros_like(query), 1.0
+    finish = functools.partial(_finish, query, config, return_residuals, interpret)
     if config.one_user and users > 1 and q_len:
-        return _attention_by_user(
-            query,
-            key,
-            value,
-            cand_to_user,
-            key_value_seq_lengths,
-            scale=scale,
-            order=order,
-            return_residuals=return_residuals,
-            config=config,
-            num_sms=num_sms,
-            targets=targets,
-            interpret=interpret,
+        index = _users_in_order(cand_to_user, order, users)
+        tiles = _tiles_by_user(query, key, index, key_value_seq_lengths, interpret)
+        q, k, v = (x.reshape(-1, *x.shape[2:]) for x in (query, key, value))
+        operands = Operands(
+            q, k, v, order=order, words=tiles.words, counts=tiles.counts, targets=targets
         )
+        return finish(operands, _shape_of_list(operands, batch, q_len, scale, num_sms))
     warpgroup_tiles = pl.cdiv(batch * q_len, WGMMA_M)
     row_tiles = most_row_tiles = pl.cdiv(batch * q_len, TILE_ROWS)
     cuts = cut_counts = None
@@ -162,41 +145,29 @@ def attention_kernel(
         run_ends = work_order.run_ends(jnp.clip(cand_to_user, 0, users - 1))
     rows = query.reshape(batch * q_len, q_heads, head_dim)
     lists = cand_to_user, key_value_seq_lengths, order, run_ends, cuts, cut_counts
-    operands = Operands(rows, key, value, *lists, targets=targets)
-    out, lse = _launch(operands, shape, config, "ikbo_attention", return_residuals, interpret)
-    return out.reshape(query.shape), None if lse is None else lse.reshape(query.shape[:-1])
+    return finish(Operands(rows, key, value, *lists, targets=targets), shape)
 
 
-def _attention_by_user(
+def _tiles_by_user(
     query: jax.Array,
     key: jax.Array,
-    value: jax.Array,
-    cand_to_user: jax.Array,
+    sequences: jax.Array,
     lengths: jax.Array | None,
-    *,
-    scale: float,
-    order: jax.Array | None,
-    return_residuals: bool,
-    config: AttentionConfig,
-    num_sms: int,
-    targets: jax.Array | None,
     interpret: Any,
-) -> tuple[jax.Array, jax.Array | None]:
-    """`attention_kernel` with a list of tiles that are cut where users end.
+) -> tile_list.TileList:
+    """Lists tiles that are cut where users end; `sequences` are the users in work order.
 
     Candidates are sequences of queries, and users sequences of keys. If users have lengths, every
     other sequence of keys is what follows a user's keys. Neighbours with the same keys are merged,
     whatever the order of the index.
     """
-    batch, q_len, q_heads, head_dim = query.shape
-    users, kv_len, kv_heads, _ = key.shape
+    (batch, q_len), (users, kv_len) = query.shape[:2], key.shape[:2]
     ends = jnp.arange(users + 1, dtype=jnp.int32) * kv_len
-    sequences = _users_in_order(cand_to_user, order, users)
     if lengths is not None:
         own = ends[:-1] + jnp.clip(lengths, 0, kv_len)
         ends = jnp.append(jnp.stack([ends[:-1], own], axis=1).reshape(-1), ends[-1:])
         sequences = 2 * sequences
-    tiles = tile_list_kernel.query_tiles(
+    return tile_list_kernel.query_tiles(
         jnp.arange(batch + 1, dtype=jnp.int32) * q_len,
         ends,
         sequences,
@@ -207,21 +178,17 @@ def _attention_by_user(
         size=TILE_ROWS,
         interpret=interpret,
     )
-    operands = Operands(
-        query.reshape(batch * q_len, q_heads, head_dim),
-        key.reshape(users * kv_len, kv_heads, head_dim),
-        value.reshape(users * kv_len, kv_heads, head_dim),
-        cand_to_user=None,
-        lengths=None,
-        order=order,
-        run_ends=None,
-        cuts=None,
-        cut_counts=None,
-        words=tiles.words,
-        counts=tiles.counts,
-        targets=targets,
-    )
-    shape = _shape_of_list(operands, batch, q_len, scale, num_sms)
+
+
+def _finish(
+    query: jax.Array,
+    config: AttentionConfig,
+    return_residuals: bool,
+    interpret: Any,
+    operands: Operands,
+    shape: Shape,
+) -> tuple[jax.Array, jax.Array | None]:
+    """Launches the kernel; returns the results in the query's shape."""
     out, lse = _launch(operands, shape, config, "ikbo_attention", return_residuals, interpret)
     return out.reshape(query.shape), None if lse is None else lse.reshape(query.shape[:-1])
 
@@ -240,31 +207,17 @@ def jagged_attention_kernel(
     num_sms: int,
     interpret: Any = False,
 ) -> tuple[jax.Array, jax.Array | None]:
-    """Softmax attention from every tile of queries to the keys and values of its sequence.
+    """Attends from every tile of queries to the keys and values of its sequence, by a softmax.
 
-    Args:
-      query: [q_rows, N, H], bf16 or f16; at least a row.
-      key: [kv_rows, K, H], the same dtype; at least a row; K divides N.
-      value: [kv_rows, K, H].
-      tiles: `tile_list.query_tiles` of size `TILE_ROWS`.
-      out_rows: rows of the result; every row has a tile.
-      scale: of the scores; finite.
-      output_scale: of the result; finite.
-      return_residuals: whether lse is computed.
-      config: a legal configuration; `chunk`, `balance` and `early_scores` have no effect, and
-        `reuse` must be off.
-      num_sms: as for `attention_kernel`.
-      interpret: likewise.
-
-    Returns:
-      out [out_rows, N, H] in the query's dtype, and lse [out_rows, N] in f32, the natural logarithm
-      of the softmax's denominator, or None.  Rows without keys have 0 and -inf.
+    Arguments and results are as for `flash.gdpa.gdpa_kernel`; `tiles` have `TILE_ROWS` rows, and
+    every row of the result has one. `config.reuse` must be off; `chunk`, `balance` and
+    `early_scores` have no effect.
     """
     if config.reuse:
         raise ValueError(f"a list of tiles does not support reuse, but config is {config}")
     if scale == 0:  # every score is 0, as with queries of zeros
         query, scale = jnp.zeros_like(query), 1.0
-    operands = Operands(query, key, value, *(None,) * 6, *tiles)
+    operands = Operands(query, key, value, words=tiles.words, counts=tiles.counts)
     # Each row may belong to a different sequence, so q_len is 1.
     shape = _shape_of_list(operands, out_rows, 1, scale, num_sms, output_scale)
     return _launch(operands, shape, config, "ikbo_gdpa_softmax", return_residuals, interpret)

@@ -67,12 +67,12 @@ class Operands(NamedTuple):
     query: Any  # [B * T, N, H]; with a list of tiles, [rows, N, H]
     key: Any  # [U, S, K, H]; with a list of tiles, [rows, K, H]
     value: Any  # [U, S, K, H]; with a list of tiles, [rows, K, H]
-    cand_to_user: Any  # [B] int32
-    lengths: Any  # [U] int32
-    order: Any  # [B] int32
-    run_ends: Any  # [B] int32; see `work_order.run_ends`
-    cuts: Any  # [warpgroup tiles + 1] int32; see `work_order.cuts`
-    cut_counts: Any  # [warpgroup tiles] int32; see `work_order.cuts`
+    cand_to_user: Any = None  # [B] int32
+    lengths: Any = None  # [U] int32
+    order: Any = None  # [B] int32
+    run_ends: Any = None  # [B] int32; see `work_order.run_ends`
+    cuts: Any = None  # [warpgroup tiles + 1] int32; see `work_order.cuts`
+    cut_counts: Any = None  # [warpgroup tiles] int32; see `work_order.cuts`
     words: Any = None  # [most tiles, TILE_WORDS] int32, of a `tile_list.TileList`
     counts: Any = None  # [2] int32, of a `tile_list.TileList`
     targets: Any = None  # [B] int32, the candidates of the results; None: as the queries

@@ -36,9 +36,10 @@ def gdpa_kernel(
       num_sms: streaming multiprocessors of the device.
 
     Returns:
-      out, and lse [rows, N] in f32, the natural logarithm of a softmax's denominator, or None.
+      out, and lse [rows, N] in f32, the natural logarithm of a softmax's denominator, or None. Rows
+      without keys have 0 and -inf.
     """
-    query, key, value = arrays[:3]
+    activation: dict[str, Any] = {"activations": settings.activations, "approx": settings.approx}
     options: dict[str, Any] = {
         "out_rows": out_shape(arrays, settings)[0],
         "scale": settings.scale,
@@ -46,39 +47,16 @@ def gdpa_kernel(
         "num_sms": num_sms,
     }
     if isinstance(config, ShortGdpaConfig):
-        return short_gdpa.short_gdpa(
-            query,
-            key,
-            value,
-            _tiles_of_short(arrays, settings, config),
-            activations=settings.activations,
-            approx=settings.approx,
-            return_residuals=return_residuals,
-            config=config,
-            **options,
-        )
-    tiles = _listed(arrays, settings, TILE_ROWS, 1)
+        options |= activation | {"config": config, "return_residuals": return_residuals}
+        tiles = _tiles_of_short(arrays, settings, config)
+        return short_gdpa.short_gdpa(*arrays[:3], tiles, **options)
+    query, key, value = arrays[:3]
+    listed = _listed(arrays, settings, TILE_ROWS, 1)
     if SOFTMAX in settings.activations:
-        return attention.jagged_attention_kernel(
-            query,
-            key,
-            value,
-            tiles,
-            return_residuals=return_residuals,
-            config=config.for_softmax,
-            **options,
-        )
-    out = gdpa_forward.gdpa_forward(
-        query,
-        key,
-        value,
-        tiles,
-        activations=settings.activations,
-        approx=settings.approx,
-        config=config,
-        **options,
-    )
-    return out, None
+        options |= {"config": config.for_softmax, "return_residuals": return_residuals}
+        return attention.jagged_attention_kernel(query, key, value, listed, **options)
+    options |= activation | {"config": config}
+    return gdpa_forward.gdpa_forward(query, key, value, listed, **options), None
 
 
 def _tiles_of_short(

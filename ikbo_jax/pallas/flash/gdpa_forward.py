@@ -74,23 +74,8 @@ def gdpa_forward(
 ) -> jax.Array:
     """Attends from every tile of queries to the keys and values of its sequence.
 
-    Args:
-      query: [q_rows, N, H], bf16 or f16; at least a row.
-      key: [kv_rows, K, H], the same dtype; at least a row; K divides N.
-      value: [kv_rows, K, H].
-      tiles: `tile_list.query_tiles` of size `GDPA_TILE_ROWS`.
-      out_rows: rows of the result; every row has a tile.
-      activations: the heads' activations, or one for all heads; not softmax.
-      approx: name of an approximation, or None.
-      scale: of the scores; finite.
-      output_scale: of the result; finite.
-      config: a legal configuration (`GdpaConfig.illegal_reason`).
-      num_sms: streaming multiprocessors of the device.
-      interpret: False, or `plgpu.InterpretGPUParams` to run on a CPU, with
-        `inline_mgpu="_hack_model_inline_mgpu_tokamax"` for the named barriers.
-
-    Returns:
-      out [out_rows, N, H] in the query's dtype.
+    Returns out [out_rows, N, H]. Arguments are as for `flash.gdpa.gdpa_kernel`; `tiles` have
+    `TILE_ROWS` rows, and every row of the result has one. `activations` may be one for all heads.
     """
     q_rows, q_heads, head_dim = query.shape
     workers = min(num_sms, tiles.words.shape[0] * q_heads)

@@ -301,25 +301,8 @@ def short_gdpa(
 ) -> tuple[jax.Array, jax.Array | None]:
     """Attends from every tile of queries to the keys and values of its sequence.
 
-    Args:
-      query: [q_rows, N, H], bf16 or f16; at least a row.
-      key: [kv_rows, K, H], the same dtype; at least a row; K divides N.
-      value: [kv_rows, K, H].
-      tiles: `tile_list.query_tiles` of size `config.tile_rows`; or what each CTA finds its tiles
-        from.
-      out_rows: rows of the result; every row has a tile.
-      activations: the heads' activations, or one for all heads; a softmax in all heads or in none.
-      approx: name of an approximation, or None.
-      scale: of the scores; finite.
-      output_scale: of the result; finite.
-      return_residuals: whether lse is computed; only with a softmax.
-      config: a legal configuration (`ShortGdpaConfig.illegal_reason`).
-      num_sms: streaming multiprocessors of the device.
-      interpret: False, or `plgpu.InterpretGPUParams` to run on a CPU.
-
-    Returns:
-      out [out_rows, N, H] in the query's dtype, and lse [out_rows, N] in f32, the natural logarithm
-      of the softmax's denominator, or None.  Rows without keys have 0 and -inf.
+    Arguments and results are as for `flash.gdpa.gdpa_kernel`; `tiles` have `config.tile_rows` rows,
+    or are what each CTA finds its tiles from. `activations` may be one for all heads.
     """
     _, q_heads, head_dim = query.shape
     is_softmax = SOFTMAX in activations

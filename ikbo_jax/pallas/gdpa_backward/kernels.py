@@ -56,13 +56,14 @@ from ikbo_jax.problems import GdpaBackwardConfig
 # Host side
 
 
-def d_query_kernel(
+def gradient_kernel(
     query: jax.Array,
     key: jax.Array,
     value: jax.Array,
     d_out: jax.Array,
     work: Work,
     *,
+    is_for_keys: bool,
     activations: tuple[str, ...],
     approx: str | None,
     scale: float,
@@ -72,115 +73,64 @@ def d_query_kernel(
     statistics: jax.Array | None = None,
     out_dtype: Any = None,
     interpret: Any = False,
-) -> jax.Array:
-    """Gradient of the queries.
+) -> tuple[jax.Array, ...]:
+    """Computes (d_query,), or with `is_for_keys` (d_key, d_value).
 
     Args:
       query: [rows, N, H], bf16 or f16; `work` says which rows are read.
       key: [total_kv, K, H], the same dtype; K divides N.
       value: [total_kv, K, H].
       d_out: [total_q, N, H], cotangent of the result.
-      work: of queries, by `work_kernel.works` or `tiles.query_work`, with `config.block`.
+      work: of queries or of keys, by `work_kernel.works`, or by `worklist.work.query_work` or
+        `key_work`, with `config.block`.
+      is_for_keys: which gradients are computed.
       activations: a name for each of the N heads; softmax in all heads or in none.
       approx: name of an approximation, or None.
       scale: of the scores.
       output_scale: of the result.
       config: a legal configuration (`GdpaBackwardConfig.illegal_reason`).
       num_sms: streaming multiprocessors of the device.
-      statistics: with a softmax, the result of `tiles.statistics_of`.
-      out_dtype: of the gradient; the query's, or f32.
+      statistics: with a softmax, the result of `statistics.statistics_of`.
+      out_dtype: of the gradients; the query's, or f32.
       interpret: False, or `plgpu.InterpretGPUParams` to run on a CPU, with
         `inline_mgpu="_hack_model_inline_mgpu_tokamax"` for the named barrier.
 
     Returns:
-      [total_q, N, H], summed in f32 and rounded once; zeros in rows of no sequence.
+      Gradients in the shapes of the result and of the keys, summed in f32 over all queries that
+      share a key, and rounded once; zeros in rows of no sequence.
     """
-    heads, head_dim = d_out.shape[1:]
-    activation = _activation_spec(activations, approx, scale, query.dtype)
-    shape = Shape(
-        heads=heads,
-        streamed_per_head=1,
-        heads_per_streamed=heads // key.shape[1],
-        head_dim=head_dim,
-        activation=activation,
-        scales=(scale * output_scale * gdpa_slopes.constants(activation)[1],),
-        workers=min(num_sms, work.tiles.shape[0] * heads),
-    )
-    operands = Operands((query, d_out), (key, value), *work, statistics)
-    result = jax.ShapeDtypeStruct(d_out.shape, out_dtype or query.dtype)
-    return _launch(operands, (result,), shape, config, "ikbo_gdpa_d_query", interpret)[0]
-
-
-def d_key_value_kernel(
-    query: jax.Array,
-    key: jax.Array,
-    value: jax.Array,
-    d_out: jax.Array,
-    work: Work,
-    *,
-    activations: tuple[str, ...],
-    approx: str | None,
-    scale: float,
-    output_scale: float,
-    config: GdpaBackwardConfig,
-    num_sms: int,
-    statistics: jax.Array | None = None,
-    out_dtype: Any = None,
-    interpret: Any = False,
-) -> tuple[jax.Array, jax.Array]:
-    """Gradients of keys and values; for the arguments see `d_query_kernel`.
-
-    Args:
-      work: of keys, by `work_kernel.works` or `tiles.key_work`, with `config.block`.
-
-    Returns:
-      Two [total_kv, K, H], summed in f32 over all queries that share a key, and rounded once; zeros
-      in rows of no sequence.
-    """
-    _, heads, head_dim = key.shape
-    activation = _activation_spec(activations, approx, scale, query.dtype)
+    of_queries, of_keys = (query, d_out), (key, value)
+    pairs = (of_keys, of_queries) if is_for_keys else (of_queries, of_keys)
+    stationary = key if is_for_keys else d_out
+    _, heads, head_dim = stationary.shape
+    group = d_out.shape[1] // key.shape[1]
+    # Sums are scaled at a tile's end.
+    activation = ActivationSpec(activations, approx, scale, 1.0, query.dtype == jnp.bfloat16)
     by_weight, by_slope = gdpa_slopes.constants(activation)
+    scales = (scale * output_scale * by_slope, output_scale * by_weight)
     shape = Shape(
         heads=heads,
-        streamed_per_head=d_out.shape[1] // heads,
-        heads_per_streamed=1,
+        streamed_per_head=group if is_for_keys else 1,
+        heads_per_streamed=1 if is_for_keys else group,
         head_dim=head_dim,
         activation=activation,
-        scales=(scale * output_scale * by_slope, output_scale * by_weight),
+        scales=scales if is_for_keys else scales[:1],
         workers=min(num_sms, work.tiles.shape[0] * heads),
     )
-    operands = Operands((key, value), (query, d_out), *work, statistics)
-    results = (jax.ShapeDtypeStruct(key.shape, out_dtype or key.dtype),) * 2
-    d_key, d_value = _launch(operands, results, shape, config, "ikbo_gdpa_d_key_value", interpret)
-    return d_key, d_value
+    result = jax.ShapeDtypeStruct(stationary.shape, out_dtype or query.dtype)
+    results = (result,) * len(shape.scales)
 
-
-def _activation_spec(
-    activations: tuple[str, ...], approx: str | None, scale: float, dtype: Any
-) -> ActivationSpec:
-    """The specification of the scores' activation; sums are scaled at a tile's end."""
-    return ActivationSpec(activations, approx, scale, 1.0, dtype == jnp.bfloat16)
-
-
-def _launch(
-    operands: Operands,
-    results: tuple[Any, ...],
-    shape: Shape,
-    config: GdpaBackwardConfig,
-    name: str,
-    interpret: Any,
-) -> tuple[jax.Array, ...]:
     def context(shared: Any, *rest: Any) -> BackwardContext:
         return BackwardContext(shape, config, with_words(shape, config, shared), *rest)
 
     softmax_results = len(results) if shape.has_softmax else None
     return launch(
         Roles(context, produce, consume),
-        operands,
+        Operands(*pairs, *work, statistics),
         results,
-        config.shared(shape.head_dim, softmax_results),
-        dtype=operands.stationary[0].dtype,
-        name=name,
+        config.shared(head_dim, softmax_results),
+        dtype=query.dtype,
+        name="ikbo_gdpa_d_key_value" if is_for_keys else "ikbo_gdpa_d_query",
         workers=shape.workers,
         interpret=interpret,
     )

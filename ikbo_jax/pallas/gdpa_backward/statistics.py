@@ -28,13 +28,8 @@ def with_statistics(
     With P = exp(scores - lse), the gradient of a score is P * (d_out @ value.T - delta), where
     delta = sum(d_out * out) / output_scale.
 
-    Args:
-      q: query sequences.
-      out: [rows, N, H], the result.
-      lse: [rows, N] f32.
-      d_out: [rows, N, H], cotangent of the result.
-      output_scale: of the result.
-      block: rows of a block of queries, a multiple of 16.
+    `out` and `d_out` are [rows, N, H], `lse` is [rows, N] f32, and `block` is the number of rows of
+    a block of queries, a multiple of 16.
 
     Returns:
       `q` with the first row of each sequence's statistics; and [N, 2, statistics rows] int32, the
@@ -64,10 +59,8 @@ def statistics_of(
 ) -> jax.Array:
     """The second result of `with_statistics`.
 
-    Args:
-      blocks: [blocks, 2] int32, the first query of each block in the result, which is arbitrary if
-        there is none, and the number of queries from there on; it may exceed `block`.
-      out: as for `with_statistics`, like the arguments that follow.
+    `blocks` [blocks, 2] int32 holds the first query of each block in the result, which is arbitrary
+    if there is none, and the number of queries from there on, which may exceed `block`.
     """
     delta = jnp.sum(d_out.astype(jnp.float32) * out.astype(jnp.float32), axis=-1)
     # With an output_scale of 0 all gradients are 0, for every delta.

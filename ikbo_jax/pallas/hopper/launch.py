@@ -140,9 +140,7 @@ def launch(
       outputs: a tree of `jax.ShapeDtypeStruct`, likewise.
       shared: a NamedTuple of declarations of shared memory and barriers; None for absent ones.
       dtype: of operand tiles.
-      name: of the kernel.
-      workers: number of CTAs, or of clusters.
-      cluster: CTAs of a cluster.
+      workers: number of CTAs, or of clusters of `cluster` CTAs.
       has_counter: whether there is a `WarpgroupContext.counter`.
       interpret: False, or `plgpu.InterpretGPUParams`.
 

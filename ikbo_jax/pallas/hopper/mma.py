@@ -118,7 +118,6 @@ def wgmma(
       overwrite: whether the product replaces the accumulator.
       k: columns of b_t that are multiplied, a multiple of 16.
       a_is_transposed: if false, `a` is rows by k, and is multiplied as it is.
-      interpret: whether the kernel is interpreted.
     """
     if interpret:  # rows past k are zero
         plgpu.wgmma(acc, a.transpose((1, 0)) if a_is_transposed else a, b_t.transpose((1, 0)))

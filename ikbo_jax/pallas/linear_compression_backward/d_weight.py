@@ -28,6 +28,7 @@ A CTA waits for no other CTA.
 
 from __future__ import annotations
 
+import functools
 from typing import Any, NamedTuple
 
 import jax
@@ -195,12 +196,10 @@ def d_weight_kernel(
       d_out: [problems * B, M, N], bf16 or f16, cotangent of the level's result; B at least 1.
       embedding: [problems * B, K, N] in the same dtype; N a multiple of 8.
       config: a legal configuration (`WeightGradientConfig.illegal_reason`).
-      num_sms: streaming multiprocessors of the device.
       problems: how many problems stand one after another in the batch.
       sources: [problems * B] int32, where each entry's embedding is; past the last one it is zeros.
         None if every entry has its own.
       dtype: dtype of the gradients; None means the operands'.
-      interpret: False, or `plgpu.InterpretGPUParams` to run on a CPU.
 
     Returns:
       [problems, M, K] in `dtype`; summed in f32, in the same order in every run, rounded once.
@@ -209,25 +208,12 @@ def d_weight_kernel(
     batch, k = d_out.shape[0] // problems, embedding.shape[1]
     m_tiles = pl.cdiv(m, config.block_m)
     splits = config.splits(batch, k, m, n, problems=problems, num_sms=num_sms)
-    shape = _Shape(
-        problems=problems,
-        batch=batch,
-        k=k,
-        m=m,
-        n=n,
-        splits=splits,
-        k_tiles=pl.cdiv(k, TILE_ROWS),
-        m_tiles=m_tiles,
-    )
-
-    def context(shared: Any, operands: Any, outputs: Any, interpret: bool) -> WarpgroupContext:
-        return WarpgroupContext(shape, config, shared, operands, outputs, interpret)
-
+    shape = _Shape(problems, batch, k, m, n, splits, pl.cdiv(k, TILE_ROWS), m_tiles)
     # The sums of whole tiles, so that no store is conditional, and M by K, so that XLA adds and
     # rounds the parts in one kernel.
     parts_shape = (problems * splits, m_tiles * config.block_m, shape.k_tiles * TILE_ROWS)
     (parts,) = launch(
-        Roles(context, _produce, _consume),
+        Roles(functools.partial(WarpgroupContext, shape, config), _produce, _consume),
         _Operands(d_out, embedding, sources),
         (jax.ShapeDtypeStruct(parts_shape, jnp.float32),),
         config.shared,

@@ -23,6 +23,7 @@ A CTA waits for no other CTA.
 
 from __future__ import annotations
 
+import functools
 from typing import Any, NamedTuple
 
 import jax
@@ -204,17 +205,9 @@ def user_sums_kernel(
 ) -> jax.Array:
     """Sums cotangents over the candidates of each user.
 
-    Args:
-      d_out: [B, M, N], bf16 or f16; N a multiple of 8, B at least 1.
-      cand_to_user: [B] int32 in [0, users), in any order.
-      users: U, at least 1.
-      config: a legal configuration (`SumConfig.illegal_reason`).
-      num_sms: streaming multiprocessors of the device.
-      interpret: False, or `plgpu.InterpretGPUParams` to run on a CPU.
-
-    Returns:
-      [U, M, N] in d_out's dtype; summed in f32, in the same order in every run, rounded once. A
-      user without candidates has zeros.
+    Returns [U, M, N] in the dtype of `d_out` [B, M, N], bf16 or f16; N is a multiple of 8, and B at
+    least 1. Sums are f32, in the same order in every run, and rounded once; a user without
+    candidates has zeros. `cand_to_user` is in [0, U), in any order.
     """
     batch, m, n = d_out.shape
     order, starts = _order(cand_to_user, users, interpret=bool(interpret))
@@ -225,15 +218,11 @@ def user_sums_kernel(
     tiles = users * row_tiles * column_tiles
     splits = max(1, min(pl.cdiv(ITEMS_PER_SM * num_sms, tiles), batch // users))
     shape = _Shape(users, rows, row_tiles, column_tiles, splits, min(num_sms, tiles * splits))
-
-    def context(shared: Any, operands: Any, outputs: Any, interpret: bool) -> WarpgroupContext:
-        return WarpgroupContext(shape, config, shared, operands, outputs, interpret)
-
     output = jax.ShapeDtypeStruct((users, rows, columns), d_out.dtype)
     if splits > 1:
         output = jax.ShapeDtypeStruct((splits * users * rows, column_tiles, BLOCK_K), jnp.float32)
     (sums,) = launch(
-        Roles(context, _produce, _consume),
+        Roles(functools.partial(WarpgroupContext, shape, config), _produce, _consume),
         _Operands(flat, order, starts),
         (output,),
         config.shared,
