@@ -30,7 +30,7 @@ def test_every_call_is_recorded():
 
 
 def test_kernels_have_the_operations_that_launched_them():
-    """`benchmarks.profiles` finds the part of a model by them."""
+    """`benchmarks.timing` finds the part of a model by them."""
     config = next(iter(SMALL.candidate_configs()))
     case = bench.case_of(SMALL)
     inputs = case.inputs()
