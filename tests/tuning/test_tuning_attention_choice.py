@@ -7,7 +7,6 @@ import dataclasses
 import numpy as np
 import pytest
 
-from ikbo_jax.pallas.worklist import tile_list_kernel
 from ikbo_jax.problems import (
     AttentionConfig,
     AttentionProblem,
@@ -319,7 +318,3 @@ def test_tiles_of_a_user_are_counted_in_the_mean():
     assert attention_tile_cost.expected_tiles(some, 96) == pytest.approx(drawn.mean(), rel=0.01)
     many = dataclasses.replace(few, users=2, q_len=16)
     assert attention_tile_cost.expected_tiles(many, 64) == pytest.approx(125.5)
-
-
-def test_the_model_knows_when_xla_lists_tiles() -> None:
-    assert attention_tile_cost.MOST_LISTED_WORDS == tile_list_kernel.MOST_WORDS

@@ -8,7 +8,7 @@ rows of the tile to that user's keys, and stores only the rows of its run.  An *
 descriptor of a pass, which the producer writes and both consumers read.
 
 A softmax on jagged sequences (generalised attention) takes the same kernel.  Its tiles come from a
-list that XLA makes before the launch (`tile_list`): a tile is some rows of one sequence, and takes
+list that XLA makes before the launch (`tiles`): a tile is some rows of one sequence, and takes
 one pass.  A block of keys may reach into the next sequences; scores of such keys are masked, as the
 scores of padding are.
 
@@ -59,7 +59,9 @@ from ikbo_jax.pallas.flash import attention_consumer, attention_producer, softma
 from ikbo_jax.pallas.flash.attention_context import AttentionContext, Operands, Outputs, Shape
 from ikbo_jax.pallas.hopper import warps
 from ikbo_jax.pallas.hopper.launch import Roles, launch
-from ikbo_jax.pallas.worklist import tile_list, tile_list_kernel, work_order
+from ikbo_jax.pallas.worklist import lists, work_order
+from ikbo_jax.pallas.worklist.lists import Offsets
+from ikbo_jax.pallas.worklist.tiles import query_tiles
 from ikbo_jax.problems import AttentionConfig
 from ikbo_jax.problems.hopper import TILE_ROWS, WGMMA_M
 
@@ -196,17 +198,9 @@ def _attention_by_user(
         own = ends[:-1] + jnp.clip(lengths, 0, kv_len)
         ends = jnp.append(jnp.stack([ends[:-1], own], axis=1).reshape(-1), ends[-1:])
         sequences = 2 * sequences
-    tiles = tile_list_kernel.query_tiles(
-        jnp.arange(batch + 1, dtype=jnp.int32) * q_len,
-        ends,
-        sequences,
-        q_rows=batch * q_len,
-        kv_rows=users * kv_len,
-        max_seqlen_q=None,
-        max_seqlen_kv=None,
-        size=TILE_ROWS,
-        interpret=interpret,
-    )
+    starts = jnp.arange(batch + 1, dtype=jnp.int32) * q_len
+    offsets = Offsets(starts, ends, sequences, batch * q_len, users * kv_len)
+    tiles = query_tiles(offsets, size=TILE_ROWS, interpret=interpret)
     operands = Operands(
         query.reshape(batch * q_len, q_heads, head_dim),
         key.reshape(users * kv_len, kv_heads, head_dim),
@@ -230,7 +224,7 @@ def jagged_attention_kernel(
     query: jax.Array,
     key: jax.Array,
     value: jax.Array,
-    tiles: tile_list.TileList,
+    tiles: lists.TileList,
     *,
     out_rows: int,
     scale: float,
@@ -246,7 +240,7 @@ def jagged_attention_kernel(
       query: [q_rows, N, H], bf16 or f16; at least a row.
       key: [kv_rows, K, H], the same dtype; at least a row; K divides N.
       value: [kv_rows, K, H].
-      tiles: `tile_list.query_tiles` of size `TILE_ROWS`.
+      tiles: `tiles.query_tiles` of size `TILE_ROWS`.
       out_rows: rows of the result; every row has a tile.
       scale: of the scores; finite.
       output_scale: of the result; finite.

@@ -50,7 +50,7 @@ from ikbo_jax.pallas.gdpa_backward.consumer import consume
 from ikbo_jax.pallas.gdpa_backward.context import BackwardContext, Operands, Shape, with_words
 from ikbo_jax.pallas.gdpa_backward.producer import produce
 from ikbo_jax.pallas.hopper.launch import Roles, launch
-from ikbo_jax.pallas.worklist.work import Work
+from ikbo_jax.pallas.worklist.lists import Work
 from ikbo_jax.problems import GdpaBackwardConfig
 
 # Host side
@@ -80,7 +80,7 @@ def d_query_kernel(
       key: [total_kv, K, H], the same dtype; K divides N.
       value: [total_kv, K, H].
       d_out: [total_q, N, H], cotangent of the result.
-      work: of queries, by `work_kernel.works` or `tiles.query_work`, with `config.block`.
+      work: of queries, by `works.works` or `by_xla.works`, with `config.block`.
       activations: a name for each of the N heads; softmax in all heads or in none.
       approx: name of an approximation, or None.
       scale: of the scores.
@@ -131,7 +131,7 @@ def d_key_value_kernel(
     """Gradients of keys and values; for the arguments see `d_query_kernel`.
 
     Args:
-      work: of keys, by `work_kernel.works` or `tiles.key_work`, with `config.block`.
+      work: of keys, by `works.works` or `by_xla.works`, with `config.block`.
 
     Returns:
       Two [total_kv, K, H], summed in f32 over all queries that share a key, and rounded once; zeros
