@@ -27,19 +27,19 @@ TINY = LinearCompressionProblem((2, 6), (7, 5), 9, 16, "float32")
 
 def other(problem: LinearCompressionProblem = DEFAULT) -> LinearCompressionConfig:
     """A legal configuration that is not the default one."""
-    return list(problem.candidate_configs())[1]
+    return list(problem.configs())[1]
 
 
 # The configurations that may run.
 
 
 def test_candidates_are_legal_and_differ():
-    candidates = list(DEFAULT.candidate_configs())
+    candidates = list(DEFAULT.configs())
     assert len(candidates) == len(set(candidates)) > 10
     assert all(config.illegal_reason(DEFAULT) is None for config in candidates)
     assert {config.single_launch for config in candidates} == {True, False}
     one_level = LinearCompressionProblem((1024,), (866,), 433, 256, "bfloat16")
-    assert {config.single_launch for config in one_level.candidate_configs()} == {False}
+    assert {config.single_launch for config in one_level.configs()} == {False}
 
 
 @pytest.mark.parametrize(

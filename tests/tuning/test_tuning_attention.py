@@ -31,7 +31,7 @@ BACKWARD = AttentionBackwardProblem.of(DEFAULT)
 
 def other() -> AttentionConfig:
     """A legal configuration that is not the default one."""
-    return list(DEFAULT.candidate_configs())[1]
+    return list(DEFAULT.configs())[1]
 
 
 def at(**changes: Any) -> AttentionProblem:
@@ -50,8 +50,7 @@ def at(**changes: Any) -> AttentionProblem:
 def test_every_size_the_kernel_takes_has_a_configuration(heads, **sizes):
     problem = at(q_heads=heads[0], kv_heads=heads[1], **sizes)
     config = problem.default_config()
-    assert isinstance(config, FewQueriesConfig if is_preferred(problem) else AttentionConfig)
-    candidates = list(problem.candidate_configs())
+    candidates = list(problem.configs())
     assert len(candidates) == len(set(candidates))
     assert all(config.illegal_reason(problem) is None for config in candidates)
     chosen = table.lookup(problem).config
@@ -63,8 +62,7 @@ def test_every_size_the_kernel_takes_has_a_configuration(heads, **sizes):
 def test_sizes_of_nothing_have_no_configuration_or_a_legal_one(name):
     for sizes in (DEFAULT, dataclasses.replace(DEFAULT, q_len=1)):
         problem = dataclasses.replace(sizes, **{name: 0})
-        assert not is_preferred(problem)
-        for config in problem.candidate_configs():
+        for config in problem.configs():
             assert config.illegal_reason(problem) is None
 
 
@@ -113,7 +111,7 @@ def test_every_gradient_that_the_kernel_takes_has_a_configuration(
 ):
     changes = {"head_dim": head_dim, "q_len": q_len, "kv_len": kv_len, "dtype": dtype}
     problem = dataclasses.replace(BACKWARD, users=users, **changes)
-    candidates = list(problem.candidate_configs())
+    candidates = list(problem.configs())
     assert len(candidates) == len(set(candidates)) > 3
     assert all(config.illegal_reason(problem) is None for config in candidates)
     assert problem.default_config() == candidates[0]
@@ -143,7 +141,7 @@ def test_few_queries_take_their_own_kernel():
     assert not isinstance(dataclasses.replace(FEW, q_len=64).default_config(), FewQueriesConfig)
     one_user = dataclasses.replace(FEW, batch=2000, users=1, q_heads=1, kv_heads=1, kv_len=16384)
     assert one_user.default_config().splits > config.splits == 1
-    several = {type(config) for config in FEW.candidate_configs()}
+    several = {type(config) for config in FEW.configs()}
     assert several == {AttentionConfig, FewQueriesConfig}
 
 
@@ -169,7 +167,7 @@ def test_small_gradients_have_candidates_whose_parts_a_launch_adds(head_dim):
     small = AttentionBackwardProblem(230, 6, 5, 273, 1, 1, head_dim, "bfloat16")
     large = dataclasses.replace(small, kv_len=8192)
     of_small, of_large = (
-        [config for config in problem.candidate_configs() if config.adds_by_launch]
+        [config for config in problem.configs() if config.adds_by_launch]
         for problem in (small, large)
     )
     assert bool(of_small) == (head_dim <= MAX_BOTH_SUMS)

@@ -27,7 +27,7 @@ from ikbo_jax.tuning import table, table_rows, user_cache
 
 def other() -> LinearCompressionConfig:
     """A legal configuration that is not the default one."""
-    return list(DEFAULT.candidate_configs())[1]
+    return list(DEFAULT.configs())[1]
 
 
 def test_user_cache_wins_for_its_exact_problem_only(builtin, cache_dir):

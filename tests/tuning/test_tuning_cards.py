@@ -20,7 +20,7 @@ H100, H200 = "NVIDIA H100 80GB HBM3", "NVIDIA H200"
 DEFAULT = LinearCompressionProblem((15, 1024), (1178, 866), 433, 256, "bfloat16")
 #: Of another shape class.
 FAR = dataclasses.replace(DEFAULT, batches=(15, 4096))
-CANDIDATES = list(DEFAULT.candidate_configs())
+CANDIDATES = list(DEFAULT.configs())
 OF_H100, OF_H200 = CANDIDATES[1], CANDIDATES[2]
 
 

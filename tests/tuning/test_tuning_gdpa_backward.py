@@ -30,7 +30,7 @@ def test_candidates_are_legal_and_begin_with_the_default(head_dim, activation, b
     """Without a row, the kernels run as they did before there was a table."""
     builtin()
     problem = dataclasses.replace(DEFAULT, head_dim=head_dim, activations=(activation,))
-    found = list(problem.candidate_configs())
+    found = list(problem.configs())
     default = configs.default_config(head_dim)
     assert found[0] == problem.default_config() == table.lookup(problem).config
     assert (found[0].query, found[0].key) == (default, default)
@@ -77,7 +77,7 @@ def test_worker_lowers_the_kernels_without_a_device(activation):
     problem = dataclasses.replace(
         DEFAULT, batch=4, batch_kv=4, q_rows=400, kv_rows=400, activations=(activation,)
     )
-    assert not isinstance(lower(problem, list(problem.candidate_configs())[-1], 132), str)
+    assert not isinstance(lower(problem, list(problem.configs())[-1], 132), str)
 
 
 def test_rows_that_do_not_fill_the_sequences_are_not_tuned():
