@@ -7,8 +7,9 @@ choice unless a measured row of the same op and dtype overrides it. That is
 2. the nearest row within `MAX_DISTANCE` whose configuration is one of those that `ranked` deems
    worth timing for this problem.
 
-Among several, rows of the user's cache (written by the autotuner) come before those of `sm90.json`,
-then rows that the card at hand measured, since cards differ in the speed of their memory.
+Rows that the card at hand measured come before others, even nearer ones, since cards differ in the
+speed of their memory; then rows of the user's cache, which the autotuner writes, before those of
+`sm90.json`.
 """
 
 from __future__ import annotations
@@ -91,7 +92,7 @@ def _measured(
             ):
                 continue
             is_other = bool(device) and model(row.device) != model(device)
-            found.append(((away > 0, source != "user cache", is_other, away), source, row))
+            found.append(((is_other, away > 0, source != "user cache", away), source, row))
     if not found:
         return None
     (*_, away), source, row = min(found, key=lambda entry: entry[0])

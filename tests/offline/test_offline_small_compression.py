@@ -133,7 +133,7 @@ def test_offline_resident_configurations_of_the_model_are_fit(compiler: offline.
         ((1, 79), (117, 275), 1006, 64),
     ):
         *_, m, _ = sizes
-        is_default = isinstance(resident(*sizes).default_config(), ResidentCompressionConfig)
+        is_default = isinstance(resident(*sizes).default_config(), ResidentConfig)
         assert is_default == (m not in (532, 859, 1006))
         chosen = resident_cost.ranked_configs(resident(*sizes))[0].config
         kernels = compiler.compile_fit(*launch(resident(*sizes), chosen))

@@ -50,7 +50,7 @@ def test_xla_begins_and_halves_of_the_field_go_on_to_a_final_with_xla(builtin):
     assert table_rows.config_from_json(found["config"]) == CANDIDATES[60]
     first, *heats, final = bench.tasks
     assert first.contenders == (None,)
-    assert [len(task.contenders) for task in heats] == [104, 52, 26, 13, 8]
+    assert [len(task.contenders) for task in heats] == [110, 55, 28, 14, 8]
     windows = [task.window_s for task in heats]
     assert windows == [contest.FIRST_WINDOW_S * 2**i for i in range(5)]
     assert final.contenders[0] is None

@@ -45,7 +45,7 @@ def test_candidates_are_legal_and_differ_in_every_parameter():
 
 def test_a_near_row_is_used_unless_its_tiles_pad_too_much(builtin):
     builtin(row(DEFAULT, OTHER))
-    near = dataclasses.replace(DEFAULT, batches=(20, 900), n=192)
+    near = dataclasses.replace(DEFAULT, batches=(18, 900), n=224)
     choice = table.lookup(near)
     assert (choice.config, choice.exact) == (OTHER, False)
     assert "sm90.json, nearest row" in choice.reason
