@@ -248,19 +248,3 @@ def losses(name: str, dtype: str) -> np.ndarray:
 def test_versions_learn_as_the_copies_do_in_float32(name: str) -> None:
     """Training works: loss curves agree within seed noise."""
     assert_learnt_alike(losses(name, "bfloat16"), losses("materialised", "float32"))
-
-
-#: Larger than the tiny sizes where too few candidates would learn nothing.
-TRAINED = dataclasses.replace(TINY, candidates=48, users=6, history=16)
-
-
-@functools.cache
-def losses(name: str, dtype: str) -> np.ndarray:
-    sizes = dataclasses.replace(TRAINED, dtype=dtype)
-    return curves(versions(sizes)[name], sizes, TRAINED, 3, 150)  # seeds and steps
-
-
-@pytest.mark.parametrize("name", ["co_designed", "rewrite"])
-def test_versions_learn_as_the_copies_do_in_float32(name: str) -> None:
-    """Training works: loss curves agree within seed noise."""
-    assert_learnt_alike(losses(name, "bfloat16"), losses("materialised", "float32"))
