@@ -1,4 +1,4 @@
-"""Rows of several cards: those of the card at hand come first."""
+"""Rows of several cards: those of the card at hand count."""
 
 from __future__ import annotations
 
@@ -36,11 +36,11 @@ def row(device: str, config: Any, problem: Any = DEFAULT) -> table_rows.Row:
         ("NVIDIA H100 NVL", OF_H100),
         (H200, OF_H200),
         ("H200", OF_H200),
-        ("NVIDIA GH200 480GB", OF_H200),  # no card of the rows: the first row
+        ("NVIDIA GH200 480GB", CANDIDATES[0]),  # no card of the rows: the ranking
         ("", OF_H200),
     ],
 )
-def test_rows_of_the_card_at_hand_come_first(builtin, device, expected):
+def test_rows_of_the_card_at_hand_count(builtin, device, expected):
     builtin(row(H200, OF_H200), row(H100, OF_H100))
     for problem in (DEFAULT, FAR):
         assert table.lookup(problem, device=device).config == expected
@@ -51,6 +51,14 @@ def test_the_card_comes_before_the_distance(builtin):
     builtin(row(H200, OF_H200, near), row(H100, OF_H100))
     assert table.lookup(near, device=H200).config == OF_H200
     assert table.lookup(near, device=H100).config == OF_H100
+
+
+def test_another_cards_row_in_the_users_cache_is_ignored_aloud(builtin):
+    builtin()
+    user_cache.write_user_row(row(H200, OF_H200))
+    choice = table.lookup(DEFAULT, device=H100)
+    assert choice.config == CANDIDATES[0]
+    assert f"is ignored: an {H200} measured it" in choice.reason
 
 
 def test_the_tuning_cache_keeps_a_row_for_each_card(builtin):
