@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from benchmarks import children, harness, profiles
+from benchmarks import children, harness, timing
 from benchmarks.harness import Benchmark, Point
 from benchmarks.records import Column, Record, describe_all, provider_of
 from ikbo_jax.cases import ranking as cases
@@ -189,13 +189,13 @@ def measure_point(
     }
 
 
-def profile(sizes: Sizes, provider: Provider) -> profiles.Shares:
+def profile(sizes: Sizes, provider: Provider) -> timing.Shares:
     """The time of each kernel in a provider's run."""
     inputs = provider.inputs(inputs_of(sizes))
     lowered = jax.jit(provider.make(max_candidates_per_user(sizes))).lower(*inputs)
     is_on_gpu = jax.default_backend() == "gpu"
-    compiled = lowered.compile(profiles.WITHOUT_GRAPHS if is_on_gpu else None)
-    return profiles.shares(functools.partial(compiled, *inputs), compiled.as_text() or "")
+    compiled = lowered.compile(timing.WITHOUT_GRAPHS if is_on_gpu else None)
+    return timing.shares(functools.partial(compiled, *inputs), compiled.as_text() or "")
 
 
 def device_peaks(sizes: Sizes, providers: Sequence[Provider]) -> dict[str, int | None]:

@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 
 import jax
 
-from benchmarks import harness, profiles, ranking
+from benchmarks import harness, ranking, timing
 from benchmarks import training_networks as networks
 from benchmarks.harness import Benchmark, Point
 from benchmarks.records import Column, Record, describe_all, provider_of
@@ -193,12 +193,12 @@ def _check(versions: Sequence[Version], found: Sequence[Any], expected: float) -
         record |= {"error": error, "bound": 1.0, "ok": bool(error <= 1.0)}
 
 
-def _profile(lowered: Any, task: networks.Task) -> profiles.Shares:
+def _profile(lowered: Any, task: networks.Task) -> timing.Shares:
     is_on_gpu = jax.default_backend() == "gpu"
-    compiled = lowered.compile(profiles.WITHOUT_GRAPHS if is_on_gpu else None)
+    compiled = lowered.compile(timing.WITHOUT_GRAPHS if is_on_gpu else None)
     contender = harness.Contender({}, compiled=compiled)
     _run_first(contender, task)
-    return profiles.shares(contender.thunk, compiled.as_text() or "")
+    return timing.shares(contender.thunk, compiled.as_text() or "")
 
 
 def measure_point(

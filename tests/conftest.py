@@ -19,6 +19,7 @@ import problems
 import pytest
 import session_costs
 import time_limit
+from small_kernels import prefer_kernels
 
 from ikbo_jax.ops import dispatch
 from ikbo_jax.rewrite import interpret
@@ -158,10 +159,9 @@ def fake_hopper(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeHopper]:
     from ikbo_jax.ops import linear_compression as op
     from ikbo_jax.pallas.linear_compression import kernel
     from ikbo_jax.pallas.linear_compression_backward import d_weight, sums
-    from ikbo_jax.problems import packed_cost
 
     calls: list[dict[str, Any]] = []
-    monkeypatch.setattr(packed_cost, "is_xla_preferred", lambda problem: False)
+    prefer_kernels(monkeypatch)
 
     def fake_kernel(weights, embeddings, parents, *, config, num_sms):
         calls.append({"config": config, "num_sms": num_sms})

@@ -3,7 +3,7 @@
 python tools/import_graph.py           writes the graph
 python tools/import_graph.py --check   exits with status 1 if the page is out of date
 
-A room is a folder of the package, a folder of `pallas/` or of `rewrite/`, or a module beside folders.
+A room is a folder of the package, a folder of `pallas/` or `rewrite/`, or a module beside folders.
 """
 
 from __future__ import annotations

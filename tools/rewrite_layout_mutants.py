@@ -92,8 +92,8 @@ LAYOUT_MUTANTS = (
     Mutant(
         "a loop's product taken for the same in every iteration",
         "values/hoisting.py",
-        "if variables and same.issuperset(variables) and not eqn.effects:",
-        "if variables and not same.isdisjoint(variables) and not eqn.effects:",
+        "(variables or only_constants) and known.issuperset(variables)",
+        "(variables or only_constants) and not known.isdisjoint(variables)",
         layouts("mapped_over_candidates"),
     ),
     Mutant(

@@ -263,7 +263,7 @@ def _run_kernel(
         # the order of users, and the results are stored in the caller's order; keys and values stay
         # in place.
         if not lists and (has_few_queries or query.shape[1] % WGMMA_M):
-            query, index, targets = pack.pack(query, index, key.shape[0])
+            query, index, targets, _ = pack.pack(query, index, key.shape[0])
         elif not lists:
             order = counted_order.by_user(index, key.shape[0])
     run: Any = functools.partial(few_queries.few_queries_kernel, lists=lists)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any, NamedTuple
 
 import jax
@@ -19,7 +20,7 @@ from ikbo_jax.problems import gdpa_backward as configs
 from ikbo_jax.problems.hopper import TILE_ROWS
 from ikbo_jax.reference import jagged
 from ikbo_jax.reference.activations import SOFTMAX, one_by_one
-from ikbo_jax.reference.gdpa import Arrays, Settings, num_sequences, out_shape
+from ikbo_jax.reference.gdpa import Arrays, Settings, num_sequences
 
 #: Largest number of parts that the queries of one key-value sequence are divided into.
 MAX_PARTS = 8
@@ -63,25 +64,36 @@ def kernel_vjp(
     """
     # Imported here because a machine without a GPU never needs it.
     from ikbo_jax.pallas.gdpa_backward import kernels
+    from ikbo_jax.pallas.worklist import by_xla, works
+    from ikbo_jax.pallas.worklist.lists import Offsets
 
     query, key, value = arrays[:3]
     query_config = query_config or configs.default_config(query.shape[-1])
     key_config = key_config or configs.default_config(query.shape[-1])
-    blocks = (query_config.block, key_config.block)
     parts = _parts(arrays, settings, num_sms)
-    make = _planned if interpret else _listed
-    plan = make(arrays, settings, _Residuals(out, lse, d_out), blocks, parts)
+    list_works: Any = works.works
+    if interpret:
+        list_works = functools.partial(by_xla.works, interpret=True)
+    work = list_works(
+        Offsets.of(arrays, settings),
+        query_block=query_config.block,
+        key_block=key_config.block,
+        group=query.shape[1] // key.shape[1],
+        has_statistics=SOFTMAX in settings.activations,
+        parts=parts,
+    )
+    residuals = _Residuals(out, lse, d_out)
     options: dict[str, Any] = {
         "activations": settings.activations,
         "approx": one_by_one(settings.approx),
         "scale": settings.scale,
         "output_scale": settings.output_scale,
         "num_sms": num_sms,
-        "statistics": plan.statistics,
+        "statistics": _statistics(work.blocks, residuals, settings.output_scale, key_config.block),
         "interpret": interpret,
     }
     (d_query,) = kernels.gradient_kernel(
-        *(query, key, value, d_out, plan.queries),
+        *(query, key, value, d_out, work.queries),
         is_for_keys=False,
         config=query_config,
         out_dtype=jnp.float32 if settings.broadcast_q else None,
@@ -90,7 +102,7 @@ def kernel_vjp(
     if settings.broadcast_q:
         d_query = jnp.sum(d_query.reshape(-1, *query.shape), axis=0).astype(query.dtype)
     d_key, d_value = _d_key_value(
-        arrays, plan.keys, d_out, parts, key_config, out_dtype=dtype, options=options
+        arrays, work.keys, d_out, parts, key_config, out_dtype=dtype, options=options
     )
     return d_query, d_key, d_value
 
@@ -103,106 +115,15 @@ class _Residuals(NamedTuple):
     d_out: jax.Array
 
 
-class _Plan(NamedTuple):
-    """Work of both kernels (`pallas.worklist.work.Work`), and statistics of a softmax."""
+def _statistics(
+    blocks: jax.Array | None, residuals: _Residuals, output_scale: float, block: int
+) -> jax.Array | None:
+    """Statistics of a softmax, of these blocks of at most `block` queries."""
+    from ikbo_jax.pallas.gdpa_backward import statistics
 
-    queries: Any
-    keys: Any
-    statistics: jax.Array | None
-
-
-def _listed(
-    arrays: Arrays,
-    settings: Settings,
-    residuals: _Residuals,
-    blocks: tuple[int, int],
-    parts: int,
-) -> _Plan:
-    """The plan by one launch; by XLA if the launch does not take so many sequences.
-
-    `blocks` are the blocks' rows in the kernels for queries and for keys.
-    """
-    from ikbo_jax.pallas.gdpa_backward import statistics as statistics_by_xla
-    from ikbo_jax.pallas.worklist import work_kernel
-
-    has_softmax = SOFTMAX in settings.activations
-    found = work_kernel.works(
-        *arrays[3:],
-        q_rows=arrays.query.shape[0],
-        kv_rows=arrays.key.shape[0],
-        max_seqlen_q=settings.max_seqlen_q,
-        max_seqlen_kv=settings.max_seqlen_kv,
-        query_block=blocks[0],
-        key_block=blocks[1],
-        group=arrays.query.shape[1] // arrays.key.shape[1],
-        has_statistics=has_softmax,
-        parts=parts,
-    )
-    if found is None:
-        return _planned(arrays, settings, residuals, blocks, parts, interpret=False)
-    queries, keys, rows = found
-    statistics = None
-    if rows is not None:
-        statistics = statistics_by_xla.statistics_of(
-            rows, *residuals, output_scale=settings.output_scale, block=blocks[1]
-        )
-    return _Plan(queries, keys, statistics)
-
-
-def _planned(
-    arrays: Arrays,
-    settings: Settings,
-    residuals: _Residuals,
-    blocks: tuple[int, int],
-    parts: int,
-    *,
-    interpret: bool = True,
-) -> _Plan:
-    """The plan by XLA, but for the order of sequences that share keys unless `interpret`.
-
-    Every n-th query sequence belongs to part n of the keys, which are copied for each part.
-    """
-    from ikbo_jax.pallas.gdpa_backward import statistics as statistics_by_xla
-    from ikbo_jax.pallas.worklist import work
-
-    query, key, _, cu_q, cu_kv, q_to_kv = arrays
-    batch, batch_kv = num_sequences(arrays), cu_kv.shape[0] - 1
-    total_q = out_shape(arrays, settings)[0]
-    number = jnp.arange(batch, dtype=jnp.int32)
-    kv_of = number if q_to_kv is None else jnp.clip(q_to_kv, 0, batch_kv - 1)
-    if cu_q is None:
-        length = jnp.full_like(number, query.shape[0])
-        q = work.Sequences(jnp.zeros_like(number), number * length, length, jnp.zeros_like(number))
-    else:
-        start, length = jagged.bounds(cu_q, total_q, settings.max_seqlen_q)
-        q = work.Sequences(start, start, length, jnp.zeros_like(start))
-    start, length = jagged.bounds(cu_kv, key.shape[0], settings.max_seqlen_kv)
-    kv = work.Sequences(start, start, length, jnp.zeros_like(start))
-    statistics = None
-    if SOFTMAX in settings.activations:
-        q, statistics = statistics_by_xla.with_statistics(
-            q, *residuals, output_scale=settings.output_scale, block=blocks[1]
-        )
-    is_bounded = settings.max_seqlen_q is not None and cu_q is not None
-    queries = work.query_work(q, kv, kv_of, total_q, block=blocks[0], is_bounded=is_bounded)
-    if parts > 1:
-        first = jnp.repeat(jnp.arange(parts, dtype=jnp.int32) * key.shape[0], batch_kv)
-        source, target, length, zeros = (jnp.tile(x, parts) for x in kv)
-        kv = work.Sequences(source + first, target + first, length, zeros)
-        kv_of = kv_of + number % parts * batch_kv
-    keys = work.key_work(
-        kv,
-        q,
-        kv_of,
-        key.shape[0] * parts,
-        block=blocks[1],
-        group=query.shape[1] // key.shape[1],
-        is_sorted=q_to_kv is None,
-        # Rows between two copies may belong to no sequence, too.
-        is_bounded=settings.max_seqlen_kv is not None or parts > 1,
-        interpret=interpret,
-    )
-    return _Plan(queries, keys, statistics)
+    if blocks is None:
+        return None
+    return statistics.statistics_of(blocks, *residuals, output_scale=output_scale, block=block)
 
 
 def _parts(arrays: Arrays, settings: Settings, num_sms: int) -> int:

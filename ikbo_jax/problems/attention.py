@@ -200,6 +200,8 @@ class AttentionProblem(AttentionSizes):
     def _tile_configs(self) -> Iterator[Ranked]:
         """Yields the legal configurations of the kernel of tiles, the most promising first."""
         plain = list(self._spanning_configs())
+        if not plain:
+            return
         for number, (mode, us) in enumerate(attention_tile_cost.tile_modes(self)):
             # Of the ways that seem slower, two configurations are worth timing.
             configs = dict.fromkeys(_cut(config, mode) for config in plain)

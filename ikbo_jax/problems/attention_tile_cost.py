@@ -47,7 +47,7 @@ WIDE_ROWS_US, WIDE_BLOCK_KV = 0.43, 64
 #: The launch that lists tiles of one user, with the gap after it, and its part for each 1,024
 #: candidates.
 LIST_US, LIST_EACH_US = 4.0, 0.35
-#: Offsets and index beyond which XLA lists tiles (`tile_list_kernel.MOST_WORDS`), in 24 kernels.
+#: Offsets and index beyond which XLA lists tiles (`worklist.tiles`), in 24 kernels.
 MOST_LISTED_WORDS, XLA_LIST_US = 46080, 60.0
 #: How much faster tiles that are cut at users should seem, to be preferred to those that span
 #: users.

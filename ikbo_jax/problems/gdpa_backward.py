@@ -230,5 +230,5 @@ class GdpaBackwardProblem(GdpaSizes):
             for (i, query), (j, key) in itertools.product(configs, repeat=2)
             if i + j <= MAX_STEPS or not i or not j
         }
-        configs = sorted(steps, key=steps.__getitem__)
-        return by_rule(x for x in configs if x.illegal_reason(self) is None)
+        tunings = sorted(steps, key=steps.__getitem__)
+        return by_rule(x for x in tunings if x.illegal_reason(self) is None)

@@ -18,11 +18,13 @@ from ikbo_jax.problems.hopper import (
     why_not_width,
 )
 from ikbo_jax.problems.packed_compression import STAGING_SLOTS, PackedCompressionConfig
-from ikbo_jax.problems.problem import Config, Problem, Ranked, doublings, size, typed
+from ikbo_jax.problems.problem import Config, Problem, Ranked, by_rule, doublings, size, typed
 from ikbo_jax.problems.resident_compression import ResidentCompressionConfig
 
 #: Most candidates of the kernel whose tiles span candidates that the autotuner times.
 MOST_PACKED = 12
+#: It times configurations whose models take at most so many times as long as the fastest.
+WORTH_TIMING = 1.3
 #: Largest block_m without register spills: at 224, accumulator and fragment take 196 of a consumer
 #: thread's 240 registers.
 MAX_BLOCK_M = 224
@@ -195,18 +197,24 @@ class LinearCompressionProblem(LinearCompressionSizes):
         """
         rows = [*self.row_configs()]
         row_us = packed_cost.estimated_row_us(self, rows[0]) if rows else math.inf
+        resident = resident_cost.ranked_configs(self)
         kernels = {
-            "with resident weights": resident_cost.ranked_configs(self),
             "with tiles that span candidates": packed_cost.ranked_configs(self)[:MOST_PACKED],
             "with tiles of one candidate": [Ranked(row_us, config) for config in rows],
         }
-        # XLA runs small problems whose launches take longer than the work.
+        if resident_cost.is_timed(self):
+            kernels = {"with resident weights": resident, **kernels}
         us = {name: ways[0].us for name, ways in kernels.items() if ways and ways[0].us is not None}
+        most = WORTH_TIMING * min(us.values(), default=math.inf)
+        # XLA runs small problems whose launches take longer than the work.
         us["in XLA"] = packed_cost.estimated_xla_us(self)
         estimates = ", ".join(f"{time:.1f} us {name}" for name, time in us.items())
         xla = Ranked(us["in XLA"], None, f"XLA by a cost model, {estimates}")
-        ways = itertools.chain(*kernels.values(), (xla,))
-        yield from sorted(ways, key=lambda way: math.inf if way.us is None else way.us)
+        timed = [(x.us or 0.0, x) for x in (*itertools.chain(*kernels.values()), xla)]
+        timed.sort(key=lambda entry: entry[0])
+        yield from (x for time, x in timed if time <= most or x is xla)
+        if not resident_cost.is_timed(self):
+            yield from by_rule(x.config for x in resident)
 
     def row_configs(self) -> Iterator[LinearCompressionConfig]:
         """Yields the configurations of the kernel whose tiles have columns of one candidate.

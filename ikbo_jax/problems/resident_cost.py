@@ -76,11 +76,7 @@ def _most_ctas(problem: Any, layout: Layout, size: int, splits: int) -> int:
 
 
 def ranked_configs(problem: Any) -> list[Ranked]:
-    """The legal configurations worth timing, `MOST_CONFIGS`, the most promising first.
-
-    Without a time of the model where none was measured: of other than two levels, and of more than
-    `MAX_DEFAULT_M` compressed rows.
-    """
+    """The legal configurations worth timing, `MOST_CONFIGS`, the most promising first."""
     if why_not_served(problem) or not problem.n:
         return []
     last = len(problem.ks) - 1
@@ -106,8 +102,12 @@ def ranked_configs(problem: Any) -> list[Ranked]:
             if NUM_SMS * ctas // layout.shares >= number:
                 break  # more would have no tile
         found = sorted(found, key=_order)[:MOST_CONFIGS]
-    is_known = last == 1 and problem.m <= MAX_DEFAULT_M
-    return [Ranked(us if is_known else None, config) for us, config in found]
+    return [*itertools.starmap(Ranked, found)]
+
+
+def is_timed(problem: Any) -> bool:
+    """Whether times were measured like the problem's: of two levels, and up to `MAX_DEFAULT_M`."""
+    return len(problem.ks) == 2 and problem.m <= MAX_DEFAULT_M
 
 
 def _order(entry: tuple[float, ResidentCompressionConfig]) -> tuple[float, ...]:

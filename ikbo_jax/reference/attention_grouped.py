@@ -35,7 +35,7 @@ UNKNOWN_GROUP, UNKNOWN_GROUPS = 16, 16
 CHUNK_KEYS = 1024
 #: The number of keys of a chunk is a multiple of this, the width of a tensor core's tile.
 KEY_ALIGNMENT = 64
-#: Options of lookups and updates whose indices are in bounds: XLA tests for no negative ones.
+#: Options of lookups and updates whose indices are in bounds: without tests for negative ones.
 _IN_BOUNDS: Any = {"mode": "promise_in_bounds", "wrap_negative_indices": False}
 
 

@@ -7,8 +7,9 @@ choice unless a measured row of the same op and dtype overrides it. That is
 2. the nearest row within `MAX_DISTANCE` whose configuration is one of those that `ranked` deems
    worth timing for this problem.
 
-Among several, rows of the user's cache (written by the autotuner) come before those of `sm90.json`,
-then rows that the card at hand measured, since cards differ in the speed of their memory.
+Rows of the user's cache, which the autotuner writes, come before those of `sm90.json`. If the card
+at hand is known, only rows that a card of this model measured count: on an H100, the ranking's
+choice was 4 % faster than the rows of an H200, by the geometric mean of 36 forward problems.
 """
 
 from __future__ import annotations
@@ -57,7 +58,7 @@ def lookup(problem: Problem, *, device: str = "", with_user_rows: bool = True) -
 
     Args:
       problem: sizes and dtype.
-      device: name of the card at hand; "" prefers no card.
+      device: name of the card at hand; "" takes rows of all cards.
       with_user_rows: whether to search the user's cache.
     """
     ways = ranked(problem)
@@ -69,7 +70,9 @@ def lookup(problem: Problem, *, device: str = "", with_user_rows: bool = True) -
     # The row of an older version may hold what the kernel has ceased to take.
     for row in cached:
         if row.problem == problem and choice.source != "user cache":
-            why = row.config.illegal_reason(problem)
+            why = f"an {row.device} measured it"
+            if _speaks(row, device):
+                why = row.config.illegal_reason(problem)
             reason = f"{choice.reason}; the user cache's row of these sizes is ignored: {why}"
             return dataclasses.replace(choice, reason=reason)
     return choice
@@ -86,17 +89,23 @@ def _measured(
             away = distance(row.problem, problem)
             if row.problem.dtype != problem.dtype or away > MAX_DISTANCE:
                 continue
+            if not _speaks(row, device):
+                continue
             if row.config not in worth_timing and (
                 away or row.config.illegal_reason(problem) is not None
             ):
                 continue
-            is_other = bool(device) and model(row.device) != model(device)
-            found.append(((away > 0, source != "user cache", is_other, away), source, row))
+            found.append(((away > 0, source != "user cache", away), source, row))
     if not found:
         return None
     (*_, away), source, row = min(found, key=lambda entry: entry[0])
     near = f", nearest row at distance {away:.2f}" if away else ""
     return Choice(row.config, source, not away, f"{source}{near}, {row.describe()}")
+
+
+def _speaks(row: Row, device: str) -> bool:
+    """Whether a card of this model measured the row, or the card is unknown."""
+    return not device or model(row.device) == model(device)
 
 
 def _default(ways: tuple[Ranked, ...]) -> Choice:

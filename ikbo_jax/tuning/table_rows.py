@@ -52,6 +52,7 @@ class Row:
         problem = {
             name: list(value) if isinstance(value, tuple) else value
             for name, value in dataclasses.asdict(self.problem).items()
+            if name != "is_sorted"  # rows are of candidates that are sorted by user
         }
         fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
         measurement = {k: v for k, v in fields.items() if k not in ("problem", "config")}

@@ -14,7 +14,6 @@ from problems import random_array
 
 from benchmarks import (
     harness,
-    profiles,
     ranking,
     records,
     report,
@@ -244,9 +243,9 @@ def test_profiles_sum_kernels_by_part(monkeypatch):
     plane = types.SimpleNamespace(name="/device:GPU:0", lines=[stream])
     other = types.SimpleNamespace(name="/host:CPU", lines=[stream])
     data = types.SimpleNamespace(planes=[other, plane])
-    monkeypatch.setattr(profiles, "STEPS", 2)
-    scopes = {m["name"]: m["scope"] for m in profiles._OPERATION.finditer(PROGRAM)}
-    found = profiles._summed(device_time.events_of(data), scopes)
+    monkeypatch.setattr(timing, "STEPS", 2)
+    scopes = {m["name"]: m["scope"] for m in timing._OPERATION.finditer(PROGRAM)}
+    found = timing._summed(device_time.events_of(data), scopes)
     assert (found.busy_ms, found.wall_ms, found.kernels) == (8.0, 9.0, 2.0)
     assert found.by_part == {"self_attention backward": 6.0, "attention": 1.0, "other": 1.0}
     assert found.by_kernel[0][:3] == (6.0, 1.0, "b")

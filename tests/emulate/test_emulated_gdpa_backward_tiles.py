@@ -11,14 +11,8 @@ import pytest
 import test_gdpa_backward_tiles as tiles
 from test_gdpa_backward_tiles import Case
 
-from ikbo_jax.ops import gdpa_backward as op
-from ikbo_jax.pallas.worklist import (
-    counted_order,
-    tile_list_kernel,
-    tile_positions,
-    work_kernel,
-    work_order,
-)
+from ikbo_jax.pallas.worklist import by_xla, counted_order, positions, work_order, works
+from ikbo_jax.pallas.worklist import tiles as launch
 
 
 def many(*, is_shared: bool) -> Case:
@@ -44,10 +38,10 @@ def test_emulated_launch_lists_xla_s_tiles(
 ) -> None:
     """The tiles are XLA's; in another order, where a bin has several numbers of blocks."""
     if name == "twice_as_many_segments_of_a_cta":
-        monkeypatch.setattr(tile_list_kernel, "MOST_WORKERS", 1)
+        monkeypatch.setattr(launch, "MOST_WORKERS", 1)
     is_ordered = name != "several_blocks_of_a_bin"
     if not is_ordered:
-        monkeypatch.setattr(tile_positions, "MOST_BINS", 3)
+        monkeypatch.setattr(positions, "MOST_BINS", 3)
     with sm90.emulated(0):
         found = tiles.listed(CASES[name])
     assert len(sm90.launches) == 1
@@ -59,19 +53,17 @@ def test_emulated_order_of_more_sequences_than_a_launch_lists(
     parts: int, sm90: emulator.Emulator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """XLA lists the tiles; a launch, not XLA's sort, orders the sequences that share keys."""
-    monkeypatch.setattr(work_kernel, "MOST_WORDS", 0)
+    monkeypatch.setattr(works, "MOST_WORDS", 0)
     monkeypatch.setattr(work_order, "MAX_COUNTED", 0)
     monkeypatch.setattr(counted_order, "MOST_CTAS", 3)
     rng = np.random.default_rng(4)
     cu_q, cu_kv = np.sort(rng.integers(0, 1100, 602)), np.sort(rng.integers(0, 900, 31))
     index = rng.integers(-1, 31, 601)
     case = Case(cu_q, cu_kv, index, 1100, 900, (90, 70), parts=parts)
-    residuals = op._Residuals(None, None, None)
-    arguments = (case.arrays, case.settings, residuals, case.blocks, case.parts)
     with sm90.emulated(0):
-        found = op._listed(*arguments)
+        found = tiles.listed(case)
     assert [name for name in sm90.launches if "ikbo_user_order" in name] == sm90.launches
     assert len(sm90.launches) == 1
-    wanted = op._planned(*arguments)
+    wanted = by_xla.works(case.offsets, **case.options, interpret=True)
     for ours, xla in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
         np.testing.assert_array_equal(ours, xla)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import emulator
 import jax
 import jax.numpy as jnp
@@ -9,8 +11,9 @@ import numpy as np
 import pytest
 
 from ikbo_jax.pallas.attention_backward import rows, statistics
-from ikbo_jax.pallas.worklist import numbering, work_order
+from ikbo_jax.pallas.hopper import per_thread
 from ikbo_jax.pallas.worklist import rows as worklist
+from ikbo_jax.pallas.worklist import work_order
 
 #: Whether each CTA of the launch numbers the rows, or another launch does.
 BY_LAUNCHES = pytest.mark.parametrize("is_numbered_before", [False, True])
@@ -112,7 +115,7 @@ def test_emulated_order_of_many_candidates_is_xla_s(
     sm90: emulator.Emulator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """More candidates than a turn of the loop that ranks them."""
-    monkeypatch.setattr(numbering, "UNROLL", 2)
+    monkeypatch.setattr(per_thread, "rounds", functools.partial(per_thread.rounds, unroll=2))
     sizes = rows.Sizes(300, 7, 300, 3, 2, 32, 1, is_sorted=False, tile_rows=128)
     rng = np.random.default_rng(0)
     index = jnp.asarray(rng.integers(-1, 8, sizes.batch), jnp.int32)

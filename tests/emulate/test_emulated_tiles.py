@@ -10,7 +10,9 @@ import numpy as np
 import pytest
 import test_gdpa_tiles as tiles
 
-from ikbo_jax.pallas.worklist import tile_list, tile_list_kernel, tile_positions
+from ikbo_jax.pallas.worklist import by_xla, lists, positions
+from ikbo_jax.pallas.worklist import tiles as launch
+from ikbo_jax.pallas.worklist.lists import Offsets
 
 
 def many(bound: int | None) -> tuple[Any, ...]:
@@ -53,10 +55,10 @@ def test_emulated_kernel_lists_the_tiles(
 ) -> None:
     problem, is_broadcast = CASES[name]
     if name.startswith("twice"):
-        monkeypatch.setattr(tile_list_kernel, "MOST_WORKERS", 1)
+        monkeypatch.setattr(launch, "MOST_WORKERS", 1)
     size = 16 if name == "many_batches" else 8
     with sm90.emulated(0):
-        tiles.check(problem, tile_list_kernel.query_tiles, size, broadcast=is_broadcast)
+        tiles.check(problem, launch.query_tiles, size, broadcast=is_broadcast)
     assert sm90.launches
 
 
@@ -64,12 +66,11 @@ def test_emulated_kernel_lists_the_tiles(
 def test_emulated_list_is_xla_s(draw: Any, sm90: emulator.Emulator) -> None:
     """In the same order, also of sequences with equally many blocks."""
     cu_q, cu_kv, index, *_ = draw(None)
-    sizes = {"q_rows": 4100, "kv_rows": 4000, "max_seqlen_q": 20, "max_seqlen_kv": None}
-    options = {**sizes, "size": 16, "unit": 16}
     arrays = [None if x is None else jnp.asarray(x, jnp.int32) for x in (cu_q, cu_kv, index)]
-    expected = tile_list.query_tiles(*arrays, **options)
+    offsets = Offsets(*arrays, 4100, 4000, max_seqlen_q=20)
+    expected = by_xla.query_tiles(offsets, size=16, unit=16)
     with sm90.emulated(0):
-        found = tile_list_kernel.query_tiles(*arrays, **options)
+        found = launch.query_tiles(offsets, size=16, unit=16)
     (words, with_keys), (xla_words, xla_with_keys) = tiles.read(found), tiles.read(expected)
     assert with_keys == xla_with_keys
     assert words[:with_keys] == xla_words[:with_keys]
@@ -80,17 +81,17 @@ def test_bins_of_several_numbers_of_blocks(
     sm90: emulator.Emulator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Every row has its tile, tiles with keys come first, and lengths fall but within a bin."""
-    monkeypatch.setattr(tile_positions, "MOST_BINS", 15)
+    monkeypatch.setattr(positions, "MOST_BINS", 15)
     rng = np.random.default_rng(2)
-    offsets = jnp.asarray(np.sort(rng.integers(0, 3000, 301)), jnp.int32)
-    sizes = {"q_rows": 3000, "kv_rows": 3000, "max_seqlen_q": None, "max_seqlen_kv": None}
+    starts = jnp.asarray(np.sort(rng.integers(0, 3000, 301)), jnp.int32)
+    offsets = Offsets(starts, starts, None, 3000, 3000)
     with sm90.emulated(0):
-        found = tile_list_kernel.query_tiles(offsets, offsets, None, **sizes, size=16)
+        found = launch.query_tiles(offsets, size=16)
     words, with_keys = tiles.read(found)
     tiles.check_cover(words, 16, 3000)
-    expected = tile_list.query_tiles(offsets, offsets, None, **sizes, size=16)
+    expected = by_xla.query_tiles(offsets, size=16)
     assert sorted(words) == sorted(tiles.read(expected)[0])
-    lengths = np.asarray([w[tile_list.KV_LENGTH] for w in words])
+    lengths = np.asarray([w[lists.KV_LENGTH] for w in words])
     assert lengths[:with_keys].all()
     assert not lengths[with_keys:].any()
     width = 1

@@ -124,7 +124,7 @@ def test_attention_tiles_of_one_user(name, index):
 def test_attention_candidate_configs(head_dim):
     shape = Shape(4, 37, 64, 300, 2, 2, head_dim, "unsorted", "ragged")
     inputs = problems.make_attention_inputs(shape)
-    for config in problem_of(shape).candidate_configs():
+    for config in problem_of(shape).configs():
         check(run(inputs, config=config), inputs)
 
 

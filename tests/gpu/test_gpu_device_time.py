@@ -30,8 +30,8 @@ def test_every_call_is_recorded():
 
 
 def test_kernels_have_the_operations_that_launched_them():
-    """`benchmarks.profiles` finds the part of a model by them."""
-    config = next(iter(SMALL.candidate_configs()))
+    """`benchmarks.timing` finds the part of a model by them."""
+    config = SMALL.default_config()
     case = bench.case_of(SMALL)
     inputs = case.inputs()
     program = case.runner(config).lower(*inputs).compile()
@@ -53,7 +53,7 @@ def test_memsets_count_beside_kernels():
 
 def test_the_tuner_times_short_kernels_on_the_device(monkeypatch):
     monkeypatch.setattr(device_time, "SHORT_MS", float("inf"))
-    configs = tuple(SMALL.candidate_configs())[:2]
+    configs = tuple(SMALL.configs())[:2]
     stand = bench.Bench(SMALL, (None, *configs))
     stand.prepare()
     found = stand.measure(bench.Task(SMALL, (*configs, None), window_s=0.002, windows=2))
@@ -69,7 +69,7 @@ from ikbo_jax.autotuner import bench
 from ikbo_jax.problems import LinearCompressionProblem
 if __name__ == "__main__":
     problem = {SMALL!r}
-    stand = bench.Bench(problem, tuple(problem.candidate_configs())[:2])
+    stand = bench.Bench(problem, tuple(problem.configs())[:2])
     stand.prepare()
     assert not stand._failures, stand._failures
     print(len(stand._checked), "checked")

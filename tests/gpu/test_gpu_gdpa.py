@@ -18,7 +18,8 @@ from problems_gdpa import Shape
 import ikbo_jax as ikbo
 from ikbo_jax.ops import dispatch, gdpa_backward
 from ikbo_jax.pallas.flash import attention
-from ikbo_jax.pallas.worklist import tile_list
+from ikbo_jax.pallas.worklist import by_xla
+from ikbo_jax.pallas.worklist.lists import Offsets
 from ikbo_jax.problems import GdpaConfig, ShortGdpaConfig
 from ikbo_jax.problems.gdpa import MAX_BLOCK_KV
 from ikbo_jax.problems.hopper import TILE_ROWS
@@ -376,14 +377,7 @@ def test_gdpa_short_softmax(name, dtype):
 def test_gdpa_softmax_lse(name):
     arrays = problems_gdpa.make_arrays(SHAPES[name])
     settings = problems_gdpa.make_settings(SHAPES[name], "softmax")
-    tiles = tile_list.query_tiles(
-        *arrays[3:],
-        q_rows=arrays.query.shape[0],
-        kv_rows=arrays.key.shape[0],
-        max_seqlen_q=settings.max_seqlen_q,
-        max_seqlen_kv=settings.max_seqlen_kv,
-        size=TILE_ROWS,
-    )
+    tiles = by_xla.query_tiles(Offsets.of(arrays, settings), size=TILE_ROWS)
     _, lse = attention.jagged_attention_kernel(
         *arrays[:3],
         tiles,

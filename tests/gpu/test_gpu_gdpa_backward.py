@@ -17,7 +17,7 @@ from problems_gdpa import Shape
 
 from ikbo_jax.ops import dispatch, gdpa
 from ikbo_jax.ops import gdpa_backward as op
-from ikbo_jax.pallas.worklist import work_kernel
+from ikbo_jax.pallas.worklist import works
 from ikbo_jax.problems import GdpaBackwardConfig, gdpa_backward
 from ikbo_jax.problems.gdpa_backward import HEAD_DIMS
 from ikbo_jax.reference import gdpa as reference
@@ -214,7 +214,7 @@ def test_gradients_of_tiles_that_xla_lists_are_the_same(activation, monkeypatch)
     shape = Shape(*lengths, 2, 1, 64, tuple(rng.integers(0, 30, 5000).tolist()))
     arrays, settings, d_out = make(shape, activation)
     expected = gradients(arrays, settings, d_out)
-    monkeypatch.setattr(work_kernel, "MOST_WORDS", 0)
+    monkeypatch.setattr(works, "MOST_WORDS", 0)
     for array, want in zip(gradients(arrays, settings, d_out), expected, strict=True):
         np.testing.assert_array_equal(*(np.asarray(x.view(jnp.uint16)) for x in (array, want)))
 

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import dataclasses
 from typing import Any
-from unittest import mock
 
 import interpreter
 import jax
@@ -15,11 +14,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from ikbo_jax.ops import gdpa_backward as op
-from ikbo_jax.pallas.gdpa_backward import statistics
-from ikbo_jax.pallas.worklist import work_kernel
-from ikbo_jax.pallas.worklist.work import Work
-from ikbo_jax.reference.gdpa import Arrays, Settings
+from ikbo_jax.pallas.worklist import by_xla, works
+from ikbo_jax.pallas.worklist.lists import Offsets, Works
 
 pytestmark = [pytest.mark.usefixtures("on_cpu"), pytest.mark.slow]
 
@@ -40,25 +36,20 @@ class Case:
     parts: int = 1
 
     @property
-    def arrays(self) -> Arrays:
-        """Only shapes of query, key and value matter."""
-        query = jnp.zeros((self.q_rows, self.group, 1), jnp.bfloat16)
-        key = jnp.zeros((self.kv_rows, 1, 1), jnp.bfloat16)
+    def offsets(self) -> Offsets:
         given = self.cu_q, self.cu_kv, self.q_to_kv
-        offsets = (None if x is None else jnp.asarray(x, jnp.int32) for x in given)
-        return Arrays(query, key, key, *offsets)
+        arrays = (None if x is None else jnp.asarray(x, jnp.int32) for x in given)
+        return Offsets(*arrays, self.q_rows, self.kv_rows, *self.limits)
 
     @property
-    def settings(self) -> Settings:
-        return Settings(
-            activations=("softmax" if self.has_statistics else "relu",) * self.group,
-            approx=None,
-            scale=1.0,
-            output_scale=1.0,
-            broadcast_q=self.cu_q is None,
-            max_seqlen_q=self.limits[0],
-            max_seqlen_kv=self.limits[1],
-        )
+    def options(self) -> dict[str, Any]:
+        return {
+            "query_block": self.blocks[0],
+            "key_block": self.blocks[1],
+            "group": self.group,
+            "has_statistics": self.has_statistics,
+            "parts": self.parts,
+        }
 
 
 # Offsets fall, leave the arrays, and leave rows before, between and after the sequences.
@@ -89,43 +80,16 @@ CASES = {
 }  # fmt: skip
 
 
-def expected(case: Case) -> tuple[Work, Work, Any]:
-    """The work by XLA, and the blocks of statistics."""
-    blocks = []
-
-    def keep(found: jax.Array, *_: Any, **__: Any) -> None:
-        blocks.append(found)
-
-    total = case.q_rows * (1 if case.cu_q is not None else len(case.q_to_kv or case.cu_kv[1:]))
-    out = jnp.zeros((total, 1, 1), jnp.bfloat16)
-    residuals = op._Residuals(out, jnp.zeros((total, 1), jnp.float32), out)
-    with mock.patch.object(statistics, "statistics_of", keep):
-        plan = op._planned(case.arrays, case.settings, residuals, case.blocks, case.parts)
-    return plan.queries, plan.keys, np.asarray(blocks[0]) if blocks else None
-
-
-def listed(case: Case, interpret: Any = False) -> Any:
-    """The work by a launch, and the blocks of statistics; None if XLA is to list it."""
-    found = work_kernel.works(
-        *case.arrays[3:],
-        q_rows=case.q_rows,
-        kv_rows=case.kv_rows,
-        max_seqlen_q=case.limits[0],
-        max_seqlen_kv=case.limits[1],
-        query_block=case.blocks[0],
-        key_block=case.blocks[1],
-        group=case.group,
-        has_statistics=case.has_statistics,
-        parts=case.parts,
-        interpret=interpret,
-    )
+def listed(case: Case, interpret: Any = False) -> Works:
+    """The work by a launch."""
+    found = works.works(case.offsets, **case.options, interpret=interpret)
     return jax.block_until_ready(found)
 
 
-def assert_same_work(case: Case, found: Any, *, is_ordered: bool = True) -> None:
+def assert_same_work(case: Case, found: Works, *, is_ordered: bool = True) -> None:
     """Words of tiles with blocks and of ranges are XLA's; other tiles cover the same rows."""
-    wanted = expected(case)
-    total = case.q_rows * (1 if case.cu_q is not None else len(case.q_to_kv or case.cu_kv[1:]))
+    wanted = by_xla.works(case.offsets, **case.options, interpret=True)
+    total = case.offsets.result_rows
     for work, want, rows, is_for_queries in (
         (found[0], wanted[0], total, True),
         (found[1], wanted[1], case.kv_rows * case.parts, False),
@@ -166,14 +130,16 @@ def test_interpreted_launch_lists_xla_s_tiles(name: str, launches: interpreter.L
     assert_same_work(CASES[name], found)
 
 
-def test_launch_takes_no_more_sequences_than_fit() -> None:
+def test_launch_takes_no_more_sequences_than_fit(launches: interpreter.Launches) -> None:
     """Nor none at all: XLA lists the tiles then."""
     for offsets in (np.arange(30001), np.zeros(1)):
-        assert listed(Case(offsets, offsets, None, 30000, 30000, blocks=(64, 64))) is None
+        case = Case(offsets, offsets, None, 30000, 30000, blocks=(64, 64))
+        assert_same_work(case, listed(case, interpreter.PARAMS))
+    launches.assert_no_races(0)
 
 
 def test_blocks_of_streamed_rows_are_counted() -> None:
     """The launch has room for 40 streamed rows in blocks of 32."""
-    operands = work_kernel.Operands(None, jnp.zeros(3, jnp.int32), None)
-    static = work_kernel._static(operands, (40, 238, None, None), (16, 32), 1, 1, False, 1)
+    offsets = Offsets(None, jnp.zeros(3, jnp.int32), None, 40, 238)
+    static = works._static(offsets, (16, 32), 1, 1, False, 1)
     assert static.keys.most_blocks == 2

@@ -17,8 +17,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ikbo_jax.pallas.hopper import per_thread
-from ikbo_jax.pallas.worklist import tile_list, tile_list_kernel
-from ikbo_jax.pallas.worklist.jagged_segments import Shape
+from ikbo_jax.pallas.worklist import by_xla, lists
+from ikbo_jax.pallas.worklist import tiles as launch
+from ikbo_jax.pallas.worklist.lists import Offsets
+from ikbo_jax.pallas.worklist.segments import Shape
 
 
 def plain_offsets(cu: Any, total: int) -> list[int]:
@@ -33,7 +35,7 @@ def plain_segments(offsets: list[int], longest: int | None) -> list[tuple[int, i
     ]
 
 
-def read(tiles: tile_list.TileList) -> tuple[list[list[int]], int]:
+def read(tiles: lists.TileList) -> tuple[list[list[int]], int]:
     with_work, count = (int(x) for x in tiles.counts)
     words = np.asarray(tiles.words)
     assert count <= len(words)
@@ -66,9 +68,13 @@ def jagged(draw: Any) -> tuple[Any, ...]:
     return cu_q, cu_kv, q_to_kv, 40, 38, longest, longest
 
 
-def compiled() -> Any:
-    names = ("q_rows", "kv_rows", "max_seqlen_q", "max_seqlen_kv", "size")
-    return jax.jit(tile_list.query_tiles, static_argnames=names)
+@functools.partial(jax.jit, static_argnums=(1, 2))
+def listed(arrays: tuple[Any, ...], sizes: tuple[Any, ...], size: int) -> lists.TileList:
+    return by_xla.query_tiles(Offsets(*arrays, *sizes), size=size)
+
+
+def compiled(offsets: Offsets, *, size: int) -> lists.TileList:
+    return listed(tuple(offsets.arrays), offsets.sizes, size)
 
 
 def join(
@@ -101,9 +107,7 @@ def check(problem: tuple[Any, ...], query_tiles: Any, size: int, *, broadcast: b
     arguments = [None if x is None else jnp.asarray(x, jnp.int32) for x in problem[:3]]
     if broadcast:
         arguments[0] = None
-    sizes = {"q_rows": q_rows, "kv_rows": kv_rows, "max_seqlen_q": max_q, "max_seqlen_kv": max_kv}
-
-    words, with_work = read(query_tiles(*arguments, **sizes, size=size))
+    words, with_work = read(query_tiles(Offsets(*arguments, *problem[3:]), size=size))
     check_cover(words, size, total)
     expected = [
         [source + i, target + i, min(size, length - i), *kv[k]]
@@ -112,37 +116,22 @@ def check(problem: tuple[Any, ...], query_tiles: Any, size: int, *, broadcast: b
         if kv[k][1]
     ]
     assert sorted(words[:with_work]) == sorted(expected)
-    lengths = [w[tile_list.KV_LENGTH] for w in words]
+    lengths = [w[lists.KV_LENGTH] for w in words]
     assert lengths == sorted(lengths, reverse=True)
     assert not any(lengths[with_work:])
 
 
-COMPILED = compiled()
-
-
 @given(problem=jagged(), broadcast=st.booleans())
 def test_tiles_are_those_of_the_sequences(problem: tuple[Any, ...], broadcast: bool) -> None:
-    check(problem, COMPILED, 8, broadcast=broadcast)
-
-
-@pytest.mark.parametrize("broadcast", [False, True])
-def test_many_sequences_are_sorted(broadcast: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The way that more than `MOST_COMPARED` segments go."""
-    monkeypatch.setattr(tile_list, "MOST_COMPARED", 3)
-    rng = np.random.default_rng(0)
-    cu_q, cu_kv = np.sort(rng.integers(0, 60, 21)), np.sort(rng.integers(0, 60, 8))
-    check(
-        (cu_q, cu_kv, rng.integers(0, 7, 20), 61, 60, None, 9), compiled(), 8, broadcast=broadcast
-    )
+    check(problem, compiled, 8, broadcast=broadcast)
 
 
 @pytest.mark.parametrize("unit", [1, 8])
 def test_sequences_of_equally_many_blocks_stay_in_order(unit: int) -> None:
     offsets = jnp.asarray([0, 3, 8, 12, 30], jnp.int32)
-    sizes = {"q_rows": 30, "kv_rows": 30, "max_seqlen_q": None, "max_seqlen_kv": None}
-    tiles = tile_list.query_tiles(offsets, offsets, None, **sizes, size=32, unit=unit)
+    tiles = by_xla.query_tiles(Offsets(offsets, offsets, None, 30, 30), size=32, unit=unit)
     words, _ = read(tiles)
-    starts = [w[tile_list.SOURCE] for w in words]
+    starts = [w[lists.SOURCE] for w in words]
     assert starts == ([12, 3, 8, 0] if unit == 1 else [12, 0, 3, 8])
 
 
@@ -165,8 +154,7 @@ def test_sums_of_warps_have_words_of_their_own(monkeypatch: pytest.MonkeyPatch) 
 
     monkeypatch.setattr(per_thread, "_keep_totals", noted)
     offsets = jax.ShapeDtypeStruct((4,), jnp.int32)
-    sizes = {"q_rows": 9, "kv_rows": 9, "max_seqlen_q": 3, "max_seqlen_kv": 3, "size": 8}
-    jax.eval_shape(lambda x: tile_list_kernel.query_tiles(x, x, None, **sizes), offsets)
+    jax.eval_shape(lambda x: launch.query_tiles(Offsets(x, x, None, 9, 9, 3, 3), size=8), offsets)
     assert len(set(used)) == len(used) > 0
 
 
@@ -194,6 +182,6 @@ KERNEL_CASES: dict[str, tuple[tuple[Any, ...], bool]] = {
 def test_interpreted_kernel_lists_the_tiles(name: str, launches: interpreter.Launches) -> None:
     """Two of the cases: every access of a thread is a call of the interpreter."""
     problem, is_broadcast = KERNEL_CASES[name]
-    kernel = functools.partial(tile_list_kernel.query_tiles, interpret=interpreter.PARAMS)
+    kernel = functools.partial(launch.query_tiles, interpret=interpreter.PARAMS)
     check(problem, kernel, 8, broadcast=is_broadcast)
     launches.assert_no_races(1)

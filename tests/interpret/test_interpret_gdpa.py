@@ -24,10 +24,10 @@ import ikbo_jax as ikbo
 from ikbo_jax.cases import gdpa as cases
 from ikbo_jax.ops import dispatch
 from ikbo_jax.ops import gdpa as op
-from ikbo_jax.pallas.flash import attention, gdpa_consumer, short_gdpa
+from ikbo_jax.pallas.flash import attention, gdpa, gdpa_consumer, short_gdpa
 from ikbo_jax.pallas.flash import gdpa_forward as kernel
-from ikbo_jax.pallas.worklist import tile_list, tile_list_kernel
-from ikbo_jax.pallas.worklist.found_tiles import Sequences
+from ikbo_jax.pallas.worklist import by_xla
+from ikbo_jax.pallas.worklist.lists import Offsets
 from ikbo_jax.problems import GdpaConfig, ShortGdpaConfig
 from ikbo_jax.problems.hopper import NUM_CONSUMERS, TILE_ROWS
 from ikbo_jax.reference import gdpa as reference
@@ -221,7 +221,7 @@ def attend(arrays: Arrays, case: Case, monkeypatch: pytest.MonkeyPatch) -> jax.A
     for module, fn in ((kernel, FORWARD), (attention, SOFTMAX), (short_gdpa, SHORT)):
         monkeypatch.setattr(module, fn.__name__, functools.partial(fn, interpret=PARAMS))
     # `test_gdpa_tiles` interprets the kernel that makes the list.
-    monkeypatch.setattr(tile_list_kernel, "query_tiles", tile_list.query_tiles)
+    monkeypatch.setattr(gdpa, "query_tiles", by_xla.query_tiles)
     op._gdpa.clear_cache()
     settings = case.settings
     out = ikbo.gdpa(
@@ -269,7 +269,7 @@ def test_interpreted_trial_of_the_autotuner(
     arrays = problems_gdpa.make_arrays(of_arrays.shape)
     problem = op._OP.problem(op._Call(None, of_arrays.settings), arrays)
     monkeypatch.setattr(kernel, "gdpa_forward", functools.partial(FORWARD, interpret=PARAMS))
-    monkeypatch.setattr(tile_list_kernel, "query_tiles", tile_list.query_tiles)
+    monkeypatch.setattr(gdpa, "query_tiles", by_xla.query_tiles)
     case = cases.Case(problem)
     operands = case.inputs()
     out = jax.block_until_ready(case.runner(TWO_SLOTS)(*operands))
@@ -327,15 +327,7 @@ def test_interpreted_softmax_is_exact_where_the_first_maximum_does_not_do(
     arrays = arrays._replace(key=jnp.asarray(key), value=jnp.asarray(value))
     key[110:115], value[110:115] = np.nan, np.inf
     spoiled = arrays._replace(key=jnp.asarray(key), value=jnp.asarray(value))
-    list_tiles = functools.partial(
-        tile_list.query_tiles,
-        q_rows=3,
-        kv_rows=175,
-        max_seqlen_q=None,
-        max_seqlen_kv=None,
-        size=TILE_ROWS,
-    )
-    tiles = jax.jit(list_tiles)(*spoiled[3:])
+    tiles = by_xla.query_tiles(Offsets.of(spoiled, case.settings), size=TILE_ROWS)
     results = attention.jagged_attention_kernel(
         *spoiled[:3],
         tiles,
@@ -364,10 +356,9 @@ def test_interpreted_short_softmax_returns_lse(
     """Of several blocks, of several tiles, and of sequences without keys; a negative scale."""
     shape = of((3, 5, 20), (20, 0, 40))
     arrays = problems_gdpa.make_arrays(shape)
-    sizes = {"q_rows": 28, "kv_rows": 60, "max_seqlen_q": None, "max_seqlen_kv": None}
-    tiles: Any = Sequences(*arrays[3:5], None, None)
+    tiles: Any = Offsets(*arrays[3:], 28, 60)
     if not finds_tiles:
-        tiles = tile_list.query_tiles(*arrays[3:], **sizes, size=16)
+        tiles = by_xla.query_tiles(tiles, size=16)
     settings = problems_gdpa.make_settings(shape, "softmax", scale=-0.3)
     out, lse = short_gdpa.short_gdpa(
         *arrays[:3],

@@ -6,10 +6,10 @@ import dataclasses
 
 import jax
 import pytest
+from small_kernels import prefer_kernels
 
 from ikbo_jax.models import ranking
 from ikbo_jax.pallas.hopper import mosaic
-from ikbo_jax.problems import packed_cost
 from ikbo_jax.rewrite import rewrite
 
 #: Small, and legal for every kernel of the network.
@@ -45,7 +45,7 @@ def test_layers_share_the_kernels_that_are_equal(fn, lowered_kernels, monkeypatc
     leaves linear compressions as small as these to XLA. XLA has no loop: kernels are launched one
     after another, without the host in between.
     """
-    monkeypatch.setattr(packed_cost, "is_xla_preferred", lambda problem: False)
+    prefer_kernels(monkeypatch)
     assert "stablehlo.while" not in lower(fn, 1)
     of_one = dict(lowered_kernels)
     assert {'"ikbo_linear_compression"', '"ikbo_attention"'} <= of_one.keys()

@@ -48,7 +48,7 @@ class Case:
 
     @property
     def chosen(self) -> Config:
-        candidates = self.problem.candidate_configs()
+        candidates = self.problem.configs()
         return self.config or next(c for c in candidates if isinstance(c, Config))
 
     def launch(self) -> tuple[Any, ...]:

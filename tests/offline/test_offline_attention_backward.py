@@ -136,7 +136,6 @@ ROWS = [
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: row.problem.describe().replace(" ", "_"))
 def test_offline_row_of_the_table_is_fit(row: table_rows.Row, compiler: offline.Compiler) -> None:
     p = row.problem
-    assert p.fits(row.config)
     options = {"scale": p.head_dim**-0.5, "indices_are_sorted": False}
     compiler.compile_fit(*launch(p, row.config, has_lengths=False, has_d_lse=False, **options))
 

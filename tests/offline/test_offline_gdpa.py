@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import re
 from typing import Any
 
@@ -14,10 +13,12 @@ import pytest
 
 from ikbo_jax.pallas.flash import attention, short_gdpa
 from ikbo_jax.pallas.flash import gdpa_forward as kernel
-from ikbo_jax.pallas.worklist import tile_list, tile_list_kernel
-from ikbo_jax.pallas.worklist.found_tiles import Sequences
+from ikbo_jax.pallas.worklist import lists
+from ikbo_jax.pallas.worklist.lists import Offsets
+from ikbo_jax.pallas.worklist.tiles import query_tiles
 from ikbo_jax.problems import GdpaConfig, GdpaProblem, ShortGdpaConfig, hopper
 from ikbo_jax.problems import short_gdpa as short_configs
+from ikbo_jax.problems.attention_tile_cost import MOST_LISTED_WORDS
 from ikbo_jax.problems.hopper import WARPGROUP_SIZE
 from ikbo_jax.tuning import table_rows
 
@@ -61,9 +62,10 @@ def launch(problem: GdpaProblem, config: Any, scales: tuple[float, float]) -> tu
     bounds = problem.max_seqlen_q, problem.max_seqlen_kv
 
     def fn(query: Any, key: Any, value: Any, *ints: Any) -> Any:
-        tiles: Any = tile_list.TileList(*ints)
+        tiles: Any = lists.TileList(*ints)
         if is_found:
-            tiles = Sequences(None if problem.broadcast_q else ints[0], ints[1], *bounds)
+            sizes = query.shape[0], key.shape[0], *bounds
+            tiles = Offsets(None if problem.broadcast_q else ints[0], ints[1], None, *sizes)
         operands = (query, key, value, tiles)
         if isinstance(config, ShortGdpaConfig):
             has_residuals = is_softmax(problem)
@@ -80,7 +82,7 @@ def launch(problem: GdpaProblem, config: Any, scales: tuple[float, float]) -> tu
         return jax.ShapeDtypeStruct((rows, heads, problem.head_dim), jnp.dtype(problem.dtype))
 
     keys = shape(problem.kv_rows, problem.kv_heads)
-    words = jax.ShapeDtypeStruct((problem.q_rows // 128, tile_list.TILE_WORDS), jnp.int32)
+    words = jax.ShapeDtypeStruct((problem.q_rows // 128, lists.TILE_WORDS), jnp.int32)
     counts = jax.ShapeDtypeStruct((2,), jnp.int32)
     if is_found:
         words = counts = jax.ShapeDtypeStruct((problem.batch + 1,), jnp.int32)
@@ -117,7 +119,7 @@ CASES = {
 
 
 def assert_fit(case: Case, compiler: offline.Compiler) -> None:
-    config = case.config or next(case.problem.candidate_configs())
+    config = case.config or next(case.problem.configs())
     assert config.illegal_reason(case.problem) is None
     (compiled,) = compiler.compile_fit(*launch(case.problem, config, case.scales))
     if isinstance(config, GdpaConfig):
@@ -210,13 +212,11 @@ def test_the_list_of_tiles_is_one_kernel(
     bound: int | None, is_merged: bool, compiler: offline.Compiler
 ) -> None:
     """Up to the largest number of sequences, whose lists fill shared memory."""
-    list_tiles = functools.partial(
-        tile_list_kernel.query_tiles,
-        **{"q_rows": 99999, "kv_rows": 99999, "size": 64},
-        **{"max_seqlen_q": bound, "max_seqlen_kv": bound},
-    )
-    most = tile_list_kernel.MOST_MERGED if is_merged else tile_list_kernel.MOST_SEGMENTS
-    sequences = most - 2
+
+    def list_tiles(*arrays: Any) -> Any:
+        return query_tiles(Offsets(*arrays, 99999, 99999, bound, bound), size=64)
+
+    sequences = MOST_LISTED_WORDS // (3 if is_merged else 2) - 2
     offsets = jax.ShapeDtypeStruct((sequences + 1,), jnp.int32)
     index = jax.ShapeDtypeStruct((sequences,), jnp.int32) if is_merged else None
     arrays = (offsets, offsets, index)

@@ -12,20 +12,13 @@ import offline
 import planted
 import pytest
 
-from ikbo_jax.pallas.gdpa_backward import kernels
-from ikbo_jax.pallas.gdpa_backward.statistics import ABSENT_ROWS
-from ikbo_jax.pallas.worklist import work_kernel
-from ikbo_jax.pallas.worklist.work import (
-    RANGE_WORDS,
-    TILE_WORDS,
-    Work,
-    most_blocks,
-    most_tiles,
-)
+from ikbo_jax.pallas.gdpa_backward import kernels, statistics
+from ikbo_jax.pallas.worklist import lists, works
+from ikbo_jax.pallas.worklist.lists import Offsets
 from ikbo_jax.problems import GdpaBackwardConfig as Config
 from ikbo_jax.problems import GdpaBackwardProblem
 from ikbo_jax.problems import gdpa_backward as backward_configs
-from ikbo_jax.problems.hopper import WARPGROUP_SIZE
+from ikbo_jax.problems.hopper import TILE_ROWS, WARPGROUP_SIZE
 from ikbo_jax.tuning import table_rows
 
 pytestmark = pytest.mark.slow
@@ -77,10 +70,11 @@ class Case:
         shape, dtype = jax.ShapeDtypeStruct, jnp.dtype(self.dtype)
         query = shape((ROWS, len(self.activations), self.head_dim), dtype)
         key = shape((ROWS, self.kv_heads, self.head_dim), dtype)
-        work = Work(
-            shape((most_tiles(BATCH + 2, ROWS), TILE_WORDS), jnp.int32),
+        count = lists.most_blocks(BATCH + 2, ROWS, TILE_ROWS)
+        work = lists.Work(
+            shape((count, lists.WORK_WORDS), jnp.int32),
             shape((1,), jnp.int32),
-            shape((BATCH, RANGE_WORDS), jnp.int32),
+            shape((BATCH, lists.RANGE_WORDS), jnp.int32),
         )
         if not self.has_softmax:
             return functools.partial(kernel, **options), query, key, key, query, work
@@ -89,8 +83,8 @@ class Case:
             *operands, statistics = operands
             return kernel(*operands, statistics=statistics, **options)
 
-        rows = most_blocks(BATCH, ROWS, self.chosen.block) * self.chosen.block
-        vectors = (query.shape[1], 2, rows + ABSENT_ROWS)
+        rows = lists.most_blocks(BATCH, ROWS, self.chosen.block) * self.chosen.block
+        vectors = (query.shape[1], 2, rows + statistics.ABSENT_ROWS)
         return run, query, key, key, query, work, shape(vectors, jnp.int32)
 
 
@@ -164,12 +158,15 @@ LISTS = {
 def test_offline_launch_that_lists_tiles_is_fit(name: str, compiler: offline.Compiler) -> None:
     is_shared, has_statistics, bound, sequences = LISTS[name]
     keys = sequences // 4 if is_shared else sequences
-    sizes: dict[str, Any] = {"q_rows": sequences * 256, "kv_rows": keys * 256, "group": 1}
-    sizes |= {"max_seqlen_q": bound, "max_seqlen_kv": bound, "query_block": 64, "key_block": 64}
-    works = functools.partial(work_kernel.works, **sizes, has_statistics=has_statistics)
+    blocks = {"query_block": 64, "key_block": 64}
+
+    def list_works(*arrays: Any) -> Any:
+        given = Offsets(*arrays, sequences * 256, keys * 256, bound, bound)
+        return works.works(given, **blocks, group=1, has_statistics=has_statistics)
+
     offsets = (jax.ShapeDtypeStruct((x + 1,), jnp.int32) for x in (sequences, keys))
     index = jax.ShapeDtypeStruct((sequences,), jnp.int32) if is_shared else None
-    (compiled,) = compiler.compile_fit(works, *offsets, index)
+    (compiled,) = compiler.compile_fit(list_works, *offsets, index)
     assert compiled.name == "ikbo_gdpa_backward_lists"
     assert compiled.ptxas.registers * 4 * WARPGROUP_SIZE <= 65536
 

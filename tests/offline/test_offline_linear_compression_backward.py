@@ -93,7 +93,7 @@ def rows_and_candidates() -> dict[str, tuple[LinearCompressionBackwardProblem, A
         if row.config is not None and isinstance(row.problem, LinearCompressionBackwardProblem)
     }
     problem = LinearCompressionBackwardProblem.of(DEFAULT)
-    for config in problem.candidate_configs():
+    for config in problem.configs():
         name = f"tiles_of_{config.weight_block_m}_and_{config.embedding_block_m}"
         found.setdefault(name, (problem, config))
     return found
@@ -105,6 +105,5 @@ CHOICES = rows_and_candidates()
 @pytest.mark.parametrize("name", CHOICES)
 def test_offline_choices_of_table_and_tuner_are_fit(name: str, compiler: offline.Compiler) -> None:
     problem, config = CHOICES[name]
-    assert problem.fits(config) or not name.startswith("row")
     forward = LinearCompressionProblem(**dataclasses.asdict(problem))
     compiler.compile_fit(*launch(forward, config.kernels(problem)))

@@ -1,4 +1,4 @@
-"""Where the query rows of attention's backward kernel are, by comparing pairs and by sums."""
+"""Where the query rows of attention's backward kernel are, by XLA."""
 
 from __future__ import annotations
 
@@ -38,7 +38,6 @@ def test_both_ways_number_the_same_rows(monkeypatch, batch, users, is_sorted, is
     index = np.sort(index) if is_sorted else index
     sizes = sizes_of(batch, users, splits, is_sorted)
     by_pairs = make(index, sizes)
-    monkeypatch.setattr(worklist, "MAX_PAIRS", 0)
     monkeypatch.setattr(work_order, "MAX_COMPARED", 0)
     monkeypatch.setattr(work_order, "MAX_COUNTED", 0)
     by_sums = make(index, sizes)

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import problems
 import pytest
+from small_kernels import prefer_kernels
 
 import ikbo_jax as ikbo
 from ikbo_jax.ops import dispatch
@@ -19,7 +20,6 @@ from ikbo_jax.problems import (
     LinearCompressionBackwardProblem,
     LinearCompressionBackwardTuning,
     LinearCompressionConfig,
-    packed_cost,
 )
 from ikbo_jax.tuning import table
 
@@ -28,7 +28,7 @@ INPUTS = problems.make_inputs(SMALL)
 
 
 def test_text_holds_op_sizes_implementation_and_reason(on_cpu, monkeypatch) -> None:
-    monkeypatch.setattr(packed_cost, "is_xla_preferred", lambda problem: False)
+    prefer_kernels(monkeypatch)
     text = str(ikbo.explain(ikbo.linear_compression, *INPUTS))
     backward = LinearCompressionBackwardProblem((3, 7), (11, 5), 16, 8, "bfloat16")
     assert re.sub(r"\n    config: .*", "", text) == (

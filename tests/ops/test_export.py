@@ -18,13 +18,13 @@ import sharded_calls
 from jax import export
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
+from small_kernels import prefer_kernels
 from training_runs import network_and_request
 
 import ikbo_jax as ikbo
 from ikbo_jax.layers import functional
 from ikbo_jax.models import ranking
 from ikbo_jax.ops import dispatch, target
-from ikbo_jax.problems import packed_cost
 
 pytestmark = pytest.mark.usefixtures("on_cpu")
 
@@ -32,7 +32,7 @@ pytestmark = pytest.mark.usefixtures("on_cpu")
 @pytest.fixture(autouse=True)
 def _small_problems_by_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     """The cost model would leave linear compressions of these sizes to XLA."""
-    monkeypatch.setattr(packed_cost, "is_xla_preferred", lambda problem: False)
+    prefer_kernels(monkeypatch)
 
 
 BF16, INT = jnp.bfloat16, jnp.int32

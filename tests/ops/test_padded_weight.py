@@ -12,10 +12,10 @@ import offline
 import optax
 import problems
 import pytest
+from small_kernels import prefer_kernels
 
 import ikbo_jax as ikbo
 from ikbo_jax.layers import functional
-from ikbo_jax.problems import packed_cost
 
 # U=3, B=7, M=10, K_user=11, K_cand=5, N=8
 INPUTS = problems.make_inputs(problems.LinearCompressionShape(3, 7, 10, 11, 5, 8))
@@ -151,7 +151,7 @@ def test_an_optimiser_leaves_the_padding_zero() -> None:
 
 def test_a_program_for_cuda_pads_no_padded_weight(monkeypatch: pytest.MonkeyPatch) -> None:
     """The kernel takes the rows as they are; the rows without padding have no use and vanish."""
-    monkeypatch.setattr(packed_cost, "is_xla_preferred", lambda problem: False)
+    prefer_kernels(monkeypatch)
     of = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.bfloat16)  # noqa: E731
     arrays = (of(8, 40, 128), of(2, 70, 128), jax.ShapeDtypeStruct((8,), jnp.int32))
     weights = of(1100, 40), of(1100, 70)  # resident weights, whose rows nothing pads, have M below

@@ -30,19 +30,3 @@ def test_the_choice_is_as_fast_as_what_was_timed(sizes):
     tall = (True,) if config.tall else ()
     chosen = TIMED[sizes][config.d_query, config.block_q, config.stages, config.kv_slots, *tall]
     assert chosen <= MARGIN * min(TIMED[sizes].values())
-
-
-def test_a_row_of_many_rows_does_not_speak_for_few():
-    many, few = problem_of(32, 4096, 2, 2048, 64), problem_of(128, 128, 2, 2048, 64)
-    for problem, other in ((many, few), (few, many)):
-        config = problem.default_config()
-        assert problem.fits(config)
-        assert not other.fits(config)
-
-
-@pytest.mark.parametrize("head_dim", [64, 96, 128, 192, 256])
-@pytest.mark.parametrize("rows", [8, 40, 128, 383, 384, 4096])
-@pytest.mark.parametrize("kv_len", [128, 2048])
-def test_the_default_fits(head_dim, rows, kv_len):
-    problem = problem_of(512, rows, 4, kv_len, head_dim)
-    assert problem.fits(problem.default_config())

@@ -27,16 +27,18 @@ from ikbo_jax.tuning import table, table_rows, user_cache
 
 def other() -> LinearCompressionConfig:
     """A legal configuration that is not the default one."""
-    return list(DEFAULT.candidate_configs())[1]
+    return list(DEFAULT.configs())[1]
 
 
-def test_user_cache_wins_for_its_exact_problem_only(builtin, cache_dir):
+def test_user_cache_wins_for_its_problem_and_near_ones(builtin, cache_dir):
     builtin(row(DEFAULT))
     user_cache.write_user_row(row(DEFAULT, other()))
     choice = table.lookup(DEFAULT)
     assert (choice.config, choice.source, choice.exact) == (other(), "user cache", True)
     neighbour = dataclasses.replace(DEFAULT, batches=(15, 1023))
-    assert table.lookup(neighbour).source == "sm90.json"
+    assert table.lookup(neighbour).source == "user cache"
+    far = dataclasses.replace(DEFAULT, batches=(15, 2048))
+    assert table.lookup(far).source == "default"
     assert [path.name for path in cache_dir.iterdir() if path.suffix != ".lock"] == ["sm90.json"]
 
 
@@ -179,7 +181,7 @@ def test_cached_row_that_is_illegal_by_now_is_passed_over():
 def test_rows_of_older_versions_are_read_if_they_mean_the_same(cache_dir):
     cache_dir.mkdir()
     old = row(GDPA, GDPA.default_config()).to_json()
-    for value, source in ((False, "user cache"), (True, "sm90.json")):
+    for value, source in ((False, "user cache"), (True, "default")):
         old["config"]["early_scores"] = value
         (cache_dir / "sm90.json").write_text(_file_of(old))
         with warnings.catch_warnings(record=True) as caught:

@@ -1,4 +1,4 @@
-"""Rows of several cards: those of the card at hand come first."""
+"""Rows of several cards: those of the card at hand count."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from ikbo_jax.tuning import table, table_rows, user_cache
 
 H100, H200 = "NVIDIA H100 80GB HBM3", "NVIDIA H200"
 DEFAULT = LinearCompressionProblem((15, 1024), (1178, 866), 433, 256, "bfloat16")
-#: Of another shape class.
-FAR = dataclasses.replace(DEFAULT, batches=(15, 4096))
-CANDIDATES = list(DEFAULT.candidate_configs())
+#: Within the distance of a row that speaks for it.
+FAR = dataclasses.replace(DEFAULT, batches=(18, 1200))
+CANDIDATES = list(DEFAULT.configs())
 OF_H100, OF_H200 = CANDIDATES[1], CANDIDATES[2]
 
 
@@ -36,28 +36,29 @@ def row(device: str, config: Any, problem: Any = DEFAULT) -> table_rows.Row:
         ("NVIDIA H100 NVL", OF_H100),
         (H200, OF_H200),
         ("H200", OF_H200),
-        ("NVIDIA GH200 480GB", OF_H200),  # no card of the rows: the first row
+        ("NVIDIA GH200 480GB", CANDIDATES[0]),  # no card of the rows: the ranking
         ("", OF_H200),
     ],
 )
-def test_rows_of_the_card_at_hand_come_first(builtin, device, expected):
+def test_rows_of_the_card_at_hand_count(builtin, device, expected):
     builtin(row(H200, OF_H200), row(H100, OF_H100))
     for problem in (DEFAULT, FAR):
         assert table.lookup(problem, device=device).config == expected
 
 
-def test_a_nearer_row_of_another_card_beats_a_farther_one(builtin):
-    far = dataclasses.replace(DEFAULT, batches=(15, 65536))
-    builtin(row(H200, OF_H200), row(H100, OF_H100, far))
-    assert table.lookup(FAR, device=H100).config == OF_H200
-    assert "NVIDIA H200" in table.lookup(FAR, device=H100).reason
-
-
-def test_within_a_class_the_card_comes_before_the_distance(builtin):
+def test_the_card_comes_before_the_distance(builtin):
     near = dataclasses.replace(DEFAULT, batches=(15, 1100))
     builtin(row(H200, OF_H200, near), row(H100, OF_H100))
     assert table.lookup(near, device=H200).config == OF_H200
     assert table.lookup(near, device=H100).config == OF_H100
+
+
+def test_another_cards_row_in_the_users_cache_is_ignored_aloud(builtin):
+    builtin()
+    user_cache.write_user_row(row(H200, OF_H200))
+    choice = table.lookup(DEFAULT, device=H100)
+    assert choice.config == CANDIDATES[0]
+    assert f"is ignored: an {H200} measured it" in choice.reason
 
 
 def test_the_tuning_cache_keeps_a_row_for_each_card(builtin):

@@ -22,7 +22,7 @@ from ikbo_jax.tuning import table, table_rows, user_cache
 
 #: What no candidate of attention has.
 PROPOSED_BY_NOBODY = AttentionConfig(balance=True, late_turns=True)
-CANDIDATES = list(DEFAULT.candidate_configs())
+CANDIDATES = list(DEFAULT.configs())
 
 
 @pytest.fixture
@@ -50,7 +50,7 @@ def test_xla_begins_and_halves_of_the_field_go_on_to_a_final_with_xla(builtin):
     assert table_rows.config_from_json(found["config"]) == CANDIDATES[60]
     first, *heats, final = bench.tasks
     assert first.contenders == (None,)
-    assert [len(task.contenders) for task in heats] == [104, 52, 26, 13, 8]
+    assert [len(task.contenders) for task in heats] == [110, 55, 28, 14, 8]
     windows = [task.window_s for task in heats]
     assert windows == [contest.FIRST_WINDOW_S * 2**i for i in range(5)]
     assert final.contenders[0] is None
@@ -62,7 +62,7 @@ def test_xla_begins_and_halves_of_the_field_go_on_to_a_final_with_xla(builtin):
 
 def test_choice_that_no_candidate_is_takes_part_and_stays_if_it_is_fastest(builtin, cache_file):
     """The shipped row was measured with a configuration that the tuner cannot propose."""
-    assert PROPOSED_BY_NOBODY not in list(ATTENTION.candidate_configs())
+    assert PROPOSED_BY_NOBODY not in list(ATTENTION.configs())
     builtin(row(ATTENTION, PROPOSED_BY_NOBODY))
     bench = Bench({None: 9.0, PROPOSED_BY_NOBODY: 0.9}, 1.0)
     found, lines = tune(ATTENTION, bench, limit=3)
@@ -77,7 +77,7 @@ def test_choice_that_no_candidate_is_takes_part_and_stays_if_it_is_fastest(built
 def test_shipped_choice_takes_part_beside_a_row_of_the_user(builtin, cache_file):
     """A row that an earlier version wrote although it was slower is found out."""
     builtin(row(ATTENTION, PROPOSED_BY_NOBODY))
-    slow = list(ATTENTION.candidate_configs())[5]
+    slow = list(ATTENTION.configs())[5]
     user_cache.write_user_row(row(ATTENTION, slow))
     bench = Bench({None: 9.0, PROPOSED_BY_NOBODY: 0.9, slow: 1.1}, 1.0)
     tune(ATTENTION, bench, limit=2)

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from ikbo_jax.problems import GdpaConfig, GdpaProblem, ShortGdpaConfig, short_gdpa
 from ikbo_jax.problems.gdpa_sizes import SOFTMAX
+from ikbo_jax.problems.problem import ranked
 from ikbo_jax.tuning import table
 
 #: The fastest choice may be missed by so much.
@@ -24,7 +25,7 @@ def test_the_choice_is_nearly_the_fastest_that_was_timed(name):
     chosen = table.lookup(problem, with_user_rows=False).config
     assert chosen in times, f"{chosen} was not timed"
     assert times[chosen] <= TOLERANCE * min(times.values())
-    assert next(iter(problem.candidate_configs())) == min(times, key=times.__getitem__)
+    assert problem.default_config() == min(times, key=times.__getitem__)
 
 
 def changed(name: str, **changes: object) -> GdpaProblem:
@@ -95,15 +96,16 @@ def test_the_default_is_legal_and_keeps_its_registers(
         *((activation,), approx, is_broadcast),
         *((None, None) if tail is None else (tail * q_mean, tail * kv_mean)),
     )
-    candidates = list(problem.candidate_configs())
+    candidates = list(problem.configs())
     assert len(candidates) == len(set(candidates)) <= 16
     assert all(config.illegal_reason(problem) is None for config in candidates)
     config = candidates[0]
     assert problem.default_config() == config
-    assert isinstance(config, ShortGdpaConfig) == problem.prefers_short
+    is_short = short_gdpa.why_preferred(problem) is not None
+    assert isinstance(config, ShortGdpaConfig) == is_short
     if isinstance(config, ShortGdpaConfig):
         assert config.ctas == short_gdpa.most_ctas(config, problem)
         assert short_gdpa.registers(config, problem) <= short_gdpa.MAX_REGISTERS
-        assert "the kernel for short sequences (" in problem.default_rule()
+        assert "the kernel for short sequences (" in ranked(problem)[0].why
     elif config.tickets:
         assert activation != SOFTMAX

@@ -56,7 +56,7 @@ def op_of(problem: Any) -> str:
 
 def other(problem: Any) -> Any:
     """A legal configuration that is not the default one."""
-    return list(problem.candidate_configs())[1]
+    return list(problem.configs())[1]
 
 
 # Rows.
@@ -124,7 +124,7 @@ def test_rows_of_one_direction_say_nothing_about_the_other(result, gradient, bui
 )
 def test_without_a_legal_configuration_xla_runs(problem, changes, message):
     problem = dataclasses.replace(problem, **changes)
-    assert list(problem.candidate_configs()) == []
+    assert list(problem.configs()) == []
     choice = table.lookup(problem)
     assert (choice.config, choice.source, choice.exact) == (None, "none", False)
     assert message in choice.reason

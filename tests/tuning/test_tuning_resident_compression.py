@@ -22,6 +22,7 @@ from ikbo_jax.problems import packed_cost as packed
 from ikbo_jax.problems import resident_cost as resident
 from ikbo_jax.problems.hopper import MAX_SMEM_BYTES
 from ikbo_jax.problems.linear_compression_backward import default_config as backward_config
+from ikbo_jax.problems.problem import ranked
 from ikbo_jax.tuning import table
 
 SMALL = LinearCompressionProblem((100, 8192), (200, 40), 16, 32, "bfloat16")
@@ -85,11 +86,12 @@ def test_resident_layouts_of_levels() -> None:
 @pytest.mark.parametrize("batches", [(1, 602), (200, 601), (10095, 10095)])
 def test_resident_candidates_are_legal_and_fit_an_sm(n: int, batches: tuple[int, int]) -> None:
     problem = LinearCompressionProblem(batches, (121, 138), 48, n, "bfloat16")
-    configs = list(resident.candidate_configs(problem))
+    ways = resident.ranked_configs(problem)
+    configs = [way.config for way in ways]
     assert configs
     assert {config.gathers for config in configs} == {False, True}
     times = [resident.estimated_us(problem, config) for config in configs]
-    assert times == sorted(times)
+    assert times == sorted(times) == pytest.approx([way.us for way in ways])
     for config in configs:
         assert config.illegal_reason(problem) is None
         size = memory.smem_bytes(config.layout(problem, 1).shared(n, stores=True))
@@ -116,7 +118,7 @@ def contenders(name: str) -> Iterator[tuple[float, float, object]]:
     for (block_n, block_m, stages, cluster), us in in_packed.items():
         config = next(
             config
-            for config in packed.candidate_configs(problem)
+            for _, config, _ in packed.ranked_configs(problem)
             if (config.block_n, config.block_m, config.cluster) == (block_n, block_m, cluster)
         )
         config = dataclasses.replace(config, num_stages=stages)
@@ -136,7 +138,7 @@ def test_models_choose_what_was_fast_on_a_gpu(name: str) -> None:
     problem = times.SIZES[name].problem
     assert type(problem.default_config()) is type(config)
     assert isinstance(config, PackedCompressionConfig) == (name == "d1")
-    assert problem.why_xla() is None
+    assert ranked(problem)[0].config is not None
     choice = table.lookup(problem, with_user_rows=False)
     assert (choice.config, choice.source) == (problem.default_config(), "default")
 
@@ -198,9 +200,11 @@ def test_models_choose_well_at_large_m() -> None:
     losses = []
     for problem, (in_packed, in_rows, in_resident) in times.LARGE.items():
         assert resident.LARGE_M < problem.m <= resident.MAX_DEFAULT_M
-        assert not resident.is_preferred(dataclasses.replace(problem, m=resident.MAX_DEFAULT_M + 1))
-        others = in_packed if packed.is_preferred(problem) else in_rows
-        taken = in_resident if resident.is_preferred(problem) else others
+        larger = dataclasses.replace(problem, m=resident.MAX_DEFAULT_M + 1)
+        assert not isinstance(larger.default_config(), ResidentCompressionConfig)
+        kinds = PackedCompressionConfig, LinearCompressionConfig, ResidentCompressionConfig
+        kind = kinds.index(type(problem.default_config()))
+        taken = (in_packed, in_rows, in_resident)[kind]
         losses.append(taken / min(in_packed, in_rows, in_resident))
     assert max(losses) < 1.13, dict(zip(times.LARGE, losses, strict=True))
     assert math.prod(losses) ** (1 / len(losses)) < 1.01
@@ -213,8 +217,7 @@ def test_large_problems_keep_row_tiles(
     problem = LinearCompressionProblem(batches, ks, m, 256, "bfloat16")
     row = next(problem.row_configs())
     assert packed.estimated_row_us(problem, row) == pytest.approx(us, rel=0.15)
-    assert table.lookup(problem, with_user_rows=False).source == "sm90.json"
-    assert not any(isinstance(x, ResidentCompressionConfig) for x in problem.candidate_configs())
+    assert isinstance(problem.default_config(), LinearCompressionConfig)
     for config in (problem.default_config(), *backward_config(problem).embeddings):
         assert isinstance(config, LinearCompressionConfig)
 

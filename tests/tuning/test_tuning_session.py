@@ -29,7 +29,7 @@ from ikbo_jax.reference.linear_compression import decomposed
 
 TINY = LinearCompressionProblem((2, 6), (7, 5), 9, 16, "float32")
 DEFAULT = LinearCompressionProblem((15, 1024), (1178, 866), 433, 256, "bfloat16")
-A, B, _, C = list(DEFAULT.candidate_configs())[:4]
+A, B, _, C = list(DEFAULT.configs())[:4]
 SMALL = {"window_s": 0.002, "windows": 2, "matmul_size": 64}
 
 
@@ -397,7 +397,7 @@ def test_events_are_marked_lines(monkeypatch, capsys):
 @pytest.mark.gpu
 def test_kernels_that_another_process_lowered_run_on_the_device():
     problem = LinearCompressionProblem((3, 40), (130, 66), 65, 128, "bfloat16")
-    kernels = list(problem.candidate_configs())[:4]
+    kernels = list(problem.configs())[:4]
     lines: list[str] = []
     with session.Session(
         problem,

@@ -36,9 +36,12 @@ from jaxlib.mlir.dialects import arith, vector
 from jaxlib.mlir.dialects import math as mlir_math
 
 from ikbo_jax.pallas.hopper import per_thread, stores
-from ikbo_jax.pallas.hopper.launch import Roles, WarpgroupContext, launch
+from ikbo_jax.pallas.hopper.launch import WarpgroupContext, launch_threads
+from ikbo_jax.pallas.hopper.per_thread import Threads
 from ikbo_jax.pallas.worklist import numbering
 from ikbo_jax.pallas.worklist.numbering import USER_WORDS
+from ikbo_jax.pallas.worklist.scan import rank, rank_of
+from ikbo_jax.pallas.worklist.search import count_at_most
 from ikbo_jax.problems.hopper import WARPGROUP_SIZE
 from ikbo_jax.reference.attention import HUGE_LSE, LSE_ERROR
 
@@ -149,17 +152,16 @@ def statistics_kernel(
         rows = numbering.outputs(sizes, has_order=shape.ranked > 0)
         declared = declared._replace(rows=rows)
         shared = numbering.shared(sizes, ranked=shape.ranked)
-    found = launch(
-        Roles(lambda *arguments: WarpgroupContext(shape, None, *arguments), None, _store),
+    found: Outputs = launch_threads(
+        _store,
+        shape,
         operands,
         declared,
         shared,
-        dtype=jnp.int32,
         name="ikbo_attention_backward_statistics",
         workers=shape.workers,
     )
-    result: Outputs = jax.tree.unflatten(jax.tree.structure(declared), found)
-    return result
+    return found
 
 
 class _Rows(NamedTuple):
@@ -181,9 +183,12 @@ def _divided(values: jax.Array, size: int) -> tuple[jax.Array, jax.Array]:
 def _rows(ctx: WarpgroupContext) -> _Rows:
     """The rows of this CTA, after their users' numbers."""
     shape, sizes, operands = ctx.shape, ctx.shape.sizes, ctx.operands
-    of_launch = numbering.Operands(operands.index, operands.lengths)
+    of_launch, threads = (
+        numbering.Operands(operands.index, operands.lengths),
+        Threads(1, 0, ctx.interpret),
+    )
     numbers = numbering.Numbering(
-        sizes, ctx.shared, of_launch, ctx.outputs.rows, ctx.worker, shape.workers, ctx.interpret
+        sizes, ctx.shared, of_launch, ctx.outputs.rows, ctx.worker, shape.workers, threads
     )
     thread, zero = per_thread.number(), per_thread.same(0)
     row = ctx.worker * CTA_ROWS + lax.div(thread, per_thread.same(ROW_THREADS))
@@ -198,38 +203,38 @@ def _rows(ctx: WarpgroupContext) -> _Rows:
         numbering.describe(numbers)
 
         def first_of(user: jax.Array) -> jax.Array:
-            return numbers.read(ctx.shared.first_rows, user)
+            return threads.read(ctx.shared.first_rows, user)
 
         def target_of(user: jax.Array) -> jax.Array:
-            return numbers.read(ctx.shared.first_targets, user)
+            return threads.read(ctx.shared.first_targets, user)
 
         poison = ctx.shared.poison if sizes.is_sorted else None
         space = "shared"
     else:
 
         def first_of(user: jax.Array) -> jax.Array:
-            return numbers.read(operands.users, user * USER_WORDS, "global")
+            return threads.read(operands.users, user * USER_WORDS, "global")
 
         def target_of(user: jax.Array) -> jax.Array:
-            return numbers.read(operands.users, user * USER_WORDS + 2, "global")
+            return threads.read(operands.users, user * USER_WORDS + 2, "global")
 
         poison, space = operands.poison, "global"
     added = zero
     if poison is not None:
-        added = numbers.read(poison, zero, space)
+        added = threads.read(poison, zero, space)
         rows_before = candidate * sizes.per_candidate
         user = _user_of_row(user, rows_before, first_of, sizes.users, poison[0] != 0)
     first_row, first_target = first_of(user), target_of(user)
     first, _ = _divided(first_row, sizes.per_candidate)
     place = candidate
     if operands.position is not None:
-        place = numbers.read(operands.position, candidate, "global")
+        place = threads.read(operands.position, candidate, "global")
     elif shape.ranked:
         place = first + _rank(numbers, candidate, shape)
         part = lax.rem(thread, per_thread.same(ROW_THREADS))
         is_first = is_row & (q == 0) & (head == 0) & (part == 0)
-        numbers.write(numbers.outputs.position, candidate, place, is_first)
-        numbers.write(numbers.outputs.order, place, candidate, is_first)
+        threads.write(numbers.outputs.position, candidate, place, is_first)
+        threads.write(numbers.outputs.order, place, candidate, is_first)
     in_candidate = q * sizes.group + in_group
     in_user = (place - first) * sizes.per_candidate + in_candidate
     packed = place * sizes.per_candidate + in_candidate
@@ -243,47 +248,30 @@ def _user_of_row(
 
     By the index, some of the rows that they read would get no statistics, instead of NaN.
     """
-    steps = users.bit_length()
-
-    def search(turn: Any, found: jax.Array) -> jax.Array:
-        # The last user whose first row is not after this one.
-        after = found + lax.shift_left(jnp.int32(1), steps - 1 - turn)
-        is_after = (after < users) & (first_of(jnp.minimum(after, users - 1)) <= row)
-        return jnp.where(is_after, after, found)
-
-    turns = jnp.where(is_order_wrong, jnp.int32(steps), jnp.int32(0))
-    found = lax.fori_loop(jnp.int32(0), turns, search, per_thread.same(0))
+    # The last user whose first row is not after this one.
+    found = count_at_most(
+        lambda x: first_of(x + 1), users - 1, row, per_thread.same(0), is_order_wrong
+    )
     return jnp.where(is_order_wrong, found, user)
 
 
 def _rank(ctx: numbering.Numbering, candidate: jax.Array, shape: Shape) -> jax.Array:
-    """How many candidates of the same user come before each of this CTA's.
-
-    Each thread compares some candidates' users with the users of all of the CTA's candidates.
-    """
+    """Counts the candidates of the same user that come before each of this CTA's."""
     first = lax.div(ctx.worker * CTA_ROWS, shape.heads * shape.sizes.q_len)
-    last, ranks = shape.sizes.batch - 1, ctx.shared.ranks
+
+    def users_of(candidates: list[jax.Array]) -> list[jax.Array]:
+        return ctx.users([jnp.minimum(x, shape.sizes.batch - 1) for x in candidates])
+
     mine = [per_thread.same(0) + (first + i) for i in range(shape.ranked)]
-    own = ctx.users([jnp.minimum(x, last) for x in mine])
-    rounds, numbers = ctx.rounds(shape.sizes.batch)
+    own = list(zip(mine, users_of(mine), strict=True))
+    ranks = ctx.shared.ranks
 
-    def add(turn: Any, sums: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
-        places = numbers(turn)
-        users = ctx.users([jnp.minimum(x, last) for x in places])
-        for place, user in zip(places, users, strict=True):
-            sums = tuple(
-                x + jnp.where((user == u) & (place < i), 1, 0)
-                for x, u, i in zip(sums, own, mine, strict=True)
-            )
-        return sums
+    def is_before(other: tuple[Any, Any], own: tuple[Any, Any]) -> jax.Array:
+        return (other[1] == own[1]) & (other[0] < own[0])
 
-    sums = lax.fori_loop(0, rounds, add, (per_thread.same(0),) * shape.ranked)
-    per_thread.sums_by_warp(sums, ranks)
+    rank(users_of, shape.sizes.batch, own, is_before, ranks)
     plgpu.commit_smem()
-    found, place = per_thread.same(0), (candidate - first) * per_thread.WARPS
-    for warp in range(per_thread.WARPS):
-        found = found + ctx.read(ranks, place + warp)
-    return found
+    return rank_of(ctx.threads, ranks, candidate - first)
 
 
 def _store(ctx: WarpgroupContext) -> None:

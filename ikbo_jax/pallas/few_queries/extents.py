@@ -10,7 +10,7 @@ from jax import lax
 
 from ikbo_jax.pallas.few_queries import rows, user_table
 from ikbo_jax.pallas.few_queries.context import Context, Place
-from ikbo_jax.pallas.worklist import runs
+from ikbo_jax.pallas.worklist import search
 
 
 class Extent(NamedTuple):
@@ -135,7 +135,7 @@ def run_of(ctx: Context, extent: Extent) -> tuple[Any, Any]:
 def _searched_run(ctx: Context, first: Any, end: Any) -> tuple[Any, Any]:
     shape, index = ctx.shape, ctx.operands.cand_to_user
     candidate = jnp.minimum(lax.div(first, shape.q_len), shape.batch - 1)
-    stop = runs.end_of_run(
+    stop = search.end_of_run(
         index,
         candidate,
         lax.div(end - 1, shape.q_len) + 1,

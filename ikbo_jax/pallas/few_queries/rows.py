@@ -10,7 +10,7 @@ them once.
 
 The index is searched in the same way for every user, so the ranges that `candidates` finds hold
 every candidate exactly once even if the index is not sorted. Only its users then differ within a
-range, which `runs.end_of_run` finds.
+range, which `search.end_of_run` finds.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith
 
 from ikbo_jax.pallas.hopper.warps import LANES, ballot, from_lane, lane, lowest_bit, total
-from ikbo_jax.pallas.worklist.runs import INTEGER, SCALAR, splat, user_at
+from ikbo_jax.pallas.worklist.search import INTEGER, SCALAR, count_at_most, splat, user_at
 
 #: Most items of a period of `firsts_before`.
 PERIOD = 1024
@@ -77,18 +77,13 @@ def candidates(cand_to_user: Any, user: Any, users: int, *, interpret: bool) -> 
     batch = cand_to_user.shape[0]
     if interpret:
 
-        def count_below(user: Any) -> Any:
-            def halve(_: Any, bounds: tuple[Any, Any]) -> tuple[Any, Any]:
-                low, high = bounds
-                middle = (low + high) // 2
-                other = jnp.clip(cand_to_user[jnp.minimum(middle, batch - 1)], 0, users - 1)
-                is_below = (other < user) & (low < high)
-                return jnp.where(is_below, middle + 1, low), jnp.where(is_below, high, middle)
+        def user_of(candidate: Any) -> Any:
+            return jnp.clip(cand_to_user[candidate], 0, users - 1)
 
-            bounds = (jnp.int32(0), jnp.int32(batch))
-            return lax.fori_loop(0, batch.bit_length(), halve, bounds)[0]
-
-        return count_below(user), count_below(user + 1)
+        below, of_user = (
+            count_at_most(user_of, batch, last, jnp.int32(0)) for last in (user - 1, user)
+        )
+        return below, of_user
 
     if batch <= MOST_COUNTED:
         return _counts(cand_to_user, user, users)

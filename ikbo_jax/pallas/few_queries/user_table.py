@@ -32,7 +32,7 @@ from jaxlib.mlir.dialects import arith, scf
 
 from ikbo_jax.pallas.few_queries import listing
 from ikbo_jax.pallas.hopper import turns, warps
-from ikbo_jax.pallas.worklist.runs import SCALAR, clamped, user_at
+from ikbo_jax.pallas.worklist.search import SCALAR, clamped, user_at
 from ikbo_jax.problems.few_queries import LISTING_WARPS
 
 #: The lower half of a word.

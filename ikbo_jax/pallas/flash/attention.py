@@ -8,7 +8,7 @@ rows of the tile to that user's keys, and stores only the rows of its run.  An *
 descriptor of a pass, which the producer writes and both consumers read.
 
 A softmax on jagged sequences (generalised attention) takes the same kernel.  Its tiles come from a
-list that XLA makes before the launch (`tile_list`): a tile is some rows of one sequence, and takes
+list that XLA makes before the launch (`tiles`): a tile is some rows of one sequence, and takes
 one pass.  A block of keys may reach into the next sequences; scores of such keys are masked, as the
 scores of padding are.
 
@@ -59,7 +59,9 @@ from ikbo_jax.pallas.flash import attention_consumer, attention_producer, softma
 from ikbo_jax.pallas.flash.attention_context import AttentionContext, Operands, Outputs, Shape
 from ikbo_jax.pallas.hopper import warps
 from ikbo_jax.pallas.hopper.launch import Roles, launch
-from ikbo_jax.pallas.worklist import tile_list, tile_list_kernel, work_order
+from ikbo_jax.pallas.worklist import lists, work_order
+from ikbo_jax.pallas.worklist.lists import Offsets
+from ikbo_jax.pallas.worklist.tiles import query_tiles
 from ikbo_jax.problems import AttentionConfig
 from ikbo_jax.problems.hopper import TILE_ROWS, WGMMA_M
 
@@ -144,8 +146,8 @@ def attention_kernel(
     if q_len and q_len < WGMMA_M and not is_searched and users > 1:
         run_ends = work_order.run_ends(jnp.clip(cand_to_user, 0, users - 1))
     rows = query.reshape(batch * q_len, q_heads, head_dim)
-    lists = cand_to_user, key_value_seq_lengths, order, run_ends, cuts, cut_counts
-    return finish(Operands(rows, key, value, *lists, targets=targets), shape)
+    rest = cand_to_user, key_value_seq_lengths, order, run_ends, cuts, cut_counts
+    return finish(Operands(rows, key, value, *rest, targets=targets), shape)
 
 
 def _tiles_by_user(
@@ -154,7 +156,7 @@ def _tiles_by_user(
     sequences: jax.Array,
     lengths: jax.Array | None,
     interpret: Any,
-) -> tile_list.TileList:
+) -> lists.TileList:
     """Lists tiles that are cut where users end; `sequences` are the users in work order.
 
     Candidates are sequences of queries, and users sequences of keys. If users have lengths, every
@@ -167,17 +169,9 @@ def _tiles_by_user(
         own = ends[:-1] + jnp.clip(lengths, 0, kv_len)
         ends = jnp.append(jnp.stack([ends[:-1], own], axis=1).reshape(-1), ends[-1:])
         sequences = 2 * sequences
-    return tile_list_kernel.query_tiles(
-        jnp.arange(batch + 1, dtype=jnp.int32) * q_len,
-        ends,
-        sequences,
-        q_rows=batch * q_len,
-        kv_rows=users * kv_len,
-        max_seqlen_q=None,
-        max_seqlen_kv=None,
-        size=TILE_ROWS,
-        interpret=interpret,
-    )
+    starts = jnp.arange(batch + 1, dtype=jnp.int32) * q_len
+    offsets = Offsets(starts, ends, sequences, batch * q_len, users * kv_len)
+    return query_tiles(offsets, size=TILE_ROWS, interpret=interpret)
 
 
 def _finish(
@@ -197,7 +191,7 @@ def jagged_attention_kernel(
     query: jax.Array,
     key: jax.Array,
     value: jax.Array,
-    tiles: tile_list.TileList,
+    tiles: lists.TileList,
     *,
     out_rows: int,
     scale: float,

@@ -73,8 +73,8 @@ class Operands(NamedTuple):
     run_ends: Any = None  # [B] int32; see `work_order.run_ends`
     cuts: Any = None  # [warpgroup tiles + 1] int32; see `work_order.cuts`
     cut_counts: Any = None  # [warpgroup tiles] int32; see `work_order.cuts`
-    words: Any = None  # [most tiles, TILE_WORDS] int32, of a `tile_list.TileList`
-    counts: Any = None  # [2] int32, of a `tile_list.TileList`
+    words: Any = None  # [most tiles, TILE_WORDS] int32, of a `lists.TileList`
+    counts: Any = None  # [2] int32, of a `lists.TileList`
     targets: Any = None  # [B] int32, the candidates of the results; None: as the queries
 
 

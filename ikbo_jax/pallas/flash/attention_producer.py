@@ -13,7 +13,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from ikbo_jax.pallas.flash.attention_context import COMMON_ITEM_WORDS, AttentionContext, Item
 from ikbo_jax.pallas.hopper import mosaic, schedule
 from ikbo_jax.pallas.hopper.rings import Ring
-from ikbo_jax.pallas.worklist import runs, tile_list
+from ikbo_jax.pallas.worklist import lists, search
 from ikbo_jax.problems.attention import FLAG_WORDS
 from ikbo_jax.problems.hopper import NUM_CONSUMERS, TILE_ROWS, WGMMA_M, column_blocks
 
@@ -113,7 +113,7 @@ def _run_from(ctx: AttentionContext, position: Any, stop: Any) -> tuple[Any, Any
     if shape.q_len < WGMMA_M:
         last = jnp.minimum(position + most, stop)
         index = operands.cand_to_user
-        return user, runs.end_of_run(
+        return user, search.end_of_run(
             index, position, last, most, shape.users, interpret=ctx.interpret
         )
     end, is_same = position + 1, True
@@ -169,7 +169,7 @@ def _listed_pass(ctx: AttentionContext, share: _Share, i: Any) -> _Pass:
     exists, number = number < tiles, jnp.clip(number, 0, jnp.maximum(tiles - 1, 0))
     tile, head = lax.div(number, shape.q_heads), lax.rem(number, shape.q_heads)
     source, target, rows, first_key, length = (
-        ctx.operands.words[tile, word] for word in range(tile_list.TILE_WORDS)
+        ctx.operands.words[tile, word] for word in range(lists.TILE_WORDS)
     )
     end = target + jnp.where(exists, rows, 0)
     length = jnp.where(exists, length, 0)

@@ -7,9 +7,8 @@ from typing import Any
 import jax
 
 from ikbo_jax.pallas.flash import attention, gdpa_forward, short_gdpa
-from ikbo_jax.pallas.worklist import tile_list_kernel
-from ikbo_jax.pallas.worklist.found_tiles import Sequences
-from ikbo_jax.pallas.worklist.tile_list import TileList
+from ikbo_jax.pallas.worklist.lists import Offsets, TileList
+from ikbo_jax.pallas.worklist.tiles import query_tiles
 from ikbo_jax.problems import GdpaConfig, ShortGdpaConfig
 from ikbo_jax.problems.hopper import TILE_ROWS
 from ikbo_jax.reference.activations import SOFTMAX
@@ -51,7 +50,7 @@ def gdpa_kernel(
         tiles = _tiles_of_short(arrays, settings, config)
         return short_gdpa.short_gdpa(*arrays[:3], tiles, **options)
     query, key, value = arrays[:3]
-    listed = _listed(arrays, settings, TILE_ROWS, 1)
+    listed = query_tiles(Offsets.of(arrays, settings), size=TILE_ROWS)
     if SOFTMAX in settings.activations:
         options |= {"config": config.for_softmax, "return_residuals": return_residuals}
         return attention.jagged_attention_kernel(query, key, value, listed, **options)
@@ -61,24 +60,9 @@ def gdpa_kernel(
 
 def _tiles_of_short(
     arrays: Arrays, settings: Settings, config: ShortGdpaConfig
-) -> TileList | Sequences:
+) -> TileList | Offsets:
+    offsets = Offsets.of(arrays, settings)
     if config.finds_tiles and arrays.q_to_kv is None:
-        bounds = (settings.max_seqlen_q, settings.max_seqlen_kv)
-        return Sequences(arrays.cu_seqlens_q, arrays.cu_seqlens_kv, *bounds)
+        return offsets
     # In the order of memory, rows that tiles of neighbouring sequences load, too, are in L2.
-    return _listed(arrays, settings, config.tile_rows, config.block_kv)
-
-
-def _listed(arrays: Arrays, settings: Settings, size: int, unit: int) -> TileList:
-    """The list of tiles of queries."""
-    return tile_list_kernel.query_tiles(
-        arrays.cu_seqlens_q,
-        arrays.cu_seqlens_kv,
-        arrays.q_to_kv,
-        q_rows=arrays.query.shape[0],
-        kv_rows=arrays.key.shape[0],
-        max_seqlen_q=settings.max_seqlen_q,
-        max_seqlen_kv=settings.max_seqlen_kv,
-        size=size,
-        unit=unit,
-    )
+    return query_tiles(offsets, size=config.tile_rows, unit=config.block_kv)

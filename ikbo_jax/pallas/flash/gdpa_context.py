@@ -39,7 +39,7 @@ class Operands(NamedTuple):
     query: Any  # [q_rows, N, H]
     key: Any  # [kv_rows, K, H]
     value: Any  # [kv_rows, K, H]
-    words: Any  # [most tiles, tile_list.TILE_WORDS] int32
+    words: Any  # [most tiles, lists.TILE_WORDS] int32
     counts: Any  # [2] int32
 
 

@@ -3,7 +3,7 @@
     out[i] = output_scale * sum_j act(scale * query[i] @ key[j]) * value[j]
 
 over the keys j of query i's sequence, for each head.  Before the launch, XLA lists tiles of at most
-128 query rows of one sequence (`tile_list`).  An *item* is one head of one tile: one pass over its
+128 query rows of one sequence (`tiles`).  An *item* is one head of one tile: one pass over its
 sequence's keys.  A *run* is one head of `GdpaConfig.run` consecutive tiles: the work item that CTAs
 take from the schedule.  Of n CTAs, CTA w takes the runs w, 2n - 1 - w, 2n + w, ..., back and forth
 along the list, whose tiles are sorted by falling work; or run w, and then whichever is next by a
@@ -51,7 +51,7 @@ from ikbo_jax.pallas.activations.weights import ActivationSpec
 from ikbo_jax.pallas.flash import gdpa_consumer, gdpa_producer
 from ikbo_jax.pallas.flash.gdpa_context import GdpaContext, Operands, Shape
 from ikbo_jax.pallas.hopper.launch import Roles, launch
-from ikbo_jax.pallas.worklist import tile_list
+from ikbo_jax.pallas.worklist import lists
 from ikbo_jax.problems import GdpaConfig
 
 # Host side
@@ -61,7 +61,7 @@ def gdpa_forward(
     query: jax.Array,
     key: jax.Array,
     value: jax.Array,
-    tiles: tile_list.TileList,
+    tiles: lists.TileList,
     *,
     out_rows: int,
     activations: tuple[str, ...],

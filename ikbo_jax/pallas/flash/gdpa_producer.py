@@ -13,7 +13,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from ikbo_jax.pallas.flash.gdpa_context import Destination, GdpaContext, Item
 from ikbo_jax.pallas.hopper.rings import Ring
-from ikbo_jax.pallas.worklist import tile_list
+from ikbo_jax.pallas.worklist import lists
 from ikbo_jax.problems.hopper import WGMMA_M
 
 
@@ -38,7 +38,7 @@ def _keeps(ctx: GdpaContext, tile: Any, end: Any, blocks: Any) -> Any:
     words = ctx.operands.words
     next_item = jnp.minimum(tile + 1, end - 1)
     is_same = (tile + 1 < end) & (blocks <= min(ctx.config.k_stages, ctx.config.v_stages))
-    for word in (tile_list.KV_START, tile_list.KV_LENGTH):
+    for word in (lists.KV_START, lists.KV_LENGTH):
         is_same = is_same & (words[next_item, word] == words[tile, word])
     return is_same.astype(jnp.int32)
 
@@ -48,7 +48,7 @@ def _send_item(ctx: GdpaContext, head: Any, end: Any, tile: Any, progress: _Prog
     shape, shared, operands = ctx.shape, ctx.shared, ctx.operands
     kv_head = lax.div(head, shape.q_heads // shape.kv_heads)
     source, target, rows, first_key, length = (
-        operands.words[tile, word] for word in range(tile_list.TILE_WORDS)
+        operands.words[tile, word] for word in range(lists.TILE_WORDS)
     )
     block_kv = ctx.config.block_kv
     blocks = lax.div(length + (block_kv - 1), block_kv)

@@ -14,7 +14,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from ikbo_jax.pallas.activations import weights as gdpa_weights
 from ikbo_jax.pallas.flash.gdpa_context import GdpaContext
 from ikbo_jax.pallas.hopper import mma, operand_tiles, stores
-from ikbo_jax.pallas.worklist import tile_list
+from ikbo_jax.pallas.worklist import lists
 from ikbo_jax.problems.hopper import WGMMA_M
 
 
@@ -94,5 +94,5 @@ def zero_rest(ctx: GdpaContext) -> None:
             number = ctx.work_item(i)
             tile, head = with_keys + lax.div(number, heads), lax.rem(number, heads)
             words = ctx.operands.words
-            target, rows = words[tile, tile_list.TARGET], words[tile, tile_list.ROWS]
+            target, rows = words[tile, lists.TARGET], words[tile, lists.ROWS]
             _store_staged(ctx, slot, head, *_consumer_rows(ctx, target, rows))

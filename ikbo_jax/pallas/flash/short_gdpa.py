@@ -9,7 +9,7 @@ loads.  Instead, a CTA is one warpgroup with little shared memory, and an SM hol
 which works on a sequence of its own.
 
 Before the launch, a list of tiles of at most `ShortGdpaConfig.tile_rows` query rows of one sequence
-is made (`tile_list`); or each CTA finds its tiles by itself (`found_tiles`).  An *item* is one head
+is made (`tiles`); or each CTA finds its tiles by itself (`found_tiles`).  An *item* is one head
 of one tile.  Of n CTAs, CTA w takes the items w, 2n - 1 - w, 2n + w, ...  A *step* is one block of
 keys of an item.  In a step, the CTA zeroes what the block holds of the next sequence, issues the
 loads of the next step (of this item or of the next), multiplies, activates, and multiplies.  After
@@ -50,8 +50,9 @@ from ikbo_jax.pallas.flash.short_gdpa_context import Context, Item, Operands, Ou
 from ikbo_jax.pallas.hopper import mma, mosaic, operand_tiles, schedule, stores
 from ikbo_jax.pallas.hopper.launch import Roles, launch
 from ikbo_jax.pallas.hopper.visible import Visible
-from ikbo_jax.pallas.worklist import found_tiles, tile_list
-from ikbo_jax.pallas.worklist.found_tiles import Sequences
+from ikbo_jax.pallas.worklist import found_tiles, lists
+from ikbo_jax.pallas.worklist.lists import Offsets
+from ikbo_jax.pallas.worklist.segments import Shape as Segments
 from ikbo_jax.problems.hopper import WGMMA_M
 from ikbo_jax.problems.short_gdpa import Batch, ShortGdpaConfig
 from ikbo_jax.reference.activations import SOFTMAX
@@ -74,7 +75,7 @@ def _item(ctx: Context, count: Any, i: Any) -> Item:
     if words is None:
         found = found_tiles.tile(ctx.segments, tile)
     else:
-        found = tuple(words[tile, word] for word in range(tile_list.TILE_WORDS))
+        found = tuple(words[tile, word] for word in range(lists.TILE_WORDS))
     source, target, rows, first_key, length = found
     # An empty sequence may begin past the end.
     first_key = jnp.minimum(first_key, ctx.operands.key.shape[0] - 1)
@@ -287,7 +288,7 @@ def short_gdpa(
     query: jax.Array,
     key: jax.Array,
     value: jax.Array,
-    tiles: tile_list.TileList | Sequences,
+    tiles: lists.TileList | Offsets,
     *,
     out_rows: int,
     activations: tuple[str, ...],
@@ -312,8 +313,8 @@ def short_gdpa(
     spec = ActivationSpec(activations, approx, scale, output_scale, has_f32_range)
     segments = batch = None
     of_tiles: tuple[jax.Array | None, ...]
-    if isinstance(tiles, Sequences):
-        segments = tiles.shape(query.shape[0], key.shape[0], config.tile_rows, config.block_kv)
+    if isinstance(tiles, Offsets):
+        segments = Segments.of(tiles, config.tile_rows, config.block_kv, warpgroups=1)
         most = segments.most
         batch = Batch(segments.sequences, segments.is_broadcast, tiles.max_seqlen_q)
         of_tiles = (None, None, tiles.cu_seqlens_q, tiles.cu_seqlens_kv)

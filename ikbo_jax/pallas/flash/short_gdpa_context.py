@@ -7,8 +7,8 @@ from typing import Any, NamedTuple
 
 from ikbo_jax.pallas.activations.weights import ActivationSpec
 from ikbo_jax.pallas.hopper.launch import WarpgroupContext
-from ikbo_jax.pallas.worklist.jagged_segments import SegmentContext
-from ikbo_jax.pallas.worklist.jagged_segments import Shape as Segments
+from ikbo_jax.pallas.worklist.segments import SegmentContext
+from ikbo_jax.pallas.worklist.segments import Shape as Segments
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,9 +34,9 @@ class Operands(NamedTuple):
     query: Any  # [q_rows, N, H]
     key: Any  # [kv_rows, K, H]
     value: Any  # [kv_rows, K, H]
-    words: Any  # [most tiles, tile_list.TILE_WORDS] int32; None if tiles are found
+    words: Any  # [most tiles, lists.TILE_WORDS] int32; None if tiles are found
     counts: Any  # [2] int32; likewise
-    cu_seqlens_q: Any  # of `Sequences`; None if tiles are listed
+    cu_seqlens_q: Any  # of `Offsets`; None if tiles are listed
     cu_seqlens_kv: Any  # likewise
     q_to_kv: None = None
 

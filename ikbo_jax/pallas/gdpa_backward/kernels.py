@@ -50,7 +50,7 @@ from ikbo_jax.pallas.gdpa_backward.consumer import consume
 from ikbo_jax.pallas.gdpa_backward.context import BackwardContext, Operands, Shape, with_words
 from ikbo_jax.pallas.gdpa_backward.producer import produce
 from ikbo_jax.pallas.hopper.launch import Roles, launch
-from ikbo_jax.pallas.worklist.work import Work
+from ikbo_jax.pallas.worklist.lists import Work
 from ikbo_jax.problems import GdpaBackwardConfig
 
 # Host side
@@ -81,8 +81,7 @@ def gradient_kernel(
       key: [total_kv, K, H], the same dtype; K divides N.
       value: [total_kv, K, H].
       d_out: [total_q, N, H], cotangent of the result.
-      work: of queries or of keys, by `work_kernel.works`, or by `worklist.work.query_work` or
-        `key_work`, with `config.block`.
+      work: of queries or of keys, by `works.works` or `by_xla.works`, with `config.block`.
       is_for_keys: which gradients are computed.
       activations: a name for each of the N heads; softmax in all heads or in none.
       approx: name of an approximation, or None.

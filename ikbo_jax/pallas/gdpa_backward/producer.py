@@ -11,7 +11,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from ikbo_jax.pallas.gdpa_backward.context import BackwardContext
 from ikbo_jax.pallas.gdpa_backward.statistics import ABSENT_ROWS
-from ikbo_jax.pallas.worklist.work import STATISTICS_ROW
+from ikbo_jax.pallas.worklist.lists import STATISTICS_ROW
 from ikbo_jax.problems.gdpa_backward import STATISTICS
 from ikbo_jax.problems.hopper import NUM_CONSUMERS, WGMMA_M
 

@@ -2,7 +2,7 @@
 
     P = exp(scale * S - lse),  dS = P * (dA - delta),  delta = sum(d_out * out) / output_scale
 
-`tiles.with_statistics` computes lse, in powers of 2, and delta for every query. In the kernel for
+`statistics_of` computes lse, in powers of 2, and delta for every query. In the kernel for
 keys, queries lie along the columns of a warpgroup's scores, and their statistics arrive with their
 block. In the kernel for queries, they lie along the rows: the statistics arrive with the tile, and
 stay in registers.

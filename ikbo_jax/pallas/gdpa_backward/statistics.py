@@ -5,47 +5,11 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
-from ikbo_jax.pallas.worklist.work import Sequences, most_blocks
 from ikbo_jax.problems.hopper import TILE_ROWS
-from ikbo_jax.reference import jagged
 from ikbo_jax.reference.attention import weight_exponents
 
 #: Rows of no query at the end of the statistics: a tile that begins with any query ends inside.
 ABSENT_ROWS = TILE_ROWS
-
-
-def with_statistics(
-    q: Sequences,
-    out: jax.Array,
-    lse: jax.Array,
-    d_out: jax.Array,
-    *,
-    output_scale: float,
-    block: int,
-) -> tuple[Sequences, jax.Array]:
-    """What a softmax's gradient needs of every query: lse in powers of 2, and delta.
-
-    With P = exp(scores - lse), the gradient of a score is P * (d_out @ value.T - delta), where
-    delta = sum(d_out * out) / output_scale.
-
-    `out` and `d_out` are [rows, N, H], `lse` is [rows, N] f32, and `block` is the number of rows of
-    a block of queries, a multiple of 16.
-
-    Returns:
-      `q` with the first row of each sequence's statistics; and [N, 2, statistics rows] int32, the
-      bits of f32. A sequence begins with a whole block, so TMA copies begin at whole 64 bytes
-      (`attention_backward.rows.statistics` says why), and no block has rows of two sequences. Rows
-      of no query, also those at the end, have an infinite lse, hence weights 0, and a delta of 0.
-    """
-    blocks = -(-q.length // block)
-    end = jnp.cumsum(blocks, dtype=jnp.int32)
-    first = (end - blocks) * block
-    number = jnp.arange(most_blocks(q.length.size, out.shape[0], block), dtype=jnp.int32)
-    sequence = jnp.minimum(jagged.search_right(end, number), q.length.size - 1)
-    start = number * block - first[sequence]
-    rows = jnp.stack((q.target[sequence] + start, q.length[sequence] - start), axis=1)
-    values = statistics_of(rows, out, lse, d_out, output_scale=output_scale, block=block)
-    return q._replace(statistics=first), values
 
 
 def statistics_of(
@@ -57,10 +21,25 @@ def statistics_of(
     output_scale: float,
     block: int,
 ) -> jax.Array:
-    """The second result of `with_statistics`.
+    """Computes what a softmax's gradient needs of every query: lse in powers of 2, and delta.
 
-    `blocks` [blocks, 2] int32 holds the first query of each block in the result, which is arbitrary
-    if there is none, and the number of queries from there on, which may exceed `block`.
+    With P = exp(scores - lse), the gradient of a score is P * (d_out @ value.T - delta), where
+    delta = sum(d_out * out) / output_scale.
+
+    Args:
+      blocks: [blocks, 2] int32, the first query of each block in the result, which is arbitrary if
+        there is none, and the number of queries from there on; it may exceed `block`.
+      out: [rows, N, H], the result.
+      lse: [rows, N] f32.
+      d_out: [rows, N, H], cotangent of the result.
+      output_scale: of the result.
+      block: rows of a block of queries, a multiple of 16.
+
+    Returns:
+      [N, 2, statistics rows] int32, the bits of f32. A sequence begins with a whole block, so TMA
+      copies begin at whole 64 bytes (`attention_backward.rows.with_statistics` says why), and no
+      block has rows of two sequences. Rows of no query, also those at the end, have an infinite
+      lse, hence weights 0, and a delta of 0.
     """
     delta = jnp.sum(d_out.astype(jnp.float32) * out.astype(jnp.float32), axis=-1)
     # With an output_scale of 0 all gradients are 0, for every delta.

@@ -185,6 +185,38 @@ def launch(
     return results
 
 
+def launch_threads(
+    consume: Callable[[Any], None],
+    shape: Any,
+    operands: Any,
+    outputs: Any,
+    shared: Any,
+    *,
+    name: str,
+    workers: int,
+    warpgroups: int = 1,
+    config: Any = None,
+    context: Callable[..., WarpgroupContext] = WarpgroupContext,
+    interpret: Any = False,
+) -> Any:
+    """Launches CTAs whose warpgroups all run `consume`; returns arrays in the tree of `outputs`.
+
+    The arguments are those of `launch`, and the first two fields of the `context`.
+    """
+    roles = Roles(functools.partial(context, shape, config), None, consume, warpgroups=warpgroups)
+    found = launch(
+        roles,
+        operands,
+        outputs,
+        shared,
+        dtype=jnp.int32,
+        name=name,
+        workers=workers,
+        interpret=interpret,
+    )
+    return jax.tree.unflatten(jax.tree.structure(outputs), found)
+
+
 def _order(kinds: list[Any], interpret: bool) -> list[int]:
     """Numbers of the declarations in the order of memory: operand tiles, numbers, barriers.
 

@@ -360,14 +360,6 @@ class Threads:
         )
 
 
-def sums_before(values: Sequence[jax.Array], scratch: Any, *, interpret: bool) -> list[jax.Array]:
-    """For each thread and each of the arrays, the sum of the values of the threads before it.
-
-    Of one warpgroup. `scratch` is shared memory of `WARPS` words for each array.
-    """
-    return Threads(1, 0, interpret).sums_before(values, scratch)
-
-
 def sums_by_warp(values: Sequence[jax.Array], scratch: Any) -> None:
     """scratch[WARPS * i + w] = the sum of the values of warp w in array i; not for interpretation.
 

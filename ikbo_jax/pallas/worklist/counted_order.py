@@ -39,10 +39,11 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from ikbo_jax.pallas.hopper import per_thread
-from ikbo_jax.pallas.hopper.launch import Roles, WarpgroupContext, launch
+from ikbo_jax.pallas.hopper.launch import WarpgroupContext, launch_threads
 from ikbo_jax.pallas.hopper.per_thread import VECTOR, Threads, same
 from ikbo_jax.pallas.worklist import query_vectors, work_order
 from ikbo_jax.pallas.worklist.query_vectors import ACCESSES
+from ikbo_jax.pallas.worklist.scan import running_sums
 from ikbo_jax.problems import memory
 from ikbo_jax.problems.hopper import WARPGROUP_SIZE
 
@@ -164,13 +165,9 @@ def count_order(
         numbers if has_position else None,
     )
     words = memory.Words((MOST_OWN,))
-    found = launch(
-        Roles(
-            lambda *arguments: WarpgroupContext(shape, None, *arguments),
-            None,
-            _order,
-            warpgroups=WARPGROUPS,
-        ),
+    found: Order = launch_threads(
+        _order,
+        shape,
         Operands(query, index),
         declared,
         Shared(
@@ -179,12 +176,11 @@ def count_order(
             words,
             words,
         ),
-        dtype=jnp.int32,
         name="ikbo_user_order" if query is None else "ikbo_attention_pack",
         workers=shape.workers,
+        warpgroups=WARPGROUPS,
     )
-    result: Order = jax.tree.unflatten(jax.tree.structure(declared), found)
-    return result
+    return found
 
 
 @dataclasses.dataclass(frozen=True)
@@ -291,31 +287,17 @@ def _count(own: _Range) -> None:
 def _begin_users(own: _Range) -> None:
     """Step 2: the first words of counts become the place of the CTA's first candidate of a user."""
     shape, threads, counts = own.shape, own.threads, own.shared.counts
-    turns, step, each = threads.parts(shape.users)
-    first = threads.number() * each
 
-    def users(turn: Any) -> list[jax.Array]:
-        return [first + (turn * step + i) for i in range(step)]
+    def read(users: list[jax.Array]) -> list[tuple[jax.Array, jax.Array]]:
+        return [(threads.read(counts, x), threads.read(counts, x + shape.counted)) for x in users]
 
-    def numbers(turn: Any) -> list[tuple[jax.Array, jax.Array]]:
-        return [
-            (threads.read(counts, x), threads.read(counts, x + shape.counted)) for x in users(turn)
-        ]
+    def add(sums: Any, numbers: Any) -> tuple[jax.Array]:
+        return (sums[0] + numbers[0] + numbers[1],)
 
-    def add(turn: Any, total: jax.Array) -> jax.Array:
-        for before, others in numbers(turn):
-            total = total + before + others
-        return total
+    def store(user: jax.Array, start: Any, numbers: Any) -> None:
+        threads.keep(counts, user, start[0] + numbers[0], user >= 0)
 
-    (start,) = threads.sums_before([lax.fori_loop(0, turns, add, same(0))], own.shared.sums)
-
-    def keep(turn: Any, start: jax.Array) -> jax.Array:
-        for user, (before, others) in zip(users(turn), numbers(turn), strict=True):
-            threads.keep(counts, user, start + before, user >= 0)
-            start = start + before + others
-        return start
-
-    lax.fori_loop(0, turns, keep, start)
+    running_sums(threads, shape.users, read, store, own.shared.sums, add=add)
 
 
 def _rank(own: _Range) -> None:

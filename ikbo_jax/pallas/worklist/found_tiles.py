@@ -1,7 +1,7 @@
 """Tiles of jagged queries that a CTA finds by itself, without a list from a launch before.
 
 The launch that lists tiles takes 4 us for 70 sequences, as long as the kernel for short sequences.
-So each CTA copies all offsets to shared memory, makes them rise (`jagged_segments`), and, unless
+So each CTA copies all offsets to shared memory, makes them rise (`segments`), and, unless
 every sequence has equally many tiles, adds up tiles: 1 to 2 us, of which the kernel would wait 1 us
 for the list's words.  Tiles are in the order of memory, not sorted by their keys; rows of no
 sequence come last.
@@ -19,26 +19,13 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
-from ikbo_jax.pallas.hopper.per_thread import cdiv, same
-from ikbo_jax.pallas.worklist.jagged_segments import SegmentContext, Shape, load, rise, rows
+from ikbo_jax.pallas.hopper.per_thread import cdiv
+from ikbo_jax.pallas.worklist.scan import running_sums
+from ikbo_jax.pallas.worklist.search import count_at_most
+from ikbo_jax.pallas.worklist.segments import SegmentContext, load, rise, rows
 
 #: Words of `parts` that are exchanged: maxima of two arrays, a maximum, a sum; each of four warps.
 _LONGEST, _SUMS = 8, 12
-
-
-class Sequences(NamedTuple):
-    """Jagged sequences, in place of a `TileList`; query sequence b has key-value sequence b."""
-
-    cu_seqlens_q: jax.Array | None  # [batch + 1] int32; None: all have the same queries
-    cu_seqlens_kv: jax.Array  # [batch + 1] int32
-    max_seqlen_q: int | None
-    max_seqlen_kv: int | None
-
-    def shape(self, q_rows: int, kv_rows: int, size: int, unit: int) -> Shape:
-        """For tiles of `size` rows and blocks of `unit` keys."""
-        sequences, is_broadcast = self.cu_seqlens_kv.shape[0] - 1, self.cu_seqlens_q is None
-        bounds = (q_rows, kv_rows, self.max_seqlen_q, self.max_seqlen_kv)
-        return Shape(sequences, *bounds, size, unit, is_broadcast, False, 1)
 
 
 class Found(NamedTuple):
@@ -87,31 +74,15 @@ def find(ctx: SegmentContext) -> Found:
 def _add_up(ctx: SegmentContext) -> Any:
     """ends[s] = tiles of the sequences up to and with s; returns all tiles, a scalar."""
     shape, shared, threads = ctx.shape, ctx.shared, ctx.threads
-    turns, step, each = threads.parts(shape.sequences)
-    first = threads.number() * each
 
-    def tiles(turn: Any) -> list[tuple[jax.Array, jax.Array]]:
-        numbers = [first + (turn * step + i) for i in range(step)]
+    def tiles(numbers: list[jax.Array]) -> list[tuple[jax.Array]]:
         found = [rows(ctx, shared.q_offsets, x + 1) for x in numbers]
-        return [
-            (x, jnp.where(one.is_sequence, cdiv(one.length, shape.size), 0))
-            for x, one in zip(numbers, found, strict=True)
-        ]
+        return [(jnp.where(x.is_sequence, cdiv(x.length, shape.size), 0),) for x in found]
 
-    def add(turn: Any, total: jax.Array) -> jax.Array:
-        for _, count in tiles(turn):
-            total = total + count
-        return total
+    def store(number: jax.Array, before: Any, count: Any) -> None:
+        threads.keep(shared.ends, number, before[0] + count[0], number < shape.sequences)
 
-    (before,) = threads.sums_before([lax.fori_loop(0, turns, add, same(0))], shared.parts, _SUMS)
-
-    def keep(turn: Any, total: jax.Array) -> jax.Array:
-        for number, count in tiles(turn):
-            total = total + count
-            threads.keep(shared.ends, number, total, number < shape.sequences)
-        return total
-
-    lax.fori_loop(0, turns, keep, before)
+    running_sums(threads, shape.sequences, tiles, store, shared.parts, _SUMS)
     threads.commit()
     return shared.ends[shape.sequences - 1]
 
@@ -122,13 +93,8 @@ def _place(ctx: SegmentContext, number: Any) -> tuple[Any, Any]:
     each = _tiles_of_each(ctx)
     if each is not None:
         return lax.div(number, each), lax.rem(number, each)
-    sequence, step = jnp.int32(0), 1 << (shape.sequences.bit_length() - 1)
-    while step:  # `sequence` counts sequences whose tiles all come before this one
-        after = sequence + step
-        end = ends[jnp.minimum(after, shape.sequences) - 1]
-        is_before = (after <= shape.sequences) & (end <= number)
-        sequence = jnp.where(is_before, after, sequence)
-        step //= 2
+    # Sequences whose tiles all come before this one.
+    sequence = count_at_most(lambda x: ends[x], shape.sequences, number, jnp.int32(0))
     sequence = jnp.minimum(sequence, shape.sequences - 1)
     begin = jnp.where(sequence > 0, ends[jnp.maximum(sequence - 1, 0)], 0)
     return sequence, number - begin

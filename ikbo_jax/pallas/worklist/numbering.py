@@ -21,7 +21,6 @@ Synchronisations: `commit_smem` between the parts, within the CTA. CTAs do not w
 from __future__ import annotations
 
 import dataclasses
-import functools
 import math
 from typing import Any, NamedTuple
 
@@ -32,8 +31,10 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from ikbo_jax.pallas.hopper import per_thread
-from ikbo_jax.pallas.hopper.launch import Roles, WarpgroupContext, launch
-from ikbo_jax.pallas.hopper.per_thread import cdiv
+from ikbo_jax.pallas.hopper.launch import WarpgroupContext, launch_threads
+from ikbo_jax.pallas.hopper.per_thread import Threads, cdiv
+from ikbo_jax.pallas.worklist.scan import running_sums
+from ikbo_jax.pallas.worklist.search import count_at_most
 from ikbo_jax.problems import memory
 from ikbo_jax.problems.hopper import WARPGROUP_SIZE
 
@@ -45,8 +46,6 @@ USER_WORDS = 4
 TILE_WORDS = 5
 #: Most candidates and users: of more, XLA's kernels take less time than one CTA.
 MOST_CANDIDATES, MOST_USERS = 16384, 4096
-#: Pairs of candidates of one turn of a loop, whose loads overlap.
-UNROLL = 8
 #: Most CTAs of a launch. Each numbers all rows, and describes some users and tiles.
 MOST_WORKERS = 64
 #: Added to statistics where the promised order is wrong: the bits of an f32 NaN.
@@ -175,40 +174,25 @@ class Numbering(NamedTuple):
     outputs: Any
     worker: Any
     workers: int
-    interpret: bool
-
-    def read(self, ref: Any, index: jax.Array, space: str = "shared") -> jax.Array:
-        return per_thread.gather(ref, index, space, interpret=self.interpret)
-
-    def write(self, ref: Any, index: jax.Array, values: jax.Array, is_wanted: jax.Array) -> None:
-        """To device memory."""
-        per_thread.scatter(ref, index, values, is_wanted, space="global", interpret=self.interpret)
-
-    def keep(self, ref: Any, index: jax.Array, values: jax.Array, is_wanted: jax.Array) -> None:
-        """In shared memory."""
-        per_thread.scatter(ref, index, values, is_wanted, interpret=self.interpret)
+    threads: Threads
 
     def users(self, candidates: list[jax.Array]) -> list[jax.Array]:
         """The users of candidates."""
         # All loads before the first use of one: each takes 300 ns.
-        found = [self.read(self.operands.index, x, "global") for x in candidates]
+        found = [self.threads.read(self.operands.index, x, "global") for x in candidates]
         return [jnp.clip(x, 0, self.sizes.users - 1) for x in found]
-
-    def rounds(self, count: int) -> tuple[int, Any]:
-        """Rounds of a loop over `count` numbers, and a round's numbers, one for each thread."""
-        return per_thread.rounds(count, per_thread.number(), unroll=UNROLL)
 
 
 def number(ctx: Numbering) -> None:
     """Steps 1 to 3 for all users."""
     shared, thread = ctx.shared, per_thread.number()
     everyone = thread >= 0
-    ctx.keep(shared.poison, thread, per_thread.same(0), thread == 0)
+    ctx.threads.keep(shared.poison, thread, per_thread.same(0), thread == 0)
 
     @pl.loop(0, ctx.sizes.users_each)
     def _(turn: Any) -> None:
         index = turn * WARPGROUP_SIZE + thread
-        ctx.keep(shared.candidates, index, per_thread.same(0), everyone)
+        ctx.threads.keep(shared.candidates, index, per_thread.same(0), everyone)
 
     plgpu.commit_smem()
     _count(ctx)
@@ -220,8 +204,8 @@ def number(ctx: Numbering) -> None:
 def _count(ctx: Numbering) -> None:
     """The number of each user's candidates, and whether the promised order is wrong."""
     sizes, shared, last = ctx.sizes, ctx.shared, ctx.sizes.batch - 1
-    rounds, numbers = ctx.rounds(sizes.batch + 1)
-    add = functools.partial(per_thread.add, shared.candidates, interpret=ctx.interpret)
+    threads = ctx.threads
+    rounds, numbers = threads.rounds(sizes.batch + 1)
 
     @pl.loop(0, rounds)
     def _(turn: Any) -> None:
@@ -232,49 +216,40 @@ def _count(ctx: Numbering) -> None:
             is_other = (before != user) | is_first | is_end
             ends = is_other & ~is_first & (place <= sizes.batch)
             begins = is_other & (place < sizes.batch)
-            add(before, place, ends)
-            add(user, -place, begins)
+            threads.add(shared.candidates, before, place, ends)
+            threads.add(shared.candidates, user, -place, begins)
             if sizes.is_sorted:
                 is_wrong = ends & begins & (user < before)
                 nan, zero = per_thread.same(NAN_BITS), per_thread.same(0)
-                ctx.keep(shared.poison, zero, nan, is_wrong)
+                ctx.threads.keep(shared.poison, zero, nan, is_wrong)
 
 
-def _numbers(sizes: Sizes, candidates: jax.Array) -> list[jax.Array]:
+def _numbers(sizes: Sizes, candidates: jax.Array) -> tuple[jax.Array, ...]:
     """Rows, rows of whole blocks, and tiles, of users with these numbers of candidates."""
     rows = candidates * sizes.per_candidate
     found = [rows, cdiv(rows, sizes.block_q) * sizes.block_q]
     if sizes.tile_rows is not None:
         found.append(cdiv(rows, sizes.tile_rows))
-    return found
+    return tuple(found)
 
 
 def _add_up(ctx: Numbering) -> None:
     """First rows and targets of each user, and ends of its tiles."""
-    sizes, shared, thread = ctx.sizes, ctx.shared, per_thread.number()
-    each, kinds = sizes.users_each, 2 + (sizes.tile_rows is not None)
+    sizes, shared, threads = ctx.sizes, ctx.shared, ctx.threads
+    kinds = 2 + (sizes.tile_rows is not None)
 
-    def numbers(i: Any) -> tuple[jax.Array, list[jax.Array]]:
-        user = thread * each + i
-        return user, _numbers(sizes, ctx.read(shared.candidates, user))
+    def read(users: list[jax.Array]) -> list[tuple[jax.Array, ...]]:
+        return [_numbers(sizes, threads.read(shared.candidates, x)) for x in users]
 
-    def add(i: Any, sums: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
-        return tuple(x + y for x, y in zip(sums, numbers(i)[1], strict=True))
-
-    own = lax.fori_loop(0, each, add, (per_thread.same(0),) * kinds)
-    before = per_thread.sums_before(own, shared.sums, interpret=ctx.interpret)
-
-    def keep(i: Any, sums: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
-        user, values = numbers(i)
-        after = tuple(x + y for x, y in zip(sums, values, strict=True))
-        kept = [(shared.first_rows, sums[0]), (shared.first_targets, sums[1])]
+    def store(user: jax.Array, before: Any, numbers: Any) -> None:
+        kept = [(shared.first_rows, before[0]), (shared.first_targets, before[1])]
         if shared.ends is not None:
-            kept.append((shared.ends, after[2]))
+            kept.append((shared.ends, before[2] + numbers[2]))
         for ref, x in kept:
-            ctx.keep(ref, user, x, user >= 0)
-        return after
+            threads.keep(ref, user, x, user >= 0)
 
-    lax.fori_loop(0, each, keep, tuple(before))
+    each = sizes.users_each
+    running_sums(threads, sizes.users, read, store, shared.sums, kinds=kinds, parts=(each, 1, each))
 
 
 def describe(ctx: Numbering) -> None:
@@ -290,7 +265,9 @@ def describe(ctx: Numbering) -> None:
         _for_all(ctx, count, lambda i, is_wanted: _describe_tile(ctx, i, is_wanted))
     if outputs.poison is not None:
         is_wanted = (thread == 0) & (zero + ctx.worker == 0)
-        ctx.write(outputs.poison, zero, ctx.read(ctx.shared.poison, zero), is_wanted)
+        ctx.threads.write(
+            outputs.poison, zero, ctx.threads.read(ctx.shared.poison, zero), is_wanted
+        )
 
 
 def _for_all(ctx: Numbering, count: int, body: Any) -> None:
@@ -316,11 +293,11 @@ def _user(ctx: Numbering, user: jax.Array) -> _User:
     sizes, shared = ctx.sizes, ctx.shared
     keys = per_thread.same(sizes.kv_len)
     if ctx.operands.lengths is not None:
-        keys = jnp.clip(ctx.read(ctx.operands.lengths, user, "global"), 0, sizes.kv_len)
+        keys = jnp.clip(ctx.threads.read(ctx.operands.lengths, user, "global"), 0, sizes.kv_len)
     return _User(
-        ctx.read(shared.first_rows, user),
-        ctx.read(shared.candidates, user) * sizes.per_candidate,
-        ctx.read(shared.first_targets, user),
+        ctx.threads.read(shared.first_rows, user),
+        ctx.threads.read(shared.candidates, user) * sizes.per_candidate,
+        ctx.threads.read(shared.first_targets, user),
         keys,
     )
 
@@ -329,7 +306,7 @@ def _write_words(
     ctx: Numbering, ref: Any, index: jax.Array, words: tuple[jax.Array, ...], is_wanted: jax.Array
 ) -> None:
     for i, word in enumerate(words):
-        ctx.write(ref, index * len(words) + i, word, is_wanted)
+        ctx.threads.write(ref, index * len(words) + i, word, is_wanted)
 
 
 def _describe_user(ctx: Numbering, index: jax.Array, is_wanted: jax.Array) -> None:
@@ -356,18 +333,14 @@ def _describe_part(ctx: Numbering, index: jax.Array, is_wanted: jax.Array) -> No
 
 def _describe_tile(ctx: Numbering, index: jax.Array, is_wanted: jax.Array) -> None:
     """A tile, or past all tiles an entry that is none; the last entry begins with their number."""
-    sizes, ends = ctx.sizes, ctx.shared.ends
+    sizes, ends, read = ctx.sizes, ctx.shared.ends, ctx.threads.read
     size: Any = sizes.tile_rows
-    user, step = per_thread.same(0), 1 << (sizes.users.bit_length() - 1)
-    while step:
-        # `user` counts users whose tiles all come before this one.
-        end = ctx.read(ends, jnp.minimum(user + step, sizes.users) - 1)
-        user = jnp.where((user + step <= sizes.users) & (end <= index), user + step, user)
-        step //= 2
+    # Users whose tiles all come before this one.
+    user = count_at_most(lambda x: read(ends, x), sizes.users, index, per_thread.same(0))
     user = jnp.minimum(user, sizes.users - 1)
     found = _user(ctx, user)
-    start = (index - (ctx.read(ends, user) - cdiv(found.rows, size))) * size
-    total = ctx.read(ends, per_thread.same(sizes.users - 1))
+    start = (index - (ctx.threads.read(ends, user) - cdiv(found.rows, size))) * size
+    total = ctx.threads.read(ends, per_thread.same(sizes.users - 1))
     words = (
         jnp.where(index < sizes.most_tiles, found.first_row + start, total),
         jnp.clip(found.rows - start, 0, size),
@@ -381,9 +354,9 @@ def _describe_tile(ctx: Numbering, index: jax.Array, is_wanted: jax.Array) -> No
 
 def _number_and_describe(ctx: WarpgroupContext) -> None:
     """The CTA's warpgroup."""
-    workers = _workers(ctx.shape, ctx.outputs)
+    workers, threads = _workers(ctx.shape, ctx.outputs), Threads(1, 0, ctx.interpret)
     numbering = Numbering(
-        ctx.shape, ctx.shared, ctx.operands, ctx.outputs, ctx.worker, workers, ctx.interpret
+        ctx.shape, ctx.shared, ctx.operands, ctx.outputs, ctx.worker, workers, threads
     )
     number(numbering)
     describe(numbering)
@@ -408,17 +381,14 @@ def _workers(sizes: Sizes, outputs: Outputs) -> int:
 def numbering_kernel(operands: Operands, sizes: Sizes, *, interpret: Any = False) -> Outputs:
     """Numbers rows and describes users; the arrays of `Outputs` that `sizes` asks for."""
     declared = outputs(sizes)
-    found = launch(
-        Roles(
-            lambda *arguments: WarpgroupContext(sizes, None, *arguments), None, _number_and_describe
-        ),
+    found: Outputs = launch_threads(
+        _number_and_describe,
+        sizes,
         operands,
         declared,
         shared(sizes),
-        dtype=jnp.int32,
         name="ikbo_attention_backward_rows",
         workers=_workers(sizes, declared),
         interpret=interpret,
     )
-    result: Outputs = jax.tree.unflatten(jax.tree.structure(declared), found)
-    return result
+    return found

@@ -27,8 +27,10 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from ikbo_jax.pallas.hopper import per_thread
-from ikbo_jax.pallas.hopper.launch import Roles, WarpgroupContext, launch
-from ikbo_jax.pallas.worklist import counted_order, query_vectors, work_order
+from ikbo_jax.pallas.hopper.launch import WarpgroupContext, launch_threads
+from ikbo_jax.pallas.hopper.per_thread import Threads
+from ikbo_jax.pallas.worklist import counted_order, query_vectors, scan, work_order
+from ikbo_jax.pallas.worklist.counted_order import Operands, Order, count_order
 from ikbo_jax.pallas.worklist.query_vectors import ACCESSES, VECTOR
 from ikbo_jax.problems import memory
 from ikbo_jax.problems.hopper import WARPGROUP_SIZE
@@ -43,17 +45,6 @@ MOST_CTAS = 8 * 132
 #: Most bytes of queries that the launch of many candidates copies, which takes 22 us at 3 TB/s. XLA
 #: copies larger ones as fast as memory allows, and its launch of 2 us is little beside that.
 MOST_COPIED = 2**25
-
-
-class Packed(NamedTuple):
-    """Candidates in the order of users.
-
-    Those of one user stay in their order, unless XLA sorts them, and users below 0 are among them.
-    """
-
-    query: Any  # [B, T, N, H]
-    user: Any  # [B] int32, of each candidate, clamped
-    order: Any  # [B] int32, the caller's number of each candidate
 
 
 @dataclasses.dataclass(frozen=True)
@@ -88,13 +79,6 @@ class Shape:
         return self.batch <= MOST_COMPARED and self.workers <= MOST_CTAS
 
 
-class Operands(NamedTuple):
-    """Device memory that the launch reads."""
-
-    query: Any  # [B, T, N, H]
-    index: Any  # [B] int32
-
-
 class Shared(NamedTuple):
     """Shared memory, in int32."""
 
@@ -102,8 +86,10 @@ class Shared(NamedTuple):
     places: Any  # [CANDIDATES]
 
 
-def pack(query: jax.Array, cand_to_user: jax.Array, users: int) -> Packed:
-    """Candidates in the order of users.
+def pack(query: jax.Array, cand_to_user: jax.Array, users: int) -> Order:
+    """Copies candidates into the order of users, without their positions.
+
+    Those of one user stay in their order, unless XLA sorts them, and users below 0 are among them.
 
     Args:
       query: [B, T, N, H] of 16 bits; H is a multiple of 8.
@@ -114,37 +100,36 @@ def pack(query: jax.Array, cand_to_user: jax.Array, users: int) -> Packed:
     if not shape.fits:
         return _pack_many(query, cand_to_user, users)
     numbers = jax.ShapeDtypeStruct(cand_to_user.shape, jnp.int32)
-    outputs = Packed(jax.ShapeDtypeStruct(query.shape, query.dtype), *(numbers,) * 2)
-    found = launch(
-        Roles(lambda *arguments: WarpgroupContext(shape, None, *arguments), None, _pack),
+    packed: Order = launch_threads(
+        _pack,
+        shape,
         Operands(query, cand_to_user),
-        outputs,
+        Order(jax.ShapeDtypeStruct(query.shape, query.dtype), numbers, numbers, None),
         Shared(memory.Words((CANDIDATES * per_thread.WARPS,)), memory.Words((CANDIDATES,))),
-        dtype=jnp.int32,
         name="ikbo_attention_pack",
         workers=shape.workers,
     )
-    return Packed(*found)
+    return packed
 
 
-def _pack_many(query: jax.Array, cand_to_user: jax.Array, users: int) -> Packed:
+def _pack_many(query: jax.Array, cand_to_user: jax.Array, users: int) -> Order:
     """`pack` of many candidates, or of large queries."""
     if not counted_order.fits(cand_to_user.shape[0], users):
         return by_xla(query, cand_to_user, users)
     if query.size * query.dtype.itemsize <= MOST_COPIED:
-        return Packed(*counted_order.count_order(query, cand_to_user, users)[:3])
-    found = counted_order.count_order(None, cand_to_user, users)
-    return Packed(query[found.order], found.user, found.order)
+        return count_order(query, cand_to_user, users)
+    found = count_order(None, cand_to_user, users)
+    return found._replace(query=query[found.order])
 
 
-def by_xla(query: jax.Array, cand_to_user: jax.Array, users: int) -> Packed:
+def by_xla(query: jax.Array, cand_to_user: jax.Array, users: int) -> Order:
     """`pack` by XLA."""
     if cand_to_user.shape[0] <= work_order.MAX_COUNTED:
         order = work_order.by_user(jnp.clip(cand_to_user, 0, users - 1))
     else:
         # Before they are clamped, as the gradient sorts them: XLA then sorts once.
         order = work_order.by_user(cand_to_user)
-    return Packed(query[order], jnp.clip(cand_to_user, 0, users - 1)[order], order)
+    return Order(query[order], jnp.clip(cand_to_user, 0, users - 1)[order], order, None)
 
 
 def _pack(ctx: WarpgroupContext) -> None:
@@ -169,9 +154,7 @@ def _pack(ctx: WarpgroupContext) -> None:
     plgpu.commit_smem()
     # Threads of the last candidates of the index have none.
     candidate = jnp.minimum(thread, CANDIDATES - 1)
-    place = zero
-    for warp in range(per_thread.WARPS):
-        place = place + read(shared.ranks, candidate * per_thread.WARPS + warp, "shared")
+    place = scan.rank_of(Threads(1, 0, False), shared.ranks, candidate)
     user = zero
     for i, x in enumerate(users):
         user = jnp.where(candidate == i, x, user)
@@ -190,7 +173,6 @@ def _pack(ctx: WarpgroupContext) -> None:
 def _rank(ctx: WarpgroupContext, first: Any) -> list[jax.Array]:
     """Stores each warp's part of the places of this CTA's candidates; returns their users."""
     shape, last = ctx.shape, ctx.shape.batch - 1
-    rounds, numbers_of = per_thread.rounds(shape.batch, per_thread.number())
 
     def users_of(candidates: list[jax.Array]) -> list[jax.Array]:
         # All loads before the first use of one.
@@ -200,20 +182,15 @@ def _rank(ctx: WarpgroupContext, first: Any) -> list[jax.Array]:
         ]
         return [jnp.clip(x, 0, shape.users - 1) for x in found]
 
+    def others_of(candidates: list[jax.Array]) -> list[jax.Array]:
+        users = zip(candidates, users_of(candidates), strict=True)
+        return [jnp.where(x <= last, user, shape.users) for x, user in users]
+
+    def is_before(other: tuple[Any, Any], own: tuple[Any, Any]) -> jax.Array:
+        return (other[1] < own[1]) | ((other[1] == own[1]) & (other[0] < own[0]))
+
     mine = [per_thread.same(0) + (first + i) for i in range(CANDIDATES)]
     own = users_of(mine)
-
-    def add(turn: Any, sums: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
-        numbers = numbers_of(turn)
-        for number, user in zip(numbers, users_of(numbers), strict=True):
-            # Past the last candidate there are none.
-            user = jnp.where(number <= last, user, shape.users)
-            sums = tuple(
-                x + jnp.where((user < u) | ((user == u) & (number < i)), 1, 0)
-                for x, u, i in zip(sums, own, mine, strict=True)
-            )
-        return sums
-
-    sums = lax.fori_loop(0, rounds, add, (per_thread.same(0),) * CANDIDATES)
-    per_thread.sums_by_warp(sums, ctx.shared.ranks)
+    pairs = list(zip(mine, own, strict=True))
+    scan.rank(others_of, shape.batch, pairs, is_before, ctx.shared.ranks)
     return own

@@ -1,9 +1,8 @@
 """Numbers query rows of the gradient of attention: a user's rows side by side.
 
 A *row* of a key head is a query of one of its N / K query heads; rows are numbered by candidate in
-user order, then by query, then by query head. Small problems are numbered by a launch (`numbering`,
-or `attention_backward.statistics`), large ones by XLA: in few kernels, and by comparing all pairs
-where there are few. `counted_order` puts candidates into order that are too many for that.
+user order, then by query, then by query head. A launch numbers them (`numbering`, or
+`attention_backward.statistics`), unless there are more candidates or users than it takes.
 """
 
 from __future__ import annotations
@@ -15,9 +14,7 @@ import jax.numpy as jnp
 
 from ikbo_jax.pallas.worklist import counted_order, numbering, work_order
 from ikbo_jax.pallas.worklist.numbering import TILE_WORDS, USER_WORDS, Sizes
-
-#: Most pairs of users that are compared to add up their blocks or tiles.
-MAX_PAIRS = 2048**2
+from ikbo_jax.reference import jagged
 
 
 class Rows(NamedTuple):
@@ -79,9 +76,9 @@ def make_rows(
       sizes: of the problem.
       interpret: False, or `plgpu.InterpretGPUParams` to run on a CPU.
     """
-    placed = _order(cand_to_user, sizes, by_launch=not interpret)
     if not numbering.fits(sizes):
-        return _by_xla(cand_to_user, lengths, sizes, placed)
+        return by_xla(cand_to_user, lengths, sizes, orders_by_launch=not interpret)
+    placed = _order(cand_to_user, sizes, by_launch=not interpret)
     operands = numbering.Operands(cand_to_user, lengths)
     found = numbering.numbering_kernel(operands, sizes, interpret=interpret)
     return described(cand_to_user, *placed, found)
@@ -117,25 +114,22 @@ def described(
     return Rows(index, order, position, users, parts, tiles, found.poison)
 
 
-def by_xla(cand_to_user: jax.Array, lengths: jax.Array | None, sizes: Sizes) -> Rows:
-    """`make_rows` by XLA."""
-    return _by_xla(cand_to_user, lengths, sizes, _order(cand_to_user, sizes, by_launch=False))
-
-
-def _by_xla(
+def by_xla(
     cand_to_user: jax.Array,
     lengths: jax.Array | None,
     sizes: Sizes,
-    placed: tuple[jax.Array | None, jax.Array | None],
+    *,
+    orders_by_launch: bool = False,
 ) -> Rows:
-    """`by_xla` of an order, and its inverse, that are known."""
+    """Numbers the rows, as `make_rows` does, by XLA; a launch may still order many candidates."""
+    placed = _order(cand_to_user, sizes, by_launch=orders_by_launch)
     users, per_candidate, block_q = sizes.users, sizes.per_candidate, sizes.block_q
     index = jnp.clip(cand_to_user, 0, users - 1)
     starts = work_order.starts(index, users)
     first_candidate, counts = starts[:-1], starts[1:] - starts[:-1]
     rows = counts * per_candidate
     blocks = -(-rows // block_q)
-    first_target = sums_before(blocks) * block_q
+    first_target = (jnp.cumsum(blocks, dtype=jnp.int32) - blocks) * block_q
     keys = jnp.full((users,), sizes.kv_len, jnp.int32)
     if lengths is not None:
         keys = jnp.clip(lengths.astype(jnp.int32), 0, sizes.kv_len)
@@ -156,32 +150,20 @@ def _by_xla(
     if sizes.is_sorted:
         is_valid = jnp.all(index[1:] >= index[:-1])
         poison = jnp.where(is_valid, jnp.int32(0), jnp.int32(numbering.NAN_BITS))[None]
-    tiles = None if sizes.tile_rows is None else query_tiles(described, sizes)
+    tiles = None if sizes.tile_rows is None else _tiles(described, sizes)
     return Rows(cand_to_user, *placed, described, parts, tiles, poison)
 
 
-def sums_before(values: jax.Array) -> jax.Array:
-    """For every element of `values` [n] int32 the sum of those before it."""
-    if values.size**2 > MAX_PAIRS:
-        return jnp.cumsum(values, dtype=jnp.int32) - values
-    number = jnp.arange(values.size, dtype=jnp.int32)
-    is_before = number[None] < number[:, None]
-    return jnp.sum(jnp.where(is_before, values[None], 0), axis=1, dtype=jnp.int32)
-
-
-def query_tiles(users: jax.Array, sizes: Sizes) -> jax.Array:
-    """`Rows.tiles` by XLA, from `Rows.users`."""
+def _tiles(users: jax.Array, sizes: Sizes) -> jax.Array:
+    """`Rows.tiles` from `Rows.users`."""
     height: Any = sizes.tile_rows
     first_row, rows, target, keys = (users[:, i] for i in range(USER_WORDS))
     counts = -(-rows // height)
-    ends = sums_before(counts) + counts
+    ends = jnp.cumsum(counts, dtype=jnp.int32)
     number = jnp.arange(sizes.most_tiles + 1, dtype=jnp.int32)
-    # Newer versions of JAX do not lower `jnp.searchsorted` inside of `sharded.device_p`.
-    user = jnp.sum(ends[None] <= number[:, None], axis=1, dtype=jnp.int32)
-    user = jnp.minimum(user, len(users) - 1)
+    user = jnp.minimum(jagged.search_right(ends, number), len(users) - 1)
     start = (number - (ends - counts)[user]) * height
     words = (
-        # In the same array, since a kernel that made another one would take 2 us.
         jnp.where(number < sizes.most_tiles, first_row[user] + start, ends[-1]),
         jnp.clip(rows[user] - start, 0, height),
         user,

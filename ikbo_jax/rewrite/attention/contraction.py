@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from typing import Any
 
@@ -312,7 +313,9 @@ def _chain(
     if len(axes) != 1 or () not in lineages:
         return None
     ordered = sorted(lineages, key=len, reverse=True)
-    if not all(coarse[-len(fine) :] == fine or not fine for coarse, fine in _pairs(ordered)):
+    if not all(
+        coarse[-len(fine) :] == fine or not fine for coarse, fine in itertools.pairwise(ordered)
+    ):
         return None
     terms: list[tuple[Any, Any, Any]] = []
     coarser: Any = None
@@ -322,10 +325,6 @@ def _chain(
         terms.append((part, piece, parent))
         coarser = steps
     return axes.pop(), terms
-
-
-def _pairs(values: list[Any]) -> list[tuple[Any, Any]]:
-    return list(zip(values[:-1], values[1:], strict=True))
 
 
 def _parent(ctx: Context, coarse: tuple[Lineage, ...], fine: tuple[Lineage, ...]) -> jax.Array:

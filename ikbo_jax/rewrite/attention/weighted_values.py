@@ -7,7 +7,9 @@ the sum of the exponentials, which the op returns as its lse.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
+import operator
 from typing import Any
 
 import jax
@@ -70,7 +72,8 @@ def attend(ctx: Context, weights: Weights, value: jax.Array, activation: Any) ->
         if value.dtype != jnp.float32 or factor.dtype != jnp.float32:
             raise NotCovered("attention is not recognised: weights of 16 bits are scaled")
         value = value * factor[..., None]
-    kept, unmasked = _conjunction(weights.masks), value
+    masks, unmasked = [mask.kept for mask in weights.masks], value
+    kept = functools.reduce(operator.and_, masks) if masks else None
     if kept is not None:
         # As a weight of 0 times the value, in value and gradient, also if these are NaN.
         value = value * kept[..., None].astype(value.dtype)
@@ -85,13 +88,6 @@ def attend(ctx: Context, weights: Weights, value: jax.Array, activation: Any) ->
         nan_remains = weights.divided is not None and weights.divided[1] == 0
         out = _attend(ctx, weights, unmasked if nan_remains else value, kept)
     return out if weights.scale == 1 else (out * weights.scale).astype(out.dtype)
-
-
-def _conjunction(found: tuple[Mask, ...]) -> jax.Array | None:
-    kept: jax.Array | None = None
-    for mask in found:
-        kept = mask.kept if kept is None else kept & mask.kept
-    return kept
 
 
 def _attend(ctx: Context, weights: Weights, value: jax.Array, kept: jax.Array | None) -> jax.Array:

@@ -21,6 +21,7 @@ from __future__ import annotations
 import functools
 import itertools
 import math
+import operator
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -215,7 +216,6 @@ def _points(curve: Curve) -> np.ndarray:
     mantissas = np.linspace(1, 2, 16, endpoint=False)
     grid = (mantissas * 2.0 ** np.arange(-149, 128)[:, None]).ravel()
     constants = np.array(sorted(_derived(curve)), np.float64).astype(dtype)
-    constants = constants[np.isfinite(constants)]
     sides = [np.nextafter(constants, dtype.type(s)) for s in (-np.inf, np.inf)]
     special = np.array([0.0, np.inf, np.nan])
     points = np.concatenate([grid.astype(dtype), *sides, constants, special]).astype(np.float64)
@@ -236,12 +236,10 @@ def _derived(curve: Curve) -> set[float]:
         points |= {math.sqrt(abs(n)), n * n, 1 / n if n else 0.0}
         points |= {math.log(abs(n)) if n else 0.0, math.exp(min(n, 80.0))}
     if len(numbers) <= 24:
-        points |= {f(a, b) for a, b in itertools.permutations(numbers, 2) for f in (_minus, _over)}
+        points |= {
+            f(a, b) for a, b in itertools.permutations(numbers, 2) for f in (operator.sub, _over)
+        }
     return {n / s for n in points for s in curve.slopes if s and abs(n / s) < 3e38}
-
-
-def _minus(a: float, b: float) -> float:
-    return a - b
 
 
 def _over(a: float, b: float) -> float:

@@ -187,12 +187,7 @@ class Log(Recorder):
         self._positions.clear()
 
     def saved(
-        self,
-        eqn: Any,
-        origins: frozenset,
-        became: str,
-        product: bool,
-        times: int = 1,
+        self, eqn: Any, origins: frozenset, became: str, product: bool, times: int = 1
     ) -> None:
         if self.muted:
             return

@@ -169,12 +169,7 @@ class Recorder:
             origin.certain = True
 
     def saved(
-        self,
-        eqn: Any,
-        origins: frozenset,
-        became: str,
-        product: bool,
-        times: int = 1,
+        self, eqn: Any, origins: frozenset, became: str, product: bool, times: int = 1
     ) -> None:
         """Records work done at the smaller batch instead of the larger one.
 

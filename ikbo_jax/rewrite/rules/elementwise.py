@@ -78,8 +78,10 @@ def with_mask(ctx: Context, eqn: Any, operands: Any) -> tuple[Any, Any]:
     """
     shape, dtype = eqn.outvars[0].aval.shape, eqn.outvars[0].aval.dtype
     for x, cast, v in zip(operands, operands[::-1], eqn.invars[::-1], strict=True):
+        if v.aval.shape != shape or shape_of(x) != shape:
+            continue
         mask = ctx.provenance.cast_mask(cast)
-        if mask is None or v.aval.shape != shape or shape_of(x) != shape:
+        if mask is None:
             continue
         zero = lazy(lax.full((1,) * len(shape), 0, dtype), shape, None, -1, frozenset())
         return eqn.replace(primitive=lax.select_n_p, params={}), (mask, zero, x)

@@ -52,7 +52,7 @@ def gather(ctx: Context, eqn: Any, operand: Any, indices: Any, axis: int | None 
     `axis` is the axis of the rows if it is known; otherwise it is proven here.
     """
     numbers = eqn.params["dimension_numbers"]
-    operand, parts = _aligned(operand, indices)
+    operand, *parts = lineage.aligned([operand, *columns(indices)])
     users, dim = _lineage_of(parts)
     if axis is None:
         axis = _axis_of_rows(
@@ -121,7 +121,7 @@ def gather_of_candidates(ctx: Context, eqn: Any, operand: Lazy, indices: Any) ->
 def scatter(ctx: Context, eqn: Any, x: Any, indices: Any, updates: Any) -> Any:
     """An update in every row of `x`, at positions that are looked up as the row is."""
     numbers = eqn.params["dimension_numbers"]
-    (x, updates), parts = _aligned_pair(x, updates, indices)
+    x, updates, *parts = lineage.aligned([x, updates, *columns(indices)])
     users, dim = _lineage_of(parts)
     axis = _axis_of_rows(
         ctx,
@@ -146,16 +146,6 @@ def scatter(ctx: Context, eqn: Any, x: Any, indices: Any, updates: Any) -> Any:
     )
     shape = tuple(eqn.outvars[0].aval.shape)
     return at_user_batch(ctx, eqn, base, shape, users, axis, origins_of(x, updates, *parts))
-
-
-def _aligned(operand: Any, indices: Any) -> tuple[Any, list[Any]]:
-    operand, *parts = lineage.aligned([operand, *columns(indices)])
-    return operand, parts
-
-
-def _aligned_pair(x: Any, updates: Any, indices: Any) -> tuple[tuple[Any, Any], list[Any]]:
-    x, updates, *parts = lineage.aligned([x, updates, *columns(indices)])
-    return (x, updates), parts
 
 
 def _lineage_of(parts: list[Any]) -> tuple[Lineage, int]:

@@ -83,26 +83,7 @@ def split(body: core.Jaxpr, consts: int, length: Any) -> tuple[core.Jaxpr, core.
     """
     if not isinstance(length, int) or length < 2 or not consts:
         return None
-    same: set[Any] = {*body.constvars, *body.invars[:consts]}
-    invariant: list[core.JaxprEqn] = []
-    for eqn in body.eqns:
-        variables = [v for v in eqn.invars if isinstance(v, core.Var)]
-        if variables and same.issuperset(variables) and not eqn.effects:
-            invariant.append(eqn)
-            same.update(eqn.outvars)
-    found = _taken_out(body, invariant)
-    if found is None:
-        return None
-    hoisted, values, rest = found
-    info = body.debug_info._replace(arg_names=None, result_paths=None)
-    first = body.replace(
-        eqns=[eqn for eqn in invariant if id(eqn) in hoisted],
-        invars=body.invars[:consts],
-        outvars=values,
-        debug_info=info,
-    )
-    invars = [*body.invars[:consts], *values, *body.invars[consts:]]
-    return first, body.replace(eqns=rest, invars=invars, debug_info=info)
+    return _split(body, body.invars[:consts], consts, only_constants=False)
 
 
 def split_by_rows(
@@ -119,39 +100,40 @@ def split_by_rows(
       A program from the constants and `rows` to values, and a program that takes these values after
       its other arguments. None if it holds no products.
     """
-    own: set[Any] = {*body.constvars, *body.invars[:consts], *rows}
-    chosen: list[core.JaxprEqn] = []
+    inputs = [*body.invars[:consts], *rows]
+    return _split(body, inputs, len(body.invars), only_constants=True)
+
+
+def _split(
+    body: core.Jaxpr, inputs: Sequence[Any], place: int, only_constants: bool
+) -> tuple[core.Jaxpr, core.Jaxpr] | None:
+    """Splits a body into a program of its arguments `inputs`, and the rest.
+
+    Args:
+      body: the program of one iteration.
+      inputs: some of its arguments.
+      place: where among its arguments the rest takes the values of the first program.
+      only_constants: whether equations on constants alone may be taken out.
+    """
+    known: set[Any] = {*body.constvars, *inputs}
+    candidates: list[core.JaxprEqn] = []
     for eqn in body.eqns:
         variables = [v for v in eqn.invars if isinstance(v, core.Var)]
-        if own.issuperset(variables) and not eqn.effects:
-            chosen.append(eqn)
-            own.update(eqn.outvars)
-    found = _taken_out(body, chosen)
-    if found is None:
-        return None
-    hoisted, values, rest = found
-    info = body.debug_info._replace(arg_names=None, result_paths=None)
-    first = body.replace(
-        eqns=[eqn for eqn in chosen if id(eqn) in hoisted],
-        invars=[*body.invars[:consts], *rows],
-        outvars=values,
-        debug_info=info,
-    )
-    return first, body.replace(eqns=rest, invars=[*body.invars, *values], debug_info=info)
-
-
-def _taken_out(
-    body: core.Jaxpr, candidates: list[core.JaxprEqn]
-) -> tuple[set[int], list[core.Var], list[core.JaxprEqn]] | None:
-    """Of equations that may run before a loop, those that do, what the loop reads, and the rest."""
+        if (variables or only_constants) and known.issuperset(variables) and not eqn.effects:
+            candidates.append(eqn)
+            known.update(eqn.outvars)
     hoisted = _worthwhile(candidates)
     if not hoisted:
         return None
+    before = [eqn for eqn in candidates if id(eqn) in hoisted]
     rest = [eqn for eqn in body.eqns if id(eqn) not in hoisted]
-    made = {v: None for eqn in candidates if id(eqn) in hoisted for v in eqn.outvars}
     read = {v for eqn in rest for v in eqn.invars if isinstance(v, core.Var)}
     read.update(v for v in body.outvars if isinstance(v, core.Var))
-    return hoisted, [v for v in made if v in read], rest
+    values = [v for eqn in before for v in eqn.outvars if v in read]
+    info = body.debug_info._replace(arg_names=None, result_paths=None)
+    first = body.replace(eqns=before, invars=list(inputs), outvars=values, debug_info=info)
+    invars = [*body.invars[:place], *values, *body.invars[place:]]
+    return first, body.replace(eqns=rest, invars=invars, debug_info=info)
 
 
 def _worthwhile(invariant: list[core.JaxprEqn]) -> set[int]:

@@ -1,15 +1,15 @@
 """The list of tiles of jagged queries, computed by one small Mosaic GPU kernel.
 
-`tile_list.query_tiles` describes the list.  XLA computes it in 6 to 24 kernels of about 2 us each,
-as long as a launch on short sequences takes.  Here CTAs of 512 threads list the tiles of 128
-segments each (`jagged_segments`).  Every CTA does the steps 1 to 4 for all segments, since that
+`by_xla` describes the list.  XLA would compute it in 6 to 24 kernels of about 2 us each, as long as
+a launch on short sequences takes.  Here CTAs of 512 threads list the tiles of 128
+segments each (`segments`).  Every CTA does the steps 1 to 4 for all segments, since that
 takes less time than a second launch:
 
   1. It copies offsets and index to shared memory.
   2. It makes offsets rise: a thread takes the maximum of consecutive offsets, the threads exchange
      these, and a thread writes its running maxima.  That tells the longest sequence of keys.
   3. If sequences share keys by an index, it merges neighbours with the same keys into the first.
-  4. It finds the positions of the CTA's segments' tiles by a counting sort (`tile_positions`).
+  4. It finds the positions of the CTA's segments' tiles by a counting sort (`positions`).
   5. A thread describes some of the CTA's tiles.  Their segments are found by bisection.
 
 The time, for n segments and 512 threads at 1.7 GHz, where a warp scheduler has 4 warps:
@@ -34,37 +34,27 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
-from ikbo_jax.pallas.hopper.launch import Roles, launch
+from ikbo_jax.pallas.hopper.launch import launch_threads
 from ikbo_jax.pallas.hopper.per_thread import same
-from ikbo_jax.pallas.worklist import tile_list, tile_positions
-from ikbo_jax.pallas.worklist.jagged_segments import (
+from ikbo_jax.pallas.worklist import by_xla, positions
+from ikbo_jax.pallas.worklist.lists import TILE_WORDS, Arrays, Offsets, TileList
+from ikbo_jax.pallas.worklist.search import count_at_most
+from ikbo_jax.pallas.worklist.segments import (
     Segment,
     SegmentContext,
     Shape,
     load,
+    merge,
     running_maxima,
 )
-from ikbo_jax.pallas.worklist.merged_segments import merge
-from ikbo_jax.pallas.worklist.tile_list import TILE_WORDS, TileList
 from ikbo_jax.problems import memory
+from ikbo_jax.problems.attention_tile_cost import MOST_LISTED_WORDS
 from ikbo_jax.problems.hopper import WARPGROUP_SIZE
 
 #: Warpgroups of a CTA.
 WARPGROUPS = 4
-#: Most offsets and numbers of sequences together: 180 KB of shared memory.
-MOST_WORDS = 46080
-#: Most segments whose lists surely fit, and of sequences that are merged.
-MOST_SEGMENTS, MOST_MERGED = MOST_WORDS // 2, MOST_WORDS // 3
 #: Most CTAs of 128 segments; if there were more, a CTA has 256, so that an H100 holds all at once.
 MOST_WORKERS = 132
-
-
-class Operands(NamedTuple):
-    """Device memory."""
-
-    cu_seqlens_q: Any  # [batch + 1] int32, or None
-    cu_seqlens_kv: Any  # [batch_kv + 1] int32
-    q_to_kv: Any  # [batch] int32, or None
 
 
 class Outputs(NamedTuple):
@@ -81,13 +71,17 @@ class Shared(NamedTuple):
     q_offsets: Any  # [segments + 1]: running maxima
     kv_offsets: Any  # [batch_kv + 1]: likewise
     kv_numbers: Any  # [segments]: sequences of keys; None without an index
-    bins: Any  # see `tile_positions`
+    bins: Any  # see `positions`
     own_bins: Any  # of the CTA's segments; the order of bins is the list's
     own_tiles: Any  # of the CTA's segments
     own_before: Any  # [threads]: parts of the tiles before a segment's in its bin
     own_firsts: Any  # positions of the first tiles of the CTA's segments
     own_ends: Any  # tiles of the CTA's segments up to and with each
     rest_ends: Any  # likewise of second parts
+    # Of the lists of a gradient's tiles; None without an index.
+    begins: Any = None  # [keys + 1]: ranges of lower numbers of keys
+    key_blocks: Any = None  # [keys]: blocks of queries. Keys of all copies
+    statistics: Any = None  # [segments of queries]: blocks of statistics before; None if broadcast
 
 
 def store_words(
@@ -123,11 +117,8 @@ def _list_parts(ctx: SegmentContext, ends: Any, describe: Any) -> None:
     @pl.loop(0, (count + (threads.count - 1)) // threads.count)
     def _(turn: Any) -> None:
         tile = turn * threads.count + thread
-        number, step = same(0), own // 2
-        while step:  # `number` counts segments whose tiles all come before this one
-            end = threads.read(ends, number + (step - 1))
-            number = jnp.where(end <= tile, number + step, number)
-            step //= 2
+        # Segments whose tiles all come before this one.
+        number = count_at_most(lambda x: threads.read(ends, x), own - 1, tile, same(0))
         begin = threads.read(ends, jnp.maximum(number - 1, 0))
         place = tile - jnp.where(number > 0, begin, 0)
         found = ctx.segment(ctx.worker * own + number)
@@ -150,7 +141,7 @@ def list_tiles(
       zeros: how many others a tile of a second part has; they are 0.
     """
     shape, shared, threads, zero = ctx.shape, ctx.shared, ctx.threads, same(0)
-    totals = tile_positions.position_tiles(ctx, longest)
+    totals = positions.position_tiles(ctx, longest)
     own = shared.own_bins.shape[0]
 
     def first_part(number: jax.Array, found: Segment, place: jax.Array) -> Any:
@@ -195,92 +186,72 @@ def _list_query_tiles(ctx: SegmentContext) -> None:
     list_tiles(ctx, longest, words, 2)
 
 
-def _shared(shape: Shape, operands: Operands) -> Shared:
-    """The declaration of `Shared`."""
-    threads = shape.warpgroups * WARPGROUP_SIZE
-    own = WARPGROUP_SIZE
-    if pl.cdiv(shape.segments, own) > MOST_WORKERS and shape.warpgroups > 1:
-        own *= 2
+def shared_words(shapes: tuple[Shape, ...], arrays: Arrays, own: int, exchanged: int) -> Shared:
+    """The declaration of `Shared`.
+
+    Args:
+      shapes: of the lists of queries and, for a gradient, of keys.
+      arrays: of the offsets.
+      own: segments of a CTA.
+      exchanged: words of each warp in `parts`.
+    """
+    queries, threads = shapes[0], shapes[0].warpgroups * WARPGROUP_SIZE
     each = memory.Words((own,))
     return Shared(
-        parts=memory.Words((9 * (threads // 32),)),
-        q_offsets=None if shape.is_broadcast else memory.Words((shape.segments + 1,)),
-        kv_offsets=memory.Words(operands.cu_seqlens_kv.shape),
-        kv_numbers=None if operands.q_to_kv is None else memory.Words((shape.segments,)),
-        bins=memory.Words((tile_positions.bin_words(shape),)),
+        parts=memory.Words((exchanged * (threads // 32),)),
+        q_offsets=None if queries.is_broadcast else memory.Words((queries.segments + 1,)),
+        kv_offsets=memory.Words((arrays.cu_seqlens_kv.shape[0] + 2 * queries.kv_first,)),
+        kv_numbers=None if arrays.q_to_kv is None else memory.Words((queries.segments,)),
+        bins=memory.Words((max(map(positions.bin_words, shapes)),)),
         own_bins=each,
         own_tiles=each,
         own_before=memory.Words((threads,)),
         own_firsts=each,
         own_ends=each,
-        rest_ends=each if shape.has_rest else None,
+        rest_ends=each if any(x.has_rest for x in shapes) else None,
     )
+
+
+def own_segments(shapes: tuple[Shape, ...]) -> int:
+    """How many segments a CTA lists."""
+    workers = sum(pl.cdiv(x.segments, WARPGROUP_SIZE) for x in shapes)
+    is_doubled = workers > MOST_WORKERS and shapes[0].warpgroups > 1
+    return WARPGROUP_SIZE * (1 + is_doubled)
 
 
 # Host side
 
 
-def query_tiles(
-    cu_seqlens_q: jax.Array | None,
-    cu_seqlens_kv: jax.Array,
-    q_to_kv: jax.Array | None,
-    *,
-    q_rows: int,
-    kv_rows: int,
-    max_seqlen_q: int | None,
-    max_seqlen_kv: int | None,
-    size: int,
-    unit: int = 1,
-    interpret: Any = False,
-) -> TileList:
-    """The list of `tile_list.query_tiles`, whose entries past the last tile are arbitrary.
+def query_tiles(offsets: Offsets, *, size: int, unit: int = 1, interpret: Any = False) -> TileList:
+    """Lists tiles of queries; entries past the last tile are arbitrary.
 
-    XLA computes the list if offsets and index have more than `MOST_WORDS` elements.
+    XLA computes the list if offsets and index have more than `MOST_LISTED_WORDS` elements.
 
     Args:
-      cu_seqlens_q: as for `tile_list.query_tiles`, like the arguments that follow.
+      offsets: of the sequences.
+      size: largest number of rows of a tile.
+      unit: keys of a block; sequences with equally many blocks stay in order.
       interpret: False, or `plgpu.InterpretGPUParams` to run on a CPU.
     """
-    index = cu_seqlens_kv if q_to_kv is None else q_to_kv
-    sequences = index.shape[0] - (q_to_kv is None)
-    is_broadcast = cu_seqlens_q is None
-    bounds = (q_rows, kv_rows, max_seqlen_q, max_seqlen_kv)
-    is_merged = q_to_kv is not None and not is_broadcast
-    shape = Shape(
-        sequences, *bounds, size, unit, is_broadcast, is_merged, 1 if interpret else WARPGROUPS
-    )
-    operands = Operands(cu_seqlens_q, cu_seqlens_kv, q_to_kv)
-    elements = sum(x.shape[0] for x in operands if x is not None)
-    if elements > MOST_WORDS:
-        return tile_list.query_tiles(
-            cu_seqlens_q,
-            cu_seqlens_kv,
-            q_to_kv,
-            q_rows=q_rows,
-            kv_rows=kv_rows,
-            max_seqlen_q=max_seqlen_q,
-            max_seqlen_kv=max_seqlen_kv,
-            size=size,
-            unit=unit,
-        )
-    shared = _shared(shape, operands)
+    operands = offsets.arrays
+    if sum(x.shape[0] for x in operands if x is not None) > MOST_LISTED_WORDS:
+        return by_xla.query_tiles(offsets, size=size, unit=unit)
+    shape = Shape.of(offsets, size, unit, warpgroups=1 if interpret else WARPGROUPS)
+    own = own_segments((shape,))
     outputs = Outputs(
         jax.ShapeDtypeStruct((shape.most, TILE_WORDS), jnp.int32),
         jax.ShapeDtypeStruct((2,), jnp.int32),
     )
-    results = launch(
-        Roles(
-            lambda *arguments: SegmentContext(shape, None, *arguments),
-            None,
-            _list_query_tiles,
-            warpgroups=shape.warpgroups,
-        ),
+    found: Outputs = launch_threads(
+        _list_query_tiles,
+        shape,
         operands,
         outputs,
-        shared,
-        dtype=jnp.int32,
+        shared_words((shape,), operands, own, 9),
         name="ikbo_tile_list",
-        workers=pl.cdiv(shape.segments, shared.own_ends.shape[0]),
+        workers=pl.cdiv(shape.segments, own),
+        warpgroups=shape.warpgroups,
+        context=SegmentContext,
         interpret=interpret,
     )
-    return TileList(*results)
+    return TileList(*found)

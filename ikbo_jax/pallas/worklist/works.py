@@ -1,9 +1,8 @@
 """Both lists of tiles of the backward kernels, and their ranges, by one Mosaic GPU kernel.
 
-`tiles` describes the lists; XLA makes them in 15 to 25 kernels of about 2 us each. Here the first
-CTAs list tiles of queries, and the others tiles of keys, as `tile_list_kernel` lists tiles
-for the forward kernel: offsets in shared memory, running maxima, and a counting sort of segments by
-their blocks. In addition:
+XLA would make them in 15 to 25 kernels of about 2 us each. Here the first CTAs list tiles of
+queries, and the others tiles of keys, as `tiles` lists tiles for the forward kernel: offsets in
+shared memory, running maxima, and a counting sort of segments by their blocks. In addition:
 
   - *Ranges.* A CTA describes the sequences among its segments. The kernel for queries streams
     keys, so the CTAs for keys write its ranges, and the reverse.
@@ -14,8 +13,8 @@ their blocks. In addition:
   - *Statistics* of a softmax. Running sums of the sequences' blocks tell where the statistics of
     each begin. Another list says which queries each block of statistics has.
 
-Tiles with blocks are XLA's, in the same order, while no more than `tile_positions.MOST_BINS`
-numbers of blocks occur. Tiles of rows of no sequence may be cut elsewhere.
+Tiles with blocks are in XLA's order while no more than `positions.MOST_BINS` numbers of blocks
+occur.
 
 Synchronisations: `Threads.commit` between the parts, within the CTA. CTAs do not wait for each
 other.
@@ -32,22 +31,24 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
-from ikbo_jax.pallas.hopper.launch import Roles, launch
+from ikbo_jax.pallas.hopper.launch import launch_threads
 from ikbo_jax.pallas.hopper.per_thread import cdiv, same
-from ikbo_jax.pallas.worklist import tile_list_kernel, tile_positions
-from ikbo_jax.pallas.worklist.jagged_segments import Segment, Shape, load, rise, rows
-from ikbo_jax.pallas.worklist.tile_list_kernel import list_tiles, rows_of_tile, store_words
-from ikbo_jax.pallas.worklist.work import RANGE_WORDS, TILE_WORDS, Work, most_blocks
-from ikbo_jax.pallas.worklist.work_context import (
+from ikbo_jax.pallas.worklist import by_xla, tiles
+from ikbo_jax.pallas.worklist.lists import (
+    RANGE_WORDS,
+    WORK_WORDS,
+    Arrays,
+    Offsets,
+    Work,
+    Works,
+    most_blocks,
+)
+from ikbo_jax.pallas.worklist.ranges import (
     KeyContext,
     KeyShape,
     Launch,
-    Operands,
     Outputs,
-    Shared,
     WorkContext,
-)
-from ikbo_jax.pallas.worklist.work_ranges import (
     blocks_before,
     count_shared,
     queries_of,
@@ -55,8 +56,11 @@ from ikbo_jax.pallas.worklist.work_ranges import (
     store_query_ranges,
     sum_up,
 )
+from ikbo_jax.pallas.worklist.scan import clear
+from ikbo_jax.pallas.worklist.segments import Segment, Shape, load, rise, rows
+from ikbo_jax.pallas.worklist.tiles import list_tiles, rows_of_tile, store_words
 from ikbo_jax.problems import memory
-from ikbo_jax.problems.hopper import TILE_ROWS, WARPGROUP_SIZE
+from ikbo_jax.problems.hopper import TILE_ROWS
 
 #: Most words of shared memory: 211 KB, and at most 1 KB for the alignment of each array.
 MOST_WORDS = 54000
@@ -89,7 +93,7 @@ def _list_queries(ctx: WorkContext, longest: jax.Array) -> None:
             kept.append(jnp.where(number >= 0, first, 0))
         return tuple(kept)
 
-    outputs = tile_list_kernel.Outputs(ctx.outputs.query_tiles, ctx.outputs.query_counts)
+    outputs = tiles.Outputs(ctx.outputs.query_tiles, ctx.outputs.query_counts)
     list_tiles(ctx.replace(outputs=outputs), longest, words, 3 + static.has_statistics)
 
 
@@ -128,7 +132,7 @@ def _list_keys(ctx: WorkContext, longest: jax.Array) -> None:
         blocks = cdiv(found.kv_length, static.keys.unit) * static.keys.group
         return *rows_of_tile(ctx, found, done), begin, end, blocks
 
-    outputs = tile_list_kernel.Outputs(ctx.outputs.key_tiles, ctx.outputs.key_counts)
+    outputs = tiles.Outputs(ctx.outputs.key_tiles, ctx.outputs.key_counts)
     list_tiles(ctx.replace(outputs=outputs), longest, words, 3)
 
 
@@ -137,13 +141,7 @@ def _list(ctx: WorkContext) -> None:
     threads, shared, static = ctx.threads, ctx.shared, ctx.config
     for ref in (shared.begins, shared.key_blocks):
         if ref is not None:
-            turns, numbers = threads.rounds(ref.shape[0])
-
-            @pl.loop(0, turns)
-            def _(turn: Any, ref: Any = ref, numbers: Any = numbers) -> None:
-                for x in numbers(turn):
-                    threads.keep(ref, x, same(0), x < ref.shape[0])
-
+            clear(threads, ref)
     load(ctx)
     longest = []
     shapes = (static.queries, static.keys)  # of keys, then of queries, that tiles take
@@ -168,31 +166,21 @@ def _list(ctx: WorkContext) -> None:
 
 
 def works(
-    cu_seqlens_q: jax.Array | None,
-    cu_seqlens_kv: jax.Array,
-    q_to_kv: jax.Array | None,
+    offsets: Offsets,
     *,
-    q_rows: int,
-    kv_rows: int,
-    max_seqlen_q: int | None,
-    max_seqlen_kv: int | None,
     query_block: int,
     key_block: int,
     group: int,
     has_statistics: bool,
     parts: int = 1,
     interpret: Any = False,
-) -> tuple[Work, Work, jax.Array | None] | None:
-    """The work of both kernels, of queries and of keys, by one launch.
+) -> Works:
+    """Lists the work of both kernels by one launch, unless it does not fit shared memory.
+
+    Words and entries that the kernels do not read are arbitrary.
 
     Args:
-      cu_seqlens_q: [batch + 1] int32; None: all sequences have the same `q_rows` queries.
-      cu_seqlens_kv: [batch_kv + 1] int32.
-      q_to_kv: [batch] int32, clamped; None: query sequence b attends to key-value sequence b.
-      q_rows: rows of the queries' array.
-      kv_rows: rows of the keys' array.
-      max_seqlen_q: longest sequence of queries, or None; rows beyond it belong to no sequence.
-      max_seqlen_kv: longest sequence of keys, or None; likewise.
+      offsets: of the sequences; keys beyond `max_seqlen_kv` belong to no sequence.
       query_block: rows of a block of keys, in the kernel for queries.
       key_block: rows of a block of queries, in the kernel for keys.
       group: query heads of one key head.
@@ -200,112 +188,85 @@ def works(
       parts: copies of the keys that the kernel for keys takes; every n-th sequence of queries
         belongs to part n. 1 without `q_to_kv`.
       interpret: False, or `plgpu.InterpretGPUParams` to run on a CPU.
-
-    Returns:
-      Work of the queries; work of the keys; and, with a softmax, [blocks, 2] int32, for each block
-      of statistics its first query in the result and its number of queries, else None. Words and
-      entries that the kernels do not read are arbitrary. None if there are no sequences, or if
-      offsets and index do not fit shared memory; then XLA must compute the work.
     """
-    operands = Operands(cu_seqlens_q, cu_seqlens_kv, q_to_kv)
-    static = _static(
-        operands, (q_rows, kv_rows, max_seqlen_q, max_seqlen_kv), (query_block, key_block), group,
-        parts, has_statistics, 1 if interpret else tile_list_kernel.WARPGROUPS,
-    )  # fmt: skip
+    operands, blocks = offsets.arrays, (query_block, key_block)
+    warpgroups = 1 if interpret else tiles.WARPGROUPS
+    static = _static(offsets, blocks, group, parts, has_statistics, warpgroups)
     shapes = (static.queries, static.keys)
-    if min(x.sequences for x in shapes) < 1:
-        return None
-    own = WARPGROUP_SIZE
+    own = tiles.own_segments(shapes)
     workers = [pl.cdiv(x.segments, own) for x in shapes]
-    if sum(workers) > tile_list_kernel.MOST_WORKERS and not interpret:
-        own *= 2
-        workers = [pl.cdiv(x.segments, own) for x in shapes]
     static = static._replace(query_workers=workers[0])
     shared = _shared(static, operands, own)
-    if sum(math.prod(x.shape) for x in shared if x is not None) > MOST_WORDS:
-        return None
-    total = q_rows * (static.queries.sequences if cu_seqlens_q is None else 1)
+    elements = sum(math.prod(x.shape) for x in shared if x is not None)
+    if min(x.sequences for x in shapes) < 1 or elements > MOST_WORDS:
+        return by_xla.works(
+            offsets,
+            query_block=query_block,
+            key_block=key_block,
+            group=group,
+            has_statistics=has_statistics,
+            parts=parts,
+            interpret=bool(interpret),
+        )
 
     def words(*shape: int) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(shape, jnp.int32)
 
-    lists = [(words(x.most, TILE_WORDS), words(2), words(x.sequences, RANGE_WORDS)) for x in shapes]
-    blocks = most_blocks(static.queries.sequences, total, key_block)
-    outputs = Outputs(*lists[0], *lists[1], words(blocks, BLOCK_WORDS) if has_statistics else None)
-    results = launch(
-        Roles(
-            lambda *arguments: WorkContext(static.queries, static, *arguments),
-            None,
-            _list,
-            warpgroups=static.queries.warpgroups,
-        ),
+    lists = [(words(x.most, WORK_WORDS), words(2), words(x.sequences, RANGE_WORDS)) for x in shapes]
+    count = most_blocks(offsets.sequences, offsets.result_rows, key_block)
+    outputs = Outputs(*lists[0], *lists[1], words(count, BLOCK_WORDS) if has_statistics else None)
+    found: Outputs = launch_threads(
+        _list,
+        static.queries,
         operands,
         outputs,
         shared,
-        dtype=jnp.int32,
         name="ikbo_gdpa_backward_lists",
         workers=sum(workers),
+        warpgroups=warpgroups,
+        config=static,
+        context=WorkContext,
         interpret=interpret,
     )
-    q_tiles, q_counts, q_ranges, k_tiles, k_counts, k_ranges, *rest = results
-    blocks_of_statistics = rest[0] if rest else None
-    queries, keys = Work(q_tiles, q_counts, k_ranges), Work(k_tiles, k_counts, q_ranges)
-    return queries, keys, blocks_of_statistics
+    queries = Work(found.query_tiles, found.query_counts, found.key_ranges)
+    keys = Work(found.key_tiles, found.key_counts, found.query_ranges)
+    return Works(queries, keys, found.blocks)
 
 
 def _static(
-    operands: Operands,
-    sizes: tuple[int, int, int | None, int | None],
+    offsets: Offsets,
     units: tuple[int, int],
     group: int,
     parts: int,
     has_statistics: bool,
     warpgroups: int,
 ) -> Launch:
-    q_rows, kv_rows, max_q, max_kv = sizes
-    is_broadcast, index = operands.cu_seqlens_q is None, operands.q_to_kv
-    batch_kv = operands.cu_seqlens_kv.shape[0] - 1
-    batch = batch_kv if index is None else index.shape[0]
-    shared: dict[str, Any] = {
-        "is_merged": False,
-        "warpgroups": warpgroups,
-        "kv_first": 1,
-        "size": TILE_ROWS,
-    }
-    queries = Shape(batch, *sizes, unit=units[0], is_broadcast=is_broadcast, **shared)
-    total = q_rows * batch if is_broadcast else q_rows
+    q_rows, kv_rows, max_q, max_kv = offsets.sizes
+    queries = dataclasses.replace(
+        Shape.of(offsets, TILE_ROWS, units[0], warpgroups=warpgroups), is_merged=False, kv_first=1
+    )
+    most = most_blocks(offsets.sequences, offsets.result_rows, units[1])
     keys = KeyShape(
-        batch_kv, kv_rows * parts, q_rows, max_kv, max_q, **shared,
-        unit=units[1],
+        *(offsets.kv_sequences, kv_rows * parts, q_rows, max_kv, max_q, TILE_ROWS, units[1]),
         is_broadcast=False,
+        is_merged=False,
+        warpgroups=warpgroups,
+        kv_first=1,
         group=group,
-        streamed_rows=q_rows if is_broadcast else None,
-        most_shared=None if index is None else most_blocks(batch, total, units[1]),
+        streamed_rows=q_rows if offsets.is_broadcast else None,
+        most_shared=None if offsets.q_to_kv is None else most,
         parts=parts,
-    )  # fmt: skip
+    )
     return Launch(queries, keys, has_statistics, 0)
 
 
-def _shared(static: Launch, operands: Operands, own: int) -> Shared:
-    """The declaration of `Shared`."""
-    shapes = (static.queries, static.keys)
-    threads = static.queries.warpgroups * WARPGROUP_SIZE
-    is_broadcast, is_shared = static.queries.is_broadcast, operands.q_to_kv is not None
-    each, batch_kv = memory.Words((own,)), static.keys.sequences * static.keys.parts
-    has_sums = static.has_statistics and not is_broadcast
-    return Shared(
-        parts=memory.Words((12 * (threads // 32),)),
-        q_offsets=None if is_broadcast else memory.Words((static.queries.segments + 1,)),
-        kv_offsets=memory.Words((operands.cu_seqlens_kv.shape[0] + 2,)),
-        kv_numbers=memory.Words((static.queries.segments,)) if is_shared else None,
-        bins=memory.Words((max(map(tile_positions.bin_words, shapes)),)),
-        own_bins=each,
-        own_tiles=each,
-        own_before=memory.Words((threads,)),
-        own_firsts=each,
-        own_ends=each,
-        rest_ends=each if any(x.has_rest for x in shapes) else None,
-        begins=memory.Words((batch_kv + 1,)) if is_shared else None,
-        key_blocks=memory.Words((batch_kv,)) if is_shared else None,
-        statistics=memory.Words((static.queries.segments,)) if has_sums else None,
-    )
+def _shared(static: Launch, operands: Arrays, own: int) -> tiles.Shared:
+    queries, keys = static.queries, static.keys
+    found = tiles.shared_words((queries, keys), operands, own, 12)
+    if static.has_statistics and not queries.is_broadcast:
+        found = found._replace(statistics=memory.Words((queries.segments,)))
+    if operands.q_to_kv is None:
+        return found
+    sequences = keys.sequences * keys.parts
+    begins, blocks = memory.Words((sequences + 1,)), memory.Words((sequences,))
+    return found._replace(begins=begins, key_blocks=blocks)

@@ -21,7 +21,8 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from ikbo_jax.pallas.hopper.per_thread import Threads, cdiv, same
-from ikbo_jax.pallas.worklist.jagged_segments import Segment, SegmentContext, Shape
+from ikbo_jax.pallas.worklist.scan import running_sums
+from ikbo_jax.pallas.worklist.segments import Segment, SegmentContext, Shape
 from ikbo_jax.problems.hopper import WARPGROUP_SIZE
 
 #: Most bins: 15 words of a thread. Above, neighbouring numbers of blocks share one: they differ by
@@ -177,14 +178,12 @@ def position_tiles(ctx: SegmentContext, longest: jax.Array) -> Totals:
     before = before + _own_before(ctx, number, bin_, part)
     threads.keep(shared.own_before, threads.number(), before, threads.number() >= 0)
     threads.commit()
-    # The running sums of the bins, and of the tiles of the CTA's segments.
-    values = [_sum_of_bins(ctx), jnp.where(is_first, tiles, 0)]
+    values = [jnp.where(is_first, tiles, 0)]
     if shape.has_rest:
         values.append(jnp.where(is_first, tiles_of(shape, found.rest), 0))
-    sums = threads.sums_before(values, shared.parts, 4 * threads.warps)
-    _keep_sums_of_bins(ctx, sums[0])
+    sums = _sum_up(ctx, values)
     ends = [shared.own_ends, shared.rest_ends]
-    for ref, x, value in zip(ends, sums[1:], values[1:], strict=False):
+    for ref, x, value in zip(ends, sums, values, strict=False):
         threads.keep(ref, number, x + value, is_first)
     threads.commit()
     first = threads.read(shared.bins, bin_ * bins.copies)
@@ -207,37 +206,22 @@ def _totals(ctx: SegmentContext, bins: Bins, end: Any, rest: tuple[jax.Array, ja
     return Totals(keyed, every, before, before + after)
 
 
-def _bin_places(ctx: SegmentContext) -> tuple[int, Any]:
-    turns, step, each = ctx.threads.parts(words(ctx.shape) + 1)
-    first = ctx.threads.number() * each
-    return turns, lambda i: [first + (i * step + x) for x in range(step)]
-
-
-def _sum_of_bins(ctx: SegmentContext) -> jax.Array:
-    """The sum of a thread's words."""
-    turns, places = _bin_places(ctx)
-
-    def turn(i: Any, total: jax.Array) -> jax.Array:
-        for value in [ctx.threads.read(ctx.shared.bins, x) for x in places(i)]:
-            total = total + value
-        return total
-
-    return lax.fori_loop(0, turns, turn, same(0))
-
-
-def _keep_sums_of_bins(ctx: SegmentContext, before: jax.Array) -> None:
-    """Each word becomes the sum of those before it."""
+def _sum_up(ctx: SegmentContext, values: list[jax.Array]) -> list[jax.Array]:
+    """Each bin becomes the sum of those before it; returns the sums of values of threads before."""
     threads, bins = ctx.threads, ctx.shared.bins
-    turns, places = _bin_places(ctx)
 
-    def turn(i: Any, total: jax.Array) -> jax.Array:
-        values = [threads.read(bins, x) for x in places(i)]
-        for x, value in zip(places(i), values, strict=True):
-            threads.keep(bins, x, total, x >= 0)
-            total = total + value
-        return total
+    def store(place: jax.Array, before: Any, _: Any) -> None:
+        threads.keep(bins, place, before[0], place >= 0)
 
-    lax.fori_loop(0, turns, turn, before)
+    return running_sums(
+        threads,
+        words(ctx.shape) + 1,
+        lambda places: [(threads.read(bins, x),) for x in places],
+        store,
+        ctx.shared.parts,
+        4 * threads.warps,
+        others=values,
+    )
 
 
 def bin_words(shape: Shape) -> int:

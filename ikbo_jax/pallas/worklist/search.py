@@ -1,7 +1,8 @@
-"""Runs of candidates of one user in an index, which a producer warp finds."""
+"""Searches inside of kernels: a bisection, and the end of a run of candidates of one user."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import jax.numpy as jnp
@@ -15,6 +16,40 @@ from ikbo_jax.pallas.hopper.warps import LANES, ballot, lane, load, lowest_bit
 
 SCALAR = plgpu.Layout.WG_SPLAT(())
 INTEGER = plgpu.ShapeDtypeStruct((), jnp.int32, layout=SCALAR)
+
+
+def count_at_most(
+    read: Callable[[Any], Any], count: int, limit: Any, zero: Any, is_wanted: Any = None
+) -> Any:
+    """Counts which of `count` rising numbers are at most `limit`, by bisection.
+
+    Args:
+      read: takes places, from 0 to count - 1; returns the numbers.
+      count: of the numbers.
+      limit: a scalar, or one for each thread.
+      zero: 0, likewise.
+      is_wanted: a scalar, whether the result is; then the steps are a loop. None: they are
+        unrolled.
+    """
+    steps = count.bit_length()
+
+    def narrow(found: Any, step: Any) -> Any:
+        if count + 1 == 1 << steps:  # no place lies past the end
+            return jnp.where(read(found + (step - 1)) <= limit, found + step, found)
+        after = found + step
+        number = read(jnp.minimum(after, count) - 1)
+        return jnp.where((after <= count) & (number <= limit), after, found)
+
+    if is_wanted is not None:
+
+        def turn(i: Any, found: Any) -> Any:
+            return narrow(found, lax.shift_left(jnp.int32(1), steps - 1 - i))
+
+        turns = jnp.where(is_wanted, jnp.int32(steps), jnp.int32(0))
+        return lax.fori_loop(jnp.int32(0), turns, turn, zero)
+    for i in reversed(range(steps)):
+        zero = narrow(zero, 1 << i)
+    return zero
 
 
 def splat(value: ir.Value) -> mgpu.FragmentedArray:

@@ -1,8 +1,9 @@
-"""Ranges and statistics of queries, in the launch that lists the backward kernels' tiles."""
+"""Ranges of streamed rows and blocks of statistics, in the launch that lists a gradient's tiles."""
 
 from __future__ import annotations
 
-from typing import Any
+import dataclasses
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -10,11 +11,118 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from ikbo_jax.pallas.hopper.per_thread import cdiv, same
-from ikbo_jax.pallas.worklist.tile_list_kernel import store_words
-from ikbo_jax.pallas.worklist.work_context import WorkContext
+from ikbo_jax.pallas.worklist.scan import running_sums
+from ikbo_jax.pallas.worklist.search import count_at_most
+from ikbo_jax.pallas.worklist.segments import Segment, SegmentContext, Shape, rows
+from ikbo_jax.pallas.worklist.tiles import store_words
 
 #: Sequences of each thread in one turn of a loop.
 UNROLL = 4
+
+
+@dataclasses.dataclass(frozen=True)
+class KeyShape(Shape):
+    """The shape of the list of keys: what `Shape` calls queries are keys here, and the reverse.
+
+    Attributes:
+      group: query heads of one key head.
+      streamed_rows: queries of each sequence if they are broadcast, or None.
+      most_shared: blocks of queries of any key-value sequence if sequences share keys, or None.
+      parts: copies of the keys, where every n-th sequence of queries belongs to part n. `sequences`
+        are those of one copy, and `q_rows` the rows of all.
+    """
+
+    group: int = 1
+    streamed_rows: int | None = None
+    most_shared: int | None = None
+    parts: int = 1
+
+    @property
+    def segments(self) -> int:
+        return self.parts * (self.sequences + 2)
+
+    @property
+    def most_blocks(self) -> int:
+        if self.most_shared is not None:
+            return self.most_shared
+        if self.streamed_rows is not None:
+            return pl.cdiv(self.streamed_rows, self.unit)
+        return super().most_blocks
+
+
+class Launch(NamedTuple):
+    """Static description of the launch."""
+
+    queries: Shape
+    keys: KeyShape
+    has_statistics: bool
+    query_workers: int  # CTAs that list queries
+
+    @property
+    def first(self) -> int:
+        """Number of the first sequence's segment."""
+        return 0 if self.queries.is_broadcast else 1
+
+    @property
+    def end(self) -> int:
+        return self.first + self.queries.sequences
+
+
+class Outputs(NamedTuple):
+    """Device memory that the launch fills: `Work` of both kernels.
+
+    A kernel's work has the ranges of the other's sequences, which it streams.
+    """
+
+    query_tiles: Any
+    query_counts: Any
+    query_ranges: Any  # of sequences of queries
+    key_tiles: Any
+    key_counts: Any
+    key_ranges: Any
+    blocks: Any  # [blocks, BLOCK_WORDS] of statistics, or None
+
+
+class WorkContext(SegmentContext):
+    """The context of a warpgroup; `config` is the `Launch`, `shape` that of the CTA's list.
+
+    `shared` is `tiles.Shared`.
+    """
+
+
+class KeyContext(WorkContext):
+    """The context of a warpgroup that lists tiles of keys."""
+
+    def segment(self, index: jax.Array) -> Segment:
+        """Segments of keys; `kv_length` counts queries, rounded to whole blocks if shared."""
+        shape, shared, read = self.shape, self.shared, self.threads.read
+        part, local = same(0), index
+        if shape.parts > 1:
+            each = same(shape.sequences + 2)
+            part, local = lax.div(index, each), lax.rem(index, each)
+        found = rows(self, shared.kv_offsets, local)
+        exists = index < shape.segments
+        is_sequence = exists & found.is_sequence
+        before = part * (shape.q_rows // shape.parts)
+        number = jnp.clip(local - 1, 0, shape.sequences - 1)
+        if shape.most_shared is not None:
+            number = number + jnp.minimum(part, shape.parts - 1) * shape.sequences
+            streamed = read(shared.key_blocks, number) * shape.unit
+        elif shape.streamed_rows is not None:
+            streamed = same(shape.streamed_rows)
+        else:
+            streamed = read(shared.q_offsets, number + 2) - read(shared.q_offsets, number + 1)
+            if shape.max_seqlen_kv is not None:
+                streamed = jnp.minimum(streamed, shape.max_seqlen_kv)
+        return Segment(
+            found.start + before,
+            jnp.where(exists, found.length, 0),
+            jnp.where(exists, found.rest, 0),
+            found.rest_start + before,
+            same(0),
+            jnp.where(is_sequence, streamed, 0),
+            jnp.where(is_sequence, number, -1),
+        )
 
 
 def queries_of(ctx: WorkContext, index: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -73,31 +181,15 @@ def count_shared(ctx: WorkContext, begin: Any, end: Any, *, with_blocks: bool) -
 def sum_up(ctx: WorkContext, ref: Any, value: Any, at: int) -> None:
     """ref[i] = the sum of value(0) to value(i - 1); synchronises before it stores and after."""
     threads, count = ctx.threads, ref.shape[0]
-    turns, step, each = threads.parts(count)
-    first = threads.number() * each
 
-    def places(i: Any) -> list[jax.Array]:
-        return [first + (i * step + x) for x in range(step)]
+    def read(places: list[jax.Array]) -> list[tuple[jax.Array]]:
+        found = [value(jnp.minimum(x, count - 1)) for x in places]
+        return [(jnp.where(x < count, v, 0),) for x, v in zip(places, found, strict=True)]
 
-    def values(i: Any) -> list[jax.Array]:
-        found = [value(jnp.minimum(x, count - 1)) for x in places(i)]
-        return [jnp.where(x < count, v, 0) for x, v in zip(places(i), found, strict=True)]
+    def store(place: jax.Array, before: Any, _: Any) -> None:
+        threads.keep(ref, place, before[0], place < count)
 
-    def add(i: Any, total: jax.Array) -> jax.Array:
-        for v in values(i):
-            total = total + v
-        return total
-
-    total = lax.fori_loop(0, turns, add, same(0))
-    (before,) = threads.sums_before([total], ctx.shared.parts, at * threads.warps)
-
-    def keep(i: Any, total: jax.Array) -> jax.Array:
-        for x, v in zip(places(i), values(i), strict=True):
-            threads.keep(ref, x, total, x < count)
-            total = total + v
-        return total
-
-    lax.fori_loop(0, turns, keep, before)
+    running_sums(threads, count, read, store, ctx.shared.parts, at * threads.warps)
     threads.commit()
 
 
@@ -155,11 +247,10 @@ def store_blocks(ctx: WorkContext) -> None:
             each = pl.cdiv(static.queries.q_rows, unit)
             index = lax.div(block, same(max(each, 1)))
         else:
-            index = same(0)  # the last segment whose blocks begin at this one or before
-            for bit in reversed(range(sequences.bit_length())):
-                further = index + (1 << bit)
-                begin = threads.read(shared.statistics, jnp.minimum(further, sequences))
-                index = jnp.where((further <= sequences) & (begin <= block), further, index)
+            # The last segment whose blocks begin at this one or before.
+            index = count_at_most(
+                lambda x: threads.read(shared.statistics, x + 1), sequences, block, same(0)
+            )
         start, length = queries_of(ctx, index)
         done = (block - blocks_before(ctx, index)) * unit
         rows = jnp.clip(length - done, 0, unit)

@@ -17,6 +17,8 @@ from jax.experimental import pallas as pl
 
 from ikbo_jax.pallas.hopper.launch import WarpgroupContext
 from ikbo_jax.pallas.hopper.per_thread import Threads, cdiv, same
+from ikbo_jax.pallas.worklist.lists import Offsets
+from ikbo_jax.pallas.worklist.scan import clear, fold
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,6 +51,13 @@ class Shape:
     is_merged: bool
     warpgroups: int
     kv_first: int = 0
+
+    @classmethod
+    def of(cls, offsets: Offsets, size: int, unit: int, *, warpgroups: int) -> Shape:
+        """The shape of a list of tiles of queries."""
+        is_merged = offsets.q_to_kv is not None and not offsets.is_broadcast
+        kinds = offsets.is_broadcast, is_merged
+        return cls(offsets.sequences, *offsets.sizes, size, unit, *kinds, warpgroups)
 
     @property
     def segments(self) -> int:
@@ -120,12 +129,7 @@ def load(ctx: SegmentContext) -> None:
         last = max(operands.cu_seqlens_kv.shape[0] - 2, 0)
         copies.append((operands.q_to_kv, shared.kv_numbers, first, last))
     if shared.bins is not None:
-        zeros, places_of_zeros = threads.rounds(shared.bins.shape[0])
-
-        @pl.loop(0, zeros)
-        def _(turn: Any) -> None:
-            for x in places_of_zeros(turn):
-                threads.keep(shared.bins, x, same(0), x < shared.bins.shape[0])
+        clear(threads, shared.bins)
 
     rounds, numbers = threads.rounds(max(source.shape[0] for source, *_ in copies))
 
@@ -174,16 +178,12 @@ def rise(ctx: SegmentContext) -> list[jax.Array]:
 
 def _largest(threads: Threads, ref: Any, at: int, count: int) -> jax.Array:
     """The largest of each thread's numbers; past the end, the last one again."""
-    turns, step, each = threads.parts(count)
-    first = threads.number() * each
 
-    def turn(i: Any, most: jax.Array) -> jax.Array:
-        places = [jnp.minimum(first + (i * step + x), count - 1) for x in range(step)]
-        for value in [threads.read(ref, x + at) for x in places]:
-            most = jnp.maximum(most, value)
-        return most
+    def read(places: list[jax.Array]) -> list[jax.Array]:
+        places = [jnp.minimum(x, count - 1) for x in places]
+        return [threads.read(ref, x + at) for x in places]
 
-    return lax.fori_loop(0, turns, turn, same(0))
+    return fold(threads, count, read, lambda _, value, most: jnp.maximum(most, value), same(0))
 
 
 def _keep_maxima(threads: Threads, ref: Any, at: int, count: int, before: jax.Array) -> jax.Array:
@@ -191,22 +191,18 @@ def _keep_maxima(threads: Threads, ref: Any, at: int, count: int, before: jax.Ar
 
     The first number is its own maximum. So no thread writes it, and those past the end read it.
     """
-    turns, step, each = threads.parts(count)
-    first = threads.number() * each
 
-    def turn(i: Any, carry: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+    def read(places: list[jax.Array]) -> list[jax.Array]:
+        return [threads.read(ref, jnp.where(x < count, x, 0) + at) for x in places]
+
+    def keep(place: jax.Array, value: jax.Array, carry: tuple[jax.Array, jax.Array]) -> Any:
         most, longest = carry
-        places = [first + (i * step + x) for x in range(step)]
-        values = [threads.read(ref, jnp.where(x < count, x, 0) + at) for x in places]
-        for x, value in zip(places, values, strict=True):
-            after = jnp.maximum(most, value)
-            is_length = (x > 0) & (x < count)
-            threads.keep(ref, x + at, after, is_length)
-            longest = jnp.where(is_length, jnp.maximum(longest, after - most), longest)
-            most = after
-        return most, longest
+        after = jnp.maximum(most, value)
+        is_length = (place > 0) & (place < count)
+        threads.keep(ref, place + at, after, is_length)
+        return after, jnp.where(is_length, jnp.maximum(longest, after - most), longest)
 
-    return lax.fori_loop(0, turns, turn, (before, same(0)))[1]
+    return fold(threads, count, read, keep, (before, same(0)))[1]
 
 
 class Rows(NamedTuple):
@@ -272,7 +268,7 @@ def segment(ctx: SegmentContext, index: jax.Array) -> Segment:
 def _merged(
     ctx: SegmentContext, index: jax.Array, start: jax.Array, length: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-    """Sequences of keys, and rows of groups, by what `merged_segments.merge` has left."""
+    """Sequences of keys, and rows of groups, by what `merge` has left."""
     shape, numbers, read = ctx.shape, ctx.shared.kv_numbers, ctx.threads.read
     last = max(shape.sequences, 1)
     own = read(numbers, jnp.clip(index, 1, last))
@@ -281,3 +277,83 @@ def _merged(
     rows = jnp.where(is_group, -1 - following - start, length)
     # A segment without a sequence reads any number that is one.
     return jnp.maximum(own, 0), jnp.where(own < 0, 0, rows)
+
+
+def merge(ctx: SegmentContext) -> None:
+    """Marks in `shared.kv_numbers` the segments that are merged into the one before.
+
+    Candidates of one user are sequences with the same keys: merged, they fill whole tiles.
+
+    A segment is merged if it has the same keys as the one before it, and no row lies between them.
+    Its number becomes -1 - e, where e is the row at which its group ends. So no second array is
+    needed: 20,000 sequences fit shared memory.
+
+    A thread has consecutive segments, from the last one down; the end of a group that begins in
+    them and ends in a later thread's comes from there. Ends rise, so the next one is the least.
+    """
+    shape, shared, threads = ctx.shape, ctx.shared, ctx.threads
+    turns, step, each = threads.parts(shape.segments)
+    first = (threads.count - 1 - threads.number()) * each
+    last = max(shape.sequences, 1)
+
+    def number(index: jax.Array) -> jax.Array:
+        return threads.read(shared.kv_numbers, jnp.clip(index, 1, last))
+
+    def starts(index: jax.Array) -> jax.Array:
+        return threads.read(shared.q_offsets, jnp.clip(index, 0, shape.segments))
+
+    def end(start: jax.Array, following: jax.Array) -> jax.Array:
+        """Where a segment's rows that have keys end."""
+        if shape.max_seqlen_q is None:
+            return following
+        return jnp.minimum(following, start + shape.max_seqlen_q)
+
+    def is_merged(index: jax.Array, numbers: tuple[Any, Any], rows: tuple[Any, Any]) -> jax.Array:
+        """By the numbers of the segment before and of this one, and where both start."""
+        found = (index > 1) & (index <= shape.sequences) & (numbers[0] == numbers[1])
+        return found & (end(*rows) == rows[1]) if shape.max_seqlen_q is not None else found
+
+    def batch(turn: Any, read_number: Any) -> list[tuple[jax.Array, Any, Any]]:
+        """(index, kv number of the segment before, (starts before, of this one, and after))."""
+        top = first + (each - 1 - turn * step)
+        numbers = [read_number(top - i - 1) for i in range(step)]
+        rows = [starts(top - i + 1) for i in range(step + 2)]
+        return [(top - i, numbers[i], rows[i : i + 3][::-1]) for i in range(step)]
+
+    def group_ends(turn: Any, carry: tuple[Any, ...], read_number: Any, mark: Any) -> Any:
+        """The carry: end of the group, whether it ends here (0 or 1), this segment's number."""
+        group, is_end, own = carry
+        for index, before, (previous, start, following) in batch(turn, read_number):
+            group = jnp.where(is_end > 0, end(start, following), group)
+            merged = is_merged(index, (before, own), (previous, start))
+            mark(index, merged, group)
+            is_end, own = jnp.where(merged, 0, 1), before
+        return group, is_end, own
+
+    # What lies beyond a thread's segments, before threads change it.
+    above = first + each
+    is_open = is_merged(
+        above, (number(above - 1), number(above)), (starts(above - 1), starts(above))
+    )
+    carry = (same(-1), jnp.where(is_open, 0, 1), number(above - 1))
+    below = number(first - 1)
+
+    def ends(turn: Any, carry: Any) -> Any:
+        return group_ends(turn, carry, number, lambda *_: None)
+
+    open_end, _, _ = lax.fori_loop(0, turns, ends, carry)
+    found = jnp.where(open_end < 0, -(2**31 - 1), -open_end)
+    (later,) = threads.maxima_before([found], shared.parts, 3 * threads.warps)
+
+    def mark(index: jax.Array, merged: jax.Array, group: jax.Array) -> None:
+        threads.keep(shared.kv_numbers, index, -1 - group, merged)
+
+    def own_number(index: jax.Array) -> jax.Array:
+        return jnp.where(index < first, below, number(index))
+
+    def keep(turn: Any, carry: Any) -> Any:
+        return group_ends(turn, carry, own_number, mark)
+
+    # -later overflows for none, where no group ends later and so none is open.
+    lax.fori_loop(0, turns, keep, (-jnp.maximum(later, -(2**31 - 1)), *carry[1:]))
+    threads.commit()

@@ -1,0 +1,229 @@
+"""Lists of tiles and ranges of jagged sequences, computed by XLA.
+
+For what no launch takes: more sequences than fit its shared memory, and the interpreter. A tile is
+some rows of one *segment*: a sequence of queries or keys; consecutive sequences of queries that
+attend to the same keys; or rows of no sequence, whose results are zeros. Tiles whose segments have
+most blocks come first, and tiles without work last, so that CTAs which take every n-th tile finish
+together, and the pipelined loops of a kernel contain no tile without work.
+
+A list is long enough for any offsets; only the device knows the number of tiles.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from ikbo_jax.pallas.worklist import counted_order, work_order
+from ikbo_jax.pallas.worklist.lists import (
+    STATISTICS_ROW,
+    WORK_WORDS,
+    Offsets,
+    TileList,
+    Work,
+    Works,
+    most_blocks,
+)
+from ikbo_jax.problems.hopper import TILE_ROWS
+from ikbo_jax.reference import jagged
+
+
+class _Rows(NamedTuple):
+    """Rows of sequences or gaps, [count] int32 each: the first one read, the first one written,
+    their number, and how many past the bound follow."""
+
+    source: jax.Array
+    target: jax.Array
+    length: jax.Array
+    rest: jax.Array
+
+
+def query_tiles(offsets: Offsets, *, size: int, unit: int = 1) -> TileList:
+    """Lists tiles of queries.
+
+    Args:
+      offsets: of the sequences.
+      size: largest number of rows of a tile.
+      unit: keys of a block; sequences with equally many blocks stay in order.
+    """
+    q, keys = _queries(offsets), _keys(offsets)
+    words = (keys.source, keys.length)
+    if offsets.q_to_kv is not None:
+        index = jnp.clip(offsets.q_to_kv, 0, keys.source.size - 1)
+        words = (keys.source[index], keys.length[index])
+    gaps = [] if offsets.is_broadcast else _gaps(q, offsets.q_rows, offsets.max_seqlen_q)
+    if offsets.q_to_kv is not None and not offsets.is_broadcast:
+        q = _merge_neighbours(q, words)
+    columns, _, counts = _cut(
+        [q, *gaps], words, -(-words[1] // unit), size=size, total=offsets.result_rows
+    )
+    return TileList(jnp.stack(columns, axis=1), counts)
+
+
+def works(
+    offsets: Offsets,
+    *,
+    query_block: int,
+    key_block: int,
+    group: int,
+    has_statistics: bool,
+    parts: int = 1,
+    interpret: bool,
+) -> Works:
+    """Lists the work of both backward kernels, as `works.works` does.
+
+    The arguments are those of `works.works`; with `interpret`, XLA orders sequences that share
+    keys. Otherwise a launch orders them, unless they are too many: XLA's sort of 6,033 takes 45 us
+    on an H100.
+    """
+    q, kv = _queries(offsets), _keys(offsets)
+    number = jnp.arange(offsets.sequences, dtype=jnp.int32)
+    batch_kv = kv.source.size
+    kv_of = number if offsets.q_to_kv is None else jnp.clip(offsets.q_to_kv, 0, batch_kv - 1)
+    blocks = -(-q.length // key_block)
+    statistics, rows = jnp.zeros_like(number), None
+    if has_statistics:
+        ends = jnp.cumsum(blocks, dtype=jnp.int32)
+        statistics = (ends - blocks) * key_block
+        rows = _blocks(
+            q, ends, most_blocks(offsets.sequences, offsets.result_rows, key_block), key_block
+        )
+    words = (kv_of, kv_of + 1, -(-kv.length // query_block)[kv_of])
+    gaps = [] if offsets.is_broadcast else _gaps(q, offsets.q_rows, offsets.max_seqlen_q)
+    kv_ranges = _ranges(kv, jnp.zeros_like(kv.source))
+    queries = _work([q, *gaps], words, kv_ranges, offsets.result_rows, statistics=statistics)
+    blocks *= group
+    begin = jnp.arange(batch_kv * parts, dtype=jnp.int32)
+    end = begin + 1
+    if offsets.q_to_kv is not None:  # every n-th sequence of queries belongs to copy n of the keys
+        kv_of = kv_of + number % parts * batch_kv
+        if interpret:
+            order = work_order.by_user(kv_of)
+        else:
+            order = counted_order.by_user(kv_of, batch_kv * parts)
+        q, statistics = _Rows(*(x[order] for x in q)), statistics[order]
+        end = jagged.search_right(kv_of[order], begin)
+        begin = jnp.concatenate([jnp.zeros_like(end, shape=1), end[:-1]])
+        sums = jnp.cumsum(blocks[order], dtype=jnp.int32)
+        sums = jnp.concatenate([jnp.zeros_like(sums, shape=1), sums])
+        blocks = sums[end] - sums[begin]
+    segments = [
+        _Rows(x.source + part * offsets.kv_rows, x.target + part * offsets.kv_rows, *x[2:])
+        for x in (kv, *_gaps(kv, offsets.kv_rows, offsets.max_seqlen_kv))
+        for part in range(parts)
+    ]
+    total = offsets.kv_rows * parts
+    keys = _work(segments, (begin, end, blocks), _ranges(q, statistics), total)
+    return Works(queries, keys, rows)
+
+
+def _queries(offsets: Offsets) -> _Rows:
+    if offsets.cu_seqlens_q is not None:
+        return _sequences(offsets.cu_seqlens_q, offsets.q_rows, offsets.max_seqlen_q)
+    number = jnp.arange(offsets.sequences, dtype=jnp.int32)
+    zero, length = jnp.zeros_like(number), jnp.full_like(number, offsets.q_rows)
+    return _Rows(zero, number * offsets.q_rows, length, zero)
+
+
+def _keys(offsets: Offsets) -> _Rows:
+    return _sequences(offsets.cu_seqlens_kv, offsets.kv_rows, offsets.max_seqlen_kv)
+
+
+def _sequences(cu_seqlens: jax.Array, total: int, longest: int | None) -> _Rows:
+    start, whole = jagged.bounds(cu_seqlens, total, None)
+    length = whole if longest is None else jnp.minimum(whole, longest)
+    return _Rows(start, start, length, whole - length)
+
+
+def _gaps(rows: _Rows, total: int, longest: int | None) -> list[_Rows]:
+    """Rows of no sequence: those before the first one, after the last one, and past a bound."""
+    zero = jnp.zeros_like(rows.source, shape=1)
+    past = rows.source + rows.length
+    begin = jnp.concatenate([zero, (past + rows.rest)[-1:]])
+    length = jnp.concatenate([rows.source[:1], zero + total]) - begin
+    found = [_Rows(begin, begin, length, length)]
+    return found if longest is None else [*found, _Rows(past, past, rows.rest, rows.rest)]
+
+
+def _merge_neighbours(rows: _Rows, keys: tuple[jax.Array, ...]) -> _Rows:
+    """Merges adjacent sequences with the same keys into the first of them; the others get length 0.
+
+    Candidates of one request are such sequences: merged, they fill whole tiles.
+    """
+    start, end, count = rows.source, rows.source + rows.length, rows.source.size
+    is_different = start[1:] != end[:-1]
+    for x in keys:
+        is_different |= x[1:] != x[:-1]
+    is_first = jnp.concatenate([jnp.ones_like(is_different, shape=min(count, 1)), is_different])
+    index = jnp.where(is_first, jnp.arange(count, dtype=jnp.int32), count)
+    # For each sequence, the index of the next one that is not merged into it.
+    after = jnp.append(lax.cummin(index, reverse=True)[1:], jnp.int32(count))[:count]
+    return rows._replace(length=jnp.where(is_first, end[after - 1] - start, 0))
+
+
+def _cut(
+    segments: list[_Rows],
+    words: tuple[jax.Array, ...],
+    cost: jax.Array,
+    *,
+    size: int,
+    total: int,
+) -> tuple[list[jax.Array], jax.Array, jax.Array]:
+    """Cuts segments, which have `total` rows, into tiles of at most `size` rows.
+
+    Args:
+      segments: sequences, then gaps.
+      words: of the sequences' tiles, [sequences] int32 each; those of gaps are 0.
+      cost: of the sequences; most expensive ones come first, and gaps last.
+
+    Returns:
+      Columns of a list of tiles: first rows read and written, numbers of rows, and `words`; the
+      tiles' first rows in their segments; and the counts of tiles with a cost and of all tiles.
+    """
+    source, target, length, _ = map(jnp.concatenate, zip(*segments, strict=True))
+    cost, *columns = (jnp.pad(x, (0, length.size - x.size)) for x in (cost, *words))
+    tiles = -(-length // size)
+    counts = jnp.stack([jnp.where(cost > 0, tiles, 0), tiles]).sum(axis=1, dtype=jnp.int32)
+    order = jnp.argsort(-cost, stable=True)
+    ends = jnp.cumsum(tiles[order], dtype=jnp.int32)
+    number = jnp.arange(max(most_blocks(length.size, total, size), 1), dtype=jnp.int32)
+    place = jnp.minimum(jagged.search_right(ends, number), length.size - 1)
+    segment = order[place]
+    start = (number - (ends - tiles[order])[place]) * size
+    source, target, length, *columns = (x[segment] for x in (source, target, length, *columns))
+    rows = jnp.clip(length - start, 0, size)
+    return [source + start, target + start, rows, *columns], start, counts
+
+
+def _work(
+    segments: list[_Rows],
+    words: tuple[jax.Array, ...],
+    ranges: jax.Array,
+    total: int,
+    *,
+    statistics: jax.Array | None = None,
+) -> Work:
+    """Lists tiles of one kernel; the last of `words` is their blocks."""
+    statistics = jnp.zeros_like(words[0]) if statistics is None else statistics
+    columns, start, counts = _cut(
+        segments, (*words, statistics), words[-1], size=TILE_ROWS, total=total
+    )
+    columns[STATISTICS_ROW] += start
+    padding = [jnp.zeros_like(start)] * (WORK_WORDS - len(columns))
+    return Work(jnp.stack([*columns, *padding], axis=1), counts, ranges)
+
+
+def _ranges(rows: _Rows, statistics: jax.Array) -> jax.Array:
+    return jnp.stack((rows.source, rows.target, rows.length, statistics), axis=1)
+
+
+def _blocks(q: _Rows, ends: jax.Array, count: int, size: int) -> jax.Array:
+    """`Works.blocks`: at most `count`; `ends` are blocks of the sequences up to and with each."""
+    number = jnp.arange(count, dtype=jnp.int32)
+    sequence = jnp.minimum(jagged.search_right(ends, number), ends.size - 1)
+    before = ends - -(-q.length // size)
+    start = (number - before[sequence]) * size
+    return jnp.stack((q.target[sequence] + start, q.length[sequence] - start), axis=1)

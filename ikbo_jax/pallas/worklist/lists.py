@@ -1,0 +1,132 @@
+"""What lists of tiles are made of, and their format: for the launches, XLA and the kernels."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import jax
+
+from ikbo_jax.reference import gdpa, jagged
+
+#: Words of a tile in `TileList.words`: first row in the array that is read, first row in the array
+#: that is written, number of rows; first row and number of its keys.
+SOURCE, TARGET, ROWS, KV_START, KV_LENGTH = range(5)
+TILE_WORDS = 5
+#: Words of a tile in `Work.tiles`: first row that is read, first row that is written, number of
+#: rows, begin and end of its ranges, blocks of all its ranges, first row of its statistics; and one
+#: that fills a sector of memory.
+WORK_WORDS = 8
+#: Number of the word with the first row of a tile's statistics.
+STATISTICS_ROW = 6
+#: Words of a range: first row of the first streamed operand, first row of the second, number of
+#: rows, and first row of its statistics.
+RANGE_WORDS = 4
+
+
+class Arrays(NamedTuple):
+    """Device memory: the arrays of `Offsets`."""
+
+    cu_seqlens_q: Any
+    cu_seqlens_kv: Any
+    q_to_kv: Any
+
+
+class Offsets(NamedTuple):
+    """Sequences of queries, and the sequences of keys that they attend to.
+
+    Attributes:
+      cu_seqlens_q: [batch + 1] int32; None: all sequences have the same `q_rows` queries, and their
+        results follow one another.
+      cu_seqlens_kv: [batch_kv + 1] int32.
+      q_to_kv: [batch] int32, clamped; None: query sequence b attends to key-value sequence b.
+      q_rows: rows of the queries' array.
+      kv_rows: rows of the keys' array.
+      max_seqlen_q: longest sequence of queries, or None; rows beyond it belong to no sequence.
+      max_seqlen_kv: longest sequence of keys, or None; keys beyond it are ignored.
+    """
+
+    cu_seqlens_q: jax.Array | None
+    cu_seqlens_kv: jax.Array
+    q_to_kv: jax.Array | None
+    q_rows: int
+    kv_rows: int
+    max_seqlen_q: int | None = None
+    max_seqlen_kv: int | None = None
+
+    @classmethod
+    def of(cls, arrays: gdpa.Arrays, settings: gdpa.Settings) -> Offsets:
+        """Takes the offsets and the sizes of a call's arrays."""
+        rows = arrays.query.shape[0], arrays.key.shape[0]
+        return cls(*arrays[3:], *rows, settings.max_seqlen_q, settings.max_seqlen_kv)
+
+    @property
+    def arrays(self) -> Arrays:
+        return Arrays(*self[:3])
+
+    @property
+    def sizes(self) -> tuple[int, int, int | None, int | None]:
+        return self[3:]
+
+    @property
+    def is_broadcast(self) -> bool:
+        """Whether all sequences have the same queries."""
+        return self.cu_seqlens_q is None
+
+    @property
+    def sequences(self) -> int:
+        """Number of sequences of queries."""
+        return self.kv_sequences if self.q_to_kv is None else self.q_to_kv.shape[0]
+
+    @property
+    def kv_sequences(self) -> int:
+        return self.cu_seqlens_kv.shape[0] - 1
+
+    @property
+    def result_rows(self) -> int:
+        return self.q_rows * self.sequences if self.is_broadcast else self.q_rows
+
+
+class TileList(NamedTuple):
+    """Tiles of queries in the order in which a forward kernel computes them.
+
+    Attributes:
+      words: [most tiles, TILE_WORDS] int32.
+      counts: [2] int32: number of tiles with keys, which come first; number of all tiles.
+    """
+
+    words: jax.Array
+    counts: jax.Array
+
+
+class Work(NamedTuple):
+    """Stationary tiles of one backward kernel, and the ranges of streamed rows for each.
+
+    Attributes:
+      tiles: [most tiles, WORK_WORDS] int32; entries from `counts[1]` on are not tiles.
+      counts: [2] int32: number of tiles with blocks, which come first; number of all tiles.
+      ranges: [streamed sequences, RANGE_WORDS] int32.
+    """
+
+    tiles: jax.Array
+    counts: jax.Array
+    ranges: jax.Array
+
+
+class Works(NamedTuple):
+    """The work of both backward kernels.
+
+    Attributes:
+      queries: tiles of queries; each takes the keys of one sequence.
+      keys: tiles of keys; each takes the queries of all sequences that share it.
+      blocks: [blocks, 2] int32: the first query in the result, and the number of queries, of each
+        block of a softmax's statistics; None without a softmax.
+    """
+
+    queries: Work
+    keys: Work
+    blocks: jax.Array | None
+
+
+def most_blocks(sequences: int, total: int, block: int) -> int:
+    """The largest number of blocks of any `sequences` sequences with `total` rows together."""
+    return jagged.most_tiles(sequences, total, block, None)

@@ -1,0 +1,149 @@
+"""Loops of a CTA's threads over numbers in shared memory: sums and ranks.
+
+A thread takes consecutive numbers (`fold`), so that it adds up or compares in registers, and the
+threads exchange one result each.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+
+from ikbo_jax.pallas.hopper import per_thread
+from ikbo_jax.pallas.hopper.per_thread import WARPS, Threads, same
+
+
+def fold(
+    threads: Threads,
+    count: int,
+    read: Callable[[list[jax.Array]], list[Any]],
+    body: Callable[[jax.Array, Any, Any], Any],
+    init: Any,
+    parts: tuple[int, int, int] | None = None,
+) -> Any:
+    """Folds a thread's consecutive numbers: carry = body(place, number, carry).
+
+    The last threads' places are past `count`.
+
+    Args:
+      threads: of the CTA.
+      count: numbers of all threads.
+      read: takes the places of a turn, one for each thread; returns their numbers. All its loads
+        should come before the first use of one.
+      body: stores nothing that is read at a later place.
+      init: the first carry.
+      parts: other turns than `threads.parts(count)`.
+    """
+    turns, step, each = parts or threads.parts(count)
+    first = threads.number() * each
+
+    def turn(i: Any, carry: Any) -> Any:
+        places = [first + (i * step + x) for x in range(step)]
+        for place, number in zip(places, read(places), strict=True):
+            carry = body(place, number, carry)
+        return carry
+
+    return lax.fori_loop(0, turns, turn, init)
+
+
+def _add(sums: tuple[jax.Array, ...], numbers: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+    return tuple(x + y for x, y in zip(sums, numbers, strict=True))
+
+
+def running_sums(
+    threads: Threads,
+    count: int,
+    read: Callable[[list[jax.Array]], list[Any]],
+    store: Callable[[jax.Array, tuple[jax.Array, ...], tuple[jax.Array, ...]], None],
+    scratch: Any,
+    at: int = 0,
+    *,
+    kinds: int = 1,
+    add: Callable[..., tuple[jax.Array, ...]] = _add,
+    others: Sequence[jax.Array] = (),
+    parts: tuple[int, int, int] | None = None,
+) -> list[jax.Array]:
+    """Adds up numbers, and calls store(place, sums of lower places, numbers) for each place.
+
+    A place has `kinds` numbers in a tuple, and as many sums.
+
+    Synchronises the threads once, between the first reads and the second.
+
+    Args:
+      threads: as for `fold`, like `count`, `read` and `parts`.
+      store: may overwrite the numbers at its place.
+      scratch: as for `Threads.sums_before`, like `at`.
+      kinds: how many sums there are.
+      add: adds what `read` returns to the sums.
+      others: numbers of the threads that are added up in the same exchange.
+
+    Returns:
+      Of each of `others`, the sum over the threads before.
+    """
+    zeros = (same(0),) * kinds
+    own = fold(threads, count, read, lambda _, numbers, sums: add(sums, numbers), zeros, parts)
+    before = threads.sums_before([*own, *others], scratch, at)
+
+    def keep(place: jax.Array, numbers: Any, sums: tuple[jax.Array, ...]) -> Any:
+        store(place, sums, numbers)
+        return add(sums, numbers)
+
+    fold(threads, count, read, keep, tuple(before[:kinds]), parts)
+    return before[kinds:]
+
+
+def clear(threads: Threads, ref: Any) -> None:
+    """Zeroes shared memory."""
+    turns, places_of = threads.rounds(ref.shape[0])
+
+    @pl.loop(0, turns)
+    def _(turn: Any) -> None:
+        for x in places_of(turn):
+            threads.keep(ref, x, same(0), x < ref.shape[0])
+
+
+def rank(
+    users_of: Callable[[list[jax.Array]], list[jax.Array]],
+    batch: int,
+    mine: list[tuple[jax.Array, jax.Array]],
+    is_before: Callable[[tuple[jax.Array, jax.Array], tuple[jax.Array, jax.Array]], jax.Array],
+    scratch: Any,
+) -> None:
+    """Counts the candidates before each of `mine`, and stores each warp's part; for one warpgroup.
+
+    Each thread compares some users with the users of all of `mine`. `rank_of` reads the counts,
+    after the threads have synchronised.
+
+    Args:
+      users_of: takes candidates, of which some may be past the last one; returns their users.
+      batch: candidates.
+      mine: (candidate, its user) of the CTA's, each the same for all threads.
+      is_before: takes two such pairs, whether the first comes before the second.
+      scratch: shared memory of `WARPS` words for each of `mine`.
+    """
+    rounds, numbers_of = per_thread.rounds(batch, per_thread.number())
+
+    def add(turn: Any, sums: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+        numbers = numbers_of(turn)
+        for other in zip(numbers, users_of(numbers), strict=True):
+            sums = tuple(
+                x + jnp.where(is_before(other, each), 1, 0)
+                for x, each in zip(sums, mine, strict=True)
+            )
+        return sums
+
+    sums = lax.fori_loop(0, rounds, add, (same(0),) * len(mine))
+    per_thread.sums_by_warp(sums, scratch)
+
+
+def rank_of(threads: Threads, scratch: Any, number: jax.Array) -> jax.Array:
+    """Reads what `rank` counted for the candidates with these numbers among `mine`."""
+    found = same(0)
+    for warp in range(WARPS):
+        found = found + threads.read(scratch, number * WARPS + warp)
+    return found

@@ -1,0 +1,144 @@
+"""Measured times of several configurations of a problem, replayed through the ranking.
+
+For each problem: the time of what `table.lookup` chooses, over the best that was timed. `LOSSES`
+has the geometric mean and the worst of each group as of this writing; neither may rise by more than
+rounding, so a change of a model or a rule cannot make what was measured slower unnoticed.
+"""
+
+import dataclasses
+import math
+from collections.abc import Iterator
+
+import compression_times
+import gdpa_times
+import pytest
+from test_tuning_attention_choice import MEASURED, MODES
+from test_tuning_attention_gradient import TIMED as LARGE_GRADIENTS
+from test_tuning_attention_gradient import problem_of
+from test_tuning_small_gradients import TIMED as SMALL_GRADIENTS
+from test_tuning_small_gradients import _like, _problem
+
+from ikbo_jax.problems import (
+    AttentionProblem,
+    Config,
+    FewQueriesConfig,
+    LinearCompressionConfig,
+    PackedCompressionConfig,
+    Problem,
+    ResidentCompressionConfig,
+)
+from ikbo_jax.problems.problem import ranked
+from ikbo_jax.tuning import table, table_rows
+
+#: By group: problems, those of which the choice was timed, geometric mean, worst.
+LOSSES = {
+    "drawn compressions": (81, 73, 1.0238, 1.119),
+    "compressions": (14, 8, 1.0042, 1.034),
+    "large compressions": (25, 25, 1.0025, 1.063),
+    "gdpa": (14, 14, 1.0, 1.0),
+    "gradients of attention": (40, 40, 1.0017, 1.017),
+    "small gradients of attention": (10, 10, 1.0, 1.0),
+    "cuts of attention's tiles": (14, 14, 1.0, 1.0),
+    "kernels of attention": (12, 12, 1.0, 1.0),
+}
+#: The choice's time, None if it was not timed, and all times.
+Replayed = tuple[float | None, list[float | None]]
+
+
+def chosen(problem: Problem) -> Config | None:
+    return table.lookup(problem, device="NVIDIA H100", with_user_rows=False).config
+
+
+def drawn_compressions() -> Iterator[Replayed]:
+    for problem, times in compression_times.drawn():
+        yield times.get(chosen(problem)), [*times.values()]
+
+
+def compressions() -> Iterator[Replayed]:
+    for problem, xla, row, packed, resident in compression_times.SIZES.values():
+        us = None
+        match chosen(problem):
+            case None:
+                us = xla
+            case LinearCompressionConfig():
+                us = row
+            case PackedCompressionConfig() as x:
+                us = packed.get((x.block_n, x.block_m, x.num_stages, x.cluster))
+            case ResidentCompressionConfig() as x:
+                times = {ResidentCompressionConfig(*y): us for y, us in resident.items()}
+                us = times.get(x)
+        yield us, [xla, row, *packed.values(), *resident.values()]
+
+
+def large_compressions() -> Iterator[Replayed]:
+    kinds = PackedCompressionConfig, LinearCompressionConfig, ResidentCompressionConfig
+    for problem, times in compression_times.LARGE.items():
+        yield times[kinds.index(type(chosen(problem)))], [*times]
+
+
+def gdpas() -> Iterator[Replayed]:
+    for problem, times in gdpa_times.TIMES.values():
+        yield times.get(chosen(problem)), [*times.values()]
+
+
+def gradients() -> Iterator[Replayed]:
+    for sizes, times in LARGE_GRADIENTS.items():
+        config = chosen(problem_of(*sizes))
+        tall = (True,) if config.tall else ()
+        fields = config.d_query, config.block_q, config.stages, config.kv_slots, *tall
+        yield times.get(fields), [*times.values()]
+
+
+def small_gradients() -> Iterator[Replayed]:
+    for sizes, times in SMALL_GRADIENTS.items():
+        problem = _problem(sizes)
+        like = [times[x] for x in _like(problem, chosen(problem)) if x in times]
+        yield min(like, default=None), [*times.values()]
+
+
+def cuts() -> Iterator[Replayed]:
+    for sizes, (few, spanning, balanced, one_user) in MODES.items():
+        config = chosen(AttentionProblem(*sizes, "bfloat16"))
+        if isinstance(config, FewQueriesConfig):
+            us = few
+        else:
+            us = one_user if config.one_user else balanced if config.balance else spanning
+        yield us, [few, spanning, balanced, one_user]
+
+
+def kernels() -> Iterator[Replayed]:
+    for sizes, few, tile in MEASURED:
+        config = chosen(AttentionProblem(*sizes, "bfloat16"))
+        yield few if isinstance(config, FewQueriesConfig) else tile, [few, tile]
+
+
+GROUPS = (
+    *(drawn_compressions, compressions, large_compressions, gdpas, gradients, small_gradients),
+    *(cuts, kernels),
+)
+
+
+@pytest.mark.parametrize(("name", "group"), list(zip(LOSSES, GROUPS, strict=True)))
+def test_choices_are_as_near_the_fastest_as_they_were(name, group):
+    replayed = list(group())
+    losses = [us / min(x for x in all_us if x) for us, all_us in replayed if us is not None]
+    sizes, timed, mean, worst = LOSSES[name]
+    assert (len(replayed), len(losses)) == (sizes, timed)
+    assert math.prod(losses) ** (1 / len(losses)) <= mean
+    assert max(losses) <= worst
+
+
+@pytest.mark.parametrize("row", table_rows.builtin_rows(), ids=table_rows.Row.describe)
+def test_rows_pay(row):
+    """A row that the ranking would choose anyway is not needed."""
+    assert ranked(row.problem)[0].config != row.config
+    assert table.lookup(row.problem, with_user_rows=False).config == row.config
+
+
+def test_a_ranking_is_made_once(monkeypatch):
+    problem = dataclasses.replace(next(compression_times.drawn())[0], m=77)
+    first = ranked(problem)
+    monkeypatch.setattr(type(problem), "rank", None)
+    assert ranked(dataclasses.replace(problem)) is first
+    times = [way.us for way in first if way.us is not None]
+    assert times == sorted(times)
