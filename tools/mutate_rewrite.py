@@ -25,6 +25,7 @@ import tempfile
 import time
 
 from rewrite_choice_mutants import CHOICE_MUTANTS
+from rewrite_gradient_mutants import GRADIENT_MUTANTS
 from rewrite_layout_mutants import LAYOUT_MUTANTS
 from rewrite_mutants import MUTANTS, Mutant
 
@@ -116,7 +117,7 @@ def main() -> int:
         "--narrow", action="store_true", help="run only the tests that mutants name"
     )
     options = parser.parse_args()
-    mutants = (*MUTANTS, *LAYOUT_MUTANTS, *CHOICE_MUTANTS)
+    mutants = (*MUTANTS, *GRADIENT_MUTANTS, *LAYOUT_MUTANTS, *CHOICE_MUTANTS)
     chosen = [m for m in mutants if not options.words or any(w in m.name for w in options.words)]
 
     def applies(mutant: Mutant) -> tuple[bool, str]:
