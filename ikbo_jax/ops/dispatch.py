@@ -13,7 +13,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import logging
-import re
 from typing import Any
 
 import jax
@@ -23,7 +22,7 @@ from jax.interpreters import batching, mlir
 
 from ikbo_jax.ops import target as targets
 from ikbo_jax.ops.target import Target
-from ikbo_jax.tuning import table, table_rows
+from ikbo_jax.tuning import table
 
 logger = logging.getLogger("ikbo_jax")
 
@@ -203,7 +202,7 @@ def kernel_config(request: Request, problem: Any) -> tuple[Any, str]:
         config, reason = request.config, "configuration passed by the caller"
     else:
         choice = table.lookup(problem, device=_card(request))
-        config, reason = choice.config, choice.reason + _other_device(request, choice.reason)
+        config, reason = choice.config, choice.reason
         if config is None and request.implementation == "mosaic_gpu":
             # The table prefers XLA, but the caller requested the kernel.
             config = problem.default_config()
@@ -254,21 +253,6 @@ def _symbolic_sizes(problem: Any) -> list[tuple[str, Any]]:
 def is_symbolic(size: Any) -> bool:
     """Whether a size is a symbolic dimension of `jax.export` rather than an integer."""
     return jax.export.is_symbolic_dim(size)
-
-
-def _other_device(request: Request, reason: str) -> str:
-    """A suffix for a reason that quotes a row measured on another GPU model; else empty."""
-    measured = re.search(r"\((?P<device>[^(),]*(?:GPU|NVIDIA)[^(),]*), \d{4}-", reason)
-    if measured is None:
-        return ""
-    model = table_rows.model(measured["device"])
-    if request.card is not None:
-        card = request.card.card
-        return "" if card == model else f"; measured on an {model}; the target is an {card}"
-    device_kind = _card(request)
-    if not device_kind or measured["device"] == device_kind:
-        return ""
-    return f"; measured on an {model}; this is an {table_rows.model(device_kind)}"
 
 
 def _card(request: Request) -> str:

@@ -344,7 +344,7 @@ def test_the_comparison_and_its_report(folder, small, tmp_path, capsys):
     assert "| ranker, this library's ops |" in text
     assert "commit `0123456789ab`" in text
     assert "(images/movielens.svg)" in text
-    assert "log loss" in (tmp_path / report.IMAGES / "movielens.svg").read_text()
+    assert "log loss" in (tmp_path / "docs/images/movielens.svg").read_text()
 
 
 def test_steps_alone_are_timed_without_training(folder, small, tmp_path):
@@ -357,7 +357,7 @@ def test_steps_alone_are_timed_without_training(folder, small, tmp_path):
     on_gpu = results | {"environment": results["environment"] | {"platform": "gpu"}}
     assert list(report.blocks(results, "")) == ["movielens-steps"]
     assert list(report.blocks(on_gpu, "")) == ["movielens-steps-gpu"]
-    assert report.MODULES["movielens"].draw(results, tmp_path) == []
+    assert report.draw(results, tmp_path) == []
 
 
 @pytest.mark.parametrize("path", sorted((report.ROOT / "benchmarks/results").glob("movielens-*")))

@@ -119,7 +119,7 @@ CASES = {
 
 
 def assert_fit(case: Case, compiler: offline.Compiler) -> None:
-    config = case.config or next(case.problem.configs())
+    config = case.config or case.problem.default_config()
     assert config.illegal_reason(case.problem) is None
     (compiled,) = compiler.compile_fit(*launch(case.problem, config, case.scales))
     if isinstance(config, GdpaConfig):

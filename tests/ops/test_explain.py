@@ -240,22 +240,6 @@ def test_plan_of_gdpa_says_what_makes_its_gradient(
     assert f"gradient: {plan.backward}" in str(plan)
 
 
-def test_reason_says_that_another_card_was_measured(fake_hopper, monkeypatch) -> None:
-    note = "sm90.json, B=1: 1 ms, 0.7 of the matmul (NVIDIA H200, 2026-01-01, jax 0.11.2)"
-    config = LinearCompressionConfig(block_m=128, epilogue_rows=32)
-    choice = table.Choice(config, "sm90.json", True, note)
-    monkeypatch.setattr(table, "lookup", lambda problem, **_: choice)
-    for kind, end in (
-        ("NVIDIA H100 80GB HBM3", "; measured on an H200; this is an H100"),
-        ("NVIDIA H200", ""),
-    ):
-        device = types.SimpleNamespace(platform="gpu", device_kind=kind)
-        with monkeypatch.context() as patch:
-            patch.setattr(dispatch, "default_device", lambda device=device: device)
-            (plan,) = ikbo.explain(ikbo.linear_compression, *INPUTS).plans
-        assert plan.reason == note + end
-
-
 def test_a_report_is_not_followed_by_no_op_found() -> None:
     text = str(Explanation((), ("rewrite: replaced 7 broadcasts",)))
     assert text.endswith(

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import jax
+
 from ikbo_jax.autotuner.bench import Contender, Task
 from ikbo_jax.problems import AttentionProblem, GdpaProblem, LinearCompressionProblem
 from ikbo_jax.tuning import table_rows
@@ -12,6 +14,8 @@ LINEAR = LinearCompressionProblem((15, 1024), (1178, 866), 433, 256, "bfloat16")
 ATTENTION = AttentionProblem(2048, 32, 64, 4096, 2, 2, 128, "bfloat16")
 GDPA = GdpaProblem(*(8, 8, 512, 640, 4, 2, 64, "bfloat16"), ("relu",), None, False, 100, None)
 #: Milliseconds of the reference matmul's windows.
+#: The card at hand, as the ops see it.
+HERE = jax.devices()[0].device_kind
 MATMUL_MS = [1.6, 1.7, 1.8]
 #: Options of a task on the machine of the tests.
 QUICK = {"window_s": 0.002, "windows": 2, "matmul_size": 64}
@@ -36,7 +40,7 @@ class Bench:
         times: dict[Contender, Any],
         rest: Any = 0.5,
         *,
-        device: str = "NVIDIA H100",
+        device: str = "NVIDIA H200",
         capability: str = "9.0",
     ) -> None:
         self.times, self.rest = times, rest

@@ -81,7 +81,7 @@ def test_shipped_choice_takes_part_beside_a_row_of_the_user(builtin, cache_file)
     user_cache.write_user_row(row(ATTENTION, slow))
     bench = Bench({None: 9.0, PROPOSED_BY_NOBODY: 0.9, slow: 1.1}, 1.0)
     tune(ATTENTION, bench, limit=2)
-    choice = table.lookup(ATTENTION, device="NVIDIA H100")
+    choice = table.lookup(ATTENTION, device="NVIDIA H200")
     assert (choice.config, choice.source) == (PROPOSED_BY_NOBODY, "user cache")
     assert {slow, PROPOSED_BY_NOBODY, None} <= set(bench.tasks[-1].contenders)
 
@@ -132,7 +132,7 @@ def test_report_says_who_won_and_by_how_much(builtin):
     builtin(row(DEFAULT, CANDIDATES[0]))
     bench = Bench({None: 2.0, CANDIDATES[0]: 1.1, CANDIDATES[1]: 1.0}, 1.5)
     found, lines = tune(DEFAULT, bench, limit=3)
-    assert (found["ms"], found["xla_ms"], found["device"]) == (1.0, 2.0, "NVIDIA H100")
+    assert (found["ms"], found["xla_ms"], found["device"]) == (1.0, 2.0, "NVIDIA H200")
     rate = 2 * 8192**3 / 1.7
     assert found["fraction"] == pytest.approx(DEFAULT.useful_flops / rate, rel=1e-4)
     assert lines[-1].startswith(f"best: {contest.brief(CANDIDATES[1])}, 1 ms, 10.0% faster than")

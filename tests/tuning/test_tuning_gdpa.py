@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import problems_gdpa
 import pytest
-from fake_tuning import Bench, row
+from fake_tuning import HERE, Bench, row
 from hypothesis import given
 from hypothesis import strategies as st
 from problems_gdpa import Shape
@@ -156,9 +156,9 @@ def test_kernel_runs_by_itself_with_and_without_a_measured_row(is_users, builtin
     measured = dataclasses.replace(plan.problem, q_rows=640, kv_rows=660, batch=4, batch_kv=4)
     config = plan.problem.configs()[1]
     if is_users:
-        user_cache.write_user_row(row(measured, config))
+        user_cache.write_user_row(row(measured, config, device=HERE))
     else:
-        builtin(row(measured, config))
+        builtin(row(measured, config, device=HERE))
     (plan,) = ikbo.explain(attend, *arrays[:5]).plans
     assert (plan.implementation, plan.config) == ("mosaic_gpu", config)
     assert f"{'user cache' if is_users else 'sm90.json'}, nearest row" in plan.reason

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 import pytest
-from fake_tuning import row
+from fake_tuning import HERE, row
 
 from ikbo_jax.autotuner import autotune
 from ikbo_jax.autotuner.bench import lower
@@ -51,11 +51,11 @@ def test_narrow_blocks_are_for_short_sequences(builtin):
 
 def test_the_op_takes_the_row_or_xla(monkeypatch, builtin):
     monkeypatch.setattr(dispatch, "hopper_unavailable_reason", lambda: None)
-    builtin(row(DEFAULT, OTHER))
+    builtin(row(DEFAULT, OTHER, device=HERE))
     request = dispatch.Request("gdpa", None, None)
     config, reason = op.choose(request, FORWARD)
     assert (config, "sm90.json, batch=1152" in reason) == (OTHER, True)
-    builtin(row(DEFAULT, None))
+    builtin(row(DEFAULT, None, device=HERE))
     config, reason = op.choose(request, FORWARD)
     assert (config, "sm90.json, batch=1152" in reason) == (None, True)
     insisting = dispatch.Request("gdpa", "mosaic_gpu", None)

@@ -7,7 +7,7 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 import numpy as np
-from fake_tuning import row
+from fake_tuning import HERE, row
 
 import ikbo_jax as ikbo
 from ikbo_jax.ops import dispatch
@@ -75,7 +75,7 @@ PROBLEM = LinearCompressionBackwardProblem((3, 4), (9, 7), 16, 8, "bfloat16")
 
 def test_the_op_takes_the_row_and_explains_it(fake_hopper, builtin):
     tuned = dataclasses.replace(PROBLEM.default_config(), weight_stages=3, sum_stages=5)
-    builtin(row(PROBLEM, tuned))
+    builtin(row(PROBLEM, tuned, device=HERE))
     plan = ikbo.explain(gradients(), *arrays()).plans[0]
     assert plan.backward_config == tuned
     assert f"{tuned}; sm90.json, B=3,4" in plan.backward
@@ -86,7 +86,7 @@ def test_the_op_takes_the_row_and_explains_it(fake_hopper, builtin):
 
 
 def test_a_row_may_prefer_xla_and_the_caller_may_not(fake_hopper, builtin):
-    builtin(row(PROBLEM, None))
+    builtin(row(PROBLEM, None, device=HERE))
     plan = ikbo.explain(gradients(), *arrays()).plans[0]
     assert (plan.implementation, plan.backward_config) == ("mosaic_gpu", None)
     assert plan.backward.startswith("XLA, at user and candidate batch size: sm90.json")
@@ -102,7 +102,7 @@ def test_a_row_may_prefer_xla_and_the_caller_may_not(fake_hopper, builtin):
 def test_a_folded_problem_has_a_choice_of_its_own(fake_hopper, builtin):
     folded = dataclasses.replace(PROBLEM, batches=(3 * 5, 4 * 5))
     tuned = dataclasses.replace(folded.default_config(), weight_stages=3)
-    builtin(row(folded, tuned), row(PROBLEM, PROBLEM.default_config()))
+    builtin(row(folded, tuned, device=HERE), row(PROBLEM, device=HERE))
     request = dispatch.Request("linear_compression", None, None)
     assert op.choose(request, LinearCompressionProblem(**dataclasses.asdict(folded)))[0] == tuned
     w_cand, w_user, e_cand, e_user = arrays()
