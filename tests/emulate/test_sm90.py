@@ -20,7 +20,7 @@ from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
 
-from ikbo_jax.pallas.attention_backward import consumer, producer, store
+from ikbo_jax.pallas.attention_backward import consumer, store
 from ikbo_jax.pallas.hopper import launch, mosaic, stores
 from ikbo_jax.problems.attention_backward import AttentionBackwardConfig as Config
 from ikbo_jax.problems.hopper import WARPGROUP_SIZE
@@ -179,15 +179,6 @@ def test_more_registers_than_there_are_traps(
     )
     with pytest.raises(jax.errors.JaxRuntimeError, match="all warps wait.*setmaxnreg"):
         is_right(sm90)
-
-
-def test_counter_that_is_not_awaited_is_found(
-    monkeypatch: pytest.MonkeyPatch, sm90: emulator.Emulator
-) -> None:
-    """Two thread blocks add to one sum; the interpreter runs one after the other."""
-    monkeypatch.setattr(producer.store, "await_counter", lambda *args, **kwargs: None)
-    case = backward.Case(backward.AttentionShape(1, 1, 16, 500, 1, 1, 64), Config(16))
-    assert not all(is_right(sm90, case, seed) for seed in range(6))
 
 
 def test_missing_barrier_between_consumers_is_found(
