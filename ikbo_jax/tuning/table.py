@@ -9,7 +9,8 @@ choice unless a measured row of the same op and dtype overrides it. That is
 
 Rows of the user's cache, which the autotuner writes, come before those of `sm90.json`. If the card
 at hand is known, only rows that a card of this model measured count: on an H100, the ranking's
-choice was 4 % faster than the rows of an H200, by the geometric mean of 36 forward problems.
+choice took 0.949 of the time with the rows of an H200 for attention (13 sizes, geometric mean), and
+0.996 for linear compression and gdpa (10 and 17).
 """
 
 from __future__ import annotations
