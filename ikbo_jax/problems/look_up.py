@@ -51,8 +51,8 @@ class RowsProblem(Problem):
     @property
     def vectors(self) -> int:
         """Vectors of a row, each of which one access of a thread moves."""
-        item_bytes = ITEM_BYTES[self.dtype]
-        return self.width * item_bytes // (4 * vector_words(self.width, item_bytes))
+        words = vector_words(self.width, ITEM_BYTES[self.dtype])
+        return self.width * ITEM_BYTES[self.dtype] // (4 * words) if words else self.width
 
     def why_not_rows(self) -> str | None:
         """Why no kernel moves such rows; None if one does."""
@@ -60,11 +60,6 @@ class RowsProblem(Problem):
             return f"the kernel takes {', '.join(ITEM_BYTES)}, but the rows are {self.dtype}"
         if min(self.batch, self.users, self.width) < 1:
             return f"the kernel needs sizes of at least 1, but has {self.describe()}"
-        if not vector_words(self.width, ITEM_BYTES[self.dtype]):
-            return (
-                "the kernel needs rows of a multiple of 4 bytes, but a row has "
-                f"{self.width} numbers of {self.dtype}"
-            )
         if (self.batch + self.users) * self.vectors > MOST:
             return f"the kernel takes at most {MOST} vectors of 16 bytes, but {self.describe()}"
         return None
@@ -84,7 +79,14 @@ class LookUpConfig(Config):
         """Why the kernel cannot run `problem` with this configuration; None if it can."""
         if not 1 <= self.accesses <= 16:
             return f"accesses must be from 1 to 16, but is {self.accesses}"
-        return problem.why_not_rows()
+        if reason := problem.why_not_rows():
+            return reason
+        if not vector_words(problem.width, ITEM_BYTES[problem.dtype]):
+            return (
+                "the kernel needs rows of a multiple of 4 bytes, but a row has "
+                f"{problem.width} numbers of {problem.dtype}"
+            )
+        return None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -127,7 +129,7 @@ class LookUpProblem(RowsProblem):
 
     def rank(self) -> Iterator[Ranked]:
         """Yields XLA, then the kernel."""
-        if self.why_not_rows() is None:
+        if LookUpConfig().illegal_reason(self) is None:
             yield Ranked(None, LookUpConfig())
 
 
@@ -149,9 +151,7 @@ def default_sum_config(problem: RowsProblem) -> SegmentSumConfig:
     """The widest chunks of columns that still give every SM some CTAs."""
     batch, users, vectors = problem.batch, problem.users, problem.vectors
     configs = [
-        SegmentSumConfig(columns, each)
-        for each in (16, 8, 4)
-        for columns in (32, 16, 8, 4, 2)
+        SegmentSumConfig(columns, each) for each in (16, 8, 4) for columns in (32, 16, 8, 4, 2)
     ]
 
     def ctas(config: SegmentSumConfig) -> int:

@@ -74,9 +74,7 @@ class Rows(NamedTuple):
         if self.interpret:
             return tuple(x.astype(jnp.float32) for x in words)
 
-        @plgpu.inline_mgpu(
-            arg_types=(LAYOUT,) * self.words, return_type=(FLOAT32,) * self.count
-        )
+        @plgpu.inline_mgpu(arg_types=(LAYOUT,) * self.words, return_type=(FLOAT32,) * self.count)
         def convert(_: Any, *words: mgpu.FragmentedArray) -> Any:
             numbers = [y for x in words for y in _floats(per_thread.scalar(x), self.dtype)]
             return tuple(per_thread.array(x, words[0]) for x in numbers)
@@ -84,9 +82,7 @@ class Rows(NamedTuple):
         found: tuple[jax.Array, ...] = convert(*words)
         return found
 
-    def store(
-        self, row: jax.Array, vector: jax.Array, words: Words, is_wanted: jax.Array
-    ) -> None:
+    def store(self, row: jax.Array, vector: jax.Array, words: Words, is_wanted: jax.Array) -> None:
         """Stores a vector of each thread that wants it."""
         if self.interpret:
 
@@ -132,8 +128,9 @@ class Rows(NamedTuple):
     def _interpreted(self, row: jax.Array, vector: jax.Array) -> Words:
         values = self.ref[...]
         row = jnp.clip(row, 0, values.shape[0] - 1)
-        columns = [jnp.minimum(vector * self.count + i, values.shape[1] - 1)
-                   for i in range(self.count)]
+        columns = [
+            jnp.minimum(vector * self.count + i, values.shape[1] - 1) for i in range(self.count)
+        ]
         return tuple(values[row, column] for column in columns)
 
     def _address(

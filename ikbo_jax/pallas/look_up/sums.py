@@ -25,7 +25,6 @@ Synchronisations: `Threads.commit` in the search and in step 3. CTAs do not wait
 from __future__ import annotations
 
 import dataclasses
-import functools
 from typing import Any, NamedTuple
 
 import jax
@@ -35,7 +34,7 @@ from jax.experimental import pallas as pl
 
 from ikbo_jax.pallas.hopper.launch import WarpgroupContext, launch_threads
 from ikbo_jax.pallas.hopper.per_thread import Threads, same
-from ikbo_jax.pallas.hopper.row_vectors import Rows, Words
+from ikbo_jax.pallas.hopper.row_vectors import Rows
 from ikbo_jax.pallas.worklist import counted_order, work_order
 from ikbo_jax.problems import memory
 from ikbo_jax.problems.hopper import WARPGROUP_SIZE
@@ -173,9 +172,7 @@ def _own_users(part: _Part, piece: Any) -> tuple[Any, Any]:
                 for i in range(_SAMPLES)
             ]
             starts = [
-                threads.read(
-                    part.ctx.operands.starts, jnp.minimum(x, shape.users), "global"
-                )
+                threads.read(part.ctx.operands.starts, jnp.minimum(x, shape.users), "global")
                 for x in places
             ]
             pairs = zip(places, starts, strict=True)
@@ -337,7 +334,8 @@ def segment_sum_kernel(
     """Sums rows over the candidates of each user.
 
     Args:
-      values: [B, width], bf16, f16 or f32; rows of whole words of 32 bits, and B at least 1.
+      values: [B, width], bf16, f16 or f32; B is at least 1. Rows that are no whole words of 32 bits
+        are converted to f32 first, by XLA.
       cand_to_user: [B] int32, clamped to [0, users).
       users: U, at least 1.
       config: a legal configuration.
@@ -351,7 +349,10 @@ def segment_sum_kernel(
     """
     batch, width = values.shape
     order, starts = _order(cand_to_user, users, is_sorted=is_sorted, interpret=bool(interpret))
+    result = stored = jnp.dtype(dtype or values.dtype)
     words = vector_words(width, values.dtype.itemsize)
+    if not words:
+        values, words, stored = values.astype(jnp.float32), vector_words(width, 4), jnp.float32
     numbers = words * 4 // values.dtype.itemsize
     vectors = width // numbers
     chunks, slices = config.divide(batch, users, vectors)
@@ -361,7 +362,7 @@ def segment_sum_kernel(
         _sum,
         shape,
         Operands(values, cand_to_user, order, starts),
-        jax.ShapeDtypeStruct((users, width), jnp.dtype(dtype or values.dtype)),
+        jax.ShapeDtypeStruct((users, width), stored),
         Shared(
             memory.Floats((numbers, threads)),
             memory.Words((threads,)),
@@ -373,4 +374,4 @@ def segment_sum_kernel(
         config=config,
         interpret=interpret,
     )
-    return found
+    return found.astype(result)

@@ -1,0 +1,76 @@
+"""Lookups of users' rows and sums by user in plain jnp."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+
+def look_up(user: jax.Array, cand_to_user: jax.Array) -> jax.Array:
+    """Looks up each candidate's row of `user` [U, ...]: [B, ...]; indices are clamped."""
+    index = jnp.clip(cand_to_user, 0, user.shape[0] - 1)
+    found: jax.Array = user.at[index].get(mode="promise_in_bounds")
+    return found
+
+
+def materialised_segment_sum(values: jax.Array, cand_to_user: jax.Array, users: int) -> jax.Array:
+    """Sums each user's rows of `values` [B, ...] by a product with a one-hot matrix: [U, ...].
+
+    The oracle: NaN and infinities of one user reach the others.
+    """
+    index = jnp.clip(cand_to_user, 0, users - 1)
+    one_hot = jax.nn.one_hot(index, users, dtype=jnp.float32)
+    sums = jnp.einsum("bu,b...->u...", one_hot, values.astype(jnp.float32), precision="highest")
+    return sums.astype(values.dtype)
+
+
+def segment_sum(
+    values: jax.Array, cand_to_user: jax.Array, users: int, *, is_sorted: bool = False
+) -> jax.Array:
+    """Sums each user's rows of `values` [B, ...]: [U, ...] f32, in the same order in every run.
+
+    Indices are clamped. On a GPU, XLA's scatter adds in any order, so rows are sorted there and
+    added in pairs.
+    """
+    index = jnp.clip(cand_to_user, 0, users - 1)
+
+    def scatter(values: jax.Array, index: jax.Array) -> jax.Array:
+        return jax.ops.segment_sum(values.astype(jnp.float32), index, users)
+
+    def in_pairs(values: jax.Array, index: jax.Array) -> jax.Array:
+        if not is_sorted:
+            order = jnp.argsort(index)
+            values, index = values[order], index[order]
+        return _sums_of_runs(values.astype(jnp.float32), index, users)
+
+    found: jax.Array = lax.platform_dependent(
+        values, index, default=scatter, cuda=in_pairs, rocm=in_pairs
+    )
+    return found
+
+
+def _sums_of_runs(values: jax.Array, index: jax.Array, users: int) -> jax.Array:
+    """`segment_sum` of a sorted index: after n steps, a row is the sum of 2^n rows before it."""
+    place = jnp.arange(index.shape[0], dtype=jnp.int32)
+
+    def has_earlier(distance: jax.Array) -> jax.Array:
+        return (place >= distance) & (jnp.roll(index, distance) == index)
+
+    def step(carry: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+        distance, sums = carry
+        wanted = jnp.expand_dims(has_earlier(distance), tuple(range(1, sums.ndim)))
+        earlier = jnp.where(wanted, jnp.roll(sums, distance, axis=0), jnp.zeros_like(sums))
+        return distance * 2, sums + earlier
+
+    def is_left(carry: tuple[jax.Array, jax.Array]) -> Any:
+        return jnp.any(has_earlier(carry[0]))
+
+    _, sums = lax.while_loop(is_left, step, (jnp.int32(1), values))
+    ends = jnp.searchsorted(index, jnp.arange(users, dtype=jnp.int32), side="right", method="sort")
+    last = jnp.maximum(ends.astype(jnp.int32) - 1, 0)
+    has_any = index[last] == jnp.arange(users, dtype=jnp.int32)
+    has_any = jnp.expand_dims(has_any, tuple(range(1, values.ndim)))
+    return jnp.where(has_any, sums[last], jnp.zeros((), sums.dtype))
