@@ -4,27 +4,30 @@
 
 A CTA owns neighbouring users and a chunk of columns. CTAs share users and candidates evenly: in
 the list of all candidates by user, in which each user's end is an entry as well, a CTA owns the
-users whose first entry lies in its equal part.
+users whose first entry lies in its equal part. So candidate p of the order of users is entry
+p + user[p], and all threads of the CTA search for its part.
 
 The CTA's candidates, in the order of users, are divided evenly among its lanes: a lane is the
 threads, one for each vector of the chunk, that add up the same candidates. So a lane's candidates
 may begin or end within a user. A thread
 
-  1. stores zeros for users without candidates,
-  2. adds up its candidates; where the user changes, it stores the sum of the user before,
-  3. adds the sums of later lanes to that of its last user, by a segmented scan in shared memory.
+  1. adds up its candidates; where the user changes, it stores the sum of the user before,
+  2. adds the sums of later lanes to that of its last user, by a segmented scan in shared memory,
+  3. stores zeros for users without candidates.
 
 Each number is added in f32, in an order that the sizes and the index decide, and rounded once.
 
 The kernel is limited by memory: each row is read once. Candidates are put into the order of users
 by a launch of its own, unless they are sorted.
 
-Synchronisations: `Threads.commit` in the search and in step 3. CTAs do not wait for each other.
+Synchronisations: `Threads.commit` in the search, in step 2 and before step 3. CTAs do not wait for
+each other.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 from typing import Any, NamedTuple
 
 import jax
@@ -40,7 +43,7 @@ from ikbo_jax.problems import memory
 from ikbo_jax.problems.hopper import WARPGROUP_SIZE
 from ikbo_jax.problems.look_up import SegmentSumConfig, vector_words
 
-#: Users that a thread reads at once in the search for a CTA's first one.
+#: Candidates that a thread reads at once in a search.
 _SAMPLES = 4
 
 
@@ -76,14 +79,18 @@ class Shape:
         """Entries of a CTA: candidates and users' ends."""
         return pl.cdiv(self.batch + self.users, self.slices)
 
+    @property
+    def most_users(self) -> int:
+        """Most users of a CTA."""
+        return min(self.users, self.each + 1)
+
 
 class Operands(NamedTuple):
     """Device memory that the launch reads."""
 
     values: Any  # [B, width]
-    index: Any  # [B] int32
-    order: Any  # [B] int32, the number of each candidate in the order of users; None: sorted
-    starts: Any  # [U + 1] int32, a user's first candidate in that order
+    user: Any  # [B] int32, of each candidate in the order of users
+    order: Any  # [B] int32, the number of each candidate in that order; None: sorted
 
 
 class Shared(NamedTuple):
@@ -91,7 +98,8 @@ class Shared(NamedTuple):
 
     sums: Any  # [numbers, threads] f32
     links: Any  # [threads]
-    totals: Any  # of the search
+    totals: Any  # of the searches
+    has_any: Any  # [most_users]: 1 for a user with candidates
 
 
 class _Part(NamedTuple):
@@ -102,6 +110,7 @@ class _Part(NamedTuple):
     lane: Any
     vector: Any  # of a row
     is_used: Any  # whether the thread has a lane and a vector
+    is_first: Any  # whether the vector is the chunk's first one
 
     @property
     def lanes(self) -> int:
@@ -113,9 +122,20 @@ class _Part(NamedTuple):
         place = jnp.clip(place, 0, self.ctx.shape.batch - 1)
         return place if order is None else self.threads.read(order, place, "global")
 
-    def user(self, candidate: jax.Array) -> jax.Array:
-        user = self.threads.read(self.ctx.operands.index, candidate, "global")
+    def user(self, place: jax.Array) -> jax.Array:
+        """The user of the candidate at a place in the order of users."""
+        place = jnp.clip(place, 0, self.ctx.shape.batch - 1)
+        user = self.threads.read(self.ctx.operands.user, place, "global")
         return jnp.clip(user, 0, self.ctx.shape.users - 1)
+
+
+class _Own(NamedTuple):
+    """What a CTA owns: users, and their places in the order of users."""
+
+    first: Any
+    end: Any
+    begin: Any
+    after: Any
 
 
 class _Sums(NamedTuple):
@@ -141,105 +161,146 @@ def _sum(ctx: WarpgroupContext) -> None:
     chunk, piece = lax.rem(ctx.worker, shape.chunks), lax.div(ctx.worker, shape.chunks)
     thread = threads.number()
     lane = lax.div(thread, same(shape.columns))
-    vector = chunk * shape.columns + (thread - lane * shape.columns)
+    column = thread - lane * shape.columns
+    vector = chunk * shape.columns + column
     lanes = threads.count // shape.columns
     is_used = (lane < lanes) & (vector < shape.vectors)
-    part = _Part(ctx, threads, lane, jnp.minimum(vector, shape.vectors - 1), is_used)
-    first, end = _own_users(part, piece)
-    _store_zeros(part, first, end)
-    begin, after = ctx.operands.starts[first], ctx.operands.starts[end]
+    part = _Part(ctx, threads, lane, jnp.minimum(vector, shape.vectors - 1), is_used, column == 0)
+    own = _own(part, piece)
+    turns = lax.div(own.end - own.first + (threads.count - 1), jnp.int32(threads.count))
 
-    @pl.when(begin < after)
+    @pl.loop(0, turns)
+    def _(turn: Any) -> None:
+        place = thread + turn * threads.count
+        threads.keep(ctx.shared.has_any, place, same(0), place < own.end - own.first)
+
+    threads.commit()
+
+    @pl.when(own.begin < own.after)
     def _() -> None:
-        _join(part, *_walk(part, begin, after))
+        _join(part, *_walk(part, own))
+
+    threads.commit()
+    _store_zeros(part, own)
 
 
-def _own_users(part: _Part, piece: Any) -> tuple[Any, Any]:
-    """The CTA's first user, and the one after its last.
+def _own(part: _Part, piece: Any) -> _Own:
+    """Finds what the CTA owns."""
+    shape = part.ctx.shape
+    limits = [jnp.minimum((piece + i) * shape.each, shape.batch + shape.users) for i in range(2)]
+    places = _search(part, [lambda place, x=x: part.user(place) + place < x for x in limits], 0)
+    users = [limit - place for limit, place in zip(limits, places, strict=True)]
+    # A user may have candidates before the CTA's part: an earlier CTA owns that user.
+    ends = _search(part, [lambda place, x=x: part.user(place) <= x for x in users], 1)
+    found = []
+    for user, place, end in zip(users, places, ends, strict=True):
+        before = part.ctx.operands.user[jnp.maximum(place - 1, 0)]
+        is_earlier = (place > 0) & (jnp.clip(before, 0, shape.users - 1) == user)
+        found.append(
+            (
+                jnp.clip(user + is_earlier.astype(jnp.int32), 0, shape.users),
+                jnp.where(is_earlier, end, place),
+            )
+        )
+    (first, begin), (end, after) = found
+    # Where an index is not sorted as promised, a search may find anything.
+    return _Own(first, jnp.minimum(end, first + shape.most_users), begin, after)
 
-    User u's first entry has number starts[u] + u. All threads search together.
+
+def _search(part: _Part, conditions: list[Any], number: int) -> list[Any]:
+    """For two conditions, each of which holds for the first places alone: for how many it does.
+
+    All threads search together. `number` is of the search.
     """
     shape, threads = part.ctx.shape, part.threads
-    limits = [piece * shape.each, (piece + 1) * shape.each]
     found: list[Any] = [jnp.int32(0), jnp.int32(0)]
-    unknown, level = shape.users, 0
+    unknown, level = shape.batch, number * _levels(shape.batch, threads.count)
     while unknown:
         stride = pl.cdiv(unknown, _SAMPLES * threads.count)
         counts = []
-        for limit, base in zip(limits, found, strict=True):
-            places = [
-                base + (threads.number() + (i * threads.count + 1)) * stride - 1
-                for i in range(_SAMPLES)
-            ]
-            starts = [
-                threads.read(part.ctx.operands.starts, jnp.minimum(x, shape.users), "global")
-                for x in places
-            ]
-            pairs = zip(places, starts, strict=True)
-            below = [(x < shape.users) & (start + x < limit) for x, start in pairs]
-            counts.append(sum(x.astype(jnp.int32) for x in below))
+        for holds, base in zip(conditions, found, strict=True):
+            numbers = [threads.number() + i * threads.count for i in range(_SAMPLES)]
+            places = [(x + 1) * stride + (base - 1) for x in numbers]
+            count = [((x < shape.batch) & holds(x)).astype(jnp.int32) for x in places]
+            counts.append(functools.reduce(jnp.add, count))
         both = threads.total(
             counts[0] + counts[1] * (1 << 16), part.ctx.shared.totals, level * threads.warps
         )
-        number = lax.shift_right_logical(both, jnp.int32(16))
-        found = [
-            x + y * stride for x, y in zip(found, [both - (number << 16), number], strict=True)
-        ]
+        upper = lax.shift_right_logical(both, jnp.int32(16))
+        lower = both - upper * (1 << 16)
+        found = [x + y * stride for x, y in zip(found, [lower, upper], strict=True)]
         unknown, level = stride - 1, level + 1
-    return found[0], found[1]
+    return found
 
 
-def _store_zeros(part: _Part, first: Any, end: Any) -> None:
-    """Step 1."""
-    threads, starts = part.threads, part.ctx.operands.starts
+def _levels(count: int, threads: int) -> int:
+    """Levels of a search among `count` places."""
+    levels = 0
+    while count:
+        count, levels = pl.cdiv(count, _SAMPLES * threads) - 1, levels + 1
+    return levels
+
+
+def _store_zeros(part: _Part, own: _Own) -> None:
+    """Step 3."""
     rows = _output(part)
     zeros = rows.rounded([_no_sum()] * part.ctx.shape.numbers)
 
-    @pl.loop(0, lax.div(end - first + (part.lanes - 1), jnp.int32(part.lanes)))
+    @pl.loop(0, lax.div(own.end - own.first + (part.lanes - 1), jnp.int32(part.lanes)))
     def _(turn: Any) -> None:
-        user = part.lane + (first + turn * part.lanes)
-        place = jnp.minimum(user, part.ctx.shape.users - 1)
-        count = threads.read(starts, place + 1, "global") - threads.read(starts, place, "global")
-        rows.store(place, part.vector, zeros, part.is_used & (user < end) & (count == 0))
+        number = part.lane + turn * part.lanes
+        is_own = part.is_used & (number < own.end - own.first)
+        number = jnp.where(is_own, number, same(0))
+        has_any = part.threads.read(part.ctx.shared.has_any, number)
+        rows.store(number + own.first, part.vector, zeros, is_own & (has_any == 0))
 
 
-def _walk(part: _Part, begin: Any, after: Any) -> tuple[_Sums, Any]:
-    """Step 2; returns the sums, and whether the lane has candidates."""
+def _walk(part: _Part, own: _Own) -> tuple[_Sums, Any]:
+    """Step 1; returns the sums, and whether the lane has candidates."""
     shape, unroll = part.ctx.shape, part.ctx.config.unroll
-    each = lax.div(after - begin + (part.lanes - 1), jnp.int32(part.lanes))
-    first = jnp.minimum(part.lane * each + begin, after)
-    end = jnp.minimum(first + each, after)
-    is_later = first > begin
-    before = part.user(part.candidate(first - 1))
+    each = lax.div(own.after - own.begin + (part.lanes - 1), jnp.int32(part.lanes))
+    first = jnp.minimum(part.lane * each + own.begin, own.after)
+    end = jnp.minimum(first + each, own.after)
+    is_later = first > own.begin
+    before = part.user(first - 1)
     nothing = (_no_sum(),) * shape.numbers
     sums = _Sums(jnp.where(is_later, before, same(-1)), nothing, nothing, same(1))
 
-    def candidates(turn: Any) -> list[jax.Array]:
-        return [part.candidate(first + (turn * unroll + i)) for i in range(unroll)]
+    def places(turn: Any) -> list[jax.Array]:
+        return [first + (turn * unroll + i) for i in range(unroll)]
 
     values = Rows(part.ctx.operands.values, shape.words, part.ctx.interpret)
 
     def step(turn: Any, carry: tuple[_Sums, list[jax.Array]]) -> Any:
-        sums, own = carry
-        loaded = values.load([(x, part.vector) for x in own])
-        users = [part.user(x) for x in own]
-        following = candidates(turn + 1)  # on their way while this turn's are added
-        for i in range(unroll):
-            is_own = part.is_used & (first + (turn * unroll + i) < end)
-            sums = _add(part, sums, users[i], values.floats(loaded[i]), is_own)
+        sums, candidates = carry
+        loaded = values.load([(x, part.vector) for x in candidates])
+        users = [part.user(x) for x in places(turn)]
+        # On their way while this turn's are added.
+        following = [part.candidate(x) for x in places(turn + 1)]
+        for place, user, words in zip(places(turn), users, loaded, strict=True):
+            is_own = part.is_used & (place < end)
+            sums = _add(part, own, sums, user, values.floats(words), is_own)
         return sums, following
 
     turns = lax.div(each + (unroll - 1), jnp.int32(unroll))
-    sums, _ = lax.fori_loop(0, turns, step, (sums, candidates(0)))
+    sums, _ = lax.fori_loop(0, turns, step, (sums, [part.candidate(x) for x in places(0)]))
     return sums, part.is_used & (first < end)
 
 
 def _add(
-    part: _Part, sums: _Sums, user: jax.Array, numbers: tuple[jax.Array, ...], is_own: jax.Array
+    part: _Part,
+    own: _Own,
+    sums: _Sums,
+    user: jax.Array,
+    numbers: tuple[jax.Array, ...],
+    is_own: jax.Array,
 ) -> _Sums:
     """Adds a candidate's vector; stores the sum of the user before, if that is complete."""
     is_new = is_own & (user != sums.user)
     is_head = is_new & (sums.is_head == 1)
+    number = user - own.first
+    is_known = is_new & part.is_first & (number >= 0) & (number < own.end - own.first)
+    part.threads.keep(part.ctx.shared.has_any, number, same(1), is_known)
     rows = _output(part)
     rows.store(
         jnp.maximum(sums.user, 0),
@@ -258,7 +319,7 @@ def _add(
 
 
 def _join(part: _Part, sums: _Sums, is_wanted: jax.Array) -> None:
-    """Step 3.
+    """Step 2.
 
     `head` of each lane becomes the sum that it and later lanes add to a user of an earlier lane: a
     lane of one user alone is linked to the next lane.
@@ -311,14 +372,15 @@ def _no_sum() -> jax.Array:
 
 def _order(
     index: jax.Array, users: int, *, is_sorted: bool, interpret: bool
-) -> tuple[jax.Array | None, jax.Array]:
-    """Candidates in the order of users, None if they are sorted; and each user's first."""
-    starts = work_order.starts(jnp.clip(index, 0, users - 1), users)
-    if is_sorted:
-        return None, starts
-    if interpret:
-        return work_order.by_user(jnp.clip(index, 0, users - 1)), starts
-    return counted_order.by_user(index, users), starts
+) -> tuple[jax.Array, jax.Array | None]:
+    """The candidates' users in the order of users, and the order, None if they are sorted."""
+    if is_sorted or users == 1:
+        return index, None
+    if counted_order.fits(index.shape[0], users) and not interpret:
+        found = counted_order.count_order(None, index, users)
+        return found.user, found.order
+    order = work_order.by_user(jnp.clip(index, 0, users - 1))
+    return index[order], order
 
 
 def segment_sum_kernel(
@@ -348,7 +410,7 @@ def segment_sum_kernel(
       candidates has zeros.
     """
     batch, width = values.shape
-    order, starts = _order(cand_to_user, users, is_sorted=is_sorted, interpret=bool(interpret))
+    user, order = _order(cand_to_user, users, is_sorted=is_sorted, interpret=bool(interpret))
     result = stored = jnp.dtype(dtype or values.dtype)
     words = vector_words(width, values.dtype.itemsize)
     if not words:
@@ -361,12 +423,13 @@ def segment_sum_kernel(
     found: jax.Array = launch_threads(
         _sum,
         shape,
-        Operands(values, cand_to_user, order, starts),
+        Operands(values, user, order),
         jax.ShapeDtypeStruct((users, width), stored),
         Shared(
             memory.Floats((numbers, threads)),
             memory.Words((threads,)),
-            memory.Words((4 * config.warpgroups * 4,)),
+            memory.Words((2 * _levels(batch, threads) * threads // 32,)),
+            memory.Words((shape.most_users,)),
         ),
         name="ikbo_segment_sum",
         workers=chunks * slices,
