@@ -11,6 +11,8 @@ from ikbo_jax.problems.problem import Config, Problem, Ranked, doublings, size, 
 
 #: Dtypes that the kernels accept, and bytes of a number.
 ITEM_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
+#: Most candidates that a warpgroup lists: 32 for each thread.
+MOST_LISTED = 32 * WARPGROUP_SIZE
 #: Largest number that the kernels compute with.
 MOST = 2**31 - 2**20
 
@@ -98,16 +100,21 @@ class SegmentSumConfig(Config):
       each: candidates of a thread, about.
       unroll: candidates whose loads are in flight at once.
       warpgroups: of a CTA.
+      lists: whether a CTA lists the candidates of one user; otherwise, candidates are put into the
+        order of users first, and CTAs share them evenly.
     """
 
     columns: int = 16
     each: int = 16
     unroll: int = 4
     warpgroups: int = 1
+    lists: bool = False
 
     def divide(self, batch: int, users: int, vectors: int) -> tuple[int, int]:
         """(chunks of columns, CTAs of a chunk)."""
         chunks = -(-vectors // min(self.columns, WARPGROUP_SIZE))
+        if self.lists:
+            return chunks, users
         lanes = self.warpgroups * WARPGROUP_SIZE // -(-vectors // chunks)
         return chunks, min(users, -(-(batch + users) // (lanes * self.each)))
 
@@ -117,6 +124,11 @@ class SegmentSumConfig(Config):
             return f"columns must be from 1 to {WARPGROUP_SIZE}, but is {self.columns}"
         if self.each < 1 or not 1 <= self.unroll <= 8 or not 1 <= self.warpgroups <= 4:
             return f"each, unroll up to 8 and warpgroups up to 4 must be at least 1: {self}"
+        if self.lists and problem.batch > MOST_LISTED * self.warpgroups:
+            return (
+                f"{self.warpgroups} warpgroups list at most {MOST_LISTED * self.warpgroups} "
+                f"candidates, but B={problem.batch}"
+            )
         return problem.why_not_rows()
 
 

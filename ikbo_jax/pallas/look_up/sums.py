@@ -18,7 +18,8 @@ may begin or end within a user. A thread
 Each number is added in f32, in an order that the sizes and the index decide, and rounded once.
 
 The kernel is limited by memory: each row is read once. Candidates are put into the order of users
-by a launch of its own, unless they are sorted.
+by a launch of its own, unless they are sorted. If candidates are few, a CTA owns one user instead,
+and reads the whole index to list the user's candidates.
 
 Synchronisations: `Threads.commit` in the search, in step 2 and before step 3. CTAs do not wait for
 each other.
@@ -36,7 +37,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from ikbo_jax.pallas.hopper.launch import WarpgroupContext, launch_threads
-from ikbo_jax.pallas.hopper.per_thread import Threads, same
+from ikbo_jax.pallas.hopper.per_thread import LANES, Threads, same
 from ikbo_jax.pallas.hopper.row_vectors import Rows
 from ikbo_jax.pallas.worklist import counted_order, work_order
 from ikbo_jax.problems import memory
@@ -89,8 +90,8 @@ class Operands(NamedTuple):
     """Device memory that the launch reads."""
 
     values: Any  # [B, width]
-    user: Any  # [B] int32, of each candidate in the order of users
-    order: Any  # [B] int32, the number of each candidate in that order; None: sorted
+    user: Any  # [B] int32, of each candidate in the order of users; if CTAs list, as they come
+    order: Any  # [B] int32, the number of each candidate in that order; None: sorted, or listed
 
 
 class Shared(NamedTuple):
@@ -100,6 +101,7 @@ class Shared(NamedTuple):
     links: Any  # [threads]
     totals: Any  # of the searches
     has_any: Any  # [most_users]: 1 for a user with candidates
+    listed: Any  # [B]: the candidates of the CTA's user; None if CTAs do not list
 
 
 class _Part(NamedTuple):
@@ -111,6 +113,7 @@ class _Part(NamedTuple):
     vector: Any  # of a row
     is_used: Any  # whether the thread has a lane and a vector
     is_first: Any  # whether the vector is the chunk's first one
+    only_user: Any  # the user whose candidates the CTA lists; None: it does not
 
     @property
     def lanes(self) -> int:
@@ -119,11 +122,17 @@ class _Part(NamedTuple):
     def candidate(self, place: jax.Array) -> jax.Array:
         """The candidate at a place in the order of users."""
         order = self.ctx.operands.order
-        place = jnp.clip(place, 0, self.ctx.shape.batch - 1)
+        last = self.ctx.shape.batch - 1
+        place = jnp.clip(place, 0, last)
+        if self.only_user is not None:
+            # Past the user's candidates, the list may hold anything.
+            return jnp.clip(self.threads.read(self.ctx.shared.listed, place), 0, last)
         return place if order is None else self.threads.read(order, place, "global")
 
     def user(self, place: jax.Array) -> jax.Array:
         """The user of the candidate at a place in the order of users."""
+        if self.only_user is not None:
+            return same(0) + self.only_user
         place = jnp.clip(place, 0, self.ctx.shape.batch - 1)
         user = self.threads.read(self.ctx.operands.user, place, "global")
         return jnp.clip(user, 0, self.ctx.shape.users - 1)
@@ -165,8 +174,10 @@ def _sum(ctx: WarpgroupContext) -> None:
     vector = chunk * shape.columns + column
     lanes = threads.count // shape.columns
     is_used = (lane < lanes) & (vector < shape.vectors)
-    part = _Part(ctx, threads, lane, jnp.minimum(vector, shape.vectors - 1), is_used, column == 0)
-    own = _own(part, piece)
+    vector = jnp.minimum(vector, shape.vectors - 1)
+    only_user = piece if ctx.config.lists else None
+    part = _Part(ctx, threads, lane, vector, is_used, column == 0, only_user)
+    own = _list(part, piece) if ctx.config.lists else _own(part, piece)
     turns = lax.div(own.end - own.first + (threads.count - 1), jnp.int32(threads.count))
 
     @pl.loop(0, turns)
@@ -182,6 +193,29 @@ def _sum(ctx: WarpgroupContext) -> None:
 
     threads.commit()
     _store_zeros(part, own)
+
+
+def _list(part: _Part, user: Any) -> _Own:
+    """Lists a user's candidates in shared memory."""
+    shape, shared, threads = part.ctx.shape, part.ctx.shared, part.threads
+    numbers = [
+        threads.number() + i * threads.count for i in range(pl.cdiv(shape.batch, threads.count))
+    ]
+    last = same(shape.batch - 1)
+    loaded = [threads.read(part.ctx.operands.user, jnp.minimum(x, last), "global") for x in numbers]
+    is_own = [
+        (jnp.clip(x, 0, shape.users - 1) == user) & (number < shape.batch)
+        for number, x in zip(numbers, loaded, strict=True)
+    ]
+    count = functools.reduce(jnp.add, [x.astype(jnp.int32) for x in is_own])
+    (place,) = threads.sums_before([count], shared.totals)
+    for number, wanted in zip(numbers, is_own, strict=True):
+        threads.keep(shared.listed, place, number, wanted)
+        place = place + wanted.astype(jnp.int32)
+    is_last = threads.number() == threads.count - 1
+    threads.keep(shared.totals, same(threads.warps), place, is_last)
+    threads.commit()
+    return _Own(user, user + 1, jnp.int32(0), shared.totals[threads.warps])
 
 
 def _own(part: _Part, piece: Any) -> _Own:
@@ -371,10 +405,10 @@ def _no_sum() -> jax.Array:
 
 
 def _order(
-    index: jax.Array, users: int, *, is_sorted: bool, interpret: bool
+    index: jax.Array, users: int, *, as_it_is: bool, interpret: bool
 ) -> tuple[jax.Array, jax.Array | None]:
     """The candidates' users in the order of users, and the order, None if they are sorted."""
-    if is_sorted or users == 1:
+    if as_it_is or users == 1:
         return index, None
     if counted_order.fits(index.shape[0], users) and not interpret:
         found = counted_order.count_order(None, index, users)
@@ -410,7 +444,9 @@ def segment_sum_kernel(
       candidates has zeros.
     """
     batch, width = values.shape
-    user, order = _order(cand_to_user, users, is_sorted=is_sorted, interpret=bool(interpret))
+    user, order = _order(
+        cand_to_user, users, as_it_is=is_sorted or config.lists, interpret=bool(interpret)
+    )
     result = stored = jnp.dtype(dtype or values.dtype)
     words = vector_words(width, values.dtype.itemsize)
     if not words:
@@ -428,8 +464,9 @@ def segment_sum_kernel(
         Shared(
             memory.Floats((numbers, threads)),
             memory.Words((threads,)),
-            memory.Words((2 * _levels(batch, threads) * threads // 32,)),
-            memory.Words((shape.most_users,)),
+            memory.Words((max(2, 2 * _levels(batch, threads)) * threads // LANES,)),
+            memory.Words((1 if config.lists else shape.most_users,)),
+            memory.Words((batch,)) if config.lists else None,
         ),
         name="ikbo_segment_sum",
         workers=chunks * slices,
