@@ -185,7 +185,8 @@ class _Call(Call):
 
     def problem(self, kind: type[RowsProblem], arrays: Any) -> RowsProblem:
         rows, index = arrays
-        return kind(index.shape[0], self.users, math.prod(rows.shape[1:]), str(rows.dtype))
+        sizes = index.shape[0], self.users, math.prod(rows.shape[1:])
+        return kind(*sizes, str(rows.dtype), self.is_sorted)
 
 
 def _look_up(call: _Call, config: Any, arrays: LookUpArrays) -> jax.Array:

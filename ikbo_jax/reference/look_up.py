@@ -35,6 +35,8 @@ def segment_sum(
     Indices are clamped. On a GPU, XLA's scatter adds in any order, so rows are sorted there and
     added in pairs.
     """
+    if users == 1:
+        return jnp.sum(values, axis=0, keepdims=True, dtype=jnp.float32)
     index = jnp.clip(cand_to_user, 0, users - 1)
 
     def scatter(values: jax.Array, index: jax.Array) -> jax.Array:

@@ -23,6 +23,7 @@ from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, vector
 
 from ikbo_jax.pallas.hopper import mosaic
+from ikbo_jax.pallas.hopper.warps import ballot
 from ikbo_jax.problems.hopper import WARPGROUP_SIZE
 
 LAYOUT = plgpu.Layout.WG_STRIDED((WARPGROUP_SIZE,), vec_size=1)
@@ -148,6 +149,27 @@ def gather_vectors(ref: Any, index: jax.Array, space: str) -> tuple[jax.Array, .
 
     found: tuple[jax.Array, ...] = load(ref, index)
     return found
+
+
+def any_of_warp(values: jax.Array, *, interpret: bool) -> jax.Array:
+    """Whether any thread of a warp has true: a scalar that differs by warp.
+
+    For branches without synchronisations.
+    """
+    if interpret:
+        return jnp.any(values)
+    scalar_layout = plgpu.Layout.WG_SPLAT(())
+
+    @plgpu.inline_mgpu(
+        arg_types=(LAYOUT,),
+        return_type=plgpu.ShapeDtypeStruct((), jnp.int32, layout=scalar_layout),
+    )
+    def vote(_: Any, values: mgpu.FragmentedArray) -> mgpu.FragmentedArray:
+        zero = mgpu.c(0, ir.IntegerType.get_signless(32))
+        bits = ballot(arith.cmpi(arith.CmpIPredicate.ne, scalar(values), zero))
+        return mgpu.FragmentedArray.splat(bits, (), is_signed=True)
+
+    return vote(values.astype(jnp.int32)) != 0
 
 
 def scatter(

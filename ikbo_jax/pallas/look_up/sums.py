@@ -36,9 +36,10 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
+from ikbo_jax.pallas.hopper import per_thread
 from ikbo_jax.pallas.hopper.launch import WarpgroupContext, launch_threads
 from ikbo_jax.pallas.hopper.per_thread import LANES, Threads, same
-from ikbo_jax.pallas.hopper.row_vectors import Rows
+from ikbo_jax.pallas.hopper.row_vectors import Rows, Words
 from ikbo_jax.pallas.worklist import counted_order, work_order
 from ikbo_jax.problems import memory
 from ikbo_jax.problems.hopper import WARPGROUP_SIZE
@@ -224,8 +225,16 @@ def _own(part: _Part, piece: Any) -> _Own:
     limits = [jnp.minimum((piece + i) * shape.each, shape.batch + shape.users) for i in range(2)]
     places = _search(part, [lambda place, x=x: part.user(place) + place < x for x in limits], 0)
     users = [limit - place for limit, place in zip(limits, places, strict=True)]
-    # A user may have candidates before the CTA's part: an earlier CTA owns that user.
-    ends = _search(part, [lambda place, x=x: part.user(place) <= x for x in users], 1)
+    # A user may have candidates before the CTA's part: an earlier CTA owns that user. The user's
+    # last one is near, unless there are very many.
+    is_before = [lambda place, x=x: part.user(place) <= x for x in users]
+    level, window = _levels(shape.batch, part.threads.count), _SAMPLES * part.threads.count
+    counts = _counts(part, is_before, places, 1, level)
+    ends = lax.cond(
+        (counts[0] == window) | (counts[1] == window),
+        lambda: _search(part, is_before, level + 1),
+        lambda: [place + count for place, count in zip(places, counts, strict=True)],
+    )
     found = []
     for user, place, end in zip(users, places, ends, strict=True):
         before = part.ctx.operands.user[jnp.maximum(place - 1, 0)]
@@ -241,30 +250,37 @@ def _own(part: _Part, piece: Any) -> _Own:
     return _Own(first, jnp.minimum(end, first + shape.most_users), begin, after)
 
 
-def _search(part: _Part, conditions: list[Any], number: int) -> list[Any]:
+def _search(part: _Part, conditions: list[Any], level: int) -> list[Any]:
     """For two conditions, each of which holds for the first places alone: for how many it does.
 
-    All threads search together. `number` is of the search.
+    All threads search together. `level` is the number of searches' levels before.
     """
-    shape, threads = part.ctx.shape, part.threads
     found: list[Any] = [jnp.int32(0), jnp.int32(0)]
-    unknown, level = shape.batch, number * _levels(shape.batch, threads.count)
+    unknown = part.ctx.shape.batch
     while unknown:
-        stride = pl.cdiv(unknown, _SAMPLES * threads.count)
-        counts = []
-        for holds, base in zip(conditions, found, strict=True):
-            numbers = [threads.number() + i * threads.count for i in range(_SAMPLES)]
-            places = [(x + 1) * stride + (base - 1) for x in numbers]
-            count = [((x < shape.batch) & holds(x)).astype(jnp.int32) for x in places]
-            counts.append(functools.reduce(jnp.add, count))
-        both = threads.total(
-            counts[0] + counts[1] * (1 << 16), part.ctx.shared.totals, level * threads.warps
-        )
-        upper = lax.shift_right_logical(both, jnp.int32(16))
-        lower = both - upper * (1 << 16)
-        found = [x + y * stride for x, y in zip(found, [lower, upper], strict=True)]
+        stride = pl.cdiv(unknown, _SAMPLES * part.threads.count)
+        counts = _counts(part, conditions, found, stride, level)
+        found = [x + y * stride for x, y in zip(found, counts, strict=True)]
         unknown, level = stride - 1, level + 1
     return found
+
+
+def _counts(
+    part: _Part, conditions: list[Any], bases: list[Any], stride: int, level: int
+) -> list[Any]:
+    """Counts, for two conditions, the places that satisfy them: every `stride`-th from a base."""
+    threads, last = part.threads, part.ctx.shape.batch - 1
+    counts = []
+    for holds, base in zip(conditions, bases, strict=True):
+        numbers = [threads.number() + i * threads.count for i in range(_SAMPLES)]
+        places = [(x + 1) * stride + (base - 1) for x in numbers]
+        count = [((x <= last) & holds(x)).astype(jnp.int32) for x in places]
+        counts.append(functools.reduce(jnp.add, count))
+    both = threads.total(
+        counts[0] + counts[1] * (1 << 16), part.ctx.shared.totals, level * threads.warps
+    )
+    upper = lax.shift_right_logical(both, jnp.int32(16))
+    return [both - upper * (1 << 16), upper]
 
 
 def _levels(count: int, threads: int) -> int:
@@ -313,7 +329,7 @@ def _walk(part: _Part, own: _Own) -> tuple[_Sums, Any]:
         following = [part.candidate(x) for x in places(turn + 1)]
         for place, user, words in zip(places(turn), users, loaded, strict=True):
             is_own = part.is_used & (place < end)
-            sums = _add(part, own, sums, user, values.floats(words), is_own)
+            sums = _add(part, own, sums, user, words, is_own)
         return sums, following
 
     turns = lax.div(each + (unroll - 1), jnp.int32(unroll))
@@ -322,31 +338,34 @@ def _walk(part: _Part, own: _Own) -> tuple[_Sums, Any]:
 
 
 def _add(
-    part: _Part,
-    own: _Own,
-    sums: _Sums,
-    user: jax.Array,
-    numbers: tuple[jax.Array, ...],
-    is_own: jax.Array,
+    part: _Part, own: _Own, sums: _Sums, user: jax.Array, words: Words, is_own: jax.Array
 ) -> _Sums:
     """Adds a candidate's vector; stores the sum of the user before, if that is complete."""
+    values = Rows(part.ctx.operands.values, part.ctx.shape.words, part.ctx.interpret)
+    words = tuple(jnp.where(is_own, x, jnp.zeros_like(x)) for x in words)
     is_new = is_own & (user != sums.user)
-    is_head = is_new & (sums.is_head == 1)
+    # A branch: most candidates have the user of the one before, and the sum's end takes half of all
+    # instructions.
+    sums = lax.cond(
+        per_thread.any_of_warp(is_new, interpret=part.ctx.interpret),
+        lambda: _end_user(part, own, sums, user, is_new),
+        lambda: sums,
+    )
+    added = zip(sums.open, values.floats(words), strict=True)
+    return sums._replace(open=tuple(x + y for x, y in added))
+
+
+def _end_user(part: _Part, own: _Own, sums: _Sums, user: jax.Array, is_new: jax.Array) -> _Sums:
+    """Begins the sum of a new user, in the threads that have one."""
     number = user - own.first
     is_known = is_new & part.is_first & (number >= 0) & (number < own.end - own.first)
     part.threads.keep(part.ctx.shared.has_any, number, same(1), is_known)
-    rows = _output(part)
-    rows.store(
-        jnp.maximum(sums.user, 0),
-        part.vector,
-        rows.rounded(sums.open),
-        is_new & (sums.is_head == 0),
-    )
-    zero = _no_sum()
-    opened = [jnp.where(is_new, zero, x) for x in sums.open]
+    is_head = is_new & (sums.is_head == 1)
+    rows, is_complete = _output(part), is_new & (sums.is_head == 0)
+    rows.store(jnp.maximum(sums.user, 0), part.vector, rows.rounded(sums.open), is_complete)
     return _Sums(
         jnp.where(is_new, user, sums.user),
-        tuple(x + jnp.where(is_own, y, zero) for x, y in zip(opened, numbers, strict=True)),
+        tuple(jnp.where(is_new, _no_sum(), x) for x in sums.open),
         tuple(jnp.where(is_head, x, y) for x, y in zip(sums.open, sums.head, strict=True)),
         jnp.where(is_new, same(0), sums.is_head),
     )
@@ -464,7 +483,7 @@ def segment_sum_kernel(
         Shared(
             memory.Floats((numbers, threads)),
             memory.Words((threads,)),
-            memory.Words((max(2, 2 * _levels(batch, threads)) * threads // LANES,)),
+            memory.Words(((2 * _levels(batch, threads) + 1) * threads // LANES,)),
             memory.Words((1 if config.lists else shape.most_users,)),
             memory.Words((batch,)) if config.lists else None,
         ),
