@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from typing import Any, ClassVar, Self
 
 from ikbo_jax.problems.hopper import NUM_SMS, WARPGROUP_SIZE
@@ -13,7 +13,7 @@ from ikbo_jax.problems.problem import Config, Problem, Ranked, by_rule, doubling
 #: Dtypes that the kernels accept, and bytes of a number.
 ITEM_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
 #: Values of `SegmentSumConfig.columns` and `SegmentSumConfig.each` that are considered.
-COLUMNS, EACH = (128, 64, 32, 16, 8, 4, 2), (32, 16, 8, 4)
+COLUMNS, EACH = (128, 64, 32, 16, 8, 4, 2), (128, 32, 16, 8, 4)
 #: Most candidates that a warpgroup lists: 32 for each thread.
 MOST_LISTED = 32 * WARPGROUP_SIZE
 #: Vectors of a lookup above which a thread moves two.
@@ -182,7 +182,12 @@ class SegmentSumProblem(RowsProblem):
         warpgroups = next((x for x in (1, 2) if self.batch <= x * MOST_LISTED), 4)
         lists = [SegmentSumConfig(x, 1, 4, warpgroups, lists=True) for x in COLUMNS]
         shares = [SegmentSumConfig(x, each) for each in EACH for x in COLUMNS[2:-2]]
-        listing, sharing = self._first(lists, 100), self._first(shares, 3 * NUM_SMS // 2)
+        listing = next((x for x in lists if self._ctas(x) >= 100), lists[-1])
+        # CTAs with many candidates take longest; so there should be several of them on each SM.
+        least = {128: 4 * NUM_SMS}
+        sharing = next(
+            (x for x in shares if self._ctas(x) >= least.get(x.each, 3 * NUM_SMS // 2)), shares[-1]
+        )
         # As fitted to an H100, in microseconds. Every CTA reads the whole index from L2 to list its
         # candidates. Otherwise CTAs search for theirs, and a launch before may sort.
         listing_us = 4 * self.batch * self._ctas(listing) / 4.5e6 + 2 * (warpgroups - 1)
@@ -190,10 +195,6 @@ class SegmentSumProblem(RowsProblem):
         sharing_us = 2.5 + bytes_read / 3e7 + (0 if self.is_sorted else 3)
         ways = [listing, sharing] if listing_us < sharing_us else [sharing, listing]
         yield from dict.fromkeys([*ways, *shares[:8], *lists])
-
-    def _first(self, configs: Sequence[SegmentSumConfig], ctas: int) -> SegmentSumConfig:
-        """The first one with so many CTAs, or the last one."""
-        return next((x for x in configs if self._ctas(x) >= ctas), configs[-1])
 
     def _ctas(self, config: SegmentSumConfig) -> int:
         return math.prod(config.divide(self.batch, self.users, self.vectors))
