@@ -65,6 +65,22 @@ class LinearCompression(linen.Module):
         return {"w_user": w_user, "w_cand": w_cand}
 
 
+class LookUp(linen.Module):
+    """`nnx.LookUp` for Linen; attributes are its arguments, and both sizes are required."""
+
+    num_rows: int | None = None
+    features: int | None = None
+    dtype: Any = None
+    param_dtype: Any = jnp.float32
+    kernel_init: Callable[..., Any] = nnx.default_kernel_init
+
+    __call__ = calls.LookUp.__call__
+
+    @linen.compact
+    def _parameters(self, index: jax.Array) -> dict[str, jax.Array]:
+        return _initialised(self, parameters.look_up_specs(self.num_rows, self.features))
+
+
 class CandidateAttention(linen.Module):
     """`nnx.CandidateAttention` for Linen.
 

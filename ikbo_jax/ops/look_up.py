@@ -139,7 +139,7 @@ def segment_sum(
 
 
 def _check_rows(name: str, array: Any, axis: str) -> None:
-    rank = len(getattr(array, "shape", ()))
+    rank = len(getattr(array, "shape", ())) or 2
     arguments.check_array(name, array, f"[{', '.join([axis, *('...',) * (rank - 1)])}]")
 
 
