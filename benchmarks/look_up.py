@@ -15,7 +15,7 @@ import json
 import math
 import pathlib
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -23,7 +23,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import ikbo_jax as ikbo
-from benchmarks import timing
+from benchmarks import plots, timing
 from ikbo_jax._timing import device_time
 from ikbo_jax.problems.look_up import ITEM_BYTES
 
@@ -200,18 +200,53 @@ def describe(record: Mapping[str, Any]) -> str:
     )
 
 
+def plot(records: Sequence[Mapping[str, Any]], path: pathlib.Path) -> None:
+    """Draws bandwidth over a row's bytes, beside XLA's."""
+    panels = {
+        "look_up": {"ikbo.look_up": "ikbo.look_up", "gather": "XLA's gather"},
+        "segment_sum": {
+            "ikbo.segment_sum": "ikbo.segment_sum",
+            "jax.ops.segment_sum in f32": "jax.ops.segment_sum in f32",
+            "scatter": "scatter in the rows' dtype",
+        },
+    }
+    with plots.saved(path, 2, size=(9, 3.6), sharey=True) as (_, axes):
+        for axis, (title, names) in zip(axes, panels.items(), strict=True):
+            for name, label in names.items():
+                timed = [x for x in records if isinstance(x["us"].get(name), float)]
+                moved = [(x["batch"] + x["users"]) * x["row_bytes"] for x in timed]
+                rates = [size / x["us"][name] / 1e6 for size, x in zip(moved, timed, strict=True)]
+                axis.scatter([x["row_bytes"] for x in timed], rates, s=14, label=label)
+            axis.set(title=title, xlabel="bytes of a row", xscale="log", yscale="log")
+            axis.legend(fontsize="small")
+        axes[0].set_ylabel("TB/s, read and written")
+
+
 def main() -> None:
-    """Times the points and prints them; with `--out`, writes a results file."""
+    """Times the points and prints them; with `--out`, writes a results file.
+
+    With `--plot`, draws the points of a results file instead.
+    """
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=pathlib.Path)
     parser.add_argument("--points", type=int, default=len(CHOSEN) + 20)
+    parser.add_argument("--plot", type=pathlib.Path, nargs=2, metavar=("RESULTS", "IMAGE"))
     options = parser.parse_args()
+    if options.plot:
+        results, image = options.plot
+        plot(json.loads(results.read_text())["points"], image)
+        return
     records = []
     for number, point in enumerate([*drawn(), *CHOSEN][: options.points]):
         records.append(measure(point, number))
         print(describe(records[-1]), flush=True)
     if options.out:
-        results = {"op": "look_up", "environment": timing.environment(), "points": records}
+        results = {
+            "op": "look_up",
+            "environment": timing.environment(),
+            "protocol": "time on the device, of all that a call does: the median of 20 calls",
+            "points": records,
+        }
         options.out.write_text(json.dumps(results, indent=1) + "\n")
 
 
