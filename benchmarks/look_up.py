@@ -116,7 +116,7 @@ def providers(point: Point) -> dict[str, tuple[str, Callable[..., jax.Array]]]:
         sums["one-hot product"] = _one_hot
     if point.batch * point.width * 4 <= MOST_SUMS:
         sums["cumulative sums"] = _cumulative
-    options = {"indices_are_sorted": point.is_sorted}
+    options: dict[str, Any] = {"indices_are_sorted": point.is_sorted}
     ours = functools.partial(ikbo.segment_sum, num_users=point.users, **options)
     return {
         "gather": ("look_up", lambda user, index: user[index]),

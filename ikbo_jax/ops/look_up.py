@@ -30,17 +30,17 @@ from ikbo_jax.reference import look_up as reference
 
 
 class LookUpArrays(NamedTuple):
-    """Arrays of a lookup."""
+    """Arrays of a lookup, their gradients or their names."""
 
-    user: jax.Array
-    cand_to_user: jax.Array
+    user: Any
+    cand_to_user: Any
 
 
 class SumArrays(NamedTuple):
-    """Arrays of a segment sum."""
+    """Arrays of a segment sum, their gradients or their names."""
 
-    values: jax.Array
-    cand_to_user: jax.Array
+    values: Any
+    cand_to_user: Any
 
 
 def look_up(
@@ -293,7 +293,7 @@ SEGMENT_SUM: Gradient[_Call, SumArrays, jax.Array] = Gradient(
 )
 
 
-class _Rows[A: (LookUpArrays, SumArrays)](Op[_Call, A, jax.Array]):
+class _Rows(Op[_Call, Any, jax.Array]):
     """What both ops share.
 
     Attributes:
@@ -304,10 +304,10 @@ class _Rows[A: (LookUpArrays, SumArrays)](Op[_Call, A, jax.Array]):
     forward: type[RowsProblem]
     backward: type[RowsProblem]
 
-    def problem(self, call: _Call, arrays: A) -> RowsProblem:
+    def problem(self, call: _Call, arrays: Any) -> RowsProblem:
         return call.problem(self.forward, arrays)
 
-    def plan_on_platform(self, call: _Call, arrays: A) -> dispatch.Plan:
+    def plan_on_platform(self, call: _Call, arrays: Any) -> dispatch.Plan:
         plan = super().plan_on_platform(call, arrays)
         config, reason = call.choose(self.backward, arrays)
         name = "XLA" if config is None else f"mosaic_gpu, {config}"
@@ -317,7 +317,7 @@ class _Rows[A: (LookUpArrays, SumArrays)](Op[_Call, A, jax.Array]):
     def residuals(self, results: jax.Array) -> None:
         return None
 
-    def named(self, call: _Call, arrays: A) -> Named:
+    def named(self, call: _Call, arrays: Any) -> Named:
         rows, _ = arrays
         axes = [f"x{i}" for i in range(1, rows.ndim)]
         user, candidate = (" ".join([first, *axes]) for first in "ub")
@@ -327,7 +327,7 @@ class _Rows[A: (LookUpArrays, SumArrays)](Op[_Call, A, jax.Array]):
         return Named(SumArrays(candidate, "b"), user, split)
 
 
-class _LookUp(_Rows[LookUpArrays]):
+class _LookUp(_Rows):
     forward, backward = LookUpProblem, SegmentSumProblem
 
     def run(self, call: _Call, plan: dispatch.Plan, arrays: LookUpArrays) -> jax.Array:
@@ -353,7 +353,7 @@ class _LookUp(_Rows[LookUpArrays]):
         return LookUpArrays(SEGMENT_SUM.differentiable(call, operands), None)
 
 
-class _SegmentSum(_Rows[SumArrays]):
+class _SegmentSum(_Rows):
     forward, backward = SegmentSumProblem, LookUpProblem
 
     def run(self, call: _Call, plan: dispatch.Plan, arrays: SumArrays) -> jax.Array:

@@ -47,9 +47,9 @@ class RowsProblem(Problem):
 
     @classmethod
     def from_json(cls, fields: Mapping[str, Any]) -> Self:
-        sizes = (size(fields.get(name), name) for name in ("batch", "users", "width"))
+        batch, users, width = (size(fields.get(x), x) for x in ("batch", "users", "width"))
         dtype = typed(fields.get("dtype"), str, "dtype")
-        return cls(*sizes, dtype, typed(fields.get("is_sorted"), bool, "is_sorted"))
+        return cls(batch, users, width, dtype, typed(fields.get("is_sorted"), bool, "is_sorted"))
 
     def describe(self) -> str:
         order = " sorted" if self.is_sorted else ""

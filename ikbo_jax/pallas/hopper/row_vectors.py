@@ -43,7 +43,7 @@ class Rows(NamedTuple):
         return jnp.dtype(self.ref.dtype)
 
     @property
-    def count(self) -> int:
+    def numbers(self) -> int:
         """Numbers of a vector."""
         return self.words * 4 // self.dtype.itemsize
 
@@ -74,7 +74,7 @@ class Rows(NamedTuple):
         if self.interpret:
             return tuple(x.astype(jnp.float32) for x in words)
 
-        @plgpu.inline_mgpu(arg_types=(LAYOUT,) * self.words, return_type=(FLOAT32,) * self.count)
+        @plgpu.inline_mgpu(arg_types=(LAYOUT,) * self.words, return_type=(FLOAT32,) * self.numbers)
         def convert(_: Any, *words: mgpu.FragmentedArray) -> Any:
             numbers = [y for x in words for y in _floats(per_thread.scalar(x), self.dtype)]
             return tuple(per_thread.array(x, words[0]) for x in numbers)
@@ -91,7 +91,7 @@ class Rows(NamedTuple):
                 @pl.when(is_wanted[thread])
                 def _() -> None:
                     for i, x in enumerate(words):
-                        self.ref[row[thread], vector[thread] * self.count + i] = x[thread]
+                        self.ref[row[thread], vector[thread] * self.numbers + i] = x[thread]
 
             return
 
@@ -113,13 +113,13 @@ class Rows(NamedTuple):
         if self.interpret:
             return tuple(x.astype(self.dtype) for x in numbers)
 
-        @plgpu.inline_mgpu(arg_types=(LAYOUT,) * self.count, return_type=(INT32,) * self.words)
+        @plgpu.inline_mgpu(arg_types=(LAYOUT,) * self.numbers, return_type=(INT32,) * self.words)
         def convert(_: Any, *numbers: mgpu.FragmentedArray) -> Any:
-            of_word = self.count // self.words
+            of_word = self.numbers // self.words
             values = list(map(per_thread.scalar, numbers))
             return tuple(
                 per_thread.array(_word(values[i : i + of_word], self.dtype), numbers[0])
-                for i in range(0, self.count, of_word)
+                for i in range(0, self.numbers, of_word)
             )
 
         found: Words = convert(*numbers)
@@ -129,14 +129,14 @@ class Rows(NamedTuple):
         values = self.ref[...]
         row = jnp.clip(row, 0, values.shape[0] - 1)
         columns = [
-            jnp.minimum(vector * self.count + i, values.shape[1] - 1) for i in range(self.count)
+            jnp.minimum(vector * self.numbers + i, values.shape[1] - 1) for i in range(self.numbers)
         ]
         return tuple(values[row, column] for column in columns)
 
     def _address(
         self, ref: ir.Value, row: mgpu.FragmentedArray, vector: mgpu.FragmentedArray
     ) -> ir.Value:
-        terms = [(row, self.ref.shape[1]), (vector, self.count)]
+        terms = [(row, self.ref.shape[1]), (vector, self.numbers)]
         scalars = [(per_thread.scalar(x), stride) for x, stride in terms]
         return stores.device_address(ref, scalars, self.dtype.itemsize)
 
