@@ -4,7 +4,7 @@ Their lanes copy parts of 16 bytes to query slots, asynchronously, ahead of the 
 items as there are query slots. Only the first item of a bundle waits for its queries, which are not
 known before the list is complete.
 
-Synchronisations, besides those of `listing`:
+Synchronisations in addition to `listing`:
   1. `query.free[s]`   consumers -> gathering warps (and producer): the slot's queries were read.
   2. `query.ready[s]`  gathering warps -> consumers. A lane arrives when its copies are complete,
      and after a fence that makes them visible to WGMMA.

@@ -9,7 +9,7 @@ operands, a CTA prefetches the queries of its first item. The items of a bundle 
 candidates, and differ in their query heads, so one listing serves a bundle. XLA would take six
 kernels of 1 to 2 us each.
 
-Synchronisations, besides those of the kernel:
+Synchronisations in addition to the kernel's:
   1. A named barrier between finding candidates and writing their numbers. It also says that both
      consumers have stored the results of the bundle before, and so read its list.
   2. `listed`, all threads of the consumers -> producer, gathering warps: the list and the number

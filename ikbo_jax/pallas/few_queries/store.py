@@ -89,7 +89,7 @@ def _store_rows(
     *,
     begin: int = 0,
 ) -> None:
-    """output[target + r, head + j] = row j * head_rows + r of `values`, for r < rows.
+    """Stores row j * head_rows + r of `values` to output[target + r, head + j], for r < rows.
 
     With `Operands.targets`, row target + r is a row of the queries in the order of users. If the
     CTA has listed the item's candidates, `r` is the row of the part's row in the queries.
@@ -107,7 +107,7 @@ def _store_rows(
 def _store_from_staging(
     ctx: Context, output: Any, values: jax.Array, part: Part, *place: Any, order: RowOrder | None
 ) -> None:
-    """`_store_rows` under interpretation."""
+    """Stores rows as `_store_rows` says, under interpretation."""
     shape, shared, (head, column, begin) = ctx.shape, ctx.shared, place
     has_columns = len(output.shape) == 3
     staging = shared.float_staging if output.dtype == jnp.float32 else shared.staging
@@ -133,7 +133,7 @@ def _store_from_staging(
 def _store_from_registers(
     ctx: Context, output: Any, values: jax.Array, part: Part, *place: Any, order: RowOrder | None
 ) -> None:
-    """`_store_rows` on a GPU."""
+    """Stores rows as `_store_rows` says, on a GPU."""
     shape, (head, column, begin) = ctx.shape, place
     group, head_rows = shape.group, shape.head_rows
     _, heads, *widths = output.shape

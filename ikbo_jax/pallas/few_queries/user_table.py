@@ -9,7 +9,7 @@ The table has each user's first candidate, end of candidates, and number of keys
 each further row slot (`rows`), in 16 bits each. If the index is not sorted, the producer searches
 the index.
 
-Synchronisations, besides those of the kernel:
+Synchronisations in addition to the kernel's:
   1. A named barrier between zeroing and writing users' candidates.
   2. `tabled`, consumers -> producer: the table is complete and does not change again.
 """

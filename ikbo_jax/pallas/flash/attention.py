@@ -93,8 +93,8 @@ def attention_kernel(
         saves time if it puts candidates of one user side by side; T must be a multiple of 64.
       config: a legal configuration (`AttentionConfig.illegal_reason`).
       num_sms: streaming multiprocessors of the device.
-      targets: None, or [B] int32, a permutation: the results of candidate i are stored as those of
-        candidate targets[i].  `order` must be None then.
+      targets: None, or [B] int32, a permutation: candidate i's results are stored as candidate
+        targets[i]'s results.  `order` must be None then.
       interpret: False, or `plgpu.InterpretGPUParams` to run on a CPU, with
         `inline_mgpu="_hack_model_inline_mgpu_tokamax"` for the named barriers.
     """

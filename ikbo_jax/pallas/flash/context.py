@@ -81,7 +81,7 @@ class FlashContext(WarpgroupContext):
         )
 
     def free_read_queries(self, item: Any, is_last: Any) -> None:
-        """With one query slot, frees it as soon as the last scores of the item are computed."""
+        """Frees a single query slot as soon as the last scores of the item are computed."""
         if self.config.q_slots == 1:
 
             @pl.when(is_last)
@@ -89,7 +89,7 @@ class FlashContext(WarpgroupContext):
                 self.shared.query.release(item)
 
     def free_stored_slot(self, item: Any) -> None:
-        """With more query slots, frees a slot after TMA has read the output staged in it."""
+        """Frees one of several query slots after TMA has read the output staged in it."""
         if self.config.q_slots > 1:
 
             @pl.when(item >= 0)

@@ -13,14 +13,14 @@ by falling work; or run w, and then the next run by a counter (`GdpaConfig.ticke
 blocks stay in their stages for the next item with the same keys, if the rings hold all of them: the
 producer then arrives on their barriers without a copy.
 
-Warpgroups, rings and the pipeline of a step are those of `attention`, with an activation in place
-of the softmax.  A block may reach past its sequence's end, into the next sequence.  Consumer 0
+Warpgroups, rings and the pipeline of a step are as in `attention`, with an activation in place of
+the softmax.  A block may reach past its sequence's end, into the next sequence.  Consumer 0
 zeroes such rows in shared memory; since act(0) = 0, no scores are masked.  Query rows past the end
 of a tile are computed but not stored.  If all 64 rows of consumer 1 are past the end, consumer 1
 may skip the computation, but no synchronisation (`GdpaConfig.skip_empty`).  Tiles without keys come
 last in the list; their results are zeroed after all other work.
 
-Synchronisations are those of `attention` without flags.  The slot of a descriptor is free when the
+Synchronisations are as in `attention`, without flags.  The slot of a descriptor is free when the
 query slot of an item at least three later is.  Consumer 0 has the first turn at every block, so
 consumer 1 sees the rows that consumer 0 zeroed.
 

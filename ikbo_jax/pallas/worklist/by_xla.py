@@ -41,7 +41,7 @@ class _Rows(NamedTuple):
 
 
 def query_tiles(offsets: Offsets, *, size: int, unit: int = 1) -> TileList:
-    """Lists tiles of queries; the arguments are those of `tiles.query_tiles`."""
+    """Lists tiles of queries; `tiles.query_tiles` describes the arguments."""
     q, keys = _queries(offsets), _keys(offsets)
     words = (keys.source, keys.length)
     if offsets.q_to_kv is not None:
