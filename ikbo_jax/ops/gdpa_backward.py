@@ -65,7 +65,7 @@ def kernel_vjp(
     # Imported here because a machine without a GPU never needs it.
     from ikbo_jax.pallas.gdpa_backward import kernels
     from ikbo_jax.pallas.worklist import by_xla, works
-    from ikbo_jax.pallas.worklist.lists import Offsets
+    from ikbo_jax.pallas.worklist.lists import Offsets, WorkSettings
 
     query, key, value = arrays[:3]
     query_config = query_config or configs.default_config(query.shape[-1])
@@ -74,14 +74,14 @@ def kernel_vjp(
     list_works: Any = works.works
     if interpret:
         list_works = functools.partial(by_xla.works, interpret=True)
-    work = list_works(
-        Offsets.of(arrays, settings),
-        query_block=query_config.block,
-        key_block=key_config.block,
+    work_settings = WorkSettings(
+        query_config.block,
+        key_config.block,
         group=query.shape[1] // key.shape[1],
         has_statistics=SOFTMAX in settings.activations,
         parts=parts,
     )
+    work = list_works(Offsets.of(arrays, settings), work_settings)
     residuals = _Residuals(out, lse, d_out)
     options: dict[str, Any] = {
         "activations": settings.activations,

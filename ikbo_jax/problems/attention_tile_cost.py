@@ -19,7 +19,7 @@ from ikbo_jax.problems.hopper import NUM_SMS, TILE_ROWS, WGMMA_M
 L2_BYTES, SM_BYTES, MEMORY_BYTES = 1.05e7, 7.2e4, 2.9e6
 #: The part of repeated reads of keys and values that comes from device memory if L2 does not hold
 #: all of them, by kernel. The kernel for few queries did the same until a user's items became
-#: neighbours (`rows.firsts_before`): 715 us for 2.0 GB of 1.4 GB of keys and values; 0.3 is a
+#: neighbours (`context.firsts_before`): 715 us for 2.0 GB of 1.4 GB of keys and values; 0.3 is a
 #: guess.
 REREAD, TILE_REREAD, ONE_USER_REREAD = 0.73, 0.8, 0.4
 #: Waves from which on the last one is half full in the mean; the least part of a wave that counts.

@@ -111,12 +111,7 @@ CASES = {
         num_sms=2,
     ),
     "one_user_t3_packed_f16": Case(
-        (1, 0, -5, 2**31 - 1, 0) * 9,
-        40,
-        q_len=3,
-        dtype="float16",
-        config=ONE_USER,
-        is_packed=True,
+        (1, 0, -5, 2**31 - 1, 0) * 9, 40, q_len=3, dtype="float16", config=ONE_USER, is_packed=True
     ),
     "one_user_t64_ordered_lengths": Case(
         (2, 0, 1, 0, 0, 2),
