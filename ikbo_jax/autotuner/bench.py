@@ -17,7 +17,7 @@ import multiprocessing
 import os
 import threading
 from collections.abc import Callable, Collection, Iterator, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import jax
 import jax.export
@@ -33,7 +33,7 @@ from ikbo_jax.cases import (
     linear_compression,
     linear_compression_backward,
 )
-from ikbo_jax.cases.error_rule import Check
+from ikbo_jax.cases.case import Case
 from ikbo_jax.ops import dispatch
 from ikbo_jax.problems import Config, Problem
 from ikbo_jax.tuning import table_rows
@@ -92,19 +92,6 @@ class Task:
             fields["windows"],
             fields["matmul_size"],
         )
-
-
-class Case(Protocol):
-    """What the tuner asks of the case of a problem."""
-
-    @property
-    def useful_flops(self) -> int: ...
-
-    def inputs(self, seed: int = 0) -> Any: ...
-
-    def runner(self, config: Any, num_sms: int | None = None) -> Any: ...
-
-    def check(self, actual: Any, inputs: Any) -> Check: ...
 
 
 #: The case of a problem, by op.

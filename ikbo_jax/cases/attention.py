@@ -11,9 +11,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ikbo_jax.cases import error_rule
+from ikbo_jax.cases import case, error_rule
 from ikbo_jax.cases.error_rule import UNTUNED, Check, Truth
-from ikbo_jax.ops import dispatch
 from ikbo_jax.ops.attention import attention
 from ikbo_jax.problems import AttentionConfig, AttentionProblem, FewQueriesConfig
 from ikbo_jax.reference import attention as reference
@@ -33,7 +32,7 @@ class Inputs(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class Case:
+class Case(case.Case):
     """A problem, its index and its lengths.
 
     Attributes:
@@ -75,11 +74,6 @@ class Case:
             lengths = jnp.asarray(drawn, jnp.int32)
         return Inputs._make([*self.draw(seed), jnp.asarray(index, jnp.int32), lengths])
 
-    @property
-    def useful_flops(self) -> int:
-        """Useful FLOPs of full lengths."""
-        return self.problem.useful_flops
-
     def contender(self, name: str) -> Callable[..., jax.Array]:
         """A function of the fields of `Inputs`.
 
@@ -92,30 +86,20 @@ class Case:
         implementation = {"decomposed": "xla", "fused": "mosaic_gpu", "automatic": None}[name]
         return functools.partial(_op, implementation=implementation, is_sorted=self.is_sorted)
 
-    def runner(
-        self, config: AttentionConfig | FewQueriesConfig | None, num_sms: int | None = None
-    ) -> Callable[..., jax.Array]:
-        """The kernel with `config`, or the XLA path for None, for a device with `num_sms` SMs.
+    def xla_path(self) -> Callable[..., jax.Array]:
+        return self.contender("decomposed")
 
-        Unlike the op, the kernel can be lowered on a machine without a device.
-        """
-        if config is None:
-            return jax.jit(self.contender("decomposed"))
-        # Imported here because Mosaic GPU takes 0.3 s to import.
+    def kernel(
+        self, config: AttentionConfig | FewQueriesConfig, num_sms: int
+    ) -> Callable[..., jax.Array]:
         from ikbo_jax.pallas.few_queries.kernel import few_queries_kernel
         from ikbo_jax.pallas.flash.attention import attention_kernel
 
         run: Any = few_queries_kernel
         if isinstance(config, AttentionConfig):
             run = functools.partial(attention_kernel, order=None)
-        kernel = functools.partial(
-            run,
-            scale=self.problem.head_dim**-0.5,
-            return_residuals=False,
-            config=config,
-            num_sms=dispatch.num_sms() if num_sms is None else num_sms,
-        )
-        return jax.jit(lambda *inputs: kernel(*inputs)[0])
+        options = {"scale": self.problem.head_dim**-0.5, "return_residuals": False}
+        return lambda *inputs: run(*inputs, **options, config=config, num_sms=num_sms)[0]
 
     def expected(self, inputs: Inputs, rows: Sequence[int]) -> tuple[np.ndarray, float]:
         """Exact results of some candidates, and the largest error that the error rule allows."""
@@ -145,10 +129,8 @@ class Case:
 
 def oracle(inputs: Inputs, rows: np.ndarray | jax.Array) -> jax.Array:
     """The materialised reference in f32 for some candidates, [rows, T, N, H]."""
-    of_rows = _of_rows(inputs, rows)
-    query, key, value = (x.astype(jnp.float32) for x in of_rows[:3])
-    scale = query.shape[-1] ** -0.5
-    return reference.materialised(query, key, value, *of_rows[3:], scale=scale)[0]
+    scale = inputs.query.shape[-1] ** -0.5
+    return reference.materialised(*case.widened(_of_rows(inputs, rows)), scale=scale)[0]
 
 
 def materialised(*inputs: Any) -> jax.Array:

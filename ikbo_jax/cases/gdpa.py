@@ -14,9 +14,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from ikbo_jax.cases import case as cases
 from ikbo_jax.cases import error_rule
 from ikbo_jax.cases.error_rule import UNTUNED, Check
-from ikbo_jax.ops import dispatch
 from ikbo_jax.ops.gdpa import gdpa
 from ikbo_jax.problems import GdpaConfig, GdpaProblem, ShortGdpaConfig
 from ikbo_jax.reference import gdpa_chunked
@@ -75,7 +75,7 @@ def offsets_of(lengths: np.ndarray) -> np.ndarray:
 
 
 @dataclasses.dataclass(frozen=True)
-class Case:
+class Case(cases.Case):
     """A problem and the lengths of its sequences, which contain every row.
 
     If `batch` and `batch_kv` differ, a sorted random index pairs the sequences.
@@ -169,28 +169,18 @@ class Case:
 
         return run
 
-    def runner(
-        self, config: GdpaConfig | ShortGdpaConfig | None, num_sms: int | None = None
-    ) -> Callable[..., jax.Array]:
-        """The kernel with `config`, including its tile list; the XLA path if `config` is None.
-
-        `num_sms` is the device's number of SMs if None. Unlike the op, the kernel can be lowered on
-        a machine without a device.
-        """
+    def xla_path(self) -> Callable[..., jax.Array]:
         settings = self.settings
-        if config is None:
-            return jax.jit(lambda *arrays: gdpa_chunked.chunked(Arrays(*arrays), settings)[0])
-        # Imported here because Mosaic GPU takes 0.3 s to import.
+        return lambda *arrays: gdpa_chunked.chunked(Arrays(*arrays), settings)[0]
+
+    def kernel(
+        self, config: GdpaConfig | ShortGdpaConfig, num_sms: int
+    ) -> Callable[..., jax.Array]:
+        """Returns the kernel, including its tile list."""
         from ikbo_jax.pallas.flash.gdpa import gdpa_kernel
 
-        kernel = functools.partial(
-            gdpa_kernel,
-            settings=settings,
-            return_residuals=False,
-            config=config,
-            num_sms=dispatch.num_sms() if num_sms is None else num_sms,
-        )
-        return jax.jit(lambda *arrays: kernel(Arrays(*arrays))[0])
+        options = {"settings": self.settings, "return_residuals": False, "config": config}
+        return lambda *arrays: gdpa_kernel(Arrays(*arrays), **options, num_sms=num_sms)[0]
 
     def check(self, actual: jax.Array, inputs: Arrays) -> Check:
         """Compares all of `actual` with the XLA path, whose error is measured for some sequences.
@@ -273,13 +263,14 @@ def _sampled_errors(
     """
     settings = case.settings
     one, begin = one_sequence(case, arrays, sequence)
-    query, key, value = (x.astype(jnp.float32) for x in one[:3])
-    exact = materialised(Arrays(query, key, value, *one[3:]), settings)
+    one = cases.widened(one)
+    exact = materialised(one, settings)
     is_query, is_key = masks(one)
     found = rows_from(xla, begin, exact.shape[0])
     found = jnp.where(is_query[:, None, None], found.astype(jnp.float32), exact)
-    key, value = (jnp.repeat(x, query.shape[1] // x.shape[1], axis=1) for x in (key, value))
-    scores = jnp.float32(settings.scale) * jnp.einsum("inh,jnh->nij", query, key)
+    heads = one.query.shape[1] // one.key.shape[1]
+    key, value = (jnp.repeat(x, heads, axis=1) for x in (one.key, one.value))
+    scores = jnp.float32(settings.scale) * jnp.einsum("inh,jnh->nij", one.query, key)
     scores = jnp.where(is_key, jnp.abs(scores), 0)
     magnitude = jnp.einsum("nij,jnh->inh", scores, jnp.abs(value))
     magnitude = abs(settings.output_scale) * jnp.max(magnitude)

@@ -11,9 +11,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ikbo_jax.cases import error_rule
+from ikbo_jax.cases import case, error_rule
 from ikbo_jax.cases.error_rule import UNTUNED, Check, Truth
-from ikbo_jax.ops import dispatch
 from ikbo_jax.ops.linear_compression import linear_compression
 from ikbo_jax.problems import (
     LinearCompressionConfig,
@@ -50,7 +49,7 @@ class Inputs(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class Case:
+class Case(case.Case):
     """A problem and its index.
 
     Attributes:
@@ -90,11 +89,6 @@ class Case:
             parents.append(index)
         return Inputs(*self.draw(seed), tuple(parents))
 
-    @property
-    def useful_flops(self) -> int:
-        """Useful FLOPs of the inputs."""
-        return self.problem.useful_flops
-
     def config(self, *, single_launch: bool) -> AnyConfig | None:
         """The dispatch table's configuration, or the default one, with one launch or two.
 
@@ -120,20 +114,13 @@ class Case:
         implementation = {"decomposed": "xla", "fused": "mosaic_gpu", "automatic": None}[name]
         return functools.partial(_op, implementation=implementation, config=config)
 
-    def runner(
-        self, config: AnyConfig | None, num_sms: int | None = None
-    ) -> Callable[..., jax.Array]:
-        """The kernel with `config`, or the XLA path for None, for a device with `num_sms` SMs.
+    def xla_path(self) -> Callable[..., jax.Array]:
+        return reference.decomposed
 
-        Unlike the op, the kernel can be lowered on a machine without a device.
-        """
-        if config is None:
-            return jax.jit(reference.decomposed)
-        # Imported here because Mosaic GPU takes 0.3 s to import.
+    def kernel(self, config: AnyConfig, num_sms: int) -> Callable[..., jax.Array]:
         from ikbo_jax.pallas.linear_compression.kernel import linear_compression_kernel
 
-        num_sms = dispatch.num_sms() if num_sms is None else num_sms
-        return jax.jit(functools.partial(linear_compression_kernel, config=config, num_sms=num_sms))
+        return functools.partial(linear_compression_kernel, config=config, num_sms=num_sms)
 
     @property
     def rounding(self) -> tuple[str, float]:
@@ -167,10 +154,7 @@ class Case:
 
 def oracle(inputs: Inputs) -> jax.Array:
     """The materialised reference in f32, [B, M, N]."""
-    weights, embeddings = (
-        tuple(x.astype(jnp.float32) for x in level) for level in (inputs.weights, inputs.embeddings)
-    )
-    return reference.materialised(weights, embeddings, inputs.parents)
+    return reference.materialised(*case.widened(inputs))
 
 
 def _op(*inputs: Any, **options: Any) -> jax.Array:

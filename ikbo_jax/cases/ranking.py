@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from ikbo_jax.cases import error_rule
+from ikbo_jax.cases.case import widened
 from ikbo_jax.models import ranking
 from ikbo_jax.models.ranking import Sizes
 
@@ -18,10 +19,7 @@ ORACLE_BATCH = 512
 
 def oracle(params: Any, request: ranking.Request) -> jax.Array:
     """The materialised network in float32, [B, tasks]; scores `ORACLE_BATCH` candidates at once."""
-    params, request = jax.tree.map(
-        lambda x: x.astype(jnp.float32) if jnp.issubdtype(x.dtype, jnp.floating) else x,
-        (params, request),
-    )
+    params, request = widened((params, request))
     batch = request.cand_to_user.shape[0]
     size = min(batch, ORACLE_BATCH)
 
