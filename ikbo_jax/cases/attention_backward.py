@@ -1,4 +1,4 @@
-"""The case of broadcast attention's gradient: inputs, contenders and checks."""
+"""The case of attention's gradient: inputs, XLA path, kernel and check."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Gradients = tuple[jax.Array, jax.Array, jax.Array]
 
 
 class Inputs(NamedTuple):
-    """The arrays of a gradient: of the op, of its result, and the result's cotangent."""
+    """The op's arrays, its results, and the cotangent of `out`."""
 
     query: jax.Array
     key: jax.Array
@@ -45,7 +45,7 @@ class Case(case.Case):
         return attention.Case(problem, self.index, self.lengths)
 
     def inputs(self, seed: int = 0) -> Inputs:
-        """Random inputs on the device, and what the XLA path makes of them."""
+        """Draws inputs and a cotangent; the XLA path computes the results."""
         arrays = self.forward.inputs(seed)
         out, lse = _results(arrays, self._scale)
         d_out = jax.random.normal(jax.random.key(seed + 1), out.shape, out.dtype)

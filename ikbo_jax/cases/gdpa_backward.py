@@ -1,4 +1,4 @@
-"""The case of the gradient of generalised dot-product attention: inputs, contenders and checks."""
+"""The case of gdpa's gradient: inputs, XLA path, kernels and check."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Gradients = tuple[jax.Array, jax.Array, jax.Array]
 
 
 class Inputs(NamedTuple):
-    """The arrays of a gradient; `out` and `lse` are None without a softmax."""
+    """The op's arrays and results, and the cotangent; `out`, `lse` are None without a softmax."""
 
     arrays: Arrays
     out: jax.Array | None
@@ -42,7 +42,7 @@ class Case(case.Case):
         return gdpa.Case(GdpaProblem(**dataclasses.asdict(self.problem)), self.lengths)
 
     def inputs(self, seed: int = 0) -> Inputs:
-        """Random inputs on the device, and what the XLA path makes of them."""
+        """Draws inputs and a cotangent; the XLA path computes the results."""
         arrays = self.forward.inputs(seed)
         out, lse = _results(arrays, self.forward.settings)
         has_lse = lse is not None
@@ -50,7 +50,6 @@ class Case(case.Case):
 
     @property
     def useful_flops(self) -> int:
-        """Useful FLOPs of the gradient."""
         return self.problem.useful_flops(self.forward.pairs)
 
     def xla_path(self) -> Callable[..., Gradients]:

@@ -1,7 +1,4 @@
-"""The oracle of generalised dot-product attention, for results and gradients.
-
-Query sequence b is paired with key-value sequence b.
-"""
+"""The oracle of gdpa: results and gradients where query sequence b has key sequence b."""
 
 from __future__ import annotations
 
@@ -28,7 +25,7 @@ RESULTS = {
 
 
 class Inputs(NamedTuple):
-    """The arrays, and a cotangent of the result."""
+    """The op's arrays, and a cotangent of the result."""
 
     arrays: Arrays
     d_out: jax.Array
@@ -37,9 +34,9 @@ class Inputs(NamedTuple):
 def checked_rows(
     case: Case, result: Sequence[jax.Array], sequences: Sequence[int], direction: str
 ) -> np.ndarray:
-    """The results of a direction for some sequences, concatenated to [rows, N, H].
+    """Concatenates the results of some sequences to [rows, N, H].
 
-    If queries are broadcast, all rows of d_query are included.
+    If queries are broadcast, the result includes all rows of d_query.
     """
     found = []
     for name, array in zip(RESULTS[direction], result, strict=True):
@@ -52,7 +49,6 @@ def checked_rows(
 
 
 def _offsets(case: Case, name: str) -> np.ndarray:
-    """Offsets of the sequences in the rows of a result."""
     offsets = case.sequences.keys if name in ("d_key", "d_value") else case.sequences.queries
     if offsets is None:
         return np.arange(case.problem.batch + 1) * case.broadcast_queries
@@ -62,7 +58,7 @@ def _offsets(case: Case, name: str) -> np.ndarray:
 def expected(
     case: Case, inputs: Inputs, sequences: Sequence[int], direction: str
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Exact f32 results of some sequences, and the largest errors that the error rule allows.
+    """Computes exact f32 results of some sequences, and the errors that the error rule allows.
 
     For each of `RESULTS[direction]`, same-dtype jnp is a computation that rounds activated scores
     and gradients of scores to the inputs' dtype before they are multiplied by another operand.
@@ -92,7 +88,7 @@ def expected(
 
 
 def worst_error(found: np.ndarray, exact: np.ndarray, bounds: np.ndarray) -> Check:
-    """The error with the largest ratio to its bound, and that bound."""
+    """Returns the error with the largest ratio to its bound, and this bound."""
     errors = np.abs(found.astype(np.float64) - exact)
     # argmax treats NaN as the largest value.
     place = np.unravel_index(np.argmax(errors / bounds), errors.shape)
@@ -103,7 +99,7 @@ def worst_error(found: np.ndarray, exact: np.ndarray, bounds: np.ndarray) -> Che
 def _exact_and_rounded(
     case: Case, inputs: Inputs, sequence: jax.Array, names: tuple[str, ...]
 ) -> tuple[dict[str, jax.Array], dict[str, jax.Array]]:
-    """f32 results of one sequence, padded to the longest: by the reference, and by `_rounded`."""
+    """Computes one sequence in f32, padded to the longest: by the reference, and by `_rounded`."""
     arrays, begin = one_sequence(case, inputs.arrays, sequence)
     one = Inputs(arrays, rows_from(inputs.d_out, begin, arrays.query.shape[0]))
     *floats, d_out = (x.astype(jnp.float32) for x in (*arrays[:3], one.d_out))
@@ -118,7 +114,7 @@ def _exact_and_rounded(
 
 @functools.partial(jax.jit, static_argnums=0)
 def _summed_d_query(case: Case, inputs: Inputs) -> jax.Array:
-    """[2, T, N, H] f32: d_query of broadcast queries over all sequences, exact and rounded."""
+    """Sums d_query of broadcast queries over all sequences, exact and rounded: [2, T, N, H] f32."""
 
     def add(total: jax.Array, sequence: jax.Array) -> tuple[jax.Array, None]:
         results = _exact_and_rounded(case, inputs, sequence, ("d_query",))
@@ -129,7 +125,7 @@ def _summed_d_query(case: Case, inputs: Inputs) -> jax.Array:
 
 
 def _rounded(case: Case, one: Inputs) -> tuple[jax.Array, ...]:
-    """`RESULTS["both"]` of one sequence in f32, with operands rounded to the inputs' dtype.
+    """Computes `RESULTS["both"]` in f32, with operands rounded to the inputs' dtype.
 
     All heads have one activation, and as many key heads as query heads.
     """

@@ -61,12 +61,12 @@ class Case(case.Case):
     index: str = "ragged"
 
     def _keys(self, seed: int | jax.Array) -> list[jax.Array]:
-        """For every level the keys of weight, embedding and parent."""
+        """Splits the seed into the keys of every level's weight, embedding and parent."""
         key, levels = jax.random.key(seed), range(len(self.problem.ks))
         return [jax.random.split(jax.random.fold_in(key, level), 3) for level in levels]
 
     def draw(self, seed: int | jax.Array) -> tuple[tuple[jax.Array, ...], tuple[jax.Array, ...]]:
-        """Random weights and embeddings; `seed` may be traced."""
+        """Draws weights and embeddings; `seed` may be traced."""
         p, dtype = self.problem, jnp.dtype(self.problem.dtype)
         weights, embeddings = [], []
         for (key, embedding_key, _), batch, k in zip(
@@ -79,7 +79,6 @@ class Case(case.Case):
         return tuple(weights), tuple(embeddings)
 
     def inputs(self, seed: int = 0) -> Inputs:
-        """Random inputs on the device."""
         parents: list[jax.Array | None] = [None]
         batches, keys = self.problem.batches, self._keys(seed)
         for (_, _, key), coarse, batch in zip(keys[1:], batches[:-1], batches[1:], strict=True):
@@ -90,9 +89,9 @@ class Case(case.Case):
         return Inputs(*self.draw(seed), tuple(parents))
 
     def config(self, *, single_launch: bool) -> AnyConfig | None:
-        """The dispatch table's configuration, or the default one, with one launch or two.
+        """Returns the dispatch table's configuration, or the default, with one launch or two.
 
-        A kernel whose number of launches follows from the problem gives way to row tiles.
+        Row tiles replace a kernel whose number of launches follows from the problem.
         """
         config = table.lookup(self.problem).config or self.problem.default_config()
         if isinstance(config, ResidentCompressionConfig):
@@ -102,7 +101,7 @@ class Case(case.Case):
 
     @staticmethod
     def contender(name: str, config: AnyConfig | None = None) -> Callable[..., jax.Array]:
-        """A function of the fields of `Inputs`, which have two levels.
+        """Returns a function of the fields of `Inputs`, which have two levels.
 
         "materialised" and "materialised-aligned" copy the embeddings of the users; "decomposed",
         "fused" (with `config`) and "automatic" are the op with the implementation "xla",
@@ -124,11 +123,11 @@ class Case(case.Case):
 
     @property
     def rounding(self) -> tuple[str, float]:
-        """The last arguments of `error_rule.bound`: dtype, and terms of a sum."""
+        """Last arguments of `error_rule.bound`: dtype, and number of terms of a sum."""
         return self.problem.dtype, sum(self.problem.ks)
 
     def expected(self, inputs: Inputs, rows: Sequence[int]) -> tuple[np.ndarray, float]:
-        """Exact results of some candidates, and the largest error that the error rule allows."""
+        """Computes exact results of some candidates, and the largest error that the rule allows."""
         truth = _truth(inputs, jnp.asarray(rows, jnp.int32))
         return np.asarray(truth.oracle), truth.bound(*self.rounding)
 
@@ -153,7 +152,7 @@ class Case(case.Case):
 
 
 def oracle(inputs: Inputs) -> jax.Array:
-    """The materialised reference in f32, [B, M, N]."""
+    """Computes the result by the materialised reference in f32: [B, M, N]."""
     return reference.materialised(*case.widened(inputs))
 
 
@@ -162,7 +161,7 @@ def _op(*inputs: Any, **options: Any) -> jax.Array:
 
 
 def _of_rows(inputs: Inputs, rows: jax.Array) -> Inputs:
-    """The inputs of some entries of the finest level."""
+    """Selects entries of the finest level."""
     *coarse, last = inputs.parents
     return inputs._replace(
         embeddings=(*inputs.embeddings[:-1], inputs.embeddings[-1][rows]),
@@ -181,6 +180,6 @@ def _error(actual: jax.Array, oracle: jax.Array, rows: jax.Array) -> jax.Array:
     return error_rule.largest_difference(actual[rows], oracle)
 
 
-#: The inputs of the last check, and their truths by first row. The tuner checks a hundred results
-#: of the same inputs, and the oracle takes longer than all of these results together.
+#: The inputs of the last check, and the oracle's results by first row. The tuner checks a hundred
+#: results of the same inputs, and the oracle takes longer than all of these results together.
 _cached: tuple[Inputs, dict[int, Truth]] | None = None

@@ -1,4 +1,4 @@
-"""The case of linear compression's gradient: inputs, contenders and checks."""
+"""The case of linear compression's gradient: inputs, XLA path, kernels and check."""
 
 from __future__ import annotations
 
@@ -45,7 +45,6 @@ class Case(case.Case):
         return linear_compression.Case(problem, self.index)
 
     def inputs(self, seed: int = 0) -> Inputs:
-        """Random inputs on the device."""
         p = self.problem
         shape, key = (p.batches[-1], p.m, p.n), jax.random.key(seed + 1)
         cotangent = jax.random.normal(key, shape, jnp.dtype(p.dtype))

@@ -18,7 +18,7 @@ ORACLE_BATCH = 512
 
 
 def oracle(params: Any, request: ranking.Request) -> jax.Array:
-    """The materialised network in float32, [B, tasks]; scores `ORACLE_BATCH` candidates at once."""
+    """Scores by the materialised network in f32, `ORACLE_BATCH` candidates at once: [B, tasks]."""
     params, request = widened((params, request))
     batch = request.cand_to_user.shape[0]
     size = min(batch, ORACLE_BATCH)
@@ -37,7 +37,7 @@ def oracle(params: Any, request: ranking.Request) -> jax.Array:
 
 
 def tolerance(sizes: Sizes, baseline_error: float, largest: float) -> float:
-    """The error that the error rule allows; same-dtype jnp is the materialised network.
+    """Computes the error that the error rule allows, with the materialised network as plain jnp.
 
     Every layer adds the roundings of a sum of K terms.
     """
