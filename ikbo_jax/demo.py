@@ -273,37 +273,6 @@ def prefixed_log(part: str, on_progress: Log) -> Log:
     return lambda text: on_progress(f"{part}: {text}")
 
 
-def measure(
-    compiled: Mapping[str, jax.stages.Compiled],
-    runnable: Sequence[Stage],
-    inputs: Sequence[Any],
-    expected: jax.Array,
-    rounding: tuple[str, float],
-    log: Log,
-) -> tuple[tuple[Measured, ...], float]:
-    """Checks and times stages.
-
-    Args:
-      compiled: programs by name: all stages, and "comparison", which takes and returns the same as
-        `error_rule.compare`.
-      runnable: the stages, the baseline first.
-      inputs: the arguments of every stage.
-      expected: the second argument of "comparison".
-      rounding: dtype of the results, and terms of their longest sums.
-      log: called with a description of each step.
-
-    Returns:
-      The measured stages, and the largest allowed error.
-    """
-    log("checking the results")
-    errors, largest = {}, 0.0
-    for stage in runnable:
-        found = compiled["comparison"](compiled[stage.name](*inputs), expected)
-        errors[stage.name], largest = (float(x) for x in found)
-    limit = error_rule.bound(errors[runnable[0].name], largest, *rounding)
-    return timed(compiled, runnable, inputs, errors, limit, largest, log), limit
-
-
 def timed(
     compiled: Mapping[str, jax.stages.Compiled],
     stages: Sequence[Stage],
@@ -313,13 +282,7 @@ def timed(
     largest: float,
     log: Log,
 ) -> tuple[Measured, ...]:
-    """The times of stages whose errors are known.
-
-    Args (the others are as for `measure`):
-      errors: largest error of every stage, by name.
-      limit: the largest allowed error.
-      largest: the oracle's largest absolute value.
-    """
+    """Times stages with known largest errors; `largest` is the oracle's largest absolute value."""
     programs = {stage.name: compiled[stage.name] for stage in stages}
     samples = time_interleaved(programs, inputs, log)
     return tuple(
@@ -335,31 +298,74 @@ def timed(
     )
 
 
-def run(request: Request, *, on_progress: Log = lambda _: None) -> Report:
+def seed_bits(seed: int) -> np.ndarray:
+    """Makes a program's argument of a seed: its low 32 bits, which JAX uses.
+
+    The seed is an argument of the program "inputs", so that one program serves all seeds.
+    """
+    return np.asarray(seed % 2**32, np.uint32)
+
+
+def run_stages(
+    part: str,
+    request: Any,
+    case: Any,
+    seed: int,
+    index: jax.Array,
+    make: Callable[[Any, Any], Any],
+    oracle: Callable[[Any], jax.Array],
+    stages: Sequence[Stage],
+    on_progress: Log,
+    rows: np.ndarray | slice = slice(None),
+) -> Report:
     """Checks the result of every stage and times the stages interleaved.
 
     Args:
-      request: sizes and seed.
-      on_progress: called with a description of each step.
+      part: name of the part of the demo.
+      request: the report's request.
+      case: draws the arrays and names the rounding.
+      index: the user of every candidate.
+      make: makes the arguments of a stage from the drawn arrays and the index.
+      oracle: computes the exact results of the candidates `rows`.
+      stages: the stages, the baseline first.
 
     Returns:
       The report; stages that cannot run on this device are in `not_run`, with the reason as `path`.
     """
-    log = prefixed_log("linear compression", on_progress)
-    # The seed is an argument of the program "inputs", so that one program serves all seeds.
-    unseeded = dataclasses.replace(request, seed=0)
-    programs = Programs(log, identity=f"linear compression {unseeded}")
-    seed, index = np.uint32(request.seed % 2**32), user_index(request)
-    drawn = programs.add("inputs", unseeded.case.draw, seed, timed=False)
-    parents = (None, jax.ShapeDtypeStruct(index.shape, index.dtype))
-    shapes = Inputs._make([*drawn, parents])
+    log = prefixed_log(part, on_progress)
+    programs = Programs(log, identity=f"{part} {case}")
+    drawn = programs.add("inputs", case.draw, seed_bits(seed), timed=False)
+    shapes = make(drawn, jax.ShapeDtypeStruct(index.shape, index.dtype))
     exact = programs.add("oracle in float32", oracle, shapes, timed=False)
-    runnable, not_run = add_stages(programs, stages(request), shapes)
-    out = jax.ShapeDtypeStruct(exact.shape, jnp.dtype(request.dtype))
-    programs.add("comparison", error_rule.compare, out, exact, timed=False)
+    runnable, not_run = add_stages(programs, stages, shapes)
+
+    def compare(actual: jax.Array, expected: jax.Array) -> tuple[jax.Array, jax.Array]:
+        return error_rule.compare(actual[rows], expected)
+
+    baseline = runnable[0]
+    assert baseline.fn is not None
+    out = jax.eval_shape(baseline.fn, *shapes)
+    programs.add("comparison", compare, out, exact, timed=False)
     compiled = programs.compiled()
 
-    inputs = Inputs._make([*compiled["inputs"](seed), (None, index)])
+    inputs = make(compiled["inputs"](seed_bits(seed)), index)
     expected = compiled["oracle in float32"](inputs)
-    measured, limit = measure(compiled, runnable, inputs, expected, request.case.rounding, log)
+    log("checking the results")
+    errors, largest = {}, 0.0
+    for stage in runnable:
+        found = compiled["comparison"](compiled[stage.name](*inputs), expected)
+        errors[stage.name], largest = (float(x) for x in found)
+    limit = error_rule.bound(errors[baseline.name], largest, *case.rounding)
+    measured = timed(compiled, runnable, inputs, errors, limit, largest, log)
     return Report(request, measured, tuple(not_run), limit)
+
+
+def run(request: Request, *, on_progress: Log = lambda _: None) -> Report:
+    """Runs the part on linear compression; see `run_stages`."""
+    return run_stages(
+        *("linear compression", request, request.case, request.seed, user_index(request)),
+        make=lambda drawn, index: Inputs(*drawn, (None, index)),
+        oracle=oracle,
+        stages=stages(request),
+        on_progress=on_progress,
+    )

@@ -13,9 +13,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from ikbo_jax import demo
-from ikbo_jax._timing.programs import Log, Programs
+from ikbo_jax._timing.programs import Log
 from ikbo_jax.cases.attention import Case, Inputs, oracle
-from ikbo_jax.cases.error_rule import compare
 from ikbo_jax.demo import Report, Stage
 from ikbo_jax.ops.dispatch import hopper_unavailable_reason
 from ikbo_jax.problems import AttentionProblem
@@ -76,32 +75,16 @@ def stages(request: Request) -> list[Stage]:
     return [*found, Stage("3  fused", contender("fused"), moved, "mosaic_gpu")]
 
 
-def _compare(
-    rows: np.ndarray, actual: jax.Array, expected: jax.Array
-) -> tuple[jax.Array, jax.Array]:
-    return compare(actual[rows], expected)
-
-
 def run(request: Request, *, on_progress: Log = lambda _: None) -> Report:
-    """`demo.run` for attention."""
-    log = demo.prefixed_log("attention", on_progress)
-    unseeded = dataclasses.replace(request, ranking=dataclasses.replace(request.ranking, seed=0))
-    programs = Programs(log, identity=f"attention {unseeded}")
-    batch = request.ranking.candidates
-    rows = np.linspace(0, batch - 1, min(NUM_CHECKED, batch)).astype(np.int32)
-    seed = np.uint32(request.ranking.seed % 2**32)
-    index = demo.user_index(request.ranking)
-    drawn = programs.add("inputs", unseeded.case.draw, seed, timed=False)
-    shapes = Inputs._make([*drawn, jax.ShapeDtypeStruct(index.shape, index.dtype), None])
-    exact = programs.add(
-        "oracle in float32", functools.partial(oracle, rows=rows), shapes, timed=False
+    """Runs the part on attention; see `demo.run_stages`."""
+    ranking = request.ranking
+    rows = np.linspace(0, ranking.candidates - 1, min(NUM_CHECKED, ranking.candidates))
+    rows = rows.astype(np.int32)
+    return demo.run_stages(
+        *("attention", request, request.case, ranking.seed, demo.user_index(ranking)),
+        make=lambda drawn, index: Inputs(*drawn, index),
+        oracle=functools.partial(oracle, rows=rows),
+        stages=stages(request),
+        on_progress=on_progress,
+        rows=rows,
     )
-    runnable, not_run = demo.add_stages(programs, stages(request), shapes)
-    out = jax.ShapeDtypeStruct(shapes.query.shape, shapes.query.dtype)
-    programs.add("comparison", functools.partial(_compare, rows), out, exact, timed=False)
-    compiled = programs.compiled()
-
-    inputs = Inputs._make([*compiled["inputs"](seed), index, None])
-    expected = compiled["oracle in float32"](inputs)
-    measured, limit = demo.measure(compiled, runnable, inputs, expected, request.case.rounding, log)
-    return Report(request, measured, tuple(not_run), limit)

@@ -97,11 +97,6 @@ def versions() -> dict[str, Callable[..., jax.Array]]:
     }
 
 
-def _seed_of(seed: int) -> np.ndarray:
-    """The seed as an argument of a program: its low 32 bits, which JAX uses."""
-    return np.asarray(seed % 2**32, np.uint32)
-
-
 def run(sizes: Sizes, seed: int, *, on_progress: Log = lambda _: None) -> Report:
     """Scores a seeded request with every version, checks the logits and times the versions.
 
@@ -112,7 +107,7 @@ def run(sizes: Sizes, seed: int, *, on_progress: Log = lambda _: None) -> Report
     """
     log = demo.prefixed_log("network", on_progress)
     programs = Programs(log, NETWORK_ON_GPU, identity=f"network {sizes}")
-    seed_bits, index = _seed_of(seed), ranking.user_index(sizes, seed)
+    seed_bits, index = demo.seed_bits(seed), ranking.user_index(sizes, seed)
     params = programs.add(
         "parameters", functools.partial(ranking.init, sizes), seed_bits, timed=False
     )
@@ -167,7 +162,7 @@ def sweep(sizes: Sizes, seed: int, *, on_progress: Log = lambda _: None) -> tupl
     log = demo.prefixed_log("plot", on_progress)
     programs = Programs(log, NETWORK_ON_GPU, identity=f"sweep {sizes}")
     ratios = RATIOS_ON_CPU if jax.default_backend() == "cpu" else RATIOS
-    seed_bits, names = _seed_of(seed), ("materialised", "co-designed")
+    seed_bits, names = demo.seed_bits(seed), ("materialised", "co-designed")
     params = programs.add(
         "parameters", functools.partial(ranking.init, sizes), seed_bits, timed=False
     )

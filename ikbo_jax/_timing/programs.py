@@ -52,6 +52,7 @@ class _Part:
 
     def __init__(self, parts: list[_Part]) -> None:
         self.parts = parts
+        parts.append(self)
         self.lowered, self.compiled, self.finished = (threading.Event() for _ in range(3))
         self.stopped = False
 
@@ -94,7 +95,8 @@ def run_concurrently(calls: Sequence[Callable[[], Any]]) -> list[Any]:
     parts then stop before they lower or run the next program; compilations in progress continue.
     """
     parts: list[_Part] = []
-    parts += [_Part(parts) for _ in calls]
+    for _ in calls:
+        _Part(parts)
     futures: list[Future[Any]] = [Future() for _ in calls]
 
     def stop() -> None:
@@ -143,7 +145,7 @@ class Programs:
         }
         self._log, self._identity = log, identity
         self._store = executables.current_store() if identity else None
-        self._part = _current.get() or _single_part()
+        self._part = _current.get() or _Part([])
         workers = min(WORKERS, os.cpu_count() or 1)
         self._pool = ThreadPoolExecutor(workers, thread_name_prefix="compile")
         self._futures: dict[str, Future[jax.stages.Compiled]] = {}
@@ -172,9 +174,14 @@ class Programs:
         if stored is not None:
             self._log(f"loading {' '.join(name.split())}")
             out, serialized = stored
-            self._futures[name] = self._pool.submit(
-                self._load, name, serialized, fn, args, options, key
-            )
+
+            def load() -> jax.stages.Compiled:
+                try:
+                    return executables.load(serialized)
+                except Exception:  # a program that cannot be loaded is compiled
+                    return self._compile(name, jax.jit(fn).lower(*args), options, key)
+
+            self._futures[name] = self._pool.submit(load)
             return out
         self._log(f"compiling {' '.join(name.split())}")
         lowered = jax.jit(fn).lower(*args)
@@ -190,20 +197,6 @@ class Programs:
         if not isinstance(stored, str):
             self._store.put(key, stored := make())
         return stored
-
-    def _load(
-        self,
-        name: str,
-        serialized: Any,
-        fn: Callable[..., Any],
-        args: tuple[Any, ...],
-        options: dict[str, Any],
-        key: str,
-    ) -> jax.stages.Compiled:
-        try:
-            return executables.load(serialized)
-        except Exception:  # a program that cannot be loaded is compiled
-            return self._compile(name, jax.jit(fn).lower(*args), options, key)
 
     def _compile(
         self, name: str, lowered: jax.stages.Lowered, options: dict[str, Any], key: str
@@ -230,12 +223,6 @@ class Programs:
             self._pool.shutdown(wait=False, cancel_futures=True)
         self._part.wait_to_run()
         return found
-
-
-def _single_part() -> _Part:
-    parts: list[_Part] = []
-    parts.append(_Part(parts))
-    return parts[0]
 
 
 @contextlib.contextmanager
