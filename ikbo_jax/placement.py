@@ -99,30 +99,16 @@ class Placement:
         )
 
     def lay_out_users(self, array: npt.ArrayLike) -> Array:
-        """An array of users in the devices' order; padding is zero.
+        """Lays an array [U, ...] of users out in the devices' order; padding is zero.
 
-        Args:
-          array: [U, ...], any dtype.
-
-        Returns:
-          [devices · users_per_device, ...], the array's dtype.
-
-        Raises:
-          ValueError: if the array does not have U rows.
+        Returns [devices · users_per_device, ...]; raises ValueError unless the array has U rows.
         """
         return _lay_out(array, self.users, self.num_users, "users")
 
     def lay_out_candidates(self, array: npt.ArrayLike) -> Array:
-        """An array of candidates in the devices' order; padding is zero.
+        """Lays an array [B, ...] of candidates out in the devices' order; padding is zero.
 
-        Args:
-          array: [B, ...], any dtype.
-
-        Returns:
-          [devices · cands_per_device, ...], the array's dtype.
-
-        Raises:
-          ValueError: if the array does not have B rows.
+        Returns [devices · cands_per_device, ...]; raises ValueError unless the array has B rows.
         """
         return _lay_out(array, self.candidates, self.num_candidates, "candidates")
 

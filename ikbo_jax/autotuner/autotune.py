@@ -11,13 +11,12 @@ from __future__ import annotations
 
 import contextlib
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
 from ikbo_jax.autotuner.bench import Task
-from ikbo_jax.autotuner.contest import Contest, Verdict, brief
+from ikbo_jax.autotuner.contest import Contest, Verdict
 from ikbo_jax.autotuner.session import Interrupted, Progress, Session
 from ikbo_jax.problems import GdpaBackwardProblem, GdpaProblem, Problem
 from ikbo_jax.tuning import user_cache
@@ -65,16 +64,7 @@ def tune(
     contest = Contest(problem, limit, report)
     with contextlib.ExitStack() as stack:
         if run is None:
-            cache_dir = stack.enter_context(tempfile.TemporaryDirectory(prefix="ikbo-jax-tune-"))
-            run = stack.enter_context(
-                Session(
-                    problem,
-                    contest.contenders,
-                    describe=brief,
-                    progress=report,
-                    cache_dir=cache_dir,
-                )
-            )
+            run = stack.enter_context(Session(problem, contest.contenders, report))
         try:
             contest.play(run)
         except KeyboardInterrupt as stop:

@@ -84,13 +84,9 @@ class Task:
     def from_json(cls, text: str) -> Task:
         fields = json.loads(text)
         return cls(
-            table_rows.problem_from_json(fields["problem"], fields["op"]),
-            tuple(
-                table_rows.config_from_json(entry, fields["op"]) for entry in fields["contenders"]
-            ),
-            fields["window_s"],
-            fields["windows"],
-            fields["matmul_size"],
+            table_rows.problem_type_of(op := fields.pop("op")).from_json(fields.pop("problem")),
+            tuple(table_rows.config_from_json(x, op) for x in fields.pop("contenders")),
+            **fields,
         )
 
 
@@ -108,6 +104,15 @@ CASES: dict[str, Callable[[Any], Case]] = {
 def case_of(problem: Problem) -> Case:
     """The case of a problem."""
     return CASES[problem.op](problem)
+
+
+def brief(contender: Contender) -> str:
+    """Describes a contender in a few words."""
+    if contender is None:
+        return "XLA"
+    names = {"num_stages": "stages", "epilogue_rows": "epilogue"}
+    fields = dataclasses.asdict(contender)
+    return " ".join(f"{names.get(name, name)} {value}" for name, value in fields.items())
 
 
 def first_line(error: BaseException) -> str:
@@ -353,8 +358,3 @@ class Bench:
         if contender in self._failures:
             fields["failure"] = self._failures[contender]
         self._emit({"event": event, "contender": self.contenders.index(contender), **fields})
-
-
-def measure(task: Task) -> dict[str, Any]:
-    """Compiles, checks and times a task's contenders in this process; see `Bench.measure`."""
-    return Bench(task.problem, task.contenders).measure(task)

@@ -16,7 +16,7 @@ import statistics
 from collections.abc import Callable
 from typing import Any
 
-from ikbo_jax.autotuner.bench import Contender, Task, case_of
+from ikbo_jax.autotuner.bench import Contender, Task, brief, case_of
 from ikbo_jax.autotuner.session import Progress
 from ikbo_jax.problems import Config, Problem
 from ikbo_jax.tuning import table, table_rows
@@ -58,13 +58,11 @@ class Round:
 
     Attributes:
       times: times of every contender that worked.
-      failures: error text of every contender that failed.
       matmul_ms: median time of the reference matmul, which was timed interleaved with them.
       least_noise: lower bound of the noise of a comparison, as a fraction.
     """
 
     times: dict[Contender, Times]
-    failures: dict[Contender, str]
     matmul_ms: float
     least_noise: float
 
@@ -83,15 +81,6 @@ class Verdict:
     row: table_rows.Row
     is_better: bool
     text: str
-
-
-def brief(contender: Contender) -> str:
-    """A contender as short text."""
-    if contender is None:
-        return "XLA"
-    names = {"block_m": "block_m", "num_stages": "stages", "epilogue_rows": "epilogue"}
-    fields = dataclasses.asdict(contender)
-    return " ".join(f"{names.get(name, name)} {value}" for name, value in fields.items())
 
 
 def choices_of_table(problem: Problem, device: str = "") -> tuple[Contender, Contender]:
@@ -210,7 +199,7 @@ class Contest:
         if answer["matmul_ms"]:
             matmul_ms = statistics.median(answer["matmul_ms"])
             least_noise = HEAT_NOISE if task.windows < FINAL_WINDOWS else 0.0
-            self._rounds.append(Round(times, failures, matmul_ms, least_noise))
+            self._rounds.append(Round(times, matmul_ms, least_noise))
         return times
 
     def keep(self, task: Task, answer: dict[str, Any]) -> None:

@@ -47,14 +47,11 @@ class Input(NamedTuple):
         """Raises ValueError, naming both sizes, unless axis `size` has the size `expected`."""
         size = self.size_of(array)
         if size != expected:
-            expected_text, actual_text = (
-                (f" ({self.letter}={expected})", f", {self.letter}={size}")
-                if self.letter
-                else ("", "")
-            )
+            wanted = f" ({self.letter}={expected})" if self.letter else ""
+            found = f", {self.letter}={size}" if self.letter else ""
             raise ValueError(
-                f"{self.layer} expects {self.size}={expected}{expected_text}, "
-                f"but {self.name} has shape {array.shape}{actual_text}"
+                f"{self.layer} expects {self.size}={expected}{wanted}, "
+                f"but {self.name} has shape {array.shape}{found}"
             )
 
 

@@ -7,7 +7,6 @@ import functools
 import importlib.resources
 import json
 import re
-from collections.abc import Mapping
 from typing import Any, cast
 
 from ikbo_jax.problems import PROBLEMS, Problem
@@ -62,7 +61,7 @@ class Row:
     def from_json(cls, entry: object) -> Row:
         """Reads a row of a table file; raises ValueError if it is malformed."""
         fields = typed(entry, dict, "row")
-        problem_type = _problem_type(fields.get("op"))
+        problem_type = problem_type_of(fields.get("op"))
         known = {"op", *(f.name for f in dataclasses.fields(cast(Any, problem_type))), "config"}
         known |= {f.name for f in dataclasses.fields(cls)} - {"problem"}
         if unknown := sorted(fields.keys() - known):
@@ -86,17 +85,12 @@ class Row:
         )
 
 
-def problem_from_json(fields: Mapping[str, Any], op: str = "linear_compression") -> Any:
-    """Reads a problem from JSON fields; raises ValueError if it is malformed."""
-    return _problem_type(op).from_json(fields)
-
-
 def config_from_json(entry: object, op: str = "linear_compression") -> Any:
     """Reads a configuration, or None for XLA; raises ValueError if it is malformed."""
     fields = typed(entry, dict, "config")
     if fields == {"implementation": "xla"}:
         return None
-    config_type: Any = _problem_type(op).config_type_of(fields)
+    config_type: Any = problem_type_of(op).config_type_of(fields)
     expected = {field.name: field.default for field in dataclasses.fields(config_type)}
     fields = {x: y for x, y in fields.items() if x in expected or (x, y) not in REMOVED.items()}
     # A row that was written before a boolean parameter existed has its default.
@@ -112,7 +106,8 @@ def config_from_json(entry: object, op: str = "linear_compression") -> Any:
     return config_type(**values)
 
 
-def _problem_type(op: object) -> type[Problem]:
+def problem_type_of(op: object) -> type[Problem]:
+    """Returns the class of an op's problems; raises ValueError for another op."""
     if not isinstance(op, str) or op not in PROBLEMS:
         known = " or ".join(map(repr, PROBLEMS))
         raise ValueError(f"row has op={op!r:.80}, expected {known}")

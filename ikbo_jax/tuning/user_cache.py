@@ -97,22 +97,19 @@ def _read_user_rows(
 ) -> tuple[Row, ...]:
     """Reads the user's cache once for every state of the file, so that it also warns once."""
     del mtime, inode, size  # These only form the key of `lru_cache`.
+    rows: tuple[Row, ...] = ()
     if kind := _irregular(mode):
-        text = f"ignoring the tuning cache {path}: it is {kind}, not a regular file"
-        warnings.warn(text, UserWarning, stacklevel=4)
-        return ()
-    try:
-        rows, faults = _parse_leniently(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        text = f"ignoring the tuning cache {path}, which cannot be read: {error.strerror or error}"
-        warnings.warn(text, UserWarning, stacklevel=4)
-        return ()
-    except (ValueError, RecursionError) as error:
-        text = f"ignoring the tuning cache {path}, which the next tuning renames: {error}"
-        warnings.warn(text, UserWarning, stacklevel=4)
-        return ()
-    for fault in faults:
-        text = f"ignoring the tuning cache's {fault} (in {path})"
+        texts = [f"ignoring the tuning cache {path}: it is {kind}, not a regular file"]
+    else:
+        try:
+            rows, faults = _parse_leniently(path.read_text(encoding="utf-8"))
+            texts = [f"ignoring the tuning cache's {fault} (in {path})" for fault in faults]
+        except OSError as error:
+            why = f"which cannot be read: {error.strerror or error}"
+            texts = [f"ignoring the tuning cache {path}, {why}"]
+        except (ValueError, RecursionError) as error:
+            texts = [f"ignoring the tuning cache {path}, which the next tuning renames: {error}"]
+    for text in texts:
         warnings.warn(text, UserWarning, stacklevel=4)
     return rows
 
