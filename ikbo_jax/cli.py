@@ -30,7 +30,7 @@ INTERRUPTED, UNREAD = 130, 141
 MAX_SIZE = 2**31 - 1
 _KERNEL_DTYPES = ("bfloat16", "float16")
 _DTYPES = (*_KERNEL_DTYPES, "float32")
-#: Flags and meaning of the sizes of a ranking request, which linear compression has.
+#: Flags and meanings of the sizes of linear compression, which are those of a ranking request.
 _REQUEST_SIZES = (
     (("--candidates", "--batch", "--b"), "B, number of candidates"),
     (("--users", "--u"), "U, number of users"),
@@ -64,7 +64,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     Returns:
       0 on success; 1 if the demo's stages disagree; 2 if the arguments are wrong or the device is
       unsuitable; 130 after Ctrl-C; 141 if the reader of a pipe has gone. If `argv` is None, Ctrl-C
-      ends the process here: XLA cannot cancel a compilation, and Python would wait for its threads.
+      ends the process here: Python would wait for compilations, which XLA cannot cancel.
     """
     args = _parser().parse_args(argv)
     terminal.escape_what_stdout_lacks()
@@ -241,7 +241,7 @@ def _demo(args: argparse.Namespace) -> int:
 
 
 def _plot_impossible_reason(path: pathlib.Path) -> str | None:
-    """Why no plot can be written to `path`; None if it can."""
+    """Says why no plot can be written to `path`; None if it can."""
     if importlib.util.find_spec("matplotlib") is None:
         return "--plot needs matplotlib, which the extra 'bench' installs"
     if path.suffix not in (".png", ".svg", ".pdf"):
@@ -298,7 +298,7 @@ def _plugins() -> str:
 
 
 def _driver() -> str | None:
-    """Version of the NVIDIA driver; None if there is no driver."""
+    """Returns the version of the NVIDIA driver; None if there is no driver."""
     tool = shutil.which("nvidia-smi")
     if tool is None:
         return None

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 def device_name() -> str:
-    """The default device as text."""
+    """Describes the default device."""
     import jax
 
     device = jax.devices()[0]
@@ -165,7 +165,7 @@ def _print_measured(name: str, measured: Sequence[Measured], columns: Sequence[s
 
 
 def _disagreement(measured: Sequence[Measured]) -> str:
-    """Which stages disagree with the oracle, as text; "" if none does."""
+    """Names the stages that disagree with the oracle; "" if none does."""
     wrong = [_without_number(m.stage) for m in measured if not m.agrees]
     return f"DISAGREEMENT: {', '.join(wrong)} outside the allowed error" if wrong else ""
 

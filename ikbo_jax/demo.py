@@ -1,6 +1,6 @@
-"""The part of the demo on linear compression: stages from the materialised model to one launch.
+"""The demo's parts, and its part on linear compression.
 
-`run` builds a seeded request whose users have different numbers of candidates, compiles the stages,
+A part builds a seeded request whose users have different numbers of candidates, compiles stages,
 checks each against an oracle in float32 and times them. `ikbo-jax demo` prints the report.
 """
 
@@ -45,7 +45,7 @@ class Request:
       k_cand: K_cand, embedding rows of a candidate.
       k_user: K_user, embedding rows of a user.
       dtype: name of the dtype of every array.
-      seed: seed of the inputs and of the number of candidates per user.
+      seed: seed of the inputs and of the numbers of candidates.
     """
 
     candidates: int
@@ -59,12 +59,12 @@ class Request:
 
     @property
     def case(self) -> Case:
-        """The request as a case; its index is `user_index`."""
+        """The request's case; only its drawn arrays are used, since the index is `user_index`."""
         batches, ks = (self.users, self.candidates), (self.k_user, self.k_cand)
         return Case(LinearCompressionProblem(batches, ks, self.m, self.n, self.dtype))
 
 
-#: Request for an accelerator: about 70 candidates for each of 15 users.
+#: Request for an accelerator: 15 users with about 70 candidates each.
 FULL = Request(candidates=1024, users=15, m=433, n=256, k_cand=866, k_user=1178, dtype="bfloat16")
 #: Request for a CPU: a quarter of every size. CPUs multiply bfloat16 slowly, hence float32.
 SMALL = Request(candidates=256, users=4, m=109, n=64, k_cand=217, k_user=295, dtype="float32")
@@ -77,8 +77,7 @@ class Stage:
     Attributes:
       name: name in the printed table.
       fn: takes the fields of the inputs, returns the result; None if it cannot run here.
-      bytes_moved: bytes that the stage must at least read and write in device memory; 0 for the
-        network.
+      bytes_moved: least number of bytes that the stage reads and writes; 0 for the network.
       path: the implementation and its configuration, or why it cannot run; "" for the network.
     """
 
@@ -93,8 +92,7 @@ class Measured:
     """A stage that ran.
 
     Attributes:
-      stage: the stage.
-      time_ms: median over the rounds, milliseconds.
+      time_ms: median over the rounds.
       memory_bytes: output and temporary buffers, as the compiler laid them out.
       error: largest absolute difference to the float32 oracle.
       agrees: whether `error` is within `Report.tolerance`.
@@ -123,10 +121,7 @@ class Report:
 
 
 def run_parts(calls: Sequence[Callable[[], Any]], log: Log) -> list[Any]:
-    """Runs parts of the demo concurrently (see `_timing.programs`); returns their results.
-
-    Stores compiled programs next to the user's tuning cache for later processes.
-    """
+    """Runs parts concurrently (see `_timing.programs`); stores programs beside the tuning cache."""
     table = user_cache_path()
     with persistent_compilations(table.parent / "compilations", [table]) as reason:
         if reason is not None:
@@ -135,30 +130,29 @@ def run_parts(calls: Sequence[Callable[[], Any]], log: Log) -> list[Any]:
 
 
 def default_request() -> Request:
-    """The full request on an accelerator, the small one on a CPU."""
+    """Returns the full request on an accelerator, the small one on a CPU."""
     return SMALL if jax.default_backend() == "cpu" else FULL
 
 
 def candidate_counts(request: Request) -> np.ndarray:
-    """Number of candidates of every user, [U] int64; random around B / U, sums to B, may be 0."""
+    """Draws every user's number of candidates; see `ranking.random_counts`."""
     return ranking.random_counts(request.users, request.candidates, request.seed)
 
 
 def user_index(request: Request) -> jax.Array:
-    """The user of every candidate, [B] int32, sorted."""
+    """Returns the user of every candidate, [B] int32, sorted."""
     return ranking.index_of(candidate_counts(request))
 
 
 def make_inputs(request: Request) -> Inputs:
-    """Seeded random inputs; results are near one."""
+    """Draws inputs whose results are near one."""
     return Inputs(*request.case.draw(request.seed), (None, user_index(request)))
 
 
 def _bytes_moved(request: Request, *, copied_k: int = 0, separate_add: bool = False) -> int:
-    """Bytes that a stage must at least read and write.
+    """Counts the bytes that a stage must at least read and write.
 
     Args:
-      request: the sizes.
       copied_k: rows of the concatenated embedding that the stage writes and reads back, 0 if none.
       separate_add: whether the stage writes the candidates' product and reads it for the addition.
     """
@@ -179,7 +173,7 @@ def _bytes_moved(request: Request, *, copied_k: int = 0, separate_add: bool = Fa
 
 
 def _kernel_stage(request: Request, name: str, *, single_launch: bool) -> Stage:
-    """A stage of the Mosaic GPU kernel; its `path` is the reason if the kernel cannot run here."""
+    """Makes a stage of the kernel; its `path` is the reason if the kernel cannot run here."""
     moved = _bytes_moved(request)
     if (reason := hopper_unavailable_reason()) is not None:
         return Stage(name, None, moved, reason)
@@ -194,7 +188,7 @@ def _kernel_stage(request: Request, name: str, *, single_launch: bool) -> Stage:
 
 
 def stages(request: Request) -> list[Stage]:
-    """Every stage, the materialised model first."""
+    """Makes every stage, the materialised model first."""
     k = request.k_cand + request.k_user
     aligned = -(-k // ALIGNED_K) * ALIGNED_K
     contender = request.case.contender
@@ -223,14 +217,14 @@ def stages(request: Request) -> list[Stage]:
 
 
 def automatic_path(request: Request) -> str:
-    """The implementation that `linear_compression` chooses by default here, and why."""
+    """Names the implementation that `linear_compression` chooses here, and the reason."""
     shapes = jax.eval_shape(lambda: make_inputs(request))
     plan = explain(request.case.contender("automatic"), *shapes).plans[0]
     return f"{plan.implementation} ({plan.reason})"
 
 
 def device_memory(executable: jax.stages.Compiled) -> int:
-    """Bytes of the output and of temporary buffers; 0 if the compiler does not report them."""
+    """Counts bytes of output and temporary buffers; 0 if the compiler does not report them."""
     analysis = executable.memory_analysis()
     if analysis is None:
         return 0
@@ -240,7 +234,7 @@ def device_memory(executable: jax.stages.Compiled) -> int:
 def add_stages(
     programs: Programs, stages: Sequence[Stage], inputs: Sequence[Any]
 ) -> tuple[list[Stage], list[Stage]]:
-    """Adds stages to the programs; returns the added ones, and the ones that cannot run here."""
+    """Adds stages to the programs; returns the added stages, and the stages that cannot run."""
     runnable, not_run = [], []
     for stage in stages:
         if stage.fn is None:
@@ -269,7 +263,7 @@ def time_interleaved(
 
 
 def prefixed_log(part: str, on_progress: Log) -> Log:
-    """`on_progress` with the name of a part of the demo before every text."""
+    """Puts the name of a part before every text of `on_progress`."""
     return lambda text: on_progress(f"{part}: {text}")
 
 

@@ -1,7 +1,4 @@
-"""The part of the demo on attention: the request's candidates attend to their users' histories.
-
-`run` compiles the stages, checks each against an oracle in float32 and times them.
-"""
+"""The part of the demo on attention: candidates attend to their users' histories."""
 
 from __future__ import annotations
 
@@ -43,21 +40,20 @@ class Request:
 
     @property
     def case(self) -> Case:
-        """The request as a case; its index is the ranking's."""
         ranking, heads = self.ranking, self.heads
         sizes = (ranking.candidates, ranking.users, self.q_len, self.kv_len, heads, heads)
         return Case(AttentionProblem(*sizes, self.head_dim, ranking.dtype))
 
 
 def default_request(ranking: demo.Request) -> Request:
-    """Histories of 1,024 keys of width 128 on an accelerator, of 64 keys of width 16 on a CPU."""
+    """Returns histories of 1,024 keys of width 128 on an accelerator, 64 of width 16 on a CPU."""
     if jax.default_backend() == "cpu":
         return Request(ranking, q_len=4, kv_len=64, heads=2, head_dim=16)
     return Request(ranking, q_len=64, kv_len=1024, heads=2, head_dim=128)
 
 
 def stages(request: Request) -> list[Stage]:
-    """Every stage, the materialised one first."""
+    """Makes every stage, the materialised one first."""
     ranking = request.ranking
     size = jnp.dtype(ranking.dtype).itemsize * request.heads * request.head_dim
     moved = size * 2 * (ranking.candidates * request.q_len + ranking.users * request.kv_len)

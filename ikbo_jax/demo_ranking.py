@@ -29,7 +29,7 @@ from ikbo_jax.rewrite import rewrite
 
 #: Number of candidates in the printed table.
 NUM_SHOWN = 5
-#: Candidates per user in the sweep; smaller on a CPU, where every point takes about 20 s.
+#: Candidates per user in the sweep; a point takes a CPU about 20 s.
 RATIOS = (10, 70, 300, 1000)
 RATIOS_ON_CPU = (4, 16, 64, 256)
 
@@ -47,11 +47,8 @@ class Report:
     """The result of `run`. `measured[0]` is the materialised network, the baseline of speed-ups.
 
     Attributes:
-      sizes: sizes of the network.
-      measured: every version.
-      tolerance: largest allowed error.
       top: the candidates with the largest first logit, computed by the rewritten network.
-      explanation: the report of `rewrite`, and the implementations that its ops take.
+      explanation: the report of `rewrite`, and the implementations of its ops.
     """
 
     sizes: Sizes
@@ -67,7 +64,7 @@ class Report:
 
 
 def sizes_of(request: demo.Request, layers: int | None = None) -> Sizes:
-    """Sizes of the network: from the demo's request, other sizes from the device's defaults."""
+    """Takes sizes of the network from the demo's request, others from the device's defaults."""
     base = ranking.SMALL if jax.default_backend() == "cpu" else Sizes()
     pooled, dense = base.pooled, base.dense_tokens
     if request.k_user != base.user_rows:
@@ -89,7 +86,7 @@ def sizes_of(request: demo.Request, layers: int | None = None) -> Sizes:
 
 
 def versions() -> dict[str, Callable[..., jax.Array]]:
-    """The three versions by name, functions of parameters and request; first the materialised."""
+    """Returns the versions by name, functions of parameters and request; materialised first."""
     return {
         "materialised": ranking.materialised,
         "co-designed": ranking.co_designed,
@@ -98,13 +95,7 @@ def versions() -> dict[str, Callable[..., jax.Array]]:
 
 
 def run(sizes: Sizes, seed: int, *, on_progress: Log = lambda _: None) -> Report:
-    """Scores a seeded request with every version, checks the logits and times the versions.
-
-    Args:
-      sizes: sizes of network and request.
-      seed: seed of parameters and request.
-      on_progress: called with a description of each step.
-    """
+    """Scores a seeded request with every version, checks the logits and times the versions."""
     log = demo.prefixed_log("network", on_progress)
     programs = Programs(log, NETWORK_ON_GPU, identity=f"network {sizes}")
     seed_bits, index = demo.seed_bits(seed), ranking.user_index(sizes, seed)
@@ -117,8 +108,7 @@ def run(sizes: Sizes, seed: int, *, on_progress: Log = lambda _: None) -> Report
         params,
         ranking.Request._make([*drawn, jax.ShapeDtypeStruct(index.shape, index.dtype)]),
     )
-    # The oracle lowers quickly and compiles slowly. Added first, it compiles while the versions are
-    # lowered.
+    # The oracle lowers quickly and compiles slowly: it compiles while the versions are lowered.
     programs.add("oracle in float32", oracle, *shapes, timed=False)
     for name, fn in versions().items():
         programs.add(name, fn, *shapes)

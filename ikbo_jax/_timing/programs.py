@@ -6,7 +6,7 @@ in a thread:
 1. parts lower their programs in the order of the parts, so that the lowered text, which is the key
    of JAX's compilation cache, does not depend on the timing of the threads;
 2. every program compiles in a thread of its part's pool as soon as it is lowered;
-3. no part runs or times a program before all parts have compiled; then the parts run in order.
+3. no part runs or times a program before all parts have compiled; then parts run in order.
 """
 
 from __future__ import annotations
@@ -25,21 +25,20 @@ import jax
 
 from ikbo_jax._timing import executables
 
-#: Takes a line of text about progress.
+#: Reports a line of text about progress.
 Log = Callable[[str], None]
 #: Number of programs of one part that compile in parallel; XLA compiles their kernels in threads.
 WORKERS = 8
 #: Compilations that take at least this many seconds are logged with their time.
 SLOW_COMPILATION_S = 2.0
 #: Compiler options on a GPU for programs that run but are not timed (inputs, oracles, comparisons).
-#: Their speed does not matter, so the GEMM algorithm, most of the compilation time, is not tuned,
-#: and GEMMs come from cuBLAS instead of Triton kernels that would have to be compiled.
+#: Their speed does not matter, so XLA neither tunes GEMM algorithms, which takes most of the
+#: compilation time, nor compiles Triton kernels.
 UNTIMED_ON_GPU = {"xla_gpu_autotune_level": 0, "xla_gpu_enable_triton_gemm": False}
 #: Compiler options of all three networks on a GPU. By default XLA generates and compiles dozens of
 #: Triton kernels for each of the network's 20 kinds of GEMM before it times them: 48 s for the
-#: materialised network on an H100, nearly all of it on the host. With this option cuBLAS computes
-#: the GEMMs; XLA still times its algorithms and takes the fastest, at the default autotune level.
-#: So the baseline is tuned, and users commonly set the same option.
+#: materialised network on an H100, nearly all of it on the host. With this option XLA times the
+#: algorithms of cuBLAS and takes the fastest: the baseline is tuned, and users commonly set it.
 NETWORK_ON_GPU = {"xla_gpu_enable_triton_gemm": False}
 
 
@@ -48,7 +47,7 @@ class Stopped(Exception):
 
 
 class _Part:
-    """The state of one part, on which other parts wait."""
+    """The state of one part, for which other parts wait; adds itself to `parts`."""
 
     def __init__(self, parts: list[_Part]) -> None:
         self.parts = parts
@@ -89,10 +88,10 @@ _current: contextvars.ContextVar[_Part | None] = contextvars.ContextVar("part", 
 
 
 def run_concurrently(calls: Sequence[Callable[[], Any]]) -> list[Any]:
-    """Runs parts of the demo in threads as the module docstring says; returns their results.
+    """Runs parts in threads as the module's docstring says; returns their results.
 
-    Raises the exception of the first part in order that failed, or KeyboardInterrupt. The other
-    parts then stop before they lower or run the next program; compilations in progress continue.
+    Raises the exception of the first part that failed, or KeyboardInterrupt. The other parts then
+    stop before they lower or run the next program; compilations in progress continue.
     """
     parts: list[_Part] = []
     for _ in calls:
@@ -130,9 +129,9 @@ class Programs:
     Args:
       log: called with a description of each step.
       timed_on_gpu: compiler options of timed programs on a GPU.
-      identity: text that determines what the part's programs compute, together with a program's
-        name, the shapes of its arguments and `executables.environment_digest`: the part's name, and
-        the sizes that its functions close over. If empty, no program is stored.
+      identity: the part's name, and the sizes that its functions close over. With a program's name,
+        the shapes of its arguments and `executables.environment_digest`, it determines what the
+        program computes. If empty, no program is stored.
     """
 
     def __init__(
@@ -151,7 +150,7 @@ class Programs:
         self._futures: dict[str, Future[jax.stages.Compiled]] = {}
 
     def add(self, name: str, fn: Callable[..., Any], *args: Any, timed: bool = True) -> Any:
-        """Lowers `fn(*args)` in this thread and compiles it in another, or loads it from the store.
+        """Lowers `fn(*args)` here and compiles it in another thread, or loads it from the store.
 
         Args:
           name: name of the program, unique in the part.
@@ -161,9 +160,6 @@ class Programs:
 
         Returns:
           The shapes of the result.
-
-        Raises:
-          Errors of tracing and lowering, such as NotImplementedError of a kernel.
         """
         self._part.check()
         options = self._options[timed]
@@ -189,7 +185,7 @@ class Programs:
         return lowered.out_info
 
     def text(self, name: str, make: Callable[[], str], args: Any = ()) -> str:
-        """The text that `make` returns, from the store if it has it for these argument shapes."""
+        """Makes a text, or loads it from the store for the same shapes of arguments."""
         if self._store is None:
             return make()
         key = self._store.key(self._identity, f"text: {name}", args)
@@ -233,10 +229,6 @@ def persistent_compilations(
 
     JAX's compilation cache stores all programs, and `executables` the programs of parts with an
     identity. On exit, JAX's settings are restored.
-
-    Args:
-      folder: the folder, which is created if missing.
-      tables: files on which the programs depend, as in `executables.environment_digest`.
 
     Yields:
       None, or why nothing is stored. If the user has configured or disabled JAX's compilation

@@ -53,8 +53,7 @@ class LinearCompression(linen.Module):
 
             return init
 
-        # Both parameters are parts of one weight and need one key; `self.param` would pass a
-        # different key to each initialiser.
+        # Both parameters are parts of one weight and need one key; `self.param` passes two keys.
         shared_key = self.make_rng("params") if self.is_initializing() else None
 
         def key(param_key: jax.Array) -> jax.Array:
@@ -158,7 +157,7 @@ def _size(
     param: str,
     axis: int,
 ) -> int:
-    """Size of an input: `attribute` if not None, else axis `axis` of `param`, else from `array`."""
+    """Returns `attribute` if not None, else the size of axis `axis` of `param`, else of `array`."""
     if attribute is not None:
         return attribute
     if module.has_variable("params", param):
@@ -180,16 +179,10 @@ def _initialised(module: Any, specs: dict[str, parameters.Spec]) -> dict[str, ja
 
 
 class _Unboxed(parameters.Unboxed):
-    """An initialiser of matrices without their metadata, which `boxed` gives to a parameter."""
-
-    def _is_box(self, value: Any) -> bool:
-        return isinstance(value, linen.meta.AxisMetadata)
-
-    def _value_in(self, box: Any) -> Any:
-        return linen.meta.unbox(box)
+    box_type = linen.meta.AxisMetadata
+    value_of = staticmethod(linen.meta.unbox)
 
     def boxed(self, value: jax.Array, axes: tuple[int | None, ...]) -> Any:
-        """A parameter with the metadata of the last matrix; `axes` as in `parameters.Spec`."""
         if not isinstance(self._box, linen.Partitioned):
             return value if self._box is None else linen.meta.replace_boxed(self._box, value)
         names = parameters.names_of_axes(axes, self._box.names)

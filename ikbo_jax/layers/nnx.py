@@ -16,6 +16,7 @@ attributes, with the names and shapes of the parameters in `functional`.
 from __future__ import annotations
 
 import dataclasses
+import operator
 from collections.abc import Callable
 from typing import Any
 
@@ -33,12 +34,7 @@ default_kernel_init = nnx.initializers.lecun_normal()
 
 @dataclasses.dataclass(eq=False, repr=False)
 class _Layer(nnx.Module):
-    """Base of the layers, with their keyword arguments.
-
-    `param_dtype`, `kernel_init` and `rngs` make the parameters.
-
-    Like other modules of NNX, layers are compared by identity and have NNX's text form.
-    """
+    """Base of the layers, with their keyword arguments, compared and printed as NNX's modules."""
 
     _: dataclasses.KW_ONLY
     dtype: Any = None
@@ -57,7 +53,7 @@ class _Layer(nnx.Module):
         self.names = tuple(values)
 
     def _initialised(self, init: Callable[..., Any]) -> dict[str, Any]:
-        """The parameters by name; `init` makes a matrix of a shape with the next key."""
+        """Makes the parameters by name; `init` makes a matrix of a shape with the next key."""
         made = {}
         for name, spec in self._specs().items():
             unboxed = _Unboxed(init)
@@ -72,16 +68,10 @@ class _Layer(nnx.Module):
 
 
 class _Unboxed(parameters.Unboxed):
-    """An initialiser of matrices without their metadata, which `boxed` gives to a parameter."""
-
-    def _is_box(self, value: Any) -> bool:
-        return isinstance(value, nnx.VariableMetadata)
-
-    def _value_in(self, box: Any) -> Any:
-        return box.raw_value
+    box_type = nnx.VariableMetadata
+    value_of = operator.attrgetter("raw_value")
 
     def boxed(self, value: jax.Array, axes: tuple[int | None, ...]) -> Any:
-        """A parameter with the metadata of the last matrix; `axes` as in `parameters.Spec`."""
         if self._box is None:
             return value
         metadata = dict(self._box.metadata)

@@ -128,7 +128,7 @@ class Scorer:
     def _empty_pool(self) -> list[jax.Array]:
         # From NumPy arrays, since `jnp.zeros` would compile.
         pool = [np.zeros(leaf.shape, leaf.dtype) for leaf in self._programs.pool]
-        # Not committed to the device, as no program's result is: JAX would look the first call with a
+        # Not committed to the device, like a program's result: JAX would look the first call with a
         # committed pool up in Python.
         with jax.default_device(self._programs.device):
             return [jax.device_put(array) for array in pool]
