@@ -13,10 +13,9 @@ def check_index(
 ) -> None:
     """Checks that every index lies in [0, num_users).
 
-    The ops clamp an index outside the range, so that nothing is read out of bounds; this function
-    finds such an index. Negative indices do not count from the end. For arrays, it raises
-    immediately. For traced values, it takes effect under `jax.experimental.checkify`; inside
-    `jax.jit` without checkify it does nothing, since compiled code cannot raise.
+    The ops clamp an index outside the range; this function finds such an index. Negative indices do
+    not count from the end. The check raises immediately for arrays. For traced values it takes
+    effect under `jax.experimental.checkify`; without checkify, compiled code cannot raise.
 
     Args:
       cand_to_user: integers of any shape; also the `parent` of a `Term`, or `q_to_kv` of `gdpa`.
@@ -34,8 +33,8 @@ def check_index(
 def check_lengths(key_value_seq_lengths: jax.Array | np.ndarray, kv_len: int) -> None:
     """Checks that every length lies in [0, kv_len].
 
-    `attention` clamps a length outside the range; this function finds it. It raises at the same
-    time as `check_index`.
+    `attention` clamps a length outside the range; this function finds such a length, and raises
+    when `check_index` does.
 
     Args:
       key_value_seq_lengths: integers of any shape, the number of valid keys of every user.
@@ -59,8 +58,8 @@ def check_offsets(
     """Checks that offsets lie in [0, total], do not decrease, and are at most `max_seqlen` apart.
 
     `gdpa` clamps offsets to the range, makes a sequence with decreasing offsets empty, and cuts
-    sequences at `max_seqlen_q` and `max_seqlen_kv`; this function finds them. It raises at the same
-    time as `check_index`.
+    sequences at `max_seqlen_q` and `max_seqlen_kv`; this function finds such offsets, and raises
+    when `check_index` does.
 
     Args:
       cu_seqlens: [batch + 1] integers, the offsets of jagged sequences.
@@ -156,10 +155,7 @@ def _check_range(
 
 
 def _exceeds(values: jax.Array, bound: int) -> jax.Array:
-    """Whether values exceed a bound that their dtype may be too narrow for, or unsigned.
-
-    JAX would convert the bound to their dtype, where 300 is 44 in uint8, and -1 is 255.
-    """
+    """Whether values exceed a bound, which JAX would convert: 300 is 44 in uint8, and -1 is 255."""
     limits = jnp.iinfo(values.dtype)
     if limits.min <= bound <= limits.max:
         return values > bound

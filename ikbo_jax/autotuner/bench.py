@@ -43,10 +43,9 @@ Contender = Config | None
 #: Takes one event, the fields of a JSON object.
 Emit = Callable[[dict[str, Any]], None]
 
-#: Largest number of processes and of threads; more do not speed up a hundred contenders.
+#: Largest number of processes, and of threads; more do not speed up a hundred contenders.
 MAX_WORKERS = 16
-#: Calls that take longer are not profiled to see whether they are short: XLA may take seconds, and
-#: Python starts a call in less.
+#: Longer calls are not profiled: they cannot be short on the device, and XLA may take seconds.
 MOST_CALL_MS = 10.0
 #: Compiler options of the reference matmul on a GPU. XLA still times the algorithms of cuBLAS.
 #: Triton GEMMs are excluded: XLA would compile dozens of them before the first check, and they are
@@ -102,7 +101,7 @@ CASES: dict[str, Callable[[Any], Case]] = {
 
 
 def case_of(problem: Problem) -> Case:
-    """The case of a problem."""
+    """Makes the case of a problem."""
     return CASES[problem.op](problem)
 
 
@@ -116,16 +115,13 @@ def brief(contender: Contender) -> str:
 
 
 def first_line(error: BaseException) -> str:
-    """The type of an exception, and at most 300 characters of the first line of its message."""
+    """Names the type of an exception and the first line of its message, 300 characters at most."""
     text = (str(error).strip() or "no message").splitlines()[0]
     return f"{type(error).__name__}: {text[:300]}"
 
 
 def lower(problem: Problem, config: Config, num_sms: int) -> jax.export.Exported | str:
-    """Lowers the kernel for CUDA without a device; returns an error text if that fails.
-
-    A text, since some exceptions cannot be pickled for the calling process.
-    """
+    """Lowers the kernel for CUDA without a device; returns a text, which pickles, for an error."""
     case = case_of(problem)
     try:
         shapes = jax.eval_shape(case.inputs)
@@ -139,7 +135,7 @@ def lower(problem: Problem, config: Config, num_sms: int) -> jax.export.Exported
 
 @contextlib.contextmanager
 def _lowering_processes(number: int) -> Iterator[concurrent.futures.Executor]:
-    """Processes that see no GPU: each reads JAX_PLATFORMS when it imports JAX."""
+    """Starts processes that see no GPU: each reads JAX_PLATFORMS when it imports JAX."""
     before = os.environ.get("JAX_PLATFORMS")
     os.environ["JAX_PLATFORMS"] = "cpu"
     try:
@@ -193,8 +189,8 @@ class Bench:
 
         Contenders in `alone` are compiled one at a time after all others.
         """
-        # XLA links kernels with a library of Mosaic GPU's, whose path this import sets. Where other
-        # processes lower the kernels and XLA is no contender, nothing else here imports it.
+        # The import sets the path of a library that XLA links kernels with. Nothing else imports it
+        # where other processes lower the kernels and XLA is no contender.
         import jax.experimental.mosaic.gpu  # noqa: F401
 
         workers = min(len(os.sched_getaffinity(0)), MAX_WORKERS)
@@ -229,8 +225,8 @@ class Bench:
         """Checks and times a task's contenders.
 
         If the first configuration takes less than `device_time.SHORT_MS` on the device, all
-        contenders are timed there, in this task and in later ones: calls back to back would wait
-        for Python. Before a configuration is timed, XLA is timed by its own time.
+        contenders of this task and of later tasks are timed there: calls back to back would wait
+        for Python. XLA, timed before the first configuration, is judged by its own time.
 
         Returns:
           A dict that JSON can hold: "device", "compute_capability" and "jax"; "matmul_ms", a list
@@ -270,7 +266,7 @@ class Bench:
         }
 
     def _sample_ms(self, contender: Contender, window_s: float) -> float:
-        """Milliseconds of a call, on the device if calls are short."""
+        """Times a call in milliseconds, on the device if calls are short."""
         program = self._programs[contender]
         if self._is_short:
             found = device_time.measure(program, *self._inputs)

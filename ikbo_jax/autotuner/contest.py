@@ -48,7 +48,7 @@ class Times:
 
     @property
     def noise(self) -> float:
-        """Median absolute deviation of the samples from their median, as a fraction of it."""
+        """Median absolute deviation of the samples, as a fraction of their median."""
         return statistics.median(abs(x - self.ms) for x in self.samples) / self.ms
 
 
@@ -58,7 +58,7 @@ class Round:
 
     Attributes:
       times: times of every contender that worked.
-      matmul_ms: median time of the reference matmul, which was timed interleaved with them.
+      matmul_ms: median time of the reference matmul, timed interleaved with the contenders.
       least_noise: lower bound of the noise of a comparison, as a fraction.
     """
 
@@ -73,8 +73,7 @@ class Verdict:
 
     Attributes:
       row: a new row: for the winner if it is better, else for the table's choice.
-      is_better: whether the winner is faster than the table's choice by more than the noise of
-        both.
+      is_better: whether the winner is faster than the table's choice by more than their noise.
       text: the winner and its lead, as text.
     """
 
@@ -84,12 +83,7 @@ class Verdict:
 
 
 def choices_of_table(problem: Problem, device: str = "") -> tuple[Contender, Contender]:
-    """The choice for `problem` with and without the user's cache; None is XLA.
-
-    Args:
-      problem: sizes of the inputs.
-      device: the card at hand, as for `table.lookup`.
-    """
+    """Looks up the choices with and without the user's cache, on a card; None is XLA."""
     with_rows, without = (
         table.lookup(problem, device=device, with_user_rows=x).config for x in (True, False)
     )
@@ -104,17 +98,13 @@ class Contest:
     """
 
     def __init__(self, problem: Problem, limit: int | None, report: Progress) -> None:
-        """Collects the contenders.
+        """Collects the contenders: at most `limit` configurations, the table's choices and XLA.
 
-        Args:
-          problem: sizes of the inputs.
-          limit: include at most this many configurations, the most promising first; the table's
-            choices and XLA are added to them.
-          report: called with (done, total, text) after every round.
+        `report` is called with (done, total, text) after every round.
         """
         self._problem, self._report = problem, report
         self._take_choices("")
-        # This process sees no device: which card is at hand, the answer to the first task says.
+        # This process sees no device: the answer to the first task names the card.
         choices = [self._fixed, *(choices_of_table(problem, x) for x in table.devices())]
         configs = problem.configs()[:limit]
         self.contenders: tuple[Contender, ...] = tuple(
@@ -125,7 +115,7 @@ class Contest:
         self._device, self._jax, self._xla_ms = "", "", math.nan
 
     def _take_choices(self, device: str) -> None:
-        """The table's choices take part in every round; the first one is to be beaten."""
+        """Sets the choices that take part in every round; the first one is to be beaten."""
         self._incumbent, shipped = choices_of_table(self._problem, device)
         self._fixed = tuple(dict.fromkeys((self._incumbent, shipped)))
 
@@ -250,7 +240,7 @@ class Contest:
         )
 
     def _winner(self, times: dict[Contender, Times]) -> Contender:
-        """The fastest kernel, or XLA if XLA is faster by more than `XLA_MARGIN`."""
+        """Picks the fastest kernel, or XLA if XLA is faster by more than `XLA_MARGIN`."""
         kernels = [c for c in times if c is not None]
         best = min(kernels, key=lambda c: times[c].ms, default=None)
         xla = times.get(None)

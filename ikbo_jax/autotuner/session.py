@@ -60,7 +60,6 @@ class Session:
         """Stores the arguments; the first call starts the worker.
 
         Args:
-          problem: sizes of the inputs.
           contenders: all contenders of later tasks.
           progress: called with (done, total, text) after every compilation and every check.
           silence_s: seconds without an event after which a worker counts as hung.

@@ -82,6 +82,11 @@ def check_gradients(
         bound = error_rule.bound_to_plain(float(error), float(largest), dtype, count)
         difference = float(error_rule.largest_difference(x, xla))
         checks.append(Check(difference, bound + more * float(largest)))
+    return nearest(checks)
+
+
+def nearest(checks: Sequence[Check]) -> Check:
+    """Returns the check nearest its bound, or farthest beyond it; NaN counts as beyond."""
     wrong = [check for check in checks if not check.ok]
     return max(wrong or checks, key=lambda check: check.error / max(check.bound, 1e-30))
 

@@ -1,4 +1,4 @@
-"""The case of gdpa: inputs, contenders and a check; `gdpa_oracle` has the oracle."""
+"""The case of gdpa: inputs, contenders and a check."""
 
 from __future__ import annotations
 

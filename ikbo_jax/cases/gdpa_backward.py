@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import jax
@@ -18,15 +18,21 @@ from ikbo_jax.reference import gdpa_chunked, gdpa_chunked_vjp
 from ikbo_jax.reference.gdpa import Arrays, Settings
 
 Gradients = tuple[jax.Array, jax.Array, jax.Array]
+#: Names of the results of each direction, in order.
+RESULTS = {
+    "forward": ("out",),
+    "backward": ("d_query", "d_key", "d_value"),
+    "both": ("out", "d_query", "d_key", "d_value"),
+}
 
 
 class Inputs(NamedTuple):
     """The op's arrays and results, and the cotangent; `out`, `lse` are None without a softmax."""
 
     arrays: Arrays
-    out: jax.Array | None
-    lse: jax.Array | None
     d_out: jax.Array
+    out: jax.Array | None = None
+    lse: jax.Array | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,8 +51,8 @@ class Case(case.Case):
         """Draws inputs and a cotangent; the XLA path computes the results."""
         arrays = self.forward.inputs(seed)
         out, lse = _results(arrays, self.forward.settings)
-        has_lse = lse is not None
-        return Inputs(arrays, out if has_lse else None, lse, self.forward.cotangent(seed))
+        d_out = self.forward.cotangent(seed)
+        return Inputs(arrays, d_out, None if lse is None else out, lse)
 
     @property
     def useful_flops(self) -> int:
@@ -60,7 +66,7 @@ class Case(case.Case):
         options = {"query_config": config.query, "key_config": config.key, "num_sms": num_sms}
 
         def gradients(
-            arrays: Arrays, out: jax.Array | None, lse: jax.Array | None, d_out: jax.Array
+            arrays: Arrays, d_out: jax.Array, out: jax.Array | None, lse: jax.Array | None
         ) -> Gradients:
             settings = self.forward.settings
             return kernel_vjp(Arrays(*arrays), settings, d_out, out=out, lse=lse, **options)
@@ -83,6 +89,20 @@ class Case(case.Case):
             rounding=(p.dtype, [p.head_dim + count for count in terms]),
             relative=[approx * max(1.0, count**0.5 / 4) for count in terms],
         )
+
+
+def check_results(
+    forward: gdpa.Case, results: Sequence[jax.Array], inputs: Inputs, direction: str
+) -> Check:
+    """Compares `RESULTS[direction]` with the XLA path; returns the check nearest its bound."""
+    checks = []
+    if direction != "backward":
+        checks.append(forward.check(results[0], inputs.arrays))
+    if direction != "forward":
+        backward = Case(GdpaBackwardProblem.of(forward.problem), forward.lengths)
+        d_query, d_key, d_value = results[-3:]
+        checks.append(backward.check((d_query, d_key, d_value), inputs))
+    return case.nearest(checks)
 
 
 @functools.partial(jax.jit, static_argnums=1)

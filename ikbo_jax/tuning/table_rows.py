@@ -14,8 +14,8 @@ from ikbo_jax.problems.problem import measured, size, typed
 
 #: Version of the file format; a file with another schema is not read.
 SCHEMA = 1
-#: Parameters of configurations that no longer exist, with the value that rows of older versions may
-#: hold of them: the behaviour that remained.
+#: Removed parameters of configurations, which rows of older versions may have: the value of each is
+#: the behaviour that remained.
 REMOVED = {"early_scores": False, "stagger": False}
 
 
@@ -115,13 +115,13 @@ def problem_type_of(op: object) -> type[Problem]:
 
 
 def model(device: str) -> str:
-    """`H100` for `NVIDIA H100 80GB HBM3`; a name that does not fit this pattern as it is."""
+    """Shortens `NVIDIA H100 80GB HBM3` to `H100`; keeps a name without this pattern."""
     found = re.search(r"\b[A-Z]+\d+\w*\b", device.removeprefix("NVIDIA "))
     return found[0] if found else device
 
 
 def entries(text: str) -> list[Any]:
-    """The JSON rows of a table file; raises ValueError (also for bad JSON) if it is not one."""
+    """Reads the JSON rows of a table file; raises ValueError if the text is no table."""
     content = typed(json.loads(text), dict, "file")
     if content.get("schema") != SCHEMA:
         raise ValueError(f"schema {content.get('schema')!r}, expected {SCHEMA}")
@@ -130,11 +130,11 @@ def entries(text: str) -> list[Any]:
 
 
 def parse(text: str) -> tuple[Row, ...]:
-    """Reads a table file; raises ValueError if it is not one, or if a row is malformed."""
+    """Reads a table file; raises ValueError if the text is no table or a row is malformed."""
     return tuple(Row.from_json(entry) for entry in entries(text))
 
 
 @functools.cache
 def builtin_rows() -> tuple[Row, ...]:
-    """The rows of `sm90.json`, which this package brings."""
+    """Reads the rows of the package's `sm90.json`."""
     return parse((importlib.resources.files(__package__) / "sm90.json").read_text("utf-8"))
