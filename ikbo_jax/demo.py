@@ -72,7 +72,7 @@ SMALL = Request(candidates=256, users=4, m=109, n=64, k_cand=217, k_user=295, dt
 
 @dataclasses.dataclass(frozen=True)
 class Stage:
-    """One implementation of an op, or one version of the network.
+    """Describes one implementation of an op, or one version of the network.
 
     Attributes:
       name: name in the printed table.
@@ -89,7 +89,7 @@ class Stage:
 
 @dataclasses.dataclass(frozen=True)
 class Measured:
-    """A stage that ran.
+    """Holds the measurements of a stage that ran.
 
     Attributes:
       time_ms: median over the rounds.
@@ -107,7 +107,7 @@ class Measured:
 
 @dataclasses.dataclass(frozen=True)
 class Report:
-    """The result of a part's `run`. `measured[0]` copies users, the baseline of speed-ups."""
+    """Holds a part's result. `measured[0]` copies users and is the baseline of speed-ups."""
 
     request: Any
     measured: tuple[Measured, ...]

@@ -35,7 +35,7 @@ RATIOS_ON_CPU = (4, 16, 64, 256)
 
 
 class Scored(NamedTuple):
-    """A candidate, its user and its logits."""
+    """Holds a candidate, its user and its logits."""
 
     candidate: int
     user: int
@@ -44,7 +44,7 @@ class Scored(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Report:
-    """The result of `run`. `measured[0]` is the materialised network, the baseline of speed-ups.
+    """Holds the part's result. `measured[0]`, the baseline, is the materialised network.
 
     Attributes:
       top: the candidates with the largest first logit, computed by the rewritten network.
@@ -140,7 +140,7 @@ def run(sizes: Sizes, seed: int, *, on_progress: Log = lambda _: None) -> Report
 
 
 class Point(NamedTuple):
-    """A point of the sweep: milliseconds and bytes of every version, by name."""
+    """Holds a point of the sweep: milliseconds and bytes of every version, by name."""
 
     ratio: int
     time_ms: dict[str, float]

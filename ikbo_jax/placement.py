@@ -28,7 +28,7 @@ SEARCH_WORK = 80_000
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Placement:
-    """Which device holds which users and candidates of a request; made by `place_users`.
+    """Assigns users and candidates of a request to devices; made by `place_users`.
 
     Every device has the same number of rows of users, and of candidates; missing rows are padding.
     Rows of the devices follow one another, as in an array that is divided along its first axis.

@@ -9,9 +9,9 @@ import io
 import os
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Literal, Protocol
+from typing import Literal
 
 
 def print_table(
@@ -43,10 +43,8 @@ def print_table(
         print("  ".join(cells).rstrip())
 
 
-class Log(Protocol):
-    """Reports a line of text about progress."""
-
-    def __call__(self, text: str, /) -> None: ...
+#: Reports a line of text about progress.
+Log = Callable[[str], None]
 
 
 @contextmanager

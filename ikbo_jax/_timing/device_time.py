@@ -22,7 +22,7 @@ SHORT_MS = 0.3
 
 
 class Event(NamedTuple):
-    """A kernel, a memset or a copy, with its times by the device's clock.
+    """Describes a kernel, a memset or a copy, with its times by the device's clock.
 
     Attributes:
       name: name of the kernel, or "Memset" or "Memcpy" with the kind.

@@ -68,7 +68,7 @@ def _cpu_features() -> str:
 
 
 class Store:
-    """A folder of pickled entries, each in a file named after its key.
+    """Keeps pickled entries in a folder, each in a file named after its key.
 
     Reading an entry can run code, so only the user may have write permission for the folder, as
     for the tuning cache.

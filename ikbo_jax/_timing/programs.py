@@ -43,11 +43,11 @@ NETWORK_ON_GPU = {"xla_gpu_enable_triton_gemm": False}
 
 
 class Stopped(Exception):
-    """The demo ends because another part failed or the user interrupted it."""
+    """Ends a part because another part failed or the user interrupted the demo."""
 
 
 class _Part:
-    """The state of one part, for which other parts wait; adds itself to `parts`."""
+    """Holds the state of one part, for which other parts wait; adds itself to `parts`."""
 
     def __init__(self, parts: list[_Part]) -> None:
         self.parts = parts
@@ -124,7 +124,7 @@ def run_concurrently(calls: Sequence[Callable[[], Any]]) -> list[Any]:
 
 
 class Programs:
-    """The programs of one part.
+    """Compiles the programs of one part.
 
     Args:
       log: called with a description of each step.

@@ -54,7 +54,7 @@ class Times:
 
 @dataclasses.dataclass(frozen=True)
 class Round:
-    """The results of a task.
+    """Holds the results of a task.
 
     Attributes:
       times: times of every contender that worked.
@@ -69,7 +69,7 @@ class Round:
 
 @dataclasses.dataclass(frozen=True)
 class Verdict:
-    """The result of a contest.
+    """Holds the result of a contest.
 
     Attributes:
       row: a new row: for the winner if it is better, else for the table's choice.
@@ -91,7 +91,7 @@ def choices_of_table(problem: Problem, device: str = "") -> tuple[Contender, Con
 
 
 class Contest:
-    """A contest between configurations for one problem: call `play`, then `verdict`.
+    """Finds the fastest configuration for one problem: call `play`, then `verdict`.
 
     Attributes:
       contenders: XLA, the table's choices, and the configurations worth timing.

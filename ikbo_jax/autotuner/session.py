@@ -31,7 +31,7 @@ SILENCE_S = 150.0
 
 
 class Interrupted(KeyboardInterrupt):
-    """Ctrl-C while `task` ran; `answer` holds the samples of `task` that were measured before."""
+    """Reports Ctrl-C while `task` ran; `answer` holds the samples measured before."""
 
     def __init__(self, task: Task, answer: dict[str, Any]) -> None:
         super().__init__("interrupted")
@@ -39,11 +39,11 @@ class Interrupted(KeyboardInterrupt):
 
 
 class WorkerDiedError(Exception):
-    """The worker ended or hung; the message says why."""
+    """Reports that the worker ended or hung, and why."""
 
 
 class Session:
-    """A worker process that holds the contenders of one problem; a call measures a task.
+    """Runs a worker process with the contenders of one problem; a call measures a task.
 
     If the worker dies while it compiles, checks or times a contender, the contender counts as
     failed, and a new worker continues with the others.
@@ -158,7 +158,7 @@ class Session:
 
 
 class _Attempt:
-    """A task that a worker runs: the active contenders, and the samples so far."""
+    """Records a task that a worker runs: the active contenders, and the samples so far."""
 
     def __init__(self, task: Task) -> None:
         self.task = task
@@ -185,7 +185,7 @@ class _Attempt:
 
 
 class _Worker:
-    """A process, and a thread that reads its output."""
+    """Runs a process, and a thread that reads its output."""
 
     def __init__(self, contenders: tuple[Contender, ...], cache_dir: str) -> None:
         self.contenders = contenders

@@ -22,7 +22,7 @@ SAMPLED, SAMPLED_AT_ONCE = 32, 4
 
 
 class Inputs(NamedTuple):
-    """The arrays of `ikbo_jax.attention`; `lengths` is [U] int32 or None."""
+    """Holds the arrays of `ikbo_jax.attention`; `lengths` is [U] int32 or None."""
 
     query: jax.Array
     key: jax.Array
@@ -33,7 +33,7 @@ class Inputs(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Case(case.Case):
-    """A problem, its index and its lengths.
+    """Combines a problem, an index and lengths.
 
     Attributes:
       problem: the sizes.
@@ -82,7 +82,7 @@ class Case(case.Case):
         copies = {"materialised": materialised, "materialised-cudnn": materialised_cudnn}
         if name in copies:
             return copies[name]
-        implementation = {"decomposed": "xla", "fused": "mosaic_gpu", "automatic": None}[name]
+        implementation = case.IMPLEMENTATIONS[name]
         return functools.partial(_op, implementation=implementation, is_sorted=self.is_sorted)
 
     def xla_path(self) -> Callable[..., jax.Array]:

@@ -18,7 +18,7 @@ Gradients = tuple[jax.Array, jax.Array, jax.Array]
 
 
 class Inputs(NamedTuple):
-    """The op's arrays, its results, and the cotangent of `out`."""
+    """Holds the op's arrays, its results, and the cotangent of `out`."""
 
     query: jax.Array
     key: jax.Array
@@ -32,7 +32,7 @@ class Inputs(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Case(case.Case):
-    """A problem, its index and its lengths, see `cases.attention.Case`."""
+    """Combines a problem, an index and lengths; see `cases.attention.Case`."""
 
     problem: AttentionBackwardProblem
     index: str = "ragged"

@@ -14,9 +14,12 @@ from ikbo_jax.cases import error_rule
 from ikbo_jax.cases.error_rule import UNTUNED, Check
 from ikbo_jax.ops import dispatch
 
+#: Arguments `implementation` of the contenders that call the op.
+IMPLEMENTATIONS = {"decomposed": "xla", "fused": "mosaic_gpu", "automatic": None}
+
 
 class Case(abc.ABC):
-    """A problem and the values of its integer inputs: a frozen dataclass."""
+    """Combines a problem with its integer inputs; subclasses are frozen dataclasses."""
 
     problem: Any
 

@@ -21,7 +21,7 @@ UNTUNED: Mapping[str, Any] = {"xla_gpu_autotune_level": 0, "xla_gpu_enable_trito
 
 
 class Check(NamedTuple):
-    """The largest error of a result, which may be NaN, and the largest allowed error."""
+    """Holds the largest error of a result, which may be NaN, and the largest allowed error."""
 
     error: float
     bound: float
@@ -33,7 +33,7 @@ class Check(NamedTuple):
 
 
 class Truth(NamedTuple):
-    """The oracle's f32 result for some rows, the error of same-dtype jnp, the largest value."""
+    """Holds the oracle's f32 result, the error of same-dtype jnp, and the largest value."""
 
     oracle: jax.Array
     plain_error: jax.Array
@@ -70,7 +70,7 @@ def bound(plain_error: float, largest: float, dtype: Any, terms: float) -> float
       largest: largest absolute value of the oracle.
       terms: number of terms of the sums.
     """
-    return 2 * _plain_error(plain_error, largest, terms) + _one_rounding(dtype) * largest
+    return 2 * _plain_error(plain_error, largest, terms) + float(jnp.finfo(dtype).eps) / 2 * largest
 
 
 def bound_to_plain(plain_error: float, largest: float, dtype: Any, terms: float) -> float:
@@ -79,12 +79,8 @@ def bound_to_plain(plain_error: float, largest: float, dtype: Any, terms: float)
     Let e be the error of same-dtype jnp. The rule allows 2e plus one rounding, so a correct result
     differs from same-dtype jnp by at most 3e plus two roundings.
     """
-    return 3 * _plain_error(plain_error, largest, terms) + 2 * _one_rounding(dtype) * largest
+    return 3 * _plain_error(plain_error, largest, terms) + float(jnp.finfo(dtype).eps) * largest
 
 
 def _plain_error(plain_error: float, largest: float, terms: float) -> float:
     return plain_error + 2.0**-24 * terms**0.5 * largest
-
-
-def _one_rounding(dtype: Any) -> float:
-    return float(jnp.finfo(dtype).eps) / 2

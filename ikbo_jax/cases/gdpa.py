@@ -72,7 +72,7 @@ def offsets_of(lengths: np.ndarray) -> np.ndarray:
 
 @dataclasses.dataclass(frozen=True)
 class Case(cases.Case):
-    """A problem and the lengths of its sequences, which contain every row.
+    """Combines a problem with lengths of sequences that contain every row.
 
     If `batch` and `batch_kv` differ, a sorted random index pairs the sequences.
 
@@ -155,7 +155,7 @@ class Case(cases.Case):
         """Returns the op by XLA ("decomposed") or by the kernel ("fused"); takes an `Arrays`."""
         settings = self.settings._asdict()
         settings["activation"] = settings.pop("activations")
-        implementation = {"decomposed": "xla", "fused": "mosaic_gpu"}[name]
+        implementation = cases.IMPLEMENTATIONS[name]
 
         def run(*arrays: jax.Array) -> jax.Array:
             return gdpa(*arrays[:5], q_to_kv=arrays[5], implementation=implementation, **settings)

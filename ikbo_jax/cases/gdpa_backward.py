@@ -27,7 +27,7 @@ RESULTS = {
 
 
 class Inputs(NamedTuple):
-    """The op's arrays and results, and the cotangent; `out`, `lse` are None without a softmax."""
+    """Holds the op's arrays, cotangent and results; `out`, `lse` are None without softmax."""
 
     arrays: Arrays
     d_out: jax.Array
@@ -37,7 +37,7 @@ class Inputs(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Case(case.Case):
-    """A problem and the lengths of its sequences, see `cases.gdpa.Case`."""
+    """Combines a problem with lengths of sequences; see `cases.gdpa.Case`."""
 
     problem: GdpaBackwardProblem
     lengths: str = "spread"

@@ -35,7 +35,7 @@ AnyConfig = LinearCompressionConfig | PackedCompressionConfig
 
 
 class Inputs(NamedTuple):
-    """The arguments of the reference functions, coarsest level first."""
+    """Holds the arguments of the reference functions, coarsest level first."""
 
     weights: tuple[jax.Array, ...]
     embeddings: tuple[jax.Array, ...]
@@ -50,7 +50,7 @@ class Inputs(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Case(case.Case):
-    """A problem and its index.
+    """Combines a problem with an index.
 
     Attributes:
       problem: the sizes.
@@ -110,8 +110,7 @@ class Case(case.Case):
         align = {"materialised": 1, "materialised-aligned": ALIGNED_K}
         if name in align:
             return functools.partial(reference.materialised, align_k=align[name], precision=None)
-        implementation = {"decomposed": "xla", "fused": "mosaic_gpu", "automatic": None}[name]
-        return functools.partial(_op, implementation=implementation, config=config)
+        return functools.partial(_op, implementation=case.IMPLEMENTATIONS[name], config=config)
 
     def xla_path(self) -> Callable[..., jax.Array]:
         return reference.decomposed

@@ -22,7 +22,7 @@ from ikbo_jax.reference import linear_compression as reference
 
 
 class Inputs(NamedTuple):
-    """The arrays of a gradient, coarsest level first, and the result's cotangent."""
+    """Holds the op's arrays, coarsest level first, and the result's cotangent."""
 
     weights: tuple[jax.Array, ...]
     embeddings: tuple[jax.Array, ...]
@@ -32,7 +32,7 @@ class Inputs(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Case(case.Case):
-    """A problem and its index, see `cases.linear_compression.Case`."""
+    """Combines a problem with an index; see `cases.linear_compression.Case`."""
 
     problem: LinearCompressionBackwardProblem
     index: str = "ragged"

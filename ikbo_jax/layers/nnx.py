@@ -16,6 +16,7 @@ attributes, with the names and shapes of the parameters in `functional`.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import operator
 from collections.abc import Callable
 from typing import Any
@@ -34,7 +35,7 @@ default_kernel_init = nnx.initializers.lecun_normal()
 
 @dataclasses.dataclass(eq=False, repr=False)
 class _Layer(nnx.Module):
-    """Base of the layers, with their keyword arguments, compared and printed as NNX's modules."""
+    """Holds the keyword arguments of all layers; compares and prints as NNX's modules do."""
 
     _: dataclasses.KW_ONLY
     dtype: Any = None
@@ -99,12 +100,11 @@ class LinearCompression(calls.LinearCompression, _Layer):
     cand_rows: int
     features: int
 
+    def _specs(self) -> dict[str, parameters.Spec]:
+        return parameters.compression_specs(self.user_rows, self.cand_rows, self.features)
+
     def _initialised(self, init: Callable[..., Any]) -> dict[str, Any]:
-        parameters.compression_sizes(self.user_rows, self.cand_rows, self.features)
-        unboxed = _Unboxed(init)
-        kernel = unboxed((self.user_rows + self.cand_rows, self.features))
-        parts = {"w_user": kernel[: self.user_rows].T, "w_cand": kernel[self.user_rows :].T}
-        return {name: unboxed.boxed(x, parameters.TRANSPOSED) for name, x in parts.items()}
+        return super()._initialised(functools.cache(init))
 
 
 @dataclasses.dataclass(eq=False, repr=False)
@@ -168,7 +168,7 @@ class PMA(calls.PMA, _Layer):
 
 @dataclasses.dataclass(eq=False, repr=False)
 class PFFN(calls.PFFN, _Layer):
-    """A feed-forward net whose two weights are projected from a memory, by `ikbo_jax.gdpa`.
+    """Applies a two-layer net whose weights are projected from a memory, by `ikbo_jax.gdpa`.
 
         out[i] = output_scale · act(x[i] · w_query · keyᵀ / √H) · value · w_out
 

@@ -20,12 +20,10 @@ PMA = {"seeds": "T F", **ATTENTION}
 COMPRESSION = {"w_user": "M K_user", "w_cand": "M K_cand"}
 #: A size before its check, which refuses None like 0.
 Size = int | None
-#: `Spec.axes` of `w_user` and `w_cand`, which are transposed parts of one matrix.
-TRANSPOSED = (1, 0)
 
 
 class Spec(NamedTuple):
-    """A recipe of a parameter.
+    """Describes how a parameter is made.
 
     Attributes:
       shape: the parameter's shape.
@@ -78,9 +76,17 @@ def matrix(shape: tuple[int, ...], *, to_heads: bool) -> Spec:
 # The names of the arguments are the names of the sizes in errors.
 
 
-def compression_sizes(user_rows: Size, cand_rows: Size, features: Size) -> tuple[int, ...]:
-    """Returns the sizes of `compress`; raises ValueError unless all are positive."""
-    return check_sizes("LinearCompression", **locals())
+def compression_specs(user_rows: Size, cand_rows: Size, features: Size) -> dict[str, Spec]:
+    """Returns specs for `compress`; raises ValueError unless all sizes are positive.
+
+    Both parameters are transposed parts of one matrix: `make` needs the same matrix for both.
+    """
+    user, cand, out = check_sizes("LinearCompression", **locals())
+    whole = (user + cand, out)
+    return {
+        "w_user": Spec((out, user), lambda init: init(whole)[:user].T, axes=(1, 0)),
+        "w_cand": Spec((out, cand), lambda init: init(whole)[user:].T, axes=(1, 0)),
+    }
 
 
 def attention_specs(
@@ -139,7 +145,7 @@ def check(layer: str, params: Mapping[str, Any], axes: Mapping[str, str]) -> Non
 
 
 class Unboxed:
-    """An initialiser of matrices without Flax's boxes; a subclass has `boxed`.
+    """Initialises matrices without Flax's boxes; a subclass has `boxed`.
 
     `boxed(value, axes)` returns a parameter with the metadata of the last matrix; `axes` are those
     of the parameter's `Spec`.

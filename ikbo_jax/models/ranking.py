@@ -111,7 +111,7 @@ SMALL = Sizes(
 
 
 class Request(NamedTuple):
-    """The inputs of the network; candidates are sorted by user.
+    """Holds the inputs of the network; candidates are sorted by user.
 
     Attributes:
       user_dense: [U, user_dense].

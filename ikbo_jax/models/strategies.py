@@ -27,7 +27,7 @@ F32 = jnp.float32
 
 
 class Strategy(NamedTuple):
-    """The operations of one version of the network.
+    """Holds the operations of one version of the network.
 
     Attributes:
       prepare: takes candidate tokens [B, K_cand, N]; returns them as `compress` expects them.
@@ -251,7 +251,7 @@ CO_DESIGNED = Strategy(
 
 
 class Fold(NamedTuple):
-    """A layout in which the candidates of each user are contiguous.
+    """Describes a layout in which the candidates of each user are contiguous.
 
     All moves are gathers, forward and backward: XLA's gradient of a gather is a scatter with atomic
     additions, which a GPU lacks for bfloat16.

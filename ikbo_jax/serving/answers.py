@@ -51,14 +51,14 @@ class Metrics(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Answer:
-    """A request's scores [n, ...] in the order of its candidates, and the weights' version."""
+    """Holds a request's scores [n, ...] in the order of its candidates, and the weights' version."""
 
     scores: Scores
     weights: Hashable
 
 
 class Pending:
-    """Calls that were started; `answers` waits for them."""
+    """Holds started calls; `answers` waits for the calls."""
 
     def __init__(
         self,
@@ -98,7 +98,7 @@ class Pending:
 
 
 class PendingScores:
-    """A call that was started; `scores` waits for it."""
+    """Holds a started call; `scores` waits for the call."""
 
     def __init__(self, scorer: Scorer, scores: jax.Array, filled: int) -> None:
         self._scorer, self._scores, self._filled = scorer, scores, filled

@@ -19,12 +19,12 @@ Tree = Any
 
 
 class BadRequestError(ValueError):
-    """A request that does not fit the scorer; the message names both values."""
+    """Reports that a request does not fit the scorer; the message names both values."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Request:
-    """One user and the candidates to score for this user.
+    """Holds one user and the candidates to score for this user.
 
     Attributes:
       user: the user's id.
@@ -56,7 +56,7 @@ class Request:
 
 @dataclasses.dataclass(frozen=True)
 class Buckets:
-    """The sizes that programs are compiled for, ascending.
+    """Lists the sizes that programs are compiled for, ascending.
 
     Attributes:
       candidates: numbers of candidates of a call; smaller calls are padded.
@@ -109,14 +109,7 @@ class Buckets:
 
 
 class Checked(NamedTuple):
-    """A request that fits the model.
-
-    Attributes:
-      key: the user and version.
-      size: number of candidates.
-      leaves: the leaves of the candidates' tree, [size, ...].
-      features: as in `Request`.
-    """
+    """Holds a request that fits the model, and the leaves [size, ...] of its candidates."""
 
     key: Hashable
     size: int
@@ -125,7 +118,7 @@ class Checked(NamedTuple):
 
 
 class Batch(NamedTuple):
-    """The inputs of one call.
+    """Holds the inputs of one call.
 
     Attributes:
       keys: the user and version of every row of the call's users.

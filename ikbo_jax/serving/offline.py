@@ -10,7 +10,7 @@ import jax
 import numpy as np
 import numpy.typing as npt
 
-from ikbo_jax.serving.answers import Answer, Pending, PendingScores, Scores
+from ikbo_jax.serving.answers import Answer, PendingScores, Scores
 from ikbo_jax.serving.batches import (
     BadRequestError,
     Buckets,
@@ -40,22 +40,26 @@ def rank_offline(
     Raises:
       BadRequestError: if a request does not fit the model.
     """
-    waiting: collections.deque[tuple[list[int], Pending]] = collections.deque()
-
-    def finished() -> Iterator[tuple[int, Answer]]:
-        positions, pending = waiting.popleft()
+    parts = (
+        zip(*x, strict=True) for x in fitting_parts(_countable(scorer, requests), scorer.buckets)
+    )
+    started = ((positions, scorer.start(chosen)) for positions, chosen in parts)
+    for positions, pending in _later(started, ahead):
         for position, answer in zip(positions, pending.answers(), strict=True):
             if isinstance(answer, Exception):
                 raise answer
             yield position, answer
 
-    for part in fitting_parts(_countable(scorer, requests), scorer.buckets):
-        positions, chosen = zip(*part, strict=True)
-        waiting.append((list(positions), scorer.start(chosen)))
+
+def _later[Call](started: Iterable[Call], ahead: int) -> Iterator[Call]:
+    """Yields a call when `ahead` further calls have started, or all."""
+    waiting: collections.deque[Call] = collections.deque()
+    for call in started:
+        waiting.append(call)
         if len(waiting) > ahead:
-            yield from finished()
+            yield waiting.popleft()
     while waiting:
-        yield from finished()
+        yield waiting.popleft()
 
 
 def _countable(scorer: Scorer, requests: Iterable[Request]) -> Iterator[tuple[int, Request]]:
@@ -110,16 +114,15 @@ def rank_arrays(
     asked = np.flatnonzero(sizes)
     if len(asked) < len(ids):
         ids, sizes = [ids[n] for n in asked.tolist()], sizes[asked]
-    waiting: collections.deque[tuple[slice, PendingScores]] = collections.deque()
-    for first, last, rows in _full_calls(sizes, scorer.buckets):
-        part = jax.tree.map(lambda leaf, rows=rows: leaf[rows], candidates)
-        pending = scorer.start_arrays(ids[first:last], sizes[first:last], part, version=version)
-        waiting.append((rows, pending))
-        if len(waiting) > ahead:
-            done, pending = waiting.popleft()
-            yield done, pending.scores()
-    for done, pending in waiting:
-        yield done, pending.scores()
+
+    def started() -> Iterator[tuple[slice, PendingScores]]:
+        for first, last, rows in _full_calls(sizes, scorer.buckets):
+            part = jax.tree.map(lambda leaf, rows=rows: leaf[rows], candidates)
+            counted = ids[first:last], sizes[first:last]
+            yield rows, scorer.start_arrays(*counted, part, version=version)
+
+    for rows, pending in _later(started(), ahead):
+        yield rows, pending.scores()
 
 
 def _check(

@@ -20,7 +20,7 @@ ALIGNMENT = 256
 
 
 class Piece(NamedTuple):
-    """The place of an array: elements [start, stop) of a packed array, and the array's shape."""
+    """Locates an array: elements [start, stop) of a packed array, and the array's shape."""
 
     packed: int
     start: int
@@ -29,7 +29,7 @@ class Piece(NamedTuple):
 
 
 class Packing:
-    """Several arrays side by side, in one flat array for each dtype.
+    """Packs several arrays into one flat array for each dtype.
 
     Args:
       specs: shapes and dtypes of the arrays.
@@ -66,7 +66,7 @@ class Packing:
 
 
 class RowPacking(Packing):
-    """Rows of several arrays side by side, in one array [n, width] for each dtype.
+    """Packs rows of several arrays into one array [n, width] for each dtype.
 
     One kernel then gathers or scatters the rows of all arrays of a dtype.
 

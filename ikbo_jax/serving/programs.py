@@ -49,7 +49,7 @@ def use_cache_folder(folder: str | os.PathLike[str]) -> None:
 
 
 class Model(Protocol):
-    """A scorer's model: two functions that can be jitted."""
+    """Computes a scorer's model by two functions that can be jitted."""
 
     def encode_users(self, weights: Tree, users: Tree) -> Tree:
         """Computes users' states: maps a tree of arrays [U, ...] to a tree of arrays [U, ...].
@@ -68,13 +68,12 @@ class Model(Protocol):
 
 
 class Specs(NamedTuple):
-    """Shapes and dtypes, trees of `jax.ShapeDtypeStruct`.
+    """Holds trees of `jax.ShapeDtypeStruct`, without axes of users or candidates.
 
     Attributes:
-      weights: the weights.
-      user: a user's features, without an axis of users.
-      candidate: a candidate's features, without an axis of candidates.
-      state: a user's state, without an axis of users.
+      user: a user's features.
+      candidate: a candidate's features.
+      state: a user's state.
       score: a candidate's score.
     """
 
@@ -143,7 +142,7 @@ def _rows(spec: Tree, name: str) -> Tree:
 
 
 class Programs:
-    """The compiled programs of a model, one for every bucket.
+    """Compiles the programs of a model, one for every bucket.
 
     All states live in one pool of `slots` slots: `encode` writes users' states to slots, and
     `score` reads the slots of a call's users. The pool has one array [slots, width] for each dtype

@@ -213,8 +213,7 @@ class Scorer:
 
         Raises:
           BadRequestError: if the candidates' structure, shape or dtype is not what the model
-            expects, there are more than the largest bucket has, or the user or the version is not
-            hashable.
+            expects, they are more than the largest bucket has, or the key is not hashable.
         """
         self._checked(request)
 
@@ -240,7 +239,7 @@ class Scorer:
         return self.start(requests).answers()
 
     def start(self, requests: Sequence[Request]) -> Pending:
-        """Like `rank`, but returns while the device still computes."""
+        """Starts the calls of `rank`; returns while the device still computes."""
         with self._lock:
             answers: list[Any] = [None] * len(requests)
             fitting = []
@@ -288,23 +287,11 @@ class Scorer:
         *,
         version: Hashable = 0,
     ) -> PendingScores:
-        """Starts one call for several users, without a `Request` for each.
-
-        With `joint`, one program encodes all of these users and scores their candidates; the user
-        cache is neither read nor changed.
-
-        Args:
-          users: ids of n users; one may occur several times.
-          counts: [n] integers, number of candidates of every user, at least 0.
-          candidates: a tree of arrays [B, ...], the users' candidates in the order of the users.
-          version: the version of the users' features, which the scorer's `features_of` returns.
+        """Starts one call for several users, with the arguments and errors of `rank_arrays`.
 
         Raises:
           ValueError: if no bucket has so many candidates, or users.
-          BadRequestError: if the candidates' structure, shape or dtype is not what the model
-            expects, there are none, their number is not the sum of `counts`, users and counts
-            differ in number, a user is not hashable, or a count is negative or no integer.
-          Exception: whatever `features_of` raises.
+          BadRequestError: also if there are no candidates.
         """
         columns = self._candidate_form.leaves_of(candidates, stacked=True)
         keys = [(user, version) for user in users]

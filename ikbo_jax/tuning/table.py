@@ -29,7 +29,7 @@ MAX_DISTANCE = 0.5
 
 @dataclasses.dataclass(frozen=True)
 class Choice:
-    """The table's choice for a problem.
+    """Holds the table's choice for a problem.
 
     Attributes:
       config: configuration of the kernel; None if XLA is faster or no configuration is legal.

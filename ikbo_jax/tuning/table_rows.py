@@ -21,7 +21,7 @@ REMOVED = {"early_scores": False, "stagger": False}
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """One measurement: the best choice for a problem.
+    """Holds one measurement: the best choice for a problem.
 
     Attributes:
       problem: sizes and dtype that were measured.
