@@ -79,7 +79,7 @@ def print_request(request: Request, counts: Sequence[int]) -> None:
 
 def print_network(report: RankingReport) -> None:
     """Prints the part on the ranking network: its versions, top candidates, rewrite's report."""
-    sizes, baseline = report.sizes, report.measured[0]
+    sizes, baseline = report.request, report.measured[0]
     print(
         f"ranking network: {sizes.layers} layers, history S={sizes.history}, queries "
         f"T={sizes.queries}, {sizes.heads} heads of {sizes.head_dim}, {sizes.pooled} pooled rows"

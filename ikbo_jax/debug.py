@@ -1,4 +1,9 @@
-"""Checks of index values, lengths and offsets; ops never call them, since they cost time."""
+"""Checks of index values, lengths and offsets; ops never call the checks, which cost time.
+
+The checks raise TypeError unless they get an array of integers, and ValueError for a bad value; the
+message has the position, the value and the bound. They raise immediately for arrays. For traced
+values they take effect under `jax.experimental.checkify`: compiled code without it cannot raise.
+"""
 
 from __future__ import annotations
 
@@ -14,18 +19,13 @@ def check_index(
     """Checks that every index lies in [0, num_users).
 
     The ops clamp an index outside the range; this function finds such an index. Negative indices do
-    not count from the end. The check raises immediately for arrays. For traced values it takes
-    effect under `jax.experimental.checkify`; without checkify, compiled code cannot raise.
+    not count from the end.
 
     Args:
       cand_to_user: integers of any shape; also the `parent` of a `Term`, or `q_to_kv` of `gdpa`.
       num_users: size of the axis that the index points into, at least 0: users, entries of the
         coarser level, or key-value sequences.
       name: the index's name in messages.
-
-    Raises:
-      ValueError: an index is out of range; the message has the position, the value and the bound.
-      TypeError: the index is not an array of integers.
     """
     _check_range(name, cand_to_user, num_users - 1, f"[0, {num_users})", "indices")
 
@@ -33,16 +33,11 @@ def check_index(
 def check_lengths(key_value_seq_lengths: jax.Array | np.ndarray, kv_len: int) -> None:
     """Checks that every length lies in [0, kv_len].
 
-    `attention` clamps a length outside the range; this function finds such a length, and raises
-    when `check_index` does.
+    `attention` clamps a length outside the range; this function finds such a length.
 
     Args:
       key_value_seq_lengths: integers of any shape, the number of valid keys of every user.
       kv_len: S, the size of the key axis.
-
-    Raises:
-      ValueError: a length is out of range; the message has the position, the value and the bound.
-      TypeError: the lengths are not an array of integers.
     """
     _check_range(
         "key_value_seq_lengths", key_value_seq_lengths, kv_len, f"[0, {kv_len}]", "lengths"
@@ -58,19 +53,13 @@ def check_offsets(
     """Checks that offsets lie in [0, total], do not decrease, and are at most `max_seqlen` apart.
 
     `gdpa` clamps offsets to the range, makes a sequence with decreasing offsets empty, and cuts
-    sequences at `max_seqlen_q` and `max_seqlen_kv`; this function finds such offsets, and raises
-    when `check_index` does.
+    sequences at `max_seqlen_q` and `max_seqlen_kv`; this function finds such offsets.
 
     Args:
       cu_seqlens: [batch + 1] integers, the offsets of jagged sequences.
       total: number of rows of the array that the offsets point into.
       max_seqlen: bound of the lengths, or None.
       name: the offsets' name in messages.
-
-    Raises:
-      ValueError: offsets have another shape than [batch + 1], lie outside the range, decrease, or
-        are too far apart; the message has the position, the values and the bound.
-      TypeError: the offsets are not an array of integers.
     """
     _check_range(name, cu_seqlens, total, f"[0, {total}]", "offsets")
     if cu_seqlens.ndim != 1 or not cu_seqlens.size:

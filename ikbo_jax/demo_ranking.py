@@ -21,7 +21,7 @@ import numpy as np
 from ikbo_jax import demo
 from ikbo_jax._timing.programs import NETWORK_ON_GPU, Log, Programs
 from ikbo_jax.cases.ranking import oracle, tolerance
-from ikbo_jax.demo import Measured, Stage
+from ikbo_jax.demo import Stage
 from ikbo_jax.models import ranking
 from ikbo_jax.models.ranking import Sizes
 from ikbo_jax.ops.explain import explain
@@ -43,24 +43,16 @@ class Scored(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class Report:
-    """Holds the part's result. `measured[0]`, the baseline, is the materialised network.
+class Report(demo.Report):
+    """Adds to a part's report what the network says; the baseline is the materialised network.
 
     Attributes:
       top: the candidates with the largest first logit, computed by the rewritten network.
       explanation: the report of `rewrite`, and the implementations of its ops.
     """
 
-    sizes: Sizes
-    measured: tuple[Measured, ...]
-    tolerance: float
     top: tuple[Scored, ...]
     explanation: str
-
-    @property
-    def agree(self) -> bool:
-        """Whether every version agrees with the oracle."""
-        return all(m.agrees for m in self.measured)
 
 
 def sizes_of(request: demo.Request, layers: int | None = None) -> Sizes:
@@ -136,7 +128,7 @@ def run(sizes: Sizes, seed: int, *, on_progress: Log = lambda _: None) -> Report
         Scored(int(b), int(users[b]), tuple(map(float, logits[b])))
         for b in np.argsort(-logits[:, 0], kind="stable")[:NUM_SHOWN]
     )
-    return Report(sizes, measured, limit, top, explanation)
+    return Report(sizes, measured, (), limit, top, explanation)
 
 
 class Point(NamedTuple):

@@ -9,6 +9,9 @@ Keyword arguments of every layer:
     axes. The parameter's axis N gets the name of the axis with the heads.
   rngs: its stream "params" supplies the keys.
 
+Layers that attend have `num_heads` heads of width `head_dim` and divide scores by √H; `activation`
+and `output_scale` are those of `ikbo_jax.gdpa`.
+
 Every layer raises ValueError if a size is not an integer of at least 1. Its parameters are its
 attributes, with the names and shapes of the parameters in `functional`.
 """
@@ -117,8 +120,6 @@ class CandidateAttention(calls.CandidateAttention, _Layer):
     Args:
       cand_features: width of the candidates' rows.
       user_features: width of the users' rows.
-      num_heads: N.
-      head_dim: H.
       out_features: width of the result; None means `cand_features`.
     """
 
@@ -141,12 +142,9 @@ class PMA(calls.PMA, _Layer):
     Args:
       in_features: width of the sequences.
       num_seeds: rows that a sequence is pooled to.
-      num_heads: N.
-      head_dim: H; scores are divided by √H.
       out_features: width of seeds and result; None means `in_features`.
-      activation: as in `ikbo_jax.gdpa`.
-      output_scale: as in `ikbo_jax.gdpa`. Without softmax, results grow with the number of keys; a
-        smaller scale compensates.
+      output_scale: without softmax, results grow with the number of keys; a smaller scale
+        compensates.
 
     Source: Lee et al., "Set Transformer", 2019 (pooling by multi-head attention).
     """
@@ -177,11 +175,8 @@ class PFFN(calls.PFFN, _Layer):
     Args:
       features: width of the rows and of the result.
       memory_features: width of the memory.
-      num_heads: N.
-      head_dim: H; scores are divided by √H.
-      activation: as in `ikbo_jax.gdpa`.
-      output_scale: as in `ikbo_jax.gdpa`. Without softmax, results grow with the number of memory
-        rows; a smaller scale compensates.
+      output_scale: without softmax, results grow with the number of memory rows; a smaller scale
+        compensates.
     """
 
     features: int

@@ -30,7 +30,6 @@ class Strategy(NamedTuple):
     """Holds the operations of one version of the network.
 
     Attributes:
-      prepare: takes candidate tokens [B, K_cand, N]; returns them as `compress` expects them.
       pool: takes parameters of PMA, [U, S, N] and the users' numbers [U] int32; returns
         [U, pooled, N].
       attend: takes parameters, [B, T, N], [U, S, N] and the index; returns [B, T, N].
@@ -39,17 +38,18 @@ class Strategy(NamedTuple):
         [B, M, N].
       join: first layer of the head; takes the weight [user + cand, hidden], [U, user], [B, cand]
         and the index; returns [B, hidden].
+      prepare: takes candidate tokens [B, K_cand, N]; returns them as `compress` expects them.
       barrier: returns its arrays unchanged; where it is an optimisation barrier, XLA computes all
         of them before any operation that reads one of the results.
     """
 
-    prepare: Callable[[jax.Array], jax.Array]
     pool: Callable[[Parameters, jax.Array, jax.Array], jax.Array]
     attend: CandidateOp
     feed_forward: CandidateOp
     compress: CandidateOp
     join: Callable[[Any, jax.Array, jax.Array, jax.Array], jax.Array]
-    barrier: Callable[[tuple[jax.Array, ...]], tuple[jax.Array, ...]]
+    prepare: Callable[[jax.Array], jax.Array] = lambda tokens: tokens
+    barrier: Callable[[tuple[jax.Array, ...]], tuple[jax.Array, ...]] = lambda arrays: arrays
 
 
 def softmax_attention(
@@ -165,13 +165,11 @@ def _join_copies(
 
 
 MATERIALISED = Strategy(
-    prepare=lambda tokens: tokens,
     pool=functools.partial(_pool_by_seeds, tuned=False),
     attend=functools.partial(_attend_to_copies, tuned=False),
     feed_forward=_feed_forward_by_copies,
     compress=functools.partial(_compress_copies, tuned=False),
     join=_join_copies,
-    barrier=lambda arrays: arrays,
 )
 TUNED = MATERIALISED._replace(
     pool=functools.partial(_pool_by_seeds, tuned=True),
@@ -234,7 +232,6 @@ def _join(
 
 
 CO_DESIGNED = Strategy(
-    prepare=lambda tokens: tokens,
     pool=_pool,
     # A request's index is sorted. Otherwise XLA would copy queries and cotangents for the gradient.
     attend=functools.partial(functional.attend, indices_are_sorted=True),
@@ -403,5 +400,4 @@ def hand_optimised(fold: Fold) -> Strategy:
         feed_forward=functools.partial(folded, activated_attention),
         compress=compress,
         join=join,
-        barrier=lambda arrays: arrays,
     )

@@ -51,7 +51,7 @@ class Metrics(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Answer:
-    """Holds a request's scores [n, ...] in the order of its candidates, and the weights' version."""
+    """Holds a request's scores [n, ...] in its candidates' order, and the weights' version."""
 
     scores: Scores
     weights: Hashable
