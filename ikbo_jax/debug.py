@@ -53,13 +53,19 @@ def check_offsets(
     """Checks that offsets lie in [0, total], do not decrease, and are at most `max_seqlen` apart.
 
     `gdpa` clamps offsets to the range, makes a sequence with decreasing offsets empty, and cuts
-    sequences at `max_seqlen_q` and `max_seqlen_kv`; this function finds such offsets.
+    sequences at `max_seqlen_q` and `max_seqlen_kv`; this function finds them. It raises at the same
+    time as `check_index`.
 
     Args:
       cu_seqlens: [batch + 1] integers, the offsets of jagged sequences.
       total: number of rows of the array that the offsets point into.
       max_seqlen: bound of the lengths, or None.
       name: the offsets' name in messages.
+
+    Raises:
+      ValueError: offsets have another shape than [batch + 1], lie outside the range, decrease, or
+        are too far apart; the message has the position, the values and the bound.
+      TypeError: the offsets are not an array of integers.
     """
     _check_range(name, cu_seqlens, total, f"[0, {total}]", "offsets")
     if cu_seqlens.ndim != 1 or not cu_seqlens.size:

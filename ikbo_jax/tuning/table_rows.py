@@ -14,8 +14,8 @@ from ikbo_jax.problems.problem import measured, size, typed
 
 #: Version of the file format; a file with another schema is not read.
 SCHEMA = 1
-#: Removed parameters of configurations, which rows of older versions may have: the value of each is
-#: the behaviour that remained.
+#: Parameters of configurations that no longer exist, with the value that rows of older versions may
+#: hold of them: the behaviour that remained.
 REMOVED = {"early_scores": False, "stagger": False}
 
 
