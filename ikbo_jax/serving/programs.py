@@ -212,9 +212,10 @@ class Programs:
                 start(self._score, self.score_inputs, self.pool),
                 start(self._encode_and_score, self.joint_inputs),
             )
-        encode, score, joint_programs = (
+        results: list[dict[Any, Any]] = [
             {size: program.result() for size, program in programs.items()} for programs in started
-        )
+        ]
+        encode, score, joint_programs = results
         self.encode: dict[int, Callable[..., list[jax.Array]]] = encode
         self.score: dict[tuple[int, int], Callable[..., jax.Array]] = score
         self.joint: dict[tuple[int, int], Callable[..., jax.Array]] = joint_programs
