@@ -358,7 +358,7 @@ def run(request: Request, *, on_progress: Log = lambda _: None) -> Report:
     """Runs the part on linear compression; see `run_stages`."""
     return run_stages(
         *("linear compression", request, request.case, request.seed, user_index(request)),
-        make=lambda drawn, index: Inputs(*drawn, (None, index)),
+        make=lambda drawn, index: Inputs._make([*drawn, (None, index)]),
         oracle=oracle,
         stages=stages(request),
         on_progress=on_progress,

@@ -78,7 +78,7 @@ def run(request: Request, *, on_progress: Log = lambda _: None) -> Report:
     rows = rows.astype(np.int32)
     return demo.run_stages(
         *("attention", request, request.case, ranking.seed, demo.user_index(ranking)),
-        make=lambda drawn, index: Inputs(*drawn, index),
+        make=lambda drawn, index: Inputs._make([*drawn, index, None]),
         oracle=functools.partial(oracle, rows=rows),
         stages=stages(request),
         on_progress=on_progress,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 
@@ -61,10 +61,9 @@ class Case(case.Case):
     def kernel(self, config: AttentionBackwardConfig, num_sms: int) -> Callable[..., Gradients]:
         from ikbo_jax.pallas.attention_backward.kernel import attention_backward_kernel
 
+        kernel: Any = attention_backward_kernel
         options = {"scale": self._scale, "indices_are_sorted": self.index != "unsorted"}
-        return lambda *inputs: attention_backward_kernel(
-            *inputs, None, **options, config=config, num_sms=num_sms
-        )
+        return lambda *inputs: kernel(*inputs, None, **options, config=config, num_sms=num_sms)
 
     def check(self, actual: Gradients, inputs: Inputs) -> Check:
         p = self.problem

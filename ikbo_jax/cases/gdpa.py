@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -172,7 +172,11 @@ class Case(cases.Case):
         """Returns the kernel, including its tile list."""
         from ikbo_jax.pallas.flash.gdpa import gdpa_kernel
 
-        options = {"settings": self.settings, "return_residuals": False, "config": config}
+        options: dict[str, Any] = {
+            "settings": self.settings,
+            "return_residuals": False,
+            "config": config,
+        }
         return lambda *arrays: gdpa_kernel(Arrays(*arrays), **options, num_sms=num_sms)[0]
 
     def check(self, actual: jax.Array, inputs: Arrays) -> Check:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 
@@ -63,7 +63,11 @@ class Case(case.Case):
 
     def kernel(self, config: GdpaBackwardTuning, num_sms: int) -> Callable[..., Gradients]:
         """Returns the kernels, including their tile lists."""
-        options = {"query_config": config.query, "key_config": config.key, "num_sms": num_sms}
+        options: dict[str, Any] = {
+            "query_config": config.query,
+            "key_config": config.key,
+            "num_sms": num_sms,
+        }
 
         def gradients(
             arrays: Arrays, d_out: jax.Array, out: jax.Array | None, lse: jax.Array | None
