@@ -20,7 +20,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 import ikbo_jax
 from benchmarks import harness, yardsticks
@@ -29,7 +28,7 @@ from benchmarks.harness import Benchmark, Point
 from benchmarks.records import OUR_NAME, Record, ours_at, provider_of
 from ikbo_jax.cases.error_rule import Check
 from ikbo_jax.cases.gdpa import Case, uniform_lengths
-from ikbo_jax.cases.gdpa_oracle import RESULTS, Inputs, checked_rows, expected, worst_error
+from ikbo_jax.cases.gdpa_backward import RESULTS, Inputs, check_results
 from ikbo_jax.problems import GdpaProblem
 from ikbo_jax.reference.activations import SOFTMAX
 from ikbo_jax.reference.gdpa import Arrays
@@ -61,8 +60,6 @@ RELATIVE_BARS = {
 #: direction.
 PMA_BAR = 2.0
 SOFTMAX_BARS = {"forward": 0.97, "backward": 0.90}
-#: Number of sequences whose results are compared with the oracle.
-NUM_CHECKED = 4
 #: Largest number of query-key pairs per head for the XLA path: full sequences of 1024.
 MAX_XLA_PAIRS = 1152 * 1024**2
 
@@ -351,18 +348,12 @@ def measure_point(point: Point, run: harness.Run) -> dict[str, Any]:
     providers = [p for p in chosen if p.name not in run.options.without]
     sizes, direction, case = point.case, point.direction, point.case.case
     inputs = Inputs(case.inputs(), case.cotangent())
-    sequences = harness.sample(sizes.batch, NUM_CHECKED)
-    # Yardsticks need another oracle, so oracles are computed on demand.
-    oracles: dict[Sizes, tuple[np.ndarray, np.ndarray]] = {}
 
     def compiled(provider: Provider) -> harness.Contender:
         computed = provider.sizes(sizes)
 
         def compare(result: Sequence[jax.Array]) -> Check:
-            if computed not in oracles:
-                oracles[computed] = expected(computed.case, inputs, sequences, direction)
-            found = checked_rows(case, result, sequences, direction)
-            return worst_error(found, *oracles[computed])
+            return check_results(computed.case, result, inputs, direction)
 
         contender = harness.compile_and_check(
             provider.name,
