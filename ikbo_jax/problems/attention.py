@@ -58,10 +58,8 @@ class AttentionConfig(FlashConfig):
     """Tuning parameters of the attention kernel, besides the rings.
 
     Attributes:
-      chunk: number of consecutive tiles of one head in the schedule, which find their user's keys
-        in L2.
-      reuse: whether a CTA processes neighbouring tiles, ignoring `chunk`, and keeps keys and values
-        in shared memory between tiles of the same user; needs all keys to fit the stages.
+      reuse: whether a CTA processes neighbouring tiles, and keeps keys and values in shared memory
+        between tiles of the same user; needs all keys to fit the stages.
       balance: whether tiles are split where users end, if T is an odd multiple of 64. A tile that
         holds two candidates of different users is then two work items instead of one long one.
       early_scores: whether the scores of a pass's second block are computed while the preceding
@@ -71,10 +69,9 @@ class AttentionConfig(FlashConfig):
         own scores have arrived, and not already after it has issued its own products; so the two
         compute exponentials at different times.
       one_user: whether tiles are cut where users end, by a launch that lists them; so every tile
-        has one pass. Tiles with many keys come first. Ignores `chunk` and `balance`.
+        has one pass. Tiles with many keys come first. Ignores `balance`.
     """
 
-    chunk: int = 32
     reuse: bool = False
     balance: bool = False
     early_scores: bool = False
@@ -98,8 +95,6 @@ class AttentionConfig(FlashConfig):
             return reason
         if reason := why_not_users(problem):
             return reason
-        if self.chunk < 1:
-            return f"chunk must be at least 1, but is {self.chunk}"
         stages = min(self.k_stages, self.v_stages)
         if self.reuse and problem.kv_len > stages * self.block_kv:
             return (

@@ -83,6 +83,11 @@ def why_not_width(n: int) -> str | None:
     return f"the kernel needs N to be a multiple of 8 (16 bytes, for TMA), but N={n}"
 
 
+def why_not_rows(problem: Any) -> str | None:
+    """Checks dtype and embedding width of a linear compression."""
+    return why_not_dtype(problem.dtype) or why_not_width(problem.n)
+
+
 def why_not_heads(q_heads: int, kv_heads: int) -> str | None:
     """Checks that every key head serves the same number of query heads."""
     if q_heads % kv_heads == 0:

@@ -8,15 +8,8 @@ import math
 from collections.abc import Iterator, Mapping
 from typing import Any, ClassVar, NamedTuple, Self
 
-from ikbo_jax.problems import memory, packed_compression, packed_cost, resident_cost
-from ikbo_jax.problems.hopper import (
-    BLOCK_K,
-    NUM_CONSUMERS,
-    WGMMA_M,
-    why_not_dtype,
-    why_not_smem,
-    why_not_width,
-)
+from ikbo_jax.problems import hopper, memory, packed_compression, packed_cost, resident_cost
+from ikbo_jax.problems.hopper import BLOCK_K, NUM_CONSUMERS, WGMMA_M
 from ikbo_jax.problems.packed_compression import STAGING_SLOTS, PackedCompressionConfig
 from ikbo_jax.problems.problem import Config, Problem, Ranked, by_rule, doublings, size, typed
 from ikbo_jax.problems.resident_compression import ResidentCompressionConfig
@@ -91,9 +84,7 @@ class LinearCompressionConfig(Config):
 
     def illegal_reason(self, problem: LinearCompressionSizes) -> str | None:
         """Why the kernel cannot run `problem` with this configuration; None if it can."""
-        if reason := why_not_dtype(problem.dtype):
-            return reason
-        if reason := why_not_width(problem.n):
+        if reason := hopper.why_not_rows(problem):
             return reason
         if min(problem.ks) < 1:
             return f"the kernel needs K of at least 1 at every level, but K={problem.ks}"
@@ -113,7 +104,7 @@ class LinearCompressionConfig(Config):
                 f"tile starts with the staging buffer whose store was issued first, but is "
                 f"{self.block_m} / {self.epilogue_rows}"
             )
-        return packed_compression.why_not_stages(self) or why_not_smem(self, self.smem_bytes)
+        return packed_compression.why_not_stages(self) or hopper.why_not_smem(self, self.smem_bytes)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -163,9 +154,8 @@ class LinearCompressionSizes(Problem):
         if -(-self.m // 16) != -(-other.m // 16) or min(self.n, 128) != min(other.n, 128):
             return math.inf
         weights = DISTANCE_WEIGHTS
-        total = weights["m"] * doublings(self.m, other.m) + weights["n"] * doublings(
-            self.n, other.n
-        )
+        total = weights["m"] * doublings(self.m, other.m)
+        total += weights["n"] * doublings(self.n, other.n)
         total += weights["k_fine"] * doublings(self.ks[-1], other.ks[-1])
         total += weights["b_fine"] * doublings(self.batches[-1], other.batches[-1])
         for k_a, k_b in zip(self.ks[-2::-1], other.ks[-2::-1], strict=False):

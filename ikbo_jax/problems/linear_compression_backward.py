@@ -8,17 +8,8 @@ import itertools
 from collections.abc import Iterator
 from typing import Any, ClassVar, NamedTuple, Self
 
-from ikbo_jax.problems import memory
-from ikbo_jax.problems.hopper import (
-    BLOCK_K,
-    MAX_SMEM_BYTES,
-    NUM_CONSUMERS,
-    TILE_ROWS,
-    WGMMA_M,
-    why_not_dtype,
-    why_not_smem,
-    why_not_width,
-)
+from ikbo_jax.problems import hopper, memory
+from ikbo_jax.problems.hopper import BLOCK_K, NUM_CONSUMERS, TILE_ROWS, WGMMA_M
 from ikbo_jax.problems.linear_compression import (
     LinearCompressionConfig,
     LinearCompressionProblem,
@@ -75,31 +66,22 @@ class WeightGradientConfig(Config):
         return WeightGradientShared(
             embedding=memory.Tiles((self.stages, NUM_CONSUMERS, WGMMA_M, BLOCK_K)),
             cotangent=memory.Tiles((self.stages, self.block_m, BLOCK_K)),
-            stages=memory.Ring(
-                None,
-                None,
-                memory.Barriers(self.stages, 1 + NUM_CONSUMERS),
-                memory.Barriers(self.stages, NUM_CONSUMERS),
-            ),
+            stages=memory.barriers(self.stages, 1 + NUM_CONSUMERS),
             staging=memory.Staging((NUM_CONSUMERS, WGMMA_M, self.block_m), "float32"),
         )
 
     def illegal_reason(self, problem: LinearCompressionSizes) -> str | None:
         """Why the kernel cannot run `problem` with this configuration; None if it can."""
-        if reason := why_not_dtype(problem.dtype):
-            return reason
-        if reason := why_not_width(problem.n):
+        if reason := hopper.why_not_rows(problem):
             return reason
         if self.block_m % 8 or not 8 <= self.block_m <= MAX_BLOCK_M:
             return f"block_m must be a multiple of 8 from 8 to {MAX_BLOCK_M}, but is {self.block_m}"
-        if self.stages < 2:
-            return f"stages must be at least 2, but is {self.stages}"
-        return why_not_smem(self, memory.smem_bytes(self.shared))
+        return _why_not_ring(self)
 
     def splits(self, batch: int, k: int, m: int, n: int, *, problems: int, num_sms: int) -> int:
-        """Into how many parts each problem's batch is split, so that CTAs are busy to the end.
+        """Number of parts that each problem's batch is split into, so that CTAs end together.
 
-        Each part's sum is a work item, which takes `ITEM_COST` beside its products.
+        The sum of a part is a work item, which costs its products and `ITEM_COST`.
         """
         tiles = problems * -(-k // TILE_ROWS) * -(-m // self.block_m)
         steps = -(-n // BLOCK_K)
@@ -138,24 +120,19 @@ class SumConfig(Config):
         return SumShared(
             cotangent=memory.Tiles((self.stages, *tile)),
             sums=memory.Tiles((NUM_CONSUMERS, 1, WGMMA_M, BLOCK_K)),
-            stages=memory.Ring(
-                None,
-                None,
-                memory.Barriers(self.stages, NUM_CONSUMERS),
-                memory.Barriers(self.stages, NUM_CONSUMERS),
-            ),
+            stages=memory.barriers(self.stages, NUM_CONSUMERS),
             staging=memory.Staging((NUM_CONSUMERS, WGMMA_M, BLOCK_K), "float32"),
         )
 
     def illegal_reason(self, problem: LinearCompressionSizes) -> str | None:
         """Why the kernel cannot run `problem` with this configuration; None if it can."""
-        if reason := why_not_dtype(problem.dtype):
-            return reason
-        if reason := why_not_width(problem.n):
-            return reason
-        if self.stages < 2:
-            return f"stages must be at least 2, but is {self.stages}"
-        return why_not_smem(self, memory.smem_bytes(self.shared))
+        return hopper.why_not_rows(problem) or _why_not_ring(self)
+
+
+def _why_not_ring(config: Any) -> str | None:
+    if config.stages < 2:
+        return f"stages must be at least 2, but is {config.stages}"
+    return hopper.why_not_smem(config, memory.smem_bytes(config.shared))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -180,12 +157,11 @@ class LinearCompressionBackwardConfig(Config):
                 f"the configuration is for {len(self.embeddings)} and {len(self.weights)} levels, "
                 f"but the problem has {len(problem.ks)}"
             )
-        reasons = [
-            config.illegal_reason(embedding_problem(problem, level))
-            for level, config in enumerate(self.embeddings)
-        ]
-        reasons += [config.illegal_reason(problem) for config in (*self.weights, self.sums)]
-        return next((reason for reason in reasons if reason is not None), None)
+        for level, config in enumerate(self.embeddings):
+            if reason := config.illegal_reason(embedding_problem(problem, level)):
+                return reason
+        reasons = (config.illegal_reason(problem) for config in (*self.weights, self.sums))
+        return next(filter(None, reasons), None)
 
 
 def embedding_problem(problem: LinearCompressionSizes, level: int) -> LinearCompressionProblem:
@@ -205,7 +181,7 @@ def default_config(problem: LinearCompressionSizes) -> LinearCompressionBackward
 
 def _with_most_stages(block_m: int) -> WeightGradientConfig:
     weights = [WeightGradientConfig(block_m, stages) for stages in range(MAX_STAGES, 1, -1)]
-    return next(x for x in weights if memory.smem_bytes(x.shared) <= MAX_SMEM_BYTES)
+    return next(x for x in weights if memory.smem_bytes(x.shared) <= hopper.MAX_SMEM_BYTES)
 
 
 def _block_ms(m: int) -> list[int]:
@@ -266,16 +242,9 @@ class LinearCompressionBackwardTuning(Config):
         cls, embedding: LinearCompressionConfig, weight: WeightGradientConfig, sums: SumConfig
     ) -> Self:
         """The row of the finest level's configurations."""
-        return cls(
-            weight.block_m,
-            weight.stages,
-            sums.stages,
-            embedding.block_m,
-            embedding.num_stages,
-            embedding.epilogue_rows,
-            embedding.cluster,
-            embedding.trim,
-        )
+        x = embedding
+        tile = (x.block_m, x.num_stages, x.epilogue_rows, x.cluster, x.trim)
+        return cls(weight.block_m, weight.stages, sums.stages, *tile)
 
     def kernels(self, problem: LinearCompressionSizes) -> LinearCompressionBackwardConfig:
         """The configurations of all kernels."""
@@ -325,14 +294,14 @@ class LinearCompressionBackwardProblem(LinearCompressionSizes):
         The first one has the default of every kernel. Every configuration of one kernel is tried
         beside the defaults of the others.
         """
-        return by_rule(self._configs())
-
-    def _configs(self) -> Iterator[LinearCompressionBackwardTuning]:
         if illegal_reason(self) is not None:
-            return
-        default = _default_tuning(self)
+            return iter(())
         finest = embedding_problem(self, len(self.ks) - 1)
         embeddings = _with_new_values(finest.row_configs())
+        default = default_config(self)
+        first = LinearCompressionBackwardTuning.of(
+            next(iter(embeddings), _ROWS), default.weights[-1], default.sums
+        )
         weights = [
             WeightGradientConfig(block_m, stages)
             for block_m in _block_ms(self.m)
@@ -340,7 +309,8 @@ class LinearCompressionBackwardProblem(LinearCompressionSizes):
             for stages in range(most, max(most - 2, 1), -1)
         ]
         sums = [*map(SumConfig, SUM_STAGES)][: None if len(self.ks) > 1 else 1]
-        ranked = [
+        # Each kernel's configurations are legal by themselves, so every combination is.
+        found = [
             (sum(steps), LinearCompressionBackwardTuning.of(embedding, weight, sum_config))
             for (i, embedding), (j, weight), (k, sum_config) in itertools.product(
                 enumerate(embeddings), enumerate(weights), enumerate(sums)
@@ -348,11 +318,8 @@ class LinearCompressionBackwardProblem(LinearCompressionSizes):
             for steps in ((i, j, k),)
             if sum(steps) <= MAX_STEPS or sum(steps) == max(steps)
         ]
-        ranked.sort(key=lambda entry: entry[0])
-        found = [config for _, config in ranked]
-        for config in dict.fromkeys((default, *found)):
-            if config.illegal_reason(self) is None:
-                yield config
+        found.sort(key=lambda entry: entry[0])
+        return by_rule(dict.fromkeys((first, *(config for _, config in found))))
 
 
 def _with_new_values(
@@ -366,9 +333,3 @@ def _with_new_values(
             found.append(config)
         seen |= values
     return found
-
-
-def _default_tuning(problem: LinearCompressionBackwardProblem) -> LinearCompressionBackwardTuning:
-    config = default_config(problem)
-    finest = next(embedding_problem(problem, len(problem.ks) - 1).row_configs(), _ROWS)
-    return LinearCompressionBackwardTuning.of(finest, config.weights[-1], config.sums)

@@ -85,6 +85,11 @@ class Ring(NamedTuple):
     free: Any  # completes when the consumers have read a slot
 
 
+def barriers(slots: int, ready: int, free: Any = None) -> Ring:
+    """A ring's barriers, whose operands are declared apart; `ready` arrivals fill a slot."""
+    return Ring(None, None, Barriers(slots, ready), free or Barriers(slots, NUM_CONSUMERS))
+
+
 def ring(slots: int, *, ready: int, tiles: tuple[int, ...], words: int | None = None) -> Ring:
     """A ring whose slots have operand tiles and a descriptor; `ready` arrivals fill a slot."""
     return Ring(

@@ -57,7 +57,7 @@ def rings(config: Any, copies: int, *, with_claims: bool) -> dict[str, Any]:
     # The producer is at most `stages` tiles ahead, since each tile uses at least one stage.
     tickets = memory.descriptors(stages + 2, 1)
     return {
-        "stages": memory.Ring(None, None, memory.Barriers(stages, copies), free),
+        "stages": memory.barriers(stages, copies, free),
         "tickets": tickets if with_claims else None,
         "user_stage_free": free_in_cta if with_claims else None,
     }

@@ -22,6 +22,8 @@ MAX_DEPTH = 256
 MAX_EARLY_ROWS = 128
 #: Most CTAs of an SM: 16 x 128 threads of 128 registers would not fit.
 MAX_CTAS = 8
+#: Most compressed rows of a tile of a coarser level; more were not measured.
+COARSE_ROWS = 48
 
 
 class ResidentCompressionShared(NamedTuple):
@@ -180,7 +182,6 @@ class ResidentCompressionConfig(Config):
       coarse_k: most rows of K that a tile of a coarser level sums. Longer sums are split, and the
         finer level adds one fragment for each split.
       groups: groups of compressed rows of the last level; a CTA keeps the weights of one.
-      coarse_rows: most compressed rows of a tile of a coarser level; a multiple of 16.
     """
 
     single_launch: ClassVar[bool] = False
@@ -192,7 +193,6 @@ class ResidentCompressionConfig(Config):
     gathers: bool = False
     coarse_k: int = 640
     groups: int = 1
-    coarse_rows: int = 48
 
     def levels(self, problem: Any) -> range:
         """The levels that have a launch."""
@@ -228,7 +228,7 @@ class ResidentCompressionConfig(Config):
         # As many compressed rows as there is room for beside the embeddings.
         size = hopper.MAX_SMEM_BYTES - 4 * hopper.SMEM_ALIGNMENT
         most = size // (2 * steps * depth) - WGMMA_M
-        groups = -(-m // max(16, min(self.coarse_rows, most // 16 * 16)))
+        groups = -(-m // max(16, min(COARSE_ROWS, most // 16 * 16)))
         block_m = -(-m // (16 * groups)) * 16
         splits = -(-k // (steps * depth))
         layout = Layout(1, block_m, 1, groups, splits, steps, depth, stages=1, ctas=1)
@@ -268,11 +268,6 @@ class ResidentCompressionConfig(Config):
             return f"the kernel gathers users of two levels only, but there are {len(problem.ks)}"
         if self.coarse_k < 1:
             return f"coarse_k must be at least 1, but is {self.coarse_k}"
-        if self.coarse_rows % 16 or not 16 <= self.coarse_rows <= MAX_ROWS:
-            return (
-                f"coarse_rows must be a multiple of 16 from 16 to {MAX_ROWS}, but is "
-                f"{self.coarse_rows}"
-            )
         return hopper.why_not_smem(self, self.smem_bytes(problem))
 
 

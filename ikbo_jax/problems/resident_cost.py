@@ -58,9 +58,6 @@ MAX_DEFAULT_M = 1024
 MOST_CONFIGS, MOST_CTAS = 12, 4
 #: Most compressed rows of a part, of which the model chooses.
 BLOCK_MS = (48, 64, 80, 96, 112, 128)
-#: Compressed rows of a tile of a coarser level, of which the model chooses: 96 and 128 are legal,
-#: but were not measured.
-COARSE_ROWS = 48
 #: Registers of a thread: a base, for each compressed row of all accumulators, and for the fragments
 #: of several splits.
 BASE_REGISTERS, ROW_REGISTERS, SPLITS_REGISTERS = 24, 1.3, 64
@@ -97,8 +94,7 @@ def ranked_configs(problem: Any) -> list[Ranked]:
         for ctas in range(1, min(_most_ctas(problem, layout, size, splits), MOST_CTAS) + 1):
             us = users_us + _launch_us(problem, last, layout, splits, ctas)
             tile = (layout.accumulators, layout.block_m, layout.stages, ctas, users.gathers)
-            fields = (*tile, users.coarse_k, layout.groups, users.coarse_rows)
-            found.append((us, ResidentCompressionConfig(*fields)))
+            found.append((us, ResidentCompressionConfig(*tile, users.coarse_k, layout.groups)))
             if NUM_SMS * ctas // layout.shares >= number:
                 break  # more would have no tile
         found = sorted(found, key=_order)[:MOST_CONFIGS]
@@ -126,7 +122,7 @@ def _ways_of_users(problem: Any) -> Iterator[tuple[ResidentCompressionConfig, in
     for coarse_k in (160, 320, 640, 1280):
         if coarse_k != 640 and longest <= coarse_k // 2:
             continue
-        config = ResidentCompressionConfig(coarse_k=coarse_k, coarse_rows=COARSE_ROWS)
+        config = ResidentCompressionConfig(coarse_k=coarse_k)
         layouts = [config.layout(problem, level) for level in range(last)]
         shared = [memory.smem_bytes(x.shared(problem.n, stores=False)) for x in layouts]
         if max(shared, default=0) > hopper.MAX_SMEM_BYTES:
