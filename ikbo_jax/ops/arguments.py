@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from typing import Any
 
 import jax
@@ -53,6 +54,49 @@ def check_array(name: str, array: object, axes: str) -> None:
         raise ValueError(f"{name} must have shape {axes}, but has shape {shape}")
     if str(dtype) not in DTYPES:
         raise ValueError(f"{name} must be {', '.join(DTYPES[:-1])} or {DTYPES[-1]}, but is {dtype}")
+
+
+def check_sizes(a_name: str, a: Any, b_name: str, b: Any, axes: Iterable[str]) -> None:
+    """Raises ValueError unless `a` and `b` have equal sizes on every axis that has a name."""
+    for axis, a_size, b_size in zip(axes, a.shape, b.shape, strict=True):
+        if axis != " " and a_size != b_size:
+            raise ValueError(f"{a_name} has {axis}={a_size} but {b_name} has {axis}={b_size}")
+
+
+def check_attention(
+    op: str, operands: tuple[Any, Any, Any], axes: str, kv_axes: str, concrete: str = ""
+) -> None:
+    """Raises ValueError, quoting both conflicting values, unless query, key and value agree.
+
+    Args:
+      op: the op's name.
+      operands: query, key and value.
+      axes: names of the query's axes, "B T N H"; the last two are heads and head width.
+      kv_axes: names of the axes of key and value.
+      concrete: a further axis of the key that must not be symbolic, besides heads and width.
+    """
+    query, key, value = operands
+    names = kv_axes.split()
+    check_array("query", query, f"[{', '.join(axes.split())}]")
+    for name, array in (("key", key), ("value", value)):
+        check_array(name, array, f"[{', '.join(names)}]")
+        if array.dtype != query.dtype:
+            raise ValueError(f"query is {query.dtype} but {name} is {array.dtype}")
+    check_sizes("key", key, "value", value, names)
+    check_sizes("query", query, "key", key, " " * (len(names) - 1) + "H")
+    (*_, q_heads, width), (*_, kv_heads, _) = query.shape, key.shape
+    if width < 1:
+        raise ValueError(
+            f"query must have a head width H of at least 1, but has shape {query.shape}"
+        )
+    if kv_heads < 1:
+        raise ValueError(f"key must have at least 1 head, but has shape {key.shape}")
+    further = {concrete: key.shape[names.index(concrete)]} if concrete else {}
+    check_concrete(op, further | {"N": q_heads, "K": kv_heads, "H": width})
+    if q_heads % kv_heads:
+        raise ValueError(
+            f"query has N={q_heads} heads, which is not a multiple of key's K={kv_heads}"
+        )
 
 
 def check_index(name: str, array: object, rows_name: str, axis: str, rows: int) -> None:

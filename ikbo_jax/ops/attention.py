@@ -174,7 +174,7 @@ def attention(
         request,
         arguments.finite_number("scale", scale),
         arguments.flag("indices_are_sorted", indices_are_sorted),
-        arguments.flag("return_residuals", return_residuals),
+        return_residuals=arguments.flag("return_residuals", return_residuals),
     )
     plan = _OP.plan(call, arrays)
     self_tokens = None
@@ -241,7 +241,6 @@ class _Call(Call):
 
     scale: float
     indices_are_sorted: bool
-    return_residuals: bool
 
 
 def _run_kernel(
@@ -293,21 +292,14 @@ _Folded = Folded[_Call, Arrays, _Results]
 
 
 class _Attention(Op[_Call, Arrays, _Results]):
+    is_gradient_apart = True
+    choose_gradient = staticmethod(attention_backward.choose)
+
     def problem(self, call: _Call, arrays: Arrays) -> AttentionProblem:
         problem = attention_backward.problem_of(arrays)
         # One candidate is sorted, and so are the candidates of one user.
         is_sorted = call.indices_are_sorted or 1 in (problem.batch, problem.users)
         return dataclasses.replace(problem, is_sorted=is_sorted)
-
-    def plan_on_platform(self, call: _Call, arrays: Arrays) -> dispatch.Plan:
-        """The gradient has a kernel of its own, which is chosen apart from the result's."""
-        plan = super().plan_on_platform(call, arrays)
-        config, reason = attention_backward.choose(call.request, plan.problem)
-        return dataclasses.replace(
-            plan,
-            backward=attention_backward.described(plan, config, reason),
-            backward_config=config,
-        )
 
     def run(self, call: _Call, plan: dispatch.Plan, arrays: Arrays) -> _Results:
         if plan.implementation == "mosaic_gpu":
@@ -329,13 +321,6 @@ class _Attention(Op[_Call, Arrays, _Results]):
             call = dataclasses.replace(call, indices_are_sorted=False)
         one = attention_vmap.fold(size, batched, arrays, fold_users=fold_users)
         return Folded(call, one, functools.partial(unstack, size))
-
-    def for_gradient(self, call: _Call) -> _Call:
-        return dataclasses.replace(call, return_residuals=True)
-
-    def visible(self, call: _Call, results: _Results) -> _Results:
-        out, lse = results
-        return out, lse if call.return_residuals else None
 
     def named(self, call: _Call, arrays: Arrays) -> Named:
         lengths = None if arrays.lengths is None else "u"

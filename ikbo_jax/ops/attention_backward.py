@@ -56,13 +56,6 @@ def choose(
     return gradient_config(request, AttentionBackwardProblem.of(problem))
 
 
-def described(plan: dispatch.Plan, config: Any, reason: str) -> str:
-    """The line of `explain` about the gradient; leaves out what the forward's reason says."""
-    if config is not None:
-        return f"mosaic_gpu, {config}; {reason}"
-    return plan.backward if reason in plan.reason else f"{plan.backward}: {reason}"
-
-
 def _pull_back(settings: Settings, operands: Operands, cotangents: Gradients) -> tuple[Operands]:
     query, key, value, index, lengths = operands.arrays
 

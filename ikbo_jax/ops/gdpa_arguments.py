@@ -27,7 +27,7 @@ def settings(
 ) -> Settings:
     """Checks all arguments of `gdpa`; raises ValueError, quoting both conflicting values."""
     broadcast_q = arguments.flag("broadcast_q", broadcast_q)
-    check_arrays(arrays)
+    arguments.check_attention("gdpa", arrays[:3], "total_q N H", "total_kv K H")
     check_sequences(arrays, broadcast_q)
     rows = arrays.query.shape[0]
     activations = activations_of(activation, arrays.query.shape[1])
@@ -43,35 +43,6 @@ def settings(
             f"max_seqlen_q is {most_q} but every sequence has the query's T={rows} rows"
         )
     return Settings(activations, approx, *scales, broadcast_q, most_q, most_kv)
-
-
-def check_arrays(arrays: Arrays) -> None:
-    """Raises ValueError, quoting both conflicting values, unless query, key and value agree."""
-    query, key, value = arrays[:3]
-    arguments.check_array("query", query, "[total_q, N, H]")
-    for name, array in (("key", key), ("value", value)):
-        arguments.check_array(name, array, "[total_kv, K, H]")
-        if array.dtype != query.dtype:
-            raise ValueError(f"query is {query.dtype} but {name} is {array.dtype}")
-    for axis, key_size, value_size in zip(
-        ("total_kv", "K", "H"), key.shape, value.shape, strict=True
-    ):
-        if key_size != value_size:
-            raise ValueError(f"key has {axis}={key_size} but value has {axis}={value_size}")
-    (_, q_heads, width), (_, kv_heads, key_width) = query.shape, key.shape
-    if width != key_width:
-        raise ValueError(f"query has H={width} but key has H={key_width}")
-    if width < 1:
-        raise ValueError(
-            f"query must have a head width H of at least 1, but has shape {query.shape}"
-        )
-    if kv_heads < 1:
-        raise ValueError(f"key must have at least 1 head, but has shape {key.shape}")
-    arguments.check_concrete("gdpa", {"N": q_heads, "K": kv_heads, "H": width})
-    if q_heads % kv_heads:
-        raise ValueError(
-            f"query has N={q_heads} heads, which is not a multiple of key's K={kv_heads}"
-        )
 
 
 def check_sequences(arrays: Arrays, broadcast_q: bool) -> None:

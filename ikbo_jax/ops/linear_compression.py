@@ -247,20 +247,12 @@ _Part = Part[_Call, Arrays, jax.Array]
 
 
 class _LinearCompression(Op[_Call, Arrays, jax.Array]):
+    by_kernels = "mosaic_gpu, at user and candidate batch size"
+    choose_gradient = staticmethod(choose)
+
     def problem(self, call: _Call, arrays: Arrays) -> LinearCompressionProblem:
         del call
         return problem_of(arrays)
-
-    def plan_on_platform(self, call: _Call, arrays: Arrays) -> dispatch.Plan:
-        """Kernels compute the gradient if the kernel computes the result and they are legal."""
-        plan = super().plan_on_platform(call, arrays)
-        if plan.implementation != "mosaic_gpu":
-            return plan
-        config, reason = choose(call.request, plan.problem)
-        backward = f"{plan.backward}: {reason}"
-        if config is not None:
-            backward = f"mosaic_gpu, at user and candidate batch size, {config}; {reason}"
-        return dataclasses.replace(plan, backward=backward, backward_config=config)
 
     def run(self, call: _Call, plan: dispatch.Plan, arrays: Arrays) -> jax.Array:
         if plan.implementation == "xla":

@@ -24,9 +24,15 @@ from ikbo_jax.problems import Problem
 
 @dataclasses.dataclass(frozen=True)
 class Call:
-    """The arguments of a call that are not arrays; each op adds its own. Hashable."""
+    """The arguments of a call that are not arrays; each op adds its own. Hashable.
+
+    Attributes:
+      request: the caller's choice of an implementation.
+      return_residuals: whether results that only a gradient needs are returned, too.
+    """
 
     request: dispatch.Request
+    return_residuals: bool = dataclasses.field(default=False, kw_only=True)
 
 
 class Folded[C: Call, A, R](NamedTuple):
@@ -79,9 +85,14 @@ class Op[C: Call, A, R](abc.ABC):
       differentiable: runs a call as planned, with a vmap rule and gradients.
       xla_batches_products: whether XLA runs problems that cannot be folded at once; if false, it
         runs them one after another, which needs the memory of one problem.
+      by_kernels: what `explain` says of a gradient that kernels compute.
+      by_xla: what `explain` says of a gradient that XLA computes.
+      is_gradient_apart: whether kernels may compute the gradient of a result that XLA computes.
     """
 
     xla_batches_products = True
+    by_kernels, by_xla = "mosaic_gpu", "XLA, at user and candidate batch size"
+    is_gradient_apart = False
 
     def __init__(self) -> None:
         # custom_vjp wraps custom_vmap because custom_vmap has no reverse mode.
@@ -146,9 +157,21 @@ class Op[C: Call, A, R](abc.ABC):
             refusal = f"{request.op} with implementation='mosaic_gpu': {plan.reason}"
         return dataclasses.replace(plan, cuda=cuda, refusal=refusal)
 
+    @staticmethod
+    @abc.abstractmethod
+    def choose_gradient(request: dispatch.Request, problem: Any) -> tuple[Any, str]:
+        """Returns the configuration of the gradient's kernels, or None for XLA; and the reason."""
+
     def plan_on_platform(self, call: C, arrays: A) -> dispatch.Plan:
-        """`plan` where the platform is known."""
-        return dispatch.choose(call.request, self.problem(call, arrays))
+        """Decides how a call and its gradient run where the platform is known."""
+        plan = dispatch.choose(call.request, self.problem(call, arrays))
+        if plan.implementation == "xla" and not self.is_gradient_apart:
+            return dataclasses.replace(plan, backward=self.by_xla)
+        config, reason = self.choose_gradient(call.request, plan.problem)
+        backward = f"{self.by_kernels}, {config}; {reason}"
+        if config is None:
+            backward = self.by_xla if reason in plan.reason else f"{self.by_xla}: {reason}"
+        return dataclasses.replace(plan, backward=backward, backward_config=config)
 
     def _by_platform[X, Y](
         self, run: Callable[[C, dispatch.Plan, X], Y], call: C, plan: dispatch.Plan, operands: X
@@ -162,13 +185,15 @@ class Op[C: Call, A, R](abc.ABC):
         return result
 
     def for_gradient(self, call: C) -> C:
-        """The call whose results the gradient needs."""
-        return call
+        """Returns the call whose results the gradient needs."""
+        return dataclasses.replace(call, return_residuals=True)
 
     def visible(self, call: C, results: R) -> R:
-        """The results of `call`, from the results of `for_gradient(call)`."""
-        del call
-        return results
+        """Returns the results of `call`, from the results of `for_gradient(call)`."""
+        if call.return_residuals or not isinstance(results, tuple):
+            return results
+        visible: Any = (results[0], None)
+        return visible
 
     def residuals(self, results: R) -> Any:
         """What the gradient needs of the results."""
