@@ -18,7 +18,7 @@ DTYPES = ("bfloat16", "float16", "float32")
 def request(
     op: str, implementation: str | None, config: Any, arrays: Any, *config_types: type
 ) -> dispatch.Request:
-    """The caller's choice of an implementation; raises ValueError if it is contradictory.
+    """Collects the caller's choice of an implementation; raises ValueError if it is contradictory.
 
     Args:
       op: the op's name.
@@ -109,7 +109,7 @@ def check_index(name: str, array: object, rows_name: str, axis: str, rows: int) 
 
 
 def strongly_typed(arrays: Any) -> Any:
-    """The tree `arrays` without weak types: results have the documented dtype, and keep it."""
+    """Removes weak types from the tree `arrays`: results have, and keep, the documented dtype."""
     return jax.tree.map(
         lambda x: jax.lax.convert_element_type(x, x.dtype) if getattr(x, "weak_type", 0) else x,
         arrays,
@@ -117,7 +117,7 @@ def strongly_typed(arrays: Any) -> Any:
 
 
 def describe(value: object) -> str:
-    """Text for an error message: dtype and shape of an array, the type of any other value."""
+    """Formats a value for an error: dtype and shape of an array, the type of any other value."""
     if hasattr(value, "shape") and hasattr(value, "dtype"):
         return f"{value.dtype}{list(value.shape)}"
     return "None" if value is None else f"a {type(value).__name__}"

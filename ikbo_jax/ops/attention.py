@@ -243,9 +243,7 @@ class _Call(Call):
     indices_are_sorted: bool
 
 
-def _run_kernel(
-    call: _Call, plan: dispatch.Plan, arrays: Arrays
-) -> tuple[jax.Array, jax.Array | None]:
+def _run_kernel(call: _Call, plan: dispatch.Plan, arrays: Arrays) -> _Results:
     query, key, value, index, lengths = arrays
     # Imported here because Mosaic GPU takes 0.3 s to import.
     from ikbo_jax.pallas.few_queries import kernel as few_queries
@@ -268,7 +266,7 @@ def _run_kernel(
     run: Any = functools.partial(few_queries.few_queries_kernel, lists=lists)
     if not has_few_queries:
         run = functools.partial(kernel.attention_kernel, order=order)
-    result: tuple[jax.Array, jax.Array | None] = run(
+    result: _Results = run(
         query,
         key,
         value,
@@ -368,7 +366,7 @@ def _attention(
     plan: dispatch.Plan,
     arrays: Arrays,
     self_tokens: tuple[jax.Array, jax.Array] | None,
-) -> tuple[jax.Array, jax.Array | None]:
+) -> _Results:
     arrays, self_tokens = arguments.strongly_typed((arrays, self_tokens))
     arrays, self_tokens = vary_over_same_axes((arrays, self_tokens))
     lse: jax.Array | None
@@ -391,7 +389,7 @@ _MERGED = Rule(
     ("out1", "lse1", "out2", "lse2"),
     (dimensions("b t n h"), dimensions("b t n")) * 2,
     (dimensions("b t n h"), dimensions("b t n")),
-    tuple({"b": "candidates", "t": "queries", "n": "heads", "h": "H"}.items()),
+    (("b", "candidates"), ("t", "queries"), ("n", "heads"), ("h", "H")),
 )
 
 

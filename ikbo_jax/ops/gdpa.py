@@ -38,7 +38,7 @@ def gdpa(
     implementation: str | None = None,
     config: GdpaConfig | ShortGdpaConfig | None = None,
 ) -> jax.Array:
-    """Attention over jagged sequences with an activation function in place of the softmax.
+    """Attends over jagged sequences with an activation function in place of the softmax.
 
         out[i] = output_scale · Σⱼ act(scale · query[i] · key[j]) · value[j]
 
@@ -189,7 +189,7 @@ def _run_vjp_batched(call: _Call, size: int, batched: Any, residuals: _Residuals
 
 @jax.custom_jvp
 def _differentiated_twice(x: jax.Array) -> jax.Array:
-    """The identity; its derivative would be a third one, which the loops of `chunked_vjp` lack."""
+    """Returns `x`; a derivative would be a third one, which `chunked_vjp`'s loops lack."""
     return x
 
 
@@ -302,7 +302,7 @@ class _Gdpa(Op[_Call, Arrays, _Results]):
         )
 
     def part(self, call: _Call, arrays: Arrays, division: Division) -> _Part:
-        """Every device takes its rows of queries; a sequence may be cut between two devices."""
+        """Gives every device its rows of queries; a sequence may be cut between two devices."""
         # All heads have one activation where heads are divided.
         activations = call.settings.activations[: arrays.query.shape[1]]
         call = dataclasses.replace(call, settings=call.settings._replace(activations=activations))

@@ -85,7 +85,7 @@ def check_sequences(arrays: Arrays, broadcast_q: bool) -> None:
 
 
 def activations_of(activation: str | tuple[str, ...], heads: int) -> tuple[str, ...]:
-    """A name for each of `heads` heads; raises ValueError for unknown names or another number."""
+    """Returns a name for each head; raises ValueError for unknown names or another number."""
     names = activation if isinstance(activation, (tuple, list)) else (activation,) * max(heads, 1)
     for name in names:
         if not isinstance(name, str) or name not in ACTIVATIONS:
@@ -119,7 +119,7 @@ def check_approx(approx: str | None, activations: tuple[str, ...]) -> None:
 
 
 def bound(name: str, value: int | None, rows: int) -> int | None:
-    """A bound of lengths, cut to `rows`; raises ValueError unless it is an integer of at least 0.
+    """Cuts a bound of lengths to `rows`; raises ValueError unless it is an integer of at least 0.
 
     The device adds the bound to int32 offsets: a sum of at most twice the rows is an int32, too.
     """

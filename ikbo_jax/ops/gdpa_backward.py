@@ -24,7 +24,7 @@ MAX_PARTS = 8
 def choose(
     request: dispatch.Request, problem: GdpaProblem
 ) -> tuple[GdpaBackwardTuning | None, str]:
-    """The configuration for the gradient of `problem`, or None for XLA; and the reason."""
+    """Returns the configuration of the gradient's kernels, or None for XLA; and the reason."""
     backward = GdpaBackwardProblem.of(problem)
     return gradient_config(request, backward, configs.illegal_reason(problem))
 
@@ -131,7 +131,7 @@ def _d_key_value(
     out_dtype: Any,
     options: dict[str, Any],
 ) -> tuple[jax.Array, jax.Array]:
-    """Gradients of key and value; every n-th query sequence belongs to part n.
+    """Computes gradients of key and value; every n-th query sequence belongs to part n.
 
     With several parts there are as many copies of keys and values, which are few then. The parts'
     gradients are f32 and added before they are rounded.

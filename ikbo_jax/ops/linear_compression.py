@@ -321,7 +321,7 @@ class _LinearCompression(Op[_Call, Arrays, jax.Array]):
     def _gradients(
         self, call: _Call, plan: dispatch.Plan, arrays: Arrays, cotangents: jax.Array, dtype: Any
     ) -> Gradients:
-        """Gradients of the weights, which have no padding here, and of the embeddings."""
+        """Computes gradients of the weights, which have no padding here, and of the embeddings."""
         if plan.backward_config is not None:
             name = dtype and jnp.dtype(dtype).name
             # A candidate is on one device, unless every device has a part of M.
@@ -332,7 +332,7 @@ class _LinearCompression(Op[_Call, Arrays, jax.Array]):
 
 
 def _without_padding(arrays: Arrays) -> Arrays:
-    """The arrays, with weights [M, K] in place of padded ones."""
+    """Replaces padded weights by weights [M, K]."""
     pairs = zip(arrays.weights, arrays.embeddings, strict=True)
     return arrays._replace(
         weights=tuple(

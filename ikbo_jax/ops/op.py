@@ -102,7 +102,7 @@ class Op[C: Call, A, R](abc.ABC):
 
     @abc.abstractmethod
     def problem(self, call: C, arrays: A) -> Problem:
-        """The problem that a call poses."""
+        """Returns the problem that a call poses."""
 
     @abc.abstractmethod
     def run(self, call: C, plan: dispatch.Plan, arrays: A) -> R:
@@ -121,7 +121,7 @@ class Op[C: Call, A, R](abc.ABC):
 
     @abc.abstractmethod
     def named(self, call: C, arrays: A) -> Named:
-        """The names of the dimensions of the arrays and of the results of `run`."""
+        """Names the dimensions of the arrays and of the results of `run`."""
 
     @abc.abstractmethod
     def vjp(
@@ -133,7 +133,7 @@ class Op[C: Call, A, R](abc.ABC):
         cotangents: R,
         dtype: Any,
     ) -> A:
-        """Gradients of `arrays`, as a tree like it; None for integer arrays.
+        """Computes gradients of `arrays`, as a tree like it; None for integer arrays.
 
         Args:
           call: the arguments that are not arrays.
@@ -196,7 +196,7 @@ class Op[C: Call, A, R](abc.ABC):
         return visible
 
     def residuals(self, results: R) -> Any:
-        """What the gradient needs of the results."""
+        """Returns what the gradient needs of the results."""
         return results
 
     def _divided(self, call: C, plan: dispatch.Plan, arrays: A) -> R:
@@ -218,7 +218,7 @@ class Op[C: Call, A, R](abc.ABC):
         return results
 
     def part(self, call: C, arrays: A, division: Division) -> Part[C, A, R]:
-        """One device's part of a call, from its part of the arrays."""
+        """Makes one device's part of a call, from its part of the arrays."""
         del division
         return Part(call, arrays)
 
@@ -232,7 +232,7 @@ class Op[C: Call, A, R](abc.ABC):
         return part_plan
 
     def _vmappable(self, call: C, plan: dispatch.Plan, arrays: A) -> R:
-        """`run` with a vmap rule: the default rule would add a grid axis to the kernel."""
+        """Runs `run` with a vmap rule: the default rule would add a grid axis to the kernel."""
 
         def run(arrays: A) -> R:
             return self.run(call, plan, arrays)
@@ -268,7 +268,7 @@ class Op[C: Call, A, R](abc.ABC):
         return plan.implementation == "xla" and self.xla_batches_products
 
     def _noted(self, plan: dispatch.Plan, size: int) -> dispatch.Plan:
-        """The plan, whose reason says how problems run that cannot be folded."""
+        """Adds to the plan's reason how problems run that cannot be folded."""
         how = "at once" if self._runs_at_once(plan) else "one after another"
         return dataclasses.replace(
             plan,
@@ -290,7 +290,7 @@ class Op[C: Call, A, R](abc.ABC):
             return (self._by_platform(self._pulled_back, call, plan, (saved, cotangents)),)
 
     def _pulled_back(self, call: C, plan: dispatch.Plan, operands: tuple[tuple[A, Any], R]) -> A:
-        """The gradients of the arrays, from what `_forward` saved and the cotangents."""
+        """Computes the gradients of the arrays, from what `_forward` saved and the cotangents."""
         saved, cotangents = operands
         arrays, _ = saved
         named = self.named(self.for_gradient(call), arrays)
@@ -327,7 +327,7 @@ class Op[C: Call, A, R](abc.ABC):
 
 
 def _of_problems(plan: dispatch.Plan, size: int, batched: dispatch.Plan) -> dispatch.Plan:
-    """The plan `batched` of a `vmap` over `plan`; with the division, if that is a part's."""
+    """Marks `batched` as the plan of a `vmap` over `plan`, and keeps the division of a part."""
     if not plan.division:
         return dataclasses.replace(batched, origin=(*(plan.origin or (plan,)), size))
     batched = dataclasses.replace(batched, division=plan.division, origin=plan.origin)
@@ -336,7 +336,7 @@ def _of_problems(plan: dispatch.Plan, size: int, batched: dispatch.Plan) -> disp
 
 
 def _on[C: Call](call: C, platform: str) -> C:
-    """The call once the platform is known."""
+    """Returns the call once the platform is known."""
     return dataclasses.replace(call, request=call.request.on(platform))
 
 
@@ -351,7 +351,7 @@ def _run_divided(
     result_names: Any,
     split: dict[str, str],
 ) -> Any:
-    """`sharded.run` for trees: `operands` are names and arrays."""
+    """Runs `sharded.run` for trees: `operands` are names and arrays."""
     names, arrays = operands
     paths, treedef = jax.tree_util.tree_flatten_with_path(arrays)
     result_leaves, result_treedef = jax.tree.flatten(result_names)
@@ -372,7 +372,7 @@ def _run_divided(
 def vmappable[A, R](
     run: Callable[[A], R], run_batched: Callable[[int, A, A], R]
 ) -> Callable[[A], R]:
-    """A function of a tree of arrays with its own vmap rule.
+    """Makes a function of a tree of arrays with its own vmap rule.
 
     Args:
       run: the function.
@@ -431,19 +431,19 @@ class Gradient[S, O, G]:
 def gradient_config(
     request: dispatch.Request, problem: Problem, reason: str | None = None
 ) -> tuple[Any, str]:
-    """The configuration of a gradient's kernels, or None for XLA; `reason` says why not kernels."""
+    """Returns the configuration of a gradient's kernels, or None for XLA because of `reason`."""
     if reason:
         return None, reason
     return dispatch.kernel_config(dataclasses.replace(request, op=problem.op, config=None), problem)
 
 
 def stack(size: int, array: jax.Array, is_batched: bool) -> jax.Array:
-    """`array` with a leading axis of `size`; broadcasts it unless it is batched."""
+    """Gives `array` a leading axis of `size`; broadcasts it unless it is batched."""
     return array if is_batched else jnp.broadcast_to(array, (size, *array.shape))
 
 
 def concatenate(size: int, array: jax.Array, is_batched: bool) -> jax.Array:
-    """The rows of `size` problems as the rows of one; each has a copy of what is not batched."""
+    """Joins the rows of `size` problems; each has a copy of what is not batched."""
     return stack(size, array, is_batched).reshape(-1, *array.shape[1 + is_batched :])
 
 
@@ -453,7 +453,7 @@ def unstack[R](size: int, results: R) -> R:
 
 
 def map_sequentially(fn: Callable[..., Any], batched: Any, arguments: Any) -> Any:
-    """vmap as a loop, which needs the memory of one problem.
+    """Runs a vmap as a loop, which needs the memory of one problem.
 
     Args:
       fn: takes a tree like `arguments` without batch axes.

@@ -49,7 +49,7 @@ class PaddedWeight:
         return self.rows[:, : self.k]
 
     def astype(self, dtype: Any) -> PaddedWeight:
-        """The weight in another dtype."""
+        """Converts the weight to another dtype."""
         if jnp.dtype(dtype) == self.dtype:
             return self
         return pad_weight(self.weight.astype(dtype))
@@ -82,6 +82,6 @@ def pad_weight(weight: jax.Array | PaddedWeight) -> PaddedWeight:
 
 
 def pad_columns(weight: jax.Array, columns: int) -> jax.Array:
-    """A matrix with zeros behind its columns."""
+    """Adds columns of zeros to a matrix."""
     missing = columns - weight.shape[1]
     return jnp.pad(weight, ((0, 0), (0, missing))) if missing else weight

@@ -31,7 +31,7 @@ def by_platform(
     operands: Any,
     refusal: str = "",
 ) -> Any:
-    """`on_cuda(operands)` in a program that is lowered for CUDA, `elsewhere(operands)` in others.
+    """Runs `on_cuda(operands)` in a program for CUDA, `elsewhere(operands)` in others.
 
     Derivatives are those of `elsewhere`, on every platform. Both functions have `vmap`.
 

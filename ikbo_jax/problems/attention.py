@@ -79,7 +79,6 @@ class AttentionConfig(FlashConfig):
     one_user: bool = False
 
     def shared(self, head_dim: int) -> AttentionShared:
-        """Shared memory and barriers of one CTA."""
         return AttentionShared(
             items=memory.descriptors(self.q_slots, ITEM_WORDS, spare=1),
             flags=memory.Words((NUM_CONSUMERS, FLAG_WORDS)),
@@ -90,7 +89,6 @@ class AttentionConfig(FlashConfig):
         )
 
     def illegal_reason(self, problem: AttentionProblem) -> str | None:
-        """Why the kernel cannot run `problem` with this configuration; None if it can."""
         if reason := self.why_not_tiles(problem, MAX_BLOCK_KV):
             return reason
         if reason := why_not_users(problem):
@@ -135,7 +133,7 @@ class AttentionSizes(Problem):
 
     @property
     def useful_flops(self) -> int:
-        """Two FLOPs per multiply-add of the products, all keys valid; no padding, no softmax."""
+        """Counts two FLOPs per multiply-add of the products, all keys valid, without padding."""
         pairs = self.batch * self.q_len * self.q_heads * self.kv_len
         return 2 * self.products * pairs * self.head_dim
 
@@ -152,7 +150,7 @@ class AttentionSizes(Problem):
         )
 
     def distance(self, other: AttentionSizes) -> float:
-        """Infinite if H, and so the tiles, differ; see `ATTENTION_DISTANCE_WEIGHTS`."""
+        """Returns infinity if H, and so the tiles, differ; see `ATTENTION_DISTANCE_WEIGHTS`."""
         if self.head_dim != other.head_dim:
             return math.inf
         return attention_distance(self._sizes(), other._sizes())
@@ -225,7 +223,7 @@ class AttentionProblem(AttentionSizes):
                         yield config
 
     def _switches(self) -> list[dict[str, bool]]:
-        """Further parameters worth timing, the most promising first."""
+        """Lists further parameters worth timing, the most promising first."""
         # reuse: 0.074 ms instead of 0.082 ms at S = 256 and 64 candidates a user in one
         # measurement, 0.086 ms instead of 0.089 ms in another (H = 128).
         found: list[dict[str, bool]] = [{}, {"reuse": True}]
@@ -240,7 +238,7 @@ class AttentionProblem(AttentionSizes):
 
 
 def _cut(config: AttentionConfig, mode: str) -> AttentionConfig:
-    """A configuration with one of the modes of `attention_tile_cost.tile_modes`."""
+    """Returns the configuration with a mode of `attention_tile_cost.tile_modes`."""
     if mode == "one_user":
         return dataclasses.replace(config, one_user=True, reuse=False)
     if mode == "balance":

@@ -55,7 +55,6 @@ class AttentionBackwardProblem(AttentionSizes):
 
     @classmethod
     def of(cls, forward: AttentionSizes) -> Self:
-        """The gradient of `forward`."""
         return cls(**{x.name: getattr(forward, x.name) for x in dataclasses.fields(cls)})
 
     @property
@@ -66,7 +65,7 @@ class AttentionBackwardProblem(AttentionSizes):
 
     @property
     def items(self) -> int:
-        """Tiles of keys of all users and key heads."""
+        """Number of tiles of keys of all users and key heads."""
         return self.users * self.kv_heads * self._tiles
 
     @property
@@ -197,7 +196,7 @@ class AttentionBackwardProblem(AttentionSizes):
                 yield AttentionBackwardConfig(block_q, stages, 1, "launch", block_kv, kv_stages)
 
     def _splits(self, block_q: int) -> tuple[int, ...]:
-        """Parts of a user's queries: at most two items an SM, of at least four blocks.
+        """Divides a user's queries into parts: at most two items an SM, of at least four blocks.
 
         Fewer parts if the SM with most items has no more rows of them. With one user of 10,000
         rows, 8 heads and 1,024 keys, 64 items, two parts took 195 us on an H200 (with the result)
@@ -213,7 +212,7 @@ class AttentionBackwardProblem(AttentionSizes):
 
 
 def _added_by_launch(config: AttentionBackwardConfig) -> AttentionBackwardConfig:
-    """`config`, whose parts one launch adds.
+    """Makes one launch add the parts of `config`.
 
     With its parts added by XLA, 8 configurations of 7 sizes took 0.02 to 3.7 us longer (H200), and
     none a shorter time.

@@ -66,7 +66,7 @@ FURTHER_PASS, WORST = {1: 1.0, 2: 0.8, 3: 0.8, 4: 0.8}, 2.0
 
 
 def expected_tiles(problem: Any, item_rows: int) -> float:
-    """Mean number of items for the rows of a user that has candidates.
+    """Estimates the mean number of items for the rows of a user that has candidates.
 
     A user's number of candidates is taken as normally distributed, its variance as its mean.
     """
@@ -85,20 +85,20 @@ def expected_tiles(problem: Any, item_rows: int) -> float:
 
 
 def key_bytes(problem: Any) -> tuple[int, int]:
-    """Bytes of keys and values: of one head of a user, and of all users with candidates."""
+    """Counts bytes of keys and values: one head of a user, and all users with candidates."""
     p = problem
     keys = 4 * p.kv_len * p.head_dim
     return keys, min(p.users, p.batch) * p.kv_heads * keys
 
 
 def row_bytes(problem: Any) -> int:
-    """Bytes of the queries, and of the result."""
+    """Counts the bytes of the queries and of the result."""
     p = problem
     return 4 * p.batch * p.q_len * p.q_heads * p.head_dim
 
 
 def _pass_us(problem: Any, ending: float) -> float:
-    """Time of a pass of a tile of 128 rows; `ending`: the part of the tiles in which users end."""
+    """Estimates a pass of 128 rows; `ending` is the part of the tiles in which users end."""
     p = problem
     columns = hopper.column_blocks(p.head_dim)
     blocks, rows_us = math.ceil(p.kv_len / 128), 0.0
@@ -111,7 +111,7 @@ def _pass_us(problem: Any, ending: float) -> float:
 
 
 def estimated_tile_us(problem: Any) -> float:
-    """Time of the kernel whose tiles span users: waves of tiles, a pass for each of their users."""
+    """Estimates tiles that span users: waves of tiles, a pass for each user of a tile."""
     p = problem
     rows = p.batch * p.q_len
     items = -(-rows // TILE_ROWS) * p.q_heads
@@ -134,7 +134,7 @@ def estimated_tile_us(problem: Any) -> float:
 
 
 def estimated_one_user_us(problem: Any) -> float:
-    """Time of the same kernel with tiles of one user: waves of passes, and the list of tiles."""
+    """Estimates tiles of one user: waves of passes, and the list of tiles."""
     p = problem
     users = min(p.users, p.batch)
     tiles = users * expected_tiles(p, TILE_ROWS)
@@ -150,7 +150,7 @@ def estimated_one_user_us(problem: Any) -> float:
 
 
 def estimated_balance_us(problem: Any) -> float:
-    """Time of the same kernel with `balance`, which cuts tiles at users, by kernels of XLA."""
+    """Estimates the kernel with `balance`; kernels of XLA cut its tiles at users."""
     p = problem
     tiles = p.batch * p.q_len // WGMMA_M
     if p.q_len % TILE_ROWS != WGMMA_M or tiles > MOST_BALANCED:
@@ -159,7 +159,7 @@ def estimated_balance_us(problem: Any) -> float:
 
 
 def _list_us(problem: Any) -> float:
-    """Time of the launch that lists tiles of one user, or of XLA's kernels."""
+    """Estimates the launch that lists tiles of one user, or XLA's kernels that do."""
     if 2 * (problem.batch + problem.users) > MOST_LISTED_WORDS:
         return XLA_LIST_US
     return LIST_US + LIST_EACH_US * problem.batch / 1024

@@ -122,7 +122,6 @@ class GdpaConfig(FlashConfig):
     tickets: bool = False
 
     def shared(self, head_dim: int) -> GdpaShared:
-        """Shared memory and barriers of one CTA."""
         items = memory.descriptors(self.q_slots + EXTRA_ITEM_SLOTS, ITEM_WORDS)
         return GdpaShared(items=items, **self.rings(head_dim))
 
@@ -138,7 +137,6 @@ class GdpaConfig(FlashConfig):
         )
 
     def illegal_reason(self, problem: GdpaProblem) -> str | None:
-        """Why the forward kernel cannot run `problem` with this configuration; None if it can."""
         if reason := self.why_not_tiles(problem, MAX_BLOCK_KV):
             return reason
         has_softmax = SOFTMAX in problem.activations

@@ -35,17 +35,17 @@ KERNEL_DTYPES = ("bfloat16", "float16")
 
 
 def ctas_by_smem(size: int) -> int:
-    """CTAs of `size` bytes of shared memory for which an SM has room."""
+    """Counts CTAs of `size` bytes of shared memory for which an SM has room."""
     return SM_SMEM_BYTES // (size + RESERVED_SMEM_BYTES)
 
 
 def ctas_by_registers(registers: int) -> int:
-    """CTAs of one warpgroup, with so many registers a thread, for which an SM has room."""
+    """Counts CTAs of one warpgroup, with `registers` a thread, for which an SM has room."""
     return SM_REGISTERS // (WARPGROUP_SIZE * registers)
 
 
 def column_blocks(width: int) -> int:
-    """Blocks of 64 columns, a swizzled row of 16-bit elements each, that hold `width` columns."""
+    """Counts the blocks of 64 columns (one swizzled row each) that hold `width` columns."""
     return -(-width // BLOCK_K)
 
 

@@ -68,7 +68,7 @@ class LinearCompressionConfig(Config):
     trim: bool = False
 
     def shared(self, *, with_claims: bool) -> LinearCompressionShared:
-        """Shared memory and barriers of one CTA; `with_claims`: of a single launch."""
+        """Declares shared memory and barriers of one CTA; `with_claims`: of a single launch."""
         stages = self.num_stages
         return LinearCompressionShared(
             weight=memory.Tiles((stages, self.block_m, BLOCK_K)),
@@ -83,7 +83,6 @@ class LinearCompressionConfig(Config):
         return memory.smem_bytes(self.shared(with_claims=True))
 
     def illegal_reason(self, problem: LinearCompressionSizes) -> str | None:
-        """Why the kernel cannot run `problem` with this configuration; None if it can."""
         if reason := hopper.why_not_rows(problem):
             return reason
         if min(problem.ks) < 1:
@@ -127,7 +126,7 @@ class LinearCompressionSizes(Problem):
 
     @property
     def useful_flops(self) -> int:
-        """Two FLOPs per multiply-add, every level at its batch size; no padding, no copies."""
+        """Number of FLOPs, every level at its batch size, without padding and copies."""
         return sum(2 * b * k * self.m * self.n for b, k in zip(self.batches, self.ks, strict=True))
 
     @classmethod
@@ -145,7 +144,7 @@ class LinearCompressionSizes(Problem):
         return f"B={batches} K={ks} M={self.m} N={self.n} {self.dtype}"
 
     def distance(self, other: LinearCompressionSizes) -> float:
-        """Weighted sum of |log2| of the sizes' ratios; levels are paired from the finest.
+        """Weighs |log2| of the sizes' ratios; levels are paired from the finest.
 
         Infinite if the best tiles cannot be the same: M differs by steps of 16, or an N below 128,
         which decides how many candidates fill a tile. See `DISTANCE_WEIGHTS`; "ratio" is a level's

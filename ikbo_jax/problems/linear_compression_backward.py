@@ -62,7 +62,6 @@ class WeightGradientConfig(Config):
 
     @property
     def shared(self) -> WeightGradientShared:
-        """Shared memory and barriers of one CTA."""
         return WeightGradientShared(
             embedding=memory.Tiles((self.stages, NUM_CONSUMERS, WGMMA_M, BLOCK_K)),
             cotangent=memory.Tiles((self.stages, self.block_m, BLOCK_K)),
@@ -71,7 +70,6 @@ class WeightGradientConfig(Config):
         )
 
     def illegal_reason(self, problem: LinearCompressionSizes) -> str | None:
-        """Why the kernel cannot run `problem` with this configuration; None if it can."""
         if reason := hopper.why_not_rows(problem):
             return reason
         if self.block_m % 8 or not 8 <= self.block_m <= MAX_BLOCK_M:
@@ -115,7 +113,6 @@ class SumConfig(Config):
 
     @property
     def shared(self) -> SumShared:
-        """Shared memory and barriers of one CTA."""
         tile = (NUM_CONSUMERS, WGMMA_M, BLOCK_K)
         return SumShared(
             cotangent=memory.Tiles((self.stages, *tile)),
@@ -125,7 +122,6 @@ class SumConfig(Config):
         )
 
     def illegal_reason(self, problem: LinearCompressionSizes) -> str | None:
-        """Why the kernel cannot run `problem` with this configuration; None if it can."""
         return hopper.why_not_rows(problem) or _why_not_ring(self)
 
 
@@ -151,7 +147,6 @@ class LinearCompressionBackwardConfig(Config):
     sums: SumConfig = SumConfig()
 
     def illegal_reason(self, problem: LinearCompressionSizes) -> str | None:
-        """Why the kernels cannot compute the gradient of `problem`; None if they can."""
         if not len(self.embeddings) == len(self.weights) == len(problem.ks):
             return (
                 f"the configuration is for {len(self.embeddings)} and {len(self.weights)} levels, "
@@ -165,14 +160,14 @@ class LinearCompressionBackwardConfig(Config):
 
 
 def embedding_problem(problem: LinearCompressionSizes, level: int) -> LinearCompressionProblem:
-    """The linear compression by a transposed weight that gives a level's gradient: M is its K."""
+    """Returns the compression by a transposed weight that gives a level's gradient."""
     sizes = (problem.batches[level],), (problem.m,), problem.ks[level], problem.n
     return LinearCompressionProblem(*sizes, problem.dtype)
 
 
 @functools.lru_cache(maxsize=1024)
 def default_config(problem: LinearCompressionSizes) -> LinearCompressionBackwardConfig:
-    """The configuration without a measurement; legal unless none is."""
+    """Returns the configuration without a measurement; legal unless none is."""
     products = [embedding_problem(problem, level) for level in range(len(problem.ks))]
     embeddings = [x.default_config() or _ROWS for x in products]
     weight = _with_most_stages(_block_ms(problem.m)[0])
@@ -185,7 +180,7 @@ def _with_most_stages(block_m: int) -> WeightGradientConfig:
 
 
 def _block_ms(m: int) -> list[int]:
-    """Values of block_m, whose tiles cover M at the least cost first.
+    """Lists values of block_m, whose tiles cover M at the least cost first.
 
     Each tile costs 32 rows beside its own.
     """
@@ -195,7 +190,7 @@ def _block_ms(m: int) -> list[int]:
 
 
 def illegal_reason(problem: LinearCompressionSizes) -> str | None:
-    """Why the kernels cannot compute the gradient of a problem; None if they can."""
+    """Says why the kernels cannot compute a problem's gradient; None if they can."""
     if reason := _why_not_sizes(problem):
         return reason
     return default_config(problem).illegal_reason(problem)
@@ -241,13 +236,13 @@ class LinearCompressionBackwardTuning(Config):
     def of(
         cls, embedding: LinearCompressionConfig, weight: WeightGradientConfig, sums: SumConfig
     ) -> Self:
-        """The row of the finest level's configurations."""
+        """Makes the row of the finest level's configurations."""
         x = embedding
         tile = (x.block_m, x.num_stages, x.epilogue_rows, x.cluster, x.trim)
         return cls(weight.block_m, weight.stages, sums.stages, *tile)
 
     def kernels(self, problem: LinearCompressionSizes) -> LinearCompressionBackwardConfig:
-        """The configurations of all kernels."""
+        """Returns the configurations of all kernels."""
         default = default_config(problem)
         finest = default.embeddings[-1]
         if isinstance(finest, LinearCompressionConfig):
@@ -267,7 +262,6 @@ class LinearCompressionBackwardTuning(Config):
         )
 
     def illegal_reason(self, problem: LinearCompressionSizes) -> str | None:
-        """Why the kernels cannot compute the gradient of `problem`; None if they can."""
         return _why_not_sizes(problem) or self.kernels(problem).illegal_reason(problem)
 
 
@@ -280,12 +274,11 @@ class LinearCompressionBackwardProblem(LinearCompressionSizes):
 
     @classmethod
     def of(cls, forward: LinearCompressionSizes) -> Self:
-        """The gradient of `forward`."""
         return cls(forward.batches, forward.ks, forward.m, forward.n, forward.dtype)
 
     @property
     def useful_flops(self) -> int:
-        """Those of the gradients of weights and of embeddings: one product of each level each."""
+        """Number of FLOPs of two products a level: for the weight and for the embedding."""
         return 2 * super().useful_flops
 
     def rank(self) -> Iterator[Ranked]:
@@ -325,7 +318,7 @@ class LinearCompressionBackwardProblem(LinearCompressionSizes):
 def _with_new_values(
     configs: Iterator[LinearCompressionConfig],
 ) -> list[LinearCompressionConfig]:
-    """The first configuration, and each one with a value that no parameter had before."""
+    """Keeps the first configuration, and each with a value that no earlier one had."""
     found, seen = [], set[tuple[str, int]]()
     for config in configs:
         values = set(dataclasses.asdict(config).items())

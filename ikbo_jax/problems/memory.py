@@ -86,12 +86,12 @@ class Ring(NamedTuple):
 
 
 def barriers(slots: int, ready: int, free: Any = None) -> Ring:
-    """A ring's barriers, whose operands are declared apart; `ready` arrivals fill a slot."""
+    """Declares a ring's barriers; `ready` arrivals fill a slot, whose operands stand elsewhere."""
     return Ring(None, None, Barriers(slots, ready), free or Barriers(slots, NUM_CONSUMERS))
 
 
 def ring(slots: int, *, ready: int, tiles: tuple[int, ...], words: int | None = None) -> Ring:
-    """A ring whose slots have operand tiles and a descriptor; `ready` arrivals fill a slot."""
+    """Declares a ring of operand tiles and descriptors; `ready` arrivals fill a slot."""
     return Ring(
         Tiles((slots, *tiles)),
         None if words is None else Words((slots, words)),
@@ -101,7 +101,7 @@ def ring(slots: int, *, ready: int, tiles: tuple[int, ...], words: int | None = 
 
 
 def descriptors(slots: int, words: int, *, spare: int = 0) -> Ring:
-    """A ring of descriptors without operands, and without barriers that say that a slot is free.
+    """Declares a ring of descriptors alone, whose slots no barrier frees.
 
     `spare`: descriptors beyond the slots, which no barrier belongs to.
     """
@@ -109,7 +109,7 @@ def descriptors(slots: int, words: int, *, spare: int = 0) -> Ring:
 
 
 def smem_bytes(shared: Any) -> int:
-    """Bytes of one CTA's shared memory; `shared` is a tuple of declarations, or one of them."""
+    """Adds up the bytes of one CTA's shared memory, a declaration or a tuple of them."""
     if isinstance(shared, tuple):
         return sum(map(smem_bytes, shared))
     if isinstance(shared, Barriers):

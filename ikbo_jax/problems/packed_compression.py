@@ -42,7 +42,7 @@ def block_width(n: int) -> int:
 
 
 def row_parts(block_n: int) -> int:
-    """Parts of a tile's compressed rows: one for each consumer if they share the columns."""
+    """Counts the parts of a tile's rows: one for each consumer if both share the columns."""
     return NUM_CONSUMERS if block_n < TILE_ROWS else 1
 
 
@@ -103,16 +103,15 @@ class PackedCompressionConfig(Config):
 
     @property
     def parts(self) -> int:
-        """Parts of a tile's compressed rows; see `row_parts`."""
         return row_parts(self.block_n)
 
     @property
     def consumer_rows(self) -> int:
-        """Compressed rows of each of a consumer's accumulators."""
+        """Number of compressed rows of each of a consumer's accumulators."""
         return self.block_m // self.parts
 
     def shared(self, *, with_claims: bool, n: int = WGMMA_M) -> PackedCompressionShared:
-        """Shared memory and barriers of one CTA; its size does not depend on N."""
+        """Declares shared memory and barriers of one CTA; the size does not depend on N."""
         stages, width = self.num_stages, block_width(n)
         blocks = self.block_n // width
         staged = (WGMMA_M // width, self.epilogue_rows, width)
@@ -130,7 +129,6 @@ class PackedCompressionConfig(Config):
         return memory.smem_bytes(self.shared(with_claims=True))
 
     def illegal_reason(self, problem: Any) -> str | None:
-        """Why the kernel cannot run a `LinearCompressionProblem` so; None if it can."""
         return (
             why_not_served(problem)
             or self._why_not_tile()
@@ -185,7 +183,7 @@ def _why_not_sizes(problem: Any) -> str | None:
 
 
 def why_not_served(problem: Any) -> str | None:
-    """Why no configuration can run a `LinearCompressionProblem`; None if some may."""
+    """Says why no configuration can run a `LinearCompressionProblem`; None if some may."""
     return hopper.why_not_dtype(problem.dtype) or _why_not_sizes(problem)
 
 

@@ -61,7 +61,7 @@ CACHE_BYTES = 4e7
 
 
 def ranked_configs(problem: Any) -> list[Ranked]:
-    """The legal configurations worth timing, the most promising first."""
+    """Estimates the legal configurations worth timing, the most promising first."""
     if not serves(problem):
         return []
     configs = (*_wide(problem), *_narrow(problem))
@@ -70,7 +70,7 @@ def ranked_configs(problem: Any) -> list[Ranked]:
 
 
 def _wide(problem: Any) -> Iterator[PackedCompressionConfig]:
-    """Configurations whose consumers have columns of their own."""
+    """Yields configurations whose consumers have columns of their own."""
     for block_n in (128, 256, 384, 512, 768, 1024):
         most = MAX_ROWS // (block_n // TILE_ROWS) // 16 * 16
         columns = problem.batches[-1] * problem.n
@@ -93,7 +93,7 @@ def _wide(problem: Any) -> Iterator[PackedCompressionConfig]:
 
 
 def _narrow(problem: Any) -> Iterator[PackedCompressionConfig]:
-    """Configurations whose consumers share 64 columns, for problems that leave SMs idle."""
+    """Yields configurations whose consumers share 64 columns, for problems that leave SMs idle."""
     tiles = -(-problem.batches[-1] * problem.n // WGMMA_M)
     multiple = row_parts(WGMMA_M) * GRANULE
     counts = range(1, NUM_SMS // max(tiles, 1) + 1)
@@ -105,7 +105,7 @@ def _narrow(problem: Any) -> Iterator[PackedCompressionConfig]:
 
 
 def _deepest(problem: Any, config: PackedCompressionConfig) -> PackedCompressionConfig | None:
-    """With the chunks that are nearest to 56 rows, and as many stages as there is room for."""
+    """Takes chunks nearest to 56 rows, and as many stages as there is room for."""
     of_one = config.consumer_rows
     divisors = [rows for rows in range(8, of_one + 1, 8) if of_one % rows == 0]
     divisors.sort(key=lambda rows: max(rows / 56, 56 / rows))
@@ -176,7 +176,7 @@ class _Tile:
 def _kernel_us(
     problem: Any, coarser: list[_Tile], last: _Tile, *, padded_n: int, alignment: int
 ) -> float:
-    """Time of a kernel whose tiles these are; fragments have `padded_n` columns of a candidate."""
+    """Estimates a kernel with these tiles; fragments have `padded_n` columns of a candidate."""
     tiles_us = sum(tile.waves * tile.us(problem) + USERS_US for tile in coarser)
     tiles_us += last.waves * last.us(problem)
     num_bytes = _num_bytes(problem)
@@ -192,7 +192,7 @@ def _kernel_us(
 
 
 def missed(size: float, loaded: float, others: float, cache: float = CACHE_BYTES) -> float:
-    """Part of the loads of an array that L2 does not hold.
+    """Estimates the part of an array's loads that L2 does not hold.
 
     The array has `size` bytes, of which `loaded` are read, several times or in any order, while
     `others` bytes are read and written once. It has a share of L2 by its traffic.
@@ -201,13 +201,13 @@ def missed(size: float, loaded: float, others: float, cache: float = CACHE_BYTES
 
 
 def _num_bytes(problem: Any) -> float:
-    """Bytes that the operation must read and write."""
+    """Counts bytes that the operation must read and write."""
     rows = sum(b * k for b, k in zip(problem.batches, problem.ks, strict=True))
     return 2 * (problem.n * (rows + problem.batches[-1] * problem.m) + problem.m * sum(problem.ks))
 
 
 def estimated_us(problem: Any, config: PackedCompressionConfig) -> float:
-    """Time of the kernel whose tiles span candidates, by a model."""
+    """Estimates the kernel whose tiles span candidates."""
 
     def tile(level: int, columns: int, rows: int, stores: int = 0) -> _Tile:
         valid = min(columns, problem.batches[level] * problem.n)
@@ -235,7 +235,7 @@ def estimated_us(problem: Any, config: PackedCompressionConfig) -> float:
 
 
 def _boxed_rows(problem: Any, level: int, columns: int, stored: int = 0) -> int:
-    """Rows of the TMA boxes of a tile, if these are shorter than 128 bytes.
+    """Counts the rows of a tile's TMA boxes, if these are shorter than 128 bytes.
 
     Of each column block, every k step loads 64, however small K is, and `stored` are stored.
     """
@@ -246,7 +246,7 @@ def _boxed_rows(problem: Any, level: int, columns: int, stored: int = 0) -> int:
 
 
 def estimated_row_us(problem: Any, config: Any) -> float:
-    """Time of the kernel whose tiles have the columns of one candidate, by the same model."""
+    """Estimates the kernel whose tiles have the columns of one candidate."""
 
     def tile(level: int, rows: int, stores: int = 0) -> _Tile:
         number = problem.batches[level] * -(-problem.n // TILE_ROWS) * -(-problem.m // rows)
@@ -267,7 +267,7 @@ def estimated_row_us(problem: Any, config: Any) -> float:
 
 
 def estimated_xla_us(problem: Any) -> float:
-    """Time of the decomposed form in XLA: products in f32, then their sum, which is rounded.
+    """Estimates the decomposed form in XLA: f32 products, then a sum that is rounded.
 
     A matrix product of its own for each row of the batch pads M to 64 and N to 32.
     """

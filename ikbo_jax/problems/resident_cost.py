@@ -64,7 +64,7 @@ BASE_REGISTERS, ROW_REGISTERS, SPLITS_REGISTERS = 24, 1.3, 64
 
 
 def _most_ctas(problem: Any, layout: Layout, size: int, splits: int) -> int:
-    """CTAs of `size` bytes of shared memory that an SM has room and registers for."""
+    """Counts CTAs of `size` bytes of shared memory that an SM has room and registers for."""
     registers = BASE_REGISTERS + ROW_REGISTERS * layout.accumulators * layout.block_m
     if splits > 1:
         registers += SPLITS_REGISTERS
@@ -73,7 +73,7 @@ def _most_ctas(problem: Any, layout: Layout, size: int, splits: int) -> int:
 
 
 def ranked_configs(problem: Any) -> list[Ranked]:
-    """The legal configurations worth timing, `MOST_CONFIGS`, the most promising first."""
+    """Estimates the `MOST_CONFIGS` legal configurations that are most promising."""
     if why_not_served(problem) or not problem.n:
         return []
     last = len(problem.ks) - 1
@@ -107,7 +107,7 @@ def is_timed(problem: Any) -> bool:
 
 
 def _order(entry: tuple[float, ResidentCompressionConfig]) -> tuple[float, ...]:
-    """Key by which configurations are sorted: time, then few rows, groups and accumulators."""
+    """Sorts configurations by time, then few rows, groups and accumulators."""
     us, x = entry
     return us, x.block_m, x.groups, x.accumulators, -x.num_stages, x.gathers, x.coarse_k, x.ctas
 
@@ -161,7 +161,7 @@ def _tiles(problem: Any, *, gathers: bool) -> Iterator[tuple[float, int, Layout]
 
 
 def estimated_us(problem: Any, config: ResidentCompressionConfig) -> float:
-    """Time of the kernel by a model: the sum of its launches."""
+    """Adds up the times of the kernel's launches."""
     levels = config.levels(problem)
     layouts = {level: config.layout(problem, level) for level in levels}
     splits = {level + 1: layout.splits for level, layout in layouts.items()}
@@ -169,7 +169,7 @@ def estimated_us(problem: Any, config: ResidentCompressionConfig) -> float:
 
 
 def _launch_us(problem: Any, level: int, layout: Layout, splits: int, ctas: int = 0) -> float:
-    """Time of a launch.
+    """Estimates a launch.
 
     `splits`: fragments of the coarser level, 0 if it adds none; `ctas`: of an SM, 0: the layout's.
     """
@@ -195,7 +195,7 @@ def _launch_us(problem: Any, level: int, layout: Layout, splits: int, ctas: int 
 def _traffic_us(
     problem: Any, level: int, layout: Layout, splits: int, workers: int
 ) -> tuple[float, float]:
-    """Times of device memory and of L2."""
+    """Estimates the times of device memory and of L2."""
     is_last = level == len(problem.ks) - 1
     columns = problem.batches[level] * problem.n
     read = 2 * columns * problem.ks[level]
@@ -223,7 +223,7 @@ def _traffic_us(
 
 
 def _boxes_us(problem: Any, layout: Layout, *, is_last: bool) -> float:
-    """Time of the rows of a tile's TMA boxes, if these are shorter than 128 bytes."""
+    """Estimates the rows of a tile's TMA boxes, if these are shorter than 128 bytes."""
     if block_width(problem.n) == WGMMA_M:
         return 0.0
     rows = 0 if layout.by_threads else layout.k
@@ -235,14 +235,14 @@ def _boxes_us(problem: Any, layout: Layout, *, is_last: bool) -> float:
 
 
 def _products_us(layout: Layout) -> float:
-    """Time of the products of a part."""
+    """Estimates the products of a part."""
     gathered = 0 if layout.has_one_user else math.prod(layout.gathered or (0,))
     instructions = layout.accumulators * -(-(layout.k + gathered) // WGMMA_K)
     return instructions * (layout.block_m + OPERAND_ROWS) / 2 / CYCLES
 
 
 def _copies_us(problem: Any, layout: Layout, level: int) -> float:
-    """Time in which the threads of a CTA copy what TMA does not."""
+    """Estimates the copies by a CTA's threads of what TMA does not load."""
     total = 0.0
     for blocks, k in zip(layout.k_blocks, problem.ks[level::-1], strict=False):
         elements = elements_of_load(k)
@@ -255,14 +255,14 @@ def _copies_us(problem: Any, layout: Layout, level: int) -> float:
 
 
 def _part_us(layout: Layout) -> float:
-    """Least time of a part of a tile: of its products and its steps."""
+    """Bounds the time of a part of a tile from below: its products and its steps."""
     rows = layout.accumulators * layout.block_m
     steps_us = PART_US + ACCUMULATOR_US * (layout.accumulators - 1) + PART_ROW_US * rows
     return steps_us + _products_us(layout)
 
 
 def _chain_us(problem: Any, level: int, layout: Layout, splits: int, workers: int) -> float:
-    """Time of one CTA, whose steps wait for one another."""
+    """Estimates one CTA, whose steps wait for one another."""
     sms = NUM_SMS
     ctas = -(-workers * layout.shares // sms)  # of an SM
     number = layout.tiles(problem.batches[level], problem.n)

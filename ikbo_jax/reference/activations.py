@@ -164,12 +164,12 @@ APPROXIMATIONS = {
 
 
 def one_by_one(approx: str | None) -> str | None:
-    """The approximation that replaces `approx` where scores are computed one at a time."""
+    """Returns the approximation for scores that are computed one at a time."""
     return "tanh" if approx == PACKED else approx
 
 
 def elementwise(name: str, approx: str | None) -> Activation:
-    """The activation `name`, approximated if `approx` applies to it, else exact.
+    """Returns the activation `name`, approximated if `approx` applies to it, else exact.
 
     Args:
       name: one of `ACTIVATIONS`, not softmax.
