@@ -139,12 +139,9 @@ class GdpaConfig(FlashConfig):
     def illegal_reason(self, problem: GdpaProblem) -> str | None:
         if reason := self.why_not_tiles(problem, MAX_BLOCK_KV):
             return reason
+        if reason := problem.why_not_softmax:
+            return reason
         has_softmax = SOFTMAX in problem.activations
-        if has_softmax and set(problem.activations) != {SOFTMAX}:
-            return (
-                "the kernels support softmax in all heads or in none, "
-                f"but the activations are {', '.join(problem.activations)}"
-            )
         if self.half_blocks and self.block_kv % (2 * WGMMA_K):
             return (
                 f"half_blocks needs a block_kv that is a multiple of {2 * WGMMA_K}, "

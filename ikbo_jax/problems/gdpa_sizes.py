@@ -73,6 +73,16 @@ class GdpaSizes(Problem):
             for rows, sequences, bound in bounds
         )
 
+    @property
+    def why_not_softmax(self) -> str | None:
+        """Why the forward kernels cannot compute the activations; None if they can."""
+        if SOFTMAX not in self.activations or set(self.activations) == {SOFTMAX}:
+            return None
+        return (
+            "the kernels support softmax in all heads or in none, "
+            f"but the activations are {', '.join(self.activations)}"
+        )
+
     def useful_flops(self, pairs: int) -> int:
         """Counts two FLOPs per multiply-add of both products; `pairs`: query-key pairs a head."""
         return 4 * pairs * self.q_heads * self.head_dim

@@ -77,11 +77,6 @@ class LinearCompressionConfig(Config):
             **packed_compression.rings(self, 1 + NUM_CONSUMERS, with_claims=with_claims),
         )
 
-    @property
-    def smem_bytes(self) -> int:
-        """Bytes of shared memory of one CTA of a single launch; other launches take less."""
-        return memory.smem_bytes(self.shared(with_claims=True))
-
     def illegal_reason(self, problem: LinearCompressionSizes) -> str | None:
         if reason := hopper.why_not_rows(problem):
             return reason
@@ -103,7 +98,8 @@ class LinearCompressionConfig(Config):
                 f"tile starts with the staging buffer whose store was issued first, but is "
                 f"{self.block_m} / {self.epilogue_rows}"
             )
-        return packed_compression.why_not_stages(self) or hopper.why_not_smem(self, self.smem_bytes)
+        smem_bytes = packed_compression.smem_bytes(self)
+        return packed_compression.why_not_stages(self) or hopper.why_not_smem(self, smem_bytes)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -228,7 +224,7 @@ class LinearCompressionProblem(LinearCompressionSizes):
             # With block_m=224, epilogue_rows=56 was fastest.
             divisors.sort(key=lambda rows: max(rows / 56, 56 / rows))
             plain = (LinearCompressionConfig(block_m, num_stages, rows) for rows in divisors)
-            legal = [x for x in plain if x.illegal_reason(self) is None][:2]
+            legal = [*itertools.islice((x for x in plain if not x.illegal_reason(self)), 2)]
             shapes = [(rank, config.epilogue_rows, False) for rank, config in enumerate(legal)]
             if legal and self.m > block_m and self.m % block_m:
                 shapes.append((1, legal[0].epilogue_rows, True))

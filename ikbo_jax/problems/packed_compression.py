@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from typing import Any, ClassVar, NamedTuple
 
 from ikbo_jax.problems import hopper, memory
@@ -61,6 +62,12 @@ def rings(config: Any, copies: int, *, with_claims: bool) -> dict[str, Any]:
         "tickets": tickets if with_claims else None,
         "user_stage_free": free_in_cta if with_claims else None,
     }
+
+
+@functools.lru_cache(maxsize=4096)
+def smem_bytes(config: Any) -> int:
+    """Counts bytes of shared memory of one CTA of a single launch; other launches take less."""
+    return memory.smem_bytes(config.shared(with_claims=True))
 
 
 def why_not_stages(config: Any) -> str | None:
@@ -123,16 +130,11 @@ class PackedCompressionConfig(Config):
             **rings(self, self.parts + (1 if n == width else blocks), with_claims=with_claims),
         )
 
-    @property
-    def smem_bytes(self) -> int:
-        """Bytes of shared memory of one CTA of a single launch; other launches take less."""
-        return memory.smem_bytes(self.shared(with_claims=True))
-
     def illegal_reason(self, problem: Any) -> str | None:
         return (
             why_not_served(problem)
             or self._why_not_tile()
-            or hopper.why_not_smem(self, self.smem_bytes)
+            or hopper.why_not_smem(self, smem_bytes(self))
         )
 
     def _why_not_tile(self) -> str | None:

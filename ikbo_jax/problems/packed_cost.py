@@ -18,6 +18,7 @@ from ikbo_jax.problems.packed_compression import (
     block_width,
     row_parts,
     serves,
+    smem_bytes,
 )
 from ikbo_jax.problems.problem import Ranked
 
@@ -117,10 +118,10 @@ def _deepest(problem: Any, config: PackedCompressionConfig) -> PackedCompression
         if config.illegal_reason(problem) is not None:
             continue
         of_stage = 2 * BLOCK_K * (config.block_m + config.block_n)
-        most = 2 + (MAX_SMEM_BYTES - config.smem_bytes) // of_stage
+        most = 2 + (MAX_SMEM_BYTES - smem_bytes(config)) // of_stage
         for stages in range(min(8, most), 2, -1):
             deep = dataclasses.replace(config, num_stages=stages)
-            if deep.smem_bytes <= MAX_SMEM_BYTES:
+            if smem_bytes(deep) <= MAX_SMEM_BYTES:
                 return deep
         return config
     return None

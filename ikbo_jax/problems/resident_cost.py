@@ -80,7 +80,7 @@ def ranked_configs(problem: Any) -> list[Ranked]:
     ways = [*_ways_of_users(problem)]
     tiles = [
         (users_us + least_us, users_us, splits, users, size, layout)
-        for gathers in (False, True)
+        for gathers in sorted({users.gathers for users, _, _ in ways})
         for least_us, size, layout in _tiles(problem, gathers=gathers)
         for users, splits, users_us in ways
         if users.gathers == gathers
@@ -151,13 +151,14 @@ def _tiles(problem: Any, *, gathers: bool) -> Iterator[tuple[float, int, Layout]
                 continue
             tile = (accumulators, block_m, num_stages, 1, gathers)
             layout = ResidentCompressionConfig(*tile, groups=groups).layout(problem, last)
+            size = memory.smem_bytes(layout.shared(problem.n, stores=True))
+            if size > hopper.MAX_SMEM_BYTES:
+                continue
             tiles = layout.tiles(problem.batches[last], problem.n)
             of_sm = -(-tiles * layout.shares // NUM_SMS)
             of_cta = -(-tiles // min(tiles, max(1, NUM_SMS * MOST_CTAS // layout.shares)))
             us = max(_products_us(layout) * of_sm, _part_us(layout) * of_cta) * layout.parts
-            size = memory.smem_bytes(layout.shared(problem.n, stores=True))
-            if size <= hopper.MAX_SMEM_BYTES:
-                yield LAUNCH_US + us, size, layout
+            yield LAUNCH_US + us, size, layout
 
 
 def estimated_us(problem: Any, config: ResidentCompressionConfig) -> float:

@@ -181,18 +181,14 @@ class ShortGdpaConfig(Config):
             return f"tile_rows must be 16, 32 or 64, but is {self.tile_rows}"
         if self.slots < 2 or self.ctas < 1:
             return f"slots must be at least 2 and ctas 1, but are {self.slots} and {self.ctas}"
-        if "softmax" in problem.activations and len(set(problem.activations)) > 1:
-            return (
-                "the kernels support softmax in all heads or in none, "
-                f"but the activations are {', '.join(problem.activations)}"
-            )
+        if reason := problem.why_not_softmax:
+            return str(reason)
         if self.finds_tiles and problem.batch != problem.batch_kv:
             return (
                 "finds_tiles needs a sequence of keys for each sequence of queries, but there are "
                 f"{problem.batch_kv} for {problem.batch}"
             )
-        smem_bytes = self.problem_bytes(problem)
-        if reason := hopper.why_not_smem(self, smem_bytes, problem.head_dim):
+        if reason := hopper.why_not_smem(self, self.problem_bytes(problem), problem.head_dim):
             return reason
         most = most_ctas(self, problem)
         if self.ctas > most:
