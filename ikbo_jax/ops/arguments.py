@@ -99,11 +99,16 @@ def check_attention(
         )
 
 
+def check_int32(name: str, array: object) -> None:
+    """Raises ValueError unless `array` is an int32 array."""
+    if getattr(array, "dtype", None) != "int32":
+        raise ValueError(f"{name} must be an int32 array, but is {describe(array)}")
+
+
 def check_index(name: str, array: object, rows_name: str, axis: str, rows: int) -> None:
     """Raises ValueError unless `array` is [rows] int32; `rows` is `axis` of array `rows_name`."""
-    shape, dtype = getattr(array, "shape", None), getattr(array, "dtype", None)
-    if dtype != "int32":
-        raise ValueError(f"{name} must be an int32 array, but is {describe(array)}")
+    check_int32(name, array)
+    shape = getattr(array, "shape", None)
     if shape != (rows,):
         raise ValueError(f"{name} has shape {shape} but {rows_name} has {axis}={rows}")
 

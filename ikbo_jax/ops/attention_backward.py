@@ -116,13 +116,5 @@ def problem_of(arrays: Arrays) -> AttentionProblem:
     """Reads the forward problem of a call."""
     batch, q_len, q_heads, width = arrays.query.shape
     users, kv_len, kv_heads, _ = arrays.key.shape
-    return AttentionProblem(
-        batch=batch,
-        users=users,
-        q_len=q_len,
-        kv_len=kv_len,
-        q_heads=q_heads,
-        kv_heads=kv_heads,
-        head_dim=width,
-        dtype=str(arrays.query.dtype),
-    )
+    sizes = batch, users, q_len, kv_len, q_heads, kv_heads, width
+    return AttentionProblem(*sizes, dtype=str(arrays.query.dtype))

@@ -57,17 +57,13 @@ def check_sequences(arrays: Arrays, broadcast_q: bool) -> None:
     if not broadcast_q:
         offsets.insert(0, ("cu_seqlens_q", "batch", cu_q))
     for name, axis, array in offsets:
-        if getattr(array, "dtype", None) != "int32":
-            raise ValueError(f"{name} must be an int32 array, but is {arguments.describe(array)}")
+        arguments.check_int32(name, array)
         if array.ndim != 1 or not array.size:
             raise ValueError(f"{name} must have shape [{axis} + 1], but has shape {array.shape}")
     batch_kv = cu_kv.shape[0] - 1
     if index is not None:
         if cu_q is None:
-            if getattr(index, "dtype", None) != "int32":
-                raise ValueError(
-                    f"q_to_kv must be an int32 array, but is {arguments.describe(index)}"
-                )
+            arguments.check_int32("q_to_kv", index)
             if index.ndim != 1:
                 raise ValueError(f"q_to_kv must have shape [batch], but has shape {index.shape}")
         else:

@@ -173,18 +173,14 @@ def kernel_vjp(
             # Each level is summed from the finest cotangents, so that its sum is rounded once.
             ancestor = parent if ancestor is None else parent[ancestor]
             if batch == 1 and cotangent.nbytes <= CACHE_BYTES:
-                d_result = _sum_of_all(cotangent)
+                d_result = jnp.sum(cotangent, axis=0, keepdims=True, dtype=jnp.float32)
+                d_result = d_result.astype(cotangent.dtype)
             else:
                 d_result = user_sums_kernel(
                     cotangent, ancestor, batch, config=config.sums, **options
                 )
             sources, dtype = _with_candidates(ancestor, batch), coarser_dtype
     return tuple(d_weights), tuple(d_embeddings)
-
-
-def _sum_of_all(cotangent: jax.Array) -> jax.Array:
-    """Sums the batch to [1, M, N], rounded once."""
-    return jnp.sum(cotangent, axis=0, keepdims=True, dtype=jnp.float32).astype(cotangent.dtype)
 
 
 def _with_candidates(ancestor: jax.Array, batch: int) -> jax.Array:
@@ -210,16 +206,10 @@ def _products_of_one(
     return d_weight[None].astype(d_weight_dtype), d_embedding[None].astype(d_embedding_dtype)
 
 
-def _launch(
-    settings: Settings,
-    tuning: LinearCompressionBackwardTuning,
-    arrays: Arrays,
-    cotangent: jax.Array,
-    problems: int,
-) -> Gradients:
+def _launch(settings: Settings, arrays: Arrays, cotangent: jax.Array, problems: int) -> Gradients:
     fn = functools.partial(
         kernel_vjp,
-        config=tuning.kernels(problem_of(arrays)),
+        config=settings.tuning.kernels(problem_of(arrays)),
         problems=problems,
         dtypes=settings.dtypes,
         num_sms=settings.request.num_sms,
@@ -229,7 +219,7 @@ def _launch(
 
 
 def _run(settings: Settings, operands: tuple[Arrays, jax.Array]) -> Gradients:
-    d_weights, d_embeddings = _launch(settings, settings.tuning, *operands, 1)
+    d_weights, d_embeddings = _launch(settings, *operands, 1)
     return tuple(x[0] for x in d_weights), d_embeddings
 
 
@@ -250,8 +240,8 @@ def _run_batched(settings: Settings, size: int, batched: Any, operands: Any) -> 
     # The kernels run even if a row says that XLA is faster for the folded problem: XLA's gradients
     # of weights would be those of one problem.
     tuning, _ = choose(settings.request, problem_of(arrays))
-    tuning = tuning or settings.tuning
-    d_weights, d_embeddings = _launch(settings, tuning, arrays, cotangent, size)
+    folded = settings._replace(tuning=tuning or settings.tuning)
+    d_weights, d_embeddings = _launch(folded, arrays, cotangent, size)
     return d_weights, unstack(size, d_embeddings)
 
 

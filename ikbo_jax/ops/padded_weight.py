@@ -30,17 +30,14 @@ class PaddedWeight:
 
     @property
     def shape(self) -> tuple[int, int]:
-        """(M, K)."""
         return self.rows.shape[0], self.k
 
     @property
     def ndim(self) -> int:
-        """2, as of a weight."""
         return 2
 
     @property
     def dtype(self) -> Any:
-        """The dtype of the weight."""
         return self.rows.dtype
 
     @property

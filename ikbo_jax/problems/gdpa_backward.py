@@ -182,13 +182,10 @@ class GdpaBackwardTuning(Config):
             return "the backward kernels support softmax in all heads or in none"
         if not problem.q_rows or not problem.kv_rows or not problem.batch:
             return "the backward kernels need a query, a key and a sequence"
-        for num_results, config in ((1, self.query), (2, self.key)):
-            reason = config.illegal_reason(
-                problem.dtype, problem.head_dim, num_results=num_results, has_softmax=has_softmax
-            )
-            if reason is not None:
-                return reason
-        return None
+        sizes = problem.dtype, problem.head_dim
+        return self.query.illegal_reason(
+            *sizes, num_results=1, has_softmax=has_softmax
+        ) or self.key.illegal_reason(*sizes, num_results=2, has_softmax=has_softmax)
 
 
 def _default_tuning(head_dim: int) -> GdpaBackwardTuning:

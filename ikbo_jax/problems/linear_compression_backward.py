@@ -191,18 +191,15 @@ def _block_ms(m: int) -> list[int]:
 
 def illegal_reason(problem: LinearCompressionSizes) -> str | None:
     """Says why the kernels cannot compute a problem's gradient; None if they can."""
-    if reason := _why_not_sizes(problem):
-        return reason
-    return default_config(problem).illegal_reason(problem)
+    return _why_not_sizes(problem) or default_config(problem).illegal_reason(problem)
 
 
 def _why_not_sizes(problem: LinearCompressionSizes) -> str | None:
-    if min(*problem.batches, *problem.ks, problem.m, problem.n) < 1:
-        return (
-            f"the gradient's kernels need sizes of at least 1, but B={problem.batches}, "
-            f"K={problem.ks}, M={problem.m} and N={problem.n}"
-        )
-    return None
+    p = problem
+    if min(*p.batches, *p.ks, p.m, p.n) >= 1:
+        return None
+    sizes = f"B={p.batches}, K={p.ks}, M={p.m} and N={p.n}"
+    return f"the gradient's kernels need sizes of at least 1, but {sizes}"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -246,14 +243,9 @@ class LinearCompressionBackwardTuning(Config):
         default = default_config(problem)
         finest = default.embeddings[-1]
         if isinstance(finest, LinearCompressionConfig):
-            finest = LinearCompressionConfig(
-                self.embedding_block_m,
-                self.embedding_stages,
-                self.embedding_epilogue_rows,
-                single_launch=False,
-                cluster=self.embedding_cluster,
-                trim=self.embedding_trim,
-            )
+            tile = (self.embedding_block_m, self.embedding_stages, self.embedding_epilogue_rows)
+            switches = (False, self.embedding_cluster, self.embedding_trim)
+            finest = LinearCompressionConfig(*tile, *switches)
         weight = WeightGradientConfig(self.weight_block_m, self.weight_stages)
         return LinearCompressionBackwardConfig(
             (*default.embeddings[:-1], finest),

@@ -298,9 +298,7 @@ def _blocks_of(query: jax.Array, key: jax.Array, chunk_scores: int = 0) -> Block
 
 def _num_groups(batch: int, users: int, group: int) -> int:
     """Bounds the groups of any index: each user's last group may have one candidate."""
-    if not (
-        isinstance(batch, int) and isinstance(users, int)
-    ):  # symbolic sizes: a bound without min
+    if not (isinstance(batch, int) and isinstance(users, int)):  # symbolic: a bound without min
         return users + batch // group
     served = min(batch, users)
     return served + (batch - served) // group

@@ -79,9 +79,7 @@ def bounds(
 
 def most_tiles(batch: int, total: int, size: int, max_seqlen: int | None) -> int:
     """Bounds the tiles of any offsets: each sequence's last tile may have one row."""
-    if not (
-        isinstance(batch, int) and isinstance(total, int)
-    ):  # symbolic sizes: a bound without min
+    if not (isinstance(batch, int) and isinstance(total, int)):  # symbolic: a bound without min
         whole = total // size if max_seqlen is None else batch * (max_seqlen // size)
         return batch + whole
     nonempty = min(batch, total)
