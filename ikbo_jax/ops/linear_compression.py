@@ -109,10 +109,7 @@ def linear_compression(
 
 
 def multilevel_linear_compression(
-    terms: Sequence[Term],
-    *,
-    implementation: str | None = None,
-    config: AnyConfig | None = None,
+    terms: Sequence[Term], *, implementation: str | None = None, config: AnyConfig | None = None
 ) -> jax.Array:
     """Compresses embeddings of several levels (user, candidate, ...), each at its own batch.
 

@@ -125,13 +125,7 @@ class Op[C: Call, A, R](abc.ABC):
 
     @abc.abstractmethod
     def vjp(
-        self,
-        call: C,
-        plan: dispatch.Plan,
-        arrays: A,
-        residuals: Any,
-        cotangents: R,
-        dtype: Any,
+        self, call: C, plan: dispatch.Plan, arrays: A, residuals: Any, cotangents: R, dtype: Any
     ) -> A:
         """Computes gradients of `arrays`, as a tree like it; None for integer arrays.
 

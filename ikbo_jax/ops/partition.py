@@ -190,10 +190,7 @@ class Division:
 
 
 def divide(
-    rule: Rule,
-    arrays: Sequence[Any],
-    specs: Sequence[PartitionSpec],
-    mesh_sizes: Mapping[str, int],
+    rule: Rule, arrays: Sequence[Any], specs: Sequence[PartitionSpec], mesh_sizes: Mapping[str, int]
 ) -> Division:
     """Decides which mesh axes divide which dimensions.
 

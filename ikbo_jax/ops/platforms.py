@@ -26,10 +26,7 @@ by_platform_p.is_high = lambda *_, **__: False  # type: ignore[method-assign]
 
 
 def by_platform(
-    elsewhere: Callable[[Any], Any],
-    on_cuda: Callable[[Any], Any],
-    operands: Any,
-    refusal: str = "",
+    elsewhere: Callable[[Any], Any], on_cuda: Callable[[Any], Any], operands: Any, refusal: str = ""
 ) -> Any:
     """Runs `on_cuda(operands)` in a program for CUDA, `elsewhere(operands)` in others.
 

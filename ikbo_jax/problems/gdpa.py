@@ -129,11 +129,7 @@ class GdpaConfig(FlashConfig):
     def for_softmax(self) -> AttentionConfig:
         """The equivalent configuration of the attention kernel, which computes a softmax."""
         return AttentionConfig(
-            self.block_kv,
-            self.k_stages,
-            self.v_stages,
-            self.q_slots,
-            late_turns=self.late_turns,
+            self.block_kv, self.k_stages, self.v_stages, self.q_slots, late_turns=self.late_turns
         )
 
     def illegal_reason(self, problem: GdpaProblem) -> str | None:

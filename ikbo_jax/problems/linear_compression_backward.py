@@ -307,9 +307,7 @@ class LinearCompressionBackwardProblem(LinearCompressionSizes):
         return by_rule(dict.fromkeys((first, *(config for _, config in found))))
 
 
-def _with_new_values(
-    configs: Iterator[LinearCompressionConfig],
-) -> list[LinearCompressionConfig]:
+def _with_new_values(configs: Iterator[LinearCompressionConfig]) -> list[LinearCompressionConfig]:
     """Keeps the first configuration, and each with a value that no earlier one had."""
     found, seen = [], set[tuple[str, int]]()
     for config in configs:

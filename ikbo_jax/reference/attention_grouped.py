@@ -15,12 +15,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from ikbo_jax.reference.attention import (
-    Softmax,
-    directed,
-    normalise,
-    scaled,
-)
+from ikbo_jax.reference.attention import Softmax, directed, normalise, scaled
 
 #: Largest number of scores of one step of the XLA path: 128 MiB in f32, and as much again for their
 #: exponentials.
