@@ -317,7 +317,7 @@ class Op[C: Call, A, R](abc.ABC):
         gradients = _run_divided(
             local, identity, (names, (*saved, cotangents)), gradient_names, named.split
         )
-        return jax.tree.map(sharded.typed_like, gradients, arrays, is_leaf=_is_none)
+        return jax.tree.map(sharded.typed_like, gradients, arrays, is_leaf=lambda x: x is None)
 
 
 def _of_problems(plan: dispatch.Plan, size: int, batched: dispatch.Plan) -> dispatch.Plan:
@@ -332,10 +332,6 @@ def _of_problems(plan: dispatch.Plan, size: int, batched: dispatch.Plan) -> disp
 def _on[C: Call](call: C, platform: str) -> C:
     """Returns the call once the platform is known."""
     return dataclasses.replace(call, request=call.request.on(platform))
-
-
-def _is_none(x: Any) -> bool:
-    return x is None
 
 
 def _run_divided(

@@ -178,8 +178,9 @@ class Division:
         for name, axes in self.axes:
             over[words[name]] = over.get(words[name], ()) + axes
         parts = [
-            f"{word} over {_quoted(axes)} ({_count(self.parts(axes))})"
+            f"{word} over {_quoted(axes)} ({n} device{'s' * (n != 1)})"
             for word, axes in over.items()
+            for n in (self.parts(axes),)
         ] or ["not divided: every device computes all of it"]
         for verb, moves in (("gathers", self.gathered), ("the gradient sums", self.summed)):
             parts += [
@@ -266,10 +267,6 @@ def _normalised(spec: Any, dims: Dimensions) -> tuple[tuple[str, ...], ...]:
 
 def _entry(axes: tuple[str, ...]) -> str | tuple[str, ...] | None:
     return axes[0] if len(axes) == 1 else axes or None
-
-
-def _count(devices: int) -> str:
-    return "1 device" if devices == 1 else f"{devices} devices"
 
 
 def _quoted(axes: tuple[str, ...]) -> str:

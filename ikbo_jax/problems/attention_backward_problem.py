@@ -100,8 +100,10 @@ class AttentionBackwardProblem(AttentionSizes):
         """
         small = small_configs(self)
         yield from (Ranked(estimated_us(self, config), config) for config in small)
-        has_few = self._has_few_rows and self.head_dim <= MAX_BOTH_SUMS
-        found = self._for_few_rows() if has_few else self._for_many_rows()
+        if self.head_dim > MAX_BOTH_SUMS:
+            found = self._for_wide_heads()
+        else:
+            found = self._for_few_rows() if self._has_few_rows else self._for_many_rows()
         for config in dict.fromkeys(found):
             for splits in self._splits(config.block_q):
                 candidate = dataclasses.replace(config, splits=splits)
@@ -131,9 +133,6 @@ class AttentionBackwardProblem(AttentionSizes):
             yield from self._launched()
 
     def _for_many_rows(self) -> Iterator[AttentionBackwardConfig]:
-        if self.head_dim > MAX_BOTH_SUMS:
-            yield from self._for_wide_heads()
-            return
         ways = (self._stored(), self._launched())
         for configs in ways if self._stores_d_scores else reversed(ways):
             yield from configs

@@ -155,9 +155,11 @@ class LinearCompressionSizes(Problem):
         total += weights["b_fine"] * doublings(self.batches[-1], other.batches[-1])
         for k_a, k_b in zip(self.ks[-2::-1], other.ks[-2::-1], strict=False):
             total += weights["k_coarse"] * doublings(k_a, k_b)
-        ratios_a = [fine / max(coarse, 1) for coarse, fine in _adjacent(self.batches)]
-        ratios_b = [fine / max(coarse, 1) for coarse, fine in _adjacent(other.batches)]
-        for r_a, r_b in zip(ratios_a[::-1], ratios_b[::-1], strict=False):
+        ratios = (
+            [fine / max(coarse, 1) for coarse, fine in itertools.pairwise(x.batches)][::-1]
+            for x in (self, other)
+        )
+        for r_a, r_b in zip(*ratios, strict=False):
             total += weights["ratio"] * doublings(r_a, r_b, least=1e-6)
         return total + LEVEL_DISTANCE * abs(len(self.batches) - len(other.batches))
 
@@ -237,7 +239,3 @@ class LinearCompressionProblem(LinearCompressionSizes):
                 ranked.append((i + j + k + c + rank, config))
         ranked.sort(key=lambda entry: entry[0])
         yield from (config for _, config in ranked)
-
-
-def _adjacent(batches: tuple[int, ...]) -> list[tuple[int, int]]:
-    return list(zip(batches[:-1], batches[1:], strict=True))

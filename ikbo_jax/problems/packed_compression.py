@@ -187,8 +187,3 @@ def _why_not_sizes(problem: Any) -> str | None:
 def why_not_served(problem: Any) -> str | None:
     """Says why no configuration can run a `LinearCompressionProblem`; None if some may."""
     return hopper.why_not_dtype(problem.dtype) or _why_not_sizes(problem)
-
-
-def serves(problem: Any) -> bool:
-    """Whether the kernel is a candidate for a `LinearCompressionProblem`."""
-    return why_not_served(problem) is None

@@ -17,8 +17,8 @@ from ikbo_jax.problems.packed_compression import (
     PackedCompressionConfig,
     block_width,
     row_parts,
-    serves,
     smem_bytes,
+    why_not_served,
 )
 from ikbo_jax.problems.problem import Ranked
 
@@ -63,7 +63,7 @@ CACHE_BYTES = 4e7
 
 def ranked_configs(problem: Any) -> list[Ranked]:
     """Estimates the legal configurations worth timing, the most promising first."""
-    if not serves(problem):
+    if why_not_served(problem):
         return []
     configs = (*_wide(problem), *_narrow(problem))
     ways = (Ranked(estimated_us(problem, config), config) for config in configs)
