@@ -139,7 +139,7 @@ def _of_parts(
     plans: tuple[dispatch.Plan, ...], call: Any, arrays: list[Any]
 ) -> tuple[dispatch.Plan, ...]:
     """Compiles `call`, and returns the plans of the parts that XLA asks for."""
-    # A program from JAX's compilation cache would ask for nothing: a new name is never in it.
+    # A program in JAX's compilation cache would ask for nothing, so the program gets a new name.
     call.__name__ = f"explain_{uuid.uuid4().hex}"
     with sharded.reports() as found:
         jax.jit(call).lower(arrays).compile()

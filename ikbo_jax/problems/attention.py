@@ -31,10 +31,9 @@ ITEM_WORDS = 16
 #: Words of a consumer's flags: whether any flag is set, and a flag for each group of consecutive
 #: tiles.
 FLAG_WORDS = 128
-#: Most keys with which a tile is so short that the queries of several are in flight; see
-#: `AttentionProblem._spanning_configs`.
+#: Up to this number of keys, queries of several tiles are in flight (`_spanning_configs`).
 SHORT_KEYS = 256
-#: Of short keys, least with which turns are late; of others, most with which scores are early.
+#: Least keys with late turns, up to `SHORT_KEYS`; most keys with early scores, beyond `SHORT_KEYS`.
 LATE_REUSE_KEYS, EARLY_SCORES_KEYS = 181, 724
 #: Configurations of the kernel for few queries that are worth timing.
 MOST_FEW_QUERIES = 8
@@ -46,7 +45,7 @@ class AttentionShared(NamedTuple):
     items: Any  # ring of descriptors, filled only; one more than slots: the producer's `_save`
     query: Any  # ring of [2, column blocks, 64, 64]
     key: Any  # ring of [column blocks, block_kv, 64]
-    value: Any  # likewise
+    value: Any  # ring of [column blocks, block_kv, 64]
     flags: Any  # [2, FLAG_WORDS] int32
     flags_ready: Any
     staging: Any  # [2, 64, columns], only under interpretation
@@ -196,7 +195,7 @@ class AttentionProblem(AttentionSizes):
         if not plain:
             return
         for number, (mode, us) in enumerate(attention_tile_cost.tile_modes(self)):
-            # Of the ways that seem slower, two configurations are worth timing.
+            # Modes with a higher estimate than the first have two configurations worth timing.
             configs = dict.fromkeys(_cut(config, mode) for config in plain)
             for config in itertools.islice(configs, 2 if number else None):
                 yield Ranked(us, config)

@@ -15,16 +15,14 @@ from ikbo_jax.problems.hopper import NUM_SMS, TILE_ROWS, WGMMA_M
 # configuration in geometric mean, and at most 1.07 times. The factors of 3 and 4 column blocks are
 # estimates; with them the choices take 1.01 times as long, at most 1.06 (23 sizes, commit 13031e8).
 
-#: What L2 delivers to all SMs and to one, and device memory.
+#: Bytes that L2 delivers to all SMs, bytes that L2 delivers to one SM, and bytes of device memory.
 L2_BYTES, SM_BYTES, MEMORY_BYTES = 1.05e7, 7.2e4, 2.9e6
-#: The part of repeated reads of keys and values that comes from device memory if L2 does not hold
-#: all of them, by kernel. The kernel for few queries did the same until a user's items became
-#: neighbours (`rows.firsts_before`): 715 us for 2.0 GB of 1.4 GB of keys and values; 0.3 is a
-#: guess.
+#: Part of repeated reads of keys and values that comes from device memory if L2 cannot hold all of
+#: them: for few queries, for tiles that span users, for tiles of one user.
 REREAD, TILE_REREAD, ONE_USER_REREAD = 0.73, 0.8, 0.4
-#: Waves from which on the last one is half full in the mean; the least part of a wave that counts.
+#: From this number of waves on, the last one counts as half full; least part of a wave that counts.
 MANY_WAVES, LEAST_WAVE = 8, 0.02
-#: Mean number of tiles of a user from which on the last one is half full in the mean.
+#: From this mean number of a user's tiles on, the last tile counts as half full.
 MANY_TILES = 30
 #: The kernel whose tiles of 128 rows span users: the launch, a pass, and a block of 128 rows by 128
 #: keys, by column blocks.
@@ -39,22 +37,20 @@ SPANNING_US = 3.2
 #: How much longer a pass takes, the fewer queries candidates have, if users end in its tile:
 #: consumers store parts of 64 rows from registers.
 PARTIAL_US = 1.5
-#: An SM's queries and results of a tile, for each column block of heads wider than 128 but one, at
-#: `SM_BYTES`. Narrower ones have them in the times of their blocks. And keys of a block of theirs.
-#: Without both, 25.8 us were expected to be 18.1 (S = 96, H = 192, an H200; items for few queries
-#: take 21.8, and were expected to take 20.6).
+#: Heads wider than 128: time of a tile's queries and results for each column block but the first
+#: (the time of a block includes narrower heads' queries and results), and keys of a block. Without
+#: both, the estimate of 25.8 us was 18.1 us (S = 96, H = 192, an H200).
 WIDE_ROWS_US, WIDE_BLOCK_KV = 0.43, 64
 #: The launch that lists tiles of one user, with the gap after it, and its part for each 1,024
 #: candidates.
 LIST_US, LIST_EACH_US = 4.0, 0.35
-#: Offsets and index beyond which XLA lists tiles (`worklist.tiles`), in 24 kernels.
+#: Words of offsets and index beyond which XLA lists tiles (`worklist.tiles`); its 24 kernels' time.
 MOST_LISTED_WORDS, XLA_LIST_US = 46080, 60.0
-#: How much faster tiles that are cut at users should seem, to be preferred to those that span
-#: users.
+#: Tiles that are cut at users are preferred if their estimate is lower by this factor.
 CUT_MARGIN = 1.02
-#: How much longer tiles of several users take where memory takes more than this part of their time,
-#: and shorter elsewhere: CTAs take what others have left, which those of the kernel for few queries
-#: do not. Without it the choice between the kernels takes up to 1.5 times as long (26 sizes).
+#: Factor of tiles with several users where memory takes more than `MEMORY_PART` of their time; its
+#: inverse applies elsewhere: idle CTAs take over tiles, but not in the kernel for few queries.
+#: Without the factor, the choice between both kernels takes up to 1.5 times as long (26 sizes).
 OF_MEMORY, MEMORY_PART = 1.1, 0.49
 #: Most warpgroup tiles that `balance` cuts by default, the kernels that cut them, and how much
 #: longer the kernel then takes.

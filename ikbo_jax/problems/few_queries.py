@@ -12,7 +12,7 @@ from ikbo_jax.problems.problem import Config
 
 #: Largest block_kv by head width (width 96 is padded to 128 in shared memory).
 MAX_BLOCK_KV = {64: 128, 96: 128, 128: 128, 192: 80, 256: 80}
-#: Likewise if each consumer has 64 rows and all columns of wider heads.
+#: Largest block_kv if each consumer has 64 rows and all columns of heads wider than 128.
 MAX_WIDE_BLOCK_KV = 64
 #: Most columns of values that a consumer multiplies if it adds the other's sums to its own. With
 #: all columns of wider heads, H = 192 spills 80 to 500 bytes then, and H = 256 200 bytes, with
@@ -33,16 +33,15 @@ MOST_LISTINGS = 4
 #: item besides its blocks, and a listing, 0.6 us with 1,024 candidates on an H100.
 TIME_UNIT_US = 0.66
 ITEM_TIME, LISTING_TIME = 1.04, 1.0
-#: Likewise, what CTAs save that list, with the gap between launches: the launch that copies
-#: candidates into the order of users, and its part for each 1,024 of them (2 us for 512, 5.2 for
-#: 10,985, `pack` on an H100).
+#: In the same unit: the launch that copies candidates into the order of users, with the gap between
+#: launches, and its part for each 1,024 candidates (2 us for 512, 5.2 us for 10,985 on an H100).
 PACK_TIME, PACK_TIME_EACH = 4.0, 0.5
-#: Likewise, most time of a CTA if one user has all candidates, 0.3 ms. The CTAs of its slots then
-#: take all of its items, where an order of the users would spread them over the device.
+#: In the same unit: most time of a CTA if one user has all candidates, 0.3 ms. CTAs that list then
+#: leave all items to that user's CTAs; an order of the users would spread items over the device.
 MOST_SKEWED_TIME = 450.0
-#: Of candidates in order, most whose users CTAs put into a table (each thread of the consumers has
-#: one of 256 in a register), least of which it saves time (fewer are counted by one round of
-#: loads), and most users and row slots of it. Its numbers have 16 bits.
+#: Sorted candidates whose users CTAs put into a table: at most 64 for each of 256 consumer threads,
+#: at least more than one round of loads counts; most users and row slots of the table; and most
+#: keys, since numbers in the table have 16 bits.
 MOST_TABLED, LEAST_TABLED, MOST_TABLE_ROWS, MOST_TABLED_KEYS = 16384, 513, 4096, 2**16 - 1
 #: f32 words of a row's statistics that one consumer hands to the other: maximum and sum, for each
 #: of the two rows of a thread.

@@ -14,9 +14,9 @@ from ikbo_jax.problems.packed_compression import STAGING_SLOTS, PackedCompressio
 from ikbo_jax.problems.problem import Config, Problem, Ranked, by_rule, doublings, size, typed
 from ikbo_jax.problems.resident_compression import ResidentCompressionConfig
 
-#: Most candidates of the kernel whose tiles span candidates that the autotuner times.
+#: Most configurations of tiles that span candidates which the autotuner times.
 MOST_PACKED = 12
-#: It times configurations whose models take at most so many times as long as the fastest.
+#: The autotuner times configurations whose estimate is at most this factor of the lowest estimate.
 WORTH_TIMING = 1.3
 #: Largest block_m without register spills: at 224, accumulator and fragment take 196 of a consumer
 #: thread's 240 registers.
@@ -43,7 +43,7 @@ class LinearCompressionShared(NamedTuple):
     staging: Any  # [2, STAGING_SLOTS, epilogue_rows, 64]
     stages: Any  # ring, whose operands are the two above
     tickets: Any  # ring of one word, filled only; None unless CTAs claim user tiles
-    user_stage_free: Any  # `stages.free` of the user phase; likewise
+    user_stage_free: Any  # `stages.free` of the user phase; None unless CTAs claim user tiles
 
 
 @dataclasses.dataclass(frozen=True)

@@ -21,7 +21,7 @@ from ikbo_jax.problems.resident_compression import ResidentCompressionConfig
 
 #: Configurations of the kernels that compute a gradient of embeddings.
 EmbeddingConfig = LinearCompressionConfig | PackedCompressionConfig | ResidentCompressionConfig
-#: Of these, one where no configuration is legal.
+#: The configuration that stands for none where no configuration is legal.
 _ROWS = LinearCompressionConfig(single_launch=False)
 #: Largest n of a WGMMA instruction.
 MAX_BLOCK_M = 256
@@ -33,7 +33,7 @@ ITEM_COST = 12
 MAX_WAVES = 4
 #: Stages of the kernel that sums cotangents, the default first.
 SUM_STAGES = (12, 8, 4)
-#: Cotangents of one user that XLA sums: of the L2 cache's 50 MB. Larger ones take the kernel.
+#: Bytes of one user's cotangents up to which XLA sums them, not the kernel; L2 has 50 MB.
 CACHE_BYTES = 4e7
 #: Largest number of steps from the default to a candidate that differs in several kernels.
 MAX_STEPS = 4

@@ -27,7 +27,7 @@ from ikbo_jax.problems.problem import Ranked
 # resident weights. XLA's was fitted before, to the 14. At the 81 sizes, of the times up to 1.5 of
 # the fastest (tests/support/compression_times.py), 226 of 300 of packed tiles err by less than 15 %
 # (the worst by 40 %), and 38 of 52 of row tiles (32 %).
-#: How much less time row tiles take that waste no column, and how much more those that waste some.
+#: Factors of row tiles that waste no column, and of row tiles that waste some.
 ROW_WHOLE, ROW_WASTED = 0.97, 1.03
 #: The launches: the kernel and the one that zeroes counters; the one that pads weights; from the
 #: end of the last user tile to the first use of its fragment.
@@ -38,7 +38,7 @@ TILE_US, STORE_US = 0.41, 0.1
 STEP_US = 0.14
 #: From the request of a stage to its use.
 LATENCY_US = 0.85
-#: A row of a TMA box: TMA copies a box row by row. One of 32 or 64 bytes, and one of 128.
+#: A row of a TMA box, which TMA copies row by row: a row of 32 or 64 bytes, and a row of 128 bytes.
 ROW_US, WIDE_ROW_US = 0.00042, 0.0013
 #: Rows of 32 or 64 bytes that L2 delivers to all SMs in one us.
 BOX_ROWS = 1.6e5
@@ -46,8 +46,8 @@ BOX_ROWS = 1.6e5
 CYCLES = 1900
 #: What device memory delivers, L2 to all SMs, and L2 to one SM.
 MEMORY_BYTES, L2_BYTES, SM_BYTES = 3.1e6, 1.2e7, 9.5e4
-#: What one SM loads, or stores, of fragments. These loads are not ahead: they begin three k steps
-#: before a tile's end, and K of 27 or 44 has one.
+#: What one SM loads, or stores, of fragments. The loads begin only three k steps before a tile's
+#: end, and K of 27 or 44 has one k step.
 FRAGMENT_BYTES = 7.1e4
 #: Part of the lesser of the two times, of tiles and of memory, that the greater does not hide.
 OVERLAP = 0.34

@@ -31,10 +31,10 @@ class ResidentCompressionShared(NamedTuple):
 
     weight: Any  # [parts * k blocks of 64, block_m, 64]
     embedding: Any  # [stages * k steps, column blocks, depth, block_width]
-    gathered: Any  # likewise, of the users' embeddings; None unless a tile loads them
+    gathered: Any  # the users' embeddings in the same shape; None unless a tile loads them
     staging: Any  # [STAGING_SLOTS, column blocks, block_m, block_width]; None at coarser levels
     ready: Any  # a barrier for every k step of every stage
-    gathered_ready: Any  # likewise
+    gathered_ready: Any  # a barrier for every k step of `gathered`, or None
 
 
 @dataclasses.dataclass(frozen=True)

@@ -27,8 +27,8 @@ BLOCKS = (16, 32, 48, 64, 96, 128)
 #: takes 9.2 us and the other one 15.4; with 31 keys and log-normal queries at H = 128, 125 and 186
 #: to 268; with 94 keys, 10.9 and 16.9.
 MAX_KEYS = 96
-#: And the largest mean number of queries with so few keys; 172 was timed. Many tiles of a sequence
-#: share their keys in the other kernel (`GdpaConfig.run`).
+#: Largest mean number of queries with at most `MAX_KEYS` keys; 172 was timed. In the other kernel,
+#: many tiles of a sequence share keys (`GdpaConfig.run`).
 MAX_MEAN_QUERIES = 256
 #: Largest number of queries that all sequences share (PMA) for which this kernel is the default
 #: with any number of keys: 25.6 us with 23 of them and 64.9 with 19; the other kernel 30.0 and 71.9
@@ -62,8 +62,8 @@ MAX_REGISTERS = 255
 #: ptxas gives a thread up to twice the registers of accumulator and scores, and up to 40 more for
 #: the activations below, unless one of their approximations is computed.
 REGISTER_FACTOR, LONG_REGISTERS = 2, 40
-#: And so many more where a CTA finds its tiles, unless LLVM knows that a sequence is one tile and
-#: one block: 144 instead of 119 at H = 64; 91 where it knows.
+#: Further registers where a CTA finds its tiles, unless LLVM knows that a sequence is one tile and
+#: one block: 144 instead of 119 registers at H = 64; 91 where LLVM knows.
 FOUND_REGISTERS = 24
 LONG_ACTIVATIONS = {
     "gelu": ("polynomial",),
@@ -89,7 +89,6 @@ class Batch(NamedTuple):
 
     @classmethod
     def of(cls, problem: Any) -> Batch:
-        """Reads a `GdpaProblem`."""
         return cls(problem.batch, problem.broadcast_q, problem.max_seqlen_q)
 
     def has_equal_tiles(self, tile_rows: int) -> bool:
@@ -204,7 +203,7 @@ def registers(config: ShortGdpaConfig, problem: Any) -> int:
     """Bounds the registers of a thread."""
     block = config.block_kv
     if SOFTMAX in problem.activations:
-        # 48 and 96 keys take it as many registers as 64 and 128: 128 and 184 at H = 64.
+        # A softmax of 48 or 96 keys takes as many registers as of 64 or 128: 128 and 184 at H = 64.
         block = 1 << (block - 1).bit_length()
     values = WGMMA_M * (block + problem.head_dim) // WARPGROUP_SIZE
     is_long = any(

@@ -20,7 +20,7 @@ from ikbo_jax.reference.attention import Softmax, directed, normalise, scaled
 #: Largest number of scores of one step of the XLA path: 128 MiB in f32, and as much again for their
 #: exponentials.
 MAX_SCORES = 2**25
-#: Largest number of elements of keys that one step reads; as many of values.
+#: Largest number of elements of keys, and of values, that one step reads.
 MAX_KEY_ELEMENTS = 2**25
 #: Desired rows of a group in a matrix product: candidates of one user times T.
 GROUP_ROWS = 512
