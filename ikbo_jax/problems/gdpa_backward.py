@@ -77,7 +77,7 @@ class GdpaBackwardConfig:
     stages: int = 3
 
     def packing(self, num_results: int) -> Packing:
-        """How a softmax's kernel with `num_results` results packs its words.
+        """Lays out the words of a softmax's kernel with `num_results` results.
 
         Statistics belong to queries: to a tile in the kernel with one result, which has one slot
         for them, and to a block in the kernel with two.
@@ -90,7 +90,7 @@ class GdpaBackwardConfig:
         return Packing(stride, item_words, block_words, size)
 
     def shared(self, head_dim: int, softmax_results: int | None = None) -> GdpaBackwardShared:
-        """Shared memory and barriers of one CTA.
+        """Declares shared memory and barriers of one CTA.
 
         `softmax_results`: results of a softmax's kernel; None: there is no softmax.
         """
@@ -122,13 +122,12 @@ class GdpaBackwardConfig:
         )
 
     def smem_bytes(self, head_dim: int, softmax_results: int | None = None) -> int:
-        """Bytes of shared memory of one CTA; see `shared`."""
         return memory.smem_bytes(self.shared(head_dim, softmax_results))
 
     def illegal_reason(
         self, dtype: str, head_dim: int, *, num_results: int, has_softmax: bool = False
     ) -> str | None:
-        """Why the kernel with `num_results` results cannot run with `config`; None if it can."""
+        """Says why the kernel with `num_results` results cannot run; None if it can."""
         if reason := hopper.why_not_dtype(dtype):
             return reason
         if reason := hopper.why_not_head_dim(head_dim, HEAD_DIMS, "backward kernels take"):
@@ -144,12 +143,12 @@ class GdpaBackwardConfig:
 
 
 def default_config(head_dim: int) -> GdpaBackwardConfig:
-    """The configuration of both kernels; nothing else was measured."""
+    """Returns the configuration of both kernels; nothing else was measured."""
     return GdpaBackwardConfig(64, 6 if head_dim <= BLOCK_K else 3)
 
 
 def illegal_reason(problem: GdpaSizes) -> str | None:
-    """Why the kernels cannot compute the gradients of a problem; None if they can."""
+    """Says why the kernels cannot compute a problem's gradients; None if they can."""
     return _default_tuning(problem.head_dim).illegal_reason(problem)
 
 
@@ -171,28 +170,22 @@ class GdpaBackwardTuning(Config):
 
     @property
     def query(self) -> GdpaBackwardConfig:
-        """Configuration of the kernel for d_query."""
         return GdpaBackwardConfig(self.query_block, self.query_stages)
 
     @property
     def key(self) -> GdpaBackwardConfig:
-        """Configuration of the kernel for d_key and d_value."""
         return GdpaBackwardConfig(self.key_block, self.key_stages)
 
     def illegal_reason(self, problem: GdpaSizes) -> str | None:
-        """Why the kernels cannot compute the gradient of `problem`; None if they can."""
         has_softmax = SOFTMAX in problem.activations
         if has_softmax and set(problem.activations) != {SOFTMAX}:
             return "the backward kernels support softmax in all heads or in none"
         if not problem.q_rows or not problem.kv_rows or not problem.batch:
             return "the backward kernels need a query, a key and a sequence"
-        for num_results, config in ((1, self.query), (2, self.key)):
-            reason = config.illegal_reason(
-                problem.dtype, problem.head_dim, num_results=num_results, has_softmax=has_softmax
-            )
-            if reason is not None:
-                return reason
-        return None
+        sizes = problem.dtype, problem.head_dim
+        return self.query.illegal_reason(
+            *sizes, num_results=1, has_softmax=has_softmax
+        ) or self.key.illegal_reason(*sizes, num_results=2, has_softmax=has_softmax)
 
 
 def _default_tuning(head_dim: int) -> GdpaBackwardTuning:
@@ -209,11 +202,10 @@ class GdpaBackwardProblem(GdpaSizes):
 
     @classmethod
     def of(cls, forward: GdpaSizes) -> Self:
-        """The gradient of `forward`."""
         return cls(**dataclasses.asdict(forward))
 
     def useful_flops(self, pairs: int) -> int:
-        """Five products for the forward pass' two."""
+        """Counts five products for the two of the forward pass."""
         return 5 * super().useful_flops(pairs) // 2
 
     def rank(self) -> Iterator[Ranked]:

@@ -16,7 +16,7 @@ from ikbo_jax.problems.problem import measured, size, typed
 SCHEMA = 1
 #: Parameters of configurations that no longer exist, with the value that rows of older versions may
 #: hold of them: the behaviour that remained.
-REMOVED = {"early_scores": False, "stagger": False}
+REMOVED = {"early_scores": False, "stagger": False, "chunk": 32, "coarse_rows": 48}
 
 
 @dataclasses.dataclass(frozen=True)

@@ -203,8 +203,8 @@ def jagged_attention_kernel(
     """Attends from every tile of queries to the keys and values of its sequence, by a softmax.
 
     Arguments and results are as for `flash.gdpa.gdpa_kernel`; `tiles` have `TILE_ROWS` rows, and
-    every row of the result has one. `config.reuse` must be off; `chunk`, `balance` and
-    `early_scores` have no effect.
+    every row of the result has one. `config.reuse` must be off; `balance` and `early_scores` have
+    no effect.
     """
     if config.reuse:
         raise ValueError(f"a list of tiles does not support reuse, but config is {config}")

@@ -18,6 +18,9 @@ from ikbo_jax.pallas.worklist import lists, search
 from ikbo_jax.problems.attention import FLAG_WORDS
 from ikbo_jax.problems.hopper import NUM_CONSUMERS, TILE_ROWS, WGMMA_M, column_blocks
 
+#: Consecutive tiles of one head in the schedule, which find their user's keys in L2.
+CHUNK = 32
+
 
 class _Share(NamedTuple):
     """The CTA's `count` tiles: from `first` on by `stride`, or back and forth in a list."""
@@ -75,7 +78,7 @@ def _tile(ctx: AttentionContext, share: _Share, i: Any) -> tuple[Any, Any, Any]:
 
     Tiles of one head and one user have consecutive numbers.
     """
-    shape, chunk, cuts = ctx.shape, ctx.config.chunk, ctx.operands.cuts
+    shape, chunk, cuts = ctx.shape, CHUNK, ctx.operands.cuts
     tile = jnp.minimum(share.first + i * share.stride, share.row_tiles * shape.q_heads - 1)
     if ctx.config.reuse:
         head, row_tile = lax.div(tile, share.row_tiles), lax.rem(tile, share.row_tiles)
