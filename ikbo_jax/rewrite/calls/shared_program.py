@@ -13,7 +13,7 @@ from ikbo_jax.rewrite.values.lineage import Lazy, is_plain
 
 @dataclasses.dataclass(frozen=True)
 class Result:
-    """A result of a rewritten program, or a value inside a result.
+    """Describes a result of a rewritten program, or a value inside a result.
 
     Attributes:
       value: a skeleton of the value inside the program, whose trace has ended.
@@ -32,14 +32,14 @@ class Result:
     number: int | None
 
     def of(self, array: Any, origins: frozenset) -> Any:
-        """The caller's value, if the program returned `array` for this result."""
+        """Returns the caller's value, if the program returned `array` for this result."""
         x = self.value
         return array if is_plain(x) else Lazy(array, x.shape, x.lineage, x.axis, origins)
 
 
 @dataclasses.dataclass(frozen=True)
 class Rewritten:
-    """A rewritten program. Its arguments are arrays of operands, materialised operands, constants.
+    """Holds a rewritten program. It takes operands' arrays, materialised operands, and constants.
 
     Positions count the operands' nodes as `Nodes` does.
 
@@ -51,7 +51,6 @@ class Rewritten:
       stand_ins: positions of lookups, each with the stand-in for the lookup's origins.
       results: its results, and the values inside of them.
       count: the number of results.
-      nested: whether an operand holds other values.
       log: the events to record at each call.
     """
 
@@ -62,18 +61,15 @@ class Rewritten:
     stand_ins: list[tuple[int, Any]]
     results: list[Result]
     count: int
-    nested: bool
     log: Log
 
     def returned(
         self, nodes: Sequence[Any], arrays: Sequence[Any], origins: Sequence[frozenset]
     ) -> list[Any]:
-        """The results of a call.
+        """Returns the results of a call.
 
-        Args:
-          nodes: the operands, and the values inside of them.
-          arrays: what the program computed.
-          origins: for each of `results`, the broadcasts that it stems from.
+        `arrays` are what the program computed; `origins` are the broadcasts that each of `results`
+        stems from.
         """
         values: list[Any] = [None] * len(self.results)
         for n in range(len(values) - 1, -1, -1):

@@ -18,7 +18,7 @@ from jax.extend import core
 
 
 class Dual(NamedTuple):
-    """Values and their slopes, in float64; booleans have slope 0."""
+    """Holds values and their slopes, in float64; booleans have slope 0."""
 
     value: Any
     slope: Any = 0.0
@@ -26,7 +26,7 @@ class Dual(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Curve:
-    """An elementwise function of the logits.
+    """Describes an elementwise function of the logits.
 
     Attributes:
       eqn: the producing equation; None for the logits themselves.
@@ -48,12 +48,12 @@ class Curve:
     linear: bool = False
 
     def __call__(self, x: np.ndarray, rounded: bool = False) -> Dual:
-        """Values and slopes at x; if `rounded`, every equation's result is rounded to its dtype."""
+        """Evaluates the curve at x; `rounded` rounds every result to its equation's dtype."""
         result = self._at(x, rounded, {})
         return Dual(*(np.broadcast_to(np.asarray(part, np.float64), x.shape) for part in result))
 
     def _at(self, x: np.ndarray, rounded: bool, evaluated: dict[int, Dual]) -> Dual:
-        """Values and slopes at x; `evaluated` holds those of other curves by their identity."""
+        """Evaluates the curve at x; `evaluated` holds results of other curves by their identity."""
         if self.eqn is None:
             return Dual(x, np.ones_like(x))
         if id(self) not in evaluated:
@@ -66,12 +66,12 @@ class Curve:
 
 
 def logits(dtype: Any) -> Curve:
-    """The curve of the logits themselves: the identity."""
+    """Returns the curve of the logits themselves."""
     return Curve(None, (), jnp.dtype(dtype), dtypes=frozenset([jnp.dtype(dtype)]), linear=True)
 
 
 def then(eqn: core.JaxprEqn, operands: Sequence[Curve | float]) -> Curve | None:
-    """The curve of an equation's result; None if it cannot be evaluated."""
+    """Returns the curve of an equation's result; None if it cannot be evaluated."""
     if len(eqn.outvars) != 1 or not _can_evaluate(eqn):
         return None
     inputs = [x for x in operands if isinstance(x, Curve)]
@@ -91,7 +91,7 @@ def _aval(v: Any) -> Any:
 
 
 def _factor(name: str, operands: Sequence[Curve | float]) -> float | None:
-    """The factor by which an equation multiplies a linear curve; None if it does anything else."""
+    """Returns the factor by which an equation multiplies a linear curve, or None."""
     numbers = [x for x in operands if not isinstance(x, Curve)]
     curves = [x for x in operands if isinstance(x, Curve)]
     if len(curves) != 1 or not curves[0].linear:
@@ -107,16 +107,13 @@ def _factor(name: str, operands: Sequence[Curve | float]) -> float | None:
     return None
 
 
-# Evaluation.
-
-
 def erfc(x: Any) -> Any:
-    """1 - erf(x), without cancellation."""
+    """Computes 1 - erf(x), without cancellation."""
     return np.vectorize(math.erfc, otypes=[np.float64])(x)
 
 
 def logistic(x: Any) -> Any:
-    """1 / (1 + exp(-x))."""
+    """Computes 1 / (1 + exp(-x))."""
     return 1 / (1 + np.exp(-x))
 
 
@@ -130,7 +127,7 @@ def _div(x: Dual, y: Dual) -> Dual:
 
 
 def _extremum(pick: Any, is_first: Any) -> Callable[..., Dual]:
-    """The rule of max or min. As in JAX, equal operands each get half of the slope."""
+    """Returns the rule of max or min. As in JAX, equal operands each get half of the slope."""
 
     def rule(x: Dual, y: Dual) -> Dual:
         equal = x.value == y.value
@@ -152,7 +149,7 @@ def _select(which: Dual, no: Dual, yes: Dual) -> Dual:
 
 
 def _of_one(value: Any, slope: Any) -> Callable[[Dual], Dual]:
-    """The rule of a function of one operand; `slope` takes the operand and the result."""
+    """Returns the rule of a function of one operand; `slope` takes the operand and the result."""
 
     def rule(x: Dual) -> Dual:
         y = value(x.value)
@@ -162,7 +159,7 @@ def _of_one(value: Any, slope: Any) -> Callable[[Dual], Dual]:
 
 
 def _flat(value: Any) -> Callable[..., Dual]:
-    """The rule of a function whose slope is 0, such as a comparison."""
+    """Returns the rule of a function whose slope is 0, such as a comparison."""
     return lambda *operands: Dual(value(*(x.value for x in operands)))
 
 
@@ -215,12 +212,8 @@ _PROGRAMS = {"custom_jvp_call": "call_jaxpr", "jit": "jaxpr"}
 ELEMENTWISE = frozenset((*_RULES, "integer_pow", "custom_jvp_call"))
 
 
-def _integer_pow(x: Dual, y: int) -> Dual:
-    return Dual(x.value ** float(y), y * x.value ** float(y - 1) * x.slope)
-
-
 def _evaluate(eqn: core.JaxprEqn, operands: list[Dual], rounded: bool, slopes: bool = True) -> Dual:
-    """The only result of an equation; without `slopes`, its slope may be wrong."""
+    """Computes an equation's only result; without `slopes`, its slope may be wrong."""
     name, params = eqn.primitive.name, eqn.params
     if name in _PROGRAMS:
         if name == "custom_jvp_call" and slopes:
@@ -229,7 +222,8 @@ def _evaluate(eqn: core.JaxprEqn, operands: list[Dual], rounded: bool, slopes: b
     if name in _OF_NUMBERS:
         return operands[0]
     if name == "integer_pow":
-        result = _integer_pow(operands[0], params["y"])
+        (x,), y = operands, params["y"]
+        result = Dual(x.value ** float(y), y * x.value ** float(y - 1) * x.slope)
     else:
         result = _RULES[name](*operands)
     dtype = _aval(eqn.outvars[0]).dtype
@@ -255,7 +249,7 @@ def _run(
 
 
 def _custom_jvp(eqn: core.JaxprEqn, operands: list[Dual], rounded: bool) -> Dual:
-    """The value of a custom_jvp function, with the slope by its JVP rule."""
+    """Evaluates a custom_jvp function, with the slope by its JVP rule."""
     jaxpr, consts, zeros = jvp_rule(eqn)
     (value,) = _run(eqn.params["call_jaxpr"], operands, rounded, False)
     if zeros[0]:
@@ -266,7 +260,7 @@ def _custom_jvp(eqn: core.JaxprEqn, operands: list[Dual], rounded: bool) -> Dual
 
 
 def jvp_rule(eqn: core.JaxprEqn) -> tuple[Any, Any, Any]:
-    """The JVP rule of a custom_jvp function: jaxpr, constants, and which tangents are zero."""
+    """Returns a custom_jvp function's JVP rule: jaxpr, constants, and which tangents are zero."""
     rule = eqn.params["jvp_jaxpr_fun"]
     jaxpr, consts, zeros = rule.call_wrapped(*[False] * len(eqn.invars))
     # JAX returns arrays that the rule closes over apart from the program, as its first arguments.
@@ -274,7 +268,7 @@ def jvp_rule(eqn: core.JaxprEqn) -> tuple[Any, Any, Any]:
 
 
 def _inside(eqn: core.JaxprEqn, slopes: bool = True) -> Iterator[core.JaxprEqn]:
-    """The equations of the programs that an equation holds; of JVP rules only if `slopes`."""
+    """Lists the equations of the programs that an equation holds; of JVP rules only if `slopes`."""
     name = eqn.primitive.name
     if name not in _PROGRAMS:
         return

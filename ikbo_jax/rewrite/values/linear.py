@@ -26,7 +26,7 @@ _CALLS = frozenset(["jit", "remat2", "checkpoint"])
 
 
 class _NotLinear(Exception):
-    """Raised at an equation that may not be linear, or may mix rows."""
+    """Is raised at an equation that may not be linear, or may mix rows."""
 
 
 def is_linear_by_row(
@@ -47,7 +47,7 @@ def is_linear_by_row(
 
 
 def _kinds(program: core.Jaxpr, arguments: Sequence[Kind]) -> list[Kind]:
-    """What is known of a program's results."""
+    """Finds what is known of a program's results."""
     kinds: dict[Any, Kind] = dict.fromkeys(program.constvars, _FREE)
     kinds.update(zip(program.invars, arguments, strict=True))
 
@@ -91,7 +91,7 @@ def _results(eqn: core.JaxprEqn, operands: list[Kind]) -> list[Kind]:
 
 
 def _of_product(eqn: core.JaxprEqn, side: int, axis: int) -> int:
-    """The rows' axis of a product whose operand `side` is linear."""
+    """Finds the rows' axis of a product whose operand `side` is linear."""
     contract, batch = eqn.params["dimension_numbers"]
     precision = jax.tree.leaves(eqn.params["precision"])
     if not all(isinstance(x, lax.Precision) for x in precision):
