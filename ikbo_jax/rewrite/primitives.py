@@ -2,7 +2,7 @@
 
 The rule of an equation depends on its operands. `LAZY` has the rules of lazy values: `Lazy`,
 `Concat` and arrays beside them. If an operand is `Merged`, or is `Scores`, the rules of that kind
-run, from `MERGED` or `SCORES`. Rules that users register replace those of `LAZY`.
+run, from `MERGED` or `SCORES`. Rules that users register replace rules of `LAZY`.
 """
 
 from __future__ import annotations

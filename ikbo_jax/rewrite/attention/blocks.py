@@ -3,7 +3,7 @@
 A sequence [history, candidate] is a concatenation of rows that are looked up and rows of the
 candidate, and so are its queries, keys and values. The logits are blocks, one for each pair of a
 part of the queries and a part of the keys; they are not computed until the product with the values
-shows that they are those of a softmax. Then every part of the queries is computed by itself:
+shows that they are a softmax's logits. Then every part of the queries is computed by itself:
 
 - Queries of the user whose mask hides all keys of the candidate depend on the user alone. They are
   computed at user batch, so that the next layer finds a concatenation again.

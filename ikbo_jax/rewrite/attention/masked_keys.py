@@ -24,7 +24,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -87,7 +87,9 @@ class _Operands(NamedTuple):
     def activated(self, activation: str, scale: float, output_scale: float) -> jax.Array:
         """Attends with an activation instead of the softmax."""
         (batch, queries), (users, keys) = self.query.shape[:2], self.key.shape[:2]
-        query, key, value = (_merged_rows(x) for x in self[:3])
+        query, key, value = (
+            staged.reshape(x, (x.shape[0] * x.shape[1], *x.shape[2:])) for x in self[:3]
+        )
         out = gdpa(
             query,
             key,
@@ -130,12 +132,6 @@ class _Operands(NamedTuple):
         """Looks [users, ...] up by candidate: [batch, queries, ...]."""
         rows = jnp.expand_dims(staged.take_rows(x, self.users, 0), 1)
         return jnp.broadcast_to(rows, (*self.query.shape[:2], *x.shape[1:]))
-
-
-def _merged_rows(x: Any) -> Any:
-    """Reshapes [batch, rows, ...] to [batch * rows, ...]."""
-    batch, rows, *rest = staged.shape_of(x)
-    return staged.reshape(x, (batch * rows, *rest))
 
 
 def attend(

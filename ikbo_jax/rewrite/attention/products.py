@@ -113,7 +113,7 @@ def _first_is_key(sides: list[tuple[Any, Any, Any]]) -> bool:
     """Whether the first operand of a batched product holds the looked-up keys.
 
     If both operands are looked up, as queries from a table of items by the candidates' ids, the
-    keys are the operand with more elements, of those with one free dimension.
+    keys are the operand with more elements, if both have one free dimension.
     """
 
     def may_be_key(x: Any, contract: Any, batch: Any) -> bool:

@@ -90,7 +90,9 @@ def scan(ctx: Context, eqn: Any, *operands: Any) -> Any:
     n_consts, n_carry = hoisting.scan_counts(params)
     hoisted = hoisting.split(jaxpr, n_consts, params["length"])
     plain = all(map(is_plain, operands)) and ctx.programs.is_plain(jaxpr) and hoisted is None
-    consts, init, xs = _split(operands, n_consts, n_carry)
+    end = n_consts + n_carry
+    pieces = operands[:n_consts], operands[n_consts:end], operands[end:]
+    consts, init, xs = map(list, pieces)
     if plain and not any(map(hoisting.is_index, xs)):
         return ctx.bind(eqn, *operands)
     if hoisted is not None:
@@ -141,7 +143,8 @@ def _scanned(
 
     def body(arrays: Any, slices: Any) -> Any:
         log = Log()
-        inner, values = ctx.inner(log), [*consts, *pack(arrays), *_packed_slices(xs, slices)]
+        inner, rest = ctx.inner(log), iter(slices)
+        values = [*consts, *pack(arrays), *(_packed_slice(x, rest) for x in xs)]
         results = exported(inner, inner.run_closed(jaxpr, values), ctx)
         built = inner.scope.built()
         if loops.unstable(carry, results) or any(id(x) in built for x in consts[:n_consts]):
@@ -150,7 +153,9 @@ def _scanned(
             inner.build(r) if is_plain(c) else r
             for c, r in zip(carry, results[:count], strict=True)
         ]
-        stacked = [_stackable(inner, y) for y in results[count:]]
+        stacked = [
+            y if is_plain(y) or isinstance(y, Lazy) else inner.build(y) for y in results[count:]
+        ]
         last[:] = [(log, [None if is_plain(y) else skeleton(y) for y in stacked])]
         return unpack_all(new)[0], unpack_all(stacked)[0]
 
@@ -161,27 +166,14 @@ def _scanned(
     return [*pack(out), *_packed_stacks(stacked, ys, length, call.origins)]
 
 
-def _split(values: Sequence[Any], *counts: int) -> list[list[Any]]:
-    pieces, rest = [], list(values)
-    for count in counts:
-        pieces.append(rest[:count])
-        rest = rest[count:]
-    return [*pieces, rest]
-
-
 def _scannable(x: Any) -> bool:
     if isinstance(x, Concat):
         return x.axis != 0 and all(map(_scannable, x.parts))
     return is_plain(x) or isinstance(x, Lazy) and (x.axis != 0 and x.base.shape[0] == x.shape[0])
 
 
-def _packed_slices(xs: Sequence[Any], slices: Sequence[Any]) -> list[Any]:
-    """Returns the scanned values of one iteration."""
-    rest = iter(slices)
-    return [_packed_slice(x, rest) for x in xs]
-
-
 def _packed_slice(x: Any, slices: Iterator[Any]) -> Any:
+    """Returns a scanned value of one iteration."""
     if isinstance(x, Concat):
         return Concat(tuple([_packed_slice(part, slices) for part in x.parts]), x.axis - 1)
     array = next(slices)
@@ -189,10 +181,6 @@ def _packed_slice(x: Any, slices: Iterator[Any]) -> Any:
         return array
     axis = x.axis - 1 if x.lineage else -1
     return lazy(array, x.shape[1:], x.lineage, axis, x.origins)
-
-
-def _stackable(ctx: Context, y: Any) -> Any:
-    return y if is_plain(y) or isinstance(y, Lazy) else ctx.build(y)
 
 
 def _packed_stacks(

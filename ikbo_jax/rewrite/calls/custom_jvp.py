@@ -166,7 +166,7 @@ def matches(value: Any, like: Any) -> bool:
 
 
 def in_form_of(values: Sequence[Any], like: Sequence[Any]) -> list[Any]:
-    """Broadcasts the values' arrays to the shapes of those of `like`; NotCovered in other forms."""
+    """Broadcasts the values' arrays to the shapes of `like`'s arrays; NotCovered in other forms."""
     if not all(map(matches, values, like)):
         raise NotCovered("a function that mixes rows")
     return list(map(_widened, values, like))

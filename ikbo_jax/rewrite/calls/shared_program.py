@@ -31,11 +31,6 @@ class Result:
     inside: range
     number: int | None
 
-    def of(self, array: Any, origins: frozenset) -> Any:
-        """Returns the caller's value, if the program returned `array` for this result."""
-        x = self.value
-        return array if is_plain(x) else Lazy(array, x.shape, x.lineage, x.axis, origins)
-
 
 @dataclasses.dataclass(frozen=True)
 class Rewritten:
@@ -79,7 +74,10 @@ class Rewritten:
             elif result.like > n:
                 values[n] = values[result.like]
             elif result.number is not None:
-                values[n] = result.of(arrays[result.number], origins[n])
+                x, array = result.value, arrays[result.number]
+                if not is_plain(x):
+                    array = Lazy(array, x.shape, x.lineage, x.axis, origins[n])
+                values[n] = array
             else:
                 inside = result.inside
                 values[n] = with_inside(result.value, values[inside.start : inside.stop])

@@ -39,13 +39,11 @@ from ikbo_jax.rewrite.values.registry import NotCovered
 class _Calls:
     """Holds the history of calls of one program on values of one form.
 
-    Attributes:
-      alive: the objects whose identities the key holds, so that these stay unique.
-      materialised: positions of nodes that were materialised before or during the first call.
-      failed: whether the program cannot be rewritten by itself.
-      asked: positions of the operands whose equations the rewriting would have to know. In earlier
-        calls, the arrays there were those in `Scope.seen`. Calls with the same arrays share a
-        program that closes over them.
+    Attributes: alive: the objects whose identities the key holds, so that these stay unique.
+    materialised: positions of nodes that were materialised before or during the first call. failed:
+    whether the program cannot be rewritten by itself. asked: positions of the operands whose
+    equations the rewriting would have to know. `Scope.seen` holds the arrays at these positions in
+    earlier calls. Calls with the same arrays share a program that closes over them.
     """
 
     alive: Any
@@ -290,17 +288,9 @@ def _with_materialised(
         return set()
     if asked:
         return asked
-    rewritten = Rewritten(
-        params,
-        traced.consts,
-        inputs,
-        materialised,
-        list(stand_ins.items()),
-        results,
-        len(eqn.outvars),
-        log,
-    )
-    return rewritten, built
+    origins, count = list(stand_ins.items()), len(eqn.outvars)
+    consts = traced.consts
+    return Rewritten(params, consts, inputs, materialised, origins, results, count, log), built
 
 
 def _results(nodes: Sequence[Any], returned: Sequence[Any]) -> list[Result]:

@@ -21,7 +21,6 @@ from __future__ import annotations
 import functools
 import itertools
 import math
-import operator
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -231,11 +230,6 @@ def _derived(curve: Curve) -> set[float]:
         points |= {math.sqrt(abs(n)), n * n, 1 / n if n else 0.0}
         points |= {math.log(abs(n)) if n else 0.0, math.exp(min(n, 80.0))}
     if len(numbers) <= 24:
-        points |= {
-            f(a, b) for a, b in itertools.permutations(numbers, 2) for f in (operator.sub, _over)
-        }
+        for a, b in itertools.permutations(numbers, 2):
+            points |= {a - b, a / b if b else a}
     return {n / s for n in points for s in curve.slopes if s and abs(n / s) < 3e38}
-
-
-def _over(a: float, b: float) -> float:
-    return a / b if b else a

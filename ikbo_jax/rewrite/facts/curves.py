@@ -70,24 +70,22 @@ def logits(dtype: Any) -> Curve:
     return Curve(None, (), jnp.dtype(dtype), dtypes=frozenset([jnp.dtype(dtype)]), linear=True)
 
 
-def then(eqn: core.JaxprEqn, operands: Sequence[Curve | float]) -> Curve | None:
+def then(eqn: Any, operands: Sequence[Curve | float]) -> Curve | None:
     """Returns the curve of an equation's result; None if it cannot be evaluated."""
-    if len(eqn.outvars) != 1 or not _can_evaluate(eqn):
+    if len(eqn.outvars) != 1 or not _is_known(eqn):
+        return None
+    if not all(_is_known(e) and len(e.outvars) == 1 for e in _inside(eqn)):
         return None
     inputs = [x for x in operands if isinstance(x, Curve)]
     slopes = tuple(dict.fromkeys(slope for curve in inputs for slope in curve.slopes))
     factor = _factor(eqn.primitive.name, operands)
     if factor is not None:
         slopes = (*slopes, inputs[0].slopes[-1] * factor)
-    dtype = jnp.dtype(_aval(eqn.outvars[0]).dtype)
+    dtype = jnp.dtype(eqn.outvars[0].aval.dtype)
     numbers = frozenset(x for x in operands if not isinstance(x, Curve))
     dtypes = _dtypes_in(eqn).union(*(x.dtypes for x in inputs))
     numbers = (numbers | _numbers_in(eqn)).union(*(x.numbers for x in inputs))
     return Curve(eqn, tuple(operands), dtype, slopes, numbers, dtypes, factor is not None)
-
-
-def _aval(v: Any) -> Any:
-    return v.aval
 
 
 def _factor(name: str, operands: Sequence[Curve | float]) -> float | None:
@@ -115,10 +113,6 @@ def erfc(x: Any) -> Any:
 def logistic(x: Any) -> Any:
     """Computes 1 / (1 + exp(-x))."""
     return 1 / (1 + np.exp(-x))
-
-
-def _mul(x: Dual, y: Dual) -> Dual:
-    return Dual(x.value * y.value, x.slope * y.value + x.value * y.slope)
 
 
 def _div(x: Dual, y: Dual) -> Dual:
@@ -191,7 +185,7 @@ _RULES: dict[str, Callable[..., Dual]] = {
     "lt": _flat(np.less),
     "max": _extremum(np.maximum, np.greater),
     "min": _extremum(np.minimum, np.less),
-    "mul": _mul,
+    "mul": lambda x, y: Dual(x.value * y.value, x.slope * y.value + x.value * y.slope),
     "name": _same,
     "ne": _flat(np.not_equal),
     "neg": lambda x: Dual(-x.value, -x.slope),
@@ -212,7 +206,7 @@ _PROGRAMS = {"custom_jvp_call": "call_jaxpr", "jit": "jaxpr"}
 ELEMENTWISE = frozenset((*_RULES, "integer_pow", "custom_jvp_call"))
 
 
-def _evaluate(eqn: core.JaxprEqn, operands: list[Dual], rounded: bool, slopes: bool = True) -> Dual:
+def _evaluate(eqn: Any, operands: list[Dual], rounded: bool, slopes: bool = True) -> Dual:
     """Computes an equation's only result; without `slopes`, its slope may be wrong."""
     name, params = eqn.primitive.name, eqn.params
     if name in _PROGRAMS:
@@ -226,7 +220,7 @@ def _evaluate(eqn: core.JaxprEqn, operands: list[Dual], rounded: bool, slopes: b
         result = Dual(x.value ** float(y), y * x.value ** float(y - 1) * x.slope)
     else:
         result = _RULES[name](*operands)
-    dtype = _aval(eqn.outvars[0]).dtype
+    dtype = eqn.outvars[0].aval.dtype
     if dtype == np.bool_:
         return Dual(np.asarray(result.value, bool))
     if rounded:
@@ -267,7 +261,7 @@ def jvp_rule(eqn: core.JaxprEqn) -> tuple[Any, Any, Any]:
     return core.ClosedJaxpr(jaxpr, consts) if consts else jaxpr, consts, zeros
 
 
-def _inside(eqn: core.JaxprEqn, slopes: bool = True) -> Iterator[core.JaxprEqn]:
+def _inside(eqn: core.JaxprEqn, slopes: bool = True) -> Iterator[Any]:
     """Lists the equations of the programs that an equation holds; of JVP rules only if `slopes`."""
     name = eqn.primitive.name
     if name not in _PROGRAMS:
@@ -282,12 +276,7 @@ def _inside(eqn: core.JaxprEqn, slopes: bool = True) -> Iterator[core.JaxprEqn]:
             yield from _inside(inner, more)
 
 
-def _can_evaluate(eqn: core.JaxprEqn) -> bool:
-    """Whether an equation, and all that it holds, can be evaluated."""
-    return _is_known(eqn) and all(_is_known(e) and len(e.outvars) == 1 for e in _inside(eqn))
-
-
-def _is_known(eqn: core.JaxprEqn) -> bool:
+def _is_known(eqn: Any) -> bool:
     """Whether an equation can be evaluated, apart from the equations that it holds."""
     name = eqn.primitive.name
     dtypes = [getattr(v.aval, "dtype", None) for v in (*eqn.invars, *eqn.outvars)]
@@ -297,7 +286,7 @@ def _is_known(eqn: core.JaxprEqn) -> bool:
     if name in _PROGRAMS:
         return not eqn.params.get("num_consts") and not any(eqn.params[_PROGRAMS[name]].consts)
     if name in _OF_NUMBERS:
-        return _aval(eqn.invars[0]).size == 1
+        return eqn.invars[0].aval.size == 1
     return name in ELEMENTWISE
 
 
@@ -306,6 +295,6 @@ def _numbers_in(eqn: core.JaxprEqn) -> frozenset[float]:
     return frozenset(float(np.asarray(x, np.float64)) for x in literals if np.size(x) == 1)
 
 
-def _dtypes_in(eqn: core.JaxprEqn) -> frozenset[Any]:
-    dtypes = (jnp.dtype(_aval(v).dtype) for e in (eqn, *_inside(eqn)) for v in e.outvars)
+def _dtypes_in(eqn: Any) -> frozenset[Any]:
+    dtypes = (jnp.dtype(v.aval.dtype) for e in (eqn, *_inside(eqn)) for v in e.outvars)
     return frozenset(d for d in dtypes if jnp.issubdtype(d, jnp.inexact))

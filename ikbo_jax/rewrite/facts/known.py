@@ -223,33 +223,21 @@ def _mask(ctx: Any, mask: Any, depth: int) -> np.ndarray:
         return unknown
     masks = [_mask(ctx, x, depth - 1) for x in operands]
     if name in _LOGIC:
-        return _LOGIC[name](*masks)
+        return _LOGIC[name](*masks).astype(np.int8)
     shapes = [np.shape(x) if is_plain(x) else x.shape for x in operands]
     shape: Any = eqn.outvars[0].aval
     return _moved(eqn, masks, shapes, shape.shape)
 
 
-def _both(x: np.ndarray, y: np.ndarray) -> np.ndarray:
-    return np.where((x == 0) | (y == 0), 0, np.maximum(x, y)).astype(np.int8)
-
-
-def _either(x: np.ndarray, y: np.ndarray) -> np.ndarray:
-    return np.where((x == 1) | (y == 1), 1, np.maximum(x, y)).astype(np.int8)
-
-
-def _negated(x: np.ndarray) -> np.ndarray:
-    return np.where(x == UNKNOWN, UNKNOWN, 1 - x).astype(np.int8)
-
-
 def _chosen(which: np.ndarray, first: np.ndarray, second: np.ndarray) -> np.ndarray:
     either = np.where(first == second, first, UNKNOWN)
-    return np.where(which == 0, first, np.where(which == 1, second, either)).astype(np.int8)
+    return np.where(which == 0, first, np.where(which == 1, second, either))
 
 
 _LOGIC: dict[str, Callable[..., np.ndarray]] = {
-    "and": _both,
-    "or": _either,
-    "not": _negated,
+    "and": lambda x, y: np.where((x == 0) | (y == 0), 0, np.maximum(x, y)),
+    "or": lambda x, y: np.where((x == 1) | (y == 1), 1, np.maximum(x, y)),
+    "not": lambda x: np.where(x == UNKNOWN, UNKNOWN, 1 - x),
     "select_n": _chosen,
 }
 

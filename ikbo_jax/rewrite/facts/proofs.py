@@ -131,7 +131,7 @@ def is_true(ctx: Any, value: Any) -> bool:
 def source_of_mask(ctx: Any, mask: Any, names: Any) -> tuple[Any, tuple[Any, ...]]:
     """Finds the value that a mask is cast and expanded from, with names of its dimensions.
 
-    Masks with one source and the same names are equal. `names` are those of the mask's dimensions.
+    Masks with one source and the same names are equal. `names` name the mask's dimensions.
     """
     names = list(names)
     while (produced := ctx.producer(mask)) is not None and produced[1]:
@@ -297,7 +297,9 @@ def interval(ctx: Any, value: Any, depth: int = _DEPTH) -> Interval | None:
         return min(bounds[0][0], bounds[2][0]), bounds[2][1]
     if name == "concatenate" and all(bounds):
         return min(x[0] for x in bounds if x), max(x[1] for x in bounds if x)
-    if name in ("and", "or") and on_booleans(operands):
+    if name in ("and", "or") and all(
+        np.result_type(getattr(x, "dtype", x)) == np.bool_ for x in operands
+    ):
         return _extremum("min" if name == "and" else "max", [x or (0, 1) for x in bounds])
     if len(bounds) != 2 or not bounds[0] or not bounds[1]:
         return None
@@ -311,11 +313,6 @@ def _fits(bounds: Interval, dtype: Any) -> bool:
         return np.dtype(dtype) == np.bool_ and bounds[0] >= 0 and bounds[1] <= 1
     limits = np.iinfo(dtype)
     return limits.min <= bounds[0] and bounds[1] <= limits.max
-
-
-def on_booleans(operands: Any) -> bool:
-    """Whether all operands are boolean."""
-    return all(np.result_type(x.dtype if hasattr(x, "dtype") else x) == np.bool_ for x in operands)
 
 
 def _of_two(name: str, first: Interval, second: Interval) -> Interval | None:
@@ -337,7 +334,7 @@ def _of_two(name: str, first: Interval, second: Interval) -> Interval | None:
 
 
 def _extremum(name: str, bounds: list[Interval | None]) -> Interval | None:
-    """Bounds of the maximum or minimum of two values, one of which may have no proven bounds."""
+    """Bounds the maximum or minimum of two values, of which one may have no proven bounds."""
     pick = max if name == "max" else min
     lows, highs = zip(*(x or (-(2**63), 2**63) for x in bounds), strict=True)
     return pick(lows), pick(highs)

@@ -45,21 +45,16 @@ def gather(ctx: Context, eqn: Any, operand: Any, indices: Any, axis: int | None 
     numbers = eqn.params["dimension_numbers"]
     operand, *parts = lineage.aligned([operand, *columns(indices)])
     users, dim = _lineage_of(parts)
+    mapped, batching = numbers.start_index_map, numbers.start_indices_batching_dims
     if axis is None:
-        axis = _axis_of_rows(
-            ctx,
-            parts,
-            dim,
-            (numbers.start_index_map, numbers.operand_batching_dims),
-            numbers.start_indices_batching_dims,
-        )
+        axis = _axis_of_rows(ctx, parts, dim, mapped, numbers.operand_batching_dims, batching)
     if eqn.params["slice_sizes"][axis] != 1:
         raise NotCovered("gather of several rows at looked-up positions")
     _check_rows(eqn, operand, users, axis)
     base = ctx.bind(
         eqn,
         lineage.rows_of(operand, axis, users.users),
-        _indices_at_users(parts, numbers.start_index_map, axis, dim, users),
+        _indices_at_users(parts, mapped, axis, dim, users),
         **_OF_USERS,
     )
     shape = tuple(eqn.outvars[0].aval.shape)
@@ -114,13 +109,8 @@ def scatter(ctx: Context, eqn: Any, x: Any, indices: Any, updates: Any) -> Any:
     numbers = eqn.params["dimension_numbers"]
     x, updates, *parts = lineage.aligned([x, updates, *columns(indices)])
     users, dim = _lineage_of(parts)
-    axis = _axis_of_rows(
-        ctx,
-        parts,
-        dim,
-        (numbers.scatter_dims_to_operand_dims, numbers.operand_batching_dims),
-        numbers.scatter_indices_batching_dims,
-    )
+    mapped, batching = numbers.scatter_dims_to_operand_dims, numbers.scatter_indices_batching_dims
+    axis = _axis_of_rows(ctx, parts, dim, mapped, numbers.operand_batching_dims, batching)
     removed = (*numbers.inserted_window_dims, *numbers.operand_batching_dims)
     if axis not in removed or shape_of(x)[axis] != shape_of(parts[0])[dim]:
         raise NotCovered(f"{eqn.primitive.name} of several rows at looked-up positions")
@@ -131,7 +121,7 @@ def scatter(ctx: Context, eqn: Any, x: Any, indices: Any, updates: Any) -> Any:
     base = ctx.bind(
         eqn,
         lineage.rows_of(x, axis, users.users),
-        _indices_at_users(parts, numbers.scatter_dims_to_operand_dims, axis, dim, users),
+        _indices_at_users(parts, mapped, axis, dim, users),
         lineage.rows_of(updates, update_axis, users.users),
         **_OF_USERS,
     )
@@ -151,17 +141,12 @@ def _lineage_of(parts: list[Any]) -> tuple[Lineage, int]:
 
 
 def _axis_of_rows(
-    ctx: Context,
-    parts: list[Any],
-    dim: int,
-    operand_axes: tuple[Any, Any],
-    batching: Any,
+    ctx: Context, parts: list[Any], dim: int, mapped: Any, batched: Any, batching: Any
 ) -> int:
     """Finds the axis of the operand along which every row takes its own row.
 
     It is a batching dimension, or the axis of a column that is proven to count the rows.
     """
-    mapped, batched = operand_axes
     if dim in batching:
         return int(batched[list(batching).index(dim)])
     column, counts = 0, []

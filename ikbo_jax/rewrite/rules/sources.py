@@ -90,7 +90,7 @@ def _gather_rows_or_bind(
                 # A shuffle of looked-up rows is a lookup again.
                 rows = operand.lineage.users
             is_larger = lineage.is_at_least(count, rows + 1) and lineage.is_at_least(rows, 1)
-            if is_larger and not _is_lookup_of(operand, fixed):
+            if is_larger and not (lineage.has_lineage(operand) and operand.axis in fixed):
                 _check_no_other_column_fills(ctx, eqn, indices, {axis, *fixed})
                 for other, start in fixed.items():
                     operand = lineage.slice_along(operand, start, start + sizes[other], other)
@@ -123,10 +123,6 @@ def _single_rows(ctx: Context, operand: Any, indices: Any, numbers: Any) -> list
     if len(columns) > 1:
         columns = [c for c in columns if proofs.single(ctx, column_of(ctx, indices, c)[0]) is None]
     return [numbers.start_index_map[c] for c in columns]
-
-
-def _is_lookup_of(operand: Any, axes: Any) -> bool:
-    return lineage.has_lineage(operand) and operand.axis in axes
 
 
 def _fixed_positions(ctx: Context, eqn: Any, operand: Any, indices: Any) -> dict[int, int]:

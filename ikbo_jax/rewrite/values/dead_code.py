@@ -12,7 +12,7 @@ from ikbo_jax.ops import explain
 from ikbo_jax.rewrite.values.hoisting import scan_counts, scan_params
 from ikbo_jax.rewrite.values.jaxprs import OPS, inner_programs
 
-#: Parameters of calls: those that have an entry for every operand or result, and all others.
+#: Parameters of calls: with an entry for every operand, with one for every result, and all others.
 _OF_OPERANDS = ("donated_invars", "in_layouts", "in_shardings")
 _OF_RESULTS = ("out_layouts", "out_shardings")
 _OTHERS = """

@@ -28,7 +28,7 @@ def holds_products(eqn: core.JaxprEqn) -> bool:
 
 
 def scan_counts(params: Any) -> tuple[int, int]:
-    """Counts the operands of a scan that are constants, and those that are carries."""
+    """Counts the operands of a scan that are constants, and its operands that are carries."""
     if "num_consts" in params:
         return params["num_consts"], params["num_carry"]
     consts, carry, _ = params["ft_in"].unpack()

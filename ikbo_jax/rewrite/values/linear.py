@@ -8,7 +8,7 @@ Rounding counts as linear; what overflows, `equations.may_overflow` finds.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -116,17 +116,15 @@ def _broadcast(eqn: core.JaxprEqn, axis: int) -> int:
     return target
 
 
-def _reduced(eqn: core.JaxprEqn, axis: int) -> int:
-    if axis in eqn.params["axes"]:
-        raise _NotLinear
-    return axis - sum(a < axis for a in eqn.params["axes"])
+def _removed(key: str) -> Callable[[Any, int], int]:
+    """Returns the rule of an equation that removes the dimensions in its parameter `key`."""
 
+    def rule(eqn: Any, axis: int) -> int:
+        if axis in eqn.params[key]:
+            raise _NotLinear
+        return axis - sum(d < axis for d in eqn.params[key])
 
-def _squeezed(eqn: core.JaxprEqn, axis: int) -> int:
-    dimensions = eqn.params["dimensions"]
-    if axis in dimensions:
-        raise _NotLinear
-    return axis - sum(d < axis for d in dimensions)
+    return rule
 
 
 def _reshaped(eqn: core.JaxprEqn, axis: int) -> int:
@@ -139,14 +137,10 @@ def _reshaped(eqn: core.JaxprEqn, axis: int) -> int:
     raise _NotLinear
 
 
-def _transposed(eqn: core.JaxprEqn, axis: int) -> int:
-    return [int(d) for d in eqn.params["permutation"]].index(axis)
-
-
-_MOVES = {
+_MOVES: dict[str, Callable[[Any, int], int]] = {
     "broadcast_in_dim": _broadcast,
-    "reduce_sum": _reduced,
+    "reduce_sum": _removed("axes"),
     "reshape": _reshaped,
-    "squeeze": _squeezed,
-    "transpose": _transposed,
+    "squeeze": _removed("dimensions"),
+    "transpose": lambda eqn, axis: [int(d) for d in eqn.params["permutation"]].index(axis),
 }

@@ -34,8 +34,8 @@ class Provenance:
     ) -> tuple[core.JaxprEqn, Sequence[Any]] | None:
         """Returns `producer` if it is an equation of a primitive in `names`.
 
-        It is for rules that do without a producing equation that is hidden, unless that equation is
-        known to be one of these (`hide`).
+        Rules call it that do without a hidden producing equation, unless `hide` says that the
+        equation is one of a primitive in `names`.
         """
         produced = self._search(value, names)
         return produced if produced is not None and produced[0].primitive.name in names else None
@@ -78,7 +78,7 @@ class Provenance:
     def record(
         self, eqn: core.JaxprEqn, results: Sequence[Any], operands: Sequence[Any] = ()
     ) -> None:
-        """Records the producing equation of values, except of those that already have one.
+        """Records the producing equation of values that have none yet.
 
         So the producing equation of a call's result is the equation inside the call.
         """
