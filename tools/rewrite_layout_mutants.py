@@ -71,8 +71,8 @@ LAYOUT_MUTANTS = (
     Mutant(
         "an unknown mask taken for true",
         "facts/known.py",
-        "return np.where((x == 0) | (y == 0), 0, np.maximum(x, y)).astype(np.int8)",
-        "return np.where((x == 0) | (y == 0), 0, np.minimum(x, y)).astype(np.int8)",
+        "np.where((x == 0) | (y == 0), 0, np.maximum(x, y))",
+        "np.where((x == 0) | (y == 0), 0, np.minimum(x, y))",
         blocks("every_mask", "valid_and_causal"),
     ),
     Mutant(
