@@ -23,6 +23,8 @@ from typing import Any, NoReturn
 import jax
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
+#: Part of the budget after which no further point is compiled before the timing.
+COMPILING = 0.45
 
 
 def command(module: str, *args: str) -> list[str]:

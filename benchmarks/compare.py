@@ -51,8 +51,6 @@ BEFORE = f"{ikbo_jax.__name__}_before"
 SAME, REPEATS = 0.01, 2
 #: Milliseconds under which a call is also timed on the device, since Python launches no faster.
 SHORT_MS = 0.1
-#: Part of the budget after which no further point is compiled.
-COMPILING = 0.45
 
 
 def unpack(before: str, folder: pathlib.Path) -> str:
@@ -293,7 +291,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
       ValueError: there is no such commit, folder or point.
     """
     bench = harness.Run("compare", args, times_matmul=False)
-    until = time.time() + COMPILING * args.budget_s
+    until = time.time() + children.COMPILING * args.budget_s
     with tempfile.TemporaryDirectory() as scratch:
         folder = pathlib.Path(scratch)
         commit = unpack(args.before, folder)

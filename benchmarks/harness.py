@@ -316,7 +316,8 @@ class Run:
         timing.make_folder_of(self.options.out)
         with self.jobs.programs(self.op):
             if self.jobs.shared:
-                self.jobs.compile(todo, measure_point, time.time() + self.left_s)
+                until = time.time() + children.COMPILING * self.left_s
+                self.jobs.compile(todo, measure_point, until)
             else:
                 self.prepared = prepare(self)
                 self._measure(todo, measure_point, describe)

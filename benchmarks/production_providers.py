@@ -16,7 +16,6 @@ import jax.numpy as jnp
 import numpy as np
 
 import ikbo_jax
-from benchmarks import production_bounds as bounds
 from benchmarks import yardsticks
 from benchmarks.production_draws import AttentionShape, CompressionShape, GdpaShape, Shape
 from benchmarks.records import OUR_NAME
@@ -49,7 +48,6 @@ class Contender(NamedTuple):
       finish_gradients: the same for the gradients.
       is_comparable: whether it computes the same function as this library.
       gradient_tolerance: largest error of a gradient relative to its largest value.
-      work: what it certainly does, for a lower bound of its time.
       is_xla: whether XLA chooses its GEMMs, which takes most of the time of compiling a point.
     """
 
@@ -62,7 +60,6 @@ class Contender(NamedTuple):
     finish_gradients: Callable[[Results], Results] = lambda gradients: gradients
     is_comparable: bool = True
     gradient_tolerance: float = TOLERANCE
-    work: bounds.Work = bounds.Work()
     is_xla: bool = False
 
 
@@ -166,15 +163,11 @@ def _attention(shape: AttentionShape) -> Iterator[Callable[[], Contender]]:
             return materialised_cudnn(*arrays, *((None,) if seq_lengths is None else ()))
 
         stage = "keys and values copied, then cuDNN"
-        work = bounds.attention_copies(s)
         tolerance = _added_tolerance(s.cand_to_user)
-        return Contender(
-            "copies-cudnn", stage, run, args, integers, gradient_tolerance=tolerance, work=work
-        )
+        return Contender("copies-cudnn", stage, run, args, integers, gradient_tolerance=tolerance)
 
     def xla() -> Contender:
-        work, stage = bounds.attention_by_xla(s), "implementation='xla'"
-        return Contender("xla", stage, op("xla"), args, integers, work=work, is_xla=True)
+        return Contender("xla", "implementation='xla'", op("xla"), args, integers, is_xla=True)
 
     yield lambda: Contender(OUR_NAME, "ikbo_jax.attention", op(None), args, integers)
     yield xla
@@ -238,8 +231,7 @@ def _linear_compression(shape: CompressionShape) -> Iterator[Callable[[], Conten
             weight = jnp.concatenate((w_cand, w_user), axis=1)
             return jnp.matmul(weight, jnp.concatenate((e_cand, e_user[parents]), axis=1))
 
-        stage, work = "users copied, then one product", bounds.compression_copies(s)
-        return plain_xla("copies", stage, run, args, integers, work=work)
+        return plain_xla("copies", "users copied, then one product", run, args, integers)
 
     def plain() -> Contender:
         return plain_xla("xla-by-hand", "two products and a sum, in XLA", by_hand, args, integers)

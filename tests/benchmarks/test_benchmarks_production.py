@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import json
-import subprocess
-import sys
+import os
 
 import jax
 import jax.numpy as jnp
@@ -14,17 +12,15 @@ import numpy as np
 import pytest
 
 from benchmarks import (
-    children,
     harness,
     production,
     production_draws,
     production_providers,
     report,
+    timing,
     yardsticks,
 )
-from benchmarks import production_bounds as bounds
 from benchmarks import production_programs as programs
-from benchmarks.harness import Point
 from benchmarks.production_draws import (
     DRAWS,
     MAX_BYTES,
@@ -34,9 +30,6 @@ from benchmarks.production_draws import (
     GdpaShape,
 )
 from ikbo_jax.cases.error_rule import Check
-
-#: Sizes at which copies of keys, and scores, are far larger than the L2 cache.
-LARGE = AttentionShape(4096, 64, 16, 1024, 2, 2, 128, "bfloat16", "even", has_lengths=False)
 
 
 @pytest.mark.parametrize("op", DRAWS)
@@ -176,185 +169,61 @@ def test_a_run_in_small(tmp_path, capsys):
     assert (tmp_path / "docs/images/production.svg").stat().st_size > 0
 
 
-def test_a_process_that_fails_ends_the_run(tmp_path, capsys, monkeypatch):
-    """What is missing is said, and the status is 1."""
-    monkeypatch.setattr(children, "command", lambda *args: [sys.executable, "-S", "-c", "raise"])
-    monkeypatch.setattr(production.harness, "print_results", lambda results, lines: 0)
-    out = tmp_path / "production.json"
-    args = ["--out", str(out), "--quick", "--number", "1", "--jobs", "2"]
-    assert production.main([*args, "--sweep", "attention forward"]) == 1
-    error = capsys.readouterr().err
-    assert "2 of 2 processes failed" in error
-    assert "1 points are missing" in error
-    (left_out,) = json.loads(out.read_text())["left_out"]
-    assert left_out.startswith("attention forward B=")
+def _options(*args):
+    return production.BENCHMARK.parse(["--out", os.devnull, *args])
 
 
-def _run_here(module, arguments, extra):
-    """Instead of `children.start`: the processes' work, done by this process before it goes on."""
-    for each in arguments:
-        production.main(each)
-    return [subprocess.Popen([sys.executable, "-S", "-c", ""]) for _ in arguments]
-
-
-def test_the_budget_leaves_points_out_and_names_them(tmp_path, monkeypatch):
-    monkeypatch.setattr(production.harness, "print_results", lambda results, lines: 0)
-    monkeypatch.setattr(children, "start", _run_here)
-    out = tmp_path / "production.json"
-    args = ["--out", str(out), "--quick", "--number", "2", "--budget-s", "0"]
-    assert production.main([*args, "--sweep", "gdpa both"]) == 1
-    results = json.loads(out.read_text())
-    assert results["points"] == []
-    assert len(results["left_out"]) == 2
-    # Another run measures them, and no other points.
-    results["left_out"].pop(0)
-    out.write_text(json.dumps(results))
-    chosen = []
-    monkeypatch.setattr(
-        production, "_measure_all", lambda args, *_: chosen.extend(production._todo(args)) or True
-    )
-    rest = tmp_path / "rest.json"
-    args = ["--out", str(rest), "--quick", "--number", "3", "--left", str(out)]
-    production.main([*args, "--sweep", "gdpa both"])
-    assert [f"{p.sweep} {p.label}" for p in chosen] == results["left_out"]
-
-
-def test_sweeps_take_turns_and_directions_of_a_workload_stay_together():
-    todo = production.points(production_draws.SWEEPS, 2, 0)
+def test_sweeps_take_turns_and_what_a_run_left_out_is_measured_by_another(tmp_path):
+    todo = production.points(_options("--number", "2"))
     assert [point.sweep for point in todo] == [*production_draws.SWEEPS, *production_draws.SWEEPS]
-    groups = production.workloads(todo)
-    assert sorted(n for group in groups for n in group) == list(range(len(todo)))
-    assert [len(group) for group in groups] == [2, 2, 2, 1] * 2
-    assert all(len({todo[n].case for n in group}) == 1 for group in groups)
+    out = tmp_path / "production.json"
+    assert production.main(["--out", str(out), "--number", "2", "--budget-s", "-1"]) == 1
+    results = timing.read_results(out)
+    assert results["points"] == []
+    assert results["left_out"] == [point.name for point in todo]
+    timing.write_results(out, results | {"left_out": results["left_out"][3:5]})
+    left = production.points(_options("--number", "3", "--left", str(out)))
+    assert [point.name for point in left] == results["left_out"][3:5]
 
 
-def test_no_point_is_compiled_that_could_not_be_timed(tmp_path, monkeypatch):
-    small = Point("", "", production_draws.shrink(LARGE), "both")
-    assert production.timing_s(small) == production.SHORT_TIMING_S < production.TIMING_S
-    now = production.time.time()
-    monkeypatch.setattr(production.time, "time", lambda: now)
-    point = Point("", "", LARGE)
-    assert production.timing_s(point) == production.TIMING_S
-    seconds = production.COMPILING_S + 3 * production.TIMING_S
-    budget = production.Budget(tmp_path, now + seconds + 1)
-    for number in range(3):
-        assert budget.has_time(point)
-        (tmp_path / f"begun-{production.device()}-{number}-{production.timing_s(point)}").touch()
-    assert not budget.has_time(point)
-    assert not budget.has_time()
-
-
-def test_ceilings_are_measured_once(tmp_path, monkeypatch):
-    quick = functools.partial(production.timing.copy_ceiling, window_s=0.001, rounds=1)
-    monkeypatch.setattr(production.timing, "copy_ceiling", quick)
-    found = production.ceilings(tmp_path)
-    assert found.copy_tb_per_s > 0
-    monkeypatch.setattr(production.timing, "copy_ceiling", None)  # it is not called again
-    assert production.ceilings(tmp_path) == found
-    with pytest.raises(TypeError):
-        production.ceilings(tmp_path / "another run")
-
-
-def test_bounds_count_only_what_certainly_leaves_the_cache():
-    rates = bounds.Peaks(1e12, 1e15)
-    copies = 4096 * 1024 * 2 * 2 * 2 * 128 - bounds.L2_BYTES  # bytes of keys and values
-    work = bounds.attention_copies(LARGE)
-    forward_ms = bounds.least_ms(work, "forward", rates)
-    assert forward_ms == pytest.approx(2 * copies / 1e12 * 1e3)
-    # Read again for the gradients; their own copies are written and read.
-    both_ms = bounds.least_ms(work, "both", rates)
-    assert both_ms == pytest.approx(5 * copies / 1e12 * 1e3)
-    # With few FLOPs per second, the product takes longer than reading the copies.
-    slow = bounds.Peaks(1e12, 1e12)
-    expected = copies / 1e12 + LARGE.flops / 1e12
-    assert bounds.least_ms(work, "forward", slow) == pytest.approx(expected * 1e3)
-
-
-def test_small_arrays_may_stay_in_the_cache():
-    small = production_draws.shrink(LARGE)
-    rates = bounds.Peaks(1e3, 1e30)
-    for work in (bounds.attention_copies(small), bounds.attention_by_xla(small)):
-        assert bounds.least_ms(work, "both", rates) == pytest.approx(0, abs=1e-9)
-    assert bounds.least_ms(bounds.attention_by_xla(LARGE), "forward", rates) > 0
-    assert bounds.least_ms(bounds.Work(), "both", rates) == 0
-    assert bounds.peaks() is None  # without a Hopper GPU
-
-
-def test_an_alternative_is_left_out_only_beyond_the_margin():
-    assert programs.why_not_best(1.2, "grouped-cudnn", 0.3) == (
-        "cannot be the best: its copies, scores and FLOPs alone take 1.2 ms, grouped-cudnn took "
-        "0.3 ms"
-    )
-    assert programs.why_not_best(0.3 * programs.MARGIN, "grouped-cudnn", 0.3) == ""
-    assert programs.why_not_best(0.0, "grouped-cudnn", 0.3) == ""
-    untuned, cublas = programs.TUNINGS
-    assert cublas.note(0.3 * programs.FAR, "xla-by-hand", 0.3) == ""
-    note = "GEMMs by cuBLAS alone: 1.2 ms beside 0.3 ms of xla-by-hand"
-    assert cublas.note(1.2, "xla-by-hand", 0.3) == note
-    assert untuned.note(1.2, "xla-by-hand", 0.3) == ""
-    note = "GEMMs not tuned: 2.5 ms beside 0.3 ms of xla-by-hand"
-    assert untuned.note(2.5, "xla-by-hand", 0.3) == note
-
-
-def _slow_copies(shape, stages):
-    """A maker of the contender "copies" with another bound of its time."""
-
-    def copies():
-        (found,) = (m for m in production_providers.contenders(shape) if m.__name__ == "copies")
-        return found()._replace(work=bounds.Work(stages))
-
-    return copies
-
-
-@pytest.mark.parametrize(("seconds", "is_left_out"), [(1e3, True), (1e-9, False)])
-def test_what_is_left_out_is_in_the_results(monkeypatch, seconds, is_left_out):
-    shape = production_draws.shrink(production_draws.shapes("linear_compression", 1)[0])
-    makes = [*production_providers.contenders(shape)[:-1]]
-    rates = bounds.Peaks(1.0, 1e30)
-    makes.append(_slow_copies(shape, (bounds.Stage(seconds),)))
-    monkeypatch.setattr(programs, "contenders", lambda shape: makes)
-    changed = [x._replace(far=1e9) for x in programs.TUNINGS]
-    monkeypatch.setattr(programs, "TUNINGS", changed)
-    found = programs.compiled(shape, "forward", rates)
-    (copies,) = (p for p in found if p.record["name"] == "copies")
-    if is_left_out:
-        assert copies.compiled is None
-        assert copies.record["least_ms"] == pytest.approx(1e6)
-        assert "copies, scores and FLOPs alone take 1e+06 ms, xla-" in copies.record["skipped"]
-    else:
-        assert copies.record["ok"]
-    assert found[0].record["name"] == "ikbo"
-    assert found[-1].record["name"] == "xla"
-
-
-@pytest.mark.parametrize(("fars", "tunings"), [((1e9, 1e9), 3), ((1e9, 0.0), 2), ((0.0, 1e9), 1)])
-def test_xla_is_compiled_with_its_defaults_unless_it_is_far(monkeypatch, fars, tunings):
-    shape = production_draws.shrink(production_draws.shapes("linear_compression", 1)[0])
-
+@pytest.mark.parametrize(("far", "compilations"), [(np.inf, 1), (1e9, 2), (0.0, 1)])
+def test_xla_is_compiled_with_its_defaults_unless_it_is_far(monkeypatch, far, compilations):
     def maker(name, is_xla=False):
         contender = production_providers.Contender(name, "", jnp.sin, (jnp.zeros(1),))
         return lambda: contender._replace(is_xla=is_xla)
 
-    options = []
-    checked = programs._checked
+    options, compile_and_check = [], harness.compile_and_check
 
-    def count(contender, *args):
-        options.append((contender.name, args[-1]))
-        return checked(contender, *args)
+    def count(*args):
+        options.append((args[0], args[4]))
+        return compile_and_check(*args)
 
+    monkeypatch.setattr(harness, "compile_and_check", count)
     makers = [maker("ikbo"), maker("xla", is_xla=True), maker("quick")]
-    monkeypatch.setattr(programs, "contenders", lambda shape: makers)
-    monkeypatch.setattr(programs, "_checked", count)
-    changed = [x._replace(far=far) for x, far in zip(programs.TUNINGS, fars, strict=True)]
-    monkeypatch.setattr(programs, "TUNINGS", changed)
-    found = programs.compiled(shape, "forward", bounds.Peaks(1e30, 1e30))
-    expected = [programs.UNTIMED, programs.NETWORK_ON_GPU, None][:tunings]
+    found = programs.checked(makers, "forward", far)
+    assert [contender.record["name"] for contender in found] == ["ikbo", "xla", "quick"]
+    expected = [programs.UNTIMED] * (far < np.inf) + [None] * (far > 0)
+    assert len(expected) == compilations
     assert options == [("ikbo", None), ("quick", None), *(("xla", x) for x in expected)]
-    assert ("note" in found[-1].record) == (tunings < 3)
-    # Without known rates, everything is compiled once, with XLA's defaults.
-    options.clear()
-    programs.compiled(shape, "forward", None)
-    assert options == [("ikbo", None), ("quick", None), ("xla", None)]
+    assert ("note" in found[1].record) == (far == 0)
+
+
+def test_what_cannot_run_is_left_out_and_this_library_fails():
+    def refused():
+        raise RuntimeError("refused")
+
+    def broken(x):
+        raise RuntimeError("broken")
+
+    def sine(name, fn=jnp.sin):
+        return lambda: production_providers.Contender(name, "", fn, (jnp.zeros(1),))
+
+    makers = [sine("ikbo", broken), sine("xla"), refused, sine("other", broken)]
+    found = [contender.record for contender in programs.checked(makers, "forward")]
+    assert found[0]["failure"] == "RuntimeError: broken"
+    assert found[1]["ok"]
+    assert found[2] == {"name": "refused", "stage": "-", "skipped": "RuntimeError: refused"}
+    assert found[3]["skipped"] == "RuntimeError: broken"
 
 
 def test_slow_alternatives_are_not_timed_exactly(monkeypatch):
