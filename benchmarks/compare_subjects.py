@@ -102,11 +102,15 @@ def _points(benchmark: Benchmark, *options: str) -> Iterator[Point]:
         yield point if _on_gpu() else benchmark.shrink(point)
 
 
+def _case_of(sizes: Any) -> Any:
+    """The case of the op itself, whose `inputs` are the op's."""
+    return sizes.case if isinstance(sizes, gdpa.Sizes) else getattr(sizes, "forward", sizes)
+
+
 def _of_op(op: Callable[..., Any], benchmark: Benchmark, *options: str) -> Iterator[Subject]:
     for point in _points(benchmark, *options):
-        is_gdpa = isinstance(point.case, gdpa.Sizes)
-        case = point.case.case if is_gdpa else point.case
-        label = gdpa.name_of(point) if is_gdpa else point.label
+        case = _case_of(point.case)
+        label = gdpa.name_of(point) if isinstance(point.case, gdpa.Sizes) else point.label
         yield Subject(point.sweep, label, point.case, case.inputs, _call(op, case))
 
 
@@ -121,9 +125,7 @@ def _of_gradients(
         return inputs, jax.random.normal(jax.random.key(1), out.shape, out.dtype)
 
     for subject in _of_op(op, benchmark, *options):
-        sizes = subject.sizes
-        case = sizes.case if isinstance(sizes, gdpa.Sizes) else sizes
-        call = _call(functools.partial(_gradients, op, number), case)
+        call = _call(functools.partial(_gradients, op, number), _case_of(subject.sizes))
         inputs = functools.partial(with_cotangent, subject)
         yield dataclasses.replace(subject, inputs=inputs, call=call)
 

@@ -73,29 +73,6 @@ class Point:
         }
 
 
-@dataclasses.dataclass(frozen=True)
-class Provider:
-    """One implementation of an op.
-
-    Attributes:
-      name: short name, the key in results files.
-      stage: description.
-      prepare: takes the case and its inputs; returns a function and its arguments, before the
-        timing. Raises NotImplementedError with the reason if the provider cannot run here.
-      finish: converts the function's result to the shape of the op's result, after the timing.
-    """
-
-    name: str
-    stage: str
-    prepare: Callable[[Any, Any], tuple[Callable[..., jax.Array], tuple]]
-    finish: Callable[[jax.Array, Any], jax.Array] = lambda out, inputs: out
-
-    @classmethod
-    def of_case(cls, name: str, stage: str, *contender: Any) -> Provider:
-        """A contender of the case; `contender` are the arguments of `Case.contender`."""
-        return cls(name, stage, lambda case, inputs: (case.contender(*contender), inputs))
-
-
 @dataclasses.dataclass
 class Contender:
     """A compiled provider and its entry in the results file, which has "error" if it ran."""
@@ -109,24 +86,6 @@ class Contender:
 def sample(batch: int, number: int) -> list[int]:
     """At most `number` positions in [0, batch), sorted: the first, the last and random ones."""
     return sorted({0, batch - 1, *np.random.default_rng(0).integers(0, batch, number - 2).tolist()})
-
-
-def contenders_of(
-    providers: Sequence[Provider], case: Any, inputs: Any, rows: Sequence[int], truth: Any
-) -> list[Contender]:
-    """Compiles providers and compares `rows` of their results with `truth`: values and a bound."""
-    exact, bound = truth
-
-    def compiled(provider: Provider) -> Contender:
-        def compare(result: Any) -> Check:
-            out = provider.finish(result, inputs)
-            found = np.stack([np.asarray(out[b]) for b in rows]).astype(np.float64)
-            return Check(float(np.abs(found - exact).max()), bound)
-
-        name, stage = provider.name, provider.stage
-        return compile_and_check(name, stage, lambda: provider.prepare(case, inputs), compare)
-
-    return list(map(compiled, providers))
 
 
 def why_not_run(failure: Exception) -> dict[str, str]:

@@ -14,14 +14,16 @@ import dataclasses
 import functools
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from benchmarks import harness, timing, yardsticks
-from benchmarks.harness import Benchmark, Point, Provider
+from benchmarks.harness import Benchmark, Point
 from benchmarks.records import OUR_NAME, Record, ours_at, provider_of
+from ikbo_jax.cases.error_rule import Check
 from ikbo_jax.cases.linear_compression import ALIGNED_K, Case, Inputs
 from ikbo_jax.problems import LinearCompressionProblem
 from ikbo_jax.reference import linear_compression as reference
@@ -95,6 +97,19 @@ def _all_padded(inputs: Inputs) -> Inputs:
     return Inputs(weights, embeddings, inputs.parents)
 
 
+class Provider(NamedTuple):
+    """One implementation: name, description, and what makes its function and arguments."""
+
+    name: str
+    stage: str
+    prepare: Callable[[Case, Inputs], tuple[Callable[..., jax.Array], tuple]]
+
+
+def _of_case(name: str, stage: str, *contender: Any) -> Provider:
+    """Makes a provider of `Case.contender`'s arguments."""
+    return Provider(name, stage, lambda case, inputs: (case.contender(*contender), inputs))
+
+
 def _written_as(name: str, padded: Callable[[Inputs], tuple]) -> Callable[[Case, Inputs], tuple]:
     fn = functools.partial(reference.decomposed, formulation=name)
     return lambda case, inputs: (fn, padded(inputs))
@@ -104,8 +119,8 @@ def _gemm(align: int) -> Callable[[Case, Inputs], tuple]:
     return lambda case, inputs: (jnp.matmul, _concatenated(inputs, align))
 
 
-OURS = Provider.of_case(OUR_NAME, "ikbo_jax.linear_compression", "automatic")
-XLA = Provider.of_case("xla", "2 decomposed (implementation='xla')", "decomposed")
+OURS = _of_case(OUR_NAME, "ikbo_jax.linear_compression", "automatic")
+XLA = _of_case("xla", "2 decomposed (implementation='xla')", "decomposed")
 
 
 def all_providers(problem: LinearCompressionProblem, formulations: bool = True) -> list[Provider]:
@@ -116,8 +131,8 @@ def all_providers(problem: LinearCompressionProblem, formulations: bool = True) 
     copies, before = "1 materialised, with its copies", "1 materialised, copies made before"
     aligned = f"K a multiple of {ALIGNED_K}"
     providers = [
-        Provider.of_case("materialised", copies, "materialised"),
-        Provider.of_case("materialised-aligned", f"{copies}, {aligned}", "materialised-aligned"),
+        _of_case("materialised", copies, "materialised"),
+        _of_case("materialised-aligned", f"{copies}, {aligned}", "materialised-aligned"),
         Provider("materialised-gemm", before, _gemm(1)),
         Provider("materialised-gemm-aligned", f"{before}, {aligned}", _gemm(ALIGNED_K)),
         XLA,
@@ -134,7 +149,7 @@ def all_providers(problem: LinearCompressionProblem, formulations: bool = True) 
         ("single-launch", "4 single launch", True),
     ):
         if (config := Case(problem).config(single_launch=is_single)) is not None:
-            providers.append(Provider.of_case(name, stage, "fused", config))
+            providers.append(_of_case(name, stage, "fused", config))
     return [*providers, OURS]
 
 
@@ -145,10 +160,23 @@ def measure_point(
     problem, case = point.problem, point.case
     inputs = case.inputs()
     rows = harness.sample(problem.batches[-1], NUM_CHECKED)
-    truth = case.expected(inputs, rows)
-    contenders = harness.contenders_of(providers, case, inputs, rows, truth)
+    exact, bound = case.expected(inputs, rows)
+
+    def compare(out: jax.Array) -> Check:
+        found = np.stack([np.asarray(out[b]) for b in rows]).astype(np.float64)
+        return Check(float(np.abs(found - exact).max()), bound)
+
+    contenders = [
+        harness.compile_and_check(
+            provider.name,
+            provider.stage,
+            functools.partial(provider.prepare, case, inputs),
+            compare,
+        )
+        for provider in providers
+    ]
     if torch:
-        found = yardsticks.torch_linear_compression(inputs.arguments, rows, *truth)
+        found = yardsticks.torch_linear_compression(inputs.arguments, rows, exact, bound)
         contenders += [harness.Contender(record, thunk) for record, thunk in found]
     itemsize = jnp.dtype(problem.dtype).itemsize
     return {

@@ -13,7 +13,11 @@ import math
 from collections.abc import Callable, Mapping
 from typing import Any, ClassVar
 
+import jax
+import jax.numpy as jnp
 import numpy as np
+
+from ikbo_jax.cases.attention import Inputs
 
 Generator = np.random.Generator
 
@@ -39,6 +43,12 @@ def _log_uniform(rng: Generator, low: int, high: int) -> int:
 def _choice(rng: Generator, weights: Mapping[Any, float]) -> Any:
     names = list(weights)
     return names[rng.choice(len(names), p=np.fromiter(weights.values(), float))]
+
+
+def normal(seed: int, shape: tuple[int, ...], dtype: Any) -> jax.Array:
+    """Draws normal values on the device."""
+    draw = jax.jit(jax.random.normal, static_argnums=(1, 2))
+    return draw(jax.random.key(seed), shape, jnp.dtype(dtype))
 
 
 def _users(rng: Generator, batch: int) -> int:
@@ -92,6 +102,19 @@ class AttentionShape:
             return np.full(self.users, self.kv_len, np.int32)
         drawn = np.random.default_rng(2).integers(1, self.kv_len + 1, self.users)
         return drawn.astype(np.int32)
+
+    @property
+    def is_sorted(self) -> bool:
+        """Whether the index is sorted."""
+        return self.index != "unsorted"
+
+    def inputs(self) -> Inputs:
+        """Draws the arrays of `ikbo_jax.attention` on the device."""
+        keys = (self.users, self.kv_len, self.kv_heads, self.head_dim)
+        query = (self.batch, self.q_len, self.q_heads, self.head_dim)
+        drawn = (normal(n, shape, self.dtype) for n, shape in enumerate((query, keys, keys)))
+        lengths = jnp.asarray(self.lengths) if self.has_lengths else None
+        return Inputs(*drawn, jnp.asarray(self.cand_to_user), lengths)
 
     @property
     def flops(self) -> float:

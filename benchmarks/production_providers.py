@@ -17,7 +17,7 @@ import numpy as np
 
 import ikbo_jax
 from benchmarks import yardsticks
-from benchmarks.production_draws import AttentionShape, CompressionShape, GdpaShape, Shape
+from benchmarks.production_draws import AttentionShape, CompressionShape, GdpaShape, Shape, normal
 from benchmarks.records import OUR_NAME
 from ikbo_jax.cases.attention import materialised_cudnn
 from ikbo_jax.models.strategies import fold_by_user
@@ -77,11 +77,6 @@ def _limit(size: int, words: str) -> None:
         raise NotImplementedError(f"{words} {size / 2**30:.1f} GiB")
 
 
-def _normal(number: int, shape: tuple[int, ...], dtype: Any) -> jax.Array:
-    draw = jax.jit(jax.random.normal, static_argnums=(1, 2))
-    return draw(jax.random.key(number), shape, jnp.dtype(dtype))
-
-
 def attend(
     query: Any, key: Any, value: Any, index: Any, lengths: Any = None, **options: Any
 ) -> jax.Array:
@@ -99,13 +94,15 @@ def _grouped(
     slots: int,
     keys: int,
     lengths: jax.Array | None,
+    library: yardsticks.Library | None = None,
 ) -> Contender:
-    """cuDNN, with room for the queries of `slots` candidates and for `keys` keys of every user.
+    """A library's attention (None: cuDNN's) over queries that were grouped by user before.
 
-    Of a user's keys, the first `lengths` count; None: all.
+    A user has room for the queries of `slots` candidates and for `keys` keys, of which the first
+    `lengths` count; None: all.
     """
     query, key, value = args
-    attend = yardsticks.cudnn()
+    attend = (library or yardsticks.cudnn)()
     fold = fold_by_user(jnp.asarray(shape.cand_to_user), shape.users, slots)
     folded = jax.jit(fold.fold)(query)
     pad = ((0, 0), (0, keys - shape.kv_len), (0, 0), (0, 0))
@@ -124,21 +121,16 @@ def _grouped(
     )
 
 
-def _attention(shape: AttentionShape) -> Iterator[Callable[[], Contender]]:
+def _attention(shape: AttentionShape, is_drawn: bool) -> Iterator[Callable[[], Contender]]:
     s = shape
-    index, lengths = jnp.asarray(s.cand_to_user), jnp.asarray(s.lengths)
-    seq_lengths = lengths if s.has_lengths else None
-    query = _normal(0, (s.batch, s.q_len, s.q_heads, s.head_dim), s.dtype)
-    key, value = (
-        _normal(number, (s.users, s.kv_len, s.kv_heads, s.head_dim), s.dtype) for number in (1, 2)
-    )
-    args = (query, key, value)
+    *args, index, seq_lengths = s.inputs()
+    query, key, value = args
+    lengths = jnp.asarray(s.lengths)
     integers = (index, lengths) if s.has_lengths else (index,)
 
     def op(implementation: str | None) -> Callable[..., jax.Array]:
-        is_sorted = s.index != "unsorted"
         return functools.partial(
-            attend, indices_are_sorted=is_sorted, implementation=implementation
+            attend, indices_are_sorted=s.is_sorted, implementation=implementation
         )
 
     most = int(np.bincount(s.cand_to_user, minlength=s.users).max())
@@ -146,6 +138,11 @@ def _attention(shape: AttentionShape) -> Iterator[Callable[[], Contender]]:
     def grouped() -> Contender:
         stage = "queries grouped by hand before, cuDNN"
         return _grouped("grouped-cudnn", stage, s, args, most, s.kv_len, seq_lengths)
+
+    def grouped_tokamax() -> Contender:
+        stage = "queries grouped by hand before, tokamax"
+        sizes = most, s.kv_len, seq_lengths
+        return _grouped("grouped-tokamax", stage, s, args, *sizes, yardsticks.tokamax)
 
     def grouped_even() -> Contender:
         # cuDNN has no gradients for odd numbers of keys.
@@ -157,7 +154,8 @@ def _attention(shape: AttentionShape) -> Iterator[Callable[[], Contender]]:
 
     def copies() -> Contender:
         yardsticks.cudnn()
-        _limit(2 * key[:1].nbytes * s.batch, "copies of")
+        if is_drawn:
+            _limit(2 * key[:1].nbytes * s.batch, "copies of")
 
         def run(*arrays: Any) -> jax.Array:
             return materialised_cudnn(*arrays, *((None,) if seq_lengths is None else ()))
@@ -174,6 +172,8 @@ def _attention(shape: AttentionShape) -> Iterator[Callable[[], Contender]]:
     yield grouped
     yield grouped_even
     yield copies
+    if not is_drawn:
+        yield grouped_tokamax
 
 
 def _linear_compression(shape: CompressionShape) -> Iterator[Callable[[], Contender]]:
@@ -187,10 +187,10 @@ def _linear_compression(shape: CompressionShape) -> Iterator[Callable[[], Conten
     integers = (jnp.asarray(index),)
     scale = jnp.asarray((s.k_cand + s.k_user) ** -0.5, jnp.dtype(s.dtype))
     weights = tuple(
-        _normal(number, (s.m, k), s.dtype) * scale for number, k in ((0, s.k_cand), (1, s.k_user))
+        normal(number, (s.m, k), s.dtype) * scale for number, k in ((0, s.k_cand), (1, s.k_user))
     )
     embeddings = tuple(
-        _normal(number, (batch, k, s.n), s.dtype)
+        normal(number, (batch, k, s.n), s.dtype)
         for number, batch, k in ((2, s.batch, s.k_cand), (3, s.users, s.k_user))
     )
     args = (*weights, *embeddings)
@@ -251,7 +251,7 @@ def _gdpa(shape: GdpaShape) -> Iterator[Callable[[], Contender]]:
     )
     q_rows = s.longest if s.is_broadcast else int(queries.sum())
     rows = (q_rows, int(keys.sum()), int(keys.sum()))
-    args = tuple(_normal(i, (n, s.heads, s.head_dim), s.dtype) for i, n in enumerate(rows))
+    args = tuple(normal(i, (n, s.heads, s.head_dim), s.dtype) for i, n in enumerate(rows))
     integers = (cu_kv,) if s.is_broadcast else (cu_kv, cu_q)
 
     def op(implementation: str | None) -> Callable[..., jax.Array]:
@@ -318,15 +318,15 @@ def _gdpa(shape: GdpaShape) -> Iterator[Callable[[], Contender]]:
     yield padded
 
 
-def contenders(shape: Shape) -> list[Callable[[], Contender]]:
-    """Makers of this library's contender, which is the first, and of the alternatives.
+def contenders(shape: Shape, *, is_drawn: bool = True) -> list[Callable[[], Contender]]:
+    """Returns makers of this library's contender, which is the first, and of the alternatives.
 
     The second is the XLA path, and the others follow in the order of how likely each is to be the
-    fastest. A maker raises NotImplementedError with the reason if its contender
-    cannot run here.
+    fastest. A maker raises NotImplementedError with the reason if its contender cannot run here.
+    A sweep over sizes of attention, which are not drawn, also has tokamax and large copies.
     """
     if isinstance(shape, AttentionShape):
-        return list(_attention(shape))
+        return list(_attention(shape, is_drawn))
     if isinstance(shape, CompressionShape):
         return list(_linear_compression(shape))
     return list(_gdpa(shape))

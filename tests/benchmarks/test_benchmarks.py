@@ -138,7 +138,7 @@ def test_a_wrong_provider_is_caught_and_a_failing_one_recorded():
         raise RuntimeError("broken")
 
     contenders = [
-        harness.Provider(fn.__name__, "", lambda case, inputs, fn=fn: (fn, inputs))
+        linear_compression.Provider(fn.__name__, "", lambda case, inputs, fn=fn: (fn, inputs))
         for fn in (wrong, nan, failing)
     ]
     contenders.append(linear_compression.XLA)
