@@ -13,26 +13,25 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import functools
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-import ikbo_jax
-from benchmarks import harness, yardsticks
+from benchmarks import harness, production_providers, yardsticks
 from benchmarks.attention import add_dtype
 from benchmarks.harness import Benchmark, Point
+from benchmarks.production_programs import in_direction
+from benchmarks.production_providers import Contender
 from benchmarks.records import OUR_NAME, Record, ours_at, provider_of
 from ikbo_jax.cases.error_rule import Check
 from ikbo_jax.cases.gdpa import Case, uniform_lengths
 from ikbo_jax.cases.gdpa_oracle import RESULTS, Inputs, checked_rows, expected, worst_error
 from ikbo_jax.problems import GdpaProblem
 from ikbo_jax.reference.activations import SOFTMAX
-from ikbo_jax.reference.gdpa import Arrays
 
 BATCH = 1152
 LENGTHS = (256, 512, 1024, 2048)
@@ -187,148 +186,123 @@ def shrink(point: Point) -> Point:
     )
 
 
-#: Takes the arrays; returns the result [rows, N, H].
-Op = Callable[[Arrays], jax.Array]
+#: Takes the fields of `Arrays`; returns the result [rows, N, H].
+Op = Callable[..., jax.Array]
 
 
-@dataclasses.dataclass(frozen=True)
-class Provider:
+class Provider(NamedTuple):
     """One implementation of the op.
 
     Attributes:
       name: short name, the key in results files.
       stage: description.
-      make: takes sizes and inputs; returns the op. Raises NotImplementedError with the reason if
-        the provider cannot run here.
+      make: takes sizes; returns the op. Raises NotImplementedError with the reason if the provider
+        cannot run here.
       is_softmax: whether it computes softmax for every activation.
     """
 
     name: str
     stage: str
-    make: Callable[[Sizes, Inputs], Op]
+    make: Callable[[Sizes], Op]
     is_softmax: bool = False
 
     def sizes(self, sizes: Sizes) -> Sizes:
         """The sizes that the provider computes for a point with `sizes`."""
         return sizes.with_softmax() if self.is_softmax else sizes
 
-    def prepare(
-        self, sizes: Sizes, inputs: Inputs, direction: str
-    ) -> tuple[Callable[..., tuple[jax.Array, ...]], tuple]:
-        """A function that computes `RESULTS[direction]`, and its arguments on the device."""
-        op = self.make(sizes, inputs)
-
-        def vjp(arrays: Arrays) -> tuple[jax.Array, Callable[[jax.Array], tuple]]:
-            out, pull = jax.vjp(lambda *x: op(Arrays._make((*x, *arrays[3:]))), *arrays[:3])
-            return out, pull
-
-        def both(inputs: Inputs) -> tuple[jax.Array, ...]:
-            out, pull = vjp(inputs.arrays)
-            return (out, *pull(inputs.d_out))
-
-        if direction == "forward":
-            return lambda arrays: (op(arrays),), (inputs.arrays,)
-        if direction == "both":
-            return both, (inputs,)
-        # The residuals of the forward pass are computed before the timing. They contain copies of
-        # the inputs, which would not fit in memory for all providers: replace them by the inputs.
-        _, pull = jax.jit(vjp)(inputs.arrays)
-        deduplicate = functools.partial(_equal_array, jax.tree.leaves(inputs.arrays))
-        pull = jax.tree.map(deduplicate, pull)
-        return lambda pull, d_out: pull(d_out), (pull, inputs.d_out)
-
-
-def _equal_array(arrays: Sequence[jax.Array], array: jax.Array) -> jax.Array:
-    """The first of `arrays` that equals `array`; `array` if none does."""
-    alike = (x for x in arrays if (x.shape, x.dtype) == (array.shape, array.dtype))
-    return next((x for x in alike if bool(jnp.array_equal(x, array))), array)
-
-
-def _gdpa(sizes: Sizes, inputs: Inputs, contender: str) -> Op:
-    case = sizes.case
-    if contender == "decomposed" and case.pairs > MAX_XLA_PAIRS:
-        raise NotImplementedError(
-            f"too long: {case.pairs / 1e9:.2f}e9 pairs of a query and a key, more than "
-            f"{MAX_XLA_PAIRS / 1e9:.2f}e9"
+    def prepare(self, sizes: Sizes, inputs: Inputs, direction: str) -> tuple[Callable, tuple]:
+        """Returns a function that computes `RESULTS[direction]`, and its arguments."""
+        arrays = inputs.arrays
+        contender = Contender(
+            self.name, self.stage, self.make(self.sizes(sizes)), arrays[:3], arrays[3:]
         )
-    op = case.contender(contender)
-    return lambda arrays: op(*arrays)
+        return in_direction(contender, direction, inputs.d_out)
 
 
-def _dense(sizes: Sizes, attend: Callable[..., jax.Array]) -> Op:
-    """The op by `attend` on query [batch, T, N, H], key and value [batch, S, N, H]."""
-    if sizes.lengths != "full":
-        raise NotImplementedError("needs equal lengths")
+def _op(contender: str) -> Callable[[Sizes], Op]:
+    """Makes this library's op."""
 
-    def op(arrays: Arrays) -> jax.Array:
-        query, key, value = arrays[:3]
-        q_shape, kv_shape = (
-            (sizes.batch, length, sizes.heads, sizes.head_dim)
-            for length in (sizes.q_len, sizes.kv_len)
-        )
-        dense = (
-            jnp.broadcast_to(query, q_shape) if sizes.broadcast_q else query.reshape(q_shape),
-            key.reshape(kv_shape),
-            value.reshape(kv_shape),
-        )
-        return attend(*dense).reshape(-1, sizes.heads, sizes.head_dim)
+    def make(sizes: Sizes) -> Op:
+        case = sizes.case
+        if contender == "decomposed" and case.pairs > MAX_XLA_PAIRS:
+            raise NotImplementedError(
+                f"too long: {case.pairs / 1e9:.2f}e9 pairs of a query and a key, more than "
+                f"{MAX_XLA_PAIRS / 1e9:.2f}e9"
+            )
+        return case.contender(contender)
 
-    return op
+    return make
 
 
-def _yardstick(sizes: Sizes, inputs: Inputs, library: yardsticks.Library) -> Op:
-    return _dense(sizes, library())
+def _dense(library: yardsticks.Library) -> Callable[[Sizes], Op]:
+    """Makes the op of a library's attention on query [batch, T, N, H], key and value."""
+
+    def make(sizes: Sizes) -> Op:
+        if sizes.lengths != "full":
+            raise NotImplementedError("needs equal lengths")
+        attend, width = library(), (sizes.heads, sizes.head_dim)
+
+        def op(query: jax.Array, key: jax.Array, value: jax.Array, *_: Any) -> jax.Array:
+            q_shape, kv_shape = ((sizes.batch, n, *width) for n in (sizes.q_len, sizes.kv_len))
+            dense = (
+                jnp.broadcast_to(query, q_shape) if sizes.broadcast_q else query.reshape(q_shape),
+                key.reshape(kv_shape),
+                value.reshape(kv_shape),
+            )
+            return attend(*dense).reshape(-1, *width)
+
+        return op
+
+    return make
 
 
-def _attention(sizes: Sizes, inputs: Inputs) -> Op:
+def _own_users() -> Callable[..., jax.Array]:
+    """Makes `ikbo_jax.attention` with a user for every sequence."""
+
     def attend(query: jax.Array, key: jax.Array, value: jax.Array) -> jax.Array:
-        index = jnp.arange(sizes.batch, dtype=jnp.int32)
-        out = ikbo_jax.attention(query, key, value, index, indices_are_sorted=True)
-        assert isinstance(out, jax.Array)
-        return out
+        index = jnp.arange(len(query), dtype=jnp.int32)
+        return production_providers.attend(query, key, value, index, indices_are_sorted=True)
 
-    return _dense(sizes, attend)
+    return attend
 
 
-def _padded(sizes: Sizes, inputs: Inputs, library: yardsticks.Library) -> Op:
-    """Softmax attention over sequences padded to the longest one; the time includes the padding."""
-    if sizes.lengths != "half":
-        raise NotImplementedError("needs lengths that differ")
-    attend = library()
+def _padded(library: yardsticks.Library) -> Callable[[Sizes], Op]:
+    """Makes attention over sequences padded to the longest one; the time includes the padding."""
 
-    def op(arrays: Arrays) -> jax.Array:
-        offsets = arrays.cu_seqlens_kv
-        lengths = offsets[1:] - offsets[:-1]
-        pad, unpad = yardsticks.padding(offsets, arrays.key.shape[0], sizes.kv_len)
-        with jax.numpy_dtype_promotion("standard"):
-            padded = map(pad, arrays[:3])
-            out = attend(*padded, query_seq_lengths=lengths, key_value_seq_lengths=lengths)
-        return unpad(out)
+    def make(sizes: Sizes) -> Op:
+        if sizes.lengths != "half":
+            raise NotImplementedError("needs lengths that differ")
+        attend = library()
 
-    return op
+        def op(query: Any, key: Any, value: Any, _: Any, offsets: Any, *__: Any) -> jax.Array:
+            lengths = offsets[1:] - offsets[:-1]
+            pad, unpad = yardsticks.padding(offsets, key.shape[0], sizes.kv_len)
+            with jax.numpy_dtype_promotion("standard"):
+                padded = map(pad, (query, key, value))
+                out = attend(*padded, query_seq_lengths=lengths, key_value_seq_lengths=lengths)
+            return unpad(out)
 
+        return op
 
-def _provider(name: str, stage: str, make: Callable[..., Op], **options: Any) -> Provider:
-    """A provider of softmax, unless it is made by `_gdpa`."""
-    return Provider(name, stage, functools.partial(make, **options), make is not _gdpa)
+    return make
 
 
-OURS = _provider(OUR_NAME, "ikbo_jax.gdpa (implementation='mosaic_gpu')", _gdpa, contender="fused")
-XLA = _provider("xla", "chunked, in XLA (implementation='xla')", _gdpa, contender="decomposed")
-CUDNN = _provider(
-    "cudnn-softmax", "softmax attention by cuDNN", _yardstick, library=yardsticks.cudnn
+OURS = Provider(OUR_NAME, "ikbo_jax.gdpa (implementation='mosaic_gpu')", _op("fused"))
+XLA = Provider("xla", "chunked, in XLA (implementation='xla')", _op("decomposed"))
+CUDNN = Provider(
+    "cudnn-softmax", "softmax attention by cuDNN", _dense(yardsticks.cudnn), is_softmax=True
 )
-TOKAMAX = _provider(
-    "tokamax-softmax", "softmax attention by tokamax", _yardstick, library=yardsticks.tokamax
+TOKAMAX = Provider(
+    "tokamax-softmax", "softmax attention by tokamax", _dense(yardsticks.tokamax), is_softmax=True
 )
-ATTENTION = _provider(
-    "ikbo-attention", "ikbo_jax.attention, every candidate its own user", _attention
+ATTENTION = Provider(
+    *("ikbo-attention", "ikbo_jax.attention, every candidate its own user", _dense(_own_users)),
+    is_softmax=True,
 )
-PADDED = _provider(
-    "cudnn-softmax-padded",
-    "softmax attention by cuDNN over padded sequences",
-    _padded,
-    library=yardsticks.cudnn,
+PADDED = Provider(
+    *("cudnn-softmax-padded", "softmax attention by cuDNN over padded sequences"),
+    _padded(yardsticks.cudnn),
+    is_softmax=True,
 )
 ALL = (CUDNN, TOKAMAX, XLA, OURS)
 
@@ -367,7 +341,7 @@ def measure_point(point: Point, run: harness.Run) -> dict[str, Any]:
         contender = harness.compile_and_check(
             provider.name,
             provider.stage,
-            lambda: provider.prepare(computed, inputs, direction),
+            lambda: provider.prepare(sizes, inputs, direction),
             compare,
         )
         if computed != sizes:
