@@ -6,23 +6,16 @@ The models are written here from the published descriptions: DLRM-DCNv2 (26 fiel
 network), DIN (a history of 512), and a causal transformer over [history, candidate] (8 layers,
 width 1280, history of 1022). The original looks the user up for every candidate; the form by hand
 computes the same scores without the copy, in plain JAX. If the original does not fit into memory,
-it scores a part of the candidates, and its time is multiplied. Every model runs in a process of its
-own.
+it scores a part of the candidates, and its time is multiplied.
 """
 
 from __future__ import annotations
 
-import argparse
 import concurrent.futures
 import dataclasses
 import functools
-import json
 import os
-import pathlib
-import statistics
-import subprocess
 import sys
-import tempfile
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -31,17 +24,14 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from benchmarks import children, harness, timing
+from benchmarks import harness
 from benchmarks.harness import Point
-from benchmarks.records import Record
-from ikbo_jax._timing import interleaved_ms
+from benchmarks.records import Record, describe_all
 from ikbo_jax.rewrite import rewrite
 from ikbo_jax.rewrite.report import cost
 
 #: Bars: time of rewritten over by hand at most, speed-up over the original at least.
 BY_HAND_BAR, ORIGINAL_BAR = 1.1, 1.0
-#: Seconds after which the process of a model is ended.
-SECONDS = 420.0
 #: Largest difference of scores relative to the largest score: some roundings of bfloat16.
 TOLERANCE = 2.0**-4
 DTYPE = jnp.bfloat16
@@ -295,54 +285,34 @@ def transformer_case(small: bool) -> Case:
 CASES = {"dlrm_dcnv2": dlrm_case, "din": din_case, "transformer": transformer_case}
 
 
-def measure(name: str, protocol: harness.Protocol) -> dict[str, Any]:
-    """Times the three versions of a model and the reference matmul; compares the scores.
-
-    Returns:
-      The point of the model in the results file.
-    """
-    case = CASES[name](jax.default_backend() != "gpu")
+def measure_point(point: Point, run: harness.Run) -> dict[str, Any]:
+    """Times the three versions of a model and the reference matmul; compares the scores."""
+    case = CASES[point.label](jax.default_backend() != "gpu")
     part = case.part or case.request
     versions = {
         "original": (case.original, part, case.parts),
         "rewritten": (rewrite(case.original), case.request, 1),
         "by-hand": (case.hand, case.request, 1),
     }
-    records: dict[str, dict[str, Any]] = {}
-    lowered = {}
-    for version, (fn, request, parts) in versions.items():
-        flops = cost.program_cost(jax.make_jaxpr(fn)(case.params, request)).flops
-        records[version] = {"name": version, "parts": parts, "flops": parts * flops}
-        lowered[version] = jax.jit(fn).lower(case.params, request)
+    lowered = [jax.jit(fn).lower(case.params, request) for fn, request, _ in versions.values()]
     with concurrent.futures.ThreadPoolExecutor() as pool:
-        found = pool.map(lambda x: x.compile(), lowered.values())
-        compiled = dict(zip(lowered, found, strict=True))
-    print(f"{name}: compiled", flush=True)
-    thunks: dict[str, Callable[[], Any]] = {
-        version: functools.partial(compiled[version], case.params, request)
-        for version, (_, request, _) in versions.items()
-    }
-    scores = {v: np.asarray(thunk().astype(jnp.float32)) for v, thunk in thunks.items()}
-    thunks["matmul"] = timing.matmul_thunk(protocol.matmul_size)
-    samples = interleaved_ms(thunks, window_s=protocol.window_s, rounds=protocol.rounds)
-    expected = scores["original"]
-    for version, record in records.items():
-        difference = np.abs(scores[version][: len(expected)] - expected).max()
-        record |= {
-            "ms": samples[version],
-            "median_ms": record["parts"] * statistics.median(samples[version]),
-            "difference": float(difference / np.abs(expected).max()),
-            # Written so that NaN is wrong, too.
-            "ok": bool(difference <= TOLERANCE * np.abs(expected).max()),
-        }
-    matmul = timing.matmul_tflops(statistics.median(samples["matmul"]), protocol.matmul_size)
-    return {
-        "sweep": "models",
-        "label": name,
-        "matmul_ms": samples["matmul"],
-        "matmul_tflops": matmul,
-        "providers": list(records.values()),
-    }
+        compiled = list(pool.map(lambda x: x.compile(), lowered))
+    print(f"{point.label}: compiled", flush=True)
+    contenders, expected = [], None
+    for (name, (fn, request, parts)), program in zip(versions.items(), compiled, strict=True):
+        scores = np.asarray(program(case.params, request).astype(jnp.float32))
+        expected = scores if expected is None else expected
+        error, largest = np.abs(scores[: len(expected)] - expected).max(), np.abs(expected).max()
+        flops = cost.program_cost(jax.make_jaxpr(fn)(case.params, request)).flops
+        record = {"name": name, "parts": parts, "flops": parts * flops, "error": float(error)}
+        # Written so that NaN is wrong, too.
+        record |= {"bound": float(TOLERANCE * largest), "ok": bool(error <= TOLERANCE * largest)}
+        thunk = functools.partial(program, case.params, request)
+        contenders.append(harness.Contender(record, thunk))
+    measured = harness.measure(contenders, run.protocol)
+    for record in measured["providers"]:
+        record["median_ms"] *= record["parts"]
+    return {"sweep": point.sweep, "label": point.label, **measured}
 
 
 def ratios(point: Record) -> tuple[float, float]:
@@ -352,7 +322,7 @@ def ratios(point: Record) -> tuple[float, float]:
 
 
 def bars(point: Record) -> str:
-    """The ratios of a model, each with its bar."""
+    """Formats the ratios of a model, each with its bar."""
     over_by_hand, speed_up = ratios(point)
     return (
         f"{over_by_hand:.3f} of by hand, bar {BY_HAND_BAR}; {speed_up:.2f} x the original, "
@@ -361,50 +331,27 @@ def bars(point: Record) -> str:
 
 
 def _describe(point: Record) -> str:
-    times = (
-        f"{record['name']} {record['median_ms']:.3f} ms"
-        + ("" if record["ok"] else f" WRONG RESULT by {record['difference']:.1e}")
-        for record in point["providers"]
-    )
-    return f"{', '.join(times)}; {bars(point)}"
+    wrong = [record["name"] for record in point["providers"] if not record["ok"]]
+    of_wrong = f"WRONG RESULT of {', '.join(wrong)}; " if wrong else ""
+    return f"{describe_all(point)}; {of_wrong}{bars(point)}"
 
 
-def _in_a_process(name: str, seconds: float, *, quick: bool) -> dict[str, Any]:
-    """The point of a model, measured by a process of its own."""
-    with tempfile.TemporaryDirectory() as folder:
-        file = pathlib.Path(folder) / "one.json"
-        options = ["--one", "--out", str(file), *(["--quick"] if quick else [])]
-        subprocess.run(
-            children.command("benchmarks.rewrite_models", name, *options),
-            cwd=children.ROOT,
-            timeout=seconds,
-            check=True,
-            env=children.environment({"XLA_PYTHON_CLIENT_MEM_FRACTION": "0.94"}),
-        )
-        found: dict[str, Any] = json.loads(file.read_text())
-        return found
+BENCHMARK = harness.Benchmark(
+    "rewrite_models",
+    (),
+    lambda options: [Point("models", model, None) for model in options.models or CASES],
+    lambda point: point,
+    measure_point,
+    lambda point, all_points, name: bars(point),
+    describe=_describe,
+    add_options=lambda parser: parser.add_argument("models", nargs="*", choices=[*CASES, []]),
+)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Command line; returns 1 if a model failed, was wrong or was left out."""
-    parser = harness.parser("rewrite_models")
-    parser.add_argument("models", nargs="*", choices=[*CASES, []], help="models; default: all")
-    parser.add_argument("--one", action="store_true", help=argparse.SUPPRESS)
-    args = parser.parse_args(argv)
-    if args.one:
-        protocol = harness.Protocol.for_device(quick=args.quick)
-        args.out.write_text(json.dumps(measure(args.models[0], protocol)))
-        return 0
-    # This process uses the device only to name it, and leaves its memory to the others.
-    os.environ["XLA_PYTHON_CLIENT_PREALLOCATE"] = "false"
-    run = harness.Run("rewrite_models", args)
-
-    def measure_point(point: Point) -> dict[str, Any]:
-        # A model that takes longer than the budget is ended.
-        return _in_a_process(point.label, min(SECONDS, run.left_s), quick=args.quick)
-
-    todo = [Point("models", model, None) for model in args.models or CASES]
-    results = run.measure(todo, measure_point, _describe)
+    """Runs the command line; returns 1 if a model failed, was wrong or was left out."""
+    os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.94")
+    results = BENCHMARK.run(BENCHMARK.parse(argv))
     lines = (f"{point['label']}: {_describe(point)}" for point in results["points"])
     status = harness.print_results(results, "\n".join(lines))
     return 1 if results["left_out"] else status
