@@ -28,12 +28,12 @@ COMPILING = 0.45
 
 
 def command(module: str, *args: str) -> list[str]:
-    """The command that runs a module of this tree in another process; start it in `ROOT`."""
+    """Makes the command that runs a module of this tree in another process, started in `ROOT`."""
     return [sys.executable, "-m", module, *args]
 
 
 def environment(extra: Mapping[str, str]) -> dict[str, str]:
-    """This process's environment, with which a child imports this tree.
+    """Makes the environment of a child process, with which it imports this tree.
 
     Without the entry in PYTHONPATH, a child of a process that was started in another folder would
     not find `benchmarks`, or would import an installed `ikbo_jax`.
@@ -54,12 +54,9 @@ GIVING_BACK = {
 def start(
     module: str, args: Sequence[Sequence[str]], extra: Mapping[str, str] | None = None
 ) -> list[subprocess.Popen[bytes]]:
-    """Starts processes that share a GPU.
+    """Starts processes of a module that share a GPU, one for each list of arguments.
 
-    Args:
-      module: what they run.
-      args: a list of arguments for each process.
-      extra: further variables of their environment.
+    `extra` are further variables of their environment.
     """
     shared = environment({"XLA_PYTHON_CLIENT_PREALLOCATE": "false", **(extra or {})})
     return [subprocess.Popen(command(module, *x), cwd=ROOT, env=shared) for x in args]
@@ -94,18 +91,13 @@ def claims(
     folder: pathlib.Path,
     number: int,
     until: float = float("inf"),
-    go_on: Callable[[], bool] = lambda: True,
 ) -> Iterator[int]:
-    """Yields numbers below `number`, each to one of the processes that share a folder.
+    """Yields numbers below `number`, each to one of the processes that share a new folder.
 
-    Args:
-      folder: a folder of its own for each piece of work.
-      number: the end of the range.
-      until: time, in Unix seconds, after which this process gets no further number.
-      go_on: called before each claim; if it returns False, this process gets no further number.
+    After the Unix time `until`, this process gets no further number.
     """
     for n in range(number):
-        if time.time() > until or not go_on():
+        if time.time() > until:
             return
         try:
             (folder / f"claimed-{n}").touch(exist_ok=False)
@@ -128,7 +120,7 @@ def share(folder: pathlib.Path) -> None:
 
 
 def parsed(parser: argparse.ArgumentParser, argv: Sequence[str] | None) -> argparse.Namespace:
-    """The parsed command line (None: this process's), which is also in the field "argv"."""
+    """Parses a command line (None: this process's), which is also in the field "argv"."""
     given = sys.argv[1:] if argv is None else list(argv)
     return argparse.Namespace(**vars(parser.parse_args(given)), argv=given)
 
@@ -149,7 +141,6 @@ class Jobs:
 
     @staticmethod
     def add_options(parser: argparse.ArgumentParser) -> None:
-        """Adds the options that `of` reads."""
         words = (
             "processes that compile all points before the first is timed; XLA then chooses GEMMs "
             "while others use the device (default: 0, each point is compiled before it is timed)"
@@ -159,7 +150,7 @@ class Jobs:
 
     @classmethod
     def of(cls, options: argparse.Namespace) -> Jobs:
-        """Those of a command line; none if its parser lacks the options."""
+        """Reads the options of a command line; no processes if its parser lacks them."""
         return cls(options.jobs, options.argv, options.shared) if "shared" in options else cls()
 
     @contextlib.contextmanager

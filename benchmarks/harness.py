@@ -49,20 +49,17 @@ class Point:
 
     @property
     def name(self) -> str:
-        """Its name in "left_out" and "failed"."""
         return f"{self.sweep} {self.label}"
 
     def resized(self, **sizes: Any) -> Point:
-        """The point with other sizes of its problem."""
         case = dataclasses.replace(self.case, problem=dataclasses.replace(self.problem, **sizes))
         return dataclasses.replace(self, case=case)
 
     def with_case(self, **sizes: Any) -> Point:
-        """The point with other sizes of its case."""
         return dataclasses.replace(self, case=dataclasses.replace(self.case, **sizes))
 
     def entry(self) -> dict[str, Any]:
-        """Its entry in a results file, with the choice of the dispatch table, without figures."""
+        """Makes the point's entry in a results file, without figures."""
         choice = table.lookup(self.problem)
         config = None if choice.config is None else dataclasses.asdict(choice.config)
         return {
@@ -84,25 +81,25 @@ class Contender:
 
 
 def sample(batch: int, number: int) -> list[int]:
-    """At most `number` positions in [0, batch), sorted: the first, the last and random ones."""
+    """Draws at most `number` positions in [0, batch), sorted, with the first and the last."""
     return sorted({0, batch - 1, *np.random.default_rng(0).integers(0, batch, number - 2).tolist()})
 
 
 def why_not_run(failure: Exception) -> dict[str, str]:
-    """The field "failure" of a provider that raised, or "skipped" if it cannot run here."""
+    """Makes the field "failure" of a provider that raised, or "skipped" if it cannot run here."""
     if isinstance(failure, NotImplementedError):
         return {"skipped": str(failure).splitlines()[0]}
     return {"failure": f"{type(failure).__name__}: {str(failure)[:300]}"}
 
 
 def why_too_large(failure: Exception) -> dict[str, str]:
-    """The field "failure", or "skipped" without memory: copies for many candidates may not fit."""
+    """Makes the field "failure", or "skipped" if the arrays do not fit into memory."""
     text = f"{type(failure).__name__}: {str(failure)[:300]}"
     return {"skipped" if "RESOURCE_EXHAUSTED" in text else "failure": text}
 
 
 def memory_of(compiled: Any) -> dict[str, int]:
-    """Bytes of a program's scratch, and of all its arrays; none if the backend does not say."""
+    """Counts the bytes of a program's scratch and of all its arrays; {} if the backend cannot."""
     if (memory := compiled.memory_analysis()) is None:
         return {}
     temp, held = int(memory.temp_size_in_bytes), int(memory.argument_size_in_bytes)
@@ -120,13 +117,8 @@ def compile_and_check(
 ) -> Contender:
     """Compiles a provider and checks its result; a failure is recorded, not raised.
 
-    Args:
-      name: the provider's name.
-      stage: the provider's description.
-      prepare: returns a function and its arguments on the device.
-      compare: checks the function's result.
-      options: XLA's options.
-      why_not: the fields of a provider that raised.
+    `prepare` returns a function and its arguments, `compare` checks the function's result, and
+    `why_not` makes the fields of a provider that raised; `options` are XLA's.
     """
     record: dict[str, Any] = {"name": name, "stage": stage}
     try:
@@ -173,15 +165,9 @@ class Protocol:
 def measure(
     contenders: Sequence[Contender], protocol: Protocol, flops: float = 0.0
 ) -> dict[str, Any]:
-    """Times contenders and the reference matmul interleaved; adds the times to their records.
+    """Times contenders that ran and the reference matmul interleaved; adds times to their records.
 
-    Args:
-      contenders: contenders that did not run are not changed.
-      protocol: parameters of the timing.
-      flops: useful FLOPs of the point; not used without a reference matmul.
-
-    Returns:
-      Fields of the point in the results file.
+    Returns fields of the point in the results file; `flops` are the point's useful FLOPs.
     """
     found: dict[str, Any] = {"providers": [contender.record for contender in contenders]}
     if not protocol.rounds:
@@ -219,10 +205,7 @@ def measure(
 class Run:
     """One run of a benchmark. It does not use the device before its protocol or results are read.
 
-    Args:
-      op: the name of the benchmark in the results file.
-      options: the parsed options, see `parser`.
-      times_matmul: whether the benchmark times the reference matmul.
+    `op` is the benchmark's name in the results file, `options` are those of `parser`.
     """
 
     def __init__(self, op: str, options: argparse.Namespace, *, times_matmul: bool = True) -> None:
@@ -233,7 +216,6 @@ class Run:
 
     @functools.cached_property
     def protocol(self) -> Protocol:
-        """Parameters of the timing."""
         cupti = getattr(self.options, "cupti", False)
         found = Protocol.for_device(quick=self.options.quick, cupti=cupti)
         rounds = 0 if self.jobs.shared else found.rounds
@@ -250,7 +232,6 @@ class Run:
 
     @property
     def left_s(self) -> float:
-        """Seconds that are left of the budget."""
         return float(self.options.budget_s) - (time.monotonic() - self.start)
 
     def measure(
@@ -262,14 +243,8 @@ class Run:
     ) -> dict[str, Any]:
         """Measures points, prints progress, and writes the results file after every point.
 
-        Args:
-          todo: points; each has a `name`.
-          measure_point: measures a point; returns its entry.
-          describe: formats a point's figures as short text.
-          prepare: called before the first point is measured; its result is in `prepared`.
-
-        Returns:
-          The content of the results file.
+        `measure_point` returns a point's entry, which `describe` formats as short text. `prepare`
+        is called before the first point is measured; its result is kept in `prepared`.
         """
         # A path that cannot be written raises before anything is measured.
         timing.make_folder_of(self.options.out)
@@ -316,7 +291,7 @@ class Benchmark:
     Attributes:
       name: name of its module, and of the op in results files.
       sweeps: names of its sweeps.
-      points: takes the options; returns the points of `options.sweep`, in the order of a run.
+      points: takes the options; returns the points of a run in their order.
       shrink: makes a point's sizes small enough for a CPU.
       measure: takes a point and the run; checks and times the point, and returns its entry.
       bars: takes a point's entry, the entries of all points, and the name of a provider; returns

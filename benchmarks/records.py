@@ -13,30 +13,27 @@ OUR_NAME = "ikbo"
 
 
 def provider_of(point: Record, name: str) -> Record | None:
-    """The figures of a provider at a point of a results file; None if it was not timed."""
+    """Finds the figures of a provider at a point of a results file; None if it was not timed."""
     found = (p for p in point["providers"] if p["name"] == name and "median_ms" in p)
     return next(found, None)
 
 
 def ours_at(points: Iterable[Record]) -> Record | None:
-    """The figures of this library at the first point where it was timed; None if at none."""
+    """Finds this library's figures at the first point where it was timed; None if at none."""
     found = (provider_of(point, OUR_NAME) for point in points)
     return next((record for record in found if record is not None), None)
 
 
 def points_of(results: Record, sweep: str) -> list[Record]:
-    """The points of one sweep."""
+    """Selects the points of one sweep."""
     return [point for point in results["points"] if point["sweep"] == sweep]
 
 
 def joined(files: Mapping[str, Record]) -> Record:
-    """One results file of several, by their names; the points in the order of the files.
+    """Joins results files, given by their names; the date is the first file's.
 
-    The date is the first file's. The files may be of several commits: all of them are named.
-
-    Raises:
-      ValueError: two files differ in benchmark, protocol, or environment other than commit and
-        date, or hold the same point.
+    The files may be of several commits: all of them are named. Raises ValueError if two files
+    differ in benchmark, protocol or other parts of the environment, or hold the same point.
     """
     if len(files) == 1:
         return next(iter(files.values()))
@@ -72,7 +69,7 @@ def all_correct(results: Record) -> bool:
 
 
 def describe_ours(point: Record) -> str:
-    """The figures of this library at a point."""
+    """Formats the figures of this library at a point."""
     ours: Record = next((p for p in point["providers"] if p["name"] == OUR_NAME), {})
     if "median_ms" not in ours:
         return f"skipped: {ours['skipped']}" if "skipped" in ours else "failed"
@@ -80,7 +77,7 @@ def describe_ours(point: Record) -> str:
 
 
 def describe_all(point: Record) -> str:
-    """The times of all providers of a point."""
+    """Formats the times of all providers of a point."""
     times = (f"{p['name']} {p.get('median_ms', math.nan):.3f}" for p in point["providers"])
     return ", ".join(times) + " ms"
 
@@ -95,7 +92,6 @@ class Column(NamedTuple):
     is_mib: bool = False
 
     def of(self, record: Record) -> str:
-        """The cell of a provider; "-" if the field is missing."""
         text = mib(record, self.field, self.digits) if self.is_mib else None
         return f"{text or format(record[self.field], f'.{self.digits}f'):>{self.width}}"
 
@@ -112,7 +108,7 @@ Bars = Callable[[Record, Sequence[Record], str], str]
 
 
 def format_table(results: Record, columns: Sequence[Column], bars: Bars) -> str:
-    """The results as plain text, with a line for every provider at every point."""
+    """Formats the results, with a line for every provider at every point."""
     points = results["points"]
     labels = [f"{point['sweep']} {point['label']}" for point in points]
     names = [p["name"] for point in points for p in point["providers"]]
@@ -142,5 +138,5 @@ def is_on_gpu(results: Record) -> bool:
 
 
 def mib(record: Record, field: str, digits: int) -> str:
-    """A field in bytes as text in MiB; "-" if it is missing or None."""
+    """Formats a field in bytes as MiB; "-" if it is missing or None."""
     return "-" if record.get(field) is None else f"{record[field] / 2**20:.{digits}f}"

@@ -39,19 +39,19 @@ Thunk = Callable[[], Any]
 
 @functools.cache
 def matmul_thunk(size: int = MATMUL_SIZE) -> Thunk:
-    """A thunk of a size^3 bf16 matmul of random numbers; zeros would draw less power."""
+    """Makes a thunk of a size^3 bf16 matmul of random numbers; zeros would draw less power."""
     a, b = jax.random.normal(jax.random.key(0), (2, size, size), jnp.bfloat16)
     matmul = jax.jit(jnp.matmul).lower(a, b).compile()
     return lambda: matmul(a, b)
 
 
 def matmul_tflops(ms: float, size: int = MATMUL_SIZE) -> float:
-    """TFLOP/s of a size^3 matmul that takes `ms`."""
+    """Converts the time of a size^3 matmul to TFLOP/s."""
     return tflops(2 * size**3, ms)
 
 
 def tflops(flops: float, ms: float) -> float:
-    """TFLOP/s of `flops` FLOPs in `ms` milliseconds."""
+    """Converts FLOPs in `ms` milliseconds to TFLOP/s."""
     return flops / ms / 1e9
 
 
@@ -67,12 +67,12 @@ def copy_ceiling(
 
 
 def device_name() -> str:
-    """Name of the first device, e.g. "NVIDIA H200" or "cpu"."""
+    """Returns the name of the first device, e.g. "NVIDIA H200" or "cpu"."""
     return str(jax.devices()[0].device_kind)
 
 
 def environment() -> dict[str, Any]:
-    """The field "environment" of a results file: device, versions, commit and date."""
+    """Makes the field "environment" of a results file: device, versions, commit and date."""
     return {
         "device": device_name(),
         "platform": jax.default_backend(),
@@ -85,7 +85,7 @@ def environment() -> dict[str, Any]:
 
 
 def commit() -> str:
-    """The checked-out commit, with "-dirty" if the tree differs; "unknown" without git history."""
+    """Reads the checked-out commit, with "-dirty" if the tree differs; "unknown" without git."""
     if override := os.environ.get(COMMIT_VARIABLE):
         return override
     root = pathlib.Path(__file__).resolve().parent.parent
@@ -148,28 +148,17 @@ def _dumps(value: Any, indent: int = 0) -> str:
     return flat
 
 
-# Profiles: which kernels a step spends its time in, by JAX's profiler. Every kernel belongs to the
-# operation of XLA's program that launched it, whose metadata hold the `jax.named_scope` under which
-# it was traced.
+# Profiles: which kernels a step spends its time in, by JAX's profiler. The metadata of the
+# operation that launched a kernel hold the `jax.named_scope` under which it was traced.
 
-#: Compiler options with which a GPU launches every kernel by itself, so that the profile names the
-#: operation of each.
+#: With these compiler options, the profile names the operation of every kernel.
 WITHOUT_GRAPHS = {"xla_gpu_enable_command_buffer": ""}
 #: Steps in a profile, and lines of kernels that are printed.
 STEPS, LINES = 4, 30
 #: The named scopes by which time is summed, see `models.ranking`, `training_gdpa`, `training_task`.
 PARTS = (
-    "embedding",
-    "self_attention",
-    "pooling",
-    "attention",
-    "feed_forward",
-    "compression",
-    "interaction",
-    "head",
-    "pma",
-    "pffn",
-    "update",
+    *("embedding", "self_attention", "pooling", "attention", "feed_forward", "compression"),
+    *("interaction", "head", "pma", "pffn", "update"),
 )
 _OPERATION = re.compile(
     r"^\s*(?:ROOT )?%?(?P<name>[\w.-]+) = .*?op_name=\"(?P<scope>[^\"]*)\"", re.M
@@ -207,22 +196,18 @@ class Shares:
 
 
 def part_of(scope: str) -> str:
-    """The part that an operation belongs to, e.g. "attention backward"."""
+    """Finds the part that an operation belongs to, e.g. "attention backward"."""
     found = [part for part in PARTS if re.search(rf"(?<![\w]){part}(?![\w])", scope)]
     direction = " backward" if "transpose(" in scope else ""
     return (found[-1] if found else "other") + direction
 
 
 def shares(step: Callable[[], Any], program: str) -> Shares:
-    """Profiles a few steps.
-
-    Args:
-      step: runs one step; its result is waited for after the last one.
-      program: the text of the compiled program.
-    """
-    events = device_time.record(step, STEPS)
-    scopes = {match["name"]: match["scope"] for match in _OPERATION.finditer(program)}
-    return _summed(events, scopes)
+    """Profiles a few steps of a compiled program, whose text names the operations."""
+    return _summed(
+        device_time.record(step, STEPS),
+        {match["name"]: match["scope"] for match in _OPERATION.finditer(program)},
+    )
 
 
 def _summed(events: Sequence[device_time.Event], scopes: dict[str, str]) -> Shares:
