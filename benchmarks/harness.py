@@ -143,7 +143,6 @@ class Protocol:
       window_s: seconds of a window of launches back to back.
       rounds: number of windows of every provider; 0 to compile and check alone.
       matmul_size: size of the square bf16 reference matmul; 0 if none is timed.
-      cupti: whether to time every contender on the device, too.
       short_ms: a point whose fastest contender takes less time on the device is timed there, since
         Python launches no faster, and its calls in windows of `SHORT_WINDOW_S`. All contenders of a
         point are timed in the same way. 0: no point is.
@@ -152,14 +151,13 @@ class Protocol:
     window_s: float = 0.2
     rounds: int = 3
     matmul_size: int = timing.MATMUL_SIZE
-    cupti: bool = False
     short_ms: float = 0.0
 
     @staticmethod
-    def for_device(*, quick: bool, cupti: bool = False) -> Protocol:
+    def for_device(*, quick: bool) -> Protocol:
         """The standard protocol; with `quick` short windows, on a CPU a small matmul."""
         size = timing.MATMUL_SIZE if jax.default_backend() == "gpu" else 256
-        return Protocol(0.02, 1, size, cupti) if quick else Protocol(0.2, 3, size, cupti)
+        return Protocol(0.02, 1, size) if quick else Protocol(0.2, 3, size)
 
 
 def measure(
@@ -175,7 +173,7 @@ def measure(
     size = protocol.matmul_size
     runnable = {c.record["name"]: c for c in contenders if "error" in c.record}
     on_device: dict[str, device_time.DeviceTime] = {}
-    if protocol.cupti or protocol.short_ms:
+    if protocol.short_ms:
         programs = {name: (c.compiled, c.args) for name, c in runnable.items()}
         on_device = device_time.measure_all(programs)
     is_short = any(found.ms < protocol.short_ms for found in on_device.values())
@@ -216,8 +214,7 @@ class Run:
 
     @functools.cached_property
     def protocol(self) -> Protocol:
-        cupti = getattr(self.options, "cupti", False)
-        found = Protocol.for_device(quick=self.options.quick, cupti=cupti)
+        found = Protocol.for_device(quick=self.options.quick)
         rounds = 0 if self.jobs.shared else found.rounds
         size = found.matmul_size if self._times_matmul else 0
         return dataclasses.replace(found, rounds=rounds, matmul_size=size)
@@ -319,8 +316,6 @@ class Benchmark:
         """Parses a command line."""
         found = parser(self.name, self.sweeps)
         if self.times_matmul:
-            words = "also time calls on the device, by CUPTI"
-            found.add_argument("--cupti", action="store_true", help=words)
             children.Jobs.add_options(found)
         self.add_options(found)
         return children.parsed(found, argv)

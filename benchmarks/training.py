@@ -26,7 +26,7 @@ import jax
 from benchmarks import harness, ranking, timing
 from benchmarks import training_networks as networks
 from benchmarks.harness import Benchmark, Point
-from benchmarks.records import Column, Record, describe_all, provider_of
+from benchmarks.records import OUR_NAME, Column, Record, describe_all, provider_of
 from ikbo_jax.models import ranking as model
 
 #: In this order, since a point takes most of a minute: compiling a version's step, 5 to 25 s.
@@ -46,14 +46,10 @@ COLUMNS = (
 
 
 class Version(NamedTuple):
-    """One version of a network.
+    """One version of a network; `is_other`: it is another function, whose results are not checked.
 
-    Attributes:
-      name: short name, the key in results files.
-      stage: description.
-      make: takes a point's sizes; returns a function of parameters and inputs. Raises
-        NotImplementedError with the reason if the version cannot run here.
-      is_other: whether it is another function, so that its results are not checked.
+    `make` takes a point's sizes and returns a function of parameters and inputs. It raises
+    NotImplementedError with the reason if the version cannot run here.
     """
 
     name: str
@@ -69,26 +65,17 @@ def _of_ranking(provider: ranking.Provider) -> Version:
     return Version(provider.name, provider.stage, make)
 
 
-def _of_gdpa(name: str, stage: str, attentions: Any, *, is_other: bool = False) -> Version:
-    def make(sizes: networks.Sizes) -> networks.Network:
-        return functools.partial(networks.network, attentions, sizes)
-
-    return Version(name, stage, make, is_other)
+def _of_gdpa(attentions: Any) -> Callable[[networks.Sizes], networks.Network]:
+    return lambda sizes: functools.partial(networks.network, attentions, sizes)
 
 
 OF_RANKING = tuple(map(_of_ranking, reversed(ranking.ALL)))
-OURS_GDPA = _of_gdpa("ikbo", "ikbo_jax.gdpa on jagged rows", networks.ours)
+CUDNN = "softmax attention by cuDNN over padded sequences"
 OF_GDPA = (
-    _of_gdpa("xla", "products over padded sequences, in XLA", networks.xla),
-    OURS_GDPA,
-    _of_gdpa(
-        "cudnn-softmax",
-        "softmax attention by cuDNN over padded sequences",
-        networks.softmax,
-        is_other=True,
-    ),
+    Version("xla", "products over padded sequences, in XLA", _of_gdpa(networks.xla)),
+    Version(OUR_NAME, "ikbo_jax.gdpa on jagged rows", _of_gdpa(networks.ours)),
+    Version("cudnn-softmax", CUDNN, _of_gdpa(networks.softmax), is_other=True),
 )
-
 NAMES = tuple(version.name for version in (*OF_RANKING, *OF_GDPA))
 
 
@@ -99,29 +86,27 @@ def _is_gdpa(point: Point) -> bool:
 def points(sweep: str) -> Iterator[Point]:
     """Yields the points of a sweep."""
     default = ranking.DEFAULT
-    sizes: dict[str, Any] = {
+    change = functools.partial(dataclasses.replace, default)
+    ratios = [
+        (ratio, queries, max(1, round(default.candidates / ratio)))
+        for queries in QUERIES
+        for ratio in RATIOS
+    ]
+    sizes: dict[str, dict[str, Any]] = {
         "default": {f"B={default.candidates}": default},
-        "users": {
-            "B=2048 U=256 T=16": dataclasses.replace(
-                default, candidates=2048, users=256, queries=16
-            )
-        },
+        "users": {"B=2048 U=256 T=16": change(candidates=2048, users=256, queries=16)},
         "ratio": {
-            f"{ratio}:1 T={queries}": dataclasses.replace(default, users=users, queries=queries)
-            for queries in QUERIES
-            for ratio in RATIOS
-            for users in [max(1, round(default.candidates / ratio))]
+            f"{ratio}:1 T={queries}": change(users=users, queries=queries)
+            for ratio, queries, users in ratios
             if (users, queries) != (default.users, default.queries)
         },
-        "gdpa": {
-            f"B=1152 max={longest}": networks.Sizes(max_length=longest) for longest in (256, 512)
-        },
+        "gdpa": {f"B=1152 max={n}": networks.Sizes(max_length=n) for n in (256, 512)},
     }
     return (Point(sweep, label, case) for label, case in sizes[sweep].items())
 
 
 def shrink(point: Point) -> Point:
-    """The point with sizes small enough for a CPU."""
+    """Makes the point's sizes small enough for a CPU."""
     if _is_gdpa(point):
         small: Any = networks.Sizes(12, 24, 32, 2, 16, 4, 1, "float32")
     else:
@@ -131,11 +116,7 @@ def shrink(point: Point) -> Point:
 
 
 def _compile(version: Version, sizes: Any, task: networks.Task) -> tuple[harness.Contender, Any]:
-    """Compiles a version's step; records a failure instead of raising it.
-
-    Returns:
-      The step, which is not run, and its program before XLA compiled it.
-    """
+    """Compiles a version's step, or records why not; also returns the lowered program."""
     record: dict[str, Any] = {"name": version.name, "stage": version.stage}
     try:
         start = time.monotonic()
@@ -207,14 +188,7 @@ def measure_point(
     protocol: harness.Protocol,
     profiled: Sequence[str] = (),
 ) -> dict[str, Any]:
-    """Checks the first step of every version, and times further ones interleaved.
-
-    Args:
-      point: the network.
-      versions: its versions.
-      protocol: of the timing.
-      profiled: names of versions to profile, too.
-    """
+    """Checks the first step of every version, and times further ones interleaved."""
     task = networks.task_of(point.case)
     compile_one = functools.partial(_compile, sizes=point.case, task=task)
     with concurrent.futures.ThreadPoolExecutor() as pool:
@@ -246,11 +220,11 @@ def measure_point(
 
 
 def bars(point: Record, all_points: Sequence[Record], name: str) -> str:
-    """Text with the figures of this library's version at a point, each next to its bar."""
+    """Formats the figures of this library's version at a point, each next to its bar."""
     del all_points
     ours = provider_of(point, name)
     is_gdpa = point["sweep"] == "gdpa"
-    if ours is None or name != (OURS_GDPA.name if is_gdpa else ranking.OURS.name):
+    if ours is None or name != (OUR_NAME if is_gdpa else ranking.OURS.name):
         return ""
     if is_gdpa:
         others = [p["median_ms"] for p in point["providers"] if "median_ms" in p and p != ours]
