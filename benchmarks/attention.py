@@ -116,7 +116,7 @@ def entry(point: Point, run: harness.Run, found: Sequence[harness.Contender]) ->
 
 
 def bars(point: Record, all_points: Sequence[Record], name: str = OUR_NAME) -> str:
-    """Text with the figures of `ikbo` at a point of a results file, each next to its bar."""
+    """Formats the figures of `ikbo` at a point, each next to its bar."""
     ours = provider_of(point, OUR_NAME)
     if ours is None or name != OUR_NAME:
         return ""

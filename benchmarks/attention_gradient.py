@@ -70,7 +70,7 @@ def measure_point(point: Point, run: harness.Run) -> dict[str, Any]:
 
 
 def bars(point: Record, all_points: Sequence[Record], name: str = OUR_NAME) -> str:
-    """Text with the figures of this library at a point, each next to its bar."""
+    """Formats the figures of this library at a point, each next to its bar."""
     del all_points
     ours = provider_of(point, OUR_NAME)
     if ours is None or name != OUR_NAME:

@@ -70,18 +70,8 @@ MAX_XLA_PAIRS = 1152 * 1024**2
 class Sizes:
     """A problem, as in results files.
 
-    Attributes:
-      batch: number of sequences of queries and of keys.
-      q_len: queries of the longest sequence.
-      kv_len: keys of the longest sequence.
-      heads: number of query heads and of key heads.
-      head_dim: H, head width.
-      dtype: dtype of all arrays.
-      activation: activation of all heads.
-      approx: name of an approximation, or None.
-      lengths: "full" (q_len and kv_len for all sequences) or "half" (uniform in 1..kv_len, the same
-        for queries and keys).
-      broadcast_q: whether all sequences have the same queries.
+    The longest sequence has `q_len` queries and `kv_len` keys. With `lengths` "full", so have all
+    sequences; with "half", lengths are uniform in 1..kv_len, the same for queries and keys.
     """
 
     batch: int
@@ -108,33 +98,20 @@ class Sizes:
         return Case(problem, "uniform" if self.lengths == "half" else "spread")
 
     def with_softmax(self) -> Sizes:
-        """The same sizes with softmax as activation."""
         return dataclasses.replace(self, activation=SOFTMAX, approx=None)
 
 
-#: Activations and approximations in "activations", at length 1024.
+#: Activations, each with its approximation if it has one, in "activations".
 ACTIVATIONS = (
-    ("gelu_tanh", "tanh"),
-    ("gelu_tanh", "tanh_bf16"),
-    ("gelu_tanh", None),
-    ("gelu", None),
-    ("gelu", "polynomial"),
-    ("silu", "tanh"),
-    ("silu", "tanh_bf16"),
-    ("silu", None),
-    ("relu", None),
-    ("leaky_relu", None),
-    ("relu_squared", None),
-    ("hardswish", None),
-    ("identity", None),
-    (SOFTMAX, None),
+    *("gelu_tanh tanh", "gelu_tanh tanh_bf16", "gelu_tanh", "gelu", "gelu polynomial"),
+    *("silu tanh", "silu tanh_bf16", "silu", "relu", "leaky_relu", "relu_squared", "hardswish"),
+    *("identity", SOFTMAX),
 )
 
 
-def _activations() -> Iterator[tuple[str, Sizes]]:
-    for activation, approx in ACTIVATIONS:
-        name = activation if approx is None else f"{activation} {approx}"
-        yield name, Sizes(BATCH, 1024, 1024, activation=activation, approx=approx)
+def _activated(name: str) -> tuple[str, Sizes]:
+    activation, _, approx = name.partition(" ")
+    return name, Sizes(BATCH, 1024, 1024, activation=activation, approx=approx or None)
 
 
 def _over_lengths(lengths: str, kv_len: int | None = None) -> list[tuple[str, Sizes]]:
@@ -149,7 +126,7 @@ SWEEPS: dict[str, Sequence[tuple[str, Sizes]]] = {
     "full": _over_lengths("full"),
     "half": _over_lengths("half"),
     "kv256": _over_lengths("full", SHORT_KV),
-    "activations": list(_activations()),
+    "activations": list(map(_activated, ACTIVATIONS)),
     "pma": [
         (f"KV={length}", Sizes(BATCH, 32, length, broadcast_q=True))
         for length in (1024, 2048, 4096)
@@ -170,12 +147,12 @@ def points(sweep: str, direction: str = "forward", dtype: str = "bfloat16") -> I
 
 
 def name_of(point: Point) -> str:
-    """The label without the direction."""
+    """Removes the direction from a point's label."""
     return point.label.removesuffix(f" {point.direction}")
 
 
 def shrink(point: Point) -> Point:
-    """The point with sizes small enough for a CPU."""
+    """Makes the point's sizes small enough for a CPU."""
     p = point.case
     return point.with_case(
         batch=p.batch // 128,
@@ -191,14 +168,9 @@ Op = Callable[..., jax.Array]
 
 
 class Provider(NamedTuple):
-    """One implementation of the op.
+    """One implementation of the op; `is_softmax`: it computes softmax for every activation.
 
-    Attributes:
-      name: short name, the key in results files.
-      stage: description.
-      make: takes sizes; returns the op. Raises NotImplementedError with the reason if the provider
-        cannot run here.
-      is_softmax: whether it computes softmax for every activation.
+    `make` returns the op of sizes, or raises NotImplementedError with the reason.
     """
 
     name: str
@@ -207,7 +179,6 @@ class Provider(NamedTuple):
     is_softmax: bool = False
 
     def sizes(self, sizes: Sizes) -> Sizes:
-        """The sizes that the provider computes for a point with `sizes`."""
         return sizes.with_softmax() if self.is_softmax else sizes
 
     def prepare(self, sizes: Sizes, inputs: Inputs, direction: str) -> tuple[Callable, tuple]:
@@ -308,7 +279,7 @@ ALL = (CUDNN, TOKAMAX, XLA, OURS)
 
 
 def providers_of(point: Point, quick: bool) -> Sequence[Provider]:
-    """Providers of a point; yardsticks only in sweeps over lengths and with softmax."""
+    """Selects providers; yardsticks only in sweeps over lengths and with softmax."""
     if quick:
         return (XLA, OURS)
     if point.case.activation == SOFTMAX:
@@ -364,7 +335,7 @@ def measure_point(point: Point, run: harness.Run) -> dict[str, Any]:
 
 
 def bars(point: Record, all_points: Sequence[Record], name: str = OUR_NAME) -> str:
-    """Text with the figures of `ikbo` at a point of a results file, each next to its bar."""
+    """Formats the figures of `ikbo` at a point, each next to its bar."""
     ours = provider_of(point, OUR_NAME)
     if ours is None or name != OUR_NAME:
         return ""

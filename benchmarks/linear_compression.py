@@ -68,7 +68,7 @@ def points(sweep: str, dtypes: Sequence[str] = DTYPES[:2]) -> Iterator[Point]:
 
 
 def shrink(point: Point) -> Point:
-    """The point with sizes small enough for a CPU."""
+    """Makes the point's sizes small enough for a CPU."""
     p = point.problem
     return point.resized(
         batches=tuple(max(1, b // 16) for b in p.batches),
@@ -110,13 +110,16 @@ def _of_case(name: str, stage: str, *contender: Any) -> Provider:
     return Provider(name, stage, lambda case, inputs: (case.contender(*contender), inputs))
 
 
-def _written_as(name: str, padded: Callable[[Inputs], tuple]) -> Callable[[Case, Inputs], tuple]:
+def _gemm(name: str, stage: str, align: int) -> Provider:
+    return Provider(name, stage, lambda case, inputs: (jnp.matmul, _concatenated(inputs, align)))
+
+
+def _formulation(name: str, padded: bool) -> Provider:
     fn = functools.partial(reference.decomposed, formulation=name)
-    return lambda case, inputs: (fn, padded(inputs))
-
-
-def _gemm(align: int) -> Callable[[Case, Inputs], tuple]:
-    return lambda case, inputs: (jnp.matmul, _concatenated(inputs, align))
+    stage = f"2 decomposed, written as {name}" + ", all K padded before" * padded
+    suffix = "-padded-before" * padded
+    prepare = _all_padded if padded else tuple
+    return Provider(f"xla-{name}{suffix}", stage, lambda case, inputs: (fn, prepare(inputs)))
 
 
 OURS = _of_case(OUR_NAME, "ikbo_jax.linear_compression", "automatic")
@@ -124,26 +127,18 @@ XLA = _of_case("xla", "2 decomposed (implementation='xla')", "decomposed")
 
 
 def all_providers(problem: LinearCompressionProblem, formulations: bool = True) -> list[Provider]:
-    """Every stage and every baseline; XLA's other formulations if `formulations`.
-
-    A provider that cannot run here raises when it is compiled, and is then skipped.
-    """
+    """Lists every stage and every baseline; XLA's other formulations if `formulations`."""
     copies, before = "1 materialised, with its copies", "1 materialised, copies made before"
     aligned = f"K a multiple of {ALIGNED_K}"
     providers = [
         _of_case("materialised", copies, "materialised"),
         _of_case("materialised-aligned", f"{copies}, {aligned}", "materialised-aligned"),
-        Provider("materialised-gemm", before, _gemm(1)),
-        Provider("materialised-gemm-aligned", f"{before}, {aligned}", _gemm(ALIGNED_K)),
+        _gemm("materialised-gemm", before, 1),
+        _gemm("materialised-gemm-aligned", f"{before}, {aligned}", ALIGNED_K),
         XLA,
+        *(_formulation(name, False) for name in reference.FORMULATIONS if formulations),
+        *(_formulation(name, True) for name in ("matmul", "rounded")),
     ]
-    for name in reference.FORMULATIONS if formulations else ():
-        stage = f"2 decomposed, written as {name}"
-        providers.append(Provider(f"xla-{name}", stage, _written_as(name, tuple)))
-    for name in ("matmul", "rounded"):
-        stage = f"2 decomposed, written as {name}, all K padded before"
-        prepare = _written_as(name, _all_padded)
-        providers.append(Provider(f"xla-{name}-padded-before", stage, prepare))
     for name, stage, is_single in (
         ("fused", "3 fused: broadcast in the epilogue", False),
         ("single-launch", "4 single launch", True),
@@ -208,7 +203,7 @@ def _measure_copy(run: harness.Run) -> None:
 
 
 def bars(point: Record, all_points: Sequence[Record], name: str = OUR_NAME) -> str:
-    """Text with the figure of `ikbo` at a point of a results file, next to its bar."""
+    """Formats the figure of `ikbo` at a point, next to its bar."""
     ours, xla = provider_of(point, OUR_NAME), provider_of(point, "xla")
     if ours is None or name != OUR_NAME:
         return ""

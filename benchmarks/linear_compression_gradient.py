@@ -146,13 +146,13 @@ def measure_point(
 
 
 def best_by_hand(point: Record) -> Record | None:
-    """The figures of the fastest gradient by hand at a point of a results file."""
+    """Finds the figures of the fastest gradient by hand at a point of a results file."""
     found = [record for name in BY_HAND if (record := provider_of(point, name)) is not None]
     return min(found, key=lambda record: float(record["median_ms"]), default=None)
 
 
 def bars(point: Record, all_points: Sequence[Record], name: str = OUR_NAME) -> str:
-    """Text with the figures of `ikbo` at a point of a results file, next to their bars."""
+    """Formats the figures of `ikbo` at a point, next to their bars."""
     del all_points
     ours, by_hand = provider_of(point, OUR_NAME), best_by_hand(point)
     if ours is None or by_hand is None or name != OUR_NAME:

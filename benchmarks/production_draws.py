@@ -52,7 +52,7 @@ def normal(seed: int, shape: tuple[int, ...], dtype: Any) -> jax.Array:
 
 
 def _users(rng: Generator, batch: int) -> int:
-    """One user for 30 % of the requests, as many as candidates for 10 %."""
+    """Draws one user for 30 % of the requests, as many users as candidates for 10 %."""
     kind = rng.random()
     if kind < 0.3:
         return 1
@@ -60,7 +60,7 @@ def _users(rng: Generator, batch: int) -> int:
 
 
 def _counts(batch: int, users: int, is_even: bool) -> np.ndarray:
-    """Numbers of candidates of the users, [users]; some may be 0 unless `is_even`."""
+    """Draws the users' numbers of candidates, [users]; some may be 0 unless `is_even`."""
     if is_even:
         return np.diff(np.linspace(0, batch, users + 1).astype(np.int64))
     return np.random.default_rng(0).multinomial(batch, np.full(users, 1 / users))
@@ -70,9 +70,8 @@ def _counts(batch: int, users: int, is_even: bool) -> np.ndarray:
 class AttentionShape:
     """Target attention. `AttentionProblem` describes the sizes.
 
-    Attributes:
-      index: "ragged" (random numbers of candidates), "even" or "unsorted".
-      has_lengths: whether the users' histories have lengths in 1..S.
+    The index is "ragged" (random numbers of candidates), "even" or "unsorted". With `has_lengths`,
+    the users' histories have lengths in 1..S.
     """
 
     op: ClassVar[str] = "attention"
@@ -105,7 +104,6 @@ class AttentionShape:
 
     @property
     def is_sorted(self) -> bool:
-        """Whether the index is sorted."""
         return self.index != "unsorted"
 
     def inputs(self) -> Inputs:
@@ -118,13 +116,13 @@ class AttentionShape:
 
     @property
     def flops(self) -> float:
-        """Useful FLOPs of the forward pass; of keys within the lengths only."""
+        """Number of useful FLOPs of the forward pass; of keys within the lengths only."""
         keys = self.lengths[self.cand_to_user].sum(dtype=np.int64)
         return 4.0 * self.q_len * self.q_heads * self.head_dim * float(keys)
 
     @property
     def num_bytes(self) -> int:
-        """Bytes that the forward pass must read and write: of keys within the lengths only."""
+        """Number of bytes that the forward pass must read and write, of keys within the lengths."""
         rows = self.batch * self.q_len * self.q_heads * 2
         keys = int(self.lengths.sum(dtype=np.int64)) * self.kv_heads * 2
         return 2 * self.head_dim * (rows + keys)
@@ -162,12 +160,10 @@ class CompressionShape:
 
     @property
     def flops(self) -> float:
-        """Useful FLOPs of the forward pass."""
         return 2.0 * self.m * self.n * (self.batch * self.k_cand + self.users * self.k_user)
 
     @property
     def num_bytes(self) -> int:
-        """Bytes that the forward pass must read and write."""
         rows = self.batch * (self.k_cand + self.m) + self.users * self.k_user
         return 2 * (self.n * rows + self.m * (self.k_cand + self.k_user))
 
@@ -183,11 +179,9 @@ class CompressionShape:
 class GdpaShape:
     """Activation attention over jagged sequences.
 
-    Attributes:
-      lengths: "log-normal" (median 100, sigma 1), "uniform" in 1..longest or "short" (uniform in
-        1..64): the same for queries and keys; "pffn": log-normal queries, `longest` keys; "pma":
-        `longest` seeds as queries of every sequence, log-normal keys.
-      activation: one of gdpa's activations, or "softmax".
+    Lengths are "log-normal" (median 100, sigma 1), "uniform" in 1..longest or "short" (uniform in
+    1..64), the same for queries and keys; "pffn": log-normal queries, `longest` keys; "pma":
+    `longest` seeds as queries of every sequence, log-normal keys.
     """
 
     op: ClassVar[str] = "gdpa"
@@ -206,7 +200,6 @@ class GdpaShape:
 
     @property
     def is_broadcast(self) -> bool:
-        """Whether all sequences have the same queries."""
         return self.lengths == "pma"
 
     @property
@@ -224,13 +217,11 @@ class GdpaShape:
 
     @property
     def flops(self) -> float:
-        """Useful FLOPs of the forward pass: of pairs of the same sequence only."""
         queries, keys = self.numbers
         return 4.0 * self.heads * self.head_dim * float(np.dot(queries, keys))
 
     @property
     def num_bytes(self) -> int:
-        """Bytes that the forward pass must read and write."""
         queries, keys = (int(x.sum()) for x in self.numbers)
         read = self.longest if self.is_broadcast else queries
         return 2 * self.heads * self.head_dim * (read + queries + 2 * keys)
@@ -247,7 +238,7 @@ Shape = AttentionShape | CompressionShape | GdpaShape
 
 
 def attention_shape(rng: Generator) -> AttentionShape:
-    """B in 64..16,384, T = 1 for half of them, S in 32..16,384, odd for half of them."""
+    """Draws B in 64..16,384, T = 1 for half of them, S in 32..16,384, odd for half of them."""
     batch, heads = _log_uniform(rng, 64, 16_384), _choice(rng, HEADS)
     kv_len = _log_uniform(rng, 32, 16_384)
     if rng.random() < 0.5:
@@ -267,7 +258,7 @@ def attention_shape(rng: Generator) -> AttentionShape:
 
 
 def few_queries_shape(rng: Generator) -> FewQueriesShape:
-    """T in 1..16, S in 64..4,096, 1 to 10,000 candidates a user, H = 64 or 128."""
+    """Draws T in 1..16, S in 64..4,096, 1 to 10,000 candidates a user, H = 64 or 128."""
     batch, heads = _log_uniform(rng, 64, 16_384), _choice(rng, HEADS)
     return FewQueriesShape(
         batch=batch,
@@ -284,7 +275,7 @@ def few_queries_shape(rng: Generator) -> FewQueriesShape:
 
 
 def compression_shape(rng: Generator) -> CompressionShape:
-    """B in 64..16,384, M in 8..1,024, K in 16..2,048, N in 16..512."""
+    """Draws B in 64..16,384, M in 8..1,024, K in 16..2,048, N in 16..512."""
     batch = _log_uniform(rng, 64, 16_384)
     return CompressionShape(
         batch=batch,
@@ -299,7 +290,7 @@ def compression_shape(rng: Generator) -> CompressionShape:
 
 
 def gdpa_shape(rng: Generator) -> GdpaShape:
-    """B in 64..4,096; PFFN with 16 to 512 keys, PMA with 8 to 64 seeds."""
+    """Draws B in 64..4,096; PFFN with 16 to 512 keys, PMA with 8 to 64 seeds."""
     kinds = {"log-normal": 0.3, "uniform": 0.2, "short": 0.2, "pffn": 0.15, "pma": 0.15}
     kind = _choice(rng, kinds)
     longest = {
@@ -344,21 +335,16 @@ SWEEPS = tuple(
 
 
 def shapes(op: str, number: int, seed: int = 0) -> list[Shape]:
-    """`number` workloads of an op; a larger number or another seed adds new ones."""
+    """Draws workloads of an op; a larger number or another seed adds new ones."""
     rng = np.random.default_rng([seed, list(DRAWS).index(op)])
     return [DRAWS[op](rng) for _ in range(number)]
 
 
-def shrink(shape: Shape) -> Shape:
-    """The workload with sizes small enough for a CPU."""
-    batch = min(shape.batch, 24)
-    if isinstance(shape, AttentionShape):
-        small = dataclasses.replace(shape, batch=batch, users=min(shape.users, 6), head_dim=16)
-        return dataclasses.replace(small, q_len=min(shape.q_len, 3), kv_len=min(shape.kv_len, 40))
-    if isinstance(shape, CompressionShape):
-        narrow = dataclasses.replace(shape, batch=batch, users=min(shape.users, 6), n=8)
-        return dataclasses.replace(
-            narrow, m=min(shape.m, 9), k_cand=min(shape.k_cand, 10), k_user=min(shape.k_user, 11)
-        )
-    longest = min(shape.longest, 20)
-    return dataclasses.replace(shape, batch=min(batch, 3), longest=longest, heads=1, head_dim=16)
+def shrink(shape: Any) -> Any:
+    """Makes the workload's sizes small enough for a CPU."""
+    most = {"batch": 24, "users": 6, "q_len": 3, "kv_len": 40, "head_dim": 16, "longest": 20}
+    most |= {"n": 8, "m": 9, "k_cand": 10, "k_user": 11}
+    if isinstance(shape, GdpaShape):
+        most |= {"batch": 3, "heads": 1}
+    fields = {name: min(value, most[name]) for name, value in vars(shape).items() if name in most}
+    return dataclasses.replace(shape, **fields)
