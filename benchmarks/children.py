@@ -87,11 +87,7 @@ def wait(processes: Sequence[subprocess.Popen[bytes]], words: str = "") -> None:
         print(f"{failed} of {len(processes)} compiling processes failed{words}", file=sys.stderr)
 
 
-def claims(
-    folder: pathlib.Path,
-    number: int,
-    until: float = float("inf"),
-) -> Iterator[int]:
+def claims(folder: pathlib.Path, number: int, until: float = float("inf")) -> Iterator[int]:
     """Yields numbers below `number`, each to one of the processes that share a new folder.
 
     After the Unix time `until`, this process gets no further number.

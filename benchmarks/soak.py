@@ -49,12 +49,9 @@ SEED = 0
 
 
 class Soaked(NamedTuple):
-    """A compiled program.
+    """A compiled program; `call` takes the number of differences so far and returns the new one.
 
-    Attributes:
-      name: its name.
-      call: takes the number of differences so far; returns the new one.
-      launches: kernels that a call launches.
+    A call launches `launches` kernels.
     """
 
     name: str
@@ -63,10 +60,9 @@ class Soaked(NamedTuple):
 
 
 def repeated(fn: Callable[..., Any]) -> Callable[..., Any]:
-    """`REPEATS` times `fn`: takes differences so far, expected results and arrays.
+    """Repeats `fn` in a program of the differences so far, the expected results and the arrays.
 
-    Returns:
-      The differences, and the last results.
+    The program returns the differences and the last results.
     """
 
     def run(differences: jax.Array, expected: Any, *arrays: jax.Array) -> tuple[jax.Array, Any]:
@@ -83,7 +79,7 @@ def repeated(fn: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _differs(found: Any, expected: Any) -> jax.Array:
-    """1 if any bit differs, else 0."""
+    """Returns 1 if any bit differs, else 0."""
 
     def any_bit(x: jax.Array, y: jax.Array) -> jax.Array:
         bits = jnp.dtype(f"uint{8 * x.dtype.itemsize}")
@@ -95,7 +91,7 @@ def _differs(found: Any, expected: Any) -> jax.Array:
 
 
 def count_launches(text: str, target: str = "mosaic_gpu") -> int:
-    """How often a compiled program calls a target, by default kernels of Mosaic GPU, from its text.
+    """Counts a compiled program's calls of a target, by default kernels of Mosaic GPU, in its text.
 
     The text has a computation for each loop body, and the number of steps at the loop. A loop
     without a known number counts as one step, a conditional as its branch with the fewest calls.
@@ -124,22 +120,20 @@ def count_launches(text: str, target: str = "mosaic_gpu") -> int:
     return launches(entry)
 
 
-def compile_all(log: Callable[[str], None], on_hang: Callable[[str], Any]) -> list[Soaked]:
+def compile_all(log: Callable[[str], None], queue: Queue) -> list[Soaked]:
     """Compiles the programs and runs each once, for the results that all later ones must have."""
     options = UNTIMED_ON_GPU if _on_gpu() else None
-    zero = jnp.int32(0)
     found = list(soak_programs.programs("mosaic_gpu" if _on_gpu() else None))
     with ThreadPoolExecutor(min(WORKERS, os.cpu_count() or 1)) as pool:
         futures = []
         for program in found:
             expected = jax.eval_shape(program.fn, *program.arrays)
             # Python traces one program at a time; XLA compiles without Python's lock.
-            lowered = jax.jit(repeated(program.fn)).lower(zero, expected, *program.arrays)
+            lowered = jax.jit(repeated(program.fn)).lower(jnp.int32(0), expected, *program.arrays)
             futures.append(pool.submit(lowered.compile, options))
         soaked = []
         for program, compiled in zip(found, futures, strict=True):
-            with Queue(HANG_S, on_hang) as queue:
-                soaked.append(_first_run(program, compiled.result(), queue))
+            soaked.append(_first_run(program, compiled.result(), queue))
             log(f"{soaked[-1].launches} launches a call: {program.name}")
     return soaked
 
@@ -150,13 +144,12 @@ def _first_run(program: soak_programs.Program, compiled: Any, queue: Queue) -> S
     differences, expected = compiled(jnp.int32(0), zeros, *program.arrays)
     queue.add(program.name, differences)
     queue.wait()
-
-    def call(differences: jax.Array) -> jax.Array:
-        after: jax.Array = compiled(differences, expected, *program.arrays)[0]
-        return after
-
     launches = count_launches(compiled.as_text())
-    return Soaked(program.name, call, launches or (0 if _on_gpu() else REPEATS))
+    return Soaked(
+        program.name,
+        lambda differences: compiled(differences, expected, *program.arrays)[0],
+        launches or (0 if _on_gpu() else REPEATS),
+    )
 
 
 def _on_gpu() -> bool:
@@ -164,26 +157,11 @@ def _on_gpu() -> bool:
 
 
 class Queue:
-    """Calls that have not ended; a thread ends the process if the oldest one takes too long.
-
-    Args:
-      hang_s: seconds that the oldest call may take.
-      on_hang: called with the name of the program that did not end.
-    """
+    """Calls that have not ended; `on_hang` gets a program's name if its call takes `hang_s`."""
 
     def __init__(self, hang_s: float, on_hang: Callable[[str], Any]) -> None:
         self._calls: collections.deque[tuple[str, Any]] = collections.deque()
         self._hang_s, self._on_hang = hang_s, on_hang
-        self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._watch, daemon=True)
-
-    def __enter__(self) -> Queue:
-        self._thread.start()
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self._stop.set()
-        self._thread.join()
 
     def add(self, name: str, differences: jax.Array) -> None:
         """Adds a call; waits until at most `QUEUE` calls have not ended."""
@@ -194,60 +172,36 @@ class Queue:
     def wait(self, most: int = 0) -> None:
         """Waits until at most `most` calls have not ended."""
         while len(self._calls) > most:
-            self._calls[0][1].block_until_ready()
-            self._calls.popleft()
-
-    def _watch(self) -> None:
-        oldest, since = None, time.monotonic()
-        while not self._stop.wait(min(1.0, self._hang_s / 4)):
-            try:
-                name, differences = next(x for x in tuple(self._calls) if not x[1].is_ready())
-            except (StopIteration, RuntimeError):  # none, or the queue changed meanwhile
-                oldest, since = None, time.monotonic()
-                continue
-            if differences is not oldest:
-                oldest, since = differences, time.monotonic()
-            elif time.monotonic() - since > self._hang_s:
-                self._on_hang(name)
-                return
+            name, differences = self._calls.popleft()
+            if not differences.is_ready():
+                watchdog = threading.Timer(self._hang_s, self._on_hang, [name])
+                watchdog.start()
+                differences.block_until_ready()
+                watchdog.cancel()
 
 
 def soak(
-    programs: Sequence[Soaked],
-    number: int,
-    end: float,
-    log: Callable[[int], None],
-    on_hang: Callable[[str], Any],
-    hang_s: float = HANG_S,
+    programs: Sequence[Soaked], number: int, end: float, queue: Queue, log: Callable[[int], None]
 ) -> tuple[dict[str, int], dict[str, int]]:
-    """Calls programs in random order until `number` kernels are launched, or until `end`.
+    """Calls programs in random order until `number` kernels are launched or the monotonic `end`.
 
-    Args:
-      programs: what to call.
-      number: of launches.
-      end: `time.monotonic()` after which no further program is called.
-      log: called with the number of launches after every round of all programs.
-      on_hang: see `Queue`.
-      hang_s: see `Queue`.
-
-    Returns:
-      By program the number of calls, and the number of steps with another result than the first.
+    `log` gets the number of launches after every round of all programs. Returns the number of calls
+    of each program, and the number of its steps with another result than the first.
     """
     rng, launches = np.random.default_rng(SEED), 0
     calls = dict.fromkeys((p.name for p in programs), 0)
     differences = [jnp.int32(0)] * len(programs)
-    with Queue(hang_s, on_hang) as queue:
-        while launches < number and time.monotonic() < end:
-            # Every program is called in every round, and any one may follow any other one.
-            for n in rng.permutation(len(programs)):
-                differences[n] = programs[n].call(differences[n])
-                queue.add(programs[n].name, differences[n])
-                calls[programs[n].name] += 1
-                launches += programs[n].launches
-                if launches >= number:
-                    break
-            log(launches)
-        queue.wait()
+    while launches < number and time.monotonic() < end:
+        # Every program is called in every round, and any one may follow any other one.
+        for n in rng.permutation(len(programs)):
+            differences[n] = programs[n].call(differences[n])
+            queue.add(programs[n].name, differences[n])
+            calls[programs[n].name] += 1
+            launches += programs[n].launches
+            if launches >= number:
+                break
+        log(launches)
+    queue.wait()
     return calls, {p.name: int(x) for p, x in zip(programs, differences, strict=True)}
 
 
@@ -265,7 +219,7 @@ def progress(total: int) -> Callable[[int], None]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Command line; the module's docstring has the exit status."""
+    """Runs the command line; the module's docstring has the exit status."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.soak")
     parser.add_argument("--launches", type=int, default=1_000_000, help="kernels to launch")
     words = "seconds of launches; the compilation before takes minutes"
@@ -282,12 +236,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(message, file=sys.stderr, flush=True)
         os._exit(1)
 
+    queue = Queue(HANG_S, on_hang)
     with terminal.progress() as log:
-        programs = compile_all(log, on_hang)
+        programs = compile_all(log, queue)
     compiled_s = time.monotonic() - begin
     end = time.monotonic() + args.budget_s
-    said = progress(args.launches)
-    calls, wrong = soak(programs, args.launches, end, said, on_hang)
+    calls, wrong = soak(programs, args.launches, end, queue, progress(args.launches))
     entries: list[dict[str, Any]] = [
         {
             "name": p.name,
@@ -311,7 +265,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _report(results: dict[str, Any]) -> int:
-    """Prints what was found; returns the exit status."""
+    """Prints the figures; returns the exit status."""
     wrong = [p for p in results["programs"] if p["wrong_steps"]]
     idle = [p["name"] for p in results["programs"] if not p["launches_per_call"]]
     print(

@@ -16,13 +16,7 @@ from ikbo_jax.ops.linear_compression import Term
 
 
 class Program(NamedTuple):
-    """A function and its arguments.
-
-    Attributes:
-      name: the op, the direction and the sizes.
-      fn: returns the op's result, with "gradient" also all gradients.
-      arrays: its arguments.
-    """
+    """A function of arrays: the op's result, with "gradient" also all gradients."""
 
     name: str
     fn: Callable[..., Any]
@@ -30,7 +24,7 @@ class Program(NamedTuple):
 
 
 class AttentionSizes(NamedTuple):
-    """Sizes of `ikbo_jax.attention`; `is_ragged`: an unsorted index, and lengths from 0 to S."""
+    """Sizes as in `AttentionProblem`; `is_ragged`: an unsorted index, and lengths from 0 to S."""
 
     batch: int
     users: int
@@ -71,7 +65,7 @@ Sizes = AttentionSizes | CompressionSizes | GdpaSizes
 
 #: Op, direction and sizes. Each op has sizes with several waves of tiles, with one tile, and with
 #: an unsorted index, users without candidates, and lengths of 0.
-FORWARD, GRADIENT = "forward", "gradient"
+FORWARD, GRADIENT, MIXED = "forward", "gradient", (130, 0, 600, 64, 1)
 PROGRAMS: tuple[tuple[str, str, Sizes], ...] = (
     ("attention", FORWARD, AttentionSizes(1024, 16, 16, 512, 4, 4, 128)),
     ("attention", FORWARD, AttentionSizes(4, 2, 24, 40, 1, 1, 64)),
@@ -96,19 +90,11 @@ PROGRAMS: tuple[tuple[str, str, Sizes], ...] = (
     ("linear compression", GRADIENT, CompressionSizes((1, 1), (16, 24), 8, 64)),
     ("linear compression", GRADIENT, CompressionSizes((70, 90), (65, 33), 433, 40, True)),
     ("linear compression", GRADIENT, CompressionSizes((3, 20, 150), (64, 40, 70), 64, 128, True)),
-    (
-        "gdpa",
-        FORWARD,
-        GdpaSizes((130, 0, 700, 64, 1) * 16, (130, 0, 700, 64, 1) * 16, 4, 4, 128, "gelu"),
-    ),
+    ("gdpa", FORWARD, GdpaSizes(MIXED * 16, MIXED * 16, 4, 4, 128, "gelu")),
     ("gdpa", FORWARD, GdpaSizes((5,), (9,), 1, 1, 64, "silu")),
     ("gdpa", FORWARD, GdpaSizes((70, 0, 5, 130), (40, 0, 129), 2, 1, 96, "softmax", (2, 0, 1, 2))),
     ("gdpa", FORWARD, GdpaSizes(16, (300, 0, 7, 129) * 8, 2, 2, 128, "gelu_tanh", dtype="float16")),
-    (
-        "gdpa",
-        GRADIENT,
-        GdpaSizes((130, 0, 500, 64, 1) * 8, (130, 0, 500, 64, 1) * 8, 4, 4, 128, "gelu"),
-    ),
+    ("gdpa", GRADIENT, GdpaSizes(MIXED * 8, MIXED * 8, 4, 4, 128, "gelu")),
     ("gdpa", GRADIENT, GdpaSizes((5,), (9,), 1, 1, 64, "silu")),
     ("gdpa", GRADIENT, GdpaSizes((70, 0, 5, 130), (40, 0, 129), 2, 1, 64, "softmax", (2, 0, 1, 2))),
     ("gdpa", GRADIENT, GdpaSizes(16, (300, 0, 7, 129) * 4, 2, 2, 128, "relu")),

@@ -120,27 +120,27 @@ def test_a_program_that_does_not_end_is_named():
         found.append(name)
         ended.set()
 
-    with soak.Queue(0.2, on_hang) as queue:
-        queue.add("ends", Call(is_ready=True))
-        queue.add("hangs", Call(is_ready=False))
-        queue.add("waits", Call(is_ready=False))
-        queue.wait()
+    queue = soak.Queue(0.2, on_hang)
+    queue.add("ends", Call(is_ready=True))
+    queue.add("hangs", Call(is_ready=False))
+    queue.add("waits", Call(is_ready=False))
+    queue.wait()
     assert found == ["hangs"]
 
 
 def test_a_queue_that_goes_on_is_no_hang():
-    with soak.Queue(0.2, pytest.fail) as queue:
-        for _ in range(10):
-            time.sleep(0.05)
-            queue.add("quick", jnp.int32(0) + 1)
-        queue.wait()
+    queue = soak.Queue(0.2, pytest.fail)
+    for _ in range(10):
+        time.sleep(0.05)
+        queue.add("quick", jnp.int32(0) + 1)
+    queue.wait()
 
 
 @pytest.fixture(scope="module")
 def compiled():
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(soak_programs, "PROGRAMS", SMALL)
-        return soak.compile_all(print, pytest.fail)
+        return soak.compile_all(print, soak.Queue(60.0, pytest.fail))
 
 
 def test_a_run_in_small(tmp_path, capsys, compiled, monkeypatch):
