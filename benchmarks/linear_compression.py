@@ -3,8 +3,8 @@
     python -m benchmarks.linear_compression --out benchmarks/results/linear_compression-h200.json
 
 Every figure counts useful FLOPs only: no padding, no copies. "default" runs in every dtype with all
-providers, and with XLA's other formulations in the first dtype; other sweeps run in the first
-dtype, with XLA only. Sizes that two sweeps share are timed once.
+providers; other sweeps run in the first dtype, with XLA only. Sizes that two sweeps share are timed
+once.
 """
 
 from __future__ import annotations
@@ -20,13 +20,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from benchmarks import harness, timing, yardsticks
+from benchmarks import harness, timing
 from benchmarks.harness import Benchmark, Point
 from benchmarks.records import OUR_NAME, Record, ours_at, provider_of
 from ikbo_jax.cases.error_rule import Check
 from ikbo_jax.cases.linear_compression import ALIGNED_K, Case, Inputs
 from ikbo_jax.problems import LinearCompressionProblem
-from ikbo_jax.reference import linear_compression as reference
 
 DEFAULT = LinearCompressionProblem((15, 1024), (1178, 866), 433, 256, "bfloat16")
 
@@ -78,25 +77,6 @@ def shrink(point: Point) -> Point:
     )
 
 
-@functools.partial(jax.jit, static_argnums=1)
-def _concatenated(inputs: Inputs, align: int) -> tuple[jax.Array, jax.Array]:
-    (w_user, w_cand), (e_user, e_cand), (_, cand_to_user) = inputs
-    weight = jnp.concatenate((w_user, w_cand), axis=1)
-    embedding = jnp.concatenate((e_user[cand_to_user], e_cand), axis=1)
-    return _padded(weight, align), _padded(embedding, align)
-
-
-def _padded(array: jax.Array, align: int = ALIGNED_K) -> jax.Array:
-    rows = -array.shape[1] % align
-    return jnp.pad(array, ((0, 0), (0, rows), *((0, 0),) * (array.ndim - 2)))
-
-
-@jax.jit
-def _all_padded(inputs: Inputs) -> Inputs:
-    weights, embeddings = jax.tree.map(_padded, inputs[:2])
-    return Inputs(weights, embeddings, inputs.parents)
-
-
 class Provider(NamedTuple):
     """One implementation: name, description, and what makes its function and arguments."""
 
@@ -110,34 +90,18 @@ def _of_case(name: str, stage: str, *contender: Any) -> Provider:
     return Provider(name, stage, lambda case, inputs: (case.contender(*contender), inputs))
 
 
-def _gemm(name: str, stage: str, align: int) -> Provider:
-    return Provider(name, stage, lambda case, inputs: (jnp.matmul, _concatenated(inputs, align)))
-
-
-def _formulation(name: str, padded: bool) -> Provider:
-    fn = functools.partial(reference.decomposed, formulation=name)
-    stage = f"2 decomposed, written as {name}" + ", all K padded before" * padded
-    suffix = "-padded-before" * padded
-    prepare = _all_padded if padded else tuple
-    return Provider(f"xla-{name}{suffix}", stage, lambda case, inputs: (fn, prepare(inputs)))
-
-
 OURS = _of_case(OUR_NAME, "ikbo_jax.linear_compression", "automatic")
 XLA = _of_case("xla", "2 decomposed (implementation='xla')", "decomposed")
 
 
-def all_providers(problem: LinearCompressionProblem, formulations: bool = True) -> list[Provider]:
-    """Lists every stage and every baseline; XLA's other formulations if `formulations`."""
-    copies, before = "1 materialised, with its copies", "1 materialised, copies made before"
-    aligned = f"K a multiple of {ALIGNED_K}"
+def all_providers(problem: LinearCompressionProblem) -> list[Provider]:
+    """Lists every stage and every baseline."""
+    copies = "1 materialised, with its copies"
+    aligned = f"{copies}, K a multiple of {ALIGNED_K}"
     providers = [
         _of_case("materialised", copies, "materialised"),
-        _of_case("materialised-aligned", f"{copies}, {aligned}", "materialised-aligned"),
-        _gemm("materialised-gemm", before, 1),
-        _gemm("materialised-gemm-aligned", f"{before}, {aligned}", ALIGNED_K),
+        _of_case("materialised-aligned", aligned, "materialised-aligned"),
         XLA,
-        *(_formulation(name, False) for name in reference.FORMULATIONS if formulations),
-        *(_formulation(name, True) for name in ("matmul", "rounded")),
     ]
     for name, stage, is_single in (
         ("fused", "3 fused: broadcast in the epilogue", False),
@@ -149,7 +113,7 @@ def all_providers(problem: LinearCompressionProblem, formulations: bool = True) 
 
 
 def measure_point(
-    point: Point, providers: Sequence[Provider], protocol: harness.Protocol, *, torch: bool = False
+    point: Point, providers: Sequence[Provider], protocol: harness.Protocol
 ) -> dict[str, Any]:
     """Checks the providers at a point, and times them interleaved with the reference matmul."""
     problem, case = point.problem, point.case
@@ -170,9 +134,6 @@ def measure_point(
         )
         for provider in providers
     ]
-    if torch:
-        found = yardsticks.torch_linear_compression(inputs.arguments, rows, exact, bound)
-        contenders += [harness.Contender(record, thunk) for record, thunk in found]
     itemsize = jnp.dtype(problem.dtype).itemsize
     return {
         **point.entry(),
@@ -191,9 +152,7 @@ def _measure_once(point: Point, run: harness.Run) -> dict[str, Any]:
             return {**known, **renamed}
     if point.sweep != "default" or run.options.quick:
         return measure_point(point, [XLA, OURS], run.protocol)
-    is_first = point.problem.dtype == (run.options.dtype or DTYPES)[0]
-    providers = all_providers(point.problem, is_first)
-    return measure_point(point, providers, run.protocol, torch=jax.default_backend() == "gpu")
+    return measure_point(point, all_providers(point.problem), run.protocol)
 
 
 def _measure_copy(run: harness.Run) -> None:

@@ -274,42 +274,26 @@ def _gdpa(shape: GdpaShape) -> Iterator[Callable[[], Contender]]:
         attend = yardsticks.cudnn()
         longest = int(queries.max()), int(keys.max())
         _limit(s.batch * sum(longest) * s.heads * s.head_dim * 4, "padded to")
-        numbers = [jnp.asarray(x, jnp.int32) for x in (queries, keys)]
-        places = [
-            cu[:-1, None] + jnp.arange(most, dtype=jnp.int32)
-            for cu, most in zip((cu_q, cu_kv), longest, strict=True)
-        ]
-
-        def pad(x: jax.Array, place: jax.Array) -> jax.Array:
-            return x.at[place].get(mode="clip")
-
-        query = (
-            jnp.broadcast_to(args[0], (s.batch, *args[0].shape))
-            if s.is_broadcast
-            else pad(args[0], places[0])
+        numbers = tuple(jnp.asarray(x, jnp.int32) for x in (queries, keys))
+        (pad_q, unpad_q), (pad, unpad) = (
+            yardsticks.padding(cu, int(x.sum()), most)
+            for cu, x, most in zip((cu_q, cu_kv), (queries, keys), longest, strict=True)
         )
+        query, key, value = args
+        of_all = (s.batch, *query.shape)
+        query = jnp.broadcast_to(query, of_all) if s.is_broadcast else pad_q(query)
 
         def run(query: Any, key: Any, value: Any, *numbers: Any) -> jax.Array:
             q, kv = numbers
             return attend(query, key, value, query_seq_lengths=q, key_value_seq_lengths=kv)
 
-        is_query, is_key = (
-            jnp.asarray(np.arange(most) < x[:, None])
-            for most, x in zip(longest, (queries, keys), strict=True)
-        )
-
         def finish_gradients(gradients: Results) -> Results:
-            of_query = gradients[0].sum(0) if s.is_broadcast else gradients[0][is_query]
-            return (of_query, *(g[is_key] for g in gradients[1:]))
+            of_query = gradients[0].sum(0) if s.is_broadcast else unpad_q(gradients[0])
+            return (of_query, *map(unpad, gradients[1:]))
 
         return Contender(
-            "cudnn-softmax",
-            "softmax attention by cuDNN, sequences padded before",
-            run,
-            (query, pad(args[1], places[1]), pad(args[2], places[1])),
-            tuple(numbers),
-            lambda out: out[is_query],
-            finish_gradients,
+            *("cudnn-softmax", "softmax attention by cuDNN, sequences padded before", run),
+            *((query, pad(key), pad(value)), numbers, unpad_q, finish_gradients),
             is_comparable=s.activation == "softmax",
         )
 

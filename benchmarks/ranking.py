@@ -51,15 +51,10 @@ COLUMNS = (
 
 
 class Provider(NamedTuple):
-    """One version of the network.
+    """One version of the network; `options` are XLA's for its program.
 
-    Attributes:
-      name: short name, the key in results files.
-      stage: description.
-      make: takes the largest number of candidates of one user; returns a function of parameters
-        and request.
-      prepare: makes its parameters of the network's, which is not timed; None: they are the same.
-      options: XLA's options for its program.
+    `make` takes the largest number of candidates of one user and returns a function of parameters
+    and request. `prepare` makes the function's parameters of the network's before the timing.
     """
 
     name: str
@@ -69,7 +64,6 @@ class Provider(NamedTuple):
     options: dict[str, Any] | None = None
 
     def inputs(self, inputs: tuple[Any, ranking.Request]) -> tuple[Any, ranking.Request]:
-        """Its parameters, and the request."""
         if self.prepare is None:
             return inputs
         return jax.block_until_ready(jax.jit(self.prepare)(inputs[0])), inputs[1]
@@ -123,7 +117,7 @@ def points(sweep: str) -> Iterator[Point]:
 
 
 def small(sizes: Sizes) -> Sizes:
-    """Sizes small enough for a CPU, with the same number of candidates per user."""
+    """Makes sizes small enough for a CPU, with the same number of candidates per user."""
     candidates = max(1, sizes.candidates // 16)
     users = max(1, round(candidates * sizes.users / sizes.candidates))
     small = dataclasses.replace(ranking.SMALL, candidates=candidates, users=users, layers=1)
@@ -131,17 +125,13 @@ def small(sizes: Sizes) -> Sizes:
 
 
 def inputs_of(sizes: Sizes) -> tuple[Any, ranking.Request]:
-    """Seeded parameters and a request, on the device."""
+    """Draws parameters and a request, on the device."""
     return ranking.init(sizes), ranking.make_request(sizes)
 
 
 def max_candidates_per_user(sizes: Sizes) -> int:
-    """The largest number of candidates of one user."""
+    """Counts the candidates of the user who has the most."""
     return int(ranking.candidate_counts(sizes).max())
-
-
-def _prepared(provider: Provider, most: int, inputs: Any) -> tuple[Any, Any]:
-    return provider.make(most), provider.inputs(inputs)
 
 
 def measure_point(
@@ -155,18 +145,14 @@ def measure_point(
     def compare(scores: jax.Array) -> Check:
         return Check(float(np.abs(np.asarray(scores, np.float64) - exact).max()), math.inf)
 
-    contenders = [
-        harness.compile_and_check(
-            provider.name,
-            provider.stage,
-            functools.partial(_prepared, provider, most, inputs),
-            compare,
-            provider.options,
-            harness.why_too_large,
-        )
-        for provider in providers
-    ]
-    measured = harness.measure(contenders, protocol)
+    def compiled(provider: Provider) -> harness.Contender:
+        def prepare() -> tuple[Any, Any]:
+            return provider.make(most), provider.inputs(inputs)
+
+        head = provider.name, provider.stage, prepare, compare, provider.options
+        return harness.compile_and_check(*head, harness.why_too_large)
+
+    measured = harness.measure(list(map(compiled, providers)), protocol)
     runnable = {p["name"]: p for p in measured["providers"] if "error" in p}
     # The materialised network's error defines the tolerance; if it did not run, the error of the
     # first provider that ran.
@@ -189,23 +175,22 @@ def measure_point(
     }
 
 
-def profile(sizes: Sizes, provider: Provider) -> timing.Shares:
-    """The time of each kernel in a provider's run."""
-    inputs = provider.inputs(inputs_of(sizes))
-    lowered = jax.jit(provider.make(max_candidates_per_user(sizes))).lower(*inputs)
+def _profile(point: Point, provider: Provider) -> dict[str, float]:
+    inputs = provider.inputs(inputs_of(point.case))
+    lowered = jax.jit(provider.make(max_candidates_per_user(point.case))).lower(*inputs)
     is_on_gpu = jax.default_backend() == "gpu"
     compiled = lowered.compile(timing.WITHOUT_GRAPHS if is_on_gpu else None)
-    return timing.shares(functools.partial(compiled, *inputs), compiled.as_text() or "")
+    name = f"{point.name}, {provider.name}"
+    return timing.profile(name, functools.partial(compiled, *inputs), compiled)
 
 
 def device_peaks(sizes: Sizes, providers: Sequence[Provider]) -> dict[str, int | None]:
-    """Peak bytes of the device's allocator for every provider, each in a separate process.
+    """Measures the peak bytes of the device's allocator for each provider, in other processes.
 
-    Call this before the current process allocates device memory, since it would leave none to the
-    others. XLA tries GEMM algorithms on the device and needs more memory for them than the network,
-    so the first process of a provider compiles, and a second one, which loads the compiled program
-    from the cache, measures. The allocator preallocates the device's memory: if it grew instead,
-    it would count up to 128 MiB of unused memory in every piece, here 80 MiB of 838.
+    Call this before the current process allocates device memory. XLA tries GEMM algorithms and
+    needs more memory for them than the network, so the first process of a provider compiles, and a
+    second one, which loads the program from the cache, measures. The allocator preallocates: if it
+    grew instead, it would count up to 128 MiB of unused memory in every piece.
     """
     peaks: dict[str, int | None] = {}
     given = json.dumps(dataclasses.asdict(sizes))
@@ -263,7 +248,7 @@ def peak_of(name: str, sizes: Sizes) -> int | None:
 
 
 def bars(point: Record, all_points: Sequence[Record], name: str) -> str:
-    """Text with the figures of a provider at the default point, each next to its bar."""
+    """Formats the figures of a provider at the default point, each next to its bar."""
     del all_points
     ours, copies, hand, rewritten = (
         provider_of(point, p.name) for p in (OURS, COPIES, BY_HAND, REWRITTEN)
@@ -299,9 +284,7 @@ def _measure(point: Point, run: harness.Run) -> dict[str, Any]:
         if point.sweep == "default" and run.prepared.get(record["name"]) is not None:
             record["peak_bytes"] = run.prepared[record["name"]]
         if record["name"] in run.options.profile and "median_ms" in record:
-            shares = profile(point.case, BY_NAME[record["name"]])
-            record["ms_by_part"] = shares.by_part
-            print(f"{point.name}, {record['name']}:\n{shares}")
+            record["ms_by_part"] = _profile(point, BY_NAME[record["name"]])
     return measured
 
 

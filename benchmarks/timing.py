@@ -9,7 +9,6 @@ fractions.
 from __future__ import annotations
 
 import collections
-import dataclasses
 import datetime
 import functools
 import json
@@ -155,7 +154,7 @@ def _dumps(value: Any, indent: int = 0) -> str:
 WITHOUT_GRAPHS = {"xla_gpu_enable_command_buffer": ""}
 #: Steps in a profile, and lines of kernels that are printed.
 STEPS, LINES = 4, 30
-#: The named scopes by which time is summed, see `models.ranking`, `training_gdpa`, `training_task`.
+#: The named scopes by which time is summed, see `models.ranking` and `training_networks`.
 PARTS = (
     *("embedding", "self_attention", "pooling", "attention", "feed_forward", "compression"),
     *("interaction", "head", "pma", "pffn", "update"),
@@ -165,36 +164,6 @@ _OPERATION = re.compile(
 )
 
 
-@dataclasses.dataclass(frozen=True)
-class Shares:
-    """The time of a step on the device.
-
-    Attributes:
-      busy_ms: milliseconds in which a kernel runs.
-      wall_ms: milliseconds from the first kernel of a step to the first one of the next.
-      kernels: number of kernels.
-      by_part: milliseconds of a part's kernels, forward and backward, the longest first.
-      by_kernel: milliseconds, launches, kernel and scope, the longest first.
-    """
-
-    busy_ms: float
-    wall_ms: float
-    kernels: float
-    by_part: dict[str, float]
-    by_kernel: list[tuple[float, float, str, str]]
-
-    def __str__(self) -> str:
-        lines = [
-            f"  busy {self.busy_ms:.3f} of {self.wall_ms:.3f} ms, {self.kernels:.0f} kernels; "
-            + ", ".join(f"{part} {ms:.3f}" for part, ms in self.by_part.items())
-        ]
-        lines += [
-            f"  {ms:8.4f} ms {count:5.1f}x {name[:60]:60s} {scope[-70:]}"
-            for ms, count, name, scope in self.by_kernel[:LINES]
-        ]
-        return "\n".join(lines)
-
-
 def part_of(scope: str) -> str:
     """Finds the part that an operation belongs to, e.g. "attention backward"."""
     found = [part for part in PARTS if re.search(rf"(?<![\w]){part}(?![\w])", scope)]
@@ -202,30 +171,33 @@ def part_of(scope: str) -> str:
     return (found[-1] if found else "other") + direction
 
 
-def shares(step: Callable[[], Any], program: str) -> Shares:
-    """Profiles a few steps of a compiled program, whose text names the operations."""
-    return _summed(
-        device_time.record(step, STEPS),
-        {match["name"]: match["scope"] for match in _OPERATION.finditer(program)},
-    )
+def profile(name: str, step: Callable[[], Any], compiled: Any) -> dict[str, float]:
+    """Profiles a few steps of a compiled program; see `summed`."""
+    program = compiled.as_text() or ""
+    scopes = {match["name"]: match["scope"] for match in _OPERATION.finditer(program)}
+    return summed(name, device_time.record(step, STEPS), scopes)
 
 
-def _summed(events: Sequence[device_time.Event], scopes: dict[str, str]) -> Shares:
+def summed(
+    name: str, events: Sequence[device_time.Event], scopes: Mapping[str, str]
+) -> dict[str, float]:
+    """Prints a step's time, a line for each kernel; returns milliseconds of each part's kernels."""
     times: collections.Counter[tuple[str, str]] = collections.Counter()
     counts: collections.Counter[tuple[str, str]] = collections.Counter()
     parts: collections.Counter[str] = collections.Counter()
+    scale = 1e-6 / STEPS
     for event in events:
         scope = scopes.get(event.operation, event.operation)
-        ns = round(event.end_ns - event.begin_ns)
-        times[event.name, scope] += ns
+        ms = (event.end_ns - event.begin_ns) * scale
+        times[event.name, scope] += ms  # type: ignore[assignment]
         counts[event.name, scope] += 1
-        parts[part_of(scope)] += ns
+        parts[part_of(scope)] += ms  # type: ignore[assignment]
     wall = max((e.end_ns for e in events), default=0) - min((e.begin_ns for e in events), default=0)
-    scale = 1e-6 / STEPS
-    return Shares(
-        device_time.busy_ns(events) * scale,
-        wall * scale,
-        len(events) / STEPS,
-        {part: ns * scale for part, ns in parts.most_common()},
-        [(ns * scale, counts[key] / STEPS, *key) for key, ns in times.most_common()],
-    )
+    by_part = dict(parts.most_common())
+    words = ", ".join(f"{part} {ms:.3f}" for part, ms in by_part.items())
+    busy_ms, kernels = device_time.busy_ns(events) * scale, len(events) / STEPS
+    print(f"{name}:\n  busy {busy_ms:.3f} of {wall * scale:.3f} ms, {kernels:.0f} kernels; {words}")
+    for (kernel, scope), ms in times.most_common(LINES):
+        count = counts[kernel, scope] / STEPS
+        print(f"  {ms:8.4f} ms {count:5.1f}x {kernel[:60]:60s} {scope[-70:]}")
+    return by_part

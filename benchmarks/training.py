@@ -174,12 +174,12 @@ def _check(versions: Sequence[Version], found: Sequence[Any], expected: float) -
         record |= {"error": error, "bound": 1.0, "ok": bool(error <= 1.0)}
 
 
-def _profile(lowered: Any, task: networks.Task) -> timing.Shares:
+def _profile(name: str, lowered: Any, task: networks.Task) -> dict[str, float]:
     is_on_gpu = jax.default_backend() == "gpu"
     compiled = lowered.compile(timing.WITHOUT_GRAPHS if is_on_gpu else None)
     contender = harness.Contender({}, compiled=compiled)
     _run_first(contender, task)
-    return timing.shares(contender.thunk, compiled.as_text() or "")
+    return timing.profile(name, contender.thunk, compiled)
 
 
 def measure_point(
@@ -206,9 +206,8 @@ def measure_point(
             continue
         record["samples_per_s"] = samples * 1e3 / record["median_ms"]
         if record["name"] in profiled:
-            shares = _profile(lowered, task)
-            record["ms_by_part"] = shares.by_part
-            print(f"{point.name}, {record['name']}:\n{shares}")
+            name = f"{point.name}, {record['name']}"
+            record["ms_by_part"] = _profile(name, lowered, task)
     return {
         "sweep": point.sweep,
         "label": point.label,
