@@ -7,7 +7,6 @@ Every figure counts useful FLOPs only: no padding, no copies, no keys past a use
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import sys
 from collections.abc import Iterator, Sequence
@@ -77,11 +76,11 @@ RELATIVE_BARS = {
 NARROW_BAR = 0.75
 
 
-def points(sweep: str, dtype: str = "bfloat16") -> Iterator[Point]:
-    """Yields the points of a sweep; `dtype` is the dtype of all sweeps but "dtype"."""
+def points(sweep: str) -> Iterator[Point]:
+    """Yields the points of a sweep."""
     for label, changed in SWEEPS[sweep]:
         default = LENGTHS if label.startswith("lengths") else DEFAULT
-        yield Point(sweep, label, dataclasses.replace(default, **{"dtype": dtype} | changed))
+        yield Point(sweep, label, dataclasses.replace(default, **changed))
 
 
 def shrink(point: Point) -> Point:
@@ -100,19 +99,7 @@ def measure_point(point: Point, run: harness.Run) -> dict[str, Any]:
     chosen = [ours, xla]
     if not run.options.quick:
         chosen += [grouped, tokamax, *([copies] if point.sweep == "s" else [])]
-    return entry(point, run, checked(chosen, point.direction))
-
-
-def entry(point: Point, run: harness.Run, found: Sequence[harness.Contender]) -> dict[str, Any]:
-    """Times the versions of attention, and returns the point's entry in the results file."""
-    flops = harness.ATTENTION_WORK[point.direction] * point.case.flops
-    return {
-        "sweep": point.sweep,
-        "label": point.label,
-        "direction": point.direction,
-        "problem": dataclasses.asdict(point.case),
-        **harness.measure(found, run.protocol, flops),
-    }
+    return harness.measure(checked(chosen, "forward"), run.protocol, point.case.flops)
 
 
 def bars(point: Record, all_points: Sequence[Record], name: str = OUR_NAME) -> str:
@@ -144,19 +131,13 @@ def bars(point: Record, all_points: Sequence[Record], name: str = OUR_NAME) -> s
     return "; ".join(found)
 
 
-def add_dtype(parser: argparse.ArgumentParser) -> None:
-    """Adds the option of the dtype of all arrays."""
-    parser.add_argument("--dtype", choices=("bfloat16", "float16"), default="bfloat16")
-
-
 BENCHMARK = Benchmark(
     "attention",
     tuple(SWEEPS),
-    lambda o: (point for sweep in o.sweep for point in points(sweep, o.dtype)),
+    lambda o: (point for sweep in o.sweep for point in points(sweep)),
     shrink,
     measure_point,
     bars,
-    add_options=add_dtype,
 )
 
 if __name__ == "__main__":

@@ -66,7 +66,8 @@ def points(sweep: str) -> Iterator[Point]:
 def measure_point(point: Point, run: harness.Run) -> dict[str, Any]:
     """Checks all versions at a point, and times them interleaved; with "quick", the first two."""
     makers = list(contenders(point.case))[: 2 if run.options.quick else None]
-    return attention.entry(point, run, checked(makers, point.direction))
+    flops = harness.ATTENTION_WORK[point.direction] * point.case.flops
+    return harness.measure(checked(makers, point.direction), run.protocol, flops)
 
 
 def bars(point: Record, all_points: Sequence[Record], name: str = OUR_NAME) -> str:

@@ -123,12 +123,10 @@ def parsed(parser: argparse.ArgumentParser, argv: Sequence[str] | None) -> argpa
 
 @dataclasses.dataclass(frozen=True)
 class Jobs:
-    """The processes of a benchmark that compile.
+    """The processes of a benchmark that compile; `number` 0: points are compiled where timed.
 
-    Attributes:
-      number: how many; 0 if points are compiled where they are timed.
-      arguments: the benchmark's command line, with which they are started.
-      shared: in such a process, the folder that they share; None in the one that times.
+    `arguments` is the benchmark's command line. `shared` is the folder that the compiling processes
+    share; None in the process that times.
     """
 
     number: int = 0

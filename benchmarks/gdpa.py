@@ -22,7 +22,6 @@ import jax.numpy as jnp
 import numpy as np
 
 from benchmarks import harness, production_providers, yardsticks
-from benchmarks.attention import add_dtype
 from benchmarks.harness import Benchmark, Point
 from benchmarks.production_programs import in_direction
 from benchmarks.production_providers import Contender
@@ -139,11 +138,10 @@ SWEEPS: dict[str, Sequence[tuple[str, Sizes]]] = {
 }
 
 
-def points(sweep: str, direction: str = "forward", dtype: str = "bfloat16") -> Iterator[Point]:
+def points(sweep: str, direction: str = "forward") -> Iterator[Point]:
     """Yields the points of a sweep in one direction."""
     for name, sizes in SWEEPS[sweep]:
-        case = dataclasses.replace(sizes, dtype=dtype)
-        yield Point(sweep, f"{name} {direction}", case, direction)
+        yield Point(sweep, f"{name} {direction}", sizes, direction)
 
 
 def name_of(point: Point) -> str:
@@ -320,11 +318,7 @@ def measure_point(point: Point, run: harness.Run) -> dict[str, Any]:
         return contender
 
     return {
-        "sweep": point.sweep,
-        "label": point.label,
         "name": name_of(point),
-        "direction": direction,
-        "problem": dataclasses.asdict(sizes),
         "pairs": case.pairs,
         **harness.measure(
             list(map(compiled, providers)),
@@ -365,7 +359,6 @@ def _add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--direction", nargs="+", choices=DIRECTIONS, default=DIRECTIONS, help=words
     )
-    add_dtype(parser)
     parser.add_argument(
         "--without",
         nargs="+",
@@ -379,7 +372,7 @@ def _add_options(parser: argparse.ArgumentParser) -> None:
 BENCHMARK = Benchmark(
     "gdpa",
     tuple(SWEEPS),
-    lambda o: (p for d in o.direction for s in o.sweep for p in points(s, d, o.dtype)),
+    lambda o: (p for d in o.direction for s in o.sweep for p in points(s, d)),
     shrink,
     measure_point,
     bars,

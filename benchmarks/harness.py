@@ -22,10 +22,9 @@ import jax
 import numpy as np
 
 from benchmarks import children, timing
-from benchmarks.records import OP_COLUMNS, Column, Record, all_correct, describe_ours, format_table
+from benchmarks.records import Bars, Record, all_correct, describe_ours, format_table
 from ikbo_jax._timing import device_time, interleaved_ms
 from ikbo_jax.cases.error_rule import Check
-from ikbo_jax.tuning import table
 
 #: Seconds of a window of a short point's calls, see `Protocol.short_ms`.
 SHORT_WINDOW_S = 0.02
@@ -60,14 +59,11 @@ class Point:
 
     def entry(self) -> dict[str, Any]:
         """Makes the point's entry in a results file, without figures."""
-        choice = table.lookup(self.problem)
-        config = None if choice.config is None else dataclasses.asdict(choice.config)
-        return {
-            "sweep": self.sweep,
-            "label": self.label,
-            **dataclasses.asdict(self.case),
-            "table": {"config": config, "note": choice.reason},
-        }
+        head = {"sweep": self.sweep, "label": self.label, "direction": self.direction}
+        if not dataclasses.is_dataclass(self.case):
+            return head
+        case = dataclasses.asdict(self.case)  # type: ignore[arg-type]
+        return head | (case if "problem" in case else {"problem": case})
 
 
 @dataclasses.dataclass
@@ -285,19 +281,9 @@ class Run:
 class Benchmark:
     """What a benchmark measures and how it prints its results.
 
-    Attributes:
-      name: name of its module, and of the op in results files.
-      sweeps: names of its sweeps.
-      points: takes the options; returns the points of a run in their order.
-      shrink: makes a point's sizes small enough for a CPU.
-      measure: takes a point and the run; checks and times the point, and returns its entry.
-      bars: takes a point's entry, the entries of all points, and the name of a provider; returns
-        the provider's figures, each next to its bar.
-      columns: the figures in the printed table.
-      describe: formats a point's figures as short text.
-      add_options: adds options to the parser.
-      prepare: see `Run.measure`.
-      times_matmul: whether the reference matmul is timed with each point.
+    `name` is the name of its module, and of the op in results files. `shrink` makes a point's sizes
+    small enough for a CPU. `measure` checks and times a point, and returns its figures; `bars` and
+    `describe` format them beside their bars and as short text. `prepare`: see `Run.measure`.
     """
 
     name: str
@@ -305,8 +291,7 @@ class Benchmark:
     points: Callable[[argparse.Namespace], Iterable[Point]]
     shrink: Callable[[Point], Point]
     measure: Callable[[Point, Run], dict[str, Any]]
-    bars: Callable[[Record, Sequence[Record], str], str]
-    columns: Sequence[Column] = OP_COLUMNS
+    bars: Bars
     describe: Callable[[Record], str] = describe_ours
     add_options: Callable[[argparse.ArgumentParser], None] = lambda parser: None
     prepare: Callable[[Run], Any] = lambda run: None
@@ -327,7 +312,7 @@ class Benchmark:
         def measure_point(point: Point) -> dict[str, Any]:
             # Shrinking asks for the device, which this process may use only now.
             small = point if jax.default_backend() == "gpu" else self.shrink(point)
-            return self.measure(small, run)
+            return {**small.entry(), **self.measure(small, run)}
 
         todo = list(self.points(options))
         return run.measure(todo, measure_point, self.describe, self.prepare)
@@ -335,7 +320,7 @@ class Benchmark:
     def main(self, argv: Sequence[str] | None = None) -> int:
         """Runs a command line; returns 1 if a provider failed or was wrong."""
         results = self.run(self.parse(argv))
-        return print_results(results, format_table(results, self.columns, self.bars))
+        return print_results(results, format_table(results, self.bars))
 
 
 def parser(name: str, sweeps: Sequence[str] = ()) -> argparse.ArgumentParser:

@@ -26,6 +26,7 @@ from benchmarks.records import OUR_NAME, Record, ours_at, provider_of
 from ikbo_jax.cases.error_rule import Check
 from ikbo_jax.cases.linear_compression import ALIGNED_K, Case, Inputs
 from ikbo_jax.problems import LinearCompressionProblem
+from ikbo_jax.tuning import table
 
 DEFAULT = LinearCompressionProblem((15, 1024), (1178, 866), 433, 256, "bfloat16")
 
@@ -135,8 +136,10 @@ def measure_point(
         for provider in providers
     ]
     itemsize = jnp.dtype(problem.dtype).itemsize
+    choice = table.lookup(problem)
+    config = None if choice.config is None else dataclasses.asdict(choice.config)
     return {
-        **point.entry(),
+        "table": {"config": config, "note": choice.reason},
         "user_result_bytes": problem.batches[0] * problem.m * problem.n * itemsize,
         **harness.measure(contenders, protocol, problem.useful_flops),
     }

@@ -142,7 +142,7 @@ def measure_point(
         return harness.compile_and_check(name, stage, prepare, compare)
 
     contenders = [compiled(*provider) for provider in providers]
-    return {**point.entry(), **harness.measure(contenders, protocol, point.case.useful_flops)}
+    return harness.measure(contenders, protocol, point.case.useful_flops)
 
 
 def best_by_hand(point: Record) -> Record | None:

@@ -29,9 +29,9 @@ import jax.numpy as jnp
 from benchmarks import harness, timing
 from benchmarks.harness import Point
 from benchmarks.production_draws import DRAWS, SWEEPS, shapes, shrink
-from benchmarks.production_programs import VERY_FAR, checked, leave_out_slow
+from benchmarks.production_programs import FAR, checked
 from benchmarks.production_providers import contenders
-from benchmarks.records import OP_COLUMNS, OUR_NAME, Record, format_table, points_of, provider_of
+from benchmarks.records import OUR_NAME, Record, format_table, points_of, provider_of
 from ikbo_jax._timing import device_time
 
 #: Useful FLOPs of the forward pass with all gradients, relative to the forward pass: gradients
@@ -94,47 +94,38 @@ def ceilings(run: harness.Run) -> Ceilings:
 
 def measure_point(point: Point, run: harness.Run) -> dict[str, Any]:
     """Checks the contenders of a point, and times them interleaved with the reference matmul."""
-    found = checked(contenders(point.case), point.direction, VERY_FAR)
+    found = checked(contenders(point.case), point.direction, FAR)
     if not run.protocol.rounds:
         return {}
-    kept = leave_out_slow(found) if jax.default_backend() == "gpu" else found
     flops, num_bytes = work(point)
     protocol = dataclasses.replace(run.protocol, short_ms=device_time.SHORT_MS)
-    measured = harness.measure(kept, protocol, flops)
-    measured["providers"] = [contender.record for contender in found]
+    measured = harness.measure(found, protocol, flops)
     compute_ms = flops / measured["matmul_tflops"] / 1e9
     copy_ms = num_bytes / run.prepared.copy_tb_per_s / 1e9
     roofline = max(compute_ms, copy_ms, run.prepared.empty_ms)
     for record in measured["providers"]:
         if "median_ms" in record:
             record["fraction"] = roofline / record["median_ms"]
-    return {
-        "sweep": point.sweep,
-        "label": point.label,
-        "problem": dataclasses.asdict(point.case),
-        "bytes": num_bytes,
-        "roofline_ms": roofline,
-        **measured,
-    }
+    return {"bytes": num_bytes, "roofline_ms": roofline, **measured}
 
 
 # What a run found: speed relative to the alternatives
 
 
 def alternative(point: Record) -> Record | None:
-    """The fastest contender besides this library; None if none could run."""
+    """Finds the fastest contender besides this library; None if none could run."""
     timed = [p for p in point["providers"] if p["name"] != OUR_NAME and "median_ms" in p]
     return min(timed, key=lambda p: float(p["median_ms"]), default=None)
 
 
 def alternative_name(point: Record) -> str:
-    """Name of the fastest contender besides this library; "-" if none could run."""
+    """Names the fastest contender besides this library; "-" if none could run."""
     other = alternative(point)
     return "-" if other is None else str(other["name"])
 
 
 def speedup(point: Record) -> float | None:
-    """Time of the best alternative relative to this library's; None if either is missing."""
+    """Divides the best alternative's time by this library's; None if either is missing."""
     ours, other = provider_of(point, OUR_NAME), alternative(point)
     if ours is None or other is None:
         return None
@@ -142,7 +133,7 @@ def speedup(point: Record) -> float | None:
 
 
 def bars(point: Record, all_points: Sequence[Record] = (), name: str = OUR_NAME) -> str:
-    """The best alternative of a point, and this library's speed relative to it."""
+    """Formats the best alternative of a point, and this library's speed relative to it."""
     del all_points
     if (ratio := speedup(point)) is None or name != OUR_NAME:
         return ""
@@ -151,16 +142,10 @@ def bars(point: Record, all_points: Sequence[Record] = (), name: str = OUR_NAME)
 
 
 class Means(NamedTuple):
-    """A sweep in short.
+    """Geometric means of a sweep: of fractions of the roofline and of speeds, with their bars.
 
-    Attributes:
-      sweep: its name.
-      compared: points with an alternative, and this library's speed relative to the best one, the
-        slowest first.
-      fraction: geometric mean of this library's fractions of the roofline.
-      speedup: geometric mean of its speeds relative to the best alternative.
-      slower: number of points below `SLOWEST_BAR`.
-      bars: of `fraction` and `speedup`.
+    `compared` is the sweep's part of the function of this name; `slower` counts points below
+    `SLOWEST_BAR`.
     """
 
     sweep: str
@@ -172,7 +157,7 @@ class Means(NamedTuple):
 
 
 def compared(points: Sequence[Record]) -> list[tuple[float, Record]]:
-    """Points with an alternative, and this library's speed relative to it, the slowest first."""
+    """Lists points with this library's speed relative to the best alternative, slowest first."""
     found = [(ratio, p) for p in points if (ratio := speedup(p)) is not None]
     return sorted(found, key=lambda pair: pair[0])
 
@@ -195,7 +180,7 @@ def means(results: Record) -> Iterator[Means]:
 
 
 def summary(results: Record) -> str:
-    """Geometric means of every sweep, points that lose, and the ten worst, as text."""
+    """Formats geometric means of every sweep, the number of points that lose, and the ten worst."""
     lines = []
     for sweep in means(results):
         lines.append(
@@ -231,7 +216,7 @@ BENCHMARK = harness.Benchmark(
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command line; returns 1 if points are missing or this library failed or erred."""
     results = BENCHMARK.run(BENCHMARK.parse(argv))
-    table = format_table(results, OP_COLUMNS, bars)
+    table = format_table(results, bars)
     status = harness.print_results(results, f"{table}\n{summary(results)}")
     return 1 if results["left_out"] else status
 

@@ -1,4 +1,4 @@
-"""Compiles and checks the contenders of a workload, and leaves out what cannot be the best.
+"""Compiles and checks the contenders of a workload.
 
 Most of the time of a drawn point goes to GEMMs that XLA compiles and times for alternatives that
 are far from the best. So the likely best come first, and another alternative is compiled with GEMMs
@@ -25,11 +25,8 @@ from ikbo_jax._timing.programs import UNTIMED_ON_GPU
 from ikbo_jax.cases import error_rule
 from ikbo_jax.cases.error_rule import Check
 
-#: Beyond this ratio, a more exact timing would not make an alternative the best; beyond the second
-#: one, tuned GEMMs would not.
-FAR, VERY_FAR = 3.0, 8.0
-#: Calls that take less time are always timed exactly: their time may be Python's.
-FAST_MS = 1.0
+#: Beyond this ratio, tuned GEMMs would not make an alternative the best.
+FAR = 8.0
 #: Most calls of a rough timing, and seconds after which no further one is started.
 CALLS, CALLS_S = 5, 0.3
 #: Compiler options of a program whose GEMMs need not be the fastest. Without the files of XLA's
@@ -129,11 +126,8 @@ def checked(
 ) -> list[harness.Contender]:
     """Compiles contenders, and compares their results with the second one's in float32.
 
-    Args:
-      makers: see `production_providers.contenders`; the second makes the XLA path.
-      direction: see `in_direction`.
-      far: an alternative whose GEMMs are not tuned is kept if it takes more than this many times as
-        long as the fastest one. Infinity: XLA tunes all GEMMs.
+    The second maker of `contenders` makes the XLA path. An alternative whose GEMMs are not tuned is
+    kept if it takes more than `far` times as long as the fastest one; infinity: all are tuned.
     """
     check = functools.partial(_checked, direction, exact_results(makers[1](), direction))
     found, fastest = {}, None
@@ -207,27 +201,3 @@ def by_turns_ms(*thunks: Callable[[], Any]) -> list[float]:
             jax.block_until_ready(thunk())
             found.append(1e3 * (time.perf_counter() - start))
     return [min(found) for found in times]
-
-
-def leave_out_slow(found: Sequence[harness.Contender]) -> list[harness.Contender]:
-    """The contenders to time exactly; records of the others get the figures of a few calls.
-
-    To be called while no other process uses the device.
-    """
-    others = [c for c in found if c.compiled is not None and c.record["name"] != OUR_NAME]
-    times = {id(c): by_turns_ms(c.thunk)[0] for c in others}
-    best = min(others, key=lambda c: times[id(c)], default=None)
-    kept = []
-    for contender in found:
-        ms = times.get(id(contender))
-        if ms is None or best is None or ms <= max(FAR * times[id(best)], FAST_MS):
-            kept.append(contender)
-            continue
-        contender.record |= {
-            "rough_ms": ms,
-            "skipped": (
-                f"cannot be the best: a call takes {ms:.3g} ms, "
-                f"{best.record['name']} {times[id(best)]:.3g} ms"
-            ),
-        }
-    return kept

@@ -35,20 +35,12 @@ Results = tuple[jax.Array, ...]
 
 
 class Contender(NamedTuple):
-    """One implementation.
+    """One implementation; `stage` describes it.
 
-    Attributes:
-      name: short name, the key in results files.
-      stage: description.
-      fn: a function of `args` and `integers` whose result has the layout of `args`; differentiable
-        in `args`.
-      args: arrays; gradients are taken with respect to all of them.
-      integers: indices and lengths. As constants, XLA would sort them while it compiles.
-      finish: converts the result to the shape of this library's result.
-      finish_gradients: the same for the gradients.
-      is_comparable: whether it computes the same function as this library.
-      gradient_tolerance: largest error of a gradient relative to its largest value.
-      is_xla: whether XLA chooses its GEMMs, which takes most of the time of compiling a point.
+    `fn` is a function of `args`, for which gradients are taken, and of `integers`: as constants,
+    XLA would sort indices while it compiles. `finish` and `finish_gradients` convert results to the
+    shapes of this library's. With `is_xla`, XLA chooses the GEMMs, which takes most of the time of
+    compiling a point. `gradient_tolerance` is relative to a gradient's largest value.
     """
 
     name: str
@@ -64,7 +56,7 @@ class Contender(NamedTuple):
 
 
 def _added_tolerance(cand_to_user: np.ndarray) -> float:
-    """Tolerance of gradients that are added in bfloat16: one rounding for each candidate of a user.
+    """Computes the tolerance of gradients that are added in bfloat16, a rounding for a candidate.
 
     Independent errors of n roundings grow with the root of n.
     """

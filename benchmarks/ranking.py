@@ -24,7 +24,7 @@ import numpy as np
 
 from benchmarks import children, harness, timing
 from benchmarks.harness import Benchmark, Point
-from benchmarks.records import Column, Record, describe_all, provider_of
+from benchmarks.records import Record, describe_all, provider_of
 from ikbo_jax.cases import ranking as cases
 from ikbo_jax.cases.error_rule import Check
 from ikbo_jax.models import ranking
@@ -42,12 +42,6 @@ PEAK_SECONDS = 300
 #: Bars at the default point: speed-up of co-designed over materialised and over hand-optimised;
 #: time of rewritten over co-designed; memory of co-designed over materialised.
 COPIES_BAR, BY_HAND_BAR, REWRITE_BAR, MEMORY_BAR = 3.0, 1.25, 1.05, 0.25
-COLUMNS = (
-    Column("ms", 9, "median_ms", 3),
-    Column("us/cand.", 10, "us_per_candidate", 3),
-    Column("temp MiB", 10, "temp_bytes", 1, is_mib=True),
-    Column("total MiB", 11, "total_bytes", 1, is_mib=True),
-)
 
 
 class Provider(NamedTuple):
@@ -111,9 +105,8 @@ def points(sweep: str) -> Iterator[Point]:
         "candidates": {f"B={b}": (b, b / RATIO) for b in CANDIDATES},
     }
     for label, (candidates, users) in sizes[sweep].items():
-        yield Point(sweep, label, DEFAULT).with_case(
-            candidates=candidates, users=max(1, round(users))
-        )
+        case = dataclasses.replace(DEFAULT, candidates=candidates, users=max(1, round(users)))
+        yield Point(sweep, label, case)
 
 
 def small(sizes: Sizes) -> Sizes:
@@ -165,14 +158,7 @@ def measure_point(
             "bound": bound,
             "ok": record["error"] <= bound,
         }
-    return {
-        "sweep": point.sweep,
-        "label": point.label,
-        "problem": dataclasses.asdict(sizes),
-        "most": most,
-        "largest": largest,
-        **measured,
-    }
+    return {"most": most, "largest": largest, **measured}
 
 
 def _profile(point: Point, provider: Provider) -> dict[str, float]:
@@ -309,7 +295,6 @@ BENCHMARK = Benchmark(
     lambda point: dataclasses.replace(point, case=small(point.case)),
     _measure,
     bars,
-    COLUMNS,
     describe_all,
     _add_options,
     _measure_peaks,
@@ -318,7 +303,7 @@ BENCHMARK = Benchmark(
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Command line; returns 1 if a provider failed or was wrong."""
+    """Runs the command line; returns 1 if a provider failed or was wrong."""
     argv = sys.argv[1:] if argv is None else argv
     if argv[:1] == ["--peak-of"]:  # A process of `device_peaks`.
         _, name, sizes = argv

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 #: A results file, or one of its points or providers.
 Record = Mapping[str, Any]
@@ -82,53 +82,34 @@ def describe_all(point: Record) -> str:
     return ", ".join(times) + " ms"
 
 
-class Column(NamedTuple):
-    """A column of the printed table: header, width, field of a provider, digits; in MiB or not."""
-
-    header: str
-    width: int
-    field: str
-    digits: int
-    is_mib: bool = False
-
-    def of(self, record: Record) -> str:
-        text = mib(record, self.field, self.digits) if self.is_mib else None
-        return f"{text or format(record[self.field], f'.{self.digits}f'):>{self.width}}"
-
-
-#: Columns of the benchmarks of ops.
-OP_COLUMNS = (
-    Column("ms", 10, "median_ms", 4),
-    Column("TFLOP/s", 9, "tflops", 1),
-    Column("fraction", 9, "fraction", 3),
-    Column("temp MiB", 10, "temp_bytes", 2, is_mib=True),
-)
 #: Formats the bars of a provider: takes a point, all points, and the provider's name.
 Bars = Callable[[Record, Sequence[Record], str], str]
+#: Figures of a provider in the printed table: field, unit, digits, divisor.
+FIGURES = (
+    *(("median_ms", "ms", 4, 1), ("tflops", "TFLOP/s", 1, 1), ("fraction", "of the matmul", 3, 1)),
+    *(("us_per_candidate", "us a candidate", 3, 1), ("samples_per_s", "samples/s", 0, 1)),
+    *(("temp_bytes", "MiB scratch", 1, 2**20), ("peak_bytes", "MiB peak", 1, 2**20)),
+)
 
 
-def format_table(results: Record, columns: Sequence[Column], bars: Bars) -> str:
+def format_table(results: Record, bars: Bars) -> str:
     """Formats the results, with a line for every provider at every point."""
-    points = results["points"]
-    labels = [f"{point['sweep']} {point['label']}" for point in points]
-    names = [p["name"] for point in points for p in point["providers"]]
-    wide, wider = (max(map(len, column), default=0) + 2 for column in (labels, names))
-    header = "".join(f"{column.header:>{column.width}}" for column in columns)
-    lines = [f"{'point':<{wide}}{'provider':<{wider}}{header}{'error/bound':>12}  bars"]
-    for label, point in zip(labels, points, strict=True):
+    points, lines = results["points"], []
+    for point in points:
         for p in point["providers"]:
-            head = f"{label:<{wide}}{p['name']:<{wider}}"
+            head = f"{point['sweep']} {point['label']}, {p['name']}: "
             if "median_ms" not in p:
-                lines.append(head + f"  {p.get('failure') or 'skipped: ' + p['skipped']:.90}")
+                lines.append(head + f"{p.get('failure') or 'skipped: ' + p['skipped']:.90}")
                 continue
-            lines.append(
-                head
-                + "".join(column.of(p) for column in columns)
-                + f"{p['error'] / p['bound']:>12.2f}  "
-                + (bars(point, points, p["name"]) if is_on_gpu(results) else "")
-                + p.get("note", "")
-                + ("" if p["ok"] else "  WRONG RESULT")
-            )
+            figures = [
+                f"{p[field] / divisor:.{digits}f} {unit}"
+                for field, unit, digits, divisor in FIGURES
+                if p.get(field) is not None
+            ]
+            figures.append(f"error/bound {p['error'] / p['bound']:.2f}")
+            figures.append(bars(point, points, p["name"]) if is_on_gpu(results) else "")
+            figures += [p.get("note", ""), "" if p["ok"] else "WRONG RESULT"]
+            lines.append(head + ", ".join(filter(None, figures)))
     return "\n".join(lines)
 
 

@@ -52,15 +52,10 @@ TABLES: dict[str, Callable[[Record], dict[str, str]]] = {
 
 
 class Plot(NamedTuple):
-    """A plot of a benchmark's results.
+    """A plot beside a block of a benchmark's results; `words` describe it.
 
-    Attributes:
-      op: the benchmark.
-      block: the block beside which it stands.
-      words: description.
-      draw: draws it into a file.
-      points: returns what it draws of the results; nothing if that was not measured.
-      image: its file, without the folder and the suffix; by default named like the block.
+    `points` returns what `draw` draws; nothing if the points were not measured. The file `image` is
+    named like the block by default.
     """
 
     op: str

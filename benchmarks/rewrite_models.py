@@ -39,15 +39,9 @@ DTYPE = jnp.bfloat16
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """A model of one size.
+    """A model of one size: functions of parameters and a request, whose last array is the index.
 
-    Attributes:
-      original: the model, a function of parameters and a request.
-      hand: the same scores without the copy.
-      params: the parameters.
-      request: the request: a tuple of arrays, the last of them the index of users.
-      parts: into how many calls the original divides the request; each takes whole users.
-      part: the request of one such call.
+    The original divides the request into `parts` calls of whole users; `part` is one call's.
     """
 
     original: Callable[..., jax.Array]
@@ -312,11 +306,11 @@ def measure_point(point: Point, run: harness.Run) -> dict[str, Any]:
     measured = harness.measure(contenders, run.protocol)
     for record in measured["providers"]:
         record["median_ms"] *= record["parts"]
-    return {"sweep": point.sweep, "label": point.label, **measured}
+    return measured
 
 
 def ratios(point: Record) -> tuple[float, float]:
-    """Time of the rewritten model over by hand, and its speed-up over the original."""
+    """Computes the rewritten model's time over by hand, and its speed-up over the original."""
     ms = {record["name"]: record["median_ms"] for record in point["providers"]}
     return ms["rewritten"] / ms["by-hand"], ms["original"] / ms["rewritten"]
 

@@ -283,8 +283,7 @@ def measure(point: Point, run: harness.Run) -> dict[str, Any]:
     for record in providers:
         median = statistics.median(samples[record["name"]])
         record |= {"ms": samples[record["name"]], "median_ms": median, "of_one": median / one}
-    head = {"sweep": point.sweep, **scale._asdict(), "label": point.label}
-    return {**head, "providers": providers, **_processes()}
+    return {**scale._asdict(), "providers": providers, **_processes()}
 
 
 def _processes() -> dict[str, int]:
@@ -368,7 +367,7 @@ BENCHMARK = harness.Benchmark(
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Command line; returns 1 if a result is wrong."""
+    """Runs the command line; returns 1 if a result is wrong."""
     try:
         results = BENCHMARK.run(BENCHMARK.parse(argv))
     except ValueError as error:

@@ -43,8 +43,6 @@ REPEATS = 4
 QUEUE, HANG_S = 256, 60.0
 #: Threads that compile.
 WORKERS = 16
-#: Seconds between two lines of progress.
-LINE_S = 10.0
 SEED = 0
 
 
@@ -181,12 +179,11 @@ class Queue:
 
 
 def soak(
-    programs: Sequence[Soaked], number: int, end: float, queue: Queue, log: Callable[[int], None]
+    programs: Sequence[Soaked], number: int, end: float, queue: Queue
 ) -> tuple[dict[str, int], dict[str, int]]:
     """Calls programs in random order until `number` kernels are launched or the monotonic `end`.
 
-    `log` gets the number of launches after every round of all programs. Returns the number of calls
-    of each program, and the number of its steps with another result than the first.
+    Returns each program's number of calls, and of steps with another result than the first.
     """
     rng, launches = np.random.default_rng(SEED), 0
     calls = dict.fromkeys((p.name for p in programs), 0)
@@ -200,22 +197,8 @@ def soak(
             launches += programs[n].launches
             if launches >= number:
                 break
-        log(launches)
     queue.wait()
     return calls, {p.name: int(x) for p, x in zip(programs, differences, strict=True)}
-
-
-def progress(total: int) -> Callable[[int], None]:
-    """Returns a function that takes the launches so far, and prints them now and then."""
-    begin = said = time.monotonic()
-
-    def line(launches: int) -> None:
-        nonlocal said
-        if (now := time.monotonic()) - said > LINE_S:
-            said = now
-            print(f"[{now - begin:5.0f} s] {launches} of {total} launches", flush=True)
-
-    return line
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -241,15 +224,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         programs = compile_all(log, queue)
     compiled_s = time.monotonic() - begin
     end = time.monotonic() + args.budget_s
-    calls, wrong = soak(programs, args.launches, end, queue, progress(args.launches))
+    calls, wrong = soak(programs, args.launches, end, queue)
     entries: list[dict[str, Any]] = [
-        {
-            "name": p.name,
-            "launches_per_call": p.launches,
-            "calls": calls[p.name],
-            "launches": calls[p.name] * p.launches,
-            "wrong_steps": wrong[p.name],
-        }
+        {"name": p.name, "launches_per_call": p.launches, "calls": calls[p.name]}
+        | {"launches": calls[p.name] * p.launches, "wrong_steps": wrong[p.name]}
         for p in programs
     ]
     results |= {

@@ -122,8 +122,7 @@ def programs(implementation: str | None) -> Iterator[Program]:
             out = jax.eval_shape(fn, *arrays)
             arrays = (_normal(rng, out.shape, str(out.dtype)), *arrays)
             fn = functools.partial(_with_gradients, fn)
-        fields = map(str, sizes)
-        text = " ".join(text if len(text) < 30 else f"{text[:26]}...)" for text in fields)
+        text = " ".join(x if len(x) < 30 else f"{x[:26]}...)" for x in map(str, sizes))
         yield Program(f"{op} {direction} {text}", fn, arrays)
 
 

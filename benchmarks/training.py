@@ -26,7 +26,7 @@ import jax
 from benchmarks import harness, ranking, timing
 from benchmarks import training_networks as networks
 from benchmarks.harness import Benchmark, Point
-from benchmarks.records import OUR_NAME, Column, Record, describe_all, provider_of
+from benchmarks.records import OUR_NAME, Record, describe_all, provider_of
 from ikbo_jax.models import ranking as model
 
 #: In this order, since a point takes most of a minute: compiling a version's step, 5 to 25 s.
@@ -38,11 +38,6 @@ RATIOS, QUERIES = (8, 1, 70), (16, 1, 64)
 MS_BAR, BY_HAND_BAR, COPIES_BAR, USERS_BAR, GDPA_BAR = 13.5, 2.0, 5.0, 1.6, 1.3
 #: Largest relative error of the first loss, and largest relative difference of gradient norms.
 LOSS_TOLERANCE, NORM_TOLERANCE = 0.01, 0.05
-COLUMNS = (
-    Column("ms", 9, "median_ms", 3),
-    Column("samples/s", 12, "samples_per_s", 0),
-    Column("peak MiB", 10, "peak_bytes", 0, is_mib=True),
-)
 
 
 class Version(NamedTuple):
@@ -208,14 +203,7 @@ def measure_point(
         if record["name"] in profiled:
             name = f"{point.name}, {record['name']}"
             record["ms_by_part"] = _profile(name, lowered, task)
-    return {
-        "sweep": point.sweep,
-        "label": point.label,
-        "problem": dataclasses.asdict(point.case),
-        "samples": samples,
-        "expected_loss": task.expected,
-        **measured,
-    }
+    return {"samples": samples, "expected_loss": task.expected, **measured}
 
 
 def bars(point: Record, all_points: Sequence[Record], name: str) -> str:
@@ -272,7 +260,6 @@ BENCHMARK = Benchmark(
     shrink,
     _measure,
     bars,
-    COLUMNS,
     describe_all,
     _add_options,
     times_matmul=False,

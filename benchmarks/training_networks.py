@@ -69,14 +69,10 @@ class Inputs(NamedTuple):
 
 
 class Attention(NamedTuple):
-    """The three attentions of a block, on projected arrays.
+    """The three attentions of a block, on projected query, key and value [rows, N, H].
 
-    Attributes:
-      over_itself: takes query, key and value [total, N, H]; returns [total, N, H].
-      pool: takes seeds' queries [seeds, N, H], key and value [total, N, H]; returns
-        [batch · seeds, N, H].
-      over_pooled: takes query [total, N, H], key and value [batch · seeds, N, H]; returns
-        [total, N, H].
+    `pool` takes the queries of the seeds, the same for all sequences; `over_pooled` takes keys and
+    values of batch · seeds rows.
     """
 
     over_itself: Callable[..., jax.Array]

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from benchmarks import harness, linear_compression, records, report, tables, timing
-from benchmarks.records import OP_COLUMNS, OUR_NAME
+from benchmarks.records import OUR_NAME
 from ikbo_jax._timing import interleaved_ms
 from ikbo_jax.cases.linear_compression import Case
 from ikbo_jax.problems import LinearCompressionProblem
@@ -144,12 +144,12 @@ def test_a_wrong_provider_is_caught_and_a_failing_one_recorded():
     ok = [record.get("ok") for record in found["providers"]]
     assert ok == [False, False, None, True]
     assert found["providers"][2]["failure"] == "RuntimeError: broken"
-    results = {"points": [found], "environment": {"platform": "cpu"}}
+    results = {
+        "points": [{"sweep": "m", "label": "tiny"} | found],
+        "environment": {"platform": "cpu"},
+    }
     assert not records.all_correct(results)
-    assert (
-        records.format_table(results, OP_COLUMNS, linear_compression.bars).count("WRONG RESULT")
-        == 2
-    )
+    assert records.format_table(results, linear_compression.bars).count("WRONG RESULT") == 2
 
 
 def test_the_oracle_is_the_equation():
@@ -280,7 +280,7 @@ def test_bars_stand_beside_what_was_reached():
         "1.010 of XLA's time, bar 1.02",
         "0.750 of the default's fraction, bar 0.85",
     ]
-    text = records.format_table(synthetic(), OP_COLUMNS, linear_compression.bars)
+    text = records.format_table(synthetic(), linear_compression.bars)
     assert "fraction 0.800, bar 0.82" in text
     assert "skipped: no PyTorch" in text
 

@@ -127,7 +127,7 @@ def test_wrong_results_failures_and_what_does_not_fit():
     assert "1 TB" in large["skipped"]
     results = {"points": [measured], "environment": {"platform": "cpu"}}
     assert not records.all_correct(results)
-    assert "WRONG RESULT" in records.format_table(results, ranking.COLUMNS, ranking.bars)
+    assert "WRONG RESULT" in records.format_table(results, ranking.bars)
 
 
 def test_bars_name_what_was_reached():
