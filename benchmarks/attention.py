@@ -16,8 +16,8 @@ import numpy as np
 
 from benchmarks import harness, production_draws
 from benchmarks.harness import Benchmark, Point
+from benchmarks.production import checked
 from benchmarks.production_draws import AttentionShape
-from benchmarks.production_programs import checked
 from benchmarks.production_providers import contenders
 from benchmarks.records import OUR_NAME, Record, ours_at, provider_of
 

@@ -17,9 +17,8 @@ from typing import Any
 
 from benchmarks import attention, harness
 from benchmarks.harness import Benchmark, Point
-from benchmarks.production import alternative
+from benchmarks.production import alternative, checked
 from benchmarks.production_draws import AttentionShape
-from benchmarks.production_programs import checked
 from benchmarks.production_providers import contenders
 from benchmarks.records import OUR_NAME, Record, provider_of
 

@@ -23,7 +23,7 @@ import numpy as np
 
 from benchmarks import harness, production_providers, yardsticks
 from benchmarks.harness import Benchmark, Point
-from benchmarks.production_programs import in_direction
+from benchmarks.production import in_direction
 from benchmarks.production_providers import Contender
 from benchmarks.records import OUR_NAME, Record, ours_at, provider_of
 from ikbo_jax.cases.error_rule import Check
@@ -152,13 +152,8 @@ def name_of(point: Point) -> str:
 def shrink(point: Point) -> Point:
     """Makes the point's sizes small enough for a CPU."""
     p = point.case
-    return point.with_case(
-        batch=p.batch // 128,
-        q_len=max(2, p.q_len // 32),
-        kv_len=p.kv_len // 32,
-        heads=2,
-        head_dim=p.head_dim // 8,
-    )
+    lengths = {"q_len": max(2, p.q_len // 32), "kv_len": p.kv_len // 32}
+    return point.with_case(batch=p.batch // 128, heads=2, head_dim=p.head_dim // 8, **lengths)
 
 
 #: Takes the fields of `Arrays`; returns the result [rows, N, H].
@@ -258,21 +253,13 @@ def _padded(library: yardsticks.Library) -> Callable[[Sizes], Op]:
 
 OURS = Provider(OUR_NAME, "ikbo_jax.gdpa (implementation='mosaic_gpu')", _op("fused"))
 XLA = Provider("xla", "chunked, in XLA (implementation='xla')", _op("decomposed"))
-CUDNN = Provider(
-    "cudnn-softmax", "softmax attention by cuDNN", _dense(yardsticks.cudnn), is_softmax=True
-)
-TOKAMAX = Provider(
-    "tokamax-softmax", "softmax attention by tokamax", _dense(yardsticks.tokamax), is_softmax=True
-)
-ATTENTION = Provider(
-    *("ikbo-attention", "ikbo_jax.attention, every candidate its own user", _dense(_own_users)),
-    is_softmax=True,
-)
-PADDED = Provider(
-    *("cudnn-softmax-padded", "softmax attention by cuDNN over padded sequences"),
-    _padded(yardsticks.cudnn),
-    is_softmax=True,
-)
+STAGE = "softmax attention by "
+CUDNN = Provider("cudnn-softmax", f"{STAGE}cuDNN", _dense(yardsticks.cudnn), True)
+TOKAMAX = Provider("tokamax-softmax", f"{STAGE}tokamax", _dense(yardsticks.tokamax), True)
+OWN_USER = "ikbo_jax.attention, every candidate its own user"
+ATTENTION = Provider("ikbo-attention", OWN_USER, _dense(_own_users), True)
+OVER_PADDED = f"{STAGE}cuDNN over padded sequences"
+PADDED = Provider("cudnn-softmax-padded", OVER_PADDED, _padded(yardsticks.cudnn), True)
 ALL = (CUDNN, TOKAMAX, XLA, OURS)
 
 
@@ -307,25 +294,15 @@ def measure_point(point: Point, run: harness.Run) -> dict[str, Any]:
             found = checked_rows(case, result, sequences, direction)
             return worst_error(found, *oracles[computed])
 
-        contender = harness.compile_and_check(
-            provider.name,
-            provider.stage,
-            lambda: provider.prepare(sizes, inputs, direction),
-            compare,
-        )
+        prepared = lambda: provider.prepare(sizes, inputs, direction)  # noqa: E731
+        contender = harness.compile_and_check(provider.name, provider.stage, prepared, compare)
         if computed != sizes:
             contender.record["note"] = f"another function: {computed.activation}"
         return contender
 
-    return {
-        "name": name_of(point),
-        "pairs": case.pairs,
-        **harness.measure(
-            list(map(compiled, providers)),
-            run.protocol,
-            harness.ATTENTION_WORK[direction] * case.useful_flops,
-        ),
-    }
+    flops = harness.ATTENTION_WORK[direction] * case.useful_flops
+    measured = harness.measure(list(map(compiled, providers)), run.protocol, flops)
+    return {"name": name_of(point), "pairs": case.pairs, **measured}
 
 
 def bars(point: Record, all_points: Sequence[Record], name: str = OUR_NAME) -> str:
@@ -359,13 +336,10 @@ def _add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--direction", nargs="+", choices=DIRECTIONS, default=DIRECTIONS, help=words
     )
+    names = [p.name for p in (*ALL, PADDED, ATTENTION) if p != OURS]
+    words = "providers to leave out, such as xla, whose gradients take most of a run's time"
     parser.add_argument(
-        "--without",
-        nargs="+",
-        choices=[p.name for p in (*ALL, PADDED, ATTENTION) if p != OURS],
-        default=(),
-        metavar="NAME",
-        help="providers to leave out, such as xla, whose gradients take most of a run's time",
+        "--without", nargs="+", choices=names, default=(), metavar="NAME", help=words
     )
 
 

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import functools
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
@@ -24,7 +23,7 @@ from benchmarks import harness, timing
 from benchmarks.harness import Benchmark, Point
 from benchmarks.records import OUR_NAME, Record, ours_at, provider_of
 from ikbo_jax.cases.error_rule import Check
-from ikbo_jax.cases.linear_compression import ALIGNED_K, Case, Inputs
+from ikbo_jax.cases.linear_compression import ALIGNED_K, Case
 from ikbo_jax.problems import LinearCompressionProblem
 from ikbo_jax.tuning import table
 
@@ -79,29 +78,24 @@ def shrink(point: Point) -> Point:
 
 
 class Provider(NamedTuple):
-    """One implementation: name, description, and what makes its function and arguments."""
+    """One implementation; `fn` is a function of the fields of `Inputs`."""
 
     name: str
     stage: str
-    prepare: Callable[[Case, Inputs], tuple[Callable[..., jax.Array], tuple]]
+    fn: Callable[..., jax.Array]
 
 
-def _of_case(name: str, stage: str, *contender: Any) -> Provider:
-    """Makes a provider of `Case.contender`'s arguments."""
-    return Provider(name, stage, lambda case, inputs: (case.contender(*contender), inputs))
-
-
-OURS = _of_case(OUR_NAME, "ikbo_jax.linear_compression", "automatic")
-XLA = _of_case("xla", "2 decomposed (implementation='xla')", "decomposed")
+OURS = Provider(OUR_NAME, "ikbo_jax.linear_compression", Case.contender("automatic"))
+XLA = Provider("xla", "2 decomposed (implementation='xla')", Case.contender("decomposed"))
 
 
 def all_providers(problem: LinearCompressionProblem) -> list[Provider]:
     """Lists every stage and every baseline."""
-    copies = "1 materialised, with its copies"
-    aligned = f"{copies}, K a multiple of {ALIGNED_K}"
+    words = "1 materialised, with its copies"
+    copies, aligned = map(Case.contender, ("materialised", "materialised-aligned"))
     providers = [
-        _of_case("materialised", copies, "materialised"),
-        _of_case("materialised-aligned", aligned, "materialised-aligned"),
+        Provider("materialised", words, copies),
+        Provider("materialised-aligned", f"{words}, K a multiple of {ALIGNED_K}", aligned),
         XLA,
     ]
     for name, stage, is_single in (
@@ -109,7 +103,7 @@ def all_providers(problem: LinearCompressionProblem) -> list[Provider]:
         ("single-launch", "4 single launch", True),
     ):
         if (config := Case(problem).config(single_launch=is_single)) is not None:
-            providers.append(_of_case(name, stage, "fused", config))
+            providers.append(Provider(name, stage, Case.contender("fused", config)))
     return [*providers, OURS]
 
 
@@ -126,15 +120,11 @@ def measure_point(
         found = np.stack([np.asarray(out[b]) for b in rows]).astype(np.float64)
         return Check(float(np.abs(found - exact).max()), bound)
 
-    contenders = [
-        harness.compile_and_check(
-            provider.name,
-            provider.stage,
-            functools.partial(provider.prepare, case, inputs),
-            compare,
-        )
-        for provider in providers
-    ]
+    def compiled(provider: Provider) -> harness.Contender:
+        prepared = lambda: (provider.fn, inputs)  # noqa: E731
+        return harness.compile_and_check(provider.name, provider.stage, prepared, compare)
+
+    contenders = list(map(compiled, providers))
     itemsize = jnp.dtype(problem.dtype).itemsize
     choice = table.lookup(problem)
     config = None if choice.config is None else dataclasses.asdict(choice.config)

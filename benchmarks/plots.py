@@ -293,32 +293,3 @@ def production(results: Record, path: pathlib.Path) -> None:
             axis.set_xlabel("roofline, ms")
         legend_below(figure, by_fraction, len(of_production.DRAWS))
         figure.suptitle(f"drawn workloads: {results['environment']['device']}")
-
-
-def movielens(results: Record, path: pathlib.Path) -> None:
-    """Plots the mean of the seeds' losses and AUCs, with the range of the seeds."""
-    steps = results["protocol"]["training"]["steps"]
-    words = dict(networks.MOVIELENS)
-    with saved(path, 2, size=(9, 4)) as (figure, panels):
-        losses, metrics = panels
-        for name, runs in results["curves"].items():
-            loss = [run["loss"] for run in runs]
-            over = [steps * (i + 1) / len(loss[0]) for i in range(len(loss[0]))]
-            _band(losses, over, loss, words[name])
-            points = [run["validation"] for run in runs]
-            over = [point[0] for point in points[0]]
-            _band(metrics, over, [[p[1] for p in run] for run in points], words[name])
-        losses.set_ylabel(f"log loss, mean over {steps // len(loss[0])} steps")
-        metrics.set_ylabel("AUC on part of the validation requests")
-        for panel in (losses, metrics):
-            panel.set_xlabel("steps")
-        legend_below(figure, losses, 1)
-        figure.suptitle("MovieLens-100k: mean of the seeds, and their range")
-
-
-def _band(axis: Any, over: list[float], values: list[list[float]], label: str) -> None:
-    columns = list(zip(*values, strict=True))
-    mean = [sum(column) / len(column) for column in columns]
-    (line,) = axis.plot(over, mean, label=label, linewidth=1)
-    low, high = [min(c) for c in columns], [max(c) for c in columns]
-    axis.fill_between(over, low, high, color=line.get_color(), alpha=0.15)

@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from benchmarks import children, harness, timing
+from benchmarks import children, harness
 from benchmarks.harness import Benchmark, Point
 from benchmarks.records import Record, describe_all, provider_of
 from ikbo_jax.cases import ranking as cases
@@ -64,11 +64,9 @@ class Provider(NamedTuple):
 
 
 COPIES = Provider("materialised", "users copied to candidates", lambda most: ranking.materialised)
-TUNED = Provider(
-    "materialised-tuned",
-    "users copied to candidates, K aligned, cuDNN",
-    lambda most: functools.partial(ranking.materialised, tuned=True),
-)
+TUNED_COPIES = functools.partial(ranking.materialised, tuned=True)
+STAGE = "users copied to candidates, K aligned, cuDNN"
+TUNED = Provider("materialised-tuned", STAGE, lambda most: TUNED_COPIES)
 BY_HAND = Provider(
     "hand-optimised",
     "decomposed and folded by hand in XLA, cuDNN",
@@ -80,9 +78,7 @@ REWRITTEN = Provider(
 )
 #: The model that a user of cuDNN has.
 REWRITTEN_TUNED = Provider(
-    "rewritten-tuned",
-    "ikbo_jax.rewrite of the tuned copies",
-    lambda most: rewrite(functools.partial(ranking.materialised, tuned=True)),
+    "rewritten-tuned", "ikbo_jax.rewrite of the tuned copies", lambda most: rewrite(TUNED_COPIES)
 )
 #: The layers as small requests want them; measured over candidates.
 SERVED = Provider(
@@ -161,15 +157,6 @@ def measure_point(
     return {"most": most, "largest": largest, **measured}
 
 
-def _profile(point: Point, provider: Provider) -> dict[str, float]:
-    inputs = provider.inputs(inputs_of(point.case))
-    lowered = jax.jit(provider.make(max_candidates_per_user(point.case))).lower(*inputs)
-    is_on_gpu = jax.default_backend() == "gpu"
-    compiled = lowered.compile(timing.WITHOUT_GRAPHS if is_on_gpu else None)
-    name = f"{point.name}, {provider.name}"
-    return timing.profile(name, functools.partial(compiled, *inputs), compiled)
-
-
 def device_peaks(sizes: Sizes, providers: Sequence[Provider]) -> dict[str, int | None]:
     """Measures the peak bytes of the device's allocator for each provider, in other processes.
 
@@ -194,20 +181,12 @@ def device_peaks(sizes: Sizes, providers: Sequence[Provider]) -> dict[str, int |
             peaks[provider.name], reason = None, ""
             try:
                 for _ in range(2):
-                    done = subprocess.run(
-                        command,
-                        cwd=children.ROOT,
-                        env=environment,
-                        capture_output=True,
-                        text=True,
-                        timeout=PEAK_SECONDS,
-                        check=True,
+                    said = subprocess.check_output(
+                        command, cwd=children.ROOT, env=environment, timeout=PEAK_SECONDS, text=True
                     )
-                peaks[provider.name] = json.loads(done.stdout.splitlines()[-1])
-            except subprocess.TimeoutExpired as error:
+                peaks[provider.name] = json.loads(said.splitlines()[-1])
+            except subprocess.SubprocessError as error:
                 reason = f": {error}"
-            except subprocess.CalledProcessError as error:
-                reason = f": {error.stderr[-500:]}"
             print(f"peak of {provider.name}: {peaks[provider.name]}{reason}", flush=True)
     return peaks
 
@@ -269,8 +248,6 @@ def _measure(point: Point, run: harness.Run) -> dict[str, Any]:
     for record in measured["providers"]:
         if point.sweep == "default" and run.prepared.get(record["name"]) is not None:
             record["peak_bytes"] = run.prepared[record["name"]]
-        if record["name"] in run.options.profile and "median_ms" in record:
-            record["ms_by_part"] = _profile(point, BY_NAME[record["name"]])
     return measured
 
 
@@ -282,10 +259,6 @@ def _measure_peaks(run: harness.Run) -> dict[str, int | None]:
 
 def _add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--peaks", action="store_true", help="also measure peak memory")
-    words = "providers to profile; prints the time of each kernel"
-    parser.add_argument(
-        "--profile", nargs="+", choices=BY_NAME, metavar="NAME", default=(), help=words
-    )
 
 
 BENCHMARK = Benchmark(

@@ -232,9 +232,7 @@ def traffic(program: str) -> dict[str, dict[str, int]]:
 
 def _compiled(programs: Mapping[str, Program]) -> dict[str, Any]:
     """Compiles programs at once; each is lowered once, however many options it has."""
-    lowered = {
-        id(program): jax.jit(program.fn).lower(*program.args) for program in programs.values()
-    }
+    lowered = {id(x): jax.jit(x.fn).lower(*x.args) for x in programs.values()}
 
     def compiled(name: str) -> Any:
         return lowered[id(programs[name])].compile(compiler_options=OPTIONS.get(name))
@@ -249,12 +247,9 @@ def measure(point: Point, run: harness.Run) -> dict[str, Any]:
     make, scale = PROGRAMS[point.sweep], point.case
     of_one, request = scale.request_of_one(small=small), scale.request(small=small)
     programs = {"one device": make(mesh_of(1, AxisType.Auto), of_one, small=small)}
-    on_axes: dict[AxisType, Program] = {}
+    on_axes = functools.cache(lambda kind: make(mesh_of(scale.devices, kind), request, small=small))
     for name in providers_of(point.sweep):
-        kind = KINDS.get(name, AxisType.Auto)
-        if kind not in on_axes:
-            on_axes[kind] = make(mesh_of(scale.devices, kind), request, small=small)
-        programs[name] = on_axes[kind]
+        programs[name] = on_axes(KINDS.get(name, AxisType.Auto))
     whole: dict[str, Program] = {}
     if scale.mode == "weak" and point.sweep != "training":
         whole["whole"] = make(mesh_of(1, AxisType.Auto), request, small=small)
@@ -268,12 +263,11 @@ def measure(point: Point, run: harness.Run) -> dict[str, Any]:
     expected = results.get("whole", None if scale.mode == "weak" else results["one device"])
     providers, thunks = [], {}
     for name, program in programs.items():
-        is_one = name == "one device"
-        record: dict[str, Any] = {"name": name, "devices": 1 if is_one else scale.devices}
-        if not is_one and expected is not None:
+        record: dict[str, Any] = {"name": name, "devices": 1 if not providers else scale.devices}
+        if providers and expected is not None:
             error = float(np.abs(results[name] - expected).max() / np.abs(expected).max())
             record |= {"error": error, "bound": TOLERANCE, "ok": error <= TOLERANCE}
-        if not is_one:
+        if providers:
             record["collectives"] = traffic(compiled[name].as_text() or "")
         providers.append(record)
         thunks[name] = functools.partial(compiled[name], *program.args)
@@ -301,18 +295,13 @@ def moved_by(record: Mapping[str, Any]) -> str:
 def describe(point: Mapping[str, Any]) -> str:
     """Formats the figures of a point."""
     one, *others = point["providers"]
-    parts = [f"1 device {one['median_ms']:.3f} ms"]
-    for p in others:
-        bound = f" (bar {bar(point)})" if bar(point) else ""
-        moved = moved_by(p) or "no collectives"
-        figure = f"{p['of_one']:.3f} of it"
-        if point["mode"] == "weak":
-            figure = f"efficiency {1 / p['of_one']:.3f}"
-        parts.append(
-            f"{p['name']} {p['median_ms']:.3f} ms, {figure}{bound}; {moved}"
-            + ("" if p.get("ok", True) else "; WRONG RESULT")
-        )
-    return " | ".join(parts)
+    bound = f" (bar {bar(point)})" if bar(point) else ""
+    return f"1 device {one['median_ms']:.3f} ms" + "".join(
+        f" | {p['name']} {p['median_ms']:.3f} ms, {p['of_one']:.3f} of it{bound}; "
+        + (moved_by(p) or "no collectives")
+        + ("" if p.get("ok", True) else "; WRONG RESULT")
+        for p in others
+    )
 
 
 def bar(point: Mapping[str, Any]) -> str:
@@ -340,9 +329,8 @@ def _points(options: argparse.Namespace) -> list[Point]:
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """Adds the options of the benchmark."""
-    words = "only these points, such as 'strong 4'"
-    parser.add_argument("--points", nargs="+", metavar="LABEL", help=words)
+    """Adds the option that selects points."""
+    parser.add_argument("--points", nargs="+", metavar="LABEL", help="such as 'strong 4'")
 
 
 def _name_devices(run: harness.Run) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 from benchmarks import production as of_production
 from benchmarks import rewrite_models as of_rewrite_models
@@ -48,15 +47,6 @@ SCALED = {
     "training": "its training step",
 }
 MESH_AXES = {"auto": "jit, Auto axes", "explicit": "jit, Explicit axes"}
-#: Models of MovieLens in the order of the table; the plain one is the baseline of speed-ups.
-MOVIELENS = (
-    ("popularity", "popularity"),
-    ("factorisation", "matrix factorisation"),
-    ("plain", "ranker, plain: every user copied to its candidates"),
-    ("ikbo", "ranker, this library's ops"),
-    ("rewrite", "ranker, `ikbo.rewrite` of the plain one"),
-)
-METRICS = (("auc", "AUC"), ("ndcg", "NDCG@10"))
 
 
 def ranking(results: Record) -> dict[str, str]:
@@ -215,51 +205,3 @@ def production(results: Record) -> dict[str, str]:
         "production-table": block(results, (of_means, means), words),
         "production-worst": block(results, (of_worst, worst), slowest),
     }
-
-
-def movielens(results: Record) -> dict[str, str]:
-    """Makes the tables of quality and of a training step, from `examples.movielens`."""
-    protocol, digits = results["protocol"], 2 if is_on_gpu(results) else 1
-    training, requests = protocol["training"], protocol["requests"]
-    runs = (
-        f"{protocol['seeds']} seeds; {training['steps']} steps of {training['users']} requests; "
-        f"{requests[0]:,} requests for training, {requests[2]:,} for the test:\n\n"
-    )
-    header = ["model"]
-    for _, name in METRICS:
-        header += [name, f"deviation of {name}", f"difference of {name}"]
-    by_name = {record["name"]: record for record in results["quality"]}
-    quality = [
-        (words, *(cell for metric, _ in METRICS for cell in _quality(by_name[name][metric])))
-        for name, words in MOVIELENS
-        if name in by_name
-    ]
-    points = points_of(results, "default")
-    steps = [
-        (
-            *(words, number(record, "median_ms", digits), number(record, "least_ms", digits)),
-            *(speedup, mib(record, "peak_bytes", 1)),
-        )
-        for _, record, words, speedup in versions(points, MOVIELENS[2:], 2)
-    ]
-    label = points[0]["label"] if points else ""
-    name = "movielens-steps-gpu" if is_on_gpu(results) else "movielens-steps"
-    of_steps = ("version", "ms", "least ms", "speed-up", "memory, MiB")
-    return {
-        "movielens-quality": block(results, (header, quality), runs),
-        name: block(results, (of_steps, steps), f"A training step, {label}:\n\n"),
-    }
-
-
-def _quality(found: Record) -> tuple[str, ...]:
-    """Formats a metric: mean over users, deviation of the seeds, difference to the plain."""
-
-    def interval(values: Sequence[Any], sign: str = "") -> str:
-        mean, low, high = (f"{x:{sign}.4f}" for x in values)
-        return f"{mean} ({low} to {high})"
-
-    return (
-        interval(found["over_users"]),
-        number(found, "deviation") if "deviation" in found else "-",
-        interval(found["difference"], "+") if "difference" in found else "-",
-    )

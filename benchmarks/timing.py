@@ -172,7 +172,7 @@ def part_of(scope: str) -> str:
 
 
 def profile(name: str, step: Callable[[], Any], compiled: Any) -> dict[str, float]:
-    """Profiles a few steps of a compiled program; see `summed`."""
+    """Profiles a few steps of a program compiled `WITHOUT_GRAPHS`; see `summed`."""
     program = compiled.as_text() or ""
     scopes = {match["name"]: match["scope"] for match in _OPERATION.finditer(program)}
     return summed(name, device_time.record(step, STEPS), scopes)

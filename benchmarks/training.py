@@ -71,7 +71,6 @@ OF_GDPA = (
     Version(OUR_NAME, "ikbo_jax.gdpa on jagged rows", _of_gdpa(networks.ours)),
     Version("cudnn-softmax", CUDNN, _of_gdpa(networks.softmax), is_other=True),
 )
-NAMES = tuple(version.name for version in (*OF_RANKING, *OF_GDPA))
 
 
 def _is_gdpa(point: Point) -> bool:
@@ -237,20 +236,17 @@ def _measure(point: Point, run: harness.Run) -> dict[str, Any]:
     chosen = [
         version
         for version in (OF_GDPA if _is_gdpa(point) else OF_RANKING)
-        if version.name in run.options.version
-        and (point.sweep == "default" or version.name != ranking.TUNED.name)
+        if point.sweep == "default" or version.name != ranking.TUNED.name
     ]
     return measure_point(point, chosen, run.protocol, run.options.profile)
 
 
 def _add_options(parser: argparse.ArgumentParser) -> None:
-    for option, default, words in (
-        ("--version", NAMES, "versions to measure (default: all)"),
-        ("--profile", (), "versions to profile; prints the time of each kernel"),
-    ):
-        parser.add_argument(
-            option, nargs="+", choices=NAMES, metavar="NAME", default=default, help=words
-        )
+    names = [version.name for version in (*OF_RANKING, *OF_GDPA)]
+    words = "versions to profile; prints the time of each kernel"
+    parser.add_argument(
+        "--profile", nargs="+", choices=names, metavar="NAME", default=(), help=words
+    )
 
 
 BENCHMARK = Benchmark(

@@ -135,10 +135,7 @@ def test_a_wrong_provider_is_caught_and_a_failing_one_recorded():
     def failing(*inputs: jax.Array) -> jax.Array:
         raise RuntimeError("broken")
 
-    contenders = [
-        linear_compression.Provider(fn.__name__, "", lambda case, inputs, fn=fn: (fn, inputs))
-        for fn in (wrong, nan, failing)
-    ]
+    contenders = [linear_compression.Provider(fn.__name__, "", fn) for fn in (wrong, nan, failing)]
     contenders.append(linear_compression.XLA)
     found = linear_compression.measure_point(point("default"), contenders, SHORT)
     ok = [record.get("ok") for record in found["providers"]]

@@ -8,7 +8,7 @@ import jax
 import numpy as np
 import pytest
 
-from benchmarks import attention, harness, production_programs, timing, yardsticks
+from benchmarks import attention, harness, production, timing, yardsticks
 from benchmarks.production_draws import AttentionShape
 from benchmarks.production_providers import contenders
 
@@ -62,7 +62,7 @@ def test_grouping_by_hand_and_back(monkeypatch, index: str):
         monkeypatch.setattr(yardsticks, library, lambda: attend)
     shape = dataclasses.replace(TINY, index=index)
     ours, xla, grouped, *_, tokamax = contenders(shape, is_drawn=False)
-    found = production_programs.checked([ours, xla, grouped, tokamax], "forward")
+    found = production.checked([ours, xla, grouped, tokamax], "forward")
     assert [c.record["name"] for c in found[2:]] == ["grouped-cudnn", "grouped-tokamax"]
     assert all(c.record["ok"] for c in found[2:])
 

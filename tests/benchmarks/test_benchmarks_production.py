@@ -17,10 +17,10 @@ from benchmarks import (
     production_draws,
     production_providers,
     report,
+    tables_networks,
     timing,
     yardsticks,
 )
-from benchmarks import production_programs as programs
 from benchmarks.production_draws import (
     DRAWS,
     MAX_BYTES,
@@ -69,26 +69,28 @@ def _point(label: str, ours: float, other: float) -> dict:
         {"name": "xla", "median_ms": other, "fraction": 0.1, "tflops": 1.0},
         {"name": "copies", "skipped": "too large"},
     ]
-    return {"sweep": "gdpa forward", "label": label, "providers": providers}
+    return {"sweep": "gdpa forward", "label": label, "roofline_ms": 0.1, "providers": providers}
 
 
-def test_summary_names_the_points_that_lose():
+def test_tables_name_the_points_that_lose():
     points = [_point("wins", 1.0, 4.0), _point("loses", 2.0, 1.0), _point("ties", 1.0, 0.98)]
-    text = production.summary({"points": points})
-    assert "3 points, 0.50 of the roofline (bar 0.62)" in text
-    assert "1.25 x the best alternative (bar 2.5), 1 slower (bar 0)" in text
-    assert text.splitlines()[1].strip() == "0.50 x xla: loses"
+    environment = {"device": "Card", "driver": "", "jax": "1", "commit": "ab", "date": "2026-01-02"}
+    protocol = {"window_s": 0.2, "rounds": 3}
+    results = {"environment": environment, "protocol": protocol, "points": points}
+    means, worst = tables_networks.production(results).values()
+    assert "| gdpa forward | 3 | 0.50 | 1.25× | 1 | 0.62, 2.5×, none slower |" in means
+    assert "| gdpa forward, loses | xla |" in worst.splitlines()[4]
     assert production.bars(points[1], points) == "0.50 x xla, bar 0.97"
     assert production.bars(points[2], points) == "0.98 x xla"
 
 
 def _check_with_another_scale(contender, direction, exact):
     """The contender's results are right; those of a function with another scale are wrong."""
-    fn, args = programs.in_direction(contender, direction)
+    fn, args = production.in_direction(contender, direction)
     results = jax.jit(fn)(*args)
-    assert programs.compare(contender, direction, exact, results).ok
+    assert production.compare(contender, direction, exact, results).ok
     scaled = [jax.device_put(np.asarray(x) * x.dtype.type(1.1)) for x in results]
-    assert not programs.compare(contender, direction, exact, scaled).ok
+    assert not production.compare(contender, direction, exact, scaled).ok
 
 
 def test_a_wrong_result_is_found():
@@ -97,7 +99,7 @@ def test_a_wrong_result_is_found():
     ours, *_, by_hand, _ = production_providers.contenders(shape)
     assert by_hand().name == "xla-by-hand"
     for direction in ("forward", "both", "backward"):
-        exact = programs.exact_results(by_hand(), direction)
+        exact = production.exact_results(by_hand(), direction)
         _check_with_another_scale(ours(), direction, exact)
 
 
@@ -108,7 +110,7 @@ def test_gradients_that_xla_adds_in_bfloat16_are_right(batch, users):
     _, exact_form, _, *by_hand = production_providers.contenders(shape)
     by_hand = [make() for make in by_hand]
     assert [contender.name for contender in by_hand] == ["xla-by-hand", "copies"]
-    exact = programs.exact_results(exact_form(), "both")
+    exact = production.exact_results(exact_form(), "both")
     for contender in by_hand:
         _check_with_another_scale(contender, "both", exact)
 
@@ -122,7 +124,7 @@ def test_programs_take_indices_and_lengths_as_arguments(op):
     """
     for shape in map(production_draws.shrink, production_draws.shapes(op, 2)):
         for make in production_providers.contenders(shape)[:2]:  # the library's op, and in XLA
-            fn, args = programs.in_direction(make(), "both")
+            fn, args = production.in_direction(make(), "both")
             assert any(x.dtype == np.int32 for x in args)
             consts = jax.make_jaxpr(fn)(*args).consts
             assert not [c for c in consts if np.issubdtype(c.dtype, np.integer) and c.size > 1]
@@ -135,9 +137,9 @@ def test_keys_padded_to_an_even_number_change_nothing(monkeypatch, has_lengths):
     xla, _, even, _ = production_providers.contenders(shape)[1:]
     assert even().name == "grouped-cudnn-even"
     assert {x.shape[1] % 2 for x in even().args} == {0}
-    exact = programs.exact_results(xla(), "both")
-    fn, args = programs.in_direction(even(), "both")
-    assert programs.compare(even(), "both", exact, fn(*args)).ok
+    exact = production.exact_results(xla(), "both")
+    fn, args = production.in_direction(even(), "both")
+    assert production.compare(even(), "both", exact, fn(*args)).ok
     *_, same, _ = production_providers.contenders(dataclasses.replace(shape, kv_len=42))
     with pytest.raises(NotImplementedError, match="S is even"):
         same()
@@ -153,7 +155,7 @@ def test_a_run_in_small(tmp_path, capsys):
         timed = [p for p in point["providers"] if "median_ms" in p]
         assert {"ikbo", "xla"} <= {p["name"] for p in timed}
         assert all(p["ok"] and p["fraction"] > 0 for p in timed)
-    assert "the best alternative" in capsys.readouterr().out
+    assert "best alternative" in capsys.readouterr().out
 
     page = tmp_path / "docs/performance.md"
     page.parent.mkdir()
@@ -200,9 +202,9 @@ def test_xla_is_compiled_with_its_defaults_unless_it_is_far(monkeypatch, far, co
 
     monkeypatch.setattr(harness, "compile_and_check", count)
     makers = [maker("ikbo"), maker("xla", is_xla=True), maker("quick")]
-    found = programs.checked(makers, "forward", far)
+    found = production.checked(makers, "forward", far)
     assert [contender.record["name"] for contender in found] == ["ikbo", "xla", "quick"]
-    expected = [programs.UNTIMED] * (far < np.inf) + [None] * (far > 0)
+    expected = [production.UNTIMED] * (far < np.inf) + [None] * (far > 0)
     assert len(expected) == compilations
     assert options == [("ikbo", None), ("quick", None), *(("xla", x) for x in expected)]
     assert ("note" in found[1].record) == (far == 0)
@@ -219,7 +221,7 @@ def test_what_cannot_run_is_left_out_and_this_library_fails():
         return lambda: production_providers.Contender(name, "", fn, (jnp.zeros(1),))
 
     makers = [sine("ikbo", broken), sine("xla"), refused, sine("other", broken)]
-    found = [contender.record for contender in programs.checked(makers, "forward")]
+    found = [contender.record for contender in production.checked(makers, "forward")]
     assert found[0]["failure"] == "RuntimeError: broken"
     assert found[1]["ok"]
     assert found[2] == {"name": "refused", "stage": "-", "skipped": "RuntimeError: refused"}
@@ -231,4 +233,4 @@ def test_what_cannot_run_is_left_out_and_this_library_fails():
     [(1.0, 2.0, 0.5), (0.0, 0.0, 0.0), (1.0, 0.0, np.inf), (np.nan, 1.0, np.inf)],
 )
 def test_zeros_and_nan_have_a_ratio(error, bound, ratio):
-    assert programs.ratio(Check(error, bound)) == ratio
+    assert production.ratio(Check(error, bound)) == ratio
