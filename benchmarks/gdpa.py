@@ -21,7 +21,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from benchmarks import harness, production_providers, yardsticks
+from benchmarks import harness, production_providers
 from benchmarks.harness import Benchmark, Point
 from benchmarks.production import in_direction
 from benchmarks.production_providers import Contender
@@ -198,7 +198,7 @@ def _op(contender: str) -> Callable[[Sizes], Op]:
     return make
 
 
-def _dense(library: yardsticks.Library) -> Callable[[Sizes], Op]:
+def _dense(library: production_providers.Library) -> Callable[[Sizes], Op]:
     """Makes the op of a library's attention on query [batch, T, N, H], key and value."""
 
     def make(sizes: Sizes) -> Op:
@@ -230,7 +230,7 @@ def _own_users() -> Callable[..., jax.Array]:
     return attend
 
 
-def _padded(library: yardsticks.Library) -> Callable[[Sizes], Op]:
+def _padded(library: production_providers.Library) -> Callable[[Sizes], Op]:
     """Makes attention over sequences padded to the longest one; the time includes the padding."""
 
     def make(sizes: Sizes) -> Op:
@@ -240,7 +240,7 @@ def _padded(library: yardsticks.Library) -> Callable[[Sizes], Op]:
 
         def op(query: Any, key: Any, value: Any, _: Any, offsets: Any, *__: Any) -> jax.Array:
             lengths = offsets[1:] - offsets[:-1]
-            pad, unpad = yardsticks.padding(offsets, key.shape[0], sizes.kv_len)
+            pad, unpad = production_providers.padding(offsets, key.shape[0], sizes.kv_len)
             with jax.numpy_dtype_promotion("standard"):
                 padded = map(pad, (query, key, value))
                 out = attend(*padded, query_seq_lengths=lengths, key_value_seq_lengths=lengths)
@@ -254,17 +254,17 @@ def _padded(library: yardsticks.Library) -> Callable[[Sizes], Op]:
 OURS = Provider(OUR_NAME, "ikbo_jax.gdpa (implementation='mosaic_gpu')", _op("fused"))
 XLA = Provider("xla", "chunked, in XLA (implementation='xla')", _op("decomposed"))
 STAGE = "softmax attention by "
-CUDNN = Provider("cudnn-softmax", f"{STAGE}cuDNN", _dense(yardsticks.cudnn), True)
-TOKAMAX = Provider("tokamax-softmax", f"{STAGE}tokamax", _dense(yardsticks.tokamax), True)
+CUDNN = Provider("cudnn-softmax", f"{STAGE}cuDNN", _dense(production_providers.cudnn), True)
+TOKAMAX = Provider("tokamax-softmax", f"{STAGE}tokamax", _dense(production_providers.tokamax), True)
 OWN_USER = "ikbo_jax.attention, every candidate its own user"
 ATTENTION = Provider("ikbo-attention", OWN_USER, _dense(_own_users), True)
 OVER_PADDED = f"{STAGE}cuDNN over padded sequences"
-PADDED = Provider("cudnn-softmax-padded", OVER_PADDED, _padded(yardsticks.cudnn), True)
+PADDED = Provider("cudnn-softmax-padded", OVER_PADDED, _padded(production_providers.cudnn), True)
 ALL = (CUDNN, TOKAMAX, XLA, OURS)
 
 
 def providers_of(point: Point, quick: bool) -> Sequence[Provider]:
-    """Selects providers; yardsticks only in sweeps over lengths and with softmax."""
+    """Selects providers; production_providers only in sweeps over lengths and with softmax."""
     if quick:
         return (XLA, OURS)
     if point.case.activation == SOFTMAX:

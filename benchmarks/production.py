@@ -263,21 +263,14 @@ def by_turns_ms(*thunks: Callable[[], Any]) -> list[float]:
 # Measuring
 
 
-class Ceilings(NamedTuple):
-    """What the device reaches: TB/s of a copy, and milliseconds of an empty kernel."""
-
-    copy_tb_per_s: float
-    empty_ms: float
-
-
-def ceilings(run: harness.Run) -> Ceilings:
-    """Measures the ceilings of the device."""
+def ceilings(run: harness.Run) -> tuple[float, float]:
+    """Measures the TB/s of a copy, and the milliseconds of an empty kernel."""
     size = COPY_BYTES if jax.default_backend() == "gpu" else 2**20
     window_s, rounds = run.protocol.window_s, run.protocol.rounds
     nothing = jnp.zeros((), jnp.float32)
     empty = device_time.measure(jax.jit(lambda x: x + 1).lower(nothing).compile(), nothing)
     copy = timing.copy_ceiling(size, window_s=window_s, rounds=rounds)
-    return Ceilings(copy["tb_per_s"], 0.0 if empty is None else empty.ms)
+    return copy["tb_per_s"], 0.0 if empty is None else empty.ms
 
 
 def measure_point(point: Point, run: harness.Run) -> dict[str, Any]:
@@ -289,8 +282,8 @@ def measure_point(point: Point, run: harness.Run) -> dict[str, Any]:
     protocol = dataclasses.replace(run.protocol, short_ms=device_time.SHORT_MS)
     measured = harness.measure(found, protocol, flops)
     compute_ms = flops / measured["matmul_tflops"] / 1e9
-    copy_ms = num_bytes / run.prepared.copy_tb_per_s / 1e9
-    roofline = max(compute_ms, copy_ms, run.prepared.empty_ms)
+    copy_tb_per_s, empty_ms = run.prepared
+    roofline = max(compute_ms, num_bytes / copy_tb_per_s / 1e9, empty_ms)
     for record in measured["providers"]:
         if "median_ms" in record:
             record["fraction"] = roofline / record["median_ms"]

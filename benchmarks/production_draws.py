@@ -109,10 +109,10 @@ class AttentionShape:
     def inputs(self) -> Inputs:
         """Draws the arrays of `ikbo_jax.attention` on the device."""
         keys = (self.users, self.kv_len, self.kv_heads, self.head_dim)
-        query = (self.batch, self.q_len, self.q_heads, self.head_dim)
-        drawn = (normal(n, shape, self.dtype) for n, shape in enumerate((query, keys, keys)))
+        query = normal(0, (self.batch, self.q_len, self.q_heads, self.head_dim), self.dtype)
+        key, value = (normal(n, keys, self.dtype) for n in (1, 2))
         lengths = jnp.asarray(self.lengths) if self.has_lengths else None
-        return Inputs(*drawn, jnp.asarray(self.cand_to_user), lengths)
+        return Inputs(query, key, value, jnp.asarray(self.cand_to_user), lengths)
 
     @property
     def flops(self) -> float:
@@ -237,6 +237,16 @@ class GdpaShape:
 Shape = AttentionShape | CompressionShape | GdpaShape
 
 
+def _of_both(rng: Generator, heads: int, head_dims: Mapping[int, float]) -> dict[str, Any]:
+    return {
+        "kv_heads": _choice(rng, KV_HEADS[heads]),
+        "head_dim": _choice(rng, head_dims),
+        "dtype": _choice(rng, DTYPES),
+        "index": _choice(rng, {"ragged": 0.7, "even": 0.15, "unsorted": 0.15}),
+        "has_lengths": rng.random() < 0.3,
+    }
+
+
 def attention_shape(rng: Generator) -> AttentionShape:
     """Draws B in 64..16,384, T = 1 for half of them, S in 32..16,384, odd for half of them."""
     batch, heads = _log_uniform(rng, 64, 16_384), _choice(rng, HEADS)
@@ -249,11 +259,7 @@ def attention_shape(rng: Generator) -> AttentionShape:
         q_len=_choice(rng, {1: 0.5, 2: 0.05, 4: 0.1, 8: 0.1, 16: 0.1, 32: 0.05, 64: 0.1}),
         kv_len=kv_len,
         q_heads=heads,
-        kv_heads=_choice(rng, KV_HEADS[heads]),
-        head_dim=_choice(rng, HEAD_DIMS),
-        dtype=_choice(rng, DTYPES),
-        index=_choice(rng, {"ragged": 0.7, "even": 0.15, "unsorted": 0.15}),
-        has_lengths=rng.random() < 0.3,
+        **_of_both(rng, heads, HEAD_DIMS),
     )
 
 
@@ -266,11 +272,7 @@ def few_queries_shape(rng: Generator) -> FewQueriesShape:
         q_len=_log_uniform(rng, 1, 16),
         kv_len=_log_uniform(rng, 64, 4096),
         q_heads=heads,
-        kv_heads=_choice(rng, KV_HEADS[heads]),
-        head_dim=_choice(rng, {64: 0.5, 128: 0.5}),
-        dtype=_choice(rng, DTYPES),
-        index=_choice(rng, {"ragged": 0.7, "even": 0.15, "unsorted": 0.15}),
-        has_lengths=rng.random() < 0.3,
+        **_of_both(rng, heads, {64: 0.5, 128: 0.5}),
     )
 
 

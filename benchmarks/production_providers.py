@@ -8,6 +8,7 @@ widths. What depends on the model's parameters or on the request's copies is ins
 from __future__ import annotations
 
 import functools
+import importlib.util
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
@@ -16,11 +17,10 @@ import jax.numpy as jnp
 import numpy as np
 
 import ikbo_jax
-from benchmarks import yardsticks
 from benchmarks.production_draws import AttentionShape, CompressionShape, GdpaShape, Shape, normal
 from benchmarks.records import OUR_NAME
 from ikbo_jax.cases.attention import materialised_cudnn
-from ikbo_jax.models.strategies import fold_by_user
+from ikbo_jax.models.strategies import fold_by_user, move
 
 #: Largest number of bytes that a copy a candidate may take; larger copies are left out.
 MAX_COPIES = 8 * 2**30
@@ -47,12 +47,61 @@ class Contender(NamedTuple):
     stage: str
     fn: Callable[..., jax.Array]
     args: tuple[jax.Array, ...]
-    integers: tuple[jax.Array, ...] = ()
+    integers: tuple[jax.Array | None, ...] = ()
     finish: Callable[[jax.Array], jax.Array] = lambda out: out
     finish_gradients: Callable[[Results], Results] = lambda gradients: gradients
     is_comparable: bool = True
     gradient_tolerance: float = TOLERANCE
     is_xla: bool = False
+
+
+#: Moves rows: all arrays of rows [rows, N, H] to sequences [batch, longest, N, H], or back.
+Move = Callable[[jax.Array], jax.Array]
+#: Returns a library's softmax attention, or raises NotImplementedError.
+Library = Callable[[], Callable[..., jax.Array]]
+
+
+def padding(offsets: jax.Array, total: int, longest: int) -> tuple[Move, Move]:
+    """Makes functions that pad the sequences at `offsets` of `total` rows, and the reverse.
+
+    Both are gathers, and so are their derivatives.
+    """
+    batch = offsets.size - 1
+    column = jnp.arange(longest, dtype=jnp.int32)
+    is_row = column[None] < (offsets[1:] - offsets[:-1])[:, None]
+    # The row of every slot [batch · longest], and the slot of every row [total].
+    number = jnp.arange(batch * longest, dtype=jnp.int32)
+    rows = jnp.where(is_row, offsets[:-1, None] + column[None], 0).reshape(-1)
+    # Slots without a row have different numbers, too: they are declared to be unique.
+    rows = jnp.where(is_row.reshape(-1), rows, total + number)
+    slots = jnp.full(total, batch * longest, jnp.int32)
+    slots = slots.at[rows].set(number, unique_indices=True, mode="drop")
+
+    def pad(x: jax.Array) -> jax.Array:
+        return move(x, rows, slots, 0.0).reshape(batch, longest, *x.shape[1:])
+
+    def unpad(x: jax.Array) -> jax.Array:
+        return move(x.reshape(-1, *x.shape[2:]), slots, rows, 0.0)
+
+    return pad, unpad
+
+
+def cudnn() -> Callable[..., jax.Array]:
+    """Returns `jax.nn.dot_product_attention` by cuDNN."""
+    if jax.default_backend() != "gpu":
+        raise NotImplementedError(f"cuDNN needs a GPU, but this is a {jax.default_backend()}")
+    return functools.partial(jax.nn.dot_product_attention, implementation="cudnn")
+
+
+def tokamax() -> Callable[..., jax.Array]:
+    """Returns tokamax's attention for Hopper GPUs."""
+    if importlib.util.find_spec("tokamax") is None:
+        raise NotImplementedError("tokamax is not installed")
+    if jax.default_backend() != "gpu":
+        raise NotImplementedError(f"its kernel needs a GPU, not a {jax.default_backend()}")
+    tokamax = importlib.import_module("tokamax")
+
+    return functools.partial(tokamax.dot_product_attention, implementation="mosaic")
 
 
 def _added_tolerance(cand_to_user: np.ndarray) -> float:
@@ -86,7 +135,7 @@ def _grouped(
     slots: int,
     keys: int,
     lengths: jax.Array | None,
-    library: yardsticks.Library | None = None,
+    library: Library | None = None,
 ) -> Contender:
     """A library's attention (None: cuDNN's) over queries that were grouped by user before.
 
@@ -94,7 +143,7 @@ def _grouped(
     `lengths` count; None: all.
     """
     query, key, value = args
-    attend = (library or yardsticks.cudnn)()
+    attend = (library or cudnn)()
     fold = fold_by_user(jnp.asarray(shape.cand_to_user), shape.users, slots)
     folded = jax.jit(fold.fold)(query)
     pad = ((0, 0), (0, keys - shape.kv_len), (0, 0), (0, 0))
@@ -115,8 +164,8 @@ def _grouped(
 
 def _attention(shape: AttentionShape, is_drawn: bool) -> Iterator[Callable[[], Contender]]:
     s = shape
-    *args, index, seq_lengths = s.inputs()
-    query, key, value = args
+    query, key, value, index, seq_lengths = s.inputs()
+    args = query, key, value
     lengths = jnp.asarray(s.lengths)
     integers = (index, lengths) if s.has_lengths else (index,)
 
@@ -134,7 +183,7 @@ def _attention(shape: AttentionShape, is_drawn: bool) -> Iterator[Callable[[], C
     def grouped_tokamax() -> Contender:
         stage = "queries grouped by hand before, tokamax"
         sizes = most, s.kv_len, seq_lengths
-        return _grouped("grouped-tokamax", stage, s, args, *sizes, yardsticks.tokamax)
+        return _grouped("grouped-tokamax", stage, s, args, *sizes, tokamax)
 
     def grouped_even() -> Contender:
         # cuDNN has no gradients for odd numbers of keys.
@@ -145,7 +194,7 @@ def _attention(shape: AttentionShape, is_drawn: bool) -> Iterator[Callable[[], C
         return _grouped("grouped-cudnn-even", stage, s, args, *even, lengths)
 
     def copies() -> Contender:
-        yardsticks.cudnn()
+        cudnn()
         if is_drawn:
             _limit(2 * key[:1].nbytes * s.batch, "copies of")
 
@@ -263,12 +312,12 @@ def _gdpa(shape: GdpaShape) -> Iterator[Callable[[], Contender]]:
         return run
 
     def padded() -> Contender:
-        attend = yardsticks.cudnn()
+        attend = cudnn()
         longest = int(queries.max()), int(keys.max())
         _limit(s.batch * sum(longest) * s.heads * s.head_dim * 4, "padded to")
         numbers = tuple(jnp.asarray(x, jnp.int32) for x in (queries, keys))
         (pad_q, unpad_q), (pad, unpad) = (
-            yardsticks.padding(cu, int(x.sum()), most)
+            padding(cu, int(x.sum()), most)
             for cu, x, most in zip((cu_q, cu_kv), (queries, keys), longest, strict=True)
         )
         query, key, value = args
@@ -284,8 +333,13 @@ def _gdpa(shape: GdpaShape) -> Iterator[Callable[[], Contender]]:
             return (of_query, *map(unpad, gradients[1:]))
 
         return Contender(
-            *("cudnn-softmax", "softmax attention by cuDNN, sequences padded before", run),
-            *((query, pad(key), pad(value)), numbers, unpad_q, finish_gradients),
+            "cudnn-softmax",
+            "softmax attention by cuDNN, sequences padded before",
+            run,
+            (query, pad(key), pad(value)),
+            numbers,
+            unpad_q,
+            finish_gradients,
             is_comparable=s.activation == "softmax",
         )
 

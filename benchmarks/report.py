@@ -21,7 +21,6 @@ import pathlib
 import re
 import sys
 from collections.abc import Callable, Container, Mapping, Sequence
-from operator import itemgetter
 from typing import Any, NamedTuple
 
 from benchmarks import plots, records, tables, timing
@@ -41,7 +40,7 @@ _BLOCK = re.compile(
 _DATE = re.compile(r"commit `[^`]*`, (\d{4}-\d\d-\d\d(?: \d\d:\d\d)?)")
 
 #: Makes a benchmark's blocks by name; a block without points is empty.
-TABLES: dict[str, Callable[[Record], dict[str, str]]] = {
+TABLES: Mapping[str, Callable[[Record], dict[str, str]]] = {
     make.__name__: make
     for make in (
         *(tables.attention, tables.attention_gradient, tables.gdpa),
@@ -73,6 +72,10 @@ class Plot(NamedTuple):
 
 def _sweeps(*names: str) -> Callable[[Record], list[Record]]:
     return lambda results: [point for point in results["points"] if point["sweep"] in names]
+
+
+def _field(name: str) -> Callable[[Record], Any]:
+    return lambda results: results[name]
 
 
 def _of_prefix(prefix: str) -> Callable[[Record], list[Record]]:
@@ -116,16 +119,19 @@ PLOTS = (
     ),
     Plot(
         *("movielens", "movielens-quality", "loss and AUC over steps"),
-        *(movielens.draw, itemgetter("curves"), "movielens"),
+        *(movielens.draw, _field("curves"), "movielens"),
     ),
     Plot(
         *("scaling", "scaling-table", "speed-up over devices"),
-        *(plots.scaling, itemgetter("points"), "scaling"),
+        *(plots.scaling, _field("points"), "scaling"),
     ),
     Plot(
-        *("production", "production-table"),
+        "production",
+        "production-table",
         "drawn workloads: fraction of the roofline and speed-up, one dot each",
-        *(plots.production, itemgetter("points"), "production"),
+        plots.production,
+        _field("points"),
+        "production",
     ),
 )
 

@@ -11,6 +11,7 @@ it scores a part of the candidates, and its time is multiplied.
 
 from __future__ import annotations
 
+import argparse
 import concurrent.futures
 import dataclasses
 import functools
@@ -330,6 +331,10 @@ def _describe(point: Record) -> str:
     return f"{describe_all(point)}; {of_wrong}{bars(point)}"
 
 
+def _add_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("models", nargs="*", choices=[*CASES, []], help="models; default: all")
+
+
 BENCHMARK = harness.Benchmark(
     "rewrite_models",
     (),
@@ -338,7 +343,7 @@ BENCHMARK = harness.Benchmark(
     measure_point,
     lambda point, all_points, name: bars(point),
     describe=_describe,
-    add_options=lambda parser: parser.add_argument("models", nargs="*", choices=[*CASES, []]),
+    add_options=_add_options,
 )
 
 

@@ -261,7 +261,8 @@ def measure(point: Point, run: harness.Run) -> dict[str, Any]:
     # A larger request's training step is not repeated on one device: its gradients differ only by
     # what the strong point compares.
     expected = results.get("whole", None if scale.mode == "weak" else results["one device"])
-    providers, thunks = [], {}
+    providers: list[dict[str, Any]] = []
+    thunks = {}
     for name, program in programs.items():
         record: dict[str, Any] = {"name": name, "devices": 1 if not providers else scale.devices}
         if providers and expected is not None:

@@ -20,6 +20,7 @@ import statistics
 import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from operator import itemgetter
 from typing import Any
 
 import jax
@@ -182,22 +183,22 @@ def summed(
     name: str, events: Sequence[device_time.Event], scopes: Mapping[str, str]
 ) -> dict[str, float]:
     """Prints a step's time, a line for each kernel; returns milliseconds of each part's kernels."""
-    times: collections.Counter[tuple[str, str]] = collections.Counter()
+    times: dict[tuple[str, str], float] = collections.defaultdict(float)
     counts: collections.Counter[tuple[str, str]] = collections.Counter()
-    parts: collections.Counter[str] = collections.Counter()
+    parts: dict[str, float] = collections.defaultdict(float)
     scale = 1e-6 / STEPS
     for event in events:
         scope = scopes.get(event.operation, event.operation)
         ms = (event.end_ns - event.begin_ns) * scale
-        times[event.name, scope] += ms  # type: ignore[assignment]
+        times[event.name, scope] += ms
         counts[event.name, scope] += 1
-        parts[part_of(scope)] += ms  # type: ignore[assignment]
+        parts[part_of(scope)] += ms
     wall = max((e.end_ns for e in events), default=0) - min((e.begin_ns for e in events), default=0)
-    by_part = dict(parts.most_common())
+    by_part = dict(sorted(parts.items(), key=itemgetter(1), reverse=True))
     words = ", ".join(f"{part} {ms:.3f}" for part, ms in by_part.items())
     busy_ms, kernels = device_time.busy_ns(events) * scale, len(events) / STEPS
     print(f"{name}:\n  busy {busy_ms:.3f} of {wall * scale:.3f} ms, {kernels:.0f} kernels; {words}")
-    for (kernel, scope), ms in times.most_common(LINES):
+    for (kernel, scope), ms in sorted(times.items(), key=itemgetter(1), reverse=True)[:LINES]:
         count = counts[kernel, scope] / STEPS
         print(f"  {ms:8.4f} ms {count:5.1f}x {kernel[:60]:60s} {scope[-70:]}")
     return by_part

@@ -29,7 +29,7 @@ import jax.numpy as jnp
 import optax
 
 import ikbo_jax
-from benchmarks import yardsticks
+from benchmarks import production_providers
 from ikbo_jax._timing import programs
 from ikbo_jax.cases import ranking as cases
 from ikbo_jax.cases.gdpa import offsets_of, uniform_lengths
@@ -182,7 +182,7 @@ def _padded(sizes: Sizes, inputs: Inputs, attend: Dense) -> Attention:
     batch, longest, seeds = sizes.batch, sizes.max_length, sizes.seeds
     offsets = inputs.offsets
     lengths = offsets[1:] - offsets[:-1]
-    pad, unpad = yardsticks.padding(offsets, inputs.rows.shape[0], longest)
+    pad, unpad = production_providers.padding(offsets, inputs.rows.shape[0], longest)
 
     def over_itself(query: jax.Array, key: jax.Array, value: jax.Array) -> jax.Array:
         arrays = map(pad, (query, key, value))
@@ -209,7 +209,7 @@ def xla(sizes: Sizes, inputs: Inputs) -> Attention:
 
 
 def softmax(
-    sizes: Sizes, inputs: Inputs, library: yardsticks.Library = yardsticks.cudnn
+    sizes: Sizes, inputs: Inputs, library: production_providers.Library = production_providers.cudnn
 ) -> Attention:
     """Makes softmax attention in place of all three; raises NotImplementedError without cuDNN."""
     by_library = library()

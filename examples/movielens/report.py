@@ -1,4 +1,4 @@
-"""Tables and plot of a comparison of models, which `benchmarks.report` writes into the documents."""
+"""Makes the documentation's tables and plot of a comparison of models, for `benchmarks.report`."""
 
 from __future__ import annotations
 

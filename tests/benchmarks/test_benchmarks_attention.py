@@ -8,7 +8,7 @@ import jax
 import numpy as np
 import pytest
 
-from benchmarks import attention, harness, production, timing, yardsticks
+from benchmarks import attention, harness, production, production_providers, timing
 from benchmarks.production_draws import AttentionShape
 from benchmarks.production_providers import contenders
 
@@ -59,7 +59,7 @@ def test_grouping_by_hand_and_back(monkeypatch, index: str):
             return jax.nn.dot_product_attention(query, key, value, implementation="xla")
 
     for library in ("cudnn", "tokamax"):
-        monkeypatch.setattr(yardsticks, library, lambda: attend)
+        monkeypatch.setattr(production_providers, library, lambda: attend)
     shape = dataclasses.replace(TINY, index=index)
     ours, xla, grouped, *_, tokamax = contenders(shape, is_drawn=False)
     found = production.checked([ours, xla, grouped, tokamax], "forward")

@@ -19,7 +19,6 @@ from benchmarks import (
     report,
     tables_networks,
     timing,
-    yardsticks,
 )
 from benchmarks.production_draws import (
     DRAWS,
@@ -132,7 +131,7 @@ def test_programs_take_indices_and_lengths_as_arguments(op):
 
 @pytest.mark.parametrize("has_lengths", [False, True])
 def test_keys_padded_to_an_even_number_change_nothing(monkeypatch, has_lengths):
-    monkeypatch.setattr(yardsticks, "cudnn", lambda: jax.nn.dot_product_attention)
+    monkeypatch.setattr(production_providers, "cudnn", lambda: jax.nn.dot_product_attention)
     shape = AttentionShape(9, 3, 3, 41, 4, 2, 16, "float32", "ragged", has_lengths)
     xla, _, even, _ = production_providers.contenders(shape)[1:]
     assert even().name == "grouped-cudnn-even"
