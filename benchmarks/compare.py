@@ -273,7 +273,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
         bench.results["left_out"] += [s.name for s in subjects if s not in ready]
 
         def measure(subject: Subject) -> dict[str, Any]:
-            # Not kept: programs on the device for every point would leave less memory to others.
+            # Popped: programs of all points on the device would leave less memory to the others.
             return measure_point(subject, programs.pop(subject.name), bench.protocol)
 
         return bench.measure(ready, measure, _describe)

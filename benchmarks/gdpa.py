@@ -161,7 +161,7 @@ Op = Callable[..., jax.Array]
 
 
 class Provider(NamedTuple):
-    """One implementation of the op; `is_softmax`: it computes softmax for every activation.
+    """One implementation of the op; with `is_softmax`, softmax whatever the activation.
 
     `make` returns the op of sizes, or raises NotImplementedError with the reason.
     """

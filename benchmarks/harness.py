@@ -35,7 +35,7 @@ ATTENTION_WORK = {"forward": 1.0, "backward": 2.5, "both": 3.5}
 
 @dataclasses.dataclass(frozen=True)
 class Point:
-    """One case: a sweep, the point's label there, its sizes, and what is timed of them."""
+    """One case of a sweep: its label, its sizes, and the direction that is timed."""
 
     sweep: str
     label: str
@@ -151,7 +151,7 @@ class Protocol:
 
     @staticmethod
     def for_device(*, quick: bool) -> Protocol:
-        """The standard protocol; with `quick` short windows, on a CPU a small matmul."""
+        """Makes the standard protocol; with `quick` short windows, on a CPU a small matmul."""
         size = timing.MATMUL_SIZE if jax.default_backend() == "gpu" else 256
         return Protocol(0.02, 1, size) if quick else Protocol(0.2, 3, size)
 
@@ -217,7 +217,7 @@ class Run:
 
     @functools.cached_property
     def results(self) -> dict[str, Any]:
-        """The content of the results file."""
+        """Content of the results file."""
         names = ("window_s", "rounds", "matmul_size")[: 3 if self._times_matmul else 2]
         lengths = {name: getattr(self.protocol, name) for name in names}
         head = {"op": self.op, "environment": timing.environment(), "protocol": lengths}
@@ -324,7 +324,7 @@ class Benchmark:
 
 
 def parser(name: str, sweeps: Sequence[str] = ()) -> argparse.ArgumentParser:
-    """A parser with the options of every benchmark; `sweeps` if it has any."""
+    """Makes a parser with the options of every benchmark."""
     found = argparse.ArgumentParser(prog=f"python -m benchmarks.{name}")
     found.add_argument("--out", type=pathlib.Path, required=True, help="results file (JSON)")
     if sweeps:

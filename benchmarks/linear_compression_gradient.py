@@ -84,7 +84,7 @@ def _sum_scattered(cotangent: jax.Array, index: jax.Array, users: int) -> jax.Ar
 
 
 def _sum_multiplied(cotangent: jax.Array, index: jax.Array, users: int) -> jax.Array:
-    """By a one-hot matrix, which spreads a candidate's NaN to all users."""
+    """Sums by a one-hot matrix, which spreads a candidate's NaN to all users."""
     is_of_user = jnp.arange(users, dtype=jnp.int32)[:, None] == index[None]
     return jnp.einsum(
         "ub,bmn->umn",
@@ -95,7 +95,7 @@ def _sum_multiplied(cotangent: jax.Array, index: jax.Array, users: int) -> jax.A
 
 
 def _by_hand(total: Callable[[jax.Array, jax.Array, int], jax.Array]) -> Gradient:
-    """The fastest forms on an H200: batched products, and products of transposed copies."""
+    """Makes the form that was fastest on an H200: batched products, and transposed copies."""
 
     def d_embedding(weight: jax.Array, d_result: jax.Array) -> jax.Array:
         weights = jnp.broadcast_to(weight.T, (d_result.shape[0], *weight.T.shape))

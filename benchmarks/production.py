@@ -56,7 +56,7 @@ _compare = jax.jit(error_rule.compare)
 COPY_BYTES = 2**30
 #: Largest time relative to the best alternative.
 SLOWEST_BAR = 1.03
-#: Points that are named as the worst.
+#: Number of points in the table of the slowest ones.
 WORST = 10
 #: Bars of the geometric means: fraction of the roofline (None: no bar), speed relative to the best
 #: alternative.
@@ -125,7 +125,7 @@ def _equal_array(arrays: Sequence[jax.Array], array: jax.Array) -> jax.Array:
 
 
 def _vjp(fn: Callable[..., Any], number: int, *inputs: Any) -> tuple[Any, Callable[..., Any]]:
-    """`jax.vjp` with respect to the first `number` inputs."""
+    """Computes `jax.vjp` with respect to the first `number` inputs."""
     integers = inputs[number:]
     return jax.vjp(lambda *args: fn(*args, *integers), *inputs[:number])
 
@@ -140,7 +140,7 @@ def _as_float32(x: jax.Array) -> jax.Array:
 
 
 def exact_results(contender: Contender, direction: str) -> list[jax.Array]:
-    """The results in float32, for the same inputs and the same cotangent, on the device."""
+    """Computes the results in float32, for the same inputs and the same cotangent."""
     # For "backward", the forward pass must run in float32, too.
     is_backward = direction == "backward"
     fn, args = in_direction(contender, "both" if is_backward else direction)
@@ -153,7 +153,7 @@ def exact_results(contender: Contender, direction: str) -> list[jax.Array]:
 def compare(
     contender: Contender, direction: str, expected: Sequence[jax.Array], results: Sequence[Any]
 ) -> Check:
-    """The error with the largest ratio to its bound, and that bound."""
+    """Finds the error with the largest ratio to its bound, and this bound."""
     if not contender.is_comparable:
         return Check(0.0, 1.0)
     outputs, gradients = ([], results) if direction == "backward" else (results[:1], results[1:])
@@ -170,7 +170,7 @@ def compare(
 
 
 def ratio(check: Check) -> float:
-    """The error relative to its bound; of 0 to 0 it is 0, of NaN infinite."""
+    """Divides the error by its bound; 0 by 0 is 0, and NaN counts as infinite."""
     if math.isnan(check.error):
         return math.inf
     if not check.bound:  # zeros are expected
@@ -229,7 +229,7 @@ def _checked(
 
 
 def _is_far(contender: harness.Contender, fastest: harness.Contender, far: float) -> bool:
-    """Whether a contender without tuned GEMMs is far from the best; adds the note that says so."""
+    """Returns whether a contender without tuned GEMMs is far from the best; notes it if so."""
     if "error" not in contender.record:
         return False
     ms, other_ms = by_turns_ms(contender.thunk, fastest.thunk)
@@ -247,7 +247,7 @@ def why_not_run(failure: Exception) -> dict[str, str]:
 
 
 def by_turns_ms(*thunks: Callable[[], Any]) -> list[float]:
-    """Milliseconds of the fastest of a few calls of each function; the functions take turns."""
+    """Times the fastest of a few calls of each function in ms; the functions take turns."""
     times: list[list[float]] = [[] for _ in thunks]
     begin = time.perf_counter()
     for turn in range(CALLS):

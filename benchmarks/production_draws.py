@@ -89,14 +89,14 @@ class AttentionShape:
 
     @property
     def cand_to_user(self) -> np.ndarray:
-        """[B] int32."""
+        """Index of every candidate's user, [B] int32."""
         counts = _counts(self.batch, self.users, self.index == "even")
         index = np.repeat(np.arange(self.users, dtype=np.int32), counts)
         return np.random.default_rng(1).permutation(index) if self.index == "unsorted" else index
 
     @property
     def lengths(self) -> np.ndarray:
-        """[U] int32: keys of every user."""
+        """Number of keys of every user, [U] int32."""
         if not self.has_lengths:
             return np.full(self.users, self.kv_len, np.int32)
         drawn = np.random.default_rng(2).integers(1, self.kv_len + 1, self.users)
@@ -116,7 +116,7 @@ class AttentionShape:
 
     @property
     def flops(self) -> float:
-        """Number of useful FLOPs of the forward pass; of keys within the lengths only."""
+        """Number of useful FLOPs of the forward pass, of keys within the lengths."""
         keys = self.lengths[self.cand_to_user].sum(dtype=np.int64)
         return 4.0 * self.q_len * self.q_heads * self.head_dim * float(keys)
 

@@ -22,7 +22,7 @@ from benchmarks.records import OUR_NAME
 from ikbo_jax.cases.attention import materialised_cudnn
 from ikbo_jax.models.strategies import fold_by_user, move
 
-#: Largest number of bytes that a copy a candidate may take; larger copies are left out.
+#: Largest number of bytes of the copies for all candidates; larger ones are left out.
 MAX_COPIES = 8 * 2**30
 #: Largest error relative to the largest value: a few roundings of bfloat16.
 TOLERANCE = 2.0**-6
@@ -137,7 +137,7 @@ def _grouped(
     lengths: jax.Array | None,
     library: Library | None = None,
 ) -> Contender:
-    """A library's attention (None: cuDNN's) over queries that were grouped by user before.
+    """Makes a library's attention (None: cuDNN's) over queries that were grouped by user before.
 
     A user has room for the queries of `slots` candidates and for `keys` keys, of which the first
     `lengths` count; None: all.

@@ -76,7 +76,6 @@ OURS = Provider("co-designed", "ikbo_jax's layers", lambda most: ranking.co_desi
 REWRITTEN = Provider(
     "rewritten", "ikbo_jax.rewrite of the copies", lambda most: rewrite(ranking.materialised)
 )
-#: The model that a user of cuDNN has.
 REWRITTEN_TUNED = Provider(
     "rewritten-tuned", "ikbo_jax.rewrite of the tuned copies", lambda most: rewrite(TUNED_COPIES)
 )

@@ -62,7 +62,7 @@ def joined(files: Mapping[str, Record]) -> Record:
 
 
 def all_correct(results: Record) -> bool:
-    """Whether no point failed, and every provider that could run returned a correct result."""
+    """Returns whether no point failed, and every provider that could run was correct."""
     records = [p for point in results["points"] for p in point["providers"]]
     is_right = all("failure" not in p and p.get("ok", True) for p in records)
     return is_right and not results.get("failed")
@@ -114,7 +114,7 @@ def format_table(results: Record, bars: Bars) -> str:
 
 
 def is_on_gpu(results: Record) -> bool:
-    """Whether the results were measured on a GPU; the bars are for Hopper."""
+    """Returns whether the results were measured on a GPU; the bars are for Hopper."""
     return bool(results["environment"]["platform"] == "gpu")
 
 

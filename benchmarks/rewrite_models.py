@@ -91,7 +91,7 @@ def _layers(random: _Random, *widths: int) -> list[tuple[jax.Array, jax.Array]]:
 
 
 def dlrm(params: Any, request: Any) -> jax.Array:
-    """26 embedded fields and dense features, three low-rank cross layers, and a top network."""
+    """Scores by 26 embedded fields, dense features, three low-rank cross layers, a top network."""
     dense, user_ids, cand_ids, index = request
     ids = jnp.concatenate([user_ids[index], cand_ids], axis=1)
     # One table holds the rows of all fields.
@@ -110,7 +110,7 @@ def _cross(layers: Any, x0: jax.Array, projected: jax.Array) -> jax.Array:
 
 
 def dlrm_by_hand(params: Any, request: Any) -> jax.Array:
-    """The user's embeddings, bottom network and share of the first projection once per user."""
+    """Computes embeddings, bottom network and share of the first projection once per user."""
     dense, user_ids, cand_ids, index = request
     users = params["table"].at[user_ids].get(mode="clip")
     bottom = _mlp(params["bottom"], dense)
@@ -125,7 +125,7 @@ def dlrm_by_hand(params: Any, request: Any) -> jax.Array:
 
 
 def dlrm_case(small: bool) -> Case:
-    """17 fields of the user and 9 of the candidate, 64 candidates per user."""
+    """Draws 17 fields of the user and 9 of the candidate, 64 candidates per user."""
     users, batch, width, rows, rank = (4, 64, 8, 100, 16) if small else (128, 8192, 128, 65536, 512)
     of_user, fields, random = 17, 26, _Random()
     size = (fields + 1) * width
@@ -147,7 +147,7 @@ def dlrm_case(small: bool) -> Case:
 
 
 def din(params: Any, request: Any) -> jax.Array:
-    """The activation unit `[q, h, q - h, q * h]` weights the history; then a network."""
+    """Weights the history by the unit `[q, h, q - h, q * h]`; then applies a network."""
     history, cand, index = request
     h = history[index]
     q = jnp.broadcast_to(cand[:, None], h.shape)
@@ -159,7 +159,7 @@ def din(params: Any, request: Any) -> jax.Array:
 
 
 def din_by_hand(params: Any, request: Any) -> jax.Array:
-    """Products with h and with q once per user and once per candidate."""
+    """Multiplies h once per user and q once per candidate."""
     history, cand, index = request
     width = cand.shape[1]
     wq, wh, wd, wp = (params["unit"][n * width : (n + 1) * width] for n in range(4))
@@ -175,7 +175,7 @@ def din_by_hand(params: Any, request: Any) -> jax.Array:
 
 
 def din_case(small: bool) -> Case:
-    """A history of 512 items."""
+    """Draws a history of 512 items."""
     users, batch, length, width = (4, 16, 8, 8) if small else (32, 2048, 512, 128)
     random = _Random()
     params = {
@@ -214,7 +214,7 @@ def _attention(q: jax.Array, k: jax.Array, v: jax.Array, mask: Any) -> jax.Array
 
 
 def transformer(params: Any, request: Any) -> jax.Array:
-    """The candidate is the last token: it attends to the history and to itself."""
+    """Appends the candidate as the last token, which attends to the history and to itself."""
     history, token, index = request
     x = jnp.concatenate([history[index], token[:, None]], axis=1)
     positions = jnp.arange(x.shape[1])
@@ -225,7 +225,7 @@ def transformer(params: Any, request: Any) -> jax.Array:
 
 
 def transformer_by_hand(params: Any, request: Any) -> jax.Array:
-    """The history once per user; candidates, in groups of equal size, attend to it."""
+    """Computes the history once per user; candidates, in groups of equal size, attend to it."""
     history, token, index = request
     users, length, width = history.shape
     x, cands = history, token.reshape(users, -1, width)
@@ -252,7 +252,7 @@ def transformer_by_hand(params: Any, request: Any) -> jax.Array:
 
 
 def transformer_case(small: bool) -> Case:
-    """8 layers of width 1280, a history of 1022, 64 candidates for each of 32 users."""
+    """Draws 8 layers of width 1280, a history of 1022, 64 candidates for each of 32 users."""
     sizes = (4, 16, 6, 16, 8, 2) if small else (32, 2048, 1022, 1280, 128, 8)
     users, batch, length, width, head, depth = sizes
     random = _Random()

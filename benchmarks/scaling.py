@@ -50,7 +50,7 @@ STRONG_BARS = {"linear_compression": 0.54, "attention": 0.54, "network": 0.54, "
 LARGE_BARS = {"network": 6.8, "training": 6.0}
 WEAK_BARS = {2: 0.95, 8: 0.93}
 #: Largest difference of results on several devices, relative to the largest result: a few roundings
-#: of bfloat16, since a part has another order of sums where its configuration is another one.
+#: of bfloat16, since another configuration of a kernel has another order of sums.
 TOLERANCE = 2.0**-6
 LEARNING_RATE = 1e-4
 
@@ -129,7 +129,7 @@ def network_program(
         return Program(forward, (params, parts), lambda x: placement.restore(_as_float(x)))
 
     def loss(params: Any, parts: Any, real: jax.Array) -> jax.Array:
-        # Labels: the first task is always met, the second never.
+        # The label of the first task is always 1, of the second always -1.
         logits = forward(params, parts) * jnp.asarray([-1.0, 1.0])[None]
         return jnp.sum(jax.nn.softplus(logits) * real[:, None]) / candidates
 

@@ -171,7 +171,7 @@ def _normal(rng: np.random.Generator, shape: tuple[int, ...], dtype: str) -> jax
 
 
 def _index(rng: np.random.Generator, size: int, values: int, is_ragged: bool) -> jax.Array:
-    """[size] int32 below `values`: sorted; or unsorted, with values that do not occur."""
+    """Draws [size] int32 below `values`: sorted; or unsorted, with values that do not occur."""
     if not is_ragged:
         return jax.device_put((np.arange(size) * values // size).astype(np.int32))
     chosen = rng.choice(values, max(1, values // 2), replace=False)

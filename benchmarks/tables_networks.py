@@ -22,8 +22,7 @@ RANKING = (
     ("rewritten", "`ikbo.rewrite` of the materialised"),
     ("rewritten-tuned", "`ikbo.rewrite` of the materialised, K aligned, cuDNN"),
 )
-#: Versions in the tables and plots of sweeps, without the tuned copies; another column, where it
-#: was measured.
+#: Versions in the tables and plots of sweeps; `SERVED` is a column where it was measured.
 SWEPT = (
     ("materialised", "materialised (users copied)"),
     ("hand-optimised", "hand-optimised for XLA, cuDNN"),

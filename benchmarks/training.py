@@ -29,7 +29,7 @@ from benchmarks.harness import Benchmark, Point
 from benchmarks.records import OUR_NAME, Record, describe_all, provider_of
 from ikbo_jax.models import ranking as model
 
-#: In this order, since a point takes most of a minute: compiling a version's step, 5 to 25 s.
+#: The most telling first: a version's step compiles in 5 to 25 s.
 SWEEPS = ("default", "users", "gdpa", "ratio")
 #: Candidates of a user, and queries of a candidate, in "ratio", the most telling first.
 RATIOS, QUERIES = (8, 1, 70), (16, 1, 64)
@@ -41,7 +41,7 @@ LOSS_TOLERANCE, NORM_TOLERANCE = 0.01, 0.05
 
 
 class Version(NamedTuple):
-    """One version of a network; `is_other`: it is another function, whose results are not checked.
+    """One version of a network; with `is_other`, another function, whose results are not checked.
 
     `make` takes a point's sizes and returns a function of parameters and inputs. It raises
     NotImplementedError with the reason if the version cannot run here.

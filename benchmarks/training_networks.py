@@ -178,7 +178,7 @@ def _activated(query: Any, key: Any, value: Any, _: Any, kv_lengths: Any, scale:
 
 
 def _padded(sizes: Sizes, inputs: Inputs, attend: Dense) -> Attention:
-    """The attentions by `attend`, over sequences padded to the longest one."""
+    """Makes the attentions by `attend`, over sequences padded to the longest one."""
     batch, longest, seeds = sizes.batch, sizes.max_length, sizes.seeds
     offsets = inputs.offsets
     lengths = offsets[1:] - offsets[:-1]
