@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 
 from ikbo_jax.ops import dispatch, sharded
-from ikbo_jax.ops.partition import Division, Rule, dimensions
+from ikbo_jax.ops.partition import Division, Rule, dimensions, map_sequentially
 from ikbo_jax.ops.platforms import by_platform
 from ikbo_jax.ops.settings import as_now
 from ikbo_jax.problems import Problem
@@ -440,26 +440,3 @@ def concatenate(size: int, array: jax.Array, is_batched: bool) -> jax.Array:
 def unstack[R](size: int, results: R) -> R:
     """Splits results of a folded problem along a new leading axis of `size` problems."""
     return jax.tree.map(lambda x: x.reshape(size, x.shape[0] // size, *x.shape[1:]), results)
-
-
-def map_sequentially(fn: Callable[..., Any], batched: Any, arguments: Any) -> Any:
-    """Runs a vmap as a loop, which needs the memory of one problem.
-
-    Args:
-      fn: takes a tree like `arguments` without batch axes.
-      batched: a tree of bools with the structure of `arguments`: which arrays have a leading batch
-        axis.
-      arguments: a tree of arrays.
-
-    Returns:
-      The results of `fn`, stacked along a leading axis.
-    """
-    leaves, treedef = jax.tree.flatten(arguments)
-    flags = jax.tree.leaves(batched)
-
-    def call_slice(slices: list[jax.Array]) -> Any:
-        rest = iter(slices)
-        pairs = zip(leaves, flags, strict=True)
-        return fn(jax.tree.unflatten(treedef, [next(rest) if b else x for x, b in pairs]))
-
-    return jax.lax.map(call_slice, [x for x, b in zip(leaves, flags, strict=True) if b])

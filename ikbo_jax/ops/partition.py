@@ -286,3 +286,26 @@ def vmapped(local: Local, batched: Sequence[bool]) -> Local:
         return jax.vmap(lambda *one: tuple(local(one, division)), axes)(*parts)
 
     return problems
+
+
+def map_sequentially(fn: Callable[..., Any], batched: Any, arguments: Any) -> Any:
+    """Runs a vmap as a loop, which needs the memory of one problem.
+
+    Args:
+      fn: takes a tree like `arguments` without batch axes.
+      batched: a tree of bools with the structure of `arguments`: which arrays have a leading batch
+        axis.
+      arguments: a tree of arrays.
+
+    Returns:
+      The results of `fn`, stacked along a leading axis.
+    """
+    leaves, treedef = jax.tree.flatten(arguments)
+    flags = jax.tree.leaves(batched)
+
+    def call_slice(slices: list[jax.Array]) -> Any:
+        rest = iter(slices)
+        pairs = zip(leaves, flags, strict=True)
+        return fn(jax.tree.unflatten(treedef, [next(rest) if b else x for x, b in pairs]))
+
+    return jax.lax.map(call_slice, [x for x, b in zip(leaves, flags, strict=True) if b])
