@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 from ikbo_jax.problems import hopper, memory
 from ikbo_jax.problems.attention import AttentionSizes
+from ikbo_jax.problems.gdpa_backward import GdpaBackwardConfig
 from ikbo_jax.problems.hopper import BLOCK_K, NUM_CONSUMERS, TILE_ROWS, WGMMA_M
 from ikbo_jax.problems.problem import Config
 
@@ -84,16 +85,6 @@ class StoredShared(NamedTuple):
     # columns
     result: Any  # [2 consumers * tiles, column blocks, 64, 64]
     f32_staging: Any  # [2 consumers, 64, columns] f32, only under interpretation
-
-
-class DQueryShared(NamedTuple):
-    """Shared memory and barriers of the launch of d_query alone; shapes follow the slot."""
-
-    queries: Any  # ring of [2 operands, 2 consumers, column blocks, 64, 64] and descriptors
-    keys_values: Any  # ring of [2 operands, column blocks, block_kv, 64]
-    statistics: Any  # [2 consumers, 2, 64] f32
-    statistics_free: Any
-    staging: Any  # [2 consumers, 64, block_kv], only under interpretation
 
 
 @dataclasses.dataclass(frozen=True)
@@ -210,23 +201,10 @@ class AttentionBackwardConfig(Config):
             **d_query,
         )
 
-    def d_query_shared(self, head_dim: int) -> DQueryShared:
-        blocks = hopper.column_blocks(head_dim)
-        return DQueryShared(
-            queries=memory.ring(
-                query_slots(head_dim),
-                ready=NUM_CONSUMERS * (2 * blocks + 1) + 1,
-                tiles=(2, NUM_CONSUMERS, blocks, WGMMA_M, BLOCK_K),
-                words=DESCRIPTOR_WORDS,
-            ),
-            keys_values=memory.ring(
-                self.kv_stages, ready=2 * blocks, tiles=(2, blocks, self.block_kv, BLOCK_K)
-            ),
-            statistics=memory.Floats((NUM_CONSUMERS, 2, WGMMA_M)),
-            # An array, so that it can be indexed; only element 0 is used.
-            statistics_free=memory.Barriers(2, NUM_CONSUMERS),
-            staging=memory.Staging((NUM_CONSUMERS, WGMMA_M, self.block_kv)),
-        )
+    def d_query_config(self, head_dim: int) -> GdpaBackwardConfig:
+        """Configuration of the launch of d_query alone, which is a kernel of gdpa's gradient."""
+        slots = query_slots(head_dim)
+        return GdpaBackwardConfig(self.block_kv, self.kv_stages, slots, packs_statistics=False)
 
     def stored_shared(self, head_dim: int) -> StoredShared:
         blocks, tiles = hopper.column_blocks(head_dim), NUM_CONSUMERS * self.query_tiles
@@ -255,7 +233,7 @@ class AttentionBackwardConfig(Config):
     def smem_bytes(self, head_dim: int) -> int:
         found: list[Any] = [self.shared(head_dim, x) for x in self.launches(head_dim)]
         if self.d_query == "launch":
-            found.append(self.d_query_shared(head_dim))
+            found.append(self.d_query_config(head_dim).shared(head_dim, 1))
         elif self.stores_d_scores:
             found.append(self.stored_shared(head_dim))
         return max(map(memory.smem_bytes, found))

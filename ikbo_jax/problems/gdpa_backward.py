@@ -42,6 +42,7 @@ class GdpaBackwardShared(NamedTuple):
     staging: Any  # [2 consumers, 2, 64, block], only under interpretation
     f32_staging: Any  # [2 consumers, 64, columns] f32, likewise
     packed: Any = None  # with a softmax: statistics, then the words of both rings; see `Packing`
+    statistics: Any = None  # [2, TILE_ROWS] f32, of a tile; None: packed
     statistics_free: Any = None  # and, in the kernel with one result, whether they were read
 
 
@@ -71,10 +72,15 @@ class GdpaBackwardConfig:
     Attributes:
       block: rows of each of the two operands in a pipeline stage; a multiple of 16.
       stages: stages of the ring.
+      slots: slots for a tile's operands and results. With one, which wide heads of attention have,
+        a tile is loaded after the result of the one before was stored.
+      packs_statistics: whether statistics are int32, beside the descriptors; otherwise f32.
     """
 
     block: int = 64
     stages: int = 3
+    slots: int = dataclasses.field(default=SLOTS, repr=False)
+    packs_statistics: bool = dataclasses.field(default=True, repr=False)
 
     def packing(self, num_results: int) -> Packing:
         """Lays out the words of a softmax's kernel with `num_results` results.
@@ -84,8 +90,8 @@ class GdpaBackwardConfig:
         """
         slots, rows = (self.stages, self.block) if num_results == 2 else (1, TILE_ROWS)
         stride = -(-rows // COPY_WORDS) * COPY_WORDS
-        item_words = slots * STATISTICS * stride
-        block_words = item_words + SLOTS * ITEM_WORDS
+        item_words = slots * STATISTICS * stride * self.packs_statistics
+        block_words = item_words + self.slots * ITEM_WORDS
         size = block_words + self.stages * BLOCK_WORDS
         return Packing(stride, item_words, block_words, size)
 
@@ -104,7 +110,7 @@ class GdpaBackwardConfig:
         has_words = packed is None
         return GdpaBackwardShared(
             stationary=memory.ring(
-                SLOTS,
+                self.slots,
                 ready=2 * NUM_CONSUMERS * blocks + 1 + ready[0],
                 tiles=(2, NUM_CONSUMERS, blocks, WGMMA_M, BLOCK_K),
                 words=ITEM_WORDS if has_words else None,
@@ -118,6 +124,7 @@ class GdpaBackwardConfig:
             staging=memory.Staging((NUM_CONSUMERS, 2, WGMMA_M, self.block)),
             f32_staging=memory.Staging((NUM_CONSUMERS, WGMMA_M, blocks * BLOCK_K), "float32"),
             packed=packed,
+            statistics=None if self.packs_statistics else memory.Floats((STATISTICS, TILE_ROWS)),
             statistics_free=statistics_free,
         )
 
