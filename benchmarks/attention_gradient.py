@@ -11,20 +11,18 @@ path in float32.
 from __future__ import annotations
 
 import dataclasses
-import functools
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
-from benchmarks import harness, production_draws
+from benchmarks import attention, harness
 from benchmarks.harness import Benchmark, Point
-from benchmarks.production import alternative
+from benchmarks.production import alternative, checked
 from benchmarks.production_draws import AttentionShape
-from benchmarks.production_programs import compare, exact_results, in_direction
-from benchmarks.production_providers import Contender, contenders
+from benchmarks.production_providers import contenders
 from benchmarks.records import OUR_NAME, Record, provider_of
 
-DEFAULT = AttentionShape(2048, 32, 64, 2048, 2, 2, 128, "bfloat16", "even", has_lengths=False)
+DEFAULT = dataclasses.replace(attention.DEFAULT, kv_len=2048)
 #: Bars of our fraction of the matmul, by S.
 FRACTION_BARS = {512: 0.45, 1024: 0.55, 2048: 0.62, 4096: 0.66, 8192: 0.68}
 #: Bars of our speed relative to cuDNN's on grouped queries: in "s", and in "given" relative to the
@@ -66,34 +64,13 @@ def points(sweep: str) -> Iterator[Point]:
 
 def measure_point(point: Point, run: harness.Run) -> dict[str, Any]:
     """Checks all versions at a point, and times them interleaved; with "quick", the first two."""
-    makers = list(contenders(point.case))
-    exact = exact_results(makers[1](), point.direction)
-
-    def compiled(make: Callable[[], Contender]) -> harness.Contender:
-        try:
-            contender = make()
-        except NotImplementedError as unable:
-            return harness.Contender({"name": make.__name__, "stage": "-", "skipped": str(unable)})
-        return harness.compile_and_check(
-            contender.name,
-            contender.stage,
-            lambda: in_direction(contender, point.direction),
-            functools.partial(compare, contender, point.direction, exact),
-        )
-
-    chosen = makers[: 2 if run.options.quick else None]
+    makers = list(contenders(point.case))[: 2 if run.options.quick else None]
     flops = harness.ATTENTION_WORK[point.direction] * point.case.flops
-    return {
-        "sweep": point.sweep,
-        "label": point.label,
-        "direction": point.direction,
-        "problem": dataclasses.asdict(point.case),
-        **harness.measure(list(map(compiled, chosen)), run.protocol, flops),
-    }
+    return harness.measure(checked(makers, point.direction), run.protocol, flops)
 
 
 def bars(point: Record, all_points: Sequence[Record], name: str = OUR_NAME) -> str:
-    """Text with the figures of this library at a point, each next to its bar."""
+    """Formats the figures of this library at a point, each next to its bar."""
     del all_points
     ours = provider_of(point, OUR_NAME)
     if ours is None or name != OUR_NAME:
@@ -113,7 +90,7 @@ BENCHMARK = Benchmark(
     "attention_gradient",
     tuple(SWEEPS),
     lambda o: (point for sweep in o.sweep for point in points(sweep)),
-    lambda point: dataclasses.replace(point, case=production_draws.shrink(point.case)),
+    attention.shrink,
     measure_point,
     bars,
 )

@@ -23,15 +23,17 @@ from typing import Any, NoReturn
 import jax
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
+#: Part of the budget after which no further point is compiled before the timing.
+COMPILING = 0.45
 
 
 def command(module: str, *args: str) -> list[str]:
-    """The command that runs a module of this tree in another process; start it in `ROOT`."""
+    """Makes the command that runs a module of this tree in another process, started in `ROOT`."""
     return [sys.executable, "-m", module, *args]
 
 
 def environment(extra: Mapping[str, str]) -> dict[str, str]:
-    """This process's environment, with which a child imports this tree.
+    """Makes the environment of a child process, with which it imports this tree.
 
     Without the entry in PYTHONPATH, a child of a process that was started in another folder would
     not find `benchmarks`, or would import an installed `ikbo_jax`.
@@ -40,8 +42,8 @@ def environment(extra: Mapping[str, str]) -> dict[str, str]:
     return {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths)), **extra}
 
 
-#: With these variables, a process gives memory of arrays that are gone back to the device whenever
-#: it waits for the device; otherwise it keeps what it once had. A call takes 68 us instead of 59.
+#: With these variables, a process returns the memory of deleted arrays to the device whenever it
+#: waits for the device; otherwise the process keeps it. A call takes 68 us instead of 59.
 #: (Five arrays of 4 GiB on an H100 with jax 0.11.2: 591 MiB left instead of 33,329.)
 GIVING_BACK = {
     "XLA_PYTHON_CLIENT_ALLOCATOR": "cuda_async",
@@ -52,12 +54,9 @@ GIVING_BACK = {
 def start(
     module: str, args: Sequence[Sequence[str]], extra: Mapping[str, str] | None = None
 ) -> list[subprocess.Popen[bytes]]:
-    """Starts processes that share a GPU.
+    """Starts processes of a module that share a GPU, one for each list of arguments.
 
-    Args:
-      module: what they run.
-      args: a list of arguments for each process.
-      extra: further variables of their environment.
+    `extra` are further variables of their environment.
     """
     shared = environment({"XLA_PYTHON_CLIENT_PREALLOCATE": "false", **(extra or {})})
     return [subprocess.Popen(command(module, *x), cwd=ROOT, env=shared) for x in args]
@@ -88,22 +87,13 @@ def wait(processes: Sequence[subprocess.Popen[bytes]], words: str = "") -> None:
         print(f"{failed} of {len(processes)} compiling processes failed{words}", file=sys.stderr)
 
 
-def claims(
-    folder: pathlib.Path,
-    number: int,
-    until: float = float("inf"),
-    go_on: Callable[[], bool] = lambda: True,
-) -> Iterator[int]:
-    """Yields numbers below `number`, each to one of the processes that share a folder.
+def claims(folder: pathlib.Path, number: int, until: float = float("inf")) -> Iterator[int]:
+    """Yields numbers below `number`, each to one of the processes that share a new folder.
 
-    Args:
-      folder: a folder of its own for each piece of work.
-      number: the end of the range.
-      until: time, in Unix seconds, after which this process gets no further number.
-      go_on: called before each claim; if it returns False, this process gets no further number.
+    After the Unix time `until`, this process gets no further number.
     """
     for n in range(number):
-        if time.time() > until or not go_on():
+        if time.time() > until:
             return
         try:
             (folder / f"claimed-{n}").touch(exist_ok=False)
@@ -126,19 +116,17 @@ def share(folder: pathlib.Path) -> None:
 
 
 def parsed(parser: argparse.ArgumentParser, argv: Sequence[str] | None) -> argparse.Namespace:
-    """The parsed command line (None: this process's), which is also in the field "argv"."""
+    """Parses a command line (None: this process's), which is also in the field "argv"."""
     given = sys.argv[1:] if argv is None else list(argv)
     return argparse.Namespace(**vars(parser.parse_args(given)), argv=given)
 
 
 @dataclasses.dataclass(frozen=True)
 class Jobs:
-    """The processes of a benchmark that compile.
+    """The processes of a benchmark that compile; `number` 0: points are compiled where timed.
 
-    Attributes:
-      number: how many; 0 if points are compiled where they are timed.
-      arguments: the benchmark's command line, with which they are started.
-      shared: in such a process, the folder that they share; None in the one that times.
+    `arguments` is the benchmark's command line. `shared` is the folder that the compiling processes
+    share; None in the process that times.
     """
 
     number: int = 0
@@ -147,7 +135,6 @@ class Jobs:
 
     @staticmethod
     def add_options(parser: argparse.ArgumentParser) -> None:
-        """Adds the options that `of` reads."""
         words = (
             "processes that compile all points before the first is timed; XLA then chooses GEMMs "
             "while others use the device (default: 0, each point is compiled before it is timed)"
@@ -157,12 +144,12 @@ class Jobs:
 
     @classmethod
     def of(cls, options: argparse.Namespace) -> Jobs:
-        """Those of a command line; none if its parser lacks the options."""
+        """Reads the options of a command line; no processes if its parser lacks them."""
         return cls(options.jobs, options.argv, options.shared) if "shared" in options else cls()
 
     @contextlib.contextmanager
     def programs(self, op: str) -> Iterator[None]:
-        """Has the programs of the benchmark `op` compiled; to be entered before the device is used.
+        """Lets other processes compile the programs of `op`; entered before the device is used.
 
         A process that uses the device keeps most of its memory.
         """

@@ -51,18 +51,12 @@ BEFORE = f"{ikbo_jax.__name__}_before"
 SAME, REPEATS = 0.01, 2
 #: Milliseconds under which a call is also timed on the device, since Python launches no faster.
 SHORT_MS = 0.1
-#: Part of the budget after which no further point is compiled.
-COMPILING = 0.45
 
 
 def unpack(before: str, folder: pathlib.Path) -> str:
     """Puts the package of a commit or folder into `folder`, under the name `BEFORE`.
 
-    Returns:
-      The commit's hash, or the folder's name.
-
-    Raises:
-      ValueError: there is no such commit or folder.
+    Returns the commit's hash, or the folder's name; raises ValueError if there is none.
     """
     source = pathlib.Path(before)
     if (source / ikbo_jax.__name__).is_dir():
@@ -91,7 +85,7 @@ def unpack(before: str, folder: pathlib.Path) -> str:
 
 
 def libraries(folder: pathlib.Path) -> dict[str, ModuleType]:
-    """Both versions of the library; the older one was unpacked into `folder`."""
+    """Imports both versions of the library; the older one was unpacked into `folder`."""
     sys.path.insert(0, str(folder))
     try:
         before = importlib.import_module(BEFORE)
@@ -111,7 +105,7 @@ def _bits(x: jax.Array) -> jax.Array:
 
 
 def _difference(before: Sequence[jax.Array], after: Sequence[jax.Array]) -> list[dict[str, Any]]:
-    """For each array: elements that differ, the first one, and the largest difference and value."""
+    """Finds for each array the elements that differ, and the largest difference and value."""
     found = []
     for a, b in zip(before, after, strict=True):
         differs = (_bits(a) != _bits(b)).reshape(-1)
@@ -126,41 +120,33 @@ def _difference(before: Sequence[jax.Array], after: Sequence[jax.Array]) -> list
     return found
 
 
-def _lowered(fn: Callable[..., Any], *args: Any, timed: bool) -> tuple[Any, Any]:
-    """A compiled program and its result's shapes."""
+def _serialised(fn: Callable[..., Any], *args: Any, timed: bool = False) -> tuple[Any, Any]:
+    """Compiles a program; returns its serialised form and its result's shapes."""
     untimed = None if timed or jax.default_backend() != "gpu" else UNTIMED_ON_GPU
     lowered = jax.jit(fn).lower(*args)
-    return lowered.compile(untimed), lowered.out_info
+    return executables.to_entry(lowered.compile(untimed), lowered.out_info)[1], lowered.out_info
 
 
 def _flat(fn: Callable[[Any], Any], tree: Any, *leaves: Any) -> list[Any]:
     return jax.tree.leaves(fn(jax.tree.unflatten(tree, leaves)))
 
 
-def _entry(compiled: Any, out: Any) -> Any:
-    return executables.to_entry(compiled, out)[1]
-
-
 def compiled(subject: Subject, versions: Mapping[str, ModuleType]) -> dict[str, Any]:
-    """Compiles the programs of a subject.
+    """Compiles and serialises the programs "inputs", "difference" and one for each version.
 
-    Returns:
-      Serialised programs "inputs", "difference" and one for each version; or "failure" with the
-      reason.
+    If they cannot be compiled, "failure" has the reason.
     """
     try:
         shapes, tree = jax.tree.flatten(jax.eval_shape(subject.inputs))
-        make = _lowered(lambda: jax.tree.leaves(subject.inputs()), timed=False)
-        found: dict[str, Any] = {"inputs": _entry(*make)}
-        results: dict[str, Any] = {}
+        make, _ = _serialised(lambda: jax.tree.leaves(subject.inputs()))
+        found, results = {"inputs": make}, {}
         for name, library in versions.items():
             run = functools.partial(_flat, subject.call(library), tree)
-            program, results[name] = _lowered(run, *shapes, timed=True)
-            found[name] = _entry(program, results[name])
+            found[name], results[name] = _serialised(run, *shapes, timed=True)
         alike = [[(x.shape, x.dtype) for x in out] for out in results.values()]
         if alike[0] != alike[1]:
             return {"failure": f"the results' shapes differ: {alike[0]}, now {alike[1]}"}
-        found["difference"] = _entry(*_lowered(_difference, *results.values(), timed=False))
+        found["difference"], _ = _serialised(_difference, *results.values())
         return found
     except Exception as error:
         return {"failure": f"{type(error).__name__}: {str(error)[:300]}"}
@@ -180,7 +166,7 @@ def compile_all(
 
 
 def loaded(path: pathlib.Path) -> dict[str, Any]:
-    """The programs of a file, or "failure" with the reason."""
+    """Loads the programs of a file, or "failure" with the reason."""
     try:
         stored: dict[str, Any] = pickle.loads(path.read_bytes())
         if "failure" in stored:
@@ -194,7 +180,7 @@ def loaded(path: pathlib.Path) -> dict[str, Any]:
 
 
 def _times(thunks: Mapping[str, Any], protocol: harness.Protocol) -> dict[str, list[float]]:
-    """Samples of both versions; more of them if the medians differ."""
+    """Times both versions, again if the medians differ."""
     samples: dict[str, list[float]] = {name: [] for name in thunks}
     for _ in range(1 + REPEATS):
         more = interleaved_ms(thunks, window_s=protocol.window_s, rounds=protocol.rounds)
@@ -210,23 +196,16 @@ def measure_point(
 ) -> dict[str, Any]:
     """Compares the results of both versions bit by bit, and times the versions by turns.
 
-    Args:
-      subject: the point.
-      programs: what `loaded` returned for it.
-      protocol: parameters of the timing.
+    `programs` are the subject's of `loaded`; raises RuntimeError if they could not be compiled.
     """
-    point = {"sweep": subject.sweep, "label": subject.label, "problem": _plain(subject.sizes)}
     if "failure" in programs:
-        return point | {"failure": programs["failure"]}
-    try:
-        inputs = programs["inputs"]()
-        results = {name: programs[name](*inputs) for name in ("before", "after")}
-        found = jax.device_get(programs["difference"](*results.values()))
-        del results
-        thunks = {n: functools.partial(programs[n], *inputs) for n in ("before", "after")}
-        samples = _times(thunks, protocol)
-    except Exception as error:
-        return point | {"failure": f"{type(error).__name__}: {str(error)[:300]}"}
+        raise RuntimeError(programs["failure"])
+    inputs = programs["inputs"]()
+    results = {name: programs[name](*inputs) for name in ("before", "after")}
+    found = jax.device_get(programs["difference"](*results.values()))
+    del results
+    thunks = {n: functools.partial(programs[n], *inputs) for n in ("before", "after")}
+    samples = _times(thunks, protocol)
     differences = [
         {"result": n, "count": int(d["count"]), "first": int(d["first"])}
         | {"largest": float(d["largest"]), "of": float(d["of"])}
@@ -242,6 +221,7 @@ def measure_point(
             field = "device_ms"
             times[name][field] = measured.ms
     ratio = times["after"][field] / times["before"][field]
+    point = {"sweep": subject.sweep, "label": subject.label, "problem": _plain(subject.sizes)}
     return point | {**times, "ratio": ratio, "ratio_of": field, "differences": differences}
 
 
@@ -252,15 +232,13 @@ def _plain(sizes: Any) -> Any:
 
 
 def _describe(point: Record) -> str:
-    if "failure" in point:
-        return f"FAILED: {point['failure']}"
-    field = point["ratio_of"]
-    times = f"{point['before'][field]:.4f} -> {point['after'][field]:.4f} ms"
-    return f"{times}, {point['ratio']:.3f}, {equality(point)}"
+    before, after = (point[version][point["ratio_of"]] for version in ("before", "after"))
+    slower = ", SLOWER" if point["ratio"] > 1 + SAME else ""
+    return f"{before:.4f} -> {after:.4f} ms, {point['ratio']:.3f}, {equality(point)}{slower}"
 
 
 def equality(point: Record) -> str:
-    """Whether the results are equal, and where and by how much they differ."""
+    """Says whether the results are equal, and where and by how much they differ."""
     if not point["differences"]:
         return "equal"
     return "; ".join(
@@ -270,30 +248,10 @@ def equality(point: Record) -> str:
     )
 
 
-def format_table(results: Record) -> str:
-    """The results as plain text: point, before, after, ratio, equality."""
-    names = [f"{p['sweep']} {p['label']}" for p in results["points"]]
-    wide = max(map(len, names), default=5) + 2
-    lines = [f"{'point':<{wide}}{'before':>10}{'after':>10}{'ratio':>8}  equal"]
-    for name, point in zip(names, results["points"], strict=True):
-        if "failure" in point:
-            lines.append(f"{name:<{wide}}  FAILED: {point['failure']}")
-            continue
-        times = (point[version][point["ratio_of"]] for version in ("before", "after"))
-        figures = "".join(f"{ms:>10.4f}" for ms in times) + f"{point['ratio']:>8.3f}"
-        slower = "  SLOWER" if point["ratio"] > 1 + SAME else ""
-        lines.append(f"{name:<{wide}}{figures}  {equality(point)}{slower}")
-    return "\n".join(lines)
-
-
 def run(args: argparse.Namespace) -> dict[str, Any]:
-    """Compares points, and writes the results file after every point.
-
-    Raises:
-      ValueError: there is no such commit, folder or point.
-    """
+    """Compares points; raises ValueError if there is no such commit, folder or point."""
     bench = harness.Run("compare", args, times_matmul=False)
-    until = time.time() + COMPILING * args.budget_s
+    until = time.time() + children.COMPILING * args.budget_s
     with tempfile.TemporaryDirectory() as scratch:
         folder = pathlib.Path(scratch)
         commit = unpack(args.before, folder)
@@ -315,14 +273,14 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
         bench.results["left_out"] += [s.name for s in subjects if s not in ready]
 
         def measure(subject: Subject) -> dict[str, Any]:
-            # Not kept: programs on the device for every point would leave less memory to others.
+            # Popped: programs of all points on the device would leave less memory to the others.
             return measure_point(subject, programs.pop(subject.name), bench.protocol)
 
         return bench.measure(ready, measure, _describe)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Command line; returns 1 if a point failed or was left out."""
+    """Runs the command line; returns 1 if a point failed or was left out."""
     parser = harness.parser("compare")
     words = "a commit, or a folder that holds ikbo_jax"
     parser.add_argument("--before", required=True, help=words)
@@ -345,9 +303,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except ValueError as error:
         print(error, file=sys.stderr)
         return 2
-    harness.print_results({**results, "points": []}, format_table(results))
-    failed = any("failure" in point for point in results["points"]) or "failed" in results
-    return 1 if failed or results["left_out"] else 0
+    lines = (f"{p['sweep']} {p['label']}: {_describe(p)}" for p in results["points"])
+    harness.print_results({**results, "points": []}, "\n".join(lines))
+    return 1 if "failed" in results or results["left_out"] else 0
 
 
 if __name__ == "__main__":

@@ -25,14 +25,9 @@ Call = Callable[[ModuleType], Callable[[Any], Any]]
 
 @dataclasses.dataclass(frozen=True)
 class Subject:
-    """One program at one set of sizes.
+    """One program at one set of sizes, by which equal points of several sweeps are recognised.
 
-    Attributes:
-      sweep: name in `GROUPS`, and name of the sweep of that benchmark.
-      label: name of the point in the sweep.
-      sizes: the sizes, by which equal points of several sweeps are recognised.
-      inputs: makes the inputs, a tree of arrays; may be traced.
-      call: see `Call`.
+    `sweep` begins with the name in `GROUPS`. `inputs` makes a tree of arrays, and may be traced.
     """
 
     sweep: str
@@ -69,7 +64,7 @@ def _gdpa(library: ModuleType, case: Any, inputs: Any) -> Any:
 def _gradients(
     op: Callable[..., Any], number: int, library: ModuleType, case: Any, inputs: Any
 ) -> Any:
-    """The gradients of the first `number` inputs alone: XLA removes what only the result needs."""
+    """Computes gradients of the first `number` inputs alone: XLA removes the result."""
     arrays, cotangent = inputs
 
     def of_some(*some: Any) -> Any:
@@ -97,16 +92,20 @@ def _on_gpu() -> bool:
 
 
 def _points(benchmark: Benchmark, *options: str) -> Iterator[Point]:
-    """The points of a benchmark, with sizes for this device."""
+    """Yields the points of a benchmark, with sizes for this device."""
     for point in benchmark.points(benchmark.parse(["--out", os.devnull, *options])):
         yield point if _on_gpu() else benchmark.shrink(point)
 
 
+def _case_of(sizes: Any) -> Any:
+    """Returns the case of the op itself, whose `inputs` are the op's."""
+    return sizes.case if isinstance(sizes, gdpa.Sizes) else getattr(sizes, "forward", sizes)
+
+
 def _of_op(op: Callable[..., Any], benchmark: Benchmark, *options: str) -> Iterator[Subject]:
     for point in _points(benchmark, *options):
-        is_gdpa = isinstance(point.case, gdpa.Sizes)
-        case = point.case.case if is_gdpa else point.case
-        label = gdpa.name_of(point) if is_gdpa else point.label
+        case = _case_of(point.case)
+        label = gdpa.name_of(point) if isinstance(point.case, gdpa.Sizes) else point.label
         yield Subject(point.sweep, label, point.case, case.inputs, _call(op, case))
 
 
@@ -121,9 +120,7 @@ def _of_gradients(
         return inputs, jax.random.normal(jax.random.key(1), out.shape, out.dtype)
 
     for subject in _of_op(op, benchmark, *options):
-        sizes = subject.sizes
-        case = sizes.case if isinstance(sizes, gdpa.Sizes) else sizes
-        call = _call(functools.partial(_gradients, op, number), case)
+        call = _call(functools.partial(_gradients, op, number), _case_of(subject.sizes))
         inputs = functools.partial(with_cotangent, subject)
         yield dataclasses.replace(subject, inputs=inputs, call=call)
 
@@ -152,13 +149,10 @@ GROUPS: dict[str, Callable[[], Iterator[Subject]]] = {
 
 
 def chosen(names: Sequence[str]) -> list[Subject]:
-    """The subjects of groups, or those whose names begin with one of `names`.
+    """Selects subjects by names: "GROUP", "GROUP SWEEP" or "GROUP SWEEP LABEL".
 
-    A name is "GROUP", "GROUP SWEEP" or "GROUP SWEEP LABEL"; equal sizes of one group occur once.
-    The groups take turns, so that a run that is cut short has points of each.
-
-    Raises:
-      ValueError: no subject has one of the names.
+    Equal sizes of one group occur once. The groups take turns, so that a run that is cut short has
+    points of each. Raises ValueError if no subject has one of the names.
     """
     groups: list[list[Subject]] = []
     found = set()

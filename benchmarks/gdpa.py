@@ -13,26 +13,23 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import functools
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
-import ikbo_jax
-from benchmarks import harness, yardsticks
-from benchmarks.attention import add_dtype
+from benchmarks import harness, production_providers
 from benchmarks.harness import Benchmark, Point
+from benchmarks.production import in_direction
+from benchmarks.production_providers import Contender
 from benchmarks.records import OUR_NAME, Record, ours_at, provider_of
 from ikbo_jax.cases.error_rule import Check
 from ikbo_jax.cases.gdpa import Case, uniform_lengths
-from ikbo_jax.cases.gdpa_oracle import RESULTS, Inputs, checked_rows, expected, worst_error
+from ikbo_jax.cases.gdpa_backward import RESULTS, Inputs, check_results
 from ikbo_jax.problems import GdpaProblem
 from ikbo_jax.reference.activations import SOFTMAX
-from ikbo_jax.reference.gdpa import Arrays
 
 BATCH = 1152
 LENGTHS = (256, 512, 1024, 2048)
@@ -61,8 +58,6 @@ RELATIVE_BARS = {
 #: direction.
 PMA_BAR = 2.0
 SOFTMAX_BARS = {"forward": 0.97, "backward": 0.90}
-#: Number of sequences whose results are compared with the oracle.
-NUM_CHECKED = 4
 #: Largest number of query-key pairs per head for the XLA path: full sequences of 1024.
 MAX_XLA_PAIRS = 1152 * 1024**2
 
@@ -71,18 +66,8 @@ MAX_XLA_PAIRS = 1152 * 1024**2
 class Sizes:
     """A problem, as in results files.
 
-    Attributes:
-      batch: number of sequences of queries and of keys.
-      q_len: queries of the longest sequence.
-      kv_len: keys of the longest sequence.
-      heads: number of query heads and of key heads.
-      head_dim: H, head width.
-      dtype: dtype of all arrays.
-      activation: activation of all heads.
-      approx: name of an approximation, or None.
-      lengths: "full" (q_len and kv_len for all sequences) or "half" (uniform in 1..kv_len, the same
-        for queries and keys).
-      broadcast_q: whether all sequences have the same queries.
+    The longest sequence has `q_len` queries and `kv_len` keys. With `lengths` "full", so have all
+    sequences; with "half", lengths are uniform in 1..kv_len, the same for queries and keys.
     """
 
     batch: int
@@ -109,33 +94,20 @@ class Sizes:
         return Case(problem, "uniform" if self.lengths == "half" else "spread")
 
     def with_softmax(self) -> Sizes:
-        """The same sizes with softmax as activation."""
         return dataclasses.replace(self, activation=SOFTMAX, approx=None)
 
 
-#: Activations and approximations in "activations", at length 1024.
+#: Activations, each with its approximation if it has one, in "activations".
 ACTIVATIONS = (
-    ("gelu_tanh", "tanh"),
-    ("gelu_tanh", "tanh_bf16"),
-    ("gelu_tanh", None),
-    ("gelu", None),
-    ("gelu", "polynomial"),
-    ("silu", "tanh"),
-    ("silu", "tanh_bf16"),
-    ("silu", None),
-    ("relu", None),
-    ("leaky_relu", None),
-    ("relu_squared", None),
-    ("hardswish", None),
-    ("identity", None),
-    (SOFTMAX, None),
+    *("gelu_tanh tanh", "gelu_tanh tanh_bf16", "gelu_tanh", "gelu", "gelu polynomial"),
+    *("silu tanh", "silu tanh_bf16", "silu", "relu", "leaky_relu", "relu_squared", "hardswish"),
+    *("identity", SOFTMAX),
 )
 
 
-def _activations() -> Iterator[tuple[str, Sizes]]:
-    for activation, approx in ACTIVATIONS:
-        name = activation if approx is None else f"{activation} {approx}"
-        yield name, Sizes(BATCH, 1024, 1024, activation=activation, approx=approx)
+def _activated(name: str) -> tuple[str, Sizes]:
+    activation, _, approx = name.partition(" ")
+    return name, Sizes(BATCH, 1024, 1024, activation=activation, approx=approx or None)
 
 
 def _over_lengths(lengths: str, kv_len: int | None = None) -> list[tuple[str, Sizes]]:
@@ -150,7 +122,7 @@ SWEEPS: dict[str, Sequence[tuple[str, Sizes]]] = {
     "full": _over_lengths("full"),
     "half": _over_lengths("half"),
     "kv256": _over_lengths("full", SHORT_KV),
-    "activations": list(_activations()),
+    "activations": list(map(_activated, ACTIVATIONS)),
     "pma": [
         (f"KV={length}", Sizes(BATCH, 32, length, broadcast_q=True))
         for length in (1024, 2048, 4096)
@@ -163,178 +135,133 @@ SWEEPS: dict[str, Sequence[tuple[str, Sizes]]] = {
 }
 
 
-def points(sweep: str, direction: str = "forward", dtype: str = "bfloat16") -> Iterator[Point]:
+def points(sweep: str, direction: str = "forward") -> Iterator[Point]:
     """Yields the points of a sweep in one direction."""
     for name, sizes in SWEEPS[sweep]:
-        case = dataclasses.replace(sizes, dtype=dtype)
-        yield Point(sweep, f"{name} {direction}", case, direction)
+        yield Point(sweep, f"{name} {direction}", sizes, direction)
 
 
 def name_of(point: Point) -> str:
-    """The label without the direction."""
+    """Removes the direction from a point's label."""
     return point.label.removesuffix(f" {point.direction}")
 
 
 def shrink(point: Point) -> Point:
-    """The point with sizes small enough for a CPU."""
+    """Makes the point's sizes small enough for a CPU."""
     p = point.case
-    return point.with_case(
-        batch=p.batch // 128,
-        q_len=max(2, p.q_len // 32),
-        kv_len=p.kv_len // 32,
-        heads=2,
-        head_dim=p.head_dim // 8,
-    )
+    lengths = {"q_len": max(2, p.q_len // 32), "kv_len": p.kv_len // 32}
+    return point.with_case(batch=p.batch // 128, heads=2, head_dim=p.head_dim // 8, **lengths)
 
 
-#: Takes the arrays; returns the result [rows, N, H].
-Op = Callable[[Arrays], jax.Array]
+#: Takes the fields of `Arrays`; returns the result [rows, N, H].
+Op = Callable[..., jax.Array]
 
 
-@dataclasses.dataclass(frozen=True)
-class Provider:
-    """One implementation of the op.
+class Provider(NamedTuple):
+    """One implementation of the op; with `is_softmax`, softmax whatever the activation.
 
-    Attributes:
-      name: short name, the key in results files.
-      stage: description.
-      make: takes sizes and inputs; returns the op. Raises NotImplementedError with the reason if
-        the provider cannot run here.
-      is_softmax: whether it computes softmax for every activation.
+    `make` returns the op of sizes, or raises NotImplementedError with the reason.
     """
 
     name: str
     stage: str
-    make: Callable[[Sizes, Inputs], Op]
+    make: Callable[[Sizes], Op]
     is_softmax: bool = False
 
     def sizes(self, sizes: Sizes) -> Sizes:
-        """The sizes that the provider computes for a point with `sizes`."""
         return sizes.with_softmax() if self.is_softmax else sizes
 
-    def prepare(
-        self, sizes: Sizes, inputs: Inputs, direction: str
-    ) -> tuple[Callable[..., tuple[jax.Array, ...]], tuple]:
-        """A function that computes `RESULTS[direction]`, and its arguments on the device."""
-        op = self.make(sizes, inputs)
-
-        def vjp(arrays: Arrays) -> tuple[jax.Array, Callable[[jax.Array], tuple]]:
-            out, pull = jax.vjp(lambda *x: op(Arrays._make((*x, *arrays[3:]))), *arrays[:3])
-            return out, pull
-
-        def both(inputs: Inputs) -> tuple[jax.Array, ...]:
-            out, pull = vjp(inputs.arrays)
-            return (out, *pull(inputs.d_out))
-
-        if direction == "forward":
-            return lambda arrays: (op(arrays),), (inputs.arrays,)
-        if direction == "both":
-            return both, (inputs,)
-        # The residuals of the forward pass are computed before the timing. They contain copies of
-        # the inputs, which would not fit in memory for all providers: replace them by the inputs.
-        _, pull = jax.jit(vjp)(inputs.arrays)
-        deduplicate = functools.partial(_equal_array, jax.tree.leaves(inputs.arrays))
-        pull = jax.tree.map(deduplicate, pull)
-        return lambda pull, d_out: pull(d_out), (pull, inputs.d_out)
-
-
-def _equal_array(arrays: Sequence[jax.Array], array: jax.Array) -> jax.Array:
-    """The first of `arrays` that equals `array`; `array` if none does."""
-    alike = (x for x in arrays if (x.shape, x.dtype) == (array.shape, array.dtype))
-    return next((x for x in alike if bool(jnp.array_equal(x, array))), array)
-
-
-def _gdpa(sizes: Sizes, inputs: Inputs, contender: str) -> Op:
-    case = sizes.case
-    if contender == "decomposed" and case.pairs > MAX_XLA_PAIRS:
-        raise NotImplementedError(
-            f"too long: {case.pairs / 1e9:.2f}e9 pairs of a query and a key, more than "
-            f"{MAX_XLA_PAIRS / 1e9:.2f}e9"
+    def prepare(self, sizes: Sizes, inputs: Inputs, direction: str) -> tuple[Callable, tuple]:
+        """Returns a function that computes `RESULTS[direction]`, and its arguments."""
+        arrays = inputs.arrays
+        contender = Contender(
+            self.name, self.stage, self.make(self.sizes(sizes)), arrays[:3], arrays[3:]
         )
-    op = case.contender(contender)
-    return lambda arrays: op(*arrays)
+        return in_direction(contender, direction, inputs.d_out)
 
 
-def _dense(sizes: Sizes, attend: Callable[..., jax.Array]) -> Op:
-    """The op by `attend` on query [batch, T, N, H], key and value [batch, S, N, H]."""
-    if sizes.lengths != "full":
-        raise NotImplementedError("needs equal lengths")
+def _op(contender: str) -> Callable[[Sizes], Op]:
+    """Makes this library's op."""
 
-    def op(arrays: Arrays) -> jax.Array:
-        query, key, value = arrays[:3]
-        q_shape, kv_shape = (
-            (sizes.batch, length, sizes.heads, sizes.head_dim)
-            for length in (sizes.q_len, sizes.kv_len)
-        )
-        dense = (
-            jnp.broadcast_to(query, q_shape) if sizes.broadcast_q else query.reshape(q_shape),
-            key.reshape(kv_shape),
-            value.reshape(kv_shape),
-        )
-        return attend(*dense).reshape(-1, sizes.heads, sizes.head_dim)
+    def make(sizes: Sizes) -> Op:
+        case = sizes.case
+        if contender == "decomposed" and case.pairs > MAX_XLA_PAIRS:
+            raise NotImplementedError(
+                f"too long: {case.pairs / 1e9:.2f}e9 pairs of a query and a key, more than "
+                f"{MAX_XLA_PAIRS / 1e9:.2f}e9"
+            )
+        return case.contender(contender)
 
-    return op
+    return make
 
 
-def _yardstick(sizes: Sizes, inputs: Inputs, library: yardsticks.Library) -> Op:
-    return _dense(sizes, library())
+def _dense(library: production_providers.Library) -> Callable[[Sizes], Op]:
+    """Makes the op of a library's attention on query [batch, T, N, H], key and value."""
+
+    def make(sizes: Sizes) -> Op:
+        if sizes.lengths != "full":
+            raise NotImplementedError("needs equal lengths")
+        attend, width = library(), (sizes.heads, sizes.head_dim)
+
+        def op(query: jax.Array, key: jax.Array, value: jax.Array, *_: Any) -> jax.Array:
+            q_shape, kv_shape = ((sizes.batch, n, *width) for n in (sizes.q_len, sizes.kv_len))
+            dense = (
+                jnp.broadcast_to(query, q_shape) if sizes.broadcast_q else query.reshape(q_shape),
+                key.reshape(kv_shape),
+                value.reshape(kv_shape),
+            )
+            return attend(*dense).reshape(-1, *width)
+
+        return op
+
+    return make
 
 
-def _attention(sizes: Sizes, inputs: Inputs) -> Op:
+def _own_users() -> Callable[..., jax.Array]:
+    """Makes `ikbo_jax.attention` with a user for every sequence."""
+
     def attend(query: jax.Array, key: jax.Array, value: jax.Array) -> jax.Array:
-        index = jnp.arange(sizes.batch, dtype=jnp.int32)
-        out = ikbo_jax.attention(query, key, value, index, indices_are_sorted=True)
-        assert isinstance(out, jax.Array)
-        return out
+        index = jnp.arange(len(query), dtype=jnp.int32)
+        return production_providers.attend(query, key, value, index, indices_are_sorted=True)
 
-    return _dense(sizes, attend)
+    return attend
 
 
-def _padded(sizes: Sizes, inputs: Inputs, library: yardsticks.Library) -> Op:
-    """Softmax attention over sequences padded to the longest one; the time includes the padding."""
-    if sizes.lengths != "half":
-        raise NotImplementedError("needs lengths that differ")
-    attend = library()
+def _padded(library: production_providers.Library) -> Callable[[Sizes], Op]:
+    """Makes attention over sequences padded to the longest one; the time includes the padding."""
 
-    def op(arrays: Arrays) -> jax.Array:
-        offsets = arrays.cu_seqlens_kv
-        lengths = offsets[1:] - offsets[:-1]
-        pad, unpad = yardsticks.padding(offsets, arrays.key.shape[0], sizes.kv_len)
-        with jax.numpy_dtype_promotion("standard"):
-            padded = map(pad, arrays[:3])
-            out = attend(*padded, query_seq_lengths=lengths, key_value_seq_lengths=lengths)
-        return unpad(out)
+    def make(sizes: Sizes) -> Op:
+        if sizes.lengths != "half":
+            raise NotImplementedError("needs lengths that differ")
+        attend = library()
 
-    return op
+        def op(query: Any, key: Any, value: Any, _: Any, offsets: Any, *__: Any) -> jax.Array:
+            lengths = offsets[1:] - offsets[:-1]
+            pad, unpad = production_providers.padding(offsets, key.shape[0], sizes.kv_len)
+            with jax.numpy_dtype_promotion("standard"):
+                padded = map(pad, (query, key, value))
+                out = attend(*padded, query_seq_lengths=lengths, key_value_seq_lengths=lengths)
+            return unpad(out)
 
+        return op
 
-def _provider(name: str, stage: str, make: Callable[..., Op], **options: Any) -> Provider:
-    """A provider of softmax, unless it is made by `_gdpa`."""
-    return Provider(name, stage, functools.partial(make, **options), make is not _gdpa)
+    return make
 
 
-OURS = _provider(OUR_NAME, "ikbo_jax.gdpa (implementation='mosaic_gpu')", _gdpa, contender="fused")
-XLA = _provider("xla", "chunked, in XLA (implementation='xla')", _gdpa, contender="decomposed")
-CUDNN = _provider(
-    "cudnn-softmax", "softmax attention by cuDNN", _yardstick, library=yardsticks.cudnn
-)
-TOKAMAX = _provider(
-    "tokamax-softmax", "softmax attention by tokamax", _yardstick, library=yardsticks.tokamax
-)
-ATTENTION = _provider(
-    "ikbo-attention", "ikbo_jax.attention, every candidate its own user", _attention
-)
-PADDED = _provider(
-    "cudnn-softmax-padded",
-    "softmax attention by cuDNN over padded sequences",
-    _padded,
-    library=yardsticks.cudnn,
-)
+OURS = Provider(OUR_NAME, "ikbo_jax.gdpa (implementation='mosaic_gpu')", _op("fused"))
+XLA = Provider("xla", "chunked, in XLA (implementation='xla')", _op("decomposed"))
+STAGE = "softmax attention by "
+CUDNN = Provider("cudnn-softmax", f"{STAGE}cuDNN", _dense(production_providers.cudnn), True)
+TOKAMAX = Provider("tokamax-softmax", f"{STAGE}tokamax", _dense(production_providers.tokamax), True)
+OWN_USER = "ikbo_jax.attention, every candidate its own user"
+ATTENTION = Provider("ikbo-attention", OWN_USER, _dense(_own_users), True)
+OVER_PADDED = f"{STAGE}cuDNN over padded sequences"
+PADDED = Provider("cudnn-softmax-padded", OVER_PADDED, _padded(production_providers.cudnn), True)
 ALL = (CUDNN, TOKAMAX, XLA, OURS)
 
 
 def providers_of(point: Point, quick: bool) -> Sequence[Provider]:
-    """Providers of a point; yardsticks only in sweeps over lengths and with softmax."""
+    """Selects providers; production_providers only in sweeps over lengths and with softmax."""
     if quick:
         return (XLA, OURS)
     if point.case.activation == SOFTMAX:
@@ -351,46 +278,26 @@ def measure_point(point: Point, run: harness.Run) -> dict[str, Any]:
     providers = [p for p in chosen if p.name not in run.options.without]
     sizes, direction, case = point.case, point.direction, point.case.case
     inputs = Inputs(case.inputs(), case.cotangent())
-    sequences = harness.sample(sizes.batch, NUM_CHECKED)
-    # Yardsticks need another oracle, so oracles are computed on demand.
-    oracles: dict[Sizes, tuple[np.ndarray, np.ndarray]] = {}
 
     def compiled(provider: Provider) -> harness.Contender:
         computed = provider.sizes(sizes)
 
         def compare(result: Sequence[jax.Array]) -> Check:
-            if computed not in oracles:
-                oracles[computed] = expected(computed.case, inputs, sequences, direction)
-            found = checked_rows(case, result, sequences, direction)
-            return worst_error(found, *oracles[computed])
+            return check_results(computed.case, result, inputs, direction)
 
-        contender = harness.compile_and_check(
-            provider.name,
-            provider.stage,
-            lambda: provider.prepare(computed, inputs, direction),
-            compare,
-        )
+        prepared = lambda: provider.prepare(sizes, inputs, direction)  # noqa: E731
+        contender = harness.compile_and_check(provider.name, provider.stage, prepared, compare)
         if computed != sizes:
             contender.record["note"] = f"another function: {computed.activation}"
         return contender
 
-    return {
-        "sweep": point.sweep,
-        "label": point.label,
-        "name": name_of(point),
-        "direction": direction,
-        "problem": dataclasses.asdict(sizes),
-        "pairs": case.pairs,
-        **harness.measure(
-            list(map(compiled, providers)),
-            run.protocol,
-            harness.ATTENTION_WORK[direction] * case.useful_flops,
-        ),
-    }
+    flops = harness.ATTENTION_WORK[direction] * case.useful_flops
+    measured = harness.measure(list(map(compiled, providers)), run.protocol, flops)
+    return {"name": name_of(point), "pairs": case.pairs, **measured}
 
 
 def bars(point: Record, all_points: Sequence[Record], name: str = OUR_NAME) -> str:
-    """Text with the figures of `ikbo` at a point of a results file, each next to its bar."""
+    """Formats the figures of `ikbo` at a point, each next to its bar."""
     ours = provider_of(point, OUR_NAME)
     if ours is None or name != OUR_NAME:
         return ""
@@ -420,21 +327,17 @@ def _add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--direction", nargs="+", choices=DIRECTIONS, default=DIRECTIONS, help=words
     )
-    add_dtype(parser)
+    names = [p.name for p in (*ALL, PADDED, ATTENTION) if p != OURS]
+    words = "providers to leave out, such as xla, whose gradients take most of a run's time"
     parser.add_argument(
-        "--without",
-        nargs="+",
-        choices=[p.name for p in (*ALL, PADDED, ATTENTION) if p != OURS],
-        default=(),
-        metavar="NAME",
-        help="providers to leave out, such as xla, whose gradients take most of a run's time",
+        "--without", nargs="+", choices=names, default=(), metavar="NAME", help=words
     )
 
 
 BENCHMARK = Benchmark(
     "gdpa",
     tuple(SWEEPS),
-    lambda o: (p for d in o.direction for s in o.sweep for p in points(s, d, o.dtype)),
+    lambda o: (p for d in o.direction for s in o.sweep for p in points(s, d)),
     shrink,
     measure_point,
     bars,

@@ -22,10 +22,9 @@ import jax
 import numpy as np
 
 from benchmarks import children, timing
-from benchmarks.records import OP_COLUMNS, Column, Record, all_correct, describe_ours, format_table
+from benchmarks.records import Bars, Record, all_correct, describe_ours, format_table
 from ikbo_jax._timing import device_time, interleaved_ms
 from ikbo_jax.cases.error_rule import Check
-from ikbo_jax.tuning import table
 
 #: Seconds of a window of a short point's calls, see `Protocol.short_ms`.
 SHORT_WINDOW_S = 0.02
@@ -36,7 +35,7 @@ ATTENTION_WORK = {"forward": 1.0, "backward": 2.5, "both": 3.5}
 
 @dataclasses.dataclass(frozen=True)
 class Point:
-    """One case: a sweep, the point's label there, its sizes, and what is timed of them."""
+    """One case of a sweep: its label, its sizes, and the direction that is timed."""
 
     sweep: str
     label: str
@@ -49,51 +48,22 @@ class Point:
 
     @property
     def name(self) -> str:
-        """Its name in "left_out" and "failed"."""
         return f"{self.sweep} {self.label}"
 
     def resized(self, **sizes: Any) -> Point:
-        """The point with other sizes of its problem."""
         case = dataclasses.replace(self.case, problem=dataclasses.replace(self.problem, **sizes))
         return dataclasses.replace(self, case=case)
 
     def with_case(self, **sizes: Any) -> Point:
-        """The point with other sizes of its case."""
         return dataclasses.replace(self, case=dataclasses.replace(self.case, **sizes))
 
     def entry(self) -> dict[str, Any]:
-        """Its entry in a results file, with the choice of the dispatch table, without figures."""
-        choice = table.lookup(self.problem)
-        config = None if choice.config is None else dataclasses.asdict(choice.config)
-        return {
-            "sweep": self.sweep,
-            "label": self.label,
-            **dataclasses.asdict(self.case),
-            "table": {"config": config, "note": choice.reason},
-        }
-
-
-@dataclasses.dataclass(frozen=True)
-class Provider:
-    """One implementation of an op.
-
-    Attributes:
-      name: short name, the key in results files.
-      stage: description.
-      prepare: takes the case and its inputs; returns a function and its arguments, before the
-        timing. Raises NotImplementedError with the reason if the provider cannot run here.
-      finish: converts the function's result to the shape of the op's result, after the timing.
-    """
-
-    name: str
-    stage: str
-    prepare: Callable[[Any, Any], tuple[Callable[..., jax.Array], tuple]]
-    finish: Callable[[jax.Array, Any], jax.Array] = lambda out, inputs: out
-
-    @classmethod
-    def of_case(cls, name: str, stage: str, *contender: Any) -> Provider:
-        """A contender of the case; `contender` are the arguments of `Case.contender`."""
-        return cls(name, stage, lambda case, inputs: (case.contender(*contender), inputs))
+        """Makes the point's entry in a results file, without figures."""
+        head = {"sweep": self.sweep, "label": self.label, "direction": self.direction}
+        if not dataclasses.is_dataclass(self.case):
+            return head
+        case = dataclasses.asdict(self.case)  # type: ignore[arg-type]
+        return head | (case if "problem" in case else {"problem": case})
 
 
 @dataclasses.dataclass
@@ -107,43 +77,25 @@ class Contender:
 
 
 def sample(batch: int, number: int) -> list[int]:
-    """At most `number` positions in [0, batch), sorted: the first, the last and random ones."""
+    """Draws at most `number` positions in [0, batch), sorted, with the first and the last."""
     return sorted({0, batch - 1, *np.random.default_rng(0).integers(0, batch, number - 2).tolist()})
 
 
-def contenders_of(
-    providers: Sequence[Provider], case: Any, inputs: Any, rows: Sequence[int], truth: Any
-) -> list[Contender]:
-    """Compiles providers and compares `rows` of their results with `truth`: values and a bound."""
-    exact, bound = truth
-
-    def compiled(provider: Provider) -> Contender:
-        def compare(result: Any) -> Check:
-            out = provider.finish(result, inputs)
-            found = np.stack([np.asarray(out[b]) for b in rows]).astype(np.float64)
-            return Check(float(np.abs(found - exact).max()), bound)
-
-        name, stage = provider.name, provider.stage
-        return compile_and_check(name, stage, lambda: provider.prepare(case, inputs), compare)
-
-    return list(map(compiled, providers))
-
-
 def why_not_run(failure: Exception) -> dict[str, str]:
-    """The field "failure" of a provider that raised, or "skipped" if it cannot run here."""
+    """Makes the field "failure" of a provider that raised, or "skipped" if it cannot run here."""
     if isinstance(failure, NotImplementedError):
         return {"skipped": str(failure).splitlines()[0]}
     return {"failure": f"{type(failure).__name__}: {str(failure)[:300]}"}
 
 
 def why_too_large(failure: Exception) -> dict[str, str]:
-    """The field "failure", or "skipped" without memory: copies for many candidates may not fit."""
+    """Makes the field "failure", or "skipped" if the arrays do not fit into memory."""
     text = f"{type(failure).__name__}: {str(failure)[:300]}"
     return {"skipped" if "RESOURCE_EXHAUSTED" in text else "failure": text}
 
 
 def memory_of(compiled: Any) -> dict[str, int]:
-    """Bytes of a program's scratch, and of all its arrays; none if the backend does not say."""
+    """Counts the bytes of a program's scratch and of all its arrays; {} if the backend cannot."""
     if (memory := compiled.memory_analysis()) is None:
         return {}
     temp, held = int(memory.temp_size_in_bytes), int(memory.argument_size_in_bytes)
@@ -161,13 +113,8 @@ def compile_and_check(
 ) -> Contender:
     """Compiles a provider and checks its result; a failure is recorded, not raised.
 
-    Args:
-      name: the provider's name.
-      stage: the provider's description.
-      prepare: returns a function and its arguments on the device.
-      compare: checks the function's result.
-      options: XLA's options.
-      why_not: the fields of a provider that raised.
+    `prepare` returns a function and its arguments, `compare` checks the function's result, and
+    `why_not` makes the fields of a provider that raised; `options` are XLA's.
     """
     record: dict[str, Any] = {"name": name, "stage": stage}
     try:
@@ -192,7 +139,6 @@ class Protocol:
       window_s: seconds of a window of launches back to back.
       rounds: number of windows of every provider; 0 to compile and check alone.
       matmul_size: size of the square bf16 reference matmul; 0 if none is timed.
-      cupti: whether to time every contender on the device, too.
       short_ms: a point whose fastest contender takes less time on the device is timed there, since
         Python launches no faster, and its calls in windows of `SHORT_WINDOW_S`. All contenders of a
         point are timed in the same way. 0: no point is.
@@ -201,28 +147,21 @@ class Protocol:
     window_s: float = 0.2
     rounds: int = 3
     matmul_size: int = timing.MATMUL_SIZE
-    cupti: bool = False
     short_ms: float = 0.0
 
     @staticmethod
-    def for_device(*, quick: bool, cupti: bool = False) -> Protocol:
-        """The standard protocol; with `quick` short windows, on a CPU a small matmul."""
+    def for_device(*, quick: bool) -> Protocol:
+        """Makes the standard protocol; with `quick` short windows, on a CPU a small matmul."""
         size = timing.MATMUL_SIZE if jax.default_backend() == "gpu" else 256
-        return Protocol(0.02, 1, size, cupti) if quick else Protocol(0.2, 3, size, cupti)
+        return Protocol(0.02, 1, size) if quick else Protocol(0.2, 3, size)
 
 
 def measure(
     contenders: Sequence[Contender], protocol: Protocol, flops: float = 0.0
 ) -> dict[str, Any]:
-    """Times contenders and the reference matmul interleaved; adds the times to their records.
+    """Times contenders that ran and the reference matmul interleaved; adds times to their records.
 
-    Args:
-      contenders: contenders that did not run are not changed.
-      protocol: parameters of the timing.
-      flops: useful FLOPs of the point; not used without a reference matmul.
-
-    Returns:
-      Fields of the point in the results file.
+    Returns fields of the point in the results file; `flops` are the point's useful FLOPs.
     """
     found: dict[str, Any] = {"providers": [contender.record for contender in contenders]}
     if not protocol.rounds:
@@ -230,7 +169,7 @@ def measure(
     size = protocol.matmul_size
     runnable = {c.record["name"]: c for c in contenders if "error" in c.record}
     on_device: dict[str, device_time.DeviceTime] = {}
-    if protocol.cupti or protocol.short_ms:
+    if protocol.short_ms:
         programs = {name: (c.compiled, c.args) for name, c in runnable.items()}
         on_device = device_time.measure_all(programs)
     is_short = any(found.ms < protocol.short_ms for found in on_device.values())
@@ -260,10 +199,7 @@ def measure(
 class Run:
     """One run of a benchmark. It does not use the device before its protocol or results are read.
 
-    Args:
-      op: the name of the benchmark in the results file.
-      options: the parsed options, see `parser`.
-      times_matmul: whether the benchmark times the reference matmul.
+    `op` is the benchmark's name in the results file, `options` are those of `parser`.
     """
 
     def __init__(self, op: str, options: argparse.Namespace, *, times_matmul: bool = True) -> None:
@@ -274,16 +210,14 @@ class Run:
 
     @functools.cached_property
     def protocol(self) -> Protocol:
-        """Parameters of the timing."""
-        cupti = getattr(self.options, "cupti", False)
-        found = Protocol.for_device(quick=self.options.quick, cupti=cupti)
+        found = Protocol.for_device(quick=self.options.quick)
         rounds = 0 if self.jobs.shared else found.rounds
         size = found.matmul_size if self._times_matmul else 0
         return dataclasses.replace(found, rounds=rounds, matmul_size=size)
 
     @functools.cached_property
     def results(self) -> dict[str, Any]:
-        """The content of the results file."""
+        """Content of the results file."""
         names = ("window_s", "rounds", "matmul_size")[: 3 if self._times_matmul else 2]
         lengths = {name: getattr(self.protocol, name) for name in names}
         head = {"op": self.op, "environment": timing.environment(), "protocol": lengths}
@@ -291,7 +225,6 @@ class Run:
 
     @property
     def left_s(self) -> float:
-        """Seconds that are left of the budget."""
         return float(self.options.budget_s) - (time.monotonic() - self.start)
 
     def measure(
@@ -303,20 +236,15 @@ class Run:
     ) -> dict[str, Any]:
         """Measures points, prints progress, and writes the results file after every point.
 
-        Args:
-          todo: points; each has a `name`.
-          measure_point: measures a point; returns its entry.
-          describe: formats a point's figures as short text.
-          prepare: called before the first point is measured; its result is in `prepared`.
-
-        Returns:
-          The content of the results file.
+        `measure_point` returns a point's entry, which `describe` formats as short text. `prepare`
+        is called before the first point is measured; its result is kept in `prepared`.
         """
         # A path that cannot be written raises before anything is measured.
         timing.make_folder_of(self.options.out)
         with self.jobs.programs(self.op):
             if self.jobs.shared:
-                self.jobs.compile(todo, measure_point, time.time() + self.left_s)
+                until = time.time() + children.COMPILING * self.left_s
+                self.jobs.compile(todo, measure_point, until)
             else:
                 self.prepared = prepare(self)
                 self._measure(todo, measure_point, describe)
@@ -353,19 +281,9 @@ class Run:
 class Benchmark:
     """What a benchmark measures and how it prints its results.
 
-    Attributes:
-      name: name of its module, and of the op in results files.
-      sweeps: names of its sweeps.
-      points: takes the options; returns the points of `options.sweep`, in the order of a run.
-      shrink: makes a point's sizes small enough for a CPU.
-      measure: takes a point and the run; checks and times the point, and returns its entry.
-      bars: takes a point's entry, the entries of all points, and the name of a provider; returns
-        the provider's figures, each next to its bar.
-      columns: the figures in the printed table.
-      describe: formats a point's figures as short text.
-      add_options: adds options to the parser.
-      prepare: see `Run.measure`.
-      times_matmul: whether the reference matmul is timed with each point.
+    `name` is the name of its module, and of the op in results files. `shrink` makes a point's sizes
+    small enough for a CPU. `measure` checks and times a point, and returns its figures; `bars` and
+    `describe` format them beside their bars and as short text. `prepare`: see `Run.measure`.
     """
 
     name: str
@@ -373,8 +291,7 @@ class Benchmark:
     points: Callable[[argparse.Namespace], Iterable[Point]]
     shrink: Callable[[Point], Point]
     measure: Callable[[Point, Run], dict[str, Any]]
-    bars: Callable[[Record, Sequence[Record], str], str]
-    columns: Sequence[Column] = OP_COLUMNS
+    bars: Bars
     describe: Callable[[Record], str] = describe_ours
     add_options: Callable[[argparse.ArgumentParser], None] = lambda parser: None
     prepare: Callable[[Run], Any] = lambda run: None
@@ -384,8 +301,6 @@ class Benchmark:
         """Parses a command line."""
         found = parser(self.name, self.sweeps)
         if self.times_matmul:
-            words = "also time calls on the device, by CUPTI"
-            found.add_argument("--cupti", action="store_true", help=words)
             children.Jobs.add_options(found)
         self.add_options(found)
         return children.parsed(found, argv)
@@ -397,7 +312,7 @@ class Benchmark:
         def measure_point(point: Point) -> dict[str, Any]:
             # Shrinking asks for the device, which this process may use only now.
             small = point if jax.default_backend() == "gpu" else self.shrink(point)
-            return self.measure(small, run)
+            return {**small.entry(), **self.measure(small, run)}
 
         todo = list(self.points(options))
         return run.measure(todo, measure_point, self.describe, self.prepare)
@@ -405,11 +320,11 @@ class Benchmark:
     def main(self, argv: Sequence[str] | None = None) -> int:
         """Runs a command line; returns 1 if a provider failed or was wrong."""
         results = self.run(self.parse(argv))
-        return print_results(results, format_table(results, self.columns, self.bars))
+        return print_results(results, format_table(results, self.bars))
 
 
 def parser(name: str, sweeps: Sequence[str] = ()) -> argparse.ArgumentParser:
-    """A parser with the options of every benchmark; `sweeps` if it has any."""
+    """Makes a parser with the options of every benchmark."""
     found = argparse.ArgumentParser(prog=f"python -m benchmarks.{name}")
     found.add_argument("--out", type=pathlib.Path, required=True, help="results file (JSON)")
     if sweeps:

@@ -3,28 +3,29 @@
     python -m benchmarks.linear_compression --out benchmarks/results/linear_compression-h200.json
 
 Every figure counts useful FLOPs only: no padding, no copies. "default" runs in every dtype with all
-providers, and with XLA's other formulations in the first dtype; other sweeps run in the first
-dtype, with XLA only. Sizes that two sweeps share are timed once.
+providers; other sweeps run in the first dtype, with XLA only. Sizes that two sweeps share are timed
+once.
 """
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
-import functools
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
-from benchmarks import harness, timing, yardsticks
-from benchmarks.harness import Benchmark, Point, Provider
+from benchmarks import harness, timing
+from benchmarks.harness import Benchmark, Point
 from benchmarks.records import OUR_NAME, Record, ours_at, provider_of
-from ikbo_jax.cases.linear_compression import ALIGNED_K, Case, Inputs
+from ikbo_jax.cases.error_rule import Check
+from ikbo_jax.cases.linear_compression import ALIGNED_K, Case
 from ikbo_jax.problems import LinearCompressionProblem
-from ikbo_jax.reference import linear_compression as reference
+from ikbo_jax.tuning import table
 
 DEFAULT = LinearCompressionProblem((15, 1024), (1178, 866), 433, 256, "bfloat16")
 
@@ -66,7 +67,7 @@ def points(sweep: str, dtypes: Sequence[str] = DTYPES[:2]) -> Iterator[Point]:
 
 
 def shrink(point: Point) -> Point:
-    """The point with sizes small enough for a CPU."""
+    """Makes the point's sizes small enough for a CPU."""
     p = point.problem
     return point.resized(
         batches=tuple(max(1, b // 16) for b in p.batches),
@@ -76,83 +77,59 @@ def shrink(point: Point) -> Point:
     )
 
 
-@functools.partial(jax.jit, static_argnums=1)
-def _concatenated(inputs: Inputs, align: int) -> tuple[jax.Array, jax.Array]:
-    (w_user, w_cand), (e_user, e_cand), (_, cand_to_user) = inputs
-    weight = jnp.concatenate((w_user, w_cand), axis=1)
-    embedding = jnp.concatenate((e_user[cand_to_user], e_cand), axis=1)
-    return _padded(weight, align), _padded(embedding, align)
+class Provider(NamedTuple):
+    """One implementation; `fn` is a function of the fields of `Inputs`."""
+
+    name: str
+    stage: str
+    fn: Callable[..., jax.Array]
 
 
-def _padded(array: jax.Array, align: int = ALIGNED_K) -> jax.Array:
-    rows = -array.shape[1] % align
-    return jnp.pad(array, ((0, 0), (0, rows), *((0, 0),) * (array.ndim - 2)))
+OURS = Provider(OUR_NAME, "ikbo_jax.linear_compression", Case.contender("automatic"))
+XLA = Provider("xla", "2 decomposed (implementation='xla')", Case.contender("decomposed"))
 
 
-@jax.jit
-def _all_padded(inputs: Inputs) -> Inputs:
-    weights, embeddings = jax.tree.map(_padded, inputs[:2])
-    return Inputs(weights, embeddings, inputs.parents)
-
-
-def _written_as(name: str, padded: Callable[[Inputs], tuple]) -> Callable[[Case, Inputs], tuple]:
-    fn = functools.partial(reference.decomposed, formulation=name)
-    return lambda case, inputs: (fn, padded(inputs))
-
-
-def _gemm(align: int) -> Callable[[Case, Inputs], tuple]:
-    return lambda case, inputs: (jnp.matmul, _concatenated(inputs, align))
-
-
-OURS = Provider.of_case(OUR_NAME, "ikbo_jax.linear_compression", "automatic")
-XLA = Provider.of_case("xla", "2 decomposed (implementation='xla')", "decomposed")
-
-
-def all_providers(problem: LinearCompressionProblem, formulations: bool = True) -> list[Provider]:
-    """Every stage and every baseline; XLA's other formulations if `formulations`.
-
-    A provider that cannot run here raises when it is compiled, and is then skipped.
-    """
-    copies, before = "1 materialised, with its copies", "1 materialised, copies made before"
-    aligned = f"K a multiple of {ALIGNED_K}"
+def all_providers(problem: LinearCompressionProblem) -> list[Provider]:
+    """Lists every stage and every baseline."""
+    words = "1 materialised, with its copies"
+    copies, aligned = map(Case.contender, ("materialised", "materialised-aligned"))
     providers = [
-        Provider.of_case("materialised", copies, "materialised"),
-        Provider.of_case("materialised-aligned", f"{copies}, {aligned}", "materialised-aligned"),
-        Provider("materialised-gemm", before, _gemm(1)),
-        Provider("materialised-gemm-aligned", f"{before}, {aligned}", _gemm(ALIGNED_K)),
+        Provider("materialised", words, copies),
+        Provider("materialised-aligned", f"{words}, K a multiple of {ALIGNED_K}", aligned),
         XLA,
     ]
-    for name in reference.FORMULATIONS if formulations else ():
-        stage = f"2 decomposed, written as {name}"
-        providers.append(Provider(f"xla-{name}", stage, _written_as(name, tuple)))
-    for name in ("matmul", "rounded"):
-        stage = f"2 decomposed, written as {name}, all K padded before"
-        prepare = _written_as(name, _all_padded)
-        providers.append(Provider(f"xla-{name}-padded-before", stage, prepare))
     for name, stage, is_single in (
         ("fused", "3 fused: broadcast in the epilogue", False),
         ("single-launch", "4 single launch", True),
     ):
         if (config := Case(problem).config(single_launch=is_single)) is not None:
-            providers.append(Provider.of_case(name, stage, "fused", config))
+            providers.append(Provider(name, stage, Case.contender("fused", config)))
     return [*providers, OURS]
 
 
 def measure_point(
-    point: Point, providers: Sequence[Provider], protocol: harness.Protocol, *, torch: bool = False
+    point: Point, providers: Sequence[Provider], protocol: harness.Protocol
 ) -> dict[str, Any]:
     """Checks the providers at a point, and times them interleaved with the reference matmul."""
     problem, case = point.problem, point.case
     inputs = case.inputs()
     rows = harness.sample(problem.batches[-1], NUM_CHECKED)
-    truth = case.expected(inputs, rows)
-    contenders = harness.contenders_of(providers, case, inputs, rows, truth)
-    if torch:
-        found = yardsticks.torch_linear_compression(inputs.arguments, rows, *truth)
-        contenders += [harness.Contender(record, thunk) for record, thunk in found]
+    exact, bound = case.expected(inputs, rows)
+
+    def compare(out: jax.Array) -> Check:
+        found = np.stack([np.asarray(out[b]) for b in rows]).astype(np.float64)
+        return Check(float(np.abs(found - exact).max()), bound)
+
+    def compiled(provider: Provider) -> harness.Contender:
+        prepared = lambda: (provider.fn, inputs)  # noqa: E731
+        return harness.compile_and_check(provider.name, provider.stage, prepared, compare)
+
+    contenders = list(map(compiled, providers))
     itemsize = jnp.dtype(problem.dtype).itemsize
+    choice = table.lookup(problem)
+    config = None if choice.config is None else dataclasses.asdict(choice.config)
     return {
-        **point.entry(),
+        "table": {"config": config, "note": choice.reason},
         "user_result_bytes": problem.batches[0] * problem.m * problem.n * itemsize,
         **harness.measure(contenders, protocol, problem.useful_flops),
     }
@@ -168,9 +145,7 @@ def _measure_once(point: Point, run: harness.Run) -> dict[str, Any]:
             return {**known, **renamed}
     if point.sweep != "default" or run.options.quick:
         return measure_point(point, [XLA, OURS], run.protocol)
-    is_first = point.problem.dtype == (run.options.dtype or DTYPES)[0]
-    providers = all_providers(point.problem, is_first)
-    return measure_point(point, providers, run.protocol, torch=jax.default_backend() == "gpu")
+    return measure_point(point, all_providers(point.problem), run.protocol)
 
 
 def _measure_copy(run: harness.Run) -> None:
@@ -180,7 +155,7 @@ def _measure_copy(run: harness.Run) -> None:
 
 
 def bars(point: Record, all_points: Sequence[Record], name: str = OUR_NAME) -> str:
-    """Text with the figure of `ikbo` at a point of a results file, next to its bar."""
+    """Formats the figure of `ikbo` at a point, next to its bar."""
     ours, xla = provider_of(point, OUR_NAME), provider_of(point, "xla")
     if ours is None or name != OUR_NAME:
         return ""

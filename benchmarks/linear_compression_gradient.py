@@ -24,19 +24,15 @@ from benchmarks.linear_compression import DEFAULT, shrink
 from benchmarks.production_draws import DRAWS
 from benchmarks.records import OUR_NAME, Record, provider_of
 from ikbo_jax._timing import device_time
-from ikbo_jax.cases import error_rule
-from ikbo_jax.cases.error_rule import Check
-from ikbo_jax.cases.linear_compression import Case, Inputs
+from ikbo_jax.cases.linear_compression import Inputs
+from ikbo_jax.cases.linear_compression_backward import Case
 from ikbo_jax.ops.linear_compression import linear_compression
-from ikbo_jax.problems import LinearCompressionProblem
-from ikbo_jax.reference import linear_compression as reference
+from ikbo_jax.problems import LinearCompressionBackwardProblem
 
 #: Bar of our fraction at the default sizes; of our time relative to XLA by hand, an upper bound.
 FRACTION_BAR, BY_HAND_BAR = 0.55, 1.0
 #: Points of "drawn".
 NUM_DRAWN = 20
-#: Number of users and of candidates whose gradients are compared with the oracle.
-NUM_CHECKED = 8
 
 #: Gradients of the weights and of the embeddings, coarsest level first.
 Gradients = tuple[tuple[jax.Array, ...], tuple[jax.Array, ...]]
@@ -58,14 +54,14 @@ SWEEPS: dict[str, dict[str, dict[str, Any]]] = {
 
 def points(sweep: str) -> Iterator[Point]:
     """Yields the points of a sweep."""
+    default = LinearCompressionBackwardProblem.of(DEFAULT)
     for label, sizes in SWEEPS[sweep].items():
-        yield Point(sweep, label, Case(DEFAULT, "unsorted")).resized(**sizes)
+        yield Point(sweep, label, Case(default, "unsorted")).resized(**sizes)
     rng = np.random.default_rng(4)
-    for s in [
-        DRAWS["linear_compression"](rng) for _ in range(NUM_DRAWN if sweep == "drawn" else 0)
-    ]:
+    for _ in range(NUM_DRAWN if sweep == "drawn" else 0):
+        s = DRAWS["linear_compression"](rng)
         drawn = (s.users, s.batch), (s.k_user, s.k_cand), s.m, s.n, s.dtype
-        yield Point(sweep, s.label, Case(LinearCompressionProblem(*drawn), s.index))
+        yield Point(sweep, s.label, Case(LinearCompressionBackwardProblem(*drawn), s.index))
 
 
 # Providers
@@ -88,7 +84,7 @@ def _sum_scattered(cotangent: jax.Array, index: jax.Array, users: int) -> jax.Ar
 
 
 def _sum_multiplied(cotangent: jax.Array, index: jax.Array, users: int) -> jax.Array:
-    """By a one-hot matrix, which spreads a candidate's NaN to all users."""
+    """Sums by a one-hot matrix, which spreads a candidate's NaN to all users."""
     is_of_user = jnp.arange(users, dtype=jnp.int32)[:, None] == index[None]
     return jnp.einsum(
         "ub,bmn->umn",
@@ -99,7 +95,7 @@ def _sum_multiplied(cotangent: jax.Array, index: jax.Array, users: int) -> jax.A
 
 
 def _by_hand(total: Callable[[jax.Array, jax.Array, int], jax.Array]) -> Gradient:
-    """The fastest forms on an H200: batched products, and products of transposed copies."""
+    """Makes the form that was fastest on an H200: batched products, and transposed copies."""
 
     def d_embedding(weight: jax.Array, d_result: jax.Array) -> jax.Array:
         weights = jnp.broadcast_to(weight.T, (d_result.shape[0], *weight.T.shape))
@@ -132,72 +128,31 @@ PROVIDERS: tuple[tuple[str, str, Gradient], ...] = (
 BY_HAND = ("by-hand", "by-hand-one-hot")
 
 
-# Checks
-
-
-@functools.partial(jax.jit, compiler_options=error_rule.UNTUNED)
-def _expected_and_plain(inputs: Inputs, cotangent: jax.Array) -> tuple[Gradients, Gradients]:
-    """Gradients of the materialised form, in f32 and in the inputs' dtype."""
-
-    def gradients(weights: Any, embeddings: Any, cotangent: jax.Array, **options: Any) -> Gradients:
-        form = functools.partial(reference.materialised, parents=inputs.parents, **options)
-        found: Gradients = jax.vjp(form, weights, embeddings)[1](cotangent)
-        return found
-
-    arrays = (inputs.weights, inputs.embeddings, cotangent)
-    wide = jax.tree.map(lambda x: x.astype(jnp.float32), arrays)
-    return gradients(*wide), gradients(*arrays, precision=None)
-
-
-def _some(gradients: Gradients) -> list[np.ndarray]:
-    """The gradients of both weights, and of some users and candidates."""
-    d_weights, d_embeddings = gradients
-    rows = [harness.sample(x.shape[0], NUM_CHECKED) for x in d_embeddings]
-    some = [x[jnp.asarray(at, jnp.int32)] for x, at in zip(d_embeddings, rows, strict=True)]
-    return [np.asarray(x).astype(np.float32) for x in (*d_weights, *some)]
-
-
-def check(found: Gradients, expected: Sequence[np.ndarray], bounds: Sequence[float]) -> Check:
-    """The error with the largest ratio to its bound, and that bound."""
-    pairs = zip(_some(found), expected, bounds, strict=True)
-    checks = [Check(float(np.max(np.abs(x - want))), bound) for x, want, bound in pairs]
-    # NaN counts as the largest.
-    return checks[int(np.argmax([one.error / one.bound for one in checks]))]
-
-
 def measure_point(
     point: Point, providers: Sequence[tuple[str, str, Gradient]], protocol: harness.Protocol
 ) -> dict[str, Any]:
     """Checks the providers at a point, and times them interleaved with the reference matmul."""
-    problem, inputs = point.problem, point.case.inputs()
-    shape = (problem.batches[-1], problem.m, problem.n)
-    cotangent = jax.random.normal(jax.random.key(1), shape, jnp.dtype(problem.dtype))
-    exact, plain = map(_some, _expected_and_plain(inputs, cotangent))
-    terms = problem.batches[-1] * problem.n
-    bounds = []
-    for rounded, want in zip(plain, exact, strict=True):
-        error, largest = (float(np.max(np.abs(x))) for x in (rounded - want, want))
-        bounds.append(error_rule.bound(error, largest, problem.dtype, terms))
-    contenders = [
-        harness.compile_and_check(
-            name,
-            stage,
-            functools.partial(lambda *prepared: prepared, gradient, (inputs, cotangent)),
-            lambda found: check(found, exact, bounds),
-        )
-        for name, stage, gradient in providers
-    ]
-    return {**point.entry(), **harness.measure(contenders, protocol, 2 * problem.useful_flops)}
+    *inputs, cotangent = arrays = point.case.inputs()
+
+    def compiled(name: str, stage: str, gradient: Gradient) -> harness.Contender:
+        def prepare() -> tuple[Gradient, tuple]:
+            return gradient, (Inputs(*inputs), cotangent)
+
+        compare = functools.partial(point.case.check, inputs=arrays)
+        return harness.compile_and_check(name, stage, prepare, compare)
+
+    contenders = [compiled(*provider) for provider in providers]
+    return harness.measure(contenders, protocol, point.case.useful_flops)
 
 
 def best_by_hand(point: Record) -> Record | None:
-    """The figures of the fastest gradient by hand at a point of a results file."""
+    """Finds the figures of the fastest gradient by hand at a point of a results file."""
     found = [record for name in BY_HAND if (record := provider_of(point, name)) is not None]
     return min(found, key=lambda record: float(record["median_ms"]), default=None)
 
 
 def bars(point: Record, all_points: Sequence[Record], name: str = OUR_NAME) -> str:
-    """Text with the figures of `ikbo` at a point of a results file, next to their bars."""
+    """Formats the figures of `ikbo` at a point, next to their bars."""
     del all_points
     ours, by_hand = provider_of(point, OUR_NAME), best_by_hand(point)
     if ours is None or by_hand is None or name != OUR_NAME:

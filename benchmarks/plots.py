@@ -47,13 +47,7 @@ def saved(
 ) -> Iterator[tuple[Any, Any]]:
     """Yields a figure and its panels [rows * columns], row by row; then writes it to `path`.
 
-    Args:
-      path: the file, whose suffix determines the format; its folder is created if missing.
-      columns: number of columns of panels.
-      rows: number of rows of panels.
-      size: size of the figure in inches, at most 9 wide: a page scales the figure to its width,
-        and so makes the text of a wider figure too small.
-      sharey: whether the panels share their vertical axis.
+    The size is in inches, at most 9 wide: a page scales a wider figure down, and its text, too.
     """
     import matplotlib
 
@@ -154,8 +148,8 @@ def linear_compression_sweeps(results: Record, path: pathlib.Path) -> None:
     names = [sweep for sweep in PANELS if points_of(results, sweep)]
     columns = min(3, len(names))
     rows = -(-len(names) // columns)
-    size = (9, 0.6 + 2.9 * rows)
     providers = ((OUR_NAME, "ikbo-jax"), ("xla", "ikbo-jax in XLA (decomposed)"))
+    size = (9, 0.6 + 2.9 * rows)
     with saved(path, columns, rows=rows, size=size, sharey=True) as (figure, panels):
         panels = list(panels)
         for axis in panels[len(names) :]:
@@ -175,16 +169,13 @@ def linear_compression_sweeps(results: Record, path: pathlib.Path) -> None:
 
 
 def gdpa_points(results: Record) -> list[Record]:
-    """The points of the plot over the largest length: forward or backward."""
+    """Selects the points of the plot over the largest length: forward or backward."""
     sweeps = of_gdpa.LENGTH_SWEEPS
     return [p for p in results["points"] if p["sweep"] in sweeps and p["direction"] != "both"]
 
 
 def gdpa(results: Record, path: pathlib.Path) -> None:
-    """Plots our fraction over the largest length, with dotted lines for the bars.
-
-    The plot has one panel for the forward pass and one for the backward pass.
-    """
+    """Plots our fraction over the largest length, a panel a direction; bars are dotted."""
     points = gdpa_points(results)
     directions = [d for d in of_gdpa.DIRECTIONS if any(p["direction"] == d for p in points)]
     size = (4.5 * len(directions) if len(directions) > 1 else 7, 4.5)
@@ -213,66 +204,42 @@ def gdpa(results: Record, path: pathlib.Path) -> None:
 
 def _time_and_memory(
     path: pathlib.Path,
-    size: tuple[float, float],
+    results: Record,
     points: Sequence[Record],
-    memory: Callable[[Record], float],
+    field: str,
     words: tuple[str, str, str],
-    ticks: Sequence[str],
-    rotation: int,
+    rotation: int = 0,
 ) -> None:
-    """Plots times and memory of the versions of the ranking network.
+    """Plots times and memory of the versions of the ranking network over points.
 
-    Args:
-      path: the file.
-      size: of the figure.
-      points: in the order of the horizontal axis.
-      memory: MiB of a provider.
-      words: labels of the panels' vertical axes and of the horizontal axes; the title.
-      ticks: labels of the points.
-      rotation: of the labels.
+    `field` holds the bytes; `words` are the time's label, the horizontal label and the title.
     """
     what, over, title = words
-    with saved(path, 2, size=size) as (figure, panels):
+    with saved(path, 2, size=(9, 4.4 if rotation else 4.2)) as (figure, panels):
         panels = list(panels)
         curves(panels[0], points, networks.SWEPT, itemgetter("median_ms"))
-        curves(panels[1], points, networks.SWEPT, memory)
+        curves(panels[1], points, networks.SWEPT, lambda record: (record.get(field) or 0) / 2**20)
+        ticks = [point["label"].removeprefix("B=") for point in points]
         for axis, unit in zip(panels, (f"{what}, ms", "memory, MiB"), strict=True):
             axis.set_xticks(range(len(points)), ticks, rotation=rotation)
             axis.set_xlabel(over)
             axis.set_ylabel(unit)
             plain_log_scale(axis)
         legend_below(figure, panels[0], 2)
-        figure.suptitle(title)
+        figure.suptitle(f"{title} on {results['environment']['device']}")
 
 
 def ranking(results: Record, path: pathlib.Path, sweep: str) -> None:
     """Plots latency and memory over a sweep."""
-    points = points_of(results, sweep)
-    title = f"ranking network on {results['environment']['device']}"
-    _time_and_memory(
-        path,
-        (9, 4.2),
-        points,
-        lambda record: (record.get("total_bytes") or 0) / 2**20,
-        ("time", networks.RANKING_AXES[sweep], title),
-        [point["label"].split("=")[-1] for point in points],
-        0,
-    )
+    words = "time", networks.RANKING_AXES[sweep], "ranking network"
+    _time_and_memory(path, results, points_of(results, sweep), "total_bytes", words)
 
 
 def training(results: Record, path: pathlib.Path) -> None:
     """Plots time and memory of a step over the sweep's points."""
-    points = networks.swept_training(results)
-    title = f"training the ranking network on {results['environment']['device']}"
-    _time_and_memory(
-        path,
-        (9, 4.4),
-        points,
-        lambda record: record["peak_bytes"] / 2**20,
-        ("time of a step", "candidates a user, queries a candidate", title),
-        [point["label"] for point in points],
-        40,
-    )
+    over, title = "candidates a user, queries a candidate", "training the ranking network"
+    points, words = networks.swept_training(results), ("time of a step", over, title)
+    _time_and_memory(path, results, points, "peak_bytes", words, 40)
 
 
 def scaling(results: Record, path: pathlib.Path) -> None:
@@ -326,32 +293,3 @@ def production(results: Record, path: pathlib.Path) -> None:
             axis.set_xlabel("roofline, ms")
         legend_below(figure, by_fraction, len(of_production.DRAWS))
         figure.suptitle(f"drawn workloads: {results['environment']['device']}")
-
-
-def movielens(results: Record, path: pathlib.Path) -> None:
-    """Plots the mean of the seeds' losses and AUCs, with the range of the seeds."""
-    steps = results["protocol"]["training"]["steps"]
-    words = dict(networks.MOVIELENS)
-    with saved(path, 2, size=(9, 4)) as (figure, panels):
-        losses, metrics = panels
-        for name, runs in results["curves"].items():
-            loss = [run["loss"] for run in runs]
-            over = [steps * (i + 1) / len(loss[0]) for i in range(len(loss[0]))]
-            _band(losses, over, loss, words[name])
-            points = [run["validation"] for run in runs]
-            over = [point[0] for point in points[0]]
-            _band(metrics, over, [[p[1] for p in run] for run in points], words[name])
-        losses.set_ylabel(f"log loss, mean over {steps // len(loss[0])} steps")
-        metrics.set_ylabel("AUC on part of the validation requests")
-        for panel in (losses, metrics):
-            panel.set_xlabel("steps")
-        legend_below(figure, losses, 1)
-        figure.suptitle("MovieLens-100k: mean of the seeds, and their range")
-
-
-def _band(axis: Any, over: list[float], values: list[list[float]], label: str) -> None:
-    columns = list(zip(*values, strict=True))
-    mean = [sum(column) / len(column) for column in columns]
-    (line,) = axis.plot(over, mean, label=label, linewidth=1)
-    low, high = [min(c) for c in columns], [max(c) for c in columns]
-    axis.fill_between(over, low, high, color=line.get_color(), alpha=0.15)

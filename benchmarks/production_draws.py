@@ -13,7 +13,11 @@ import math
 from collections.abc import Callable, Mapping
 from typing import Any, ClassVar
 
+import jax
+import jax.numpy as jnp
 import numpy as np
+
+from ikbo_jax.cases.attention import Inputs
 
 Generator = np.random.Generator
 
@@ -41,8 +45,14 @@ def _choice(rng: Generator, weights: Mapping[Any, float]) -> Any:
     return names[rng.choice(len(names), p=np.fromiter(weights.values(), float))]
 
 
+def normal(seed: int, shape: tuple[int, ...], dtype: Any) -> jax.Array:
+    """Draws normal values on the device."""
+    draw = jax.jit(jax.random.normal, static_argnums=(1, 2))
+    return draw(jax.random.key(seed), shape, jnp.dtype(dtype))
+
+
 def _users(rng: Generator, batch: int) -> int:
-    """One user for 30 % of the requests, as many as candidates for 10 %."""
+    """Draws one user for 30 % of the requests, as many users as candidates for 10 %."""
     kind = rng.random()
     if kind < 0.3:
         return 1
@@ -50,7 +60,7 @@ def _users(rng: Generator, batch: int) -> int:
 
 
 def _counts(batch: int, users: int, is_even: bool) -> np.ndarray:
-    """Numbers of candidates of the users, [users]; some may be 0 unless `is_even`."""
+    """Draws the users' numbers of candidates, [users]; some may be 0 unless `is_even`."""
     if is_even:
         return np.diff(np.linspace(0, batch, users + 1).astype(np.int64))
     return np.random.default_rng(0).multinomial(batch, np.full(users, 1 / users))
@@ -60,9 +70,8 @@ def _counts(batch: int, users: int, is_even: bool) -> np.ndarray:
 class AttentionShape:
     """Target attention. `AttentionProblem` describes the sizes.
 
-    Attributes:
-      index: "ragged" (random numbers of candidates), "even" or "unsorted".
-      has_lengths: whether the users' histories have lengths in 1..S.
+    The index is "ragged" (random numbers of candidates), "even" or "unsorted". With `has_lengths`,
+    the users' histories have lengths in 1..S.
     """
 
     op: ClassVar[str] = "attention"
@@ -80,28 +89,40 @@ class AttentionShape:
 
     @property
     def cand_to_user(self) -> np.ndarray:
-        """[B] int32."""
+        """Index of every candidate's user, [B] int32."""
         counts = _counts(self.batch, self.users, self.index == "even")
         index = np.repeat(np.arange(self.users, dtype=np.int32), counts)
         return np.random.default_rng(1).permutation(index) if self.index == "unsorted" else index
 
     @property
     def lengths(self) -> np.ndarray:
-        """[U] int32: keys of every user."""
+        """Number of keys of every user, [U] int32."""
         if not self.has_lengths:
             return np.full(self.users, self.kv_len, np.int32)
         drawn = np.random.default_rng(2).integers(1, self.kv_len + 1, self.users)
         return drawn.astype(np.int32)
 
     @property
+    def is_sorted(self) -> bool:
+        return self.index != "unsorted"
+
+    def inputs(self) -> Inputs:
+        """Draws the arrays of `ikbo_jax.attention` on the device."""
+        keys = (self.users, self.kv_len, self.kv_heads, self.head_dim)
+        query = normal(0, (self.batch, self.q_len, self.q_heads, self.head_dim), self.dtype)
+        key, value = (normal(n, keys, self.dtype) for n in (1, 2))
+        lengths = jnp.asarray(self.lengths) if self.has_lengths else None
+        return Inputs(query, key, value, jnp.asarray(self.cand_to_user), lengths)
+
+    @property
     def flops(self) -> float:
-        """Useful FLOPs of the forward pass; of keys within the lengths only."""
+        """Number of useful FLOPs of the forward pass, of keys within the lengths."""
         keys = self.lengths[self.cand_to_user].sum(dtype=np.int64)
         return 4.0 * self.q_len * self.q_heads * self.head_dim * float(keys)
 
     @property
     def num_bytes(self) -> int:
-        """Bytes that the forward pass must read and write: of keys within the lengths only."""
+        """Number of bytes that the forward pass must read and write, of keys within the lengths."""
         rows = self.batch * self.q_len * self.q_heads * 2
         keys = int(self.lengths.sum(dtype=np.int64)) * self.kv_heads * 2
         return 2 * self.head_dim * (rows + keys)
@@ -139,12 +160,10 @@ class CompressionShape:
 
     @property
     def flops(self) -> float:
-        """Useful FLOPs of the forward pass."""
         return 2.0 * self.m * self.n * (self.batch * self.k_cand + self.users * self.k_user)
 
     @property
     def num_bytes(self) -> int:
-        """Bytes that the forward pass must read and write."""
         rows = self.batch * (self.k_cand + self.m) + self.users * self.k_user
         return 2 * (self.n * rows + self.m * (self.k_cand + self.k_user))
 
@@ -160,11 +179,9 @@ class CompressionShape:
 class GdpaShape:
     """Activation attention over jagged sequences.
 
-    Attributes:
-      lengths: "log-normal" (median 100, sigma 1), "uniform" in 1..longest or "short" (uniform in
-        1..64): the same for queries and keys; "pffn": log-normal queries, `longest` keys; "pma":
-        `longest` seeds as queries of every sequence, log-normal keys.
-      activation: one of gdpa's activations, or "softmax".
+    Lengths are "log-normal" (median 100, sigma 1), "uniform" in 1..longest or "short" (uniform in
+    1..64), the same for queries and keys; "pffn": log-normal queries, `longest` keys; "pma":
+    `longest` seeds as queries of every sequence, log-normal keys.
     """
 
     op: ClassVar[str] = "gdpa"
@@ -183,7 +200,6 @@ class GdpaShape:
 
     @property
     def is_broadcast(self) -> bool:
-        """Whether all sequences have the same queries."""
         return self.lengths == "pma"
 
     @property
@@ -201,13 +217,11 @@ class GdpaShape:
 
     @property
     def flops(self) -> float:
-        """Useful FLOPs of the forward pass: of pairs of the same sequence only."""
         queries, keys = self.numbers
         return 4.0 * self.heads * self.head_dim * float(np.dot(queries, keys))
 
     @property
     def num_bytes(self) -> int:
-        """Bytes that the forward pass must read and write."""
         queries, keys = (int(x.sum()) for x in self.numbers)
         read = self.longest if self.is_broadcast else queries
         return 2 * self.heads * self.head_dim * (read + queries + 2 * keys)
@@ -223,8 +237,18 @@ class GdpaShape:
 Shape = AttentionShape | CompressionShape | GdpaShape
 
 
+def _of_both(rng: Generator, heads: int, head_dims: Mapping[int, float]) -> dict[str, Any]:
+    return {
+        "kv_heads": _choice(rng, KV_HEADS[heads]),
+        "head_dim": _choice(rng, head_dims),
+        "dtype": _choice(rng, DTYPES),
+        "index": _choice(rng, {"ragged": 0.7, "even": 0.15, "unsorted": 0.15}),
+        "has_lengths": rng.random() < 0.3,
+    }
+
+
 def attention_shape(rng: Generator) -> AttentionShape:
-    """B in 64..16,384, T = 1 for half of them, S in 32..16,384, odd for half of them."""
+    """Draws B in 64..16,384, T = 1 for half of them, S in 32..16,384, odd for half of them."""
     batch, heads = _log_uniform(rng, 64, 16_384), _choice(rng, HEADS)
     kv_len = _log_uniform(rng, 32, 16_384)
     if rng.random() < 0.5:
@@ -235,16 +259,12 @@ def attention_shape(rng: Generator) -> AttentionShape:
         q_len=_choice(rng, {1: 0.5, 2: 0.05, 4: 0.1, 8: 0.1, 16: 0.1, 32: 0.05, 64: 0.1}),
         kv_len=kv_len,
         q_heads=heads,
-        kv_heads=_choice(rng, KV_HEADS[heads]),
-        head_dim=_choice(rng, HEAD_DIMS),
-        dtype=_choice(rng, DTYPES),
-        index=_choice(rng, {"ragged": 0.7, "even": 0.15, "unsorted": 0.15}),
-        has_lengths=rng.random() < 0.3,
+        **_of_both(rng, heads, HEAD_DIMS),
     )
 
 
 def few_queries_shape(rng: Generator) -> FewQueriesShape:
-    """T in 1..16, S in 64..4,096, 1 to 10,000 candidates a user, H = 64 or 128."""
+    """Draws T in 1..16, S in 64..4,096, 1 to 10,000 candidates a user, H = 64 or 128."""
     batch, heads = _log_uniform(rng, 64, 16_384), _choice(rng, HEADS)
     return FewQueriesShape(
         batch=batch,
@@ -252,16 +272,12 @@ def few_queries_shape(rng: Generator) -> FewQueriesShape:
         q_len=_log_uniform(rng, 1, 16),
         kv_len=_log_uniform(rng, 64, 4096),
         q_heads=heads,
-        kv_heads=_choice(rng, KV_HEADS[heads]),
-        head_dim=_choice(rng, {64: 0.5, 128: 0.5}),
-        dtype=_choice(rng, DTYPES),
-        index=_choice(rng, {"ragged": 0.7, "even": 0.15, "unsorted": 0.15}),
-        has_lengths=rng.random() < 0.3,
+        **_of_both(rng, heads, {64: 0.5, 128: 0.5}),
     )
 
 
 def compression_shape(rng: Generator) -> CompressionShape:
-    """B in 64..16,384, M in 8..1,024, K in 16..2,048, N in 16..512."""
+    """Draws B in 64..16,384, M in 8..1,024, K in 16..2,048, N in 16..512."""
     batch = _log_uniform(rng, 64, 16_384)
     return CompressionShape(
         batch=batch,
@@ -276,7 +292,7 @@ def compression_shape(rng: Generator) -> CompressionShape:
 
 
 def gdpa_shape(rng: Generator) -> GdpaShape:
-    """B in 64..4,096; PFFN with 16 to 512 keys, PMA with 8 to 64 seeds."""
+    """Draws B in 64..4,096; PFFN with 16 to 512 keys, PMA with 8 to 64 seeds."""
     kinds = {"log-normal": 0.3, "uniform": 0.2, "short": 0.2, "pffn": 0.15, "pma": 0.15}
     kind = _choice(rng, kinds)
     longest = {
@@ -321,21 +337,16 @@ SWEEPS = tuple(
 
 
 def shapes(op: str, number: int, seed: int = 0) -> list[Shape]:
-    """`number` workloads of an op; a larger number or another seed adds new ones."""
+    """Draws workloads of an op; a larger number or another seed adds new ones."""
     rng = np.random.default_rng([seed, list(DRAWS).index(op)])
     return [DRAWS[op](rng) for _ in range(number)]
 
 
-def shrink(shape: Shape) -> Shape:
-    """The workload with sizes small enough for a CPU."""
-    batch = min(shape.batch, 24)
-    if isinstance(shape, AttentionShape):
-        small = dataclasses.replace(shape, batch=batch, users=min(shape.users, 6), head_dim=16)
-        return dataclasses.replace(small, q_len=min(shape.q_len, 3), kv_len=min(shape.kv_len, 40))
-    if isinstance(shape, CompressionShape):
-        narrow = dataclasses.replace(shape, batch=batch, users=min(shape.users, 6), n=8)
-        return dataclasses.replace(
-            narrow, m=min(shape.m, 9), k_cand=min(shape.k_cand, 10), k_user=min(shape.k_user, 11)
-        )
-    longest = min(shape.longest, 20)
-    return dataclasses.replace(shape, batch=min(batch, 3), longest=longest, heads=1, head_dim=16)
+def shrink(shape: Any) -> Any:
+    """Makes the workload's sizes small enough for a CPU."""
+    most = {"batch": 24, "users": 6, "q_len": 3, "kv_len": 40, "head_dim": 16, "longest": 20}
+    most |= {"n": 8, "m": 9, "k_cand": 10, "k_user": 11}
+    if isinstance(shape, GdpaShape):
+        most |= {"batch": 3, "heads": 1}
+    fields = {name: min(value, most[name]) for name, value in vars(shape).items() if name in most}
+    return dataclasses.replace(shape, **fields)

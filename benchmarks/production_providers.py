@@ -8,6 +8,7 @@ widths. What depends on the model's parameters or on the request's copies is ins
 from __future__ import annotations
 
 import functools
+import importlib.util
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
@@ -16,14 +17,12 @@ import jax.numpy as jnp
 import numpy as np
 
 import ikbo_jax
-from benchmarks import production_bounds as bounds
-from benchmarks import yardsticks
-from benchmarks.production_draws import AttentionShape, CompressionShape, GdpaShape, Shape
+from benchmarks.production_draws import AttentionShape, CompressionShape, GdpaShape, Shape, normal
 from benchmarks.records import OUR_NAME
 from ikbo_jax.cases.attention import materialised_cudnn
-from ikbo_jax.models.strategies import fold_by_user
+from ikbo_jax.models.strategies import fold_by_user, move
 
-#: Largest number of bytes that a copy a candidate may take; larger copies are left out.
+#: Largest number of bytes of the copies for all candidates; larger ones are left out.
 MAX_COPIES = 8 * 2**30
 #: Largest error relative to the largest value: a few roundings of bfloat16.
 TOLERANCE = 2.0**-6
@@ -36,38 +35,77 @@ Results = tuple[jax.Array, ...]
 
 
 class Contender(NamedTuple):
-    """One implementation.
+    """One implementation; `stage` describes it.
 
-    Attributes:
-      name: short name, the key in results files.
-      stage: description.
-      fn: a function of `args` and `integers` whose result has the layout of `args`; differentiable
-        in `args`.
-      args: arrays; gradients are taken with respect to all of them.
-      integers: indices and lengths. As constants, XLA would sort them while it compiles.
-      finish: converts the result to the shape of this library's result.
-      finish_gradients: the same for the gradients.
-      is_comparable: whether it computes the same function as this library.
-      gradient_tolerance: largest error of a gradient relative to its largest value.
-      work: what it certainly does, for a lower bound of its time.
-      is_xla: whether XLA chooses its GEMMs, which takes most of the time of compiling a point.
+    `fn` is a function of `args`, for which gradients are taken, and of `integers`: as constants,
+    XLA would sort indices while it compiles. `finish` and `finish_gradients` convert results to the
+    shapes of this library's. With `is_xla`, XLA chooses the GEMMs, which takes most of the time of
+    compiling a point. `gradient_tolerance` is relative to a gradient's largest value.
     """
 
     name: str
     stage: str
     fn: Callable[..., jax.Array]
     args: tuple[jax.Array, ...]
-    integers: tuple[jax.Array, ...] = ()
+    integers: tuple[jax.Array | None, ...] = ()
     finish: Callable[[jax.Array], jax.Array] = lambda out: out
     finish_gradients: Callable[[Results], Results] = lambda gradients: gradients
     is_comparable: bool = True
     gradient_tolerance: float = TOLERANCE
-    work: bounds.Work = bounds.Work()
     is_xla: bool = False
 
 
+#: Moves rows: all arrays of rows [rows, N, H] to sequences [batch, longest, N, H], or back.
+Move = Callable[[jax.Array], jax.Array]
+#: Returns a library's softmax attention, or raises NotImplementedError.
+Library = Callable[[], Callable[..., jax.Array]]
+
+
+def padding(offsets: jax.Array, total: int, longest: int) -> tuple[Move, Move]:
+    """Makes functions that pad the sequences at `offsets` of `total` rows, and the reverse.
+
+    Both are gathers, and so are their derivatives.
+    """
+    batch = offsets.size - 1
+    column = jnp.arange(longest, dtype=jnp.int32)
+    is_row = column[None] < (offsets[1:] - offsets[:-1])[:, None]
+    # The row of every slot [batch · longest], and the slot of every row [total].
+    number = jnp.arange(batch * longest, dtype=jnp.int32)
+    rows = jnp.where(is_row, offsets[:-1, None] + column[None], 0).reshape(-1)
+    # Slots without a row have different numbers, too: they are declared to be unique.
+    rows = jnp.where(is_row.reshape(-1), rows, total + number)
+    slots = jnp.full(total, batch * longest, jnp.int32)
+    slots = slots.at[rows].set(number, unique_indices=True, mode="drop")
+
+    def pad(x: jax.Array) -> jax.Array:
+        return move(x, rows, slots, 0.0).reshape(batch, longest, *x.shape[1:])
+
+    def unpad(x: jax.Array) -> jax.Array:
+        return move(x.reshape(-1, *x.shape[2:]), slots, rows, 0.0)
+
+    return pad, unpad
+
+
+def cudnn() -> Callable[..., jax.Array]:
+    """Returns `jax.nn.dot_product_attention` by cuDNN."""
+    if jax.default_backend() != "gpu":
+        raise NotImplementedError(f"cuDNN needs a GPU, but this is a {jax.default_backend()}")
+    return functools.partial(jax.nn.dot_product_attention, implementation="cudnn")
+
+
+def tokamax() -> Callable[..., jax.Array]:
+    """Returns tokamax's attention for Hopper GPUs."""
+    if importlib.util.find_spec("tokamax") is None:
+        raise NotImplementedError("tokamax is not installed")
+    if jax.default_backend() != "gpu":
+        raise NotImplementedError(f"its kernel needs a GPU, not a {jax.default_backend()}")
+    tokamax = importlib.import_module("tokamax")
+
+    return functools.partial(tokamax.dot_product_attention, implementation="mosaic")
+
+
 def _added_tolerance(cand_to_user: np.ndarray) -> float:
-    """Tolerance of gradients that are added in bfloat16: one rounding for each candidate of a user.
+    """Computes the tolerance of gradients that are added in bfloat16, a rounding for a candidate.
 
     Independent errors of n roundings grow with the root of n.
     """
@@ -78,11 +116,6 @@ def _added_tolerance(cand_to_user: np.ndarray) -> float:
 def _limit(size: int, words: str) -> None:
     if size > MAX_COPIES:
         raise NotImplementedError(f"{words} {size / 2**30:.1f} GiB")
-
-
-def _normal(number: int, shape: tuple[int, ...], dtype: Any) -> jax.Array:
-    draw = jax.jit(jax.random.normal, static_argnums=(1, 2))
-    return draw(jax.random.key(number), shape, jnp.dtype(dtype))
 
 
 def attend(
@@ -102,13 +135,15 @@ def _grouped(
     slots: int,
     keys: int,
     lengths: jax.Array | None,
+    library: Library | None = None,
 ) -> Contender:
-    """cuDNN, with room for the queries of `slots` candidates and for `keys` keys of every user.
+    """Makes a library's attention (None: cuDNN's) over queries that were grouped by user before.
 
-    Of a user's keys, the first `lengths` count; None: all.
+    A user has room for the queries of `slots` candidates and for `keys` keys, of which the first
+    `lengths` count; None: all.
     """
     query, key, value = args
-    attend = yardsticks.cudnn()
+    attend = (library or cudnn)()
     fold = fold_by_user(jnp.asarray(shape.cand_to_user), shape.users, slots)
     folded = jax.jit(fold.fold)(query)
     pad = ((0, 0), (0, keys - shape.kv_len), (0, 0), (0, 0))
@@ -127,21 +162,16 @@ def _grouped(
     )
 
 
-def _attention(shape: AttentionShape) -> Iterator[Callable[[], Contender]]:
+def _attention(shape: AttentionShape, is_drawn: bool) -> Iterator[Callable[[], Contender]]:
     s = shape
-    index, lengths = jnp.asarray(s.cand_to_user), jnp.asarray(s.lengths)
-    seq_lengths = lengths if s.has_lengths else None
-    query = _normal(0, (s.batch, s.q_len, s.q_heads, s.head_dim), s.dtype)
-    key, value = (
-        _normal(number, (s.users, s.kv_len, s.kv_heads, s.head_dim), s.dtype) for number in (1, 2)
-    )
-    args = (query, key, value)
+    query, key, value, index, seq_lengths = s.inputs()
+    args = query, key, value
+    lengths = jnp.asarray(s.lengths)
     integers = (index, lengths) if s.has_lengths else (index,)
 
     def op(implementation: str | None) -> Callable[..., jax.Array]:
-        is_sorted = s.index != "unsorted"
         return functools.partial(
-            attend, indices_are_sorted=is_sorted, implementation=implementation
+            attend, indices_are_sorted=s.is_sorted, implementation=implementation
         )
 
     most = int(np.bincount(s.cand_to_user, minlength=s.users).max())
@@ -149,6 +179,11 @@ def _attention(shape: AttentionShape) -> Iterator[Callable[[], Contender]]:
     def grouped() -> Contender:
         stage = "queries grouped by hand before, cuDNN"
         return _grouped("grouped-cudnn", stage, s, args, most, s.kv_len, seq_lengths)
+
+    def grouped_tokamax() -> Contender:
+        stage = "queries grouped by hand before, tokamax"
+        sizes = most, s.kv_len, seq_lengths
+        return _grouped("grouped-tokamax", stage, s, args, *sizes, tokamax)
 
     def grouped_even() -> Contender:
         # cuDNN has no gradients for odd numbers of keys.
@@ -159,28 +194,27 @@ def _attention(shape: AttentionShape) -> Iterator[Callable[[], Contender]]:
         return _grouped("grouped-cudnn-even", stage, s, args, *even, lengths)
 
     def copies() -> Contender:
-        yardsticks.cudnn()
-        _limit(2 * key[:1].nbytes * s.batch, "copies of")
+        cudnn()
+        if is_drawn:
+            _limit(2 * key[:1].nbytes * s.batch, "copies of")
 
         def run(*arrays: Any) -> jax.Array:
             return materialised_cudnn(*arrays, *((None,) if seq_lengths is None else ()))
 
         stage = "keys and values copied, then cuDNN"
-        work = bounds.attention_copies(s)
         tolerance = _added_tolerance(s.cand_to_user)
-        return Contender(
-            "copies-cudnn", stage, run, args, integers, gradient_tolerance=tolerance, work=work
-        )
+        return Contender("copies-cudnn", stage, run, args, integers, gradient_tolerance=tolerance)
 
     def xla() -> Contender:
-        work, stage = bounds.attention_by_xla(s), "implementation='xla'"
-        return Contender("xla", stage, op("xla"), args, integers, work=work, is_xla=True)
+        return Contender("xla", "implementation='xla'", op("xla"), args, integers, is_xla=True)
 
     yield lambda: Contender(OUR_NAME, "ikbo_jax.attention", op(None), args, integers)
     yield xla
     yield grouped
     yield grouped_even
     yield copies
+    if not is_drawn:
+        yield grouped_tokamax
 
 
 def _linear_compression(shape: CompressionShape) -> Iterator[Callable[[], Contender]]:
@@ -194,10 +228,10 @@ def _linear_compression(shape: CompressionShape) -> Iterator[Callable[[], Conten
     integers = (jnp.asarray(index),)
     scale = jnp.asarray((s.k_cand + s.k_user) ** -0.5, jnp.dtype(s.dtype))
     weights = tuple(
-        _normal(number, (s.m, k), s.dtype) * scale for number, k in ((0, s.k_cand), (1, s.k_user))
+        normal(number, (s.m, k), s.dtype) * scale for number, k in ((0, s.k_cand), (1, s.k_user))
     )
     embeddings = tuple(
-        _normal(number, (batch, k, s.n), s.dtype)
+        normal(number, (batch, k, s.n), s.dtype)
         for number, batch, k in ((2, s.batch, s.k_cand), (3, s.users, s.k_user))
     )
     args = (*weights, *embeddings)
@@ -238,8 +272,7 @@ def _linear_compression(shape: CompressionShape) -> Iterator[Callable[[], Conten
             weight = jnp.concatenate((w_cand, w_user), axis=1)
             return jnp.matmul(weight, jnp.concatenate((e_cand, e_user[parents]), axis=1))
 
-        stage, work = "users copied, then one product", bounds.compression_copies(s)
-        return plain_xla("copies", stage, run, args, integers, work=work)
+        return plain_xla("copies", "users copied, then one product", run, args, integers)
 
     def plain() -> Contender:
         return plain_xla("xla-by-hand", "two products and a sum, in XLA", by_hand, args, integers)
@@ -259,7 +292,7 @@ def _gdpa(shape: GdpaShape) -> Iterator[Callable[[], Contender]]:
     )
     q_rows = s.longest if s.is_broadcast else int(queries.sum())
     rows = (q_rows, int(keys.sum()), int(keys.sum()))
-    args = tuple(_normal(i, (n, s.heads, s.head_dim), s.dtype) for i, n in enumerate(rows))
+    args = tuple(normal(i, (n, s.heads, s.head_dim), s.dtype) for i, n in enumerate(rows))
     integers = (cu_kv,) if s.is_broadcast else (cu_kv, cu_q)
 
     def op(implementation: str | None) -> Callable[..., jax.Array]:
@@ -279,44 +312,33 @@ def _gdpa(shape: GdpaShape) -> Iterator[Callable[[], Contender]]:
         return run
 
     def padded() -> Contender:
-        attend = yardsticks.cudnn()
+        attend = cudnn()
         longest = int(queries.max()), int(keys.max())
         _limit(s.batch * sum(longest) * s.heads * s.head_dim * 4, "padded to")
-        numbers = [jnp.asarray(x, jnp.int32) for x in (queries, keys)]
-        places = [
-            cu[:-1, None] + jnp.arange(most, dtype=jnp.int32)
-            for cu, most in zip((cu_q, cu_kv), longest, strict=True)
-        ]
-
-        def pad(x: jax.Array, place: jax.Array) -> jax.Array:
-            return x.at[place].get(mode="clip")
-
-        query = (
-            jnp.broadcast_to(args[0], (s.batch, *args[0].shape))
-            if s.is_broadcast
-            else pad(args[0], places[0])
+        numbers = tuple(jnp.asarray(x, jnp.int32) for x in (queries, keys))
+        (pad_q, unpad_q), (pad, unpad) = (
+            padding(cu, int(x.sum()), most)
+            for cu, x, most in zip((cu_q, cu_kv), (queries, keys), longest, strict=True)
         )
+        query, key, value = args
+        of_all = (s.batch, *query.shape)
+        query = jnp.broadcast_to(query, of_all) if s.is_broadcast else pad_q(query)
 
         def run(query: Any, key: Any, value: Any, *numbers: Any) -> jax.Array:
             q, kv = numbers
             return attend(query, key, value, query_seq_lengths=q, key_value_seq_lengths=kv)
 
-        is_query, is_key = (
-            jnp.asarray(np.arange(most) < x[:, None])
-            for most, x in zip(longest, (queries, keys), strict=True)
-        )
-
         def finish_gradients(gradients: Results) -> Results:
-            of_query = gradients[0].sum(0) if s.is_broadcast else gradients[0][is_query]
-            return (of_query, *(g[is_key] for g in gradients[1:]))
+            of_query = gradients[0].sum(0) if s.is_broadcast else unpad_q(gradients[0])
+            return (of_query, *map(unpad, gradients[1:]))
 
         return Contender(
             "cudnn-softmax",
             "softmax attention by cuDNN, sequences padded before",
             run,
-            (query, pad(args[1], places[1]), pad(args[2], places[1])),
-            tuple(numbers),
-            lambda out: out[is_query],
+            (query, pad(key), pad(value)),
+            numbers,
+            unpad_q,
             finish_gradients,
             is_comparable=s.activation == "softmax",
         )
@@ -326,15 +348,15 @@ def _gdpa(shape: GdpaShape) -> Iterator[Callable[[], Contender]]:
     yield padded
 
 
-def contenders(shape: Shape) -> list[Callable[[], Contender]]:
-    """Makers of this library's contender, which is the first, and of the alternatives.
+def contenders(shape: Shape, *, is_drawn: bool = True) -> list[Callable[[], Contender]]:
+    """Returns makers of this library's contender, which is the first, and of the alternatives.
 
     The second is the XLA path, and the others follow in the order of how likely each is to be the
-    fastest. A maker raises NotImplementedError with the reason if its contender
-    cannot run here.
+    fastest. A maker raises NotImplementedError with the reason if its contender cannot run here.
+    A sweep over sizes of attention, which are not drawn, also has tokamax and large copies.
     """
     if isinstance(shape, AttentionShape):
-        return list(_attention(shape))
+        return list(_attention(shape, is_drawn))
     if isinstance(shape, CompressionShape):
         return list(_linear_compression(shape))
     return list(_gdpa(shape))

@@ -22,9 +22,9 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from benchmarks import children, harness, timing
+from benchmarks import children, harness
 from benchmarks.harness import Benchmark, Point
-from benchmarks.records import Column, Record, describe_all, provider_of
+from benchmarks.records import Record, describe_all, provider_of
 from ikbo_jax.cases import ranking as cases
 from ikbo_jax.cases.error_rule import Check
 from ikbo_jax.models import ranking
@@ -42,24 +42,13 @@ PEAK_SECONDS = 300
 #: Bars at the default point: speed-up of co-designed over materialised and over hand-optimised;
 #: time of rewritten over co-designed; memory of co-designed over materialised.
 COPIES_BAR, BY_HAND_BAR, REWRITE_BAR, MEMORY_BAR = 3.0, 1.25, 1.05, 0.25
-COLUMNS = (
-    Column("ms", 9, "median_ms", 3),
-    Column("us/cand.", 10, "us_per_candidate", 3),
-    Column("temp MiB", 10, "temp_bytes", 1, is_mib=True),
-    Column("total MiB", 11, "total_bytes", 1, is_mib=True),
-)
 
 
 class Provider(NamedTuple):
-    """One version of the network.
+    """One version of the network; `options` are XLA's for its program.
 
-    Attributes:
-      name: short name, the key in results files.
-      stage: description.
-      make: takes the largest number of candidates of one user; returns a function of parameters
-        and request.
-      prepare: makes its parameters of the network's, which is not timed; None: they are the same.
-      options: XLA's options for its program.
+    `make` takes the largest number of candidates of one user and returns a function of parameters
+    and request. `prepare` makes the function's parameters of the network's before the timing.
     """
 
     name: str
@@ -69,18 +58,15 @@ class Provider(NamedTuple):
     options: dict[str, Any] | None = None
 
     def inputs(self, inputs: tuple[Any, ranking.Request]) -> tuple[Any, ranking.Request]:
-        """Its parameters, and the request."""
         if self.prepare is None:
             return inputs
         return jax.block_until_ready(jax.jit(self.prepare)(inputs[0])), inputs[1]
 
 
 COPIES = Provider("materialised", "users copied to candidates", lambda most: ranking.materialised)
-TUNED = Provider(
-    "materialised-tuned",
-    "users copied to candidates, K aligned, cuDNN",
-    lambda most: functools.partial(ranking.materialised, tuned=True),
-)
+TUNED_COPIES = functools.partial(ranking.materialised, tuned=True)
+STAGE = "users copied to candidates, K aligned, cuDNN"
+TUNED = Provider("materialised-tuned", STAGE, lambda most: TUNED_COPIES)
 BY_HAND = Provider(
     "hand-optimised",
     "decomposed and folded by hand in XLA, cuDNN",
@@ -90,11 +76,8 @@ OURS = Provider("co-designed", "ikbo_jax's layers", lambda most: ranking.co_desi
 REWRITTEN = Provider(
     "rewritten", "ikbo_jax.rewrite of the copies", lambda most: rewrite(ranking.materialised)
 )
-#: The model that a user of cuDNN has.
 REWRITTEN_TUNED = Provider(
-    "rewritten-tuned",
-    "ikbo_jax.rewrite of the tuned copies",
-    lambda most: rewrite(functools.partial(ranking.materialised, tuned=True)),
+    "rewritten-tuned", "ikbo_jax.rewrite of the tuned copies", lambda most: rewrite(TUNED_COPIES)
 )
 #: The layers as small requests want them; measured over candidates.
 SERVED = Provider(
@@ -117,13 +100,12 @@ def points(sweep: str) -> Iterator[Point]:
         "candidates": {f"B={b}": (b, b / RATIO) for b in CANDIDATES},
     }
     for label, (candidates, users) in sizes[sweep].items():
-        yield Point(sweep, label, DEFAULT).with_case(
-            candidates=candidates, users=max(1, round(users))
-        )
+        case = dataclasses.replace(DEFAULT, candidates=candidates, users=max(1, round(users)))
+        yield Point(sweep, label, case)
 
 
 def small(sizes: Sizes) -> Sizes:
-    """Sizes small enough for a CPU, with the same number of candidates per user."""
+    """Makes sizes small enough for a CPU, with the same number of candidates per user."""
     candidates = max(1, sizes.candidates // 16)
     users = max(1, round(candidates * sizes.users / sizes.candidates))
     small = dataclasses.replace(ranking.SMALL, candidates=candidates, users=users, layers=1)
@@ -131,17 +113,13 @@ def small(sizes: Sizes) -> Sizes:
 
 
 def inputs_of(sizes: Sizes) -> tuple[Any, ranking.Request]:
-    """Seeded parameters and a request, on the device."""
+    """Draws parameters and a request, on the device."""
     return ranking.init(sizes), ranking.make_request(sizes)
 
 
 def max_candidates_per_user(sizes: Sizes) -> int:
-    """The largest number of candidates of one user."""
+    """Counts the candidates of the user who has the most."""
     return int(ranking.candidate_counts(sizes).max())
-
-
-def _prepared(provider: Provider, most: int, inputs: Any) -> tuple[Any, Any]:
-    return provider.make(most), provider.inputs(inputs)
 
 
 def measure_point(
@@ -155,18 +133,14 @@ def measure_point(
     def compare(scores: jax.Array) -> Check:
         return Check(float(np.abs(np.asarray(scores, np.float64) - exact).max()), math.inf)
 
-    contenders = [
-        harness.compile_and_check(
-            provider.name,
-            provider.stage,
-            functools.partial(_prepared, provider, most, inputs),
-            compare,
-            provider.options,
-            harness.why_too_large,
-        )
-        for provider in providers
-    ]
-    measured = harness.measure(contenders, protocol)
+    def compiled(provider: Provider) -> harness.Contender:
+        def prepare() -> tuple[Any, Any]:
+            return provider.make(most), provider.inputs(inputs)
+
+        head = provider.name, provider.stage, prepare, compare, provider.options
+        return harness.compile_and_check(*head, harness.why_too_large)
+
+    measured = harness.measure(list(map(compiled, providers)), protocol)
     runnable = {p["name"]: p for p in measured["providers"] if "error" in p}
     # The materialised network's error defines the tolerance; if it did not run, the error of the
     # first provider that ran.
@@ -179,33 +153,16 @@ def measure_point(
             "bound": bound,
             "ok": record["error"] <= bound,
         }
-    return {
-        "sweep": point.sweep,
-        "label": point.label,
-        "problem": dataclasses.asdict(sizes),
-        "most": most,
-        "largest": largest,
-        **measured,
-    }
-
-
-def profile(sizes: Sizes, provider: Provider) -> timing.Shares:
-    """The time of each kernel in a provider's run."""
-    inputs = provider.inputs(inputs_of(sizes))
-    lowered = jax.jit(provider.make(max_candidates_per_user(sizes))).lower(*inputs)
-    is_on_gpu = jax.default_backend() == "gpu"
-    compiled = lowered.compile(timing.WITHOUT_GRAPHS if is_on_gpu else None)
-    return timing.shares(functools.partial(compiled, *inputs), compiled.as_text() or "")
+    return {"most": most, "largest": largest, **measured}
 
 
 def device_peaks(sizes: Sizes, providers: Sequence[Provider]) -> dict[str, int | None]:
-    """Peak bytes of the device's allocator for every provider, each in a separate process.
+    """Measures the peak bytes of the device's allocator for each provider, in other processes.
 
-    Call this before the current process allocates device memory, since it would leave none to the
-    others. XLA tries GEMM algorithms on the device and needs more memory for them than the network,
-    so the first process of a provider compiles, and a second one, which loads the compiled program
-    from the cache, measures. The allocator preallocates the device's memory: if it grew instead,
-    it would count up to 128 MiB of unused memory in every piece, here 80 MiB of 838.
+    Call this before the current process allocates device memory. XLA tries GEMM algorithms and
+    needs more memory for them than the network, so the first process of a provider compiles, and a
+    second one, which loads the program from the cache, measures. The allocator preallocates: if it
+    grew instead, it would count up to 128 MiB of unused memory in every piece.
     """
     peaks: dict[str, int | None] = {}
     given = json.dumps(dataclasses.asdict(sizes))
@@ -223,20 +180,12 @@ def device_peaks(sizes: Sizes, providers: Sequence[Provider]) -> dict[str, int |
             peaks[provider.name], reason = None, ""
             try:
                 for _ in range(2):
-                    done = subprocess.run(
-                        command,
-                        cwd=children.ROOT,
-                        env=environment,
-                        capture_output=True,
-                        text=True,
-                        timeout=PEAK_SECONDS,
-                        check=True,
+                    said = subprocess.check_output(
+                        command, cwd=children.ROOT, env=environment, timeout=PEAK_SECONDS, text=True
                     )
-                peaks[provider.name] = json.loads(done.stdout.splitlines()[-1])
-            except subprocess.TimeoutExpired as error:
+                peaks[provider.name] = json.loads(said.splitlines()[-1])
+            except subprocess.SubprocessError as error:
                 reason = f": {error}"
-            except subprocess.CalledProcessError as error:
-                reason = f": {error.stderr[-500:]}"
             print(f"peak of {provider.name}: {peaks[provider.name]}{reason}", flush=True)
     return peaks
 
@@ -263,7 +212,7 @@ def peak_of(name: str, sizes: Sizes) -> int | None:
 
 
 def bars(point: Record, all_points: Sequence[Record], name: str) -> str:
-    """Text with the figures of a provider at the default point, each next to its bar."""
+    """Formats the figures of a provider at the default point, each next to its bar."""
     del all_points
     ours, copies, hand, rewritten = (
         provider_of(point, p.name) for p in (OURS, COPIES, BY_HAND, REWRITTEN)
@@ -298,10 +247,6 @@ def _measure(point: Point, run: harness.Run) -> dict[str, Any]:
     for record in measured["providers"]:
         if point.sweep == "default" and run.prepared.get(record["name"]) is not None:
             record["peak_bytes"] = run.prepared[record["name"]]
-        if record["name"] in run.options.profile and "median_ms" in record:
-            shares = profile(point.case, BY_NAME[record["name"]])
-            record["ms_by_part"] = shares.by_part
-            print(f"{point.name}, {record['name']}:\n{shares}")
     return measured
 
 
@@ -313,10 +258,6 @@ def _measure_peaks(run: harness.Run) -> dict[str, int | None]:
 
 def _add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--peaks", action="store_true", help="also measure peak memory")
-    words = "providers to profile; prints the time of each kernel"
-    parser.add_argument(
-        "--profile", nargs="+", choices=BY_NAME, metavar="NAME", default=(), help=words
-    )
 
 
 BENCHMARK = Benchmark(
@@ -326,7 +267,6 @@ BENCHMARK = Benchmark(
     lambda point: dataclasses.replace(point, case=small(point.case)),
     _measure,
     bars,
-    COLUMNS,
     describe_all,
     _add_options,
     _measure_peaks,
@@ -335,7 +275,7 @@ BENCHMARK = Benchmark(
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Command line; returns 1 if a provider failed or was wrong."""
+    """Runs the command line; returns 1 if a provider failed or was wrong."""
     argv = sys.argv[1:] if argv is None else argv
     if argv[:1] == ["--peak-of"]:  # A process of `device_peaks`.
         _, name, sizes = argv

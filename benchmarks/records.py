@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 #: A results file, or one of its points or providers.
 Record = Mapping[str, Any]
@@ -13,30 +13,27 @@ OUR_NAME = "ikbo"
 
 
 def provider_of(point: Record, name: str) -> Record | None:
-    """The figures of a provider at a point of a results file; None if it was not timed."""
+    """Finds the figures of a provider at a point of a results file; None if it was not timed."""
     found = (p for p in point["providers"] if p["name"] == name and "median_ms" in p)
     return next(found, None)
 
 
 def ours_at(points: Iterable[Record]) -> Record | None:
-    """The figures of this library at the first point where it was timed; None if at none."""
+    """Finds this library's figures at the first point where it was timed; None if at none."""
     found = (provider_of(point, OUR_NAME) for point in points)
     return next((record for record in found if record is not None), None)
 
 
 def points_of(results: Record, sweep: str) -> list[Record]:
-    """The points of one sweep."""
+    """Selects the points of one sweep."""
     return [point for point in results["points"] if point["sweep"] == sweep]
 
 
 def joined(files: Mapping[str, Record]) -> Record:
-    """One results file of several, by their names; the points in the order of the files.
+    """Joins results files, given by their names; the date is the first file's.
 
-    The date is the first file's. The files may be of several commits: all of them are named.
-
-    Raises:
-      ValueError: two files differ in benchmark, protocol, or environment other than commit and
-        date, or hold the same point.
+    The files may be of several commits: all of them are named. Raises ValueError if two files
+    differ in benchmark, protocol or other parts of the environment, or hold the same point.
     """
     if len(files) == 1:
         return next(iter(files.values()))
@@ -65,14 +62,14 @@ def joined(files: Mapping[str, Record]) -> Record:
 
 
 def all_correct(results: Record) -> bool:
-    """Whether no point failed, and every provider that could run returned a correct result."""
+    """Returns whether no point failed, and every provider that could run was correct."""
     records = [p for point in results["points"] for p in point["providers"]]
     is_right = all("failure" not in p and p.get("ok", True) for p in records)
     return is_right and not results.get("failed")
 
 
 def describe_ours(point: Record) -> str:
-    """The figures of this library at a point."""
+    """Formats the figures of this library at a point."""
     ours: Record = next((p for p in point["providers"] if p["name"] == OUR_NAME), {})
     if "median_ms" not in ours:
         return f"skipped: {ours['skipped']}" if "skipped" in ours else "failed"
@@ -80,67 +77,47 @@ def describe_ours(point: Record) -> str:
 
 
 def describe_all(point: Record) -> str:
-    """The times of all providers of a point."""
+    """Formats the times of all providers of a point."""
     times = (f"{p['name']} {p.get('median_ms', math.nan):.3f}" for p in point["providers"])
     return ", ".join(times) + " ms"
 
 
-class Column(NamedTuple):
-    """A column of the printed table: header, width, field of a provider, digits; in MiB or not."""
-
-    header: str
-    width: int
-    field: str
-    digits: int
-    is_mib: bool = False
-
-    def of(self, record: Record) -> str:
-        """The cell of a provider; "-" if the field is missing."""
-        text = mib(record, self.field, self.digits) if self.is_mib else None
-        return f"{text or format(record[self.field], f'.{self.digits}f'):>{self.width}}"
-
-
-#: Columns of the benchmarks of ops.
-OP_COLUMNS = (
-    Column("ms", 10, "median_ms", 4),
-    Column("TFLOP/s", 9, "tflops", 1),
-    Column("fraction", 9, "fraction", 3),
-    Column("temp MiB", 10, "temp_bytes", 2, is_mib=True),
-)
 #: Formats the bars of a provider: takes a point, all points, and the provider's name.
 Bars = Callable[[Record, Sequence[Record], str], str]
+#: Figures of a provider in the printed table: field, unit, digits, divisor.
+FIGURES = (
+    *(("median_ms", "ms", 4, 1), ("tflops", "TFLOP/s", 1, 1), ("fraction", "of the matmul", 3, 1)),
+    *(("us_per_candidate", "us a candidate", 3, 1), ("samples_per_s", "samples/s", 0, 1)),
+    *(("temp_bytes", "MiB scratch", 1, 2**20), ("peak_bytes", "MiB peak", 1, 2**20)),
+)
 
 
-def format_table(results: Record, columns: Sequence[Column], bars: Bars) -> str:
-    """The results as plain text, with a line for every provider at every point."""
-    points = results["points"]
-    labels = [f"{point['sweep']} {point['label']}" for point in points]
-    names = [p["name"] for point in points for p in point["providers"]]
-    wide, wider = (max(map(len, column), default=0) + 2 for column in (labels, names))
-    header = "".join(f"{column.header:>{column.width}}" for column in columns)
-    lines = [f"{'point':<{wide}}{'provider':<{wider}}{header}{'error/bound':>12}  bars"]
-    for label, point in zip(labels, points, strict=True):
+def format_table(results: Record, bars: Bars) -> str:
+    """Formats the results, with a line for every provider at every point."""
+    points, lines = results["points"], []
+    for point in points:
         for p in point["providers"]:
-            head = f"{label:<{wide}}{p['name']:<{wider}}"
+            head = f"{point['sweep']} {point['label']}, {p['name']}: "
             if "median_ms" not in p:
-                lines.append(head + f"  {p.get('failure') or 'skipped: ' + p['skipped']:.90}")
+                lines.append(head + f"{p.get('failure') or 'skipped: ' + p['skipped']:.90}")
                 continue
-            lines.append(
-                head
-                + "".join(column.of(p) for column in columns)
-                + f"{p['error'] / p['bound']:>12.2f}  "
-                + (bars(point, points, p["name"]) if is_on_gpu(results) else "")
-                + p.get("note", "")
-                + ("" if p["ok"] else "  WRONG RESULT")
-            )
+            figures = [
+                f"{p[field] / divisor:.{digits}f} {unit}"
+                for field, unit, digits, divisor in FIGURES
+                if p.get(field) is not None
+            ]
+            figures.append(f"error/bound {p['error'] / p['bound']:.2f}")
+            figures.append(bars(point, points, p["name"]) if is_on_gpu(results) else "")
+            figures += [p.get("note", ""), "" if p["ok"] else "WRONG RESULT"]
+            lines.append(head + ", ".join(filter(None, figures)))
     return "\n".join(lines)
 
 
 def is_on_gpu(results: Record) -> bool:
-    """Whether the results were measured on a GPU; the bars are for Hopper."""
+    """Returns whether the results were measured on a GPU; the bars are for Hopper."""
     return bool(results["environment"]["platform"] == "gpu")
 
 
 def mib(record: Record, field: str, digits: int) -> str:
-    """A field in bytes as text in MiB; "-" if it is missing or None."""
+    """Formats a field in bytes as MiB; "-" if it is missing or None."""
     return "-" if record.get(field) is None else f"{record[field] / 2**20:.{digits}f}"

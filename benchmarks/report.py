@@ -25,7 +25,8 @@ from typing import Any, NamedTuple
 
 from benchmarks import plots, records, tables, timing
 from benchmarks import tables_networks as networks
-from benchmarks.records import Record, points_of
+from benchmarks.records import Record
+from examples.movielens import report as movielens
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 DOCUMENTS = ("README.md", "docs/performance.md", "docs/training.md")
@@ -39,48 +40,42 @@ _BLOCK = re.compile(
 _DATE = re.compile(r"commit `[^`]*`, (\d{4}-\d\d-\d\d(?: \d\d:\d\d)?)")
 
 #: Makes a benchmark's blocks by name; a block without points is empty.
-TABLES: dict[str, Callable[[Record], dict[str, str]]] = {
-    "attention": tables.attention,
-    "attention_gradient": tables.attention_gradient,
-    "gdpa": tables.gdpa,
-    "linear_compression": tables.linear_compression,
-    "linear_compression_gradient": tables.linear_compression_gradient,
-    "movielens": networks.movielens,
-    "production": networks.production,
-    "ranking": networks.ranking,
-    "rewrite_models": networks.rewrite_models,
-    "scaling": networks.scaling,
-    "training": networks.training,
-}
+TABLES: Mapping[str, Callable[[Record], dict[str, str]]] = {
+    make.__name__: make
+    for make in (
+        *(tables.attention, tables.attention_gradient, tables.gdpa),
+        *(tables.linear_compression, tables.linear_compression_gradient),
+        *(networks.production, networks.ranking, networks.rewrite_models),
+        *(networks.scaling, networks.training),
+    )
+} | {"movielens": movielens.blocks}
 
 
 class Plot(NamedTuple):
-    """A plot of a benchmark's results.
+    """A plot beside a block of a benchmark's results; `words` describe it.
 
-    Attributes:
-      op: the benchmark.
-      block: the block beside which it stands.
-      image: its file, without the folder and the suffix.
-      words: description.
-      draw: draws it into a file.
-      points: returns what it draws of the results; nothing if that was not measured.
+    `points` returns what `draw` draws; nothing if the points were not measured. The file `image` is
+    named like the block by default.
     """
 
     op: str
     block: str
-    image: str
     words: str
     draw: Callable[[Record, pathlib.Path], None]
-    points: Callable[[Record], Any] = lambda results: results["points"]
+    points: Callable[[Record], Any]
+    image: str = ""
 
     @property
     def path(self) -> str:
-        """Its file, relative to the root."""
-        return f"docs/images/{self.image}.svg"
+        return f"docs/images/{self.image or self.block.replace('-', '_')}.svg"
 
 
-def _sweep(name: str) -> Callable[[Record], list[Record]]:
-    return lambda results: points_of(results, name)
+def _sweeps(*names: str) -> Callable[[Record], list[Record]]:
+    return lambda results: [point for point in results["points"] if point["sweep"] in names]
+
+
+def _field(name: str) -> Callable[[Record], Any]:
+    return lambda results: results[name]
 
 
 def _of_prefix(prefix: str) -> Callable[[Record], list[Record]]:
@@ -90,58 +85,59 @@ def _of_prefix(prefix: str) -> Callable[[Record], list[Record]]:
     return points
 
 
+OF_MATMUL, COMPRESSION = "fraction of the matmul over", "linear_compression"
 PLOTS = (
     Plot(
-        *("attention", "attention-lengths", "attention_lengths"),
-        "fraction of the matmul over the keys of a user",
-        *(plots.attention, _sweep("s")),
+        *("attention", "attention-lengths", f"{OF_MATMUL} the keys of a user"),
+        *(plots.attention, _sweeps("s")),
     ),
     *(
         Plot(
-            *("gdpa", f"{prefix}-lengths", f"{prefix.replace('-', '_')}_lengths"),
-            "fraction of the matmul over the greatest length",
+            *("gdpa", f"{prefix}-lengths", f"{OF_MATMUL} the greatest length"),
             *(plots.gdpa, _of_prefix(prefix)),
         )
         for prefix in ("gdpa", "gdpa-backward")
     ),
     Plot(
-        *("linear_compression", "linear-compression-stages", "linear_compression_stages"),
-        "time of the stages",
-        *(plots.linear_compression_stages, _sweep("default")),
+        *(COMPRESSION, "linear-compression-stages", "time of the stages"),
+        *(plots.linear_compression_stages, _sweeps("default")),
     ),
     Plot(
-        *("linear_compression", "linear-compression-sweeps", "linear_compression_sweeps"),
-        "fraction of the matmul over sizes",
-        plots.linear_compression_sweeps,
-        lambda results: [p for p in results["points"] if p["sweep"] in plots.PANELS],
+        *(COMPRESSION, "linear-compression-sweeps", f"{OF_MATMUL} sizes"),
+        *(plots.linear_compression_sweeps, _sweeps(*plots.PANELS)),
     ),
     *(
         Plot(
-            *("ranking", f"ranking-{sweep}", f"ranking_{sweep}"),
-            f"latency and memory of the ranking network over {axis}",
-            *(functools.partial(plots.ranking, sweep=sweep), _sweep(sweep)),
+            *("ranking", f"ranking-{sweep}", f"latency and memory of the ranking network over {x}"),
+            *(functools.partial(plots.ranking, sweep=sweep), _sweeps(sweep)),
         )
-        for sweep, axis in networks.RANKING_AXES.items()
+        for sweep, x in networks.RANKING_AXES.items()
     ),
     Plot(
-        *("training", "training-ratio", "training", "time and memory of a training step"),
-        *(plots.training, networks.swept_training),
+        *("training", "training-ratio", "time and memory of a training step"),
+        *(plots.training, networks.swept_training, "training"),
     ),
     Plot(
-        *("movielens", "movielens-quality", "movielens", "loss and AUC over steps"),
-        *(plots.movielens, lambda results: results["curves"]),
+        *("movielens", "movielens-quality", "loss and AUC over steps"),
+        *(movielens.draw, _field("curves"), "movielens"),
     ),
-    Plot("scaling", "scaling-table", "scaling", "speed-up over devices", plots.scaling),
     Plot(
-        *("production", "production-table", "production"),
+        *("scaling", "scaling-table", "speed-up over devices"),
+        *(plots.scaling, _field("points"), "scaling"),
+    ),
+    Plot(
+        "production",
+        "production-table",
         "drawn workloads: fraction of the roofline and speed-up, one dot each",
         plots.production,
+        _field("points"),
+        "production",
     ),
 )
 
 
 def blocks(results: Record, document: str) -> dict[str, str]:
-    """The generated blocks by name; links are relative to `document`, a path from the root."""
+    """Makes the generated blocks by name; their links are relative to `document`."""
     found = {name: body for name, body in TABLES[results["op"]](results).items() if body}
     for plot in PLOTS:
         if plot.op == results["op"] and plot.block in found:
@@ -151,10 +147,7 @@ def blocks(results: Record, document: str) -> dict[str, str]:
 
 
 def draw(results: Record, root: pathlib.Path, images: Container[str] | None = None) -> list[str]:
-    """Draws the plots that were measured; returns their files, relative to `root`.
-
-    `images` limits the plots to these files.
-    """
+    """Draws plots that were measured, of `images` alone if given; returns their files."""
     drawn = []
     for plot in PLOTS:
         is_chosen = plot.op == results["op"] and (images is None or plot.path in images)
@@ -178,7 +171,7 @@ def replace_blocks(text: str, bodies: Mapping[str, str]) -> str:
 
 
 def reason_to_keep(name: str, old: str, new: str) -> str | None:
-    """Why the body `old` of the block `name` should not be replaced by `new`; None if it should."""
+    """Explains why `new` should not replace the body `old` of a block; None if it should."""
     rows, new_rows = points_in(old), points_in(new)
     if lost := [row for row in rows if row not in new_rows]:
         return f"{name} has {len(lost)} points that the file lacks, {lost[0]!r} first"
@@ -191,7 +184,7 @@ def reason_to_keep(name: str, old: str, new: str) -> str | None:
 
 
 def points_in(body: str) -> list[str]:
-    """The first column of a body's tables, which holds the names of the points."""
+    """Reads the first column of a body's tables, which holds the names of the points."""
     cells = [
         line.split(" | ")[0].removeprefix("| ") for line in body.split("\n") if line[:2] == "| "
     ]
@@ -200,18 +193,17 @@ def points_in(body: str) -> list[str]:
 
 
 def images_of(bodies: Mapping[str, str], document: str) -> set[str]:
-    """The images that bodies link to, relative to the root; links are relative to `document`."""
+    """Finds the images that the bodies of `document` link to, relative to the root."""
     links = [re.search(r"\]\(([^)]+)\)", body) for n, body in bodies.items() if n.endswith("-plot")]
     folder = os.path.dirname(document)
     return {os.path.normpath(os.path.join(folder, link[1])) for link in links if link is not None}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Command line.
+    """Runs the command line.
 
-    Returns:
-      0 on success; 1 if --check found a document that differs from the results; 2 if nothing was
-      written because a table is newer or larger than the results file.
+    Returns 1 if --check found a document that differs from the results, and 2 if nothing was
+    written because a table is newer or larger than the results file.
     """
     parser = argparse.ArgumentParser(prog="python -m benchmarks.report")
     words = "results file (JSON); several of the same commit and kind of device are joined"

@@ -6,8 +6,7 @@ The models are written here from the published descriptions: DLRM-DCNv2 (26 fiel
 network), DIN (a history of 512), and a causal transformer over [history, candidate] (8 layers,
 width 1280, history of 1022). The original looks the user up for every candidate; the form by hand
 computes the same scores without the copy, in plain JAX. If the original does not fit into memory,
-it scores a part of the candidates, and its time is multiplied. Every model runs in a process of its
-own.
+it scores a part of the candidates, and its time is multiplied.
 """
 
 from __future__ import annotations
@@ -16,13 +15,8 @@ import argparse
 import concurrent.futures
 import dataclasses
 import functools
-import json
 import os
-import pathlib
-import statistics
-import subprocess
 import sys
-import tempfile
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -31,17 +25,14 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from benchmarks import children, harness, timing
+from benchmarks import harness
 from benchmarks.harness import Point
-from benchmarks.records import Record
-from ikbo_jax._timing import interleaved_ms
+from benchmarks.records import Record, describe_all
 from ikbo_jax.rewrite import rewrite
 from ikbo_jax.rewrite.report import cost
 
 #: Bars: time of rewritten over by hand at most, speed-up over the original at least.
 BY_HAND_BAR, ORIGINAL_BAR = 1.1, 1.0
-#: Seconds after which the process of a model is ended.
-SECONDS = 420.0
 #: Largest difference of scores relative to the largest score: some roundings of bfloat16.
 TOLERANCE = 2.0**-4
 DTYPE = jnp.bfloat16
@@ -49,15 +40,9 @@ DTYPE = jnp.bfloat16
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """A model of one size.
+    """A model of one size: functions of parameters and a request, whose last array is the index.
 
-    Attributes:
-      original: the model, a function of parameters and a request.
-      hand: the same scores without the copy.
-      params: the parameters.
-      request: the request: a tuple of arrays, the last of them the index of users.
-      parts: into how many calls the original divides the request; each takes whole users.
-      part: the request of one such call.
+    The original divides the request into `parts` calls of whole users; `part` is one call's.
     """
 
     original: Callable[..., jax.Array]
@@ -106,7 +91,7 @@ def _layers(random: _Random, *widths: int) -> list[tuple[jax.Array, jax.Array]]:
 
 
 def dlrm(params: Any, request: Any) -> jax.Array:
-    """26 embedded fields and dense features, three low-rank cross layers, and a top network."""
+    """Scores by 26 embedded fields, dense features, three low-rank cross layers, a top network."""
     dense, user_ids, cand_ids, index = request
     ids = jnp.concatenate([user_ids[index], cand_ids], axis=1)
     # One table holds the rows of all fields.
@@ -125,7 +110,7 @@ def _cross(layers: Any, x0: jax.Array, projected: jax.Array) -> jax.Array:
 
 
 def dlrm_by_hand(params: Any, request: Any) -> jax.Array:
-    """The user's embeddings, bottom network and share of the first projection once per user."""
+    """Computes embeddings, bottom network and share of the first projection once per user."""
     dense, user_ids, cand_ids, index = request
     users = params["table"].at[user_ids].get(mode="clip")
     bottom = _mlp(params["bottom"], dense)
@@ -140,7 +125,7 @@ def dlrm_by_hand(params: Any, request: Any) -> jax.Array:
 
 
 def dlrm_case(small: bool) -> Case:
-    """17 fields of the user and 9 of the candidate, 64 candidates per user."""
+    """Draws 17 fields of the user and 9 of the candidate, 64 candidates per user."""
     users, batch, width, rows, rank = (4, 64, 8, 100, 16) if small else (128, 8192, 128, 65536, 512)
     of_user, fields, random = 17, 26, _Random()
     size = (fields + 1) * width
@@ -162,7 +147,7 @@ def dlrm_case(small: bool) -> Case:
 
 
 def din(params: Any, request: Any) -> jax.Array:
-    """The activation unit `[q, h, q - h, q * h]` weights the history; then a network."""
+    """Weights the history by the unit `[q, h, q - h, q * h]`; then applies a network."""
     history, cand, index = request
     h = history[index]
     q = jnp.broadcast_to(cand[:, None], h.shape)
@@ -174,7 +159,7 @@ def din(params: Any, request: Any) -> jax.Array:
 
 
 def din_by_hand(params: Any, request: Any) -> jax.Array:
-    """Products with h and with q once per user and once per candidate."""
+    """Multiplies h once per user and q once per candidate."""
     history, cand, index = request
     width = cand.shape[1]
     wq, wh, wd, wp = (params["unit"][n * width : (n + 1) * width] for n in range(4))
@@ -190,7 +175,7 @@ def din_by_hand(params: Any, request: Any) -> jax.Array:
 
 
 def din_case(small: bool) -> Case:
-    """A history of 512 items."""
+    """Draws a history of 512 items."""
     users, batch, length, width = (4, 16, 8, 8) if small else (32, 2048, 512, 128)
     random = _Random()
     params = {
@@ -229,7 +214,7 @@ def _attention(q: jax.Array, k: jax.Array, v: jax.Array, mask: Any) -> jax.Array
 
 
 def transformer(params: Any, request: Any) -> jax.Array:
-    """The candidate is the last token: it attends to the history and to itself."""
+    """Appends the candidate as the last token, which attends to the history and to itself."""
     history, token, index = request
     x = jnp.concatenate([history[index], token[:, None]], axis=1)
     positions = jnp.arange(x.shape[1])
@@ -240,7 +225,7 @@ def transformer(params: Any, request: Any) -> jax.Array:
 
 
 def transformer_by_hand(params: Any, request: Any) -> jax.Array:
-    """The history once per user; candidates, in groups of equal size, attend to it."""
+    """Computes the history once per user; candidates, in groups of equal size, attend to it."""
     history, token, index = request
     users, length, width = history.shape
     x, cands = history, token.reshape(users, -1, width)
@@ -267,7 +252,7 @@ def transformer_by_hand(params: Any, request: Any) -> jax.Array:
 
 
 def transformer_case(small: bool) -> Case:
-    """8 layers of width 1280, a history of 1022, 64 candidates for each of 32 users."""
+    """Draws 8 layers of width 1280, a history of 1022, 64 candidates for each of 32 users."""
     sizes = (4, 16, 6, 16, 8, 2) if small else (32, 2048, 1022, 1280, 128, 8)
     users, batch, length, width, head, depth = sizes
     random = _Random()
@@ -295,64 +280,44 @@ def transformer_case(small: bool) -> Case:
 CASES = {"dlrm_dcnv2": dlrm_case, "din": din_case, "transformer": transformer_case}
 
 
-def measure(name: str, protocol: harness.Protocol) -> dict[str, Any]:
-    """Times the three versions of a model and the reference matmul; compares the scores.
-
-    Returns:
-      The point of the model in the results file.
-    """
-    case = CASES[name](jax.default_backend() != "gpu")
+def measure_point(point: Point, run: harness.Run) -> dict[str, Any]:
+    """Times the three versions of a model and the reference matmul; compares the scores."""
+    case = CASES[point.label](jax.default_backend() != "gpu")
     part = case.part or case.request
     versions = {
         "original": (case.original, part, case.parts),
         "rewritten": (rewrite(case.original), case.request, 1),
         "by-hand": (case.hand, case.request, 1),
     }
-    records: dict[str, dict[str, Any]] = {}
-    lowered = {}
-    for version, (fn, request, parts) in versions.items():
-        flops = cost.program_cost(jax.make_jaxpr(fn)(case.params, request)).flops
-        records[version] = {"name": version, "parts": parts, "flops": parts * flops}
-        lowered[version] = jax.jit(fn).lower(case.params, request)
+    lowered = [jax.jit(fn).lower(case.params, request) for fn, request, _ in versions.values()]
     with concurrent.futures.ThreadPoolExecutor() as pool:
-        found = pool.map(lambda x: x.compile(), lowered.values())
-        compiled = dict(zip(lowered, found, strict=True))
-    print(f"{name}: compiled", flush=True)
-    thunks: dict[str, Callable[[], Any]] = {
-        version: functools.partial(compiled[version], case.params, request)
-        for version, (_, request, _) in versions.items()
-    }
-    scores = {v: np.asarray(thunk().astype(jnp.float32)) for v, thunk in thunks.items()}
-    thunks["matmul"] = timing.matmul_thunk(protocol.matmul_size)
-    samples = interleaved_ms(thunks, window_s=protocol.window_s, rounds=protocol.rounds)
-    expected = scores["original"]
-    for version, record in records.items():
-        difference = np.abs(scores[version][: len(expected)] - expected).max()
-        record |= {
-            "ms": samples[version],
-            "median_ms": record["parts"] * statistics.median(samples[version]),
-            "difference": float(difference / np.abs(expected).max()),
-            # Written so that NaN is wrong, too.
-            "ok": bool(difference <= TOLERANCE * np.abs(expected).max()),
-        }
-    matmul = timing.matmul_tflops(statistics.median(samples["matmul"]), protocol.matmul_size)
-    return {
-        "sweep": "models",
-        "label": name,
-        "matmul_ms": samples["matmul"],
-        "matmul_tflops": matmul,
-        "providers": list(records.values()),
-    }
+        compiled = list(pool.map(lambda x: x.compile(), lowered))
+    print(f"{point.label}: compiled", flush=True)
+    contenders, expected = [], None
+    for (name, (fn, request, parts)), program in zip(versions.items(), compiled, strict=True):
+        scores = np.asarray(program(case.params, request).astype(jnp.float32))
+        expected = scores if expected is None else expected
+        error, largest = np.abs(scores[: len(expected)] - expected).max(), np.abs(expected).max()
+        flops = cost.program_cost(jax.make_jaxpr(fn)(case.params, request)).flops
+        record = {"name": name, "parts": parts, "flops": parts * flops, "error": float(error)}
+        # Written so that NaN is wrong, too.
+        record |= {"bound": float(TOLERANCE * largest), "ok": bool(error <= TOLERANCE * largest)}
+        thunk = functools.partial(program, case.params, request)
+        contenders.append(harness.Contender(record, thunk))
+    measured = harness.measure(contenders, run.protocol)
+    for record in measured["providers"]:
+        record["median_ms"] *= record["parts"]
+    return measured
 
 
 def ratios(point: Record) -> tuple[float, float]:
-    """Time of the rewritten model over by hand, and its speed-up over the original."""
+    """Computes the rewritten model's time over by hand, and its speed-up over the original."""
     ms = {record["name"]: record["median_ms"] for record in point["providers"]}
     return ms["rewritten"] / ms["by-hand"], ms["original"] / ms["rewritten"]
 
 
 def bars(point: Record) -> str:
-    """The ratios of a model, each with its bar."""
+    """Formats the ratios of a model, each with its bar."""
     over_by_hand, speed_up = ratios(point)
     return (
         f"{over_by_hand:.3f} of by hand, bar {BY_HAND_BAR}; {speed_up:.2f} x the original, "
@@ -361,50 +326,31 @@ def bars(point: Record) -> str:
 
 
 def _describe(point: Record) -> str:
-    times = (
-        f"{record['name']} {record['median_ms']:.3f} ms"
-        + ("" if record["ok"] else f" WRONG RESULT by {record['difference']:.1e}")
-        for record in point["providers"]
-    )
-    return f"{', '.join(times)}; {bars(point)}"
+    wrong = [record["name"] for record in point["providers"] if not record["ok"]]
+    of_wrong = f"WRONG RESULT of {', '.join(wrong)}; " if wrong else ""
+    return f"{describe_all(point)}; {of_wrong}{bars(point)}"
 
 
-def _in_a_process(name: str, seconds: float, *, quick: bool) -> dict[str, Any]:
-    """The point of a model, measured by a process of its own."""
-    with tempfile.TemporaryDirectory() as folder:
-        file = pathlib.Path(folder) / "one.json"
-        options = ["--one", "--out", str(file), *(["--quick"] if quick else [])]
-        subprocess.run(
-            children.command("benchmarks.rewrite_models", name, *options),
-            cwd=children.ROOT,
-            timeout=seconds,
-            check=True,
-            env=children.environment({"XLA_PYTHON_CLIENT_MEM_FRACTION": "0.94"}),
-        )
-        found: dict[str, Any] = json.loads(file.read_text())
-        return found
+def _add_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("models", nargs="*", choices=[*CASES, []], help="models; default: all")
+
+
+BENCHMARK = harness.Benchmark(
+    "rewrite_models",
+    (),
+    lambda options: [Point("models", model, None) for model in options.models or CASES],
+    lambda point: point,
+    measure_point,
+    lambda point, all_points, name: bars(point),
+    describe=_describe,
+    add_options=_add_options,
+)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Command line; returns 1 if a model failed, was wrong or was left out."""
-    parser = harness.parser("rewrite_models")
-    parser.add_argument("models", nargs="*", choices=[*CASES, []], help="models; default: all")
-    parser.add_argument("--one", action="store_true", help=argparse.SUPPRESS)
-    args = parser.parse_args(argv)
-    if args.one:
-        protocol = harness.Protocol.for_device(quick=args.quick)
-        args.out.write_text(json.dumps(measure(args.models[0], protocol)))
-        return 0
-    # This process uses the device only to name it, and leaves its memory to the others.
-    os.environ["XLA_PYTHON_CLIENT_PREALLOCATE"] = "false"
-    run = harness.Run("rewrite_models", args)
-
-    def measure_point(point: Point) -> dict[str, Any]:
-        # A model that takes longer than the budget is ended.
-        return _in_a_process(point.label, min(SECONDS, run.left_s), quick=args.quick)
-
-    todo = [Point("models", model, None) for model in args.models or CASES]
-    results = run.measure(todo, measure_point, _describe)
+    """Runs the command line; returns 1 if a model failed, was wrong or was left out."""
+    os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.94")
+    results = BENCHMARK.run(BENCHMARK.parse(argv))
     lines = (f"{point['label']}: {_describe(point)}" for point in results["points"])
     status = harness.print_results(results, "\n".join(lines))
     return 1 if results["left_out"] else status

@@ -34,9 +34,12 @@ from benchmarks import harness, records
 from benchmarks.harness import Point
 from ikbo_jax import place_users
 from ikbo_jax._timing import interleaved_ms
+from ikbo_jax.cases import attention as attention_case
+from ikbo_jax.cases import linear_compression as linear_compression_case
 from ikbo_jax.models import ranking
 from ikbo_jax.ops.attention import attention
 from ikbo_jax.ops.linear_compression import linear_compression
+from ikbo_jax.problems import AttentionProblem, LinearCompressionProblem
 
 #: Candidates and users of a request; for the network on more than two devices also a large one.
 REQUEST, LARGE_REQUEST = (2048, 32), (8192, 117)
@@ -47,7 +50,7 @@ STRONG_BARS = {"linear_compression": 0.54, "attention": 0.54, "network": 0.54, "
 LARGE_BARS = {"network": 6.8, "training": 6.0}
 WEAK_BARS = {2: 0.95, 8: 0.93}
 #: Largest difference of results on several devices, relative to the largest result: a few roundings
-#: of bfloat16, since a part has another order of sums where its configuration is another one.
+#: of bfloat16, since another configuration of a kernel has another order of sums.
 TOLERANCE = 2.0**-6
 LEARNING_RATE = 1e-4
 
@@ -57,13 +60,7 @@ LEARNING_RATE = 1e-4
 
 
 class Program(NamedTuple):
-    """A function and its arguments, laid out on a mesh.
-
-    Attributes:
-      fn: the function.
-      args: its arguments.
-      compare: makes what is compared with other programs' results.
-    """
+    """A function and its arguments on a mesh; `compare` makes what is compared of its result."""
 
     fn: Callable[..., Any]
     args: tuple[Any, ...]
@@ -71,13 +68,13 @@ class Program(NamedTuple):
 
 
 def mesh_of(devices: int, kind: AxisType) -> Mesh:
-    """A mesh with one axis "x" of the first devices; one device is this process' own."""
+    """Makes a mesh with one axis "x" of the first devices; one device is this process' own."""
     found = jax.local_devices() if devices == 1 else jax.devices()
     return jax.make_mesh((devices,), ("x",), axis_types=(kind,), devices=found[:devices])
 
 
 def _put(mesh: Mesh, x: Any, spec: P) -> jax.Array:
-    """An array that every process has whole, laid out on the devices of all."""
+    """Lays out an array, which every process has whole, on the devices of all processes."""
     host = np.asarray(x)
     return jax.make_array_from_callback(host.shape, NamedSharding(mesh, spec), host.__getitem__)
 
@@ -89,73 +86,33 @@ def _as_float(x: jax.Array) -> np.ndarray:
     )
 
 
-def _draw(shapes: Mapping[str, tuple[int, ...]], seed: int = 0) -> dict[str, np.ndarray]:
-    keys = jax.random.split(jax.random.key(seed), len(shapes))
-    return {
-        name: np.asarray(jax.random.normal(key, shape, jnp.bfloat16))
-        for key, (name, shape) in zip(keys, shapes.items(), strict=True)
-    }
-
-
-def _index(candidates: int, users: int) -> np.ndarray:
-    counts = ranking.random_counts(users, candidates, 0)
-    return np.repeat(np.arange(users, dtype=np.int32), counts)
-
-
 def linear_compression_program(mesh: Mesh, request: tuple[int, int], *, small: bool) -> Program:
-    """Linear compression at the default sizes; candidates divided, users replicated."""
+    """Makes linear compression at the default sizes; candidates divided, users replicated."""
     candidates, users = request
-    index = _index(candidates, users)
-    m, k_cand, k_user, n = (16, 16, 24, 16) if small else (433, 866, 1178, 256)
-    x = _draw(
-        {
-            "w_cand": (m, k_cand), "w_user": (m, k_user),
-            "e_cand": (candidates, k_cand, n), "e_user": (users, k_user, n),
-        }
-    )  # fmt: skip
-    args = (
-        *(_put(mesh, x[name], P()) for name in ("w_cand", "w_user")),
-        _put(mesh, x["e_cand"], P("x")),
-        _put(mesh, x["e_user"], P()),
-        _put(mesh, index, P("x")),
-    )
+    m, k_user, k_cand, n = (16, 24, 16, 16) if small else (433, 1178, 866, 256)
+    problem = LinearCompressionProblem((users, candidates), (k_user, k_cand), m, n, "bfloat16")
+    specs = (P(), P(), P("x"), P(), P("x"))
+    arrays = zip(linear_compression_case.Case(problem).inputs().arguments, specs, strict=True)
+    args = tuple(_put(mesh, x, spec) for x, spec in arrays)
     return Program(linear_compression, args, _as_float)
 
 
 def attention_program(mesh: Mesh, request: tuple[int, int], *, small: bool) -> Program:
-    """Target attention; candidates divided, users replicated."""
-    candidates, users = request
-    index = _index(candidates, users)
+    """Makes target attention; candidates divided, users replicated."""
     t, s, heads, width = (4, 32, 2, 16) if small else (64, 2048, 2, 128)
-    x = _draw(
-        {
-            "query": (candidates, t, heads, width),
-            "key": (users, s, heads, width),
-            "value": (users, s, heads, width),
-        }
-    )
-    args = (
-        _put(mesh, x["query"], P("x")),
-        _put(mesh, x["key"], P()),
-        _put(mesh, x["value"], P()),
-        _put(mesh, index, P("x")),
-    )
-
-    def attend(*arrays: jax.Array) -> Any:
-        return attention(*arrays, indices_are_sorted=True)
-
-    return Program(attend, args, _as_float)
+    problem = AttentionProblem(*request, t, s, heads, heads, width, "bfloat16")
+    arrays = zip(attention_case.Case(problem).inputs()[:4], (P("x"), P(), P(), P("x")), strict=True)
+    args = tuple(_put(mesh, x, spec) for x, spec in arrays)
+    return Program(functools.partial(attention, indices_are_sorted=True), args, _as_float)
 
 
 def network_program(
     mesh: Mesh, request: tuple[int, int], *, small: bool, training: bool = False
 ) -> Program:
-    """The ranking network or a step of its training, users beside their candidates.
-
-    A step has the loss, gradients of all parameters, and plain descent.
-    """
+    """Makes the ranking network, or a step of plain descent, with users beside their candidates."""
     candidates, users = request
-    index = _index(candidates, users)
+    counts = ranking.random_counts(users, candidates, 0)
+    index = np.repeat(np.arange(users, dtype=np.int32), counts)
     base = ranking.SMALL if small else ranking.Sizes()
     sizes = dataclasses.replace(base, candidates=candidates, users=users)
     drawn = ranking.Request._make((*map(np.asarray, ranking.draw_request(sizes, 0)), index))
@@ -172,7 +129,7 @@ def network_program(
         return Program(forward, (params, parts), lambda x: placement.restore(_as_float(x)))
 
     def loss(params: Any, parts: Any, real: jax.Array) -> jax.Array:
-        # Labels: the first task is always met, the second never.
+        # The label of the first task is always 1, of the second always -1.
         logits = forward(params, parts) * jnp.asarray([-1.0, 1.0])[None]
         return jnp.sum(jax.nn.softplus(logits) * real[:, None]) / candidates
 
@@ -211,20 +168,20 @@ class Scale(NamedTuple):
     devices: int
 
     def request(self, *, small: bool) -> tuple[int, int]:
-        """The numbers of candidates and users that all devices have together."""
+        """Returns the numbers of candidates and users of all devices together."""
         candidates, users = self.request_of_one(small=small)
         requests = self.devices if self.mode == "weak" else 1
         return candidates * requests, users * requests
 
     def request_of_one(self, *, small: bool) -> tuple[int, int]:
-        """The numbers of candidates and users on the one device that is compared with."""
+        """Returns the numbers of candidates and users on the one device that is compared with."""
         if self.mode == "large":
             return SMALL_LARGE_REQUEST if small else LARGE_REQUEST
         return SMALL_REQUEST if small else REQUEST
 
 
 def points(sweep: str, devices: int) -> list[Point]:
-    """A workload's points on 2, 4, … devices."""
+    """Lists a workload's points on 2, 4, … devices."""
     numbers = [2**n for n in range(1, devices.bit_length())]
     scales = [Scale(mode, number) for mode in ("strong", "weak") for number in numbers]
     if sweep in LARGE_BARS:
@@ -233,10 +190,9 @@ def points(sweep: str, devices: int) -> list[Point]:
 
 
 KINDS = {"explicit": AxisType.Explicit}  # the others have Auto axes
-#: Compiler options by provider. XLA begins a sum of gradients as soon as they are there, while
-#: kernels run; a kernel that has a CTA on every SM then waits for those SMs that NCCL holds, and
-#: NCCL for the slower device. XLA copies the gradients into one array before their sum and out of
-#: it afterwards; without that pass one launch of NCCL sums them where they are.
+#: Compiler options by provider. XLA sums gradients while kernels run: a kernel with a CTA on every
+#: SM then waits for the SMs that NCCL holds, and NCCL for the slower device. XLA also copies the
+#: gradients into one array before their sum; without that pass NCCL sums them where they are.
 OPTIONS: dict[str, dict[str, Any]] = {
     "sums in turn": {"xla_gpu_disable_async_collectives": "ALLREDUCE"},
     "sums in turn, in place": {
@@ -247,7 +203,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 
 
 def providers_of(sweep: str) -> Sequence[str]:
-    """Ways to run on several devices; `shard_map` is the same on all kinds of mesh axes."""
+    """Names the ways to run on several devices; `shard_map` is the same on all kinds of axes."""
     if sweep in ("linear_compression", "attention"):
         return ("auto", "explicit")
     return ("auto", *OPTIONS) if sweep == "training" else ("auto",)
@@ -263,7 +219,7 @@ _SHAPE = re.compile(r"(?P<bits>[a-z]+(\d+))\[(?P<sizes>[\d,]*)\]")
 
 
 def traffic(program: str) -> dict[str, dict[str, int]]:
-    """Number of collectives and bytes of their results, by name, in a compiled program's text."""
+    """Counts collectives and the bytes of their results, by name, in a compiled program's text."""
     found: dict[str, dict[str, int]] = {}
     for match in _COLLECTIVE.finditer(program):
         entry = found.setdefault(match["name"], {"count": 0, "bytes": 0})
@@ -276,9 +232,7 @@ def traffic(program: str) -> dict[str, dict[str, int]]:
 
 def _compiled(programs: Mapping[str, Program]) -> dict[str, Any]:
     """Compiles programs at once; each is lowered once, however many options it has."""
-    lowered = {
-        id(program): jax.jit(program.fn).lower(*program.args) for program in programs.values()
-    }
+    lowered = {id(x): jax.jit(x.fn).lower(*x.args) for x in programs.values()}
 
     def compiled(name: str) -> Any:
         return lowered[id(programs[name])].compile(compiler_options=OPTIONS.get(name))
@@ -293,12 +247,9 @@ def measure(point: Point, run: harness.Run) -> dict[str, Any]:
     make, scale = PROGRAMS[point.sweep], point.case
     of_one, request = scale.request_of_one(small=small), scale.request(small=small)
     programs = {"one device": make(mesh_of(1, AxisType.Auto), of_one, small=small)}
-    on_axes: dict[AxisType, Program] = {}
+    on_axes = functools.cache(lambda kind: make(mesh_of(scale.devices, kind), request, small=small))
     for name in providers_of(point.sweep):
-        kind = KINDS.get(name, AxisType.Auto)
-        if kind not in on_axes:
-            on_axes[kind] = make(mesh_of(scale.devices, kind), request, small=small)
-        programs[name] = on_axes[kind]
+        programs[name] = on_axes(KINDS.get(name, AxisType.Auto))
     whole: dict[str, Program] = {}
     if scale.mode == "weak" and point.sweep != "training":
         whole["whole"] = make(mesh_of(1, AxisType.Auto), request, small=small)
@@ -310,14 +261,14 @@ def measure(point: Point, run: harness.Run) -> dict[str, Any]:
     # A larger request's training step is not repeated on one device: its gradients differ only by
     # what the strong point compares.
     expected = results.get("whole", None if scale.mode == "weak" else results["one device"])
-    providers, thunks = [], {}
+    providers: list[dict[str, Any]] = []
+    thunks = {}
     for name, program in programs.items():
-        is_one = name == "one device"
-        record: dict[str, Any] = {"name": name, "devices": 1 if is_one else scale.devices}
-        if not is_one and expected is not None:
+        record: dict[str, Any] = {"name": name, "devices": 1 if not providers else scale.devices}
+        if providers and expected is not None:
             error = float(np.abs(results[name] - expected).max() / np.abs(expected).max())
             record |= {"error": error, "bound": TOLERANCE, "ok": error <= TOLERANCE}
-        if not is_one:
+        if providers:
             record["collectives"] = traffic(compiled[name].as_text() or "")
         providers.append(record)
         thunks[name] = functools.partial(compiled[name], *program.args)
@@ -327,8 +278,7 @@ def measure(point: Point, run: harness.Run) -> dict[str, Any]:
     for record in providers:
         median = statistics.median(samples[record["name"]])
         record |= {"ms": samples[record["name"]], "median_ms": median, "of_one": median / one}
-    head = {"sweep": point.sweep, **scale._asdict(), "label": point.label}
-    return {**head, "providers": providers, **_processes()}
+    return {**scale._asdict(), "providers": providers, **_processes()}
 
 
 def _processes() -> dict[str, int]:
@@ -336,7 +286,7 @@ def _processes() -> dict[str, int]:
 
 
 def moved_by(record: Mapping[str, Any]) -> str:
-    """The collectives of a provider, and the bytes that they move, as text."""
+    """Formats the collectives of a provider, and the bytes that they move."""
     return ", ".join(
         f"{entry['count']} {name}, {entry['bytes'] / 2**20:.1f} MiB"
         for name, entry in record["collectives"].items()
@@ -344,24 +294,19 @@ def moved_by(record: Mapping[str, Any]) -> str:
 
 
 def describe(point: Mapping[str, Any]) -> str:
-    """The figures of a point as short text."""
+    """Formats the figures of a point."""
     one, *others = point["providers"]
-    parts = [f"1 device {one['median_ms']:.3f} ms"]
-    for p in others:
-        bound = f" (bar {bar(point)})" if bar(point) else ""
-        moved = moved_by(p) or "no collectives"
-        figure = f"{p['of_one']:.3f} of it"
-        if point["mode"] == "weak":
-            figure = f"efficiency {1 / p['of_one']:.3f}"
-        parts.append(
-            f"{p['name']} {p['median_ms']:.3f} ms, {figure}{bound}; {moved}"
-            + ("" if p.get("ok", True) else "; WRONG RESULT")
-        )
-    return " | ".join(parts)
+    bound = f" (bar {bar(point)})" if bar(point) else ""
+    return f"1 device {one['median_ms']:.3f} ms" + "".join(
+        f" | {p['name']} {p['median_ms']:.3f} ms, {p['of_one']:.3f} of it{bound}; "
+        + (moved_by(p) or "no collectives")
+        + ("" if p.get("ok", True) else "; WRONG RESULT")
+        for p in others
+    )
 
 
 def bar(point: Mapping[str, Any]) -> str:
-    """The bar of a point as text; empty if it has none."""
+    """Formats the bar of a point; empty if it has none."""
     mode, sweep, devices = point["mode"], point["sweep"], point["devices"]
     if mode == "weak":
         return f"efficiency {WEAK_BARS[devices]}" if devices in WEAK_BARS else ""
@@ -371,7 +316,7 @@ def bar(point: Mapping[str, Any]) -> str:
 
 
 def _points(options: argparse.Namespace) -> list[Point]:
-    """The points of a run; of several processes, those on all devices."""
+    """Lists the points of a run; of several processes, the points on all devices."""
     devices = jax.device_count()
     if devices < 2:
         raise ValueError(f"benchmarks.scaling needs at least 2 devices, but there is {devices}")
@@ -385,9 +330,8 @@ def _points(options: argparse.Namespace) -> list[Point]:
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """Adds the options of the benchmark."""
-    words = "only these points, such as 'strong 4'"
-    parser.add_argument("--points", nargs="+", metavar="LABEL", help=words)
+    """Adds the option that selects points."""
+    parser.add_argument("--points", nargs="+", metavar="LABEL", help="such as 'strong 4'")
 
 
 def _name_devices(run: harness.Run) -> None:
@@ -412,7 +356,7 @@ BENCHMARK = harness.Benchmark(
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Command line; returns 1 if a result is wrong."""
+    """Runs the command line; returns 1 if a result is wrong."""
     try:
         results = BENCHMARK.run(BENCHMARK.parse(argv))
     except ValueError as error:

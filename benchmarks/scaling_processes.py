@@ -37,13 +37,10 @@ TIME_LIMIT_S = 3600.0
 def in_step_ms(
     thunks: Mapping[str, Callable[[], Any]], *, window_s: float, rounds: int
 ) -> dict[str, list[float]]:
-    """`interleaved_ms` for several processes, which make equally many calls.
+    """Times thunks like `interleaved_ms` in several processes, which make equally many calls.
 
-    A process that made fewer calls than another would leave it waiting in a collective.
-
-    Returns:
-      For every thunk one sample per round, in milliseconds per call: the fastest process' time of
-      "one device", the slowest process' time of the others.
+    A process that made fewer calls than another would leave it waiting in a collective. The fastest
+    process' time of "one device" counts, and the slowest process' time of the others.
     """
     launches = {}
     for name, thunk in thunks.items():
@@ -58,15 +55,13 @@ def in_step_ms(
             multihost_utils.sync_global_devices(name)
             ms = time_launches(thunk, (), launches[name]) * 1e3 / launches[name]
             found = multihost_utils.process_allgather(np.float32(ms))
-            slowest_counts = name != "one device"
-            samples.setdefault(name, []).append(
-                float(found.max() if slowest_counts else found.min())
-            )
+            counts = found.min() if name == "one device" else found.max()
+            samples.setdefault(name, []).append(float(counts))
     return samples
 
 
 def work(args: argparse.Namespace) -> int:
-    """What every process does; its exit status is 1 if a result is wrong."""
+    """Does a process' work; the exit status is 1 if a result is wrong."""
     several_processes.end_with_stdin()
     several_processes.join(args)
     args.times = in_step_ms
@@ -81,7 +76,7 @@ def work(args: argparse.Namespace) -> int:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Command line; returns 1 if a result is wrong or a process fails."""
+    """Runs the command line; returns 1 if a result is wrong or a process fails."""
     parser = harness.parser("scaling_processes", SWEEPS)
     scaling.add_options(parser)
     parser.add_argument("--processes", type=int, help="default: one for each GPU, or 2 on the CPU")

@@ -1,7 +1,7 @@
 """Tables of the documentation, of the benchmarks of ops; see `report`.
 
-The function of a benchmark takes the content of its results file and returns the bodies of its
-blocks by name.
+A benchmark's function takes the content of its results file, and returns the bodies of its blocks
+by name.
 """
 
 from __future__ import annotations
@@ -20,6 +20,8 @@ from benchmarks.records import OUR_NAME, Bars, Record, is_on_gpu, mib, points_of
 Table = tuple[Sequence[str], Sequence[tuple[str, ...]]]
 #: A further column: its header, and its cell at a point.
 Cell = tuple[str, Callable[[Record], str]]
+#: Providers, by name or as functions of a point, and their descriptions.
+Columns = Sequence[tuple[str | Callable[[Record], Record | None], str]]
 #: Headers of columns that hold text and are aligned to the left.
 TEXT_COLUMNS = (
     *("stage", "name", "point", "table says", "bar", "version", "moved by collectives"),
@@ -35,6 +37,7 @@ ATTENTION = {
     "xla": "ikbo-jax in XLA",
     OUR_NAME: "ikbo-jax",
 }
+ATTENTION_COLUMNS = [(n, words) for n, words in ATTENTION.items() if n != "grouped-tokamax"]
 #: Columns of the tables of gdpa; a yardstick only if it was timed.
 GDPA = (
     ("xla", "ikbo-jax in XLA"),
@@ -54,19 +57,19 @@ STAGES = (
 
 
 def markdown_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """A Markdown table; columns except `TEXT_COLUMNS` are aligned to the right."""
+    """Makes a Markdown table; columns except `TEXT_COLUMNS` are aligned to the right."""
     align = ["---" if name in TEXT_COLUMNS else "---:" for name in header]
     return "\n".join("| " + " | ".join(cells) + " |" for cells in (header, align, *rows)) + "\n"
 
 
 def measured_at(results: Record) -> str:
-    """Date and time of the benchmark, e.g. "2026-01-31 23:59 UTC"."""
+    """Formats date and time of the benchmark, e.g. "2026-01-31 23:59 UTC"."""
     date: str = results["environment"]["date"]
     return f"{date[:16].replace('T', ' ')} UTC"
 
 
 def provenance(results: Record) -> str:
-    """One sentence about device, versions, date and protocol of the results."""
+    """Writes one sentence about device, versions, date and protocol of the results."""
     env, protocol = results["environment"], results["protocol"]
     driver = f", driver {env['driver']}" if env["driver"] else ""
     commits = [f"`{commit[:12]}`" for commit in env["commit"].split(", ")]
@@ -79,7 +82,7 @@ def provenance(results: Record) -> str:
 
 
 def block(results: Record, table: Table, words: str = "") -> str:
-    """The body of a block: words, a table and where it was measured; empty without rows."""
+    """Makes the body of a block: words, a table and its provenance; empty without rows."""
     header, rows = table
     if not rows:
         return ""
@@ -90,17 +93,17 @@ def block(results: Record, table: Table, words: str = "") -> str:
 
 
 def name_of(point: Record) -> str:
-    """The name of a point in a table of several sweeps."""
+    """Names a point in a table of several sweeps."""
     return f"{point['sweep']}: {point['label']}"
 
 
 def number(record: Record | None, field: str, digits: int = 4, missing: str = "not run") -> str:
-    """A number of a provider's figures; `missing` if the provider was not timed."""
+    """Formats a number of a provider's figures; `missing` if the provider was not timed."""
     return missing if record is None else f"{record[field]:.{digits}f}"
 
 
 def ours(header: str, field: str, digits: int) -> Cell:
-    """A column with a figure of this library's provider."""
+    """Makes a column with a figure of this library's provider."""
     return header, lambda p: number(provider_of(p, OUR_NAME), field, digits, "-")
 
 
@@ -108,27 +111,19 @@ FRACTION = ours("fraction", "fraction", 3)
 
 
 def bars_of(results: Record, bars: Bars) -> Cell:
-    """A column with the bars of this library; empty if the results are not from a GPU."""
+    """Makes a column with the bars of this library; empty if the results are not from a GPU."""
     on_gpu, points = is_on_gpu(results), results["points"]
     return "bar", lambda p: bars(p, points, OUR_NAME) if on_gpu else ""
 
 
 def times(
     points: Sequence[Record],
-    columns: Sequence[tuple[str | Callable[[Record], Record | None], str]],
+    columns: Columns,
     *cells: Cell,
     digits: int = 4,
     first: Cell = ("point", name_of),
 ) -> Table:
-    """A table with a row for every point: times of providers, and further cells.
-
-    Args:
-      points: of a results file.
-      columns: providers, by name or as functions of a point, and their descriptions.
-      *cells: the columns after the times.
-      digits: of the milliseconds.
-      first: the first column.
-    """
+    """Makes a table with a row for every point: times of providers, and further cells."""
 
     def row(point: Record) -> tuple[str, ...]:
         records = (
@@ -146,15 +141,9 @@ def times(
 def versions(
     points: Sequence[Record], rows: Sequence[tuple[str, str]], digits: int = 1
 ) -> Iterator[tuple[Record, Record, str, str]]:
-    """Yields the timed providers of points.
+    """Yields a point, the figures of a timed provider, its description and its speed-up.
 
-    Args:
-      points: of a results file.
-      rows: provider and description; the first provider is the baseline of speed-ups.
-      digits: of the speed-ups.
-
-    Yields:
-      The point, the figures of a provider, its description and its speed-up.
+    `rows` are providers and their descriptions; the first one is the baseline of speed-ups.
     """
     for point in points:
         base = provider_of(point, rows[0][0])
@@ -169,78 +158,79 @@ def versions(
 # Blocks
 
 
+def _op_table(
+    results: Record,
+    points: Sequence[Record],
+    columns: Columns,
+    bars: Bars,
+    words: str = "",
+    **first: Cell,
+) -> str:
+    """Makes the body of a block with times, this library's fraction and its bars."""
+    found = times(points, columns, FRACTION, bars_of(results, bars), **first)  # type: ignore[arg-type]
+    return block(results, found, words)
+
+
 def attention(results: Record) -> dict[str, str]:
-    """The tables over S and of the other sweeps."""
-    grouped = "grouped-cudnn"
-    rest = FRACTION, bars_of(results, of_attention.bars)
-    columns = [(n, words) for n, words in ATTENTION.items() if n != "grouped-tokamax"]
-    first = "S", lambda p: str(p["problem"]["kv_len"])
+    """Makes the tables over S and of the other sweeps."""
+    bars, over_s = of_attention.bars, points_of(results, "s")
     others = [point for point in results["points"] if point["sweep"] != "s"]
-    of_others = [(OUR_NAME, ""), (grouped, ATTENTION[grouped])]
+    of_others = [(OUR_NAME, ""), ("grouped-cudnn", ATTENTION["grouped-cudnn"])]
+    first = "S", lambda p: str(p["problem"]["kv_len"])
     return {
-        "attention-lengths": block(
-            results, times(points_of(results, "s"), columns, *rest, first=first)
-        ),
-        "attention-sweeps": block(results, times(others, of_others, *rest)),
+        "attention-lengths": _op_table(results, over_s, ATTENTION_COLUMNS, bars, first=first),
+        "attention-sweeps": _op_table(results, others, of_others, bars),
     }
 
 
 def attention_gradient(results: Record) -> dict[str, str]:
-    """The table of all points."""
+    """Makes the table of all points."""
     words = (
         "Gradients of query, key and value for a given cotangent, without the forward pass; "
         '"given": forward and backward. 2,048 candidates, 64 of a user, T=64, N=K=2, H=128 and '
         "S=2048, unless the point says otherwise.\n\n"
     )
-    columns = [(n, words) for n, words in ATTENTION.items() if n != "grouped-tokamax"]
-    rest = FRACTION, bars_of(results, of_attention_gradient.bars)
-    table = times(results["points"], columns, *rest)
-    return {"attention-gradient": block(results, table, words)}
+    bars, points = of_attention_gradient.bars, results["points"]
+    return {"attention-gradient": _op_table(results, points, ATTENTION_COLUMNS, bars, words)}
 
 
 def gdpa_prefix(results: Record) -> str:
-    """Prefix of the names of blocks and plot; results of backward passes only have another one."""
+    """Names blocks and plot; results of backward passes only have another name."""
     directions = {p["direction"] for p in results["points"]}
     return "gdpa-backward" if directions == {"backward"} else "gdpa"
 
 
 def gdpa(results: Record) -> dict[str, str]:
-    """The tables over the largest length and of the other sweeps."""
+    """Makes the tables over the largest length and of the other sweeps."""
 
     def table(over_lengths: bool) -> str:
-        is_over_lengths = (p["sweep"] in of_gdpa.LENGTH_SWEEPS for p in results["points"])
-        pairs = zip(results["points"], is_over_lengths, strict=True)
-        points = [point for point, found in pairs if found == over_lengths]
+        sweeps, every = of_gdpa.LENGTH_SWEEPS, results["points"]
+        points = [point for point in every if (point["sweep"] in sweeps) == over_lengths]
         columns = [
             (name, words)
             for name, words in GDPA
             if name in ("xla", OUR_NAME) or any(provider_of(p, name) for p in points)
         ]
-        rest = FRACTION, bars_of(results, of_gdpa.bars)
-        return block(results, times(points, columns, *rest))
+        return _op_table(results, points, columns, of_gdpa.bars)
 
     prefix = gdpa_prefix(results)
     return {f"{prefix}-lengths": table(True), f"{prefix}-sweeps": table(False)}
 
 
 def linear_compression_gradient(results: Record) -> dict[str, str]:
-    """The table of all points."""
+    """Makes the table of all points."""
     words = (
         "All four gradients for a given cotangent, without the forward pass. By hand: the faster "
         "of two programs, which differ in the sum over a user's candidates.\n\n"
     )
-    columns = (
-        ("xla", "ikbo-jax in XLA"),
-        (of_linear_compression_gradient.best_by_hand, "XLA by hand"),
-        (OUR_NAME, "ikbo-jax"),
-    )
-    rest = FRACTION, bars_of(results, of_linear_compression_gradient.bars)
-    table = times(results["points"], columns, *rest)
-    return {"linear-compression-gradient": block(results, table, words)}
+    by_hand = of_linear_compression_gradient.best_by_hand
+    columns = (("xla", "ikbo-jax in XLA"), (by_hand, "XLA by hand"), (OUR_NAME, "ikbo-jax"))
+    bars, points = of_linear_compression_gradient.bars, results["points"]
+    return {"linear-compression-gradient": _op_table(results, points, columns, bars, words)}
 
 
 def linear_compression(results: Record) -> dict[str, str]:
-    """The tables of stages, of all providers and of the sweeps, and the ceilings."""
+    """Makes the tables of stages, of all providers and of the sweeps, and the ceilings."""
     found = {
         "linear-compression-table": _headline(results),
         "linear-compression-environment": _ceilings(results),
@@ -251,7 +241,6 @@ def linear_compression(results: Record) -> dict[str, str]:
 
 
 def _headline(results: Record) -> str:
-    """The table of the stages at the default point: time, speed-up, fraction of the matmul."""
     defaults = points_of(results, "default")[:1]
     rows = [
         (words, number(record, "median_ms", 3), speedup, number(record, "fraction", 2))
@@ -271,8 +260,6 @@ def _sizes(point: Record) -> str:
 
 
 def _stages(results: Record) -> str:
-    """Tables of all providers at the default point, one for each dtype."""
-
     def row(record: Record) -> tuple[str, ...]:
         if "median_ms" not in record:
             reason = record.get("failure") or record["skipped"]
@@ -293,9 +280,8 @@ def _stages(results: Record) -> str:
 
 
 def linear_compression_sweeps(results: Record) -> str:
-    """The table of all sweeps: our time, the time of the XLA path, our fraction, and the bars."""
-    sweeps = of_linear_compression.SWEEPS
-    points = [point for sweep in sweeps for point in points_of(results, sweep)]
+    """Makes the table of all sweeps: our time, the XLA path's, our fraction, and the bars."""
+    points = [p for sweep in of_linear_compression.SWEEPS for p in points_of(results, sweep)]
     says = "table says", lambda p: "XLA" if p["table"]["config"] is None else "kernel"
     xla = "XLA, ms", lambda p: number(provider_of(p, "xla"), "median_ms", missing="-")
     bars = bars_of(results, of_linear_compression.bars)
@@ -308,7 +294,6 @@ def linear_compression_sweeps(results: Record) -> str:
 
 
 def _ceilings(results: Record) -> str:
-    """Text about device, protocol and ceilings."""
     copy, matmuls = results["copy"], [point["matmul_tflops"] for point in results["points"]]
     matmul = f"{statistics.median(matmuls):.0f} TFLOP/s" if matmuls else "not measured"
     if len(matmuls) > 1:

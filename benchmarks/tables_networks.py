@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 from benchmarks import production as of_production
 from benchmarks import rewrite_models as of_rewrite_models
@@ -23,8 +22,7 @@ RANKING = (
     ("rewritten", "`ikbo.rewrite` of the materialised"),
     ("rewritten-tuned", "`ikbo.rewrite` of the materialised, K aligned, cuDNN"),
 )
-#: Versions in the tables and plots of sweeps, without the tuned copies; another column, where it
-#: was measured.
+#: Versions in the tables and plots of sweeps; `SERVED` is a column where it was measured.
 SWEPT = (
     ("materialised", "materialised (users copied)"),
     ("hand-optimised", "hand-optimised for XLA, cuDNN"),
@@ -48,28 +46,15 @@ SCALED = {
     "training": "its training step",
 }
 MESH_AXES = {"auto": "jit, Auto axes", "explicit": "jit, Explicit axes"}
-#: Models of MovieLens in the order of the table; the plain one is the baseline of speed-ups.
-MOVIELENS = (
-    ("popularity", "popularity"),
-    ("factorisation", "matrix factorisation"),
-    ("plain", "ranker, plain: every user copied to its candidates"),
-    ("ikbo", "ranker, this library's ops"),
-    ("rewrite", "ranker, `ikbo.rewrite` of the plain one"),
-)
-METRICS = (("auc", "AUC"), ("ndcg", "NDCG@10"))
 
 
 def ranking(results: Record) -> dict[str, str]:
-    """The table of the default point and the tables of the sweeps."""
-
-    def memory(record: Record) -> str:
-        found = record.get("peak_bytes") or record.get("total_bytes")
-        return "-" if found is None else f"{found / 2**20:.0f}"
-
+    """Makes the table of the default point and the tables of the sweeps."""
     defaults = points_of(results, "default")[:1]
     rows = [
         (
-            *(words, number(record, "median_ms", 3), speedup, memory(record)),
+            *(words, number(record, "median_ms", 3), speedup),
+            mib(record, "peak_bytes" if record.get("peak_bytes") else "total_bytes", 0),
             number(record, "us_per_candidate", 2),
         )
         for _, record, words, speedup in versions(defaults, RANKING)
@@ -86,7 +71,6 @@ def ranking(results: Record) -> dict[str, str]:
 
 
 def _request(defaults: Sequence[Record]) -> str:
-    """The sizes of the default point as text."""
     if not defaults:
         return ""
     p, most = defaults[0]["problem"], defaults[0]["most"]
@@ -97,7 +81,7 @@ def _request(defaults: Sequence[Record]) -> str:
 
 
 def swept_training(results: Record) -> list[Record]:
-    """The points of training's sweep over ratios, in the order of the sizes."""
+    """Selects the points of training's sweep over ratios, in the order of the sizes."""
 
     def sizes(point: Record) -> tuple[int, int]:
         return -point["problem"]["users"], point["problem"]["queries"]
@@ -106,7 +90,7 @@ def swept_training(results: Record) -> list[Record]:
 
 
 def training(results: Record) -> dict[str, str]:
-    """The tables of both networks and of the sweep over ratios."""
+    """Makes the tables of both networks and of the sweep over ratios."""
 
     def table(
         points: Sequence[Record], rows: Sequence[tuple[str, str]], samples: str, name: str
@@ -114,12 +98,8 @@ def training(results: Record) -> dict[str, str]:
         header = ("point", "version", "ms", samples, "memory, MiB", "speed-up", "bar")
         return header, [
             (
-                _sizes(point),
-                words,
-                number(record, "median_ms", 2),
-                number(record, "samples_per_s", 0),
-                mib(record, "peak_bytes", 0),
-                speedup,
+                *(_sizes(point), words, number(record, "median_ms", 2)),
+                *(number(record, "samples_per_s", 0), mib(record, "peak_bytes", 0), speedup),
                 (of_training.bars(point, (), name) if record["name"] == name else "") or "-",
             )
             for point, record, words, speedup in versions(points, rows, 2)
@@ -149,25 +129,22 @@ def _sizes(point: Record) -> str:
 
 
 def rewrite_models(results: Record) -> dict[str, str]:
-    """The table of all models."""
+    """Makes the table of all models."""
     columns = (("original", "original"), ("rewritten", "`ikbo.rewrite`"), ("by-hand", "by hand"))
     first = "point", lambda p: MODELS[p["label"]]
     bars = "bar", of_rewrite_models.bars
-    return {
-        "rewrite-models": block(
-            results, times(results["points"], columns, bars, digits=3, first=first)
-        )
-    }
+    table = times(results["points"], columns, bars, digits=3, first=first)
+    return {"rewrite-models": block(results, table)}
 
 
 def speedup(point: Record, record: Record) -> float:
-    """How many devices' work the devices do in the time of one."""
+    """Computes how many devices' work the devices do in the time of one."""
     requests = point["devices"] if point["mode"] == "weak" else 1
     return requests / float(record["of_one"])
 
 
 def scaling(results: Record) -> dict[str, str]:
-    """The table of all points."""
+    """Makes the table of all points."""
 
     def row(point: Record, record: Record) -> tuple[str, ...]:
         name = str(record["name"])
@@ -197,14 +174,12 @@ def scaling(results: Record) -> dict[str, str]:
 
 
 def production(results: Record) -> dict[str, str]:
-    """The tables of means and of the slowest points."""
+    """Makes the tables of means and of the slowest points."""
     means: list[tuple[str, ...]] = [
         (
             found.sweep.replace("_", " ").replace("both", "with gradients"),
             str(len(found.compared)),
-            f"{found.fraction:.2f}",
-            f"{found.speedup:.2f}×",
-            str(found.slower),
+            *(f"{found.fraction:.2f}", f"{found.speedup:.2f}×", str(found.slower)),
             f"{found.bars[0] or '-'}, {found.bars[1]}×, none slower",
         )
         for found in of_production.means(results)
@@ -229,54 +204,3 @@ def production(results: Record) -> dict[str, str]:
         "production-table": block(results, (of_means, means), words),
         "production-worst": block(results, (of_worst, worst), slowest),
     }
-
-
-def movielens(results: Record) -> dict[str, str]:
-    """The tables of quality and of a training step, from `examples.movielens`."""
-    protocol, digits = results["protocol"], 2 if is_on_gpu(results) else 1
-    training, requests = protocol["training"], protocol["requests"]
-    runs = (
-        f"{protocol['seeds']} seeds; {training['steps']} steps of {training['users']} requests; "
-        f"{requests[0]:,} requests for training, {requests[2]:,} for the test:\n\n"
-    )
-    header = ["model"]
-    for _, name in METRICS:
-        header += [name, f"deviation of {name}", f"difference of {name}"]
-    by_name = {record["name"]: record for record in results["quality"]}
-    quality = [
-        (words, *(cell for metric, _ in METRICS for cell in _quality(by_name[name][metric])))
-        for name, words in MOVIELENS
-        if name in by_name
-    ]
-    points = points_of(results, "default")
-    steps = [
-        (
-            words,
-            number(record, "median_ms", digits),
-            number(record, "least_ms", digits),
-            speedup,
-            mib(record, "peak_bytes", 1),
-        )
-        for _, record, words, speedup in versions(points, MOVIELENS[2:], 2)
-    ]
-    label = points[0]["label"] if points else ""
-    name = "movielens-steps-gpu" if is_on_gpu(results) else "movielens-steps"
-    of_steps = ("version", "ms", "least ms", "speed-up", "memory, MiB")
-    return {
-        "movielens-quality": block(results, (header, quality), runs),
-        name: block(results, (of_steps, steps), f"A training step, {label}:\n\n"),
-    }
-
-
-def _quality(found: Record) -> tuple[str, ...]:
-    """The cells of a metric: mean over users, deviation of the seeds, difference to the plain."""
-
-    def interval(values: Sequence[Any], sign: str = "") -> str:
-        mean, low, high = (f"{x:{sign}.4f}" for x in values)
-        return f"{mean} ({low} to {high})"
-
-    return (
-        interval(found["over_users"]),
-        number(found, "deviation") if "deviation" in found else "-",
-        interval(found["difference"], "+") if "difference" in found else "-",
-    )

@@ -9,7 +9,6 @@ fractions.
 from __future__ import annotations
 
 import collections
-import dataclasses
 import datetime
 import functools
 import json
@@ -21,6 +20,7 @@ import statistics
 import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from operator import itemgetter
 from typing import Any
 
 import jax
@@ -39,19 +39,19 @@ Thunk = Callable[[], Any]
 
 @functools.cache
 def matmul_thunk(size: int = MATMUL_SIZE) -> Thunk:
-    """A thunk of a size^3 bf16 matmul of random numbers; zeros would draw less power."""
+    """Makes a thunk of a size^3 bf16 matmul of random numbers; zeros would draw less power."""
     a, b = jax.random.normal(jax.random.key(0), (2, size, size), jnp.bfloat16)
     matmul = jax.jit(jnp.matmul).lower(a, b).compile()
     return lambda: matmul(a, b)
 
 
 def matmul_tflops(ms: float, size: int = MATMUL_SIZE) -> float:
-    """TFLOP/s of a size^3 matmul that takes `ms`."""
+    """Converts the time of a size^3 matmul to TFLOP/s."""
     return tflops(2 * size**3, ms)
 
 
 def tflops(flops: float, ms: float) -> float:
-    """TFLOP/s of `flops` FLOPs in `ms` milliseconds."""
+    """Converts FLOPs in `ms` milliseconds to TFLOP/s."""
     return flops / ms / 1e9
 
 
@@ -67,12 +67,12 @@ def copy_ceiling(
 
 
 def device_name() -> str:
-    """Name of the first device, e.g. "NVIDIA H200" or "cpu"."""
+    """Returns the name of the first device, e.g. "NVIDIA H200" or "cpu"."""
     return str(jax.devices()[0].device_kind)
 
 
 def environment() -> dict[str, Any]:
-    """The field "environment" of a results file: device, versions, commit and date."""
+    """Makes the field "environment" of a results file: device, versions, commit and date."""
     return {
         "device": device_name(),
         "platform": jax.default_backend(),
@@ -85,7 +85,7 @@ def environment() -> dict[str, Any]:
 
 
 def commit() -> str:
-    """The checked-out commit, with "-dirty" if the tree differs; "unknown" without git history."""
+    """Reads the checked-out commit, with "-dirty" if the tree differs; "unknown" without git."""
     if override := os.environ.get(COMMIT_VARIABLE):
         return override
     root = pathlib.Path(__file__).resolve().parent.parent
@@ -148,99 +148,57 @@ def _dumps(value: Any, indent: int = 0) -> str:
     return flat
 
 
-# Profiles: which kernels a step spends its time in, by JAX's profiler. Every kernel belongs to the
-# operation of XLA's program that launched it, whose metadata hold the `jax.named_scope` under which
-# it was traced.
+# Profiles: which kernels a step spends its time in, by JAX's profiler. The metadata of the
+# operation that launched a kernel hold the `jax.named_scope` under which it was traced.
 
-#: Compiler options with which a GPU launches every kernel by itself, so that the profile names the
-#: operation of each.
+#: With these compiler options, the profile names the operation of every kernel.
 WITHOUT_GRAPHS = {"xla_gpu_enable_command_buffer": ""}
 #: Steps in a profile, and lines of kernels that are printed.
 STEPS, LINES = 4, 30
-#: The named scopes by which time is summed, see `models.ranking`, `training_gdpa`, `training_task`.
+#: The named scopes by which time is summed, see `models.ranking` and `training_networks`.
 PARTS = (
-    "embedding",
-    "self_attention",
-    "pooling",
-    "attention",
-    "feed_forward",
-    "compression",
-    "interaction",
-    "head",
-    "pma",
-    "pffn",
-    "update",
+    *("embedding", "self_attention", "pooling", "attention", "feed_forward", "compression"),
+    *("interaction", "head", "pma", "pffn", "update"),
 )
 _OPERATION = re.compile(
     r"^\s*(?:ROOT )?%?(?P<name>[\w.-]+) = .*?op_name=\"(?P<scope>[^\"]*)\"", re.M
 )
 
 
-@dataclasses.dataclass(frozen=True)
-class Shares:
-    """The time of a step on the device.
-
-    Attributes:
-      busy_ms: milliseconds in which a kernel runs.
-      wall_ms: milliseconds from the first kernel of a step to the first one of the next.
-      kernels: number of kernels.
-      by_part: milliseconds of a part's kernels, forward and backward, the longest first.
-      by_kernel: milliseconds, launches, kernel and scope, the longest first.
-    """
-
-    busy_ms: float
-    wall_ms: float
-    kernels: float
-    by_part: dict[str, float]
-    by_kernel: list[tuple[float, float, str, str]]
-
-    def __str__(self) -> str:
-        lines = [
-            f"  busy {self.busy_ms:.3f} of {self.wall_ms:.3f} ms, {self.kernels:.0f} kernels; "
-            + ", ".join(f"{part} {ms:.3f}" for part, ms in self.by_part.items())
-        ]
-        lines += [
-            f"  {ms:8.4f} ms {count:5.1f}x {name[:60]:60s} {scope[-70:]}"
-            for ms, count, name, scope in self.by_kernel[:LINES]
-        ]
-        return "\n".join(lines)
-
-
 def part_of(scope: str) -> str:
-    """The part that an operation belongs to, e.g. "attention backward"."""
+    """Finds the part that an operation belongs to, e.g. "attention backward"."""
     found = [part for part in PARTS if re.search(rf"(?<![\w]){part}(?![\w])", scope)]
     direction = " backward" if "transpose(" in scope else ""
     return (found[-1] if found else "other") + direction
 
 
-def shares(step: Callable[[], Any], program: str) -> Shares:
-    """Profiles a few steps.
-
-    Args:
-      step: runs one step; its result is waited for after the last one.
-      program: the text of the compiled program.
-    """
-    events = device_time.record(step, STEPS)
+def profile(name: str, step: Callable[[], Any], compiled: Any) -> dict[str, float]:
+    """Profiles a few steps of a program compiled `WITHOUT_GRAPHS`; see `summed`."""
+    program = compiled.as_text() or ""
     scopes = {match["name"]: match["scope"] for match in _OPERATION.finditer(program)}
-    return _summed(events, scopes)
+    return summed(name, device_time.record(step, STEPS), scopes)
 
 
-def _summed(events: Sequence[device_time.Event], scopes: dict[str, str]) -> Shares:
-    times: collections.Counter[tuple[str, str]] = collections.Counter()
+def summed(
+    name: str, events: Sequence[device_time.Event], scopes: Mapping[str, str]
+) -> dict[str, float]:
+    """Prints a step's time, a line for each kernel; returns milliseconds of each part's kernels."""
+    times: dict[tuple[str, str], float] = collections.defaultdict(float)
     counts: collections.Counter[tuple[str, str]] = collections.Counter()
-    parts: collections.Counter[str] = collections.Counter()
+    parts: dict[str, float] = collections.defaultdict(float)
+    scale = 1e-6 / STEPS
     for event in events:
         scope = scopes.get(event.operation, event.operation)
-        ns = round(event.end_ns - event.begin_ns)
-        times[event.name, scope] += ns
+        ms = (event.end_ns - event.begin_ns) * scale
+        times[event.name, scope] += ms
         counts[event.name, scope] += 1
-        parts[part_of(scope)] += ns
+        parts[part_of(scope)] += ms
     wall = max((e.end_ns for e in events), default=0) - min((e.begin_ns for e in events), default=0)
-    scale = 1e-6 / STEPS
-    return Shares(
-        device_time.busy_ns(events) * scale,
-        wall * scale,
-        len(events) / STEPS,
-        {part: ns * scale for part, ns in parts.most_common()},
-        [(ns * scale, counts[key] / STEPS, *key) for key, ns in times.most_common()],
-    )
+    by_part = dict(sorted(parts.items(), key=itemgetter(1), reverse=True))
+    words = ", ".join(f"{part} {ms:.3f}" for part, ms in by_part.items())
+    busy_ms, kernels = device_time.busy_ns(events) * scale, len(events) / STEPS
+    print(f"{name}:\n  busy {busy_ms:.3f} of {wall * scale:.3f} ms, {kernels:.0f} kernels; {words}")
+    for (kernel, scope), ms in sorted(times.items(), key=itemgetter(1), reverse=True)[:LINES]:
+        count = counts[kernel, scope] / STEPS
+        print(f"  {ms:8.4f} ms {count:5.1f}x {kernel[:60]:60s} {scope[-70:]}")
+    return by_part

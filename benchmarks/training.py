@@ -26,10 +26,10 @@ import jax
 from benchmarks import harness, ranking, timing
 from benchmarks import training_networks as networks
 from benchmarks.harness import Benchmark, Point
-from benchmarks.records import Column, Record, describe_all, provider_of
+from benchmarks.records import OUR_NAME, Record, describe_all, provider_of
 from ikbo_jax.models import ranking as model
 
-#: In this order, since a point takes most of a minute: compiling a version's step, 5 to 25 s.
+#: The most telling first: a version's step compiles in 5 to 25 s.
 SWEEPS = ("default", "users", "gdpa", "ratio")
 #: Candidates of a user, and queries of a candidate, in "ratio", the most telling first.
 RATIOS, QUERIES = (8, 1, 70), (16, 1, 64)
@@ -38,22 +38,13 @@ RATIOS, QUERIES = (8, 1, 70), (16, 1, 64)
 MS_BAR, BY_HAND_BAR, COPIES_BAR, USERS_BAR, GDPA_BAR = 13.5, 2.0, 5.0, 1.6, 1.3
 #: Largest relative error of the first loss, and largest relative difference of gradient norms.
 LOSS_TOLERANCE, NORM_TOLERANCE = 0.01, 0.05
-COLUMNS = (
-    Column("ms", 9, "median_ms", 3),
-    Column("samples/s", 12, "samples_per_s", 0),
-    Column("peak MiB", 10, "peak_bytes", 0, is_mib=True),
-)
 
 
 class Version(NamedTuple):
-    """One version of a network.
+    """One version of a network; with `is_other`, another function, whose results are not checked.
 
-    Attributes:
-      name: short name, the key in results files.
-      stage: description.
-      make: takes a point's sizes; returns a function of parameters and inputs. Raises
-        NotImplementedError with the reason if the version cannot run here.
-      is_other: whether it is another function, so that its results are not checked.
+    `make` takes a point's sizes and returns a function of parameters and inputs. It raises
+    NotImplementedError with the reason if the version cannot run here.
     """
 
     name: str
@@ -69,27 +60,17 @@ def _of_ranking(provider: ranking.Provider) -> Version:
     return Version(provider.name, provider.stage, make)
 
 
-def _of_gdpa(name: str, stage: str, attentions: Any, *, is_other: bool = False) -> Version:
-    def make(sizes: networks.Sizes) -> networks.Network:
-        return functools.partial(networks.network, attentions, sizes)
-
-    return Version(name, stage, make, is_other)
+def _of_gdpa(attentions: Any) -> Callable[[networks.Sizes], networks.Network]:
+    return lambda sizes: functools.partial(networks.network, attentions, sizes)
 
 
 OF_RANKING = tuple(map(_of_ranking, reversed(ranking.ALL)))
-OURS_GDPA = _of_gdpa("ikbo", "ikbo_jax.gdpa on jagged rows", networks.ours)
+CUDNN = "softmax attention by cuDNN over padded sequences"
 OF_GDPA = (
-    _of_gdpa("xla", "products over padded sequences, in XLA", networks.xla),
-    OURS_GDPA,
-    _of_gdpa(
-        "cudnn-softmax",
-        "softmax attention by cuDNN over padded sequences",
-        networks.softmax,
-        is_other=True,
-    ),
+    Version("xla", "products over padded sequences, in XLA", _of_gdpa(networks.xla)),
+    Version(OUR_NAME, "ikbo_jax.gdpa on jagged rows", _of_gdpa(networks.ours)),
+    Version("cudnn-softmax", CUDNN, _of_gdpa(networks.softmax), is_other=True),
 )
-
-NAMES = tuple(version.name for version in (*OF_RANKING, *OF_GDPA))
 
 
 def _is_gdpa(point: Point) -> bool:
@@ -99,29 +80,27 @@ def _is_gdpa(point: Point) -> bool:
 def points(sweep: str) -> Iterator[Point]:
     """Yields the points of a sweep."""
     default = ranking.DEFAULT
-    sizes: dict[str, Any] = {
+    change = functools.partial(dataclasses.replace, default)
+    ratios = [
+        (ratio, queries, max(1, round(default.candidates / ratio)))
+        for queries in QUERIES
+        for ratio in RATIOS
+    ]
+    sizes: dict[str, dict[str, Any]] = {
         "default": {f"B={default.candidates}": default},
-        "users": {
-            "B=2048 U=256 T=16": dataclasses.replace(
-                default, candidates=2048, users=256, queries=16
-            )
-        },
+        "users": {"B=2048 U=256 T=16": change(candidates=2048, users=256, queries=16)},
         "ratio": {
-            f"{ratio}:1 T={queries}": dataclasses.replace(default, users=users, queries=queries)
-            for queries in QUERIES
-            for ratio in RATIOS
-            for users in [max(1, round(default.candidates / ratio))]
+            f"{ratio}:1 T={queries}": change(users=users, queries=queries)
+            for ratio, queries, users in ratios
             if (users, queries) != (default.users, default.queries)
         },
-        "gdpa": {
-            f"B=1152 max={longest}": networks.Sizes(max_length=longest) for longest in (256, 512)
-        },
+        "gdpa": {f"B=1152 max={n}": networks.Sizes(max_length=n) for n in (256, 512)},
     }
     return (Point(sweep, label, case) for label, case in sizes[sweep].items())
 
 
 def shrink(point: Point) -> Point:
-    """The point with sizes small enough for a CPU."""
+    """Makes the point's sizes small enough for a CPU."""
     if _is_gdpa(point):
         small: Any = networks.Sizes(12, 24, 32, 2, 16, 4, 1, "float32")
     else:
@@ -131,11 +110,7 @@ def shrink(point: Point) -> Point:
 
 
 def _compile(version: Version, sizes: Any, task: networks.Task) -> tuple[harness.Contender, Any]:
-    """Compiles a version's step; records a failure instead of raising it.
-
-    Returns:
-      The step, which is not run, and its program before XLA compiled it.
-    """
+    """Compiles a version's step, or records why not; also returns the lowered program."""
     record: dict[str, Any] = {"name": version.name, "stage": version.stage}
     try:
         start = time.monotonic()
@@ -193,12 +168,12 @@ def _check(versions: Sequence[Version], found: Sequence[Any], expected: float) -
         record |= {"error": error, "bound": 1.0, "ok": bool(error <= 1.0)}
 
 
-def _profile(lowered: Any, task: networks.Task) -> timing.Shares:
+def _profile(name: str, lowered: Any, task: networks.Task) -> dict[str, float]:
     is_on_gpu = jax.default_backend() == "gpu"
     compiled = lowered.compile(timing.WITHOUT_GRAPHS if is_on_gpu else None)
     contender = harness.Contender({}, compiled=compiled)
     _run_first(contender, task)
-    return timing.shares(contender.thunk, compiled.as_text() or "")
+    return timing.profile(name, contender.thunk, compiled)
 
 
 def measure_point(
@@ -207,14 +182,7 @@ def measure_point(
     protocol: harness.Protocol,
     profiled: Sequence[str] = (),
 ) -> dict[str, Any]:
-    """Checks the first step of every version, and times further ones interleaved.
-
-    Args:
-      point: the network.
-      versions: its versions.
-      protocol: of the timing.
-      profiled: names of versions to profile, too.
-    """
+    """Checks the first step of every version, and times further ones interleaved."""
     task = networks.task_of(point.case)
     compile_one = functools.partial(_compile, sizes=point.case, task=task)
     with concurrent.futures.ThreadPoolExecutor() as pool:
@@ -232,25 +200,17 @@ def measure_point(
             continue
         record["samples_per_s"] = samples * 1e3 / record["median_ms"]
         if record["name"] in profiled:
-            shares = _profile(lowered, task)
-            record["ms_by_part"] = shares.by_part
-            print(f"{point.name}, {record['name']}:\n{shares}")
-    return {
-        "sweep": point.sweep,
-        "label": point.label,
-        "problem": dataclasses.asdict(point.case),
-        "samples": samples,
-        "expected_loss": task.expected,
-        **measured,
-    }
+            name = f"{point.name}, {record['name']}"
+            record["ms_by_part"] = _profile(name, lowered, task)
+    return {"samples": samples, "expected_loss": task.expected, **measured}
 
 
 def bars(point: Record, all_points: Sequence[Record], name: str) -> str:
-    """Text with the figures of this library's version at a point, each next to its bar."""
+    """Formats the figures of this library's version at a point, each next to its bar."""
     del all_points
     ours = provider_of(point, name)
     is_gdpa = point["sweep"] == "gdpa"
-    if ours is None or name != (OURS_GDPA.name if is_gdpa else ranking.OURS.name):
+    if ours is None or name != (OUR_NAME if is_gdpa else ranking.OURS.name):
         return ""
     if is_gdpa:
         others = [p["median_ms"] for p in point["providers"] if "median_ms" in p and p != ours]
@@ -276,20 +236,17 @@ def _measure(point: Point, run: harness.Run) -> dict[str, Any]:
     chosen = [
         version
         for version in (OF_GDPA if _is_gdpa(point) else OF_RANKING)
-        if version.name in run.options.version
-        and (point.sweep == "default" or version.name != ranking.TUNED.name)
+        if point.sweep == "default" or version.name != ranking.TUNED.name
     ]
     return measure_point(point, chosen, run.protocol, run.options.profile)
 
 
 def _add_options(parser: argparse.ArgumentParser) -> None:
-    for option, default, words in (
-        ("--version", NAMES, "versions to measure (default: all)"),
-        ("--profile", (), "versions to profile; prints the time of each kernel"),
-    ):
-        parser.add_argument(
-            option, nargs="+", choices=NAMES, metavar="NAME", default=default, help=words
-        )
+    names = [version.name for version in (*OF_RANKING, *OF_GDPA)]
+    words = "versions to profile; prints the time of each kernel"
+    parser.add_argument(
+        "--profile", nargs="+", choices=names, metavar="NAME", default=(), help=words
+    )
 
 
 BENCHMARK = Benchmark(
@@ -299,7 +256,6 @@ BENCHMARK = Benchmark(
     shrink,
     _measure,
     bars,
-    COLUMNS,
     describe_all,
     _add_options,
     times_matmul=False,

@@ -26,11 +26,10 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 
 import ikbo_jax
-from benchmarks import yardsticks
+from benchmarks import production_providers
 from ikbo_jax._timing import programs
 from ikbo_jax.cases import ranking as cases
 from ikbo_jax.cases.gdpa import offsets_of, uniform_lengths
@@ -44,26 +43,13 @@ ACTIVATION, APPROX = "gelu_tanh", "tanh"
 #: The number of rows of all sequences is rounded up to a multiple of this.
 MULTIPLE = 256
 LEARNING_RATE = 1e-3
-#: Sequences whose loss the oracle of the network of generalised attention computes at once.
-ORACLE_BATCH = 64
 #: How far the planted signals stand out of the noise, and the steepness of the labels' odds.
 SIGNAL, STEEPNESS = 2.0, 6.0
 
 
 @dataclasses.dataclass(frozen=True)
 class Sizes:
-    """Sizes of network and inputs.
-
-    Attributes:
-      batch: number of sequences, whose lengths are uniform in 1..max_length.
-      max_length: rows of the longest sequence.
-      width: of the rows.
-      heads: number of heads of every attention.
-      head_dim: H, width of a head.
-      seeds: rows that a sequence is pooled to.
-      blocks: number of blocks.
-      dtype: name of the dtype of the inputs, and of the parameters in the network.
-    """
+    """Sizes of network and inputs: sequences have 1..max_length rows and are pooled to `seeds`."""
 
     batch: int = 1152
     max_length: int = 512
@@ -74,11 +60,6 @@ class Sizes:
     blocks: int = 2
     dtype: str = "bfloat16"
 
-    @property
-    def lengths(self) -> np.ndarray:
-        """[batch] rows of every sequence."""
-        return uniform_lengths(self.batch, self.max_length)
-
 
 class Inputs(NamedTuple):
     """Jagged sequences: rows [total, width], offsets [batch + 1]. Rows past the last are unused."""
@@ -88,14 +69,10 @@ class Inputs(NamedTuple):
 
 
 class Attention(NamedTuple):
-    """The three attentions of a block, on projected arrays.
+    """The three attentions of a block, on projected query, key and value [rows, N, H].
 
-    Attributes:
-      over_itself: takes query, key and value [total, N, H]; returns [total, N, H].
-      pool: takes seeds' queries [seeds, N, H], key and value [total, N, H]; returns
-        [batch · seeds, N, H].
-      over_pooled: takes query [total, N, H], key and value [batch · seeds, N, H]; returns
-        [total, N, H].
+    `pool` takes the queries of the seeds, the same for all sequences; `over_pooled` takes keys and
+    values of batch · seeds rows.
     """
 
     over_itself: Callable[..., jax.Array]
@@ -104,7 +81,7 @@ class Attention(NamedTuple):
 
 
 def init(sizes: Sizes, seed: int | jax.Array = 0) -> dict[str, Any]:
-    """Seeded float32 parameters."""
+    """Draws float32 parameters."""
     keys = iter(jax.random.split(jax.random.key(seed), 64))
     width, heads = sizes.width, (sizes.heads, sizes.head_dim)
 
@@ -129,12 +106,12 @@ def init(sizes: Sizes, seed: int | jax.Array = 0) -> dict[str, Any]:
 
 
 def draw_sequences(sizes: Sizes, seed: int = 0) -> tuple[Inputs, jax.Array]:
-    """Seeded inputs and labels [batch, 1] in {-1, 1}."""
-    offsets = jnp.asarray(offsets_of(sizes.lengths), jnp.int32)
+    """Draws inputs and labels [batch, 1] in {-1, 1}."""
+    lengths = uniform_lengths(sizes.batch, sizes.max_length)
+    offsets = jnp.asarray(offsets_of(lengths), jnp.int32)
     keys = jax.random.split(jax.random.key(seed))
-    # Room for a multiple of rows, as where every step has other lengths; XLA would copy an odd
-    # number of rows before every product.
-    total = -(-int(sizes.lengths.sum()) // MULTIPLE) * MULTIPLE
+    # XLA would copy an odd number of rows before every product.
+    total = -(-int(lengths.sum()) // MULTIPLE) * MULTIPLE
     rows = jax.random.normal(keys[0], (total, sizes.width), sizes.dtype)
     labels = jax.random.rademacher(keys[1], (sizes.batch, 1), jnp.float32)
     return Inputs(rows, offsets), labels
@@ -143,7 +120,7 @@ def draw_sequences(sizes: Sizes, seed: int = 0) -> tuple[Inputs, jax.Array]:
 def network(
     make: Callable[[Sizes, Inputs], Attention], sizes: Sizes, params: Any, inputs: Inputs
 ) -> jax.Array:
-    """Logits [batch, 1] f32; `make` takes sizes and inputs and returns the attentions."""
+    """Computes logits [batch, 1] f32; `make` makes the attentions of sizes and inputs."""
     attention, rows = make(sizes, inputs), inputs.rows
     pooled = rows
     for block in params["blocks"]:
@@ -164,7 +141,7 @@ def network(
 
 
 def ours(sizes: Sizes, inputs: Inputs) -> Attention:
-    """`ikbo_jax.gdpa`."""
+    """Makes the attentions of `ikbo_jax.gdpa`."""
     offsets = inputs.offsets
     pooled = jnp.arange(sizes.batch + 1, dtype=jnp.int32) * sizes.seeds
     gdpa = functools.partial(
@@ -185,40 +162,27 @@ def ours(sizes: Sizes, inputs: Inputs) -> Attention:
     )
 
 
-#: Takes query [B, T, N, H], key and value [B, S, N, H], lengths of queries and of keys [B] int32,
-#: and the scale of the result; returns [B, T, N, H]. Rows beyond a length are arbitrary.
+#: Takes query [B, T, N, H], key and value, lengths of queries and of keys [B], and the scale of the
+#: result; returns [B, T, N, H]. Rows beyond a length are arbitrary.
 Dense = Callable[..., jax.Array]
 
 
-def _activated(
-    query: jax.Array, key: jax.Array, value: jax.Array, _: Any, kv_lengths: Any, output_scale: float
-) -> jax.Array:
+def _activated(query: Any, key: Any, value: Any, _: Any, kv_lengths: Any, scale: float) -> Any:
+    """Computes products over padded sequences, with scores of all pairs in memory."""
     scores = einsum_f32("btnh,bsnh->bnts", query, key) * jnp.float32(query.shape[-1] ** -0.5)
     weights = elementwise(ACTIVATION, None).value(scores).astype(value.dtype)
     is_key = jnp.arange(key.shape[1], dtype=jnp.int32)[None] < kv_lengths[:, None]
     weights = jnp.where(is_key[:, None, None], weights, 0)
     out = jnp.einsum("bnts,bsnh->btnh", weights, value)
-    return out * jnp.asarray(output_scale, out.dtype)
-
-
-def _softmax(library: yardsticks.Library) -> Dense:
-    by_library = library()  # Raises NotImplementedError without a GPU.
-
-    def attend(*arrays: Any) -> jax.Array:
-        query, key, value, q_lengths, kv_lengths, _ = arrays
-        lengths = {"query_seq_lengths": q_lengths, "key_value_seq_lengths": kv_lengths}
-        with jax.numpy_dtype_promotion("standard"):
-            return by_library(query, key, value, **lengths)
-
-    return attend
+    return out * jnp.asarray(scale, out.dtype)
 
 
 def _padded(sizes: Sizes, inputs: Inputs, attend: Dense) -> Attention:
-    """The attentions by `attend`, over sequences padded to the longest one."""
+    """Makes the attentions by `attend`, over sequences padded to the longest one."""
     batch, longest, seeds = sizes.batch, sizes.max_length, sizes.seeds
     offsets = inputs.offsets
     lengths = offsets[1:] - offsets[:-1]
-    pad, unpad = yardsticks.padding(offsets, inputs.rows.shape[0], longest)
+    pad, unpad = production_providers.padding(offsets, inputs.rows.shape[0], longest)
 
     def over_itself(query: jax.Array, key: jax.Array, value: jax.Array) -> jax.Array:
         arrays = map(pad, (query, key, value))
@@ -240,15 +204,21 @@ def _padded(sizes: Sizes, inputs: Inputs, attend: Dense) -> Attention:
 
 
 def xla(sizes: Sizes, inputs: Inputs) -> Attention:
-    """Products over padded sequences, by XLA."""
+    """Makes products over padded sequences, by XLA."""
     return _padded(sizes, inputs, _activated)
 
 
 def softmax(
-    sizes: Sizes, inputs: Inputs, library: yardsticks.Library = yardsticks.cudnn
+    sizes: Sizes, inputs: Inputs, library: production_providers.Library = production_providers.cudnn
 ) -> Attention:
-    """Softmax attention in place of all three; raises NotImplementedError without cuDNN."""
-    return _padded(sizes, inputs, _softmax(library))
+    """Makes softmax attention in place of all three; raises NotImplementedError without cuDNN."""
+    by_library = library()
+
+    def attend(query: Any, key: Any, value: Any, q: Any, kv: Any, _: float) -> jax.Array:
+        with jax.numpy_dtype_promotion("standard"):
+            return by_library(query, key, value, query_seq_lengths=q, key_value_seq_lengths=kv)
+
+    return _padded(sizes, inputs, attend)
 
 
 # Steps and tasks
@@ -266,18 +236,18 @@ Network = Callable[[Any, Any], jax.Array]
 
 
 def optimiser(learning_rate: float = LEARNING_RATE) -> optax.GradientTransformation:
-    """Adam with optax' defaults."""
+    """Makes Adam with optax' defaults."""
     return optax.adam(learning_rate)
 
 
 def start(params: Any) -> State:
-    """The state before the first step, in buffers of its own, which the step may reuse."""
+    """Makes the state before the first step, in buffers of its own, which the step may reuse."""
     wide = jax.tree.map(lambda x: jnp.array(x, jnp.float32), params)
     return State(wide, optimiser().init(wide))
 
 
 def loss_of(network: Network, dtype: Any) -> Callable[[Any, Any, jax.Array], jax.Array]:
-    """The loss: takes float32 parameters, inputs and labels in {-1, 1}; mean log loss, f32."""
+    """Makes the mean log loss of float32 parameters, inputs and labels in {-1, 1}."""
 
     def loss(params: Any, inputs: Any, labels: jax.Array) -> jax.Array:
         logits = network(jax.tree.map(lambda x: x.astype(dtype), params), inputs)
@@ -289,10 +259,7 @@ def loss_of(network: Network, dtype: Any) -> Callable[[Any, Any, jax.Array], jax
 def step_of(
     network: Network, dtype: Any
 ) -> Callable[[State, Any, jax.Array], tuple[State, tuple[jax.Array, jax.Array]]]:
-    """A step: takes state, inputs and labels; returns the next state, and loss and gradient norm.
-
-    The gradient's norm is the Euclidean norm over all parameters.
-    """
+    """Makes a step: state, inputs and labels to the next state, loss and norm of the gradient."""
     loss = loss_of(network, dtype)
 
     def step(state: State, inputs: Any, labels: jax.Array) -> tuple[State, Any]:
@@ -307,7 +274,7 @@ def step_of(
 
 
 def draw(sizes: ranking.Sizes, seed: int | jax.Array, index: jax.Array) -> tuple[Any, jax.Array]:
-    """A request with planted signals, and its labels [B, tasks] in {-1, 1}; may be traced.
+    """Draws a request with planted signals, and labels [B, tasks] in {-1, 1}; may be traced.
 
     The signal of a candidate shifts all of its tokens along one direction, the signal of a user its
     dense features. The odds of the first task follow the candidate's signal, and the odds of the
@@ -343,7 +310,7 @@ class Task(NamedTuple):
 
 
 def task_of(sizes: Any) -> Task:
-    """The seeded task of a point, on the device."""
+    """Draws the seeded task of a point, on the device."""
     if isinstance(sizes, Sizes):
         params, (inputs, labels) = init(sizes), draw_sequences(sizes)
         return Task(params, inputs, labels, _gdpa_loss(sizes, params, inputs, labels))
@@ -355,35 +322,15 @@ def task_of(sizes: Any) -> Task:
 
 
 def _gdpa_loss(sizes: Sizes, params: Any, inputs: Any, labels: jax.Array) -> float:
-    """The loss of the padded network in float32, of parameters that are rounded as in a step."""
-    rows = inputs.rows.astype(jnp.float32)
+    """Computes the padded network's loss in float32, of parameters rounded as in a step."""
+    wide = inputs._replace(rows=inputs.rows.astype(jnp.float32))
     rounded = jax.tree.map(lambda x: x.astype(sizes.dtype).astype(jnp.float32), params)
-    offsets = np.asarray(inputs.offsets)
-    # All parts have one size: the last rows of short parts are not read.
-    count = min(ORACLE_BATCH, sizes.batch)
-    most = count * sizes.max_length
-    padded = jnp.pad(rows, ((0, most), (0, 0)))
-
-    def part_loss(
-        params: Any, rows: jax.Array, first: jax.Array, offsets: jax.Array, labels: jax.Array
-    ) -> jax.Array:
-        part = Inputs(jax.lax.dynamic_slice_in_dim(rows, first, most), offsets)
-        part_sizes = dataclasses.replace(sizes, batch=count)
-        with jax.default_matmul_precision("highest"):
-            logits = network(xla, part_sizes, params, part)
-        return jnp.sum(jax.nn.softplus(-labels * logits))
-
-    arguments = [
-        (part[0], part - part[0], labels[start : start + count])
-        for start in range(0, sizes.batch - count + 1, count)
-        for part in [offsets[start : start + count + 1]]
-    ]
-    compiled = _untimed(part_loss, rounded, padded, *arguments[0])
-    total = sum(float(compiled(rounded, padded, *rest)) for rest in arguments)
-    return total / (len(arguments) * count)
+    loss = loss_of(functools.partial(network, xla, sizes), jnp.float32)
+    with jax.default_matmul_precision("highest"):
+        return float(_untimed(loss, rounded, wide, labels)(rounded, wide, labels))
 
 
 def _untimed(fn: Callable[..., Any], *args: Any) -> Any:
-    """`fn`, compiled for `args` quickly: its time does not matter."""
+    """Compiles `fn` for `args` quickly: its time does not matter."""
     options = programs.UNTIMED_ON_GPU if jax.default_backend() == "gpu" else None
     return jax.jit(fn).lower(*args).compile(options)

@@ -13,19 +13,14 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from importlib import metadata
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from ikbo_jax import cli_demo, terminal
 from ikbo_jax._version import __version__
 
 # Only the commands import jax, so that `--help` takes no time.
 if TYPE_CHECKING:
-    from ikbo_jax.problems import (
-        AttentionProblem,
-        GdpaProblem,
-        LinearCompressionProblem,
-        Problem,
-    )
+    from ikbo_jax.problems import Problem
 
 #: Exit statuses.
 OK, DISAGREES, UNUSABLE = 0, 1, 2
@@ -35,7 +30,7 @@ INTERRUPTED, UNREAD = 130, 141
 MAX_SIZE = 2**31 - 1
 _KERNEL_DTYPES = ("bfloat16", "float16")
 _DTYPES = (*_KERNEL_DTYPES, "float32")
-#: Flags and meaning of the sizes of a ranking request, which linear compression has.
+#: Flags and meanings of the sizes of linear compression, which are those of a ranking request.
 _REQUEST_SIZES = (
     (("--candidates", "--batch", "--b"), "B, number of candidates"),
     (("--users", "--u"), "U, number of users"),
@@ -53,6 +48,12 @@ _ATTENTION_SIZES = (
     (("--head-dim", "--h"), "H, head width"),
 )
 
+_GDPA_DESCRIPTION = (
+    "Tunes the forward pass of gdpa. Lengths of sequences are spread evenly around their mean: "
+    "with a mean of half the longest they range from 1 to the longest. The new row also serves "
+    "calls with similar sizes, with this or another activation."
+)
+
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command line; returns the exit status.
@@ -63,7 +64,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     Returns:
       0 on success; 1 if the demo's stages disagree; 2 if the arguments are wrong or the device is
       unsuitable; 130 after Ctrl-C; 141 if the reader of a pipe has gone. If `argv` is None, Ctrl-C
-      ends the process here: XLA cannot cancel a compilation, and Python would wait for its threads.
+      ends the process here: Python would wait for compilations, which XLA cannot cancel.
     """
     args = _parser().parse_args(argv)
     terminal.escape_what_stdout_lacks()
@@ -130,50 +131,30 @@ def _parser() -> argparse.ArgumentParser:
         "dispatch table prefers.",
     )
     ops = tune.add_subparsers(required=True, metavar="op")
-    linear_compression = ops.add_parser("linear-compression", help="tune linear_compression")
-    _add_sizes(linear_compression, _REQUEST_SIZES, required=True)
-    _add_dtype(linear_compression)
-    linear_compression.set_defaults(problem=_linear_compression_problem)
-    compression_backward = ops.add_parser(
-        "linear-compression-backward", help="tune the gradient of linear_compression"
-    )
-    _add_sizes(compression_backward, _REQUEST_SIZES, required=True)
-    _add_dtype(compression_backward)
-    compression_backward.set_defaults(problem=_linear_compression_backward_problem)
-    attention = ops.add_parser("attention", help="tune attention")
-    _add_sizes(attention, _ATTENTION_SIZES, required=True)
-    _add_dtype(attention)
-    attention.set_defaults(problem=_attention_problem)
-    backward = ops.add_parser("attention-backward", help="tune the gradient of attention")
-    _add_sizes(backward, _ATTENTION_SIZES, required=True)
-    _add_dtype(backward)
-    backward.set_defaults(problem=_attention_backward_problem)
-    gdpa = ops.add_parser(
-        "gdpa",
-        help="tune gdpa",
-        description="Tunes the forward pass of gdpa. Lengths of sequences are spread evenly around "
-        "their mean: with a mean of half the longest they range from 1 to the longest. The new row "
-        "also serves calls with similar sizes, with this or another activation.",
-    )
-    _add_gdpa_sizes(gdpa)
-    gdpa.set_defaults(problem=_gdpa_problem)
-    gdpa_backward = ops.add_parser(
-        "gdpa-backward",
-        help="tune the gradient of gdpa",
-        description="Tunes the kernels of gdpa's gradient; sizes are those of `tune gdpa`.",
-    )
-    _add_gdpa_sizes(gdpa_backward)
-    gdpa_backward.set_defaults(problem=_gdpa_backward_problem)
-    forward_ops, gradients = (linear_compression, attention, gdpa), (backward, gdpa_backward)
-    for op in (*forward_ops, compression_backward, *gradients):
-        op.add_argument(
-            "--limit",
-            type=_positive,
-            metavar="COUNT",
-            help="time at most this many configurations, the most promising first, besides XLA and "
-            "the current choice of the dispatch table",
-        )
-        op.set_defaults(command=_tune)
+    backward_sizes = "Tunes the kernels of gdpa's gradient; sizes are those of `tune gdpa`."
+    for name, sizes, descriptions in (
+        ("linear_compression", _REQUEST_SIZES, (None, None)),
+        ("attention", _ATTENTION_SIZES, (None, None)),
+        ("gdpa", None, (_GDPA_DESCRIPTION, backward_sizes)),
+    ):
+        for suffix, what, description in zip(
+            ("", "_backward"), (name, f"the gradient of {name}"), descriptions, strict=True
+        ):
+            command = f"{name}{suffix}".replace("_", "-")
+            op = ops.add_parser(command, help=f"tune {what}", description=description)
+            if sizes is None:
+                _add_gdpa_sizes(op)
+            else:
+                _add_sizes(op, sizes, required=True)
+            _add_dtype(op, _KERNEL_DTYPES, "bfloat16")
+            op.add_argument(
+                "--limit",
+                type=_positive,
+                metavar="COUNT",
+                help="time at most this many configurations, the most promising first, besides XLA "
+                "and the current choice of the dispatch table",
+            )
+            op.set_defaults(command=_tune, op=f"{name}{suffix}")
     return parser
 
 
@@ -185,9 +166,7 @@ def _add_sizes(
 
 
 def _add_dtype(
-    parser: argparse.ArgumentParser,
-    choices: Sequence[str] = _KERNEL_DTYPES,
-    default: str | None = "bfloat16",
+    parser: argparse.ArgumentParser, choices: Sequence[str], default: str | None
 ) -> None:
     parser.add_argument("--dtype", choices=choices, default=default, help="dtype of every array")
 
@@ -214,7 +193,6 @@ def _add_gdpa_sizes(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--approx", metavar="NAME", help="approximation of the activation; default: exact"
     )
-    _add_dtype(parser)
 
 
 def _whole(text: str) -> int:
@@ -242,8 +220,16 @@ def _positive(text: str) -> int:
 
 
 def _demo(args: argparse.Namespace) -> int:
+    from ikbo_jax.demo import Request
+
+    if args.plot is not None and (reason := _plot_impossible_reason(args.plot)) is not None:
+        print(f"ikbo-jax demo: {reason}", file=sys.stderr)
+        return UNUSABLE
+    names = [field.name for field in dataclasses.fields(Request)]
+    overrides = {x: getattr(args, x) for x in names if getattr(args, x) is not None}
     try:
-        return _run_demo(args)
+        with terminal.progress() as log:
+            agree = cli_demo.run(overrides, args.layers, args.plot, log)
     except KeyboardInterrupt:
         print(
             "ikbo-jax demo: interrupted before the end; programs compiled so far are kept for the "
@@ -251,26 +237,11 @@ def _demo(args: argparse.Namespace) -> int:
             file=sys.stderr,
         )
         return INTERRUPTED
-
-
-def _run_demo(args: argparse.Namespace) -> int:
-    from ikbo_jax.demo import Request
-
-    if args.plot is not None and (reason := _plot_impossible_reason(args.plot)) is not None:
-        print(f"ikbo-jax demo: {reason}", file=sys.stderr)
-        return UNUSABLE
-    overrides = {
-        field.name: getattr(args, field.name)
-        for field in dataclasses.fields(Request)
-        if getattr(args, field.name) is not None
-    }
-    with terminal.progress() as log:
-        agree = cli_demo.run(overrides, args.layers, args.plot, log)
     return OK if agree else DISAGREES
 
 
 def _plot_impossible_reason(path: pathlib.Path) -> str | None:
-    """Why no plot can be written to `path`; None if it can."""
+    """Says why no plot can be written to `path`; None if it can."""
     if importlib.util.find_spec("matplotlib") is None:
         return "--plot needs matplotlib, which the extra 'bench' installs"
     if path.suffix not in (".png", ".svg", ".pdf"):
@@ -327,7 +298,7 @@ def _plugins() -> str:
 
 
 def _driver() -> str | None:
-    """Version of the NVIDIA driver; None if there is no driver."""
+    """Returns the version of the NVIDIA driver; None if there is no driver."""
     tool = shutil.which("nvidia-smi")
     if tool is None:
         return None
@@ -340,60 +311,36 @@ def _driver() -> str | None:
     return lines[0].strip() if lines else None
 
 
-# The problems with the sizes in `args`; ValueError if they are inconsistent.
+def _problem(args: argparse.Namespace) -> Problem:
+    """Makes the problem with the sizes in `args`; ValueError if the sizes are inconsistent."""
+    from ikbo_jax import problems
 
-
-def _linear_compression_problem(args: argparse.Namespace) -> LinearCompressionProblem:
-    from ikbo_jax.problems import LinearCompressionProblem
-
-    batches, ks = (args.users, args.candidates), (args.k_user, args.k_cand)
-    return LinearCompressionProblem(batches, ks, args.m, args.n, args.dtype)
-
-
-def _linear_compression_backward_problem(args: argparse.Namespace) -> Problem:
-    from ikbo_jax.problems import LinearCompressionBackwardProblem
-
-    return LinearCompressionBackwardProblem.of(_linear_compression_problem(args))
-
-
-def _attention_problem(args: argparse.Namespace) -> AttentionProblem:
-    from ikbo_jax.problems import AttentionProblem
-
-    _check_heads(args)
-    sizes = (args.q_len, args.kv_len, args.q_heads, args.kv_heads, args.head_dim)
-    return AttentionProblem(args.candidates, args.users, *sizes, args.dtype)
-
-
-def _attention_backward_problem(args: argparse.Namespace) -> Problem:
-    from ikbo_jax.problems import AttentionBackwardProblem
-
-    return AttentionBackwardProblem.of(_attention_problem(args))
-
-
-def _check_heads(args: argparse.Namespace) -> None:
-    if args.q_heads % args.kv_heads:
+    op = args.op.removesuffix("_backward")
+    if op != "linear_compression" and args.q_heads % args.kv_heads:
         raise ValueError(
             f"--q-heads {args.q_heads} is not a multiple of --kv-heads {args.kv_heads}"
         )
+    problem: Any
+    if op == "linear_compression":
+        batches, ks = (args.users, args.candidates), (args.k_user, args.k_cand)
+        problem = problems.LinearCompressionProblem(batches, ks, args.m, args.n, args.dtype)
+    elif op == "attention":
+        sizes = (args.q_len, args.kv_len, args.q_heads, args.kv_heads, args.head_dim)
+        problem = problems.AttentionProblem(args.candidates, args.users, *sizes, args.dtype)
+    else:
+        problem = _gdpa_problem(args)
+    backward: Any = problems.PROBLEMS[args.op]
+    return problem if op == args.op else backward.of(problem)
 
 
-def _gdpa_backward_problem(args: argparse.Namespace) -> Problem:
-    from ikbo_jax.problems import GdpaBackwardProblem
-
-    return GdpaBackwardProblem.of(_gdpa_problem(args))
-
-
-def _gdpa_problem(args: argparse.Namespace) -> GdpaProblem:
+def _gdpa_problem(args: argparse.Namespace) -> Problem:
     from ikbo_jax.ops import gdpa_arguments
     from ikbo_jax.problems import GdpaProblem
 
-    _check_heads(args)
     if args.seeds is not None and args.q_mean is not None:
         raise ValueError(f"--seeds {args.seeds} excludes --q-mean, but it is {args.q_mean}")
-    for name, mean, longest in (
-        ("q", args.q_mean, args.q_len),
-        ("kv", args.kv_mean, args.kv_len),
-    ):
+    both = ("q", args.q_mean, args.q_len), ("kv", args.kv_mean, args.kv_len)
+    for name, mean, longest in both:
         if mean is not None and mean > longest:
             raise ValueError(f"--{name}-mean {mean} is more than --{name}-len {longest}")
     gdpa_arguments.activations_of(args.activation, args.q_heads)
@@ -424,7 +371,7 @@ def _tune(args: argparse.Namespace) -> int:
     from ikbo_jax.ops.dispatch import hopper_unavailable_reason
 
     try:
-        problem = args.problem(args)
+        problem = _problem(args)
         if (reason := hopper_unavailable_reason()) is not None:
             raise RuntimeError(reason)
         with autotune.console_progress() as progress:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import operator
 import pathlib
 import platform
 from collections.abc import Callable, Mapping, Sequence
@@ -18,7 +19,7 @@ if TYPE_CHECKING:
 
 
 def device_name() -> str:
-    """The default device as text."""
+    """Describes the default device."""
     import jax
 
     device = jax.devices()[0]
@@ -30,16 +31,10 @@ def device_name() -> str:
 def run(
     overrides: Mapping[str, Any], layers: int | None, plot: pathlib.Path | None, log: terminal.Log
 ) -> bool:
-    """Runs the demo's parts, prints their reports, and draws the plot.
+    """Runs the demo's parts, prints their reports, and draws the plot to the file `plot`.
 
-    Args:
-      overrides: fields of the default request to replace.
-      layers: number of layers of the ranking network; None takes the default.
-      plot: file for a plot of the network's time and memory over candidates per user, or None.
-      log: called with a description of each step.
-
-    Returns:
-      Whether all results agree with their oracles.
+    `overrides` replace fields of the default request. Returns whether all results agree with their
+    oracles.
     """
     from ikbo_jax import demo, demo_attention, demo_ranking
 
@@ -74,12 +69,17 @@ def print_request(request: Request, counts: Sequence[int]) -> None:
     import jax
 
     print(f"ikbo-jax {__version__} on {device_name()}, jax {jax.__version__}")
-    print(_describe_request(request, counts))
+    each = f"{min(counts)} to {max(counts)} per user" if len(counts) > 1 else "all of one user"
+    print(
+        f"request: {request.candidates:,} candidates of {request.users:,} users ({each}), "
+        f"M={request.m} N={request.n} K_cand={request.k_cand} K_user={request.k_user}, "
+        f"{request.dtype}, seed {request.seed}"
+    )
 
 
 def print_network(report: RankingReport) -> None:
     """Prints the part on the ranking network: its versions, top candidates, rewrite's report."""
-    sizes, baseline = report.sizes, report.measured[0]
+    sizes, baseline = report.request, report.measured[0]
     print(
         f"ranking network: {sizes.layers} layers, history S={sizes.history}, queries "
         f"T={sizes.queries}, {sizes.heads} heads of {sizes.head_dim}, {sizes.pooled} pooled rows"
@@ -164,17 +164,8 @@ def _print_measured(name: str, measured: Sequence[Measured], columns: Sequence[s
     terminal.print_table((name, *columns), list(map(row, measured)), numbers=numbers)
 
 
-def _describe_request(request: Request, counts: Sequence[int]) -> str:
-    each = f"{min(counts)} to {max(counts)} per user" if len(counts) > 1 else "all of one user"
-    return (
-        f"request: {request.candidates:,} candidates of {request.users:,} users ({each}), "
-        f"M={request.m} N={request.n} K_cand={request.k_cand} K_user={request.k_user}, "
-        f"{request.dtype}, seed {request.seed}"
-    )
-
-
 def _disagreement(measured: Sequence[Measured]) -> str:
-    """Which stages disagree with the oracle, as text; "" if none does."""
+    """Names the stages that disagree with the oracle; "" if none does."""
     wrong = [_without_number(m.stage) for m in measured if not m.agrees]
     return f"DISAGREEMENT: {', '.join(wrong)} outside the allowed error" if wrong else ""
 
@@ -183,8 +174,7 @@ def _without_number(stage: Stage) -> str:
     return stage.name.split(maxsplit=1)[-1]
 
 
-def _time(measured: Measured) -> float:
-    return measured.time_ms
+_time = operator.attrgetter("time_ms")
 
 
 def _conclusion(measured: Sequence[Measured]) -> str:

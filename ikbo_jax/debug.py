@@ -1,4 +1,9 @@
-"""Checks of index values, lengths and offsets; ops never call them, since they cost time."""
+"""Checks of index values, lengths and offsets; ops never call the checks, which cost time.
+
+The checks raise TypeError unless they get an array of integers, and ValueError for a bad value; the
+message has the position, the value and the bound. They raise immediately for arrays. For traced
+values they take effect under `jax.experimental.checkify`: compiled code without it cannot raise.
+"""
 
 from __future__ import annotations
 
@@ -13,20 +18,14 @@ def check_index(
 ) -> None:
     """Checks that every index lies in [0, num_users).
 
-    The ops clamp an index outside the range, so that nothing is read out of bounds; this function
-    finds such an index. Negative indices do not count from the end. For arrays, it raises
-    immediately. For traced values, it takes effect under `jax.experimental.checkify`; inside
-    `jax.jit` without checkify it does nothing, since compiled code cannot raise.
+    The ops clamp an index outside the range; this function finds such an index. Negative indices do
+    not count from the end.
 
     Args:
       cand_to_user: integers of any shape; also the `parent` of a `Term`, or `q_to_kv` of `gdpa`.
       num_users: size of the axis that the index points into, at least 0: users, entries of the
         coarser level, or key-value sequences.
       name: the index's name in messages.
-
-    Raises:
-      ValueError: an index is out of range; the message has the position, the value and the bound.
-      TypeError: the index is not an array of integers.
     """
     _check_range(name, cand_to_user, num_users - 1, f"[0, {num_users})", "indices")
 
@@ -34,16 +33,11 @@ def check_index(
 def check_lengths(key_value_seq_lengths: jax.Array | np.ndarray, kv_len: int) -> None:
     """Checks that every length lies in [0, kv_len].
 
-    `attention` clamps a length outside the range; this function finds it. It raises at the same
-    time as `check_index`.
+    `attention` clamps a length outside the range; this function finds such a length.
 
     Args:
       key_value_seq_lengths: integers of any shape, the number of valid keys of every user.
       kv_len: S, the size of the key axis.
-
-    Raises:
-      ValueError: a length is out of range; the message has the position, the value and the bound.
-      TypeError: the lengths are not an array of integers.
     """
     _check_range(
         "key_value_seq_lengths", key_value_seq_lengths, kv_len, f"[0, {kv_len}]", "lengths"
@@ -156,10 +150,7 @@ def _check_range(
 
 
 def _exceeds(values: jax.Array, bound: int) -> jax.Array:
-    """Whether values exceed a bound that their dtype may be too narrow for, or unsigned.
-
-    JAX would convert the bound to their dtype, where 300 is 44 in uint8, and -1 is 255.
-    """
+    """Whether values exceed a bound, which JAX would convert: 300 is 44 in uint8, and -1 is 255."""
     limits = jnp.iinfo(values.dtype)
     if limits.min <= bound <= limits.max:
         return values > bound

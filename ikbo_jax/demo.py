@@ -1,6 +1,6 @@
-"""The part of the demo on linear compression: stages from the materialised model to one launch.
+"""The demo's parts, and its part on linear compression.
 
-`run` builds a seeded request whose users have different numbers of candidates, compiles the stages,
+A part builds a seeded request whose users have different numbers of candidates, compiles stages,
 checks each against an oracle in float32 and times them. `ikbo-jax demo` prints the report.
 """
 
@@ -45,7 +45,7 @@ class Request:
       k_cand: K_cand, embedding rows of a candidate.
       k_user: K_user, embedding rows of a user.
       dtype: name of the dtype of every array.
-      seed: seed of the inputs and of the number of candidates per user.
+      seed: seed of the inputs and of the numbers of candidates.
     """
 
     candidates: int
@@ -59,12 +59,12 @@ class Request:
 
     @property
     def case(self) -> Case:
-        """The request as a case; its index is `user_index`."""
+        """The request's case; only its drawn arrays are used, since the index is `user_index`."""
         batches, ks = (self.users, self.candidates), (self.k_user, self.k_cand)
         return Case(LinearCompressionProblem(batches, ks, self.m, self.n, self.dtype))
 
 
-#: Request for an accelerator: about 70 candidates for each of 15 users.
+#: Request for an accelerator: 15 users with about 70 candidates each.
 FULL = Request(candidates=1024, users=15, m=433, n=256, k_cand=866, k_user=1178, dtype="bfloat16")
 #: Request for a CPU: a quarter of every size. CPUs multiply bfloat16 slowly, hence float32.
 SMALL = Request(candidates=256, users=4, m=109, n=64, k_cand=217, k_user=295, dtype="float32")
@@ -72,13 +72,12 @@ SMALL = Request(candidates=256, users=4, m=109, n=64, k_cand=217, k_user=295, dt
 
 @dataclasses.dataclass(frozen=True)
 class Stage:
-    """One implementation of an op, or one version of the network.
+    """Describes one implementation of an op, or one version of the network.
 
     Attributes:
       name: name in the printed table.
       fn: takes the fields of the inputs, returns the result; None if it cannot run here.
-      bytes_moved: bytes that the stage must at least read and write in device memory; 0 for the
-        network.
+      bytes_moved: least number of bytes that the stage reads and writes; 0 for the network.
       path: the implementation and its configuration, or why it cannot run; "" for the network.
     """
 
@@ -90,11 +89,10 @@ class Stage:
 
 @dataclasses.dataclass(frozen=True)
 class Measured:
-    """A stage that ran.
+    """Holds the measurements of a stage that ran.
 
     Attributes:
-      stage: the stage.
-      time_ms: median over the rounds, milliseconds.
+      time_ms: median over the rounds.
       memory_bytes: output and temporary buffers, as the compiler laid them out.
       error: largest absolute difference to the float32 oracle.
       agrees: whether `error` is within `Report.tolerance`.
@@ -109,7 +107,7 @@ class Measured:
 
 @dataclasses.dataclass(frozen=True)
 class Report:
-    """The result of a part's `run`. `measured[0]` copies users, the baseline of speed-ups."""
+    """Holds a part's result. `measured[0]` copies users and is the baseline of speed-ups."""
 
     request: Any
     measured: tuple[Measured, ...]
@@ -123,10 +121,7 @@ class Report:
 
 
 def run_parts(calls: Sequence[Callable[[], Any]], log: Log) -> list[Any]:
-    """Runs parts of the demo concurrently (see `_timing.programs`); returns their results.
-
-    Stores compiled programs next to the user's tuning cache for later processes.
-    """
+    """Runs parts concurrently (see `_timing.programs`); stores programs beside the tuning cache."""
     table = user_cache_path()
     with persistent_compilations(table.parent / "compilations", [table]) as reason:
         if reason is not None:
@@ -135,30 +130,29 @@ def run_parts(calls: Sequence[Callable[[], Any]], log: Log) -> list[Any]:
 
 
 def default_request() -> Request:
-    """The full request on an accelerator, the small one on a CPU."""
+    """Returns the full request on an accelerator, the small one on a CPU."""
     return SMALL if jax.default_backend() == "cpu" else FULL
 
 
 def candidate_counts(request: Request) -> np.ndarray:
-    """Number of candidates of every user, [U] int64; random around B / U, sums to B, may be 0."""
+    """Draws every user's number of candidates; see `ranking.random_counts`."""
     return ranking.random_counts(request.users, request.candidates, request.seed)
 
 
 def user_index(request: Request) -> jax.Array:
-    """The user of every candidate, [B] int32, sorted."""
+    """Returns the user of every candidate, [B] int32, sorted."""
     return ranking.index_of(candidate_counts(request))
 
 
 def make_inputs(request: Request) -> Inputs:
-    """Seeded random inputs; results are near one."""
+    """Draws inputs whose results are near one."""
     return Inputs(*request.case.draw(request.seed), (None, user_index(request)))
 
 
 def _bytes_moved(request: Request, *, copied_k: int = 0, separate_add: bool = False) -> int:
-    """Bytes that a stage must at least read and write.
+    """Counts the bytes that a stage must at least read and write.
 
     Args:
-      request: the sizes.
       copied_k: rows of the concatenated embedding that the stage writes and reads back, 0 if none.
       separate_add: whether the stage writes the candidates' product and reads it for the addition.
     """
@@ -179,7 +173,7 @@ def _bytes_moved(request: Request, *, copied_k: int = 0, separate_add: bool = Fa
 
 
 def _kernel_stage(request: Request, name: str, *, single_launch: bool) -> Stage:
-    """A stage of the Mosaic GPU kernel; its `path` is the reason if the kernel cannot run here."""
+    """Makes a stage of the kernel; its `path` is the reason if the kernel cannot run here."""
     moved = _bytes_moved(request)
     if (reason := hopper_unavailable_reason()) is not None:
         return Stage(name, None, moved, reason)
@@ -194,7 +188,7 @@ def _kernel_stage(request: Request, name: str, *, single_launch: bool) -> Stage:
 
 
 def stages(request: Request) -> list[Stage]:
-    """Every stage, the materialised model first."""
+    """Makes every stage, the materialised model first."""
     k = request.k_cand + request.k_user
     aligned = -(-k // ALIGNED_K) * ALIGNED_K
     contender = request.case.contender
@@ -223,14 +217,14 @@ def stages(request: Request) -> list[Stage]:
 
 
 def automatic_path(request: Request) -> str:
-    """The implementation that `linear_compression` chooses by default here, and why."""
+    """Names the implementation that `linear_compression` chooses here, and the reason."""
     shapes = jax.eval_shape(lambda: make_inputs(request))
     plan = explain(request.case.contender("automatic"), *shapes).plans[0]
     return f"{plan.implementation} ({plan.reason})"
 
 
 def device_memory(executable: jax.stages.Compiled) -> int:
-    """Bytes of the output and of temporary buffers; 0 if the compiler does not report them."""
+    """Counts bytes of output and temporary buffers; 0 if the compiler does not report them."""
     analysis = executable.memory_analysis()
     if analysis is None:
         return 0
@@ -240,7 +234,7 @@ def device_memory(executable: jax.stages.Compiled) -> int:
 def add_stages(
     programs: Programs, stages: Sequence[Stage], inputs: Sequence[Any]
 ) -> tuple[list[Stage], list[Stage]]:
-    """Adds stages to the programs; returns the added ones, and the ones that cannot run here."""
+    """Adds stages to the programs; returns the added stages, and the stages that cannot run."""
     runnable, not_run = [], []
     for stage in stages:
         if stage.fn is None:
@@ -269,39 +263,8 @@ def time_interleaved(
 
 
 def prefixed_log(part: str, on_progress: Log) -> Log:
-    """`on_progress` with the name of a part of the demo before every text."""
+    """Puts the name of a part before every text of `on_progress`."""
     return lambda text: on_progress(f"{part}: {text}")
-
-
-def measure(
-    compiled: Mapping[str, jax.stages.Compiled],
-    runnable: Sequence[Stage],
-    inputs: Sequence[Any],
-    expected: jax.Array,
-    rounding: tuple[str, float],
-    log: Log,
-) -> tuple[tuple[Measured, ...], float]:
-    """Checks and times stages.
-
-    Args:
-      compiled: programs by name: all stages, and "comparison", which takes and returns the same as
-        `error_rule.compare`.
-      runnable: the stages, the baseline first.
-      inputs: the arguments of every stage.
-      expected: the second argument of "comparison".
-      rounding: dtype of the results, and terms of their longest sums.
-      log: called with a description of each step.
-
-    Returns:
-      The measured stages, and the largest allowed error.
-    """
-    log("checking the results")
-    errors, largest = {}, 0.0
-    for stage in runnable:
-        found = compiled["comparison"](compiled[stage.name](*inputs), expected)
-        errors[stage.name], largest = (float(x) for x in found)
-    limit = error_rule.bound(errors[runnable[0].name], largest, *rounding)
-    return timed(compiled, runnable, inputs, errors, limit, largest, log), limit
 
 
 def timed(
@@ -313,13 +276,7 @@ def timed(
     largest: float,
     log: Log,
 ) -> tuple[Measured, ...]:
-    """The times of stages whose errors are known.
-
-    Args (the others are as for `measure`):
-      errors: largest error of every stage, by name.
-      limit: the largest allowed error.
-      largest: the oracle's largest absolute value.
-    """
+    """Times stages with known largest errors; `largest` is the oracle's largest absolute value."""
     programs = {stage.name: compiled[stage.name] for stage in stages}
     samples = time_interleaved(programs, inputs, log)
     return tuple(
@@ -335,31 +292,74 @@ def timed(
     )
 
 
-def run(request: Request, *, on_progress: Log = lambda _: None) -> Report:
+def seed_bits(seed: int) -> np.ndarray:
+    """Makes a program's argument of a seed: its low 32 bits, which JAX uses.
+
+    The seed is an argument of the program "inputs", so that one program serves all seeds.
+    """
+    return np.asarray(seed % 2**32, np.uint32)
+
+
+def run_stages(
+    part: str,
+    request: Any,
+    case: Any,
+    seed: int,
+    index: jax.Array,
+    make: Callable[[Any, Any], Any],
+    oracle: Callable[[Any], jax.Array],
+    stages: Sequence[Stage],
+    on_progress: Log,
+    rows: np.ndarray | slice = slice(None),
+) -> Report:
     """Checks the result of every stage and times the stages interleaved.
 
     Args:
-      request: sizes and seed.
-      on_progress: called with a description of each step.
+      part: name of the part of the demo.
+      request: the report's request.
+      case: draws the arrays and names the rounding.
+      index: the user of every candidate.
+      make: makes the arguments of a stage from the drawn arrays and the index.
+      oracle: computes the exact results of the candidates `rows`.
+      stages: the stages, the baseline first.
 
     Returns:
       The report; stages that cannot run on this device are in `not_run`, with the reason as `path`.
     """
-    log = prefixed_log("linear compression", on_progress)
-    # The seed is an argument of the program "inputs", so that one program serves all seeds.
-    unseeded = dataclasses.replace(request, seed=0)
-    programs = Programs(log, identity=f"linear compression {unseeded}")
-    seed, index = np.uint32(request.seed % 2**32), user_index(request)
-    drawn = programs.add("inputs", unseeded.case.draw, seed, timed=False)
-    parents = (None, jax.ShapeDtypeStruct(index.shape, index.dtype))
-    shapes = Inputs._make([*drawn, parents])
+    log = prefixed_log(part, on_progress)
+    programs = Programs(log, identity=f"{part} {case}")
+    drawn = programs.add("inputs", case.draw, seed_bits(seed), timed=False)
+    shapes = make(drawn, jax.ShapeDtypeStruct(index.shape, index.dtype))
     exact = programs.add("oracle in float32", oracle, shapes, timed=False)
-    runnable, not_run = add_stages(programs, stages(request), shapes)
-    out = jax.ShapeDtypeStruct(exact.shape, jnp.dtype(request.dtype))
-    programs.add("comparison", error_rule.compare, out, exact, timed=False)
+    runnable, not_run = add_stages(programs, stages, shapes)
+
+    def compare(actual: jax.Array, expected: jax.Array) -> tuple[jax.Array, jax.Array]:
+        return error_rule.compare(actual[rows], expected)
+
+    baseline = runnable[0]
+    assert baseline.fn is not None
+    out = jax.eval_shape(baseline.fn, *shapes)
+    programs.add("comparison", compare, out, exact, timed=False)
     compiled = programs.compiled()
 
-    inputs = Inputs._make([*compiled["inputs"](seed), (None, index)])
+    inputs = make(compiled["inputs"](seed_bits(seed)), index)
     expected = compiled["oracle in float32"](inputs)
-    measured, limit = measure(compiled, runnable, inputs, expected, request.case.rounding, log)
+    log("checking the results")
+    errors, largest = {}, 0.0
+    for stage in runnable:
+        found = compiled["comparison"](compiled[stage.name](*inputs), expected)
+        errors[stage.name], largest = (float(x) for x in found)
+    limit = error_rule.bound(errors[baseline.name], largest, *case.rounding)
+    measured = timed(compiled, runnable, inputs, errors, limit, largest, log)
     return Report(request, measured, tuple(not_run), limit)
+
+
+def run(request: Request, *, on_progress: Log = lambda _: None) -> Report:
+    """Runs the part on linear compression; see `run_stages`."""
+    return run_stages(
+        *("linear compression", request, request.case, request.seed, user_index(request)),
+        make=lambda drawn, index: Inputs._make([*drawn, (None, index)]),
+        oracle=oracle,
+        stages=stages(request),
+        on_progress=on_progress,
+    )

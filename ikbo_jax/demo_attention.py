@@ -1,7 +1,4 @@
-"""The part of the demo on attention: the request's candidates attend to their users' histories.
-
-`run` compiles the stages, checks each against an oracle in float32 and times them.
-"""
+"""The part of the demo on attention: candidates attend to their users' histories."""
 
 from __future__ import annotations
 
@@ -13,9 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from ikbo_jax import demo
-from ikbo_jax._timing.programs import Log, Programs
+from ikbo_jax._timing.programs import Log
 from ikbo_jax.cases.attention import Case, Inputs, oracle
-from ikbo_jax.cases.error_rule import compare
 from ikbo_jax.demo import Report, Stage
 from ikbo_jax.ops.dispatch import hopper_unavailable_reason
 from ikbo_jax.problems import AttentionProblem
@@ -44,21 +40,20 @@ class Request:
 
     @property
     def case(self) -> Case:
-        """The request as a case; its index is the ranking's."""
         ranking, heads = self.ranking, self.heads
         sizes = (ranking.candidates, ranking.users, self.q_len, self.kv_len, heads, heads)
         return Case(AttentionProblem(*sizes, self.head_dim, ranking.dtype))
 
 
 def default_request(ranking: demo.Request) -> Request:
-    """Histories of 1,024 keys of width 128 on an accelerator, of 64 keys of width 16 on a CPU."""
+    """Returns histories of 1,024 keys of width 128 on an accelerator, 64 of width 16 on a CPU."""
     if jax.default_backend() == "cpu":
         return Request(ranking, q_len=4, kv_len=64, heads=2, head_dim=16)
     return Request(ranking, q_len=64, kv_len=1024, heads=2, head_dim=128)
 
 
 def stages(request: Request) -> list[Stage]:
-    """Every stage, the materialised one first."""
+    """Makes every stage, the materialised one first."""
     ranking = request.ranking
     size = jnp.dtype(ranking.dtype).itemsize * request.heads * request.head_dim
     moved = size * 2 * (ranking.candidates * request.q_len + ranking.users * request.kv_len)
@@ -76,32 +71,16 @@ def stages(request: Request) -> list[Stage]:
     return [*found, Stage("3  fused", contender("fused"), moved, "mosaic_gpu")]
 
 
-def _compare(
-    rows: np.ndarray, actual: jax.Array, expected: jax.Array
-) -> tuple[jax.Array, jax.Array]:
-    return compare(actual[rows], expected)
-
-
 def run(request: Request, *, on_progress: Log = lambda _: None) -> Report:
-    """`demo.run` for attention."""
-    log = demo.prefixed_log("attention", on_progress)
-    unseeded = dataclasses.replace(request, ranking=dataclasses.replace(request.ranking, seed=0))
-    programs = Programs(log, identity=f"attention {unseeded}")
-    batch = request.ranking.candidates
-    rows = np.linspace(0, batch - 1, min(NUM_CHECKED, batch)).astype(np.int32)
-    seed = np.uint32(request.ranking.seed % 2**32)
-    index = demo.user_index(request.ranking)
-    drawn = programs.add("inputs", unseeded.case.draw, seed, timed=False)
-    shapes = Inputs._make([*drawn, jax.ShapeDtypeStruct(index.shape, index.dtype), None])
-    exact = programs.add(
-        "oracle in float32", functools.partial(oracle, rows=rows), shapes, timed=False
+    """Runs the part on attention; see `demo.run_stages`."""
+    ranking = request.ranking
+    rows = np.linspace(0, ranking.candidates - 1, min(NUM_CHECKED, ranking.candidates))
+    rows = rows.astype(np.int32)
+    return demo.run_stages(
+        *("attention", request, request.case, ranking.seed, demo.user_index(ranking)),
+        make=lambda drawn, index: Inputs._make([*drawn, index, None]),
+        oracle=functools.partial(oracle, rows=rows),
+        stages=stages(request),
+        on_progress=on_progress,
+        rows=rows,
     )
-    runnable, not_run = demo.add_stages(programs, stages(request), shapes)
-    out = jax.ShapeDtypeStruct(shapes.query.shape, shapes.query.dtype)
-    programs.add("comparison", functools.partial(_compare, rows), out, exact, timed=False)
-    compiled = programs.compiled()
-
-    inputs = Inputs._make([*compiled["inputs"](seed), index, None])
-    expected = compiled["oracle in float32"](inputs)
-    measured, limit = demo.measure(compiled, runnable, inputs, expected, request.case.rounding, log)
-    return Report(request, measured, tuple(not_run), limit)

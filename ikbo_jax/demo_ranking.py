@@ -21,7 +21,7 @@ import numpy as np
 from ikbo_jax import demo
 from ikbo_jax._timing.programs import NETWORK_ON_GPU, Log, Programs
 from ikbo_jax.cases.ranking import oracle, tolerance
-from ikbo_jax.demo import Measured, Stage
+from ikbo_jax.demo import Stage
 from ikbo_jax.models import ranking
 from ikbo_jax.models.ranking import Sizes
 from ikbo_jax.ops.explain import explain
@@ -29,13 +29,13 @@ from ikbo_jax.rewrite import rewrite
 
 #: Number of candidates in the printed table.
 NUM_SHOWN = 5
-#: Candidates per user in the sweep; smaller on a CPU, where every point takes about 20 s.
+#: Candidates per user in the sweep; a point takes a CPU about 20 s.
 RATIOS = (10, 70, 300, 1000)
 RATIOS_ON_CPU = (4, 16, 64, 256)
 
 
 class Scored(NamedTuple):
-    """A candidate, its user and its logits."""
+    """Holds a candidate, its user and its logits."""
 
     candidate: int
     user: int
@@ -43,31 +43,20 @@ class Scored(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class Report:
-    """The result of `run`. `measured[0]` is the materialised network, the baseline of speed-ups.
+class Report(demo.Report):
+    """Adds to a part's report what the network says; the baseline is the materialised network.
 
     Attributes:
-      sizes: sizes of the network.
-      measured: every version.
-      tolerance: largest allowed error.
       top: the candidates with the largest first logit, computed by the rewritten network.
-      explanation: the report of `rewrite`, and the implementations that its ops take.
+      explanation: the report of `rewrite`, and the implementations of its ops.
     """
 
-    sizes: Sizes
-    measured: tuple[Measured, ...]
-    tolerance: float
     top: tuple[Scored, ...]
     explanation: str
 
-    @property
-    def agree(self) -> bool:
-        """Whether every version agrees with the oracle."""
-        return all(m.agrees for m in self.measured)
-
 
 def sizes_of(request: demo.Request, layers: int | None = None) -> Sizes:
-    """Sizes of the network: from the demo's request, other sizes from the device's defaults."""
+    """Takes sizes of the network from the demo's request, others from the device's defaults."""
     base = ranking.SMALL if jax.default_backend() == "cpu" else Sizes()
     pooled, dense = base.pooled, base.dense_tokens
     if request.k_user != base.user_rows:
@@ -89,7 +78,7 @@ def sizes_of(request: demo.Request, layers: int | None = None) -> Sizes:
 
 
 def versions() -> dict[str, Callable[..., jax.Array]]:
-    """The three versions by name, functions of parameters and request; first the materialised."""
+    """Returns the versions by name, functions of parameters and request; materialised first."""
     return {
         "materialised": ranking.materialised,
         "co-designed": ranking.co_designed,
@@ -97,22 +86,11 @@ def versions() -> dict[str, Callable[..., jax.Array]]:
     }
 
 
-def _seed_of(seed: int) -> np.ndarray:
-    """The seed as an argument of a program: its low 32 bits, which JAX uses."""
-    return np.asarray(seed % 2**32, np.uint32)
-
-
 def run(sizes: Sizes, seed: int, *, on_progress: Log = lambda _: None) -> Report:
-    """Scores a seeded request with every version, checks the logits and times the versions.
-
-    Args:
-      sizes: sizes of network and request.
-      seed: seed of parameters and request.
-      on_progress: called with a description of each step.
-    """
+    """Scores a seeded request with every version, checks the logits and times the versions."""
     log = demo.prefixed_log("network", on_progress)
     programs = Programs(log, NETWORK_ON_GPU, identity=f"network {sizes}")
-    seed_bits, index = _seed_of(seed), ranking.user_index(sizes, seed)
+    seed_bits, index = demo.seed_bits(seed), ranking.user_index(sizes, seed)
     params = programs.add(
         "parameters", functools.partial(ranking.init, sizes), seed_bits, timed=False
     )
@@ -122,8 +100,7 @@ def run(sizes: Sizes, seed: int, *, on_progress: Log = lambda _: None) -> Report
         params,
         ranking.Request._make([*drawn, jax.ShapeDtypeStruct(index.shape, index.dtype)]),
     )
-    # The oracle lowers quickly and compiles slowly. Added first, it compiles while the versions are
-    # lowered.
+    # The oracle lowers quickly and compiles slowly: it compiles while the versions are lowered.
     programs.add("oracle in float32", oracle, *shapes, timed=False)
     for name, fn in versions().items():
         programs.add(name, fn, *shapes)
@@ -151,11 +128,11 @@ def run(sizes: Sizes, seed: int, *, on_progress: Log = lambda _: None) -> Report
         Scored(int(b), int(users[b]), tuple(map(float, logits[b])))
         for b in np.argsort(-logits[:, 0], kind="stable")[:NUM_SHOWN]
     )
-    return Report(sizes, measured, limit, top, explanation)
+    return Report(sizes, measured, (), limit, top, explanation)
 
 
 class Point(NamedTuple):
-    """A point of the sweep: milliseconds and bytes of every version, by name."""
+    """Holds a point of the sweep: milliseconds and bytes of every version, by name."""
 
     ratio: int
     time_ms: dict[str, float]
@@ -167,7 +144,7 @@ def sweep(sizes: Sizes, seed: int, *, on_progress: Log = lambda _: None) -> tupl
     log = demo.prefixed_log("plot", on_progress)
     programs = Programs(log, NETWORK_ON_GPU, identity=f"sweep {sizes}")
     ratios = RATIOS_ON_CPU if jax.default_backend() == "cpu" else RATIOS
-    seed_bits, names = _seed_of(seed), ("materialised", "co-designed")
+    seed_bits, names = demo.seed_bits(seed), ("materialised", "co-designed")
     params = programs.add(
         "parameters", functools.partial(ranking.init, sizes), seed_bits, timed=False
     )

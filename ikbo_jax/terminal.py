@@ -9,9 +9,9 @@ import io
 import os
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Literal, Protocol
+from typing import Literal
 
 
 def print_table(
@@ -43,10 +43,8 @@ def print_table(
         print("  ".join(cells).rstrip())
 
 
-class Log(Protocol):
-    """Takes a line of text about progress."""
-
-    def __call__(self, text: str, /) -> None: ...
+#: Reports a line of text about progress.
+Log = Callable[[str], None]
 
 
 @contextmanager
@@ -91,9 +89,9 @@ def escape_what_stdout_lacks() -> None:
 
 
 def discard_stdout() -> None:
-    """Discards what is printed from now on: the reader of a pipe, say `head`, has gone.
+    """Discards later output, after the reader of the pipe, such as `head`, has gone.
 
-    Otherwise Python would flush standard output at its end, and report the error there.
+    Otherwise Python would flush standard output at its end and report the error.
     """
     nothing = os.open(os.devnull, os.O_WRONLY)
     os.dup2(nothing, sys.stdout.fileno())
@@ -101,7 +99,7 @@ def discard_stdout() -> None:
 
 
 def bytes_text(count: int) -> str:
-    """A number of bytes in decimal units."""
+    """Formats a number of bytes in decimal units."""
     value = float(count)
     for unit in ("B", "kB", "MB"):
         if value < 1000:

@@ -132,8 +132,8 @@ CHOICE_MUTANTS = (
     Mutant(
         "joined lookups in one table",
         "rules/reselect.py",
-        "pieces.append(found.index + np.int32(starts[slot]))",
-        "pieces.append(found.index)",
+        "pieces.append(source.index + np.int32(starts[slot]))",
+        "pieces.append(source.index)",
         _chosen("two tables"),
     ),
     Mutant(

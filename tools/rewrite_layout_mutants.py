@@ -50,8 +50,8 @@ LAYOUT_MUTANTS = (
     Mutant(
         "a block hidden where only some of it is",
         "attention/block_attention.py",
-        "if (state == 0).all():",
-        "if (state == 0).any():",
+        "if any((state == 0).all() for state in states):",
+        "if any((state == 0).any() for state in states):",
         blocks("every_mask", "tril"),
     ),
     Mutant(
@@ -71,8 +71,8 @@ LAYOUT_MUTANTS = (
     Mutant(
         "an unknown mask taken for true",
         "facts/known.py",
-        "return np.where((x == 0) | (y == 0), 0, np.maximum(x, y)).astype(np.int8)",
-        "return np.where((x == 0) | (y == 0), 0, np.minimum(x, y)).astype(np.int8)",
+        "np.where((x == 0) | (y == 0), 0, np.maximum(x, y))",
+        "np.where((x == 0) | (y == 0), 0, np.minimum(x, y))",
         blocks("every_mask", "valid_and_causal"),
     ),
     Mutant(
@@ -114,7 +114,7 @@ LAYOUT_MUTANTS = (
     Mutant(
         "positions by another lookup",
         "rules/positions.py",
-        "if has_lineage(x) and (x.lineage, x.axis) != (users, axis):",
+        "if lineage.has_lineage(x) and (x.lineage, x.axis) != (users, axis):",
         "if False:",
         lookups("positions by another lookup"),
     ),
@@ -148,9 +148,9 @@ LAYOUT_MUTANTS = (
     ),
     Mutant(
         "windows along the looked-up axis",
-        "rules/row_rules.py",
-        "    if x.axis in across:\n",
-        "    if False:\n",
+        "rules/elementwise.py",
+        '    if x.axis in axes:\n        raise NotCovered(f"{eqn.primitive.name} along',
+        '    if False:\n        raise NotCovered(f"{eqn.primitive.name} along',
         lookups("windows of candidates"),
     ),
     Mutant(

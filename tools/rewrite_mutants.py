@@ -156,9 +156,9 @@ MUTANTS = (
     ),
     Mutant(
         "maximum with any number accepted",
-        "attention/scores.py",
-        'if scores.stage != "max" or other != -math.inf:',
-        'if scores.stage != "max":',
+        "attention/changed_weights.py",
+        'if at.stage != "max" or constant(ctx, y if at is x else x) != -math.inf:',
+        'if at.stage != "max":',
         decisions("maximum with a number"),
     ),
     Mutant(
@@ -398,8 +398,8 @@ MUTANTS = (
     Mutant(
         "values looked up by another index",
         "attention/products.py",
-        "if not has_lineage(value) or value.lineage is not root.lineage:",
-        "if not has_lineage(value):",
+        "if not lineage.has_lineage(value) or value.lineage is not root.lineage:",
+        "if not lineage.has_lineage(value):",
         decisions("values of others"),
     ),
     Mutant(

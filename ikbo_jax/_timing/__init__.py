@@ -15,7 +15,7 @@ import jax
 
 
 def time_launches(fn: Callable[..., Any], args: tuple[Any, ...], launches: int) -> float:
-    """Seconds for `launches` calls back to back."""
+    """Times `launches` calls back to back, in seconds."""
     # A GPU executes a stream in order, so it suffices to wait for the last result. The CPU client
     # may run independent calls in parallel, and the quotient would not be the time of a call.
     wait_each = jax.default_backend() == "cpu"
@@ -32,16 +32,13 @@ def time_launches(fn: Callable[..., Any], args: tuple[Any, ...], launches: int) 
 def sustained_ms(
     fn: Callable[..., Any], *args: Any, window_s: float = 0.2, windows: int = 3
 ) -> list[float]:
-    """Milliseconds per call of `fn(*args)`, one sample for each window.
+    """Times `fn(*args)`; returns one sample for each window, in milliseconds per call.
 
     Args:
-      fn: a compiled (or jitted) function; its result is waited for.
+      fn: a compiled (or jitted) function.
       *args: its arguments, already on the device.
       window_s: minimal length of a window in seconds.
       windows: number of windows; take the median of the samples.
-
-    Returns:
-      `windows` samples, in milliseconds per call.
     """
     jax.block_until_ready(fn(*args))
     # Doubling the number of launches until they fill half a window also warms the device up.
@@ -70,7 +67,7 @@ def interleaved_ms(
     """Times thunks interleaved, A B A B, so that a device that heats up slows all of them alike.
 
     Args:
-      thunks: the functions to time, by name; results are waited for at the end of a window.
+      thunks: the functions to time, by name.
       window_s: minimal length of a window in seconds; a warm-up precedes each window.
       rounds: number of windows of every thunk.
       on_turn: called with the name and the round, from 0, before each window.

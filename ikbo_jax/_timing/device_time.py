@@ -1,4 +1,4 @@
-"""What a device does while a function is called, by JAX's profiler.
+"""Times of calls on the device, by JAX's profiler.
 
 The profiler records kernels, memsets and copies, each with its beginning and end on the device.
 Gaps between them, in which the device waits for the host, do not count.
@@ -17,17 +17,15 @@ import jax
 
 #: Calls that are timed.
 CALLS = 20
-#: Functions that take less time are to be timed on the device, since Python launches no faster.
+#: Python launches no faster: shorter functions are timed on the device.
 SHORT_MS = 0.3
 
 
 class Event(NamedTuple):
-    """A kernel, a memset or a copy.
+    """Describes a kernel, a memset or a copy, with its times by the device's clock.
 
     Attributes:
-      begin_ns: its beginning, by the device's clock.
-      end_ns: its end.
-      name: of the kernel, or "Memset" or "Memcpy" with the kind.
+      name: name of the kernel, or "Memset" or "Memcpy" with the kind.
       operation: the operation of XLA's program that launched it.
     """
 
@@ -42,22 +40,19 @@ class Event(NamedTuple):
 
 
 class DeviceTime(NamedTuple):
-    """Milliseconds of each call on the device: of all that it did, and of kernels alone."""
+    """Milliseconds of each call on the device: of all its events, and of its kernels alone."""
 
     busy_ms: list[float]
     kernel_ms: list[float]
 
     @property
     def ms(self) -> float:
-        """The median of all that a call does."""
+        """Median of `busy_ms`."""
         return statistics.median(self.busy_ms)
 
 
 def record(call: Callable[[], Any], calls: int) -> list[Event]:
-    """What the first GPU does during calls after the first one, in the order of time.
-
-    Empty without an NVIDIA GPU.
-    """
+    """Records the first GPU's events during calls after a warm-up; none without an NVIDIA GPU."""
     jax.block_until_ready(call())
     with tempfile.TemporaryDirectory() as folder:
         with jax.profiler.trace(folder, profiler_options=_options()):
@@ -70,10 +65,7 @@ def record(call: Callable[[], Any], calls: int) -> list[Event]:
 
 
 def _options() -> jax.profiler.ProfileOptions:
-    """What a profile leaves out: calls on the host and all loaded programs.
-
-    With them, a profile of one small program takes 51 ms on an H100 instead of 12.
-    """
+    """Leaves calls on the host and loaded programs out: 12 instead of 51 ms on an H100."""
     options = jax.profiler.ProfileOptions()
     options.host_tracer_level = 0
     options.python_tracer_level = 0
@@ -82,10 +74,10 @@ def _options() -> jax.profiler.ProfileOptions:
 
 
 def events_of(profile: Any) -> list[Event]:
-    """The first GPU's events of a `jax.profiler.ProfileData`, in the order of time."""
+    """Returns the first GPU's events of a `jax.profiler.ProfileData`, in the order of time."""
     with warnings.catch_warnings():
-        # The type of `stats` has no module. Where Python's warning of that is an error, the process
-        # ends (jaxlib 0.11.2).
+        # The type of `stats` has no module: Python warns, and where the warning is an error, the
+        # process ends (jaxlib 0.11.2).
         warnings.simplefilter("ignore", DeprecationWarning)
         return sorted(
             Event(
@@ -103,7 +95,7 @@ def events_of(profile: Any) -> list[Event]:
 
 
 def busy_ns(events: Sequence[Event]) -> float:
-    """Nanoseconds in which at least one of the events, which are in the order of time, goes on."""
+    """Sums the nanoseconds in which at least one event runs; events are in the order of time."""
     busy, reached = 0.0, 0.0
     for event in events:
         busy += max(0.0, event.end_ns - max(event.begin_ns, reached))
@@ -114,8 +106,8 @@ def busy_ns(events: Sequence[Event]) -> float:
 def measure(compiled: Any, *args: Any, calls: int = CALLS) -> DeviceTime | None:
     """Times calls of a compiled function on the device.
 
-    None without an NVIDIA GPU, or if the profiler recorded nothing, for example because another
-    tool uses CUPTI.
+    Returns None without an NVIDIA GPU, or if the profiler recorded nothing, as beside another user
+    of CUPTI.
     """
     if jax.default_backend() != "gpu":
         return None
@@ -134,9 +126,9 @@ def measure_all(programs: Mapping[str, tuple[Any, tuple[Any, ...]]]) -> dict[str
 
 
 def times_of(events: Sequence[Event], calls: int) -> DeviceTime | None:
-    """The times of calls that launched these events; None if there are none.
+    """Times the calls that launched these events; None without events.
 
-    Calls launch the same events; if they did not, all calls count as one, with their mean.
+    If the calls launched different numbers of events, the result is one call, their mean.
     """
     if not events:
         return None

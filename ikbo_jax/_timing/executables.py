@@ -1,7 +1,7 @@
-"""A cache of compiled programs in files that needs no tracing, lowering or compiling on a hit.
+"""A cache of compiled programs in files; a hit needs no tracing, lowering or compiling.
 
-JAX's compilation cache uses the lowered text as key, and if nothing has to compile, lowering the
-kernels takes most of the demo's time. Here the key is everything that determines the lowered text:
+The key of JAX's compilation cache is the lowered text, and lowering the kernels takes most of the
+time of a demo that compiles nothing. Here the key is everything that determines the lowered text:
 all files of this library, the user's tuning cache, the versions of JAX and the driver, the device,
 JAX's settings, and the sizes. A program that cannot be read or loaded is compiled again.
 """
@@ -35,11 +35,7 @@ _DIGEST_BYTES = hashlib.sha256().digest_size
 
 
 def environment_digest(tables: Sequence[pathlib.Path] = ()) -> bytes:
-    """A digest of everything outside a program that affects how it compiles.
-
-    Args:
-      tables: further files that affect it, such as the user's tuning cache.
-    """
+    """Hashes everything outside a program that affects how it compiles, also the files `tables`."""
     digest = hashlib.sha256()
     package = pathlib.Path(__file__).resolve().parents[1]
     sources = sorted(p for p in package.rglob("*") if p.suffix in (".py", ".json"))
@@ -65,14 +61,14 @@ def environment_digest(tables: Sequence[pathlib.Path] = ()) -> bytes:
 
 
 def _cpu_features() -> str:
-    """The instruction set extensions of this machine's CPU, from /proc/cpuinfo; else empty."""
+    """Reads the CPU's instruction set extensions from /proc/cpuinfo; "" without this file."""
     with contextlib.suppress(OSError), open("/proc/cpuinfo", encoding="utf-8") as lines:
         return next((line for line in lines if line.startswith(("flags", "Features"))), "")
     return ""
 
 
 class Store:
-    """A folder of pickled entries, each in a file named after its key.
+    """Keeps pickled entries in a folder, each in a file named after its key.
 
     Reading an entry can run code, so only the user may have write permission for the folder, as
     for the tuning cache.
@@ -86,14 +82,14 @@ class Store:
         self._folder, self._environment = folder, environment
 
     def key(self, identity: str, name: str, args: Any = (), options: Any = ()) -> str:
-        """The key of a program: owner, name, shapes of the arguments and compiler options."""
+        """Hashes a program's owner, name, shapes of arguments and compiler options to its key."""
         leaves, tree = jax.tree.flatten(args)
         avals = [(np.shape(x), str(x.dtype), getattr(x, "weak_type", False)) for x in leaves]
         facts = repr((identity, name, avals, str(tree), options)).encode()
         return hashlib.sha256(self._environment + facts).hexdigest()
 
     def get(self, key: str) -> Any:
-        """The entry; None if there is none or it cannot be read."""
+        """Reads an entry; None if there is none or it cannot be read."""
         path = self._folder / key
         try:
             content = path.read_bytes()
@@ -134,15 +130,15 @@ class Store:
 
 
 def to_entry(compiled: jax.stages.Compiled, out: Any) -> tuple[Any, Any]:
-    """The pickleable entry of a compiled program: the shapes of its result, and the program."""
+    """Makes the entry of a compiled program: the shapes of its result, and the program."""
     shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), out)
     return shapes, serialize_executable.serialize(compiled)
 
 
 def load(serialized: Any) -> jax.stages.Compiled:
     """Loads the second element of an entry of `to_entry`; raises the errors of XLA's loader."""
-    # XLA links the host's part of a kernel with a library that this module makes known. In a
-    # process that never traced a kernel, the program failed: "Failed to materialize symbols".
+    # XLA links the host's part of a kernel with a library that this module registers. Without it,
+    # the program failed: "Failed to materialize symbols".
     importlib.import_module("jax.experimental.mosaic.gpu")
     payload, in_tree, out_tree = serialized
     compiled: jax.stages.Compiled = serialize_executable.deserialize_and_load(
@@ -159,7 +155,7 @@ _current: Store | None = None
 
 
 def current_store() -> Store | None:
-    """The store that `use_store` set, shared by all threads; None outside `use_store`."""
+    """Returns the store that `use_store` set, shared by all threads; None outside `use_store`."""
     return _current
 
 

@@ -6,7 +6,7 @@ in a thread:
 1. parts lower their programs in the order of the parts, so that the lowered text, which is the key
    of JAX's compilation cache, does not depend on the timing of the threads;
 2. every program compiles in a thread of its part's pool as soon as it is lowered;
-3. no part runs or times a program before all parts have compiled; then the parts run in order.
+3. no part runs or times a program before all parts have compiled; then parts run in order.
 """
 
 from __future__ import annotations
@@ -25,33 +25,33 @@ import jax
 
 from ikbo_jax._timing import executables
 
-#: Takes a line of text about progress.
+#: Reports a line of text about progress.
 Log = Callable[[str], None]
 #: Number of programs of one part that compile in parallel; XLA compiles their kernels in threads.
 WORKERS = 8
 #: Compilations that take at least this many seconds are logged with their time.
 SLOW_COMPILATION_S = 2.0
 #: Compiler options on a GPU for programs that run but are not timed (inputs, oracles, comparisons).
-#: Their speed does not matter, so the GEMM algorithm, most of the compilation time, is not tuned,
-#: and GEMMs come from cuBLAS instead of Triton kernels that would have to be compiled.
+#: Their speed does not matter, so XLA neither tunes GEMM algorithms, which takes most of the
+#: compilation time, nor compiles Triton kernels.
 UNTIMED_ON_GPU = {"xla_gpu_autotune_level": 0, "xla_gpu_enable_triton_gemm": False}
 #: Compiler options of all three networks on a GPU. By default XLA generates and compiles dozens of
 #: Triton kernels for each of the network's 20 kinds of GEMM before it times them: 48 s for the
-#: materialised network on an H100, nearly all of it on the host. With this option cuBLAS computes
-#: the GEMMs; XLA still times its algorithms and takes the fastest, at the default autotune level.
-#: So the baseline is tuned, and users commonly set the same option.
+#: materialised network on an H100, nearly all of it on the host. With this option XLA times the
+#: algorithms of cuBLAS and takes the fastest: the baseline is tuned, and users commonly set it.
 NETWORK_ON_GPU = {"xla_gpu_enable_triton_gemm": False}
 
 
 class Stopped(Exception):
-    """The demo ends because another part failed or the user interrupted it."""
+    """Ends a part because another part failed or the user interrupted the demo."""
 
 
 class _Part:
-    """The state of one part, on which other parts wait."""
+    """Holds the state of one part, for which other parts wait; adds itself to `parts`."""
 
     def __init__(self, parts: list[_Part]) -> None:
         self.parts = parts
+        parts.append(self)
         self.lowered, self.compiled, self.finished = (threading.Event() for _ in range(3))
         self.stopped = False
 
@@ -88,13 +88,14 @@ _current: contextvars.ContextVar[_Part | None] = contextvars.ContextVar("part", 
 
 
 def run_concurrently(calls: Sequence[Callable[[], Any]]) -> list[Any]:
-    """Runs parts of the demo in threads as the module docstring says; returns their results.
+    """Runs parts in threads as the module's docstring says; returns their results.
 
-    Raises the exception of the first part in order that failed, or KeyboardInterrupt. The other
-    parts then stop before they lower or run the next program; compilations in progress continue.
+    Raises the exception of the first part that failed, or KeyboardInterrupt. The other parts then
+    stop before they lower or run the next program; compilations in progress continue.
     """
     parts: list[_Part] = []
-    parts += [_Part(parts) for _ in calls]
+    for _ in calls:
+        _Part(parts)
     futures: list[Future[Any]] = [Future() for _ in calls]
 
     def stop() -> None:
@@ -123,14 +124,14 @@ def run_concurrently(calls: Sequence[Callable[[], Any]]) -> list[Any]:
 
 
 class Programs:
-    """The programs of one part.
+    """Compiles the programs of one part.
 
     Args:
       log: called with a description of each step.
       timed_on_gpu: compiler options of timed programs on a GPU.
-      identity: text that determines what the part's programs compute, together with a program's
-        name, the shapes of its arguments and `executables.environment_digest`: the part's name, and
-        the sizes that its functions close over. If empty, no program is stored.
+      identity: the part's name, and the sizes that its functions close over. With a program's name,
+        the shapes of its arguments and `executables.environment_digest`, it determines what the
+        program computes. If empty, no program is stored.
     """
 
     def __init__(
@@ -143,13 +144,13 @@ class Programs:
         }
         self._log, self._identity = log, identity
         self._store = executables.current_store() if identity else None
-        self._part = _current.get() or _single_part()
+        self._part = _current.get() or _Part([])
         workers = min(WORKERS, os.cpu_count() or 1)
         self._pool = ThreadPoolExecutor(workers, thread_name_prefix="compile")
         self._futures: dict[str, Future[jax.stages.Compiled]] = {}
 
     def add(self, name: str, fn: Callable[..., Any], *args: Any, timed: bool = True) -> Any:
-        """Lowers `fn(*args)` in this thread and compiles it in another, or loads it from the store.
+        """Lowers `fn(*args)` here and compiles it in another thread, or loads it from the store.
 
         Args:
           name: name of the program, unique in the part.
@@ -159,9 +160,6 @@ class Programs:
 
         Returns:
           The shapes of the result.
-
-        Raises:
-          Errors of tracing and lowering, such as NotImplementedError of a kernel.
         """
         self._part.check()
         options = self._options[timed]
@@ -172,9 +170,14 @@ class Programs:
         if stored is not None:
             self._log(f"loading {' '.join(name.split())}")
             out, serialized = stored
-            self._futures[name] = self._pool.submit(
-                self._load, name, serialized, fn, args, options, key
-            )
+
+            def load() -> jax.stages.Compiled:
+                try:
+                    return executables.load(serialized)
+                except Exception:  # a program that cannot be loaded is compiled
+                    return self._compile(name, jax.jit(fn).lower(*args), options, key)
+
+            self._futures[name] = self._pool.submit(load)
             return out
         self._log(f"compiling {' '.join(name.split())}")
         lowered = jax.jit(fn).lower(*args)
@@ -182,7 +185,7 @@ class Programs:
         return lowered.out_info
 
     def text(self, name: str, make: Callable[[], str], args: Any = ()) -> str:
-        """The text that `make` returns, from the store if it has it for these argument shapes."""
+        """Makes a text, or loads it from the store for the same shapes of arguments."""
         if self._store is None:
             return make()
         key = self._store.key(self._identity, f"text: {name}", args)
@@ -190,20 +193,6 @@ class Programs:
         if not isinstance(stored, str):
             self._store.put(key, stored := make())
         return stored
-
-    def _load(
-        self,
-        name: str,
-        serialized: Any,
-        fn: Callable[..., Any],
-        args: tuple[Any, ...],
-        options: dict[str, Any],
-        key: str,
-    ) -> jax.stages.Compiled:
-        try:
-            return executables.load(serialized)
-        except Exception:  # a program that cannot be loaded is compiled
-            return self._compile(name, jax.jit(fn).lower(*args), options, key)
 
     def _compile(
         self, name: str, lowered: jax.stages.Lowered, options: dict[str, Any], key: str
@@ -232,12 +221,6 @@ class Programs:
         return found
 
 
-def _single_part() -> _Part:
-    parts: list[_Part] = []
-    parts.append(_Part(parts))
-    return parts[0]
-
-
 @contextlib.contextmanager
 def persistent_compilations(
     folder: pathlib.Path, tables: Sequence[pathlib.Path] = ()
@@ -246,10 +229,6 @@ def persistent_compilations(
 
     JAX's compilation cache stores all programs, and `executables` the programs of parts with an
     identity. On exit, JAX's settings are restored.
-
-    Args:
-      folder: the folder, which is created if missing.
-      tables: files on which the programs depend, as in `executables.environment_digest`.
 
     Yields:
       None, or why nothing is stored. If the user has configured or disabled JAX's compilation

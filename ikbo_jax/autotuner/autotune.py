@@ -11,13 +11,12 @@ from __future__ import annotations
 
 import contextlib
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
 from ikbo_jax.autotuner.bench import Task
-from ikbo_jax.autotuner.contest import Contest, Verdict, brief
+from ikbo_jax.autotuner.contest import Contest, Verdict
 from ikbo_jax.autotuner.session import Interrupted, Progress, Session
 from ikbo_jax.problems import GdpaBackwardProblem, GdpaProblem, Problem
 from ikbo_jax.tuning import user_cache
@@ -33,16 +32,14 @@ def tune(
     """Finds the fastest configuration, or XLA, for a problem on this device.
 
     Writes a row to the user's cache if the winner is faster than the choice of the dispatch table
-    by more than the noise. Users of attention have all S keys. All rows of gdpa belong to
-    sequences, whose lengths are spread evenly around their mean, up to `max_seqlen_q` and
-    `max_seqlen_kv`.
+    by more than the noise. Users of attention have all S keys. Lengths of gdpa's sequences are
+    spread evenly around their mean, up to `max_seqlen_q` and `max_seqlen_kv`.
 
     Args:
       problem: sizes and dtype.
       progress: called with (done, total, text) after every compilation, check and round; the last
         text names the winner, its lead, and the file that was written.
-      limit: time at most this many configurations, the most promising first; the choice of the
-        dispatch table and XLA are timed in addition.
+      limit: time at most this many configurations besides XLA and the dispatch table's choice.
       run: measures a task; by default a worker process measures all tasks.
 
     Returns:
@@ -51,8 +48,8 @@ def tune(
       more than 2 % faster than the best configuration, or no configuration worked.
 
     Raises:
-      ValueError: the problem is gdpa's or its gradient's, and a mean length is above its bound,
-        there are no sequences, or no configuration of the kernel is legal.
+      ValueError: a mean length of gdpa's sequences is above its bound, there are no sequences, or
+        no configuration of gdpa's kernel is legal.
       OSError: the user's cache cannot be written.
       RuntimeError: the device is not a Hopper GPU, the XLA path fails on it, or no round could be
         measured.
@@ -65,16 +62,7 @@ def tune(
     contest = Contest(problem, limit, report)
     with contextlib.ExitStack() as stack:
         if run is None:
-            cache_dir = stack.enter_context(tempfile.TemporaryDirectory(prefix="ikbo-jax-tune-"))
-            run = stack.enter_context(
-                Session(
-                    problem,
-                    contest.contenders,
-                    describe=brief,
-                    progress=report,
-                    cache_dir=cache_dir,
-                )
-            )
+            run = stack.enter_context(Session(problem, contest.contenders, report))
         try:
             contest.play(run)
         except KeyboardInterrupt as stop:
@@ -107,7 +95,7 @@ def _check_gdpa(problem: GdpaProblem | GdpaBackwardProblem) -> None:
 
 
 def _written(verdict: Verdict) -> str:
-    """Writes the row if it is faster than the table's choice; returns a text about it."""
+    """Writes the row if it is faster than the table's choice; says where."""
     if not verdict.is_better:
         return "nothing written, the table's choice stays"
     return f"written to {user_cache.write_user_row(verdict.row)}"
@@ -124,10 +112,7 @@ def _after_interruption(verdict: Verdict | None) -> str:
 
 @contextlib.contextmanager
 def console_progress(title: str = "tuning") -> Iterator[Progress]:
-    """Yields a progress function: a progress bar on a terminal, else one plain line per call.
-
-    Every line begins with the seconds since the start.
-    """
+    """Yields a progress function, which draws a bar on a terminal and prints lines elsewhere."""
     start = time.perf_counter()
 
     def elapsed() -> str:

@@ -17,7 +17,7 @@ import multiprocessing
 import os
 import threading
 from collections.abc import Callable, Collection, Iterator, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import jax
 import jax.export
@@ -33,7 +33,7 @@ from ikbo_jax.cases import (
     linear_compression,
     linear_compression_backward,
 )
-from ikbo_jax.cases.error_rule import Check
+from ikbo_jax.cases.case import Case
 from ikbo_jax.ops import dispatch
 from ikbo_jax.problems import Config, Problem
 from ikbo_jax.tuning import table_rows
@@ -43,10 +43,9 @@ Contender = Config | None
 #: Takes one event, the fields of a JSON object.
 Emit = Callable[[dict[str, Any]], None]
 
-#: Largest number of processes and of threads; more do not speed up a hundred contenders.
+#: Largest number of processes, and of threads; more do not speed up a hundred contenders.
 MAX_WORKERS = 16
-#: Calls that take longer are not profiled to see whether they are short: XLA may take seconds, and
-#: Python starts a call in less.
+#: Longer calls are not profiled: they cannot be short on the device, and XLA may take seconds.
 MOST_CALL_MS = 10.0
 #: Compiler options of the reference matmul on a GPU. XLA still times the algorithms of cuBLAS.
 #: Triton GEMMs are excluded: XLA would compile dozens of them before the first check, and they are
@@ -84,27 +83,10 @@ class Task:
     def from_json(cls, text: str) -> Task:
         fields = json.loads(text)
         return cls(
-            table_rows.problem_from_json(fields["problem"], fields["op"]),
-            tuple(
-                table_rows.config_from_json(entry, fields["op"]) for entry in fields["contenders"]
-            ),
-            fields["window_s"],
-            fields["windows"],
-            fields["matmul_size"],
+            table_rows.problem_type_of(op := fields.pop("op")).from_json(fields.pop("problem")),
+            tuple(table_rows.config_from_json(x, op) for x in fields.pop("contenders")),
+            **fields,
         )
-
-
-class Case(Protocol):
-    """What the tuner asks of the case of a problem."""
-
-    @property
-    def useful_flops(self) -> int: ...
-
-    def inputs(self, seed: int = 0) -> Any: ...
-
-    def runner(self, config: Any, num_sms: int | None = None) -> Any: ...
-
-    def check(self, actual: Any, inputs: Any) -> Check: ...
 
 
 #: The case of a problem, by op.
@@ -119,21 +101,27 @@ CASES: dict[str, Callable[[Any], Case]] = {
 
 
 def case_of(problem: Problem) -> Case:
-    """The case of a problem."""
+    """Makes the case of a problem."""
     return CASES[problem.op](problem)
 
 
+def brief(contender: Contender) -> str:
+    """Describes a contender in a few words."""
+    if contender is None:
+        return "XLA"
+    names = {"num_stages": "stages", "epilogue_rows": "epilogue"}
+    fields = dataclasses.asdict(contender)
+    return " ".join(f"{names.get(name, name)} {value}" for name, value in fields.items())
+
+
 def first_line(error: BaseException) -> str:
-    """The type of an exception, and at most 300 characters of the first line of its message."""
+    """Names the type of an exception and the first line of its message, 300 characters at most."""
     text = (str(error).strip() or "no message").splitlines()[0]
     return f"{type(error).__name__}: {text[:300]}"
 
 
 def lower(problem: Problem, config: Config, num_sms: int) -> jax.export.Exported | str:
-    """Lowers the kernel for CUDA without a device; returns an error text if that fails.
-
-    A text, since some exceptions cannot be pickled for the calling process.
-    """
+    """Lowers the kernel for CUDA without a device; returns a text, which pickles, for an error."""
     case = case_of(problem)
     try:
         shapes = jax.eval_shape(case.inputs)
@@ -147,7 +135,7 @@ def lower(problem: Problem, config: Config, num_sms: int) -> jax.export.Exported
 
 @contextlib.contextmanager
 def _lowering_processes(number: int) -> Iterator[concurrent.futures.Executor]:
-    """Processes that see no GPU: each reads JAX_PLATFORMS when it imports JAX."""
+    """Starts processes that see no GPU: each reads JAX_PLATFORMS when it imports JAX."""
     before = os.environ.get("JAX_PLATFORMS")
     os.environ["JAX_PLATFORMS"] = "cpu"
     try:
@@ -201,8 +189,8 @@ class Bench:
 
         Contenders in `alone` are compiled one at a time after all others.
         """
-        # XLA links kernels with a library of Mosaic GPU's, whose path this import sets. Where other
-        # processes lower the kernels and XLA is no contender, nothing else here imports it.
+        # The import sets the path of a library that XLA links kernels with. Nothing else imports it
+        # where other processes lower the kernels and XLA is no contender.
         import jax.experimental.mosaic.gpu  # noqa: F401
 
         workers = min(len(os.sched_getaffinity(0)), MAX_WORKERS)
@@ -237,8 +225,8 @@ class Bench:
         """Checks and times a task's contenders.
 
         If the first configuration takes less than `device_time.SHORT_MS` on the device, all
-        contenders are timed there, in this task and in later ones: calls back to back would wait
-        for Python. Before a configuration is timed, XLA is timed by its own time.
+        contenders of this task and of later tasks are timed there: calls back to back would wait
+        for Python. XLA, timed before the first configuration, is judged by its own time.
 
         Returns:
           A dict that JSON can hold: "device", "compute_capability" and "jax"; "matmul_ms", a list
@@ -278,7 +266,7 @@ class Bench:
         }
 
     def _sample_ms(self, contender: Contender, window_s: float) -> float:
-        """Milliseconds of a call, on the device if calls are short."""
+        """Times a call in milliseconds, on the device if calls are short."""
         program = self._programs[contender]
         if self._is_short:
             found = device_time.measure(program, *self._inputs)
@@ -366,8 +354,3 @@ class Bench:
         if contender in self._failures:
             fields["failure"] = self._failures[contender]
         self._emit({"event": event, "contender": self.contenders.index(contender), **fields})
-
-
-def measure(task: Task) -> dict[str, Any]:
-    """Compiles, checks and times a task's contenders in this process; see `Bench.measure`."""
-    return Bench(task.problem, task.contenders).measure(task)

@@ -16,7 +16,7 @@ import statistics
 from collections.abc import Callable
 from typing import Any
 
-from ikbo_jax.autotuner.bench import Contender, Task, case_of
+from ikbo_jax.autotuner.bench import Contender, Task, brief, case_of
 from ikbo_jax.autotuner.session import Progress
 from ikbo_jax.problems import Config, Problem
 from ikbo_jax.tuning import table, table_rows
@@ -48,35 +48,32 @@ class Times:
 
     @property
     def noise(self) -> float:
-        """Median absolute deviation of the samples from their median, as a fraction of it."""
+        """Median absolute deviation of the samples, as a fraction of their median."""
         return statistics.median(abs(x - self.ms) for x in self.samples) / self.ms
 
 
 @dataclasses.dataclass(frozen=True)
 class Round:
-    """The results of a task.
+    """Holds the results of a task.
 
     Attributes:
       times: times of every contender that worked.
-      failures: error text of every contender that failed.
-      matmul_ms: median time of the reference matmul, which was timed interleaved with them.
+      matmul_ms: median time of the reference matmul, timed interleaved with the contenders.
       least_noise: lower bound of the noise of a comparison, as a fraction.
     """
 
     times: dict[Contender, Times]
-    failures: dict[Contender, str]
     matmul_ms: float
     least_noise: float
 
 
 @dataclasses.dataclass(frozen=True)
 class Verdict:
-    """The result of a contest.
+    """Holds the result of a contest.
 
     Attributes:
       row: a new row: for the winner if it is better, else for the table's choice.
-      is_better: whether the winner is faster than the table's choice by more than the noise of
-        both.
+      is_better: whether the winner is faster than the table's choice by more than their noise.
       text: the winner and its lead, as text.
     """
 
@@ -85,22 +82,8 @@ class Verdict:
     text: str
 
 
-def brief(contender: Contender) -> str:
-    """A contender as short text."""
-    if contender is None:
-        return "XLA"
-    names = {"block_m": "block_m", "num_stages": "stages", "epilogue_rows": "epilogue"}
-    fields = dataclasses.asdict(contender)
-    return " ".join(f"{names.get(name, name)} {value}" for name, value in fields.items())
-
-
 def choices_of_table(problem: Problem, device: str = "") -> tuple[Contender, Contender]:
-    """The choice for `problem` with and without the user's cache; None is XLA.
-
-    Args:
-      problem: sizes of the inputs.
-      device: the card at hand, as for `table.lookup`.
-    """
+    """Looks up the choices with and without the user's cache, on a card; None is XLA."""
     with_rows, without = (
         table.lookup(problem, device=device, with_user_rows=x).config for x in (True, False)
     )
@@ -108,24 +91,20 @@ def choices_of_table(problem: Problem, device: str = "") -> tuple[Contender, Con
 
 
 class Contest:
-    """A contest between configurations for one problem: call `play`, then `verdict`.
+    """Finds the fastest configuration for one problem: call `play`, then `verdict`.
 
     Attributes:
       contenders: XLA, the table's choices, and the configurations worth timing.
     """
 
     def __init__(self, problem: Problem, limit: int | None, report: Progress) -> None:
-        """Collects the contenders.
+        """Collects the contenders: at most `limit` configurations, the table's choices and XLA.
 
-        Args:
-          problem: sizes of the inputs.
-          limit: include at most this many configurations, the most promising first; the table's
-            choices and XLA are added to them.
-          report: called with (done, total, text) after every round.
+        `report` is called with (done, total, text) after every round.
         """
         self._problem, self._report = problem, report
         self._take_choices("")
-        # This process sees no device: which card is at hand, the answer to the first task says.
+        # This process sees no device: the answer to the first task names the card.
         choices = [self._fixed, *(choices_of_table(problem, x) for x in table.devices())]
         configs = problem.configs()[:limit]
         self.contenders: tuple[Contender, ...] = tuple(
@@ -136,7 +115,7 @@ class Contest:
         self._device, self._jax, self._xla_ms = "", "", math.nan
 
     def _take_choices(self, device: str) -> None:
-        """The table's choices take part in every round; the first one is to be beaten."""
+        """Sets the choices that take part in every round; the first one is to be beaten."""
         self._incumbent, shipped = choices_of_table(self._problem, device)
         self._fixed = tuple(dict.fromkeys((self._incumbent, shipped)))
 
@@ -210,7 +189,7 @@ class Contest:
         if answer["matmul_ms"]:
             matmul_ms = statistics.median(answer["matmul_ms"])
             least_noise = HEAT_NOISE if task.windows < FINAL_WINDOWS else 0.0
-            self._rounds.append(Round(times, failures, matmul_ms, least_noise))
+            self._rounds.append(Round(times, matmul_ms, least_noise))
         return times
 
     def keep(self, task: Task, answer: dict[str, Any]) -> None:
@@ -261,7 +240,7 @@ class Contest:
         )
 
     def _winner(self, times: dict[Contender, Times]) -> Contender:
-        """The fastest kernel, or XLA if XLA is faster by more than `XLA_MARGIN`."""
+        """Picks the fastest kernel, or XLA if XLA is faster by more than `XLA_MARGIN`."""
         kernels = [c for c in times if c is not None]
         best = min(kernels, key=lambda c: times[c].ms, default=None)
         xla = times.get(None)

@@ -14,10 +14,9 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Sequence
-from types import TracebackType
 from typing import Any, Self
 
-from ikbo_jax.autotuner.bench import Contender, Task
+from ikbo_jax.autotuner.bench import Contender, Task, brief
 from ikbo_jax.autotuner.worker import MARK
 from ikbo_jax.problems import Problem
 
@@ -32,7 +31,7 @@ SILENCE_S = 150.0
 
 
 class Interrupted(KeyboardInterrupt):
-    """Ctrl-C while `task` ran; `answer` holds the samples of `task` that were measured before."""
+    """Reports Ctrl-C while `task` ran; `answer` holds the samples measured before."""
 
     def __init__(self, task: Task, answer: dict[str, Any]) -> None:
         super().__init__("interrupted")
@@ -40,11 +39,11 @@ class Interrupted(KeyboardInterrupt):
 
 
 class WorkerDiedError(Exception):
-    """The worker ended or hung; the message says why."""
+    """Reports that the worker ended or hung, and why."""
 
 
 class Session:
-    """A worker process that holds the contenders of one problem; a call measures a task.
+    """Runs a worker process with the contenders of one problem; a call measures a task.
 
     If the worker dies while it compiles, checks or times a contender, the contender counts as
     failed, and a new worker continues with the others.
@@ -54,25 +53,21 @@ class Session:
         self,
         problem: Problem,
         contenders: Sequence[Contender],
-        *,
-        describe: Callable[[Contender], str],
         progress: Progress,
-        cache_dir: str | None = None,
+        *,
         silence_s: float = SILENCE_S,
     ) -> None:
         """Stores the arguments; the first call starts the worker.
 
         Args:
-          problem: sizes of the inputs.
           contenders: all contenders of later tasks.
-          describe: returns a contender as text.
           progress: called with (done, total, text) after every compilation and every check.
-          cache_dir: folder of JAX's compilation cache, which a second worker reuses.
           silence_s: seconds without an event after which a worker counts as hung.
         """
         self._problem, self._contenders = problem, tuple(contenders)
-        self._describe, self._progress = describe, progress
-        self._cache_dir, self._silence_s = cache_dir, silence_s
+        self._progress, self._silence_s = progress, silence_s
+        # JAX's compilation cache, which a second worker reuses.
+        self._cache = tempfile.TemporaryDirectory(prefix="ikbo-jax-tune-")
         self._failures: dict[Contender, str] = {}
         self._suspects: set[Contender] = set()
         self._reported: dict[str, set[Contender]] = {"compiled": set(), "checked": set()}
@@ -81,13 +76,9 @@ class Session:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *exception: object) -> None:
         self._end_worker()
+        self._cache.cleanup()
 
     def __call__(self, task: Task) -> dict[str, Any]:
         """Measures a task; returns the result of `Bench.measure`, or {"failure": text}.
@@ -126,7 +117,7 @@ class Session:
             contenders = tuple(c for c in self._contenders if c not in self._failures)
             setup = Task(self._problem, contenders).to_json()
             alone = [contenders.index(c) for c in self._suspects if c in contenders]
-            self._worker = _Worker(contenders, self._cache_dir)
+            self._worker = _Worker(contenders, self._cache.name)
             self._worker.send(json.dumps({"task": setup, "alone": alone}))
         worker = self._worker
         worker.send(attempt.task.to_json())
@@ -143,9 +134,9 @@ class Session:
             if kind in self._reported and contender not in self._reported[kind]:
                 reported = self._reported[kind]
                 reported.add(contender)
-                text = f"{kind} {self._describe(contender)}"
+                text = f"{kind} {brief(contender)}"
                 if "failure" in event:
-                    text = f"failed {self._describe(contender)}: {event['failure']}"
+                    text = f"failed {brief(contender)}: {event['failure']}"
                 self._progress(len(reported), len(self._contenders), text)
 
     def _blame(self, active: set[Contender], why: str) -> bool:
@@ -167,7 +158,7 @@ class Session:
 
 
 class _Attempt:
-    """A task that a worker runs: the active contenders, and the samples so far."""
+    """Records a task that a worker runs: the active contenders, and the samples so far."""
 
     def __init__(self, task: Task) -> None:
         self.task = task
@@ -194,14 +185,15 @@ class _Attempt:
 
 
 class _Worker:
-    """A process, and a thread that reads its output."""
+    """Runs a process, and a thread that reads its output."""
 
-    def __init__(self, contenders: tuple[Contender, ...], cache_dir: str | None) -> None:
+    def __init__(self, contenders: tuple[Contender, ...], cache_dir: str) -> None:
         self.contenders = contenders
         # The parent may hold device memory too, so a worker must not preallocate it.
-        env = os.environ | {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
-        if cache_dir is not None:
-            env["JAX_COMPILATION_CACHE_DIR"] = cache_dir
+        env = os.environ | {
+            "XLA_PYTHON_CLIENT_PREALLOCATE": "false",
+            "JAX_COMPILATION_CACHE_DIR": cache_dir,
+        }
         self._errors = tempfile.TemporaryFile(  # noqa: SIM115 (open while the process runs)
             "w+", encoding="utf-8", errors="replace"
         )

@@ -63,7 +63,7 @@ def _lines_until_the_end() -> Iterator[str]:
 
 
 def main() -> int:
-    """Entry point of the process."""
+    """Serves tasks from stdin; the entry point of the process."""
     lock = threading.Lock()
 
     def emit(event: dict[str, Any]) -> None:

@@ -1,4 +1,4 @@
-"""The case of broadcast attention: inputs, oracle, contenders and checks."""
+"""The case of attention: inputs, oracle, contenders and checks."""
 
 from __future__ import annotations
 
@@ -11,9 +11,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ikbo_jax.cases import error_rule
+from ikbo_jax.cases import case, error_rule
 from ikbo_jax.cases.error_rule import UNTUNED, Check, Truth
-from ikbo_jax.ops import dispatch
 from ikbo_jax.ops.attention import attention
 from ikbo_jax.problems import AttentionConfig, AttentionProblem, FewQueriesConfig
 from ikbo_jax.reference import attention as reference
@@ -23,7 +22,7 @@ SAMPLED, SAMPLED_AT_ONCE = 32, 4
 
 
 class Inputs(NamedTuple):
-    """The arrays of `ikbo_jax.attention`; `lengths` is [U] int32 or None."""
+    """Holds the arrays of `ikbo_jax.attention`; `lengths` is [U] int32 or None."""
 
     query: jax.Array
     key: jax.Array
@@ -33,8 +32,8 @@ class Inputs(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class Case:
-    """A problem, its index and its lengths.
+class Case(case.Case):
+    """Combines a problem, an index and lengths.
 
     Attributes:
       problem: the sizes.
@@ -53,7 +52,7 @@ class Case:
         return self.index != "unsorted"
 
     def draw(self, seed: int | jax.Array) -> tuple[jax.Array, ...]:
-        """Random query, key and value; `seed` may be traced."""
+        """Draws query, key and value; `seed` may be traced."""
         p = self.problem
         kv_shape = (p.users, p.kv_len, p.kv_heads, p.head_dim)
         shapes = ((p.batch, p.q_len, p.q_heads, p.head_dim), kv_shape, kv_shape)
@@ -62,7 +61,6 @@ class Case:
         return tuple(jax.random.normal(k, s, dtype) for k, s in zip(keys, shapes, strict=True))
 
     def inputs(self, seed: int = 0) -> Inputs:
-        """Random inputs on the device."""
         p, rng, lengths = self.problem, np.random.default_rng(seed), None
         if self.index == "ragged":
             index = np.sort(rng.integers(0, max(p.users, 1), p.batch))
@@ -75,13 +73,8 @@ class Case:
             lengths = jnp.asarray(drawn, jnp.int32)
         return Inputs._make([*self.draw(seed), jnp.asarray(index, jnp.int32), lengths])
 
-    @property
-    def useful_flops(self) -> int:
-        """Useful FLOPs of full lengths."""
-        return self.problem.useful_flops
-
     def contender(self, name: str) -> Callable[..., jax.Array]:
-        """A function of the fields of `Inputs`.
+        """Returns a function of the fields of `Inputs`.
 
         "materialised" and "materialised-cudnn" copy keys and values; "decomposed", "fused" and
         "automatic" are the op with the implementation "xla", "mosaic_gpu" and None.
@@ -89,49 +82,36 @@ class Case:
         copies = {"materialised": materialised, "materialised-cudnn": materialised_cudnn}
         if name in copies:
             return copies[name]
-        implementation = {"decomposed": "xla", "fused": "mosaic_gpu", "automatic": None}[name]
+        implementation = case.IMPLEMENTATIONS[name]
         return functools.partial(_op, implementation=implementation, is_sorted=self.is_sorted)
 
-    def runner(
-        self, config: AttentionConfig | FewQueriesConfig | None, num_sms: int | None = None
-    ) -> Callable[..., jax.Array]:
-        """The kernel with `config`, or the XLA path for None, for a device with `num_sms` SMs.
+    def xla_path(self) -> Callable[..., jax.Array]:
+        return self.contender("decomposed")
 
-        Unlike the op, the kernel can be lowered on a machine without a device.
-        """
-        if config is None:
-            return jax.jit(self.contender("decomposed"))
-        # Imported here because Mosaic GPU takes 0.3 s to import.
+    def kernel(
+        self, config: AttentionConfig | FewQueriesConfig, num_sms: int
+    ) -> Callable[..., jax.Array]:
         from ikbo_jax.pallas.few_queries.kernel import few_queries_kernel
         from ikbo_jax.pallas.flash.attention import attention_kernel
 
         run: Any = few_queries_kernel
         if isinstance(config, AttentionConfig):
             run = functools.partial(attention_kernel, order=None)
-        kernel = functools.partial(
-            run,
-            scale=self.problem.head_dim**-0.5,
-            return_residuals=False,
-            config=config,
-            num_sms=dispatch.num_sms() if num_sms is None else num_sms,
-        )
-        return jax.jit(lambda *inputs: kernel(*inputs)[0])
+        options = {"scale": self.problem.head_dim**-0.5, "return_residuals": False}
+        return lambda *inputs: run(*inputs, **options, config=config, num_sms=num_sms)[0]
 
     def expected(self, inputs: Inputs, rows: Sequence[int]) -> tuple[np.ndarray, float]:
-        """Exact results of some candidates, and the largest error that the error rule allows."""
+        """Computes exact results of some candidates, and the largest error that the rule allows."""
         truth = _truth(inputs, jnp.asarray(rows, jnp.int32))
         return np.asarray(truth.oracle), truth.bound(*self.rounding)
 
     @property
     def rounding(self) -> tuple[str, float]:
-        """The last arguments of `error_rule.bound`: dtype, and terms of the longest sums."""
+        """Last arguments of `error_rule.bound`: dtype, and number of terms of the longest sums."""
         return self.problem.dtype, self.problem.kv_len
 
     def check(self, actual: jax.Array, inputs: Inputs) -> Check:
-        """Compares all of `actual` with the XLA path, whose error is measured for some candidates.
-
-        The error is the largest difference to the XLA path.
-        """
+        """Compares `actual` with the XLA path, whose error is measured for some candidates."""
         xla = _decomposed(inputs)
         sample = np.linspace(0, self.problem.batch - 1, SAMPLED).astype(np.int32)
         found = [
@@ -144,17 +124,15 @@ class Case:
 
 
 def oracle(inputs: Inputs, rows: np.ndarray | jax.Array) -> jax.Array:
-    """The materialised reference in f32 for some candidates, [rows, T, N, H]."""
-    of_rows = _of_rows(inputs, rows)
-    query, key, value = (x.astype(jnp.float32) for x in of_rows[:3])
-    scale = query.shape[-1] ** -0.5
-    return reference.materialised(query, key, value, *of_rows[3:], scale=scale)[0]
+    """Computes the results of some candidates by the reference in f32: [rows, T, N, H]."""
+    scale = inputs.query.shape[-1] ** -0.5
+    return reference.materialised(*case.widened(_of_rows(inputs, rows)), scale=scale)[0]
 
 
 def materialised(*inputs: Any) -> jax.Array:
-    """Attention of a model without this library: copies keys and values for every candidate.
+    """Attends as a model without this library: copies keys and values for every candidate.
 
-    It is a function of the fields of `Inputs`. Every user has at least one key.
+    Takes the fields of `Inputs`; every user has at least one key.
     """
     query, key, value, index, lengths = Inputs(*inputs)
     keys, values = key[index], value[index]
@@ -171,7 +149,7 @@ def materialised(*inputs: Any) -> jax.Array:
 
 
 def materialised_cudnn(*inputs: Any) -> jax.Array:
-    """`materialised` with cuDNN's attention, which needs a GPU."""
+    """Attends like `materialised`, by cuDNN's attention, which needs a GPU."""
     query, key, value, index, lengths = Inputs(*inputs)
     # The barrier forces XLA to materialise the copies.
     keys, values = jax.lax.optimization_barrier((key[index], value[index]))
@@ -215,5 +193,5 @@ def _decomposed(inputs: Inputs) -> jax.Array:
 
 @functools.partial(jax.jit, compiler_options=UNTUNED)
 def _sampled_errors(xla: jax.Array, inputs: Inputs, rows: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """The XLA path's largest error in `rows` against the f32 oracle, and the oracle's maximum."""
+    """Returns the XLA path's largest error in `rows`, and the f32 oracle's largest value."""
     return error_rule.compare(xla[rows], oracle(inputs, rows))

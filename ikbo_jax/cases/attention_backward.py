@@ -1,4 +1,4 @@
-"""The case of broadcast attention's gradient: inputs, contenders and checks."""
+"""The case of attention's gradient: inputs, XLA path, kernel and check."""
 
 from __future__ import annotations
 
@@ -8,23 +8,17 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 
-from ikbo_jax.cases import attention, error_rule
-from ikbo_jax.cases.error_rule import UNTUNED, Check
-from ikbo_jax.ops import dispatch
-from ikbo_jax.problems import (
-    AttentionBackwardConfig,
-    AttentionBackwardProblem,
-    AttentionProblem,
-)
+from ikbo_jax.cases import attention, case
+from ikbo_jax.cases.error_rule import Check
+from ikbo_jax.problems import AttentionBackwardConfig, AttentionBackwardProblem, AttentionProblem
 from ikbo_jax.reference import attention_grouped
 
 Gradients = tuple[jax.Array, jax.Array, jax.Array]
 
 
 class Inputs(NamedTuple):
-    """The arrays of a gradient: of the op, of its result, and the result's cotangent."""
+    """Holds the op's arrays, its results, and the cotangent of `out`."""
 
     query: jax.Array
     key: jax.Array
@@ -37,8 +31,8 @@ class Inputs(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class Case:
-    """A problem, its index and its lengths, see `cases.attention.Case`."""
+class Case(case.Case):
+    """Combines a problem, an index and lengths; see `cases.attention.Case`."""
 
     problem: AttentionBackwardProblem
     index: str = "ragged"
@@ -51,75 +45,35 @@ class Case:
         return attention.Case(problem, self.index, self.lengths)
 
     def inputs(self, seed: int = 0) -> Inputs:
-        """Random inputs on the device, and what the XLA path makes of them."""
+        """Draws inputs and a cotangent; the XLA path computes the results."""
         arrays = self.forward.inputs(seed)
         out, lse = _results(arrays, self._scale)
         d_out = jax.random.normal(jax.random.key(seed + 1), out.shape, out.dtype)
         return Inputs(*arrays, out, lse, d_out)
 
     @property
-    def useful_flops(self) -> int:
-        """Useful FLOPs of full lengths."""
-        return self.problem.useful_flops
-
-    @property
     def _scale(self) -> float:
         return float(self.problem.head_dim**-0.5)
 
-    def runner(
-        self, config: AttentionBackwardConfig | None, num_sms: int | None = None
-    ) -> Callable[..., Gradients]:
-        """The kernel with `config`, or the XLA path for None, for a device with `num_sms` SMs.
+    def xla_path(self) -> Callable[..., Gradients]:
+        return lambda *inputs: _by_xla(Inputs(*inputs), self._scale)
 
-        Unlike the op, the kernel can be lowered on a machine without a device.
-        """
-        if config is None:
-            return jax.jit(lambda *inputs: _by_xla(Inputs(*inputs), self._scale))
-        # Imported here because Mosaic GPU takes 0.3 s to import.
+    def kernel(self, config: AttentionBackwardConfig, num_sms: int) -> Callable[..., Gradients]:
         from ikbo_jax.pallas.attention_backward.kernel import attention_backward_kernel
 
-        kernel: Any = functools.partial(
-            attention_backward_kernel,
-            scale=self._scale,
-            indices_are_sorted=self.index != "unsorted",
-            config=config,
-            num_sms=dispatch.num_sms() if num_sms is None else num_sms,
-        )
-        return jax.jit(lambda *inputs: kernel(*inputs, None))
+        kernel: Any = attention_backward_kernel
+        options = {"scale": self._scale, "indices_are_sorted": self.index != "unsorted"}
+        return lambda *inputs: kernel(*inputs, None, **options, config=config, num_sms=num_sms)
 
     def check(self, actual: Gradients, inputs: Inputs) -> Check:
-        """Compares gradients with the XLA path; of the three, returns the one nearest its bound.
-
-        The error of the XLA path is its difference to the XLA path in f32.
-        """
-        plain, (errors, largest) = _truth(inputs, self._scale)
-        terms = (self.problem.kv_len, *2 * (self.problem.batch * self.problem.q_len,))
-        checks = [
-            Check(
-                float(error_rule.largest_difference(x, xla)),
-                error_rule.bound_to_plain(float(e), float(most), self.problem.dtype, count),
-            )
-            for x, xla, e, most, count in zip(actual, plain, errors, largest, terms, strict=True)
-        ]
-        wrong = [check for check in checks if not check.ok]
-        return max(wrong or checks, key=lambda check: check.error / max(check.bound, 1e-30))
+        p = self.problem
+        rounding = p.dtype, (p.kv_len, *2 * (p.batch * p.q_len,))
+        return case.check_gradients(actual, _by_xla, inputs, (self._scale,), rounding)
 
 
 @functools.partial(jax.jit, static_argnums=1)
 def _results(arrays: attention.Inputs, scale: float) -> tuple[jax.Array, jax.Array]:
     return attention_grouped.decomposed(*arrays, scale=scale)
-
-
-@functools.partial(jax.jit, static_argnums=1, compiler_options=UNTUNED)
-def _truth(inputs: Inputs, scale: float) -> Any:
-    """Gradients by XLA; and of each, the largest difference to f32 and the largest value."""
-    plain = _by_xla(inputs, scale)
-    query, key, value, d_out = (x.astype(jnp.float32) for x in (*inputs[:3], inputs.d_out))
-    wide = inputs._replace(query=query, key=key, value=value, d_out=d_out)
-    with jax.default_matmul_precision("highest"):
-        exact = _by_xla(wide, scale)
-    compared = [error_rule.compare(x, want) for x, want in zip(plain, exact, strict=True)]
-    return plain, tuple(zip(*compared, strict=True))
 
 
 def _by_xla(inputs: Inputs, scale: float) -> Gradients:

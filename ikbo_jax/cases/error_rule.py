@@ -21,7 +21,7 @@ UNTUNED: Mapping[str, Any] = {"xla_gpu_autotune_level": 0, "xla_gpu_enable_trito
 
 
 class Check(NamedTuple):
-    """The largest error of a result, which may be NaN, and the largest error that is allowed."""
+    """Holds the largest error of a result, which may be NaN, and the largest allowed error."""
 
     error: float
     bound: float
@@ -33,59 +33,54 @@ class Check(NamedTuple):
 
 
 class Truth(NamedTuple):
-    """The oracle for some rows: its f32 result, the error of same-dtype jnp, its largest value."""
+    """Holds the oracle's f32 result, the error of same-dtype jnp, and the largest value."""
 
     oracle: jax.Array
     plain_error: jax.Array
     largest: jax.Array
 
     def bound(self, dtype: Any, terms: float) -> float:
-        """`bound` of a result for these rows."""
+        """Computes the largest allowed error of these rows."""
         return bound(float(self.plain_error), float(self.largest), dtype, terms)
 
 
 def truth(oracle: jax.Array, plain: jax.Array) -> Truth:
-    """The truth from the f32 oracle and the result of same-dtype jnp."""
+    """Compares the result of same-dtype jnp with the f32 oracle."""
     return Truth(oracle, *compare(plain, oracle))
 
 
 def compare(actual: jax.Array, oracle: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Two scalars: the largest error of `actual`, and the oracle's largest absolute value."""
+    """Returns the largest error of `actual`, and the oracle's largest absolute value."""
     return largest_difference(actual, oracle), jnp.max(jnp.abs(oracle), initial=0.0)
 
 
 @jax.jit
 def largest_difference(a: jax.Array, b: jax.Array) -> jax.Array:
-    """Largest absolute difference of two arrays of one shape, f32; NaN if any difference is NaN."""
+    """Computes the largest absolute difference of two arrays, f32; NaN if a difference is NaN."""
     difference = jnp.abs(a.astype(jnp.float32) - b.astype(jnp.float32))
     # XLA's maximum on CPU drops NaN in a fused reduction, so NaN is handled explicitly.
     return jnp.where(jnp.isnan(difference).any(), jnp.nan, jnp.max(difference, initial=0.0))
 
 
 def bound(plain_error: float, largest: float, dtype: Any, terms: float) -> float:
-    """The largest error that the rule allows.
+    """Computes the largest error that the rule allows for a result of `dtype`.
 
     Args:
       plain_error: largest error of same-dtype jnp.
       largest: largest absolute value of the oracle.
-      dtype: dtype of the result.
       terms: number of terms of the sums.
     """
-    return 2 * _plain_error(plain_error, largest, terms) + _one_rounding(dtype) * largest
+    return 2 * _plain_error(plain_error, largest, terms) + float(jnp.finfo(dtype).eps) / 2 * largest
 
 
 def bound_to_plain(plain_error: float, largest: float, dtype: Any, terms: float) -> float:
-    """The largest difference to same-dtype jnp; arguments as for `bound`.
+    """Computes the largest allowed difference to same-dtype jnp; arguments as for `bound`.
 
     Let e be the error of same-dtype jnp. The rule allows 2e plus one rounding, so a correct result
     differs from same-dtype jnp by at most 3e plus two roundings.
     """
-    return 3 * _plain_error(plain_error, largest, terms) + 2 * _one_rounding(dtype) * largest
+    return 3 * _plain_error(plain_error, largest, terms) + float(jnp.finfo(dtype).eps) * largest
 
 
 def _plain_error(plain_error: float, largest: float, terms: float) -> float:
     return plain_error + 2.0**-24 * terms**0.5 * largest
-
-
-def _one_rounding(dtype: Any) -> float:
-    return float(jnp.finfo(dtype).eps) / 2

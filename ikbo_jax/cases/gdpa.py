@@ -1,22 +1,19 @@
-"""The case of generalised dot-product attention: inputs, contenders and the check of a result.
-
-`gdpa_oracle` has the oracle of results and gradients.
-"""
+"""The case of gdpa: inputs, contenders and a check."""
 
 from __future__ import annotations
 
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from ikbo_jax.cases import case as cases
 from ikbo_jax.cases import error_rule
 from ikbo_jax.cases.error_rule import UNTUNED, Check
-from ikbo_jax.ops import dispatch
 from ikbo_jax.ops.gdpa import gdpa
 from ikbo_jax.problems import GdpaConfig, GdpaProblem, ShortGdpaConfig
 from ikbo_jax.reference import gdpa_chunked
@@ -25,16 +22,15 @@ from ikbo_jax.reference.gdpa import Arrays, Settings, materialised
 
 #: Number of sequences whose XLA result is compared with the oracle.
 SAMPLED = 8
-#: Allowed error of an approximation for a score of 1; the XLA path is exact. For "tanh_bf16" it is
-#: an eighth of the largest error, 2⁻⁶, since errors of many scores have either sign and cancel.
+#: Allowed error of an approximation for a score of 1; the XLA path is exact. For "tanh_bf16" the
+#: allowed error is an eighth of the largest, 2⁻⁶: errors of many scores have both signs and cancel.
 APPROX_ERRORS = {"tanh": 2.0**-12, "tanh_bf16": 2.0**-9}
-#: Rows of random numbers that are drawn at once, since a GPU needs counters of eight times their
-#: size.
+#: Rows of random numbers that are drawn at once; a GPU's counters take eight times their bytes.
 PART_ROWS = 2**16
 
 
 class Sequences(NamedTuple):
-    """Offsets of the sequences and the index that pairs them.
+    """Offsets of the sequences, and the index that pairs queries with keys.
 
     Attributes:
       queries: [batch + 1] int32; None if all sequences have the same queries.
@@ -48,7 +44,7 @@ class Sequences(NamedTuple):
 
 
 def spread_offsets(rows: int, sequences: int, longest: int | None) -> np.ndarray:
-    """Offsets [sequences + 1] int32 of sequences that fill `rows`, with lengths in random order.
+    """Returns offsets [sequences + 1] int32 of sequences that fill `rows`, in random order.
 
     Lengths are spread evenly around their mean, as widely as the limits 1 and `longest` allow: from
     1 to `longest` if the mean is half of `longest`, all equal if the mean is `longest` or `longest`
@@ -65,18 +61,18 @@ def spread_offsets(rows: int, sequences: int, longest: int | None) -> np.ndarray
 
 
 def uniform_lengths(sequences: int, longest: int) -> np.ndarray:
-    """Random lengths [sequences], uniform in 1..longest."""
+    """Draws lengths [sequences], uniform in 1..longest."""
     return np.random.default_rng(0).integers(1, longest + 1, sequences)
 
 
 def offsets_of(lengths: np.ndarray) -> np.ndarray:
-    """Offsets [sequences + 1] int32 of sequences that follow each other."""
+    """Sums lengths to offsets [sequences + 1] int32."""
     return np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
 
 
 @dataclasses.dataclass(frozen=True)
-class Case:
-    """A problem and the lengths of its sequences, which contain every row.
+class Case(cases.Case):
+    """Combines a problem with lengths of sequences that contain every row.
 
     If `batch` and `batch_kv` differ, a sorted random index pairs the sequences.
 
@@ -91,7 +87,6 @@ class Case:
 
     @functools.cached_property
     def sequences(self) -> Sequences:
-        """Offsets and index, in NumPy."""
         p, index = self.problem, None
         if self.lengths == "uniform":
             assert p.max_seqlen_kv is not None
@@ -111,7 +106,7 @@ class Case:
 
     @property
     def numbers(self) -> tuple[np.ndarray, np.ndarray]:
-        """Numbers of queries and of keys of every query sequence, [batch] each."""
+        """Number of queries, and number of keys, of every query sequence: [batch] each."""
         queries, keys, index = self.sequences
         kv_lens = np.diff(keys) if index is None else np.diff(keys)[index]
         if queries is None:
@@ -126,12 +121,11 @@ class Case:
 
     @property
     def useful_flops(self) -> int:
-        """Useful FLOPs of the forward pass."""
         return self.problem.useful_flops(self.pairs)
 
     @property
     def settings(self) -> Settings:
-        """Settings with which scores are near 1 and the result overflows in no dtype."""
+        """Settings that keep scores near 1, so that no dtype overflows."""
         p = self.problem
         return Settings(
             p.activations * p.q_heads if len(p.activations) == 1 else p.activations,
@@ -144,7 +138,6 @@ class Case:
         )
 
     def inputs(self, seed: int = 0) -> Arrays:
-        """Random inputs on the device."""
         p = self.problem
         q_rows = self.broadcast_queries if p.broadcast_q else p.q_rows
         kv_shape = (p.kv_rows, p.kv_heads, p.head_dim)
@@ -154,49 +147,42 @@ class Case:
         return Arrays._make([*arrays, *jax.tree.map(jnp.asarray, self.sequences)])
 
     def cotangent(self, seed: int = 0) -> jax.Array:
-        """A random cotangent of the result."""
+        """Draws a cotangent of the result."""
         p, key = self.problem, jax.random.split(jax.random.key(seed), 4)[3]
         return _normal(key, (p.q_rows, p.q_heads, p.head_dim), p.dtype)
 
     def contender(self, name: str) -> Callable[..., jax.Array]:
-        """A function of the fields of `Arrays`: "decomposed" (XLA) or "fused" (the kernel)."""
+        """Returns the op by XLA ("decomposed") or by the kernel ("fused"); takes an `Arrays`."""
         settings = self.settings._asdict()
         settings["activation"] = settings.pop("activations")
-        implementation = {"decomposed": "xla", "fused": "mosaic_gpu"}[name]
+        implementation = cases.IMPLEMENTATIONS[name]
 
         def run(*arrays: jax.Array) -> jax.Array:
             return gdpa(*arrays[:5], q_to_kv=arrays[5], implementation=implementation, **settings)
 
         return run
 
-    def runner(
-        self, config: GdpaConfig | ShortGdpaConfig | None, num_sms: int | None = None
-    ) -> Callable[..., jax.Array]:
-        """The kernel with `config`, including its tile list; the XLA path if `config` is None.
-
-        `num_sms` is the device's number of SMs if None. Unlike the op, the kernel can be lowered on
-        a machine without a device.
-        """
+    def xla_path(self) -> Callable[..., jax.Array]:
         settings = self.settings
-        if config is None:
-            return jax.jit(lambda *arrays: gdpa_chunked.chunked(Arrays(*arrays), settings)[0])
-        # Imported here because Mosaic GPU takes 0.3 s to import.
+        return lambda *arrays: gdpa_chunked.chunked(Arrays(*arrays), settings)[0]
+
+    def kernel(
+        self, config: GdpaConfig | ShortGdpaConfig, num_sms: int
+    ) -> Callable[..., jax.Array]:
+        """Returns the kernel, including its tile list."""
         from ikbo_jax.pallas.flash.gdpa import gdpa_kernel
 
-        kernel = functools.partial(
-            gdpa_kernel,
-            settings=settings,
-            return_residuals=False,
-            config=config,
-            num_sms=dispatch.num_sms() if num_sms is None else num_sms,
-        )
-        return jax.jit(lambda *arrays: kernel(Arrays(*arrays))[0])
+        options: dict[str, Any] = {
+            "settings": self.settings,
+            "return_residuals": False,
+            "config": config,
+        }
+        return lambda *arrays: gdpa_kernel(Arrays(*arrays), **options, num_sms=num_sms)[0]
 
     def check(self, actual: jax.Array, inputs: Arrays) -> Check:
         """Compares all of `actual` with the XLA path, whose error is measured for some sequences.
 
-        The error is the largest difference to the XLA path. The sequences include the longest; an
-        approximate tanh adds its error to the bound.
+        The sequences include the longest; an approximate tanh adds its error to the bound.
         """
         xla = _xla_runner(self)(*inputs)
         kv_lens = self.numbers[1]
@@ -213,10 +199,7 @@ class Case:
 
 
 def one_sequence(case: Case, arrays: Arrays, sequence: jax.Array) -> tuple[Arrays, jax.Array]:
-    """The arrays of one sequence, and the first row of its result.
-
-    The arrays are padded to the longest sequence with rows outside the sequence.
-    """
+    """Returns the arrays of a sequence, padded to the longest, and the first row of its result."""
     q_len, kv_len = (int(lengths.max()) for lengths in case.numbers)
 
     def alone(cu: jax.Array, number: jax.Array) -> jax.Array:
@@ -233,13 +216,13 @@ def one_sequence(case: Case, arrays: Arrays, sequence: jax.Array) -> tuple[Array
 
 
 def rows_from(array: jax.Array, begin: jax.Array, number: int) -> jax.Array:
-    """`number` rows of an array from row `begin`; past the end, the last row."""
+    """Takes `number` rows of an array from row `begin`; past the end, the last row."""
     row = begin + jnp.arange(number, dtype=jnp.int32)
     return array[jnp.minimum(row, array.shape[0] - 1)]
 
 
 def masks(one: Arrays) -> tuple[jax.Array, jax.Array]:
-    """Masks of the queries and of the keys that are in the sequence of `one_sequence`."""
+    """Masks the queries and the keys that `one_sequence` added as padding."""
     q_row, kv_row = (jnp.arange(x.shape[0], dtype=jnp.int32) for x in (one.query, one.key))
     is_query = jnp.ones_like(q_row, bool)
     if one.cu_seqlens_q is not None:
@@ -257,7 +240,7 @@ def _normal(key: jax.Array, shape: tuple[int, ...], dtype: str) -> jax.Array:
 
 @functools.lru_cache(maxsize=1)
 def _xla_runner(case: Case) -> Callable[..., jax.Array]:
-    """The XLA path; cached, so that the checks of all configurations share one program."""
+    """Caches the XLA path, so that the checks of all configurations share one program."""
     return case.runner(None)
 
 
@@ -268,18 +251,19 @@ def _sampled_errors(
     """Compares the XLA path with the f32 oracle for one sequence.
 
     Returns:
-      The XLA path's largest error; the oracle's largest value; and the largest sum over keys of
-      |score| · |value|, times |output_scale|, by which errors proportional to scores are bounded.
+      The XLA path's largest error; the oracle's largest value; and |output_scale| times the largest
+      sum over keys of |score| · |value|, which bounds errors that are proportional to scores.
     """
     settings = case.settings
     one, begin = one_sequence(case, arrays, sequence)
-    query, key, value = (x.astype(jnp.float32) for x in one[:3])
-    exact = materialised(Arrays(query, key, value, *one[3:]), settings)
+    one = cases.widened(one)
+    exact = materialised(one, settings)
     is_query, is_key = masks(one)
     found = rows_from(xla, begin, exact.shape[0])
     found = jnp.where(is_query[:, None, None], found.astype(jnp.float32), exact)
-    key, value = (jnp.repeat(x, query.shape[1] // x.shape[1], axis=1) for x in (key, value))
-    scores = jnp.float32(settings.scale) * jnp.einsum("inh,jnh->nij", query, key)
+    heads = one.query.shape[1] // one.key.shape[1]
+    key, value = (jnp.repeat(x, heads, axis=1) for x in (one.key, one.value))
+    scores = jnp.float32(settings.scale) * jnp.einsum("inh,jnh->nij", one.query, key)
     scores = jnp.where(is_key, jnp.abs(scores), 0)
     magnitude = jnp.einsum("nij,jnh->inh", scores, jnp.abs(value))
     magnitude = abs(settings.output_scale) * jnp.max(magnitude)

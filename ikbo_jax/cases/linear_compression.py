@@ -11,9 +11,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ikbo_jax.cases import error_rule
+from ikbo_jax.cases import case, error_rule
 from ikbo_jax.cases.error_rule import UNTUNED, Check, Truth
-from ikbo_jax.ops import dispatch
 from ikbo_jax.ops.linear_compression import linear_compression
 from ikbo_jax.problems import (
     LinearCompressionConfig,
@@ -36,7 +35,7 @@ AnyConfig = LinearCompressionConfig | PackedCompressionConfig
 
 
 class Inputs(NamedTuple):
-    """The arguments of the reference functions, coarsest level first."""
+    """Holds the arguments of the reference functions, coarsest level first."""
 
     weights: tuple[jax.Array, ...]
     embeddings: tuple[jax.Array, ...]
@@ -50,8 +49,8 @@ class Inputs(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class Case:
-    """A problem and its index.
+class Case(case.Case):
+    """Combines a problem with an index.
 
     Attributes:
       problem: the sizes.
@@ -62,12 +61,12 @@ class Case:
     index: str = "ragged"
 
     def _keys(self, seed: int | jax.Array) -> list[jax.Array]:
-        """For every level the keys of weight, embedding and parent."""
+        """Splits the seed into the keys of every level's weight, embedding and parent."""
         key, levels = jax.random.key(seed), range(len(self.problem.ks))
         return [jax.random.split(jax.random.fold_in(key, level), 3) for level in levels]
 
     def draw(self, seed: int | jax.Array) -> tuple[tuple[jax.Array, ...], tuple[jax.Array, ...]]:
-        """Random weights and embeddings; `seed` may be traced."""
+        """Draws weights and embeddings; `seed` may be traced."""
         p, dtype = self.problem, jnp.dtype(self.problem.dtype)
         weights, embeddings = [], []
         for (key, embedding_key, _), batch, k in zip(
@@ -80,7 +79,6 @@ class Case:
         return tuple(weights), tuple(embeddings)
 
     def inputs(self, seed: int = 0) -> Inputs:
-        """Random inputs on the device."""
         parents: list[jax.Array | None] = [None]
         batches, keys = self.problem.batches, self._keys(seed)
         for (_, _, key), coarse, batch in zip(keys[1:], batches[:-1], batches[1:], strict=True):
@@ -90,15 +88,10 @@ class Case:
             parents.append(index)
         return Inputs(*self.draw(seed), tuple(parents))
 
-    @property
-    def useful_flops(self) -> int:
-        """Useful FLOPs of the inputs."""
-        return self.problem.useful_flops
-
     def config(self, *, single_launch: bool) -> AnyConfig | None:
-        """The dispatch table's configuration, or the default one, with one launch or two.
+        """Returns the dispatch table's configuration, or the default, with one launch or two.
 
-        A kernel whose number of launches follows from the problem gives way to row tiles.
+        Row tiles replace a kernel whose number of launches follows from the problem.
         """
         config = table.lookup(self.problem).config or self.problem.default_config()
         if isinstance(config, ResidentCompressionConfig):
@@ -108,7 +101,7 @@ class Case:
 
     @staticmethod
     def contender(name: str, config: AnyConfig | None = None) -> Callable[..., jax.Array]:
-        """A function of the fields of `Inputs`, which have two levels.
+        """Returns a function of the fields of `Inputs`, which have two levels.
 
         "materialised" and "materialised-aligned" copy the embeddings of the users; "decomposed",
         "fused" (with `config`) and "automatic" are the op with the implementation "xla",
@@ -117,31 +110,23 @@ class Case:
         align = {"materialised": 1, "materialised-aligned": ALIGNED_K}
         if name in align:
             return functools.partial(reference.materialised, align_k=align[name], precision=None)
-        implementation = {"decomposed": "xla", "fused": "mosaic_gpu", "automatic": None}[name]
-        return functools.partial(_op, implementation=implementation, config=config)
+        return functools.partial(_op, implementation=case.IMPLEMENTATIONS[name], config=config)
 
-    def runner(
-        self, config: AnyConfig | None, num_sms: int | None = None
-    ) -> Callable[..., jax.Array]:
-        """The kernel with `config`, or the XLA path for None, for a device with `num_sms` SMs.
+    def xla_path(self) -> Callable[..., jax.Array]:
+        return reference.decomposed
 
-        Unlike the op, the kernel can be lowered on a machine without a device.
-        """
-        if config is None:
-            return jax.jit(reference.decomposed)
-        # Imported here because Mosaic GPU takes 0.3 s to import.
+    def kernel(self, config: AnyConfig, num_sms: int) -> Callable[..., jax.Array]:
         from ikbo_jax.pallas.linear_compression.kernel import linear_compression_kernel
 
-        num_sms = dispatch.num_sms() if num_sms is None else num_sms
-        return jax.jit(functools.partial(linear_compression_kernel, config=config, num_sms=num_sms))
+        return functools.partial(linear_compression_kernel, config=config, num_sms=num_sms)
 
     @property
     def rounding(self) -> tuple[str, float]:
-        """The last arguments of `error_rule.bound`: dtype, and terms of a sum."""
+        """Last arguments of `error_rule.bound`: dtype, and number of terms of a sum."""
         return self.problem.dtype, sum(self.problem.ks)
 
     def expected(self, inputs: Inputs, rows: Sequence[int]) -> tuple[np.ndarray, float]:
-        """Exact results of some candidates, and the largest error that the error rule allows."""
+        """Computes exact results of some candidates, and the largest error that the rule allows."""
         truth = _truth(inputs, jnp.asarray(rows, jnp.int32))
         return np.asarray(truth.oracle), truth.bound(*self.rounding)
 
@@ -166,11 +151,8 @@ class Case:
 
 
 def oracle(inputs: Inputs) -> jax.Array:
-    """The materialised reference in f32, [B, M, N]."""
-    weights, embeddings = (
-        tuple(x.astype(jnp.float32) for x in level) for level in (inputs.weights, inputs.embeddings)
-    )
-    return reference.materialised(weights, embeddings, inputs.parents)
+    """Computes the result by the materialised reference in f32: [B, M, N]."""
+    return reference.materialised(*case.widened(inputs))
 
 
 def _op(*inputs: Any, **options: Any) -> jax.Array:
@@ -178,7 +160,7 @@ def _op(*inputs: Any, **options: Any) -> jax.Array:
 
 
 def _of_rows(inputs: Inputs, rows: jax.Array) -> Inputs:
-    """The inputs of some entries of the finest level."""
+    """Selects entries of the finest level."""
     *coarse, last = inputs.parents
     return inputs._replace(
         embeddings=(*inputs.embeddings[:-1], inputs.embeddings[-1][rows]),
@@ -197,6 +179,6 @@ def _error(actual: jax.Array, oracle: jax.Array, rows: jax.Array) -> jax.Array:
     return error_rule.largest_difference(actual[rows], oracle)
 
 
-#: The inputs of the last check, and their truths by first row. The tuner checks a hundred results
-#: of the same inputs, and the oracle takes longer than all of these results together.
+#: The inputs of the last check, and the oracle's results by first row. The tuner checks a hundred
+#: results of the same inputs, and the oracle takes longer than all of these results together.
 _cached: tuple[Inputs, dict[int, Truth]] | None = None

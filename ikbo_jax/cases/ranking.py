@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from ikbo_jax.cases import error_rule
+from ikbo_jax.cases.case import widened
 from ikbo_jax.models import ranking
 from ikbo_jax.models.ranking import Sizes
 
@@ -17,11 +18,8 @@ ORACLE_BATCH = 512
 
 
 def oracle(params: Any, request: ranking.Request) -> jax.Array:
-    """The materialised network in float32, [B, tasks]; scores `ORACLE_BATCH` candidates at once."""
-    params, request = jax.tree.map(
-        lambda x: x.astype(jnp.float32) if jnp.issubdtype(x.dtype, jnp.floating) else x,
-        (params, request),
-    )
+    """Scores by the materialised network in f32, `ORACLE_BATCH` candidates at once: [B, tasks]."""
+    params, request = widened((params, request))
     batch = request.cand_to_user.shape[0]
     size = min(batch, ORACLE_BATCH)
 
@@ -39,7 +37,7 @@ def oracle(params: Any, request: ranking.Request) -> jax.Array:
 
 
 def tolerance(sizes: Sizes, baseline_error: float, largest: float) -> float:
-    """The error that the error rule allows; same-dtype jnp is the materialised network.
+    """Computes the error that the error rule allows, with the materialised network as plain jnp.
 
     Every layer adds the roundings of a sum of K terms.
     """

@@ -2,7 +2,8 @@
 
 Every function casts its floating-point arrays to `dtype`, the dtype of computation and result; with
 None, to the dtype that they promote to. `precision` applies to f32 products: a name, a
-`jax.lax.Precision`, or None for JAX's default. Letters: N heads of width H.
+`jax.lax.Precision`, or None for JAX's default. All raise ValueError if ranks or sizes disagree or
+an activation is unknown. Letters: N heads of width H.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ def project(x: jax.Array, weight: jax.Array) -> jax.Array:
 def projected(
     params: Parameters, x: jax.Array, memory: jax.Array
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """The queries of [..., F] and the keys and values of [..., F_memory]: [..., N, H] each."""
+    """Projects [..., F] to queries, and [..., F_memory] to keys and values: [..., N, H] each."""
     return (
         project(x, params["w_query"]),
         project(memory, params["w_key"]),
@@ -56,9 +57,9 @@ def merge_heads(x: jax.Array, weight: jax.Array) -> jax.Array:
 
 
 def _merged_sharding(x: jax.Array, weight: jax.Array) -> NamedSharding | None:
-    """The layout of `merge_heads` where Explicit axes divide heads, which JAX does not choose.
+    """Chooses the layout of `merge_heads` where Explicit axes divide heads, which JAX does not.
 
-    Rows stay as they are, and the sum over heads is the same on all devices.
+    Rows keep their layout, and all devices have the sum over heads.
     """
     of_x, of_weight = (jax.typeof(array).sharding for array in (x, weight))
     if not any(of_x.spec[-2:]) and not any(of_weight.spec[:2]):
@@ -87,9 +88,6 @@ def compress(
 
     Returns:
       [B, M, N].
-
-    Raises:
-      ValueError: ranks or sizes disagree.
     """
     parameters.check(inputs.E_USER.layer, params, parameters.COMPRESSION)
     inputs.E_USER.check(e_user, params["w_user"].shape[1])
@@ -145,9 +143,6 @@ def attend(
 
     Returns:
       [B, T, F_out].
-
-    Raises:
-      ValueError: ranks or sizes disagree.
     """
     parameters.check(inputs.X_CAND.layer, params, parameters.ATTENTION)
     inputs.X_CAND.check(x_cand, params["w_query"].shape[0])
@@ -191,9 +186,6 @@ def pma(
 
     Returns:
       [batch, num_seeds, F_out].
-
-    Raises:
-      ValueError: ranks or sizes disagree, or the activation is unknown.
     """
     parameters.check(inputs.PMA_X.layer, params, parameters.PMA)
     inputs.PMA_X.check(x, params["w_key"].shape[0])
@@ -246,9 +238,6 @@ def pffn(
 
     Returns:
       [total, F]; 0 in rows outside all sequences.
-
-    Raises:
-      ValueError: ranks or sizes disagree, or the activation is unknown.
     """
     parameters.check(inputs.PFFN_X.layer, params, parameters.ATTENTION)
     inputs.PFFN_X.check(x, params["w_query"].shape[0])

@@ -11,7 +11,7 @@ from ikbo_jax.ops import arguments
 
 
 class Input(NamedTuple):
-    """An input of a layer, with the names that the layer's documentation uses.
+    """Describes an input of a layer by the names of the layer's documentation.
 
     Attributes:
       layer: the layer's name.
@@ -28,7 +28,7 @@ class Input(NamedTuple):
     letter: str = ""
 
     def size_of(self, array: jax.Array) -> int:
-        """The size of axis `size`; raises ValueError if `array` has another rank than `axes`."""
+        """Returns the size of axis `size`; raises ValueError if `array` has another rank."""
         axes = self.axes.strip("[]").split(", ")
         if not hasattr(array, "shape"):
             raise ValueError(
@@ -47,14 +47,11 @@ class Input(NamedTuple):
         """Raises ValueError, naming both sizes, unless axis `size` has the size `expected`."""
         size = self.size_of(array)
         if size != expected:
-            expected_text, actual_text = (
-                (f" ({self.letter}={expected})", f", {self.letter}={size}")
-                if self.letter
-                else ("", "")
-            )
+            wanted = f" ({self.letter}={expected})" if self.letter else ""
+            found = f", {self.letter}={size}" if self.letter else ""
             raise ValueError(
-                f"{self.layer} expects {self.size}={expected}{expected_text}, "
-                f"but {self.name} has shape {array.shape}{actual_text}"
+                f"{self.layer} expects {self.size}={expected}{wanted}, "
+                f"but {self.name} has shape {array.shape}{found}"
             )
 
 

@@ -1,7 +1,7 @@
 """Layers for Flax Linen, with the same parameters as the layers in `nnx`.
 
-The attributes of a layer are the arguments of its namesake in `nnx`. Where an input size is None, a
-layer takes it from its parameters, or from its first inputs while it initialises the parameters.
+The attributes of a layer are the arguments of its namesake in `nnx`. A layer takes the size of an
+input from its parameters, or from its first inputs, where the attribute is None.
 Every layer raises ValueError, naming the size, if a size is not an integer of at least 1, and
 naming both sizes if inputs do not fit the parameters.
 """
@@ -19,11 +19,7 @@ from ikbo_jax.layers import calls, inputs, nnx, parameters
 
 
 class LinearCompression(linen.Module):
-    """`nnx.LinearCompression` for Linen.
-
-    Attributes are the arguments of `nnx.LinearCompression`; `features` is required. A size of None
-    is taken from `e_user` or `e_cand`.
-    """
+    """Implements `nnx.LinearCompression` for Linen; requires `features`."""
 
     user_rows: int | None = None
     cand_rows: int | None = None
@@ -37,32 +33,14 @@ class LinearCompression(linen.Module):
 
     @linen.compact
     def _parameters(self, e_user: jax.Array, e_cand: jax.Array) -> dict[str, jax.Array]:
-        user_rows, cand_rows, features = parameters.compression_sizes(
+        specs = parameters.compression_specs(
             _size(self, self.user_rows, inputs.E_USER, e_user, "w_user", 1),
             _size(self, self.cand_rows, inputs.E_CAND, e_cand, "w_cand", 1),
             self.features,
         )
-
-        def both(key: jax.Array) -> Any:
-            return self.kernel_init(key, (user_rows + cand_rows, features), self.param_dtype)
-
-        def part(rows: slice) -> Callable[[jax.Array], Any]:
-            def init(param_key: jax.Array) -> Any:
-                unboxed = _Unboxed(lambda _: both(key(param_key)))
-                return unboxed.boxed(unboxed(())[rows].T, parameters.TRANSPOSED)
-
-            return init
-
-        # Both parameters are parts of one weight and need one key; `self.param` would pass a
-        # different key to each initialiser.
-        shared_key = self.make_rng("params") if self.is_initializing() else None
-
-        def key(param_key: jax.Array) -> jax.Array:
-            return param_key if shared_key is None else shared_key
-
-        w_user = self.param("w_user", part(slice(None, user_rows)))
-        w_cand = self.param("w_cand", part(slice(user_rows, None)))
-        return {"w_user": w_user, "w_cand": w_cand}
+        # Both parameters are parts of one matrix and need one key; `self.param` passes two keys.
+        key = self.make_rng("params") if self.is_initializing() else None
+        return _initialised(self, specs, key)
 
 
 class LookUp(linen.Module):
@@ -82,11 +60,7 @@ class LookUp(linen.Module):
 
 
 class CandidateAttention(linen.Module):
-    """`nnx.CandidateAttention` for Linen.
-
-    Attributes are the arguments of `nnx.CandidateAttention`; `num_heads` and `head_dim` are
-    required. A width of None is taken from `x_cand` or `x_user`.
-    """
+    """Implements `nnx.CandidateAttention` for Linen; requires `num_heads` and `head_dim`."""
 
     cand_features: int | None = None
     user_features: int | None = None
@@ -110,11 +84,7 @@ class CandidateAttention(linen.Module):
 
 
 class PMA(linen.Module):
-    """`nnx.PMA` for Linen.
-
-    Attributes are the arguments of `nnx.PMA`; `num_seeds`, `num_heads` and `head_dim` are required.
-    An `in_features` of None is taken from `x`.
-    """
+    """Implements `nnx.PMA` for Linen; requires `num_seeds`, `num_heads` and `head_dim`."""
 
     in_features: int | None = None
     num_seeds: int | None = None
@@ -139,11 +109,7 @@ class PMA(linen.Module):
 
 
 class PFFN(linen.Module):
-    """`nnx.PFFN` for Linen.
-
-    Attributes are the arguments of `nnx.PFFN`; `num_heads` and `head_dim` are required. A width of
-    None is taken from `x` or `memory`.
-    """
+    """Implements `nnx.PFFN` for Linen; requires `num_heads` and `head_dim`."""
 
     features: int | None = None
     memory_features: int | None = None
@@ -174,7 +140,7 @@ def _size(
     param: str,
     axis: int,
 ) -> int:
-    """Size of an input: `attribute` if not None, else axis `axis` of `param`, else from `array`."""
+    """Returns `attribute` if not None, else the size of axis `axis` of `param`, else of `array`."""
     if attribute is not None:
         return attribute
     if module.has_variable("params", param):
@@ -183,9 +149,12 @@ def _size(
     return spec.size_of(array)
 
 
-def _initialised(module: Any, specs: dict[str, parameters.Spec]) -> dict[str, jax.Array]:
+def _initialised(
+    module: Any, specs: dict[str, parameters.Spec], shared_key: jax.Array | None = None
+) -> dict[str, jax.Array]:
     def param(name: str, spec: parameters.Spec) -> jax.Array:
         def init(key: jax.Array) -> Any:
+            key = key if shared_key is None else shared_key
             unboxed = _Unboxed(lambda shape: module.kernel_init(key, shape, module.param_dtype))
             return unboxed.boxed(spec.make(unboxed), spec.axes)
 
@@ -196,16 +165,10 @@ def _initialised(module: Any, specs: dict[str, parameters.Spec]) -> dict[str, ja
 
 
 class _Unboxed(parameters.Unboxed):
-    """An initialiser of matrices without their metadata, which `boxed` gives to a parameter."""
-
-    def _is_box(self, value: Any) -> bool:
-        return isinstance(value, linen.meta.AxisMetadata)
-
-    def _value_in(self, box: Any) -> Any:
-        return linen.meta.unbox(box)
+    box_type = linen.meta.AxisMetadata
+    value_of = staticmethod(linen.meta.unbox)
 
     def boxed(self, value: jax.Array, axes: tuple[int | None, ...]) -> Any:
-        """A parameter with the metadata of the last matrix; `axes` as in `parameters.Spec`."""
         if not isinstance(self._box, linen.Partitioned):
             return value if self._box is None else linen.meta.replace_boxed(self._box, value)
         names = parameters.names_of_axes(axes, self._box.names)

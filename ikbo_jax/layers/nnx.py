@@ -9,6 +9,9 @@ Keyword arguments of every layer:
     axes. The parameter's axis N gets the name of the axis with the heads.
   rngs: its stream "params" supplies the keys.
 
+Layers that attend have `num_heads` heads of width `head_dim` and divide scores by √H; `activation`
+and `output_scale` are those of `ikbo_jax.gdpa`.
+
 Every layer raises ValueError if a size is not an integer of at least 1. Its parameters are its
 attributes, with the names and shapes of the parameters in `functional`.
 """
@@ -16,6 +19,8 @@ attributes, with the names and shapes of the parameters in `functional`.
 from __future__ import annotations
 
 import dataclasses
+import functools
+import operator
 from collections.abc import Callable
 from typing import Any
 
@@ -33,12 +38,7 @@ default_kernel_init = nnx.initializers.lecun_normal()
 
 @dataclasses.dataclass(eq=False, repr=False)
 class _Layer(nnx.Module):
-    """Base of the layers, with their keyword arguments.
-
-    `param_dtype`, `kernel_init` and `rngs` make the parameters.
-
-    Like other modules of NNX, layers are compared by identity and have NNX's text form.
-    """
+    """Holds the keyword arguments of all layers; compares and prints as NNX's modules do."""
 
     _: dataclasses.KW_ONLY
     dtype: Any = None
@@ -57,7 +57,7 @@ class _Layer(nnx.Module):
         self.names = tuple(values)
 
     def _initialised(self, init: Callable[..., Any]) -> dict[str, Any]:
-        """The parameters by name; `init` makes a matrix of a shape with the next key."""
+        """Makes the parameters by name; `init` makes a matrix of a shape with the next key."""
         made = {}
         for name, spec in self._specs().items():
             unboxed = _Unboxed(init)
@@ -72,16 +72,10 @@ class _Layer(nnx.Module):
 
 
 class _Unboxed(parameters.Unboxed):
-    """An initialiser of matrices without their metadata, which `boxed` gives to a parameter."""
-
-    def _is_box(self, value: Any) -> bool:
-        return isinstance(value, nnx.VariableMetadata)
-
-    def _value_in(self, box: Any) -> Any:
-        return box.raw_value
+    box_type = nnx.VariableMetadata
+    value_of = operator.attrgetter("raw_value")
 
     def boxed(self, value: jax.Array, axes: tuple[int | None, ...]) -> Any:
-        """A parameter with the metadata of the last matrix; `axes` as in `parameters.Spec`."""
         if self._box is None:
             return value
         metadata = dict(self._box.metadata)
@@ -109,12 +103,11 @@ class LinearCompression(calls.LinearCompression, _Layer):
     cand_rows: int
     features: int
 
+    def _specs(self) -> dict[str, parameters.Spec]:
+        return parameters.compression_specs(self.user_rows, self.cand_rows, self.features)
+
     def _initialised(self, init: Callable[..., Any]) -> dict[str, Any]:
-        parameters.compression_sizes(self.user_rows, self.cand_rows, self.features)
-        unboxed = _Unboxed(init)
-        kernel = unboxed((self.user_rows + self.cand_rows, self.features))
-        parts = {"w_user": kernel[: self.user_rows].T, "w_cand": kernel[self.user_rows :].T}
-        return {name: unboxed.boxed(x, parameters.TRANSPOSED) for name, x in parts.items()}
+        return super()._initialised(functools.cache(init))
 
 
 @dataclasses.dataclass(eq=False, repr=False)
@@ -144,8 +137,6 @@ class CandidateAttention(calls.CandidateAttention, _Layer):
     Args:
       cand_features: width of the candidates' rows.
       user_features: width of the users' rows.
-      num_heads: N.
-      head_dim: H.
       out_features: width of the result; None means `cand_features`.
     """
 
@@ -168,12 +159,9 @@ class PMA(calls.PMA, _Layer):
     Args:
       in_features: width of the sequences.
       num_seeds: rows that a sequence is pooled to.
-      num_heads: N.
-      head_dim: H; scores are divided by √H.
       out_features: width of seeds and result; None means `in_features`.
-      activation: as in `ikbo_jax.gdpa`.
-      output_scale: as in `ikbo_jax.gdpa`. Without softmax, results grow with the number of keys; a
-        smaller scale compensates.
+      output_scale: without softmax, results grow with the number of keys; a smaller scale
+        compensates.
 
     Source: Lee et al., "Set Transformer", 2019 (pooling by multi-head attention).
     """
@@ -195,7 +183,7 @@ class PMA(calls.PMA, _Layer):
 
 @dataclasses.dataclass(eq=False, repr=False)
 class PFFN(calls.PFFN, _Layer):
-    """A feed-forward net whose two weights are projected from a memory, by `ikbo_jax.gdpa`.
+    """Applies a two-layer net whose weights are projected from a memory, by `ikbo_jax.gdpa`.
 
         out[i] = output_scale · act(x[i] · w_query · keyᵀ / √H) · value · w_out
 
@@ -204,11 +192,8 @@ class PFFN(calls.PFFN, _Layer):
     Args:
       features: width of the rows and of the result.
       memory_features: width of the memory.
-      num_heads: N.
-      head_dim: H; scores are divided by √H.
-      activation: as in `ikbo_jax.gdpa`.
-      output_scale: as in `ikbo_jax.gdpa`. Without softmax, results grow with the number of memory
-        rows; a smaller scale compensates.
+      output_scale: without softmax, results grow with the number of memory rows; a smaller scale
+        compensates.
     """
 
     features: int

@@ -1,4 +1,4 @@
-"""How the parameters of the layers are made and checked, and initialisers that Flax boxes."""
+"""Makes and checks the parameters of the layers."""
 
 from __future__ import annotations
 
@@ -12,26 +12,24 @@ from jax.sharding import PartitionSpec
 
 from ikbo_jax.ops import arguments
 
-#: Axes of the parameters of the layers that attend; an axis has one size in all of them. Query
-#: heads N may be more than key heads K.
+#: Axes of the parameters of the layers that attend; one letter has one size in all parameters.
+#: There may be more query heads N than key heads K.
 ATTENTION = {"w_query": "F N H", "w_key": "G K H", "w_value": "G K H", "w_out": "N H F_out"}
-#: Those of the other layers.
+#: Axes of the parameters of the other layers.
 PMA = {"seeds": "T F", **ATTENTION}
 COMPRESSION = {"w_user": "M K_user", "w_cand": "M K_cand"}
-#: A size, which is checked: None is refused like 0.
+#: A size before its check, which refuses None like 0.
 Size = int | None
-#: `Spec.axes` of `w_user` and `w_cand`, which are transposed parts of one matrix.
-TRANSPOSED = (1, 0)
 
 
 class Spec(NamedTuple):
-    """How a parameter is made.
+    """Describes how a parameter is made.
 
     Attributes:
-      shape: its shape.
+      shape: the parameter's shape.
       make: makes an array of this shape with an initialiser of matrices.
-      axes: for every axis of the parameter, the axis of the matrix that it is, or None. Of heads
-        that stand side by side in the matrix, N is the matrix's axis.
+      axes: for every axis of the parameter, its axis of the matrix, or None. Where an axis of the
+        matrix holds N heads of width H, axis N of the parameter takes it.
     """
 
     shape: tuple[int, ...]
@@ -40,14 +38,11 @@ class Spec(NamedTuple):
 
 
 def names_of_axes(axes: tuple[int | None, ...], of_matrix: Any) -> tuple[Any, ...]:
-    """Names of a parameter's axes, such as mesh axes; the matrix that makes it has others.
+    """Names a parameter's axes, such as mesh axes, after the axes of its matrix.
 
     Args:
       axes: as in `Spec`.
-      of_matrix: at most two names, of the matrix that `kernel_init` initialises.
-
-    Raises:
-      ValueError: if these are not names of two axes; the message has them.
+      of_matrix: at most two names of the matrix that `kernel_init` initialises; else ValueError.
     """
     if not isinstance(of_matrix, (tuple, list, PartitionSpec)) or len(of_matrix) > 2:
         raise ValueError(
@@ -69,7 +64,7 @@ def check_sizes(layer: str, **sizes: int | None) -> tuple[int, ...]:
 
 
 def matrix(shape: tuple[int, ...], *, to_heads: bool) -> Spec:
-    """The spec of a projection to heads, [features, N, H], or from heads, [N, H, features].
+    """Makes the spec of a projection to heads, [features, N, H], or from heads, [N, H, features].
 
     The initialiser gets the shape of a matrix, so that results have the variance of a dense layer.
     """
@@ -78,26 +73,27 @@ def matrix(shape: tuple[int, ...], *, to_heads: bool) -> Spec:
     return Spec(shape, lambda init: init(flat).reshape(shape), axes)
 
 
-def compression_sizes(user_rows: Size, cand_rows: Size, features: Size) -> tuple[int, ...]:
-    """Returns the sizes of `compress`; raises ValueError unless all are positive."""
-    return check_sizes(
-        "LinearCompression", user_rows=user_rows, cand_rows=cand_rows, features=features
-    )
+# The names of the arguments are the names of the sizes in errors.
+
+
+def compression_specs(user_rows: Size, cand_rows: Size, features: Size) -> dict[str, Spec]:
+    """Returns specs for `compress`; raises ValueError unless all sizes are positive.
+
+    Both parameters are transposed parts of one matrix: `make` needs the same matrix for both.
+    """
+    user, cand, out = check_sizes("LinearCompression", **locals())
+    whole = (user + cand, out)
+    return {
+        "w_user": Spec((out, user), lambda init: init(whole)[:user].T, axes=(1, 0)),
+        "w_cand": Spec((out, cand), lambda init: init(whole)[user:].T, axes=(1, 0)),
+    }
 
 
 def attention_specs(
     cand_features: Size, user_features: Size, out_features: Size, num_heads: Size, head_dim: Size
 ) -> dict[str, Spec]:
-    """Specs of the parameters of `attend`; raises ValueError unless all sizes are positive."""
-    sizes = check_sizes(
-        "CandidateAttention",
-        cand_features=cand_features,
-        user_features=user_features,
-        out_features=out_features,
-        num_heads=num_heads,
-        head_dim=head_dim,
-    )
-    return _attention_specs(*sizes)
+    """Returns specs for `attend`; raises ValueError unless all sizes are positive."""
+    return _attention_specs(*check_sizes("CandidateAttention", **locals()))
 
 
 def look_up_specs(num_rows: Size, features: Size) -> dict[str, Spec]:
@@ -112,56 +108,31 @@ def look_up_specs(num_rows: Size, features: Size) -> dict[str, Spec]:
 def pma_specs(
     num_seeds: Size, in_features: Size, out_features: Size, num_heads: Size, head_dim: Size
 ) -> dict[str, Spec]:
-    """Specs of the parameters of `pma`; raises ValueError unless all sizes are positive.
-
-    Seeds have width `out_features`.
-    """
-    rows, width, out, *heads = check_sizes(
-        "PMA",
-        num_seeds=num_seeds,
-        in_features=in_features,
-        out_features=out_features,
-        num_heads=num_heads,
-        head_dim=head_dim,
-    )
-    seeds = (rows, out)
-    return {
-        "seeds": Spec(seeds, lambda init: init(seeds)),
-        **_attention_specs(out, width, out, *heads),
-    }
+    """Returns specs for `pma`; raises ValueError unless all sizes are positive."""
+    rows, width, out, *heads = check_sizes("PMA", **locals())
+    seeds = Spec((rows, out), lambda init: init((rows, out)))
+    return {"seeds": seeds, **_attention_specs(out, width, out, *heads)}
 
 
 def pffn_specs(
     features: Size, memory_features: Size, num_heads: Size, head_dim: Size
 ) -> dict[str, Spec]:
-    """Specs of the parameters of `pffn`; raises ValueError unless all sizes are positive."""
-    width, memory_width, *heads = check_sizes(
-        "PFFN",
-        features=features,
-        memory_features=memory_features,
-        num_heads=num_heads,
-        head_dim=head_dim,
-    )
+    """Returns specs for `pffn`; raises ValueError unless all sizes are positive."""
+    width, memory_width, *heads = check_sizes("PFFN", **locals())
     return _attention_specs(width, memory_width, width, *heads)
 
 
-def _attention_specs(query: int, key: int, out: int, num_heads: int, head_dim: int) -> dict:
+def _attention_specs(query: int, key: int, out: int, *heads: int) -> dict[str, Spec]:
     return {
-        "w_query": matrix((query, num_heads, head_dim), to_heads=True),
-        "w_key": matrix((key, num_heads, head_dim), to_heads=True),
-        "w_value": matrix((key, num_heads, head_dim), to_heads=True),
-        "w_out": matrix((num_heads, head_dim, out), to_heads=False),
+        "w_query": matrix((query, *heads), to_heads=True),
+        "w_key": matrix((key, *heads), to_heads=True),
+        "w_value": matrix((key, *heads), to_heads=True),
+        "w_out": matrix((*heads, out), to_heads=False),
     }
 
 
 def check(layer: str, params: Mapping[str, Any], axes: Mapping[str, str]) -> None:
-    """Raises ValueError, naming both values, unless the parameters fit each other.
-
-    Args:
-      layer: the layer's name.
-      params: the parameters by name.
-      axes: the names of every parameter's axes.
-    """
+    """Raises ValueError, naming both values, unless the parameters have the `axes` by name."""
     sizes: dict[str, tuple[str, int]] = {}
     for name, names in axes.items():
         if name not in params:
@@ -183,11 +154,14 @@ def check(layer: str, params: Mapping[str, Any], axes: Mapping[str, str]) -> Non
 
 
 class Unboxed:
-    """An initialiser of matrices without the metadata that Flax boxes them with.
+    """Initialises matrices without Flax's boxes; a subclass has `boxed`.
 
-    Of each Flax API, a subclass has a method `boxed`, which gives the metadata of the last matrix
-    to a parameter that was made of it.
+    `boxed(value, axes)` returns a parameter with the metadata of the last matrix; `axes` are those
+    of the parameter's `Spec`.
     """
+
+    box_type: type
+    value_of: Callable[[Any], jax.Array]
 
     def __init__(self, init: Callable[..., Any]) -> None:
         self._init = init
@@ -195,13 +169,7 @@ class Unboxed:
 
     def __call__(self, shape: tuple[int, ...]) -> jax.Array:
         value: Any = self._init(shape)
-        if self._is_box(value):
-            self._box, value = value, self._value_in(value)
-        made: jax.Array = value
-        return made
-
-    def _is_box(self, value: Any) -> bool:
-        raise NotImplementedError
-
-    def _value_in(self, box: Any) -> Any:
-        raise NotImplementedError
+        if not isinstance(value, self.box_type):
+            return value
+        self._box = value
+        return type(self).value_of(value)

@@ -111,7 +111,7 @@ SMALL = Sizes(
 
 
 class Request(NamedTuple):
-    """The inputs of the network; candidates are sorted by user.
+    """Holds the inputs of the network; candidates are sorted by user.
 
     Attributes:
       user_dense: [U, user_dense].
@@ -129,34 +129,34 @@ class Request(NamedTuple):
 
 
 def candidate_counts(sizes: Sizes, seed: int = 0) -> np.ndarray:
-    """Number of candidates of every user, [U] int64; random around B / U, sums to B, may be 0."""
+    """Draws every user's number of candidates; see `random_counts`."""
     return random_counts(sizes.users, sizes.candidates, seed)
 
 
 def random_counts(users: int, candidates: int, seed: int) -> np.ndarray:
-    """Number of candidates of every user, as `candidate_counts` draws it."""
+    """Draws every user's number of candidates, [U] int64: near B / U, sums to B, may be 0."""
     rng = np.random.default_rng(seed)
     popularity = rng.uniform(0.5, 1.5, users)
     return rng.multinomial(candidates, popularity / popularity.sum())
 
 
 def make_request(sizes: Sizes, seed: int = 0) -> Request:
-    """A seeded random request; the number of candidates differs from user to user."""
+    """Draws a request; users have different numbers of candidates."""
     return Request._make([*draw_request(sizes, seed), user_index(sizes, seed)])
 
 
 def user_index(sizes: Sizes, seed: int = 0) -> jax.Array:
-    """The user of every candidate, [B] int32, sorted."""
+    """Returns the user of every candidate, [B] int32, sorted."""
     return index_of(candidate_counts(sizes, seed))
 
 
 def index_of(counts: np.ndarray) -> jax.Array:
-    """The sorted index [B] int32 of users with these numbers of candidates."""
+    """Makes the sorted index [B] int32 of users with these numbers of candidates."""
     return jnp.asarray(np.repeat(np.arange(len(counts), dtype=np.int32), counts))
 
 
 def draw_request(sizes: Sizes, seed: int | jax.Array) -> tuple[jax.Array, ...]:
-    """The seeded fields of a request except `cand_to_user`; `seed` may be traced."""
+    """Draws the fields of a request except `cand_to_user`; `seed` may be traced."""
     shapes = (
         (sizes.users, sizes.user_dense),
         (sizes.users, sizes.user_tokens, sizes.width),
@@ -171,13 +171,12 @@ def draw_request(sizes: Sizes, seed: int | jax.Array) -> tuple[jax.Array, ...]:
 
 
 def init(sizes: Sizes, seed: int | jax.Array = 0) -> dict[str, Any]:
-    """Seeded parameters: nested dicts with the parameter names of the Flax layers.
+    """Draws parameters: nested dicts with the parameter names of the Flax layers.
 
-    `seed` may be traced: one program that makes all parameters compiles much faster than one
-    program for each shape.
+    `seed` may be traced: one program for all parameters compiles much faster than one a shape.
     """
     dtype = jnp.dtype(sizes.dtype)
-    # A separate key, so that parameters do not repeat the values of a request with the same seed.
+    # A separate key: parameters must not repeat the values of a request with the same seed.
     key = jax.random.fold_in(jax.random.key(seed), 1)
     shapes: list[tuple[int, ...]] = []
 
@@ -185,8 +184,7 @@ def init(sizes: Sizes, seed: int | jax.Array = 0) -> dict[str, Any]:
         shapes.append(shape)
         return jnp.zeros(shape, dtype)
 
-    # One draw serves all parameters: a generator for each of about sixty shapes would take half a
-    # minute to compile.
+    # One draw serves all parameters: generators for about sixty shapes compile half a minute.
     jax.eval_shape(lambda: _parameters(sizes, record_shape))
     ends = np.cumsum([math.prod(shape) for shape in shapes])
     values = jax.random.normal(key, (int(ends[-1]),), jnp.float32)
@@ -195,7 +193,7 @@ def init(sizes: Sizes, seed: int | jax.Array = 0) -> dict[str, Any]:
     remaining = iter(ends)
 
     def normal(shape: tuple[int, ...]) -> jax.Array:
-        """The next matrix, scaled so that a product with it keeps the variance of its operand."""
+        """Takes the next matrix, scaled so that its product keeps the variance of the operand."""
         end = int(next(remaining))
         matrix = values[end - math.prod(shape) : end].reshape(shape)
         return (matrix * jnp.float32(max(1, shape[0]) ** -0.5)).astype(dtype)
@@ -204,7 +202,7 @@ def init(sizes: Sizes, seed: int | jax.Array = 0) -> dict[str, Any]:
 
 
 def _parameters(sizes: Sizes, normal: Callable[[tuple[int, ...]], jax.Array]) -> dict[str, Any]:
-    """The tree of the parameters; `normal` makes a matrix of a shape."""
+    """Makes the tree of parameters; `normal` makes a matrix of a shape."""
     dtype = jnp.dtype(sizes.dtype)
 
     def initialised(specs: dict[str, parameters.Spec]) -> dict[str, jax.Array]:
@@ -246,34 +244,25 @@ def _parameters(sizes: Sizes, normal: Callable[[tuple[int, ...]], jax.Array]) ->
 
 
 def materialised(params: dict[str, Any], request: Request, *, tuned: bool = False) -> jax.Array:
-    """The network in its usual form: every user is copied to its candidates.
+    """Scores by the network in its usual form, which copies every user to its candidates.
 
-    Args:
-      params: parameters from `init`.
-      request: a request of the same sizes.
-      tuned: speeds up the version with copies: the embedding rows are padded to a multiple of 8,
-        and cuDNN computes attention on an NVIDIA GPU.
-
-    Returns:
-      Logits [B, tasks] f32.
+    `tuned` speeds the copies up: the embedding rows are padded to a multiple of 8, and cuDNN
+    computes attention on an NVIDIA GPU. Returns logits [B, tasks] f32.
     """
     return _network(params, request, strategies.TUNED if tuned else strategies.MATERIALISED)
 
 
 def co_designed(params: dict[str, Any], request: Request) -> jax.Array:
-    """`materialised` on the layers of this library, which copy no user.
-
-    Takes parameters of `prepare`, too.
-    """
+    """Scores like `materialised` without copies of users; takes parameters of `prepare`, too."""
     return _network(params, request, strategies.CO_DESIGNED)
 
 
 def prepare(params: dict[str, Any]) -> dict[str, Any]:
-    """Parameters for `co_designed` with all that depends on them alone, computed once.
+    """Computes once, for serving by `co_designed`, what depends on parameters alone.
 
-    For a model that is served: every call with other parameters computes the queries of the seeds,
-    splits the head's weight and pads the weights of the compression, 8 kernels of 150 that take 2
-    to 3 us each, which counts where candidates are few. The gradient is for parameters of `init`.
+    Every call with other parameters computes the queries of the seeds, splits the head's weight and
+    pads the weights of the compression: 8 of 150 kernels, 2 to 3 us each, which counts where
+    candidates are few. The gradient is for parameters of `init`.
     """
 
     def layer(params: dict[str, Any]) -> dict[str, Any]:
@@ -290,12 +279,11 @@ def prepare(params: dict[str, Any]) -> dict[str, Any]:
 
 
 def hand_optimised(params: dict[str, Any], request: Request, *, most: int) -> jax.Array:
-    """`materialised` as an expert writes it for XLA, without this library.
+    """Scores like `materialised`, as an expert writes it for XLA, without this library.
 
     User and candidate are compressed separately. The queries of all candidates of a user are folded
-    into one sequence, so that attention needs no copies of the keys; cuDNN computes it on an NVIDIA
-    GPU, XLA elsewhere. `most` is the largest number of candidates of one user; a user's further
-    candidates have NaN.
+    into one sequence, so that attention needs no copies of the keys; cuDNN computes attention on an
+    NVIDIA GPU, XLA elsewhere. A user's candidates beyond `most` have NaN.
     """
     index = request.cand_to_user
     fold = strategies.fold_by_user(index, request.history.shape[0], most)
@@ -311,7 +299,7 @@ def _network(params: dict[str, Any], request: Request, strategy: Strategy) -> ja
         # layer's concatenation and repeat there, 0.12 ms each. The barrier prevents that.
         (dense,) = strategy.barrier((request.user_dense @ params["w_dense"],))
         dense = dense.reshape(users, -1, width)
-        # Without the barrier, every layer would have a kernel for them.
+        # Without the barrier, every layer would have a kernel for the users' numbers.
         (numbers,) = strategy.barrier((jnp.arange(users, dtype=jnp.int32),))
         history, cand_tokens = request.history, strategy.prepare(request.cand_tokens)
         queries = _query_rows(params["w_queries"], request.cand_tokens)
@@ -348,12 +336,11 @@ def _network(params: dict[str, Any], request: Request, strategy: Strategy) -> ja
 
 
 def _for_every_candidate(weight: jax.Array, x: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """`weight` broadcast to the candidates of `x` [B, ...], and `x`: operands of a batched product.
+    """Broadcasts `weight` to the candidates of `x` [B, ...]; returns operands of a batched product.
 
-    A GPU computes the weight's gradient in a fraction of the time that one product over all
-    candidates takes (an H200, for 1,024 candidates): of 866 tokens and 64 queries 0.18 instead of
-    0.53 ms. XLA would divide one product's sum among thread blocks, and pad 433 compressed rows to
-    434 for it: with all its copies, a step of training takes 9.63 instead of 10.03 ms.
+    The weight's gradient then takes 0.18 ms instead of 0.53 ms by one product over all candidates
+    (866 tokens, 64 queries, 1,024 candidates on an H200). XLA would divide one product's sum among
+    thread blocks, and pad 433 compressed rows to 434: a training step takes 9.63, not 10.03 ms.
     """
     # Inside `shard_map`, the sum of the gradient over devices must not come before its sum over
     # candidates.
@@ -369,7 +356,7 @@ def _for_every_candidate(weight: jax.Array, x: jax.Array) -> tuple[jax.Array, ja
 
 
 def _query_rows(weight: jax.Array, tokens: jax.Array) -> jax.Array:
-    """The products of [T, K] with [B, K, N], one for each candidate: [B, T, N]."""
+    """Multiplies [T, K] by [B, K, N], one product for each candidate: [B, T, N]."""
     weights, tokens = _for_every_candidate(weight, tokens)
     return weights @ tokens
 
@@ -387,7 +374,7 @@ def _self_attention(params: dict[str, jax.Array], x: jax.Array) -> jax.Array:
 
 
 def _interaction(params: dict[str, jax.Array], rows: jax.Array) -> jax.Array:
-    """[B, N]: a projection of every row's factors and of their products, summed over row pairs."""
+    """Projects every row's factors, and their products summed over pairs of rows: [B, N]."""
     weights, rows = _for_every_candidate(params["w_factors"], rows)
     factors = rows @ weights
     wide = factors.astype(jnp.float32)

@@ -1,8 +1,4 @@
-"""Strategies for the layers of the ranking network that combine a user with its candidates.
-
-The network itself, `ranking`, is written once. A `Strategy` holds the operations that differ
-between versions of the network.
-"""
+"""The operations that differ between versions of the network `ranking`: its strategies."""
 
 from __future__ import annotations
 
@@ -31,10 +27,9 @@ F32 = jnp.float32
 
 
 class Strategy(NamedTuple):
-    """The operations that differ between versions of the network.
+    """Holds the operations of one version of the network.
 
     Attributes:
-      prepare: takes candidate tokens [B, K_cand, N]; returns them as `compress` expects them.
       pool: takes parameters of PMA, [U, S, N] and the users' numbers [U] int32; returns
         [U, pooled, N].
       attend: takes parameters, [B, T, N], [U, S, N] and the index; returns [B, T, N].
@@ -43,23 +38,24 @@ class Strategy(NamedTuple):
         [B, M, N].
       join: first layer of the head; takes the weight [user + cand, hidden], [U, user], [B, cand]
         and the index; returns [B, hidden].
+      prepare: takes candidate tokens [B, K_cand, N]; returns them as `compress` expects them.
       barrier: returns its arrays unchanged; where it is an optimisation barrier, XLA computes all
         of them before any operation that reads one of the results.
     """
 
-    prepare: Callable[[jax.Array], jax.Array]
     pool: Callable[[Parameters, jax.Array, jax.Array], jax.Array]
     attend: CandidateOp
     feed_forward: CandidateOp
     compress: CandidateOp
     join: Callable[[Any, jax.Array, jax.Array, jax.Array], jax.Array]
-    barrier: Callable[[tuple[jax.Array, ...]], tuple[jax.Array, ...]]
+    prepare: Callable[[jax.Array], jax.Array] = lambda tokens: tokens
+    barrier: Callable[[tuple[jax.Array, ...]], tuple[jax.Array, ...]] = lambda arrays: arrays
 
 
 def softmax_attention(
     query: jax.Array, key: jax.Array, value: jax.Array, *, tuned: bool
 ) -> jax.Array:
-    """`jax.nn.dot_product_attention`; with `tuned`, by cuDNN where cuDNN takes dtype and width."""
+    """Attends by `jax.nn`; with `tuned`, by cuDNN where cuDNN takes dtype and width."""
     narrow = query.dtype in (jnp.bfloat16, jnp.float16)
     fits = query.shape[-1] % ALIGNMENT == 0 and query.shape[-1] <= 128
     cudnn = tuned and narrow and fits and jax.default_backend() == "gpu"
@@ -74,9 +70,9 @@ def softmax_attention(
 def activated_attention(
     query: jax.Array, key: jax.Array, value: jax.Array, *, tuned: bool = False
 ) -> jax.Array:
-    """gelu(query · keyᵀ / √H) · value / √S; scores are f32, all else has the arrays' dtype.
+    """Computes gelu(query · keyᵀ / √H) · value / √S with f32 scores.
 
-    With `tuned`, the gradient multiplies in the arrays' dtype, too (`einsum_f32`).
+    With `tuned`, the gradient also multiplies in the arrays' dtype (`einsum_f32`).
     """
     product = einsum_f32 if tuned else functools.partial(jnp.einsum, preferred_element_type=F32)
     scores = product("btnh,bsnh->bnts", query, key)
@@ -87,9 +83,9 @@ def activated_attention(
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def einsum_f32(axes: str, a: jax.Array, b: jax.Array) -> jax.Array:
-    """`jnp.einsum` with an f32 result, whose cotangent is rounded to the operands' dtype.
+    """Sums like `jnp.einsum` in f32; rounds the cotangent to the operands' dtype.
 
-    JAX' own gradient would multiply the f32 cotangent with wide operands: twice the time.
+    JAX' own gradient would multiply the f32 cotangent with widened operands: twice the time.
     """
     return jnp.einsum(axes, a, b, preferred_element_type=F32)
 
@@ -111,7 +107,7 @@ einsum_f32.defvjp(lambda axes, a, b: (einsum_f32(axes, a, b), (a, b)), _einsum_f
 
 
 def look_up(user: jax.Array, index: jax.Array) -> jax.Array:
-    """The user's entry of every candidate, sharded as the candidates are."""
+    """Takes the user's entry of every candidate, sharded as the candidates are."""
     sharding = jax.typeof(index).sharding
     if sharding.mesh.empty:
         return user[index]
@@ -169,13 +165,11 @@ def _join_copies(
 
 
 MATERIALISED = Strategy(
-    prepare=lambda tokens: tokens,
     pool=functools.partial(_pool_by_seeds, tuned=False),
     attend=functools.partial(_attend_to_copies, tuned=False),
     feed_forward=_feed_forward_by_copies,
     compress=functools.partial(_compress_copies, tuned=False),
     join=_join_copies,
-    barrier=lambda arrays: arrays,
 )
 TUNED = MATERIALISED._replace(
     pool=functools.partial(_pool_by_seeds, tuned=True),
@@ -188,7 +182,7 @@ TUNED = MATERIALISED._replace(
 
 
 def _pool(params: Parameters, x: jax.Array, numbers: jax.Array) -> jax.Array:
-    """PMA as attention from every user's seeds, since all histories have one length."""
+    """Pools by attention from every user's seeds, since all histories have one length."""
     queries = params.get("queries")  # of `ranking.prepare`
     if queries is None:
         queries = functional.project(params["seeds"], params["w_query"])
@@ -226,9 +220,9 @@ def _join(
     index: jax.Array,
     look_up: Callable[[jax.Array, jax.Array], jax.Array] = look_up,
 ) -> jax.Array:
-    """Products at user and at candidate batch, added in f32 and rounded once.
+    """Adds the products at user and at candidate batch in f32 and rounds once.
 
-    `weight` may be in two, for the user and for the candidate.
+    `weight` may be split, for the user and for the candidate.
     """
     if not isinstance(weight, tuple):
         weight = weight[: user.shape[1]], weight[user.shape[1] :]
@@ -238,9 +232,8 @@ def _join(
 
 
 CO_DESIGNED = Strategy(
-    prepare=lambda tokens: tokens,
     pool=_pool,
-    # As a request promises. Otherwise XLA would copy queries and cotangents for the gradient.
+    # A request's index is sorted. Otherwise XLA would copy queries and cotangents for the gradient.
     attend=functools.partial(functional.attend, indices_are_sorted=True),
     feed_forward=_feed_forward,
     compress=functional.compress,
@@ -255,10 +248,10 @@ CO_DESIGNED = Strategy(
 
 
 class Fold(NamedTuple):
-    """A layout in which the candidates of each user are contiguous.
+    """Describes a layout in which the candidates of each user are contiguous.
 
-    Everything is moved by gathers, forward and backward: XLA would make the gradient of a gather
-    from a scatter with atomic additions, and bfloat16 has none on a GPU.
+    All moves are gathers, forward and backward: XLA's gradient of a gather is a scatter with atomic
+    additions, which a GPU lacks for bfloat16.
 
     Attributes:
       slot: [B] int32, the slot of every candidate, in [0, U · slots_per_user); larger for a
@@ -286,13 +279,13 @@ class Fold(NamedTuple):
         return move(x.reshape(shape), self.slot, self.members, math.nan)
 
     def look_up(self, user: jax.Array) -> jax.Array:
-        """The user's entry of every candidate, [B, ...] from [U, ...]."""
+        """Takes the user's entry of every candidate, [B, ...] from [U, ...]."""
         return _look_up_folded(user, self.cand_to_user, self.members)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
 def move(x: jax.Array, source: jax.Array, target: jax.Array, fill: float) -> jax.Array:
-    """`x[source]`, `fill` where `source` is out of range; `target` is the inverse of `source`."""
+    """Takes `x[source]`, `fill` out of range; `target` is the inverse of `source`."""
     return x.at[source].get(mode="fill", fill_value=fill)
 
 
@@ -333,7 +326,7 @@ def fold_by_user(index: jax.Array, users: int, slots_per_user: int) -> Fold:
     ).astype(jnp.int32)
     number = jnp.arange(index.shape[0], dtype=jnp.int32)
     rank = number - first[sorted_index]
-    # Candidates without a slot have different numbers, too: slots are declared to be unique.
+    # Candidates without a slot get different numbers, since slots are declared to be unique.
     sorted_slot = jnp.where(
         rank < slots_per_user,
         sorted_index * jnp.int32(slots_per_user) + rank,
@@ -347,10 +340,10 @@ def fold_by_user(index: jax.Array, users: int, slots_per_user: int) -> Fold:
 
 @jax.custom_vjp
 def _product_by_hand(weight: jax.Array, x: jax.Array) -> jax.Array:
-    """[M, K] by [B, K, N]: [B, M, N]. The weight's gradient is one product over B and N.
+    """Multiplies [M, K] by [B, K, N]; the weight's gradient is one product over B and N.
 
-    At the default sizes its gradient takes an H200 0.70 ms, and JAX' own one, which contracts two
-    dimensions that are not next to each other, 1.02 ms.
+    At the default sizes this gradient takes an H200 0.70 ms; JAX' own gradient, which contracts two
+    dimensions that are not adjacent, takes 1.02 ms.
     """
     return jnp.einsum("mk,bkn->bmn", weight, x)
 
@@ -371,7 +364,7 @@ _product_by_hand.defvjp(
 
 
 def hand_optimised(fold: Fold) -> Strategy:
-    """The strategy of an expert who uses XLA and cuDNN alone."""
+    """Returns the strategy of an expert who uses XLA and cuDNN alone."""
 
     def padded(x: jax.Array, axis: int) -> jax.Array:
         widths = [(0, 0)] * x.ndim
@@ -407,5 +400,4 @@ def hand_optimised(fold: Fold) -> Strategy:
         feed_forward=functools.partial(folded, activated_attention),
         compress=compress,
         join=join,
-        barrier=lambda arrays: arrays,
     )

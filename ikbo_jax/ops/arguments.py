@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from typing import Any
 
 import jax
@@ -17,7 +18,7 @@ DTYPES = ("bfloat16", "float16", "float32")
 def request(
     op: str, implementation: str | None, config: Any, arrays: Any, *config_types: type
 ) -> dispatch.Request:
-    """The caller's choice of an implementation; raises ValueError if it is contradictory.
+    """Collects the caller's choice of an implementation; raises ValueError if it is contradictory.
 
     Args:
       op: the op's name.
@@ -55,17 +56,65 @@ def check_array(name: str, array: object, axes: str) -> None:
         raise ValueError(f"{name} must be {', '.join(DTYPES[:-1])} or {DTYPES[-1]}, but is {dtype}")
 
 
+def check_sizes(a_name: str, a: Any, b_name: str, b: Any, axes: Iterable[str]) -> None:
+    """Raises ValueError unless `a` and `b` have equal sizes on every axis that has a name."""
+    for axis, a_size, b_size in zip(axes, a.shape, b.shape, strict=True):
+        if axis != " " and a_size != b_size:
+            raise ValueError(f"{a_name} has {axis}={a_size} but {b_name} has {axis}={b_size}")
+
+
+def check_attention(
+    op: str, operands: tuple[Any, Any, Any], axes: str, kv_axes: str, concrete: str = ""
+) -> None:
+    """Raises ValueError, quoting both conflicting values, unless query, key and value agree.
+
+    Args:
+      op: the op's name.
+      operands: query, key and value.
+      axes: names of the query's axes, "B T N H"; the last two are heads and head width.
+      kv_axes: names of the axes of key and value.
+      concrete: a further axis of the key that must not be symbolic, besides heads and width.
+    """
+    query, key, value = operands
+    names = kv_axes.split()
+    check_array("query", query, f"[{', '.join(axes.split())}]")
+    for name, array in (("key", key), ("value", value)):
+        check_array(name, array, f"[{', '.join(names)}]")
+        if array.dtype != query.dtype:
+            raise ValueError(f"query is {query.dtype} but {name} is {array.dtype}")
+    check_sizes("key", key, "value", value, names)
+    check_sizes("query", query, "key", key, " " * (len(names) - 1) + "H")
+    (*_, q_heads, width), (*_, kv_heads, _) = query.shape, key.shape
+    if width < 1:
+        raise ValueError(
+            f"query must have a head width H of at least 1, but has shape {query.shape}"
+        )
+    if kv_heads < 1:
+        raise ValueError(f"key must have at least 1 head, but has shape {key.shape}")
+    further = {concrete: key.shape[names.index(concrete)]} if concrete else {}
+    check_concrete(op, further | {"N": q_heads, "K": kv_heads, "H": width})
+    if q_heads % kv_heads:
+        raise ValueError(
+            f"query has N={q_heads} heads, which is not a multiple of key's K={kv_heads}"
+        )
+
+
+def check_int32(name: str, array: object) -> None:
+    """Raises ValueError unless `array` is an int32 array."""
+    if getattr(array, "dtype", None) != "int32":
+        raise ValueError(f"{name} must be an int32 array, but is {describe(array)}")
+
+
 def check_index(name: str, array: object, rows_name: str, axis: str, rows: int) -> None:
     """Raises ValueError unless `array` is [rows] int32; `rows` is `axis` of array `rows_name`."""
-    shape, dtype = getattr(array, "shape", None), getattr(array, "dtype", None)
-    if dtype != "int32":
-        raise ValueError(f"{name} must be an int32 array, but is {describe(array)}")
+    check_int32(name, array)
+    shape = getattr(array, "shape", None)
     if shape != (rows,):
         raise ValueError(f"{name} has shape {shape} but {rows_name} has {axis}={rows}")
 
 
 def strongly_typed(arrays: Any) -> Any:
-    """The tree `arrays` without weak types: results have the documented dtype, and keep it."""
+    """Removes weak types from the tree `arrays`: results have, and keep, the documented dtype."""
     return jax.tree.map(
         lambda x: jax.lax.convert_element_type(x, x.dtype) if getattr(x, "weak_type", 0) else x,
         arrays,
@@ -73,7 +122,7 @@ def strongly_typed(arrays: Any) -> Any:
 
 
 def describe(value: object) -> str:
-    """Text for an error message: dtype and shape of an array, the type of any other value."""
+    """Formats a value for an error: dtype and shape of an array, the type of any other value."""
     if hasattr(value, "shape") and hasattr(value, "dtype"):
         return f"{value.dtype}{list(value.shape)}"
     return "None" if value is None else f"a {type(value).__name__}"

@@ -174,7 +174,7 @@ def attention(
         request,
         arguments.finite_number("scale", scale),
         arguments.flag("indices_are_sorted", indices_are_sorted),
-        arguments.flag("return_residuals", return_residuals),
+        return_residuals=arguments.flag("return_residuals", return_residuals),
     )
     plan = _OP.plan(call, arrays)
     self_tokens = None
@@ -241,12 +241,9 @@ class _Call(Call):
 
     scale: float
     indices_are_sorted: bool
-    return_residuals: bool
 
 
-def _run_kernel(
-    call: _Call, plan: dispatch.Plan, arrays: Arrays
-) -> tuple[jax.Array, jax.Array | None]:
+def _run_kernel(call: _Call, plan: dispatch.Plan, arrays: Arrays) -> _Results:
     query, key, value, index, lengths = arrays
     # Imported here because Mosaic GPU takes 0.3 s to import.
     from ikbo_jax.pallas.few_queries import kernel as few_queries
@@ -269,7 +266,7 @@ def _run_kernel(
     run: Any = functools.partial(few_queries.few_queries_kernel, lists=lists)
     if not has_few_queries:
         run = functools.partial(kernel.attention_kernel, order=order)
-    result: tuple[jax.Array, jax.Array | None] = run(
+    result: _Results = run(
         query,
         key,
         value,
@@ -293,21 +290,14 @@ _Folded = Folded[_Call, Arrays, _Results]
 
 
 class _Attention(Op[_Call, Arrays, _Results]):
+    is_gradient_apart = True
+    choose_gradient = staticmethod(attention_backward.choose)
+
     def problem(self, call: _Call, arrays: Arrays) -> AttentionProblem:
         problem = attention_backward.problem_of(arrays)
         # One candidate is sorted, and so are the candidates of one user.
         is_sorted = call.indices_are_sorted or 1 in (problem.batch, problem.users)
         return dataclasses.replace(problem, is_sorted=is_sorted)
-
-    def plan_on_platform(self, call: _Call, arrays: Arrays) -> dispatch.Plan:
-        """The gradient has a kernel of its own, which is chosen apart from the result's."""
-        plan = super().plan_on_platform(call, arrays)
-        config, reason = attention_backward.choose(call.request, plan.problem)
-        return dataclasses.replace(
-            plan,
-            backward=attention_backward.described(plan, config, reason),
-            backward_config=config,
-        )
 
     def run(self, call: _Call, plan: dispatch.Plan, arrays: Arrays) -> _Results:
         if plan.implementation == "mosaic_gpu":
@@ -329,13 +319,6 @@ class _Attention(Op[_Call, Arrays, _Results]):
             call = dataclasses.replace(call, indices_are_sorted=False)
         one = attention_vmap.fold(size, batched, arrays, fold_users=fold_users)
         return Folded(call, one, functools.partial(unstack, size))
-
-    def for_gradient(self, call: _Call) -> _Call:
-        return dataclasses.replace(call, return_residuals=True)
-
-    def visible(self, call: _Call, results: _Results) -> _Results:
-        out, lse = results
-        return out, lse if call.return_residuals else None
 
     def named(self, call: _Call, arrays: Arrays) -> Named:
         lengths = None if arrays.lengths is None else "u"
@@ -383,7 +366,7 @@ def _attention(
     plan: dispatch.Plan,
     arrays: Arrays,
     self_tokens: tuple[jax.Array, jax.Array] | None,
-) -> tuple[jax.Array, jax.Array | None]:
+) -> _Results:
     arrays, self_tokens = arguments.strongly_typed((arrays, self_tokens))
     arrays, self_tokens = vary_over_same_axes((arrays, self_tokens))
     lse: jax.Array | None
@@ -406,7 +389,7 @@ _MERGED = Rule(
     ("out1", "lse1", "out2", "lse2"),
     (dimensions("b t n h"), dimensions("b t n")) * 2,
     (dimensions("b t n h"), dimensions("b t n")),
-    tuple({"b": "candidates", "t": "queries", "n": "heads", "h": "H"}.items()),
+    (("b", "candidates"), ("t", "queries"), ("n", "heads"), ("h", "H")),
 )
 
 

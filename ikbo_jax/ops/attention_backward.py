@@ -50,17 +50,10 @@ class Operands(NamedTuple):
 def choose(
     request: dispatch.Request, problem: AttentionProblem
 ) -> tuple[AttentionBackwardConfig | None, str]:
-    """The kernel's configuration for the gradient of `problem`, or None for XLA; and the reason."""
+    """Returns the configuration of the gradient's kernel, or None for XLA; and the reason."""
     if request.implementation == "xla":
         return None, "requested by the caller"
     return gradient_config(request, AttentionBackwardProblem.of(problem))
-
-
-def described(plan: dispatch.Plan, config: Any, reason: str) -> str:
-    """The line of `explain` about the gradient; leaves out what the forward's reason says."""
-    if config is not None:
-        return f"mosaic_gpu, {config}; {reason}"
-    return plan.backward if reason in plan.reason else f"{plan.backward}: {reason}"
 
 
 def _pull_back(settings: Settings, operands: Operands, cotangents: Gradients) -> tuple[Operands]:
@@ -82,7 +75,7 @@ def _by_xla(settings: Settings, operands: Operands) -> Gradients:
 
 
 def _run_batched(settings: Settings, size: int, batched: Operands, operands: Operands) -> Gradients:
-    """The vmap rule, like the rule of the results."""
+    """Runs the problems of a `vmap`, like `Op._run_batched`."""
     if not size:
         return GRADIENT.one_by_one(settings, batched, operands)
     # Every problem returns its own gradients of all arrays, so copies of shared arrays take no
@@ -120,16 +113,8 @@ GRADIENT = Gradient(_run, _run_batched, _pull_back)
 
 
 def problem_of(arrays: Arrays) -> AttentionProblem:
-    """The forward problem of a call."""
+    """Reads the forward problem of a call."""
     batch, q_len, q_heads, width = arrays.query.shape
     users, kv_len, kv_heads, _ = arrays.key.shape
-    return AttentionProblem(
-        batch=batch,
-        users=users,
-        q_len=q_len,
-        kv_len=kv_len,
-        q_heads=q_heads,
-        kv_heads=kv_heads,
-        head_dim=width,
-        dtype=str(arrays.query.dtype),
-    )
+    sizes = batch, users, q_len, kv_len, q_heads, kv_heads, width
+    return AttentionProblem(*sizes, dtype=str(arrays.query.dtype))

@@ -34,7 +34,7 @@ def can_fold(batched: Arrays) -> bool:
 
 
 def fold(size: int, batched: Arrays, arrays: Arrays, *, fold_users: bool) -> Arrays:
-    """The arrays of `size` problems as one problem's; `batched` as in `Op.fold`.
+    """Joins `size` problems' arrays into one problem's; `batched` as in `Op.fold`.
 
     With `fold_users` each problem gets users of its own, copied if they are not batched. Else
     `key`, `value` and `lengths` are not batched.

@@ -33,7 +33,7 @@ from ikbo_jax.ops.partition import Dimension, Local, Rule, divide, vmapped
 
 
 def run(local: Local, rule: Rule, identity: Any, operands: Sequence[Any]) -> tuple[Any, ...]:
-    """`sharded.run` where XLA decides how operands divide."""
+    """Runs `sharded.run` where XLA decides how operands divide."""
     # An exported program with symbolic sizes has no place for `custom_partitioning`.
     if any(dispatch.is_symbolic(size) for x in operands for size in x.shape):
         return tuple(local(operands, None))
@@ -101,7 +101,7 @@ def run(local: Local, rule: Rule, identity: Any, operands: Sequence[Any]) -> tup
 
 
 def _with_devices(divided: Callable[..., Any]) -> Callable[..., Any]:
-    """`divided`, which can also be lowered inside a `shard_map` over an abstract mesh."""
+    """Lets `divided` be lowered inside a `shard_map` over an abstract mesh, too."""
     if not free_axes(jax.sharding.get_abstract_mesh()):
         return divided
 
@@ -112,7 +112,7 @@ def _with_devices(divided: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def free_axes(context: Any) -> tuple[str, ...]:
-    """Inside `shard_map` over some axes of a mesh: the Auto axes left; empty outside."""
+    """Returns the Auto axes left inside `shard_map` over some axes of a mesh; empty outside."""
     if AxisType.Manual not in context.axis_types:
         return ()
     kinds = zip(context.axis_names, context.axis_types, strict=True)
@@ -135,7 +135,7 @@ class _Layouts(NamedTuple):
 
     @property
     def sizes(self) -> Any:
-        """The number of devices along every axis that may divide."""
+        """Number of devices along every axis that may divide."""
         return self.group.shape
 
 
@@ -165,7 +165,7 @@ def _layouts(mesh: Any, context: Any, arrays: Sequence[Any]) -> _Layouts:
 
 
 def spec_of(mesh: Any, sharding: Any, ndim: int) -> PartitionSpec:
-    """The mesh axes of every dimension of an array that XLA divides.
+    """Finds the mesh axes of every dimension of an array that XLA divides.
 
     XLA may divide a dimension over a part of a mesh axis: four heads over an axis of eight devices,
     in pairs. A `PartitionSpec` cannot say this, and JAX fails to decode it. Such a dimension gets
@@ -221,7 +221,7 @@ def _digest(identity: Any, rule: Rule) -> str:
 
 @functools.cache
 def _source_digest() -> str:
-    """A digest of this package's code."""
+    """Digests this package's code."""
     root = pathlib.Path(__file__).parent.parent
     digest = hashlib.sha256()
     for path in sorted(root.rglob("*")):
@@ -231,7 +231,7 @@ def _source_digest() -> str:
 
 
 def jaxpr_primitive(name: str) -> Primitive:
-    """A primitive that evaluates its parameter `jaxpr`; it still needs a lowering."""
+    """Makes a primitive that evaluates its parameter `jaxpr`; the caller adds a lowering."""
     found = Primitive(name)
     found.multiple_results = True
     found.def_impl(lambda *operands, jaxpr: jaxpr_as_fun(jaxpr)(*operands))

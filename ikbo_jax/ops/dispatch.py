@@ -119,7 +119,7 @@ class Request:
         return self.target is not None and not self.platform
 
     def on(self, platform: str) -> Request:
-        """The request once the platform is known."""
+        """Returns the request once the platform is known."""
         return dataclasses.replace(self, platform=platform)
 
     @property
@@ -133,7 +133,7 @@ class Request:
         return num_sms() if self.card is None else self.card.num_sms
 
     def unavailable_reason(self) -> str | None:
-        """Why the Mosaic GPU kernels cannot run; None if they can."""
+        """Says why the Mosaic GPU kernels cannot run; None if they can."""
         if self.platform == "cuda":
             return _other_gpu_reason()
         if reason := hopper_unavailable_reason():
@@ -144,7 +144,7 @@ class Request:
 
 
 def target_of_trace(arrays: Any) -> Target | None:
-    """The card to plan for where a program is lowered for CUDA; None: plan for the default device.
+    """Returns the card to plan for in programs for CUDA; None: plan for the default device.
 
     Arrays that are not traced run on their device at once.
     """
@@ -186,7 +186,7 @@ def choose(request: Request, problem: Any) -> Plan:
 
 
 def kernel_config(request: Request, problem: Any) -> tuple[Any, str]:
-    """The kernel's configuration and its origin; or None and the reason to run in XLA.
+    """Returns the kernel's configuration and its origin; or None and the reason to run in XLA.
 
     Takes no notice of a request for "xla".
     """
@@ -234,7 +234,7 @@ _AXES = {
 
 
 def _symbolic_sizes(problem: Any) -> list[tuple[str, Any]]:
-    """Names and values of a problem's sizes that are symbolic dimensions of `jax.export`."""
+    """Lists a problem's sizes that are symbolic dimensions of `jax.export`, with names."""
     found = []
     for field in dataclasses.fields(problem):
         value = getattr(problem, field.name)
@@ -256,14 +256,14 @@ def is_symbolic(size: Any) -> bool:
 
 
 def _card(request: Request) -> str:
-    """Name of the card that the kernels are planned for."""
+    """Returns the name of the card that the kernels are planned for."""
     if request.card is not None:
         return request.card.card
     return str(getattr(default_device(), "device_kind", ""))
 
 
 def default_device() -> jax.Device:
-    """The device that new computations run on: `jax.default_device` if set, else the first one.
+    """Returns the device of new computations: `jax.default_device` if set, else the first one.
 
     The choice is made while tracing, when arrays have no device. To run on the CPU of a machine
     that has a GPU, set `jax.default_device` or pass `implementation="xla"`.
@@ -275,7 +275,7 @@ def default_device() -> jax.Device:
 
 
 def hopper_unavailable_reason() -> str | None:
-    """Why the Mosaic GPU kernels cannot run on the default device; None if they can."""
+    """Says why the Mosaic GPU kernels cannot run on the default device; None if they can."""
     device = default_device()
     if device.platform != "gpu":
         return (
@@ -297,7 +297,7 @@ def hopper_unavailable_reason() -> str | None:
 
 
 def _other_gpu_reason() -> str | None:
-    """Why programs for Hopper cannot be lowered here; None if they can."""
+    """Says why programs for Hopper cannot be lowered here; None if they can."""
     device = default_device()
     capability = str(getattr(device, "compute_capability", "9.0"))
     if device.platform != "gpu" or capability == "9.0":
@@ -313,17 +313,22 @@ def num_sms() -> int:
     return int(getattr(default_device(), "core_count", 1))
 
 
-# The identity on an array, with the plan as a parameter. It lowers to no instruction. Unlike a
-# name, or a registry outside the jaxpr, it survives jit's caches, differentiation, vmap and control
-# flow.
-plan_p = Primitive("ikbo_plan")
-plan_p.def_impl(lambda x, *, plan: x)
-plan_p.def_abstract_eval(lambda x, *, plan: x)
-mlir.register_lowering(plan_p, lambda ctx, x, *, plan: [x])
-batching.primitive_batchers[plan_p] = lambda args, dims, *, plan: (
-    plan_p.bind(*args, plan=plan),
-    dims[0],
-)
+def identity_primitive(name: str) -> Primitive:
+    """Makes a primitive that returns its array, lowers to no instruction and carries parameters.
+
+    Unlike a name, or a registry outside the jaxpr, an equation survives jit's caches,
+    differentiation, vmap and control flow.
+    """
+    found = Primitive(name)
+    found.def_impl(lambda x, **_: x)
+    found.def_abstract_eval(lambda x, **_: x)
+    mlir.register_lowering(found, lambda ctx, x, **_: [x])
+    batching.defvectorized(found)
+    return found
+
+
+#: Has the plan of an op as the parameter `plan`.
+plan_p = identity_primitive("ikbo_plan")
 
 
 def record(result: jax.Array, plan: Plan) -> jax.Array:
@@ -333,7 +338,7 @@ def record(result: jax.Array, plan: Plan) -> jax.Array:
 
 
 def record_nothing(result: jax.Array, plan: Plan) -> jax.Array:
-    """`record` where the sizes alone decide the result: it is empty, or there are no keys."""
+    """Records a call whose result the sizes alone decide: it is empty, or there are no keys."""
     nothing = dataclasses.replace(
         plan,
         implementation="xla",

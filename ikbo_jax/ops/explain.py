@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.extend import core
-from jax.interpreters import ad, batching, mlir
+from jax.interpreters import ad
 from jax.sharding import AxisType
 
 from ikbo_jax.ops import dispatch, sharded
@@ -51,22 +51,15 @@ class Explanation:
         return "\n".join([*notes, *plans])
 
 
-# The identity on an array, with a note as a parameter, like `dispatch.plan_p`. Unlike `plan_p` it
-# is not inside a function with a custom derivative, so it has a derivative rule.
-note_p = core.Primitive("ikbo_note")
-note_p.def_impl(lambda x, *, note: x)
-note_p.def_abstract_eval(lambda x, *, note: x)
-mlir.register_lowering(note_p, lambda ctx, x, *, note: [x])
+# Has a note as a parameter. Unlike `dispatch.plan_p`, it is not inside a function with a custom
+# derivative, so it has a derivative rule.
+note_p = dispatch.identity_primitive("ikbo_note")
 ad.primitive_jvps[note_p] = lambda primals, tangents, *, note: (
     note_p.bind(*primals, note=note),
     *tangents,
 )
 # For `jax.linear_transpose`; derivatives hold no note.
 ad.primitive_transposes[note_p] = lambda cotangent, _, *, note: [cotangent]
-batching.primitive_batchers[note_p] = lambda args, dims, *, note: (
-    note_p.bind(*args, note=note),
-    dims[0],
-)
 
 
 def note(result: jax.Array, make: Callable[[], Any]) -> jax.Array:
@@ -145,8 +138,8 @@ def _xla_divides(arrays: list[Any]) -> bool:
 def _of_parts(
     plans: tuple[dispatch.Plan, ...], call: Any, arrays: list[Any]
 ) -> tuple[dispatch.Plan, ...]:
-    """The plans of the parts that XLA asks for when it compiles `call`."""
-    # A program from JAX's compilation cache would ask for nothing: a new name is never in it.
+    """Compiles `call`, and returns the plans of the parts that XLA asks for."""
+    # A program in JAX's compilation cache would ask for nothing, so the program gets a new name.
     call.__name__ = f"explain_{uuid.uuid4().hex}"
     with sharded.reports() as found:
         jax.jit(call).lower(arrays).compile()

@@ -10,16 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from ikbo_jax.ops import arguments, dispatch, gdpa_arguments, gdpa_backward, gdpa_vmap, reverse_only
-from ikbo_jax.ops.op import (
-    Call,
-    Folded,
-    Gradient,
-    Named,
-    Op,
-    Part,
-    concatenate,
-    unstack,
-)
+from ikbo_jax.ops.op import Call, Folded, Gradient, Named, Op, Part, concatenate, unstack
 from ikbo_jax.ops.partition import Division
 from ikbo_jax.ops.sharded import run_kernel, vary_over_same_axes, zeros
 from ikbo_jax.problems import GdpaBackwardTuning, GdpaConfig, GdpaProblem, ShortGdpaConfig
@@ -47,7 +38,7 @@ def gdpa(
     implementation: str | None = None,
     config: GdpaConfig | ShortGdpaConfig | None = None,
 ) -> jax.Array:
-    """Attention over jagged sequences with an activation function in place of the softmax.
+    """Attends over jagged sequences with an activation function in place of the softmax.
 
         out[i] = output_scale · Σⱼ act(scale · query[i] · key[j]) · value[j]
 
@@ -139,13 +130,12 @@ class _Call(Call):
     """The arguments that are not arrays, and how the call is differentiated.
 
     Attributes:
-      return_residuals: whether a gradient follows, which needs lse where a head has a softmax.
+      settings: the arguments that the XLA path needs, too.
       gradient_tuning: configuration of the kernels that compute the gradient; None: XLA does.
       gradient_dtype: dtype of the gradients of key and value; None means the inputs'.
     """
 
     settings: Settings
-    return_residuals: bool = False
     gradient_tuning: GdpaBackwardTuning | None = None
     gradient_dtype: str | None = None
 
@@ -186,10 +176,8 @@ def _run_vjp(call: _Call, residuals: _Residuals) -> Gradients:
     return gradients
 
 
-def _run_vjp_batched(
-    call: _Call, size: int, batched: _Residuals, residuals: _Residuals
-) -> Gradients:
-    """The vmap rule, like the rule of the result."""
+def _run_vjp_batched(call: _Call, size: int, batched: Any, residuals: _Residuals) -> Gradients:
+    """Runs the problems of a `vmap`, like `Op._run_batched`."""
     if not size or call.settings.broadcast_q:
         return _GRADIENT.one_by_one(call, batched, residuals)
     # Every problem returns its own gradients of all arrays, so copies of shared arrays take no
@@ -201,7 +189,7 @@ def _run_vjp_batched(
 
 @jax.custom_jvp
 def _differentiated_twice(x: jax.Array) -> jax.Array:
-    """The identity; its derivative would be a third one, which the loops of `chunked_vjp` lack."""
+    """Returns `x`; a derivative would be a third one, which `chunked_vjp`'s loops lack."""
     return x
 
 
@@ -249,6 +237,9 @@ _Part = Part[_Call, Arrays, _Results]
 
 class _Gdpa(Op[_Call, Arrays, _Results]):
     xla_batches_products = False
+    by_kernels = "mosaic_gpu, one kernel for queries and one for keys"
+    by_xla = "XLA, a few tiles at a time"
+    choose_gradient = staticmethod(gdpa_backward.choose)
 
     def problem(self, call: _Call, arrays: Arrays) -> GdpaProblem:
         settings = call.settings
@@ -269,21 +260,7 @@ class _Gdpa(Op[_Call, Arrays, _Results]):
             max_seqlen_kv=settings.max_seqlen_kv,
         )
 
-    def plan_on_platform(self, call: _Call, arrays: Arrays) -> dispatch.Plan:
-        """Kernels compute the gradient if the kernel computes the result and they are legal."""
-        plan = super().plan_on_platform(call, arrays)
-        backward, config = "XLA, a few tiles at a time", None
-        if plan.implementation == "mosaic_gpu":
-            config, reason = gdpa_backward.choose(call.request, plan.problem)
-            backward = f"{backward}: {reason}"
-            if config is not None:
-                kernels = "one kernel for queries and one for keys"
-                backward = f"mosaic_gpu, {kernels}, {config}; {reason}"
-        return dataclasses.replace(plan, backward=backward, backward_config=config)
-
-    def run(
-        self, call: _Call, plan: dispatch.Plan, arrays: Arrays
-    ) -> tuple[jax.Array, jax.Array | None]:
+    def run(self, call: _Call, plan: dispatch.Plan, arrays: Arrays) -> _Results:
         """Computes out; and lse, if a gradient needs it."""
         if plan.implementation == "mosaic_gpu":
             # Imported here because Mosaic GPU takes 0.3 s to import.
@@ -307,13 +284,6 @@ class _Gdpa(Op[_Call, Arrays, _Results]):
         one = gdpa_vmap.fold(size, batched, arrays, gdpa_vmap.is_kv_batched(batched))
         return Folded(call, one, functools.partial(unstack, size))
 
-    def for_gradient(self, call: _Call) -> _Call:
-        return dataclasses.replace(call, return_residuals=True)
-
-    def visible(self, call: _Call, results: _Results) -> _Results:
-        out, lse = results
-        return out, lse if call.return_residuals else None
-
     def named(self, call: _Call, arrays: Arrays) -> Named:
         index = [
             None if array is None else name
@@ -332,7 +302,7 @@ class _Gdpa(Op[_Call, Arrays, _Results]):
         )
 
     def part(self, call: _Call, arrays: Arrays, division: Division) -> _Part:
-        """Every device takes its rows of queries; a sequence may be cut between two devices."""
+        """Gives every device its rows of queries; a sequence may be cut between two devices."""
         # All heads have one activation where heads are divided.
         activations = call.settings.activations[: arrays.query.shape[1]]
         call = dataclasses.replace(call, settings=call.settings._replace(activations=activations))
@@ -354,7 +324,7 @@ class _Gdpa(Op[_Call, Arrays, _Results]):
         steps = jnp.zeros_like(inside, shape=rows + 1).at[inside[:-1]].add(1).at[stops].add(-1)
         is_bounded = (jnp.cumsum(steps)[:rows] > 0)[:, None, None]
 
-        def mask(results: tuple[jax.Array, jax.Array | None]) -> Any:
+        def mask(results: _Results) -> Any:
             out, lse = results
             return jnp.where(is_bounded, out, jnp.zeros_like(out)), lse
 

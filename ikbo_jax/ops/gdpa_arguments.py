@@ -27,7 +27,7 @@ def settings(
 ) -> Settings:
     """Checks all arguments of `gdpa`; raises ValueError, quoting both conflicting values."""
     broadcast_q = arguments.flag("broadcast_q", broadcast_q)
-    check_arrays(arrays)
+    arguments.check_attention("gdpa", arrays[:3], "total_q N H", "total_kv K H")
     check_sequences(arrays, broadcast_q)
     rows = arrays.query.shape[0]
     activations = activations_of(activation, arrays.query.shape[1])
@@ -45,35 +45,6 @@ def settings(
     return Settings(activations, approx, *scales, broadcast_q, most_q, most_kv)
 
 
-def check_arrays(arrays: Arrays) -> None:
-    """Raises ValueError, quoting both conflicting values, unless query, key and value agree."""
-    query, key, value = arrays[:3]
-    arguments.check_array("query", query, "[total_q, N, H]")
-    for name, array in (("key", key), ("value", value)):
-        arguments.check_array(name, array, "[total_kv, K, H]")
-        if array.dtype != query.dtype:
-            raise ValueError(f"query is {query.dtype} but {name} is {array.dtype}")
-    for axis, key_size, value_size in zip(
-        ("total_kv", "K", "H"), key.shape, value.shape, strict=True
-    ):
-        if key_size != value_size:
-            raise ValueError(f"key has {axis}={key_size} but value has {axis}={value_size}")
-    (_, q_heads, width), (_, kv_heads, key_width) = query.shape, key.shape
-    if width != key_width:
-        raise ValueError(f"query has H={width} but key has H={key_width}")
-    if width < 1:
-        raise ValueError(
-            f"query must have a head width H of at least 1, but has shape {query.shape}"
-        )
-    if kv_heads < 1:
-        raise ValueError(f"key must have at least 1 head, but has shape {key.shape}")
-    arguments.check_concrete("gdpa", {"N": q_heads, "K": kv_heads, "H": width})
-    if q_heads % kv_heads:
-        raise ValueError(
-            f"query has N={q_heads} heads, which is not a multiple of key's K={kv_heads}"
-        )
-
-
 def check_sequences(arrays: Arrays, broadcast_q: bool) -> None:
     """Raises ValueError, quoting both conflicting values, unless offsets and index agree."""
     cu_q, cu_kv, index = arrays[3:]
@@ -86,17 +57,13 @@ def check_sequences(arrays: Arrays, broadcast_q: bool) -> None:
     if not broadcast_q:
         offsets.insert(0, ("cu_seqlens_q", "batch", cu_q))
     for name, axis, array in offsets:
-        if getattr(array, "dtype", None) != "int32":
-            raise ValueError(f"{name} must be an int32 array, but is {arguments.describe(array)}")
+        arguments.check_int32(name, array)
         if array.ndim != 1 or not array.size:
             raise ValueError(f"{name} must have shape [{axis} + 1], but has shape {array.shape}")
     batch_kv = cu_kv.shape[0] - 1
     if index is not None:
         if cu_q is None:
-            if getattr(index, "dtype", None) != "int32":
-                raise ValueError(
-                    f"q_to_kv must be an int32 array, but is {arguments.describe(index)}"
-                )
+            arguments.check_int32("q_to_kv", index)
             if index.ndim != 1:
                 raise ValueError(f"q_to_kv must have shape [batch], but has shape {index.shape}")
         else:
@@ -114,7 +81,7 @@ def check_sequences(arrays: Arrays, broadcast_q: bool) -> None:
 
 
 def activations_of(activation: str | tuple[str, ...], heads: int) -> tuple[str, ...]:
-    """A name for each of `heads` heads; raises ValueError for unknown names or another number."""
+    """Returns a name for each head; raises ValueError for unknown names or another number."""
     names = activation if isinstance(activation, (tuple, list)) else (activation,) * max(heads, 1)
     for name in names:
         if not isinstance(name, str) or name not in ACTIVATIONS:
@@ -148,7 +115,7 @@ def check_approx(approx: str | None, activations: tuple[str, ...]) -> None:
 
 
 def bound(name: str, value: int | None, rows: int) -> int | None:
-    """A bound of lengths, cut to `rows`; raises ValueError unless it is an integer of at least 0.
+    """Cuts a bound of lengths to `rows`; raises ValueError unless it is an integer of at least 0.
 
     The device adds the bound to int32 offsets: a sum of at most twice the rows is an int32, too.
     """

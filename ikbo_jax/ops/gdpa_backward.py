@@ -3,19 +3,14 @@
 from __future__ import annotations
 
 import functools
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from ikbo_jax.ops import dispatch
 from ikbo_jax.ops.op import gradient_config
-from ikbo_jax.problems import (
-    GdpaBackwardConfig,
-    GdpaBackwardProblem,
-    GdpaBackwardTuning,
-    GdpaProblem,
-)
+from ikbo_jax.problems import GdpaBackwardProblem, GdpaBackwardTuning, GdpaProblem
 from ikbo_jax.problems import gdpa_backward as configs
 from ikbo_jax.problems.hopper import TILE_ROWS
 from ikbo_jax.reference import jagged
@@ -29,7 +24,7 @@ MAX_PARTS = 8
 def choose(
     request: dispatch.Request, problem: GdpaProblem
 ) -> tuple[GdpaBackwardTuning | None, str]:
-    """The configuration for the gradient of `problem`, or None for XLA; and the reason."""
+    """Returns the configuration of the gradient's kernels, or None for XLA; and the reason."""
     backward = GdpaBackwardProblem.of(problem)
     return gradient_config(request, backward, configs.illegal_reason(problem))
 
@@ -42,8 +37,8 @@ def kernel_vjp(
     num_sms: int,
     out: jax.Array | None = None,
     lse: jax.Array | None = None,
-    query_config: GdpaBackwardConfig | None = None,
-    key_config: GdpaBackwardConfig | None = None,
+    query_config: configs.GdpaBackwardConfig | None = None,
+    key_config: configs.GdpaBackwardConfig | None = None,
     dtype: Any = None,
     interpret: Any = False,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
@@ -63,9 +58,9 @@ def kernel_vjp(
       before the sum over sequences.
     """
     # Imported here because a machine without a GPU never needs it.
-    from ikbo_jax.pallas.gdpa_backward import kernels
+    from ikbo_jax.pallas.gdpa_backward import kernels, statistics
     from ikbo_jax.pallas.worklist import by_xla, works
-    from ikbo_jax.pallas.worklist.lists import Offsets
+    from ikbo_jax.pallas.worklist.lists import Offsets, WorkSettings
 
     query, key, value = arrays[:3]
     query_config = query_config or configs.default_config(query.shape[-1])
@@ -74,22 +69,27 @@ def kernel_vjp(
     list_works: Any = works.works
     if interpret:
         list_works = functools.partial(by_xla.works, interpret=True)
-    work = list_works(
-        Offsets.of(arrays, settings),
-        query_block=query_config.block,
-        key_block=key_config.block,
+    work_settings = WorkSettings(
+        query_config.block,
+        key_config.block,
         group=query.shape[1] // key.shape[1],
         has_statistics=SOFTMAX in settings.activations,
         parts=parts,
     )
-    residuals = _Residuals(out, lse, d_out)
+    work = list_works(Offsets.of(arrays, settings), work_settings)
+    of_rows = None
+    if work.blocks is not None:
+        assert out is not None
+        assert lse is not None
+        blocks: dict[str, Any] = {"output_scale": settings.output_scale, "block": key_config.block}
+        of_rows = statistics.statistics_of(work.blocks, out, lse, d_out, **blocks)
     options: dict[str, Any] = {
         "activations": settings.activations,
         "approx": one_by_one(settings.approx),
         "scale": settings.scale,
         "output_scale": settings.output_scale,
         "num_sms": num_sms,
-        "statistics": _statistics(work.blocks, residuals, settings.output_scale, key_config.block),
+        "statistics": of_rows,
         "interpret": interpret,
     }
     (d_query,) = kernels.gradient_kernel(
@@ -107,27 +107,8 @@ def kernel_vjp(
     return d_query, d_key, d_value
 
 
-class _Residuals(NamedTuple):
-    """What a softmax's statistics are computed from."""
-
-    out: Any  # like lse, None without a softmax
-    lse: Any
-    d_out: jax.Array
-
-
-def _statistics(
-    blocks: jax.Array | None, residuals: _Residuals, output_scale: float, block: int
-) -> jax.Array | None:
-    """Statistics of a softmax, of these blocks of at most `block` queries."""
-    from ikbo_jax.pallas.gdpa_backward import statistics
-
-    if blocks is None:
-        return None
-    return statistics.statistics_of(blocks, *residuals, output_scale=output_scale, block=block)
-
-
 def _parts(arrays: Arrays, settings: Settings, num_sms: int) -> int:
-    """Into how many parts the queries of a key-value sequence are divided.
+    """Number of parts that the queries of a key-value sequence are divided into.
 
     A tile of keys takes all queries that share it. Where many queries share few keys, the tiles
     would leave most of the device idle.
@@ -145,12 +126,12 @@ def _d_key_value(
     work: Any,
     d_out: jax.Array,
     parts: int,
-    config: GdpaBackwardConfig,
+    config: configs.GdpaBackwardConfig,
     *,
     out_dtype: Any,
     options: dict[str, Any],
 ) -> tuple[jax.Array, jax.Array]:
-    """Gradients of key and value; every n-th query sequence belongs to part n.
+    """Computes gradients of key and value; every n-th query sequence belongs to part n.
 
     With several parts there are as many copies of keys and values, which are few then. The parts'
     gradients are f32 and added before they are rounded.

@@ -29,7 +29,7 @@ def is_kv_batched(batched: Any) -> bool:
 
 
 def fold(size: int, batched: Any, arrays: Arrays, fold_kv: bool) -> Arrays:
-    """The arrays of `size` problems as one problem's; `batched` as in `Op.fold`.
+    """Joins `size` problems' arrays into one problem's; `batched` as in `Op.fold`.
 
     With `fold_kv` keys and values are concatenated, and copied for every problem if they are not
     batched; else all problems share them.
@@ -37,7 +37,7 @@ def fold(size: int, batched: Any, arrays: Arrays, fold_kv: bool) -> Arrays:
     concatenated = functools.partial(concatenate, size)
 
     def offsets(cu: jax.Array, is_batched: bool, total: int) -> jax.Array:
-        """[size * (batch + 1) + 1] int32: appends a filler sequence for the trailing rows."""
+        """Appends a filler sequence for each problem's trailing rows: [size * (batch + 1) + 1]."""
         # Clamp before the shift: an offset outside one problem's rows would otherwise point to
         # rows of another problem.
         inside = jax.lax.cummax(jnp.clip(stack(size, cu, is_batched), 0, total), axis=1)

@@ -109,10 +109,7 @@ def linear_compression(
 
 
 def multilevel_linear_compression(
-    terms: Sequence[Term],
-    *,
-    implementation: str | None = None,
-    config: AnyConfig | None = None,
+    terms: Sequence[Term], *, implementation: str | None = None, config: AnyConfig | None = None
 ) -> jax.Array:
     """Compresses embeddings of several levels (user, candidate, ...), each at its own batch.
 
@@ -247,20 +244,12 @@ _Part = Part[_Call, Arrays, jax.Array]
 
 
 class _LinearCompression(Op[_Call, Arrays, jax.Array]):
+    by_kernels = "mosaic_gpu, at user and candidate batch size"
+    choose_gradient = staticmethod(choose)
+
     def problem(self, call: _Call, arrays: Arrays) -> LinearCompressionProblem:
         del call
         return problem_of(arrays)
-
-    def plan_on_platform(self, call: _Call, arrays: Arrays) -> dispatch.Plan:
-        """Kernels compute the gradient if the kernel computes the result and they are legal."""
-        plan = super().plan_on_platform(call, arrays)
-        if plan.implementation != "mosaic_gpu":
-            return plan
-        config, reason = choose(call.request, plan.problem)
-        backward = f"{plan.backward}: {reason}"
-        if config is not None:
-            backward = f"mosaic_gpu, at user and candidate batch size, {config}; {reason}"
-        return dataclasses.replace(plan, backward=backward, backward_config=config)
 
     def run(self, call: _Call, plan: dispatch.Plan, arrays: Arrays) -> jax.Array:
         if plan.implementation == "xla":
@@ -329,7 +318,7 @@ class _LinearCompression(Op[_Call, Arrays, jax.Array]):
     def _gradients(
         self, call: _Call, plan: dispatch.Plan, arrays: Arrays, cotangents: jax.Array, dtype: Any
     ) -> Gradients:
-        """Gradients of the weights, which have no padding here, and of the embeddings."""
+        """Computes gradients of the weights, which have no padding here, and of the embeddings."""
         if plan.backward_config is not None:
             name = dtype and jnp.dtype(dtype).name
             # A candidate is on one device, unless every device has a part of M.
@@ -340,7 +329,7 @@ class _LinearCompression(Op[_Call, Arrays, jax.Array]):
 
 
 def _without_padding(arrays: Arrays) -> Arrays:
-    """The arrays, with weights [M, K] in place of padded ones."""
+    """Replaces padded weights by weights [M, K]."""
     pairs = zip(arrays.weights, arrays.embeddings, strict=True)
     return arrays._replace(
         weights=tuple(

@@ -38,7 +38,7 @@ class Arrays(NamedTuple):
 
 
 def problem_of(arrays: Arrays) -> LinearCompressionProblem:
-    """The problem that arrays pose."""
+    """Reads the problem that arrays pose."""
     weights, embeddings, _ = arrays
     return LinearCompressionProblem(
         batches=tuple(embedding.shape[0] for embedding in embeddings),
@@ -50,7 +50,7 @@ def problem_of(arrays: Arrays) -> LinearCompressionProblem:
 
 
 def fold(size: int, folded: Sequence[bool], arrays: Arrays) -> Arrays:
-    """Several problems as one; `folded` says which levels have entries for each problem."""
+    """Joins several problems; `folded` says which levels have entries for each problem."""
     embeddings, parents, coarser_folded, coarser_rows = [], [], False, 0
     for embedding, parent, is_folded in zip(arrays.embeddings, arrays.parents, folded, strict=True):
         rows, k, n = embedding.shape[is_folded:]
@@ -91,7 +91,7 @@ class Settings(NamedTuple):
 def choose(
     request: dispatch.Request, problem: LinearCompressionProblem
 ) -> tuple[LinearCompressionBackwardTuning | None, str]:
-    """The configuration for the gradient of `problem`, or None for XLA; and the reason."""
+    """Returns the configuration of the gradient's kernels, or None for XLA; and the reason."""
     backward = LinearCompressionBackwardProblem.of(problem)
     return gradient_config(request, backward, illegal_reason(problem))
 
@@ -173,7 +173,8 @@ def kernel_vjp(
             # Each level is summed from the finest cotangents, so that its sum is rounded once.
             ancestor = parent if ancestor is None else parent[ancestor]
             if batch == 1 and cotangent.nbytes <= CACHE_BYTES:
-                d_result = _sum_of_all(cotangent)
+                d_result = jnp.sum(cotangent, axis=0, keepdims=True, dtype=jnp.float32)
+                d_result = d_result.astype(cotangent.dtype)
             else:
                 d_result = user_sums_kernel(
                     cotangent, ancestor, batch, config=config.sums, **options
@@ -182,13 +183,8 @@ def kernel_vjp(
     return tuple(d_weights), tuple(d_embeddings)
 
 
-def _sum_of_all(cotangent: jax.Array) -> jax.Array:
-    """[1, M, N]: the sum over the batch, rounded once."""
-    return jnp.sum(cotangent, axis=0, keepdims=True, dtype=jnp.float32).astype(cotangent.dtype)
-
-
 def _with_candidates(ancestor: jax.Array, batch: int) -> jax.Array:
-    """[batch] int32: the position of each entry with a candidate, `batch` for the others."""
+    """Numbers the entries that have a candidate, [batch] int32; the others get `batch`."""
     from ikbo_jax.pallas.worklist import work_order
 
     starts = work_order.starts(ancestor, batch)  # once in the program: the sums need it, too
@@ -198,7 +194,7 @@ def _with_candidates(ancestor: jax.Array, batch: int) -> jax.Array:
 def _products_of_one(
     weight: jax.Array, embedding: jax.Array, d_result: jax.Array, dtypes: tuple[Any, Any]
 ) -> tuple[jax.Array, jax.Array]:
-    """Gradients [1, M, K] and [1, K, N] of a level with one entry, by XLA.
+    """Computes gradients [1, M, K] and [1, K, N] of a level with one entry, by XLA.
 
     Two products of matrices: two of XLA's kernels instead of two launches, a transposed copy of the
     weight and a sum of parts.
@@ -210,16 +206,10 @@ def _products_of_one(
     return d_weight[None].astype(d_weight_dtype), d_embedding[None].astype(d_embedding_dtype)
 
 
-def _launch(
-    settings: Settings,
-    tuning: LinearCompressionBackwardTuning,
-    arrays: Arrays,
-    cotangent: jax.Array,
-    problems: int,
-) -> Gradients:
+def _launch(settings: Settings, arrays: Arrays, cotangent: jax.Array, problems: int) -> Gradients:
     fn = functools.partial(
         kernel_vjp,
-        config=tuning.kernels(problem_of(arrays)),
+        config=settings.tuning.kernels(problem_of(arrays)),
         problems=problems,
         dtypes=settings.dtypes,
         num_sms=settings.request.num_sms,
@@ -229,12 +219,12 @@ def _launch(
 
 
 def _run(settings: Settings, operands: tuple[Arrays, jax.Array]) -> Gradients:
-    d_weights, d_embeddings = _launch(settings, settings.tuning, *operands, 1)
+    d_weights, d_embeddings = _launch(settings, *operands, 1)
     return tuple(x[0] for x in d_weights), d_embeddings
 
 
 def _run_batched(settings: Settings, size: int, batched: Any, operands: Any) -> Gradients:
-    """The vmap rule, like the rule of the result."""
+    """Runs the problems of a `vmap`, like `Op._run_batched`."""
     weights = operands[0].weights
     if not size or any(batched[0].weights):
         return GRADIENT.one_by_one(settings, batched, operands)
@@ -250,15 +240,15 @@ def _run_batched(settings: Settings, size: int, batched: Any, operands: Any) -> 
     # The kernels run even if a row says that XLA is faster for the folded problem: XLA's gradients
     # of weights would be those of one problem.
     tuning, _ = choose(settings.request, problem_of(arrays))
-    tuning = tuning or settings.tuning
-    d_weights, d_embeddings = _launch(settings, tuning, arrays, cotangent, size)
+    folded = settings._replace(tuning=tuning or settings.tuning)
+    d_weights, d_embeddings = _launch(folded, arrays, cotangent, size)
     return d_weights, unstack(size, d_embeddings)
 
 
 def _pull_back(
     settings: Settings, operands: tuple[Arrays, jax.Array], cotangents: Gradients
 ) -> tuple[tuple[Arrays, jax.Array]]:
-    """Second derivatives, by XLA."""
+    """Computes second derivatives, by XLA."""
     (weights, embeddings, parents), cotangent = operands
 
     def by_xla(weights: Any, embeddings: Any, cotangent: jax.Array) -> Gradients:

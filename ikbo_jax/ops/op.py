@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 
 from ikbo_jax.ops import dispatch, sharded
-from ikbo_jax.ops.partition import Division, Rule, dimensions
+from ikbo_jax.ops.partition import Division, Rule, dimensions, map_sequentially
 from ikbo_jax.ops.platforms import by_platform
 from ikbo_jax.ops.settings import as_now
 from ikbo_jax.problems import Problem
@@ -24,9 +24,15 @@ from ikbo_jax.problems import Problem
 
 @dataclasses.dataclass(frozen=True)
 class Call:
-    """The arguments of a call that are not arrays; each op adds its own. Hashable."""
+    """The arguments of a call that are not arrays; each op adds its own. Hashable.
+
+    Attributes:
+      request: the caller's choice of an implementation.
+      return_residuals: whether results that only a gradient needs are returned, too.
+    """
 
     request: dispatch.Request
+    return_residuals: bool = dataclasses.field(default=False, kw_only=True)
 
 
 class Folded[C: Call, A, R](NamedTuple):
@@ -79,9 +85,14 @@ class Op[C: Call, A, R](abc.ABC):
       differentiable: runs a call as planned, with a vmap rule and gradients.
       xla_batches_products: whether XLA runs problems that cannot be folded at once; if false, it
         runs them one after another, which needs the memory of one problem.
+      by_kernels: what `explain` says of a gradient that kernels compute.
+      by_xla: what `explain` says of a gradient that XLA computes.
+      is_gradient_apart: whether kernels may compute the gradient of a result that XLA computes.
     """
 
     xla_batches_products = True
+    by_kernels, by_xla = "mosaic_gpu", "XLA, at user and candidate batch size"
+    is_gradient_apart = False
 
     def __init__(self) -> None:
         # custom_vjp wraps custom_vmap because custom_vmap has no reverse mode.
@@ -91,7 +102,7 @@ class Op[C: Call, A, R](abc.ABC):
 
     @abc.abstractmethod
     def problem(self, call: C, arrays: A) -> Problem:
-        """The problem that a call poses."""
+        """Returns the problem that a call poses."""
 
     @abc.abstractmethod
     def run(self, call: C, plan: dispatch.Plan, arrays: A) -> R:
@@ -110,19 +121,13 @@ class Op[C: Call, A, R](abc.ABC):
 
     @abc.abstractmethod
     def named(self, call: C, arrays: A) -> Named:
-        """The names of the dimensions of the arrays and of the results of `run`."""
+        """Names the dimensions of the arrays and of the results of `run`."""
 
     @abc.abstractmethod
     def vjp(
-        self,
-        call: C,
-        plan: dispatch.Plan,
-        arrays: A,
-        residuals: Any,
-        cotangents: R,
-        dtype: Any,
+        self, call: C, plan: dispatch.Plan, arrays: A, residuals: Any, cotangents: R, dtype: Any
     ) -> A:
-        """Gradients of `arrays`, as a tree like it; None for integer arrays.
+        """Computes gradients of `arrays`, as a tree like it; None for integer arrays.
 
         Args:
           call: the arguments that are not arrays.
@@ -146,9 +151,21 @@ class Op[C: Call, A, R](abc.ABC):
             refusal = f"{request.op} with implementation='mosaic_gpu': {plan.reason}"
         return dataclasses.replace(plan, cuda=cuda, refusal=refusal)
 
+    @staticmethod
+    @abc.abstractmethod
+    def choose_gradient(request: dispatch.Request, problem: Any) -> tuple[Any, str]:
+        """Returns the configuration of the gradient's kernels, or None for XLA; and the reason."""
+
     def plan_on_platform(self, call: C, arrays: A) -> dispatch.Plan:
-        """`plan` where the platform is known."""
-        return dispatch.choose(call.request, self.problem(call, arrays))
+        """Decides how a call and its gradient run where the platform is known."""
+        plan = dispatch.choose(call.request, self.problem(call, arrays))
+        if plan.implementation == "xla" and not self.is_gradient_apart:
+            return dataclasses.replace(plan, backward=self.by_xla)
+        config, reason = self.choose_gradient(call.request, plan.problem)
+        backward = f"{self.by_kernels}, {config}; {reason}"
+        if config is None:
+            backward = self.by_xla if reason in plan.reason else f"{self.by_xla}: {reason}"
+        return dataclasses.replace(plan, backward=backward, backward_config=config)
 
     def _by_platform[X, Y](
         self, run: Callable[[C, dispatch.Plan, X], Y], call: C, plan: dispatch.Plan, operands: X
@@ -162,16 +179,18 @@ class Op[C: Call, A, R](abc.ABC):
         return result
 
     def for_gradient(self, call: C) -> C:
-        """The call whose results the gradient needs."""
-        return call
+        """Returns the call whose results the gradient needs."""
+        return dataclasses.replace(call, return_residuals=True)
 
     def visible(self, call: C, results: R) -> R:
-        """The results of `call`, from the results of `for_gradient(call)`."""
-        del call
-        return results
+        """Returns the results of `call`, from the results of `for_gradient(call)`."""
+        if call.return_residuals or not isinstance(results, tuple):
+            return results
+        visible: Any = (results[0], None)
+        return visible
 
     def residuals(self, results: R) -> Any:
-        """What the gradient needs of the results."""
+        """Returns what the gradient needs of the results."""
         return results
 
     def _divided(self, call: C, plan: dispatch.Plan, arrays: A) -> R:
@@ -194,7 +213,7 @@ class Op[C: Call, A, R](abc.ABC):
         return results
 
     def part(self, call: C, arrays: A, division: Division) -> Part[C, A, R]:
-        """One device's part of a call, from its part of the arrays."""
+        """Makes one device's part of a call, from its part of the arrays."""
         del division
         return Part(call, arrays)
 
@@ -213,7 +232,7 @@ class Op[C: Call, A, R](abc.ABC):
         return part_plan
 
     def _vmappable(self, call: C, plan: dispatch.Plan, arrays: A) -> R:
-        """`run` with a vmap rule: the default rule would add a grid axis to the kernel."""
+        """Runs `run` with a vmap rule: the default rule would add a grid axis to the kernel."""
 
         def run(arrays: A) -> R:
             return self.run(call, plan, arrays)
@@ -249,7 +268,7 @@ class Op[C: Call, A, R](abc.ABC):
         return plan.implementation == "xla" and self.xla_batches_products
 
     def _noted(self, plan: dispatch.Plan, size: int) -> dispatch.Plan:
-        """The plan, whose reason says how problems run that cannot be folded."""
+        """Adds to the plan's reason how problems run that cannot be folded."""
         how = "at once" if self._runs_at_once(plan) else "one after another"
         return dataclasses.replace(
             plan,
@@ -271,7 +290,7 @@ class Op[C: Call, A, R](abc.ABC):
             return (self._by_platform(self._pulled_back, call, plan, (saved, cotangents)),)
 
     def _pulled_back(self, call: C, plan: dispatch.Plan, operands: tuple[tuple[A, Any], R]) -> A:
-        """The gradients of the arrays, from what `_forward` saved and the cotangents."""
+        """Computes the gradients of the arrays, from what `_forward` saved and the cotangents."""
         saved, cotangents = operands
         arrays, _ = saved
         named = self.named(self.for_gradient(call), arrays)
@@ -304,11 +323,11 @@ class Op[C: Call, A, R](abc.ABC):
         gradients = _run_divided(
             local, identity, (names, (*saved, cotangents)), gradient_names, named.split
         )
-        return jax.tree.map(sharded.typed_like, gradients, arrays, is_leaf=_is_none)
+        return jax.tree.map(sharded.typed_like, gradients, arrays, is_leaf=lambda x: x is None)
 
 
 def _of_problems(plan: dispatch.Plan, size: int, batched: dispatch.Plan) -> dispatch.Plan:
-    """The plan `batched` of a `vmap` over `plan`; with the division, if that is a part's."""
+    """Marks `batched` as the plan of a `vmap` over `plan`, and keeps the division of a part."""
     if not plan.division:
         return dataclasses.replace(batched, origin=(*(plan.origin or (plan,)), size))
     batched = dataclasses.replace(batched, division=plan.division, origin=plan.origin)
@@ -317,12 +336,8 @@ def _of_problems(plan: dispatch.Plan, size: int, batched: dispatch.Plan) -> disp
 
 
 def _on[C: Call](call: C, platform: str) -> C:
-    """The call once the platform is known."""
+    """Returns the call once the platform is known."""
     return dataclasses.replace(call, request=call.request.on(platform))
-
-
-def _is_none(x: Any) -> bool:
-    return x is None
 
 
 def _run_divided(
@@ -332,7 +347,7 @@ def _run_divided(
     result_names: Any,
     split: dict[str, str],
 ) -> Any:
-    """`sharded.run` for trees: `operands` are names and arrays."""
+    """Runs `sharded.run` for trees: `operands` are names and arrays."""
     names, arrays = operands
     paths, treedef = jax.tree_util.tree_flatten_with_path(arrays)
     result_leaves, result_treedef = jax.tree.flatten(result_names)
@@ -353,7 +368,7 @@ def _run_divided(
 def vmappable[A, R](
     run: Callable[[A], R], run_batched: Callable[[int, A, A], R]
 ) -> Callable[[A], R]:
-    """A function of a tree of arrays with its own vmap rule.
+    """Makes a function of a tree of arrays with its own vmap rule.
 
     Args:
       run: the function.
@@ -412,45 +427,22 @@ class Gradient[S, O, G]:
 def gradient_config(
     request: dispatch.Request, problem: Problem, reason: str | None = None
 ) -> tuple[Any, str]:
-    """The configuration of a gradient's kernels, or None for XLA; `reason` says why not kernels."""
+    """Returns the configuration of a gradient's kernels, or None for XLA because of `reason`."""
     if reason:
         return None, reason
     return dispatch.kernel_config(dataclasses.replace(request, op=problem.op, config=None), problem)
 
 
 def stack(size: int, array: jax.Array, is_batched: bool) -> jax.Array:
-    """`array` with a leading axis of `size`; broadcasts it unless it is batched."""
+    """Gives `array` a leading axis of `size`; broadcasts it unless it is batched."""
     return array if is_batched else jnp.broadcast_to(array, (size, *array.shape))
 
 
 def concatenate(size: int, array: jax.Array, is_batched: bool) -> jax.Array:
-    """The rows of `size` problems as the rows of one; each has a copy of what is not batched."""
+    """Joins the rows of `size` problems; each has a copy of what is not batched."""
     return stack(size, array, is_batched).reshape(-1, *array.shape[1 + is_batched :])
 
 
 def unstack[R](size: int, results: R) -> R:
     """Splits results of a folded problem along a new leading axis of `size` problems."""
     return jax.tree.map(lambda x: x.reshape(size, x.shape[0] // size, *x.shape[1:]), results)
-
-
-def map_sequentially(fn: Callable[..., Any], batched: Any, arguments: Any) -> Any:
-    """vmap as a loop, which needs the memory of one problem.
-
-    Args:
-      fn: takes a tree like `arguments` without batch axes.
-      batched: a tree of bools with the structure of `arguments`: which arrays have a leading batch
-        axis.
-      arguments: a tree of arrays.
-
-    Returns:
-      The results of `fn`, stacked along a leading axis.
-    """
-    leaves, treedef = jax.tree.flatten(arguments)
-    flags = jax.tree.leaves(batched)
-
-    def call_slice(slices: list[jax.Array]) -> Any:
-        rest = iter(slices)
-        pairs = zip(leaves, flags, strict=True)
-        return fn(jax.tree.unflatten(treedef, [next(rest) if b else x for x, b in pairs]))
-
-    return jax.lax.map(call_slice, [x for x, b in zip(leaves, flags, strict=True) if b])

@@ -30,17 +30,14 @@ class PaddedWeight:
 
     @property
     def shape(self) -> tuple[int, int]:
-        """(M, K)."""
         return self.rows.shape[0], self.k
 
     @property
     def ndim(self) -> int:
-        """2, as of a weight."""
         return 2
 
     @property
     def dtype(self) -> Any:
-        """The dtype of the weight."""
         return self.rows.dtype
 
     @property
@@ -49,7 +46,7 @@ class PaddedWeight:
         return self.rows[:, : self.k]
 
     def astype(self, dtype: Any) -> PaddedWeight:
-        """The weight in another dtype."""
+        """Converts the weight to another dtype."""
         if jnp.dtype(dtype) == self.dtype:
             return self
         return pad_weight(self.weight.astype(dtype))
@@ -82,6 +79,6 @@ def pad_weight(weight: jax.Array | PaddedWeight) -> PaddedWeight:
 
 
 def pad_columns(weight: jax.Array, columns: int) -> jax.Array:
-    """A matrix with zeros behind its columns."""
+    """Adds columns of zeros to a matrix."""
     missing = columns - weight.shape[1]
     return jnp.pad(weight, ((0, 0), (0, missing))) if missing else weight

@@ -54,7 +54,7 @@ class Rule:
         return self.operands + self.results
 
     def sizes(self, shapes: Sequence[tuple[int, ...]]) -> dict[str, int]:
-        """The size of every dimension, from the operands' shapes.
+        """Finds the size of every dimension, from the operands' shapes.
 
         The minor part of a dimension with two names follows from the major part, which has a
         dimension of its own in another operand.
@@ -72,7 +72,7 @@ class Rule:
         return sizes
 
     def batched(self, size: int, batched: Sequence[bool]) -> Rule:
-        """The rule of `vmap` of `size` problems over the operands that are `batched`."""
+        """Makes the rule of `vmap` of `size` problems over the operands that are `batched`."""
         name = f"problem{len(self.problems)}"
         operands = tuple(
             ((name,), *dims) if is_batched else dims
@@ -87,7 +87,7 @@ class Rule:
         )
 
     def gradient(self, wanted: Sequence[bool]) -> Rule:
-        """The rule of the gradients of the operands that are `wanted`; cotangents come last."""
+        """Makes the rule of the gradients of the `wanted` operands; cotangents come last."""
         return dataclasses.replace(
             self,
             names=(*self.names, *(f"cotangent {n}" for n in range(len(self.results)))),
@@ -128,7 +128,7 @@ class Division:
     summed: tuple[Move, ...]
 
     def joined(self, inner: Division | None) -> Division:
-        """This division, and one of its parts over other mesh axes."""
+        """Joins this division with one of its parts over other mesh axes."""
         if inner is None:
             return self
         axes = dict(self.axes)
@@ -143,7 +143,7 @@ class Division:
         )
 
     def spec(self, dims: Dimensions, *, again: bool = False) -> PartitionSpec:
-        """The mesh axes of an array with these dimensions.
+        """Returns the mesh axes of an array with these dimensions.
 
         Args:
           dims: the array's dimensions.
@@ -154,21 +154,21 @@ class Division:
         return PartitionSpec(*(_entry(found) for found in entries))
 
     def axes_of(self, name: str) -> tuple[str, ...]:
-        """The mesh axes that divide a dimension."""
+        """Returns the mesh axes that divide a dimension."""
         return dict(self.axes).get(name, ())
 
     def parts(self, axes: tuple[str, ...]) -> int:
-        """The number of devices along mesh axes."""
+        """Counts the devices along mesh axes."""
         sizes = dict(self.mesh_sizes)
         return math.prod(sizes[axis] for axis in axes)
 
     def sums(self, dims: Dimensions) -> tuple[str, ...]:
-        """The mesh axes over which a result with these dimensions is summed."""
+        """Returns the mesh axes over which a result with these dimensions is summed."""
         present = {name for dim in dims for name in dim}
         return sum((axes for name, axes in self.axes if name not in present), ())
 
     def sum(self, part: jax.Array, dims: Dimensions) -> jax.Array:
-        """The sum of one problem's part over the devices along dimensions that it lacks."""
+        """Sums one problem's part over the devices along dimensions that it lacks."""
         axes = self.sums((*((name,) for name, _ in self.rule.problems), *dims))
         return jax.lax.psum(part, axes) if axes else part
 
@@ -178,8 +178,9 @@ class Division:
         for name, axes in self.axes:
             over[words[name]] = over.get(words[name], ()) + axes
         parts = [
-            f"{word} over {_quoted(axes)} ({_count(self.parts(axes))})"
+            f"{word} over {_quoted(axes)} ({n} device{'s' * (n != 1)})"
             for word, axes in over.items()
+            for n in (self.parts(axes),)
         ] or ["not divided: every device computes all of it"]
         for verb, moves in (("gathers", self.gathered), ("the gradient sums", self.summed)):
             parts += [
@@ -190,10 +191,7 @@ class Division:
 
 
 def divide(
-    rule: Rule,
-    arrays: Sequence[Any],
-    specs: Sequence[PartitionSpec],
-    mesh_sizes: Mapping[str, int],
+    rule: Rule, arrays: Sequence[Any], specs: Sequence[PartitionSpec], mesh_sizes: Mapping[str, int]
 ) -> Division:
     """Decides which mesh axes divide which dimensions.
 
@@ -259,7 +257,7 @@ def divide(
 
 
 def _normalised(spec: Any, dims: Dimensions) -> tuple[tuple[str, ...], ...]:
-    """The mesh axes of every dimension; unconstrained ones have none."""
+    """Lists the mesh axes of every dimension; unconstrained dimensions have none."""
     entries = tuple(spec) + (None,) * (len(dims) - len(spec))
     return tuple(
         (entry,) if isinstance(entry, str) else entry if isinstance(entry, tuple) else ()
@@ -269,10 +267,6 @@ def _normalised(spec: Any, dims: Dimensions) -> tuple[tuple[str, ...], ...]:
 
 def _entry(axes: tuple[str, ...]) -> str | tuple[str, ...] | None:
     return axes[0] if len(axes) == 1 else axes or None
-
-
-def _count(devices: int) -> str:
-    return "1 device" if devices == 1 else f"{devices} devices"
 
 
 def _quoted(axes: tuple[str, ...]) -> str:
@@ -285,10 +279,33 @@ Local = Callable[[Sequence[Any], Division | None], Sequence[Any]]
 
 
 def vmapped(local: Local, batched: Sequence[bool]) -> Local:
-    """`local` for the problems of a `vmap` over the operands that are `batched`."""
+    """Runs `local` for the problems of a `vmap` over the operands that are `batched`."""
     axes = tuple(0 if is_batched else None for is_batched in batched)
 
     def problems(parts: Sequence[Any], division: Division | None) -> Any:
         return jax.vmap(lambda *one: tuple(local(one, division)), axes)(*parts)
 
     return problems
+
+
+def map_sequentially(fn: Callable[..., Any], batched: Any, arguments: Any) -> Any:
+    """Runs a vmap as a loop, which needs the memory of one problem.
+
+    Args:
+      fn: takes a tree like `arguments` without batch axes.
+      batched: a tree of bools with the structure of `arguments`: which arrays have a leading batch
+        axis.
+      arguments: a tree of arrays.
+
+    Returns:
+      The results of `fn`, stacked along a leading axis.
+    """
+    leaves, treedef = jax.tree.flatten(arguments)
+    flags = jax.tree.leaves(batched)
+
+    def call_slice(slices: list[jax.Array]) -> Any:
+        rest = iter(slices)
+        pairs = zip(leaves, flags, strict=True)
+        return fn(jax.tree.unflatten(treedef, [next(rest) if b else x for x, b in pairs]))
+
+    return jax.lax.map(call_slice, [x for x, b in zip(leaves, flags, strict=True) if b])

@@ -26,12 +26,9 @@ by_platform_p.is_high = lambda *_, **__: False  # type: ignore[method-assign]
 
 
 def by_platform(
-    elsewhere: Callable[[Any], Any],
-    on_cuda: Callable[[Any], Any],
-    operands: Any,
-    refusal: str = "",
+    elsewhere: Callable[[Any], Any], on_cuda: Callable[[Any], Any], operands: Any, refusal: str = ""
 ) -> Any:
-    """`on_cuda(operands)` in a program that is lowered for CUDA, `elsewhere(operands)` in others.
+    """Runs `on_cuda(operands)` in a program for CUDA, `elsewhere(operands)` in others.
 
     Derivatives are those of `elsewhere`, on every platform. Both functions have `vmap`.
 

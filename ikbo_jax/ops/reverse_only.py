@@ -9,10 +9,12 @@ import jax.numpy as jnp
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
+from ikbo_jax.ops import dispatch
+
 # Two identities: on an operand, and on its tangent. Reverse mode transposes the tangent's equation,
 # which removes it. Forward mode evaluates or compiles the equation, which raises, before JAX
 # reaches the `custom_vjp` later in the jaxpr and raises its own error.
-operand_p = Primitive("ikbo_reverse_only")
+operand_p = dispatch.identity_primitive("ikbo_reverse_only")
 tangent_p = Primitive("ikbo_reverse_only_tangent")
 
 
@@ -43,10 +45,6 @@ def _jvp(primals: Any, tangents: Any, **params: str) -> tuple[Any, Any]:
     return operand_p.bind(*primals, **params), tangent_p.bind(*tangents, **params)
 
 
-operand_p.def_impl(lambda x, **_: x)
-operand_p.def_abstract_eval(lambda x, **_: x)
-mlir.register_lowering(operand_p, lambda ctx, x, **_: [x])
-batching.defvectorized(operand_p)
 ad.primitive_jvps[operand_p] = _jvp
 
 tangent_p.def_impl(_refuse)

@@ -15,7 +15,7 @@ import jax
 
 
 def as_now[**Arguments, Result](function: Callable[Arguments, Result]) -> Callable[..., Result]:
-    """`function`, under the settings of products and of 64 bits that are set now."""
+    """Runs `function` later under the settings of products and of 64 bits that are set now."""
     precision, x64 = matmul_precision(), jax.config.jax_enable_x64
 
     @functools.wraps(function)
@@ -27,6 +27,6 @@ def as_now[**Arguments, Result](function: Callable[Arguments, Result]) -> Callab
 
 
 def matmul_precision() -> str | None:
-    """The precision of f32 products that is set now; None: JAX's default."""
+    """Returns the precision of f32 products that is set now; None: JAX's default."""
     precision: str | None = jax.config.jax_default_matmul_precision
     return precision

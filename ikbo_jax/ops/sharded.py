@@ -72,7 +72,7 @@ def run(local: Local, rule: Rule, identity: Any, operands: Sequence[Any]) -> tup
 
 
 def run_by_types(local: Local, rule: Rule, operands: Sequence[Any]) -> tuple[Any, ...]:
-    """`run` for a computation of JAX's own functions, which XLA can divide: only types need help.
+    """Runs JAX's own functions, which XLA can divide, so that only Explicit types need help.
 
     With Explicit axes, JAX's functions refuse operands that are divided in different ways. The
     operands have floating-point types.
@@ -91,7 +91,7 @@ def run_by_types(local: Local, rule: Rule, operands: Sequence[Any]) -> tuple[Any
 
 
 def _over_axes_left(local: Local, rule: Rule, identity: Any) -> Local:
-    """`local` inside of the op's own `shard_map`, where a mesh also has Auto axes."""
+    """Divides `local` over a mesh's Auto axes, inside of the op's own `shard_map`."""
     varied = _varied(local)
 
     def divided(parts: Sequence[Any], division: Division | None) -> Sequence[Any]:
@@ -104,7 +104,7 @@ def _over_axes_left(local: Local, rule: Rule, identity: Any) -> Local:
 
 
 def aligned(rule: Rule, operands: Sequence[Any]) -> tuple[Any, ...]:
-    """The operands in one layout, where types say how they divide: JAX's functions take no other.
+    """Moves operands into one layout, where their types say how they divide.
 
     All dimensions of the rule are alike for the functions.
     """
@@ -119,12 +119,12 @@ def aligned(rule: Rule, operands: Sequence[Any]) -> tuple[Any, ...]:
 
 
 def is_typed(operands: Sequence[Any]) -> bool:
-    """Whether types say how operands divide, so that `run_by_types` has reverse mode alone."""
+    """Whether types name Explicit mesh axes, so that `run_by_types` has no forward mode."""
     return _explicit_mesh(operands) is not None
 
 
 def _explicit_mesh(operands: Sequence[Any]) -> Any:
-    """The mesh with Explicit axes that the operands' types name; None if there is none."""
+    """Finds the mesh with Explicit axes that the operands' types name; None if there is none."""
     for operand in operands:
         mesh = jax.typeof(operand).sharding.mesh
         if AxisType.Explicit in mesh.axis_types:
@@ -174,7 +174,7 @@ def _by_types(local: Local, rule: Rule, operands: Sequence[Any]) -> tuple[Any, .
 
 
 def _pulled_back(local: Local, is_float: Sequence[bool]) -> Local:
-    """The gradients of `local`: takes its operands and the cotangents of its results.
+    """Makes the gradients of `local`: takes its operands and its results' cotangents.
 
     Types say over which axes an operand does not vary: its gradient is summed over them, where
     `local` makes it vary.
@@ -240,7 +240,7 @@ def _by_shard_map(local: Local, rule: Rule, operands: Sequence[Any]) -> tuple[An
 
 
 def _explicit_sizes(mesh: Any) -> dict[str, int]:
-    """The number of devices along every Explicit axis."""
+    """Counts the devices along every Explicit axis."""
     kinds = zip(mesh.axis_names, mesh.axis_types, strict=True)
     return {name: mesh.shape[name] for name, kind in kinds if kind is AxisType.Explicit}
 
@@ -250,7 +250,7 @@ def _specs(operands: Sequence[Any]) -> list[PartitionSpec]:
 
 
 def typed_like(gradient: Any, operand: Any) -> Any:
-    """A gradient, sharded as its operand's type says, which may have been gathered; or None."""
+    """Shards a gradient (or None) as its operand's type says, which may have been gathered."""
     if gradient is None:
         return None
     found, wanted = jax.typeof(gradient).sharding, jax.typeof(operand).sharding
@@ -262,7 +262,7 @@ def typed_like(gradient: Any, operand: Any) -> Any:
 
 
 def run_kernel(fn: Callable[..., Any], *arrays: Any) -> Any:
-    """`fn(*arrays)` for a function that launches kernels.
+    """Runs `fn(*arrays)`, a function that launches kernels.
 
     Inside `shard_map`, values have types that say over which mesh axes they vary, and Pallas
     refuses such types in a kernel. The function is traced without them.
@@ -305,7 +305,7 @@ def _results_vary_as_operands(*operands: Any, jaxpr: Any) -> list[Any]:
 
 
 def vary_over_same_axes(arrays: Any) -> Any:
-    """Inside `shard_map`, marks every array as varying over all mesh axes that one varies over.
+    """Marks every array as varying over all `shard_map` axes that one varies over.
 
     `shard_map` requires a gradient to vary over the same axes as its input, but the gradient of a
     replicated array differs between shards. The transpose of this cast sums it over the shards.
@@ -315,7 +315,7 @@ def vary_over_same_axes(arrays: Any) -> Any:
 
 
 def zeros(shape: tuple[int, ...], dtype: Any, arrays: Any) -> jax.Array:
-    """Zeros, the result of a call in which nothing runs.
+    """Makes zeros, the result of a call in which nothing runs.
 
     Inside `shard_map`, they vary over the mesh axes that one of the call's arrays varies over, as
     the result of other calls does.

@@ -86,6 +86,6 @@ def _target(card: str, num_sms: int | None) -> Target:
 
 
 def current() -> Target | None:
-    """The target that `export_target` names; None outside of it."""
+    """Returns the target that `export_target` names; None outside of it."""
     target: Target | None = _current.value
     return target

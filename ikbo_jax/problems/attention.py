@@ -31,10 +31,9 @@ ITEM_WORDS = 16
 #: Words of a consumer's flags: whether any flag is set, and a flag for each group of consecutive
 #: tiles.
 FLAG_WORDS = 128
-#: Most keys with which a tile is so short that the queries of several are in flight; see
-#: `AttentionProblem._spanning_configs`.
+#: Up to this number of keys, queries of several tiles are in flight (`_spanning_configs`).
 SHORT_KEYS = 256
-#: Of short keys, least with which turns are late; of others, most with which scores are early.
+#: Least keys with late turns, up to `SHORT_KEYS`; most keys with early scores, beyond `SHORT_KEYS`.
 LATE_REUSE_KEYS, EARLY_SCORES_KEYS = 181, 724
 #: Configurations of the kernel for few queries that are worth timing.
 MOST_FEW_QUERIES = 8
@@ -46,7 +45,7 @@ class AttentionShared(NamedTuple):
     items: Any  # ring of descriptors, filled only; one more than slots: the producer's `_save`
     query: Any  # ring of [2, column blocks, 64, 64]
     key: Any  # ring of [column blocks, block_kv, 64]
-    value: Any  # likewise
+    value: Any  # ring of [column blocks, block_kv, 64]
     flags: Any  # [2, FLAG_WORDS] int32
     flags_ready: Any
     staging: Any  # [2, 64, columns], only under interpretation
@@ -58,10 +57,8 @@ class AttentionConfig(FlashConfig):
     """Tuning parameters of the attention kernel, besides the rings.
 
     Attributes:
-      chunk: number of consecutive tiles of one head in the schedule, which find their user's keys
-        in L2.
-      reuse: whether a CTA processes neighbouring tiles, ignoring `chunk`, and keeps keys and values
-        in shared memory between tiles of the same user; needs all keys to fit the stages.
+      reuse: whether a CTA processes neighbouring tiles, and keeps keys and values in shared memory
+        between tiles of the same user; needs all keys to fit the stages.
       balance: whether tiles are split where users end, if T is an odd multiple of 64. A tile that
         holds two candidates of different users is then two work items instead of one long one.
       early_scores: whether the scores of a pass's second block are computed while the preceding
@@ -71,10 +68,9 @@ class AttentionConfig(FlashConfig):
         own scores have arrived, and not already after it has issued its own products; so the two
         compute exponentials at different times.
       one_user: whether tiles are cut where users end, by a launch that lists them; so every tile
-        has one pass. Tiles with many keys come first. Ignores `chunk` and `balance`.
+        has one pass. Tiles with many keys come first. Ignores `balance`.
     """
 
-    chunk: int = 32
     reuse: bool = False
     balance: bool = False
     early_scores: bool = False
@@ -82,7 +78,6 @@ class AttentionConfig(FlashConfig):
     one_user: bool = False
 
     def shared(self, head_dim: int) -> AttentionShared:
-        """Shared memory and barriers of one CTA."""
         return AttentionShared(
             items=memory.descriptors(self.q_slots, ITEM_WORDS, spare=1),
             flags=memory.Words((NUM_CONSUMERS, FLAG_WORDS)),
@@ -93,13 +88,10 @@ class AttentionConfig(FlashConfig):
         )
 
     def illegal_reason(self, problem: AttentionProblem) -> str | None:
-        """Why the kernel cannot run `problem` with this configuration; None if it can."""
         if reason := self.why_not_tiles(problem, MAX_BLOCK_KV):
             return reason
         if reason := why_not_users(problem):
             return reason
-        if self.chunk < 1:
-            return f"chunk must be at least 1, but is {self.chunk}"
         stages = min(self.k_stages, self.v_stages)
         if self.reuse and problem.kv_len > stages * self.block_kv:
             return (
@@ -140,7 +132,7 @@ class AttentionSizes(Problem):
 
     @property
     def useful_flops(self) -> int:
-        """Two FLOPs per multiply-add of the products, all keys valid; no padding, no softmax."""
+        """Counts two FLOPs per multiply-add of the products, all keys valid, without padding."""
         pairs = self.batch * self.q_len * self.q_heads * self.kv_len
         return 2 * self.products * pairs * self.head_dim
 
@@ -157,7 +149,7 @@ class AttentionSizes(Problem):
         )
 
     def distance(self, other: AttentionSizes) -> float:
-        """Infinite if H, and so the tiles, differ; see `ATTENTION_DISTANCE_WEIGHTS`."""
+        """Returns infinity if H, and so the tiles, differ; see `ATTENTION_DISTANCE_WEIGHTS`."""
         if self.head_dim != other.head_dim:
             return math.inf
         return attention_distance(self._sizes(), other._sizes())
@@ -203,7 +195,7 @@ class AttentionProblem(AttentionSizes):
         if not plain:
             return
         for number, (mode, us) in enumerate(attention_tile_cost.tile_modes(self)):
-            # Of the ways that seem slower, two configurations are worth timing.
+            # Modes with a higher estimate than the first have two configurations worth timing.
             configs = dict.fromkeys(_cut(config, mode) for config in plain)
             for config in itertools.islice(configs, 2 if number else None):
                 yield Ranked(us, config)
@@ -230,7 +222,7 @@ class AttentionProblem(AttentionSizes):
                         yield config
 
     def _switches(self) -> list[dict[str, bool]]:
-        """Further parameters worth timing, the most promising first."""
+        """Lists further parameters worth timing, the most promising first."""
         # reuse: 0.074 ms instead of 0.082 ms at S = 256 and 64 candidates a user in one
         # measurement, 0.086 ms instead of 0.089 ms in another (H = 128).
         found: list[dict[str, bool]] = [{}, {"reuse": True}]
@@ -245,7 +237,7 @@ class AttentionProblem(AttentionSizes):
 
 
 def _cut(config: AttentionConfig, mode: str) -> AttentionConfig:
-    """A configuration with one of the modes of `attention_tile_cost.tile_modes`."""
+    """Returns the configuration with a mode of `attention_tile_cost.tile_modes`."""
     if mode == "one_user":
         return dataclasses.replace(config, one_user=True, reuse=False)
     if mode == "balance":

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 from ikbo_jax.problems import hopper, memory
 from ikbo_jax.problems.attention import AttentionSizes
+from ikbo_jax.problems.gdpa_backward import GdpaBackwardConfig
 from ikbo_jax.problems.hopper import BLOCK_K, NUM_CONSUMERS, TILE_ROWS, WGMMA_M
 from ikbo_jax.problems.problem import Config
 
@@ -51,7 +52,7 @@ def query_slots(head_dim: int) -> int:
 
 
 def most_blocks(batch: int, users: int, rows_per_candidate: int, block_q: int) -> int:
-    """The largest number of query blocks of any index: every user may have a partial block."""
+    """Bounds the query blocks of any index: every user may have a partial block."""
     return batch * rows_per_candidate // block_q + min(batch, users)
 
 
@@ -84,16 +85,6 @@ class StoredShared(NamedTuple):
     # columns
     result: Any  # [2 consumers * tiles, column blocks, 64, 64]
     f32_staging: Any  # [2 consumers, 64, columns] f32, only under interpretation
-
-
-class DQueryShared(NamedTuple):
-    """Shared memory and barriers of the launch of d_query alone; shapes follow the slot."""
-
-    queries: Any  # ring of [2 operands, 2 consumers, column blocks, 64, 64] and descriptors
-    keys_values: Any  # ring of [2 operands, column blocks, block_kv, 64]
-    statistics: Any  # [2 consumers, 2, 64] f32
-    statistics_free: Any
-    staging: Any  # [2 consumers, 64, block_kv], only under interpretation
 
 
 @dataclasses.dataclass(frozen=True)
@@ -147,18 +138,18 @@ class AttentionBackwardConfig(Config):
 
     @property
     def query_tiles(self) -> int:
-        """Tiles of 64 query rows, or keys, of a consumer that multiplies stored gradients."""
+        """Number of a consumer's tiles of 64 rows where it multiplies stored gradients."""
         return 2 if self.tall else 1
 
     @property
     def tile_rows(self) -> int | None:
-        """Rows of a tile of a launch that computes d_query alone; None without such a launch."""
+        """Number of rows of a tile of the launch of d_query alone; None without such a launch."""
         if self.has_d_query:
             return None
         return TILE_ROWS * (self.query_tiles if self.stores_d_scores else 1)
 
     def launches(self, head_dim: int) -> tuple[Gradients, ...]:
-        """The gradients of keys and values, by launch that computes scores."""
+        """Lists the launches that compute scores, each by its gradients of keys and values."""
         if head_dim <= MAX_BOTH_SUMS:
             return (BOTH,)
         return (("value",),) if self.stores_d_scores else (("value",), ("key",))
@@ -173,7 +164,7 @@ class AttentionBackwardConfig(Config):
         return self.stores_d_scores and "key" not in gradients
 
     def shared(self, head_dim: int, gradients: Gradients = BOTH) -> AttentionBackwardShared:
-        """Shared memory and barriers of a CTA of the launch that computes these gradients."""
+        """Declares shared memory and barriers of a CTA of the launch of these gradients."""
         blocks = hopper.column_blocks(head_dim)
         operands = 2 if "key" in gradients or self.stores_d_scores else 1
         half = (blocks, self.block_q, BLOCK_K)
@@ -210,27 +201,12 @@ class AttentionBackwardConfig(Config):
             **d_query,
         )
 
-    def d_query_shared(self, head_dim: int) -> DQueryShared:
-        """Shared memory and barriers of a CTA of the launch of d_query alone."""
-        blocks = hopper.column_blocks(head_dim)
-        return DQueryShared(
-            queries=memory.ring(
-                query_slots(head_dim),
-                ready=NUM_CONSUMERS * (2 * blocks + 1) + 1,
-                tiles=(2, NUM_CONSUMERS, blocks, WGMMA_M, BLOCK_K),
-                words=DESCRIPTOR_WORDS,
-            ),
-            keys_values=memory.ring(
-                self.kv_stages, ready=2 * blocks, tiles=(2, blocks, self.block_kv, BLOCK_K)
-            ),
-            statistics=memory.Floats((NUM_CONSUMERS, 2, WGMMA_M)),
-            # An array, so that it can be indexed; only element 0 is used.
-            statistics_free=memory.Barriers(2, NUM_CONSUMERS),
-            staging=memory.Staging((NUM_CONSUMERS, WGMMA_M, self.block_kv)),
-        )
+    def d_query_config(self, head_dim: int) -> GdpaBackwardConfig:
+        """Configuration of the launch of d_query alone, which is a kernel of gdpa's gradient."""
+        slots = query_slots(head_dim)
+        return GdpaBackwardConfig(self.block_kv, self.kv_stages, slots, packs_statistics=False)
 
     def stored_shared(self, head_dim: int) -> StoredShared:
-        """Shared memory and barriers of a CTA of a launch that multiplies stored gradients."""
         blocks, tiles = hopper.column_blocks(head_dim), NUM_CONSUMERS * self.query_tiles
         return StoredShared(
             items=memory.descriptors(2, DESCRIPTOR_WORDS)._replace(
@@ -244,7 +220,7 @@ class AttentionBackwardConfig(Config):
         )
 
     def stored_tiles(self, tiles: int, kv_heads: int, blocks: int) -> int:
-        """Tiles of keys whose gradients of scores are stored at once; 0 if one is too large.
+        """Counts tiles of keys whose gradients of scores are stored at once; 0 if one is too large.
 
         Args:
           tiles: all tiles of a user.
@@ -255,16 +231,14 @@ class AttentionBackwardConfig(Config):
         return -(-tiles // -(-tiles // most)) if most else 0
 
     def smem_bytes(self, head_dim: int) -> int:
-        """Shared memory of one CTA, of the launch that needs most."""
         found: list[Any] = [self.shared(head_dim, x) for x in self.launches(head_dim)]
         if self.d_query == "launch":
-            found.append(self.d_query_shared(head_dim))
+            found.append(self.d_query_config(head_dim).shared(head_dim, 1))
         elif self.stores_d_scores:
             found.append(self.stored_shared(head_dim))
         return max(map(memory.smem_bytes, found))
 
     def illegal_reason(self, problem: AttentionSizes) -> str | None:
-        """Why the kernel cannot run `problem` with this configuration; None if it can."""
         if reason := hopper.why_not_dtype(problem.dtype):
             return reason
         if reason := hopper.why_not_head_dim(

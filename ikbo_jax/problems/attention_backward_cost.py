@@ -50,7 +50,7 @@ MULTIPLY_US, MULTIPLY_BLOCK_US = {1: 2.9, 2: 3.3}, {1: 0.18, 2: 0.3}
 
 @functools.lru_cache(maxsize=1024)
 def small_configs(problem: Any) -> tuple[AttentionBackwardConfig, ...]:
-    """Configurations of a small gradient, an `AttentionBackwardProblem`, the fastest first.
+    """Lists configurations of a small gradient, an `AttentionBackwardProblem`, the fastest first.
 
     Empty if it is not small.
     """
@@ -84,14 +84,14 @@ def _all(problem: Any) -> Iterator[AttentionBackwardConfig]:
 
 
 def _rows(problem: Any) -> tuple[float, float]:
-    """Rows of users with equally many candidates, and a standard deviation more of random ones."""
+    """Returns a user's mean rows, and a standard deviation more if candidates are random."""
     if problem.users == 1:
         return problem.rows, problem.rows
     return problem.rows, problem.rows * (1 + math.sqrt(problem.users / problem.batch))
 
 
 def estimated_us(problem: Any, config: AttentionBackwardConfig) -> float:
-    """Time of the kernels of a small gradient, without that of lse and delta.
+    """Estimates the time of a small gradient's kernels, without the kernel of lse and delta.
 
     The mean of two estimates: users with equally many candidates, and with random numbers of them.
     """

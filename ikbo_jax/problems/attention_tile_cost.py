@@ -15,16 +15,14 @@ from ikbo_jax.problems.hopper import NUM_SMS, TILE_ROWS, WGMMA_M
 # configuration in geometric mean, and at most 1.07 times. The factors of 3 and 4 column blocks are
 # estimates; with them the choices take 1.01 times as long, at most 1.06 (23 sizes, commit 13031e8).
 
-#: What L2 delivers to all SMs and to one, and device memory.
+#: Bytes that L2 delivers to all SMs, bytes that L2 delivers to one SM, and bytes of device memory.
 L2_BYTES, SM_BYTES, MEMORY_BYTES = 1.05e7, 7.2e4, 2.9e6
-#: The part of repeated reads of keys and values that comes from device memory if L2 does not hold
-#: all of them, by kernel. The kernel for few queries did the same until a user's items became
-#: neighbours (`rows.firsts_before`): 715 us for 2.0 GB of 1.4 GB of keys and values; 0.3 is a
-#: guess.
+#: Part of repeated reads of keys and values that comes from device memory if L2 cannot hold all of
+#: them: for few queries, for tiles that span users, for tiles of one user.
 REREAD, TILE_REREAD, ONE_USER_REREAD = 0.73, 0.8, 0.4
-#: Waves from which on the last one is half full in the mean; the least part of a wave that counts.
+#: From this number of waves on, the last one counts as half full; least part of a wave that counts.
 MANY_WAVES, LEAST_WAVE = 8, 0.02
-#: Mean number of tiles of a user from which on the last one is half full in the mean.
+#: From this mean number of a user's tiles on, the last tile counts as half full.
 MANY_TILES = 30
 #: The kernel whose tiles of 128 rows span users: the launch, a pass, and a block of 128 rows by 128
 #: keys, by column blocks.
@@ -39,22 +37,20 @@ SPANNING_US = 3.2
 #: How much longer a pass takes, the fewer queries candidates have, if users end in its tile:
 #: consumers store parts of 64 rows from registers.
 PARTIAL_US = 1.5
-#: An SM's queries and results of a tile, for each column block of heads wider than 128 but one, at
-#: `SM_BYTES`. Narrower ones have them in the times of their blocks. And keys of a block of theirs.
-#: Without both, 25.8 us were expected to be 18.1 (S = 96, H = 192, an H200; items for few queries
-#: take 21.8, and were expected to take 20.6).
+#: Heads wider than 128: time of a tile's queries and results for each column block but the first
+#: (the time of a block includes narrower heads' queries and results), and keys of a block. Without
+#: both, the estimate of 25.8 us was 18.1 us (S = 96, H = 192, an H200).
 WIDE_ROWS_US, WIDE_BLOCK_KV = 0.43, 64
 #: The launch that lists tiles of one user, with the gap after it, and its part for each 1,024
 #: candidates.
 LIST_US, LIST_EACH_US = 4.0, 0.35
-#: Offsets and index beyond which XLA lists tiles (`worklist.tiles`), in 24 kernels.
+#: Words of offsets and index beyond which XLA lists tiles (`worklist.tiles`); its 24 kernels' time.
 MOST_LISTED_WORDS, XLA_LIST_US = 46080, 60.0
-#: How much faster tiles that are cut at users should seem, to be preferred to those that span
-#: users.
+#: Tiles that are cut at users are preferred if their estimate is lower by this factor.
 CUT_MARGIN = 1.02
-#: How much longer tiles of several users take where memory takes more than this part of their time,
-#: and shorter elsewhere: CTAs take what others have left, which those of the kernel for few queries
-#: do not. Without it the choice between the kernels takes up to 1.5 times as long (26 sizes).
+#: Factor of tiles with several users where memory takes more than `MEMORY_PART` of their time; its
+#: inverse applies elsewhere: idle CTAs take over tiles, but not in the kernel for few queries.
+#: Without the factor, the choice between both kernels takes up to 1.5 times as long (26 sizes).
 OF_MEMORY, MEMORY_PART = 1.1, 0.49
 #: Most warpgroup tiles that `balance` cuts by default, the kernels that cut them, and how much
 #: longer the kernel then takes.
@@ -66,7 +62,7 @@ FURTHER_PASS, WORST = {1: 1.0, 2: 0.8, 3: 0.8, 4: 0.8}, 2.0
 
 
 def expected_tiles(problem: Any, item_rows: int) -> float:
-    """Mean number of items for the rows of a user that has candidates.
+    """Estimates the mean number of items for the rows of a user that has candidates.
 
     A user's number of candidates is taken as normally distributed, its variance as its mean.
     """
@@ -85,20 +81,20 @@ def expected_tiles(problem: Any, item_rows: int) -> float:
 
 
 def key_bytes(problem: Any) -> tuple[int, int]:
-    """Bytes of keys and values: of one head of a user, and of all users with candidates."""
+    """Counts bytes of keys and values: one head of a user, and all users with candidates."""
     p = problem
     keys = 4 * p.kv_len * p.head_dim
     return keys, min(p.users, p.batch) * p.kv_heads * keys
 
 
 def row_bytes(problem: Any) -> int:
-    """Bytes of the queries, and of the result."""
+    """Counts the bytes of the queries and of the result."""
     p = problem
     return 4 * p.batch * p.q_len * p.q_heads * p.head_dim
 
 
 def _pass_us(problem: Any, ending: float) -> float:
-    """Time of a pass of a tile of 128 rows; `ending`: the part of the tiles in which users end."""
+    """Estimates a pass of 128 rows; `ending` is the part of the tiles in which users end."""
     p = problem
     columns = hopper.column_blocks(p.head_dim)
     blocks, rows_us = math.ceil(p.kv_len / 128), 0.0
@@ -111,7 +107,7 @@ def _pass_us(problem: Any, ending: float) -> float:
 
 
 def estimated_tile_us(problem: Any) -> float:
-    """Time of the kernel whose tiles span users: waves of tiles, a pass for each of their users."""
+    """Estimates tiles that span users: waves of tiles, a pass for each user of a tile."""
     p = problem
     rows = p.batch * p.q_len
     items = -(-rows // TILE_ROWS) * p.q_heads
@@ -134,7 +130,7 @@ def estimated_tile_us(problem: Any) -> float:
 
 
 def estimated_one_user_us(problem: Any) -> float:
-    """Time of the same kernel with tiles of one user: waves of passes, and the list of tiles."""
+    """Estimates tiles of one user: waves of passes, and the list of tiles."""
     p = problem
     users = min(p.users, p.batch)
     tiles = users * expected_tiles(p, TILE_ROWS)
@@ -150,7 +146,7 @@ def estimated_one_user_us(problem: Any) -> float:
 
 
 def estimated_balance_us(problem: Any) -> float:
-    """Time of the same kernel with `balance`, which cuts tiles at users, by kernels of XLA."""
+    """Estimates the kernel with `balance`; kernels of XLA cut its tiles at users."""
     p = problem
     tiles = p.batch * p.q_len // WGMMA_M
     if p.q_len % TILE_ROWS != WGMMA_M or tiles > MOST_BALANCED:
@@ -159,7 +155,7 @@ def estimated_balance_us(problem: Any) -> float:
 
 
 def _list_us(problem: Any) -> float:
-    """Time of the launch that lists tiles of one user, or of XLA's kernels."""
+    """Estimates the launch that lists tiles of one user, or XLA's kernels that do."""
     if 2 * (problem.batch + problem.users) > MOST_LISTED_WORDS:
         return XLA_LIST_US
     return LIST_US + LIST_EACH_US * problem.batch / 1024

@@ -12,7 +12,7 @@ from ikbo_jax.problems.problem import Config
 
 #: Largest block_kv by head width (width 96 is padded to 128 in shared memory).
 MAX_BLOCK_KV = {64: 128, 96: 128, 128: 128, 192: 80, 256: 80}
-#: Likewise if each consumer has 64 rows and all columns of wider heads.
+#: Largest block_kv if each consumer has 64 rows and all columns of heads wider than 128.
 MAX_WIDE_BLOCK_KV = 64
 #: Most columns of values that a consumer multiplies if it adds the other's sums to its own. With
 #: all columns of wider heads, H = 192 spills 80 to 500 bytes then, and H = 256 200 bytes, with
@@ -33,16 +33,15 @@ MOST_LISTINGS = 4
 #: item besides its blocks, and a listing, 0.6 us with 1,024 candidates on an H100.
 TIME_UNIT_US = 0.66
 ITEM_TIME, LISTING_TIME = 1.04, 1.0
-#: Likewise, what CTAs save that list, with the gap between launches: the launch that copies
-#: candidates into the order of users, and its part for each 1,024 of them (2 us for 512, 5.2 for
-#: 10,985, `pack` on an H100).
+#: In the same unit: the launch that copies candidates into the order of users, with the gap between
+#: launches, and its part for each 1,024 candidates (2 us for 512, 5.2 us for 10,985 on an H100).
 PACK_TIME, PACK_TIME_EACH = 4.0, 0.5
-#: Likewise, most time of a CTA if one user has all candidates, 0.3 ms. The CTAs of its slots then
-#: take all of its items, where an order of the users would spread them over the device.
+#: In the same unit: most time of a CTA if one user has all candidates, 0.3 ms. CTAs that list then
+#: leave all items to that user's CTAs; an order of the users would spread items over the device.
 MOST_SKEWED_TIME = 450.0
-#: Of candidates in order, most whose users CTAs put into a table (each thread of the consumers has
-#: one of 256 in a register), least of which it saves time (fewer are counted by one round of
-#: loads), and most users and row slots of it. Its numbers have 16 bits.
+#: Sorted candidates whose users CTAs put into a table: at most 64 for each of 256 consumer threads,
+#: at least more than one round of loads counts; most users and row slots of the table; and most
+#: keys, since numbers in the table have 16 bits.
 MOST_TABLED, LEAST_TABLED, MOST_TABLE_ROWS, MOST_TABLED_KEYS = 16384, 513, 4096, 2**16 - 1
 #: f32 words of a row's statistics that one consumer hands to the other: maximum and sum, for each
 #: of the two rows of a thread.
@@ -93,17 +92,17 @@ class UserTable:
 
     @property
     def lengths(self) -> int:
-        """The first word of the users' numbers of keys."""
+        """Index of the first word of the users' numbers of keys."""
         return self.users
 
     @property
     def owners(self) -> int:
-        """The first word of the other row slots' users."""
+        """Index of the first word of the users of further row slots."""
         return self.lengths + math.ceil(self.users / 2)
 
     @property
     def faults(self) -> int:
-        """The first word of how many candidates each warp found that are not in order."""
+        """Index of the first word of the warps' counts of candidates out of order."""
         return self.owners + math.ceil(self.extra / 2)
 
     @property
@@ -112,19 +111,19 @@ class UserTable:
 
 
 def head_group(q_heads: int, kv_heads: int) -> int:
-    """Query heads of one key head whose queries share a tile: the largest divisor up to 8."""
+    """Counts query heads of a key head whose queries share a tile: the largest divisor up to 8."""
     heads = q_heads // kv_heads
     return max(n for n in range(1, SWIZZLE_ROWS + 1) if heads % n == 0)
 
 
 def rows_of_head(group: int) -> int:
-    """Rows of a tile of 64 that belong to one query head of a group; a power of 2."""
+    """Counts the rows of a 64-row tile that one query head of a group has; a power of 2."""
     rows = WGMMA_M // group
     return 1 << (rows.bit_length() - 1)
 
 
 def pack_time(batch: int) -> float:
-    """Time of the launch that copies candidates into the order of users, in units of a block."""
+    """Estimates the launch that copies candidates into the order of users, in units of a block."""
     return PACK_TIME + PACK_TIME_EACH * batch / 1024
 
 
@@ -149,7 +148,7 @@ class Listings(NamedTuple):
 
 
 def listed_tiles(batch: int, users: int, candidates: int) -> int:
-    """Row slots of each user, of `candidates` each, if CTAs list candidates.
+    """Counts row slots of each user, of `candidates` each, if CTAs list candidates.
 
     Two standard deviations more than the mean; the rest of a user's candidates follows in the same
     CTA.
@@ -203,7 +202,7 @@ class FewQueriesConfig(Config):
         return found.candidates > 0 and found.of_cta <= MOST_LISTINGS and is_short
 
     def listings(self, problem: Any, num_sms: int) -> Listings:
-        """How CTAs list, whether that is worth while (`lists`) or not.
+        """Chooses how CTAs list, whether listing is worth while (`lists`) or not.
 
         Bundles of all groups of heads need fewest listings. But with fewer bundles than CTAs, or
         few for each CTA, smaller bundles give the busiest CTA fewer items. Of those that
@@ -247,18 +246,18 @@ class FewQueriesConfig(Config):
         return head_dim <= MAX_COLUMNS
 
     def parts(self, kv_len: int) -> int:
-        """Parts of the keys: as many of `splits` as have blocks."""
+        """Counts the parts of the keys: as many of `splits` as have blocks."""
         blocks = math.ceil(kv_len / self.block_kv)
         return math.ceil(blocks / math.ceil(blocks / min(self.splits, blocks)))
 
     @property
     def block_parts(self) -> int:
-        """Parts of a block that are loaded by themselves where a user's keys end in it."""
+        """Number of parts of a block that are loaded separately where a user's keys end in it."""
         rows = 32 if self.block_kv % 32 == 0 and self.block_kv > 32 else 16
         return self.block_kv // rows
 
     def table(self, problem: Any) -> UserTable | None:
-        """The table that CTAs make of a sorted index; None if they search it.
+        """Returns the table that CTAs make of a sorted index; None if CTAs search the index.
 
         They do if it has few candidates, or if the table is large, or shared memory is full.
         """
@@ -271,7 +270,7 @@ class FewQueriesConfig(Config):
         return table if memory.smem_bytes(shared) <= hopper.MAX_SMEM_BYTES else None
 
     def wanted_table(self, problem: Any) -> UserTable | None:
-        """`table`, whether shared memory has room for it or not."""
+        """Returns `table` whether shared memory has room for it or not."""
         p = problem
         group = head_group(p.q_heads, p.kv_heads)
         item_rows = rows_of_head(group) * self.tile_rows // WGMMA_M
@@ -291,7 +290,7 @@ class FewQueriesConfig(Config):
         table: UserTable | None = None,
         has_lengths: bool = False,
     ) -> FewQueriesShared:
-        """Shared memory and barriers of one CTA; `group`: see `head_group`."""
+        """Declares shared memory and barriers of one CTA; `group`: see `head_group`."""
         parts = self.block_parts if has_lengths else 1
         blocks = hopper.column_blocks(head_dim)
         tiles = self.tile_rows // WGMMA_M
@@ -321,11 +320,9 @@ class FewQueriesConfig(Config):
         )
 
     def smem_bytes(self, head_dim: int) -> int:
-        """Bytes of shared memory of one CTA."""
         return memory.smem_bytes(self.shared(head_dim))
 
     def illegal_reason(self, problem: Any) -> str | None:
-        """Why the kernel cannot run an `AttentionProblem` with this configuration, or None."""
         if reason := flash.why_not_operands(problem, self.block_kv, MAX_BLOCK_KV):
             return reason
         if reason := flash.why_not_users(problem):

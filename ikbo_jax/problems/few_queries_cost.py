@@ -79,7 +79,7 @@ def serves(problem: Any) -> bool:
 
 
 def ranked_configs(problem: Any) -> list[Ranked]:
-    """The legal configurations worth timing, the most promising first.
+    """Estimates the legal configurations worth timing, the most promising first.
 
     With many rows of a user the tensor cores limit the time. Then the kernel whose tiles span users
     is faster, whose softmax keeps the maximum of the first block.
@@ -92,7 +92,7 @@ def ranked_configs(problem: Any) -> list[Ranked]:
 
 @functools.lru_cache(maxsize=1024)
 def candidate_configs(problem: Any) -> tuple[FewQueriesConfig, ...]:
-    """The legal configurations worth timing, the most promising first."""
+    """Lists the legal configurations worth timing, the most promising first."""
     if not serves(problem):
         return ()
     found = []
@@ -111,7 +111,7 @@ def candidate_configs(problem: Any) -> tuple[FewQueriesConfig, ...]:
 def _with_short_rings(
     problem: Any, config: FewQueriesConfig, items: int | None = None
 ) -> FewQueriesConfig:
-    """The configuration, without stages and slots that no CTA uses; `items`: of a CTA, if known.
+    """Drops the stages and slots that no CTA uses; `items` of a CTA, if known.
 
     A CTA sets up the barriers of its rings before its first load, about 11 ns each: 3.55 us with
     two stages and slots instead of 3.94 with five stages and four slots (69 candidates, T = 64,
@@ -132,7 +132,7 @@ def _with_short_rings(
 def _with_most_stages(
     problem: Any, tile_rows: int, splits: int, block_kv: int
 ) -> list[FewQueriesConfig]:
-    """The legal configuration with most stages; none if all are illegal."""
+    """Finds the legal configuration with most stages; empty if all are illegal."""
     is_wide = problem.head_dim > MAX_COLUMNS
     has_all_columns = is_wide and tile_rows > WGMMA_M
     # Blocks of 80 keys, and 128 rows of wide heads, were measured without splits.
@@ -171,7 +171,7 @@ def _with_most_stages(
 
 
 def config_of_unsorted(problem: Any, num_sms: int = NUM_SMS) -> FewQueriesConfig:
-    """The most promising configuration for an index that is not sorted; there must be a legal one.
+    """Returns the best configuration for an unsorted index; one must be legal.
 
     Listing takes time for every item, so larger items are better than for a sorted index.
     """
@@ -188,7 +188,7 @@ def config_of_unsorted(problem: Any, num_sms: int = NUM_SMS) -> FewQueriesConfig
 
 
 def _further_slots(problem: Any, config: FewQueriesConfig) -> int:
-    """Row slots besides each user's first one."""
+    """Counts the row slots besides each user's first one."""
     head_rows = rows_of_head(head_group(problem.q_heads, problem.kv_heads))
     return int(problem.batch * problem.q_len // (head_rows * config.tile_rows // WGMMA_M))
 
@@ -201,7 +201,7 @@ def _most_items(problem: Any, config: FewQueriesConfig) -> int:
 
 
 def _spread(problem: Any, config: FewQueriesConfig, tiles: float) -> float:
-    """How many items more than the mean the CTA has that ends last.
+    """Estimates how many more items than the mean the CTA has that ends last.
 
     Users have a row slot each, which has an item, and CTAs have equally many of them. Of the other
     row slots some are empty, by the users' numbers of candidates. `tiles`: items of a user's rows.
@@ -219,7 +219,7 @@ def _spread(problem: Any, config: FewQueriesConfig, tiles: float) -> float:
 
 
 def _uneven_us(problem: Any, config: FewQueriesConfig) -> float:
-    """How much longer than others the CTA takes that has most items of more than 64 rows.
+    """Estimates how much longer the CTA takes that has most items of more than 64 rows.
 
     Each consumer has all keys of such an item, and every other block of an item of fewer rows. If a
     user's rows fill 64 in the mean, either kind is frequent: 394 us, where tiles of one user take
@@ -244,7 +244,7 @@ def _uneven_us(problem: Any, config: FewQueriesConfig) -> float:
 
 
 def estimated_us(problem: Any, config: FewQueriesConfig, *, is_listed: bool = False) -> float:
-    """Time by a model: waves of items, the traffic of L2 and of device memory, and the merge.
+    """Estimates the time: waves of items, traffic of L2 and device memory, and the merge.
 
     `is_listed`: whether CTAs list candidates, whose row slots the configuration counts itself.
     """
@@ -290,14 +290,14 @@ def estimated_us(problem: Any, config: FewQueriesConfig, *, is_listed: bool = Fa
 
 
 def _copy_us(problem: Any) -> float:
-    """Time of copies of queries, besides `pack_time`, which knows queries that are in L2."""
+    """Estimates copies of queries that are not in L2, which `pack_time` leaves out."""
     rows = row_bytes(problem)  # queries and results: as much as a copy reads and writes
     operands = key_bytes(problem)[1] + rows + rows // 2
     return rows / MEMORY_BYTES if operands > CACHE_BYTES else 0.0
 
 
 def estimated_unsorted_us(problem: Any, config: FewQueriesConfig, num_sms: int) -> float:
-    """Time with an index that is not sorted: CTAs list candidates, or a launch copies queries."""
+    """Estimates an unsorted index: CTAs list candidates, or a launch copies queries."""
     is_listed = config.lists(problem, num_sms)
     found = estimated_us(problem, config, is_listed=is_listed)
     if not is_listed:

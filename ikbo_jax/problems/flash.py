@@ -33,7 +33,7 @@ class FlashConfig(Config):
     q_slots: int = 2
 
     def rings(self, head_dim: int) -> dict[str, Any]:
-        """The declarations `query`, `key`, `value` and `staging` of the kernel's shared memory."""
+        """Declares `query`, `key`, `value` and `staging` of the kernel's shared memory."""
         blocks = hopper.column_blocks(head_dim)
         block = (blocks, self.block_kv, BLOCK_K)
         return {
@@ -49,10 +49,9 @@ class FlashConfig(Config):
 
     @abc.abstractmethod
     def shared(self, head_dim: int) -> Any:
-        """Shared memory and barriers of one CTA, a tuple of declarations (`problems.memory`)."""
+        """Declares one CTA's shared memory and barriers, as a tuple (`problems.memory`)."""
 
     def smem_bytes(self, head_dim: int) -> int:
-        """Bytes of shared memory of one CTA."""
         return memory.smem_bytes(self.shared(head_dim))
 
     def why_not_tiles(self, problem: Any, max_block_kv: Mapping[int, int]) -> str | None:

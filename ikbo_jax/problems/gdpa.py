@@ -22,7 +22,7 @@ MAX_BLOCK_KV = {64: 128, 96: 128, 128: 128, 256: 64}
 #: relu at H = 64 and 256; of gelu at 256 and, with the table row's configuration, at 64. The other
 #: widths compile with it, and these widths without it.
 SERIALISED_HALVES_WIDTHS = (64, 256)
-#: Activations whose kernels compile with `half_blocks` at these widths, too, if all heads have one.
+#: Activations that ptxas does not serialise with `half_blocks` there, if all heads have the same.
 COMPILED_HALVES = ("gelu_tanh", "silu")
 #: Head width at which gelu's products are serialised for some sizes: with one head and blocks of 64
 #: keys, with tickets and seeds; not for 1,152 sequences with four heads.
@@ -36,7 +36,7 @@ EXTRA_ITEM_SLOTS = 2
 #: Largest number of configurations to time for one problem: each result is compared with the XLA
 #: path, which takes up to 0.1 s a call.
 MAX_CONFIGS = 16
-#: Largest number of those that are for the kernel for short sequences.
+#: Largest number of these configurations that the kernel for short sequences has.
 MAX_SHORT_CONFIGS = 6
 #: (k_stages, v_stages, q_slots) of configurations worth timing, the most promising first. Fractions
 #: of the reference matmul on an H200 for batch 1152, N = 4, H = 128, gelu_tanh with approx="tanh",
@@ -48,16 +48,16 @@ RINGS: tuple[Ring, ...] = ((2, 2, 3), (2, 3, 2), (3, 3, 2), (4, 4, 2), (3, 3, 1)
 #: none 0.728, 0.780, 0.824. With the first ring and late_turns: 0.806 to 0.813 at 1024, 0.854 at
 #: 2048.
 LONG_MODES: tuple[dict[str, Any], ...] = ({"late_turns": True}, {})
-#: The same for jagged sequences. Fractions for bounds 512, 1024 and 2048: with skip_empty and
-#: half_blocks 0.481 (without late_turns), 0.645 and 0.753; without them 0.472, 0.639 (with
+#: Further parameters for jagged sequences. Fractions for bounds 512, 1024 and 2048: with skip_empty
+#: and half_blocks 0.481 (without late_turns), 0.645 and 0.753; without them 0.472, 0.639 (with
 #: late_turns) and 0.757.
 JAGGED_MODES: tuple[dict[str, Any], ...] = (
     {"late_turns": True, "skip_empty": True, "half_blocks": True},
     {"skip_empty": True, "half_blocks": True},
     *LONG_MODES,
 )
-#: The same if the keys of a sequence fit the stages. Fractions for full sequences of 256 keys with
-#: the first ring. 1024 queries: 0.702 with run=8, 0.687 with 4, 0.676 with 16; 0.575 with the
+#: Further parameters if a sequence's keys fit the stages. Fractions for full sequences of 256 keys,
+#: with the first ring. 1024 queries: 0.702 with run=8, 0.687 with 4, 0.676 with 16; 0.575 with the
 #: second ring and run=1. 512 queries: 0.689 with run=4, 0.659 with 8. 256 queries: 0.605 with
 #: run=2, 0.598 with late_turns alone.
 SHORT_MODES: tuple[dict[str, Any], ...] = (
@@ -122,7 +122,6 @@ class GdpaConfig(FlashConfig):
     tickets: bool = False
 
     def shared(self, head_dim: int) -> GdpaShared:
-        """Shared memory and barriers of one CTA."""
         items = memory.descriptors(self.q_slots + EXTRA_ITEM_SLOTS, ITEM_WORDS)
         return GdpaShared(items=items, **self.rings(head_dim))
 
@@ -130,23 +129,15 @@ class GdpaConfig(FlashConfig):
     def for_softmax(self) -> AttentionConfig:
         """The equivalent configuration of the attention kernel, which computes a softmax."""
         return AttentionConfig(
-            self.block_kv,
-            self.k_stages,
-            self.v_stages,
-            self.q_slots,
-            late_turns=self.late_turns,
+            self.block_kv, self.k_stages, self.v_stages, self.q_slots, late_turns=self.late_turns
         )
 
     def illegal_reason(self, problem: GdpaProblem) -> str | None:
-        """Why the forward kernel cannot run `problem` with this configuration; None if it can."""
         if reason := self.why_not_tiles(problem, MAX_BLOCK_KV):
             return reason
+        if reason := problem.why_not_softmax:
+            return reason
         has_softmax = SOFTMAX in problem.activations
-        if has_softmax and set(problem.activations) != {SOFTMAX}:
-            return (
-                "the kernels support softmax in all heads or in none, "
-                f"but the activations are {', '.join(problem.activations)}"
-            )
         if self.half_blocks and self.block_kv % (2 * WGMMA_K):
             return (
                 f"half_blocks needs a block_kv that is a multiple of {2 * WGMMA_K}, "

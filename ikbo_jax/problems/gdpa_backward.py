@@ -42,6 +42,7 @@ class GdpaBackwardShared(NamedTuple):
     staging: Any  # [2 consumers, 2, 64, block], only under interpretation
     f32_staging: Any  # [2 consumers, 64, columns] f32, likewise
     packed: Any = None  # with a softmax: statistics, then the words of both rings; see `Packing`
+    statistics: Any = None  # [2, TILE_ROWS] f32, of a tile; None: packed
     statistics_free: Any = None  # and, in the kernel with one result, whether they were read
 
 
@@ -71,26 +72,31 @@ class GdpaBackwardConfig:
     Attributes:
       block: rows of each of the two operands in a pipeline stage; a multiple of 16.
       stages: stages of the ring.
+      slots: slots for a tile's operands and results. With one, which wide heads of attention have,
+        a tile is loaded after the result of the one before was stored.
+      packs_statistics: whether statistics are int32, beside the descriptors; otherwise f32.
     """
 
     block: int = 64
     stages: int = 3
+    slots: int = dataclasses.field(default=SLOTS, repr=False)
+    packs_statistics: bool = dataclasses.field(default=True, repr=False)
 
     def packing(self, num_results: int) -> Packing:
-        """How a softmax's kernel with `num_results` results packs its words.
+        """Lays out the words of a softmax's kernel with `num_results` results.
 
         Statistics belong to queries: to a tile in the kernel with one result, which has one slot
         for them, and to a block in the kernel with two.
         """
         slots, rows = (self.stages, self.block) if num_results == 2 else (1, TILE_ROWS)
         stride = -(-rows // COPY_WORDS) * COPY_WORDS
-        item_words = slots * STATISTICS * stride
-        block_words = item_words + SLOTS * ITEM_WORDS
+        item_words = slots * STATISTICS * stride * self.packs_statistics
+        block_words = item_words + self.slots * ITEM_WORDS
         size = block_words + self.stages * BLOCK_WORDS
         return Packing(stride, item_words, block_words, size)
 
     def shared(self, head_dim: int, softmax_results: int | None = None) -> GdpaBackwardShared:
-        """Shared memory and barriers of one CTA.
+        """Declares shared memory and barriers of one CTA.
 
         `softmax_results`: results of a softmax's kernel; None: there is no softmax.
         """
@@ -104,7 +110,7 @@ class GdpaBackwardConfig:
         has_words = packed is None
         return GdpaBackwardShared(
             stationary=memory.ring(
-                SLOTS,
+                self.slots,
                 ready=2 * NUM_CONSUMERS * blocks + 1 + ready[0],
                 tiles=(2, NUM_CONSUMERS, blocks, WGMMA_M, BLOCK_K),
                 words=ITEM_WORDS if has_words else None,
@@ -118,17 +124,17 @@ class GdpaBackwardConfig:
             staging=memory.Staging((NUM_CONSUMERS, 2, WGMMA_M, self.block)),
             f32_staging=memory.Staging((NUM_CONSUMERS, WGMMA_M, blocks * BLOCK_K), "float32"),
             packed=packed,
+            statistics=None if self.packs_statistics else memory.Floats((STATISTICS, TILE_ROWS)),
             statistics_free=statistics_free,
         )
 
     def smem_bytes(self, head_dim: int, softmax_results: int | None = None) -> int:
-        """Bytes of shared memory of one CTA; see `shared`."""
         return memory.smem_bytes(self.shared(head_dim, softmax_results))
 
     def illegal_reason(
         self, dtype: str, head_dim: int, *, num_results: int, has_softmax: bool = False
     ) -> str | None:
-        """Why the kernel with `num_results` results cannot run with `config`; None if it can."""
+        """Says why the kernel with `num_results` results cannot run; None if it can."""
         if reason := hopper.why_not_dtype(dtype):
             return reason
         if reason := hopper.why_not_head_dim(head_dim, HEAD_DIMS, "backward kernels take"):
@@ -144,12 +150,12 @@ class GdpaBackwardConfig:
 
 
 def default_config(head_dim: int) -> GdpaBackwardConfig:
-    """The configuration of both kernels; nothing else was measured."""
+    """Returns the configuration of both kernels; nothing else was measured."""
     return GdpaBackwardConfig(64, 6 if head_dim <= BLOCK_K else 3)
 
 
 def illegal_reason(problem: GdpaSizes) -> str | None:
-    """Why the kernels cannot compute the gradients of a problem; None if they can."""
+    """Says why the kernels cannot compute a problem's gradients; None if they can."""
     return _default_tuning(problem.head_dim).illegal_reason(problem)
 
 
@@ -171,28 +177,22 @@ class GdpaBackwardTuning(Config):
 
     @property
     def query(self) -> GdpaBackwardConfig:
-        """Configuration of the kernel for d_query."""
         return GdpaBackwardConfig(self.query_block, self.query_stages)
 
     @property
     def key(self) -> GdpaBackwardConfig:
-        """Configuration of the kernel for d_key and d_value."""
         return GdpaBackwardConfig(self.key_block, self.key_stages)
 
     def illegal_reason(self, problem: GdpaSizes) -> str | None:
-        """Why the kernels cannot compute the gradient of `problem`; None if they can."""
         has_softmax = SOFTMAX in problem.activations
         if has_softmax and set(problem.activations) != {SOFTMAX}:
             return "the backward kernels support softmax in all heads or in none"
         if not problem.q_rows or not problem.kv_rows or not problem.batch:
             return "the backward kernels need a query, a key and a sequence"
-        for num_results, config in ((1, self.query), (2, self.key)):
-            reason = config.illegal_reason(
-                problem.dtype, problem.head_dim, num_results=num_results, has_softmax=has_softmax
-            )
-            if reason is not None:
-                return reason
-        return None
+        sizes = problem.dtype, problem.head_dim
+        return self.query.illegal_reason(
+            *sizes, num_results=1, has_softmax=has_softmax
+        ) or self.key.illegal_reason(*sizes, num_results=2, has_softmax=has_softmax)
 
 
 def _default_tuning(head_dim: int) -> GdpaBackwardTuning:
@@ -209,11 +209,10 @@ class GdpaBackwardProblem(GdpaSizes):
 
     @classmethod
     def of(cls, forward: GdpaSizes) -> Self:
-        """The gradient of `forward`."""
         return cls(**dataclasses.asdict(forward))
 
     def useful_flops(self, pairs: int) -> int:
-        """Five products for the forward pass' two."""
+        """Counts five products for the two of the forward pass."""
         return 5 * super().useful_flops(pairs) // 2
 
     def rank(self) -> Iterator[Ranked]:

@@ -73,12 +73,22 @@ class GdpaSizes(Problem):
             for rows, sequences, bound in bounds
         )
 
+    @property
+    def why_not_softmax(self) -> str | None:
+        """Why the forward kernels cannot compute the activations; None if they can."""
+        if SOFTMAX not in self.activations or set(self.activations) == {SOFTMAX}:
+            return None
+        return (
+            "the kernels support softmax in all heads or in none, "
+            f"but the activations are {', '.join(self.activations)}"
+        )
+
     def useful_flops(self, pairs: int) -> int:
-        """Two FLOPs per multiply-add of both products; `pairs` counts query-key pairs per head."""
+        """Counts two FLOPs per multiply-add of both products; `pairs`: query-key pairs a head."""
         return 4 * pairs * self.q_heads * self.head_dim
 
     def describe(self) -> str:
-        """The problem in one line, e.g. `batch=8,8 rows=512,640 N=4 K=4 H=64 gelu bfloat16`."""
+        """Formats the problem: `batch=8,8 rows=512,640 N=4 K=4 H=64 gelu bfloat16`."""
         limits = {"max_seqlen_q": self.max_seqlen_q, "max_seqlen_kv": self.max_seqlen_kv}
         words = [
             f"batch={self.batch},{self.batch_kv} rows={self.q_rows},{self.kv_rows}",
@@ -110,7 +120,7 @@ class GdpaSizes(Problem):
         )
 
     def distance(self, other: GdpaSizes) -> float:
-        """The attentions' distance, plus terms for activations and full sequences.
+        """Adds terms for activations and full sequences to the attentions' distance.
 
         Infinite if H differs, or if only one problem has softmax, which another kernel computes.
         """
@@ -123,7 +133,7 @@ class GdpaSizes(Problem):
         return total + (0.0 if self.is_full == other.is_full else JAGGED_DISTANCE)
 
     def _mean_lengths(self) -> tuple[float, float]:
-        """Mean lengths of the sequences of queries and of keys."""
+        """Returns the mean lengths of the sequences of queries and of keys."""
         return self.q_rows / max(self.batch, 1), self.kv_rows / max(self.batch_kv, 1)
 
     def _sizes(self) -> dict[str, float]:

@@ -35,17 +35,17 @@ KERNEL_DTYPES = ("bfloat16", "float16")
 
 
 def ctas_by_smem(size: int) -> int:
-    """CTAs of `size` bytes of shared memory for which an SM has room."""
+    """Counts CTAs of `size` bytes of shared memory for which an SM has room."""
     return SM_SMEM_BYTES // (size + RESERVED_SMEM_BYTES)
 
 
 def ctas_by_registers(registers: int) -> int:
-    """CTAs of one warpgroup, with so many registers a thread, for which an SM has room."""
+    """Counts CTAs of one warpgroup, with `registers` a thread, for which an SM has room."""
     return SM_REGISTERS // (WARPGROUP_SIZE * registers)
 
 
 def column_blocks(width: int) -> int:
-    """Blocks of 64 columns, a swizzled row of 16-bit elements each, that hold `width` columns."""
+    """Counts the blocks of 64 columns (one swizzled row each) that hold `width` columns."""
     return -(-width // BLOCK_K)
 
 
@@ -81,6 +81,11 @@ def why_not_width(n: int) -> str | None:
     if n % 8 == 0:
         return None
     return f"the kernel needs N to be a multiple of 8 (16 bytes, for TMA), but N={n}"
+
+
+def why_not_rows(problem: Any) -> str | None:
+    """Checks dtype and embedding width of a linear compression."""
+    return why_not_dtype(problem.dtype) or why_not_width(problem.n)
 
 
 def why_not_heads(q_heads: int, kv_heads: int) -> str | None:

@@ -8,22 +8,15 @@ import math
 from collections.abc import Iterator, Mapping
 from typing import Any, ClassVar, NamedTuple, Self
 
-from ikbo_jax.problems import memory, packed_compression, packed_cost, resident_cost
-from ikbo_jax.problems.hopper import (
-    BLOCK_K,
-    NUM_CONSUMERS,
-    WGMMA_M,
-    why_not_dtype,
-    why_not_smem,
-    why_not_width,
-)
+from ikbo_jax.problems import hopper, memory, packed_compression, packed_cost, resident_cost
+from ikbo_jax.problems.hopper import BLOCK_K, NUM_CONSUMERS, WGMMA_M
 from ikbo_jax.problems.packed_compression import STAGING_SLOTS, PackedCompressionConfig
 from ikbo_jax.problems.problem import Config, Problem, Ranked, by_rule, doublings, size, typed
 from ikbo_jax.problems.resident_compression import ResidentCompressionConfig
 
-#: Most candidates of the kernel whose tiles span candidates that the autotuner times.
+#: Most configurations of tiles that span candidates which the autotuner times.
 MOST_PACKED = 12
-#: It times configurations whose models take at most so many times as long as the fastest.
+#: The autotuner times configurations whose estimate is at most this factor of the lowest estimate.
 WORTH_TIMING = 1.3
 #: Largest block_m without register spills: at 224, accumulator and fragment take 196 of a consumer
 #: thread's 240 registers.
@@ -50,7 +43,7 @@ class LinearCompressionShared(NamedTuple):
     staging: Any  # [2, STAGING_SLOTS, epilogue_rows, 64]
     stages: Any  # ring, whose operands are the two above
     tickets: Any  # ring of one word, filled only; None unless CTAs claim user tiles
-    user_stage_free: Any  # `stages.free` of the user phase; likewise
+    user_stage_free: Any  # `stages.free` of the user phase; None unless CTAs claim user tiles
 
 
 @dataclasses.dataclass(frozen=True)
@@ -75,7 +68,7 @@ class LinearCompressionConfig(Config):
     trim: bool = False
 
     def shared(self, *, with_claims: bool) -> LinearCompressionShared:
-        """Shared memory and barriers of one CTA; `with_claims`: of a single launch."""
+        """Declares shared memory and barriers of one CTA; `with_claims`: of a single launch."""
         stages = self.num_stages
         return LinearCompressionShared(
             weight=memory.Tiles((stages, self.block_m, BLOCK_K)),
@@ -84,16 +77,8 @@ class LinearCompressionConfig(Config):
             **packed_compression.rings(self, 1 + NUM_CONSUMERS, with_claims=with_claims),
         )
 
-    @property
-    def smem_bytes(self) -> int:
-        """Bytes of shared memory of one CTA of a single launch; other launches take less."""
-        return memory.smem_bytes(self.shared(with_claims=True))
-
     def illegal_reason(self, problem: LinearCompressionSizes) -> str | None:
-        """Why the kernel cannot run `problem` with this configuration; None if it can."""
-        if reason := why_not_dtype(problem.dtype):
-            return reason
-        if reason := why_not_width(problem.n):
+        if reason := hopper.why_not_rows(problem):
             return reason
         if min(problem.ks) < 1:
             return f"the kernel needs K of at least 1 at every level, but K={problem.ks}"
@@ -113,7 +98,8 @@ class LinearCompressionConfig(Config):
                 f"tile starts with the staging buffer whose store was issued first, but is "
                 f"{self.block_m} / {self.epilogue_rows}"
             )
-        return packed_compression.why_not_stages(self) or why_not_smem(self, self.smem_bytes)
+        smem_bytes = packed_compression.smem_bytes(self)
+        return packed_compression.why_not_stages(self) or hopper.why_not_smem(self, smem_bytes)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -136,7 +122,7 @@ class LinearCompressionSizes(Problem):
 
     @property
     def useful_flops(self) -> int:
-        """Two FLOPs per multiply-add, every level at its batch size; no padding, no copies."""
+        """Number of FLOPs, every level at its batch size, without padding and copies."""
         return sum(2 * b * k * self.m * self.n for b, k in zip(self.batches, self.ks, strict=True))
 
     @classmethod
@@ -154,7 +140,7 @@ class LinearCompressionSizes(Problem):
         return f"B={batches} K={ks} M={self.m} N={self.n} {self.dtype}"
 
     def distance(self, other: LinearCompressionSizes) -> float:
-        """Weighted sum of |log2| of the sizes' ratios; levels are paired from the finest.
+        """Weighs |log2| of the sizes' ratios; levels are paired from the finest.
 
         Infinite if the best tiles cannot be the same: M differs by steps of 16, or an N below 128,
         which decides how many candidates fill a tile. See `DISTANCE_WEIGHTS`; "ratio" is a level's
@@ -163,16 +149,17 @@ class LinearCompressionSizes(Problem):
         if -(-self.m // 16) != -(-other.m // 16) or min(self.n, 128) != min(other.n, 128):
             return math.inf
         weights = DISTANCE_WEIGHTS
-        total = weights["m"] * doublings(self.m, other.m) + weights["n"] * doublings(
-            self.n, other.n
-        )
+        total = weights["m"] * doublings(self.m, other.m)
+        total += weights["n"] * doublings(self.n, other.n)
         total += weights["k_fine"] * doublings(self.ks[-1], other.ks[-1])
         total += weights["b_fine"] * doublings(self.batches[-1], other.batches[-1])
         for k_a, k_b in zip(self.ks[-2::-1], other.ks[-2::-1], strict=False):
             total += weights["k_coarse"] * doublings(k_a, k_b)
-        ratios_a = [fine / max(coarse, 1) for coarse, fine in _adjacent(self.batches)]
-        ratios_b = [fine / max(coarse, 1) for coarse, fine in _adjacent(other.batches)]
-        for r_a, r_b in zip(ratios_a[::-1], ratios_b[::-1], strict=False):
+        ratios = (
+            [fine / max(coarse, 1) for coarse, fine in itertools.pairwise(x.batches)][::-1]
+            for x in (self, other)
+        )
+        for r_a, r_b in zip(*ratios, strict=False):
             total += weights["ratio"] * doublings(r_a, r_b, least=1e-6)
         return total + LEVEL_DISTANCE * abs(len(self.batches) - len(other.batches))
 
@@ -239,7 +226,7 @@ class LinearCompressionProblem(LinearCompressionSizes):
             # With block_m=224, epilogue_rows=56 was fastest.
             divisors.sort(key=lambda rows: max(rows / 56, 56 / rows))
             plain = (LinearCompressionConfig(block_m, num_stages, rows) for rows in divisors)
-            legal = [x for x in plain if x.illegal_reason(self) is None][:2]
+            legal = [*itertools.islice((x for x in plain if not x.illegal_reason(self)), 2)]
             shapes = [(rank, config.epilogue_rows, False) for rank, config in enumerate(legal)]
             if legal and self.m > block_m and self.m % block_m:
                 shapes.append((1, legal[0].epilogue_rows, True))
@@ -252,7 +239,3 @@ class LinearCompressionProblem(LinearCompressionSizes):
                 ranked.append((i + j + k + c + rank, config))
         ranked.sort(key=lambda entry: entry[0])
         yield from (config for _, config in ranked)
-
-
-def _adjacent(batches: tuple[int, ...]) -> list[tuple[int, int]]:
-    return list(zip(batches[:-1], batches[1:], strict=True))

@@ -8,17 +8,8 @@ import itertools
 from collections.abc import Iterator
 from typing import Any, ClassVar, NamedTuple, Self
 
-from ikbo_jax.problems import memory
-from ikbo_jax.problems.hopper import (
-    BLOCK_K,
-    MAX_SMEM_BYTES,
-    NUM_CONSUMERS,
-    TILE_ROWS,
-    WGMMA_M,
-    why_not_dtype,
-    why_not_smem,
-    why_not_width,
-)
+from ikbo_jax.problems import hopper, memory
+from ikbo_jax.problems.hopper import BLOCK_K, NUM_CONSUMERS, TILE_ROWS, WGMMA_M
 from ikbo_jax.problems.linear_compression import (
     LinearCompressionConfig,
     LinearCompressionProblem,
@@ -30,7 +21,7 @@ from ikbo_jax.problems.resident_compression import ResidentCompressionConfig
 
 #: Configurations of the kernels that compute a gradient of embeddings.
 EmbeddingConfig = LinearCompressionConfig | PackedCompressionConfig | ResidentCompressionConfig
-#: Of these, one where no configuration is legal.
+#: The configuration that stands for none where no configuration is legal.
 _ROWS = LinearCompressionConfig(single_launch=False)
 #: Largest n of a WGMMA instruction.
 MAX_BLOCK_M = 256
@@ -42,7 +33,7 @@ ITEM_COST = 12
 MAX_WAVES = 4
 #: Stages of the kernel that sums cotangents, the default first.
 SUM_STAGES = (12, 8, 4)
-#: Cotangents of one user that XLA sums: of the L2 cache's 50 MB. Larger ones take the kernel.
+#: Bytes of one user's cotangents up to which XLA sums them, not the kernel; L2 has 50 MB.
 CACHE_BYTES = 4e7
 #: Largest number of steps from the default to a candidate that differs in several kernels.
 MAX_STEPS = 4
@@ -71,35 +62,24 @@ class WeightGradientConfig(Config):
 
     @property
     def shared(self) -> WeightGradientShared:
-        """Shared memory and barriers of one CTA."""
         return WeightGradientShared(
             embedding=memory.Tiles((self.stages, NUM_CONSUMERS, WGMMA_M, BLOCK_K)),
             cotangent=memory.Tiles((self.stages, self.block_m, BLOCK_K)),
-            stages=memory.Ring(
-                None,
-                None,
-                memory.Barriers(self.stages, 1 + NUM_CONSUMERS),
-                memory.Barriers(self.stages, NUM_CONSUMERS),
-            ),
+            stages=memory.barriers(self.stages, 1 + NUM_CONSUMERS),
             staging=memory.Staging((NUM_CONSUMERS, WGMMA_M, self.block_m), "float32"),
         )
 
     def illegal_reason(self, problem: LinearCompressionSizes) -> str | None:
-        """Why the kernel cannot run `problem` with this configuration; None if it can."""
-        if reason := why_not_dtype(problem.dtype):
-            return reason
-        if reason := why_not_width(problem.n):
+        if reason := hopper.why_not_rows(problem):
             return reason
         if self.block_m % 8 or not 8 <= self.block_m <= MAX_BLOCK_M:
             return f"block_m must be a multiple of 8 from 8 to {MAX_BLOCK_M}, but is {self.block_m}"
-        if self.stages < 2:
-            return f"stages must be at least 2, but is {self.stages}"
-        return why_not_smem(self, memory.smem_bytes(self.shared))
+        return _why_not_ring(self)
 
     def splits(self, batch: int, k: int, m: int, n: int, *, problems: int, num_sms: int) -> int:
-        """Into how many parts each problem's batch is split, so that CTAs are busy to the end.
+        """Number of parts that each problem's batch is split into, so that CTAs end together.
 
-        Each part's sum is a work item, which takes `ITEM_COST` beside its products.
+        The sum of a part is a work item, which costs its products and `ITEM_COST`.
         """
         tiles = problems * -(-k // TILE_ROWS) * -(-m // self.block_m)
         steps = -(-n // BLOCK_K)
@@ -133,29 +113,22 @@ class SumConfig(Config):
 
     @property
     def shared(self) -> SumShared:
-        """Shared memory and barriers of one CTA."""
         tile = (NUM_CONSUMERS, WGMMA_M, BLOCK_K)
         return SumShared(
             cotangent=memory.Tiles((self.stages, *tile)),
             sums=memory.Tiles((NUM_CONSUMERS, 1, WGMMA_M, BLOCK_K)),
-            stages=memory.Ring(
-                None,
-                None,
-                memory.Barriers(self.stages, NUM_CONSUMERS),
-                memory.Barriers(self.stages, NUM_CONSUMERS),
-            ),
+            stages=memory.barriers(self.stages, NUM_CONSUMERS),
             staging=memory.Staging((NUM_CONSUMERS, WGMMA_M, BLOCK_K), "float32"),
         )
 
     def illegal_reason(self, problem: LinearCompressionSizes) -> str | None:
-        """Why the kernel cannot run `problem` with this configuration; None if it can."""
-        if reason := why_not_dtype(problem.dtype):
-            return reason
-        if reason := why_not_width(problem.n):
-            return reason
-        if self.stages < 2:
-            return f"stages must be at least 2, but is {self.stages}"
-        return why_not_smem(self, memory.smem_bytes(self.shared))
+        return hopper.why_not_rows(problem) or _why_not_ring(self)
+
+
+def _why_not_ring(config: Any) -> str | None:
+    if config.stages < 2:
+        return f"stages must be at least 2, but is {config.stages}"
+    return hopper.why_not_smem(config, memory.smem_bytes(config.shared))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -174,29 +147,27 @@ class LinearCompressionBackwardConfig(Config):
     sums: SumConfig = SumConfig()
 
     def illegal_reason(self, problem: LinearCompressionSizes) -> str | None:
-        """Why the kernels cannot compute the gradient of `problem`; None if they can."""
         if not len(self.embeddings) == len(self.weights) == len(problem.ks):
             return (
                 f"the configuration is for {len(self.embeddings)} and {len(self.weights)} levels, "
                 f"but the problem has {len(problem.ks)}"
             )
-        reasons = [
-            config.illegal_reason(embedding_problem(problem, level))
-            for level, config in enumerate(self.embeddings)
-        ]
-        reasons += [config.illegal_reason(problem) for config in (*self.weights, self.sums)]
-        return next((reason for reason in reasons if reason is not None), None)
+        for level, config in enumerate(self.embeddings):
+            if reason := config.illegal_reason(embedding_problem(problem, level)):
+                return reason
+        reasons = (config.illegal_reason(problem) for config in (*self.weights, self.sums))
+        return next(filter(None, reasons), None)
 
 
 def embedding_problem(problem: LinearCompressionSizes, level: int) -> LinearCompressionProblem:
-    """The linear compression by a transposed weight that gives a level's gradient: M is its K."""
+    """Returns the compression by a transposed weight that gives a level's gradient."""
     sizes = (problem.batches[level],), (problem.m,), problem.ks[level], problem.n
     return LinearCompressionProblem(*sizes, problem.dtype)
 
 
 @functools.lru_cache(maxsize=1024)
 def default_config(problem: LinearCompressionSizes) -> LinearCompressionBackwardConfig:
-    """The configuration without a measurement; legal unless none is."""
+    """Returns the configuration without a measurement; legal unless none is."""
     products = [embedding_problem(problem, level) for level in range(len(problem.ks))]
     embeddings = [x.default_config() or _ROWS for x in products]
     weight = _with_most_stages(_block_ms(problem.m)[0])
@@ -205,11 +176,11 @@ def default_config(problem: LinearCompressionSizes) -> LinearCompressionBackward
 
 def _with_most_stages(block_m: int) -> WeightGradientConfig:
     weights = [WeightGradientConfig(block_m, stages) for stages in range(MAX_STAGES, 1, -1)]
-    return next(x for x in weights if memory.smem_bytes(x.shared) <= MAX_SMEM_BYTES)
+    return next(x for x in weights if memory.smem_bytes(x.shared) <= hopper.MAX_SMEM_BYTES)
 
 
 def _block_ms(m: int) -> list[int]:
-    """Values of block_m, whose tiles cover M at the least cost first.
+    """Lists values of block_m, whose tiles cover M at the least cost first.
 
     Each tile costs 32 rows beside its own.
     """
@@ -219,19 +190,16 @@ def _block_ms(m: int) -> list[int]:
 
 
 def illegal_reason(problem: LinearCompressionSizes) -> str | None:
-    """Why the kernels cannot compute the gradient of a problem; None if they can."""
-    if reason := _why_not_sizes(problem):
-        return reason
-    return default_config(problem).illegal_reason(problem)
+    """Says why the kernels cannot compute a problem's gradient; None if they can."""
+    return _why_not_sizes(problem) or default_config(problem).illegal_reason(problem)
 
 
 def _why_not_sizes(problem: LinearCompressionSizes) -> str | None:
-    if min(*problem.batches, *problem.ks, problem.m, problem.n) < 1:
-        return (
-            f"the gradient's kernels need sizes of at least 1, but B={problem.batches}, "
-            f"K={problem.ks}, M={problem.m} and N={problem.n}"
-        )
-    return None
+    p = problem
+    if min(*p.batches, *p.ks, p.m, p.n) >= 1:
+        return None
+    sizes = f"B={p.batches}, K={p.ks}, M={p.m} and N={p.n}"
+    return f"the gradient's kernels need sizes of at least 1, but {sizes}"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -265,31 +233,19 @@ class LinearCompressionBackwardTuning(Config):
     def of(
         cls, embedding: LinearCompressionConfig, weight: WeightGradientConfig, sums: SumConfig
     ) -> Self:
-        """The row of the finest level's configurations."""
-        return cls(
-            weight.block_m,
-            weight.stages,
-            sums.stages,
-            embedding.block_m,
-            embedding.num_stages,
-            embedding.epilogue_rows,
-            embedding.cluster,
-            embedding.trim,
-        )
+        """Makes the row of the finest level's configurations."""
+        x = embedding
+        tile = (x.block_m, x.num_stages, x.epilogue_rows, x.cluster, x.trim)
+        return cls(weight.block_m, weight.stages, sums.stages, *tile)
 
     def kernels(self, problem: LinearCompressionSizes) -> LinearCompressionBackwardConfig:
-        """The configurations of all kernels."""
+        """Returns the configurations of all kernels."""
         default = default_config(problem)
         finest = default.embeddings[-1]
         if isinstance(finest, LinearCompressionConfig):
-            finest = LinearCompressionConfig(
-                self.embedding_block_m,
-                self.embedding_stages,
-                self.embedding_epilogue_rows,
-                single_launch=False,
-                cluster=self.embedding_cluster,
-                trim=self.embedding_trim,
-            )
+            tile = (self.embedding_block_m, self.embedding_stages, self.embedding_epilogue_rows)
+            switches = (False, self.embedding_cluster, self.embedding_trim)
+            finest = LinearCompressionConfig(*tile, *switches)
         weight = WeightGradientConfig(self.weight_block_m, self.weight_stages)
         return LinearCompressionBackwardConfig(
             (*default.embeddings[:-1], finest),
@@ -298,7 +254,6 @@ class LinearCompressionBackwardTuning(Config):
         )
 
     def illegal_reason(self, problem: LinearCompressionSizes) -> str | None:
-        """Why the kernels cannot compute the gradient of `problem`; None if they can."""
         return _why_not_sizes(problem) or self.kernels(problem).illegal_reason(problem)
 
 
@@ -311,12 +266,11 @@ class LinearCompressionBackwardProblem(LinearCompressionSizes):
 
     @classmethod
     def of(cls, forward: LinearCompressionSizes) -> Self:
-        """The gradient of `forward`."""
         return cls(forward.batches, forward.ks, forward.m, forward.n, forward.dtype)
 
     @property
     def useful_flops(self) -> int:
-        """Those of the gradients of weights and of embeddings: one product of each level each."""
+        """Number of FLOPs of two products a level: for the weight and for the embedding."""
         return 2 * super().useful_flops
 
     def rank(self) -> Iterator[Ranked]:
@@ -325,14 +279,14 @@ class LinearCompressionBackwardProblem(LinearCompressionSizes):
         The first one has the default of every kernel. Every configuration of one kernel is tried
         beside the defaults of the others.
         """
-        return by_rule(self._configs())
-
-    def _configs(self) -> Iterator[LinearCompressionBackwardTuning]:
         if illegal_reason(self) is not None:
-            return
-        default = _default_tuning(self)
+            return iter(())
         finest = embedding_problem(self, len(self.ks) - 1)
         embeddings = _with_new_values(finest.row_configs())
+        default = default_config(self)
+        first = LinearCompressionBackwardTuning.of(
+            next(iter(embeddings), _ROWS), default.weights[-1], default.sums
+        )
         weights = [
             WeightGradientConfig(block_m, stages)
             for block_m in _block_ms(self.m)
@@ -340,7 +294,8 @@ class LinearCompressionBackwardProblem(LinearCompressionSizes):
             for stages in range(most, max(most - 2, 1), -1)
         ]
         sums = [*map(SumConfig, SUM_STAGES)][: None if len(self.ks) > 1 else 1]
-        ranked = [
+        # Each kernel's configurations are legal by themselves, so every combination is.
+        found = [
             (sum(steps), LinearCompressionBackwardTuning.of(embedding, weight, sum_config))
             for (i, embedding), (j, weight), (k, sum_config) in itertools.product(
                 enumerate(embeddings), enumerate(weights), enumerate(sums)
@@ -348,17 +303,12 @@ class LinearCompressionBackwardProblem(LinearCompressionSizes):
             for steps in ((i, j, k),)
             if sum(steps) <= MAX_STEPS or sum(steps) == max(steps)
         ]
-        ranked.sort(key=lambda entry: entry[0])
-        found = [config for _, config in ranked]
-        for config in dict.fromkeys((default, *found)):
-            if config.illegal_reason(self) is None:
-                yield config
+        found.sort(key=lambda entry: entry[0])
+        return by_rule(dict.fromkeys((first, *(config for _, config in found))))
 
 
-def _with_new_values(
-    configs: Iterator[LinearCompressionConfig],
-) -> list[LinearCompressionConfig]:
-    """The first configuration, and each one with a value that no parameter had before."""
+def _with_new_values(configs: Iterator[LinearCompressionConfig]) -> list[LinearCompressionConfig]:
+    """Keeps the first configuration, and each with a value that no earlier one had."""
     found, seen = [], set[tuple[str, int]]()
     for config in configs:
         values = set(dataclasses.asdict(config).items())
@@ -366,9 +316,3 @@ def _with_new_values(
             found.append(config)
         seen |= values
     return found
-
-
-def _default_tuning(problem: LinearCompressionBackwardProblem) -> LinearCompressionBackwardTuning:
-    config = default_config(problem)
-    finest = next(embedding_problem(problem, len(problem.ks) - 1).row_configs(), _ROWS)
-    return LinearCompressionBackwardTuning.of(finest, config.weights[-1], config.sums)

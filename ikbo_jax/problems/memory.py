@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 from ikbo_jax.problems.hopper import NUM_CONSUMERS, SMEM_ALIGNMENT
 
@@ -17,49 +17,52 @@ BARRIER_BYTES = 8
 
 
 @dataclasses.dataclass(frozen=True)
-class Tiles:
-    """Operand tiles [..., rows, 64] of the inputs' dtype; see `mosaic.operand_tile`."""
+class _Array:
+    """An array; ranking adds up the bytes of thousands, so that there is no chain of tests."""
 
+    itemsize: ClassVar[int] = 2
     shape: tuple[int, ...]
 
+    @property
+    def nbytes(self) -> int:
+        size = math.prod(self.shape) * self.itemsize
+        return -(-size // SMEM_ALIGNMENT) * SMEM_ALIGNMENT
 
-@dataclasses.dataclass(frozen=True)
-class Blocks:
+
+class Tiles(_Array):
+    """Operand tiles [..., rows, 64] of the inputs' dtype; see `mosaic.operand_tile`."""
+
+
+class Blocks(_Array):
     """Column blocks [..., rows, width] of the inputs' dtype, for TMA and WGMMA.
 
     The width is 16, 32 or 64; memory is swizzled within a row of a block.
     """
 
-    shape: tuple[int, ...]
 
-
-@dataclasses.dataclass(frozen=True)
-class Rows:
+class Rows(_Array):
     """Rows [..., rows, width] of the inputs' dtype, as they lie in device memory."""
 
-    shape: tuple[int, ...]
 
-
-@dataclasses.dataclass(frozen=True)
-class Words:
+class Words(_Array):
     """Integers of 32 bits."""
 
-    shape: tuple[int, ...]
+    itemsize = 4
 
 
 @dataclasses.dataclass(frozen=True)
-class Floats:
+class Floats(_Array):
     """f32 numbers; with `is_swizzled`, rows of 32 for TMA, swizzled like operand tiles."""
 
-    shape: tuple[int, ...]
+    itemsize = 4
     is_swizzled: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
-class Staging:
+class Staging(_Array):
     """Memory that only an interpreted kernel has; without a dtype, it has the inputs' dtype."""
 
-    shape: tuple[int, ...]
+    itemsize = 0
     dtype: str | None = None
 
 
@@ -71,6 +74,10 @@ class Barriers:
     count: int
     arrivals: int
     is_clustered: bool = False
+
+    @property
+    def nbytes(self) -> int:
+        return self.count * BARRIER_BYTES
 
 
 class Ring(NamedTuple):
@@ -85,8 +92,13 @@ class Ring(NamedTuple):
     free: Any  # completes when the consumers have read a slot
 
 
+def barriers(slots: int, ready: int, free: Any = None) -> Ring:
+    """Declares a ring's barriers; `ready` arrivals fill a slot, whose operands stand elsewhere."""
+    return Ring(None, None, Barriers(slots, ready), free or Barriers(slots, NUM_CONSUMERS))
+
+
 def ring(slots: int, *, ready: int, tiles: tuple[int, ...], words: int | None = None) -> Ring:
-    """A ring whose slots have operand tiles and a descriptor; `ready` arrivals fill a slot."""
+    """Declares a ring of operand tiles and descriptors; `ready` arrivals fill a slot."""
     return Ring(
         Tiles((slots, *tiles)),
         None if words is None else Words((slots, words)),
@@ -96,7 +108,7 @@ def ring(slots: int, *, ready: int, tiles: tuple[int, ...], words: int | None = 
 
 
 def descriptors(slots: int, words: int, *, spare: int = 0) -> Ring:
-    """A ring of descriptors without operands, and without barriers that say that a slot is free.
+    """Declares a ring of descriptors alone, whose slots no barrier frees.
 
     `spare`: descriptors beyond the slots, which no barrier belongs to.
     """
@@ -104,12 +116,7 @@ def descriptors(slots: int, words: int, *, spare: int = 0) -> Ring:
 
 
 def smem_bytes(shared: Any) -> int:
-    """Bytes of one CTA's shared memory; `shared` is a tuple of declarations, or one of them."""
+    """Adds up the bytes of one CTA's shared memory, a declaration or a tuple of them."""
     if isinstance(shared, tuple):
         return sum(map(smem_bytes, shared))
-    if isinstance(shared, Barriers):
-        return shared.count * BARRIER_BYTES
-    if isinstance(shared, Tiles | Blocks | Rows | Words | Floats):
-        size = math.prod(shared.shape) * (2 if isinstance(shared, Tiles | Blocks | Rows) else 4)
-        return -(-size // SMEM_ALIGNMENT) * SMEM_ALIGNMENT
-    return 0
+    return 0 if shared is None else int(shared.nbytes)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from typing import Any, ClassVar, NamedTuple
 
 from ikbo_jax.problems import hopper, memory
@@ -42,7 +43,7 @@ def block_width(n: int) -> int:
 
 
 def row_parts(block_n: int) -> int:
-    """Parts of a tile's compressed rows: one for each consumer if they share the columns."""
+    """Counts the parts of a tile's rows: one for each consumer if both share the columns."""
     return NUM_CONSUMERS if block_n < TILE_ROWS else 1
 
 
@@ -57,10 +58,16 @@ def rings(config: Any, copies: int, *, with_claims: bool) -> dict[str, Any]:
     # The producer is at most `stages` tiles ahead, since each tile uses at least one stage.
     tickets = memory.descriptors(stages + 2, 1)
     return {
-        "stages": memory.Ring(None, None, memory.Barriers(stages, copies), free),
+        "stages": memory.barriers(stages, copies, free),
         "tickets": tickets if with_claims else None,
         "user_stage_free": free_in_cta if with_claims else None,
     }
+
+
+@functools.lru_cache(maxsize=4096)
+def smem_bytes(config: Any) -> int:
+    """Counts bytes of shared memory of one CTA of a single launch; other launches take less."""
+    return memory.smem_bytes(config.shared(with_claims=True))
 
 
 def why_not_stages(config: Any) -> str | None:
@@ -103,16 +110,15 @@ class PackedCompressionConfig(Config):
 
     @property
     def parts(self) -> int:
-        """Parts of a tile's compressed rows; see `row_parts`."""
         return row_parts(self.block_n)
 
     @property
     def consumer_rows(self) -> int:
-        """Compressed rows of each of a consumer's accumulators."""
+        """Number of compressed rows of each of a consumer's accumulators."""
         return self.block_m // self.parts
 
     def shared(self, *, with_claims: bool, n: int = WGMMA_M) -> PackedCompressionShared:
-        """Shared memory and barriers of one CTA; its size does not depend on N."""
+        """Declares shared memory and barriers of one CTA; the size does not depend on N."""
         stages, width = self.num_stages, block_width(n)
         blocks = self.block_n // width
         staged = (WGMMA_M // width, self.epilogue_rows, width)
@@ -124,17 +130,11 @@ class PackedCompressionConfig(Config):
             **rings(self, self.parts + (1 if n == width else blocks), with_claims=with_claims),
         )
 
-    @property
-    def smem_bytes(self) -> int:
-        """Bytes of shared memory of one CTA of a single launch; other launches take less."""
-        return memory.smem_bytes(self.shared(with_claims=True))
-
     def illegal_reason(self, problem: Any) -> str | None:
-        """Why the kernel cannot run a `LinearCompressionProblem` so; None if it can."""
         return (
             why_not_served(problem)
             or self._why_not_tile()
-            or hopper.why_not_smem(self, self.smem_bytes)
+            or hopper.why_not_smem(self, smem_bytes(self))
         )
 
     def _why_not_tile(self) -> str | None:
@@ -185,10 +185,5 @@ def _why_not_sizes(problem: Any) -> str | None:
 
 
 def why_not_served(problem: Any) -> str | None:
-    """Why no configuration can run a `LinearCompressionProblem`; None if some may."""
+    """Says why no configuration can run a `LinearCompressionProblem`; None if some may."""
     return hopper.why_not_dtype(problem.dtype) or _why_not_sizes(problem)
-
-
-def serves(problem: Any) -> bool:
-    """Whether the kernel is a candidate for a `LinearCompressionProblem`."""
-    return why_not_served(problem) is None

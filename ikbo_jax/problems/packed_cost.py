@@ -17,7 +17,8 @@ from ikbo_jax.problems.packed_compression import (
     PackedCompressionConfig,
     block_width,
     row_parts,
-    serves,
+    smem_bytes,
+    why_not_served,
 )
 from ikbo_jax.problems.problem import Ranked
 
@@ -26,7 +27,7 @@ from ikbo_jax.problems.problem import Ranked
 # resident weights. XLA's was fitted before, to the 14. At the 81 sizes, of the times up to 1.5 of
 # the fastest (tests/support/compression_times.py), 226 of 300 of packed tiles err by less than 15 %
 # (the worst by 40 %), and 38 of 52 of row tiles (32 %).
-#: How much less time row tiles take that waste no column, and how much more those that waste some.
+#: Factors of row tiles that waste no column, and of row tiles that waste some.
 ROW_WHOLE, ROW_WASTED = 0.97, 1.03
 #: The launches: the kernel and the one that zeroes counters; the one that pads weights; from the
 #: end of the last user tile to the first use of its fragment.
@@ -37,7 +38,7 @@ TILE_US, STORE_US = 0.41, 0.1
 STEP_US = 0.14
 #: From the request of a stage to its use.
 LATENCY_US = 0.85
-#: A row of a TMA box: TMA copies a box row by row. One of 32 or 64 bytes, and one of 128.
+#: A row of a TMA box, which TMA copies row by row: a row of 32 or 64 bytes, and a row of 128 bytes.
 ROW_US, WIDE_ROW_US = 0.00042, 0.0013
 #: Rows of 32 or 64 bytes that L2 delivers to all SMs in one us.
 BOX_ROWS = 1.6e5
@@ -45,8 +46,8 @@ BOX_ROWS = 1.6e5
 CYCLES = 1900
 #: What device memory delivers, L2 to all SMs, and L2 to one SM.
 MEMORY_BYTES, L2_BYTES, SM_BYTES = 3.1e6, 1.2e7, 9.5e4
-#: What one SM loads, or stores, of fragments. These loads are not ahead: they begin three k steps
-#: before a tile's end, and K of 27 or 44 has one.
+#: What one SM loads, or stores, of fragments. The loads begin only three k steps before a tile's
+#: end, and K of 27 or 44 has one k step.
 FRAGMENT_BYTES = 7.1e4
 #: Part of the lesser of the two times, of tiles and of memory, that the greater does not hide.
 OVERLAP = 0.34
@@ -61,8 +62,8 @@ CACHE_BYTES = 4e7
 
 
 def ranked_configs(problem: Any) -> list[Ranked]:
-    """The legal configurations worth timing, the most promising first."""
-    if not serves(problem):
+    """Estimates the legal configurations worth timing, the most promising first."""
+    if why_not_served(problem):
         return []
     configs = (*_wide(problem), *_narrow(problem))
     ways = (Ranked(estimated_us(problem, config), config) for config in configs)
@@ -70,7 +71,7 @@ def ranked_configs(problem: Any) -> list[Ranked]:
 
 
 def _wide(problem: Any) -> Iterator[PackedCompressionConfig]:
-    """Configurations whose consumers have columns of their own."""
+    """Yields configurations whose consumers have columns of their own."""
     for block_n in (128, 256, 384, 512, 768, 1024):
         most = MAX_ROWS // (block_n // TILE_ROWS) // 16 * 16
         columns = problem.batches[-1] * problem.n
@@ -93,7 +94,7 @@ def _wide(problem: Any) -> Iterator[PackedCompressionConfig]:
 
 
 def _narrow(problem: Any) -> Iterator[PackedCompressionConfig]:
-    """Configurations whose consumers share 64 columns, for problems that leave SMs idle."""
+    """Yields configurations whose consumers share 64 columns, for problems that leave SMs idle."""
     tiles = -(-problem.batches[-1] * problem.n // WGMMA_M)
     multiple = row_parts(WGMMA_M) * GRANULE
     counts = range(1, NUM_SMS // max(tiles, 1) + 1)
@@ -105,7 +106,7 @@ def _narrow(problem: Any) -> Iterator[PackedCompressionConfig]:
 
 
 def _deepest(problem: Any, config: PackedCompressionConfig) -> PackedCompressionConfig | None:
-    """With the chunks that are nearest to 56 rows, and as many stages as there is room for."""
+    """Takes chunks nearest to 56 rows, and as many stages as there is room for."""
     of_one = config.consumer_rows
     divisors = [rows for rows in range(8, of_one + 1, 8) if of_one % rows == 0]
     divisors.sort(key=lambda rows: max(rows / 56, 56 / rows))
@@ -117,10 +118,10 @@ def _deepest(problem: Any, config: PackedCompressionConfig) -> PackedCompression
         if config.illegal_reason(problem) is not None:
             continue
         of_stage = 2 * BLOCK_K * (config.block_m + config.block_n)
-        most = 2 + (MAX_SMEM_BYTES - config.smem_bytes) // of_stage
+        most = 2 + (MAX_SMEM_BYTES - smem_bytes(config)) // of_stage
         for stages in range(min(8, most), 2, -1):
             deep = dataclasses.replace(config, num_stages=stages)
-            if deep.smem_bytes <= MAX_SMEM_BYTES:
+            if smem_bytes(deep) <= MAX_SMEM_BYTES:
                 return deep
         return config
     return None
@@ -176,7 +177,7 @@ class _Tile:
 def _kernel_us(
     problem: Any, coarser: list[_Tile], last: _Tile, *, padded_n: int, alignment: int
 ) -> float:
-    """Time of a kernel whose tiles these are; fragments have `padded_n` columns of a candidate."""
+    """Estimates a kernel with these tiles; fragments have `padded_n` columns of a candidate."""
     tiles_us = sum(tile.waves * tile.us(problem) + USERS_US for tile in coarser)
     tiles_us += last.waves * last.us(problem)
     num_bytes = _num_bytes(problem)
@@ -192,7 +193,7 @@ def _kernel_us(
 
 
 def missed(size: float, loaded: float, others: float, cache: float = CACHE_BYTES) -> float:
-    """Part of the loads of an array that L2 does not hold.
+    """Estimates the part of an array's loads that L2 does not hold.
 
     The array has `size` bytes, of which `loaded` are read, several times or in any order, while
     `others` bytes are read and written once. It has a share of L2 by its traffic.
@@ -201,13 +202,13 @@ def missed(size: float, loaded: float, others: float, cache: float = CACHE_BYTES
 
 
 def _num_bytes(problem: Any) -> float:
-    """Bytes that the operation must read and write."""
+    """Counts bytes that the operation must read and write."""
     rows = sum(b * k for b, k in zip(problem.batches, problem.ks, strict=True))
     return 2 * (problem.n * (rows + problem.batches[-1] * problem.m) + problem.m * sum(problem.ks))
 
 
 def estimated_us(problem: Any, config: PackedCompressionConfig) -> float:
-    """Time of the kernel whose tiles span candidates, by a model."""
+    """Estimates the kernel whose tiles span candidates."""
 
     def tile(level: int, columns: int, rows: int, stores: int = 0) -> _Tile:
         valid = min(columns, problem.batches[level] * problem.n)
@@ -235,7 +236,7 @@ def estimated_us(problem: Any, config: PackedCompressionConfig) -> float:
 
 
 def _boxed_rows(problem: Any, level: int, columns: int, stored: int = 0) -> int:
-    """Rows of the TMA boxes of a tile, if these are shorter than 128 bytes.
+    """Counts the rows of a tile's TMA boxes, if these are shorter than 128 bytes.
 
     Of each column block, every k step loads 64, however small K is, and `stored` are stored.
     """
@@ -246,7 +247,7 @@ def _boxed_rows(problem: Any, level: int, columns: int, stored: int = 0) -> int:
 
 
 def estimated_row_us(problem: Any, config: Any) -> float:
-    """Time of the kernel whose tiles have the columns of one candidate, by the same model."""
+    """Estimates the kernel whose tiles have the columns of one candidate."""
 
     def tile(level: int, rows: int, stores: int = 0) -> _Tile:
         number = problem.batches[level] * -(-problem.n // TILE_ROWS) * -(-problem.m // rows)
@@ -267,7 +268,7 @@ def estimated_row_us(problem: Any, config: Any) -> float:
 
 
 def estimated_xla_us(problem: Any) -> float:
-    """Time of the decomposed form in XLA: products in f32, then their sum, which is rounded.
+    """Estimates the decomposed form in XLA: f32 products, then a sum that is rounded.
 
     A matrix product of its own for each row of the batch pads M to 64 and N to 32.
     """

@@ -16,7 +16,7 @@ class Config(abc.ABC):
 
     @abc.abstractmethod
     def illegal_reason(self, problem: Any) -> str | None:
-        """Why the kernel cannot run `problem` with this configuration; None if it can."""
+        """Says why the kernel cannot run `problem` with this configuration; None if it can."""
 
 
 class Ranked(NamedTuple):
@@ -53,17 +53,17 @@ class Problem(abc.ABC):
 
     @classmethod
     def config_type_of(cls, fields: Mapping[str, Any]) -> type[Config]:
-        """The class of the configuration with these JSON fields."""
+        """Returns the class of the configuration with these JSON fields."""
         del fields
         return cls.config_type
 
     @abc.abstractmethod
     def describe(self) -> str:
-        """The problem in one line of text."""
+        """Formats the problem as one line of text."""
 
     @abc.abstractmethod
     def distance(self, other: Any) -> float:
-        """Distance to a problem of the same op in doublings of a size, ignoring dtypes.
+        """Measures how far a problem of the same op is, in doublings of a size, ignoring dtypes.
 
         Infinite if a row for one problem says nothing about the other.
         """
@@ -73,17 +73,17 @@ class Problem(abc.ABC):
         """Yields the legal ways worth timing, the most promising first; call `ranked` instead."""
 
     def configs(self) -> tuple[Any, ...]:
-        """The kernels' configurations among `ranked`."""
+        """Lists the kernels' configurations among `ranked`."""
         return tuple(x.config for x in ranked(self) if x.config is not None)
 
     def default_config(self) -> Any:
-        """The most promising configuration of a kernel; None if none is legal."""
+        """Returns the most promising configuration of a kernel; None if none is legal."""
         return next(iter(self.configs()), None)
 
 
 @functools.lru_cache(maxsize=4096)
 def ranked(problem: Problem) -> tuple[Ranked, ...]:
-    """The legal ways to run a problem that are worth timing, the most promising first.
+    """Lists the legal ways to run a problem that are worth timing, the most promising first.
 
     The first one is the default; the autotuner times all of them. Computed once for each problem.
     """
@@ -108,7 +108,7 @@ ATTENTION_DISTANCE_WEIGHTS = {
 
 
 def attention_distance(a: Mapping[str, float], b: Mapping[str, float]) -> float:
-    """Weighted sum of |log2(size of a / size of b)|; sizes by the names of the weights."""
+    """Weighs |log2(size of a / size of b)| of the sizes that have a weight."""
     return sum(
         weight * doublings(a[name], b[name], least=1e-6)
         for name, weight in ATTENTION_DISTANCE_WEIGHTS.items()
@@ -118,7 +118,7 @@ def attention_distance(a: Mapping[str, float], b: Mapping[str, float]) -> float:
 def attention_sizes(
     heads: Any, q_len: float, kv_len: float, q_rows: int, sequences: int
 ) -> dict[str, float]:
-    """The sizes that `attention_distance` compares, of a problem with `sequences` of keys."""
+    """Collects the sizes that `attention_distance` compares."""
     return {
         "kv_len": kv_len,
         "q_len": q_len,
@@ -129,7 +129,7 @@ def attention_sizes(
 
 
 def doublings(a: float, b: float, least: float = 1.0) -> float:
-    """|log2(a / b)|, sizes below `least` counted as `least`."""
+    """Computes |log2(a / b)|; sizes below `least` count as `least`."""
     return abs(math.log2(max(a, least) / max(b, least)))
 
 
@@ -171,7 +171,7 @@ def positive(value: Any, name: str) -> int:
 
 
 def sizes_from_json(cls: type, fields: Mapping[str, Any]) -> dict[str, int]:
-    """The fields of a dataclass that are integers; raises ValueError if one is malformed."""
+    """Reads a dataclass's integers; raises ValueError if one is malformed."""
     sizes = {
         field.name: size(fields.get(field.name), field.name)
         for field in dataclasses.fields(cls)

@@ -22,6 +22,8 @@ MAX_DEPTH = 256
 MAX_EARLY_ROWS = 128
 #: Most CTAs of an SM: 16 x 128 threads of 128 registers would not fit.
 MAX_CTAS = 8
+#: Most compressed rows of a tile of a coarser level; more were not measured.
+COARSE_ROWS = 48
 
 
 class ResidentCompressionShared(NamedTuple):
@@ -29,10 +31,10 @@ class ResidentCompressionShared(NamedTuple):
 
     weight: Any  # [parts * k blocks of 64, block_m, 64]
     embedding: Any  # [stages * k steps, column blocks, depth, block_width]
-    gathered: Any  # likewise, of the users' embeddings; None unless a tile loads them
+    gathered: Any  # the users' embeddings in the same shape; None unless a tile loads them
     staging: Any  # [STAGING_SLOTS, column blocks, block_m, block_width]; None at coarser levels
     ready: Any  # a barrier for every k step of every stage
-    gathered_ready: Any  # likewise
+    gathered_ready: Any  # a barrier for every k step of `gathered`, or None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -75,11 +77,11 @@ class Layout:
 
     @property
     def shares(self) -> int:
-        """CTAs that have the same column tiles, or the same rows of the batch."""
+        """Number of CTAs that have the same column tiles, or the same rows of the batch."""
         return self.groups * self.splits * self.strips
 
     def tiles(self, batch: int, n: int) -> int:
-        """Column tiles of a strip."""
+        """Counts the column tiles of a strip."""
         return -(-batch * n // (self.block_n * self.strips))
 
     @property
@@ -89,23 +91,23 @@ class Layout:
 
     @property
     def k_blocks(self) -> tuple[int, int]:
-        """Blocks of 64 columns of the weights: of the level, and of the level that it gathers."""
+        """Numbers of 64-column blocks of this level's weights and of the gathered level's."""
         ks = self.k, math.prod(self.gathered or (0,))
         own, gathered = (-(-k // BLOCK_K) for k in ks)
         return own, gathered
 
     @property
     def rows(self) -> int:
-        """Compressed rows of a group."""
+        """Number of compressed rows of a group."""
         return self.parts * self.block_m
 
     @property
     def k(self) -> int:
-        """Rows of K of a split."""
+        """Number of rows of K of a split."""
         return self.steps * self.depth
 
     def shared(self, n: int, *, stores: bool) -> ResidentCompressionShared:
-        """Shared memory of one CTA; `stores`: of the last level."""
+        """Declares one CTA's shared memory; `stores` (the last level) adds the staging buffer."""
         width = block_width(n)
         blocks = self.block_n // width
         gathered = gathered_ready = None
@@ -132,7 +134,7 @@ class Layout:
 
 
 def is_contiguous(n: int) -> bool:
-    """Whether a row of the batch is one block narrower than 64 columns.
+    """Whether N is one block of fewer than 64 columns.
 
     TMA would store such blocks in rows of 32 or 64 bytes, several cycles for each of them; but a
     part of a candidate is contiguous, and one bulk copy stores it.
@@ -154,12 +156,12 @@ def is_copied(k: int) -> bool:
 
 
 def elements_of_load(k: int) -> int:
-    """Elements of a weight [M, K] that a thread loads at a time, through registers or not."""
+    """Counts the elements of a weight [M, K] that a thread loads at a time."""
     return 4 if k % 8 == 4 else 8
 
 
 def _depth(k: int) -> tuple[int, int]:
-    """(k steps, rows of K of each), which load least; a step's weights begin at a whole block."""
+    """Returns (k steps, rows of K of each) that load least; a step begins at a whole block."""
     if k <= MAX_DEPTH:
         return 1, -(-k // WGMMA_K) * WGMMA_K
     depths = range(BLOCK_K, MAX_DEPTH + 1, BLOCK_K)
@@ -180,7 +182,6 @@ class ResidentCompressionConfig(Config):
       coarse_k: most rows of K that a tile of a coarser level sums. Longer sums are split, and the
         finer level adds one fragment for each split.
       groups: groups of compressed rows of the last level; a CTA keeps the weights of one.
-      coarse_rows: most compressed rows of a tile of a coarser level; a multiple of 16.
     """
 
     single_launch: ClassVar[bool] = False
@@ -192,15 +193,14 @@ class ResidentCompressionConfig(Config):
     gathers: bool = False
     coarse_k: int = 640
     groups: int = 1
-    coarse_rows: int = 48
 
     def levels(self, problem: Any) -> range:
-        """The levels that have a launch."""
+        """Lists the levels that have a launch."""
         count = len(problem.ks)
         return range(count - 1 if self.gathers else 0, count)
 
     def layout(self, problem: Any, level: int) -> Layout:
-        """How a level of a `LinearCompressionProblem` is divided."""
+        """Divides a level of a `LinearCompressionProblem` among CTAs."""
         k, m = problem.ks[level], problem.m
         if level == len(problem.ks) - 1:
             parts = -(-m // (self.block_m * self.groups))
@@ -228,14 +228,14 @@ class ResidentCompressionConfig(Config):
         # As many compressed rows as there is room for beside the embeddings.
         size = hopper.MAX_SMEM_BYTES - 4 * hopper.SMEM_ALIGNMENT
         most = size // (2 * steps * depth) - WGMMA_M
-        groups = -(-m // max(16, min(self.coarse_rows, most // 16 * 16)))
+        groups = -(-m // max(16, min(COARSE_ROWS, most // 16 * 16)))
         block_m = -(-m // (16 * groups)) * 16
         splits = -(-k // (steps * depth))
         layout = Layout(1, block_m, 1, groups, splits, steps, depth, stages=1, ctas=1)
         return _many_ctas(problem, level, layout)
 
     def smem_bytes(self, problem: Any) -> int:
-        """Bytes of shared memory of a CTA, of the level that needs most."""
+        """Counts the bytes of shared memory of a CTA, at the level that needs most."""
         *_, last = levels = self.levels(problem)
         return max(
             memory.smem_bytes(self.layout(problem, i).shared(problem.n, stores=i == last))
@@ -243,7 +243,6 @@ class ResidentCompressionConfig(Config):
         )
 
     def illegal_reason(self, problem: Any) -> str | None:
-        """Why the kernel cannot run a `LinearCompressionProblem` so; None if it can."""
         if reason := packed_compression.why_not_served(problem):
             return reason
         if self.block_m % 16 or self.block_m < 16:
@@ -268,16 +267,11 @@ class ResidentCompressionConfig(Config):
             return f"the kernel gathers users of two levels only, but there are {len(problem.ks)}"
         if self.coarse_k < 1:
             return f"coarse_k must be at least 1, but is {self.coarse_k}"
-        if self.coarse_rows % 16 or not 16 <= self.coarse_rows <= MAX_ROWS:
-            return (
-                f"coarse_rows must be a multiple of 16 from 16 to {MAX_ROWS}, but is "
-                f"{self.coarse_rows}"
-            )
         return hopper.why_not_smem(self, self.smem_bytes(problem))
 
 
 def _many_ctas(problem: Any, level: int, layout: Layout) -> Layout:
-    """With as many CTAs on an SM as shared memory has room for, and a second stage if it has."""
+    """Takes as many CTAs an SM as shared memory permits, and a second stage if there is room."""
     size = memory.smem_bytes(layout.shared(problem.n, stores=False))
     tiles = layout.tiles(problem.batches[level], problem.n)
     ctas = max(1, min(MAX_CTAS, hopper.ctas_by_smem(size)))

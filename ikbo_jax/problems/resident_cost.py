@@ -58,16 +58,13 @@ MAX_DEFAULT_M = 1024
 MOST_CONFIGS, MOST_CTAS = 12, 4
 #: Most compressed rows of a part, of which the model chooses.
 BLOCK_MS = (48, 64, 80, 96, 112, 128)
-#: Compressed rows of a tile of a coarser level, of which the model chooses: 96 and 128 are legal,
-#: but were not measured.
-COARSE_ROWS = 48
 #: Registers of a thread: a base, for each compressed row of all accumulators, and for the fragments
 #: of several splits.
 BASE_REGISTERS, ROW_REGISTERS, SPLITS_REGISTERS = 24, 1.3, 64
 
 
 def _most_ctas(problem: Any, layout: Layout, size: int, splits: int) -> int:
-    """CTAs of `size` bytes of shared memory that an SM has room and registers for."""
+    """Counts CTAs of `size` bytes of shared memory that an SM has room and registers for."""
     registers = BASE_REGISTERS + ROW_REGISTERS * layout.accumulators * layout.block_m
     if splits > 1:
         registers += SPLITS_REGISTERS
@@ -76,14 +73,14 @@ def _most_ctas(problem: Any, layout: Layout, size: int, splits: int) -> int:
 
 
 def ranked_configs(problem: Any) -> list[Ranked]:
-    """The legal configurations worth timing, `MOST_CONFIGS`, the most promising first."""
+    """Estimates the `MOST_CONFIGS` legal configurations that are most promising."""
     if why_not_served(problem) or not problem.n:
         return []
     last = len(problem.ks) - 1
     ways = [*_ways_of_users(problem)]
     tiles = [
         (users_us + least_us, users_us, splits, users, size, layout)
-        for gathers in (False, True)
+        for gathers in sorted({users.gathers for users, _, _ in ways})
         for least_us, size, layout in _tiles(problem, gathers=gathers)
         for users, splits, users_us in ways
         if users.gathers == gathers
@@ -97,8 +94,7 @@ def ranked_configs(problem: Any) -> list[Ranked]:
         for ctas in range(1, min(_most_ctas(problem, layout, size, splits), MOST_CTAS) + 1):
             us = users_us + _launch_us(problem, last, layout, splits, ctas)
             tile = (layout.accumulators, layout.block_m, layout.stages, ctas, users.gathers)
-            fields = (*tile, users.coarse_k, layout.groups, users.coarse_rows)
-            found.append((us, ResidentCompressionConfig(*fields)))
+            found.append((us, ResidentCompressionConfig(*tile, users.coarse_k, layout.groups)))
             if NUM_SMS * ctas // layout.shares >= number:
                 break  # more would have no tile
         found = sorted(found, key=_order)[:MOST_CONFIGS]
@@ -111,7 +107,7 @@ def is_timed(problem: Any) -> bool:
 
 
 def _order(entry: tuple[float, ResidentCompressionConfig]) -> tuple[float, ...]:
-    """Key by which configurations are sorted: time, then few rows, groups and accumulators."""
+    """Sorts configurations by time, then few rows, groups and accumulators."""
     us, x = entry
     return us, x.block_m, x.groups, x.accumulators, -x.num_stages, x.gathers, x.coarse_k, x.ctas
 
@@ -126,7 +122,7 @@ def _ways_of_users(problem: Any) -> Iterator[tuple[ResidentCompressionConfig, in
     for coarse_k in (160, 320, 640, 1280):
         if coarse_k != 640 and longest <= coarse_k // 2:
             continue
-        config = ResidentCompressionConfig(coarse_k=coarse_k, coarse_rows=COARSE_ROWS)
+        config = ResidentCompressionConfig(coarse_k=coarse_k)
         layouts = [config.layout(problem, level) for level in range(last)]
         shared = [memory.smem_bytes(x.shared(problem.n, stores=False)) for x in layouts]
         if max(shared, default=0) > hopper.MAX_SMEM_BYTES:
@@ -155,17 +151,18 @@ def _tiles(problem: Any, *, gathers: bool) -> Iterator[tuple[float, int, Layout]
                 continue
             tile = (accumulators, block_m, num_stages, 1, gathers)
             layout = ResidentCompressionConfig(*tile, groups=groups).layout(problem, last)
+            size = memory.smem_bytes(layout.shared(problem.n, stores=True))
+            if size > hopper.MAX_SMEM_BYTES:
+                continue
             tiles = layout.tiles(problem.batches[last], problem.n)
             of_sm = -(-tiles * layout.shares // NUM_SMS)
             of_cta = -(-tiles // min(tiles, max(1, NUM_SMS * MOST_CTAS // layout.shares)))
             us = max(_products_us(layout) * of_sm, _part_us(layout) * of_cta) * layout.parts
-            size = memory.smem_bytes(layout.shared(problem.n, stores=True))
-            if size <= hopper.MAX_SMEM_BYTES:
-                yield LAUNCH_US + us, size, layout
+            yield LAUNCH_US + us, size, layout
 
 
 def estimated_us(problem: Any, config: ResidentCompressionConfig) -> float:
-    """Time of the kernel by a model: the sum of its launches."""
+    """Adds up the times of the kernel's launches."""
     levels = config.levels(problem)
     layouts = {level: config.layout(problem, level) for level in levels}
     splits = {level + 1: layout.splits for level, layout in layouts.items()}
@@ -173,7 +170,7 @@ def estimated_us(problem: Any, config: ResidentCompressionConfig) -> float:
 
 
 def _launch_us(problem: Any, level: int, layout: Layout, splits: int, ctas: int = 0) -> float:
-    """Time of a launch.
+    """Estimates a launch.
 
     `splits`: fragments of the coarser level, 0 if it adds none; `ctas`: of an SM, 0: the layout's.
     """
@@ -199,7 +196,7 @@ def _launch_us(problem: Any, level: int, layout: Layout, splits: int, ctas: int 
 def _traffic_us(
     problem: Any, level: int, layout: Layout, splits: int, workers: int
 ) -> tuple[float, float]:
-    """Times of device memory and of L2."""
+    """Estimates the times of device memory and of L2."""
     is_last = level == len(problem.ks) - 1
     columns = problem.batches[level] * problem.n
     read = 2 * columns * problem.ks[level]
@@ -227,7 +224,7 @@ def _traffic_us(
 
 
 def _boxes_us(problem: Any, layout: Layout, *, is_last: bool) -> float:
-    """Time of the rows of a tile's TMA boxes, if these are shorter than 128 bytes."""
+    """Estimates the rows of a tile's TMA boxes, if these are shorter than 128 bytes."""
     if block_width(problem.n) == WGMMA_M:
         return 0.0
     rows = 0 if layout.by_threads else layout.k
@@ -239,14 +236,14 @@ def _boxes_us(problem: Any, layout: Layout, *, is_last: bool) -> float:
 
 
 def _products_us(layout: Layout) -> float:
-    """Time of the products of a part."""
+    """Estimates the products of a part."""
     gathered = 0 if layout.has_one_user else math.prod(layout.gathered or (0,))
     instructions = layout.accumulators * -(-(layout.k + gathered) // WGMMA_K)
     return instructions * (layout.block_m + OPERAND_ROWS) / 2 / CYCLES
 
 
 def _copies_us(problem: Any, layout: Layout, level: int) -> float:
-    """Time in which the threads of a CTA copy what TMA does not."""
+    """Estimates the copies by a CTA's threads of what TMA does not load."""
     total = 0.0
     for blocks, k in zip(layout.k_blocks, problem.ks[level::-1], strict=False):
         elements = elements_of_load(k)
@@ -259,14 +256,14 @@ def _copies_us(problem: Any, layout: Layout, level: int) -> float:
 
 
 def _part_us(layout: Layout) -> float:
-    """Least time of a part of a tile: of its products and its steps."""
+    """Bounds the time of a part of a tile from below: its products and its steps."""
     rows = layout.accumulators * layout.block_m
     steps_us = PART_US + ACCUMULATOR_US * (layout.accumulators - 1) + PART_ROW_US * rows
     return steps_us + _products_us(layout)
 
 
 def _chain_us(problem: Any, level: int, layout: Layout, splits: int, workers: int) -> float:
-    """Time of one CTA, whose steps wait for one another."""
+    """Estimates one CTA, whose steps wait for one another."""
     sms = NUM_SMS
     ctas = -(-workers * layout.shares // sms)  # of an SM
     number = layout.tiles(problem.batches[level], problem.n)

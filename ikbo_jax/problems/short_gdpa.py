@@ -27,8 +27,8 @@ BLOCKS = (16, 32, 48, 64, 96, 128)
 #: takes 9.2 us and the other one 15.4; with 31 keys and log-normal queries at H = 128, 125 and 186
 #: to 268; with 94 keys, 10.9 and 16.9.
 MAX_KEYS = 96
-#: And the largest mean number of queries with so few keys; 172 was timed. Many tiles of a sequence
-#: share their keys in the other kernel (`GdpaConfig.run`).
+#: Largest mean number of queries with at most `MAX_KEYS` keys; 172 was timed. In the other kernel,
+#: many tiles of a sequence share keys (`GdpaConfig.run`).
 MAX_MEAN_QUERIES = 256
 #: Largest number of queries that all sequences share (PMA) for which this kernel is the default
 #: with any number of keys: 25.6 us with 23 of them and 64.9 with 19; the other kernel 30.0 and 71.9
@@ -62,8 +62,8 @@ MAX_REGISTERS = 255
 #: ptxas gives a thread up to twice the registers of accumulator and scores, and up to 40 more for
 #: the activations below, unless one of their approximations is computed.
 REGISTER_FACTOR, LONG_REGISTERS = 2, 40
-#: And so many more where a CTA finds its tiles, unless LLVM knows that a sequence is one tile and
-#: one block: 144 instead of 119 at H = 64; 91 where it knows.
+#: Further registers where a CTA finds its tiles, unless LLVM knows that a sequence is one tile and
+#: one block: 144 instead of 119 registers at H = 64; 91 where LLVM knows.
 FOUND_REGISTERS = 24
 LONG_ACTIVATIONS = {
     "gelu": ("polynomial",),
@@ -89,7 +89,6 @@ class Batch(NamedTuple):
 
     @classmethod
     def of(cls, problem: Any) -> Batch:
-        """Of a `GdpaProblem`."""
         return cls(problem.batch, problem.broadcast_q, problem.max_seqlen_q)
 
     def has_equal_tiles(self, tile_rows: int) -> bool:
@@ -142,7 +141,7 @@ class ShortGdpaConfig(Config):
     finds_tiles: bool = False
 
     def shared(self, head_dim: int, batch: Batch | None = None) -> ShortGdpaShared:
-        """Shared memory and barriers of one CTA; of one that finds the tiles of `batch`."""
+        """Declares shared memory and barriers of one CTA; with `batch`, the CTA finds its tiles."""
         blocks = hopper.column_blocks(head_dim)
 
         def ring(rows: int) -> memory.Ring:
@@ -168,33 +167,27 @@ class ShortGdpaConfig(Config):
         )
 
     def smem_bytes(self, head_dim: int, batch: Batch | None = None) -> int:
-        """Bytes of shared memory of one CTA."""
         return memory.smem_bytes(self.shared(head_dim, batch))
 
     def problem_bytes(self, problem: Any) -> int:
-        """Bytes of shared memory of one CTA for a `GdpaProblem`."""
+        """Counts bytes of shared memory of one CTA for a `GdpaProblem`."""
         return self.smem_bytes(problem.head_dim, Batch.of(problem) if self.finds_tiles else None)
 
     def illegal_reason(self, problem: Any) -> str | None:
-        """Why the kernel cannot run a `GdpaProblem` with this configuration; None if it can."""
         if reason := flash.why_not_operands(problem, self.block_kv, MAX_BLOCK_KV):
             return reason
         if self.tile_rows not in TILE_ROWS:
             return f"tile_rows must be 16, 32 or 64, but is {self.tile_rows}"
         if self.slots < 2 or self.ctas < 1:
             return f"slots must be at least 2 and ctas 1, but are {self.slots} and {self.ctas}"
-        if "softmax" in problem.activations and len(set(problem.activations)) > 1:
-            return (
-                "the kernels support softmax in all heads or in none, "
-                f"but the activations are {', '.join(problem.activations)}"
-            )
+        if reason := problem.why_not_softmax:
+            return str(reason)
         if self.finds_tiles and problem.batch != problem.batch_kv:
             return (
                 "finds_tiles needs a sequence of keys for each sequence of queries, but there are "
                 f"{problem.batch_kv} for {problem.batch}"
             )
-        smem_bytes = self.problem_bytes(problem)
-        if reason := hopper.why_not_smem(self, smem_bytes, problem.head_dim):
+        if reason := hopper.why_not_smem(self, self.problem_bytes(problem), problem.head_dim):
             return reason
         most = most_ctas(self, problem)
         if self.ctas > most:
@@ -207,10 +200,10 @@ class ShortGdpaConfig(Config):
 
 
 def registers(config: ShortGdpaConfig, problem: Any) -> int:
-    """Registers of a thread that a launch takes at most."""
+    """Bounds the registers of a thread."""
     block = config.block_kv
     if SOFTMAX in problem.activations:
-        # 48 and 96 keys take it as many registers as 64 and 128: 128 and 184 at H = 64.
+        # A softmax of 48 or 96 keys takes as many registers as of 64 or 128: 128 and 184 at H = 64.
         block = 1 << (block - 1).bit_length()
     values = WGMMA_M * (block + problem.head_dim) // WARPGROUP_SIZE
     is_long = any(
@@ -226,14 +219,14 @@ def registers(config: ShortGdpaConfig, problem: Any) -> int:
 
 
 def most_ctas(config: ShortGdpaConfig, problem: Any) -> int:
-    """CTAs for which an SM has shared memory and registers, at most `MAX_CTAS`."""
+    """Counts CTAs for which an SM has shared memory and registers, at most `MAX_CTAS`."""
     by_smem = hopper.ctas_by_smem(config.problem_bytes(problem))
     by_registers = hopper.ctas_by_registers(registers(config, problem))
     return min(by_smem, by_registers, MAX_CTAS)
 
 
 def longest(problem: Any) -> tuple[float, float]:
-    """Bounds of the numbers of queries and of keys of a sequence; the mean without a bound."""
+    """Bounds the queries and the keys of a sequence; takes the mean without a bound."""
     p = problem
     q = p.q_rows / max(p.batch, 1)
     if not p.broadcast_q and p.max_seqlen_q is not None:
@@ -244,7 +237,7 @@ def longest(problem: Any) -> tuple[float, float]:
 
 @functools.lru_cache(maxsize=1024)  # the table asks for each of its rows
 def why_preferred(problem: Any) -> str | None:
-    """Why the kernel is the default for a `GdpaProblem`, in a few words; None if it is not.
+    """Says why the kernel is the default for a `GdpaProblem`; None if it is not.
 
     Without bounds, the mean decides, at half of the limits: some sequences are longer.
     """
@@ -299,7 +292,7 @@ def _tile_rows(problem: Any) -> int:
 
 
 def work_items(problem: Any, tile_rows: int) -> float:
-    """Estimate of the work items: the last tile of each sequence is half full."""
+    """Estimates the work items: the last tile of each sequence is half full."""
     p, batch = problem, Batch.of(problem)
     if p.broadcast_q:
         tiles = p.batch * -(-p.q_rows // (max(p.batch, 1) * tile_rows))
@@ -311,7 +304,7 @@ def work_items(problem: Any, tile_rows: int) -> float:
 
 
 def _filled(config: ShortGdpaConfig, problem: Any) -> ShortGdpaConfig:
-    """With as many CTAs as an SM holds, at least one."""
+    """Takes as many CTAs as an SM holds, at least one."""
     return dataclasses.replace(config, ctas=max(most_ctas(config, problem), 1))
 
 
@@ -332,7 +325,7 @@ def _finds_tiles(problem: Any, plain: ShortGdpaConfig) -> bool:
 
 
 def _ctas(problem: Any, rows: int, block_kv: int) -> int:
-    """CTAs of an SM by default with such tiles and blocks."""
+    """Counts the CTAs of an SM by default with these tiles and blocks."""
     plain = ShortGdpaConfig(rows, block_kv)
     config = dataclasses.replace(plain, finds_tiles=_finds_tiles(problem, plain))
     is_spilling = registers(config, problem) > MAX_REGISTERS
@@ -340,14 +333,14 @@ def _ctas(problem: Any, rows: int, block_kv: int) -> int:
 
 
 def _widest_block(problem: Any) -> int:
-    """The widest block with which an SM holds two CTAs; else the narrowest block."""
+    """Finds the widest block with which an SM holds two CTAs; else the narrowest block."""
     rows = _tile_rows(problem)
     fitting = [block for block in BLOCKS if _ctas(problem, rows, block) >= 2]
     return max(fitting, default=BLOCKS[0])
 
 
 def _default_block(problem: Any, rows: int) -> int:
-    """The fewest steps for the longest sequence with two CTAs of an SM, then the narrowest block.
+    """Takes fewest steps for the longest sequence with two CTAs an SM, then the narrowest block.
 
     12.4 us with a block of 96 keys and one CTA, 10.9 with 48 and two (94 keys, H = 128); 11.7 us
     with 96, 12.4 with 128 (up to 272 keys, three steps each).

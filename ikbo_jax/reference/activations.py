@@ -37,14 +37,7 @@ POLYNOMIAL_DOMAIN = 3.7
 #: Coefficients of p, in rising powers of x², that minimise the largest error of x · Φ(x). At the
 #: ends of the domain 1/2 + x · p(x²) exceeds [0, 1] by 1e-6, more than its rounding error. So
 #: clamping it to [0, 1], which costs a GPU nothing, makes it exactly 0 and 1 there.
-POLYNOMIAL = (
-    0.39647512,
-    -0.062587462,
-    0.0078486111,
-    -0.00061748916,
-    2.6887923e-05,
-    -4.8995281e-07,
-)
+POLYNOMIAL = (0.39647512, -0.062587462, 0.0078486111, -0.00061748916, 2.6887923e-05, -4.8995281e-07)
 #: The tanh form's constants: sqrt(2 / pi), and the cubic term of Hendrycks and Gimpel, 2016.
 TANH_SCALE = math.sqrt(2 / math.pi)
 TANH_CUBIC = 0.044715
@@ -164,12 +157,12 @@ APPROXIMATIONS = {
 
 
 def one_by_one(approx: str | None) -> str | None:
-    """The approximation that replaces `approx` where scores are computed one at a time."""
+    """Returns the approximation for scores that are computed one at a time."""
     return "tanh" if approx == PACKED else approx
 
 
 def elementwise(name: str, approx: str | None) -> Activation:
-    """The activation `name`, approximated if `approx` applies to it, else exact.
+    """Returns the activation `name`, approximated if `approx` applies to it, else exact.
 
     Args:
       name: one of `ACTIVATIONS`, not softmax.

@@ -102,7 +102,7 @@ def merge_attention(
 def self_attention(
     query: jax.Array, key: jax.Array, value: jax.Array, *, scale: float
 ) -> tuple[jax.Array, jax.Array]:
-    """Attention of each candidate over its tokens, which are few: all scores exist at once.
+    """Attends from each candidate to its few tokens: all scores exist at once.
 
     Returns out [B, T, N, H] and lse [B, T, N], both f32: out is not rounded, for `merge_attention`.
     """
@@ -131,7 +131,7 @@ LSE_ERROR = 2.0**-21
 
 
 def directed(products: jax.Array, scale: float) -> jax.Array:
-    """Products of queries and keys with the sign of `scale`: the largest has the largest score.
+    """Gives products of queries and keys the sign of `scale`: the largest has the largest score.
 
     With a scale of 0, all are 0. The softmax subtracts their maximum before it scales them: a
     compiler may turn products · scale - maximum into one instruction that rounds once, and then the
@@ -143,7 +143,7 @@ def directed(products: jax.Array, scale: float) -> jax.Array:
 
 
 def scaled(products: jax.Array, scale: float) -> jax.Array:
-    """Scores of `directed` products; also differences of scores, of differences of products."""
+    """Scales `directed` products, or differences of products, to scores."""
     return products * jnp.float32(1.0 if _is_zero(scale) else abs(scale))
 
 
@@ -153,7 +153,7 @@ def _is_zero(scale: float) -> bool:
 
 
 def weight_exponents(lse: jax.Array) -> jax.Array:
-    """e with softmax weights exp2(score · log2(e) - e), for kernels that bound weights by 1.
+    """Computes e so that a softmax weight is exp2(score · log2(e) - e), bounded by 1.
 
     Infinite for rows without keys, whose weights are 0. Where lse is so large that its rounding
     error matters, it is lowered by the bound of its error: a score that equals lse within this
@@ -165,12 +165,12 @@ def weight_exponents(lse: jax.Array) -> jax.Array:
 
 
 def finite_offset(row_max: jax.Array) -> jax.Array:
-    """The row maximum, or 0 where all scores are -inf: then all their exponentials are 0."""
+    """Returns the row maximum, or 0 where all scores are -inf: their exponentials are 0."""
     return jnp.where(row_max == -jnp.inf, 0.0, row_max)
 
 
 def normalise(out: jax.Array, total: jax.Array, row_max: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """The softmax's result and lse, from sums of exponentials relative to `row_max`."""
+    """Computes the softmax's result and lse, from sums of exponentials relative to `row_max`."""
     is_empty = total == 0
     safe_total = jnp.where(is_empty, 1.0, total)
     lse = jnp.where(is_empty, -jnp.inf, row_max + jnp.log(safe_total))
@@ -192,12 +192,12 @@ class Softmax(NamedTuple):
 
     @staticmethod
     def of_none(like: jax.Array) -> Softmax:
-        """Over no keys; `like` has the shape of `weighted`."""
+        """Starts with no keys; `like` has the shape of `weighted`."""
         zeros = jnp.zeros_like(like, jnp.float32)
         return Softmax(zeros[..., 0] - jnp.inf, zeros[..., 0], zeros)
 
     def plus(self, scores: jax.Array, scale: float) -> tuple[Softmax, jax.Array]:
-        """With more scores [..., keys], but for what they add to `weighted`; their exponentials."""
+        """Adds scores [..., keys], but not to `weighted`; also returns their exponentials."""
         row_max = jnp.maximum(self.row_max, jnp.max(scores, axis=-1))
         offset = finite_offset(row_max)
         exponentials = jnp.exp(scaled(scores - offset[..., None], scale))
@@ -206,7 +206,7 @@ class Softmax(NamedTuple):
         return Softmax(row_max, total, self.weighted * shrink[..., None]), exponentials
 
     def plus_gradients(self, scores: jax.Array, d_weights: jax.Array, scale: float) -> Softmax:
-        """With more scores and, as vectors, the gradients of their weights [..., keys]."""
+        """Adds scores and, as vectors, the gradients of their weights [..., keys]."""
         state, exponentials = self.plus(scores, scale)
         # A cotangent of NaN has no effect on rows and keys that are masked.
         products = jnp.where(scores == -jnp.inf, 0.0, exponentials * d_weights)
@@ -215,7 +215,7 @@ class Softmax(NamedTuple):
     def pull_back(
         self, scores: jax.Array, d_weights: jax.Array, scale: float, d_lse: Any = 0.0
     ) -> tuple[jax.Array, jax.Array]:
-        """Weights and gradients of scores [..., keys], if this is `plus_gradients` of all keys.
+        """Computes weights and gradients of scores [..., keys], from `plus_gradients` of all keys.
 
         Weights are not exp(scores - lse): of logits near 2e6, lse is rounded to 0.25, the gradients
         of a row's scores would not sum to 0, and a part that all keys have in common would have a

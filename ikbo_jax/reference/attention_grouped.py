@@ -15,17 +15,12 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from ikbo_jax.reference.attention import (
-    Softmax,
-    directed,
-    normalise,
-    scaled,
-)
+from ikbo_jax.reference.attention import Softmax, directed, normalise, scaled
 
 #: Largest number of scores of one step of the XLA path: 128 MiB in f32, and as much again for their
 #: exponentials.
 MAX_SCORES = 2**25
-#: Largest number of elements of keys that one step reads; as many of values.
+#: Largest number of elements of keys, and of values, that one step reads.
 MAX_KEY_ELEMENTS = 2**25
 #: Desired rows of a group in a matrix product: candidates of one user times T.
 GROUP_ROWS = 512
@@ -63,7 +58,7 @@ def blocking(
     head_dim: int,
     chunk_scores: int = 0,
 ) -> Blocking:
-    """Sizes in bounded memory, whose groups waste little on users with few candidates.
+    """Chooses steps in bounded memory, whose groups waste little on users with few candidates.
 
     A chunk has at least `CHUNK_KEYS` keys, and as many as one group has `chunk_scores` scores of.
     """
@@ -297,10 +292,8 @@ def _blocks_of(query: jax.Array, key: jax.Array, chunk_scores: int = 0) -> Block
 
 
 def _num_groups(batch: int, users: int, group: int) -> int:
-    """The largest number of groups for any index: each user's last group may have one candidate."""
-    if not (
-        isinstance(batch, int) and isinstance(users, int)
-    ):  # symbolic sizes: a bound without min
+    """Bounds the groups of any index: each user's last group may have one candidate."""
+    if not (isinstance(batch, int) and isinstance(users, int)):  # symbolic: a bound without min
         return users + batch // group
     served = min(batch, users)
     return served + (batch - served) // group
@@ -309,7 +302,7 @@ def _num_groups(batch: int, users: int, group: int) -> int:
 def _rows_of(
     array: jax.Array, members: jax.Array, kv_heads: int, fill: float | bool | None = None
 ) -> jax.Array:
-    """Rows [groups, K, rows, X] of the members' [B, T, N, X]; rows are the queries of a group.
+    """Gathers members' [B, T, N, X] to [groups, K, rows, X]; rows are a group's queries.
 
     Positions without a candidate hold `fill`; with None, their rows are arbitrary.
     """
@@ -324,7 +317,7 @@ def _rows_of(
 
 
 def _candidates_of(rows: jax.Array, q_len: int, q_heads: int) -> jax.Array:
-    """The inverse of `_rows_of`: [groups, K, rows, X] as [groups * group, T, N, X]."""
+    """Inverts `_rows_of`: [groups, K, rows, X] to [groups * group, T, N, X]."""
     groups, kv_heads, _, width = rows.shape
     split = rows.reshape(groups, kv_heads, -1, q_heads // kv_heads, width)
     return jnp.swapaxes(split, 1, 2).reshape(-1, q_len, q_heads, width)
@@ -333,7 +326,7 @@ def _candidates_of(rows: jax.Array, q_len: int, q_heads: int) -> jax.Array:
 def _chunk_of(
     parts: _Partition, groups: _Groups, chunk: jax.Array, key: jax.Array, value: jax.Array
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Keys and values [groups, keys, K, H] of a chunk, and their mask [groups, keys].
+    """Gathers a chunk's keys and values [groups, keys, K, H], and their mask [groups, keys].
 
     The mask excludes keys past a user's length. It also excludes keys of the last chunk that the
     chunk before contains, since all chunks have the same number of keys. Excluded keys and values
@@ -378,12 +371,12 @@ def _add_chunk(
 
 
 def _gathered(parts: _Partition, stepwise: jax.Array) -> jax.Array:
-    """[B, ...] in the order of the candidates, from [steps, groups * group, ...]."""
+    """Gathers [steps, groups * group, ...] to [B, ...], in the order of the candidates."""
     return stepwise.reshape(-1, *stepwise.shape[2:]).at[parts.position].get(**_IN_BOUNDS)
 
 
 def _products(rows: jax.Array, keys: jax.Array) -> jax.Array:
-    """[groups, K, rows, H] by [groups, keys, K, H]: [groups, K, rows, keys] in f32."""
+    """Multiplies [groups, K, rows, H] by [groups, keys, K, H]: [groups, K, rows, keys] in f32."""
     return jnp.einsum("gkqh,gskh->gkqs", rows, keys, preferred_element_type=jnp.float32)
 
 

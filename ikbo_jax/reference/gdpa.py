@@ -68,7 +68,7 @@ class Settings(NamedTuple):
 
 
 def num_sequences(arrays: Arrays) -> int:
-    """The number of query sequences."""
+    """Counts the query sequences."""
     if arrays.q_to_kv is not None:
         return arrays.q_to_kv.shape[0]
     return arrays.cu_seqlens_kv.shape[0] - 1
@@ -143,7 +143,7 @@ def materialised(arrays: Arrays, settings: Settings) -> jax.Array:
 
 
 def _oracle_weights(name: str, scores: jax.Array, mask: jax.Array) -> jax.Array:
-    """act(scores) [total_q, total_kv] of one head, 0 where `mask` is false."""
+    """Computes act(scores) [total_q, total_kv] of one head, 0 where `mask` is false."""
     if name != SOFTMAX:
         return jnp.where(mask, _ORACLE[name](scores), 0)
     masked = jnp.where(mask, scores, -jnp.inf)

@@ -20,12 +20,7 @@ import jax.numpy as jnp
 
 from ikbo_jax.reference import jagged
 from ikbo_jax.reference.activations import SOFTMAX, elementwise
-from ikbo_jax.reference.attention import (
-    Softmax,
-    directed,
-    normalise,
-    scaled,
-)
+from ikbo_jax.reference.attention import Softmax, directed, normalise, scaled
 from ikbo_jax.reference.gdpa import Arrays, Settings, num_sequences, out_shape
 
 #: Largest number of scores of one step of the XLA path: 64 MiB in f32, and as much for weights.
@@ -60,7 +55,7 @@ class Blocking(NamedTuple):
 
 
 def blocking(arrays: Arrays, settings: Settings) -> Blocking:
-    """Sizes in bounded memory that waste little on short sequences."""
+    """Chooses sizes of steps that bound memory and waste little on short sequences."""
     (q_len, q_heads, width), (total_kv, kv_heads, _) = arrays.query.shape, arrays.key.shape
     batch, batch_kv = num_sequences(arrays), arrays.cu_seqlens_kv.shape[0] - 1
     mean_q = q_len if settings.broadcast_q else _mean(q_len, batch)
@@ -69,9 +64,9 @@ def blocking(arrays: Arrays, settings: Settings) -> Blocking:
     kv_rows = _tile_rows(mean_kv, settings.max_seqlen_kv, MAX_KV_ROWS)
     elements = max(q_rows * q_heads, kv_rows * kv_heads) * width
     most = max(min(MAX_SCORES // (q_heads * q_rows * kv_rows), MAX_ELEMENTS // elements), 1)
-    longest = find_longest(arrays, settings)
-    q_tiles = jagged.most_tiles(batch, out_shape(arrays, settings)[0], q_rows, longest.q)
-    kv_tiles = jagged.most_tiles(batch_kv, total_kv, kv_rows, longest.kv)
+    longest_q, longest_kv = _longest(arrays, settings)
+    q_tiles = jagged.most_tiles(batch, out_shape(arrays, settings)[0], q_rows, longest_q)
+    kv_tiles = jagged.most_tiles(batch_kv, total_kv, kv_rows, longest_kv)
     per_step = (
         max(min(most, tiles if isinstance(tiles, int) else UNKNOWN_TILES), 1)
         for tiles in (q_tiles, kv_tiles)
@@ -79,21 +74,14 @@ def blocking(arrays: Arrays, settings: Settings) -> Blocking:
     return Blocking(q_rows, kv_rows, *per_step)
 
 
-class _Longest(NamedTuple):
-    """Bounds of the lengths of sequences of queries and of keys; None if unknown while tracing."""
-
-    q: int | None
-    kv: int | None
-
-
-def find_longest(arrays: Arrays, settings: Settings) -> _Longest:
-    """Bounds the lengths of sequences, as far as they are known while tracing."""
+def _longest(arrays: Arrays, settings: Settings) -> tuple[int | None, int | None]:
+    """Bounds the lengths of query and of key sequences; None where tracing knows no bound."""
     q = arrays.query.shape[0] if settings.broadcast_q else settings.max_seqlen_q
-    return _Longest(q, settings.max_seqlen_kv)
+    return q, settings.max_seqlen_kv
 
 
 def _mean(total: int, sequences: int) -> Any:
-    """Mean rows of a sequence, rounded up; None if a size is unknown while tracing."""
+    """Rounds up the mean rows of a sequence; None if a size is unknown while tracing."""
     is_known = isinstance(total, int) and isinstance(sequences, int)
     return -(-total // max(sequences, 1)) if is_known else None
 
@@ -106,10 +94,19 @@ def _tile_rows(mean: int, longest: int | None, most: int) -> int:
 
 
 class Tilings(NamedTuple):
-    """All tiles of queries and of keys."""
+    """All tiles of queries and of keys.
+
+    Attributes:
+      q: the tiles of queries.
+      kv: the tiles of keys.
+      most_q: the largest number of tiles of one query sequence; None if unknown while tracing.
+      most_kv: the largest number of tiles of one key sequence; None if unknown while tracing.
+    """
 
     q: jagged.Tiling
     kv: jagged.Tiling
+    most_q: int | None
+    most_kv: int | None
 
 
 def make_tilings(arrays: Arrays, settings: Settings, blocks: Blocking | None) -> Tilings:
@@ -126,20 +123,18 @@ def make_tilings(arrays: Arrays, settings: Settings, blocks: Blocking | None) ->
         assert cu_q is not None
         start, length = jagged.bounds(cu_q, query.shape[0], settings.max_seqlen_q)
         sequences = jagged.Sequences(start, start, length, kv_of)
-    longest = find_longest(arrays, settings)
-    most = jagged.most_tiles(batch, out_shape(arrays, settings)[0], blocks.q_rows, longest.q)
+    longest = _longest(arrays, settings)
+    most = jagged.most_tiles(batch, out_shape(arrays, settings)[0], blocks.q_rows, longest[0])
     q = jagged.tile(sequences, batch_kv, blocks.q_rows, blocks.q_tiles, most)
     start, length = jagged.bounds(cu_kv, key.shape[0], settings.max_seqlen_kv)
     kv_number = jnp.zeros_like(start) + jnp.arange(batch_kv, dtype=jnp.int32)
-    most = jagged.most_tiles(batch_kv, key.shape[0], blocks.kv_rows, longest.kv)
-    kv = jagged.tile(
-        jagged.Sequences(start, start, length, kv_number),
-        batch_kv,
-        blocks.kv_rows,
-        blocks.kv_tiles,
-        most,
+    most = jagged.most_tiles(batch_kv, key.shape[0], blocks.kv_rows, longest[1])
+    sequences = jagged.Sequences(start, start, length, kv_number)
+    kv = jagged.tile(sequences, batch_kv, blocks.kv_rows, blocks.kv_tiles, most)
+    most_of_one = (
+        x if x is None else -(-x // t.size) for x, t in zip(longest, (q, kv), strict=True)
     )
-    return Tilings(q, kv)
+    return Tilings(q, kv, *most_of_one)
 
 
 def chunked(
@@ -157,7 +152,6 @@ def chunked(
     """
     tilings = make_tilings(arrays, settings, blocks)
     kv_heads = arrays.key.shape[1]
-    most_kv = most_tiles_of_one(find_longest(arrays, settings).kv, tilings.kv)
     shape = out_shape(arrays, settings)
     has_softmax = SOFTMAX in settings.activations
     out = jnp.zeros_like(arrays.query, shape=shape)
@@ -180,7 +174,7 @@ def chunked(
             return state._replace(weighted=state.weighted + unfold(products, shape[1]))
 
         start = Softmax.of_none(unfold(q, shape[1]))
-        state = for_tiles(number, most_kv, add_tile, start)
+        state = for_tiles(number, tilings.most_kv, add_tile, start)
         result, tile_lse = _normalise(state, settings)
         result = result * jnp.float32(settings.output_scale)
         if tile_lse is not None:
@@ -191,15 +185,10 @@ def chunked(
     return out, lse
 
 
-def most_tiles_of_one(longest: int | None, tiling: jagged.Tiling) -> int | None:
-    """The largest number of tiles of one sequence; None if unknown while tracing."""
-    return None if longest is None else -(-longest // tiling.size)
-
-
 def for_tiles(
     number: jax.Array, most: int | None, body: Callable[[Any, Any], Any], start: Any
 ) -> Any:
-    """The last state of `body(index, state)` for index 0, 1, ... below the largest `number`.
+    """Returns the last state of `body(index, state)`, for indices below the largest `number`.
 
     `most` is a bound of `number` that is known while tracing, or None. With a small one the loop is
     unrolled: a GPU's host waits for the device before every turn of a loop whose length only the
@@ -214,12 +203,12 @@ def for_tiles(
 
 
 def fold(array: jax.Array, kv_heads: int) -> jax.Array:
-    """[tiles, N, rows, X] as [tiles, K, rows · N / K, X]: joins heads with one key head."""
+    """Joins query heads with one key head: [tiles, N, rows, X] to [tiles, K, rows · N / K, X]."""
     return array.reshape(array.shape[0], kv_heads, -1, array.shape[-1])
 
 
 def unfold(array: jax.Array, q_heads: int) -> jax.Array:
-    """The inverse of `fold`."""
+    """Inverts `fold`."""
     return array.reshape(array.shape[0], q_heads, -1, array.shape[-1])
 
 
@@ -229,13 +218,13 @@ def product(axes: str, a: jax.Array, b: jax.Array) -> jax.Array:
 
 
 def pair_mask(tilings: Tilings, q: jagged.Tiles, kv: jagged.Tiles) -> jax.Array:
-    """Mask of the pairs of existing rows: [tiles, 1, q_rows, kv_rows] bool."""
+    """Makes the mask of pairs of existing rows: [tiles, 1, q_rows, kv_rows] bool."""
     is_query, is_key = jagged.row_mask(q, tilings.q.size), jagged.row_mask(kv, tilings.kv.size)
     return is_query[:, None, :, None] & is_key[:, None, None, :]
 
 
 def heads_by_activation(settings: Settings) -> list[tuple[str, slice]]:
-    """(activation, heads) for consecutive heads with the same activation, computed together."""
+    """Groups consecutive heads with the same activation, which are computed together."""
     groups, start = [], 0
     for name, heads in itertools.groupby(settings.activations):
         end = start + len(list(heads))
@@ -250,14 +239,14 @@ def join(parts: list[jax.Array]) -> jax.Array:
 
 
 def _is_softmax(settings: Settings) -> jax.Array:
-    """[1, N, 1] bool."""
+    """Makes a mask of the heads with a softmax: [1, N, 1] bool."""
     return jnp.asarray([name == SOFTMAX for name in settings.activations])[None, :, None]
 
 
 def _weights(
     folded_products: jax.Array, mask: jax.Array, settings: Settings, state: Softmax
 ) -> tuple[jax.Array, Softmax]:
-    """Weights [tiles, N, rows, keys] of one step, and the previous sums relative to its maxima."""
+    """Computes one step's weights [tiles, N, rows, keys]; rescales the sums to its maxima."""
     products = unfold(folded_products, len(settings.activations))
     scores = products * jnp.float32(settings.scale)
     exponentials = scores
@@ -276,7 +265,7 @@ def _weights(
 
 
 def _normalise(state: Softmax, settings: Settings) -> tuple[jax.Array, jax.Array | None]:
-    """(result, lse if any head has a softmax) from the sums over all keys."""
+    """Computes the result, and lse if a head has a softmax, from the sums over all keys."""
     if SOFTMAX not in settings.activations:
         return state.weighted, None
     is_softmax = _is_softmax(settings)

@@ -8,31 +8,17 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from ikbo_jax.reference import jagged
+from ikbo_jax.reference import gdpa_chunked, jagged
 from ikbo_jax.reference.activations import SOFTMAX, elementwise
 from ikbo_jax.reference.attention import Softmax, directed
 from ikbo_jax.reference.gdpa import Arrays, Settings, out_shape
-from ikbo_jax.reference.gdpa_chunked import (
-    Blocking,
-    Tilings,
-    find_longest,
-    fold,
-    for_tiles,
-    heads_by_activation,
-    join,
-    make_tilings,
-    most_tiles_of_one,
-    pair_mask,
-    product,
-    unfold,
-)
 
 
 def chunked_vjp(
     arrays: Arrays,
     settings: Settings,
     d_out: jax.Array,
-    blocks: Blocking | None = None,
+    blocks: gdpa_chunked.Blocking | None = None,
     dtype: Any = None,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Pulls a cotangent of `out` back to query, key and value.
@@ -53,13 +39,11 @@ def chunked_vjp(
       Gradients of query, key and value in their shapes and dtypes, each summed in f32 and rounded
       once.
     """
-    tilings = make_tilings(arrays, settings, blocks)
+    tilings = gdpa_chunked.make_tilings(arrays, settings, blocks)
     query, key, value = arrays[:3]
-    longest = find_longest(arrays, settings)
-    most_kv = most_tiles_of_one(longest.kv, tilings.kv)
-    # Several sequences of queries may share a sequence of keys.
-    most_q = most_tiles_of_one(longest.q, tilings.q) if arrays.q_to_kv is None else None
-    steps = _GradientSteps(arrays, settings, d_out, tilings, most_q, most_kv)
+    if arrays.q_to_kv is not None:  # several sequences of queries may share a sequence of keys
+        tilings = tilings._replace(most_q=None)
+    steps = _GradientSteps(arrays, settings, d_out, tilings)
     shape = out_shape(arrays, settings)
     d_dtype = jnp.float32 if settings.broadcast_q else query.dtype
     carry: Any = (jnp.zeros_like(query, d_dtype, shape), None)
@@ -75,19 +59,12 @@ def chunked_vjp(
 
 
 class _GradientSteps(NamedTuple):
-    """The loops' bodies of `chunked_vjp`, and what they read.
-
-    Attributes:
-      most_q: the largest number of tiles of queries that share keys; None if unknown.
-      most_kv: the largest number of tiles of keys of one sequence; None if unknown.
-    """
+    """The loops' bodies of `chunked_vjp`, and what they read."""
 
     arrays: Arrays
     settings: Settings
     d_out: jax.Array
-    tilings: Tilings
-    most_q: int | None
-    most_kv: int | None
+    tilings: gdpa_chunked.Tilings
 
     @property
     def has_softmax(self) -> bool:
@@ -103,8 +80,8 @@ class _GradientSteps(NamedTuple):
             sums = jagged.gather(sums, written, size)
             found = Softmax(sums[..., 0], sums[..., 1], sums[..., 2:])
         return _Rows(
-            fold(jagged.gather(self.arrays.query, tiles, size), kv_heads),
-            fold(jagged.gather(self.d_out, written, size), kv_heads),
+            gdpa_chunked.fold(jagged.gather(self.arrays.query, tiles, size), kv_heads),
+            gdpa_chunked.fold(jagged.gather(self.d_out, written, size), kv_heads),
             found,
         )
 
@@ -123,7 +100,7 @@ class _GradientSteps(NamedTuple):
 
         def keys_at(index: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
             kv_tiles = jagged.tile_at(tilings.kv, first, number, index)
-            return *self.keys_of(kv_tiles), pair_mask(tilings, tiles, kv_tiles)
+            return *self.keys_of(kv_tiles), gdpa_chunked.pair_mask(tilings, tiles, kv_tiles)
 
         def add_sums(index: jax.Array, state: Softmax) -> Softmax:
             keys, values, mask = keys_at(index)
@@ -132,8 +109,8 @@ class _GradientSteps(NamedTuple):
             return state.plus_gradients(masked, d_weights, settings.scale)
 
         if self.has_softmax:
-            start = Softmax.of_none(unfold(rows.query, heads)[..., :1])
-            state = for_tiles(number, self.most_kv, add_sums, start)
+            start = Softmax.of_none(gdpa_chunked.unfold(rows.query, heads)[..., :1])
+            state = gdpa_chunked.for_tiles(number, tilings.most_kv, add_sums, start)
             rows = rows._replace(softmax=state)
             sums = jnp.stack((*state[:2], state.weighted[..., 0]), axis=-1)
             row_sums = jagged.scatter(row_sums, tiles, sums)
@@ -141,11 +118,11 @@ class _GradientSteps(NamedTuple):
         def add_tile(index: jax.Array, d_q: jax.Array) -> jax.Array:
             keys, values, mask = keys_at(index)
             _, d_scores = _pull_back(rows, keys, values, mask, settings)
-            return d_q + product("gkqs,gksh->gkqh", d_scores, keys)
+            return d_q + gdpa_chunked.product("gkqs,gksh->gkqh", d_scores, keys)
 
         zeros = jnp.zeros_like(rows.query, jnp.float32)
-        d_q = for_tiles(number, self.most_kv, add_tile, zeros)
-        d_q = unfold(d_q, heads) * jnp.float32(settings.scale * settings.output_scale)
+        d_q = gdpa_chunked.for_tiles(number, tilings.most_kv, add_tile, zeros)
+        d_q = gdpa_chunked.unfold(d_q, heads) * jnp.float32(settings.scale * settings.output_scale)
         return (jagged.scatter(d_query, tiles, d_q), row_sums), None
 
     def for_keys(
@@ -160,14 +137,14 @@ class _GradientSteps(NamedTuple):
         def add_tile(index: jax.Array, sums: tuple) -> tuple:
             q_tiles = jagged.tile_at(tilings.q, first, number, index)
             rows = self.rows_of(q_tiles, row_sums)
-            mask = pair_mask(tilings, q_tiles, tiles)
+            mask = gdpa_chunked.pair_mask(tilings, q_tiles, tiles)
             weights, d_scores = _pull_back(rows, keys, values, mask, settings)
-            d_k = product("gkqs,gkqh->gksh", d_scores, rows.query)
-            d_v = product("gkqs,gkqh->gksh", weights, rows.d_out)
+            d_k = gdpa_chunked.product("gkqs,gkqh->gksh", d_scores, rows.query)
+            d_v = gdpa_chunked.product("gkqs,gkqh->gksh", weights, rows.d_out)
             return sums[0] + d_k, sums[1] + d_v
 
         zeros = jnp.zeros_like(keys, jnp.float32)
-        d_k, d_v = for_tiles(number, self.most_q, add_tile, (zeros, zeros))
+        d_k, d_v = gdpa_chunked.for_tiles(number, tilings.most_q, add_tile, (zeros, zeros))
         d_k = d_k * jnp.float32(settings.scale * settings.output_scale)
         d_v = d_v * jnp.float32(settings.output_scale)
         return (jagged.scatter(d_key, tiles, d_k), jagged.scatter(d_value, tiles, d_v)), None
@@ -187,10 +164,12 @@ class _Rows(NamedTuple):
 def _products(
     rows: _Rows, keys: jax.Array, values: jax.Array, settings: Settings
 ) -> tuple[jax.Array, jax.Array]:
-    """Products of queries and keys, and gradients of weights: [tiles, N, rows, keys]."""
+    """Multiplies queries and keys, and d_out and values: [tiles, N, rows, keys] each."""
 
     def products(rows: jax.Array, keys: jax.Array) -> jax.Array:
-        return unfold(product("gkqh,gksh->gkqs", rows, keys), len(settings.activations))
+        return gdpa_chunked.unfold(
+            gdpa_chunked.product("gkqh,gksh->gkqs", rows, keys), len(settings.activations)
+        )
 
     return products(rows.query, keys), products(rows.d_out, values)
 
@@ -198,11 +177,11 @@ def _products(
 def _pull_back(
     rows: _Rows, keys: jax.Array, values: jax.Array, mask: jax.Array, settings: Settings
 ) -> tuple[jax.Array, jax.Array]:
-    """Weights, and gradients of scores divided by both scales: [tiles, K, rows · N / K, keys]."""
+    """Computes weights, and gradients of scores divided by both scales, folded."""
     products, d_weights = _products(rows, keys, values, settings)
     scores = products * jnp.float32(settings.scale)
     weights, d_scores = [], []
-    for name, heads in heads_by_activation(settings):
+    for name, heads in gdpa_chunked.heads_by_activation(settings):
         s, d_w = scores[:, heads], d_weights[:, heads]
         if name == SOFTMAX:
             assert rows.softmax is not None
@@ -215,6 +194,6 @@ def _pull_back(
             activation = elementwise(name, settings.approx)
             weights.append(activation.value(s))
             d_scores.append(activation.slope(s) * d_w)
-    results = (jnp.where(mask, join(parts), 0.0) for parts in (weights, d_scores))
-    folded = tuple(fold(x, keys.shape[1]) for x in results)
+    results = (jnp.where(mask, gdpa_chunked.join(parts), 0.0) for parts in (weights, d_scores))
+    folded = tuple(gdpa_chunked.fold(x, keys.shape[1]) for x in results)
     return folded[0], folded[1]

@@ -65,7 +65,7 @@ class Tiling(NamedTuple):
 def bounds(
     cu_seqlens: jax.Array, total: int, max_seqlen: int | None
 ) -> tuple[jax.Array, jax.Array]:
-    """First rows and lengths of sequences, inside [0, total) for any offsets.
+    """Computes first rows and lengths of sequences, inside [0, total) for any offsets.
 
     Offsets are clamped to the array and replaced by their running maximum; sequences are truncated
     to `max_seqlen`.
@@ -78,10 +78,8 @@ def bounds(
 
 
 def most_tiles(batch: int, total: int, size: int, max_seqlen: int | None) -> int:
-    """The largest number of tiles for any offsets: each sequence's last tile may have one row."""
-    if not (
-        isinstance(batch, int) and isinstance(total, int)
-    ):  # symbolic sizes: a bound without min
+    """Bounds the tiles of any offsets: each sequence's last tile may have one row."""
+    if not (isinstance(batch, int) and isinstance(total, int)):  # symbolic: a bound without min
         whole = total // size if max_seqlen is None else batch * (max_seqlen // size)
         return batch + whole
     nonempty = min(batch, total)
@@ -111,13 +109,13 @@ def tile(sequences: Sequences, batch_kv: int, size: int, per_step: int, most: in
 
 
 def steps(tiling: Tiling) -> Tiles:
-    """The tiles as [steps, per_step]."""
+    """Reshapes the tiles to [steps, per_step]."""
     tiles: Tiles = jax.tree.map(lambda x: x.reshape(-1, tiling.per_step), tiling.tiles)
     return tiles
 
 
 def tile_range(tiles: Tiles, tiling: Tiling) -> tuple[jax.Array, jax.Array]:
-    """For each of `tiles`: (first, number) of the tiles of `tiling` with its key-value sequence.
+    """Finds (first, number) of the tiles of `tiling` that share each tile's key-value sequence.
 
     For an empty tile the number is 0.
     """
@@ -126,19 +124,19 @@ def tile_range(tiles: Tiles, tiling: Tiling) -> tuple[jax.Array, jax.Array]:
 
 
 def tile_at(tiling: Tiling, first: jax.Array, number: jax.Array, step: jax.Array) -> Tiles:
-    """Tile number `step` of each `tile_range`; an empty tile past the range's end."""
+    """Takes tile number `step` of each `tile_range`; an empty tile past the range's end."""
     index = jnp.minimum(first + step, tiling.tiles.rows.size - 1)
     found = jax.tree.map(lambda x: x[index], tiling.tiles)
     return found._replace(rows=jnp.where(step < number, found.rows, 0))
 
 
 def row_mask(tiles: Tiles, size: int) -> jax.Array:
-    """Mask of the tiles' existing rows: [tiles, size] bool."""
+    """Makes the mask of the tiles' existing rows: [tiles, size] bool."""
     return jnp.arange(size, dtype=jnp.int32)[None] < tiles.rows[:, None]
 
 
 def gather(array: jax.Array, tiles: Tiles, size: int) -> jax.Array:
-    """Rows of `array` [rows, heads, ...] as [tiles, heads, size, ...]; zeros past the end."""
+    """Gathers rows [rows, heads, ...] to [tiles, heads, size, ...]; zeros past the end."""
     mask = row_mask(tiles, size)
     index = tiles.source[:, None] + jnp.arange(size, dtype=jnp.int32)[None]
     rows = jnp.take(array, jnp.where(mask, index, 0), axis=0, mode="clip")
@@ -159,7 +157,7 @@ def scatter(array: jax.Array, tiles: Tiles, update: jax.Array) -> jax.Array:
 
 
 def search_right(ends: jax.Array, numbers: jax.Array) -> jax.Array:
-    """`jnp.searchsorted(ends, numbers, side="right")`, int32, by an unrolled search.
+    """Computes `jnp.searchsorted(ends, numbers, side="right")`, int32, by an unrolled search.
 
     By default, `jnp.searchsorted` is a loop of log2(size) steps, each a kernel on a GPU; and jax
     0.12 does not lower it inside of `ops.sharded.device_p`.

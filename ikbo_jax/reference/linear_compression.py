@@ -151,17 +151,17 @@ def _entries_with_candidates(embeddings: Arrays, parents: Parents) -> list[jax.A
 
 
 def _matmul(weight: jax.Array, embedding: jax.Array) -> jax.Array:
-    """jnp.matmul broadcasting the weight."""
+    """Broadcasts the weight in `jnp.matmul`."""
     return jnp.matmul(weight, embedding, preferred_element_type=jnp.float32)
 
 
 def _einsum(weight: jax.Array, embedding: jax.Array) -> jax.Array:
-    """jnp.einsum with the embedding first, so that its batch is the leading free dimension."""
+    """Puts the embedding first, so that its batch is the leading free dimension."""
     return jnp.einsum("bkn,mk->bmn", embedding, weight, preferred_element_type=jnp.float32)
 
 
 def _transposed(weight: jax.Array, embedding: jax.Array) -> jax.Array:
-    """[B, N, K]·[K, M], transposed afterwards: M is the minor dimension of the product."""
+    """Multiplies [B, N, K]·[K, M], and transposes: M is the product's minor dimension."""
     product = jax.lax.dot_general(
         embedding, weight, (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32
     )
@@ -169,7 +169,7 @@ def _transposed(weight: jax.Array, embedding: jax.Array) -> jax.Array:
 
 
 def _batched(weight: jax.Array, embedding: jax.Array) -> jax.Array:
-    """A batched product, its weight broadcast over the batch: no operand is transposed."""
+    """Broadcasts the weight over the batch: no operand is transposed."""
     weights = jnp.broadcast_to(weight, (embedding.shape[0], *weight.shape))
     return jax.lax.dot_general(
         weights, embedding, (((2,), (1,)), ((0,), (0,))), preferred_element_type=jnp.float32
@@ -177,7 +177,7 @@ def _batched(weight: jax.Array, embedding: jax.Array) -> jax.Array:
 
 
 def _folded(weight: jax.Array, embedding: jax.Array) -> jax.Array:
-    """One product [M, K]·[K, B·N]; costs a transposition of the embedding and of the result."""
+    """Multiplies [M, K]·[K, B·N] once; costs a transposition of embedding and result."""
     batch, k, n = embedding.shape
     flat = jnp.swapaxes(embedding, 0, 1).reshape(k, batch * n)
     product = jnp.matmul(weight, flat, preferred_element_type=jnp.float32)
@@ -185,14 +185,14 @@ def _folded(weight: jax.Array, embedding: jax.Array) -> jax.Array:
 
 
 def _padded(weight: jax.Array, embedding: jax.Array) -> jax.Array:
-    """`_matmul` with K padded with zeros to a multiple of 8, which copies the embedding."""
+    """Pads K with zeros to a multiple of 8 for `_matmul`, which copies the embedding."""
     pad = -weight.shape[1] % 8
     weight = jnp.pad(weight, ((0, 0), (0, pad)))
     return _matmul(weight, jnp.pad(embedding, ((0, 0), (0, pad), (0, 0))))
 
 
 def _rounded(weight: jax.Array, embedding: jax.Array) -> jax.Array:
-    """`_matmul` in the inputs' dtype: rounds every partial result, so for comparison only."""
+    """Multiplies in the inputs' dtype: rounds every partial result, so for comparison only."""
     return jnp.matmul(weight, embedding)
 
 

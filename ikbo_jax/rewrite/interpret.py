@@ -16,7 +16,7 @@ import jax
 from jax import lax
 from jax.extend import core
 
-from ikbo_jax.rewrite.report.recorder import Recorder
+from ikbo_jax.rewrite.report.recorder import LOOKUPS, Recorder
 from ikbo_jax.rewrite.values import staged
 from ikbo_jax.rewrite.values.constraints import divided, placed
 from ikbo_jax.rewrite.values.equations import (
@@ -38,7 +38,7 @@ from ikbo_jax.rewrite.values.staged import TRACER
 
 
 class Context:
-    """The first argument of every rule: runs equations and holds the state of one scope.
+    """Runs equations and holds the state of one scope; the first argument of every rule.
 
     Attributes:
       recorder: collects the report.
@@ -73,11 +73,11 @@ class Context:
         self.same: dict[int, Any] | None = None
 
     def inner(self, recorder: Recorder | None = None) -> Context:
-        """The context of a scope inside this scope, by default with the same recorder."""
+        """Returns the context of a scope inside this scope, by default with the same recorder."""
         return Context(recorder or self.recorder, self)
 
     def afterwards(self) -> Context:
-        """The context of a scope inside this one that computes when this one's trace has ended.
+        """Returns the context of an inner scope that computes when this scope's trace has ended.
 
         The program's form is decided by then, so that derivatives must be the original's.
         """
@@ -86,13 +86,11 @@ class Context:
         return context
 
     def detached(self) -> Context:
-        """A context like `afterwards` for a derivative that JAX takes later.
+        """Returns a context like `afterwards` for a derivative that JAX takes later.
 
         It holds no arrays, knows nothing of the scopes around it, and records nothing.
         """
-        recorder = Recorder()
-        recorder.muted = 1
-        context = Context(recorder, differentiated=True)
+        context = Context(Recorder(muted=1), differentiated=True)
         context.derivatives = self.derivatives
         return context
 
@@ -108,33 +106,27 @@ class Context:
     def _outermost(self) -> Context:
         return self if self.parent is None else self.parent._outermost()
 
-    # Values.
-
     def build(self, value: Any) -> jax.Array:
-        """The array that a value represents, computed once per scope. Records nothing."""
+        """Returns the array that a value represents, computed once per scope. Records nothing."""
         return value if is_plain(value) else self.scope.array(value, lambda: self._built(value))
 
     def _built(self, value: Any) -> jax.Array:
-        """The array of a deferred value; of a mask that is cast, the cast of the looked-up mask.
+        """Builds a deferred value; a cast mask as the cast of the looked-up mask.
 
         XLA turns a product with the cast of a mask into a select, by which 0 hides NaN. It sees no
         such cast in a lookup of numbers.
         """
-        if self.programs.has_constraints:
-            return placed(self, value, self._unplaced(value))
-        return self._unplaced(value)
-
-    def _unplaced(self, value: Any) -> jax.Array:
-        """`_built` without sharding constraints."""
         mask = self.provenance.cast_mask(value)
         if mask is None or is_plain(mask):
-            return value.build(self)
-        return lax.convert_element_type(self.build(mask), value.dtype)
+            array = value.build(self)
+        else:
+            array = lax.convert_element_type(self.build(mask), value.dtype)
+        return placed(self, value, array) if self.programs.has_constraints else array
 
     def materialise(
         self, eqn: core.JaxprEqn | None, value: Any, reason: str, *, copied: bool = True
     ) -> jax.Array:
-        """The array that a value represents; adds a line to the report that says why it is needed.
+        """Returns the array of a value; adds a line to the report that says why it is needed.
 
         Args:
           eqn: the equation that needs the array; None for the function's result.
@@ -155,10 +147,13 @@ class Context:
         return self.build(value)
 
     def producer(self, value: Any) -> tuple[core.JaxprEqn, Sequence[Any]] | None:
-        """The producing equation of a value, and its operands; None if unknown."""
+        """Returns the producing equation of a value, and its operands; None if unknown."""
         return self.provenance.producer(value)
 
-    # Equations and programs.
+    def made_by(self, value: Any) -> tuple[str, Any, Sequence[Any]]:
+        """Returns `producer` with the primitive's name; "", None and () if it is unknown."""
+        eqn, operands = self.producer(value) or (None, ())
+        return "" if eqn is None else eqn.primitive.name, eqn, operands
 
     def bind(self, eqn: core.JaxprEqn, *arrays: Any, **params: Any) -> Any:
         """Runs the equation's primitive on arrays, with some parameters replaced."""
@@ -170,7 +165,7 @@ class Context:
         return interpret(jaxpr, consts, args, self.run_equation)
 
     def run_closed(self, jaxpr: Any, args: Sequence[Any], eqn: Any = None) -> list[Any]:
-        """`run` for a jaxpr that holds its constants; `eqn` is the equation that calls it."""
+        """Interprets a jaxpr that holds its constants; `eqn` is the equation that calls it."""
         with self.recorder.inside(eqn):
             return self.run(jaxpr, jaxpr.consts, args)
 
@@ -199,7 +194,7 @@ class Context:
     def _apply_same(
         self, same: dict[int, Any], eqn: core.JaxprEqn, operands: list[Any]
     ) -> list[Any]:
-        """`_apply` of an equation whose results are reused if all calls have the same operands.
+        """Runs an equation whose results are reused if all calls have the same operands.
 
         Interpreted in place, only the first call would run it. So the calls together record once
         what it records.
@@ -244,7 +239,7 @@ class Context:
     def _by_rule(
         self, eqn: core.JaxprEqn, deferred: list[Deferred], operands: list[Any]
     ) -> list[Any]:
-        """The results by the rule of an operand or of the primitive; NotCovered without a rule."""
+        """Applies the rule of an operand or of the primitive; NotCovered without a rule."""
         name = eqn.primitive.name
         if deferred and may_overflow(eqn):
             if self.differentiated:
@@ -273,7 +268,7 @@ class Context:
 
     @contextlib.contextmanager
     def muted(self) -> Iterator[None]:
-        """A context manager in which nothing is recorded: for trial runs."""
+        """Opens a context in which nothing is recorded, for trial runs."""
         self.recorder.muted += 1
         try:
             yield
@@ -284,15 +279,12 @@ class Context:
 #: The reason of a materialised result of the function.
 RETURNED = "returned by the function"
 
-#: Primitives that look rows up or repeat them; the report lists every equation of these.
-LOOKUPS = ("gather", "tile")
-
 
 def _checked(eqn: core.JaxprEqn, results: Any) -> list[Any]:
-    """A rule's results as a list; ValueError if their shapes or dtypes are not the equation's."""
+    """Lists a rule's results; ValueError if their shapes or dtypes are not the equation's."""
     results = list(results) if eqn.primitive.multiple_results else [results]
     for x, v in zip(results, eqn.outvars, strict=True):
-        # `shape` and `dtype` of a tracer take several times as long as those of its aval.
+        # `shape` and `dtype` of a tracer take several times as long as the aval's.
         returned: Any = x.aval if isinstance(x, jax.core.Tracer) else x
         aval: Any = v.aval
         if type(returned) is not jax.core.ShapedArray and not hasattr(returned, "shape"):
@@ -309,7 +301,7 @@ def _as_list(eqn: core.JaxprEqn, results: Any) -> list[Any]:
 
 
 def _cse_key(eqn: core.JaxprEqn, operands: list[Any]) -> Any:
-    """Key under which an equation's results are reused; None if they cannot be.
+    """Returns the key under which an equation's results are reused; None if they cannot be.
 
     Equations on integers, and equations on one or two numbers, are reused.
     """
@@ -325,6 +317,5 @@ def _cse_key(eqn: core.JaxprEqn, operands: list[Any]) -> Any:
     return key
 
 
-def shape_of(value: Any) -> tuple[int, ...]:
-    """The shape that the program sees; () for a literal."""
-    return staged.shape_of(value)
+#: The shape that the program sees; () for a literal.
+shape_of = staged.shape_of

@@ -2,18 +2,16 @@
 
 The rule of an equation depends on its operands. `LAZY` has the rules of lazy values: `Lazy`,
 `Concat` and arrays beside them. If an operand is `Merged`, or is `Scores`, the rules of that kind
-run, from `MERGED` or `SCORES`. Rules that users register replace those of `LAZY`.
+run, from `MERGED` or `SCORES`. Rules that users register replace rules of `LAZY`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 from ikbo_jax.rewrite.attention import (
     changed_weights,
     contraction,
-    logit_masks,
     merged_rules,
     pairs,
     products,
@@ -33,12 +31,9 @@ from ikbo_jax.rewrite.rules import (
 from ikbo_jax.rewrite.values.equations import grows
 from ikbo_jax.rewrite.values.registry import Rule, register_rule, register_rules_of
 
-#: Primitives that work element by element and broadcast dimensions of size 1.
-_ELEMENTWISE = (*elementwise.ELEMENTWISE, "select_n", "clamp")
-
 LAZY: dict[str, Rule] = {
     # Rows by themselves.
-    **dict.fromkeys(_ELEMENTWISE, elementwise.elementwise),
+    **dict.fromkeys(elementwise.ELEMENTWISE, elementwise.elementwise),
     **dict.fromkeys(elementwise.REDUCTIONS, elementwise.reduction),
     "call_hi_primitive": row_rules.hi_primitive,
     "conv_general_dilated": row_rules.convolution,
@@ -102,20 +97,16 @@ ON_ARRAYS = (
 )
 
 
-def _grows(_: Any, eqn: Any, __: Any) -> bool:
-    return grows(eqn)
-
-
 #: Primitives whose rules in `LAZY` run on arrays where a function of the context, the equation and
 #: the operands says so.
 ON_SOME_ARRAYS: dict[str, Callable[..., bool]] = {
-    **dict.fromkeys(_ELEMENTWISE, _grows),
+    **dict.fromkeys(elementwise.ELEMENTWISE, lambda _, eqn, __: grows(eqn)),
     "dot_general": one_hot.is_lookup,
     "iota": row_rules.has_equal_rows,
 }
 
 MERGED: dict[str, Rule] = {
-    **dict.fromkeys(_ELEMENTWISE, merged_rules.merged_elementwise),
+    **dict.fromkeys(elementwise.ELEMENTWISE, merged_rules.merged_elementwise),
     **dict.fromkeys(elementwise.REDUCTIONS, merged_rules.reduction),
     "broadcast_in_dim": merged_rules.broadcast,
     "concatenate": merged_rules.concatenate,
@@ -127,34 +118,33 @@ MERGED: dict[str, Rule] = {
     "transpose": merged_rules.transpose,
 }
 
-#: The rules of logits, exponentials, their sums, and weights, in the order in which they are tried:
-#: a rule returns NotImplemented for scores of another stage than its own.
-SCORES: dict[str, tuple[Rule, ...]] = {
-    "abs": (changed_weights.absolute,),
-    "add": (changed_weights.sum_of_two, logit_masks.added),
-    "broadcast_in_dim": (scores.broadcast,),
-    "convert_element_type": (scores.cast,),
-    "copy": (scores.kept,),
-    "div": (changed_weights.quotient, scores.scaled),
-    "dot_general": (products.dot_general,),
-    "eq": (changed_weights.comparison,),
-    "exp": (changed_weights.exponential, scores.exponential),
-    "gather": (pairs.gather,),
-    "is_finite": (changed_weights.is_finite,),
-    "log": (changed_weights.logarithm,),
-    "max": (changed_weights.maximum, scores.maximum),
-    "mul": (changed_weights.product, scores.scaled),
-    "name": (scores.kept,),
-    "ne": (changed_weights.comparison,),
-    "pvary": (scores.kept,),
-    "reduce_max": (scores.reduced,),
-    "reduce_sum": (changed_weights.total, scores.reduced),
-    "reshape": (pairs.reshape, scores.reshape),
-    "select_n": (changed_weights.select, logit_masks.selected),
-    "squeeze": (scores.reshape,),
-    "stop_gradient": (scores.stopped,),
-    "sub": (changed_weights.difference,),
-    "transpose": (scores.transpose,),
+#: The rules of logits, exponentials, their sums, and weights.
+SCORES: dict[str, Rule] = {
+    "abs": changed_weights.absolute,
+    "add": changed_weights.sum_of_two,
+    "broadcast_in_dim": scores.broadcast,
+    "convert_element_type": scores.cast,
+    "copy": scores.kept,
+    "div": changed_weights.quotient,
+    "dot_general": products.dot_general,
+    "eq": changed_weights.comparison,
+    "exp": changed_weights.exponential,
+    "gather": pairs.gather,
+    "is_finite": changed_weights.is_finite,
+    "log": changed_weights.logarithm,
+    "max": changed_weights.maximum,
+    "mul": changed_weights.product,
+    "name": scores.kept,
+    "ne": changed_weights.comparison,
+    "pvary": scores.kept,
+    "reduce_max": scores.reduced,
+    "reduce_sum": scores.reduced,
+    "reshape": pairs.reshape,
+    "select_n": changed_weights.select,
+    "squeeze": scores.reshape,
+    "stop_gradient": scores.stopped,
+    "sub": changed_weights.difference,
+    "transpose": scores.transpose,
 }
 
 
@@ -163,5 +153,5 @@ def register_all() -> None:
     for name, rule in LAZY.items():
         arrays = ON_SOME_ARRAYS.get(name)
         register_rule(name, rule, source=name in ON_ARRAYS, arrays=arrays)
-    register_rules_of("merged", {name: (rule,) for name, rule in MERGED.items()})
+    register_rules_of("merged", MERGED)
     register_rules_of("scores", SCORES)

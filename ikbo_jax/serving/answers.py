@@ -1,4 +1,4 @@
-"""What a scorer answers, and what it counts."""
+"""The answers of a scorer, and its counts."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ Scores = npt.NDArray[Any]
 
 
 class Metrics(NamedTuple):
-    """What a scorer has done since it was made.
+    """Counts since the scorer was made.
 
     Attributes:
       calls: number of calls of a program that scores.
       requests: number of requests in these calls.
       candidates: number of candidates in these calls.
       padding: number of candidates that were added to fill buckets.
-      hits: number of users of calls whose state was in the cache.
-      misses: number of users of calls whose state had to be computed.
-      evictions: number of states that left the cache for others.
+      hits: number of users whose state was in the cache.
+      misses: number of users whose state had to be computed.
+      evictions: number of states that the cache dropped to make room.
       compilations: number of programs that this process has compiled, or loaded from the cache
         folder, since the scorer was ready. It stays 0.
       weights: the version of the weights.
@@ -45,25 +45,20 @@ class Metrics(NamedTuple):
 
     @property
     def hit_rate(self) -> float:
-        """The share of users whose state was in the cache; 0 before the first request."""
+        """Share of users whose state was in the cache; 0 before the first request."""
         return self.hits / max(1, self.hits + self.misses)
 
 
 @dataclasses.dataclass(frozen=True)
 class Answer:
-    """A request's scores, and the weights that computed them.
-
-    Attributes:
-      scores: [n, ...], one row for each candidate, in the request's order.
-      weights: the version of the weights.
-    """
+    """Holds a request's scores [n, ...] in its candidates' order, and the weights' version."""
 
     scores: Scores
     weights: Hashable
 
 
 class Pending:
-    """Calls that were started; `answers` waits for them."""
+    """Holds started calls; `answers` waits for the calls."""
 
     def __init__(
         self,
@@ -82,12 +77,12 @@ class Pending:
         return all(array.is_ready() for array in arrays)
 
     def wait(self) -> None:
-        """Waits until the scores are on the host; `answers` then only hands them out."""
+        """Waits until the scores are on the host; `answers` then does not wait."""
         for _, scores in self._calls:
             self._scorer.fetched(scores)
 
     def answers(self) -> list[Answer | Exception]:
-        """An answer for every request, in order; a `BadRequestError` where one does not fit."""
+        """Returns an answer for every request, in order, or a `BadRequestError`."""
         while self._calls:
             batch, scores = self._calls[0]
             rows = self._scorer.fetched(scores)
@@ -97,17 +92,17 @@ class Pending:
                 answer = Answer(rows[start : start + size].copy(), self._weights)
                 self._answers[position] = answer
                 start += size
-            # Not before: asked again after an error, it is an error again.
+            # Removed last, so that a second call of this method raises the same error.
             self._calls.pop(0)
         return self._answers
 
 
 class PendingScores:
-    """A call that was started; `scores` waits for it."""
+    """Holds a started call; `scores` waits for the call."""
 
     def __init__(self, scorer: Scorer, scores: jax.Array, filled: int) -> None:
         self._scorer, self._scores, self._filled = scorer, scores, filled
 
     def scores(self) -> Scores:
-        """The scores of all candidates, [n, ...], in their order."""
+        """Returns the scores of all candidates, [n, ...], in their order."""
         return self._scorer.fetched(self._scores)[: self._filled]

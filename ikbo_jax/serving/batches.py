@@ -1,4 +1,4 @@
-"""Requests, and how several of them become the arrays of one call; on the host, in NumPy."""
+"""Requests, their checks, and how several requests become one call; on the host, in NumPy."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import bisect
 import dataclasses
 import functools
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -19,20 +19,20 @@ Tree = Any
 
 
 class BadRequestError(ValueError):
-    """A request that does not fit the scorer; the message names both values."""
+    """Reports that a request does not fit the scorer; the message names both values."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Request:
-    """One user and the candidates to score for this user.
+    """Holds one user and the candidates to score for this user.
 
     Attributes:
       user: the user's id.
-      version: the version of the user's features. Features that change need a new version: a user's
-        state is kept by id and version.
+      version: the version of the user's features. States are kept by id and version, so features
+        that change need a new version.
       features: returns the user's features, a tree of arrays without an axis of users. It is called
-        only if the state of this version is not in the cache. None: the scorer's `features_of` is
-        asked, for all such users of a call at once.
+        only if the state of this version is not in the cache. If None, the scorer's `features_of`
+        is called once for all such users of a call.
       candidates: a tree of arrays with a first axis of n candidates.
     """
 
@@ -43,27 +43,26 @@ class Request:
 
     @property
     def key(self) -> tuple[Hashable, Hashable]:
-        """What the user's state is kept by."""
+        """Key of the user's state."""
         return self.user, self.version
 
-    # Asked ten times for every request, which was a tenth of the host's part of ranking offline.
+    # Cached: ten computations a request took a tenth of the host's time of ranking offline.
     @functools.cached_property
     def size(self) -> int:
-        """n, number of candidates."""
+        """Number of candidates."""
         leaves = jax.tree.leaves(self.candidates)
         return int(np.shape(leaves[0])[0]) if leaves and np.ndim(leaves[0]) else 0
 
 
 @dataclasses.dataclass(frozen=True)
 class Buckets:
-    """The sizes that programs are compiled for, ascending.
+    """Lists the sizes that programs are compiled for, ascending.
 
     Attributes:
       candidates: numbers of candidates of a call; smaller calls are padded.
       users: numbers of users of a call. Every pair with at least as many candidates as users has a
-        program. Looking up the states of more users than a call has costs little, so that one
-        number is often enough.
-      new_users: numbers of users that are encoded at once; of more, several programs run.
+        program. One number is often enough, since looking up unused states costs little.
+      new_users: numbers of users that one program encodes; more users take several programs.
     """
 
     candidates: tuple[int, ...] = (64, 128, 256, 512, 1024, 2048, 4096)
@@ -86,22 +85,18 @@ class Buckets:
 
     @property
     def pairs(self) -> list[tuple[int, int]]:
-        """The sizes (candidates, users) of all programs that score."""
+        """Sizes (candidates, users) of all programs that score."""
         return [
             (cands, users) for cands in self.candidates for users in self.users if users <= cands
         ]
 
     @property
     def largest(self) -> tuple[int, int]:
-        """The largest number of candidates, and of users, that one call can have."""
+        """Largest number of candidates, and of users, of one call."""
         return self.candidates[-1], self.users[-1]
 
     def fitting(self, candidates: int, users: int) -> tuple[int, int]:
-        """The smallest bucket for so many candidates and users.
-
-        Raises:
-          ValueError: if there is none.
-        """
+        """Returns the smallest bucket for so many candidates and users; ValueError without one."""
         most_candidates, most_users = self.largest
         if candidates > most_candidates or users > most_users:
             raise ValueError(
@@ -113,24 +108,8 @@ class Buckets:
         return self.candidates[bisect.bisect_left(self.candidates, least)], bucket_users
 
 
-class Sized(Protocol):
-    """What a part is cut by: a request, checked or not."""
-
-    @property
-    def key(self) -> Hashable: ...
-    @property
-    def size(self) -> int: ...
-
-
 class Checked(NamedTuple):
-    """A request that fits the model.
-
-    Attributes:
-      key: the user and version.
-      size: number of candidates.
-      leaves: the leaves of the candidates' tree, [size, ...].
-      features: as in `Request`.
-    """
+    """Holds a request that fits the model, and the leaves [size, ...] of its candidates."""
 
     key: Hashable
     size: int
@@ -139,7 +118,7 @@ class Checked(NamedTuple):
 
 
 class Batch(NamedTuple):
-    """What one call computes.
+    """Holds the inputs of one call.
 
     Attributes:
       keys: the user and version of every row of the call's users.
@@ -163,15 +142,10 @@ class Batch(NamedTuple):
     positions: Sequence[int] | npt.NDArray[np.integer]
 
 
-def fitting_parts[Entry: Sized](
+def fitting_parts[Entry: (Request, Checked)](
     requests: Iterable[tuple[int, Entry]], buckets: Buckets
 ) -> Iterator[list[tuple[int, Entry]]]:
-    """Cuts requests, each with at least one candidate, to parts that fit the largest bucket.
-
-    Args:
-      requests: the requests with their positions in the caller's sequence.
-      buckets: the sizes of a call.
-    """
+    """Cuts requests, each with its position and at least one candidate, to the largest bucket."""
     most_candidates, most_users = buckets.largest
     chosen: list[tuple[int, Entry]] = []
     candidates, users = 0, set[Hashable]()
@@ -189,7 +163,7 @@ def fitting_parts[Entry: Sized](
 
 
 def merged(part: Sequence[tuple[int, Checked]], buckets: Buckets) -> Batch:
-    """The requests of one part as a batch; those of one user and version follow one another."""
+    """Makes one part a batch; requests of one user and version follow one another."""
     users: dict[Hashable, list[tuple[int, Checked]]] = {}
     for entry in part:
         users.setdefault(entry[1].key, []).append(entry)
@@ -212,12 +186,12 @@ def merged(part: Sequence[tuple[int, Checked]], buckets: Buckets) -> Batch:
 
 
 def check_hashable(keys: Sequence[tuple[Hashable, Hashable]]) -> None:
-    """Raises BadRequestError unless all users and versions can be looked up."""
+    """Raises BadRequestError unless all users and versions are hashable."""
     try:
         hash(tuple(keys))
         return
     except Exception:
-        # Which one it is; hashing all at once takes no call of Python for each.
+        # The loop finds the key to name; hashing all at once needs no Python call for each key.
         pass
     for user, version in keys:
         try:
@@ -229,11 +203,11 @@ def check_hashable(keys: Sequence[tuple[Hashable, Hashable]]) -> None:
 
 
 class Form:
-    """What a tree of arrays has to look like.
+    """Checks trees of arrays.
 
     Args:
       rows: a tree of `jax.ShapeDtypeStruct`, one row of every array.
-      name: what the tree is called in errors.
+      name: the tree's name in errors.
     """
 
     def __init__(self, rows: Tree, name: str) -> None:
@@ -242,18 +216,14 @@ class Form:
         self._expected = [(leaf.shape, leaf.dtype) for leaf in self.leaves]
 
     def leaves_of(self, tree: Tree, *, stacked: bool) -> list[Any]:
-        """The leaves of a tree, arrays, if its rows are like `rows`.
+        """Returns the leaves of a tree of arrays whose rows are like `rows`.
 
-        Args:
-          tree: a tree of arrays.
-          stacked: every array has a first axis of n rows, and n is the same for all.
-
-        Raises:
-          BadRequestError: if structure, shape or dtype differ; the message names both.
+        With `stacked`, every array has a first axis of n rows, and n is the same for all. Raises
+        BadRequestError if structure, shape or dtype differ; the message names both.
         """
         leaves: list[Any]
         structure: Any
-        # A request that fits takes no more than this; the rest finds the words for an error.
+        # This is enough for a request that fits; `check` words the error of another one.
         try:
             leaves, structure = jax.tree.flatten(tree)
             count = leaves[0].shape[:1] if stacked else ()
@@ -261,14 +231,13 @@ class Form:
             for leaf, (shape, dtype) in zip(leaves, self._expected, strict=False):
                 fits = fits and leaf.shape == count + shape and leaf.dtype == dtype
         except Exception:
-            # An object that another library made may raise anything, keys of a dict that cannot be
-            # sorted a ValueError.
+            # Objects of other libraries may raise anything; unsortable keys of a dict, ValueError.
             fits = False
         return leaves if fits else check(tree, self.rows, self.name, stacked=stacked)
 
 
 def check(tree: Tree, rows: Tree, name: str, *, stacked: bool) -> list[Any]:
-    """The leaves of a tree, arrays, if its rows are like `rows`; otherwise as `Form.leaves_of`."""
+    """Returns the leaves, or raises the error, that `Form.leaves_of` documents."""
     expected, wanted = jax.tree_util.tree_flatten_with_path(rows)
     found: list[Any]
     structure: Any

@@ -1,4 +1,4 @@
-"""Users' features, from requests or from a function that takes several users at once."""
+"""Users' features, from requests or from a function that takes several users."""
 
 from __future__ import annotations
 
@@ -8,18 +8,13 @@ from typing import Any
 from ikbo_jax.serving.batches import BadRequestError, Form, Tree
 from ikbo_jax.serving.packing import Column
 
-#: Features of one user; and of several keys (user, version), arrays [n, ...].
+#: Returns the features of one user; of n keys (user, version), as arrays [n, ...].
 Fetch = Callable[[], Tree]
 FeaturesOf = Callable[[list[Any]], Tree]
 
 
 class Features:
-    """Fetches and checks users' features.
-
-    Args:
-      form: what one user's features have to look like.
-      features_of: returns the features of users whose requests have none; see `Scorer`.
-    """
+    """Fetches and checks users' features; `features_of` as for `Scorer`."""
 
     def __init__(self, form: Form, features_of: FeaturesOf | None) -> None:
         self._form, self._features_of = form, features_of
@@ -27,14 +22,14 @@ class Features:
     def of(
         self, asked: Mapping[Hashable, Sequence[Fetch]]
     ) -> tuple[list[Column], dict[Hashable, Exception]]:
-        """The features of several users.
+        """Fetches the features of several users.
 
         Args:
           asked: for every key, the `features` of its requests that have one.
 
         Returns:
           For every leaf of the features' tree, its rows in the order of the keys, without the keys
-          that failed: an array [n, ...] or a list of n arrays. And the errors of those that failed.
+          that failed: an array [n, ...] or a list of n arrays; and the error of every failed key.
         """
         bare = [key for key, fetches in asked.items() if not fetches]
         known: dict[Hashable, list[Any]] = {}
@@ -45,7 +40,7 @@ class Features:
                     return list(columns), {}
                 known = {key: [c[n] for c in columns] for n, key in enumerate(bare)}
             except Exception:
-                # The error may be one user's: below, every user is asked for alone.
+                # The error may be one user's: below, every user's features are fetched alone.
                 pass
         rows: list[list[Any]] = []
         failed: dict[Hashable, Exception] = {}
@@ -57,17 +52,13 @@ class Features:
         return [list(column) for column in zip(*rows, strict=True)], failed
 
     def of_all(self, keys: Sequence[Hashable]) -> list[Column]:
-        """The features of several keys, all different, as `of` returns them.
-
-        Raises:
-          Exception: the error of the first one that fails.
-        """
+        """Fetches the features of different keys like `of`; raises the first key's error."""
         # `of` takes a dict of the keys: 30 µs for 160 of them.
         if len(keys) > 1:
             try:
                 return list(self._at_once(list(keys)))
             except Exception:
-                # `of` tells whose error it is.
+                # `of` finds the user whose error it is.
                 pass
         features, failed = self.of(dict.fromkeys(keys, ()))
         for error in failed.values():
@@ -75,7 +66,7 @@ class Features:
         return features
 
     def _alone(self, key: Hashable, fetches: Sequence[Fetch]) -> list[Any]:
-        """The leaves of one user's features, without an axis of users."""
+        """Fetches the leaves of one user's features, without an axis of users."""
         if not fetches:
             return [array[0] for array in self._at_once([key])]
         errors: list[Exception] = []
@@ -88,7 +79,7 @@ class Features:
         raise errors[0]
 
     def _at_once(self, keys: list[Hashable]) -> list[Any]:
-        """The leaves of several users' features, [n, ...] each."""
+        """Fetches the leaves of several users' features, [n, ...] each."""
         if self._features_of is None:
             raise BadRequestError(
                 f"the user and version {keys[0]} has no features: the request has none, and the "

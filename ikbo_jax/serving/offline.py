@@ -1,4 +1,4 @@
-"""Many requests in full calls; the host prepares calls while the device computes."""
+"""Ranking offline: many requests in full calls."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import jax
 import numpy as np
 import numpy.typing as npt
 
-from ikbo_jax.serving.answers import Answer, Pending, PendingScores, Scores
+from ikbo_jax.serving.answers import Answer, PendingScores, Scores
 from ikbo_jax.serving.batches import (
     BadRequestError,
     Buckets,
@@ -30,9 +30,9 @@ def rank_offline(
 
     Args:
       scorer: the scorer.
-      requests: requests, in any number; they are read as they are needed. Batches are fullest if
-        requests of one user follow one another.
-      ahead: number of calls that are started before the first one is waited for.
+      requests: requests, read as they are needed. Batches are fullest if requests of one user
+        follow one another.
+      ahead: number of calls that are started before the first call is waited for.
 
     Yields:
       The position of a request, and its answer; requests of a batch in any order.
@@ -40,32 +40,36 @@ def rank_offline(
     Raises:
       BadRequestError: if a request does not fit the model.
     """
-    waiting: collections.deque[tuple[list[int], Pending]] = collections.deque()
-
-    def finished() -> Iterator[tuple[int, Answer]]:
-        positions, pending = waiting.popleft()
+    parts = (
+        zip(*x, strict=True) for x in fitting_parts(_countable(scorer, requests), scorer.buckets)
+    )
+    started = ((positions, scorer.start(chosen)) for positions, chosen in parts)
+    for positions, pending in _later(started, ahead):
         for position, answer in zip(positions, pending.answers(), strict=True):
             if isinstance(answer, Exception):
                 raise answer
             yield position, answer
 
-    for part in fitting_parts(_countable(scorer, requests), scorer.buckets):
-        positions, chosen = zip(*part, strict=True)
-        waiting.append((list(positions), scorer.start(chosen)))
+
+def _later[Call](started: Iterable[Call], ahead: int) -> Iterator[Call]:
+    """Yields a call when `ahead` further calls have started, or all."""
+    waiting: collections.deque[Call] = collections.deque()
+    for call in started:
+        waiting.append(call)
         if len(waiting) > ahead:
-            yield from finished()
+            yield waiting.popleft()
     while waiting:
-        yield from finished()
+        yield waiting.popleft()
 
 
 def _countable(scorer: Scorer, requests: Iterable[Request]) -> Iterator[tuple[int, Request]]:
-    """The requests with their positions; raises BadRequestError if one cannot be counted."""
+    """Numbers the requests; raises BadRequestError if a request cannot be counted."""
     for entry in enumerate(requests):
         try:
             hash(entry[1].key)
             entry[1].size  # noqa: B018 - kept by the request
         except Exception:
-            scorer.check(entry[1])  # finds the words
+            scorer.check(entry[1])  # raises the error with a message
             raise
         yield entry
 
@@ -79,7 +83,7 @@ def rank_arrays(
     version: Hashable = 0,
     ahead: int = 2,
 ) -> Iterator[tuple[slice, Scores]]:
-    """Scores many users' candidates that stand in arrays, without a `Request` for each user.
+    """Scores many users' candidates in arrays, without a `Request` for each user.
 
     With a scorer made with `joint=True`, every call runs one program, which encodes the call's
     users: no state is written to the user cache or read from it, and a user who occurs in several
@@ -92,10 +96,10 @@ def rank_arrays(
       counts: [n] integers, number of candidates of every user; may be 0.
       candidates: a tree of arrays [B, ...], the users' candidates in the order of the users.
       version: the version of the users' features.
-      ahead: number of calls that are started before the first one is waited for.
+      ahead: number of calls that are started before the first call is waited for.
 
     Yields:
-      For every call, in order, the candidates that it scored, as a slice, and their scores
+      For every call, in order, the scored candidates, as a slice, and their scores
       [stop - start, ...].
 
     Raises:
@@ -110,22 +114,21 @@ def rank_arrays(
     asked = np.flatnonzero(sizes)
     if len(asked) < len(ids):
         ids, sizes = [ids[n] for n in asked.tolist()], sizes[asked]
-    waiting: collections.deque[tuple[slice, PendingScores]] = collections.deque()
-    for first, last, rows in _full_calls(sizes, scorer.buckets):
-        part = jax.tree.map(lambda leaf, rows=rows: leaf[rows], candidates)
-        pending = scorer.start_arrays(ids[first:last], sizes[first:last], part, version=version)
-        waiting.append((rows, pending))
-        if len(waiting) > ahead:
-            done, pending = waiting.popleft()
-            yield done, pending.scores()
-    for done, pending in waiting:
-        yield done, pending.scores()
+
+    def started() -> Iterator[tuple[slice, PendingScores]]:
+        for first, last, rows in _full_calls(sizes, scorer.buckets):
+            part = jax.tree.map(lambda leaf, rows=rows: leaf[rows], candidates)
+            counted = ids[first:last], sizes[first:last]
+            yield rows, scorer.start_arrays(*counted, part, version=version)
+
+    for rows, pending in _later(started(), ahead):
+        yield rows, pending.scores()
 
 
 def _check(
     scorer: Scorer, users: list[Hashable], counts: npt.NDArray[Any], candidates: Tree
 ) -> None:
-    """Checks what `rank_arrays` got."""
+    """Checks the arguments of `rank_arrays`."""
     check_hashable([(user, 0) for user in users])
     leaves = Form(scorer.specs.candidate, "candidates").leaves_of(candidates, stacked=True)
     numbers = np.issubdtype(counts.dtype, np.integer) or not counts.size
@@ -147,7 +150,7 @@ def _check(
 def _full_calls(
     counts: npt.NDArray[np.integer], buckets: Buckets
 ) -> Iterator[tuple[int, int, slice]]:
-    """The users [first, last) of every call, and the candidates of these users."""
+    """Yields the users [first, last) of every call, and the slice of their candidates."""
     most_candidates, most_users = buckets.largest
     ends = np.cumsum(counts)
     first, start = 0, 0

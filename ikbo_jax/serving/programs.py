@@ -1,4 +1,4 @@
-"""The programs of a scorer, compiled before the first request; the cache folder; the counter."""
+"""The compiled programs of a scorer, their cache folder, and a counter of compilations."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from ikbo_jax.serving.batches import Buckets, Tree
 from ikbo_jax.serving.packing import Packing, RowPacking
 
 _COMPILATION = "/jax/core/compile/backend_compile_duration"
-#: How often this process has compiled a program, or loaded one from the cache folder.
+#: Number of programs that this process has compiled, or loaded from the cache folder.
 _compilations = 0
 
 
@@ -31,7 +31,7 @@ jax.monitoring.register_event_duration_secs_listener(_count)
 
 
 def compilations() -> int:
-    """How often this process has compiled, or loaded from a cache folder, since this import."""
+    """Counts the programs that this process has compiled, or loaded from a cache folder."""
     return _compilations
 
 
@@ -49,10 +49,10 @@ def use_cache_folder(folder: str | os.PathLike[str]) -> None:
 
 
 class Model(Protocol):
-    """What a scorer needs of a model: two functions that can be jitted."""
+    """Computes a scorer's model by two functions that can be jitted."""
 
     def encode_users(self, weights: Tree, users: Tree) -> Tree:
-        """The users' states: trees of arrays [U, ...] to a tree of arrays [U, ...].
+        """Computes users' states: maps a tree of arrays [U, ...] to a tree of arrays [U, ...].
 
         Whatever depends on a user alone belongs here, since states are kept between requests.
         """
@@ -60,7 +60,7 @@ class Model(Protocol):
     def score(
         self, weights: Tree, state: Tree, candidates: Tree, cand_to_user: jax.Array
     ) -> jax.Array:
-        """The candidates' scores, [B] or [B, ...].
+        """Scores the candidates: [B] or [B, ...].
 
         A candidate's score must not depend on other candidates. `cand_to_user` [B] int32 names the
         row of every candidate's user in `state` and ascends.
@@ -68,13 +68,12 @@ class Model(Protocol):
 
 
 class Specs(NamedTuple):
-    """Shapes and dtypes, trees of `jax.ShapeDtypeStruct`.
+    """Holds trees of `jax.ShapeDtypeStruct`, without axes of users or candidates.
 
     Attributes:
-      weights: the weights.
-      user: a user's features, without an axis of users.
-      candidate: a candidate's features, without an axis of candidates.
-      state: a user's state, without an axis of users.
+      user: a user's features.
+      candidate: a candidate's features.
+      state: a user's state.
       score: a candidate's score.
     """
 
@@ -86,12 +85,12 @@ class Specs(NamedTuple):
 
 
 def with_rows(spec: Tree, *rows: int) -> Tree:
-    """Specs with further axes in front."""
+    """Prepends axes to specs."""
     return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct((*rows, *leaf.shape), leaf.dtype), spec)
 
 
 def specs_of(model: Model, weights: Tree, user: Tree, candidate: Tree) -> Specs:
-    """The specs of a model with these weights; `user` and `candidate` as in `Specs`."""
+    """Finds a model's specs with these weights; `user` and `candidate` as in `Specs`."""
     for path, leaf in jax.tree_util.tree_leaves_with_path(weights):
         if not hasattr(leaf, "shape") or not hasattr(leaf, "dtype"):
             raise ValueError(
@@ -111,7 +110,7 @@ def specs_of(model: Model, weights: Tree, user: Tree, candidate: Tree) -> Specs:
     index = jax.ShapeDtypeStruct((1,), jnp.int32)
     scores = jax.eval_shape(model.score, shapes, states, with_rows(candidate, 1), index)
     if not isinstance(scores, jax.ShapeDtypeStruct):
-        # NumPy would make one array of several: users' scores would be another one's.
+        # NumPy would stack several arrays, and users would get the scores of other users.
         raise ValueError(
             f"score returns {jax.tree.structure(scores)}, expected one array; stack several scores "
             "of a candidate along a further axis"
@@ -120,7 +119,7 @@ def specs_of(model: Model, weights: Tree, user: Tree, candidate: Tree) -> Specs:
 
 
 def _check_dtype(name: str, dtype: Any) -> None:
-    """Raises ValueError if a program would get another dtype: int64 ids, cut to 32 bits."""
+    """Raises ValueError if JAX would narrow a dtype, such as int64 ids to 32 bits."""
     taken = dtype
     if isinstance(dtype, np.dtype):
         taken = jax.dtypes.canonicalize_dtype(dtype)
@@ -132,7 +131,7 @@ def _check_dtype(name: str, dtype: Any) -> None:
 
 
 def _rows(spec: Tree, name: str) -> Tree:
-    """One row of results of one row each."""
+    """Removes the first axis, of size 1, from the specs of results."""
     for path, leaf in jax.tree_util.tree_leaves_with_path(spec):
         if leaf.shape[:1] != (1,):
             raise ValueError(
@@ -143,20 +142,13 @@ def _rows(spec: Tree, name: str) -> Tree:
 
 
 class Programs:
-    """The compiled programs of a model, one for every bucket.
+    """Compiles the programs of a model, one for every bucket.
 
-    All states live in one pool: `encode` writes users' states to slots, and `score` reads the slots
-    of a call's users. The pool has one array [slots, width] for each dtype of a state: one kernel
-    scatters to it, or gathers from it. Weights and pool are lists of leaves: to flatten a tree of
-    Python objects, such as the variables of Flax, takes time for every leaf of every call. A call's
-    other inputs are packed.
-
-    Args:
-      model: the model.
-      specs: its specs.
-      buckets: the sizes to compile for.
-      slots: number of slots of the pool.
-      joint: whether `joint` gets programs; otherwise it is empty.
+    All states live in one pool of `slots` slots: `encode` writes users' states to slots, and
+    `score` reads the slots of a call's users. The pool has one array [slots, width] for each dtype
+    of a state: one kernel scatters to it, or gathers from it. Weights and pool are lists of leaves,
+    since flattening a tree of Python objects, such as the variables of Flax, takes time for every
+    leaf of every call. A call's other inputs are packed.
 
     Attributes:
       pool: `jax.ShapeDtypeStruct` of the arrays of the pool.
@@ -169,8 +161,8 @@ class Programs:
       joint_inputs: by bucket, the packing of `cand_to_user` [B], of the leaves of the users'
         features [U, ...] and of the leaves of the candidates [B, ...].
       joint: by bucket, (weights, packed inputs) to scores [B, ...]: encodes the users and scores
-        the candidates, without the pool.
-      device: the device that the programs run on; None: several, under `jax.set_mesh`.
+        the candidates, without the pool; empty without the argument `joint`.
+      device: the device that the programs run on; None if there are several (`jax.set_mesh`).
     """
 
     def __init__(
@@ -195,50 +187,92 @@ class Programs:
             )
             for cands, users in (buckets.pairs if joint else ())
         }
+        self._model, self._specs = model, specs
+        self._state = RowPacking(jax.tree.leaves(specs.state))
+        self.pool = rows(self._state.packed, slots)
         weights = jax.tree.leaves(specs.weights)
-        state = RowPacking(jax.tree.leaves(specs.state))
-        self.pool = rows(state.packed, slots)
-        encode = functools.partial(_encode, model, specs, state)
-        score = functools.partial(_score, model, specs, state)
-        encode_and_score = functools.partial(_encode_and_score, model, specs)
 
         # XLA compiles, and loads from the cache folder, without the interpreter's lock; tracing
         # holds it, so that one thread traces.
         with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as threads:
 
-            def start(function: Callable[..., Any], *arguments: Any, donated: Any = ()) -> Any:
-                lowered = jax.jit(function, donate_argnums=donated).lower(weights, *arguments)
-                return threads.submit(lowered.compile)
+            def start(
+                function: Callable[..., Any], inputs: dict[Any, Packing], *pool: Any, **options: Any
+            ) -> dict[Any, concurrent.futures.Future[jax.stages.Compiled]]:
+                found = {}
+                for size, packing in inputs.items():
+                    jitted = jax.jit(functools.partial(function, packing), **options)
+                    lowered = jitted.lower(weights, *pool, packing.packed)
+                    found[size] = threads.submit(lowered.compile)
+                return found
 
-            encoders = {
+            started = (
                 # The pool is changed in place.
-                users: start(functools.partial(encode, inputs), self.pool, inputs.packed, donated=1)
-                for users, inputs in self.encode_inputs.items()
-            }
-            scorers = {
-                pair: start(functools.partial(score, inputs), self.pool, inputs.packed)
-                for pair, inputs in self.score_inputs.items()
-            }
-            joint_ones = {
-                pair: start(functools.partial(encode_and_score, inputs), inputs.packed)
-                for pair, inputs in self.joint_inputs.items()
-            }
-        self.encode: dict[int, Callable[..., list[jax.Array]]] = {
-            users: program.result() for users, program in encoders.items()
-        }
-        self.score: dict[tuple[int, int], Callable[..., jax.Array]] = {
-            pair: program.result() for pair, program in scorers.items()
-        }
-        self.joint: dict[tuple[int, int], Callable[..., jax.Array]] = {
-            pair: program.result() for pair, program in joint_ones.items()
-        }
-        self.device = _device_of([p.result() for p in (*encoders.values(), *scorers.values())])
+                start(self._encode, self.encode_inputs, self.pool, donate_argnums=1),
+                start(self._score, self.score_inputs, self.pool),
+                start(self._encode_and_score, self.joint_inputs),
+            )
+        results: list[dict[Any, Any]] = [
+            {size: program.result() for size, program in programs.items()} for programs in started
+        ]
+        encode, score, joint_programs = results
+        self.encode: dict[int, Callable[..., list[jax.Array]]] = encode
+        self.score: dict[tuple[int, int], Callable[..., jax.Array]] = score
+        self.joint: dict[tuple[int, int], Callable[..., jax.Array]] = joint_programs
+        self.device = _device_of([*encode.values(), *score.values()])
+
+    def _encode(
+        self, inputs: Packing, weights: list[Any], pool: list[jax.Array], packed: list[Any]
+    ) -> list[jax.Array]:
+        """Encodes users and writes their states into the pool."""
+        at, *features = inputs.unpacked(packed)
+        states = self._encoded(weights, features)
+        # Padding has slots past the end.
+        leaves = _checked(states, self._specs.state, len(at), "encode_users")
+        return [
+            all.at[at].set(rows, mode="drop", unique_indices=True)
+            for all, rows in zip(pool, self._state.pack(leaves), strict=True)
+        ]
+
+    def _score(
+        self, inputs: Packing, weights: list[Any], pool: list[jax.Array], packed: list[Any]
+    ) -> jax.Array:
+        """Scores candidates whose users' states are in the pool."""
+        at, cand_to_user, *candidates = inputs.unpacked(packed)
+        states = self._state.unpack([all.at[at].get(mode="clip") for all in pool])
+        state = _unflatten(self._specs.state, states)
+        return self._scored(weights, state, candidates, cand_to_user)
+
+    def _encode_and_score(
+        self, inputs: Packing, weights: list[Any], packed: list[Any]
+    ) -> jax.Array:
+        """Encodes users and scores their candidates; keeps no state."""
+        cand_to_user, *features = inputs.unpacked(packed)
+        split = len(jax.tree.leaves(self._specs.user))
+        state = self._encoded(weights, features[:split])
+        return self._scored(weights, state, features[split:], cand_to_user)
+
+    def _encoded(self, weights: list[Any], features: list[Any]) -> Tree:
+        specs = self._specs
+        return self._model.encode_users(
+            _unflatten(specs.weights, weights), _unflatten(specs.user, features)
+        )
+
+    def _scored(
+        self, weights: list[Any], state: Tree, candidates: list[Any], cand_to_user: jax.Array
+    ) -> jax.Array:
+        specs = self._specs
+        scores = self._model.score(
+            *(_unflatten(specs.weights, weights), state),
+            *(_unflatten(specs.candidate, candidates), cand_to_user),
+        )
+        return _checked(scores, specs.score, len(cand_to_user), "score")[0]
 
 
 def _checked(result: Tree, spec: Tree, rows: int, name: str) -> list[jax.Array]:
-    """The leaves of a result for `rows` rows; raises ValueError unless each has `rows` rows.
+    """Returns the leaves of a result; raises ValueError unless each has `rows` rows.
 
-    `spec` was found with one row. A sum over all rows that keeps its axis passes that check, too.
+    `spec` was found with one row, with which a sum over all rows passes as well.
     """
     leaves: list[jax.Array] = jax.tree.leaves(result)
     wanted = jax.tree_util.tree_leaves_with_path(with_rows(spec, rows))
@@ -252,7 +286,7 @@ def _checked(result: Tree, spec: Tree, rows: int, name: str) -> list[jax.Array]:
 
 
 def _device_of(programs: list[Any]) -> jax.Device | None:
-    """The only device of compiled programs, if there is only one."""
+    """Finds the device of compiled programs; None if there are several."""
     # An input that a program does not read has no sharding.
     shardings = [s for p in programs for s in jax.tree.leaves(p.input_shardings)]
     devices: set[jax.Device] = set().union(*(sharding.device_set for sharding in shardings))
@@ -261,61 +295,3 @@ def _device_of(programs: list[Any]) -> jax.Device | None:
 
 def _unflatten(spec: Tree, leaves: list[jax.Array]) -> Tree:
     return jax.tree.unflatten(jax.tree.structure(spec), leaves)
-
-
-def _encode(
-    model: Model,
-    specs: Specs,
-    state: RowPacking,
-    inputs: Packing,
-    weights: list[jax.Array],
-    pool: list[jax.Array],
-    packed: list[jax.Array],
-) -> list[jax.Array]:
-    """Encodes users and writes their states into the pool."""
-    at, *users = inputs.unpacked(packed)
-    states = model.encode_users(_unflatten(specs.weights, weights), _unflatten(specs.user, users))
-    # Padding has slots past the end.
-    leaves = _checked(states, specs.state, len(at), "encode_users")
-    return [
-        all.at[at].set(rows, mode="drop", unique_indices=True)
-        for all, rows in zip(pool, state.pack(leaves), strict=True)
-    ]
-
-
-def _score(
-    model: Model,
-    specs: Specs,
-    state: RowPacking,
-    inputs: Packing,
-    weights: list[jax.Array],
-    pool: list[jax.Array],
-    packed: list[jax.Array],
-) -> jax.Array:
-    """Scores of candidates whose users' states are in the pool."""
-    at, cand_to_user, *candidates = inputs.unpacked(packed)
-    states = state.unpack([all.at[at].get(mode="clip") for all in pool])
-    scores = model.score(
-        _unflatten(specs.weights, weights),
-        _unflatten(specs.state, states),
-        _unflatten(specs.candidate, candidates),
-        cand_to_user,
-    )
-    return _checked(scores, specs.score, len(cand_to_user), "score")[0]
-
-
-def _encode_and_score(
-    model: Model,
-    specs: Specs,
-    inputs: Packing,
-    weights: list[jax.Array],
-    packed: list[jax.Array],
-) -> jax.Array:
-    """Scores of candidates and their users; no state is kept."""
-    cand_to_user, *features = inputs.unpacked(packed)
-    split = len(jax.tree.leaves(specs.user))
-    tree = _unflatten(specs.weights, weights)
-    state = model.encode_users(tree, _unflatten(specs.user, features[:split]))
-    candidates = _unflatten(specs.candidate, features[split:])
-    scores = model.score(tree, state, candidates, cand_to_user)
-    return _checked(scores, specs.score, len(cand_to_user), "score")[0]

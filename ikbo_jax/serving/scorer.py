@@ -1,4 +1,4 @@
-"""Answers batches of requests with programs that were compiled before."""
+"""A scorer answers batches of requests with programs that were compiled in advance."""
 
 from __future__ import annotations
 
@@ -37,13 +37,12 @@ _scorers: weakref.WeakSet[Scorer] = weakref.WeakSet()
 
 
 def _wait_for_calls() -> None:
-    """Waits for the calls of all scorers: JAX runs Python in a thread of XLA when scores arrive.
+    """Waits for the calls of all scorers at the end of the process, which would abort otherwise.
 
-    With jaxlib 0.11.2, an array whose transfer to the host was started asks for the interpreter's
-    lock in a thread of XLA as soon as it is computed. Before Python 3.14, a thread that asks for
-    the lock after the interpreter has begun to end is ended in the middle of C++ code that allows
-    no unwinding: "terminate called without an active exception", and the process aborts. 24 of 24
-    processes did that which ended with a call under way.
+    With jaxlib 0.11.2, a thread of XLA takes the interpreter's lock when the transfer of an array
+    to the host ends. Before Python 3.14, a thread that asks for the lock while the interpreter ends
+    is ended inside C++ code that allows no unwinding: "terminate called without an active
+    exception". 24 of 24 processes that ended with a call under way aborted.
     """
     for scorer in list(_scorers):
         scorer.wait()
@@ -63,19 +62,19 @@ class Scorer:
     Args:
       model: two functions, see `Model`.
       weights: a tree of arrays. They go to the device that the programs are compiled for, JAX's
-        default device. Arrays that are there already are kept, not copied: donate none of them.
+        default device. Arrays on this device are not copied: donate none of them.
       user: a user's features as a tree of `jax.ShapeDtypeStruct`, without an axis of users.
       candidate: a candidate's features in the same form.
       buckets: the sizes that programs are compiled for.
       user_bytes: bytes of the pool of users' states.
       version: a name of the weights, in every answer.
-      features_of: returns the features of several users, a tree of arrays [n, ...]. It takes a list
-        of n different keys (user, version) whose states are not in the cache, of one call. If it
-        raises, it is called again for every one of these users alone, so that only their requests
-        get the error. Requests with `features` of their own do without.
+      features_of: returns the features of users whose requests have no `features`, a tree of arrays
+        [n, ...]. It takes the n different keys (user, version) of one call whose states are not in
+        the cache. If it raises, it is called again for every one of these users alone, so that only
+        their requests get the error.
       joint: also compiles, for every bucket, a joint program: it encodes the users of a call and
         scores its candidates. `start_arrays` and `rank_arrays` then use these programs instead of
-        the pool. Off by default, since to compile them takes longer than to compile the others.
+        the pool. Off by default: joint programs compile longer than the other programs.
 
     Raises:
       ValueError: if the states of the largest bucket's users take more than `user_bytes`, a weight
@@ -115,9 +114,8 @@ class Scorer:
         self._no_scores = np.zeros((0, *self.specs.score.shape), self.specs.score.dtype)
         self._compiled = compilations()
         self._newest: jax.Array | None = None
-        # On a CPU, NumPy reads the device's own array, and there is nothing to transfer. To ask for
-        # a transfer all the same has JAX run Python once more in a thread of XLA, for which nobody
-        # waits: 35 of 90 processes that read such scores as their last step aborted at their end.
+        # On a CPU, NumPy reads the device's own array. A transfer would only run Python in a thread
+        # of XLA for which nobody waits: 35 of 90 processes that read such scores last aborted.
         devices = [device for array in self._pool for device in array.devices()]
         self._transfers = any(device.platform != "cpu" for device in devices)
         _scorers.add(self)
@@ -128,15 +126,15 @@ class Scorer:
         return jax.block_until_ready(jax.device_put(weights, self._programs.device))
 
     def _empty_pool(self) -> list[jax.Array]:
-        # Of NumPy arrays: `jnp.zeros` would compile.
+        # From NumPy arrays, since `jnp.zeros` would compile.
         pool = [np.zeros(leaf.shape, leaf.dtype) for leaf in self._programs.pool]
-        # Like the pool that a program returns, it is not committed to the device: JAX would look
-        # the first call with such a pool up in Python.
+        # Not committed to the device, like a program's result: JAX would look the first call with a
+        # committed pool up in Python.
         with jax.default_device(self._programs.device):
             return [jax.device_put(array) for array in pool]
 
     def _run_every_program(self) -> None:
-        """Whatever a first run allocates or loads is there before the first request."""
+        """Runs every program once, so that no request waits for what a first run allocates."""
         for users, encode in self._programs.encode.items():
             packed, (at, *features) = self._programs.encode_inputs[users].empty()
             self._written_nowhere(at)
@@ -150,7 +148,7 @@ class Scorer:
             np.asarray(joint(self._weights, _zeros(self._programs.joint_inputs[bucket])))
 
     def _written_nowhere(self, at: npt.NDArray[np.int32]) -> None:
-        """Fills slots with different ones past the end of the pool."""
+        """Fills `at` with different slots past the end of the pool."""
         at[:] = np.arange(self._users.slots, self._users.slots + len(at))
 
     @property
@@ -170,9 +168,7 @@ class Scorer:
             )
 
     def set_weights(self, weights: Tree, version: Hashable) -> None:
-        """Scores later calls with other weights; calls that have started keep theirs.
-
-        Users' states were computed with the old weights and are forgotten.
+        """Scores later calls with other weights, and forgets users' states.
 
         Raises:
           ValueError: if structure, shape or dtype differ from the weights so far.
@@ -184,21 +180,21 @@ class Scorer:
 
     def forget_users(self) -> None:
         """Forgets all users' states; later requests compute them again."""
-        # The pool stays: the next call would wait for the transfer of all bytes of a new one.
+        # The pool stays: the next call would wait for the transfer of a new pool.
         with self._lock:
             self._users.clear()
 
     def _reset(self) -> None:
-        """Forgets all states together with the arrays that hold them."""
+        """Forgets all states and replaces the pool."""
         self._users.clear()
         self._pool = self._empty_pool()
 
     def fetched(self, scores: jax.Array) -> Scores:
-        """The scores of a call on the host; waits for the call."""
+        """Waits for a call and returns its scores on the host."""
         try:
             return np.asarray(scores)
         except Exception:
-            # The states that the call should have written are not there.
+            # The call did not write its users' states.
             with self._lock:
                 self._reset()
             raise
@@ -207,7 +203,7 @@ class Scorer:
         """Waits until the scores of all calls that were started are on the host."""
         with self._lock:
             newest, self._newest = self._newest, None
-        # Calls end in the order of their starts. Whoever reads the scores gets the error.
+        # Calls end in the order of their starts. The reader of the scores gets an error.
         if newest is not None:
             with contextlib.suppress(Exception):
                 np.asarray(newest)
@@ -217,8 +213,7 @@ class Scorer:
 
         Raises:
           BadRequestError: if the candidates' structure, shape or dtype is not what the model
-            expects, there are more than the largest bucket has, or the user or the version is not
-            hashable.
+            expects, they are more than the largest bucket has, or the key is not hashable.
         """
         self._checked(request)
 
@@ -244,7 +239,7 @@ class Scorer:
         return self.start(requests).answers()
 
     def start(self, requests: Sequence[Request]) -> Pending:
-        """Like `rank`, but returns while the device still computes."""
+        """Starts the calls of `rank`; returns while the device still computes."""
         with self._lock:
             answers: list[Any] = [None] * len(requests)
             fitting = []
@@ -263,8 +258,8 @@ class Scorer:
                 for part in fitting_parts(fitting, self.buckets):
                     calls += self._start_part(part, answers)
             except BaseException:
-                # An encoder that failed may have taken the pool with it; one that was interrupted
-                # has not written what the user cache says that the pool has.
+                # A failed encoder may have lost the donated pool; an interrupted one did not write
+                # the states that the user cache lists.
                 self._reset()
                 raise
             return Pending(self, calls, answers, self._version)
@@ -292,23 +287,11 @@ class Scorer:
         *,
         version: Hashable = 0,
     ) -> PendingScores:
-        """Starts one call for several users, without a `Request` for each.
-
-        With `joint`, one program encodes all of these users and scores their candidates; the user
-        cache is neither read nor changed.
-
-        Args:
-          users: ids of n users; one may occur several times.
-          counts: [n] integers, number of candidates of every user, at least 0.
-          candidates: a tree of arrays [B, ...], the users' candidates in the order of the users.
-          version: the version of the users' features, which the scorer's `features_of` returns.
+        """Starts one call for several users, with the arguments and errors of `rank_arrays`.
 
         Raises:
           ValueError: if no bucket has so many candidates, or users.
-          BadRequestError: if the candidates' structure, shape or dtype is not what the model
-            expects, there are none, their number is not the sum of `counts`, users and counts
-            differ in number, a user is not hashable, or a count is negative or no integer.
-          Exception: whatever `features_of` raises.
+          BadRequestError: also if there are no candidates.
         """
         columns = self._candidate_form.leaves_of(candidates, stacked=True)
         keys = [(user, version) for user in users]
@@ -343,12 +326,12 @@ class Scorer:
                 raise
 
     def _features_for(self, batch: Batch) -> tuple[list[Column], dict[Hashable, Exception]]:
-        """The features of a batch's users without a state, as `Features.of` returns them."""
+        """Fetches the features of a batch's users without a state; see `Features.of`."""
         missing = self._users.missing(batch.keys)
         return self._features.of({batch.keys[row]: batch.features[row] for row in missing})
 
     def _call(self, batch: Batch, features: list[Column]) -> jax.Array:
-        """Starts the programs for one batch; no step waits for the device."""
+        """Starts the programs of one batch; does not wait for the device."""
         slots, missing = self._users.slots_of(batch.keys)
         if missing:
             self._encode([slots[row] for row in missing], features)
@@ -364,7 +347,7 @@ class Scorer:
         """Starts the program that encodes a batch's users and scores its candidates."""
         keys, rows = batch.keys, None
         if len(set(keys)) < len(keys):
-            # A user who occurs several times has several rows, and is asked for once.
+            # A user who occurs several times has several rows; its features are fetched once.
             row_of = {key: row for row, key in enumerate(dict.fromkeys(keys))}
             keys, rows = list(row_of), [row_of[key] for key in keys]
         features = self._features.of_all(keys)
@@ -380,13 +363,13 @@ class Scorer:
         return self._counted(batch, scores)
 
     def _counted(self, batch: Batch, scores: jax.Array) -> jax.Array:
-        """The scores, which start for the host; adds their call to the counts."""
+        """Counts a call and starts the transfer of its scores, which it returns."""
         self._calls += 1
         self._requests += len(batch.sizes)
         self._candidates += batch.filled
         self._padding += batch.bucket[0] - batch.filled
         if self._transfers:
-            # The transfer follows the program, without a further command of the host.
+            # The transfer follows the program without another command of the host.
             scores.copy_to_host_async()
         self._newest = scores
         return scores

@@ -1,4 +1,4 @@
-"""Which slot of the pool holds which user's state."""
+"""The cache of users' states: assigns slots of the pool to users."""
 
 from __future__ import annotations
 
@@ -7,21 +7,17 @@ from collections.abc import Hashable, Sequence
 
 
 class UserCache:
-    """The slots of users' states; the least recently used state is evicted first.
+    """Assigns slots to users' states; evicts the least recently used state first.
 
     Args:
       max_bytes: bytes that all states may take.
-      row_bytes: bytes of one user's state; 0 if the model keeps none.
-      least: number of slots that are needed; a call's users all need one.
-
-    Raises:
-      ValueError: if fewer states fit.
+      row_bytes: bytes of one user's state; 0 if the model keeps no state.
+      least: number of users of the largest call, which all need a slot; ValueError if fewer fit.
 
     Attributes:
       slots: number of states that fit.
-      hits: number of users that were found.
-      misses: number of users that were not found.
-      evictions: number of states that made room for others.
+      hits, misses: number of users whose state was found, and was not found.
+      evictions: number of states that made room for another state.
     """
 
     def __init__(self, max_bytes: int, row_bytes: int, least: int) -> None:
@@ -39,11 +35,11 @@ class UserCache:
 
     def clear(self) -> None:
         """Forgets all states; the counts stay."""
-        # The least recently used one is the first.
+        # The least recently used state is the first.
         self._slot_of: collections.OrderedDict[Hashable, int] = collections.OrderedDict()
 
     def missing(self, keys: Sequence[Hashable]) -> list[int]:
-        """The positions of keys whose states are not there, each key once; counts nothing."""
+        """Returns the positions of keys without a state, each key once; counts nothing."""
         absent: dict[Hashable, int] = {}
         for position, key in enumerate(keys):
             if key not in self._slot_of:
@@ -51,21 +47,18 @@ class UserCache:
         return list(absent.values())
 
     def slots_of(self, keys: Sequence[Hashable]) -> tuple[list[int], list[int]]:
-        """The slots of users, and which of them have to be written.
-
-        Args:
-          keys: keys, of which at most `slots` differ.
+        """Assigns slots to keys, of which at most `slots` differ.
 
         Returns:
-          The slot of every key, and the positions of the keys whose states are not there yet.
+          The slot of every key, and the positions of the keys whose states have to be written.
         """
         slot_of, missing = self._slot_of, self.missing(keys)
-        # Looking a key up makes it the most recently used: none of these is evicted for another.
+        # Keys that are found become the most recently used: no key of this call is evicted.
         for key in keys:
             if key in slot_of:
                 slot_of.move_to_end(key)
         for position in missing:
-            if len(slot_of) < self.slots:  # Slots are given up for another user's state alone.
+            if len(slot_of) < self.slots:  # Slots are freed only by eviction.
                 slot = len(slot_of)
             else:
                 _, slot = slot_of.popitem(last=False)

@@ -29,7 +29,7 @@ MAX_DISTANCE = 0.5
 
 @dataclasses.dataclass(frozen=True)
 class Choice:
-    """The table's choice for a problem.
+    """Holds the table's choice for a problem.
 
     Attributes:
       config: configuration of the kernel; None if XLA is faster or no configuration is legal.
@@ -45,12 +45,12 @@ class Choice:
 
 
 def distance(a: Problem, b: Problem) -> float:
-    """Distance of two problems in doublings of a size, ignoring dtypes; infinite between ops."""
+    """Measures doublings of a size between problems, ignoring dtypes; infinite between ops."""
     return a.distance(b) if isinstance(b, type(a)) else math.inf
 
 
 def devices() -> tuple[str, ...]:
-    """Names of the cards that measured rows."""
+    """Names the cards that measured rows."""
     return tuple(dict.fromkeys(row.device for row in (*builtin_rows(), *user_rows())))
 
 
@@ -68,7 +68,7 @@ def lookup(problem: Problem, *, device: str = "", with_user_rows: bool = True) -
         return Choice(None, "none", False, f"no legal configuration of the kernel: {reason}")
     cached = user_rows() if with_user_rows else ()
     choice = _measured(problem, ways, device, cached) or _default(ways)
-    # The row of an older version may hold what the kernel has ceased to take.
+    # A row of an older version may have a configuration that is no longer legal.
     for row in cached:
         if row.problem == problem and choice.source != "user cache":
             why = f"an {row.device} measured it"
@@ -82,7 +82,7 @@ def lookup(problem: Problem, *, device: str = "", with_user_rows: bool = True) -
 def _measured(
     problem: Problem, ways: tuple[Ranked, ...], device: str, cached: tuple[Row, ...]
 ) -> Choice | None:
-    """The choice by a measured row; None if none speaks for the problem."""
+    """Chooses by a measured row; None if no row speaks for the problem."""
     worth_timing = {None, *(way.config for way in ways)}
     found = []
     for source, rows in ("user cache", cached), ("sm90.json", builtin_rows()):
@@ -110,7 +110,7 @@ def _speaks(row: Row, device: str) -> bool:
 
 
 def _default(ways: tuple[Ranked, ...]) -> Choice:
-    """The choice without a measured row: the first of the ranking."""
+    """Chooses the first of the ranking, without a measured row."""
     first = ways[0]
     if first.config is None:
         return Choice(None, "default", False, f"{first.why}; no measured row is near")

@@ -7,7 +7,6 @@ import functools
 import importlib.resources
 import json
 import re
-from collections.abc import Mapping
 from typing import Any, cast
 
 from ikbo_jax.problems import PROBLEMS, Problem
@@ -17,12 +16,12 @@ from ikbo_jax.problems.problem import measured, size, typed
 SCHEMA = 1
 #: Parameters of configurations that no longer exist, with the value that rows of older versions may
 #: hold of them: the behaviour that remained.
-REMOVED = {"early_scores": False, "stagger": False}
+REMOVED = {"early_scores": False, "stagger": False, "chunk": 32, "coarse_rows": 48}
 
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """One measurement: the best choice for a problem.
+    """Holds one measurement: the best choice for a problem.
 
     Attributes:
       problem: sizes and dtype that were measured.
@@ -62,7 +61,7 @@ class Row:
     def from_json(cls, entry: object) -> Row:
         """Reads a row of a table file; raises ValueError if it is malformed."""
         fields = typed(entry, dict, "row")
-        problem_type = _problem_type(fields.get("op"))
+        problem_type = problem_type_of(fields.get("op"))
         known = {"op", *(f.name for f in dataclasses.fields(cast(Any, problem_type))), "config"}
         known |= {f.name for f in dataclasses.fields(cls)} - {"problem"}
         if unknown := sorted(fields.keys() - known):
@@ -86,17 +85,12 @@ class Row:
         )
 
 
-def problem_from_json(fields: Mapping[str, Any], op: str = "linear_compression") -> Any:
-    """Reads a problem from JSON fields; raises ValueError if it is malformed."""
-    return _problem_type(op).from_json(fields)
-
-
 def config_from_json(entry: object, op: str = "linear_compression") -> Any:
     """Reads a configuration, or None for XLA; raises ValueError if it is malformed."""
     fields = typed(entry, dict, "config")
     if fields == {"implementation": "xla"}:
         return None
-    config_type: Any = _problem_type(op).config_type_of(fields)
+    config_type: Any = problem_type_of(op).config_type_of(fields)
     expected = {field.name: field.default for field in dataclasses.fields(config_type)}
     fields = {x: y for x, y in fields.items() if x in expected or (x, y) not in REMOVED.items()}
     # A row that was written before a boolean parameter existed has its default.
@@ -112,7 +106,8 @@ def config_from_json(entry: object, op: str = "linear_compression") -> Any:
     return config_type(**values)
 
 
-def _problem_type(op: object) -> type[Problem]:
+def problem_type_of(op: object) -> type[Problem]:
+    """Returns the class of an op's problems; raises ValueError for another op."""
     if not isinstance(op, str) or op not in PROBLEMS:
         known = " or ".join(map(repr, PROBLEMS))
         raise ValueError(f"row has op={op!r:.80}, expected {known}")
@@ -120,13 +115,13 @@ def _problem_type(op: object) -> type[Problem]:
 
 
 def model(device: str) -> str:
-    """`H100` for `NVIDIA H100 80GB HBM3`; a name that does not fit this pattern as it is."""
+    """Shortens `NVIDIA H100 80GB HBM3` to `H100`; keeps a name without this pattern."""
     found = re.search(r"\b[A-Z]+\d+\w*\b", device.removeprefix("NVIDIA "))
     return found[0] if found else device
 
 
 def entries(text: str) -> list[Any]:
-    """The JSON rows of a table file; raises ValueError (also for bad JSON) if it is not one."""
+    """Reads the JSON rows of a table file; raises ValueError if the text is no table."""
     content = typed(json.loads(text), dict, "file")
     if content.get("schema") != SCHEMA:
         raise ValueError(f"schema {content.get('schema')!r}, expected {SCHEMA}")
@@ -135,11 +130,11 @@ def entries(text: str) -> list[Any]:
 
 
 def parse(text: str) -> tuple[Row, ...]:
-    """Reads a table file; raises ValueError if it is not one, or if a row is malformed."""
+    """Reads a table file; raises ValueError if the text is no table or a row is malformed."""
     return tuple(Row.from_json(entry) for entry in entries(text))
 
 
 @functools.cache
 def builtin_rows() -> tuple[Row, ...]:
-    """The rows of `sm90.json`, which this package brings."""
+    """Reads the rows of the package's `sm90.json`."""
     return parse((importlib.resources.files(__package__) / "sm90.json").read_text("utf-8"))

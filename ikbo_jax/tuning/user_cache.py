@@ -18,11 +18,11 @@ CACHE_DIR_VARIABLE = "IKBO_JAX_CACHE_DIR"
 
 
 def user_cache_path() -> pathlib.Path:
-    """File of the user's cache, in $IKBO_JAX_CACHE_DIR if that is set; `~` is expanded."""
+    """Names the file of the user's cache, in $IKBO_JAX_CACHE_DIR if set; expands `~`."""
     if directory := os.environ.get(CACHE_DIR_VARIABLE):
         # pathlib's expanduser raises if the home folder is unknown, and calls of ops come here.
         return pathlib.Path(os.path.expanduser(directory)) / "sm90.json"
-    import platformdirs  # Imported here, so that it is not needed if the variable is set.
+    import platformdirs  # Imported here: not needed if the variable is set.
 
     return pathlib.Path(platformdirs.user_cache_dir("ikbo-jax")) / "sm90.json"
 
@@ -48,17 +48,12 @@ def check_user_cache_writable() -> None:
 
 
 def write_user_row(row: Row) -> pathlib.Path:
-    """Writes a row to the user's cache, replacing one of the same problem and card.
+    """Writes a row to the user's cache, in place of a row of the same problem and card.
 
     The write is atomic: a new file is renamed to the old name. Malformed rows are dropped, each
     with a UserWarning unless `lookup` has warned already. A file that is not a table is renamed to
-    `sm90.json.ignored`, or `.ignored.1` and so on.
-
-    Returns:
-      The file.
-
-    Raises:
-      OSError: the cache cannot be written.
+    `sm90.json.ignored`, or `.ignored.1` and so on. Returns the file; raises OSError if the cache
+    cannot be written.
     """
     path = user_cache_path()
     check_user_cache_writable()
@@ -82,7 +77,7 @@ def write_user_row(row: Row) -> pathlib.Path:
 
 
 def user_rows() -> tuple[Row, ...]:
-    """The well-formed rows of the user's cache; none if it does not exist or cannot be read."""
+    """Returns the well-formed rows of the user's cache; none if it cannot be read."""
     path = user_cache_path()
     try:
         state = path.stat()
@@ -97,28 +92,25 @@ def _read_user_rows(
 ) -> tuple[Row, ...]:
     """Reads the user's cache once for every state of the file, so that it also warns once."""
     del mtime, inode, size  # These only form the key of `lru_cache`.
+    rows: tuple[Row, ...] = ()
     if kind := _irregular(mode):
-        text = f"ignoring the tuning cache {path}: it is {kind}, not a regular file"
-        warnings.warn(text, UserWarning, stacklevel=4)
-        return ()
-    try:
-        rows, faults = _parse_leniently(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        text = f"ignoring the tuning cache {path}, which cannot be read: {error.strerror or error}"
-        warnings.warn(text, UserWarning, stacklevel=4)
-        return ()
-    except (ValueError, RecursionError) as error:
-        text = f"ignoring the tuning cache {path}, which the next tuning renames: {error}"
-        warnings.warn(text, UserWarning, stacklevel=4)
-        return ()
-    for fault in faults:
-        text = f"ignoring the tuning cache's {fault} (in {path})"
+        texts = [f"ignoring the tuning cache {path}: it is {kind}, not a regular file"]
+    else:
+        try:
+            rows, faults = _parse_leniently(path.read_text(encoding="utf-8"))
+            texts = [f"ignoring the tuning cache's {fault} (in {path})" for fault in faults]
+        except OSError as error:
+            why = f"which cannot be read: {error.strerror or error}"
+            texts = [f"ignoring the tuning cache {path}, {why}"]
+        except (ValueError, RecursionError) as error:
+            texts = [f"ignoring the tuning cache {path}, which the next tuning renames: {error}"]
+    for text in texts:
         warnings.warn(text, UserWarning, stacklevel=4)
     return rows
 
 
 def _parse_leniently(text: str) -> tuple[tuple[Row, ...], tuple[str, ...]]:
-    """The well-formed rows of a table file, and a text about each malformed row.
+    """Reads the well-formed rows of a table file; returns also a text about each malformed row.
 
     Raises ValueError or RecursionError if the file is not a table.
     """
@@ -132,7 +124,7 @@ def _parse_leniently(text: str) -> tuple[tuple[Row, ...], tuple[str, ...]]:
 
 
 def _brief(entry: object) -> str:
-    """The first 120 characters of a row's JSON."""
+    """Cuts a row's JSON to 120 characters."""
     try:
         text = json.dumps(entry)
     except RecursionError:
@@ -141,7 +133,7 @@ def _brief(entry: object) -> str:
 
 
 def _mode_of_table(path: pathlib.Path) -> int:
-    """Permissions of the new file: the old file's; without an old file, the umask's default.
+    """Returns the old file's permissions; without an old file, the umask's default.
 
     `tempfile` makes files that only their owner reads, but users may share a cache's folder.
     """
@@ -152,7 +144,7 @@ def _mode_of_table(path: pathlib.Path) -> int:
 
 
 def _rows_to_keep(path: pathlib.Path) -> tuple[Row, ...]:
-    """Well-formed rows of the file to replace; renames a file that is not a table."""
+    """Returns the well-formed rows of the file to replace; renames a file that is not a table."""
     try:
         entries(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
@@ -175,7 +167,7 @@ def _lock_file(path: pathlib.Path) -> pathlib.Path:
 
 
 def _irregular(mode: int) -> str | None:
-    """The kind of file with the st_mode `mode`, as text; None for a regular file."""
+    """Names the kind of file with the st_mode `mode`; None for a regular file."""
     kinds = {
         stat.S_ISDIR: "a directory",
         stat.S_ISFIFO: "a FIFO",

@@ -8,17 +8,13 @@ import jax
 import numpy as np
 import pytest
 
-from benchmarks import attention, harness, timing
-from ikbo_jax.cases.attention import Case
-from ikbo_jax.problems import AttentionProblem
+from benchmarks import attention, harness, production, production_providers, timing
+from benchmarks.production_draws import AttentionShape
+from benchmarks.production_providers import contenders
 
 pytestmark = pytest.mark.slow
 
-TINY = AttentionProblem(9, 3, 4, 16, 4, 2, 8, "bfloat16")
-
-
-def point(index: str = "even", lengths: str = "full") -> harness.Point:
-    return harness.Point("s", "S=16", Case(TINY, index, lengths))
+TINY = AttentionShape(9, 3, 4, 16, 4, 2, 8, "bfloat16", "even", has_lengths=False)
 
 
 def test_every_sweep_has_points_that_differ_and_shrink():
@@ -26,65 +22,56 @@ def test_every_sweep_has_points_that_differ_and_shrink():
     assert len({(p.sweep, p.label) for p in every}) == len(every)
     assert {label.split(" S=")[0] for label in attention.RELATIVE_BARS} <= {p.label for p in every}
     for p in every:
-        small = attention.shrink(p).problem
-        assert small.useful_flops < p.problem.useful_flops / 1000
+        small = attention.shrink(p).case
+        assert small.flops < p.case.flops / 1000
         assert small.q_heads % small.kv_heads == 0
-    (seventy,) = (p.problem for p in attention.points("ratio") if p.label == "70:1")
+    (seventy,) = (p.case for p in attention.points("ratio") if p.label == "70:1")
     assert seventy.batch == 70 * seventy.users
 
 
 @pytest.mark.parametrize("index", ["even", "ragged", "unsorted"])
 @pytest.mark.parametrize("lengths", ["full", "half"])
 def test_inputs_are_what_the_point_says(index: str, lengths: str):
-    case = point(index, lengths).case
-    inputs = case.inputs()
+    kind = AttentionShape if lengths == "full" else attention.LongLengths
+    fields = {"index": index, "has_lengths": lengths == "half"}
+    shape = kind(**dataclasses.asdict(TINY) | fields)
+    inputs = shape.inputs()
     users = np.asarray(inputs.cand_to_user)
     assert inputs.query.shape == (9, 4, 4, 8)
     assert users.min() >= 0
     assert users.max() < 3
-    assert case.is_sorted == bool(np.all(np.diff(users) >= 0)) == (index != "unsorted")
-    flops = attention.useful_flops(TINY, inputs)
+    assert shape.is_sorted == bool(np.all(np.diff(users) >= 0)) == (index != "unsorted")
     if lengths == "full":
-        assert flops == TINY.useful_flops
+        assert inputs.lengths is None
+        assert shape.flops == 4 * 9 * 4 * 4 * 8 * 16
     else:
         seen = np.asarray(inputs.lengths)
         assert np.all((seen >= 8) & (seen <= 16))
-        assert flops == TINY.useful_flops * seen[users].sum() // (16 * 9)
+        assert shape.flops == 4 * 4 * 4 * 8 * seen[users].sum()
 
 
 @pytest.mark.parametrize("index", ["ragged", "unsorted"])
-def test_grouping_by_hand_and_back(index: str):
-    case = point(index).case
-    inputs = case.inputs()
-
+def test_grouping_by_hand_and_back(monkeypatch, index: str):
     def attend(query, key, value, *, key_value_seq_lengths):
         assert query.shape[0] == key.shape[0] == 3
         assert key_value_seq_lengths is None
         with jax.numpy_dtype_promotion("standard"):
             return jax.nn.dot_product_attention(query, key, value, implementation="xla")
 
-    provider = attention.grouped("grouped", "", lambda: attend)
-    fn, args = provider.prepare(case, inputs)
-    out = provider.finish(jax.jit(fn)(*args), inputs)
-    exact, bound = case.expected(inputs, range(9))
-    assert np.abs(np.asarray(out, np.float64) - exact).max() <= bound
-
-
-@pytest.mark.parametrize("lengths", ["full", "half"])
-def test_oracle_admits_the_right_result_and_no_other(lengths: str):
-    case = point(lengths=lengths).case
-    inputs = case.inputs()
-    fn, args = attention.XLA.prepare(case, inputs)
-    out = np.asarray(fn(*args), np.float64)
-    exact, bound = case.expected(inputs, range(9))
-    assert np.abs(out - exact).max() <= bound < 0.1
-    wrong, _ = case.expected(case.inputs(seed=1), range(9))
-    assert np.abs(wrong - exact).max() > bound
+    for library in ("cudnn", "tokamax"):
+        monkeypatch.setattr(production_providers, library, lambda: attend)
+    shape = dataclasses.replace(TINY, index=index)
+    ours, xla, grouped, *_, tokamax = contenders(shape, is_drawn=False)
+    found = production.checked([ours, xla, grouped, tokamax], "forward")
+    assert [c.record["name"] for c in found[2:]] == ["grouped-cudnn", "grouped-tokamax"]
+    assert all(c.record["ok"] for c in found[2:])
 
 
 def test_run_writes_what_it_measured(tmp_path, monkeypatch, capsys):
     benchmark = dataclasses.replace(
-        attention.BENCHMARK, points=lambda options: [point()], shrink=lambda point: point
+        attention.BENCHMARK,
+        points=lambda options: [harness.Point("s", "S=16", TINY)],
+        shrink=lambda point: point,
     )
     path = tmp_path / "run.json"
     short = harness.Protocol(window_s=0.002, rounds=2, matmul_size=64)
@@ -93,12 +80,11 @@ def test_run_writes_what_it_measured(tmp_path, monkeypatch, capsys):
     results = timing.read_results(path)
     (measured,) = results["points"]
     by_name = {p["name"]: p for p in measured["providers"]}
-    assert list(by_name) == [provider.name for provider in attention.ALL]
     for name in ("xla", "ikbo"):
         assert by_name[name]["ok"]
         assert len(by_name[name]["ms"]) == 2
     if jax.default_backend() == "cpu":
-        assert "needs a GPU" in by_name["copies-cudnn"]["skipped"]
+        assert "needs a GPU" in by_name["copies"]["skipped"]
     assert "S=16" in capsys.readouterr().out
 
 

@@ -103,15 +103,6 @@ def test_run_writes_what_it_measured_and_the_report_reads_it(tmp_path, capsys):
     assert all("hand-optimised" in image.read_text() for image in images)
 
 
-def test_a_profile_is_printed_and_recorded(tmp_path, capsys):
-    path, name = tmp_path / "ranking.json", ranking.OURS.name
-    assert ranking.main(["--out", str(path), "--sweep", "default", "--profile", name]) == 0
-    assert f"default B=12, {name}:\n  busy" in capsys.readouterr().out
-    (point,) = timing.read_results(path)["points"]
-    profiled = [record["name"] for record in point["providers"] if "ms_by_part" in record]
-    assert profiled == [name]
-
-
 def test_wrong_results_failures_and_what_does_not_fit():
     point = Point("default", "B=12", SIZES)
     providers = (
@@ -125,9 +116,9 @@ def test_wrong_results_failures_and_what_does_not_fit():
     assert (wrong["ok"], copies["ok"]) == (False, True)
     assert "no such thing" in broken["failure"]
     assert "1 TB" in large["skipped"]
-    results = {"points": [measured], "environment": {"platform": "cpu"}}
+    results = {"points": [point.entry() | measured], "environment": {"platform": "cpu"}}
     assert not records.all_correct(results)
-    assert "WRONG RESULT" in records.format_table(results, ranking.COLUMNS, ranking.bars)
+    assert "WRONG RESULT" in records.format_table(results, ranking.bars)
 
 
 def test_bars_name_what_was_reached():

@@ -11,31 +11,31 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from benchmarks import soak, soak_programs
+from benchmarks import soak
 from ikbo_jax.problems import AttentionProblem, FewQueriesConfig
 
 SMALL = (
-    ("attention", "gradient", soak_programs.AttentionSizes(7, 5, 3, 9, 2, 1, 8, True)),
-    ("linear compression", "forward", soak_programs.CompressionSizes((3, 7), (4, 5), 6, 8, True)),
-    ("gdpa", "gradient", soak_programs.GdpaSizes((3, 0, 2), (4, 0, 1), 2, 1, 8, "softmax")),
+    ("attention", "gradient", soak.AttentionSizes(7, 5, 3, 9, 2, 1, 8, True)),
+    ("linear compression", "forward", soak.CompressionSizes((3, 7), (4, 5), 6, 8, True)),
+    ("gdpa", "gradient", soak.GdpaSizes((3, 0, 2), (4, 0, 1), 2, 1, 8, "softmax")),
 )
 
 
 def test_programs_have_every_op_and_direction_and_no_name_twice(monkeypatch):
-    kinds = {(op, direction) for op, direction, _ in soak_programs.PROGRAMS}
+    kinds = {(op, direction) for op, direction, _ in soak.PROGRAMS}
     ops = ("attention", "few queries", "linear compression", "gdpa")
     assert kinds == {(op, direction) for op in ops for direction in ("forward", "gradient")}
-    assert len(set(soak_programs.PROGRAMS)) == len(soak_programs.PROGRAMS) >= 30
+    assert len(set(soak.PROGRAMS)) == len(soak.PROGRAMS) >= 30
     # A number for each shape, instead of 100 million.
     zeros = lambda rng, shape, dtype: np.broadcast_to(jnp.dtype(dtype).type(0), shape)  # noqa: E731
-    monkeypatch.setattr(soak_programs, "_normal", zeros)
-    names = [program.name for program in soak_programs.programs(None)]
+    monkeypatch.setattr(soak, "_normal", zeros)
+    names = [program.name for program in soak.programs(None)]
     assert len(set(names)) == len(names)
 
 
 @pytest.mark.parametrize(("op", "is_for_few"), [("attention", False), ("few queries", True)])
 def test_the_kernel_for_few_queries_runs_where_it_should(op, is_for_few):
-    for name, _, sizes in soak_programs.PROGRAMS:
+    for name, _, sizes in soak.PROGRAMS:
         if name == op:
             fields = (sizes.batch, sizes.users, sizes.q_len, sizes.kv_len)
             heads = (sizes.q_heads, sizes.kv_heads, sizes.head_dim)
@@ -45,12 +45,10 @@ def test_the_kernel_for_few_queries_runs_where_it_should(op, is_for_few):
 
 def test_ragged_programs_have_lengths_of_0_and_users_without_candidates():
     rng = np.random.default_rng(0)
-    index = np.asarray(soak_programs._index(rng, 50, 9, is_ragged=True))
+    index = np.asarray(soak._index(rng, 50, 9, is_ragged=True))
     assert (np.diff(index) < 0).any()
     assert len(set(index.tolist())) < 9
-    assert set(np.asarray(soak_programs._index(rng, 50, 9, is_ragged=False)).tolist()) == set(
-        range(9)
-    )
+    assert set(np.asarray(soak._index(rng, 50, 9, is_ragged=False)).tolist()) == set(range(9))
 
 
 PROGRAM = """HloModule jit_run, is_scheduled=true, entry_computation_layout={()->s32[]}
@@ -120,27 +118,27 @@ def test_a_program_that_does_not_end_is_named():
         found.append(name)
         ended.set()
 
-    with soak.Queue(0.2, on_hang) as queue:
-        queue.add("ends", Call(is_ready=True))
-        queue.add("hangs", Call(is_ready=False))
-        queue.add("waits", Call(is_ready=False))
-        queue.wait()
+    queue = soak.Queue(0.2, on_hang)
+    queue.add("ends", Call(is_ready=True))
+    queue.add("hangs", Call(is_ready=False))
+    queue.add("waits", Call(is_ready=False))
+    queue.wait()
     assert found == ["hangs"]
 
 
 def test_a_queue_that_goes_on_is_no_hang():
-    with soak.Queue(0.2, pytest.fail) as queue:
-        for _ in range(10):
-            time.sleep(0.05)
-            queue.add("quick", jnp.int32(0) + 1)
-        queue.wait()
+    queue = soak.Queue(0.2, pytest.fail)
+    for _ in range(10):
+        time.sleep(0.05)
+        queue.add("quick", jnp.int32(0) + 1)
+    queue.wait()
 
 
 @pytest.fixture(scope="module")
 def compiled():
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(soak_programs, "PROGRAMS", SMALL)
-        return soak.compile_all(print, pytest.fail)
+        patch.setattr(soak, "PROGRAMS", SMALL)
+        return soak.compile_all(print, soak.Queue(60.0, pytest.fail))
 
 
 def test_a_run_in_small(tmp_path, capsys, compiled, monkeypatch):

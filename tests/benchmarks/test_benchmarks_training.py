@@ -227,7 +227,7 @@ PROGRAM = """
 """
 
 
-def test_profiles_sum_kernels_by_part(monkeypatch):
+def test_profiles_sum_kernels_by_part(monkeypatch, capsys):
     def event(name: str, start: int, length: int, operation: str) -> types.SimpleNamespace:
         return types.SimpleNamespace(
             name=name, start_ns=start, duration_ns=length, stats=[("hlo_op", operation)]
@@ -245,8 +245,8 @@ def test_profiles_sum_kernels_by_part(monkeypatch):
     data = types.SimpleNamespace(planes=[other, plane])
     monkeypatch.setattr(timing, "STEPS", 2)
     scopes = {m["name"]: m["scope"] for m in timing._OPERATION.finditer(PROGRAM)}
-    found = timing._summed(device_time.events_of(data), scopes)
-    assert (found.busy_ms, found.wall_ms, found.kernels) == (8.0, 9.0, 2.0)
-    assert found.by_part == {"self_attention backward": 6.0, "attention": 1.0, "other": 1.0}
-    assert found.by_kernel[0][:3] == (6.0, 1.0, "b")
-    assert "busy 8.000 of 9.000 ms" in str(found)
+    found = timing.summed("default", device_time.events_of(data), scopes)
+    assert found == {"self_attention backward": 6.0, "attention": 1.0, "other": 1.0}
+    printed = capsys.readouterr().out
+    assert "default:\n  busy 8.000 of 9.000 ms, 2 kernels; self_attention backward 6.000" in printed
+    assert "  6.0000 ms   1.0x b " in printed

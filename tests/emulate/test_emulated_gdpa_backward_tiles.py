@@ -64,6 +64,6 @@ def test_emulated_order_of_more_sequences_than_a_launch_lists(
         found = tiles.listed(case)
     assert [name for name in sm90.launches if "ikbo_user_order" in name] == sm90.launches
     assert len(sm90.launches) == 1
-    wanted = by_xla.works(case.offsets, **case.options, interpret=True)
+    wanted = by_xla.works(case.offsets, case.settings, interpret=True)
     for ours, xla in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
         np.testing.assert_array_equal(ours, xla)

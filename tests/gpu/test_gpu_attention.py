@@ -29,7 +29,6 @@ CONFIGS = {
     "shallow": AttentionConfig(k_stages=2, v_stages=2),
     "narrow": AttentionConfig(block_kv=64, k_stages=3, v_stages=4),
     "odd_block": AttentionConfig(block_kv=48, k_stages=3, v_stages=4),
-    "no_chunks": AttentionConfig(chunk=1),
     "early_scores": AttentionConfig(early_scores=True),
     "late_turns": AttentionConfig(late_turns=True),
     "one_user": AttentionConfig(one_user=True),

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from ikbo_jax.pallas.worklist import by_xla, works
-from ikbo_jax.pallas.worklist.lists import Offsets, Works
+from ikbo_jax.pallas.worklist.lists import Offsets, Works, WorkSettings
 
 pytestmark = [pytest.mark.usefixtures("on_cpu"), pytest.mark.slow]
 
@@ -42,14 +42,8 @@ class Case:
         return Offsets(*arrays, self.q_rows, self.kv_rows, *self.limits)
 
     @property
-    def options(self) -> dict[str, Any]:
-        return {
-            "query_block": self.blocks[0],
-            "key_block": self.blocks[1],
-            "group": self.group,
-            "has_statistics": self.has_statistics,
-            "parts": self.parts,
-        }
+    def settings(self) -> WorkSettings:
+        return WorkSettings(*self.blocks, self.group, self.has_statistics, self.parts)
 
 
 # Offsets fall, leave the arrays, and leave rows before, between and after the sequences.
@@ -82,13 +76,13 @@ CASES = {
 
 def listed(case: Case, interpret: Any = False) -> Works:
     """The work by a launch."""
-    found = works.works(case.offsets, **case.options, interpret=interpret)
+    found = works.works(case.offsets, case.settings, interpret=interpret)
     return jax.block_until_ready(found)
 
 
 def assert_same_work(case: Case, found: Works, *, is_ordered: bool = True) -> None:
     """Words of tiles with blocks and of ranges are XLA's; other tiles cover the same rows."""
-    wanted = by_xla.works(case.offsets, **case.options, interpret=True)
+    wanted = by_xla.works(case.offsets, case.settings, interpret=True)
     total = case.offsets.result_rows
     for work, want, rows, is_for_queries in (
         (found[0], wanted[0], total, True),
@@ -141,5 +135,5 @@ def test_launch_takes_no_more_sequences_than_fit(launches: interpreter.Launches)
 def test_blocks_of_streamed_rows_are_counted() -> None:
     """The launch has room for 40 streamed rows in blocks of 32."""
     offsets = Offsets(None, jnp.zeros(3, jnp.int32), None, 40, 238)
-    static = works._static(offsets, (16, 32), 1, 1, False, 1)
+    static = works._static(offsets, WorkSettings(16, 32, 1, has_statistics=False), 1)
     assert static.keys.most_blocks == 2

@@ -21,16 +21,24 @@ from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks
 from jax.experimental import pallas as pl
 
 from ikbo_jax.pallas.flash import attention as kernel
+from ikbo_jax.pallas.flash import attention_producer
 from ikbo_jax.pallas.flash.attention_context import AttentionContext
 from ikbo_jax.problems import AttentionConfig
 
 # The op's own interpreted tests are the ones that run with every jax.
 pytestmark = [pytest.mark.usefixtures("on_cpu"), pytest.mark.slow]
 
+
+@pytest.fixture(autouse=True)
+def short_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Cuts a head's tiles into several chunks, as those of large problems are."""
+    monkeypatch.setattr(attention_producer, "CHUNK", 2)
+
+
 #: With named barriers, which the interpreter knows under this name.
 PARAMS = dataclasses.replace(interpreter.PARAMS, inline_mgpu="_hack_model_inline_mgpu_tokamax")
 #: Blocks of 32 keys, so that few keys are several blocks.
-TWO_SLOTS = AttentionConfig(block_kv=32, k_stages=2, v_stages=2, q_slots=2, chunk=2)
+TWO_SLOTS = AttentionConfig(block_kv=32, k_stages=2, v_stages=2, q_slots=2)
 ONE_SLOT = dataclasses.replace(TWO_SLOTS, q_slots=1, v_stages=3)
 ONE_USER = dataclasses.replace(TWO_SLOTS, one_user=True)
 REUSE = dataclasses.replace(TWO_SLOTS, reuse=True)
@@ -111,12 +119,7 @@ CASES = {
         num_sms=2,
     ),
     "one_user_t3_packed_f16": Case(
-        (1, 0, -5, 2**31 - 1, 0) * 9,
-        40,
-        q_len=3,
-        dtype="float16",
-        config=ONE_USER,
-        is_packed=True,
+        (1, 0, -5, 2**31 - 1, 0) * 9, 40, q_len=3, dtype="float16", config=ONE_USER, is_packed=True
     ),
     "one_user_t64_ordered_lengths": Case(
         (2, 0, 1, 0, 0, 2),

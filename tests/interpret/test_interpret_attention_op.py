@@ -24,15 +24,11 @@ from ikbo_jax.reference import attention as reference
 pytestmark = pytest.mark.usefixtures("on_cpu")
 
 PARAMS = dataclasses.replace(interpreter.PARAMS, inline_mgpu="_hack_model_inline_mgpu_tokamax")
-CONFIG = AttentionConfig(block_kv=32, k_stages=2, v_stages=2, q_slots=2, chunk=2)
+CONFIG = AttentionConfig(block_kv=32, k_stages=2, v_stages=2, q_slots=2)
 SCALE = 0.125
 OWN = ("self_key", "self_value")
 ATTEND = functools.partial(
-    ikbo.attention,
-    scale=SCALE,
-    return_residuals=True,
-    implementation="mosaic_gpu",
-    config=CONFIG,
+    ikbo.attention, scale=SCALE, return_residuals=True, implementation="mosaic_gpu", config=CONFIG
 )
 
 

@@ -25,7 +25,6 @@ from ikbo_jax.cases import gdpa as cases
 from ikbo_jax.ops import dispatch
 from ikbo_jax.ops import gdpa as op
 from ikbo_jax.pallas.flash import attention, gdpa, gdpa_consumer, short_gdpa
-from ikbo_jax.pallas.flash import gdpa_forward as kernel
 from ikbo_jax.pallas.worklist import by_xla
 from ikbo_jax.pallas.worklist.lists import Offsets
 from ikbo_jax.problems import GdpaConfig, ShortGdpaConfig
@@ -35,7 +34,7 @@ from ikbo_jax.reference.gdpa import Arrays, Settings
 
 pytestmark = [pytest.mark.usefixtures("on_cpu"), pytest.mark.slow]
 
-FORWARD = kernel.gdpa_forward
+FORWARD = gdpa.gdpa_forward
 SOFTMAX = attention.jagged_attention_kernel
 SHORT = short_gdpa.short_gdpa
 #: With named barriers, which the interpreter knows under this name.
@@ -187,10 +186,7 @@ CASES = {
         bounds=(None, 256),
     ),
     "short_found_pma_32_softmax_f16": Case(
-        of(32, (0, 129, 40)),
-        "softmax",
-        ShortGdpaConfig(32, 128, finds_tiles=True),
-        dtype="float16",
+        of(32, (0, 129, 40)), "softmax", ShortGdpaConfig(32, 128, finds_tiles=True), dtype="float16"
     ),
     "short_pma_64": Case(
         of(64, (97, 0, 1), q_to_kv=(1, 0, 2)), "gelu", ShortGdpaConfig(64, 96, finds_tiles=True)
@@ -218,7 +214,7 @@ def attend(arrays: Arrays, case: Case, monkeypatch: pytest.MonkeyPatch) -> jax.A
     """`ikbo.gdpa`, down to its interpreted kernel."""
     monkeypatch.setattr(dispatch, "hopper_unavailable_reason", lambda: None)
     monkeypatch.setattr(dispatch, "num_sms", lambda: case.num_sms)
-    for module, fn in ((kernel, FORWARD), (attention, SOFTMAX), (short_gdpa, SHORT)):
+    for module, fn in ((gdpa, FORWARD), (attention, SOFTMAX), (short_gdpa, SHORT)):
         monkeypatch.setattr(module, fn.__name__, functools.partial(fn, interpret=PARAMS))
     # `test_gdpa_tiles` interprets the kernel that makes the list.
     monkeypatch.setattr(gdpa, "query_tiles", by_xla.query_tiles)
@@ -268,7 +264,7 @@ def test_interpreted_trial_of_the_autotuner(
     of_arrays = Case(of((3, 2, 1), (40, 10), q_to_kv=(0, 1, 1)), bounds=(3, 40))
     arrays = problems_gdpa.make_arrays(of_arrays.shape)
     problem = op._OP.problem(op._Call(None, of_arrays.settings), arrays)
-    monkeypatch.setattr(kernel, "gdpa_forward", functools.partial(FORWARD, interpret=PARAMS))
+    monkeypatch.setattr(gdpa, "gdpa_forward", functools.partial(FORWARD, interpret=PARAMS))
     monkeypatch.setattr(gdpa, "query_tiles", by_xla.query_tiles)
     case = cases.Case(problem)
     operands = case.inputs()

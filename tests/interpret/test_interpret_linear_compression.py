@@ -96,10 +96,7 @@ CASES = {
 
 def kernel_of(case: Case, params: Any = interpreter.PARAMS) -> Callable[..., jax.Array]:
     return functools.partial(
-        kernel.linear_compression_kernel,
-        config=case.config,
-        num_sms=case.num_sms,
-        interpret=params,
+        kernel.linear_compression_kernel, config=case.config, num_sms=case.num_sms, interpret=params
     )
 
 

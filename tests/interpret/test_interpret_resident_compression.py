@@ -64,17 +64,12 @@ CASES = {
     "k_odd_two_groups_past_m": Case(
         (2, 5), (71, 77), 35, 16, dataclasses.replace(GATHER, groups=2), 2
     ),
-    "coarse_tiles_of_112_rows_six_groups": Case(
-        (3, 7),
-        (150, 22),
-        102,
-        16,
-        dataclasses.replace(ONE, num_stages=2, coarse_k=80, groups=6, coarse_rows=128),
-        3,
+    "coarse_tiles_of_48_rows_six_groups": Case(
+        (3, 7), (150, 22), 102, 16, dataclasses.replace(ONE, num_stages=2, coarse_k=80, groups=6), 3
     ),
     # K and the compressed rows of both coarser levels are divided by two.
     "three_levels_in_splits_and_groups": Case(
-        (2, 3, 9), (100, 80, 33), 20, 32, dataclasses.replace(TINY, coarse_k=64, coarse_rows=16)
+        (2, 3, 9), (100, 80, 33), 20, 32, dataclasses.replace(TINY, coarse_k=64)
     ),
     "one_level": Case((9,), (100,), 20, 32, TINY),
     "three_levels_f16": Case((2, 3, 9), (40, 33, 72), 20, 32, TINY, 3, dtype="float16"),

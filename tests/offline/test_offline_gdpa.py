@@ -12,7 +12,7 @@ import offline
 import pytest
 
 from ikbo_jax.pallas.flash import attention, short_gdpa
-from ikbo_jax.pallas.flash import gdpa_forward as kernel
+from ikbo_jax.pallas.flash import gdpa as kernel
 from ikbo_jax.pallas.worklist import lists
 from ikbo_jax.pallas.worklist.lists import Offsets
 from ikbo_jax.pallas.worklist.tiles import query_tiles

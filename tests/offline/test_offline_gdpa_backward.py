@@ -14,7 +14,7 @@ import pytest
 
 from ikbo_jax.pallas.gdpa_backward import kernels, statistics
 from ikbo_jax.pallas.worklist import lists, works
-from ikbo_jax.pallas.worklist.lists import Offsets
+from ikbo_jax.pallas.worklist.lists import Offsets, WorkSettings
 from ikbo_jax.problems import GdpaBackwardConfig as Config
 from ikbo_jax.problems import GdpaBackwardProblem
 from ikbo_jax.problems import gdpa_backward as backward_configs
@@ -158,11 +158,10 @@ LISTS = {
 def test_offline_launch_that_lists_tiles_is_fit(name: str, compiler: offline.Compiler) -> None:
     is_shared, has_statistics, bound, sequences = LISTS[name]
     keys = sequences // 4 if is_shared else sequences
-    blocks = {"query_block": 64, "key_block": 64}
 
     def list_works(*arrays: Any) -> Any:
         given = Offsets(*arrays, sequences * 256, keys * 256, bound, bound)
-        return works.works(given, **blocks, group=1, has_statistics=has_statistics)
+        return works.works(given, WorkSettings(64, 64, 1, has_statistics))
 
     offsets = (jax.ShapeDtypeStruct((x + 1,), jnp.int32) for x in (sequences, keys))
     index = jax.ShapeDtypeStruct((sequences,), jnp.int32) if is_shared else None

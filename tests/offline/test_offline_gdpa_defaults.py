@@ -59,7 +59,7 @@ CLASSES: dict[str, dict[str, Any]] = {
 #: What the suite compiles: what serialised before other defaults were chosen, and one kernel of the
 #: gradient.
 CHOSEN = (
-    "h64_gelu_bfloat16_table",
+    "h64_gelu_bfloat16_default",
     "h64_relu_bfloat16_default",
     "h256_gelu_bfloat16_default",
     "h64_relu_keys",
@@ -147,7 +147,7 @@ def test_offline_default_is_fit(name: str, compiler: offline.Compiler) -> None:
 
 def test_offline_half_blocks_that_serialise_are_found(compiler: offline.Compiler) -> None:
     """The configuration from which gelu's at H = 64 is adapted."""
-    case = FORWARD["h64_gelu_bfloat16_table"]
+    case = FORWARD["h64_gelu_bfloat16_default"]
     assert isinstance(case.config, GdpaConfig)
     case = dataclasses.replace(case, config=dataclasses.replace(case.config, half_blocks=True))
     with pytest.raises(AssertionError, match="C7513"):

@@ -71,7 +71,7 @@ def network_report(sizes, seed, *, on_progress, wrong=False):
     stages = [demo.Stage(name, None) for name in names]
     measured = tuple(demo.Measured(stage, 1.0, 8, 0.0, not wrong) for stage in stages)
     top = (demo_ranking.Scored(3, 1, (0.5, -0.25)),)
-    return demo_ranking.Report(sizes, measured, 1e-5, top, "rewrite: none")
+    return demo_ranking.Report(sizes, measured, (), 1e-5, top, "rewrite: none")
 
 
 class Ran(NamedTuple):

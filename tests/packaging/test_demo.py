@@ -263,7 +263,7 @@ def test_the_least_recently_used_goes_first(tmp_path, monkeypatch):
 
 def test_one_program_makes_the_inputs_that_the_functions_make():
     sizes = demo_ranking.sizes_of(demo.Request(24, 5, 9, 8, 7, 11, "float32"), 1)
-    number = demo_ranking._seed_of(3)
+    number = demo.seed_bits(3)
     drawn = jax.jit(functools.partial(ranking.draw_request, sizes))(number)
     request = ranking.make_request(sizes, 3)
     for made, expected in zip(drawn, request[:4], strict=True):

@@ -44,7 +44,7 @@ ALLOWED: dict[str, tuple[str, ...]] = {
     "pallas.activations": ("reference",),
     "pallas.worklist": ("problems", "reference", "pallas.hopper"),
     "pallas.flash": KERNEL_PARTS,
-    "pallas.attention_backward": KERNEL_PARTS,
+    "pallas.attention_backward": (*KERNEL_PARTS, "pallas.gdpa_backward"),
     "pallas.few_queries": (*KERNEL_PARTS, "pallas.flash"),
     "pallas.gdpa_backward": KERNEL_PARTS,
     "pallas.linear_compression": ("problems", "pallas.hopper"),

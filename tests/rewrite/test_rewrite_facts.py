@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from types import SimpleNamespace
 
 import jax
@@ -14,6 +15,7 @@ from lookalikes import with_slope
 
 from ikbo_jax.reference.activations import ACTIVATIONS, SOFTMAX
 from ikbo_jax.rewrite.facts import activations, curves, proofs
+from ikbo_jax.rewrite.interpret import Context
 
 
 def told(fact, fn, *args, more=()):
@@ -41,6 +43,7 @@ def told(fact, fn, *args, more=()):
         env |= dict(zip(program.jaxpr.constvars, program.consts, strict=True))
         value = _run(program.jaxpr, env, result)
         context = SimpleNamespace(producer=lambda x: made.get(id(x), (None, None))[1])
+        context.made_by = functools.partial(Context.made_by, context)
         found.append(fact(context, value, *more))
         return 0
 

@@ -303,12 +303,11 @@ def test_states_have_one_scatter_for_each_dtype():
     specs = programs.specs_of(Model(), one, user, {"item": one})
     found = programs.Programs(Model(), specs, serving.Buckets((4,), (2,), (2,)), 9)
     assert [(leaf.shape, leaf.dtype) for leaf in found.pool] == [((9, 7), "f4"), ((9, 2), "i4")]
-    state = RowPacking(jax.tree.leaves(specs.state))
     for function, inputs, kind in (
-        (programs._encode, found.encode_inputs[2], "scatter"),
-        (programs._score, found.score_inputs[4, 2], "gather"),
+        (found._encode, found.encode_inputs[2], "scatter"),
+        (found._score, found.score_inputs[4, 2], "gather"),
     ):
-        traced = functools.partial(function, Model(), specs, state, inputs)
+        traced = functools.partial(function, inputs)
         text = str(jax.make_jaxpr(traced)([one], found.pool, inputs.packed))
         assert text.count(f" {kind}[") == 2, text
 

@@ -14,8 +14,8 @@ import pytest
 from fake_tuning import ATTENTION, GDPA, LINEAR, QUICK, Bench, row
 
 from ikbo_jax import problems
-from ikbo_jax.autotuner import autotune, contest
-from ikbo_jax.autotuner.bench import Task, measure
+from ikbo_jax.autotuner import autotune, bench, contest
+from ikbo_jax.autotuner.bench import Task
 from ikbo_jax.cases import (
     attention,
     attention_backward,
@@ -171,7 +171,8 @@ def test_tuning_writes_the_winner(problem, builtin):
 )
 def test_worker_measures_on_this_machine(problem):
     """In this process: test_tuning_session.py has the worker's own."""
-    (found,) = measure(Task.from_json(Task(problem, (None,), **QUICK).to_json()))["results"]
+    task = Task.from_json(Task(problem, (None,), **QUICK).to_json())
+    (found,) = bench.Bench(task.problem, task.contenders).measure(task)["results"]
     assert "failure" not in found, found
     assert len(found["ms"]) == 2
     assert found["error"] <= found["bound"]

@@ -21,7 +21,7 @@ import jax
 import pytest
 
 from ikbo_jax._timing import device_time
-from ikbo_jax.autotuner import bench, contest, session, worker
+from ikbo_jax.autotuner import bench, session, worker
 from ikbo_jax.autotuner.bench import Contender, Task
 from ikbo_jax.cases.linear_compression import Case
 from ikbo_jax.problems import LinearCompressionProblem
@@ -173,9 +173,7 @@ def test_lowering_processes_see_no_device(monkeypatch):
 @pytest.mark.slow
 def test_session_measures_on_this_machine():
     lines: list[tuple[int, int, str]] = []
-    with session.Session(
-        TINY, (None,), describe=contest.brief, progress=lambda *line: lines.append(line)
-    ) as run:
+    with session.Session(TINY, (None,), lambda *line: lines.append(line)) as run:
         for _ in range(2):
             found = run(Task(TINY, (None,), **SMALL))
             assert len(found["results"][0]["ms"]) == len(found["matmul_ms"]) == 2
@@ -253,8 +251,7 @@ def starts(monkeypatch, tmp_path) -> Starts:
         return session.Session(
             DEFAULT,
             (None, A, B, C),
-            describe=contest.brief,
-            progress=options.pop("progress", lambda done, total, text: None),
+            options.pop("progress", lambda done, total, text: None),
             **options,
         )
 
@@ -301,9 +298,7 @@ def test_death_with_several_at_work_has_them_compiled_one_by_one(starts, tmp_pat
 
 def test_worker_that_cannot_start_is_a_failure_of_the_task(monkeypatch):
     monkeypatch.setattr(session, "COMMAND", (sys.executable, "-c", "import sys; sys.exit('no')"))
-    with session.Session(
-        DEFAULT, (None, A), describe=contest.brief, progress=lambda *line: None
-    ) as run:
+    with session.Session(DEFAULT, (None, A), lambda *line: None) as run:
         assert run(Task(DEFAULT, (None,))) == {"failure": "worker ended with status 1: no"}
 
 
@@ -402,8 +397,7 @@ def test_kernels_that_another_process_lowered_run_on_the_device():
     with session.Session(
         problem,
         (None, *kernels),
-        describe=contest.brief,
-        progress=lambda done, total, text: lines.append(text),
+        lambda done, total, text: lines.append(text),
     ) as run:
         found = run(Task(problem, (None, *kernels), 0.02, 2))
     assert found["compute_capability"] == "9.0"

@@ -24,6 +24,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import jax
@@ -35,7 +36,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from ikbo_jax.pallas.attention_backward import products
 from ikbo_jax.pallas.attention_backward import rows as query_rows
 from ikbo_jax.pallas.attention_backward.context import Operands, Shape
-from ikbo_jax.pallas.hopper import mma, mosaic, operand_tiles, stores
+from ikbo_jax.pallas.hopper import mosaic, operand_tiles, stores
 from ikbo_jax.pallas.hopper.launch import Roles, WarpgroupContext, launch
 from ikbo_jax.pallas.hopper.visible import Visible
 from ikbo_jax.pallas.worklist.numbering import USER_WORDS
@@ -188,32 +189,12 @@ def _multiply(ctx: Context, item: Any, first_step: Any, totals: Any) -> Any:
 
 def _tile(ctx: Context, item: Any, blocks: Any, first_step: Any) -> None:
     """Computes and stores a tile."""
-    shape, shared, number = ctx.shape, ctx.shared, ctx.config.query_tiles
 
-    def store(totals: Any) -> None:
-        mma.wait(0, interpret=ctx.interpret)
-        pl.when(blocks > 0)(lambda: shared.blocks.release(first_step + blocks - 1))
-        sums = [mma.after_wait(x, interpret=ctx.interpret) for x in totals]
-        _store(ctx, item, [x * jnp.float32(shape.scale) for x in sums])
+    def store(sums: Iterator[jax.Array]) -> None:
+        _store(ctx, item, [x * jnp.float32(ctx.shape.scale) for x in list(sums)])
 
-    if ctx.interpret:
-
-        def with_accumulators(*parts: Any) -> None:
-            count = shape.column_blocks
-            _multiply(ctx, item, first_step, [parts[i * count :][:count] for i in range(number)])
-            read = [x[...] for x in parts]
-            store(
-                [
-                    jnp.concatenate(read[i * count :][:count], axis=1)[:, : shape.head_dim]
-                    for i in range(number)
-                ]
-            )
-
-        accumulators = [plgpu.ACC((WGMMA_M, WGMMA_M))] * (number * shape.column_blocks)
-        pl.run_scoped(with_accumulators, *accumulators)
-    else:
-        zeros = tuple(mma.zeros(shape.head_dim, jnp.float32) for _ in range(number))
-        store(_multiply(ctx, item, first_step, zeros))
+    multiply = functools.partial(_multiply, ctx, item, first_step)
+    products.store_sums(ctx, blocks, first_step, multiply, store)
 
 
 def _store(ctx: Context, item: Any, sums: list[jax.Array]) -> None:

@@ -176,7 +176,7 @@ def attention_backward_kernel(
             of_launch = dataclasses.replace(shape, gradients=names)
             gradients |= zip(names, run(operands, shape=of_launch), strict=True)
         d_key, d_value = gradients["key"], gradients["value"]
-        result = d_query_kernel(operands, rows.tiles, rows.order, shape, config, **options)
+        result = d_query_kernel(operands, rows, shape, config, **options)
         return result.reshape(query.shape), d_key, d_value
     of_query, of_key, of_value = run(operands, shape=shape)
     return of_query, of_key, of_value

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.mosaic import gpu as mgpu
@@ -136,6 +137,40 @@ def over_blocks(
         pl.loop(0, blocks)(lambda block: one_block(block, totals) and None)
         return totals
     return lax.fori_loop(0, blocks, one_block, totals)
+
+
+def store_sums(
+    ctx: WarpgroupContext,
+    blocks: Any,
+    first_step: Any,
+    multiply: Callable[[Any], Any],
+    store: Callable[[Iterator[jax.Array]], None],
+) -> None:
+    """Calls `multiply` with zeros, to which it adds all blocks, then `store` with the sums.
+
+    Interpreted, the zeros are accumulators, one for each column block.
+    """
+    shape, number = ctx.shape, ctx.config.query_tiles
+
+    def finish(totals: Any) -> None:
+        mma.wait(0, interpret=ctx.interpret)
+        pl.when(blocks > 0)(lambda: ctx.shared.blocks.release(first_step + blocks - 1))
+        store(mma.after_wait(x, interpret=ctx.interpret) for x in totals)
+
+    if not ctx.interpret:
+        zeros = tuple(mma.zeros(shape.head_dim, jnp.float32) for _ in range(number))
+        finish(multiply(zeros))
+        return
+
+    def with_accumulators(*parts: Any) -> None:
+        count = shape.column_blocks
+        tiles = [parts[i * count :][:count] for i in range(number)]
+        multiply(tiles)
+        read = [jnp.concatenate([x[...] for x in tile], axis=1) for tile in tiles]
+        finish([x[:, : shape.head_dim] for x in read])
+
+    accumulators = [plgpu.ACC((WGMMA_M, WGMMA_M))] * (number * shape.column_blocks)
+    pl.run_scoped(with_accumulators, *accumulators)
 
 
 def _offset(descriptor: ir.Value, count: ir.Value, num_bytes: int) -> ir.Value:

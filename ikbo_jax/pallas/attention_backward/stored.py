@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import jax
@@ -31,7 +32,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from ikbo_jax.pallas.attention_backward import products
 from ikbo_jax.pallas.attention_backward.context import Operands, Shape
-from ikbo_jax.pallas.hopper import mma, mosaic, operand_tiles, stores
+from ikbo_jax.pallas.hopper import mosaic, operand_tiles, stores
 from ikbo_jax.pallas.hopper.launch import Roles, WarpgroupContext, launch
 from ikbo_jax.pallas.hopper.visible import Visible
 from ikbo_jax.pallas.worklist.numbering import TILE_WORDS
@@ -162,37 +163,17 @@ def _multiply(ctx: Context, keys: Any, first_step: Any, totals: Any) -> Any:
 
 def _tile(ctx: Context, item: Any, first_step: Any) -> Any:
     """Computes and stores a tile; returns the next tile's first step."""
-    shape, shared, number = ctx.shape, ctx.shared, ctx.config.query_tiles
+    shared = ctx.shared
     shared.items.await_ready(item)
     first_row, rows, keys, head = (_word(ctx, item, i) for i in (FIRST_ROW, ROWS, KEYS, HEAD))
     blocks = ctx.blocks(keys)
+    multiply = functools.partial(_multiply, ctx, keys, first_step)
 
-    def store(totals: Any) -> None:
-        _store(ctx, (first_row, head), rows, totals)
+    def store(sums: Iterator[jax.Array]) -> None:
+        scale = jnp.float32(ctx.shape.scale)
+        _store(ctx, (first_row, head), rows, [x * scale for x in sums])
 
-    def after(totals: Any) -> list[jax.Array]:
-        mma.wait(0, interpret=ctx.interpret)
-        pl.when(blocks > 0)(lambda: shared.blocks.release(first_step + blocks - 1))
-        scale = jnp.float32(shape.scale)
-        return [mma.after_wait(x, interpret=ctx.interpret) * scale for x in totals]
-
-    if ctx.interpret:
-
-        def with_accumulators(*parts: Any) -> None:
-            totals = [
-                parts[i * shape.column_blocks :][: shape.column_blocks] for i in range(number)
-            ]
-            _multiply(ctx, keys, first_step, totals)
-            read = [
-                jnp.concatenate([x[...] for x in t], axis=1)[:, : shape.head_dim] for t in totals
-            ]
-            store(after(read))
-
-        accumulators = [plgpu.ACC((WGMMA_M, WGMMA_M))] * (number * shape.column_blocks)
-        pl.run_scoped(with_accumulators, *accumulators)
-    else:
-        zeros = tuple(mma.zeros(shape.head_dim, jnp.float32) for _ in range(number))
-        store(after(_multiply(ctx, keys, first_step, zeros)))
+    products.store_sums(ctx, blocks, first_step, multiply, store)
     # All threads have read the descriptor: the warpgroup synchronised when the result was staged.
     shared.items.release(item)
     return first_step + blocks

@@ -1,4 +1,4 @@
-"""Sizes, memory and descriptors that the kernel's warpgroups share."""
+"""Sizes, memory and descriptors that the warpgroups of the kernel for few queries share."""
 
 from __future__ import annotations
 
@@ -9,15 +9,42 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
-from ikbo_jax.pallas.few_queries import rows
 from ikbo_jax.pallas.hopper.launch import WarpgroupContext
 from ikbo_jax.pallas.hopper.visible import Visible
 from ikbo_jax.problems.few_queries import MAX_COLUMNS, UserTable
 from ikbo_jax.problems.hopper import BLOCK_K, WGMMA_M, column_blocks
 
-#: How the consumers of a CTA share an item: one of them computes it; each takes every other block
-#: of keys; each takes half of the rows; each takes two blocks of columns of the values.
+#: How the consumers of a CTA share an item: one consumer computes it; each takes every other block
+#: of keys, half of the rows, or two blocks of columns of the values.
 ALONE, BY_KEYS, BY_ROWS, BY_COLUMNS = range(4)
+#: Most items of a period of `firsts_before`.
+PERIOD = 1024
+
+
+def row_slots(batch: int, users: int, q_len: int, item_rows: int) -> int:
+    """Number of row slots; see `rows`."""
+    return users + batch * q_len // item_rows
+
+
+def firsts_before(position: Any, firsts: int, extra: int) -> Any:
+    """Counts the items of users' first slots before a position in the order of all items.
+
+    The order goes through both kinds evenly. Its periods have equally many items of either kind, so
+    that the arithmetic needs 32 bits. Remaining first items come before the periods, other
+    remaining items after them.
+
+    Args:
+      position: int32, from 0 to `firsts + extra`.
+      firsts: number of items of users' first slots.
+      extra: number of the others.
+    """
+    periods = -(-(firsts + extra) // PERIOD)
+    of_period, further = firsts // periods, extra // periods
+    early = firsts % periods
+    later = jnp.maximum(position - early, 0)
+    number, rest = lax.div(later, of_period + further), lax.rem(later, of_period + further)
+    found = number * of_period + rest - lax.div(rest * further, of_period + further)
+    return jnp.minimum(jnp.minimum(position, early) + found, firsts)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,15 +57,14 @@ class Shape:
       group: query heads of one key head whose queries share a tile.
       head_rows: rows of a tile of 64 that belong to one query head.
       item_rows: rows of an item.
-      slots: see `rows.slots`; if CTAs list candidates, slot i has the rows of user i % U.
+      slots: see `row_slots`; if CTAs list candidates, slot i has the rows of user i % U.
       splits: parts of a user's keys.
       alternates: whether CTAs go through users' first row slots and the others evenly.
-      bundle: neighbouring items, of one slot and split, that a CTA takes at once: 1, or one for
-        each group of query heads; if CTAs list candidates, any divisor of the number of groups. The
-        rows are then found, or listed, once for all of them.
+      bundle: neighbouring items, of one slot and split, that a CTA takes at once, so that rows are
+        found or listed once: 1, or one for each group of query heads; if CTAs list candidates, any
+        divisor of the number of groups.
       listed: most candidates of an item, if CTAs list them because the index is not sorted; else 0.
-      prefetches: whether the queries of a CTA's first candidates go to L2 while it lists them: if
-        all operands and results are more than L2 holds.
+      prefetches: whether a CTA prefetches its first candidates' queries while it lists them.
       table: the table that CTAs make of a sorted index; None if they search it, or list candidates.
     """
 
@@ -68,12 +94,12 @@ class Shape:
 
     @property
     def groups(self) -> int:
-        """Groups of query heads."""
+        """Number of groups of query heads."""
         return self.q_heads // self.group
 
     @property
     def bundles(self) -> int:
-        """Bundles of all CTAs."""
+        """Number of bundles of all CTAs."""
         return self.slots * self.splits * self.groups // self.bundle
 
 
@@ -110,12 +136,12 @@ class Item(NamedTuple):
     target: Any  # first row in the outputs
     rows: Any
     sharing: Any  # ALONE, BY_KEYS, BY_ROWS or BY_COLUMNS
-    next_user: Any = None  # whose candidates are listed before the next item; negative: none are
-    next_rank: Any = None  # of the first candidate that is listed then, among that user's
+    next_user: Any = None  # user whose candidates are listed before the next item; negative: none
+    next_rank: Any = None  # rank among the next user's candidates of the first one listed then
 
 
 class Place(NamedTuple):
-    """Where an item is."""
+    """Place of an item among slots, splits and heads."""
 
     slot: Any
     split: Any
@@ -155,7 +181,7 @@ class Context(WarpgroupContext):
         return Item(*(items.words[slot, i] for i in range(count)))
 
     def place(self, i: Any, member: Any = 0) -> Place:
-        """Where item `member` of the CTA's bundle `i` is."""
+        """Returns the place of item `member` of the CTA's bundle `i`."""
         shape = self.shape
         number, _ = self._bundle(i)
         groups = shape.groups // shape.bundle
@@ -165,10 +191,10 @@ class Context(WarpgroupContext):
         return Place(slot, split, head, lax.div(head, shape.q_heads // shape.kv_heads))
 
     def _bundle(self, i: Any) -> tuple[Any, Any]:
-        """Which bundle the CTA takes in round `i`, and the CTA's place in the round.
+        """Returns the bundle that the CTA takes in round `i`, and the CTA's place in the round.
 
-        If both kinds of row slots alternate, a round has bundles of first slots, then others. Its
-        first places go to the CTAs that follow those with first slots in the last round. So all
+        If row slots alternate, a round has bundles of first slots, then of further slots. The next
+        round's first slots go to the CTAs after this round's CTAs with first slots, so that all
         CTAs get equally many bundles of either kind.
         """
         shape = self.shape
@@ -177,26 +203,26 @@ class Context(WarpgroupContext):
         firsts = shape.bundles // shape.slots * shape.users
         extra = shape.bundles - firsts
         begin = i * shape.workers
-        before = rows.firsts_before(begin, firsts, extra)
+        before = firsts_before(begin, firsts, extra)
         end = jnp.minimum(begin + shape.workers, shape.bundles)
-        number = rows.firsts_before(end, firsts, extra) - before
+        number = firsts_before(end, firsts, extra) - before
         rank = lax.rem(self.worker + shape.workers - lax.rem(before, shape.workers), shape.workers)
         other = firsts + begin - before
         return jnp.where(rank < number, before + rank, other + rank - number), rank
 
     def count(self) -> Any:
-        """Number of the CTA's bundles."""
+        """Returns the number of the CTA's bundles."""
         full, rest = divmod(self.shape.bundles, self.shape.workers)
         _, rank = self._bundle(jnp.int32(full))
         return full + (rank < rest).astype(jnp.int32)
 
     def listed_place(self, place: Place) -> tuple[Any, Any]:
-        """The user of a slot, and the rank of its first candidate, if CTAs list candidates."""
+        """Returns a slot's user and the rank of its first candidate, if CTAs list candidates."""
         users = self.shape.users
         return lax.rem(place.slot, users), lax.div(place.slot, users) * self.shape.listed
 
     def part(self, item: Item, index: Any) -> Part:
-        """This consumer's part of an item."""
+        """Returns this consumer's part of an item."""
         consumer, head_rows = self.consumer, self.shape.head_rows
         is_alone, is_by_keys = item.sharing == ALONE, item.sharing == BY_KEYS
         alone = lax.rem(index, 2)
@@ -229,7 +255,7 @@ class Context(WarpgroupContext):
 
     @property
     def columns(self) -> int:
-        """Columns of the values that a consumer multiplies."""
+        """Number of columns of the values that a consumer multiplies."""
         return MAX_COLUMNS if self.shares_columns else self.shape.head_dim
 
     @property
@@ -239,21 +265,21 @@ class Context(WarpgroupContext):
 
     @property
     def first_column_block(self) -> Any:
-        """The first of this consumer's blocks of 64 columns of the values, if they are shared."""
+        """Number of this consumer's first block of 64 columns of values, if they are shared."""
         return self.consumer * (column_blocks(self.shape.head_dim) - MAX_COLUMNS // BLOCK_K)
 
     @property
     def block_parts(self) -> int:
-        """Parts in which a block of keys may be loaded: its barrier expects all of them."""
+        """Number of parts in which a block of keys may be loaded; its barrier expects all parts."""
         return 1 if self.operands.lengths is None else self.config.block_parts
 
     @property
     def tiles(self) -> int:
-        """Tiles of 64 rows of an item."""
+        """Number of an item's tiles of 64 rows."""
         tiles: int = self.config.tile_rows // WGMMA_M
         return tiles
 
     @property
     def split_blocks(self) -> int:
-        """Blocks of keys of one split."""
+        """Number of blocks of keys of one split."""
         return pl.cdiv(pl.cdiv(self.shape.kv_len, self.config.block_kv), self.shape.splits)

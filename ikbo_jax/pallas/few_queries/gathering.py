@@ -1,11 +1,10 @@
-"""The queries of candidates that a CTA has listed, which other warps than the producer's gather.
+"""Gathers the queries of candidates that a CTA has listed, by the warps beside the producer's.
 
-Their lanes copy parts of 16 bytes to query slots, asynchronously. They go ahead of the consumers by
-as many items as there are query slots: the items of a bundle have the same list of candidates, so
-the queries of the next ones are on their way while the consumers compute the present one. Only the
-first item of a bundle waits for its queries: they are not known before the list is complete.
+Their lanes copy parts of 16 bytes to query slots, asynchronously, ahead of the consumers by as many
+items as there are query slots. Only the first item of a bundle waits for its queries, which are not
+known before the list is complete.
 
-Synchronisations, besides those of `listing`:
+Synchronisations in addition to `listing`:
   1. `query.free[s]`   consumers -> gathering warps (and producer): the slot's queries were read.
   2. `query.ready[s]`  gathering warps -> consumers. A lane arrives when its copies are complete,
      and after a fence that makes them visible to WGMMA.
@@ -38,10 +37,7 @@ _FINISH = "cp.async.wait_all; fence.proxy.async.shared::cta;"
 
 
 def gather(ctx: Any) -> None:
-    """The gathering warps: they fill the query slots of all items of the CTA, in their order.
-
-    Rows past an item's rows, and columns past H, are zeros.
-    """
+    """Fills the query slots of all items of the CTA, with zeros past an item's rows and past H."""
     query = ctx.shared.query
 
     def one_listing(carry: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -64,21 +60,21 @@ def gather(ctx: Any) -> None:
     count, zero = ctx.count(), jnp.int32(0)
     _, rank = ctx.listed_place(ctx.place(zero))
     index = lax.while_loop(lambda carry: carry[0] < count, one_listing, (zero, rank, zero))[-1]
-    # The end has a slot, too. Consumers wait for it, and so do not release it before these warps
-    # have seen its release before.
+    # The end has a slot, too, for which consumers wait: they release it only after these warps have
+    # seen the release before.
     query.await_reuse(index)
     _arrive(ctx, index)
     query.drain_uses(index + 1)
 
 
 def _arrive(ctx: Any, index: Any) -> None:
-    """Each warp says that it has filled a query slot; under interpretation, one thread does."""
+    """Reports a filled query slot, once for each warp; under interpretation, one thread reports."""
     for _ in range(GATHERING_WARPS if ctx.interpret else 1):
         plgpu.barrier_arrive(ctx.shared.query.ready_at(index))
 
 
 def _load_one_by_one(ctx: Any, rows: Any, head: Any, tiles: Any) -> None:
-    """`_load` under interpretation."""
+    """Copies queries as `_load` does, under interpretation."""
     shape, query = ctx.shape, ctx.operands.query
     for block in range(column_blocks(shape.head_dim)):
         width = min(BLOCK_K, shape.head_dim - block * BLOCK_K)
@@ -99,13 +95,9 @@ def _load_one_by_one(ctx: Any, rows: Any, head: Any, tiles: Any) -> None:
 
 
 def _load(ctx: Any, rows: Any, head: Any, tiles: Any) -> None:
-    """Copies an item's queries to its slot, and waits for them.
+    """Copies an item's queries of `rows` rows to its slot, and waits for them.
 
-    Args:
-      ctx: the context.
-      rows: number of the item's rows.
-      head: its first query head.
-      tiles: [tiles, column blocks, 64, 64].
+    `head` is the item's first query head; `tiles` are [tiles, column blocks, 64, 64].
     """
     height = ctx.tiles * WGMMA_M
 
@@ -150,11 +142,9 @@ def _source(
     head: ir.Value,
     vector: ir.Value,
 ) -> tuple[ir.Value, ir.Value]:
-    """This lane's source of row `place` of an item's tiles, whose rows are numbered over all tiles.
+    """Finds this lane's source of row `place`, counted over an item's tiles.
 
-    Returns:
-      (the address of this lane's 16 bytes of column block 0, how many of them are copied): 16, or
-      0 and an address inside the queries.
+    Returns (address of this lane's 16 bytes of column block 0, bytes to copy: 16, or 0 for none).
     """
     i32, predicates = ir.IntegerType.get_signless(32), arith.CmpIPredicate
     shape = ctx.shape
@@ -193,11 +183,7 @@ def _copy_row(
     blocks, height = column_blocks(ctx.shape.head_dim), WGMMA_M
     tile, tile_row = (f(place, mgpu.c(height, i32)) for f in (arith.divui, arith.remui))
     swizzled = arith.xori(vector, arith.remui(tile_row, mgpu.c(_BLOCK_VECTORS, i32)))
-    terms = (
-        (tile, blocks * height * mosaic.SWIZZLE),
-        (tile_row, mosaic.SWIZZLE),
-        (swizzled, 16),
-    )
+    terms = ((tile, blocks * height * mosaic.SWIZZLE), (tile_row, mosaic.SWIZZLE), (swizzled, 16))
     offset = mgpu.c(0, i32)
     for value, stride in terms:
         offset = arith.addi(offset, arith.muli(value, mgpu.c(stride, i32)))

@@ -2,30 +2,25 @@
 
     out[b] = softmax(scale * query[b] @ key[u(b)].T) @ value[u(b)],  u(b) = cand_to_user[b]
 
-If a user has few queries, the time is that of reading its keys and values. The kernel reads them
-once for each item of work.
+If a user has few queries, reading keys and values takes the time. The kernel reads them once for
+each item of work.
 
 An *item* is a user, a group of query heads with one key head, up to 64 or 128 of the user's rows
 (a row is a candidate's query of all heads) and one part of the user's keys. Rows of several heads
 fill one tile of 64 rows of WGMMA. Items are numbered by *row slots*, which the producer finds in
-the index (`rows`), or in a table that the consumers make of it (`user_table`): XLA makes no list of
-items. The candidates of an item need not have one user:
-where they do not, because the index is not sorted, the producer sends each run of candidates of one
-user as an item. The first block of keys and values of a CTA is loaded before its rows are found,
-which takes dependent loads; if no row needs it, an item without rows takes it. Where the consumers
-list candidates, as many blocks are loaded meanwhile as the rings hold.
+the index (`rows`), or in a table that the consumers make of the index (`user_table`). If the index
+is not sorted, the producer sends each run of candidates of one user as an item; or the consumers
+list the candidates of a user (`listing`). A CTA's first block of keys and values is loaded before
+its rows are found; if no row needs the block, an item without rows takes it.
 
-Warpgroups: 0 and 1 are the consumers; one warp of warpgroup 2 is the producer, which loads keys and
+Warpgroups 0 and 1 are the consumers; one warp of warpgroup 2 is the producer, which loads keys and
 values through two rings of blocks that continue across items. Where the consumers list candidates,
-the other warps of warpgroup 2 gather their queries. The consumers of a CTA share an item:
-each takes 64 of its rows, and all its blocks of keys; or all its rows, and every other block, and
-consumer 1 hands its sums to consumer 0; or one of them takes an item with a single block, and the
-other one the next.
+the other warps of warpgroup 2 gather their queries. The consumers share an item: each takes 64 of
+its rows and all its blocks of keys; or all its rows and every other block, and consumer 1 hands its
+sums to consumer 0; or one consumer takes an item with a single block.
 
-The softmax has a running maximum. It is subtracted before scores are scaled, which is exact for
-every input.
-
-If the keys are split, the sums and statistics of each part go to device memory in f32, and XLA adds
+The softmax subtracts a running maximum before scores are scaled, which is exact for every input. If
+the keys are split, the sums and statistics of each part go to device memory in f32, and XLA adds
 them.
 
 Synchronisations:
@@ -33,13 +28,12 @@ Synchronisations:
   2. `query.ready[s]`, `.free`   query slot s.
   3. `key.ready[s]`, `.free`     stage s of the ring of key blocks.
   4. `value.ready[s]`, `.free`   stage s of the ring of value blocks. The producer waits for `.free`
-     from the second use of a slot or stage on: its first loads need not wait for the consumers.
+     from the second use of a slot or stage on.
   5. `exchange_ready[0]`, `exchange_free[0]`  consumer 1 -> 0 and back: sums over half of the keys.
   6. Named barriers: the consumers wait for each other after consumer 0 has zeroed values past a
      user's length, if both use them; with `turns`, they take turns at issuing products.
-  7. Those of `listing`, in launches that list candidates. Query slots are then filled by other
-     warps (`gathering`) than the ring's other user, the producer: both wait for `.free`.
-  8. Those of `user_table`, in launches that make a table.
+  7. `listing` and `user_table` have more. Gathering warps fill query slots in launches that list
+     candidates, and both they and the producer wait for `.free`.
 
 Both consumers wait for every block, and free it, whether they use it or not. A consumer waits for
 block n only after it has freed block n - 1 of the same ring, and for values only after it has freed
@@ -58,11 +52,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from ikbo_jax.pallas.few_queries import gathering, rows
+from ikbo_jax.pallas.few_queries import gathering
 from ikbo_jax.pallas.few_queries.consumer import consume
-from ikbo_jax.pallas.few_queries.context import Context, Operands, Outputs, Shape
+from ikbo_jax.pallas.few_queries.context import Context, Operands, Outputs, Shape, row_slots
 from ikbo_jax.pallas.few_queries.producer import produce
-from ikbo_jax.pallas.flash.softmax import LN_2
+from ikbo_jax.pallas.flash.softmax import LN_2, further
 from ikbo_jax.pallas.hopper.launch import Roles, launch
 from ikbo_jax.problems.attention import AttentionProblem
 from ikbo_jax.problems.few_queries import (
@@ -78,13 +72,13 @@ from ikbo_jax.problems.hopper import WGMMA_M
 #: Registers per thread of a consumer and of the producer, which searches: with 24, it spills where
 #: query heads share a tile.
 REGISTERS = (224, 56)
-#: Likewise, if a consumer multiplies all columns of the values of heads wider than 128, and blocks
-#: have more than 32 keys. With smaller blocks it needs fewer, and the producer would spill with 40.
+#: Registers where a consumer multiplies all columns of the values of heads wider than 128, and
+#: blocks have more than 32 keys. With smaller blocks, the producer would spill with 40 registers.
 WIDE_REGISTERS = (232, 40)
 
 
 def _registers(shape: Shape, config: FewQueriesConfig) -> tuple[int, int]:
-    """Registers per thread of a consumer and of the producer."""
+    """Returns the registers per thread of a consumer and of the producer."""
     is_large = config.has_all_columns(shape.head_dim) and config.block_kv > 32
     return WIDE_REGISTERS if is_large else REGISTERS
 
@@ -137,7 +131,7 @@ def _shape(
     *,
     lists: bool,
 ) -> Shape:
-    """How the work of a launch is divided; arguments as for `few_queries_kernel`."""
+    """Divides a launch's work; arguments as for `few_queries_kernel`."""
     batch, q_len, q_heads, head_dim = query.shape
     users, kv_len, kv_heads, _ = key.shape
     group = head_group(q_heads, kv_heads)
@@ -146,7 +140,7 @@ def _shape(
     splits = config.parts(kv_len)
     groups = q_heads // group
     cached = 2 * key.nbytes <= CACHE_BYTES
-    listed, slots = 0, rows.slots(batch, users, q_len, item_rows)
+    listed, slots = 0, row_slots(batch, users, q_len, item_rows)
     bundle = groups if slots * splits >= LEAST_BUNDLES * num_sms else 1
     sizes = (batch, users, q_len, kv_len, q_heads, kv_heads, head_dim)
     problem = AttentionProblem(*sizes, query.dtype.name)
@@ -227,16 +221,14 @@ def _launch(
 def merge(
     acc: jax.Array, maximum: jax.Array, sums: jax.Array, *, log2_scale: float
 ) -> tuple[jax.Array, jax.Array]:
-    """The softmax over all keys from its parts.
+    """Merges a softmax's parts, which are as in `Outputs` with a leading axis of splits.
 
-    Parts are as in `Outputs`, with a leading axis of splits; returns (out [rows, N, H],
-    lse [rows, N]), f32.
+    Returns (out [rows, N, H], lse [rows, N]), f32.
     """
     # Unrolled over the parts, all of it is elementwise: XLA makes one kernel of it instead of one
     # for each reduction. As in the kernel, the maximum is subtracted before the scale is applied,
     # which is exact for huge scores.
-    further = jnp.maximum if log2_scale > 0 else jnp.minimum
-    largest = functools.reduce(further, maximum)
+    largest = functools.reduce(further(log2_scale), maximum)
     has_no_sum = functools.reduce(jnp.logical_and, [x == 0 for x in sums])
     finite = jnp.where(jnp.isinf(largest) & has_no_sum, 0.0, largest)
     weights = [jnp.exp2((x - finite) * jnp.float32(log2_scale)) for x in maximum]

@@ -1,27 +1,21 @@
-"""Candidates of an index that is not sorted, which a CTA's consumers find for its bundles of items.
+"""Lists the candidates of a CTA's bundles of items, for an index that is not sorted.
 
-The two consumers read the whole index, each of their 256 threads a share of it (`_Share`), and
-write the numbers of a user's candidates to shared memory. They are in the order of threads, which
-is the same in every CTA, so that the CTAs of a user's slots list different candidates. All loads of
-the index are in flight at once, while the first block of keys is on its way. Other warps then
-gather the candidates' queries (`gathering`), and the consumers store results to their rows. If L2
-does not hold all operands, the queries of a CTA's first item go there as soon as a lane has found
-their candidate. The items of a bundle have the same candidates, and differ in their query heads:
-one listing serves all of them.
+The two consumers read the whole index, each of their 256 threads a share (`_Share`), and write the
+numbers of a user's candidates to shared memory in the order of threads, which is the same in every
+CTA, so that the CTAs of a user's slots list different candidates. All loads of the index are in
+flight at once, while the first block of keys is loaded. Other warps then gather the candidates'
+queries (`gathering`), and the consumers store results to their rows. If L2 does not hold all
+operands, a CTA prefetches the queries of its first item. The items of a bundle have the same
+candidates, and differ in their query heads, so one listing serves a bundle. XLA would take six
+kernels of 1 to 2 us each.
 
-XLA would sort the index, gather queries and results, and invert the order, in six kernels of 1 to
-2 us each.
-
-Synchronisations, besides those of the kernel:
-  1. A named barrier between finding candidates and writing their numbers: how many each warp found.
-     It also says that both consumers have stored the results of the bundle before, and so read its
-     list.
+Synchronisations in addition to the kernel's:
+  1. A named barrier between finding candidates and writing their numbers. It also says that both
+     consumers have stored the results of the bundle before, and so read its list.
   2. `listed`, all threads of the consumers -> producer, gathering warps: the list and the number
-     of candidates. The consumers list again only after the bundle's last item, whose descriptor
-     says so. They have it from the producer, which has read the number before, and its queries from
-     the gathering warps, which have read the list before.
-  3. `query.ready` of any item of the bundle also tells each consumer that the list is complete: the
-     gathering warps have waited for both.
+     of candidates. The consumers list again only after the bundle's last item: the producer has
+     read the number before it sends the item, and the gathering warps the list before the queries.
+  3. `query.ready` of any item of the bundle also tells each consumer that the list is complete.
 """
 
 from __future__ import annotations
@@ -52,9 +46,8 @@ _LINE, _MOST_LINES = 128, 16
 def find(ctx: Any, user: Any, rank: Any, head: Any = None) -> None:
     """Lists a user's candidates from number `rank` on, and tells the producer's warps.
 
-    Both consumers call it. `listing` then has up to `shape.listed` candidates, and behind them the
-    number of the user's candidates that each warp found. `head`: None, or the first query head of a
-    group whose queries go to L2 while the list is made.
+    Both consumers call it. `listing` gets up to `shape.listed` candidates, and at `LISTED` how many
+    each warp found. `head`: None, or the first of the query heads whose queries are prefetched.
     """
     listing, index = ctx.shared.listing, ctx.operands.cand_to_user
     if ctx.interpret:
@@ -125,7 +118,7 @@ def _find(ctx: Any, index: Any, listing: Any, user: Any, rank: Any, head: Any) -
 
 
 def thread_of(consumer: ir.Value) -> ir.Value:
-    """This thread's number among those of both consumers."""
+    """Returns this thread's number among the threads of both consumers."""
     i32 = ir.IntegerType.get_signless(32)
     return arith.addi(arith.muli(consumer, mgpu.c(WARPGROUP_SIZE, i32)), stores.thread_number())
 
@@ -133,13 +126,11 @@ def thread_of(consumer: ir.Value) -> ir.Value:
 def loaded_parts(
     index: ir.Value, thread: ir.Value, batch: int
 ) -> Iterator[tuple[ir.Value, list[ir.Value], ir.Value | None]]:
-    """Loads a thread's share of an index: parts of four candidates, and at most one more.
-
-    Nothing here waits for a load.
+    """Loads a thread's share of an index, parts of four candidates and at most one more candidate.
 
     Yields:
-      (the part's first candidate, the words of its candidates, whether it is the thread's or None
-      for always); a part that is not has the words of another one.
+      (the part's first candidate, the words of its candidates, whether the part is the thread's or
+      None for always), without a wait for loads. A part of no thread has another part's words.
     """
     i32, predicates = ir.IntegerType.get_signless(32), arith.CmpIPredicate
     parts, rest = divmod(batch, PART)
@@ -159,7 +150,7 @@ def loaded_parts(
 
 
 def load_part(index: ir.Value, first: ir.Value) -> list[ir.Value]:
-    """The users of four candidates from `first` on, a multiple of 4."""
+    """Loads the users of four candidates from `first` on, a multiple of 4."""
     i32 = ir.IntegerType.get_signless(32)
     words = mgpu.utils.inline_ptx(
         "ld.global.v4.b32 {$0, $1, $2, $3}, [$4];",
@@ -173,8 +164,8 @@ def load_part(index: ir.Value, first: ir.Value) -> list[ir.Value]:
 class _Share:
     """The candidates that one thread compares with a user: parts of four, and at most one more.
 
-    Element 4 * i + j is candidate j of the thread's part i, and element 4 * `loads` the one of the
-    last candidates that fill no part. Bit e % 32 of word e / 32 is set if element e is the user's.
+    Element 4 * i + j is candidate j of the thread's part i; element 4 * `loads` is one of the last
+    candidates, which fill no part. Bit e % 32 of word e / 32 is set if element e is the user's.
     """
 
     def __init__(self, batch: int, thread: ir.Value) -> None:
@@ -183,7 +174,7 @@ class _Share:
         self._loads = pl.cdiv(self._parts, THREADS)
 
     def find(self, index: ir.Value, user: ir.Value, users: int) -> list[ir.Value]:
-        """The words of the thread's elements."""
+        """Finds the user's candidates; returns the words of the thread's elements."""
         i32, predicates = ir.IntegerType.get_signless(32), arith.CmpIPredicate
         others: list[ir.Value] = []
         is_inside: list[ir.Value | None] = []
@@ -209,8 +200,7 @@ class _Share:
     def write(self, listing: ir.Value, words: list[ir.Value], at: ir.Value, most: int) -> None:
         """Lists the candidates from place `at` on, up to place `most`.
 
-        Straight-line code, a few instructions an element: a loop over the candidates of a lane took
-        about a hundred cycles for each.
+        The code is not a loop over the candidates of a lane, which took 100 cycles a candidate.
         """
         i32, predicates = ir.IntegerType.get_signless(32), arith.CmpIPredicate
         zero = mgpu.c(0, i32)
@@ -227,11 +217,7 @@ class _Share:
     def prefetch(
         self, query: ir.Value, number: int, word: ir.Value, head: ir.Value, shape: Any
     ) -> None:
-        """Loads the queries of word `number`'s candidates into L2, of a group from `head` on.
-
-        Device memory then answers while the list is made. They may be more than are listed: another
-        CTA gathers the others.
-        """
+        """Prefetches the queries of word `number`'s candidates to L2, of a group from `head` on."""
         i32, predicates = ir.IntegerType.get_signless(32), arith.CmpIPredicate
         zero = mgpu.c(0, i32)
         row = shape.q_heads * shape.head_dim * 2
@@ -250,10 +236,7 @@ class _Share:
         with ir.InsertionPoint(block):
             (word,) = block.arguments
             element = arith.addi(warps.lowest_bit(word), mgpu.c(number * warps.LANES, i32))
-            terms = [
-                (self._candidate(element), shape.q_len * row // 2),
-                (head, shape.head_dim),
-            ]
+            terms = [(self._candidate(element), shape.q_len * row // 2), (head, shape.head_dim)]
             address = stores.device_address(query, terms, 2)
             for offset in offsets[:_MOST_LINES]:
                 mgpu.utils.inline_ptx(
@@ -278,20 +261,19 @@ class _Share:
 
 
 class Found(NamedTuple):
-    """What a listing has found."""
+    """Results of a listing."""
 
     rows: Any  # of an item of the bundle
     items: Any  # of the bundle; one, if there are no candidates
     following: Any  # bundle whose candidates are listed next
     next_user: Any
-    next_rank: Any  # of the first candidate that is listed next, among that user's
+    next_rank: Any  # rank among the next user's candidates of the first one that is listed next
 
 
 def await_found(ctx: Any, i: Any, rank: Any) -> Found:
     """Waits until the candidates of the CTA's bundle `i`, from number `rank` on, are listed.
 
-    If the user has more candidates than its slots hold, they follow, in the same bundle; otherwise
-    those of the next bundle.
+    If the user has more candidates than its slots hold, they follow in the same bundle.
     """
     shape = ctx.shape
     stride = shape.slots // shape.users * shape.listed
@@ -306,7 +288,7 @@ def await_found(ctx: Any, i: Any, rank: Any) -> Found:
 
 
 def await_total(ctx: Any) -> Any:
-    """The number of candidates of the user that the consumers listed last."""
+    """Waits for a listing; returns how many candidates the user has."""
     plgpu.barrier_wait(ctx.shared.listed.at[0])
     total = ctx.shared.listing[LISTED]
     for warp in range(1, LISTING_WARPS):
@@ -315,7 +297,7 @@ def await_total(ctx: Any) -> Any:
 
 
 def listed_row(listing: ir.Value, row: ir.Value, q_len: int) -> ir.Value:
-    """The row of the query, or of a result, that is row `row` of the item."""
+    """Returns the row of the queries, and of the results, that is row `row` of the item."""
     i32 = ir.IntegerType.get_signless(32)
     candidate = warps.load_shared(listing, arith.divui(row, mgpu.c(q_len, i32)))
     return arith.addi(

@@ -10,22 +10,15 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from ikbo_jax.pallas.few_queries import extents, listing
-from ikbo_jax.pallas.few_queries.context import (
-    ALONE,
-    BY_COLUMNS,
-    BY_KEYS,
-    BY_ROWS,
-    Context,
-    Place,
-)
+from ikbo_jax.pallas.few_queries import listing, rows
+from ikbo_jax.pallas.few_queries.context import ALONE, BY_COLUMNS, BY_KEYS, BY_ROWS, Context, Place
 from ikbo_jax.pallas.hopper import mosaic
 from ikbo_jax.pallas.hopper.rings import Ring
 from ikbo_jax.problems.hopper import column_blocks
 
 
 class _Progress(NamedTuple):
-    """How much the producer has sent."""
+    """Counts of what the producer has sent."""
 
     items: Any
     steps: Any  # blocks of keys, and of values
@@ -58,19 +51,13 @@ def _load_queries(ctx: Context, item: Any, first: Any, head: Any) -> None:
 
 
 def _load_block(
-    ctx: Context,
-    source: Any,
-    ring: Ring,
-    step: Any,
-    place: tuple[Any, ...],
-    left: Any = None,
+    ctx: Context, source: Any, ring: Ring, step: Any, place: tuple[Any, ...], left: Any = None
 ) -> None:
     """Loads the block at `place`, (user, number of the block, key head), into a stage.
 
-    `left`: number of the user's keys from the block's first one on; None if that is not known. A
-    block that the user's keys do not fill is loaded in parts, as many as have keys: bytes of device
-    memory that are not read. The rest of the stage holds what was there before. Its scores are
-    masked, and its values zeroed.
+    `left`: number of the user's keys from the block's first key on; None if unknown. A block that
+    the user's keys do not fill is loaded in parts, to read fewer bytes. Consumers mask the scores
+    of the rest of the stage, and zero its values.
     """
     user, block, head = place
     size, parts = ctx.config.block_kv, ctx.block_parts
@@ -93,10 +80,10 @@ def _load_block(
         skip(parts - 1)
 
     def load_parts() -> None:
-        rows = size // parts
-        load(0, rows)
-        for begin in range(rows, size - rows, rows):
-            pl.when(begin < left)(functools.partial(load, begin, begin + rows))
+        height = size // parts
+        load(0, height)
+        for begin in range(height, size - height, height):
+            pl.when(begin < left)(functools.partial(load, begin, begin + height))
             pl.when(begin >= left)(functools.partial(skip, 1))
         skip(1)  # all parts are loaded as one block
 
@@ -109,14 +96,13 @@ def _load_block(
 
 
 def _load_first_block(ctx: Context, place: Place) -> Any:
-    """Loads the first block of this CTA's keys and values, before it is known which rows need it.
+    """Loads the first block of this CTA's keys and values, while its rows are searched.
 
-    The loads of the index that find the rows take about as long as the load of the block. Returns
-    the user whose block is loaded, or -1. A slot without rows loads a block in vain; with a table,
-    only users' first slots, of which few have no rows.
+    Returns the user whose block is loaded, or -1. A slot without rows loads a block in vain; with a
+    table, only users' first slots load a block, few of which have no rows.
     """
     if ctx.shape.table is None:
-        _, user = extents.user_of_slot(ctx, place.slot)
+        _, user = rows.user_of_slot(ctx, place.slot)
         return _load_block_of(ctx, user, place)
     user = place.slot
     return lax.cond(
@@ -135,19 +121,19 @@ def _load_block_of(ctx: Context, user: Any, place: Place) -> Any:
 
 
 def _send(
-    ctx: Context, progress: _Progress, extent: extents.Extent, place: Place, loaded: Any
+    ctx: Context, progress: _Progress, extent: rows.Extent, place: Place, loaded: Any
 ) -> tuple[Any, _Progress]:
     """Sends the first rows of `extent` that have one user; returns the next row.
 
-    `loaded`: the user whose first block of keys and values is in the rings already, or -1. If the
-    rows have another user, an item without rows takes that block.
+    `loaded`: the user whose first block of keys and values is in the rings, or -1. If the rows have
+    another user, an item without rows takes the block.
     """
     shared = ctx.shared
     first = extent.first
     # Queries are on their way while the index is read.
     shared.query.await_reuse(progress.items)
     _load_queries(ctx, progress.items, first, place.head)
-    user, end = extents.run_of(ctx, extent)
+    user, end = rows.run_of(ctx, extent)
     is_loaded = loaded >= 0
     is_void = is_loaded & ((first >= extent.end) | (user != loaded))
     user = jnp.where(is_void, loaded, user)
@@ -156,7 +142,7 @@ def _send(
     length = extent.length
     if ctx.operands.lengths is not None:
         is_known = user == extent.user
-        length = lax.cond(is_known, lambda: extent.length, lambda: extents.length_of(ctx, user))
+        length = lax.cond(is_known, lambda: extent.length, lambda: rows.length_of(ctx, user))
     rest = _Rows(user, end - first, target, is_void, length)
     return end, _send_rows(ctx, progress, rest, place, is_loaded.astype(jnp.int32))
 
@@ -164,18 +150,18 @@ def _send(
 def _send_rows(
     ctx: Context,
     progress: _Progress,
-    rows: _Rows,
+    sent: _Rows,
     place: Place,
     loaded: Any,
     further: tuple[Any, ...] = (),
 ) -> _Progress:
     """Sends an item, and loads its keys and values.
 
-    `loaded`: number of its first blocks of keys and values that are in the rings already; the item
-    takes them even if it is void. `further`: the last words of its descriptor.
+    `loaded`: number of the item's first blocks in the rings; the item takes them even if it is
+    void. `further`: the last words of its descriptor.
     """
     shape, shared, operands = ctx.shape, ctx.shared, ctx.operands
-    user, count, target, is_void, length = rows
+    user, count, target, is_void, length = sent
     first_block = place.split * ctx.split_blocks
     keys = jnp.maximum(length - first_block * ctx.config.block_kv, 0)
     keys = jnp.where(is_void, 0, keys)
@@ -211,11 +197,10 @@ def _send_rows(
 def _load_more_blocks(ctx: Context, place: Place) -> Any:
     """Loads further blocks of this CTA's first keys and values, while its candidates are listed.
 
-    As many as the rings hold: device memory is idle until the queries are gathered. Returns how
-    many blocks there are in the rings.
+    Returns how many blocks are in the rings: as many as the rings hold.
     """
     user = ctx.listed_place(place)[0]
-    keys = extents.length_of(ctx, user) - place.split * (ctx.split_blocks * ctx.config.block_kv)
+    keys = rows.length_of(ctx, user) - place.split * (ctx.split_blocks * ctx.config.block_kv)
     blocks = jnp.clip(pl.cdiv(keys, ctx.config.block_kv), 1, ctx.split_blocks)
     loaded = jnp.minimum(blocks, min(ctx.config.k_stages, ctx.config.v_stages))
 
@@ -232,10 +217,9 @@ def _load_more_blocks(ctx: Context, place: Place) -> Any:
 def _send_listed(ctx: Context, count: Any, progress: _Progress) -> _Progress:
     """Sends the CTA's items, `count` bundles, whose candidates the consumers list.
 
-    The first block of keys and values is in the rings already. A listing serves all items of a
-    bundle. Every listing is followed by an item, even without rows, and the last one of them says
-    what is listed next: if the user has more candidates than its slots hold, these; otherwise those
-    of the next bundle.
+    The first block of keys and values is in the rings. Every listing is followed by an item, even
+    without rows, and the bundle's last item says what is listed next: further candidates of the
+    user if its slots do not hold all, else the next bundle's candidates.
     """
     shape = ctx.shape
 
@@ -243,11 +227,11 @@ def _send_listed(ctx: Context, count: Any, progress: _Progress) -> _Progress:
         i, rank, loaded, progress = carry
         place = ctx.place(i)
         user, _ = ctx.listed_place(place)
-        length = extents.length_of(ctx, user)  # loaded while the candidates are listed
-        rows, items, following, next_user, next_rank = listing.await_found(ctx, i, rank)
+        length = rows.length_of(ctx, user)  # loaded while the candidates are listed
+        found, items, following, next_user, next_rank = listing.await_found(ctx, i, rank)
         next_user = jnp.where(following < count, next_user, -1)
         target = place.split * shape.rows
-        item = _Rows(user, rows, target, rows == 0, length)
+        item = _Rows(user, found, target, found == 0, length)
 
         def one_item(member: Any, progress: _Progress) -> _Progress:
             further = (jnp.where(member == items - 1, next_user, -1), next_rank)
@@ -269,11 +253,11 @@ def _send_listed(ctx: Context, count: Any, progress: _Progress) -> _Progress:
 
 
 def produce(ctx: Context) -> None:
-    """The producer warp."""
+    """Sends all items of the CTA, as the producer warp."""
     shape, shared = ctx.shape, ctx.shared
 
     def one_item(
-        place: Place, extent: extents.Extent, carry: tuple[Any, _Progress]
+        place: Place, extent: rows.Extent, carry: tuple[Any, _Progress]
     ) -> tuple[Any, _Progress]:
         def one_run(carry: tuple[Any, Any, _Progress]) -> tuple[Any, Any, _Progress]:
             first, loaded, progress = carry
@@ -281,14 +265,12 @@ def produce(ctx: Context) -> None:
             return first, jnp.int32(-1), progress
 
         _, loaded, progress = lax.while_loop(
-            lambda carry: (carry[0] < extent.end) | (carry[1] >= 0),
-            one_run,
-            (extent.first, *carry),
+            lambda carry: (carry[0] < extent.end) | (carry[1] >= 0), one_run, (extent.first, *carry)
         )
         return loaded, progress
 
     def one_bundle(i: Any, carry: tuple[Any, _Progress]) -> tuple[Any, _Progress]:
-        extent = extents.extent_of(ctx, ctx.place(i, 0).slot)
+        extent = rows.extent_of(ctx, ctx.place(i, 0).slot)
         if shape.bundle == 1:
             return one_item(ctx.place(i, 0), extent, carry)
         result: tuple[Any, _Progress] = lax.fori_loop(

@@ -1,21 +1,21 @@
-"""Which rows an item has: searches of the index that the producer warp makes.
+"""Finds the rows of an item, by the table of users or by searches of the index.
 
 A *row slot* stands for up to `item_rows` rows of one user. Row slot u < U has the first rows of
-user u. Every row number that is a multiple of `item_rows` gives one more row slot, to the user of
-the row before it. So a user with n rows has at least n / item_rows row slots, rounded up; those
-that it does not need are empty. No list of items is needed, and those with many rows come first;
-unless all keys and values together exceed L2: then CTAs go through both kinds of slots evenly
-(`firsts_before`), so that a user's slots read its keys at the same time, and device memory delivers
-them once.
+user u. Every row number that is a multiple of `item_rows` gives a further row slot to the user of
+the row before. So a user with n rows has at least n / item_rows row slots, rounded up, and no list
+of items is needed; row slots that a user does not need are empty. If all keys and values exceed L2,
+CTAs go through both kinds of slots evenly (`firsts_before`), so that a user's slots read its keys
+at the same time. Otherwise first slots come first.
 
 The index is searched in the same way for every user, so the ranges that `candidates` finds hold
-every candidate exactly once even if the index is not sorted. Only its users then differ within a
-range, which `search.end_of_run` finds.
+every candidate exactly once even if the index is not sorted. `search.end_of_run` finds where users
+differ within a range.
 """
 
 from __future__ import annotations
 
-from typing import Any
+import functools
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 from jax import lax
@@ -24,11 +24,18 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith
 
+from ikbo_jax.pallas.few_queries import user_table
+from ikbo_jax.pallas.few_queries.context import Context, Place
 from ikbo_jax.pallas.hopper.warps import LANES, ballot, from_lane, lane, lowest_bit, total
-from ikbo_jax.pallas.worklist.search import INTEGER, SCALAR, count_at_most, splat, user_at
+from ikbo_jax.pallas.worklist.search import (
+    INTEGER,
+    SCALAR,
+    count_at_most,
+    end_of_run,
+    splat,
+    user_at,
+)
 
-#: Most items of a period of `firsts_before`.
-PERIOD = 1024
 #: Lanes that search for one bound, and candidates that each of them compares at once: 16,384
 #: candidates take two rounds of loads, each of which takes 0.5 us or more.
 HALF, EACH = 16, 8
@@ -36,38 +43,12 @@ HALF, EACH = 16, 8
 MOST_COUNTED = 512
 
 
-def slots(batch: int, users: int, q_len: int, item_rows: int) -> int:
-    """Number of row slots; see the module's docstring."""
-    return users + batch * q_len // item_rows
-
-
-def firsts_before(position: Any, firsts: int, extra: int) -> Any:
-    """How many items of users' first slots are before a position of an order with all items.
-
-    The order goes through both kinds evenly. It has periods of equally many items of either kind,
-    so that the arithmetic needs 32 bits; first ones that they do not take come before, other ones
-    after them.
-
-    Args:
-      position: int32, from 0 to `firsts + extra`.
-      firsts: number of items of users' first slots.
-      extra: number of the others.
-    """
-    periods = -(-(firsts + extra) // PERIOD)
-    of_period, further = firsts // periods, extra // periods
-    early = firsts % periods
-    later = jnp.maximum(position - early, 0)
-    number, rest = lax.div(later, of_period + further), lax.rem(later, of_period + further)
-    found = number * of_period + rest - lax.div(rest * further, of_period + further)
-    return jnp.minimum(jnp.minimum(position, early) + found, firsts)
-
-
 def candidates(cand_to_user: Any, user: Any, users: int, *, interpret: bool) -> tuple[Any, Any]:
-    """(first candidate, end) of a user.
+    """Searches for (first candidate, end) of a user.
 
-    Of few candidates, a warp loads all and counts those of smaller users. Otherwise half a warp
-    searches for each of the two: it compares 128 candidates at once. The bound is in the first part
-    whose last candidate is not below it.
+    A warp loads few candidates at once, and counts smaller users. Otherwise half a warp searches
+    for each bound, and compares 128 candidates at once. The bound is in the first part whose last
+    candidate is not below it.
 
     Args:
       cand_to_user: device memory [B] int32; clamped to [0, U).
@@ -126,10 +107,7 @@ def candidates(cand_to_user: Any, user: Any, users: int, *, interpret: bool) -> 
 
 
 def _counts(cand_to_user: Any, user: Any, users: int) -> tuple[Any, Any]:
-    """How many candidates have smaller users than `user`, and than the next one.
-
-    The loads do not depend on the user, nor on each other.
-    """
+    """Counts the candidates with users below `user`, and with users up to `user`."""
     batch = cand_to_user.shape[0]
 
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), SCALAR), return_type=(INTEGER, INTEGER))
@@ -153,10 +131,138 @@ def _counts(cand_to_user: Any, user: Any, users: int) -> tuple[Any, Any]:
         both = total(both)
         return tuple(
             splat(x)
-            for x in (
-                arith.andi(both, mgpu.c(0xFFFF, i32)),
-                arith.shrui(both, mgpu.c(16, i32)),
-            )
+            for x in (arith.andi(both, mgpu.c(0xFFFF, i32)), arith.shrui(both, mgpu.c(16, i32)))
         )
 
     return count(cand_to_user, user)
+
+
+class Extent(NamedTuple):
+    """Rows [first, end) of a slot, empty if first ≥ end, and the user that most likely has them."""
+
+    first: Any
+    end: Any
+    user: Any
+    length: Any  # of that user: its load does not wait until the rows are found
+
+
+def _user_at(ctx: Context, candidate: Any) -> Any:
+    """Loads the clamped user of a candidate."""
+    shape, index = ctx.shape, ctx.operands.cand_to_user
+    if index is None:
+        return jnp.int32(0)
+    return jnp.clip(index[jnp.minimum(candidate, shape.batch - 1)], 0, shape.users - 1)
+
+
+def _candidates(ctx: Context, user: Any) -> tuple[Any, Any]:
+    shape, index = ctx.shape, ctx.operands.cand_to_user
+    if index is None:
+        return jnp.int32(0), jnp.int32(shape.batch)
+    return candidates(index, user, shape.users, interpret=ctx.interpret)
+
+
+def _owner(ctx: Context, candidate: Any) -> Any:
+    """Finds the user whose range has a candidate, by bisection, in an index that is not sorted."""
+
+    def halve(bounds: tuple[Any, Any]) -> tuple[Any, Any]:
+        low, high = bounds
+        middle = lax.div(low + high, 2)
+        is_low = _candidates(ctx, middle)[0] <= candidate
+        return jnp.where(is_low, middle, low), jnp.where(is_low, high, middle)
+
+    bounds = (jnp.int32(0), jnp.int32(ctx.shape.users))
+    return lax.while_loop(lambda bounds: bounds[1] - bounds[0] > 1, halve, bounds)[0]
+
+
+def user_of_slot(ctx: Context, slot: Any) -> tuple[Any, Any]:
+    """Returns (the candidate of an extra slot, the slot's user), if the index is sorted."""
+    shape = ctx.shape
+    if shape.listed:
+        return None, ctx.listed_place(Place(slot, None, None, None))[0]
+    extra = slot - shape.users
+    candidate = jnp.maximum(lax.div((extra + 1) * shape.item_rows - 1, shape.q_len), 0)
+    return candidate, jnp.where(extra >= 0, _user_at(ctx, candidate), slot)
+
+
+def length_of(ctx: Context, user: Any) -> Any:
+    """Loads the number of keys of a user."""
+    shape, lengths = ctx.shape, ctx.operands.lengths
+    if lengths is None:
+        return jnp.int32(shape.kv_len)
+    return jnp.clip(lengths[user], 0, shape.kv_len)
+
+
+def extent_of(ctx: Context, slot: Any) -> Extent:
+    """Finds the rows of a slot, and the user that most likely has them."""
+    if ctx.shape.table is None:
+        return _searched_extent(ctx, slot)
+    extent: Extent = lax.cond(
+        user_table.is_sorted(ctx),
+        functools.partial(_tabled_extent, ctx, slot),
+        functools.partial(_searched_extent, ctx, slot),
+    )
+    return extent
+
+
+def _tabled_extent(ctx: Context, slot: Any) -> Extent:
+    """Finds the extent by the table."""
+    shape = ctx.shape
+    user = user_table.user_of_slot(ctx, slot)
+    length = jnp.int32(shape.kv_len)
+    if ctx.operands.lengths is not None:
+        length = user_table.length(ctx, user)
+    return _of_user(ctx, slot, user_table.candidates(ctx, user), user, length)
+
+
+def _of_user(
+    ctx: Context, slot: Any, candidates: tuple[Any, Any], user: Any, length: Any
+) -> Extent:
+    """Computes the rows of a slot of a user with these candidates, (first, end)."""
+    shape = ctx.shape
+    begin, end = (x * shape.q_len for x in candidates)
+    further = 1 + slot - shape.users - lax.div(begin, shape.item_rows)
+    tile = jnp.where(slot >= shape.users, further, 0)
+    first = begin + tile * shape.item_rows
+    return Extent(first, jnp.minimum(first + shape.item_rows, end), user, length)
+
+
+def _searched_extent(ctx: Context, slot: Any) -> Extent:
+    """Finds the extent by a search of the index."""
+    is_extra = slot >= ctx.shape.users
+    candidate, user = user_of_slot(ctx, slot)
+    length = length_of(ctx, user)
+    begin, stop = _candidates(ctx, user)
+    if ctx.operands.cand_to_user is not None:
+        is_found = ~is_extra | ((begin <= candidate) & (candidate < stop))
+        begin, stop = lax.cond(
+            is_found, lambda: (begin, stop), lambda: _candidates(ctx, _owner(ctx, candidate))
+        )
+    return _of_user(ctx, slot, (begin, stop), user, length)
+
+
+def run_of(ctx: Context, extent: Extent) -> tuple[Any, Any]:
+    """Finds (user, end row) of the extent's first rows that have one user."""
+    if ctx.operands.cand_to_user is None:
+        return jnp.int32(0), extent.end
+    if ctx.shape.table is None:
+        return _searched_run(ctx, extent.first, extent.end)
+    run: tuple[Any, Any] = lax.cond(
+        user_table.is_sorted(ctx),
+        lambda: (extent.user, extent.end),
+        functools.partial(_searched_run, ctx, extent.first, extent.end),
+    )
+    return run
+
+
+def _searched_run(ctx: Context, first: Any, end: Any) -> tuple[Any, Any]:
+    shape, index = ctx.shape, ctx.operands.cand_to_user
+    candidate = jnp.minimum(lax.div(first, shape.q_len), shape.batch - 1)
+    stop = end_of_run(
+        index,
+        candidate,
+        lax.div(end - 1, shape.q_len) + 1,
+        shape.item_rows // shape.q_len + 2,
+        shape.users,
+        interpret=ctx.interpret,
+    )
+    return _user_at(ctx, candidate), jnp.minimum(stop * shape.q_len, end)

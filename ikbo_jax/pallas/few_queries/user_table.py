@@ -1,20 +1,17 @@
-"""Which candidates every user has: a table in shared memory that a CTA's consumers make at first.
+"""Makes a table of every user's candidates in shared memory, for a sorted index.
 
-The consumers read the whole index, all loads in flight at once, while the first block of keys is on
-its way; in the table the producer then finds the rows of an item without a load of device memory.
-A search takes two or three loads that depend on one another, for every item: of 4,836 candidates of
-27 users, with 45 MB of other operands, 4 us of an H100 for a CTA's first item, and 1 to 2 us for
-each of the others.
+The consumers read the whole index, all loads in flight at once, while the first block of keys is
+loaded. In the table the producer finds an item's rows without a load of device memory. A search of
+the index takes two or three dependent loads: of 4,836 candidates of 27 users, with 45 MB of other
+operands, 4 us of an H100 for a CTA's first item, and 1 to 2 us for each further item.
 
-The table has, for each user, its first candidate, the end of its candidates, and its number of
-keys; and for each of the other row slots (`rows`), its user. All have 16 bits, so that 4,096 users
-take 24 KB. It is right for a sorted index only.
-The consumers compare each candidate's user with the one before; if one is larger, the producer
-searches the index as without a table.
+The table has each user's first candidate, end of candidates, and number of keys, and the user of
+each further row slot (`rows`), in 16 bits each. If the index is not sorted, the producer searches
+the index.
 
-Synchronisations, besides those of the kernel:
-  1. A named barrier between zeroing candidates of users, and writing those that are found.
-  2. `tabled`, consumers -> producer: the table is complete. It does not change again.
+Synchronisations in addition to the kernel's:
+  1. A named barrier between zeroing and writing users' candidates.
+  2. `tabled`, consumers -> producer: the table is complete and does not change again.
 """
 
 from __future__ import annotations
@@ -37,13 +34,13 @@ from ikbo_jax.problems.few_queries import LISTING_WARPS
 
 #: The lower half of a word.
 _LOW = 0xFFFF
-#: With fewer users than this for each part of a thread's share, less those of an iteration, a loop
-#: over the parts in which a user begins is faster than code for every part.
+#: A loop over the parts in which a user begins is faster than code for every part with fewer users
+#: than `_USERS_OF_PART` times a thread's parts, less `_USERS_OF_LOOP`.
 _USERS_OF_PART, _USERS_OF_LOOP = 34, 110
 
 
 def fill(ctx: Any) -> None:
-    """Both consumers make the table, and tell the producer."""
+    """Makes the table, and tells the producer; both consumers call it."""
     if ctx.interpret:
         pl.when(ctx.consumer == 0)(lambda: _fill_at_once(ctx))
     else:
@@ -52,7 +49,7 @@ def fill(ctx: Any) -> None:
 
 
 def is_sorted(ctx: Any) -> Any:
-    """Whether the table is right; once it is complete."""
+    """Whether the index is sorted, and so the complete table is right."""
     words, first = ctx.shared.table, ctx.shape.table.faults
     faults = words[first]
     for warp in range(1, LISTING_WARPS):
@@ -61,18 +58,18 @@ def is_sorted(ctx: Any) -> Any:
 
 
 def candidates(ctx: Any, user: Any) -> tuple[Any, Any]:
-    """(first candidate, end) of a user."""
+    """Reads (first candidate, end) of a user."""
     word = ctx.shared.table[user]
     return word & _LOW, lax.shift_right_logical(word, 16)
 
 
 def length(ctx: Any, user: Any) -> Any:
-    """Number of keys of a user, if users have lengths."""
+    """Reads the number of keys of a user, if users have lengths."""
     return _half(ctx, ctx.shape.table.lengths, user)
 
 
 def user_of_slot(ctx: Any, slot: Any) -> Any:
-    """The user of a row slot."""
+    """Reads the user of a row slot."""
     table = ctx.shape.table
     if not table.extra:
         return slot
@@ -81,7 +78,7 @@ def user_of_slot(ctx: Any, slot: Any) -> Any:
 
 
 def _half(ctx: Any, first: int, number: Any) -> Any:
-    """Number `number` of those that begin with word `first`, two in a word."""
+    """Reads number `number` of the 16-bit numbers from word `first` on."""
     word = ctx.shared.table[first + lax.div(number, 2)]
     return lax.shift_right_logical(word, 16 * lax.rem(number, 2)) & _LOW
 
@@ -130,7 +127,7 @@ def _fill(ctx: Any) -> None:
 
 
 def _write(shape: Any, thread: ir.Value, words: ir.Value, index: ir.Value, lengths: Any) -> None:
-    """A thread's share of the table. All loads are issued before the first one is waited for."""
+    """Writes a thread's share of the table; issues all loads before it waits for the first."""
     i32, predicates = ir.IntegerType.get_signless(32), arith.CmpIPredicate
     table, batch, users = shape.table, shape.batch, shape.users
     changes = _Changes(index, thread, batch, users)
@@ -147,7 +144,7 @@ def _write(shape: Any, thread: ir.Value, words: ir.Value, index: ir.Value, lengt
     last_user = user_at(index, mgpu.c(batch - 1, i32), batch, users)
 
     def put(first: int, at: ir.Value, value: ir.Value, is_wanted: ir.Value) -> None:
-        """Half `at` from word `first` on becomes `value`."""
+        """Stores a 16-bit number at place `at` from word `first` on."""
         at = arith.addi(at, mgpu.c(2 * first, i32))
         warps.store_shared(words, at, value, is_wanted, bits=16)
 
@@ -175,7 +172,7 @@ def _write(shape: Any, thread: ir.Value, words: ir.Value, index: ir.Value, lengt
 
 
 def _strided(thread: ir.Value, count: int) -> list[tuple[ir.Value, ir.Value]]:
-    """(number, whether it is below `count`) of this thread's part of `count` numbers."""
+    """Returns this thread's numbers of `count`, each with whether it is below `count`."""
     i32 = ir.IntegerType.get_signless(32)
     numbers = [arith.addi(thread, mgpu.c(first, i32)) for first in range(0, count, listing.THREADS)]
     below = arith.CmpIPredicate.slt
@@ -183,12 +180,12 @@ def _strided(thread: ir.Value, count: int) -> list[tuple[ir.Value, ir.Value]]:
 
 
 class _Changes:
-    """A thread's share of the index, and the candidates in it whose user is not the one before's.
+    """A thread's share of the index, and the candidates that begin a user.
 
-    If few of its parts have such a candidate, a bit tells for each part whether it has, and a loop
-    loads these parts again, mostly one or two. Code for every part runs once, and its instructions
-    have to be fetched: 1.1 instead of 0.3 thousand cycles for 10,658 candidates of 11 users, 1.4
-    instead of 0.6 for 8,552 of 69, but 1.5 instead of 1.7 for 8,804 of 214 (an H100).
+    If users are few, a loop loads the parts in which a user begins again. Code for every part would
+    run once, and its instructions have to be fetched: 1.1 instead of 0.3 thousand cycles for 10,658
+    candidates of 11 users, 1.4 instead of 0.6 for 8,552 of 69, but 1.5 instead of 1.7 for 8,804 of
+    214 (an H100).
     """
 
     def __init__(self, index: ir.Value, thread: ir.Value, batch: int, users: int) -> None:
@@ -228,7 +225,7 @@ class _Changes:
     def _put_changed(
         self, put: Callable[..., None], parts: list[tuple[Any, ...]], fault: ir.Value
     ) -> ir.Value:
-        """Likewise for the parts in which a user begins; returns `fault` or 1."""
+        """Puts the users of parts in which a user begins; returns `fault`, or 1 if in disorder."""
         i32, predicates = ir.IntegerType.get_signless(32), arith.CmpIPredicate
         zero, one = mgpu.c(0, i32), mgpu.c(1, i32)
         changed = zero
@@ -279,7 +276,7 @@ class _Changes:
         return arith.extui(i32, fault)
 
     def _before(self, candidate: ir.Value, is_wanted: ir.Value) -> ir.Value:
-        """The user of the candidate before, or of candidate 0; 0 if it is not wanted."""
+        """Loads the user of the candidate before, or of candidate 0; 0 if not wanted."""
         i32 = ir.IntegerType.get_signless(32)
         before = arith.maxsi(arith.subi(candidate, mgpu.c(1, i32)), mgpu.c(0, i32))
         return warps.load(self._index, before, is_wanted)

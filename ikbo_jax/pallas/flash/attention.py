@@ -7,26 +7,24 @@ takes one *pass* for each run of consecutive candidates with the same user.  A p
 rows of the tile to that user's keys, and stores only the rows of its run.  An *item* is the
 descriptor of a pass, which the producer writes and both consumers read.
 
-A softmax on jagged sequences (generalised attention) takes the same kernel.  Its tiles come from a
-list that XLA makes before the launch (`tiles`): a tile is some rows of one sequence, and takes
-one pass.  A block of keys may reach into the next sequences; scores of such keys are masked, as the
-scores of padding are.
+A softmax on jagged sequences (generalised attention) takes the same kernel.  A launch before lists
+its tiles (`worklist.tiles`): a tile is some rows of one sequence, and takes one pass.  A block of
+keys may reach into the next sequences; scores of such keys are masked, as scores of padding are.
 
-Warpgroups: 0 and 1 are the consumers, with 64 rows each; one warp of warpgroup 2 is the producer.
+Warpgroups 0 and 1 are the consumers, with 64 rows each; one warp of warpgroup 2 is the producer.
 The producer describes each pass in shared memory, and loads its queries, and its user's keys and
 values through two rings of blocks that continue across passes.  In a step, a consumer issues the
 product that gives the next block's scores, then the product of this block's weights and values, and
 computes the next block's weights while the second product is in flight.  The last step of a pass
 issues the first scores of the next pass.
 
-The softmax keeps the row maximum of the *first* block for the whole pass.  Whatever is subtracted
-from the exponents cancels in the end, and the first maximum adds 1 to the sum, so underflow does no
-harm.  But scores far above the first maximum could overflow, or leave the range of f16, and where
-scores are huge, rounding costs the first maximum its weight of 1.  The consumers therefore flag a
-pass whose row sums reach `softmax.SUM_LIMITS`, are below `softmax.SUM_MINIMUM` or are NaN.  After
-its last pass, a CTA computes its flagged tiles again with the running maximum, which it subtracts
-before it scales the scores: this is exact for every input.  The second computation also zeroes
-values past the user's length, which have weight 0 but may be NaN.
+The softmax keeps the row maximum of the *first* block for the whole pass.  Scores far above the
+first maximum could overflow, or leave the range of f16, and where scores are huge, rounding costs
+the first maximum its weight of 1.  The consumers therefore flag a pass whose row sums reach
+`softmax.SUM_LIMITS`, are below `softmax.SUM_MINIMUM` or are NaN.  After its last pass, a CTA
+computes its flagged tiles again with the running maximum, subtracted before scores are scaled: this
+is exact for every input.  The second computation also zeroes values past the user's length, which
+have weight 0 but may be NaN.
 
 Synchronisations:
   1. `items.ready[s]`            producer -> consumers: slot s describes a pass (or the end).
@@ -34,15 +32,14 @@ Synchronisations:
                                  output that was staged in their place.
   3. `key.ready[s]`, `.free`     stage s of the ring of key blocks.
   4. `value.ready[s]`, `.free`   stage s of the ring of value blocks. The producer waits for `.free`
-     from the second use of a slot or stage on: its first loads need not wait for the consumers.
+     from the second use of a slot or stage on.
   5. `flags_ready[0]`            consumers -> producer: the flags of both are final.
   6. Named barriers: the consumers take turns at issuing products, so that one consumer's softmax
      overlaps the other's products.  They wait for each other when their flags are final, and after
      consumer 0 has zeroed rows of a stage.
 
-Source: the idea is Meta's IKBO (flash attention with in-kernel broadcast).  Pipelining within a
-warpgroup, and turns (ping-pong scheduling), follow Shah et al., "FlashAttention-3", 2024.  No code
-is shared.
+Sources: the idea is Meta's IKBO.  Pipelining within a warpgroup, and turns (ping-pong scheduling),
+follow Shah et al., "FlashAttention-3", 2024.  No code is shared.
 """
 
 from __future__ import annotations
@@ -53,10 +50,12 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.experimental import pallas as pl
 
 from ikbo_jax.pallas.flash import attention_consumer, attention_producer, softmax
-from ikbo_jax.pallas.flash.attention_context import AttentionContext, Operands, Outputs, Shape
+from ikbo_jax.pallas.flash.attention_context import AttentionContext, Shape
+from ikbo_jax.pallas.flash.context import Operands, Outputs
 from ikbo_jax.pallas.hopper import warps
 from ikbo_jax.pallas.hopper.launch import Roles, launch
 from ikbo_jax.pallas.worklist import lists, work_order
@@ -65,14 +64,10 @@ from ikbo_jax.pallas.worklist.tiles import query_tiles
 from ikbo_jax.problems import AttentionConfig
 from ikbo_jax.problems.hopper import TILE_ROWS, WGMMA_M
 
-# Host side
 
-
-def _users_in_order(cand_to_user: jax.Array, order: jax.Array | None, users: int) -> jax.Array:
-    """[B] int32: users of the candidates in work order, clamped as the kernel clamps them."""
-    if order is not None:
-        cand_to_user = cand_to_user.at[order].get(mode="clip")
-    return jnp.clip(cand_to_user, 0, users - 1)
+def _users_in_order(cand_to_user: jax.Array, order: jax.Array | None) -> jax.Array:
+    """Permutes the users of the candidates [B] into work order."""
+    return cand_to_user if order is None else cand_to_user.at[order].get(mode="clip")
 
 
 def attention_kernel(
@@ -97,8 +92,8 @@ def attention_kernel(
         saves time if it puts candidates of one user side by side; T must be a multiple of 64.
       config: a legal configuration (`AttentionConfig.illegal_reason`).
       num_sms: streaming multiprocessors of the device.
-      targets: None, or [B] int32, a permutation: the results of candidate i are stored as those of
-        candidate targets[i].  `order` must be None then.
+      targets: None, or [B] int32, a permutation: candidate i's results are stored as candidate
+        targets[i]'s results.  `order` must be None then.
       interpret: False, or `plgpu.InterpretGPUParams` to run on a CPU, with
         `inline_mgpu="_hack_model_inline_mgpu_tokamax"` for the named barriers.
     """
@@ -110,7 +105,7 @@ def attention_kernel(
         query, scale = jnp.zeros_like(query), 1.0
     finish = functools.partial(_finish, query, config, return_residuals, interpret)
     if config.one_user and users > 1 and q_len:
-        index = _users_in_order(cand_to_user, order, users)
+        index = _users_in_order(cand_to_user, order)
         tiles = _tiles_by_user(query, key, index, key_value_seq_lengths, interpret)
         q, k, v = (x.reshape(-1, *x.shape[2:]) for x in (query, key, value))
         operands = Operands(
@@ -123,7 +118,7 @@ def attention_kernel(
     # Beyond MAX_COUNTED tiles, every CTA has so many that long and short ones average out.
     is_cut = config.balance and q_len % TILE_ROWS == WGMMA_M and users > 1
     if is_cut and 1 < warpgroup_tiles <= work_order.MAX_COUNTED:
-        in_order = _users_in_order(cand_to_user, order, users)
+        in_order = jnp.clip(_users_in_order(cand_to_user, order), 0, users - 1)
         cuts, cut_counts = work_order.cuts(in_order, q_len // WGMMA_M)
         most_row_tiles = warpgroup_tiles
     shape = Shape(
@@ -164,13 +159,17 @@ def _tiles_by_user(
     whatever the order of the index.
     """
     (batch, q_len), (users, kv_len) = query.shape[:2], key.shape[:2]
-    ends = jnp.arange(users + 1, dtype=jnp.int32) * kv_len
+    # By NumPy, so that they are constants: XLA's kernels for them, and one for a clamped index that
+    # `query_tiles` clamps anyway, took 3.5 us before each launch on an H100.
+    ends: Any = np.arange(users + 1, dtype=np.int32) * np.int32(kv_len)
     if lengths is not None:
         own = ends[:-1] + jnp.clip(lengths, 0, kv_len)
         ends = jnp.append(jnp.stack([ends[:-1], own], axis=1).reshape(-1), ends[-1:])
-        sequences = 2 * sequences
-    starts = jnp.arange(batch + 1, dtype=jnp.int32) * q_len
-    offsets = Offsets(starts, ends, sequences, batch * q_len, users * kv_len)
+        sequences = 2 * jnp.clip(sequences, 0, users - 1)
+    starts = np.arange(batch + 1, dtype=np.int32) * np.int32(q_len)
+    offsets = Offsets(
+        jnp.asarray(starts), jnp.asarray(ends), sequences, batch * q_len, users * kv_len
+    )
     return query_tiles(offsets, size=TILE_ROWS, interpret=interpret)
 
 
@@ -204,8 +203,8 @@ def jagged_attention_kernel(
     """Attends from every tile of queries to the keys and values of its sequence, by a softmax.
 
     Arguments and results are as for `flash.gdpa.gdpa_kernel`; `tiles` have `TILE_ROWS` rows, and
-    every row of the result has one. `config.reuse` must be off; `chunk`, `balance` and
-    `early_scores` have no effect.
+    every row of the result has one. `config.reuse` must be off; `balance` and `early_scores` have
+    no effect.
     """
     if config.reuse:
         raise ValueError(f"a list of tiles does not support reuse, but config is {config}")
@@ -225,7 +224,7 @@ def _shape_of_list(
     num_sms: int,
     output_scale: float = 1.0,
 ) -> Shape:
-    """The shape of a launch whose tiles are listed: keys are rows, and not of a user."""
+    """Describes a launch whose tiles are listed: keys are rows of one array."""
     _, q_heads, head_dim = operands.query.shape
     most_tiles = operands.words.shape[0] * q_heads
     return Shape(
@@ -253,11 +252,6 @@ def _launch(
     interpret: Any,
 ) -> tuple[jax.Array, jax.Array | None]:
     """Launches the kernel; returns out [rows, N, H], and lse [rows, N] or None."""
-    rows, dtype = (shape.rows, shape.q_heads), operands.query.dtype
-    outputs = Outputs(
-        jax.ShapeDtypeStruct((*rows, shape.head_dim), dtype),
-        jax.ShapeDtypeStruct(rows, jnp.float32) if return_residuals else None,
-    )
     out, *lse = launch(
         Roles(
             functools.partial(AttentionContext, shape, config),
@@ -265,9 +259,9 @@ def _launch(
             attention_consumer.consume,
         ),
         operands,
-        outputs,
+        Outputs.of(shape.rows, operands.query, has_lse=return_residuals),
         config.shared(shape.head_dim),
-        dtype=dtype,
+        dtype=operands.query.dtype,
         name=name,
         workers=shape.workers,
         interpret=interpret,

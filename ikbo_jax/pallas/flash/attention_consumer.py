@@ -1,4 +1,4 @@
-"""A consumer warpgroup of the attention kernel: computes 64 rows of every pass of its CTA."""
+"""The consumer warpgroups of the attention kernel: each computes 64 rows of every pass."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from ikbo_jax.pallas.flash import attention_store, softmax
+from ikbo_jax.pallas.flash import softmax
 from ikbo_jax.pallas.flash.attention_context import COMMON_ITEM_WORDS, AttentionContext, Item
-from ikbo_jax.pallas.hopper import mma, mosaic, turns
+from ikbo_jax.pallas.hopper import mma, mosaic, operand_tiles, stores, turns
 from ikbo_jax.pallas.hopper.visible import Visible
 from ikbo_jax.problems.attention import FLAG_WORDS
-from ikbo_jax.problems.hopper import NUM_CONSUMERS
+from ikbo_jax.problems.hopper import NUM_CONSUMERS, WGMMA_M
 
 #: The named barrier at which the consumers wait for each other; the turns use the two before it.
 CONSUMER_BARRIER = turns.TURN_BARRIER + NUM_CONSUMERS
 
 
 class _State(NamedTuple):
-    """What a consumer carries from one step to the next."""
+    """State that a consumer carries from step to step."""
 
     weights: jax.Array  # [64, block_kv], attention weights of the current block
     maximum: jax.Array  # [64] f32, row maxima of the pass's first block
@@ -84,12 +84,12 @@ def _scores(
 
 
 def _synchronise_consumers() -> None:
-    """Both consumers wait for each other, and then see each other's writes to shared memory."""
+    """Waits until both consumers are here; they then see each other's writes to shared memory."""
     mosaic.named_barrier("sync", jnp.int32(CONSUMER_BARRIER), turns.CONSUMER_THREADS)
 
 
 def _begin(ctx: AttentionContext, scores: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """(weights in f32, row maxima, sums) of a pass's first block."""
+    """Computes (weights in f32, row maxima, sums) of a pass's first block."""
     maximum = softmax.row_maximum(scores, ctx.shape.log2_scale)
     p = softmax.exponentials(scores, maximum, ctx.shape.log2_scale)
     return p, maximum, softmax.partial_sums(p)
@@ -132,7 +132,7 @@ def _step(
 def _last_step(
     ctx: AttentionContext, item: Item, next_item: Item, index: Any, first_step: Any, state: _State
 ) -> _State:
-    """The state at the next pass's first block; its accumulator is this pass's final sum."""
+    """Returns the state at the next pass's first block, with this pass's sum as accumulator."""
     is_defined, step = item.blocks > 1, first_step + item.blocks - 1
 
     def with_next() -> tuple[jax.Array, ...]:
@@ -178,9 +178,7 @@ def _begin_pass(
     def store_previous() -> None:
         @pl.when(index > 0)
         def _() -> None:  # its descriptor is read again: no registers are left to keep it
-            attention_store.check_and_store(
-                ctx, _item(ctx, index - 1), index - 1, state.acc, *previous
-            )
+            _check_and_store(ctx, _item(ctx, index - 1), index - 1, state.acc, *previous)
 
     def several_blocks() -> _State:
         return _step(ctx, item, index, first_step, jnp.int32(0), state, store_previous)
@@ -195,7 +193,7 @@ def _begin_pass(
 
 
 def _attend(ctx: AttentionContext) -> tuple[Any, Any]:
-    """All passes of this CTA, pipelined; returns the number of the end's item, and the next step.
+    """Computes all passes of this CTA, pipelined; returns the end's item number and the step.
 
     The last pass's store may be under way, and its slot is not freed.
     """
@@ -223,7 +221,7 @@ def _attend(ctx: AttentionContext) -> tuple[Any, Any]:
         statistics: tuple[Any, ...] = (state.sums, state.maximum)
         state = _last_step(ctx, item, next_item, index, first_step, state)
         if not is_early:
-            attention_store.check_and_store(ctx, item, index, state.acc, *statistics)
+            _check_and_store(ctx, item, index, state.acc, *statistics)
             statistics = ()
         return next_item, index + 1, ctx.step_after(item, first_step), statistics, state
 
@@ -232,7 +230,7 @@ def _attend(ctx: AttentionContext) -> tuple[Any, Any]:
         lambda carry: carry[0].blocks > 0, one_pass, start
     )
     if is_early:
-        attention_store.check_and_store(ctx, _item(ctx, items - 1), items - 1, state.acc, *previous)
+        _check_and_store(ctx, _item(ctx, items - 1), items - 1, state.acc, *previous)
     ctx.shared.query.release(items)  # the slot of the end
     return items, steps
 
@@ -287,9 +285,7 @@ def _recompute(ctx: AttentionContext, index: Any, first_step: Any) -> None:
         start = softmax.running_start(shape.head_dim, shape.log2_scale)
         extreme, sums, acc = lax.fori_loop(0, item.blocks, step, start)
         natural = shape.log2_scale * softmax.LN_2
-        attention_store.normalise_and_store(
-            ctx, item, index, acc, jnp.sum(sums, axis=1), extreme, natural
-        )
+        _normalise_and_store(ctx, item, index, acc, jnp.sum(sums, axis=1), extreme, natural)
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
         shared.query.release(index)
         return _receive(ctx, index + 1), index + 1, first_step + item.blocks
@@ -300,7 +296,7 @@ def _recompute(ctx: AttentionContext, index: Any, first_step: Any) -> None:
 
 
 def consume(ctx: AttentionContext) -> None:
-    """A consumer warpgroup."""
+    """Computes 64 rows of all passes of the CTA, and of flagged tiles again."""
     ctx = ctx.as_consumer()
     shared = ctx.shared
     nothing = jnp.zeros((FLAG_WORDS,), jnp.int32)
@@ -329,3 +325,112 @@ def consume(ctx: AttentionContext) -> None:
 
     is_flagged = (shared.flags[0, 0] | shared.flags[1, 0]) != 0
     lax.cond(is_flagged, compute_again, end_here)
+
+
+def _normalise_and_store(
+    ctx: AttentionContext,
+    item: Item,
+    index: Any,
+    acc: jax.Array,
+    row_sum: jax.Array,
+    maximum: jax.Array,
+    unit: float = softmax.LN_2,
+) -> None:
+    """Divides `acc` by `row_sum` and stores the rows of a pass.
+
+    Weights are relative to exp(`maximum` * `unit`).
+    """
+    shared = ctx.shared
+    has_keys = item.length > 0
+    inverse = softmax.inverse_sums(row_sum, ctx.shape.output_scale)
+    out = (acc * lax.broadcast_in_dim(inverse, acc.shape, (0,))).astype(ctx.outputs.out.dtype)
+    # Without keys the weights are NaN, and so may be the values that were read.
+    out = jnp.where(has_keys, out, jnp.zeros((), out.dtype))
+    if ctx.config.q_slots == 1:
+        stores.store_rows(
+            ctx.outputs.out,
+            out,
+            item.first_row,
+            item.head,
+            item.begin,
+            item.end,
+            ctx.staging(),
+            order=ctx.row_order,
+            interpret=ctx.interpret,
+        )
+    else:
+        _store_staged(ctx, item, index, out)
+    if ctx.outputs.lse is not None:
+        lse = jnp.log(row_sum) + maximum * jnp.float32(unit)
+        lse = jnp.where(has_keys & (row_sum != 0), lse, -jnp.inf)
+        stores.store_rows(
+            ctx.outputs.lse,
+            lse,
+            item.first_row,
+            item.head,
+            item.begin,
+            item.end,
+            shared.row_value_staging.at[ctx.consumer] if ctx.interpret else None,
+            order=ctx.row_order,
+            interpret=ctx.interpret,
+        )
+
+
+def _store_staged(ctx: AttentionContext, item: Item, index: Any, out: jax.Array) -> None:
+    """Stages the output in the pass's query slot.
+
+    TMA stores it if all rows belong to the pass, and stay side by side.
+    """
+    staged = tuple(
+        view.at[ctx.shared.query.slot(index), ctx.consumer] for view in ctx.shared.query.tiles
+    )
+    matrix_view = staged[0]
+    for i, columns in enumerate(operand_tiles.column_blocks(out, matrix_view.shape[0])):
+        matrix_view.at[i][...] = columns
+    plgpu.commit_smem()
+    is_end = item.first_row + item.end == ctx.shape.rows
+    is_full = (item.begin == 0) & (item.end > 0) & ((item.end == WGMMA_M) | is_end)
+    stores.store_staged(
+        ctx,
+        [staged],
+        [ctx.outputs.out],
+        (item.first_row, item.head),
+        (item.begin, item.end),
+        is_full=is_full,
+        is_partial=~is_full if ctx.shape.has_partial_passes else None,
+        order=ctx.row_order,
+    )
+
+
+def _flag_if_inexact(
+    ctx: AttentionContext, item: Item, acc: jax.Array, sums: jax.Array
+) -> jax.Array:
+    """Flags the pass if the first maximum was inexact in one of its rows; returns row sums [64]."""
+    # Past a user's length, weights are zero, but values may be infinite or NaN. Where weights
+    # exceed 1, large values may overflow.
+    row_sum = jnp.sum(softmax.nan_where_not_finite(sums, acc), axis=1)
+    softmax.flag_rows(
+        ctx.shared.flags.at[ctx.consumer],
+        item.flag,
+        row_sum,
+        item.begin,
+        jnp.where(
+            item.length > 0, item.end, item.begin
+        ),  # without keys, no second result is needed
+        ctx.shape.sum_limit,
+        ctx.interpret,
+    )
+    return row_sum
+
+
+def _check_and_store(
+    ctx: AttentionContext,
+    item: Item,
+    index: Any,
+    acc: jax.Array,
+    sums: jax.Array,
+    maximum: jax.Array,
+) -> None:
+    """Flags pass `index` if it is inexact, and stores its rows."""
+    row_sum = _flag_if_inexact(ctx, item, acc, sums)
+    _normalise_and_store(ctx, item, index, acc, row_sum, maximum)

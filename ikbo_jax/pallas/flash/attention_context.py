@@ -44,7 +44,7 @@ class Shape:
 
     @property
     def row_tiles(self) -> int:
-        """Tiles of a head, if tile boundaries ignore users."""
+        """Number of tiles of a head, if tile boundaries ignore users."""
         return pl.cdiv(self.rows, TILE_ROWS)
 
     @property
@@ -55,34 +55,6 @@ class Shape:
     @property
     def tiles_per_flag(self) -> int:
         return pl.cdiv(pl.cdiv(self.most_tiles, self.workers), FLAG_WORDS - 1)
-
-
-class Operands(NamedTuple):
-    """Device memory; operands that a launch does not use are None.
-
-    A launch with a list of tiles has the keys and values of all sequences in one array, and no
-    index.
-    """
-
-    query: Any  # [B * T, N, H]; with a list of tiles, [rows, N, H]
-    key: Any  # [U, S, K, H]; with a list of tiles, [rows, K, H]
-    value: Any  # [U, S, K, H]; with a list of tiles, [rows, K, H]
-    cand_to_user: Any = None  # [B] int32
-    lengths: Any = None  # [U] int32
-    order: Any = None  # [B] int32
-    run_ends: Any = None  # [B] int32; see `work_order.run_ends`
-    cuts: Any = None  # [warpgroup tiles + 1] int32; see `work_order.cuts`
-    cut_counts: Any = None  # [warpgroup tiles] int32; see `work_order.cuts`
-    words: Any = None  # [most tiles, TILE_WORDS] int32, of a `lists.TileList`
-    counts: Any = None  # [2] int32, of a `lists.TileList`
-    targets: Any = None  # [B] int32, the candidates of the results; None: as the queries
-
-
-class Outputs(NamedTuple):
-    """Device memory that a launch fills."""
-
-    out: Any  # [B * T, N, H]
-    lse: Any  # [B * T, N] f32
 
 
 class Item(NamedTuple):
@@ -107,8 +79,8 @@ class AttentionContext(FlashContext):
     def is_early(self) -> bool:
         """Whether scores of the next pass are computed while a pass is stored.
 
-        Wider heads and partial passes have too few registers for it.  With a single query slot, the
-        next pass's descriptor would overwrite the pass's before it is stored.
+        Wider heads and partial passes have too few registers.  With a single query slot, the next
+        pass's descriptor would overwrite this pass's descriptor before the store.
         """
         has_registers = (
             self.shape.head_dim <= EARLY_SCORES_MAX_WIDTH and not self.shape.has_partial_passes
@@ -117,7 +89,7 @@ class AttentionContext(FlashContext):
 
     @property
     def row_order(self) -> RowOrder | None:
-        """Where the rows of the results are, if not where the queries are."""
+        """Order of the results' rows, or None if results are in the order of the queries."""
         targets = self.operands.targets
         return None if targets is None else RowOrder(targets, self.shape.q_len)
 
@@ -129,7 +101,7 @@ class AttentionContext(FlashContext):
             act(*barrier)
 
     def step_after(self, item: Item, first_step: Any) -> Any:
-        """The step at which the pass after `item` begins."""
+        """Returns the step at which the pass after `item` begins."""
         if not self.config.reuse:
             return first_step + item.blocks
         return first_step + jnp.where(item.is_kept != 0, 0, item.blocks)

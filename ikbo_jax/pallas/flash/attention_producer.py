@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -17,12 +18,12 @@ from ikbo_jax.pallas.worklist import lists, search
 from ikbo_jax.problems.attention import FLAG_WORDS
 from ikbo_jax.problems.hopper import NUM_CONSUMERS, TILE_ROWS, WGMMA_M, column_blocks
 
+#: Consecutive tiles of one head in the schedule, which find their user's keys in L2.
+CHUNK = 32
+
 
 class _Share(NamedTuple):
-    """The tiles of this CTA: `count` tiles, from tile `first` on with stride `stride`.
-
-    With a list of tiles, `schedule.back_and_forth` gives the numbers instead.
-    """
+    """The CTA's `count` tiles: from `first` on by `stride`, or back and forth in a list."""
 
     row_tiles: Any  # tiles of a head
     first: Any
@@ -31,7 +32,7 @@ class _Share(NamedTuple):
 
 
 class _Pass(NamedTuple):
-    """A pass that the producer has yet to send; rows are numbered in work order."""
+    """A pass to be sent; rows are numbered in work order."""
 
     tile: Any  # the tile's number within this CTA; from `_Share.count` on, the pass does not exist
     first: Any  # the tile's rows are [first, stop)
@@ -45,7 +46,7 @@ class _Pass(NamedTuple):
 
 
 class _Progress(NamedTuple):
-    """How much the producer has sent."""
+    """Counts of what the producer has sent."""
 
     items: Any  # passes, and ends of sequences of passes
     steps: Any  # blocks of keys; between items, as many blocks of values
@@ -73,11 +74,11 @@ def _share(ctx: AttentionContext) -> _Share:
 
 
 def _tile(ctx: AttentionContext, share: _Share, i: Any) -> tuple[Any, Any, Any]:
-    """(first row, end of rows, head) of this CTA's `i`-th tile; of some tile from `count` on.
+    """Returns (first row, end of rows, head) of this CTA's `i`-th tile; any tile's from `count` on.
 
     Tiles of one head and one user have consecutive numbers.
     """
-    shape, chunk, cuts = ctx.shape, ctx.config.chunk, ctx.operands.cuts
+    shape, chunk, cuts = ctx.shape, CHUNK, ctx.operands.cuts
     tile = jnp.minimum(share.first + i * share.stride, share.row_tiles * shape.q_heads - 1)
     if ctx.config.reuse:
         head, row_tile = lax.div(tile, share.row_tiles), lax.rem(tile, share.row_tiles)
@@ -92,7 +93,7 @@ def _tile(ctx: AttentionContext, share: _Share, i: Any) -> tuple[Any, Any, Any]:
 
 
 def _user_at(ctx: AttentionContext, position: Any) -> Any:
-    """The user, clamped, of the candidate at `position` in work order."""
+    """Loads the clamped user of the candidate at `position` in work order."""
     operands, last = ctx.operands, ctx.shape.batch - 1
     candidate = jnp.minimum(position, last)
     if operands.order is not None:
@@ -101,8 +102,7 @@ def _user_at(ctx: AttentionContext, position: Any) -> Any:
 
 
 def _run_from(ctx: AttentionContext, position: Any, stop: Any) -> tuple[Any, Any]:
-    """(user, end) of the run of candidates that begins at `position`; looks ahead no further than
-    `stop`, and no further than a tile needs."""
+    """Finds (user, end) of the run of candidates from `position` on, within `stop` and a tile."""
     shape, operands = ctx.shape, ctx.operands
     if shape.users == 1:
         return jnp.int32(0), stop
@@ -125,7 +125,7 @@ def _run_from(ctx: AttentionContext, position: Any, stop: Any) -> tuple[Any, Any
 
 
 def _first_row(ctx: AttentionContext, row: Any) -> Any:
-    """The first of a consumer's 64 rows in device memory; `row` is its number in work order."""
+    """Returns the place in device memory of row `row` in work order, a consumer's first row."""
     order, q_len, last = ctx.operands.order, ctx.shape.q_len, ctx.shape.batch - 1
     if order is None:
         return row
@@ -148,7 +148,7 @@ def _load_block(
 
 
 def _pass(ctx: AttentionContext, tile: Any, extent: tuple[Any, Any, Any], begin: Any) -> _Pass:
-    """The pass that begins at row `begin` of a tile, whose `extent` is the result of `_tile`."""
+    """Makes the pass from row `begin` on of a tile; `extent` is the result of `_tile`."""
     shape = ctx.shape
     first, stop, head = extent
     user, run_end = _run_from(ctx, lax.div(begin, shape.q_len), shape.batch)
@@ -162,7 +162,7 @@ def _pass(ctx: AttentionContext, tile: Any, extent: tuple[Any, Any, Any], begin:
 
 
 def _listed_pass(ctx: AttentionContext, share: _Share, i: Any) -> _Pass:
-    """The pass of this CTA's `i`-th tile of a list; past the last, a pass without rows and keys."""
+    """Makes the pass of this CTA's `i`-th listed tile; past the last, one without rows and keys."""
     shape = ctx.shape
     number = schedule.back_and_forth(share.first, shape.workers, i)
     tiles = share.row_tiles * shape.q_heads
@@ -178,7 +178,7 @@ def _listed_pass(ctx: AttentionContext, share: _Share, i: Any) -> _Pass:
 
 
 def _first_pass(ctx: AttentionContext, share: _Share, i: Any) -> _Pass:
-    """The first pass of this CTA's `i`-th tile."""
+    """Makes the first pass of this CTA's `i`-th tile."""
     if ctx.operands.words is not None:
         return _listed_pass(ctx, share, i)
     extent = _tile(ctx, share, i)
@@ -188,8 +188,7 @@ def _first_pass(ctx: AttentionContext, share: _Share, i: Any) -> _Pass:
 def _save(ctx: AttentionContext, current: _Pass) -> Any:
     """Keeps a pass in shared memory, since the producer lacks registers; returns its tile.
 
-    Every lane writes and reads all words: no lane may write before all lanes have read the pass
-    that was saved before.
+    Every lane writes and reads all words, so all lanes must have read the last pass.
     """
     mosaic.synchronise_warp(interpret=ctx.interpret)
     for i, word in enumerate(word for word in current[1:] if word is not None):
@@ -199,13 +198,13 @@ def _save(ctx: AttentionContext, current: _Pass) -> Any:
 
 
 def _saved(ctx: AttentionContext, tile: Any) -> _Pass:
-    """The pass of `tile` that `_save` kept."""
+    """Reads the pass of `tile` that `_save` kept."""
     count = len(_Pass._fields) - (1 if ctx.operands.words is not None else 2)
     return _Pass(tile, *(ctx.shared.items.words[ctx.config.q_slots, i] for i in range(count)))
 
 
 def _describe(ctx: AttentionContext, progress: _Progress, current: _Pass, is_kept: Any) -> Item:
-    """The descriptor of a pass, in which words of a single consumer are 0."""
+    """Describes a pass; the words of a single consumer are 0."""
     blocks = jnp.maximum(1, pl.cdiv(current.length, ctx.config.block_kv))
     flag, zero = 1 + lax.div(current.tile, ctx.shape.tiles_per_flag), jnp.int32(0)
     return Item(blocks, current.length, current.head, flag, progress.is_kept, is_kept, *(zero,) * 3)
@@ -218,7 +217,7 @@ def _has_keys_of(ctx: AttentionContext, a: _Pass, b: _Pass) -> Any:
 
 
 def _ranges(ctx: AttentionContext, current: _Pass) -> list[Any]:
-    """For each consumer: its first row in device memory, and [begin, end) of the pass's rows."""
+    """Returns each consumer's first row in device memory, and [begin, end) of the pass's rows."""
     words = []
     for consumer in range(NUM_CONSUMERS):
         start = current.first + consumer * WGMMA_M
@@ -250,13 +249,12 @@ def _send_item(
 
     ctx.load_queries(progress.items, first_row, item.head)
 
-    def load_key(block: Any) -> None:
+    def load(source: Any, ring: Ring, block: Any) -> None:
         step = progress.steps + block
-        _load_block(ctx, ctx.operands.key, shared.key, step, current.user, item.head, block)
+        _load_block(ctx, source, ring, step, current.user, item.head, block)
 
-    def load_value(block: Any) -> None:
-        step = progress.steps + block
-        _load_block(ctx, ctx.operands.value, shared.value, step, current.user, item.head, block)
+    load_key = functools.partial(load, ctx.operands.key, shared.key)
+    load_value = functools.partial(load, ctx.operands.value, shared.value)
 
     def load_rest() -> None:
         @pl.loop(1, item.blocks)
@@ -325,7 +323,7 @@ def _send_passes(
 
 
 def produce(ctx: AttentionContext) -> None:
-    """The producer warp."""
+    """Sends all passes of the CTA, and the flagged tiles again, as the producer warp."""
     shape, shared = ctx.shape, ctx.shared
     share = _share(ctx)
     nothing = _Progress(jnp.int32(0), jnp.int32(0), jnp.int32(0))

@@ -1,10 +1,10 @@
-"""What the warpgroups' contexts of the attention kernel and of the GDPA forward kernel share."""
+"""Device memory of the forward kernels, and what their warpgroups' contexts share."""
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -14,6 +14,43 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from ikbo_jax.pallas.hopper import mma
 from ikbo_jax.pallas.hopper.launch import WarpgroupContext
 from ikbo_jax.problems.hopper import NUM_CONSUMERS, WGMMA_M
+
+
+class Operands(NamedTuple):
+    """Device memory; operands that a launch does not use are None.
+
+    A launch on tiles has the keys and values of all sequences in one array, and no index.
+    """
+
+    query: Any  # [B * T, N, H]; with tiles, [rows, N, H]
+    key: Any  # [U, S, K, H]; with tiles, [rows, K, H]
+    value: Any  # [U, S, K, H]; with tiles, [rows, K, H]
+    cand_to_user: Any = None  # [B] int32
+    lengths: Any = None  # [U] int32
+    order: Any = None  # [B] int32
+    run_ends: Any = None  # [B] int32; see `work_order.run_ends`
+    cuts: Any = None  # [warpgroup tiles + 1] int32; see `work_order.cuts`
+    cut_counts: Any = None  # [warpgroup tiles] int32; see `work_order.cuts`
+    words: Any = None  # [most tiles, TILE_WORDS] int32, of a `lists.TileList`
+    counts: Any = None  # [2] int32, of a `lists.TileList`
+    targets: Any = None  # [B] int32, the candidates of the results; None: as the queries
+    cu_seqlens_q: Any = None  # of `lists.Offsets`, if CTAs find their tiles
+    cu_seqlens_kv: Any = None  # of `lists.Offsets`, if CTAs find their tiles
+    q_to_kv: Any = None  # always None: `segments` reads it
+
+
+class Outputs(NamedTuple):
+    """Device memory that a launch fills."""
+
+    out: Any  # [rows, N, H]
+    lse: Any = None  # [rows, N] f32, if it is returned
+
+    @classmethod
+    def of(cls, rows: int, query: jax.Array, *, has_lse: bool) -> Outputs:
+        """Declares the results for `rows` query rows; `query` is [..., N, H]."""
+        heads, width = query.shape[-2:]
+        lse = jax.ShapeDtypeStruct((rows, heads), jnp.float32) if has_lse else None
+        return cls(jax.ShapeDtypeStruct((rows, heads, width), query.dtype), lse)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,7 +81,7 @@ class FlashContext(WarpgroupContext):
         )
 
     def free_read_queries(self, item: Any, is_last: Any) -> None:
-        """With one query slot, frees it as soon as the last scores of the item are computed."""
+        """Frees a single query slot as soon as the last scores of the item are computed."""
         if self.config.q_slots == 1:
 
             @pl.when(is_last)
@@ -52,7 +89,7 @@ class FlashContext(WarpgroupContext):
                 self.shared.query.release(item)
 
     def free_stored_slot(self, item: Any) -> None:
-        """With more query slots, frees a slot after TMA has read the output staged in it."""
+        """Frees one of several query slots after TMA has read the output staged in it."""
         if self.config.q_slots > 1:
 
             @pl.when(item >= 0)
@@ -61,11 +98,11 @@ class FlashContext(WarpgroupContext):
                 self.shared.query.release(item)
 
     def release_all(self) -> None:
-        """A consumer frees all slots and stages, before its first read."""
+        """Frees all slots and stages, as a consumer before its first read."""
         for ring in (self.shared.key, self.shared.value, self.shared.query):
             ring.release_all()
 
     def drain(self) -> None:
-        """The producer waits for all slots and stages."""
+        """Waits for all slots and stages, as the producer at its end."""
         for ring in (self.shared.key, self.shared.value, self.shared.query):
             ring.drain()

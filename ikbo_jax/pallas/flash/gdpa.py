@@ -1,12 +1,45 @@
-"""Generalised dot-product attention, forward: makes the list of tiles, then launches a kernel."""
+"""Generalised dot-product attention as one persistent, warp-specialised Mosaic GPU kernel.
+
+    out[i] = output_scale * sum_j act(scale * query[i] @ key[j]) * value[j]
+
+over the keys j of query i's sequence, for each head.  A softmax takes the kernel of `attention`,
+and short sequences the kernel of `short_gdpa`.
+
+Before the launch, `worklist.tiles` lists tiles of at most 128 query rows of one sequence.  An
+*item* is one head of one tile: one pass over its sequence's keys.  A *run* is one head of
+`GdpaConfig.run` consecutive tiles: the work item that CTAs take from the schedule.  Of n CTAs, CTA
+w takes the runs w, 2n - 1 - w, 2n + w, ..., back and forth along the list, whose tiles are sorted
+by falling work; or run w, and then the next run by a counter (`GdpaConfig.tickets`).  Within a run,
+blocks stay in their stages for the next item with the same keys, if the rings hold all of them: the
+producer then arrives on their barriers without a copy.
+
+Warpgroups, rings and the pipeline of a step are as in `attention`, with an activation in place of
+the softmax.  A block may reach past its sequence's end, into the next sequence.  Consumer 0
+zeroes such rows in shared memory; since act(0) = 0, no scores are masked.  Query rows past the end
+of a tile are computed but not stored.  If all 64 rows of consumer 1 are past the end, consumer 1
+may skip the computation, but no synchronisation (`GdpaConfig.skip_empty`).  Tiles without keys come
+last in the list; their results are zeroed after all other work.
+
+Synchronisations are as in `attention`, without flags.  The slot of a descriptor is free when the
+query slot of an item at least three later is.  Consumer 0 has the first turn at every block, so
+consumer 1 sees the rows that consumer 0 zeroed.
+
+Source: the idea is Meta's GDPA.  No code is shared.
+"""
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
-from ikbo_jax.pallas.flash import attention, gdpa_forward, short_gdpa
+from ikbo_jax.pallas.activations.weights import ActivationSpec
+from ikbo_jax.pallas.flash import attention, gdpa_consumer, gdpa_producer, short_gdpa
+from ikbo_jax.pallas.flash.context import Operands
+from ikbo_jax.pallas.flash.gdpa_context import GdpaContext, Shape
+from ikbo_jax.pallas.hopper.launch import Roles, launch
 from ikbo_jax.pallas.worklist.lists import Offsets, TileList
 from ikbo_jax.pallas.worklist.tiles import query_tiles
 from ikbo_jax.problems import GdpaConfig, ShortGdpaConfig
@@ -23,9 +56,7 @@ def gdpa_kernel(
     config: GdpaConfig | ShortGdpaConfig,
     num_sms: int,
 ) -> tuple[jax.Array, jax.Array | None]:
-    """`reference.gdpa.materialised` by a kernel; a softmax takes the attention kernel.
-
-    A `ShortGdpaConfig` selects the kernel for short sequences, which computes a softmax, too.
+    """Computes `reference.gdpa.materialised` by the kernel that `config` and the activation select.
 
     Args:
       arrays: bf16 or f16.
@@ -55,7 +86,7 @@ def gdpa_kernel(
         options |= {"config": config.for_softmax, "return_residuals": return_residuals}
         return attention.jagged_attention_kernel(query, key, value, listed, **options)
     options |= activation | {"config": config}
-    return gdpa_forward.gdpa_forward(query, key, value, listed, **options), None
+    return gdpa_forward(query, key, value, listed, **options), None
 
 
 def _tiles_of_short(
@@ -66,3 +97,48 @@ def _tiles_of_short(
         return offsets
     # In the order of memory, rows that tiles of neighbouring sequences load, too, are in L2.
     return query_tiles(offsets, size=config.tile_rows, unit=config.block_kv)
+
+
+def gdpa_forward(
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    tiles: TileList,
+    *,
+    out_rows: int,
+    activations: tuple[str, ...],
+    approx: str | None,
+    scale: float,
+    output_scale: float,
+    config: GdpaConfig,
+    num_sms: int,
+    interpret: Any = False,
+) -> jax.Array:
+    """Attends from every tile of queries to the keys and values of its sequence.
+
+    Returns out [out_rows, N, H]. Arguments are as for `flash.gdpa.gdpa_kernel`; `tiles` have
+    `TILE_ROWS` rows, and every row of the result has one. `activations` may be one for all heads.
+    """
+    _, q_heads, head_dim = query.shape
+    workers = min(num_sms, tiles.words.shape[0] * q_heads)
+    has_f32_range = query.dtype == jnp.bfloat16
+    activation = ActivationSpec(activations, approx, scale, output_scale, has_f32_range)
+    shape = Shape(q_heads, key.shape[1], head_dim, activation, workers)
+    operands = Operands(query, key, value, **tiles._asdict())
+    out = jax.ShapeDtypeStruct((out_rows, q_heads, head_dim), query.dtype)
+    (result,) = launch(
+        Roles(
+            functools.partial(GdpaContext, shape, config),
+            gdpa_producer.produce,
+            gdpa_consumer.consume,
+        ),
+        operands,
+        out,
+        config.shared(head_dim),
+        dtype=query.dtype,
+        name="ikbo_gdpa_forward",
+        workers=workers,
+        has_counter=config.tickets,
+        interpret=interpret,
+    )
+    return result

@@ -1,4 +1,4 @@
-"""A consumer warpgroup of the GDPA forward kernel: computes 64 rows of every item of its CTA."""
+"""The consumer warpgroups of the GDPA forward kernel: each computes 64 rows of every item."""
 
 from __future__ import annotations
 
@@ -13,23 +13,23 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from ikbo_jax.pallas.activations import weights as gdpa_weights
-from ikbo_jax.pallas.flash import gdpa_store
 from ikbo_jax.pallas.flash.gdpa_context import GdpaContext, Item
-from ikbo_jax.pallas.hopper import mma, mosaic, turns
+from ikbo_jax.pallas.hopper import mma, mosaic, operand_tiles, stores, turns
 from ikbo_jax.pallas.hopper.rings import Ring
 from ikbo_jax.pallas.hopper.visible import Visible
+from ikbo_jax.pallas.worklist import lists
 from ikbo_jax.problems.hopper import WGMMA_M
 
 
 class _State(NamedTuple):
-    """What a consumer carries from one step to the next."""
+    """State that a consumer carries from step to step."""
 
     weights: jax.Array  # [64, block_kv], attention weights of the current block
     acc: jax.Array  # [64, H] f32, without the current block
 
 
 class _Work(NamedTuple):
-    """What a consumer issues in the last step of an item."""
+    """Products that a consumer issues in the last step of an item."""
 
     has_scores: bool  # the scores of the next item's first block
     keys: int  # values of the last block that are multiplied; 0: this consumer has no rows
@@ -55,11 +55,11 @@ def _is_half(ctx: GdpaContext, item: Item) -> Any:
 
 
 def _await_block(ctx: GdpaContext, ring: Ring, item: Item, block: Any, step: Any) -> None:
-    """Waits for a stage, and zeroes its rows past the sequence's end: they are another sequence's.
+    """Waits for a stage, and zeroes its rows past the sequence's end.
 
-    Zeroed keys have scores 0, and act(0) = 0; but 0 times another sequence's NaN is NaN, so values
-    are zeroed as well.  Consumer 0 zeroes before its turn, and consumer 1 reads the stage in the
-    turn that follows, so neither consumer waits for the other.
+    Zeroed keys have scores 0, and act(0) = 0.  Values are zeroed, since 0 times another sequence's
+    NaN is NaN.  Consumer 0 zeroes before its turn, and consumer 1 reads the stage in the turn that
+    follows, so neither consumer waits for the other.
     """
     ring.await_ready(step)
     visible = Visible.in_block(item.length, block, ctx.config.block_kv)
@@ -135,7 +135,7 @@ def _step(
 
 
 def _idle_step(ctx: GdpaContext, item: Item, index: Any, first_step: Any, block: Any) -> None:
-    """For a consumer without rows: the same synchronisation as `_step`, no computation."""
+    """Synchronises as `_step` does, without computation: for a consumer without rows."""
     step = first_step + block
     ctx.shared.key.await_ready(step + 1)
     ctx.shared.value.await_ready(step)
@@ -173,7 +173,7 @@ def _middle_steps(
 def _last_step(
     ctx: GdpaContext, item: Item, next_item: Item, index: Any, first_step: Any, state: _State
 ) -> _State:
-    """This item's accumulator, and the weights of the next item's first block.
+    """Computes this item's accumulator, and the weights of the next item's first block.
 
     All branches have the same synchronisation; they differ in the products that they issue.
     """
@@ -244,7 +244,7 @@ def _last_step(
 
 
 def _attend(ctx: GdpaContext, item: Item) -> None:
-    """All items of this CTA, at least one, pipelined."""
+    """Computes all items of this CTA, which has at least one, pipelined."""
     pl.when(ctx.consumer == 1)(functools.partial(turns.hand_over, ctx))
     zero = jnp.int32(0)
     plgpu.barrier_wait(ctx.shared.query.ready.at[0])
@@ -263,7 +263,7 @@ def _attend(ctx: GdpaContext, item: Item) -> None:
         pl.when(item.blocks == 1)(functools.partial(ctx.free_stored_slot, index - 1))
         next_item = _receive(ctx, index + 1)
         state = _last_step(ctx, item, next_item, index, first_step, state)
-        gdpa_store.store_item(ctx, index, state.acc)
+        _store_item(ctx, index, state.acc)
         state = _State(state.weights, undefined_sums())
         first_step = ctx.step_after(first_step, item.blocks, next_item.is_resident)
         return next_item, index + 1, first_step, state
@@ -278,7 +278,7 @@ def _attend(ctx: GdpaContext, item: Item) -> None:
 
 
 def consume(ctx: GdpaContext) -> None:
-    """A consumer warpgroup."""
+    """Computes 64 rows of all items of the CTA, and zeroes results without keys."""
     ctx = ctx.as_consumer()
     ctx.release_all()
     item = _receive(ctx, jnp.int32(0))
@@ -289,6 +289,79 @@ def consume(ctx: GdpaContext) -> None:
     def _() -> None:
         plgpu.barrier_arrive(ctx.shared.query.free.at[0])  # the slot of the end
 
-    gdpa_store.zero_rest(ctx)
-    # What was stored must not be lost when the CTA ends.
+    _zero_rest(ctx)
+    # Stores must be complete when the CTA ends.
     plgpu.wait_smem_to_gmem(0, wait_read_only=False)
+
+
+def _stage(ctx: GdpaContext, slot: Any, out: jax.Array) -> None:
+    """Stages a result in a query slot."""
+    tiles = ctx.shared.query.tiles[0].at[slot, ctx.consumer]
+    for i, columns in enumerate(operand_tiles.column_blocks(out, tiles.shape[0])):
+        block = tiles.at[pl.ds(i, 1)]
+        operand_tiles.stage_rows(block, columns, reads_late=True, interpret=ctx.interpret)
+    plgpu.commit_smem()
+
+
+def _store_staged(ctx: GdpaContext, slot: Any, head: Any, first_row: Any, rows: Any) -> None:
+    """Stores the first `rows` of the 64 rows staged in a query slot; all 64 by TMA."""
+    stores.store_staged(
+        ctx,
+        [tuple(view.at[slot, ctx.consumer] for view in ctx.shared.query.tiles)],
+        [ctx.outputs],
+        (first_row, head),
+        (0 * rows, rows),
+        is_full=rows == WGMMA_M,
+        is_partial=(rows > 0) & (rows < WGMMA_M),
+    )
+
+
+def _consumer_rows(ctx: GdpaContext, target: Any, rows: Any) -> tuple[Any, Any]:
+    """Returns (first row in the result, rows) of this consumer's part of a tile."""
+    before = ctx.consumer * WGMMA_M
+    return target + before, jnp.clip(rows - before, 0, WGMMA_M)
+
+
+def _store_item(ctx: GdpaContext, index: Any, acc: jax.Array) -> None:
+    """Stores the rows of an item."""
+    head, target, rows = ctx.destination(index)
+    first_row, rows = _consumer_rows(ctx, target, rows)
+    store = functools.partial(_store, ctx, index, head, first_row, rows, acc)
+    if ctx.config.skip_empty:
+        pl.when(rows > 0)(store)
+    else:
+        store()
+
+
+def _store(
+    ctx: GdpaContext, index: Any, head: Any, first_row: Any, rows: Any, acc: jax.Array
+) -> None:
+    out = gdpa_weights.scale_result(ctx.shape.activation, head, acc).astype(ctx.outputs.dtype)
+    if ctx.config.q_slots > 1:
+        slot = ctx.shared.query.slot(index)
+        _stage(ctx, slot, out)
+        _store_staged(ctx, slot, head, first_row, rows)
+        return
+    stores.store_rows(
+        ctx.outputs, out, first_row, head, 0 * rows, rows, ctx.staging(), interpret=ctx.interpret
+    )
+
+
+def _zero_rest(ctx: GdpaContext) -> None:
+    """Zeroes the results of tiles without keys: rows with empty sequences, rows of no sequence."""
+    heads = ctx.shape.q_heads
+    with_keys, tiles = (ctx.operands.counts[i] for i in range(2))
+    count = ctx.work_items((tiles - with_keys) * heads)
+
+    @pl.when(count > 0)
+    def _() -> None:
+        slot = jnp.int32(0)
+        _stage(ctx, slot, mma.zeros(ctx.shape.head_dim, ctx.outputs.dtype))
+
+        @pl.loop(0, count)
+        def _(i: Any) -> None:
+            number = ctx.work_item(i)
+            tile, head = with_keys + lax.div(number, heads), lax.rem(number, heads)
+            words = ctx.operands.words
+            target, rows = words[tile, lists.TARGET], words[tile, lists.ROWS]
+            _store_staged(ctx, slot, head, *_consumer_rows(ctx, target, rows))

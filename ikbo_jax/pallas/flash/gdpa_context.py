@@ -14,33 +14,13 @@ from ikbo_jax.pallas.hopper import schedule
 
 @dataclasses.dataclass(frozen=True)
 class Shape:
-    """Static description of a launch.
+    """Static description of a launch; `activation` maps scores to weights, and sums to results."""
 
-    Attributes:
-      q_rows: rows of the queries' array.
-      q_heads: N.
-      kv_heads: K.
-      head_dim: H.
-      activation: how scores become weights, and sums results.
-      workers: CTAs.
-    """
-
-    q_rows: int
     q_heads: int
     kv_heads: int
     head_dim: int
     activation: ActivationSpec
     workers: int
-
-
-class Operands(NamedTuple):
-    """Device memory."""
-
-    query: Any  # [q_rows, N, H]
-    key: Any  # [kv_rows, K, H]
-    value: Any  # [kv_rows, K, H]
-    words: Any  # [most tiles, lists.TILE_WORDS] int32
-    counts: Any  # [2] int32
 
 
 class Item(NamedTuple):
@@ -65,21 +45,21 @@ class GdpaContext(FlashContext):
     """The context of a GDPA forward kernel's warpgroup; `outputs` is [rows, N, H]."""
 
     def destination(self, item: Any) -> Destination:
-        """The destination of the received item number `item`."""
+        """Reads the destination of item number `item`, which was received."""
         items, first = self.shared.items, len(Item._fields)
         slot = items.slot(item)
         return Destination(*(items.words[slot, first + i] for i in range(len(Destination._fields))))
 
     def step_after(self, first_step: Any, blocks: Any, is_kept: Any) -> Any:
-        """The step at which the next item begins, after an item of `blocks` blocks."""
+        """Returns the step at which the item after an item of `blocks` blocks begins."""
         if self.config.run == 1:
             return first_step + blocks
         return first_step + jnp.where(is_kept != 0, 0, blocks)
 
     def work_items(self, count: Any) -> Any:
-        """How many of `count` work items this CTA takes."""
+        """Returns how many of `count` work items this CTA takes."""
         return schedule.back_and_forth_share(self.worker, self.shape.workers, count)
 
     def work_item(self, i: Any) -> Any:
-        """The number of this CTA's `i`-th work item."""
+        """Returns the number of this CTA's `i`-th work item."""
         return schedule.back_and_forth(self.worker, self.shape.workers, i)

@@ -18,7 +18,7 @@ from ikbo_jax.problems.hopper import WGMMA_M
 
 
 class _Progress(NamedTuple):
-    """How much the producer has sent."""
+    """Counts of what the producer has sent."""
 
     items: Any
     steps: Any  # blocks of keys; between items, as many blocks of values
@@ -32,7 +32,7 @@ def _describe(ctx: GdpaContext, progress: _Progress, item: Item, destination: De
 
 
 def _keeps(ctx: GdpaContext, tile: Any, end: Any, blocks: Any) -> Any:
-    """1 if the next tile, before `end`, has the keys of `tile`, and the rings hold all of them."""
+    """Returns 1 if the next tile, before `end`, has the same keys, and the rings hold the keys."""
     if ctx.config.run == 1:
         return jnp.int32(0)
     words = ctx.operands.words
@@ -73,7 +73,7 @@ def _send_item(ctx: GdpaContext, head: Any, end: Any, tile: Any, progress: _Prog
         pl.when(is_resident == 0)(load)
 
         @pl.when(is_resident != 0)
-        def _() -> None:  # both consumers have read the block, and may read it again
+        def _() -> None:  # no copy arrives for a resident block, so the producer does
             for _ in range(tiles.shape[0]):
                 plgpu.barrier_arrive(ready)
 
@@ -103,9 +103,9 @@ def _send_run(
 
 
 def _send_taken_runs(ctx: GdpaContext, runs: Any, progress: _Progress) -> _Progress:
-    """Sends the run of the CTA's own number, then those that it takes by the counter.
+    """Sends the run with the CTA's number, then runs that it takes by the counter.
 
-    It takes the next one when it has sent all blocks of the one before.
+    Takes the next run after it has sent all blocks of a run.
     """
 
     def take(i: Any) -> Any:
@@ -121,7 +121,7 @@ def _send_taken_runs(ctx: GdpaContext, runs: Any, progress: _Progress) -> _Progr
 
 
 def produce(ctx: GdpaContext) -> None:
-    """The producer warp."""
+    """Sends all items of the CTA, as the producer warp."""
     config = ctx.config
     zero = jnp.int32(0)
     progress = _Progress(zero, zero, zero)

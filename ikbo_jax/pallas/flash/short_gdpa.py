@@ -2,37 +2,33 @@
 
     out[i] = output_scale * sum_j act(scale * query[i] @ key[j]) * value[j]
 
-over the keys j of query i's sequence, for each head; act may be a softmax.  A sequence of a few
-dozen rows is less work than its latencies: loads, two products, an activation between them, and the
-store, each of which waits for the one before.  So nothing is pipelined inside of a CTA but the
-loads.  Instead, a CTA is one warpgroup with little shared memory, and an SM holds several, each of
-which works on a sequence of its own.
+over the keys j of query i's sequence, for each head; act may be a softmax.  For a sequence of a few
+dozen rows, latencies take longer than the work: loads, two products, an activation, and the store,
+one after another.  So only loads are pipelined inside of a CTA.  Instead, a CTA is one warpgroup
+with little shared memory, and an SM holds several CTAs, which work on different sequences.
 
-Before the launch, a list of tiles of at most `ShortGdpaConfig.tile_rows` query rows of one sequence
-is made (`tiles`); or each CTA finds its tiles by itself (`found_tiles`).  An *item* is one head
-of one tile.  Of n CTAs, CTA w takes the items w, 2n - 1 - w, 2n + w, ...  A *step* is one block of
-keys of an item.  In a step, the CTA zeroes what the block holds of the next sequence, issues the
-loads of the next step (of this item or of the next), multiplies, activates, and multiplies.  After
-an item's last step it stages the result in the item's query slot, and stores it: by TMA if the tile
-has 64 rows, else by threads.
+A launch before lists tiles of at most `ShortGdpaConfig.tile_rows` query rows of one sequence
+(`worklist.tiles`); or each CTA finds its tiles by itself (`found_tiles`).  An *item* is one head of
+one tile.  Of n CTAs, CTA w takes the items w, 2n - 1 - w, 2n + w, ...  A *step* is an item's block
+of keys: the CTA zeroes the block's rows of the next sequence, issues the loads of the next step,
+multiplies, activates, and multiplies.  After an item's last step it stages the result in the item's
+query slot, and stores it: by TMA if the tile has 64 rows, else by threads.
 
 Zeroed keys have scores 0, and act(0) = 0; a softmax masks their scores.  Zeroed values keep another
 sequence's NaN away.  The softmax keeps a running maximum, and is exact for every input.
 
-Synchronisations, all within the warpgroup; S is `ShortGdpaConfig.slots`, and a step's number
-counts all steps of the CTA, an item's number all its items:
+Synchronisations, all within the warpgroup; S is `ShortGdpaConfig.slots`:
   1. `query.ready[s]`  the queries of an item with number s modulo S have arrived.
   2. `key.ready[s]`, `value.ready[s]`  the block of a step with number s modulo S has arrived.
-  3. `commit_smem` at a step's beginning: all warps have finished the last step, so its slots may
-     be loaded.  The slot of the last item's queries may be, too: TMA has read what was staged.
+  3. `commit_smem` at a step's beginning: all warps have finished the last step, and TMA has read
+     the staged result, so the slots may be loaded again.
   4. `commit_smem` before a step's second product: all warps have read the queries, so that a warp
      may stage its rows of the result in their place.
-
-The kernel makes progress: a CTA waits for no other.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import math
 from typing import Any, NamedTuple
@@ -46,20 +42,67 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from ikbo_jax.pallas.activations import weights as gdpa_weights
 from ikbo_jax.pallas.activations.weights import ActivationSpec
 from ikbo_jax.pallas.flash import softmax
-from ikbo_jax.pallas.flash.short_gdpa_context import Context, Item, Operands, Outputs, Shape
+from ikbo_jax.pallas.flash.context import Operands, Outputs
 from ikbo_jax.pallas.hopper import mma, mosaic, operand_tiles, schedule, stores
-from ikbo_jax.pallas.hopper.launch import Roles, launch
+from ikbo_jax.pallas.hopper.launch import Roles, WarpgroupContext, launch
 from ikbo_jax.pallas.hopper.visible import Visible
 from ikbo_jax.pallas.worklist import found_tiles, lists
 from ikbo_jax.pallas.worklist.lists import Offsets
+from ikbo_jax.pallas.worklist.segments import SegmentContext
 from ikbo_jax.pallas.worklist.segments import Shape as Segments
 from ikbo_jax.problems.hopper import WGMMA_M
 from ikbo_jax.problems.short_gdpa import Batch, ShortGdpaConfig
 from ikbo_jax.reference.activations import SOFTMAX
 
 
+@dataclasses.dataclass(frozen=True)
+class Shape:
+    """Static description of a launch.
+
+    `activation` is None for a softmax; `segments`, for found tiles, is None if they are listed.
+    """
+
+    q_heads: int
+    kv_heads: int
+    head_dim: int
+    workers: int
+    activation: ActivationSpec | None
+    log2_scale: float
+    output_scale: float
+    segments: Segments | None
+
+
+class Item(NamedTuple):
+    """One head of a tile."""
+
+    source: Any  # first row of the queries
+    target: Any  # first row of the result
+    rows: Any
+    first_key: Any
+    length: Any  # number of keys
+    head: Any
+
+
+class Context(WarpgroupContext):
+    """The context of the CTA's warpgroup."""
+
+    @property
+    def spare(self) -> int:
+        """Number of steps, and of items, that are loaded ahead of the computed one."""
+        slots: int = self.config.slots - 1
+        return slots
+
+    @property
+    def segments(self) -> SegmentContext:
+        """Context in which the CTA finds its tiles."""
+        found, outputs = self.shared.found, self.outputs
+        return SegmentContext(
+            self.shape.segments, None, found, self.operands, outputs, self.interpret, self.worker
+        )
+
+
 class _Next(NamedTuple):
-    """What is loaded next: block `block` of `item`; an item past the CTA's last has no rows."""
+    """The block to load next; an item past the CTA's last has no rows."""
 
     item: Item
     index: Any  # the item's number
@@ -68,7 +111,7 @@ class _Next(NamedTuple):
 
 
 def _item(ctx: Context, count: Any, i: Any) -> Item:
-    """This CTA's `i`-th item; from `count` on, the last one."""
+    """Returns this CTA's `i`-th item; from `count` on, the last item."""
     shape, words = ctx.shape, ctx.operands.words
     number = schedule.back_and_forth(ctx.worker, shape.workers, jnp.minimum(i, count - 1))
     tile, head = lax.div(number, shape.q_heads), lax.rem(number, shape.q_heads)
@@ -83,12 +126,12 @@ def _item(ctx: Context, count: Any, i: Any) -> Item:
 
 
 def _blocks(ctx: Context, item: Item) -> Any:
-    """Blocks of an item, at least one: an item without keys has a block without keys."""
+    """Returns the number of an item's blocks; an item without keys has a block without keys."""
     return jnp.maximum(lax.div(item.length + (ctx.config.block_kv - 1), ctx.config.block_kv), 1)
 
 
 def _load(ctx: Context, following: _Next) -> None:
-    """Loads a step's operands; its queries with its first block."""
+    """Loads a step's operands; queries with the item's first block."""
     shape, shared, operands, config = ctx.shape, ctx.shared, ctx.operands, ctx.config
     item = following.item
 
@@ -112,7 +155,7 @@ def _load(ctx: Context, following: _Next) -> None:
 
 
 def _advance(ctx: Context, count: Any, following: _Next) -> _Next:
-    """What is loaded after `following`."""
+    """Returns the block to load after `following`."""
     is_last = following.block + 1 == _blocks(ctx, following.item)
     index = following.index + is_last.astype(jnp.int32)
     item = _item(ctx, count, index)
@@ -139,7 +182,7 @@ def _scores(ctx: Context, index: Any, step: Any) -> jax.Array:
 def _add_values(
     ctx: Context, acc: jax.Array, weights: jax.Array, block: Any, step: Any
 ) -> jax.Array:
-    """The sum of `acc` and the weights times the values at `step`."""
+    """Adds the weights times the values at `step` to `acc`."""
     acc = mma.add_product(
         acc,
         weights,
@@ -155,7 +198,7 @@ def _add_values(
 def _step(
     ctx: Context, count: Any, item: Item, index: Any, block: Any, carry: tuple[Any, ...]
 ) -> tuple[Any, ...]:
-    """One block of keys of item `index`; the carry is (step, what is loaded next, state)."""
+    """Attends to a block of keys of item `index`; the carry is (step, next load, state)."""
     shape, shared = ctx.shape, ctx.shared
     step, following, state = carry
     visible = Visible.in_block(item.length, block, ctx.config.block_kv)
@@ -187,7 +230,7 @@ def _step(
 
 
 def _store(ctx: Context, item: Item, index: Any, out: jax.Array) -> None:
-    """Stores an item's rows of the result; zeros without keys, where queries may be NaN."""
+    """Stores an item's rows of the result; zeros if the item has no keys."""
     out = jnp.where(item.length > 0, out, jnp.zeros((), out.dtype))
     slot = ctx.shared.query.slot(index)
     staged = tuple(view.at[slot] for view in ctx.shared.query.tiles)
@@ -205,7 +248,7 @@ def _store(ctx: Context, item: Item, index: Any, out: jax.Array) -> None:
 
 
 def _finish(ctx: Context, item: Item, index: Any, state: Any) -> None:
-    """Scales an item's sums, and stores them; lse, too, if the launch returns it."""
+    """Scales an item's sums, and stores results and, if the launch returns it, lse."""
     shape, dtype = ctx.shape, ctx.outputs.out.dtype
     if shape.activation is not None:
         out = gdpa_weights.scale_result(shape.activation, item.head, state)
@@ -231,7 +274,7 @@ def _finish(ctx: Context, item: Item, index: Any, state: Any) -> None:
 
 
 def _zero_gaps(ctx: Context, found: found_tiles.Found) -> None:
-    """Stores the results of rows of no sequence, like those of an item without keys."""
+    """Stores the results of rows of no sequence, as of an item without keys."""
     shape, zero = ctx.shape, jnp.int32(0)
 
     def store(target: Any, rows: Any, head: Any) -> None:
@@ -248,7 +291,7 @@ def _zero_gaps(ctx: Context, found: found_tiles.Found) -> None:
 
 
 def consume(ctx: Context) -> None:
-    """The CTA's warpgroup."""
+    """Computes all items of the CTA, and the CTA's rows of no sequence."""
     shape = ctx.shape
     found = None if shape.segments is None else found_tiles.find(ctx.segments)
     items = (ctx.operands.counts[1] if found is None else found.tiles) * shape.q_heads
@@ -274,14 +317,11 @@ def consume(ctx: Context) -> None:
             pl.when(following.index < count)(functools.partial(_load, ctx, following))
             following = _advance(ctx, count, following)
         lax.fori_loop(0, count, one_item, (zero, following))
-        # What was stored must not be lost when the CTA ends.
+        # Stores must be complete when the CTA ends.
         plgpu.wait_smem_to_gmem(0, wait_read_only=False)
 
     if found is not None:
         _zero_gaps(ctx, found)
-
-
-# Host side
 
 
 def short_gdpa(
@@ -312,14 +352,13 @@ def short_gdpa(
     has_f32_range = query.dtype == jnp.bfloat16
     spec = ActivationSpec(activations, approx, scale, output_scale, has_f32_range)
     segments = batch = None
-    of_tiles: tuple[jax.Array | None, ...]
     if isinstance(tiles, Offsets):
         segments = Segments.of(tiles, config.tile_rows, config.block_kv, warpgroups=1)
         most = segments.most
         batch = Batch(segments.sequences, segments.is_broadcast, tiles.max_seqlen_q)
-        of_tiles = (None, None, tiles.cu_seqlens_q, tiles.cu_seqlens_kv)
+        of_tiles = {"cu_seqlens_q": tiles.cu_seqlens_q, "cu_seqlens_kv": tiles.cu_seqlens_kv}
     else:
-        most, of_tiles = tiles.words.shape[0], (*tiles, None, None)
+        most, of_tiles = tiles.words.shape[0], tiles._asdict()
     workers = min(num_sms * config.ctas, most * q_heads)
     shape = Shape(
         q_heads,
@@ -331,15 +370,10 @@ def short_gdpa(
         output_scale,
         segments,
     )
-    rows = (out_rows, q_heads)
-    outputs = Outputs(
-        jax.ShapeDtypeStruct((*rows, head_dim), query.dtype),
-        jax.ShapeDtypeStruct(rows, jnp.float32) if is_softmax and return_residuals else None,
-    )
     out, *lse = launch(
         Roles(functools.partial(Context, shape, config), None, consume),
-        Operands(query, key, value, *of_tiles),
-        outputs,
+        Operands(query, key, value, **of_tiles),
+        Outputs.of(out_rows, query, has_lse=is_softmax and return_residuals),
         config.shared(head_dim, batch),
         dtype=query.dtype,
         name="ikbo_short_gdpa",

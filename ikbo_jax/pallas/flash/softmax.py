@@ -7,6 +7,7 @@ log2(e): p = exp2(score * log2_scale - maximum), where `maximum` is the maximum 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -36,37 +37,36 @@ SUM_MINIMUM = 0.5
 
 
 def row_extreme(scores: jax.Array, log2_scale: float) -> jax.Array:
-    """[64], the unscaled score of each row whose scaled score is largest."""
-    extreme = jnp.max if log2_scale > 0 else jnp.min
-    return extreme(scores, axis=1)
+    """Finds the unscaled score of each row whose scaled score is largest, [64]."""
+    return jnp.max(scores, axis=1) if log2_scale > 0 else jnp.min(scores, axis=1)
 
 
 def row_maximum(scores: jax.Array, log2_scale: float) -> jax.Array:
-    """[64], the maximum of the scaled scores."""
+    """Finds the maximum of the scaled scores, [64]."""
     return row_extreme(scores, log2_scale) * jnp.float32(log2_scale)
 
 
 def exponentials(scores: jax.Array, maximum: jax.Array, log2_scale: float) -> jax.Array:
-    """exp2(score * log2_scale - maximum), [64, keys]."""
+    """Computes exp2(score * log2_scale - maximum), [64, keys]."""
     shift = lax.broadcast_in_dim(maximum, scores.shape, (0,))
     return jnp.exp2(scores * jnp.float32(log2_scale) - shift)
 
 
 def exact_exponentials(scores: jax.Array, extreme: jax.Array, log2_scale: float) -> jax.Array:
-    """exp2((score - extreme) * log2_scale), [64, keys]: 1 at the extreme, however large it is.
+    """Computes exp2((score - extreme) * log2_scale), [64, keys]: 1 at an extreme of any size.
 
-    It takes one more instruction per element than `exponentials`.
+    Takes one more instruction per element than `exponentials`.
     """
     shift = lax.broadcast_in_dim(extreme, scores.shape, (0,))
     return jnp.exp2((scores - shift) * jnp.float32(log2_scale))
 
 
 class Running(NamedTuple):
-    """A softmax's state between blocks of keys; exact for every input.
+    """State of a softmax between blocks of keys; exact for every input.
 
     Attributes:
       extreme: [64] f32, the unscaled score of each row whose scaled score is largest so far.
-      sums: [64, 8] f32, whose row sums are the sums of the weights relative to it.
+      sums: [64, 8] f32, whose row sums are sums of weights relative to `extreme`.
       acc: [64, H] f32, sums of weights times values.
     """
 
@@ -75,29 +75,52 @@ class Running(NamedTuple):
     acc: jax.Array
 
 
+def no_extreme(log2_scale: float) -> jax.Array:
+    """Returns the `Running.extreme` of rows without scores, [64]."""
+    nothing = jnp.full((WGMMA_M,), masked_score(log2_scale), jnp.float32)
+    return plgpu.layout_cast(nothing, ROW_LAYOUT)
+
+
+def further(log2_scale: float) -> Callable[[jax.Array, jax.Array], jax.Array]:
+    """Returns the function that selects the score whose scaled score is larger."""
+    return jnp.maximum if log2_scale > 0 else jnp.minimum
+
+
+def finite(extreme: jax.Array, log2_scale: float) -> jax.Array:
+    """Replaces the extreme by 0 in rows that have had no score above -inf: all weights are 0."""
+    return jnp.where(extreme == masked_score(log2_scale), 0.0, extreme)
+
+
+def running_weights(
+    extreme: jax.Array, scores: jax.Array, log2_scale: float
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Computes (the extreme with a block's scores, factor of earlier weights, weights in f32)."""
+    larger = further(log2_scale)(extreme, row_extreme(scores, log2_scale))
+    base = finite(larger, log2_scale)
+    shrink = jnp.exp2((extreme - base) * jnp.float32(log2_scale))
+    return larger, shrink, exact_exponentials(scores, base, log2_scale)
+
+
 def running_start(head_dim: int, log2_scale: float) -> Running:
-    """The state before the first block."""
-    nothing = -jnp.inf if log2_scale > 0 else jnp.inf
-    extreme = plgpu.layout_cast(jnp.full((WGMMA_M,), nothing, jnp.float32), ROW_LAYOUT)
-    return Running(extreme, mma.zeros(PARTIAL, jnp.float32), mma.zeros(head_dim, jnp.float32))
+    """Returns the state before the first block."""
+    return Running(
+        no_extreme(log2_scale), mma.zeros(PARTIAL, jnp.float32), mma.zeros(head_dim, jnp.float32)
+    )
 
 
 def running_step(state: Running, scores: jax.Array, log2_scale: float) -> tuple[Running, jax.Array]:
-    """The state with a block's weights, whose product with the values is not added yet; and the
-    weights in f32."""
-    nothing, further = (-jnp.inf, jnp.maximum) if log2_scale > 0 else (jnp.inf, jnp.minimum)
-    extreme = further(state.extreme, row_extreme(scores, log2_scale))
-    # In a row that has had no score above -inf so far, every weight is 0.
-    finite = jnp.where(extreme == nothing, 0.0, extreme)
-    shrink = jnp.exp2((state.extreme - finite) * jnp.float32(log2_scale))
-    p = exact_exponentials(scores, finite, log2_scale)
+    """Returns the state with a block's weights, and the weights in f32.
+
+    The caller adds the product of weights and values to the state.
+    """
+    extreme, shrink, p = running_weights(state.extreme, scores, log2_scale)
     scaled = state.sums * lax.broadcast_in_dim(shrink, state.sums.shape, (0,))
     acc = state.acc * lax.broadcast_in_dim(shrink, state.acc.shape, (0,))
     return Running(extreme, scaled + partial_sums(p), acc), p
 
 
 def inverse_sums(row_sum: jax.Array, output_scale: float) -> jax.Array:
-    """output_scale / row_sum, [64]; 0 where the sum is 0, NaN where it is NaN."""
+    """Computes output_scale / row_sum, [64]; 0 where the sum is 0, NaN where it is NaN."""
     inverse = jnp.where(row_sum > 0, 1 / row_sum, 0.0)
     # A NaN sum gives a NaN row.
     inverse = jnp.where(row_sum != row_sum, row_sum, inverse)
@@ -105,7 +128,7 @@ def inverse_sums(row_sum: jax.Array, output_scale: float) -> jax.Array:
 
 
 def partial_sums(p: jax.Array) -> jax.Array:
-    """[64, 8], whose row sums equal the row sums of `p`."""
+    """Adds columns of `p`; the result [64, 8] has the same row sums."""
     parts = [lax.slice(p, (0, i), (p.shape[0], i + PARTIAL)) for i in range(0, p.shape[1], PARTIAL)]
     while len(parts) > 1:
         pairs = [a + b for a, b in zip(parts[::2], parts[1::2], strict=False)]
@@ -114,7 +137,7 @@ def partial_sums(p: jax.Array) -> jax.Array:
 
 
 def nan_where_not_finite(sums: jax.Array, acc: jax.Array) -> jax.Array:
-    """`sums` [64, 8] with NaN in rows where `acc` [64, width] holds NaN or infinity."""
+    """Puts NaN into rows of `sums` [64, 8] where `acc` [64, width] holds NaN or infinity."""
     for i in range(
         0, acc.shape[1], PARTIAL
     ):  # 0 times NaN or infinity is NaN; one FFMA per element

@@ -174,12 +174,15 @@ def _tile(ctx: BackwardContext, item: Any, first_step: Any) -> Any:
         return _multiply(ctx, rows, sums, scores, item, step)
 
     sums = add(first_step, None)
-    pl.when(item > 0)(functools.partial(_free_stored_slot, ctx, item - 1))
+    if stationary.slots > 1:
+        pl.when(item > 0)(functools.partial(_free_stored_slot, ctx, item - 1))
     end = first_step + stationary.words[stationary.slot(item), BLOCKS]
     sums = lax.fori_loop(first_step + 1, end, add, sums)
     mma.wait(0, interpret=ctx.interpret)
     sums = _complete(ctx, sums, end - 1)
     _store(ctx, mosaic.opaque(item, interpret=ctx.interpret), sums)
+    if stationary.slots == 1:
+        _free_stored_slot(ctx, item)
     return end
 
 
@@ -222,6 +225,7 @@ def _store(ctx: BackwardContext, item: Any, sums: tuple[jax.Array, ...]) -> None
         (jnp.int32(0), rows),
         is_full=rows == WGMMA_M,
         is_partial=rows < WGMMA_M,
+        order=ctx.order,
     )
 
 
@@ -229,7 +233,8 @@ def _all_tiles(ctx: BackwardContext) -> None:
     """All tiles of this CTA, at least one."""
     count = ctx.item_count
     lax.fori_loop(0, count, functools.partial(_tile, ctx), jnp.int32(0))
-    _free_stored_slot(ctx, count - 1)
+    if ctx.shared.stationary.slots > 1:
+        _free_stored_slot(ctx, count - 1)
     plgpu.wait_smem_to_gmem(0, wait_read_only=False)
 
 

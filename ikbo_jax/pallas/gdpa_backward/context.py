@@ -9,6 +9,7 @@ from jax.experimental import pallas as pl
 
 from ikbo_jax.pallas.activations.weights import ActivationSpec
 from ikbo_jax.pallas.hopper.launch import WarpgroupContext
+from ikbo_jax.pallas.hopper.row_order import RowOrder
 from ikbo_jax.problems.gdpa_backward import (
     BLOCK_WORDS,
     ITEM_WORDS,
@@ -76,7 +77,8 @@ class Operands(NamedTuple):
     tiles: Any  # [tiles, TILE_WORDS] int32
     counts: Any  # [2] int32: tiles with blocks, all tiles
     ranges: Any  # [sequences, RANGE_WORDS] int32
-    statistics: Any = None  # [N, 2, rows] int32, bits of f32: lse and delta, of a softmax
+    statistics: Any = None  # [N, 2, rows], int32 (bits) or f32: lse and delta, of a softmax
+    order: Any = None  # only for attention: candidates in user order
 
 
 @dataclasses.dataclass(frozen=True)
@@ -119,8 +121,23 @@ class BackwardContext(WarpgroupContext):
     A *step* numbers the blocks that the CTA loads. `outputs` is (d_query,) or (d_key, d_value).
     """
 
+    @property
+    def order(self) -> RowOrder | None:
+        """Where rows are stored; None: in the order in which they are read."""
+        return None
+
+    def tile_word(self, tile: Any, word: int) -> Any:
+        """Reads a word of a tile, of those that `worklist.lists.WORK_WORDS` counts."""
+        return self.operands.tiles[tile, word]
+
+    def range_word(self, index: Any, word: int) -> Any:
+        """Reads a word of a range of streamed rows, one of `worklist.lists.RANGE_WORDS`."""
+        return self.operands.ranges[index, word]
+
     def statistics(self, slot: Any, number: int) -> Any:
-        """A vector of a slot of statistics in shared memory, int32; it may have rows to spare."""
+        """Returns a vector of a slot of statistics in shared memory; it may have rows to spare."""
+        if self.shared.statistics is not None:
+            return self.shared.statistics.at[number]
         packing = self.config.packing(len(self.shape.scales))
         first = (slot * STATISTICS + number) * packing.stride
         return self.shared.packed.at[pl.ds(first, packing.stride)]

@@ -18,12 +18,12 @@ from ikbo_jax.problems.hopper import NUM_CONSUMERS, WGMMA_M
 
 def _send_stationary(ctx: BackwardContext, item: Any, tile: Any, head: Any) -> None:
     """Sends the descriptor of a tile, and loads its two stationary operands."""
-    ring, tiles = ctx.shared.stationary, ctx.operands.tiles
+    ring = ctx.shared.stationary
     slot = ring.slot(item)
-    first_rows = (tiles[tile, 0], tiles[tile, 1])
-    blocks = tiles[tile, 5]
+    first_rows = (ctx.tile_word(tile, 0), ctx.tile_word(tile, 1))
+    blocks = ctx.tile_word(tile, 5)
     has_blocks = jnp.minimum(blocks, 1)
-    words = (first_rows[1], tiles[tile, 2], head, has_blocks, jnp.maximum(blocks, 1))
+    words = (first_rows[1], ctx.tile_word(tile, 2), head, has_blocks, jnp.maximum(blocks, 1))
     ring.send_words(item, words, after=ring)
     for operand, (source, first) in enumerate(
         zip(ctx.operands.stationary, first_rows, strict=True)
@@ -34,7 +34,8 @@ def _send_stationary(ctx: BackwardContext, item: Any, tile: Any, head: Any) -> N
             ctx.load(source, (pl.ds(row, WGMMA_M), head), target, ring.ready.at[slot])
     if ctx.shared.statistics_free is not None:
         plgpu.barrier_wait(ctx.shared.statistics_free.at[0])
-        _load_statistics(ctx, head, tiles[tile, STATISTICS_ROW], jnp.int32(0), ring.ready.at[slot])
+        row = ctx.tile_word(tile, STATISTICS_ROW)
+        _load_statistics(ctx, head, row, jnp.int32(0), ring.ready.at[slot])
 
 
 def _load_statistics(ctx: BackwardContext, head: Any, row: Any, slot: Any, ready: Any) -> None:
@@ -71,7 +72,7 @@ def _send_item(ctx: BackwardContext, item: Any, step: Any) -> Any:
     number = ctx.worker + item * shape.workers
     tile, head = lax.div(number, shape.heads), lax.rem(number, shape.heads)
     _send_stationary(ctx, item, tile, head)
-    begin, end, blocks = (operands.tiles[tile, i] for i in (3, 4, 5))
+    begin, end, blocks = (ctx.tile_word(tile, i) for i in (3, 4, 5))
     has_statistics = shape.has_softmax and shape.is_for_keys
 
     def send_head(index: Any, step: Any) -> Any:
@@ -79,7 +80,7 @@ def _send_item(ctx: BackwardContext, item: Any, step: Any) -> Any:
         q_head = block_head if shape.is_for_keys else head
 
         def send_range(index: Any, step: Any) -> Any:
-            source, target, rows = (operands.ranges[index, i] for i in range(3))
+            source, target, rows = (ctx.range_word(index, i) for i in range(3))
 
             @pl.loop(0, pl.cdiv(rows, config.block))
             def _(block: Any) -> None:
@@ -87,7 +88,7 @@ def _send_item(ctx: BackwardContext, item: Any, step: Any) -> Any:
                 left = jnp.minimum(rows - done, config.block)
                 first_rows = [source + done, target + done]
                 if has_statistics:
-                    first_rows.append(operands.ranges[index, 3] + done)
+                    first_rows.append(ctx.range_word(index, 3) + done)
                 _send_block(ctx, step + block, first_rows, (left, q_head), block_head)
 
             return step + pl.cdiv(rows, config.block)

@@ -87,5 +87,9 @@ def _statistic(
     return lax.broadcast_in_dim(_load(vector, plgpu.Layout.WGMMA.reduce(0)), shape, (1,))
 
 
-def _load(words: Any, layout: Any) -> jax.Array:
-    return lax.bitcast_convert_type(plgpu.load(words, layout=layout), jnp.float32)
+def _load(vector: Any, layout: Any) -> jax.Array:
+    """Loads f32 numbers, of which `vector` may hold the bits."""
+    loaded: jax.Array = plgpu.load(vector, layout=layout)
+    if loaded.dtype == jnp.float32:
+        return loaded
+    return lax.bitcast_convert_type(loaded, jnp.float32)

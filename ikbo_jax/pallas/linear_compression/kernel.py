@@ -8,21 +8,18 @@ levels launches this kernel once per level; `single_launch` lets the last two le
 The kernel computes the transposed product, out[b].T = e[b].T @ w.T.  So the compressed rows M are
 the n of a WGMMA, a multiple of 8: for M = 433, it multiplies 440 rows instead of 512.
 
-Warpgroups: 0 and 1 are the consumers; each multiplies 64 of a tile's 128 embedding columns by
-`block_m` compressed rows.  One warp of warpgroup 2 is the producer; it loads operands through a
-ring of stages that continues across tiles.  A finished tile stays in registers, rounded, and is
-stored in chunks during the first k steps of the next tile.  The CTAs of a cluster compute tiles of
+Warpgroups 0 and 1 are the consumers; each multiplies 64 of a tile's 128 embedding columns by
+`block_m` compressed rows.  One warp of warpgroup 2, the producer, loads operands through a ring of
+stages that continues across tiles.  A finished tile stays in registers, rounded, and is stored in
+chunks during the first k steps of the next tile.  The CTAs of a cluster compute tiles of
 consecutive rows of the batch, and share their weights through multicast.
 
-No array [U, M, N] holds the user result: consumers write it to device memory as *fragments* (see
-`fragment`).  A candidate tile loads its user's fragment a few k steps before its end, and adds it
-in f32 before the one rounding.  Where users are few, a user tile has half as many compressed rows
-as a candidate tile: user tiles then spread over twice as many CTAs, and finish before the first
-candidate tile needs them.
+Consumers write the user result to device memory as *fragments* (`hopper.fragment`).  A candidate
+tile loads its user's fragment a few k steps before its end, and adds it in f32 before the one
+rounding.  Where users are few, a user tile has half as many compressed rows as a candidate tile:
+user tiles then spread over twice as many CTAs, and finish before a candidate tile needs them.
 
-That is a tile of `Columns`.  Where N is small, tiles of `PackedColumns` span candidates: a
-consumer has several accumulators, of 64 columns each, and every warp a user of its own. If a tile
-has 64 columns, each consumer multiplies them by half of the compressed rows.
+Where N is small, tiles span candidates (`packed`).
 
 Synchronisations:
   1. `stages.ready[s]`     producer -> consumers: TMA has filled stage s.
@@ -38,11 +35,10 @@ Synchronisations:
   6. Staging buffers: `commit_smem` before a TMA store, `wait_smem_to_gmem` before the next write.
 
 Forward progress of a single launch: a CTA takes user tiles from the ticket counter until none is
-left, and only then starts its candidate tiles.  So when a CTA waits for user results, every user
-tile has been claimed by a resident CTA, which finishes the tile without any wait for another CTA.
-One resident cluster is enough, whatever else occupies the SMs.  If user tiles were assigned to CTAs
-statically, two such kernels, each partly resident, could wait forever for CTAs that the other keeps
-off the chip.
+left, and only then starts its candidate tiles.  So when a CTA waits for user results, resident CTAs
+have claimed all user tiles, and finish them without a wait for another CTA.  If user tiles were
+assigned to CTAs statically, two such kernels, each partly resident, could wait forever for CTAs
+that the other kernel keeps off the chip.
 
 Source: the idea is Meta's IKBO ("linear compression embedding").  No code is shared.
 """
@@ -61,13 +57,13 @@ from jax.experimental import pallas as pl
 
 from ikbo_jax.pallas.hopper import fragment, mosaic, schedule
 from ikbo_jax.pallas.hopper.launch import Roles, launch
-from ikbo_jax.pallas.linear_compression.columns import Columns
 from ikbo_jax.pallas.linear_compression.packed import PackedColumns
 from ikbo_jax.pallas.linear_compression.resident import resident_compression
 from ikbo_jax.pallas.linear_compression.roles import consume, produce
 from ikbo_jax.pallas.linear_compression.tiles import (
     BLOCK_N,
     Claims,
+    Columns,
     CompressionContext,
     Operands,
     PackedPhase,
@@ -157,7 +153,7 @@ def _launch(
 
 
 def _aligned(weights: Sequence[jax.Array], alignment: int) -> list[tuple[jax.Array, int]]:
-    """(aligned operand, first column of the weight in it), for each weight.
+    """Returns (aligned operand, first column of the weight in it) for each weight.
 
     One copy pads the rows of all weights with zeros to `alignment` bytes, unless all are aligned
     (`ops.padded_weight`); TMA reads zeros for the embeddings there.
@@ -172,19 +168,19 @@ def _aligned(weights: Sequence[jax.Array], alignment: int) -> list[tuple[jax.Arr
 
 
 def _packed(phase: Phase, block_n: int) -> PackedPhase:
-    """The phase with tiles that span rows of the batch."""
+    """Converts a phase to tiles that span rows of the batch."""
     fields = {field.name: getattr(phase, field.name) for field in dataclasses.fields(phase)}
-    return PackedPhase(**fields, block_n=block_n, block_width=block_width(phase.n))
+    return PackedPhase(**fields, block_n=block_n, width=block_width(phase.n))
 
 
 def _halved(phase: Phase, num_sms: int) -> Phase:
-    """The phase of a level that a finer level looks up, with smaller tiles where it has few."""
+    """Makes tiles smaller where a level that a finer level looks up has few."""
     tiles = phase.rows * phase.n_tiles * phase.m_tiles
     if tiles >= WHOLE_TILES_PER_SM * num_sms:
         return phase
     if isinstance(phase, PackedPhase):
-        # A CTA loads the embeddings of its tile alone, and a narrow tile has fewer; so do tiles of
-        # few compressed rows, if no CTA gets two of them.
+        # A CTA alone loads its tile's embeddings, so a narrow tile takes less time. So does a tile
+        # of few compressed rows, if no CTA gets two tiles.
         phase = dataclasses.replace(phase, block_n=min(phase.block_n, BLOCK_N))
         step = 16 * phase.parts
         block_ms = (rows for rows in range(step, phase.block_m, step) if phase.block_m % rows == 0)
@@ -205,7 +201,7 @@ def linear_compression_kernel(
     num_sms: int,
     interpret: Any = False,
 ) -> jax.Array:
-    """Linear compression of levels, coarsest first.
+    """Compresses levels, coarsest first.
 
     Args:
       weights: [M, K_l] each, bf16 or f16; or with more columns, which are finite.

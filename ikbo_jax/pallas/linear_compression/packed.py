@@ -1,16 +1,13 @@
 """Tiles whose columns are of consecutive rows of the batch: several candidates where N is small.
 
-Columns of all rows of the batch are numbered, column n of row b with b * N + n. A tile has the next
-`block_n` of them, in *blocks* of 16, 32 or 64 columns of one row, and a consumer's accumulator has
-64. Shared memory holds a block as [64, block_width], swizzled within its rows; WGMMA reads an
-accumulator's blocks as one operand of 64 columns, since a descriptor says how far apart they are.
+Column n of row b has number b * N + n. A tile has the next `block_n` columns, in *blocks* of 16, 32
+or 64 columns of one row; a consumer's accumulator has 64 columns. Shared memory holds a block as
+[64, width], swizzled within its rows. A descriptor says how far apart blocks are, so WGMMA reads an
+accumulator's blocks as one operand. Both consumers multiply a tile of 64 columns, each by half of
+the compressed rows.
 
-Of a tile of 64 columns, both consumers multiply the same columns, each by half of the tile's
-compressed rows.
-
-A warp holds 16 rows of an accumulator, which are a *granule*: 16 columns of one row of the batch,
-as N is a multiple of 16. So a warp looks up one user for each accumulator, and fragments are stored
-and loaded warp by warp.
+A warp holds 16 rows of an accumulator, a *granule*: 16 columns of one row of the batch. So a warp
+looks up one user for each accumulator, and stores and loads fragments by itself.
 """
 
 from __future__ import annotations
@@ -26,8 +23,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from ikbo_jax.pallas.hopper import fragment, granules, mma, mosaic
-from ikbo_jax.pallas.linear_compression.columns import Columns
-from ikbo_jax.pallas.linear_compression.tiles import Operands, PackedPhase, Tile
+from ikbo_jax.pallas.linear_compression.tiles import Columns, Operands, PackedPhase, Tile, block_at
 from ikbo_jax.problems.hopper import BLOCK_K, NUM_CONSUMERS, WGMMA_M
 from ikbo_jax.problems.packed_compression import GRANULE, STAGING_SLOTS
 
@@ -65,10 +61,10 @@ class PackedColumns(Columns):
             # LLVM would keep the blocks' rows and columns, which are the same in every k step, and
             # spill: 300 bytes with 12 blocks.
             number = mosaic.opaque(first + i, interpret=self.ctx.interpret)
-            row, columns = self._block(number)
+            row, columns = block_at(self.phase, number)
             plgpu.copy_gmem_to_smem(embedding.at[row, rows, columns], target.at[stage, i], ready)
 
-        # The barrier waits for the copies of a tile of the other phase, which may have more blocks.
+        # The barrier expects as many arrivals as the phase with most blocks has.
         for _spare in range(target.shape[1] - self.phase.blocks):
             plgpu.barrier_arrive(ready)
 
@@ -76,8 +72,8 @@ class PackedColumns(Columns):
         if not self.ctx.interpret:
             return body((None,) * self.phase.accumulators)
         # The interpreter multiplies block by block.
-        blocks = WGMMA_M // self.phase.block_width
-        part = plgpu.ACC((self.phase.block_width, columns))
+        blocks = WGMMA_M // self.phase.width
+        part = plgpu.ACC((self.phase.width, columns))
         parts = [part] * (blocks * self.phase.accumulators)
 
         def grouped(*parts: Any) -> Any:
@@ -89,7 +85,7 @@ class PackedColumns(Columns):
         self, accs: tuple[Any, ...], stage: Any, columns: int, *, overwrite: bool, k: int
     ) -> tuple[Any, ...]:
         weight, _ = self.ctx.shared.weight
-        blocks = WGMMA_M // self.phase.block_width
+        blocks = WGMMA_M // self.phase.width
         first, part = self._share
         return tuple(
             mma.wgmma_blocks(
@@ -111,7 +107,7 @@ class PackedColumns(Columns):
         return tuple(mma.after_wait(acc, interpret=False) for acc in accs)
 
     def look_up(self, operands: Operands, tile: Tile) -> Any:
-        """For each accumulator, the granule of its user that each warp adds."""
+        """Looks up the granule of the user that each warp adds, for each accumulator."""
         return granules.look_up(
             operands.index,
             self._first_granule(tile),
@@ -142,7 +138,7 @@ class PackedColumns(Columns):
         rows = self.ctx.config.epilogue_rows
         number, part = divmod(chunk, self.phase.consumer_rows // rows)
         staging = self.ctx.shared.staging.at[self.ctx.consumer, chunk % STAGING_SLOTS]
-        blocks = WGMMA_M // self.phase.block_width
+        blocks = WGMMA_M // self.phase.width
 
         @pl.when(is_valid)
         def _() -> None:
@@ -159,20 +155,14 @@ class PackedColumns(Columns):
                 plgpu.copy_smem_to_gmem(staging, target)
                 return
             for i in range(blocks):
-                row, columns = self._block(first * blocks + i)
+                row, columns = block_at(self.phase, first * blocks + i)
                 plgpu.copy_smem_to_gmem(
                     staging.at[i], output.at[row, compressed, columns], commit_group=i == blocks - 1
                 )
 
-    def _block(self, number: Any) -> tuple[Any, Any]:
-        """Row and columns of a block."""
-        of_row, width = self.phase.blocks_of_row, self.phase.block_width
-        row, number = lax.div(number, of_row), lax.rem(number, of_row)
-        return row, pl.ds(number * width, width)
-
     @property
     def _share(self) -> tuple[Any, Any]:
-        """Which part of a tile's columns and which of its compressed rows this consumer has."""
+        """Numbers of this consumer's part of a tile's columns and of its compressed rows."""
         return (0, self.ctx.consumer) if self.phase.parts > 1 else (self.ctx.consumer, 0)
 
     def _first_accumulator(self, tile: Tile) -> Any:
@@ -181,10 +171,10 @@ class PackedColumns(Columns):
         return (tile.row * (NUM_CONSUMERS // self.phase.parts) + first) * self.phase.accumulators
 
     def _first_granule(self, tile: Tile) -> Any:
-        """The number of the first granule of this consumer's first accumulator."""
+        """Returns the number of the first granule of this consumer's first accumulator."""
         return self._first_accumulator(tile) * GRANULES
 
     def _first_row(self, tile: Tile) -> Any:
-        """This consumer's first compressed row."""
+        """Returns this consumer's first compressed row."""
         _, part = self._share
         return tile.m_tile * self.phase.block_m + part * self.phase.consumer_rows

@@ -2,19 +2,17 @@
 
     out[b] = w_cand @ e_cand[b] + w_user @ e_user[cand_to_user[b]]
 
-Where M and K are small, a tile's products take less time than the latency of its loads, and the
-kernel of `roles` waits for one after another: for a k step, for a fragment, for a ticket.  Here
-several CTAs share an SM, so that one computes while others wait.  A CTA
+Where M and K are small, a tile's products take less time than the latency of its loads.  Several
+CTAs share an SM, so that one CTA computes while others wait.  A CTA
 
   - loads its weights into shared memory once, by itself: no launch pads their rows for TMA;
   - issues the loads of all k steps of a tile at once, `num_stages` tiles ahead;
   - multiplies the columns of a tile (see `packed`) by one part of the compressed rows after
     another, so that embeddings are loaded once however large M is;
-  - stores a candidate of 16 or 32 columns as what it is, contiguous memory.
+  - stores a candidate of 16 or 32 columns, which is contiguous memory, by one copy.
 
-Each level is a launch of its own, without counters that a further launch would have to zero.  A
-level that a finer one looks up stores fragments; if its K is long, every CTA sums a split of K, and
-the finer level adds the fragments of all splits.
+Each level is a launch.  A level that a finer level looks up stores fragments; if its K is long,
+every CTA sums a split of K, and the finer level adds the fragments of all splits.
 
 Synchronisations:
   1. `ready[stage, k step]`  TMA has filled the slot.
@@ -39,22 +37,20 @@ from jaxlib.mlir.dialects import arith
 
 from ikbo_jax.pallas.hopper import fragment, granules, mma, mosaic, stores
 from ikbo_jax.pallas.hopper.launch import Roles, WarpgroupContext, launch
-from ikbo_jax.pallas.linear_compression.resident_loads import (
-    load_fragments,
-    load_one_user,
-    load_tile,
-    load_weights,
-    look_up,
-)
 from ikbo_jax.pallas.linear_compression.resident_tiles import (
     Operands,
     Phase,
     Place,
     Source,
-    block_at,
+    load_fragments,
+    load_one_user,
+    load_tile,
+    load_weights,
+    look_up,
     place_of,
     sources_of,
 )
+from ikbo_jax.pallas.linear_compression.tiles import block_at
 from ikbo_jax.problems import LinearCompressionProblem, ResidentCompressionConfig
 from ikbo_jax.problems.hopper import BLOCK_K, WGMMA_M
 from ikbo_jax.problems.packed_compression import GRANULE, STAGING_SLOTS
@@ -64,7 +60,7 @@ from ikbo_jax.problems.resident_compression import early_splits, is_contiguous
 def _multiply(
     ctx: WarpgroupContext, part: Any, stage: Any, *, of_user: bool = False
 ) -> tuple[jax.Array, ...]:
-    """The accumulators of a part of a tile, [64, block_m] f32 each; `of_user`: of the only user."""
+    """Multiplies a part of a tile, or the only user's part; returns [64, block_m] f32 each."""
     phase, layout = ctx.shape, ctx.shape.layout
     weight, _ = ctx.shared.weight
     of_accumulator = WGMMA_M // phase.width
@@ -118,7 +114,7 @@ def _multiply(
 def _sums(
     ctx: WarpgroupContext, place: Place, users: Any, part: Any, stage: Any
 ) -> tuple[jax.Array, ...]:
-    """A part of a tile, with the coarser level's part of it."""
+    """Computes a part of a tile, and adds the coarser level's part."""
     coarser, layout = ctx.shape.coarser, ctx.shape.layout
     if coarser is None:
         return _multiply(ctx, part, stage)
@@ -146,7 +142,7 @@ def _sums(
 
 
 def _stage(ctx: WarpgroupContext, number: Any, accs: tuple[jax.Array, ...]) -> Any:
-    """Writes a part to a staging buffer, which it returns; TMA sees it afterwards."""
+    """Writes a part to a staging buffer for TMA; returns the buffer."""
     of_accumulator = WGMMA_M // ctx.shape.width
     staging = ctx.shared.staging.at[lax.rem(number, STAGING_SLOTS)]
     # All stores but the newest have read their staging buffers, so this buffer is free.
@@ -183,7 +179,7 @@ def _store(ctx: WarpgroupContext, place: Place, staging: Any, tile: Any, part: A
 
 
 def _store_contiguous(output: Any, staging: Any, first: Any, begin: Any) -> None:
-    """output[first + i, begin + j] = staging[i, j] within M, one bulk copy for each i."""
+    """Copies staging[i, j] to output[first + i, begin + j] within M, one bulk copy for each i."""
     batch, m, n = output.shape
     blocks, height, _ = staging.shape
     scalar = plgpu.Layout.WG_SPLAT(())
@@ -216,7 +212,7 @@ def _store_contiguous(output: Any, staging: Any, first: Any, begin: Any) -> None
 
 
 def _consume(ctx: WarpgroupContext) -> None:
-    """The CTA."""
+    """Computes all tiles of the CTA."""
     phase: Phase = ctx.shape
     layout = phase.layout
     output, fragments_out = ctx.outputs
@@ -285,7 +281,7 @@ def _store_fragments(
 def _launch(
     phase: Phase, operands: Operands, *, is_last: bool, columns: int, interpret: Any
 ) -> Any:
-    """The output of the last level, or the fragments of a coarser one, of `columns` rows of M."""
+    """Launches a level; returns the last level's output, or fragments of `columns` rows of M."""
     layout, dtype = phase.layout, operands.embedding.dtype
     output = fragments = None
     if is_last:
@@ -316,7 +312,7 @@ def resident_compression(
     num_sms: int,
     interpret: Any = False,
 ) -> jax.Array:
-    """Linear compression of levels, coarsest first; see `kernel.linear_compression_kernel`."""
+    """Compresses levels, coarsest first; see `kernel.linear_compression_kernel`."""
     batches, ks = zip(*(x.shape[:2] for x in embeddings), strict=True)
     m, n = weights[0].shape[0], embeddings[0].shape[2]
     problem = LinearCompressionProblem(batches, ks, m, n, weights[0].dtype.name)

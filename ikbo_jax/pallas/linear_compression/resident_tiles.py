@@ -1,15 +1,20 @@
-"""Phases, tiles and embeddings of the kernel in `resident`."""
+"""Phases, tiles and loads of the kernel in `resident`."""
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 from typing import Any, NamedTuple
 
+import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from ikbo_jax.pallas.hopper import fragment, granules
 from ikbo_jax.pallas.hopper.launch import WarpgroupContext
+from ikbo_jax.pallas.linear_compression import weights
+from ikbo_jax.pallas.linear_compression.tiles import block_at
 from ikbo_jax.problems.packed_compression import GRANULE, block_width
 from ikbo_jax.problems.resident_compression import Layout
 
@@ -19,9 +24,9 @@ class Phase:
     """Static description of a level.
 
     Attributes:
-      layout: how it is divided among CTAs.
-      coarser: the level whose fragments it adds; None if there is none.
-      users: the coarser level's batch; 0 if there is none.
+      layout: how the level is divided among CTAs.
+      coarser: the level whose fragments this level adds, or None.
+      users: the coarser level's batch, or 0.
       workers: CTAs of a group and a split; each has a range of column tiles.
     """
 
@@ -36,7 +41,7 @@ class Phase:
 
     @property
     def width(self) -> int:
-        """Columns of a block."""
+        """Number of a block's columns."""
         return block_width(self.n)
 
     @property
@@ -45,23 +50,23 @@ class Phase:
 
     @property
     def blocks(self) -> int:
-        """Blocks of a tile."""
+        """Number of a tile's blocks."""
         return self.layout.block_n // self.width
 
     @property
     def tiles(self) -> int:
-        """Column tiles of a strip."""
+        """Number of a strip's column tiles."""
         return self.layout.tiles(self.batch, self.n)
 
     def first_block(self, place: Place, tile: Any) -> Any:
-        """The number of a tile's first block."""
+        """Returns the number of a tile's first block."""
         if self.layout.strips == 1:
             return tile * self.blocks
         return tile * self.blocks_of_row + place.strip * self.blocks
 
     @property
     def granules(self) -> int:
-        """Granules of a split's fragments, of whole tiles."""
+        """Number of granules of a split's fragments, of whole tiles."""
         return self.tiles * self.layout.block_n // GRANULE
 
 
@@ -76,7 +81,7 @@ class Operands(NamedTuple):
 
 
 class Place(NamedTuple):
-    """What a CTA computes."""
+    """The part of a level that a CTA computes."""
 
     group: Any  # of compressed rows
     split: Any  # of K
@@ -86,7 +91,7 @@ class Place(NamedTuple):
 
 
 def place_of(ctx: WarpgroupContext) -> Place:
-    """What this CTA computes: neighbouring CTAs share column tiles."""
+    """Finds the CTA's part of a level; neighbouring CTAs share column tiles."""
     phase = ctx.shape
     layout = phase.layout
     worker, share = lax.div(ctx.worker, layout.shares), lax.rem(ctx.worker, layout.shares)
@@ -95,16 +100,10 @@ def place_of(ctx: WarpgroupContext) -> Place:
     return Place(lax.div(share, layout.splits), lax.rem(share, layout.splits), strip, begin, end)
 
 
-def block_at(phase: Phase, number: Any) -> tuple[Any, Any]:
-    """Row of the batch and columns of a block."""
-    row, of_row = lax.div(number, phase.blocks_of_row), lax.rem(number, phase.blocks_of_row)
-    return row, pl.ds(of_row * phase.width, phase.width)
-
-
 class Source(NamedTuple):
-    """Embeddings in shared memory that are multiplied by the weights from a block on."""
+    """Embeddings in shared memory, multiplied by the weights from `first_block` on."""
 
-    tiles: Any  # [stages * steps, column blocks, depth, block_width]
+    tiles: Any  # [stages * steps, column blocks, depth, width]
     ready: Any
     first_block: int
     steps: int
@@ -118,7 +117,7 @@ class Source(NamedTuple):
 
 
 def sources_of(ctx: WarpgroupContext, *, of_user: bool) -> list[Source]:
-    """The embeddings of a tile, or of the only user."""
+    """Returns the embeddings of a tile, or of the only user."""
     layout, shared = ctx.shape.layout, ctx.shared
     own = [Source(shared.embedding, shared.ready, 0, layout.steps, layout.depth)]
     if layout.gathered is None:
@@ -128,3 +127,113 @@ def sources_of(ctx: WarpgroupContext, *, of_user: bool) -> list[Source]:
     if layout.has_one_user:
         return gathered if of_user else own
     return own + gathered
+
+
+def load_tile(ctx: WarpgroupContext, place: Place, tile: Any) -> None:
+    """Issues the loads of a tile's embeddings."""
+    phase, shared = ctx.shape, ctx.shared
+    layout = phase.layout
+    if layout.by_threads:
+        weights.load_blocks(
+            ctx.operands.embedding,
+            shared.embedding,
+            phase.first_block(place, tile),
+            phase.blocks_of_row,
+            place.split * layout.k,
+            interpret=ctx.interpret,
+        )
+        return
+    stage = lax.rem(tile - place.begin, layout.stages)
+    for step in range(layout.steps):
+        slot = stage * layout.steps + step
+        target, ready = shared.embedding.at[slot], shared.ready.at[slot]
+        rows = pl.ds(place.split * layout.k + step * layout.depth, layout.depth)
+        first = phase.first_block(place, tile)
+        if phase.blocks_of_row == 1:
+            source = ctx.operands.embedding.at[pl.ds(first, phase.blocks), rows]
+            plgpu.copy_gmem_to_smem(source, target, ready)
+            continue
+        for i in range(phase.blocks):
+            row, columns = block_at(phase, first + i)
+            plgpu.copy_gmem_to_smem(
+                ctx.operands.embedding.at[row, rows, columns], target.at[i], ready
+            )
+    if layout.gathered is not None and not layout.has_one_user:
+        _gather(ctx, place, tile, stage)
+
+
+def _gather(ctx: WarpgroupContext, place: Place, tile: Any, stage: Any) -> None:
+    """Issues the loads of the embeddings of a tile's users."""
+    phase, (steps, depth) = ctx.shape, ctx.shape.layout.gathered
+    _, embedding = ctx.operands.of_users
+    for i in range(phase.blocks):
+        row, columns = block_at(phase, phase.first_block(place, tile) + i)
+        row = jnp.minimum(row, phase.batch - 1)
+        user = jnp.clip(ctx.operands.index[row], 0, phase.users - 1)
+        for step in range(steps):
+            slot = stage * steps + step
+            # Pallas would reject a static end past K.
+            rows = pl.ds(step * depth + 0 * ctx.worker, depth)
+            plgpu.copy_gmem_to_smem(
+                embedding.at[user, rows, columns],
+                ctx.shared.gathered.at[slot, i],
+                ctx.shared.gathered_ready.at[slot],
+            )
+
+
+def load_one_user(ctx: WarpgroupContext, place: Place) -> None:
+    """Loads the only user's embeddings; all tiles of a CTA have the same columns of it."""
+    phase = ctx.shape
+    weights.load_blocks(
+        ctx.operands.of_users[1],
+        ctx.shared.gathered,
+        place.strip * phase.blocks if phase.layout.strips > 1 else jnp.int32(0),
+        phase.blocks_of_row,
+        jnp.int32(0),
+        interpret=ctx.interpret,
+    )
+
+
+def load_weights(ctx: WarpgroupContext, place: Place) -> None:
+    """Loads the weights of a CTA's compressed rows and split of K, and the users' if it gathers."""
+    layout, (tiles, _) = ctx.shape.layout, ctx.shared.weight
+    own, gathered = layout.k_blocks
+    first_row, first_k = place.group * layout.rows, place.split * layout.k
+    load = functools.partial(weights.load, interpret=ctx.interpret)
+    region = weights.Region(0, own, own + gathered)
+    load(ctx.operands.weight, tiles, region, first_row, first_k)
+    if layout.gathered is not None:
+        weight, _ = ctx.operands.of_users
+        load(weight, tiles, weights.Region(own, gathered, own + gathered), first_row, jnp.int32(0))
+    weights.finish(interpret=ctx.interpret)
+
+
+def look_up(ctx: WarpgroupContext, place: Place, tile: Any) -> Any:
+    """Looks up the coarser level's granules that a tile adds; past the end, the last tile's."""
+    phase = ctx.shape
+    if phase.coarser is None:
+        return None
+    tile = jnp.minimum(tile, place.end - 1)
+    return granules.look_up(
+        ctx.operands.index,
+        tile * (phase.layout.block_n // GRANULE),
+        phase.layout.accumulators,
+        of_row=phase.n // GRANULE,
+        coarser_rows=phase.users,
+        interpret=ctx.interpret,
+    )
+
+
+def load_fragments(
+    ctx: WarpgroupContext, users: Any, split: int, begin: Any
+) -> tuple[fragment.Fragment, ...]:
+    """Issues the loads of a split's user fragments, for a part from row `begin` on."""
+    phase, layout = ctx.shape, ctx.shape.layout
+    return granules.load(
+        ctx.operands.fragments,
+        users + split * phase.coarser.granules if split else users,
+        layout.accumulators,
+        begin,
+        layout.block_m,
+        interpret=ctx.interpret,
+    )

@@ -1,4 +1,4 @@
-"""The producer warp and the consumer warpgroups of linear compression; see `linear_compression`."""
+"""The producer warp and the consumer warpgroups of linear compression; see `kernel`."""
 
 from __future__ import annotations
 
@@ -28,13 +28,10 @@ Fragments = tuple[fragment.Fragment, ...]
 FRAGMENT_AHEAD = 3
 
 
-# Tiles of a worker
-
-
 def _static_tiles(
     ctx: CompressionContext, phase: Phase, body: Callable[[Tile, Any], Any], *, of_user: bool
 ) -> None:
-    """Calls `body(tile, step)`, which returns the next step, for this worker's tiles of a phase."""
+    """Calls `body(tile, step)` for this worker's tiles of a phase; it returns the next step."""
     tiles = ctx.shape.tiles
     count, tile_of = (
         (tiles.user_count, tiles.user_tile) if of_user else (tiles.cand_count, tiles.cand_tile)
@@ -53,7 +50,7 @@ def _claimed_tiles(
 ) -> None:
     """Calls `body(tile, step, take_next)` for this CTA's tickets, until a ticket names no tile.
 
-    `take_next()` is the next ticket; `body` returns it and the next step.
+    `body` calls `take_next()` for the next ticket, and returns the ticket and the next step.
     """
 
     def one(carry: tuple[Any, Any, Any]) -> tuple[Any, Any, Any]:
@@ -94,7 +91,7 @@ def _load(ctx: CompressionContext, phase: Phase, operands: Operands, tile: Tile,
 
 
 def produce(ctx: CompressionContext) -> None:
-    """The producer warp."""
+    """Loads the operands of all tiles of the CTA, as the producer warp."""
     (user_phase, cand_phase), (user, cand), claims = ctx.shape.phases, ctx.operands, ctx.claims
 
     if claims is not None and user_phase is not None:
@@ -134,10 +131,10 @@ def _multiply(
     load_coarser: Callable[[], Fragments] | None,
     columns: int,
 ) -> tuple[tuple[jax.Array, ...], Fragments | None]:
-    """(accumulators [64, rows] f32 of one tile, e.T @ w.T; coarser fragments to be added).
+    """Multiplies a tile; returns accumulators [64, rows] f32, and coarser fragments to be added.
 
-    After each of the first k steps one of `jobs` is called, while that step's WGMMAs are in flight.
-    Only the first `columns` compressed rows are multiplied; the rest of the tile is zero.
+    Calls one of `jobs` after each of the first k steps, while the step's WGMMAs are in flight.
+    Multiplies only the first `columns` compressed rows; the rest of the tile is zero.
     """
     shared, last = ctx.shared, phase.k_steps - 1
     # The last k step ends after the last WGMMA instruction that multiplies more than padding.
@@ -194,8 +191,8 @@ def _add(
     """Adds the coarser level's fragments to a finished tile."""
     if coarser is None:
         return accs
-    # Rows past the batch need no sum. But the branch is there for ptxas, which without it unpacks
-    # the fragment among the last WGMMAs, and waits for the fragment's loads there.
+    # The branch is for ptxas: without the branch, ptxas unpacks the fragment among the last WGMMAs,
+    # and waits for the fragment's loads there.
     return lax.cond(
         tile.row < phase.rows,
         lambda: tuple(
@@ -217,8 +214,8 @@ def _compute_fragment(
 ) -> tuple[Any, Any]:
     """Computes one tile of a level that a finer level looks up, and stores it as a fragment.
 
-    Returns the result of `after_multiply`, which is called once the tile's stages are read, and the
-    next step.
+    Returns (the result of `after_multiply`, the next step); the tile's stages are read before
+    `after_multiply` is called.
     """
     load_coarser = None
     if phase.from_fragments:
@@ -304,7 +301,7 @@ def _compute_candidates(
 
 
 def consume(ctx: CompressionContext) -> None:
-    """A consumer warpgroup."""
+    """Computes all tiles of the CTA, as a consumer warpgroup."""
     (user_phase, cand_phase), (user, cand), claims = ctx.shape.phases, ctx.operands, ctx.claims
     output, fragments = ctx.outputs
     wait_for_users = None

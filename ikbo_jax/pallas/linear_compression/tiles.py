@@ -1,16 +1,21 @@
-"""Phases, tiles and context of a launch of linear compression."""
+"""Phases, tiles and context of linear compression; how a tile's columns are accessed."""
 
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from typing import Any, ClassVar, NamedTuple
 
+import jax
+import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from ikbo_jax.pallas.hopper import schedule
+from ikbo_jax.pallas.hopper import fragment, mma, schedule
 from ikbo_jax.pallas.hopper.launch import WarpgroupContext
 from ikbo_jax.problems.hopper import BLOCK_K, NUM_CONSUMERS, WGMMA_M
+from ikbo_jax.problems.linear_compression import STAGING_SLOTS
 from ikbo_jax.problems.packed_compression import GRANULE, row_parts
 
 #: Embedding columns of a tile.
@@ -35,17 +40,17 @@ class Phase:
 
     @property
     def accumulators(self) -> int:
-        """Accumulators of a consumer, each of 64 embedding columns by `block_m`."""
+        """Number of a consumer's accumulators, each of 64 embedding columns by `block_m`."""
         return 1
 
     @property
     def parts(self) -> int:
-        """Parts of a tile's compressed rows: two if each consumer has a half of them."""
+        """Number of parts of a tile's compressed rows: 2 if each consumer has a half."""
         return 1
 
     @property
     def consumer_rows(self) -> int:
-        """Compressed rows of each of a consumer's accumulators."""
+        """Number of compressed rows of an accumulator."""
         return self.block_m // self.parts
 
     @property
@@ -55,7 +60,7 @@ class Phase:
 
     @property
     def rows(self) -> int:
-        """Rows of tiles: a tile's columns are all of one row of the batch."""
+        """Number of rows of tiles: a tile's columns belong to one row of the batch."""
         return self.batch
 
     @property
@@ -68,7 +73,7 @@ class Phase:
 
     @property
     def last_consumer_rows(self) -> int:
-        """A consumer's compressed rows of the last M tile, a multiple of 8, for a WGMMA's n."""
+        """Number of a consumer's compressed rows in the last M tile, a multiple of 8 for WGMMA."""
         return pl.cdiv(self.m - (self.m_tiles - 1) * self.block_m, 8) * 8
 
     @property
@@ -82,7 +87,7 @@ class Phase:
 
     @property
     def cost(self) -> int:
-        """Time of a tile, in arbitrary units."""
+        """Relative time of a tile."""
         return self.k_steps * self.consumer_rows * self.accumulators
 
 
@@ -91,12 +96,12 @@ class PackedPhase(Phase):
     """Tiles that span rows of the batch: column c of all tiles is column c % N of row c // N.
 
     Attributes:
-      block_n: embedding columns of a tile; consumers share 64, and have halves of more.
-      block_width: columns of a block, which is of one row of the batch.
+      block_n: embedding columns of a tile; the consumers share 64 columns, and halve more columns.
+      width: columns of a block, which belongs to one row of the batch.
     """
 
     block_n: int
-    block_width: int
+    width: int
 
     @property
     def accumulators(self) -> int:
@@ -116,7 +121,7 @@ class PackedPhase(Phase):
 
     @property
     def rows(self) -> int:
-        """Rows of tiles: each has the next `block_n` columns."""
+        """Number of tiles along the columns of all rows."""
         return pl.cdiv(self.batch * self.n, self.block_n)
 
     @property
@@ -125,22 +130,22 @@ class PackedPhase(Phase):
 
     @property
     def blocks(self) -> int:
-        """Column blocks of a tile."""
-        return self.block_n // self.block_width
+        """Number of a tile's column blocks."""
+        return self.block_n // self.width
 
     @property
     def blocks_of_row(self) -> int:
-        """Column blocks of a row of the batch."""
-        return self.n // self.block_width
+        """Number of column blocks of a row of the batch."""
+        return self.n // self.width
 
     @property
     def granules_of_row(self) -> int:
-        """Granules of 16 columns of a row of the batch."""
+        """Number of granules of 16 columns in a row of the batch."""
         return self.n // GRANULE
 
     @property
     def granules(self) -> int:
-        """Granules of all rows of the batch."""
+        """Number of granules in all rows of the batch."""
         return self.batch * self.granules_of_row
 
 
@@ -184,21 +189,27 @@ class CompressionContext(WarpgroupContext):
     the candidate level; `outputs` are the result and the users' fragments.
     """
 
-    columns: Any = None  # the class of `columns.Columns`
+    columns: Any = None  # the class of `Columns`
     claims: Claims | None = None
 
     def columns_of(self, phase: Phase) -> Any:
-        """The columns of a phase's tiles."""
+        """Returns the columns of a phase's tiles."""
         return self.columns(self, phase)
 
     def in_claimed_phase(self) -> CompressionContext:
-        """The context of the user phase, in which a CTA frees its stages without its cluster."""
+        """Returns the context of the user phase: a CTA frees its stages without its cluster."""
         stages = self.shared.stages._replace(free=self.shared.user_stage_free)
         return self.replace(shared=self.shared._replace(stages=stages))
 
 
+def block_at(phase: Any, number: Any) -> tuple[Any, Any]:
+    """Returns the row of the batch and the columns of a block, whose number counts all rows'."""
+    row, of_row = lax.div(number, phase.blocks_of_row), lax.rem(number, phase.blocks_of_row)
+    return row, pl.ds(of_row * phase.width, phase.width)
+
+
 def locate(phase: Phase, tile: Any) -> Tile:
-    """The position of tile number `tile`.
+    """Locates tile number `tile`.
 
     M tiles vary fastest, so that their common embedding tile is read from device memory once.
     """
@@ -207,3 +218,123 @@ def locate(phase: Phase, tile: Any) -> Tile:
     if phase.cluster > 1:  # the last row may lie past the batch; its result is not stored
         row = row * phase.cluster + lax.axis_index("cluster")
     return Tile(row, n_tile, m_tile)
+
+
+@dataclasses.dataclass(frozen=True)
+class Columns:
+    """A tile's columns: 128 columns of one row of the batch; each consumer has 64 of them.
+
+    `looks_up_ahead`: whether a tile's users are looked up during the tile before; otherwise the
+    tile's k steps must hide the latency of the index.
+    """
+
+    ctx: CompressionContext
+    phase: Any
+    looks_up_ahead: ClassVar[bool] = False
+
+    @staticmethod
+    def fragment_types(phase: Any, columns: int, *, interpret: bool) -> fragment.Fragment:
+        """Declares device memory for a level's fragments, of `columns` rows of M."""
+        rows = (phase.batch, phase.n_tiles, NUM_CONSUMERS)
+        return fragment.types(columns, rows, interpret=interpret)
+
+    def weight_parts(self, stage: Any) -> tuple[Any, ...]:
+        """Returns the parts of a stage's weight tile, each of `Phase.consumer_rows`."""
+        _, weight = self.ctx.shared.weight
+        return (weight.at[stage, : self.phase.block_m],)
+
+    def load(self, embedding: Any, tile: Tile, k: Any, stage: Any) -> None:
+        """Loads 64 embedding rows from `k` on to a stage."""
+        _, target = self.ctx.shared.embedding
+        for consumer in range(NUM_CONSUMERS):
+            columns = pl.ds(tile.n_tile * BLOCK_N + consumer * WGMMA_M, WGMMA_M)
+            plgpu.copy_gmem_to_smem(
+                embedding.at[tile.row, pl.ds(k, BLOCK_K), columns],
+                target.at[stage, consumer],
+                self.ctx.shared.stages.ready.at[stage],
+            )
+
+    def with_accumulators(self, body: Callable[[tuple[Any, ...]], Any], columns: int) -> Any:
+        """Calls `body` with accumulators of `columns` columns, which `multiply` must overwrite."""
+        return mma.with_accumulator(lambda acc: body((acc,)), columns, interpret=self.ctx.interpret)
+
+    def multiply(
+        self, accs: tuple[Any, ...], stage: Any, columns: int, *, overwrite: bool, k: int
+    ) -> tuple[Any, ...]:
+        """Issues a k step's products, one WGMMA group for each accumulator."""
+        (weight, _), (embedding, _) = self.ctx.shared.weight, self.ctx.shared.embedding
+        (acc,) = accs
+        acc = mma.wgmma(
+            acc,
+            embedding.at[stage, self.ctx.consumer],
+            weight.at[stage, :columns],
+            overwrite=overwrite,
+            k=k,
+            interpret=self.ctx.interpret,
+        )
+        return (acc,)
+
+    def finish(self, accs: tuple[Any, ...]) -> tuple[jax.Array, ...]:
+        """Returns the values of accumulators whose products are complete."""
+        return tuple(mma.after_wait(acc, interpret=self.ctx.interpret) for acc in accs)
+
+    def look_up(self, operands: Operands, tile: Tile) -> Any:
+        """Looks up the coarser level's row, clamped to the array."""
+        row = jnp.minimum(tile.row, operands.index.shape[0] - 1)
+        return jnp.clip(operands.index[row], 0, operands.fragments_in.upper.shape[0] - 1)
+
+    def load_fragments(
+        self, memory: fragment.Fragment, users: Any, tile: Tile
+    ) -> tuple[fragment.Fragment, ...]:
+        """Issues the loads of the users' fragments, one for each accumulator."""
+        part = self._fragment_at(memory, users, tile)
+        return (fragment.load(part, self.phase.block_m, interpret=self.ctx.interpret),)
+
+    def store_fragments(
+        self, memory: fragment.Fragment, tile: Tile, accs: tuple[jax.Array, ...]
+    ) -> None:
+        """Stores a tile's accumulators for a finer level, which looks them up."""
+
+        @pl.when(tile.row < self.phase.batch)
+        def _() -> None:
+            target = self._fragment_at(memory, tile.row, tile)
+            fragment.store(target, *accs, interpret=self.ctx.interpret)
+
+    def store_chunk(
+        self, output: Any, chunk: int, finished: tuple[jax.Array, ...], tile: Tile, is_valid: Any
+    ) -> None:
+        """Stores `epilogue_rows` compressed rows of a finished tile."""
+        (values,) = finished
+        rows = self.ctx.config.epilogue_rows
+        registers_view, copy_view = (
+            view.at[self.ctx.consumer, chunk % STAGING_SLOTS] for view in self.ctx.shared.staging
+        )
+
+        if self.phase.batch % self.phase.cluster:
+            # TMA drops rows past the batch, but not past a batch of one: Mosaic GPU leaves axes of
+            # size one out of its descriptors, so that all their indices mean the same row.
+            is_valid &= tile.row < self.phase.batch
+
+        @pl.when(is_valid)
+        def _() -> None:
+            # All copies but the newest have read their staging buffers, so this buffer is free.
+            plgpu.wait_smem_to_gmem(STAGING_SLOTS - 1, wait_read_only=True)
+            registers_view.transpose((1, 0))[...] = lax.slice(
+                values, (0, chunk * rows), (WGMMA_M, (chunk + 1) * rows)
+            )
+            plgpu.commit_smem()
+            plgpu.copy_smem_to_gmem(
+                copy_view,
+                output.at[
+                    tile.row,
+                    pl.ds(tile.m_tile * self.phase.block_m + chunk * rows, rows),
+                    pl.ds(tile.n_tile * BLOCK_N + self.ctx.consumer * WGMMA_M, WGMMA_M),
+                ],
+            )
+
+    def _fragment_at(self, memory: fragment.Fragment, row: Any, tile: Tile) -> fragment.Fragment:
+        """Selects the part of a row's fragments that belongs to a tile."""
+        upper, lower = (plane.at[row, tile.n_tile, self.ctx.consumer] for plane in memory)
+        part = fragment.Fragment(upper, lower)
+        begin, columns = tile.m_tile * self.phase.block_m, self.phase.block_m
+        return fragment.columns_of(part, begin, columns, interpret=self.ctx.interpret)

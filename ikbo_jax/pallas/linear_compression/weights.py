@@ -1,4 +1,4 @@
-"""Loads of operands by a warpgroup's threads.
+"""Loads operands by a warpgroup's threads.
 
 TMA would need weights whose rows begin at multiples of 16 bytes, and takes 1.4 ns for a row of a
 box, however short: for 1,116 rows of K of four users of N = 16, 6.2 us (H100).
@@ -19,17 +19,18 @@ from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith
 
 from ikbo_jax.pallas.hopper import mosaic, stores
-from ikbo_jax.pallas.linear_compression import unaligned
 from ikbo_jax.problems.hopper import BLOCK_K, WARPGROUP_SIZE
 from ikbo_jax.problems.resident_compression import elements_of_load, is_copied
 
 #: Copies of a thread in an iteration. Rows that begin at other multiples than of 8 bytes are copied
-#: through registers (`unaligned`), and as many vectors as these are in flight at a time.
+#: through registers (`_load_unaligned`), and as many vectors as these are in flight at a time.
 UNROLLED, UNROLLED_LOADS = 8, 6
+#: Words of two vectors.
+_WORDS = 8
 
 
 class Region(NamedTuple):
-    """The tiles that a weight fills: `blocks` from `first` on, of each part's `blocks_of_part`."""
+    """Tiles that a weight fills: `blocks` from `first` on, of each part's `blocks_of_part`."""
 
     first: int
     blocks: int
@@ -96,7 +97,7 @@ def load(
             if not is_aligned:
                 valid = arith.minsi(arith.subi(mgpu.c(k, i32), column), mgpu.c(elements, i32))
                 valid = arith.select(arith.andi(is_inside, is_wanted), valid, zero)
-                words = unaligned.load(weight, m * k, source, valid)
+                words = _load_unaligned(weight, m * k, source, valid)
                 waiting.append((target, source, valid, words, is_wanted))
                 continue
             size = mgpu.c(2 * elements, i32)
@@ -110,7 +111,7 @@ def load(
                 has_side_effects=True,
             )
         for loaded in waiting:
-            unaligned.store(*loaded)
+            _store_unaligned(*loaded)
 
     @pl.loop(jnp.int32(0), jnp.int32(pl.cdiv(count, unrolled * WARPGROUP_SIZE)))
     def _iteration(iteration: Any) -> None:
@@ -121,7 +122,7 @@ def load(
 
 
 def _load_end(weight: Any, tiles: Any, region: Region, first_row: Any, first_k: Any) -> None:
-    """Copies what follows the last whole vector, by the threads that wrote zeros there."""
+    """Copies the elements after the last whole vector, by the threads that wrote zeros there."""
     m, k = weight.shape
     all_blocks, rows, _ = tiles.shape
     parts = all_blocks // region.blocks_of_part
@@ -170,8 +171,8 @@ def load_blocks(
 
         tiles[s, i, r] = embedding[block // blocks_of_row, first_k + s * depth + r, columns]
 
-    for block = first + i; a batch of one row is repeated without end. The warpgroup's WGMMAs may
-    read the tiles after `finish`.
+    for block = first + i; a batch of one row is repeated. The warpgroup's WGMMAs may read the tiles
+    after `finish`.
 
     Args:
       embedding: device memory [B, K, N], 16 bits.
@@ -234,21 +235,25 @@ def load_blocks(
 
 def finish(*, interpret: bool) -> None:
     """Waits for all threads' loads; the warpgroup's WGMMAs may read them afterwards."""
+
+    @plgpu.inline_mgpu()
+    def await_copies(_: Any) -> None:
+        mgpu.utils.inline_ptx("cp.async.wait_all;", has_side_effects=True)
+
     if not interpret:
-        _await_copies()
+        await_copies()
     plgpu.commit_smem()
 
 
 def _divided(value: ir.Value, size: int) -> tuple[ir.Value, ir.Value]:
-    """Quotient and remainder."""
+    """Returns quotient and remainder."""
     divisor = mgpu.c(size, ir.IntegerType.get_signless(32))
     return arith.divui(value, divisor), arith.remui(value, divisor)
 
 
 def _offset(row: ir.Value, column: ir.Value, rows: int, region: Region) -> ir.Value:
-    """Byte of an element of the weight in operand tiles of `rows` rows, swizzled."""
+    """Computes an element's byte in operand tiles of `rows` rows, swizzled."""
     i32 = ir.IntegerType.get_signless(32)
-
     part, row = _divided(row, rows)
     block, within = _divided(column, BLOCK_K)
     vector, element = _divided(within, 8)
@@ -267,11 +272,81 @@ def _offset(row: ir.Value, column: ir.Value, rows: int, region: Region) -> ir.Va
     return total
 
 
-def _await_copies() -> None:
-    """Waits for this thread's asynchronous copies."""
+def _load_unaligned(memory: ir.Value, elements: int, source: ir.Value, valid: ir.Value) -> Any:
+    """Loads the one or two whole vectors that hold `valid` elements from `source` on; 0 elsewhere.
 
-    @plgpu.inline_mgpu()
-    def wait(_: Any) -> None:
-        mgpu.utils.inline_ptx("cp.async.wait_all;", has_side_effects=True)
+    A load of 16 bytes needs an address that is a multiple of 16, so a thread loads two vectors and
+    shifts them together. A vector that ends past the memory's `elements` is not loaded.
 
-    wait()
+    Args:
+      memory: device memory, which begins at a multiple of 16 bytes, of 16-bit elements.
+      source: an address.
+      valid: from 0 to 8.
+    """
+    i32, i64 = ir.IntegerType.get_signless(32), ir.IntegerType.get_signless(64)
+    byte = ir.IntegerType.get_signless(8)
+    size = mgpu.c(2 * elements, i64)
+    end = mgpu.utils.getelementptr(mgpu.utils.memref_ptr(memory), [size], byte)
+    low, high = ("{" + ", ".join(f"${i + j}" for j in range(4)) + "}" for i in (0, 4))
+    return mgpu.utils.inline_ptx(
+        "{ .reg .b64 first, next; .reg .b32 size, skipped; .reg .pred p, q; "
+        "and.b64 first, $8, -16; "
+        "cvt.u32.u64 skipped, $8; and.b32 skipped, skipped, 14; "
+        "shl.b32 size, $9, 1; add.s32 size, size, skipped; "
+        "add.u64 next, first, 16; setp.le.u64 p, next, $10; setp.gt.and.s32 p, $9, 0, p; "
+        "add.u64 next, next, 16; setp.le.u64 q, next, $10; setp.gt.and.s32 q, size, 16, q; "
+        + " ".join(f"mov.b32 ${i}, 0;" for i in range(_WORDS))
+        + f" @p ld.global.nc.v4.b32 {low}, [first];"
+        f" @q ld.global.nc.v4.b32 {high}, [first + 16]; }}",
+        source,
+        valid,
+        end,
+        result_types=[i32] * _WORDS,
+        has_side_effects=True,
+    )
+
+
+def _store_unaligned(
+    target: ir.Value, source: ir.Value, valid: ir.Value, words: Any, is_wanted: Any
+) -> None:
+    """Writes the `valid` elements from `source` on, and zeros after them, to a vector of `target`.
+
+    Args:
+      target: an address in shared memory, a multiple of 16 bytes.
+      words: what `_load_unaligned` returned.
+      is_wanted: whether to write.
+    """
+    lines = [
+        ".reg .b32 w0, w1, w2, w3, w4, w5, skipped, t; .reg .pred p;",
+        "cvt.u32.u64 skipped, $1;",
+        *_moved("8", 2, 6, "${}", offset=4),
+        *_moved("4", 1, 5, "w{}"),
+        "and.b32 t, skipped, 2; shl.b32 t, t, 3;",
+        *(f"shf.r.wrap.b32 w{i}, w{i}, w{i + 1}, t;" for i in range(4)),
+        # An invalid element may be NaN, which a product with 0 would keep.
+        "shl.b32 skipped, $2, 4;",
+    ]
+    for i in range(4):
+        lines += [
+            f"sub.s32 t, skipped, {32 * i}; max.s32 t, t, 0;",
+            f"shl.b32 t, -1, t; not.b32 t, t; and.b32 w{i}, w{i}, t;",
+        ]
+    lines += ["@$3 st.shared.v4.b32 [$0], {w0, w1, w2, w3};"]
+    mgpu.utils.inline_ptx(
+        "{ " + " ".join(lines) + " }",
+        target,
+        source,
+        valid,
+        is_wanted,
+        *words,
+        has_side_effects=True,
+    )
+
+
+def _moved(bit: str, by: int, count: int, name: str, offset: int = 0) -> list[str]:
+    """Returns PTX that moves words down by `by` if the address has `bit`."""
+    lines = [f"and.b32 t, skipped, {bit}; setp.ne.u32 p, t, 0;"]
+    for i in range(count):
+        high, low = name.format(i + by + offset), name.format(i + offset)
+        lines.append(f"selp.b32 w{i}, {high}, {low}, p;")
+    return lines

@@ -1,12 +1,11 @@
-"""Lists of tiles and ranges of jagged sequences, computed by XLA.
+"""Lists tiles and ranges of jagged sequences by XLA.
 
-For what no launch takes: more sequences than fit its shared memory, and the interpreter. A tile is
+XLA lists more sequences than fit a launch's shared memory, and lists for the interpreter. A tile is
 some rows of one *segment*: a sequence of queries or keys; consecutive sequences of queries that
 attend to the same keys; or rows of no sequence, whose results are zeros. Tiles whose segments have
 most blocks come first, and tiles without work last, so that CTAs which take every n-th tile finish
-together, and the pipelined loops of a kernel contain no tile without work.
-
-A list is long enough for any offsets; only the device knows the number of tiles.
+together, and the pipelined loops of a kernel contain no tile without work. A list is long enough
+for any offsets.
 """
 
 from __future__ import annotations
@@ -25,6 +24,7 @@ from ikbo_jax.pallas.worklist.lists import (
     TileList,
     Work,
     Works,
+    WorkSettings,
     most_blocks,
 )
 from ikbo_jax.problems.hopper import TILE_ROWS
@@ -32,23 +32,16 @@ from ikbo_jax.reference import jagged
 
 
 class _Rows(NamedTuple):
-    """Rows of sequences or gaps, [count] int32 each: the first one read, the first one written,
-    their number, and how many past the bound follow."""
+    """Rows of sequences or gaps, [count] int32 each."""
 
-    source: jax.Array
-    target: jax.Array
+    source: jax.Array  # first row that is read
+    target: jax.Array  # first row that is written
     length: jax.Array
-    rest: jax.Array
+    rest: jax.Array  # rows past the bound, which follow
 
 
 def query_tiles(offsets: Offsets, *, size: int, unit: int = 1) -> TileList:
-    """Lists tiles of queries.
-
-    Args:
-      offsets: of the sequences.
-      size: largest number of rows of a tile.
-      unit: keys of a block; sequences with equally many blocks stay in order.
-    """
+    """Lists tiles of queries; `tiles.query_tiles` describes the arguments."""
     q, keys = _queries(offsets), _keys(offsets)
     words = (keys.source, keys.length)
     if offsets.q_to_kv is not None:
@@ -63,39 +56,30 @@ def query_tiles(offsets: Offsets, *, size: int, unit: int = 1) -> TileList:
     return TileList(jnp.stack(columns, axis=1), counts)
 
 
-def works(
-    offsets: Offsets,
-    *,
-    query_block: int,
-    key_block: int,
-    group: int,
-    has_statistics: bool,
-    parts: int = 1,
-    interpret: bool,
-) -> Works:
+def works(offsets: Offsets, settings: WorkSettings, *, interpret: bool) -> Works:
     """Lists the work of both backward kernels, as `works.works` does.
 
-    The arguments are those of `works.works`; with `interpret`, XLA orders sequences that share
-    keys. Otherwise a launch orders them, unless they are too many: XLA's sort of 6,033 takes 45 us
-    on an H100.
+    With `interpret`, XLA orders sequences that share keys. Otherwise a launch orders them, unless
+    they are too many: XLA's sort of 6,033 takes 45 us on an H100.
     """
+    key_block, parts = settings.key_block, settings.parts
     q, kv = _queries(offsets), _keys(offsets)
     number = jnp.arange(offsets.sequences, dtype=jnp.int32)
     batch_kv = kv.source.size
     kv_of = number if offsets.q_to_kv is None else jnp.clip(offsets.q_to_kv, 0, batch_kv - 1)
     blocks = -(-q.length // key_block)
     statistics, rows = jnp.zeros_like(number), None
-    if has_statistics:
+    if settings.has_statistics:
         ends = jnp.cumsum(blocks, dtype=jnp.int32)
         statistics = (ends - blocks) * key_block
         rows = _blocks(
             q, ends, most_blocks(offsets.sequences, offsets.result_rows, key_block), key_block
         )
-    words = (kv_of, kv_of + 1, -(-kv.length // query_block)[kv_of])
+    words = (kv_of, kv_of + 1, -(-kv.length // settings.query_block)[kv_of])
     gaps = [] if offsets.is_broadcast else _gaps(q, offsets.q_rows, offsets.max_seqlen_q)
     kv_ranges = _ranges(kv, jnp.zeros_like(kv.source))
     queries = _work([q, *gaps], words, kv_ranges, offsets.result_rows, statistics=statistics)
-    blocks *= group
+    blocks *= settings.group
     begin = jnp.arange(batch_kv * parts, dtype=jnp.int32)
     end = begin + 1
     if offsets.q_to_kv is not None:  # every n-th sequence of queries belongs to copy n of the keys
@@ -139,7 +123,7 @@ def _sequences(cu_seqlens: jax.Array, total: int, longest: int | None) -> _Rows:
 
 
 def _gaps(rows: _Rows, total: int, longest: int | None) -> list[_Rows]:
-    """Rows of no sequence: those before the first one, after the last one, and past a bound."""
+    """Finds rows of no sequence: before the first sequence, after the last, and past a bound."""
     zero = jnp.zeros_like(rows.source, shape=1)
     past = rows.source + rows.length
     begin = jnp.concatenate([zero, (past + rows.rest)[-1:]])
@@ -149,10 +133,7 @@ def _gaps(rows: _Rows, total: int, longest: int | None) -> list[_Rows]:
 
 
 def _merge_neighbours(rows: _Rows, keys: tuple[jax.Array, ...]) -> _Rows:
-    """Merges adjacent sequences with the same keys into the first of them; the others get length 0.
-
-    Candidates of one request are such sequences: merged, they fill whole tiles.
-    """
+    """Merges adjacent sequences with the same keys into the first; the others get length 0."""
     start, end, count = rows.source, rows.source + rows.length, rows.source.size
     is_different = start[1:] != end[:-1]
     for x in keys:
@@ -165,19 +146,14 @@ def _merge_neighbours(rows: _Rows, keys: tuple[jax.Array, ...]) -> _Rows:
 
 
 def _cut(
-    segments: list[_Rows],
-    words: tuple[jax.Array, ...],
-    cost: jax.Array,
-    *,
-    size: int,
-    total: int,
+    segments: list[_Rows], words: tuple[jax.Array, ...], cost: jax.Array, *, size: int, total: int
 ) -> tuple[list[jax.Array], jax.Array, jax.Array]:
     """Cuts segments, which have `total` rows, into tiles of at most `size` rows.
 
     Args:
       segments: sequences, then gaps.
-      words: of the sequences' tiles, [sequences] int32 each; those of gaps are 0.
-      cost: of the sequences; most expensive ones come first, and gaps last.
+      words: of the sequences' tiles, [sequences] int32 each; the words of gaps are 0.
+      cost: of the sequences; the most expensive sequences come first, and gaps last.
 
     Returns:
       Columns of a list of tiles: first rows read and written, numbers of rows, and `words`; the
@@ -221,7 +197,7 @@ def _ranges(rows: _Rows, statistics: jax.Array) -> jax.Array:
 
 
 def _blocks(q: _Rows, ends: jax.Array, count: int, size: int) -> jax.Array:
-    """`Works.blocks`: at most `count`; `ends` are blocks of the sequences up to and with each."""
+    """Lists `Works.blocks`, at most `count`; `ends` are running sums of the sequences' blocks."""
     number = jnp.arange(count, dtype=jnp.int32)
     sequence = jnp.minimum(jagged.search_right(ends, number), ends.size - 1)
     before = ends - -(-q.length // size)

@@ -1,30 +1,19 @@
-"""The order of users of many candidates, by one launch that counts in shared memory.
+"""Orders many candidates by user in one launch that counts in shared memory.
 
 XLA sorts an index of 4,700 to 11,000 candidates in 55 us on an H100, where attention takes 10 to
-40 us. Here each CTA, of four warpgroups, owns a range of neighbouring candidates, and does these
-steps for all users:
+40 us. Here each CTA, of four warpgroups, owns a range of neighbouring candidates:
 
-  1. It reads the whole index, in vectors, and counts each user's candidates, apart for those before
-     its range and the others: one addition of 1 to shared memory for each candidate. ptxas makes
-     a constant 1 `ATOMS.POPC.INC`, which should add up the lanes of a warp that meet at an address;
-     other numbers should take a turn for each lane.
-  2. A thread adds up some users; the warpgroups exchange the sums. That tells where the range's
+  1. It reads the whole index, in vectors, and counts each user's candidates before its range, and
+     all others: one addition of 1 to shared memory for each candidate, which ptxas makes
+     `ATOMS.POPC.INC`.
+  2. A thread adds up some users; the warpgroups exchange the sums. The sums say where the range's
      first candidate of each user goes.
-  3. It compares the users of the range's candidates with each other, for their order in a user.
+  3. It compares the users of the range's candidates with each other: their order within a user.
   4. It stores the order, and copies the queries of its range.
 
-The order is stable, as `jnp.argsort` of clamped indices.
-
-The time, at 1.7 GHz, as predicted:
-
-  - a launch, 2 us, and a load of the index, 0.7 us, or 0.1 us for each 1,000 candidates of a large
-    one: CTAs read it from L2;
-  - additions, 4 to 6 cycles for the 32 of a warp, so 0.1 us for each 1,000 candidates;
-  - sums of users, 0.4 us, and 0.2 us for each 1,000 users;
-  - comparisons, 0.2 us in ranges of 128 candidates, 2 us in those of 512.
-
-Synchronisations: `Threads.commit` between the parts, within the CTA. CTAs do not wait for each
-other.
+The order is stable, as `jnp.argsort` of clamped indices. Predicted time: 3 us, 0.3 us for each
+1,000 candidates, 0.2 us for each 1,000 users, and 2 us where ranges have 512 candidates. CTAs do
+not wait for each other.
 """
 
 from __future__ import annotations
@@ -37,12 +26,15 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
+from jax.experimental.mosaic import gpu as mgpu
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxlib.mlir import ir
+from jaxlib.mlir.dialects import arith
 
-from ikbo_jax.pallas.hopper import per_thread
+from ikbo_jax.pallas.hopper import per_thread, stores
 from ikbo_jax.pallas.hopper.launch import WarpgroupContext, launch_threads
 from ikbo_jax.pallas.hopper.per_thread import VECTOR, Threads, same
-from ikbo_jax.pallas.worklist import query_vectors, work_order
-from ikbo_jax.pallas.worklist.query_vectors import ACCESSES
+from ikbo_jax.pallas.worklist import work_order
 from ikbo_jax.pallas.worklist.scan import running_sums
 from ikbo_jax.problems import memory
 from ikbo_jax.problems.hopper import WARPGROUP_SIZE
@@ -59,16 +51,15 @@ MOST_CTAS = 132
 _LINE = 128
 #: Vectors of a round that compares users.
 _UNROLL = 4
+#: Accesses of 16 bytes of a thread that are in flight at once, and 16-bit numbers of an access.
+ACCESSES, ELEMENTS = 4, 8
 
 
 @dataclasses.dataclass(frozen=True)
 class Shape:
     """Static description of a launch.
 
-    Attributes:
-      batch: candidates.
-      users: users.
-      vectors: parts of 16 bytes of a candidate's queries; 0 if the launch does not copy them.
+    `vectors` is the number of 16-byte parts of a candidate's queries; 0 if they are not copied.
     """
 
     batch: int
@@ -77,7 +68,7 @@ class Shape:
 
     @property
     def own(self) -> int:
-        """Candidates of a CTA: whole vectors of the index."""
+        """Number of a CTA's candidates: whole vectors of the index."""
         return pl.cdiv(pl.cdiv(self.batch, MOST_CTAS), VECTOR) * VECTOR
 
     @property
@@ -86,17 +77,17 @@ class Shape:
 
     @property
     def blocks(self) -> int:
-        """Parts of a CTA's candidates, each with one for each thread of a warpgroup."""
+        """Number of blocks of a CTA's candidates, each with one candidate for each thread."""
         return pl.cdiv(self.own, WARPGROUP_SIZE)
 
     @property
     def parts(self) -> int:
-        """Warpgroups that share the comparisons of a block."""
+        """Number of warpgroups that share the comparisons of a block."""
         return WARPGROUPS // self.blocks
 
     @property
     def counted(self) -> int:
-        """Users, and some more so that all threads have equally many."""
+        """Number of users, rounded up so that all threads have equally many."""
         threads = Threads(WARPGROUPS, 0, False)
         return threads.parts(self.users)[2] * threads.count
 
@@ -109,12 +100,12 @@ class Operands(NamedTuple):
 
 
 class Order(NamedTuple):
-    """Device memory that the launch fills, in the order of users but for `position`."""
+    """Arrays that the launch writes: in the order of users, except `position`."""
 
     query: Any  # [B, T, N, H], or None
     user: Any  # [B] int32, of each candidate, clamped
     order: Any  # [B] int32, the caller's number of each candidate
-    position: Any  # [B] int32, the place of each of the caller's candidates; or None
+    position: Any  # [B] int32, place of each candidate, in the caller's order; or None
 
 
 class Shared(NamedTuple):
@@ -123,7 +114,7 @@ class Shared(NamedTuple):
     counts: Any  # [2 * counted + 1]: a user's candidates before the CTA's; others; unused
     sums: Any  # [warps]
     own: Any  # [MOST_OWN]: users of the CTA's candidates, -1 past the last
-    ranks: Any  # [MOST_OWN]: of those of the same user, how many come before each; then its place
+    ranks: Any  # [MOST_OWN]: candidates of the same user before each; then the candidate's place
 
 
 def fits(batch: int, users: int) -> bool:
@@ -132,10 +123,10 @@ def fits(batch: int, users: int) -> bool:
 
 
 def by_user(cand_to_user: jax.Array, users: int) -> jax.Array:
-    """[B] int32: the caller's number of each candidate, in the order of users.
+    """Orders candidates by user; returns the caller's number of each candidate, [B] int32.
 
-    By this launch if candidates are too many to compare all pairs. Candidates of one user stay in
-    their order, unless XLA sorts them, and users below 0 are among them.
+    XLA compares all pairs of few candidates. Candidates of one user stay in their order, unless XLA
+    sorts the candidates, and users below 0 are among them.
     """
     batch = cand_to_user.shape[0]
     if batch <= work_order.MAX_COUNTED or not fits(batch, users):
@@ -147,15 +138,15 @@ def by_user(cand_to_user: jax.Array, users: int) -> jax.Array:
 def count_order(
     query: jax.Array | None, index: jax.Array, users: int, *, has_position: bool = False
 ) -> Order:
-    """Candidates in the order of users.
+    """Launches the kernel that orders candidates by user.
 
     Args:
       query: [B, T, N, H] of 16 bits; H is a multiple of 8. None: the launch copies no queries.
       index: [B] int32, clamped to [0, users).
       users: U. `fits(B, U)`.
-      has_position: whether the inverse of the order is wanted, too.
+      has_position: whether the launch also returns the inverse of the order.
     """
-    vectors = 0 if query is None else math.prod(query.shape[1:]) // query_vectors.VECTOR
+    vectors = 0 if query is None else math.prod(query.shape[1:]) // ELEMENTS
     shape = Shape(index.shape[0], users, vectors)
     numbers = jax.ShapeDtypeStruct(index.shape, jnp.int32)
     declared = Order(
@@ -179,29 +170,28 @@ def count_order(
         name="ikbo_user_order" if query is None else "ikbo_attention_pack",
         workers=shape.workers,
         warpgroups=WARPGROUPS,
+        context=_Range,
     )
     return found
 
 
 @dataclasses.dataclass(frozen=True)
-class _Range:
-    """What the functions below share: a warpgroup of the CTA."""
+class _Range(WarpgroupContext):
+    """The context of a warpgroup, whose CTA has the candidates from `first` on."""
 
-    shape: Shape
-    shared: Any
-    operands: Any
-    outputs: Any
-    threads: Threads
-    warpgroup: Any
-    first: Any  # candidate of the CTA
+    first: Any = None
+
+    @property
+    def threads(self) -> Threads:
+        return Threads(WARPGROUPS, self.consumer, False)
 
     def loaded_user(self, candidate: jax.Array) -> jax.Array:
-        """As the index has it, or that of the last candidate if there is no such candidate."""
+        """Loads a candidate's user from the index; past the end, the last candidate's user."""
         last = same(self.shape.batch - 1)
         return self.threads.read(self.operands.index, jnp.minimum(candidate, last), "global")
 
     def count(self, number: jax.Array, values: tuple[jax.Array, ...], is_wanted: jax.Array) -> None:
-        """Counts candidates from `number` on, with these users; unwanted ones in a spare word."""
+        """Counts the users of candidates from `number` on; unwanted ones go to a spare word."""
         counted = self.shape.counted
         begin = jnp.where(number < self.first, 0, counted)
         begin = jnp.where(is_wanted, begin, 2 * counted)
@@ -211,13 +201,10 @@ class _Range:
             per_thread.add_one(self.shared.counts, begin + user)
 
 
-def _order(ctx: WarpgroupContext) -> None:
-    """A warpgroup of the CTA."""
-    shape, shared, outputs = ctx.shape, ctx.shared, ctx.outputs
-    threads = Threads(WARPGROUPS, ctx.consumer, False)
-    own = _Range(
-        shape, shared, ctx.operands, outputs, threads, ctx.consumer, ctx.worker * shape.own
-    )
+def _order(own: _Range) -> None:
+    """Runs a warpgroup: counts users, ranks its candidates, stores the order and the queries."""
+    shape, shared, outputs, threads = own.shape, own.shared, own.outputs, own.threads
+    own = own.replace(first=own.worker * shape.own)
     thread = threads.number()
     candidate = own.first + thread
     is_own = (thread < shape.own) & (candidate < shape.batch)
@@ -242,7 +229,7 @@ def _order(ctx: WarpgroupContext) -> None:
 
 
 def _count(own: _Range) -> None:
-    """Step 1; the threads see the counts after `commit`."""
+    """Counts each user's candidates (step 1); the threads see the counts after `commit`."""
     shape, threads, index = own.shape, own.threads, own.operands.index
     vectors, rest = divmod(shape.batch, VECTOR)
     rounds, numbers_of = threads.rounds(vectors)
@@ -262,7 +249,7 @@ def _count(own: _Range) -> None:
     other_users = own.loaded_user(others) if rest else None
     if own.outputs.query is not None:
         lines = lax.div(_own_vectors(own) * 16, jnp.int32(_LINE))
-        query_vectors.prefetch(own.operands.query, own.first, thread, thread < lines)
+        _prefetch(own.operands.query, own.first, thread, thread < lines)
     turns, step = threads.parts(2 * shape.counted)[:2]
 
     @pl.loop(0, turns)
@@ -285,7 +272,7 @@ def _count(own: _Range) -> None:
 
 
 def _begin_users(own: _Range) -> None:
-    """Step 2: the first words of counts become the place of the CTA's first candidate of a user."""
+    """Replaces a user's first count by the place of the CTA's first candidate (step 2)."""
     shape, threads, counts = own.shape, own.threads, own.shared.counts
 
     def read(users: list[jax.Array]) -> list[tuple[jax.Array, jax.Array]]:
@@ -301,14 +288,14 @@ def _begin_users(own: _Range) -> None:
 
 
 def _rank(own: _Range) -> None:
-    """Step 3: adds to each candidate's rank; the threads see it after `commit`.
+    """Adds to each candidate's rank (step 3); the threads see the ranks after `commit`.
 
-    A warpgroup compares some candidates of the CTA with those of a block. Those of earlier blocks
-    all come before.
+    A warpgroup compares some candidates of the CTA with the candidates of a block. Candidates of
+    earlier blocks all come before.
     """
     shape, threads, shared = own.shape, own.threads, own.shared
-    block = lax.rem(own.warpgroup, jnp.int32(shape.blocks))
-    part = lax.div(own.warpgroup, jnp.int32(shape.blocks))
+    block = lax.rem(own.consumer, jnp.int32(shape.blocks))
+    part = lax.div(own.consumer, jnp.int32(shape.blocks))
     number = block * WARPGROUP_SIZE + per_thread.number()
     user = threads.read(shared.own, number)
     in_block = WARPGROUP_SIZE // (VECTOR * _UNROLL)  # rounds
@@ -343,7 +330,7 @@ def _rank(own: _Range) -> None:
 
 
 def _own_vectors(own: _Range) -> Any:
-    """Vectors of the queries of the CTA."""
+    """Returns how many vectors the queries of the CTA have."""
     return jnp.minimum(own.shape.own, own.shape.batch - own.first) * own.shape.vectors
 
 
@@ -359,8 +346,64 @@ def _copy(own: _Range) -> None:
             wanted = number < most
             candidate = lax.div(jnp.minimum(number, most - 1), same(shape.vectors))
             vector = jnp.minimum(number, most - 1) - candidate * shape.vectors
-            words = query_vectors.load(own.operands.query, own.first + candidate, vector)
+            words = load_queries(own.operands.query, own.first + candidate, vector)
             copies.append((candidate, vector, words, wanted))
         for candidate, vector, words, wanted in copies:
             place = threads.read(own.shared.ranks, candidate)
-            query_vectors.store(own.outputs.query, place, vector, words, wanted)
+            store_queries(own.outputs.query, place, vector, words, wanted)
+
+
+def load_queries(query: Any, candidate: jax.Array, vector: jax.Array) -> tuple[jax.Array, ...]:
+    """Loads a 16-byte vector of a candidate's queries in each thread; returns its four words."""
+    size = math.prod(query.shape[1:])
+
+    @plgpu.inline_mgpu(
+        arg_types=(plgpu.RefType(), *(per_thread.LAYOUT,) * 2), return_type=(per_thread.INT32,) * 4
+    )
+    def issue(_: Any, query: ir.Value, *arrays: mgpu.FragmentedArray) -> Any:
+        candidate, vector = map(per_thread.scalar, arrays)
+        address = stores.device_address(query, [(candidate, size), (vector, ELEMENTS)], 2)
+        words = per_thread.load_words(address, 4, is_early=True)
+        return tuple(per_thread.array(x, arrays[0]) for x in words)
+
+    found: tuple[jax.Array, ...] = issue(query, candidate, vector)
+    return found
+
+
+def store_queries(
+    query: Any,
+    place: jax.Array,
+    vector: jax.Array,
+    words: tuple[jax.Array, ...],
+    is_wanted: jax.Array,
+) -> None:
+    """Stores the words that `load_queries` returned, where wanted."""
+    size = math.prod(query.shape[1:])
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), *(per_thread.LAYOUT,) * 7))
+    def issue(_: Any, query: ir.Value, *arrays: mgpu.FragmentedArray) -> None:
+        place, vector, wanted, *words = map(per_thread.scalar, arrays)
+        address = stores.device_address(query, [(place, size), (vector, ELEMENTS)], 2)
+        zero = mgpu.c(0, ir.IntegerType.get_signless(32))
+        per_thread.store_words(address, words, arith.cmpi(arith.CmpIPredicate.ne, wanted, zero))
+
+    issue(query, place, vector, is_wanted.astype(jnp.int32), *words)
+
+
+def _prefetch(query: Any, first: Any, line: jax.Array, is_wanted: jax.Array) -> None:
+    """Prefetches line `line` of 128 bytes to L2, counted from candidate `first` on."""
+    size = math.prod(query.shape[1:])
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), *(per_thread.LAYOUT,) * 3))
+    def issue(_: Any, query: ir.Value, *arrays: mgpu.FragmentedArray) -> None:
+        first, line, wanted = map(per_thread.scalar, arrays)
+        address = stores.device_address(query, [(first, size), (line, 64)], 2)
+        zero = mgpu.c(0, ir.IntegerType.get_signless(32))
+        mgpu.utils.inline_ptx(
+            "prefetch.global.L2 [$0];",
+            address,
+            predicate=arith.cmpi(arith.CmpIPredicate.ne, wanted, zero),
+            has_side_effects=True,
+        )
+
+    issue(query, per_thread.same(0) + first, line, is_wanted.astype(jnp.int32))

@@ -1,12 +1,9 @@
-"""Tiles of jagged queries that a CTA finds by itself, without a list from a launch before.
+"""Tiles of jagged queries that each CTA finds by itself, without a launch that lists tiles.
 
 The launch that lists tiles takes 4 us for 70 sequences, as long as the kernel for short sequences.
-So each CTA copies all offsets to shared memory, makes them rise (`segments`), and, unless
-every sequence has equally many tiles, adds up tiles: 1 to 2 us, of which the kernel would wait 1 us
-for the list's words.  Tiles are in the order of memory, not sorted by their keys; rows of no
-sequence come last.
-
-Synchronisations: `Threads.commit` between the parts, within the CTA.
+So each CTA copies all offsets to shared memory, makes them rise (`segments`), and, unless every
+sequence has equally many tiles, adds up tiles, in 1 to 2 us.  Tiles are in the order of memory;
+rows of no sequence come last.
 """
 
 from __future__ import annotations
@@ -24,14 +21,14 @@ from ikbo_jax.pallas.worklist.scan import running_sums
 from ikbo_jax.pallas.worklist.search import count_at_most
 from ikbo_jax.pallas.worklist.segments import SegmentContext, load, rise, rows
 
-#: Words of `parts` that are exchanged: maxima of two arrays, a maximum, a sum; each of four warps.
+#: First words of `parts` for the exchange of a maximum and of sums, four words each.
 _LONGEST, _SUMS = 8, 12
 
 
 class Found(NamedTuple):
-    """Scalars."""
+    """Results of `find`, scalars."""
 
-    tiles: Any  # of sequences
+    tiles: Any  # number of the sequences' tiles
     has_gaps: Any  # whether there are rows of no sequence
     has_rest: Any  # whether a sequence is longer than its bound
 
@@ -46,14 +43,14 @@ class Gap(NamedTuple):
 
 
 def _tiles_of_each(ctx: SegmentContext) -> int | None:
-    """Tiles of each sequence; None if they differ."""
+    """Returns how many tiles every sequence has, or None if the numbers differ."""
     if ctx.shared.ends is not None:
         return None
     return pl.cdiv(ctx.shape.q_rows, ctx.shape.size) if ctx.shape.is_broadcast else 1
 
 
 def find(ctx: SegmentContext) -> Found:
-    """Fills shared memory; synchronises the threads."""
+    """Fills shared memory with rising offsets and numbers of tiles; synchronises the threads."""
     shape, shared, threads = ctx.shape, ctx.shared, ctx.threads
     load(ctx)
     longest = rise(ctx)
@@ -72,7 +69,7 @@ def find(ctx: SegmentContext) -> Found:
 
 
 def _add_up(ctx: SegmentContext) -> Any:
-    """ends[s] = tiles of the sequences up to and with s; returns all tiles, a scalar."""
+    """Sets ends[s] to the tiles of the sequences up to and with s; returns the number of tiles."""
     shape, shared, threads = ctx.shape, ctx.shared, ctx.threads
 
     def tiles(numbers: list[jax.Array]) -> list[tuple[jax.Array]]:
@@ -88,7 +85,7 @@ def _add_up(ctx: SegmentContext) -> Any:
 
 
 def _place(ctx: SegmentContext, number: Any) -> tuple[Any, Any]:
-    """(sequence, tile in it) of tile `number`; scalars."""
+    """Finds the sequence of tile `number`, and the tile's number in the sequence; scalars."""
     shape, ends = ctx.shape, ctx.shared.ends
     each = _tiles_of_each(ctx)
     if each is not None:
@@ -101,7 +98,7 @@ def _place(ctx: SegmentContext, number: Any) -> tuple[Any, Any]:
 
 
 def tile(ctx: SegmentContext, number: Any) -> tuple[Any, Any, Any, Any, Any]:
-    """The words of tile `number` of a `TileList`; a tile without rows has no keys."""
+    """Describes tile `number` by the words of a `TileList`; a tile without rows has no keys."""
     shape, shared = ctx.shape, ctx.shared
     sequence, place = _place(ctx, number)
     done = place * shape.size
@@ -121,8 +118,10 @@ def tile(ctx: SegmentContext, number: Any) -> tuple[Any, Any, Any, Any, Any]:
 
 
 def _gap(ctx: SegmentContext, workers: int, number: Any) -> Gap:
-    """Gap 0 lies before the first sequence, gap 1 after the last one; the others, of which each is
-    one CTA's, are rows past a sequence's bound."""
+    """Describes a gap: 0 lies before the first sequence, 1 after the last sequence.
+
+    Further gaps are rows past a sequence's bound, and belong to one CTA each.
+    """
     shape, offsets = ctx.shape, ctx.shared.q_offsets
     is_shared, last = number < 2, offsets[shape.sequences + 1]
     start = jnp.where(number == 0, 0, last)

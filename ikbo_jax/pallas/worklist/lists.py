@@ -1,4 +1,4 @@
-"""What lists of tiles are made of, and their format: for the launches, XLA and the kernels."""
+"""Formats of lists of tiles and of offsets, for the launches, XLA and the kernels."""
 
 from __future__ import annotations
 
@@ -13,8 +13,7 @@ from ikbo_jax.reference import gdpa, jagged
 SOURCE, TARGET, ROWS, KV_START, KV_LENGTH = range(5)
 TILE_WORDS = 5
 #: Words of a tile in `Work.tiles`: first row that is read, first row that is written, number of
-#: rows, begin and end of its ranges, blocks of all its ranges, first row of its statistics; and one
-#: that fills a sector of memory.
+#: rows, begin and end of its ranges, blocks of its ranges, first row of its statistics, padding.
 WORK_WORDS = 8
 #: Number of the word with the first row of a tile's statistics.
 STATISTICS_ROW = 6
@@ -35,8 +34,8 @@ class Offsets(NamedTuple):
     """Sequences of queries, and the sequences of keys that they attend to.
 
     Attributes:
-      cu_seqlens_q: [batch + 1] int32; None: all sequences have the same `q_rows` queries, and their
-        results follow one another.
+      cu_seqlens_q: [batch + 1] int32; None: all sequences have the same `q_rows` queries, and the
+        sequences' results follow one another.
       cu_seqlens_kv: [batch_kv + 1] int32.
       q_to_kv: [batch] int32, clamped; None: query sequence b attends to key-value sequence b.
       q_rows: rows of the queries' array.
@@ -86,6 +85,25 @@ class Offsets(NamedTuple):
         return self.q_rows * self.sequences if self.is_broadcast else self.q_rows
 
 
+class WorkSettings(NamedTuple):
+    """How the two backward kernels divide their work.
+
+    Attributes:
+      query_block: rows of a block of keys, in the kernel for queries.
+      key_block: rows of a block of queries, in the kernel for keys.
+      group: query heads of one key head.
+      has_statistics: whether there is a softmax.
+      parts: copies of the keys that the kernel for keys takes; every n-th sequence of queries
+        belongs to part n. 1 without `q_to_kv`.
+    """
+
+    query_block: int
+    key_block: int
+    group: int
+    has_statistics: bool
+    parts: int = 1
+
+
 class TileList(NamedTuple):
     """Tiles of queries in the order in which a forward kernel computes them.
 
@@ -128,5 +146,5 @@ class Works(NamedTuple):
 
 
 def most_blocks(sequences: int, total: int, block: int) -> int:
-    """The largest number of blocks of any `sequences` sequences with `total` rows together."""
+    """Returns the largest number of blocks of any `sequences` sequences with `total` rows."""
     return jagged.most_tiles(sequences, total, block, None)

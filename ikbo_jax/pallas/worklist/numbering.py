@@ -1,21 +1,19 @@
 """Numbers the query rows of attention's gradient in one launch, and describes users and tiles.
 
-XLA does this in five to nine kernels of 1 to 2 us each (`rows.by_xla`), where the gradient of a
-small problem takes 20 us. Here each CTA, of one warpgroup, does steps 1 to 3 for all users:
+XLA numbers rows in five to nine kernels of 1 to 2 us each (`rows.by_xla`), where the gradient of a
+small problem takes 20 us. Here each CTA, of one warpgroup, does steps 1 to 3 for all users, which
+takes less time than a second launch:
 
-  1. It counts each user's candidates. A thread looks at some pairs of neighbouring candidates.
-     Where they differ, the candidate's number is subtracted from its own user's count and added to
-     its predecessor's: that adds the lengths of a user's runs up, in any order of the candidates,
-     with two additions to shared memory for each run instead of one for each candidate.
+  1. It counts each user's candidates. Where the users of two neighbouring candidates differ, a
+     thread subtracts the candidate's number from its user's count and adds the number to its
+     predecessor's count. So the lengths of a user's runs add up, in any order of the candidates,
+     with two additions to shared memory for each run.
   2. A thread adds up the rows, blocks and tiles of some users; the warpgroup exchanges the sums.
   3. It writes where each user's rows, blocks and tiles begin to shared memory.
-  4. It describes some users, parts of their rows, and tiles of rows in device memory. The user of a
-     tile is found by bisection.
+  4. It describes some users, parts of their rows, and tiles of rows in device memory.
 
-That takes less time than a second launch. If the CTAs of `statistics` are few, they do it, too, and
-use the numbers at once.
-
-Synchronisations: `commit_smem` between the parts, within the CTA. CTAs do not wait for each other.
+If the CTAs of `statistics` are few, they number the rows themselves. CTAs do not wait for each
+other.
 """
 
 from __future__ import annotations
@@ -57,8 +55,6 @@ class Sizes:
     """Static description of query rows.
 
     Attributes:
-      batch: candidates.
-      users: users.
       kv_len: keys of a user.
       q_len: queries of a candidate.
       group: query heads that share a key head.
@@ -80,7 +76,7 @@ class Sizes:
 
     @property
     def per_candidate(self) -> int:
-        """Rows of a candidate."""
+        """Number of rows of a candidate."""
         return self.q_len * self.group
 
     @property
@@ -94,13 +90,13 @@ class Sizes:
 
     @property
     def most_tiles(self) -> int:
-        """Tiles of any index."""
+        """Largest number of tiles of any index."""
         assert self.tile_rows is not None
         return self.rows // self.tile_rows + min(self.users, self.rows)
 
     @property
     def users_each(self) -> int:
-        """Users of a thread: neighbours, and odd, so that threads read different banks."""
+        """Number of a thread's neighbouring users: odd, so that threads read different banks."""
         return pl.cdiv(self.users, WARPGROUP_SIZE) | 1
 
 
@@ -112,18 +108,18 @@ class Operands(NamedTuple):
 
 
 class Outputs(NamedTuple):
-    """Device memory that the launch fills with int32; see `rows.Rows`. None: not wanted."""
+    """Device memory that the launch fills with int32 (`rows.Rows`); None where not wanted."""
 
     users: Any  # [U * USER_WORDS]
     parts: Any  # [U * splits * USER_WORDS]
     tiles: Any  # [(most tiles + 1) * TILE_WORDS]
     poison: Any  # [1]
-    position: Any  # [B], which only `statistics` fills, like the next
-    order: Any  # [B]
+    position: Any  # [B]; only `statistics` fills it
+    order: Any  # [B]; only `statistics` fills it
 
 
 class Shared(NamedTuple):
-    """Shared memory, in int32. For each user, and zeros for threads without a user."""
+    """Shared memory, in int32: words for each user, and zeros for threads without a user."""
 
     candidates: Any
     first_rows: Any
@@ -135,7 +131,7 @@ class Shared(NamedTuple):
 
 
 def shared(sizes: Sizes, *, ranked: int = 0) -> Shared:
-    """The declaration of `Shared`; `ranked` is the number of candidates that a CTA ranks."""
+    """Declares `Shared`; `ranked` is the number of candidates that a CTA ranks."""
     words = memory.Words((sizes.users_each * WARPGROUP_SIZE,))
     return Shared(
         words,
@@ -149,7 +145,7 @@ def shared(sizes: Sizes, *, ranked: int = 0) -> Shared:
 
 
 def outputs(sizes: Sizes, *, has_order: bool = False) -> Outputs:
-    """The declaration of `Outputs`; `has_order` includes `position`."""
+    """Declares `Outputs`; `has_order` includes `position`."""
 
     def words(*shape: int) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct((math.prod(shape),), jnp.int32)
@@ -166,7 +162,7 @@ def outputs(sizes: Sizes, *, has_order: bool = False) -> Outputs:
 
 
 class Numbering(NamedTuple):
-    """What the functions below share."""
+    """Arguments that the functions below share."""
 
     sizes: Sizes
     shared: Any
@@ -177,14 +173,14 @@ class Numbering(NamedTuple):
     threads: Threads
 
     def users(self, candidates: list[jax.Array]) -> list[jax.Array]:
-        """The users of candidates."""
+        """Loads the users of candidates."""
         # All loads before the first use of one: each takes 300 ns.
         found = [self.threads.read(self.operands.index, x, "global") for x in candidates]
         return [jnp.clip(x, 0, self.sizes.users - 1) for x in found]
 
 
 def number(ctx: Numbering) -> None:
-    """Steps 1 to 3 for all users."""
+    """Does steps 1 to 3 for all users."""
     shared, thread = ctx.shared, per_thread.number()
     everyone = thread >= 0
     ctx.threads.keep(shared.poison, thread, per_thread.same(0), thread == 0)
@@ -202,7 +198,7 @@ def number(ctx: Numbering) -> None:
 
 
 def _count(ctx: Numbering) -> None:
-    """The number of each user's candidates, and whether the promised order is wrong."""
+    """Counts each user's candidates, and finds whether the promised order is wrong."""
     sizes, shared, last = ctx.sizes, ctx.shared, ctx.sizes.batch - 1
     threads = ctx.threads
     rounds, numbers = threads.rounds(sizes.batch + 1)
@@ -225,7 +221,7 @@ def _count(ctx: Numbering) -> None:
 
 
 def _numbers(sizes: Sizes, candidates: jax.Array) -> tuple[jax.Array, ...]:
-    """Rows, rows of whole blocks, and tiles, of users with these numbers of candidates."""
+    """Computes rows, rows of whole blocks, and tiles, of users with these numbers of candidates."""
     rows = candidates * sizes.per_candidate
     found = [rows, cdiv(rows, sizes.block_q) * sizes.block_q]
     if sizes.tile_rows is not None:
@@ -234,7 +230,7 @@ def _numbers(sizes: Sizes, candidates: jax.Array) -> tuple[jax.Array, ...]:
 
 
 def _add_up(ctx: Numbering) -> None:
-    """First rows and targets of each user, and ends of its tiles."""
+    """Stores the first row, the first target and the end of the tiles of each user."""
     sizes, shared, threads = ctx.sizes, ctx.shared, ctx.threads
     kinds = 2 + (sizes.tile_rows is not None)
 
@@ -253,16 +249,14 @@ def _add_up(ctx: Numbering) -> None:
 
 
 def describe(ctx: Numbering) -> None:
-    """Step 4: writes this CTA's share of the descriptions to device memory."""
+    """Writes this CTA's share of the descriptions to device memory (step 4)."""
     sizes, outputs = ctx.sizes, ctx.outputs
     zero, thread = per_thread.same(0), per_thread.number()
-    _for_all(ctx, sizes.users, lambda i, is_wanted: _describe_user(ctx, i, is_wanted))
+    _for_all(ctx, sizes.users, _describe_user)
     if outputs.parts is not None:
-        count = sizes.users * sizes.splits
-        _for_all(ctx, count, lambda i, is_wanted: _describe_part(ctx, i, is_wanted))
+        _for_all(ctx, sizes.users * sizes.splits, _describe_part)
     if outputs.tiles is not None:
-        count = sizes.most_tiles + 1
-        _for_all(ctx, count, lambda i, is_wanted: _describe_tile(ctx, i, is_wanted))
+        _for_all(ctx, sizes.most_tiles + 1, _describe_tile)
     if outputs.poison is not None:
         is_wanted = (thread == 0) & (zero + ctx.worker == 0)
         ctx.threads.write(
@@ -271,13 +265,13 @@ def describe(ctx: Numbering) -> None:
 
 
 def _for_all(ctx: Numbering, count: int, body: Any) -> None:
-    """Calls body(index, whether it is below `count`) for this CTA's share of numbers."""
+    """Calls body(ctx, index, whether index is below `count`) for this CTA's share of numbers."""
     turns = pl.cdiv(count, WARPGROUP_SIZE)
 
     @pl.loop(0, (turns - ctx.worker + ctx.workers - 1) // ctx.workers)
     def _(turn: Any) -> None:
         index = (ctx.worker + turn * ctx.workers) * WARPGROUP_SIZE + per_thread.number()
-        body(index, index < count)
+        body(ctx, index, index < count)
 
 
 class _User(NamedTuple):
@@ -332,7 +326,7 @@ def _describe_part(ctx: Numbering, index: jax.Array, is_wanted: jax.Array) -> No
 
 
 def _describe_tile(ctx: Numbering, index: jax.Array, is_wanted: jax.Array) -> None:
-    """A tile, or past all tiles an entry that is none; the last entry begins with their number."""
+    """Describes a tile; the entry after the last possible tile begins with the number of tiles."""
     sizes, ends, read = ctx.sizes, ctx.shared.ends, ctx.threads.read
     size: Any = sizes.tile_rows
     # Users whose tiles all come before this one.
@@ -353,7 +347,7 @@ def _describe_tile(ctx: Numbering, index: jax.Array, is_wanted: jax.Array) -> No
 
 
 def _number_and_describe(ctx: WarpgroupContext) -> None:
-    """The CTA's warpgroup."""
+    """Numbers all rows, and describes the CTA's share, on the CTA's warpgroup."""
     workers, threads = _workers(ctx.shape, ctx.outputs), Threads(1, 0, ctx.interpret)
     numbering = Numbering(
         ctx.shape, ctx.shared, ctx.operands, ctx.outputs, ctx.worker, workers, threads
@@ -371,7 +365,7 @@ def fits(sizes: Sizes) -> bool:
 
 
 def _workers(sizes: Sizes, outputs: Outputs) -> int:
-    """CTAs: one for each 128 of what is described most often."""
+    """Returns how many CTAs there are: one for each 128 users, parts or tiles."""
     most = sizes.users * sizes.splits
     if outputs.tiles is not None:
         most = max(most, sizes.most_tiles + 1)
@@ -379,7 +373,7 @@ def _workers(sizes: Sizes, outputs: Outputs) -> int:
 
 
 def numbering_kernel(operands: Operands, sizes: Sizes, *, interpret: Any = False) -> Outputs:
-    """Numbers rows and describes users; the arrays of `Outputs` that `sizes` asks for."""
+    """Numbers rows and describes users; returns the arrays that `sizes` asks for."""
     declared = outputs(sizes)
     found: Outputs = launch_threads(
         _number_and_describe,

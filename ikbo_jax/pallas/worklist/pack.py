@@ -1,16 +1,13 @@
 """Copies candidates into the order of users, for kernels that read a user's queries side by side.
 
-XLA takes four kernels of 1 to 2 us each: it ranks the candidates, inverts the permutation, and
-gathers users and queries. Attention of small problems takes 5 to 20 us. If candidates are few, one
-launch does it: each CTA, of one warpgroup, takes some candidates, or a part of their queries, and
-compares their users with those of all candidates. The number of candidates that come first is a
-candidate's place. The queries are on their way from device memory meanwhile.
+XLA takes four kernels of 1 to 2 us each, where attention of small problems takes 5 to 20 us. If
+candidates are few, one launch copies them: each CTA, of one warpgroup, takes some candidates, or a
+part of their queries, and compares their users with the users of all candidates while the queries
+are loaded. The number of candidates that come first is a candidate's place.
 
-XLA sorts more candidates: 11,000 for 63 us with the copies. The launch of `counted_order` counts
-them instead, for 5 us, unless they or their users are very many; XLA copies queries by that order
-if they are large.
-
-Synchronisations: `commit_smem` between the parts, within the CTA. CTAs do not wait for each other.
+The launch of `counted_order` orders more candidates: 11,000 in 5 us, where XLA takes 63 us. XLA
+copies large queries by that order, and sorts what the launch does not take. CTAs do not wait for
+each other.
 """
 
 from __future__ import annotations
@@ -29,9 +26,8 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from ikbo_jax.pallas.hopper import per_thread
 from ikbo_jax.pallas.hopper.launch import WarpgroupContext, launch_threads
 from ikbo_jax.pallas.hopper.per_thread import Threads
-from ikbo_jax.pallas.worklist import counted_order, query_vectors, scan, work_order
-from ikbo_jax.pallas.worklist.counted_order import Operands, Order, count_order
-from ikbo_jax.pallas.worklist.query_vectors import ACCESSES, VECTOR
+from ikbo_jax.pallas.worklist import counted_order, scan, work_order
+from ikbo_jax.pallas.worklist.counted_order import ACCESSES, ELEMENTS, Operands, Order, count_order
 from ikbo_jax.problems import memory
 from ikbo_jax.problems.hopper import WARPGROUP_SIZE
 
@@ -49,13 +45,7 @@ MOST_COPIED = 2**25
 
 @dataclasses.dataclass(frozen=True)
 class Shape:
-    """Static description of a launch.
-
-    Attributes:
-      batch: candidates.
-      users: users.
-      vectors: parts of 16 bytes of a candidate's queries.
-    """
+    """Static description of a launch; `vectors` are 16-byte parts of a candidate's queries."""
 
     batch: int
     users: int
@@ -67,7 +57,7 @@ class Shape:
 
     @property
     def parts(self) -> int:
-        """CTAs of a group of candidates."""
+        """Number of CTAs that share a group of candidates."""
         return pl.cdiv(CANDIDATES * self.vectors, ACCESSES * WARPGROUP_SIZE)
 
     @property
@@ -89,14 +79,15 @@ class Shared(NamedTuple):
 def pack(query: jax.Array, cand_to_user: jax.Array, users: int) -> Order:
     """Copies candidates into the order of users, without their positions.
 
-    Those of one user stay in their order, unless XLA sorts them, and users below 0 are among them.
+    Candidates of one user stay in their order, unless XLA sorts the candidates, and users below 0
+    are among them.
 
     Args:
       query: [B, T, N, H] of 16 bits; H is a multiple of 8.
       cand_to_user: [B] int32, clamped to [0, users).
       users: U.
     """
-    shape = Shape(query.shape[0], users, math.prod(query.shape[1:]) // VECTOR)
+    shape = Shape(query.shape[0], users, math.prod(query.shape[1:]) // ELEMENTS)
     if not shape.fits:
         return _pack_many(query, cand_to_user, users)
     numbers = jax.ShapeDtypeStruct(cand_to_user.shape, jnp.int32)
@@ -113,7 +104,7 @@ def pack(query: jax.Array, cand_to_user: jax.Array, users: int) -> Order:
 
 
 def _pack_many(query: jax.Array, cand_to_user: jax.Array, users: int) -> Order:
-    """`pack` of many candidates, or of large queries."""
+    """Packs many candidates, or large queries."""
     if not counted_order.fits(cand_to_user.shape[0], users):
         return by_xla(query, cand_to_user, users)
     if query.size * query.dtype.itemsize <= MOST_COPIED:
@@ -123,17 +114,17 @@ def _pack_many(query: jax.Array, cand_to_user: jax.Array, users: int) -> Order:
 
 
 def by_xla(query: jax.Array, cand_to_user: jax.Array, users: int) -> Order:
-    """`pack` by XLA."""
+    """Packs candidates by XLA."""
     if cand_to_user.shape[0] <= work_order.MAX_COUNTED:
         order = work_order.by_user(jnp.clip(cand_to_user, 0, users - 1))
     else:
-        # Before they are clamped, as the gradient sorts them: XLA then sorts once.
+        # Not clamped, as the gradient sorts the same index: XLA then sorts once.
         order = work_order.by_user(cand_to_user)
     return Order(query[order], jnp.clip(cand_to_user, 0, users - 1)[order], order, None)
 
 
 def _pack(ctx: WarpgroupContext) -> None:
-    """The CTA's warpgroup."""
+    """Orders and copies the CTA's candidates."""
     shape, shared, outputs = ctx.shape, ctx.shared, ctx.outputs
     read = functools.partial(per_thread.gather, interpret=False)
     thread, zero = per_thread.number(), per_thread.same(0)
@@ -145,7 +136,7 @@ def _pack(ctx: WarpgroupContext) -> None:
     ]  # of the group
     own = [lax.div(x, per_thread.same(shape.vectors)) for x in vectors]
     loaded = [
-        query_vectors.load(
+        counted_order.load_queries(
             ctx.operands.query, jnp.minimum(first + x, shape.batch - 1), v - x * shape.vectors
         )
         for v, x in zip(vectors, own, strict=True)
@@ -167,7 +158,7 @@ def _pack(ctx: WarpgroupContext) -> None:
     for words, v, x in zip(loaded, vectors, own, strict=True):
         place = read(shared.places, jnp.minimum(x, CANDIDATES - 1), "shared")
         is_wanted = (x < CANDIDATES) & (first + x < shape.batch)
-        query_vectors.store(outputs.query, place, v - x * shape.vectors, words, is_wanted)
+        counted_order.store_queries(outputs.query, place, v - x * shape.vectors, words, is_wanted)
 
 
 def _rank(ctx: WarpgroupContext, first: Any) -> list[jax.Array]:

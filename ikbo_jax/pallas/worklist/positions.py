@@ -1,4 +1,4 @@
-"""Positions of segments' tiles in the list, in the kernel that lists tiles: a counting sort.
+"""Finds the positions of segments' tiles in the list by a counting sort.
 
 Segments are ordered by falling numbers of blocks of keys, and by their own number.  A *bin* holds
 the tiles of all segments with equally many blocks.  Then, a segment's first tile comes after
@@ -25,48 +25,48 @@ from ikbo_jax.pallas.worklist.scan import running_sums
 from ikbo_jax.pallas.worklist.segments import Segment, SegmentContext, Shape
 from ikbo_jax.problems.hopper import WARPGROUP_SIZE
 
-#: Most bins: 15 words of a thread. Above, neighbouring numbers of blocks share one: they differ by
-#: less than 1/3800 of the largest, and the order only affects speed.
+#: Most bins: 15 words of a thread. If there are more numbers of blocks, neighbouring numbers share
+#: a bin; the order of tiles only affects speed.
 MOST_BINS = 15 * 512 - 1
 #: Up to this number of words, bins have copies, for different lanes: additions to one word by lanes
 #: of a warp take place one after another, and short sequences all have one block.
 COPIED = 2048
 MOST_COPIES = 16
-#: Segments of each thread in one turn of a loop.
+#: Segments of a thread in one turn of a loop, whose loads are in flight together.
 UNROLL = 4
 
 
 def most_bins(shape: Shape) -> int:
-    """One for each number of blocks, or `MOST_BINS`."""
+    """Returns the number of bins: one for each number of blocks, at most `MOST_BINS`."""
     return min(shape.most_blocks + 1, MOST_BINS)
 
 
 def most_copies(shape: Shape) -> int:
-    """One under interpretation, where threads add one after another."""
+    """Returns the number of copies of a bin; 1 under interpretation."""
     return MOST_COPIES if shape.warpgroups > 1 else 1
 
 
 def words(shape: Shape) -> int:
-    """Words of the bins and their copies."""
+    """Returns how many words the bins and their copies have."""
     return max(most_bins(shape), COPIED) if most_copies(shape) > 1 else most_bins(shape)
 
 
 class Bins(NamedTuple):
-    """How blocks, bins and words of shared memory belong together; scalars."""
+    """Parameters that map numbers of blocks to bins, and bins to words; scalars."""
 
-    shift: Any  # 2^shift numbers of blocks share a bin; None: each has its own
+    shift: Any  # 2^shift numbers of blocks share a bin; None: every number has a bin
     last: Any  # bin of the longest segment
     copies: Any
 
     def of(self, blocks: jax.Array) -> jax.Array:
-        """Bins in the order of the list; the last of all has no blocks."""
+        """Returns the bins of numbers of blocks, in the order of the list; the last has none."""
         if self.shift is None:
             return self.last - blocks
         return self.last - ((blocks + ((1 << self.shift) - 1)) >> self.shift)
 
 
 class Totals(NamedTuple):
-    """Scalars, or the same for each thread."""
+    """Numbers of tiles: scalars, or the same in each thread."""
 
     keyed: Any  # tiles with keys
     first_parts: Any  # tiles of all first parts
@@ -75,7 +75,7 @@ class Totals(NamedTuple):
 
 
 def own_segments(ctx: SegmentContext) -> tuple[jax.Array, Any, int]:
-    """(a thread's segment, counted in its CTA, its part of the work on it, number of parts)."""
+    """Returns (a thread's segment in its CTA, the thread's part of the work on it, all parts)."""
     own = ctx.shared.own_bins.shape[0]
     if ctx.shape.warpgroups == 1:
         return ctx.threads.number(), 0, 1
@@ -85,7 +85,7 @@ def own_segments(ctx: SegmentContext) -> tuple[jax.Array, Any, int]:
 
 
 def _bins(shape: Shape, longest: jax.Array) -> Bins:
-    """For segments of at most `longest` blocks."""
+    """Chooses bins for segments of at most `longest` blocks."""
     bins, shift, last = most_bins(shape), None, longest
     if shape.most_blocks >= bins:
         shift, steps = jnp.int32(0), 0
@@ -100,7 +100,7 @@ def _bins(shape: Shape, longest: jax.Array) -> Bins:
 
 
 def tiles_of(shape: Shape, rows: jax.Array) -> jax.Array:
-    """Tiles of segments' rows."""
+    """Counts the tiles of numbers of rows."""
     return cdiv(rows, shape.size)
 
 
@@ -127,7 +127,7 @@ def _add(ctx: SegmentContext, bins: Bins, begin: Any, end: Any) -> jax.Array:
 
 
 def _bin_before(ctx: SegmentContext, bins: Bins, bin_: jax.Array, part: Any, parts: int) -> Any:
-    """What the bins hold of segments before; a part of the copies."""
+    """Adds up some copies of a bin, which holds the tiles of segments before."""
     value = same(0)
     places = [part + i * parts for i in range(pl.cdiv(most_copies(ctx.shape), parts))]
     copies = [jnp.minimum(x, bins.copies - 1) for x in places]
@@ -138,7 +138,7 @@ def _bin_before(ctx: SegmentContext, bins: Bins, bin_: jax.Array, part: Any, par
 
 
 def _own_before(ctx: SegmentContext, number: jax.Array, bin_: jax.Array, part: Any) -> jax.Array:
-    """Tiles of the same bin of preceding segments of the CTA; a part of them."""
+    """Counts the tiles of the same bin in some preceding segments of the CTA."""
     shared, read = ctx.shared, ctx.threads.read
     _, _, parts = own_segments(ctx)
     each = shared.own_bins.shape[0] // parts
@@ -194,7 +194,7 @@ def position_tiles(ctx: SegmentContext, longest: jax.Array) -> Totals:
 
 
 def _totals(ctx: SegmentContext, bins: Bins, end: Any, rest: tuple[jax.Array, jax.Array]) -> Totals:
-    """Synchronises the threads."""
+    """Adds up all CTAs' tiles; synchronises the threads."""
     threads, shared = ctx.threads, ctx.shared
     keyed = shared.bins[bins.last * bins.copies]
     every = shared.bins[words(ctx.shape)]
@@ -207,7 +207,7 @@ def _totals(ctx: SegmentContext, bins: Bins, end: Any, rest: tuple[jax.Array, ja
 
 
 def _sum_up(ctx: SegmentContext, values: list[jax.Array]) -> list[jax.Array]:
-    """Each bin becomes the sum of those before it; returns the sums of values of threads before."""
+    """Replaces each bin by the sum of bins before; returns sums of `values` of threads before."""
     threads, bins = ctx.threads, ctx.shared.bins
 
     def store(place: jax.Array, before: Any, _: Any) -> None:
@@ -225,6 +225,6 @@ def _sum_up(ctx: SegmentContext, values: list[jax.Array]) -> list[jax.Array]:
 
 
 def bin_words(shape: Shape) -> int:
-    """Words of shared memory of the bins, as many for each thread, and their sum."""
+    """Returns the words of shared memory of the bins and their sum, rounded up to all threads."""
     threads = Threads(shape.warpgroups, 0, False)
     return threads.count * threads.parts(words(shape) + 1)[2]

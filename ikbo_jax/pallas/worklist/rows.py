@@ -23,17 +23,16 @@ class Rows(NamedTuple):
     Attributes:
       cand_to_user: [B] int32, the user of each candidate; clamped to [0, users) by its readers.
       order: [B] int32, candidates in user order; None if they are in user order already.
-      position: [B] int32, the inverse of `order`; likewise.
+      position: [B] int32, the inverse of `order`, or None.
       users: [U, USER_WORDS] int32, the description of each user.
       parts: [U * splits, USER_WORDS] int32, the description of each part of a user's rows.
       tiles: [most tiles + 1, TILE_WORDS] int32: first row, number of rows, user, number of its
         keys, and the first row's target, of tiles of at most `Sizes.tile_rows` rows of one user.
-        The last entry begins with the number of tiles; entries between these are no tiles. None if
-        no launch takes tiles.
-      poison: [1] int32, the bits of 0, or of NaN if candidates are not in user order, as the caller
-        says; None if they were put there. If they are not, a user's rows are other users' queries:
-        statistics and d_query are NaN then, and the kernel passes NaN on to the gradients of keys
-        and values.
+        The last entry begins with the number of tiles; other entries past the tiles are arbitrary.
+        None if no launch takes tiles.
+      poison: [1] int32, the bits of 0, or of NaN if candidates are not in the promised user order;
+        None if no order was promised. With NaN, statistics and all gradients are NaN: a user's rows
+        would be other users' queries.
     """
 
     cand_to_user: jax.Array
@@ -46,16 +45,16 @@ class Rows(NamedTuple):
 
     @property
     def is_valid(self) -> jax.Array | None:
-        """bool: whether the promised order is right; None if none was promised."""
+        """Whether the promised order is right; None if no order was promised."""
         return None if self.poison is None else self.poison[0] == 0
 
     @property
     def user(self) -> jax.Array:
-        """[B] int32."""
+        """Clamped user of each candidate, [B] int32."""
         return jnp.clip(self.cand_to_user, 0, len(self.users) - 1)
 
     def targets(self, sizes: Sizes) -> jax.Array:
-        """[B, T, N / K] int32, rows in the kernel's `d_query` for candidates in their order."""
+        """Computes rows in the kernel's `d_query` for candidates in their order, [B, T, N / K]."""
         first_row, _, first_target, _ = jnp.moveaxis(self.users[self.user], 1, 0)
         place = self.position
         if place is None:
@@ -87,7 +86,7 @@ def make_rows(
 def _order(
     index: jax.Array, sizes: Sizes, *, by_launch: bool
 ) -> tuple[jax.Array | None, jax.Array | None]:
-    """`Rows.order` and `Rows.position`, of many candidates by a launch if there may be one."""
+    """Computes `Rows.order` and `Rows.position`; `by_launch` permits a launch."""
     if sizes.is_sorted:
         return None, None
     if sizes.batch <= work_order.MAX_COUNTED:
@@ -102,12 +101,9 @@ def _order(
 
 
 def described(
-    index: jax.Array,
-    order: jax.Array | None,
-    position: jax.Array | None,
-    found: numbering.Outputs,
+    index: jax.Array, order: jax.Array | None, position: jax.Array | None, found: numbering.Outputs
 ) -> Rows:
-    """Makes `Rows` of what a launch numbered."""
+    """Makes `Rows` from the results of a launch."""
     users = found.users.reshape(-1, USER_WORDS)
     parts = users if found.parts is None else found.parts.reshape(-1, USER_WORDS)
     tiles = None if found.tiles is None else found.tiles.reshape(-1, TILE_WORDS)
@@ -155,7 +151,7 @@ def by_xla(
 
 
 def _tiles(users: jax.Array, sizes: Sizes) -> jax.Array:
-    """`Rows.tiles` from `Rows.users`."""
+    """Computes `Rows.tiles` from `Rows.users`."""
     height: Any = sizes.tile_rows
     first_row, rows, target, keys = (users[:, i] for i in range(USER_WORDS))
     counts = -(-rows // height)

@@ -1,7 +1,6 @@
 """Loops of a CTA's threads over numbers in shared memory: sums and ranks.
 
-A thread takes consecutive numbers (`fold`), so that it adds up or compares in registers, and the
-threads exchange one result each.
+A thread takes consecutive numbers, so that it adds up in registers, and exchanges one result.
 """
 
 from __future__ import annotations
@@ -31,13 +30,11 @@ def fold(
     The last threads' places are past `count`.
 
     Args:
-      threads: of the CTA.
       count: numbers of all threads.
-      read: takes the places of a turn, one for each thread; returns their numbers. All its loads
-        should come before the first use of one.
+      read: takes the places of a turn, one for each thread; returns their numbers. All loads should
+        come before the first use of one.
       body: stores nothing that is read at a later place.
-      init: the first carry.
-      parts: other turns than `threads.parts(count)`.
+      parts: turns, instead of `threads.parts(count)`.
     """
     turns, step, each = parts or threads.parts(count)
     first = threads.number() * each
@@ -70,20 +67,16 @@ def running_sums(
 ) -> list[jax.Array]:
     """Adds up numbers, and calls store(place, sums of lower places, numbers) for each place.
 
-    A place has `kinds` numbers in a tuple, and as many sums.
-
-    Synchronises the threads once, between the first reads and the second.
+    A place has a tuple of `kinds` numbers, and as many sums. Synchronises the threads once, between
+    the first reads and the second. `fold` and `Threads.sums_before` describe the other arguments.
 
     Args:
-      threads: as for `fold`, like `count`, `read` and `parts`.
       store: may overwrite the numbers at its place.
-      scratch: as for `Threads.sums_before`, like `at`.
-      kinds: how many sums there are.
       add: adds what `read` returns to the sums.
-      others: numbers of the threads that are added up in the same exchange.
+      others: numbers of the threads, added up in the same exchange.
 
     Returns:
-      Of each of `others`, the sum over the threads before.
+      For each of `others`, the sum over the threads before.
     """
     zeros = (same(0),) * kinds
     own = fold(threads, count, read, lambda _, numbers, sums: add(sums, numbers), zeros, parts)
@@ -116,14 +109,14 @@ def rank(
 ) -> None:
     """Counts the candidates before each of `mine`, and stores each warp's part; for one warpgroup.
 
-    Each thread compares some users with the users of all of `mine`. `rank_of` reads the counts,
-    after the threads have synchronised.
+    Each thread compares some users with all of `mine`. `rank_of` reads the counts after the threads
+    have synchronised.
 
     Args:
-      users_of: takes candidates, of which some may be past the last one; returns their users.
-      batch: candidates.
-      mine: (candidate, its user) of the CTA's, each the same for all threads.
-      is_before: takes two such pairs, whether the first comes before the second.
+      users_of: takes candidates, some of them past the last one; returns their users.
+      batch: number of candidates.
+      mine: (candidate, user) of the CTA's candidates, the same in all threads.
+      is_before: takes two such pairs; says whether the first comes before the second.
       scratch: shared memory of `WARPS` words for each of `mine`.
     """
     rounds, numbers_of = per_thread.rounds(batch, per_thread.number())
@@ -142,7 +135,7 @@ def rank(
 
 
 def rank_of(threads: Threads, scratch: Any, number: jax.Array) -> jax.Array:
-    """Reads what `rank` counted for the candidates with these numbers among `mine`."""
+    """Reads the counts of `rank` for the candidates with these numbers among `mine`."""
     found = same(0)
     for warp in range(WARPS):
         found = found + threads.read(scratch, number * WARPS + warp)

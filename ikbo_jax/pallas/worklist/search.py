@@ -26,10 +26,10 @@ def count_at_most(
     Args:
       read: takes places, from 0 to count - 1; returns the numbers.
       count: of the numbers.
-      limit: a scalar, or one for each thread.
-      zero: 0, likewise.
-      is_wanted: a scalar, whether the result is; then the steps are a loop. None: they are
-        unrolled.
+      limit: a scalar, or a number for each thread.
+      zero: 0, of the kind of `limit`.
+      is_wanted: whether the result is wanted, a scalar: the steps are then a loop. None: the steps
+        are unrolled.
     """
     steps = count.bit_length()
 
@@ -53,18 +53,18 @@ def count_at_most(
 
 
 def splat(value: ir.Value) -> mgpu.FragmentedArray:
-    """A value that all lanes have, as Pallas takes it."""
+    """Wraps a value that all lanes have for Pallas."""
     return mgpu.FragmentedArray.splat(value, (), is_signed=True)
 
 
 def user_at(index: ir.Value, position: ir.Value, batch: int, users: int) -> ir.Value:
-    """The user, clamped, of the candidate at `position`, or of the last candidate."""
+    """Loads the clamped user of the candidate at `position`; past the end, the last candidate's."""
     i32 = ir.IntegerType.get_signless(32)
     return clamped(load(index, arith.minsi(position, mgpu.c(batch - 1, i32))), users)
 
 
 def clamped(user: ir.Value, users: int) -> ir.Value:
-    """A user that an index names, within [0, U)."""
+    """Clamps a user to [0, U)."""
     i32 = ir.IntegerType.get_signless(32)
     return arith.minsi(arith.maxsi(user, mgpu.c(0, i32)), mgpu.c(users - 1, i32))
 
@@ -72,7 +72,7 @@ def clamped(user: ir.Value, users: int) -> ir.Value:
 def end_of_run(
     cand_to_user: Any, first: Any, stop: Any, most: int, users: int, *, interpret: bool
 ) -> Any:
-    """The first candidate from `first` on, up to `stop`, that has another user than `first`.
+    """Finds the first candidate after `first`, or `stop`, that has another user than `first`.
 
     Args:
       cand_to_user: device memory [B] int32; clamped to [0, U).

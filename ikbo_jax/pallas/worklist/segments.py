@@ -1,8 +1,8 @@
 """Segments of jagged queries, in the kernel that lists tiles: offsets, and one segment's rows.
 
-A *segment* is the rows between two neighbouring offsets, with the rows before the first offset and
-after the last one as segments without keys.  If the lengths are bounded, the rows past the bound
-are a second part of each segment.
+A *segment* is the rows between two neighbouring offsets.  Rows before the first offset and after
+the last one are segments without keys.  If the lengths are bounded, the rows past the bound are a
+second part of each segment.
 """
 
 from __future__ import annotations
@@ -25,19 +25,15 @@ from ikbo_jax.pallas.worklist.scan import clear, fold
 class Shape:
     """Static description of a launch.
 
+    `Offsets` describes the other attributes.
+
     Attributes:
-      sequences: number of sequences of queries.
-      q_rows: rows of the queries' array, or of each sequence if they are broadcast.
-      kv_rows: rows of the keys' array.
-      max_seqlen_q: longest sequence of queries, or None.
-      max_seqlen_kv: longest sequence of keys, or None.
       size: largest number of rows of a tile.
       unit: keys of a block: segments with equally many blocks stay in order.
-      is_broadcast: whether all sequences have the same queries.
       is_merged: whether neighbours that share keys are one segment.
-      warpgroups: of a CTA.
-      kv_first: position of the first offset of keys in shared memory: 1 if zero and `kv_rows`
-        surround them, as they surround offsets of queries.
+      warpgroups: number of a CTA's warpgroups.
+      kv_first: position of the first offset of keys in shared memory: 1 if 0 and `kv_rows` surround
+        the offsets of keys, as 0 and `q_rows` surround the offsets of queries.
     """
 
     sequences: int
@@ -54,7 +50,7 @@ class Shape:
 
     @classmethod
     def of(cls, offsets: Offsets, size: int, unit: int, *, warpgroups: int) -> Shape:
-        """The shape of a list of tiles of queries."""
+        """Describes a list of tiles of queries."""
         is_merged = offsets.q_to_kv is not None and not offsets.is_broadcast
         kinds = offsets.is_broadcast, is_merged
         return cls(offsets.sequences, *offsets.sizes, size, unit, *kinds, warpgroups)
@@ -70,7 +66,7 @@ class Shape:
 
     @property
     def most(self) -> int:
-        """Tiles of any offsets."""
+        """Largest number of tiles of any offsets."""
         if self.is_broadcast:
             return max(self.sequences * pl.cdiv(self.q_rows, self.size), 1)
         parts = self.segments * (1 if self.max_seqlen_q is None else 2)
@@ -79,7 +75,7 @@ class Shape:
 
     @property
     def most_blocks(self) -> int:
-        """Blocks of keys of any segment."""
+        """Largest number of blocks of keys of any segment."""
         longest = self.kv_rows if self.max_seqlen_kv is None else self.max_seqlen_kv
         return pl.cdiv(min(longest, self.kv_rows), self.unit)
 
@@ -92,7 +88,7 @@ class SegmentContext(WarpgroupContext):
         return Threads(self.shape.warpgroups, self.consumer, self.interpret)
 
     def segment(self, index: jax.Array) -> Segment:
-        """The segments with these numbers; empty ones past the last."""
+        """Describes the segments with these numbers; segments past the last one are empty."""
         return segment(self, index)
 
 
@@ -105,14 +101,11 @@ class Segment(NamedTuple):
     rest_start: jax.Array
     kv_start: jax.Array
     kv_length: jax.Array
-    kv_number: jax.Array  # sequence of keys; -1 if the segment is none of a sequence
+    kv_number: jax.Array  # sequence of keys; -1 if the segment's rows belong to no sequence
 
 
 def load(ctx: SegmentContext) -> None:
-    """Copies offsets and index to shared memory, limited to their ranges; zeroes bins, if any.
-
-    All loads of a round are in flight together: one alone takes 300 ns.
-    """
+    """Copies offsets and index to shared memory, limited to their ranges; zeroes bins, if any."""
     shape, shared, operands, threads = ctx.shape, ctx.shared, ctx.operands, ctx.threads
     copies = [(operands.cu_seqlens_kv, shared.kv_offsets, shape.kv_first, shape.kv_rows)]
     first = 0 if shape.is_broadcast else 1
@@ -159,10 +152,10 @@ def running_maxima(ctx: SegmentContext) -> jax.Array:
 
 
 def rise(ctx: SegmentContext) -> list[jax.Array]:
-    """Makes offsets in shared memory rise; returns the longest sequence among a thread's.
+    """Makes offsets in shared memory rise; returns the longest sequence of each thread's offsets.
 
-    Of keys, and of queries unless they are broadcast. A thread has consecutive offsets. The threads
-    exchange the maxima of theirs, and must synchronise before they read offsets.
+    The results are for keys, and for queries unless queries are broadcast. A thread has consecutive
+    offsets. The threads must synchronise before they read offsets.
     """
     shape, shared, threads = ctx.shape, ctx.shared, ctx.threads
     arrays = [(shared.kv_offsets, shape.kv_first, ctx.operands.cu_seqlens_kv.shape[0])]
@@ -177,7 +170,7 @@ def rise(ctx: SegmentContext) -> list[jax.Array]:
 
 
 def _largest(threads: Threads, ref: Any, at: int, count: int) -> jax.Array:
-    """The largest of each thread's numbers; past the end, the last one again."""
+    """Finds the largest of each thread's numbers; a place past the end has the last number."""
 
     def read(places: list[jax.Array]) -> list[jax.Array]:
         places = [jnp.minimum(x, count - 1) for x in places]
@@ -187,9 +180,9 @@ def _largest(threads: Threads, ref: Any, at: int, count: int) -> jax.Array:
 
 
 def _keep_maxima(threads: Threads, ref: Any, at: int, count: int, before: jax.Array) -> jax.Array:
-    """Running maxima in place of a thread's numbers; returns their largest step.
+    """Replaces a thread's numbers by running maxima; returns their largest step.
 
-    The first number is its own maximum. So no thread writes it, and those past the end read it.
+    The first number is its own maximum, so no thread writes it, and places past the end read it.
     """
 
     def read(places: list[jax.Array]) -> list[jax.Array]:
@@ -206,7 +199,7 @@ def _keep_maxima(threads: Threads, ref: Any, at: int, count: int, before: jax.Ar
 
 
 class Rows(NamedTuple):
-    """Rows of segments, one for each thread; of jagged sequences."""
+    """Rows of segments of jagged sequences, one segment for each thread."""
 
     exists: jax.Array
     is_sequence: jax.Array
@@ -217,7 +210,7 @@ class Rows(NamedTuple):
 
 
 def rows(ctx: SegmentContext, offsets: Any, index: jax.Array) -> Rows:
-    """Rows of the segments between these offsets, which are surrounded."""
+    """Finds the rows of segments; 0 and the number of rows surround the offsets."""
     shape, read = ctx.shape, ctx.threads.read
     exists, index = index < shape.segments, jnp.minimum(index, shape.segments - 1)
     start, end = read(offsets, index), read(offsets, index + 1)
@@ -232,7 +225,7 @@ def rows(ctx: SegmentContext, offsets: Any, index: jax.Array) -> Rows:
 
 
 def segment(ctx: SegmentContext, index: jax.Array) -> Segment:
-    """The segments with these numbers; empty ones past the last."""
+    """Describes the segments with these numbers; segments past the last one are empty."""
     shape, shared, read, zero = ctx.shape, ctx.shared, ctx.threads.read, same(0)
     if shape.is_broadcast:
         has_keys, index = index < shape.segments, jnp.minimum(index, shape.segments - 1)
@@ -268,28 +261,26 @@ def segment(ctx: SegmentContext, index: jax.Array) -> Segment:
 def _merged(
     ctx: SegmentContext, index: jax.Array, start: jax.Array, length: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-    """Sequences of keys, and rows of groups, by what `merge` has left."""
+    """Reads the sequences of keys and the numbers of rows of segments that `merge` marked."""
     shape, numbers, read = ctx.shape, ctx.shared.kv_numbers, ctx.threads.read
     last = max(shape.sequences, 1)
     own = read(numbers, jnp.clip(index, 1, last))
     following = read(numbers, jnp.clip(index + 1, 1, last))
     is_group = (following < 0) & (index < shape.sequences)
     rows = jnp.where(is_group, -1 - following - start, length)
-    # A segment without a sequence reads any number that is one.
     return jnp.maximum(own, 0), jnp.where(own < 0, 0, rows)
 
 
 def merge(ctx: SegmentContext) -> None:
-    """Marks in `shared.kv_numbers` the segments that are merged into the one before.
+    """Marks in `shared.kv_numbers` the segments that are merged into the segment before.
 
-    Candidates of one user are sequences with the same keys: merged, they fill whole tiles.
+    Candidates of one user are sequences with the same keys: merged, they fill whole tiles. A
+    segment is merged if it has the same keys as the segment before, and no row lies between the
+    two. Its number becomes -1 - e, where e is the row at which its group ends, so that no second
+    array is needed.
 
-    A segment is merged if it has the same keys as the one before it, and no row lies between them.
-    Its number becomes -1 - e, where e is the row at which its group ends. So no second array is
-    needed: 20,000 sequences fit shared memory.
-
-    A thread has consecutive segments, from the last one down; the end of a group that begins in
-    them and ends in a later thread's comes from there. Ends rise, so the next one is the least.
+    A thread has consecutive segments, from the last one down. A later thread tells the end of a
+    group that reaches its segments. Ends rise, so the next end is the least.
     """
     shape, shared, threads = ctx.shape, ctx.shared, ctx.threads
     turns, step, each = threads.parts(shape.segments)
@@ -303,25 +294,25 @@ def merge(ctx: SegmentContext) -> None:
         return threads.read(shared.q_offsets, jnp.clip(index, 0, shape.segments))
 
     def end(start: jax.Array, following: jax.Array) -> jax.Array:
-        """Where a segment's rows that have keys end."""
+        """Returns the end of a segment's rows that have keys."""
         if shape.max_seqlen_q is None:
             return following
         return jnp.minimum(following, start + shape.max_seqlen_q)
 
     def is_merged(index: jax.Array, numbers: tuple[Any, Any], rows: tuple[Any, Any]) -> jax.Array:
-        """By the numbers of the segment before and of this one, and where both start."""
+        """Compares the segment before with this one: their numbers, and their first rows."""
         found = (index > 1) & (index <= shape.sequences) & (numbers[0] == numbers[1])
         return found & (end(*rows) == rows[1]) if shape.max_seqlen_q is not None else found
 
     def batch(turn: Any, read_number: Any) -> list[tuple[jax.Array, Any, Any]]:
-        """(index, kv number of the segment before, (starts before, of this one, and after))."""
+        """Returns (index, kv number of the segment before, starts of three segments) of each."""
         top = first + (each - 1 - turn * step)
         numbers = [read_number(top - i - 1) for i in range(step)]
         rows = [starts(top - i + 1) for i in range(step + 2)]
         return [(top - i, numbers[i], rows[i : i + 3][::-1]) for i in range(step)]
 
     def group_ends(turn: Any, carry: tuple[Any, ...], read_number: Any, mark: Any) -> Any:
-        """The carry: end of the group, whether it ends here (0 or 1), this segment's number."""
+        """Visits segments; the carry is (group's end, whether the group ends here, number)."""
         group, is_end, own = carry
         for index, before, (previous, start, following) in batch(turn, read_number):
             group = jnp.where(is_end > 0, end(start, following), group)
@@ -330,7 +321,7 @@ def merge(ctx: SegmentContext) -> None:
             is_end, own = jnp.where(merged, 0, 1), before
         return group, is_end, own
 
-    # What lies beyond a thread's segments, before threads change it.
+    # Read the neighbours of a thread's segments before threads change numbers.
     above = first + each
     is_open = is_merged(
         above, (number(above - 1), number(above)), (starts(above - 1), starts(above))
@@ -354,6 +345,6 @@ def merge(ctx: SegmentContext) -> None:
     def keep(turn: Any, carry: Any) -> Any:
         return group_ends(turn, carry, own_number, mark)
 
-    # -later overflows for none, where no group ends later and so none is open.
+    # -later would overflow where no group ends later; no group is open there.
     lax.fori_loop(0, turns, keep, (-jnp.maximum(later, -(2**31 - 1)), *carry[1:]))
     threads.commit()

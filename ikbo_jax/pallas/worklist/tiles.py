@@ -1,28 +1,18 @@
-"""The list of tiles of jagged queries, computed by one small Mosaic GPU kernel.
+"""Lists tiles of jagged queries by one small Mosaic GPU kernel.
 
-`by_xla` describes the list.  XLA would compute it in 6 to 24 kernels of about 2 us each, as long as
-a launch on short sequences takes.  Here CTAs of 512 threads list the tiles of 128
-segments each (`segments`).  Every CTA does the steps 1 to 4 for all segments, since that
-takes less time than a second launch:
+`by_xla` describes the list, for which XLA takes 6 to 24 kernels of 2 us each.  Here CTAs of 512
+threads list the tiles of 128 segments each (`segments`).  Every CTA does the steps 1 to 4 for all
+segments, which takes less time than a second launch:
 
   1. It copies offsets and index to shared memory.
   2. It makes offsets rise: a thread takes the maximum of consecutive offsets, the threads exchange
-     these, and a thread writes its running maxima.  That tells the longest sequence of keys.
+     the maxima, and a thread writes its running maxima.
   3. If sequences share keys by an index, it merges neighbours with the same keys into the first.
   4. It finds the positions of the CTA's segments' tiles by a counting sort (`positions`).
   5. A thread describes some of the CTA's tiles.  Their segments are found by bisection.
 
-The time, for n segments and 512 threads at 1.7 GHz, where a warp scheduler has 4 warps:
-
-  - a launch, 2 us; a load of device memory 0.5 us for each 4,096 offsets, whose loads overlap;
-  - 2 reads, a write and 10 other instructions for an offset in shared memory, and 60 instructions
-    for a segment that is counted: 0.3 us for each 1,000 segments;
-  - sums of bins, positions and tiles, with about 12 synchronisations, 1.2 us.
-
-So 1,152 segments should take 4 us, 4,096 5 us and 20,000 12 us.
-
-Synchronisations: `Threads.commit` between the parts, within the CTA.  CTAs do not wait for each
-other.
+Predicted time: 4 us for 1,152 segments, 5 us for 4,096 and 12 us for 20,000.  CTAs do not wait for
+each other.
 """
 
 from __future__ import annotations
@@ -57,30 +47,23 @@ WARPGROUPS = 4
 MOST_WORKERS = 132
 
 
-class Outputs(NamedTuple):
-    """Device memory that a launch fills: the fields of a `TileList`."""
-
-    words: Any
-    counts: Any
-
-
 class Shared(NamedTuple):
     """Shared memory, int32."""
 
     parts: Any  # [9 * warps]: exchanged between warps
     q_offsets: Any  # [segments + 1]: running maxima
-    kv_offsets: Any  # [batch_kv + 1]: likewise
+    kv_offsets: Any  # [batch_kv + 1]: running maxima
     kv_numbers: Any  # [segments]: sequences of keys; None without an index
     bins: Any  # see `positions`
     own_bins: Any  # of the CTA's segments; the order of bins is the list's
-    own_tiles: Any  # of the CTA's segments
+    own_tiles: Any  # numbers of tiles of the CTA's segments
     own_before: Any  # [threads]: parts of the tiles before a segment's in its bin
     own_firsts: Any  # positions of the first tiles of the CTA's segments
     own_ends: Any  # tiles of the CTA's segments up to and with each
-    rest_ends: Any  # likewise of second parts
+    rest_ends: Any  # the same sums for the segments' second parts
     # Of the lists of a gradient's tiles; None without an index.
     begins: Any = None  # [keys + 1]: ranges of lower numbers of keys
-    key_blocks: Any = None  # [keys]: blocks of queries. Keys of all copies
+    key_blocks: Any = None  # [keys of all copies]: blocks of queries
     statistics: Any = None  # [segments of queries]: blocks of statistics before; None if broadcast
 
 
@@ -105,7 +88,7 @@ def store_words(
                 array[place[i], w] = word[i]
 
 
-def _list_parts(ctx: SegmentContext, ends: Any, describe: Any) -> None:
+def _list_parts(ctx: SegmentContext, array: Any, ends: Any, describe: Any) -> None:
     """Stores the tiles of all first parts or second parts of the CTA's segments.
 
     `describe` takes a number in the CTA, its segment, and the tile's number in it; it returns
@@ -123,11 +106,12 @@ def _list_parts(ctx: SegmentContext, ends: Any, describe: Any) -> None:
         place = tile - jnp.where(number > 0, begin, 0)
         found = ctx.segment(ctx.worker * own + number)
         position, words = describe(number, found, place)
-        store_words(ctx, ctx.outputs.words, position, words, tile < count)
+        store_words(ctx, array, position, words, tile < count)
 
 
 def list_tiles(
     ctx: SegmentContext,
+    outputs: TileList,
     longest: jax.Array,
     words_of: Callable[[jax.Array, Segment, jax.Array], tuple[jax.Array, ...]],
     zeros: int,
@@ -135,10 +119,11 @@ def list_tiles(
     """Stores the tiles of the CTA's segments and, by the first CTA, the counts.
 
     Args:
+      outputs: device memory; tiles may have further words, which are not stored.
       longest: blocks of keys of the longest segment.
-      words_of: takes segments' numbers, segments, and tiles' first rows in them; returns the words
-        of tiles: first row read, first row written, rows, and others.
-      zeros: how many others a tile of a second part has; they are 0.
+      words_of: takes segments' numbers, segments, and tiles' first rows in the segments; returns
+        the words of tiles: first row read, first row written, rows, and further words.
+      zeros: number of further words of a tile of a second part, which are 0.
     """
     shape, shared, threads, zero = ctx.shape, ctx.shared, ctx.threads, same(0)
     totals = positions.position_tiles(ctx, longest)
@@ -157,24 +142,24 @@ def list_tiles(
         rows = jnp.minimum(found.rest - done, shape.size)
         return position, (row, row, rows, *(zero,) * zeros)
 
-    _list_parts(ctx, shared.own_ends, first_part)
+    _list_parts(ctx, outputs.words, shared.own_ends, first_part)
     if shape.has_rest:
-        _list_parts(ctx, shared.rest_ends, second_part)
+        _list_parts(ctx, outputs.words, shared.rest_ends, second_part)
     is_writer = threads.number() + ctx.worker == 0
     for i, total in enumerate((totals.keyed, totals.first_parts + totals.rest)):
-        threads.write(ctx.outputs.counts, same(i), zero + total, is_writer)
+        threads.write(outputs.counts, same(i), zero + total, is_writer)
 
 
 def rows_of_tile(
     ctx: SegmentContext, found: Segment, done: jax.Array
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """(first row read, first row written, rows) of a tile from a segment's row `done` on."""
+    """Returns (first row read, first row written, rows) of the tile from row `done` on."""
     source = done if ctx.shape.is_broadcast else found.start + done
     return source, found.start + done, jnp.minimum(found.length - done, ctx.shape.size)
 
 
 def _list_query_tiles(ctx: SegmentContext) -> None:
-    """A warpgroup of the CTA."""
+    """Lists the tiles of the CTA's segments of queries."""
     load(ctx)
     longest = running_maxima(ctx)
     if ctx.shape.is_merged:
@@ -183,17 +168,13 @@ def _list_query_tiles(ctx: SegmentContext) -> None:
     def words(_: jax.Array, found: Segment, done: jax.Array) -> tuple[jax.Array, ...]:
         return *rows_of_tile(ctx, found, done), found.kv_start, found.kv_length
 
-    list_tiles(ctx, longest, words, 2)
+    list_tiles(ctx, ctx.outputs, longest, words, 2)
 
 
 def shared_words(shapes: tuple[Shape, ...], arrays: Arrays, own: int, exchanged: int) -> Shared:
-    """The declaration of `Shared`.
+    """Declares `Shared` for lists of queries and, for a gradient, of keys.
 
-    Args:
-      shapes: of the lists of queries and, for a gradient, of keys.
-      arrays: of the offsets.
-      own: segments of a CTA.
-      exchanged: words of each warp in `parts`.
+    `own` is the number of a CTA's segments, `exchanged` the number of each warp's words in `parts`.
     """
     queries, threads = shapes[0], shapes[0].warpgroups * WARPGROUP_SIZE
     each = memory.Words((own,))
@@ -213,7 +194,7 @@ def shared_words(shapes: tuple[Shape, ...], arrays: Arrays, own: int, exchanged:
 
 
 def own_segments(shapes: tuple[Shape, ...]) -> int:
-    """How many segments a CTA lists."""
+    """Returns how many segments a CTA lists."""
     workers = sum(pl.cdiv(x.segments, WARPGROUP_SIZE) for x in shapes)
     is_doubled = workers > MOST_WORKERS and shapes[0].warpgroups > 1
     return WARPGROUP_SIZE * (1 + is_doubled)
@@ -238,15 +219,13 @@ def query_tiles(offsets: Offsets, *, size: int, unit: int = 1, interpret: Any = 
         return by_xla.query_tiles(offsets, size=size, unit=unit)
     shape = Shape.of(offsets, size, unit, warpgroups=1 if interpret else WARPGROUPS)
     own = own_segments((shape,))
-    outputs = Outputs(
-        jax.ShapeDtypeStruct((shape.most, TILE_WORDS), jnp.int32),
-        jax.ShapeDtypeStruct((2,), jnp.int32),
-    )
-    found: Outputs = launch_threads(
+    sizes = ((shape.most, TILE_WORDS), (2,))
+    declared: Any = (jax.ShapeDtypeStruct(size, jnp.int32) for size in sizes)
+    found: TileList = launch_threads(
         _list_query_tiles,
         shape,
         operands,
-        outputs,
+        TileList(*declared),
         shared_words((shape,), operands, own, 9),
         name="ikbo_tile_list",
         workers=pl.cdiv(shape.segments, own),
@@ -254,4 +233,4 @@ def query_tiles(offsets: Offsets, *, size: int, unit: int = 1, interpret: Any = 
         context=SegmentContext,
         interpret=interpret,
     )
-    return TileList(*found)
+    return found

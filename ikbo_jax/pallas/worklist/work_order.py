@@ -1,7 +1,7 @@
-"""The order in which the attention kernel processes candidates, and its tiles; computed by XLA.
+"""Orders candidates and cuts tiles for the attention kernel, by XLA.
 
-Comparing all pairs takes XLA one small kernel and no memory.  A sort or a prefix sum takes a dozen
-kernels of 1 to 2 microseconds each, beside attention kernels of 50 to 800 microseconds.
+Comparing all pairs takes XLA one small kernel. A sort or a prefix sum takes a dozen kernels of 1 to
+2 us each, beside attention kernels of 50 to 800 us.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ MAX_COMPARED = 2**25
 
 
 def by_user(users: jax.Array) -> jax.Array:
-    """The stable permutation that sorts `users` [B] int32: equals `jnp.argsort(users)`."""
+    """Computes the stable permutation that sorts `users` [B] int32, as `jnp.argsort`."""
     if users.shape[0] > MAX_COUNTED:
         return jnp.argsort(users).astype(jnp.int32)
     return inverse(ranks(users))
 
 
 def ranks(users: jax.Array) -> jax.Array:
-    """[B] int32: the place of each candidate in the order of users; compares all pairs."""
+    """Computes the place of each candidate in the order of users, [B]; compares all pairs."""
     place = jnp.arange(users.shape[0], dtype=jnp.int32)
     is_before = (users[None] < users[:, None]) | (
         (users[None] == users[:, None]) & (place[None] < place[:, None])
@@ -36,7 +36,7 @@ def ranks(users: jax.Array) -> jax.Array:
 
 
 def inverse(ranks: jax.Array) -> jax.Array:
-    """The inverse of a permutation; compares all pairs."""
+    """Inverts a permutation; compares all pairs."""
     place = jnp.arange(ranks.shape[0], dtype=jnp.int32)
     # Each row of the comparison has one nonzero term.
     return jnp.sum(
@@ -45,7 +45,7 @@ def inverse(ranks: jax.Array) -> jax.Array:
 
 
 def starts(user: jax.Array, users: int) -> jax.Array:
-    """[users + 1] int32: how many candidates belong to users before each user, and to all."""
+    """Computes where users begin in the order of users, [users + 1] int32; the last entry is B."""
     if user.shape[0] * users <= MAX_COMPARED:
         number = jnp.arange(users + 1, dtype=jnp.int32)
         return jnp.sum(user[None] < number[:, None], axis=1, dtype=jnp.int32)
@@ -54,7 +54,7 @@ def starts(user: jax.Array, users: int) -> jax.Array:
 
 
 def run_ends(users: jax.Array) -> jax.Array:
-    """[B] int32: for each candidate, the end of its run of consecutive candidates of one user."""
+    """Computes the end of each candidate's run of consecutive candidates of one user, [B]."""
     batch = users.shape[0]
     position = jnp.arange(1, batch + 1, dtype=jnp.int32)
     is_last = jnp.concatenate([users[1:] != users[:-1], jnp.ones((1,), bool)])

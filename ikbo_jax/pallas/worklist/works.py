@@ -1,30 +1,26 @@
-"""Both lists of tiles of the backward kernels, and their ranges, by one Mosaic GPU kernel.
+"""Lists tiles and ranges of both backward kernels by one Mosaic GPU kernel.
 
-XLA would make them in 15 to 25 kernels of about 2 us each. Here the first CTAs list tiles of
-queries, and the others tiles of keys, as `tiles` lists tiles for the forward kernel: offsets in
-shared memory, running maxima, and a counting sort of segments by their blocks. In addition:
+XLA would take 15 to 25 kernels of about 2 us each. The first CTAs list tiles of queries, and the
+others tiles of keys, as `tiles` lists tiles for the forward kernel. In addition:
 
   - *Ranges.* A CTA describes the sequences among its segments. The kernel for queries streams
     keys, so the CTAs for keys write its ranges, and the reverse.
   - *Sequences that share keys* (`q_to_kv`). Ranges of queries are sorted by their keys. Every CTA
-    counts the sequences, and the CTAs for keys also the blocks, of each sequence of keys. A range's
-    position comes after the ranges of lower numbers of keys, of earlier CTAs, and of earlier
-    sequences of its CTA.
-  - *Statistics* of a softmax. Running sums of the sequences' blocks tell where the statistics of
-    each begin. Another list says which queries each block of statistics has.
+    counts the sequences, and the CTAs for keys also the blocks, of each sequence of keys. A range
+    comes after the ranges of lower numbers of keys, of earlier CTAs, and of earlier sequences of
+    its CTA.
+  - *Statistics* of a softmax. Running sums of the sequences' blocks say where a sequence's
+    statistics begin. Another list says which queries each block of statistics has.
 
 Tiles with blocks are in XLA's order while no more than `positions.MOST_BINS` numbers of blocks
-occur.
-
-Synchronisations: `Threads.commit` between the parts, within the CTA. CTAs do not wait for each
-other.
+occur. CTAs do not wait for each other.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import math
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -39,25 +35,15 @@ from ikbo_jax.pallas.worklist.lists import (
     WORK_WORDS,
     Arrays,
     Offsets,
+    TileList,
     Work,
     Works,
+    WorkSettings,
     most_blocks,
 )
-from ikbo_jax.pallas.worklist.ranges import (
-    KeyContext,
-    KeyShape,
-    Launch,
-    Outputs,
-    WorkContext,
-    blocks_before,
-    count_shared,
-    queries_of,
-    store_blocks,
-    store_query_ranges,
-    sum_up,
-)
-from ikbo_jax.pallas.worklist.scan import clear
-from ikbo_jax.pallas.worklist.segments import Segment, Shape, load, rise, rows
+from ikbo_jax.pallas.worklist.scan import clear, running_sums
+from ikbo_jax.pallas.worklist.search import count_at_most
+from ikbo_jax.pallas.worklist.segments import Segment, SegmentContext, Shape, load, rise, rows
 from ikbo_jax.pallas.worklist.tiles import list_tiles, rows_of_tile, store_words
 from ikbo_jax.problems import memory
 from ikbo_jax.problems.hopper import TILE_ROWS
@@ -66,9 +52,228 @@ from ikbo_jax.problems.hopper import TILE_ROWS
 MOST_WORDS = 54000
 #: Words of a block of statistics: its first query, and its number of queries.
 BLOCK_WORDS = 2
+#: Sequences of a thread in one turn of a loop, whose loads are in flight together.
+UNROLL = 4
 
 
-# The two lists
+@dataclasses.dataclass(frozen=True)
+class KeyShape(Shape):
+    """The shape of the list of keys: what `Shape` calls queries are keys here, and the reverse.
+
+    Attributes:
+      group: query heads of one key head.
+      streamed_rows: queries of each sequence if they are broadcast, or None.
+      most_shared: blocks of queries of any key-value sequence if sequences share keys, or None.
+      parts: copies of the keys, where every n-th sequence of queries belongs to part n. `sequences`
+        counts one copy's sequences, and `q_rows` the rows of all copies.
+    """
+
+    group: int = 1
+    streamed_rows: int | None = None
+    most_shared: int | None = None
+    parts: int = 1
+
+    @property
+    def segments(self) -> int:
+        return self.parts * (self.sequences + 2)
+
+    @property
+    def most_blocks(self) -> int:
+        if self.most_shared is not None:
+            return self.most_shared
+        if self.streamed_rows is not None:
+            return pl.cdiv(self.streamed_rows, self.unit)
+        return super().most_blocks
+
+
+class Launch(NamedTuple):
+    """Static description of the launch."""
+
+    queries: Shape
+    keys: KeyShape
+    has_statistics: bool
+    query_workers: int  # CTAs that list queries
+
+    @property
+    def first(self) -> int:
+        """Number of the segment of the first sequence."""
+        return 0 if self.queries.is_broadcast else 1
+
+    @property
+    def end(self) -> int:
+        return self.first + self.queries.sequences
+
+
+class WorkContext(SegmentContext):
+    """The context of a warpgroup; `config` is the `Launch`, `shape` describes the CTA's list."""
+
+
+class KeyContext(WorkContext):
+    """The context of a warpgroup that lists tiles of keys."""
+
+    def segment(self, index: jax.Array) -> Segment:
+        """Describes segments of keys; `kv_length` counts queries, in whole blocks if shared."""
+        shape, shared, read = self.shape, self.shared, self.threads.read
+        part, local = same(0), index
+        if shape.parts > 1:
+            each = same(shape.sequences + 2)
+            part, local = lax.div(index, each), lax.rem(index, each)
+        found = rows(self, shared.kv_offsets, local)
+        exists = index < shape.segments
+        is_sequence = exists & found.is_sequence
+        before = part * (shape.q_rows // shape.parts)
+        number = jnp.clip(local - 1, 0, shape.sequences - 1)
+        if shape.most_shared is not None:
+            number = number + jnp.minimum(part, shape.parts - 1) * shape.sequences
+            streamed = read(shared.key_blocks, number) * shape.unit
+        elif shape.streamed_rows is not None:
+            streamed = same(shape.streamed_rows)
+        else:
+            streamed = read(shared.q_offsets, number + 2) - read(shared.q_offsets, number + 1)
+            if shape.max_seqlen_kv is not None:
+                streamed = jnp.minimum(streamed, shape.max_seqlen_kv)
+        return Segment(
+            found.start + before,
+            jnp.where(exists, found.length, 0),
+            jnp.where(exists, found.rest, 0),
+            found.rest_start + before,
+            same(0),
+            jnp.where(is_sequence, streamed, 0),
+            jnp.where(is_sequence, number, -1),
+        )
+
+
+def queries_of(ctx: WorkContext, index: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Returns (first rows in the result, numbers of rows) of the sequences of these segments."""
+    shape, read = ctx.config.queries, ctx.threads.read
+    if shape.is_broadcast:
+        return index * shape.q_rows, same(shape.q_rows)
+    index = jnp.clip(index, 1, shape.sequences)
+    start = read(ctx.shared.q_offsets, index)
+    length = read(ctx.shared.q_offsets, index + 1) - start
+    if shape.max_seqlen_q is not None:
+        length = jnp.minimum(length, shape.max_seqlen_q)
+    return start, length
+
+
+def blocks_before(ctx: WorkContext, index: jax.Array) -> jax.Array:
+    """Counts the blocks of statistics before the sequences of these segments."""
+    shape, unit = ctx.config.queries, ctx.config.keys.unit
+    if shape.is_broadcast:
+        return index * pl.cdiv(shape.q_rows, unit)
+    return ctx.threads.read(ctx.shared.statistics, jnp.minimum(index, shape.segments - 1))
+
+
+def _kv_numbers(ctx: WorkContext, index: jax.Array) -> jax.Array:
+    """Finds the sequences of keys, counted over all copies, of these segments of queries."""
+    static = ctx.config
+    index = jnp.clip(index, static.first, static.end - 1)
+    number = ctx.threads.read(ctx.shared.kv_numbers, index)
+    if static.keys.parts == 1:
+        return number
+    return number + lax.rem(index - static.first, same(static.keys.parts)) * static.keys.sequences
+
+
+def count_shared(ctx: WorkContext, begin: Any, end: Any, *, with_blocks: bool) -> None:
+    """Counts sequences begin to end, and with `with_blocks` their blocks, at their keys."""
+    threads, shared, static = ctx.threads, ctx.shared, ctx.config
+    _, numbers = threads.rounds(static.end, unroll=UNROLL)
+    batch = len(numbers(0)) * threads.count
+
+    def turn(i: Any, _: Any) -> Any:
+        places = numbers(i)
+        kv = [_kv_numbers(ctx, x) for x in places]
+        lengths = [queries_of(ctx, x)[1] for x in places] if with_blocks else []
+        for j, (x, number) in enumerate(zip(places, kv, strict=True)):
+            is_wanted = (x >= begin) & (x < end)
+            threads.add(shared.begins, number, same(1), is_wanted)
+            if with_blocks:
+                threads.add(
+                    shared.key_blocks, number, cdiv(lengths[j], static.keys.unit), is_wanted
+                )
+        return _
+
+    lax.fori_loop(lax.div(begin, batch), lax.div(end + (batch - 1), batch), turn, jnp.int32(0))
+
+
+def sum_up(ctx: WorkContext, ref: Any, value: Any, at: int) -> None:
+    """Sets ref[i] to the sum of value(0) to value(i - 1); synchronises before and after."""
+    threads, count = ctx.threads, ref.shape[0]
+
+    def read(places: list[jax.Array]) -> list[tuple[jax.Array]]:
+        found = [value(jnp.minimum(x, count - 1)) for x in places]
+        return [(jnp.where(x < count, v, 0),) for x, v in zip(places, found, strict=True)]
+
+    def store(place: jax.Array, before: Any, _: Any) -> None:
+        threads.keep(ref, place, before[0], place < count)
+
+    running_sums(threads, count, read, store, ctx.shared.parts, at * threads.warps)
+    threads.commit()
+
+
+def _place_ranges(ctx: WorkContext, index: jax.Array) -> jax.Array:
+    """Finds positions of the ranges of the CTA's segments, sorted by keys, then by number."""
+    threads, shared, static = ctx.threads, ctx.shared, ctx.config
+    own = shared.own_bins.shape[0]
+    begin = jnp.maximum(ctx.worker * own, static.first)
+
+    count_shared(ctx, jnp.int32(static.first), begin, with_blocks=False)
+    threads.commit()
+    kv = _kv_numbers(ctx, index)
+    before = threads.read(shared.begins, kv)
+    threads.commit()
+    count_shared(ctx, begin, jnp.int32(static.end), with_blocks=False)
+
+    def turn(i: Any, rank: jax.Array) -> jax.Array:
+        places = [ctx.worker * own + (i * 8 + x) for x in range(8)]
+        for x, other in [(x, _kv_numbers(ctx, same(0) + x)) for x in places]:
+            rank = rank + jnp.where((other == kv) & (x >= static.first) & (index > x), 1, 0)
+        return rank
+
+    rank = lax.fori_loop(0, own // 8, turn, same(0))
+    threads.commit()
+    sum_up(ctx, shared.begins, lambda x: threads.read(shared.begins, x), 9)
+    return threads.read(shared.begins, kv) + before + rank
+
+
+def store_query_ranges(ctx: WorkContext) -> None:
+    """Stores the ranges of the sequences among the CTA's segments; synchronises the threads."""
+    threads, static = ctx.threads, ctx.config
+    own = ctx.shared.own_bins.shape[0]
+    index = ctx.worker * own + threads.number()
+    is_wanted = (threads.number() < own) & (index >= static.first) & (index < static.end)
+    place = index - static.first
+    if ctx.operands.q_to_kv is not None:
+        place = _place_ranges(ctx, index)
+    start, length = queries_of(ctx, index)
+    words = [same(0) if static.queries.is_broadcast else start, start, length]
+    if static.has_statistics:
+        words.append(blocks_before(ctx, index) * static.keys.unit)
+    store_words(ctx, ctx.outputs.keys.ranges, place, tuple(words), is_wanted)
+
+
+def store_blocks(ctx: WorkContext) -> None:
+    """Stores the CTA's part of the list of blocks of statistics."""
+    threads, static, shared = ctx.threads, ctx.config, ctx.shared
+    unit, all_threads = static.keys.unit, static.query_workers * threads.count
+    count, sequences = ctx.outputs.blocks.shape[0], static.queries.sequences
+
+    @pl.loop(0, pl.cdiv(count, all_threads))
+    def _(turn: Any) -> None:
+        block = turn * all_threads + ctx.worker * threads.count + threads.number()
+        if static.queries.is_broadcast:
+            each = pl.cdiv(static.queries.q_rows, unit)
+            index = lax.div(block, same(max(each, 1)))
+        else:
+            # The last segment whose blocks begin at this one or before.
+            index = count_at_most(
+                lambda x: threads.read(shared.statistics, x + 1), sequences, block, same(0)
+            )
+        start, length = queries_of(ctx, index)
+        done = (block - blocks_before(ctx, index)) * unit
+        rows = jnp.clip(length - done, 0, unit)
+        rows = jnp.where((index >= static.first) & (index < static.end), rows, 0)
+        store_words(ctx, ctx.outputs.blocks, block, (start + done, rows), block < count)
 
 
 def _list_queries(ctx: WorkContext, longest: jax.Array) -> None:
@@ -93,8 +298,10 @@ def _list_queries(ctx: WorkContext, longest: jax.Array) -> None:
             kept.append(jnp.where(number >= 0, first, 0))
         return tuple(kept)
 
-    outputs = tiles.Outputs(ctx.outputs.query_tiles, ctx.outputs.query_counts)
-    list_tiles(ctx.replace(outputs=outputs), longest, words, 3 + static.has_statistics)
+    outputs = ctx.outputs.queries
+    list_tiles(
+        ctx, TileList(outputs.tiles, outputs.counts), longest, words, 3 + static.has_statistics
+    )
 
 
 def _list_keys(ctx: WorkContext, longest: jax.Array) -> None:
@@ -122,7 +329,7 @@ def _list_keys(ctx: WorkContext, longest: jax.Array) -> None:
     found = rows(ctx, shared.kv_offsets, jnp.minimum(index, static.keys.sequences + 1))
     is_wanted = (threads.number() < own) & found.is_sequence
     range_ = (found.start, found.start, found.length)
-    store_words(ctx, ctx.outputs.key_ranges, index - 1, range_, is_wanted)
+    store_words(ctx, ctx.outputs.queries.ranges, index - 1, range_, is_wanted)
 
     def words(_: jax.Array, found: Segment, done: jax.Array) -> tuple[jax.Array, ...]:
         number = jnp.maximum(found.kv_number, 0)
@@ -132,12 +339,11 @@ def _list_keys(ctx: WorkContext, longest: jax.Array) -> None:
         blocks = cdiv(found.kv_length, static.keys.unit) * static.keys.group
         return *rows_of_tile(ctx, found, done), begin, end, blocks
 
-    outputs = tiles.Outputs(ctx.outputs.key_tiles, ctx.outputs.key_counts)
-    list_tiles(ctx.replace(outputs=outputs), longest, words, 3)
+    list_tiles(ctx, TileList(*ctx.outputs.keys[:2]), longest, words, 3)
 
 
 def _list(ctx: WorkContext) -> None:
-    """A warpgroup of the CTA."""
+    """Lists the tiles of queries or of keys of the CTA's segments."""
     threads, shared, static = ctx.threads, ctx.shared, ctx.config
     for ref in (shared.begins, shared.key_blocks):
         if ref is not None:
@@ -165,33 +371,15 @@ def _list(ctx: WorkContext) -> None:
 # Host side
 
 
-def works(
-    offsets: Offsets,
-    *,
-    query_block: int,
-    key_block: int,
-    group: int,
-    has_statistics: bool,
-    parts: int = 1,
-    interpret: Any = False,
-) -> Works:
-    """Lists the work of both kernels by one launch, unless it does not fit shared memory.
+def works(offsets: Offsets, settings: WorkSettings, *, interpret: Any = False) -> Works:
+    """Lists the work of both kernels: by one launch if it fits shared memory, else by XLA.
 
-    Words and entries that the kernels do not read are arbitrary.
-
-    Args:
-      offsets: of the sequences; keys beyond `max_seqlen_kv` belong to no sequence.
-      query_block: rows of a block of keys, in the kernel for queries.
-      key_block: rows of a block of queries, in the kernel for keys.
-      group: query heads of one key head.
-      has_statistics: whether there is a softmax.
-      parts: copies of the keys that the kernel for keys takes; every n-th sequence of queries
-        belongs to part n. 1 without `q_to_kv`.
-      interpret: False, or `plgpu.InterpretGPUParams` to run on a CPU.
+    Words and entries that the kernels do not read are arbitrary. `interpret` is False, or
+    `plgpu.InterpretGPUParams` to run on a CPU.
     """
-    operands, blocks = offsets.arrays, (query_block, key_block)
+    operands = offsets.arrays
     warpgroups = 1 if interpret else tiles.WARPGROUPS
-    static = _static(offsets, blocks, group, parts, has_statistics, warpgroups)
+    static = _static(offsets, settings, warpgroups)
     shapes = (static.queries, static.keys)
     own = tiles.own_segments(shapes)
     workers = [pl.cdiv(x.segments, own) for x in shapes]
@@ -199,27 +387,22 @@ def works(
     shared = _shared(static, operands, own)
     elements = sum(math.prod(x.shape) for x in shared if x is not None)
     if min(x.sequences for x in shapes) < 1 or elements > MOST_WORDS:
-        return by_xla.works(
-            offsets,
-            query_block=query_block,
-            key_block=key_block,
-            group=group,
-            has_statistics=has_statistics,
-            parts=parts,
-            interpret=bool(interpret),
-        )
+        return by_xla.works(offsets, settings, interpret=bool(interpret))
 
-    def words(*shape: int) -> jax.ShapeDtypeStruct:
+    def words(*shape: int) -> Any:
         return jax.ShapeDtypeStruct(shape, jnp.int32)
 
-    lists = [(words(x.most, WORK_WORDS), words(2), words(x.sequences, RANGE_WORDS)) for x in shapes]
-    count = most_blocks(offsets.sequences, offsets.result_rows, key_block)
-    outputs = Outputs(*lists[0], *lists[1], words(count, BLOCK_WORDS) if has_statistics else None)
-    found: Outputs = launch_threads(
+    ranges = [words(x.sequences, RANGE_WORDS) for x in reversed(shapes)]  # of the streamed rows
+    queries, keys = (
+        Work(words(x.most, WORK_WORDS), words(2), y) for x, y in zip(shapes, ranges, strict=True)
+    )
+    count = most_blocks(offsets.sequences, offsets.result_rows, settings.key_block)
+    blocks = words(count, BLOCK_WORDS) if settings.has_statistics else None
+    found: Works = launch_threads(
         _list,
         static.queries,
         operands,
-        outputs,
+        Works(queries, keys, blocks),
         shared,
         name="ikbo_gdpa_backward_lists",
         workers=sum(workers),
@@ -228,36 +411,27 @@ def works(
         context=WorkContext,
         interpret=interpret,
     )
-    queries = Work(found.query_tiles, found.query_counts, found.key_ranges)
-    keys = Work(found.key_tiles, found.key_counts, found.query_ranges)
-    return Works(queries, keys, found.blocks)
+    return found
 
 
-def _static(
-    offsets: Offsets,
-    units: tuple[int, int],
-    group: int,
-    parts: int,
-    has_statistics: bool,
-    warpgroups: int,
-) -> Launch:
+def _static(offsets: Offsets, settings: WorkSettings, warpgroups: int) -> Launch:
     q_rows, kv_rows, max_q, max_kv = offsets.sizes
-    queries = dataclasses.replace(
-        Shape.of(offsets, TILE_ROWS, units[0], warpgroups=warpgroups), is_merged=False, kv_first=1
-    )
-    most = most_blocks(offsets.sequences, offsets.result_rows, units[1])
+    parts, key_block = settings.parts, settings.key_block
+    queries = Shape.of(offsets, TILE_ROWS, settings.query_block, warpgroups=warpgroups)
+    queries = dataclasses.replace(queries, is_merged=False, kv_first=1)
+    most = most_blocks(offsets.sequences, offsets.result_rows, key_block)
     keys = KeyShape(
-        *(offsets.kv_sequences, kv_rows * parts, q_rows, max_kv, max_q, TILE_ROWS, units[1]),
+        *(offsets.kv_sequences, kv_rows * parts, q_rows, max_kv, max_q, TILE_ROWS, key_block),
         is_broadcast=False,
         is_merged=False,
         warpgroups=warpgroups,
         kv_first=1,
-        group=group,
+        group=settings.group,
         streamed_rows=q_rows if offsets.is_broadcast else None,
         most_shared=None if offsets.q_to_kv is None else most,
         parts=parts,
     )
-    return Launch(queries, keys, has_statistics, 0)
+    return Launch(queries, keys, settings.has_statistics, 0)
 
 
 def _shared(static: Launch, operands: Arrays, own: int) -> tiles.Shared:

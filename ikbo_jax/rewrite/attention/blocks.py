@@ -3,7 +3,7 @@
 A sequence [history, candidate] is a concatenation of rows that are looked up and rows of the
 candidate, and so are its queries, keys and values. The logits are blocks, one for each pair of a
 part of the queries and a part of the keys; they are not computed until the product with the values
-shows that they are those of a softmax. Then every part of the queries is computed by itself:
+shows that they are a softmax's logits. Then every part of the queries is computed by itself:
 
 - Queries of the user whose mask hides all keys of the candidate depend on the user alone. They are
   computed at user batch, so that the next layer finds a concatenation again.
@@ -24,23 +24,26 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ikbo_jax.rewrite.attention.scores import BATCH, HEAD, KEY, QUERY, Fill, Label, Scores
+from ikbo_jax.rewrite.attention.scores import (
+    BATCH,
+    HEAD,
+    KEY,
+    QUERY,
+    Fill,
+    Label,
+    Scores,
+    labels_of_logits,
+)
 from ikbo_jax.rewrite.facts import known
 from ikbo_jax.rewrite.interpret import Context, shape_of
-from ikbo_jax.rewrite.values import staged
-from ikbo_jax.rewrite.values.lineage import (
-    Concat,
-    Lazy,
-    has_lineage,
-    is_plain,
-    origins_of,
-)
+from ikbo_jax.rewrite.values import lineage, staged
+from ikbo_jax.rewrite.values.lineage import Concat, Lazy
 from ikbo_jax.rewrite.values.registry import NotCovered
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class BlockFill:
-    """A mask of logits, and its number; see `scores.Fill`.
+    """Holds a mask of logits, and its number; see `scores.Fill`.
 
     Attributes:
       kept: the mask, of dimensions [batch, *queries, *heads, keys]; sizes may be 1.
@@ -56,7 +59,7 @@ class BlockFill:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Blocks:
-    """scale · query · key of concatenated tokens, masked; the root of `Scores`, as `Logits` is.
+    """Holds scale · query · key of concatenated tokens, masked: a root of `Scores`, like `Logits`.
 
     Attributes:
       query: [batch, *queries, *heads, width], perhaps concatenated along one of `queries`.
@@ -73,13 +76,13 @@ class Blocks:
 
     @property
     def labels(self) -> list[Label]:
-        """The labels of the dimensions of masks."""
+        """Labels of the dimensions of masks."""
         between: list[Label] = [(QUERY, n) for n in range(len(self.queries))]
         between += [(HEAD, n) for n in range(len(self.heads))]
         return [(BATCH, 0), *between, (KEY, 0)]
 
     def masked(self, ctx: Context, scores: Scores, mask: Any, keeps: bool, fill: Fill) -> Blocks:
-        """The logits with one more mask."""
+        """Adds a mask to the logits."""
         labels, wanted = list(scores.labels), self.labels
 
         def block() -> tuple[Any, np.ndarray]:
@@ -87,12 +90,12 @@ class Blocks:
             if not keeps:
                 state = np.where(state == known.UNKNOWN, state, 1 - state)
                 kept = _negated(mask)
-            return arranged(kept, labels, wanted), arranged_array(state, labels, wanted, np)
+            return arranged(kept, labels, wanted), arranged_array(state, labels, wanted)
 
         key = ("mask of blocks", keeps, tuple(labels), tuple(wanted))
         kept, state = ctx.scope.once(key, (mask,), block)
         new = BlockFill(kept, state, fill.value, fill.added, fill.after)
-        origins = self.mask_origins | origins_of(mask)
+        origins = self.mask_origins | lineage.origins_of(mask)
         return dataclasses.replace(self, fills=(*self.fills, new), mask_origins=origins)
 
 
@@ -105,9 +108,9 @@ def _negated(mask: Any) -> Any:
 
 
 def start(
-    ctx: Context, eqn: Any, lhs: Any, rhs: Any, plain_product: Callable[[Context], jax.Array]
+    eqn: Any, lhs: Any, rhs: Any, plain_product: Callable[[Context], jax.Array]
 ) -> Scores | None:
-    """The scores of a batched product with concatenated keys; None for any other product."""
+    """Returns the scores of a batched product with concatenated keys; None for other products."""
     (contract, batch) = eqn.params["dimension_numbers"]
     contract, batch = ([[int(d) for d in side] for side in x] for x in (contract, batch))
     user_dim = _user_dimension(lhs, rhs, batch)
@@ -126,10 +129,10 @@ def start(
     query, key = (lhs, rhs)[query_side], (lhs, rhs)[key_side]
     if isinstance(query, Concat) and query.axis not in free[query_side]:
         return None
-    if has_lineage(query):
+    if lineage.has_lineage(query):
         # A product by parts keeps the user's part at user batch.
         return None
-    if not isinstance(query, (Concat, Lazy)) and not is_plain(query):
+    if not isinstance(query, (Concat, Lazy)) and not lineage.is_plain(query):
         return None
     (out,) = eqn.outvars
     if str(key.dtype) not in ("bfloat16", "float16", "float32"):
@@ -137,47 +140,31 @@ def start(
     if out.aval.dtype not in (key.dtype, jnp.float32):
         return None
     heads = [n for n in range(len(batch[0])) if n != user_dim]
+
+    def arranged_side(side: int) -> Any:
+        of_heads = [batch[side][n] for n in heads]
+        order = [batch[side][user_dim], *free[side], *of_heads, *contract[side]]
+        return lineage.transposed((lhs, rhs)[side], order)
+
     root = Blocks(
-        transposed(
-            query,
-            [
-                batch[query_side][user_dim],
-                *free[query_side],
-                *(batch[query_side][n] for n in heads),
-                *contract[query_side],
-            ],
-        ),
-        transposed(
-            key,
-            [
-                batch[key_side][user_dim],
-                *free[key_side],
-                *(batch[key_side][n] for n in heads),
-                *contract[key_side],
-            ],
-        ),
+        arranged_side(query_side),
+        arranged_side(key_side),
         tuple(shape_of(query)[d] for d in free[query_side]),
         tuple(shape_of(query)[batch[query_side][n]] for n in heads),
     )
-    numbers = iter(range(len(heads)))
-    labels: list[Label] = [
-        (BATCH, 0) if n == user_dim else (HEAD, next(numbers)) for n in range(len(batch[0]))
-    ]
-    of_queries: list[Label] = [(QUERY, n) for n in range(len(free[query_side]))]
-    labels += [*of_queries, (KEY, 0)] if key_side == 1 else [(KEY, 0), *of_queries]
+    labels = labels_of_logits(len(batch[0]), user_dim, len(free[query_side]), key_side == 0)
     shape, dtype = tuple(out.aval.shape), out.aval.dtype
-    scores = Scores(root, "logits", tuple(labels), shape, dtype, plain_product)  # type: ignore[arg-type]
-    return dataclasses.replace(scores, equation=eqn)
+    return Scores(root, "logits", labels, shape, dtype, plain_product, equation=eqn)  # type: ignore[arg-type]
 
 
 def _user_dimension(lhs: Any, rhs: Any, batch: list[list[int]]) -> int | None:
-    """The batch dimension, by number, along which parts are looked up; None if there is none."""
+    """Finds the number of the batch dimension along which parts are looked up; None without one."""
     found: set[int] = set()
     for x, dims in ((lhs, batch[0]), (rhs, batch[1])):
         for part in x.parts if isinstance(x, Concat) else (x,):
-            if not is_plain(part) and not isinstance(part, Lazy):
+            if not lineage.is_plain(part) and not isinstance(part, Lazy):
                 return None
-            if has_lineage(part):
+            if lineage.has_lineage(part):
                 if part.axis not in dims:
                     return None
                 found.add(dims.index(part.axis))
@@ -185,47 +172,33 @@ def _user_dimension(lhs: Any, rhs: Any, batch: list[list[int]]) -> int | None:
 
 
 def _may_be_keys(x: Any, free: list[int]) -> bool:
-    return isinstance(x, Concat) and free == [x.axis] and any(map(has_lineage, x.parts))
+    return isinstance(x, Concat) and free == [x.axis] and any(map(lineage.has_lineage, x.parts))
 
 
-def transposed(x: Any, order: Sequence[int]) -> Any:
-    """A transposed value."""
-    if list(order) == list(range(len(order))):
-        return x
-    if isinstance(x, Concat):
-        return Concat(tuple(transposed(p, order) for p in x.parts), list(order).index(x.axis))
-    if is_plain(x):
-        return staged.transpose(x, order)
-    axis = list(order).index(x.axis) if has_lineage(x) else -1
-    shape = tuple(x.shape[d] for d in order)
-    return Lazy(staged.transpose(x.base, order), shape, x.lineage, axis, x.origins)
-
-
-def arranged(x: Any, labels: list[Label], wanted: list[Label]) -> Any:
-    """A value with labelled dimensions, transposed to other labels; missing ones have size 1."""
+def arranged(x: Any, labels: Sequence[Label], wanted: Sequence[Label]) -> Any:
+    """Transposes a value with labelled dimensions to other labels; missing ones have size 1."""
     if isinstance(x, Concat):
         parts = tuple(arranged(part, labels, wanted) for part in x.parts)
         if labels[x.axis] not in wanted:
             raise NotCovered("attention is not recognised: its mask is a concatenation")
         return Concat(parts, wanted.index(labels[x.axis]))
-    if is_plain(x):
-        return arranged_array(x, labels, wanted, jnp)
+    if lineage.is_plain(x):
+        return arranged_array(x, labels, wanted)
     if not isinstance(x, Lazy):
         raise NotCovered("attention is not recognised: its mask is computed from scores")
-    base = arranged_array(x.base, labels, wanted, jnp)
+    base = arranged_array(x.base, labels, wanted)
     shape = tuple(x.shape[labels.index(w)] if w in labels else 1 for w in wanted)
-    axis = wanted.index(labels[x.axis]) if has_lineage(x) else -1
+    axis = wanted.index(labels[x.axis]) if lineage.has_lineage(x) else -1
     return Lazy(base, shape, x.lineage, axis, x.origins)
 
 
-def arranged_array(x: Any, labels: list[Label], wanted: list[Label], numpy: Any) -> Any:
-    """`arranged` of an array of `numpy` or `jax.numpy`."""
+def arranged_array(x: Any, labels: Sequence[Label], wanted: Sequence[Label]) -> Any:
+    """Does what `arranged` does, for an array, also of NumPy."""
     dims = [labels.index(w) if w in labels else None for w in wanted]
     kept = [d for d in dims if d is not None]
     rest = [d for d in range(len(labels)) if d not in kept]
     if any(x.shape[d] != 1 for d in rest):
         raise NotCovered("attention is not recognised: its mask has other dimensions")
     shape = [1 if d is None else x.shape[d] for d in dims]
-    if numpy is jnp:
-        return staged.reshape(staged.transpose(x, [*kept, *rest]), shape)
-    return numpy.reshape(numpy.transpose(x, [*kept, *rest]), shape)
+    moves: Any = np if isinstance(x, np.ndarray) else staged
+    return moves.reshape(moves.transpose(x, [*kept, *rest]), shape)

@@ -24,7 +24,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from ikbo_jax.rewrite.attention import logit_masks, masked_keys, scores
-from ikbo_jax.rewrite.attention.scores import BATCH, HEAD, KEY, ONE, Fill, Logits, Scores
+from ikbo_jax.rewrite.attention.blocks import arranged_array
+from ikbo_jax.rewrite.attention.scores import BATCH, HEAD, KEY, Fill, Logits, Scores
 from ikbo_jax.rewrite.attention.weighted_values import Mask, Weights
 from ikbo_jax.rewrite.facts import proofs
 from ikbo_jax.rewrite.facts.proofs import constant
@@ -48,7 +49,7 @@ def _weights_of(x: Scores) -> Weights:
 
 
 def _changed(x: Scores, eqn: Any, operands: Any, other: Any = None, **changes: Any) -> Scores:
-    """The weights `x` with changed attributes; `other` is the operand that changes them."""
+    """Replaces attributes of the weights `x`; `other` is the operand that changes them."""
     weights = _weights_of(x)
     if weights.divided is not None:
         raise NotCovered("attention is not recognised: weights are changed after their division")
@@ -58,7 +59,7 @@ def _changed(x: Scores, eqn: Any, operands: Any, other: Any = None, **changes: A
 
 
 def _by_user(x: Scores, other: Any) -> jax.Array:
-    """A factor or mask of weights as an array [users, keys, *heads], with 1 in place of a size."""
+    """Returns a factor or mask of weights as [users, keys, *heads], with 1 in place of a size."""
     base, root = base_of(other), x.root
     if not is_plain(other) and not isinstance(other, Lazy) or np.ndim(base) != len(x.labels):
         raise NotCovered(f"attention is not recognised: {x.stage} changed by another value")
@@ -70,12 +71,8 @@ def _by_user(x: Scores, other: Any) -> jax.Array:
         kind = x.labels[d][0]
         if n != 1 and (kind not in kinds or kind == BATCH and d != axis):
             raise NotCovered("attention is not recognised: its weights are changed by candidate")
-    dims = {label: d for d, label in enumerate(x.labels) if label[0] in kinds}
     wanted = [(BATCH, 0), (KEY, 0), *((HEAD, n) for n in range(len(root.heads)))]
-    order = [dims[label] for label in wanted if label in dims]
-    rest = [d for d in range(len(base.shape)) if d not in order]
-    shape = [base.shape[dims[label]] if label in dims else 1 for label in wanted]
-    return jnp.transpose(base, [*order, *rest]).reshape(shape)
+    return jnp.asarray(arranged_array(base, x.labels, wanted))
 
 
 def _mask(ctx: Context, x: Scores, value: Any) -> Mask:
@@ -84,18 +81,18 @@ def _mask(ctx: Context, x: Scores, value: Any) -> Mask:
     return Mask(kept, proofs.source_of_mask(ctx, value, x.labels))
 
 
-# Products and selects.
-
-
 def product(ctx: Context, eqn: Any, x: Any, y: Any) -> Any:
-    """Weights times a number, a mask, or factors by user and key; exponentials times a mask."""
+    """Multiplies weights by a number, a mask, or factors by user and key.
+
+    Logits are multiplied by a number.
+    """
     at, other = (x, y) if isinstance(x, Scores) else (y, x)
     changes = at.stage in ("probabilities", "curve", "weighted", "exp", "logits")
     if isinstance(other, Scores) or not changes or not isinstance(at.root, Logits):
-        return NotImplemented
+        return scores.scaled(ctx, eqn, x, y)
     number = constant(ctx, other)
     if at.stage == "logits" and (number is not None or at.root.fills):
-        return NotImplemented
+        return scores.scaled(ctx, eqn, x, y)
     if number is not None:
         return _scaled(at, eqn, (x, y), number)
     cast = ctx.provenance.cast_mask(other)
@@ -113,21 +110,21 @@ def product(ctx: Context, eqn: Any, x: Any, y: Any) -> Any:
 
 
 def _scaled(x: Scores, eqn: Any, operands: Any, number: float) -> Scores:
-    """Probabilities, or weights, times a number. A curve times a number is another curve."""
+    """Multiplies probabilities or weights by a number; for a curve, the result is another curve."""
     if x.stage not in ("probabilities", "weighted") or not math.isfinite(number):
         raise NotCovered(f"attention is not recognised: {x.stage} scaled by {number:g}")
     return _changed(x, eqn, operands, scale=_weights_of(x).scale * number)
 
 
 def select(ctx: Context, eqn: Any, which: Any, *cases: Any) -> Any:
-    """A select of weights, or of exponentials, or 0; other selects by the rule of logits."""
+    """Selects weights, exponentials or logits, or a number, by a mask."""
     if isinstance(which, Scores):
         return _select_by_comparison(ctx, eqn, which, *cases)
     x = scores.only(cases)
     keeps, operands = x is cases[-1], (which, *cases)
     stages = ("exp", "probabilities", "curve", "weighted", "log of probabilities")
     if len(cases) != 2 or x.stage not in stages or not isinstance(x.root, Logits):
-        return NotImplemented
+        return logit_masks.selected(ctx, eqn, which, *cases)
     hidden = -math.inf if x.stage.startswith("log") else 0
     if constant(ctx, cases[0] if keeps else cases[1]) != hidden:
         raise NotCovered(f"attention is not recognised: its {x.stage} are masked by a value")
@@ -152,7 +149,7 @@ def select(ctx: Context, eqn: Any, which: Any, *cases: Any) -> Any:
 def _masked_exponential(
     ctx: Context, x: Scores, eqn: Any, operands: Any, mask: Any, selects: bool
 ) -> Scores:
-    """Exponentials that a mask sets to 0, as if their logits were -inf.
+    """Masks exponentials with 0, as if their logits were -inf.
 
     `selects` says whether also NaN becomes 0, which the exponentials of a row without kept keys are
     if the maximum -inf is subtracted.
@@ -173,7 +170,7 @@ def _masked_exponential(
         return x.then(eqn, operands, emptied="select")
     if getattr(mask, "dtype", None) != np.bool_ and isinstance(mask, Lazy):
         mask = dataclasses.replace(mask, base=mask.base != 0)
-    # The number of an earlier, equal mask is never seen.
+    # The softmax sees the number of this mask, not of an equal mask before.
     earlier = dataclasses.replace(x, root=dataclasses.replace(root, fills=rest))
     fill = Fill(None, None, -math.inf, source=source)  # type: ignore[arg-type]
     root = logit_masks.masked(ctx, earlier, mask, True, fill)
@@ -184,11 +181,8 @@ def _masked_exponential(
     return x.then(eqn, operands, root=root, emptied=emptied, sum_of_one=least)
 
 
-# Comparisons.
-
-
 def comparison(ctx: Context, eqn: Any, x: Any, y: Any) -> Any:
-    """`weights != weights`, which is True for NaN; `weights == inf`, which is never True."""
+    """Compares weights with themselves (True for NaN), or with infinity (never True)."""
     name = eqn.primitive.name
     at, other = (x, y) if isinstance(x, Scores) else (y, x)
     if at.stage in ("probabilities", "weighted") and _weights_of(at).of.stage == "probabilities":
@@ -208,7 +202,7 @@ def is_finite(ctx: Context, eqn: Any, x: Any) -> Any:
 
 
 def _select_by_comparison(ctx: Context, eqn: Any, which: Scores, *cases: Any) -> Any:
-    """`where(isnan(weights), 0, weights)`; `where(isfinite(max), max, 0)`."""
+    """Replaces NaN among weights by 0, or a maximum that is not finite by 0."""
     error = NotCovered("attention is not recognised: its scores are the condition of a select")
     at = scores.only(cases)
     is_first, operands = at is cases[0], (which, *cases)
@@ -236,27 +230,8 @@ def _same_weights(which: Scores, at: Scores) -> bool:
     return which.weights is at.weights or which.weights.of is at
 
 
-# Sums, and quotients by them.
-
-
-def total(ctx: Context, eqn: Any, x: Any) -> Any:
-    """The sum of weighted probabilities over all keys; other sums by the rule of exponentials."""
-    if x.stage != "weighted":
-        return NotImplemented
-    axes = [int(a) for a in eqn.params["axes"]]
-    kinds = [x.labels[a][0] for a in axes]
-    if (
-        _weights_of(x).of.stage != "probabilities"
-        or kinds.count(KEY) != 1
-        or any(kind not in (KEY, ONE) for kind in kinds)
-    ):
-        raise NotCovered("attention is not recognised: reduce_sum of its weights")
-    labels = tuple(label for d, label in enumerate(x.labels) if d not in axes)
-    return x.then(eqn, [x], stage="total", labels=labels)
-
-
 def _bounded(ctx: Context, eqn: Any, x: Any, y: Any, how: str) -> Any:
-    """A sum of weights or of exponentials plus a number, or at least a number."""
+    """Adds a number to a sum of weights or exponentials, or bounds the sum below by the number."""
     at = scores.only((x, y))
     number = constant(ctx, y if at is x else x)
     known = isinstance(at.root, Logits) and at.floor is None
@@ -270,7 +245,7 @@ def _bounded(ctx: Context, eqn: Any, x: Any, y: Any, how: str) -> Any:
 
 
 def sum_of_two(ctx: Context, eqn: Any, x: Any, y: Any) -> Any:
-    """Adds a number to a sum, or the maximum to the logarithm of a sum."""
+    """Adds a number to a sum, the maximum to the logarithm of a sum, or a mask to the logits."""
     if isinstance(x, Scores) and isinstance(y, Scores):
         if (x.stage, y.stage) == ("log of sum", "max") and scores.belong(x, y):
             eps = float(jnp.finfo(x.dtype).eps)
@@ -281,33 +256,37 @@ def sum_of_two(ctx: Context, eqn: Any, x: Any, y: Any) -> Any:
         raise NotCovered("attention is not recognised: its scores are combined with scores")
     if scores.only((x, y)).stage in ("sum", "total"):
         return _bounded(ctx, eqn, x, y, "add")
-    return NotImplemented
+    return logit_masks.added(ctx, eqn, x, y)
 
 
 def maximum(ctx: Context, eqn: Any, x: Any, y: Any) -> Any:
-    """Bounds a sum below by a number."""
-    if scores.only((x, y)).stage in ("sum", "total"):
+    """Bounds a sum below by a number; keeps the maximum of the logits, beside -inf."""
+    at = scores.only((x, y))
+    if at.stage in ("sum", "total"):
         return _bounded(ctx, eqn, x, y, "max")
-    return NotImplemented
+    if at.stage != "max" or constant(ctx, y if at is x else x) != -math.inf:
+        raise NotCovered(f"attention is not recognised: max of its {at.stage}")
+    return at.then(eqn, (x, y))
 
 
 def quotient(ctx: Context, eqn: Any, x: Any, y: Any) -> Any:
-    """Weights or exponentials over their sum; weights over a number or over factors."""
+    """Divides weights or exponentials by their sum, scores by a number, or weights by factors."""
     if isinstance(x, Scores) and isinstance(y, Scores):
         if (x.stage, y.stage) == ("weighted", "total"):
             if x.weights is not y.weights or not scores.belong(x, y):
                 raise NotCovered("attention is not recognised: weights over another sum")
             return _over_their_sum(x, eqn, y)
-        if (x.stage, y.stage) == ("exp", "sum") and scores.belong(x, y):
-            if "product" in (x.emptied, y.emptied) and not (y.floor and y.floor[1]):
-                # 0 / 0 is NaN, and so is its gradient, which a select would stop.
-                raise NotCovered("attention is not recognised: masked exponentials over their sum")
-            if y.floor:
-                return _over_bounded_sum(x, eqn, y)
-        return NotImplemented
+        if (x.stage, y.stage) != ("exp", "sum") or not scores.belong(x, y):
+            raise NotCovered("attention is not recognised: its scores are combined with scores")
+        if "product" in (x.emptied, y.emptied) and not (y.floor and y.floor[1]):
+            # 0 / 0 is NaN, and so is its gradient, which a select would stop.
+            raise NotCovered("attention is not recognised: masked exponentials over their sum")
+        if y.floor:
+            return _over_bounded_sum(x, eqn, y)
+        return x.then(eqn, (x, y), stage="probabilities")
     changes = isinstance(x, Scores) and x.stage in ("probabilities", "curve", "weighted")
     if not changes or not isinstance(x.root, Logits):
-        return NotImplemented
+        return scores.scaled(ctx, eqn, x, y)
     number = constant(ctx, y)
     if number is not None:
         return _scaled(x, eqn, (x, y), math.nan if number == 0 else 1 / number)
@@ -315,7 +294,7 @@ def quotient(ctx: Context, eqn: Any, x: Any, y: Any) -> Any:
 
 
 def _over_their_sum(x: Scores, eqn: Any, y: Scores) -> Scores:
-    """Weights over their sum, over their sum plus a number, or over at least a number.
+    """Divides weights by their sum, by their sum plus a number, or by at least a number.
 
     A factor of the weights is a factor of their sum, too: c·w / (c·sum + e) = w / (sum + e/c).
     """
@@ -327,11 +306,12 @@ def _over_their_sum(x: Scores, eqn: Any, y: Scores) -> Scores:
 
 
 def _over_bounded_sum(x: Scores, eqn: Any, y: Scores) -> Scores:
-    """Exponentials over their sum plus a number, or over at least a number."""
+    """Divides exponentials by their sum plus a number, or by at least a number."""
     probabilities = x.then(eqn, (x, y), stage="probabilities")
     assert y.floor is not None
     if y.floor[1] == 0 or x.shifted and not (x.emptied or y.emptied):
-        # Equal logits have a sum of at least 1; a row of -inf is NaN, as if nothing were added.
+        # With the maximum subtracted, the sum is at least 1, so that the number changes nothing; a
+        # row of -inf is NaN with and without the number.
         return probabilities
     fills = x.root.fills
     known = x.emptied == y.emptied if fills else True
@@ -348,9 +328,6 @@ def _over_bounded_sum(x: Scores, eqn: Any, y: Scores) -> Scores:
         origins=x.root.mask_origins,
     )
     return x.then(eqn, (x, y), stage="weighted", weights=weights)
-
-
-# A softmax by its logarithm.
 
 
 def logarithm(ctx: Context, eqn: Any, x: Any) -> Any:
@@ -373,16 +350,19 @@ def difference(ctx: Context, eqn: Any, x: Any, y: Any) -> Any:
     if isinstance(x, Scores) and isinstance(y, Scores) and scores.belong(x, y):
         if (x.stage, y.stage) in (("shifted", "log of sum"), ("logits", "lse")):
             return x.then(eqn, (x, y), stage="log of probabilities", shifted=True)
-        out = scores.subtracted(ctx, eqn, x, y)
-        masked = isinstance(x.root, Logits) and all(f.value == -math.inf for f in x.root.fills)
-        return dataclasses.replace(out, sum_of_one=True, emptied=y.emptied if masked else "")
-    return scores.subtracted(ctx, eqn, x, y)
+        if (x.stage, y.stage) == ("logits", "max"):
+            masked = isinstance(x.root, Logits) and all(f.value == -math.inf for f in x.root.fills)
+            changes = {"sum_of_one": True, "emptied": y.emptied if masked else ""}
+            return x.then(eqn, (x, y), stage="shifted", shifted=True, **changes)
+    raise NotCovered("attention is not recognised: something is subtracted from its scores")
 
 
 def exponential(ctx: Context, eqn: Any, x: Any) -> Any:
-    """Returns to the probabilities from their logarithm."""
+    """Takes the exponential of the logits; returns to the probabilities from their logarithm."""
+    if x.stage in ("logits", "shifted"):
+        return x.then(eqn, [x], stage="exp")
     if x.stage != "log of probabilities":
-        return NotImplemented
+        raise NotCovered(f"attention is not recognised: exp of its {x.stage}")
     probabilities = x.then(eqn, [x], stage="probabilities", weights=None)
     if x.weights is None:
         return probabilities

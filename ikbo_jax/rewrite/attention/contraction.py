@@ -17,37 +17,23 @@ from ikbo_jax.rewrite.interpret import Context, shape_of
 from ikbo_jax.rewrite.rules import one_hot, sums
 from ikbo_jax.rewrite.rules.batched import at_one_batch, batched_product, dims_of
 from ikbo_jax.rewrite.rules.concatenation import of_one_lineage, without_padding
-from ikbo_jax.rewrite.rules.elementwise import concat
+from ikbo_jax.rewrite.rules.elementwise import concat, of_one_user
 from ikbo_jax.rewrite.values import lineage, staged
-from ikbo_jax.rewrite.values.lineage import (
-    Concat,
-    Deferred,
-    Lazy,
-    Lineage,
-    base_of,
-    bytes_of,
-    has_lineage,
-    is_only_broadcast,
-    is_plain,
-    lazy,
-    origins_of,
-    slice_along,
-    spread_axes,
-)
+from ikbo_jax.rewrite.values.lineage import Concat, Deferred, Lazy, Lineage
 from ikbo_jax.rewrite.values.registry import NotCovered
 
 _HALF = (jnp.bfloat16, jnp.float16)
 
 
 def dot_general(ctx: Context, eqn: Any, lhs: Any, rhs: Any) -> Any:
-    """A product of two values, of which at least one is deferred or may be one-hot."""
+    """Multiplies two values, of which at least one is deferred or may be one-hot."""
     rows = one_hot.lookup(ctx, eqn, lhs, rhs)
     if rows is not None:
         return rows
-    if is_plain(lhs) and is_plain(rhs):
+    if lineage.is_plain(lhs) and lineage.is_plain(rhs):
         return ctx.bind(eqn, lhs, rhs)
     if isinstance(lhs, Concat) or isinstance(rhs, Concat):
-        found = _blocks(ctx, eqn, lhs, rhs)
+        found = _blocks(eqn, lhs, rhs)
         if found is not None:
             return found
     if all(isinstance(x, Concat) and _is_looked_up(x) for x in (lhs, rhs)):
@@ -65,11 +51,13 @@ def dot_general(ctx: Context, eqn: Any, lhs: Any, rhs: Any) -> Any:
 
 def _is_looked_up(x: Concat) -> bool:
     """Whether a part of a concatenation is more than an array or a broadcast one."""
-    return any(isinstance(part, Deferred) and not is_only_broadcast(part) for part in x.parts)
+    return any(
+        isinstance(part, Deferred) and not lineage.is_only_broadcast(part) for part in x.parts
+    )
 
 
-def _blocks(ctx: Context, eqn: Any, lhs: Any, rhs: Any) -> Any:
-    """The scores of tokens of users and candidates; None for another product."""
+def _blocks(eqn: Any, lhs: Any, rhs: Any) -> Any:
+    """Returns the scores of tokens of users and candidates; None for another product."""
     _, (batch, _) = eqn.params["dimension_numbers"]
     if not batch or not products.has_default_precision(eqn):
         return None
@@ -80,48 +68,45 @@ def _blocks(ctx: Context, eqn: Any, lhs: Any, rhs: Any) -> Any:
         assert isinstance(out, jax.Array)
         return out
 
-    return blocks.start(ctx, eqn, lhs, rhs, plain_product)
+    return blocks.start(eqn, lhs, rhs, plain_product)
 
 
 def product(
     ctx: Context, eqn: Any, lhs: Any, rhs: Any, preferred: Any = None, became: str = ""
 ) -> Any:
-    """A product of two values, at the smallest batch that both of them allow.
+    """Multiplies two values, arrays or `Lazy`, at the smallest batch that both of them allow.
 
-    Args:
-      ctx: the context.
-      eqn: the equation; its dimension numbers apply to the values.
-      lhs: an array or a `Lazy`.
-      rhs: an array or a `Lazy`.
-      preferred: the result's dtype; None for the dtype of the equation.
-      became: what the report says; "" for "product at the smaller batch".
+    `preferred` is the result's dtype (None for the equation's); `became` is the text for the
+    report.
     """
     (lhs_contract, rhs_contract), (lhs_batch, rhs_batch) = dims_of(eqn)
-    lhs, rhs = spread_axes(lhs, lhs_contract), spread_axes(rhs, rhs_contract)
+    lhs, rhs = lineage.spread_axes(lhs, lhs_contract), lineage.spread_axes(rhs, rhs_contract)
     reason = "product that sums over the looked-up axis"
-    if has_lineage(lhs) and lhs.axis in lhs_contract:
+    if lineage.has_lineage(lhs) and lhs.axis in lhs_contract:
         lhs = ctx.materialise(eqn, lhs, reason)
-    if has_lineage(rhs) and rhs.axis in rhs_contract:
+    if lineage.has_lineage(rhs) and rhs.axis in rhs_contract:
         rhs = ctx.materialise(eqn, rhs, reason)
     lhs, rhs = at_one_batch(ctx, eqn, lhs, rhs, lhs_batch, rhs_batch)
     if lhs_batch:
         out, shape, value_lineage, axis = batched_product(ctx, eqn, lhs, rhs, preferred)
     else:
         replaced = {} if preferred is None else {"preferred_element_type": preferred}
-        out = ctx.bind(eqn, base_of(lhs), base_of(rhs), **replaced)
+        out = ctx.bind(eqn, lineage.base_of(lhs), lineage.base_of(rhs), **replaced)
         sides = ((lhs, lhs_contract), (rhs, rhs_contract))
         free = [(x, d) for x, dims in sides for d in range(len(shape_of(x))) if d not in dims]
         shape = tuple(shape_of(x)[d] for x, d in free)
-        axis = next((n for n, (x, d) in enumerate(free) if has_lineage(x) and d == x.axis), -1)
+        axis = next(
+            (n for n, (x, d) in enumerate(free) if lineage.has_lineage(x) and d == x.axis), -1
+        )
         value_lineage = free[axis][0].lineage if axis >= 0 else None
-    origins = origins_of(lhs, rhs)
+    origins = lineage.origins_of(lhs, rhs)
     if lineage.is_at_least(math.prod(shape) - math.prod(out.shape), 1):
         ctx.recorder.saved(eqn, origins, became or "product at the smaller batch", True)
-    return lazy(out, shape, value_lineage, axis, origins)
+    return lineage.lazy(out, shape, value_lineage, axis, origins)
 
 
 def _of_concat(ctx: Context, eqn: Any, lhs: Any, rhs: Any) -> Any:
-    """A product with a concatenation, computed by parts."""
+    """Multiplies with a concatenation, part by part."""
     (lhs_contract, rhs_contract), (lhs_batch, rhs_batch) = dims_of(eqn)
     left = isinstance(lhs, Concat) and not (isinstance(rhs, Concat) and _is_looked_up(rhs))
     whole, other = (lhs, rhs) if left else (rhs, lhs)
@@ -129,42 +114,44 @@ def _of_concat(ctx: Context, eqn: Any, lhs: Any, rhs: Any) -> Any:
         (lhs_contract, rhs_contract) if left else (rhs_contract, lhs_contract)
     )
     batch = lhs_batch if left else rhs_batch
+
+    def multiplied(x: Any, y: Any) -> Any:
+        return product(ctx, eqn, *((x, y) if left else (y, x)))
+
     if whole.axis in batch:
         raise NotCovered("batched product with a concatenation along a batch axis")
-    if not has_lineage(other) and whole.axis in contract:
+    if not lineage.has_lineage(other) and whole.axis in contract:
         other_axis = other_contract[contract.index(whole.axis)]
         whole, other = without_padding(ctx, whole, other, other_axis)
         if not isinstance(whole, Concat):
-            return product(ctx, eqn, *((whole, other) if left else (other, whole)))
+            return multiplied(whole, other)
     elif isinstance(other, Concat):
         # Weights that are concatenated, from zeros for example.
         other = ctx.build(other)
     if whole.axis not in contract:
-        parts = []
-        for part in whole.parts:
-            parts.append(product(ctx, eqn, *((part, other) if left else (other, part))))
+        parts = [multiplied(part, other) for part in whole.parts]
         free = [d for d in range(len(whole.shape)) if d not in contract and d not in batch]
         axis = len(batch) + free.index(whole.axis)
         if not left:
             axis += len(shape_of(other)) - len(contract) - len(batch)
         return concat(parts, axis)
     other_axis = other_contract[contract.index(whole.axis)]
-    if has_lineage(other) and other.axis == other_axis:
+    if lineage.has_lineage(other) and other.axis == other_axis:
         raise NotCovered("product that sums over the looked-up axis")
     split, weights = sums.by_terms(ctx, whole, other, other_axis)
     if split is not whole and _joined(ctx, eqn, split) is split:
         whole, other = split, weights
-    groups = _groups(ctx, whole, other, other_axis)
+    groups = _groups(whole, other, other_axis)
     if len(groups) > 1:
         compressed = _compress(ctx, eqn, left, whole, other, groups)
         if compressed is not None:
             return compressed
         joined = _joined(ctx, eqn, whole)
-        if is_plain(joined):
-            return product(ctx, eqn, *((joined, other) if left else (other, joined)))
+        if lineage.is_plain(joined):
+            return multiplied(joined, other)
         if joined is not whole:
-            whole, groups = joined, _groups(ctx, joined, other, other_axis)
-    return _sum_of_products(ctx, eqn, left, groups, origins_of(whole, other))
+            whole, groups = joined, _groups(joined, other, other_axis)
+    return _sum_of_products(ctx, eqn, left, groups)
 
 
 #: How often a lookup before a product moves each byte of the rows: the lookup and the concatenation
@@ -173,7 +160,7 @@ _MOVED = 5
 
 
 def _joined(ctx: Context, eqn: Any, whole: Concat) -> Any:
-    """The concatenation; parts are materialised if a product of them alone moves more bytes.
+    """Materialises the parts of a concatenation whose products alone would move more bytes.
 
     A product by parts looks its result up at candidate batch, once for every index.
     """
@@ -182,13 +169,13 @@ def _joined(ctx: Context, eqn: Any, whole: Concat) -> Any:
     looked_up = wide * math.prod(out.aval.shape)
     moved: dict[Any, int] = {}
     for part in whole.parts:
-        if has_lineage(part):
+        if lineage.has_lineage(part):
             key = (part.lineage, part.axis)
-            moved[key] = moved.get(key, 0) + _MOVED * bytes_of(part.shape, part.dtype)
+            moved[key] = moved.get(key, 0) + _MOVED * lineage.bytes_of(part.shape, part.dtype)
     costly = {key for key, size in moved.items() if not lineage.is_at_least(size, looked_up)}
-    rest = [part for part in whole.parts if is_plain(part)]
+    rest = [part for part in whole.parts if lineage.is_plain(part)]
     # If only one array remains, no concatenation copies it.
-    spared = 2 * bytes_of(rest[0].shape, rest[0].dtype) if len(rest) == 1 else 0
+    spared = 2 * lineage.bytes_of(rest[0].shape, rest[0].dtype) if len(rest) == 1 else 0
     total = sum(moved.values()) + spared
     if not costly or lineage.is_at_least(total, len(moved) * looked_up):
         return whole
@@ -196,18 +183,19 @@ def _joined(ctx: Context, eqn: Any, whole: Concat) -> Any:
     if costly == set(moved) and not any(isinstance(x, Lazy) and not x.lineage for x in whole.parts):
         return ctx.materialise(eqn, whole, reason)
     parts = [
-        ctx.materialise(eqn, x, reason) if has_lineage(x) and (x.lineage, x.axis) in costly else x
+        ctx.materialise(eqn, x, reason)
+        if lineage.has_lineage(x) and (x.lineage, x.axis) in costly
+        else x
         for x in whole.parts
     ]
     return Concat(tuple(parts), whole.axis)
 
 
-def _groups(ctx: Context, whole: Concat, other: Any, other_axis: int) -> list[tuple[Any, Any]]:
-    """The parts with their slices of the other operand; parts of one lineage are concatenated."""
-    other = spread_axes(other, [other_axis])
+def _groups(whole: Concat, other: Any, other_axis: int) -> list[tuple[Any, Any]]:
+    """Pairs the parts with slices of the other operand, and concatenates parts of one lineage."""
+    other = lineage.spread_axes(other, [other_axis])
     by_lineage: dict[Any, tuple[list[Any], list[Any]]] = {}
-    start = 0
-    for part, size in zip(whole.parts, whole.sizes, strict=True):
+    for part, start, stop in whole.pieces():
         key: Any = "plain"
         if isinstance(part, Lazy):
             # Parts without a lineage differ by the dimensions that they are broadcast along: in a
@@ -216,11 +204,10 @@ def _groups(ctx: Context, whole: Concat, other: Any, other_axis: int) -> list[tu
             key = (part.lineage, part.axis) if part.lineage else broadcast
         parts, slices = by_lineage.setdefault(key, ([], []))
         parts.append(part)
-        slices.append(slice_along(other, start, start + size, other_axis))
-        start += size
+        slices.append(lineage.slice_along(other, start, stop, other_axis))
     groups = []
     for parts, slices in by_lineage.values():
-        if len(parts) > 1 and all(map(is_plain, slices)):
+        if len(parts) > 1 and all(map(lineage.is_plain, slices)):
             groups.append(
                 (of_one_lineage(parts, whole.axis), staged.concatenate(slices, other_axis))
             )
@@ -229,8 +216,8 @@ def _groups(ctx: Context, whole: Concat, other: Any, other_axis: int) -> list[tu
     return groups
 
 
-def _sum_of_products(ctx: Context, eqn: Any, left: bool, groups: Any, origins: frozenset) -> Any:
-    """The sum of the parts' products, each computed at its part's batch and looked up."""
+def _sum_of_products(ctx: Context, eqn: Any, left: bool, groups: Any) -> Any:
+    """Adds the parts' products, each computed at its part's batch and looked up."""
     (out,) = eqn.outvars
     dtype = out.aval.dtype
     # The sum is rounded once, like the undivided product.
@@ -247,11 +234,11 @@ def _sum_of_products(ctx: Context, eqn: Any, left: bool, groups: Any, origins: f
 def _compress(
     ctx: Context, eqn: Any, left: bool, whole: Concat, weight: Any, groups: list[tuple[Any, Any]]
 ) -> Any:
-    """Linear compression: [M, K] · concat([B, K_user, N], [B, K_cand, N]); None if it is none."""
+    """Computes [M, K] · concat([B, K_user, N], [B, K_cand, N]) by an op; None if it is another."""
     (lhs_contract, rhs_contract), (lhs_batch, _) = dims_of(eqn)
     contract = (lhs_contract if left else rhs_contract)[:1]
     weight_contract = rhs_contract[0] if left else lhs_contract[0]
-    if not is_plain(weight) or lhs_batch or len(lhs_contract) != 1:
+    if not lineage.is_plain(weight) or lhs_batch or len(lhs_contract) != 1:
         return None
     if len(whole.shape) != 3 or np.ndim(weight) != 2 or contract != [whole.axis]:
         return None
@@ -263,7 +250,7 @@ def _compress(
         return None
     if eqn.params["precision"] not in (None, (lax.Precision.DEFAULT, lax.Precision.DEFAULT)):
         return None
-    chain = _chain(ctx, whole, groups)
+    chain = _chain(ctx, groups)
     if chain is None:
         return None
     batch_axis, terms = chain
@@ -271,9 +258,9 @@ def _compress(
         return None
     levels: list[Term] = []
     for part, piece, parent in terms:
-        rows = spread_axes(part, range(3))
+        rows = lineage.spread_axes(part, range(3))
         piece = piece if weight_contract == 1 else piece.T
-        levels.append(Term(piece, base_of(rows), parent))
+        levels.append(Term(piece, lineage.base_of(rows), parent))
     if len(levels) == 2:
         (user, cand) = levels
         assert cand.parent is not None
@@ -283,30 +270,28 @@ def _compress(
     else:
         out = multilevel_linear_compression(levels)
     name = "linear_compression" if len(levels) == 2 else "multilevel_linear_compression"
-    ctx.recorder.saved(eqn, origins_of(whole), name, True)
+    ctx.recorder.saved(eqn, lineage.origins_of(whole), name, True)
     # out is [B, M, N]. The equation returns [B, N, M] if the weight is its second operand, and
     # [M, B, N] if it is the first.
     return staged.transpose(out, (0, 2, 1) if left else (1, 0, 2))
 
 
-def _chain(
-    ctx: Context, whole: Concat, groups: Any
-) -> tuple[int, list[tuple[Any, Any, Any]]] | None:
-    """The groups as a chain of levels; None if they are none.
+def _chain(ctx: Context, groups: Any) -> tuple[int, list[tuple[Any, Any, Any]]] | None:
+    """Returns the groups as a chain of levels; None if they are none.
 
     Returns:
       The batch axis, and for every level, coarsest first, its part, its slice of the weight, and
       the index into the rows of the next coarser level.
     """
     lineages: dict[tuple[Lineage, ...], tuple[Any, Any]] = {}
-    axes = {part.axis for part, _ in groups if has_lineage(part)}
+    axes = {part.axis for part, _ in groups if lineage.has_lineage(part)}
     for part, piece in groups:
-        if is_only_broadcast(part):
-            part = _single_user(ctx, part, axes)
-            if part is None:
+        if lineage.is_only_broadcast(part):
+            part = of_one_user(ctx, part, 0)
+            if axes - {0} or not lineage.has_lineage(part):
                 return None
             axes.add(0)
-        steps = part.lineage.steps if has_lineage(part) else ()
+        steps = part.lineage.steps if lineage.has_lineage(part) else ()
         if steps in lineages:
             return None
         lineages[steps] = (part, piece)
@@ -328,17 +313,8 @@ def _chain(
 
 
 def _parent(ctx: Context, coarse: tuple[Lineage, ...], fine: tuple[Lineage, ...]) -> jax.Array:
-    """The index from a level's rows into the rows of the next coarser level."""
+    """Returns the index from a level's rows into the rows of the next coarser level."""
     first, *rest = coarse[: len(coarse) - len(fine)]
     for finer in rest:
         first = ctx.scope.compose(first, finer)
     return first.index
-
-
-def _single_user(ctx: Context, part: Lazy, axes: set[int]) -> Lazy | None:
-    """A part that all candidates share, as a lookup in a batch of one user."""
-    if axes - {0} or part.base.shape[0] != 1 or part.shape[0] <= 1:
-        return None
-    batch = part.shape[0]
-    index = ctx.scope.of_one_user(batch)
-    return Lazy(part.base, part.shape, index, 0, part.origins)

@@ -7,7 +7,6 @@ batch. Masks, biases, windows and dropout stay as they are written, on copies.
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
@@ -19,12 +18,11 @@ from ikbo_jax.ops.attention import attention
 from ikbo_jax.rewrite.facts.known import known
 from ikbo_jax.rewrite.interpret import Context
 from ikbo_jax.rewrite.report.cost import CUDNN_FORWARD
-from ikbo_jax.rewrite.rules.elementwise import at_user_batch
+from ikbo_jax.rewrite.rules.elementwise import at_user_batch, of_one_user
 from ikbo_jax.rewrite.values.jaxprs import interpret
 from ikbo_jax.rewrite.values.lineage import (
     Lazy,
     has_lineage,
-    is_only_broadcast,
     origins_of,
     spread_axes,
 )
@@ -41,7 +39,7 @@ def is_attention(eqn: Any) -> bool:
 
 
 def call(ctx: Context, eqn: Any, operands: Sequence[Any]) -> list[Any]:
-    """The results of a call of attention by cuDNN; NotCovered if the attention is not covered.
+    """Interprets a call of cuDNN's attention; NotCovered if the attention is not covered.
 
     Under `jax.vmap`, the program reshapes operands and result.
     """
@@ -57,15 +55,9 @@ def call(ctx: Context, eqn: Any, operands: Sequence[Any]) -> list[Any]:
 
 
 def _attend(ctx: Context, eqn: Any, operands: Sequence[Any]) -> Any:
-    """The attention of looked-up keys and values, without copies.
+    """Attends to looked-up keys and values, without copies.
 
-    Args:
-      ctx: the context of the call.
-      eqn: the equation of cuDNN's attention.
-      operands: its operands: query, key, value, bias, lengths of queries and of keys, and others.
-
-    Raises:
-      NotCovered: if an operand or a parameter has no counterpart.
+    NotCovered if an operand or a parameter of cuDNN's attention has no counterpart.
     """
     params = eqn.params
     query, key, value, bias, q_lengths, kv_lengths, *others = operands
@@ -84,7 +76,7 @@ def _attend(ctx: Context, eqn: Any, operands: Sequence[Any]) -> Any:
     ]
     if unusual:
         raise NotCovered(f"attention by cuDNN with {unusual[0]}")
-    key, value = (_of_one_user(ctx, x) for x in (key, value))
+    key, value = (of_one_user(ctx, x, 0) for x in (key, value))
     if not (has_lineage(key) and has_lineage(value) and key.lineage is value.lineage):
         raise NotCovered("attention by cuDNN whose keys and values are not looked up alike")
     if key.axis != 0 or value.axis != 0 or key.shape != value.shape:
@@ -127,15 +119,8 @@ def _attend(ctx: Context, eqn: Any, operands: Sequence[Any]) -> Any:
     return found
 
 
-def _of_one_user(ctx: Context, x: Any) -> Any:
-    """A value that is broadcast along the batch, as a lookup in a batch of one user."""
-    if not is_only_broadcast(x) or x.base.shape[0] != 1 or x.shape[0] == 1:
-        return x
-    return dataclasses.replace(x, lineage=ctx.scope.of_one_user(x.shape[0]), axis=0)
-
-
 def _by_user(ctx: Context, lengths: Any, like: Lazy, most: int) -> jax.Array | None:
-    """Lengths as they are looked up, [users] int32; None if all are `most`."""
+    """Returns lengths as they are looked up, [users] int32; None if all are `most`."""
     if _is_always(ctx, lengths, most):
         return None
     if has_lineage(lengths) and lengths.lineage is like.lineage:

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend import core
 
+from ikbo_jax.rewrite.attention.blocks import arranged_array
 from ikbo_jax.rewrite.attention.scores import BATCH, KEY, Fill, Logits, Scores, only
 from ikbo_jax.rewrite.facts import proofs
 from ikbo_jax.rewrite.facts.known import known
@@ -20,8 +21,8 @@ from ikbo_jax.rewrite.values.registry import NotCovered
 
 
 def selected(ctx: Context, eqn: Any, which: Any, *cases: Any) -> Any:
-    """`where(mask, logits, number)` or `where(mask, number, logits)`."""
-    if isinstance(which, Scores) or len(cases) != 2:
+    """Masks logits by `where(mask, logits, number)` or `where(mask, number, logits)`."""
+    if len(cases) != 2:
         raise NotCovered("attention is not recognised: its scores are the condition of a select")
     scores = only(cases)
     keeps = scores is cases[1]
@@ -35,7 +36,7 @@ def selected(ctx: Context, eqn: Any, which: Any, *cases: Any) -> Any:
 
 
 def added(ctx: Context, eqn: Any, x: Any, y: Any) -> Any:
-    """Logits plus 0, or plus a bias that holds 0 for kept keys and one number for masked keys."""
+    """Adds 0 to logits, or a bias that is 0 for kept keys and one number for masked keys."""
     scores = only((x, y))
     bias = y if scores is x else x
     values = proofs.possible_values(ctx, bias)
@@ -57,7 +58,7 @@ def added(ctx: Context, eqn: Any, x: Any, y: Any) -> Any:
 
 
 def _is_zero(ctx: Context, bias: Any) -> Any:
-    """Where a bias is 0, as a mask; None if the program does not show it.
+    """Returns where a bias is 0, as a mask; None if the program does not show it.
 
     The bias is constant, or it is written as `where(condition, 0, number)`, perhaps with further
     dimensions and in another dtype.
@@ -67,11 +68,7 @@ def _is_zero(ctx: Context, bias: Any) -> Any:
         # An array of NumPy, whose elements later proofs see.
         zeros: np.ndarray = ctx.scope.once(("zeros of a bias",), (bias,), lambda: number == 0)
         return zeros
-    produced = ctx.producer(bias)
-    if produced is None:
-        return None
-    eqn, operands = produced
-    name = eqn.primitive.name
+    name, eqn, operands = ctx.made_by(bias)
     if name == "convert_element_type":
         return _is_zero(ctx, operands[0])
     if name in ("broadcast_in_dim", "reshape", "squeeze") and len(operands) == 1:
@@ -87,7 +84,7 @@ def _is_zero(ctx: Context, bias: Any) -> Any:
 
 
 def _moved(ctx: Context, eqn: Any, mask: Any) -> Any:
-    """The result of an equation that adds dimensions to a bias, for the bias's mask."""
+    """Runs an equation that adds dimensions to a bias on the bias's mask."""
 
     def moved() -> Any:
         out = core.Var(eqn.outvars[0].aval.update(dtype=np.dtype(bool), weak_type=False))
@@ -99,7 +96,7 @@ def _moved(ctx: Context, eqn: Any, mask: Any) -> Any:
 
 
 def masked(ctx: Context, scores: Scores, mask: Any, keeps: bool, fill: Fill) -> Any:
-    """The logits with one more mask: `fill`, whose `kept` and `lengths` this function sets."""
+    """Adds a mask to the logits: `fill`, whose `kept` and `lengths` this function sets."""
     root = scores.root
     if not isinstance(root, Logits):
         return root.masked(ctx, scores, mask, keeps, fill)
@@ -116,9 +113,8 @@ def masked(ctx: Context, scores: Scores, mask: Any, keeps: bool, fill: Fill) -> 
     kinds = [label[0] for label in scores.labels]
     users, keys = root.key.base.shape[:2]
     dims = kinds.index(BATCH), kinds.index(KEY)
-    order = list(dims)
-    base = mask.base.reshape([mask.base.shape[d] for d in sorted(order)])
-    base = spread(base if order == sorted(order) else base.T, (users, keys))
+    base = arranged_array(mask.base, scores.labels, [(BATCH, 0), (KEY, 0)])
+    base = spread(base, (users, keys))
     lengths = proofs.lengths(ctx, mask, dims, users, keys) if keeps else None
     if lengths is not None:
         last = min(keys, int(jnp.iinfo(lengths.dtype).max))

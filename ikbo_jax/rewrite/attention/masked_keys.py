@@ -24,7 +24,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -53,7 +53,7 @@ LARGE = -1e8
 
 
 class _Operands(NamedTuple):
-    """Operands of an attention.
+    """Holds the operands of an attention.
 
     Attributes:
       query: [batch, queries, heads, width].
@@ -73,7 +73,7 @@ class _Operands(NamedTuple):
 
     @classmethod
     def of(cls, root: Logits, value: jax.Array) -> _Operands:
-        """The operands of logits, and of values [users, keys, *heads, width]."""
+        """Reshapes the operands of logits, and values [users, keys, *heads, width]."""
         (batch, *_, width), (users, keys, *_) = root.query.shape, value.shape
         heads = math.prod(root.heads)
         return cls(
@@ -85,9 +85,11 @@ class _Operands(NamedTuple):
         )
 
     def activated(self, activation: str, scale: float, output_scale: float) -> jax.Array:
-        """The attention with an activation instead of the softmax."""
+        """Attends with an activation instead of the softmax."""
         (batch, queries), (users, keys) = self.query.shape[:2], self.key.shape[:2]
-        query, key, value = (_merged_rows(x) for x in self[:3])
+        query, key, value = (
+            staged.reshape(x, (x.shape[0] * x.shape[1], *x.shape[2:])) for x in self[:3]
+        )
         out = gdpa(
             query,
             key,
@@ -121,7 +123,7 @@ class _Operands(NamedTuple):
         return out
 
     def ordered(self, first: jax.Array) -> _Operands:
-        """The operands with the keys where `first` [users, keys] is true moved to the front."""
+        """Moves the keys where `first` [users, keys] is true to the front."""
         order = jnp.argsort(~first, axis=1, stable=True)[:, :, None, None]
         key, value = (jnp.take_along_axis(x, order, axis=1) for x in (self.key, self.value))
         return self._replace(key=key, value=value)
@@ -132,12 +134,6 @@ class _Operands(NamedTuple):
         return jnp.broadcast_to(rows, (*self.query.shape[:2], *x.shape[1:]))
 
 
-def _merged_rows(x: Any) -> Any:
-    """[batch, rows, ...] as [batch * rows, ...]."""
-    batch, rows, *rest = staged.shape_of(x)
-    return staged.reshape(x, (batch * rows, *rest))
-
-
 def attend(
     ctx: Context,
     scores: Scores,
@@ -145,7 +141,7 @@ def attend(
     zero: jax.Array | None = None,
     nan_is_zero: bool = False,
 ) -> jax.Array:
-    """The attention of `scores` to values [users, keys, *heads, width].
+    """Attends by `scores` to values [users, keys, *heads, width].
 
     Its shape is [batch, *queries, *heads, width]. Rows of the users `zero`, whose values must be 0,
     are 0, also if their attention weights are NaN; with `nan_is_zero`, all such rows are.
@@ -173,7 +169,7 @@ def renormalised(
     divided: tuple[str, float],
     probabilities: bool,
 ) -> jax.Array:
-    """`attend` to the `kept` [users, keys] keys, with weights over their sum and a number.
+    """Attends to the `kept` [users, keys] keys, with weights over their sum and a number.
 
     Args:
       root: logits without other masks than one that `where` puts in; this keeps `kept`.
@@ -204,18 +200,18 @@ def renormalised(
 def attend_activated(
     root: Logits, value: jax.Array, activation: str, scale: float, output_scale: float
 ) -> jax.Array:
-    """`attend` with an activation of the logits, which have no masks, instead of the softmax."""
+    """Attends with an activation instead of the softmax; the logits have no masks."""
     return _with_dims(root, _Operands.of(root, value).activated(activation, scale, output_scale))
 
 
 def _with_dims(root: Logits, out: jax.Array) -> jax.Array:
-    """[batch, queries, heads, width] as [batch, *queries, *heads, width]."""
+    """Reshapes [batch, queries, heads, width] to [batch, *queries, *heads, width]."""
     shape = staged.shape_of(out)
     return staged.reshape(out, (shape[0], *root.queries, *root.heads, shape[-1]))
 
 
 def _as_exponentiated(fill: Fill, scores: Scores) -> Fill:
-    """The fill; -inf if no maximum is subtracted and its exponential is 0."""
+    """Returns the fill, with -inf if no maximum is subtracted and its exponential is 0."""
     if scores.shifted or fill.value == -math.inf:
         return fill
     with np.errstate(all="ignore"):
@@ -225,9 +221,6 @@ def _as_exponentiated(fill: Fill, scores: Scores) -> Fill:
     if not math.isfinite(weight) or weight == 0:
         raise NotCovered(f"attention is not recognised: exp of masked logits, {fill.value:g}")
     return fill
-
-
-# Masks by `where`.
 
 
 def _replaced(operands: _Operands, fills: list[Fill], zero: jax.Array | None) -> jax.Array:
@@ -257,7 +250,7 @@ def _replaced(operands: _Operands, fills: list[Fill], zero: jax.Array | None) ->
 
 
 def _all_kept(fills: list[Fill]) -> tuple[jax.Array, jax.Array]:
-    """The keys [users, keys] that every mask keeps, and their number by user."""
+    """Returns the keys [users, keys] that every mask keeps, and their number by user."""
     kept = fills[0].kept
     for fill in fills[1:]:
         kept = kept & fill.kept
@@ -275,41 +268,44 @@ def _infinite(fills: list[Fill]) -> jax.Array:
 
 
 def _uniform_where(operands: _Operands, empty: jax.Array, lengths: jax.Array) -> jax.Array:
-    """Attention with uniform weights over all keys for `empty` users, whose keys become 0."""
+    """Attends; `empty` users have uniform weights over all keys, and their keys become 0."""
     key = jnp.where(empty[:, None, None, None], jnp.zeros((), operands.key.dtype), operands.key)
     return operands._replace(key=key).attend(jnp.where(empty, operands.key.shape[1], lengths))
 
 
 def _nan_of(operands: _Operands, users: jax.Array) -> jax.Array:
-    """NaN for these users, with the gradient that NaN attention weights give to their values."""
+    """Returns NaN for these users, with the gradient that NaN weights give to their values."""
     total = jnp.sum(operands.value, axis=1, dtype=jnp.float32)
     weight = jnp.where(users, jnp.nan, 0.0)[:, None, None]
     return operands.of_user((total * weight).astype(operands.value.dtype))
 
 
 def _masked_part(operands: _Operands, fills: list[Fill]) -> tuple[jax.Array, jax.Array]:
-    """The attention to masked keys [users, heads, width], and its lse [users, heads]."""
+    """Attends to masked keys: the result [users, heads, width], and its lse [users, heads]."""
     number = jnp.full(fills[0].kept.shape, -jnp.inf, jnp.float32)
     for fill in fills:
         number = jnp.where(fill.kept, number, jnp.float32(fill.value))
-    largest = jnp.max(number, axis=1, keepdims=True)
-    largest = jnp.where(jnp.isfinite(largest), largest, 0.0)
-    weights = jnp.exp(number - largest)
-    total = jnp.sum(weights, axis=1)
-    share = weights / jnp.where(total > 0, total, 1.0)[:, None]
+    share, lse = softmax(number, 1)
     mean = jnp.einsum(
         "us,usnh->unh",
         share,
         operands.value.astype(jnp.float32),
         precision=lax.Precision.HIGHEST,
     )
-    lse = jnp.where(total > 0, jnp.log(jnp.where(total > 0, total, 1.0)) + largest[:, 0], -jnp.inf)
     heads = operands.value.shape[2]
     lse = jnp.broadcast_to(lse[:, None], (lse.shape[0], heads))
     return mean.astype(operands.value.dtype), lse
 
 
-# Masks by addition.
+def softmax(logits: jax.Array, axis: int) -> tuple[jax.Array, jax.Array]:
+    """Returns the softmax of logits, and their lse; 0 and -inf for a row of -inf."""
+    largest = lax.stop_gradient(jnp.max(logits, axis, keepdims=True))
+    largest = jnp.where(jnp.isfinite(largest), largest, 0.0)
+    weights = jnp.exp(logits - largest)
+    total = jnp.sum(weights, axis, keepdims=True)
+    safe = jnp.where(total > 0, total, 1.0)
+    lse = jnp.where(total > 0, jnp.log(safe) + largest, -jnp.inf)
+    return weights / safe, jnp.squeeze(lse, axis)
 
 
 def _added(ctx: Context, operands: _Operands, fill: Fill) -> jax.Array:
@@ -339,7 +335,7 @@ def _added(ctx: Context, operands: _Operands, fill: Fill) -> jax.Array:
 def _exact_where_logits_remain(
     operands: _Operands, fill: Fill, empty: jax.Array, out: jax.Array
 ) -> jax.Array:
-    """`out`, except that rows without kept keys are exact if rounding does not remove their logits.
+    """Replaces rows of `out` without kept keys by exact rows where logits survive rounding.
 
     That is, if some logit of such a row may exceed the rounding of the mask's number. `cost` counts
     no work of `rows_without_kept_keys`, which only such requests run.
@@ -382,7 +378,7 @@ def _exact_where_logits_remain(
 
 
 def _slope_where(operands: _Operands, empty: jax.Array) -> jax.Array:
-    """A term with the gradient of a softmax whose attention weights are uniform.
+    """Returns a term with the gradient of a softmax whose attention weights are uniform.
 
     With attention weights 1 / S, the softmax and sum_s logit_s (v_s - mean v) / S have the same
     derivative by query and key.

@@ -13,13 +13,13 @@ from ikbo_jax.rewrite.attention import contraction
 from ikbo_jax.rewrite.interpret import Context, shape_of
 from ikbo_jax.rewrite.rules import concatenation, elementwise, reshape, sources
 from ikbo_jax.rewrite.values import staged
-from ikbo_jax.rewrite.values.lineage import Lazy, is_plain
+from ikbo_jax.rewrite.values.lineage import Lazy, is_plain, transposed
 from ikbo_jax.rewrite.values.merged import Merged
 from ikbo_jax.rewrite.values.registry import NotCovered
 
 
 def _wrapped(result: Any, groups: tuple[tuple[int, ...], ...]) -> Any:
-    """A result of an equation on values before the reshape, reshaped."""
+    """Reshapes the result of an equation on values before the reshape."""
     if all(len(group) == 1 for group in groups):
         return result
     if is_plain(result):
@@ -29,14 +29,14 @@ def _wrapped(result: Any, groups: tuple[tuple[int, ...], ...]) -> Any:
 
 
 def _like(eqn: Any, result_shape: Sequence[int], **params: Any) -> Any:
-    """The equation with another shape of its result, and with some parameters replaced."""
+    """Returns the equation with another shape of its result, and some parameters replaced."""
     (out,) = eqn.outvars
     aval = out.aval.update(shape=tuple(result_shape))
     return eqn.replace(outvars=[core.Var(aval)], params={**eqn.params, **params})
 
 
 def _split(x: Any, like: Merged, wide: Sequence[int]) -> Any:
-    """A value that broadcasts to the shape of `like`, as one that broadcasts to the shape `wide`.
+    """Reshapes a value that broadcasts to the shape of `like` to broadcast to the shape `wide`.
 
     `wide` is the shape of `like.inner`, where dimensions of size 1 may be larger.
     """
@@ -96,15 +96,13 @@ def transpose(ctx: Context, eqn: Any, x: Merged) -> Any:
     """Transposes the dimensions that each dimension merges."""
     permutation = [int(d) for d in eqn.params["permutation"]]
     order = [d for n in permutation for d in x.groups[n]]
-    inner_eqn = _like(eqn, [x.inner.shape[d] for d in order], permutation=tuple(order))
     return _wrapped(
-        elementwise.transpose(ctx, inner_eqn, x.inner),
-        _renumbered([len(x.groups[n]) for n in permutation]),
+        transposed(x.inner, order), _renumbered([len(x.groups[n]) for n in permutation])
     )
 
 
 def _renumbered(lengths: Sequence[int]) -> tuple[tuple[int, ...], ...]:
-    """Groups of these lengths of the dimensions 0, 1, ..."""
+    """Returns groups of these lengths of the dimensions 0, 1, ..."""
     groups, start = [], 0
     for length in lengths:
         groups.append(tuple(range(start, start + length)))
@@ -146,7 +144,7 @@ def broadcast(ctx: Context, eqn: Any, x: Merged, *dynamic: Any) -> Any:
 
 
 def dot_general(ctx: Context, eqn: Any, lhs: Any, rhs: Any) -> Any:
-    """A product whose operands are split: a merged summed axis is several summed axes."""
+    """Multiplies split operands: a merged summed axis is several summed axes."""
     (contract, batch) = eqn.params["dimension_numbers"]
     paired = [
         {int(d): int(other) for d, other in zip(a, b, strict=True)}
@@ -168,47 +166,43 @@ def dot_general(ctx: Context, eqn: Any, lhs: Any, rhs: Any) -> Any:
             groups.append(tuple(range(len(sizes), len(sizes) + len(new))))
             sizes += new
         sides.append((_refined(ctx, eqn, x, groups, sizes), groups, sizes))
-    (left, left_groups, left_sizes), (right, right_groups, right_sizes) = sides
 
-    def expanded(dims: Any, groups: Any) -> tuple[int, ...]:
-        return tuple(inner for d in dims for inner in groups[int(d)])
+    def expanded(of_sides: Any) -> tuple[tuple[int, ...], ...]:
+        return tuple(
+            tuple(inner for d in dims for inner in groups[int(d)])
+            for dims, (_, groups, _) in zip(of_sides, sides, strict=True)
+        )
 
-    numbers = (
-        (expanded(contract[0], left_groups), expanded(contract[1], right_groups)),
-        (expanded(batch[0], left_groups), expanded(batch[1], right_groups)),
-    )
-    free = [d for d in range(len(left_groups)) if d not in (*contract[0], *batch[0])]
-    right_free = [d for d in range(len(right_groups)) if d not in (*contract[1], *batch[1])]
-    lengths = [len(left_groups[int(d)]) for d in batch[0]] + [len(left_groups[d]) for d in free]
-    lengths += [len(right_groups[d]) for d in right_free]
-    shape = [left_sizes[d] for n in (*batch[0], *free) for d in left_groups[int(n)]]
-    shape += [right_sizes[d] for n in right_free for d in right_groups[n]]
-    inner_eqn = _like(eqn, shape, dimension_numbers=numbers)
-    return _wrapped(contraction.dot_general(ctx, inner_eqn, left, right), _renumbered(lengths))
+    # The dimensions of the result: the side and number of each.
+    out = [(0, int(d)) for d in batch[0]]
+    for n, (_, groups, _) in enumerate(sides):
+        out += [(n, d) for d in range(len(groups)) if d not in (*contract[n], *batch[n])]
+    lengths = [len(sides[n][1][d]) for n, d in out]
+    shape = [sides[n][2][inner] for n, d in out for inner in sides[n][1][d]]
+    inner_eqn = _like(eqn, shape, dimension_numbers=(expanded(contract), expanded(batch)))
+    result = contraction.dot_general(ctx, inner_eqn, sides[0][0], sides[1][0])
+    return _wrapped(result, _renumbered(lengths))
 
 
 def _sizes(x: Any, dim: int) -> list[int]:
-    """The sizes of the dimensions that a dimension merges."""
     if isinstance(x, Merged):
         return [x.inner.shape[d] for d in x.groups[dim]]
     return [shape_of(x)[dim]]
 
 
 def _refined(ctx: Context, eqn: Any, x: Any, groups: Any, sizes: list[int]) -> Any:
-    """An operand with the dimensions `sizes`; `groups` of them are its own dimensions."""
+    """Splits an operand into the dimensions `sizes`; `groups` of them are its own dimensions."""
     if isinstance(x, Merged):
         if all(len(g) == len(own) for g, own in zip(groups, x.groups, strict=True)):
             return x.inner
         raise NotCovered("product of values that are merged by different reshapes")
     if all(len(group) == 1 for group in groups):
         return x
-    if is_plain(x):
-        return staged.reshape(x, sizes)
     return reshape.reshape_to(ctx, eqn, x, tuple(sizes))
 
 
 def gather(ctx: Context, eqn: Any, operand: Any, indices: Any) -> Any:
-    """A lookup of rows by indices that are flattened before it."""
+    """Looks rows up by indices that are flattened before the lookup."""
     numbers = eqn.params["dimension_numbers"]
     if not isinstance(indices, Merged) or isinstance(operand, Merged):
         raise NotCovered("lookup in a value whose looked-up axis is merged by a reshape")
@@ -231,24 +225,20 @@ def gather(ctx: Context, eqn: Any, operand: Any, indices: Any) -> Any:
 
 
 def concatenate(ctx: Context, eqn: Any, *operands: Any) -> Any:
-    """A concatenation along a dimension that is not merged."""
+    """Concatenates along a dimension that is not merged."""
     like, axis = _first(operands), eqn.params["dimension"]
     if len(like.groups[axis]) != 1:
         raise NotCovered("concatenation along a merged axis")
-    (inner_axis,) = like.groups[axis]
-    split = []
+    (inner_axis,), split = like.groups[axis], []
+    before, after = like.inner.shape[:inner_axis], like.inner.shape[inner_axis + 1 :]
     for x in operands:
-        shape = list(like.inner.shape)
-        shape[inner_axis] = shape_of(x)[axis]
-        if isinstance(x, Merged):
-            if x.groups != like.groups or x.inner.shape != tuple(shape):
-                raise NotCovered("values are merged by different reshapes")
+        shape = (*before, shape_of(x)[axis], *after)
+        if not isinstance(x, Merged):
+            split.append(reshape.reshape_to(ctx, eqn, x, shape))
+        elif x.groups == like.groups and x.inner.shape == shape:
             split.append(x.inner)
-        elif is_plain(x):
-            split.append(staged.reshape(x, shape))
         else:
-            split.append(reshape.reshape_to(ctx, eqn, x, tuple(shape)))
-    shape = list(like.inner.shape)
-    shape[inner_axis] = eqn.outvars[0].aval.shape[axis]
+            raise NotCovered("values are merged by different reshapes")
+    shape = (*before, eqn.outvars[0].aval.shape[axis], *after)
     inner_eqn = _like(eqn, shape, dimension=inner_axis)
     return _wrapped(concatenation.concatenate(ctx, inner_eqn, *split), like.groups)

@@ -15,7 +15,7 @@ import jax
 import numpy as np
 from jax.extend import core
 
-from ikbo_jax.rewrite.attention import contraction
+from ikbo_jax.rewrite.attention import contraction, scores
 from ikbo_jax.rewrite.attention.blocks import Blocks
 from ikbo_jax.rewrite.attention.scores import BATCH, KEY, QUERY, Scores
 from ikbo_jax.rewrite.facts.known import known
@@ -34,10 +34,9 @@ _MOST_BLOCKS = 16
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Pairs(Deferred):
-    """The products of all pairs, flattened: [batch, fields · fields]."""
+    """Holds the products of all pairs, flattened: [batch, fields · fields]."""
 
     scores: Scores
-    eqn: Any
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -58,7 +57,7 @@ class Pairs(Deferred):
         return staged.reshape(ctx.build(self.scores), self.shape)
 
     def rule(self, ctx: Context, eqn: Any, operands: Any) -> Any:
-        """The result of an equation that has flattened pairs among its operands."""
+        """Runs an equation that has flattened pairs among its operands."""
         name = eqn.primitive.name
         if name == "jit":
             return ctx.run_closed(eqn.params["jaxpr"], operands, eqn)
@@ -71,18 +70,18 @@ class Pairs(Deferred):
             raise NotCovered(f"{name} of products of fields")
         _, rows, columns = self.scores.shape
         every = np.stack(np.divmod(np.arange(rows * columns), columns), axis=1)
-        chosen = _chosen(ctx, self.eqn, self.scores, every)
+        chosen = _chosen(ctx, self.scores, every)
         values = [chosen if x is self else x for x in operands]
         return primitive_rule(ctx, eqn, *values)
 
 
 def reshape(ctx: Context, eqn: Any, x: Scores) -> Any:
-    """A reshape that flattens the pairs; NotImplemented for other reshapes."""
+    """Flattens the pairs, or adds or removes dimensions of size 1."""
     (batch, *rest) = x.shape
     shape = tuple(eqn.outvars[0].aval.shape)
     if _is_product(x) and 1 not in rest and shape == (batch, rest[0] * rest[1]):
-        return Pairs(x, eqn)
-    return NotImplemented
+        return Pairs(x)
+    return scores.reshape(ctx, eqn, x)
 
 
 def _is_product(x: Scores) -> bool:
@@ -98,11 +97,11 @@ def _is_product(x: Scores) -> bool:
 
 
 def gather(ctx: Context, eqn: Any, x: Any, indices: Any) -> Any:
-    """A lookup of constant pairs."""
+    """Looks constant pairs up."""
     if not isinstance(x, Scores) or not _is_product(x):
         raise NotCovered("attention is not recognised: gather of its scores")
     pairs = _positions(ctx, eqn, x.shape, indices, (1, 2))
-    return _chosen(ctx, eqn, x, pairs)
+    return _chosen(ctx, x, pairs)
 
 
 def _gather_of_pairs(ctx: Context, eqn: Any, x: Any, indices: Any) -> Any:
@@ -110,13 +109,13 @@ def _gather_of_pairs(ctx: Context, eqn: Any, x: Any, indices: Any) -> Any:
         raise NotCovered("lookup by products of fields")
     positions = _positions(ctx, eqn, x.shape, indices, (1,))[:, 0]
     columns = x.scores.shape[2]
-    return _chosen(ctx, eqn, x.scores, np.stack(np.divmod(positions, columns), axis=1))
+    return _chosen(ctx, x.scores, np.stack(np.divmod(positions, columns), axis=1))
 
 
 def _positions(
     ctx: Context, eqn: Any, shape: tuple[int, ...], indices: Any, axes: tuple[int, ...]
 ) -> np.ndarray:
-    """The constant positions [count, axes] that a gather looks up along `axes`."""
+    """Returns the constant positions [count, axes] that a gather looks up along `axes`."""
     numbers, sizes = eqn.params["dimension_numbers"], eqn.params["slice_sizes"]
     wanted = tuple(1 if d in axes else n for d, n in enumerate(shape))
     if (
@@ -137,17 +136,14 @@ def _positions(
 
 
 def _sides(root: Blocks) -> list[tuple[list[Any], np.ndarray, np.ndarray]]:
-    """For rows and columns: a value for every lineage, and the value and position of each field."""
+    """Returns, for rows and columns, a value a lineage, and each field's value and position."""
     sides = []
     for x in (root.query, root.key):
-        parts = x.parts if isinstance(x, Concat) else (x,)
         groups: dict[Any, list[tuple[Any, int]]] = {}
-        start = 0
-        for part in parts:
+        for part, start, _ in x.pieces() if isinstance(x, Concat) else [(x, 0, x.shape[1])]:
             key = part.lineage if has_lineage(part) else is_plain(part)
             groups.setdefault(key, []).append((part, start))
-            start += part.shape[1]
-        group, offset = np.zeros(start, np.int64), np.zeros(start, np.int64)
+        group, offset = (np.zeros(x.shape[1], np.int64) for _ in range(2))
         values = []
         for number, found in enumerate(groups.values()):
             at = 0
@@ -162,8 +158,8 @@ def _sides(root: Blocks) -> list[tuple[list[Any], np.ndarray, np.ndarray]]:
     return sides
 
 
-def _chosen(ctx: Context, eqn: Any, scores: Scores, pairs: np.ndarray) -> Any:
-    """The products of these pairs [count, 2]: [batch, count], in runs of one batch."""
+def _chosen(ctx: Context, scores: Scores, pairs: np.ndarray) -> Any:
+    """Computes the products of these pairs [count, 2]: [batch, count], in runs of one batch."""
     root: Any = scores.root
     if scores.labels[1] == (KEY, 0):
         pairs = pairs[:, ::-1]
@@ -176,7 +172,7 @@ def _chosen(ctx: Context, eqn: Any, scores: Scores, pairs: np.ndarray) -> Any:
     if len(different) > _MOST_BLOCKS:
         raise NotCovered("products of fields of many lookups")
     for m, n in different:
-        blocks[m, n] = _block(ctx, eqn, scores, rows[m], columns[n])
+        blocks[m, n] = _block(ctx, scores, rows[m], columns[n])
     plain = [key for key, block in blocks.items() if is_plain(block)]
     start, starts = 0, {}
     for key in plain:
@@ -199,15 +195,13 @@ def _chosen(ctx: Context, eqn: Any, scores: Scores, pairs: np.ndarray) -> Any:
     return parts[0] if len(parts) == 1 else concat(parts, 1)
 
 
-def _block(ctx: Context, eqn: Any, scores: Scores, rows: Any, columns: Any) -> Any:
-    """The products of some rows with some columns, flattened: [batch, rows · columns]."""
-    root: Any = scores.root
+def _block(ctx: Context, scores: Scores, rows: Any, columns: Any) -> Any:
+    """Multiplies some rows with some columns, flattened: [batch, rows · columns]."""
     (batch, m, _), n = rows.shape, columns.shape[1]
     numbers = (((2,), (2,)), ((0,), (0,)))
     dot = scores.equation
     aval = dot.outvars[0].aval.update(shape=(batch, m, n))
     dot = dot.replace(outvars=[core.Var(aval)], params={**dot.params, "dimension_numbers": numbers})
-    del root, eqn
     product = contraction.product(ctx, dot, rows, columns)
     if is_plain(product):
         return staged.reshape(product, (batch, m * n))
@@ -218,7 +212,7 @@ def _block(ctx: Context, eqn: Any, scores: Scores, rows: Any, columns: Any) -> A
 
 
 def _columns(x: Any, columns: list[int]) -> Any:
-    """Constant columns of an array or a lookup."""
+    """Takes constant columns of an array or a lookup."""
     base = x if is_plain(x) else x.base
     if columns == list(range(columns[0], columns[0] + len(columns))):
         base = staged.slice_in_dim(base, columns[0], columns[-1] + 1, axis=1)

@@ -17,28 +17,19 @@ import numpy as np
 from jax import lax
 
 from ikbo_jax.rewrite.attention import masked_keys
-from ikbo_jax.rewrite.attention.block_attention import Call, users_of
-from ikbo_jax.rewrite.attention.block_parts import (
-    Part,
-    block_of,
-    concatenated,
-    lineage_of,
-    weighted,
-)
+from ikbo_jax.rewrite.attention.block_attention import Call
+from ikbo_jax.rewrite.attention.block_parts import Part, at_users, block_of, lineage_of, weighted
 from ikbo_jax.rewrite.attention.blocks import arranged_array
 from ikbo_jax.rewrite.attention.scores import BATCH, HEAD, KEY, QUERY, Label, Logits, Scores
 from ikbo_jax.rewrite.facts import activations, curves, known
 from ikbo_jax.rewrite.facts.proofs import constant
-from ikbo_jax.rewrite.interpret import Context, shape_of
+from ikbo_jax.rewrite.interpret import shape_of
 from ikbo_jax.rewrite.rules import any_shape
-from ikbo_jax.rewrite.rules.elementwise import ELEMENTWISE
+from ikbo_jax.rewrite.rules.elementwise import ELEMENTWISE, common_shape
 from ikbo_jax.rewrite.values import staged
 from ikbo_jax.rewrite.values.lineage import (
-    Concat,
     Lazy,
     Lineage,
-    base_of,
-    has_lineage,
     origins_of,
     spread,
 )
@@ -56,12 +47,10 @@ def _sum(arrays: list[jax.Array]) -> jax.Array:
 
 
 class PointwiseCall(Call):
-    """One attention by an elementwise function: every part of its queries, computed by itself."""
-
-    scores: Scores
+    """Computes one attention by an elementwise function: every part of its queries by itself."""
 
     def attended(self, query: Part) -> Any:
-        """The result of some queries: [batch, *queries, *heads, width]."""
+        """Returns the result of some queries: [batch, *queries, *heads, width]."""
         live = [key for key in self.keys if not self._zero(self.scores, query, key)]
         users = lineage_of(query.value)
         shape = list(query.value.shape)
@@ -71,7 +60,7 @@ class PointwiseCall(Call):
             return jnp.zeros(shape, self.dtype)
         if users is not None and all(self.of_users(key, users) for key in live):
             out = _sum([self._at_users(query, key, users) for key in live])
-            out = staged.reshape(staged.cast(out, self.dtype), users_of(out, shape))
+            out = staged.reshape(staged.cast(out, self.dtype), (out.shape[0], *shape[1:]))
             return Lazy(out, tuple(shape), users, 0, origins_of(query.value))
         reason = "queries that attend to keys of the candidate"
         array = self.ctx.materialise(self.eqn, query.value, reason)
@@ -79,7 +68,7 @@ class PointwiseCall(Call):
         return staged.reshape(staged.cast(total, self.dtype), shape)
 
     def _at_users(self, query: Part, key: Part, users: Lineage) -> jax.Array:
-        weights = self._block(self.scores, query, key, users)
+        weights = self._block(self.scores, query, key, users, {})
         values = self.user_rows(key.values, users)
         return self._weighted(weights, users.users, key, values)
 
@@ -98,14 +87,14 @@ class PointwiseCall(Call):
             out = staged.reshape(out, (shape[0], math.prod(rows), self.heads, shape[-1]))
             return staged.cast(out, np.dtype(np.float32))
         reason = "attention by another function than those of gdpa"
-        weights = self._block(self.scores, query, key, None)
+        weights = self._block(self.scores, query, key, None, {})
         values = self.ctx.materialise(self.eqn, key.values, reason)
         return self._weighted(weights, array.shape[0], key, self.flat(values, key.stop - key.start))
 
     def _weighted(self, weights: jax.Array, rows: int, key: Part, values: Any) -> jax.Array:
-        """The weighted sum of values [batch, queries, heads, width], in float32."""
+        """Computes the weighted sum of values [batch, queries, heads, width], in float32."""
         labels = self.root.labels
-        weights = arranged_array(weights, list(self.scores.labels), labels, jnp)
+        weights = arranged_array(weights, self.scores.labels, labels)
         keys = key.stop - key.start
         weights = spread(weights, (rows, *self.sizes, *self.root.heads, keys))
         weights = staged.reshape(weights, (rows, math.prod(self.sizes), self.heads, keys))
@@ -113,7 +102,7 @@ class PointwiseCall(Call):
         return weighted(weights, values)
 
     def _activation(self, query: Part, key: Part) -> Any:
-        """The activation of gdpa that the function of these logits is; None if it is none."""
+        """Finds the activation of gdpa that the function of these logits is; None if it is none."""
         curve = self._curve(self.scores, query, key)
         if curve is None or key.values.shape[-1] != key.value.shape[-1]:
             return None
@@ -128,14 +117,13 @@ class PointwiseCall(Call):
 
     # The equations between the logits and the product, block by block.
 
-    def _block(self, x: Scores, query: Part, key: Part, users: Lineage | None) -> jax.Array:
-        """A block of scores as an array; at user batch if `users` is given."""
-        return self._computed(x, query, key, users, {})
-
-    def _computed(
+    def _block(
         self, x: Scores, query: Part, key: Part, users: Lineage | None, found: dict[int, jax.Array]
     ) -> jax.Array:
-        """`_block`, which `found` holds for other scores by their identity."""
+        """Computes a block of scores, at user batch if `users` is given.
+
+        `found` holds the same block of other scores by their identity.
+        """
         if id(x) not in found:
             found[id(x)] = self._equation(x, query, key, users, found)
         return found[id(x)]
@@ -147,10 +135,10 @@ class PointwiseCall(Call):
             return self._product(x, query, key, users)
         eqn, operands = x.made
         name = eqn.primitive.name
-        if name not in (*ELEMENTWISE, "select_n", "clamp", "transpose", "custom_jvp_call"):
+        if name not in (*ELEMENTWISE, "transpose", "custom_jvp_call"):
             raise NotCovered(f"attention is not recognised: {name} of its scores")
         arrays = [
-            self._computed(y, query, key, users, found)
+            self._block(y, query, key, users, found)
             if isinstance(y, Scores)
             else self._operand(y, x.labels, query, key, users)
             for y in operands
@@ -159,15 +147,11 @@ class PointwiseCall(Call):
             return staged.transpose(arrays[0], eqn.params["permutation"])
         if name == "custom_jvp_call":
             return any_shape.run_custom_jvp(eqn, arrays)
-        if name in ("select_n", "clamp"):
-            # These do not broadcast their operands.
-            shape = lax.broadcast_shapes(*(np.shape(y) for y in arrays))
-            arrays = [spread(y, shape) if np.ndim(y) else y for y in arrays]
-        out: jax.Array = self.ctx.bind(eqn, *arrays)
+        out: jax.Array = self.ctx.bind(eqn, *common_shape(eqn, arrays))
         return out
 
     def _product(self, x: Scores, query: Part, key: Part, users: Lineage | None) -> jax.Array:
-        """The logits of a block, as the program's product computes them."""
+        """Computes the logits of a block, as the program's product does."""
         if users is not None:
             rows, columns = (
                 spread(y.base, (users.users, *y.shape[1:])) for y in (query.value, key.value)
@@ -193,7 +177,7 @@ class PointwiseCall(Call):
     def _operand(
         self, x: Any, labels: tuple[Label, ...], query: Part, key: Part, users: Lineage | None
     ) -> Any:
-        """The block of another operand, such as a mask or a bias; `labels` are its dimensions."""
+        """Returns the block of a mask, bias or other operand; `labels` are its dimensions."""
         if len(shape_of(x)) == 0:
             return self.ctx.build(x)
         for label, part in (((KEY, 0), key), ((QUERY, self.axis - 1), query)):
@@ -201,7 +185,7 @@ class PointwiseCall(Call):
                 x = block_of(x, labels.index(label), part.start, part.stop)
         if users is None:
             return self.ctx.build(x)
-        array = _rows_of(x, users, labels.index((BATCH, 0)))
+        array = at_users(x, users, labels.index((BATCH, 0)))
         if array is None:
             raise NotCovered("attention is not recognised: a mask or bias differs by candidate")
         return array
@@ -209,12 +193,11 @@ class PointwiseCall(Call):
     def _fixed(
         self, x: Any, labels: tuple[Label, ...], query: Part, key: Part
     ) -> np.ndarray | None:
-        """The block of an operand as far as the program fixes it; `UNKNOWN` elsewhere."""
+        """Returns the block of an operand as far as the program fixes it; `UNKNOWN` elsewhere."""
         state = known.known(self.ctx, x)
         if state is None:
-            produced = self.ctx.producer(x)
-            if produced is not None and produced[0].primitive.name == "convert_element_type":
-                x = produced[1][0]
+            name, _, operands = self.ctx.made_by(x)
+            x = operands[0] if name == "convert_element_type" else x
             if getattr(x, "dtype", None) != np.bool_:
                 return None
             state = known.known_mask(self.ctx, x)
@@ -248,7 +231,7 @@ class PointwiseCall(Call):
         return False
 
     def _chosen(self, x: Scores, query: Part, key: Part) -> int | None:
-        """Which case a `select_n` provably takes in a whole block."""
+        """Finds the case that a `select_n` provably takes in a whole block; None if unknown."""
         which = x.made[1][0]
         state = None if isinstance(which, Scores) else self._fixed(which, x.labels, query, key)
         if state is None or (state == known.UNKNOWN).any():
@@ -256,7 +239,7 @@ class PointwiseCall(Call):
         return 0 if not state.any() else 1 if state.all() else None
 
     def _curve(self, x: Scores, query: Part, key: Part) -> curves.Curve | None:
-        """A block as an elementwise function of its logits, where masks hide nothing."""
+        """Returns a block as an elementwise function of its logits, where masks hide nothing."""
         if x.made is None:
             return curves.logits(x.dtype)
         (eqn, operands), name = x.made, x.made[0].primitive.name
@@ -279,32 +262,3 @@ class PointwiseCall(Call):
     def _is_one(self, x: Any, labels: tuple[Label, ...], query: Part, key: Part) -> bool:
         state = self._fixed(x, labels, query, key)
         return state is not None and bool((state == 1).all())
-
-
-def _rows_of(x: Any, users: Lineage, axis: int) -> Any:
-    """The array of a value at user batch along `axis`; None if the value differs by candidate."""
-    if isinstance(x, Concat):
-        parts = [_rows_of(part, users, axis) for part in x.parts]
-        if any(part is None for part in parts) or x.axis == axis:
-            return None
-        full = lax.broadcast_shapes(
-            *(tuple(1 if d == x.axis else n for d, n in enumerate(p.shape)) for p in parts)
-        )
-        return concatenated(
-            [
-                spread(p, (*full[: x.axis], n, *full[x.axis + 1 :]))
-                for p, n in zip(parts, x.sizes, strict=True)
-            ],
-            x.axis,
-        )
-    if has_lineage(x):
-        return x.base if x.lineage is users and x.axis == axis else None
-    array = base_of(x)
-    return array if array.shape[axis] == 1 else None
-
-
-def call(ctx: Context, eqn: Any, scores: Scores, axis: int, keys: list[Part], dtype: Any) -> Call:
-    """The attention of `scores` to keys and values, by the function that its equations compute."""
-    made = PointwiseCall(ctx, eqn, scores.root, axis, keys, dtype)  # type: ignore[arg-type]
-    made.scores = scores
-    return made

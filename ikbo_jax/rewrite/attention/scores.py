@@ -18,12 +18,12 @@ import numpy as np
 from ikbo_jax.rewrite.facts import curves, proofs
 from ikbo_jax.rewrite.facts.curves import Curve
 from ikbo_jax.rewrite.facts.proofs import constant
-from ikbo_jax.rewrite.interpret import Context
+from ikbo_jax.rewrite.interpret import Context, shape_of
 from ikbo_jax.rewrite.rules import any_shape
 from ikbo_jax.rewrite.rules.elementwise import ELEMENTWISE
 from ikbo_jax.rewrite.values import staged
 from ikbo_jax.rewrite.values.lineage import Deferred, Lazy, Lineage
-from ikbo_jax.rewrite.values.registry import NotCovered, rules_of_kind
+from ikbo_jax.rewrite.values.registry import NotCovered, rule_of
 
 # Kinds of dimensions of the scores. Queries and keys share the heads; all remaining dimensions of
 # the queries are of the kind QUERY.
@@ -36,7 +36,7 @@ WIDTH: Label = ("width", 0)
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Fill:
-    """A mask of logits, and its number.
+    """Holds a mask of logits, and its number.
 
     Attributes:
       kept: [users, keys] bool, False where a logit is masked.
@@ -57,7 +57,7 @@ class Fill:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Logits:
-    """scale · query · key of looked-up keys, masked; the root of all `Scores` computed from it.
+    """Holds scale · query · key of looked-up keys, masked: the root of the `Scores` made of it.
 
     Attributes:
       query: [batch, *queries, *heads, width].
@@ -85,7 +85,7 @@ class Logits:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Scores(Deferred):
-    """A value between logits and probabilities, not computed.
+    """Stands for a value between logits and probabilities, which is not computed.
 
     Attributes:
       root: the logits that it is computed from.
@@ -131,13 +131,16 @@ class Scores(Deferred):
         return self.run(ctx)
 
     def rule(self, ctx: Context, eqn: Any, operands: Any) -> Any:
-        """The result of an equation that has scores among its operands."""
+        """Runs an equation that has scores among its operands."""
         name = eqn.primitive.name
         if name == "jit":
             return ctx.run_closed(eqn.params["jaxpr"], operands, eqn)
         curve = _curve_of(ctx, eqn, operands)
         try:
-            result = self._by_rule(ctx, eqn, operands)
+            rule = rule_of(name, "scores")
+            if rule is None:
+                raise NotCovered(f"attention is not recognised: {name} of its {self.stage}")
+            result = rule(ctx, eqn, *operands)
         except NotCovered:
             if curve is not None:
                 result = self.then(eqn, operands, stage="curve", curve=curve)
@@ -150,17 +153,8 @@ class Scores(Deferred):
             return result
         return dataclasses.replace(result, curve=curve)
 
-    def _by_rule(self, ctx: Context, eqn: Any, operands: Any) -> Any:
-        """The result by the first rule that knows the stage; NotCovered if there is none."""
-        name = eqn.primitive.name
-        for rule in rules_of_kind("scores", name):
-            result = rule(ctx, eqn, *operands)
-            if result is not NotImplemented:
-                return result
-        raise NotCovered(f"attention is not recognised: {name} of its {self.stage}")
-
     def then(self, eqn: Any, operands: Any, **changes: Any) -> Scores:
-        """The result of an equation: these scores with some attributes changed."""
+        """Returns the result of an equation: these scores with some attributes changed."""
         (out,) = eqn.outvars
 
         def run(ctx: Context) -> jax.Array:
@@ -195,11 +189,11 @@ def _is_elementwise(eqn: Any, operands: Any) -> bool:
     # A custom_jvp function may do anything to the rows of its operand.
     if name == "custom_jvp_call":
         return same and len(operands) == 1 and any_shape.is_elementwise_jvp(eqn)
-    return same and name in (*ELEMENTWISE, "select_n", "clamp")
+    return same and name in ELEMENTWISE
 
 
 def _curve_of(ctx: Context, eqn: Any, operands: Any) -> Curve | None:
-    """The curve of an equation on scores of one product and numbers; None for other operands."""
+    """Returns the curve of an equation on scores of one product and numbers, or None."""
     if eqn.primitive.name not in curves.ELEMENTWISE or len(eqn.outvars) != 1:
         return None
     if jnp.issubdtype(eqn.outvars[0].aval.dtype, jnp.integer):
@@ -223,15 +217,44 @@ def _curve_of(ctx: Context, eqn: Any, operands: Any) -> Curve | None:
 
 
 def only(operands: Any) -> Scores:
-    """The only operand that is `Scores`; raises NotCovered if several are."""
+    """Returns the only operand that is `Scores`; raises NotCovered if several are."""
     scores = [x for x in operands if isinstance(x, Scores)]
     if len(scores) != 1:
         raise NotCovered("attention is not recognised: its scores are combined with scores")
     return scores[0]
 
 
+def labels_of_logits(count: int, user_dim: int, queries: int, key_first: bool) -> tuple[Label, ...]:
+    """Labels a product of queries with keys.
+
+    `count` is its number of batch dimensions, among which `user_dim` is the batch of candidates.
+    The queries have `queries` dimensions; `key_first` says whether the keys are the first operand.
+    """
+    heads = iter(range(count))
+    batch = [(BATCH, 0) if n == user_dim else (HEAD, next(heads)) for n in range(count)]
+    free = [(QUERY, n) for n in range(queries)]
+    return (*batch, (KEY, 0), *free) if key_first else (*batch, *free, (KEY, 0))
+
+
+def order_of_values(eqn: Any, scores: Scores, side: int, value: Any) -> list[int]:
+    """Returns the dimensions of values, in the order [batch, keys, *heads, width].
+
+    `side` is the position of the weights among the operands of their product with `value`.
+    """
+    contract, batch = eqn.params["dimension_numbers"]
+    pairs = dict(zip((scores.labels[d] for d in batch[side]), batch[1 - side], strict=True))
+    wanted: list[Label] = [(BATCH, 0), *((HEAD, n) for n in range(len(scores.root.heads)))]
+    summed, batched = contract[1 - side], batch[1 - side]
+    free = [d for d in range(len(shape_of(value))) if d not in (*summed, *batched)]
+    of_keys = [scores.labels[d] for d in contract[side]] == [(KEY, 0)]
+    if not of_keys or pairs.keys() != set(wanted) or len(free) != 1:
+        raise NotCovered("attention is not recognised: another product with its values")
+    axis, *heads = (int(pairs[label]) for label in wanted)
+    return [axis, *map(int, summed), *heads, *free]
+
+
 def labels_of_product(eqn: Any, scores: Scores, side: int) -> list[Label]:
-    """The labels of a product of weights, which are the operand `side`, with their values."""
+    """Labels a product of weights, which are the operand `side`, with their values."""
     (contract, batch) = eqn.params["dimension_numbers"]
     summed = (*contract[side], *batch[side])
     rest = [label for d, label in enumerate(scores.labels) if d not in summed]
@@ -256,7 +279,7 @@ def cast(ctx: Context, eqn: Any, x: Any) -> Any:
 
 
 def _with_fills(root: Logits, dtype: Any, factor: float) -> Logits:
-    """The logits with the numbers of their masks multiplied, and rounded to `dtype`."""
+    """Multiplies the numbers of the masks of logits, and rounds them to `dtype`."""
     fills = []
     for fill in root.fills:
         with np.errstate(all="ignore"):
@@ -271,21 +294,17 @@ def _with_fills(root: Logits, dtype: Any, factor: float) -> Logits:
 
 
 def stopped(ctx: Context, eqn: Any, x: Any) -> Any:
-    """stop_gradient of the maximum, whose gradient cancels in the softmax."""
+    """Keeps a stopped maximum, whose gradient cancels in the softmax."""
     if x.stage != "max":
         raise NotCovered(f"attention is not recognised: stop_gradient of its {x.stage}")
     return x.then(eqn, [x])
 
 
 def scaled(ctx: Context, eqn: Any, x: Any, y: Any) -> Any:
-    """Scores times a number or divided by one; exponentials divided by their sum."""
+    """Multiplies logits by a number, or divides them by one."""
     divides = eqn.primitive.name == "div"
-    if isinstance(x, Scores) and isinstance(y, Scores):
-        if divides and (x.stage, y.stage) == ("exp", "sum") and belong(x, y):
-            return x.then(eqn, [x, y], stage="probabilities")
-        raise NotCovered("attention is not recognised: its scores are combined with scores")
-    scores, other = (x, y) if isinstance(x, Scores) else (y, x)
-    factor = constant(ctx, other)
+    scores = only((x, y))
+    factor = constant(ctx, y if scores is x else x)
     if factor is None or scores.stage != "logits" or (divides and scores is y):
         raise NotCovered(f"attention is not recognised: {scores.stage} scaled by another value")
     with np.errstate(all="ignore"):
@@ -295,14 +314,6 @@ def scaled(ctx: Context, eqn: Any, x: Any, y: Any) -> Any:
     root = _with_fills(scores.root, eqn.outvars[0].aval.dtype, factor)
     root = dataclasses.replace(root, scale=scores.root.scale * factor)
     return scores.then(eqn, [x, y], root=root)
-
-
-def subtracted(ctx: Context, eqn: Any, x: Any, y: Any) -> Any:
-    """Subtracts the maximum from the logits."""
-    both = isinstance(x, Scores) and isinstance(y, Scores)
-    if both and belong(x, y) and (x.stage, y.stage) == ("logits", "max"):
-        return x.then(eqn, [x, y], stage="shifted", shifted=True)
-    raise NotCovered("attention is not recognised: something is subtracted from its scores")
 
 
 def belong(x: Scores, y: Scores) -> bool:
@@ -326,26 +337,12 @@ def _same_root(x: Any, y: Any) -> bool:
     )
 
 
-def exponential(ctx: Context, eqn: Any, x: Any) -> Any:
-    """Takes the exponential of the logits."""
-    if x.stage not in ("logits", "shifted"):
-        raise NotCovered(f"attention is not recognised: exp of its {x.stage}")
-    return x.then(eqn, [x], stage="exp")
-
-
-def maximum(ctx: Context, eqn: Any, x: Any, y: Any) -> Any:
-    """Keeps the maximum of the logits, beside -inf."""
-    scores = only((x, y))
-    other = constant(ctx, y if scores is x else x)
-    if scores.stage != "max" or other != -math.inf:
-        raise NotCovered(f"attention is not recognised: max of its {scores.stage}")
-    return scores.then(eqn, [x, y])
-
-
 def reduced(ctx: Context, eqn: Any, x: Any) -> Any:
-    """Maximum of the logits or sum of the exponentials, over all keys."""
+    """Takes the maximum of logits, or sums exponentials or probabilities, over all keys."""
     axes = [int(a) for a in eqn.params["axes"]]
+    of_probabilities = x.stage == "weighted" and x.weights.of.stage == "probabilities"
     stages = {("reduce_max", "logits"): "max", ("reduce_sum", "exp"): "sum"}
+    stages |= {("reduce_sum", "weighted"): "total"} if of_probabilities else {}
     stage = stages.get((eqn.primitive.name, x.stage))
     kinds = [x.labels[a][0] for a in axes]
     if stage is None or kinds.count(KEY) != 1 or any(kind not in (KEY, ONE) for kind in kinds):
@@ -375,7 +372,7 @@ def broadcast(ctx: Context, eqn: Any, x: Any, *dynamic: Any) -> Any:
 
 
 def reshape(ctx: Context, eqn: Any, x: Any) -> Any:
-    """A reshape that only adds or removes dimensions of size 1."""
+    """Reshapes by adding or removing dimensions of size 1."""
     shape = tuple(eqn.outvars[0].aval.shape)
     kept = [label for label, n in zip(x.labels, x.shape, strict=True) if n != 1]
     if [n for n in x.shape if n != 1] != [n for n in shape if n != 1]:

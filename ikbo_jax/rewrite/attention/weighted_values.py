@@ -24,7 +24,7 @@ from ikbo_jax.rewrite.values.registry import NotCovered
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Mask:
-    """A mask of weights.
+    """Holds a mask of weights.
 
     Attributes:
       kept: bool [users, keys, *heads], with 1 in place of a size; False where a weight becomes 0.
@@ -37,7 +37,7 @@ class Mask:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Weights:
-    """Attention weights after the softmax or the activation.
+    """Describes attention weights after the softmax or the activation.
 
     Attributes:
       of: the probabilities or the curve that the weights are computed from.
@@ -62,7 +62,7 @@ class Weights:
 
 
 def attend(ctx: Context, weights: Weights, value: jax.Array, activation: Any) -> jax.Array:
-    """The product of weights with values [users, keys, *heads, width].
+    """Multiplies values [users, keys, *heads, width] with weights.
 
     Its shape is [batch, *queries, *heads, width]. `activation` is an `activations.Match` if the
     weights are computed from a curve.

@@ -13,39 +13,29 @@ from jax.extend import core
 from ikbo_jax.rewrite.calls import loops, sharing
 from ikbo_jax.rewrite.interpret import Context
 from ikbo_jax.rewrite.report.log import Log
-from ikbo_jax.rewrite.values import hoisting
-from ikbo_jax.rewrite.values.forms import form, skeleton, unpack_all
-from ikbo_jax.rewrite.values.jaxprs import (
-    call_params,
-    ending_its_trace,
-    trace,
-    with_constants_last,
-)
+from ikbo_jax.rewrite.values import hoisting, jaxprs
+from ikbo_jax.rewrite.values.forms import form, inside_of, skeleton, unpack_all
 from ikbo_jax.rewrite.values.lineage import Concat, Lazy, is_plain, lazy
-from ikbo_jax.rewrite.values.merged import Merged
 from ikbo_jax.rewrite.values.registry import NotCovered
 
 
 def exported(inner: Context, values: Sequence[Any], outer: Context) -> list[Any]:
-    """The results of an inner program; values with lineages of its scope are materialised."""
+    """Returns the results of an inner program; materialises values with lineages of its scope."""
     lineages = outer.scope.lineages()
+    reason = "result of an inner function"
     return [
-        value
-        if is_plain(value)
-        or isinstance(value, (Lazy, Concat, Merged))
-        and _can_leave(value, lineages)
-        else inner.materialise(None, value, "result of an inner function")
+        value if _can_leave(value, lineages) else inner.materialise(None, value, reason)
         for value in values
     ]
 
 
 def _can_leave(value: Any, lineages: set[int]) -> bool:
-    """Whether the value is looked up by these lineages only."""
-    if isinstance(value, Concat):
-        return all(_can_leave(part, lineages) for part in value.parts)
-    if isinstance(value, Merged):
-        return _can_leave(value.inner, lineages)
-    return is_plain(value) or value.lineage is None or id(value.lineage) in lineages
+    """Whether the value is an array, or is looked up by these lineages only."""
+    if inside := inside_of(value):
+        return all(_can_leave(part, lineages) for part in inside)
+    if not isinstance(value, Lazy):
+        return is_plain(value)
+    return value.lineage is None or id(value.lineage) in lineages
 
 
 def checkpoint(ctx: Context, eqn: Any, *operands: Any) -> Any:
@@ -65,10 +55,10 @@ def checkpoint(ctx: Context, eqn: Any, *operands: Any) -> Any:
 
 
 def _checkpointed(ctx: Context, eqn: Any, operands: Sequence[Any]) -> list[Any]:
-    """The results of a checkpointed function that is interpreted at this call alone."""
+    """Interprets a checkpointed function at this call alone."""
     jaxpr = eqn.params["jaxpr"]
     # Facts about indices and masks depend on the objects, so the body closes over these.
-    fixed = [is_plain(x) and _is_exact(x) for x in operands]
+    fixed = [is_plain(x) and hoisting.is_index(x, "iub") for x in operands]
     varying = [x for x, f in zip(operands, fixed, strict=True) if not f]
     arrays, pack = unpack_all(varying)
     packs: list[Any] = []
@@ -82,20 +72,15 @@ def _checkpointed(ctx: Context, eqn: Any, operands: Sequence[Any]) -> list[Any]:
         packs.append(out_pack)
         return out
 
-    program = trace(body, arrays, jaxpr)
+    program = jaxprs.trace(body, arrays, jaxpr)
     if program.effects:
         policy, prevent_cse = eqn.params["policy"], eqn.params["prevent_cse"]
-        run = ending_its_trace(body)
+        run = jaxprs.ending_its_trace(body)
         out = jax.checkpoint(run, policy=policy, prevent_cse=prevent_cse)(*arrays)
         return packs[-1](out)
-    # `jax.checkpoint` does the same, and looks for the names of all arguments besides.
-    params = call_params(eqn.params, with_constants_last(program), {})
+    # `jax.checkpoint` would bind the primitive, too, but also look up the arguments' names.
+    params = jaxprs.call_params(eqn.params, jaxprs.with_constants_last(program), {})
     return packs[-1](eqn.primitive.bind(*arrays, *program.consts, **params))
-
-
-def _is_exact(x: Any) -> bool:
-    """Whether an array holds integers or booleans."""
-    return getattr(getattr(x, "dtype", None), "kind", "") in ("i", "u", "b")
 
 
 def scan(ctx: Context, eqn: Any, *operands: Any) -> Any:
@@ -105,7 +90,9 @@ def scan(ctx: Context, eqn: Any, *operands: Any) -> Any:
     n_consts, n_carry = hoisting.scan_counts(params)
     hoisted = hoisting.split(jaxpr, n_consts, params["length"])
     plain = all(map(is_plain, operands)) and ctx.programs.is_plain(jaxpr) and hoisted is None
-    consts, init, xs = _split(operands, n_consts, n_carry)
+    end = n_consts + n_carry
+    pieces = operands[:n_consts], operands[n_consts:end], operands[end:]
+    consts, init, xs = map(list, pieces)
     if plain and not any(map(hoisting.is_index, xs)):
         return ctx.bind(eqn, *operands)
     if hoisted is not None:
@@ -147,7 +134,7 @@ def _scanned(
     carry: list[Any],
     xs: list[Any],
 ) -> list[Any]:
-    """The results of a scan whose body is interpreted once; may raise `loops.Retry`."""
+    """Runs a scan whose body is interpreted once; may raise `loops.Retry`."""
     length, (n_consts, count) = eqn.params["length"], hoisting.scan_counts(eqn.params)
     arrays, pack = unpack_all(carry)
     # What the last trace of the body recorded: JAX may trace it twice, with other weak types. The
@@ -156,7 +143,8 @@ def _scanned(
 
     def body(arrays: Any, slices: Any) -> Any:
         log = Log()
-        inner, values = ctx.inner(log), [*consts, *pack(arrays), *_packed_slices(xs, slices)]
+        inner, rest = ctx.inner(log), iter(slices)
+        values = [*consts, *pack(arrays), *(_packed_slice(x, rest) for x in xs)]
         results = exported(inner, inner.run_closed(jaxpr, values), ctx)
         built = inner.scope.built()
         if loops.unstable(carry, results) or any(id(x) in built for x in consts[:n_consts]):
@@ -165,7 +153,9 @@ def _scanned(
             inner.build(r) if is_plain(c) else r
             for c, r in zip(carry, results[:count], strict=True)
         ]
-        stacked = [_stackable(inner, y) for y in results[count:]]
+        stacked = [
+            y if is_plain(y) or isinstance(y, Lazy) else inner.build(y) for y in results[count:]
+        ]
         last[:] = [(log, [None if is_plain(y) else skeleton(y) for y in stacked])]
         return unpack_all(new)[0], unpack_all(stacked)[0]
 
@@ -176,27 +166,14 @@ def _scanned(
     return [*pack(out), *_packed_stacks(stacked, ys, length, call.origins)]
 
 
-def _split(values: Sequence[Any], *counts: int) -> list[list[Any]]:
-    pieces, rest = [], list(values)
-    for count in counts:
-        pieces.append(rest[:count])
-        rest = rest[count:]
-    return [*pieces, rest]
-
-
 def _scannable(x: Any) -> bool:
     if isinstance(x, Concat):
         return x.axis != 0 and all(map(_scannable, x.parts))
     return is_plain(x) or isinstance(x, Lazy) and (x.axis != 0 and x.base.shape[0] == x.shape[0])
 
 
-def _packed_slices(xs: Sequence[Any], slices: Sequence[Any]) -> list[Any]:
-    """The scanned values of one iteration."""
-    rest = iter(slices)
-    return [_packed_slice(x, rest) for x in xs]
-
-
 def _packed_slice(x: Any, slices: Iterator[Any]) -> Any:
+    """Returns a scanned value of one iteration."""
     if isinstance(x, Concat):
         return Concat(tuple([_packed_slice(part, slices) for part in x.parts]), x.axis - 1)
     array = next(slices)
@@ -206,14 +183,10 @@ def _packed_slice(x: Any, slices: Iterator[Any]) -> Any:
     return lazy(array, x.shape[1:], x.lineage, axis, x.origins)
 
 
-def _stackable(ctx: Context, y: Any) -> Any:
-    return y if is_plain(y) or isinstance(y, Lazy) else ctx.build(y)
-
-
 def _packed_stacks(
     values: Sequence[Any], stacks: Sequence[Any], length: int, origins: Any
 ) -> list[Any]:
-    """The stacked results of all iterations; `origins` maps what they stem from in the body."""
+    """Stacks the results of all iterations; `origins` maps what they stem from in the body."""
     out = []
     for value, stack in zip(values, stacks, strict=True):
         if is_plain(value):
@@ -226,7 +199,7 @@ def _packed_stacks(
 
 
 def while_(ctx: Context, eqn: Any, *operands: Any) -> Any:
-    """A loop whose carries keep their form, and which ends by a value that is no lookup."""
+    """Rewrites a loop whose carries keep their form, and whose end is no lookup."""
     params = eqn.params
     condition, body = params["cond_jaxpr"], params["body_jaxpr"]
     first, second = params["cond_nconsts"], params["cond_nconsts"] + params["body_nconsts"]
@@ -244,15 +217,11 @@ def while_(ctx: Context, eqn: Any, *operands: Any) -> Any:
 
     while True:
         arrays, pack = unpack_all(carry)
-        returned: list[Any] = []
 
-        def once(*arrays: Any, pack: Any = pack, returned: list[Any] = returned) -> list[Any]:
-            _, results = step(pack(arrays))
-            returned[:] = map(skeleton, results)
-            return []
+        def once(*arrays: Any, pack: Any = pack) -> list[Any]:
+            return list(map(skeleton, step(pack(arrays))[1]))
 
-        with ctx.muted():
-            trace(once, arrays)
+        returned = loops.trial(ctx, once, arrays)
         if not loops.reformed(ctx, eqn, carry, returned, operands[second:], "while loop"):
             break
     if all(map(is_plain, carry)):
@@ -282,15 +251,10 @@ def cond(ctx: Context, eqn: Any, index: Any, *operands: Any) -> Any:
         inner = ctx.inner()
         return inner, exported(inner, inner.run_closed(branch, operands, eqn), ctx)
 
-    forms: list[list[Any]] = []
+    def forms_of(branch: Any) -> list[Any]:
+        return list(map(form, results(branch)[1]))
 
-    def form_of(branch: Any) -> list[Any]:
-        forms.append([form(v) for v in results(branch)[1]])
-        return []
-
-    with ctx.muted():
-        for branch in branches:
-            trace(functools.partial(form_of, branch), [])
+    forms = [loops.trial(ctx, functools.partial(forms_of, branch)) for branch in branches]
     agree = [all(form == column[0] for form in column) for column in zip(*forms, strict=True)]
     packs: list[Any] = []
 
@@ -307,14 +271,14 @@ def cond(ctx: Context, eqn: Any, index: Any, *operands: Any) -> Any:
 
     runs = [functools.partial(run, branch) for branch in branches]
     if eqn.params.get("branches_platforms") is None:
-        out = lax.switch(index, list(map(ending_its_trace, runs)))
+        out = lax.switch(index, list(map(jaxprs.ending_its_trace, runs)))
     else:
-        out = _of_platforms(eqn, index, [trace(run, []) for run in runs])
+        out = _of_platforms(eqn, index, [jaxprs.trace(run, []) for run in runs])
     return packs[-1](out)
 
 
 def _of_platforms(eqn: Any, index: Any, programs: Sequence[core.Jaxpr]) -> list[Any]:
-    """The results of a `lax.platform_dependent` whose branches are these programs.
+    """Runs a `lax.platform_dependent` whose branches are these programs.
 
     A platform may be able to lower its own branch alone, and `lax.switch` would lower all of them.
     """

@@ -9,32 +9,19 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 from jax.extend import core
 
 from ikbo_jax.rewrite.facts import curves
 from ikbo_jax.rewrite.interpret import Context
 from ikbo_jax.rewrite.rules import any_shape
-from ikbo_jax.rewrite.rules.elementwise import ELEMENTWISE
-from ikbo_jax.rewrite.values import jvp_rules
+from ikbo_jax.rewrite.values import jvp_rules, lineage
 from ikbo_jax.rewrite.values.dead_code import without_dead_code
 from ikbo_jax.rewrite.values.forms import detached, form, unpack, unpack_all, with_all_inside
 from ikbo_jax.rewrite.values.jaxprs import evaluate, trace
-from ikbo_jax.rewrite.values.lineage import (
-    Concat,
-    Lazy,
-    has_lineage,
-    is_only_broadcast,
-    is_plain,
-    spread,
-)
+from ikbo_jax.rewrite.values.lineage import Concat, Lazy
 from ikbo_jax.rewrite.values.merged import Merged
 from ikbo_jax.rewrite.values.registry import NotCovered
-
-#: Derivatives of a custom_jvp function that are proven to work row by row while the program is
-#: rewritten. A JVP rule may call its own function, so that there is no last derivative.
-PROVEN_DERIVATIVES = 2
 
 
 def custom_jvp(ctx: Context, eqn: Any, *operands: Any) -> Any:
@@ -45,23 +32,19 @@ def custom_jvp(ctx: Context, eqn: Any, *operands: Any) -> Any:
     if params["call_jaxpr"].effects:
         # The function is interpreted twice, which would repeat them.
         raise NotCovered("custom_jvp with effects")
-    arrays, _ = unpack_all(operands)
+    arrays, pack = unpack_all(operands)
     if not all(jnp.issubdtype(x.dtype, jnp.inexact) for x in arrays):
         raise NotCovered("custom_jvp with operands that are not floating-point numbers")
-    if len(operands) == 1 and _only_elementwise(ctx, params["call_jaxpr"]):
-        if _has_elementwise_rule(ctx, eqn):
-            for x in filter(has_lineage, with_all_inside(operands)):
-                ctx.recorder.saved(eqn, x.origins, "work at the smaller batch", False)
-            arrays, pack = unpack_all(operands)
-            return pack([any_shape.run_custom_jvp(eqn, [x]) for x in arrays])
-        results = [operands[0]] * len(eqn.outvars)
-    else:
-        with ctx.muted():
-            results = ctx.inner().run_closed(params["call_jaxpr"], operands, eqn)
+    if len(operands) == 1 and _is_elementwise(ctx, eqn):
+        for x in filter(lineage.has_lineage, with_all_inside(operands)):
+            ctx.recorder.saved(eqn, x.origins, "work at the smaller batch", False)
+        return pack([any_shape.run_custom_jvp(eqn, [x]) for x in arrays])
+    with ctx.muted():
+        results = ctx.inner().run_closed(params["call_jaxpr"], operands, eqn)
     if not all(isinstance(value, (Lazy, Concat, Merged)) for value in results):
         raise NotCovered("custom_jvp of a function that mixes rows")
     count = len(operands)
-    must_be_proven = ctx.derivatives < PROVEN_DERIVATIVES
+    must_be_proven = ctx.derivatives < any_shape.PROVEN_DERIVATIVES
     rule = _proven_rule(ctx, eqn, operands, results) if must_be_proven else None
     if must_be_proven and rule is None:
         reason = "custom_jvp whose derivative does not work row by row"
@@ -69,13 +52,11 @@ def custom_jvp(ctx: Context, eqn: Any, *operands: Any) -> Any:
             raise NotCovered(reason)
         ctx.gradient_differs()
         return ctx.run_closed(params["call_jaxpr"], operands, eqn)
-    _, pack = unpack_all(operands)
     _, pack_results = unpack_all(results)
 
     def at_users(*arrays: Any) -> Any:
         values = ctx.inner().run_closed(params["call_jaxpr"], pack(arrays), eqn)
-        assert all(map(matches, values, results))
-        return unpack_all(values)[0]
+        return unpack_all(in_form_of(values, results))[0]
 
     whole = without_dead_code(trace(at_users, arrays))
     if any(isinstance(x, jax.core.Tracer) for x in whole.consts):
@@ -100,8 +81,8 @@ def custom_jvp(ctx: Context, eqn: Any, *operands: Any) -> Any:
     return pack_results(function(*arrays))
 
 
-def _has_elementwise_rule(ctx: Context, eqn: Any) -> bool:
-    """Whether the derivatives of a function of one operand and one result are elementwise, too."""
+def _is_elementwise(ctx: Context, eqn: Any) -> bool:
+    """Whether a function has one result, and it and its derivatives are elementwise."""
     rule = jvp_rules.identity(eqn.params["jvp_jaxpr_fun"])
     if len(eqn.outvars) != 1 or eqn.params["symbolic_zeros"]:
         return False
@@ -116,7 +97,7 @@ def _has_elementwise_rule(ctx: Context, eqn: Any) -> bool:
 def _proven_rule(
     ctx: Context, eqn: Any, operands: Sequence[Any], results: Sequence[Any]
 ) -> core.Jaxpr | None:
-    """`_jvp_rule` of a call; calls of one function on values of the same forms share it."""
+    """Returns `_jvp_rule` of a call; calls of one function on values of the same forms share it."""
     rule = jvp_rules.identity(eqn.params["jvp_jaxpr_fun"])
     if rule is None:
         return _jvp_rule(ctx, eqn, operands, results)
@@ -131,19 +112,12 @@ def _proven_rule(
 def _jvp_rule(
     ctx: Context, eqn: Any, operands: Sequence[Any], results: Sequence[Any]
 ) -> core.Jaxpr | None:
-    """The JVP rule of a custom_jvp function on arrays at the smaller batch.
+    """Traces the JVP rule of a custom_jvp function on arrays at the smaller batch.
 
-    Args:
-      ctx: the context of the call.
-      eqn: the call.
-      operands: the call's operands.
-      results: the function's results.
-
-    Returns:
-      A program that takes the operands' arrays and tangents, and returns the results' arrays and
-      tangents. None if the rule cannot be proven to work row by row, which is so if a result is no
-      lookup of the same rows, or if it needs an array of the trace around the call: that trace has
-      ended when JAX takes the derivative.
+    The program takes the operands' arrays and tangents, and returns the results' arrays and
+    tangents. None if the rule cannot be proven to work row by row: if a result is no lookup of the
+    same rows, or if the rule needs an array of the trace around the call, which has ended when JAX
+    takes the derivative.
     """
     jaxpr, consts, zeros = curves.jvp_rule(eqn)
     nonzero = [x for x, zero in zip(results, zeros, strict=True) if not zero]
@@ -154,9 +128,7 @@ def _jvp_rule(
         primals, tangents = both[: len(arrays)], both[len(arrays) :]
         with ctx.muted():
             values = ctx.afterwards().run(jaxpr, consts, [*pack(primals), *pack(tangents)])
-        if not all(map(matches, values, like)):
-            raise NotCovered("the derivative mixes rows")
-        found = [unpack(widened(x, y))[0] for x, y in zip(values, like, strict=True)]
+        found = [unpack(x)[0] for x in in_form_of(values, like)]
         out, slopes = found[: len(results)], iter(found[len(results) :])
         for x, zero in zip(list(out), zeros, strict=True):
             out.append(list(map(jnp.zeros_like, x)) if zero else next(slopes))
@@ -174,33 +146,10 @@ def _jvp_rule(
     return None if any(isinstance(x, jax.core.Tracer) for x in needed) else program
 
 
-def _only_elementwise(ctx: Context, program: core.Jaxpr) -> bool:
-    """Whether a program is elementwise, so that its results have the form of its operand."""
-
-    def find_out(program: core.Jaxpr) -> bool:
-        defined = set(program.invars)
-        answer = not program.constvars
-        for eqn in program.eqns:
-            nested = eqn.params.get("jaxpr")
-            if nested is not None:
-                answer &= eqn.primitive.name == "jit" and _only_elementwise(ctx, nested)
-            else:
-                answer &= eqn.primitive.name in ELEMENTWISE
-            numbers = [v for v in eqn.invars if isinstance(v, core.Literal)]
-            answer &= len(numbers) < len(eqn.invars)
-            answer &= all(np.ndim(v.val) == 0 for v in numbers)
-            defined.update(eqn.outvars)
-        return answer and all(
-            not isinstance(v, core.Literal) and v in defined for v in program.outvars
-        )
-
-    return ctx.programs.answer("elementwise", program, find_out)
-
-
 def matches(value: Any, like: Any) -> bool:
     """Whether two values have the same form, once dimensions of size 1 of `value` are broadcast."""
-    if is_plain(like) or is_plain(value):
-        return is_plain(like) and is_plain(value)
+    if lineage.is_plain(like) or lineage.is_plain(value):
+        return lineage.is_plain(like) and lineage.is_plain(value)
     if _is_uniform(value):
         return True
     if isinstance(like, Merged):
@@ -216,21 +165,27 @@ def matches(value: Any, like: Any) -> bool:
     )
 
 
-def widened(value: Any, like: Any) -> Any:
-    """The value with its arrays broadcast to the shapes of the arrays of `like`."""
+def in_form_of(values: Sequence[Any], like: Sequence[Any]) -> list[Any]:
+    """Broadcasts the values' arrays to the shapes of `like`'s arrays; NotCovered in other forms."""
+    if not all(map(matches, values, like)):
+        raise NotCovered("a function that mixes rows")
+    return list(map(_widened, values, like))
+
+
+def _widened(value: Any, like: Any) -> Any:
     if isinstance(like, Merged):
         inner = value if _is_uniform(value) else value.inner
-        return dataclasses.replace(like, inner=widened(inner, like.inner))
+        return dataclasses.replace(like, inner=_widened(inner, like.inner))
     if isinstance(like, Concat):
         parts = [value] * len(like.parts) if _is_uniform(value) else value.parts
-        return Concat(tuple(map(widened, parts, like.parts)), like.axis)
+        return Concat(tuple(map(_widened, parts, like.parts)), like.axis)
     if isinstance(like, Lazy):
         if _is_uniform(value):
             return dataclasses.replace(like, base=lax.full_like(like.base, value.base.reshape(())))
-        return dataclasses.replace(like, base=spread(value.base, like.base.shape))
+        return dataclasses.replace(like, base=lineage.spread(value.base, like.base.shape))
     return value
 
 
 def _is_uniform(value: Any) -> bool:
     """Whether a value is one number, broadcast."""
-    return is_only_broadcast(value) and value.base.size == 1
+    return lineage.is_only_broadcast(value) and value.base.size == 1

@@ -16,11 +16,12 @@ import jax.numpy as jnp
 from jax.extend import core
 
 from ikbo_jax.rewrite.attention import cudnn
-from ikbo_jax.rewrite.calls.custom_jvp import PROVEN_DERIVATIVES, matches, widened
+from ikbo_jax.rewrite.calls.custom_jvp import in_form_of
 from ikbo_jax.rewrite.interpret import Context
+from ikbo_jax.rewrite.rules.any_shape import PROVEN_DERIVATIVES
 from ikbo_jax.rewrite.values import linear
 from ikbo_jax.rewrite.values.dead_code import without_dead_code
-from ikbo_jax.rewrite.values.forms import detached, unpack, unpack_all
+from ikbo_jax.rewrite.values.forms import detached, unpack_all
 from ikbo_jax.rewrite.values.jaxprs import evaluate, trace
 from ikbo_jax.rewrite.values.lineage import Lazy, has_lineage, is_plain, spread_axes
 from ikbo_jax.rewrite.values.registry import NotCovered
@@ -62,8 +63,7 @@ def custom_vjp(ctx: Context, eqn: Any, *operands: Any) -> Any:
         rest = iter(arrays)
         whole = [x if is_plain(x) else next(rest) for x in operands]
         values = ctx.inner().run_closed(jaxpr, pack(whole), eqn)
-        found = [unpack(widened(x, y))[0] for x, y in zip(values, results, strict=True)]
-        return [x for part in found for x in part]
+        return unpack_all(in_form_of(values, results))[0]
 
     program = without_dead_code(trace(at_users, arrays))
     if any(isinstance(x, jax.core.Tracer) for x in program.consts):
@@ -101,18 +101,11 @@ def _spread(x: Any) -> Any:
 def _proven(
     ctx: Context, eqn: Any, operands: Sequence[Any], results: Sequence[Any]
 ) -> tuple[core.Jaxpr, core.Jaxpr] | None:
-    """The forward and the backward pass of a custom_vjp function on arrays at the smaller batch.
+    """Traces both passes of a custom_vjp function on arrays at the smaller batch.
 
-    Args:
-      ctx: the context of the call.
-      eqn: the call.
-      operands: its operands: lookups, and arrays that are constants.
-      results: its results.
-
-    Returns:
-      A program from the arrays of the lookups to the arrays of the results, and a program from both
-      and from the results' gradients to the lookups' gradients. None if the backward pass cannot be
-      proven to be linear and to work row by row, or needs an array of the trace around the call.
+    The first program maps the arrays of the lookups to the arrays of the results; the second maps
+    both, and the results' gradients, to the lookups' gradients. None if the backward pass cannot be
+    proven to be linear and to work row by row, or needs an array of the trace around the call.
     """
     deferred = [x for x in operands if not is_plain(x)]
     like = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (*deferred, *results)]
@@ -143,10 +136,7 @@ def _proven(
             slopes = pack_results(both[len(arrays) :] or list(map(jnp.zeros_like, out_arrays)))
             with ctx.muted():
                 values = ctx.afterwards().run(whole, whole.consts, [*primals, *slopes])[wanted]
-            if not all(map(matches, values, like)):
-                raise NotCovered("the backward pass mixes rows")
-            found = [unpack(widened(x, y))[0] for x, y in zip(values, like, strict=True)]
-            return [x for part in found for x in part]
+            return unpack_all(in_form_of(values, like))[0]
 
         return run
 

@@ -1,7 +1,7 @@
 """The rule of jit: a call is interpreted inline, or becomes a call of a rewritten program.
 
-Models call one jitted function in every layer, and JAX traces it once. Likewise, a function that is
-called several times on values of the same form is rewritten once (`shared`).
+Models call one jitted function in every layer, and JAX traces it once. A function that is called
+several times on values of the same form is rewritten once, too (`sharing`).
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _SMALL = 4
 
 @dataclasses.dataclass(frozen=True)
 class _Kind:
-    """Properties of a call that do not depend on its operands.
+    """Holds properties of a call that do not depend on its operands.
 
     Attributes:
       alive: the objects whose identities the key holds, so that these stay unique.
@@ -44,7 +44,7 @@ class _Kind:
 
 
 def kind_of(ctx: Context, eqn: Any) -> _Kind:
-    """The properties of a call, computed once per program and shardings."""
+    """Returns the properties of a call, computed once per program and shardings."""
     params = eqn.params
     jaxpr, shardings = params["jaxpr"], (params["in_shardings"], params["out_shardings"])
     key = (id(jaxpr), *map(id, shardings))
@@ -76,7 +76,7 @@ def jit(ctx: Context, eqn: Any, *operands: Any) -> Any:
 
 
 def _sharded(ctx: Context, eqn: Any, operands: Sequence[Any]) -> list[Any]:
-    """A call that specifies shardings, which are constraints."""
+    """Interprets a call that specifies shardings, which are constraints."""
     jaxpr, params = eqn.params["jaxpr"], eqn.params
     if all(map(is_plain, operands)) and ctx.programs.is_plain(jaxpr):
         raise NotCovered("a jit that specifies shardings")

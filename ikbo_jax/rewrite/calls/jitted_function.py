@@ -15,14 +15,9 @@ _UNDER_JIT: Any = type(jax.jit(lambda: None))
 
 
 def parameters(fn: Any) -> tuple[Callable[..., Any], dict[str, Any]] | None:
-    """The function that `jax.jit` wrapped, and the arguments of `jax.jit`.
+    """Returns the function or method that `jax.jit` wrapped, and the arguments of `jax.jit`.
 
-    Args:
-      fn: any function, or a method of an object.
-
-    Returns:
-      The function and keyword arguments of `jax.jit`; None if `fn` is not the result of `jax.jit`,
-      or has parameters that cannot be read.
+    None if `fn` is not the result of `jax.jit`, or has parameters that cannot be read.
     """
     if not isinstance(getattr(fn, "__func__", fn), _UNDER_JIT):
         # `functools.wraps` copies the attributes that are read below to any other function.
@@ -58,7 +53,7 @@ def parameters(fn: Any) -> tuple[Callable[..., Any], dict[str, Any]] | None:
 
 
 def _without_self(fn: Any, names: tuple[str, ...]) -> tuple[str, ...]:
-    """The argument names without `self`, if `fn` is a method."""
+    """Removes `self` from argument names, if `fn` is a method."""
     if not inspect.ismethod(fn):
         return names
     first = next(iter(inspect.signature(fn.__func__).parameters))
@@ -66,7 +61,7 @@ def _without_self(fn: Any, names: tuple[str, ...]) -> tuple[str, ...]:
 
 
 class WithMethods:
-    """A rewritten function with the methods of a function under `jax.jit`.
+    """Wraps a rewritten function with the methods of a function under `jax.jit`.
 
     If `jax.jit` wraps it again, it copies the attributes of this object, but not of its class.
     """
@@ -78,14 +73,7 @@ class WithMethods:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self._rewritten(*args, **kwargs)
 
-    def lower(self, *args: Any, **kwargs: Any) -> Any:
-        """The method `lower` of a function under `jax.jit`."""
-        return jax.jit(self._rewritten).lower(*args, **kwargs)
-
-    def trace(self, *args: Any, **kwargs: Any) -> Any:
-        """The method `trace` of a function under `jax.jit`."""
-        return jax.jit(self._rewritten).trace(*args, **kwargs)
-
-    def eval_shape(self, *args: Any, **kwargs: Any) -> Any:
-        """The method `eval_shape` of a function under `jax.jit`."""
-        return jax.jit(self._rewritten).eval_shape(*args, **kwargs)
+    def __getattr__(self, name: str) -> Any:
+        if name not in ("lower", "trace", "eval_shape"):
+            raise AttributeError(name)
+        return getattr(jax.jit(self._rewritten), name)

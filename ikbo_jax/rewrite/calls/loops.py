@@ -20,8 +20,21 @@ from ikbo_jax.rewrite.values.lineage import Lazy, has_lineage, is_plain
 from ikbo_jax.rewrite.values.staged import is_local
 
 
+def trial(ctx: Context, fn: Callable[..., Any], arrays: Sequence[Any] = ()) -> Any:
+    """Returns what `fn` returns, no arrays, while it is traced; nothing is recorded."""
+    found = []
+
+    def traced(*arrays: Any) -> list[Any]:
+        found.append(fn(*arrays))
+        return []
+
+    with ctx.muted():
+        trace(traced, arrays)
+    return found[0]
+
+
 def uniform(x: Any) -> Any:
-    """A constant array of equal numbers as a broadcast number; any other value unchanged."""
+    """Turns a constant array of equal numbers into a broadcast number; keeps any other value."""
     if jax.dtypes.issubdtype(getattr(x, "dtype", np.float32), jax.dtypes.extended):
         return x
     narrow = narrowed(x)
@@ -31,7 +44,7 @@ def uniform(x: Any) -> Any:
 def scan(
     eqn: Any, body: Callable[[Any, Any], Any], init: list[Any], xs: list[Any]
 ) -> tuple[list[Any], list[Any]]:
-    """`lax.scan` of lists of arrays, with the length, direction and unrolling of an equation.
+    """Runs `lax.scan` on lists of arrays, with the length, direction and unrolling of an equation.
 
     `lax.scan` takes 1,700 calls of functions besides tracing the body, mostly to name arguments and
     to describe errors. This takes 300 if the body returns the types that it is given.
@@ -58,7 +71,7 @@ def while_loop(
     body: Callable[[list[Any]], list[Any]],
     init: list[Any],
 ) -> list[Any]:
-    """`lax.while_loop` of a list of arrays; like `scan`, without most of its calls of functions."""
+    """Runs `lax.while_loop` on a list of arrays, without most of its calls of functions."""
     avals = list(map(jax.typeof, init))
     programs: list[core.Jaxpr] = []
     if not jax.config.jax_disable_jit and all(map(is_local, avals)):
@@ -99,7 +112,7 @@ def _keeps_types(program: core.Jaxpr, count: int) -> bool:
 
 
 class Retry(Exception):
-    """Raised while the body of a scan is traced if the scan must take other values.
+    """Is raised while the body of a scan is traced if the scan must take other values.
 
     Attributes:
       returned: skeletons of the carries that the body returns.
@@ -113,7 +126,7 @@ class Retry(Exception):
 
 
 def unstable(carry: list[Any], returned: list[Any]) -> list[int]:
-    """Positions of the carries that a loop's body returns in another form.
+    """Finds the positions of the carries that a loop's body returns in another form.
 
     `returned` may hold further results of the body.
     """
@@ -147,7 +160,7 @@ def reformed(
 def rows_before(
     ctx: Context, eqn: Any, body: core.Jaxpr, consts: list[Any], xs: list[Any], n_carry: int
 ) -> tuple[core.Jaxpr, list[Any]] | None:
-    """A scan's body without its work on one user's rows, and the results of this work to scan.
+    """Takes the work on one user's rows out of a scan's body; also returns its results to scan.
 
     The work runs at user batch, for all iterations at once, if it is found to be on looked-up rows.
     """
@@ -171,15 +184,9 @@ def rows_before(
     avals += [_like(v, (eqn.params["length"],)) for v in variables]
     program = trace(every, avals)
 
-    forms: list[bool] = []
-
-    def trial() -> list[Any]:
-        forms.extend(map(_is_of_rows, ctx.inner().run_closed(program, operands, eqn)))
-        return []
-
-    with ctx.muted():
-        trace(trial, [])
-    if not all(forms):
+    if not trial(
+        ctx, lambda: all(map(_is_of_rows, ctx.inner().run_closed(program, operands, eqn)))
+    ):
         return None
     reason = "scanned, after its work at the smaller batch"
     return rest, [ctx.materialise(eqn, x, reason) for x in ctx.run_closed(program, operands, eqn)]

@@ -12,7 +12,7 @@ from jax import lax
 from jax.extend import core, source_info_util
 
 from ikbo_jax.ops import explain
-from ikbo_jax.rewrite.interpret import LOOKUPS, RETURNED, Context
+from ikbo_jax.rewrite.interpret import RETURNED, Context
 from ikbo_jax.rewrite.report import cost
 from ikbo_jax.rewrite.report.recorder import Recorder
 from ikbo_jax.rewrite.rules import variants
@@ -24,14 +24,9 @@ from ikbo_jax.rewrite.values.program_cache import ProgramCache
 
 
 def run(program: Any, arrays: Sequence[Any]) -> list[Any]:
-    """The results of a traced program, rewritten if that gains anything.
+    """Runs a traced program, rewritten if that gains anything.
 
-    Args:
-      program: a jaxpr, as `jax.make_jaxpr` returns it.
-      arrays: its arguments.
-
-    Returns:
-      The program's results. The report is a note on the first result, for `explain`.
+    The report is a note on the first result, for `explain`.
     """
     original = _Original.of(program)
     inputs = [*(x for x in program.consts if isinstance(x, jax.core.Tracer)), *arrays]
@@ -66,7 +61,7 @@ _TRACED = object()
 
 @dataclasses.dataclass(frozen=True)
 class _Original:
-    """The original program, whose traced constants become arguments.
+    """Holds the original program, whose traced constants become arguments.
 
     The reason: an equation is differentiated by its operands alone. And a derivative holds this
     object as long as the traced program, but must hold no tracers.
@@ -94,26 +89,25 @@ class _Original:
         return cls(jaxpr, survey.repeated, survey.draws)
 
     def recorder(self) -> Recorder:
-        """A recorder that lists the program's lookups."""
+        """Returns a recorder that lists the program's lookups."""
         recorder = Recorder()
-        recorder.list_lookups(self.jaxpr, LOOKUPS)
+        recorder.list_lookups(self.jaxpr)
         return recorder
 
     def without_largest_table(self) -> _Original | None:
-        """The program, with lookups in the largest table as they are; None if it has one table."""
+        """Keeps lookups in the largest table as they are; None if the program has one table."""
         smaller = sorted(self.table_rows)[:-1]
         if not smaller:
             return None
         return dataclasses.replace(self, most_rows=smaller[-1], table_rows=set())
 
     def split(self, inputs: Sequence[Any]) -> tuple[list[Any], Sequence[Any]]:
-        """All constants, and the program's arguments; `inputs` hold the traced constants first."""
+        """Splits `inputs` (the traced constants come first) into all constants and arguments."""
         rest = iter(inputs)
         consts = [next(rest) if x is _TRACED else x for x in self.jaxpr.consts]
         return consts, list(rest)
 
     def call(self, inputs: Sequence[Any]) -> list[Any]:
-        """The results of the original."""
         consts, arrays = self.split(inputs)
         return evaluate(self.jaxpr, arrays, consts)
 
@@ -122,7 +116,7 @@ class _Original:
         return ProgramCache().is_plain(self.jaxpr)
 
     def rewritten(self, inputs: Sequence[Any], recorder: Recorder, differentiated: bool) -> Any:
-        """The rewritten program as a jaxpr of `inputs`, without dead equations."""
+        """Rewrites the program to a jaxpr of `inputs`, without dead equations."""
 
         def interpreted(*inputs: Any) -> list[Any]:
             ctx = Context(recorder, differentiated=differentiated, repeated=self.repeated)
@@ -133,28 +127,27 @@ class _Original:
                 _returned(ctx, x, eqn)
                 for x, eqn in zip(results, _producers(self.jaxpr), strict=True)
             ]
-            recorder.record_repeated()
             avals = [v.aval for v in self.jaxpr.outvars]
             return [_as_declared(x, aval) for x, aval in zip(results, avals, strict=True)]
 
         return without_dead_code(trace(interpreted, inputs, self.jaxpr))
 
     def differentiated(self, inputs: Sequence[Any]) -> Any:
-        """The variant for derivatives; the original if the rewriting raises."""
+        """Returns the variant for derivatives; the original if the rewriting raises."""
         try:
-            return self.rewritten(inputs, _muted(), differentiated=True)
+            return self.rewritten(inputs, Recorder(muted=1), differentiated=True)
         except ImportError:
             raise
         except Exception:
             return self.as_it_is(inputs)
 
     def as_it_is(self, inputs: Sequence[Any]) -> core.Jaxpr:
-        """The original as a jaxpr of `inputs`."""
+        """Returns the original as a jaxpr of `inputs`."""
         return trace(lambda *inputs: self.call(inputs), inputs, self.jaxpr)
 
 
 def _producers(program: core.Jaxpr) -> list[Any]:
-    """For every result of a program, the equation that computes it; None for arguments."""
+    """Returns the equation that computes each result of a program; None for arguments."""
     producers = dict.fromkeys(v for v in program.outvars if isinstance(v, core.Var))
     for eqn in program.eqns:
         for v in eqn.outvars:
@@ -164,7 +157,7 @@ def _producers(program: core.Jaxpr) -> list[Any]:
 
 
 def _returned(ctx: Context, value: Any, eqn: Any) -> Any:
-    """The array of a result, whose equations stem from the equation that computes the result."""
+    """Materialises a result, under the source location of the equation that computed it."""
     if is_plain(value) or eqn is None:
         return ctx.materialise(None, value, RETURNED)
     info = eqn.source_info
@@ -174,7 +167,7 @@ def _returned(ctx: Context, value: Any, eqn: Any) -> Any:
 
 
 def _as_declared(x: Any, aval: Any) -> Any:
-    """A result with the weak type of the original; ValueError if shape or dtype differ."""
+    """Gives a result the weak type of the original; ValueError if shape or dtype differ."""
     actual = jax.typeof(x)
     if not hasattr(aval, "shape"):
         return x
@@ -187,7 +180,7 @@ def _as_declared(x: Any, aval: Any) -> Any:
 
 
 def _rewritten(original: _Original, inputs: list[Any]) -> tuple[Recorder, list[Any]]:
-    """The results of the rewritten program, or of the original if nothing is gained.
+    """Runs the rewritten program, or the original if nothing is gained.
 
     If the rewritten program would cost more than the original, lookups in the largest table stay as
     they are. A table of items may have nearly as many rows as there are candidates: products of its
@@ -222,12 +215,12 @@ _LARGE_TABLES = 2
 
 
 def _interpreted(original: _Original, inputs: list[Any], recorder: Recorder) -> Any:
-    """The rewritten program; None, and the reason in the report, if the rewriting raises."""
+    """Rewrites the program; None, and the reason in the report, if the rewriting raises."""
     try:
         program = original.rewritten(inputs, recorder, differentiated=False)
         if recorder.gradient_differs and program.effects:
             # The primitive with two variants refuses effects.
-            program = original.rewritten(inputs, _muted(), differentiated=True)
+            program = original.rewritten(inputs, Recorder(muted=1), differentiated=True)
             recorder.gradient_differs = False
         if recorder.changed:
             whole = recorder.work.settle(original.jaxpr, program)
@@ -238,9 +231,3 @@ def _interpreted(original: _Original, inputs: list[Any], recorder: Recorder) -> 
         recorder.refusal = f"its rewriting raised {described(error)}"
         return None
     return program
-
-
-def _muted() -> Recorder:
-    recorder = Recorder()
-    recorder.muted = 1
-    return recorder

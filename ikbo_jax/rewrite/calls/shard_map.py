@@ -23,12 +23,7 @@ from ikbo_jax.rewrite.values.registry import NotCovered
 
 @dataclasses.dataclass(frozen=True)
 class _Rows:
-    """A looked-up operand: its arrays, and how they are divided.
-
-    Attributes:
-      value: the operand.
-      spec: how the original divides the operand.
-    """
+    """Holds a looked-up operand, and how the original divides it."""
 
     value: Lazy
     spec: tuple[Any, ...]
@@ -41,7 +36,7 @@ class _Rows:
 
     @property
     def specs(self) -> list[PartitionSpec]:
-        """How the rows and the index are divided."""
+        """Specs of the rows and of the index."""
         axis = self.value.axis
         rows = (*self.spec[:axis], None, *self.spec[axis + 1 :])
         return [PartitionSpec(*rows), PartitionSpec(self.spec[axis])]
@@ -55,7 +50,7 @@ class _Rows:
     def inside(
         self, base: jax.Array, index: jax.Array, shape: tuple[int, ...], lineages: dict[Any, Any]
     ) -> Lazy:
-        """The operand in the body, of one device's shape."""
+        """Returns the operand in the body, of one device's shape."""
         axis, outer = self.value.axis, self.value.lineage
         assert outer is not None
         key = outer, self.spec[axis]
@@ -123,7 +118,7 @@ def shard_map(ctx: Context, eqn: Any, *operands: Any) -> Any:
 
 
 def pvary(ctx: Context, eqn: Any, *operands: Any) -> Any:
-    """Values that differ between devices from now on: a fact of types, for every row alike."""
+    """Marks a value that differs between devices from now on: a fact of types, for every row."""
     if len(operands) != 1:
         raise NotCovered("pvary of several values")
     return elementwise(ctx, eqn, *operands)

@@ -13,7 +13,7 @@ from ikbo_jax.rewrite.values.lineage import Lazy, is_plain
 
 @dataclasses.dataclass(frozen=True)
 class Result:
-    """A result of a rewritten program, or a value inside a result.
+    """Describes a result of a rewritten program, or a value inside a result.
 
     Attributes:
       value: a skeleton of the value inside the program, whose trace has ended.
@@ -31,15 +31,10 @@ class Result:
     inside: range
     number: int | None
 
-    def of(self, array: Any, origins: frozenset) -> Any:
-        """The caller's value, if the program returned `array` for this result."""
-        x = self.value
-        return array if is_plain(x) else Lazy(array, x.shape, x.lineage, x.axis, origins)
-
 
 @dataclasses.dataclass(frozen=True)
 class Rewritten:
-    """A rewritten program. Its arguments are arrays of operands, materialised operands, constants.
+    """Holds a rewritten program. It takes operands' arrays, materialised operands, and constants.
 
     Positions count the operands' nodes as `Nodes` does.
 
@@ -51,7 +46,6 @@ class Rewritten:
       stand_ins: positions of lookups, each with the stand-in for the lookup's origins.
       results: its results, and the values inside of them.
       count: the number of results.
-      nested: whether an operand holds other values.
       log: the events to record at each call.
     """
 
@@ -62,18 +56,15 @@ class Rewritten:
     stand_ins: list[tuple[int, Any]]
     results: list[Result]
     count: int
-    nested: bool
     log: Log
 
     def returned(
         self, nodes: Sequence[Any], arrays: Sequence[Any], origins: Sequence[frozenset]
     ) -> list[Any]:
-        """The results of a call.
+        """Returns the results of a call.
 
-        Args:
-          nodes: the operands, and the values inside of them.
-          arrays: what the program computed.
-          origins: for each of `results`, the broadcasts that it stems from.
+        `arrays` are what the program computed; `origins` are the broadcasts that each of `results`
+        stems from.
         """
         values: list[Any] = [None] * len(self.results)
         for n in range(len(values) - 1, -1, -1):
@@ -83,7 +74,10 @@ class Rewritten:
             elif result.like > n:
                 values[n] = values[result.like]
             elif result.number is not None:
-                values[n] = result.of(arrays[result.number], origins[n])
+                x, array = result.value, arrays[result.number]
+                if not is_plain(x):
+                    array = Lazy(array, x.shape, x.lineage, x.axis, origins[n])
+                values[n] = array
             else:
                 inside = result.inside
                 values[n] = with_inside(result.value, values[inside.start : inside.stop])

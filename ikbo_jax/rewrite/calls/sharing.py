@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax
 import numpy as np
@@ -37,15 +37,13 @@ from ikbo_jax.rewrite.values.registry import NotCovered
 
 @dataclasses.dataclass
 class _Calls:
-    """The history of calls of one program on values of one form.
+    """Holds the history of calls of one program on values of one form.
 
-    Attributes:
-      alive: the objects whose identities the key holds, so that these stay unique.
-      materialised: positions of nodes that were materialised before or during the first call.
-      failed: whether the program cannot be rewritten by itself.
-      asked: positions of the operands whose equations the rewriting would have to know. In earlier
-        calls, the arrays there were those in `Scope.seen`. Calls with the same arrays share a
-        program that closes over them.
+    Attributes: alive: the objects whose identities the key holds, so that these stay unique.
+    materialised: positions of nodes that were materialised before or during the first call. failed:
+    whether the program cannot be rewritten by itself. asked: positions of the operands whose
+    equations the rewriting would have to know. `Scope.seen` holds the arrays at these positions in
+    earlier calls. Calls with the same arrays share a program that closes over them.
     """
 
     alive: Any
@@ -61,19 +59,14 @@ def call(
     fixed: list[bool],
     inline: Callable[[], list[Any]],
 ) -> list[Any]:
-    """The results of a call, by a rewritten program that calls share wherever that is possible.
+    """Runs a call by a rewritten program that calls share wherever that is possible.
 
-    Args:
-      ctx: the context.
-      eqn: the equation that calls; its parameter `jaxpr` is the program.
-      operands: its operands.
-      fixed: for each operand, whether the program closes over it: only calls with the same object
-        there share the program.
-      inline: computes the results in place.
+    `fixed` says for each operand whether the program closes over it: only calls with the same
+    object there share the program. `inline` computes the results in place.
     """
     forms = [identity(x) if f else form(x) for x, f in zip(operands, fixed, strict=True)]
     key = (id(eqn.params["jaxpr"]), *forms)
-    rewritten = _found(ctx, "programs", key)
+    rewritten = ctx.scope.find("programs", key)
     if rewritten is not None:
         return _called(ctx, eqn, operands, rewritten)
     if not all(map(can_pass, operands)):
@@ -91,15 +84,6 @@ def is_fixed(operand: Any, index: bool) -> bool:
     return np.size(operand) == 1
 
 
-def _found(ctx: Context, name: str, key: Any) -> Any:
-    """What one of the scopes keeps for this key, in the attribute `name`; None if none does."""
-    for scope in ctx.scope.chain():
-        entries: dict[Any, Any] = getattr(scope, name)
-        if key in entries:
-            return entries[key]
-    return None
-
-
 def _called_without_program(
     ctx: Context,
     eqn: Any,
@@ -108,19 +92,21 @@ def _called_without_program(
     key: Any,
     inline: Callable[[], list[Any]],
 ) -> list[Any]:
-    """The results of a call whose program is not rewritten by itself yet."""
-    jaxpr, calls = eqn.params["jaxpr"], _found(ctx, "calls", key)
-    first, values = calls is None, list(_named(operands, fixed))
+    """Runs a call whose program is not rewritten by itself yet."""
+    jaxpr, calls = eqn.params["jaxpr"], ctx.scope.find("calls", key)
+    # The key names the fixed operands, and lookups by their lineages.
+    named = [x for x, f in zip(operands, fixed, strict=True) if f]
+    lookups = filter(has_lineage, with_all_inside(operands))
+    first, values = calls is None, [*named, *(x.lineage.index for x in lookups)]
     if calls is None:
-        alive = jaxpr, [x for x, f in zip(operands, fixed, strict=True) if f]
-        calls = _Calls(alive, _built(ctx, operands))
+        calls = _Calls((jaxpr, named), _built(ctx, operands))
         ctx.scope.owner(values).calls[key] = calls
-    elif _found(ctx, "seen", (key, *(id(operands[n]) for n in calls.asked))):
+    elif ctx.scope.find("seen", (key, *(id(operands[n]) for n in calls.asked))):
         closed_over = [f or n in calls.asked for n, f in enumerate(fixed)]
         return call(ctx, eqn, operands, closed_over, inline)
     rewritten = None
     # A program that is called once is interpreted inline.
-    if ctx.programs.is_repeated(jaxpr) if first else not calls.failed:
+    if id(jaxpr) in ctx.programs.repeated if first else not calls.failed:
         rewritten, asked = _rewritten(ctx, eqn, operands, fixed, calls.materialised)
         # Inside a program, a lookup that it closes over would be copied at each call.
         calls.asked = sorted(asked) if all(is_plain(operands[n]) for n in asked) else []
@@ -136,25 +122,15 @@ def _called_without_program(
     return _called(ctx, eqn, operands, rewritten)
 
 
-def _named(operands: Sequence[Any], fixed: Sequence[bool]) -> Iterator[Any]:
-    """The values that the key of a call names: the fixed ones, and lookups by their lineages."""
-    for x, f in zip(operands, fixed, strict=True):
-        if f:
-            yield x
-    for x in with_all_inside(operands):
-        if has_lineage(x):
-            yield x.lineage.index
-
-
 def _built(ctx: Context, operands: Sequence[Any]) -> list[int]:
-    """Positions of deferred nodes of the operands that are already materialised."""
+    """Finds the positions of deferred nodes of the operands that are already materialised."""
     nodes = with_all_inside(operands)
     return [n for n, x in enumerate(nodes) if not is_plain(x) and ctx.scope.is_built(x)]
 
 
 def _called(ctx: Context, eqn: Any, operands: Sequence[Any], program: Rewritten) -> list[Any]:
-    """The results of a call of a rewritten program."""
-    nodes = with_all_inside(operands) if program.nested else operands
+    """Calls a rewritten program."""
+    nodes = with_all_inside(operands)
     origins = _recorded(ctx, eqn, nodes, program)
     arrays = [base_of(nodes[n]) for n in program.inputs]
     arrays += [*(ctx.build(nodes[n]) for n in program.materialised), *program.consts]
@@ -165,40 +141,27 @@ def _recorded(
     ctx: Context, eqn: Any, nodes: Sequence[Any], program: Rewritten
 ) -> Sequence[frozenset]:
     """Records a call of a rewritten program; returns the broadcasts that its results stem from."""
-    recorder, log = ctx.recorder, program.log
-    of_nodes = [nodes[n].origins for n, _ in program.stand_ins]
-    for (_, stand_in), found in zip(program.stand_ins, of_nodes, strict=True):
+    origins = {stand_in: nodes[n].origins for n, stand_in in program.stand_ins}
+    for stand_in, found in origins.items():
         if stand_in in ctx.programs.divisions:
             # The program has a sharding constraint on this operand, or on what it computes from it.
             division = ctx.programs.divisions[stand_in]
             ctx.programs.divisions.update(dict.fromkeys(found, division))
-    key = (log, *of_nodes)
-    of_results = recorder.again(key)
-    if of_results is not None:
-        return of_results
-    origins = {
-        stand_in: found for (_, stand_in), found in zip(program.stand_ins, of_nodes, strict=True)
-    }
 
     def materialise(node: int, place: Any, reason: str, copied: bool) -> Any:
         return ctx.materialise(place, nodes[node], reason, copied=copied)
 
-    with recorder.inside(eqn):
-        call = log.replay(recorder, eqn, origins, materialise)
-    of_results = [
+    with ctx.recorder.inside(eqn):
+        call = program.log.replay(ctx.recorder, eqn, origins, materialise)
+    return [
         frozenset() if is_plain(x.value) else call.origins(x.value.origins) for x in program.results
     ]
-    if log.is_same_everywhere():
-        # Repeating events materialises no operands, whose trace may have ended by then.
-        call.materialise = None
-        recorder.remember(key, of_results, lambda times: log.repeat(call, times))
-    return of_results
 
 
 def _rewritten(
     ctx: Context, eqn: Any, operands: Sequence[Any], fixed: Sequence[bool], materialised: list[int]
 ) -> tuple[Rewritten | None, set[int]]:
-    """The program of a call, rewritten by itself.
+    """Rewrites the program of a call by itself.
 
     Returns:
       The program; None if the call must be inline. And the positions of operands whose hidden
@@ -258,7 +221,7 @@ def is_index(aval: Any) -> bool:
 def _with_materialised(
     ctx: Context, eqn: Any, nodes: Nodes, fixed: Sequence[bool], materialised: list[int]
 ) -> tuple[Rewritten, list[int]] | set[int]:
-    """The rewritten program if the caller materialises some values.
+    """Rewrites the program as if the caller materialised some values.
 
     Returns:
       The program and the positions of the values that it materialises. If there is no program, the
@@ -268,8 +231,10 @@ def _with_materialised(
     varying = [n for n, root in enumerate(nodes.roots) if not fixed[root]]
     inputs = [n for n in varying if not nodes.inside[n]]
     stand_ins = {n: log.stand_in() for n in inputs if origins_of(nodes.values[n])}
-    # What is found out while the program is traced. Nothing of it holds the arrays of this trace.
-    found: list[_Traced] = []
+    # What is found out while the program is traced: its results, which are none if it creates
+    # lineages; the positions of the operands whose hidden equations it asked for, and of the values
+    # that it materialises; whether it creates lineages. Nothing of it holds arrays of this trace.
+    found: list[Any] = []
 
     def program(*arrays: Any) -> list[Any]:
         inner, values = ctx.inner(log), list(nodes.values)
@@ -285,8 +250,11 @@ def _with_materialised(
             else:
                 origins = frozenset([stand_ins[n]]) if n in stand_ins else frozenset()
                 values[n] = dataclasses.replace(x, base=given[n], origins=origins)
-            if not isinstance(x, jax.core.Tracer) or ctx.provenance.has_producer(x):
-                inner.provenance.hide(values[n], _part_name(ctx, nodes, n))
+            name = ctx.provenance.primitive(x)
+            if not isinstance(x, jax.core.Tracer) or name is not None:
+                # A product with a concatenation multiplies the terms of a part that is a sum. In
+                # place, this saves more than a shared program.
+                inner.provenance.hide(values[n], name or "" if nodes.roots[n] != n else "")
         for n, array in zip(materialised, arrays[len(inputs) :], strict=True):
             inner.scope.outer_arrays[id(values[n])] = array
         log.operands.update((id(x), n) for n, x in enumerate(values) if not is_plain(x))
@@ -297,17 +265,12 @@ def _with_materialised(
         asked, built = inner.provenance.asked_hidden, inner.scope.built()
         has_lineages = inner.scope.has_lineages()
         # Skeletons of results hold their lineages, and so the indices of these.
-        skeletons = [] if has_lineages else [skeleton(x.value) for x in results]
+        kept = [] if has_lineages else results
         found[:] = [
-            _Traced(
-                [
-                    dataclasses.replace(x, value=y)
-                    for x, y in zip(results, skeletons, strict=not has_lineages)
-                ],
-                {nodes.roots[n] for n, x in enumerate(values) if id(x) in asked},
-                [n for n in varying if id(values[n]) in built],
-                has_lineages,
-            )
+            [dataclasses.replace(x, value=skeleton(x.value)) for x in kept],
+            {nodes.roots[n] for n, x in enumerate(values) if id(x) in asked},
+            [n for n in varying if id(values[n]) in built],
+            has_lineages,
         ]
         return [base_of(x.value) for x in results if x.number is not None]
 
@@ -320,52 +283,18 @@ def _with_materialised(
     except NotCovered:
         return set()
     params = _params(eqn, traced, len(traced.consts) + len(avals))
-    ((results, asked, built, has_lineages),) = found
+    results, asked, built, has_lineages = found
     if params is None or has_lineages:
         return set()
     if asked:
         return asked
-    rewritten = Rewritten(
-        params,
-        traced.consts,
-        inputs,
-        materialised,
-        list(stand_ins.items()),
-        results,
-        len(eqn.outvars),
-        len(nodes.values) > len(fixed),
-        log,
-    )
-    return rewritten, built
-
-
-class _Traced(NamedTuple):
-    """What is found out while the program of a call is traced.
-
-    Attributes:
-      results: its results, and the values inside of them; none if it creates lineages.
-      asked: the positions of the operands whose hidden equations the rewriting asked for.
-      built: the positions of the values that it materialises.
-      has_lineages: whether it creates lineages.
-    """
-
-    results: list[Result]
-    asked: set[int]
-    built: list[int]
-    has_lineages: bool
-
-
-def _part_name(ctx: Context, nodes: Nodes, n: int) -> str:
-    """The primitive that computes a part of a concatenation; "" for other values.
-
-    A product with a concatenation multiplies the terms of a part that is a sum. In place, this
-    saves more than a shared program.
-    """
-    return ctx.provenance.primitive(nodes.values[n]) if nodes.roots[n] != n else ""
+    origins, count = list(stand_ins.items()), len(eqn.outvars)
+    consts = traced.consts
+    return Rewritten(params, consts, inputs, materialised, origins, results, count, log), built
 
 
 def _results(nodes: Sequence[Any], returned: Sequence[Any]) -> list[Result]:
-    """The results of a program on `nodes`, and the values inside of them."""
+    """Describes the results of a program on `nodes`, and the values inside of them."""
     of_operands = {id(x): n for n, x in enumerate(nodes)}
     found = Nodes.of(returned)
     last = {id(x): n for n, x in enumerate(found.values)}
@@ -383,7 +312,7 @@ def _like(value: Any, aval: Any) -> jax.ShapeDtypeStruct:
 
 
 def _params(eqn: Any, traced: Any, count: int) -> dict[str, Any] | None:
-    """Parameters of a call of a program with `count` inputs; None if JAX cannot call it so."""
+    """Returns parameters of a call with `count` inputs; None if JAX cannot call the program so."""
     if traced.effects:
         return None
     names = ("in_shardings", "in_layouts", "out_shardings", "out_layouts")

@@ -21,7 +21,6 @@ from __future__ import annotations
 import functools
 import itertools
 import math
-import operator
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -33,13 +32,9 @@ from ikbo_jax.rewrite.facts.curves import Curve, Dual, erfc, jvp_rule, logistic
 
 
 class Match(NamedTuple):
-    """A curve as `output_scale * activation(scale * x)`.
+    """Describes a curve as `output_scale * activation(scale * x)`, by the activation's name.
 
-    Attributes:
-      activation: the name of the activation in `ikbo_jax.gdpa`.
-      scale: the factor of the logits.
-      output_scale: the factor of the activation.
-      same_slope: whether the curve also has the activation's slope.
+    `same_slope` says whether the curve also has the activation's slope.
     """
 
     activation: str
@@ -84,7 +79,6 @@ KNOWN: dict[str, Callable[[np.ndarray], Dual]] = {
     "hardswish": _hardswish,
 }
 
-# The proof.
 
 #: An input at which act(x) is x or x² in float64, so that the result gives the output scale.
 _FAR = 40.0
@@ -95,7 +89,7 @@ _CANCELLED = 2.0**-46
 
 
 def match(curve: Curve) -> Match | None:
-    """The activation that a curve equals by the conditions of this module; None if it is none."""
+    """Finds the activation that a curve equals by the conditions of this module, or None."""
     key = _key(curve)
     if key not in _MATCHES:
         if len(_MATCHES) >= 256:
@@ -109,14 +103,14 @@ _MATCHES: dict[Any, Match | None] = {}
 
 
 def _key(curve: Curve | float) -> Any:
-    """A key that curves with the same equations share."""
+    """Returns a hashable key, equal for curves that have equal equations."""
     nodes: list[Any] = []
     _visit(curve, {}, nodes)
     return tuple(nodes)
 
 
 def _visit(x: Curve | float, numbers: dict[int, int], nodes: list[Any]) -> Any:
-    """The number of a curve among `nodes`, which it and its operands are added to; or a number."""
+    """Adds a curve and its operands to `nodes`; returns its position, or a number's text."""
     if not isinstance(x, Curve):
         return float(x).hex()
     if id(x) not in numbers:
@@ -209,7 +203,7 @@ def _agree(
 
 
 def _points(curve: Curve) -> np.ndarray:
-    """The points at which a curve is compared: values of the dtype of its logits."""
+    """Returns the points at which a curve is compared: values of the dtype of its logits."""
     dtype = next(iter(_roots(curve))).dtype
     if dtype.itemsize == 2:
         return np.arange(2**16, dtype=np.uint16).view(dtype).astype(np.float64)
@@ -229,18 +223,13 @@ def _roots(curve: Curve) -> set[Curve]:
 
 
 def _derived(curve: Curve) -> set[float]:
-    """Points where the curve may change: its constants, functions of these, each over a scale."""
+    """Returns points where the curve may change: its constants and functions of them, scaled."""
     numbers = [n for n in curve.numbers if math.isfinite(n)]
     points = set(numbers)
     for n in numbers:
         points |= {math.sqrt(abs(n)), n * n, 1 / n if n else 0.0}
         points |= {math.log(abs(n)) if n else 0.0, math.exp(min(n, 80.0))}
     if len(numbers) <= 24:
-        points |= {
-            f(a, b) for a, b in itertools.permutations(numbers, 2) for f in (operator.sub, _over)
-        }
+        for a, b in itertools.permutations(numbers, 2):
+            points |= {a - b, a / b if b else a}
     return {n / s for n in points for s in curve.slopes if s and abs(n / s) < 3e38}
-
-
-def _over(a: float, b: float) -> float:
-    return a / b if b else a

@@ -18,7 +18,7 @@ from jax.extend import core
 
 
 class Dual(NamedTuple):
-    """Values and their slopes, in float64; booleans have slope 0."""
+    """Holds values and their slopes, in float64; booleans have slope 0."""
 
     value: Any
     slope: Any = 0.0
@@ -26,7 +26,7 @@ class Dual(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Curve:
-    """An elementwise function of the logits.
+    """Describes an elementwise function of the logits.
 
     Attributes:
       eqn: the producing equation; None for the logits themselves.
@@ -48,12 +48,12 @@ class Curve:
     linear: bool = False
 
     def __call__(self, x: np.ndarray, rounded: bool = False) -> Dual:
-        """Values and slopes at x; if `rounded`, every equation's result is rounded to its dtype."""
+        """Evaluates the curve at x; `rounded` rounds every result to its equation's dtype."""
         result = self._at(x, rounded, {})
         return Dual(*(np.broadcast_to(np.asarray(part, np.float64), x.shape) for part in result))
 
     def _at(self, x: np.ndarray, rounded: bool, evaluated: dict[int, Dual]) -> Dual:
-        """Values and slopes at x; `evaluated` holds those of other curves by their identity."""
+        """Evaluates the curve at x; `evaluated` holds results of other curves by their identity."""
         if self.eqn is None:
             return Dual(x, np.ones_like(x))
         if id(self) not in evaluated:
@@ -66,32 +66,30 @@ class Curve:
 
 
 def logits(dtype: Any) -> Curve:
-    """The curve of the logits themselves: the identity."""
+    """Returns the curve of the logits themselves."""
     return Curve(None, (), jnp.dtype(dtype), dtypes=frozenset([jnp.dtype(dtype)]), linear=True)
 
 
-def then(eqn: core.JaxprEqn, operands: Sequence[Curve | float]) -> Curve | None:
-    """The curve of an equation's result; None if it cannot be evaluated."""
-    if len(eqn.outvars) != 1 or not _can_evaluate(eqn):
+def then(eqn: Any, operands: Sequence[Curve | float]) -> Curve | None:
+    """Returns the curve of an equation's result; None if it cannot be evaluated."""
+    if len(eqn.outvars) != 1 or not _is_known(eqn):
+        return None
+    if not all(_is_known(e) and len(e.outvars) == 1 for e in _inside(eqn)):
         return None
     inputs = [x for x in operands if isinstance(x, Curve)]
     slopes = tuple(dict.fromkeys(slope for curve in inputs for slope in curve.slopes))
     factor = _factor(eqn.primitive.name, operands)
     if factor is not None:
         slopes = (*slopes, inputs[0].slopes[-1] * factor)
-    dtype = jnp.dtype(_aval(eqn.outvars[0]).dtype)
+    dtype = jnp.dtype(eqn.outvars[0].aval.dtype)
     numbers = frozenset(x for x in operands if not isinstance(x, Curve))
     dtypes = _dtypes_in(eqn).union(*(x.dtypes for x in inputs))
     numbers = (numbers | _numbers_in(eqn)).union(*(x.numbers for x in inputs))
     return Curve(eqn, tuple(operands), dtype, slopes, numbers, dtypes, factor is not None)
 
 
-def _aval(v: Any) -> Any:
-    return v.aval
-
-
 def _factor(name: str, operands: Sequence[Curve | float]) -> float | None:
-    """The factor by which an equation multiplies a linear curve; None if it does anything else."""
+    """Returns the factor by which an equation multiplies a linear curve, or None."""
     numbers = [x for x in operands if not isinstance(x, Curve)]
     curves = [x for x in operands if isinstance(x, Curve)]
     if len(curves) != 1 or not curves[0].linear:
@@ -107,21 +105,14 @@ def _factor(name: str, operands: Sequence[Curve | float]) -> float | None:
     return None
 
 
-# Evaluation.
-
-
 def erfc(x: Any) -> Any:
-    """1 - erf(x), without cancellation."""
+    """Computes 1 - erf(x), without cancellation."""
     return np.vectorize(math.erfc, otypes=[np.float64])(x)
 
 
 def logistic(x: Any) -> Any:
-    """1 / (1 + exp(-x))."""
+    """Computes 1 / (1 + exp(-x))."""
     return 1 / (1 + np.exp(-x))
-
-
-def _mul(x: Dual, y: Dual) -> Dual:
-    return Dual(x.value * y.value, x.slope * y.value + x.value * y.slope)
 
 
 def _div(x: Dual, y: Dual) -> Dual:
@@ -130,7 +121,7 @@ def _div(x: Dual, y: Dual) -> Dual:
 
 
 def _extremum(pick: Any, is_first: Any) -> Callable[..., Dual]:
-    """The rule of max or min. As in JAX, equal operands each get half of the slope."""
+    """Returns the rule of max or min. As in JAX, equal operands each get half of the slope."""
 
     def rule(x: Dual, y: Dual) -> Dual:
         equal = x.value == y.value
@@ -152,7 +143,7 @@ def _select(which: Dual, no: Dual, yes: Dual) -> Dual:
 
 
 def _of_one(value: Any, slope: Any) -> Callable[[Dual], Dual]:
-    """The rule of a function of one operand; `slope` takes the operand and the result."""
+    """Returns the rule of a function of one operand; `slope` takes the operand and the result."""
 
     def rule(x: Dual) -> Dual:
         y = value(x.value)
@@ -162,7 +153,7 @@ def _of_one(value: Any, slope: Any) -> Callable[[Dual], Dual]:
 
 
 def _flat(value: Any) -> Callable[..., Dual]:
-    """The rule of a function whose slope is 0, such as a comparison."""
+    """Returns the rule of a function whose slope is 0, such as a comparison."""
     return lambda *operands: Dual(value(*(x.value for x in operands)))
 
 
@@ -194,7 +185,7 @@ _RULES: dict[str, Callable[..., Dual]] = {
     "lt": _flat(np.less),
     "max": _extremum(np.maximum, np.greater),
     "min": _extremum(np.minimum, np.less),
-    "mul": _mul,
+    "mul": lambda x, y: Dual(x.value * y.value, x.slope * y.value + x.value * y.slope),
     "name": _same,
     "ne": _flat(np.not_equal),
     "neg": lambda x: Dual(-x.value, -x.slope),
@@ -215,12 +206,8 @@ _PROGRAMS = {"custom_jvp_call": "call_jaxpr", "jit": "jaxpr"}
 ELEMENTWISE = frozenset((*_RULES, "integer_pow", "custom_jvp_call"))
 
 
-def _integer_pow(x: Dual, y: int) -> Dual:
-    return Dual(x.value ** float(y), y * x.value ** float(y - 1) * x.slope)
-
-
-def _evaluate(eqn: core.JaxprEqn, operands: list[Dual], rounded: bool, slopes: bool = True) -> Dual:
-    """The only result of an equation; without `slopes`, its slope may be wrong."""
+def _evaluate(eqn: Any, operands: list[Dual], rounded: bool, slopes: bool = True) -> Dual:
+    """Computes an equation's only result; without `slopes`, its slope may be wrong."""
     name, params = eqn.primitive.name, eqn.params
     if name in _PROGRAMS:
         if name == "custom_jvp_call" and slopes:
@@ -229,10 +216,11 @@ def _evaluate(eqn: core.JaxprEqn, operands: list[Dual], rounded: bool, slopes: b
     if name in _OF_NUMBERS:
         return operands[0]
     if name == "integer_pow":
-        result = _integer_pow(operands[0], params["y"])
+        (x,), y = operands, params["y"]
+        result = Dual(x.value ** float(y), y * x.value ** float(y - 1) * x.slope)
     else:
         result = _RULES[name](*operands)
-    dtype = _aval(eqn.outvars[0]).dtype
+    dtype = eqn.outvars[0].aval.dtype
     if dtype == np.bool_:
         return Dual(np.asarray(result.value, bool))
     if rounded:
@@ -255,7 +243,7 @@ def _run(
 
 
 def _custom_jvp(eqn: core.JaxprEqn, operands: list[Dual], rounded: bool) -> Dual:
-    """The value of a custom_jvp function, with the slope by its JVP rule."""
+    """Evaluates a custom_jvp function, with the slope by its JVP rule."""
     jaxpr, consts, zeros = jvp_rule(eqn)
     (value,) = _run(eqn.params["call_jaxpr"], operands, rounded, False)
     if zeros[0]:
@@ -266,15 +254,15 @@ def _custom_jvp(eqn: core.JaxprEqn, operands: list[Dual], rounded: bool) -> Dual
 
 
 def jvp_rule(eqn: core.JaxprEqn) -> tuple[Any, Any, Any]:
-    """The JVP rule of a custom_jvp function: jaxpr, constants, and which tangents are zero."""
+    """Returns a custom_jvp function's JVP rule: jaxpr, constants, and which tangents are zero."""
     rule = eqn.params["jvp_jaxpr_fun"]
     jaxpr, consts, zeros = rule.call_wrapped(*[False] * len(eqn.invars))
     # JAX returns arrays that the rule closes over apart from the program, as its first arguments.
     return core.ClosedJaxpr(jaxpr, consts) if consts else jaxpr, consts, zeros
 
 
-def _inside(eqn: core.JaxprEqn, slopes: bool = True) -> Iterator[core.JaxprEqn]:
-    """The equations of the programs that an equation holds; of JVP rules only if `slopes`."""
+def _inside(eqn: core.JaxprEqn, slopes: bool = True) -> Iterator[Any]:
+    """Lists the equations of the programs that an equation holds; of JVP rules only if `slopes`."""
     name = eqn.primitive.name
     if name not in _PROGRAMS:
         return
@@ -288,12 +276,7 @@ def _inside(eqn: core.JaxprEqn, slopes: bool = True) -> Iterator[core.JaxprEqn]:
             yield from _inside(inner, more)
 
 
-def _can_evaluate(eqn: core.JaxprEqn) -> bool:
-    """Whether an equation, and all that it holds, can be evaluated."""
-    return _is_known(eqn) and all(_is_known(e) and len(e.outvars) == 1 for e in _inside(eqn))
-
-
-def _is_known(eqn: core.JaxprEqn) -> bool:
+def _is_known(eqn: Any) -> bool:
     """Whether an equation can be evaluated, apart from the equations that it holds."""
     name = eqn.primitive.name
     dtypes = [getattr(v.aval, "dtype", None) for v in (*eqn.invars, *eqn.outvars)]
@@ -303,7 +286,7 @@ def _is_known(eqn: core.JaxprEqn) -> bool:
     if name in _PROGRAMS:
         return not eqn.params.get("num_consts") and not any(eqn.params[_PROGRAMS[name]].consts)
     if name in _OF_NUMBERS:
-        return _aval(eqn.invars[0]).size == 1
+        return eqn.invars[0].aval.size == 1
     return name in ELEMENTWISE
 
 
@@ -312,6 +295,6 @@ def _numbers_in(eqn: core.JaxprEqn) -> frozenset[float]:
     return frozenset(float(np.asarray(x, np.float64)) for x in literals if np.size(x) == 1)
 
 
-def _dtypes_in(eqn: core.JaxprEqn) -> frozenset[Any]:
-    dtypes = (jnp.dtype(_aval(v).dtype) for e in (eqn, *_inside(eqn)) for v in e.outvars)
+def _dtypes_in(eqn: Any) -> frozenset[Any]:
+    dtypes = (jnp.dtype(v.aval.dtype) for e in (eqn, *_inside(eqn)) for v in e.outvars)
     return frozenset(d for d in dtypes if jnp.issubdtype(d, jnp.inexact))

@@ -26,11 +26,11 @@ _DEPTH = 64
 
 
 class _NotKnown(Exception):
-    """Raised where a value depends on an input, or its equation is not computed here."""
+    """Is raised where a value depends on an input, or its equation is not computed here."""
 
 
 def known(ctx: Any, value: Any) -> np.ndarray | None:
-    """The value as an array of NumPy; None if it depends on inputs.
+    """Computes the value as an array of NumPy; None if it depends on inputs.
 
     The array broadcasts to the shape of the value: dimensions along which all elements are equal
     may have size 1.
@@ -48,34 +48,23 @@ def _known(ctx: Any, value: Any, depth: int) -> np.ndarray:
         ):
             raise _NotKnown
         return constant_array(value)
-    for scope in ctx.scope.chain():
-        if id(value) in scope.known:
-            found = scope.known[id(value)][1]
-            if found is None:
-                raise _NotKnown
-            return found
+    if (entry := ctx.scope.find("known", id(value))) is not None:
+        if entry[1] is None:
+            raise _NotKnown
+        return entry[1]
     is_array = is_plain(value) or type(value) is Lazy
     memory = (ctx.scope.owner([value]) if is_array else ctx.scope).known
     memory[id(value)] = value, None
-    produced = ctx.producer(value)
-    if produced is None or depth == 0:
+    name, eqn, operands = ctx.made_by(value)
+    if depth == 0 or name not in (*_COMPUTED, "jit") or len(eqn.outvars) != 1:
         raise _NotKnown
-    eqn, operands = produced
-    if len(eqn.outvars) != 1 and eqn.primitive.name != "jit":
-        raise _NotKnown
-    if eqn.primitive.name not in _COMPUTED and eqn.primitive.name != "jit":
-        raise _NotKnown
-    arrays = [_known(ctx, x, depth - 1) for x in operands]
-    results = _computed(eqn, arrays)
-    number = 0
-    if len(eqn.outvars) != 1:
-        raise _NotKnown
-    memory[id(value)] = value, results[number]
-    return results[number]
+    (result,) = _computed(eqn, [_known(ctx, x, depth - 1) for x in operands])
+    memory[id(value)] = value, result
+    return result
 
 
 def _computed(eqn: core.JaxprEqn, arrays: Sequence[Any]) -> list[np.ndarray]:
-    """The results of an equation on arrays of NumPy."""
+    """Computes the results of an equation on arrays of NumPy."""
     name = eqn.primitive.name
     if any(getattr(v.aval, "size", 0) > _LARGEST for v in eqn.outvars):
         raise _NotKnown
@@ -127,11 +116,12 @@ def _is_exact(name: str, operands: Sequence[np.ndarray], result: np.ndarray) -> 
 _ROUNDED = ("add", "convert_element_type", "cumsum", "div", "mul", "sub")
 
 
-def _broadcast_in_dim(params: Any, x: Any) -> Any:
+def _expanded(params: Any, x: Any) -> Any:
+    """Adds the new dimensions of a `broadcast_in_dim`, of size 1."""
     shape = [1] * len(params["shape"])
     for d, target in enumerate(params["broadcast_dimensions"]):
         shape[target] = x.shape[d]
-    return np.broadcast_to(x.reshape(shape), params["shape"])
+    return x.reshape(shape)
 
 
 def _iota(params: Any) -> Any:
@@ -176,7 +166,7 @@ _COMPUTED: dict[str, Callable[..., Any]] = {
     "abs": lambda _, x: np.abs(x),
     "add": _of_two(operator.add),
     "and": _of_two(operator.and_),
-    "broadcast_in_dim": _broadcast_in_dim,
+    "broadcast_in_dim": lambda params, x: np.broadcast_to(_expanded(params, x), params["shape"]),
     "clamp": lambda _, low, x, high: np.minimum(np.maximum(x, low), high),
     "concatenate": lambda params, *xs: np.concatenate(xs, params["dimension"]),
     "convert_element_type": lambda _, x: x,
@@ -216,7 +206,7 @@ _COMPUTED: dict[str, Callable[..., Any]] = {
 
 
 def known_mask(ctx: Any, mask: Any) -> np.ndarray:
-    """Which elements of a boolean value are False (0), True (1), or depend on inputs (`UNKNOWN`).
+    """Finds which elements of a mask are False (0), True (1), or depend on inputs (`UNKNOWN`).
 
     The array has the rank of the mask and broadcasts to its shape.
     """
@@ -225,43 +215,29 @@ def known_mask(ctx: Any, mask: Any) -> np.ndarray:
 
 def _mask(ctx: Any, mask: Any, depth: int) -> np.ndarray:
     unknown = np.full((1,) * len(getattr(mask, "shape", ())), UNKNOWN, np.int8)
-    produced = ctx.producer(mask)
-    if produced is None or depth == 0 or produced[0].primitive.name not in (*_LOGIC, *_MOVES):
+    name, eqn, operands = ctx.made_by(mask)
+    if depth == 0 or name not in (*_LOGIC, *_MOVES):
         number = known(ctx, mask)
         return unknown if number is None else (number != 0).astype(np.int8)
-    eqn, operands = produced
-    name = eqn.primitive.name
     if any(not hasattr(x, "dtype") or x.dtype != np.bool_ for x in operands[-1:]):
         return unknown
     masks = [_mask(ctx, x, depth - 1) for x in operands]
     if name in _LOGIC:
-        return _LOGIC[name](*masks)
+        return _LOGIC[name](*masks).astype(np.int8)
     shapes = [np.shape(x) if is_plain(x) else x.shape for x in operands]
     shape: Any = eqn.outvars[0].aval
     return _moved(eqn, masks, shapes, shape.shape)
 
 
-def _both(x: np.ndarray, y: np.ndarray) -> np.ndarray:
-    return np.where((x == 0) | (y == 0), 0, np.maximum(x, y)).astype(np.int8)
-
-
-def _either(x: np.ndarray, y: np.ndarray) -> np.ndarray:
-    return np.where((x == 1) | (y == 1), 1, np.maximum(x, y)).astype(np.int8)
-
-
-def _negated(x: np.ndarray) -> np.ndarray:
-    return np.where(x == UNKNOWN, UNKNOWN, 1 - x).astype(np.int8)
-
-
 def _chosen(which: np.ndarray, first: np.ndarray, second: np.ndarray) -> np.ndarray:
     either = np.where(first == second, first, UNKNOWN)
-    return np.where(which == 0, first, np.where(which == 1, second, either)).astype(np.int8)
+    return np.where(which == 0, first, np.where(which == 1, second, either))
 
 
 _LOGIC: dict[str, Callable[..., np.ndarray]] = {
-    "and": _both,
-    "or": _either,
-    "not": _negated,
+    "and": lambda x, y: np.where((x == 0) | (y == 0), 0, np.maximum(x, y)),
+    "or": lambda x, y: np.where((x == 1) | (y == 1), 1, np.maximum(x, y)),
+    "not": lambda x: np.where(x == UNKNOWN, UNKNOWN, 1 - x),
     "select_n": _chosen,
 }
 
@@ -275,15 +251,12 @@ _MOVES = (
 def _moved(
     eqn: core.JaxprEqn, masks: list[np.ndarray], shapes: list[Any], shape: tuple[int, ...]
 ) -> np.ndarray:
-    """The mask of an equation that moves elements; dimensions of size 1 stay where they can."""
+    """Moves the elements of a mask as an equation does; dimensions of size 1 stay if possible."""
     name, params, x = eqn.primitive.name, eqn.params, masks[0]
     if name in ("copy", "pvary"):
         return x
     if name == "broadcast_in_dim":
-        sizes = [1] * len(shape)
-        for d, target in enumerate(params["broadcast_dimensions"]):
-            sizes[target] = x.shape[d]
-        return x.reshape(sizes)
+        return _expanded(params, x)
     if name == "slice":
         limits = zip(
             params["start_indices"],

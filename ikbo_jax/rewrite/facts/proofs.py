@@ -28,11 +28,8 @@ _DEPTH = 16
 _SMALL = 1 << 16
 
 
-# Numbers.
-
-
 def constant(ctx: Any, value: Any) -> float | None:
-    """The number that all elements of a value equal; None if that is not proven."""
+    """Finds the number that all elements of a value equal; None if that is not proven."""
     if is_only_broadcast(value) and value.base.size == 1:
         produced = ctx.producer(value)
         return constant(ctx, produced[1][0]) if produced else constant(ctx, value.base)
@@ -41,15 +38,12 @@ def constant(ctx: Any, value: Any) -> float | None:
     if not isinstance(value, jax.core.Tracer):
         array = constant_array(value).reshape(())
         return float(array.astype(np.float64)) if array.dtype.kind in "biufV" else None
-    produced = ctx.producer(value)
-    if produced is None:
-        return None
-    eqn, operands = produced
+    name, eqn, operands = ctx.made_by(value)
     numbers = [constant(ctx, x) for x in operands]
-    if None in numbers or eqn.primitive.name not in _ARITHMETIC:
+    if None in numbers or name not in _ARITHMETIC:
         return None
     with np.errstate(all="ignore"):
-        result = _ARITHMETIC[eqn.primitive.name](eqn, *numbers)
+        result = _ARITHMETIC[name](eqn, *numbers)
         # The program rounds the result to its dtype.
         return float(np.asarray(result, eqn.outvars[0].aval.dtype).astype(np.float64))
 
@@ -74,7 +68,7 @@ _ARITHMETIC: dict[str, Callable[..., Any]] = {
 
 
 def possible_values(ctx: Any, value: Any, depth: int = _DEPTH) -> set[float] | None:
-    """The few numbers that the elements of a value can be; None if there may be others."""
+    """Finds the few numbers that the elements of a value can be; None if there may be others."""
     number = constant(ctx, value)
     if number is not None:
         return {number}
@@ -85,11 +79,9 @@ def possible_values(ctx: Any, value: Any, depth: int = _DEPTH) -> set[float] | N
         numbers: Any = np.unique(array.astype(np.float64)) if array.dtype.kind in "biufV" else []
         few = 0 < len(numbers) <= 4 and not np.isnan(numbers).any()
         return set(map(float, numbers)) if few else None
-    produced = ctx.producer(value)
-    if produced is None or depth == 0:
+    name, eqn, operands = ctx.made_by(value)
+    if depth == 0:
         return None
-    eqn, operands = produced
-    name = eqn.primitive.name
     if name == "gather":
         of_operand = possible_values(ctx, operands[0], depth - 1)
         # A filled row may hold another number.
@@ -121,15 +113,10 @@ def possible_values(ctx: Any, value: Any, depth: int = _DEPTH) -> set[float] | N
     return set(rounded.tolist()) if len(set(values)) <= 4 and not np.isnan(rounded).any() else None
 
 
-# Patterns.
-
-
 def moved_from(ctx: Any, value: Any) -> Any:
-    """The operand of a value's producing equation if it is in `MOVES`; else None."""
-    produced = ctx.producer(value)
-    if produced is None or produced[0].primitive.name not in MOVES:
-        return None
-    return produced[1][0]
+    """Returns the operand of a value's producing equation if it is in `MOVES`; else None."""
+    name, _, operands = ctx.made_by(value)
+    return operands[0] if name in MOVES else None
 
 
 def is_true(ctx: Any, value: Any) -> bool:
@@ -142,9 +129,9 @@ def is_true(ctx: Any, value: Any) -> bool:
 
 
 def source_of_mask(ctx: Any, mask: Any, names: Any) -> tuple[Any, tuple[Any, ...]]:
-    """The value that a mask is computed from by casts and new dimensions, with names of dimensions.
+    """Finds the value that a mask is cast and expanded from, with names of its dimensions.
 
-    Masks with one source and the same names are equal. `names` are those of the mask's dimensions.
+    Masks with one source and the same names are equal. `names` name the mask's dimensions.
     """
     names = list(names)
     while (produced := ctx.producer(mask)) is not None and produced[1]:
@@ -177,11 +164,10 @@ def counts_up(ctx: Any, value: Any, size: int) -> bool:
     if np.size(base_of(value)) != size:
         return False
     while not is_plain(value) or isinstance(value, jax.core.Tracer):
-        produced = ctx.producer(value)
-        if produced is None or not is_along_one(value, size):
+        name, eqn, operands = ctx.made_by(value)
+        if not name or not is_along_one(value, size):
             return False
-        eqn, operands = produced
-        name, dtype = eqn.primitive.name, eqn.outvars[0].aval.dtype
+        dtype = eqn.outvars[0].aval.dtype
         if name in ("iota", "convert_element_type") and not _holds(dtype, size):
             return False
         if name == "iota":
@@ -211,16 +197,15 @@ def _holds(dtype: Any, size: int) -> bool:
 
 
 def lengths(ctx: Any, mask: Any, dims: tuple[int | None, int | None], users: int, keys: int) -> Any:
-    """The lengths [users] if a mask by user and key is proven to be `arange(keys) < lengths`.
+    """Finds the lengths [users] if a mask by user and key is proven to be `arange(keys) < lengths`.
 
     `dims` are the mask's dimensions of users and of keys. If there are as many users as keys, sizes
     do not tell `arange(keys) < lengths` from `arange(users) < lengths`.
     """
     value = mask
     user, key = dims
-    while (produced := ctx.producer(value)) is not None:
-        eqn, operands = produced
-        name = eqn.primitive.name
+    while True:
+        name, eqn, operands = ctx.made_by(value)
         if name in ("lt", "gt"):
             position, length = operands if name == "lt" else reversed(operands)
             array = base_of(length)
@@ -243,7 +228,6 @@ def lengths(ctx: Any, mask: Any, dims: tuple[int | None, int | None], users: int
             value = operands[0]
         else:
             return None
-    return None
 
 
 def _differs_along(value: Any, dim: int | None) -> bool:
@@ -252,7 +236,7 @@ def _differs_along(value: Any, dim: int | None) -> bool:
 
 
 def _moved_dims(eqn: Any, operand: Any, result: Any) -> dict[int | None, int] | None:
-    """By dimension of an equation in `MOVES`, the operand's; None if the elements are rearranged.
+    """Maps dimensions of an equation in `MOVES` to its operand's; None if elements are rearranged.
 
     Dimensions along which all elements are equal may be missing.
     """
@@ -268,9 +252,6 @@ def _moved_dims(eqn: Any, operand: Any, result: Any) -> dict[int | None, int] | 
     return dict(zip(others, own, strict=True))
 
 
-# Bounds.
-
-
 def within(ctx: Any, value: Any, low: int, high: int) -> bool:
     """Whether all elements are proven to lie in [low, high]."""
     bounds = interval(ctx, value)
@@ -278,7 +259,7 @@ def within(ctx: Any, value: Any, low: int, high: int) -> bool:
 
 
 def single(ctx: Any, value: Any, depth: int = _DEPTH) -> int | None:
-    """The integer that all elements are proven to equal; None if that is not proven."""
+    """Finds the integer that all elements are proven to equal; None if that is not proven."""
     bounds = interval(ctx, value, depth)
     return bounds[0] if bounds is not None and bounds[0] == bounds[1] else None
 
@@ -290,11 +271,9 @@ def interval(ctx: Any, value: Any, depth: int = _DEPTH) -> Interval | None:
         if array.size == 0 or array.dtype.kind not in "iub":
             return None
         return int(array.min()), int(array.max())
-    produced = ctx.producer(value)
-    if produced is None or depth == 0:
+    name, eqn, operands = ctx.made_by(value)
+    if depth == 0:
         return None
-    eqn, operands = produced
-    name = eqn.primitive.name
     if name == "iota":
         numbers = 0, eqn.params["shape"][eqn.params["dimension"]] - 1
         return numbers if _fits(numbers, eqn.outvars[0].aval.dtype) else None
@@ -318,7 +297,9 @@ def interval(ctx: Any, value: Any, depth: int = _DEPTH) -> Interval | None:
         return min(bounds[0][0], bounds[2][0]), bounds[2][1]
     if name == "concatenate" and all(bounds):
         return min(x[0] for x in bounds if x), max(x[1] for x in bounds if x)
-    if name in ("and", "or") and on_booleans(operands):
+    if name in ("and", "or") and all(
+        np.result_type(getattr(x, "dtype", x)) == np.bool_ for x in operands
+    ):
         return _extremum("min" if name == "and" else "max", [x or (0, 1) for x in bounds])
     if len(bounds) != 2 or not bounds[0] or not bounds[1]:
         return None
@@ -334,23 +315,13 @@ def _fits(bounds: Interval, dtype: Any) -> bool:
     return limits.min <= bounds[0] and bounds[1] <= limits.max
 
 
-def on_booleans(operands: Any) -> bool:
-    """Whether all operands are boolean."""
-    return all(np.result_type(x.dtype if hasattr(x, "dtype") else x) == np.bool_ for x in operands)
-
-
 def _of_two(name: str, first: Interval, second: Interval) -> Interval | None:
     (a, b), (c, d) = first, second
-    if name in ("lt", "ge"):
-        always, never = b < c, a >= d
-    elif name in ("gt", "le"):
-        always, never = a > d, b <= c
-    elif name in ("eq", "ne"):
-        always, never = a == b == c == d, b < c or d < a
-    if name in ("lt", "gt", "eq"):
-        return int(always), int(not never)
-    if name in ("ge", "le", "ne"):
-        return int(never), int(not always)
+    less, greater, same = (b < c, a >= d), (a > d, b <= c), (a == b == c == d, b < c or d < a)
+    if (found := {"lt": less, "gt": greater, "eq": same}.get(name)) is not None:
+        return int(found[0]), int(not found[1])
+    if (found := {"ge": less, "le": greater, "ne": same}.get(name)) is not None:
+        return int(found[1]), int(not found[0])
     if name == "add":
         return a + c, b + d
     if name == "sub":
@@ -363,7 +334,7 @@ def _of_two(name: str, first: Interval, second: Interval) -> Interval | None:
 
 
 def _extremum(name: str, bounds: list[Interval | None]) -> Interval | None:
-    """Bounds of the maximum or minimum of two values, one of which may have no proven bounds."""
+    """Bounds the maximum or minimum of two values, of which one may have no proven bounds."""
     pick = max if name == "max" else min
     lows, highs = zip(*(x or (-(2**63), 2**63) for x in bounds), strict=True)
     return pick(lows), pick(highs)
@@ -375,12 +346,11 @@ def _select(ctx: Any, operands: Any, depth: int) -> Interval | None:
     case = single(ctx, which, depth - 1)
     if case is not None and case < len(operands) - 1:
         return interval(ctx, operands[1 + case], depth - 1)
-    test = ctx.producer(which)
-    is_lt = test is not None and test[0].primitive.name == "lt" and test[1][0] is first
-    if test and is_lt and constant(ctx, test[1][1]) == 0:
-        bounds, added = interval(ctx, first, depth - 1), ctx.producer(second)
-        if bounds and added and added[0].primitive.name == "add" and added[1][0] is first:
-            size = interval(ctx, added[1][1], depth - 1)
+    test, _, compared = ctx.made_by(which)
+    if test == "lt" and compared[0] is first and constant(ctx, compared[1]) == 0:
+        bounds, (name, _, added) = interval(ctx, first, depth - 1), ctx.made_by(second)
+        if bounds and name == "add" and added[0] is first:
+            size = interval(ctx, added[1], depth - 1)
             if size is not None:
                 ranges = [(max(bounds[0], 0), bounds[1])] if bounds[1] >= 0 else []
                 if bounds[0] < 0:
@@ -393,24 +363,21 @@ def _select(ctx: Any, operands: Any, depth: int) -> Interval | None:
 
 
 def selected(ctx: Any, value: Any) -> Any:
-    """The operand that a `select_n` is proven to select everywhere; any other value unchanged."""
-    produced = ctx.producer(value)
-    if produced is not None and produced[0].primitive.name == "select_n":
-        which = single(ctx, produced[1][0])
-        if which is not None:
-            return selected(ctx, produced[1][1 + which])
-    return value
+    """Returns the operand that a `select_n` provably selects everywhere; keeps other values."""
+    name, _, operands = ctx.made_by(value)
+    which = single(ctx, operands[0]) if name == "select_n" else None
+    return value if which is None else selected(ctx, operands[1 + which])
 
 
 def _cumsum(ctx: Any, operand: Any, depth: int) -> Interval | None:
     """Bounds of a running sum; sums of scattered counts, as in `jnp.repeat`, get closer bounds."""
-    produced = ctx.producer(operand)
+    name, _, scattered = ctx.made_by(operand)
     bounds = interval(ctx, operand, depth - 1)
-    if produced is None or produced[0].primitive.name != "scatter-add":
+    if name != "scatter-add":
         if bounds is None or bounds[0] < 0:
             return None
         return bounds[0], bounds[1] * math.prod(np.shape(operand))
-    start, _, updates = produced[1]
+    start, _, updates = scattered
     before, added = interval(ctx, start, depth - 1), interval(ctx, updates, depth - 1)
     if before != (0, 0) or added is None or added[0] < 0:
         return None

@@ -51,7 +51,7 @@ _RARE = ("rows_without_kept_keys",)
 
 
 class Cost(NamedTuple):
-    """The cost of a program; expressions if its dimensions are symbolic.
+    """Holds the cost of a program; expressions if its dimensions are symbolic.
 
     Attributes:
       flops: floating-point operations of products; a multiply-add counts as two.
@@ -69,7 +69,7 @@ _NOTHING = Cost()
 
 
 def refusal(new: Cost, old: Cost) -> str:
-    """Why a rewritten program costs too much to run; "" if it does not."""
+    """Says why a rewritten program costs too much to run; "" if it does not."""
     if _exceeds(new.flops, old.flops, _FLOPS_SLACK):
         return f"its products would take {_text(new.flops)} FLOP instead of {_text(old.flops)}"
     if _exceeds(new.nbytes, old.nbytes, _BYTES_SLACK):
@@ -89,14 +89,14 @@ def _text(amount: Any) -> str:
 
 
 def program_cost(program: core.Jaxpr) -> Cost:
-    """The cost of a traced program."""
+    """Computes the cost of a traced program."""
     return total(cost_by_source(program, ()))
 
 
 def cost_by_source(
     program: Any, sources: Container[int | None] | None = None
 ) -> dict[int | None, Cost]:
-    """The cost of a traced program, by the tracebacks of its equations.
+    """Computes the cost of a traced program, by the tracebacks of its equations.
 
     Args:
       program: the program, or an object with its `eqns` and `outvars`.
@@ -111,7 +111,7 @@ def cost_by_source(
 
 
 def total(costs: Mapping[Any, Cost]) -> Cost:
-    """The sum of the costs."""
+    """Adds the costs."""
     return Cost(sum(x.flops for x in costs.values()), sum(x.nbytes for x in costs.values()))
 
 
@@ -121,7 +121,6 @@ def _cost(
     if id(program) in known:
         return known[id(program)]
     without = explain.WITHOUT_PROGRAMS
-    # Most equations hold no programs.
     inner_of: list[Sequence[core.Jaxpr]] = [
         () if eqn.primitive.name in without else inner_programs(eqn) for eqn in program.eqns
     ]
@@ -163,7 +162,7 @@ def _cost(
 
 
 def _dearest(branches: list[dict[int | None, Cost]]) -> dict[int | None, Cost]:
-    """The FLOPs of the branch with the most FLOPs, and the bytes of the one with the most bytes."""
+    """Returns the FLOPs of the branch with most FLOPs, and the bytes of the one with most bytes."""
     flops = max(branches, key=lambda x: total(x).flops)
     nbytes = max(branches, key=lambda x: total(x).nbytes)
     return {
@@ -173,7 +172,7 @@ def _dearest(branches: list[dict[int | None, Cost]]) -> dict[int | None, Cost]:
 
 
 def _read_unfused(program: Any, inner_of: Sequence[Sequence[core.Jaxpr]]) -> set[Any]:
-    """The variables that are written: not all operations that read them are fused.
+    """Returns the variables that are written: not all operations that read them are fused.
 
     Args:
       program: the program.
@@ -187,7 +186,7 @@ def _read_unfused(program: Any, inner_of: Sequence[Sequence[core.Jaxpr]]) -> set
 
 
 def _size(v: Any, known: dict[int, Any]) -> int:
-    """The bytes of a variable or literal; `known` holds the sizes of types, by identity."""
+    """Returns the bytes of a variable or literal; `known` holds the sizes of types, by identity."""
     aval = v.aval
     size = known.get(id(aval))
     if size is None:
@@ -224,7 +223,7 @@ def _product_flops(eqn: core.JaxprEqn) -> int:
 
 
 def _flops_of_op(eqn: core.JaxprEqn, known: dict[int, Any]) -> int | None:
-    """The useful FLOPs of a call of an op of this library; None for other equations."""
+    """Returns the useful FLOPs of a call of an op of this library; None for other equations."""
     if eqn.primitive.name != "jit" or eqn.params.get("name") not in OPS:
         return None
     # Layers share the program of an op.

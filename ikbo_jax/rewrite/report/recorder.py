@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Container, Iterator
+import math
+from collections.abc import Iterator
 from typing import Any
 
-from ikbo_jax.ops import explain
 from ikbo_jax.rewrite.report.report import (
     UNKNOWN,
     FoundBroadcast,
@@ -19,13 +19,16 @@ from ikbo_jax.rewrite.report.report import (
 from ikbo_jax.rewrite.report.work import BothCosts, Work
 from ikbo_jax.rewrite.values import jaxprs, lineage
 
+#: Primitives that look rows up or repeat them; the report lists every equation of these.
+LOOKUPS = ("gather", "tile")
+
 
 def _with_times(texts: dict[str, int]) -> tuple[str, ...]:
     return tuple(text if n == 1 else f"{text} ({n} times)" for text, n in texts.items())
 
 
 class Broadcast:
-    """A `FoundBroadcast` that is still being recorded."""
+    """Collects a `FoundBroadcast` that is still being recorded."""
 
     def __init__(self, line: str, what: str, certain: bool) -> None:
         self.line = line
@@ -41,35 +44,22 @@ class Broadcast:
         return FoundBroadcast(self.line, self.what, texts[0], costs, texts[1])
 
 
-@dataclasses.dataclass
-class _Repeated:
-    """Calls that record the same as an earlier call; `record(times)` records all of them.
-
-    `origins` are the broadcasts that each result of these calls stems from.
-    """
-
-    origins: Any
-    record: Callable[[int], None]
-    times: int = 0
-
-
 class Recorder:
     """Collects the report of one rewrite."""
 
-    def __init__(self) -> None:
+    def __init__(self, muted: int = 0) -> None:
         self.broadcasts: list[Broadcast] = []
         self.materialised: list[Materialisation] = []
         self.changed = False
         # Whether a rule took a form with another derivative than the original.
         self.gradient_differs = False
-        self.muted = 0
+        self.muted = muted
         self.work = Work()
         self.reason = ""
         # The equations that call the program being interpreted, outermost first. If an equation was
         # traced inside a jitted library function, its line may be unknown; then the line of the
         # innermost call with a line is used.
         self.calls: list[Any] = []
-        self._repeated: dict[Any, _Repeated] = {}
         # Broadcasts that several calls have in common.
         self._once: dict[Any, Broadcast] = {}
         # Why the original runs although broadcasts were found.
@@ -77,29 +67,24 @@ class Recorder:
         # The outcomes of the original's lookups, by the identity of their equations.
         self._lookups: dict[int, Lookup] = {}
 
-    def list_lookups(self, program: Any, names: Container[str]) -> None:
+    def list_lookups(
+        self, program: Any, inside: str = "the function", seen: set[int] | None = None
+    ) -> None:
         """Lists all lookups of the original program, including those that no rule is called for.
 
-        `names` are the names of the primitives that look up.
+        `seen` are the identities of the programs that were searched.
         """
-        self._list_lookups(program, names, "the function", set())
-
-    def _list_lookups(
-        self, program: Any, names: Container[str], inside: str, seen: set[int]
-    ) -> None:
-        """`list_lookups`, where `seen` are the identities of the programs that were searched."""
+        seen = set() if seen is None else seen
         for eqn in program.eqns:
-            if eqn.primitive.name in names:
+            if eqn.primitive.name in LOOKUPS:
                 what = _lookup_text(eqn)
                 reason = f"it is inside {inside}, which stays as it is"
                 self._lookups[id(eqn)] = Lookup(self.line(eqn), what, "kept", reason)
-            if eqn.primitive.name in explain.WITHOUT_PROGRAMS:
-                continue
             for inner in jaxprs.inner_programs(eqn):
                 if id(inner) not in seen:
                     seen.add(id(inner))
                     with self.inside(eqn):
-                        self._list_lookups(inner, names, eqn.primitive.name, seen)
+                        self.list_lookups(inner, eqn.primitive.name, seen)
 
     def looked_up(self, eqn: Any, outcome: str, reason: str) -> None:
         """Records the outcome of a lookup of the original; the last of several calls counts."""
@@ -109,7 +94,7 @@ class Recorder:
 
     @contextlib.contextmanager
     def inside(self, eqn: Any) -> Iterator[None]:
-        """A context manager for the interpretation of the program that an equation calls."""
+        """Opens a context for the interpretation of the program that an equation calls."""
         self.calls.append(eqn)
         try:
             yield
@@ -118,7 +103,7 @@ class Recorder:
 
     @contextlib.contextmanager
     def because(self, reason: str) -> Iterator[None]:
-        """A context manager that sets the reason of all values materialised in it.
+        """Opens a context that sets the reason of all values materialised in it.
 
         The outermost reason counts.
         """
@@ -129,7 +114,7 @@ class Recorder:
             self.reason = outer
 
     def line(self, eqn: Any) -> str:
-        """The model's line that an equation stems from; a string unchanged."""
+        """Returns the model's line that an equation stems from; a string unchanged."""
         if eqn is None:
             return "the function's result"
         if isinstance(eqn, str):
@@ -144,7 +129,7 @@ class Recorder:
         return broadcast
 
     def found_once(self, key: Any, *args: Any) -> Broadcast:
-        """`found`, but the same broadcast for every call with this key."""
+        """Does what `found` does, with the same broadcast for every call with this key."""
         broadcast = self._once.get(key) or self.found(*args)
         if not self.muted:
             self._once[key] = broadcast
@@ -152,7 +137,7 @@ class Recorder:
 
     @contextlib.contextmanager
     def only_once(self, key: Any) -> Iterator[None]:
-        """A context manager for an equation that several calls of a program would repeat.
+        """Opens a context for an equation that several calls of a program would repeat.
 
         `key` is equal for equal equations. This recorder ignores it, since it has no calls.
         """
@@ -173,12 +158,8 @@ class Recorder:
     ) -> None:
         """Records work done at the smaller batch instead of the larger one.
 
-        Args:
-          eqn: the equation of the original program.
-          origins: the broadcasts that its operands stem from.
-          became: what replaced the equation.
-          product: whether it is a product, whose line is reported; other work is only counted.
-          times: how often this was recorded.
+        `became` says what replaced the equation. The line of a product is reported; other work is
+        only counted.
         """
         if self.muted or not origins:
             return
@@ -188,51 +169,24 @@ class Recorder:
             origin.became[text] = origin.became.get(text, 0) + times
             self.changed |= origin.certain
 
-    def wrote(self, eqn: Any, value: Any, reason: str, copied: bool, times: int = 1) -> None:
+    def wrote(self, eqn: Any, value: Any, reason: str, copied: bool) -> None:
         """Records that a value was materialised; `copied` is False if XLA fuses the lookup."""
         reason = self.reason or reason
         origins = [origin for origin in value.origins if origin.certain]
         if self.muted or not origins:
             return
-        size = lineage.nbytes(value.shape, value.dtype)
+        size = lineage.bytes_of(value.shape, value.dtype)
+        size = size if isinstance(size, int) else 0
         for origin in origins:
             text = f"{'materialised' if copied else 'looked up in place'}, {self.line(eqn)}"
-            origin.became[text] = origin.became.get(text, 0) + times
+            origin.became[text] = origin.became.get(text, 0) + 1
         if copied:
             place = Materialisation(self.line(eqn), lineage.text(value), reason, size)
-            self.materialised += [place] * times
+            self.materialised.append(place)
             for origin in origins:
-                origin.kept[str(place)] = origin.kept.get(str(place), 0) + times
-
-    def remember(self, key: Any, origins: Any, record: Callable[[int], None]) -> None:
-        """Prepares `again`, by which calls that record the same are recorded together at the end.
-
-        Args:
-          key: equal for calls that record the same.
-          origins: what `again` returns for such a call.
-          record: records a number of such calls.
-        """
-        if not self.muted:
-            self._repeated[key] = _Repeated(origins, record)
-
-    def again(self, key: Any, times: int = 1) -> Any:
-        """Counts calls with this key and returns their origins; None if it is not remembered."""
-        repeated = None if self.muted else self._repeated.get(key)
-        if repeated is None:
-            return None
-        repeated.times += times
-        return repeated.origins
-
-    def record_repeated(self) -> None:
-        """Records the calls that `again` has counted."""
-        for repeated in self._repeated.values():
-            if repeated.times:
-                repeated.record(repeated.times)
-        # What records them holds tracers.
-        self._repeated.clear()
+                origin.kept[str(place)] = origin.kept.get(str(place), 0) + 1
 
     def report(self) -> RewriteReport:
-        self.record_repeated()
         changed = self.changed and not self.refusal
         numbers = {b: n for n, b in enumerate(self.broadcasts) if b.certain}
 
@@ -263,9 +217,9 @@ class Recorder:
 
 
 def _lookup_text(eqn: Any) -> str:
-    """A lookup in words, as in the report of a broadcast."""
+    """Describes a lookup in words, as in the report of a broadcast."""
     operand, result = (v.aval.str_short() for v in (eqn.invars[0], eqn.outvars[0]))
     if len(eqn.invars) == 1:
         return f"{operand} tiled -> {result}"
-    count = lineage.size_of(eqn.invars[1].aval.shape[:-1])
+    count = math.prod(eqn.invars[1].aval.shape[:-1])
     return f"{operand} looked up by {count} indices -> {result}"

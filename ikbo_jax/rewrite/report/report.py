@@ -17,9 +17,25 @@ from ikbo_jax.rewrite.report.work import BothCosts, Work, count
 UNKNOWN = "unknown line"
 
 
+class _Costs:
+    """Says what a rewrite saves; `costs` is None if the original runs."""
+
+    costs: BothCosts | None
+
+    @property
+    def flops_saved(self) -> int:
+        """Number of floating-point operations of products that the rewrite removed."""
+        return self.costs.flops_saved if self.costs else 0
+
+    @property
+    def bytes_saved(self) -> int:
+        """Number of bytes that are no longer moved; below 0 if the rewrite moves more."""
+        return self.costs.bytes_saved if self.costs else 0
+
+
 @dataclasses.dataclass(frozen=True)
-class FoundBroadcast:
-    """One broadcast of the original program.
+class FoundBroadcast(_Costs):
+    """Describes one broadcast of the original program.
 
     Attributes:
       line: the source line of the broadcast, as `model.py:12 (fn)`.
@@ -37,22 +53,12 @@ class FoundBroadcast:
     costs: BothCosts | None = None
     kept: tuple[str, ...] = ()
 
-    @property
-    def flops_saved(self) -> int:
-        """The floating-point operations of products that the rewrite removed."""
-        return self.costs.flops_saved if self.costs else 0
-
-    @property
-    def bytes_saved(self) -> int:
-        """The bytes that are no longer read and written; below 0 if the rewrite moves more."""
-        return self.costs.bytes_saved if self.costs else 0
-
     def __str__(self) -> str:
         return self._text(())
 
     @property
     def details(self) -> str:
-        """The text with everything that replaced the broadcast."""
+        """Text with everything that replaced the broadcast."""
         return self._text(self.became or ("unused",))
 
     def _text(self, became: Sequence[str]) -> str:
@@ -65,7 +71,7 @@ class FoundBroadcast:
 
 @dataclasses.dataclass(frozen=True)
 class Materialisation:
-    """One value that the rewritten program had to materialise.
+    """Describes one value that the rewritten program had to materialise.
 
     Attributes:
       line: the source line of the equation that needs the copy.
@@ -85,7 +91,7 @@ class Materialisation:
 
 @dataclasses.dataclass(frozen=True)
 class Lookup:
-    """One lookup of rows, or one repetition of them, in the original program.
+    """Describes one lookup of rows, or one repetition of them, in the original program.
 
     Attributes:
       line: the source line of the lookup.
@@ -105,8 +111,8 @@ class Lookup:
 
 
 @dataclasses.dataclass(frozen=True)
-class RewriteReport:
-    """The report of a rewrite; `str` returns it as plain text, `details` with more of it.
+class RewriteReport(_Costs):
+    """Holds the report of a rewrite; `str` returns it as plain text, `details` with more of it.
 
     Attributes:
       changed: whether the rewritten program runs; False if the original runs.
@@ -129,18 +135,8 @@ class RewriteReport:
     work: Work = dataclasses.field(default_factory=Work, compare=False, repr=False)
 
     @property
-    def flops_saved(self) -> int:
-        """The floating-point operations of products that the rewrite removed."""
-        return self.costs.flops_saved
-
-    @property
-    def bytes_saved(self) -> int:
-        """The bytes that are no longer read and written; below 0 if the rewrite moves more."""
-        return self.costs.bytes_saved
-
-    @property
     def lines(self) -> dict[str, BothCosts]:
-        """The costs of the model's lines that compute with values of broadcasts, by line.
+        """Costs of the model's lines that compute with values of broadcasts, by line.
 
         The last entry, "all other lines", is the rest of the program.
         """
@@ -168,7 +164,7 @@ class RewriteReport:
 
     @property
     def details(self) -> str:
-        """The report with everything that replaced each broadcast, and the costs by line."""
+        """Text of the report with everything that replaced each broadcast, and costs by line."""
         texts = [_indent(text) for text in _counted(self.broadcasts, lambda x: x.details)]
         if self.changed:
             texts.append("costs by line, before -> after:")
@@ -200,7 +196,7 @@ class RewriteReport:
 
 
 def _once(entries: Sequence[Any]) -> list[str]:
-    """The entries as indented texts; equal ones, such as a model's layers make, are one text."""
+    """Indents the entries; equal ones, such as a model's layers make, are one text."""
     return [_indent(text) for text in _counted(entries, str)]
 
 
@@ -223,12 +219,12 @@ def _is_model(file_name: str) -> bool:
 
 
 def source_line(eqn: Any) -> str | None:
-    """The model's line that an equation stems from, `model.py:12 (fn)`; None if it is unknown."""
+    """Returns the model's line that an equation stems from, `model.py:12 (fn)`, or None."""
     return model_line(eqn.source_info.traceback)
 
 
 def model_line(traceback: Any) -> str | None:
-    """The model's line among the stack frames of a traceback; None if there is none."""
+    """Finds the model's line among the stack frames of a traceback; None if there is none."""
     for frame in traceback.frames if traceback else ():
         if _is_model(frame.file_name):
             function = frame.function_name.rpartition(".")[2]

@@ -20,18 +20,14 @@ _NOTHING = Cost()
 
 
 class _Program(NamedTuple):
-    """What the cost of a program depends on. Constants, which may be tracers, are not kept."""
+    """Holds what the cost of a program depends on; not its constants, which may be tracers."""
 
     eqns: Sequence[Any]
     outvars: Sequence[Any]
 
-    @classmethod
-    def of(cls, program: core.Jaxpr) -> _Program:
-        return cls(program.eqns, program.outvars)
-
 
 class Owned(NamedTuple):
-    """Equations with one traceback that compute with the values of broadcasts.
+    """Holds equations with one traceback that compute with the values of broadcasts.
 
     Attributes:
       traceback: this traceback.
@@ -45,19 +41,14 @@ class Owned(NamedTuple):
 
     @property
     def tracebacks(self) -> tuple[Any, ...]:
-        """The traceback, and the tracebacks of the calls, innermost first."""
+        """Tracebacks of the equation and of the calls, innermost first."""
         callers = (x.source_info.traceback for x in reversed(self.calls) if x is not None)
         return (self.traceback, *callers)
 
 
 @dataclasses.dataclass(frozen=True)
 class BothCosts:
-    """What the same work costs before and after the rewrite.
-
-    Attributes:
-      original: its cost in the original program.
-      rewritten: its cost in the rewritten program.
-    """
+    """Holds the costs of the same work in the original and in the rewritten program."""
 
     original: Cost = Cost()
     rewritten: Cost = Cost()
@@ -74,7 +65,7 @@ class BothCosts:
         return BothCosts(self.original - other.original, self.rewritten - other.rewritten)
 
     def __str__(self) -> str:
-        """What is saved, of how much; or that more bytes are moved than before."""
+        """Says what is saved, of how much; or that more bytes are moved than before."""
         text = _saved(self.flops_saved, self.original.flops, "FLOP")
         if self.bytes_saved >= 0:
             return f"{text}, {_saved(self.bytes_saved, self.original.nbytes, 'B')}"
@@ -83,7 +74,7 @@ class BothCosts:
 
     @property
     def before_and_after(self) -> str:
-        """Both costs, such as `84 MFLOP -> 67 MFLOP, 1.2 MB -> 800 kB`."""
+        """Text of both costs, such as `84 MFLOP -> 67 MFLOP, 1.2 MB -> 800 kB`."""
         both = self.original, self.rewritten
         texts = [" -> ".join(f"{count(x.nbytes)}B" for x in both)]
         if any(x.flops for x in both):
@@ -98,7 +89,7 @@ def _saved(amount: int, whole: int, unit: str) -> str:
 
 
 def count(number: int) -> str:
-    """A number with three digits and the prefix of its unit, such as `1.23 M`."""
+    """Formats a number with three digits and the prefix of its unit, such as `1.23 M`."""
     if number < 0:
         return f"-{count(-number)}"
     for unit, size in (("T", 10**12), ("G", 10**9), ("M", 10**6), ("k", 10**3)):
@@ -108,7 +99,7 @@ def count(number: int) -> str:
 
 
 class Work:
-    """The equations that compute with the values of broadcasts, and their costs.
+    """Collects the equations that compute with the values of broadcasts, and their costs.
 
     Attributes:
       owned: by identity of a traceback, the equations that have it.
@@ -118,7 +109,7 @@ class Work:
     def __init__(self) -> None:
         self.owned: dict[int, Owned] = {}
         self.whole = BothCosts()
-        self._programs: tuple[_Program, _Program] | None = None
+        self._programs: tuple[_Program, ...] = ()
         # Called programs whose equations are in `owned`, by identity.
         self._taken: dict[int, Work] = {}
 
@@ -148,13 +139,13 @@ class Work:
     def settle(self, original: core.Jaxpr, rewritten: core.Jaxpr) -> BothCosts:
         """Counts the costs of the whole programs."""
         self.whole = BothCosts(program_cost(original), program_cost(rewritten))
-        self._programs = _Program.of(original), _Program.of(rewritten)
+        self._programs = tuple(_Program(x.eqns, x.outvars) for x in (original, rewritten))
         return self.whole
 
     @functools.cached_property
     def _settled(self) -> list[tuple[Owned, BothCosts]]:
-        """The costs of the equations with each traceback. Counting them takes long."""
-        if self._programs is None:
+        """Costs of the equations with each traceback. Counting them takes long."""
+        if not self._programs:
             return []
         original, rewritten = self._programs
         before = cost_by_source(original)
@@ -166,22 +157,17 @@ class Work:
         ]
 
     def by_owner(self, owner_of: Callable[[frozenset], Any]) -> dict[Any, BothCosts]:
-        """The costs of the equations of every broadcast.
+        """Computes the costs of the equations of every broadcast.
 
-        Args:
-          owner_of: of the broadcasts that an equation's values stem from, the one that the
-            equation counts for.
-
-        Returns:
-          Costs by broadcast. Equations of no broadcast, or for which `owner_of` returns None, are
-          left out.
+        Of the broadcasts that an equation's values stem from, `owner_of` returns the one that the
+        equation counts for; equations for which it returns None are left out.
         """
         # Most equations stem from the same broadcasts.
         owners = {x.origins: owner_of(x.origins) for x, _ in self._settled}
         return _sums((owners[x.origins], costs) for x, costs in self._settled)
 
     def by_line(self, line_of: Callable[[tuple[Any, ...]], str]) -> dict[str, BothCosts]:
-        """The costs of the model's lines; `line_of` finds a line by `Owned.tracebacks`."""
+        """Computes the costs of the model's lines; `line_of` finds a line by `Owned.tracebacks`."""
         return _sums((line_of(x.tracebacks), costs) for x, costs in self._settled)
 
 

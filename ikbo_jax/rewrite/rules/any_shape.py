@@ -9,17 +9,17 @@ import jax.numpy as jnp
 import numpy as np
 
 from ikbo_jax.rewrite.facts import curves
-from ikbo_jax.rewrite.rules.elementwise import ELEMENTWISE
+from ikbo_jax.rewrite.rules.elementwise import ELEMENTWISE, common_shape
 from ikbo_jax.rewrite.values import jvp_rules
 from ikbo_jax.rewrite.values.jaxprs import interpret, wrapped
 
-#: Derivatives of a custom_jvp function that are proven to be elementwise. Its JVP rule may call the
-#: function again, so that there is no last derivative.
-_PROVEN_DERIVATIVES = 2
+#: Derivatives of a custom_jvp function that are proven to work row by row while the program is
+#: rewritten. A JVP rule may call its own function, so that there is no last derivative.
+PROVEN_DERIVATIVES = 2
 
 
 def is_elementwise_jvp(
-    eqn: Any, derivatives: int = _PROVEN_DERIVATIVES, assumed: frozenset = frozenset()
+    eqn: Any, derivatives: int = PROVEN_DERIVATIVES, assumed: frozenset = frozenset()
 ) -> bool:
     """Whether a custom_jvp function and its first derivatives are elementwise.
 
@@ -29,11 +29,11 @@ def is_elementwise_jvp(
     """
     rule = jvp_rules.identity(eqn.params["jvp_jaxpr_fun"])
     key = rule, *(v.aval for v in eqn.invars)
-    programs = [eqn.params["call_jaxpr"]]
-    if derivatives and (rule is None or key not in assumed):
-        programs.append(curves.jvp_rule(eqn)[0])
-    left, assumed = max(0, derivatives - 1), assumed | {key}
-    return all(_only_elementwise(program, left, assumed) for program in programs)
+    left, others = max(0, derivatives - 1), assumed | {key}
+    if not _only_elementwise(eqn.params["call_jaxpr"], left, others):
+        return False
+    is_proven = not derivatives or rule is not None and key in assumed
+    return is_proven or _only_elementwise(curves.jvp_rule(eqn)[0], left, others)
 
 
 def _only_elementwise(program: Any, derivatives: int, assumed: frozenset = frozenset()) -> bool:
@@ -47,13 +47,13 @@ def _only_elementwise(program: Any, derivatives: int, assumed: frozenset = froze
             return is_elementwise_jvp(eqn, derivatives, assumed)
         if name == "broadcast_in_dim":
             return eqn.invars[0].aval.ndim == 0
-        return name in (*ELEMENTWISE, "select_n", "clamp")
+        return name in ELEMENTWISE
 
     return not program.constvars and all(map(is_elementwise, program.eqns))
 
 
 def _evaluated(program: Any, consts: Any, arrays: Any) -> list[Any]:
-    """The results of a program of elementwise equations, on arrays of any shape."""
+    """Runs a program of elementwise equations on arrays of any shape."""
 
     def run(eqn: Any, operands: list[Any]) -> list[Any]:
         name = eqn.primitive.name
@@ -63,21 +63,16 @@ def _evaluated(program: Any, consts: Any, arrays: Any) -> list[Any]:
         if name == "custom_jvp_call":
             return [run_custom_jvp(eqn, operands)]
         if name == "broadcast_in_dim":
-            # Of a number, which the next equation broadcasts.
+            # The operand is a number, which the next equation broadcasts.
             return operands
-        if name in ("select_n", "clamp"):
-            shape = np.broadcast_shapes(*map(np.shape, operands))
-            which = operands[0] if name == "select_n" and np.ndim(operands[0]) == 0 else None
-            operands = [jnp.broadcast_to(x, shape) for x in operands]
-            operands = operands if which is None else [which, *operands[1:]]
-        primitive = eqn.primitive
-        return [primitive.bind(*operands, **primitive.get_bind_params(eqn.params))]
+        params = eqn.primitive.get_bind_params(eqn.params)
+        return [eqn.primitive.bind(*common_shape(eqn, operands), **params)]
 
     return interpret(program, consts, arrays, run)
 
 
 def run_custom_jvp(eqn: Any, arrays: list[jax.Array]) -> jax.Array:
-    """A custom_jvp function of one result, at the shape of these arrays."""
+    """Runs a custom_jvp function of one result at the shape of these arrays."""
     call = eqn.params["call_jaxpr"]
 
     def whole(x: Any, arrays: Any) -> Any:
@@ -96,7 +91,7 @@ def run_custom_jvp(eqn: Any, arrays: list[jax.Array]) -> jax.Array:
         value = whole(out[0], primals_and_tangents)
         return [value, jnp.zeros_like(value) if zeros[0] else whole(out[1], primals_and_tangents)]
 
-    # `jax.custom_jvp` does the same, and looks for the names of the arguments besides.
+    # `jax.custom_jvp` would bind the primitive, too, but also look up the arguments' names.
     functions = tuple(wrapped(fn, call) for fn in (function, derivative))
     results: list[jax.Array] = eqn.primitive.bind(*arrays, subfuns=functions, symbolic_zeros=False)
     return results[0]

@@ -16,7 +16,7 @@ from ikbo_jax.rewrite.values.lineage import Lineage, base_of, has_lineage
 def batched_product(
     ctx: Context, eqn: Any, lhs: Any, rhs: Any, preferred: Any
 ) -> tuple[jax.Array, tuple[int, ...], Lineage | None, int]:
-    """A product with batch dimensions: base, shape, lineage and axis of a `Lazy`."""
+    """Multiplies with batch dimensions: base, shape, lineage and axis of a `Lazy`."""
     (lhs_contract, rhs_contract), (lhs_batch, rhs_batch) = dims_of(eqn)
     # Every dimension gets a label. If one operand has size 1 in a batch dimension, this operand is
     # squeezed, and the dimension is a free dimension of the other operand.
@@ -59,16 +59,12 @@ def batched_product(
 
 
 def _repeated(x: jax.Array, other: jax.Array, own: list[str], others: list[str]) -> jax.Array:
-    """An operand of a batched product, repeated along the batch if that moves fewer bytes.
+    """Repeats an operand of a batched product along the batch if that moves fewer bytes.
 
     Without a batch, the other operand is one matrix. If its summed dimensions lie between others,
     XLA transposes it first: of [2048, 866, 256], 0.9 GB are read and written, in both directions.
-
-    Args:
-      x: the operand, of size 1 in batch dimensions that only the other one has.
-      other: the other operand.
-      own: labels of its dimensions, see `_labels`.
-      others: labels of the other operand's dimensions.
+    The operand has size 1 in batch dimensions that only the other operand has. `own` and `others`
+    are the labels of the dimensions of both.
     """
     if 1 not in x.shape:
         return x
@@ -86,7 +82,7 @@ def _repeated(x: jax.Array, other: jax.Array, own: list[str], others: list[str])
 
 
 def dims_of(eqn: Any) -> Any:
-    """The summed dimensions of a product's two operands, and their batch dimensions."""
+    """Returns the summed dimensions of a product's two operands, and their batch dimensions."""
     contract, batch = eqn.params["dimension_numbers"]
     return [[int(d) for d in side] for side in contract], [[int(d) for d in side] for side in batch]
 
@@ -99,7 +95,7 @@ def _labels(side: str, x: Any, contract: Any, batch: Any) -> list[str]:
 def at_one_batch(
     ctx: Context, eqn: Any, lhs: Any, rhs: Any, lhs_batch: list[int], rhs_batch: list[int]
 ) -> tuple[Any, Any]:
-    """The operands; an operand that prevents a product at one batch is materialised."""
+    """Materialises the operand that prevents a product at one batch, if there is one."""
     if has_lineage(lhs) and has_lineage(rhs):
         pairs = list(zip(lhs_batch, rhs_batch, strict=True))
         if (lhs.axis, rhs.axis) in pairs and lhs.lineage is rhs.lineage:

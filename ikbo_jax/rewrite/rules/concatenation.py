@@ -5,8 +5,6 @@ from __future__ import annotations
 import itertools
 from typing import Any
 
-from jax import lax
-
 from ikbo_jax.rewrite.facts import proofs
 from ikbo_jax.rewrite.interpret import Context, shape_of
 from ikbo_jax.rewrite.rules import reselect
@@ -19,22 +17,22 @@ from ikbo_jax.rewrite.values.lineage import (
     carries,
     has_lineage,
     is_plain,
+    joined,
     lazy,
     origins_of,
-    spread,
     spread_axes,
 )
 from ikbo_jax.rewrite.values.registry import NotCovered
 
 
 def concatenate(ctx: Context, eqn: Any, *operands: Any) -> Any:
-    """A concatenation; its parts stay lazy."""
+    """Concatenates values, whose parts stay lazy."""
     axis, shape = eqn.params["dimension"], tuple(eqn.outvars[0].aval.shape)
     return concatenated(ctx, eqn, operands, axis, shape)
 
 
 def concatenated(ctx: Context, eqn: Any, operands: Any, axis: int, shape: tuple[int, ...]) -> Any:
-    """The concatenation of values, whose shape is `shape`."""
+    """Concatenates values to the shape `shape`; their parts stay lazy."""
     first = operands[0]
     if shape_of(first)[axis] == 1 and all(x is first for x in operands):
         return _copies(ctx, eqn, first, axis, shape)
@@ -47,17 +45,18 @@ def concatenated(ctx: Context, eqn: Any, operands: Any, axis: int, shape: tuple[
     for x in operands:
         parts += x.parts if isinstance(x, Concat) and x.axis == axis else (x,)
     if any(has_lineage(x) and x.axis == axis for x in parts):
-        return reselect.concatenated(ctx, eqn, parts, axis, shape)
+        return reselect.concatenated(ctx, parts, axis, shape)
     parts = lineage.aligned(parts)
     value_lineage, user_axis, differ = common_lineage(parts)
     one_lineage = value_lineage is not None and not differ
     if one_lineage and not any(carries(x, user_axis) for x in parts):
-        return _concat_at_user_batch(ctx, eqn, parts, axis, shape, value_lineage, user_axis)
+        base, origins = concatenated_bases(parts, axis), origins_of(*parts)
+        return at_user_batch(ctx, eqn, base, shape, value_lineage, user_axis, origins)
     return Concat(tuple(_joined_neighbours(parts, axis)), axis)
 
 
 def _copies(ctx: Context, eqn: Any, x: Any, axis: int, shape: tuple[int, ...]) -> Any:
-    """Copies of a slice, one after another: `jnp.stack([user] * candidates)`."""
+    """Repeats a slice: `jnp.stack([user] * candidates)`."""
     if tuple(x.shape) == shape:
         return x
     if not is_plain(x) and not isinstance(x, Lazy) or has_lineage(x) and x.axis == axis:
@@ -71,7 +70,7 @@ def _copies(ctx: Context, eqn: Any, x: Any, axis: int, shape: tuple[int, ...]) -
 def _concat_of_concats(
     ctx: Context, eqn: Any, first: Concat, operands: Any, axis: int, shape: tuple[int, ...]
 ) -> Any:
-    """A concatenation of concatenations along another axis: each part is concatenated."""
+    """Concatenates concatenations along another axis, part by part."""
     for x in operands:
         if isinstance(x, Concat) and (x.axis, x.sizes) != (first.axis, first.sizes):
             raise NotCovered("concatenation of concatenations with different parts")
@@ -88,7 +87,7 @@ def _concat_of_concats(
 
 
 def _joined_neighbours(parts: list[Any], axis: int) -> list[Any]:
-    """The parts; neighbours of one lineage become one part."""
+    """Joins neighbouring parts of one lineage to one part."""
 
     def kind(x: Any) -> Any:
         return (id(x.lineage), x.axis) if has_lineage(x) else id(x)
@@ -104,7 +103,7 @@ def _joined_neighbours(parts: list[Any], axis: int) -> list[Any]:
 
 
 def of_one_lineage(parts: list[Any], axis: int) -> Any:
-    """The concatenation of parts of one lineage, as one `Lazy` or array."""
+    """Concatenates parts of one lineage to one `Lazy` or array."""
     base, first = concatenated_bases(parts, axis), parts[0]
     if is_plain(first):
         return base
@@ -115,7 +114,7 @@ def of_one_lineage(parts: list[Any], axis: int) -> Any:
 
 
 def stack(ctx: Context, eqn: Any, *operands: Any) -> Any:
-    """A stack is a concatenation along a new axis."""
+    """Concatenates along a new axis."""
     axis, shape = eqn.params["axis"], tuple(eqn.outvars[0].aval.shape)
     if len(operands) < 2 or all(map(is_plain, operands)) and operands[0] is not operands[1]:
         return ctx.bind(eqn, *map(ctx.build, operands))
@@ -127,7 +126,7 @@ def stack(ctx: Context, eqn: Any, *operands: Any) -> Any:
 
 
 def with_new_axis(x: Any, axis: int) -> Any:
-    """A value with a new axis of size 1."""
+    """Adds an axis of size 1 to a value."""
     if is_plain(x):
         return staged.expand_dims(x, (axis,))
     if isinstance(x, Concat):
@@ -140,7 +139,7 @@ def with_new_axis(x: Any, axis: int) -> Any:
 
 
 def unstack(ctx: Context, eqn: Any, x: Any) -> Any:
-    """The slices along an axis, without the axis."""
+    """Slices along an axis, without the axis."""
     axis, pieces = eqn.params["axis"], []
     if not isinstance(x, Lazy) or x.axis == axis:
         raise NotCovered("unstack of the looked-up axis, or of a concatenation")
@@ -152,51 +151,29 @@ def unstack(ctx: Context, eqn: Any, x: Any) -> Any:
     return pieces
 
 
-def _concat_at_user_batch(
-    ctx: Context, eqn: Any, parts: Any, axis: int, shape: Any, value_lineage: Any, user_axis: int
-) -> Any:
-    base = concatenated_bases(parts, axis)
-    origins = origins_of(*parts)
-    return at_user_batch(ctx, eqn, base, shape, value_lineage, user_axis, origins)
-
-
 def concatenated_bases(parts: Any, axis: int) -> Any:
-    """The concatenation of the bases of values of one lineage."""
-    bases = [base_of(spread_axes(part, [axis])) for part in parts]
-    common = lax.broadcast_shapes(
-        *(tuple(1 if d == axis else n for d, n in enumerate(b.shape)) for b in bases)
-    )
-    bases = [spread(b, (*common[:axis], b.shape[axis], *common[axis + 1 :])) for b in bases]
-    return staged.concatenate(bases, axis)
+    """Concatenates the bases of values of one lineage."""
+    return joined([base_of(spread_axes(part, [axis])) for part in parts], axis)
 
 
 def without_padding(ctx: Any, whole: Concat, other: Any, axis: int) -> tuple[Any, Any]:
-    """The two operands of a product, without the parts of the summed axis in which both are zero.
+    """Removes the parts of a product's summed axis in which both operands are zero.
 
     Such zeros pad the summed axis to a size that tensor cores like. If only one of the two were
-    zero, the other might be infinite.
-
-    Args:
-      ctx: the context of the product.
-      whole: the concatenation, along the summed axis.
-      other: the other operand, no lookup.
-      axis: its summed axis.
-
-    Returns:
-      The two operands without these zeros; the second one is no concatenation.
+    zero, the other might be infinite. `axis` is the summed axis of `other`, which is no lookup; the
+    second result is no concatenation.
     """
     zeros = _zeros_along(ctx, other, axis)
     if zeros or isinstance(other, Concat):
         other = ctx.build(other)
     if not zeros:
         return whole, other
-    ends = list(itertools.accumulate(whole.sizes))
     kept = []
-    for part, size, end in zip(whole.parts, whole.sizes, ends, strict=True):
-        within = any(low <= end - size and end <= high for low, high in zeros)
+    for part, begin, end in whole.pieces():
+        within = any(low <= begin and end <= high for low, high in zeros)
         if not (within and proofs.constant(ctx, part) == 0):
-            kept.append((part, end - size, end))
-    if len(kept) in (0, len(ends)):
+            kept.append((part, begin, end))
+    if len(kept) in (0, len(whole.parts)):
         return whole, other
     parts = [part for part, _, _ in kept]
     slices = [staged.slice_in_dim(other, begin, end, axis) for _, begin, end in kept]
@@ -205,23 +182,14 @@ def without_padding(ctx: Any, whole: Concat, other: Any, axis: int) -> tuple[Any
 
 
 def _zeros_along(ctx: Any, x: Any, axis: int) -> list[tuple[int, int]]:
-    """Ranges of an axis in which an array, or a concatenation of arrays, is proven to be zero."""
+    """Finds ranges of an axis in which an array, or arrays concatenated, are proven to be zero."""
     if isinstance(x, Concat):
         if x.axis != axis:
             return []
-        ends = list(itertools.accumulate(x.sizes))
-        found = [proofs.constant(ctx, part) == 0 for part in x.parts]
-        return [
-            (end - size, end)
-            for end, size, is_zero in zip(ends, x.sizes, found, strict=True)
-            if is_zero
-        ]
-    produced = ctx.producer(x)
-    if produced is None or produced[0].primitive.name != "pad":
+        return [(low, high) for part, low, high in x.pieces() if proofs.constant(ctx, part) == 0]
+    name, eqn, operands = ctx.made_by(x)
+    if name != "pad" or proofs.constant(ctx, operands[1]) != 0:
         return []
-    eqn, (_, number) = produced
     low, high, _ = eqn.params["padding_config"][axis]
-    if proofs.constant(ctx, number) != 0:
-        return []
     size = shape_of(x)[axis]
     return [(0, low), (size - high, size)]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -22,21 +23,23 @@ from ikbo_jax.rewrite.values.lineage import (
     base_of,
     carries,
     has_lineage,
+    is_only_broadcast,
     is_plain,
     lazy,
     origins_of,
     spread,
     spread_axes,
+    transposed,
 )
 from ikbo_jax.rewrite.values.registry import NotCovered
 
 #: Primitives that work element by element and broadcast dimensions of size 1 themselves.
 ELEMENTWISE = """
-    abs acos acosh add and asin asinh atan atan2 atanh cbrt ceil clz complex conj
+    abs acos acosh add and asin asinh atan atan2 atanh cbrt ceil clamp clz complex conj
     convert_element_type copy cos cosh digamma div eq eq_to erf erf_inv erfc exp exp2 expm1 floor ge
     gt igamma igammac imag integer_pow is_finite le le_to lgamma log log1p logistic lt lt_to max min
     mul name ne neg nextafter not or population_count pow real reduce_precision rem round rsqrt
-    shift_left shift_right_arithmetic shift_right_logical sign sin sinh sqrt square
+    select_n shift_left shift_right_arithmetic shift_right_logical sign sin sinh sqrt square
     stop_gradient sub tan tanh xor
 """.split()  # noqa: SIM905  A table of words reads better.
 
@@ -44,14 +47,14 @@ ELEMENTWISE = """
 def at_user_batch(
     ctx: Context, eqn: Any, base: Any, shape: Any, value_lineage: Any, axis: Any, origins: Any
 ) -> Any:
-    """The value of a result computed at the smaller batch; records the saved work."""
+    """Returns a result computed at the smaller batch as a value; records the saved work."""
     if value_lineage is not None:
         ctx.recorder.saved(eqn, origins, "work at the smaller batch", False)
     return lazy(base, tuple(shape), value_lineage, axis, origins)
 
 
 def common_lineage(operands: Any) -> tuple[Lineage | None, int, bool]:
-    """The first operand's lineage and axis, and whether another operand has different ones.
+    """Returns the first operand's lineage and axis, and whether another operand's differ.
 
     Operands without a lineage do not count.
     """
@@ -63,6 +66,13 @@ def common_lineage(operands: Any) -> tuple[Lineage | None, int, bool]:
     return first.lineage, first.axis, differ
 
 
+def of_one_user(ctx: Context, x: Any, axis: int) -> Any:
+    """Looks a value that is only broadcast along `axis` up in a batch of one user."""
+    if not is_only_broadcast(x) or x.base.shape[axis] != 1 or x.shape[axis] == 1:
+        return x
+    return dataclasses.replace(x, lineage=ctx.scope.of_one_user(x.shape[axis]), axis=axis)
+
+
 def elementwise(ctx: Context, eqn: Any, *operands: Any) -> Any:
     """Runs at the smaller batch if all operands belong to it; otherwise looks rows up in place."""
     if eqn.primitive.name == "mul":
@@ -71,7 +81,7 @@ def elementwise(ctx: Context, eqn: Any, *operands: Any) -> Any:
 
 
 def with_mask(ctx: Context, eqn: Any, operands: Any) -> tuple[Any, Any]:
-    """A product with the cast of a mask of the result's shape, as the select that XLA makes of it.
+    """Replaces a product with the cast of a mask of the result's shape by XLA's select.
 
     XLA would not recognise it at the smaller batch, where the mask may be broadcast. A product with
     0 is NaN for infinity and NaN, which the select hides.
@@ -89,7 +99,7 @@ def with_mask(ctx: Context, eqn: Any, operands: Any) -> tuple[Any, Any]:
 
 
 def elementwise_to(ctx: Context, eqn: Any, shape: tuple[int, ...], operands: Any) -> Any:
-    """`elementwise`, with a result of this shape."""
+    """Runs `elementwise`, with a result of this shape."""
     if (found := _of_one_batch(ctx, eqn, shape, operands)) is not None:
         return found
     operands = [x if isinstance(x, Deferred) else narrowed(x) for x in operands]
@@ -107,7 +117,7 @@ def elementwise_to(ctx: Context, eqn: Any, shape: tuple[int, ...], operands: Any
         value_lineage = None
     origins = origins_of(*operands)
     bases = [base_of(x) for x in operands]
-    base = ctx.bind(eqn, *_common_shape(eqn, bases))
+    base = ctx.bind(eqn, *common_shape(eqn, bases))
     if not origins and 1 < base.size < math.prod(shape):
         # One user, broadcast by a sum with zeros or by a product with ones.
         what = f"{lineage.text(base)} broadcast -> {lineage.text(base, shape)}"
@@ -116,7 +126,7 @@ def elementwise_to(ctx: Context, eqn: Any, shape: tuple[int, ...], operands: Any
 
 
 def _of_one_batch(ctx: Context, eqn: Any, shape: tuple[int, ...], operands: Any) -> Any:
-    """The result of the most frequent cases, in less time: traced arrays, or lookups by one index.
+    """Runs the most frequent cases, in less time: traced arrays, or lookups by one index.
 
     None in all other cases.
     """
@@ -140,7 +150,7 @@ def _of_one_batch(ctx: Context, eqn: Any, shape: tuple[int, ...], operands: Any)
     if traced:
         return None
     bases = [x.base if type(x) is Lazy else x for x in operands]
-    base = ctx.bind(eqn, *_common_shape(eqn, bases))
+    base = ctx.bind(eqn, *common_shape(eqn, bases))
     return at_user_batch(ctx, eqn, base, shape, first.lineage, first.axis, origins_of(*operands))
 
 
@@ -149,7 +159,7 @@ _SMALL = 1 << 16
 
 
 def narrowed(x: Any) -> Any:
-    """A constant array of equal numbers as one number of the same rank."""
+    """Narrows a constant array of equal numbers to one number of the same rank."""
     if isinstance(x, (Deferred, jax.core.Tracer)) or not 1 < np.size(x) <= _SMALL:
         return x
     array = np.asarray(x).reshape(-1)
@@ -157,12 +167,22 @@ def narrowed(x: Any) -> Any:
     return first.reshape([1] * np.ndim(x)) if array.tobytes() == first.tobytes() * len(array) else x
 
 
-def _common_shape(eqn: Any, bases: Sequence[Any]) -> Sequence[Any]:
-    """Broadcasts the operands of primitives that require equal shapes, and equal shardings."""
-    if eqn.primitive.name not in ("select_n", "clamp"):
-        return bases
-    shape = lax.broadcast_shapes(*(np.shape(x) for x in bases))
-    return staged.alike([spread(x, shape) if np.ndim(x) else x for x in bases])
+def common_shape(eqn: Any, operands: Sequence[Any]) -> Sequence[Any]:
+    """Broadcasts the operands of primitives that require equal shapes, and equal shardings.
+
+    The condition of a select and the bounds of a clamp may be numbers.
+    """
+    name = eqn.primitive.name
+    if name not in ("select_n", "clamp"):
+        return operands
+    may_be_numbers = (0, 2) if name == "clamp" else (0,)
+    shape = lax.broadcast_shapes(*map(np.shape, operands))
+    full = []
+    for n, x in enumerate(operands):
+        is_number = np.ndim(x) == 0
+        wide = staged.broadcast_in_dim(x, shape, ()) if is_number else spread(x, shape)
+        full.append(x if is_number and n in may_be_numbers else wide)
+    return staged.alike(full)
 
 
 def _over_parts(
@@ -198,25 +218,19 @@ def by_part(
     shape: tuple[int, ...],
     run: Callable[[list[Any], tuple[int, ...]], Any],
 ) -> list[Any]:
-    """The results of an operation on each part of a concatenation.
+    """Runs an operation on each part of the concatenation `first`.
 
-    Args:
-      first: the concatenation.
-      operands: concatenations with the parts of `first`, and values that are sliced alike.
-      shape: of the whole result.
-      run: takes the operands and the shape of a part.
+    Other concatenations among the operands have the parts of `first`; other values are sliced
+    alike. `shape` is the shape of the whole result; `run` takes the operands and the shape of a
+    part.
     """
-    parts, start, axis = [], 0, first.axis
-    before, after = shape[:axis], shape[axis + 1 :]
-    for number, size in enumerate(first.sizes):
+    parts, axis = [], first.axis
+    for n, (_, start, stop) in enumerate(first.pieces()):
         cut = [
-            x.parts[number]
-            if isinstance(x, Concat)
-            else lineage.slice_along(x, start, start + size, axis)
+            x.parts[n] if isinstance(x, Concat) else lineage.slice_along(x, start, stop, axis)
             for x in operands
         ]
-        parts.append(run(cut, (*before, size, *after)))
-        start += size
+        parts.append(run(cut, (*shape[:axis], stop - start, *shape[axis + 1 :])))
     return parts
 
 
@@ -232,27 +246,19 @@ def _is_candidate_batch(first: Concat, operands: Any) -> bool:
 
 
 def concat(parts: list[Any], axis: int) -> Any:
-    """The concatenation of parts: an array if all parts are arrays."""
+    """Concatenates parts: an array if all parts are arrays."""
     if not any(isinstance(x, Deferred) for x in parts):
         return staged.concatenate(parts, axis)
     return Concat(tuple(parts), axis)
 
 
 def transpose(ctx: Context, eqn: Any, x: Any) -> Any:
-    """A transpose, of the base or of every part."""
-    permutation = [int(d) for d in eqn.params["permutation"]]
-    if isinstance(x, Concat):
-        parts = tuple(transpose(ctx, eqn, part) for part in x.parts)
-        return Concat(parts, permutation.index(x.axis))
-    base = ctx.bind(eqn, base_of(x))
-    if is_plain(x):
-        return base
-    axis = permutation.index(x.axis) if x.lineage else -1
-    return Lazy(base, tuple(x.shape[d] for d in permutation), x.lineage, axis, x.origins)
+    """Transposes the base or every part."""
+    return transposed(x, [int(d) for d in eqn.params["permutation"]])
 
 
 def reduction(ctx: Context, eqn: Any, x: Any) -> Any:
-    """Reductions that keep the looked-up axis."""
+    """Reduces axes other than the looked-up axis."""
     axes = tuple(int(a) for a in eqn.params["axes"])
     if isinstance(x, Concat):
         if x.axis in axes:
@@ -281,7 +287,7 @@ _COMBINED = {
 
 
 def _reduce_concat(ctx: Context, eqn: Any, x: Concat) -> Any:
-    """A reduction over the concatenated axis: of every part at its batch, then of the results."""
+    """Reduces over the concatenated axis: every part at its batch, then the results."""
     combine = _COMBINED.get(eqn.primitive.name)
     if combine is None:
         raise NotCovered(f"{eqn.primitive.name} over a concatenation")
@@ -296,64 +302,69 @@ def _reduce_concat(ctx: Context, eqn: Any, x: Concat) -> Any:
 REDUCTIONS = (*_COMBINED, "reduce_xor", "argmax", "argmin")
 
 
-def cumulative(ctx: Context, eqn: Any, *operands: Any) -> Any:
-    """Cumulative operations along another axis than the looked-up axis."""
-    along, x = eqn.params["axis"], operands[0]
-    if len(operands) != 1 or isinstance(x, Concat):
-        raise NotCovered(f"{eqn.primitive.name} of a concatenation or of several values")
-    if x.axis == along:
+def cumulative(ctx: Context, eqn: Any, x: Any) -> Any:
+    """Accumulates along another axis than the looked-up axis."""
+    return in_rows(ctx, eqn, x, [eqn.params["axis"]])
+
+
+def in_rows(ctx: Context, eqn: Any, x: Any, axes: Sequence[int], *rest: Any) -> Any:
+    """Runs an equation that works along `axes` in every row of a lookup by itself."""
+    if not isinstance(x, Lazy) or not all(map(is_plain, rest)):
+        raise NotCovered(f"{eqn.primitive.name} of a concatenation")
+    if x.axis in axes:
         raise NotCovered(f"{eqn.primitive.name} along the looked-up axis")
-    x = spread_axes(x, [along])
-    return at_user_batch(ctx, eqn, ctx.bind(eqn, x.base), x.shape, x.lineage, x.axis, x.origins)
+    bases, shape = ctx.bind(eqn, spread_axes(x, axes).base, *rest), eqn.outvars[0].aval.shape
+    out = [
+        at_user_batch(ctx, eqn, base, shape, x.lineage, x.axis, x.origins)
+        for base in (bases if eqn.primitive.multiple_results else [bases])
+    ]
+    return out if eqn.primitive.multiple_results else out[0]
 
 
 def slice_(ctx: Context, eqn: Any, x: Any) -> Any:
     """Slices the base or every part."""
-    starts, stops = list(eqn.params["start_indices"]), list(eqn.params["limit_indices"])
-    strides = list(eqn.params["strides"] or [1] * len(starts))
-    whole = [
-        (start, stop, stride) == (0, n, 1)
-        for start, stop, stride, n in zip(starts, stops, strides, shape_of(x), strict=True)
-    ]
+    params = eqn.params
+    return sliced(ctx, x, params["start_indices"], params["limit_indices"], params["strides"])
+
+
+def sliced(ctx: Context, x: Any, starts: Any, stops: Any, strides: Any = None) -> Any:
+    """Computes `lax.slice(x, starts, stops, strides)` of any value."""
+    starts, stops, strides = list(starts), list(stops), list(strides or [1] * len(starts))
     if isinstance(x, Concat):
-        return _slice_concat(ctx, eqn, x, starts, stops, strides)
-    if x.axis >= 0 and not whole[x.axis]:
-        axis = x.axis
-        x = reselect.sliced(ctx, eqn, x, starts[axis], stops[axis], strides[axis])
-        starts[axis], stops[axis], strides[axis] = 0, x.shape[axis], 1
-        if is_plain(x):
-            rest = (tuple(stops), max(strides)) != (x.shape, 1) or any(starts)
-            return lax.slice(x, starts, stops, strides) if rest else x
+        return _slice_concat(ctx, x, starts, stops, strides)
+    if has_lineage(x):
+        axis, count = x.axis, x.shape[x.axis]
+        if (starts[axis], stops[axis], strides[axis]) != (0, count, 1):
+            x = reselect.sliced(ctx, x, starts[axis], stops[axis], strides[axis])
+            starts[axis], stops[axis], strides[axis] = 0, x.shape[axis], 1
+    base, axis = base_of(x), -1 if is_plain(x) else x.axis
     shape = [-(-(b - a) // s) for a, b, s in zip(starts, stops, strides, strict=True)]
-    for d, n in enumerate(x.base.shape):
-        if n == 1 or d == x.axis:
+    for d, n in enumerate(base.shape):
+        if n == 1 and not is_plain(x) or d == axis:
             starts[d], stops[d], strides[d] = 0, n, 1
-    bounds = zip(starts, stops, x.base.shape, strict=True)
-    cut = any(stop - start != n for start, stop, n in bounds)
     # Slices that cut only the looked-up axis share one base.
-    base = x.base
-    if cut or max(strides) > 1:
-        base = staged.slice_of(x.base, starts, stops, strides)
-    return lazy(base, tuple(shape), x.lineage, x.axis, x.origins)
+    if (starts, stops, max(strides)) != ([0] * base.ndim, list(base.shape), 1):
+        base = staged.slice_of(base, starts, stops, strides)
+    return base if is_plain(x) else lazy(base, tuple(shape), x.lineage, axis, x.origins)
 
 
-def _slice_concat(ctx: Context, eqn: Any, x: Concat, starts: Any, stops: Any, strides: Any) -> Any:
+def sliced_along(ctx: Context, x: Any, start: int, stop: int, axis: int) -> Any:
+    """Computes `x[..., start:stop, ...]` along `axis`, of any value."""
+    starts, stops = [0] * len(x.shape), list(x.shape)
+    starts[axis], stops[axis] = start, stop
+    return sliced(ctx, x, starts, stops)
+
+
+def _slice_concat(ctx: Context, x: Concat, starts: Any, stops: Any, strides: Any) -> Any:
     if strides[x.axis] != 1:
         raise NotCovered("slice of a concatenation with a stride")
-    parts, offset = [], 0
-    for part, size in zip(x.parts, x.sizes, strict=True):
-        first = max(starts[x.axis] - offset, 0)
-        last = min(stops[x.axis] - offset, size)
-        offset += size
-        if first >= last:
-            continue
+    parts = []
+    for part, first, last in x.pieces():
         begin, end = list(starts), list(stops)
-        begin[x.axis], end[x.axis] = first, last
-        if is_plain(part):
-            parts.append(staged.slice_of(part, begin, end, strides))
-            continue
-        params = {"start_indices": tuple(begin), "limit_indices": tuple(end)}
-        parts.append(slice_(ctx, eqn.replace(params={**eqn.params, **params}), part))
+        begin[x.axis] = max(starts[x.axis], first) - first
+        end[x.axis] = min(stops[x.axis], last) - first
+        if begin[x.axis] < end[x.axis]:
+            parts.append(sliced(ctx, part, begin, end, strides))
     if not parts:
         raise NotCovered("empty slice of a concatenation")
     return parts[0] if len(parts) == 1 else concat(parts, x.axis)
@@ -361,20 +372,9 @@ def _slice_concat(ctx: Context, eqn: Any, x: Concat, starts: Any, stops: Any, st
 
 def split(ctx: Context, eqn: Any, x: Any) -> Any:
     """Slices the value once for every piece."""
-    axis, start, pieces = eqn.params["axis"], 0, []
-    for size in eqn.params["sizes"]:
-        if isinstance(x, Concat):
-            ends = list(x.shape)
-            begin = [0] * len(ends)
-            begin[axis], ends[axis] = start, start + size
-            params = {"start_indices": begin, "limit_indices": ends, "strides": None}
-            pieces.append(slice_(ctx, eqn.replace(params=params), x))
-        elif has_lineage(x) and x.axis == axis:
-            pieces.append(reselect.sliced(ctx, eqn, x, start, start + size))
-        else:
-            pieces.append(lineage.slice_along(x, start, start + size, axis))
-        start += size
-    return pieces
+    ends = itertools.accumulate(eqn.params["sizes"], initial=0)
+    axis = eqn.params["axis"]
+    return [sliced_along(ctx, x, start, stop, axis) for start, stop in itertools.pairwise(ends)]
 
 
 def optimization_barrier(ctx: Context, eqn: Any, *operands: Any) -> Any:

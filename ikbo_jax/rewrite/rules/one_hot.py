@@ -23,7 +23,7 @@ def is_lookup(ctx: Context, eqn: Any, operands: Any) -> bool:
 
 
 def lookup(ctx: Context, eqn: Any, lhs: Any, rhs: Any) -> Any:
-    """The lookup that a product with one-hot vectors is; None for any other product.
+    """Returns the lookup that a product with one-hot vectors is; None for any other product.
 
     A row whose index is out of bounds is 0, as the row of a gather that fills with 0.
     """
@@ -67,18 +67,18 @@ def _rows(ctx: Context, eqn: Any, index: Any, table: Any, axis: int, left: bool)
 
 
 def _equal(ctx: Context, x: Any) -> Any:
-    """The operands of the comparison that an array of 0 and 1 is cast from; None for others."""
+    """Returns the operands of the comparison that an array of 0 and 1 is cast from, or None."""
     # A program that is shared by several calls does not see the equations of its operands. Asking
     # for them would make every call of a product with an operand its own program.
     produced = ctx.provenance.visible_producer(x, ("convert_element_type",))
     if produced is None:
         return None
-    compared = ctx.producer(produced[1][0])
-    return compared[1] if compared is not None and compared[0].primitive.name == "eq" else None
+    name, _, compared = ctx.made_by(produced[1][0])
+    return compared if name == "eq" else None
 
 
 def _index(ctx: Context, x: Any, dim: int) -> Any:
-    """The index [batch] of one-hot vectors along `dim`; None if x is not proven to hold them."""
+    """Finds the index [batch] of one-hot vectors along `dim`; None if x may hold others."""
     compared = _equal(ctx, x)
     if compared is None or not jnp.issubdtype(x.dtype, jnp.floating):
         return None

@@ -13,23 +13,12 @@ import numpy as np
 from ikbo_jax.rewrite.facts.known import known
 from ikbo_jax.rewrite.interpret import Context, shape_of
 from ikbo_jax.rewrite.rules import concatenation
+from ikbo_jax.rewrite.rules.elementwise import sliced_along
 from ikbo_jax.rewrite.values.lineage import Concat, Lazy, has_lineage, is_plain
-from ikbo_jax.rewrite.values.registry import NotCovered, rule_of
+from ikbo_jax.rewrite.values.registry import NotCovered
 
 #: More pieces than this become no concatenation.
 _MOST_PIECES = 64
-
-
-def sliced(ctx: Context, eqn: Any, x: Any, start: int, stop: int, axis: int) -> Any:
-    """`x[..., start:stop, ...]` along `axis`, of any value."""
-    if is_plain(x):
-        return x[(slice(None),) * axis + (slice(start, stop),)]
-    begins, ends = [0] * len(x.shape), list(x.shape)
-    begins[axis], ends[axis] = start, stop
-    params = {"start_indices": begins, "limit_indices": ends, "strides": None}
-    rule = rule_of("slice")
-    assert rule is not None
-    return rule(ctx, eqn.replace(params=params), x)
 
 
 def placed(ctx: Context, eqn: Any, x: Any, pieces: dict[int, Any], axis: int) -> Any:
@@ -44,11 +33,11 @@ def placed(ctx: Context, eqn: Any, x: Any, pieces: dict[int, Any], axis: int) ->
         if start < at:
             raise NotCovered(f"{eqn.primitive.name} of positions that repeat")
         if start > at:
-            parts.append(sliced(ctx, eqn, x, at, start, axis))
+            parts.append(sliced_along(ctx, x, at, start, axis))
         parts.append(pieces[start])
         at = start + shape_of(pieces[start])[axis]
     if at < shape_of(x)[axis]:
-        parts.append(sliced(ctx, eqn, x, at, shape_of(x)[axis], axis))
+        parts.append(sliced_along(ctx, x, at, shape_of(x)[axis], axis))
     if len(parts) > _MOST_PIECES:
         raise NotCovered(f"{eqn.primitive.name} of many slices")
     if len(parts) == 1:
@@ -57,7 +46,7 @@ def placed(ctx: Context, eqn: Any, x: Any, pieces: dict[int, Any], axis: int) ->
 
 
 def scattered(ctx: Context, eqn: Any, x: Any, indices: Any, updates: Any) -> Any:
-    """A scatter that sets slices along one axis, at constant positions."""
+    """Scatters slices along one axis, at constant positions."""
     numbers = eqn.params["dimension_numbers"]
     if (
         eqn.primitive.name != "scatter"
@@ -82,7 +71,7 @@ def scattered(ctx: Context, eqn: Any, x: Any, indices: Any, updates: Any) -> Any
             raise NotCovered("scatter of a value of candidates in another order")
         if len(set(positions)) < len(positions):
             raise NotCovered("scatter of positions that repeat")
-        pieces = {at: sliced(ctx, eqn, updates, n, n + 1, axis) for n, at in enumerate(positions)}
+        pieces = {at: sliced_along(ctx, updates, n, n + 1, axis) for n, at in enumerate(positions)}
     else:
         raise NotCovered("scatter of a value of candidates in several windows")
     for at, piece in pieces.items():
@@ -96,7 +85,7 @@ def scattered(ctx: Context, eqn: Any, x: Any, indices: Any, updates: Any) -> Any
 
 
 def update_slice(ctx: Context, eqn: Any, x: Any, update: Any, starts: Any) -> Any:
-    """A dynamic_update_slice at constant positions, of whole slices along one axis."""
+    """Updates whole slices along one axis at constant positions."""
     sizes, full = shape_of(update), shape_of(x)
     axes = [d for d, (n, m) in enumerate(zip(sizes, full, strict=True)) if n != m]
     if not axes:
@@ -112,7 +101,7 @@ def update_slice(ctx: Context, eqn: Any, x: Any, update: Any, starts: Any) -> An
 
 
 def clamped(ctx: Context, start: Any, last: int) -> int:
-    """A constant position, at most `last`. `checkify` must find one outside in derivatives, too."""
+    """Clamps a constant position to [0, last]; `checkify` must find this in derivatives, too."""
     at = min(max(int(start), 0), last)
     if at != int(start):
         if ctx.differentiated:
@@ -122,7 +111,7 @@ def clamped(ctx: Context, start: Any, last: int) -> int:
 
 
 def taken(ctx: Context, eqn: Any, x: Concat, indices: Any) -> Any:
-    """A lookup of constant slices along the concatenated axis."""
+    """Looks constant slices up along the concatenated axis."""
     numbers, sizes, axis = eqn.params["dimension_numbers"], eqn.params["slice_sizes"], x.axis
     wanted = tuple(1 if d == axis else n for d, n in enumerate(x.shape))
     shape = eqn.outvars[0].aval.shape
@@ -144,7 +133,7 @@ def taken(ctx: Context, eqn: Any, x: Concat, indices: Any) -> Any:
     if len(breaks) > _MOST_PIECES:
         raise NotCovered("gather of many slices of a concatenation")
     pieces = [
-        sliced(ctx, eqn, x, int(flat[first]), int(flat[last - 1]) + 1, axis)
+        sliced_along(ctx, x, int(flat[first]), int(flat[last - 1]) + 1, axis)
         for first, last in zip(breaks[:-1], breaks[1:], strict=True)
     ]
     if len(pieces) == 1:

@@ -17,16 +17,7 @@ from ikbo_jax.rewrite.facts.known import known
 from ikbo_jax.rewrite.interpret import Context, shape_of
 from ikbo_jax.rewrite.rules.elementwise import at_user_batch
 from ikbo_jax.rewrite.values import lineage, staged
-from ikbo_jax.rewrite.values.lineage import (
-    Concat,
-    Lazy,
-    Lineage,
-    carries,
-    has_lineage,
-    is_plain,
-    origins_of,
-    rows_of,
-)
+from ikbo_jax.rewrite.values.lineage import Concat, Lazy, Lineage
 from ikbo_jax.rewrite.values.registry import NotCovered
 
 #: Candidates' positions that the program promises to be sorted may be unsorted in users' order.
@@ -34,7 +25,7 @@ _OF_USERS = {"indices_are_sorted": False}
 
 
 def columns(indices: Any) -> tuple[Any, ...]:
-    """The parts of index vectors, which are concatenated along the last dimension."""
+    """Splits index vectors into their parts along the last dimension."""
     if isinstance(indices, Concat) and indices.axis == len(indices.shape) - 1:
         return indices.parts
     return (indices,)
@@ -43,42 +34,37 @@ def columns(indices: Any) -> tuple[Any, ...]:
 def are_looked_up(indices: Any) -> bool:
     """Whether index vectors hold looked-up positions, and their vectors are whole."""
     vector = len(shape_of(indices)) - 1
-    return any(has_lineage(x) and x.axis != vector for x in columns(indices))
+    return any(lineage.has_lineage(x) and x.axis != vector for x in columns(indices))
 
 
 def gather(ctx: Context, eqn: Any, operand: Any, indices: Any, axis: int | None = None) -> Any:
-    """A lookup in every row of `operand`, at positions that are looked up as the row is.
+    """Looks up in every row of `operand`, at positions that are looked up as the row is.
 
     `axis` is the axis of the rows if it is known; otherwise it is proven here.
     """
     numbers = eqn.params["dimension_numbers"]
     operand, *parts = lineage.aligned([operand, *columns(indices)])
     users, dim = _lineage_of(parts)
+    mapped, batching = numbers.start_index_map, numbers.start_indices_batching_dims
     if axis is None:
-        axis = _axis_of_rows(
-            ctx,
-            parts,
-            dim,
-            (numbers.start_index_map, numbers.operand_batching_dims),
-            numbers.start_indices_batching_dims,
-        )
+        axis = _axis_of_rows(ctx, parts, dim, mapped, numbers.operand_batching_dims, batching)
     if eqn.params["slice_sizes"][axis] != 1:
         raise NotCovered("gather of several rows at looked-up positions")
     _check_rows(eqn, operand, users, axis)
     base = ctx.bind(
         eqn,
-        rows_of(operand, axis, users.users),
-        _indices_at_users(parts, numbers.start_index_map, axis, dim, users),
+        lineage.rows_of(operand, axis, users.users),
+        _indices_at_users(parts, mapped, axis, dim, users),
         **_OF_USERS,
     )
     shape = tuple(eqn.outvars[0].aval.shape)
     out_axis = [d for d in range(len(shape)) if d not in numbers.offset_dims][dim]
-    origins = origins_of(operand, *parts)
+    origins = lineage.origins_of(operand, *parts)
     return at_user_batch(ctx, eqn, base, shape, users, out_axis, origins)
 
 
 def gather_of_candidates(ctx: Context, eqn: Any, operand: Lazy, indices: Any) -> Any:
-    """`take_along_axis` in looked-up rows at a candidate's positions, as of retrieved items.
+    """Looks up in looked-up rows at a candidate's positions, as of retrieved items.
 
     The positions become pairs of a user and a position, by which the users' rows are looked up.
     """
@@ -119,17 +105,12 @@ def gather_of_candidates(ctx: Context, eqn: Any, operand: Lazy, indices: Any) ->
 
 
 def scatter(ctx: Context, eqn: Any, x: Any, indices: Any, updates: Any) -> Any:
-    """An update in every row of `x`, at positions that are looked up as the row is."""
+    """Updates every row of `x`, at positions that are looked up as the row is."""
     numbers = eqn.params["dimension_numbers"]
     x, updates, *parts = lineage.aligned([x, updates, *columns(indices)])
     users, dim = _lineage_of(parts)
-    axis = _axis_of_rows(
-        ctx,
-        parts,
-        dim,
-        (numbers.scatter_dims_to_operand_dims, numbers.operand_batching_dims),
-        numbers.scatter_indices_batching_dims,
-    )
+    mapped, batching = numbers.scatter_dims_to_operand_dims, numbers.scatter_indices_batching_dims
+    axis = _axis_of_rows(ctx, parts, dim, mapped, numbers.operand_batching_dims, batching)
     removed = (*numbers.inserted_window_dims, *numbers.operand_batching_dims)
     if axis not in removed or shape_of(x)[axis] != shape_of(parts[0])[dim]:
         raise NotCovered(f"{eqn.primitive.name} of several rows at looked-up positions")
@@ -139,18 +120,18 @@ def scatter(ctx: Context, eqn: Any, x: Any, indices: Any, updates: Any) -> Any:
     _check_rows(eqn, updates, users, update_axis)
     base = ctx.bind(
         eqn,
-        rows_of(x, axis, users.users),
-        _indices_at_users(parts, numbers.scatter_dims_to_operand_dims, axis, dim, users),
-        rows_of(updates, update_axis, users.users),
+        lineage.rows_of(x, axis, users.users),
+        _indices_at_users(parts, mapped, axis, dim, users),
+        lineage.rows_of(updates, update_axis, users.users),
         **_OF_USERS,
     )
     shape = tuple(eqn.outvars[0].aval.shape)
-    return at_user_batch(ctx, eqn, base, shape, users, axis, origins_of(x, updates, *parts))
+    return at_user_batch(ctx, eqn, base, shape, users, axis, lineage.origins_of(x, updates, *parts))
 
 
 def _lineage_of(parts: list[Any]) -> tuple[Lineage, int]:
-    """The only lineage of index vectors, and the dimension that it looks up."""
-    if not all(is_plain(x) or isinstance(x, Lazy) for x in parts):
+    """Returns the only lineage of index vectors, and the dimension that it looks up."""
+    if not all(lineage.is_plain(x) or isinstance(x, Lazy) for x in parts):
         raise NotCovered("positions that are a concatenation")
     found = {(x.lineage, x.axis) for x in parts if isinstance(x, Lazy) and x.lineage is not None}
     if len(found) != 1:
@@ -160,23 +141,18 @@ def _lineage_of(parts: list[Any]) -> tuple[Lineage, int]:
 
 
 def _axis_of_rows(
-    ctx: Context,
-    parts: list[Any],
-    dim: int,
-    operand_axes: tuple[Any, Any],
-    batching: Any,
+    ctx: Context, parts: list[Any], dim: int, mapped: Any, batched: Any, batching: Any
 ) -> int:
-    """The axis of the operand along which every row takes its own row.
+    """Finds the axis of the operand along which every row takes its own row.
 
     It is a batching dimension, or the axis of a column that is proven to count the rows.
     """
-    mapped, batched = operand_axes
     if dim in batching:
         return int(batched[list(batching).index(dim)])
     column, counts = 0, []
     for part in parts:
         width = shape_of(part)[-1]
-        if not has_lineage(part) and width == 1 and _counts_rows(ctx, part, dim):
+        if not lineage.has_lineage(part) and width == 1 and _counts_rows(ctx, part, dim):
             counts.append(column)
         column += width
     if len(counts) != 1:
@@ -198,28 +174,28 @@ def _counts_rows(ctx: Context, part: Any, dim: int) -> bool:
 
 def _check_rows(eqn: Any, x: Any, users: Lineage, axis: int) -> None:
     """Raises NotCovered unless a value has the users' rows along `axis`, or equal rows."""
-    if isinstance(x, Concat) or not is_plain(x) and not isinstance(x, Lazy):
+    if isinstance(x, Concat) or not lineage.is_plain(x) and not isinstance(x, Lazy):
         raise NotCovered(f"{eqn.primitive.name} at looked-up positions of a concatenation")
-    if has_lineage(x) and (x.lineage, x.axis) != (users, axis):
+    if lineage.has_lineage(x) and (x.lineage, x.axis) != (users, axis):
         raise NotCovered(f"{eqn.primitive.name} at positions by another lookup")
-    if carries(x, axis):
+    if lineage.carries(x, axis):
         raise NotCovered(f"{eqn.primitive.name} at looked-up positions of a value of candidates")
 
 
 def _indices_at_users(
     parts: list[Any], mapped: Any, axis: int, dim: int, users: Lineage
 ) -> jax.Array:
-    """The index vectors of users: their own row number along `axis`, and their positions."""
+    """Returns users' index vectors: their own row number along `axis`, and their positions."""
     arrays, column = [], 0
     for part in parts:
         width = shape_of(part)[-1]
-        if width == 1 and not has_lineage(part) and mapped[column] == axis:
+        if width == 1 and not lineage.has_lineage(part) and mapped[column] == axis:
             shape = list(shape_of(part))
             shape[dim] = users.users
             arrays.append(lax.broadcasted_iota(part.dtype, tuple(shape), dim))
         else:
-            if carries(part, dim):
+            if lineage.carries(part, dim):
                 raise NotCovered("positions of candidates")
-            arrays.append(rows_of(part, dim, users.users))
+            arrays.append(lineage.rows_of(part, dim, users.users))
         column += width
     return arrays[0] if len(arrays) == 1 else staged.concatenate(arrays, arrays[0].ndim - 1)

@@ -18,26 +18,15 @@ from jax import lax
 
 from ikbo_jax.rewrite.rules import variants
 from ikbo_jax.rewrite.values import lineage, staged
-from ikbo_jax.rewrite.values.lineage import (
-    Lazy,
-    Lineage,
-    base_of,
-    has_lineage,
-    is_only_broadcast,
-    is_plain,
-    origins_of,
-    spread,
-)
+from ikbo_jax.rewrite.values.lineage import Lazy, Lineage
 from ikbo_jax.rewrite.values.registry import NotCovered
 
 #: Names the lookups of `rows` whose rows are few.
 _FEW = "few rows of a lookup"
 
 
-def rows(
-    ctx: Any, eqn: Any, x: Lazy, key: Any, batch: int, choose: Callable[[jax.Array], jax.Array]
-) -> Any:
-    """The rows of `x` that `choose` takes from its index [rows]; `batch` is their number.
+def rows(ctx: Any, x: Lazy, key: Any, batch: int, choose: Callable[[jax.Array], jax.Array]) -> Any:
+    """Returns the rows of `x` that `choose` takes from its index [rows]; `batch` is their number.
 
     `key` is equal for equal choices, as the key of `Scope.lineage`.
     """
@@ -48,7 +37,7 @@ def rows(
     if not lineage.is_at_least(batch, x.lineage.users + 1):
         # Fewer rows than users: looked up at once, which copies fewer rows than the original does.
         # A concatenation with other rows, as in `jnp.roll`, looks all of them up.
-        few = spread(staged.take_rows(x.base, users.index, x.axis), shape)
+        few = lineage.spread(staged.take_rows(x.base, users.index, x.axis), shape)
         ctx.scope.keep_results((_FEW, id(few)), few, [chosen])
         return few
     if ctx.differentiated:
@@ -58,7 +47,7 @@ def rows(
 
 
 def _chosen(ctx: Any, users: Lineage, key: Any, batch: int, choose: Any) -> Lineage:
-    """The lineage of chosen rows; all its steps but the last one remain."""
+    """Composes `users` with the choice: replaces its last step, and keeps the earlier steps."""
     *coarse, last = users.steps
     nearest = None if last.nearest is None else _chosen(ctx, last.nearest, key, batch, choose)
     found: Lineage = ctx.scope.lineage(
@@ -69,8 +58,8 @@ def _chosen(ctx: Any, users: Lineage, key: Any, batch: int, choose: Any) -> Line
     return found
 
 
-def sliced(ctx: Any, eqn: Any, x: Lazy, start: int, stop: int, stride: int = 1) -> Any:
-    """`x[start:stop:stride]` along the looked-up axis."""
+def sliced(ctx: Any, x: Lazy, start: int, stop: int, stride: int) -> Any:
+    """Slices `x[start:stop:stride]` along the looked-up axis."""
     # Sizes of a split are NumPy's integers, which the scope would tell apart by identity.
     start, stop = (int(n) if isinstance(n, np.integer) else n for n in (start, stop))
     batch = -(-(stop - start) // stride)
@@ -78,11 +67,11 @@ def sliced(ctx: Any, eqn: Any, x: Lazy, start: int, stop: int, stride: int = 1) 
     def choose(index: jax.Array) -> jax.Array:
         return lax.slice(index, (start,), (stop,), (stride,))
 
-    return rows(ctx, eqn, x, ("slice", start, stop, stride), batch, choose)
+    return rows(ctx, x, ("slice", start, stop, stride), batch, choose)
 
 
 def without_unused(operand: Any, fine: Lineage, axis: int) -> Any:
-    """The operand with every row that no index takes replaced by a row that is taken.
+    """Replaces every row of the operand that no index takes by a row that is taken.
 
     The original never computes with an unused row, but the rewritten program does, at the smaller
     batch. If the result is infinity or NaN, as for a norm of padding, its gradient of 0 would turn
@@ -102,7 +91,7 @@ def without_unused(operand: Any, fine: Lineage, axis: int) -> Any:
         return jnp.any(index[None] == jnp.arange(users, dtype=jnp.int32)[:, None], axis=1)
 
     used = variants.with_checks_of(checked, is_used, fine.index)
-    base = base_of(operand)
+    base = lineage.base_of(operand)
     if jnp.issubdtype(base.dtype, jnp.inexact):
         # The gradient of a selection is one. That of a lookup would be a scatter, by atomic
         # operations, in bfloat16.
@@ -112,13 +101,13 @@ def without_unused(operand: Any, fine: Lineage, axis: int) -> Any:
     else:
         rows = jnp.where(used, jnp.arange(fine.users, dtype=jnp.int32), fine.index[0])
         base = staged.take_rows(base, rows, axis)
-    return base if is_plain(operand) else dataclasses.replace(operand, base=base)
+    return base if lineage.is_plain(operand) else dataclasses.replace(operand, base=base)
 
 
 def again(
     ctx: Any, operand: Lazy, key: Any, row: jax.Array, ends: Any, exact: bool
 ) -> tuple[jax.Array, Lineage]:
-    """The base and lineage of a lookup in looked-up rows, which has no more rows than these.
+    """Returns base and lineage of a lookup in looked-up rows, which has no more rows than these.
 
     Args:
       ctx: the context.
@@ -126,8 +115,7 @@ def again(
       key: of the lineage.
       row: [batch] int32, which rows of the operand are taken; the number of rows for an index below
         0, and one more for an index past the end.
-      ends: the two rows for indices out of bounds, from the operand's first and last row; None if
-        there are none.
+      ends: computes the two rows for indices out of bounds; None if there are none.
       exact: whether the gradient must be right.
     """
     assert operand.lineage is not None
@@ -148,15 +136,15 @@ def again(
     return (without_unused(base, fine, axis) if exact else base), fine
 
 
-def concatenated(ctx: Any, eqn: Any, parts: Sequence[Any], axis: int, shape: Any) -> Any:
-    """The concatenation of lookups along the looked-up axis, and of rows that are all equal."""
+def concatenated(ctx: Any, parts: Sequence[Any], axis: int, shape: Any) -> Any:
+    """Concatenates lookups along the looked-up axis, and rows that are all equal."""
     parts = [(ctx.scope.results((_FEW, id(x))) or [x])[0] for x in parts]
     parts = lineage.aligned(parts)
     bases: list[Any] = []
     slots = []
     for x in parts:
-        constant = is_only_broadcast(x) and x.base.shape[axis] == 1
-        if not constant and not (has_lineage(x) and x.axis == axis):
+        constant = lineage.is_only_broadcast(x) and x.base.shape[axis] == 1
+        if not constant and not (lineage.has_lineage(x) and x.axis == axis):
             raise NotCovered("concatenation along the looked-up axis")
         same = [n for n, (base, _) in enumerate(bases) if base is x.base]
         slots.append(same[0] if same else len(bases))
@@ -167,33 +155,24 @@ def concatenated(ctx: Any, eqn: Any, parts: Sequence[Any], axis: int, shape: Any
         raise NotCovered("concatenation along the looked-up axis of more rows than results")
     sources = [x.lineage if x.lineage is not None else x.shape[axis] for x in parts]
 
-    def index(nearest: bool) -> jax.Array:
-        pieces = []
-        for source, slot in zip(sources, slots, strict=True):
-            if not isinstance(source, Lineage):
-                pieces.append(jnp.full(source, starts[slot], jnp.int32))
-                continue
-            found = source.nearest if nearest and source.nearest is not None else source
-            pieces.append(found.index + np.int32(starts[slot]))
-        return lax.concatenate(pieces, 0)
+    def users(sources: Sequence[Any], rows: int, near: Lineage | None = None) -> Lineage:
+        def index() -> jax.Array:
+            pieces = []
+            for source, slot in zip(sources, slots, strict=True):
+                if isinstance(source, Lineage):
+                    pieces.append(source.index + np.int32(starts[slot]))
+                else:
+                    pieces.append(jnp.full(source, starts[slot], jnp.int32))
+            return lax.concatenate(pieces, 0)
 
-    key = [*sources, *slots, *starts]
-    near = None
-    extended = [s for s in sources if isinstance(s, Lineage) and s.nearest is not None]
-    if extended and len(bases) == 1 and len(extended) == len(sources):
-        near_sources = [s.nearest for s in extended]
-        near_starts = [0, starts[1] - 2]
-        near = ctx.scope.lineage(
-            ("joined", *near_sources, *slots, *near_starts),
-            starts[1] - 2,
-            shape[axis],
-            lambda: index(True),
-        )
-    users = ctx.scope.lineage(("joined", *key), starts[-1], shape[axis], lambda: index(False), near)
-    arrays = [base for base, _ in bases]
-    common = lax.broadcast_shapes(
-        *(tuple(1 if d == axis else n for d, n in enumerate(b.shape)) for b in arrays)
+        key = ("joined", *sources, *slots, *starts)
+        found: Lineage = ctx.scope.lineage(key, rows, shape[axis], index, near)
+        return found
+
+    nearest = [source.nearest if isinstance(source, Lineage) else None for source in sources]
+    near = users(nearest, starts[1] - 2) if len(bases) == 1 and all(nearest) else None
+    base, found = (
+        lineage.joined([base for base, _ in bases], axis),
+        users(sources, starts[-1], near),
     )
-    arrays = [spread(b, (*common[:axis], b.shape[axis], *common[axis + 1 :])) for b in arrays]
-    base = arrays[0] if len(arrays) == 1 else lax.concatenate(arrays, axis)
-    return Lazy(base, tuple(shape), users, axis, origins_of(*parts))
+    return Lazy(base, tuple(shape), found, axis, lineage.origins_of(*parts))

@@ -31,7 +31,7 @@ def reshape(ctx: Context, eqn: Any, x: Any) -> Any:
 
 
 def reshape_to(ctx: Context, eqn: Any, x: Any, shape: tuple[int, ...]) -> Any:
-    """A value with another shape."""
+    """Reshapes a value."""
     if is_plain(x):
         return staged.reshape(x, shape)
     groups = _reshape_groups(x.shape, shape)
@@ -78,7 +78,7 @@ def _repeats(x: Lazy, dims: list[int], sizes: list[int]) -> bool:
 def _repeated(
     ctx: Context, eqn: Any, x: Lazy, base: Any, shape: Any, axis: int, dims: list[int]
 ) -> Any:
-    """`jnp.repeat` by a constant, or `jnp.tile`, written as a reshape: a lookup by `arange`."""
+    """Turns `jnp.repeat` by a constant, or `jnp.tile`, written as a reshape, into a lookup."""
     first, second = (d for d in dims if x.shape[d] != 1)
     batch, rows = shape[axis], base.shape[axis]
     if x.base.shape[second] == 1:
@@ -91,7 +91,7 @@ def _repeated(
 
 
 def _reshape_concat(ctx: Context, eqn: Any, x: Concat, shape: Any, groups: Any) -> Any:
-    """A reshape that takes whole slices of the concatenated axis; the parts are reshaped."""
+    """Reshapes the parts, if the reshape takes whole slices of the concatenated axis."""
     dims, targets = next((d, t) for d, t in groups if x.axis in d)
     if any(x.shape[d] != 1 for d in dims if d < x.axis):
         raise NotCovered("the concatenated axis is merged with an axis before it by a reshape")
@@ -116,7 +116,7 @@ def _reshape_concat(ctx: Context, eqn: Any, x: Concat, shape: Any, groups: Any) 
 
 @functools.lru_cache(maxsize=4096)
 def _reshape_groups(before: Any, after: Any) -> list[tuple[list[int], list[int]]]:
-    """The smallest groups of neighbouring dimensions, before and after, with equal products."""
+    """Finds the smallest groups of neighbouring dimensions with equal products."""
     if 0 in before:
         raise NotCovered("reshape of an empty value")
     groups, i, j = [], 0, 0

@@ -21,7 +21,7 @@ from ikbo_jax.rewrite.values.registry import NotCovered
 
 
 def reshard(ctx: Context, eqn: Any, x: Any) -> Any:
-    """Rows and index, as the looked-up rows are resharded."""
+    """Reshards rows and index, as the looked-up rows are resharded."""
     spec = eqn.params["dst_sharding"].spec
     entries = [*spec, *[None] * (len(x.shape) - len(spec))]
     try:
@@ -37,7 +37,7 @@ def reshard(ctx: Context, eqn: Any, x: Any) -> Any:
 
 
 def _placed(ctx: Context, eqn: Any, x: Any, entries: Sequence[Any]) -> Any:
-    """A value; `entries` are the mesh axes of its dimensions."""
+    """Reshards a value; `entries` are the mesh axes of its dimensions."""
     if is_plain(x):
         return _bound(ctx, eqn, x, entries)
     if isinstance(x, Concat):
@@ -63,7 +63,7 @@ def _bound(ctx: Context, eqn: Any, x: Any, entries: Sequence[Any]) -> Any:
 
 
 def _lineage(ctx: Context, eqn: Any, users: Lineage, entry: Any) -> Lineage:
-    """The lineage whose index is divided over the mesh axes `entry`.
+    """Returns the lineage whose index is divided over the mesh axes `entry`.
 
     All lookups of a program by one index are resharded to the same lineage, and back again.
     """

@@ -13,26 +13,20 @@ from ikbo_jax.rewrite.facts import proofs
 from ikbo_jax.rewrite.facts.known import known
 from ikbo_jax.rewrite.interpret import Context, shape_of
 from ikbo_jax.rewrite.rules import placing, positions, reselect
-from ikbo_jax.rewrite.rules.elementwise import at_user_batch, common_lineage, concat
-from ikbo_jax.rewrite.values import constraints, lineage
-from ikbo_jax.rewrite.values.lineage import (
-    Concat,
-    Lazy,
-    base_of,
-    carries,
-    has_lineage,
-    is_plain,
-    lazy,
-    origins_of,
-    rows_of,
-    spread,
-    spread_axes,
+from ikbo_jax.rewrite.rules.elementwise import (
+    at_user_batch,
+    common_lineage,
+    concat,
+    in_rows,
+    sliced,
 )
-from ikbo_jax.rewrite.values.registry import NotCovered, rule_of
+from ikbo_jax.rewrite.values import constraints, lineage
+from ikbo_jax.rewrite.values.lineage import Concat, Lazy
+from ikbo_jax.rewrite.values.registry import NotCovered
 
 
 def sharding_constraint(ctx: Context, eqn: Any, x: Any) -> Any:
-    """The value, whose array is placed if it is built."""
+    """Returns the value, whose array is placed if it is built."""
     return constraints.constrained(ctx, x, eqn.params["sharding"], lambda x: ctx.bind(eqn, x))
 
 
@@ -42,81 +36,76 @@ def has_equal_rows(_: Context, eqn: Any, __: Any) -> bool:
 
 
 def iota(ctx: Context, eqn: Any, *dynamic: Any) -> Any:
-    """Numbers along one dimension, which are equal along all others."""
+    """Counts along one dimension; the numbers are equal along all others."""
     shape, dimension = eqn.params["shape"], eqn.params["dimension"]
     if dynamic or eqn.params.get("sharding") is not None:
         return ctx.bind(eqn, *dynamic)
     own = tuple(n if d == dimension else 1 for d, n in enumerate(shape))
-    return lazy(ctx.bind(eqn, shape=own), tuple(shape), None, -1, frozenset())
+    return lineage.lazy(ctx.bind(eqn, shape=own), tuple(shape), None, -1, frozenset())
 
 
 def sort(ctx: Context, eqn: Any, *operands: Any) -> Any:
-    """A sort along another axis than the looked-up axis; some operands may be equal in all rows."""
+    """Sorts along another axis than the looked-up axis; operands may be equal in all rows."""
     along, operands = eqn.params["dimension"], tuple(lineage.aligned(operands))
-    if not all(is_plain(x) or isinstance(x, Lazy) for x in operands):
+    if not all(lineage.is_plain(x) or isinstance(x, Lazy) for x in operands):
         raise NotCovered("sort of a concatenation")
     users, axis, differ = common_lineage(operands)
     if differ:
         raise NotCovered("sort of different lookups")
     if axis == along:
         raise NotCovered("sort along the looked-up axis")
-    if users is not None and any(carries(x, axis) for x in operands):
+    if users is not None and any(lineage.carries(x, axis) for x in operands):
         raise NotCovered("sort with a value at candidate batch")
     shape = shape_of(operands[0])
-    own = list(lax.broadcast_shapes(*(np.shape(base_of(x)) for x in operands)))
+    own = list(lax.broadcast_shapes(*(np.shape(lineage.base_of(x)) for x in operands)))
     own[along] = shape[along]
-    bases = ctx.bind(eqn, *(spread(base_of(x), tuple(own)) for x in operands))
-    origins = origins_of(*operands)
+    bases = ctx.bind(eqn, *(lineage.spread(lineage.base_of(x), tuple(own)) for x in operands))
+    origins = lineage.origins_of(*operands)
     return [at_user_batch(ctx, eqn, base, shape, users, axis, origins) for base in bases]
 
 
 def fft(ctx: Context, eqn: Any, x: Any) -> Any:
-    """A transform along the last axes."""
-    count = len(eqn.params["fft_lengths"])
-    last = range(len(shape_of(x)) - count, len(shape_of(x)))
-    if not isinstance(x, Lazy) or x.axis in last:
-        raise NotCovered("fft of a concatenation, or along the looked-up axis")
-    base = ctx.bind(eqn, spread_axes(x, last).base)
-    shape = tuple(eqn.outvars[0].aval.shape)
-    return at_user_batch(ctx, eqn, base, shape, x.lineage, x.axis, x.origins)
+    """Transforms along the last axes."""
+    rank, count = len(x.shape), len(eqn.params["fft_lengths"])
+    return in_rows(ctx, eqn, x, range(rank - count, rank))
 
 
 def rev(ctx: Context, eqn: Any, x: Any) -> Any:
-    """A reversal along other axes than the looked-up axis; of a concatenation, in every part."""
+    """Reverses the base, the index, or every part."""
     along = [int(d) for d in eqn.params["dimensions"]]
     if isinstance(x, Concat):
         parts = [rev(ctx, eqn, part) for part in x.parts]
         return concat(parts[::-1] if x.axis in along else parts, x.axis)
-    if is_plain(x):
+    if lineage.is_plain(x):
         return ctx.bind(eqn, x)
     if x.axis in along:
         count = x.shape[x.axis]
-        x = reselect.rows(ctx, eqn, x, ("rev",), count, lambda index: lax.rev(index, (0,)))
+        x = reselect.rows(ctx, x, ("rev",), count, lambda index: lax.rev(index, (0,)))
         along.remove(x.axis)
     base = ctx.bind(eqn, x.base, dimensions=tuple(along)) if along else x.base
     return at_user_batch(ctx, eqn, base, x.shape, x.lineage, x.axis, x.origins)
 
 
 def pad(ctx: Context, eqn: Any, x: Any, padding_value: Any) -> Any:
-    """Padding of other axes than the looked-up axis, with a number."""
+    """Pads other axes than the looked-up axis with a number."""
     config = [tuple(amounts) for amounts in eqn.params["padding_config"]]
-    if not is_plain(padding_value):
+    if not lineage.is_plain(padding_value):
         raise NotCovered("pad with a lazy value")
     shape = tuple(eqn.outvars[0].aval.shape)
     if isinstance(x, Concat):
         return _pad_concat(ctx, eqn, x, padding_value, config, shape)
-    if is_plain(x):
+    if lineage.is_plain(x):
         return ctx.bind(eqn, x, padding_value)
     padded = [d for d, amounts in enumerate(config) if amounts != (0, 0, 0)]
     if x.axis in padded:
         return _pad_rows(ctx, eqn, x, padding_value, config)
-    x = spread_axes(x, padded)
+    x = lineage.spread_axes(x, padded)
     base = ctx.bind(eqn, x.base, padding_value)
     return at_user_batch(ctx, eqn, base, shape, x.lineage, x.axis, x.origins)
 
 
 def _pad_rows(ctx: Context, eqn: Any, x: Lazy, number: Any, config: list[Any]) -> Any:
-    """Padding of the looked-up axis: a concatenation with rows of numbers."""
+    """Pads the looked-up axis: concatenates rows of numbers."""
     axis, shape = x.axis, list(x.shape)
     low, high, between = config[axis]
     if low < 0 or high < 0 or between or any(any(c) for d, c in enumerate(config) if d != axis):
@@ -126,13 +115,13 @@ def _pad_rows(ctx: Context, eqn: Any, x: Lazy, number: Any, config: list[Any]) -
     for at, size in ((0, low), (2, high)):
         if size:
             parts.insert(at, Lazy(row, (*shape[:axis], size, *shape[axis + 1 :])))
-    return reselect.concatenated(ctx, eqn, parts, axis, eqn.outvars[0].aval.shape)
+    return reselect.concatenated(ctx, parts, axis, eqn.outvars[0].aval.shape)
 
 
 def _pad_concat(
     ctx: Context, eqn: Any, x: Concat, number: Any, config: list[Any], shape: tuple[int, ...]
 ) -> Any:
-    """Each part padded along the other axes, and numbers as further parts."""
+    """Pads every part along the other axes, and adds padding along the axis as further parts."""
     axis = x.axis
     low, high, between = config[axis]
     if low < 0 or high < 0 or between:
@@ -150,7 +139,7 @@ def _pad_concat(
     base: Any = np.full(ones, value, dtype) if value == 0 else lax.broadcast(number, ones)
     for at, size in ((0, low), (len(parts) + 1, high)):
         whole = (*shape[:axis], size, *shape[axis + 1 :])
-        padding = lazy(base, whole, None, -1, frozenset())
+        padding = lineage.lazy(base, whole, None, -1, frozenset())
         if size:
             parts.insert(at, padding)
     return concat(parts, axis)
@@ -158,35 +147,29 @@ def _pad_concat(
 
 def top_k(ctx: Context, eqn: Any, x: Any) -> Any:
     """Takes the largest elements of every row."""
-    axis = eqn.params.get("axis", len(x.shape) - 1)
-    if not isinstance(x, Lazy) or x.axis == axis:
-        raise NotCovered("top_k of a concatenation, or along the looked-up axis")
-    x = spread_axes(x, [axis])
-    shape = tuple(eqn.outvars[0].aval.shape)
-    bases = ctx.bind(eqn, x.base)
-    return [at_user_batch(ctx, eqn, b, shape, x.lineage, x.axis, x.origins) for b in bases]
+    return in_rows(ctx, eqn, x, [eqn.params.get("axis", len(x.shape) - 1)])
 
 
 def convolution(ctx: Context, eqn: Any, x: Any, kernel: Any) -> Any:
-    """A convolution of looked-up rows, such as of a history, with weights."""
+    """Convolves looked-up rows, such as a history, with weights."""
     numbers, params = eqn.params["dimension_numbers"], eqn.params
-    if not isinstance(x, Lazy) or not is_plain(kernel) or params["batch_group_count"] != 1:
+    if not isinstance(x, Lazy) or not lineage.is_plain(kernel) or params["batch_group_count"] != 1:
         raise NotCovered("convolution of a concatenation, or by a looked-up kernel")
     batch = numbers.lhs_spec[0]
-    if has_lineage(x) and x.axis != batch:
+    if lineage.has_lineage(x) and x.axis != batch:
         raise NotCovered("convolution along the looked-up axis")
-    x = spread_axes(x, [d for d in range(len(x.shape)) if d != batch])
+    x = lineage.spread_axes(x, [d for d in range(len(x.shape)) if d != batch])
     base = ctx.bind(eqn, x.base, kernel)
     shape, out_batch = tuple(eqn.outvars[0].aval.shape), numbers.out_spec[0]
     ctx.recorder.saved(eqn, x.origins, "product at the smaller batch", True)
-    return lazy(base, shape, x.lineage, out_batch if has_lineage(x) else -1, x.origins)
+    return lineage.lazy(
+        base, shape, x.lineage, out_batch if lineage.has_lineage(x) else -1, x.origins
+    )
 
 
 def reduce_window(ctx: Context, eqn: Any, x: Any, *rest: Any) -> Any:
-    """Pooling over windows along other axes than the looked-up axis."""
+    """Pools over windows along other axes than the looked-up axis."""
     params = eqn.params
-    if not isinstance(x, Lazy) or not all(map(is_plain, rest)):
-        raise NotCovered(f"{eqn.primitive.name} of a concatenation")
     dilation = [params.get(f"{of}_dilation") or (1,) * len(x.shape) for of in ("base", "window")]
     across = [
         d
@@ -195,27 +178,17 @@ def reduce_window(ctx: Context, eqn: Any, x: Any, *rest: Any) -> Any:
         )
         if (*sizes, *params["padding"][d]) != (1, 1, 1, 1, 0, 0)
     ]
-    if x.axis in across:
-        raise NotCovered(f"{eqn.primitive.name} along the looked-up axis")
-    x = spread_axes(x, across)
-    bases = ctx.bind(eqn, x.base, *rest)
-    shape = tuple(eqn.outvars[0].aval.shape)
-    several = eqn.primitive.multiple_results
-    out = [
-        at_user_batch(ctx, eqn, base, shape, x.lineage, x.axis, x.origins)
-        for base in (bases if several else [bases])
-    ]
-    return out if several else out[0]
+    return in_rows(ctx, eqn, x, across, *rest)
 
 
 def dynamic_slice(ctx: Context, eqn: Any, x: Any, *starts: Any) -> Any:
-    """A slice that takes the looked-up axis whole, at any positions along the other axes."""
+    """Slices at any positions along other axes than the looked-up axis."""
     sizes = list(eqn.params["slice_sizes"])
-    if not all(map(is_plain, starts)) or is_plain(x):
+    if not all(map(lineage.is_plain, starts)) or lineage.is_plain(x):
         raise NotCovered("dynamic_slice at positions that are looked up")
     if isinstance(x, Concat):
-        return _slice_at_constants(ctx, eqn, x, sizes, starts)
-    if has_lineage(x) and sizes[x.axis] != x.shape[x.axis]:
+        return _slice_at_constants(ctx, x, sizes, starts)
+    if lineage.has_lineage(x) and sizes[x.axis] != x.shape[x.axis]:
         axis, size = x.axis, sizes[x.axis]
 
         def choose(index: Any) -> Any:
@@ -223,61 +196,52 @@ def dynamic_slice(ctx: Context, eqn: Any, x: Any, *starts: Any) -> Any:
             start = (starts[axis],)
             return lax.dynamic_slice(index, start, (size,), allow_negative_indices=False)
 
-        x = reselect.rows(ctx, eqn, x, ("dynamic", starts[axis], size), size, choose)
-        if is_plain(x):
+        x = reselect.rows(ctx, x, ("dynamic", starts[axis], size), size, choose)
+        if lineage.is_plain(x):
             return ctx.bind(eqn, x, *starts)
     sizes = [min(n, m) for n, m in zip(sizes, x.base.shape, strict=True)]
-    if has_lineage(x):
+    if lineage.has_lineage(x):
         sizes[x.axis] = x.base.shape[x.axis]
     # A start along an axis that is taken whole is clamped to 0.
     base = ctx.bind(eqn, x.base, *starts, slice_sizes=tuple(sizes))
     shape = tuple(eqn.outvars[0].aval.shape)
-    return lazy(base, shape, x.lineage, x.axis, x.origins)
+    return lineage.lazy(base, shape, x.lineage, x.axis, x.origins)
 
 
-def _slice_at_constants(
-    ctx: Context, eqn: Any, x: Concat, sizes: list[int], starts: tuple[Any, ...]
-) -> Any:
+def _slice_at_constants(ctx: Context, x: Concat, sizes: list[int], starts: Any) -> Any:
     begins = []
     for start, size, full in zip(starts, sizes, x.shape, strict=True):
         number = known(ctx, start) if size != full else 0
         if number is None:
             raise NotCovered("dynamic_slice of a concatenation at positions that are not constant")
         begins.append(placing.clamped(ctx, number, full - size))
-    params = {
-        "start_indices": tuple(begins),
-        "limit_indices": tuple(b + n for b, n in zip(begins, sizes, strict=True)),
-        "strides": None,
-    }
-    rule = rule_of("slice")
-    assert rule is not None
-    return rule(ctx, eqn.replace(params=params), x)
+    return sliced(ctx, x, begins, [b + n for b, n in zip(begins, sizes, strict=True)])
 
 
 def dynamic_update_slice(ctx: Context, eqn: Any, x: Any, update: Any, *starts: Any) -> Any:
     """Updates a slice that takes the looked-up axis whole."""
-    if not all(map(is_plain, starts)):
+    if not all(map(lineage.is_plain, starts)):
         raise NotCovered("dynamic_update_slice at positions that are looked up")
     if any(isinstance(y, Concat) for y in (x, update)):
         return placing.update_slice(ctx, eqn, x, update, starts)
     x, update = lineage.aligned([x, update])
     users, axis, differ = common_lineage([x, update])
-    if users is None or differ or carries(x, axis) or carries(update, axis):
+    if users is None or differ or lineage.carries(x, axis) or lineage.carries(update, axis):
         return placing.update_slice(ctx, eqn, x, update, starts)
     if shape_of(update)[axis] != shape_of(x)[axis]:
         raise NotCovered("dynamic_update_slice of the looked-up axis")
-    bases = [rows_of(y, axis, users.users) for y in (x, update)]
+    bases = [lineage.rows_of(y, axis, users.users) for y in (x, update)]
     base = ctx.bind(eqn, *bases, *starts)
     shape = tuple(eqn.outvars[0].aval.shape)
-    return at_user_batch(ctx, eqn, base, shape, users, axis, origins_of(x, update))
+    return at_user_batch(ctx, eqn, base, shape, users, axis, lineage.origins_of(x, update))
 
 
 def scatter(ctx: Context, eqn: Any, x: Any, indices: Any, updates: Any) -> Any:
-    """`x.at[:, 0].set(y)`: an update at the same positions of every row."""
+    """Updates the same positions of every row: `x.at[:, 0].set(y)`."""
     numbers = eqn.params["dimension_numbers"]
     if positions.are_looked_up(indices):
         return positions.scatter(ctx, eqn, x, indices, updates)
-    if not is_plain(indices):
+    if not lineage.is_plain(indices):
         raise NotCovered(f"{eqn.primitive.name} at looked-up positions")
     if any(isinstance(y, Concat) for y in (x, updates)):
         return placing.scattered(ctx, eqn, x, indices, updates)
@@ -285,8 +249,8 @@ def scatter(ctx: Context, eqn: Any, x: Any, indices: Any, updates: Any) -> Any:
     kept = [d for d in range(len(shape_of(x))) if d not in removed]
     window = dict(zip(kept, numbers.update_window_dims, strict=True))
     x, updates = lineage.aligned([x, updates])
-    users, axis = (x.lineage, x.axis) if has_lineage(x) else (None, -1)
-    if has_lineage(updates):
+    users, axis = (x.lineage, x.axis) if lineage.has_lineage(x) else (None, -1)
+    if lineage.has_lineage(updates):
         found = next((d for d, u in window.items() if u == updates.axis), -1)
         if users is not None and (updates.lineage, found) != (users, axis):
             return placing.scattered(ctx, eqn, x, indices, updates)
@@ -296,22 +260,25 @@ def scatter(ctx: Context, eqn: Any, x: Any, indices: Any, updates: Any) -> Any:
     update_axis = window[axis]
     if shape_of(updates)[update_axis] != shape_of(x)[axis]:
         raise NotCovered(f"{eqn.primitive.name} of a part of the looked-up axis")
-    if carries(x, axis) or carries(updates, update_axis):
+    if lineage.carries(x, axis) or lineage.carries(updates, update_axis):
         return placing.scattered(ctx, eqn, x, indices, updates)
-    bases = rows_of(x, axis, users.users), rows_of(updates, update_axis, users.users)
+    bases = (
+        lineage.rows_of(x, axis, users.users),
+        lineage.rows_of(updates, update_axis, users.users),
+    )
     base = ctx.bind(eqn, bases[0], indices, bases[1])
     shape = tuple(eqn.outvars[0].aval.shape)
-    return at_user_batch(ctx, eqn, base, shape, users, axis, origins_of(x, updates))
+    return at_user_batch(ctx, eqn, base, shape, users, axis, lineage.origins_of(x, updates))
 
 
 def hi_primitive(ctx: Context, eqn: Any, *operands: Any) -> Any:
-    """`jnp.searchsorted` since jax 0.12: every query has a place among the same keys."""
+    """Runs `jnp.searchsorted` of jax 0.12: every query has a place among the same keys."""
     found = eqn.params["_prim"]
     if type(found).__name__ != "SearchSorted":
         raise NotCovered(f"no rule for {type(found).__name__}")
     keys, queries = operands
-    if not is_plain(keys) or np.ndim(keys) != 1 or not isinstance(queries, Lazy):
+    if not lineage.is_plain(keys) or np.ndim(keys) != 1 or not isinstance(queries, Lazy):
         raise NotCovered("searchsorted in keys that are looked up, or in several sequences")
     # The primitive itself is made for one shape of queries.
     places = jax.numpy.searchsorted(keys, queries.base, side=found.side, method=found.method)
-    return [lazy(places, queries.shape, queries.lineage, queries.axis, queries.origins)]
+    return [lineage.lazy(places, queries.shape, queries.lineage, queries.axis, queries.origins)]

@@ -16,65 +16,56 @@ from ikbo_jax.rewrite.rules import placing, positions, reselect
 from ikbo_jax.rewrite.rules.elementwise import at_user_batch, concat
 from ikbo_jax.rewrite.rules.table_rows import column_of, looked_up
 from ikbo_jax.rewrite.values import lineage, staged
-from ikbo_jax.rewrite.values.lineage import (
-    Concat,
-    Lazy,
-    base_of,
-    has_lineage,
-    is_plain,
-    lazy,
-    origins_of,
-    spread_axes,
-)
+from ikbo_jax.rewrite.values.lineage import Concat, Lazy
 from ikbo_jax.rewrite.values.registry import NotCovered
 
 
 def gather(ctx: Context, eqn: Any, operand: Any, indices: Any) -> Any:
-    """A lookup, of rows as a lazy value."""
+    """Looks rows up, as a lazy value."""
     numbers = eqn.params["dimension_numbers"]
     if positions.are_looked_up(indices) and (
         len(positions.columns(indices)) > 1
         or numbers.start_indices_batching_dims
-        or not is_plain(operand)
+        or not lineage.is_plain(operand)
     ):
         operand, axis = _rows_of_table(ctx, eqn, operand, indices)
         return positions.gather(ctx, eqn, operand, indices, axis)
-    if isinstance(indices, Concat) and any(map(has_lineage, indices.parts)):
+    if isinstance(indices, Concat) and any(map(lineage.has_lineage, indices.parts)):
         return _gather_by_parts(ctx, eqn, operand, indices)
     if isinstance(operand, Concat):
         return _gather_of_parts(ctx, eqn, operand, indices)
-    if has_lineage(indices):
+    if lineage.has_lineage(indices):
         return _gather_by_lazy_indices(ctx, eqn, operand, indices, eqn.outvars[0].aval.shape)
-    if has_lineage(operand) and operand.axis in numbers.operand_batching_dims:
+    if lineage.has_lineage(operand) and operand.axis in numbers.operand_batching_dims:
         return positions.gather_of_candidates(ctx, eqn, operand, indices)
-    if has_lineage(operand) and operand.axis not in numbers.start_index_map:
+    if lineage.has_lineage(operand) and operand.axis not in numbers.start_index_map:
         return _gather_of_features(ctx, eqn, operand, indices)
     return _gather_rows_or_bind(ctx, eqn, operand, indices, eqn.outvars[0].aval.shape)
 
 
 def _rows_of_table(ctx: Context, eqn: Any, table: Any, indices: Any) -> tuple[Any, int | None]:
-    """The rows of a table in which index vectors choose one row: `history[index, last[index]]`.
+    """Looks up the rows in which index vectors choose one row: `history[index, last[index]]`.
 
     Returns:
       The looked-up rows and their axis, if a column is the index by which the positions are looked
       up; otherwise the table and None.
     """
     numbers, batch = eqn.params["dimension_numbers"], shape_of(indices)[0]
-    if not is_plain(table) or len(shape_of(indices)) != 2 or numbers.operand_batching_dims:
+    if not lineage.is_plain(table) or len(shape_of(indices)) != 2 or numbers.operand_batching_dims:
         return table, None
-    users = {x.lineage for x in positions.columns(indices) if has_lineage(x)}
+    users = {x.lineage for x in positions.columns(indices) if lineage.has_lineage(x)}
     column = 0
     for part in positions.columns(indices):
         axis = numbers.start_index_map[column]
         rows = table.shape[axis]
         one = eqn.params["slice_sizes"][axis] == 1 and lineage.is_at_least(batch, rows + 1)
-        if is_plain(part) and part.shape[1] == 1 and one:
+        if lineage.is_plain(part) and part.shape[1] == 1 and one:
             found, fine = looked_up(ctx, eqn, table, indices, column, axis)
             if {fine, fine.nearest} & users:
                 shape = (*table.shape[:axis], batch, *table.shape[axis + 1 :])
                 what = f"{lineage.text(table)} looked up by {batch} pairs of indices"
                 origin = ctx.recorder.found(eqn, what, True)
-                return Lazy(base_of(found), shape, fine, axis, frozenset({origin})), axis
+                return Lazy(lineage.base_of(found), shape, fine, axis, frozenset({origin})), axis
         column += shape_of(part)[1]
     return table, None
 
@@ -95,19 +86,19 @@ def _gather_rows_or_bind(
         if len(axes) == 1 and axes[0] in numbers.start_index_map and sizes[axes[0]] == 1:
             (axis,) = axes
             count, rows = shape_of(indices)[0], shape[axis]
-            if has_lineage(operand) and operand.axis == axis:
+            if lineage.has_lineage(operand) and operand.axis == axis:
                 # A shuffle of looked-up rows is a lookup again.
                 rows = operand.lineage.users
             is_larger = lineage.is_at_least(count, rows + 1) and lineage.is_at_least(rows, 1)
-            if is_larger and not _is_lookup_of(operand, fixed):
+            if is_larger and not (lineage.has_lineage(operand) and operand.axis in fixed):
                 _check_no_other_column_fills(ctx, eqn, indices, {axis, *fixed})
                 for other, start in fixed.items():
                     operand = lineage.slice_along(operand, start, start + sizes[other], other)
                 return _gather_rows(ctx, eqn, operand, indices, axis, out_shape)
-    if has_lineage(operand):
+    if lineage.has_lineage(operand):
         raise NotCovered("gather along the looked-up axis that is no lookup of rows")
     is_uniform = isinstance(indices, Lazy) and indices.base.shape[-1] == indices.shape[-1]
-    if is_uniform and is_plain(operand) and not numbers.start_indices_batching_dims:
+    if is_uniform and lineage.is_plain(operand) and not numbers.start_indices_batching_dims:
         return _gather_by_lazy_indices(ctx, eqn, operand, indices, out_shape)
     return ctx.bind(eqn, ctx.build(operand), ctx.build(indices))
 
@@ -126,7 +117,7 @@ def _check_no_other_column_fills(ctx: Context, eqn: Any, indices: Any, looked_up
 
 
 def _single_rows(ctx: Context, operand: Any, indices: Any, numbers: Any) -> list[int]:
-    """The axes of size 1 that are looked up, as in the table of a single user."""
+    """Finds the axes of size 1 that are looked up, as in the table of a single user."""
     shape = shape_of(operand)
     columns = [c for c, axis in enumerate(numbers.start_index_map) if shape[axis] == 1]
     if len(columns) > 1:
@@ -134,12 +125,8 @@ def _single_rows(ctx: Context, operand: Any, indices: Any, numbers: Any) -> list
     return [numbers.start_index_map[c] for c in columns]
 
 
-def _is_lookup_of(operand: Any, axes: Any) -> bool:
-    return has_lineage(operand) and operand.axis in axes
-
-
 def _fixed_positions(ctx: Context, eqn: Any, operand: Any, indices: Any) -> dict[int, int]:
-    """By axis, the start that is proven equal for all slices: 0 in `x[index, 0]`."""
+    """Finds, by axis, the start that is proven equal for all slices: 0 in `x[index, 0]`."""
     numbers, sizes = eqn.params["dimension_numbers"], eqn.params["slice_sizes"]
     fixed = {}
     for column, axis in enumerate(numbers.start_index_map):
@@ -155,17 +142,17 @@ def _fixed_positions(ctx: Context, eqn: Any, operand: Any, indices: Any) -> dict
 def _gather_rows(
     ctx: Context, eqn: Any, operand: Any, indices: Any, axis: int, shape: tuple[int, ...]
 ) -> Any:
-    """A lookup of rows along `axis` by a list of indices, as a lazy value."""
+    """Looks rows up along `axis` by a list of indices, as a lazy value."""
     numbers = eqn.params["dimension_numbers"]
-    if has_lineage(operand) and operand.axis != axis:
+    if lineage.has_lineage(operand) and operand.axis != axis:
         raise NotCovered("rows looked up along one axis are looked up again along another")
-    operand = spread_axes(operand, [axis])
+    operand = lineage.spread_axes(operand, [axis])
     (out_axis,) = (d for d in range(len(shape)) if d not in numbers.offset_dims)
     count = shape_of(indices)[0]
     what = f"{lineage.text(operand)} looked up by {count} indices -> {lineage.text(operand, shape)}"
     column = numbers.start_index_map.index(axis)
     operand, fine = looked_up(ctx, eqn, operand, indices, column, axis)
-    base = base_of(operand)
+    base = lineage.base_of(operand)
     found = ctx.recorder.found(eqn, what, True)
     # The result has the slices' dimensions in order, and the batch at `out_axis`. If the looked-up
     # dimension is not collapsed, the result has it with size 1, too.
@@ -178,13 +165,13 @@ def _gather_rows(
     base = staged.squeeze(base, range(len(collapsed))) if collapsed else base
     extra = [d for d in range(len(shape)) if d != out_axis and source_dims[d] == axis]
     base = jnp.expand_dims(base, extra) if extra else base
-    if has_lineage(operand):
+    if lineage.has_lineage(operand):
         fine = ctx.scope.compose(operand.lineage, fine)
-    return Lazy(base, tuple(shape), fine, out_axis, origins_of(operand) | {found})
+    return Lazy(base, tuple(shape), fine, out_axis, lineage.origins_of(operand) | {found})
 
 
 def _gather_of_parts(ctx: Context, eqn: Any, operand: Concat, indices: Any) -> Any:
-    """A lookup in a concatenation: each part is looked up by itself."""
+    """Looks up in each part of a concatenation by itself."""
     numbers, sizes = eqn.params["dimension_numbers"], eqn.params["slice_sizes"]
     along = operand.axis
     if along in numbers.collapsed_slice_dims or sizes[along] != operand.shape[along]:
@@ -200,18 +187,18 @@ def _gather_of_parts(ctx: Context, eqn: Any, operand: Concat, indices: Any) -> A
 
 
 def _gather_by_parts(ctx: Context, eqn: Any, operand: Any, indices: Concat) -> Any:
-    """A lookup by concatenated ids: the concatenation of a lookup by each part."""
+    """Looks up by each part of concatenated ids, and concatenates the results."""
     numbers = eqn.params["dimension_numbers"]
     if indices.axis == len(indices.shape) - 1 or numbers.start_indices_batching_dims:
         raise NotCovered("gather by a concatenation of columns")
-    if not is_plain(operand):
+    if not lineage.is_plain(operand):
         raise NotCovered("gather by lazy indices in a lazy value")
     shape = eqn.outvars[0].aval.shape
     axis = [d for d in range(len(shape)) if d not in numbers.offset_dims][indices.axis]
     parts = []
     for part in indices.parts:
         part_shape = (*shape[:axis], part.shape[indices.axis], *shape[axis + 1 :])
-        if has_lineage(part):
+        if lineage.has_lineage(part):
             parts.append(_gather_by_lazy_indices(ctx, eqn, operand, part, part_shape))
         else:
             parts.append(ctx.bind(eqn, operand, ctx.build(part)))
@@ -221,29 +208,29 @@ def _gather_by_parts(ctx: Context, eqn: Any, operand: Any, indices: Concat) -> A
 def _gather_by_lazy_indices(
     ctx: Context, eqn: Any, operand: Any, indices: Lazy, shape: tuple[int, ...]
 ) -> Any:
-    """A lookup by indices that are looked up themselves, as in an embedding of a user's ids."""
+    """Looks up by looked-up indices, as in an embedding of a user's ids."""
     numbers = eqn.params["dimension_numbers"]
-    if not is_plain(operand) or numbers.start_indices_batching_dims:
+    if not lineage.is_plain(operand) or numbers.start_indices_batching_dims:
         raise NotCovered("gather by lazy indices in a lazy value")
-    if has_lineage(indices) and indices.axis == len(indices.shape) - 1:
+    if lineage.has_lineage(indices) and indices.axis == len(indices.shape) - 1:
         raise NotCovered("gather by an index vector that is looked up")
     # Equal positions look equal slices up. What the program promises of candidates' indices may not
     # hold for users': their order is another one, and users without candidates have indices, too.
     unknown = {"indices_are_sorted": False, "unique_indices": False}
-    index = spread_axes(indices, [len(indices.shape) - 1]).base
+    index = lineage.spread_axes(indices, [len(indices.shape) - 1]).base
     base = ctx.bind(eqn, operand, index, **unknown)
     batch_dims = [d for d in range(len(shape)) if d not in numbers.offset_dims]
-    axis = batch_dims[indices.axis] if has_lineage(indices) else -1
+    axis = batch_dims[indices.axis] if lineage.has_lineage(indices) else -1
     return at_user_batch(ctx, eqn, base, shape, indices.lineage, axis, indices.origins)
 
 
 def _gather_of_features(ctx: Context, eqn: Any, operand: Lazy, indices: Any) -> Any:
-    """A gather along another axis than the looked-up axis, which every slice takes whole."""
+    """Looks up along another axis than the looked-up axis, which every slice takes whole."""
     numbers, sizes = eqn.params["dimension_numbers"], list(eqn.params["slice_sizes"])
     axis = operand.axis
     if axis in numbers.operand_batching_dims or sizes[axis] != operand.shape[axis]:
         raise NotCovered("gather that cuts the looked-up axis")
-    operand = spread_axes(operand, range(len(operand.shape)))
+    operand = lineage.spread_axes(operand, range(len(operand.shape)))
     sizes[axis] = operand.base.shape[axis]
     base = ctx.bind(eqn, operand.base, ctx.build(indices), slice_sizes=tuple(sizes))
     removed = {*numbers.collapsed_slice_dims, *numbers.operand_batching_dims}
@@ -254,25 +241,25 @@ def _gather_of_features(ctx: Context, eqn: Any, operand: Lazy, indices: Any) -> 
 
 
 def broadcast_in_dim(ctx: Context, eqn: Any, operand: Any, *dynamic: Any) -> Any:
-    """A broadcast, as a lazy value whose base has dimensions of size 1."""
+    """Broadcasts, as a lazy value whose base has dimensions of size 1."""
     shape, dims = eqn.params["shape"], [int(d) for d in eqn.params["broadcast_dimensions"]]
     if dynamic or isinstance(operand, Concat):
         return _concat_broadcast(ctx, eqn, operand, shape, dims)
-    base, seen = base_of(operand), shape_of(operand)
-    if is_plain(operand) and math.prod(shape) == math.prod(seen):
+    base, seen = lineage.base_of(operand), shape_of(operand)
+    if lineage.is_plain(operand) and math.prod(shape) == math.prod(seen):
         return ctx.bind(eqn, operand)
     out = _with_new_dims(base, len(shape), dims)
-    value_lineage, axis, origins = None, -1, origins_of(operand)
-    if has_lineage(operand):
+    value_lineage, axis, origins = None, -1, lineage.origins_of(operand)
+    if lineage.has_lineage(operand):
         value_lineage, axis = operand.lineage, dims[operand.axis]
     elif math.prod(seen) > 1:
         what = f"{lineage.text(operand, seen)} broadcast -> {lineage.text(operand, shape)}"
         origins |= {ctx.recorder.found(eqn, what, False)}
-    return lazy(out, shape, value_lineage, axis, origins)
+    return lineage.lazy(out, shape, value_lineage, axis, origins)
 
 
 def _with_new_dims(base: Any, rank: int, dims: list[int]) -> jax.Array:
-    """`base` with its dimensions at `dims`, and with all other dimensions of size 1."""
+    """Moves the dimensions of `base` to `dims`; all other dimensions have size 1."""
     shape = [1] * rank
     for d, target in enumerate(dims):
         shape[target] = np.shape(base)[d]
@@ -287,12 +274,12 @@ def _concat_broadcast(ctx: Context, eqn: Any, operand: Any, shape: Any, dims: An
     for part in operand.parts:
         part_shape = list(shape)
         part_shape[axis] = part.shape[operand.axis]
-        if is_plain(part):
+        if lineage.is_plain(part):
             parts.append(ctx.bind(eqn, part, shape=tuple(part_shape)))
             continue
         base = _with_new_dims(part.base, len(shape), dims)
         part_axis = dims[part.axis] if part.lineage else -1
-        parts.append(lazy(base, tuple(part_shape), part.lineage, part_axis, part.origins))
+        parts.append(lineage.lazy(base, tuple(part_shape), part.lineage, part_axis, part.origins))
     return Concat(tuple(parts), axis)
 
 
@@ -306,16 +293,18 @@ def tile(ctx: Context, eqn: Any, operand: Any) -> Any:
         return ctx.bind(eqn, ctx.materialise(eqn, operand, "tile along several dimensions"))
     (axis,) = repeated
     seen = shape_of(operand)
-    if has_lineage(operand) and operand.axis == axis:
-        return reselect.concatenated(ctx, eqn, [operand] * reps[axis], axis, shape)
+    if lineage.has_lineage(operand) and operand.axis == axis:
+        return reselect.concatenated(ctx, [operand] * reps[axis], axis, shape)
     what = f"{lineage.text(operand, seen)} tiled -> {lineage.text(operand, shape)}"
     if seen[axis] == 1:
         found = ctx.recorder.found(eqn, what, False)
-        kept = (operand.lineage, operand.axis) if has_lineage(operand) else (None, -1)
-        return lazy(base_of(operand), shape, kept[0], kept[1], origins_of(operand) | {found})
-    if has_lineage(operand):
+        kept = (operand.lineage, operand.axis) if lineage.has_lineage(operand) else (None, -1)
+        return lineage.lazy(
+            lineage.base_of(operand), shape, kept[0], kept[1], lineage.origins_of(operand) | {found}
+        )
+    if lineage.has_lineage(operand):
         raise NotCovered("tile of a value that is looked up along another axis")
     index = ctx.scope.of_tiles(seen[axis], shape[axis])
     found = ctx.recorder.found(eqn, what, True)
-    base = base_of(spread_axes(operand, [axis]))
-    return Lazy(base, shape, index, axis, origins_of(operand) | {found})
+    base = lineage.base_of(lineage.spread_axes(operand, [axis]))
+    return Lazy(base, shape, index, axis, lineage.origins_of(operand) | {found})

@@ -20,26 +20,19 @@ _DEPTH = 3
 
 
 def by_terms(ctx: Context, whole: Concat, weights: Any, axis: int) -> tuple[Concat, Any]:
-    """A concatenation and the weights it is multiplied by, with sums replaced by their terms.
+    """Replaces sums in a concatenation by their terms, and repeats the weights accordingly.
 
-    Args:
-      ctx: the context.
-      whole: the concatenation, along a summed axis of the product.
-      weights: the other operand.
-      axis: the axis of `weights` that is summed with the concatenated axis.
-
-    Returns:
-      `[q, h, q, h]` and `[W0, W1, W2, -W2]` for `[q, h, q - h]` and `[W0, W1, W2]`.
+    `[q, h, q - h]` and `[W0, W1, W2]` become `[q, h, q, h]` and `[W0, W1, W2, -W2]`. The
+    concatenated axis is summed in the product, with the axis `axis` of the weights.
     """
     if not is_plain(weights):
         return whole, weights
     terms = [_terms(ctx, part) for part in whole.parts]
     if all(len(found) == 1 for found in terms):
         return whole, weights
-    parts, slices, start = [], [], 0
-    for found, size in zip(terms, whole.sizes, strict=True):
-        piece = slice_along(weights, start, start + size, axis)
-        start += size
+    parts, slices = [], []
+    for found, (_, start, stop) in zip(terms, whole.pieces(), strict=True):
+        piece = slice_along(weights, start, stop, axis)
         for value, sign in found:
             parts.append(value)
             slices.append(piece if sign > 0 else lax.neg(piece))
@@ -47,7 +40,7 @@ def by_terms(ctx: Context, whole: Concat, weights: Any, axis: int) -> tuple[Conc
 
 
 def _terms(ctx: Context, part: Any) -> list[tuple[Any, int]]:
-    """The terms of a part, each with its sign; the part itself if it is no sum, or a cheap one."""
+    """Returns the terms of a part with their signs; the part itself if it is no sum, or cheap."""
     if not is_plain(part):
         return [(part, 1)]
     terms = _expanded(ctx, part, part.shape, 1, _DEPTH)

@@ -24,7 +24,7 @@ from ikbo_jax.rewrite.values.registry import NotCovered
 def looked_up(
     ctx: Context, eqn: Any, operand: Any, indices: Any, column: int, axis: int
 ) -> tuple[Any, Lineage]:
-    """The operand and the lineage by which a column of gather indices looks up its rows.
+    """Returns the operand and the lineage by which a column of gather indices looks rows up.
 
     An index out of bounds fills a row, or takes the nearest row with or without a gradient. If no
     row of the operand has this value and derivative, a row for it is appended to the operand and
@@ -64,7 +64,7 @@ def looked_up(
     # `checkify` must find an index out of bounds, also in a constant that takes every row.
     differs = not proven or not _takes_every_row(root, column, rows)
     if differs and not ctx.differentiated:
-        # Integers have no gradient, but an embedding of ids has one, and unused rows have ids.
+        # Ids have no gradient, but the embedding that they select has one, also for unused ids.
         ctx.gradient_differs()
     exact = differs and ctx.differentiated
     if not fills and not exact:
@@ -93,7 +93,7 @@ def looked_up(
 
 
 def _checked(eqn: Any, index: Any, indices: Any, shape: Sequence[int]) -> Any:
-    """`index`, computed from a gather's `indices`; `checkify` checks the gather in a table."""
+    """Returns `index`; `checkify` checks a gather by `indices`, from which it is computed."""
 
     def gathered(index: Any, indices: Any) -> Any:
         table = lax.full(shape, np.zeros((), bool))  # Its values have no effect on the report.
@@ -112,7 +112,7 @@ ad.deflinear2(_without_gradient_p, lambda _, x: [ad.Zero(x.aval)])
 
 
 def _without_gradient(x: jax.Array) -> jax.Array:
-    """`x`, with its tangent in forward mode and without a gradient in reverse mode.
+    """Returns `x`, with its tangent in forward mode and no gradient in reverse mode.
 
     So does `x[index]` out of bounds: JAX's gather takes the nearest row of the tangent, but its
     scatter drops the gradient.
@@ -123,12 +123,12 @@ def _without_gradient(x: jax.Array) -> jax.Array:
 
 
 def _replaced(index: Any, where: Any, row: int) -> Any:
-    """An int32 index with another row where a condition holds."""
+    """Replaces an int32 index by another row where a condition holds."""
     return staged.select(where, staged.full_like(index, row), index)
 
 
 def _with_rows_outside(eqn: Any, operand: Any, axis: int, fills: bool, drops: bool) -> Any:
-    """The operand with two rows appended: for indices below 0, and for indices past the end."""
+    """Appends two rows to the operand: for indices below 0, and for indices past the end."""
     base = base_of(operand)
     if fills:
         base = staged.concatenate([base, *[_fill_row(eqn, operand, axis)] * 2], axis)
@@ -136,9 +136,8 @@ def _with_rows_outside(eqn: Any, operand: Any, axis: int, fills: bool, drops: bo
         base = lineage.with_nearest_rows(base, axis, _without_gradient if drops else None)
     if is_plain(operand):
         return base
-    shape = list(operand.shape)
-    shape[axis] += 2
-    return dataclasses.replace(operand, base=base, shape=tuple(shape))
+    shape = (*operand.shape[:axis], operand.shape[axis] + 2, *operand.shape[axis + 1 :])
+    return dataclasses.replace(operand, base=base, shape=shape)
 
 
 def _takes_every_row(root: Any, column: int, rows: int) -> bool:
@@ -156,7 +155,7 @@ def _largest(index: Any) -> int:
 
 
 def _fill_row(eqn: Any, operand: Any, axis: int) -> jax.Array:
-    """The row with which a gather fills an index out of bounds."""
+    """Returns the row with which a gather fills an index out of bounds."""
     dtype, fill = operand.dtype, eqn.params["fill_value"]
     if jax.dtypes.issubdtype(dtype, jax.dtypes.extended):
         raise NotCovered(f"lookup that fills rows out of bounds, of {dtype}")
@@ -167,31 +166,28 @@ def _fill_row(eqn: Any, operand: Any, axis: int) -> jax.Array:
     elif fill is None:
         limits = jnp.iinfo(dtype)
         fill = limits.min if jnp.issubdtype(dtype, jnp.signedinteger) else limits.max
-    shape = list(base_of(operand).shape)
-    shape[axis] = 1
-    return lax.full(shape, fill, dtype)
+    shape = base_of(operand).shape
+    return lax.full((*shape[:axis], 1, *shape[axis + 1 :]), fill, dtype)
 
 
 def column_of(ctx: Context, indices: Any, column: int) -> tuple[Any, int]:
-    """The value that a column of gather indices comes from, traced back through its equations.
+    """Traces a column of gather indices back to the value that it comes from.
 
     Returns:
       A value of one dimension; or a value of two dimensions, and the column of it.
     """
     is_of_columns = isinstance(indices, Concat) and indices.axis == 1
     parts: Any = indices.parts if is_of_columns else None
-    produced = ctx.producer(indices)
-    name = produced[0].primitive.name if produced is not None else ""
-    if produced is not None and name == "concatenate" and produced[0].params["dimension"] == 1:
-        parts = produced[1]
+    name, eqn, operands = ctx.made_by(indices)
+    if name == "concatenate" and eqn.params["dimension"] == 1:
+        parts = operands
     if parts is not None:
         for part in parts:
             if column < part.shape[1]:
                 return column_of(ctx, part, column)
             column -= part.shape[1]
-    if produced is None or len(shape_of(indices)) != 2 or indices.shape[1] != 1:
-        return indices, column
-    first = produced[1][0]
-    if name in ("reshape", "broadcast_in_dim") and shape_of(first) == indices.shape[:1]:
-        return proofs.selected(ctx, first), 0
+    if len(shape_of(indices)) == 2 and indices.shape[1] == 1:
+        moved = name in ("reshape", "broadcast_in_dim")
+        if moved and shape_of(operands[0]) == indices.shape[:1]:
+            return proofs.selected(ctx, operands[0]), 0
     return indices, column

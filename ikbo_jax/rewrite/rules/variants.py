@@ -21,7 +21,7 @@ from ikbo_jax.rewrite.values.jaxprs import call, evaluate, trace
 
 
 class _Rewritten(core.Primitive):
-    """The primitive.
+    """Defines the primitive.
 
     Its parameters are the variant for values, `program`; `exact`; and the original, `call_jaxpr`.
     `checkify` goes through the equations of a traced function. It takes an equation with a
@@ -29,14 +29,13 @@ class _Rewritten(core.Primitive):
     """
 
     def bind(self, *inputs: Any, **params: Any) -> Any:
-        """The results. `checkify` calls it with a function that checks the original."""
         if "subfuns" in params:
             return params["subfuns"][0].call_wrapped(*inputs)
         return super().bind(*inputs, **params)
 
 
 class _Checked:
-    """A program for `checkify`, which reads a jaxpr's attributes. It is traced at its first use.
+    """Stands for a program whose attributes `checkify` reads, and which is traced at its first use.
 
     It is no jaxpr: whatever searches equations for programs passes it over.
     """
@@ -65,7 +64,7 @@ rewritten_p.is_high = lambda *_, **__: False  # type: ignore[method-assign]
 
 
 class Exact:
-    """The variant for derivatives, and the original program; each is traced at its first use.
+    """Holds the variant for derivatives and the original, each traced at its first use.
 
     It is a parameter of equations, which JAX compares by identity. It holds no tracers.
     """
@@ -78,16 +77,16 @@ class Exact:
 
     @functools.cached_property
     def jaxpr(self) -> core.Jaxpr:
-        """The variant for derivatives. JAX differentiates a loop's body several times."""
+        """Variant for derivatives. JAX differentiates a loop's body several times."""
         return self._differentiated()
 
     @functools.cached_property
     def original(self) -> core.Jaxpr:
-        """The original program."""
+        """Original program."""
         return self._original()
 
     def batched(self, batch: Callable[[core.Jaxpr], core.Jaxpr]) -> Exact:
-        """The same for a batched program."""
+        """Batches both programs."""
         return Exact(lambda: batch(self.jaxpr), lambda: batch(self.original))
 
     def __repr__(self) -> str:
@@ -95,7 +94,7 @@ class Exact:
 
 
 def bind(program: core.Jaxpr, exact: Exact, inputs: Sequence[Any]) -> list[Any]:
-    """The results of `program`, the variant for values, with the derivative of `exact`."""
+    """Binds `program`, the variant for values, with the derivative of `exact`."""
     params = {"program": program, "exact": exact, "call_jaxpr": _Checked(exact)}
     results: list[Any] = rewritten_p.bind(*inputs, **params)
     return results
@@ -104,7 +103,7 @@ def bind(program: core.Jaxpr, exact: Exact, inputs: Sequence[Any]) -> list[Any]:
 def with_checks_of(
     checked: Callable[..., jax.Array], run: Callable[..., jax.Array], *arrays: jax.Array
 ) -> jax.Array:
-    """`run(*arrays)`, which are integers; `checkify` checks `checked(*arrays)` in its place."""
+    """Computes `run(*arrays)`, integers; `checkify` checks `checked(*arrays)` in its place."""
     program = trace(lambda *arrays: [run(*arrays)], arrays)
     like = [jax.typeof(x) for x in arrays]
     original = functools.partial(trace, lambda *arrays: [checked(*arrays)], like)
@@ -121,40 +120,40 @@ rewritten_p.def_abstract_eval(lambda *_, program, **__: program.out_avals)
 mlir.register_lowering(rewritten_p, mlir.lower_fun(_values))
 
 
+def _of_some(
+    program: core.Jaxpr, operands: Sequence[Any], positions: Sequence[int]
+) -> Callable[..., list[Any]]:
+    """Returns a program as a function of its operands at some positions."""
+
+    def fn(*values: Any) -> list[Any]:
+        merged = dict(enumerate(operands)) | dict(zip(positions, values, strict=True))
+        return evaluate(program, list(merged.values()))
+
+    return fn
+
+
 def _jvp(
     primals: Sequence[Any], tangents: Sequence[Any], *, exact: Exact, **_: Any
 ) -> tuple[list[Any], list[Any]]:
     # The other arguments have no tangent; integers and PRNG keys never have one.
     active = [n for n, x in enumerate(tangents) if not isinstance(x, ad.Zero)]
-
-    def of_active(*values: Any) -> list[Any]:
-        merged = list(primals)
-        for n, value in zip(active, values, strict=True):
-            merged[n] = value
-        return evaluate(exact.jaxpr, merged)
-
-    return jax.jvp(of_active, [primals[n] for n in active], [tangents[n] for n in active])
+    fn = _of_some(exact.jaxpr, primals, active)
+    return jax.jvp(fn, [primals[n] for n in active], [tangents[n] for n in active])
 
 
 ad.primitive_jvps[rewritten_p] = _jvp
 
 
 def _transpose(cotangents: Sequence[Any], *operands: Any, exact: Exact, **_: Any) -> list[Any]:
-    """For `jax.linear_transpose`, which the ops refuse: the original's transpose.
+    """Transposes the original for `jax.linear_transpose`, which the ops refuse.
 
     Derivatives never come here, since `_jvp` binds no such equation.
     """
     linear = [n for n, x in enumerate(operands) if ad.is_undefined_primal(x)]
-
-    def of_linear(*values: Any) -> list[Any]:
-        merged = list(operands)
-        for n, value in zip(linear, values, strict=True):
-            merged[n] = value
-        return evaluate(exact.original, merged)
-
+    fn = _of_some(exact.original, operands, linear)
     like = [jax.ShapeDtypeStruct(operands[n].aval.shape, operands[n].aval.dtype) for n in linear]
     full = [ad.instantiate_zeros(x) for x in cotangents]
-    found = iter(jax.linear_transpose(of_linear, *like)(full))
+    found = iter(jax.linear_transpose(fn, *like)(full))
     return [next(found) if ad.is_undefined_primal(x) else None for x in operands]
 
 
@@ -188,5 +187,5 @@ batching.fancy_primitive_batchers[rewritten_p] = _batch
 
 
 def rewritten(ctx: Context, eqn: Any, *operands: Any) -> list[Any]:
-    """The call of a rewritten function in a function that is rewritten: its original, in place."""
+    """Interprets the original of a rewritten function that is called in a rewritten function."""
     return ctx.run_closed(eqn.params["exact"].original, operands, eqn)

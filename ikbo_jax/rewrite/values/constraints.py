@@ -22,20 +22,14 @@ _ON_VALUE = "constrained"
 
 
 class Division(NamedTuple):
-    """How a constraint divides the candidates of a broadcast.
-
-    Attributes:
-      batch: the number of candidates.
-      sharding: the constraint.
-      entry: the mesh axes over which it divides the candidates.
-    """
+    """Holds the mesh axes `entry` over which a constraint divides the candidates of a broadcast."""
 
     batch: int
     sharding: NamedSharding
     entry: Any
 
     def apply(self, array: jax.Array, axis: int) -> jax.Array:
-        """The array, with the candidates along `axis` divided."""
+        """Divides the candidates of an array along `axis`."""
         spec: list[Any] = [PartitionSpec.UNCONSTRAINED] * array.ndim
         spec[axis] = self.entry
         sharding = self.sharding.update(spec=PartitionSpec(*spec))
@@ -43,7 +37,7 @@ class Division(NamedTuple):
 
 
 def constrained(ctx: Any, x: Any, sharding: Any, place: Callable[[Any], Any]) -> Any:
-    """A copy of a deferred value, whose array `place` places where it is built.
+    """Copies a deferred value, whose array `place` places where it is built.
 
     The copy has the producing equation of the value.
     """
@@ -62,7 +56,7 @@ def constrained(ctx: Any, x: Any, sharding: Any, place: Callable[[Any], Any]) ->
 
 
 def _entry(sharding: Any, axis: int) -> Any:
-    """The mesh axes that divide a dimension; None if there are none, or if they are not Auto."""
+    """Returns the mesh axes that divide a dimension; None without any, or if they are not Auto."""
     if not isinstance(sharding, NamedSharding) or axis >= len(sharding.spec):
         return None
     if set(sharding.mesh.axis_types) != {AxisType.Auto}:
@@ -72,7 +66,7 @@ def _entry(sharding: Any, axis: int) -> Any:
 
 
 def placed(ctx: Any, value: Any, array: jax.Array) -> jax.Array:
-    """The array of a deferred value, with the constraint on the value or on its candidates."""
+    """Applies the constraint on a deferred value, or on its candidates, to the value's array."""
     if (found := ctx.scope.results((_ON_VALUE, id(value)))) is not None:
         placed: jax.Array = found[0](array)
         return placed
@@ -83,7 +77,7 @@ def placed(ctx: Any, value: Any, array: jax.Array) -> jax.Array:
 
 
 def divided(ctx: Any, origins: Iterable[Any], results: Sequence[Any]) -> Sequence[Any]:
-    """The results of an equation on values of these broadcasts, with their candidates divided."""
+    """Divides the candidates of the results of an equation on values of these broadcasts."""
     origins = list(origins)
 
     def one(x: Any) -> Any:
@@ -101,7 +95,7 @@ def divided(ctx: Any, origins: Iterable[Any], results: Sequence[Any]) -> Sequenc
 
 
 def _division(ctx: Any, origins: Iterable[Any], batch: Any) -> Division | None:
-    """How so many candidates of these broadcasts are divided; None if constraints disagree."""
+    """Finds how so many candidates of broadcasts are divided; None if constraints disagree."""
     divisions = ctx.programs.divisions
     found = [divisions[o] for o in origins if o in divisions and divisions[o].batch == batch]
     return found[0] if found and all(x == found[0] for x in found) else None

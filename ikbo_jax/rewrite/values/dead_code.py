@@ -12,7 +12,7 @@ from ikbo_jax.ops import explain
 from ikbo_jax.rewrite.values.hoisting import scan_counts, scan_params
 from ikbo_jax.rewrite.values.jaxprs import OPS, inner_programs
 
-#: Parameters of calls: those that have an entry for every operand or result, and all others.
+#: Parameters of calls: with an entry for every operand, with one for every result, and all others.
 _OF_OPERANDS = ("donated_invars", "in_layouts", "in_shardings")
 _OF_RESULTS = ("out_layouts", "out_shardings")
 _OTHERS = """
@@ -22,7 +22,7 @@ _KNOWN = frozenset((*_OF_OPERANDS, *_OF_RESULTS, *_OTHERS))
 
 
 def without_dead_code(program: core.Jaxpr) -> core.Jaxpr:
-    """The program without dead equations, also in the programs that it calls.
+    """Removes dead equations from the program, also from the programs that it calls.
 
     If there are none, the same object is returned. So a program that is called several times stays
     one object.
@@ -34,7 +34,7 @@ def without_dead_code(program: core.Jaxpr) -> core.Jaxpr:
 
 
 class _Search:
-    """The removal of dead code from one program and from all programs that it calls."""
+    """Removes dead code from one program and from all programs that it calls."""
 
     def __init__(self) -> None:
         # By identity of a program, the program and the same without dead code.
@@ -45,7 +45,7 @@ class _Search:
         self._read: dict[int, list[bool]] = {}
 
     def live(self, program: core.Jaxpr) -> core.Jaxpr:
-        """The program without dead code; the same object if there is none."""
+        """Returns the program without dead code; the same object if there is none."""
         key = id(program)
         if key not in self._live:
             self._live[key] = program, self._without_dead_code(program)
@@ -78,7 +78,7 @@ class _Search:
     def _with_live_programs(
         self, program: core.Jaxpr, eqn: core.JaxprEqn, needed: set[Any], all_used: bool
     ) -> Sequence[core.JaxprEqn]:
-        """An equation without dead code in its programs; the same object if there is none."""
+        """Removes dead code from an equation's programs; the same object if there is none."""
         programs = inner_programs(eqn)
         if not programs or eqn.params.get("name") in OPS and _begins_with_own_gradient(programs[0]):
             # An op's dead code is no lookup of the model, and XLA removes it.
@@ -94,7 +94,7 @@ class _Search:
         return _without_dead_results(program, eqn, needed) if found is None else (found,)
 
     def _scan(self, eqn: core.JaxprEqn, needed: set[Any]) -> core.JaxprEqn | None:
-        """A scan without dead code in its body; None if it loses results or carries as well.
+        """Removes dead code from a scan's body; None if it loses results or carries as well.
 
         A scan of layers keeps all of them: a carry that is not returned is read by the next layer.
         """
@@ -116,7 +116,7 @@ class _Search:
         return eqn.replace(invars=_chosen(eqn.invars, read), params=params)
 
     def _call(self, eqn: core.JaxprEqn, needed: set[Any]) -> core.JaxprEqn | None:
-        """A call without dead code, dead operands and dead results; None if JAX must find them."""
+        """Removes dead code, operands and results from a call; None if JAX must find them."""
         program: core.Jaxpr = eqn.params["jaxpr"]
         used = [v in needed for v in eqn.outvars]
         live = self.live(program if all(used) else self._part(program, used))
@@ -145,7 +145,6 @@ class _Search:
         )
 
     def _part(self, program: core.Jaxpr, used: list[bool]) -> core.Jaxpr:
-        """The program with those results alone that are used."""
         key = id(program), *used
         if key not in self._parts:
             outvars = _chosen(program.outvars, used)
@@ -172,7 +171,7 @@ def _unnamed(program: core.Jaxpr) -> Any:
 
 
 def _with_carries(body: core.Jaxpr, used: list[bool], n_consts: int, n_carry: int) -> list[bool]:
-    """Which results of a scan's body are used, some of them by the next iteration."""
+    """Finds which results of a scan's body are used, some of them by the next iteration."""
     while True:
         read = _reads(body, used)[n_consts : n_consts + n_carry]
         more = [a or b for a, b in zip(used, read, strict=False)] + used[n_carry:]
@@ -182,7 +181,7 @@ def _with_carries(body: core.Jaxpr, used: list[bool], n_consts: int, n_carry: in
 
 
 def _reads(program: core.Jaxpr, used: list[bool]) -> list[bool]:
-    """Which arguments a program reads if some of its results are used.
+    """Finds which arguments a program reads if some of its results are used.
 
     A called program counts as reading all of its operands.
     """
@@ -197,7 +196,7 @@ def _reads(program: core.Jaxpr, used: list[bool]) -> list[bool]:
 def _without_dead_results(
     program: core.Jaxpr, eqn: core.JaxprEqn, needed: set[Any]
 ) -> Sequence[core.JaxprEqn]:
-    """An equation without its results that are not needed, and without dead code in its program."""
+    """Removes an equation's results that are not needed, and dead code in its program."""
     invars = list(dict.fromkeys(v for v in eqn.invars if isinstance(v, core.Var)))
     outvars = [v for v in eqn.outvars if v in needed]
     alone = program.replace(

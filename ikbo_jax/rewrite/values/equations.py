@@ -19,13 +19,13 @@ from ikbo_jax.rewrite.values.staged import TRACER
 
 
 def described(error: Exception) -> str:
-    """An exception as one line: its type and the first line of its message."""
+    """Describes an exception in one line: its type and the first line of its message."""
     message = str(error).strip().split("\n")[0]
     return f"{type(error).__name__}: {message}" if message else type(error).__name__
 
 
 def why_kept(eqn: core.JaxprEqn) -> str:
-    """Why a lookup of arrays ran as it is, instead of becoming a lazy value."""
+    """Says why a lookup of arrays ran as it is, instead of becoming a lazy value."""
     operand: Any = eqn.invars[0].aval
     result: Any = eqn.outvars[0].aval
     if not isinstance(difference := result.size - operand.size, int):
@@ -85,7 +85,7 @@ def is_number(eqn: core.JaxprEqn, operands: list[Any]) -> bool:
 
 
 def identity(operand: Any) -> Any:
-    """A key that equal operands share: the object's identity, or a literal's dtype and bits."""
+    """Returns a key that equal operands share: the object's identity, or a literal's bits."""
     if isinstance(operand, jax.Array) or not is_plain(operand):
         return id(operand)
     array = constant_array(operand)
@@ -94,7 +94,7 @@ def identity(operand: Any) -> Any:
 
 
 def constant_array(value: Any) -> np.ndarray:
-    """A constant as an array of its own dtype.
+    """Returns a constant as an array of its own dtype.
 
     A literal may be a Python number with a dtype: 0.1 of float32 is another number than 0.1.
     """
@@ -102,7 +102,7 @@ def constant_array(value: Any) -> np.ndarray:
 
 
 def op_plan(eqn: core.JaxprEqn) -> dispatch.Plan | None:
-    """The plan of the op of this library that an equation calls; None for all other equations.
+    """Returns the plan of the op of this library that an equation calls; None for others.
 
     A model's function may have the name of an op's, and may call the op. The plan is then inside of
     another call of that name.
@@ -111,7 +111,7 @@ def op_plan(eqn: core.JaxprEqn) -> dispatch.Plan | None:
 
 
 def _plan_in(programs: Sequence[core.Jaxpr]) -> dispatch.Plan | None:
-    """A plan in programs, outside of calls that have the name of an op's."""
+    """Finds a plan in programs, outside of calls that have the name of an op's."""
     for program in programs:
         # From the end, since an op stores the plan with its result.
         for eqn in reversed(program.eqns):

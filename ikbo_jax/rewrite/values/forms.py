@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import operator
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -29,22 +30,20 @@ from ikbo_jax.rewrite.values.staged import shape_of
 
 def can_pass(value: Any) -> bool:
     """Whether a value can be an argument or a result of a traced function."""
-    return is_plain(value) or isinstance(value, Lazy) or _holds_values(value)
-
-
-def _holds_values(value: Any) -> bool:
-    return isinstance(value, (Concat, Merged)) and all(map(can_pass, inside_of(value)))
+    if inside := inside_of(value):
+        return all(map(can_pass, inside))
+    return is_plain(value) or isinstance(value, Lazy)
 
 
 def inside_of(value: Any) -> Sequence[Any]:
-    """The values that a concatenation or a merged value holds; () for other values."""
+    """Returns the values that a concatenation or a merged value holds; () for other values."""
     if isinstance(value, Concat):
         return value.parts
     return (value.inner,) if isinstance(value, Merged) else ()
 
 
 def with_inside(value: Any, inside: Sequence[Any]) -> Any:
-    """A concatenation or a merged value that holds other values."""
+    """Replaces the values that a concatenation or a merged value holds."""
     if isinstance(value, Concat):
         return Concat(tuple(inside), value.axis)
     (inner,) = inside
@@ -52,7 +51,7 @@ def with_inside(value: Any, inside: Sequence[Any]) -> Any:
 
 
 def with_all_inside(values: Sequence[Any]) -> list[Any]:
-    """Values, followed by the values inside of them, and by the values inside of these."""
+    """Lists values, then the values inside of them, then the values inside of these."""
     found = list(values)
     # The loop appends to the list that it iterates over.
     for x in found:
@@ -62,7 +61,7 @@ def with_all_inside(values: Sequence[Any]) -> list[Any]:
 
 
 class Nodes(NamedTuple):
-    """Values as `with_all_inside` returns them, and how they are nested.
+    """Holds values as `with_all_inside` returns them, and how they are nested.
 
     Attributes:
       values: all of them.
@@ -85,12 +84,12 @@ class Nodes(NamedTuple):
 
 
 def unpack(value: Any) -> tuple[list[Any], Any]:
-    """The arrays of a value, and the function that rebuilds the value.
+    """Returns the arrays of a value, and the function that rebuilds the value.
 
     The function holds no arrays, since it is called where the trace of the arrays has ended.
     """
     if is_plain(value):
-        return [value], _only
+        return [value], operator.itemgetter(0)
     if isinstance(value, Lazy):
         shape, lineage, axis, origins = value.shape, value.lineage, value.axis, value.origins
         return [value.base], lambda arrays: Lazy(arrays[0], shape, lineage, axis, origins)
@@ -102,12 +101,8 @@ def unpack(value: Any) -> tuple[list[Any], Any]:
     return arrays, lambda arrays: Concat(tuple(pack_parts(arrays)), axis)
 
 
-def _only(arrays: Sequence[Any]) -> Any:
-    return arrays[0]
-
-
 def unpack_all(values: Sequence[Any]) -> tuple[list[Any], Any]:
-    """The arrays of all values, and the function that rebuilds the values."""
+    """Returns the arrays of all values, and the function that rebuilds the values."""
     unpacked = [unpack(value) for value in values]
     packs = [(len(inner), pack_one) for inner, pack_one in unpacked]
 
@@ -119,7 +114,7 @@ def unpack_all(values: Sequence[Any]) -> tuple[list[Any], Any]:
 
 
 def form(value: Any) -> Any:
-    """The form of a value: its kind, shapes, lineage and axis; "plain" for an array."""
+    """Returns the form of a value: its kind, shapes, lineage and axis; "plain" for an array."""
     if not isinstance(value, Deferred):
         return "plain"
     if isinstance(value, Lazy):
@@ -133,13 +128,13 @@ def form(value: Any) -> Any:
 
 
 def skeleton(value: Any) -> Any:
-    """The value with shapes and dtypes in place of its arrays, which a trace may not let out."""
+    """Replaces the arrays of a value, which a trace may not let out, by shapes and dtypes."""
     arrays, pack = unpack(value)
     return pack([jax.ShapeDtypeStruct(shape_of(x), x.dtype) for x in arrays])
 
 
 def detached(values: Sequence[Any]) -> list[Any]:
-    """Skeletons of values whose lineages hold no index, either: what may outlive the trace."""
+    """Returns skeletons of values whose lineages hold no index: what may outlive the trace."""
     lineages: dict[Any, Lineage] = {}
     return [_detached(skeleton(x), lineages) for x in values]
 
@@ -161,26 +156,19 @@ def _without_index(lineage: Lineage, lineages: dict[Any, Lineage]) -> Lineage:
 
 
 def widened(value: Any, like: Any) -> Any:
-    """A value in a form that holds it and `like`, as a loop's carry must; None without such a form.
+    """Returns a value in a form that holds it and `like`, as a loop's carry must, or None.
 
     A carry begins with zeros or with one learned row, which are equal for all candidates. If the
-    loop's body returns looked-up rows, the first rows are looked up alike.
-
-    Args:
-      value: the value.
-      like: the other value, or its skeleton.
+    loop's body returns looked-up rows, the first rows are looked up alike. `like` may be a
+    skeleton.
     """
     if isinstance(like, Concat) and is_only_broadcast(value):
         if value.base.shape[like.axis] != 1:
             return None
-        parts, start = [], 0
-        for part, size in zip(like.parts, like.sizes, strict=True):
-            cut = slice_along(value, start, start + size, like.axis)
-            start += size
-            if is_plain(part):
-                parts.append(spread(cut.base, cut.shape))
-            else:
-                parts.append(widened(cut, part))
+        parts = []
+        for part, start, stop in like.pieces():
+            cut = slice_along(value, start, stop, like.axis)
+            parts.append(spread(cut.base, cut.shape) if is_plain(part) else widened(cut, part))
         return None if any(part is None for part in parts) else Concat(tuple(parts), like.axis)
     if isinstance(like, Merged):
         if not isinstance(value, Lazy) or value.lineage is not None or value.base.size != 1:
@@ -194,7 +182,7 @@ def widened(value: Any, like: Any) -> Any:
 
 
 def _widened_rows(value: Lazy, like: Lazy) -> Lazy | None:
-    """`widened` of values that may both be looked up, by one lineage."""
+    """Widens a value if both may be looked up, by one lineage."""
     known = value if value.lineage is not None else like
     if like.lineage is not None and (like.lineage, like.axis) != (known.lineage, known.axis):
         return None

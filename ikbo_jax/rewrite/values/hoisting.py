@@ -28,7 +28,7 @@ def holds_products(eqn: core.JaxprEqn) -> bool:
 
 
 def scan_counts(params: Any) -> tuple[int, int]:
-    """How many operands of a scan are constants, and how many are carries."""
+    """Counts the operands of a scan that are constants, and its operands that are carries."""
     if "num_consts" in params:
         return params["num_consts"], params["num_carry"]
     consts, carry, _ = params["ft_in"].unpack()
@@ -37,7 +37,7 @@ def scan_counts(params: Any) -> tuple[int, int]:
 
 @functools.cache
 def scan_params(consts: int, carries: int, xs: int, ys: int) -> dict[str, Any]:
-    """The parameters of a scan that depend on the numbers of its operands and results."""
+    """Returns the parameters of a scan that depend on its numbers of operands and results."""
 
     def fn(consts: list[Any], carries: list[Any], xs: list[Any]) -> Any:
         def body(carries: list[Any], xs: list[Any]) -> Any:
@@ -64,22 +64,16 @@ def may_run_before(eqn: core.JaxprEqn) -> bool:
     return bool(indices) and split_by_rows(body, consts, indices) is not None
 
 
-def is_index(x: Any) -> bool:
-    """Whether an array holds integers."""
-    return getattr(getattr(x, "dtype", None), "kind", "") in ("i", "u")
+def is_index(x: Any, kinds: str = "iu") -> bool:
+    """Whether an array holds integers, or numbers of other kinds of NumPy's dtypes."""
+    return getattr(getattr(x, "dtype", None), "kind", None) in tuple(kinds)
 
 
 def split(body: core.Jaxpr, consts: int, length: Any) -> tuple[core.Jaxpr, core.Jaxpr] | None:
     """Splits the body of a loop into a program that runs once, and the rest.
 
-    Args:
-      body: the program of one iteration.
-      consts: how many of its arguments are the same in every iteration; they come first.
-      length: the number of iterations.
-
-    Returns:
-      A program from these arguments to values, and a program that takes these values after the
-      same arguments. None if no product is the same in every iteration.
+    The first program takes the first `consts` arguments, which are the same in every iteration. The
+    rest takes its values after these arguments. None if no product is the same in every iteration.
     """
     if not isinstance(length, int) or length < 2 or not consts:
         return None
@@ -91,14 +85,9 @@ def split_by_rows(
 ) -> tuple[core.Jaxpr, core.Jaxpr] | None:
     """Splits the body of a loop into work on what some scanned values choose, and the rest.
 
-    Args:
-      body: the program of one iteration.
-      consts: how many of its arguments are the same in every iteration; they come first.
-      rows: the arguments that are an iteration's index, or its looked-up row.
-
-    Returns:
-      A program from the constants and `rows` to values, and a program that takes these values after
-      its other arguments. None if it holds no products.
+    The first program takes the first `consts` arguments, which are the same in every iteration, and
+    `rows`, each an index or a looked-up row. The rest takes its values after its other arguments.
+    None if no product is taken out.
     """
     inputs = [*body.invars[:consts], *rows]
     return _split(body, inputs, len(body.invars), only_constants=True)
@@ -109,11 +98,8 @@ def _split(
 ) -> tuple[core.Jaxpr, core.Jaxpr] | None:
     """Splits a body into a program of its arguments `inputs`, and the rest.
 
-    Args:
-      body: the program of one iteration.
-      inputs: some of its arguments.
-      place: where among its arguments the rest takes the values of the first program.
-      only_constants: whether equations on constants alone may be taken out.
+    The rest takes the values of the first program at position `place`. `only_constants` says
+    whether equations on constants alone may be taken out.
     """
     known: set[Any] = {*body.constvars, *inputs}
     candidates: list[core.JaxprEqn] = []
@@ -137,7 +123,7 @@ def _split(
 
 
 def _worthwhile(invariant: list[core.JaxprEqn]) -> set[int]:
-    """Identities of the equations that run before the loop.
+    """Returns identities of the equations that run before the loop.
 
     These are products, what they are computed from, and what is computed from them without growing.
     """

@@ -15,15 +15,11 @@ _DEVICES = 8
 
 
 def in_turns(fn: Callable[..., jax.Array], rows: tuple[jax.Array, ...]) -> jax.Array:
-    """`jax.vmap(fn)(rows)`, some rows in a turn, in the memory that these need.
+    """Computes `jax.vmap(fn)(rows)`, some rows in a turn, in the memory that these need.
 
     The rows of a turn are spread over the batch, so that each device has its share of them where
     the batch is divided. Of rows that follow each other, as `lax.map` takes them, XLA's partitioner
     gathers the whole batch.
-
-    Args:
-      fn: takes a tuple of arrays, one row of each.
-      rows: arrays with a leading batch axis.
     """
     batch = len(rows[0])
     count = _rows_in_a_turn(batch) if isinstance(batch, int) else 0
@@ -36,7 +32,7 @@ def in_turns(fn: Callable[..., jax.Array], rows: tuple[jax.Array, ...]) -> jax.A
 
 
 def _rows_in_a_turn(batch: int) -> int:
-    """A divisor of the batch that as many devices divide as divide the batch; 0 if too few rows.
+    """Finds a divisor of the batch that as many devices divide as the batch; 0 if too few rows.
 
     Numbers of devices are powers of two.
     """

@@ -19,7 +19,7 @@ OPS = ("_linear_compression", "_attention", "_gdpa")
 
 
 def inner_programs(eqn: core.JaxprEqn) -> Sequence[core.Jaxpr]:
-    """The programs that an equation holds."""
+    """Returns the programs that an equation holds."""
     if eqn.primitive.name in explain.WITHOUT_PROGRAMS:
         return ()
     if eqn.primitive.name == "jit":
@@ -39,11 +39,9 @@ def _empty() -> core.Jaxpr:
 
 
 def wrapped(fn: Callable[..., list[Any]], like: core.Jaxpr | None = None) -> Any:
-    """A function of arrays that returns a list, wrapped as JAX's primitives expect it.
+    """Wraps a function of arrays that returns a list as JAX's primitives expect it.
 
-    Args:
-      fn: the function.
-      like: the program whose function name appears in errors; None for the name of `fn`.
+    Errors name the function of the program `like`, or `fn`.
     """
     debug_info = (like or _empty()).debug_info._replace(arg_names=None, result_paths=None)
     if like is None:
@@ -52,7 +50,7 @@ def wrapped(fn: Callable[..., list[Any]], like: core.Jaxpr | None = None) -> Any
 
 
 def ending_its_trace(fn: Callable[..., Any]) -> Callable[..., Any]:
-    """A function to be traced that may raise.
+    """Wraps a function to be traced that may raise.
 
     JAX ends a trace only if the traced function returns. Otherwise a finalizer of its constants
     holds the trace, and so these constants, as long as the process lives.
@@ -73,15 +71,11 @@ def ending_its_trace(fn: Callable[..., Any]) -> Callable[..., Any]:
 def trace(
     fn: Callable[..., list[Any]], inputs: Sequence[Any], like: core.Jaxpr | None = None
 ) -> core.Jaxpr:
-    """Traces a function of arrays that returns a list of arrays.
+    """Traces a function of arrays, or of their types, that returns a list of arrays.
 
     Like `jax.make_jaxpr`, but without the work that `make_jaxpr` does for each argument to cache
-    the call: for a model's weights, this work takes as long as tracing a few layers.
-
-    Args:
-      fn: the function.
-      inputs: arrays like its arguments, or their types.
-      like: the program whose function name appears in errors; None for the name of `fn`.
+    the call: for a model's weights, this work takes as long as tracing a few layers. Errors name
+    the function of the program `like`, or `fn`.
     """
     avals = [x if type(x) is jax.core.ShapedArray else jax.typeof(x) for x in inputs]
     fn = ending_its_trace(fn)
@@ -90,14 +84,14 @@ def trace(
 
 
 def with_constants_last(program: core.Jaxpr) -> core.Jaxpr:
-    """The program without constants, which it takes as its last arguments."""
+    """Turns the constants of a program into its last arguments."""
     return program.replace(constvars=[], invars=[*program.invars, *program.constvars])
 
 
 def evaluate(
     program: core.Jaxpr, arrays: Sequence[Any], consts: Sequence[Any] | None = None
 ) -> list[Any]:
-    """The results of a traced program on arrays; `consts` replaces the program's constants."""
+    """Runs a traced program on arrays; `consts` replaces the program's constants."""
     consts = program.consts if consts is None else consts
     if not any(isinstance(x, partial_eval.DynamicJaxprTracer) for x in (*consts, *arrays)):
         # This function frees arrays after their last use.
@@ -125,7 +119,7 @@ def interpret(
     args: Sequence[Any],
     run: Callable[[core.JaxprEqn, list[Any]], Sequence[Any]],
 ) -> list[Any]:
-    """The results of a program whose equations `run` computes, each with its operands."""
+    """Runs a program whose equations `run` computes, each with its operands."""
     env: dict[Any, Any] = dict(zip(program.constvars, consts, strict=True))
     env.update(zip(program.invars, args, strict=True))
     name_stack, literal = source_info_util.current_name_stack(), core.Literal
@@ -149,13 +143,13 @@ def interpret(
 
 @functools.cache
 def _jit_equation(mesh: Any) -> core.JaxprEqn:
-    """An equation of `jit` under a mesh, whose parameters hold the mesh."""
+    """Returns an equation of `jit` under a mesh, whose parameters hold the mesh."""
     (like,) = jax.make_jaxpr(jax.jit(lambda x: x))(0.0).eqns
     return like
 
 
 def call(program: core.Jaxpr, arrays: Sequence[Any], name: str) -> list[Any]:
-    """The results of a traced program on arrays; under a trace, by one `jit` equation.
+    """Runs a traced program on arrays; under a trace, by one `jit` equation.
 
     Binding the equations of 50 layers again would take as long as tracing the layers.
     """
@@ -169,13 +163,10 @@ def call(program: core.Jaxpr, arrays: Sequence[Any], name: str) -> list[Any]:
 
 
 def call_params(params: dict[str, Any], program: Any, counts: dict[str, int]) -> dict[str, Any]:
-    """Parameters of an equation of `jit` or of a checkpoint that calls another program.
+    """Returns parameters of an equation of `jit` or of a checkpoint that calls another program.
 
-    Args:
-      params: parameters of an equation whose operands all have the same sharding and layout, and
-        whose results do, too.
-      program: the program to call instead.
-      counts: its numbers of operands ("in") and results ("out"); a missing number stays the same.
+    All operands of the equation have one sharding and layout, and so have its results. `counts` are
+    the numbers of operands ("in") and results ("out"); a missing number stays the same.
     """
     params = {**params, "jaxpr": program}
     for side, count in counts.items():

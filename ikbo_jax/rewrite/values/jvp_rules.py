@@ -10,14 +10,10 @@ from typing import Any
 
 
 def identity(derivative: Any) -> Any:
-    """An object that is equal for calls with the same JVP rule; None if the rule is not known.
+    """Returns an object that is equal for calls with the same JVP rule, `jvp_jaxpr_fun`.
 
-    Args:
-      derivative: the parameter `jvp_jaxpr_fun` of the call.
-
-    Returns:
-      The rule's Python function and the tree of its arguments, or None: if JAX wraps rules in
-      another way than expected here, or if the call has static arguments (`nondiff_argnums`).
+    It is the rule's Python function and the tree of its arguments. None if JAX wraps rules in
+    another way than expected here, or if the call has static arguments (`nondiff_argnums`).
     """
     thunk = _closed_over(getattr(derivative, "f", None)).get("fn")
     rule: Any = _closed_over(thunk).get("jvp")
@@ -31,7 +27,6 @@ def identity(derivative: Any) -> Any:
 
 
 def _closed_over(function: Any) -> dict[str, Any]:
-    """The values that a function closes over, by name."""
     names = getattr(getattr(function, "__code__", None), "co_freevars", ())
     cells = getattr(function, "__closure__", None) or ()
     try:

@@ -11,13 +11,14 @@ A value is a plain `jax.Array` or one of these deferred values:
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import export
+from jax import export, lax
 
 from ikbo_jax.rewrite.values import staged
 from ikbo_jax.rewrite.values.staged import TRACER
@@ -25,7 +26,7 @@ from ikbo_jax.rewrite.values.staged import TRACER
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Lineage:
-    """Which row of a smaller batch every row of a larger batch comes from.
+    """Tells which row of a smaller batch every row of a larger batch comes from.
 
     Two lineages are the same only if they are the same object; the scope creates one for each
     index of the program.
@@ -47,12 +48,12 @@ class Lineage:
 
     @property
     def steps(self) -> tuple[Lineage, ...]:
-        """`composed_of`, or the lineage itself if it is not composed."""
+        """Lineages of `composed_of`, or the lineage itself if it is not composed."""
         return self.composed_of or (self,)
 
 
 class Deferred:
-    """A value that is not computed yet: base class with the interface that all of them have.
+    """Is the base class of values that are not computed yet, with their common interface.
 
     Attributes:
       shape: the shape that the program sees.
@@ -67,13 +68,13 @@ class Deferred:
     is_computed = False
 
     def build(self, ctx: Any) -> jax.Array:
-        """The array that the program sees."""
+        """Computes the array that the program sees."""
         raise NotImplementedError
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Lazy(Deferred):
-    """The array `broadcast_to(take(base, lineage.index, axis), shape)`, not yet computed.
+    """Stands for the array `broadcast_to(take(base, lineage.index, axis), shape)`.
 
     Attributes:
       base: an array of the same rank as `shape`. Its dimension `axis` has `lineage.users` rows;
@@ -104,7 +105,7 @@ class Lazy(Deferred):
 
 
 class Concat(Deferred):
-    """The concatenation of `parts` along `axis`; at least one part is not an array.
+    """Stands for the concatenation of `parts` along `axis`; at least one part is not an array.
 
     Attributes:
       sizes: length of every part along the axis.
@@ -124,6 +125,11 @@ class Concat(Deferred):
     def build(self, ctx: Any) -> jax.Array:
         return staged.concatenate([ctx.build(part) for part in self.parts], self.axis)
 
+    def pieces(self) -> list[tuple[Any, int, int]]:
+        """Returns the parts, each with its first row along the axis and the row after its last."""
+        ends = itertools.accumulate(self.sizes)
+        return [(x, end - n, end) for x, n, end in zip(self.parts, self.sizes, ends, strict=True)]
+
 
 def is_plain(value: Any) -> bool:
     """Whether the value is an array."""
@@ -141,12 +147,12 @@ def has_lineage(value: Any) -> bool:
 
 
 def base_of(value: Any) -> Any:
-    """The base of a `Lazy`; any other value unchanged."""
+    """Returns the base of a `Lazy`; any other value unchanged."""
     return value.base if type(value) is Lazy else value
 
 
 def origins_of(*values: Any) -> frozenset:
-    """The broadcasts that any of the values stems from."""
+    """Returns the broadcasts that any of the values stems from."""
     found: frozenset | None = None
     for value in values:
         if type(value) is not TRACER and isinstance(value, Deferred):
@@ -170,7 +176,7 @@ def carries(value: Any, axis: int) -> bool:
 
 
 def with_nearest_rows(base: jax.Array, axis: int, change: Any = None) -> jax.Array:
-    """`base` with copies of its first and of its last row appended along `axis`.
+    """Appends copies of the first and of the last row of `base` along `axis`.
 
     Indices below 0 look up the first appended row, indices past the end the second. `change` is
     applied to both rows.
@@ -182,7 +188,7 @@ def with_nearest_rows(base: jax.Array, axis: int, change: Any = None) -> jax.Arr
 
 
 def aligned(values: Any) -> list[Any]:
-    """The values, with one lineage for each index.
+    """Gives the values one lineage for each index.
 
     If one value looks up rows appended for indices out of bounds, and another takes the nearest
     rows by the same index (`Lineage.nearest`), the second gets these rows appended, too.
@@ -201,14 +207,34 @@ def aligned(values: Any) -> list[Any]:
 
 
 def spread(x: jax.Array, shape: tuple[int, ...]) -> jax.Array:
-    """`x` with its dimensions of size 1 broadcast to `shape`, which has the same rank."""
+    """Broadcasts the dimensions of size 1 of `x` to `shape`, which has the same rank."""
     if staged.shape_of(x) == tuple(shape):
         return x
     return staged.broadcast_in_dim(x, shape, range(len(shape)))
 
 
+def joined(arrays: Sequence[jax.Array], axis: int) -> jax.Array:
+    """Concatenates arrays, each of them broadcast along all dimensions but `axis`."""
+    common = lax.broadcast_shapes(*((*x.shape[:axis], 1, *x.shape[axis + 1 :]) for x in arrays))
+    full = [spread(x, (*common[:axis], x.shape[axis], *common[axis + 1 :])) for x in arrays]
+    return full[0] if len(full) == 1 else staged.concatenate(full, axis)
+
+
+def transposed(x: Any, order: Sequence[int]) -> Any:
+    """Transposes a value."""
+    if list(order) == list(range(len(order))):
+        return x
+    if isinstance(x, Concat):
+        return Concat(tuple(transposed(p, order) for p in x.parts), list(order).index(x.axis))
+    if is_plain(x):
+        return staged.transpose(x, order)
+    axis = list(order).index(x.axis) if has_lineage(x) else -1
+    shape = tuple(x.shape[d] for d in order)
+    return Lazy(staged.transpose(x.base, order), shape, x.lineage, axis, x.origins)
+
+
 def spread_axes(value: Any, axes: Any) -> Any:
-    """The value with the dimensions `axes` of its base broadcast, except the looked-up axis."""
+    """Broadcasts the dimensions `axes` of a value's base, except the looked-up axis."""
     if type(value) is not Lazy:
         return value
     shape = staged.shape_of(value.base)
@@ -220,10 +246,8 @@ def spread_axes(value: Any, axes: Any) -> Any:
 
 
 def rows_of(x: Any, axis: int, users: int) -> jax.Array:
-    """The array of a value with `users` rows along `axis`, which are looked up or all equal."""
-    base, shape = base_of(x), list(x.shape)
-    shape[axis] = users
-    return spread(base, tuple(shape))
+    """Returns `users` rows of a value along `axis`, which are looked up or all equal."""
+    return spread(base_of(x), (*x.shape[:axis], users, *x.shape[axis + 1 :]))
 
 
 def lazy(
@@ -233,14 +257,14 @@ def lazy(
     axis: int,
     origins: frozenset,
 ) -> Any:
-    """A `Lazy`, or `base` itself if nothing is left to broadcast."""
+    """Returns a `Lazy`, or `base` itself if nothing is left to broadcast."""
     if lineage is None and staged.shape_of(base) == tuple(shape):
         return base
     return Lazy(base, tuple(shape), lineage, axis if lineage is not None else -1, origins)
 
 
 def slice_along(value: Any, start: int, stop: int, axis: int) -> Any:
-    """`value[..., start:stop, ...]` along `axis`, which must not be looked up."""
+    """Slices `value[..., start:stop, ...]` along `axis`, which must not be looked up."""
     base = base_of(value)
     rows = staged.shape_of(base)
     if not rows:
@@ -257,11 +281,6 @@ def slice_along(value: Any, start: int, stop: int, axis: int) -> Any:
     return staged.slice_in_dim(value, start, stop, axis=axis)
 
 
-def size_of(shape: tuple[Any, ...]) -> Any:
-    """Number of elements; an expression if a dimension is symbolic."""
-    return math.prod(shape)
-
-
 def is_at_least(size: Any, other: Any) -> bool:
     """Whether `size >= other`, for all values of symbolic dimensions."""
     difference = size - other
@@ -270,19 +289,13 @@ def is_at_least(size: Any, other: Any) -> bool:
     return export.symbolic_dim_bounds(difference)[0] >= 0
 
 
-def nbytes(shape: tuple[int, ...], dtype: Any) -> int:
-    """Size of an array in bytes; 0 if a dimension is symbolic."""
-    size = bytes_of(shape, dtype)
-    return size if isinstance(size, int) else 0
-
-
 def bytes_of(shape: tuple[Any, ...], dtype: Any) -> Any:
-    """Size of an array in bytes; an expression if a dimension is symbolic."""
+    """Computes the bytes of an array; an expression if a dimension is symbolic."""
     # Extended dtypes, such as the dtype of PRNG keys, are not NumPy dtypes.
     itemsize = getattr(dtype, "itemsize", None) or jnp.dtype(dtype).itemsize
     return math.prod(shape) * itemsize
 
 
 def text(value: Any, shape: Any = None) -> str:
-    """Dtype and shape (by default the value's) for the report: `bfloat16[15,64]`."""
+    """Formats dtype and shape (by default the value's) for the report: `bfloat16[15,64]`."""
     return f"{value.dtype}[{','.join(map(str, value.shape if shape is None else shape))}]"

@@ -8,7 +8,7 @@ Rounding counts as linear; what overflows, `equations.may_overflow` finds.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -26,7 +26,7 @@ _CALLS = frozenset(["jit", "remat2", "checkpoint"])
 
 
 class _NotLinear(Exception):
-    """Raised at an equation that may not be linear, or may mix rows."""
+    """Is raised at an equation that may not be linear, or may mix rows."""
 
 
 def is_linear_by_row(
@@ -47,7 +47,7 @@ def is_linear_by_row(
 
 
 def _kinds(program: core.Jaxpr, arguments: Sequence[Kind]) -> list[Kind]:
-    """What is known of a program's results."""
+    """Finds what is known of a program's results."""
     kinds: dict[Any, Kind] = dict.fromkeys(program.constvars, _FREE)
     kinds.update(zip(program.invars, arguments, strict=True))
 
@@ -91,7 +91,7 @@ def _results(eqn: core.JaxprEqn, operands: list[Kind]) -> list[Kind]:
 
 
 def _of_product(eqn: core.JaxprEqn, side: int, axis: int) -> int:
-    """The rows' axis of a product whose operand `side` is linear."""
+    """Finds the rows' axis of a product whose operand `side` is linear."""
     contract, batch = eqn.params["dimension_numbers"]
     precision = jax.tree.leaves(eqn.params["precision"])
     if not all(isinstance(x, lax.Precision) for x in precision):
@@ -116,17 +116,15 @@ def _broadcast(eqn: core.JaxprEqn, axis: int) -> int:
     return target
 
 
-def _reduced(eqn: core.JaxprEqn, axis: int) -> int:
-    if axis in eqn.params["axes"]:
-        raise _NotLinear
-    return axis - sum(a < axis for a in eqn.params["axes"])
+def _removed(key: str) -> Callable[[Any, int], int]:
+    """Returns the rule of an equation that removes the dimensions in its parameter `key`."""
 
+    def rule(eqn: Any, axis: int) -> int:
+        if axis in eqn.params[key]:
+            raise _NotLinear
+        return axis - sum(d < axis for d in eqn.params[key])
 
-def _squeezed(eqn: core.JaxprEqn, axis: int) -> int:
-    dimensions = eqn.params["dimensions"]
-    if axis in dimensions:
-        raise _NotLinear
-    return axis - sum(d < axis for d in dimensions)
+    return rule
 
 
 def _reshaped(eqn: core.JaxprEqn, axis: int) -> int:
@@ -139,14 +137,10 @@ def _reshaped(eqn: core.JaxprEqn, axis: int) -> int:
     raise _NotLinear
 
 
-def _transposed(eqn: core.JaxprEqn, axis: int) -> int:
-    return [int(d) for d in eqn.params["permutation"]].index(axis)
-
-
-_MOVES = {
+_MOVES: dict[str, Callable[[Any, int], int]] = {
     "broadcast_in_dim": _broadcast,
-    "reduce_sum": _reduced,
+    "reduce_sum": _removed("axes"),
     "reshape": _reshaped,
-    "squeeze": _squeezed,
-    "transpose": _transposed,
+    "squeeze": _removed("dimensions"),
+    "transpose": lambda eqn, axis: [int(d) for d in eqn.params["permutation"]].index(axis),
 }

@@ -17,7 +17,7 @@ import jax
 
 from ikbo_jax.rewrite.values import staged
 from ikbo_jax.rewrite.values.lineage import Deferred
-from ikbo_jax.rewrite.values.registry import NotCovered, rule_of, rules_of_kind
+from ikbo_jax.rewrite.values.registry import NotCovered, rule_of
 
 #: Calls of programs, whose rules interpret the program on any values.
 _CALLS = ("jit", "custom_jvp_call", "remat2", "checkpoint")
@@ -25,7 +25,7 @@ _CALLS = ("jit", "custom_jvp_call", "remat2", "checkpoint")
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Merged(Deferred):
-    """The array `reshape(inner, shape)`, where every dimension merges neighbouring ones of `inner`.
+    """Stands for `reshape(inner, shape)`, where dimensions merge neighbouring ones of `inner`.
 
     Attributes:
       inner: a `Lazy` or a `Concat`.
@@ -51,18 +51,16 @@ class Merged(Deferred):
         return staged.reshape(ctx.build(self.inner), self.shape)
 
     def rule(self, ctx: Any, eqn: Any, operands: Any) -> Any:
-        """The result of an equation that has merged values among its operands."""
+        """Runs an equation that has merged values among its operands."""
         name = eqn.primitive.name
-        for own_rule in rules_of_kind("merged", name):
-            return own_rule(ctx, eqn, *operands)
-        primitive_rule = rule_of(name)
-        if name in _CALLS and primitive_rule is not None:
-            return primitive_rule(ctx, eqn, *operands)
-        raise NotCovered(f"{name} of a value whose looked-up axis is merged by a reshape")
+        rule = rule_of(name, "lazy" if name in _CALLS else "merged")
+        if rule is None:
+            raise NotCovered(f"{name} of a value whose looked-up axis is merged by a reshape")
+        return rule(ctx, eqn, *operands)
 
 
 def merged(x: Any, shape: Sequence[int], groups: Any) -> Merged:
-    """The reshape of `x` to `shape`; NotCovered if it splits a dimension.
+    """Reshapes `x` to `shape`; NotCovered if that splits a dimension.
 
     `groups` are the groups of dimensions of x, and of dimensions of `shape`, with equal products.
     """

@@ -13,7 +13,7 @@ from ikbo_jax.rewrite.values.registry import NotCovered, is_source
 
 
 class ProgramCache:
-    """Properties of called programs, shared by all scopes of one rewrite.
+    """Holds properties of called programs, shared by all scopes of one rewrite.
 
     Attributes:
       repeated: identities of the programs that are called several times.
@@ -38,7 +38,7 @@ class ProgramCache:
         self._answers: dict[tuple[str, int], tuple[Any, bool]] = {}
 
     def answer(self, question: str, program: Any, find_out: Callable[[Any], bool]) -> bool:
-        """The answer to a question about a program; `find_out` is called only the first time."""
+        """Answers a question about a program; `find_out` is called only the first time."""
         key = (question, id(program))
         if key not in self._answers:
             self._answers[key] = (program, find_out(program))
@@ -62,10 +62,6 @@ class ProgramCache:
         if self.most_rows is not None and rows > self.most_rows:
             raise NotCovered(f"work on the table's {rows} rows would cost more than on copies")
         self.table_rows.add(rows)
-
-    def is_repeated(self, program: core.Jaxpr) -> bool:
-        """Whether the function calls a program several times."""
-        return id(program) in self.repeated
 
 
 def _may_broadcast(eqn: core.JaxprEqn) -> bool:

@@ -11,7 +11,7 @@ from jax.extend import core
 
 
 class Provenance:
-    """The producing equations of one scope's values; enclosing scopes are searched next.
+    """Records the producing equations of one scope's values, and searches enclosing scopes next.
 
     Attributes:
       asked_hidden: the identities of the values for whose producing equation a rule asked although
@@ -26,16 +26,16 @@ class Provenance:
         self._producer_hidden: dict[int, tuple[Any, str]] = {}
 
     def producer(self, value: Any) -> tuple[core.JaxprEqn, Sequence[Any]] | None:
-        """The producing equation of a value, and its operands; None if unknown."""
+        """Returns the producing equation of a value, and its operands; None if unknown."""
         return self._search(value, None)
 
     def visible_producer(
         self, value: Any, names: Sequence[str]
     ) -> tuple[core.JaxprEqn, Sequence[Any]] | None:
-        """`producer` if it is an equation of a primitive in `names`.
+        """Returns `producer` if it is an equation of a primitive in `names`.
 
-        It is for rules that do without a producing equation that is hidden, unless that equation is
-        known to be one of these (`hide`).
+        Rules call it that do without a hidden producing equation, unless `hide` says that the
+        equation is one of a primitive in `names`.
         """
         produced = self._search(value, names)
         return produced if produced is not None and produced[0].primitive.name in names else None
@@ -43,7 +43,7 @@ class Provenance:
     def _search(
         self, value: Any, names: Sequence[str] | None
     ) -> tuple[core.JaxprEqn, Sequence[Any]] | None:
-        """The producing equation; if it is hidden, records that a rule asked for it.
+        """Finds the producing equation; if it is hidden, records that a rule asked for it.
 
         With `names`, only if it is hidden by one of these names.
         """
@@ -57,28 +57,28 @@ class Provenance:
         return None
 
     def cast_mask(self, value: Any) -> Any:
-        """The booleans that a value of floating-point numbers is the cast of; None for others."""
+        """Returns the booleans that a value of floating-point numbers is the cast of, or None."""
         produced = self.visible_producer(value, ("convert_element_type",))
         if produced is None or getattr(produced[1][0], "dtype", None) != np.bool_:
             return None
         return produced[1][0] if jnp.issubdtype(value.dtype, jnp.floating) else None
 
-    def primitive(self, value: Any) -> str:
-        """The primitive that computes a value, also if its producing equation is hidden.
+    def primitive(self, value: Any) -> str | None:
+        """Names the primitive that computes a value, also if its producing equation is hidden.
 
-        "" if it is unknown.
+        "" if `hide` does not name it; None if the value has no producing equation.
         """
         for provenance in self._chain():
             if id(value) in provenance._producers:
                 return provenance._producers[id(value)][0].primitive.name
             if id(value) in provenance._producer_hidden:
                 return provenance._producer_hidden[id(value)][1]
-        return ""
+        return None
 
     def record(
         self, eqn: core.JaxprEqn, results: Sequence[Any], operands: Sequence[Any] = ()
     ) -> None:
-        """Records the producing equation of values, except of those that already have one.
+        """Records the producing equation of values that have none yet.
 
         So the producing equation of a call's result is the equation inside the call.
         """
@@ -93,12 +93,6 @@ class Provenance:
         `name` is the primitive of this equation, if `visible_producer` must count as asking for it.
         """
         self._producer_hidden[id(value)] = value, name
-
-    def has_producer(self, value: Any) -> bool:
-        """Whether a value has a producing equation, hidden or not."""
-        return any(
-            id(value) in p._producers or id(value) in p._producer_hidden for p in self._chain()
-        )
 
     def _chain(self) -> Iterator[Provenance]:
         provenance: Provenance | None = self

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from jax.extend import core
@@ -10,15 +10,14 @@ from jax.extend import core
 #: Takes the context, the equation and its operands; returns the result, or a list of results.
 Rule = Callable[..., Any]
 
-#: Rules of operands that are lazy values; `_RULES_OF` has those of other values, by kind of value.
-_RULES: dict[str, Rule] = {}
-_RULES_OF: dict[str, Mapping[str, Sequence[Rule]]] = {}
+#: The rules by kind of operand ("lazy", "merged" or "scores") and primitive.
+_RULES: dict[str, dict[str, Rule]] = {"lazy": {}}
 _SOURCES: set[str] = set()
 _ARRAYS: dict[str, Callable[[Any, core.JaxprEqn, list[Any]], bool]] = {}
 
 
 class NotCovered(Exception):
-    """Raised by a rule that cannot rewrite its operands; the message says why."""
+    """Is raised by a rule that cannot rewrite its operands; the message says why."""
 
 
 def register_rule(
@@ -48,7 +47,7 @@ def register_rule(
 
     def register(rule: Rule) -> Rule:
         name = str(primitive)
-        _RULES[name] = rule
+        _RULES["lazy"][name] = rule
         (_SOURCES.add if source else _SOURCES.discard)(name)
         _ARRAYS.pop(name, None)
         if arrays is not None:
@@ -58,19 +57,14 @@ def register_rule(
     return register if rule is None else register(rule)
 
 
-def rule_of(name: str) -> Rule | None:
-    """The rule of a primitive; None if it has none."""
-    return _RULES.get(name)
+def rule_of(name: str, kind: str = "lazy") -> Rule | None:
+    """Returns the rule of a primitive for values of one kind; None if it has none."""
+    return _RULES[kind].get(name)
 
 
-def register_rules_of(kind: str, rules: Mapping[str, Sequence[Rule]]) -> None:
+def register_rules_of(kind: str, rules: Mapping[str, Rule]) -> None:
     """Registers the rules of values of one kind, "merged" or "scores", by primitive."""
-    _RULES_OF[kind] = rules
-
-
-def rules_of_kind(kind: str, name: str) -> Sequence[Rule]:
-    """The rules of a primitive for values of one kind, in the order in which they are tried."""
-    return _RULES_OF[kind].get(name, ())
+    _RULES[kind] = dict(rules)
 
 
 def applies_to_arrays(ctx: Any, eqn: core.JaxprEqn, operands: list[Any]) -> bool:

@@ -15,7 +15,7 @@ from ikbo_jax.rewrite.values.staged import take_rows
 
 
 class Scope:
-    """The arrays of one jaxpr: of the whole function, or of the body of a loop or branch.
+    """Holds the arrays of one jaxpr: of the whole function, or of the body of a loop or branch.
 
     A scope may use arrays of the scopes that enclose it, but not of the scopes inside it: an array
     of a loop's body does not exist outside of the body.
@@ -30,7 +30,7 @@ class Scope:
       outer_arrays: by the identity of a deferred value, the array that the caller has already
         materialised for it.
       programs: by the key of a call, the rewritten program; it may hold arrays of this scope.
-      calls: by the key of a call, the history of all calls with this key, likewise.
+      calls: by the key of a call, the history of all calls with this key; it may hold arrays, too.
       seen: keys of earlier calls, each with the arrays whose identities it holds.
       known: by the identity of a value of this scope, the value and its array; None in place of the
         array if it depends on inputs.
@@ -50,14 +50,23 @@ class Scope:
         self._lineages: dict[Any, tuple[Any, Lineage]] = {}
 
     def chain(self) -> Iterator[Scope]:
-        """This scope and the enclosing scopes whose arrays it may use, innermost first."""
+        """Yields this scope and the enclosing scopes whose arrays it may use, innermost first."""
         scope: Scope | None = self
         while scope is not None:
             yield scope
             scope = None if scope.outlives else scope.parent
 
+    def find(self, table: str, key: Any) -> Any:
+        """Returns what this or an enclosing scope keeps for a key in its `table`, or None."""
+        scope: Scope | None = self
+        while scope is not None:
+            if key in (entries := scope.__dict__[table]):
+                return entries[key]
+            scope = None if scope.outlives else scope.parent
+        return None
+
     def owner(self, values: Iterable[Any]) -> Scope:
-        """The outermost scope in whose trace all of the values, arrays and lookups, exist.
+        """Finds the outermost scope in whose trace all of the values, arrays and lookups, exist.
 
         What is kept for the values is kept there, and so not after their trace has ended.
         """
@@ -75,41 +84,35 @@ class Scope:
                 owner = scope
         return scope if owner is None else owner
 
-    # Arrays of deferred values.
-
     def array(self, value: Any, build: Callable[[], jax.Array]) -> jax.Array:
-        """The array of a deferred value; `build` computes it at the first call."""
-        for scope in self.chain():
-            if id(value) in scope._built:
-                return scope._built[id(value)][1]
+        """Returns the array of a deferred value; `build` computes it at the first call."""
+        if (found := self.find("_built", id(value))) is not None:
+            built: jax.Array = found[1]
+            return built
         array = self.outer_arrays.get(id(value))
         array = build() if array is None else array
         self._built[id(value)] = (value, array)
         return array
 
     def built(self) -> set[int]:
-        """Identities of the values that were materialised in this scope."""
+        """Returns identities of the values that were materialised in this scope."""
         return set(self._built)
 
     def is_built(self, value: Any) -> bool:
         """Whether a value was materialised in this scope or in one that encloses it."""
-        return any(id(value) in scope._built for scope in self.chain())
-
-    # Results that are reused.
+        return self.find("_built", id(value)) is not None
 
     def results(self, key: Any) -> list[Any] | None:
-        """The results of an earlier equation with this key; None if no equation had it."""
-        for scope in self.chain():
-            if key in scope._results:
-                return scope._results[key][1]
-        return None
+        """Returns the results of an earlier equation with this key; None if no equation had it."""
+        found = self.find("_results", key)
+        return None if found is None else found[1]
 
     def keep_results(self, key: Any, operands: Sequence[Any], results: list[Any]) -> None:
         """Keeps the results of an equation, whose key holds the identities of its operands."""
         self._results[key] = (operands, results)
 
     def once(self, key: Any, operands: Sequence[Any], compute: Callable[[], Any]) -> Any:
-        """What `compute` returned at the first call with this key and the same operands.
+        """Returns what `compute` returned at the first call with this key and the same operands.
 
         So the layers of a model share what only depends on their mask.
         """
@@ -120,8 +123,6 @@ class Scope:
             self.keep_results(full_key, operands, found)
         return found[0]
 
-    # Lineages.
-
     def lineage(
         self,
         key: Any,
@@ -130,37 +131,32 @@ class Scope:
         make_index: Callable[[], Any],
         nearest: Lineage | None = None,
     ) -> Lineage:
-        """The lineage with this key; the first call creates it from `make_index`.
+        """Returns the lineage with this key; the first call creates it from `make_index`.
 
-        Args:
-          key: equal for equal indices; strings and integers compare by value, other objects by
-            identity.
-          users: rows of the smaller batch.
-          batch: rows of the larger batch.
-          make_index: returns the [batch] int32 index, values in [0, users).
-          nearest: see `Lineage`.
+        Keys are equal for equal indices: strings and integers compare by value, other objects by
+        identity. The other arguments are the lineage's attributes.
         """
         full_key = (*(k if isinstance(k, (str, int)) else id(k) for k in key), users)
-        if (existing := self._lineage_with(full_key)) is not None:
-            return existing
-        created = Lineage(make_index(), users, batch, nearest=nearest)
-        self._lineages[full_key] = (key, created)
-        return created
+        _, found = self.find("_lineages", full_key) or (key, None)
+        if found is None:
+            found = Lineage(make_index(), users, batch, nearest=nearest)
+            self._lineages[full_key] = (key, found)
+        return found
 
     def of_one_user(self, batch: int) -> Lineage:
-        """The lineage of a batch whose rows all come from one user."""
+        """Returns the lineage of a batch whose rows all come from one user."""
         return self.lineage(("one", batch), 1, batch, lambda: jnp.zeros(batch, jnp.int32))
 
     def of_tiles(self, rows: int, batch: int) -> Lineage:
-        """The lineage of a batch that repeats all rows, one after another."""
+        """Returns the lineage of a batch that repeats all rows, one after another."""
         return self.lineage(
             ("tile", batch), rows, batch, lambda: lax.iota(jnp.int32, batch) % jnp.int32(rows)
         )
 
     def compose(self, coarse: Lineage, fine: Lineage) -> Lineage:
-        """The lineage of two successive lookups: by `coarse`, then by `fine`."""
+        """Composes two successive lookups: by `coarse`, then by `fine`."""
         steps = (*coarse.steps, *fine.steps)
-        composed = self._lineage_with(("composed", *map(id, steps)))
+        _, composed = self.find("_lineages", ("composed", *map(id, steps))) or (steps, None)
         if composed is None:
             index = take_rows(coarse.index, fine.index, 0)
             composed = Lineage(index, coarse.users, fine.batch, steps)
@@ -172,12 +168,6 @@ class Scope:
         return bool(self._lineages)
 
     def lineages(self) -> set[int]:
-        """Identities of the lineages of this scope and of the scopes that enclose it."""
+        """Returns identities of the lineages of this scope and of the scopes that enclose it."""
         outer = self.parent.lineages() if self.parent is not None else set()
         return outer | {id(lineage) for _, lineage in self._lineages.values()}
-
-    def _lineage_with(self, key: Any) -> Lineage | None:
-        for scope in self.chain():
-            if key in scope._lineages:
-                return scope._lineages[key][1]
-        return None

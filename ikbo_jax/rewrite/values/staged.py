@@ -39,14 +39,10 @@ def bind(
     params: dict[str, Any],
     invars: Sequence[Any] = (),
 ) -> Any:
-    """`primitive.bind` on operands.
+    """Binds a primitive to operands, with parameters as an equation holds them.
 
-    Args:
-      primitive: any primitive.
-      operands: its operands.
-      params: its parameters, as an equation holds them.
-      invars: the operands of the equation that is run again. A literal among `operands` that is
-        also the literal there needs no conversion.
+    `invars` are the operands of an equation that is run again. A literal among `operands` that is
+    also the literal there needs no conversion.
     """
     if primitive in _DIRECT and (trace := _trace_of(operands)) is not None:
         tracers = operands
@@ -65,7 +61,7 @@ def bind(
 
 
 def _trace_of(operands: Sequence[Any]) -> Any:
-    """The current trace, if all tracers among the operands, at least one, are arrays of it.
+    """Returns the current trace, if all tracers among the operands, at least one, belong to it.
 
     None if there is no trace, if a tracer belongs to another one, and if its type names a mesh.
     """
@@ -87,21 +83,32 @@ def is_local(aval: Any) -> bool:
     return type(aval) is jax.core.ShapedArray and aval.sharding.mesh.empty
 
 
-def _direct(primitive: core.Primitive, operands: Sequence[Any], **params: Any) -> Any:
-    """The result of a primitive on tracers; None if `bind` would take the usual way."""
+def _made(
+    name: str,
+    operands: Sequence[Any],
+    *rest: Any,
+    usual: Callable[[], Any] | None = None,
+    **params: Any,
+) -> Any:
+    """Computes the function `name` of `jax.lax`, whose primitive has these parameters.
+
+    The function takes `operands` and `rest`; if it takes other arguments, `usual` calls it.
+    """
+    trace = None
     for x in operands:
         if type(x) is not TRACER:
-            return None
-    trace = _trace_of(operands)
-    if trace is None:
-        return None
-    merged = {**_params(primitive.name), **params}
-    return trace.default_process_primitive(primitive, operands, merged)
+            break
+    else:
+        trace = _trace_of(operands)
+    function, primitive, others = _equation(name)
+    if trace is not None:
+        return trace.default_process_primitive(primitive, operands, {**others, **params})
+    return function(*operands, *rest) if usual is None else usual()
 
 
 @functools.cache
-def _params(name: str) -> dict[str, Any]:
-    """The parameters of an equation of a primitive, as the function of `jax.lax` sets them."""
+def _equation(name: str) -> tuple[Callable[..., Any], core.Primitive, dict[str, Any]]:
+    """Returns a function of `jax.lax`, its primitive, and the parameters that it sets."""
     index, kept = jax.ShapeDtypeStruct((1, 1), "int32"), lax.GatherScatterMode.PROMISE_IN_BOUNDS
     numbers = lax.GatherDimensionNumbers((1,), (0,), (0,))
     examples: dict[str, Callable[..., Any]] = {
@@ -124,55 +131,54 @@ def _params(name: str) -> dict[str, Any]:
     }
     args = jax.ShapeDtypeStruct((2, 1), "float32"), index
     *_, eqn = jax.make_jaxpr(examples[name])(*args).eqns
-    return eqn.params
+    return getattr(lax, name), eqn.primitive, eqn.params
 
 
 # These return what the functions of `jax.lax` with the same names return.
 
 
 def shape_of(x: Any) -> tuple[int, ...]:
-    """The shape of a value; () for a Python number."""
+    """Returns the shape of a value; () for a Python number."""
     # `shape` of a tracer is looked up on the array type, by functions of Python.
     shape: Any = x.aval.shape if type(x) is TRACER else getattr(x, "shape", ())
     return tuple(shape)
 
 
 def transpose(x: Any, permutation: Sequence[int]) -> Any:
-    """`lax.transpose(x, permutation)`."""
+    """Computes `lax.transpose(x, permutation)`."""
     permutation = tuple(permutation)
     if permutation == tuple(range(len(permutation))):
         return x
-    out = _direct(lax.transpose_p, (x,), permutation=permutation)
-    return lax.transpose(x, permutation) if out is None else out
+    return _made("transpose", (x,), permutation, permutation=permutation)
 
 
 def reshape(x: Any, shape: Sequence[int]) -> Any:
-    """`lax.reshape(x, shape)`."""
+    """Computes `lax.reshape(x, shape)`."""
     shape = tuple(shape)
     if type(x) is not TRACER:
         return lax.reshape(x, shape)
     if x.aval.shape == shape:
         return x
-    out = _direct(lax.reshape_p, (x,), new_sizes=shape)
-    return lax.reshape(x, shape) if out is None else out
+    return _made("reshape", (x,), shape, new_sizes=shape)
 
 
 def squeeze(x: Any, dimensions: Sequence[int]) -> Any:
-    """`lax.squeeze(x, dimensions)`, for dimensions in ascending order."""
+    """Computes `lax.squeeze(x, dimensions)`, for dimensions in ascending order."""
     dimensions = tuple(dimensions)
-    out = _direct(lax.squeeze_p, (x,), dimensions=dimensions) if dimensions else None
-    return lax.squeeze(x, dimensions) if out is None else out
+    if not dimensions:
+        return x
+    return _made("squeeze", (x,), dimensions, dimensions=dimensions)
 
 
 def broadcast_in_dim(x: Any, shape: Sequence[int], dims: Sequence[int]) -> Any:
-    """`lax.broadcast_in_dim(x, shape, dims)`."""
+    """Computes `lax.broadcast_in_dim(x, shape, dims)`."""
     shape, dims = tuple(shape), tuple(dims)
-    out = _direct(lax.broadcast_in_dim_p, (x,), shape=shape, broadcast_dimensions=dims)
-    return lax.broadcast_in_dim(x, shape, dims) if out is None else out
+    params: dict[str, Any] = {"shape": shape, "broadcast_dimensions": dims}
+    return _made("broadcast_in_dim", (x,), shape, dims, **params)
 
 
 def expand_dims(x: Any, dimensions: Sequence[int]) -> Any:
-    """`lax.expand_dims(x, dimensions)`, for dimensions in ascending order."""
+    """Computes `lax.expand_dims(x, dimensions)`, for dimensions in ascending order."""
     if type(x) is not TRACER or not dimensions:
         return lax.expand_dims(x, dimensions)
     shape = list(x.aval.shape)
@@ -182,16 +188,15 @@ def expand_dims(x: Any, dimensions: Sequence[int]) -> Any:
 
 
 def slice_of(x: Any, starts: Sequence[int], stops: Sequence[int], strides: Any = None) -> Any:
-    """`lax.slice(x, starts, stops, strides)`."""
+    """Computes `lax.slice(x, starts, stops, strides)`."""
     starts, stops = tuple(starts), tuple(stops)
     strides = None if strides is None or all(n == 1 for n in strides) else tuple(strides)
-    params = {"start_indices": starts, "limit_indices": stops, "strides": strides}
-    out = _direct(lax.slice_p, (x,), **params)
-    return lax.slice(x, starts, stops, strides) if out is None else out
+    params: dict[str, Any] = {"start_indices": starts, "limit_indices": stops, "strides": strides}
+    return _made("slice", (x,), starts, stops, strides, **params)
 
 
 def slice_in_dim(x: Any, start: int, stop: int, axis: int) -> Any:
-    """`lax.slice_in_dim(x, start, stop, axis=axis)`, for numbers in bounds."""
+    """Computes `lax.slice_in_dim(x, start, stop, axis=axis)`, for numbers in bounds."""
     if type(x) is not TRACER:
         return lax.slice_in_dim(x, start, stop, axis=axis)
     starts, stops = [0] * x.aval.ndim, list(x.aval.shape)
@@ -200,20 +205,20 @@ def slice_in_dim(x: Any, start: int, stop: int, axis: int) -> Any:
 
 
 def concatenate(arrays: Sequence[Any], axis: int) -> Any:
-    """`lax.concatenate(arrays, axis)`."""
-    out = _direct(lax.concatenate_p, arrays, dimension=axis) if len(arrays) > 1 else None
-    return lax.concatenate(arrays, axis) if out is None else out
+    """Computes `lax.concatenate(arrays, axis)`."""
+    if len(arrays) == 1:
+        return arrays[0]
+    return _made("concatenate", arrays, usual=lambda: lax.concatenate(arrays, axis), dimension=axis)
 
 
 def cast(x: Any, dtype: Any) -> Any:
-    """`x.astype(dtype)`."""
+    """Computes `x.astype(dtype)`."""
     if type(x) is TRACER and isinstance(dtype, np.dtype):
         old: Any = x.aval.dtype
         if old == dtype and not x.aval.weak_type:
             return x
         if isinstance(old, np.dtype) and old.kind != "c":
-            out = _direct(lax.convert_element_type_p, (x,), new_dtype=dtype)
-            return lax.convert_element_type(x, dtype) if out is None else out
+            return _made("convert_element_type", (x,), dtype, new_dtype=dtype)
     return lax.convert_element_type(x, dtype)
 
 
@@ -231,7 +236,7 @@ def _is_narrow(dtype: Any) -> bool:
 
 
 def take_rows(x: Any, index: Any, axis: int, *, is_exact: bool = True) -> Any:
-    """The rows `index` of `x` along `axis`; all indices must be in bounds.
+    """Takes the rows `index` of `x` along `axis`; all indices must be in bounds.
 
     The gradient of a row is the sum of its copies' gradients, a scatter. In bfloat16, XLA rounds
     after every addition: 2,000 ones give 256. With `is_exact`, it adds in float32 and rounds once:
@@ -246,24 +251,25 @@ def take_rows(x: Any, index: Any, axis: int, *, is_exact: bool = True) -> Any:
     numbers = lax.GatherDimensionNumbers(offset, (axis,), (axis,))
     sizes = (*shape[:axis], 1, *shape[axis + 1 :])
     column = expand_dims(index, (1,))
-    out = _direct(lax.gather_p, (x, column), dimension_numbers=numbers, slice_sizes=sizes)
-    if out is not None:
-        return out
 
     def gather(x: Any, column: Any) -> Any:
         mode = lax.GatherScatterMode.PROMISE_IN_BOUNDS
         return lax.gather(x, column, numbers, sizes, mode=mode)
 
-    if not any(entries := mesh_axes(index)):
-        return gather(x, column)
-    spec = [*jax.typeof(x).sharding.spec]
-    spec[axis : axis + 1] = entries
-    sharding = jax.typeof(index).sharding.update(spec=PartitionSpec(*spec))
-    return over_auto_axes(gather, sharding)(x, column)
+    def usual() -> Any:
+        if not any(entries := mesh_axes(index)):
+            return gather(x, column)
+        spec = [*jax.typeof(x).sharding.spec]
+        spec[axis : axis + 1] = entries
+        sharding = jax.typeof(index).sharding.update(spec=PartitionSpec(*spec))
+        return over_auto_axes(gather, sharding)(x, column)
+
+    params: dict[str, Any] = {"dimension_numbers": numbers, "slice_sizes": sizes}
+    return _made("gather", (x, column), usual=usual, **params)
 
 
 def alike(arrays: Sequence[Any]) -> Sequence[Any]:
-    """Arrays of one shape, and numbers; all divided as the first of them that mesh axes divide."""
+    """Divides arrays of one shape, and numbers, as the first of them that mesh axes divide."""
     if _trace_of(arrays) is not None:
         return arrays
     like = next((jax.typeof(x) for x in arrays if any(mesh_axes(x))), None)
@@ -280,7 +286,7 @@ def is_explicit(aval: Any) -> bool:
 
 
 def placed_as(x: Any, aval: Any) -> Any:
-    """An array that is divided as the type says, if that names Explicit mesh axes.
+    """Divides an array as the type says, if that names Explicit mesh axes.
 
     A broadcast that is put off forgets how its result is divided.
     """
@@ -290,18 +296,15 @@ def placed_as(x: Any, aval: Any) -> Any:
 
 
 def mesh_axes(x: Any) -> Sequence[Any]:
-    """The mesh axes over which the type of an array divides it; () where a type names no mesh."""
+    """Returns the mesh axes over which the type of an array divides it; () without a mesh."""
     aval = jax.typeof(x)
     return () if is_local(aval) else aval.sharding.spec
 
 
 def over_auto_axes(fn: Callable[..., Any], sharding: Any) -> Callable[..., Any]:
-    """A function of arrays with one result, which runs as if its mesh axes were Auto.
+    """Wraps a function of arrays with one result to run as if its mesh axes were Auto.
 
-    Args:
-      fn: the function. It must not close over arrays.
-      sharding: how its result is divided. If no Explicit mesh axes divide it, the function is
-        returned.
+    The function must not close over arrays. It is returned if no Explicit axes divide its result.
     """
     if sharding.mesh.empty or AxisType.Explicit not in sharding.mesh.axis_types:
         return fn
@@ -312,70 +315,67 @@ def over_auto_axes(fn: Callable[..., Any], sharding: Any) -> Callable[..., Any]:
 
 
 def exp(x: Any) -> Any:
-    """`lax.exp(x)`."""
-    out = _direct(lax.exp_p, (x,))
-    return lax.exp(x) if out is None else out
+    """Computes `lax.exp(x)`."""
+    return _made("exp", (x,))
 
 
 def times(x: Any, number: float) -> Any:
-    """`lax.mul(x, number)`, with the number in the dtype of `x`."""
+    """Computes `lax.mul(x, number)`, with the number in the dtype of `x`."""
     dtype = x.aval.dtype if type(x) is TRACER else x.dtype
     literal = _literal(number, dtype)
-    return bind(lax.mul_p, (x, literal.val), _params("mul"), (None, literal))
+    return bind(lax.mul_p, (x, literal.val), _equation("mul")[2], (None, literal))
 
 
 def full_like(x: Any, number: float) -> Any:
-    """`lax.full_like(x, number)`."""
+    """Computes `lax.full_like(x, number)`."""
     trace = _trace_of((x,))
     if trace is None:
         return lax.full_like(x, number)
     literal, info = _literal(number, x.aval.dtype), source_info_util.current()
-    params = {**_params("broadcast_in_dim"), "shape": x.aval.shape, "broadcast_dimensions": ()}
+    params = {**_equation("broadcast_in_dim")[2], "shape": x.aval.shape, "broadcast_dimensions": ()}
     operand = TRACER(trace, literal.aval, literal, info)
     return trace.default_process_primitive(lax.broadcast_in_dim_p, (operand,), params, info)
 
 
 def select(mask: Any, x: Any, y: Any) -> Any:
-    """`lax.select(mask, x, y)`."""
-    out = _direct(lax.select_n_p, (mask, y, x))
-    return lax.select(mask, x, y) if out is None else out
+    """Computes `lax.select(mask, x, y)`."""
+    return _made("select_n", (mask, y, x))
 
 
 @functools.lru_cache(maxsize=256)
 def _literal(number: float, dtype: Any) -> core.Literal:
-    """A number as an operand of an equation."""
     return core.Literal(np.asarray(number, dtype)[()], jax.core.ShapedArray((), np.dtype(dtype)))
 
 
 def sub(x: Any, y: Any) -> Any:
-    """`lax.sub(x, y)`."""
-    out = _direct(lax.sub_p, (x, y))
-    return lax.sub(x, y) if out is None else out
+    """Computes `lax.sub(x, y)`."""
+    return _made("sub", (x, y))
 
 
 def div(x: Any, y: Any) -> Any:
-    """`lax.div(x, y)`."""
-    out = _direct(lax.div_p, (x, y))
-    return lax.div(x, y) if out is None else out
+    """Computes `lax.div(x, y)`."""
+    return _made("div", (x, y))
 
 
 def reduce_max(x: Any, axes: tuple[int, ...]) -> Any:
-    """`lax.reduce_max(x, axes)`."""
-    out = _direct(lax.reduce_max_p, (x,), axes=axes)
-    return lax.reduce_max(x, axes) if out is None else out
+    """Computes `lax.reduce_max(x, axes)`."""
+    return _made("reduce_max", (x,), axes, axes=axes)
 
 
 def reduce_sum(x: Any, axes: tuple[int, ...]) -> Any:
-    """`lax.reduce_sum(x, axes)`."""
-    out = _direct(lax.reduce_sum_p, (x,), axes=axes)
-    return lax.reduce_sum(x, axes) if out is None else out
+    """Computes `lax.reduce_sum(x, axes)`."""
+    return _made("reduce_sum", (x,), axes, axes=axes)
 
 
 def product(x: Any, y: Any, numbers: Any, dtype: Any) -> Any:
-    """`lax.dot_general(x, y, numbers, preferred_element_type=dtype)`."""
-    out = None
+    """Computes `lax.dot_general(x, y, numbers, preferred_element_type=dtype)`."""
+
+    def usual() -> Any:
+        return lax.dot_general(x, y, numbers, preferred_element_type=dtype)
+
     # The precision of the equation depends on this setting.
-    if jax.config.jax_default_matmul_precision is None:
-        params = {"dimension_numbers": numbers, "preferred_element_type": np.dtype(dtype)}
-        out = _direct(lax.dot_general_p, (x, y), precision=None, **params)
-    return lax.dot_general(x, y, numbers, preferred_element_type=dtype) if out is None else out
+    if jax.config.jax_default_matmul_precision is not None:
+        return usual()
+    params: dict[str, Any] = {"dimension_numbers": numbers, "precision": None}
+    params["preferred_element_type"] = np.dtype(dtype)
+    return _made("dot_general", (x, y), usual=usual, **params)

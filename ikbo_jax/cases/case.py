@@ -1,0 +1,110 @@
+"""What the cases of all ops share: how a kernel is run, and the check of a gradient."""
+
+from __future__ import annotations
+
+import abc
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from ikbo_jax.cases import error_rule
+from ikbo_jax.cases.error_rule import UNTUNED, Check
+from ikbo_jax.ops import dispatch
+
+#: Arguments `implementation` of the contenders that call the op.
+IMPLEMENTATIONS = {"decomposed": "xla", "fused": "mosaic_gpu", "automatic": None}
+
+
+class Case(abc.ABC):
+    """Combines a problem with its integer inputs; subclasses are frozen dataclasses."""
+
+    problem: Any
+
+    @property
+    def useful_flops(self) -> int:
+        """Useful FLOPs of the inputs; lengths count as full."""
+        flops: int = self.problem.useful_flops
+        return flops
+
+    @abc.abstractmethod
+    def inputs(self, seed: int = 0) -> Any:
+        """Draws random inputs on the device."""
+
+    @abc.abstractmethod
+    def check(self, actual: Any, inputs: Any) -> Check:
+        """Compares a result with the oracle or with the XLA path."""
+
+    def runner(self, config: Any, num_sms: int | None = None) -> Any:
+        """Jits the kernel with `config`, or the XLA path for None, for a device with `num_sms` SMs.
+
+        Unlike the op, the kernel can be lowered on a machine without a device.
+        """
+        if config is None:
+            return jax.jit(self.xla_path())
+        return jax.jit(self.kernel(config, dispatch.num_sms() if num_sms is None else num_sms))
+
+    @abc.abstractmethod
+    def xla_path(self) -> Callable[..., Any]:
+        """Returns the XLA path, a function of the fields of the inputs."""
+
+    @abc.abstractmethod
+    def kernel(self, config: Any, num_sms: int) -> Callable[..., Any]:
+        """Returns the kernel, a function of the fields of the inputs.
+
+        Kernels are imported here because Mosaic GPU takes 0.3 s to import.
+        """
+
+
+def check_gradients(
+    actual: Any,
+    by_xla: Callable[..., Any],
+    inputs: Any,
+    options: tuple[Any, ...],
+    rounding: tuple[str, Sequence[float]],
+    relative: Sequence[float] | None = None,
+) -> Check:
+    """Compares gradients with the XLA path; returns the check nearest its bound.
+
+    The error of the XLA path is its difference to the XLA path in f32.
+
+    Args:
+      actual: the gradients.
+      by_xla: computes the gradients of `inputs`; takes them and `options`, which are hashable.
+      rounding: the last arguments of `error_rule.bound`; one number of terms for each gradient.
+      relative: an error to add to each bound, relative to the gradient's largest value.
+    """
+    plain, compared = _gradients_by_xla(by_xla, options, inputs)
+    dtype, terms = rounding
+    checks = []
+    for x, xla, (error, largest), count, more in zip(
+        jax.tree.leaves(actual), plain, compared, terms, relative or [0.0] * len(plain), strict=True
+    ):
+        bound = error_rule.bound_to_plain(float(error), float(largest), dtype, count)
+        difference = float(error_rule.largest_difference(x, xla))
+        checks.append(Check(difference, bound + more * float(largest)))
+    return nearest(checks)
+
+
+def nearest(checks: Sequence[Check]) -> Check:
+    """Returns the check nearest its bound, or farthest beyond it; NaN counts as beyond."""
+    wrong = [check for check in checks if not check.ok]
+    return max(wrong or checks, key=lambda check: check.error / max(check.bound, 1e-30))
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1), compiler_options=UNTUNED)
+def _gradients_by_xla(by_xla: Callable[..., Any], options: tuple[Any, ...], inputs: Any) -> Any:
+    """Computes gradients by XLA; and of each, the largest difference to f32 and largest value."""
+    plain = jax.tree.leaves(by_xla(inputs, *options))
+    with jax.default_matmul_precision("highest"):
+        exact = jax.tree.leaves(by_xla(widened(inputs), *options))
+    return plain, [error_rule.compare(x, want) for x, want in zip(plain, exact, strict=True)]
+
+
+def widened[Tree](tree: Tree) -> Tree:
+    """Casts the floating-point arrays of a tree to f32."""
+    return jax.tree.map(
+        lambda x: x.astype(jnp.float32) if jnp.issubdtype(x.dtype, jnp.floating) else x, tree
+    )
