@@ -102,7 +102,7 @@ def look_up_specs(num_rows: Size, features: Size) -> dict[str, Spec]:
     A row has the variance of a dense layer's weights for one output.
     """
     rows, width = check_sizes("LookUp", num_rows=num_rows, features=features)
-    return {"table": Spec((rows, width), lambda init: init((width, rows)).T, TRANSPOSED)}
+    return {"table": Spec((rows, width), lambda init: init((width, rows)).T, (1, 0))}
 
 
 def pma_specs(

@@ -174,14 +174,8 @@ class _Call(Call):
 
     def on_kernel(self, kind: type[RowsProblem], arrays: Any) -> _Call:
         """The call with the kernel's configuration for these arrays."""
-        config, _ = self.choose(kind, arrays)
+        config, _ = _choose(self.request, self.problem(kind, arrays))
         return dataclasses.replace(self, config=config)
-
-    def choose(self, kind: type[RowsProblem], arrays: Any) -> tuple[Any, str]:
-        """The configuration of a gradient's kernel, or None for XLA; and the reason."""
-        if self.request.implementation == "xla":
-            return None, "requested by the caller"
-        return gradient_config(self.request, self.problem(kind, arrays))
 
     def problem(self, kind: type[RowsProblem], arrays: Any) -> RowsProblem:
         rows, index = arrays
@@ -293,26 +287,32 @@ SEGMENT_SUM: Gradient[_Call, SumArrays, jax.Array] = Gradient(
 )
 
 
+def _choose(request: dispatch.Request, problem: RowsProblem) -> tuple[Any, str]:
+    """Chooses the configuration of a kernel in a gradient, or None for XLA; and says why."""
+    if request.implementation == "xla":
+        return None, "requested by the caller"
+    return gradient_config(request, problem)
+
+
+def _transposed(
+    kind: type[RowsProblem], request: dispatch.Request, problem: RowsProblem
+) -> tuple[Any, str]:
+    """Chooses for the gradient of `problem`, which is of the other kind and has its sizes."""
+    return _choose(request, kind(**dataclasses.asdict(problem)))
+
+
 class _Rows(Op[_Call, Any, jax.Array]):
     """What both ops share.
 
     Attributes:
       forward: the kind of the problem.
-      backward: the kind of the gradient's problem.
     """
 
     forward: type[RowsProblem]
-    backward: type[RowsProblem]
+    is_gradient_apart = True
 
     def problem(self, call: _Call, arrays: Any) -> RowsProblem:
         return call.problem(self.forward, arrays)
-
-    def plan_on_platform(self, call: _Call, arrays: Any) -> dispatch.Plan:
-        plan = super().plan_on_platform(call, arrays)
-        config, reason = call.choose(self.backward, arrays)
-        name = "XLA" if config is None else f"mosaic_gpu, {config}"
-        backward = f"{self.backward.op} by {name}; {reason}"
-        return dataclasses.replace(plan, backward=backward, backward_config=config)
 
     def residuals(self, results: jax.Array) -> None:
         return None
@@ -328,7 +328,9 @@ class _Rows(Op[_Call, Any, jax.Array]):
 
 
 class _LookUp(_Rows):
-    forward, backward = LookUpProblem, SegmentSumProblem
+    forward = LookUpProblem
+    by_kernels, by_xla = "segment_sum by mosaic_gpu", "segment_sum by XLA"
+    choose_gradient = staticmethod(functools.partial(_transposed, SegmentSumProblem))
 
     def run(self, call: _Call, plan: dispatch.Plan, arrays: LookUpArrays) -> jax.Array:
         return dispatch.record(_look_up(call, plan.config, arrays), plan)
@@ -354,7 +356,9 @@ class _LookUp(_Rows):
 
 
 class _SegmentSum(_Rows):
-    forward, backward = SegmentSumProblem, LookUpProblem
+    forward = SegmentSumProblem
+    by_kernels, by_xla = "look_up by mosaic_gpu", "look_up by XLA"
+    choose_gradient = staticmethod(functools.partial(_transposed, LookUpProblem))
 
     def run(self, call: _Call, plan: dispatch.Plan, arrays: SumArrays) -> jax.Array:
         return dispatch.record(_segment_sum(call, plan.config, arrays), plan)
