@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -22,7 +23,9 @@ from ikbo_jax.problems.linear_compression_backward import (
     LinearCompressionBackwardConfig,
     illegal_reason,
 )
+from ikbo_jax.problems.look_up import SegmentSumProblem
 from ikbo_jax.reference import linear_compression as reference
+from ikbo_jax.reference.look_up import segment_sum
 
 
 class Arrays(NamedTuple):
@@ -131,7 +134,6 @@ def kernel_vjp(
     # Imported here because a machine without a GPU never needs it.
     from ikbo_jax.pallas.linear_compression.kernel import linear_compression_kernel
     from ikbo_jax.pallas.linear_compression_backward.d_weight import d_weight_kernel
-    from ikbo_jax.pallas.linear_compression_backward.sums import user_sums_kernel
 
     options: dict[str, Any] = {"num_sms": num_sms}
     if interpret:
@@ -176,11 +178,25 @@ def kernel_vjp(
                 d_result = jnp.sum(cotangent, axis=0, keepdims=True, dtype=jnp.float32)
                 d_result = d_result.astype(cotangent.dtype)
             else:
-                d_result = user_sums_kernel(
-                    cotangent, ancestor, batch, config=config.sums, **options
-                )
+                d_result = _sums(cotangent, ancestor, batch, interpret=bool(interpret))
             sources, dtype = _with_candidates(ancestor, batch), coarser_dtype
     return tuple(d_weights), tuple(d_embeddings)
+
+
+def _sums(cotangent: jax.Array, index: jax.Array, users: int, *, interpret: bool) -> jax.Array:
+    """Sums cotangents [B, M, N] by user, in f32 and rounded once: [users, M, N].
+
+    XLA sums where kernels are interpreted: the interpreter runs this kernel thread by thread.
+    """
+    batch, *shape = cotangent.shape
+    width = math.prod(shape)
+    config = SegmentSumProblem(batch, users, width, str(cotangent.dtype)).default_config()
+    if interpret or config is None:
+        return segment_sum(cotangent, index, users).astype(cotangent.dtype)
+    from ikbo_jax.pallas.look_up.sums import segment_sum_kernel
+
+    sums = segment_sum_kernel(cotangent.reshape(batch, width), index, users, config=config)
+    return sums.reshape(users, *shape)
 
 
 def _with_candidates(ancestor: jax.Array, batch: int) -> jax.Array:

@@ -19,7 +19,6 @@ from ikbo_jax.ops.linear_compression_backward import Gradients, kernel_vjp
 from ikbo_jax.problems import LinearCompressionConfig, LinearCompressionProblem
 from ikbo_jax.problems.linear_compression_backward import (
     LinearCompressionBackwardConfig,
-    SumConfig,
     WeightGradientConfig,
 )
 from ikbo_jax.reference import linear_compression as reference
@@ -47,9 +46,7 @@ class Case:
     @property
     def config(self) -> LinearCompressionBackwardConfig:
         levels = len(self.ks)
-        return LinearCompressionBackwardConfig(
-            (FORWARD,) * levels, (WEIGHT,) * levels, SumConfig(2)
-        )
+        return LinearCompressionBackwardConfig((FORWARD,) * levels, (WEIGHT,) * levels)
 
     @property
     def launches(self) -> int:
@@ -58,7 +55,7 @@ class Case:
         _, coarser_dtype, finest_dtype = self.dtypes
         weights = sum(coarser) + finest
         embeddings = sum(coarser) * (coarser_dtype is None) + finest * (finest_dtype is None)
-        return weights + embeddings + sum(coarser)
+        return weights + embeddings
 
     def arrays(self, seed: int = 0) -> tuple[Any, Any, Any, jax.Array]:
         """Weights, embeddings, parents and the cotangent."""

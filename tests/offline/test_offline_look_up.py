@@ -47,7 +47,7 @@ def test_offline_sums_are_fit(name: str, result: str | None, compiler: offline.C
     assert names == Counter(["ikbo_segment_sum", *["ikbo_user_order"] * has_order])
     # Several CTAs share an SM.
     (sums,) = [x for x in kernels if x.name == "ikbo_segment_sum"]
-    assert sums.ptxas.registers <= 96
+    assert sums.ptxas.registers <= (128 if config.lists else 96)
 
 
 def test_offline_kernel_of_most_candidates_in_flight(compiler: offline.Compiler) -> None:
