@@ -21,7 +21,7 @@ from ikbo_jax.pallas.hopper import per_thread, stores
 from ikbo_jax.pallas.hopper.per_thread import FLOAT32, INT32, LAYOUT
 from ikbo_jax.problems.hopper import WARPGROUP_SIZE
 
-#: A thread's words; under interpretation, its numbers in the rows' dtype.
+#: A thread's words; under interpretation, its numbers in f32.
 Words = tuple[jax.Array, ...]
 
 
@@ -72,7 +72,7 @@ class Rows(NamedTuple):
     def floats(self, words: Words) -> tuple[jax.Array, ...]:
         """Converts a vector's words to f32."""
         if self.interpret:
-            return tuple(x.astype(jnp.float32) for x in words)
+            return words
 
         @plgpu.inline_mgpu(arg_types=(LAYOUT,) * self.words, return_type=(FLOAT32,) * self.numbers)
         def convert(_: Any, *words: mgpu.FragmentedArray) -> Any:
@@ -91,7 +91,8 @@ class Rows(NamedTuple):
                 @pl.when(is_wanted[thread])
                 def _() -> None:
                     for i, x in enumerate(words):
-                        self.ref[row[thread], vector[thread] * self.numbers + i] = x[thread]
+                        column = vector[thread] * self.numbers + i
+                        self.ref[row[thread], column] = x[thread].astype(self.dtype)
 
             return
 
@@ -111,7 +112,7 @@ class Rows(NamedTuple):
     def rounded(self, numbers: Sequence[jax.Array]) -> Words:
         """Rounds f32 numbers of a vector; returns its words."""
         if self.interpret:
-            return tuple(x.astype(self.dtype) for x in numbers)
+            return tuple(numbers)
 
         @plgpu.inline_mgpu(arg_types=(LAYOUT,) * self.numbers, return_type=(INT32,) * self.words)
         def convert(_: Any, *numbers: mgpu.FragmentedArray) -> Any:
@@ -126,12 +127,10 @@ class Rows(NamedTuple):
         return found
 
     def _interpreted(self, row: jax.Array, vector: jax.Array) -> Words:
-        values = self.ref[...]
-        row = jnp.clip(row, 0, values.shape[0] - 1)
-        columns = [
-            jnp.minimum(vector * self.numbers + i, values.shape[1] - 1) for i in range(self.numbers)
-        ]
-        return tuple(values[row, column] for column in columns)
+        # In f32: jnp.take asks NumPy for the dtype's limits, and NumPy has none of bf16.
+        values, width = self.ref[...].astype(jnp.float32), self.ref.shape[1]
+        first = jnp.clip(row, 0, self.ref.shape[0] - 1) * width + vector * self.numbers
+        return tuple(jnp.take(values, first + i, mode="clip") for i in range(self.numbers))
 
     def _address(
         self, ref: ir.Value, row: mgpu.FragmentedArray, vector: mgpu.FragmentedArray
