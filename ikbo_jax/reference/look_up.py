@@ -58,21 +58,24 @@ def _sums_of_runs(values: jax.Array, index: jax.Array, users: int) -> jax.Array:
     """`segment_sum` of a sorted index: after n steps, a row is the sum of 2^n rows before it."""
     place = jnp.arange(index.shape[0], dtype=jnp.int32)
 
+    def before(distance: jax.Array) -> jax.Array:
+        return jnp.maximum(place - distance, 0)
+
     def has_earlier(distance: jax.Array) -> jax.Array:
-        return (place >= distance) & (jnp.roll(index, distance) == index)
+        return (place >= distance) & (index[before(distance)] == index)
 
     def step(carry: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
         distance, sums = carry
         wanted = jnp.expand_dims(has_earlier(distance), tuple(range(1, sums.ndim)))
-        earlier = jnp.where(wanted, jnp.roll(sums, distance, axis=0), jnp.zeros_like(sums))
+        earlier = jnp.where(wanted, sums[before(distance)], jnp.zeros_like(sums))
         return distance * 2, sums + earlier
 
     def is_left(carry: tuple[jax.Array, jax.Array]) -> Any:
         return jnp.any(has_earlier(carry[0]))
 
     _, sums = lax.while_loop(is_left, step, (jnp.int32(1), values))
-    ends = jnp.searchsorted(index, jnp.arange(users, dtype=jnp.int32), side="right", method="sort")
-    last = jnp.maximum(ends.astype(jnp.int32) - 1, 0)
-    has_any = index[last] == jnp.arange(users, dtype=jnp.int32)
+    user = jnp.arange(users, dtype=jnp.int32)
+    last = jnp.zeros_like(user).at[index].max(place)
+    has_any = index[last] == user
     has_any = jnp.expand_dims(has_any, tuple(range(1, values.ndim)))
     return jnp.where(has_any, sums[last], jnp.zeros((), sums.dtype))

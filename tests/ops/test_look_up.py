@@ -178,6 +178,18 @@ def test_devices(divided: str, kind: str) -> None:
         assert "all-" not in program.as_text()
 
 
+def test_export_with_a_symbolic_batch_and_for_hopper() -> None:
+    user, values, index = draw("bfloat16")
+    (batch,) = jax.export.symbolic_shape("b")
+    shapes = [jax.ShapeDtypeStruct((batch, *x.shape[1:]), x.dtype) for x in (values, index)]
+    summed = jax.jit(lambda values, index: ikbo.segment_sum(values, index, USERS))
+    exported = jax.export.export(summed, platforms=["cpu"])(*shapes)
+    np.testing.assert_array_equal(exported.call(values, index), summed(values, index))
+    found = jax.jit(lambda user, index: pulled(user, index, values))
+    exported = jax.export.export(found, platforms=["cuda"])(user, index)
+    assert "mosaic_gpu" in exported.mlir_module()
+
+
 def test_debug_finds_what_is_clamped() -> None:
     with pytest.raises(ValueError, match=r"\[0, 5\)"):
         debug.check_index(draw()[2], USERS)
