@@ -31,8 +31,6 @@ MAX_STAGES = 8
 ITEM_COST = 12
 #: Most waves of work items that `WeightGradientConfig.splits` considers.
 MAX_WAVES = 4
-#: Bytes of one user's cotangents up to which XLA sums them, not the kernel; L2 has 50 MB.
-CACHE_BYTES = 4e7
 #: Largest number of steps from the default to a candidate that differs in several kernels.
 MAX_STEPS = 4
 

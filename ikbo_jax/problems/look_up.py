@@ -16,6 +16,8 @@ ITEM_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
 COLUMNS, EACH = (128, 64, 32, 16, 8, 4, 2), (128, 32, 16, 8, 4)
 #: Most candidates that a warpgroup lists: 32 for each thread.
 MOST_LISTED = 32 * WARPGROUP_SIZE
+#: Bytes of one user's candidates up to which XLA sums them, not the kernel; L2 has 50 MB.
+CACHE_BYTES = 4e7
 #: Vectors of a lookup above which a thread moves two.
 MANY_VECTORS = 2**19
 #: Largest number that the kernels compute with.
@@ -66,6 +68,11 @@ class RowsProblem(Problem):
         """Vectors of a row, each of which one access of a thread moves."""
         words = vector_words(self.width, ITEM_BYTES[self.dtype])
         return self.width * ITEM_BYTES[self.dtype] // (4 * words) if words else self.width
+
+    @property
+    def bytes_read(self) -> int:
+        """Bytes of candidates' rows."""
+        return self.batch * self.width * ITEM_BYTES[self.dtype]
 
     def why_not_rows(self) -> str | None:
         """Why no kernel moves such rows; None if one does."""
@@ -170,7 +177,7 @@ class SegmentSumProblem(RowsProblem):
         """Yields the legal ways worth timing, the most promising first."""
         if self.why_not_rows() is not None:
             return
-        if self.users == 1:
+        if self.users == 1 and self.bytes_read <= CACHE_BYTES:
             yield Ranked(None, None, "one user: a reduction by XLA")
         yield from by_rule(filter(self._is_legal, self._configs()))
 
@@ -191,8 +198,7 @@ class SegmentSumProblem(RowsProblem):
         # As fitted to an H100, in microseconds. Every CTA reads the whole index from L2 to list its
         # candidates. Otherwise CTAs search for theirs, and a launch before may sort.
         listing_us = 4 * self.batch * self._ctas(listing) / 4.5e6 + 2 * (warpgroups - 1)
-        bytes_read = self.batch * self.width * ITEM_BYTES[self.dtype]
-        sharing_us = 2.5 + bytes_read / 3e7 + (0 if self.is_sorted else 3)
+        sharing_us = 2.5 + self.bytes_read / 3e7 + (0 if self.is_sorted else 3)
         ways = [listing, sharing] if listing_us < sharing_us else [sharing, listing]
         yield from dict.fromkeys([*ways, *shares[:8], *lists])
 
