@@ -30,14 +30,14 @@ from ikbo_jax.reference import look_up as reference
 
 
 class LookUpArrays(NamedTuple):
-    """Arrays of a lookup, their gradients or their names."""
+    """Holds arrays of a lookup, their gradients or their names."""
 
     user: Any
     cand_to_user: Any
 
 
 class SumArrays(NamedTuple):
-    """Arrays of a segment sum, their gradients or their names."""
+    """Holds arrays of a segment sum, their gradients or their names."""
 
     values: Any
     cand_to_user: Any
@@ -158,7 +158,7 @@ def _number_of_users(value: Any) -> Any:
 
 @dataclasses.dataclass(frozen=True)
 class _Call(Call):
-    """The arguments that are not arrays.
+    """Holds the arguments that are not arrays.
 
     Attributes:
       users: number of users.
@@ -173,7 +173,7 @@ class _Call(Call):
     config: Any = None
 
     def on_kernel(self, kind: type[RowsProblem], arrays: Any) -> _Call:
-        """The call with the kernel's configuration for these arrays."""
+        """Returns the call with the kernel's configuration for these arrays."""
         config, _ = _choose(self.request, self.problem(kind, arrays))
         return dataclasses.replace(self, config=config)
 
@@ -215,7 +215,7 @@ def _segment_sum(call: _Call, config: Any, arrays: SumArrays) -> jax.Array:
 
 
 def _fold_users(call: _Call, size: int, index: jax.Array, is_batched: bool) -> Any:
-    """The call and the index of `size` problems with users of their own, as one problem."""
+    """Joins the indices of `size` problems, each with its own users; also returns the joint call."""
     # Clamp before the offset is added: a value outside one problem's users would otherwise point to
     # users of another problem.
     index = jnp.clip(stack(size, index, is_batched), 0, call.users - 1)
@@ -302,7 +302,7 @@ def _transposed(
 
 
 class _Rows(Op[_Call, Any, jax.Array]):
-    """What both ops share.
+    """Implements what both ops share.
 
     Attributes:
       forward: the kind of the problem.

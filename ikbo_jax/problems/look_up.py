@@ -25,13 +25,13 @@ MOST = 2**31 - 2**20
 
 
 def vector_words(width: int, item_bytes: int) -> int:
-    """32-bit words that a thread moves at once: 4, 2 or 1; 0 if rows are no whole words."""
+    """Counts the 32-bit words that a thread moves at once: 4, 2 or 1; 0 if a row has a half word."""
     return next((words for words in (4, 2, 1) if width * item_bytes % (4 * words) == 0), 0)
 
 
 @dataclasses.dataclass(frozen=True)
 class RowsProblem(Problem):
-    """Sizes of a lookup, or of its transpose.
+    """Holds the sizes of a lookup, or of its transpose.
 
     Attributes:
       batch: candidates.
@@ -65,17 +65,17 @@ class RowsProblem(Problem):
 
     @property
     def vectors(self) -> int:
-        """Vectors of a row, each of which one access of a thread moves."""
+        """Number of vectors of a row; one access of a thread moves a vector."""
         words = vector_words(self.width, ITEM_BYTES[self.dtype])
         return self.width * ITEM_BYTES[self.dtype] // (4 * words) if words else self.width
 
     @property
     def bytes_read(self) -> int:
-        """Bytes of candidates' rows."""
+        """Number of bytes of candidates' rows."""
         return self.batch * self.width * ITEM_BYTES[self.dtype]
 
     def why_not_rows(self) -> str | None:
-        """Why no kernel moves such rows; None if one does."""
+        """Says why no kernel takes the rows; None if one does."""
         if self.dtype not in ITEM_BYTES:
             return f"the kernel takes {', '.join(ITEM_BYTES)}, but the rows are {self.dtype}"
         if min(self.batch, self.users, self.width) < 1:
@@ -87,7 +87,7 @@ class RowsProblem(Problem):
 
 @dataclasses.dataclass(frozen=True)
 class LookUpConfig(Config):
-    """Tuning parameters of the kernel for lookups.
+    """Holds tuning parameters of the kernel for lookups.
 
     Attributes:
       accesses: vectors that a thread moves, all in flight at once.
@@ -96,7 +96,7 @@ class LookUpConfig(Config):
     accesses: int = 2
 
     def illegal_reason(self, problem: RowsProblem) -> str | None:
-        """Why the kernel cannot run `problem` with this configuration; None if it can."""
+        """Says why the kernel cannot run `problem`; None if it can."""
         if not 1 <= self.accesses <= 16:
             return f"accesses must be from 1 to 16, but is {self.accesses}"
         if reason := problem.why_not_rows():
@@ -111,7 +111,7 @@ class LookUpConfig(Config):
 
 @dataclasses.dataclass(frozen=True)
 class SegmentSumConfig(Config):
-    """Tuning parameters of the kernel for segment sums.
+    """Holds tuning parameters of the kernel for segment sums.
 
     Attributes:
       columns: most vectors of a row that a CTA adds up, a thread each.
@@ -129,7 +129,7 @@ class SegmentSumConfig(Config):
     lists: bool = False
 
     def divide(self, batch: int, users: int, vectors: int) -> tuple[int, int]:
-        """(chunks of columns, CTAs of a chunk)."""
+        """Returns the number of chunks of columns, and of CTAs of a chunk."""
         chunks = -(-vectors // min(self.columns, WARPGROUP_SIZE))
         if self.lists:
             return chunks, users
@@ -137,7 +137,7 @@ class SegmentSumConfig(Config):
         return chunks, min(users, -(-(batch + users) // (lanes * self.each)))
 
     def illegal_reason(self, problem: RowsProblem) -> str | None:
-        """Why the kernel cannot run `problem` with this configuration; None if it can."""
+        """Says why the kernel cannot run `problem`; None if it can."""
         if not 1 <= self.columns <= WARPGROUP_SIZE:
             return f"columns must be from 1 to {WARPGROUP_SIZE}, but is {self.columns}"
         if self.each < 1 or not 1 <= self.unroll <= 8 or not 1 <= self.warpgroups <= 4:
@@ -152,7 +152,7 @@ class SegmentSumConfig(Config):
 
 @dataclasses.dataclass(frozen=True)
 class LookUpProblem(RowsProblem):
-    """Sizes of a lookup."""
+    """Holds the sizes of a lookup."""
 
     op: ClassVar[str] = "look_up"
     config_type: ClassVar[type[Config]] = LookUpConfig
@@ -168,7 +168,7 @@ class LookUpProblem(RowsProblem):
 
 @dataclasses.dataclass(frozen=True)
 class SegmentSumProblem(RowsProblem):
-    """Sizes of a segment sum."""
+    """Holds the sizes of a segment sum."""
 
     op: ClassVar[str] = "segment_sum"
     config_type: ClassVar[type[Config]] = SegmentSumConfig

@@ -55,7 +55,7 @@ def segment_sum(
 
 
 def _sums_of_runs(values: jax.Array, index: jax.Array, users: int) -> jax.Array:
-    """`segment_sum` of a sorted index: after n steps, a row is the sum of 2^n rows before it."""
+    """Sums by a sorted index: after step n, a row holds the sum of its user's last 2^n rows."""
     place = jnp.arange(index.shape[0], dtype=jnp.int32)
 
     def before(distance: jax.Array) -> jax.Array:

@@ -7,6 +7,7 @@ import functools
 import jax
 import jax.numpy as jnp
 import numpy as np
+import on_gpu
 import pytest
 
 import ikbo_jax as ikbo
@@ -124,3 +125,51 @@ def test_gpu_one_user_is_summed_by_xla_and_ones_are_counted() -> None:
     for users in (1, 2):
         found = ikbo.segment_sum(ones, index, users)
         np.testing.assert_array_equal(np.asarray(found[0], np.float32), 3008)  # 3000, rounded once
+
+
+SCRIPT = """
+import functools
+
+import jax
+import test_gpu_look_up as suite
+from ikbo_jax.pallas.look_up.gather import look_up_kernel
+from ikbo_jax.pallas.look_up.sums import segment_sum_kernel
+from ikbo_jax.problems.look_up import LookUpConfig, SegmentSumConfig
+
+shared, listed = SegmentSumConfig(3, 2, 2), SegmentSumConfig(2, 1, 2, lists=True)
+for size, dtype, config in (
+    ((300, 37, 48, ""), "float32", shared),
+    ((1900, 2, 8, "sorted"), "bfloat16", shared),
+    ((120, 50, 50, "sorted"), "float16", SegmentSumConfig(3, 1, 2, 4)),
+    ((20, 300, 16, "sorted"), "bfloat16", shared),
+    ((150, 9, 20, ""), "bfloat16", listed),
+):
+    values, index, *oracle = suite.make(*size, dtype)
+    options = {"users": size[1], "config": config, "is_sorted": size[3] == "sorted"}
+    suite.check(jax.jit(functools.partial(segment_sum_kernel, **options))(values, index), *oracle)
+    look_up_kernel(values, index, config=LookUpConfig()).block_until_ready()
+print("FINISHED")
+"""
+
+
+@on_gpu.sanitizes
+@pytest.mark.parametrize("tool", ["memcheck", "racecheck"])
+def test_gpu_sanitized(tool: str) -> None:
+    on_gpu.assert_sanitized(tool, SCRIPT)
+
+
+@on_gpu.soaks
+def test_gpu_soak() -> None:
+    """Launches of mixed sizes in random order give the bits of their first launch."""
+    cases = []
+    for size, dtype in (
+        ((1024, 15, 384, ""), "bfloat16"),
+        ((5000, 4999, 24, "sorted"), "float32"),
+        ((9000, 400, 96, "one"), "float16"),
+        ((40, 3000, 64, ""), "bfloat16"),
+    ):
+        values, index, *_ = make(*size, dtype)
+        options = {"num_users": size[1], "indices_are_sorted": size[3] == "sorted"}
+        sums = jax.jit(lambda x, options=options: ikbo.segment_sum(*x, **options))
+        cases.append((sums, (values, index), sums((values, index))))
+    on_gpu.soak(cases)

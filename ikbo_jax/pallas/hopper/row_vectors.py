@@ -26,7 +26,7 @@ Words = tuple[jax.Array, ...]
 
 
 class Rows(NamedTuple):
-    """Rows in device memory.
+    """Loads, converts and stores vectors of rows in device memory.
 
     Attributes:
       ref: [rows, width].
@@ -44,7 +44,7 @@ class Rows(NamedTuple):
 
     @property
     def numbers(self) -> int:
-        """Numbers of a vector."""
+        """Count of numbers of a vector."""
         return self.words * 4 // self.dtype.itemsize
 
     def load(self, places: Sequence[tuple[jax.Array, jax.Array]]) -> list[Words]:
@@ -141,7 +141,7 @@ class Rows(NamedTuple):
 
 
 def _floats(word: ir.Value, dtype: Any) -> list[ir.Value]:
-    """The f32 numbers in a word: the lower half first."""
+    """Unpacks a word into f32 numbers, the lower half first."""
     i32, f32 = ir.IntegerType.get_signless(32), ir.F32Type.get()
     if dtype == jnp.float32:
         return [llvm.bitcast(f32, word)]
@@ -160,7 +160,7 @@ def _floats(word: ir.Value, dtype: Any) -> list[ir.Value]:
 
 
 def _word(numbers: Sequence[ir.Value], dtype: Any) -> ir.Value:
-    """The inverse of `_floats`; rounds."""
+    """Packs f32 numbers into a word, rounded: the inverse of `_floats`."""
     i32 = ir.IntegerType.get_signless(32)
     if dtype == jnp.float32:
         return llvm.bitcast(i32, numbers[0])

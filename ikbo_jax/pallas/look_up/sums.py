@@ -73,22 +73,22 @@ class Shape:
 
     @property
     def columns(self) -> int:
-        """Vectors of a chunk."""
+        """Number of vectors of a chunk."""
         return pl.cdiv(self.vectors, self.chunks)
 
     @property
     def each(self) -> int:
-        """Entries of a CTA: candidates and users' ends."""
+        """Number of a CTA's entries, which are candidates and users' ends."""
         return pl.cdiv(self.batch + self.users, self.slices)
 
     @property
     def most_users(self) -> int:
-        """Most users of a CTA."""
+        """Largest number of users of a CTA."""
         return min(self.users, self.each + 1)
 
 
 class Operands(NamedTuple):
-    """Device memory that the launch reads."""
+    """Holds device memory that the launch reads."""
 
     values: Any  # [B, width]
     user: Any  # [B] int32, of each candidate in the order of users; if CTAs list, as they come
@@ -96,7 +96,7 @@ class Operands(NamedTuple):
 
 
 class Shared(NamedTuple):
-    """Shared memory."""
+    """Holds shared memory."""
 
     sums: Any  # [numbers, threads] f32
     links: Any  # [threads]
@@ -106,7 +106,7 @@ class Shared(NamedTuple):
 
 
 class _Part(NamedTuple):
-    """What the functions below share: a thread's part of the CTA's work."""
+    """Holds a thread's part of the CTA's work."""
 
     ctx: WarpgroupContext
     threads: Threads
@@ -121,7 +121,7 @@ class _Part(NamedTuple):
         return self.threads.count // self.ctx.shape.columns
 
     def candidate(self, place: jax.Array) -> jax.Array:
-        """The candidate at a place in the order of users."""
+        """Loads the candidate at a place in the order of users."""
         order = self.ctx.operands.order
         last = self.ctx.shape.batch - 1
         place = jnp.clip(place, 0, last)
@@ -131,7 +131,7 @@ class _Part(NamedTuple):
         return place if order is None else self.threads.read(order, place, "global")
 
     def user(self, place: jax.Array) -> jax.Array:
-        """The user of the candidate at a place in the order of users."""
+        """Loads the user of the candidate at a place in the order of users."""
         if self.only_user is not None:
             return same(0) + self.only_user
         place = jnp.clip(place, 0, self.ctx.shape.batch - 1)
@@ -140,7 +140,7 @@ class _Part(NamedTuple):
 
 
 class _Own(NamedTuple):
-    """What a CTA owns: users, and their places in the order of users."""
+    """Holds the range of users that a CTA owns, and the range of their candidates' places."""
 
     first: Any
     end: Any
@@ -149,7 +149,7 @@ class _Own(NamedTuple):
 
 
 class _Sums(NamedTuple):
-    """A thread's sums on its way.
+    """Holds a thread's sums while it walks along its lane's candidates.
 
     Attributes:
       user: of `open`.
@@ -165,7 +165,7 @@ class _Sums(NamedTuple):
 
 
 def _sum(ctx: WarpgroupContext) -> None:
-    """A warpgroup of the CTA."""
+    """Runs one warpgroup of the CTA."""
     shape = ctx.shape
     threads = Threads(ctx.config.warpgroups, ctx.consumer, ctx.interpret)
     chunk, piece = lax.rem(ctx.worker, shape.chunks), lax.div(ctx.worker, shape.chunks)
@@ -197,7 +197,7 @@ def _sum(ctx: WarpgroupContext) -> None:
 
 
 def _list(part: _Part, user: Any) -> _Own:
-    """Lists a user's candidates in shared memory."""
+    """Lists a user's candidates in shared memory; returns their range."""
     shape, shared, threads = part.ctx.shape, part.ctx.shared, part.threads
     numbers = [
         threads.number() + i * threads.count for i in range(pl.cdiv(shape.batch, threads.count))
@@ -251,9 +251,9 @@ def _own(part: _Part, piece: Any) -> _Own:
 
 
 def _search(part: _Part, conditions: list[Any], level: int) -> list[Any]:
-    """For two conditions, each of which holds for the first places alone: for how many it does.
+    """Counts the places that satisfy each of two conditions, which hold for the first places alone.
 
-    All threads search together. `level` is the number of searches' levels before.
+    All threads search together. `level` is the number of `_counts` that came before.
     """
     found: list[Any] = [jnp.int32(0), jnp.int32(0)]
     unknown = part.ctx.shape.batch
@@ -284,7 +284,7 @@ def _counts(
 
 
 def _levels(count: int, threads: int) -> int:
-    """Levels of a search among `count` places."""
+    """Counts the levels of a search among `count` places."""
     levels = 0
     while count:
         count, levels = pl.cdiv(count, _SAMPLES * threads) - 1, levels + 1
@@ -292,7 +292,7 @@ def _levels(count: int, threads: int) -> int:
 
 
 def _store_zeros(part: _Part, own: _Own) -> None:
-    """Step 3."""
+    """Stores zeros for users without candidates (step 3)."""
     rows = _output(part)
     zeros = rows.rounded([_no_sum()] * part.ctx.shape.numbers)
 
@@ -306,7 +306,7 @@ def _store_zeros(part: _Part, own: _Own) -> None:
 
 
 def _walk(part: _Part, own: _Own) -> tuple[_Sums, Any]:
-    """Step 1; returns the sums, and whether the lane has candidates."""
+    """Adds up the lane's candidates (step 1); also returns whether the lane has any."""
     shape, unroll = part.ctx.shape, part.ctx.config.unroll
     each = lax.div(own.after - own.begin + (part.lanes - 1), jnp.int32(part.lanes))
     first = jnp.minimum(part.lane * each + own.begin, own.after)
@@ -372,7 +372,7 @@ def _end_user(part: _Part, own: _Own, sums: _Sums, user: jax.Array, is_new: jax.
 
 
 def _join(part: _Part, sums: _Sums, is_wanted: jax.Array) -> None:
-    """Step 2.
+    """Adds sums of later lanes to the last user's, and stores that (step 2).
 
     `head` of each lane becomes the sum that it and later lanes add to a user of an earlier lane: a
     lane of one user alone is linked to the next lane.
@@ -385,7 +385,7 @@ def _join(part: _Part, sums: _Sums, is_wanted: jax.Array) -> None:
     own = pl.ds(threads.warpgroup * WARPGROUP_SIZE if threads.warpgroups > 1 else 0, WARPGROUP_SIZE)
 
     def of_lane(distance: int) -> tuple[list[jax.Array], jax.Array]:
-        """The sums and the link of a later lane."""
+        """Loads the sums and the link of a later lane."""
         threads.commit()  # all have read
         for i, x in enumerate(heads):
             shared.sums[i, own] = x
@@ -426,7 +426,10 @@ def _no_sum() -> jax.Array:
 def _order(
     index: jax.Array, users: int, *, as_it_is: bool, interpret: bool
 ) -> tuple[jax.Array, jax.Array | None]:
-    """The candidates' users in the order of users, and the order, None if they are sorted."""
+    """Puts candidates into the order of users; returns their users, and the order or None.
+
+    With `as_it_is`, the order is the caller's.
+    """
     if as_it_is or users == 1:
         return index, None
     if counted_order.fits(index.shape[0], users) and not interpret:
