@@ -6,6 +6,7 @@ import dataclasses
 import functools
 import math
 import operator
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -215,7 +216,7 @@ def _segment_sum(call: _Call, config: Any, arrays: SumArrays) -> jax.Array:
 
 
 def _fold_users(call: _Call, size: int, index: jax.Array, is_batched: bool) -> Any:
-    """Joins the indices of `size` problems, each with its own users; also returns the joint call."""
+    """Joins the indices of `size` problems, each with its own users; returns the call, too."""
     # Clamp before the offset is added: a value outside one problem's users would otherwise point to
     # users of another problem.
     index = jnp.clip(stack(size, index, is_batched), 0, call.users - 1)
@@ -306,10 +307,20 @@ class _Rows(Op[_Call, Any, jax.Array]):
 
     Attributes:
       forward: the kind of the problem.
+      compute: takes a call, a configuration and arrays; returns the result.
+      joint: folds problems, like `fold`.
     """
 
     forward: type[RowsProblem]
+    compute: Callable[..., jax.Array]
+    joint: Callable[..., Any]
     is_gradient_apart = True
+
+    def run(self, call: _Call, plan: dispatch.Plan, arrays: Any) -> jax.Array:
+        return dispatch.record(self.compute(call, plan.config, arrays), plan)
+
+    def fold(self, call: _Call, size: int, batched: Any, arrays: Any) -> Any:
+        return self.joint(call, size, batched, arrays)
 
     def problem(self, call: _Call, arrays: Any) -> RowsProblem:
         return call.problem(self.forward, arrays)
@@ -328,26 +339,12 @@ class _Rows(Op[_Call, Any, jax.Array]):
 
 
 class _LookUp(_Rows):
-    forward = LookUpProblem
+    forward, compute, joint = LookUpProblem, staticmethod(_look_up), staticmethod(_fold_look_up)
     by_kernels, by_xla = "segment_sum by mosaic_gpu", "segment_sum by XLA"
     choose_gradient = staticmethod(functools.partial(_transposed, SegmentSumProblem))
 
-    def run(self, call: _Call, plan: dispatch.Plan, arrays: LookUpArrays) -> jax.Array:
-        return dispatch.record(_look_up(call, plan.config, arrays), plan)
-
-    def fold(
-        self, call: _Call, size: int, batched: LookUpArrays, arrays: LookUpArrays
-    ) -> Folded[_Call, LookUpArrays, jax.Array]:
-        return _fold_look_up(call, size, batched, arrays)
-
     def vjp(
-        self,
-        call: _Call,
-        plan: dispatch.Plan,
-        arrays: LookUpArrays,
-        residuals: None,
-        cotangents: jax.Array,
-        dtype: Any,
+        self, call: _Call, plan: Any, arrays: Any, residuals: None, cotangents: Any, dtype: Any
     ) -> LookUpArrays:
         name = jnp.dtype(dtype or cotangents.dtype).name
         call = dataclasses.replace(call, config=plan.backward_config, dtype=name)
@@ -356,17 +353,9 @@ class _LookUp(_Rows):
 
 
 class _SegmentSum(_Rows):
-    forward = SegmentSumProblem
+    forward, compute, joint = SegmentSumProblem, staticmethod(_segment_sum), staticmethod(_fold_sum)
     by_kernels, by_xla = "look_up by mosaic_gpu", "look_up by XLA"
     choose_gradient = staticmethod(functools.partial(_transposed, LookUpProblem))
-
-    def run(self, call: _Call, plan: dispatch.Plan, arrays: SumArrays) -> jax.Array:
-        return dispatch.record(_segment_sum(call, plan.config, arrays), plan)
-
-    def fold(
-        self, call: _Call, size: int, batched: SumArrays, arrays: SumArrays
-    ) -> Folded[_Call, SumArrays, jax.Array] | None:
-        return _fold_sum(call, size, batched, arrays)
 
     def part(
         self, call: _Call, arrays: SumArrays, division: Division
@@ -381,13 +370,7 @@ class _SegmentSum(_Rows):
         return division.sum(results, dimensions(named.results)).astype(arrays.values.dtype)
 
     def vjp(
-        self,
-        call: _Call,
-        plan: dispatch.Plan,
-        arrays: SumArrays,
-        residuals: None,
-        cotangents: jax.Array,
-        dtype: Any,
+        self, call: _Call, plan: Any, arrays: Any, residuals: None, cotangents: Any, dtype: Any
     ) -> SumArrays:
         call = dataclasses.replace(call, config=plan.backward_config)
         operands = LookUpArrays(cotangents, arrays.cand_to_user)

@@ -25,7 +25,7 @@ MOST = 2**31 - 2**20
 
 
 def vector_words(width: int, item_bytes: int) -> int:
-    """Counts the 32-bit words that a thread moves at once: 4, 2 or 1; 0 if a row has a half word."""
+    """Counts the 32-bit words that a thread moves at once; 0 if a row ends in half a word."""
     return next((words for words in (4, 2, 1) if width * item_bytes % (4 * words) == 0), 0)
 
 
