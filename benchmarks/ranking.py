@@ -180,12 +180,18 @@ def device_peaks(sizes: Sizes, providers: Sequence[Provider]) -> dict[str, int |
             peaks[provider.name], reason = None, ""
             try:
                 for _ in range(2):
-                    said = subprocess.check_output(
-                        command, cwd=children.ROOT, env=environment, timeout=PEAK_SECONDS, text=True
+                    done = subprocess.run(
+                        command,
+                        cwd=children.ROOT,
+                        env=environment,
+                        timeout=PEAK_SECONDS,
+                        capture_output=True,
+                        text=True,
+                        check=True,
                     )
-                peaks[provider.name] = json.loads(said.splitlines()[-1])
-            except subprocess.SubprocessError as error:
-                reason = f": {error}"
+                peaks[provider.name] = json.loads(done.stdout.splitlines()[-1])
+            except (subprocess.CalledProcessError, subprocess.TimeoutExpired) as error:
+                reason = f": {error} {str(error.stderr)[-500:]}"
             print(f"peak of {provider.name}: {peaks[provider.name]}{reason}", flush=True)
     return peaks
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from ikbo_jax.cases import case, error_rule
-from ikbo_jax.cases.error_rule import UNTUNED, Check, Truth
+from ikbo_jax.cases.error_rule import UNTUNED, Check
 from ikbo_jax.ops.attention import attention
 from ikbo_jax.problems import AttentionConfig, AttentionProblem, FewQueriesConfig
 from ikbo_jax.reference import attention as reference
@@ -33,23 +33,9 @@ class Inputs(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Case(case.Case):
-    """Combines a problem, an index and lengths.
-
-    Attributes:
-      problem: the sizes.
-      index: "ragged" (sorted, random numbers of candidates), "even" (sorted, the same number of
-        candidates for each user except the last) or "unsorted" ("even", shuffled).
-      lengths: "full" (S for every user) or "half" (uniform in S/2..S).
-    """
+    """Combines a problem with a sorted index of random numbers of candidates, and full lengths."""
 
     problem: AttentionProblem
-    index: str = "ragged"
-    lengths: str = "full"
-
-    @property
-    def is_sorted(self) -> bool:
-        """Whether the index is sorted."""
-        return self.index != "unsorted"
 
     def draw(self, seed: int | jax.Array) -> tuple[jax.Array, ...]:
         """Draws query, key and value; `seed` may be traced."""
@@ -61,17 +47,9 @@ class Case(case.Case):
         return tuple(jax.random.normal(k, s, dtype) for k, s in zip(keys, shapes, strict=True))
 
     def inputs(self, seed: int = 0) -> Inputs:
-        p, rng, lengths = self.problem, np.random.default_rng(seed), None
-        if self.index == "ragged":
-            index = np.sort(rng.integers(0, max(p.users, 1), p.batch))
-        else:
-            index = np.minimum(np.arange(p.batch) // -(-p.batch // p.users), p.users - 1)
-        if self.index == "unsorted":
-            index = rng.permutation(index)
-        if self.lengths == "half":
-            drawn = rng.integers(-(-p.kv_len // 2), p.kv_len + 1, p.users)
-            lengths = jnp.asarray(drawn, jnp.int32)
-        return Inputs._make([*self.draw(seed), jnp.asarray(index, jnp.int32), lengths])
+        p, rng = self.problem, np.random.default_rng(seed)
+        index = np.sort(rng.integers(0, max(p.users, 1), p.batch))
+        return Inputs._make([*self.draw(seed), jnp.asarray(index, jnp.int32), None])
 
     def contender(self, name: str) -> Callable[..., jax.Array]:
         """Returns a function of the fields of `Inputs`.
@@ -82,8 +60,7 @@ class Case(case.Case):
         copies = {"materialised": materialised, "materialised-cudnn": materialised_cudnn}
         if name in copies:
             return copies[name]
-        implementation = case.IMPLEMENTATIONS[name]
-        return functools.partial(_op, implementation=implementation, is_sorted=self.is_sorted)
+        return functools.partial(_op, implementation=case.IMPLEMENTATIONS[name], is_sorted=True)
 
     def xla_path(self) -> Callable[..., jax.Array]:
         return self.contender("decomposed")
@@ -99,11 +76,6 @@ class Case(case.Case):
             run = functools.partial(attention_kernel, order=None)
         options = {"scale": self.problem.head_dim**-0.5, "return_residuals": False}
         return lambda *inputs: run(*inputs, **options, config=config, num_sms=num_sms)[0]
-
-    def expected(self, inputs: Inputs, rows: Sequence[int]) -> tuple[np.ndarray, float]:
-        """Computes exact results of some candidates, and the largest error that the rule allows."""
-        truth = _truth(inputs, jnp.asarray(rows, jnp.int32))
-        return np.asarray(truth.oracle), truth.bound(*self.rounding)
 
     @property
     def rounding(self) -> tuple[str, float]:
@@ -178,11 +150,6 @@ def _op(*inputs: Any, implementation: str | None, is_sorted: bool) -> Any:
 
 def _of_rows(inputs: Inputs, rows: np.ndarray | jax.Array) -> Inputs:
     return inputs._replace(query=inputs.query[rows], cand_to_user=inputs.cand_to_user[rows])
-
-
-@functools.partial(jax.jit, compiler_options=UNTUNED)
-def _truth(inputs: Inputs, rows: jax.Array) -> Truth:
-    return error_rule.truth(oracle(inputs, rows), materialised(*_of_rows(inputs, rows)))
 
 
 @functools.partial(jax.jit, compiler_options=UNTUNED)

@@ -32,17 +32,14 @@ class Inputs(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Case(case.Case):
-    """Combines a problem, an index and lengths; see `cases.attention.Case`."""
+    """Combines a problem with an index and lengths; see `cases.attention.Case`."""
 
     problem: AttentionBackwardProblem
-    index: str = "ragged"
-    lengths: str = "full"
 
     @property
     def forward(self) -> attention.Case:
         """The case of the op itself."""
-        problem = AttentionProblem(**dataclasses.asdict(self.problem))
-        return attention.Case(problem, self.index, self.lengths)
+        return attention.Case(AttentionProblem(**dataclasses.asdict(self.problem)))
 
     def inputs(self, seed: int = 0) -> Inputs:
         """Draws inputs and a cotangent; the XLA path computes the results."""
@@ -62,7 +59,7 @@ class Case(case.Case):
         from ikbo_jax.pallas.attention_backward.kernel import attention_backward_kernel
 
         kernel: Any = attention_backward_kernel
-        options = {"scale": self._scale, "indices_are_sorted": self.index != "unsorted"}
+        options = {"scale": self._scale, "indices_are_sorted": True}
         return lambda *inputs: kernel(*inputs, None, **options, config=config, num_sms=num_sms)
 
     def check(self, actual: Gradients, inputs: Inputs) -> Check:

@@ -19,6 +19,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from ikbo_jax.pallas.linear_compression import kernel
 from ikbo_jax.problems import LinearCompressionConfig, LinearCompressionProblem, memory
 from ikbo_jax.problems.linear_compression import MAX_BLOCK_M
+from ikbo_jax.problems.packed_compression import smem_bytes
 from ikbo_jax.tuning import table_rows
 
 DEFAULT = LinearCompressionProblem((15, 1024), (1178, 866), 433, 256, "bfloat16")
@@ -97,7 +98,7 @@ def assert_launches_fit(
     with_claims = [False] * (len(kernels) - 1) + [is_single]
     for compiled, has_claims in zip(kernels, with_claims, strict=True):
         shared = config.shared(with_claims=has_claims, **sizes)
-        assert compiled.smem_bytes == memory.smem_bytes(shared) <= config.smem_bytes
+        assert compiled.smem_bytes == memory.smem_bytes(shared) <= smem_bytes(config)
 
 
 @pytest.mark.slow

@@ -116,7 +116,7 @@ def test_ordered_callbacks_run_once_and_in_order() -> None:
 
 @pytest.fixture
 def rules(monkeypatch):
-    monkeypatch.setattr(registry, "_RULES", dict(registry._RULES))
+    monkeypatch.setitem(registry._RULES, "lazy", dict(registry._RULES["lazy"]))
     return register_rule
 
 

@@ -170,7 +170,7 @@ def _masked_exponential(
         return x.then(eqn, operands, emptied="select")
     if getattr(mask, "dtype", None) != np.bool_ and isinstance(mask, Lazy):
         mask = dataclasses.replace(mask, base=mask.base != 0)
-    # The softmax sees the number of this mask, not of an equal mask before.
+    # The softmax sees the number that this mask fills in, not that of an earlier, equal mask.
     earlier = dataclasses.replace(x, root=dataclasses.replace(root, fills=rest))
     fill = Fill(None, None, -math.inf, source=source)  # type: ignore[arg-type]
     root = logit_masks.masked(ctx, earlier, mask, True, fill)

@@ -44,7 +44,7 @@ def gather(ctx: Context, eqn: Any, operand: Any, indices: Any) -> Any:
 
 
 def _rows_of_table(ctx: Context, eqn: Any, table: Any, indices: Any) -> tuple[Any, int | None]:
-    """Looks up the rows in which index vectors choose one row: `history[index, last[index]]`.
+    """Looks up users' tables, of which index vectors choose one row: `history[index, last[index]]`.
 
     Returns:
       The looked-up rows and their axis, if a column is the index by which the positions are looked

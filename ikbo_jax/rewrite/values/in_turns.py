@@ -32,9 +32,9 @@ def in_turns(fn: Callable[..., jax.Array], rows: tuple[jax.Array, ...]) -> jax.A
 
 
 def _rows_in_a_turn(batch: int) -> int:
-    """Finds a divisor of the batch that as many devices divide as the batch; 0 if too few rows.
+    """Finds a divisor of the batch with as many factors of two as the batch; 0 if too few rows.
 
-    Numbers of devices are powers of two.
+    So as many devices, whose number is a power of two, divide the rows of a turn as the batch.
     """
     power = min(batch & -batch, _AT_ONCE)
     if power < _DEVICES:
