@@ -17,10 +17,9 @@ from typing import Any
 
 import jax
 import jax.export
-from jax.extend.core import Primitive
-from jax.interpreters import batching, mlir
 
 from ikbo_jax.ops import target as targets
+from ikbo_jax.ops.reverse_only import identity_primitive
 from ikbo_jax.ops.target import Target
 from ikbo_jax.tuning import table
 
@@ -311,20 +310,6 @@ def _other_gpu_reason() -> str | None:
 def num_sms() -> int:
     """Number of streaming multiprocessors of the default device; 1 if it has none."""
     return int(getattr(default_device(), "core_count", 1))
-
-
-def identity_primitive(name: str) -> Primitive:
-    """Makes a primitive that returns its array, lowers to no instruction and carries parameters.
-
-    Unlike a name, or a registry outside the jaxpr, an equation survives jit's caches,
-    differentiation, vmap and control flow.
-    """
-    found = Primitive(name)
-    found.def_impl(lambda x, **_: x)
-    found.def_abstract_eval(lambda x, **_: x)
-    mlir.register_lowering(found, lambda ctx, x, **_: [x])
-    batching.defvectorized(found)
-    return found
 
 
 #: Has the plan of an op as the parameter `plan`.

@@ -15,6 +15,7 @@ from jax.interpreters import ad
 from jax.sharding import AxisType
 
 from ikbo_jax.ops import dispatch, sharded
+from ikbo_jax.ops.reverse_only import identity_primitive
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,7 +54,7 @@ class Explanation:
 
 # Has a note as a parameter. Unlike `dispatch.plan_p`, it is not inside a function with a custom
 # derivative, so it has a derivative rule.
-note_p = dispatch.identity_primitive("ikbo_note")
+note_p = identity_primitive("ikbo_note")
 ad.primitive_jvps[note_p] = lambda primals, tangents, *, note: (
     note_p.bind(*primals, note=note),
     *tangents,

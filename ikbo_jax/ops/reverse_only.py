@@ -9,12 +9,25 @@ import jax.numpy as jnp
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
-from ikbo_jax.ops import dispatch
+
+def identity_primitive(name: str) -> Primitive:
+    """Makes a primitive that returns its array, lowers to no instruction and carries parameters.
+
+    Unlike a name, or a registry outside the jaxpr, an equation survives jit's caches,
+    differentiation, vmap and control flow.
+    """
+    found = Primitive(name)
+    found.def_impl(lambda x, **_: x)
+    found.def_abstract_eval(lambda x, **_: x)
+    mlir.register_lowering(found, lambda ctx, x, **_: [x])
+    batching.defvectorized(found)
+    return found
+
 
 # Two identities: on an operand, and on its tangent. Reverse mode transposes the tangent's equation,
 # which removes it. Forward mode evaluates or compiles the equation, which raises, before JAX
 # reaches the `custom_vjp` later in the jaxpr and raises its own error.
-operand_p = dispatch.identity_primitive("ikbo_reverse_only")
+operand_p = identity_primitive("ikbo_reverse_only")
 tangent_p = Primitive("ikbo_reverse_only_tangent")
 
 

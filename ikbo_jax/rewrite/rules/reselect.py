@@ -93,8 +93,8 @@ def without_unused(operand: Any, fine: Lineage, axis: int) -> Any:
     used = variants.with_checks_of(checked, is_used, fine.index)
     base = lineage.base_of(operand)
     if jnp.issubdtype(base.dtype, jnp.inexact):
-        # The gradient of a selection is a selection. The gradient of a lookup would be a scatter, by
-        # atomic operations, in bfloat16.
+        # The gradient of a selection is a selection. The gradient of a lookup would be a scatter,
+        # by atomic operations, in bfloat16.
         row = lax.stop_gradient(staged.take_rows(base, fine.index[:1], axis))
         used = used.reshape([-1 if d == axis else 1 for d in range(base.ndim)])
         base = jnp.where(used, base, row)
