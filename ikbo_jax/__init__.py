@@ -10,6 +10,7 @@ from ikbo_jax.ops.linear_compression import (
     linear_compression,
     multilevel_linear_compression,
 )
+from ikbo_jax.ops.look_up import look_up, segment_sum
 from ikbo_jax.ops.padded_weight import PaddedWeight, pad_weight
 from ikbo_jax.ops.target import export_target
 from ikbo_jax.placement import Placement, place_users
@@ -27,9 +28,11 @@ __all__ = [
     "export_target",
     "gdpa",
     "linear_compression",
+    "look_up",
     "merge_attention",
     "multilevel_linear_compression",
     "pad_weight",
     "place_users",
     "rewrite",
+    "segment_sum",
 ]

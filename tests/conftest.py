@@ -158,7 +158,8 @@ def fake_hopper(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeHopper]:
     """
     from ikbo_jax.ops import linear_compression as op
     from ikbo_jax.pallas.linear_compression import kernel
-    from ikbo_jax.pallas.linear_compression_backward import d_weight, sums
+    from ikbo_jax.pallas.linear_compression_backward import d_weight
+    from ikbo_jax.pallas.look_up import sums
 
     calls: list[dict[str, Any]] = []
     prefer_kernels(monkeypatch)
@@ -193,22 +194,23 @@ def fake_hopper(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeHopper]:
         shape = (problems, d_out.shape[1], embedding.shape[1])
         return jax.pure_callback(compute, jax.ShapeDtypeStruct(shape, dtype), d_out, embedding)
 
-    def fake_sums(d_out, cand_to_user, users, *, config, num_sms):
-        calls.append({"config": config, "num_sms": num_sms})
+    def fake_sums(d_out, cand_to_user, users, *, config, is_sorted=False, dtype=None):
+        calls.append({"config": config})
+        dtype = dtype or d_out.dtype
 
         def compute(d_out, index):
             total = np.zeros((users, *d_out.shape[1:]))
             np.add.at(total, np.clip(index, 0, users - 1), np.asarray(d_out, np.float64))
-            return total.astype(d_out.dtype)
+            return total.astype(dtype)
 
-        out = jax.ShapeDtypeStruct((users, *d_out.shape[1:]), d_out.dtype)
+        out = jax.ShapeDtypeStruct((users, *d_out.shape[1:]), dtype)
         return jax.pure_callback(compute, out, d_out, cand_to_user)
 
     monkeypatch.setattr(dispatch, "hopper_unavailable_reason", lambda: None)
     monkeypatch.setattr(dispatch, "num_sms", lambda: 132)
     monkeypatch.setattr(kernel, "linear_compression_kernel", fake_kernel)
     monkeypatch.setattr(d_weight, "d_weight_kernel", fake_d_weight)
-    monkeypatch.setattr(sums, "user_sums_kernel", fake_sums)
+    monkeypatch.setattr(sums, "segment_sum_kernel", fake_sums)
     # Programs traced with a real kernel, or with another test's, must not be used again.
     op._linear_compression.clear_cache()
     yield FakeHopper(calls)

@@ -28,6 +28,16 @@ class LinearCompression:
         return functional.compress(params, e_user, e_cand, cand_to_user, **options)
 
 
+class LookUp:
+    """Calls `functional.look_up`."""
+
+    def __call__(self: Any, index: jax.Array, *, indices_are_sorted: bool = False) -> jax.Array:
+        """Looks up rows; arguments and result are as in `functional.look_up`."""
+        return functional.look_up(
+            self._parameters(index), index, indices_are_sorted=indices_are_sorted, dtype=self.dtype
+        )
+
+
 class CandidateAttention:
     """Calls `functional.attend`."""
 

@@ -21,6 +21,7 @@ from ikbo_jax.ops import arguments
 from ikbo_jax.ops.attention import attention
 from ikbo_jax.ops.gdpa import gdpa
 from ikbo_jax.ops.linear_compression import linear_compression
+from ikbo_jax.ops.look_up import look_up as look_up_rows
 
 #: Only `compress` takes a `PaddedWeight`.
 Parameters = Mapping[str, Any]
@@ -94,6 +95,28 @@ def compress(
     params, (e_user, e_cand) = _cast(params, (e_user, e_cand), dtype)
     with _precision(precision):
         return linear_compression(params["w_cand"], params["w_user"], e_cand, e_user, cand_to_user)
+
+
+def look_up(
+    params: Parameters, index: jax.Array, *, indices_are_sorted: bool = False, dtype: Any = None
+) -> jax.Array:
+    """Looks up rows of a table, whose gradient is summed in f32 and rounded once.
+
+    Args:
+      params: "table" [rows, features].
+      index: int32 of any shape, values in [0, rows), in any order; others are clamped.
+      indices_are_sorted: whether the flattened `index` never decreases.
+
+    Returns:
+      [*index.shape, features].
+
+    Raises:
+      ValueError: the table is no matrix; the index is not int32.
+    """
+    parameters.check("LookUp", params, {"table": "rows features"})
+    params, _ = _cast(params, (), dtype)
+    rows = look_up_rows(params["table"], index.reshape(-1), indices_are_sorted=indices_are_sorted)
+    return rows.reshape(*index.shape, -1)
 
 
 def attend(

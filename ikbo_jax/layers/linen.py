@@ -43,6 +43,22 @@ class LinearCompression(linen.Module):
         return _initialised(self, specs, key)
 
 
+class LookUp(linen.Module):
+    """`nnx.LookUp` for Linen; attributes are its arguments, and both sizes are required."""
+
+    num_rows: int | None = None
+    features: int | None = None
+    dtype: Any = None
+    param_dtype: Any = jnp.float32
+    kernel_init: Callable[..., Any] = nnx.default_kernel_init
+
+    __call__ = calls.LookUp.__call__
+
+    @linen.compact
+    def _parameters(self, index: jax.Array) -> dict[str, jax.Array]:
+        return _initialised(self, parameters.look_up_specs(self.num_rows, self.features))
+
+
 class CandidateAttention(linen.Module):
     """Implements `nnx.CandidateAttention` for Linen; requires `num_heads` and `head_dim`."""
 

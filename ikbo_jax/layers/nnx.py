@@ -111,6 +111,23 @@ class LinearCompression(calls.LinearCompression, _Layer):
 
 
 @dataclasses.dataclass(eq=False, repr=False)
+class LookUp(calls.LookUp, _Layer):
+    """Holds a table of rows, of items or of users, and looks rows up by `ikbo_jax.look_up`.
+
+    Args:
+      num_rows: rows of the table.
+      features: width of a row.
+      kernel_init: initialises the transposed table, [features, num_rows].
+    """
+
+    num_rows: int
+    features: int
+
+    def _specs(self) -> dict[str, parameters.Spec]:
+        return parameters.look_up_specs(self.num_rows, self.features)
+
+
+@dataclasses.dataclass(eq=False, repr=False)
 class CandidateAttention(calls.CandidateAttention, _Layer):
     """Attends from every candidate to its user's rows; projects keys and values once per user.
 

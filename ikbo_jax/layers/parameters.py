@@ -96,6 +96,15 @@ def attention_specs(
     return _attention_specs(*check_sizes("CandidateAttention", **locals()))
 
 
+def look_up_specs(num_rows: Size, features: Size) -> dict[str, Spec]:
+    """Specs of the parameter of `look_up`; raises ValueError unless both sizes are positive.
+
+    A row has the variance of a dense layer's weights for one output.
+    """
+    rows, width = check_sizes("LookUp", num_rows=num_rows, features=features)
+    return {"table": Spec((rows, width), lambda init: init((width, rows)).T, (1, 0))}
+
+
 def pma_specs(
     num_seeds: Size, in_features: Size, out_features: Size, num_heads: Size, head_dim: Size
 ) -> dict[str, Spec]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -18,11 +19,13 @@ from ikbo_jax.problems import (
     LinearCompressionProblem,
 )
 from ikbo_jax.problems.linear_compression_backward import (
-    CACHE_BYTES,
     LinearCompressionBackwardConfig,
     illegal_reason,
 )
+from ikbo_jax.problems.look_up import SegmentSumProblem
+from ikbo_jax.problems.problem import ranked
 from ikbo_jax.reference import linear_compression as reference
+from ikbo_jax.reference.look_up import segment_sum
 
 
 class Arrays(NamedTuple):
@@ -126,12 +129,11 @@ def kernel_vjp(
       Gradients of the weights, [problems, M, K_l] each, and of the embeddings, in their shapes.
       Every level's cotangent is summed in f32 from the finest level's, and rounded to the inputs'
       dtype; products are summed in f32 and rounded once; all in the same order in every run. XLA
-      multiplies at a level with one entry, and makes that level's sum of at most `CACHE_BYTES`.
+      multiplies at a level with one entry, and makes that level's sum if it is small.
     """
     # Imported here because a machine without a GPU never needs it.
     from ikbo_jax.pallas.linear_compression.kernel import linear_compression_kernel
     from ikbo_jax.pallas.linear_compression_backward.d_weight import d_weight_kernel
-    from ikbo_jax.pallas.linear_compression_backward.sums import user_sums_kernel
 
     options: dict[str, Any] = {"num_sms": num_sms}
     if interpret:
@@ -172,15 +174,26 @@ def kernel_vjp(
             parent = jnp.clip(parent, 0, batch - 1)
             # Each level is summed from the finest cotangents, so that its sum is rounded once.
             ancestor = parent if ancestor is None else parent[ancestor]
-            if batch == 1 and cotangent.nbytes <= CACHE_BYTES:
-                d_result = jnp.sum(cotangent, axis=0, keepdims=True, dtype=jnp.float32)
-                d_result = d_result.astype(cotangent.dtype)
-            else:
-                d_result = user_sums_kernel(
-                    cotangent, ancestor, batch, config=config.sums, **options
-                )
+            d_result = _sums(cotangent, ancestor, batch, interpret=bool(interpret))
             sources, dtype = _with_candidates(ancestor, batch), coarser_dtype
     return tuple(d_weights), tuple(d_embeddings)
+
+
+def _sums(cotangent: jax.Array, index: jax.Array, users: int, *, interpret: bool) -> jax.Array:
+    """Sums cotangents [B, M, N] by user, in f32 and rounded once: [users, M, N].
+
+    XLA sums where kernels are interpreted: the interpreter runs this kernel thread by thread.
+    """
+    batch, *shape = cotangent.shape
+    width = math.prod(shape)
+    ways = ranked(SegmentSumProblem(batch, users, width, str(cotangent.dtype)))
+    config = ways[0].config if ways else None
+    if interpret or config is None:
+        return segment_sum(cotangent, index, users).astype(cotangent.dtype)
+    from ikbo_jax.pallas.look_up.sums import segment_sum_kernel
+
+    sums = segment_sum_kernel(cotangent.reshape(batch, width), index, users, config=config)
+    return sums.reshape(users, *shape)
 
 
 def _with_candidates(ancestor: jax.Array, batch: int) -> jax.Array:

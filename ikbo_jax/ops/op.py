@@ -205,7 +205,8 @@ class Op[C: Call, A, R](abc.ABC):
                 return self._vmappable(call, plan, parts)
             part = self.part(call, parts, division)
             part_plan = self._plan_of_part(plan, part, division)
-            return part.mask(self._vmappable(part.call, part_plan, part.arrays))
+            results = part.mask(self._vmappable(part.call, part_plan, part.arrays))
+            return self.joined(results, named, arrays, division)
 
         operands = (named.arrays, arrays)
         results: R = _run_divided(local, (plan, call), operands, named.results, named.split)
@@ -215,6 +216,11 @@ class Op[C: Call, A, R](abc.ABC):
         """Makes one device's part of a call, from its part of the arrays."""
         del division
         return Part(call, arrays)
+
+    def joined(self, results: R, named: Named, arrays: A, division: Division) -> R:
+        """Joins one device's part of the results with other devices' parts of the same results."""
+        del named, arrays, division
+        return results
 
     def _plan_of_part(
         self, plan: dispatch.Plan, part: Part[C, A, R], division: Division

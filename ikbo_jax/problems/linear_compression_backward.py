@@ -31,10 +31,6 @@ MAX_STAGES = 8
 ITEM_COST = 12
 #: Most waves of work items that `WeightGradientConfig.splits` considers.
 MAX_WAVES = 4
-#: Stages of the kernel that sums cotangents, the default first.
-SUM_STAGES = (12, 8, 4)
-#: Bytes of one user's cotangents up to which XLA sums them, not the kernel; L2 has 50 MB.
-CACHE_BYTES = 4e7
 #: Largest number of steps from the default to a candidate that differs in several kernels.
 MAX_STEPS = 4
 
@@ -92,39 +88,6 @@ class WeightGradientConfig(Config):
         return min(range(1, most + 1), key=time)
 
 
-class SumShared(NamedTuple):
-    """Shared memory and barriers of the kernel that sums cotangents."""
-
-    cotangent: Any  # [stages, 2, 64, 64]
-    sums: Any  # [2, 1, 64, 64]
-    stages: Any  # ring, whose operands are `cotangent`
-    staging: Any
-
-
-@dataclasses.dataclass(frozen=True)
-class SumConfig(Config):
-    """Tuning parameters of the kernel that sums cotangents over the candidates of each user.
-
-    Attributes:
-      stages: stages of the shared memory ring; each holds a tile of 128 x 64 of one candidate.
-    """
-
-    stages: int = 12
-
-    @property
-    def shared(self) -> SumShared:
-        tile = (NUM_CONSUMERS, WGMMA_M, BLOCK_K)
-        return SumShared(
-            cotangent=memory.Tiles((self.stages, *tile)),
-            sums=memory.Tiles((NUM_CONSUMERS, 1, WGMMA_M, BLOCK_K)),
-            stages=memory.barriers(self.stages, NUM_CONSUMERS),
-            staging=memory.Staging((NUM_CONSUMERS, WGMMA_M, BLOCK_K), "float32"),
-        )
-
-    def illegal_reason(self, problem: LinearCompressionSizes) -> str | None:
-        return hopper.why_not_rows(problem) or _why_not_ring(self)
-
-
 def _why_not_ring(config: Any) -> str | None:
     if config.stages < 2:
         return f"stages must be at least 2, but is {config.stages}"
@@ -139,12 +102,10 @@ class LinearCompressionBackwardConfig(Config):
       embeddings: of the forward kernels that multiply cotangents by a transposed weight, for every
         level.
       weights: of the kernel for a weight's gradient, for every level.
-      sums: of the kernel that sums cotangents.
     """
 
     embeddings: tuple[EmbeddingConfig, ...]
     weights: tuple[WeightGradientConfig, ...]
-    sums: SumConfig = SumConfig()
 
     def illegal_reason(self, problem: LinearCompressionSizes) -> str | None:
         if not len(self.embeddings) == len(self.weights) == len(problem.ks):
@@ -155,7 +116,7 @@ class LinearCompressionBackwardConfig(Config):
         for level, config in enumerate(self.embeddings):
             if reason := config.illegal_reason(embedding_problem(problem, level)):
                 return reason
-        reasons = (config.illegal_reason(problem) for config in (*self.weights, self.sums))
+        reasons = (config.illegal_reason(problem) for config in self.weights)
         return next(filter(None, reasons), None)
 
 
@@ -209,7 +170,6 @@ class LinearCompressionBackwardTuning(Config):
     Attributes:
       weight_block_m: `WeightGradientConfig.block_m`, for every level.
       weight_stages: `WeightGradientConfig.stages`, for every level.
-      sum_stages: `SumConfig.stages`.
       embedding_block_m: `LinearCompressionConfig.block_m` of the finest level's embedding gradient.
         Coarser levels do little work and have their own default configuration. Where the forward
         pass would choose another kernel for the same product, the gradient takes that kernel, and
@@ -222,7 +182,6 @@ class LinearCompressionBackwardTuning(Config):
 
     weight_block_m: int = 224
     weight_stages: int = 5
-    sum_stages: int = 12
     embedding_block_m: int = 224
     embedding_stages: int = 4
     embedding_epilogue_rows: int = 56
@@ -230,13 +189,11 @@ class LinearCompressionBackwardTuning(Config):
     embedding_trim: bool = False
 
     @classmethod
-    def of(
-        cls, embedding: LinearCompressionConfig, weight: WeightGradientConfig, sums: SumConfig
-    ) -> Self:
+    def of(cls, embedding: LinearCompressionConfig, weight: WeightGradientConfig) -> Self:
         """Makes the row of the finest level's configurations."""
         x = embedding
         tile = (x.block_m, x.num_stages, x.epilogue_rows, x.cluster, x.trim)
-        return cls(weight.block_m, weight.stages, sums.stages, *tile)
+        return cls(weight.block_m, weight.stages, *tile)
 
     def kernels(self, problem: LinearCompressionSizes) -> LinearCompressionBackwardConfig:
         """Returns the configurations of all kernels."""
@@ -248,9 +205,7 @@ class LinearCompressionBackwardTuning(Config):
             finest = LinearCompressionConfig(*tile, *switches)
         weight = WeightGradientConfig(self.weight_block_m, self.weight_stages)
         return LinearCompressionBackwardConfig(
-            (*default.embeddings[:-1], finest),
-            (weight,) * len(default.weights),
-            SumConfig(self.sum_stages),
+            (*default.embeddings[:-1], finest), (weight,) * len(default.weights)
         )
 
     def illegal_reason(self, problem: LinearCompressionSizes) -> str | None:
@@ -285,7 +240,7 @@ class LinearCompressionBackwardProblem(LinearCompressionSizes):
         embeddings = _with_new_values(finest.row_configs())
         default = default_config(self)
         first = LinearCompressionBackwardTuning.of(
-            next(iter(embeddings), _ROWS), default.weights[-1], default.sums
+            next(iter(embeddings), _ROWS), default.weights[-1]
         )
         weights = [
             WeightGradientConfig(block_m, stages)
@@ -293,15 +248,13 @@ class LinearCompressionBackwardProblem(LinearCompressionSizes):
             for most in (_with_most_stages(block_m).stages,)
             for stages in range(most, max(most - 2, 1), -1)
         ]
-        sums = [*map(SumConfig, SUM_STAGES)][: None if len(self.ks) > 1 else 1]
         # Each kernel's configurations are legal by themselves, so every combination is.
         found = [
-            (sum(steps), LinearCompressionBackwardTuning.of(embedding, weight, sum_config))
-            for (i, embedding), (j, weight), (k, sum_config) in itertools.product(
-                enumerate(embeddings), enumerate(weights), enumerate(sums)
+            (i + j, LinearCompressionBackwardTuning.of(embedding, weight))
+            for (i, embedding), (j, weight) in itertools.product(
+                enumerate(embeddings), enumerate(weights)
             )
-            for steps in ((i, j, k),)
-            if sum(steps) <= MAX_STEPS or sum(steps) == max(steps)
+            if i + j <= MAX_STEPS or i + j == max(i, j)
         ]
         found.sort(key=lambda entry: entry[0])
         return by_rule(dict.fromkeys((first, *(config for _, config in found))))

@@ -16,7 +16,13 @@ from ikbo_jax.problems.problem import measured, size, typed
 SCHEMA = 1
 #: Parameters of configurations that no longer exist, with the value that rows of older versions may
 #: hold of them: the behaviour that remained.
-REMOVED = {"early_scores": False, "stagger": False, "chunk": 32, "coarse_rows": 48}
+REMOVED = {
+    "early_scores": False,
+    "stagger": False,
+    "chunk": 32,
+    "coarse_rows": 48,
+    "sum_stages": 12,
+}
 
 
 @dataclasses.dataclass(frozen=True)

@@ -17,7 +17,8 @@ import pytest
 
 import ikbo_jax as ikbo
 from ikbo_jax.problems import LinearCompressionConfig, LinearCompressionProblem
-from ikbo_jax.problems.linear_compression_backward import SumConfig, WeightGradientConfig
+from ikbo_jax.problems.linear_compression_backward import WeightGradientConfig
+from ikbo_jax.problems.look_up import SegmentSumConfig
 from ikbo_jax.reference import linear_compression as reference
 from ikbo_jax.tuning import table
 
@@ -252,7 +253,7 @@ class TestKernelPath:
         assert plan.backward.startswith("mosaic_gpu, at user and candidate batch size, ")
         kinds = collections.Counter(type(call["config"]) for call in fake_hopper.calls)
         # Two weights' gradients and the sum over candidates; the result may be traced twice.
-        assert (kinds[WeightGradientConfig], kinds[SumConfig]) == (2, 1)
+        assert (kinds[WeightGradientConfig], kinds[SegmentSumConfig]) == (2, 1)
         assert kinds[LinearCompressionConfig] >= 3
         fake_hopper.calls.clear()
         plan = ikbo.explain(gradients("xla"), *inputs[:4]).plans[0]

@@ -24,6 +24,7 @@ KERNELS = (
     "pallas.gdpa_backward",
     "pallas.linear_compression",
     "pallas.linear_compression_backward",
+    "pallas.look_up",
     "pallas.worklist",
 )
 REWRITE_PARTS = ("rewrite.values", "rewrite.facts", "rewrite.report", "rewrite.interpret")
@@ -48,6 +49,7 @@ ALLOWED: dict[str, tuple[str, ...]] = {
     "pallas.gdpa_backward": KERNEL_PARTS,
     "pallas.linear_compression": ("problems", "pallas.hopper"),
     "pallas.linear_compression_backward": ("problems", "pallas.hopper", "pallas.worklist"),
+    "pallas.look_up": ("problems", "pallas.hopper", "pallas.worklist"),
     "tuning": ("problems",),
     "ops": OPS,
     "rewrite.values": ("ops",),

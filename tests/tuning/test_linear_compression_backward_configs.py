@@ -17,7 +17,7 @@ from ikbo_jax.problems import (
 )
 from ikbo_jax.problems import linear_compression_backward as configs
 from ikbo_jax.problems.hopper import MAX_SMEM_BYTES
-from ikbo_jax.problems.linear_compression_backward import SumConfig, WeightGradientConfig
+from ikbo_jax.problems.linear_compression_backward import WeightGradientConfig
 
 DEFAULT = LinearCompressionProblem((15, 1024), (1178, 866), 433, 256, "bfloat16")
 
@@ -93,8 +93,6 @@ def test_refusals_name_the_values(changes: dict, message: str) -> None:
         ({"weights": (WeightGradientConfig(stages=1),) * 2}, "at least 2, but is 1"),
         ({"weights": (WeightGradientConfig(256, 5),) * 2}, "but a CTA has 232448"),
         ({"weights": (WeightGradientConfig(),)}, "for 2 and 1 levels, but the problem has 2"),
-        ({"sums": SumConfig(1)}, "at least 2, but is 1"),
-        ({"sums": SumConfig(30)}, "but a CTA has 232448"),
         (
             {"embeddings": (LinearCompressionConfig(230, single_launch=False),) * 2},
             "block_m must be a multiple of 16",

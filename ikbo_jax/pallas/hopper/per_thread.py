@@ -23,10 +23,12 @@ from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, vector
 
 from ikbo_jax.pallas.hopper import mosaic
+from ikbo_jax.pallas.hopper.warps import ballot
 from ikbo_jax.problems.hopper import WARPGROUP_SIZE
 
 LAYOUT = plgpu.Layout.WG_STRIDED((WARPGROUP_SIZE,), vec_size=1)
 INT32 = plgpu.ShapeDtypeStruct((WARPGROUP_SIZE,), jnp.int32, layout=LAYOUT)
+FLOAT32 = plgpu.ShapeDtypeStruct((WARPGROUP_SIZE,), jnp.float32, layout=LAYOUT)
 #: Warps of a warpgroup, and threads of a warp.
 WARPS, LANES = 4, 32
 #: Words of 32 bits of the widest access of a thread.
@@ -55,10 +57,10 @@ def scalar(array: mgpu.FragmentedArray) -> ir.Value:
 
 def array(value: ir.Value, like: mgpu.FragmentedArray) -> mgpu.FragmentedArray:
     """The array of which `value` is a thread's element, in the layout of `like`."""
-    i32 = ir.IntegerType.get_signless(32)
-    register = vector.from_elements(ir.VectorType.get((1,), i32), [value])
+    register = vector.from_elements(ir.VectorType.get((1,), value.type), [value])
     registers = np.array([register], dtype=object).reshape(like.registers.shape)
-    return mgpu.FragmentedArray(_registers=registers, _layout=like.layout, _is_signed=True)
+    is_signed = True if isinstance(value.type, ir.IntegerType) else None
+    return mgpu.FragmentedArray(_registers=registers, _layout=like.layout, _is_signed=is_signed)
 
 
 def load_words(address: ir.Value, count: int, *, is_early: bool = False) -> list[ir.Value]:
@@ -81,16 +83,18 @@ def load_words(address: ir.Value, count: int, *, is_early: bool = False) -> list
 def store_words(
     address: ir.Value, words: Sequence[ir.Value], predicate: ir.Value, offset: int = 0
 ) -> None:
-    """Stores four words of 32 bits to device memory, in inline code.
+    """Stores words of 32 bits to device memory, in inline code.
 
     Args:
       address: of device memory.
-      words: four.
+      words: four, two or one.
       predicate: bool, whether to store.
-      offset: bytes from `address`, which is a multiple of 16 bytes with it.
+      offset: bytes from `address`, which is a multiple of the words' bytes with it.
     """
+    names = ", ".join(f"${i}" for i in range(1, len(words) + 1))
+    kind, names = ("b32", names) if len(words) == 1 else (f"v{len(words)}.b32", f"{{{names}}}")
     mgpu.utils.inline_ptx(
-        f"st.global.v4.b32 [$0 + {offset}], {{$1, $2, $3, $4}};",
+        f"st.global.{kind} [$0 + {offset}], {names};",
         address,
         *words,
         predicate=predicate,
@@ -102,16 +106,17 @@ def gather(ref: Any, index: jax.Array, space: str, *, interpret: bool) -> jax.Ar
     """ref[index], one element for each thread; `space` is "shared" or "global"."""
     if interpret:
         return jnp.take(ref[...], index, mode="clip")
+    is_float = ref.dtype == jnp.float32
 
     @plgpu.inline_mgpu(
         arg_types=(plgpu.RefType(), LAYOUT),
-        return_type=INT32,
+        return_type=FLOAT32 if is_float else INT32,
     )
     def load(_: Any, ref: ir.Value, index: mgpu.FragmentedArray) -> mgpu.FragmentedArray:
-        i32 = ir.IntegerType.get_signless(32)
-        address = mgpu.utils.getelementptr(mgpu.utils.memref_ptr(ref), [scalar(index)], i32)
+        element = ir.F32Type.get() if is_float else ir.IntegerType.get_signless(32)
+        address = mgpu.utils.getelementptr(mgpu.utils.memref_ptr(ref), [scalar(index)], element)
         value = mgpu.utils.inline_ptx(
-            f"ld.{space}.b32 $0, [$1];", address, result_types=i32, has_side_effects=True
+            f"ld.{space}.b32 $0, [$1];", address, result_types=element, has_side_effects=True
         )
         return array(value, index)
 
@@ -144,6 +149,27 @@ def gather_vectors(ref: Any, index: jax.Array, space: str) -> tuple[jax.Array, .
 
     found: tuple[jax.Array, ...] = load(ref, index)
     return found
+
+
+def any_of_warp(values: jax.Array, *, interpret: bool) -> jax.Array:
+    """Whether any thread of a warp has true: a scalar that differs by warp.
+
+    For branches without synchronisations.
+    """
+    if interpret:
+        return jnp.any(values)
+    scalar_layout = plgpu.Layout.WG_SPLAT(())
+
+    @plgpu.inline_mgpu(
+        arg_types=(LAYOUT,),
+        return_type=plgpu.ShapeDtypeStruct((), jnp.int32, layout=scalar_layout),
+    )
+    def vote(_: Any, values: mgpu.FragmentedArray) -> mgpu.FragmentedArray:
+        zero = mgpu.c(0, ir.IntegerType.get_signless(32))
+        bits = ballot(arith.cmpi(arith.CmpIPredicate.ne, scalar(values), zero))
+        return mgpu.FragmentedArray.splat(bits, (), is_signed=True)
+
+    return vote(values.astype(jnp.int32)) != 0
 
 
 def scatter(

@@ -1,0 +1,386 @@
+"""Lookups of users' rows and segment sums, each the other's gradient."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+import operator
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from ikbo_jax.ops import arguments, dispatch, reverse_only
+from ikbo_jax.ops.op import (
+    Call,
+    Folded,
+    Gradient,
+    Named,
+    Op,
+    Part,
+    gradient_config,
+    stack,
+    unstack,
+)
+from ikbo_jax.ops.partition import Division, dimensions
+from ikbo_jax.ops.sharded import run_kernel, vary_over_same_axes, zeros
+from ikbo_jax.problems.look_up import LookUpProblem, RowsProblem, SegmentSumProblem
+from ikbo_jax.reference import look_up as reference
+
+
+class LookUpArrays(NamedTuple):
+    """Holds arrays of a lookup, their gradients or their names."""
+
+    user: Any
+    cand_to_user: Any
+
+
+class SumArrays(NamedTuple):
+    """Holds arrays of a segment sum, their gradients or their names."""
+
+    values: Any
+    cand_to_user: Any
+
+
+def look_up(
+    user: jax.Array,
+    cand_to_user: jax.Array,
+    *,
+    indices_are_sorted: bool = False,
+    implementation: str | None = None,
+) -> jax.Array:
+    """Looks up the row of each candidate's user, with an exact and fast gradient.
+
+        out[b] = user[cand_to_user[b]]
+
+    Args:
+      user: [U, ...], bfloat16, float16 or float32; U users, at least 1 if B > 0.
+      cand_to_user: [B] int32, the user of every candidate, values in [0, U), in any order. Values
+        outside the range are clamped to it; `ikbo_jax.debug.check_index` finds them.
+      indices_are_sorted: whether `cand_to_user` never decreases, so that the gradient need not
+        sort. If that is wrong, the gradient is unspecified.
+      implementation: None takes the fastest that can run these sizes on the default device, or,
+        without a GPU, where the program is lowered for (`ikbo_jax.export_target`); "mosaic_gpu"
+        (Hopper) or "xla" take that one, for the gradient, too, or raise.
+
+    Returns:
+      [B, ...] in the dtype of `user`. Differentiable in reverse mode, any number of times: the
+      gradient is `segment_sum` of the cotangents.
+
+    Raises:
+      ValueError: `user` is a scalar or of another dtype; the index has another shape or dtype;
+        U = 0 with B > 0; `indices_are_sorted` is not a bool; `implementation` is unknown.
+      NotImplementedError: implementation="mosaic_gpu", but the kernel cannot run on this device or
+        with these sizes; forward-mode differentiation. The message says why.
+    """
+    arrays = LookUpArrays(user, cand_to_user)
+    request = arguments.request("look_up", implementation, None, arrays)
+    _check_rows("user", user, "U")
+    batch = (*getattr(cand_to_user, "shape", ()), 0)[0]
+    arguments.check_index("cand_to_user", cand_to_user, "the result", "B", batch)
+    if batch and not user.shape[0]:
+        raise ValueError(f"user has no rows, shape {user.shape}, but cand_to_user has B={batch}")
+    is_sorted = arguments.flag("indices_are_sorted", indices_are_sorted)
+    call = _Call(request, user.shape[0], is_sorted)
+    plan = _LOOK_UP.plan(call, arrays)
+    shape = (batch, *user.shape[1:])
+    if 0 in shape:
+        return dispatch.record_nothing(zeros(shape, user.dtype, arrays), plan)
+    return _jitted(_LOOK_UP, call, plan, reverse_only.operands("look_up", arrays))
+
+
+def segment_sum(
+    values: jax.Array,
+    cand_to_user: jax.Array,
+    num_users: int,
+    *,
+    indices_are_sorted: bool = False,
+    implementation: str | None = None,
+) -> jax.Array:
+    """Sums the rows of each user's candidates: the transpose of `look_up`.
+
+        out[u] = Σ values[b] over the candidates b with cand_to_user[b] = u
+
+    Args:
+      values: [B, ...], bfloat16, float16 or float32; B candidates.
+      cand_to_user: [B] int32, the user of every candidate, values in [0, U), in any order. Values
+        outside the range are clamped to it; `ikbo_jax.debug.check_index` finds them.
+      num_users: U, at least 1 if B > 0; known while tracing.
+      indices_are_sorted: whether `cand_to_user` never decreases, so that nothing is sorted. If that
+        is wrong, the sums are unspecified.
+      implementation: as in `look_up`.
+
+    Returns:
+      [U, ...] in the dtype of `values`. Sums are f32, in an order that is the same in every run,
+      and rounded once; a user without candidates has zeros. Differentiable in reverse mode, any
+      number of times: the gradient is `look_up` of the cotangents.
+
+    Raises:
+      ValueError: `values` is a scalar or of another dtype; the index has another shape or dtype;
+        `num_users` is no integer, below 0, or 0 with B > 0; `indices_are_sorted` is not a bool;
+        `implementation` is unknown.
+      NotImplementedError: as for `look_up`.
+    """
+    arrays = SumArrays(values, cand_to_user)
+    request = arguments.request("segment_sum", implementation, None, arrays)
+    _check_rows("values", values, "B")
+    arguments.check_index("cand_to_user", cand_to_user, "values", "B", values.shape[0])
+    users = _number_of_users(num_users)
+    if not users and values.shape[0]:
+        raise ValueError(f"num_users is 0, but values has B={values.shape[0]}")
+    is_sorted = arguments.flag("indices_are_sorted", indices_are_sorted)
+    call = _Call(request, users, is_sorted)
+    plan = _SEGMENT_SUM.plan(call, arrays)
+    shape = (users, *values.shape[1:])
+    if 0 in shape or 0 in values.shape:
+        return dispatch.record_nothing(zeros(shape, values.dtype, arrays), plan)
+    return _jitted(_SEGMENT_SUM, call, plan, reverse_only.operands("segment_sum", arrays))
+
+
+def _check_rows(name: str, array: Any, axis: str) -> None:
+    rank = len(getattr(array, "shape", ())) or 2
+    arguments.check_array(name, array, f"[{', '.join([axis, *('...',) * (rank - 1)])}]")
+
+
+def _number_of_users(value: Any) -> Any:
+    """Returns `value`; raises ValueError unless it is an integer of at least 0, or symbolic."""
+    if dispatch.is_symbolic(value):
+        return value
+    try:
+        number = -1 if isinstance(value, bool) else operator.index(value)
+    except TypeError:
+        number = -1
+    if number < 0:
+        raise ValueError(f"num_users must be an integer of at least 0, but is {value!r:.80}")
+    return number
+
+
+@dataclasses.dataclass(frozen=True)
+class _Call(Call):
+    """Holds the arguments that are not arrays.
+
+    Attributes:
+      users: number of users.
+      is_sorted: whether the index never decreases.
+      dtype: name of the dtype of sums; None: the values'.
+      config: of a gradient's kernel; None: XLA.
+    """
+
+    users: Any
+    is_sorted: bool
+    dtype: str | None = None
+    config: Any = None
+
+    def on_kernel(self, kind: type[RowsProblem], arrays: Any) -> _Call:
+        """Returns the call with the kernel's configuration for these arrays."""
+        config, _ = _choose(self.request, self.problem(kind, arrays))
+        return dataclasses.replace(self, config=config)
+
+    def problem(self, kind: type[RowsProblem], arrays: Any) -> RowsProblem:
+        rows, index = arrays
+        sizes = index.shape[0], self.users, math.prod(rows.shape[1:])
+        return kind(*sizes, str(rows.dtype), self.is_sorted)
+
+
+def _look_up(call: _Call, config: Any, arrays: LookUpArrays) -> jax.Array:
+    if config is None:
+        return reference.look_up(*arrays)
+    from ikbo_jax.pallas.look_up.gather import look_up_kernel
+
+    user, index = arrays
+    kernel = functools.partial(look_up_kernel, config=config)
+    found: jax.Array = run_kernel(kernel, user.reshape(call.users, -1), index)
+    return found.reshape(*index.shape, *user.shape[1:])
+
+
+def _segment_sum(call: _Call, config: Any, arrays: SumArrays) -> jax.Array:
+    values, index = arrays
+    dtype = jnp.dtype(call.dtype or values.dtype)
+    if config is None:
+        sums = reference.segment_sum(values, index, call.users, is_sorted=call.is_sorted)
+        return sums.astype(dtype)
+    # Imported here because Mosaic GPU takes 0.3 s to import.
+    from ikbo_jax.pallas.look_up.sums import segment_sum_kernel
+
+    kernel = functools.partial(
+        segment_sum_kernel,
+        users=call.users,
+        config=config,
+        is_sorted=call.is_sorted,
+        dtype=dtype,
+    )
+    found: jax.Array = run_kernel(kernel, values.reshape(index.shape[0], -1), index)
+    return found.reshape(call.users, *values.shape[1:])
+
+
+def _fold_users(call: _Call, size: int, index: jax.Array, is_batched: bool) -> Any:
+    """Joins the indices of `size` problems, each with its own users; returns the call, too."""
+    # Clamp before the offset is added: a value outside one problem's users would otherwise point to
+    # users of another problem.
+    index = jnp.clip(stack(size, index, is_batched), 0, call.users - 1)
+    offsets = jnp.arange(size, dtype=jnp.int32)[:, None] * call.users
+    return dataclasses.replace(call, users=size * call.users), (index + offsets).reshape(-1)
+
+
+def _fold_look_up(
+    call: _Call, size: int, batched: LookUpArrays, arrays: LookUpArrays
+) -> Folded[_Call, LookUpArrays, jax.Array]:
+    """Folds problems into one; shared users stay shared."""
+    user, index = arrays
+    if batched.user:
+        call, index = _fold_users(call, size, index, bool(batched.cand_to_user))
+        user = user.reshape(-1, *user.shape[2:])
+    else:
+        call, index = dataclasses.replace(call, is_sorted=False), index.reshape(-1)
+    return Folded(call, LookUpArrays(user, index), functools.partial(unstack, size))
+
+
+def _fold_sum(
+    call: _Call, size: int, batched: SumArrays, arrays: SumArrays
+) -> Folded[_Call, SumArrays, jax.Array] | None:
+    """Folds problems into one; None if that would copy values that they share."""
+    if not batched.values:
+        return None
+    call, index = _fold_users(call, size, arrays.cand_to_user, bool(batched.cand_to_user))
+    values = arrays.values.reshape(-1, *arrays.values.shape[2:])
+    return Folded(call, SumArrays(values, index), functools.partial(unstack, size))
+
+
+def _batched_look_up(call: _Call, size: int, batched: Any, arrays: LookUpArrays) -> jax.Array:
+    if not size:
+        return LOOK_UP.one_by_one(call, batched, arrays)
+    call, arrays, unfold = _fold_look_up(call, size, batched, arrays)
+    return unfold(LOOK_UP.vmappable(call.on_kernel(LookUpProblem, arrays), arrays))
+
+
+def _batched_sum(call: _Call, size: int, batched: Any, arrays: SumArrays) -> jax.Array:
+    folded = _fold_sum(call, size, batched, arrays) if size else None
+    if folded is None:
+        return SEGMENT_SUM.one_by_one(call, batched, arrays)
+    call, arrays, unfold = folded
+    return unfold(SEGMENT_SUM.vmappable(call.on_kernel(SegmentSumProblem, arrays), arrays))
+
+
+def _pull_back_look_up(
+    call: _Call, arrays: LookUpArrays, cotangents: jax.Array
+) -> tuple[LookUpArrays]:
+    operands = SumArrays(cotangents, arrays.cand_to_user)
+    call = dataclasses.replace(call, dtype=str(arrays.user.dtype))
+    call = call.on_kernel(SegmentSumProblem, operands)
+    return (LookUpArrays(SEGMENT_SUM.differentiable(call, operands), None),)
+
+
+def _pull_back_sum(call: _Call, arrays: SumArrays, cotangents: jax.Array) -> tuple[SumArrays]:
+    operands = LookUpArrays(cotangents, arrays.cand_to_user)
+    call = call.on_kernel(LookUpProblem, operands)
+    d_values = LOOK_UP.differentiable(call, operands)
+    return (SumArrays(d_values.astype(arrays.values.dtype), None),)
+
+
+#: Each is the other's gradient; they have a vmap rule, and `_Call.config`.
+LOOK_UP: Gradient[_Call, LookUpArrays, jax.Array] = Gradient(
+    lambda call, arrays: _look_up(call, call.config, arrays), _batched_look_up, _pull_back_look_up
+)
+SEGMENT_SUM: Gradient[_Call, SumArrays, jax.Array] = Gradient(
+    lambda call, arrays: _segment_sum(call, call.config, arrays), _batched_sum, _pull_back_sum
+)
+
+
+def _choose(request: dispatch.Request, problem: RowsProblem) -> tuple[Any, str]:
+    """Chooses the configuration of a kernel in a gradient, or None for XLA; and says why."""
+    if request.implementation == "xla":
+        return None, "requested by the caller"
+    return gradient_config(request, problem)
+
+
+def _transposed(
+    kind: type[RowsProblem], request: dispatch.Request, problem: RowsProblem
+) -> tuple[Any, str]:
+    """Chooses for the gradient of `problem`, which is of the other kind and has its sizes."""
+    return _choose(request, kind(**dataclasses.asdict(problem)))
+
+
+class _Rows(Op[_Call, Any, jax.Array]):
+    """Implements what both ops share.
+
+    Attributes:
+      forward: the kind of the problem.
+      compute: takes a call, a configuration and arrays; returns the result.
+      joint: folds problems, like `fold`.
+    """
+
+    forward: type[RowsProblem]
+    compute: Callable[..., jax.Array]
+    joint: Callable[..., Any]
+    is_gradient_apart = True
+
+    def run(self, call: _Call, plan: dispatch.Plan, arrays: Any) -> jax.Array:
+        return dispatch.record(self.compute(call, plan.config, arrays), plan)
+
+    def fold(self, call: _Call, size: int, batched: Any, arrays: Any) -> Any:
+        return self.joint(call, size, batched, arrays)
+
+    def problem(self, call: _Call, arrays: Any) -> RowsProblem:
+        return call.problem(self.forward, arrays)
+
+    def residuals(self, results: jax.Array) -> None:
+        return None
+
+    def named(self, call: _Call, arrays: Any) -> Named:
+        rows, _ = arrays
+        axes = [f"x{i}" for i in range(1, rows.ndim)]
+        user, candidate = (" ".join([first, *axes]) for first in "ub")
+        split = {"b": "candidates", **{axis: f"axis {axis[1:]}" for axis in axes}}
+        if isinstance(arrays, LookUpArrays):
+            return Named(LookUpArrays(user, "b"), candidate, split)
+        return Named(SumArrays(candidate, "b"), user, split)
+
+
+class _LookUp(_Rows):
+    forward, compute, joint = LookUpProblem, staticmethod(_look_up), staticmethod(_fold_look_up)
+    by_kernels, by_xla = "segment_sum by mosaic_gpu", "segment_sum by XLA"
+    choose_gradient = staticmethod(functools.partial(_transposed, SegmentSumProblem))
+
+    def vjp(
+        self, call: _Call, plan: Any, arrays: Any, residuals: None, cotangents: Any, dtype: Any
+    ) -> LookUpArrays:
+        name = jnp.dtype(dtype or cotangents.dtype).name
+        call = dataclasses.replace(call, config=plan.backward_config, dtype=name)
+        operands = SumArrays(cotangents, arrays.cand_to_user)
+        return LookUpArrays(SEGMENT_SUM.differentiable(call, operands), None)
+
+
+class _SegmentSum(_Rows):
+    forward, compute, joint = SegmentSumProblem, staticmethod(_segment_sum), staticmethod(_fold_sum)
+    by_kernels, by_xla = "look_up by mosaic_gpu", "look_up by XLA"
+    choose_gradient = staticmethod(functools.partial(_transposed, LookUpProblem))
+
+    def part(
+        self, call: _Call, arrays: SumArrays, division: Division
+    ) -> Part[_Call, SumArrays, jax.Array]:
+        # Partial sums stay in f32, so that each sum is rounded once.
+        dtype = "float32" if division.axes_of("b") else call.dtype
+        return Part(dataclasses.replace(call, dtype=dtype), arrays)
+
+    def joined(
+        self, results: jax.Array, named: Named, arrays: SumArrays, division: Division
+    ) -> jax.Array:
+        return division.sum(results, dimensions(named.results)).astype(arrays.values.dtype)
+
+    def vjp(
+        self, call: _Call, plan: Any, arrays: Any, residuals: None, cotangents: Any, dtype: Any
+    ) -> SumArrays:
+        call = dataclasses.replace(call, config=plan.backward_config)
+        operands = LookUpArrays(cotangents, arrays.cand_to_user)
+        return SumArrays(LOOK_UP.differentiable(call, operands), None)
+
+
+_LOOK_UP, _SEGMENT_SUM = _LookUp(), _SegmentSum()
+
+
+# The plan is a static argument: when the choice changes, jit's cache does not return the old one.
+@functools.partial(jax.jit, static_argnums=(0, 1, 2))
+def _jitted(op: Op[_Call, Any, jax.Array], call: _Call, plan: dispatch.Plan, arrays: Any) -> Any:
+    return op.differentiable(call, plan, vary_over_same_axes(arguments.strongly_typed(arrays)))

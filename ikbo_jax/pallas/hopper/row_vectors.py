@@ -1,0 +1,169 @@
+"""Vectors of an array's rows: a thread loads one as words, adds in f32, and stores sums.
+
+A row [width] of 16-bit or 32-bit numbers lies in device memory as words of 32 bits. A vector is 4,
+2 or 1 of the words, which one access of a thread moves.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.mosaic import gpu as mgpu
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxlib.mlir import ir
+from jaxlib.mlir.dialects import arith, llvm
+
+from ikbo_jax.pallas.hopper import per_thread, stores
+from ikbo_jax.pallas.hopper.per_thread import FLOAT32, INT32, LAYOUT
+from ikbo_jax.problems.hopper import WARPGROUP_SIZE
+
+#: A thread's words; under interpretation, its numbers in f32.
+Words = tuple[jax.Array, ...]
+
+
+class Rows(NamedTuple):
+    """Loads, converts and stores vectors of rows in device memory.
+
+    Attributes:
+      ref: [rows, width].
+      words: words of a vector; more than 4 take several accesses.
+      interpret: whether the kernel is interpreted.
+    """
+
+    ref: Any
+    words: int
+    interpret: bool
+
+    @property
+    def dtype(self) -> Any:
+        return jnp.dtype(self.ref.dtype)
+
+    @property
+    def numbers(self) -> int:
+        """Count of numbers of a vector."""
+        return self.words * 4 // self.dtype.itemsize
+
+    def load(self, places: Sequence[tuple[jax.Array, jax.Array]]) -> list[Words]:
+        """Loads one vector of a thread for each place, which is a row and a vector's number.
+
+        The loads are all issued before a later function uses one.
+        """
+        if self.interpret:
+            return [self._interpreted(*place) for place in places]
+
+        @plgpu.inline_mgpu(
+            arg_types=(plgpu.RefType(), *(LAYOUT,) * (2 * len(places))),
+            return_type=(INT32,) * (self.words * len(places)),
+        )
+        def issue(_: Any, ref: ir.Value, *arrays: mgpu.FragmentedArray) -> Any:
+            found = []
+            for row, vector in zip(arrays[::2], arrays[1::2], strict=True):
+                address = self._address(ref, row, vector)
+                found += per_thread.load_words(address, self.words, is_early=True)
+            return tuple(per_thread.array(x, arrays[0]) for x in found)
+
+        loaded = issue(self.ref, *(x for place in places for x in place))
+        return [loaded[i : i + self.words] for i in range(0, len(loaded), self.words)]
+
+    def floats(self, words: Words) -> tuple[jax.Array, ...]:
+        """Converts a vector's words to f32."""
+        if self.interpret:
+            return words
+
+        @plgpu.inline_mgpu(arg_types=(LAYOUT,) * self.words, return_type=(FLOAT32,) * self.numbers)
+        def convert(_: Any, *words: mgpu.FragmentedArray) -> Any:
+            numbers = [y for x in words for y in _floats(per_thread.scalar(x), self.dtype)]
+            return tuple(per_thread.array(x, words[0]) for x in numbers)
+
+        found: tuple[jax.Array, ...] = convert(*words)
+        return found
+
+    def store(self, row: jax.Array, vector: jax.Array, words: Words, is_wanted: jax.Array) -> None:
+        """Stores a vector of each thread that wants it."""
+        if self.interpret:
+
+            @pl.loop(0, WARPGROUP_SIZE)
+            def _(thread: Any) -> None:
+                @pl.when(is_wanted[thread])
+                def _() -> None:
+                    for i, x in enumerate(words):
+                        column = vector[thread] * self.numbers + i
+                        self.ref[row[thread], column] = x[thread].astype(self.dtype)
+
+            return
+
+        @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), *(LAYOUT,) * (3 + self.words)))
+        def issue(_: Any, ref: ir.Value, *arrays: mgpu.FragmentedArray) -> None:
+            row, vector, wanted, *words = arrays
+            address = self._address(ref, row, vector)
+            values = list(map(per_thread.scalar, words))
+            zero = mgpu.c(0, ir.IntegerType.get_signless(32))
+            wanted = arith.cmpi(arith.CmpIPredicate.ne, per_thread.scalar(wanted), zero)
+            for i in range(0, self.words, per_thread.VECTOR):
+                part = values[i : i + per_thread.VECTOR]
+                per_thread.store_words(address, part, wanted, 4 * i)
+
+        issue(self.ref, row, vector, is_wanted.astype(jnp.int32), *words)
+
+    def rounded(self, numbers: Sequence[jax.Array]) -> Words:
+        """Rounds f32 numbers of a vector; returns its words."""
+        if self.interpret:
+            return tuple(numbers)
+
+        @plgpu.inline_mgpu(arg_types=(LAYOUT,) * self.numbers, return_type=(INT32,) * self.words)
+        def convert(_: Any, *numbers: mgpu.FragmentedArray) -> Any:
+            of_word = self.numbers // self.words
+            values = list(map(per_thread.scalar, numbers))
+            return tuple(
+                per_thread.array(_word(values[i : i + of_word], self.dtype), numbers[0])
+                for i in range(0, self.numbers, of_word)
+            )
+
+        found: Words = convert(*numbers)
+        return found
+
+    def _interpreted(self, row: jax.Array, vector: jax.Array) -> Words:
+        # In f32: jnp.take asks NumPy for the dtype's limits, and NumPy has none of bf16.
+        values, width = self.ref[...].astype(jnp.float32), self.ref.shape[1]
+        first = jnp.clip(row, 0, self.ref.shape[0] - 1) * width + vector * self.numbers
+        return tuple(jnp.take(values, first + i, mode="clip") for i in range(self.numbers))
+
+    def _address(
+        self, ref: ir.Value, row: mgpu.FragmentedArray, vector: mgpu.FragmentedArray
+    ) -> ir.Value:
+        terms = [(row, self.ref.shape[1]), (vector, self.numbers)]
+        scalars = [(per_thread.scalar(x), stride) for x, stride in terms]
+        return stores.device_address(ref, scalars, self.dtype.itemsize)
+
+
+def _floats(word: ir.Value, dtype: Any) -> list[ir.Value]:
+    """Unpacks a word into f32 numbers, the lower half first."""
+    i32, f32 = ir.IntegerType.get_signless(32), ir.F32Type.get()
+    if dtype == jnp.float32:
+        return [llvm.bitcast(f32, word)]
+    if dtype == jnp.bfloat16:
+        low = arith.shli(word, mgpu.c(16, i32))
+        high = arith.andi(word, mgpu.c(-65536, i32))
+        return [llvm.bitcast(f32, low), llvm.bitcast(f32, high)]
+    return list(
+        mgpu.utils.inline_ptx(
+            "{ .reg .b16 low, high; mov.b32 {low, high}, $2; "
+            "cvt.f32.f16 $0, low; cvt.f32.f16 $1, high; }",
+            word,
+            result_types=[f32, f32],
+        )
+    )
+
+
+def _word(numbers: Sequence[ir.Value], dtype: Any) -> ir.Value:
+    """Packs f32 numbers into a word, rounded: the inverse of `_floats`."""
+    i32 = ir.IntegerType.get_signless(32)
+    if dtype == jnp.float32:
+        return llvm.bitcast(i32, numbers[0])
+    kind = "bf16x2" if dtype == jnp.bfloat16 else "f16x2"
+    low, high = numbers
+    return mgpu.utils.inline_ptx(f"cvt.rn.{kind}.f32 $0, $1, $2;", high, low, result_types=i32)

@@ -1,0 +1,1 @@
+"""The kernels of lookups and of segment sums."""

@@ -1,0 +1,216 @@
+"""What a CTA of the kernel for segment sums owns: users, and their candidates.
+
+Either a CTA lists the candidates of one user, or it searches for its part of the candidates in the
+order of users; see `sums`. A *place* is a candidate's number in that order.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+
+from ikbo_jax.pallas.hopper.launch import WarpgroupContext
+from ikbo_jax.pallas.hopper.per_thread import Threads, same
+
+#: Candidates that a thread reads at once in a search.
+_SAMPLES = 4
+
+
+@dataclasses.dataclass(frozen=True)
+class Shape:
+    """Static description of a launch.
+
+    Attributes:
+      batch: candidates.
+      users: users.
+      vectors: vectors of a row.
+      words: 32-bit words of a vector.
+      numbers: numbers of a vector.
+      chunks: chunks of columns.
+      slices: CTAs of a chunk.
+    """
+
+    batch: int
+    users: int
+    vectors: int
+    words: int
+    numbers: int
+    chunks: int
+    slices: int
+
+    @property
+    def columns(self) -> int:
+        """Number of vectors of a chunk."""
+        return pl.cdiv(self.vectors, self.chunks)
+
+    @property
+    def each(self) -> int:
+        """Number of a CTA's entries, which are candidates and users' ends."""
+        return pl.cdiv(self.batch + self.users, self.slices)
+
+    @property
+    def most_users(self) -> int:
+        """Largest number of users of a CTA."""
+        return min(self.users, self.each + 1)
+
+
+class Operands(NamedTuple):
+    """Holds device memory that the launch reads."""
+
+    values: Any  # [B, width]
+    user: Any  # [B] int32, of each candidate in the order of users; if CTAs list, as they come
+    order: Any  # [B] int32, the number of each candidate in that order; None: sorted, or listed
+
+
+class Shared(NamedTuple):
+    """Holds shared memory."""
+
+    sums: Any  # [numbers, threads] f32
+    links: Any  # [threads]
+    totals: Any  # of the searches
+    has_any: Any  # [most_users]: 1 for a user with candidates
+    listed: Any  # [B]: the candidates of the CTA's user; None if CTAs do not list
+
+
+class Part(NamedTuple):
+    """Holds a thread's part of the CTA's work."""
+
+    ctx: WarpgroupContext
+    threads: Threads
+    lane: Any
+    vector: Any  # of a row
+    is_used: Any  # whether the thread has a lane and a vector
+    is_first: Any  # whether the vector is the chunk's first one
+    only_user: Any  # the user whose candidates the CTA lists; None: it does not
+
+    @property
+    def lanes(self) -> int:
+        return self.threads.count // self.ctx.shape.columns
+
+    def candidate(self, place: jax.Array) -> jax.Array:
+        """Loads the candidate at a place in the order of users."""
+        order = self.ctx.operands.order
+        last = self.ctx.shape.batch - 1
+        place = jnp.clip(place, 0, last)
+        if self.only_user is not None:
+            # Past the user's candidates, the list may hold anything.
+            return jnp.clip(self.threads.read(self.ctx.shared.listed, place), 0, last)
+        return place if order is None else self.threads.read(order, place, "global")
+
+    def user(self, place: jax.Array) -> jax.Array:
+        """Loads the user of the candidate at a place in the order of users."""
+        if self.only_user is not None:
+            return same(0) + self.only_user
+        place = jnp.clip(place, 0, self.ctx.shape.batch - 1)
+        user = self.threads.read(self.ctx.operands.user, place, "global")
+        return jnp.clip(user, 0, self.ctx.shape.users - 1)
+
+
+class Own(NamedTuple):
+    """Holds the range of users that a CTA owns, and the range of their candidates' places."""
+
+    first: Any
+    end: Any
+    begin: Any
+    after: Any
+
+
+def list_user(part: Part, user: Any) -> Own:
+    """Lists a user's candidates in shared memory; returns their range."""
+    shape, shared, threads = part.ctx.shape, part.ctx.shared, part.threads
+    numbers = [
+        threads.number() + i * threads.count for i in range(pl.cdiv(shape.batch, threads.count))
+    ]
+    last = same(shape.batch - 1)
+    loaded = [threads.read(part.ctx.operands.user, jnp.minimum(x, last), "global") for x in numbers]
+    is_own = [
+        (jnp.clip(x, 0, shape.users - 1) == user) & (number < shape.batch)
+        for number, x in zip(numbers, loaded, strict=True)
+    ]
+    count = functools.reduce(jnp.add, [x.astype(jnp.int32) for x in is_own])
+    (place,) = threads.sums_before([count], shared.totals)
+    for number, wanted in zip(numbers, is_own, strict=True):
+        threads.keep(shared.listed, place, number, wanted)
+        place = place + wanted.astype(jnp.int32)
+    is_last = threads.number() == threads.count - 1
+    threads.keep(shared.totals, same(threads.warps), place, is_last)
+    threads.commit()
+    return Own(user, user + 1, jnp.int32(0), shared.totals[threads.warps])
+
+
+def find_own(part: Part, piece: Any) -> Own:
+    """Finds what the CTA owns."""
+    shape = part.ctx.shape
+    limits = [jnp.minimum((piece + i) * shape.each, shape.batch + shape.users) for i in range(2)]
+    places = _search(part, [lambda place, x=x: part.user(place) + place < x for x in limits], 0)
+    users = [limit - place for limit, place in zip(limits, places, strict=True)]
+    # A user may have candidates before the CTA's part: an earlier CTA owns that user. The user's
+    # last one is near, unless there are very many.
+    is_before = [lambda place, x=x: part.user(place) <= x for x in users]
+    level, window = levels(shape.batch, part.threads.count), _SAMPLES * part.threads.count
+    counts = _counts(part, is_before, places, 1, level)
+    ends = lax.cond(
+        (counts[0] == window) | (counts[1] == window),
+        lambda: _search(part, is_before, level + 1),
+        lambda: [place + count for place, count in zip(places, counts, strict=True)],
+    )
+    found = []
+    for user, place, end in zip(users, places, ends, strict=True):
+        before = part.ctx.operands.user[jnp.maximum(place - 1, 0)]
+        is_earlier = (place > 0) & (jnp.clip(before, 0, shape.users - 1) == user)
+        found.append(
+            (
+                jnp.clip(user + is_earlier.astype(jnp.int32), 0, shape.users),
+                jnp.where(is_earlier, end, place),
+            )
+        )
+    (first, begin), (end, after) = found
+    # Where an index is not sorted as promised, a search may find anything.
+    return Own(first, jnp.minimum(end, first + shape.most_users), begin, after)
+
+
+def _search(part: Part, conditions: list[Any], level: int) -> list[Any]:
+    """Counts the places that satisfy each of two conditions, which hold for the first places alone.
+
+    All threads search together. `level` is the number of `_counts` that came before.
+    """
+    found: list[Any] = [jnp.int32(0), jnp.int32(0)]
+    unknown = part.ctx.shape.batch
+    while unknown:
+        stride = pl.cdiv(unknown, _SAMPLES * part.threads.count)
+        counts = _counts(part, conditions, found, stride, level)
+        found = [x + y * stride for x, y in zip(found, counts, strict=True)]
+        unknown, level = stride - 1, level + 1
+    return found
+
+
+def _counts(
+    part: Part, conditions: list[Any], bases: list[Any], stride: int, level: int
+) -> list[Any]:
+    """Counts, for two conditions, the places that satisfy them: every `stride`-th from a base."""
+    threads, last = part.threads, part.ctx.shape.batch - 1
+    counts = []
+    for holds, base in zip(conditions, bases, strict=True):
+        numbers = [threads.number() + i * threads.count for i in range(_SAMPLES)]
+        places = [(x + 1) * stride + (base - 1) for x in numbers]
+        count = [((x <= last) & holds(x)).astype(jnp.int32) for x in places]
+        counts.append(functools.reduce(jnp.add, count))
+    both = threads.total(
+        counts[0] + counts[1] * (1 << 16), part.ctx.shared.totals, level * threads.warps
+    )
+    upper = lax.shift_right_logical(both, jnp.int32(16))
+    return [both - upper * (1 << 16), upper]
+
+
+def levels(count: int, threads: int) -> int:
+    """Counts the levels of a search among `count` places."""
+    levels = 0
+    while count:
+        count, levels = pl.cdiv(count, _SAMPLES * threads) - 1, levels + 1
+    return levels

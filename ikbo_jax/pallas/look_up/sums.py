@@ -1,0 +1,302 @@
+"""Sums of candidates' rows by user, as a Mosaic GPU kernel for Hopper.
+
+    sums[u] = sum of values[b] over the candidates b of user u
+
+A CTA owns neighbouring users and a chunk of columns. CTAs share users and candidates evenly: in
+the list of all candidates by user, in which each user's end is an entry as well, a CTA owns the
+users whose first entry lies in its equal part. So candidate p of the order of users is entry
+p + user[p], and all threads of the CTA search for its part.
+
+The CTA's candidates, in the order of users, are divided evenly among its lanes: a lane is the
+threads, one for each vector of the chunk, that add up the same candidates. So a lane's candidates
+may begin or end within a user. A thread
+
+  1. adds up its candidates; where the user changes, it stores the sum of the user before,
+  2. adds the sums of later lanes to that of its last user, by a segmented scan in shared memory,
+  3. stores zeros for users without candidates.
+
+Each number is added in f32, in an order that the sizes and the index decide, and rounded once.
+
+The kernel is limited by memory: each row is read once. Candidates are put into the order of users
+by a launch of its own, unless they are sorted. If candidates are few, a CTA owns one user instead,
+and reads the whole index to list the user's candidates.
+
+Synchronisations: `Threads.commit` in the search, in step 2 and before step 3. CTAs do not wait for
+each other.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+
+from ikbo_jax.pallas.hopper import per_thread
+from ikbo_jax.pallas.hopper.launch import WarpgroupContext, launch_threads
+from ikbo_jax.pallas.hopper.per_thread import LANES, Threads, same
+from ikbo_jax.pallas.hopper.row_vectors import Rows, Words
+from ikbo_jax.pallas.look_up import parts
+from ikbo_jax.pallas.look_up.parts import Operands, Own, Part, Shape, Shared
+from ikbo_jax.pallas.worklist import counted_order, work_order
+from ikbo_jax.problems import memory
+from ikbo_jax.problems.hopper import WARPGROUP_SIZE
+from ikbo_jax.problems.look_up import SegmentSumConfig, vector_words
+
+
+class _Sums(NamedTuple):
+    """Holds a thread's sums while it walks along its lane's candidates.
+
+    Attributes:
+      user: of `open`.
+      open: sum of the last user so far.
+      head: sum of the user that the lane began with, if an earlier lane has that user, too.
+      is_head: 1 while that is the last user.
+    """
+
+    user: Any
+    open: tuple[Any, ...]
+    head: tuple[Any, ...]
+    is_head: Any
+
+
+def _sum(ctx: WarpgroupContext) -> None:
+    """Runs one warpgroup of the CTA."""
+    shape = ctx.shape
+    threads = Threads(ctx.config.warpgroups, ctx.consumer, ctx.interpret)
+    chunk, piece = lax.rem(ctx.worker, shape.chunks), lax.div(ctx.worker, shape.chunks)
+    thread = threads.number()
+    lane = lax.div(thread, same(shape.columns))
+    column = thread - lane * shape.columns
+    vector = chunk * shape.columns + column
+    lanes = threads.count // shape.columns
+    is_used = (lane < lanes) & (vector < shape.vectors)
+    vector = jnp.minimum(vector, shape.vectors - 1)
+    only_user = piece if ctx.config.lists else None
+    part = Part(ctx, threads, lane, vector, is_used, column == 0, only_user)
+    own = parts.list_user(part, piece) if ctx.config.lists else parts.find_own(part, piece)
+    turns = lax.div(own.end - own.first + (threads.count - 1), jnp.int32(threads.count))
+
+    @pl.loop(0, turns)
+    def _(turn: Any) -> None:
+        place = thread + turn * threads.count
+        threads.keep(ctx.shared.has_any, place, same(0), place < own.end - own.first)
+
+    threads.commit()
+
+    @pl.when(own.begin < own.after)
+    def _() -> None:
+        _join(part, *_walk(part, own))
+
+    threads.commit()
+    _store_zeros(part, own)
+
+
+def _store_zeros(part: Part, own: Own) -> None:
+    """Stores zeros for users without candidates (step 3)."""
+    rows = _output(part)
+    zeros = rows.rounded([_no_sum()] * part.ctx.shape.numbers)
+
+    @pl.loop(0, lax.div(own.end - own.first + (part.lanes - 1), jnp.int32(part.lanes)))
+    def _(turn: Any) -> None:
+        number = part.lane + turn * part.lanes
+        is_own = part.is_used & (number < own.end - own.first)
+        number = jnp.where(is_own, number, same(0))
+        has_any = part.threads.read(part.ctx.shared.has_any, number)
+        rows.store(number + own.first, part.vector, zeros, is_own & (has_any == 0))
+
+
+def _walk(part: Part, own: Own) -> tuple[_Sums, Any]:
+    """Adds up the lane's candidates (step 1); also returns whether the lane has any."""
+    shape, unroll = part.ctx.shape, part.ctx.config.unroll
+    each = lax.div(own.after - own.begin + (part.lanes - 1), jnp.int32(part.lanes))
+    first = jnp.minimum(part.lane * each + own.begin, own.after)
+    end = jnp.minimum(first + each, own.after)
+    is_later = first > own.begin
+    before = part.user(first - 1)
+    nothing = (_no_sum(),) * shape.numbers
+    sums = _Sums(jnp.where(is_later, before, same(-1)), nothing, nothing, same(1))
+
+    def places(turn: Any) -> list[jax.Array]:
+        return [first + (turn * unroll + i) for i in range(unroll)]
+
+    values = Rows(part.ctx.operands.values, shape.words, part.ctx.interpret)
+
+    def step(turn: Any, carry: tuple[_Sums, list[jax.Array]]) -> Any:
+        sums, candidates = carry
+        loaded = values.load([(x, part.vector) for x in candidates])
+        users = [part.user(x) for x in places(turn)]
+        # On their way while this turn's are added.
+        following = [part.candidate(x) for x in places(turn + 1)]
+        for place, user, words in zip(places(turn), users, loaded, strict=True):
+            is_own = part.is_used & (place < end)
+            sums = _add(part, own, sums, user, words, is_own)
+        return sums, following
+
+    turns = lax.div(each + (unroll - 1), jnp.int32(unroll))
+    sums, _ = lax.fori_loop(0, turns, step, (sums, [part.candidate(x) for x in places(0)]))
+    return sums, part.is_used & (first < end)
+
+
+def _add(
+    part: Part, own: Own, sums: _Sums, user: jax.Array, words: Words, is_own: jax.Array
+) -> _Sums:
+    """Adds a candidate's vector; stores the sum of the user before, if that is complete."""
+    values = Rows(part.ctx.operands.values, part.ctx.shape.words, part.ctx.interpret)
+    words = tuple(jnp.where(is_own, x, jnp.zeros_like(x)) for x in words)
+    is_new = is_own & (user != sums.user)
+    # A branch: most candidates have the user of the one before, and the sum's end takes half of all
+    # instructions.
+    sums = lax.cond(
+        per_thread.any_of_warp(is_new, interpret=part.ctx.interpret),
+        lambda: _end_user(part, own, sums, user, is_new),
+        lambda: sums,
+    )
+    added = zip(sums.open, values.floats(words), strict=True)
+    return sums._replace(open=tuple(x + y for x, y in added))
+
+
+def _end_user(part: Part, own: Own, sums: _Sums, user: jax.Array, is_new: jax.Array) -> _Sums:
+    """Begins the sum of a new user, in the threads that have one."""
+    number = user - own.first
+    is_known = is_new & part.is_first & (number >= 0) & (number < own.end - own.first)
+    part.threads.keep(part.ctx.shared.has_any, number, same(1), is_known)
+    is_head = is_new & (sums.is_head == 1)
+    rows, is_complete = _output(part), is_new & (sums.is_head == 0)
+    rows.store(jnp.maximum(sums.user, 0), part.vector, rows.rounded(sums.open), is_complete)
+    return _Sums(
+        jnp.where(is_new, user, sums.user),
+        tuple(jnp.where(is_new, _no_sum(), x) for x in sums.open),
+        tuple(jnp.where(is_head, x, y) for x, y in zip(sums.open, sums.head, strict=True)),
+        jnp.where(is_new, same(0), sums.is_head),
+    )
+
+
+def _join(part: Part, sums: _Sums, is_wanted: jax.Array) -> None:
+    """Adds sums of later lanes to the last user's, and stores that (step 2).
+
+    `head` of each lane becomes the sum that it and later lanes add to a user of an earlier lane: a
+    lane of one user alone is linked to the next lane.
+    """
+    shape, shared, threads = part.ctx.shape, part.ctx.shared, part.threads
+    thread = threads.number()
+    is_linked = is_wanted & (sums.is_head == 1)
+    link = is_linked.astype(jnp.int32)
+    heads = [jnp.where(is_linked, x, y) for x, y in zip(sums.open, sums.head, strict=True)]
+    own = pl.ds(threads.warpgroup * WARPGROUP_SIZE if threads.warpgroups > 1 else 0, WARPGROUP_SIZE)
+
+    def of_lane(distance: int) -> tuple[list[jax.Array], jax.Array]:
+        """Loads the sums and the link of a later lane."""
+        threads.commit()  # all have read
+        for i, x in enumerate(heads):
+            shared.sums[i, own] = x
+        shared.links[own] = link
+        threads.commit()
+        other = thread + distance * shape.columns
+        is_lane = part.lane + distance < part.lanes
+        other = jnp.where(is_lane, other, thread)
+        numbers = [threads.read(shared.sums.at[i], other) for i in range(shape.numbers)]
+        return (
+            [jnp.where(is_lane, x, _no_sum()) for x in numbers],
+            jnp.where(is_lane, threads.read(shared.links, other), same(0)),
+        )
+
+    distance = 1
+    while distance < part.lanes:
+        later, later_link = of_lane(distance)
+        heads = [jnp.where(link == 1, x + y, x) for x, y in zip(heads, later, strict=True)]
+        link = link * later_link
+        distance *= 2
+    later, _ = of_lane(1)
+    rows = _output(part)
+    total = rows.rounded([x + y for x, y in zip(sums.open, later, strict=True)])
+    is_last = is_wanted & (sums.is_head == 0)
+    rows.store(jnp.maximum(sums.user, 0), part.vector, total, is_last)
+
+
+def _output(part: Part) -> Rows:
+    out = part.ctx.outputs
+    words = part.ctx.shape.numbers * jnp.dtype(out.dtype).itemsize // 4
+    return Rows(out, words, part.ctx.interpret)
+
+
+def _no_sum() -> jax.Array:
+    return same(0).astype(jnp.float32)
+
+
+def _order(
+    index: jax.Array, users: int, *, as_it_is: bool, interpret: bool
+) -> tuple[jax.Array, jax.Array | None]:
+    """Puts candidates into the order of users; returns their users, and the order or None.
+
+    With `as_it_is`, the order is the caller's.
+    """
+    if as_it_is or users == 1:
+        return index, None
+    if counted_order.fits(index.shape[0], users) and not interpret:
+        found = counted_order.count_order(None, index, users)
+        return found.user, found.order
+    order = work_order.by_user(jnp.clip(index, 0, users - 1))
+    return index[order], order
+
+
+def segment_sum_kernel(
+    values: jax.Array,
+    cand_to_user: jax.Array,
+    users: int,
+    *,
+    config: SegmentSumConfig,
+    is_sorted: bool = False,
+    dtype: Any = None,
+    interpret: Any = False,
+) -> jax.Array:
+    """Sums rows over the candidates of each user.
+
+    Args:
+      values: [B, width], bf16, f16 or f32; B is at least 1. Rows that are no whole words of 32 bits
+        are converted to f32 first, by XLA.
+      cand_to_user: [B] int32, clamped to [0, users).
+      users: U, at least 1.
+      config: a legal configuration.
+      is_sorted: whether `cand_to_user` does not decrease.
+      dtype: of the sums; None: of the values.
+      interpret: False, or `plgpu.InterpretGPUParams` to run on a CPU.
+
+    Returns:
+      [U, width]. Sums are f32, in the same order in every run, and rounded once; a user without
+      candidates has zeros.
+    """
+    batch, width = values.shape
+    user, order = _order(
+        cand_to_user, users, as_it_is=is_sorted or config.lists, interpret=bool(interpret)
+    )
+    result = stored = jnp.dtype(dtype or values.dtype)
+    words = vector_words(width, values.dtype.itemsize)
+    if not words:
+        values, words, stored = values.astype(jnp.float32), vector_words(width, 4), jnp.float32
+    numbers = words * 4 // values.dtype.itemsize
+    vectors = width // numbers
+    chunks, slices = config.divide(batch, users, vectors)
+    shape = Shape(batch, users, vectors, words, numbers, chunks, slices)
+    threads = config.warpgroups * WARPGROUP_SIZE
+    found: jax.Array = launch_threads(
+        _sum,
+        shape,
+        Operands(values, user, order),
+        jax.ShapeDtypeStruct((users, width), stored),
+        Shared(
+            memory.Floats((numbers, threads)),
+            memory.Words((threads,)),
+            memory.Words(((2 * parts.levels(batch, threads) + 1) * threads // LANES,)),
+            memory.Words((1 if config.lists else shape.most_users,)),
+            memory.Words((batch,)) if config.lists else None,
+        ),
+        name="ikbo_segment_sum",
+        workers=chunks * slices,
+        warpgroups=config.warpgroups,
+        config=config,
+        interpret=interpret,
+    )
+    return found.astype(result)

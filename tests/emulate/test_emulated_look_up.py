@@ -1,0 +1,66 @@
+"""The PTX of the kernels of lookups and segment sums, executed on a CPU."""
+
+from __future__ import annotations
+
+import emulator
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from ikbo_jax.pallas.look_up.gather import look_up_kernel
+from ikbo_jax.pallas.look_up.sums import segment_sum_kernel
+from ikbo_jax.problems.look_up import LookUpConfig, SegmentSumConfig
+
+#: Candidates, users, width, dtype, whether sorted, configuration.
+CASES = {
+    "shared": (90, 17, 24, "float32", False, SegmentSumConfig(4, 2, 2)),
+    # A user's end lies further away than the first search looks.
+    "many_candidates_of_a_user": (1900, 2, 8, "bfloat16", True, SegmentSumConfig(2, 2, 4)),
+    "four_warpgroups": (120, 50, 50, "float16", True, SegmentSumConfig(3, 1, 2, 4)),
+    "users_without_candidates": (20, 300, 16, "bfloat16", True, SegmentSumConfig(2, 4, 2)),
+    "listed": (150, 9, 20, "bfloat16", False, SegmentSumConfig(2, 1, 2, lists=True)),
+    "listed_odd_width": (140, 2, 5, "float16", False, SegmentSumConfig(4, 1, 2, lists=True)),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_emulated_sums(name: str, sm90: emulator.Emulator) -> None:
+    batch, users, width, dtype, is_sorted, config = CASES[name]
+    rng = np.random.default_rng(0)
+    index = rng.integers(-1, users + 1, batch).astype(np.int32)
+    if is_sorted:
+        index.sort()
+    values = jnp.asarray(rng.normal(size=(batch, width)), dtype)
+    with sm90.emulated(0) as launched:
+        found = segment_sum_kernel(
+            values, jnp.asarray(index), users, config=config, is_sorted=is_sorted
+        )
+    orders = ["user_order"] * (not is_sorted and not config.lists)
+    assert launched == [f"ikbo_{x}_mosaic_gpu_kernel" for x in (*orders, "segment_sum")]
+    expected = np.zeros((users, width))
+    np.add.at(expected, np.clip(index, 0, users - 1), np.asarray(values, np.float64))
+    unit = max(float(jnp.finfo(dtype).eps) / 2, 1e-5)
+    np.testing.assert_allclose(np.asarray(found, np.float64), expected, rtol=unit, atol=1e-5)
+
+
+def test_emulated_index_that_is_not_sorted_as_promised(sm90: emulator.Emulator) -> None:
+    """Sums are unspecified, but nothing is read or written outside of arrays."""
+    rng = np.random.default_rng(0)
+    index = jnp.asarray(rng.integers(-5, 12, 100), jnp.int32)
+    values = jnp.asarray(rng.normal(size=(100, 8)), jnp.float32)
+    with sm90.emulated(0):
+        found = segment_sum_kernel(values, index, 7, config=SegmentSumConfig(2, 2), is_sorted=True)
+    assert found.shape == (7, 8)
+
+
+@pytest.mark.parametrize(("width", "dtype"), [(24, "bfloat16"), (6, "float16"), (1, "float32")])
+def test_emulated_lookups(width: int, dtype: str, sm90: emulator.Emulator) -> None:
+    rng = np.random.default_rng(0)
+    user = jnp.asarray(rng.normal(size=(7, width)), dtype)
+    index = jnp.asarray(rng.integers(-1, 8, 90), jnp.int32)
+    with sm90.emulated(0) as launched:
+        found = look_up_kernel(user, index, config=LookUpConfig(2))
+    assert launched == ["ikbo_look_up_mosaic_gpu_kernel"]
+    np.testing.assert_array_equal(found, user[jnp.clip(index, 0, 6)])
+    assert isinstance(found, jax.Array)

@@ -1,0 +1,66 @@
+"""The kernels of lookups and segment sums, interpreted on a CPU under a race detector."""
+
+from __future__ import annotations
+
+import functools
+
+import interpreter
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from ikbo_jax.pallas.look_up.gather import look_up_kernel
+from ikbo_jax.pallas.look_up.sums import segment_sum_kernel
+from ikbo_jax.problems.look_up import LookUpConfig, SegmentSumConfig
+
+pytestmark = [pytest.mark.usefixtures("on_cpu"), pytest.mark.slow]
+
+#: Candidates, users, width, dtype, whether sorted, configuration.
+CASES = {
+    "one": (1, 1, 2, "float32", True, SegmentSumConfig(2, 2, 1)),
+    # CTAs begin within users, a lane holds several users, a user several lanes.
+    "shared": (11, 4, 16, "bfloat16", False, SegmentSumConfig(1, 1, 2)),
+    "odd_width": (6, 3, 3, "float16", True, SegmentSumConfig(2, 1, 1)),
+    "users_without_candidates": (3, 9, 8, "bfloat16", True, SegmentSumConfig(2, 2, 1)),
+    "listed": (9, 3, 16, "float16", False, SegmentSumConfig(2, 1, 2, lists=True)),
+}
+
+
+def sums(values: jax.Array, index: np.ndarray, users: int) -> np.ndarray:
+    expected = np.zeros((users, values.shape[1]))
+    np.add.at(expected, np.clip(index, 0, users - 1), np.asarray(values, np.float64))
+    return expected
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_interpreted_sums(name: str, launches: interpreter.Launches) -> None:
+    batch, users, width, dtype, is_sorted, config = CASES[name]
+    rng = np.random.default_rng(0)
+    index = rng.integers(-1, users + 1, batch).astype(np.int32)
+    if is_sorted:
+        index.sort()
+    values = jnp.asarray(rng.normal(size=(batch, width)), dtype)
+    kernel = functools.partial(
+        segment_sum_kernel,
+        users=users,
+        config=config,
+        is_sorted=is_sorted,
+        interpret=interpreter.PARAMS,
+    )
+    found = jax.block_until_ready(jax.jit(kernel)(values, jnp.asarray(index)))
+    launches.assert_no_races(1)
+    unit = float(jnp.finfo(dtype).eps)
+    np.testing.assert_allclose(
+        np.asarray(found, np.float64), sums(values, index, users), rtol=unit, atol=unit
+    )
+
+
+def test_interpreted_lookups(launches: interpreter.Launches) -> None:
+    rng = np.random.default_rng(0)
+    user = jnp.asarray(rng.normal(size=(3, 6)), jnp.bfloat16)
+    index = jnp.asarray(rng.integers(-1, 4, 5), jnp.int32)
+    kernel = functools.partial(look_up_kernel, config=LookUpConfig(1), interpret=interpreter.PARAMS)
+    found = jax.block_until_ready(jax.jit(kernel)(user, index))
+    launches.assert_no_races(1)
+    np.testing.assert_array_equal(found, user[jnp.clip(index, 0, 2)])

@@ -1,0 +1,67 @@
+"""The kernels of lookups and segment sums, compiled for sm_90a without a GPU."""
+
+from __future__ import annotations
+
+import functools
+from collections import Counter
+
+import jax
+import jax.numpy as jnp
+import offline
+import pytest
+
+from ikbo_jax.pallas.look_up.gather import look_up_kernel
+from ikbo_jax.pallas.look_up.sums import segment_sum_kernel
+from ikbo_jax.problems.look_up import LookUpProblem, SegmentSumConfig, SegmentSumProblem
+
+pytestmark = pytest.mark.slow
+
+PROBLEMS = {
+    "listed": SegmentSumProblem(1024, 15, 384, "bfloat16"),
+    "listed_by_two_warpgroups_f16": SegmentSumProblem(8192, 256, 384, "float16"),
+    "shared": SegmentSumProblem(65536, 4096, 1024, "bfloat16", True),
+    "shared_f32": SegmentSumProblem(65536, 4096, 1000, "float32"),
+    "two_numbers_f16": SegmentSumProblem(65536, 1000, 2, "float16", True),
+    "odd": SegmentSumProblem(65536, 1000, 3, "bfloat16", True),
+}
+
+
+@pytest.mark.parametrize("result", [None, "float32"])
+@pytest.mark.parametrize("name", PROBLEMS)
+def test_offline_sums_are_fit(name: str, result: str | None, compiler: offline.Compiler) -> None:
+    problem = PROBLEMS[name]
+    config = problem.default_config()
+    assert config.lists == name.startswith("listed")
+    kernel = functools.partial(
+        segment_sum_kernel,
+        users=problem.users,
+        config=config,
+        is_sorted=problem.is_sorted,
+        dtype=result,
+    )
+    values = jax.ShapeDtypeStruct((problem.batch, problem.width), jnp.dtype(problem.dtype))
+    index = jax.ShapeDtypeStruct((problem.batch,), jnp.int32)
+    kernels = compiler.compile_fit(kernel, values, index)
+    names = Counter(kernel.name for kernel in kernels)
+    has_order = not problem.is_sorted and not config.lists
+    assert names == Counter(["ikbo_segment_sum", *["ikbo_user_order"] * has_order])
+    # Several CTAs share an SM.
+    (sums,) = [x for x in kernels if x.name == "ikbo_segment_sum"]
+    assert sums.ptxas.registers <= (128 if config.lists else 96)
+
+
+def test_offline_kernel_of_most_candidates_in_flight(compiler: offline.Compiler) -> None:
+    kernel = functools.partial(
+        segment_sum_kernel, users=300, config=SegmentSumConfig(16, 16, 8, 4), is_sorted=True
+    )
+    shapes = jax.ShapeDtypeStruct((9000, 384), jnp.bfloat16), jax.ShapeDtypeStruct((9000,), "int32")
+    assert len(compiler.compile_fit(kernel, *shapes)) == 1
+
+
+@pytest.mark.parametrize(("width", "dtype"), [(384, "bfloat16"), (6, "float16"), (1, "float32")])
+def test_offline_lookups_are_fit(width: int, dtype: str, compiler: offline.Compiler) -> None:
+    config = LookUpProblem(8192, 256, width, dtype).default_config()
+    kernel = functools.partial(look_up_kernel, config=config)
+    user = jax.ShapeDtypeStruct((256, width), jnp.dtype(dtype))
+    (compiled,) = compiler.compile_fit(kernel, user, jax.ShapeDtypeStruct((8192,), jnp.int32))
+    assert compiled.name == "ikbo_look_up"
