@@ -1,6 +1,6 @@
 """Ops for ranking models that look up each candidate's user in the kernel instead of copying it."""
 
-from ikbo_jax import debug
+from ikbo_jax import debug, masks
 from ikbo_jax._version import __version__
 from ikbo_jax.ops.attention import attention, merge_attention
 from ikbo_jax.ops.explain import Explanation, explain
@@ -29,6 +29,7 @@ __all__ = [
     "gdpa",
     "linear_compression",
     "look_up",
+    "masks",
     "merge_attention",
     "multilevel_linear_compression",
     "pad_weight",

@@ -7,6 +7,8 @@ values they take effect under `jax.experimental.checkify`: compiled code without
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -49,28 +51,34 @@ def check_offsets(
     total: int,
     max_seqlen: int | None = None,
     name: str = "cu_seqlens",
+    *,
+    num_targets: jax.Array | np.ndarray | None = None,
 ) -> None:
     """Checks that offsets lie in [0, total], do not decrease, and are at most `max_seqlen` apart.
 
     `gdpa` clamps offsets to the range, makes a sequence with decreasing offsets empty, and cuts
-    sequences at `max_seqlen_q` and `max_seqlen_kv`; this function finds them. It raises at the same
-    time as `check_index`.
+    sequences at `max_seqlen_q` and `max_seqlen_kv`; `masks.hstu` clamps targets to a sequence's
+    length. This function finds them. It raises at the same time as `check_index`.
 
     Args:
       cu_seqlens: [batch + 1] integers, the offsets of jagged sequences.
       total: number of rows of the array that the offsets point into.
       max_seqlen: bound of the lengths, or None.
       name: the offsets' name in messages.
+      num_targets: [batch] integers, the targets of `masks.hstu`; None: there are none.
 
     Raises:
       ValueError: offsets have another shape than [batch + 1], lie outside the range, decrease, or
-        are too far apart; the message has the position, the values and the bound.
-      TypeError: the offsets are not an array of integers.
+        are too far apart; a sequence has more targets than rows, or a negative number of them; the
+        message has the position, the values and the bound.
+      TypeError: the offsets, or the numbers of targets, are not an array of integers.
     """
     _check_range(name, cu_seqlens, total, f"[0, {total}]", "offsets")
     if cu_seqlens.ndim != 1 or not cu_seqlens.size:
         raise ValueError(f"{name} must have shape [batch + 1], but has shape {cu_seqlens.shape}")
     max_length = total if max_seqlen is None else max_seqlen
+    if num_targets is not None:
+        _check_targets(name, cu_seqlens, num_targets)
     if isinstance(cu_seqlens, jax.core.Tracer):
         _check_lengths_traced(name, cu_seqlens, max_length, max_seqlen)
         return
@@ -88,6 +96,32 @@ def check_offsets(
         raise ValueError(
             f"sequence {i} of {name} has {lengths[i]} rows, but max_seqlen is {max_seqlen}; "
             f"{too_long.size} of {lengths.size} sequences are longer"
+        )
+
+
+def _check_targets(name: str, cu_seqlens: Any, num_targets: Any) -> None:
+    """Checks that every sequence has at most as many targets as rows."""
+    _check_range("num_targets", num_targets, 2**31 - 1, "[0, 2147483647]", "numbers")
+    if num_targets.shape != (cu_seqlens.size - 1,):
+        raise ValueError(
+            f"num_targets has shape {num_targets.shape} but {name} has batch={cu_seqlens.size - 1}"
+        )
+    lengths = cu_seqlens[1:] - cu_seqlens[:-1]
+    is_above = num_targets > lengths
+    if any(isinstance(x, jax.core.Tracer) for x in (cu_seqlens, num_targets)):
+        first = jnp.argmax(is_above) if is_above.size else 0
+        checkify.debug_check(
+            ~jnp.any(is_above),
+            f"sequence {{sequence}} of {name} has {{rows}} rows but {{targets}} targets",
+            sequence=first,
+            rows=lengths[first],
+            targets=num_targets[first],
+        )
+    elif is_above.any():
+        first = int(np.argmax(is_above))
+        raise ValueError(
+            f"sequence {first} of {name} has {lengths[first]} rows but {num_targets[first]} "
+            f"targets; {np.sum(is_above)} of {is_above.size} sequences have too many"
         )
 
 

@@ -144,7 +144,7 @@ class Case(cases.Case):
         shapes = ((q_rows, p.q_heads, p.head_dim), kv_shape, kv_shape)
         keys = jax.random.split(jax.random.key(seed), 4)[:3]
         arrays = (_normal(key, shape, p.dtype) for key, shape in zip(keys, shapes, strict=True))
-        return Arrays._make([*arrays, *jax.tree.map(jnp.asarray, self.sequences)])
+        return Arrays(*arrays, *jax.tree.map(jnp.asarray, self.sequences))
 
     def cotangent(self, seed: int = 0) -> jax.Array:
         """Draws a cotangent of the result."""

@@ -44,6 +44,7 @@ def attention(
     *,
     scale: float | None = None,
     key_value_seq_lengths: jax.Array | None = None,
+    key_value_ranges: jax.Array | None = None,
     self_key: jax.Array | None = None,
     self_value: jax.Array | None = None,
     indices_are_sorted: bool = False,
@@ -62,6 +63,7 @@ def attention(
     *,
     scale: float | None = None,
     key_value_seq_lengths: jax.Array | None = None,
+    key_value_ranges: jax.Array | None = None,
     self_key: jax.Array | None = None,
     self_value: jax.Array | None = None,
     indices_are_sorted: bool = False,
@@ -80,6 +82,7 @@ def attention(
     *,
     scale: float | None = None,
     key_value_seq_lengths: jax.Array | None = None,
+    key_value_ranges: jax.Array | None = None,
     self_key: jax.Array | None = None,
     self_value: jax.Array | None = None,
     indices_are_sorted: bool = False,
@@ -97,6 +100,7 @@ def attention(
     *,
     scale: float | None = None,
     key_value_seq_lengths: jax.Array | None = None,
+    key_value_ranges: jax.Array | None = None,
     self_key: jax.Array | None = None,
     self_value: jax.Array | None = None,
     indices_are_sorted: bool = False,
@@ -121,6 +125,9 @@ def attention(
       key_value_seq_lengths: [U] int32, the number of valid keys of every user, values in [0, S]
         (others are clamped; `ikbo_jax.debug.check_lengths` finds them); None means S for every
         user. Keys and values past the length have no effect.
+      key_value_ranges: [B, 2] int32, a candidate sees the keys from begin to end - 1 of its user,
+        also clamped; None means all. So impressions at different times can share one history. Such
+        calls run in XLA.
       self_key: [B, T_self, K, H], same dtype: further keys, which belong to one candidate; its
         queries attend to all of them in addition to the user's keys. None: there are none. All
         T · T_self scores of a candidate are in memory at once.
@@ -147,7 +154,7 @@ def attention(
       gradient is summed in f32, by the kernel in one order, and rounded once.
 
     Raises:
-      ValueError: a rank is wrong; sizes, dtypes, the index or the lengths disagree; N is not a
+      ValueError: a rank is wrong; sizes, dtypes, index, lengths or ranges disagree; N is not a
         multiple of K; U = 0 with B > 0; H = 0 or K = 0; only one of `self_key` and `self_value` is
         an array; `scale` is not finite in float32; a flag is not a bool; `implementation` is
         unknown; `config` is of another type, or set with `implementation` "xla".
@@ -158,7 +165,7 @@ def attention(
 
     Source: Meta IKBO, flash attention with in-kernel broadcast, on the PyTorch blog.
     """
-    arrays = Arrays(query, key, value, cand_to_user, key_value_seq_lengths)
+    arrays = Arrays(query, key, value, cand_to_user, key_value_seq_lengths, key_value_ranges)
     request = arguments.request(
         "attention",
         implementation,
@@ -167,7 +174,7 @@ def attention(
         AttentionConfig,
         FewQueriesConfig,
     )
-    attention_arguments.check(query, key, value, cand_to_user, key_value_seq_lengths)
+    attention_arguments.check(arrays)
     attention_arguments.check_self_tokens(query, key, self_key, self_value)
     scale = query.shape[3] ** -0.5 if scale is None else scale
     call = _Call(
@@ -244,7 +251,7 @@ class _Call(Call):
 
 
 def _run_kernel(call: _Call, plan: dispatch.Plan, arrays: Arrays) -> _Results:
-    query, key, value, index, lengths = arrays
+    query, key, value, index, lengths, _ = arrays
     # Imported here because Mosaic GPU takes 0.3 s to import.
     from ikbo_jax.pallas.few_queries import kernel as few_queries
     from ikbo_jax.pallas.flash import attention as kernel
@@ -303,7 +310,9 @@ class _Attention(Op[_Call, Arrays, _Results]):
         if plan.implementation == "mosaic_gpu":
             out, lse = run_kernel(functools.partial(_run_kernel, call, plan), arrays)
         else:
-            out, lse = attention_grouped.decomposed(*arrays, scale=call.scale)
+            out, lse = attention_grouped.decomposed(
+                *arrays[:5], ranges=arrays.ranges, scale=call.scale
+            )
         return dispatch.record(out, plan), lse if call.return_residuals else None
 
     def fold(self, call: _Call, size: int, batched: Arrays, arrays: Arrays) -> _Folded | None:
@@ -322,9 +331,10 @@ class _Attention(Op[_Call, Arrays, _Results]):
 
     def named(self, call: _Call, arrays: Arrays) -> Named:
         lengths = None if arrays.lengths is None else "u"
+        ranges = None if arrays.ranges is None else "b ends"
         keys = "u s k h"
         return Named(
-            Arrays._make((QUERY, keys, keys, "b", lengths)),
+            Arrays._make((QUERY, keys, keys, "b", lengths, ranges)),
             (QUERY, LSE if call.return_residuals else None),
             SPLIT,
         )
@@ -340,7 +350,7 @@ class _Attention(Op[_Call, Arrays, _Results]):
     ) -> Arrays:
         if plan.backward_config is None:
             gradients = attention_grouped.decomposed_vjp(
-                *arrays, *cotangents, scale=call.scale, dtype=dtype
+                *arrays[:5], *cotangents, ranges=arrays.ranges, scale=call.scale, dtype=dtype
             )
         else:
             settings = attention_backward.Settings(
@@ -353,7 +363,7 @@ class _Attention(Op[_Call, Arrays, _Results]):
             (out, lse), (d_out, d_lse) = residuals, cotangents
             operands = attention_backward.Operands(arrays, out, lse, d_out, d_lse)
             gradients = attention_backward.GRADIENT.differentiable(settings, operands)
-        return Arrays._make((*gradients, None, None))
+        return Arrays(*gradients, *attention_vmap.NO_GRADIENTS)
 
 
 _OP = _Attention()

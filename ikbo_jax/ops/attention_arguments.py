@@ -5,21 +5,27 @@ from __future__ import annotations
 import jax
 
 from ikbo_jax.ops import arguments
+from ikbo_jax.ops.attention_vmap import Arrays
 
 
-def check(
-    query: jax.Array,
-    key: jax.Array,
-    value: jax.Array,
-    cand_to_user: jax.Array,
-    lengths: jax.Array | None,
-) -> None:
-    """Raises ValueError, quoting both conflicting values, unless query, key and index agree."""
+def check(arrays: Arrays) -> None:
+    """Raises ValueError, quoting both conflicting values, unless the arrays agree."""
+    query, key, value, cand_to_user, lengths, ranges = arrays
     arguments.check_attention("attention", (query, key, value), "B T N H", "U S K H", "S")
     batch, users = query.shape[0], key.shape[0]
     arguments.check_index("cand_to_user", cand_to_user, "query", "B", batch)
     if lengths is not None:
         arguments.check_index("key_value_seq_lengths", lengths, "key", "U", users)
+    if ranges is not None:
+        if getattr(ranges, "dtype", None) != "int32":
+            raise ValueError(
+                f"key_value_ranges must be an int32 array, but is {arguments.describe(ranges)}"
+            )
+        if ranges.shape != (batch, 2):
+            raise ValueError(
+                f"key_value_ranges has shape {ranges.shape} but query has B={batch}, so it must "
+                f"have shape {(batch, 2)}"
+            )
     if batch and not users:
         raise ValueError(f"key has no rows, shape {key.shape}, but query has B={batch}")
 

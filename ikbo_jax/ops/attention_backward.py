@@ -53,24 +53,31 @@ def choose(
     """Returns the configuration of the gradient's kernel, or None for XLA; and the reason."""
     if request.implementation == "xla":
         return None, "requested by the caller"
-    return gradient_config(request, AttentionBackwardProblem.of(problem))
+    backward = AttentionBackwardProblem.of(problem)
+    return gradient_config(request, backward, problem.why_not_ranges())
 
 
 def _pull_back(settings: Settings, operands: Operands, cotangents: Gradients) -> tuple[Operands]:
-    query, key, value, index, lengths = operands.arrays
+    query, key, value = operands.arrays[:3]
 
     def run(query: Any, key: Any, value: Any, *rest: Any) -> Gradients:
-        return _by_xla(settings, Operands(Arrays(query, key, value, index, lengths), *rest))
+        arrays = operands.arrays._replace(query=query, key=key, value=value)
+        return _by_xla(settings, Operands(arrays, *rest))
 
     with jax.default_matmul_precision(settings.request.precision):
         pulled: Any = jax.vjp(run, query, key, value, *operands[1:])[1](cotangents)
-    return (Operands(Arrays._make((*pulled[:3], None, None)), *pulled[3:]),)
+    return (Operands(Arrays(*pulled[:3], *attention_vmap.NO_GRADIENTS), *pulled[3:]),)
 
 
 def _by_xla(settings: Settings, operands: Operands) -> Gradients:
     arrays, _, _, d_out, d_lse = operands
     return attention_grouped.decomposed_vjp(
-        *arrays, d_out, d_lse, scale=settings.scale, dtype=settings.dtype
+        *arrays[:5],
+        d_out,
+        d_lse,
+        ranges=arrays.ranges,
+        scale=settings.scale,
+        dtype=settings.dtype,
     )
 
 
@@ -104,7 +111,7 @@ def _run(settings: Settings, operands: Operands) -> Gradients:
         num_sms=settings.request.num_sms,
         dtype=settings.dtype,
     )
-    result: Gradients = run_kernel(launch, *arrays, *rest)
+    result: Gradients = run_kernel(launch, *arrays[:5], *rest)
     return result
 
 
@@ -117,4 +124,5 @@ def problem_of(arrays: Arrays) -> AttentionProblem:
     batch, q_len, q_heads, width = arrays.query.shape
     users, kv_len, kv_heads, _ = arrays.key.shape
     sizes = batch, users, q_len, kv_len, q_heads, kv_heads, width
-    return AttentionProblem(*sizes, dtype=str(arrays.query.dtype))
+    dtype, has_ranges = str(arrays.query.dtype), arrays.ranges is not None
+    return AttentionProblem(*sizes, dtype=dtype, has_ranges=has_ranges)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -18,6 +18,11 @@ class Arrays(NamedTuple):
     value: jax.Array
     cand_to_user: jax.Array
     lengths: jax.Array | None
+    ranges: jax.Array | None = None
+
+
+#: Of the arrays of integers, in the place of gradients.
+NO_GRADIENTS: Any = (None,) * 3
 
 
 def are_users_batched(batched: Arrays) -> bool:
@@ -39,7 +44,7 @@ def fold(size: int, batched: Arrays, arrays: Arrays, *, fold_users: bool) -> Arr
     With `fold_users` each problem gets users of its own, copied if they are not batched. Else
     `key`, `value` and `lengths` are not batched.
     """
-    query, key, value, index, lengths = arrays
+    query, key, value, index, lengths, ranges = arrays
     if fold_users:
         users = key.shape[batched.key]
         key, value = (
@@ -55,4 +60,6 @@ def fold(size: int, batched: Arrays, arrays: Arrays, *, fold_users: bool) -> Arr
     else:
         index = concatenate(size, index, bool(batched.cand_to_user))
     query = concatenate(size, query, bool(batched.query))
-    return Arrays(query, key, value, index, lengths)
+    if ranges is not None:
+        ranges = concatenate(size, ranges, bool(batched.ranges))
+    return Arrays(query, key, value, index, lengths, ranges)

@@ -9,7 +9,16 @@ from typing import Any, NamedTuple, NoReturn
 import jax
 import jax.numpy as jnp
 
-from ikbo_jax.ops import arguments, dispatch, gdpa_arguments, gdpa_backward, gdpa_vmap, reverse_only
+from ikbo_jax.masks import Mask
+from ikbo_jax.ops import (
+    arguments,
+    dispatch,
+    gdpa_arguments,
+    gdpa_backward,
+    gdpa_mask,
+    gdpa_vmap,
+    reverse_only,
+)
 from ikbo_jax.ops.op import Call, Folded, Gradient, Named, Op, Part, concatenate, unstack
 from ikbo_jax.ops.partition import Division
 from ikbo_jax.ops.sharded import run_kernel, vary_over_same_axes, zeros
@@ -35,6 +44,7 @@ def gdpa(
     broadcast_q: bool = False,
     max_seqlen_q: int | None = None,
     max_seqlen_kv: int | None = None,
+    mask: Mask | None = None,
     implementation: str | None = None,
     config: GdpaConfig | ShortGdpaConfig | None = None,
 ) -> jax.Array:
@@ -42,10 +52,10 @@ def gdpa(
 
         out[i] = output_scale · Σⱼ act(scale · query[i] · key[j]) · value[j]
 
-    over the keys j of query i's sequence, for each head. `scale` multiplies the scores before the
-    activation, `output_scale` the sum; the defaults do not depend on sizes. With
-    activation="softmax", act is the softmax over the keys of the sequence. Sequences are
-    concatenated: sequence b has rows cu_seqlens[b] to cu_seqlens[b + 1] - 1.
+    over the keys j of query i's sequence that `mask` lets it see, for each head. `scale` multiplies
+    the scores before the activation, `output_scale` the sum; the defaults do not depend on sizes.
+    With activation="softmax", act is the softmax over these keys. Sequences are concatenated:
+    sequence b has rows cu_seqlens[b] to cu_seqlens[b + 1] - 1.
 
     Args:
       query: [total_q, N, H], bfloat16, float16 or float32: queries of all sequences, N heads, head
@@ -77,6 +87,11 @@ def gdpa(
       max_seqlen_q: bound of the queries' lengths, known while tracing. Rows of a sequence beyond it
         are ignored and have result 0; `ikbo_jax.debug.check_offsets` finds a bound too small.
       max_seqlen_kv: bound of the keys' lengths, likewise; keys beyond it have no effect.
+      mask: which keys of its sequence a row sees, by `ikbo_jax.masks.causal`, `hstu` or
+        `intervals`; None: all. The last query of a sequence has the position of the last key, so
+        queries shorter than keys are the end of their sequence. A row that sees nothing has result
+        0, and its gradients are 0. Masks run in XLA, unless `implementation` asks for the kernel,
+        which takes them without a softmax at H = 64, 96 and 128; XLA computes their gradients.
       implementation: None takes the kernel wherever it can run, unless a near row of the dispatch
         table prefers XLA; "mosaic_gpu" or "xla" take that one or raise. The kernel takes bfloat16
         and float16, H = 64, 96, 128 and 256, and every activation, but a softmax only in all heads.
@@ -99,7 +114,8 @@ def gdpa(
         of K; an activation is unknown, or the number of names is not N; `approx` is unknown or
         applies to none of the activations; a scale is not finite in float32; a `max_seqlen_*` is
         not an integer of at least 0; `broadcast_q` is not a bool; both `cu_seqlens_q` and
-        `broadcast_q` are set, or neither; `implementation` is unknown; `config` is of another type,
+        `broadcast_q` are set, or neither; `mask` is no mask, or its arrays have other numbers of
+        rows or sequences; `implementation` is unknown; `config` is of another type,
         or set with `implementation` "xla".
       NotImplementedError: implementation="mosaic_gpu", but the kernel cannot run on this device, or
         with these sizes, this dtype, activation or `config`; N, K or H is a symbolic dimension of
@@ -113,11 +129,14 @@ def gdpa(
     settings = gdpa_arguments.settings(
         arrays, activation, approx, scale, output_scale, broadcast_q, max_seqlen_q, max_seqlen_kv
     )
-    call = _Call(request, settings)
+    described = "" if mask is None else gdpa_mask.check(mask, arrays, settings)
+    call = _Call(request, settings, described)
     plan = _OP.plan(call, arrays)
     shape = reference.out_shape(arrays, settings)
     if 0 in shape or not key.shape[0] or not reference.num_sequences(arrays):
         return dispatch.record_nothing(zeros(shape, query.dtype, arrays), plan)
+    if mask is not None:
+        arrays = gdpa_mask.with_intervals(mask, arrays, settings)
     arrays = reverse_only.operands("gdpa", arrays)
     return _gdpa(call, plan, arrays)
 
@@ -131,11 +150,13 @@ class _Call(Call):
 
     Attributes:
       settings: the arguments that the XLA path needs, too.
+      mask: the mask in words; empty without one.
       gradient_tuning: configuration of the kernels that compute the gradient; None: XLA does.
       gradient_dtype: dtype of the gradients of key and value; None means the inputs'.
     """
 
     settings: Settings
+    mask: str = ""
     gradient_tuning: GdpaBackwardTuning | None = None
     gradient_dtype: str | None = None
 
@@ -150,6 +171,8 @@ class _Residuals(NamedTuple):
 
 
 Gradients = tuple[jax.Array, jax.Array, jax.Array]
+#: Of the arrays of integers, in the place of gradients.
+_NO_GRADIENTS: Any = (None,) * 4
 
 
 def _run_vjp(call: _Call, residuals: _Residuals) -> Gradients:
@@ -225,7 +248,7 @@ def _pull_back_gradients(
     tangents = tuple(c.astype(x.dtype) for c, x in zip(cotangents, primals, strict=True))
     with jax.default_matmul_precision(call.request.precision):
         _, (of_inputs, of_d_out) = jax.jvp(of, primals, tangents)
-    return (_Residuals(Arrays._make((*of_inputs, None, None, None)), None, None, of_d_out),)
+    return (_Residuals(Arrays(*of_inputs, *_NO_GRADIENTS), None, None, of_d_out),)
 
 
 _GRADIENT = Gradient(_run_vjp, _run_vjp_batched, _pull_back_gradients)
@@ -258,6 +281,7 @@ class _Gdpa(Op[_Call, Arrays, _Results]):
             broadcast_q=settings.broadcast_q,
             max_seqlen_q=settings.max_seqlen_q,
             max_seqlen_kv=settings.max_seqlen_kv,
+            mask=call.mask,
         )
 
     def run(self, call: _Call, plan: dispatch.Plan, arrays: Arrays) -> _Results:
@@ -287,15 +311,16 @@ class _Gdpa(Op[_Call, Arrays, _Results]):
     def named(self, call: _Call, arrays: Arrays) -> Named:
         index = [
             None if array is None else name
-            for array, name in zip(arrays[3:], ("offsets_q", "offsets_kv", "index"), strict=True)
+            for array, name in zip(arrays[3:6], ("offsets_q", "offsets_kv", "index"), strict=True)
         ]
         activations = call.settings.activations
         has_lse = call.return_residuals and "softmax" in activations
         # Heads with activations of their own are different programs on different devices.
         can_split = len(set(activations)) == 1
         rows = "rows" if not call.settings.broadcast_q else "out_rows"
+        seen = None if arrays.intervals is None else f"{rows} ends"
         return Named(
-            Arrays._make(("rows (k g) h", "s k h", "s k h", *index)),
+            Arrays._make(("rows (k g) h", "s k h", "s k h", *index, seen)),
             (f"{rows} (k g) h", f"{rows} (k g)" if has_lse else None),
             ({"rows": "queries"} if not call.settings.broadcast_q else {})
             | ({"k": "heads"} if can_split else {}),
@@ -351,7 +376,7 @@ class _Gdpa(Op[_Call, Arrays, _Results]):
             gradient_dtype=dtype and jnp.dtype(dtype).name,
         )
         gradients = _GRADIENT.differentiable(call, _Residuals(arrays, out, lse, d_out))
-        return Arrays._make((*gradients, None, None, None))
+        return Arrays(*gradients, *_NO_GRADIENTS)
 
 
 _OP = _Gdpa()

@@ -47,7 +47,7 @@ def settings(
 
 def check_sequences(arrays: Arrays, broadcast_q: bool) -> None:
     """Raises ValueError, quoting both conflicting values, unless offsets and index agree."""
-    cu_q, cu_kv, index = arrays[3:]
+    cu_q, cu_kv, index = arrays[3:6]
     if broadcast_q and cu_q is not None:
         raise ValueError(
             "with broadcast_q=True every sequence has all queries, so cu_seqlens_q must be None, "

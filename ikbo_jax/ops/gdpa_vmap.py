@@ -45,7 +45,7 @@ def fold(size: int, batched: Any, arrays: Arrays, fold_kv: bool) -> Arrays:
         return jnp.append(shifted.reshape(-1), jnp.int32(size * total))
 
     first: Arrays = jax.tree.map(lambda x, is_batched: x[0] if is_batched else x, arrays, batched)
-    query, key, value, cu_q, cu_kv, index = arrays
+    query, key, value, cu_q, cu_kv, index, intervals = arrays
     batch, batch_kv = num_sequences(first), first.cu_seqlens_kv.shape[0] - 1
     if index is None:
         index = jnp.broadcast_to(jnp.arange(batch, dtype=jnp.int32), (size, batch))
@@ -62,4 +62,6 @@ def fold(size: int, batched: Any, arrays: Arrays, fold_kv: bool) -> Arrays:
         cu_kv = jnp.append(cu_kv, jnp.full(2, key.shape[0], jnp.int32))
         empty = jnp.full((size, 1), cu_kv.shape[0] - 2, jnp.int32)
         index = jnp.concatenate((index, empty), axis=1)
-    return Arrays(query, key, value, cu_q, cu_kv, index.reshape(-1))
+    if intervals is not None:
+        intervals = concatenated(intervals, batched.intervals)
+    return Arrays(query, key, value, cu_q, cu_kv, index.reshape(-1), intervals)

@@ -164,6 +164,7 @@ class AttentionProblem(AttentionSizes):
 
     Attributes:
       is_sorted: whether candidates of a user are known to be neighbours.
+      has_ranges: whether every candidate has its own range of keys.
     """
 
     op: ClassVar[str] = "attention"
@@ -171,6 +172,14 @@ class AttentionProblem(AttentionSizes):
     products: ClassVar[int] = 2
 
     is_sorted: bool = True
+    has_ranges: bool = False
+
+    def describe(self) -> str:
+        return super().describe() + (" key_value_ranges" if self.has_ranges else "")
+
+    def why_not_ranges(self) -> str | None:
+        """Why no kernel can run the problem, if candidates have ranges; None if they have none."""
+        return "key_value_ranges run in XLA" if self.has_ranges else None
 
     @classmethod
     def config_type_of(cls, fields: Mapping[str, Any]) -> type[Config]:

@@ -29,6 +29,11 @@ COMPILED_HALVES = ("gelu_tanh", "silu")
 SERIALISED_GELU_WIDTH = 96
 #: Words of a descriptor in shared memory: an `Item`, then a `Destination` (`flash.gdpa_context`).
 ITEM_WORDS = 7
+#: Head widths of the kernel with masks. At H = 256 it spills 8 bytes of a thread, and so does the
+#: kernel with `skip_empty` at the other widths.
+MASKED_HEAD_DIMS = (64, 96, 128)
+#: Further words with a mask: a tile's number, and four numbers for each consumer's rows.
+MASK_WORDS = 9
 #: Slots for descriptors beyond the number of query slots.  A consumer reads a descriptor for the
 #: last time after it has freed the next item's queries, so only the descriptor of an item at least
 #: three later may overwrite it.
@@ -121,8 +126,9 @@ class GdpaConfig(FlashConfig):
     half_blocks: bool = False
     tickets: bool = False
 
-    def shared(self, head_dim: int) -> GdpaShared:
-        items = memory.descriptors(self.q_slots + EXTRA_ITEM_SLOTS, ITEM_WORDS)
+    def shared(self, head_dim: int, has_mask: bool = False) -> GdpaShared:
+        words = ITEM_WORDS + MASK_WORDS * has_mask
+        items = memory.descriptors(self.q_slots + EXTRA_ITEM_SLOTS, words)
         return GdpaShared(items=items, **self.rings(head_dim))
 
     @property
@@ -138,6 +144,8 @@ class GdpaConfig(FlashConfig):
         if reason := problem.why_not_softmax:
             return reason
         has_softmax = SOFTMAX in problem.activations
+        if problem.mask and (reason := self._why_not_masked(problem)):
+            return reason
         if self.half_blocks and self.block_kv % (2 * WGMMA_K):
             return (
                 f"half_blocks needs a block_kv that is a multiple of {2 * WGMMA_K}, "
@@ -154,6 +162,19 @@ class GdpaConfig(FlashConfig):
             )
         smem_bytes = (self.for_softmax if has_softmax else self).smem_bytes(problem.head_dim)
         return hopper.why_not_smem(self, smem_bytes, problem.head_dim)
+
+    def _why_not_masked(self, problem: GdpaProblem) -> str | None:
+        """Why the kernel cannot run a problem that has a mask; None if it can."""
+        if SOFTMAX in problem.activations:
+            return f"masks with a softmax run in XLA, and the call has mask={problem.mask}"
+        enabled = [name for name in ("skip_empty", "half_blocks") if getattr(self, name)]
+        if self.run > 1 or enabled:
+            return (
+                "a mask needs run=1, no skip_empty and no half_blocks, "
+                f"but the config has run={self.run} and {', '.join(enabled) or 'none of them'}"
+            )
+        kernel = "kernel with masks takes"
+        return hopper.why_not_head_dim(problem.head_dim, MASKED_HEAD_DIMS, kernel)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -173,6 +194,11 @@ class GdpaProblem(GdpaSizes):
 
     def rank(self) -> Iterator[Ranked]:
         """Yields the legal configurations of both kernels, the most promising first, by rules."""
+        if self.mask:
+            # The kernel with masks has never been timed, nor run, on a GPU.
+            yield Ranked(None, None, "masks run in XLA unless the kernel is requested")
+            yield from by_rule(self._masked_configs())
+            return
         reason = short_gdpa.why_preferred(self)
         short = itertools.islice(short_gdpa.candidate_configs(self), MAX_SHORT_CONFIGS)
         is_candidate = reason is not None or short_gdpa.is_candidate(self)
@@ -207,6 +233,13 @@ class GdpaProblem(GdpaSizes):
                     if config.illegal_reason(self) is None:
                         ranks.setdefault(config, NARROW_BLOCK_COST * block + number + mode)
         yield from sorted(ranks, key=ranks.__getitem__)[:most]
+
+    def _masked_configs(self) -> Iterator[GdpaConfig]:
+        """Yields the legal configurations of the kernel with masks, the most promising first."""
+        for block_kv, ring in itertools.product((128, 64), ((2, 3, 2), (2, 2, 2), (2, 2, 1))):
+            config = GdpaConfig(block_kv, *ring, late_turns=True, tickets=self.prefers_tickets)
+            if config.illegal_reason(self) is None:
+                yield config
 
     @property
     def _early_ring(self) -> Ring | None:

@@ -46,6 +46,7 @@ class GdpaSizes(Problem):
       broadcast_q: whether all sequences have the same queries.
       max_seqlen_q: bound of the lengths of query sequences, or None.
       max_seqlen_kv: bound of the lengths of key-value sequences, or None.
+      mask: which keys a row sees, in words; empty: all. Tables have no rows for masks.
     """
 
     batch: int
@@ -61,6 +62,11 @@ class GdpaSizes(Problem):
     broadcast_q: bool
     max_seqlen_q: int | None
     max_seqlen_kv: int | None
+    mask: str = ""
+
+    def why_not_mask(self) -> str | None:
+        """Why a kernel that takes no masks cannot run the problem; None if it can."""
+        return f"masks run in XLA, and the call has mask={self.mask}" if self.mask else None
 
     @property
     def is_full(self) -> bool:
@@ -97,6 +103,7 @@ class GdpaSizes(Problem):
             "+".join(self.activations),
             *([] if self.approx is None else [f"approx={self.approx}"]),
             *(["broadcast_q"] if self.broadcast_q else []),
+            *([f"mask={self.mask}"] if self.mask else []),
             self.dtype,
         ]
         return " ".join(words)
@@ -117,13 +124,17 @@ class GdpaSizes(Problem):
             broadcast_q=typed(fields.get("broadcast_q"), bool, "broadcast_q"),
             max_seqlen_q=optional("max_seqlen_q"),
             max_seqlen_kv=optional("max_seqlen_kv"),
+            mask="",
         )
 
     def distance(self, other: GdpaSizes) -> float:
         """Adds terms for activations and full sequences to the attentions' distance.
 
-        Infinite if H differs, or if only one problem has softmax, which another kernel computes.
+        Infinite if H differs, or if only one problem has a mask, or softmax, which another kernel
+        computes.
         """
+        if bool(self.mask) != bool(other.mask):
+            return math.inf
         has_softmax, other_has_softmax = SOFTMAX in self.activations, SOFTMAX in other.activations
         if self.head_dim != other.head_dim or has_softmax != other_has_softmax:
             return math.inf

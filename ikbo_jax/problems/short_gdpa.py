@@ -174,7 +174,8 @@ class ShortGdpaConfig(Config):
         return self.smem_bytes(problem.head_dim, Batch.of(problem) if self.finds_tiles else None)
 
     def illegal_reason(self, problem: Any) -> str | None:
-        if reason := flash.why_not_operands(problem, self.block_kv, MAX_BLOCK_KV):
+        reason = problem.why_not_mask()
+        if reason := reason or flash.why_not_operands(problem, self.block_kv, MAX_BLOCK_KV):
             return reason
         if self.tile_rows not in TILE_ROWS:
             return f"tile_rows must be 16, 32 or 64, but is {self.tile_rows}"

@@ -30,6 +30,7 @@ def materialised(
     key_value_seq_lengths: jax.Array | None = None,
     *,
     scale: float,
+    ranges: jax.Array | None = None,
     self_key: jax.Array | None = None,
     self_value: jax.Array | None = None,
 ) -> tuple[jax.Array, jax.Array]:
@@ -42,6 +43,7 @@ def materialised(
       cand_to_user: [B] int32.
       key_value_seq_lengths: [U] int32, or None for S everywhere.
       scale: of the scores.
+      ranges: [B, 2] int32, the first key that a candidate sees, and one past the last; or None.
       self_key: [B, T_self, K, H], further keys that only their candidate sees, or None.
       self_value: [B, T_self, K, H], or None.
 
@@ -54,6 +56,9 @@ def materialised(
     if key_value_seq_lengths is not None:
         length = key_value_seq_lengths[user][:, None]
         mask = jnp.arange(key.shape[1], dtype=jnp.int32)[None] < length
+    if ranges is not None:
+        place = jnp.arange(key.shape[1], dtype=jnp.int32)[None]
+        mask &= (place >= ranges[:, :1]) & (place < ranges[:, 1:])
     if self_key is not None and self_value is not None:
         keys = jnp.concatenate((keys, self_key.astype(jnp.float32)), axis=1)
         values = jnp.concatenate((values, self_value.astype(jnp.float32)), axis=1)

@@ -87,6 +87,7 @@ def decomposed(
     key_value_seq_lengths: jax.Array | None = None,
     *,
     scale: float,
+    ranges: jax.Array | None = None,
     blocks: Blocking | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """Attends for groups of candidates of one user, a chunk of keys at a time.
@@ -105,11 +106,13 @@ def decomposed(
 
     def attend(groups: _Groups) -> tuple[jax.Array, jax.Array]:
         q = _rows_of(query, groups.members, key.shape[2])
+        ends = _ranges_of(ranges, groups, query, key.shape[2])
 
         def step(state: Softmax, chunk: jax.Array) -> tuple[Softmax, None]:
             keys, values, mask = _chunk_of(parts, groups, chunk, key, value)
             scores = directed(_products(q, keys), scale)
-            scores = jnp.where(mask[:, None, None], scores, -jnp.inf)
+            visible = _visible(parts, chunk, key, mask, ends)
+            scores = jnp.where(visible, scores, -jnp.inf)
             state, exponentials = state.plus(scores, scale)
             products = jnp.einsum(
                 "gkqs,gskh->gkqh",
@@ -137,6 +140,7 @@ def decomposed_vjp(
     d_lse: jax.Array | None,
     *,
     scale: float,
+    ranges: jax.Array | None = None,
     blocks: Blocking | None = None,
     dtype: Any = None,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
@@ -170,13 +174,17 @@ def decomposed_vjp(
         # gradient. Rows without keys have no gradient, whatever their query and cotangent, which
         # may be NaN: 0 times NaN would be NaN.
         has_keys = (groups.lengths > 0)[:, None, None, None]
+        ends = _ranges_of(ranges, groups, query, kv_heads)
+        if ends is not None:
+            last = jnp.minimum(ends[..., 1:], groups.lengths[:, None, None, None])
+            has_keys = last > jnp.maximum(ends[..., :1], 0)
         is_real = has_keys & rows_of(jnp.ones_like(query, bool)[..., :1], fill=False)
         q, d_o = (jnp.where(is_real, rows_of(x), 0) for x in (query, d_out))
         d_rows = 0.0 if d_lse is None else rows_of(d_lse[..., None], fill=0)[..., 0]
 
         def scores_of(chunk: jax.Array) -> tuple[jax.Array, ...]:
             keys, values, mask = _chunk_of(parts, groups, chunk, key, value)
-            counts = mask[:, None, None] & is_real
+            counts = _visible(parts, chunk, key, mask, ends) & is_real
             scores = jnp.where(counts, directed(_products(q, keys), scale), -jnp.inf)
             return keys, counts, scores, _products(d_o, values)
 
@@ -314,6 +322,32 @@ def _rows_of(
         rows = jnp.where((members < batch)[..., None, None, None], rows, fill)
     rows = rows.reshape(groups, group * q_len, kv_heads, q_heads // kv_heads, width)
     return jnp.swapaxes(rows, 1, 2).reshape(groups, kv_heads, -1, width)
+
+
+def _ranges_of(
+    ranges: jax.Array | None, groups: _Groups, query: jax.Array, kv_heads: int
+) -> jax.Array | None:
+    """Repeats the members' ranges for each of their rows: [groups, 1, rows, 2]; None without."""
+    if ranges is None:
+        return None
+    rows = query.shape[1] * (query.shape[2] // kv_heads)
+    members = jnp.minimum(groups.members, query.shape[0] - 1)
+    found = jnp.take(ranges, members, axis=0, mode="clip")[:, :, None]
+    num_groups, group = members.shape
+    found = jnp.broadcast_to(found, (num_groups, group, rows, 2))
+    return found.reshape(num_groups, 1, -1, 2)
+
+
+def _visible(
+    parts: _Partition, chunk: jax.Array, key: jax.Array, mask: jax.Array, ends: jax.Array | None
+) -> jax.Array:
+    """Combines the mask of a chunk's keys and the rows' ranges: [groups, 1, rows or 1, keys]."""
+    visible = mask[:, None, None]
+    if ends is None:
+        return visible
+    start = _chunk_start(parts, chunk, key.shape[1])
+    column = (start + jnp.arange(parts.keys, dtype=jnp.int32))[None, None, None]
+    return visible & (column >= ends[..., :1]) & (column < ends[..., 1:])
 
 
 def _candidates_of(rows: jax.Array, q_len: int, q_heads: int) -> jax.Array:

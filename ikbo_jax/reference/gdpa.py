@@ -35,6 +35,8 @@ class Arrays(NamedTuple):
       cu_seqlens_q: [batch + 1] int32; None with `broadcast_q`.
       cu_seqlens_kv: [batch_kv + 1] int32.
       q_to_kv: [batch] int32; None: query sequence b attends to key-value sequence b.
+      intervals: [rows of out, 4] int32, begin and end of two intervals of keys, counted from the
+        first key of the row's sequence; the row sees no other keys. None: rows see all keys.
     """
 
     query: jax.Array
@@ -43,6 +45,7 @@ class Arrays(NamedTuple):
     cu_seqlens_q: jax.Array | None
     cu_seqlens_kv: jax.Array
     q_to_kv: jax.Array | None = None
+    intervals: jax.Array | None = None
 
 
 class Settings(NamedTuple):
@@ -102,32 +105,39 @@ def materialised(arrays: Arrays, settings: Settings) -> jax.Array:
     Returns:
       out in the query's dtype, rounded once; for its shape see `out_shape`.
     """
-    query, key, value, cu_q, cu_kv, q_to_kv = arrays
+    query, key, value, cu_q, cu_kv, q_to_kv, intervals = arrays
     batch, (total_q, heads, _), total_kv = num_sequences(arrays), query.shape, key.shape[0]
     q_row, kv_row = (
         jnp.arange(total, dtype=jnp.int32)[:, None, None] for total in (total_q, total_kv)
     )
 
-    def is_in(cu: jax.Array, sequence: jax.Array, row: jax.Array, longest: int | None) -> jax.Array:
+    def place_in(
+        cu: jax.Array, sequence: jax.Array, row: jax.Array, longest: int | None
+    ) -> tuple[jax.Array, jax.Array]:
+        """Tells whether rows are in a sequence, and their places in it."""
         # The running maximum of the offsets, inside the array.
         before = jnp.arange(cu.size, dtype=jnp.int32) <= sequence
         begin = jnp.max(jnp.where(before, jnp.clip(cu, 0, row.size), 0))
         end = jnp.maximum(begin, jnp.clip(cu[sequence + 1], 0, row.size))
         if longest is not None:
             end = jnp.minimum(end, begin + longest)
-        return (row >= begin) & (row < end)
+        return (row >= begin) & (row < end), row - begin
 
     def of_sequence(sequence: jax.Array) -> jax.Array:
         kv = sequence if q_to_kv is None else jnp.clip(q_to_kv[sequence], 0, cu_kv.size - 2)
         is_query = jnp.ones_like(q_row, bool)
         if cu_q is not None:
-            is_query = is_in(cu_q, sequence, q_row, settings.max_seqlen_q)
-        is_key = is_in(cu_kv, kv, kv_row, settings.max_seqlen_kv)
+            is_query, _ = place_in(cu_q, sequence, q_row, settings.max_seqlen_q)
+        is_key, key_place = place_in(cu_kv, kv, kv_row, settings.max_seqlen_kv)
         q = jnp.where(is_query, query.astype(jnp.float32), 0)
         k, v = (jnp.where(is_key, x.astype(jnp.float32), 0) for x in (key, value))
         k, v = (jnp.repeat(x, heads // key.shape[1], axis=1) for x in (k, v))
         scores = jnp.float32(settings.scale) * jnp.einsum("inh,jnh->nij", q, k, precision="highest")
         mask = is_query[:, 0] & is_key[:, 0, 0][None]
+        if intervals is not None:
+            seen = intervals.reshape(-1, total_q, 2, 2)[sequence if settings.broadcast_q else 0]
+            places = key_place[None, :, 0]
+            mask &= jnp.any((places >= seen[:, None, :, 0]) & (places < seen[:, None, :, 1]), -1)
         weights = jnp.stack(
             [
                 _oracle_weights(name, s, mask)

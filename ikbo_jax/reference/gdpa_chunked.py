@@ -22,6 +22,7 @@ from ikbo_jax.reference import jagged
 from ikbo_jax.reference.activations import SOFTMAX, elementwise
 from ikbo_jax.reference.attention import Softmax, directed, normalise, scaled
 from ikbo_jax.reference.gdpa import Arrays, Settings, num_sequences, out_shape
+from ikbo_jax.reference.gdpa_visible import Visible
 
 #: Largest number of scores of one step of the XLA path: 64 MiB in f32, and as much for weights.
 MAX_SCORES = 2**24
@@ -101,17 +102,19 @@ class Tilings(NamedTuple):
       kv: the tiles of keys.
       most_q: the largest number of tiles of one query sequence; None if unknown while tracing.
       most_kv: the largest number of tiles of one key sequence; None if unknown while tracing.
+      visible: the keys that the queries see; None: all keys of their sequences.
     """
 
     q: jagged.Tiling
     kv: jagged.Tiling
     most_q: int | None
     most_kv: int | None
+    visible: Visible | None = None
 
 
 def make_tilings(arrays: Arrays, settings: Settings, blocks: Blocking | None) -> Tilings:
     """Cuts all sequences into tiles."""
-    query, key, _, cu_q, cu_kv, q_to_kv = arrays
+    query, key, _, cu_q, cu_kv, q_to_kv, intervals = arrays
     blocks = blocks or blocking(arrays, settings)
     batch, batch_kv = num_sequences(arrays), cu_kv.shape[0] - 1
     number = jnp.zeros_like(cu_kv, shape=batch) + jnp.arange(batch, dtype=jnp.int32)
@@ -131,10 +134,11 @@ def make_tilings(arrays: Arrays, settings: Settings, blocks: Blocking | None) ->
     most = jagged.most_tiles(batch_kv, key.shape[0], blocks.kv_rows, longest[1])
     sequences = jagged.Sequences(start, start, length, kv_number)
     kv = jagged.tile(sequences, batch_kv, blocks.kv_rows, blocks.kv_tiles, most)
-    most_of_one = (
+    most_q, most_kv = (
         x if x is None else -(-x // t.size) for x, t in zip(longest, (q, kv), strict=True)
     )
-    return Tilings(q, kv, *most_of_one)
+    visible = None if intervals is None else Visible.of(intervals, q)
+    return Tilings(q, kv, most_q, most_kv, visible)
 
 
 def chunked(
@@ -160,7 +164,7 @@ def chunked(
     def step(carry: tuple, tiles: jagged.Tiles) -> tuple[tuple, None]:
         out, lse = carry
         q = fold(jagged.gather(arrays.query, tiles, tilings.q.size), kv_heads)
-        first, number = jagged.tile_range(tiles, tilings.kv)
+        first, number = key_tiles(tilings, tiles)
 
         def add_tile(index: jax.Array, state: Softmax) -> Softmax:
             kv_tiles = jagged.tile_at(tilings.kv, first, number, index)
@@ -217,10 +221,27 @@ def product(axes: str, a: jax.Array, b: jax.Array) -> jax.Array:
     return jnp.einsum(axes, a.astype(b.dtype), b, preferred_element_type=jnp.float32)
 
 
+def key_tiles(tilings: Tilings, q: jagged.Tiles) -> tuple[jax.Array, jax.Array]:
+    """Finds (first, number) of the tiles of keys that the rows of each tile of queries may see."""
+    if tilings.visible is not None:
+        return tilings.visible.key_tiles(q, tilings.q, tilings.kv)
+    return jagged.tile_range(q, tilings.kv)
+
+
+def query_tiles(tilings: Tilings, kv: jagged.Tiles) -> tuple[jax.Array, jax.Array]:
+    """Finds (first, number) of the tiles of queries whose rows may see each tile of keys."""
+    if tilings.visible is not None:
+        return tilings.visible.query_tiles(kv, tilings.q)
+    return jagged.tile_range(kv, tilings.q)
+
+
 def pair_mask(tilings: Tilings, q: jagged.Tiles, kv: jagged.Tiles) -> jax.Array:
-    """Makes the mask of pairs of existing rows: [tiles, 1, q_rows, kv_rows] bool."""
+    """Makes the mask of visible pairs of existing rows: [tiles, 1, q_rows, kv_rows] bool."""
     is_query, is_key = jagged.row_mask(q, tilings.q.size), jagged.row_mask(kv, tilings.kv.size)
-    return is_query[:, None, :, None] & is_key[:, None, None, :]
+    mask = is_query[:, None, :, None] & is_key[:, None, None, :]
+    if tilings.visible is not None:
+        mask &= tilings.visible.mask(q, kv, tilings.q.size, tilings.kv.size)
+    return mask
 
 
 def heads_by_activation(settings: Settings) -> list[tuple[str, slice]]:

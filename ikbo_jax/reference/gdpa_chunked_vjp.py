@@ -96,7 +96,7 @@ class _GradientSteps(NamedTuple):
         settings, tilings, heads = self.settings, self.tilings, self.arrays.query.shape[1]
         d_query, row_sums = carry
         rows = self.rows_of(tiles, None)
-        first, number = jagged.tile_range(tiles, tilings.kv)
+        first, number = gdpa_chunked.key_tiles(tilings, tiles)
 
         def keys_at(index: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
             kv_tiles = jagged.tile_at(tilings.kv, first, number, index)
@@ -132,7 +132,7 @@ class _GradientSteps(NamedTuple):
         settings, tilings = self.settings, self.tilings
         d_key, d_value = carry
         keys, values = self.keys_of(tiles)
-        first, number = jagged.tile_range(tiles, tilings.q)
+        first, number = gdpa_chunked.query_tiles(tilings, tiles)
 
         def add_tile(index: jax.Array, sums: tuple) -> tuple:
             q_tiles = jagged.tile_at(tilings.q, first, number, index)

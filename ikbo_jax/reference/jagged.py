@@ -38,12 +38,14 @@ class Tiles(NamedTuple):
       target: first row in the array that is written.
       rows: number of rows, at most `Tiling.size`.
       kv: the key-value sequence.
+      begin: first row, counted from the first one of its sequence.
     """
 
     source: jax.Array
     target: jax.Array
     rows: jax.Array
     kv: jax.Array
+    begin: jax.Array
 
 
 class Tiling(NamedTuple):
@@ -96,15 +98,11 @@ def tile(sequences: Sequences, batch_kv: int, size: int, per_step: int, most: in
     all_steps = -(-most // per_step)
     count = (max(all_steps, 1) if isinstance(most, int) else all_steps) * per_step
     number = jnp.arange(count, dtype=jnp.int32)
-    if isinstance(kv.size, int):
-        found = search_right(end, number)
-    else:  # symbolic size: the search would have to know it, to unroll its steps
-        found = jnp.sum(end[None] <= number[:, None], axis=1, dtype=jnp.int32)
-    sequence = jnp.clip(found, 0, kv.size - 1)
+    sequence = jnp.clip(search_right(end, number), 0, kv.size - 1)
     start = (number - (end - tiles_of)[sequence]) * size
     rows = jnp.clip(length[sequence] - start, 0, size)
     counts = jnp.zeros_like(kv, shape=batch_kv + 1).at[kv + 1].add(tiles_of)
-    tiles = Tiles(source[sequence] + start, target[sequence] + start, rows, kv[sequence])
+    tiles = Tiles(source[sequence] + start, target[sequence] + start, rows, kv[sequence], start)
     return Tiling(tiles, jnp.cumsum(counts), size, per_step)
 
 
@@ -162,6 +160,8 @@ def search_right(ends: jax.Array, numbers: jax.Array) -> jax.Array:
     By default, `jnp.searchsorted` is a loop of log2(size) steps, each a kernel on a GPU; and jax
     0.12 does not lower it inside of `ops.sharded.device_p`.
     """
+    if not isinstance(ends.size, int):  # symbolic: the steps of the search cannot be unrolled
+        return jnp.sum(ends[None] <= numbers[:, None], axis=1, dtype=jnp.int32)
     found = jnp.zeros_like(numbers, jnp.int32)
     for bit in reversed(range(ends.size.bit_length())):
         further = found + (1 << bit)

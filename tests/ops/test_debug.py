@@ -172,3 +172,34 @@ def test_checkify_finds_wrong_lengths() -> None:
     error, out = checkify.checkify(jax.jit(run))(jnp.asarray([1, 4], jnp.int32))
     assert "key_value_seq_lengths.ravel()[1] is 4, outside [0, 3]" in error.get()
     np.testing.assert_array_equal(out, np.ones((2, 3, 1, 2)))
+
+
+@pytest.mark.parametrize(
+    ("targets", "message"),
+    [
+        ([3, 0, 7], None),
+        ([3, 1, 7], "sequence 1 of cu_seqlens has 0 rows but 1 targets"),
+        ([3, 0, 2**31 - 1], "sequence 2 of cu_seqlens has 7 rows but 2147483647 targets"),
+        ([-1, 0, 7], "is -1, outside [0, 2147483647]"),
+    ],
+)
+def test_targets_beyond_a_length_are_found(targets: list[int], message: str | None) -> None:
+    arrays = jnp.asarray([0, 3, 3, 10], jnp.int32), jnp.asarray(targets, jnp.int32)
+
+    def run(offsets: jax.Array, targets: jax.Array) -> None:
+        check_offsets(offsets, 10, num_targets=targets)
+
+    error, _ = jax.jit(checkify.checkify(run))(*arrays)
+    if message is None:
+        run(*arrays)
+        assert error.get() is None
+    else:
+        assert message in error.get()
+        with pytest.raises(ValueError, match=re.escape(message)):
+            run(*map(np.asarray, arrays))
+    jax.jit(run)(*arrays)
+
+
+def test_targets_of_another_batch() -> None:
+    with pytest.raises(ValueError, match=re.escape("has shape (2,) but cu has batch=1")):
+        check_offsets(np.asarray([0, 3], np.int32), 3, None, "cu", num_targets=np.zeros(2, int))

@@ -42,8 +42,17 @@ def shared_queries(query, key, value, offsets, **options):
     return ikbo.gdpa(query, key, value, None, offsets, broadcast_q=True, **options)
 
 
+def masked(query, key, value, offsets, targets, **options):
+    mask = ikbo.masks.hstu(targets, contextual=2, window=9)
+    return ikbo.gdpa(query, key, value, offsets, offsets, mask=mask, **options)
+
+
 def with_own_tokens(query, key, value, index, own, **options):
     return ikbo.attention(query, key, value, index, self_key=own, self_value=own, **options)
+
+
+def with_ranges(query, key, value, index, ranges, **options):
+    return ikbo.attention(query, key, value, index, key_value_ranges=ranges, **options)
 
 
 def gradient(op: Callable[..., Any]) -> Callable[..., Any]:
@@ -64,9 +73,11 @@ CASES: dict[str, tuple[Callable[..., Any], tuple[Any, ...]]] = {
     "attention_t": (ikbo.attention, attention(7, 3, t=T)),
     "attention_gradient": (gradient(ikbo.attention), attention(B, 3)),
     "attention_own": (with_own_tokens, (*attention(B, 3), of(B, 2, 2, 8))),
+    "attention_ranges": (gradient(with_ranges), (*attention(B, 3, t=T), integers(B, 2))),
     "gdpa_b": (ikbo.gdpa, jagged(B, 50, 60)),
     "gdpa_rows": (ikbo.gdpa, jagged(7, 25 * T, 12 * S)),
     "gdpa_gradient": (gradient(softmax), jagged(B, 16 * B, 8 * B)),
+    "gdpa_masked": (gradient(masked), (*jagged(B, 16 * B, 8 * B)[:4], integers(B))),
     "gdpa_broadcast": (shared_queries, (of(5, 4, 8), of(60, 2, 8), of(60, 2, 8), integers(B + 1))),
     "linear_compression": (ikbo.linear_compression, compression),
 }

@@ -29,11 +29,12 @@ KERNELS = (
 )
 REWRITE_PARTS = ("rewrite.values", "rewrite.facts", "rewrite.report", "rewrite.interpret")
 REWRITERS = ("rewrite.rules", "rewrite.attention", "rewrite.calls")
-OPS = ("problems", "reference", "tuning", *KERNELS)
+OPS = ("problems", "reference", "masks", "tuning", *KERNELS)
 ALLOWED: dict[str, tuple[str, ...]] = {
     "_version": (),
     "_timing": (),
     "debug": (),
+    "masks": (),
     "placement": (),
     "problems": (),
     "reference": (),
@@ -70,7 +71,7 @@ ALLOWED: dict[str, tuple[str, ...]] = {
         *(*OPS, "ops", "cases", "autotuner", "rewrite", "layers", "models"),
         *("debug", "_timing", "_version"),
     ),
-    PACKAGE: ("ops", "rewrite", "placement", "debug", "_version"),
+    PACKAGE: ("ops", "rewrite", "placement", "debug", "masks", "_version"),
 }
 #: Modules that may import less than their room.
 STRICTER: dict[str, tuple[str, ...]] = {"ops.reverse_only": ()}

@@ -134,7 +134,7 @@ def numpy_slope(name: str, x: np.ndarray) -> np.ndarray:
     return (numpy_activation(name, x + step) - numpy_activation(name, x - step)) / (2 * step)
 
 
-def _sequences(arrays: Arrays, settings: Settings) -> Iterator[tuple[Any, ...]]:
+def sequences(arrays: Arrays, settings: Settings) -> Iterator[tuple[Any, ...]]:
     """Every query sequence's rows of the queries, of the keys and of out; offsets are in order.
 
     And in f64 its keys and values, of which each query head has its own, and scores [N, i, j].
@@ -162,7 +162,7 @@ def _sequences(arrays: Arrays, settings: Settings) -> Iterator[tuple[Any, ...]]:
 def numpy_oracle(arrays: Arrays, settings: Settings) -> np.ndarray:
     """Out in f64: a loop over sequences, which takes offsets that are in order."""
     out = np.zeros(out_shape(arrays, settings))
-    for *_, of_out, _, values, scores in _sequences(arrays, settings):
+    for *_, of_out, _, values, scores in sequences(arrays, settings):
         named = zip(settings.activations, scores, strict=True)
         weights = np.stack([numpy_activation(name, score) for name, score in named])
         out[of_out] = settings.output_scale * np.einsum("nij,jnh->inh", weights, values)
@@ -172,7 +172,7 @@ def numpy_oracle(arrays: Arrays, settings: Settings) -> np.ndarray:
 def numpy_lse(arrays: Arrays, settings: Settings) -> np.ndarray:
     """The logarithm of the sum of a row's powers, [rows, N], as `numpy_oracle` has out."""
     lse = np.zeros(out_shape(arrays, settings)[:2])
-    for *_, of_out, _, _, scores in _sequences(arrays, settings):
+    for *_, of_out, _, _, scores in sequences(arrays, settings):
         lse[of_out] = np.logaddexp.reduce(scores, axis=2).T
     return lse
 
@@ -193,7 +193,7 @@ def numpy_gradients(
     def of_key_heads(x: np.ndarray) -> np.ndarray:
         return x.reshape(len(x), key.shape[1], heads, key.shape[2]).sum(2)
 
-    for rows, of_keys, of_out, keys, values, scores in _sequences(arrays, settings):
+    for rows, of_keys, of_out, keys, values, scores in sequences(arrays, settings):
         upstream = settings.output_scale * d_out[of_out]
         weights, d_scores = np.zeros_like(scores), np.einsum("inh,jnh->nij", upstream, values)
         for head, name in enumerate(settings.activations):
@@ -221,7 +221,7 @@ def exactly(arrays: Arrays, settings: Settings, d_out: Any) -> tuple[np.ndarray,
 @functools.partial(jax.jit, static_argnums=1)
 def same_dtype_gdpa(arrays: Arrays, settings: Settings) -> jax.Array:
     """Out as plain jnp has it: all scores in f32 at once, weights rounded to the dtype."""
-    query, key, value, cu_q, cu_kv, index = arrays
+    query, key, value, cu_q, cu_kv, index, _ = arrays
     batch = cu_kv.shape[0] - 1 if index is None else index.shape[0]
     if cu_q is None:
         query = jnp.tile(query, (batch, 1, 1))

@@ -37,6 +37,7 @@ class Operands(NamedTuple):
     cu_seqlens_q: Any = None  # of `lists.Offsets`, if CTAs find their tiles
     cu_seqlens_kv: Any = None  # of `lists.Offsets`, if CTAs find their tiles
     q_to_kv: Any = None  # always None: `segments` reads it
+    masks: Any = None  # of the tiles, `gdpa_masked.Masks`
 
 
 class Outputs(NamedTuple):

@@ -36,7 +36,13 @@ import jax
 import jax.numpy as jnp
 
 from ikbo_jax.pallas.activations.weights import ActivationSpec
-from ikbo_jax.pallas.flash import attention, gdpa_consumer, gdpa_producer, short_gdpa
+from ikbo_jax.pallas.flash import (
+    attention,
+    gdpa_consumer,
+    gdpa_masked,
+    gdpa_producer,
+    short_gdpa,
+)
 from ikbo_jax.pallas.flash.context import Operands
 from ikbo_jax.pallas.flash.gdpa_context import GdpaContext, Shape
 from ikbo_jax.pallas.hopper.launch import Roles, launch
@@ -86,6 +92,9 @@ def gdpa_kernel(
         options |= {"config": config.for_softmax, "return_residuals": return_residuals}
         return attention.jagged_attention_kernel(query, key, value, listed, **options)
     options |= activation | {"config": config}
+    if arrays.intervals is not None:
+        masked = gdpa_masked.mask_tiles(listed, arrays.intervals, config.block_kv)
+        listed, options["masks"] = masked
     return gdpa_forward(query, key, value, listed, **options), None
 
 
@@ -112,19 +121,21 @@ def gdpa_forward(
     output_scale: float,
     config: GdpaConfig,
     num_sms: int,
+    masks: gdpa_masked.Masks | None = None,
     interpret: Any = False,
 ) -> jax.Array:
     """Attends from every tile of queries to the keys and values of its sequence.
 
     Returns out [out_rows, N, H]. Arguments are as for `flash.gdpa.gdpa_kernel`; `tiles` have
     `TILE_ROWS` rows, and every row of the result has one. `activations` may be one for all heads.
+    `masks` are of these tiles, see `gdpa_masked.mask_tiles`; they need run=1 and no half_blocks.
     """
     _, q_heads, head_dim = query.shape
     workers = min(num_sms, tiles.words.shape[0] * q_heads)
     has_f32_range = query.dtype == jnp.bfloat16
     activation = ActivationSpec(activations, approx, scale, output_scale, has_f32_range)
     shape = Shape(q_heads, key.shape[1], head_dim, activation, workers)
-    operands = Operands(query, key, value, **tiles._asdict())
+    operands = Operands(query, key, value, **tiles._asdict(), masks=masks)
     out = jax.ShapeDtypeStruct((out_rows, q_heads, head_dim), query.dtype)
     (result,) = launch(
         Roles(
@@ -134,7 +145,7 @@ def gdpa_forward(
         ),
         operands,
         out,
-        config.shared(head_dim),
+        config.shared(head_dim, masks is not None),
         dtype=query.dtype,
         name="ikbo_gdpa_forward",
         workers=workers,

@@ -13,6 +13,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from ikbo_jax.pallas.activations import weights as gdpa_weights
+from ikbo_jax.pallas.flash import gdpa_masked
 from ikbo_jax.pallas.flash.gdpa_context import GdpaContext, Item
 from ikbo_jax.pallas.hopper import mma, mosaic, operand_tiles, stores, turns
 from ikbo_jax.pallas.hopper.rings import Ring
@@ -90,14 +91,26 @@ def _issue_values(
     )
 
 
-def _weights(ctx: GdpaContext, scores: jax.Array, item: Item, step: Any) -> Callable[[], jax.Array]:
+def _weights(
+    ctx: GdpaContext,
+    scores: jax.Array,
+    item: Item,
+    step: Any,
+    place: Callable[[], tuple[Any, Any]],
+) -> Callable[[], jax.Array]:
     """Computes weights from computed scores, and frees the block of keys.
+
+    `place` returns the numbers of the item and of the block; it is called if there is a mask.
 
     The returned function rounds the weights.  Call it after the product with the previous weights:
     ptxas serialises products whose operands are written while other products are in flight.
     """
     scores = mma.after_wait(scores, interpret=ctx.interpret)
     ctx.shared.key.release(step)
+    if ctx.operands.masks is not None:
+        index, block = place()
+        index = mosaic.opaque(index, interpret=ctx.interpret)
+        scores = gdpa_masked.keep_visible(ctx, index, block, scores)
     spec = ctx.shape.activation
     weights = gdpa_weights.compute_weights(spec, item.head, scores, interpret=ctx.interpret)
     return functools.partial(gdpa_weights.round_weights, weights, ctx.outputs.dtype)
@@ -127,7 +140,7 @@ def _step(
     acc = _issue_values(ctx, state, block > 0, step, ctx.config.block_kv)
     turns.await_scores(ctx)
     ctx.free_read_queries(index, block + 2 == item.blocks)
-    weights = _weights(ctx, scores, item, step + 1)
+    weights = _weights(ctx, scores, item, step + 1, lambda: (index, block + 1))
     pl.when(block == 0)(functools.partial(ctx.free_stored_slot, index - 1))
     mma.wait(0, interpret=ctx.interpret)
     ctx.shared.value.release(step)
@@ -197,7 +210,7 @@ def _last_step(
         acc = _issue_values(ctx, state, is_defined, step, keys)
         turns.await_scores(ctx, pending=1 if keys else 0)
         free_next_queries()
-        weights = _weights(ctx, scores, next_item, next_step)
+        weights = _weights(ctx, scores, next_item, next_step, lambda: (index + 1, jnp.int32(0)))
         if keys:
             mma.wait(0, interpret=ctx.interpret)
         return acc, weights()
@@ -255,7 +268,7 @@ def _attend(ctx: GdpaContext, item: Item) -> None:
     mma.wait(0, interpret=ctx.interpret)
     ctx.free_read_queries(zero, item.blocks == 1)
     undefined_sums = functools.partial(mma.undefined, ctx.shape.head_dim, interpret=ctx.interpret)
-    weights = _weights(ctx, scores, item, zero)()
+    weights = _weights(ctx, scores, item, zero, lambda: (zero, zero))()
 
     def one_item(carry: tuple[Any, ...]) -> tuple[Any, ...]:
         item, index, first_step, state = carry

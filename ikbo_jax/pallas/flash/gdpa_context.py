@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from ikbo_jax.pallas.activations.weights import ActivationSpec
 from ikbo_jax.pallas.flash.context import FlashContext
 from ikbo_jax.pallas.hopper import schedule
+from ikbo_jax.problems.gdpa import ITEM_WORDS
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,6 +50,11 @@ class GdpaContext(FlashContext):
         items, first = self.shared.items, len(Item._fields)
         slot = items.slot(item)
         return Destination(*(items.words[slot, first + i] for i in range(len(Destination._fields))))
+
+    def mask_word(self, item: Any, number: int) -> Any:
+        """Reads word `number` of the mask in the descriptor of the received item `item`."""
+        items = self.shared.items
+        return items.words[items.slot(item), ITEM_WORDS + number]
 
     def step_after(self, first_step: Any, blocks: Any, is_kept: Any) -> Any:
         """Returns the step at which the item after an item of `blocks` blocks begins."""

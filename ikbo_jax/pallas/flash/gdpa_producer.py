@@ -14,7 +14,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from ikbo_jax.pallas.flash.gdpa_context import Destination, GdpaContext, Item
 from ikbo_jax.pallas.hopper.rings import Ring
 from ikbo_jax.pallas.worklist import lists
-from ikbo_jax.problems.hopper import WGMMA_M
+from ikbo_jax.problems.hopper import NUM_CONSUMERS, WGMMA_M
 
 
 class _Progress(NamedTuple):
@@ -25,9 +25,15 @@ class _Progress(NamedTuple):
     is_kept: Any  # 1: the next item reuses the last item's blocks
 
 
-def _describe(ctx: GdpaContext, progress: _Progress, item: Item, destination: Destination) -> None:
+def _describe(
+    ctx: GdpaContext, progress: _Progress, item: Item, destination: Destination, tile: Any
+) -> None:
     """Waits for the next query slot, and sends the descriptor of its item."""
-    words = (*item, *destination)
+    words: tuple[Any, ...] = (*item, *destination)
+    if ctx.operands.masks is not None:
+        common = ctx.operands.masks.common
+        places = [(consumer, i) for consumer in range(NUM_CONSUMERS) for i in range(4)]
+        words += (tile, *(common[tile, *place] for place in places))
     ctx.shared.items.send_words(progress.items, words, after=ctx.shared.query)
 
 
@@ -54,7 +60,8 @@ def _send_item(ctx: GdpaContext, head: Any, end: Any, tile: Any, progress: _Prog
     blocks = lax.div(length + (block_kv - 1), block_kv)
     is_resident = progress.is_kept
     _describe(
-        ctx, progress, Item(blocks, length, head, is_resident), Destination(head, target, rows)
+        *(ctx, progress, Item(blocks, length, head, is_resident)),
+        *(Destination(head, target, rows), tile),
     )
     ctx.load_queries(progress.items, lambda consumer: source + consumer * WGMMA_M, head)
 
@@ -132,5 +139,5 @@ def produce(ctx: GdpaContext) -> None:
     else:
         send = functools.partial(_send_run, ctx, ctx.work_item)
         progress = lax.fori_loop(0, ctx.work_items(items), send, progress)
-    _describe(ctx, progress, Item(zero, zero, zero, zero), Destination(zero, zero, zero))
+    _describe(ctx, progress, Item(zero, zero, zero, zero), Destination(zero, zero, zero), zero)
     ctx.drain()

@@ -60,12 +60,27 @@ class Visible(NamedTuple):
             number = plgpu.broadcasted_iota(
                 jnp.int32, values.shape, axis, layout=plgpu.Layout.WGMMA
             )
-            is_visible = number < self.end
-            if not self._begins_at_0:
-                is_visible &= number >= self.begin
-            return jnp.where(is_visible, values, jnp.float32(fill))
+            return jnp.where(self._contains(number), values, jnp.float32(fill))
 
         return lax.cond(self.is_partial, masked, lambda: values)
+
+    def _contains(self, number: jax.Array) -> jax.Array:
+        """Makes the mask of visible columns; ends by row are broadcast along the columns."""
+        begin, end = (
+            lax.broadcast_in_dim(x, number.shape, (0,)) if getattr(x, "ndim", 0) else x
+            for x in (self.begin, self.end)
+        )
+        is_visible: jax.Array = number < end
+        return is_visible if self._begins_at_0 else is_visible & (number >= begin)
+
+    def select(self, values: jax.Array, *, inside: bool) -> jax.Array:
+        """Zeroes values [64, size] outside the columns [begin, end) of their row, or inside.
+
+        Unlike `keep`, it does not test whether the block needs this: the ends are arrays by row.
+        """
+        number = plgpu.broadcasted_iota(jnp.int32, values.shape, 1, layout=plgpu.Layout.WGMMA)
+        is_inside, zero = self._contains(number), jnp.float32(0)
+        return jnp.where(is_inside, values, zero) if inside else jnp.where(is_inside, zero, values)
 
     def zero_rest(self, tiles: Any, *, interpret: bool) -> None:
         """Zeroes the rows of operand tiles from `end` on; a `commit_smem` must follow."""

@@ -56,7 +56,7 @@ class Offsets(NamedTuple):
     def of(cls, arrays: gdpa.Arrays, settings: gdpa.Settings) -> Offsets:
         """Takes the offsets and the sizes of a call's arrays."""
         rows = arrays.query.shape[0], arrays.key.shape[0]
-        return cls(*arrays[3:], *rows, settings.max_seqlen_q, settings.max_seqlen_kv)
+        return cls(*arrays[3:6], *rows, settings.max_seqlen_q, settings.max_seqlen_kv)
 
     @property
     def arrays(self) -> Arrays:

@@ -1,0 +1,83 @@
+"""The keys that every query row of a masked `gdpa` sees."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from ikbo_jax.masks import Mask, Rows
+from ikbo_jax.ops import arguments
+from ikbo_jax.ops.partition import Division, Rule
+from ikbo_jax.ops.sharded import run_by_types, vary_over_same_axes
+from ikbo_jax.reference import jagged
+from ikbo_jax.reference.gdpa import Arrays, Settings, num_sequences, out_shape
+
+
+def check(mask: Any, arrays: Arrays, settings: Settings) -> str:
+    """Describes a mask; raises ValueError, quoting both conflicting values, if it does not fit."""
+    if not isinstance(mask, Mask):
+        raise ValueError(
+            "mask must be made by ikbo_jax.masks.causal, hstu or intervals, "
+            f"but is {arguments.describe(mask)}"
+        )
+    mask.check(out_shape(arrays, settings)[0], num_sequences(arrays))
+    return mask.describe()
+
+
+def with_intervals(mask: Mask, arrays: Arrays, settings: Settings) -> Arrays:
+    """Adds the keys that every row sees, in the whole call, also where devices divide its rows."""
+    sizes = arrays.query.shape[0], arrays.key.shape[0]
+    return arrays._replace(intervals=_intervals(sizes, settings, arrays[3:6], mask))
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def _intervals(
+    sizes: tuple[int, int], settings: Settings, sequences: tuple[Any, Any, Any], mask: Mask
+) -> jax.Array:
+    operands, treedef = jax.tree.flatten((sequences, mask))
+    # Nothing divides, except that intervals which are divided by rows become divided again.
+    rule = Rule(
+        tuple(f"mask{number}" for number in range(len(operands))),
+        tuple(
+            (("rows",), ("ends",)) if x.ndim == 2 else ((f"sequences{number}",),)
+            for number, x in enumerate(operands)
+        ),
+        ((("rows",), ("words",)),),
+        (),
+    )
+
+    def local(parts: Sequence[Any], division: Division | None) -> Sequence[Any]:
+        del division
+        sequences, mask = jax.tree.unflatten(treedef, vary_over_same_axes(parts))
+        return (mask.intervals(_rows(sizes, settings, *sequences)),)
+
+    (found,) = run_by_types(local, rule, operands)
+    return found
+
+
+def _rows(sizes: tuple[int, int], settings: Settings, cu_q: Any, cu_kv: Any, q_to_kv: Any) -> Rows:
+    """Finds the sequence and the position of every row of the result."""
+    q_rows, kv_rows = sizes
+    _, kv_length = jagged.bounds(cu_kv, kv_rows, settings.max_seqlen_kv)
+    if q_to_kv is not None:
+        kv_length = kv_length[jnp.clip(q_to_kv, 0, kv_length.shape[0] - 1)]
+    batch = kv_length.shape[0]
+    if cu_q is None:
+        row = jnp.arange(batch * q_rows, dtype=jnp.int32)
+        sequence, inside = row // q_rows, row % q_rows
+        q_length: Any = q_rows
+    else:
+        row = jnp.arange(q_rows, dtype=jnp.int32)
+        start, lengths = jagged.bounds(cu_q, q_rows, settings.max_seqlen_q)
+        # Of sequences that start at one row, the last one alone can have rows.
+        sequence = jnp.maximum(jagged.search_right(start, row) - 1, 0)
+        inside, q_length = row - start[sequence], lengths[sequence]
+    length = kv_length[sequence]
+    is_row = (inside >= 0) & (inside < q_length)
+    return Rows(
+        jnp.where(is_row, length - q_length + inside, -1), jnp.where(is_row, length, 0), sequence
+    )

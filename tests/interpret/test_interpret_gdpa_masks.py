@@ -1,0 +1,162 @@
+"""The GDPA forward kernel with masks, interpreted on a CPU under a race detector."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any
+
+import interpreter
+import jax
+import numpy as np
+import problems
+import problems_gdpa
+import problems_masks
+import pytest
+from problems_gdpa import Shape
+from problems_masks import intervals_case
+from test_interpret_gdpa import ONE_SLOT, PARAMS, TWO_SLOTS
+
+import ikbo_jax as ikbo
+from ikbo_jax import masks
+from ikbo_jax.ops import dispatch, gdpa_mask
+from ikbo_jax.pallas.flash import gdpa, gdpa_masked
+from ikbo_jax.pallas.worklist import by_xla
+from ikbo_jax.pallas.worklist.lists import Offsets
+from ikbo_jax.problems import GdpaConfig
+from ikbo_jax.problems.hopper import TILE_ROWS
+from ikbo_jax.reference.gdpa import out_shape
+
+pytestmark = [pytest.mark.usefixtures("on_cpu"), pytest.mark.slow]
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """A problem, a mask and its rule, the kernel's configuration, and the number of CTAs."""
+
+    shape: Shape
+    mask: problems_masks.Case
+    activation: Any = "silu"
+    config: GdpaConfig = TWO_SLOTS
+    num_sms: int = 1
+    dtype: str = "bfloat16"
+
+
+def of(q_lens: Any, kv_lens: tuple[int, ...], **rest: Any) -> Shape:
+    return Shape(q_lens, kv_lens, **({"q_heads": 1, "kv_heads": 1, "head_dim": 64} | rest))
+
+
+def causal(window: int | None = None) -> problems_masks.Case:
+    def rule(_: int, queries: int, length: int) -> np.ndarray:
+        return problems_masks.sees(queries, length, window=window)
+
+    return problems_masks.Case(masks.causal(window), rule)
+
+
+PREFIX = of((3, 66), (70, 90), q_heads=2, kv_heads=1, before=1, after=2)
+SHARED = of((40, 50, 0, 30), (60, 45), q_to_kv=(0, 0, 1, 0))
+CASES = {
+    # Blocks before a row's position are whole, others partial; the second tile has two CTAs' work.
+    "causal": Case(of((150, 20), (150, 20)), causal()),
+    # Blocks before the window are not loaded; queries continue a prefix; rows of no sequence.
+    "window_h96_f16": Case(
+        PREFIX._replace(head_dim=96),
+        causal(9),
+        ("gelu", "relu"),
+        ONE_SLOT,
+        num_sms=2,
+        dtype="float16",
+    ),
+    "targets": Case(
+        of((140, 0, 33), (140, 0, 33)),
+        problems_masks.hstu_case((70, 0, 9), 3, window=40, full_tail=8),
+        config=dataclasses.replace(TWO_SLOTS, k_stages=3, q_slots=3, late_turns=True),
+    ),
+    # Sequences of one tile share keys; some rows, and all rows of some tiles, see nothing.
+    "intervals": Case(SHARED, intervals_case(SHARED, 2)),
+    "nothing": Case(of((70, 9), (40, 50)), intervals_case(of((70, 9), (0, 0)), 1)),
+    "tickets": Case(
+        of((130, 5), (130, 70)),
+        causal(),
+        "gelu_tanh",
+        dataclasses.replace(TWO_SLOTS, tickets=True),
+    ),
+    "pooled": Case(of(5, (40, 3)), intervals_case(of(5, (40, 3)), 2), "relu_squared"),
+}
+
+
+@pytest.mark.sampled(2)
+@pytest.mark.parametrize("name", CASES)
+def test_interpreted_kernel_is_right_and_free_of_races(
+    name: str, launches: interpreter.Launches
+) -> None:
+    case = CASES[name]
+    arrays = problems_gdpa.make_arrays(case.shape, case.dtype)
+    settings = problems_gdpa.make_settings(case.shape, case.activation)
+    masked = gdpa_mask.with_intervals(case.mask.mask, arrays, settings)
+    tiles = by_xla.query_tiles(Offsets.of(masked, settings), size=TILE_ROWS)
+    assert masked.intervals is not None
+    tiles, found = gdpa_masked.mask_tiles(tiles, masked.intervals, case.config.block_kv)
+    out = gdpa.gdpa_forward(
+        *masked[:3],
+        tiles,
+        out_rows=out_shape(arrays, settings)[0],
+        activations=settings.activations,
+        approx=None,
+        scale=settings.scale,
+        output_scale=settings.output_scale,
+        config=case.config,
+        num_sms=case.num_sms,
+        masks=found,
+        interpret=PARAMS,
+    )
+    launches.assert_no_races(1)
+    d_out = problems_gdpa.cotangent(arrays, settings)
+    exact, _ = problems_masks.oracle(arrays, settings, d_out, case.mask.rule)
+    plain = problems_masks.attend(arrays, case.mask.mask, activation=case.activation)
+    problems.assert_within_error_rule(out, exact, plain)
+
+
+def test_blocks_that_no_row_sees_are_not_listed() -> None:
+    shape = of((300,), (300,))
+    arrays = problems_gdpa.make_arrays(shape)
+    settings = problems_gdpa.make_settings(shape)
+    for window, lengths in (None, (300, 256, 128)), (10, (138, 128, 54)):
+        masked = gdpa_mask.with_intervals(masks.causal(window), arrays, settings)
+        tiles = by_xla.query_tiles(Offsets.of(masked, settings), size=TILE_ROWS)
+        assert masked.intervals is not None
+        tiles, found = jax.jit(gdpa_masked.mask_tiles, static_argnums=2)(
+            tiles, masked.intervals, 64
+        )
+        count = int(tiles.counts[0])
+        np.testing.assert_array_equal(np.sort(tiles.words[:count, 4])[::-1], lengths)
+        if window is None:  # rows of a consumer have all keys up to its first row's
+            last = 2**31 - 1
+            expected = [[0, 257, last, 0], [0, last, last, 0]]
+            np.testing.assert_array_equal(found.common[0], expected)
+
+
+def test_the_op_runs_the_kernel_where_it_is_requested(
+    launches: interpreter.Launches, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """XLA computes the gradient; without the request, XLA computes everything."""
+    case = CASES["targets"]
+    arrays = problems_gdpa.make_arrays(case.shape)
+    fake = functools.partial(gdpa.gdpa_forward, interpret=PARAMS)
+    monkeypatch.setattr(dispatch, "hopper_unavailable_reason", lambda: None)
+    monkeypatch.setattr(gdpa, "gdpa_forward", fake)
+    monkeypatch.setattr(gdpa, "query_tiles", by_xla.query_tiles)
+    run = functools.partial(problems_masks.attend, mask=case.mask.mask, activation="silu")
+    insist = functools.partial(run, implementation="mosaic_gpu")
+    (plan,) = ikbo.explain(insist, arrays).plans
+    assert isinstance(plan.config, GdpaConfig)
+    assert "masks run in XLA" in plan.backward
+    out = insist(arrays)
+    launches.assert_no_races(1)
+    (plan,) = ikbo.explain(run, arrays).plans
+    assert plan.implementation == "xla"
+    assert plan.reason.startswith("masks run in XLA unless the kernel is requested")
+    settings = problems_gdpa.make_settings(case.shape, "silu")
+    d_out = problems_gdpa.cotangent(arrays, settings)
+    exact, _ = problems_masks.oracle(arrays, settings, d_out, case.mask.rule)
+    problems.assert_within_error_rule(out, exact, run(arrays))

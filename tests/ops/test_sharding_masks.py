@@ -1,0 +1,92 @@
+"""`gdpa` with masks on eight devices: rows, heads, and the arrays of the masks are divided."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import chex
+import jax
+import numpy as np
+import pytest
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+from sharded_calls import mesh_of, on, step_of
+
+import ikbo_jax as ikbo
+from ikbo_jax import masks
+
+OFFSETS = np.asarray([0, 3, 3, 14, 20, 22, 22, 29, 30], np.int32)
+TARGETS = np.asarray([1, 0, 5, 2, 0, 0, 3, 9], np.int32)
+
+
+def of_targets(query: Any, memory: Any, offsets: Any, targets: Any) -> jax.Array:
+    mask = masks.hstu(targets, contextual=1, window=4)
+    return ikbo.gdpa(query, memory, 2 * memory, offsets, offsets, activation="softmax", mask=mask)
+
+
+def of_intervals(query: Any, memory: Any, offsets: Any, begin: Any) -> jax.Array:
+    mask = masks.intervals(begin, begin + np.int32(2))
+    return ikbo.gdpa(query, memory, 2 * memory, offsets, offsets, activation="silu", mask=mask)
+
+
+@pytest.mark.parametrize("kind", ["explicit", "auto"])
+@pytest.mark.parametrize(
+    ("op", "last", "specs"),
+    [
+        (of_targets, TARGETS, [P("x"), P(), P(), P("x")]),
+        (of_targets, TARGETS, [P(None, "x"), P(None, "x"), P(), P()]),
+        (
+            of_intervals,
+            np.arange(64, dtype=np.int32).reshape(32, 2) % 9,
+            [P("x"), P(), P(), P("x")],
+        ),
+    ],
+    ids=["rows", "heads", "intervals"],
+)
+def test_results_and_gradients_are_those_of_one_device(
+    op: Any, last: np.ndarray, specs: list[P], kind: str
+) -> None:
+    mesh = mesh_of("8", kind)
+    rng = np.random.default_rng(0)
+    query, memory = (rng.normal(size=(32, 8, 4)).astype(np.float32) for _ in range(2))
+    arrays = [query, memory, OFFSETS, last]
+    step = step_of(op)
+    found, out = step(*on(mesh, arrays, specs))
+    expected_gradients, expected = jax.device_get(step(*arrays))
+    chex.assert_trees_all_close(np.asarray(out), expected, atol=1e-5)
+    chex.assert_trees_all_close(jax.device_get(found), expected_gradients, atol=1e-4)
+    assert out.sharding.is_equivalent_to(NamedSharding(mesh, specs[0]), out.ndim)
+    eager = op(*on(mesh, arrays, specs))
+    chex.assert_trees_all_close(np.asarray(eager), expected, atol=1e-5)
+
+
+def test_inside_shard_map_every_device_has_its_own_sequences() -> None:
+    """Offsets and targets vary over the devices; the memory does not."""
+    mesh = mesh_of("8", "auto")
+    rng = np.random.default_rng(0)
+    query, memory = (rng.normal(size=(n, 2, 4)).astype(np.float32) for n in (40, 9))
+    offsets = np.tile(np.asarray([0, 2, 5], np.int32), 8)
+    targets = np.asarray(rng.integers(0, 3, 16), np.int32)
+    memory_offsets = np.asarray([0, 4, 9], np.int32)
+
+    def part(query: Any, memory: Any, offsets: Any, targets: Any) -> jax.Array:
+        mask = masks.hstu(targets)
+        return ikbo.gdpa(query, memory, memory, offsets, memory_offsets, mask=mask)
+
+    def op(query: Any, memory: Any, offsets: Any, targets: Any) -> jax.Array:
+        specs = (P("x"), P(), P("x"), P("x"))
+        return jax.shard_map(part, mesh=mesh, in_specs=specs, out_specs=P("x"))(
+            query, memory, offsets, targets
+        )
+
+    found, out = step_of(op)(query, memory, offsets, targets)
+
+    def alone(query: Any, memory: Any, offsets: Any, targets: Any) -> jax.Array:
+        parts = zip(
+            *(x.reshape(8, -1, *x.shape[1:]) for x in (query, offsets, targets)), strict=True
+        )
+        return jax.numpy.concatenate([part(q, memory, o, t) for q, o, t in parts])
+
+    expected, exact = step_of(alone)(query, memory, offsets, targets)
+    chex.assert_trees_all_close(out, exact, atol=1e-5)
+    chex.assert_trees_all_close(found, expected, atol=1e-4)
