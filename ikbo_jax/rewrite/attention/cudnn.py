@@ -20,12 +20,7 @@ from ikbo_jax.rewrite.interpret import Context
 from ikbo_jax.rewrite.report.cost import CUDNN_FORWARD
 from ikbo_jax.rewrite.rules.elementwise import at_user_batch, of_one_user
 from ikbo_jax.rewrite.values.jaxprs import interpret
-from ikbo_jax.rewrite.values.lineage import (
-    Lazy,
-    has_lineage,
-    origins_of,
-    spread_axes,
-)
+from ikbo_jax.rewrite.values.lineage import Lazy, has_lineage, origins_of, spread_axes
 from ikbo_jax.rewrite.values.registry import NotCovered
 
 #: The primitive's `layout` for [batch, sequence, heads, width].

@@ -163,11 +163,7 @@ def attend(
 
 
 def renormalised(
-    root: Logits,
-    value: jax.Array,
-    kept: jax.Array,
-    divided: tuple[str, float],
-    probabilities: bool,
+    root: Logits, value: jax.Array, kept: jax.Array, divided: tuple[str, float], probabilities: bool
 ) -> jax.Array:
     """Attends to the `kept` [users, keys] keys, with weights over their sum and a number.
 
@@ -287,10 +283,7 @@ def _masked_part(operands: _Operands, fills: list[Fill]) -> tuple[jax.Array, jax
         number = jnp.where(fill.kept, number, jnp.float32(fill.value))
     share, lse = softmax(number, 1)
     mean = jnp.einsum(
-        "us,usnh->unh",
-        share,
-        operands.value.astype(jnp.float32),
-        precision=lax.Precision.HIGHEST,
+        "us,usnh->unh", share, operands.value.astype(jnp.float32), precision=lax.Precision.HIGHEST
     )
     heads = operands.value.shape[2]
     lse = jnp.broadcast_to(lse[:, None], (lse.shape[0], heads))

@@ -50,11 +50,7 @@ _DTYPES = (jnp.bfloat16, jnp.float16, jnp.float32)
 
 
 def start(
-    ctx: Context,
-    eqn: Any,
-    lhs: Any,
-    rhs: Any,
-    plain_product: Callable[[Context], jax.Array],
+    ctx: Context, eqn: Any, lhs: Any, rhs: Any, plain_product: Callable[[Context], jax.Array]
 ) -> Scores | None:
     """Returns the scores of a product of queries with looked-up keys; None for other products.
 

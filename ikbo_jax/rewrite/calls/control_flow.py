@@ -127,12 +127,7 @@ def scan(ctx: Context, eqn: Any, *operands: Any) -> Any:
 
 
 def _scanned(
-    ctx: Context,
-    eqn: Any,
-    jaxpr: core.Jaxpr,
-    consts: list[Any],
-    carry: list[Any],
-    xs: list[Any],
+    ctx: Context, eqn: Any, jaxpr: core.Jaxpr, consts: list[Any], carry: list[Any], xs: list[Any]
 ) -> list[Any]:
     """Runs a scan whose body is interpreted once; may raise `loops.Retry`."""
     length, (n_consts, count) = eqn.params["length"], hoisting.scan_counts(eqn.params)
