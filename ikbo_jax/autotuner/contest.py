@@ -240,7 +240,6 @@ class Contest:
         )
 
     def _winner(self, times: dict[Contender, Times]) -> Contender:
-        """Picks the fastest kernel, or XLA if XLA is faster by more than `XLA_MARGIN`."""
         kernels = [c for c in times if c is not None]
         best = min(kernels, key=lambda c: times[c].ms, default=None)
         xla = times.get(None)

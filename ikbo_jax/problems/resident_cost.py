@@ -107,7 +107,6 @@ def is_timed(problem: Any) -> bool:
 
 
 def _order(entry: tuple[float, ResidentCompressionConfig]) -> tuple[float, ...]:
-    """Sorts configurations by time, then few rows, groups and accumulators."""
     us, x = entry
     return us, x.block_m, x.groups, x.accumulators, -x.num_stages, x.gathers, x.coarse_k, x.ctas
 
@@ -236,7 +235,6 @@ def _boxes_us(problem: Any, layout: Layout, *, is_last: bool) -> float:
 
 
 def _products_us(layout: Layout) -> float:
-    """Estimates the products of a part."""
     gathered = 0 if layout.has_one_user else math.prod(layout.gathered or (0,))
     instructions = layout.accumulators * -(-(layout.k + gathered) // WGMMA_K)
     return instructions * (layout.block_m + OPERAND_ROWS) / 2 / CYCLES

@@ -201,7 +201,6 @@ def attend_activated(
 
 
 def _with_dims(root: Logits, out: jax.Array) -> jax.Array:
-    """Reshapes [batch, queries, heads, width] to [batch, *queries, *heads, width]."""
     shape = staged.shape_of(out)
     return staged.reshape(out, (shape[0], *root.queries, *root.heads, shape[-1]))
 
@@ -256,7 +255,6 @@ def _all_kept(fills: list[Fill]) -> tuple[jax.Array, jax.Array]:
 
 
 def _infinite(fills: list[Fill]) -> jax.Array:
-    """Whether a logit is -inf: [users, keys]."""
     infinite = jnp.zeros_like(fills[0].kept)
     for fill in fills:
         infinite = jnp.where(fill.kept, infinite, fill.value == -math.inf)

@@ -168,7 +168,6 @@ def _scannable(x: Any) -> bool:
 
 
 def _packed_slice(x: Any, slices: Iterator[Any]) -> Any:
-    """Returns a scanned value of one iteration."""
     if isinstance(x, Concat):
         return Concat(tuple([_packed_slice(part, slices) for part in x.parts]), x.axis - 1)
     array = next(slices)

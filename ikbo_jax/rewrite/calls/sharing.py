@@ -129,7 +129,6 @@ def _built(ctx: Context, operands: Sequence[Any]) -> list[int]:
 
 
 def _called(ctx: Context, eqn: Any, operands: Sequence[Any], program: Rewritten) -> list[Any]:
-    """Calls a rewritten program."""
     nodes = with_all_inside(operands)
     origins = _recorded(ctx, eqn, nodes, program)
     arrays = [base_of(nodes[n]) for n in program.inputs]

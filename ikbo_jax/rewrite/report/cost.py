@@ -78,7 +78,6 @@ def refusal(new: Cost, old: Cost) -> str:
 
 
 def _exceeds(new: Any, old: Any, slack: tuple[int, int]) -> bool:
-    """Whether a cost may exceed the original's, for some value of symbolic dimensions."""
     percent, amount = slack
     # Integers, since symbolic dimensions are compared with integers alone.
     return not lineage.is_at_least((100 + percent) * old + 100 * amount, 100 * new)

@@ -123,8 +123,6 @@ mlir.register_lowering(rewritten_p, mlir.lower_fun(_values))
 def _of_some(
     program: core.Jaxpr, operands: Sequence[Any], positions: Sequence[int]
 ) -> Callable[..., list[Any]]:
-    """Returns a program as a function of its operands at some positions."""
-
     def fn(*values: Any) -> list[Any]:
         merged = dict(enumerate(operands)) | dict(zip(positions, values, strict=True))
         return evaluate(program, list(merged.values()))
