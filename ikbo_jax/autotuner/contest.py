@@ -98,10 +98,7 @@ class Contest:
     """
 
     def __init__(self, problem: Problem, limit: int | None, report: Progress) -> None:
-        """Collects the contenders: at most `limit` configurations, the table's choices and XLA.
-
-        `report` is called with (done, total, text) after every round.
-        """
+        """Collects the contenders: at most `limit` configurations, the table's choices and XLA."""
         self._problem, self._report = problem, report
         self._take_choices("")
         # This process sees no device: the answer to the first task names the card.

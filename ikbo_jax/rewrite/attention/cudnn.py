@@ -50,10 +50,7 @@ def call(ctx: Context, eqn: Any, operands: Sequence[Any]) -> list[Any]:
 
 
 def _attend(ctx: Context, eqn: Any, operands: Sequence[Any]) -> Any:
-    """Attends to looked-up keys and values, without copies.
-
-    NotCovered if an operand or a parameter of cuDNN's attention has no counterpart.
-    """
+    """Attends to looked-up keys and values, without copies."""
     params = eqn.params
     query, key, value, bias, q_lengths, kv_lengths, *others = operands
     mask = params["mask_type"].name

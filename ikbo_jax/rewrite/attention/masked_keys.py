@@ -24,6 +24,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
+from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
@@ -37,7 +38,6 @@ from ikbo_jax.ops.gdpa_arguments import equal_offsets
 from ikbo_jax.rewrite.attention.scores import Fill, Logits, Scores
 from ikbo_jax.rewrite.interpret import Context
 from ikbo_jax.rewrite.values import staged
-from ikbo_jax.rewrite.values.in_turns import in_turns
 from ikbo_jax.rewrite.values.registry import NotCovered
 
 #: Above this number, masked keys have attention weights that no model intends.
@@ -50,6 +50,10 @@ _KEPT = 2.0**-7
 _LOST = 32.0
 #: From this number down, masked keys have no attention weight beside kept keys.
 LARGE = -1e8
+#: Rows that are computed in one turn, at most.
+_AT_ONCE = 64
+#: The largest number of devices over which every batch that they divide stays divided.
+_DEVICES = 8
 
 
 class _Operands(NamedTuple):
@@ -380,3 +384,31 @@ def _slope_where(operands: _Operands, empty: jax.Array) -> jax.Array:
     centred = jnp.where(empty[:, None, None, None], centred, 0.0).astype(value.dtype)
     centred_operands = operands._replace(value=lax.stop_gradient(centred))
     return centred_operands.activated("identity", operands.scale, 1 / value.shape[1])
+
+
+def in_turns(fn: Callable[..., jax.Array], rows: tuple[jax.Array, ...]) -> jax.Array:
+    """Computes `jax.vmap(fn)(rows)`, some rows in a turn, in the memory that these need.
+
+    The rows of a turn are spread over the batch, so that each device has its share of them where
+    the batch is divided. Of rows that follow each other, as `lax.map` takes them, XLA's partitioner
+    gathers the whole batch.
+    """
+    batch = len(rows[0])
+    count = _rows_in_a_turn(batch) if isinstance(batch, int) else 0
+    if not count:
+        found: jax.Array = lax.map(fn, rows, batch_size=min(_AT_ONCE, batch))
+        return found
+    turns = [jnp.moveaxis(x.reshape(count, batch // count, *x.shape[1:]), 1, 0) for x in rows]
+    found = jnp.moveaxis(lax.map(jax.vmap(fn), tuple(turns)), 0, 1)
+    return found.reshape(batch, *found.shape[2:])
+
+
+def _rows_in_a_turn(batch: int) -> int:
+    """Finds a divisor of the batch that as many devices divide as the batch; 0 if too few rows.
+
+    Numbers of devices are powers of two.
+    """
+    power = min(batch & -batch, _AT_ONCE)
+    if power < _DEVICES:
+        return 0
+    return max(n for n in range(power, _AT_ONCE + 1, power) if batch % n == 0)

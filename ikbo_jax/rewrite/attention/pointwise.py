@@ -115,10 +115,7 @@ class PointwiseCall(Call):
     def _block(
         self, x: Scores, query: Part, key: Part, users: Lineage | None, found: dict[int, jax.Array]
     ) -> jax.Array:
-        """Computes a block of scores, at user batch if `users` is given.
-
-        `found` holds the same block of other scores by their identity.
-        """
+        """Computes a block of scores; `found` holds blocks of other scores by identity."""
         if id(x) not in found:
             found[id(x)] = self._equation(x, query, key, users, found)
         return found[id(x)]

@@ -173,10 +173,7 @@ def dot_general(ctx: Context, eqn: Any, lhs: Any, rhs: Any) -> Any:
 
 
 def _activation(ctx: Context, scores: Scores, unchanged: Scores) -> activations.Match | None:
-    """Finds the activation of weights that are no probabilities; None for probabilities.
-
-    `unchanged` are the weights before they are changed after the softmax or the activation.
-    """
+    """Finds the activation of `unchanged` weights; None for probabilities."""
     activation = None
     if unchanged.stage == "curve" and unchanged.curve is not None:
         activation = activations.match(unchanged.curve)

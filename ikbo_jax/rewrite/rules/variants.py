@@ -143,10 +143,7 @@ ad.primitive_jvps[rewritten_p] = _jvp
 
 
 def _transpose(cotangents: Sequence[Any], *operands: Any, exact: Exact, **_: Any) -> list[Any]:
-    """Transposes the original for `jax.linear_transpose`, which the ops refuse.
-
-    Derivatives never come here, since `_jvp` binds no such equation.
-    """
+    """Transposes the original for `jax.linear_transpose`; derivatives never come here."""
     linear = [n for n, x in enumerate(operands) if ad.is_undefined_primal(x)]
     fn = _of_some(exact.original, operands, linear)
     like = [jax.ShapeDtypeStruct(operands[n].aval.shape, operands[n].aval.dtype) for n in linear]
