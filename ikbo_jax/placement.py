@@ -230,10 +230,7 @@ def _rows(
 
 
 def _stable_order(keys: npt.NDArray[np.intp]) -> npt.NDArray[np.intp]:
-    """Sorts keys of at least 0 like a stable `np.argsort`.
-
-    NumPy sorts 16 bits by radix: 100,000 keys take 1 ms instead of 6 ms.
-    """
+    """Sorts keys of at least 0 stably, by 16 bits: 1 ms, not 6, for 100,000 keys."""
     order = np.argsort(keys.astype(np.uint16), kind="stable")
     high = keys[order] >> 16
     return order[_stable_order(high)] if high.any() else order

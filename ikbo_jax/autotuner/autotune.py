@@ -95,7 +95,6 @@ def _check_gdpa(problem: GdpaProblem | GdpaBackwardProblem) -> None:
 
 
 def _written(verdict: Verdict) -> str:
-    """Writes the row if it is faster than the table's choice; says where."""
     if not verdict.is_better:
         return "nothing written, the table's choice stays"
     return f"written to {user_cache.write_user_row(verdict.row)}"

@@ -160,10 +160,7 @@ class Bench:
     """
 
     def __init__(
-        self,
-        problem: Problem,
-        contenders: Sequence[Contender],
-        emit: Emit = lambda event: None,
+        self, problem: Problem, contenders: Sequence[Contender], emit: Emit = lambda event: None
     ) -> None:
         self.problem, self.contenders, self._emit = problem, tuple(contenders), emit
         self._case = case_of(problem)

@@ -98,10 +98,7 @@ class Contest:
     """
 
     def __init__(self, problem: Problem, limit: int | None, report: Progress) -> None:
-        """Collects the contenders: at most `limit` configurations, the table's choices and XLA.
-
-        `report` is called with (done, total, text) after every round.
-        """
+        """Collects the contenders: at most `limit` configurations, the table's choices and XLA."""
         self._problem, self._report = problem, report
         self._take_choices("")
         # This process sees no device: the answer to the first task names the card.
@@ -240,7 +237,6 @@ class Contest:
         )
 
     def _winner(self, times: dict[Contender, Times]) -> Contender:
-        """Picks the fastest kernel, or XLA if XLA is faster by more than `XLA_MARGIN`."""
         kernels = [c for c in times if c is not None]
         best = min(kernels, key=lambda c: times[c].ms, default=None)
         xla = times.get(None)

@@ -141,10 +141,7 @@ def _with_most_stages(block_m: int) -> WeightGradientConfig:
 
 
 def _block_ms(m: int) -> list[int]:
-    """Lists values of block_m, whose tiles cover M at the least cost first.
-
-    Each tile costs 32 rows beside its own.
-    """
+    """Lists values of block_m by the cost of tiles over M; each tile costs 32 more rows."""
     least = -(-m // MAX_BLOCK_M)
     blocks = [-(-m // (8 * tiles)) * 8 for tiles in range(max(1, least), least + 3)]
     return sorted(dict.fromkeys(blocks), key=lambda block: -(-m // block) * (block + 32))

@@ -202,7 +202,6 @@ def missed(size: float, loaded: float, others: float, cache: float = CACHE_BYTES
 
 
 def _num_bytes(problem: Any) -> float:
-    """Counts bytes that the operation must read and write."""
     rows = sum(b * k for b, k in zip(problem.batches, problem.ks, strict=True))
     return 2 * (problem.n * (rows + problem.batches[-1] * problem.m) + problem.m * sum(problem.ks))
 

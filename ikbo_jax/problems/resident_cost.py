@@ -63,7 +63,7 @@ BLOCK_MS = (48, 64, 80, 96, 112, 128)
 BASE_REGISTERS, ROW_REGISTERS, SPLITS_REGISTERS = 24, 1.3, 64
 
 
-def _most_ctas(problem: Any, layout: Layout, size: int, splits: int) -> int:
+def _most_ctas(layout: Layout, size: int, splits: int) -> int:
     """Counts CTAs of `size` bytes of shared memory that an SM has room and registers for."""
     registers = BASE_REGISTERS + ROW_REGISTERS * layout.accumulators * layout.block_m
     if splits > 1:
@@ -91,7 +91,7 @@ def ranked_configs(problem: Any) -> list[Ranked]:
         if len(found) == MOST_CONFIGS and least_us > found[-1][0]:
             break
         number = layout.tiles(problem.batches[last], problem.n)
-        for ctas in range(1, min(_most_ctas(problem, layout, size, splits), MOST_CTAS) + 1):
+        for ctas in range(1, min(_most_ctas(layout, size, splits), MOST_CTAS) + 1):
             us = users_us + _launch_us(problem, last, layout, splits, ctas)
             tile = (layout.accumulators, layout.block_m, layout.stages, ctas, users.gathers)
             found.append((us, ResidentCompressionConfig(*tile, users.coarse_k, layout.groups)))
@@ -107,7 +107,6 @@ def is_timed(problem: Any) -> bool:
 
 
 def _order(entry: tuple[float, ResidentCompressionConfig]) -> tuple[float, ...]:
-    """Sorts configurations by time, then few rows, groups and accumulators."""
     us, x = entry
     return us, x.block_m, x.groups, x.accumulators, -x.num_stages, x.gathers, x.coarse_k, x.ctas
 
@@ -236,7 +235,6 @@ def _boxes_us(problem: Any, layout: Layout, *, is_last: bool) -> float:
 
 
 def _products_us(layout: Layout) -> float:
-    """Estimates the products of a part."""
     gathered = 0 if layout.has_one_user else math.prod(layout.gathered or (0,))
     instructions = layout.accumulators * -(-(layout.k + gathered) // WGMMA_K)
     return instructions * (layout.block_m + OPERAND_ROWS) / 2 / CYCLES

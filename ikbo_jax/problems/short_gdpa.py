@@ -305,12 +305,10 @@ def work_items(problem: Any, tile_rows: int) -> float:
 
 
 def _filled(config: ShortGdpaConfig, problem: Any) -> ShortGdpaConfig:
-    """Takes as many CTAs as an SM holds, at least one."""
     return dataclasses.replace(config, ctas=max(most_ctas(config, problem), 1))
 
 
 def _may_find(problem: Any) -> bool:
-    """Whether CTAs can find their tiles, and sequences are so few that it is fast."""
     return bool(problem.batch == problem.batch_kv and problem.batch <= MOST_FOUND)
 
 

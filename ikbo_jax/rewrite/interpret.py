@@ -301,10 +301,7 @@ def _as_list(eqn: core.JaxprEqn, results: Any) -> list[Any]:
 
 
 def _cse_key(eqn: core.JaxprEqn, operands: list[Any]) -> Any:
-    """Returns the key under which an equation's results are reused; None if they cannot be.
-
-    Equations on integers, and equations on one or two numbers, are reused.
-    """
+    """Returns the key under which results on integers, or on one or two numbers, are reused."""
     if not on_integers(eqn) and not is_number(eqn, operands):
         return None
     # Random bits depend on this setting, too.

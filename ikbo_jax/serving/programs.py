@@ -131,7 +131,6 @@ def _check_dtype(name: str, dtype: Any) -> None:
 
 
 def _rows(spec: Tree, name: str) -> Tree:
-    """Removes the first axis, of size 1, from the specs of results."""
     for path, leaf in jax.tree_util.tree_leaves_with_path(spec):
         if leaf.shape[:1] != (1,):
             raise ValueError(
@@ -224,7 +223,6 @@ class Programs:
     def _encode(
         self, inputs: Packing, weights: list[Any], pool: list[jax.Array], packed: list[Any]
     ) -> list[jax.Array]:
-        """Encodes users and writes their states into the pool."""
         at, *features = inputs.unpacked(packed)
         states = self._encoded(weights, features)
         # Padding has slots past the end.
@@ -237,7 +235,6 @@ class Programs:
     def _score(
         self, inputs: Packing, weights: list[Any], pool: list[jax.Array], packed: list[Any]
     ) -> jax.Array:
-        """Scores candidates whose users' states are in the pool."""
         at, cand_to_user, *candidates = inputs.unpacked(packed)
         states = self._state.unpack([all.at[at].get(mode="clip") for all in pool])
         state = _unflatten(self._specs.state, states)
@@ -286,7 +283,6 @@ def _checked(result: Tree, spec: Tree, rows: int, name: str) -> list[jax.Array]:
 
 
 def _device_of(programs: list[Any]) -> jax.Device | None:
-    """Finds the device of compiled programs; None if there are several."""
     # An input that a program does not read has no sharding.
     shardings = [s for p in programs for s in jax.tree.leaves(p.input_shardings)]
     devices: set[jax.Device] = set().union(*(sharding.device_set for sharding in shardings))

@@ -185,7 +185,6 @@ class Scorer:
             self._users.clear()
 
     def _reset(self) -> None:
-        """Forgets all states and replaces the pool."""
         self._users.clear()
         self._pool = self._empty_pool()
 
@@ -326,7 +325,6 @@ class Scorer:
                 raise
 
     def _features_for(self, batch: Batch) -> tuple[list[Column], dict[Hashable, Exception]]:
-        """Fetches the features of a batch's users without a state; see `Features.of`."""
         missing = self._users.missing(batch.keys)
         return self._features.of({batch.keys[row]: batch.features[row] for row in missing})
 

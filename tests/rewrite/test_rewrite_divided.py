@@ -16,7 +16,7 @@ from jax.sharding import PartitionSpec as P
 from rewrite_basics import computed
 
 import ikbo_jax as ikbo
-from ikbo_jax.rewrite.values import in_turns
+from ikbo_jax.rewrite.attention import masked_keys
 
 U, B, S, D, V, SESSIONS = 3, 1024, 4, 8, 5, 6
 
@@ -218,8 +218,8 @@ def test_rows_in_turns(batch: int) -> None:
         return jnp.stack([row[0].sum(), row[0][0] * row[1]])
 
     np.testing.assert_array_equal(
-        computed(lambda *rows: in_turns.in_turns(of_row, rows), *rows),
+        computed(lambda *rows: masked_keys.in_turns(of_row, rows), *rows),
         computed(lambda *rows: jax.vmap(of_row)(rows), *rows),
     )
-    count = in_turns._rows_in_a_turn(batch)
+    count = masked_keys._rows_in_a_turn(batch)
     assert count == {64: 64, 88: 8, 1000: 40, 1024: 64}.get(batch, 0)

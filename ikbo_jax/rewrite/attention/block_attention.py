@@ -307,7 +307,6 @@ def _taken_as_own(groups: dict[Any, list[Part]], queries: int) -> list[Part]:
 
 
 def _joined(masks: list[jax.Array], parts: list[Part]) -> jax.Array:
-    """Joins masks [batch, heads, queries, keys] of several parts of the keys."""
     masks = [
         lineage.spread(x, (*x.shape[:-1], part.stop - part.start))
         for x, part in zip(masks, parts, strict=True)

@@ -49,7 +49,6 @@ def _weights_of(x: Scores) -> Weights:
 
 
 def _changed(x: Scores, eqn: Any, operands: Any, other: Any = None, **changes: Any) -> Scores:
-    """Replaces attributes of the weights `x`; `other` is the operand that changes them."""
     weights = _weights_of(x)
     if weights.divided is not None:
         raise NotCovered("attention is not recognised: weights are changed after their division")

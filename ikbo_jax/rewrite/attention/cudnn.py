@@ -20,12 +20,7 @@ from ikbo_jax.rewrite.interpret import Context
 from ikbo_jax.rewrite.report.cost import CUDNN_FORWARD
 from ikbo_jax.rewrite.rules.elementwise import at_user_batch, of_one_user
 from ikbo_jax.rewrite.values.jaxprs import interpret
-from ikbo_jax.rewrite.values.lineage import (
-    Lazy,
-    has_lineage,
-    origins_of,
-    spread_axes,
-)
+from ikbo_jax.rewrite.values.lineage import Lazy, has_lineage, origins_of, spread_axes
 from ikbo_jax.rewrite.values.registry import NotCovered
 
 #: The primitive's `layout` for [batch, sequence, heads, width].
@@ -55,10 +50,7 @@ def call(ctx: Context, eqn: Any, operands: Sequence[Any]) -> list[Any]:
 
 
 def _attend(ctx: Context, eqn: Any, operands: Sequence[Any]) -> Any:
-    """Attends to looked-up keys and values, without copies.
-
-    NotCovered if an operand or a parameter of cuDNN's attention has no counterpart.
-    """
+    """Attends to looked-up keys and values, without copies."""
     params = eqn.params
     query, key, value, bias, q_lengths, kv_lengths, *others = operands
     mask = params["mask_type"].name

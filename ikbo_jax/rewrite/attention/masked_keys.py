@@ -24,6 +24,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
+from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
@@ -37,7 +38,6 @@ from ikbo_jax.ops.gdpa_arguments import equal_offsets
 from ikbo_jax.rewrite.attention.scores import Fill, Logits, Scores
 from ikbo_jax.rewrite.interpret import Context
 from ikbo_jax.rewrite.values import staged
-from ikbo_jax.rewrite.values.in_turns import in_turns
 from ikbo_jax.rewrite.values.registry import NotCovered
 
 #: Above this number, masked keys have attention weights that no model intends.
@@ -50,6 +50,10 @@ _KEPT = 2.0**-7
 _LOST = 32.0
 #: From this number down, masked keys have no attention weight beside kept keys.
 LARGE = -1e8
+#: Rows that are computed in one turn, at most.
+_AT_ONCE = 64
+#: The largest number of devices over which every batch that they divide stays divided.
+_DEVICES = 8
 
 
 class _Operands(NamedTuple):
@@ -163,11 +167,7 @@ def attend(
 
 
 def renormalised(
-    root: Logits,
-    value: jax.Array,
-    kept: jax.Array,
-    divided: tuple[str, float],
-    probabilities: bool,
+    root: Logits, value: jax.Array, kept: jax.Array, divided: tuple[str, float], probabilities: bool
 ) -> jax.Array:
     """Attends to the `kept` [users, keys] keys, with weights over their sum and a number.
 
@@ -205,7 +205,6 @@ def attend_activated(
 
 
 def _with_dims(root: Logits, out: jax.Array) -> jax.Array:
-    """Reshapes [batch, queries, heads, width] to [batch, *queries, *heads, width]."""
     shape = staged.shape_of(out)
     return staged.reshape(out, (shape[0], *root.queries, *root.heads, shape[-1]))
 
@@ -260,7 +259,6 @@ def _all_kept(fills: list[Fill]) -> tuple[jax.Array, jax.Array]:
 
 
 def _infinite(fills: list[Fill]) -> jax.Array:
-    """Whether a logit is -inf: [users, keys]."""
     infinite = jnp.zeros_like(fills[0].kept)
     for fill in fills:
         infinite = jnp.where(fill.kept, infinite, fill.value == -math.inf)
@@ -287,10 +285,7 @@ def _masked_part(operands: _Operands, fills: list[Fill]) -> tuple[jax.Array, jax
         number = jnp.where(fill.kept, number, jnp.float32(fill.value))
     share, lse = softmax(number, 1)
     mean = jnp.einsum(
-        "us,usnh->unh",
-        share,
-        operands.value.astype(jnp.float32),
-        precision=lax.Precision.HIGHEST,
+        "us,usnh->unh", share, operands.value.astype(jnp.float32), precision=lax.Precision.HIGHEST
     )
     heads = operands.value.shape[2]
     lse = jnp.broadcast_to(lse[:, None], (lse.shape[0], heads))
@@ -389,3 +384,31 @@ def _slope_where(operands: _Operands, empty: jax.Array) -> jax.Array:
     centred = jnp.where(empty[:, None, None, None], centred, 0.0).astype(value.dtype)
     centred_operands = operands._replace(value=lax.stop_gradient(centred))
     return centred_operands.activated("identity", operands.scale, 1 / value.shape[1])
+
+
+def in_turns(fn: Callable[..., jax.Array], rows: tuple[jax.Array, ...]) -> jax.Array:
+    """Computes `jax.vmap(fn)(rows)`, some rows in a turn, in the memory that these need.
+
+    The rows of a turn are spread over the batch, so that each device has its share of them where
+    the batch is divided. Of rows that follow each other, as `lax.map` takes them, XLA's partitioner
+    gathers the whole batch.
+    """
+    batch = len(rows[0])
+    count = _rows_in_a_turn(batch) if isinstance(batch, int) else 0
+    if not count:
+        found: jax.Array = lax.map(fn, rows, batch_size=min(_AT_ONCE, batch))
+        return found
+    turns = [jnp.moveaxis(x.reshape(count, batch // count, *x.shape[1:]), 1, 0) for x in rows]
+    found = jnp.moveaxis(lax.map(jax.vmap(fn), tuple(turns)), 0, 1)
+    return found.reshape(batch, *found.shape[2:])
+
+
+def _rows_in_a_turn(batch: int) -> int:
+    """Finds a divisor of the batch that as many devices divide as the batch; 0 if too few rows.
+
+    Numbers of devices are powers of two.
+    """
+    power = min(batch & -batch, _AT_ONCE)
+    if power < _DEVICES:
+        return 0
+    return max(n for n in range(power, _AT_ONCE + 1, power) if batch % n == 0)

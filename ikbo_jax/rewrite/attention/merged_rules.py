@@ -19,7 +19,6 @@ from ikbo_jax.rewrite.values.registry import NotCovered
 
 
 def _wrapped(result: Any, groups: tuple[tuple[int, ...], ...]) -> Any:
-    """Reshapes the result of an equation on values before the reshape."""
     if all(len(group) == 1 for group in groups):
         return result
     if is_plain(result):
@@ -29,7 +28,6 @@ def _wrapped(result: Any, groups: tuple[tuple[int, ...], ...]) -> Any:
 
 
 def _like(eqn: Any, result_shape: Sequence[int], **params: Any) -> Any:
-    """Returns the equation with another shape of its result, and some parameters replaced."""
     (out,) = eqn.outvars
     aval = out.aval.update(shape=tuple(result_shape))
     return eqn.replace(outvars=[core.Var(aval)], params={**eqn.params, **params})

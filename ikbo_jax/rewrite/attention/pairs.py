@@ -212,7 +212,6 @@ def _block(ctx: Context, scores: Scores, rows: Any, columns: Any) -> Any:
 
 
 def _columns(x: Any, columns: list[int]) -> Any:
-    """Takes constant columns of an array or a lookup."""
     base = x if is_plain(x) else x.base
     if columns == list(range(columns[0], columns[0] + len(columns))):
         base = staged.slice_in_dim(base, columns[0], columns[-1] + 1, axis=1)

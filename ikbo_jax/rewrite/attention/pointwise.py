@@ -27,12 +27,7 @@ from ikbo_jax.rewrite.interpret import shape_of
 from ikbo_jax.rewrite.rules import any_shape
 from ikbo_jax.rewrite.rules.elementwise import ELEMENTWISE, common_shape
 from ikbo_jax.rewrite.values import staged
-from ikbo_jax.rewrite.values.lineage import (
-    Lazy,
-    Lineage,
-    origins_of,
-    spread,
-)
+from ikbo_jax.rewrite.values.lineage import Lazy, Lineage, origins_of, spread
 from ikbo_jax.rewrite.values.registry import NotCovered
 
 #: Primitives of one operand that keep 0.
@@ -120,10 +115,7 @@ class PointwiseCall(Call):
     def _block(
         self, x: Scores, query: Part, key: Part, users: Lineage | None, found: dict[int, jax.Array]
     ) -> jax.Array:
-        """Computes a block of scores, at user batch if `users` is given.
-
-        `found` holds the same block of other scores by their identity.
-        """
+        """Computes a block of scores; `found` holds blocks of other scores by identity."""
         if id(x) not in found:
             found[id(x)] = self._equation(x, query, key, users, found)
         return found[id(x)]
@@ -164,10 +156,7 @@ class PointwiseCall(Call):
         count, heads = len(self.root.queries), len(self.root.heads)
         numbers = (
             ((rows.ndim - 1,), (columns.ndim - 1,)),
-            (
-                (0, *range(1 + count, 1 + count + heads)),
-                (0, *range(2, 2 + heads)),
-            ),
+            ((0, *range(1 + count, 1 + count + heads)), (0, *range(2, 2 + heads))),
         )
         out = staged.product(rows, columns, numbers, x.dtype)
         have: list[Label] = [(BATCH, 0), *((HEAD, n) for n in range(heads))]

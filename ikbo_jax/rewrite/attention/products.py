@@ -50,11 +50,7 @@ _DTYPES = (jnp.bfloat16, jnp.float16, jnp.float32)
 
 
 def start(
-    ctx: Context,
-    eqn: Any,
-    lhs: Any,
-    rhs: Any,
-    plain_product: Callable[[Context], jax.Array],
+    ctx: Context, eqn: Any, lhs: Any, rhs: Any, plain_product: Callable[[Context], jax.Array]
 ) -> Scores | None:
     """Returns the scores of a product of queries with looked-up keys; None for other products.
 
@@ -177,10 +173,7 @@ def dot_general(ctx: Context, eqn: Any, lhs: Any, rhs: Any) -> Any:
 
 
 def _activation(ctx: Context, scores: Scores, unchanged: Scores) -> activations.Match | None:
-    """Finds the activation of weights that are no probabilities; None for probabilities.
-
-    `unchanged` are the weights before they are changed after the softmax or the activation.
-    """
+    """Finds the activation of `unchanged` weights; None for probabilities."""
     activation = None
     if unchanged.stage == "curve" and unchanged.curve is not None:
         activation = activations.match(unchanged.curve)

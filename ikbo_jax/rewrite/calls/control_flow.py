@@ -127,12 +127,7 @@ def scan(ctx: Context, eqn: Any, *operands: Any) -> Any:
 
 
 def _scanned(
-    ctx: Context,
-    eqn: Any,
-    jaxpr: core.Jaxpr,
-    consts: list[Any],
-    carry: list[Any],
-    xs: list[Any],
+    ctx: Context, eqn: Any, jaxpr: core.Jaxpr, consts: list[Any], carry: list[Any], xs: list[Any]
 ) -> list[Any]:
     """Runs a scan whose body is interpreted once; may raise `loops.Retry`."""
     length, (n_consts, count) = eqn.params["length"], hoisting.scan_counts(eqn.params)
@@ -173,7 +168,6 @@ def _scannable(x: Any) -> bool:
 
 
 def _packed_slice(x: Any, slices: Iterator[Any]) -> Any:
-    """Returns a scanned value of one iteration."""
     if isinstance(x, Concat):
         return Concat(tuple([_packed_slice(part, slices) for part in x.parts]), x.axis - 1)
     array = next(slices)

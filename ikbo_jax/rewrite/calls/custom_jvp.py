@@ -187,5 +187,4 @@ def _widened(value: Any, like: Any) -> Any:
 
 
 def _is_uniform(value: Any) -> bool:
-    """Whether a value is one number, broadcast."""
     return lineage.is_only_broadcast(value) and value.base.size == 1

@@ -53,7 +53,6 @@ def parameters(fn: Any) -> tuple[Callable[..., Any], dict[str, Any]] | None:
 
 
 def _without_self(fn: Any, names: tuple[str, ...]) -> tuple[str, ...]:
-    """Removes `self` from argument names, if `fn` is a method."""
     if not inspect.ismethod(fn):
         return names
     first = next(iter(inspect.signature(fn.__func__).parameters))

@@ -153,7 +153,6 @@ def _of_one(value: Any, slope: Any) -> Callable[[Dual], Dual]:
 
 
 def _flat(value: Any) -> Callable[..., Dual]:
-    """Returns the rule of a function whose slope is 0, such as a comparison."""
     return lambda *operands: Dual(value(*(x.value for x in operands)))
 
 

@@ -231,7 +231,6 @@ def lengths(ctx: Any, mask: Any, dims: tuple[int | None, int | None], users: int
 
 
 def _differs_along(value: Any, dim: int | None) -> bool:
-    """Whether the elements of a value differ along one dimension at most."""
     return all(n == 1 or d == dim for d, n in enumerate(np.shape(base_of(value))))
 
 
@@ -334,7 +333,6 @@ def _of_two(name: str, first: Interval, second: Interval) -> Interval | None:
 
 
 def _extremum(name: str, bounds: list[Interval | None]) -> Interval | None:
-    """Bounds the maximum or minimum of two values, of which one may have no proven bounds."""
     pick = max if name == "max" else min
     lows, highs = zip(*(x or (-(2**63), 2**63) for x in bounds), strict=True)
     return pick(lows), pick(highs)

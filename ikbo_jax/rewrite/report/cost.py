@@ -78,7 +78,6 @@ def refusal(new: Cost, old: Cost) -> str:
 
 
 def _exceeds(new: Any, old: Any, slack: tuple[int, int]) -> bool:
-    """Whether a cost may exceed the original's, for some value of symbolic dimensions."""
     percent, amount = slack
     # Integers, since symbolic dimensions are compared with integers alone.
     return not lineage.is_at_least((100 + percent) * old + 100 * amount, 100 * new)
@@ -172,12 +171,7 @@ def _dearest(branches: list[dict[int | None, Cost]]) -> dict[int | None, Cost]:
 
 
 def _read_unfused(program: Any, inner_of: Sequence[Sequence[core.Jaxpr]]) -> set[Any]:
-    """Returns the variables that are written: not all operations that read them are fused.
-
-    Args:
-      program: the program.
-      inner_of: for each of its equations, the programs that it holds.
-    """
+    """Returns the written variables; `inner_of` holds the programs inside each equation."""
     read = {v for v in program.outvars if isinstance(v, core.Var)}
     for eqn, inner in zip(program.eqns, inner_of, strict=True):
         if inner or eqn.primitive.name in _READS:

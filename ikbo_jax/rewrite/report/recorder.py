@@ -217,7 +217,6 @@ class Recorder:
 
 
 def _lookup_text(eqn: Any) -> str:
-    """Describes a lookup in words, as in the report of a broadcast."""
     operand, result = (v.aval.str_short() for v in (eqn.invars[0], eqn.outvars[0]))
     if len(eqn.invars) == 1:
         return f"{operand} tiled -> {result}"

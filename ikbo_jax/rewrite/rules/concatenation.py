@@ -56,7 +56,6 @@ def concatenated(ctx: Context, eqn: Any, operands: Any, axis: int, shape: tuple[
 
 
 def _copies(ctx: Context, eqn: Any, x: Any, axis: int, shape: tuple[int, ...]) -> Any:
-    """Repeats a slice: `jnp.stack([user] * candidates)`."""
     if tuple(x.shape) == shape:
         return x
     if not is_plain(x) and not isinstance(x, Lazy) or has_lineage(x) and x.axis == axis:

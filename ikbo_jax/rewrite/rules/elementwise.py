@@ -126,10 +126,7 @@ def elementwise_to(ctx: Context, eqn: Any, shape: tuple[int, ...], operands: Any
 
 
 def _of_one_batch(ctx: Context, eqn: Any, shape: tuple[int, ...], operands: Any) -> Any:
-    """Runs the most frequent cases, in less time: traced arrays, or lookups by one index.
-
-    None in all other cases.
-    """
+    """Runs traced arrays, or lookups by one index, in less time; None in all other cases."""
     first, traced = None, False
     for x in operands:
         if type(x) is Lazy:

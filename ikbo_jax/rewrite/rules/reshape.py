@@ -65,7 +65,7 @@ def _reshape_lazy(
             base_shape += sizes
     base = staged.reshape(spread_axes(x, full).base, base_shape)
     if repeat is not None:
-        return _repeated(ctx, eqn, x, base, shape, *repeat)
+        return _repeated(ctx, x, base, shape, *repeat)
     return lazy(base, tuple(shape), x.lineage, axis, x.origins)
 
 
@@ -75,9 +75,7 @@ def _repeats(x: Lazy, dims: list[int], sizes: list[int]) -> bool:
     return len(sizes) == 1 and len(full) == 2 and sum(x.base.shape[d] == 1 for d in full) == 1
 
 
-def _repeated(
-    ctx: Context, eqn: Any, x: Lazy, base: Any, shape: Any, axis: int, dims: list[int]
-) -> Any:
+def _repeated(ctx: Context, x: Lazy, base: Any, shape: Any, axis: int, dims: list[int]) -> Any:
     """Turns `jnp.repeat` by a constant, or `jnp.tile`, written as a reshape, into a lookup."""
     first, second = (d for d in dims if x.shape[d] != 1)
     batch, rows = shape[axis], base.shape[axis]

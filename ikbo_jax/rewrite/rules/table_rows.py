@@ -123,7 +123,6 @@ def _without_gradient(x: jax.Array) -> jax.Array:
 
 
 def _replaced(index: Any, where: Any, row: int) -> Any:
-    """Replaces an int32 index by another row where a condition holds."""
     return staged.select(where, staged.full_like(index, row), index)
 
 

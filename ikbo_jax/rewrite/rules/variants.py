@@ -123,8 +123,6 @@ mlir.register_lowering(rewritten_p, mlir.lower_fun(_values))
 def _of_some(
     program: core.Jaxpr, operands: Sequence[Any], positions: Sequence[int]
 ) -> Callable[..., list[Any]]:
-    """Returns a program as a function of its operands at some positions."""
-
     def fn(*values: Any) -> list[Any]:
         merged = dict(enumerate(operands)) | dict(zip(positions, values, strict=True))
         return evaluate(program, list(merged.values()))
@@ -145,10 +143,7 @@ ad.primitive_jvps[rewritten_p] = _jvp
 
 
 def _transpose(cotangents: Sequence[Any], *operands: Any, exact: Exact, **_: Any) -> list[Any]:
-    """Transposes the original for `jax.linear_transpose`, which the ops refuse.
-
-    Derivatives never come here, since `_jvp` binds no such equation.
-    """
+    """Transposes the original for `jax.linear_transpose`; derivatives never come here."""
     linear = [n for n, x in enumerate(operands) if ad.is_undefined_primal(x)]
     fn = _of_some(exact.original, operands, linear)
     like = [jax.ShapeDtypeStruct(operands[n].aval.shape, operands[n].aval.dtype) for n in linear]

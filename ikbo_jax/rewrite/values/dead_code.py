@@ -181,10 +181,7 @@ def _with_carries(body: core.Jaxpr, used: list[bool], n_consts: int, n_carry: in
 
 
 def _reads(program: core.Jaxpr, used: list[bool]) -> list[bool]:
-    """Finds which arguments a program reads if some of its results are used.
-
-    A called program counts as reading all of its operands.
-    """
+    """Finds the arguments that a program reads for some results; calls read all operands."""
     literal = core.Literal
     needed = {v for v, u in zip(program.outvars, used, strict=True) if u and type(v) is not literal}
     for eqn in reversed(program.eqns):

@@ -251,11 +251,7 @@ def rows_of(x: Any, axis: int, users: int) -> jax.Array:
 
 
 def lazy(
-    base: jax.Array,
-    shape: tuple[int, ...],
-    lineage: Lineage | None,
-    axis: int,
-    origins: frozenset,
+    base: jax.Array, shape: tuple[int, ...], lineage: Lineage | None, axis: int, origins: frozenset
 ) -> Any:
     """Returns a `Lazy`, or `base` itself if nothing is left to broadcast."""
     if lineage is None and staged.shape_of(base) == tuple(shape):

@@ -43,10 +43,7 @@ class Provenance:
     def _search(
         self, value: Any, names: Sequence[str] | None
     ) -> tuple[core.JaxprEqn, Sequence[Any]] | None:
-        """Finds the producing equation; if it is hidden, records that a rule asked for it.
-
-        With `names`, only if it is hidden by one of these names.
-        """
+        """Finds the producer; records a request for a hidden producer, by `names` unless None."""
         for provenance in self._chain():
             if id(value) in provenance._producers:
                 eqn, operands, _ = provenance._producers[id(value)]
