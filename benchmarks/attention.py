@@ -131,14 +131,8 @@ def bars(point: Record, all_points: Sequence[Record], name: str = OUR_NAME) -> s
     return "; ".join(found)
 
 
-BENCHMARK = Benchmark(
-    "attention",
-    tuple(SWEEPS),
-    lambda o: (point for sweep in o.sweep for point in points(sweep)),
-    shrink,
-    measure_point,
-    bars,
-)
+SELECTED = harness.of_sweeps(points)
+BENCHMARK = Benchmark("attention", tuple(SWEEPS), SELECTED, shrink, measure_point, bars)
 
 if __name__ == "__main__":
     sys.exit(BENCHMARK.main())

@@ -71,7 +71,6 @@ def measure_point(point: Point, run: harness.Run) -> dict[str, Any]:
 
 def bars(point: Record, all_points: Sequence[Record], name: str = OUR_NAME) -> str:
     """Formats the figures of this library at a point, each next to its bar."""
-    del all_points
     ours = provider_of(point, OUR_NAME)
     if ours is None or name != OUR_NAME:
         return ""
@@ -86,14 +85,8 @@ def bars(point: Record, all_points: Sequence[Record], name: str = OUR_NAME) -> s
     return "; ".join(found)
 
 
-BENCHMARK = Benchmark(
-    "attention_gradient",
-    tuple(SWEEPS),
-    lambda o: (point for sweep in o.sweep for point in points(sweep)),
-    attention.shrink,
-    measure_point,
-    bars,
-)
+SELECTED, shrink = harness.of_sweeps(points), attention.shrink
+BENCHMARK = Benchmark("attention_gradient", tuple(SWEEPS), SELECTED, shrink, measure_point, bars)
 
 if __name__ == "__main__":
     sys.exit(BENCHMARK.main())

@@ -284,13 +284,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = harness.parser("compare")
     words = "a commit, or a folder that holds ikbo_jax"
     parser.add_argument("--before", required=True, help=words)
-    parser.add_argument(
-        "--points",
-        nargs="+",
-        default=list(GROUPS),
-        metavar="NAME",
-        help=f'groups ({", ".join(GROUPS)}), or points of them, such as "attention s S=512"',
-    )
+    words = f'groups ({", ".join(GROUPS)}), or points of them, such as "attention s S=512"'
+    parser.add_argument("--points", nargs="+", default=list(GROUPS), metavar="NAME", help=words)
     parser.add_argument("--jobs", type=int, default=1, help="processes that compile at once")
     parser.add_argument("--share", type=pathlib.Path, help=argparse.SUPPRESS)
     parser.add_argument("--until", type=float, default=float("inf"), help=argparse.SUPPRESS)

@@ -174,9 +174,8 @@ class Provider(NamedTuple):
     def prepare(self, sizes: Sizes, inputs: Inputs, direction: str) -> tuple[Callable, tuple]:
         """Returns a function that computes `RESULTS[direction]`, and its arguments."""
         arrays = inputs.arrays
-        contender = Contender(
-            self.name, self.stage, self.make(self.sizes(sizes)), arrays[:3], arrays[3:]
-        )
+        op = self.make(self.sizes(sizes))
+        contender = Contender(self.name, self.stage, op, arrays[:3], arrays[3:])
         return in_direction(contender, direction, inputs.d_out)
 
 
@@ -323,24 +322,19 @@ def bars(point: Record, all_points: Sequence[Record], name: str = OUR_NAME) -> s
 
 
 def _add_options(parser: argparse.ArgumentParser) -> None:
-    words = "what to time: the result, the gradients for a fixed cotangent, or both (default: all)"
-    parser.add_argument(
-        "--direction", nargs="+", choices=DIRECTIONS, default=DIRECTIONS, help=words
-    )
+    what = "what to time: the result, the gradients for a fixed cotangent, or both (default: all)"
+    known = DIRECTIONS
+    parser.add_argument("--direction", nargs="+", choices=known, default=known, help=what)
     names = [p.name for p in (*ALL, PADDED, ATTENTION) if p != OURS]
-    words = "providers to leave out, such as xla, whose gradients take most of a run's time"
-    parser.add_argument(
-        "--without", nargs="+", choices=names, default=(), metavar="NAME", help=words
-    )
+    about: Any = {"metavar": "NAME"}
+    about["help"] = "providers to leave out, such as xla, whose gradients take most of a run's time"
+    parser.add_argument("--without", nargs="+", choices=names, default=(), **about)
 
 
 BENCHMARK = Benchmark(
-    "gdpa",
-    tuple(SWEEPS),
+    *("gdpa", tuple(SWEEPS)),
     lambda o: (p for d in o.direction for s in o.sweep for p in points(s, d)),
-    shrink,
-    measure_point,
-    bars,
+    *(shrink, measure_point, bars),
     add_options=_add_options,
 )
 

@@ -58,7 +58,6 @@ class Point:
         return dataclasses.replace(self, case=dataclasses.replace(self.case, **sizes))
 
     def entry(self) -> dict[str, Any]:
-        """Makes the point's entry in a results file, without figures."""
         head = {"sweep": self.sweep, "label": self.label, "direction": self.direction}
         if not dataclasses.is_dataclass(self.case):
             return head
@@ -247,34 +246,30 @@ class Run:
                 self.jobs.compile(todo, measure_point, until)
             else:
                 self.prepared = prepare(self)
-                self._measure(todo, measure_point, describe)
+                for number, point in enumerate(todo, start=1):
+                    line = self._measure(point, measure_point, describe)
+                    timing.write_results(self.options.out, self.results)
+                    if line:
+                        head = f"[{number}/{len(todo)}] {time.monotonic() - self.start:.0f} s"
+                        print(f"{head} {line}", flush=True)
+                timing.write_results(self.options.out, self.results)
         return self.results
 
-    def _measure(
-        self,
-        todo: Sequence[Any],
-        measure_point: Callable[[Any], dict[str, Any]],
-        describe: Callable[[Record], str],
-    ) -> None:
-        results, out = self.results, self.options.out
-        for number, point in enumerate(todo, start=1):
-            if self.left_s < 0:
-                results["left_out"].append(point.name)
-                continue
-            try:
-                measured = measure_point(point)
-            except Exception as error:
-                # A point costs minutes of compilation: the points after it are measured, too.
-                traceback.print_exc()
-                text = f"{point.name}: {type(error).__name__}: {str(error)[:300]}"
-                results.setdefault("failed", []).append(text)
-                timing.write_results(out, results)
-                continue
-            results["points"].append(measured)
-            timing.write_results(out, results)
-            head = f"[{number}/{len(todo)}] {time.monotonic() - self.start:.0f} s"
-            print(f"{head} {point.name}: {describe(measured)}", flush=True)
-        timing.write_results(out, results)
+    def _measure(self, point: Any, measure_point: Callable, describe: Callable) -> str:
+        """Measures a point; returns its description, empty if it failed or is left out."""
+        if self.left_s < 0:
+            self.results["left_out"].append(point.name)
+            return ""
+        try:
+            measured = measure_point(point)
+        except Exception as error:
+            # A point costs minutes of compilation: the points after it are measured, too.
+            traceback.print_exc()
+            text = f"{point.name}: {type(error).__name__}: {str(error)[:300]}"
+            self.results.setdefault("failed", []).append(text)
+            return ""
+        self.results["points"].append(measured)
+        return f"{point.name}: {describe(measured)}"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -298,7 +293,6 @@ class Benchmark:
     times_matmul: bool = True
 
     def parse(self, argv: Sequence[str] | None = None) -> argparse.Namespace:
-        """Parses a command line."""
         found = parser(self.name, self.sweeps)
         if self.times_matmul:
             children.Jobs.add_options(found)
@@ -306,7 +300,6 @@ class Benchmark:
         return children.parsed(found, argv)
 
     def run(self, options: argparse.Namespace) -> dict[str, Any]:
-        """Measures sweeps, and returns the content of the results file."""
         run = Run(self.name, options, times_matmul=self.times_matmul)
 
         def measure_point(point: Point) -> dict[str, Any]:
@@ -321,6 +314,11 @@ class Benchmark:
         """Runs a command line; returns 1 if a provider failed or was wrong."""
         results = self.run(self.parse(argv))
         return print_results(results, format_table(results, self.bars))
+
+
+def of_sweeps(points: Callable[[str], Iterable[Point]]) -> Callable[[Any], Iterable[Point]]:
+    """Makes a function that lists the points of the command line's sweeps."""
+    return lambda options: (point for sweep in options.sweep for point in points(sweep))
 
 
 def parser(name: str, sweeps: Sequence[str] = ()) -> argparse.ArgumentParser:

@@ -69,12 +69,8 @@ def points(sweep: str, dtypes: Sequence[str] = DTYPES[:2]) -> Iterator[Point]:
 def shrink(point: Point) -> Point:
     """Makes the point's sizes small enough for a CPU."""
     p = point.problem
-    return point.resized(
-        batches=tuple(max(1, b // 16) for b in p.batches),
-        ks=tuple(k // 16 for k in p.ks),
-        m=p.m // 8,
-        n=p.n // 8,
-    )
+    batches, ks = tuple(max(1, b // 16) for b in p.batches), tuple(k // 16 for k in p.ks)
+    return point.resized(batches=batches, ks=ks, m=p.m // 8, n=p.n // 8)
 
 
 class Provider(NamedTuple):

@@ -153,7 +153,6 @@ def best_by_hand(point: Record) -> Record | None:
 
 def bars(point: Record, all_points: Sequence[Record], name: str = OUR_NAME) -> str:
     """Formats the figures of `ikbo` at a point, next to their bars."""
-    del all_points
     ours, by_hand = provider_of(point, OUR_NAME), best_by_hand(point)
     if ours is None or by_hand is None or name != OUR_NAME:
         return ""
@@ -170,14 +169,8 @@ def _measure(point: Point, run: harness.Run) -> dict[str, Any]:
     return measure_point(point, PROVIDERS[-2:] if run.options.quick else PROVIDERS, protocol)
 
 
-BENCHMARK = Benchmark(
-    "linear_compression_gradient",
-    tuple(SWEEPS),
-    lambda o: (point for sweep in o.sweep for point in points(sweep)),
-    shrink,
-    _measure,
-    bars,
-)
+NAME, SELECTED = "linear_compression_gradient", harness.of_sweeps(points)
+BENCHMARK = Benchmark(NAME, tuple(SWEEPS), SELECTED, shrink, _measure, bars)
 
 if __name__ == "__main__":
     sys.exit(BENCHMARK.main())

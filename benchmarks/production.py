@@ -235,9 +235,8 @@ def _is_far(contender: harness.Contender, fastest: harness.Contender, far: float
     ms, other_ms = by_turns_ms(contender.thunk, fastest.thunk)
     if ms > far * other_ms:
         other = fastest.record["name"]
-        contender.record["note"] = (
-            f"GEMMs not tuned: {ms:.3g} ms beside {other_ms:.3g} ms of {other}"
-        )
+        words = f"GEMMs not tuned: {ms:.3g} ms beside {other_ms:.3g} ms of {other}"
+        contender.record["note"] = words
     return ms > far * other_ms
 
 
@@ -315,7 +314,6 @@ def speedup(point: Record) -> float | None:
 
 def bars(point: Record, all_points: Sequence[Record] = (), name: str = OUR_NAME) -> str:
     """Formats the best alternative of a point, and this library's speed relative to it."""
-    del all_points
     if (ratio := speedup(point)) is None or name != OUR_NAME:
         return ""
     slow = f", bar {1 / SLOWEST_BAR:.2f}" if ratio < 1 / SLOWEST_BAR else ""
@@ -368,15 +366,9 @@ def _add_options(parser: argparse.ArgumentParser) -> None:
 
 
 BENCHMARK = harness.Benchmark(
-    "production",
-    SWEEPS,
-    points,
+    *("production", SWEEPS, points),
     lambda point: dataclasses.replace(point, case=shrink(point.case)),
-    measure_point,
-    bars,
-    describe=bars,
-    add_options=_add_options,
-    prepare=ceilings,
+    *(measure_point, bars, bars, _add_options, ceilings),
 )
 
 

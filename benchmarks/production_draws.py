@@ -59,11 +59,13 @@ def _users(rng: Generator, batch: int) -> int:
     return batch if kind < 0.4 else max(1, batch // _log_uniform(rng, 2, 1000))
 
 
-def _counts(batch: int, users: int, is_even: bool) -> np.ndarray:
-    """Draws the users' numbers of candidates, [users]; some may be 0 unless `is_even`."""
-    if is_even:
-        return np.diff(np.linspace(0, batch, users + 1).astype(np.int64))
-    return np.random.default_rng(0).multinomial(batch, np.full(users, 1 / users))
+def _user_index(batch: int, users: int, kind: str) -> np.ndarray:
+    """Draws every candidate's user, [batch] int32; some users may be absent unless "even"."""
+    counts = np.random.default_rng(0).multinomial(batch, np.full(users, 1 / users))
+    if kind == "even":
+        counts = np.diff(np.linspace(0, batch, users + 1).astype(np.int64))
+    index = np.repeat(np.arange(users, dtype=np.int32), counts)
+    return np.random.default_rng(1).permutation(index) if kind == "unsorted" else index
 
 
 @dataclasses.dataclass(frozen=True)
@@ -90,9 +92,7 @@ class AttentionShape:
     @property
     def cand_to_user(self) -> np.ndarray:
         """Index of every candidate's user, [B] int32."""
-        counts = _counts(self.batch, self.users, self.index == "even")
-        index = np.repeat(np.arange(self.users, dtype=np.int32), counts)
-        return np.random.default_rng(1).permutation(index) if self.index == "unsorted" else index
+        return _user_index(self.batch, self.users, self.index)
 
     @property
     def lengths(self) -> np.ndarray:
@@ -157,6 +157,10 @@ class CompressionShape:
     k_user: int
     dtype: str
     index: str
+
+    @property
+    def cand_to_user(self) -> np.ndarray:
+        return _user_index(self.batch, self.users, self.index)
 
     @property
     def flops(self) -> float:
@@ -253,42 +257,27 @@ def attention_shape(rng: Generator) -> AttentionShape:
     kv_len = _log_uniform(rng, 32, 16_384)
     if rng.random() < 0.5:
         kv_len = -(-kv_len // 64) * 64
-    return AttentionShape(
-        batch=batch,
-        users=_users(rng, batch),
-        q_len=_choice(rng, {1: 0.5, 2: 0.05, 4: 0.1, 8: 0.1, 16: 0.1, 32: 0.05, 64: 0.1}),
-        kv_len=kv_len,
-        q_heads=heads,
-        **_of_both(rng, heads, HEAD_DIMS),
-    )
+    users = _users(rng, batch)
+    q_len = _choice(rng, {1: 0.5, 2: 0.05, 4: 0.1, 8: 0.1, 16: 0.1, 32: 0.05, 64: 0.1})
+    return AttentionShape(batch, users, q_len, kv_len, heads, **_of_both(rng, heads, HEAD_DIMS))
 
 
 def few_queries_shape(rng: Generator) -> FewQueriesShape:
     """Draws T in 1..16, S in 64..4,096, 1 to 10,000 candidates a user, H = 64 or 128."""
     batch, heads = _log_uniform(rng, 64, 16_384), _choice(rng, HEADS)
-    return FewQueriesShape(
-        batch=batch,
-        users=max(1, batch // _log_uniform(rng, 1, 10_000)),
-        q_len=_log_uniform(rng, 1, 16),
-        kv_len=_log_uniform(rng, 64, 4096),
-        q_heads=heads,
-        **_of_both(rng, heads, {64: 0.5, 128: 0.5}),
-    )
+    users, q_len = max(1, batch // _log_uniform(rng, 1, 10_000)), _log_uniform(rng, 1, 16)
+    sizes = batch, users, q_len, _log_uniform(rng, 64, 4096), heads
+    return FewQueriesShape(*sizes, **_of_both(rng, heads, {64: 0.5, 128: 0.5}))
 
 
 def compression_shape(rng: Generator) -> CompressionShape:
     """Draws B in 64..16,384, M in 8..1,024, K in 16..2,048, N in 16..512."""
     batch = _log_uniform(rng, 64, 16_384)
-    return CompressionShape(
-        batch=batch,
-        users=_users(rng, batch),
-        m=_log_uniform(rng, 8, 1024),
-        n=_choice(rng, {16: 0.1, 32: 0.15, 64: 0.25, 96: 0.1, 128: 0.2, 256: 0.15, 512: 0.05}),
-        k_cand=_log_uniform(rng, 16, 2048),
-        k_user=_log_uniform(rng, 16, 2048),
-        dtype=_choice(rng, DTYPES),
-        index=_choice(rng, {"ragged": 0.85, "unsorted": 0.15}),
-    )
+    users, m = _users(rng, batch), _log_uniform(rng, 8, 1024)
+    n = _choice(rng, {16: 0.1, 32: 0.15, 64: 0.25, 96: 0.1, 128: 0.2, 256: 0.15, 512: 0.05})
+    k_cand, k_user = (_log_uniform(rng, 16, 2048) for _ in range(2))
+    dtype, index = _choice(rng, DTYPES), _choice(rng, {"ragged": 0.85, "unsorted": 0.15})
+    return CompressionShape(batch, users, m, n, k_cand, k_user, dtype, index)
 
 
 def gdpa_shape(rng: Generator) -> GdpaShape:
@@ -303,15 +292,10 @@ def gdpa_shape(rng: Generator) -> GdpaShape:
         "pma": _log_uniform(rng, 8, 64),
     }[kind]
     activations = {"gelu_tanh": 0.4, "silu": 0.2, "relu": 0.1, "gelu": 0.05, "softmax": 0.25}
-    return GdpaShape(
-        batch=_log_uniform(rng, 64, 4096),
-        lengths=kind,
-        longest=longest,
-        heads=_choice(rng, HEADS),
-        head_dim=_choice(rng, {64: 0.45, 96: 0.1, 128: 0.4, 256: 0.05}),
-        dtype=_choice(rng, DTYPES),
-        activation=_choice(rng, activations),
-    )
+    batch, heads = _log_uniform(rng, 64, 4096), _choice(rng, HEADS)
+    head_dim = _choice(rng, {64: 0.45, 96: 0.1, 128: 0.4, 256: 0.05})
+    dtype, activation = _choice(rng, DTYPES), _choice(rng, activations)
+    return GdpaShape(batch, kind, longest, heads, head_dim, dtype, activation)
 
 
 def _within_limits(draw: Callable[[Generator], Shape], rng: Generator) -> Shape:

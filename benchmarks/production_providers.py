@@ -152,9 +152,7 @@ def _grouped(
         return attend(query, key, value, key_value_seq_lengths=lengths)
 
     return Contender(
-        name,
-        stage,
-        run,
+        *(name, stage, run),
         (folded, jnp.pad(key, pad), jnp.pad(value, pad)),
         () if lengths is None else (lengths,),
         fold.unfold,
@@ -219,12 +217,7 @@ def _attention(shape: AttentionShape, is_drawn: bool) -> Iterator[Callable[[], C
 
 def _linear_compression(shape: CompressionShape) -> Iterator[Callable[[], Contender]]:
     s = shape
-    index = np.repeat(
-        np.arange(s.users, dtype=np.int32),
-        np.random.default_rng(0).multinomial(s.batch, np.full(s.users, 1 / s.users)),
-    )
-    if s.index == "unsorted":
-        index = np.random.default_rng(1).permutation(index)
+    index = s.cand_to_user
     integers = (jnp.asarray(index),)
     scale = jnp.asarray((s.k_cand + s.k_user) ** -0.5, jnp.dtype(s.dtype))
     weights = tuple(
@@ -333,13 +326,8 @@ def _gdpa(shape: GdpaShape) -> Iterator[Callable[[], Contender]]:
             return (of_query, *map(unpad, gradients[1:]))
 
         return Contender(
-            "cudnn-softmax",
-            "softmax attention by cuDNN, sequences padded before",
-            run,
-            (query, pad(key), pad(value)),
-            numbers,
-            unpad_q,
-            finish_gradients,
+            *("cudnn-softmax", "softmax attention by cuDNN, sequences padded before", run),
+            *((query, pad(key), pad(value)), numbers, unpad_q, finish_gradients),
             is_comparable=s.activation == "softmax",
         )
 

@@ -51,14 +51,9 @@ def joined(files: Mapping[str, Record]) -> Record:
         raise ValueError(
             f"{' and '.join(files)} have the point {' '.join(map(str, twice[0])).strip()} twice"
         )
-    commits = ", ".join(
-        dict.fromkeys(file["environment"]["commit"][:12] for file in files.values())
-    )
-    return {
-        **results,
-        "points": points,
-        "environment": results["environment"] | {"commit": commits},
-    }
+    commits = dict.fromkeys(file["environment"]["commit"][:12] for file in files.values())
+    environment = results["environment"] | {"commit": ", ".join(commits)}
+    return {**results, "points": points, "environment": environment}
 
 
 def all_correct(results: Record) -> bool:

@@ -152,7 +152,11 @@ def din(params: Any, request: Any) -> jax.Array:
     h = history[index]
     q = jnp.broadcast_to(cand[:, None], h.shape)
     x = jnp.concatenate([q, h, q - h, q * h], axis=-1)
-    weights = jax.nn.sigmoid(x @ params["unit"] + params["bias"])
+    return _din_score(params, x @ params["unit"], h, cand)
+
+
+def _din_score(params: Any, unit: jax.Array, h: jax.Array, cand: jax.Array) -> jax.Array:
+    weights = jax.nn.sigmoid(unit + params["bias"])
     weights = jax.nn.sigmoid(weights @ params["second"]) @ params["out"]
     interest = jnp.einsum("bsn,bsd->bd", weights, h)
     return _mlp(params["top"], jnp.concatenate([interest, cand], axis=-1))
@@ -168,10 +172,7 @@ def din_by_hand(params: Any, request: Any) -> jax.Array:
     cands = part(cand, wq) + part(cand, wd)
     h = history[index]
     x = users[index] + cands[:, None] + part(cand[:, None] * h, wp)
-    weights = jax.nn.sigmoid(x.astype(DTYPE) + params["bias"])
-    weights = jax.nn.sigmoid(weights @ params["second"]) @ params["out"]
-    interest = jnp.einsum("bsn,bsd->bd", weights, h)
-    return _mlp(params["top"], jnp.concatenate([interest, cand], axis=-1))
+    return _din_score(params, x.astype(DTYPE), h, cand)
 
 
 def din_case(small: bool) -> Case:
@@ -336,8 +337,7 @@ def _add_options(parser: argparse.ArgumentParser) -> None:
 
 
 BENCHMARK = harness.Benchmark(
-    "rewrite_models",
-    (),
+    *("rewrite_models", ()),
     lambda options: [Point("models", model, None) for model in options.models or CASES],
     lambda point: point,
     measure_point,

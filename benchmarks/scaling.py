@@ -122,9 +122,8 @@ def network_program(
     parts = ranking.Request._make(_put(mesh, x, P("x")) for x in laid_out)
     params = jax.tree.map(lambda x: _put(mesh, x, P()), ranking.init(sizes))
     real = _put(mesh, placement.lay_out_candidates(np.ones(candidates, np.float32)), P("x"))
-    forward = jax.shard_map(
-        ranking.co_designed, mesh=mesh, in_specs=(P(), P("x")), out_specs=P("x")
-    )
+    specs: Any = {"in_specs": (P(), P("x")), "out_specs": P("x")}
+    forward = jax.shard_map(ranking.co_designed, mesh=mesh, **specs)
     if not training:
         return Program(forward, (params, parts), lambda x: placement.restore(_as_float(x)))
 
@@ -342,15 +341,9 @@ def _name_devices(run: harness.Run) -> None:
 
 
 BENCHMARK = harness.Benchmark(
-    "scaling",
-    tuple(PROGRAMS),
-    _points,
-    lambda point: point,
-    measure,
+    *("scaling", tuple(PROGRAMS), _points, lambda point: point, measure),
     lambda point, all_points, name: bar(point),
-    describe=describe,
-    add_options=add_options,
-    prepare=_name_devices,
+    *(describe, add_options, _name_devices),
     times_matmul=False,
 )
 

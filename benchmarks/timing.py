@@ -139,13 +139,13 @@ def _dumps(value: Any, indent: int = 0) -> str:
     if not is_nested and len(flat) + indent <= 100:
         return flat
     inner = " " * (indent + 2)
-    if isinstance(value, dict) and value:
+    if not value or not isinstance(value, dict | list):
+        return flat
+    if isinstance(value, dict):
         items = [f"{json.dumps(key)}: {_dumps(item, indent + 2)}" for key, item in value.items()]
-        return "{\n" + inner + f",\n{inner}".join(items) + "\n" + " " * indent + "}"
-    if isinstance(value, list) and value:
+    else:
         items = [_dumps(item, indent + 2) for item in value]
-        return "[\n" + inner + f",\n{inner}".join(items) + "\n" + " " * indent + "]"
-    return flat
+    return f"{flat[0]}\n{inner}" + f",\n{inner}".join(items) + f"\n{' ' * indent}{flat[-1]}"
 
 
 # Profiles: which kernels a step spends its time in, by JAX's profiler. The metadata of the

@@ -207,7 +207,6 @@ def measure_point(
 
 def bars(point: Record, all_points: Sequence[Record], name: str) -> str:
     """Formats the figures of this library's version at a point, each next to its bar."""
-    del all_points
     ours = provider_of(point, name)
     is_gdpa = point["sweep"] == "gdpa"
     if ours is None or name != (OUR_NAME if is_gdpa else ranking.OURS.name):
@@ -243,21 +242,13 @@ def _measure(point: Point, run: harness.Run) -> dict[str, Any]:
 
 def _add_options(parser: argparse.ArgumentParser) -> None:
     names = [version.name for version in (*OF_RANKING, *OF_GDPA)]
-    words = "versions to profile; prints the time of each kernel"
-    parser.add_argument(
-        "--profile", nargs="+", choices=names, metavar="NAME", default=(), help=words
-    )
+    about: Any = {"metavar": "NAME", "help": "versions to profile; prints the time of each kernel"}
+    parser.add_argument("--profile", nargs="+", choices=names, default=(), **about)
 
 
 BENCHMARK = Benchmark(
-    "training",
-    SWEEPS,
-    lambda o: (point for sweep in o.sweep for point in points(sweep)),
-    shrink,
-    _measure,
-    bars,
-    describe_all,
-    _add_options,
+    *("training", SWEEPS, harness.of_sweeps(points), shrink, _measure, bars, describe_all),
+    add_options=_add_options,
     times_matmul=False,
 )
 
