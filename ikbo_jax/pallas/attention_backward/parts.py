@@ -119,9 +119,7 @@ def _add_queries(ctx: WarpgroupContext) -> None:
         poison,
     )
 
-    @plgpu.inline_mgpu(
-        arg_types=(plgpu.RefType(),) * 2 + (per_thread.LAYOUT,) * len(numbers),
-    )
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(),) * 2 + (per_thread.LAYOUT,) * len(numbers))
     def add(_: Any, parts: ir.Value, output: ir.Value, *numbers: Any) -> None:
         is_wanted, row, column, kv_head, target, count, poison = map(per_thread.scalar, numbers)
         width = shape.head_dim
@@ -145,7 +143,7 @@ def _add_keys(ctx: WarpgroupContext) -> None:
     count = len(ctx.operands.gradients)
 
     @plgpu.inline_mgpu(
-        arg_types=(plgpu.RefType(),) * (2 * count) + (per_thread.LAYOUT,) * len(numbers),
+        arg_types=(plgpu.RefType(),) * (2 * count) + (per_thread.LAYOUT,) * len(numbers)
     )
     def add(_: Any, *arguments: Any) -> None:
         is_wanted, user, at = map(per_thread.scalar, arguments[2 * count :])

@@ -85,12 +85,7 @@ def stage_sums(
     scalar = plgpu.Layout.WG_SPLAT(())
 
     @plgpu.inline_mgpu(
-        arg_types=(
-            plgpu.RefType((swizzle(mosaic.SWIZZLE),)),
-            plgpu.Layout.WGMMA,
-            scalar,
-            scalar,
-        )
+        arg_types=(plgpu.RefType((swizzle(mosaic.SWIZZLE),)), plgpu.Layout.WGMMA, scalar, scalar)
     )
     def write(_: Any, tiles: ir.Value, values: mgpu.FragmentedArray, *scalars: Any) -> None:
         i32, byte = ir.IntegerType.get_signless(32), ir.IntegerType.get_signless(8)

@@ -150,10 +150,7 @@ def _multiply(ctx: Context, keys: Any, first_step: Any, totals: Any) -> Any:
         d_scores = ctx.shared.blocks.matrix(step)
         return tuple(
             products.add_stored(
-                total,
-                d_scores.at[consumer * number + i],
-                _keys(ctx, step),
-                interpret=ctx.interpret,
+                total, d_scores.at[consumer * number + i], _keys(ctx, step), interpret=ctx.interpret
             )
             for i, total in enumerate(totals)
         )

@@ -47,11 +47,7 @@ def _load_statistics(ctx: BackwardContext, head: Any, row: Any, slot: Any, ready
 
 
 def _send_block(
-    ctx: BackwardContext,
-    step: Any,
-    first_rows: list[Any],
-    words: tuple[Any, ...],
-    head: Any,
+    ctx: BackwardContext, step: Any, first_rows: list[Any], words: tuple[Any, ...], head: Any
 ) -> None:
     """Sends the descriptor of a block, and loads its two operands and, if they have a first row,
     its statistics."""

@@ -54,11 +54,7 @@ def weights(
 
 
 def d_scores(
-    ctx: BackwardContext,
-    rows: RowStatistics,
-    d_weights: jax.Array,
-    weights: jax.Array,
-    step: Any,
+    ctx: BackwardContext, rows: RowStatistics, d_weights: jax.Array, weights: jax.Array, step: Any
 ) -> jax.Array:
     """Gradients of a block's scores; in the kernel for queries, 0 for keys past the end.
 

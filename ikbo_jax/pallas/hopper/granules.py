@@ -205,10 +205,7 @@ def stage_transposed(
     swizzle_type = mosaic.row_swizzle(blocks.shape, blocks.dtype)
 
     @plgpu.inline_mgpu(
-        arg_types=(
-            plgpu.RefType((swizzle_type,) if is_swizzled else ()),
-            plgpu.Layout.WGMMA,
-        )
+        arg_types=(plgpu.RefType((swizzle_type,) if is_swizzled else ()), plgpu.Layout.WGMMA)
     )
     def write(_: Any, blocks: ir.Value, values: mgpu.FragmentedArray) -> None:
         i32, byte = ir.IntegerType.get_signless(32), ir.IntegerType.get_signless(8)

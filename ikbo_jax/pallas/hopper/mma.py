@@ -328,10 +328,7 @@ def accumulator_type(columns: int) -> Any:
 def descriptor(tiles: ir.Value, leading: int = 0, *, swizzle: int = mosaic.SWIZZLE) -> ir.Value:
     """WGMMA's descriptor of operand tiles; `leading`: bytes from a block of columns to the next."""
     return mma_utils.encode_descriptor(
-        tiles,
-        leading_byte_offset=leading,
-        stride_byte_offset=8 * swizzle,
-        swizzle=swizzle,
+        tiles, leading_byte_offset=leading, stride_byte_offset=8 * swizzle, swizzle=swizzle
     )
 
 

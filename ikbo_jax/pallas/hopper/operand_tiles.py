@@ -86,10 +86,7 @@ def zero_rows(tiles: Any, begin: Any, *, interpret: bool) -> None:
         return
 
     @plgpu.inline_mgpu(
-        arg_types=(
-            plgpu.RefType(mosaic.operand_transforms(tiles.dtype)),
-            plgpu.Layout.WG_SPLAT(()),
-        )
+        arg_types=(plgpu.RefType(mosaic.operand_transforms(tiles.dtype)), plgpu.Layout.WG_SPLAT(()))
     )
     def write(_: Any, tiles: ir.Value, begin: mgpu.FragmentedArray) -> None:
         # A row is 128 contiguous bytes; swizzling permutes it only within them.

@@ -103,10 +103,7 @@ def gather(ref: Any, index: jax.Array, space: str, *, interpret: bool) -> jax.Ar
     if interpret:
         return jnp.take(ref[...], index, mode="clip")
 
-    @plgpu.inline_mgpu(
-        arg_types=(plgpu.RefType(), LAYOUT),
-        return_type=INT32,
-    )
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), LAYOUT), return_type=INT32)
     def load(_: Any, ref: ir.Value, index: mgpu.FragmentedArray) -> mgpu.FragmentedArray:
         i32 = ir.IntegerType.get_signless(32)
         address = mgpu.utils.getelementptr(mgpu.utils.memref_ptr(ref), [scalar(index)], i32)

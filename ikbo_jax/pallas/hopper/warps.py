@@ -97,11 +97,7 @@ def total(x: ir.Value) -> ir.Value:
 def _of_lanes(ptx: str, x: ir.Value) -> ir.Value:
     """What an instruction for all lanes makes of their values, 32 bits each."""
     return mgpu.utils.inline_ptx(
-        ptx,
-        x,
-        result_types=ir.IntegerType.get_signless(32),
-        has_side_effects=True,
-        convergent=True,
+        ptx, x, result_types=ir.IntegerType.get_signless(32), has_side_effects=True, convergent=True
     )
 
 
