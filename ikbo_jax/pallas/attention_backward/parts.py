@@ -25,7 +25,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, scf, vector
 
-from ikbo_jax.pallas.hopper import per_thread, stores
+from ikbo_jax.pallas.hopper import inline, per_thread, stores
 from ikbo_jax.pallas.hopper.launch import Roles, WarpgroupContext, launch
 from ikbo_jax.pallas.worklist.numbering import USER_WORDS, Sizes
 from ikbo_jax.pallas.worklist.rows import Rows
@@ -157,7 +157,7 @@ def _add_keys(ctx: WarpgroupContext) -> None:
 
 
 def _f32(value: float) -> ir.Value:
-    return mgpu.c(value, ir.F32Type.get())
+    return inline.f32(value)
 
 
 def _sum(first: ir.Value, stride: int, parts: int, count: ir.Value | None = None) -> list[ir.Value]:
@@ -165,14 +165,13 @@ def _sum(first: ir.Value, stride: int, parts: int, count: ir.Value | None = None
 
     Of the first `count` parts, where that is not None: others may be NaN.
     """
-    i32 = ir.IntegerType.get_signless(32)
-    zero, total = mgpu.c(0, i32), [_f32(0.0)] * VECTOR
-    end = mgpu.c(parts, i32) if count is None else count
+    zero, total = inline.i32(0), [_f32(0.0)] * VECTOR
+    end = inline.i32(parts) if count is None else count
     if parts <= UNROLL:
         return _add_group(first, stride, zero, parts, end, total, is_cut=count is not None)
     # A loop, since straight code of many parts is long. Compilers unroll it for up to 13 parts
     # (218 registers for two gradients): the loads of a few warps then fill the SM's bandwidth.
-    step = mgpu.c(UNROLL, i32)
+    step = inline.i32(UNROLL)
     make_loop: Any = scf.ForOp
     loop = make_loop(zero, end, step, total)
     with ir.InsertionPoint(loop.body):
@@ -197,11 +196,11 @@ def _add_group(
     Instead of a part past the end, it loads the last one, of which there may be none either.
     """
     f32, byte = ir.F32Type.get(), ir.IntegerType.get_signless(8)
-    i32, i64 = ir.IntegerType.get_signless(32), ir.IntegerType.get_signless(64)
-    one, zero, found = mgpu.c(1, i32), mgpu.c(0, i32), []
+    i64 = ir.IntegerType.get_signless(64)
+    one, zero, found = inline.i32(1), inline.i32(0), []
     last = arith.maxsi(arith.subi(end, one), zero)
     for i in range(parts):
-        part = arith.addi(begin, mgpu.c(i, i32))
+        part = arith.addi(begin, inline.i32(i))
         exists = arith.cmpi(arith.CmpIPredicate.slt, part, end)
         place = arith.extsi(i64, arith.minsi(part, last) if is_cut else part)
         at = arith.muli(place, mgpu.c(stride, i64))
@@ -227,10 +226,10 @@ def _store(
 ) -> None:
     """Stores `VECTOR` numbers from the element whose number is sum(value * stride) on."""
     i32, f32 = ir.IntegerType.get_signless(32), ir.F32Type.get()
-    is_wanted = arith.cmpi(arith.CmpIPredicate.ne, is_wanted, mgpu.c(0, i32))
+    is_wanted = arith.cmpi(arith.CmpIPredicate.ne, is_wanted, inline.i32(0))
     dtype = ir.MemRefType(output.type).element_type
     if dtype == f32:
-        size, words = 4, [mgpu.utils.bitcast(x, i32) for x in values]
+        size, words = 4, [inline.word(x) for x in values]
     else:
         pair, pair_f32 = ir.VectorType.get((2,), dtype), ir.VectorType.get((2,), f32)
         pairs = [

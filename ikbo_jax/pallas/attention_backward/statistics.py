@@ -35,7 +35,7 @@ from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, vector
 from jaxlib.mlir.dialects import math as mlir_math
 
-from ikbo_jax.pallas.hopper import per_thread, stores
+from ikbo_jax.pallas.hopper import inline, per_thread, stores
 from ikbo_jax.pallas.hopper.launch import WarpgroupContext, launch_threads
 from ikbo_jax.pallas.hopper.per_thread import Threads
 from ikbo_jax.pallas.worklist import numbering
@@ -287,12 +287,11 @@ def _store(ctx: WarpgroupContext) -> None:
     def store(_: Any, *arguments: Any) -> None:
         memory, numbers = arguments[: len(refs)], arguments[len(refs) :]
         found, output, packed = jax.tree.unflatten(tree, memory)
-        i32 = ir.IntegerType.get_signless(32)
         row, is_row, kv_head, target, poison, packed_row = map(per_thread.scalar, numbers)
-        is_row = arith.cmpi(arith.CmpIPredicate.ne, is_row, mgpu.c(0, i32))
+        is_row = arith.cmpi(arith.CmpIPredicate.ne, is_row, inline.i32(0))
         width = ir.MemRefType(found.out.type).shape[1]
-        thread = arith.remui(mgpu.thread_idx(), mgpu.c(WARPGROUP_SIZE, i32))
-        part = arith.remui(thread, mgpu.c(ROW_THREADS, i32))
+        thread = arith.remui(mgpu.thread_idx(), inline.i32(WARPGROUP_SIZE))
+        part = arith.remui(thread, inline.i32(ROW_THREADS))
         load = functools.partial(_number, row=row)
         out, d_out = (_loaded_row(x, row, part, width) for x in (found.out, found.d_out))
         if packed is not None:
@@ -312,22 +311,21 @@ def _store(ctx: WarpgroupContext) -> None:
             exponent, delta = arith.addf(exponent, added), arith.addf(delta, added)
         count = ir.MemRefType(output.type).shape[2]
         terms = [(kv_head, 2 * count), (target, 1)]
-        is_first = arith.cmpi(arith.CmpIPredicate.eq, part, mgpu.c(0, i32))
+        is_first = arith.cmpi(arith.CmpIPredicate.eq, part, inline.i32(0))
         is_first = arith.andi(is_first, is_row)
         for number, value in enumerate((exponent, delta)):
-            mgpu.utils.inline_ptx(
+            inline.issue(
                 f"st.global.f32 [$0 + {number * count * 4}], $1;",
                 stores.device_address(output, terms, 4),
                 value,
                 predicate=is_first,
-                has_side_effects=True,
             )
 
     store(*refs, *arrays)
 
 
 def _f32(value: float) -> ir.Value:
-    return mgpu.c(value, ir.F32Type.get())
+    return inline.f32(value)
 
 
 def _number(array: ir.Value, row: ir.Value) -> ir.Value:
@@ -338,10 +336,10 @@ def _number(array: ir.Value, row: ir.Value) -> ir.Value:
 
 def _loaded_row(array: ir.Value, row: ir.Value, part: ir.Value, width: int) -> list[ir.Value]:
     """This thread's quarter of array[row], in words of 32 bits."""
-    i32, found = ir.IntegerType.get_signless(32), []
+    found = []
     for step in range(width // (ROW_THREADS * VECTOR)):
         # The threads of a row read 64 bytes side by side.
-        column = arith.addi(part, mgpu.c(step * ROW_THREADS, i32))
+        column = arith.addi(part, inline.i32(step * ROW_THREADS))
         address = stores.device_address(array, [(row, width), (column, VECTOR)], 2)
         found += per_thread.load_words(address, 4)
     return found

@@ -23,6 +23,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm, vector
 
+from ikbo_jax.pallas.hopper import inline
 from ikbo_jax.problems.hopper import WARPGROUP_SIZE
 
 
@@ -63,9 +64,9 @@ def device_pointer(ref: ir.Value) -> ir.Value:
 def _thread_vector(base: ir.Value, index: int, width: int) -> ir.Value:
     """Address of this thread's vector number `index`; a vector has `width` 32-bit words."""
     i32 = ir.IntegerType.get_signless(32)
-    thread = arith.remui(mgpu.thread_idx(), mgpu.c(WARPGROUP_SIZE, i32))
+    thread = arith.remui(mgpu.thread_idx(), inline.i32(WARPGROUP_SIZE))
     offset = arith.addi(
-        arith.muli(thread, mgpu.c(width, i32)), mgpu.c(index * WARPGROUP_SIZE * width, i32)
+        arith.muli(thread, inline.i32(width)), inline.i32(index * WARPGROUP_SIZE * width)
     )
     return mgpu.utils.getelementptr(base, [offset], i32)
 
@@ -87,7 +88,7 @@ def load_words(address: ir.Value, vectors: int, width: int, threads: int) -> lis
     i32 = ir.IntegerType.get_signless(32)
     words = []
     for v in range(vectors):
-        offset = mgpu.c(v * threads * width, i32)
+        offset = inline.i32(v * threads * width)
         at = mgpu.utils.getelementptr(address, [offset], i32)
         vec = llvm.load(ir.VectorType.get((width,), i32), at, alignment=4 * width)
         words += [vector.extract(vec, [], [i]) for i in range(width)]
@@ -200,13 +201,12 @@ def _round_to_24_bits(bits: ir.Value) -> ir.Value:
     `add` copies byte 1 to byte 0, which saves an instruction per value; subtracting half of that
     range before truncation centres the error.  Infinities and NaNs keep their upper bits.
     """
-    i32 = ir.IntegerType.get_signless(32)
-    magnitude = arith.andi(bits, mgpu.c(0x7FFFFFFF, i32))
-    finite = arith.cmpi(arith.CmpIPredicate.ult, magnitude, mgpu.c(0x7F7FFF00, i32))
-    low = arith.andi(arith.shrui(bits, mgpu.c(8, i32)), mgpu.c(0xFF, i32))
-    rounded = arith.addi(arith.subi(bits, low), mgpu.c(0x80, i32))
+    magnitude = arith.andi(bits, inline.i32(0x7FFFFFFF))
+    finite = arith.cmpi(arith.CmpIPredicate.ult, magnitude, inline.i32(0x7F7FFF00))
+    low = arith.andi(arith.shrui(bits, inline.i32(8)), inline.i32(0xFF))
+    rounded = arith.addi(arith.subi(bits, low), inline.i32(0x80))
     # Bits below 0x100 would wrap: denormal numbers are truncated without rounding.
-    normal = arith.cmpi(arith.CmpIPredicate.ugt, magnitude, mgpu.c(0x00800000, i32))
+    normal = arith.cmpi(arith.CmpIPredicate.ugt, magnitude, inline.i32(0x00800000))
     return arith.select(arith.andi(finite, normal), rounded, bits)
 
 
@@ -222,13 +222,13 @@ def add(acc: jax.Array, fragment: Fragment, *, interpret: bool) -> jax.Array:
         return_type=plgpu.ShapeDtypeStruct(acc.shape, jnp.float32, layout=plgpu.Layout.WGMMA),
     )
     def sums(_: Any, acc: Any, upper: Any, lower: Any) -> Any:
-        f32, i32 = ir.F32Type.get(), ir.IntegerType.get_signless(32)
+        f32 = ir.F32Type.get()
         lowers = [vector.extract(r, [], [0]) for r in lower.registers.flat]
         registers = acc.registers.copy()
         for r, (pair, value) in enumerate(
             zip(upper.registers.flat, acc.registers.flat, strict=True)
         ):
-            word = mgpu.utils.bitcast(pair, i32)
+            word = inline.word(pair)
             low = lowers[r // 2]
             pair_sum = []
             for i in range(2):

@@ -22,7 +22,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm, nvvm, vector
 
-from ikbo_jax.pallas.hopper import mosaic
+from ikbo_jax.pallas.hopper import inline, mosaic
 from ikbo_jax.problems.hopper import WGMMA_K, WGMMA_M
 
 
@@ -306,8 +306,7 @@ def add_product(
     )
     def issue(_: Any, v: ir.Value, p: Any, acc: Any = None, is_defined: Any = None) -> Any:
         p = mgpu.optimization_barrier(p)  # no instruction that computes p moves past the fence
-        i32 = ir.IntegerType.get_signless(32)
-        words = [mgpu.utils.bitcast(pair, i32) for pair in p.registers.flat]
+        words = [inline.word(pair) for pair in p.registers.flat]
         base = descriptor(v, v_rows * mosaic.SWIZZLE)
         scale = None if is_defined is None else is_defined.registers.item()
         with Group(v, columns, *([] if acc is None else [acc])) as group:

@@ -20,6 +20,7 @@ from jax.experimental.mosaic.gpu import fragmented_array
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
 
+from ikbo_jax.pallas.hopper import inline
 from ikbo_jax.problems.hopper import BLOCK_K
 
 #: Bytes of a shared memory row under the widest swizzle, which every operand tile here uses.
@@ -181,12 +182,7 @@ def opaque(value: Any, *, interpret: bool) -> Any:
         arg_types=(scalar,), return_type=plgpu.ShapeDtypeStruct((), jnp.int32, layout=scalar)
     )
     def hide(_: Any, value: mgpu.FragmentedArray) -> mgpu.FragmentedArray:
-        hidden = mgpu.utils.inline_ptx(
-            "mov.u32 $0, $1;",
-            value.registers.item(),
-            result_types=ir.IntegerType.get_signless(32),
-            has_side_effects=True,
-        )
+        hidden = inline.issue_word("mov.u32 $0, $1;", value.registers.item())
         return mgpu.FragmentedArray.splat(hidden, (), is_signed=True)
 
     return hide(value)
@@ -203,11 +199,9 @@ def warpgroup_index(axis_name: str, *, interpret: bool) -> Any:
 
     @plgpu.inline_mgpu(return_type=plgpu.ShapeDtypeStruct((), jnp.int32, layout=scalar))
     def read(_: Any) -> mgpu.FragmentedArray:
-        index = mgpu.utils.inline_ptx(
+        index = inline.issue_word(
             "{ .reg .u32 thread; mov.u32 thread, %tid.x; shr.u32 thread, thread, 7; "
             "shfl.sync.idx.b32 $0, thread, 0, 31, 0xffffffff; }",
-            result_types=ir.IntegerType.get_signless(32),
-            has_side_effects=True,
             convergent=True,
         )
         return mgpu.FragmentedArray.splat(index, (), is_signed=True)
@@ -234,13 +228,11 @@ def next_ticket(counter: Any, i: Any, *, interpret: bool) -> Any:
         return_type=plgpu.ShapeDtypeStruct((), jnp.int32, layout=plgpu.Layout.WG_SPLAT(())),
     )
     def take(_: Any, counter: ir.Value) -> mgpu.FragmentedArray:
-        ticket = mgpu.utils.inline_ptx(
+        ticket = inline.issue_word(
             "{ .reg .pred p; .reg .u32 lane; mov.u32 lane, %laneid; setp.eq.u32 p, lane, 0; "
             "mov.u32 $0, 0; @p atom.relaxed.gpu.global.add.u32 $0, [$1], 1; "
             "shfl.sync.idx.b32 $0, $0, 0, 31, 0xffffffff; }",
             mgpu.utils.memref_ptr(counter),
-            result_types=ir.IntegerType.get_signless(32),
-            has_side_effects=True,
             convergent=True,
         )
         return mgpu.FragmentedArray.splat(ticket, (), is_signed=True)
@@ -255,7 +247,7 @@ def signal(counter: Any, *, interpret: bool) -> None:
 
     @plgpu.inline_mgpu()
     def fence(_: Any) -> None:
-        mgpu.utils.inline_ptx("fence.acq_rel.gpu;", has_side_effects=True)
+        inline.issue("fence.acq_rel.gpu;")
         mgpu.utils.warpgroup_barrier()
 
     fence()
@@ -277,11 +269,8 @@ def named_barrier(operation: str, barrier_id: Any, num_threads: int) -> None:
 
     @plgpu.inline_mgpu(arg_types=(plgpu.Layout.WG_SPLAT(()),))
     def bar_op(_: Any, barrier_id: mgpu.FragmentedArray) -> None:
-        mgpu.utils.inline_ptx(
-            f"barrier.{operation} $0, {num_threads};",
-            barrier_id.registers.item(),
-            has_side_effects=True,
-            convergent=True,
+        inline.issue(
+            f"barrier.{operation} $0, {num_threads};", barrier_id.registers.item(), convergent=True
         )
 
     bar_op(barrier_id)

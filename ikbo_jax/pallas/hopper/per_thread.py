@@ -22,7 +22,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, vector
 
-from ikbo_jax.pallas.hopper import mosaic
+from ikbo_jax.pallas.hopper import inline, mosaic
 from ikbo_jax.problems.hopper import WARPGROUP_SIZE
 
 LAYOUT = plgpu.Layout.WG_STRIDED((WARPGROUP_SIZE,), vec_size=1)
@@ -89,12 +89,11 @@ def store_words(
       predicate: bool, whether to store.
       offset: bytes from `address`, which is a multiple of 16 bytes with it.
     """
-    mgpu.utils.inline_ptx(
+    inline.issue(
         f"st.global.v4.b32 [$0 + {offset}], {{$1, $2, $3, $4}};",
         address,
         *words,
         predicate=predicate,
-        has_side_effects=True,
     )
 
 
@@ -107,9 +106,7 @@ def gather(ref: Any, index: jax.Array, space: str, *, interpret: bool) -> jax.Ar
     def load(_: Any, ref: ir.Value, index: mgpu.FragmentedArray) -> mgpu.FragmentedArray:
         i32 = ir.IntegerType.get_signless(32)
         address = mgpu.utils.getelementptr(mgpu.utils.memref_ptr(ref), [scalar(index)], i32)
-        value = mgpu.utils.inline_ptx(
-            f"ld.{space}.b32 $0, [$1];", address, result_types=i32, has_side_effects=True
-        )
+        value = inline.issue_word(f"ld.{space}.b32 $0, [$1];", address)
         return array(value, index)
 
     return load(ref, index)
@@ -124,17 +121,14 @@ def gather_vectors(ref: Any, index: jax.Array, space: str) -> tuple[jax.Array, .
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), LAYOUT), return_type=(INT32,) * VECTOR)
     def load(_: Any, ref: ir.Value, index: mgpu.FragmentedArray) -> Any:
         i32 = ir.IntegerType.get_signless(32)
-        first = arith.muli(scalar(index), mgpu.c(VECTOR, i32))
-        address = mgpu.utils.getelementptr(mgpu.utils.memref_ptr(ref), [first], i32)
+        first = arith.muli(scalar(index), inline.i32(VECTOR))
+        address = inline.address(ref, first)
         if space == "global":
             words = load_words(address, VECTOR, is_early=True)
         else:
             words = list(
-                mgpu.utils.inline_ptx(
-                    "ld.shared.v4.b32 {$0, $1, $2, $3}, [$4];",
-                    address,
-                    result_types=[i32] * VECTOR,
-                    has_side_effects=True,
+                inline.issue(
+                    "ld.shared.v4.b32 {$0, $1, $2, $3}, [$4];", address, result_types=[i32] * VECTOR
                 )
             )
         return tuple(array(x, index) for x in words)
@@ -180,7 +174,7 @@ def add_one(ref: Any, index: jax.Array) -> None:
     def issue(_: Any, ref: ir.Value, index: mgpu.FragmentedArray) -> None:
         i32 = ir.IntegerType.get_signless(32)
         address = mgpu.utils.getelementptr(mgpu.utils.memref_ptr(ref), [scalar(index)], i32)
-        mgpu.utils.inline_ptx("red.shared.add.u32 [$0], 1;", address, has_side_effects=True)
+        inline.issue("red.shared.add.u32 [$0], 1;", address)
 
     issue(ref, index)
 
@@ -204,14 +198,12 @@ def _each(
 
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), LAYOUT, LAYOUT, LAYOUT))
     def issue(_: Any, ref: ir.Value, *arrays: mgpu.FragmentedArray) -> None:
-        i32 = ir.IntegerType.get_signless(32)
         index, value, wanted = map(scalar, arrays)
-        mgpu.utils.inline_ptx(
+        inline.issue(
             instruction,
-            mgpu.utils.getelementptr(mgpu.utils.memref_ptr(ref), [index], i32),
+            inline.address(ref, index),
             value,
-            predicate=arith.cmpi(arith.CmpIPredicate.ne, wanted, mgpu.c(0, i32)),
-            has_side_effects=True,
+            predicate=arith.cmpi(arith.CmpIPredicate.ne, wanted, inline.i32(0)),
         )
 
     issue(ref, index, values, is_wanted.astype(jnp.int32))
@@ -384,14 +376,13 @@ def _scan_warp(values: jax.Array, neutral: int) -> tuple[jax.Array, jax.Array]:
     def add_up(
         _: Any, values: mgpu.FragmentedArray, thread: mgpu.FragmentedArray
     ) -> tuple[mgpu.FragmentedArray, mgpu.FragmentedArray]:
-        i32 = ir.IntegerType.get_signless(32)
         combine = arith.maxsi if neutral else arith.addi
-        zero, nothing = mgpu.c(0, i32), mgpu.c(neutral, i32)
+        zero, nothing = inline.i32(0), inline.i32(neutral)
         before, total = nothing, scalar(values)
         for step in range(LANES.bit_length() - 1):
             # `total` is of 2^step lanes; the other half of their group has the rest.
             other = mgpu.utils.shfl_bfly(total, 1 << step)
-            bit = arith.andi(scalar(thread), mgpu.c(1 << step, i32))
+            bit = arith.andi(scalar(thread), inline.i32(1 << step))
             is_upper = arith.cmpi(arith.CmpIPredicate.ne, bit, zero)
             before = combine(before, arith.select(is_upper, other, nothing))
             total = combine(total, other)

@@ -12,11 +12,10 @@ from typing import Any
 
 import jax.numpy as jnp
 from jax import lax
-from jax.experimental.mosaic import gpu as mgpu
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith
 
-from ikbo_jax.pallas.hopper import per_thread
+from ikbo_jax.pallas.hopper import inline, per_thread
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,16 +51,15 @@ class RowOrder:
 
     def place(self, row: ir.Value, head: ir.Value, *tables: ir.Value) -> tuple[ir.Value, ir.Value]:
         """`read` in inline code; rows past the last one are read as a row of the last candidate."""
-        i32 = ir.IntegerType.get_signless(32)
-        per_candidate, group = (mgpu.c(x, i32) for x in (self.q_len * self.group, self.group))
-        in_part = row if self.rows is None else arith.remui(row, mgpu.c(self.rows, i32))
+        per_candidate, group = (inline.i32(x) for x in (self.q_len * self.group, self.group))
+        in_part = row if self.rows is None else arith.remui(row, inline.i32(self.rows))
         candidate, rest = (x(in_part, per_candidate) for x in (arith.divui, arith.remui))
         for table in tables:
             last = ir.MemRefType(table.type).shape[0] - 1
-            number = arith.minsi(candidate, mgpu.c(last, i32))
-            address = mgpu.utils.getelementptr(mgpu.utils.memref_ptr(table), [number], i32)
+            number = arith.minsi(candidate, inline.i32(last))
+            address = inline.address(table, number)
             (candidate,) = per_thread.load_words(address, 1)
-        query = arith.muli(candidate, mgpu.c(self.q_len, i32))
+        query = arith.muli(candidate, inline.i32(self.q_len))
         query = arith.addi(query, arith.divui(rest, group))
         if self.rows is not None:
             query = arith.addi(query, arith.subi(row, in_part))
