@@ -85,8 +85,6 @@ _NAMES = {
     ("value",): "ikbo_attention_backward_d_value",
 }
 
-# Host side
-
 
 def attention_backward_kernel(
     query: jax.Array,

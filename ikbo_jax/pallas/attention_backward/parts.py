@@ -18,7 +18,6 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
@@ -82,11 +81,6 @@ class Shape:
         return self.query_workers + pl.cdiv(self.sizes.users * self.vectors, WARPGROUP_SIZE)
 
 
-def _divided(values: jax.Array, size: int) -> tuple[jax.Array, jax.Array]:
-    quotient = lax.div(values, per_thread.same(size))
-    return quotient, values - quotient * size
-
-
 def _add_queries(ctx: WarpgroupContext) -> None:
     """Adds parts of d_query; those of tiles of keys past the user's length are arbitrary."""
     shape, sizes, operands = ctx.shape, ctx.shape.sizes, ctx.operands
@@ -96,10 +90,12 @@ def _add_queries(ctx: WarpgroupContext) -> None:
 
     number = ctx.worker * WARPGROUP_SIZE + per_thread.number()
     is_wanted = number < shape.query_vectors
-    row, column = _divided(jnp.minimum(number, shape.query_vectors - 1), shape.head_dim // VECTOR)
-    query, head = _divided(row, shape.kv_heads * sizes.group)
-    candidate, q = _divided(query, sizes.q_len)
-    kv_head, in_group = _divided(head, sizes.group)
+    row, column = per_thread.divided(
+        jnp.minimum(number, shape.query_vectors - 1), shape.head_dim // VECTOR
+    )
+    query, head = per_thread.divided(row, shape.kv_heads * sizes.group)
+    candidate, q = per_thread.divided(query, sizes.q_len)
+    kv_head, in_group = per_thread.divided(head, sizes.group)
     user = jnp.clip(read(operands.index, candidate), 0, sizes.users - 1)
     place = candidate if operands.position is None else read(operands.position, candidate)
     first_row, first_target, keys = (read(operands.users, user * USER_WORDS + i) for i in (0, 2, 3))
@@ -126,7 +122,7 @@ def _add_queries(ctx: WarpgroupContext) -> None:
         terms = [(kv_head, rows * width), (target, width), (column, VECTOR)]
         first = stores.device_address(parts, terms, 4)
         total = _sum(first, shape.kv_heads * rows * width * 4, tiles, count)
-        added, scale = mgpu.utils.bitcast(poison, ir.F32Type.get()), _f32(shape.scale)
+        added, scale = mgpu.utils.bitcast(poison, ir.F32Type.get()), inline.f32(shape.scale)
         total = [arith.addf(arith.mulf(x, scale), added) for x in total]
         _store(output, [(row, width), (column, VECTOR)], total, is_wanted)
 
@@ -138,7 +134,7 @@ def _add_keys(ctx: WarpgroupContext) -> None:
     shape, sizes = ctx.shape, ctx.shape.sizes
     number = (ctx.worker - shape.query_workers) * WARPGROUP_SIZE + per_thread.number()
     most = sizes.users * shape.vectors
-    user, at = _divided(jnp.minimum(number, most - 1), shape.vectors)
+    user, at = per_thread.divided(jnp.minimum(number, most - 1), shape.vectors)
     numbers = (number < most).astype(jnp.int32), user, at
     count = len(ctx.operands.gradients)
 
@@ -156,16 +152,12 @@ def _add_keys(ctx: WarpgroupContext) -> None:
     add(*ctx.operands.gradients, *ctx.outputs.gradients, *numbers)
 
 
-def _f32(value: float) -> ir.Value:
-    return inline.f32(value)
-
-
 def _sum(first: ir.Value, stride: int, parts: int, count: ir.Value | None = None) -> list[ir.Value]:
     """The sum of `VECTOR` f32 numbers over parts that are `stride` bytes apart.
 
     Of the first `count` parts, where that is not None: others may be NaN.
     """
-    zero, total = inline.i32(0), [_f32(0.0)] * VECTOR
+    zero, total = inline.i32(0), [inline.f32(0.0)] * VECTOR
     end = inline.i32(parts) if count is None else count
     if parts <= UNROLL:
         return _add_group(first, stride, zero, parts, end, total, is_cut=count is not None)
@@ -213,7 +205,7 @@ def _add_group(
         found.append((exists, values))
     for exists, values in found:
         if is_cut:
-            values = [arith.select(exists, x, _f32(0.0)) for x in values]
+            values = [arith.select(exists, x, inline.f32(0.0)) for x in values]
         total = [arith.addf(x, y) for x, y in zip(total, values, strict=True)]
     return total
 
@@ -248,9 +240,6 @@ def _add(ctx: WarpgroupContext) -> None:
         pl.when(ctx.worker < begin)(lambda: _add_queries(ctx))
     if ctx.operands.gradients:
         pl.when(ctx.worker >= begin)(lambda: _add_keys(ctx))
-
-
-# Host side
 
 
 def add_parts(

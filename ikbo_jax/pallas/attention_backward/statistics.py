@@ -175,11 +175,6 @@ class _Rows(NamedTuple):
     packed: jax.Array  # number among the rows of its key head
 
 
-def _divided(values: jax.Array, size: int) -> tuple[jax.Array, jax.Array]:
-    quotient = lax.div(values, per_thread.same(size))
-    return quotient, values - quotient * size
-
-
 def _rows(ctx: WarpgroupContext) -> _Rows:
     """The rows of this CTA, after their users' numbers."""
     shape, sizes, operands = ctx.shape, ctx.shape.sizes, ctx.operands
@@ -194,9 +189,9 @@ def _rows(ctx: WarpgroupContext) -> _Rows:
     row = ctx.worker * CTA_ROWS + lax.div(thread, per_thread.same(ROW_THREADS))
     is_row = row < shape.rows
     row = jnp.minimum(row, shape.rows - 1)
-    query, head = _divided(row, shape.heads)
-    candidate, q = _divided(query, sizes.q_len)
-    kv_head, in_group = _divided(head, sizes.group)
+    query, head = per_thread.divided(row, shape.heads)
+    candidate, q = per_thread.divided(query, sizes.q_len)
+    kv_head, in_group = per_thread.divided(head, sizes.group)
     (user,) = numbers.users([candidate])
     if operands.users is None:
         numbering.number(numbers)
@@ -225,7 +220,7 @@ def _rows(ctx: WarpgroupContext) -> _Rows:
         rows_before = candidate * sizes.per_candidate
         user = _user_of_row(user, rows_before, first_of, sizes.users, poison[0] != 0)
     first_row, first_target = first_of(user), target_of(user)
-    first, _ = _divided(first_row, sizes.per_candidate)
+    first, _ = per_thread.divided(first_row, sizes.per_candidate)
     place = candidate
     if operands.position is not None:
         place = threads.read(operands.position, candidate, "global")
@@ -304,8 +299,8 @@ def _store(ctx: WarpgroupContext) -> None:
             delta = arith.subf(delta, load(found.d_lse))
         lse = load(found.lse)
         exponent = _exponent(lse)
-        is_empty = arith.cmpf(arith.CmpFPredicate.OEQ, lse, _f32(-math.inf))
-        delta = arith.select(is_empty, _f32(0.0), delta)
+        is_empty = arith.cmpf(arith.CmpFPredicate.OEQ, lse, inline.f32(-math.inf))
+        delta = arith.select(is_empty, inline.f32(0.0), delta)
         if ctx.shape.sizes.is_sorted:
             added = mgpu.utils.bitcast(poison, ir.F32Type.get())
             exponent, delta = arith.addf(exponent, added), arith.addf(delta, added)
@@ -322,10 +317,6 @@ def _store(ctx: WarpgroupContext) -> None:
             )
 
     store(*refs, *arrays)
-
-
-def _f32(value: float) -> ir.Value:
-    return inline.f32(value)
 
 
 def _number(array: ir.Value, row: ir.Value) -> ir.Value:
@@ -363,7 +354,7 @@ def _row_sum(x: list[ir.Value], y: list[ir.Value], dtype: ir.Type) -> ir.Value:
     """The sum of products of two rows' elements in f32, in all four threads of a row."""
     f32 = ir.F32Type.get()
     pair, pair_f32 = ir.VectorType.get((2,), dtype), ir.VectorType.get((2,), f32)
-    sums = [_f32(0.0)] * 4
+    sums = [inline.f32(0.0)] * 4
     for i, both in enumerate(zip(x, y, strict=True)):
         wide = [arith.extf(pair_f32, mgpu.utils.bitcast(word, pair)) for word in both]
         for j in (0, 1):
@@ -379,8 +370,8 @@ def _row_sum(x: list[ir.Value], y: list[ir.Value], dtype: ir.Type) -> ir.Value:
 def _exponent(lse: ir.Value) -> ir.Value:
     """`reference.attention.weight_exponents`."""
     size = mlir_math.absf(lse)
-    lowered = arith.subf(lse, arith.mulf(size, _f32(LSE_ERROR)))
-    is_huge = arith.cmpf(arith.CmpFPredicate.OGE, size, _f32(HUGE_LSE))
-    exponent = arith.mulf(arith.select(is_huge, lowered, lse), _f32(math.log2(math.e)))
-    is_empty = arith.cmpf(arith.CmpFPredicate.OEQ, lse, _f32(-math.inf))
-    return arith.select(is_empty, _f32(math.inf), exponent)
+    lowered = arith.subf(lse, arith.mulf(size, inline.f32(LSE_ERROR)))
+    is_huge = arith.cmpf(arith.CmpFPredicate.OGE, size, inline.f32(HUGE_LSE))
+    exponent = arith.mulf(arith.select(is_huge, lowered, lse), inline.f32(math.log2(math.e)))
+    is_empty = arith.cmpf(arith.CmpFPredicate.OEQ, lse, inline.f32(-math.inf))
+    return arith.select(is_empty, inline.f32(math.inf), exponent)

@@ -53,8 +53,6 @@ from ikbo_jax.pallas.hopper.launch import Roles, launch
 from ikbo_jax.pallas.worklist.lists import Work
 from ikbo_jax.problems import GdpaBackwardConfig
 
-# Host side
-
 
 def gradient_kernel(
     query: jax.Array,

@@ -209,8 +209,14 @@ def _each(
     issue(ref, index, values, is_wanted.astype(jnp.int32))
 
 
+def divided(values: jax.Array, size: int) -> tuple[jax.Array, jax.Array]:
+    """Computes quotients and remainders."""
+    quotient = lax.div(values, same(size))
+    return quotient, values - quotient * size
+
+
 def cdiv(values: jax.Array, size: int) -> jax.Array:
-    """Of values that are not negative."""
+    """Divides values that are not negative, rounding up."""
     return lax.div(values + (size - 1), same(size))
 
 

@@ -46,6 +46,9 @@ class Ring(NamedTuple):
         """The barrier that completes when the consumers have read a slot."""
         return self.free.at[self.slot(number)]
 
+    def word(self, number: Any, i: int) -> Any:
+        return self.words[self.slot(number), i]
+
     def await_ready(self, number: Any) -> None:
         plgpu.barrier_wait(self.ready_at(number))
 
