@@ -94,9 +94,6 @@ def _slope_constant(spec: ActivationSpec) -> float:
     return 2 * spec.scale if _raw(spec) is _relu_squared else 1.0
 
 
-# (Weights, slopes) from raw scores and their scale.
-
-
 def _relu(s: jax.Array, scale: float) -> Pair:
     return jnp.maximum(s, jnp.float32(0)), _choose(s > 0, s, 1.0, 0.0)
 

@@ -29,6 +29,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, vector
 
+from ikbo_jax.pallas.hopper import inline
 from ikbo_jax.reference.activations import (
     APPROXIMATIONS,
     LEAKY_SLOPE,
@@ -155,9 +156,6 @@ def _limit(x: jax.Array, low: float, high: float) -> jax.Array:
     return jnp.minimum(jnp.maximum(x, jnp.float32(low)), jnp.float32(high))
 
 
-# Activations without a sigmoid.
-
-
 def _identity(x: jax.Array, needs_slope: bool) -> Pair:
     return x, jnp.full_like(x, 1.0) if needs_slope else x
 
@@ -213,9 +211,6 @@ def _polynomial_gelu(x: jax.Array, needs_slope: bool) -> Pair:
     return x * phi, phi + inside * jnp.where(is_inside, density, jnp.full_like(x, 0.0))
 
 
-# Activations with a sigmoid.
-
-
 def reciprocal(x: jax.Array, *, interpret: bool) -> jax.Array:
     """1 / x for 1 ≤ x < 2⁶³, [64, columns] f32, within a few roundings.
 
@@ -239,9 +234,7 @@ def reciprocal(x: jax.Array, *, interpret: bool) -> jax.Array:
             )
             products = [arith.mulf(inverse, factor) for factor in (b, a)]
             registers[index] = vector.from_elements(pair, products)
-        return mgpu.FragmentedArray(
-            _registers=registers, _layout=mgpu.WGMMA_LAYOUT, _is_signed=None
-        )
+        return inline.accumulator(registers)
 
     return invert(x)
 

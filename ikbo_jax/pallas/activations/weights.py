@@ -40,6 +40,7 @@ from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import vector
 
 from ikbo_jax.pallas.activations import values as activations
+from ikbo_jax.pallas.hopper import inline
 from ikbo_jax.reference.activations import (
     APPROXIMATIONS,
     LEAKY_SLOPE,
@@ -124,7 +125,6 @@ def compute_weights(
 
 
 def _packed(spec: ActivationSpec, scores: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """(scores, the activation's tanh) in bf16."""
     s = scores.astype(jnp.bfloat16)
     if spec.names[0] == "silu":
         return s, jnp.tanh(s * jnp.bfloat16(spec.scale / 2))
@@ -152,9 +152,6 @@ def scale_result(spec: ActivationSpec, head: Any, acc: jax.Array) -> jax.Array:
         if constant != constants[0]:
             factor = jnp.where(head == i, jnp.float32(constant), factor)
     return acc * factor
-
-
-# Weights from raw scores and their scale.
 
 
 def _identity(s: jax.Array, scale: float, interpret: bool) -> jax.Array:
@@ -263,9 +260,7 @@ def _saturated(x: jax.Array, slope: Any, offset: float, *, interpret: bool) -> j
                 for i in (0, 1)
             ]
             registers[index] = vector.from_elements(pair, results)
-        return mgpu.FragmentedArray(
-            _registers=registers, _layout=mgpu.WGMMA_LAYOUT, _is_signed=None
-        )
+        return inline.accumulator(registers)
 
     return evaluate(x, *factors)
 

@@ -116,7 +116,6 @@ def _receive_half(ctx: BackwardContext, item: Any, block: Any, step: Any, operan
 
 
 def _operand(ctx: BackwardContext, step: Any, operand: Any) -> Any:
-    """Queries or d_out of a block."""
     tiles = ctx.shared.queries.matrix(ctx.query_slot(step, operand))
     return tiles if ctx.has_halves else tiles.at[operand]
 
@@ -286,7 +285,6 @@ def _block(
 
 
 def _tile(ctx: BackwardContext, item: Any, blocks: Any, first_step: Any) -> None:
-    """Computes and stores a tile that has queries."""
     _receive_tile(ctx, item)
     _receive_block(ctx, item, jnp.int32(0), first_step)
     scores = _issue_scores(ctx, item, first_step, QUERY)
@@ -345,7 +343,6 @@ def _store(ctx: BackwardContext, item: Any, sums: Sequence[jax.Array]) -> None:
 
 
 def _send_end(ctx: BackwardContext) -> None:
-    """Tells the writer that there are no more parts of d_query."""
     shared = ctx.shared
     plgpu.barrier_wait(shared.part_free.at[0])
 

@@ -111,17 +111,14 @@ class BackwardContext(WarpgroupContext):
 
     @property
     def has_d_query(self) -> bool:
-        found: bool = self.config.has_d_query
-        return found
+        return bool(self.config.has_d_query)
 
     @property
     def stores_d_scores(self) -> bool:
-        """Whether the launch stores gradients of scores."""
         return self.outputs.d_scores is not None
 
     @property
     def has_key(self) -> bool:
-        """Whether the launch computes d_key."""
         return "key" in self.shape.gradients
 
     @property
@@ -132,8 +129,7 @@ class BackwardContext(WarpgroupContext):
     @property
     def has_halves(self) -> bool:
         """Whether queries and d_out of a block have slots of their own in the ring of blocks."""
-        found: bool = self.config.has_halves(self.shape.gradients)
-        return found
+        return bool(self.config.has_halves(self.shape.gradients))
 
     def query_slot(self, step: Any, operand: Any) -> Any:
         """The number in the ring of blocks of queries (0) or d_out (1) of a step."""
@@ -146,7 +142,6 @@ class BackwardContext(WarpgroupContext):
 
     @property
     def has_value(self) -> bool:
-        """Whether the launch computes d_value."""
         return "value" in self.shape.gradients
 
     @property

@@ -142,7 +142,6 @@ def _receive_block(ctx: Context, rows: Any, block: Any, step: Any) -> None:
 
 
 def _multiply(ctx: Context, item: Any, first_step: Any, totals: Any) -> Any:
-    """Adds the products of all blocks to this consumer's tiles."""
     number = ctx.config.query_tiles
     consumer = mosaic.warpgroup_index("warpgroup", interpret=ctx.interpret)
     blocks, rows = ctx.shared.items.word(item, BLOCKS), ctx.shared.items.word(item, ROWS)
@@ -166,7 +165,6 @@ def _multiply(ctx: Context, item: Any, first_step: Any, totals: Any) -> Any:
 
 
 def _tile(ctx: Context, item: Any, blocks: Any, first_step: Any) -> None:
-    """Computes and stores a tile."""
 
     def store(sums: Iterator[jax.Array]) -> None:
         _store(ctx, item, [x * jnp.float32(ctx.shape.scale) for x in list(sums)])

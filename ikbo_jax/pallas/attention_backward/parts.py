@@ -25,7 +25,7 @@ from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, scf, vector
 
 from ikbo_jax.pallas.hopper import inline, per_thread, stores
-from ikbo_jax.pallas.hopper.launch import Roles, WarpgroupContext, launch
+from ikbo_jax.pallas.hopper.launch import WarpgroupContext, launch_threads
 from ikbo_jax.pallas.worklist.numbering import USER_WORDS, Sizes
 from ikbo_jax.pallas.worklist.rows import Rows
 from ikbo_jax.problems.attention_backward import BLOCK_KV
@@ -130,7 +130,6 @@ def _add_queries(ctx: WarpgroupContext) -> None:
 
 
 def _add_keys(ctx: WarpgroupContext) -> None:
-    """Adds the parts of gradients of keys and values."""
     shape, sizes = ctx.shape, ctx.shape.sizes
     number = (ctx.worker - shape.query_workers) * WARPGROUP_SIZE + per_thread.number()
     most = sizes.users * shape.vectors
@@ -234,7 +233,6 @@ def _store(
 
 
 def _add(ctx: WarpgroupContext) -> None:
-    """A CTA adds the parts of one kind of gradients."""
     begin = ctx.shape.query_workers
     if begin:
         pl.when(ctx.worker < begin)(lambda: _add_queries(ctx))
@@ -273,26 +271,22 @@ def add_parts(
     operands = Operands(
         d_query,
         tuple(gradients),
-        rows.cand_to_user if has_rows else None,
-        rows.position if has_rows else None,
-        rows.users if has_rows else None,
-        rows.poison if has_rows else None,
+        *((rows.cand_to_user, rows.position, rows.users, rows.poison) if has_rows else (None,) * 4),
     )
     of_keys = jax.ShapeDtypeStruct((sizes.users, keys, kv_heads, width), dtypes[1])
     declared = Outputs(
         jax.ShapeDtypeStruct((queries, width), dtypes[0]) if has_rows else None,
         (of_keys,) * len(operands.gradients),
     )
-    found = launch(
-        Roles(lambda *arguments: WarpgroupContext(shape, None, *arguments), None, _add),
+    results: Outputs = launch_threads(
+        _add,
+        shape,
         operands,
         declared,
         _Shared(),
-        dtype=jnp.int32,
         name="ikbo_attention_backward_parts",
         workers=shape.workers,
     )
-    results: Outputs = jax.tree.unflatten(jax.tree.structure(declared), found)
     shaped = (sizes.batch, sizes.q_len, heads, width)
     of_queries = () if results.d_query is None else (results.d_query.reshape(shaped),)
     return of_queries, results.gradients

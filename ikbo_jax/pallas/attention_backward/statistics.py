@@ -111,7 +111,6 @@ class Shape:
 
     @property
     def rows(self) -> int:
-        """Rows of all heads."""
         return self.sizes.rows * self.kv_heads
 
     @property
@@ -320,7 +319,6 @@ def _store(ctx: WarpgroupContext) -> None:
 
 
 def _number(array: ir.Value, row: ir.Value) -> ir.Value:
-    """Loads array[row], f32."""
     address = stores.device_address(array, [(row, 1)], 4)
     return mgpu.utils.bitcast(per_thread.load_words(address, 1)[0], ir.F32Type.get())
 

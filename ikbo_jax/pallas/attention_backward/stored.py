@@ -134,7 +134,6 @@ def _receive_block(ctx: Context, keys: Any, block: Any, step: Any) -> None:
 
 
 def _multiply(ctx: Context, keys: Any, first_step: Any, totals: Any) -> Any:
-    """Adds the products of all blocks to this consumer's tiles."""
     number = ctx.config.query_tiles
     consumer = mosaic.warpgroup_index("warpgroup", interpret=ctx.interpret)
 

@@ -191,7 +191,6 @@ def _free_stored_slot(ctx: BackwardContext, item: Any) -> None:
 
 
 def _store(ctx: BackwardContext, item: Any, sums: tuple[jax.Array, ...]) -> None:
-    """Stores the rows of a tile."""
     ctx = ctx.as_consumer()
     ring, consumer = ctx.shared.stationary, ctx.consumer
     slot, words = ring.slot(item), ring.words
@@ -228,7 +227,6 @@ def _store(ctx: BackwardContext, item: Any, sums: tuple[jax.Array, ...]) -> None
 
 
 def _all_tiles(ctx: BackwardContext) -> None:
-    """All tiles of this CTA, at least one."""
     count = ctx.item_count
     lax.fori_loop(0, count, functools.partial(_tile, ctx), jnp.int32(0))
     if ctx.shared.stationary.slots > 1:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 from jax.experimental.mosaic import gpu as mgpu
 from jaxlib.mlir import ir
+from jaxlib.mlir.dialects import llvm, vector
 
 
 def i32(value: int) -> ir.Value:
@@ -37,3 +39,20 @@ def issue(ptx: str, *operands: ir.Value, **options: Any) -> Any:
 def issue_word(ptx: str, *operands: ir.Value, **options: Any) -> ir.Value:
     """Issues PTX like `issue`; returns its result of 32 bits."""
     return issue(ptx, *operands, result_types=ir.IntegerType.get_signless(32), **options)
+
+
+def compute_word(ptx: str, *operands: ir.Value) -> ir.Value:
+    """Computes 32 bits by PTX that LLVM may move or drop."""
+    return mgpu.utils.inline_ptx(ptx, *operands, result_types=ir.IntegerType.get_signless(32))
+
+
+def load_vector(address: ir.Value, width: int) -> list[ir.Value]:
+    """Loads `width` neighbouring words of 32 bits."""
+    kind = ir.VectorType.get((width,), ir.IntegerType.get_signless(32))
+    loaded = llvm.load(kind, address, alignment=4 * width)
+    return [vector.extract(loaded, [], [i]) for i in range(width)]
+
+
+def accumulator(registers: np.ndarray) -> mgpu.FragmentedArray:
+    """Makes an array in an accumulator's layout from its registers."""
+    return mgpu.FragmentedArray(_registers=registers, _layout=mgpu.WGMMA_LAYOUT, _is_signed=None)

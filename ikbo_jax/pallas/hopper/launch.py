@@ -229,7 +229,6 @@ def _order(kinds: list[Any], interpret: bool) -> list[int]:
 
 
 def _type(kind: Any, dtype: Any, interpret: bool) -> Any:
-    """The scratch type of a declaration."""
     match kind:
         case memory.Tiles(shape):
             return mosaic.operand_tile(shape, dtype, interpret=interpret)
@@ -252,7 +251,6 @@ def _type(kind: Any, dtype: Any, interpret: bool) -> Any:
 
 
 def _dispatch(roles: Roles, ctx: WarpgroupContext) -> None:
-    """Dispatches each warpgroup to its role."""
     ctx = ctx.replace(worker=lax.axis_index("worker"), consumer=0)
     if roles.produce is None and roles.warpgroups == 1:
         roles.consume(ctx)

@@ -96,9 +96,6 @@ def undefined(columns: int, *, interpret: bool) -> jax.Array:
     return make()
 
 
-# Products
-
-
 def wgmma(
     acc: Any,
     a: Any,
@@ -340,13 +337,8 @@ def advance(descriptor: ir.Value, num_bytes: int) -> ir.Value:
 def _as_array(registers: list[ir.Value], columns: int) -> mgpu.FragmentedArray:
     pair = ir.VectorType.get((2,), ir.F32Type.get())
     pairs = [vector.from_elements(pair, registers[i : i + 2]) for i in range(0, len(registers), 2)]
-    return mgpu.FragmentedArray(
-        _registers=np.array(pairs, dtype=object).reshape(
-            mgpu.WGMMA_LAYOUT.registers_shape((WGMMA_M, columns))
-        ),
-        _layout=mgpu.WGMMA_LAYOUT,
-        _is_signed=None,
-    )
+    shape = mgpu.WGMMA_LAYOUT.registers_shape((WGMMA_M, columns))
+    return inline.accumulator(np.array(pairs, dtype=object).reshape(shape))
 
 
 class Group:

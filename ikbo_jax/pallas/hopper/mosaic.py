@@ -25,6 +25,7 @@ from ikbo_jax.problems.hopper import BLOCK_K
 
 #: Bytes of a shared memory row under the widest swizzle, which every operand tile here uses.
 SWIZZLE = 128
+_SCALAR = plgpu.ShapeDtypeStruct((), jnp.int32, layout=plgpu.Layout.WG_SPLAT(()))
 
 
 def _cache_ptxas_version() -> None:
@@ -102,9 +103,7 @@ def operand_tile(shape: tuple[int, ...], dtype: Any, *, interpret: bool) -> Any:
 
 def tile_views(ref: Any, *, interpret: bool) -> tuple[Any, Any]:
     """(view for WGMMA and register stores, view for TMA) of an `operand_tile`."""
-    if interpret:
-        return ref, ref
-    matrix_view, copy_view = ref
+    matrix_view, copy_view = (ref, ref) if interpret else ref
     return matrix_view, copy_view
 
 
@@ -176,11 +175,8 @@ def opaque(value: Any, *, interpret: bool) -> Any:
     """
     if interpret:
         return value
-    scalar = plgpu.Layout.WG_SPLAT(())
 
-    @plgpu.inline_mgpu(
-        arg_types=(scalar,), return_type=plgpu.ShapeDtypeStruct((), jnp.int32, layout=scalar)
-    )
+    @plgpu.inline_mgpu(arg_types=(plgpu.Layout.WG_SPLAT(()),), return_type=_SCALAR)
     def hide(_: Any, value: mgpu.FragmentedArray) -> mgpu.FragmentedArray:
         hidden = inline.issue_word("mov.u32 $0, $1;", value.registers.item())
         return mgpu.FragmentedArray.splat(hidden, (), is_signed=True)
@@ -195,9 +191,8 @@ def warpgroup_index(axis_name: str, *, interpret: bool) -> Any:
     """
     if interpret:
         return lax.axis_index(axis_name)
-    scalar = plgpu.Layout.WG_SPLAT(())
 
-    @plgpu.inline_mgpu(return_type=plgpu.ShapeDtypeStruct((), jnp.int32, layout=scalar))
+    @plgpu.inline_mgpu(return_type=_SCALAR)
     def read(_: Any) -> mgpu.FragmentedArray:
         index = inline.issue_word(
             "{ .reg .u32 thread; mov.u32 thread, %tid.x; shr.u32 thread, thread, 7; "
@@ -223,10 +218,7 @@ def next_ticket(counter: Any, i: Any, *, interpret: bool) -> Any:
     if interpret:
         return i
 
-    @plgpu.inline_mgpu(
-        arg_types=(plgpu.RefType(),),
-        return_type=plgpu.ShapeDtypeStruct((), jnp.int32, layout=plgpu.Layout.WG_SPLAT(())),
-    )
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(),), return_type=_SCALAR)
     def take(_: Any, counter: ir.Value) -> mgpu.FragmentedArray:
         ticket = inline.issue_word(
             "{ .reg .pred p; .reg .u32 lane; mov.u32 lane, %laneid; setp.eq.u32 p, lane, 0; "

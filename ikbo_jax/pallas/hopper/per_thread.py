@@ -39,22 +39,22 @@ _LEAST = -(2**31)
 
 
 def number() -> jax.Array:
-    """Each thread's number in its warpgroup."""
+    """Numbers the threads of a warpgroup."""
     return plgpu.broadcasted_iota(jnp.int32, (WARPGROUP_SIZE,), 0, layout=LAYOUT)
 
 
 def same(value: int) -> jax.Array:
-    """The same number for each thread."""
+    """Gives each thread the same number."""
     return plgpu.layout_cast(jnp.full((WARPGROUP_SIZE,), value, jnp.int32), LAYOUT)
 
 
 def scalar(array: mgpu.FragmentedArray) -> ir.Value:
-    """A thread's value, in inline code."""
+    """Extracts a thread's value, in inline code."""
     return vector.extract(array.registers.item(), [], [0])
 
 
 def array(value: ir.Value, like: mgpu.FragmentedArray) -> mgpu.FragmentedArray:
-    """The array of which `value` is a thread's element, in the layout of `like`."""
+    """Makes an array in the layout of `like`; `value` is a thread's element."""
     i32 = ir.IntegerType.get_signless(32)
     register = vector.from_elements(ir.VectorType.get((1,), i32), [value])
     registers = np.array([register], dtype=object).reshape(like.registers.shape)
@@ -62,7 +62,7 @@ def array(value: ir.Value, like: mgpu.FragmentedArray) -> mgpu.FragmentedArray:
 
 
 def load_words(address: ir.Value, count: int, *, is_early: bool = False) -> list[ir.Value]:
-    """`count` words of 32 bits of device memory that the launch does not change, in inline code.
+    """Loads `count` words of 32 bits of device memory that the launch does not change.
 
     With `is_early`, LLVM keeps the loads where they are issued.
     """
@@ -98,7 +98,7 @@ def store_words(
 
 
 def gather(ref: Any, index: jax.Array, space: str, *, interpret: bool) -> jax.Array:
-    """ref[index], one element for each thread; `space` is "shared" or "global"."""
+    """Loads ref[index], one element for each thread; `space` is "shared" or "global"."""
     if interpret:
         return jnp.take(ref[...], index, mode="clip")
 
@@ -126,11 +126,8 @@ def gather_vectors(ref: Any, index: jax.Array, space: str) -> tuple[jax.Array, .
         if space == "global":
             words = load_words(address, VECTOR, is_early=True)
         else:
-            words = list(
-                inline.issue(
-                    "ld.shared.v4.b32 {$0, $1, $2, $3}, [$4];", address, result_types=[i32] * VECTOR
-                )
-            )
+            ptx = "ld.shared.v4.b32 {$0, $1, $2, $3}, [$4];"
+            words = list(inline.issue(ptx, address, result_types=[i32] * VECTOR))
         return tuple(array(x, index) for x in words)
 
     found: tuple[jax.Array, ...] = load(ref, index)
@@ -194,7 +191,7 @@ def _one_by_one(
 def _each(
     instruction: str, ref: Any, index: jax.Array, values: jax.Array, is_wanted: jax.Array
 ) -> None:
-    """An instruction with the address ($0) of ref[index] and the value ($1), where wanted."""
+    """Issues an instruction with the address of ref[index] ($0) and the value ($1), if wanted."""
 
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), LAYOUT, LAYOUT, LAYOUT))
     def issue(_: Any, ref: ir.Value, *arrays: mgpu.FragmentedArray) -> None:
@@ -223,7 +220,7 @@ def cdiv(values: jax.Array, size: int) -> jax.Array:
 def rounds(
     count: int, thread: jax.Array, *, threads: int = WARPGROUP_SIZE, unroll: int = UNROLL
 ) -> tuple[int, Callable[[Any], list[jax.Array]]]:
-    """Rounds of a loop over `count` numbers, and a round's numbers, one for each thread.
+    """Divides a loop over `count` numbers into rounds; also returns a round's numbers by thread.
 
     All loads of a round should stand before the first use of one: each takes 300 ns.
     """
@@ -260,11 +257,11 @@ class Threads:
         return self.warpgroups * WARPS
 
     def number(self) -> jax.Array:
-        """Each thread's number in its CTA."""
+        """Numbers the threads of the CTA."""
         return number() if self.warpgroups == 1 else number() + self.warpgroup * WARPGROUP_SIZE
 
     def commit(self) -> None:
-        """What a thread stored in shared memory before, all threads see afterwards."""
+        """Makes what a thread stored in shared memory visible to all threads."""
         if self.warpgroups == 1:
             plgpu.commit_smem()
         else:
@@ -274,21 +271,21 @@ class Threads:
         return gather(ref, index, space, interpret=self.interpret)
 
     def write(self, ref: Any, index: jax.Array, values: jax.Array, is_wanted: jax.Array) -> None:
-        """To device memory."""
+        """Stores values to device memory, for each thread that wants it."""
         scatter(ref, index, values, is_wanted, space="global", interpret=self.interpret)
 
     def keep(self, ref: Any, index: jax.Array, values: jax.Array, is_wanted: jax.Array) -> None:
-        """In shared memory."""
+        """Stores values in shared memory, for each thread that wants it."""
         scatter(ref, index, values, is_wanted, interpret=self.interpret)
 
     def add(self, ref: Any, index: jax.Array, values: jax.Array, is_wanted: jax.Array) -> None:
-        """To a number in shared memory; threads may collide."""
+        """Adds values to numbers in shared memory; threads may collide."""
         add(ref, index, values, is_wanted, interpret=self.interpret)
 
     def rounds(
         self, count: int, *, unroll: int = UNROLL
     ) -> tuple[int, Callable[[Any], list[jax.Array]]]:
-        """`rounds` of all threads."""
+        """Calls `rounds` for all threads."""
         return rounds(count, self.number(), threads=self.count, unroll=unroll)
 
     def parts(self, count: int) -> tuple[int, int, int]:
@@ -304,7 +301,7 @@ class Threads:
     def sums_before(
         self, values: Sequence[jax.Array], scratch: Any, at: int = 0
     ) -> list[jax.Array]:
-        """For each thread and each of the arrays, the sum of the values of the threads before.
+        """Adds, for each thread and each array, the values of the threads before.
 
         Synchronises the threads once. `scratch` is shared memory, whose `warps` words from `at` on
         are overwritten for each array. No thread may read them any more.
@@ -314,7 +311,7 @@ class Threads:
     def maxima_before(
         self, values: Sequence[jax.Array], scratch: Any, at: int = 0
     ) -> list[jax.Array]:
-        """Likewise the largest values; -2^31 before the first thread."""
+        """Like `sums_before`, the largest values; -2^31 before the first thread."""
         return self._scan(values, scratch, at, _LEAST)
 
     def _scan(
@@ -338,11 +335,11 @@ class Threads:
         return results
 
     def largest(self, values: jax.Array, scratch: Any, at: int = 0) -> jax.Array:
-        """The largest value, a scalar; synchronises like `sums_before`."""
+        """Finds the largest value, a scalar; synchronises like `sums_before`."""
         return self._total(values, scratch, at, _LEAST)
 
     def total(self, values: jax.Array, scratch: Any, at: int = 0) -> jax.Array:
-        """The sum of the values, a scalar; synchronises like `sums_before`."""
+        """Adds the values to a scalar; synchronises like `sums_before`."""
         return self._total(values, scratch, at, 0)
 
     def _total(self, values: jax.Array, scratch: Any, at: int, neutral: int) -> jax.Array:
@@ -373,7 +370,7 @@ def _keep_totals(totals: Sequence[jax.Array], scratch: Any, at: int, threads: Th
 
 
 def _scan_warp(values: jax.Array, neutral: int) -> tuple[jax.Array, jax.Array]:
-    """The sum of the values of lower lanes, and of all lanes of the warp.
+    """Adds the values of lower lanes, and of all lanes of the warp.
 
     With `neutral` other than 0, the largest instead.
     """

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from jax.experimental.mosaic import gpu as mgpu
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith
 
@@ -12,89 +11,76 @@ LANES = 32
 
 
 def lane() -> ir.Value:
-    """This lane's number."""
-    i32 = ir.IntegerType.get_signless(32)
-    return mgpu.utils.inline_ptx("mov.u32 $0, %laneid;", result_types=i32)
+    """Reads this lane's number."""
+    return inline.compute_word("mov.u32 $0, %laneid;")
 
 
 def load(ref: ir.Value, index: ir.Value, is_wanted: ir.Value | None = None) -> ir.Value:
-    """Element `index` of 32 bits of device memory; 0 if it is not wanted."""
-    i32 = ir.IntegerType.get_signless(32)
+    """Loads element `index` of 32 bits of device memory; 0 if it is not wanted."""
     address = inline.address(ref, index)
-    if is_wanted is not None:
-        return inline.issue_word(
-            "{ .reg .pred p; setp.ne.b32 p, $2, 0; mov.b32 $0, 0; @p ld.global.b32 $0, [$1]; }",
-            address,
-            arith.extui(i32, is_wanted),
-        )
-    return mgpu.utils.inline_ptx("ld.global.b32 $0, [$1];", address, result_types=i32)
+    if is_wanted is None:
+        return inline.compute_word("ld.global.b32 $0, [$1];", address)
+    return inline.issue_word(
+        "{ .reg .pred p; setp.ne.b32 p, $2, 0; mov.b32 $0, 0; @p ld.global.b32 $0, [$1]; }",
+        address,
+        arith.extui(ir.IntegerType.get_signless(32), is_wanted),
+    )
 
 
 def load_shared(ref: ir.Value, index: ir.Value) -> ir.Value:
-    """Element `index` of 32 bits of shared memory."""
-    address = inline.address(ref, index)
-    return inline.issue_word("ld.shared.b32 $0, [$1];", address)
+    """Loads element `index` of 32 bits of shared memory."""
+    return inline.issue_word("ld.shared.b32 $0, [$1];", inline.address(ref, index))
 
 
 def store_shared(
     ref: ir.Value, index: ir.Value, value: ir.Value, is_wanted: ir.Value, *, bits: int = 32
 ) -> None:
-    """Element `index` of 32 or 16 bits of shared memory becomes `value`, or its lower half."""
-    element = ir.IntegerType.get_signless(bits)
+    """Stores `value`, or its lower half, as element `index` of 32 or 16 bits of shared memory."""
     inline.issue(
         f"st.shared.b{bits} [$0], $1;",
-        mgpu.utils.getelementptr(mgpu.utils.memref_ptr(ref), [index], element),
-        value if bits == 32 else arith.trunci(element, value),
+        inline.address(ref, index, bits),
+        value if bits == 32 else arith.trunci(ir.IntegerType.get_signless(bits), value),
         predicate=is_wanted,
     )
 
 
 def ballot(predicate: ir.Value) -> ir.Value:
-    """A bit of each lane: its predicate."""
-    i32 = ir.IntegerType.get_signless(32)
-    return inline.issue_word(
-        "{ .reg .pred p; setp.ne.b32 p, $1, 0; vote.sync.ballot.b32 $0, p, 0xffffffff; }",
-        arith.extui(i32, predicate),
-        convergent=True,
-    )
+    """Collects the lanes' predicates, one bit of each lane."""
+    ptx = "{ .reg .pred p; setp.ne.b32 p, $1, 0; vote.sync.ballot.b32 $0, p, 0xffffffff; }"
+    return _of_lanes(ptx, arith.extui(ir.IntegerType.get_signless(32), predicate))
 
 
 def lowest_bit(x: ir.Value) -> ir.Value:
-    """Number of the lowest bit that is set."""
-    i32 = ir.IntegerType.get_signless(32)
-    return mgpu.utils.inline_ptx(
-        "{ .reg .b32 x; brev.b32 x, $1; clz.b32 $0, x; }", x, result_types=i32
-    )
+    """Finds the number of the lowest set bit."""
+    return inline.compute_word("{ .reg .b32 x; brev.b32 x, $1; clz.b32 $0, x; }", x)
 
 
 def from_lane(x: ir.Value, lane: int) -> ir.Value:
-    """The value of a given lane."""
+    """Reads the value of one lane."""
     return _of_lanes(f"shfl.sync.idx.b32 $0, $1, {lane}, 31, 0xffffffff;", x)
 
 
 def from_below(x: ir.Value) -> ir.Value:
-    """The value of the lane below; of the lowest lane, its own."""
+    """Reads the value of the lane below; the lowest lane reads its own."""
     return _of_lanes("shfl.sync.up.b32 $0, $1, 1, 0, 0xffffffff;", x)
 
 
 def ones(x: ir.Value) -> ir.Value:
-    """How many bits are set."""
-    i32 = ir.IntegerType.get_signless(32)
-    return mgpu.utils.inline_ptx("popc.b32 $0, $1;", x, result_types=i32)
+    """Counts the set bits."""
+    return inline.compute_word("popc.b32 $0, $1;", x)
 
 
 def total(x: ir.Value) -> ir.Value:
-    """The sum of all lanes' values."""
+    """Adds all lanes' values."""
     return _of_lanes("redux.sync.add.s32 $0, $1, 0xffffffff;", x)
 
 
 def _of_lanes(ptx: str, x: ir.Value) -> ir.Value:
-    """What an instruction for all lanes makes of their values, 32 bits each."""
     return inline.issue_word(ptx, x, convergent=True)
 
 
 def sums(x: ir.Value) -> tuple[ir.Value, ir.Value]:
-    """(the sum of lower lanes' values, the sum of all lanes' values)."""
+    """Computes (sum of lower lanes' values, sum of all lanes' values)."""
     total = x
     for distance in (1, 2, 4, 8, 16):
         total = inline.issue_word(
@@ -108,7 +94,7 @@ def sums(x: ir.Value) -> tuple[ir.Value, ir.Value]:
 
 
 def transposed(words: list[ir.Value], number: ir.Value) -> list[ir.Value]:
-    """Word `number` of each of four neighbouring lanes, in their order.
+    """Collects word `number` of each of four neighbouring lanes, in the lanes' order.
 
     Args:
       words: four of 32 bits.
