@@ -10,7 +10,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from ikbo_jax.pallas.gdpa_backward.context import BackwardContext
-from ikbo_jax.pallas.gdpa_backward.statistics import ABSENT_ROWS
+from ikbo_jax.pallas.gdpa_backward.softmax import ABSENT_ROWS
 from ikbo_jax.pallas.worklist.lists import STATISTICS_ROW
 from ikbo_jax.problems.gdpa_backward import STATISTICS
 from ikbo_jax.problems.hopper import NUM_CONSUMERS, WGMMA_M
