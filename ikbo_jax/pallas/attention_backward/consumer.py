@@ -137,7 +137,7 @@ def _issue_scores(
 
 
 def _statistic(ctx: BackwardContext, step: Any, number: int) -> jax.Array:
-    """A statistic of the block's queries, as a row for each of the 64 keys."""
+    """Loads a statistic of the block's queries as a row for each of the 64 keys."""
     if ctx.has_halves:
         statistics = ctx.half_statistics(step, number)
     else:
@@ -147,7 +147,7 @@ def _statistic(ctx: BackwardContext, step: Any, number: int) -> jax.Array:
 
 
 def _weights(ctx: BackwardContext, item: Any, scores: jax.Array, step: Any) -> jax.Array:
-    """exp(scale * scores - lse), 0 for keys past the user's length.
+    """Computes exp(scale * scores - lse), 0 for keys past the user's length.
 
     Weights exceed 1 only by the rounding of lse, which is large where scores are huge.
     """
@@ -182,13 +182,13 @@ def _share(ctx: BackwardContext) -> tuple[Any, tuple[Any, int]]:
 
 
 def _d_scores_tile(ctx: BackwardContext, step: Any, view: int) -> Any:
-    """This consumer's buffer of gradients of scores, as registers (0) or TMA (1) see it."""
+    """Selects this consumer's buffer of gradients of scores, as registers (0) or TMA (1) see it."""
     consumer = mosaic.warpgroup_index("warpgroup", interpret=ctx.interpret)
     return ctx.shared.d_scores[view].at[lax.rem(step, D_SCORES_BUFFERS), consumer]
 
 
 def _store_d_scores(ctx: BackwardContext, item: Any, block: Any, step: Any) -> None:
-    """TMA stores the staged gradients of scores of a block's queries and this consumer's keys."""
+    """Stores the staged gradients of scores of a block's queries and this consumer's keys."""
     consumer = mosaic.warpgroup_index("warpgroup", interpret=ctx.interpret)
     head, tile, first = (ctx.shared.items.word(item, i) for i in (HEAD, TILE, FIRST_TARGET))
     plane = (head * ctx.shape.kv_tiles + tile) * NUM_CONSUMERS + consumer
@@ -221,7 +221,7 @@ def _send_part(ctx: BackwardContext, item: Any, block: Any, d_query: jax.Array) 
 def _block(
     ctx: BackwardContext, item: Any, blocks: Any, first_step: Any, block: Any, carry: Any
 ) -> Any:
-    """The products of a block, whose scores are in flight; issues the next block's scores."""
+    """Issues the products of a block, whose scores are in flight, and the next block's scores."""
     sums, scores = list(carry[:-1]), carry[-1]
     item = mosaic.opaque(item, interpret=ctx.interpret)
     step, dtype = first_step + block, ctx.operands.query.dtype
@@ -284,16 +284,19 @@ def _block(
     return *sums, scores
 
 
+def _zeros(ctx: BackwardContext) -> list[jax.Array]:
+    return [mma.zeros(ctx.shape.head_dim, jnp.float32)] * len(ctx.sums)
+
+
 def _tile(ctx: BackwardContext, item: Any, blocks: Any, first_step: Any) -> None:
     _receive_tile(ctx, item)
     _receive_block(ctx, item, jnp.int32(0), first_step)
     scores = _issue_scores(ctx, item, first_step, QUERY)
-    nothing = mma.zeros(ctx.shape.head_dim, jnp.float32)
+    zeros = _zeros(ctx)
 
     def add(block: Any, carry: Any) -> Any:
         return _block(ctx, item, blocks, first_step, block, carry)
 
-    zeros = [nothing] * len(ctx.sums)
     *sums, _ = lax.fori_loop(0, blocks, add, (*zeros, scores))
     mma.wait(0, interpret=ctx.interpret)
     ctx.shared.queries.release(ctx.query_slot(first_step + blocks - 1, D_OUT))
@@ -301,11 +304,6 @@ def _tile(ctx: BackwardContext, item: Any, blocks: Any, first_step: Any) -> None
     if ctx.has_key:
         sums[0] = sums[0] * jnp.float32(ctx.shape.scale)
     _store(ctx, item, sums)
-
-
-def _empty_tile(ctx: BackwardContext, item: Any) -> None:
-    nothing = mma.zeros(ctx.shape.head_dim, jnp.float32)
-    _store(ctx, item, [nothing] * len(ctx.sums))
 
 
 def _store(ctx: BackwardContext, item: Any, sums: Sequence[jax.Array]) -> None:
@@ -361,7 +359,7 @@ def consume(ctx: BackwardContext) -> None:
 
     def one_tile(item: Any, blocks: Any, step: Any) -> None:
         pl.when(blocks > 0)(lambda: _tile(ctx, item, blocks, step))
-        pl.when(blocks == 0)(lambda: _empty_tile(ctx, item))
+        pl.when(blocks == 0)(lambda: _store(ctx, item, _zeros(ctx)))
 
     item = receive_items(ctx, one_tile)
     shared.keys_values.release(item)  # the slot of the end

@@ -2,9 +2,6 @@
 
     d_key = scale * dS.T @ query
 
-The first launch stored dS, gradients of scores of 16 bits, and computed d_value; a thread had no
-registers for a second sum. This launch reads much and computes little, as `stored` does.
-
 An item is a tile of 128 or 256 keys of one part of a user's rows and one key head. d_key stays in
 registers, while blocks of 64 of the user's queries, and the gradients of their scores, follow one
 another. Rows of a block past the last of the user's part belong to other users, or to nobody: they

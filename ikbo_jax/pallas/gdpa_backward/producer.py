@@ -96,9 +96,8 @@ def _send_item(ctx: BackwardContext, item: Any, step: Any) -> Any:
         lax.fori_loop(0, shape.streamed_per_head, send_head, step)
 
     @pl.when(blocks == 0)
-    def _() -> (
-        None
-    ):  # a block without rows, so that every tile that a consumer receives has a block
+    def _() -> None:
+        # A block without rows: every tile that a consumer receives has a block.
         zero = jnp.int32(0)
         absent = [operands.statistics.shape[-1] - ABSENT_ROWS] if has_statistics else []
         _send_block(ctx, step, [zero, zero, *absent], (zero, zero), zero)

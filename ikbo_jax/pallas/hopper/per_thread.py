@@ -81,13 +81,9 @@ def load_words(address: ir.Value, count: int, *, is_early: bool = False) -> list
 def store_words(
     address: ir.Value, words: Sequence[ir.Value], predicate: ir.Value, offset: int = 0
 ) -> None:
-    """Stores four words of 32 bits to device memory, in inline code.
+    """Stores four words of 32 bits at `address` + `offset` bytes of device memory, if `predicate`.
 
-    Args:
-      address: of device memory.
-      words: four.
-      predicate: bool, whether to store.
-      offset: bytes from `address`, which is a multiple of 16 bytes with it.
+    The sum is a multiple of 16 bytes.
     """
     inline.issue(
         f"st.global.v4.b32 [$0 + {offset}], {{$1, $2, $3, $4}};",
@@ -241,7 +237,6 @@ class Threads:
     Attributes:
       warpgroups: number of warpgroups; 1 under interpretation.
       warpgroup: number of this one.
-      interpret: whether the kernel is interpreted.
     """
 
     warpgroups: int

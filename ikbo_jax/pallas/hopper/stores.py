@@ -29,7 +29,7 @@ ROW_LAYOUT = plgpu.Layout.WGMMA.reduce(1)
 
 
 def thread_number() -> ir.Value:
-    """This thread's number in its warpgroup; ptxas may move a read of %tid, but not a shuffle."""
+    """Reads the thread's number in its warpgroup by a shuffle, which ptxas does not move."""
     return inline.issue_word(
         "{ .reg .u32 lane; mov.u32 lane, %laneid; mov.u32 $0, %tid.x; and.b32 $0, $0, 127; "
         "shfl.sync.idx.b32 $0, $0, lane, 31, 0xffffffff; }",
@@ -48,7 +48,7 @@ def store_staged_rows(
     order: RowOrder | None = None,
     interpret: bool,
 ) -> None:
-    """output[first_row + r, head] = row r of `tiles` for r in [begin, end).
+    """Stores row r of `tiles` to output[first_row + r, head] for r in [begin, end).
 
     Stores from registers would need addresses of rows and columns beside the values, and spill.
     The stores are a loop: for unrolled stores, ptxas computes 56 registers of addresses before all
@@ -122,7 +122,7 @@ def store_staged_rows(
 
 
 def late_thread_number() -> ir.Value:
-    """This thread's number in its warpgroup, read at each use.
+    """Reads the thread's number in its warpgroup at each use.
 
     LLVM would keep a value that never changes in a register from the kernel's beginning on, through
     loops that have no register to spare.
@@ -132,7 +132,7 @@ def late_thread_number() -> ir.Value:
 
 
 def digits(thread: ir.Value, counts: tuple[int, ...]) -> list[ir.Value]:
-    """The digits of a thread's number, the fastest first."""
+    """Divides a thread's number into digits, the fastest first."""
     digits = []
     for count in counts:
         digits.append(arith.remui(thread, inline.i32(count)))
@@ -141,7 +141,7 @@ def digits(thread: ir.Value, counts: tuple[int, ...]) -> list[ir.Value]:
 
 
 def thread_row(thread: ir.Value, half: int) -> ir.Value:
-    """The row of a thread's registers in a WGMMA accumulator; `half` is 0 or 1."""
+    """Computes the row of a thread's registers in an accumulator; `half` is 0 or 1."""
     warp = arith.divui(thread, inline.i32(32))
     lane = arith.divui(arith.remui(thread, inline.i32(32)), inline.i32(4))
     row = arith.addi(arith.muli(warp, inline.i32(16)), lane)
@@ -149,13 +149,13 @@ def thread_row(thread: ir.Value, half: int) -> ir.Value:
 
 
 def within(row: ir.Value, begin: ir.Value, end: ir.Value) -> ir.Value:
-    """begin ≤ row < end."""
+    """Tests begin ≤ row < end."""
     i = arith.CmpIPredicate
     return arith.andi(arith.cmpi(i.sge, row, begin), arith.cmpi(i.slt, row, end))
 
 
 def device_address(ref: ir.Value, terms: list[tuple[ir.Value, int]], size: int) -> ir.Value:
-    """Address of element sum(value * stride), in 64 bits; `size` is an element's bytes."""
+    """Computes the 64-bit address of element sum(value * stride), of `size` bytes."""
     i64 = ir.IntegerType.get_signless(64)
     offset = mgpu.c(0, i64)
     for value, stride in terms:
@@ -199,14 +199,10 @@ class HeldRows:
         *,
         begin: int = 0,
     ) -> None:
-        """Stores a row, if `predicate` holds, where the sum of value * stride is its first element.
+        """Stores row `half` (0 or 1) of the thread from column `begin` on, if `predicate` holds.
 
-        Args:
-          output: device memory in the values' dtype.
-          half: 0 or 1, the first or the second row of the thread.
-          row: values and strides, in elements.
-          predicate: bool.
-          begin: the first column that is stored, a multiple of 8.
+        The row's first element in `output` is the sum of value * stride over `row`; `begin` is a
+        multiple of 8.
         """
         words, first = self._words[half::2][begin // 8 :], begin // 8
         exchanged = len(words) // ROW_THREADS * ROW_THREADS if self._kind == "b32" else 0
@@ -243,7 +239,7 @@ def store_rows(
     order: RowOrder | None = None,
     interpret: bool,
 ) -> None:
-    """output[first_row + r, head] = values[r] for r in [begin, end), from registers.
+    """Stores values[r] to output[first_row + r, head] for r in [begin, end), from registers.
 
     Args:
       output: device memory [rows, heads, width], or [rows, heads] f32.
@@ -299,7 +295,7 @@ def store_rows(
 def store_transposed(
     output: Any, values: jax.Array, row: Any, column: Any, staging: Any, *, interpret: bool
 ) -> None:
-    """output[row + j, column + i] = values[i, j], from registers.
+    """Stores values[i, j] to output[row + j, column + i], from registers.
 
     The eight rows of `values` that a warp stores at once fill a sector of memory if `column` and
     the output's width are multiples of 8.
@@ -307,10 +303,7 @@ def store_transposed(
     Args:
       output: device memory [rows, columns] f32, which holds all of the values.
       values: [64, width] f32, in an accumulator's layout.
-      row: the first row that is written.
-      column: the first column that is written.
       staging: this warpgroup's shared memory [64, width], only under interpretation.
-      interpret: whether the kernel is interpreted.
     """
     width, columns = values.shape[1], output.shape[1]
     if interpret:

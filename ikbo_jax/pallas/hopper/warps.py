@@ -96,9 +96,7 @@ def sums(x: ir.Value) -> tuple[ir.Value, ir.Value]:
 def transposed(words: list[ir.Value], number: ir.Value) -> list[ir.Value]:
     """Collects word `number` of each of four neighbouring lanes, in the lanes' order.
 
-    Args:
-      words: four of 32 bits.
-      number: of this lane among the four, from 0 to 3.
+    `number` is this lane's among the four, from 0 to 3.
     """
     is_odd, is_late = (
         arith.cmpi(arith.CmpIPredicate.ne, arith.andi(number, inline.i32(bit)), inline.i32(0))
@@ -113,7 +111,7 @@ def transposed(words: list[ir.Value], number: ir.Value) -> list[ir.Value]:
 def _exchanged(
     low: ir.Value, high: ir.Value, is_high: ir.Value, distance: int
 ) -> tuple[ir.Value, ir.Value]:
-    """`low` of two lanes, the lower one's first, or `high` of both, on the lane that `is_high`."""
+    """Collects `low` of two lanes, or `high` on the lane that `is_high`, the lower lane's first."""
     received = inline.issue_word(
         f"shfl.sync.bfly.b32 $0, $1, {distance}, 31, 0xffffffff;",
         arith.select(is_high, low, high),
