@@ -3,11 +3,10 @@
     d_query[b] = scale * sum of its parts, one of each tile of the user's keys
     d_key[u] = sum of the parts of the user's rows,   d_value[u] likewise
 
-Parts are f32 and the sums have 16 bits, or are f32 where the caller wants that. XLA takes a kernel
-of 1.5 to 2 us for each of the three, and reads them at a third of an H100's bandwidth. Here one
-launch adds all of them, and puts d_query into the caller's order. Each thread adds eight columns,
-in the order of the parts. Some CTAs, of one warpgroup, have rows of d_query, the others rows of
-both other gradients. Nothing is shared, and no thread waits for another one's memory.
+Parts are f32; sums have 16 or 32 bits. XLA takes a kernel of 1.5 to 2 us for each of the three, and
+reads them at a third of an H100's bandwidth. Here one launch adds all of them, and puts d_query
+into the caller's order. Each thread adds eight columns, in the order of the parts. The first CTAs,
+of one warpgroup each, add rows of d_query, the next ones rows of both other gradients.
 """
 
 from __future__ import annotations

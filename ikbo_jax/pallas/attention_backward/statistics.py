@@ -175,12 +175,10 @@ class _Rows(NamedTuple):
 
 
 def _rows(ctx: WarpgroupContext) -> _Rows:
-    """The rows of this CTA, after their users' numbers."""
+    """Computes the rows of this CTA from their users' numbers."""
     shape, sizes, operands = ctx.shape, ctx.shape.sizes, ctx.operands
-    of_launch, threads = (
-        numbering.Operands(operands.index, operands.lengths),
-        Threads(1, 0, ctx.interpret),
-    )
+    of_launch = numbering.Operands(operands.index, operands.lengths)
+    threads = Threads(1, 0, ctx.interpret)
     numbers = numbering.Numbering(
         sizes, ctx.shared, of_launch, ctx.outputs.rows, ctx.worker, shape.workers, threads
     )
@@ -238,7 +236,7 @@ def _rows(ctx: WarpgroupContext) -> _Rows:
 def _user_of_row(
     user: jax.Array, row: jax.Array, first_of: Any, users: int, is_order_wrong: Any
 ) -> jax.Array:
-    """`user`; where the promised order is wrong, the user to whom the next launches give the row.
+    """Returns `user`, or, if the promised order is wrong, the user to whom launches give the row.
 
     By the index, some of the rows that they read would get no statistics, instead of NaN.
     """
@@ -324,7 +322,7 @@ def _number(array: ir.Value, row: ir.Value) -> ir.Value:
 
 
 def _loaded_row(array: ir.Value, row: ir.Value, part: ir.Value, width: int) -> list[ir.Value]:
-    """This thread's quarter of array[row], in words of 32 bits."""
+    """Loads this thread's quarter of array[row], in words of 32 bits."""
     found = []
     for step in range(width // (ROW_THREADS * VECTOR)):
         # The threads of a row read 64 bytes side by side.
@@ -349,7 +347,7 @@ def _store_row(
 
 
 def _row_sum(x: list[ir.Value], y: list[ir.Value], dtype: ir.Type) -> ir.Value:
-    """The sum of products of two rows' elements in f32, in all four threads of a row."""
+    """Adds products of two rows' elements in f32, in all four threads of a row."""
     f32 = ir.F32Type.get()
     pair, pair_f32 = ir.VectorType.get((2,), dtype), ir.VectorType.get((2,), f32)
     sums = [inline.f32(0.0)] * 4
@@ -366,7 +364,7 @@ def _row_sum(x: list[ir.Value], y: list[ir.Value], dtype: ir.Type) -> ir.Value:
 
 
 def _exponent(lse: ir.Value) -> ir.Value:
-    """`reference.attention.weight_exponents`."""
+    """Computes `reference.attention.weight_exponents`."""
     size = mlir_math.absf(lse)
     lowered = arith.subf(lse, arith.mulf(size, inline.f32(LSE_ERROR)))
     is_huge = arith.cmpf(arith.CmpFPredicate.OGE, size, inline.f32(HUGE_LSE))

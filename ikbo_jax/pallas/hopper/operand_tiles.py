@@ -18,7 +18,7 @@ from ikbo_jax.problems.hopper import BLOCK_K, WARPGROUP_SIZE, WGMMA_M
 
 
 def column_blocks(values: jax.Array, blocks: int) -> list[jax.Array]:
-    """Values [64, width] in blocks of 64 columns; zeros past width, where TMA stores nothing."""
+    """Slices values [64, width], padded with zeros, into blocks of 64 columns."""
     width = blocks * BLOCK_K
     values = mma.pad(values, width)
     return [lax.slice(values, (0, i), (WGMMA_M, i + BLOCK_K)) for i in range(0, width, BLOCK_K)]
@@ -35,9 +35,9 @@ def stage_rows(tiles: Any, values: jax.Array, *, reads_late: bool = False, inter
         `stores.thread_number`.
     """
     blocks = tiles.shape[0]
-    for i, columns in enumerate(column_blocks(values, blocks) if interpret else []):
-        tiles[i, :, :] = columns
     if interpret:
+        for i, columns in enumerate(column_blocks(values, blocks)):
+            tiles[i, :, :] = columns
         return
 
     @plgpu.inline_mgpu(

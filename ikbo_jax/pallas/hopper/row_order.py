@@ -41,7 +41,7 @@ class RowOrder:
         return () if self.order is None else (self.order,)
 
     def read(self, row: Any, head: Any) -> tuple[Any, Any]:
-        """The number of a row's query, and its query head, under interpretation."""
+        """Computes a row's query number and query head, under interpretation."""
         per_candidate, group = jnp.int32(self.q_len * self.group), jnp.int32(self.group)
         in_part = row if self.rows is None else lax.rem(row, jnp.int32(self.rows))
         place, rest = lax.div(in_part, per_candidate), lax.rem(in_part, per_candidate)
@@ -50,7 +50,7 @@ class RowOrder:
         return query + (row - in_part), head * self.group + lax.rem(rest, group)
 
     def place(self, row: ir.Value, head: ir.Value, *tables: ir.Value) -> tuple[ir.Value, ir.Value]:
-        """`read` in inline code; rows past the last one are read as a row of the last candidate."""
+        """Computes `read` in inline code; rows past the end count as rows of the last candidate."""
         per_candidate, group = (inline.i32(x) for x in (self.q_len * self.group, self.group))
         in_part = row if self.rows is None else arith.remui(row, inline.i32(self.rows))
         candidate, rest = (x(in_part, per_candidate) for x in (arith.divui, arith.remui))

@@ -264,7 +264,6 @@ def store_rows(
 
     scalar = plgpu.Layout.WG_SPLAT(())
     layout: Any = plgpu.Layout.WGMMA if widths else ROW_LAYOUT
-
     tables = () if order is None else order.tables
     refs = (plgpu.RefType(),) * len(tables)
 
@@ -323,11 +322,9 @@ def store_transposed(
         # Registers hold pairs of neighbouring values of a row, eight columns apart.
         pair = arith.muli(arith.remui(thread, inline.i32(4)), inline.i32(2))
         for half in (0, 1):
-            terms = [
-                (arith.addi(row, pair), columns),
-                (arith.addi(column, thread_row(thread, half)), 1),
-            ]
-            address = device_address(output, terms, 4)
+            row_term = (arith.addi(row, pair), columns)
+            column_term = (arith.addi(column, thread_row(thread, half)), 1)
+            address = device_address(output, [row_term, column_term], 4)
             for i, register in enumerate(list(values.registers.flat)[half::2]):
                 for j in (0, 1):
                     inline.issue(
