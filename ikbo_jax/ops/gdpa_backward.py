@@ -58,7 +58,7 @@ def kernel_vjp(
       before the sum over sequences.
     """
     # Imported here because a machine without a GPU never needs it.
-    from ikbo_jax.pallas.gdpa_backward import kernels, statistics
+    from ikbo_jax.pallas.gdpa_backward import kernels, softmax
     from ikbo_jax.pallas.worklist import by_xla, works
     from ikbo_jax.pallas.worklist.lists import Offsets, WorkSettings
 
@@ -82,7 +82,7 @@ def kernel_vjp(
         assert out is not None
         assert lse is not None
         blocks: dict[str, Any] = {"output_scale": settings.output_scale, "block": key_config.block}
-        of_rows = statistics.statistics_of(work.blocks, out, lse, d_out, **blocks)
+        of_rows = softmax.statistics_of(work.blocks, out, lse, d_out, **blocks)
     options: dict[str, Any] = {
         "activations": settings.activations,
         "approx": one_by_one(settings.approx),

@@ -20,8 +20,8 @@ from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
 
-from ikbo_jax.pallas.attention_backward import consumer, store
-from ikbo_jax.pallas.hopper import launch, mosaic, stores
+from ikbo_jax.pallas.attention_backward import store
+from ikbo_jax.pallas.hopper import launch, mosaic, stores, turns
 from ikbo_jax.problems.attention_backward import AttentionBackwardConfig as Config
 from ikbo_jax.problems.hopper import WARPGROUP_SIZE
 
@@ -184,5 +184,5 @@ def test_more_registers_than_there_are_traps(
 def test_missing_barrier_between_consumers_is_found(
     monkeypatch: pytest.MonkeyPatch, sm90: emulator.Emulator
 ) -> None:
-    monkeypatch.setattr(consumer, "_synchronise_consumers", lambda: None)
+    monkeypatch.setattr(turns, "synchronise_consumers", lambda: None)
     assert not all(is_right(sm90, seed=seed) for seed in range(4))

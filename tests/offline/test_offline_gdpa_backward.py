@@ -12,7 +12,7 @@ import offline
 import planted
 import pytest
 
-from ikbo_jax.pallas.gdpa_backward import kernels, statistics
+from ikbo_jax.pallas.gdpa_backward import kernels, softmax
 from ikbo_jax.pallas.worklist import lists, works
 from ikbo_jax.pallas.worklist.lists import Offsets, WorkSettings
 from ikbo_jax.problems import GdpaBackwardConfig as Config
@@ -84,7 +84,7 @@ class Case:
             return kernel(*operands, statistics=statistics, **options)
 
         rows = lists.most_blocks(BATCH, ROWS, self.chosen.block) * self.chosen.block
-        vectors = (query.shape[1], 2, rows + statistics.ABSENT_ROWS)
+        vectors = (query.shape[1], 2, rows + softmax.ABSENT_ROWS)
         return run, query, key, key, query, work, shape(vectors, jnp.int32)
 
 

@@ -41,7 +41,7 @@ from ikbo_jax.reference.activations import LEAKY_SLOPE, SOFTMAX, TANH_CUBIC, TAN
 def weights_and_slopes(
     spec: ActivationSpec, head: Any, scores: jax.Array, *, interpret: bool
 ) -> Pair:
-    """(weights, slopes for `d_scores`) of one query head's raw scores [64, columns] f32."""
+    """Computes (weights, slopes for `d_scores`) of one query head's raw scores."""
     raw = _raw(spec)
     if raw is None:
         scaled = scores if spec.scale == 1 else scores * jnp.float32(spec.scale)
@@ -64,21 +64,21 @@ def weights_and_slopes(
 
 
 def d_scores(spec: ActivationSpec, d_weights: jax.Array, slope: jax.Array) -> jax.Array:
-    """Gradients of scores from gradients of weights, without the second of `constants`."""
+    """Computes gradients of scores from those of weights, without the second of `constants`."""
     if spec.has_f32_range and _has_offset(spec):
         return d_weights * slope + d_weights
     return d_weights * slope
 
 
 def constants(spec: ActivationSpec) -> tuple[float, float]:
-    """(constant of sums of weights, constant of sums of `d_scores`), which a softmax lacks."""
+    """Returns the constants of sums of weights and of `d_scores`, which a softmax lacks."""
     if SOFTMAX in spec.names or not spec.has_f32_range or _raw(spec) is None:
         return 1.0, 1.0
     return spec.constant(spec.names[0]), _slope_constant(spec)
 
 
 def _raw(spec: ActivationSpec) -> Callable[[jax.Array, float], Pair] | None:
-    """The function of raw scores if all heads have one activation, and it has such a function."""
+    """Finds the function of raw scores, if all heads have one activation with such a function."""
     if len(set(spec.names)) > 1 or not spec.takes_raw_scores:
         return None
     return _SLOPES.get(spec.full_name(spec.names[0]))
@@ -92,9 +92,6 @@ def _slope_constant(spec: ActivationSpec) -> float:
     if _has_offset(spec):
         return 0.5
     return 2 * spec.scale if _raw(spec) is _relu_squared else 1.0
-
-
-# (Weights, slopes) from raw scores and their scale.
 
 
 def _relu(s: jax.Array, scale: float) -> Pair:

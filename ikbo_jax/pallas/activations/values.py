@@ -29,6 +29,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, vector
 
+from ikbo_jax.pallas.hopper import inline
 from ikbo_jax.reference.activations import (
     APPROXIMATIONS,
     LEAKY_SLOPE,
@@ -72,7 +73,7 @@ Pair = tuple[jax.Array, jax.Array]
 def activate(
     names: tuple[str, ...], approx: str | None, head: Any, x: jax.Array, *, interpret: bool
 ) -> jax.Array:
-    """act(x) of one head.
+    """Computes act(x) of one head.
 
     Args:
       names: the heads' activations, or one for all of them; see `reference.activations`.
@@ -91,7 +92,7 @@ def activate(
 def activate_with_slope(
     names: tuple[str, ...], approx: str | None, head: Any, x: jax.Array, *, interpret: bool
 ) -> Pair:
-    """(act(x), act'(x)) of one head; for the arguments see `activate`."""
+    """Computes (act(x), act'(x)) of one head; for the arguments see `activate`."""
 
     def evaluate(name: str, x: jax.Array) -> Pair:
         return _evaluate(name, approx, x, needs_slope=True, interpret=interpret)
@@ -129,22 +130,20 @@ def _of_head(names: tuple[str, ...], head: Any, evaluate: Any) -> Any:
 def _evaluate(
     name: str, approx: str | None, x: jax.Array, *, needs_slope: bool, interpret: bool
 ) -> Pair:
-    """(act(x), act'(x)); unless `needs_slope`, the second array is a placeholder."""
+    """Computes (act(x), act'(x)); unless `needs_slope`, the second array is a placeholder."""
     approx = one_by_one(approx)
     if approx is not None and name in APPROXIMATIONS[approx]:
         name = f"{approx} {name}"
     if name in _WITH_SIGMOID:
         return _WITH_SIGMOID[name](x, needs_slope, interpret)
     value, slope = _WITHOUT_SIGMOID[name](x, needs_slope)
-    if (
-        name == "identity" and not interpret
-    ):  # a constant has no layout, unlike slopes of other branches
+    if name == "identity" and not interpret:  # a constant has no layout, unlike other slopes
         slope = plgpu.layout_cast(slope, plgpu.Layout.WGMMA)
     return value, slope
 
 
 def horner(coefficients: tuple[float, ...], x: jax.Array) -> jax.Array:
-    """The polynomial of x with `coefficients` in rising powers."""
+    """Evaluates the polynomial of x with `coefficients` in rising powers."""
     total = x * jnp.float32(coefficients[-1]) + jnp.float32(coefficients[-2])
     for c in coefficients[-3::-1]:
         total = total * x + jnp.float32(c)
@@ -153,9 +152,6 @@ def horner(coefficients: tuple[float, ...], x: jax.Array) -> jax.Array:
 
 def _limit(x: jax.Array, low: float, high: float) -> jax.Array:
     return jnp.minimum(jnp.maximum(x, jnp.float32(low)), jnp.float32(high))
-
-
-# Activations without a sigmoid.
 
 
 def _identity(x: jax.Array, needs_slope: bool) -> Pair:
@@ -213,11 +209,8 @@ def _polynomial_gelu(x: jax.Array, needs_slope: bool) -> Pair:
     return x * phi, phi + inside * jnp.where(is_inside, density, jnp.full_like(x, 0.0))
 
 
-# Activations with a sigmoid.
-
-
 def reciprocal(x: jax.Array, *, interpret: bool) -> jax.Array:
-    """1 / x for 1 ≤ x < 2⁶³, [64, columns] f32, within a few roundings.
+    """Computes 1 / x for 1 ≤ x < 2⁶³, [64, columns] f32, within a few roundings.
 
     Two neighbouring columns share one reciprocal: 1 / a = b · (1 / ab).
     """
@@ -239,9 +232,7 @@ def reciprocal(x: jax.Array, *, interpret: bool) -> jax.Array:
             )
             products = [arith.mulf(inverse, factor) for factor in (b, a)]
             registers[index] = vector.from_elements(pair, products)
-        return mgpu.FragmentedArray(
-            _registers=registers, _layout=mgpu.WGMMA_LAYOUT, _is_signed=None
-        )
+        return inline.accumulator(registers)
 
     return invert(x)
 

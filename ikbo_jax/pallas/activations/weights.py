@@ -40,6 +40,7 @@ from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import vector
 
 from ikbo_jax.pallas.activations import values as activations
+from ikbo_jax.pallas.hopper import inline
 from ikbo_jax.reference.activations import (
     APPROXIMATIONS,
     LEAKY_SLOPE,
@@ -53,8 +54,6 @@ from ikbo_jax.reference.activations import (
 
 #: Beyond these scales, powers of the scale, or sums without the constant, might leave f32's range.
 MIN_SCALE, MAX_SCALE = 2.0**-10, 2.0**10
-
-
 #: Argument of `round_weights`: f32 weights, or two bf16 arrays, (scores, tanh).
 Weights = jax.Array | tuple[jax.Array, jax.Array]
 
@@ -84,16 +83,13 @@ class ActivationSpec(NamedTuple):
     def is_packed(self) -> bool:
         """Whether weights are computed from two scores at a time, in bf16."""
         is_one_kind = len(set(self.names)) == 1 and self.names[0] in APPROXIMATIONS[PACKED]
-        return (
-            self.approx == PACKED and is_one_kind and self.takes_raw_scores and self.has_f32_range
-        )
+        is_packed = self.approx == PACKED and is_one_kind
+        return is_packed and self.takes_raw_scores and self.has_f32_range
 
     def full_name(self, name: str) -> str:
         """The activation's key in `_WEIGHTS`."""
         approx = one_by_one(self.approx)
-        if approx is not None and name in APPROXIMATIONS[approx]:
-            return f"{approx} {name}"
-        return name
+        return f"{approx} {name}" if approx and name in APPROXIMATIONS[approx] else name
 
     def constant(self, name: str) -> float:
         """act(scale * s) / weight(s)."""
@@ -106,7 +102,7 @@ class ActivationSpec(NamedTuple):
 def compute_weights(
     spec: ActivationSpec, head: Any, scores: jax.Array, *, interpret: bool
 ) -> Weights:
-    """Weights of one head's raw scores [64, columns] f32, for `round_weights`."""
+    """Computes weights of one head's raw scores [64, columns] f32, for `round_weights`."""
     if spec.is_packed:
         return _packed(spec, scores)
     if not spec.takes_raw_scores:
@@ -124,7 +120,6 @@ def compute_weights(
 
 
 def _packed(spec: ActivationSpec, scores: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """(scores, the activation's tanh) in bf16."""
     s = scores.astype(jnp.bfloat16)
     if spec.names[0] == "silu":
         return s, jnp.tanh(s * jnp.bfloat16(spec.scale / 2))
@@ -133,7 +128,7 @@ def _packed(spec: ActivationSpec, scores: jax.Array) -> tuple[jax.Array, jax.Arr
 
 
 def round_weights(weights: Weights, dtype: Any) -> jax.Array:
-    """Weights in `dtype`, the dtype of the values."""
+    """Rounds weights to `dtype`, the dtype of the values."""
     if isinstance(weights, tuple):
         s, inner = weights
         return s * inner + s
@@ -141,7 +136,7 @@ def round_weights(weights: Weights, dtype: Any) -> jax.Array:
 
 
 def scale_result(spec: ActivationSpec, head: Any, acc: jax.Array) -> jax.Array:
-    """The result of one head, from the sum of weights times values."""
+    """Scales the sum of weights times values to the result of one head."""
     constants = [spec.output_scale] * len(spec.names)
     if spec.takes_raw_scores and spec.has_f32_range:
         constants = [spec.output_scale * spec.constant(name) for name in spec.names]
@@ -152,9 +147,6 @@ def scale_result(spec: ActivationSpec, head: Any, acc: jax.Array) -> jax.Array:
         if constant != constants[0]:
             factor = jnp.where(head == i, jnp.float32(constant), factor)
     return acc * factor
-
-
-# Weights from raw scores and their scale.
 
 
 def _identity(s: jax.Array, scale: float, interpret: bool) -> jax.Array:
@@ -234,7 +226,7 @@ _WEIGHTS = {
 
 
 def _saturated(x: jax.Array, slope: Any, offset: float, *, interpret: bool) -> jax.Array:
-    """x * slope + offset, limited to [0, 1], in one instruction; `slope` is an array or a number.
+    """Computes x * slope + offset, limited to [0, 1], in one instruction.
 
     A NaN x may give 0, but the caller multiplies the result by x, which gives NaN.
     """
@@ -263,14 +255,12 @@ def _saturated(x: jax.Array, slope: Any, offset: float, *, interpret: bool) -> j
                 for i in (0, 1)
             ]
             registers[index] = vector.from_elements(pair, results)
-        return mgpu.FragmentedArray(
-            _registers=registers, _layout=mgpu.WGMMA_LAYOUT, _is_signed=None
-        )
+        return inline.accumulator(registers)
 
     return evaluate(x, *factors)
 
 
 @functools.cache
 def _immediate(value: float) -> str:
-    """An f32 number in PTX."""
+    """Formats an f32 number for PTX."""
     return f"0f{struct.unpack('>I', struct.pack('>f', value))[0]:08X}"

@@ -14,7 +14,6 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from ikbo_jax.pallas.attention_backward import products, store
 from ikbo_jax.pallas.attention_backward.context import (
-    BLOCKS,
     FIRST_TARGET,
     HEAD,
     KEYS,
@@ -25,15 +24,13 @@ from ikbo_jax.pallas.attention_backward.context import (
     ROWS,
     TILE,
     BackwardContext,
+    receive_items,
 )
-from ikbo_jax.pallas.hopper import mma, mosaic, operand_tiles, stores
+from ikbo_jax.pallas.hopper import mma, mosaic, operand_tiles, stores, turns
 from ikbo_jax.pallas.hopper.visible import Visible
 from ikbo_jax.problems.attention_backward import BLOCK_KV, D_SCORES_BUFFERS
-from ikbo_jax.problems.hopper import NUM_CONSUMERS, WARPGROUP_SIZE, WGMMA_K, WGMMA_M
+from ikbo_jax.problems.hopper import NUM_CONSUMERS, WGMMA_K, WGMMA_M
 
-#: Named barrier at which the consumers wait for each other.
-CONSUMER_BARRIER = 4
-CONSUMER_THREADS = NUM_CONSUMERS * WARPGROUP_SIZE
 KEY, VALUE = QUERY, D_OUT = range(2)
 #: Most queries of a block whose product for d_value stays in flight while gradients of scores are
 #: computed: 835 instead of 867 us of this launch at S = 2048 on an H100. With blocks of 128, or
@@ -44,23 +41,14 @@ LSE, DELTA = range(2)
 FILLS = (math.inf, 0.0)
 
 
-def _synchronise_consumers() -> None:
-    """Both consumers wait for each other, and then see each other's writes to shared memory."""
-    mosaic.named_barrier("sync", jnp.int32(CONSUMER_BARRIER), CONSUMER_THREADS)
-
-
-def _word(ctx: BackwardContext, item: Any, word: int) -> Any:
-    return ctx.shared.items.words[ctx.shared.items.slot(item), word]
-
-
 def _visible_keys(ctx: BackwardContext, item: Any) -> Visible:
     """Describes this consumer's 64 keys, which are rows of its scores."""
-    keys = _word(ctx, item, KEYS) - ctx.consumer * WGMMA_M
+    keys = ctx.shared.items.word(item, KEYS) - ctx.consumer * WGMMA_M
     return Visible(WGMMA_M, jnp.clip(keys, 0, WGMMA_M))
 
 
 def _visible_queries(ctx: BackwardContext, item: Any, block: Any) -> Visible:
-    return Visible.in_block(_word(ctx, item, ROWS), block, ctx.config.block_q)
+    return Visible.in_block(ctx.shared.items.word(item, ROWS), block, ctx.config.block_q)
 
 
 def _receive_tile(ctx: BackwardContext, item: Any) -> None:
@@ -100,7 +88,7 @@ def _receive_block(ctx: BackwardContext, item: Any, block: Any, step: Any) -> No
                 store.fill_from(statistics, visible.end, fill, interpret=ctx.interpret)
 
         plgpu.commit_smem()
-        _synchronise_consumers()
+        turns.synchronise_consumers()
 
 
 def _receive_half(ctx: BackwardContext, item: Any, block: Any, step: Any, operand: int) -> None:
@@ -124,11 +112,10 @@ def _receive_half(ctx: BackwardContext, item: Any, block: Any, step: Any, operan
             store.fill_from(statistics, visible.end, FILLS[operand], interpret=ctx.interpret)
 
         plgpu.commit_smem()
-        _synchronise_consumers()
+        turns.synchronise_consumers()
 
 
 def _operand(ctx: BackwardContext, step: Any, operand: Any) -> Any:
-    """Queries or d_out of a block."""
     tiles = ctx.shared.queries.matrix(ctx.query_slot(step, operand))
     return tiles if ctx.has_halves else tiles.at[operand]
 
@@ -150,7 +137,7 @@ def _issue_scores(
 
 
 def _statistic(ctx: BackwardContext, step: Any, number: int) -> jax.Array:
-    """A statistic of the block's queries, as a row for each of the 64 keys."""
+    """Loads a statistic of the block's queries as a row for each of the 64 keys."""
     if ctx.has_halves:
         statistics = ctx.half_statistics(step, number)
     else:
@@ -160,7 +147,7 @@ def _statistic(ctx: BackwardContext, step: Any, number: int) -> jax.Array:
 
 
 def _weights(ctx: BackwardContext, item: Any, scores: jax.Array, step: Any) -> jax.Array:
-    """exp(scale * scores - lse), 0 for keys past the user's length.
+    """Computes exp(scale * scores - lse), 0 for keys past the user's length.
 
     Weights exceed 1 only by the rounding of lse, which is large where scores are huge.
     """
@@ -195,15 +182,15 @@ def _share(ctx: BackwardContext) -> tuple[Any, tuple[Any, int]]:
 
 
 def _d_scores_tile(ctx: BackwardContext, step: Any, view: int) -> Any:
-    """This consumer's buffer of gradients of scores, as registers (0) or TMA (1) see it."""
+    """Selects this consumer's buffer of gradients of scores, as registers (0) or TMA (1) see it."""
     consumer = mosaic.warpgroup_index("warpgroup", interpret=ctx.interpret)
     return ctx.shared.d_scores[view].at[lax.rem(step, D_SCORES_BUFFERS), consumer]
 
 
 def _store_d_scores(ctx: BackwardContext, item: Any, block: Any, step: Any) -> None:
-    """TMA stores the staged gradients of scores of a block's queries and this consumer's keys."""
+    """Stores the staged gradients of scores of a block's queries and this consumer's keys."""
     consumer = mosaic.warpgroup_index("warpgroup", interpret=ctx.interpret)
-    head, tile, first = (_word(ctx, item, i) for i in (HEAD, TILE, FIRST_TARGET))
+    head, tile, first = (ctx.shared.items.word(item, i) for i in (HEAD, TILE, FIRST_TARGET))
     plane = (head * ctx.shape.kv_tiles + tile) * NUM_CONSUMERS + consumer
     rows = pl.ds(first + block * ctx.config.block_q, ctx.config.block_q)
     plgpu.commit_smem()
@@ -220,7 +207,7 @@ def _send_part(ctx: BackwardContext, item: Any, block: Any, d_query: jax.Array) 
 
     @pl.when(consumer == 0)
     def _() -> None:
-        head, tile, first = (_word(ctx, item, i) for i in (HEAD, TILE, FIRST_TARGET))
+        head, tile, first = (ctx.shared.items.word(item, i) for i in (HEAD, TILE, FIRST_TARGET))
         row = first + block * ctx.config.block_q
         plane = tile * shape.kv_heads + head
         slot = ctx.config.kv_slots
@@ -234,7 +221,7 @@ def _send_part(ctx: BackwardContext, item: Any, block: Any, d_query: jax.Array) 
 def _block(
     ctx: BackwardContext, item: Any, blocks: Any, first_step: Any, block: Any, carry: Any
 ) -> Any:
-    """The products of a block, whose scores are in flight; issues the next block's scores."""
+    """Issues the products of a block, whose scores are in flight, and the next block's scores."""
     sums, scores = list(carry[:-1]), carry[-1]
     item = mosaic.opaque(item, interpret=ctx.interpret)
     step, dtype = first_step + block, ctx.operands.query.dtype
@@ -276,7 +263,7 @@ def _block(
         if ctx.has_key:
             sums[0] = add(sums[0], d_scores, QUERY)
         if ctx.has_d_query:
-            _synchronise_consumers()
+            turns.synchronise_consumers()
             d_query = [_issue_d_query(ctx, item, step)]
     # After the last block, its scores are computed once more, in vain (of d_out, where another
     # item's queries may replace its own).
@@ -297,31 +284,26 @@ def _block(
     return *sums, scores
 
 
+def _zeros(ctx: BackwardContext) -> list[jax.Array]:
+    return [mma.zeros(ctx.shape.head_dim, jnp.float32)] * len(ctx.sums)
+
+
 def _tile(ctx: BackwardContext, item: Any, blocks: Any, first_step: Any) -> None:
-    """Computes and stores a tile that has queries."""
     _receive_tile(ctx, item)
     _receive_block(ctx, item, jnp.int32(0), first_step)
     scores = _issue_scores(ctx, item, first_step, QUERY)
-    nothing = jnp.zeros((WGMMA_M, ctx.shape.head_dim), jnp.float32)
-    nothing = plgpu.layout_cast(nothing, plgpu.Layout.WGMMA)
+    zeros = _zeros(ctx)
 
     def add(block: Any, carry: Any) -> Any:
         return _block(ctx, item, blocks, first_step, block, carry)
 
-    zeros = [nothing] * len(ctx.sums)
     *sums, _ = lax.fori_loop(0, blocks, add, (*zeros, scores))
     mma.wait(0, interpret=ctx.interpret)
     ctx.shared.queries.release(ctx.query_slot(first_step + blocks - 1, D_OUT))
-    _synchronise_consumers()  # the other consumer has multiplied by this one's keys
+    turns.synchronise_consumers()  # the other consumer has multiplied by this one's keys
     if ctx.has_key:
         sums[0] = sums[0] * jnp.float32(ctx.shape.scale)
     _store(ctx, item, sums)
-
-
-def _empty_tile(ctx: BackwardContext, item: Any) -> None:
-    nothing = jnp.zeros((WGMMA_M, ctx.shape.head_dim), jnp.float32)
-    nothing = plgpu.layout_cast(nothing, plgpu.Layout.WGMMA)
-    _store(ctx, item, [nothing] * len(ctx.sums))
 
 
 def _store(ctx: BackwardContext, item: Any, sums: Sequence[jax.Array]) -> None:
@@ -359,7 +341,6 @@ def _store(ctx: BackwardContext, item: Any, sums: Sequence[jax.Array]) -> None:
 
 
 def _send_end(ctx: BackwardContext) -> None:
-    """Tells the writer that there are no more parts of d_query."""
     shared = ctx.shared
     plgpu.barrier_wait(shared.part_free.at[0])
 
@@ -371,24 +352,16 @@ def _send_end(ctx: BackwardContext) -> None:
 
 
 def consume(ctx: BackwardContext) -> None:
-    """A consumer warpgroup."""
+    """Computes a consumer warpgroup's share of the CTA's tiles."""
     shared = ctx.shared
     shared.queries.release_all()
     shared.keys_values.release_all()
 
-    def receive(item: Any) -> Any:
-        shared.items.await_ready(item)
-        return _word(ctx, item, BLOCKS)
-
-    def one_tile(carry: tuple[Any, Any, Any]) -> tuple[Any, Any, Any]:
-        item, blocks, step = carry
+    def one_tile(item: Any, blocks: Any, step: Any) -> None:
         pl.when(blocks > 0)(lambda: _tile(ctx, item, blocks, step))
-        pl.when(blocks == 0)(lambda: _empty_tile(ctx, item))
-        return item + 1, receive(item + 1), step + blocks
+        pl.when(blocks == 0)(lambda: _store(ctx, item, _zeros(ctx)))
 
-    zero = jnp.int32(0)
-    start = (zero, receive(zero), zero)
-    item = lax.while_loop(lambda carry: carry[1] >= 0, one_tile, start)[0]
+    item = receive_items(ctx, one_tile)
     shared.keys_values.release(item)  # the slot of the end
     if ctx.has_d_query:
         _send_end(ctx)

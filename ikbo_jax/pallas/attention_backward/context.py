@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
+import jax.numpy as jnp
+from jax import lax
 from jax.experimental import pallas as pl
 
 from ikbo_jax.pallas.hopper.launch import WarpgroupContext
@@ -108,17 +111,14 @@ class BackwardContext(WarpgroupContext):
 
     @property
     def has_d_query(self) -> bool:
-        found: bool = self.config.has_d_query
-        return found
+        return bool(self.config.has_d_query)
 
     @property
     def stores_d_scores(self) -> bool:
-        """Whether the launch stores gradients of scores."""
         return self.outputs.d_scores is not None
 
     @property
     def has_key(self) -> bool:
-        """Whether the launch computes d_key."""
         return "key" in self.shape.gradients
 
     @property
@@ -129,8 +129,7 @@ class BackwardContext(WarpgroupContext):
     @property
     def has_halves(self) -> bool:
         """Whether queries and d_out of a block have slots of their own in the ring of blocks."""
-        found: bool = self.config.has_halves(self.shape.gradients)
-        return found
+        return bool(self.config.has_halves(self.shape.gradients))
 
     def query_slot(self, step: Any, operand: Any) -> Any:
         """The number in the ring of blocks of queries (0) or d_out (1) of a step."""
@@ -143,10 +142,42 @@ class BackwardContext(WarpgroupContext):
 
     @property
     def has_value(self) -> bool:
-        """Whether the launch computes d_value."""
         return "value" in self.shape.gradients
 
     @property
     def sums(self) -> tuple[Any, ...]:
         """Where the launch stores its sums, in their order: gradients that are not None."""
         return tuple(x for x in (self.outputs.d_key, self.outputs.d_value) if x is not None)
+
+
+def send_items(ctx: WarpgroupContext, items: int, send: Callable[..., Any]) -> Any:
+    """Calls `send(item, number, step)` for each of the CTA's items.
+
+    `send` returns the next item's first step. Returns the number of items.
+    """
+
+    def one_item(carry: tuple[Any, Any, Any]) -> tuple[Any, Any, Any]:
+        item, number, step = carry
+        step = send(item, number, step)
+        return item + 1, ctx.take(item + 1, items), step
+
+    zero = jnp.int32(0)
+    start = (zero, ctx.take(zero, items), zero)
+    return lax.while_loop(lambda carry: carry[1] < items, one_item, start)[0]
+
+
+def receive_items(ctx: WarpgroupContext, compute: Callable[..., None]) -> Any:
+    """Calls `compute(item, blocks, step)` for each item until the end; returns their number."""
+
+    def receive(item: Any) -> Any:
+        ctx.shared.items.await_ready(item)
+        return ctx.shared.items.word(item, BLOCKS)
+
+    def one_item(carry: tuple[Any, Any, Any]) -> tuple[Any, Any, Any]:
+        item, blocks, step = carry
+        compute(item, blocks, step)
+        return item + 1, receive(item + 1), step + blocks
+
+    zero = jnp.int32(0)
+    start = (zero, receive(zero), zero)
+    return lax.while_loop(lambda carry: carry[1] >= 0, one_item, start)[0]

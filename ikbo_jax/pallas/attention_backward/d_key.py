@@ -2,22 +2,13 @@
 
     d_key = scale * dS.T @ query
 
-The first launch stored dS, gradients of scores of 16 bits, and computed d_value; a thread had no
-registers for a second sum. This launch reads much and computes little, as `stored` does.
-
 An item is a tile of 128 or 256 keys of one part of a user's rows and one key head. d_key stays in
 registers, while blocks of 64 of the user's queries, and the gradients of their scores, follow one
 another. Rows of a block past the last of the user's part belong to other users, or to nobody: they
 are zeroed in shared memory, both queries and gradients. Tiles of 64 keys past the user's length
 have no gradients of scores, and get zeros.
 
-Warpgroups: 0 and 1 are the consumers, with one or two tiles of 64 keys each; one warp of warpgroup
-2 is the producer.
-
-Synchronisations:
-  1. `items_ready[s]`, `items_free[s]`    slot s has an item's descriptor, or the end.
-  2. `blocks_ready[s]`, `blocks_free[s]`  stage s has a block of queries and gradients of scores.
-  3. A named barrier: the consumers wait for each other after rows past the last are zeroed.
+Warpgroups and synchronisations are those of `stored`; a slot of items may have the end instead.
 """
 
 from __future__ import annotations
@@ -35,22 +26,27 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from ikbo_jax.pallas.attention_backward import products
 from ikbo_jax.pallas.attention_backward import rows as query_rows
-from ikbo_jax.pallas.attention_backward.context import Operands, Shape
-from ikbo_jax.pallas.hopper import mosaic, operand_tiles, stores
+from ikbo_jax.pallas.attention_backward.context import (
+    BLOCKS,
+    HEAD,
+    KEYS,
+    PART,
+    ROWS,
+    TILE,
+    Operands,
+    Shape,
+    receive_items,
+    send_items,
+)
+from ikbo_jax.pallas.hopper import mosaic, operand_tiles, stores, turns
 from ikbo_jax.pallas.hopper.launch import Roles, WarpgroupContext, launch
 from ikbo_jax.pallas.hopper.visible import Visible
 from ikbo_jax.pallas.worklist.numbering import USER_WORDS
 from ikbo_jax.problems.attention_backward import AttentionBackwardConfig
-from ikbo_jax.problems.hopper import NUM_CONSUMERS, WARPGROUP_SIZE, WGMMA_M
+from ikbo_jax.problems.hopper import NUM_CONSUMERS, WGMMA_M
 
-#: Words of an item's descriptor in shared memory: number of query blocks (negative: no more items),
-#: number of query rows, part of a user's rows, key head, number of the tile, keys of the user from
-#: the tile's first on.
-BLOCKS, ROWS, PART, HEAD, TILE, KEYS = range(6)
 #: Query rows of a block: WGMMA reads an operand tile of gradients of scores.
 BLOCK_ROWS = WGMMA_M
-CONSUMER_BARRIER = 4
-CONSUMER_THREADS = NUM_CONSUMERS * WARPGROUP_SIZE
 
 
 class DKeyOperands(NamedTuple):
@@ -84,9 +80,6 @@ class Context(WarpgroupContext):
         return self.shape.users * self.shape.splits * self.shape.kv_heads * self.tiles
 
 
-# Producer
-
-
 def _send_item(ctx: Context, item: Any, number: Any, step: Any) -> Any:
     """Sends a tile's descriptor and all its blocks; returns the next item's first step."""
     shape, shared, operands = ctx.shape, ctx.shared, ctx.operands
@@ -116,29 +109,11 @@ def _send_item(ctx: Context, item: Any, number: Any, step: Any) -> Any:
 
 
 def _produce(ctx: Context) -> None:
-    """The producer warp."""
-
-    def take(item: Any) -> Any:
-        return ctx.take(item, ctx.items)
-
-    def send(carry: tuple[Any, Any, Any]) -> tuple[Any, Any, Any]:
-        item, number, step = carry
-        step = _send_item(ctx, item, number, step)
-        return item + 1, take(item + 1), step
-
-    zero = jnp.int32(0)
-    item, _, _ = lax.while_loop(lambda carry: carry[1] < ctx.items, send, (zero, take(zero), zero))
+    item = send_items(ctx, ctx.items, functools.partial(_send_item, ctx))
     ctx.shared.items.send_words(item, (jnp.int32(-1),), after=ctx.shared.items)
     # All arrivals must happen before the barriers' memory is released.
     ctx.shared.blocks.drain()
     ctx.shared.items.drain()
-
-
-# Consumers
-
-
-def _word(ctx: Context, item: Any, word: int) -> Any:
-    return ctx.shared.items.words[ctx.shared.items.slot(item), word]
 
 
 def _receive_block(ctx: Context, rows: Any, block: Any, step: Any) -> None:
@@ -160,14 +135,13 @@ def _receive_block(ctx: Context, rows: Any, block: Any, step: Any) -> None:
             visible.zero_rest(queries, interpret=ctx.interpret)
 
         plgpu.commit_smem()
-        mosaic.named_barrier("sync", jnp.int32(CONSUMER_BARRIER), CONSUMER_THREADS)
+        turns.synchronise_consumers()
 
 
 def _multiply(ctx: Context, item: Any, first_step: Any, totals: Any) -> Any:
-    """Adds the products of all blocks to this consumer's tiles."""
     number = ctx.config.query_tiles
     consumer = mosaic.warpgroup_index("warpgroup", interpret=ctx.interpret)
-    blocks, rows = _word(ctx, item, BLOCKS), _word(ctx, item, ROWS)
+    blocks, rows = ctx.shared.items.word(item, BLOCKS), ctx.shared.items.word(item, ROWS)
 
     def add(block: Any, step: Any, totals: Any) -> Any:
         _receive_block(ctx, rows, block, step)
@@ -188,7 +162,6 @@ def _multiply(ctx: Context, item: Any, first_step: Any, totals: Any) -> Any:
 
 
 def _tile(ctx: Context, item: Any, blocks: Any, first_step: Any) -> None:
-    """Computes and stores a tile."""
 
     def store(sums: Iterator[jax.Array]) -> None:
         _store(ctx, item, [x * jnp.float32(ctx.shape.scale) for x in list(sums)])
@@ -200,7 +173,7 @@ def _tile(ctx: Context, item: Any, blocks: Any, first_step: Any) -> None:
 def _store(ctx: Context, item: Any, sums: list[jax.Array]) -> None:
     """Stores the gradients of each tile of 64 keys, zeros past the length; frees the item."""
     shape, shared, (target,) = ctx.shape, ctx.shared, ctx.outputs
-    part, head, tile, keys = (_word(ctx, item, i) for i in (PART, HEAD, TILE, KEYS))
+    part, head, tile, keys = (ctx.shared.items.word(item, i) for i in (PART, HEAD, TILE, KEYS))
     consumer = mosaic.warpgroup_index("warpgroup", interpret=ctx.interpret)
     is_f32 = target.dtype == jnp.float32
     if not is_f32:
@@ -230,27 +203,11 @@ def _store(ctx: Context, item: Any, sums: list[jax.Array]) -> None:
 
 
 def _consume(ctx: Context) -> None:
-    """A consumer warpgroup."""
     ctx.shared.blocks.release_all()
     ctx.shared.items.release_all()
-
-    def receive(item: Any) -> Any:
-        ctx.shared.items.await_ready(item)
-        return _word(ctx, item, BLOCKS)
-
-    def one_tile(carry: tuple[Any, Any, Any]) -> tuple[Any, Any, Any]:
-        item, blocks, step = carry
-        _tile(ctx, item, blocks, step)
-        return item + 1, receive(item + 1), step + blocks
-
-    zero = jnp.int32(0)
-    start = (zero, receive(zero), zero)
-    item = lax.while_loop(lambda carry: carry[1] >= 0, one_tile, start)[0]
+    item = receive_items(ctx, functools.partial(_tile, ctx))
     ctx.shared.items.release(item)  # the slot of the end
     plgpu.wait_smem_to_gmem(0, wait_read_only=False)
-
-
-# Host side
 
 
 def d_key_kernel(

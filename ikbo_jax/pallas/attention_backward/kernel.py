@@ -17,7 +17,6 @@ the parts of the user's tiles. Either way, each sum is computed in one order, an
 gives the same bits.
 
 With `d_query="stored"`, dS goes to device memory instead, and `stored` multiplies it by the keys.
-
 Heads wider than 128 columns have no registers for two sums: one launch computes d_value, from keys
 alone, another one d_key, and `d_query` computes d_query. With `d_query="stored"`, the launch of
 d_value reads values, too, and stores dS, by which `d_key` and `stored` multiply.
@@ -41,7 +40,7 @@ Synchronisations:
   5. A named barrier: the consumers wait for each other when dS is stored, when rows past the last
      query are zeroed, and before gradients overwrite keys.
 
-CTAs take items from a counter, and none waits for another.
+CTAs take items from a counter.
 
 Source: two consumers of 64 keys, scores transposed, and d_query through shared memory follow Shah
 et al., "FlashAttention-3", 2024. No code is shared.
@@ -84,8 +83,6 @@ _NAMES = {
     ("key",): "ikbo_attention_backward_d_key",
     ("value",): "ikbo_attention_backward_d_value",
 }
-
-# Host side
 
 
 def attention_backward_kernel(

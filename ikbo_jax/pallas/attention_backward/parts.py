@@ -3,11 +3,10 @@
     d_query[b] = scale * sum of its parts, one of each tile of the user's keys
     d_key[u] = sum of the parts of the user's rows,   d_value[u] likewise
 
-Parts are f32 and the sums have 16 bits, or are f32 where the caller wants that. XLA takes a kernel
-of 1.5 to 2 us for each of the three, and reads them at a third of an H100's bandwidth. Here one
-launch adds all of them, and puts d_query into the caller's order. Each thread adds eight columns,
-in the order of the parts. Some CTAs, of one warpgroup, have rows of d_query, the others rows of
-both other gradients. Nothing is shared, and no thread waits for another one's memory.
+Parts are f32; sums have 16 or 32 bits. XLA takes a kernel of 1.5 to 2 us for each of the three, and
+reads them at a third of an H100's bandwidth. Here one launch adds all of them, and puts d_query
+into the caller's order. Each thread adds eight columns, in the order of the parts. The first CTAs,
+of one warpgroup each, add rows of d_query, the next ones rows of both other gradients.
 """
 
 from __future__ import annotations
@@ -18,15 +17,14 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, scf, vector
 
-from ikbo_jax.pallas.hopper import per_thread, stores
-from ikbo_jax.pallas.hopper.launch import Roles, WarpgroupContext, launch
+from ikbo_jax.pallas.hopper import inline, per_thread, stores
+from ikbo_jax.pallas.hopper.launch import WarpgroupContext, launch_threads
 from ikbo_jax.pallas.worklist.numbering import USER_WORDS, Sizes
 from ikbo_jax.pallas.worklist.rows import Rows
 from ikbo_jax.problems.attention_backward import BLOCK_KV
@@ -82,11 +80,6 @@ class Shape:
         return self.query_workers + pl.cdiv(self.sizes.users * self.vectors, WARPGROUP_SIZE)
 
 
-def _divided(values: jax.Array, size: int) -> tuple[jax.Array, jax.Array]:
-    quotient = lax.div(values, per_thread.same(size))
-    return quotient, values - quotient * size
-
-
 def _add_queries(ctx: WarpgroupContext) -> None:
     """Adds parts of d_query; those of tiles of keys past the user's length are arbitrary."""
     shape, sizes, operands = ctx.shape, ctx.shape.sizes, ctx.operands
@@ -96,10 +89,12 @@ def _add_queries(ctx: WarpgroupContext) -> None:
 
     number = ctx.worker * WARPGROUP_SIZE + per_thread.number()
     is_wanted = number < shape.query_vectors
-    row, column = _divided(jnp.minimum(number, shape.query_vectors - 1), shape.head_dim // VECTOR)
-    query, head = _divided(row, shape.kv_heads * sizes.group)
-    candidate, q = _divided(query, sizes.q_len)
-    kv_head, in_group = _divided(head, sizes.group)
+    row, column = per_thread.divided(
+        jnp.minimum(number, shape.query_vectors - 1), shape.head_dim // VECTOR
+    )
+    query, head = per_thread.divided(row, shape.kv_heads * sizes.group)
+    candidate, q = per_thread.divided(query, sizes.q_len)
+    kv_head, in_group = per_thread.divided(head, sizes.group)
     user = jnp.clip(read(operands.index, candidate), 0, sizes.users - 1)
     place = candidate if operands.position is None else read(operands.position, candidate)
     first_row, first_target, keys = (read(operands.users, user * USER_WORDS + i) for i in (0, 2, 3))
@@ -119,16 +114,14 @@ def _add_queries(ctx: WarpgroupContext) -> None:
         poison,
     )
 
-    @plgpu.inline_mgpu(
-        arg_types=(plgpu.RefType(),) * 2 + (per_thread.LAYOUT,) * len(numbers),
-    )
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(),) * 2 + (per_thread.LAYOUT,) * len(numbers))
     def add(_: Any, parts: ir.Value, output: ir.Value, *numbers: Any) -> None:
         is_wanted, row, column, kv_head, target, count, poison = map(per_thread.scalar, numbers)
         width = shape.head_dim
         terms = [(kv_head, rows * width), (target, width), (column, VECTOR)]
         first = stores.device_address(parts, terms, 4)
         total = _sum(first, shape.kv_heads * rows * width * 4, tiles, count)
-        added, scale = mgpu.utils.bitcast(poison, ir.F32Type.get()), _f32(shape.scale)
+        added, scale = mgpu.utils.bitcast(poison, ir.F32Type.get()), inline.f32(shape.scale)
         total = [arith.addf(arith.mulf(x, scale), added) for x in total]
         _store(output, [(row, width), (column, VECTOR)], total, is_wanted)
 
@@ -136,16 +129,15 @@ def _add_queries(ctx: WarpgroupContext) -> None:
 
 
 def _add_keys(ctx: WarpgroupContext) -> None:
-    """Adds the parts of gradients of keys and values."""
     shape, sizes = ctx.shape, ctx.shape.sizes
     number = (ctx.worker - shape.query_workers) * WARPGROUP_SIZE + per_thread.number()
     most = sizes.users * shape.vectors
-    user, at = _divided(jnp.minimum(number, most - 1), shape.vectors)
+    user, at = per_thread.divided(jnp.minimum(number, most - 1), shape.vectors)
     numbers = (number < most).astype(jnp.int32), user, at
     count = len(ctx.operands.gradients)
 
     @plgpu.inline_mgpu(
-        arg_types=(plgpu.RefType(),) * (2 * count) + (per_thread.LAYOUT,) * len(numbers),
+        arg_types=(plgpu.RefType(),) * (2 * count) + (per_thread.LAYOUT,) * len(numbers)
     )
     def add(_: Any, *arguments: Any) -> None:
         is_wanted, user, at = map(per_thread.scalar, arguments[2 * count :])
@@ -158,23 +150,18 @@ def _add_keys(ctx: WarpgroupContext) -> None:
     add(*ctx.operands.gradients, *ctx.outputs.gradients, *numbers)
 
 
-def _f32(value: float) -> ir.Value:
-    return mgpu.c(value, ir.F32Type.get())
-
-
 def _sum(first: ir.Value, stride: int, parts: int, count: ir.Value | None = None) -> list[ir.Value]:
     """The sum of `VECTOR` f32 numbers over parts that are `stride` bytes apart.
 
     Of the first `count` parts, where that is not None: others may be NaN.
     """
-    i32 = ir.IntegerType.get_signless(32)
-    zero, total = mgpu.c(0, i32), [_f32(0.0)] * VECTOR
-    end = mgpu.c(parts, i32) if count is None else count
+    zero, total = inline.i32(0), [inline.f32(0.0)] * VECTOR
+    end = inline.i32(parts) if count is None else count
     if parts <= UNROLL:
         return _add_group(first, stride, zero, parts, end, total, is_cut=count is not None)
     # A loop, since straight code of many parts is long. Compilers unroll it for up to 13 parts
     # (218 registers for two gradients): the loads of a few warps then fill the SM's bandwidth.
-    step = mgpu.c(UNROLL, i32)
+    step = inline.i32(UNROLL)
     make_loop: Any = scf.ForOp
     loop = make_loop(zero, end, step, total)
     with ir.InsertionPoint(loop.body):
@@ -199,11 +186,11 @@ def _add_group(
     Instead of a part past the end, it loads the last one, of which there may be none either.
     """
     f32, byte = ir.F32Type.get(), ir.IntegerType.get_signless(8)
-    i32, i64 = ir.IntegerType.get_signless(32), ir.IntegerType.get_signless(64)
-    one, zero, found = mgpu.c(1, i32), mgpu.c(0, i32), []
+    i64 = ir.IntegerType.get_signless(64)
+    one, zero, found = inline.i32(1), inline.i32(0), []
     last = arith.maxsi(arith.subi(end, one), zero)
     for i in range(parts):
-        part = arith.addi(begin, mgpu.c(i, i32))
+        part = arith.addi(begin, inline.i32(i))
         exists = arith.cmpi(arith.CmpIPredicate.slt, part, end)
         place = arith.extsi(i64, arith.minsi(part, last) if is_cut else part)
         at = arith.muli(place, mgpu.c(stride, i64))
@@ -216,7 +203,7 @@ def _add_group(
         found.append((exists, values))
     for exists, values in found:
         if is_cut:
-            values = [arith.select(exists, x, _f32(0.0)) for x in values]
+            values = [arith.select(exists, x, inline.f32(0.0)) for x in values]
         total = [arith.addf(x, y) for x, y in zip(total, values, strict=True)]
     return total
 
@@ -229,10 +216,10 @@ def _store(
 ) -> None:
     """Stores `VECTOR` numbers from the element whose number is sum(value * stride) on."""
     i32, f32 = ir.IntegerType.get_signless(32), ir.F32Type.get()
-    is_wanted = arith.cmpi(arith.CmpIPredicate.ne, is_wanted, mgpu.c(0, i32))
+    is_wanted = arith.cmpi(arith.CmpIPredicate.ne, is_wanted, inline.i32(0))
     dtype = ir.MemRefType(output.type).element_type
     if dtype == f32:
-        size, words = 4, [mgpu.utils.bitcast(x, i32) for x in values]
+        size, words = 4, [inline.word(x) for x in values]
     else:
         pair, pair_f32 = ir.VectorType.get((2,), dtype), ir.VectorType.get((2,), f32)
         pairs = [
@@ -245,15 +232,11 @@ def _store(
 
 
 def _add(ctx: WarpgroupContext) -> None:
-    """A CTA adds the parts of one kind of gradients."""
     begin = ctx.shape.query_workers
     if begin:
         pl.when(ctx.worker < begin)(lambda: _add_queries(ctx))
     if ctx.operands.gradients:
         pl.when(ctx.worker >= begin)(lambda: _add_keys(ctx))
-
-
-# Host side
 
 
 def add_parts(
@@ -287,26 +270,22 @@ def add_parts(
     operands = Operands(
         d_query,
         tuple(gradients),
-        rows.cand_to_user if has_rows else None,
-        rows.position if has_rows else None,
-        rows.users if has_rows else None,
-        rows.poison if has_rows else None,
+        *((rows.cand_to_user, rows.position, rows.users, rows.poison) if has_rows else (None,) * 4),
     )
     of_keys = jax.ShapeDtypeStruct((sizes.users, keys, kv_heads, width), dtypes[1])
     declared = Outputs(
         jax.ShapeDtypeStruct((queries, width), dtypes[0]) if has_rows else None,
         (of_keys,) * len(operands.gradients),
     )
-    found = launch(
-        Roles(lambda *arguments: WarpgroupContext(shape, None, *arguments), None, _add),
+    results: Outputs = launch_threads(
+        _add,
+        shape,
         operands,
         declared,
         _Shared(),
-        dtype=jnp.int32,
         name="ikbo_attention_backward_parts",
         workers=shape.workers,
     )
-    results: Outputs = jax.tree.unflatten(jax.tree.structure(declared), found)
     shaped = (sizes.batch, sizes.q_len, heads, width)
     of_queries = () if results.d_query is None else (results.d_query.reshape(shaped),)
     return of_queries, results.gradients

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import jax.numpy as jnp
@@ -14,6 +15,7 @@ from ikbo_jax.pallas.attention_backward.context import (
     PART_ROW,
     PART_TILE,
     BackwardContext,
+    send_items,
 )
 from ikbo_jax.problems.attention_backward import BLOCK_KV, SUM_COLUMNS
 from ikbo_jax.problems.hopper import NUM_CONSUMERS, WGMMA_M
@@ -70,21 +72,9 @@ def _send_block(ctx: BackwardContext, step: Any, row: Any, target: Any, head: An
 
 
 def produce(ctx: BackwardContext) -> None:
-    """The warp that loads."""
+    """Loads the operands of the CTA's items, on one warp."""
     shared = ctx.shared
-
-    def take(item: Any) -> Any:
-        return ctx.take(item, ctx.shape.items)
-
-    def send(carry: tuple[Any, Any, Any]) -> tuple[Any, Any, Any]:
-        item, number, step = carry
-        step = _send_item(ctx, item, number, step)
-        return item + 1, take(item + 1), step
-
-    zero = jnp.int32(0)
-    item, _, _ = lax.while_loop(
-        lambda carry: carry[1] < ctx.shape.items, send, (zero, take(zero), zero)
-    )
+    item = send_items(ctx, ctx.shape.items, functools.partial(_send_item, ctx))
     shared.items.send_words(item, (jnp.int32(-1),), after=shared.keys_values)
     # All arrivals must happen before the barriers' memory is released.
     shared.queries.drain()
@@ -106,7 +96,7 @@ def _write_part(ctx: BackwardContext) -> Any:
 
 
 def write(ctx: BackwardContext) -> None:
-    """The warp that stores parts of d_query."""
+    """Stores parts of d_query, on another warp."""
     shared = ctx.shared
     plgpu.barrier_arrive(shared.part_free.at[0])
     plgpu.barrier_wait(shared.part_ready.at[0])

@@ -14,7 +14,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith
 
-from ikbo_jax.pallas.hopper import mma, mosaic
+from ikbo_jax.pallas.hopper import inline, mma, mosaic
 from ikbo_jax.pallas.hopper.launch import WarpgroupContext
 from ikbo_jax.problems.hopper import NUM_CONSUMERS, WGMMA_K, WGMMA_M
 
@@ -88,7 +88,6 @@ def add_stored(
       d_scores: operand tile [64, 64] in shared memory, queries by keys.
       keys: operand tiles [column blocks, 64, 64] in shared memory, keys by columns.
       is_transposed: if true, d_scores.T is multiplied, and `keys` are queries by columns.
-      interpret: whether the kernel is interpreted.
 
     Returns:
       The same kind as `total`; read its value by `mma.wait`, then `mma.after_wait`.
@@ -174,10 +173,10 @@ def store_sums(
 
 
 def _offset(descriptor: ir.Value, count: ir.Value, num_bytes: int) -> ir.Value:
-    """The descriptor of operand tiles that begin `count * num_bytes` later.
+    """Makes the descriptor of operand tiles that begin `count * num_bytes` later.
 
     The product has 32 bits: where descriptors add one of 64 bits, ptxas 12.9 and 13.0 may crash.
     """
-    i32, i64 = ir.IntegerType.get_signless(32), ir.IntegerType.get_signless(64)
-    offset = arith.muli(count, mgpu.c(num_bytes >> 4, i32))
+    i64 = ir.IntegerType.get_signless(64)
+    offset = arith.muli(count, inline.i32(num_bytes >> 4))
     return arith.addi(descriptor, arith.extui(i64, offset))

@@ -17,7 +17,7 @@ from ikbo_jax.reference.attention import weight_exponents
 
 
 def pack(array: jax.Array, order: jax.Array | None, kv_heads: int) -> jax.Array:
-    """[B, T, N, H] as rows [B * T * N / K, K, H]."""
+    """Reshapes [B, T, N, H] to rows [B * T * N / K, K, H]."""
     batch, q_len, q_heads, width = array.shape
     if order is not None:
         array = array[order]
@@ -40,7 +40,7 @@ def with_statistics(
     count: int,
     interpret: Any = False,
 ) -> tuple[Rows, jax.Array, Packed]:
-    """The rows, [K, 2, count + 128] f32 with lse in powers of 2, and delta, and packed operands.
+    """Returns rows, [K, 2, count + 128] f32 of lse in powers of 2 and delta, and packed operands.
 
     Statistics are at the rows' targets. Targets of a user begin with a block, so TMA copies blocks
     that begin at whole 64 bytes and end inside of the array. A copy that began at an array's last
@@ -64,14 +64,11 @@ def with_statistics(
     rows: Rows | None = None
     if not statistics_launch.numbers_rows(sizes, kv_heads):
         rows = make_rows(cand_to_user, lengths, sizes)
+    position, users, poison = (rows.position, rows.users, rows.poison) if rows else (None,) * 3
     width = inputs.out.shape[-1]
     operands = statistics_launch.Operands(
         Inputs(*(None if x is None else x.reshape(-1, *([width] * (x.ndim == 4))) for x in inputs)),
-        cand_to_user,
-        None if rows is None else rows.position,
-        lengths,
-        None if rows is None else rows.users,
-        None if rows is None else rows.poison,
+        *(cand_to_user, position, lengths, users, poison),
     )
     results = statistics_launch.statistics_kernel(
         operands, sizes, kv_heads=kv_heads, count=count + TILE_ROWS
@@ -85,7 +82,7 @@ def with_statistics(
 def statistics_by_xla(
     inputs: Inputs, rows: Rows, sizes: Sizes, kv_heads: int, count: int
 ) -> jax.Array:
-    """The second result of `with_statistics` by XLA."""
+    """Computes the second result of `with_statistics` by XLA."""
     out, d_out, lse, d_lse, _ = inputs
     delta = jnp.sum(d_out.astype(jnp.float32) * out.astype(jnp.float32), axis=-1)
     if d_lse is not None:
@@ -103,7 +100,7 @@ def statistics_by_xla(
 def unpack_d_query(
     sums: jax.Array, rows: Rows, sizes: Sizes, kv_heads: int, scale: float, dtype: jnp.dtype
 ) -> jax.Array:
-    """[B, T, N, H], from the kernel's `d_query` [planes, rows, H]; adds the planes of a key head.
+    """Adds a key head's planes of `d_query` [planes, rows, H]; returns [B, T, N, H].
 
     Planes of tiles that a user does not have, and rows of no query, are arbitrary.
     """
@@ -123,7 +120,7 @@ def unpack_d_query(
 def gradient_type(
     shape: tuple[int, ...], own_dtype: Any, splits: int, dtype: Any
 ) -> jax.ShapeDtypeStruct:
-    """What a launch fills with a gradient [U, S, K, H] of keys or values, in `dtype` or f32.
+    """Declares a launch's gradient [U, S, K, H] of keys or values, in `dtype` or f32.
 
     Threads store f32, to rows of all parts; TMA stores `own_dtype`, the dtype of the keys, and
     drops rows past S.
@@ -135,7 +132,7 @@ def gradient_type(
 
 
 def add_parts(sums: jax.Array, shape: tuple[int, ...], splits: int, dtype: Any) -> jax.Array:
-    """The gradient of `shape` [U, S, K, H] from what a launch filled: the sum of a user's parts."""
+    """Adds a user's parts, which a launch filled, to a gradient of `shape` [U, S, K, H]."""
     if splits > 1:
         sums = jnp.sum(sums.reshape(shape[0], splits, *shape[1:]), axis=1)
     return sums.reshape(shape).astype(dtype)

@@ -35,7 +35,7 @@ from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, vector
 from jaxlib.mlir.dialects import math as mlir_math
 
-from ikbo_jax.pallas.hopper import per_thread, stores
+from ikbo_jax.pallas.hopper import inline, per_thread, stores
 from ikbo_jax.pallas.hopper.launch import WarpgroupContext, launch_threads
 from ikbo_jax.pallas.hopper.per_thread import Threads
 from ikbo_jax.pallas.worklist import numbering
@@ -111,7 +111,6 @@ class Shape:
 
     @property
     def rows(self) -> int:
-        """Rows of all heads."""
         return self.sizes.rows * self.kv_heads
 
     @property
@@ -175,18 +174,11 @@ class _Rows(NamedTuple):
     packed: jax.Array  # number among the rows of its key head
 
 
-def _divided(values: jax.Array, size: int) -> tuple[jax.Array, jax.Array]:
-    quotient = lax.div(values, per_thread.same(size))
-    return quotient, values - quotient * size
-
-
 def _rows(ctx: WarpgroupContext) -> _Rows:
-    """The rows of this CTA, after their users' numbers."""
+    """Computes the rows of this CTA from their users' numbers."""
     shape, sizes, operands = ctx.shape, ctx.shape.sizes, ctx.operands
-    of_launch, threads = (
-        numbering.Operands(operands.index, operands.lengths),
-        Threads(1, 0, ctx.interpret),
-    )
+    of_launch = numbering.Operands(operands.index, operands.lengths)
+    threads = Threads(1, 0, ctx.interpret)
     numbers = numbering.Numbering(
         sizes, ctx.shared, of_launch, ctx.outputs.rows, ctx.worker, shape.workers, threads
     )
@@ -194,9 +186,9 @@ def _rows(ctx: WarpgroupContext) -> _Rows:
     row = ctx.worker * CTA_ROWS + lax.div(thread, per_thread.same(ROW_THREADS))
     is_row = row < shape.rows
     row = jnp.minimum(row, shape.rows - 1)
-    query, head = _divided(row, shape.heads)
-    candidate, q = _divided(query, sizes.q_len)
-    kv_head, in_group = _divided(head, sizes.group)
+    query, head = per_thread.divided(row, shape.heads)
+    candidate, q = per_thread.divided(query, sizes.q_len)
+    kv_head, in_group = per_thread.divided(head, sizes.group)
     (user,) = numbers.users([candidate])
     if operands.users is None:
         numbering.number(numbers)
@@ -225,7 +217,7 @@ def _rows(ctx: WarpgroupContext) -> _Rows:
         rows_before = candidate * sizes.per_candidate
         user = _user_of_row(user, rows_before, first_of, sizes.users, poison[0] != 0)
     first_row, first_target = first_of(user), target_of(user)
-    first, _ = _divided(first_row, sizes.per_candidate)
+    first, _ = per_thread.divided(first_row, sizes.per_candidate)
     place = candidate
     if operands.position is not None:
         place = threads.read(operands.position, candidate, "global")
@@ -244,7 +236,7 @@ def _rows(ctx: WarpgroupContext) -> _Rows:
 def _user_of_row(
     user: jax.Array, row: jax.Array, first_of: Any, users: int, is_order_wrong: Any
 ) -> jax.Array:
-    """`user`; where the promised order is wrong, the user to whom the next launches give the row.
+    """Returns `user`, or, if the promised order is wrong, the user to whom launches give the row.
 
     By the index, some of the rows that they read would get no statistics, instead of NaN.
     """
@@ -287,12 +279,11 @@ def _store(ctx: WarpgroupContext) -> None:
     def store(_: Any, *arguments: Any) -> None:
         memory, numbers = arguments[: len(refs)], arguments[len(refs) :]
         found, output, packed = jax.tree.unflatten(tree, memory)
-        i32 = ir.IntegerType.get_signless(32)
         row, is_row, kv_head, target, poison, packed_row = map(per_thread.scalar, numbers)
-        is_row = arith.cmpi(arith.CmpIPredicate.ne, is_row, mgpu.c(0, i32))
+        is_row = arith.cmpi(arith.CmpIPredicate.ne, is_row, inline.i32(0))
         width = ir.MemRefType(found.out.type).shape[1]
-        thread = arith.remui(mgpu.thread_idx(), mgpu.c(WARPGROUP_SIZE, i32))
-        part = arith.remui(thread, mgpu.c(ROW_THREADS, i32))
+        thread = arith.remui(mgpu.thread_idx(), inline.i32(WARPGROUP_SIZE))
+        part = arith.remui(thread, inline.i32(ROW_THREADS))
         load = functools.partial(_number, row=row)
         out, d_out = (_loaded_row(x, row, part, width) for x in (found.out, found.d_out))
         if packed is not None:
@@ -305,43 +296,37 @@ def _store(ctx: WarpgroupContext) -> None:
             delta = arith.subf(delta, load(found.d_lse))
         lse = load(found.lse)
         exponent = _exponent(lse)
-        is_empty = arith.cmpf(arith.CmpFPredicate.OEQ, lse, _f32(-math.inf))
-        delta = arith.select(is_empty, _f32(0.0), delta)
+        is_empty = arith.cmpf(arith.CmpFPredicate.OEQ, lse, inline.f32(-math.inf))
+        delta = arith.select(is_empty, inline.f32(0.0), delta)
         if ctx.shape.sizes.is_sorted:
             added = mgpu.utils.bitcast(poison, ir.F32Type.get())
             exponent, delta = arith.addf(exponent, added), arith.addf(delta, added)
         count = ir.MemRefType(output.type).shape[2]
         terms = [(kv_head, 2 * count), (target, 1)]
-        is_first = arith.cmpi(arith.CmpIPredicate.eq, part, mgpu.c(0, i32))
+        is_first = arith.cmpi(arith.CmpIPredicate.eq, part, inline.i32(0))
         is_first = arith.andi(is_first, is_row)
         for number, value in enumerate((exponent, delta)):
-            mgpu.utils.inline_ptx(
+            inline.issue(
                 f"st.global.f32 [$0 + {number * count * 4}], $1;",
                 stores.device_address(output, terms, 4),
                 value,
                 predicate=is_first,
-                has_side_effects=True,
             )
 
     store(*refs, *arrays)
 
 
-def _f32(value: float) -> ir.Value:
-    return mgpu.c(value, ir.F32Type.get())
-
-
 def _number(array: ir.Value, row: ir.Value) -> ir.Value:
-    """Loads array[row], f32."""
     address = stores.device_address(array, [(row, 1)], 4)
     return mgpu.utils.bitcast(per_thread.load_words(address, 1)[0], ir.F32Type.get())
 
 
 def _loaded_row(array: ir.Value, row: ir.Value, part: ir.Value, width: int) -> list[ir.Value]:
-    """This thread's quarter of array[row], in words of 32 bits."""
-    i32, found = ir.IntegerType.get_signless(32), []
+    """Loads this thread's quarter of array[row], in words of 32 bits."""
+    found = []
     for step in range(width // (ROW_THREADS * VECTOR)):
         # The threads of a row read 64 bytes side by side.
-        column = arith.addi(part, mgpu.c(step * ROW_THREADS, i32))
+        column = arith.addi(part, inline.i32(step * ROW_THREADS))
         address = stores.device_address(array, [(row, width), (column, VECTOR)], 2)
         found += per_thread.load_words(address, 4)
     return found
@@ -362,10 +347,10 @@ def _store_row(
 
 
 def _row_sum(x: list[ir.Value], y: list[ir.Value], dtype: ir.Type) -> ir.Value:
-    """The sum of products of two rows' elements in f32, in all four threads of a row."""
+    """Adds products of two rows' elements in f32, in all four threads of a row."""
     f32 = ir.F32Type.get()
     pair, pair_f32 = ir.VectorType.get((2,), dtype), ir.VectorType.get((2,), f32)
-    sums = [_f32(0.0)] * 4
+    sums = [inline.f32(0.0)] * 4
     for i, both in enumerate(zip(x, y, strict=True)):
         wide = [arith.extf(pair_f32, mgpu.utils.bitcast(word, pair)) for word in both]
         for j in (0, 1):
@@ -379,10 +364,10 @@ def _row_sum(x: list[ir.Value], y: list[ir.Value], dtype: ir.Type) -> ir.Value:
 
 
 def _exponent(lse: ir.Value) -> ir.Value:
-    """`reference.attention.weight_exponents`."""
+    """Computes `reference.attention.weight_exponents`."""
     size = mlir_math.absf(lse)
-    lowered = arith.subf(lse, arith.mulf(size, _f32(LSE_ERROR)))
-    is_huge = arith.cmpf(arith.CmpFPredicate.OGE, size, _f32(HUGE_LSE))
-    exponent = arith.mulf(arith.select(is_huge, lowered, lse), _f32(math.log2(math.e)))
-    is_empty = arith.cmpf(arith.CmpFPredicate.OEQ, lse, _f32(-math.inf))
-    return arith.select(is_empty, _f32(math.inf), exponent)
+    lowered = arith.subf(lse, arith.mulf(size, inline.f32(LSE_ERROR)))
+    is_huge = arith.cmpf(arith.CmpFPredicate.OGE, size, inline.f32(HUGE_LSE))
+    exponent = arith.mulf(arith.select(is_huge, lowered, lse), inline.f32(math.log2(math.e)))
+    is_empty = arith.cmpf(arith.CmpFPredicate.OEQ, lse, inline.f32(-math.inf))
+    return arith.select(is_empty, inline.f32(math.inf), exponent)

@@ -15,7 +15,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, vector
 
-from ikbo_jax.pallas.hopper import mosaic, stores
+from ikbo_jax.pallas.hopper import inline, mosaic, stores
 from ikbo_jax.pallas.hopper.stores import digits
 from ikbo_jax.problems.attention_backward import SUM_COLUMNS
 
@@ -30,25 +30,23 @@ def stage_transposed(tile: Any, values: jax.Array, *, interpret: bool) -> None:
         arg_types=(plgpu.RefType(mosaic.operand_transforms(tile.dtype)), plgpu.Layout.WGMMA)
     )
     def write(_: Any, tile: ir.Value, values: mgpu.FragmentedArray) -> None:
-        i32, byte = ir.IntegerType.get_signless(32), ir.IntegerType.get_signless(8)
-        words = [mgpu.utils.bitcast(pair, i32) for pair in values.registers.flat]
+        words = [inline.word(pair) for pair in values.registers.flat]
         row_of_8, lower, beside, warp = digits(stores.thread_number(), (8, 2, 2, 4))
         # A warp's stmatrix transposes and stores four 8 x 8 matrices; each lane provides the
         # address of one row. Matrix 1 has the next 8 columns of the tile, matrix 2 the next rows.
-        row = arith.addi(arith.muli(beside, mgpu.c(8, i32)), row_of_8)
-        vector_of_row = arith.addi(arith.muli(warp, mgpu.c(2, i32)), lower)
+        row = arith.addi(arith.muli(beside, inline.i32(8)), row_of_8)
+        vector_of_row = arith.addi(arith.muli(warp, inline.i32(2)), lower)
         offset = arith.addi(
-            arith.muli(row, mgpu.c(mosaic.SWIZZLE, i32)),
-            arith.muli(arith.xori(vector_of_row, row_of_8), mgpu.c(16, i32)),
+            arith.muli(row, inline.i32(mosaic.SWIZZLE)),
+            arith.muli(arith.xori(vector_of_row, row_of_8), inline.i32(16)),
         )
-        address = mgpu.utils.getelementptr(mgpu.utils.memref_ptr(tile), [offset], byte)
+        address = inline.address(tile, offset, 8)
         for step in range(len(words) // 4):
-            mgpu.utils.inline_ptx(
+            inline.issue(
                 "stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 "
                 f"[$0 + {step * 16 * mosaic.SWIZZLE}], {{$1, $2, $3, $4}};",
                 address,
                 *words[4 * step : 4 * step + 4],
-                has_side_effects=True,
                 convergent=True,
             )
 
@@ -85,42 +83,32 @@ def stage_sums(
     scalar = plgpu.Layout.WG_SPLAT(())
 
     @plgpu.inline_mgpu(
-        arg_types=(
-            plgpu.RefType((swizzle(mosaic.SWIZZLE),)),
-            plgpu.Layout.WGMMA,
-            scalar,
-            scalar,
-        )
+        arg_types=(plgpu.RefType((swizzle(mosaic.SWIZZLE),)), plgpu.Layout.WGMMA, scalar, scalar)
     )
     def write(_: Any, tiles: ir.Value, values: mgpu.FragmentedArray, *scalars: Any) -> None:
-        i32, byte = ir.IntegerType.get_signless(32), ir.IntegerType.get_signless(8)
         column_block, begin = (s.registers.item() for s in scalars)
         pair, low, high, odd, upper = digits(stores.thread_number(), (4, 4, 2, 2, 2))
-        part = arith.addi(arith.muli(column_block, mgpu.c(2, i32)), upper)
-        row = arith.addi(begin, arith.muli(pair, mgpu.c(2, i32)))
-        row = arith.addi(arith.muli(part, mgpu.c(height, i32)), row)
+        part = arith.addi(arith.muli(column_block, inline.i32(2)), upper)
+        row = arith.addi(begin, arith.muli(pair, inline.i32(2)))
+        row = arith.addi(arith.muli(part, inline.i32(height)), row)
         base = arith.addi(
-            arith.muli(row, mgpu.c(mosaic.SWIZZLE, i32)), arith.muli(low, mgpu.c(4, i32))
+            arith.muli(row, inline.i32(mosaic.SWIZZLE)), arith.muli(low, inline.i32(4))
         )
-        is_part = arith.cmpi(arith.CmpIPredicate.slt, part, mgpu.c(parts, i32))
-        first_vector = arith.addi(arith.muli(odd, mgpu.c(4, i32)), high)
+        is_part = arith.cmpi(arith.CmpIPredicate.slt, part, inline.i32(parts))
+        first_vector = arith.addi(arith.muli(odd, inline.i32(4)), high)
         registers = list(values.registers.flat)
         for half in (0, 1):
             for element in (0, 1):
-                row_of_8 = arith.addi(arith.muli(pair, mgpu.c(2, i32)), mgpu.c(element, i32))
-                column_vector = arith.addi(first_vector, mgpu.c(2 * half, i32))
-                swizzled = arith.muli(arith.xori(column_vector, row_of_8), mgpu.c(16, i32))
+                row_of_8 = arith.addi(arith.muli(pair, inline.i32(2)), inline.i32(element))
+                column_vector = arith.addi(first_vector, inline.i32(2 * half))
+                swizzled = arith.muli(arith.xori(column_vector, row_of_8), inline.i32(16))
                 offset = arith.addi(base, swizzled)
-                address = mgpu.utils.getelementptr(mgpu.utils.memref_ptr(tiles), [offset], byte)
+                address = inline.address(tiles, offset, 8)
                 for group in range(count // 8):
                     value = vector.extract(registers[2 * group + half], [], [element])
                     immediate = (8 * group + element) * mosaic.SWIZZLE
-                    mgpu.utils.inline_ptx(
-                        f"st.shared.f32 [$0 + {immediate}], $1;",
-                        address,
-                        value,
-                        predicate=is_part,
-                        has_side_effects=True,
+                    inline.issue(
+                        f"st.shared.f32 [$0 + {immediate}], $1;", address, value, predicate=is_part
                     )
 
     write(tiles, values, column_block, begin)
@@ -139,14 +127,13 @@ def fill_from(values: Any, begin: Any, fill: float, *, interpret: bool) -> None:
 
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.Layout.WG_SPLAT(())))
     def write(_: Any, values: ir.Value, begin: mgpu.FragmentedArray) -> None:
-        i32, f32 = ir.IntegerType.get_signless(32), ir.F32Type.get()
+        f32 = ir.F32Type.get()
         thread = stores.thread_number()
-        mgpu.utils.inline_ptx(
+        inline.issue(
             "st.shared.f32 [$0], $1;",
             mgpu.utils.getelementptr(mgpu.utils.memref_ptr(values), [thread], f32),
-            mgpu.c(fill, f32),
-            predicate=stores.within(thread, begin.registers.item(), mgpu.c(count, i32)),
-            has_side_effects=True,
+            inline.f32(fill),
+            predicate=stores.within(thread, begin.registers.item(), inline.i32(count)),
         )
 
     write(values, begin)

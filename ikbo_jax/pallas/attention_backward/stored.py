@@ -32,17 +32,15 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from ikbo_jax.pallas.attention_backward import products
 from ikbo_jax.pallas.attention_backward.context import Operands, Shape
-from ikbo_jax.pallas.hopper import mosaic, operand_tiles, stores
+from ikbo_jax.pallas.hopper import mosaic, operand_tiles, stores, turns
 from ikbo_jax.pallas.hopper.launch import Roles, WarpgroupContext, launch
 from ikbo_jax.pallas.hopper.visible import Visible
 from ikbo_jax.pallas.worklist.numbering import TILE_WORDS
 from ikbo_jax.problems.attention_backward import STORED_BLOCK_KV, AttentionBackwardConfig
-from ikbo_jax.problems.hopper import NUM_CONSUMERS, WARPGROUP_SIZE, WGMMA_M
+from ikbo_jax.problems.hopper import NUM_CONSUMERS, WGMMA_M
 
 #: Words of a tile's descriptor: `TILE_WORDS` in device memory; with the head, in shared memory.
 FIRST_ROW, ROWS, USER, KEYS, TARGET, HEAD = range(6)
-CONSUMER_BARRIER = 4
-CONSUMER_THREADS = NUM_CONSUMERS * WARPGROUP_SIZE
 
 
 class StoredOperands(NamedTuple):
@@ -109,15 +107,10 @@ def _send_item(ctx: Context, item: Any, step: Any) -> Any:
 
 
 def _produce(ctx: Context) -> None:
-    """The producer warp."""
     lax.fori_loop(0, ctx.item_count, lambda item, step: _send_item(ctx, item, step), jnp.int32(0))
     # All arrivals must happen before the barriers' memory is released.
     ctx.shared.blocks.drain()
     ctx.shared.items.drain()
-
-
-def _word(ctx: Context, item: Any, word: int) -> Any:
-    return ctx.shared.items.words[ctx.shared.items.slot(item), word]
 
 
 def _keys(ctx: Context, step: Any) -> Any:
@@ -137,11 +130,10 @@ def _receive_block(ctx: Context, keys: Any, block: Any, step: Any) -> None:
             visible.zero_rest(_keys(ctx, step), interpret=ctx.interpret)
 
         plgpu.commit_smem()
-        mosaic.named_barrier("sync", jnp.int32(CONSUMER_BARRIER), CONSUMER_THREADS)
+        turns.synchronise_consumers()
 
 
 def _multiply(ctx: Context, keys: Any, first_step: Any, totals: Any) -> Any:
-    """Adds the products of all blocks to this consumer's tiles."""
     number = ctx.config.query_tiles
     consumer = mosaic.warpgroup_index("warpgroup", interpret=ctx.interpret)
 
@@ -150,10 +142,7 @@ def _multiply(ctx: Context, keys: Any, first_step: Any, totals: Any) -> Any:
         d_scores = ctx.shared.blocks.matrix(step)
         return tuple(
             products.add_stored(
-                total,
-                d_scores.at[consumer * number + i],
-                _keys(ctx, step),
-                interpret=ctx.interpret,
+                total, d_scores.at[consumer * number + i], _keys(ctx, step), interpret=ctx.interpret
             )
             for i, total in enumerate(totals)
         )
@@ -165,7 +154,9 @@ def _tile(ctx: Context, item: Any, first_step: Any) -> Any:
     """Computes and stores a tile; returns the next tile's first step."""
     shared = ctx.shared
     shared.items.await_ready(item)
-    first_row, rows, keys, head = (_word(ctx, item, i) for i in (FIRST_ROW, ROWS, KEYS, HEAD))
+    first_row, rows, keys, head = (
+        shared.items.word(item, i) for i in (FIRST_ROW, ROWS, KEYS, HEAD)
+    )
     blocks = ctx.blocks(keys)
     multiply = functools.partial(_multiply, ctx, keys, first_step)
 
@@ -217,14 +208,10 @@ def _store(ctx: Context, place: tuple[Any, Any], rows: Any, totals: list[jax.Arr
 
 
 def _consume(ctx: Context) -> None:
-    """A consumer warpgroup."""
     ctx.shared.blocks.release_all()
     ctx.shared.items.release_all()
     lax.fori_loop(0, ctx.item_count, lambda item, step: _tile(ctx, item, step), jnp.int32(0))
     plgpu.wait_smem_to_gmem(0, wait_read_only=False)
-
-
-# Host side
 
 
 def stored_kernel(

@@ -25,8 +25,6 @@ from ikbo_jax.pallas.hopper import mma, mosaic, operand_tiles, stores, turns
 from ikbo_jax.pallas.hopper.visible import Visible
 from ikbo_jax.problems.hopper import WGMMA_M
 
-#: Named barrier at which the consumers wait for each other.
-CONSUMER_BARRIER = 4
 #: Beside two sums, this many columns of scores are activated and then multiplied at a time: without
 #: products in between, ptxas activates all columns together, and spills. For the same reason the
 #: product in flight meanwhile is the one with activated scores, not the gradients of weights.
@@ -37,7 +35,7 @@ def _receive(ctx: BackwardContext, step: Any) -> None:
     """Waits for a block, and zeroes its rows past the sequence's end."""
     ring = ctx.shared.streamed
     ring.await_ready(step)
-    visible = Visible(ctx.config.block, ring.words[ring.slot(step), 0])
+    visible = Visible(ctx.config.block, ring.word(step, 0))
 
     # A row of zeros has scores 0, weights 0, and gradients of scores 0.
     @pl.when(visible.is_partial)
@@ -46,7 +44,7 @@ def _receive(ctx: BackwardContext, step: Any) -> None:
         tiles = ring.matrix(step).at[consumer]
         visible.zero_rest(tiles, interpret=ctx.interpret)
         plgpu.commit_smem()
-        mosaic.named_barrier("sync", jnp.int32(CONSUMER_BARRIER), turns.CONSUMER_THREADS)
+        turns.synchronise_consumers()
 
 
 def _receive_tile(ctx: BackwardContext, item: Any) -> None:
@@ -54,7 +52,7 @@ def _receive_tile(ctx: BackwardContext, item: Any) -> None:
     ring = ctx.shared.stationary
     ring.await_ready(item)
 
-    @pl.when(ring.words[ring.slot(item), HAS_BLOCKS] == 0)
+    @pl.when(ring.word(item, HAS_BLOCKS) == 0)
     def _() -> None:
         for operand in (0, 1):
             tiles = ring.matrix(item).at[operand, ctx.consumer]
@@ -122,7 +120,7 @@ def _multiply(
     """Issues the sums (None: zero) plus the products of a block, whose scores are computed."""
     shape, dtype = ctx.shape, ctx.operands.stationary[0].dtype
     streamed = ctx.shared.streamed
-    head = streamed.words[streamed.slot(step), 1]
+    head = streamed.word(step, 1)
     columns = scores.shape[1]
     total, d_value = (None, None) if sums is None else (*sums, None)[:2]
     part = ACTIVATED_COLUMNS if shape.is_for_keys else columns
@@ -176,7 +174,7 @@ def _tile(ctx: BackwardContext, item: Any, first_step: Any) -> Any:
     sums = add(first_step, None)
     if stationary.slots > 1:
         pl.when(item > 0)(functools.partial(_free_stored_slot, ctx, item - 1))
-    end = first_step + stationary.words[stationary.slot(item), BLOCKS]
+    end = first_step + stationary.word(item, BLOCKS)
     sums = lax.fori_loop(first_step + 1, end, add, sums)
     mma.wait(0, interpret=ctx.interpret)
     sums = _complete(ctx, sums, end - 1)
@@ -193,7 +191,6 @@ def _free_stored_slot(ctx: BackwardContext, item: Any) -> None:
 
 
 def _store(ctx: BackwardContext, item: Any, sums: tuple[jax.Array, ...]) -> None:
-    """Stores the rows of a tile."""
     ctx = ctx.as_consumer()
     ring, consumer = ctx.shared.stationary, ctx.consumer
     slot, words = ring.slot(item), ring.words
@@ -230,7 +227,6 @@ def _store(ctx: BackwardContext, item: Any, sums: tuple[jax.Array, ...]) -> None
 
 
 def _all_tiles(ctx: BackwardContext) -> None:
-    """All tiles of this CTA, at least one."""
     count = ctx.item_count
     lax.fori_loop(0, count, functools.partial(_tile, ctx), jnp.int32(0))
     if ctx.shared.stationary.slots > 1:

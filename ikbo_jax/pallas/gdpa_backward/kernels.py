@@ -53,8 +53,6 @@ from ikbo_jax.pallas.hopper.launch import Roles, launch
 from ikbo_jax.pallas.worklist.lists import Work
 from ikbo_jax.problems import GdpaBackwardConfig
 
-# Host side
-
 
 def gradient_kernel(
     query: jax.Array,
@@ -89,7 +87,7 @@ def gradient_kernel(
       output_scale: of the result.
       config: a legal configuration (`GdpaBackwardConfig.illegal_reason`).
       num_sms: streaming multiprocessors of the device.
-      statistics: with a softmax, the result of `statistics.statistics_of`.
+      statistics: with a softmax, the result of `softmax.statistics_of`.
       out_dtype: of the gradients; the query's, or f32.
       interpret: False, or `plgpu.InterpretGPUParams` to run on a CPU, with
         `inline_mgpu="_hack_model_inline_mgpu_tokamax"` for the named barrier.

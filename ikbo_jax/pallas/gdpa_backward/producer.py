@@ -10,7 +10,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from ikbo_jax.pallas.gdpa_backward.context import BackwardContext
-from ikbo_jax.pallas.gdpa_backward.statistics import ABSENT_ROWS
+from ikbo_jax.pallas.gdpa_backward.softmax import ABSENT_ROWS
 from ikbo_jax.pallas.worklist.lists import STATISTICS_ROW
 from ikbo_jax.problems.gdpa_backward import STATISTICS
 from ikbo_jax.problems.hopper import NUM_CONSUMERS, WGMMA_M
@@ -47,11 +47,7 @@ def _load_statistics(ctx: BackwardContext, head: Any, row: Any, slot: Any, ready
 
 
 def _send_block(
-    ctx: BackwardContext,
-    step: Any,
-    first_rows: list[Any],
-    words: tuple[Any, ...],
-    head: Any,
+    ctx: BackwardContext, step: Any, first_rows: list[Any], words: tuple[Any, ...], head: Any
 ) -> None:
     """Sends the descriptor of a block, and loads its two operands and, if they have a first row,
     its statistics."""
@@ -100,9 +96,8 @@ def _send_item(ctx: BackwardContext, item: Any, step: Any) -> Any:
         lax.fori_loop(0, shape.streamed_per_head, send_head, step)
 
     @pl.when(blocks == 0)
-    def _() -> (
-        None
-    ):  # a block without rows, so that every tile that a consumer receives has a block
+    def _() -> None:
+        # A block without rows: every tile that a consumer receives has a block.
         zero = jnp.int32(0)
         absent = [operands.statistics.shape[-1] - ABSENT_ROWS] if has_statistics else []
         _send_block(ctx, step, [zero, zero, *absent], (zero, zero), zero)

@@ -23,6 +23,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm, vector
 
+from ikbo_jax.pallas.hopper import inline
 from ikbo_jax.problems.hopper import WARPGROUP_SIZE
 
 
@@ -34,21 +35,15 @@ class Fragment(NamedTuple):
 
 
 def types(columns: int, leading: tuple[int, ...], *, interpret: bool) -> Fragment:
-    """Types of an array of fragments in device memory."""
+    """Declares an array of fragments in device memory."""
     if interpret:
-        shape = (*leading, 64, columns)
-        return Fragment(
-            jax.ShapeDtypeStruct(shape, jnp.float32), jax.ShapeDtypeStruct(shape, jnp.float32)
-        )
-    groups = columns // 16
-    return Fragment(
-        jax.ShapeDtypeStruct((*leading, groups, WARPGROUP_SIZE, 4), jnp.int32),
-        jax.ShapeDtypeStruct((*leading, groups, WARPGROUP_SIZE, 2), jnp.int32),
-    )
+        return Fragment(*(jax.ShapeDtypeStruct((*leading, 64, columns), jnp.float32),) * 2)
+    shape = (*leading, columns // 16, WARPGROUP_SIZE)
+    return Fragment(*(jax.ShapeDtypeStruct((*shape, words), jnp.int32) for words in (4, 2)))
 
 
 def columns_of(memory: Fragment, begin: Any, columns: int, *, interpret: bool) -> Fragment:
-    """The part of a fragment in device memory that holds `columns` columns from `begin`."""
+    """Selects the part of a fragment in device memory with `columns` columns from `begin`."""
     if interpret:
         return Fragment(*(plane.at[:, pl.ds(begin, columns)] for plane in memory))
     groups = pl.ds(begin // 16, columns // 16)
@@ -56,51 +51,42 @@ def columns_of(memory: Fragment, begin: Any, columns: int, *, interpret: bool) -
 
 
 def device_pointer(ref: ir.Value) -> ir.Value:
-    """Pointer in the global address space: a generic pointer would take slower instructions."""
+    """Makes a pointer in the global address space; generic pointers take slower instructions."""
     return llvm.addrspacecast(ir.Type.parse("!llvm.ptr<1>"), mgpu.utils.memref_ptr(ref))
 
 
 def _thread_vector(base: ir.Value, index: int, width: int) -> ir.Value:
-    """Address of this thread's vector number `index`; a vector has `width` 32-bit words."""
+    """Computes the address of this thread's vector number `index`, of `width` 32-bit words."""
     i32 = ir.IntegerType.get_signless(32)
-    thread = arith.remui(mgpu.thread_idx(), mgpu.c(WARPGROUP_SIZE, i32))
+    thread = arith.remui(mgpu.thread_idx(), inline.i32(WARPGROUP_SIZE))
     offset = arith.addi(
-        arith.muli(thread, mgpu.c(width, i32)), mgpu.c(index * WARPGROUP_SIZE * width, i32)
+        arith.muli(thread, inline.i32(width)), inline.i32(index * WARPGROUP_SIZE * width)
     )
     return mgpu.utils.getelementptr(base, [offset], i32)
 
 
 def _load_words(source: ir.Value, vectors: int, width: int) -> list[ir.Value]:
-    i32 = ir.IntegerType.get_signless(32)
-    base = device_pointer(source)
-    words = []
+    base, words = device_pointer(source), []
     for v in range(vectors):
-        vec = llvm.load(
-            ir.VectorType.get((width,), i32), _thread_vector(base, v, width), alignment=4 * width
-        )
-        words += [vector.extract(vec, [], [i]) for i in range(width)]
+        words += inline.load_vector(_thread_vector(base, v, width), width)
     return words
 
 
 def load_words(address: ir.Value, vectors: int, width: int, threads: int) -> list[ir.Value]:
-    """The words of `vectors` vectors; a vector has `width` words, the next is `threads` later."""
-    i32 = ir.IntegerType.get_signless(32)
-    words = []
+    """Loads `vectors` vectors of `width` words, `threads` vectors apart."""
+    i32, words = ir.IntegerType.get_signless(32), []
     for v in range(vectors):
-        offset = mgpu.c(v * threads * width, i32)
+        offset = inline.i32(v * threads * width)
         at = mgpu.utils.getelementptr(address, [offset], i32)
-        vec = llvm.load(ir.VectorType.get((width,), i32), at, alignment=4 * width)
-        words += [vector.extract(vec, [], [i]) for i in range(width)]
+        words += inline.load_vector(at, width)
     return words
 
 
 def _store_words(target: ir.Value, words: list[ir.Value], width: int) -> None:
-    i32 = ir.IntegerType.get_signless(32)
+    kind = ir.VectorType.get((width,), ir.IntegerType.get_signless(32))
     base = device_pointer(target)
     for v in range(len(words) // width):
-        vec = vector.from_elements(
-            ir.VectorType.get((width,), i32), words[v * width : (v + 1) * width]
-        )
+        vec = vector.from_elements(kind, words[v * width : (v + 1) * width])
         llvm.store(vec, _thread_vector(base, v, width), alignment=4 * width)
 
 
@@ -126,7 +112,7 @@ def load(memory: Fragment, columns: int, *, interpret: bool) -> Fragment:
 
 
 def register_types(columns: int) -> tuple[Any, Any]:
-    """Types of a fragment in registers."""
+    """Declares a fragment in registers."""
     return (
         plgpu.ShapeDtypeStruct((64, columns), jnp.bfloat16, layout=plgpu.Layout.WGMMA),
         plgpu.ShapeDtypeStruct(
@@ -136,15 +122,11 @@ def register_types(columns: int) -> tuple[Any, Any]:
 
 
 def upper_in_registers(words: list[ir.Value], columns: int) -> mgpu.FragmentedArray:
-    """A fragment's upper plane from a thread's words."""
+    """Packs a thread's words into the upper plane of a fragment."""
     pair = ir.VectorType.get((2,), ir.BF16Type.get())
     pairs = [mgpu.utils.bitcast(word, pair) for word in words]
     shape = mgpu.WGMMA_LAYOUT.registers_shape((64, columns))
-    return mgpu.FragmentedArray(
-        _registers=np.array(pairs, dtype=object).reshape(shape),
-        _layout=mgpu.WGMMA_LAYOUT,
-        _is_signed=None,
-    )
+    return inline.accumulator(np.array(pairs, dtype=object).reshape(shape))
 
 
 def lower_in_registers(words: list[ir.Value], columns: int) -> mgpu.FragmentedArray:
@@ -175,10 +157,9 @@ def store(memory: Fragment, value: jax.Array, *, interpret: bool) -> None:
 
 
 def words_of(array: mgpu.FragmentedArray) -> tuple[list[ir.Value], list[ir.Value]]:
-    """The words of both planes of an accumulator in f32, rounded."""
-    i32 = ir.IntegerType.get_signless(32)
+    """Rounds an f32 accumulator to the words of both planes."""
     bits = [
-        _round_to_24_bits(mgpu.utils.bitcast(vector.extract(pair, [], [i]), i32))
+        _round_to_24_bits(inline.word(vector.extract(pair, [], [i])))
         for pair in array.registers.flat
         for i in range(2)
     ]
@@ -189,9 +170,8 @@ def words_of(array: mgpu.FragmentedArray) -> tuple[list[ir.Value], list[ir.Value
 
 
 def _permute_bytes(a: ir.Value, b: ir.Value, selector: int) -> ir.Value:
-    """PTX prmt: byte i of the result is byte selector[i] of b:a."""
-    i32 = ir.IntegerType.get_signless(32)
-    return mgpu.utils.inline_ptx(f"prmt.b32 $0, $1, $2, 0x{selector:04x};", a, b, result_types=i32)
+    """Selects byte selector[i] of b:a as byte i of the result."""
+    return inline.compute_word(f"prmt.b32 $0, $1, $2, 0x{selector:04x};", a, b)
 
 
 def _round_to_24_bits(bits: ir.Value) -> ir.Value:
@@ -200,18 +180,17 @@ def _round_to_24_bits(bits: ir.Value) -> ir.Value:
     `add` copies byte 1 to byte 0, which saves an instruction per value; subtracting half of that
     range before truncation centres the error.  Infinities and NaNs keep their upper bits.
     """
-    i32 = ir.IntegerType.get_signless(32)
-    magnitude = arith.andi(bits, mgpu.c(0x7FFFFFFF, i32))
-    finite = arith.cmpi(arith.CmpIPredicate.ult, magnitude, mgpu.c(0x7F7FFF00, i32))
-    low = arith.andi(arith.shrui(bits, mgpu.c(8, i32)), mgpu.c(0xFF, i32))
-    rounded = arith.addi(arith.subi(bits, low), mgpu.c(0x80, i32))
+    magnitude = arith.andi(bits, inline.i32(0x7FFFFFFF))
+    finite = arith.cmpi(arith.CmpIPredicate.ult, magnitude, inline.i32(0x7F7FFF00))
+    low = arith.andi(arith.shrui(bits, inline.i32(8)), inline.i32(0xFF))
+    rounded = arith.addi(arith.subi(bits, low), inline.i32(0x80))
     # Bits below 0x100 would wrap: denormal numbers are truncated without rounding.
-    normal = arith.cmpi(arith.CmpIPredicate.ugt, magnitude, mgpu.c(0x00800000, i32))
+    normal = arith.cmpi(arith.CmpIPredicate.ugt, magnitude, inline.i32(0x00800000))
     return arith.select(arith.andi(finite, normal), rounded, bits)
 
 
 def add(acc: jax.Array, fragment: Fragment, *, interpret: bool) -> jax.Array:
-    """acc + fragment, f32 [64, columns]."""
+    """Computes acc + fragment, f32 [64, columns]."""
     if interpret:
         return acc + fragment.upper
 
@@ -222,13 +201,12 @@ def add(acc: jax.Array, fragment: Fragment, *, interpret: bool) -> jax.Array:
         return_type=plgpu.ShapeDtypeStruct(acc.shape, jnp.float32, layout=plgpu.Layout.WGMMA),
     )
     def sums(_: Any, acc: Any, upper: Any, lower: Any) -> Any:
-        f32, i32 = ir.F32Type.get(), ir.IntegerType.get_signless(32)
+        f32 = ir.F32Type.get()
         lowers = [vector.extract(r, [], [0]) for r in lower.registers.flat]
         registers = acc.registers.copy()
-        for r, (pair, value) in enumerate(
-            zip(upper.registers.flat, acc.registers.flat, strict=True)
-        ):
-            word = mgpu.utils.bitcast(pair, i32)
+        pairs = zip(upper.registers.flat, acc.registers.flat, strict=True)
+        for r, (pair, value) in enumerate(pairs):
+            word = inline.word(pair)
             low = lowers[r // 2]
             pair_sum = []
             for i in range(2):
@@ -240,8 +218,6 @@ def add(acc: jax.Array, fragment: Fragment, *, interpret: bool) -> jax.Array:
                     arith.addf(vector.extract(value, [], [i]), mgpu.utils.bitcast(bits, f32))
                 )
             registers.flat[r] = vector.from_elements(ir.VectorType.get((2,), f32), pair_sum)
-        return mgpu.FragmentedArray(
-            _registers=registers, _layout=mgpu.WGMMA_LAYOUT, _is_signed=None
-        )
+        return inline.accumulator(registers)
 
     return sums(acc, *fragment)

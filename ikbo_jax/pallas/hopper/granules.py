@@ -19,7 +19,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm, vector
 
-from ikbo_jax.pallas.hopper import fragment, mosaic, stores
+from ikbo_jax.pallas.hopper import fragment, inline, mosaic, stores
 from ikbo_jax.pallas.hopper.fragment import Fragment
 from ikbo_jax.problems.hopper import WARPGROUP_SIZE, WGMMA_M
 from ikbo_jax.problems.packed_compression import GRANULE
@@ -81,18 +81,18 @@ def look_up(
         base = fragment.device_pointer(index)
         granule = arith.addi(first.registers.item(), _warp())
         result = mgpu.FragmentedArray.splat(
-            mgpu.c(0, i32), (count * WARPGROUP_SIZE,), layout.to_mgpu(), is_signed=True
+            inline.i32(0), (count * WARPGROUP_SIZE,), layout.to_mgpu(), is_signed=True
         )
         registers = result.registers.copy()
         for i in range(count):
-            number = arith.addi(granule, mgpu.c(i * GRANULES, i32))
-            row = arith.divui(number, mgpu.c(of_row, i32))
-            row = arith.minsi(row, mgpu.c(last, i32))
+            number = arith.addi(granule, inline.i32(i * GRANULES))
+            row = arith.divui(number, inline.i32(of_row))
+            row = arith.minsi(row, inline.i32(last))
             user = llvm.load(i32, mgpu.utils.getelementptr(base, [row], i32))
-            user = arith.maxsi(user, mgpu.c(0, i32))
-            user = arith.minsi(user, mgpu.c(coarser_rows - 1, i32))
-            user = arith.muli(user, mgpu.c(of_row, i32))
-            user = arith.addi(user, arith.remui(number, mgpu.c(of_row, i32)))
+            user = arith.maxsi(user, inline.i32(0))
+            user = arith.minsi(user, inline.i32(coarser_rows - 1))
+            user = arith.muli(user, inline.i32(of_row))
+            user = arith.addi(user, arith.remui(number, inline.i32(of_row)))
             registers.flat[i] = vector.from_elements(one, [user])
         return mgpu.FragmentedArray(_registers=registers, _layout=layout.to_mgpu(), _is_signed=True)
 
@@ -170,20 +170,18 @@ def store(memory: Fragment, value: jax.Array, first: Any, begin: Any, *, interpr
         arg_types=(plgpu.RefType(), plgpu.RefType(), plgpu.Layout.WGMMA, scalar, scalar)
     )
     def write(_: Any, upper: ir.Value, lower: ir.Value, array: Any, first: Any, begin: Any) -> None:
-        i32 = ir.IntegerType.get_signless(32)
         number = arith.addi(first.registers.item(), _warp())
-        exists = arith.cmpi(arith.CmpIPredicate.slt, number, mgpu.c(total, i32))
+        exists = arith.cmpi(arith.CmpIPredicate.slt, number, inline.i32(total))
         planes = fragment.words_of(array)
         for plane, width, words in zip((upper, lower), WORDS, planes, strict=True):
             address = _address(plane, number, begin.registers.item(), width)
             for v in range(len(words) // width):
                 values = ", ".join(f"${i + 1}" for i in range(width))
-                mgpu.utils.inline_ptx(
+                inline.issue(
                     f"st.global.v{width}.b32 [$0 + {v * WARP_SIZE * width * 4}], {{{values}}};",
                     address,
                     *words[v * width : (v + 1) * width],
                     predicate=exists,
-                    has_side_effects=True,
                 )
 
     write(*memory, value, first, begin)
@@ -205,47 +203,43 @@ def stage_transposed(
     swizzle_type = mosaic.row_swizzle(blocks.shape, blocks.dtype)
 
     @plgpu.inline_mgpu(
-        arg_types=(
-            plgpu.RefType((swizzle_type,) if is_swizzled else ()),
-            plgpu.Layout.WGMMA,
-        )
+        arg_types=(plgpu.RefType((swizzle_type,) if is_swizzled else ()), plgpu.Layout.WGMMA)
     )
     def write(_: Any, blocks: ir.Value, values: mgpu.FragmentedArray) -> None:
-        i32, byte = ir.IntegerType.get_signless(32), ir.IntegerType.get_signless(8)
-        words = [mgpu.utils.bitcast(pair, i32) for pair in values.registers.flat]
+        byte = ir.IntegerType.get_signless(8)
+        words = [inline.word(pair) for pair in values.registers.flat]
         thread = stores.thread_number()
 
         def part(size: int, number: int) -> ir.Value:
-            return arith.remui(arith.divui(thread, mgpu.c(size, i32)), mgpu.c(number, i32))
+            return arith.remui(arith.divui(thread, inline.i32(size)), inline.i32(number))
 
         # A warp's stmatrix stores four transposed 8 x 8 matrices: lane l provides the address of
         # row l % 8 of matrix l / 8. Matrix 1 is right of matrix 0, matrix 2 is below it.
-        row = arith.addi(part(1, 8), arith.muli(part(16, 2), mgpu.c(8, i32)))
+        row = arith.addi(part(1, 8), arith.muli(part(16, 2), inline.i32(8)))
         # Vectors of 8 columns: of the accumulator's 64 columns, and of a block.
-        vector_of_all = arith.addi(arith.muli(part(32, 4), mgpu.c(2, i32)), part(8, 2))
+        vector_of_all = arith.addi(arith.muli(part(32, 4), inline.i32(2)), part(8, 2))
         vectors = width // 8
-        block = arith.divui(vector_of_all, mgpu.c(vectors, i32))
-        vector_of_row = arith.remui(vector_of_all, mgpu.c(vectors, i32))
+        block = arith.divui(vector_of_all, inline.i32(vectors))
+        vector_of_row = arith.remui(vector_of_all, inline.i32(vectors))
         # A swizzle exchanges the vectors of a row by the bits of the address from 128 bytes on.
-        swizzle = arith.divui(row, mgpu.c(64 // width, i32))
-        swizzle = arith.remui(swizzle, mgpu.c(vectors, i32))
-        offset = arith.muli(block, mgpu.c(rows * width * 2, i32))
-        offset = arith.addi(offset, arith.muli(row, mgpu.c(width * 2, i32)))
+        swizzle = arith.divui(row, inline.i32(64 // width))
+        swizzle = arith.remui(swizzle, inline.i32(vectors))
+        offset = arith.muli(block, inline.i32(rows * width * 2))
+        offset = arith.addi(offset, arith.muli(row, inline.i32(width * 2)))
         if is_swizzled:
             vector_of_row = arith.xori(vector_of_row, swizzle)
-        vector_at = arith.muli(vector_of_row, mgpu.c(16, i32))
+        vector_at = arith.muli(vector_of_row, inline.i32(16))
         address = mgpu.utils.getelementptr(
             mgpu.utils.memref_ptr(blocks), [arith.addi(offset, vector_at)], byte
         )
         for step in range(0, len(words), 4):
             matrices = words[step : step + 4]
             operands = ", ".join(f"${i + 1}" for i in range(len(matrices)))
-            mgpu.utils.inline_ptx(
+            inline.issue(
                 f"stmatrix.sync.aligned.m8n8.x{len(matrices)}.trans.shared.b16 "
                 f"[$0 + {step * 4 * width * 2}], {{{operands}}};",
                 address,
                 *matrices,
-                has_side_effects=True,
                 convergent=True,
             )
 
@@ -254,17 +248,16 @@ def stage_transposed(
 
 def _warp() -> ir.Value:
     """This thread's warp in its warpgroup."""
-    i32 = ir.IntegerType.get_signless(32)
-    return arith.divui(stores.thread_number(), mgpu.c(WARP_SIZE, i32))
+    return arith.divui(stores.thread_number(), inline.i32(WARP_SIZE))
 
 
 def _address(plane: ir.Value, granule: ir.Value, begin: ir.Value, words: int) -> ir.Value:
     """Address, in the global address space, of this lane's words of the group at column `begin`."""
     i32, i64 = ir.IntegerType.get_signless(32), ir.IntegerType.get_signless(64)
     groups = ir.MemRefType(plane.type).shape[1]
-    lane = arith.remui(stores.thread_number(), mgpu.c(WARP_SIZE, i32))
-    within = arith.muli(arith.divui(begin, mgpu.c(16, i32)), mgpu.c(WARP_SIZE * words, i32))
-    within = arith.addi(within, arith.muli(lane, mgpu.c(words, i32)))
+    lane = arith.remui(stores.thread_number(), inline.i32(WARP_SIZE))
+    within = arith.muli(arith.divui(begin, inline.i32(16)), inline.i32(WARP_SIZE * words))
+    within = arith.addi(within, arith.muli(lane, inline.i32(words)))
     offset = arith.muli(arith.extui(i64, granule), mgpu.c(groups * WARP_SIZE * words, i64))
     offset = arith.addi(offset, arith.extui(i64, within))
     return mgpu.utils.getelementptr(fragment.device_pointer(plane), [offset], i32)

@@ -61,29 +61,29 @@ class WarpgroupContext:
         return dataclasses.replace(self, **changes)
 
     def as_consumer(self) -> Self:
-        """With the consumer's number in a form that is uniform over the warpgroup."""
+        """Gives the consumer's number a form that is uniform over the warpgroup."""
         consumer = mosaic.warpgroup_index("warpgroup", interpret=self.interpret)
         return self.replace(consumer=consumer)
 
     def take(self, number: Any, items: int) -> Any:
-        """The CTA's next item by the counter, where it has taken `number` before.
+        """Takes the CTA's next item by the counter, after `number` items.
 
-        At least `items` after the last one. Without the counter, there are at least as many CTAs
-        as items, and each takes the item of its own number: XLA fills counters with zeros, by a
-        kernel of 1 to 2 us.
+        The result is at least `items` after the last one. Without the counter, there are at least
+        as many CTAs as items, and each takes the item of its own number: XLA fills counters with
+        zeros, by a kernel of 1 to 2 us.
         """
         if not self.interpret and self.counter is None:
             return jnp.where(number == 0, self.worker, items)
         return mosaic.next_ticket(self.counter, number, interpret=self.interpret)
 
     def load(self, source: Any, index: tuple[Any, ...], tiles: Any, ready: Any) -> None:
-        """TMA loads source[*index], [rows, width], into operand tiles [column blocks, rows, 64]."""
+        """Loads source[*index], [rows, width], into operand tiles [column blocks, rows, 64]."""
         for i in range(tiles.shape[0]):
             columns = mosaic.block_columns(i, source.shape[-1], self.worker)
             plgpu.copy_gmem_to_smem(source.at[*index, columns], tiles.at[i], ready)
 
     def store(self, tiles: Any, target: Any, index: tuple[Any, ...]) -> None:
-        """TMA stores operand tiles to target[*index]; the reverse of `load`."""
+        """Stores operand tiles to target[*index] by TMA; the reverse of `load`."""
         for i in range(tiles.shape[0]):
             columns = mosaic.block_columns(i, target.shape[-1], self.worker)
             plgpu.copy_smem_to_gmem(tiles.at[i], target.at[*index, columns])
@@ -166,9 +166,7 @@ def launch(
         _dispatch(roles, ctx)
 
     num_threads = NUM_CONSUMERS + 1 + bool(interpret and roles.assist)
-    clustered: dict[str, Any] = {}
-    if cluster > 1:
-        clustered = {"cluster": (cluster,), "cluster_names": ("cluster",)}
+    clustered: Any = {"cluster": (cluster,), "cluster_names": ("cluster",)} if cluster > 1 else {}
     results: tuple[jax.Array, ...] = mosaic.kernel(
         body,
         out_type=tuple(jax.tree.leaves(outputs)),
@@ -218,7 +216,7 @@ def launch_threads(
 
 
 def _order(kinds: list[Any], interpret: bool) -> list[int]:
-    """Numbers of the declarations in the order of memory: operand tiles, numbers, barriers.
+    """Orders the numbers of the declarations as in memory: operand tiles, numbers, barriers.
 
     Staging memory is left out unless the kernel is interpreted.
     """
@@ -229,7 +227,6 @@ def _order(kinds: list[Any], interpret: bool) -> list[int]:
 
 
 def _type(kind: Any, dtype: Any, interpret: bool) -> Any:
-    """The scratch type of a declaration."""
     match kind:
         case memory.Tiles(shape):
             return mosaic.operand_tile(shape, dtype, interpret=interpret)
@@ -252,7 +249,6 @@ def _type(kind: Any, dtype: Any, interpret: bool) -> Any:
 
 
 def _dispatch(roles: Roles, ctx: WarpgroupContext) -> None:
-    """Dispatches each warpgroup to its role."""
     ctx = ctx.replace(worker=lax.axis_index("worker"), consumer=0)
     if roles.produce is None and roles.warpgroups == 1:
         roles.consume(ctx)

@@ -22,7 +22,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm, nvvm, vector
 
-from ikbo_jax.pallas.hopper import mosaic
+from ikbo_jax.pallas.hopper import inline, mosaic
 from ikbo_jax.problems.hopper import WGMMA_K, WGMMA_M
 
 
@@ -36,7 +36,7 @@ def with_accumulator(body: Callable[[Any], Any], columns: int, *, interpret: boo
 def accumulate(
     begin: Any, end: Any, body: Callable[[Any, Any], Any], acc: Any, *, interpret: bool
 ) -> Any:
-    """`lax.fori_loop` over an accumulator."""
+    """Runs `lax.fori_loop` over an accumulator."""
     if interpret:
 
         @pl.loop(begin, end)
@@ -48,12 +48,12 @@ def accumulate(
 
 
 def zeros(columns: int, dtype: Any) -> jax.Array:
-    """[64, columns] zeros in an accumulator's layout."""
+    """Makes [64, columns] zeros in an accumulator's layout."""
     return plgpu.layout_cast(jnp.zeros((64, columns), dtype), plgpu.Layout.WGMMA)
 
 
 def pad(values: jax.Array, width: int) -> jax.Array:
-    """[64, width]: values [64, at most width], and zeros."""
+    """Pads values [64, at most width] to [64, width] with zeros."""
     columns = values.shape[1]
     if columns == width:
         return values
@@ -70,7 +70,7 @@ def wait(pending: int, *, interpret: bool) -> None:
 
 
 def after_wait(acc: Any, *, interpret: bool) -> jax.Array:
-    """The value of `acc` after the wait for its WGMMAs: no use of it moves before the wait."""
+    """Returns the value of `acc` after the wait for its WGMMAs; no use moves before the wait."""
     if interpret:
         return acc if isinstance(acc, jax.Array) else acc[...]
 
@@ -82,7 +82,7 @@ def after_wait(acc: Any, *, interpret: bool) -> jax.Array:
 
 
 def undefined(columns: int, *, interpret: bool) -> jax.Array:
-    """[64, columns] f32 without a defined value, for `add_product` with a false `is_defined`.
+    """Makes [64, columns] f32 without a defined value, for `add_product` with a false `is_defined`.
 
     A finished accumulator in its place would keep its registers occupied until that product.
     """
@@ -94,9 +94,6 @@ def undefined(columns: int, *, interpret: bool) -> jax.Array:
         return _as_array([llvm.mlir_undef(ir.F32Type.get())] * (columns // 2), columns)
 
     return make()
-
-
-# Products
 
 
 def wgmma(
@@ -306,8 +303,7 @@ def add_product(
     )
     def issue(_: Any, v: ir.Value, p: Any, acc: Any = None, is_defined: Any = None) -> Any:
         p = mgpu.optimization_barrier(p)  # no instruction that computes p moves past the fence
-        i32 = ir.IntegerType.get_signless(32)
-        words = [mgpu.utils.bitcast(pair, i32) for pair in p.registers.flat]
+        words = [inline.word(pair) for pair in p.registers.flat]
         base = descriptor(v, v_rows * mosaic.SWIZZLE)
         scale = None if is_defined is None else is_defined.registers.item()
         with Group(v, columns, *([] if acc is None else [acc])) as group:
@@ -321,22 +317,19 @@ def add_product(
 
 
 def accumulator_type(columns: int) -> Any:
-    """The type of an accumulator [64, columns] f32 that a WGMMA group returns."""
+    """Declares an accumulator [64, columns] f32 that a WGMMA group returns."""
     return plgpu.ShapeDtypeStruct((WGMMA_M, columns), jnp.float32, layout=plgpu.Layout.WGMMA)
 
 
 def descriptor(tiles: ir.Value, leading: int = 0, *, swizzle: int = mosaic.SWIZZLE) -> ir.Value:
-    """WGMMA's descriptor of operand tiles; `leading`: bytes from a block of columns to the next."""
+    """Makes a descriptor of operand tiles; `leading`: bytes from a block of columns to the next."""
     return mma_utils.encode_descriptor(
-        tiles,
-        leading_byte_offset=leading,
-        stride_byte_offset=8 * swizzle,
-        swizzle=swizzle,
+        tiles, leading_byte_offset=leading, stride_byte_offset=8 * swizzle, swizzle=swizzle
     )
 
 
 def advance(descriptor: ir.Value, num_bytes: int) -> ir.Value:
-    """The descriptor of operand tiles that begin `num_bytes` later."""
+    """Makes the descriptor of operand tiles that begin `num_bytes` later."""
     i64 = ir.IntegerType.get_signless(64)
     return arith.addi(descriptor, mgpu.c(num_bytes >> 4, i64)) if num_bytes else descriptor
 
@@ -344,13 +337,8 @@ def advance(descriptor: ir.Value, num_bytes: int) -> ir.Value:
 def _as_array(registers: list[ir.Value], columns: int) -> mgpu.FragmentedArray:
     pair = ir.VectorType.get((2,), ir.F32Type.get())
     pairs = [vector.from_elements(pair, registers[i : i + 2]) for i in range(0, len(registers), 2)]
-    return mgpu.FragmentedArray(
-        _registers=np.array(pairs, dtype=object).reshape(
-            mgpu.WGMMA_LAYOUT.registers_shape((WGMMA_M, columns))
-        ),
-        _layout=mgpu.WGMMA_LAYOUT,
-        _is_signed=None,
-    )
+    shape = mgpu.WGMMA_LAYOUT.registers_shape((WGMMA_M, columns))
+    return inline.accumulator(np.array(pairs, dtype=object).reshape(shape))
 
 
 class Group:

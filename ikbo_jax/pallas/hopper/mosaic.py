@@ -20,10 +20,12 @@ from jax.experimental.mosaic.gpu import fragmented_array
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
 
+from ikbo_jax.pallas.hopper import inline
 from ikbo_jax.problems.hopper import BLOCK_K
 
 #: Bytes of a shared memory row under the widest swizzle, which every operand tile here uses.
 SWIZZLE = 128
+_SCALAR = plgpu.ShapeDtypeStruct((), jnp.int32, layout=plgpu.Layout.WG_SPLAT(()))
 
 
 def _cache_ptxas_version() -> None:
@@ -43,7 +45,7 @@ _cache_ptxas_version()
 
 
 def kernel(body: Callable[..., None], **options: Any) -> Callable[..., Any]:
-    """`plgpu.kernel`, traced with 32-bit integers even if `jax_enable_x64` is set.
+    """Calls `plgpu.kernel`, traced with 32-bit integers even if `jax_enable_x64` is set.
 
     With it, Python integers would become int64, which neither the kernels nor Mosaic GPU accept.
     """
@@ -57,7 +59,7 @@ def kernel(body: Callable[..., None], **options: Any) -> Callable[..., Any]:
 
 
 def compiler_params() -> plgpu.CompilerParams:
-    """Compiler parameters: kernels place all barriers; math is approximate (tanh.approx.f32)."""
+    """Makes compiler parameters: kernels place all barriers; tanh is tanh.approx.f32."""
     return plgpu.CompilerParams(
         approx_math=True,
         unsafe_no_auto_barriers=True,
@@ -67,19 +69,19 @@ def compiler_params() -> plgpu.CompilerParams:
 
 
 def swizzle_columns(dtype: Any) -> int:
-    """Elements of one swizzled shared memory row."""
+    """Counts the elements of one swizzled shared memory row."""
     return SWIZZLE // jnp.dtype(dtype).itemsize
 
 
 def operand_transforms(dtype: Any) -> tuple[Any, Any]:
-    """WGMMA's and stmatrix's view of an `operand_tile`: swizzled groups of 8 rows."""
+    """Describes an `operand_tile` as WGMMA and stmatrix see it: swizzled groups of 8 rows."""
     tiling: Any = plgpu.TilingTransform
     swizzle: Any = plgpu.SwizzleTransform  # both classes look abstract to type checkers
     return tiling((8, swizzle_columns(dtype))), swizzle(SWIZZLE)
 
 
 def operand_tile(shape: tuple[int, ...], dtype: Any, *, interpret: bool) -> Any:
-    """Type of shared memory [..., rows, 64] that TMA writes and WGMMA reads, or the reverse.
+    """Declares shared memory [..., rows, 64] that TMA writes and WGMMA reads, or the reverse.
 
     WGMMA and stmatrix address groups of 8 rows.  TMA rejects this tiling if the array's rows are
     not a multiple of 8 (K = 866, M = 433), but does not need it: with one swizzled column block, a
@@ -100,31 +102,26 @@ def operand_tile(shape: tuple[int, ...], dtype: Any, *, interpret: bool) -> Any:
 
 
 def tile_views(ref: Any, *, interpret: bool) -> tuple[Any, Any]:
-    """(view for WGMMA and register stores, view for TMA) of an `operand_tile`."""
-    if interpret:
-        return ref, ref
-    matrix_view, copy_view = ref
+    """Returns (view for WGMMA and register stores, view for TMA) of an `operand_tile`."""
+    matrix_view, copy_view = (ref, ref) if interpret else ref
     return matrix_view, copy_view
 
 
 def column_blocks(shape: tuple[int, ...], dtype: Any, *, interpret: bool) -> Any:
-    """Type of shared memory [..., rows, width] whose rows, of 32, 64 or 128 bytes, are swizzled."""
+    """Declares shared memory [..., rows, width] with swizzled rows of 32, 64 or 128 bytes."""
     return plgpu.SMEM(shape, dtype, transforms=() if interpret else (row_swizzle(shape, dtype),))
 
 
 def row_swizzle(shape: tuple[int, ...], dtype: Any) -> Any:
-    """The swizzle of `column_blocks`: as wide as a row."""
+    """Makes the swizzle of `column_blocks`, which is as wide as a row."""
     swizzle: Any = plgpu.SwizzleTransform
     return swizzle(shape[-1] * jnp.dtype(dtype).itemsize)
 
 
 def block_columns(block: int, width: int, worker: Any) -> Any:
-    """Columns of a block of 64 columns; past `width`, TMA reads zeros and stores nothing.
+    """Selects a block of 64 columns; past `width`, TMA reads zeros and stores nothing.
 
-    Args:
-      block: number of the block.
-      width: columns of the array in device memory.
-      worker: any value that Pallas does not know to be constant.
+    `worker` is any value that Pallas does not know to be constant.
     """
     begin: Any = block * BLOCK_K
     if begin + BLOCK_K > width:
@@ -168,46 +165,35 @@ def synchronise_warp(*, interpret: bool) -> None:
 
 
 def opaque(value: Any, *, interpret: bool) -> Any:
-    """`value`, an int32 scalar, hidden from LLVM, so that LLVM hoists no computation on it.
+    """Hides an int32 scalar from LLVM, so that LLVM hoists no computation on it.
 
     Values that LLVM computes once for all tiles (addresses, descriptors) occupy registers, of which
     a consumer has too few: without this function, K = 1024 spills 460 bytes.
     """
     if interpret:
         return value
-    scalar = plgpu.Layout.WG_SPLAT(())
 
-    @plgpu.inline_mgpu(
-        arg_types=(scalar,), return_type=plgpu.ShapeDtypeStruct((), jnp.int32, layout=scalar)
-    )
+    @plgpu.inline_mgpu(arg_types=(plgpu.Layout.WG_SPLAT(()),), return_type=_SCALAR)
     def hide(_: Any, value: mgpu.FragmentedArray) -> mgpu.FragmentedArray:
-        hidden = mgpu.utils.inline_ptx(
-            "mov.u32 $0, $1;",
-            value.registers.item(),
-            result_types=ir.IntegerType.get_signless(32),
-            has_side_effects=True,
-        )
+        hidden = inline.issue_word("mov.u32 $0, $1;", value.registers.item())
         return mgpu.FragmentedArray.splat(hidden, (), is_signed=True)
 
     return hide(value)
 
 
 def warpgroup_index(axis_name: str, *, interpret: bool) -> Any:
-    """`lax.axis_index` of the warpgroups, computed from the thread's number at each use.
+    """Computes `lax.axis_index` of the warpgroups from the thread's number at each use.
 
     LLVM would keep `lax.axis_index` from the kernel's beginning on, in a register or spilled.
     """
     if interpret:
         return lax.axis_index(axis_name)
-    scalar = plgpu.Layout.WG_SPLAT(())
 
-    @plgpu.inline_mgpu(return_type=plgpu.ShapeDtypeStruct((), jnp.int32, layout=scalar))
+    @plgpu.inline_mgpu(return_type=_SCALAR)
     def read(_: Any) -> mgpu.FragmentedArray:
-        index = mgpu.utils.inline_ptx(
+        index = inline.issue_word(
             "{ .reg .u32 thread; mov.u32 thread, %tid.x; shr.u32 thread, thread, 7; "
             "shfl.sync.idx.b32 $0, thread, 0, 31, 0xffffffff; }",
-            result_types=ir.IntegerType.get_signless(32),
-            has_side_effects=True,
             convergent=True,
         )
         return mgpu.FragmentedArray.splat(index, (), is_signed=True)
@@ -216,7 +202,7 @@ def warpgroup_index(axis_name: str, *, interpret: bool) -> Any:
 
 
 def device_counter(*, interpret: bool) -> Any:
-    """A device-wide counter, zero when the kernel starts; None under interpretation."""
+    """Allocates a device-wide counter, zero when the kernel starts; None under interpretation."""
     return None if interpret else pl.get_global(plgpu.SemaphoreType.REGULAR)
 
 
@@ -229,18 +215,13 @@ def next_ticket(counter: Any, i: Any, *, interpret: bool) -> Any:
     if interpret:
         return i
 
-    @plgpu.inline_mgpu(
-        arg_types=(plgpu.RefType(),),
-        return_type=plgpu.ShapeDtypeStruct((), jnp.int32, layout=plgpu.Layout.WG_SPLAT(())),
-    )
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(),), return_type=_SCALAR)
     def take(_: Any, counter: ir.Value) -> mgpu.FragmentedArray:
-        ticket = mgpu.utils.inline_ptx(
+        ticket = inline.issue_word(
             "{ .reg .pred p; .reg .u32 lane; mov.u32 lane, %laneid; setp.eq.u32 p, lane, 0; "
             "mov.u32 $0, 0; @p atom.relaxed.gpu.global.add.u32 $0, [$1], 1; "
             "shfl.sync.idx.b32 $0, $0, 0, 31, 0xffffffff; }",
             mgpu.utils.memref_ptr(counter),
-            result_types=ir.IntegerType.get_signless(32),
-            has_side_effects=True,
             convergent=True,
         )
         return mgpu.FragmentedArray.splat(ticket, (), is_signed=True)
@@ -255,7 +236,7 @@ def signal(counter: Any, *, interpret: bool) -> None:
 
     @plgpu.inline_mgpu()
     def fence(_: Any) -> None:
-        mgpu.utils.inline_ptx("fence.acq_rel.gpu;", has_side_effects=True)
+        inline.issue("fence.acq_rel.gpu;")
         mgpu.utils.warpgroup_barrier()
 
     fence()
@@ -277,11 +258,8 @@ def named_barrier(operation: str, barrier_id: Any, num_threads: int) -> None:
 
     @plgpu.inline_mgpu(arg_types=(plgpu.Layout.WG_SPLAT(()),))
     def bar_op(_: Any, barrier_id: mgpu.FragmentedArray) -> None:
-        mgpu.utils.inline_ptx(
-            f"barrier.{operation} $0, {num_threads};",
-            barrier_id.registers.item(),
-            has_side_effects=True,
-            convergent=True,
+        inline.issue(
+            f"barrier.{operation} $0, {num_threads};", barrier_id.registers.item(), convergent=True
         )
 
     bar_op(barrier_id)

@@ -13,12 +13,12 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith
 
-from ikbo_jax.pallas.hopper import mma, mosaic, stores
+from ikbo_jax.pallas.hopper import inline, mma, mosaic, stores
 from ikbo_jax.problems.hopper import BLOCK_K, WARPGROUP_SIZE, WGMMA_M
 
 
 def column_blocks(values: jax.Array, blocks: int) -> list[jax.Array]:
-    """Values [64, width] in blocks of 64 columns; zeros past width, where TMA stores nothing."""
+    """Slices values [64, width], padded with zeros, into blocks of 64 columns."""
     width = blocks * BLOCK_K
     values = mma.pad(values, width)
     return [lax.slice(values, (0, i), (WGMMA_M, i + BLOCK_K)) for i in range(0, width, BLOCK_K)]
@@ -35,38 +35,37 @@ def stage_rows(tiles: Any, values: jax.Array, *, reads_late: bool = False, inter
         `stores.thread_number`.
     """
     blocks = tiles.shape[0]
-    for i, columns in enumerate(column_blocks(values, blocks) if interpret else []):
-        tiles[i, :, :] = columns
     if interpret:
+        for i, columns in enumerate(column_blocks(values, blocks)):
+            tiles[i, :, :] = columns
         return
 
     @plgpu.inline_mgpu(
         arg_types=(plgpu.RefType(mosaic.operand_transforms(tiles.dtype)), plgpu.Layout.WGMMA)
     )
     def write(_: Any, tiles: ir.Value, values: mgpu.FragmentedArray) -> None:
-        i32, byte = ir.IntegerType.get_signless(32), ir.IntegerType.get_signless(8)
-        words = [mgpu.utils.bitcast(pair, i32) for pair in values.registers.flat]
-        words += [mgpu.c(0, i32)] * (blocks * BLOCK_K // 4 - len(words))
+        byte = ir.IntegerType.get_signless(8)
+        words = [inline.word(pair) for pair in values.registers.flat]
+        words += [inline.i32(0)] * (blocks * BLOCK_K // 4 - len(words))
         thread = stores.late_thread_number() if reads_late else stores.thread_number()
         # A warp's stmatrix stores four 8 x 8 matrices: lane l provides the address of row l % 8 of
         # matrix l / 8. Matrix 1 is below matrix 0, matrix 2 is beside it.
         row_of_8, lower, right, warp = stores.digits(thread, (8, 2, 2, 4))
-        row = arith.addi(arith.muli(warp, mgpu.c(16, i32)), row_of_8)
-        row = arith.addi(row, arith.muli(lower, mgpu.c(8, i32)))
-        row_offset = arith.muli(row, mgpu.c(mosaic.SWIZZLE, i32))
+        row = arith.addi(arith.muli(warp, inline.i32(16)), row_of_8)
+        row = arith.addi(row, arith.muli(lower, inline.i32(8)))
+        row_offset = arith.muli(row, inline.i32(mosaic.SWIZZLE))
         base = mgpu.utils.memref_ptr(tiles)
         for step in range(len(words) // 4):
             block, within = divmod(step, BLOCK_K // 16)
-            vector_of_row = arith.addi(right, mgpu.c(2 * within, i32))
+            vector_of_row = arith.addi(right, inline.i32(2 * within))
             offset = arith.addi(
-                arith.addi(row_offset, mgpu.c(block * WGMMA_M * mosaic.SWIZZLE, i32)),
-                arith.muli(arith.xori(vector_of_row, row_of_8), mgpu.c(16, i32)),
+                arith.addi(row_offset, inline.i32(block * WGMMA_M * mosaic.SWIZZLE)),
+                arith.muli(arith.xori(vector_of_row, row_of_8), inline.i32(16)),
             )
-            mgpu.utils.inline_ptx(
+            inline.issue(
                 "stmatrix.sync.aligned.m8n8.x4.shared.b16 [$0], {$1, $2, $3, $4};",
                 mgpu.utils.getelementptr(base, [offset], byte),
                 *words[4 * step : 4 * step + 4],
-                has_side_effects=True,
                 convergent=True,
             )
 
@@ -86,28 +85,24 @@ def zero_rows(tiles: Any, begin: Any, *, interpret: bool) -> None:
         return
 
     @plgpu.inline_mgpu(
-        arg_types=(
-            plgpu.RefType(mosaic.operand_transforms(tiles.dtype)),
-            plgpu.Layout.WG_SPLAT(()),
-        )
+        arg_types=(plgpu.RefType(mosaic.operand_transforms(tiles.dtype)), plgpu.Layout.WG_SPLAT(()))
     )
     def write(_: Any, tiles: ir.Value, begin: mgpu.FragmentedArray) -> None:
         # A row is 128 contiguous bytes; swizzling permutes it only within them.
-        i32, byte = ir.IntegerType.get_signless(32), ir.IntegerType.get_signless(8)
+        byte = ir.IntegerType.get_signless(8)
         base = mgpu.utils.memref_ptr(tiles)
         thread = stores.late_thread_number()
         vectors = mosaic.SWIZZLE // 16
-        zero = mgpu.c(0, i32)
+        zero = inline.i32(0)
         for i in range(blocks * rows * vectors // WARPGROUP_SIZE):
-            vector_index = arith.addi(thread, mgpu.c(i * WARPGROUP_SIZE, i32))
-            row = arith.remui(arith.divui(vector_index, mgpu.c(vectors, i32)), mgpu.c(rows, i32))
-            offset = arith.muli(vector_index, mgpu.c(16, i32))
-            mgpu.utils.inline_ptx(
+            vector_index = arith.addi(thread, inline.i32(i * WARPGROUP_SIZE))
+            row = arith.remui(arith.divui(vector_index, inline.i32(vectors)), inline.i32(rows))
+            offset = arith.muli(vector_index, inline.i32(16))
+            inline.issue(
                 "st.shared.v4.b32 [$0], {$1, $1, $1, $1};",
                 mgpu.utils.getelementptr(base, [offset], byte),
                 zero,
                 predicate=arith.cmpi(arith.CmpIPredicate.sge, row, begin.registers.item()),
-                has_side_effects=True,
             )
 
     write(tiles, begin)

@@ -22,7 +22,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, vector
 
-from ikbo_jax.pallas.hopper import mosaic
+from ikbo_jax.pallas.hopper import inline, mosaic
 from ikbo_jax.pallas.hopper.warps import ballot
 from ikbo_jax.problems.hopper import WARPGROUP_SIZE
 
@@ -41,22 +41,22 @@ _LEAST = -(2**31)
 
 
 def number() -> jax.Array:
-    """Each thread's number in its warpgroup."""
+    """Numbers the threads of a warpgroup."""
     return plgpu.broadcasted_iota(jnp.int32, (WARPGROUP_SIZE,), 0, layout=LAYOUT)
 
 
 def same(value: int) -> jax.Array:
-    """The same number for each thread."""
+    """Gives each thread the same number."""
     return plgpu.layout_cast(jnp.full((WARPGROUP_SIZE,), value, jnp.int32), LAYOUT)
 
 
 def scalar(array: mgpu.FragmentedArray) -> ir.Value:
-    """A thread's value, in inline code."""
+    """Extracts a thread's value, in inline code."""
     return vector.extract(array.registers.item(), [], [0])
 
 
 def array(value: ir.Value, like: mgpu.FragmentedArray) -> mgpu.FragmentedArray:
-    """The array of which `value` is a thread's element, in the layout of `like`."""
+    """Makes an array in the layout of `like`; `value` is a thread's element."""
     register = vector.from_elements(ir.VectorType.get((1,), value.type), [value])
     registers = np.array([register], dtype=object).reshape(like.registers.shape)
     is_signed = True if isinstance(value.type, ir.IntegerType) else None
@@ -64,7 +64,7 @@ def array(value: ir.Value, like: mgpu.FragmentedArray) -> mgpu.FragmentedArray:
 
 
 def load_words(address: ir.Value, count: int, *, is_early: bool = False) -> list[ir.Value]:
-    """`count` words of 32 bits of device memory that the launch does not change, in inline code.
+    """Loads `count` words of 32 bits of device memory that the launch does not change.
 
     With `is_early`, LLVM keeps the loads where they are issued.
     """
@@ -93,17 +93,16 @@ def store_words(
     """
     names = ", ".join(f"${i}" for i in range(1, len(words) + 1))
     kind, names = ("b32", names) if len(words) == 1 else (f"v{len(words)}.b32", f"{{{names}}}")
-    mgpu.utils.inline_ptx(
+    inline.issue(
         f"st.global.{kind} [$0 + {offset}], {names};",
         address,
         *words,
         predicate=predicate,
-        has_side_effects=True,
     )
 
 
 def gather(ref: Any, index: jax.Array, space: str, *, interpret: bool) -> jax.Array:
-    """ref[index], one element for each thread; `space` is "shared" or "global"."""
+    """Loads ref[index], one element for each thread; `space` is "shared" or "global"."""
     if interpret:
         return jnp.take(ref[...], index, mode="clip")
     is_float = ref.dtype == jnp.float32
@@ -132,19 +131,13 @@ def gather_vectors(ref: Any, index: jax.Array, space: str) -> tuple[jax.Array, .
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), LAYOUT), return_type=(INT32,) * VECTOR)
     def load(_: Any, ref: ir.Value, index: mgpu.FragmentedArray) -> Any:
         i32 = ir.IntegerType.get_signless(32)
-        first = arith.muli(scalar(index), mgpu.c(VECTOR, i32))
-        address = mgpu.utils.getelementptr(mgpu.utils.memref_ptr(ref), [first], i32)
+        first = arith.muli(scalar(index), inline.i32(VECTOR))
+        address = inline.address(ref, first)
         if space == "global":
             words = load_words(address, VECTOR, is_early=True)
         else:
-            words = list(
-                mgpu.utils.inline_ptx(
-                    "ld.shared.v4.b32 {$0, $1, $2, $3}, [$4];",
-                    address,
-                    result_types=[i32] * VECTOR,
-                    has_side_effects=True,
-                )
-            )
+            ptx = "ld.shared.v4.b32 {$0, $1, $2, $3}, [$4];"
+            words = list(inline.issue(ptx, address, result_types=[i32] * VECTOR))
         return tuple(array(x, index) for x in words)
 
     found: tuple[jax.Array, ...] = load(ref, index)
@@ -209,7 +202,7 @@ def add_one(ref: Any, index: jax.Array) -> None:
     def issue(_: Any, ref: ir.Value, index: mgpu.FragmentedArray) -> None:
         i32 = ir.IntegerType.get_signless(32)
         address = mgpu.utils.getelementptr(mgpu.utils.memref_ptr(ref), [scalar(index)], i32)
-        mgpu.utils.inline_ptx("red.shared.add.u32 [$0], 1;", address, has_side_effects=True)
+        inline.issue("red.shared.add.u32 [$0], 1;", address)
 
     issue(ref, index)
 
@@ -229,32 +222,36 @@ def _one_by_one(
 def _each(
     instruction: str, ref: Any, index: jax.Array, values: jax.Array, is_wanted: jax.Array
 ) -> None:
-    """An instruction with the address ($0) of ref[index] and the value ($1), where wanted."""
+    """Issues an instruction with the address of ref[index] ($0) and the value ($1), if wanted."""
 
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), LAYOUT, LAYOUT, LAYOUT))
     def issue(_: Any, ref: ir.Value, *arrays: mgpu.FragmentedArray) -> None:
-        i32 = ir.IntegerType.get_signless(32)
         index, value, wanted = map(scalar, arrays)
-        mgpu.utils.inline_ptx(
+        inline.issue(
             instruction,
-            mgpu.utils.getelementptr(mgpu.utils.memref_ptr(ref), [index], i32),
+            inline.address(ref, index),
             value,
-            predicate=arith.cmpi(arith.CmpIPredicate.ne, wanted, mgpu.c(0, i32)),
-            has_side_effects=True,
+            predicate=arith.cmpi(arith.CmpIPredicate.ne, wanted, inline.i32(0)),
         )
 
     issue(ref, index, values, is_wanted.astype(jnp.int32))
 
 
+def divided(values: jax.Array, size: int) -> tuple[jax.Array, jax.Array]:
+    """Computes quotients and remainders."""
+    quotient = lax.div(values, same(size))
+    return quotient, values - quotient * size
+
+
 def cdiv(values: jax.Array, size: int) -> jax.Array:
-    """Of values that are not negative."""
+    """Divides values that are not negative, rounding up."""
     return lax.div(values + (size - 1), same(size))
 
 
 def rounds(
     count: int, thread: jax.Array, *, threads: int = WARPGROUP_SIZE, unroll: int = UNROLL
 ) -> tuple[int, Callable[[Any], list[jax.Array]]]:
-    """Rounds of a loop over `count` numbers, and a round's numbers, one for each thread.
+    """Divides a loop over `count` numbers into rounds; also returns a round's numbers by thread.
 
     All loads of a round should stand before the first use of one: each takes 300 ns.
     """
@@ -275,7 +272,6 @@ class Threads:
     Attributes:
       warpgroups: number of warpgroups; 1 under interpretation.
       warpgroup: number of this one.
-      interpret: whether the kernel is interpreted.
     """
 
     warpgroups: int
@@ -291,11 +287,11 @@ class Threads:
         return self.warpgroups * WARPS
 
     def number(self) -> jax.Array:
-        """Each thread's number in its CTA."""
+        """Numbers the threads of the CTA."""
         return number() if self.warpgroups == 1 else number() + self.warpgroup * WARPGROUP_SIZE
 
     def commit(self) -> None:
-        """What a thread stored in shared memory before, all threads see afterwards."""
+        """Makes what a thread stored in shared memory visible to all threads."""
         if self.warpgroups == 1:
             plgpu.commit_smem()
         else:
@@ -305,21 +301,21 @@ class Threads:
         return gather(ref, index, space, interpret=self.interpret)
 
     def write(self, ref: Any, index: jax.Array, values: jax.Array, is_wanted: jax.Array) -> None:
-        """To device memory."""
+        """Stores values to device memory, for each thread that wants it."""
         scatter(ref, index, values, is_wanted, space="global", interpret=self.interpret)
 
     def keep(self, ref: Any, index: jax.Array, values: jax.Array, is_wanted: jax.Array) -> None:
-        """In shared memory."""
+        """Stores values in shared memory, for each thread that wants it."""
         scatter(ref, index, values, is_wanted, interpret=self.interpret)
 
     def add(self, ref: Any, index: jax.Array, values: jax.Array, is_wanted: jax.Array) -> None:
-        """To a number in shared memory; threads may collide."""
+        """Adds values to numbers in shared memory; threads may collide."""
         add(ref, index, values, is_wanted, interpret=self.interpret)
 
     def rounds(
         self, count: int, *, unroll: int = UNROLL
     ) -> tuple[int, Callable[[Any], list[jax.Array]]]:
-        """`rounds` of all threads."""
+        """Calls `rounds` for all threads."""
         return rounds(count, self.number(), threads=self.count, unroll=unroll)
 
     def parts(self, count: int) -> tuple[int, int, int]:
@@ -335,7 +331,7 @@ class Threads:
     def sums_before(
         self, values: Sequence[jax.Array], scratch: Any, at: int = 0
     ) -> list[jax.Array]:
-        """For each thread and each of the arrays, the sum of the values of the threads before.
+        """Adds, for each thread and each array, the values of the threads before.
 
         Synchronises the threads once. `scratch` is shared memory, whose `warps` words from `at` on
         are overwritten for each array. No thread may read them any more.
@@ -345,7 +341,7 @@ class Threads:
     def maxima_before(
         self, values: Sequence[jax.Array], scratch: Any, at: int = 0
     ) -> list[jax.Array]:
-        """Likewise the largest values; -2^31 before the first thread."""
+        """Like `sums_before`, the largest values; -2^31 before the first thread."""
         return self._scan(values, scratch, at, _LEAST)
 
     def _scan(
@@ -369,11 +365,11 @@ class Threads:
         return results
 
     def largest(self, values: jax.Array, scratch: Any, at: int = 0) -> jax.Array:
-        """The largest value, a scalar; synchronises like `sums_before`."""
+        """Finds the largest value, a scalar; synchronises like `sums_before`."""
         return self._total(values, scratch, at, _LEAST)
 
     def total(self, values: jax.Array, scratch: Any, at: int = 0) -> jax.Array:
-        """The sum of the values, a scalar; synchronises like `sums_before`."""
+        """Adds the values to a scalar; synchronises like `sums_before`."""
         return self._total(values, scratch, at, 0)
 
     def _total(self, values: jax.Array, scratch: Any, at: int, neutral: int) -> jax.Array:
@@ -404,7 +400,7 @@ def _keep_totals(totals: Sequence[jax.Array], scratch: Any, at: int, threads: Th
 
 
 def _scan_warp(values: jax.Array, neutral: int) -> tuple[jax.Array, jax.Array]:
-    """The sum of the values of lower lanes, and of all lanes of the warp.
+    """Adds the values of lower lanes, and of all lanes of the warp.
 
     With `neutral` other than 0, the largest instead.
     """
@@ -413,14 +409,13 @@ def _scan_warp(values: jax.Array, neutral: int) -> tuple[jax.Array, jax.Array]:
     def add_up(
         _: Any, values: mgpu.FragmentedArray, thread: mgpu.FragmentedArray
     ) -> tuple[mgpu.FragmentedArray, mgpu.FragmentedArray]:
-        i32 = ir.IntegerType.get_signless(32)
         combine = arith.maxsi if neutral else arith.addi
-        zero, nothing = mgpu.c(0, i32), mgpu.c(neutral, i32)
+        zero, nothing = inline.i32(0), inline.i32(neutral)
         before, total = nothing, scalar(values)
         for step in range(LANES.bit_length() - 1):
             # `total` is of 2^step lanes; the other half of their group has the rest.
             other = mgpu.utils.shfl_bfly(total, 1 << step)
-            bit = arith.andi(scalar(thread), mgpu.c(1 << step, i32))
+            bit = arith.andi(scalar(thread), inline.i32(1 << step))
             is_upper = arith.cmpi(arith.CmpIPredicate.ne, bit, zero)
             before = combine(before, arith.select(is_upper, other, nothing))
             total = combine(total, other)

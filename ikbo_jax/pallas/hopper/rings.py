@@ -24,8 +24,7 @@ class Ring(NamedTuple):
 
     @property
     def slots(self) -> int:
-        count: int = self.ready.shape[0]
-        return count
+        return int(self.ready.shape[0])
 
     def slot(self, number: Any) -> Any:
         return lax.rem(number, self.slots)
@@ -46,6 +45,9 @@ class Ring(NamedTuple):
         """The barrier that completes when the consumers have read a slot."""
         return self.free.at[self.slot(number)]
 
+    def word(self, number: Any, i: int) -> Any:
+        return self.words[self.slot(number), i]
+
     def await_ready(self, number: Any) -> None:
         plgpu.barrier_wait(self.ready_at(number))
 
@@ -53,14 +55,14 @@ class Ring(NamedTuple):
         plgpu.barrier_wait(self.free_at(number))
 
     def await_reuse(self, number: Any) -> None:
-        """Likewise, if no consumer calls `release_all`: a slot's first use waits for nothing.
+        """Waits like `await_free`, but not for a slot's first use: no consumer calls `release_all`.
 
         So the first loads of a CTA need not wait until its consumers run.
         """
         pl.when(number >= self.slots)(functools.partial(self.await_free, number))
 
     def release(self, number: Any) -> None:
-        """A consumer has read the slot."""
+        """Tells the producer that a consumer has read the slot."""
         plgpu.barrier_arrive(self.free_at(number))
 
     def send_words(self, number: Any, words: Sequence[Any], after: Ring | None = None) -> None:
@@ -77,7 +79,7 @@ class Ring(NamedTuple):
         plgpu.barrier_arrive(self.ready.at[slot])
 
     def release_all(self) -> None:
-        """A consumer frees all slots, before its first read or after its last one."""
+        """Frees all slots for a consumer, before its first read or after its last one."""
         for slot in range(self.slots):
             plgpu.barrier_arrive(self.free.at[slot])
 

@@ -12,11 +12,10 @@ from typing import Any
 
 import jax.numpy as jnp
 from jax import lax
-from jax.experimental.mosaic import gpu as mgpu
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith
 
-from ikbo_jax.pallas.hopper import per_thread
+from ikbo_jax.pallas.hopper import inline, per_thread
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,7 +41,7 @@ class RowOrder:
         return () if self.order is None else (self.order,)
 
     def read(self, row: Any, head: Any) -> tuple[Any, Any]:
-        """The number of a row's query, and its query head, under interpretation."""
+        """Computes a row's query number and query head, under interpretation."""
         per_candidate, group = jnp.int32(self.q_len * self.group), jnp.int32(self.group)
         in_part = row if self.rows is None else lax.rem(row, jnp.int32(self.rows))
         place, rest = lax.div(in_part, per_candidate), lax.rem(in_part, per_candidate)
@@ -51,17 +50,16 @@ class RowOrder:
         return query + (row - in_part), head * self.group + lax.rem(rest, group)
 
     def place(self, row: ir.Value, head: ir.Value, *tables: ir.Value) -> tuple[ir.Value, ir.Value]:
-        """`read` in inline code; rows past the last one are read as a row of the last candidate."""
-        i32 = ir.IntegerType.get_signless(32)
-        per_candidate, group = (mgpu.c(x, i32) for x in (self.q_len * self.group, self.group))
-        in_part = row if self.rows is None else arith.remui(row, mgpu.c(self.rows, i32))
+        """Computes `read` in inline code; rows past the end count as rows of the last candidate."""
+        per_candidate, group = (inline.i32(x) for x in (self.q_len * self.group, self.group))
+        in_part = row if self.rows is None else arith.remui(row, inline.i32(self.rows))
         candidate, rest = (x(in_part, per_candidate) for x in (arith.divui, arith.remui))
         for table in tables:
             last = ir.MemRefType(table.type).shape[0] - 1
-            number = arith.minsi(candidate, mgpu.c(last, i32))
-            address = mgpu.utils.getelementptr(mgpu.utils.memref_ptr(table), [number], i32)
+            number = arith.minsi(candidate, inline.i32(last))
+            address = inline.address(table, number)
             (candidate,) = per_thread.load_words(address, 1)
-        query = arith.muli(candidate, mgpu.c(self.q_len, i32))
+        query = arith.muli(candidate, inline.i32(self.q_len))
         query = arith.addi(query, arith.divui(rest, group))
         if self.rows is not None:
             query = arith.addi(query, arith.subi(row, in_part))

@@ -12,8 +12,7 @@ from jax import lax
 
 @dataclasses.dataclass(frozen=True)
 class TileSchedule:
-    """Schedule of a kernel with two phases: user tiles start at worker 0, candidate tiles at the
-    last worker.
+    """Schedules two phases: user tiles start at worker 0, candidate tiles at the last worker.
 
     The first `full_waves` waves of candidate tiles go to all workers, later waves only to the
     workers from `rest_from` on, which computed one user tile fewer.  Methods take Python or traced
@@ -70,7 +69,7 @@ def make_schedule(
 
 
 def back_and_forth(worker: Any, workers: int, i: Any) -> Any:
-    """The number of a worker's `i`-th work item; odd rounds go through the workers in reverse.
+    """Numbers a worker's `i`-th work item; odd rounds go through the workers in reverse.
 
     Work items are sorted by falling cost: without the reversal, the first worker would have the
     most expensive work item of every round.
@@ -80,6 +79,6 @@ def back_and_forth(worker: Any, workers: int, i: Any) -> Any:
 
 
 def back_and_forth_share(worker: Any, workers: int, count: Any) -> Any:
-    """How many of `count` work items a worker takes."""
+    """Counts the work items of `count` that a worker takes."""
     full = lax.div(count, workers)
     return full + (back_and_forth(worker, workers, full) < count).astype(jnp.int32)

@@ -18,7 +18,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, vector
 
-from ikbo_jax.pallas.hopper import mosaic, warps
+from ikbo_jax.pallas.hopper import inline, mosaic, warps
 from ikbo_jax.pallas.hopper.row_order import RowOrder
 from ikbo_jax.problems.hopper import WARPGROUP_SIZE, WGMMA_M
 
@@ -29,13 +29,10 @@ ROW_LAYOUT = plgpu.Layout.WGMMA.reduce(1)
 
 
 def thread_number() -> ir.Value:
-    """This thread's number in its warpgroup; ptxas may move a read of %tid, but not a shuffle."""
-    i32 = ir.IntegerType.get_signless(32)
-    return mgpu.utils.inline_ptx(
+    """Reads the thread's number in its warpgroup by a shuffle, which ptxas does not move."""
+    return inline.issue_word(
         "{ .reg .u32 lane; mov.u32 lane, %laneid; mov.u32 $0, %tid.x; and.b32 $0, $0, 127; "
         "shfl.sync.idx.b32 $0, $0, lane, 31, 0xffffffff; }",
-        result_types=i32,
-        has_side_effects=True,
         convergent=True,
     )
 
@@ -51,7 +48,7 @@ def store_staged_rows(
     order: RowOrder | None = None,
     interpret: bool,
 ) -> None:
-    """output[first_row + r, head] = row r of `tiles` for r in [begin, end).
+    """Stores row r of `tiles` to output[first_row + r, head] for r in [begin, end).
 
     Stores from registers would need addresses of rows and columns beside the values, and spill.
     The stores are a loop: for unrolled stores, ptxas computes 56 registers of addresses before all
@@ -88,28 +85,27 @@ def store_staged_rows(
         )
     )
     def write(_: Any, output: ir.Value, tiles: ir.Value, *arguments: Any) -> None:
-        i32, byte = ir.IntegerType.get_signless(32), ir.IntegerType.get_signless(8)
         table, scalars = arguments[: len(tables)], arguments[len(tables) :]
         step, first_row, head, begin, end = (s.registers.item() for s in scalars)
         thread = thread_number()
-        vector_of_row = arith.remui(thread, mgpu.c(vectors, i32))
+        vector_of_row = arith.remui(thread, inline.i32(vectors))
         row = arith.addi(
-            arith.muli(step, mgpu.c(per_step, i32)), arith.divui(thread, mgpu.c(vectors, i32))
+            arith.muli(step, inline.i32(per_step)), arith.divui(thread, inline.i32(vectors))
         )
-        swizzled = arith.xori(vector_of_row, arith.remui(row, mgpu.c(vectors, i32)))
+        swizzled = arith.xori(vector_of_row, arith.remui(row, inline.i32(vectors)))
         offset = arith.addi(
-            arith.muli(row, mgpu.c(mosaic.SWIZZLE, i32)), arith.muli(swizzled, mgpu.c(16, i32))
+            arith.muli(row, inline.i32(mosaic.SWIZZLE)), arith.muli(swizzled, inline.i32(16))
         )
-        column = arith.muli(vector_of_row, mgpu.c(columns // vectors, i32))
+        column = arith.muli(vector_of_row, inline.i32(columns // vectors))
         place = arith.addi(first_row, row), head
         if order is not None:
             place = order.place(*place, *table)
         terms = [(place[0], heads * width), (place[1], width), (column, 1)]
         address = device_address(output, terms, 2)
-        source = mgpu.utils.getelementptr(mgpu.utils.memref_ptr(tiles), [offset], byte)
+        source = inline.address(tiles, offset, 8)
         is_row = within(row, begin, end)
         for block in range(blocks):
-            left = mgpu.c(width - block * columns, i32)
+            left = inline.i32(width - block * columns)
             mgpu.utils.inline_ptx(
                 "{ .reg .b32 a, b, c, d; "
                 f"@$2 ld.shared.v4.b32 {{a, b, c, d}}, [$1 + {block * height * mosaic.SWIZZLE}]; "
@@ -126,51 +122,47 @@ def store_staged_rows(
 
 
 def late_thread_number() -> ir.Value:
-    """This thread's number in its warpgroup, read at each use.
+    """Reads the thread's number in its warpgroup at each use.
 
     LLVM would keep a value that never changes in a register from the kernel's beginning on, through
     loops that have no register to spare.
     """
-    i32 = ir.IntegerType.get_signless(32)
-    thread = mgpu.utils.inline_ptx("mov.u32 $0, %tid.x;", result_types=i32, has_side_effects=True)
-    return arith.remui(thread, mgpu.c(WARPGROUP_SIZE, i32))
+    thread = inline.issue_word("mov.u32 $0, %tid.x;")
+    return arith.remui(thread, inline.i32(WARPGROUP_SIZE))
 
 
 def digits(thread: ir.Value, counts: tuple[int, ...]) -> list[ir.Value]:
-    """The digits of a thread's number, the fastest first."""
-    i32 = ir.IntegerType.get_signless(32)
+    """Divides a thread's number into digits, the fastest first."""
     digits = []
     for count in counts:
-        digits.append(arith.remui(thread, mgpu.c(count, i32)))
-        thread = arith.divui(thread, mgpu.c(count, i32))
+        digits.append(arith.remui(thread, inline.i32(count)))
+        thread = arith.divui(thread, inline.i32(count))
     return digits
 
 
 def thread_row(thread: ir.Value, half: int) -> ir.Value:
-    """The row of a thread's registers in a WGMMA accumulator; `half` is 0 or 1."""
-    i32 = ir.IntegerType.get_signless(32)
-    warp = arith.divui(thread, mgpu.c(32, i32))
-    lane = arith.divui(arith.remui(thread, mgpu.c(32, i32)), mgpu.c(4, i32))
-    row = arith.addi(arith.muli(warp, mgpu.c(16, i32)), lane)
-    return arith.addi(row, mgpu.c(8 * half, i32))
+    """Computes the row of a thread's registers in an accumulator; `half` is 0 or 1."""
+    warp = arith.divui(thread, inline.i32(32))
+    lane = arith.divui(arith.remui(thread, inline.i32(32)), inline.i32(4))
+    row = arith.addi(arith.muli(warp, inline.i32(16)), lane)
+    return arith.addi(row, inline.i32(8 * half))
 
 
 def within(row: ir.Value, begin: ir.Value, end: ir.Value) -> ir.Value:
-    """begin ≤ row < end."""
+    """Tests begin ≤ row < end."""
     i = arith.CmpIPredicate
     return arith.andi(arith.cmpi(i.sge, row, begin), arith.cmpi(i.slt, row, end))
 
 
 def device_address(ref: ir.Value, terms: list[tuple[ir.Value, int]], size: int) -> ir.Value:
-    """Address of element sum(value * stride), in 64 bits; `size` is an element's bytes."""
+    """Computes the 64-bit address of element sum(value * stride), of `size` bytes."""
     i64 = ir.IntegerType.get_signless(64)
     offset = mgpu.c(0, i64)
     for value, stride in terms:
         wide = arith.extsi(i64, value)
         offset = arith.addi(offset, arith.muli(wide, mgpu.c(stride, i64)))
-    byte = ir.IntegerType.get_signless(8)
     offset = arith.muli(offset, mgpu.c(size, i64))
-    return mgpu.utils.getelementptr(mgpu.utils.memref_ptr(ref), [offset], byte)
+    return inline.address(ref, offset, 8)
 
 
 class HeldRows:
@@ -186,9 +178,8 @@ class HeldRows:
     """
 
     def __init__(self, values: mgpu.FragmentedArray, thread: ir.Value, *, is_f32: bool) -> None:
-        i32 = ir.IntegerType.get_signless(32)
-        self._of_row = arith.remui(thread, mgpu.c(ROW_THREADS, i32))
-        column = arith.muli(self._of_row, mgpu.c(2, i32))
+        self._of_row = arith.remui(thread, inline.i32(ROW_THREADS))
+        column = arith.muli(self._of_row, inline.i32(2))
         self._size = 4 if is_f32 else 2
         if len(values.shape) == 2:
             self._bits = 64 if is_f32 else 32
@@ -208,38 +199,31 @@ class HeldRows:
         *,
         begin: int = 0,
     ) -> None:
-        """Stores a row, if `predicate` holds, where the sum of value * stride is its first element.
+        """Stores row `half` (0 or 1) of the thread from column `begin` on, if `predicate` holds.
 
-        Args:
-          output: device memory in the values' dtype.
-          half: 0 or 1, the first or the second row of the thread.
-          row: values and strides, in elements.
-          predicate: bool.
-          begin: the first column that is stored, a multiple of 8.
+        The row's first element in `output` is the sum of value * stride over `row`; `begin` is a
+        multiple of 8.
         """
         words, first = self._words[half::2][begin // 8 :], begin // 8
         exchanged = len(words) // ROW_THREADS * ROW_THREADS if self._kind == "b32" else 0
         if exchanged:
-            i32 = ir.IntegerType.get_signless(32)
-            column = arith.muli(self._of_row, mgpu.c(8, i32))
+            column = arith.muli(self._of_row, inline.i32(8))
             address = device_address(output, [*row, (column, 1)], self._size)
             for i in range(0, exchanged, ROW_THREADS):
-                mgpu.utils.inline_ptx(
+                inline.issue(
                     f"st.global.v4.b32 [$0 + {16 * (first + i)}], {{$1, $2, $3, $4}};",
                     address,
                     *warps.transposed(words[i : i + ROW_THREADS], self._of_row),
                     predicate=predicate,
-                    has_side_effects=True,
                 )
         if exchanged < len(words):
             address = device_address(output, [*row, *self._columns], self._size)
             for i, word in enumerate(words[exchanged:], first + exchanged):
-                mgpu.utils.inline_ptx(
+                inline.issue(
                     f"st.global.{self._kind} [$0 + {self._bits // 2 * i}], $1;",
                     address,
                     word,
                     predicate=predicate,
-                    has_side_effects=True,
                 )
 
 
@@ -255,7 +239,7 @@ def store_rows(
     order: RowOrder | None = None,
     interpret: bool,
 ) -> None:
-    """output[first_row + r, head] = values[r] for r in [begin, end), from registers.
+    """Stores values[r] to output[first_row + r, head] for r in [begin, end), from registers.
 
     Args:
       output: device memory [rows, heads, width], or [rows, heads] f32.
@@ -280,13 +264,11 @@ def store_rows(
 
     scalar = plgpu.Layout.WG_SPLAT(())
     layout: Any = plgpu.Layout.WGMMA if widths else ROW_LAYOUT
-
     tables = () if order is None else order.tables
     refs = (plgpu.RefType(),) * len(tables)
 
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), layout, *refs, *(scalar,) * 4))
     def write(_: Any, output: ir.Value, values: Any, *arguments: Any) -> None:
-        i32 = ir.IntegerType.get_signless(32)
         table, scalars = arguments[: len(tables)], arguments[len(tables) :]
         first_row, head, begin, end = (s.registers.item() for s in scalars)
         # Read at each use, the thread's number spills at H = 192 and 256; read early, at H = 128.
@@ -295,7 +277,7 @@ def store_rows(
         elif width <= 128:
             thread = late_thread_number()
         else:
-            thread = arith.remui(mgpu.thread_idx(), mgpu.c(WARPGROUP_SIZE, i32))
+            thread = arith.remui(mgpu.thread_idx(), inline.i32(WARPGROUP_SIZE))
         held = HeldRows(values, thread, is_f32=is_f32)
         for half in (0, 1):
             row = thread_row(thread, half)
@@ -312,7 +294,7 @@ def store_rows(
 def store_transposed(
     output: Any, values: jax.Array, row: Any, column: Any, staging: Any, *, interpret: bool
 ) -> None:
-    """output[row + j, column + i] = values[i, j], from registers.
+    """Stores values[i, j] to output[row + j, column + i], from registers.
 
     The eight rows of `values` that a warp stores at once fill a sector of memory if `column` and
     the output's width are multiples of 8.
@@ -320,10 +302,7 @@ def store_transposed(
     Args:
       output: device memory [rows, columns] f32, which holds all of the values.
       values: [64, width] f32, in an accumulator's layout.
-      row: the first row that is written.
-      column: the first column that is written.
       staging: this warpgroup's shared memory [64, width], only under interpretation.
-      interpret: whether the kernel is interpreted.
     """
     width, columns = values.shape[1], output.shape[1]
     if interpret:
@@ -338,24 +317,20 @@ def store_transposed(
 
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.Layout.WGMMA, scalar, scalar))
     def write(_: Any, output: ir.Value, values: Any, *scalars: Any) -> None:
-        i32 = ir.IntegerType.get_signless(32)
         row, column = (s.registers.item() for s in scalars)
         thread = thread_number()
         # Registers hold pairs of neighbouring values of a row, eight columns apart.
-        pair = arith.muli(arith.remui(thread, mgpu.c(4, i32)), mgpu.c(2, i32))
+        pair = arith.muli(arith.remui(thread, inline.i32(4)), inline.i32(2))
         for half in (0, 1):
-            terms = [
-                (arith.addi(row, pair), columns),
-                (arith.addi(column, thread_row(thread, half)), 1),
-            ]
-            address = device_address(output, terms, 4)
+            row_term = (arith.addi(row, pair), columns)
+            column_term = (arith.addi(column, thread_row(thread, half)), 1)
+            address = device_address(output, [row_term, column_term], 4)
             for i, register in enumerate(list(values.registers.flat)[half::2]):
                 for j in (0, 1):
-                    mgpu.utils.inline_ptx(
+                    inline.issue(
                         f"st.global.f32 [$0 + {4 * columns * (8 * i + j)}], $1;",
                         address,
                         vector.extract(register, [], [j]),
-                        has_side_effects=True,
                     )
 
     write(output, values, row, column)

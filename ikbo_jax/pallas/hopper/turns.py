@@ -4,12 +4,19 @@ from __future__ import annotations
 
 from typing import Any
 
+import jax.numpy as jnp
+
 from ikbo_jax.pallas.hopper import mma, mosaic
 from ikbo_jax.problems.hopper import NUM_CONSUMERS, WARPGROUP_SIZE
 
 #: First of two named barriers, one for each consumer's turn.
 TURN_BARRIER = 4
 CONSUMER_THREADS = NUM_CONSUMERS * WARPGROUP_SIZE
+
+
+def synchronise_consumers() -> None:
+    """Waits for the other consumer; then each sees the other's writes to shared memory."""
+    mosaic.named_barrier("sync", jnp.int32(TURN_BARRIER), CONSUMER_THREADS)
 
 
 def take(ctx: Any) -> None:

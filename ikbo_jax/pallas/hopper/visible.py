@@ -22,7 +22,7 @@ class Visible(NamedTuple):
     Attributes:
       size: columns of the block, static.
       end: int32, or [64] int32 by row; values past `size` are the block's end.
-      begin: likewise; 0 if static.
+      begin: int32, or [64] int32 by row; 0 if static.
     """
 
     size: int
@@ -45,15 +45,10 @@ class Visible(NamedTuple):
         return isinstance(self.begin, int) and self.begin == 0
 
     def keep(self, values: jax.Array, fill: float = 0.0, *, axis: int = 1) -> jax.Array:
-        """Replaces values outside the visible range of `axis` by `fill`.
+        """Replaces values outside the visible range of `axis`, the block's columns, by `fill`.
 
-        A warpgroup whose columns are all visible, as in all but a sequence's last block, skips the
-        selection.
-
-        Args:
-          values: f32 in an accumulator's layout, [64, size], or [size, columns] with an axis of 0.
-          fill: of the values that are not visible.
-          axis: the axis of the block's columns in `values`.
+        `values` are f32 in an accumulator's layout. A warpgroup whose columns are all visible, as
+        in all but a sequence's last block, skips the selection.
         """
 
         def masked() -> jax.Array:
