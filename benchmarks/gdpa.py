@@ -332,9 +332,12 @@ def _add_options(parser: argparse.ArgumentParser) -> None:
 
 
 BENCHMARK = Benchmark(
-    *("gdpa", tuple(SWEEPS)),
+    "gdpa",
+    tuple(SWEEPS),
     lambda o: (p for d in o.direction for s in o.sweep for p in points(s, d)),
-    *(shrink, measure_point, bars),
+    shrink,
+    measure_point,
+    bars,
     add_options=_add_options,
 )
 

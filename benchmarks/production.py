@@ -366,9 +366,15 @@ def _add_options(parser: argparse.ArgumentParser) -> None:
 
 
 BENCHMARK = harness.Benchmark(
-    *("production", SWEEPS, points),
+    "production",
+    SWEEPS,
+    points,
     lambda point: dataclasses.replace(point, case=shrink(point.case)),
-    *(measure_point, bars, bars, _add_options, ceilings),
+    measure_point,
+    bars,
+    bars,
+    _add_options,
+    ceilings,
 )
 
 

@@ -61,7 +61,7 @@ def _users(rng: Generator, batch: int) -> int:
 
 def _user_index(batch: int, users: int, kind: str) -> np.ndarray:
     """Draws every candidate's user, [batch] int32; some users may be absent unless "even"."""
-    counts = np.random.default_rng(0).multinomial(batch, np.full(users, 1 / users))
+    counts: np.ndarray = np.random.default_rng(0).multinomial(batch, np.full(users, 1 / users))
     if kind == "even":
         counts = np.diff(np.linspace(0, batch, users + 1).astype(np.int64))
     index = np.repeat(np.arange(users, dtype=np.int32), counts)

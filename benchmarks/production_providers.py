@@ -152,7 +152,9 @@ def _grouped(
         return attend(query, key, value, key_value_seq_lengths=lengths)
 
     return Contender(
-        *(name, stage, run),
+        name,
+        stage,
+        run,
         (folded, jnp.pad(key, pad), jnp.pad(value, pad)),
         () if lengths is None else (lengths,),
         fold.unfold,
@@ -326,8 +328,13 @@ def _gdpa(shape: GdpaShape) -> Iterator[Callable[[], Contender]]:
             return (of_query, *map(unpad, gradients[1:]))
 
         return Contender(
-            *("cudnn-softmax", "softmax attention by cuDNN, sequences padded before", run),
-            *((query, pad(key), pad(value)), numbers, unpad_q, finish_gradients),
+            "cudnn-softmax",
+            "softmax attention by cuDNN, sequences padded before",
+            run,
+            (query, pad(key), pad(value)),
+            numbers,
+            unpad_q,
+            finish_gradients,
             is_comparable=s.activation == "softmax",
         )
 

@@ -175,14 +175,20 @@ def device_peaks(sizes: Sizes, providers: Sequence[Provider]) -> dict[str, int |
                 "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
             }
         )
-        options: dict[str, Any] = {"cwd": children.ROOT, "text": True, "check": True}
-        run = functools.partial(subprocess.run, env=environment, **options)
         for provider in providers:
             command = children.command("benchmarks.ranking", "--peak-of", provider.name, given)
             peaks[provider.name], reason = None, ""
             try:
                 for _ in range(2):
-                    done = run(command, timeout=PEAK_SECONDS, capture_output=True)
+                    done = subprocess.run(
+                        command,
+                        cwd=children.ROOT,
+                        env=environment,
+                        timeout=PEAK_SECONDS,
+                        capture_output=True,
+                        text=True,
+                        check=True,
+                    )
                 peaks[provider.name] = json.loads(done.stdout.splitlines()[-1])
             except (subprocess.CalledProcessError, subprocess.TimeoutExpired) as error:
                 reason = f": {error} {str(error.stderr)[-500:]}"
@@ -213,6 +219,7 @@ def peak_of(name: str, sizes: Sizes) -> int | None:
 
 def bars(point: Record, all_points: Sequence[Record], name: str) -> str:
     """Formats the figures of a provider at the default point, each next to its bar."""
+    del all_points
     ours, copies, hand, rewritten = (
         provider_of(point, p.name) for p in (OURS, COPIES, BY_HAND, REWRITTEN)
     )
@@ -260,9 +267,15 @@ def _add_options(parser: argparse.ArgumentParser) -> None:
 
 
 BENCHMARK = Benchmark(
-    *("ranking", SWEEPS, harness.of_sweeps(points)),
+    "ranking",
+    SWEEPS,
+    lambda o: (point for sweep in o.sweep for point in points(sweep)),
     lambda point: dataclasses.replace(point, case=small(point.case)),
-    *(_measure, bars, describe_all, _add_options, _measure_peaks),
+    _measure,
+    bars,
+    describe_all,
+    _add_options,
+    _measure_peaks,
     times_matmul=False,
 )
 

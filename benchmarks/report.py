@@ -21,7 +21,6 @@ import pathlib
 import re
 import sys
 from collections.abc import Callable, Container, Mapping, Sequence
-from operator import itemgetter
 from typing import Any, NamedTuple
 
 from benchmarks import plots, records, tables, timing
@@ -75,6 +74,10 @@ def _sweeps(*names: str) -> Callable[[Record], list[Record]]:
     return lambda results: [point for point in results["points"] if point["sweep"] in names]
 
 
+def _field(name: str) -> Callable[[Record], Any]:
+    return lambda results: results[name]
+
+
 def _of_prefix(prefix: str) -> Callable[[Record], list[Record]]:
     def points(results: Record) -> list[Record]:
         return plots.gdpa_points(results) if tables.gdpa_prefix(results) == prefix else []
@@ -85,13 +88,8 @@ def _of_prefix(prefix: str) -> Callable[[Record], list[Record]]:
 OF_MATMUL, COMPRESSION = "fraction of the matmul over", "linear_compression"
 PLOTS = (
     Plot(
-        *(
-            "attention",
-            "attention-lengths",
-            f"{OF_MATMUL} the keys of a user",
-            plots.attention,
-            _sweeps("s"),
-        ),
+        *("attention", "attention-lengths", f"{OF_MATMUL} the keys of a user"),
+        *(plots.attention, _sweeps("s")),
     ),
     *(
         Plot(
@@ -121,16 +119,19 @@ PLOTS = (
     ),
     Plot(
         *("movielens", "movielens-quality", "loss and AUC over steps"),
-        *(movielens.draw, itemgetter("curves"), "movielens"),
+        *(movielens.draw, _field("curves"), "movielens"),
     ),
     Plot(
         *("scaling", "scaling-table", "speed-up over devices"),
-        *(plots.scaling, itemgetter("points"), "scaling"),
+        *(plots.scaling, _field("points"), "scaling"),
     ),
     Plot(
-        *("production", "production-table"),
+        "production",
+        "production-table",
         "drawn workloads: fraction of the roofline and speed-up, one dot each",
-        *(plots.production, itemgetter("points"), "production"),
+        plots.production,
+        _field("points"),
+        "production",
     ),
 )
 
@@ -210,8 +211,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--root", type=pathlib.Path, default=ROOT, help="root of the documents")
     parser.add_argument("--check", action="store_true", help="write nothing, fail on differences")
     parser.add_argument("--only", nargs="+", metavar="NAME", help="replace these blocks alone")
-    words = "replace newer and larger tables, too"
-    parser.add_argument("--overwrite", "--force", action="store_true", help=words)
+    parser.add_argument(
+        "--overwrite", "--force", action="store_true", help="replace newer and larger tables, too"
+    )
     args = parser.parse_args(argv)
     try:
         results = records.joined({str(x): timing.read_results(x) for x in args.results})

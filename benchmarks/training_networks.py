@@ -148,12 +148,17 @@ def ours(sizes: Sizes, inputs: Inputs) -> Attention:
         ikbo_jax.gdpa, activation=ACTIVATION, approx=APPROX, scale=sizes.head_dim**-0.5
     )
     of_sequence = {"output_scale": sizes.max_length**-0.5, "max_seqlen_kv": sizes.max_length}
-    of_pooled = {"output_scale": sizes.seeds**-0.5, "max_seqlen_kv": sizes.seeds}
-    of_rows = {"max_seqlen_q": sizes.max_length}
     return Attention(
-        lambda *qkv: gdpa(*qkv, offsets, offsets, **of_rows, **of_sequence),
-        lambda *qkv: gdpa(*qkv, None, offsets, broadcast_q=True, **of_sequence),
-        lambda *qkv: gdpa(*qkv, offsets, pooled, **of_rows, **of_pooled),
+        lambda q, k, v: gdpa(
+            q, k, v, offsets, offsets, max_seqlen_q=sizes.max_length, **of_sequence
+        ),
+        lambda q, k, v: gdpa(q, k, v, None, offsets, broadcast_q=True, **of_sequence),
+        lambda q, k, v: gdpa(
+            *(q, k, v, offsets, pooled),
+            max_seqlen_q=sizes.max_length,
+            max_seqlen_kv=sizes.seeds,
+            output_scale=sizes.seeds**-0.5,
+        ),
     )
 
 
