@@ -206,7 +206,8 @@ class Op[C: Call, A, R](abc.ABC):
             part = self.part(call, parts, division)
             part_plan = self._plan_of_part(plan, part, division)
             results = part.mask(self._vmappable(part.call, part_plan, part.arrays))
-            return self.joined(results, named, arrays, division)
+            # Not the whole arrays: caches keep `local`, and with it their tracers.
+            return self.joined(results, named, parts, division)
 
         operands = (named.arrays, arrays)
         results: R = _run_divided(local, (plan, call), operands, named.results, named.split)
@@ -218,7 +219,7 @@ class Op[C: Call, A, R](abc.ABC):
         return Part(call, arrays)
 
     def joined(self, results: R, named: Named, arrays: A, division: Division) -> R:
-        """Joins one device's part of the results with other devices' parts of the same results."""
+        """Joins a device's part of the results, from its part of the arrays, with other devices'."""
         del named, arrays, division
         return results
 

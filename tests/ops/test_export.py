@@ -96,7 +96,7 @@ CASES: dict[str, tuple[Callable[..., Any], tuple[Any, ...], dict[str, int]]] = {
     "linear_compression_gradient": (
         gradient(ikbo.linear_compression, 4),
         COMPRESSION,
-        {LINEAR: 2, f"{LINEAR}_d_weight": 2, f"{LINEAR}_sums": 1},
+        {LINEAR: 2, f"{LINEAR}_d_weight": 2, "ikbo_segment_sum": 1},
     ),
     "multilevel": (three_levels, LEVELS, {LINEAR: 2}),
     "attention": (ikbo.attention, ATTENTION, {ATTEND: 1}),
