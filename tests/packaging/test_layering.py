@@ -42,7 +42,7 @@ ALLOWED: dict[str, tuple[str, ...]] = {
     "serving": (),
     "pallas": (),
     "pallas.hopper": ("problems",),
-    "pallas.activations": ("reference",),
+    "pallas.activations": ("reference", "pallas.hopper"),
     "pallas.worklist": ("problems", "reference", "pallas.hopper"),
     "pallas.flash": KERNEL_PARTS,
     "pallas.attention_backward": (*KERNEL_PARTS, "pallas.gdpa_backward"),

@@ -1,12 +1,8 @@
 """Compiles Mosaic GPU kernels for sm_90a on a machine without a GPU.
 
-JAX's CUDA plugin exports the function that compiles a Mosaic GPU module.  Of the driver it asks for
-nothing but the compute capability, so a stand-in for libcuda.so.1 that answers 9.0 is enough; the
-kernel cannot be loaded afterwards, but by then ptxas has said what there is to know: registers,
-spills, serialised WGMMAs.  The shared memory of a launch stands in the module.
-
-The plugin runs in a process of its own: the stand-in has to be found before the real driver, and a
-crash of the compiler must not take the tests along.
+JAX's CUDA plugin exports the function that compiles a Mosaic GPU module. It asks the driver for the
+compute capability alone, so a stand-in for libcuda.so.1 that answers 9.0 is enough. The plugin runs
+in another process, which finds the stand-in first, and whose crash does not end the tests.
 """
 
 from __future__ import annotations
@@ -37,11 +33,9 @@ from jaxlib.mlir import ir, passmanager
 from ikbo_jax.problems.hopper import MAX_SMEM_BYTES
 
 INSTALL = "pip install 'ikbo-jax[offline]'"
-#: Longest time one kernel may take to compile, seconds.
-TIMEOUT = 120
+TIMEOUT = 120  # seconds in which a kernel must compile
 
-# The dialect of serialised modules has no module of Python. MLIR's bindings try to import one at
-# each of its operations, until an import succeeds. That took a ninth of a test's time.
+# MLIR's bindings try to import a module of the dialect at each operation: a ninth of a test's time.
 _DIALECT = "jaxlib.mlir.dialects.stable_mosaic_gpu"
 sys.modules.setdefault(_DIALECT, types.ModuleType(_DIALECT))
 
@@ -117,13 +111,12 @@ class CompiledKernel:
     @property
     def faults(self) -> list[str]:
         """What makes the kernel unfit to run; empty for a good one."""
-        faults = list(self.ptxas.serialized)
-        if self.ptxas.spill_bytes or self.ptxas.stack_bytes:
-            faults.append(
-                f"{self.ptxas.spill_bytes} bytes spilled, {self.ptxas.stack_bytes} bytes of stack"
-            )
-        if self.ptxas.wide_descriptors:
-            names = ", ".join(self.ptxas.wide_descriptors)
+        report, faults = self.ptxas, list(self.ptxas.serialized)
+        if report.spill_bytes or report.stack_bytes:
+            spilled, stack = report.spill_bytes, report.stack_bytes
+            faults.append(f"{spilled} bytes spilled, {stack} bytes of stack")
+        if report.wide_descriptors:
+            names = ", ".join(report.wide_descriptors)
             faults.append(f"descriptors {names} add a product of 64 bits: CUDA 13.0 may crash")
         return faults
 

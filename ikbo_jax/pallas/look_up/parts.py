@@ -17,29 +17,22 @@ from jax.experimental import pallas as pl
 
 from ikbo_jax.pallas.hopper.launch import WarpgroupContext
 from ikbo_jax.pallas.hopper.per_thread import Threads, same
+from ikbo_jax.pallas.look_up import gather
 
 #: Candidates that a thread reads at once in a search.
 _SAMPLES = 4
 
 
 @dataclasses.dataclass(frozen=True)
-class Shape:
-    """Static description of a launch.
+class Shape(gather.Shape):
+    """Adds to a lookup's shape how sums divide over CTAs.
 
     Attributes:
-      batch: candidates.
-      users: users.
-      vectors: vectors of a row.
-      words: 32-bit words of a vector.
       numbers: numbers of a vector.
       chunks: chunks of columns.
       slices: CTAs of a chunk.
     """
 
-    batch: int
-    users: int
-    vectors: int
-    words: int
     numbers: int
     chunks: int
     slices: int
