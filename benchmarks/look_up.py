@@ -56,7 +56,7 @@ class Point:
 
 
 def drawn(count: int = 20, seed: int = 47) -> list[Point]:
-    """Draws sizes, the logarithms of which are uniform."""
+    """Draws sizes whose logarithms are uniform."""
     rng, found = np.random.default_rng(seed), list[Point]()
     while len(found) < count:
         batch = int(2 ** rng.uniform(6, 16))

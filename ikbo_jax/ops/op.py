@@ -219,7 +219,7 @@ class Op[C: Call, A, R](abc.ABC):
         return Part(call, arrays)
 
     def joined(self, results: R, named: Named, arrays: A, division: Division) -> R:
-        """Joins a device's results, of its part of the arrays, with those of other devices."""
+        """Joins the results of one device's part of the arrays with other devices' results."""
         del named, arrays, division
         return results
 
