@@ -194,8 +194,10 @@ class Session:
             "forms": await self.both_forms(),
             "swap": await self.swap(),
             "overload": await self.overload(),
-            "kill": await self.kill(),
+            # Before a replica is killed: its replacement has counts of its own.
             "metrics": await load.metrics(self.url, 2),
+            "kill": await self.kill(),
+            "metrics_of_replacement": await load.metrics(self.url, 2),
         }
 
 
