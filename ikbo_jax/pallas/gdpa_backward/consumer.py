@@ -12,7 +12,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from ikbo_jax.pallas.activations import slopes as gdpa_slopes
-from ikbo_jax.pallas.gdpa_backward import softmax
+from ikbo_jax.pallas.gdpa_backward import masked, softmax
 from ikbo_jax.pallas.gdpa_backward.context import (
     BLOCKS,
     FIRST_ROW,
@@ -82,8 +82,9 @@ def _issue_sum(
     begin: int,
     operand: int,
     step: Any,
+    is_defined: Any = None,
 ) -> jax.Array:
-    """Issues `total` (None: zero) plus `rows` times a block's rows from `begin` on."""
+    """Issues `total` (None, or not `is_defined`: zero) plus `rows` times a block's rows from `begin` on."""
     return mma.add_product(
         total,
         rows,
@@ -91,6 +92,7 @@ def _issue_sum(
         ctx.staging(operand),
         columns=ctx.shape.head_dim,
         begin=begin,
+        is_defined=is_defined,
         interpret=ctx.interpret,
     )
 
@@ -116,8 +118,10 @@ def _multiply(
     scores: jax.Array,
     item: Any,
     step: Any,
+    is_defined: Any = None,
 ) -> tuple[jax.Array, ...]:
-    """Issues the sums (None: zero) plus the products of a block, whose scores are computed."""
+    """Issues the sums (None, or not `is_defined`: zero) plus the products of a block, whose scores
+    are computed."""
     shape, dtype = ctx.shape, ctx.operands.stationary[0].dtype
     streamed = ctx.shared.streamed
     head = streamed.word(step, 1)
@@ -133,9 +137,12 @@ def _multiply(
             weights = slope = softmax.weights(ctx, rows, some, begin, step)
         else:
             weights, slope = _activate(ctx, head, some)
+        if shape.has_mask:
+            weights, slope = masked.keep_seen(ctx, item, step, begin, weights, slope)
         slopes.append(slope)
         if shape.is_for_keys:
-            d_value = _issue_sum(ctx, d_value, weights.astype(dtype), begin, 1, step)
+            defined = is_defined if begin == 0 else None
+            d_value = _issue_sum(ctx, d_value, weights.astype(dtype), begin, 1, step, defined)
     mma.wait(1 if shape.is_for_keys else 0, interpret=ctx.interpret)
     d_weights = mma.after_wait(d_weights, interpret=ctx.interpret)
     slope = jnp.concatenate(slopes, axis=1)
@@ -143,7 +150,7 @@ def _multiply(
         d_scores = softmax.d_scores(ctx, rows, d_weights, slope, step)
     else:
         d_scores = gdpa_slopes.d_scores(shape.activation, d_weights, slope)
-    total = _issue_sum(ctx, total, d_scores.astype(dtype), 0, 0, step)
+    total = _issue_sum(ctx, total, d_scores.astype(dtype), 0, 0, step, is_defined)
     return (total,) if d_value is None else (total, d_value)
 
 
@@ -159,6 +166,8 @@ def _complete(
 def _tile(ctx: BackwardContext, item: Any, first_step: Any) -> Any:
     """Computes and stores a tile; returns the next tile's first step."""
     stationary = ctx.shared.stationary
+    if ctx.shape.has_mask:
+        return _masked_tile(ctx, item, first_step)
     _receive_tile(ctx, item)
     rows = softmax.receive_rows(ctx)
 
@@ -182,6 +191,63 @@ def _tile(ctx: BackwardContext, item: Any, first_step: Any) -> Any:
     if stationary.slots == 1:
         _free_stored_slot(ctx, item)
     return end
+
+
+def _masked_tile(ctx: BackwardContext, item: Any, first_step: Any) -> Any:
+    """Like `_tile`, with a mask: of the blocks before the end, computes those that a row sees."""
+    streamed, columns = ctx.shared.streamed, ctx.shape.head_dim
+    ctx.shared.stationary.await_ready(item)
+    rows = softmax.receive_rows(ctx)
+    free_slot = functools.partial(_free_stored_slot, ctx, item - 1)
+    nothing = jnp.int32(-1)
+
+    def release(step: Any) -> None:
+        pl.when(step >= 0)(functools.partial(streamed.release, step))
+
+    def receive(step: Any, multiplied: Any) -> tuple[Any, Any, Any]:
+        _receive(ctx, step)
+        return step, streamed.word(step, masked.FLAGS), multiplied
+
+    def skip(block: tuple[Any, Any, Any]) -> tuple[Any, Any, Any]:
+        # The producer may need the multiplied block's stage for the next block.
+        step, _, multiplied = block
+        mma.wait(0, interpret=ctx.interpret)
+        release(multiplied)
+        streamed.release(step)
+        return receive(step + 1, nothing)
+
+    def seen_from(step: Any, multiplied: Any) -> tuple[Any, Any, Any]:
+        """Receives blocks up to one that is computed, or the end: (step, flags, block to free)."""
+        is_unseen = functools.partial(masked.is_unseen, ctx)
+        return lax.while_loop(is_unseen, skip, receive(step, multiplied))
+
+    def complete(sums: tuple[jax.Array, ...], multiplied: Any) -> tuple[jax.Array, ...]:
+        sums = tuple(mma.after_wait(x, interpret=ctx.interpret) for x in sums)
+        release(multiplied)
+        return sums
+
+    def add(carry: tuple[Any, ...]) -> tuple[Any, ...]:
+        (step, _, multiplied), has_sums, sums = carry
+        scores = _issue_scores(ctx, 0, item, step)
+        mma.wait(0, interpret=ctx.interpret)
+        scores = mma.after_wait(scores, interpret=ctx.interpret)
+        sums = complete(sums, multiplied)
+        sums = _multiply(ctx, rows, sums, scores, item, step, has_sums)
+        pl.when(~has_sums & (item > 0))(free_slot)
+        return seen_from(step + 1, step), jnp.bool_(True), sums
+
+    sums = (mma.undefined(columns, interpret=ctx.interpret),) * len(ctx.shape.scales)
+    start = seen_from(first_step, nothing), jnp.bool_(False), sums
+    (end, _, multiplied), has_sums, sums = lax.while_loop(
+        lambda carry: carry[0][1] != masked.END, add, start
+    )
+    mma.wait(0, interpret=ctx.interpret)
+    sums = complete(sums, multiplied)
+    streamed.release(end)
+    pl.when(~has_sums & (item > 0))(free_slot)
+    sums = tuple(jnp.where(has_sums, x, jnp.zeros_like(x)) for x in sums)
+    _store(ctx, mosaic.opaque(item, interpret=ctx.interpret), sums)
+    return end + 1
 
 
 def _free_stored_slot(ctx: BackwardContext, item: Any) -> None:
