@@ -29,6 +29,9 @@ from ikbo_jax.problems.hopper import WGMMA_M
 #: products in between, ptxas activates all columns together, and spills. For the same reason the
 #: product in flight meanwhile is the one with activated scores, not the gradients of weights.
 ACTIVATED_COLUMNS = 16
+#: What a consumer's loop over a masked tile carries beside a block's flags (`masked`): the block
+#: before is not yet free; the sums have a product.
+HOLDS_BLOCK, HAS_SUMS = 16, 32
 
 
 def _receive(ctx: BackwardContext, step: Any) -> None:
@@ -119,9 +122,10 @@ def _multiply(
     item: Any,
     step: Any,
     is_defined: Any = None,
+    mask: Any = None,
 ) -> tuple[jax.Array, ...]:
     """Issues the sums (None, or not `is_defined`: zero) plus the products of a block, whose scores
-    are computed."""
+    are computed. `mask`: flags and bits of the block, if there is a mask."""
     shape, dtype = ctx.shape, ctx.operands.stationary[0].dtype
     streamed = ctx.shared.streamed
     head = streamed.word(step, 1)
@@ -137,8 +141,8 @@ def _multiply(
             weights = slope = softmax.weights(ctx, rows, some, begin, step)
         else:
             weights, slope = _activate(ctx, head, some)
-        if shape.has_mask:
-            weights, slope = masked.keep_seen(ctx, item, step, begin, weights, slope)
+        if mask is not None:
+            weights, slope = masked.keep_seen(ctx, mask, begin, weights, slope)
         slopes.append(slope)
         if shape.is_for_keys:
             defined = is_defined if begin == 0 else None
@@ -199,51 +203,52 @@ def _masked_tile(ctx: BackwardContext, item: Any, first_step: Any) -> Any:
     ctx.shared.stationary.await_ready(item)
     rows = softmax.receive_rows(ctx)
     free_slot = functools.partial(_free_stored_slot, ctx, item - 1)
-    nothing = jnp.int32(-1)
 
-    def release(step: Any) -> None:
-        pl.when(step >= 0)(functools.partial(streamed.release, step))
+    def release(step: Any, state: Any) -> None:
+        pl.when((state & HOLDS_BLOCK) != 0)(functools.partial(streamed.release, step - 1))
 
-    def receive(step: Any, multiplied: Any) -> tuple[Any, Any, Any]:
+    def receive(step: Any, state: Any) -> tuple[Any, Any]:
         _receive(ctx, step)
-        return step, streamed.word(step, masked.FLAGS), multiplied
+        return step, masked.received_flags(ctx, step) | state
 
-    def skip(block: tuple[Any, Any, Any]) -> tuple[Any, Any, Any]:
-        # The producer may need the multiplied block's stage for the next block.
-        step, _, multiplied = block
+    def skip(carry: tuple[Any, Any]) -> tuple[Any, Any]:
+        # The producer may need the stage of the last multiplied block for the next block.
+        step, state = carry
         mma.wait(0, interpret=ctx.interpret)
-        release(multiplied)
+        release(step, state)
         streamed.release(step)
-        return receive(step + 1, nothing)
+        return receive(step + 1, state & HAS_SUMS)
 
-    def seen_from(step: Any, multiplied: Any) -> tuple[Any, Any, Any]:
-        """Receives blocks up to one that is computed, or the end: (step, flags, block to free)."""
-        is_unseen = functools.partial(masked.is_unseen, ctx)
-        return lax.while_loop(is_unseen, skip, receive(step, multiplied))
+    def seen_from(step: Any, state: Any) -> tuple[Any, Any]:
+        """Receives blocks up to one that is computed, or the end; returns its step and state."""
+        unseen = masked.UNSEEN
+        return lax.while_loop(lambda x: (x[1] & unseen) != 0, skip, receive(step, state))
 
-    def complete(sums: tuple[jax.Array, ...], multiplied: Any) -> tuple[jax.Array, ...]:
+    def complete(sums: tuple[jax.Array, ...], step: Any, state: Any) -> tuple[jax.Array, ...]:
         sums = tuple(mma.after_wait(x, interpret=ctx.interpret) for x in sums)
-        release(multiplied)
+        release(step, state)
         return sums
 
     def add(carry: tuple[Any, ...]) -> tuple[Any, ...]:
-        (step, _, multiplied), has_sums, sums = carry
+        (step, state), sums = carry
         scores = _issue_scores(ctx, 0, item, step)
         mma.wait(0, interpret=ctx.interpret)
         scores = mma.after_wait(scores, interpret=ctx.interpret)
-        sums = complete(sums, multiplied)
-        sums = _multiply(ctx, rows, sums, scores, item, step, has_sums)
+        sums = complete(sums, step, state)
+        has_sums = (state & HAS_SUMS) != 0
+        mask = state, masked.seen_bits(ctx, item, step, state)
+        sums = _multiply(ctx, rows, sums, scores, item, step, has_sums, mask)
         pl.when(~has_sums & (item > 0))(free_slot)
-        return seen_from(step + 1, step), jnp.bool_(True), sums
+        return seen_from(step + 1, HOLDS_BLOCK | HAS_SUMS), sums
 
     sums = (mma.undefined(columns, interpret=ctx.interpret),) * len(ctx.shape.scales)
-    start = seen_from(first_step, nothing), jnp.bool_(False), sums
-    (end, _, multiplied), has_sums, sums = lax.while_loop(
-        lambda carry: carry[0][1] != masked.END, add, start
+    (end, state), sums = lax.while_loop(
+        lambda carry: (carry[0][1] & masked.END) == 0, add, (seen_from(first_step, 0), sums)
     )
     mma.wait(0, interpret=ctx.interpret)
-    sums = complete(sums, multiplied)
+    sums = complete(sums, end, state)
     streamed.release(end)
+    has_sums = (state & HAS_SUMS) != 0
     pl.when(~has_sums & (item > 0))(free_slot)
     sums = tuple(jnp.where(has_sums, x, jnp.zeros_like(x)) for x in sums)
     _store(ctx, mosaic.opaque(item, interpret=ctx.interpret), sums)

@@ -26,8 +26,10 @@ from ikbo_jax.reference.activations import SOFTMAX
 #: tile's `ORIGIN` instead: the first row of its statistics, or its first key.
 FIRST_ROW, ROWS, HEAD, HAS_BLOCKS, BLOCKS = range(5)
 ORIGIN = BLOCKS
-#: (activation, approximation) that spill beside two sums unless a branch encloses the activation.
+#: (activation, approximation) that spill beside two sums unless a branch encloses the activation,
+#: and which one does with a mask, too.
 SPILLING_ACTIVATIONS = (("gelu", None), ("gelu", "tanh"), ("silu", "tanh"))
+MASKED_SPILLING_ACTIVATION = ("gelu_tanh", None)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,7 +68,9 @@ class Shape:
         names = self.activation.names
         is_alone, kind = len(set(names)) == 1, (names[0], self.activation.approx)
         is_wide = self.is_for_keys and self.head_dim > BLOCK_K
-        return is_wide and is_alone and kind in SPILLING_ACTIVATIONS
+        spills = kind in SPILLING_ACTIVATIONS
+        spills |= self.has_mask and kind == MASKED_SPILLING_ACTIVATION
+        return is_wide and is_alone and spills
 
 
 class Operands(NamedTuple):

@@ -18,12 +18,10 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.experimental import pallas as pl
-from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from ikbo_jax.pallas.activations import slopes as gdpa_slopes
 from ikbo_jax.pallas.gdpa_backward.context import ORIGIN, BackwardContext
-from ikbo_jax.pallas.hopper import mosaic, stores
+from ikbo_jax.pallas.hopper import mosaic, seen
 from ikbo_jax.pallas.worklist.lists import STATISTICS_ROW, Offsets, Works
 from ikbo_jax.problems.hopper import NUM_CONSUMERS, TILE_ROWS, WGMMA_M
 from ikbo_jax.reference import jagged
@@ -31,17 +29,18 @@ from ikbo_jax.reference import jagged
 #: Words of a block's descriptor: what consumers do with it; its first key, or its first query's row
 #: of `Masks.rows`.
 FLAGS, FIRST = 2, 3
-#: Flags of a consumer, each in `FLAG_BITS`: no row sees a key; some row's range ends in the block,
-#: or some row's gap begins or ends there. `END`: no block follows.
-UNSEEN, CUT, GAP, FLAG_BITS = 1, 2, 4, 4
-NO_ROW_SEES = UNSEEN | UNSEEN << FLAG_BITS
-END = 1 << 2 * FLAG_BITS
+#: Flags of a consumer, which has `FLAG_BITS`: no row sees a key; some row's range begins or ends in
+#: the block, or some row's gap does; no block follows.
+UNSEEN, CUT, GAP, END = 1, 2, 4, 8
+FLAG_BITS, ALL_FLAGS = 4, 15
+NO_ROW_SEES, BOTH_END = (x | x << FLAG_BITS for x in (UNSEEN, END))
 #: Words of a tile, in place of the number of blocks and of padding: the first block that its rows
 #: see, and the last one plus 1; counted from the first one of the keys' sequence, or of all blocks
 #: of queries.
 BEGIN_BLOCK, END_BLOCK = 5, 7
-#: Words of a group. Keys that a row sees: first, and last plus 1; begin and end of the keys in all
-#: ranges; of the keys that hold all gaps; of the keys in all gaps.
+#: Words of a group, first and last key plus 1: of keys that a row sees, of keys in the ranges of all
+#: rows, of keys between the first and the last gap, of keys in the gaps of all rows.
+SEEN, IN_RANGES, NEAR_GAPS, IN_GAPS = 0, 2, 4, 6
 GROUP_WORDS = 8
 
 
@@ -49,7 +48,7 @@ class Masks(NamedTuple):
     """Device memory, for rows in the order of a softmax's statistics; keys count from their first.
 
     Attributes:
-      rows: [4, rows] int32, begin and end of every row's range, and of the gap in it.
+      rows: [2, rows, 2] int32, begin and end of every row's range, and of the gap in it.
       groups: [groups, GROUP_WORDS] int32.
     """
 
@@ -91,14 +90,14 @@ def mask_work(
     """
     assert works.blocks is not None
     position = jnp.arange(WGMMA_M, dtype=jnp.int32)
-    is_row = position < works.blocks[:, 1:]
-    number = jnp.where(is_row, works.blocks[:, :1] + position, 0)
+    is_row = position[None] < works.blocks[:, 1:]
+    number = jnp.where(is_row, works.blocks[:, :1] + position[None], 0)
     seen = jnp.where(is_row[..., None], intervals.at[number].get(mode="clip"), 0)
     rows = _ranges_and_gaps(seen)
     groups = _groups(rows, is_row)
     words = jnp.stack(groups, axis=1)
     masks = Masks(
-        jnp.pad(jnp.moveaxis(rows, 2, 0).reshape(4, -1), ((0, 0), (0, TILE_ROWS))),
+        jnp.pad(jnp.moveaxis(rows.reshape(-1, 2, 2), 1, 0), ((0, 0), (0, TILE_ROWS), (0, 0))),
         jnp.pad(words, ((0, NUM_CONSUMERS), (0, 0))),
     )
     queries = _sorted(works.queries, *_key_blocks(works.queries, masks.groups, query_block))
@@ -180,9 +179,10 @@ def _query_blocks(
         kv_of = offsets.q_to_kv.at[sequence].get(mode="clip")
         kv_of = jnp.clip(kv_of, 0, starts.size - 1)
     # [tiles, blocks], which XLA fuses with the sums: 512 x 1,024 for 65,536 rows.
-    is_seen = groups.sees(key[:, None], TILE_ROWS) & (kv[:, None] == kv_of)
+    of_blocks = _Groups(*(x[None] for x in groups))
+    is_seen = of_blocks.sees(key[:, None], TILE_ROWS) & (kv[:, None] == kv_of[None])
     is_seen &= keys.tiles[:, 5:6] > 0
-    number = jnp.arange(blocks.shape[0], dtype=jnp.int32)
+    number = jnp.arange(blocks.shape[0], dtype=jnp.int32)[None]
     begin = jnp.min(jnp.where(is_seen, number, blocks.shape[0]), axis=1)
     end = jnp.max(jnp.where(is_seen, number + 1, 0), axis=1)
     keys = keys._replace(tiles=keys.tiles.at[:, STATISTICS_ROW].set(key))
@@ -215,89 +215,92 @@ def block_range(ctx: BackwardContext, tile: Any, first: Any, blocks: Any) -> tup
 
 def block_flags(ctx: BackwardContext, tile: Any, first: Any, done: Any) -> Any:
     """Compares a block, whose range has `done` rows before it, with both consumers' rows."""
-    origin, size = ctx.tile_word(tile, STATISTICS_ROW), ctx.config.block
-    found = []
-    for consumer in range(NUM_CONSUMERS):
+    def compare(consumer: Any, found: Any) -> Any:
+        origin = ctx.tile_word(tile, STATISTICS_ROW)
         if ctx.shape.is_for_keys:
             number, key, count = lax.div(first + done, WGMMA_M), origin + consumer * WGMMA_M, WGMMA_M
         else:
-            number, key, count = lax.div(origin, WGMMA_M) + consumer, done, size
-        group = _Groups(*(ctx.operands.masks.groups[number, i] for i in range(GROUP_WORDS)))
+            number, key, count = lax.div(origin, WGMMA_M) + consumer, done, ctx.config.block
         end = key + count
-        is_cut = (key < group.range_begin) | (end > group.range_end)
-        has_gap = (key < group.gap_end) & (end > group.gap_begin)
-        flags = jnp.where(is_cut, CUT, 0) + jnp.where(has_gap, GAP, 0)
+
+        def words(first: int) -> list[Any]:
+            place = mosaic.opaque(number, interpret=ctx.interpret)
+            return [ctx.operands.masks.groups[place, first + i] for i in range(2)]
+
+        begins, ends = words(IN_RANGES)
+        flags = jnp.where((key < begins) | (end > ends), CUT, 0)
+        begins, ends = words(NEAR_GAPS)
+        flags = flags + jnp.where((key < ends) & (end > begins), GAP, 0)
+        begins, ends = words(IN_GAPS)
+        is_unseen = (key >= begins) & (end <= ends)
+        begins, ends = words(SEEN)
+        is_unseen = is_unseen | (key >= ends) | (end <= begins)
         has_rows = ctx.tile_word(tile, 2) > consumer * WGMMA_M
-        flags = jnp.where(group.sees(key, count) & has_rows, flags, UNSEEN)
-        found.append(flags << (FLAG_BITS * consumer))
-    return found[0] | found[1]
+        flags = jnp.where(is_unseen | ~has_rows, UNSEEN, flags)
+        return found | flags << (FLAG_BITS * consumer)
+
+    return compare(1, compare(0, jnp.int32(0)))
 
 
 # Consumers
 
 
-def _own_flags(ctx: BackwardContext, flags: Any) -> Any:
+def received_flags(ctx: BackwardContext, step: Any) -> Any:
+    """Reads a consumer's flags of a received block: 0, `UNSEEN`, `CUT` and `GAP`, or `END`."""
     consumer = mosaic.warpgroup_index("warpgroup", interpret=ctx.interpret)
-    return flags >> (FLAG_BITS * consumer)
+    return ctx.shared.streamed.word(step, FLAGS) >> (FLAG_BITS * consumer) & ALL_FLAGS
 
 
-def is_unseen(ctx: BackwardContext, block: tuple[Any, ...]) -> Any:
-    """Whether no row of the consumer sees a key of a block, (step, flags, ...)."""
-    return (_own_flags(ctx, block[1]) & UNSEEN) != 0
+def seen_bits(ctx: BackwardContext, item: Any, step: Any, flags: Any) -> jax.Array:
+    """Computes which scores of a tile and a block count."""
+    columns = ctx.config.block
+
+    def restrict(part: int, bits: jax.Array) -> jax.Array:
+        consumer = mosaic.warpgroup_index("warpgroup", interpret=ctx.interpret)
+        tile = mosaic.opaque(item, interpret=ctx.interpret)
+        places = [
+            ctx.shared.stationary.word(tile, ORIGIN) + consumer * WGMMA_M,
+            ctx.shared.streamed.word(step, FIRST),
+        ]
+        query, key = places[::-1] if ctx.shape.is_for_keys else places
+        return seen.restrict(
+            *(bits, ctx.operands.masks.rows, part, query, key, columns),
+            queries_are_rows=not ctx.shape.is_for_keys,
+            interpret=ctx.interpret,
+        )
+
+    bits = seen.all_bits(columns, interpret=ctx.interpret)
+    for part, flag in (seen.RANGE, CUT), (seen.GAP, GAP):
+        branch = functools.partial(restrict, part)
+        bits = lax.cond((flags & flag) != 0, branch, lambda x: x, bits)
+    return bits
 
 
 def keep_seen(
-    ctx: BackwardContext, item: Any, step: Any, begin: int, weights: jax.Array, slope: jax.Array
+    ctx: BackwardContext,
+    block: tuple[Any, jax.Array],
+    begin: int,
+    weights: jax.Array,
+    slope: jax.Array,
 ) -> tuple[jax.Array, jax.Array]:
     """Replaces weights and slopes of scores that a row does not see.
 
     Args:
       ctx: the consumer's context.
-      item: number of the tile.
-      step: of the block.
-      begin: first column of the block.
+      block: flags, and the bits of all scores.
+      begin: first column.
       weights: [64, columns] f32.
       slope: likewise; with a softmax, the same array.
     """
-    has_softmax = ctx.shape.has_softmax
-    fills = (0.0, 0.0 if has_softmax else gdpa_slopes.zero_slope(ctx.shape.activation))
-    kept = (weights,) if has_softmax or not ctx.shape.is_for_keys else (weights, slope)
-    if not has_softmax and not ctx.shape.is_for_keys:  # weights have no use
-        kept, fills = (slope,), fills[1:]
+    fills = [0.0] if ctx.shape.has_softmax else [0.0, gdpa_slopes.zero_slope(ctx.shape.activation)]
+    values = [weights, slope][: len(fills)]
+    if not ctx.shape.is_for_keys:  # weights have no use, unless they are the slopes, too
+        values, fills = values[-1:], fills[-1:]
+    flags, bits = block
 
-    def select(part: int, kept: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
-        is_seen = _is_inside(ctx, item, step, begin, kept[0].shape, 2 * part)
-        is_seen = ~is_seen if part else is_seen
-        return tuple(
-            jnp.where(is_seen, x, jnp.float32(fill)) for x, fill in zip(kept, fills, strict=False)
-        )
+    def select(*values: jax.Array) -> tuple[jax.Array, ...]:
+        return seen.keep(bits, values, fills, begin, interpret=ctx.interpret)
 
-    flags = _own_flags(ctx, ctx.shared.streamed.word(step, FLAGS))
-    for part, flag in enumerate((CUT, GAP)):
-        branch = functools.partial(select, part)
-        kept = lax.cond((flags & flag) != 0, branch, lambda x: x, kept)
+    is_cut = (flags & (CUT | GAP)) != 0
+    kept = lax.cond(is_cut, select, lambda *x: x, *values)
     return kept[0], kept[-1]
-
-
-def _is_inside(
-    ctx: BackwardContext, item: Any, step: Any, begin: int, shape: tuple[int, ...], number: int
-) -> jax.Array:
-    """Whether keys are in their rows' ranges (`number` 0) or gaps (2), of scores from `begin` on."""
-    consumer = mosaic.warpgroup_index("warpgroup", interpret=ctx.interpret)
-    item = mosaic.opaque(item, interpret=ctx.interpret)
-    origin = ctx.shared.stationary.word(item, ORIGIN) + consumer * WGMMA_M
-    first = ctx.shared.streamed.word(step, FIRST) + begin
-    axis = int(not ctx.shape.is_for_keys)  # of the keys
-    layout = stores.ROW_LAYOUT if axis else plgpu.Layout.WGMMA.reduce(0)
-    row, key = (origin, first) if axis else (first, origin)
-    rows = ctx.operands.masks.rows
-    ends = (
-        plgpu.load(
-            rows.at[number + i, pl.ds(row, shape[1 - axis])], layout=layout, optimized=False
-        )
-        - key
-        for i in range(2)
-    )
-    keys = plgpu.broadcasted_iota(jnp.int32, shape, axis, layout=plgpu.Layout.WGMMA)
-    first_key, last_key = (lax.broadcast_in_dim(x, shape, (1 - axis,)) for x in ends)
-    return (keys >= first_key) & (keys < last_key)

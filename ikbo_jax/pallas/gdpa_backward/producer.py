@@ -12,6 +12,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from ikbo_jax.pallas.gdpa_backward import masked
 from ikbo_jax.pallas.gdpa_backward.context import BackwardContext
 from ikbo_jax.pallas.gdpa_backward.softmax import ABSENT_ROWS
+from ikbo_jax.pallas.hopper import mosaic
 from ikbo_jax.pallas.worklist.lists import STATISTICS_ROW
 from ikbo_jax.problems.gdpa_backward import STATISTICS
 from ikbo_jax.problems.hopper import NUM_CONSUMERS, WGMMA_M
@@ -118,7 +119,6 @@ def _send_seen_blocks(ctx: BackwardContext, tile: Any, head: Any, step: Any) -> 
         q_head = block_head if shape.is_for_keys else head
 
         def send_range(index: Any, step: Any) -> Any:
-            source, target, rows = (ctx.range_word(index, i) for i in range(3))
             first = ctx.range_word(index, 3) if shape.is_for_keys else jnp.int32(0)
 
             def send(block: Any, step: Any) -> Any:
@@ -128,6 +128,9 @@ def _send_seen_blocks(ctx: BackwardContext, tile: Any, head: Any, step: Any) -> 
 
                 @pl.when(is_seen)
                 def _() -> None:
+                    # Read here, since the comparisons above leave no register for them.
+                    place = mosaic.opaque(index, interpret=ctx.interpret)
+                    source, target, rows = (ctx.range_word(place, i) for i in range(3))
                     rows_left = jnp.minimum(rows - done, size)
                     first_rows = [source + done, target + done]
                     if shape.has_softmax and shape.is_for_keys:
@@ -137,14 +140,17 @@ def _send_seen_blocks(ctx: BackwardContext, tile: Any, head: Any, step: Any) -> 
 
                 return step + is_seen.astype(jnp.int32)
 
-            blocks = masked.block_range(ctx, tile, first, pl.cdiv(rows, size))
+            blocks = masked.block_range(ctx, tile, first, pl.cdiv(ctx.range_word(index, 2), size))
             return lax.fori_loop(*blocks, send, step)
 
-        return lax.fori_loop(ctx.tile_word(tile, 3), ctx.tile_word(tile, 4), send_range, step)
+        begin, end = ctx.tile_word(tile, 3), ctx.tile_word(tile, 4)
+        if not shape.is_for_keys:  # tiles of queries have one range; without keys, no block of it
+            return send_range(begin, step)
+        return lax.fori_loop(begin, end, send_range, step)
 
     step = lax.fori_loop(0, shape.streamed_per_head, send_head, step)
     ring, zero = ctx.shared.streamed, jnp.int32(0)
-    ring.send_words(step, (jnp.int32(size), zero, jnp.int32(masked.END), zero), after=ring)
+    ring.send_words(step, (jnp.int32(size), zero, jnp.int32(masked.BOTH_END), zero), after=ring)
     copies = 2 * ring.tiles[1].shape[2] + STATISTICS * (shape.has_softmax and shape.is_for_keys)
     for _ in range(copies):  # in place of copies, which arrive when they are complete
         plgpu.barrier_arrive(ring.ready_at(step))
