@@ -20,6 +20,7 @@ from ikbo_jax import masks
 from ikbo_jax.ops import gdpa_backward as op
 from ikbo_jax.ops import gdpa_mask
 from ikbo_jax.problems import GdpaBackwardConfig
+from ikbo_jax.reference.gdpa import Arrays
 
 pytestmark = [pytest.mark.usefixtures("on_cpu"), pytest.mark.slow]
 
@@ -76,20 +77,14 @@ CASES = {
 }
 
 
-@pytest.mark.sampled(2)
-@pytest.mark.parametrize("name", CASES)
-@pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")
-def test_interpreted_masked_gradients_are_right_and_free_of_races(
-    name: str, launches: interpreter.Launches
-) -> None:
-    case = CASES[name]
-    arrays = problems_gdpa.make_arrays(case.shape, case.dtype)
+def gradients(arrays: Arrays, case: Case) -> tuple[jax.Array, ...]:
+    """Runs both kernels; `arrays` have intervals."""
     settings = problems_gdpa.make_settings(case.shape, case.activation)
-    arrays = gdpa_mask.with_intervals(case.mask.mask, arrays, settings)
     d_out = problems_gdpa.cotangent(arrays, settings)
+    residuals = forward(arrays, settings)
 
     @jax.jit
-    def run(arrays: Any, d_out: jax.Array, out: Any, lse: Any) -> tuple[jax.Array, ...]:
+    def run(arrays: Arrays, d_out: jax.Array, out: Any, lse: Any) -> tuple[jax.Array, ...]:
         return op.kernel_vjp(
             arrays,
             settings,
@@ -102,10 +97,34 @@ def test_interpreted_masked_gradients_are_right_and_free_of_races(
             interpret=PARAMS,
         )
 
-    found = jax.block_until_ready(run(arrays, d_out, *forward(arrays, settings)))
-    launches.assert_no_races(2)
+    return jax.block_until_ready(run(arrays, d_out, *residuals))
+
+
+def make_arrays(case: Case) -> Arrays:
+    arrays = problems_gdpa.make_arrays(case.shape, case.dtype)
+    settings = problems_gdpa.make_settings(case.shape, case.activation)
+    return gdpa_mask.with_intervals(case.mask.mask, arrays, settings)
+
+
+def assert_correct(found: tuple[jax.Array, ...], arrays: Arrays, case: Case) -> None:
+    """Holds every gradient to the error rule, against the oracle in f64."""
+    settings = problems_gdpa.make_settings(case.shape, case.activation)
+    d_out = problems_gdpa.cotangent(arrays, settings)
     _, exact = problems_masks.oracle(arrays, settings, d_out, case.mask.rule)
     plain = plain_vjp(arrays, settings, d_out)
     for array, want, rounded in zip(found, exact, plain, strict=True):
         assert array.dtype == case.dtype
         problems.assert_within_error_rule(array, want, rounded)
+
+
+@pytest.mark.sampled(2)
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")
+def test_interpreted_masked_gradients_are_right_and_free_of_races(
+    name: str, launches: interpreter.Launches
+) -> None:
+    case = CASES[name]
+    arrays = make_arrays(case)
+    found = gradients(arrays, case)
+    launches.assert_no_races(2)
+    assert_correct(found, arrays, case)

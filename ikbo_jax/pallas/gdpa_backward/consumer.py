@@ -30,8 +30,8 @@ from ikbo_jax.problems.hopper import WGMMA_M
 #: product in flight meanwhile is the one with activated scores, not the gradients of weights.
 ACTIVATED_COLUMNS = 16
 #: What a consumer's loop over a masked tile carries beside a block's flags (`masked`): the block
-#: before is not yet free; the sums have a product.
-HOLDS_BLOCK, HAS_SUMS = 16, 32
+#: before is not yet free; a block was multiplied.
+HOLDS_BLOCK, HAS_BEGUN = 16, 32
 
 
 def _receive(ctx: BackwardContext, step: Any) -> None:
@@ -85,9 +85,8 @@ def _issue_sum(
     begin: int,
     operand: int,
     step: Any,
-    is_defined: Any = None,
 ) -> jax.Array:
-    """Issues `total` (None, or not `is_defined`: zero) plus `rows` times a block's rows from `begin` on."""
+    """Issues `total` (None: zero) plus `rows` times a block's rows from `begin` on."""
     return mma.add_product(
         total,
         rows,
@@ -95,7 +94,6 @@ def _issue_sum(
         ctx.staging(operand),
         columns=ctx.shape.head_dim,
         begin=begin,
-        is_defined=is_defined,
         interpret=ctx.interpret,
     )
 
@@ -121,11 +119,12 @@ def _multiply(
     scores: jax.Array,
     item: Any,
     step: Any,
-    is_defined: Any = None,
     mask: Any = None,
 ) -> tuple[jax.Array, ...]:
-    """Issues the sums (None, or not `is_defined`: zero) plus the products of a block, whose scores
-    are computed. `mask`: flags and bits of the block, if there is a mask."""
+    """Issues the sums (None: zero) plus the products of a block, whose scores are computed.
+
+    `mask`: state and bits of the block, if there is a mask.
+    """
     shape, dtype = ctx.shape, ctx.operands.stationary[0].dtype
     streamed = ctx.shared.streamed
     head = streamed.word(step, 1)
@@ -145,8 +144,7 @@ def _multiply(
             weights, slope = masked.keep_seen(ctx, mask, begin, weights, slope)
         slopes.append(slope)
         if shape.is_for_keys:
-            defined = is_defined if begin == 0 else None
-            d_value = _issue_sum(ctx, d_value, weights.astype(dtype), begin, 1, step, defined)
+            d_value = _issue_sum(ctx, d_value, weights.astype(dtype), begin, 1, step)
     mma.wait(1 if shape.is_for_keys else 0, interpret=ctx.interpret)
     d_weights = mma.after_wait(d_weights, interpret=ctx.interpret)
     slope = jnp.concatenate(slopes, axis=1)
@@ -154,7 +152,7 @@ def _multiply(
         d_scores = softmax.d_scores(ctx, rows, d_weights, slope, step)
     else:
         d_scores = gdpa_slopes.d_scores(shape.activation, d_weights, slope)
-    total = _issue_sum(ctx, total, d_scores.astype(dtype), 0, 0, step, is_defined)
+    total = _issue_sum(ctx, total, d_scores.astype(dtype), 0, 0, step)
     return (total,) if d_value is None else (total, d_value)
 
 
@@ -199,10 +197,13 @@ def _tile(ctx: BackwardContext, item: Any, first_step: Any) -> Any:
 
 def _masked_tile(ctx: BackwardContext, item: Any, first_step: Any) -> Any:
     """Like `_tile`, with a mask: of the blocks before the end, computes those that a row sees."""
-    streamed, columns = ctx.shared.streamed, ctx.shape.head_dim
+    streamed = ctx.shared.streamed
     ctx.shared.stationary.await_ready(item)
     rows = softmax.receive_rows(ctx)
-    free_slot = functools.partial(_free_stored_slot, ctx, item - 1)
+
+    def free_slot(state: Any) -> None:
+        is_due = ((state & HAS_BEGUN) == 0) & (item > 0)
+        pl.when(is_due)(functools.partial(_free_stored_slot, ctx, item - 1))
 
     def release(step: Any, state: Any) -> None:
         pl.when((state & HOLDS_BLOCK) != 0)(functools.partial(streamed.release, step - 1))
@@ -217,7 +218,7 @@ def _masked_tile(ctx: BackwardContext, item: Any, first_step: Any) -> Any:
         mma.wait(0, interpret=ctx.interpret)
         release(step, state)
         streamed.release(step)
-        return receive(step + 1, state & HAS_SUMS)
+        return receive(step + 1, state & HAS_BEGUN)
 
     def seen_from(step: Any, state: Any) -> tuple[Any, Any]:
         """Receives blocks up to one that is computed, or the end; returns its step and state."""
@@ -235,22 +236,19 @@ def _masked_tile(ctx: BackwardContext, item: Any, first_step: Any) -> Any:
         mma.wait(0, interpret=ctx.interpret)
         scores = mma.after_wait(scores, interpret=ctx.interpret)
         sums = complete(sums, step, state)
-        has_sums = (state & HAS_SUMS) != 0
         mask = state, masked.seen_bits(ctx, item, step, state)
-        sums = _multiply(ctx, rows, sums, scores, item, step, has_sums, mask)
-        pl.when(~has_sums & (item > 0))(free_slot)
-        return seen_from(step + 1, HOLDS_BLOCK | HAS_SUMS), sums
+        sums = _multiply(ctx, rows, sums, scores, item, step, mask)
+        free_slot(state)
+        return seen_from(step + 1, HOLDS_BLOCK | HAS_BEGUN), sums
 
-    sums = (mma.undefined(columns, interpret=ctx.interpret),) * len(ctx.shape.scales)
+    sums = (mma.zeros(ctx.shape.head_dim, jnp.float32),) * len(ctx.shape.scales)
     (end, state), sums = lax.while_loop(
         lambda carry: (carry[0][1] & masked.END) == 0, add, (seen_from(first_step, 0), sums)
     )
     mma.wait(0, interpret=ctx.interpret)
     sums = complete(sums, end, state)
     streamed.release(end)
-    has_sums = (state & HAS_SUMS) != 0
-    pl.when(~has_sums & (item > 0))(free_slot)
-    sums = tuple(jnp.where(has_sums, x, jnp.zeros_like(x)) for x in sums)
+    free_slot(state)
     _store(ctx, mosaic.opaque(item, interpret=ctx.interpret), sums)
     return end + 1
 

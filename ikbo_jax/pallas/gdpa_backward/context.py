@@ -27,9 +27,9 @@ from ikbo_jax.reference.activations import SOFTMAX
 FIRST_ROW, ROWS, HEAD, HAS_BLOCKS, BLOCKS = range(5)
 ORIGIN = BLOCKS
 #: (activation, approximation) that spill beside two sums unless a branch encloses the activation,
-#: and which one does with a mask, too.
+#: and those that do with a mask, too.
 SPILLING_ACTIVATIONS = (("gelu", None), ("gelu", "tanh"), ("silu", "tanh"))
-MASKED_SPILLING_ACTIVATION = ("gelu_tanh", None)
+SPILLING_MASKED_ACTIVATIONS = (("gelu_tanh", None), ("silu", None))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,7 +51,7 @@ class Shape:
     activation: ActivationSpec
     scales: tuple[float, ...]
     workers: int
-    has_mask: bool = False
+    has_mask: bool = dataclasses.field(default=False, kw_only=True)
 
     @property
     def is_for_keys(self) -> bool:
@@ -69,7 +69,7 @@ class Shape:
         is_alone, kind = len(set(names)) == 1, (names[0], self.activation.approx)
         is_wide = self.is_for_keys and self.head_dim > BLOCK_K
         spills = kind in SPILLING_ACTIVATIONS
-        spills |= self.has_mask and kind == MASKED_SPILLING_ACTIVATION
+        spills |= self.has_mask and kind in SPILLING_MASKED_ACTIVATIONS
         return is_wide and is_alone and spills
 
 

@@ -215,10 +215,15 @@ def block_range(ctx: BackwardContext, tile: Any, first: Any, blocks: Any) -> tup
 
 def block_flags(ctx: BackwardContext, tile: Any, first: Any, done: Any) -> Any:
     """Compares a block, whose range has `done` rows before it, with both consumers' rows."""
+
     def compare(consumer: Any, found: Any) -> Any:
         origin = ctx.tile_word(tile, STATISTICS_ROW)
         if ctx.shape.is_for_keys:
-            number, key, count = lax.div(first + done, WGMMA_M), origin + consumer * WGMMA_M, WGMMA_M
+            number, key, count = (
+                lax.div(first + done, WGMMA_M),
+                origin + consumer * WGMMA_M,
+                WGMMA_M,
+            )
         else:
             number, key, count = lax.div(origin, WGMMA_M) + consumer, done, ctx.config.block
         end = key + count

@@ -72,7 +72,9 @@ def restrict(
         key = arith.addi(key, column if queries_are_rows else row)
         query = arith.addi(query, inline.i32(before))
         address = stores.device_address(ends, [(query, 2)], 4)
-        steps = [(8 * half, 8 * i + j) for i in range(columns // 8) for half in (0, 1) for j in (0, 1)]
+        steps = [
+            (8 * half, 8 * i + j) for i in range(columns // 8) for half in (0, 1) for j in (0, 1)
+        ]
         found: dict[int, Any] = {}
         word = inline.i32(0)
         for bit, step in enumerate(steps):
