@@ -192,8 +192,11 @@ class GdpaBackwardTuning(Config):
             return "the backward kernels support softmax in all heads or in none"
         if not problem.q_rows or not problem.kv_rows or not problem.batch:
             return "the backward kernels need a query, a key and a sequence"
-        if problem.mask and self.key_block != WGMMA_M:
-            return f"a mask needs key_block={WGMMA_M}, but it is {self.key_block}"
+        if problem.mask and (self.key_block != WGMMA_M or self.query_block > WGMMA_M):
+            return (
+                f"a mask needs key_block={WGMMA_M} and a query_block of at most {WGMMA_M}, "
+                f"but they are {self.key_block} and {self.query_block}"
+            )
         sizes = problem.dtype, problem.head_dim
         return self.query.illegal_reason(
             *sizes, num_results=1, has_softmax=has_softmax

@@ -38,8 +38,8 @@ NO_ROW_SEES, BOTH_END = (x | x << FLAG_BITS for x in (UNSEEN, END))
 #: see, and the last one plus 1; counted from the first one of the keys' sequence, or of all blocks
 #: of queries.
 BEGIN_BLOCK, END_BLOCK = 5, 7
-#: Words of a group, first and last key plus 1: of keys that a row sees, of keys in the ranges of all
-#: rows, of keys between the first and the last gap, of keys in the gaps of all rows.
+#: Words of a group, first and last key plus 1 each: of the keys that a row sees, of those in the
+#: ranges of all rows, of those around all gaps, of those in the gaps of all rows.
 SEEN, IN_RANGES, NEAR_GAPS, IN_GAPS = 0, 2, 4, 6
 GROUP_WORDS = 8
 

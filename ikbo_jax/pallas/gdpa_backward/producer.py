@@ -25,8 +25,9 @@ def _send_stationary(ctx: BackwardContext, item: Any, tile: Any, head: Any) -> N
     first_rows = (ctx.tile_word(tile, 0), ctx.tile_word(tile, 1))
     blocks = ctx.tile_word(tile, 5)
     has_blocks = jnp.minimum(blocks, 1)
+    rows = ctx.tile_word(tile, 2)
     last = ctx.tile_word(tile, STATISTICS_ROW) if ctx.shape.has_mask else jnp.maximum(blocks, 1)
-    words = (first_rows[1], ctx.tile_word(tile, 2), head, has_blocks, last)
+    words = (first_rows[1], rows, head, has_blocks, last)
     ring.send_words(item, words, after=ring)
     for operand, (source, first) in enumerate(
         zip(ctx.operands.stationary, first_rows, strict=True)
@@ -111,7 +112,7 @@ def _send_item(ctx: BackwardContext, item: Any, step: Any) -> Any:
 
 
 def _send_seen_blocks(ctx: BackwardContext, tile: Any, head: Any, step: Any) -> Any:
-    """Sends the blocks that a tile's mask leaves, and an end; returns the next item's first step."""
+    """Sends the blocks that a tile's rows see, and an end; returns the next item's first step."""
     shape, size = ctx.shape, ctx.config.block
 
     def send_head(index: Any, step: Any) -> Any:
@@ -140,8 +141,8 @@ def _send_seen_blocks(ctx: BackwardContext, tile: Any, head: Any, step: Any) -> 
 
                 return step + is_seen.astype(jnp.int32)
 
-            blocks = masked.block_range(ctx, tile, first, pl.cdiv(ctx.range_word(index, 2), size))
-            return lax.fori_loop(*blocks, send, step)
+            count = pl.cdiv(ctx.range_word(index, 2), size)
+            return lax.fori_loop(*masked.block_range(ctx, tile, first, count), send, step)
 
         begin, end = ctx.tile_word(tile, 3), ctx.tile_word(tile, 4)
         if not shape.is_for_keys:  # tiles of queries have one range; without keys, no block of it
