@@ -58,7 +58,7 @@ def kernel_vjp(
       before the sum over sequences.
     """
     # Imported here because a machine without a GPU never needs it.
-    from ikbo_jax.pallas.gdpa_backward import kernels, softmax
+    from ikbo_jax.pallas.gdpa_backward import kernels, masked, softmax
     from ikbo_jax.pallas.worklist import by_xla, works
     from ikbo_jax.pallas.worklist.lists import Offsets, WorkSettings
 
@@ -69,16 +69,21 @@ def kernel_vjp(
     list_works: Any = works.works
     if interpret:
         list_works = functools.partial(by_xla.works, interpret=True)
+    has_softmax, has_mask = SOFTMAX in settings.activations, arrays.intervals is not None
     work_settings = WorkSettings(
         query_config.block,
         key_config.block,
         group=query.shape[1] // key.shape[1],
-        has_statistics=SOFTMAX in settings.activations,
+        has_statistics=has_softmax or has_mask,
         parts=parts,
     )
-    work = list_works(Offsets.of(arrays, settings), work_settings)
+    offsets = Offsets.of(arrays, settings)
+    work, masks = list_works(offsets, work_settings), None
+    if arrays.intervals is not None:
+        work, masks = masked.mask_work(work, offsets, arrays.intervals, query_config.block)
     of_rows = None
-    if work.blocks is not None:
+    if has_softmax:
+        assert work.blocks is not None
         assert out is not None
         assert lse is not None
         blocks: dict[str, Any] = {"output_scale": settings.output_scale, "block": key_config.block}
@@ -90,6 +95,7 @@ def kernel_vjp(
         "output_scale": settings.output_scale,
         "num_sms": num_sms,
         "statistics": of_rows,
+        "masks": masks,
         "interpret": interpret,
     }
     (d_query,) = kernels.gradient_kernel(

@@ -22,8 +22,9 @@ SLOTS = 2
 #: Words of a tile's descriptor in shared memory, of which `gdpa_backward.context` names five: with
 #: 32 bytes a slot, four words are one 16-byte access; with 20 bytes they are four accesses.
 ITEM_WORDS = 8
-#: Words of a block's descriptor: number of rows, query head.
-BLOCK_WORDS = 2
+#: Words of a block's descriptor: number of rows, query head; with a mask, two more follow
+#: (`gdpa_backward.masked`).
+BLOCK_WORDS, MASK_WORDS = 2, 2
 #: Vectors of f32 that a softmax's gradient needs for its rows of queries: lse and delta.
 STATISTICS = 2
 #: Copies of statistics take a multiple of this number of words: 128 bytes, to which TMA aligns its
@@ -82,7 +83,7 @@ class GdpaBackwardConfig:
     slots: int = dataclasses.field(default=SLOTS, repr=False)
     packs_statistics: bool = dataclasses.field(default=True, repr=False)
 
-    def packing(self, num_results: int) -> Packing:
+    def packing(self, num_results: int, has_mask: bool = False) -> Packing:
         """Lays out the words of a softmax's kernel with `num_results` results.
 
         Statistics belong to queries: to a tile in the kernel with one result, which has one slot
@@ -92,10 +93,12 @@ class GdpaBackwardConfig:
         stride = -(-rows // COPY_WORDS) * COPY_WORDS
         item_words = slots * STATISTICS * stride * self.packs_statistics
         block_words = item_words + self.slots * ITEM_WORDS
-        size = block_words + self.stages * BLOCK_WORDS
+        size = block_words + self.stages * (BLOCK_WORDS + MASK_WORDS * has_mask)
         return Packing(stride, item_words, block_words, size)
 
-    def shared(self, head_dim: int, softmax_results: int | None = None) -> GdpaBackwardShared:
+    def shared(
+        self, head_dim: int, softmax_results: int | None = None, has_mask: bool = False
+    ) -> GdpaBackwardShared:
         """Declares shared memory and barriers of one CTA.
 
         `softmax_results`: results of a softmax's kernel; None: there is no softmax.
@@ -103,7 +106,7 @@ class GdpaBackwardConfig:
         blocks = hopper.column_blocks(head_dim)
         packed, statistics_free, ready = None, None, [0, 0]
         if softmax_results is not None:
-            packed = memory.Words((self.packing(softmax_results).size,))
+            packed = memory.Words((self.packing(softmax_results, has_mask).size,))
             ready[softmax_results - 1] = STATISTICS
             if softmax_results == 1:
                 statistics_free = memory.Barriers(1, NUM_CONSUMERS)
@@ -119,7 +122,7 @@ class GdpaBackwardConfig:
                 self.stages,
                 ready=2 * blocks + 1 + ready[1],
                 tiles=(2, blocks, self.block, BLOCK_K),
-                words=BLOCK_WORDS if has_words else None,
+                words=BLOCK_WORDS + MASK_WORDS * has_mask if has_words else None,
             ),
             staging=memory.Staging((NUM_CONSUMERS, 2, WGMMA_M, self.block)),
             f32_staging=memory.Staging((NUM_CONSUMERS, WGMMA_M, blocks * BLOCK_K), "float32"),
@@ -156,7 +159,7 @@ def default_config(head_dim: int) -> GdpaBackwardConfig:
 
 def illegal_reason(problem: GdpaSizes) -> str | None:
     """Says why the kernels cannot compute a problem's gradients; None if they can."""
-    return problem.why_not_mask() or _default_tuning(problem.head_dim).illegal_reason(problem)
+    return _default_tuning(problem.head_dim).illegal_reason(problem)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -189,6 +192,11 @@ class GdpaBackwardTuning(Config):
             return "the backward kernels support softmax in all heads or in none"
         if not problem.q_rows or not problem.kv_rows or not problem.batch:
             return "the backward kernels need a query, a key and a sequence"
+        if problem.mask and (self.key_block != WGMMA_M or self.query_block > WGMMA_M):
+            return (
+                f"a mask needs key_block={WGMMA_M} and a query_block of at most {WGMMA_M}, "
+                f"but they are {self.key_block} and {self.query_block}"
+            )
         sizes = problem.dtype, problem.head_dim
         return self.query.illegal_reason(
             *sizes, num_results=1, has_softmax=has_softmax

@@ -22,6 +22,7 @@ import test_interpret_attention_backward as attention_backward
 import test_interpret_few_queries as few_queries
 import test_interpret_gdpa as gdpa
 import test_interpret_gdpa_backward as gdpa_backward
+import test_interpret_gdpa_backward_masks as gdpa_backward_masks
 import test_interpret_linear_compression as linear_compression
 import test_interpret_linear_compression_backward as linear_compression_backward
 import test_interpret_packed_compression as packed_compression
@@ -35,7 +36,7 @@ ATTENTION_BACKWARD = attention_backward.CASES | attention_backward.ADDED_BY_LAUN
 
 @pytest.fixture(autouse=True)
 def _not_interpreted(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (attention, few_queries, gdpa, gdpa_backward):
+    for module in (attention, few_queries, gdpa, gdpa_backward, gdpa_backward_masks):
         monkeypatch.setattr(module, "PARAMS", False)
 
 
@@ -80,6 +81,15 @@ def _gdpa_backward(sm90: emulator.Emulator, case: gdpa_backward.Case, seed: int)
     gdpa_backward.assert_correct(results, arrays, case)
 
 
+def _gdpa_backward_masks(
+    sm90: emulator.Emulator, case: gdpa_backward_masks.Case, seed: int
+) -> None:
+    arrays = gdpa_backward_masks.make_arrays(case)
+    with sm90.emulated(seed):
+        results = gdpa_backward_masks.gradients(arrays, case)
+    gdpa_backward_masks.assert_correct(results, arrays, case)
+
+
 def _compress(sm90: emulator.Emulator, case: linear_compression.Case, seed: int) -> None:
     levels = case.levels()
     with sm90.emulated(seed):
@@ -105,6 +115,7 @@ KERNELS: dict[str, tuple[Callable[..., None], dict[str, Any]]] = {
     "attention_backward": (attend_backward, ATTENTION_BACKWARD),
     "gdpa": (_gdpa, gdpa.CASES),
     "gdpa_backward": (_gdpa_backward, gdpa_backward.CASES),
+    "gdpa_backward_masks": (_gdpa_backward_masks, gdpa_backward_masks.CASES),
     "linear_compression": (_compress, linear_compression.CASES),
     "packed_compression": (_compress, packed_compression.CASES),
     "resident_compression": (_compress, resident_compression.CASES),
@@ -158,6 +169,7 @@ CHOSEN = {
         "softmax_indexed_grouped_heads_h128",
         "softmax_pma_h96_f16",
     ],
+    "gdpa_backward_masks": ["causal", "targets_h128", "intervals_shared_softmax"],
     "linear_compression": ["k_steps_of_levels_differ_many_tiles_of_a_cta"],
     "packed_compression": [
         "n16_ragged_last_tile",

@@ -70,6 +70,11 @@ def d_scores(spec: ActivationSpec, d_weights: jax.Array, slope: jax.Array) -> ja
     return d_weights * slope
 
 
+def zero_slope(spec: ActivationSpec) -> float:
+    """Returns the slope with which `d_scores` are 0."""
+    return -1.0 if spec.has_f32_range and _has_offset(spec) else 0.0
+
+
 def constants(spec: ActivationSpec) -> tuple[float, float]:
     """Returns the constants of sums of weights and of `d_scores`, which a softmax lacks."""
     if SOFTMAX in spec.names or not spec.has_f32_range or _raw(spec) is None:

@@ -12,7 +12,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from ikbo_jax.pallas.activations import slopes as gdpa_slopes
-from ikbo_jax.pallas.gdpa_backward import softmax
+from ikbo_jax.pallas.gdpa_backward import masked, softmax
 from ikbo_jax.pallas.gdpa_backward.context import (
     BLOCKS,
     FIRST_ROW,
@@ -29,6 +29,9 @@ from ikbo_jax.problems.hopper import WGMMA_M
 #: products in between, ptxas activates all columns together, and spills. For the same reason the
 #: product in flight meanwhile is the one with activated scores, not the gradients of weights.
 ACTIVATED_COLUMNS = 16
+#: What a consumer's loop over a masked tile carries beside a block's flags (`masked`): the block
+#: before is not yet free; a block was multiplied.
+HOLDS_BLOCK, HAS_BEGUN = 16, 32
 
 
 def _receive(ctx: BackwardContext, step: Any) -> None:
@@ -116,8 +119,12 @@ def _multiply(
     scores: jax.Array,
     item: Any,
     step: Any,
+    mask: Any = None,
 ) -> tuple[jax.Array, ...]:
-    """Issues the sums (None: zero) plus the products of a block, whose scores are computed."""
+    """Issues the sums (None: zero) plus the products of a block, whose scores are computed.
+
+    `mask`: state and bits of the block, if there is a mask.
+    """
     shape, dtype = ctx.shape, ctx.operands.stationary[0].dtype
     streamed = ctx.shared.streamed
     head = streamed.word(step, 1)
@@ -133,6 +140,8 @@ def _multiply(
             weights = slope = softmax.weights(ctx, rows, some, begin, step)
         else:
             weights, slope = _activate(ctx, head, some)
+        if mask is not None:
+            weights, slope = masked.keep_seen(ctx, mask, begin, weights, slope)
         slopes.append(slope)
         if shape.is_for_keys:
             d_value = _issue_sum(ctx, d_value, weights.astype(dtype), begin, 1, step)
@@ -159,6 +168,8 @@ def _complete(
 def _tile(ctx: BackwardContext, item: Any, first_step: Any) -> Any:
     """Computes and stores a tile; returns the next tile's first step."""
     stationary = ctx.shared.stationary
+    if ctx.shape.has_mask:
+        return _masked_tile(ctx, item, first_step)
     _receive_tile(ctx, item)
     rows = softmax.receive_rows(ctx)
 
@@ -182,6 +193,64 @@ def _tile(ctx: BackwardContext, item: Any, first_step: Any) -> Any:
     if stationary.slots == 1:
         _free_stored_slot(ctx, item)
     return end
+
+
+def _masked_tile(ctx: BackwardContext, item: Any, first_step: Any) -> Any:
+    """Like `_tile`, with a mask: of the blocks before the end, computes those that a row sees."""
+    streamed = ctx.shared.streamed
+    ctx.shared.stationary.await_ready(item)
+    rows = softmax.receive_rows(ctx)
+
+    def free_slot(state: Any) -> None:
+        is_due = ((state & HAS_BEGUN) == 0) & (item > 0)
+        pl.when(is_due)(functools.partial(_free_stored_slot, ctx, item - 1))
+
+    def release(step: Any, state: Any) -> None:
+        pl.when((state & HOLDS_BLOCK) != 0)(functools.partial(streamed.release, step - 1))
+
+    def receive(step: Any, state: Any) -> tuple[Any, Any]:
+        _receive(ctx, step)
+        return step, masked.received_flags(ctx, step) | state
+
+    def skip(carry: tuple[Any, Any]) -> tuple[Any, Any]:
+        # The producer may need the stage of the last multiplied block for the next block.
+        step, state = carry
+        mma.wait(0, interpret=ctx.interpret)
+        release(step, state)
+        streamed.release(step)
+        return receive(step + 1, state & HAS_BEGUN)
+
+    def seen_from(step: Any, state: Any) -> tuple[Any, Any]:
+        """Receives blocks up to one that is computed, or the end; returns its step and state."""
+        unseen = masked.UNSEEN
+        return lax.while_loop(lambda x: (x[1] & unseen) != 0, skip, receive(step, state))
+
+    def complete(sums: tuple[jax.Array, ...], step: Any, state: Any) -> tuple[jax.Array, ...]:
+        sums = tuple(mma.after_wait(x, interpret=ctx.interpret) for x in sums)
+        release(step, state)
+        return sums
+
+    def add(carry: tuple[Any, ...]) -> tuple[Any, ...]:
+        (step, state), sums = carry
+        scores = _issue_scores(ctx, 0, item, step)
+        mma.wait(0, interpret=ctx.interpret)
+        scores = mma.after_wait(scores, interpret=ctx.interpret)
+        sums = complete(sums, step, state)
+        mask = state, masked.seen_bits(ctx, item, step, state)
+        sums = _multiply(ctx, rows, sums, scores, item, step, mask)
+        free_slot(state)
+        return seen_from(step + 1, HOLDS_BLOCK | HAS_BEGUN), sums
+
+    sums = (mma.zeros(ctx.shape.head_dim, jnp.float32),) * len(ctx.shape.scales)
+    (end, state), sums = lax.while_loop(
+        lambda carry: (carry[0][1] & masked.END) == 0, add, (seen_from(first_step, 0), sums)
+    )
+    mma.wait(0, interpret=ctx.interpret)
+    sums = complete(sums, end, state)
+    streamed.release(end)
+    free_slot(state)
+    _store(ctx, mosaic.opaque(item, interpret=ctx.interpret), sums)
+    return end + 1
 
 
 def _free_stored_slot(ctx: BackwardContext, item: Any) -> None:

@@ -13,6 +13,7 @@ from ikbo_jax.pallas.hopper.row_order import RowOrder
 from ikbo_jax.problems.gdpa_backward import (
     BLOCK_WORDS,
     ITEM_WORDS,
+    MASK_WORDS,
     STATISTICS,
     GdpaBackwardConfig,
     GdpaBackwardShared,
@@ -21,10 +22,14 @@ from ikbo_jax.problems.hopper import BLOCK_K
 from ikbo_jax.reference.activations import SOFTMAX
 
 #: Words of a tile's descriptor in shared memory: first row and number of rows of the result, head,
-#: whether the tile has any blocks, number of blocks (at least 1).
+#: whether the tile has any blocks, number of blocks (at least 1). With a mask, the last one is the
+#: tile's `ORIGIN` instead: the first row of its statistics, or its first key.
 FIRST_ROW, ROWS, HEAD, HAS_BLOCKS, BLOCKS = range(5)
-#: (activation, approximation) that spill beside two sums unless a branch encloses the activation.
+ORIGIN = BLOCKS
+#: (activation, approximation) that spill beside two sums unless a branch encloses the activation,
+#: and those that do with a mask, too.
 SPILLING_ACTIVATIONS = (("gelu", None), ("gelu", "tanh"), ("silu", "tanh"))
+SPILLING_MASKED_ACTIVATIONS = (("gelu_tanh", None), ("silu", None))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,6 +51,7 @@ class Shape:
     activation: ActivationSpec
     scales: tuple[float, ...]
     workers: int
+    has_mask: bool = dataclasses.field(default=False, kw_only=True)
 
     @property
     def is_for_keys(self) -> bool:
@@ -62,7 +68,9 @@ class Shape:
         names = self.activation.names
         is_alone, kind = len(set(names)) == 1, (names[0], self.activation.approx)
         is_wide = self.is_for_keys and self.head_dim > BLOCK_K
-        return is_wide and is_alone and kind in SPILLING_ACTIVATIONS
+        spills = kind in SPILLING_ACTIVATIONS
+        spills |= self.has_mask and kind in SPILLING_MASKED_ACTIVATIONS
+        return is_wide and is_alone and spills
 
 
 class Operands(NamedTuple):
@@ -79,6 +87,7 @@ class Operands(NamedTuple):
     ranges: Any  # [sequences, RANGE_WORDS] int32
     statistics: Any = None  # [N, 2, rows], int32 (bits) or f32: lse and delta, of a softmax
     order: Any = None  # only for attention: candidates in user order
+    masks: Any = None  # `masked.Masks`
 
 
 @dataclasses.dataclass(frozen=True)
@@ -107,7 +116,8 @@ def with_words(
         return shared
     packing = config.packing(len(shape.scales))
     items = PackedWords(shared.packed, packing.item_words, ITEM_WORDS)
-    blocks = PackedWords(shared.packed, packing.block_words, BLOCK_WORDS)
+    words = BLOCK_WORDS + MASK_WORDS * shape.has_mask
+    blocks = PackedWords(shared.packed, packing.block_words, words)
     return shared._replace(
         stationary=shared.stationary._replace(words=items),
         streamed=shared.streamed._replace(words=blocks),

@@ -46,6 +46,7 @@ import jax.numpy as jnp
 
 from ikbo_jax.pallas.activations import slopes as gdpa_slopes
 from ikbo_jax.pallas.activations.weights import ActivationSpec
+from ikbo_jax.pallas.gdpa_backward import masked
 from ikbo_jax.pallas.gdpa_backward.consumer import consume
 from ikbo_jax.pallas.gdpa_backward.context import BackwardContext, Operands, Shape, with_words
 from ikbo_jax.pallas.gdpa_backward.producer import produce
@@ -69,6 +70,7 @@ def gradient_kernel(
     config: GdpaBackwardConfig,
     num_sms: int,
     statistics: jax.Array | None = None,
+    masks: masked.Masks | None = None,
     out_dtype: Any = None,
     interpret: Any = False,
 ) -> tuple[jax.Array, ...]:
@@ -88,6 +90,7 @@ def gradient_kernel(
       config: a legal configuration (`GdpaBackwardConfig.illegal_reason`).
       num_sms: streaming multiprocessors of the device.
       statistics: with a softmax, the result of `softmax.statistics_of`.
+      masks: of the queries, with `work` by `masked.mask_work`; None: queries see all keys.
       out_dtype: of the gradients; the query's, or f32.
       interpret: False, or `plgpu.InterpretGPUParams` to run on a CPU, with
         `inline_mgpu="_hack_model_inline_mgpu_tokamax"` for the named barrier.
@@ -113,6 +116,7 @@ def gradient_kernel(
         activation=activation,
         scales=scales if is_for_keys else scales[:1],
         workers=min(num_sms, work.tiles.shape[0] * heads),
+        has_mask=masks is not None,
     )
     result = jax.ShapeDtypeStruct(stationary.shape, out_dtype or query.dtype)
     results = (result,) * len(shape.scales)
@@ -123,9 +127,9 @@ def gradient_kernel(
     softmax_results = len(results) if shape.has_softmax else None
     return launch(
         Roles(context, produce, consume),
-        Operands(*pairs, *work, statistics),
+        Operands(*pairs, *work, statistics, masks=masks),
         results,
-        config.shared(head_dim, softmax_results),
+        config.shared(head_dim, softmax_results, shape.has_mask),
         dtype=query.dtype,
         name="ikbo_gdpa_d_key_value" if is_for_keys else "ikbo_gdpa_d_query",
         workers=shape.workers,

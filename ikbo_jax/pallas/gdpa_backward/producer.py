@@ -9,8 +9,10 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from ikbo_jax.pallas.gdpa_backward import masked
 from ikbo_jax.pallas.gdpa_backward.context import BackwardContext
 from ikbo_jax.pallas.gdpa_backward.softmax import ABSENT_ROWS
+from ikbo_jax.pallas.hopper import mosaic
 from ikbo_jax.pallas.worklist.lists import STATISTICS_ROW
 from ikbo_jax.problems.gdpa_backward import STATISTICS
 from ikbo_jax.problems.hopper import NUM_CONSUMERS, WGMMA_M
@@ -23,7 +25,9 @@ def _send_stationary(ctx: BackwardContext, item: Any, tile: Any, head: Any) -> N
     first_rows = (ctx.tile_word(tile, 0), ctx.tile_word(tile, 1))
     blocks = ctx.tile_word(tile, 5)
     has_blocks = jnp.minimum(blocks, 1)
-    words = (first_rows[1], ctx.tile_word(tile, 2), head, has_blocks, jnp.maximum(blocks, 1))
+    rows = ctx.tile_word(tile, 2)
+    last = ctx.tile_word(tile, STATISTICS_ROW) if ctx.shape.has_mask else jnp.maximum(blocks, 1)
+    words = (first_rows[1], rows, head, has_blocks, last)
     ring.send_words(item, words, after=ring)
     for operand, (source, first) in enumerate(
         zip(ctx.operands.stationary, first_rows, strict=True)
@@ -70,6 +74,8 @@ def _send_item(ctx: BackwardContext, item: Any, step: Any) -> Any:
     _send_stationary(ctx, item, tile, head)
     begin, end, blocks = (ctx.tile_word(tile, i) for i in (3, 4, 5))
     has_statistics = shape.has_softmax and shape.is_for_keys
+    if shape.has_mask:
+        return _send_seen_blocks(ctx, tile, head, step)
 
     def send_head(index: Any, step: Any) -> Any:
         block_head = lax.div(head, shape.heads_per_streamed) * shape.streamed_per_head + index
@@ -103,6 +109,53 @@ def _send_item(ctx: BackwardContext, item: Any, step: Any) -> Any:
         _send_block(ctx, step, [zero, zero, *absent], (zero, zero), zero)
 
     return step + jnp.maximum(blocks, 1)
+
+
+def _send_seen_blocks(ctx: BackwardContext, tile: Any, head: Any, step: Any) -> Any:
+    """Sends the blocks that a tile's rows see, and an end; returns the next item's first step."""
+    shape, size = ctx.shape, ctx.config.block
+
+    def send_head(index: Any, step: Any) -> Any:
+        block_head = lax.div(head, shape.heads_per_streamed) * shape.streamed_per_head + index
+        q_head = block_head if shape.is_for_keys else head
+
+        def send_range(index: Any, step: Any) -> Any:
+            first = ctx.range_word(index, 3) if shape.is_for_keys else jnp.int32(0)
+
+            def send(block: Any, step: Any) -> Any:
+                done = block * size
+                flags = masked.block_flags(ctx, tile, first, done)
+                is_seen = flags != masked.NO_ROW_SEES
+
+                @pl.when(is_seen)
+                def _() -> None:
+                    # Read here, since the comparisons above leave no register for them.
+                    place = mosaic.opaque(index, interpret=ctx.interpret)
+                    source, target, rows = (ctx.range_word(place, i) for i in range(3))
+                    rows_left = jnp.minimum(rows - done, size)
+                    first_rows = [source + done, target + done]
+                    if shape.has_softmax and shape.is_for_keys:
+                        first_rows.append(first + done)
+                    words = (rows_left, q_head, flags, first + done)
+                    _send_block(ctx, step, first_rows, words, block_head)
+
+                return step + is_seen.astype(jnp.int32)
+
+            count = pl.cdiv(ctx.range_word(index, 2), size)
+            return lax.fori_loop(*masked.block_range(ctx, tile, first, count), send, step)
+
+        begin, end = ctx.tile_word(tile, 3), ctx.tile_word(tile, 4)
+        if not shape.is_for_keys:  # tiles of queries have one range; without keys, no block of it
+            return send_range(begin, step)
+        return lax.fori_loop(begin, end, send_range, step)
+
+    step = lax.fori_loop(0, shape.streamed_per_head, send_head, step)
+    ring, zero = ctx.shared.streamed, jnp.int32(0)
+    ring.send_words(step, (jnp.int32(size), zero, jnp.int32(masked.BOTH_END), zero), after=ring)
+    copies = 2 * ring.tiles[1].shape[2] + STATISTICS * (shape.has_softmax and shape.is_for_keys)
+    for _ in range(copies):  # in place of copies, which arrive when they are complete
+        plgpu.barrier_arrive(ring.ready_at(step))
+    return step + 1
 
 
 def produce(ctx: BackwardContext) -> None:

@@ -1,0 +1,137 @@
+"""Which scores of a block count: a bit of each, from the keys that every query sees.
+
+A thread holds at most 32 scores of a block of 64 rows and columns, so one word holds their bits. It
+is computed where registers are free, and applied where none are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.mosaic import gpu as mgpu
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxlib.mlir import ir
+from jaxlib.mlir.dialects import arith, vector
+
+from ikbo_jax.pallas.hopper import inline, mma, per_thread, stores
+from ikbo_jax.problems.hopper import WGMMA_M
+
+#: Parts of `ends`: the range of keys that a query sees, and the gap in it.
+RANGE, GAP = range(2)
+
+
+def all_bits(columns: int, *, interpret: bool) -> jax.Array:
+    """Makes the bits of scores [64, columns] that all count; under interpretation, bools."""
+    return jnp.ones((WGMMA_M, columns), bool) if interpret else per_thread.same(-1)
+
+
+def restrict(
+    bits: jax.Array,
+    ends: Any,
+    part: int,
+    query: Any,
+    key: Any,
+    columns: int,
+    *,
+    queries_are_rows: bool,
+    interpret: bool,
+) -> jax.Array:
+    """Clears the bits of keys outside their queries' ranges, or inside their gaps.
+
+    Args:
+      bits: of scores [64, columns], of 64 queries by `columns` keys, or the reverse.
+      ends: device memory [2, queries, 2] int32, begin and end of each query's `RANGE` and `GAP`.
+      part: `RANGE` or `GAP`.
+      query: the first query.
+      key: the first key.
+      columns: a multiple of 8, at most 64.
+    """
+    if interpret:
+        shape = (WGMMA_M, columns) if queries_are_rows else (columns, WGMMA_M)
+        keys = jnp.arange(shape[1], dtype=jnp.int32)[None] + key
+        begin, end = (ends[part, pl.ds(query, shape[0]), i][:, None] for i in range(2))
+        inside = (keys >= begin) & (keys < end)
+        inside = inside if queries_are_rows else inside.T
+        return bits & (inside if part == RANGE else ~inside)
+    scalar = plgpu.Layout.WG_SPLAT(())
+    before = part * ends.shape[1]
+
+    @plgpu.inline_mgpu(
+        arg_types=(plgpu.RefType(), per_thread.LAYOUT, scalar, scalar), return_type=per_thread.INT32
+    )
+    def compute(_: Any, ends: ir.Value, bits: Any, *scalars: Any) -> mgpu.FragmentedArray:
+        query, key = (x.registers.item() for x in scalars)
+        thread = stores.late_thread_number()
+        row, i32 = stores.thread_row(thread, 0), ir.IntegerType.get_signless(32)
+        column = arith.muli(arith.remui(thread, inline.i32(4)), inline.i32(2))
+        query = arith.addi(query, row if queries_are_rows else column)
+        key = arith.addi(key, column if queries_are_rows else row)
+        query = arith.addi(query, inline.i32(before))
+        address = stores.device_address(ends, [(query, 2)], 4)
+        steps = [
+            (8 * half, 8 * i + j) for i in range(columns // 8) for half in (0, 1) for j in (0, 1)
+        ]
+        found: dict[int, Any] = {}
+        word = inline.i32(0)
+        for bit, step in enumerate(steps):
+            query_step, key_step = step if queries_are_rows else step[::-1]
+            if query_step not in found:
+                at = mgpu.utils.getelementptr(address, [inline.i32(2 * query_step)], i32)
+                begin, end = per_thread.load_words(at, 2)
+                found[query_step] = begin, arith.subi(end, begin)
+            begin, length = found[query_step]
+            distance = arith.subi(arith.addi(key, inline.i32(key_step)), begin)
+            inside = arith.cmpi(arith.CmpIPredicate.ult, distance, length)
+            kept = (_power(bit), 0) if part == RANGE else (0, _power(bit))
+            word = arith.ori(word, arith.select(inside, *(inline.i32(x) for x in kept)))
+        return per_thread.array(arith.andi(per_thread.scalar(bits), word), bits)
+
+    return compute(ends, bits, query, key)
+
+
+def keep(
+    bits: jax.Array,
+    values: Sequence[jax.Array],
+    fills: Sequence[float],
+    begin: int,
+    *,
+    interpret: bool,
+) -> tuple[jax.Array, ...]:
+    """Replaces values [64, columns] f32, from column `begin` on, whose bit is clear, by fills."""
+    columns = values[0].shape[1]
+    if interpret:
+        kept = bits[:, begin : begin + columns]
+        return tuple(jnp.where(kept, x, jnp.float32(y)) for x, y in zip(values, fills, strict=True))
+    accumulator = mma.accumulator_type(columns)
+
+    @plgpu.inline_mgpu(
+        arg_types=(per_thread.LAYOUT, *(plgpu.Layout.WGMMA,) * len(values)),
+        return_type=(accumulator,) * len(values),
+    )
+    def select(_: Any, bits: Any, *arrays: mgpu.FragmentedArray) -> Any:
+        word, found = per_thread.scalar(bits), [x.registers.copy() for x in arrays]
+        for i in range(found[0].size):
+            pairs = [list(_elements(x.flat[i])) for x in found]
+            for j in range(2):
+                bit = arith.andi(word, inline.i32(_power(begin // 2 + 2 * i + j)))
+                is_seen = arith.cmpi(arith.CmpIPredicate.ne, bit, inline.i32(0))
+                for pair, fill in zip(pairs, fills, strict=True):
+                    pair[j] = arith.select(is_seen, pair[j], inline.f32(fill))
+            for x, pair in zip(found, pairs, strict=True):
+                x.flat[i] = vector.from_elements(x.flat[i].type, pair)
+        return tuple(inline.accumulator(x) for x in found)
+
+    return tuple(select(bits, *values))
+
+
+def _elements(pair: ir.Value) -> tuple[ir.Value, ir.Value]:
+    return vector.extract(pair, [], [0]), vector.extract(pair, [], [1])
+
+
+def _power(bit: int) -> int:
+    """Returns 2**bit as a signed integer of 32 bits."""
+    return 1 << bit if bit < 31 else -(1 << 31)

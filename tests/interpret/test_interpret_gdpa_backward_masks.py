@@ -1,0 +1,130 @@
+"""The backward kernels of gdpa with masks, interpreted under a race detector."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import interpreter
+import jax
+import numpy as np
+import problems
+import problems_gdpa
+import problems_masks
+import pytest
+from problems_gdpa import Shape
+from problems_masks import hstu_case, intervals_case
+from test_interpret_gdpa_backward import PARAMS, forward, plain_vjp
+
+from ikbo_jax import masks
+from ikbo_jax.ops import gdpa_backward as op
+from ikbo_jax.ops import gdpa_mask
+from ikbo_jax.problems import GdpaBackwardConfig
+from ikbo_jax.reference.gdpa import Arrays
+
+pytestmark = [pytest.mark.usefixtures("on_cpu"), pytest.mark.slow]
+
+TWO_STAGES = GdpaBackwardConfig(64, 2)
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """A problem, a mask and its rule, and how the kernels cut the problem."""
+
+    shape: Shape
+    mask: problems_masks.Case
+    activation: Any = "silu"
+    dtype: str = "bfloat16"
+    num_sms: int = 1
+    config: GdpaBackwardConfig = TWO_STAGES
+
+
+def causal(window: int | None = None) -> problems_masks.Case:
+    def rule(_: int, queries: int, length: int) -> np.ndarray:
+        return problems_masks.sees(queries, length, window=window)
+
+    return problems_masks.Case(masks.causal(window), rule)
+
+
+SHARED = Shape((40, 3, 0, 70), (66, 5), 2, 1, 64, (0, 0, 1, 0), before=1, after=3)
+POOLED = Shape(3, (66, 0), 1, 1, 64)
+NOTHING = Shape((70,), (66,), 1, 1, 64)
+CASES = {
+    # The first consumer skips the second tile's last block, in which the other one needs its mask;
+    # with two stages, the skipped block's stage must be free for the end of the tile.
+    "causal": Case(Shape((150, 20), (150, 20), 1, 1, 64), causal()),
+    # Blocks before the window are not loaded; queries continue a prefix.
+    "window_softmax_h96_f16": Case(
+        Shape((3, 66), (70, 130), 2, 1, 96, before=1, after=2),
+        causal(9),
+        "softmax",
+        "float16",
+        2,
+        GdpaBackwardConfig(64, 3),
+    ),
+    # Between history and targets, blocks that no row sees.
+    "targets_h128": Case(
+        Shape((260,), (260,), 1, 1, 128),
+        hstu_case((130,), 3),
+        "gelu_tanh",
+        config=GdpaBackwardConfig(64, 3),
+    ),
+    # Some rows see nothing; sequences share keys, and eight SMs divide their queries into parts.
+    "intervals_in_parts": Case(SHARED, intervals_case(SHARED, 2), ("relu", "silu"), num_sms=8),
+    "intervals_shared_softmax": Case(SHARED, intervals_case(SHARED, 2), "softmax"),
+    "pooled_softmax": Case(POOLED, intervals_case(POOLED, 1), "softmax"),
+    "nothing": Case(NOTHING, intervals_case(NOTHING._replace(kv_lens=(0,)), 1), "identity"),
+}
+
+
+def gradients(arrays: Arrays, case: Case) -> tuple[jax.Array, ...]:
+    """Runs both kernels; `arrays` have intervals."""
+    settings = problems_gdpa.make_settings(case.shape, case.activation)
+    d_out = problems_gdpa.cotangent(arrays, settings)
+    residuals = forward(arrays, settings)
+
+    @jax.jit
+    def run(arrays: Arrays, d_out: jax.Array, out: Any, lse: Any) -> tuple[jax.Array, ...]:
+        return op.kernel_vjp(
+            arrays,
+            settings,
+            d_out,
+            out=out,
+            lse=lse,
+            num_sms=case.num_sms,
+            query_config=case.config,
+            key_config=case.config,
+            interpret=PARAMS,
+        )
+
+    return jax.block_until_ready(run(arrays, d_out, *residuals))
+
+
+def make_arrays(case: Case) -> Arrays:
+    arrays = problems_gdpa.make_arrays(case.shape, case.dtype)
+    settings = problems_gdpa.make_settings(case.shape, case.activation)
+    return gdpa_mask.with_intervals(case.mask.mask, arrays, settings)
+
+
+def assert_correct(found: tuple[jax.Array, ...], arrays: Arrays, case: Case) -> None:
+    """Holds every gradient to the error rule, against the oracle in f64."""
+    settings = problems_gdpa.make_settings(case.shape, case.activation)
+    d_out = problems_gdpa.cotangent(arrays, settings)
+    _, exact = problems_masks.oracle(arrays, settings, d_out, case.mask.rule)
+    plain = plain_vjp(arrays, settings, d_out)
+    for array, want, rounded in zip(found, exact, plain, strict=True):
+        assert array.dtype == case.dtype
+        problems.assert_within_error_rule(array, want, rounded)
+
+
+@pytest.mark.sampled(2)
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")
+def test_interpreted_masked_gradients_are_right_and_free_of_races(
+    name: str, launches: interpreter.Launches
+) -> None:
+    case = CASES[name]
+    arrays = make_arrays(case)
+    found = gradients(arrays, case)
+    launches.assert_no_races(2)
+    assert_correct(found, arrays, case)
