@@ -156,7 +156,9 @@ def default_config(head_dim: int) -> GdpaBackwardConfig:
 
 def illegal_reason(problem: GdpaSizes) -> str | None:
     """Says why the kernels cannot compute a problem's gradients; None if they can."""
-    return problem.why_not_mask() or _default_tuning(problem.head_dim).illegal_reason(problem)
+    if reason := problem.why_not_mask() or problem.why_not_logit_cap():
+        return reason
+    return _default_tuning(problem.head_dim).illegal_reason(problem)
 
 
 @dataclasses.dataclass(frozen=True)
