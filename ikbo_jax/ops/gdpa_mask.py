@@ -100,7 +100,9 @@ def scaled(out: jax.Array, scales: jax.Array, arrays: Arrays, settings: Settings
     sizes = arrays.query.shape[0], arrays.key.shape[0]
     sequence, length = jnp.moveaxis(_words(sizes, settings, arrays[3:6], None), 1, 0)
     # The gradient of this lookup is summed in one order, unlike the gradient of `scales[sequence]`.
-    factor = look_up(scales, sequence, indices_are_sorted=True)[:, None, None]
+    # XLA fuses its gather with the product.
+    factor = look_up(scales, sequence, indices_are_sorted=True, implementation="xla")
+    factor = factor[:, None, None]
     # Rows outside all sequences are 0, also if the cotangents of these rows are NaN.
     has_keys = (length > 0)[:, None, None]
     return jnp.where(has_keys, out.astype(jnp.float32) * factor, 0.0).astype(out.dtype)
