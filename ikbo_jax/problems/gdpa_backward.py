@@ -156,9 +156,7 @@ def default_config(head_dim: int) -> GdpaBackwardConfig:
 
 def illegal_reason(problem: GdpaSizes) -> str | None:
     """Says why the kernels cannot compute a problem's gradients; None if they can."""
-    if reason := problem.why_not_mask() or problem.why_not_logit_cap():
-        return reason
-    return _default_tuning(problem.head_dim).illegal_reason(problem)
+    return problem.why_not_mask() or _default_tuning(problem.head_dim).illegal_reason(problem)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -186,6 +184,8 @@ class GdpaBackwardTuning(Config):
         return GdpaBackwardConfig(self.key_block, self.key_stages)
 
     def illegal_reason(self, problem: GdpaSizes) -> str | None:
+        if reason := problem.why_not_logit_cap():
+            return reason
         has_softmax = SOFTMAX in problem.activations
         if has_softmax and set(problem.activations) != {SOFTMAX}:
             return "the backward kernels support softmax in all heads or in none"
