@@ -146,7 +146,8 @@ def gdpa(
         return dispatch.record_nothing(zeros(shape, query.dtype, arrays), plan)
     if mask is not None:
         arrays = gdpa_mask.with_intervals(mask, arrays, settings)
-    out = _gdpa(call, plan, reverse_only.operands("gdpa", arrays))
+    arrays = reverse_only.operands("gdpa", arrays)
+    out = _gdpa(call, plan, arrays)
     if gdpa_arguments.has_scales(output_scale):
         out = gdpa_mask.scaled(out, output_scale, arrays, settings)
     return out

@@ -50,7 +50,7 @@ def settings(
             f"max_seqlen_q is {most_q} but every sequence has the query's T={rows} rows"
         )
     cap = arguments.logit_cap(logit_cap)
-    return Settings(activations, approx, *scales, broadcast_q, most_q, most_kv, cap)
+    return Settings(activations, approx, *scales, cap, broadcast_q, most_q, most_kv)
 
 
 def has_scales(output_scale: Any) -> TypeGuard[jax.Array]:

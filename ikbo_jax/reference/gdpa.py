@@ -57,20 +57,20 @@ class Settings(NamedTuple):
       approx: name of an approximation, or None.
       scale: of the scores, before the activation.
       output_scale: of the result.
+      logit_cap: bound of the scores before the activation, or None.
       broadcast_q: whether all sequences share the same T queries.
       max_seqlen_q: longest query sequence, or None.
       max_seqlen_kv: longest key-value sequence, or None.
-      logit_cap: bound of the scores before the activation, or None.
     """
 
     activations: tuple[str, ...]
     approx: str | None = None
     scale: float = 1.0
     output_scale: float = 1.0
+    logit_cap: float | None = None
     broadcast_q: bool = False
     max_seqlen_q: int | None = None
     max_seqlen_kv: int | None = None
-    logit_cap: float | None = None
 
 
 def num_sequences(arrays: Arrays) -> int:
