@@ -132,9 +132,9 @@ class Case(cases.Case):
             p.approx,
             p.head_dim**-0.5,
             1.0 if SOFTMAX in p.activations else p.batch_kv / p.kv_rows,
-            p.broadcast_q,
-            p.max_seqlen_q,
-            p.max_seqlen_kv,
+            broadcast_q=p.broadcast_q,
+            max_seqlen_q=p.max_seqlen_q,
+            max_seqlen_kv=p.max_seqlen_kv,
         )
 
     def inputs(self, seed: int = 0) -> Arrays:

@@ -11,6 +11,7 @@ from typing import Any
 import jax
 
 from ikbo_jax.layers import functional
+from ikbo_jax.masks import Mask
 
 
 def _options(layer: Any, *names: str) -> dict[str, Any]:
@@ -48,6 +49,7 @@ class CandidateAttention:
         cand_to_user: jax.Array,
         *,
         key_value_seq_lengths: jax.Array | None = None,
+        key_value_ranges: jax.Array | None = None,
         indices_are_sorted: bool = False,
     ) -> jax.Array:
         """Attends; arguments and result are as in `functional.attend`."""
@@ -57,8 +59,9 @@ class CandidateAttention:
             x_user,
             cand_to_user,
             key_value_seq_lengths=key_value_seq_lengths,
+            key_value_ranges=key_value_ranges,
             indices_are_sorted=indices_are_sorted,
-            **_options(self),
+            **_options(self, "logit_cap"),
         )
 
 
@@ -66,11 +69,22 @@ class PMA:
     """Calls `functional.pma`."""
 
     def __call__(
-        self: Any, x: jax.Array, cu_seqlens: jax.Array, *, max_seqlen: int | None = None
+        self: Any,
+        x: jax.Array,
+        cu_seqlens: jax.Array,
+        *,
+        max_seqlen: int | None = None,
+        mask: Mask | None = None,
     ) -> jax.Array:
         """Pools every sequence; arguments and result are as in `functional.pma`."""
-        params, options = self._parameters(x), _options(self, "activation", "output_scale")
-        return functional.pma(params, x, cu_seqlens, max_seqlen=max_seqlen, **options)
+        return functional.pma(
+            self._parameters(x),
+            x,
+            cu_seqlens,
+            max_seqlen=max_seqlen,
+            mask=mask,
+            **_options(self, "activation", "output_scale", "logit_cap"),
+        )
 
 
 class PFFN:

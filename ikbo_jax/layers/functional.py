@@ -17,6 +17,7 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
 from ikbo_jax.layers import inputs, parameters
+from ikbo_jax.masks import Mask
 from ikbo_jax.ops import arguments
 from ikbo_jax.ops.attention import attention
 from ikbo_jax.ops.gdpa import gdpa
@@ -126,7 +127,9 @@ def attend(
     cand_to_user: jax.Array,
     *,
     key_value_seq_lengths: jax.Array | None = None,
+    key_value_ranges: jax.Array | None = None,
     indices_are_sorted: bool = False,
+    logit_cap: float | None = None,
     dtype: Any = None,
     precision: str | jax.lax.Precision | None = None,
 ) -> jax.Array:
@@ -139,7 +142,10 @@ def attend(
       x_user: [U, S, F_user].
       cand_to_user: [B] int32, the user of every candidate, in [0, U), in any order.
       key_value_seq_lengths: [U] int32, the number of valid rows of every user; None means S.
+      key_value_ranges: [B, 2] int32, the rows of its user that a candidate sees, begin and end;
+        None means all.
       indices_are_sorted: whether `cand_to_user` is sorted, as in `ikbo_jax.attention`.
+      logit_cap: bound of the scores, as in `ikbo_jax.attention`.
 
     Returns:
       [B, T, F_out].
@@ -156,7 +162,9 @@ def attend(
         out = attention(
             *(query, key, value, cand_to_user),
             key_value_seq_lengths=lengths,
+            key_value_ranges=key_value_ranges,
             indices_are_sorted=indices_are_sorted,
+            logit_cap=logit_cap,
         )
         assert isinstance(out, jax.Array)
         return merge_heads(out, params["w_out"])
@@ -168,8 +176,10 @@ def pma(
     cu_seqlens: jax.Array,
     *,
     activation: str | tuple[str, ...] = "softmax",
-    output_scale: float = 1.0,
+    output_scale: float | jax.Array = 1.0,
+    logit_cap: float | None = None,
     max_seqlen: int | None = None,
+    mask: Mask | None = None,
     dtype: Any = None,
     precision: str | jax.lax.Precision | None = None,
 ) -> jax.Array:
@@ -182,7 +192,10 @@ def pma(
       cu_seqlens: [batch + 1] int32, offsets as in `ikbo_jax.gdpa`.
       activation: as in `ikbo_jax.gdpa`.
       output_scale: as in `ikbo_jax.gdpa`.
+      logit_cap: as in `ikbo_jax.gdpa`.
       max_seqlen: bound of the lengths, known while tracing; rows beyond it have no effect.
+      mask: the rows of its sequence that a seed sees, as in `ikbo_jax.gdpa`: the seeds have the
+        positions of the last rows. `ikbo_jax.masks.intervals` has num_seeds rows a sequence.
 
     Returns:
       [batch, num_seeds, F_out].
@@ -200,8 +213,10 @@ def pma(
             activation=activation,
             scale=params["w_query"].shape[2] ** -0.5,
             output_scale=output_scale,
+            logit_cap=logit_cap,
             broadcast_q=True,
             max_seqlen_kv=max_seqlen,
+            mask=mask,
         )
         return merge_heads(out.reshape(-1, seeds.shape[0], *out.shape[1:]), params["w_out"])
 

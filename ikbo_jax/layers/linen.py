@@ -71,6 +71,7 @@ class CandidateAttention(linen.Module):
     param_dtype: Any = jnp.float32
     kernel_init: Callable[..., Any] = nnx.default_kernel_init
     precision: str | jax.lax.Precision | None = None
+    logit_cap: float | None = None
 
     __call__ = calls.CandidateAttention.__call__
 
@@ -97,6 +98,7 @@ class PMA(linen.Module):
     param_dtype: Any = jnp.float32
     kernel_init: Callable[..., Any] = nnx.default_kernel_init
     precision: str | jax.lax.Precision | None = None
+    logit_cap: float | None = None
 
     __call__ = calls.PMA.__call__
 

@@ -138,6 +138,7 @@ class CandidateAttention(calls.CandidateAttention, _Layer):
       cand_features: width of the candidates' rows.
       user_features: width of the users' rows.
       out_features: width of the result; None means `cand_features`.
+      logit_cap: bound of the scores, as in `ikbo_jax.attention`; None: there is none.
     """
 
     cand_features: int
@@ -145,6 +146,8 @@ class CandidateAttention(calls.CandidateAttention, _Layer):
     num_heads: int
     head_dim: int
     out_features: int | None = None
+    _: dataclasses.KW_ONLY
+    logit_cap: float | None = None
 
     def _specs(self) -> dict[str, parameters.Spec]:
         out = self.cand_features if self.out_features is None else self.out_features
@@ -162,6 +165,7 @@ class PMA(calls.PMA, _Layer):
       out_features: width of seeds and result; None means `in_features`.
       output_scale: without softmax, results grow with the number of keys; a smaller scale
         compensates.
+      logit_cap: bound of the scores, as in `ikbo_jax.gdpa`; None: there is none.
 
     Source: Lee et al., "Set Transformer", 2019 (pooling by multi-head attention).
     """
@@ -174,6 +178,7 @@ class PMA(calls.PMA, _Layer):
     _: dataclasses.KW_ONLY
     activation: str | tuple[str, ...] = "softmax"
     output_scale: float = 1.0
+    logit_cap: float | None = None
 
     def _specs(self) -> dict[str, parameters.Spec]:
         out = self.in_features if self.out_features is None else self.out_features

@@ -155,6 +155,16 @@ def finite_number(name: str, value: Any) -> float:
     return number
 
 
+def logit_cap(value: Any) -> float | None:
+    """Returns a cap of scores as a float; raises ValueError unless it is None or above 0."""
+    if value is None:
+        return None
+    number = finite_number("logit_cap", value)
+    if number < float(np.finfo(np.float32).tiny):
+        raise ValueError(f"logit_cap must be above 0 in float32, but is {number}")
+    return number
+
+
 def flag(name: str, value: Any) -> bool:
     """Returns `value` as a bool; it must be one, or 0 or 1, of Python, NumPy or JAX.
 

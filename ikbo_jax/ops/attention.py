@@ -43,6 +43,7 @@ def attention(
     cand_to_user: jax.Array,
     *,
     scale: float | None = None,
+    logit_cap: float | None = None,
     key_value_seq_lengths: jax.Array | None = None,
     key_value_ranges: jax.Array | None = None,
     self_key: jax.Array | None = None,
@@ -62,6 +63,7 @@ def attention(
     cand_to_user: jax.Array,
     *,
     scale: float | None = None,
+    logit_cap: float | None = None,
     key_value_seq_lengths: jax.Array | None = None,
     key_value_ranges: jax.Array | None = None,
     self_key: jax.Array | None = None,
@@ -81,6 +83,7 @@ def attention(
     cand_to_user: jax.Array,
     *,
     scale: float | None = None,
+    logit_cap: float | None = None,
     key_value_seq_lengths: jax.Array | None = None,
     key_value_ranges: jax.Array | None = None,
     self_key: jax.Array | None = None,
@@ -99,6 +102,7 @@ def attention(
     cand_to_user: jax.Array,
     *,
     scale: float | None = None,
+    logit_cap: float | None = None,
     key_value_seq_lengths: jax.Array | None = None,
     key_value_ranges: jax.Array | None = None,
     self_key: jax.Array | None = None,
@@ -112,6 +116,8 @@ def attention(
 
         out[b] = softmax(scale · query[b] · key[u]ᵀ) · value[u],  u = cand_to_user[b]
 
+    With a `logit_cap`, the softmax is of logit_cap · tanh(score / logit_cap).
+
     Args:
       query: [B, T, N, H], bfloat16, float16 or float32: B candidates (B may be 0), T queries per
         candidate, N heads, head width H.
@@ -122,6 +128,8 @@ def attention(
         may have no candidates. Values outside the range are clamped to it, so nothing is read
         outside `key`; `ikbo_jax.debug.check_index` finds them.
       scale: factor of the scores, a number that is finite in float32; None means 1 / sqrt(H).
+      logit_cap: bound of the scores before the softmax, a number above 0; None: there is none.
+        Calls with a cap run in XLA.
       key_value_seq_lengths: [U] int32, the number of valid keys of every user, values in [0, S]
         (others are clamped; `ikbo_jax.debug.check_lengths` finds them); None means S for every
         user. Keys and values past the length have no effect.
@@ -156,8 +164,9 @@ def attention(
     Raises:
       ValueError: a rank is wrong; sizes, dtypes, index, lengths or ranges disagree; N is not a
         multiple of K; U = 0 with B > 0; H = 0 or K = 0; only one of `self_key` and `self_value` is
-        an array; `scale` is not finite in float32; a flag is not a bool; `implementation` is
-        unknown; `config` is of another type, or set with `implementation` "xla".
+        an array; `scale` is not finite in float32; `logit_cap` is not above 0; a flag is not a
+        bool; `implementation` is unknown; `config` is of another type, or set with `implementation`
+        "xla".
       NotImplementedError: implementation="mosaic_gpu", but the kernel cannot run on this device, or
         with these sizes, this dtype or this `config`; S, N, K or H is a symbolic dimension of
         `jax.export` (B, U and T may be symbolic on the XLA path); forward-mode differentiation, but
@@ -181,6 +190,7 @@ def attention(
         request,
         arguments.finite_number("scale", scale),
         arguments.flag("indices_are_sorted", indices_are_sorted),
+        arguments.logit_cap(logit_cap),
         return_residuals=arguments.flag("return_residuals", return_residuals),
     )
     plan = _OP.plan(call, arrays)
@@ -248,6 +258,12 @@ class _Call(Call):
 
     scale: float
     indices_are_sorted: bool
+    logit_cap: float | None
+
+    @property
+    def of_scores(self) -> dict[str, Any]:
+        """Keywords of the reference's functions."""
+        return {"scale": self.scale, "logit_cap": self.logit_cap}
 
 
 def _run_kernel(call: _Call, plan: dispatch.Plan, arrays: Arrays) -> _Results:
@@ -304,14 +320,15 @@ class _Attention(Op[_Call, Arrays, _Results]):
         problem = attention_backward.problem_of(arrays)
         # One candidate is sorted, and so are the candidates of one user.
         is_sorted = call.indices_are_sorted or 1 in (problem.batch, problem.users)
-        return dataclasses.replace(problem, is_sorted=is_sorted)
+        has_cap = call.logit_cap is not None
+        return dataclasses.replace(problem, is_sorted=is_sorted, has_logit_cap=has_cap)
 
     def run(self, call: _Call, plan: dispatch.Plan, arrays: Arrays) -> _Results:
         if plan.implementation == "mosaic_gpu":
             out, lse = run_kernel(functools.partial(_run_kernel, call, plan), arrays)
         else:
             out, lse = attention_grouped.decomposed(
-                *arrays[:5], ranges=arrays.ranges, scale=call.scale
+                *arrays[:5], ranges=arrays.ranges, **call.of_scores
             )
         return dispatch.record(out, plan), lse if call.return_residuals else None
 
@@ -350,7 +367,7 @@ class _Attention(Op[_Call, Arrays, _Results]):
     ) -> Arrays:
         if plan.backward_config is None:
             gradients = attention_grouped.decomposed_vjp(
-                *arrays[:5], *cotangents, ranges=arrays.ranges, scale=call.scale, dtype=dtype
+                *arrays[:5], *cotangents, ranges=arrays.ranges, dtype=dtype, **call.of_scores
             )
         else:
             settings = attention_backward.Settings(
@@ -391,7 +408,7 @@ def _attention(
         )
     if self_tokens is not None:
         assert lse is not None
-        out, lse = _with_self_tokens(call.scale, out, lse, arrays.query, *self_tokens)
+        out, lse = _with_self_tokens(call.of_scores, out, lse, arrays.query, *self_tokens)
     return out, lse if call.return_residuals else None
 
 
@@ -412,7 +429,7 @@ _SELF_TOKENS = Rule(
 
 
 def _with_self_tokens(
-    scale: float,
+    of_scores: dict[str, Any],
     out: jax.Array,
     lse: jax.Array,
     query: jax.Array,
@@ -423,7 +440,7 @@ def _with_self_tokens(
 
     def local(parts: Sequence[Any], _: Any) -> tuple[jax.Array, jax.Array]:
         out, lse, *own = parts
-        return reference.merge_attention(out, lse, *reference.self_attention(*own, scale=scale))
+        return reference.merge_attention(out, lse, *reference.self_attention(*own, **of_scores))
 
     operands = out, lse, query, self_key, self_value
     out, lse = run_by_types(local, _SELF_TOKENS, operands)

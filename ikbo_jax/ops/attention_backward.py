@@ -54,7 +54,7 @@ def choose(
     if request.implementation == "xla":
         return None, "requested by the caller"
     backward = AttentionBackwardProblem.of(problem)
-    return gradient_config(request, backward, problem.why_not_ranges())
+    return gradient_config(request, backward, problem.why_not_scores())
 
 
 def _pull_back(settings: Settings, operands: Operands, cotangents: Gradients) -> tuple[Operands]:

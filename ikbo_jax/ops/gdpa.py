@@ -39,7 +39,8 @@ def gdpa(
     activation: str | tuple[str, ...] = "gelu",
     approx: str | None = None,
     scale: float = 1.0,
-    output_scale: float = 1.0,
+    output_scale: float | jax.Array = 1.0,
+    logit_cap: float | None = None,
     q_to_kv: jax.Array | None = None,
     broadcast_q: bool = False,
     max_seqlen_q: int | None = None,
@@ -54,6 +55,7 @@ def gdpa(
 
     over the keys j of query i's sequence that `mask` lets it see, for each head. `scale` multiplies
     the scores before the activation, `output_scale` the sum; the defaults do not depend on sizes.
+    With a `logit_cap`, the activation's argument is logit_cap · tanh(score / logit_cap).
     With activation="softmax", act is the softmax over these keys. Sequences are concatenated:
     sequence b has rows cu_seqlens[b] to cu_seqlens[b + 1] - 1.
 
@@ -77,7 +79,10 @@ def gdpa(
         otherwise, and for gradients, as "tanh"; "polynomial": gelu within 5.0e-4. Heads with
         another activation, and other devices than GPUs, compute exactly.
       scale: factor of the scores before the activation, a number that is finite in float32.
-      output_scale: factor of the result, a number that is finite in float32.
+      output_scale: factor of the result, a number that is finite in float32; or [batch] float32, a
+        factor for the rows of every query sequence, such as 1 / length.
+      logit_cap: bound of the scores before the activation, a number above 0; None: there is none.
+        Calls with a cap run in XLA.
       q_to_kv: [batch] int32, the key-value sequence of every query sequence (the user of a
         candidate), values in [0, batch_kv), in any order. None pairs query sequence b with
         key-value sequence b; then batch_kv = batch. Values outside the range are clamped to it;
@@ -103,20 +108,23 @@ def gdpa(
       sequence. Zero in rows outside all sequences and where a sequence has no keys. Scores,
       activations and sums are f32; activated scores are rounded to the inputs' dtype before they
       are multiplied by the values (in float16, activated scores above 65504 become inf). f32
-      products follow `jax.default_matmul_precision`.
+      products follow `jax.default_matmul_precision`. An array of output scales multiplies the
+      result after it was rounded to the inputs' dtype, and is rounded a second time.
 
       Differentiable in reverse mode with respect to query, key and value. Gradients are summed in
       f32, over all sequences that share keys, values or queries, in a deterministic order, and
-      rounded once; scores are never all in memory. Rows outside all sequences have gradient 0.
+      rounded once; scores are never all in memory. Rows outside all sequences have gradient 0. An
+      array of output scales has a gradient, too, in f32, from the rounded result.
 
     Raises:
       ValueError: a rank is wrong; sizes, dtypes, offsets or the index disagree; N is not a multiple
         of K; an activation is unknown, or the number of names is not N; `approx` is unknown or
-        applies to none of the activations; a scale is not finite in float32; a `max_seqlen_*` is
-        not an integer of at least 0; `broadcast_q` is not a bool; both `cu_seqlens_q` and
-        `broadcast_q` are set, or neither; `mask` is no mask, or its arrays have other numbers of
-        rows or sequences; `implementation` is unknown; `config` is of another type,
-        or set with `implementation` "xla".
+        applies to none of the activations; a scale is not finite in float32, or an array of scales
+        not [batch] float32; `logit_cap` is not above 0; a `max_seqlen_*` is not an integer of at
+        least 0; `broadcast_q` is not a bool; both `cu_seqlens_q` and `broadcast_q` are set, or
+        neither; `mask` is no mask, or its arrays have other numbers of rows or sequences;
+        `implementation` is unknown; `config` is of another type, or set with `implementation`
+        "xla".
       NotImplementedError: implementation="mosaic_gpu", but the kernel cannot run on this device, or
         with these sizes, this dtype, activation or `config`; N, K or H is a symbolic dimension of
         `jax.export` (rows and batches may be symbolic on the XLA path); a third derivative;
@@ -127,7 +135,8 @@ def gdpa(
     arrays = Arrays(query, key, value, cu_seqlens_q, cu_seqlens_kv, q_to_kv)
     request = arguments.request("gdpa", implementation, config, arrays, GdpaConfig, ShortGdpaConfig)
     settings = gdpa_arguments.settings(
-        arrays, activation, approx, scale, output_scale, broadcast_q, max_seqlen_q, max_seqlen_kv
+        *(arrays, activation, approx, scale, output_scale, broadcast_q),
+        *(max_seqlen_q, max_seqlen_kv, logit_cap),
     )
     described = "" if mask is None else gdpa_mask.check(mask, arrays, settings)
     call = _Call(request, settings, described)
@@ -138,7 +147,10 @@ def gdpa(
     if mask is not None:
         arrays = gdpa_mask.with_intervals(mask, arrays, settings)
     arrays = reverse_only.operands("gdpa", arrays)
-    return _gdpa(call, plan, arrays)
+    out = _gdpa(call, plan, arrays)
+    if gdpa_arguments.has_scales(output_scale):
+        out = gdpa_mask.scaled(out, output_scale, arrays, settings)
+    return out
 
 
 _Results = tuple[jax.Array, jax.Array | None]
@@ -282,6 +294,7 @@ class _Gdpa(Op[_Call, Arrays, _Results]):
             max_seqlen_q=settings.max_seqlen_q,
             max_seqlen_kv=settings.max_seqlen_kv,
             mask=call.mask,
+            has_logit_cap=settings.logit_cap is not None,
         )
 
     def run(self, call: _Call, plan: dispatch.Plan, arrays: Arrays) -> _Results:

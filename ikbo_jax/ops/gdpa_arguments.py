@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from typing import Any
+from typing import Any, TypeGuard
 
 import jax
 import jax.numpy as jnp
@@ -12,7 +12,7 @@ from jax import lax
 
 from ikbo_jax.ops import arguments
 from ikbo_jax.reference.activations import ACTIVATIONS, APPROXIMATIONS
-from ikbo_jax.reference.gdpa import Arrays, Settings
+from ikbo_jax.reference.gdpa import Arrays, Settings, num_sequences
 
 
 def settings(
@@ -20,18 +20,25 @@ def settings(
     activation: str | tuple[str, ...],
     approx: str | None,
     scale: float,
-    output_scale: float,
+    output_scale: float | jax.Array,
     broadcast_q: bool,
     max_seqlen_q: int | None,
     max_seqlen_kv: int | None,
+    logit_cap: float | None,
 ) -> Settings:
-    """Checks all arguments of `gdpa`; raises ValueError, quoting both conflicting values."""
+    """Checks all arguments of `gdpa`; raises ValueError, quoting both conflicting values.
+
+    Of an `output_scale` for each sequence, the settings have the scale 1.
+    """
     broadcast_q = arguments.flag("broadcast_q", broadcast_q)
     arguments.check_attention("gdpa", arrays[:3], "total_q N H", "total_kv K H")
     check_sequences(arrays, broadcast_q)
     rows = arrays.query.shape[0]
     activations = activations_of(activation, arrays.query.shape[1])
     check_approx(approx, activations)
+    if has_scales(output_scale):
+        check_scales(output_scale, num_sequences(arrays))
+        output_scale = 1.0
     scales = (
         arguments.finite_number("scale", scale),
         arguments.finite_number("output_scale", output_scale),
@@ -42,7 +49,27 @@ def settings(
         raise ValueError(
             f"max_seqlen_q is {most_q} but every sequence has the query's T={rows} rows"
         )
-    return Settings(activations, approx, *scales, broadcast_q, most_q, most_kv)
+    cap = arguments.logit_cap(logit_cap)
+    return Settings(activations, approx, *scales, cap, broadcast_q, most_q, most_kv)
+
+
+def has_scales(output_scale: Any) -> TypeGuard[jax.Array]:
+    """Whether `output_scale` is an array with a scale for each sequence, and not a number."""
+    return getattr(output_scale, "ndim", 0) > 0
+
+
+def check_scales(output_scale: Any, batch: int) -> None:
+    """Raises ValueError unless `output_scale` is [batch] float32."""
+    if output_scale.dtype != jnp.float32:
+        raise ValueError(
+            "output_scale must be a number or a float32 array, "
+            f"but is {arguments.describe(output_scale)}"
+        )
+    if output_scale.shape != (batch,):
+        raise ValueError(
+            f"output_scale has shape {output_scale.shape} but the queries have batch={batch} "
+            "sequences"
+        )
 
 
 def check_sequences(arrays: Arrays, broadcast_q: bool) -> None:

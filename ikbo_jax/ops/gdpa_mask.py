@@ -1,4 +1,4 @@
-"""The keys that every query row of a masked `gdpa` sees."""
+"""What `gdpa` computes of every row: the keys that it sees, and its sequence's output scale."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import jax.numpy as jnp
 
 from ikbo_jax.masks import Mask, Rows
 from ikbo_jax.ops import arguments
+from ikbo_jax.ops.look_up import look_up
 from ikbo_jax.ops.partition import Division, Rule
 from ikbo_jax.ops.sharded import run_by_types, vary_over_same_axes
 from ikbo_jax.reference import jagged
@@ -31,13 +32,14 @@ def check(mask: Any, arrays: Arrays, settings: Settings) -> str:
 def with_intervals(mask: Mask, arrays: Arrays, settings: Settings) -> Arrays:
     """Adds the keys that every row sees, in the whole call, also where devices divide its rows."""
     sizes = arrays.query.shape[0], arrays.key.shape[0]
-    return arrays._replace(intervals=_intervals(sizes, settings, arrays[3:6], mask))
+    return arrays._replace(intervals=_words(sizes, settings, arrays[3:6], mask))
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
-def _intervals(
-    sizes: tuple[int, int], settings: Settings, sequences: tuple[Any, Any, Any], mask: Mask
+def _words(
+    sizes: tuple[int, int], settings: Settings, sequences: tuple[Any, Any, Any], mask: Mask | None
 ) -> jax.Array:
+    """Computes the intervals of every row; without a mask, its sequence and number of keys."""
     operands, treedef = jax.tree.flatten((sequences, mask))
     # Nothing divides, except that intervals which are divided by rows become divided again.
     rule = Rule(
@@ -53,7 +55,10 @@ def _intervals(
     def local(parts: Sequence[Any], division: Division | None) -> Sequence[Any]:
         del division
         sequences, mask = jax.tree.unflatten(treedef, vary_over_same_axes(parts))
-        return (mask.intervals(_rows(sizes, settings, *sequences)),)
+        rows = _rows(sizes, settings, *sequences)
+        if mask is None:
+            return (jnp.stack((rows.sequence, rows.length), axis=1),)
+        return (mask.intervals(rows),)
 
     (found,) = run_by_types(local, rule, operands)
     return found
@@ -81,3 +86,23 @@ def _rows(sizes: tuple[int, int], settings: Settings, cu_q: Any, cu_kv: Any, q_t
     return Rows(
         jnp.where(is_row, length - q_length + inside, -1), jnp.where(is_row, length, 0), sequence
     )
+
+
+def scaled(out: jax.Array, scales: jax.Array, arrays: Arrays, settings: Settings) -> jax.Array:
+    """Multiplies every row of the result by its sequence's scale, in f32; rounds once.
+
+    Args:
+      out: see `reference.gdpa.out_shape`.
+      scales: [batch] f32.
+      arrays: the arrays of the call that computed `out`.
+      settings: the settings of the call.
+    """
+    sizes = arrays.query.shape[0], arrays.key.shape[0]
+    sequence, length = jnp.moveaxis(_words(sizes, settings, arrays[3:6], None), 1, 0)
+    # The gradient of this lookup is summed in one order, unlike the gradient of `scales[sequence]`.
+    # XLA fuses its gather with the product.
+    factor = look_up(scales, sequence, indices_are_sorted=True, implementation="xla")
+    factor = factor[:, None, None]
+    # Rows outside all sequences are 0, also if the cotangents of these rows are NaN.
+    has_keys = (length > 0)[:, None, None]
+    return jnp.where(has_keys, out.astype(jnp.float32) * factor, 0.0).astype(out.dtype)

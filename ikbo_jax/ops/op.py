@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
 
 from ikbo_jax.ops import dispatch, sharded
 from ikbo_jax.ops.partition import Division, Rule, dimensions, map_sequentially
@@ -282,6 +283,7 @@ class Op[C: Call, A, R](abc.ABC):
         # not the kernel.
         with jax.default_matmul_precision(call.request.precision):
             results = self.differentiable(self.for_gradient(call), plan, arrays)
+        results = _with_names(call.request.op, results)
         return self.visible(call, results), (arrays, self.residuals(results))
 
     def _backward(
@@ -325,6 +327,16 @@ class Op[C: Call, A, R](abc.ABC):
             local, identity, (names, (*saved, cotangents)), gradient_names, named.split
         )
         return jax.tree.map(sharded.typed_like, gradients, arrays, is_leaf=lambda x: x is None)
+
+
+def _with_names[R](op: str, results: R) -> R:
+    """Names results for policies of `jax.checkpoint`: `ikbo_gdpa_out`, `ikbo_gdpa_lse`."""
+    leaves, treedef = jax.tree.flatten(results)
+    named = [
+        checkpoint_name(x, f"ikbo_{op}_{name}")
+        for x, name in zip(leaves, ("out", "lse"), strict=False)
+    ]
+    return jax.tree.unflatten(treedef, [*named, *leaves[len(named) :]])
 
 
 def _of_problems(plan: dispatch.Plan, size: int, batched: dispatch.Plan) -> dispatch.Plan:

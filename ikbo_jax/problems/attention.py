@@ -165,6 +165,7 @@ class AttentionProblem(AttentionSizes):
     Attributes:
       is_sorted: whether candidates of a user are known to be neighbours.
       has_ranges: whether every candidate has its own range of keys.
+      has_logit_cap: whether scores are capped.
     """
 
     op: ClassVar[str] = "attention"
@@ -173,12 +174,16 @@ class AttentionProblem(AttentionSizes):
 
     is_sorted: bool = True
     has_ranges: bool = False
+    has_logit_cap: bool = False
 
     def describe(self) -> str:
-        return super().describe() + (" key_value_ranges" if self.has_ranges else "")
+        words = {"key_value_ranges": self.has_ranges, "logit_cap": self.has_logit_cap}
+        return " ".join((super().describe(), *(word for word, has in words.items() if has)))
 
-    def why_not_ranges(self) -> str | None:
-        """Why no kernel can run the problem, if candidates have ranges; None if they have none."""
+    def why_not_scores(self) -> str | None:
+        """Why no kernel can run the problem, with ranges or a cap; None if it has neither."""
+        if self.has_logit_cap:
+            return "logit_cap runs in XLA"
         return "key_value_ranges run in XLA" if self.has_ranges else None
 
     @classmethod

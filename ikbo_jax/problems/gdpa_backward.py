@@ -187,6 +187,8 @@ class GdpaBackwardTuning(Config):
         return GdpaBackwardConfig(self.key_block, self.key_stages)
 
     def illegal_reason(self, problem: GdpaSizes) -> str | None:
+        if reason := problem.why_not_logit_cap():
+            return reason
         has_softmax = SOFTMAX in problem.activations
         if has_softmax and set(problem.activations) != {SOFTMAX}:
             return "the backward kernels support softmax in all heads or in none"

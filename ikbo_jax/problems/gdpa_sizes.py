@@ -47,6 +47,7 @@ class GdpaSizes(Problem):
       max_seqlen_q: bound of the lengths of query sequences, or None.
       max_seqlen_kv: bound of the lengths of key-value sequences, or None.
       mask: which keys a row sees, in words; empty: all. Tables have no rows for masks.
+      has_logit_cap: whether scores are capped. Tables have no rows for caps.
     """
 
     batch: int
@@ -63,6 +64,11 @@ class GdpaSizes(Problem):
     max_seqlen_q: int | None
     max_seqlen_kv: int | None
     mask: str = ""
+    has_logit_cap: bool = False
+
+    def why_not_logit_cap(self) -> str | None:
+        """Why no kernel can run the problem, if it has a cap; None if it has none."""
+        return "logit_cap runs in XLA" if self.has_logit_cap else None
 
     def why_not_mask(self) -> str | None:
         """Why a kernel that takes no masks cannot run the problem; None if it can."""
@@ -104,6 +110,7 @@ class GdpaSizes(Problem):
             *([] if self.approx is None else [f"approx={self.approx}"]),
             *(["broadcast_q"] if self.broadcast_q else []),
             *([f"mask={self.mask}"] if self.mask else []),
+            *(["logit_cap"] if self.has_logit_cap else []),
             self.dtype,
         ]
         return " ".join(words)
@@ -125,15 +132,16 @@ class GdpaSizes(Problem):
             max_seqlen_q=optional("max_seqlen_q"),
             max_seqlen_kv=optional("max_seqlen_kv"),
             mask="",
+            has_logit_cap=False,
         )
 
     def distance(self, other: GdpaSizes) -> float:
         """Adds terms for activations and full sequences to the attentions' distance.
 
-        Infinite if H differs, or if only one problem has a mask, or softmax, which another kernel
-        computes.
+        Infinite if H differs, or if only one problem has a mask, a cap, or softmax, which another
+        kernel computes.
         """
-        if bool(self.mask) != bool(other.mask):
+        if (bool(self.mask), self.has_logit_cap) != (bool(other.mask), other.has_logit_cap):
             return math.inf
         has_softmax, other_has_softmax = SOFTMAX in self.activations, SOFTMAX in other.activations
         if self.head_dim != other.head_dim or has_softmax != other_has_softmax:

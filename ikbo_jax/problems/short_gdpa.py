@@ -174,7 +174,7 @@ class ShortGdpaConfig(Config):
         return self.smem_bytes(problem.head_dim, Batch.of(problem) if self.finds_tiles else None)
 
     def illegal_reason(self, problem: Any) -> str | None:
-        reason = problem.why_not_mask()
+        reason = problem.why_not_mask() or problem.why_not_logit_cap()
         if reason := reason or flash.why_not_operands(problem, self.block_kv, MAX_BLOCK_KV):
             return reason
         if self.tile_rows not in TILE_ROWS:

@@ -33,6 +33,7 @@ def materialised(
     ranges: jax.Array | None = None,
     self_key: jax.Array | None = None,
     self_value: jax.Array | None = None,
+    logit_cap: float | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """Copies every user's keys and values to its candidates and attends in f32: the oracle.
 
@@ -46,6 +47,7 @@ def materialised(
       ranges: [B, 2] int32, the first key that a candidate sees, and one past the last; or None.
       self_key: [B, T_self, K, H], further keys that only their candidate sees, or None.
       self_value: [B, T_self, K, H], or None.
+      logit_cap: bound of the scores, see `soft_capped`, or None.
 
     Returns:
       out [B, T, N, H] in the query's dtype, rounded once, and lse [B, T, N] in f32.
@@ -70,6 +72,7 @@ def materialised(
 
     highest = jax.lax.Precision.HIGHEST
     products = jnp.einsum("btnh,bsnh->btns", query.astype(jnp.float32), keys, precision=highest)
+    products, scale = soft_capped(products, scale, logit_cap)
     products = jnp.where(mask[:, None, None], directed(products, scale), -jnp.inf)
     empty = jnp.all(products == -jnp.inf, axis=-1, keepdims=True)
     # Rows without keys get finite scores, so that no NaN enters a gradient.
@@ -105,7 +108,12 @@ def merge_attention(
 
 
 def self_attention(
-    query: jax.Array, key: jax.Array, value: jax.Array, *, scale: float
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    *,
+    scale: float,
+    logit_cap: float | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """Attends from each candidate to its few tokens: all scores exist at once.
 
@@ -115,6 +123,7 @@ def self_attention(
     kv_heads = key.shape[2]
     q = query.reshape(batch, q_len, kv_heads, q_heads // kv_heads, width)
     products = jnp.einsum("btkrh,bskh->btkrs", q, key, preferred_element_type=jnp.float32)
+    products, scale = soft_capped(products, scale, logit_cap)
     products = directed(products, scale)
     row_max = jax.lax.stop_gradient(finite_offset(jnp.max(products, axis=-1)))
     exponentials = jnp.exp(scaled(products - row_max[..., None], scale))
@@ -133,6 +142,24 @@ def self_attention(
 HUGE_LSE = 2.0**18
 #: Bound of lse's relative error: a few roundings of f32.
 LSE_ERROR = 2.0**-21
+
+
+def soft_capped(
+    products: jax.Array, scale: float, logit_cap: float | None
+) -> tuple[jax.Array, float]:
+    """Returns logit_cap · tanh(scale · products / logit_cap), and 1 as the scale that is left.
+
+    Without a cap, returns products and scale as they are.
+    """
+    if logit_cap is None:
+        return products, scale
+    # Two operations: the quotient of scale and cap may be beyond f32.
+    return jnp.float32(logit_cap) * jnp.tanh(products * jnp.float32(scale) / logit_cap), 1.0
+
+
+def soft_cap_slope(capped: jax.Array, logit_cap: float | None) -> Any:
+    """Computes the derivative of capped scores by scores, from capped ones; 1 without a cap."""
+    return 1.0 if logit_cap is None else 1.0 - jnp.square(capped / logit_cap)
 
 
 def directed(products: jax.Array, scale: float) -> jax.Array:

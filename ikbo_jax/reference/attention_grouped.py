@@ -15,7 +15,14 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from ikbo_jax.reference.attention import Softmax, directed, normalise, scaled
+from ikbo_jax.reference.attention import (
+    Softmax,
+    directed,
+    normalise,
+    scaled,
+    soft_cap_slope,
+    soft_capped,
+)
 
 #: Largest number of scores of one step of the XLA path: 128 MiB in f32, and as much again for their
 #: exponentials.
@@ -88,6 +95,7 @@ def decomposed(
     *,
     scale: float,
     ranges: jax.Array | None = None,
+    logit_cap: float | None = None,
     blocks: Blocking | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """Attends for groups of candidates of one user, a chunk of keys at a time.
@@ -110,10 +118,10 @@ def decomposed(
 
         def step(state: Softmax, chunk: jax.Array) -> tuple[Softmax, None]:
             keys, values, mask = _chunk_of(parts, groups, chunk, key, value)
-            scores = directed(_products(q, keys), scale)
+            products, left = soft_capped(_products(q, keys), scale, logit_cap)
             visible = _visible(parts, chunk, key, mask, ends)
-            scores = jnp.where(visible, scores, -jnp.inf)
-            state, exponentials = state.plus(scores, scale)
+            scores = jnp.where(visible, directed(products, left), -jnp.inf)
+            state, exponentials = state.plus(scores, left)
             products = jnp.einsum(
                 "gkqs,gskh->gkqh",
                 exponentials.astype(values.dtype),
@@ -123,7 +131,7 @@ def decomposed(
             return state._replace(weighted=state.weighted + products), None
 
         (row_max, total, out), _ = jax.lax.scan(step, Softmax.of_none(q), parts.chunks)
-        out, lse = normalise(out, total, scaled(row_max, scale))
+        out, lse = normalise(out, total, scaled(row_max, 1.0 if logit_cap else scale))
         return back(out.astype(query.dtype)), back(lse[..., None])[..., 0]
 
     out, lse = jax.lax.map(attend, parts.groups)
@@ -141,6 +149,7 @@ def decomposed_vjp(
     *,
     scale: float,
     ranges: jax.Array | None = None,
+    logit_cap: float | None = None,
     blocks: Blocking | None = None,
     dtype: Any = None,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
@@ -148,9 +157,10 @@ def decomposed_vjp(
 
     With P = softmax(scores), dP = d_out·valueᵀ and delta = rowsum(P ∘ dP):
     dS = P ∘ (dP - delta + d_lse), d_query = scale·dS·key, d_key = scale·dSᵀ·query and
-    d_value = Pᵀ·d_out, the last two summed over the candidates of a user. P is recomputed, a chunk
-    of keys at a time; see `decomposed`. If there are several chunks, the scores and dP are computed
-    twice, the first time for their sums.
+    d_value = Pᵀ·d_out, the last two summed over the candidates of a user; dS of capped scores is
+    also multiplied by the slope of the cap. P is recomputed, a chunk of keys at a time; see
+    `decomposed`. If there are several chunks, the scores and dP are computed twice, the first time
+    for their sums.
 
     Args (the others are as for `decomposed`):
       d_out: [B, T, N, H].
@@ -165,6 +175,8 @@ def decomposed_vjp(
     parts = _partition(query, key, cand_to_user, key_value_seq_lengths, blocks)
     kv_heads = key.shape[2]
     sums = (jnp.zeros_like(key, jnp.float32), jnp.zeros_like(value, jnp.float32))
+
+    left = 1.0 if logit_cap else scale
 
     def pull_back(
         sums: tuple[jax.Array, jax.Array], groups: _Groups
@@ -182,15 +194,17 @@ def decomposed_vjp(
         q, d_o = (jnp.where(is_real, rows_of(x), 0) for x in (query, d_out))
         d_rows = 0.0 if d_lse is None else rows_of(d_lse[..., None], fill=0)[..., 0]
 
-        def scores_of(chunk: jax.Array) -> tuple[jax.Array, ...]:
+        def scores_of(chunk: jax.Array) -> tuple[Any, ...]:
             keys, values, mask = _chunk_of(parts, groups, chunk, key, value)
             counts = _visible(parts, chunk, key, mask, ends) & is_real
-            scores = jnp.where(counts, directed(_products(q, keys), scale), -jnp.inf)
-            return keys, counts, scores, _products(d_o, values)
+            products, _ = soft_capped(_products(q, keys), scale, logit_cap)
+            slope = soft_cap_slope(products, logit_cap)
+            scores = jnp.where(counts, directed(products, left), -jnp.inf)
+            return keys, counts, scores, _products(d_o, values), slope
 
         def add(state: Softmax, chunk: jax.Array) -> tuple[Softmax, None]:
-            _, _, scores, d_weights = scores_of(chunk)
-            return state.plus_gradients(scores, d_weights, scale), None
+            _, _, scores, d_weights, _ = scores_of(chunk)
+            return state.plus_gradients(scores, d_weights, left), None
 
         state = Softmax.of_none(q[..., :1])
         if is_split := parts.chunks.shape[0] > 1:
@@ -198,10 +212,10 @@ def decomposed_vjp(
 
         def step(carry: tuple, chunk: jax.Array) -> tuple[tuple, None]:
             d_q, d_keys, d_values = carry
-            keys, counts, scores, d_weights = scores_of(chunk)
-            own = state if is_split else state.plus_gradients(scores, d_weights, scale)
-            weights, d_scores = own.pull_back(scores, d_weights, scale, d_rows)
-            d_scores = jnp.where(counts, d_scores, 0.0) * jnp.float32(scale)
+            keys, counts, scores, d_weights, slope = scores_of(chunk)
+            own = state if is_split else state.plus_gradients(scores, d_weights, left)
+            weights, d_scores = own.pull_back(scores, d_weights, left, d_rows)
+            d_scores = jnp.where(counts, d_scores * slope, 0.0) * jnp.float32(scale)
             narrow = d_scores.astype(keys.dtype)
             product = functools.partial(jnp.einsum, preferred_element_type=jnp.float32)
             d_q += product("gkqs,gskh->gkqh", narrow, keys)

@@ -1,12 +1,13 @@
 """Generalised dot-product attention in plain jnp: its definition and the oracle.
 
-    out[i] = output_scale · Σⱼ act(scale · query[i] · key[j]) · value[j]
+    out[i] = output_scale · Σⱼ act(cap(scale · query[i] · key[j])) · value[j]
 
-over the keys j of query i's sequence; softmax as `act` normalises over these keys. One array holds
-all sequences; sequence b has the rows cu_seqlens[b] to cu_seqlens[b + 1] - 1. Offsets are clamped
-to the array and replaced by their running maximum, sequences are truncated to `max_seqlen_*`, and
-`q_to_kv` is clamped to the sequences that exist. Rows of no sequence have no effect, even if they
-are NaN, and their results are zeros. The ops check arguments; these functions do not.
+over the keys j of query i's sequence, with cap(s) = logit_cap · tanh(s / logit_cap), or s without a
+`logit_cap`; softmax as `act` normalises over these keys. One array holds all sequences; sequence b
+has the rows cu_seqlens[b] to cu_seqlens[b + 1] - 1. Offsets are clamped to the array and replaced
+by their running maximum, sequences are truncated to `max_seqlen_*`, and `q_to_kv` is clamped to the
+sequences that exist. Rows of no sequence have no effect, even if they are NaN, and their results
+are zeros. The ops check arguments; these functions do not.
 
 Letters: N query heads, K key heads (N a multiple of K), H head width.
 
@@ -56,6 +57,7 @@ class Settings(NamedTuple):
       approx: name of an approximation, or None.
       scale: of the scores, before the activation.
       output_scale: of the result.
+      logit_cap: bound of the scores before the activation, or None.
       broadcast_q: whether all sequences share the same T queries.
       max_seqlen_q: longest query sequence, or None.
       max_seqlen_kv: longest key-value sequence, or None.
@@ -65,6 +67,7 @@ class Settings(NamedTuple):
     approx: str | None = None
     scale: float = 1.0
     output_scale: float = 1.0
+    logit_cap: float | None = None
     broadcast_q: bool = False
     max_seqlen_q: int | None = None
     max_seqlen_kv: int | None = None
@@ -133,6 +136,8 @@ def materialised(arrays: Arrays, settings: Settings) -> jax.Array:
         k, v = (jnp.where(is_key, x.astype(jnp.float32), 0) for x in (key, value))
         k, v = (jnp.repeat(x, heads // key.shape[1], axis=1) for x in (k, v))
         scores = jnp.float32(settings.scale) * jnp.einsum("inh,jnh->nij", q, k, precision="highest")
+        if settings.logit_cap is not None:
+            scores = settings.logit_cap * jnp.tanh(scores / settings.logit_cap)
         mask = is_query[:, 0] & is_key[:, 0, 0][None]
         if intervals is not None:
             seen = intervals.reshape(-1, total_q, 2, 2)[sequence if settings.broadcast_q else 0]

@@ -20,7 +20,7 @@ import jax.numpy as jnp
 
 from ikbo_jax.reference import jagged
 from ikbo_jax.reference.activations import SOFTMAX, elementwise
-from ikbo_jax.reference.attention import Softmax, directed, normalise, scaled
+from ikbo_jax.reference.attention import Softmax, directed, normalise, scaled, soft_capped
 from ikbo_jax.reference.gdpa import Arrays, Settings, num_sequences, out_shape
 from ikbo_jax.reference.gdpa_visible import Visible
 
@@ -221,6 +221,11 @@ def product(axes: str, a: jax.Array, b: jax.Array) -> jax.Array:
     return jnp.einsum(axes, a.astype(b.dtype), b, preferred_element_type=jnp.float32)
 
 
+def capped_products(products: jax.Array, settings: Settings) -> tuple[jax.Array, float]:
+    """Returns products of queries and keys, and their scale; capped scores and 1 with a cap."""
+    return soft_capped(products, settings.scale, settings.logit_cap)
+
+
 def key_tiles(tilings: Tilings, q: jagged.Tiles) -> tuple[jax.Array, jax.Array]:
     """Finds (first, number) of the tiles of keys that the rows of each tile of queries may see."""
     if tilings.visible is not None:
@@ -268,12 +273,12 @@ def _weights(
     folded_products: jax.Array, mask: jax.Array, settings: Settings, state: Softmax
 ) -> tuple[jax.Array, Softmax]:
     """Computes one step's weights [tiles, N, rows, keys]; rescales the sums to its maxima."""
-    products = unfold(folded_products, len(settings.activations))
-    scores = products * jnp.float32(settings.scale)
+    products, scale = capped_products(unfold(folded_products, len(settings.activations)), settings)
+    scores = products * jnp.float32(scale)
     exponentials = scores
     if SOFTMAX in settings.activations:
-        masked = jnp.where(mask, directed(products, settings.scale), -jnp.inf)
-        found, exponentials = state.plus(masked, settings.scale)
+        masked = jnp.where(mask, directed(products, scale), -jnp.inf)
+        found, exponentials = state.plus(masked, scale)
         is_softmax = _is_softmax(settings)[..., None]
         state = found._replace(weighted=jnp.where(is_softmax, found.weighted, state.weighted))
     parts = [
@@ -290,5 +295,6 @@ def _normalise(state: Softmax, settings: Settings) -> tuple[jax.Array, jax.Array
     if SOFTMAX not in settings.activations:
         return state.weighted, None
     is_softmax = _is_softmax(settings)
-    out, lse = normalise(state.weighted, state.total, scaled(state.row_max, settings.scale))
+    scale = 1.0 if settings.logit_cap else settings.scale
+    out, lse = normalise(state.weighted, state.total, scaled(state.row_max, scale))
     return jnp.where(is_softmax[..., None], out, state.weighted), jnp.where(is_softmax, lse, 0.0)

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 
 from ikbo_jax.reference import gdpa_chunked, jagged
 from ikbo_jax.reference.activations import SOFTMAX, elementwise
-from ikbo_jax.reference.attention import Softmax, directed
+from ikbo_jax.reference.attention import Softmax, directed, soft_cap_slope
 from ikbo_jax.reference.gdpa import Arrays, Settings, out_shape
 
 
@@ -24,12 +24,12 @@ def chunked_vjp(
     """Pulls a cotangent of `out` back to query, key and value.
 
     With S the scores, A = act(S) and dA = d_out · valueᵀ: dS = dA ∘ act'(S), and of a softmax
-    A ∘ (dA − rowsum(A ∘ dA)); d_query = scale · output_scale · dS · key,
-    d_key = scale · output_scale · dSᵀ · query and d_value = output_scale · Aᵀ · d_out. The scales
-    multiply f32 sums, so small scales cost dS no precision in f16. S is recomputed twice: once in
-    steps of tiles of queries, and once in steps of tiles of keys, each with all tiles of queries
-    that share it. So each sum is computed in one place and in one order. The steps of tiles of
-    queries compute S of a softmax before, too, for the sums over its keys.
+    A ∘ (dA − rowsum(A ∘ dA)), both times the slope of a cap; with scales a and b of scores and
+    output, d_query = a · b · dS · key, d_key = a · b · dSᵀ · query and d_value = b · Aᵀ · d_out.
+    The scales multiply f32 sums, so small scales cost dS no precision in f16. S is recomputed
+    twice: once in steps of tiles of queries, and once in steps of tiles of keys, each with all
+    tiles of queries that share it. So each sum is computed in one place and in one order. The steps
+    of tiles of queries compute S of a softmax before, too, for the sums over its keys.
 
     Args (the others are as for `chunked`):
       d_out: cotangent of out.
@@ -105,8 +105,9 @@ class _GradientSteps(NamedTuple):
         def add_sums(index: jax.Array, state: Softmax) -> Softmax:
             keys, values, mask = keys_at(index)
             products, d_weights = _products(rows, keys, values, settings)
-            masked = jnp.where(mask, directed(products, settings.scale), -jnp.inf)
-            return state.plus_gradients(masked, d_weights, settings.scale)
+            products, scale = gdpa_chunked.capped_products(products, settings)
+            masked = jnp.where(mask, directed(products, scale), -jnp.inf)
+            return state.plus_gradients(masked, d_weights, scale)
 
         if self.has_softmax:
             start = Softmax.of_none(gdpa_chunked.unfold(rows.query, heads)[..., :1])
@@ -179,21 +180,23 @@ def _pull_back(
 ) -> tuple[jax.Array, jax.Array]:
     """Computes weights, and gradients of scores divided by both scales, folded."""
     products, d_weights = _products(rows, keys, values, settings)
-    scores = products * jnp.float32(settings.scale)
+    products, scale = gdpa_chunked.capped_products(products, settings)
+    scores = products * jnp.float32(scale)
     weights, d_scores = [], []
     for name, heads in gdpa_chunked.heads_by_activation(settings):
         s, d_w = scores[:, heads], d_weights[:, heads]
         if name == SOFTMAX:
             assert rows.softmax is not None
-            masked = jnp.where(mask, directed(products[:, heads], settings.scale), -jnp.inf)
+            masked = jnp.where(mask, directed(products[:, heads], scale), -jnp.inf)
             state = Softmax(*(x[:, heads] for x in rows.softmax))
-            weight, d_score = state.pull_back(masked, d_w, settings.scale)
+            weight, d_score = state.pull_back(masked, d_w, scale)
             weights.append(weight)
             d_scores.append(d_score)
         else:
             activation = elementwise(name, settings.approx)
             weights.append(activation.value(s))
             d_scores.append(activation.slope(s) * d_w)
-    results = (jnp.where(mask, gdpa_chunked.join(parts), 0.0) for parts in (weights, d_scores))
-    folded = tuple(gdpa_chunked.fold(x, keys.shape[1]) for x in results)
+    slope = soft_cap_slope(products, settings.logit_cap)
+    results = gdpa_chunked.join(weights), gdpa_chunked.join(d_scores) * slope
+    folded = tuple(gdpa_chunked.fold(jnp.where(mask, x, 0.0), keys.shape[1]) for x in results)
     return folded[0], folded[1]

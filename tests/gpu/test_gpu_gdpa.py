@@ -166,6 +166,39 @@ def test_gdpa_scales(scale, output_scale, activation):
 
 
 @pytest.mark.parametrize("activation", ["silu", "softmax"])
+def test_gdpa_scales_of_sequences(activation):
+    """The kernel's result, and its cotangent, are rounded once more."""
+    shape = of((300, 1, 129), (300, 1, 129), before=3, after=70)
+    arrays, scales = problems_gdpa.make_arrays(shape), np.asarray([0.01, 3, -1], np.float32)
+    settings = problems_gdpa.make_settings(shape, activation, output_scale=1.0)
+    d_out = problems_gdpa.cotangent(arrays, settings)
+    factor = np.zeros((len(d_out), 1, 1))
+    factor[3:433, 0, 0] = np.repeat(scales, shape.q_lens)
+    exact = factor * problems_gdpa.numpy_oracle(arrays, settings)
+    upstream = factor * np.asarray(d_out).astype(np.float64)
+    gradients = problems_gdpa.numpy_gradients(arrays, settings, upstream)
+
+    def run(implementation):
+        options = {"activation": activation, "scale": settings.scale}
+
+        def attend(scales, *x):
+            return ikbo.gdpa(
+                *(*x, *arrays[3:5]), output_scale=scales, implementation=implementation, **options
+            )
+
+        def both(scales, *x):
+            out, pull_back = jax.vjp(attend, scales, *x)
+            return out, *pull_back(d_out)
+
+        return jax.jit(both)(scales, *arrays[:3])
+
+    (ours, d_scales, *found), (plain, of_xla, *others) = run(None), run("xla")
+    np.testing.assert_allclose(d_scales, of_xla, rtol=2**-7, atol=2**-5)
+    for x, y, z in zip((ours, *found), (exact, *gradients), (plain, *others), strict=True):
+        problems.assert_within_error_rule(x, y, z)
+
+
+@pytest.mark.parametrize("activation", ["silu", "softmax"])
 @pytest.mark.parametrize("longest", [1, 130])
 def test_gdpa_bounds_cut_sequences_off(longest, activation):
     check_shape(SHAPES["self"], activation, max_seqlen_q=longest, max_seqlen_kv=longest)

@@ -1,4 +1,4 @@
-"""`attention` with a range of keys for every candidate: results, transformations, plans."""
+"""`attention` with a range of keys for every candidate, and with a cap of its scores."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def attend(query: Any, key: Any, value: Any, *own: Any, **options: Any) -> tuple
     return ikbo.attention(query, key, value, INDEX, return_residuals=True, **options)
 
 
-def exactly(query: Any, key: Any, value: Any, *own: Any) -> tuple:
+def exactly(query: Any, key: Any, value: Any, *own: Any, logit_cap: float | None = None) -> tuple:
     """The same in NumPy's f64, one row after another."""
     query, key, value, *own = (np.asarray(x).astype(np.float64) for x in (query, key, value, *own))
     out, lse = np.zeros(query.shape), np.full(query.shape[:3], -np.inf)
@@ -61,6 +61,8 @@ def exactly(query: Any, key: Any, value: Any, *own: Any) -> tuple:
             )
         if len(keys):
             scores = SCALE * keys @ query[b, t, n]
+            if logit_cap:
+                scores = logit_cap * np.tanh(scores / logit_cap)
             lse[b, t, n] = np.logaddexp.reduce(scores)
             out[b, t, n] = np.exp(scores - lse[b, t, n]) @ values
     return out, lse
@@ -75,22 +77,23 @@ def gradients(run: Any, d_out: Any, floats: list[Any]) -> tuple:
     return jax.grad(functools.partial(loss, run, d_out), tuple(range(len(floats))))(*floats)
 
 
-def oracle(*floats: Any) -> tuple:
+def oracle(*floats: Any, logit_cap: float | None = None) -> tuple:
     own = dict(zip(("self_key", "self_value"), floats[3:], strict=False))
-    options = {"scale": SCALE, "ranges": jnp.asarray(RANGES), **own}
+    options = {"scale": SCALE, "ranges": jnp.asarray(RANGES), "logit_cap": logit_cap, **own}
     return reference.materialised(*floats[:3], *map(jnp.asarray, (INDEX, LENGTHS)), **options)
 
 
-@pytest.mark.parametrize("own", [0, 2])
-def test_values_are_numpys_and_gradients_the_oracles(own: int) -> None:
+@pytest.mark.parametrize(("own", "cap"), [(0, None), (2, None), (0, 0.4), (2, 0.4)])
+def test_values_are_numpys_and_gradients_the_oracles(own: int, cap: float | None) -> None:
     *floats, d_out = draw(own=own)
-    out, lse = exactly(*floats)
+    out, lse = exactly(*floats, logit_cap=cap)
     assert np.isneginf(lse).any() == (own == 0)
-    for run in attend, oracle:
+    runs = [functools.partial(run, logit_cap=cap) for run in (attend, oracle)]
+    for run in runs:
         found = jax.jit(run)(*floats)
         np.testing.assert_allclose(found[0], out, atol=1e-5)
         np.testing.assert_allclose(found[1], lse, atol=1e-5)
-    ours, theirs = jax.jit(lambda x: [gradients(f, d_out, x) for f in (attend, oracle)])(floats)
+    ours, theirs = jax.jit(lambda x: [gradients(f, d_out, x) for f in runs])(floats)
     chex.assert_trees_all_close(ours, theirs, atol=1e-5)
     assert not np.asarray(ours[0])[2].any() or own
 
@@ -111,12 +114,13 @@ def test_gradients_are_differences_of_numpys() -> None:
         np.testing.assert_allclose(np.sum(np.asarray(found[number]) * towards), slope, rtol=1e-4)
 
 
-@pytest.mark.parametrize("keys", [4, 5])
-def test_chunks_of_keys(keys: int) -> None:
+@pytest.mark.parametrize(("keys", "cap"), [(4, None), (5, 0.4)])
+def test_chunks_of_keys(keys: int, cap: float | None) -> None:
     """The last chunk holds keys of the one before; groups are not full."""
     *floats, d_out = draw()
     blocks = attention_grouped.Blocking(group=2, groups=2, keys=keys)
-    options: Any = {"scale": SCALE, "ranges": jnp.asarray(RANGES), "blocks": blocks}
+    options: Any = {"scale": SCALE, "ranges": jnp.asarray(RANGES), "logit_cap": cap}
+    options["blocks"] = blocks
     users = jnp.asarray(INDEX), jnp.asarray(LENGTHS)
 
     def pull_back(*x: Any) -> tuple:
@@ -126,10 +130,10 @@ def test_chunks_of_keys(keys: int) -> None:
         return attention_grouped.decomposed(*x, *users, **options)
 
     (out, lse), ours = jax.jit(lambda x: (run(*x), pull_back(*x)))(floats)
-    exact, exact_lse = exactly(*floats)
+    exact, exact_lse = exactly(*floats, logit_cap=cap)
     np.testing.assert_allclose(out, exact, atol=1e-5)
     np.testing.assert_allclose(lse, exact_lse, atol=1e-5)
-    _, pull = jax.vjp(lambda *x: oracle(*x)[0], *floats)
+    _, pull = jax.vjp(lambda *x: oracle(*x, logit_cap=cap)[0], *floats)
     chex.assert_trees_all_close(ours, pull(d_out), atol=1e-5)
 
 
@@ -196,6 +200,11 @@ def test_explain_says_why_no_kernel_runs() -> None:
     assert plan.cuda.backward_config is None
     with pytest.raises(NotImplementedError, match="mosaic_gpu"):
         attend(*shape, implementation="mosaic_gpu")
+    capped = functools.partial(attend, key_value_ranges=None, logit_cap=30.0)
+    (plan,) = ikbo.explain(capped, *shape).plans
+    assert plan.sizes.endswith("bfloat16 logit_cap")
+    assert "logit_cap runs in XLA" in plan.cuda.reason
+    assert plan.cuda.backward_config is None
 
 
 @pytest.mark.parametrize(

@@ -43,13 +43,17 @@ def attended(p, query, memory, act):
     return jnp.einsum("...nth,nhf->...tf", out, p["w_out"])
 
 
+def capped_softmax(scores):
+    return jax.nn.softmax(0.5 * jnp.tanh(scores / 0.5))
+
+
 def of_attention(p, x_cand, x_user):
-    return attended(p, x_cand, x_user[INDEX], jax.nn.softmax)
+    return attended(p, x_cand, x_user[INDEX], capped_softmax)
 
 
 def of_pma(p, x):
     pooled = [
-        attended(p, p["seeds"], x[begin:end], jax.nn.softmax) if end > begin else None
+        attended(p, p["seeds"], x[begin:end], capped_softmax) if end > begin else None
         for begin, end in itertools.pairwise(np.cumsum([0, *LENGTHS]))
     ]
     return jnp.stack([jnp.zeros((SEEDS, F_USER)) if x is None else x for x in pooled])
@@ -76,12 +80,12 @@ LAYERS = {
         (rows(U, S, F_USER), rows(B, T, F_USER), INDEX),
     ),
     "CandidateAttention": (
-        ((F_CAND, F_USER, HEADS, H), {}),
+        ((F_CAND, F_USER, HEADS, H), {"logit_cap": 0.5}),
         of_attention,
         (rows(B, T, F_CAND), rows(U, S, F_USER), INDEX),
     ),
     "PMA": (
-        ((F_USER, SEEDS, HEADS, H), {}),
+        ((F_USER, SEEDS, HEADS, H), {"logit_cap": 0.5}),
         of_pma,
         (rows(sum(LENGTHS), F_USER), offsets(*LENGTHS)),
     ),
@@ -145,6 +149,29 @@ def test_twin_gradients_and_both_flax_interfaces(name: str) -> None:
     close(ours[0], expected[0], of_gradients)
     close(ours[1], expected[1], of_results)
     close(of_linen, ours[1], of_results)
+
+
+def test_ranges_and_masks_hide_rows() -> None:
+    """As lengths do; layers of both interfaces share the call."""
+    lengths, begin = jnp.asarray([5, 2, 1], jnp.int32), jnp.zeros(B, jnp.int32)
+    ranges = jnp.stack((begin, lengths[INDEX]), axis=1)
+    end = jnp.full((SEEDS * U, 1), 2, jnp.int32)
+
+    @jax.jit
+    def every(of_attention, of_pma):
+        attend, pool = (
+            nnx.__dict__[name](*LAYERS[name][0][0], rngs=flax_nnx.Rngs(0))
+            for name in ("CandidateAttention", "PMA")
+        )
+        return (
+            attend(*of_attention, key_value_ranges=ranges),
+            pool(*of_pma, mask=ikbo.masks.intervals(0 * end, end)),
+            attend(*of_attention, key_value_seq_lengths=lengths),
+            pool(*of_pma, max_seqlen=2),
+        )
+
+    *found, attended_of, pooled = every(LAYERS["CandidateAttention"][2], LAYERS["PMA"][2])
+    close(found, [attended_of, pooled], 1e-5)
 
 
 def test_heads_are_initialised_as_one_matrix() -> None:

@@ -52,6 +52,19 @@ def test_every_block_of_a_page_runs_after_those_before_it(page, tmp_path):
     assert result.stdout.endswith(printed + "\n" if printed else ""), result.stdout
 
 
+def test_the_picture_of_masks_has_the_titles_that_its_script_draws(tmp_path):
+    pytest.importorskip("matplotlib")
+    from tools import draw_masks
+
+    assert draw_masks.main(["--out", str(tmp_path / "masks.svg")]) == 0
+    drawn, kept = (
+        re.findall(r"<text[^>]*>([^<]+)</text>", path.read_text("utf-8"))
+        for path in (tmp_path / "masks.svg", draw_masks.PAGE_IMAGE)
+    )
+    assert drawn == kept
+    assert "hstu(num_targets)" in drawn
+
+
 def test_blocks_are_found_wherever_they_stand():
     text = "a\n```python\nx = y\n```\n```sh\nls\n```\n  ```python\n  z\n  ```\n"
     assert blocks(text) == ["x = y\n", "z\n"]

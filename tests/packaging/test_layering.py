@@ -62,7 +62,7 @@ ALLOWED: dict[str, tuple[str, ...]] = {
     "rewrite.calls": ("ops", *REWRITE_PARTS, "rewrite.rules", "rewrite.attention"),
     "rewrite.primitives": ("rewrite.values", *REWRITERS),
     "rewrite": (*REWRITE_PARTS, *REWRITERS, "rewrite.primitives"),
-    "layers": ("ops",),
+    "layers": ("ops", "masks"),
     "models": ("ops", "layers"),
     "cases": (*OPS, "ops", "models"),
     # The table stands below the ops; the tuner times the kernels themselves.

@@ -91,22 +91,24 @@ def materialised(arrays: Arrays, settings: Settings, d_out: jax.Array) -> tuple:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("mode", MODES)
-def test_both_paths_and_their_gradients_are_numpys(mode: str) -> None:
-    """Every mask with every activation, in heads that share key heads."""
+@pytest.mark.parametrize(
+    ("mode", "logit_cap"), [*((mode, None) for mode in MODES), ("prefix", 0.6), ("pma", 0.6)]
+)
+def test_both_paths_and_their_gradients_are_numpys(mode: str, logit_cap: float | None) -> None:
+    """Every mask with every activation, in heads that share key heads; with and without a cap."""
     shape = MODES[mode]._replace(q_heads=len(ACTIVATIONS), kv_heads=3)
-    settings = problems_gdpa.make_settings(shape, tuple(ACTIVATIONS))
+    settings = problems_gdpa.make_settings(shape, tuple(ACTIVATIONS), logit_cap=logit_cap)
     # With seed 0, a score is so near 0 that NumPy's slope is a difference across relu's kink.
     arrays = problems_gdpa.make_arrays(shape, "float32", seed=1)
     d_out = problems_gdpa.cotangent(arrays, settings)
     for case in problems_masks.cases(shape).values():
         masked = gdpa_mask.with_intervals(case.mask, arrays, settings)
         exact = problems_masks.oracle(arrays, settings, d_out, case.rule)
-        for found in (
+        for found in [
             ours(masked, settings, BLOCKS, d_out),
-            ours(masked, settings, None, d_out),
+            *([] if logit_cap else [ours(masked, settings, None, d_out)]),
             materialised(masked, settings, d_out),
-        ):
+        ]:
             assert_close(found, exact)
 
 

@@ -137,7 +137,8 @@ def numpy_slope(name: str, x: np.ndarray) -> np.ndarray:
 def sequences(arrays: Arrays, settings: Settings) -> Iterator[tuple[Any, ...]]:
     """Every query sequence's rows of the queries, of the keys and of out; offsets are in order.
 
-    And in f64 its keys and values, of which each query head has its own, and scores [N, i, j].
+    And in f64 its keys and values, of which each query head has its own, and scores [N, i, j], with
+    the settings' cap.
     """
     query, key, value = (np.asarray(x).astype(np.float64) for x in arrays[:3])
     cu_kv = np.asarray(arrays.cu_seqlens_kv)
@@ -156,7 +157,15 @@ def sequences(arrays: Arrays, settings: Settings) -> Iterator[tuple[Any, ...]]:
             rows = of_out = rows_of(cu_q, number, settings.max_seqlen_q)
         keys, values = (np.repeat(x[of_keys], heads, axis=1) for x in (key, value))
         scores = settings.scale * np.einsum("inh,jnh->nij", query[rows], keys)
+        if settings.logit_cap:
+            scores = settings.logit_cap * np.tanh(scores / settings.logit_cap)
         yield rows, of_keys, of_out, keys, values, scores
+
+
+def score_slope(settings: Settings, scores: np.ndarray) -> np.ndarray:
+    """The derivative of scores by the products of queries and keys."""
+    cap = settings.logit_cap
+    return settings.scale * (1 - (scores / cap) ** 2 if cap else np.ones_like(scores))
 
 
 def numpy_oracle(arrays: Arrays, settings: Settings) -> np.ndarray:
@@ -206,7 +215,7 @@ def numpy_gradients(
                 d_scores[head] = weight * (d_scores[head] - mean)
             else:
                 d_scores[head] *= numpy_slope(name, scores[head])
-        d_scores *= settings.scale
+        d_scores *= score_slope(settings, scores)
         d_query[rows] += np.einsum("nij,jnh->inh", d_scores, keys)
         d_key[of_keys] += of_key_heads(np.einsum("nij,inh->jnh", d_scores, query[rows]))
         d_value[of_keys] += of_key_heads(np.einsum("nij,inh->jnh", weights, upstream))

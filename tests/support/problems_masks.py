@@ -147,7 +147,7 @@ def oracle(
                 d_scores[head] = weights[head] * (d_scores[head] - mean)
             else:
                 d_scores[head] *= problems_gdpa.numpy_slope(name, scores[head])
-        d_scores = settings.scale * np.where(seen, d_scores, 0)
+        d_scores = problems_gdpa.score_slope(settings, scores) * np.where(seen, d_scores, 0)
         d_query[rows] += np.einsum("nij,jnh->inh", d_scores, keys)
         d_key[of_keys] += of_key_heads(np.einsum("nij,inh->jnh", d_scores, query[rows]))
         d_value[of_keys] += of_key_heads(np.einsum("nij,inh->jnh", weights, upstream))

@@ -1,0 +1,194 @@
+"""Benchmark of Phoenix's transformer: a causal history, isolated candidates, a soft cap.
+
+    python -m benchmarks.phoenix --out benchmarks/results/phoenix-h100.json
+
+Sizes are those of xAI's published ranker, without its feed-forward nets. Other libraries' attention
+pads the sequences, inside the timing. cuDNN takes no cap: it computes another function. Every
+version is compared with masked scores in float32.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import ikbo_jax as ikbo
+from benchmarks import harness
+from benchmarks.harness import Benchmark, Point
+from benchmarks.production import checked
+from benchmarks.production_draws import normal
+from benchmarks.production_providers import TOLERANCE, Contender, cudnn, padding
+from benchmarks.records import OUR_NAME, Record, provider_of
+
+#: Bar of our speed relative to the best alternative.
+BAR = 2.0
+#: FLOPs of dense layers by direction, relative to the forward pass.
+DENSE_WORK = {"forward": 1.0, "both": 3.0}
+
+
+@dataclasses.dataclass(frozen=True)
+class Shape:
+    """Sizes; histories are uniform in shortest..longest."""
+
+    batch: int = 8
+    layers: int = 8
+    shortest: int = 126
+    longest: int = 1022
+    candidates: int = 64
+    q_heads: int = 20
+    kv_heads: int = 4
+    head_dim: int = 128
+    width: int = 1280
+    logit_cap: float = 30.0
+    dtype: str = "bfloat16"
+
+    @property
+    def histories(self) -> np.ndarray:
+        return np.random.default_rng(3).integers(self.shortest, self.longest + 1, self.batch)
+
+    @property
+    def rows(self) -> int:
+        return int(self.histories.sum()) + self.batch * self.candidates
+
+    @property
+    def weights(self) -> tuple[tuple[int, int], tuple[int, int]]:
+        """Shapes of a layer's projections, to query, key and value and back."""
+        heads = self.q_heads + 2 * self.kv_heads
+        return (self.width, heads * self.head_dim), (self.q_heads * self.head_dim, self.width)
+
+    def flops(self, direction: str) -> float:
+        """Counts the products of visible pairs, and of the layers' projections."""
+        seen = self.histories.astype(np.float64) + 1
+        pairs = np.sum(seen * (seen - 1) / 2 + self.candidates * seen)
+        found = 4 * pairs * self.q_heads * self.head_dim * harness.ATTENTION_WORK[direction]
+        dense = 2 * self.rows * sum(map(math.prod, self.weights)) * DENSE_WORK[direction]
+        return float(self.layers * (found + dense))
+
+    def args(self) -> tuple[jax.Array, ...]:
+        """Draws rows, and the weights of all layers."""
+        weights = (
+            normal(i, (self.layers, *shape), self.dtype) * shape[0] ** -0.5
+            for i, shape in enumerate(self.weights)
+        )
+        return normal(2, (self.rows, self.width), self.dtype), *weights
+
+    def network(self, attend: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
+        """Makes the function of `args` and of offsets, from the function of one attention."""
+        ends = [self.q_heads, self.q_heads + self.kv_heads]
+
+        def run(x: jax.Array, w_in: jax.Array, w_out: jax.Array, cu: jax.Array) -> jax.Array:
+            for layer in range(self.layers):
+                norm = jax.nn.standardize(x.astype(jnp.float32)).astype(x.dtype)
+                heads = norm @ w_in[layer]
+                qkv = jnp.split(heads.reshape(len(x), -1, self.head_dim), ends, axis=1)
+                x = x + attend(*qkv, cu).reshape(len(x), -1) @ w_out[layer]
+            return x
+
+        return run
+
+
+def _jagged(shape: Shape, logit_cap: float | None, *args: jax.Array) -> jax.Array:
+    longest = shape.longest + shape.candidates
+    return ikbo.gdpa(
+        *(*args, args[-1]),
+        activation="softmax",
+        scale=shape.head_dim**-0.5,
+        logit_cap=logit_cap,
+        max_seqlen_q=longest,
+        max_seqlen_kv=longest,
+        mask=ikbo.masks.hstu(jnp.full(shape.batch, shape.candidates, jnp.int32)),
+    )
+
+
+def _padded(shape: Shape, attend: Callable[..., jax.Array], *args: jax.Array) -> jax.Array:
+    *qkv, cu = args
+    longest = shape.longest + shape.candidates
+    pad, unpad = padding(cu, len(args[0]), longest)
+    length = (cu[1:] - cu[:-1])[:, None, None, None]
+    place = jnp.arange(longest, dtype=jnp.int32)
+    row, column = place[None, None, :, None], place[None, None, None]
+    mask = (column < row) & (column < length - shape.candidates) | (column == row)
+    return unpad(attend(*map(pad, qkv), mask=mask, scale=shape.head_dim**-0.5))
+
+
+def _capped(cap: float, query: Any, key: Any, value: Any, *, mask: Any, scale: float) -> jax.Array:
+    key, value = (jnp.repeat(x, query.shape[2] // x.shape[2], axis=2) for x in (key, value))
+    scores = jnp.einsum("bind,bjnd->bnij", query, key, preferred_element_type=jnp.float32)
+    scores = cap * jnp.tanh(scores * jnp.float32(scale) / cap)
+    weights = jax.nn.softmax(jnp.where(mask, scores, -jnp.inf)).astype(value.dtype)
+    return jnp.einsum("bnij,bjnd->bind", weights, value)
+
+
+def contenders(shape: Shape) -> list[Callable[[], Contender]]:
+    """Returns makers of this library, masked scores, this library without a cap, and cuDNN."""
+    cu = jnp.asarray(np.cumsum([0, *(shape.histories + shape.candidates)]), jnp.int32)
+    jagged, padded = (functools.partial(attend, shape) for attend in (_jagged, _padded))
+
+    def made(name: str, stage: str, attend: Callable[..., Any], option: Any) -> Contender:
+        fn = shape.network(functools.partial(attend, option))
+        # Rounding errors of layers add up.
+        options: Any = {"gradient_tolerance": 4 * TOLERANCE, "is_xla": name == "xla"}
+        options["is_comparable"] = "no-cap" not in name
+        return Contender(name, stage, fn, shape.args(), (cu,), **options)
+
+    def of_cudnn() -> Contender:
+        return made("cudnn-no-cap", "cuDNN", padded, cudnn())
+
+    masked = functools.partial(_capped, shape.logit_cap)
+    return [
+        lambda: made(OUR_NAME, "ikbo_jax.gdpa", jagged, shape.logit_cap),
+        lambda: made("xla", "masked scores", padded, masked),
+        lambda: made("ikbo-no-cap", "ikbo_jax.gdpa", jagged, None),
+        of_cudnn,
+    ]
+
+
+SWEEPS = {"one": Shape(batch=32, layers=1), "all": Shape()}
+
+
+def points(sweep: str) -> Iterator[Point]:
+    """Yields the points of a sweep."""
+    for direction in DENSE_WORK:
+        yield Point(sweep, direction, SWEEPS[sweep], direction)
+
+
+def shrink(point: Point) -> Point:
+    """Makes the point's sizes small enough for a CPU."""
+    heads = {"q_heads": 4, "kv_heads": 2, "head_dim": 8, "width": 16}
+    lengths = {"shortest": 3, "longest": 9, "candidates": 3}
+    return point.with_case(batch=2, layers=min(2, point.case.layers), **lengths, **heads)
+
+
+def measure_point(point: Point, run: harness.Run) -> dict[str, Any]:
+    """Checks all versions at a point, and times them interleaved; with "quick", the first two."""
+    makers = list(contenders(point.case))[: 2 if run.options.quick else None]
+    found = checked(makers, point.direction)
+    for contender in found:
+        if contender.record["name"].endswith("no-cap"):
+            contender.record["note"] = "another function: no cap"
+    return harness.measure(found, run.protocol, point.case.flops(point.direction))
+
+
+def bars(point: Record, all_points: Any, name: str = OUR_NAME) -> str:
+    """Formats the speed of this library relative to the best alternative."""
+    ours, timed = provider_of(point, OUR_NAME), [p for p in point["providers"] if "median_ms" in p]
+    others = [p for p in timed if not p["name"].startswith(OUR_NAME)]
+    if ours is None or not others or name != OUR_NAME:
+        return ""
+    best = min(others, key=lambda p: float(p["median_ms"]))
+    return f"{best['median_ms'] / ours['median_ms']:.2f} x {best['name']}, bar {BAR}"
+
+
+OF_SWEEPS = harness.of_sweeps(points)
+BENCHMARK = Benchmark("phoenix", tuple(SWEEPS), OF_SWEEPS, shrink, measure_point, bars)
+
+if __name__ == "__main__":
+    sys.exit(BENCHMARK.main())

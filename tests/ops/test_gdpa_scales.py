@@ -1,0 +1,188 @@
+"""`gdpa` with an output scale for every sequence, and with a cap of its scores."""
+
+from __future__ import annotations
+
+import functools
+import re
+from typing import Any
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import problems
+import problems_gdpa
+import pytest
+from jax.sharding import PartitionSpec as P
+from problems_gdpa import Shape
+from sharded_calls import mesh_of, on
+
+import ikbo_jax as ikbo
+from ikbo_jax.reference.gdpa import Arrays, Settings
+
+SHAPES = {
+    "self": Shape((6, 0, 9, 3), (6, 0, 9, 3), 2, 1, before=1, after=2),
+    "indexed": Shape((3, 5, 2), (6, 9), q_to_kv=(1, 0, 1)),
+    "pooled": Shape(3, (6, 2)),
+}
+ACTIVATIONS = ("silu", "softmax")
+ATOL = 1e-5
+
+
+def scales_of(shape: Shape) -> np.ndarray:
+    batch = len(shape.q_to_kv or shape.kv_lens)
+    return np.random.default_rng(7).normal(size=batch).astype(np.float32)
+
+
+def attend(arrays: Arrays, scales: Any, **options: Any) -> jax.Array:
+    broadcast_q = arrays.cu_seqlens_q is None
+    options = {"q_to_kv": arrays.q_to_kv, "broadcast_q": broadcast_q, **options}
+    options = {"scale": problems_gdpa.SCALE, "activation": ACTIVATIONS, **options}
+    return ikbo.gdpa(*arrays[:5], output_scale=scales, **options)
+
+
+def value_and_gradients(arrays: Arrays, scales: Any, d_out: Any, **options: Any) -> tuple:
+    def run(scales: Any, *floats: Any) -> jax.Array:
+        return attend(Arrays(*floats, *arrays[3:]), scales, **options)
+
+    out, pull_back = jax.vjp(run, scales, *arrays[:3])
+    return out, pull_back(d_out)
+
+
+def exactly(arrays: Arrays, settings: Settings, scales: np.ndarray, d_out: Any) -> tuple:
+    """Out, and gradients of the scales, query, key and value, in f64."""
+    plain = problems_gdpa.numpy_oracle(arrays, settings)
+    factor, d_scales = np.zeros((len(plain), 1, 1)), np.zeros(len(scales))
+    d_out = np.asarray(d_out).astype(np.float64)
+    for number, found in enumerate(problems_gdpa.sequences(arrays, settings)):
+        factor[found[2]] = scales[number]
+        d_scales[number] = np.sum(plain[found[2]] * d_out[found[2]])
+    gradients = problems_gdpa.numpy_gradients(arrays, settings, factor * d_out)
+    return factor * plain, (d_scales, *gradients)
+
+
+def problem(name: str, dtype: str = "float32", cap: float | None = None) -> tuple:
+    shape = SHAPES[name]
+    arrays = problems_gdpa.make_arrays(shape, dtype)
+    settings = problems_gdpa.make_settings(shape, ACTIVATIONS, output_scale=1.0, logit_cap=cap)
+    d_out = np.array(problems_gdpa.cotangent(arrays, settings))
+    if name == "self":
+        d_out[0] = d_out[-2:] = np.nan  # rows outside all sequences
+    exact = exactly(arrays, settings, scales_of(shape), d_out)
+    return arrays, scales_of(shape), d_out, exact
+
+
+@pytest.mark.parametrize(("name", "cap"), [("self", 0.6), ("indexed", None), ("pooled", 0.6)])
+def test_values_and_gradients_are_numpys(name: str, cap: float | None) -> None:
+    arrays, scales, d_out, exact = problem(name, cap=cap)
+    run = jax.jit(functools.partial(value_and_gradients, logit_cap=cap))
+    found = run(arrays, scales, d_out)
+    chex.assert_trees_all_close(found, jax.tree.map(np.float32, exact), atol=ATOL)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("cap", [None, 0.6])
+def test_half_precision_is_within_the_error_rule(cap: float | None) -> None:
+    arrays, scales, d_out, exact = problem("pooled", "bfloat16", cap)
+
+    def plain(scales: Any, query: Any, key: Any, value: Any) -> jax.Array:
+        def one(begin: int, end: int, scale: Any) -> jax.Array:
+            keys, values = key[begin:end], value[begin:end]
+            scores = jnp.einsum("inh,jnh->nij", query, keys, preferred_element_type=jnp.float32)
+            scores = scores * jnp.float32(problems_gdpa.SCALE)
+            scores = cap * jnp.tanh(scores / cap) if cap else scores
+            weights = jnp.stack([jax.nn.silu(scores[0]), jax.nn.softmax(scores[1])])
+            weights = weights.astype(query.dtype)
+            out = jnp.einsum("nij,jnh->inh", weights, values, preferred_element_type=jnp.float32)
+            return (out * scale).astype(query.dtype)
+
+        return jnp.concatenate([one(0, 6, scales[0]), one(6, 8, scales[1])])
+
+    @jax.jit
+    def both(arrays: Arrays, scales: Any, d_out: Any) -> tuple:
+        out, pull_back = jax.vjp(plain, scales, *arrays[:3])
+        return value_and_gradients(arrays, scales, d_out, logit_cap=cap), (out, pull_back(d_out))
+
+    # The scales' gradients are sums of the rounded result.
+    (*ours, (d_scales, *gradients)), (*theirs, (_, *others)) = both(arrays, scales, d_out)
+    np.testing.assert_allclose(d_scales, exact[1][0], rtol=2**-8, atol=2**-8)
+    trees = (ours, gradients), (exact[:1], exact[1][1:]), (theirs, others)
+    jax.tree.map(problems.assert_within_error_rule, *([list(a), list(b)] for a, b in trees))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["explicit", "auto"])
+def test_rows_divide_over_devices(kind: str) -> None:
+    shape = Shape((6, 10), (6, 10))
+    arrays, scales = problems_gdpa.make_arrays(shape, "float32"), scales_of(shape)
+    d_out = np.asarray(problems_gdpa.cotangent(arrays, problems_gdpa.make_settings(shape)))
+    mesh = mesh_of("8", kind)
+    leaves = [*arrays[:5], scales, d_out]
+    specs = [P("x"), P(), P(), P(), P(), P(), P("x")]
+
+    @jax.jit
+    def run(*leaves: Any) -> tuple:
+        return value_and_gradients(Arrays(*leaves[:5]), *leaves[5:])
+
+    found = jax.device_get(run(*on(mesh, leaves, specs)))
+    chex.assert_trees_all_close(found, jax.device_get(run(*leaves)), atol=ATOL)
+
+
+def test_vmap_over_scales() -> None:
+    arrays, scales, _, exact = problem("indexed")
+    found = jax.jit(jax.vmap(attend, (None, 0)))(arrays, np.stack([scales, 2 * scales]))
+    chex.assert_trees_all_close(found, np.float32([exact[0], 2 * exact[0]]), atol=ATOL)
+
+
+@pytest.mark.slow
+def test_second_derivatives_of_capped_scores() -> None:
+    arrays = problems_gdpa.make_arrays(SHAPES["pooled"], "float32")
+
+    def second(run: Any) -> Any:
+        def total(*floats: jax.Array) -> jax.Array:
+            return jnp.sum(jnp.sin(run(Arrays(*floats, *arrays[3:]))))
+
+        def of_gradients(*floats: jax.Array) -> jax.Array:
+            return sum(jnp.sum(jnp.cos(x)) for x in jax.grad(total, (0, 1, 2))(*floats))
+
+        return jax.jit(jax.grad(of_gradients, (0, 1, 2)))(*arrays[:3])
+
+    def plain(arrays: Arrays) -> jax.Array:
+        def one(keys: jax.Array, values: jax.Array) -> jax.Array:
+            scores = 0.6 * jnp.tanh(0.3 * jnp.einsum("inh,jnh->nij", arrays.query, keys) / 0.6)
+            weights = jnp.stack([jax.nn.silu(scores[0]), jax.nn.softmax(scores[1])])
+            return jnp.einsum("nij,jnh->inh", weights, values)
+
+        parts = slice(0, 6), slice(6, 8)
+        return jnp.concatenate([one(arrays.key[x], arrays.value[x]) for x in parts])
+
+    ours = second(functools.partial(attend, scales=1.0, logit_cap=0.6))
+    chex.assert_trees_all_close(ours, second(plain), atol=1e-4)
+
+
+def test_explain_says_that_a_cap_runs_in_xla() -> None:
+    arrays = problems_gdpa.make_arrays(SHAPES["self"]._replace(head_dim=64))
+    for activation in "silu", "softmax":
+        run = functools.partial(attend, scales=1.0, activation=activation, logit_cap=30.0)
+        (plan,) = ikbo.explain(run, arrays).plans
+        assert plan.sizes.endswith("logit_cap bfloat16")
+        assert "logit_cap runs in XLA" in plan.cuda.reason
+        assert plan.cuda.backward_config is None
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"scales": np.ones(3, np.float32)}, "output_scale has shape (3,) but the queries have"),
+        ({"scales": np.ones(4)}, "a number or a float32 array, but is float64[4]"),
+        ({"scales": np.ones((4, 1), np.float32)}, "output_scale has shape (4, 1)"),
+        ({"scales": 1.0, "logit_cap": 0.0}, "logit_cap must be above 0 in float32, but is 0.0"),
+        ({"scales": 1.0, "logit_cap": -3}, "logit_cap must be above 0 in float32, but is -3.0"),
+        ({"scales": 1.0, "logit_cap": np.nan}, "logit_cap must be a finite number, but is nan"),
+        ({"scales": 1.0, "logit_cap": np.ones(2)}, "logit_cap must be a number known while"),
+    ],
+)
+def test_bad_scales_and_caps_are_refused(options: dict, message: str) -> None:
+    arrays = problems_gdpa.make_arrays(SHAPES["self"], "float32")
+    with pytest.raises(ValueError, match=re.escape(message)):
+        attend(arrays, **options)

@@ -1,0 +1,69 @@
+"""Policies of `jax.checkpoint` that keep the ops' results by name."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import problems
+import pytest
+from jax.extend.core import jaxprs_in_params
+
+import ikbo_jax as ikbo
+from ikbo_jax import masks
+
+CU = np.asarray([0, 6, 9], np.int32)
+
+
+def gdpa(activation: str) -> Any:
+    def run(query: Any, key: Any, value: Any) -> jax.Array:
+        mask = masks.causal()
+        return ikbo.gdpa(query, key, value, CU, CU, activation=activation, mask=mask)
+
+    return run
+
+
+def attention(query: Any, key: Any, value: Any) -> jax.Array:
+    index = np.asarray([0, 2, 2], np.int32)
+    folded = (x.reshape(3, 3, 2, 8) for x in (query, key, value))
+    return ikbo.attention(*folded, index).reshape(query.shape)
+
+
+def executions(jaxpr: Any) -> Iterator[str]:
+    """The ops that a program computes; a gradient is none."""
+    for eqn in jaxpr.eqns:
+        if eqn.primitive.name == "ikbo_plan":
+            yield eqn.params["plan"].op
+        for inner in jaxprs_in_params(eqn.params):
+            yield from executions(inner)
+
+
+@pytest.mark.parametrize(
+    ("op", "run", "names"),
+    [
+        ("gdpa", gdpa("softmax"), ("ikbo_gdpa_out", "ikbo_gdpa_lse")),
+        ("gdpa", gdpa("silu"), ("ikbo_gdpa_out",)),
+        ("attention", attention, ("ikbo_attention_out", "ikbo_attention_lse")),
+    ],
+    ids=["softmax", "silu", "attention"],
+)
+def test_named_results_are_not_computed_again(op: str, run: Any, names: tuple[str, ...]) -> None:
+    rng = np.random.default_rng(0)
+    floats = [problems.random_array(rng, (9, 2, 8), "float32") for _ in range(3)]
+
+    def layer(*floats: jax.Array) -> jax.Array:
+        return jnp.sum(jnp.sin(run(*floats)))
+
+    def gradients(policy: Any) -> Any:
+        return jax.grad(jax.checkpoint(layer, policy=policy), (0, 1, 2))
+
+    saves = gradients(jax.checkpoint_policies.save_only_these_names(*names))
+    again = gradients(jax.checkpoint_policies.nothing_saveable)
+    assert list(executions(jax.make_jaxpr(again)(*floats).jaxpr)) == [op] * 2
+    assert list(executions(jax.make_jaxpr(saves)(*floats).jaxpr)) == [op]
+    found, expected = jax.jit(lambda *x: (saves(*x), jax.grad(layer, (0, 1, 2))(*x)))(*floats)
+    chex.assert_trees_all_close(found, expected, atol=1e-6)
