@@ -207,9 +207,9 @@ class GdpaBackwardTuning(Config):
             )
         sizes = problem.dtype, problem.head_dim
         kinds = {"has_softmax": has_softmax, "has_mask": bool(problem.mask)}
-        return self.query.illegal_reason(
-            *sizes, num_results=1, **kinds
-        ) or self.key.illegal_reason(*sizes, num_results=2, **kinds)
+        return self.query.illegal_reason(*sizes, num_results=1, **kinds) or self.key.illegal_reason(
+            *sizes, num_results=2, **kinds
+        )
 
 
 def _default_tuning(head_dim: int) -> GdpaBackwardTuning:
