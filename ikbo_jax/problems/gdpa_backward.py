@@ -206,7 +206,7 @@ class GdpaBackwardTuning(Config):
                 f"but they are {self.key_block} and {self.query_block}"
             )
         sizes = problem.dtype, problem.head_dim
-        kinds = {"has_softmax": has_softmax, "has_mask": bool(problem.mask)}
+        kinds: dict[str, Any] = {"has_softmax": has_softmax, "has_mask": bool(problem.mask)}
         return self.query.illegal_reason(*sizes, num_results=1, **kinds) or self.key.illegal_reason(
             *sizes, num_results=2, **kinds
         )
