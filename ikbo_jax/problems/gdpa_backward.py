@@ -131,11 +131,19 @@ class GdpaBackwardConfig:
             statistics_free=statistics_free,
         )
 
-    def smem_bytes(self, head_dim: int, softmax_results: int | None = None) -> int:
-        return memory.smem_bytes(self.shared(head_dim, softmax_results))
+    def smem_bytes(
+        self, head_dim: int, softmax_results: int | None = None, has_mask: bool = False
+    ) -> int:
+        return memory.smem_bytes(self.shared(head_dim, softmax_results, has_mask))
 
     def illegal_reason(
-        self, dtype: str, head_dim: int, *, num_results: int, has_softmax: bool = False
+        self,
+        dtype: str,
+        head_dim: int,
+        *,
+        num_results: int,
+        has_softmax: bool = False,
+        has_mask: bool = False,
     ) -> str | None:
         """Says why the kernel with `num_results` results cannot run; None if it can."""
         if reason := hopper.why_not_dtype(dtype):
@@ -148,7 +156,7 @@ class GdpaBackwardConfig:
             return reason
         if self.stages < 2:
             return f"stages must be at least 2, but is {self.stages}"
-        smem_bytes = self.smem_bytes(head_dim, num_results if has_softmax else None)
+        smem_bytes = self.smem_bytes(head_dim, num_results if has_softmax else None, has_mask)
         return hopper.why_not_smem(self, smem_bytes, head_dim)
 
 
@@ -200,9 +208,10 @@ class GdpaBackwardTuning(Config):
                 f"but they are {self.key_block} and {self.query_block}"
             )
         sizes = problem.dtype, problem.head_dim
-        return self.query.illegal_reason(
-            *sizes, num_results=1, has_softmax=has_softmax
-        ) or self.key.illegal_reason(*sizes, num_results=2, has_softmax=has_softmax)
+        kinds: dict[str, Any] = {"has_softmax": has_softmax, "has_mask": bool(problem.mask)}
+        return self.query.illegal_reason(*sizes, num_results=1, **kinds) or self.key.illegal_reason(
+            *sizes, num_results=2, **kinds
+        )
 
 
 def _default_tuning(head_dim: int) -> GdpaBackwardTuning:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 from typing import Any
 
 import jax
@@ -12,13 +11,13 @@ import offline
 import planted
 import pytest
 
-from ikbo_jax.pallas.gdpa_backward import kernels, softmax
+from ikbo_jax.pallas.gdpa_backward import kernels, masked, softmax
 from ikbo_jax.pallas.worklist import lists, works
 from ikbo_jax.pallas.worklist.lists import Offsets, WorkSettings
 from ikbo_jax.problems import GdpaBackwardConfig as Config
 from ikbo_jax.problems import GdpaBackwardProblem
 from ikbo_jax.problems import gdpa_backward as backward_configs
-from ikbo_jax.problems.hopper import TILE_ROWS, WARPGROUP_SIZE
+from ikbo_jax.problems.hopper import NUM_CONSUMERS, TILE_ROWS, WARPGROUP_SIZE, WGMMA_M
 from ikbo_jax.tuning import table_rows
 
 pytestmark = pytest.mark.slow
@@ -38,6 +37,7 @@ class Case:
     dtype: str = "bfloat16"
     is_wide: bool = False
     config: Config | None = None
+    has_mask: bool = False
 
     @property
     def chosen(self) -> Config:
@@ -53,7 +53,8 @@ class Case:
 
     @property
     def smem_bytes(self) -> int:
-        return self.chosen.smem_bytes(self.head_dim, self.num_results if self.has_softmax else None)
+        softmax_results = self.num_results if self.has_softmax else None
+        return self.chosen.smem_bytes(self.head_dim, softmax_results, self.has_mask)
 
     def launch(self) -> tuple[Any, ...]:
         """The kernel's host function, and the shapes it takes."""
@@ -76,16 +77,22 @@ class Case:
             shape((1,), jnp.int32),
             shape((BATCH, lists.RANGE_WORDS), jnp.int32),
         )
-        if not self.has_softmax:
-            return functools.partial(kernel, **options), query, key, key, query, work
+        rows = lists.most_blocks(BATCH, ROWS, self.chosen.block) * self.chosen.block
+        statistics = masks = None
+        if self.has_softmax:
+            vectors = (query.shape[1], 2, rows + softmax.ABSENT_ROWS)
+            statistics = shape(vectors, jnp.int32)
+        if self.has_mask:
+            masks = masked.Masks(
+                shape((2, rows + TILE_ROWS, 2), jnp.int32),
+                shape((rows // WGMMA_M + NUM_CONSUMERS, masked.GROUP_WORDS), jnp.int32),
+            )
 
         def run(*operands: Any) -> Any:
-            *operands, statistics = operands
-            return kernel(*operands, statistics=statistics, **options)
+            *operands, statistics, masks = operands
+            return kernel(*operands, statistics=statistics, masks=masks, **options)
 
-        rows = lists.most_blocks(BATCH, ROWS, self.chosen.block) * self.chosen.block
-        vectors = (query.shape[1], 2, rows + softmax.ABSENT_ROWS)
-        return run, query, key, key, query, work, shape(vectors, jnp.int32)
+        return run, query, key, key, query, work, statistics, masks
 
 
 SOFTMAX = ("softmax",) * 4
@@ -114,6 +121,15 @@ CASES = {
     "queries_narrow": Case(False, config=Config(32, 6)),
     "keys_narrow": Case(True, config=Config(32, 4)),
 }
+MASKED = {
+    "keys_silu_masked": Case(True, activations=("silu",) * 4, has_mask=True),
+    "keys_softmax_h96_masked_f16": Case(
+        True, 96, activations=SOFTMAX, kv_heads=2, dtype="float16", has_mask=True
+    ),
+    "queries_gelu_masked": Case(False, activations=("gelu",) * 4, has_mask=True),
+    "queries_softmax_h64_masked": Case(False, 64, activations=SOFTMAX, has_mask=True),
+}
+CASES |= MASKED
 
 
 def table_cases() -> dict[str, Case]:
@@ -137,7 +153,11 @@ CASES |= table_cases()
 def test_offline_gdpa_backward_kernel_is_fit(name: str, compiler: offline.Compiler) -> None:
     case = CASES[name]
     reason = case.chosen.illegal_reason(
-        case.dtype, case.head_dim, num_results=case.num_results, has_softmax=case.has_softmax
+        case.dtype,
+        case.head_dim,
+        num_results=case.num_results,
+        has_softmax=case.has_softmax,
+        has_mask=case.has_mask,
     )
     assert reason is None
     (compiled,) = compiler.compile_fit(*case.launch())

@@ -19,7 +19,7 @@ from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from ikbo_jax.pallas.hopper import stores
-from ikbo_jax.pallas.hopper.visible import Visible
+from ikbo_jax.pallas.hopper.visible import Visible, ranges_and_gaps
 from ikbo_jax.pallas.worklist import lists
 from ikbo_jax.problems.hopper import NUM_CONSUMERS, TILE_ROWS, WGMMA_M
 
@@ -54,7 +54,7 @@ def mask_tiles(
     rows = jnp.where(is_row, words[:, lists.TARGET, None] + row, 0)
     # Tiles of rows of no sequence have no keys.
     sees = is_row & (words[:, lists.KV_LENGTH, None] > 0)
-    ends = _ranges_and_gaps(jnp.where(sees[..., None], intervals.at[rows].get(mode="clip"), 0))
+    ends = ranges_and_gaps(jnp.where(sees[..., None], intervals.at[rows].get(mode="clip"), 0))
     last = jnp.max(ends[..., 1], axis=1)
     first = jnp.min(jnp.where(ends[..., 1] > 0, ends[..., 0], last[:, None]), axis=1)
     ends = jnp.maximum(ends - first[:, None, None], 0)
@@ -66,22 +66,6 @@ def mask_tiles(
     common = _common(ends, is_row.reshape(ends.shape[:3]))
     masks = Masks(jnp.moveaxis(ends, 3, 2)[order], common[order])
     return lists.TileList(words[order], counts), masks
-
-
-def _ranges_and_gaps(intervals: jax.Array) -> jax.Array:
-    """Converts two intervals [..., 4] to a range and its gap; (0, 0) where one is empty."""
-    begin, end = intervals[..., ::2], intervals[..., 1::2]
-    is_empty = begin >= end
-    end = jnp.where(is_empty, 0, end)
-    last = jnp.max(end, axis=-1)
-    first = jnp.min(jnp.where(is_empty, last[..., None], begin), axis=-1)
-    # The gap is between the end of the interval that begins first, and the begin of the other one.
-    is_first = begin[..., 0] <= begin[..., 1]
-    gap_begin = jnp.where(is_first, end[..., 0], end[..., 1])
-    gap_end = jnp.where(is_first, begin[..., 1], begin[..., 0])
-    has_gap = ~jnp.any(is_empty, axis=-1) & (gap_begin < gap_end)
-    gap = (jnp.where(has_gap, x, 0) for x in (gap_begin, gap_end))
-    return jnp.stack((first, last, *gap), axis=-1)
 
 
 def _common(ends: jax.Array, is_row: jax.Array) -> jax.Array:

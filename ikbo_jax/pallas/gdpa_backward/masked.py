@@ -13,6 +13,7 @@ see become 0.
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -22,6 +23,7 @@ from jax import lax
 from ikbo_jax.pallas.activations import slopes as gdpa_slopes
 from ikbo_jax.pallas.gdpa_backward.context import ORIGIN, BackwardContext
 from ikbo_jax.pallas.hopper import mosaic, seen
+from ikbo_jax.pallas.hopper.visible import ranges_and_gaps
 from ikbo_jax.pallas.worklist.lists import STATISTICS_ROW, Offsets, Works
 from ikbo_jax.problems.hopper import NUM_CONSUMERS, TILE_ROWS, WGMMA_M
 from ikbo_jax.reference import jagged
@@ -56,23 +58,12 @@ class Masks(NamedTuple):
     groups: Any
 
 
-class _Groups(NamedTuple):
-    """The words of groups, [groups] int32 each."""
-
-    first: Any
-    last: Any
-    range_begin: Any
-    range_end: Any
-    gap_begin: Any
-    gap_end: Any
-    hole_begin: Any
-    hole_end: Any
-
-    def sees(self, key: Any, count: int) -> Any:
-        """Whether a row sees one of `count` keys from `key` on; true if ranges and gaps mix."""
-        end = key + count
-        is_hole = (key >= self.hole_begin) & (end <= self.hole_end)
-        return (key < self.last) & (end > self.first) & ~is_hole
+def _sees_none(words: Callable[[int], Any], key: Any, end: Any) -> Any:
+    """Whether no row of a group sees the keys [key, end); `words` reads two words of the group."""
+    begins, ends = words(IN_GAPS)
+    is_hole = (key >= begins) & (end <= ends)
+    begins, ends = words(SEEN)
+    return is_hole | (key >= ends) | (end <= begins)
 
 
 # Host side
@@ -93,36 +84,19 @@ def mask_work(
     is_row = position[None] < works.blocks[:, 1:]
     number = jnp.where(is_row, works.blocks[:, :1] + position[None], 0)
     seen = jnp.where(is_row[..., None], intervals.at[number].get(mode="clip"), 0)
-    rows = _ranges_and_gaps(seen)
+    rows = ranges_and_gaps(seen)
     groups = _groups(rows, is_row)
-    words = jnp.stack(groups, axis=1)
     masks = Masks(
         jnp.pad(jnp.moveaxis(rows.reshape(-1, 2, 2), 1, 0), ((0, 0), (0, TILE_ROWS), (0, 0))),
-        jnp.pad(words, ((0, NUM_CONSUMERS), (0, 0))),
+        jnp.pad(groups, ((0, NUM_CONSUMERS), (0, 0))),
     )
     queries = _sorted(works.queries, *_key_blocks(works.queries, masks.groups, query_block))
     keys = _sorted(*_query_blocks(works, offsets, groups))
     return works._replace(queries=queries, keys=keys), masks
 
 
-def _ranges_and_gaps(intervals: jax.Array) -> jax.Array:
-    """Converts two intervals [..., 4] to a range and its gap; (0, 0) where one is empty."""
-    begin, end = intervals[..., ::2], intervals[..., 1::2]
-    is_empty = begin >= end
-    end = jnp.where(is_empty, 0, end)
-    last = jnp.max(end, axis=-1)
-    first = jnp.min(jnp.where(is_empty, last[..., None], begin), axis=-1)
-    # The gap is between the end of the interval that begins first, and the begin of the other one.
-    is_first = begin[..., 0] <= begin[..., 1]
-    gap_begin = jnp.where(is_first, end[..., 0], end[..., 1])
-    gap_end = jnp.where(is_first, begin[..., 1], begin[..., 0])
-    has_gap = ~jnp.any(is_empty, axis=-1) & (gap_begin < gap_end)
-    gap = (jnp.where(has_gap, x, 0) for x in (gap_begin, gap_end))
-    return jnp.stack((first, last, *gap), axis=-1)
-
-
-def _groups(rows: jax.Array, is_row: jax.Array) -> _Groups:
-    """Summarises rows [groups, 64, 4], some of which do not exist."""
+def _groups(rows: jax.Array, is_row: jax.Array) -> jax.Array:
+    """Computes the words of groups from rows [groups, 64, 4], some of which do not exist."""
     most = jnp.int32(jnp.iinfo(jnp.int32).max)
     begin, end, gap_begin, gap_end = (rows[..., i] for i in range(4))
     sees, has_gap = begin < end, gap_begin < gap_end
@@ -133,7 +107,7 @@ def _groups(rows: jax.Array, is_row: jax.Array) -> _Groups:
     def largest(condition: jax.Array, values: Any, rest: Any = 0) -> jax.Array:
         return jnp.max(jnp.where(condition, values, rest), axis=1)
 
-    return _Groups(
+    found = (
         least(sees, begin),
         largest(sees, end),
         largest(is_row, begin),
@@ -144,6 +118,7 @@ def _groups(rows: jax.Array, is_row: jax.Array) -> _Groups:
         largest(sees, jnp.where(has_gap, gap_begin, most)),
         least(sees, jnp.where(has_gap, gap_end, 0)),
     )
+    return jnp.stack(found, axis=1)
 
 
 def _key_blocks(queries: Any, groups: jax.Array, block: int) -> tuple[jax.Array, jax.Array]:
@@ -160,7 +135,7 @@ def _key_blocks(queries: Any, groups: jax.Array, block: int) -> tuple[jax.Array,
 
 
 def _query_blocks(
-    works: Works, offsets: Offsets, groups: _Groups
+    works: Works, offsets: Offsets, groups: jax.Array
 ) -> tuple[Any, jax.Array, jax.Array, jax.Array]:
     """Finds first and last blocks of queries of tiles of keys; adds the tiles' first keys."""
     keys, blocks = works.keys, works.blocks
@@ -179,9 +154,11 @@ def _query_blocks(
         kv_of = offsets.q_to_kv.at[sequence].get(mode="clip")
         kv_of = jnp.clip(kv_of, 0, starts.size - 1)
     # [tiles, blocks], which XLA fuses with the sums: 512 x 1,024 for 65,536 rows.
-    of_blocks = _Groups(*(x[None] for x in groups))
-    is_seen = of_blocks.sees(key[:, None], TILE_ROWS) & (kv[:, None] == kv_of[None])
-    is_seen &= keys.tiles[:, 5:6] > 0
+    first, of_blocks = key[:, None], groups[None]
+    sees_none = _sees_none(
+        lambda i: (of_blocks[..., i], of_blocks[..., i + 1]), first, first + TILE_ROWS
+    )
+    is_seen = ~sees_none & (kv[:, None] == kv_of[None]) & (keys.tiles[:, 5:6] > 0)
     number = jnp.arange(blocks.shape[0], dtype=jnp.int32)[None]
     begin = jnp.min(jnp.where(is_seen, number, blocks.shape[0]), axis=1)
     end = jnp.max(jnp.where(is_seen, number + 1, 0), axis=1)
@@ -219,29 +196,23 @@ def block_flags(ctx: BackwardContext, tile: Any, first: Any, done: Any) -> Any:
     def compare(consumer: Any, found: Any) -> Any:
         origin = ctx.tile_word(tile, STATISTICS_ROW)
         if ctx.shape.is_for_keys:
-            number, key, count = (
-                lax.div(first + done, WGMMA_M),
-                origin + consumer * WGMMA_M,
-                WGMMA_M,
-            )
+            number, key, count = lax.div(first + done, WGMMA_M), origin, WGMMA_M
+            key = key + consumer * WGMMA_M
         else:
             number, key, count = lax.div(origin, WGMMA_M) + consumer, done, ctx.config.block
         end = key + count
 
-        def words(first: int) -> list[Any]:
+        def words(word: int) -> list[Any]:
             place = mosaic.opaque(number, interpret=ctx.interpret)
-            return [ctx.operands.masks.groups[place, first + i] for i in range(2)]
+            return [ctx.operands.masks.groups[place, word + i] for i in range(2)]
 
         begins, ends = words(IN_RANGES)
         flags = jnp.where((key < begins) | (end > ends), CUT, 0)
         begins, ends = words(NEAR_GAPS)
         flags = flags + jnp.where((key < ends) & (end > begins), GAP, 0)
-        begins, ends = words(IN_GAPS)
-        is_unseen = (key >= begins) & (end <= ends)
-        begins, ends = words(SEEN)
-        is_unseen = is_unseen | (key >= ends) | (end <= begins)
+        sees_none = _sees_none(words, key, end)
         has_rows = ctx.tile_word(tile, 2) > consumer * WGMMA_M
-        flags = jnp.where(is_unseen | ~has_rows, UNSEEN, flags)
+        flags = jnp.where(sees_none | ~has_rows, UNSEEN, flags)
         return found | flags << (FLAG_BITS * consumer)
 
     return compare(1, compare(0, jnp.int32(0)))

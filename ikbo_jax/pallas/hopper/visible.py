@@ -80,3 +80,19 @@ class Visible(NamedTuple):
     def zero_rest(self, tiles: Any, *, interpret: bool) -> None:
         """Zeroes the rows of operand tiles from `end` on; a `commit_smem` must follow."""
         operand_tiles.zero_rows(tiles, self.end, interpret=interpret)
+
+
+def ranges_and_gaps(intervals: jax.Array) -> jax.Array:
+    """Converts two intervals [..., 4] to a range and its gap; (0, 0) where one is empty."""
+    begin, end = intervals[..., ::2], intervals[..., 1::2]
+    is_empty = begin >= end
+    end = jnp.where(is_empty, 0, end)
+    last = jnp.max(end, axis=-1)
+    first = jnp.min(jnp.where(is_empty, last[..., None], begin), axis=-1)
+    # The gap is between the end of the interval that begins first, and the begin of the other one.
+    is_first = begin[..., 0] <= begin[..., 1]
+    gap_begin = jnp.where(is_first, end[..., 0], end[..., 1])
+    gap_end = jnp.where(is_first, begin[..., 1], begin[..., 0])
+    has_gap = ~jnp.any(is_empty, axis=-1) & (gap_begin < gap_end)
+    gap = (jnp.where(has_gap, x, 0) for x in (gap_begin, gap_end))
+    return jnp.stack((first, last, *gap), axis=-1)
