@@ -137,6 +137,8 @@ def gdpa(
         return dispatch.record_nothing(zeros(shape, query.dtype, arrays), plan)
     if mask is not None:
         arrays = gdpa_mask.with_intervals(mask, arrays, settings)
+        arrays, settings = gdpa_mask.with_rule(mask, arrays, settings)
+        call = dataclasses.replace(call, settings=settings)
     arrays = reverse_only.operands("gdpa", arrays)
     return _gdpa(call, plan, arrays)
 
@@ -161,6 +163,11 @@ class _Call(Call):
     gradient_dtype: str | None = None
 
 
+def _without_rule(call: _Call) -> _Call:
+    """Makes the kernels take the rows' intervals in place of the rule of a mask."""
+    return dataclasses.replace(call, settings=call.settings._replace(rule=None))
+
+
 class _Residuals(NamedTuple):
     """Inputs of the backward pass; `out` and `lse` are None unless a head has a softmax."""
 
@@ -172,7 +179,7 @@ class _Residuals(NamedTuple):
 
 Gradients = tuple[jax.Array, jax.Array, jax.Array]
 #: Of the arrays of integers, in the place of gradients.
-_NO_GRADIENTS: Any = (None,) * 4
+_NO_GRADIENTS: Any = (None,) * 6
 
 
 def _run_vjp(call: _Call, residuals: _Residuals) -> Gradients:
@@ -306,6 +313,7 @@ class _Gdpa(Op[_Call, Arrays, _Results]):
         if not gdpa_vmap.can_fold(call.settings, batched):
             return None
         one = gdpa_vmap.fold(size, batched, arrays, gdpa_vmap.is_kv_batched(batched))
+        call = _without_rule(call)  # filler sequences have no targets
         return Folded(call, one, functools.partial(unstack, size))
 
     def named(self, call: _Call, arrays: Arrays) -> Named:
@@ -319,8 +327,12 @@ class _Gdpa(Op[_Call, Arrays, _Results]):
         can_split = len(set(activations)) == 1
         rows = "rows" if not call.settings.broadcast_q else "out_rows"
         seen = None if arrays.intervals is None else f"{rows} ends"
+        rule = [
+            None if array is None else name
+            for array, name in zip(arrays[7:], ("targets", "contextual"), strict=True)
+        ]
         return Named(
-            Arrays._make(("rows (k g) h", "s k h", "s k h", *index, seen)),
+            Arrays("rows (k g) h", "s k h", "s k h", *index, seen, *rule),
             (f"{rows} (k g) h", f"{rows} (k g)" if has_lse else None),
             ({"rows": "queries"} if not call.settings.broadcast_q else {})
             | ({"k": "heads"} if can_split else {}),
@@ -341,7 +353,9 @@ class _Gdpa(Op[_Call, Arrays, _Results]):
         starts, lengths = jagged.bounds(arrays.cu_seqlens_q, total, bound)
         ends = jax.lax.cummax(jnp.clip(arrays.cu_seqlens_q, 0, total))
         inside = jnp.clip(ends - first, 0, rows)
-        arrays = arrays._replace(cu_seqlens_q=inside)
+        # A device does not know where its rows stand in a sequence, but their intervals.
+        call = _without_rule(call)
+        arrays = arrays._replace(cu_seqlens_q=inside, num_targets=None, contextual=None)
         if bound is None:
             return Part(call, arrays)
         # Rows beyond the bound, from the sequence's start, which may lie on another device.

@@ -9,7 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from ikbo_jax.masks import Mask, Rows
+from ikbo_jax.masks import Hstu, Mask, Rows
 from ikbo_jax.ops import arguments
 from ikbo_jax.ops.partition import Division, Rule
 from ikbo_jax.ops.sharded import run_by_types, vary_over_same_axes
@@ -32,6 +32,17 @@ def with_intervals(mask: Mask, arrays: Arrays, settings: Settings) -> Arrays:
     """Adds the keys that every row sees, in the whole call, also where devices divide its rows."""
     sizes = arrays.query.shape[0], arrays.key.shape[0]
     return arrays._replace(intervals=_intervals(sizes, settings, arrays[3:6], mask))
+
+
+def with_rule(mask: Mask, arrays: Arrays, settings: Settings) -> tuple[Arrays, Settings]:
+    """Adds the rule of the mask, if it has one, and the rule's arrays.
+
+    A kernel that takes the rule reads no intervals, and XLA does not compute what has no use.
+    """
+    if not isinstance(mask, Hstu):
+        return arrays, settings
+    arrays = arrays._replace(num_targets=mask.num_targets, contextual=mask.contextual_of)
+    return arrays, settings._replace(rule=mask.rule)
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))

@@ -65,6 +65,10 @@ class Shared(NamedTuple):
     begins: Any = None  # [keys + 1]: ranges of lower numbers of keys
     key_blocks: Any = None  # [keys of all copies]: blocks of queries
     statistics: Any = None  # [segments of queries]: blocks of statistics before; None if broadcast
+    # Of the list of masked tiles.
+    tile_ends: Any = None  # tiles up to and with each segment; all first parts come first
+    targets: Any = None  # [batch], or None
+    contextual: Any = None  # [batch], or None
 
 
 def store_words(
