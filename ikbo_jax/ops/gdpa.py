@@ -90,8 +90,8 @@ def gdpa(
       mask: which keys of its sequence a row sees, by `ikbo_jax.masks.causal`, `hstu` or
         `intervals`; None: all. The last query of a sequence has the position of the last key, so
         queries shorter than keys are the end of their sequence. A row that sees nothing has result
-        0, and its gradients are 0. Masks run in XLA, unless `implementation` asks for the kernel,
-        which takes them without a softmax at H = 64, 96 and 128; XLA computes their gradients.
+        0, and its gradients are 0. The kernel takes masks without a softmax at H = 64, 96 and 128;
+        others run in XLA, and so do gradients.
       implementation: None takes the kernel wherever it can run, unless a near row of the dispatch
         table prefers XLA; "mosaic_gpu" or "xla" take that one or raise. The kernel takes bfloat16
         and float16, H = 64, 96, 128 and 256, and every activation, but a softmax only in all heads.

@@ -195,9 +195,7 @@ class GdpaProblem(GdpaSizes):
     def rank(self) -> Iterator[Ranked]:
         """Yields the legal configurations of both kernels, the most promising first, by rules."""
         if self.mask:
-            # The kernel with masks has never been timed, nor run, on a GPU.
-            yield Ranked(None, None, "masks run in XLA unless the kernel is requested")
-            yield from by_rule(self._masked_configs())
+            yield from by_rule(self._masked_configs(), "the kernel with masks")
             return
         reason = short_gdpa.why_preferred(self)
         short = itertools.islice(short_gdpa.candidate_configs(self), MAX_SHORT_CONFIGS)

@@ -156,10 +156,10 @@ def test_blocks_that_no_row_sees_are_not_listed(reads: bool) -> None:
             assert words[0, lists.TILE_WORDS + lists.CUTS + 1] == 257 // 64
 
 
-def test_the_op_runs_the_kernel_where_it_is_requested(
+def test_the_op_runs_the_kernel(
     launches: interpreter.Launches, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """XLA computes the gradient; without the request, XLA computes everything."""
+    """XLA computes the gradient."""
     case = CASES["targets"]
     arrays = problems_gdpa.make_arrays(case.shape)
     fake = functools.partial(gdpa.gdpa_forward, interpret=PARAMS)
@@ -167,16 +167,14 @@ def test_the_op_runs_the_kernel_where_it_is_requested(
     monkeypatch.setattr(gdpa, "gdpa_forward", fake)
     monkeypatch.setattr(gdpa, "masked_tiles", by_xla.masked_tiles)
     run = functools.partial(problems_masks.attend, mask=case.mask.mask, activation="silu")
-    insist = functools.partial(run, implementation="mosaic_gpu")
-    (plan,) = ikbo.explain(insist, arrays).plans
-    assert isinstance(plan.config, GdpaConfig)
-    assert "masks run in XLA" in plan.backward
-    out = insist(arrays)
-    launches.assert_no_races(1)
     (plan,) = ikbo.explain(run, arrays).plans
-    assert plan.implementation == "xla"
-    assert plan.reason.startswith("masks run in XLA unless the kernel is requested")
+    assert isinstance(plan.config, GdpaConfig)
+    assert plan.reason.endswith("the kernel with masks")
+    assert "masks run in XLA" in plan.backward
+    out = run(arrays)
+    launches.assert_no_races(1)
     settings = problems_gdpa.make_settings(case.shape, "silu")
     d_out = problems_gdpa.cotangent(arrays, settings)
     exact, _ = problems_masks.oracle(arrays, settings, d_out, case.mask.rule)
-    problems.assert_within_error_rule(out, exact, run(arrays))
+    plain = run(arrays, implementation="xla")
+    problems.assert_within_error_rule(out, exact, plain)

@@ -53,7 +53,7 @@ def mask_tiles(
     zero, is_row = jnp.zeros_like(first), is_row.reshape(ends.shape[:3])
     cuts = _cuts(ends - first[:, None, None, None], is_row, skipped[:, None], block_kv)
     columns = (skip_from, skipped, first, number, zero, zero, zero)
-    count = last - first - skipped
+    count = jnp.maximum(last - first - skipped, 0)
     words = words.at[:, lists.KV_START].add(first).at[:, lists.KV_LENGTH].set(count)
     words = jnp.concatenate([words, jnp.stack(columns, axis=1), cuts], axis=1)
     tiles = by_xla.by_blocks(lists.TileList(words, listed.counts), block_kv)

@@ -103,7 +103,8 @@ def keys_of_tile(
         top = jnp.minimum(position + consumer * WGMMA_M, last_row)
         bottom = jnp.minimum(top + (WGMMA_M - 1), last_row)
         mask += _cuts(_bounds(rule, sequence, top, bottom), first, skipped, unit, divide)
-    return Keys(first, last - first - skipped, tuple(mask))
+    # Rows without keys have a hole, too.
+    return Keys(first, jnp.clip(last - first - skipped, 0, sequence.length), tuple(mask))
 
 
 def _cuts(bounds: Bounds, first: Any, skipped: Any, unit: int, divide: Any) -> tuple[Any, ...]:
