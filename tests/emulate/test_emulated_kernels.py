@@ -22,6 +22,7 @@ import test_interpret_attention_backward as attention_backward
 import test_interpret_few_queries as few_queries
 import test_interpret_gdpa as gdpa
 import test_interpret_gdpa_backward as gdpa_backward
+import test_interpret_gdpa_masks as gdpa_masks
 import test_interpret_linear_compression as linear_compression
 import test_interpret_linear_compression_backward as linear_compression_backward
 import test_interpret_packed_compression as packed_compression
@@ -35,7 +36,7 @@ ATTENTION_BACKWARD = attention_backward.CASES | attention_backward.ADDED_BY_LAUN
 
 @pytest.fixture(autouse=True)
 def _not_interpreted(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (attention, few_queries, gdpa, gdpa_backward):
+    for module in (attention, few_queries, gdpa, gdpa_backward, gdpa_masks):
         monkeypatch.setattr(module, "PARAMS", False)
 
 
@@ -73,6 +74,13 @@ def _gdpa(sm90: emulator.Emulator, case: gdpa.Case, seed: int) -> None:
     gdpa.assert_correct(out, arrays, case)
 
 
+def _gdpa_masks(sm90: emulator.Emulator, case: gdpa_masks.Case, seed: int) -> None:
+    arrays = problems_gdpa.make_arrays(case.shape, case.dtype)
+    with sm90.emulated(seed):
+        out = gdpa_masks.attend(case, arrays)
+    gdpa_masks.assert_correct(out, case, arrays)
+
+
 def _gdpa_backward(sm90: emulator.Emulator, case: gdpa_backward.Case, seed: int) -> None:
     arrays = problems_gdpa.make_arrays(case.shape, case.dtype)
     with sm90.emulated(seed):
@@ -104,6 +112,7 @@ KERNELS: dict[str, tuple[Callable[..., None], dict[str, Any]]] = {
     ),
     "attention_backward": (attend_backward, ATTENTION_BACKWARD),
     "gdpa": (_gdpa, gdpa.CASES),
+    "gdpa_masks": (_gdpa_masks, gdpa_masks.CASES),
     "gdpa_backward": (_gdpa_backward, gdpa_backward.CASES),
     "linear_compression": (_compress, linear_compression.CASES),
     "packed_compression": (_compress, packed_compression.CASES),
@@ -152,6 +161,7 @@ CHOSEN = {
         *("softmax_gaps", "short_found", "short_found_bounded", "short_found_pma"),
         *("short_found_pffn", "short_found_pma_32"),
     ],
+    "gdpa_masks": ["targets", "skipped", "window_h96_f16"],
     "gdpa_backward": [
         "indexed_in_parts",
         "softmax_gaps",
