@@ -32,6 +32,11 @@ class Shape:
     has_mask: bool = False
     rule: hstu.Rule | None = None
 
+    @property
+    def has_gaps(self) -> bool:
+        """Whether blocks of a tile may be skipped, and rows have gaps."""
+        return self.has_mask and (self.rule is None or self.rule.has_targets)
+
 
 class Item(NamedTuple):
     """The words of an item's descriptor that a consumer keeps in registers."""

@@ -133,7 +133,7 @@ def keep_visible(ctx: Any, item: Any, block: Any, scores: jax.Array) -> jax.Arra
     if rule is None or rule.window is not None:
         is_cut |= block < cut(0)
     scores = lax.cond(is_cut, functools.partial(selected, 0), lambda x: x, scores)
-    if rule is not None and not rule.has_targets:
+    if not ctx.shape.has_gaps:
         return scores
     has_gap = (block >= cut(2)) & (block < cut(3))
     kept: jax.Array = lax.cond(has_gap, functools.partial(selected, 1), lambda x: x, scores)
@@ -142,10 +142,11 @@ def keep_visible(ctx: Any, item: Any, block: Any, scores: jax.Array) -> jax.Arra
 
 def first_key(ctx: Any, item: Any, block: Any) -> Any:
     """Returns the first key of a block, counted from the sequence's first key."""
-    skip_from, skipped, first = (
-        ctx.mask_word(item, i) for i in (lists.SKIP_FROM, lists.SKIPPED, lists.FIRST_KEY)
-    )
-    return first + block * ctx.config.block_kv + jnp.where(block >= skip_from, skipped, 0)
+    first = ctx.mask_word(item, lists.FIRST_KEY) + block * ctx.config.block_kv
+    if not ctx.shape.has_gaps:
+        return first
+    skip_from, skipped = (ctx.mask_word(item, i) for i in (lists.SKIP_FROM, lists.SKIPPED))
+    return first + jnp.where(block >= skip_from, skipped, 0)
 
 
 def _rows_see(ctx: Any, item: Any, part: int) -> tuple[Any, Any]:

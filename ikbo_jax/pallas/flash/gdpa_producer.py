@@ -65,6 +65,10 @@ def _send_item(ctx: GdpaContext, head: Any, end: Any, tile: Any, progress: _Prog
     source, target, rows, first_key, length = (
         operands.words[tile, word] for word in range(lists.TILE_WORDS)
     )
+    if shape.has_gaps:  # read once: a block's copy would wait for them
+        skip_from, skipped = (
+            operands.words[tile, lists.TILE_WORDS + i] for i in (lists.SKIP_FROM, lists.SKIPPED)
+        )
     block_kv = ctx.config.block_kv
     blocks = lax.div(length + (block_kv - 1), block_kv)
     is_resident = progress.is_kept
@@ -81,11 +85,7 @@ def _send_item(ctx: GdpaContext, head: Any, end: Any, tile: Any, progress: _Prog
 
         def load() -> None:  # the block may reach past the sequence's end
             first_row = first_key + block * block_kv
-            if ctx.shape.has_mask:
-                skip_from, skipped = (
-                    operands.words[tile, lists.TILE_WORDS + i]
-                    for i in (lists.SKIP_FROM, lists.SKIPPED)
-                )
+            if shape.has_gaps:
                 first_row += jnp.where(block >= skip_from, skipped, 0)
             ctx.load(source, (pl.ds(first_row, block_kv), kv_head), tiles, ready)
 
