@@ -20,6 +20,8 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from ikbo_jax.reference import hstu as hstu_rule
+
 #: Larger numbers than any length have the same effect, but sums with them would leave int32.
 LARGEST = 2**30
 
@@ -179,45 +181,34 @@ class Hstu(Mask):
                     f"batch={sequences} sequences"
                 )
 
-    def intervals(self, rows: Rows) -> jax.Array:
-        position, length, sequence = rows
-
-        def by_row(array: jax.Array | None, number: int) -> Any:
-            return jnp.int32(number) if array is None else array[sequence]
-
-        contextual = jnp.clip(by_row(self.contextual_of, self.contextual), 0, length)
-        targets = jnp.clip(by_row(self.num_targets, 0), 0, length - contextual)
-        # A key j ≥ c has time j − shift; `last` is the time of the targets.
-        shift = jnp.maximum(contextual - 1, 0)
-        first_target = length - targets
-        last = first_target - shift
-        time = jnp.clip(position - shift, 0, last)
-        is_target = position >= first_target
-        is_contextual = position < contextual
-
-        def first_of(time: jax.Array) -> jax.Array:
-            return jnp.where(time > 0, time + shift, 0)
-
-        begin, end = jnp.zeros_like(time), position + 1
-        if not self.causal:
-            end = length
-        if self.window is not None:
-            is_full = (time >= last - self.full_tail) & (self.full_tail > 0)
-            begin = jnp.where(is_full, 0, first_of(time - self.window))
-            if not self.causal:
-                ends_early = ~is_full & (time + self.window < last)
-                end = jnp.where(ends_early, first_of(time + self.window + 1), length)
-        end = jnp.where(is_contextual, jnp.maximum(end, first_target), end)
-        size = self.target_group_size
-        group = first_target + (position - first_target) // size * size
-        group_end = position + 1 if self.causal else jnp.minimum(group + size, length)
-        found = (
-            begin,
-            jnp.where(is_target, first_target, end),
-            jnp.where(is_target, group, 0),
-            jnp.where(is_target, group_end, 0),
+    @property
+    def rule(self) -> hstu_rule.Rule:
+        """The static numbers."""
+        return hstu_rule.Rule(
+            None if self.contextual_of is not None else self.contextual,
+            self.num_targets is not None,
+            self.window,
+            self.full_tail,
+            self.target_group_size,
+            self.causal,
         )
-        return jnp.where((position >= 0)[:, None], jnp.stack(found, axis=1), 0)
+
+    def intervals(self, rows: Rows) -> jax.Array:
+        contextual, targets = (
+            0 if array is None else array[rows.sequence]
+            for array in (self.contextual_of, self.num_targets)
+        )
+        sequence = hstu_rule.Sequence(rows.length, contextual, targets).clamped(self.rule)
+        begin, end, *gap = hstu_rule.seen(self.rule, rows.position, sequence)
+        gap_begin, gap_end = (jnp.minimum(x, end) for x in gap)
+        has_gap = gap_begin < gap_end
+        found = (
+            begin + 0 * end,
+            jnp.where(has_gap, gap_begin, end),
+            jnp.where(has_gap, gap_end, 0),
+            jnp.where(has_gap, end, 0),
+        )
+        return jnp.stack(found, axis=1)
 
 
 @jax.tree_util.register_dataclass

@@ -95,8 +95,8 @@ def gdpa(
       mask: which keys of its sequence a row sees, by `ikbo_jax.masks.causal`, `hstu` or
         `intervals`; None: all. The last query of a sequence has the position of the last key, so
         queries shorter than keys are the end of their sequence. A row that sees nothing has result
-        0, and its gradients are 0. Masks run in XLA, unless `implementation` asks for the kernel,
-        which takes them without a softmax at H = 64, 96 and 128; then kernels compute gradients.
+        0, and its gradients are 0. The kernels take masks without a softmax at H = 64, 96 and 128,
+        forward and for gradients; other calls with a mask run in XLA.
       implementation: None takes the kernel wherever it can run, unless a near row of the dispatch
         table prefers XLA; "mosaic_gpu" or "xla" take that one or raise. The kernel takes bfloat16
         and float16, H = 64, 96, 128 and 256, and every activation, but a softmax only in all heads.
@@ -146,6 +146,8 @@ def gdpa(
         return dispatch.record_nothing(zeros(shape, query.dtype, arrays), plan)
     if mask is not None:
         arrays = gdpa_mask.with_intervals(mask, arrays, settings)
+        arrays, settings = gdpa_mask.with_rule(mask, arrays, settings)
+        call = dataclasses.replace(call, settings=settings)
     arrays = reverse_only.operands("gdpa", arrays)
     out = _gdpa(call, plan, arrays)
     if gdpa_arguments.has_scales(output_scale):
@@ -173,6 +175,11 @@ class _Call(Call):
     gradient_dtype: str | None = None
 
 
+def _without_rule(call: _Call) -> _Call:
+    """Makes the kernels take the rows' intervals in place of the rule of a mask."""
+    return dataclasses.replace(call, settings=call.settings._replace(rule=None))
+
+
 class _Residuals(NamedTuple):
     """Inputs of the backward pass; `out` and `lse` are None unless a head has a softmax."""
 
@@ -184,7 +191,7 @@ class _Residuals(NamedTuple):
 
 Gradients = tuple[jax.Array, jax.Array, jax.Array]
 #: Of the arrays of integers, in the place of gradients.
-_NO_GRADIENTS: Any = (None,) * 4
+_NO_GRADIENTS: Any = (None,) * 6
 
 
 def _run_vjp(call: _Call, residuals: _Residuals) -> Gradients:
@@ -319,6 +326,7 @@ class _Gdpa(Op[_Call, Arrays, _Results]):
         if not gdpa_vmap.can_fold(call.settings, batched):
             return None
         one = gdpa_vmap.fold(size, batched, arrays, gdpa_vmap.is_kv_batched(batched))
+        call = _without_rule(call)  # filler sequences have no targets
         return Folded(call, one, functools.partial(unstack, size))
 
     def named(self, call: _Call, arrays: Arrays) -> Named:
@@ -332,8 +340,13 @@ class _Gdpa(Op[_Call, Arrays, _Results]):
         can_split = len(set(activations)) == 1
         rows = "rows" if not call.settings.broadcast_q else "out_rows"
         seen = None if arrays.intervals is None else f"{rows} ends"
+        rule = [
+            None if array is None else name
+            for array, name in zip(arrays[7:], ("targets", "contextual"), strict=True)
+        ]
+        operands: Any = ("rows (k g) h", "s k h", "s k h", *index, seen, *rule)
         return Named(
-            Arrays._make(("rows (k g) h", "s k h", "s k h", *index, seen)),
+            Arrays(*operands),
             (f"{rows} (k g) h", f"{rows} (k g)" if has_lse else None),
             ({"rows": "queries"} if not call.settings.broadcast_q else {})
             | ({"k": "heads"} if can_split else {}),
@@ -354,7 +367,9 @@ class _Gdpa(Op[_Call, Arrays, _Results]):
         starts, lengths = jagged.bounds(arrays.cu_seqlens_q, total, bound)
         ends = jax.lax.cummax(jnp.clip(arrays.cu_seqlens_q, 0, total))
         inside = jnp.clip(ends - first, 0, rows)
-        arrays = arrays._replace(cu_seqlens_q=inside)
+        # A device does not know where its rows stand in a sequence, but their intervals.
+        call = _without_rule(call)
+        arrays = arrays._replace(cu_seqlens_q=inside, num_targets=None, contextual=None)
         if bound is None:
             return Part(call, arrays)
         # Rows beyond the bound, from the sequence's start, which may lie on another device.

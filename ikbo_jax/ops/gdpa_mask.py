@@ -9,7 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from ikbo_jax.masks import Mask, Rows
+from ikbo_jax.masks import Hstu, Mask, Rows
 from ikbo_jax.ops import arguments
 from ikbo_jax.ops.look_up import look_up
 from ikbo_jax.ops.partition import Division, Rule
@@ -33,6 +33,17 @@ def with_intervals(mask: Mask, arrays: Arrays, settings: Settings) -> Arrays:
     """Adds the keys that every row sees, in the whole call, also where devices divide its rows."""
     sizes = arrays.query.shape[0], arrays.key.shape[0]
     return arrays._replace(intervals=_words(sizes, settings, arrays[3:6], mask))
+
+
+def with_rule(mask: Mask, arrays: Arrays, settings: Settings) -> tuple[Arrays, Settings]:
+    """Adds the rule of the mask, if it has one, and the rule's arrays.
+
+    A kernel that takes the rule reads no intervals, and XLA does not compute what has no use.
+    """
+    if not isinstance(mask, Hstu):
+        return arrays, settings
+    arrays = arrays._replace(num_targets=mask.num_targets, contextual=mask.contextual_of)
+    return arrays, settings._replace(rule=mask.rule)
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))

@@ -45,7 +45,7 @@ def fold(size: int, batched: Any, arrays: Arrays, fold_kv: bool) -> Arrays:
         return jnp.append(shifted.reshape(-1), jnp.int32(size * total))
 
     first: Arrays = jax.tree.map(lambda x, is_batched: x[0] if is_batched else x, arrays, batched)
-    query, key, value, cu_q, cu_kv, index, intervals = arrays
+    query, key, value, cu_q, cu_kv, index, intervals, *_ = arrays
     batch, batch_kv = num_sequences(first), first.cu_seqlens_kv.shape[0] - 1
     if index is None:
         index = jnp.broadcast_to(jnp.arange(batch, dtype=jnp.int32), (size, batch))

@@ -32,8 +32,8 @@ ITEM_WORDS = 7
 #: Head widths of the kernel with masks. At H = 256 it spills 8 bytes of a thread, and so does the
 #: kernel with `skip_empty` at the other widths.
 MASKED_HEAD_DIMS = (64, 96, 128)
-#: Further words with a mask: a tile's number, and four numbers for each consumer's rows.
-MASK_WORDS = 9
+#: Further words with a mask, see `worklist.lists`.
+MASK_WORDS = 15
 #: Slots for descriptors beyond the number of query slots.  A consumer reads a descriptor for the
 #: last time after it has freed the next item's queries, so only the descriptor of an item at least
 #: three later may overwrite it.
@@ -195,9 +195,7 @@ class GdpaProblem(GdpaSizes):
     def rank(self) -> Iterator[Ranked]:
         """Yields the legal configurations of both kernels, the most promising first, by rules."""
         if self.mask:
-            # The kernel with masks has never been timed, nor run, on a GPU.
-            yield Ranked(None, None, "masks run in XLA unless the kernel is requested")
-            yield from by_rule(self._masked_configs())
+            yield from by_rule(self._masked_configs(), "the kernel with masks")
             return
         reason = short_gdpa.why_preferred(self)
         short = itertools.islice(short_gdpa.candidate_configs(self), MAX_SHORT_CONFIGS)

@@ -24,6 +24,7 @@ import jax
 import jax.numpy as jnp
 
 from ikbo_jax.reference.activations import SOFTMAX
+from ikbo_jax.reference.hstu import Rule
 
 
 class Arrays(NamedTuple):
@@ -38,6 +39,9 @@ class Arrays(NamedTuple):
       q_to_kv: [batch] int32; None: query sequence b attends to key-value sequence b.
       intervals: [rows of out, 4] int32, begin and end of two intervals of keys, counted from the
         first key of the row's sequence; the row sees no other keys. None: rows see all keys.
+      num_targets: [batch] int32, of a `Settings.rule`, which the kernels take in place of
+        intervals; None without one.
+      contextual: likewise.
     """
 
     query: jax.Array
@@ -47,6 +51,8 @@ class Arrays(NamedTuple):
     cu_seqlens_kv: jax.Array
     q_to_kv: jax.Array | None = None
     intervals: jax.Array | None = None
+    num_targets: jax.Array | None = None
+    contextual: jax.Array | None = None
 
 
 class Settings(NamedTuple):
@@ -61,6 +67,7 @@ class Settings(NamedTuple):
       broadcast_q: whether all sequences share the same T queries.
       max_seqlen_q: longest query sequence, or None.
       max_seqlen_kv: longest key-value sequence, or None.
+      rule: by which `Arrays.intervals` were computed; None: they may be any.
     """
 
     activations: tuple[str, ...]
@@ -71,6 +78,7 @@ class Settings(NamedTuple):
     broadcast_q: bool = False
     max_seqlen_q: int | None = None
     max_seqlen_kv: int | None = None
+    rule: Rule | None = None
 
 
 def num_sequences(arrays: Arrays) -> int:
@@ -108,7 +116,7 @@ def materialised(arrays: Arrays, settings: Settings) -> jax.Array:
     Returns:
       out in the query's dtype, rounded once; for its shape see `out_shape`.
     """
-    query, key, value, cu_q, cu_kv, q_to_kv, intervals = arrays
+    query, key, value, cu_q, cu_kv, q_to_kv, intervals, *_ = arrays
     batch, (total_q, heads, _), total_kv = num_sequences(arrays), query.shape, key.shape[0]
     q_row, kv_row = (
         jnp.arange(total, dtype=jnp.int32)[:, None, None] for total in (total_q, total_kv)

@@ -114,7 +114,7 @@ class Tilings(NamedTuple):
 
 def make_tilings(arrays: Arrays, settings: Settings, blocks: Blocking | None) -> Tilings:
     """Cuts all sequences into tiles."""
-    query, key, _, cu_q, cu_kv, q_to_kv, intervals = arrays
+    query, key, _, cu_q, cu_kv, q_to_kv, intervals, *_ = arrays
     blocks = blocks or blocking(arrays, settings)
     batch, batch_kv = num_sequences(arrays), cu_kv.shape[0] - 1
     number = jnp.zeros_like(cu_kv, shape=batch) + jnp.arange(batch, dtype=jnp.int32)

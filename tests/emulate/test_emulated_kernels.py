@@ -23,6 +23,7 @@ import test_interpret_few_queries as few_queries
 import test_interpret_gdpa as gdpa
 import test_interpret_gdpa_backward as gdpa_backward
 import test_interpret_gdpa_backward_masks as gdpa_backward_masks
+import test_interpret_gdpa_masks as gdpa_masks
 import test_interpret_linear_compression as linear_compression
 import test_interpret_linear_compression_backward as linear_compression_backward
 import test_interpret_packed_compression as packed_compression
@@ -36,7 +37,7 @@ ATTENTION_BACKWARD = attention_backward.CASES | attention_backward.ADDED_BY_LAUN
 
 @pytest.fixture(autouse=True)
 def _not_interpreted(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (attention, few_queries, gdpa, gdpa_backward, gdpa_backward_masks):
+    for module in (attention, few_queries, gdpa, gdpa_backward, gdpa_backward_masks, gdpa_masks):
         monkeypatch.setattr(module, "PARAMS", False)
 
 
@@ -72,6 +73,13 @@ def _gdpa(sm90: emulator.Emulator, case: gdpa.Case, seed: int) -> None:
     with sm90.emulated(seed), pytest.MonkeyPatch.context() as patch:
         out = gdpa.attend(arrays, case, patch)
     gdpa.assert_correct(out, arrays, case)
+
+
+def _gdpa_masks(sm90: emulator.Emulator, case: gdpa_masks.Case, seed: int) -> None:
+    arrays = problems_gdpa.make_arrays(case.shape, case.dtype)
+    with sm90.emulated(seed):
+        out = gdpa_masks.attend(case, arrays)
+    gdpa_masks.assert_correct(out, case, arrays)
 
 
 def _gdpa_backward(sm90: emulator.Emulator, case: gdpa_backward.Case, seed: int) -> None:
@@ -114,6 +122,7 @@ KERNELS: dict[str, tuple[Callable[..., None], dict[str, Any]]] = {
     ),
     "attention_backward": (attend_backward, ATTENTION_BACKWARD),
     "gdpa": (_gdpa, gdpa.CASES),
+    "gdpa_masks": (_gdpa_masks, gdpa_masks.CASES),
     "gdpa_backward": (_gdpa_backward, gdpa_backward.CASES),
     "gdpa_backward_masks": (_gdpa_backward_masks, gdpa_backward_masks.CASES),
     "linear_compression": (_compress, linear_compression.CASES),
@@ -163,6 +172,7 @@ CHOSEN = {
         *("softmax_gaps", "short_found", "short_found_bounded", "short_found_pma"),
         *("short_found_pffn", "short_found_pma_32"),
     ],
+    "gdpa_masks": ["targets", "skipped", "window_h96_f16"],
     "gdpa_backward": [
         "indexed_in_parts",
         "softmax_gaps",

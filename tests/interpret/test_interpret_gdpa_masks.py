@@ -21,7 +21,7 @@ import ikbo_jax as ikbo
 from ikbo_jax import masks
 from ikbo_jax.ops import dispatch, gdpa_mask
 from ikbo_jax.pallas.flash import gdpa, gdpa_masked
-from ikbo_jax.pallas.worklist import by_xla
+from ikbo_jax.pallas.worklist import by_xla, lists
 from ikbo_jax.pallas.worklist.lists import Offsets
 from ikbo_jax.problems import GdpaConfig
 from ikbo_jax.problems.hopper import TILE_ROWS
@@ -72,6 +72,11 @@ CASES = {
         problems_masks.hstu_case((70, 0, 9), 3, window=40, full_tail=8),
         config=dataclasses.replace(TWO_SLOTS, k_stages=3, q_slots=3, late_turns=True),
     ),
+    # Blocks of targets that no row of a tile sees are skipped; groups of targets, both ways.
+    "skipped": Case(
+        of((300,), (300,)),
+        problems_masks.hstu_case((230,), 3, window=20, target_group_size=3, causal=False),
+    ),
     # Sequences of one tile share keys; some rows, and all rows of some tiles, see nothing.
     "intervals": Case(SHARED, intervals_case(SHARED, 2)),
     "nothing": Case(of((70, 9), (40, 50)), intervals_case(of((70, 9), (0, 0)), 1)),
@@ -85,19 +90,19 @@ CASES = {
 }
 
 
-@pytest.mark.sampled(2)
-@pytest.mark.parametrize("name", CASES)
-def test_interpreted_kernel_is_right_and_free_of_races(
-    name: str, launches: interpreter.Launches
-) -> None:
-    case = CASES[name]
-    arrays = problems_gdpa.make_arrays(case.shape, case.dtype)
+def attend(case: Case, arrays: Any) -> jax.Array:
+    """Runs the kernel on tiles that XLA lists."""
     settings = problems_gdpa.make_settings(case.shape, case.activation)
     masked = gdpa_mask.with_intervals(case.mask.mask, arrays, settings)
-    tiles = by_xla.query_tiles(Offsets.of(masked, settings), size=TILE_ROWS)
-    assert masked.intervals is not None
-    tiles, found = gdpa_masked.mask_tiles(tiles, masked.intervals, case.config.block_kv)
-    out = gdpa.gdpa_forward(
+    masked, settings = gdpa_mask.with_rule(case.mask.mask, masked, settings)
+    block_kv, offsets, found = case.config.block_kv, Offsets.of(masked, settings), None
+    if settings.rule is not None:
+        tiles = by_xla.masked_tiles(offsets, size=TILE_ROWS, unit=block_kv)
+    else:
+        assert masked.intervals is not None
+        tiles = by_xla.query_tiles(offsets, size=TILE_ROWS)
+        tiles, found = gdpa_masked.mask_tiles(tiles, masked.intervals, block_kv)
+    return gdpa.gdpa_forward(
         *masked[:3],
         tiles,
         out_rows=out_shape(arrays, settings)[0],
@@ -107,56 +112,79 @@ def test_interpreted_kernel_is_right_and_free_of_races(
         output_scale=settings.output_scale,
         config=case.config,
         num_sms=case.num_sms,
-        masks=found,
+        rule=settings.rule,
+        seen=found,
         interpret=PARAMS,
     )
-    launches.assert_no_races(1)
+
+
+def assert_correct(out: jax.Array, case: Case, arrays: Any) -> None:
+    settings = problems_gdpa.make_settings(case.shape, case.activation)
     d_out = problems_gdpa.cotangent(arrays, settings)
     exact, _ = problems_masks.oracle(arrays, settings, d_out, case.mask.rule)
     plain = problems_masks.attend(arrays, case.mask.mask, activation=case.activation)
     problems.assert_within_error_rule(out, exact, plain)
 
 
-def test_blocks_that_no_row_sees_are_not_listed() -> None:
+@pytest.mark.sampled(2)
+@pytest.mark.parametrize("name", CASES)
+def test_interpreted_kernel_is_right_and_free_of_races(
+    name: str, launches: interpreter.Launches
+) -> None:
+    case = CASES[name]
+    arrays = problems_gdpa.make_arrays(case.shape, case.dtype)
+    out = attend(case, arrays)
+    launches.assert_no_races(1)
+    assert_correct(out, case, arrays)
+
+
+@pytest.mark.parametrize("reads", [False, True])
+def test_blocks_that_no_row_sees_are_not_listed(reads: bool) -> None:
     shape = of((300,), (300,))
+    targets = masks.hstu(np.asarray([200], np.int32), window=20)
     arrays = problems_gdpa.make_arrays(shape)
     settings = problems_gdpa.make_settings(shape)
-    for window, lengths in (None, (300, 256, 128)), (10, (138, 128, 54)):
-        masked = gdpa_mask.with_intervals(masks.causal(window), arrays, settings)
-        tiles = by_xla.query_tiles(Offsets.of(masked, settings), size=TILE_ROWS)
-        assert masked.intervals is not None
-        tiles, found = jax.jit(gdpa_masked.mask_tiles, static_argnums=2)(
-            tiles, masked.intervals, 64
-        )
-        count = int(tiles.counts[0])
-        np.testing.assert_array_equal(np.sort(tiles.words[:count, 4])[::-1], lengths)
-        if window is None:  # rows of a consumer have all keys up to its first row's
-            last = 2**31 - 1
-            expected = [[0, 257, last, 0], [0, last, last, 0]]
-            np.testing.assert_array_equal(found.common[0], expected)
+    for mask, lengths in (
+        (masks.causal(), (300, 256, 128)),
+        (masks.causal(10), (138, 128, 54)),
+        # The last tile, without a block of targets that no row sees.
+        (targets, (176, 220 - 64, 128)),
+    ):
+        masked = gdpa_mask.with_intervals(mask, arrays, settings)
+        if reads:
+            assert masked.intervals is not None
+            tiles = by_xla.query_tiles(Offsets.of(masked, settings), size=TILE_ROWS)
+            tiles, _ = jax.jit(gdpa_masked.mask_tiles, static_argnums=2)(
+                tiles, masked.intervals, 64
+            )
+        else:
+            offsets = Offsets.of(*gdpa_mask.with_rule(mask, masked, settings))
+            tiles = by_xla.masked_tiles(offsets, size=TILE_ROWS, unit=64)
+        words = tiles.words[: int(tiles.counts[0])]
+        np.testing.assert_array_equal(np.sort(words[:, lists.KV_LENGTH])[::-1], lengths)
+        if mask.window is None:  # rows of a consumer have all keys up to its first row's
+            assert words[0, lists.TILE_WORDS + lists.CUTS + 1] == 257 // 64
 
 
-def test_the_op_runs_the_kernel_where_it_is_requested(
+def test_the_op_runs_the_kernel(
     launches: interpreter.Launches, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Kernels compute the gradient; without the request, XLA computes everything."""
+    """Kernels compute the gradient, too."""
     case = CASES["targets"]
     arrays = problems_gdpa.make_arrays(case.shape)
     fake = functools.partial(gdpa.gdpa_forward, interpret=PARAMS)
     monkeypatch.setattr(dispatch, "hopper_unavailable_reason", lambda: None)
     monkeypatch.setattr(gdpa, "gdpa_forward", fake)
-    monkeypatch.setattr(gdpa, "query_tiles", by_xla.query_tiles)
+    monkeypatch.setattr(gdpa, "masked_tiles", by_xla.masked_tiles)
     run = functools.partial(problems_masks.attend, mask=case.mask.mask, activation="silu")
-    insist = functools.partial(run, implementation="mosaic_gpu")
-    (plan,) = ikbo.explain(insist, arrays).plans
-    assert isinstance(plan.config, GdpaConfig)
-    assert "one kernel for queries" in plan.backward
-    out = insist(arrays)
-    launches.assert_no_races(1)
     (plan,) = ikbo.explain(run, arrays).plans
-    assert plan.implementation == "xla"
-    assert plan.reason.startswith("masks run in XLA unless the kernel is requested")
+    assert isinstance(plan.config, GdpaConfig)
+    assert plan.reason.endswith("the kernel with masks")
+    assert "one kernel for queries" in plan.backward
+    out = run(arrays)
+    launches.assert_no_races(1)
     settings = problems_gdpa.make_settings(case.shape, "silu")
     d_out = problems_gdpa.cotangent(arrays, settings)
     exact, _ = problems_masks.oracle(arrays, settings, d_out, case.mask.rule)
-    problems.assert_within_error_rule(out, exact, run(arrays))
+    plain = run(arrays, implementation="xla")
+    problems.assert_within_error_rule(out, exact, plain)

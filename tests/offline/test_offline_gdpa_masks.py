@@ -11,19 +11,23 @@ import offline
 import pytest
 from test_offline_gdpa import DEFAULT, NUM_SMS, SCALES
 
-from ikbo_jax.pallas.flash import gdpa, gdpa_masked
-from ikbo_jax.pallas.worklist import lists
+from ikbo_jax.pallas.flash import gdpa
+from ikbo_jax.pallas.worklist import lists, masked
 from ikbo_jax.problems import GdpaConfig, GdpaProblem
+from ikbo_jax.reference.hstu import Rule
 
 pytestmark = pytest.mark.slow
 
 MASKED = dataclasses.replace(DEFAULT, mask="causal")
 
 
-def launch(problem: GdpaProblem, config: GdpaConfig) -> tuple:
+TARGETS = Rule(None, True, window=256)
+
+
+def launch(problem: GdpaProblem, config: GdpaConfig, rule: Rule | None) -> tuple:
     """The kernel's host function, and the shapes that it takes."""
 
-    def fn(query: Any, key: Any, value: Any, words: Any, counts: Any, *masks: Any) -> Any:
+    def fn(query: Any, key: Any, value: Any, words: Any, counts: Any, seen: Any = None) -> Any:
         return gdpa.gdpa_forward(
             *(query, key, value, lists.TileList(words, counts)),
             out_rows=problem.q_rows,
@@ -33,7 +37,8 @@ def launch(problem: GdpaProblem, config: GdpaConfig) -> tuple:
             output_scale=SCALES[1],
             config=config,
             num_sms=NUM_SMS,
-            masks=gdpa_masked.Masks(*masks),
+            rule=rule,
+            seen=seen,
         )
 
     def integers(*shape: int) -> jax.ShapeDtypeStruct:
@@ -41,18 +46,31 @@ def launch(problem: GdpaProblem, config: GdpaConfig) -> tuple:
 
     dtype, tiles = jnp.dtype(problem.dtype), problem.q_rows // 128
     rows = jax.ShapeDtypeStruct((problem.q_rows, problem.q_heads, problem.head_dim), dtype)
-    words = integers(tiles, lists.TILE_WORDS), integers(2)
-    return fn, rows, rows, rows, *words, integers(tiles, 2, 4, 64), integers(tiles, 2, 4)
+    words = integers(tiles, lists.TILE_WORDS + lists.MASK_WORDS), integers(2)
+    return fn, rows, rows, rows, *words, *([integers(tiles, 2, 4, 64)] if rule is None else [])
 
 
 @pytest.mark.sampled(3)
+@pytest.mark.parametrize("rule", [Rule(), TARGETS, None], ids=["causal", "targets", "read"])
 @pytest.mark.parametrize("head_dim", [64, 96, 128])
 @pytest.mark.parametrize("activation", ["silu", "gelu", "relu", "gelu_tanh"])
 def test_offline_masked_kernel_is_fit(
-    activation: str, head_dim: int, compiler: offline.Compiler
+    activation: str, head_dim: int, rule: Rule | None, compiler: offline.Compiler
 ) -> None:
     dtype = "float16" if head_dim == 96 else "bfloat16"
     problem = dataclasses.replace(MASKED, activations=(activation,), head_dim=head_dim, dtype=dtype)
     config = problem.default_config()
-    (compiled,) = compiler.compile_fit(*launch(problem, config))
+    (compiled,) = compiler.compile_fit(*launch(problem, config, rule))
     assert compiled.smem_bytes == config.smem_bytes(head_dim)
+
+
+@pytest.mark.parametrize("rule", [Rule(), TARGETS], ids=["causal", "targets"])
+def test_the_list_of_masked_tiles_is_one_kernel(rule: Rule, compiler: offline.Compiler) -> None:
+    def list_tiles(cu_seqlens: Any, *numbers: Any) -> Any:
+        offsets = lists.Offsets(cu_seqlens, cu_seqlens, None, 65536, 65536, 1024)
+        given = dict(zip(("num_targets", "contextual"), numbers, strict=False))
+        return masked.masked_tiles(offsets._replace(rule=rule, **given), size=128, unit=128)
+
+    shapes = [jax.ShapeDtypeStruct((n,), jnp.int32) for n in (65, 64, 64)]
+    (compiled,) = compiler.compile_fit(list_tiles, *shapes[: 3 if rule is TARGETS else 1])
+    assert compiled.name == "ikbo_masked_tile_list"

@@ -34,7 +34,7 @@ ALLOWED: dict[str, tuple[str, ...]] = {
     "_version": (),
     "_timing": (),
     "debug": (),
-    "masks": (),
+    "masks": ("reference",),
     "placement": (),
     "problems": (),
     "reference": (),

@@ -230,7 +230,7 @@ def exactly(arrays: Arrays, settings: Settings, d_out: Any) -> tuple[np.ndarray,
 @functools.partial(jax.jit, static_argnums=1)
 def same_dtype_gdpa(arrays: Arrays, settings: Settings) -> jax.Array:
     """Out as plain jnp has it: all scores in f32 at once, weights rounded to the dtype."""
-    query, key, value, cu_q, cu_kv, index, _ = arrays
+    query, key, value, cu_q, cu_kv, index, *_ = arrays
     batch = cu_kv.shape[0] - 1 if index is None else index.shape[0]
     if cu_q is None:
         query = jnp.tile(query, (batch, 1, 1))

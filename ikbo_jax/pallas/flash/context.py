@@ -37,7 +37,7 @@ class Operands(NamedTuple):
     cu_seqlens_q: Any = None  # of `lists.Offsets`, if CTAs find their tiles
     cu_seqlens_kv: Any = None  # of `lists.Offsets`, if CTAs find their tiles
     q_to_kv: Any = None  # always None: `segments` reads it
-    masks: Any = None  # of the tiles, `gdpa_masked.Masks`
+    seen: Any = None  # [tiles, 2, 4, 64] int32, of `gdpa_masked.mask_tiles`
 
 
 class Outputs(NamedTuple):

@@ -47,11 +47,13 @@ from ikbo_jax.pallas.flash.context import Operands
 from ikbo_jax.pallas.flash.gdpa_context import GdpaContext, Shape
 from ikbo_jax.pallas.hopper.launch import Roles, launch
 from ikbo_jax.pallas.worklist.lists import Offsets, TileList
+from ikbo_jax.pallas.worklist.masked import masked_tiles
 from ikbo_jax.pallas.worklist.tiles import query_tiles
 from ikbo_jax.problems import GdpaConfig, ShortGdpaConfig
 from ikbo_jax.problems.hopper import TILE_ROWS
 from ikbo_jax.reference.activations import SOFTMAX
 from ikbo_jax.reference.gdpa import Arrays, Settings, out_shape
+from ikbo_jax.reference.hstu import Rule
 
 
 def gdpa_kernel(
@@ -87,14 +89,19 @@ def gdpa_kernel(
         tiles = _tiles_of_short(arrays, settings, config)
         return short_gdpa.short_gdpa(*arrays[:3], tiles, **options)
     query, key, value = arrays[:3]
-    listed = query_tiles(Offsets.of(arrays, settings), size=TILE_ROWS)
+    offsets = Offsets.of(arrays, settings)
+    if settings.rule is not None:
+        listed = masked_tiles(offsets, size=TILE_ROWS, unit=config.block_kv)
+    else:
+        listed = query_tiles(offsets, size=TILE_ROWS)
     if SOFTMAX in settings.activations:
         options |= {"config": config.for_softmax, "return_residuals": return_residuals}
         return attention.jagged_attention_kernel(query, key, value, listed, **options)
     options |= activation | {"config": config}
-    if arrays.intervals is not None:
+    options["rule"] = settings.rule
+    if settings.rule is None and arrays.intervals is not None:
         masked = gdpa_masked.mask_tiles(listed, arrays.intervals, config.block_kv)
-        listed, options["masks"] = masked
+        listed, options["seen"] = masked
     return gdpa_forward(query, key, value, listed, **options), None
 
 
@@ -121,21 +128,24 @@ def gdpa_forward(
     output_scale: float,
     config: GdpaConfig,
     num_sms: int,
-    masks: gdpa_masked.Masks | None = None,
+    rule: Rule | None = None,
+    seen: jax.Array | None = None,
     interpret: Any = False,
 ) -> jax.Array:
     """Attends from every tile of queries to the keys and values of its sequence.
 
     Returns out [out_rows, N, H]. Arguments are as for `flash.gdpa.gdpa_kernel`; `tiles` have
     `TILE_ROWS` rows, and every row of the result has one. `activations` may be one for all heads.
-    `masks` are of these tiles, see `gdpa_masked.mask_tiles`; they need run=1 and no half_blocks.
+    With a mask, tiles and `rule` are of `worklist.masked`, or tiles and `seen` are of
+    `gdpa_masked.mask_tiles`; `config` needs run=1 and no half_blocks.
     """
     _, q_heads, head_dim = query.shape
     workers = min(num_sms, tiles.words.shape[0] * q_heads)
     has_f32_range = query.dtype == jnp.bfloat16
     activation = ActivationSpec(activations, approx, scale, output_scale, has_f32_range)
-    shape = Shape(q_heads, key.shape[1], head_dim, activation, workers)
-    operands = Operands(query, key, value, **tiles._asdict(), masks=masks)
+    has_mask = rule is not None or seen is not None
+    shape = Shape(q_heads, key.shape[1], head_dim, activation, workers, has_mask, rule)
+    operands = Operands(query, key, value, **tiles._asdict(), seen=seen)
     out = jax.ShapeDtypeStruct((out_rows, q_heads, head_dim), query.dtype)
     (result,) = launch(
         Roles(
@@ -145,7 +155,7 @@ def gdpa_forward(
         ),
         operands,
         out,
-        config.shared(head_dim, masks is not None),
+        config.shared(head_dim, has_mask),
         dtype=query.dtype,
         name="ikbo_gdpa_forward",
         workers=workers,

@@ -107,7 +107,7 @@ def _weights(
     """
     scores = mma.after_wait(scores, interpret=ctx.interpret)
     ctx.shared.key.release(step)
-    if ctx.operands.masks is not None:
+    if ctx.shape.has_mask:
         index, block = place()
         index = mosaic.opaque(index, interpret=ctx.interpret)
         scores = gdpa_masked.keep_visible(ctx, index, block, scores)

@@ -11,17 +11,31 @@ from ikbo_jax.pallas.activations.weights import ActivationSpec
 from ikbo_jax.pallas.flash.context import FlashContext
 from ikbo_jax.pallas.hopper import schedule
 from ikbo_jax.problems.gdpa import ITEM_WORDS
+from ikbo_jax.reference import hstu
 
 
 @dataclasses.dataclass(frozen=True)
 class Shape:
-    """Static description of a launch; `activation` maps scores to weights, and sums to results."""
+    """Static description of a launch.
+
+    Attributes:
+      activation: maps scores to weights, and sums to results.
+      has_mask: whether rows do not see all keys of their tile.
+      rule: which keys rows see; None: they are read.
+    """
 
     q_heads: int
     kv_heads: int
     head_dim: int
     activation: ActivationSpec
     workers: int
+    has_mask: bool = False
+    rule: hstu.Rule | None = None
+
+    @property
+    def has_gaps(self) -> bool:
+        """Whether blocks of a tile may be skipped, and rows have gaps."""
+        return self.has_mask and (self.rule is None or self.rule.has_targets)
 
 
 class Item(NamedTuple):

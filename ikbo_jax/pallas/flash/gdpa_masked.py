@@ -1,17 +1,16 @@
 """Masks of the GDPA forward kernel: the keys of a tile, and of each of its rows.
 
-XLA narrows every listed tile to the keys between the first and the last one that its rows see, so
-the kernel loads no other blocks, and the list is sorted by the blocks that are left.  XLA also
-writes, for each consumer's 64 rows, what every row sees, counted from the tile's first key: a range
-of keys without a gap.  Scores of other keys become 0, and act(0) = 0.  Blocks inside the ranges of
-all rows, and outside all gaps, need no mask.  Ranges and gaps are applied one after the other: with
-four numbers of each of a thread's two rows at once, the kernel would spill registers.
+The list narrows every tile to the blocks that its rows see, and says which of these a consumer
+masks (`worklist.masked`).  In such a block, the consumer computes what its rows see from their
+positions, by a rule, or reads it: a range of keys, and a gap in it.  Scores of other keys become 0,
+and act(0) = 0.  Ranges and gaps are applied one after the other: with four numbers of each of a
+thread's two rows at once, the kernel would spill registers.
 """
 
 from __future__ import annotations
 
 import functools
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -20,32 +19,24 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from ikbo_jax.pallas.hopper import stores
 from ikbo_jax.pallas.hopper.visible import Visible, ranges_and_gaps
-from ikbo_jax.pallas.worklist import lists
+from ikbo_jax.pallas.worklist import by_xla, lists
 from ikbo_jax.problems.hopper import NUM_CONSUMERS, TILE_ROWS, WGMMA_M
-
-
-class Masks(NamedTuple):
-    """Device memory: the keys of tiles, counted from the tile's first key.
-
-    Attributes:
-      rows: [most tiles, 2 consumers, 4, 64] int32, begin and end of every row's range and gap.
-      common: [most tiles, 2 consumers, 4] int32, begin and end of the keys in the ranges of all
-        rows, and of the keys that hold the gaps of all rows.
-    """
-
-    rows: Any
-    common: Any
+from ikbo_jax.reference import hstu
 
 
 def mask_tiles(
     listed: lists.TileList, intervals: jax.Array, block_kv: int
-) -> tuple[lists.TileList, Masks]:
+) -> tuple[lists.TileList, jax.Array]:
     """Narrows tiles of `TILE_ROWS` rows to the keys that their rows see, and sorts them again.
 
     Args:
       listed: tiles of all rows of the result.
       intervals: [rows of the result, 4] int32, see `reference.gdpa.Arrays`.
       block_kv: keys of a block.
+
+    Returns:
+      Tiles with the words of a mask, whose position is the tile's number; and what each row sees,
+      [tiles, 2 consumers, 4, 64] int32, begin and end of the row's range and gap.
     """
     words, number = listed.words, jnp.arange(listed.words.shape[0], dtype=jnp.int32)
     is_tile = number < listed.counts[1]
@@ -57,28 +48,49 @@ def mask_tiles(
     ends = ranges_and_gaps(jnp.where(sees[..., None], intervals.at[rows].get(mode="clip"), 0))
     last = jnp.max(ends[..., 1], axis=1)
     first = jnp.min(jnp.where(ends[..., 1] > 0, ends[..., 0], last[:, None]), axis=1)
-    ends = jnp.maximum(ends - first[:, None, None], 0)
+    skip_from, skipped = _hole(ends - first[:, None, None], block_kv)
     ends = ends.reshape(-1, NUM_CONSUMERS, WGMMA_M, 4)
-    blocks = lax.div(last - first + (block_kv - 1), jnp.int32(block_kv))
-    order = jnp.argsort(jnp.where(blocks > 0, -blocks, jnp.where(is_tile, 1, 2)), stable=True)
-    words = words.at[:, lists.KV_START].add(first).at[:, lists.KV_LENGTH].set(last - first)
-    counts = listed.counts.at[0].set(jnp.sum(blocks > 0, dtype=jnp.int32))
-    common = _common(ends, is_row.reshape(ends.shape[:3]))
-    masks = Masks(jnp.moveaxis(ends, 3, 2)[order], common[order])
-    return lists.TileList(words[order], counts), masks
+    zero, is_row = jnp.zeros_like(first), is_row.reshape(ends.shape[:3])
+    cuts = _cuts(ends - first[:, None, None, None], is_row, skipped[:, None], block_kv)
+    columns = (skip_from, skipped, first, number, zero, zero, zero)
+    count = jnp.maximum(last - first - skipped, 0)
+    words = words.at[:, lists.KV_START].add(first).at[:, lists.KV_LENGTH].set(count)
+    words = jnp.concatenate([words, jnp.stack(columns, axis=1), cuts], axis=1)
+    tiles = by_xla.by_blocks(lists.TileList(words, listed.counts), block_kv)
+    return tiles, jnp.moveaxis(ends, 3, 2)
 
 
-def _common(ends: jax.Array, is_row: jax.Array) -> jax.Array:
-    """Computes `Masks.common` from ends [tiles, 2, 64, 4]; leaves out rows that do not exist."""
-    most = jnp.int32(jnp.iinfo(jnp.int32).max)
+def _hole(ends: jax.Array, block_kv: int) -> tuple[jax.Array, jax.Array]:
+    """Finds whole blocks that lie in the gaps of all rows: (the first block, their keys)."""
+    most = jnp.int32(2**30)
     begin, end, gap_begin, gap_end = (ends[..., i] for i in range(4))
+    has_gap, sees = gap_begin < gap_end, begin < end
+    hole_begin = jnp.max(jnp.where(has_gap, gap_begin, jnp.where(sees, most, 0)), axis=1)
+    hole_end = jnp.min(jnp.where(has_gap, gap_end, jnp.where(sees, 0, most)), axis=1)
+    before = (hole_begin + (block_kv - 1)) // block_kv
+    skipped = jnp.maximum(hole_end - before * block_kv, 0) // block_kv * block_kv
+    return before, jnp.where(hole_end < most, skipped, 0)
+
+
+def _cuts(ends: jax.Array, is_row: jax.Array, skipped: jax.Array, block_kv: int) -> jax.Array:
+    """Finds the blocks that consumers mask, [tiles, 8]; leaves out rows that do not exist.
+
+    Args:
+      ends: [tiles, 2, 64, 4], counted from the tile's first key.
+      is_row: [tiles, 2, 64] bool.
+      skipped: [tiles, 1], keys before the ends of ranges and gaps that are no blocks of the tile.
+    """
+    most = jnp.int32(2**30)
+    begin, end, gap_begin, gap_end = (ends[..., i] for i in range(4))
+    has_gap = is_row & (gap_begin < gap_end)
     found = (
-        jnp.max(jnp.where(is_row, begin, 0), axis=2),
-        jnp.min(jnp.where(is_row, end, most), axis=2),
-        jnp.min(jnp.where(gap_end > 0, gap_begin, most), axis=2),
-        jnp.max(gap_end, axis=2),
+        jnp.max(jnp.where(is_row, begin, 0), axis=2) + (block_kv - 1),
+        jnp.min(jnp.where(is_row, end, most), axis=2) - skipped,
+        jnp.min(jnp.where(has_gap, gap_begin, most), axis=2),
+        jnp.max(jnp.where(has_gap, gap_end, -most), axis=2) - skipped + (block_kv - 1),
     )
-    return jnp.stack(found, axis=2)
+    blocks = jnp.maximum(jnp.stack(found, axis=2), 0) // block_kv
+    return blocks.reshape(-1, NUM_CONSUMERS * 4)
 
 
 def keep_visible(ctx: Any, item: Any, block: Any, scores: jax.Array) -> jax.Array:
@@ -90,25 +102,50 @@ def keep_visible(ctx: Any, item: Any, block: Any, scores: jax.Array) -> jax.Arra
       block: number of the block.
       scores: [64, block_kv] f32.
     """
-    size = scores.shape[1]
-    before = block * size
+    rule = ctx.shape.rule
 
-    def ends(part: int) -> tuple[Any, Any]:
-        first = 1 + 4 * ctx.consumer + 2 * part
-        return ctx.mask_word(item, first), ctx.mask_word(item, first + 1)
+    def cut(part: int) -> Any:
+        return ctx.mask_word(item, lists.CUTS + part + 4 * ctx.consumer)
 
     def selected(part: int, scores: jax.Array) -> jax.Array:
-        rows = ctx.operands.masks.rows.at[ctx.mask_word(item, 0), ctx.consumer]
+        begin, end = _rows_see(ctx, item, part)
+        before = first_key(ctx, item, block)
+        begin = begin if isinstance(begin, int) else begin - before
+        return Visible(scores.shape[1], end - before, begin).select(scores, inside=part == 0)
+
+    is_cut = block >= cut(1)
+    if rule is None or rule.window is not None:
+        is_cut |= block < cut(0)
+    scores = lax.cond(is_cut, functools.partial(selected, 0), lambda x: x, scores)
+    if not ctx.shape.has_gaps:
+        return scores
+    has_gap = (block >= cut(2)) & (block < cut(3))
+    kept: jax.Array = lax.cond(has_gap, functools.partial(selected, 1), lambda x: x, scores)
+    return kept
+
+
+def first_key(ctx: Any, item: Any, block: Any) -> Any:
+    """Returns the first key of a block, counted from the sequence's first key."""
+    first = ctx.mask_word(item, lists.FIRST_KEY) + block * ctx.config.block_kv
+    if not ctx.shape.has_gaps:
+        return first
+    skip_from, skipped = (ctx.mask_word(item, i) for i in (lists.SKIP_FROM, lists.SKIPPED))
+    return first + jnp.where(block >= skip_from, skipped, 0)
+
+
+def _rows_see(ctx: Any, item: Any, part: int) -> tuple[Any, Any]:
+    """Finds begin and end of the ranges (part 0) or gaps (part 1) of a consumer's rows."""
+    position = ctx.mask_word(item, lists.POSITION)
+    rule = ctx.shape.rule
+    if rule is None:
+        rows = ctx.operands.seen.at[position, ctx.consumer]
         begin, end = (
             plgpu.load(rows.at[2 * part + i], layout=stores.ROW_LAYOUT, optimized=False)
             for i in range(2)
         )
-        return Visible(size, end - before, begin - before).select(scores, inside=part == 0)
-
-    begin, end = ends(0)
-    is_cut = (begin > before) | (end < before + size)
-    scores = lax.cond(is_cut, functools.partial(selected, 0), lambda x: x, scores)
-    begin, end = ends(1)
-    has_gap = (begin < before + size) & (end > before)
-    kept: jax.Array = lax.cond(has_gap, functools.partial(selected, 1), lambda x: x, scores)
-    return kept
+        return begin, end
+    row = plgpu.broadcasted_iota(jnp.int32, (WGMMA_M,), 0, layout=stores.ROW_LAYOUT)
+    numbers = (ctx.mask_word(item, i) for i in (lists.LENGTH, lists.CONTEXTUAL, lists.TARGETS))
+    sequence = hstu.Sequence(*numbers).clamped(rule)
+    found = hstu.seen(rule, row + (position + ctx.consumer * WGMMA_M), sequence)
+    return found[2 * part], found[2 * part + 1]

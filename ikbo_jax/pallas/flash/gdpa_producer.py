@@ -12,9 +12,11 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from ikbo_jax.pallas.flash.gdpa_context import Destination, GdpaContext, Item
+from ikbo_jax.pallas.hopper import mosaic
 from ikbo_jax.pallas.hopper.rings import Ring
 from ikbo_jax.pallas.worklist import lists
-from ikbo_jax.problems.hopper import NUM_CONSUMERS, WGMMA_M
+from ikbo_jax.problems.gdpa import ITEM_WORDS
+from ikbo_jax.problems.hopper import WGMMA_M
 
 
 class _Progress(NamedTuple):
@@ -30,11 +32,18 @@ def _describe(
 ) -> None:
     """Waits for the next query slot, and sends the descriptor of its item."""
     words: tuple[Any, ...] = (*item, *destination)
-    if ctx.operands.masks is not None:
-        common = ctx.operands.masks.common
-        places = [(consumer, i) for consumer in range(NUM_CONSUMERS) for i in range(4)]
-        words += (tile, *(common[tile, *place] for place in places))
-    ctx.shared.items.send_words(progress.items, words, after=ctx.shared.query)
+    items = ctx.shared.items
+    if not ctx.shape.has_mask:
+        items.send_words(progress.items, words, after=ctx.shared.query)
+        return
+    ctx.shared.query.await_free(progress.items)
+    mosaic.copy_words(
+        *(ctx.operands.words, tile * ctx.operands.words.shape[1] + lists.TILE_WORDS),
+        *(items.words, items.slot(progress.items) * items.words.shape[1] + ITEM_WORDS),
+        lists.MASK_WORDS,
+        interpret=ctx.interpret,
+    )
+    items.send_words(progress.items, words)
 
 
 def _keeps(ctx: GdpaContext, tile: Any, end: Any, blocks: Any) -> Any:
@@ -56,6 +65,10 @@ def _send_item(ctx: GdpaContext, head: Any, end: Any, tile: Any, progress: _Prog
     source, target, rows, first_key, length = (
         operands.words[tile, word] for word in range(lists.TILE_WORDS)
     )
+    if shape.has_gaps:  # read once: a block's copy would wait for them
+        skip_from, skipped = (
+            operands.words[tile, lists.TILE_WORDS + i] for i in (lists.SKIP_FROM, lists.SKIPPED)
+        )
     block_kv = ctx.config.block_kv
     blocks = lax.div(length + (block_kv - 1), block_kv)
     is_resident = progress.is_kept
@@ -72,6 +85,8 @@ def _send_item(ctx: GdpaContext, head: Any, end: Any, tile: Any, progress: _Prog
 
         def load() -> None:  # the block may reach past the sequence's end
             first_row = first_key + block * block_kv
+            if shape.has_gaps:
+                first_row += jnp.where(block >= skip_from, skipped, 0)
             ctx.load(source, (pl.ds(first_row, block_kv), kv_head), tiles, ready)
 
         if ctx.config.run == 1:

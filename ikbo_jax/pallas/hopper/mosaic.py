@@ -19,8 +19,9 @@ from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.mosaic.gpu import fragmented_array
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
+from jaxlib.mlir.dialects import arith
 
-from ikbo_jax.pallas.hopper import inline
+from ikbo_jax.pallas.hopper import inline, warps
 from ikbo_jax.problems.hopper import BLOCK_K
 
 #: Bytes of a shared memory row under the widest swizzle, which every operand tile here uses.
@@ -41,7 +42,25 @@ def _cache_ptxas_version() -> None:
         extension._get_ptxas_isa_version = functools.cache(version)
 
 
+def _keep_signs() -> None:
+    """Makes integers that Mosaic GPU selects signed as they were.
+
+    By `jnp.where(bools, 0, integers)`, a number that is the same in all threads is selected by an
+    array. Mosaic GPU gives its result the sign of the bools: maxima, comparisons and divisions
+    would take -1 for 2^32 - 1.
+    """
+    array: Any = fragmented_array.FragmentedArray
+    select = array.select
+
+    def keep(self: Any, on_true: Any, on_false: Any) -> Any:
+        found = select(self, on_true, on_false)
+        return found.astype(found.mlir_dtype, is_signed=on_true.is_signed)
+
+    array.select = keep
+
+
 _cache_ptxas_version()
+_keep_signs()
 
 
 def kernel(body: Callable[..., None], **options: Any) -> Callable[..., Any]:
@@ -140,7 +159,7 @@ def on_warps(bodies: Sequence[tuple[Callable[[], None], int]], *, interpret: boo
         return
 
     @functools.partial(pl.kernel, mesh=plgpu.WarpMesh(axis_name="warp"))
-    def warps() -> None:
+    def run() -> None:
         warp, first = lax.axis_index("warp"), 0
         for body, number in bodies:
             is_own = warp == first
@@ -149,7 +168,7 @@ def on_warps(bodies: Sequence[tuple[Callable[[], None], int]], *, interpret: boo
             pl.when(is_own)(body)
             first += number
 
-    warps()
+    run()
 
 
 def synchronise_warp(*, interpret: bool) -> None:
@@ -162,6 +181,34 @@ def synchronise_warp(*, interpret: bool) -> None:
         mgpu.utils.warp_barrier()
 
     synchronise()
+
+
+def copy_words(
+    source: Any, begin: Any, target: Any, at: Any, count: int, *, interpret: bool
+) -> None:
+    """Copies words of 32 bits from device to shared memory: at most 32, one by each lane of a warp.
+
+    The producer has too few registers for many words at once. Offsets count from the first element
+    of either array.
+    """
+    if interpret:
+        for i in range(count):
+            row, column = (lax.div(begin + i, source.shape[1]), lax.rem(begin + i, source.shape[1]))
+            place = (lax.div(at + i, target.shape[1]), lax.rem(at + i, target.shape[1]))
+            target[place] = source[row, column]
+        return
+
+    scalar = plgpu.Layout.WG_SPLAT(())
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), scalar, plgpu.RefType(), scalar))
+    def copy(_: Any, source: ir.Value, begin: Any, target: ir.Value, at: Any) -> None:
+        lane = warps.lane()
+        is_wanted = arith.cmpi(arith.CmpIPredicate.slt, lane, inline.i32(count))
+        begin, at = (arith.addi(x.registers.item(), lane) for x in (begin, at))
+        warps.store_shared(target, at, warps.load(source, begin, is_wanted), is_wanted)
+        mgpu.utils.warp_barrier()
+
+    copy(source, begin, target, at)
 
 
 def opaque(value: Any, *, interpret: bool) -> Any:

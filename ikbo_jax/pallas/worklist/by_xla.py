@@ -17,7 +17,9 @@ import jax.numpy as jnp
 from jax import lax
 
 from ikbo_jax.pallas.worklist import counted_order, work_order
+from ikbo_jax.pallas.worklist.keys_of_tile import keys_of_tile
 from ikbo_jax.pallas.worklist.lists import (
+    KV_LENGTH,
     STATISTICS_ROW,
     WORK_WORDS,
     Offsets,
@@ -29,6 +31,7 @@ from ikbo_jax.pallas.worklist.lists import (
 )
 from ikbo_jax.problems.hopper import TILE_ROWS
 from ikbo_jax.reference import jagged
+from ikbo_jax.reference.hstu import Sequence
 
 
 class _Rows(NamedTuple):
@@ -54,6 +57,44 @@ def query_tiles(offsets: Offsets, *, size: int, unit: int = 1) -> TileList:
         [q, *gaps], words, -(-words[1] // unit), size=size, total=offsets.result_rows
     )
     return TileList(jnp.stack(columns, axis=1), counts)
+
+
+def masked_tiles(offsets: Offsets, *, size: int, unit: int) -> TileList:
+    """Lists tiles of queries that have a rule, as `masked.masked_tiles` does."""
+    rule = offsets.rule
+    assert rule is not None
+    q, keys = _queries(offsets), _keys(offsets)
+    if offsets.q_to_kv is not None:
+        index = jnp.clip(offsets.q_to_kv, 0, keys.source.size - 1)
+        keys = _Rows(*(x[index] for x in keys))
+    numbers = (
+        jnp.zeros_like(q.length) if x is None else x
+        for x in (offsets.contextual, offsets.num_targets)
+    )
+    gaps = [] if offsets.is_broadcast else _gaps(q, offsets.q_rows, offsets.max_seqlen_q)
+    words = (keys.source, keys.length, keys.length - q.length, *numbers)
+    (*rows, kv_start, kv_length, position, contextual, targets), done, counts = _cut(
+        [q, *gaps], words, keys.length, size=size, total=offsets.result_rows
+    )
+    found = keys_of_tile(
+        rule,
+        position + done,
+        jnp.maximum(rows[2], 1),
+        Sequence(kv_length, contextual, targets),
+        unit,
+        lambda x: lax.div(x, jnp.full_like(x, unit)),
+    )
+    columns = (*rows, kv_start + found.first, found.count, *found.mask)
+    listed = jnp.stack([x + jnp.zeros_like(done) for x in columns], axis=1)
+    return by_blocks(TileList(listed, counts), unit)
+
+
+def by_blocks(listed: TileList, unit: int) -> TileList:
+    """Sorts tiles by falling numbers of blocks of `unit` keys."""
+    is_tile = jnp.arange(listed.words.shape[0], dtype=jnp.int32) < listed.counts[1]
+    blocks = jnp.where(is_tile, -(-listed.words[:, KV_LENGTH] // unit), -1)
+    words = listed.words[jnp.argsort(-blocks, stable=True)]
+    return TileList(words, listed.counts.at[0].set(jnp.sum(blocks > 0, dtype=jnp.int32)))
 
 
 def works(offsets: Offsets, settings: WorkSettings, *, interpret: bool) -> Works:

@@ -6,12 +6,18 @@ from typing import Any, NamedTuple
 
 import jax
 
-from ikbo_jax.reference import gdpa, jagged
+from ikbo_jax.reference import gdpa, hstu, jagged
 
 #: Words of a tile in `TileList.words`: first row in the array that is read, first row in the array
 #: that is written, number of rows; first row and number of its keys.
 SOURCE, TARGET, ROWS, KV_START, KV_LENGTH = range(5)
 TILE_WORDS = 5
+#: Further words of a tile of masked queries. The keys from block `SKIP_FROM` on are `SKIPPED` keys
+#: later, of which no row sees any. First key, and position of the first row, both counted from the
+#: sequence's first key; number of its keys, contextual tokens and targets; then four words for each
+#: consumer, see `masked._cuts`.
+SKIP_FROM, SKIPPED, FIRST_KEY, POSITION, LENGTH, CONTEXTUAL, TARGETS, CUTS = range(8)
+MASK_WORDS = 15
 #: Words of a tile in `Work.tiles`: first row that is read, first row that is written, number of
 #: rows, begin and end of its ranges, blocks of its ranges, first row of its statistics, padding.
 WORK_WORDS = 8
@@ -28,6 +34,8 @@ class Arrays(NamedTuple):
     cu_seqlens_q: Any
     cu_seqlens_kv: Any
     q_to_kv: Any
+    num_targets: Any = None
+    contextual: Any = None
 
 
 class Offsets(NamedTuple):
@@ -42,6 +50,9 @@ class Offsets(NamedTuple):
       kv_rows: rows of the keys' array.
       max_seqlen_q: longest sequence of queries, or None; rows beyond it belong to no sequence.
       max_seqlen_kv: longest sequence of keys, or None; keys beyond it are ignored.
+      num_targets: [batch] int32, targets of sequences of queries; None: there are none.
+      contextual: [batch] int32, contextual tokens; None: the rule has their number.
+      rule: which keys a row sees; None: all.
     """
 
     cu_seqlens_q: jax.Array | None
@@ -51,20 +62,25 @@ class Offsets(NamedTuple):
     kv_rows: int
     max_seqlen_q: int | None = None
     max_seqlen_kv: int | None = None
+    num_targets: jax.Array | None = None
+    contextual: jax.Array | None = None
+    rule: hstu.Rule | None = None
 
     @classmethod
     def of(cls, arrays: gdpa.Arrays, settings: gdpa.Settings) -> Offsets:
         """Takes the offsets and the sizes of a call's arrays."""
         rows = arrays.query.shape[0], arrays.key.shape[0]
-        return cls(*arrays[3:6], *rows, settings.max_seqlen_q, settings.max_seqlen_kv)
+        bounds = settings.max_seqlen_q, settings.max_seqlen_kv
+        masked: Any = arrays.num_targets, arrays.contextual, settings.rule
+        return cls(*arrays[3:6], *rows, *bounds, *masked)
 
     @property
     def arrays(self) -> Arrays:
-        return Arrays(*self[:3])
+        return Arrays(*self[:3], self.num_targets, self.contextual)
 
     @property
     def sizes(self) -> tuple[int, int, int | None, int | None]:
-        return self[3:]
+        return self[3:7]
 
     @property
     def is_broadcast(self) -> bool:

@@ -8,6 +8,7 @@ second part of each segment.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -104,8 +105,11 @@ class Segment(NamedTuple):
     kv_number: jax.Array  # sequence of keys; -1 if the segment's rows belong to no sequence
 
 
-def load(ctx: SegmentContext) -> None:
-    """Copies offsets and index to shared memory, limited to their ranges; zeroes bins, if any."""
+def load(ctx: SegmentContext, further: Sequence[tuple[Any, ...]] = ()) -> None:
+    """Copies offsets and index to shared memory, limited to their ranges; zeroes bins, if any.
+
+    `further` copies are (array, shared memory, first place there, largest value).
+    """
     shape, shared, operands, threads = ctx.shape, ctx.shared, ctx.operands, ctx.threads
     copies = [(operands.cu_seqlens_kv, shared.kv_offsets, shape.kv_first, shape.kv_rows)]
     first = 0 if shape.is_broadcast else 1
@@ -121,6 +125,7 @@ def load(ctx: SegmentContext) -> None:
     if operands.q_to_kv is not None:
         last = max(operands.cu_seqlens_kv.shape[0] - 2, 0)
         copies.append((operands.q_to_kv, shared.kv_numbers, first, last))
+    copies += further
     if shared.bins is not None:
         clear(threads, shared.bins)
 

@@ -65,6 +65,10 @@ class Shared(NamedTuple):
     begins: Any = None  # [keys + 1]: ranges of lower numbers of keys
     key_blocks: Any = None  # [keys of all copies]: blocks of queries
     statistics: Any = None  # [segments of queries]: blocks of statistics before; None if broadcast
+    # Of the list of masked tiles.
+    tile_ends: Any = None  # tiles up to and with each segment; all first parts come first
+    targets: Any = None  # [batch], or None
+    contextual: Any = None  # [batch], or None
 
 
 def store_words(
@@ -113,7 +117,7 @@ def list_tiles(
     ctx: SegmentContext,
     outputs: TileList,
     longest: jax.Array,
-    words_of: Callable[[jax.Array, Segment, jax.Array], tuple[jax.Array, ...]],
+    words_of: Callable[[jax.Array, Any, jax.Array], tuple[jax.Array, ...]],
     zeros: int,
 ) -> None:
     """Stores the tiles of the CTA's segments and, by the first CTA, the counts.

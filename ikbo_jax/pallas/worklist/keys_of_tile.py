@@ -1,0 +1,130 @@
+"""The keys that a tile's rows see by a rule, and which blocks of keys need a mask.
+
+The functions take numbers of tiles, arrays or scalars, inside of a kernel and in XLA.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+
+from ikbo_jax.problems.hopper import NUM_CONSUMERS, WGMMA_M
+from ikbo_jax.reference.hstu import Rule, Seen, Sequence, seen
+
+
+class Keys(NamedTuple):
+    """The keys of a tile.
+
+    Attributes:
+      first: first key, counted from the sequence's first.
+      count: keys from the first to the last one, without keys that are skipped.
+      mask: the words of a mask.
+    """
+
+    first: Any
+    count: Any
+    mask: tuple[Any, ...]
+
+
+class Bounds(NamedTuple):
+    """What all rows of a consumer see, and what some do not: keys of the sequence.
+
+    Attributes:
+      first: least begin of a range.
+      last: largest end.
+      begin: largest begin.
+      end: least end.
+      gap_begin: least begin of a gap.
+      gap_end: largest end of a gap.
+    """
+
+    first: Any
+    last: Any
+    begin: Any
+    end: Any
+    gap_begin: Any
+    gap_end: Any
+
+
+def _bounds(rule: Rule, sequence: Sequence, first: Any, last: Any) -> Bounds:
+    """Finds the bounds of the rows at positions `first` to `last` by some of the rows.
+
+    Begins rise up to the rows without a window, whose begins are 0. Ends of contextual tokens are
+    equal; ends rise along the history, and along the targets.
+    """
+    first_target = sequence.length - sequence.targets
+
+    def at(position: Any) -> Seen:
+        return seen(rule, jnp.clip(position, first, last), sequence)
+
+    ends = at(first), at(last)
+    windowed = at(first_target - rule.full_tail - 1) if rule.full_tail else ends[1]
+    low, high = [ends[0]], list(ends)
+    if rule.contextual != 0:
+        low.append(at(sequence.contextual))
+    if rule.has_targets and not rule.causal:
+        low.append(at(first_target))
+        high.append(at(first_target - 1))
+    least = high_end = None
+    for x in low:
+        least = x.end if least is None else jnp.minimum(least, x.end)
+    for x in high:
+        high_end = x.end if high_end is None else jnp.maximum(high_end, x.end)
+    begin = jnp.minimum(ends[0].begin, ends[1].begin)
+    return Bounds(begin, high_end, windowed.begin, least, ends[1].gap_begin, ends[1].gap_end)
+
+
+def keys_of_tile(
+    rule: Rule, position: Any, rows: Any, sequence: Sequence, unit: int, divide: Any
+) -> Keys:
+    """Finds the keys of a tile, and its mask.
+
+    Args:
+      position: of the tile's first row among the keys of its sequence.
+      rows: of the tile, at least 1.
+      sequence: unclamped numbers.
+      unit: keys of a block.
+      divide: divides numbers that are not negative by `unit`, rounding down.
+    """
+    given, sequence = sequence, sequence.clamped(rule)
+    last_row = position + rows - 1
+    # Rows before the first key see nothing.
+    visible = _bounds(rule, sequence, jnp.maximum(position, 0), jnp.maximum(last_row, 0))
+    has_keys = (sequence.length > 0) & (last_row >= 0)
+    first = jnp.where(has_keys, visible.first, 0)
+    last = jnp.where(has_keys, visible.last, 0)
+    # Keys in the gap of the first row are in the gaps of all rows.
+    hole = seen(rule, position, sequence)
+    before = divide(jnp.maximum(hole.gap_begin - first, 0) + (unit - 1))
+    skipped = divide(jnp.maximum(hole.gap_end - first - before * unit, 0)) * unit
+    mask = [before, skipped, first, position, *given]
+    for consumer in range(NUM_CONSUMERS):
+        top = jnp.minimum(position + consumer * WGMMA_M, last_row)
+        bottom = jnp.minimum(top + (WGMMA_M - 1), last_row)
+        mask += _cuts(_bounds(rule, sequence, top, bottom), first, skipped, unit, divide)
+    # Rows without keys have a hole, too.
+    return Keys(first, jnp.clip(last - first - skipped, 0, sequence.length), tuple(mask))
+
+
+def _cuts(bounds: Bounds, first: Any, skipped: Any, unit: int, divide: Any) -> tuple[Any, ...]:
+    """Finds which blocks a consumer masks.
+
+    Returns:
+      The blocks that no range begins in or after; the first block in which a range ends; first
+      block, and last block plus 1, of gaps.
+    """
+
+    def block(key: Any, rest: int = 0) -> Any:
+        return divide(jnp.maximum(key, 0) + rest)
+
+    return (
+        block(bounds.begin - first, unit - 1),
+        block(bounds.end - first - skipped),
+        block(bounds.gap_begin - first),
+        jnp.where(
+            bounds.gap_begin < bounds.gap_end,
+            block(bounds.gap_end - first - skipped, unit - 1),
+            0,
+        ),
+    )

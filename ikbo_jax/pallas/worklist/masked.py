@@ -1,0 +1,194 @@
+"""Lists tiles of masked queries: the keys that a tile's rows see, in the list's own launch.
+
+A tile takes the keys between the first and the last one that its rows see, without whole blocks
+that none of its rows sees between the history and a target's group.  Tiles are sorted by the blocks
+that are left.  The list counts and places tiles as `positions` counts and places segments: here a
+segment is one tile, which every thread finds by bisection.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+
+from ikbo_jax.pallas.hopper.launch import launch_threads
+from ikbo_jax.pallas.hopper.per_thread import cdiv, same
+from ikbo_jax.pallas.worklist import by_xla
+from ikbo_jax.pallas.worklist.keys_of_tile import keys_of_tile
+from ikbo_jax.pallas.worklist.lists import MASK_WORDS, TILE_WORDS, Offsets, TileList
+from ikbo_jax.pallas.worklist.scan import running_sums
+from ikbo_jax.pallas.worklist.search import count_at_most
+from ikbo_jax.pallas.worklist.segments import SegmentContext, Shape, load, running_maxima, segment
+from ikbo_jax.pallas.worklist.tiles import WARPGROUPS, list_tiles, own_segments, shared_words
+from ikbo_jax.problems import memory
+from ikbo_jax.problems.attention_tile_cost import MOST_LISTED_WORDS
+from ikbo_jax.reference.hstu import Rule, Sequence
+
+# The launch
+
+
+@dataclasses.dataclass(frozen=True)
+class MaskedShape(Shape):
+    """The shape of a list of which each segment is one tile."""
+
+    rule: Rule = Rule()
+
+    @property
+    def of_sequences(self) -> Shape:
+        return Shape(*(getattr(self, field.name) for field in dataclasses.fields(Shape)))
+
+    @property
+    def parts(self) -> int:
+        """Number of segments of the sequences, second parts included."""
+        of_sequences = self.of_sequences
+        return of_sequences.segments * (1 + of_sequences.has_rest)
+
+    @property
+    def segments(self) -> int:
+        return self.of_sequences.most
+
+    @property
+    def has_rest(self) -> bool:
+        return False
+
+    @property
+    def most(self) -> int:
+        return self.segments
+
+
+class Tile(NamedTuple):
+    """Tiles, one for each thread; the first attributes are those of a `segments.Segment`."""
+
+    start: jax.Array
+    length: jax.Array
+    kv_start: jax.Array
+    kv_length: jax.Array
+    source: jax.Array
+    mask: tuple[jax.Array, ...]
+
+
+class MaskedContext(SegmentContext):
+    """The context of a warpgroup that lists masked tiles."""
+
+    @property
+    def of_sequences(self) -> SegmentContext:
+        return self.replace(shape=self.shape.of_sequences)
+
+    def segment(self, index: jax.Array) -> Any:
+        """Describes the tiles with these numbers; tiles past the last one are empty."""
+        shape, shared, read = self.shape, self.shared, self.threads.read
+        number = count_at_most(lambda x: read(shared.tile_ends, x), shape.parts, index, same(0))
+        begin = jnp.where(number > 0, read(shared.tile_ends, jnp.maximum(number - 1, 0)), 0)
+        exists, number = number < shape.parts, jnp.minimum(number, shape.parts - 1)
+        done = (index - begin) * shape.size
+        segments = shape.of_sequences.segments
+        is_rest = number >= segments
+        number = jnp.where(is_rest, number - segments, number)
+        found = segment(self.of_sequences, number)
+        start = jnp.where(is_rest, found.rest_start, found.start)
+        length = jnp.where(is_rest, found.rest, found.length)
+        kv_length = jnp.where(is_rest, 0, found.kv_length)
+        rows = jnp.where(exists, jnp.minimum(length - done, shape.size), 0)
+        place = jnp.clip(number - int(not shape.is_broadcast), 0, max(shape.sequences - 1, 0))
+        numbers = [
+            0 if ref is None else read(ref, place) for ref in (shared.contextual, shared.targets)
+        ]
+        position = kv_length - found.length + done
+        keys = keys_of_tile(
+            shape.rule,
+            position,
+            jnp.maximum(rows, 1),
+            Sequence(kv_length, *numbers),
+            shape.unit,
+            lambda x: lax.div(x, same(shape.unit)),
+        )
+        return Tile(
+            start + done,
+            rows,
+            jnp.where(kv_length > 0, found.kv_start + keys.first, 0),
+            keys.count,
+            done if shape.is_broadcast else start + done,
+            keys.mask,
+        )
+
+
+def list_masked_tiles(ctx: MaskedContext) -> None:
+    """Lists the tiles of the CTA's part of all tiles."""
+    shape, shared, threads = ctx.shape, ctx.shared, ctx.threads
+    base = ctx.of_sequences
+    arrays = (
+        (ctx.operands.contextual, shared.contextual),
+        (ctx.operands.num_targets, shared.targets),
+    )
+    load(base, [(x, ref, 0, shape.kv_rows) for x, ref in arrays if x is not None])
+    longest = running_maxima(base)
+    segments = base.shape.segments
+
+    def tiles(places: list[jax.Array]) -> list[tuple[jax.Array]]:
+        counts = []
+        for x in places:
+            is_rest = (x >= segments) & (x < shape.parts)
+            found = segment(base, jnp.where(is_rest, x - segments, x))
+            rows = jnp.where(is_rest, found.rest, jnp.where(x < segments, found.length, 0))
+            counts.append((cdiv(rows, shape.size),))
+        return counts
+
+    def store(place: jax.Array, before: Any, count: Any) -> None:
+        threads.keep(shared.tile_ends, place, before[0] + count[0], place < shape.parts)
+
+    running_sums(threads, shape.parts, tiles, store, shared.parts, 3 * threads.warps)
+    threads.commit()
+
+    def words(index: jax.Array, found: Tile, _: jax.Array) -> tuple[jax.Array, ...]:
+        mask = (same(0) + x for x in found.mask)
+        return found.source, found.start, found.length, found.kv_start, found.kv_length, *mask
+
+    list_tiles(ctx, ctx.outputs, longest, words, 0)
+
+
+# Host side
+
+
+def masked_tiles(offsets: Offsets, *, size: int, unit: int, interpret: Any = False) -> TileList:
+    """Lists tiles of queries that have a rule, sorted by the blocks of keys that their rows see.
+
+    Tiles have `MASK_WORDS` further words. Arguments are as for `tiles.query_tiles`.
+    """
+    operands = offsets.arrays
+    if sum(x.shape[0] for x in operands if x is not None) > MOST_LISTED_WORDS:
+        return by_xla.masked_tiles(offsets, size=size, unit=unit)
+    assert offsets.rule is not None
+    groups = 1 if interpret else WARPGROUPS
+    kinds = {"is_merged": False, "rule": offsets.rule}
+    plain = dataclasses.asdict(Shape.of(offsets, size, unit, warpgroups=groups))
+    shape = MaskedShape(**(plain | kinds))
+    own = own_segments((shape,))
+    shared = shared_words((shape,), operands, own, 9)._replace(
+        q_offsets=None if shape.is_broadcast else memory.Words((shape.sequences + 3,)),
+        kv_numbers=None if operands.q_to_kv is None else memory.Words((shape.sequences + 2,)),
+        tile_ends=memory.Words((shape.parts,)),
+        **{
+            name: None if x is None else memory.Words((shape.sequences,))
+            for name, x in (("targets", operands.num_targets), ("contextual", operands.contextual))
+        },
+    )
+    sizes = ((shape.most, TILE_WORDS + MASK_WORDS), (2,))
+    declared: Any = (jax.ShapeDtypeStruct(size, jnp.int32) for size in sizes)
+    found: TileList = launch_threads(
+        list_masked_tiles,
+        shape,
+        operands,
+        TileList(*declared),
+        shared,
+        name="ikbo_masked_tile_list",
+        workers=pl.cdiv(shape.segments, own),
+        warpgroups=groups,
+        context=MaskedContext,
+        interpret=interpret,
+    )
+    return found
