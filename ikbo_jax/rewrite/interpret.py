@@ -33,6 +33,7 @@ from ikbo_jax.rewrite.values.lineage import Deferred, is_plain, origins_of
 from ikbo_jax.rewrite.values.program_cache import ProgramCache
 from ikbo_jax.rewrite.values.provenance import Provenance
 from ikbo_jax.rewrite.values.registry import NotCovered, applies_to_arrays, rule_of
+from ikbo_jax.rewrite.values.rows import gathered
 from ikbo_jax.rewrite.values.scope import Scope
 from ikbo_jax.rewrite.values.staged import TRACER
 
@@ -158,6 +159,8 @@ class Context:
     def bind(self, eqn: core.JaxprEqn, *arrays: Any, **params: Any) -> Any:
         """Runs the equation's primitive on arrays, with some parameters replaced."""
         merged = {**eqn.params, **params} if params else eqn.params
+        if eqn.primitive is lax.gather_p and (found := gathered(arrays, merged)) is not None:
+            return found
         return staged.bind(eqn.primitive, arrays, merged, eqn.invars)
 
     def run(self, jaxpr: core.Jaxpr, consts: Sequence[Any], args: Sequence[Any]) -> list[Any]:

@@ -130,7 +130,7 @@ _KEEP_RANGE = frozenset(
     broadcast_in_dim concatenate copy dynamic_slice expand_dims gather name optimization_barrier pad
     pvary reshape reshard rev sharding_constraint slice split squeeze stack stop_gradient tile
     transpose unstack
-    call_hi_primitive checkpoint cond ikbo_rewritten jit remat2 scan shard_map while
+    call_hi_primitive checkpoint cond ikbo_rewritten ikbo_rows jit remat2 scan shard_map while
     """.split()  # noqa: SIM905  A table of words reads better.
 )
 
