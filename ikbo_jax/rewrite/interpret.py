@@ -16,12 +16,13 @@ import jax
 from jax import lax
 from jax.extend import core
 
-from ikbo_jax.rewrite.report.recorder import LOOKUPS, Recorder
+from ikbo_jax.rewrite.report.recorder import Recorder
 from ikbo_jax.rewrite.values import staged
 from ikbo_jax.rewrite.values.constraints import divided, placed
 from ikbo_jax.rewrite.values.equations import (
     described,
     identity,
+    is_lookup,
     is_number,
     may_overflow,
     on_integers,
@@ -231,7 +232,7 @@ class Context:
                 # The effects may be traced already and must not be traced twice: the original runs.
                 raise
             reason = f"the rule of {name} raised {described(error)}"
-        if name in LOOKUPS:
+        if is_lookup(eqn):
             self.looked_up(eqn, "refused", reason)
         operands = [
             staged.placed_as(self.materialise(eqn, operand, reason), v.aval)
@@ -256,11 +257,13 @@ class Context:
             results = _checked(eqn, operand_rule(self, eqn, operands))
         elif rule is None:
             raise NotCovered(f"no rule for {name}")
-        elif name == "jit" and op_plan(eqn) is not None:
-            raise NotCovered("already an op of ikbo_jax")
+        elif name == "jit" and (plan := op_plan(eqn)) is not None:
+            if (rule := rule_of(plan.op)) is None:
+                raise NotCovered("already an op of ikbo_jax")
+            results = _checked(eqn, rule(self, eqn, *operands))
         else:
             results = _checked(eqn, rule(self, eqn, *operands))
-        if name in LOOKUPS:
+        if is_lookup(eqn):
             removed = isinstance(results[0], Deferred)
             self.looked_up(eqn, "removed" if removed else "kept", "" if removed else why_kept(eqn))
         return results

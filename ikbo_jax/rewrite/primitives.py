@@ -57,6 +57,7 @@ LAZY: dict[str, Rule] = {
     "dynamic_update_slice": row_rules.dynamic_update_slice,
     "gather": sources.gather,
     "iota": row_rules.iota,
+    "look_up": sources.look_up,
     "optimization_barrier": elementwise.optimization_barrier,
     "pad": row_rules.pad,
     "reshape": reshape.reshape,

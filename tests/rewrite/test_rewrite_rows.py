@@ -90,3 +90,32 @@ def test_derivatives_under_vmap_are_jaxs(items: str, axes: tuple[Any, Any]) -> N
     fn = functools.partial(model, ITEMS[items])
     for x, y in zip(derivatives(ikbo.rewrite(fn)), derivatives(fn), strict=True):
         np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-5)
+
+
+def scored(look_up: Callable[..., Any], user: Any, index: Any) -> Any:
+    rows = look_up(user, index, indices_are_sorted=True)
+    return jnp.tanh(rows @ jnp.eye(D, dtype=user.dtype)).sum(axis=1)
+
+
+@pytest.mark.parametrize("users", [U, B])
+def test_a_call_of_look_up_is_a_lookup(users: int) -> None:
+    """It is removed, or stays as it is where there are as many users as candidates."""
+
+    def gather(user: Any, index: Any, **_: Any) -> Any:
+        return user.at[index].get(mode="clip", wrap_negative_indices=False)
+
+    user = jnp.asarray(RNG.normal(size=(users, D)), jnp.float32)
+    args = user, jnp.sort(IDS[:B] % users).at[-1].set(users + 3)
+    fn, usual = (functools.partial(scored, f) for f in (ikbo.look_up, gather))
+    ours, theirs = (
+        jax.jit(jax.value_and_grad(lambda *x, f=f: f(*x).sum()))(*args)
+        for f in (ikbo.rewrite(fn), usual)
+    )
+    for x, y in zip(ours, theirs, strict=True):
+        np.testing.assert_allclose(x, y, rtol=1e-4, atol=1e-4)
+    report = ikbo.explain(ikbo.rewrite(fn), *args)
+    (note,), plans = report.notes, report.plans
+    assert [x.outcome for x in note.lookups] == ["removed" if users == U else "kept"]
+    assert len(plans) == (0 if users == U else 1)
+    assert note.changed == (users == U)
+    assert "test_rewrite_rows.py" in str(note)
