@@ -193,7 +193,8 @@ def _pushed_forward(primitive: core.Primitive, linear: Callable[..., Any]) -> Ca
 
 
 def _rows_of_tangent(x: Any, index: Any, *, how: _Lookup, **_: Any) -> Any:
-    return _rows(x, index, how._replace(fill_value=None if how.fill_value is None else 0))
+    # Without a number, JAX fills with NaN.
+    return _rows(x, index, how._replace(fill_value=0 if how.mode == _Modes.FILL_OR_DROP else None))
 
 
 ad.primitive_jvps[rows_p] = _pushed_forward(rows_p, _rows_of_tangent)
