@@ -120,3 +120,17 @@ def test_a_call_of_look_up_is_a_lookup(users: int) -> None:
     assert len(plans) == (0 if users == U else 1)
     assert note.changed == (users == U)
     assert "test_rewrite_rows.py" in str(note)
+
+
+def test_a_lookup_of_a_rewritten_function_is_a_lookup_in_another() -> None:
+    w, user = jnp.eye(D) / 2, arguments("float32")[1]
+
+    def nested(change: Callable[..., Any]) -> Callable[..., Any]:
+        inner = change(lambda user: (user, jnp.tanh(jnp.repeat(user, B, axis=0) @ w)))
+        return change(lambda user: jnp.tanh(inner(user)[1] @ w).sum(axis=1))
+
+    fn = nested(ikbo.rewrite)
+    np.testing.assert_allclose(fn(user), nested(lambda f: f)(user), rtol=1e-5, atol=1e-6)
+    *_, report = ikbo.explain(fn, user).notes
+    saved = report.costs.rewritten.flops / report.costs.original.flops
+    assert saved <= 2 / B

@@ -48,12 +48,11 @@ def look_up(ctx: Context, eqn: Any, user: Any, index: Any) -> Any:
     """Rewrites a call of `ikbo_jax.look_up` as a gather; the call stays if nothing is gained."""
     plan = op_plan(eqn)
     assert plan is not None
-    column, lookup = rows.as_gather(*(v.aval for v in eqn.invars)).eqns
-    params = {**lookup.params, "indices_are_sorted": plan.problem.is_sorted}
+    avals = (v.aval for v in eqn.invars)
+    column, lookup = rows.as_gather(*avals, is_sorted=plan.problem.is_sorted).eqns
     info = eqn.source_info
     (indices,) = ctx.run_equation(column.replace(source_info=info), [index])
-    lookup = lookup.replace(params=params, source_info=info)
-    found = ctx.run_equation(lookup, [user, indices])
+    found = ctx.run_equation(lookup.replace(source_info=info), [user, indices])
     is_kept = lineage.is_plain(found[0])
     return ctx.bind(eqn, ctx.build(user), ctx.build(index)) if is_kept else found
 

@@ -154,3 +154,8 @@ batching.fancy_primitive_batchers[rewritten_p] = _batch
 def rewritten(ctx: Context, eqn: Any, *operands: Any) -> list[Any]:
     """Interprets the original of a rewritten function that is called in a rewritten function."""
     return ctx.run_closed(eqn.params["exact"].original, operands, eqn)
+
+
+def rows(ctx: Context, eqn: Any, *operands: Any) -> list[Any]:
+    """Interprets a lookup of a rewritten function that is called in a rewritten function."""
+    return ctx.run_closed(eqn.params["call_jaxpr"], operands, eqn)

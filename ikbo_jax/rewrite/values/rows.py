@@ -128,13 +128,15 @@ def _gather(x: Any, index: Any, how: _Lookup) -> Any:
     offset = tuple([d for d in range(len(shape)) if d != axis])
     numbers = lax.GatherDimensionNumbers(offset, (axis,), (axis,))
     sizes = (*shape[:axis], 1, *shape[axis + 1 :])
+    options: dict[str, Any] = {"mode": how.mode, "fill_value": how.fill_value}
     column = lax.expand_dims(index, (1,))
-    return lax.gather(x, column, numbers, sizes, mode=how.mode, fill_value=how.fill_value)
+    return lax.gather(x, column, numbers, sizes, indices_are_sorted=how.is_sorted, **options)
 
 
-def as_gather(x: Any, index: Any) -> core.Jaxpr:
+def as_gather(x: Any, index: Any, *, is_sorted: bool) -> core.Jaxpr:
     """Traces `ikbo_jax.look_up`, for two types, as JAX's gather by a column of indices."""
-    return trace(lambda x, index: [_gather(x, index, _Lookup(0, _Modes.CLIP))], (x, index))
+    how = _Lookup(0, _Modes.CLIP, is_sorted=is_sorted)
+    return trace(lambda x, index: [_gather(x, index, how)], (x, index))
 
 
 def _sum_rows(values: Any, index: Any, how: _Lookup, users: Any) -> Any:
