@@ -20,6 +20,7 @@ from ikbo_jax.rewrite.report.recorder import Recorder
 from ikbo_jax.rewrite.values import staged
 from ikbo_jax.rewrite.values.constraints import divided, placed
 from ikbo_jax.rewrite.values.equations import (
+    LOOKUPS,
     described,
     identity,
     is_lookup,
@@ -263,7 +264,7 @@ class Context:
             results = _checked(eqn, rule(self, eqn, *operands))
         else:
             results = _checked(eqn, rule(self, eqn, *operands))
-        if is_lookup(eqn):
+        if name in LOOKUPS and is_lookup(eqn):
             removed = isinstance(results[0], Deferred)
             self.looked_up(eqn, "removed" if removed else "kept", "" if removed else why_kept(eqn))
         return results

@@ -110,12 +110,16 @@ def op_plan(eqn: core.JaxprEqn) -> dispatch.Plan | None:
     return _plan_in(inner_programs(eqn)) if eqn.params.get("name") in OPS else None
 
 
+#: Primitives of lookups, repeated rows, and calls of `ikbo_jax.look_up`.
+LOOKUPS = ("gather", "tile", "jit")
+
+
 def is_lookup(eqn: core.JaxprEqn) -> bool:
     """Whether an equation looks rows up or repeats them, also as a call of `ikbo_jax.look_up`."""
     name = eqn.primitive.name
     if name == "jit":
         return (plan := op_plan(eqn)) is not None and plan.op == "look_up"
-    return name in ("gather", "tile")
+    return name in LOOKUPS
 
 
 def _plan_in(programs: Sequence[core.Jaxpr]) -> dispatch.Plan | None:
