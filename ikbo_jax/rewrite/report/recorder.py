@@ -18,7 +18,7 @@ from ikbo_jax.rewrite.report.report import (
 )
 from ikbo_jax.rewrite.report.work import BothCosts, Work
 from ikbo_jax.rewrite.values import jaxprs, lineage
-from ikbo_jax.rewrite.values.equations import is_lookup
+from ikbo_jax.rewrite.values.equations import LOOKUPS, is_lookup
 
 
 def _with_times(texts: dict[str, int]) -> tuple[str, ...]:
@@ -74,7 +74,7 @@ class Recorder:
         """
         seen = set() if seen is None else seen
         for eqn in program.eqns:
-            if is_lookup(eqn):
+            if eqn.primitive.name in LOOKUPS and is_lookup(eqn):
                 what = _lookup_text(eqn)
                 reason = f"it is inside {inside}, which stays as it is"
                 self._lookups[id(eqn)] = Lookup(self.line(eqn), what, "kept", reason)
