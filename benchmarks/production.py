@@ -179,21 +179,30 @@ def ratio(check: Check) -> float:
 
 
 def checked(
-    makers: Sequence[Callable[[], Contender]], direction: str, far: float = math.inf
+    makers: Sequence[Callable[[], Contender]],
+    direction: str,
+    far: float = math.inf,
+    compared: Callable[[Contender, Sequence[Any]], Check] | None = None,
 ) -> list[harness.Contender]:
-    """Compiles contenders, and compares their results with the second one's in float32.
+    """Compiles contenders, and checks their results by `compared`.
 
-    The second maker of `contenders` makes the XLA path. An alternative whose GEMMs are not tuned is
-    kept if it takes more than `far` times as long as the fastest one; infinity: all are tuned.
+    By default, they are compared with the XLA path in float32, which the second maker makes. An
+    alternative whose GEMMs are not tuned is kept if it takes more than `far` times as long as the
+    fastest one; infinity: all are tuned.
     """
-    check = functools.partial(_checked, direction, exact_results(makers[1](), direction))
+    exact = [] if compared else exact_results(makers[1](), direction)
+
+    def by_xla(contender: Contender, results: Sequence[Any]) -> Check:
+        return compare(contender, direction, exact, results)
+
+    check = functools.partial(_checked, direction, compared or by_xla)
     found, fastest = {}, None
     # The XLA path comes last: it is seldom the best, and its GEMMs are many.
     for number in (0, *range(2, len(makers)), 1):
         try:
             contender = makers[number]()
         except Exception as failure:
-            record = {"name": makers[number].__name__, "stage": "-"}
+            record = {"name": makers[number].__name__.replace("_", "-"), "stage": "-"}
             found[number] = harness.Contender(record | why_not_run(failure))
             continue
         if far < math.inf and contender.is_xla and fastest is not None:
@@ -210,16 +219,16 @@ def checked(
 
 def _checked(
     direction: str,
-    exact: Sequence[jax.Array],
+    compared: Callable[[Contender, Sequence[Any]], Check],
     contender: Contender,
     options: Mapping[str, Any] | None = None,
 ) -> harness.Contender:
-    """Compiles a contender with XLA's `options`, and compares its results with `exact`."""
+    """Compiles a contender with XLA's `options`, and checks its results."""
     found = harness.compile_and_check(
         contender.name,
         contender.stage,
         lambda: in_direction(contender, direction),
-        functools.partial(compare, contender, direction, exact),
+        functools.partial(compared, contender),
         options,
         harness.why_not_run if contender.name == OUR_NAME else why_not_run,
     )

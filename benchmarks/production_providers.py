@@ -176,7 +176,7 @@ def _attention(shape: AttentionShape, is_drawn: bool) -> Iterator[Callable[[], C
 
     most = int(np.bincount(s.cand_to_user, minlength=s.users).max())
 
-    def grouped() -> Contender:
+    def grouped_cudnn() -> Contender:
         stage = "queries grouped by hand before, cuDNN"
         return _grouped("grouped-cudnn", stage, s, args, most, s.kv_len, seq_lengths)
 
@@ -185,7 +185,7 @@ def _attention(shape: AttentionShape, is_drawn: bool) -> Iterator[Callable[[], C
         sizes = most, s.kv_len, seq_lengths
         return _grouped("grouped-tokamax", stage, s, args, *sizes, tokamax)
 
-    def grouped_even() -> Contender:
+    def grouped_cudnn_even() -> Contender:
         # cuDNN has no gradients for odd numbers of keys.
         if s.kv_len % 2 == 0:
             raise NotImplementedError("S is even, so this is the same program as grouped-cudnn")
@@ -193,7 +193,7 @@ def _attention(shape: AttentionShape, is_drawn: bool) -> Iterator[Callable[[], C
         even = most + most % 2, s.kv_len + 1
         return _grouped("grouped-cudnn-even", stage, s, args, *even, lengths)
 
-    def copies() -> Contender:
+    def copies_cudnn() -> Contender:
         cudnn()
         if is_drawn:
             _limit(2 * key[:1].nbytes * s.batch, "copies of")
@@ -210,9 +210,9 @@ def _attention(shape: AttentionShape, is_drawn: bool) -> Iterator[Callable[[], C
 
     yield lambda: Contender(OUR_NAME, "ikbo_jax.attention", op(None), args, integers)
     yield xla
-    yield grouped
-    yield grouped_even
-    yield copies
+    yield grouped_cudnn
+    yield grouped_cudnn_even
+    yield copies_cudnn
     if not is_drawn:
         yield grouped_tokamax
 
@@ -244,7 +244,7 @@ def _linear_compression(shape: CompressionShape) -> Iterator[Callable[[], Conten
         of_user = jnp.einsum("mk,ukn->umn", w_user, e_user)
         return jnp.einsum("mk,bkn->bmn", w_cand, e_cand) + of_user[parents]
 
-    def padded() -> Contender:
+    def xla_padded() -> Contender:
         def pad(x: jax.Array) -> jax.Array:
             return jnp.pad(x, ((0, 0), (0, -x.shape[1] % ALIGNMENT)) + ((0, 0),) * (x.ndim - 2))
 
@@ -269,13 +269,13 @@ def _linear_compression(shape: CompressionShape) -> Iterator[Callable[[], Conten
 
         return plain_xla("copies", "users copied, then one product", run, args, integers)
 
-    def plain() -> Contender:
+    def xla_by_hand() -> Contender:
         return plain_xla("xla-by-hand", "two products and a sum, in XLA", by_hand, args, integers)
 
     yield lambda: Contender(OUR_NAME, "ikbo_jax.linear_compression", op(None), args, integers)
     yield lambda: Contender("xla", "implementation='xla'", op("xla"), args, integers, is_xla=True)
-    yield padded
-    yield plain
+    yield xla_padded
+    yield xla_by_hand
     yield copies
 
 
@@ -306,7 +306,7 @@ def _gdpa(shape: GdpaShape) -> Iterator[Callable[[], Contender]]:
 
         return run
 
-    def padded() -> Contender:
+    def cudnn_softmax() -> Contender:
         attend = cudnn()
         longest = int(queries.max()), int(keys.max())
         _limit(s.batch * sum(longest) * s.heads * s.head_dim * 4, "padded to")
@@ -340,14 +340,15 @@ def _gdpa(shape: GdpaShape) -> Iterator[Callable[[], Contender]]:
 
     yield lambda: Contender(OUR_NAME, "ikbo_jax.gdpa", op(None), args, integers)
     yield lambda: Contender("xla", "implementation='xla'", op("xla"), args, integers, is_xla=True)
-    yield padded
+    yield cudnn_softmax
 
 
 def contenders(shape: Shape, *, is_drawn: bool = True) -> list[Callable[[], Contender]]:
     """Returns makers of this library's contender, which is the first, and of the alternatives.
 
     The second is the XLA path, and the others follow in the order of how likely each is to be the
-    fastest. A maker raises NotImplementedError with the reason if its contender cannot run here.
+    fastest. A maker has the contender's name, with underscores, and raises NotImplementedError with
+    the reason if its contender cannot run here.
     A sweep over sizes of attention, which are not drawn, also has tokamax and large copies.
     """
     if isinstance(shape, AttentionShape):

@@ -337,7 +337,8 @@ def _add_options(parser: argparse.ArgumentParser) -> None:
 
 
 BENCHMARK = harness.Benchmark(
-    *("rewrite_models", ()),
+    "rewrite_models",
+    (),
     lambda options: [Point("models", model, None) for model in options.models or CASES],
     lambda point: point,
     measure_point,

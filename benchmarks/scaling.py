@@ -341,9 +341,15 @@ def _name_devices(run: harness.Run) -> None:
 
 
 BENCHMARK = harness.Benchmark(
-    *("scaling", tuple(PROGRAMS), _points, lambda point: point, measure),
+    "scaling",
+    tuple(PROGRAMS),
+    _points,
+    lambda point: point,
+    measure,
     lambda point, all_points, name: bar(point),
-    *(describe, add_options, _name_devices),
+    describe,
+    add_options,
+    _name_devices,
     times_matmul=False,
 )
 

@@ -247,7 +247,13 @@ def _add_options(parser: argparse.ArgumentParser) -> None:
 
 
 BENCHMARK = Benchmark(
-    *("training", SWEEPS, harness.of_sweeps(points), shrink, _measure, bars, describe_all),
+    "training",
+    SWEEPS,
+    harness.of_sweeps(points),
+    shrink,
+    _measure,
+    bars,
+    describe_all,
     add_options=_add_options,
     times_matmul=False,
 )

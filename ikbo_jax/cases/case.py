@@ -65,6 +65,7 @@ def check_gradients(
     options: tuple[Any, ...],
     rounding: tuple[str, Sequence[float]],
     relative: Sequence[float] | None = None,
+    sampled: Sequence[float] | None = None,
 ) -> Check:
     """Compares gradients with the XLA path; returns the check nearest its bound.
 
@@ -75,16 +76,20 @@ def check_gradients(
       by_xla: computes the gradients of `inputs`; takes them and `options`, which are hashable.
       rounding: the last arguments of `error_rule.bound`; one number of terms for each gradient.
       relative: an error to add to each bound, relative to the gradient's largest value.
+      sampled: the largest error of each gradient's rows that an oracle was computed for.
     """
     plain, compared = _gradients_by_xla(by_xla, options, inputs)
     dtype, terms = rounding
-    checks = []
-    for x, xla, (error, largest), count, more in zip(
-        jax.tree.leaves(actual), plain, compared, terms, relative or [0.0] * len(plain), strict=True
+    checks, none = [], [0.0] * len(plain)
+    leaves, more_of, errors = jax.tree.leaves(actual), relative or none, sampled or none
+    for x, xla, (error, largest), count, more, of_rows in zip(
+        leaves, plain, compared, terms, more_of, errors, strict=True
     ):
-        bound = error_rule.bound_to_plain(float(error), float(largest), dtype, count)
+        limits = error_rule.of_xla(error, largest), float(largest), dtype, count
+        more *= float(largest)
         difference = float(error_rule.largest_difference(x, xla))
-        checks.append(Check(difference, bound + more * float(largest)))
+        checks.append(Check(difference, error_rule.bound_to_plain(*limits) + more))
+        checks.append(Check(of_rows, error_rule.bound(*limits) + more))
     return nearest(checks)
 
 

@@ -82,5 +82,13 @@ def bound_to_plain(plain_error: float, largest: float, dtype: Any, terms: float)
     return 3 * _plain_error(plain_error, largest, terms) + float(jnp.finfo(dtype).eps) * largest
 
 
+def of_xla(error: float, largest: float) -> float:
+    """Returns the error of the XLA path, at most a few roundings of bfloat16.
+
+    A larger error is a fault, which must not admit the same fault of a result.
+    """
+    return min(float(error), 2.0**-6 * float(largest))
+
+
 def _plain_error(plain_error: float, largest: float, terms: float) -> float:
     return plain_error + 2.0**-24 * terms**0.5 * largest

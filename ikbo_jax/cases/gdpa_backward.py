@@ -8,14 +8,16 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 
 from ikbo_jax.cases import case, gdpa
-from ikbo_jax.cases.error_rule import Check
+from ikbo_jax.cases.error_rule import UNTUNED, Check
 from ikbo_jax.cases.gdpa import APPROX_ERRORS
 from ikbo_jax.ops.gdpa_backward import kernel_vjp
 from ikbo_jax.problems import GdpaBackwardProblem, GdpaBackwardTuning, GdpaProblem
 from ikbo_jax.reference import gdpa_chunked, gdpa_chunked_vjp
-from ikbo_jax.reference.gdpa import Arrays, Settings
+from ikbo_jax.reference.gdpa import Arrays, Settings, materialised
 
 Gradients = tuple[jax.Array, jax.Array, jax.Array]
 #: Names of the results of each direction, in order.
@@ -78,10 +80,11 @@ class Case(case.Case):
         return gradients
 
     def check(self, actual: Gradients, inputs: Inputs) -> Check:
-        """Compares gradients with the XLA path; returns the check nearest its bound.
+        """Compares gradients with the XLA path, and with the oracle for some sequences.
 
-        An approximate tanh adds its error: relative to the largest value, a sum of n terms of
-        either sign is about √n / 4 of the sum of their absolute values.
+        Returns the check nearest its bound. An approximate tanh adds its error: relative to the
+        largest value, a sum of n terms of either sign is about √n / 4 of the sum of their absolute
+        values.
         """
         p = self.problem
         longest_q, longest_kv = (int(lengths.max()) for lengths in self.forward.numbers)
@@ -92,7 +95,16 @@ class Case(case.Case):
             *(actual, _by_xla, inputs, (self.forward.settings,)),
             rounding=(p.dtype, [p.head_dim + count for count in terms]),
             relative=[approx * max(1.0, count**0.5 / 4) for count in terms],
+            sampled=self._sampled(actual, inputs),
         )
+
+    def _sampled(self, actual: Gradients, inputs: Inputs) -> list[float] | None:
+        """Finds the largest errors in some sequences; None if they share keys."""
+        if inputs.arrays.q_to_kv is not None:
+            return None
+        sequences = np.unique(np.linspace(0, self.problem.batch - 1, 3).astype(np.int32))
+        found = [_sampled_errors(self.forward, actual, inputs, jnp.int32(n)) for n in sequences]
+        return [float(x) for x in np.max(np.asarray(jax.device_get(found)), axis=0)]
 
 
 def check_results(
@@ -107,6 +119,32 @@ def check_results(
         d_query, d_key, d_value = results[-3:]
         checks.append(backward.check((d_query, d_key, d_value), inputs))
     return case.nearest(checks)
+
+
+@functools.partial(jax.jit, static_argnums=0, compiler_options=UNTUNED)
+def _sampled_errors(
+    forward: gdpa.Case, gradients: Gradients, inputs: Inputs, sequence: jax.Array
+) -> list[jax.Array]:
+    """Compares gradients with the f32 oracle's for one sequence."""
+    one, begin = gdpa.one_sequence(forward, Arrays(*inputs.arrays), sequence)
+    begin_kv = inputs.arrays.cu_seqlens_kv[sequence]
+    one = case.widened(one)
+    is_query, is_key = gdpa.masks(one)
+    d_out = gdpa.rows_from(inputs.d_out, begin, one.query.shape[0]).astype(jnp.float32)
+    d_out = jnp.where(is_query[:, None, None], d_out, 0)
+
+    def oracle(*floats: jax.Array) -> jax.Array:
+        query, key, value = floats
+        arrays = one._replace(query=query, key=key, value=value)
+        return materialised(arrays, forward.settings)
+
+    d_query, *d_keys = jax.vjp(oracle, *one[:3])[1](d_out)
+    errors = [gdpa.largest_error(gradients[0], begin, d_query, is_query)]
+    if forward.problem.broadcast_q:  # The gradient is a sum over all sequences.
+        errors = [jnp.zeros(())]
+    for x, exact in zip(gradients[1:], d_keys, strict=True):
+        errors.append(gdpa.largest_error(x, begin_kv, exact, is_key))
+    return errors
 
 
 @functools.partial(jax.jit, static_argnums=1)

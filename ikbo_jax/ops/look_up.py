@@ -88,7 +88,7 @@ def look_up(
     shape = (batch, *user.shape[1:])
     if 0 in shape:
         return dispatch.record_nothing(zeros(shape, user.dtype, arrays), plan)
-    return _jitted(_LOOK_UP, call, plan, reverse_only.operands("look_up", arrays))
+    return _user_rows(_LOOK_UP, call, plan, reverse_only.operands("look_up", arrays))
 
 
 def segment_sum(
@@ -136,7 +136,7 @@ def segment_sum(
     shape = (users, *values.shape[1:])
     if 0 in shape or 0 in values.shape:
         return dispatch.record_nothing(zeros(shape, values.dtype, arrays), plan)
-    return _jitted(_SEGMENT_SUM, call, plan, reverse_only.operands("segment_sum", arrays))
+    return _user_rows(_SEGMENT_SUM, call, plan, reverse_only.operands("segment_sum", arrays))
 
 
 def _check_rows(name: str, array: Any, axis: str) -> None:
@@ -382,5 +382,5 @@ _LOOK_UP, _SEGMENT_SUM = _LookUp(), _SegmentSum()
 
 # The plan is a static argument: when the choice changes, jit's cache does not return the old one.
 @functools.partial(jax.jit, static_argnums=(0, 1, 2))
-def _jitted(op: Op[_Call, Any, jax.Array], call: _Call, plan: dispatch.Plan, arrays: Any) -> Any:
+def _user_rows(op: Op[_Call, Any, jax.Array], call: _Call, plan: dispatch.Plan, arrays: Any) -> Any:
     return op.differentiable(call, plan, vary_over_same_axes(arguments.strongly_typed(arrays)))

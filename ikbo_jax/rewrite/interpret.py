@@ -16,12 +16,14 @@ import jax
 from jax import lax
 from jax.extend import core
 
-from ikbo_jax.rewrite.report.recorder import LOOKUPS, Recorder
+from ikbo_jax.rewrite.report.recorder import Recorder
 from ikbo_jax.rewrite.values import staged
 from ikbo_jax.rewrite.values.constraints import divided, placed
 from ikbo_jax.rewrite.values.equations import (
+    LOOKUPS,
     described,
     identity,
+    is_lookup,
     is_number,
     may_overflow,
     on_integers,
@@ -33,6 +35,7 @@ from ikbo_jax.rewrite.values.lineage import Deferred, is_plain, origins_of
 from ikbo_jax.rewrite.values.program_cache import ProgramCache
 from ikbo_jax.rewrite.values.provenance import Provenance
 from ikbo_jax.rewrite.values.registry import NotCovered, applies_to_arrays, rule_of
+from ikbo_jax.rewrite.values.rows import gathered
 from ikbo_jax.rewrite.values.scope import Scope
 from ikbo_jax.rewrite.values.staged import TRACER
 
@@ -158,6 +161,8 @@ class Context:
     def bind(self, eqn: core.JaxprEqn, *arrays: Any, **params: Any) -> Any:
         """Runs the equation's primitive on arrays, with some parameters replaced."""
         merged = {**eqn.params, **params} if params else eqn.params
+        if eqn.primitive is lax.gather_p and (found := gathered(arrays, merged)) is not None:
+            return found
         return staged.bind(eqn.primitive, arrays, merged, eqn.invars)
 
     def run(self, jaxpr: core.Jaxpr, consts: Sequence[Any], args: Sequence[Any]) -> list[Any]:
@@ -228,7 +233,7 @@ class Context:
                 # The effects may be traced already and must not be traced twice: the original runs.
                 raise
             reason = f"the rule of {name} raised {described(error)}"
-        if name in LOOKUPS:
+        if is_lookup(eqn):
             self.looked_up(eqn, "refused", reason)
         operands = [
             staged.placed_as(self.materialise(eqn, operand, reason), v.aval)
@@ -253,11 +258,13 @@ class Context:
             results = _checked(eqn, operand_rule(self, eqn, operands))
         elif rule is None:
             raise NotCovered(f"no rule for {name}")
-        elif name == "jit" and op_plan(eqn) is not None:
-            raise NotCovered("already an op of ikbo_jax")
+        elif name == "jit" and (plan := op_plan(eqn)) is not None:
+            if (rule := rule_of(plan.op)) is None:
+                raise NotCovered("already an op of ikbo_jax")
+            results = _checked(eqn, rule(self, eqn, *operands))
         else:
             results = _checked(eqn, rule(self, eqn, *operands))
-        if name in LOOKUPS:
+        if name in LOOKUPS and is_lookup(eqn):
             removed = isinstance(results[0], Deferred)
             self.looked_up(eqn, "removed" if removed else "kept", "" if removed else why_kept(eqn))
         return results

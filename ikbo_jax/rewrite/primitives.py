@@ -57,6 +57,7 @@ LAZY: dict[str, Rule] = {
     "dynamic_update_slice": row_rules.dynamic_update_slice,
     "gather": sources.gather,
     "iota": row_rules.iota,
+    "look_up": sources.look_up,
     "optimization_barrier": elementwise.optimization_barrier,
     "pad": row_rules.pad,
     "reshape": reshape.reshape,
@@ -84,6 +85,7 @@ LAZY: dict[str, Rule] = {
     "custom_jvp_call": custom_jvp.custom_jvp,
     "custom_vjp_call": custom_vjp.custom_vjp,
     "ikbo_rewritten": variants.rewritten,
+    "ikbo_rows": variants.rows,
     "jit": jit.jit,
     "remat2": control_flow.checkpoint,
     "scan": control_flow.scan,
@@ -93,7 +95,7 @@ LAZY: dict[str, Rule] = {
 #: Primitives whose rules in `LAZY` also run where all operands are arrays.
 ON_ARRAYS = (
     *("broadcast_in_dim", "checkpoint", "concatenate", "cond", "gather", "jit", "remat2"),
-    *("scan", "shard_map", "stack", "tile"),
+    *("ikbo_rows", "scan", "shard_map", "stack", "tile"),
 )
 
 

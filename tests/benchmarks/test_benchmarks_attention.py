@@ -84,7 +84,7 @@ def test_run_writes_what_it_measured(tmp_path, monkeypatch, capsys):
         assert by_name[name]["ok"]
         assert len(by_name[name]["ms"]) == 2
     if jax.default_backend() == "cpu":
-        assert "needs a GPU" in by_name["copies"]["skipped"]
+        assert "needs a GPU" in by_name["copies-cudnn"]["skipped"]
     assert "S=16" in capsys.readouterr().out
 
 

@@ -40,7 +40,7 @@ def test_right_versions_are_right_and_wrong_ones_are_found(monkeypatch, directio
     ok = {record["name"]: record.get("ok") for record in measured["providers"]}
     assert (ok["ikbo"], ok["xla"], ok["spoiled"]) == (True, True, False)
     assert measured["useful_flops"] == harness.ATTENTION_WORK[direction] * point.case.flops
-    (grouped,) = (r for r in measured["providers"] if r["name"] == "grouped")
+    (grouped,) = (r for r in measured["providers"] if r["name"] == "grouped-cudnn")
     assert "cuDNN needs a GPU" in grouped["skipped"]
 
 

@@ -15,6 +15,8 @@ import test_benchmarks
 from benchmarks import gdpa, harness, report, timing
 from benchmarks.gdpa import Sizes
 from benchmarks.harness import Point
+from ikbo_jax.cases import gdpa as cases
+from ikbo_jax.cases import gdpa_backward
 from ikbo_jax.cases.gdpa_backward import Inputs, check_results
 
 pytestmark = pytest.mark.slow
@@ -100,12 +102,26 @@ def test_oracle_admits_the_right_result_and_no_other(
     with jax.numpy_dtype_promotion("standard"):  # jax.nn's gradient needs it
         out = jax.jit(fn)(*args)
     error, bound = check_results(sizes.case, out, inputs, direction)
-    assert 0 <= error <= bound < 0.05
+    assert 0 < error <= bound < 0.05
     for number, array in enumerate(map(np.asarray, out)):
         for wrong in (np.full_like(array, np.nan), array * array.dtype.type(1.1)):
             results = (*out[:number], wrong, *out[number + 1 :])
             error, bound = check_results(sizes.case, results, inputs, direction)
             assert not error <= bound, (number, error, bound)
+
+
+def test_oracle_finds_a_fault_that_the_xla_path_has_too(monkeypatch: pytest.MonkeyPatch):
+    inputs = make_inputs(TINY)
+    fn, args = gdpa.XLA.prepare(TINY, inputs, "both")
+    out, *gradients = (x * x.dtype.type(1.1) for x in jax.jit(fn)(*args))
+    by_xla, gradients_by_xla = cases._xla_runner(TINY.case), gdpa_backward._by_xla
+    monkeypatch.setattr(cases, "_xla_runner", lambda _: lambda *x: by_xla(*x) * 1.1)
+    monkeypatch.setattr(
+        gdpa_backward, "_by_xla", lambda *x: tuple(g * 1.1 for g in gradients_by_xla(*x))
+    )
+    for direction, results in (("forward", (out,)), ("backward", gradients)):
+        error, bound = check_results(TINY.case, results, inputs, direction)
+        assert not error <= bound, (direction, error, bound)
 
 
 def test_run_writes_what_it_measured(tmp_path, monkeypatch, capsys):

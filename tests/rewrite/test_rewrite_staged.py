@@ -66,8 +66,8 @@ PAIRS: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
             x, x, (((2,), (2,)), ((0,), (0,))), preferred_element_type=jnp.float32
         ),
     ),
-    "take_rows": (
-        lambda x, index: staged.take_rows(x, index, 0),
+    "gather_rows": (
+        lambda x, index: staged.gather_rows(x, index, 0),
         lambda x, index: lax.gather(
             x, lax.expand_dims(index, (1,)), ROWS, (1, 1, 12), mode=PROMISED
         ),

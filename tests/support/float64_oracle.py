@@ -163,7 +163,7 @@ def _equation(eqn: Any, operands: list[Pair], rounding: Any) -> list[Pair]:
         return _LOOPS[name](eqn, operands, rounding)
     if name == "ikbo_without_gradient":
         return operands[:1]
-    for inner in ("jaxpr", "program", "call_jaxpr", "fun_jaxpr", "call"):
+    for inner in ("jaxpr", "program", "call_jaxpr", "fun_jaxpr", "call", "elsewhere"):
         if inner in eqn.params:
             return _call(eqn.params[inner], operands, rounding)
     if name not in PRIMITIVES:

@@ -235,6 +235,7 @@ PRIMITIVES: dict[str, Callable[..., Any]] = {
     "not": lambda _, x: np.logical_not(x) if x.dtype == bool else np.invert(x),
     "pad": _pad,
     "polynomial": lambda _, x, *coefficients: np.polynomial.polynomial.polyval(x, coefficients),
+    "platform_index": lambda eqn: eqn.params["platforms"].index(None),
     "pow": lambda _, x, y: np.power(x, np.asarray(y, np.float64)),
     "reduce_and": _reduce(np.all),
     "reduce_max": _reduce(np.max),

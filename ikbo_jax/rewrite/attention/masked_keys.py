@@ -39,6 +39,7 @@ from ikbo_jax.rewrite.attention.scores import Fill, Logits, Scores
 from ikbo_jax.rewrite.interpret import Context
 from ikbo_jax.rewrite.values import staged
 from ikbo_jax.rewrite.values.registry import NotCovered
+from ikbo_jax.rewrite.values.rows import take_rows
 
 #: Above this number, masked keys have attention weights that no model intends.
 _MASKS = -100.0
@@ -134,7 +135,7 @@ class _Operands(NamedTuple):
 
     def of_user(self, x: jax.Array) -> jax.Array:
         """Looks [users, ...] up by candidate: [batch, queries, ...]."""
-        rows = jnp.expand_dims(staged.take_rows(x, self.users, 0), 1)
+        rows = jnp.expand_dims(take_rows(x, self.users, 0), 1)
         return jnp.broadcast_to(rows, (*self.query.shape[:2], *x.shape[1:]))
 
 
@@ -335,7 +336,7 @@ def _exact_where_logits_remain(
     That is, if some logit of such a row may exceed the rounding of the mask's number. `cost` counts
     no work of `rows_without_kept_keys`, which only such requests run.
     """
-    empty_rows = staged.take_rows(empty, operands.users, 0)
+    empty_rows = take_rows(empty, operands.users, 0)
 
     def largest(x: jax.Array, rows: jax.Array) -> jax.Array:
         squares = jnp.max(jnp.sum(jnp.square(x.astype(jnp.float32)), axis=-1), axis=(1, 2))

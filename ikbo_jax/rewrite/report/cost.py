@@ -32,7 +32,8 @@ from ikbo_jax.rewrite.values.jaxprs import OPS, inner_programs
 _FLOPS_SLACK = (1, 1_000_000)
 _BYTES_SLACK = (10, 1 << 18)
 
-_MOVES = frozenset(["concatenate", "dynamic_slice", "gather", "stack", "transpose"])
+_LOOKUPS = frozenset(["gather", "ikbo_rows"])
+_MOVES = _LOOKUPS | {"concatenate", "dynamic_slice", "stack", "transpose"}
 _WHOLE = frozenset(
     """
     argmax argmin conv_general_dilated cumlogsumexp cummax cummin cumprod cumsum dot_general
@@ -141,7 +142,7 @@ def _cost(
         source = source if sources is None or source in sources else None
         if name in _MOVES:
             (out,) = eqn.outvars
-            index = 0 if name != "gather" else _size(eqn.invars[1], known)
+            index = 0 if name not in _LOOKUPS else _size(eqn.invars[1], known)
             add(source, 0, _size(out, known) * (2 if out in written else 1) + index)
         elif name in _WHOLE or name in _CUDNN:
             add(source, _product_flops(eqn), _operands_and_results(eqn, known))

@@ -18,9 +18,7 @@ from ikbo_jax.rewrite.report.report import (
 )
 from ikbo_jax.rewrite.report.work import BothCosts, Work
 from ikbo_jax.rewrite.values import jaxprs, lineage
-
-#: Primitives that look rows up or repeat them; the report lists every equation of these.
-LOOKUPS = ("gather", "tile")
+from ikbo_jax.rewrite.values.equations import LOOKUPS, is_lookup
 
 
 def _with_times(texts: dict[str, int]) -> tuple[str, ...]:
@@ -76,10 +74,11 @@ class Recorder:
         """
         seen = set() if seen is None else seen
         for eqn in program.eqns:
-            if eqn.primitive.name in LOOKUPS:
+            if eqn.primitive.name in LOOKUPS and is_lookup(eqn):
                 what = _lookup_text(eqn)
                 reason = f"it is inside {inside}, which stays as it is"
                 self._lookups[id(eqn)] = Lookup(self.line(eqn), what, "kept", reason)
+                continue
             for inner in jaxprs.inner_programs(eqn):
                 if id(inner) not in seen:
                     seen.add(id(inner))
@@ -220,5 +219,6 @@ def _lookup_text(eqn: Any) -> str:
     operand, result = (v.aval.str_short() for v in (eqn.invars[0], eqn.outvars[0]))
     if len(eqn.invars) == 1:
         return f"{operand} tiled -> {result}"
-    count = math.prod(eqn.invars[1].aval.shape[:-1])
+    indices = eqn.invars[1].aval.shape
+    count = math.prod(indices[:-1] if eqn.primitive.name == "gather" else indices)
     return f"{operand} looked up by {count} indices -> {result}"

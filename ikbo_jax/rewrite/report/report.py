@@ -205,7 +205,7 @@ def _counted(entries: Sequence[Any], text: Callable[[Any], str]) -> list[str]:
     return [text(x) if n == 1 else f"{n} times, each: {text(x)}" for x, n in counts.items()]
 
 
-_PACKAGE = pathlib.Path(__file__).parents[1]
+_PACKAGE = pathlib.Path(__file__).parents[2]
 #: Folders of this package whose stack frames are not the model's.
 _LIBRARY = tuple(str(_PACKAGE / name) + os.sep for name in ("layers", "ops", "rewrite"))
 

@@ -17,9 +17,10 @@ import numpy as np
 from jax import lax
 
 from ikbo_jax.rewrite.rules import variants
-from ikbo_jax.rewrite.values import lineage, staged
+from ikbo_jax.rewrite.values import lineage
 from ikbo_jax.rewrite.values.lineage import Lazy, Lineage
 from ikbo_jax.rewrite.values.registry import NotCovered
+from ikbo_jax.rewrite.values.rows import take_rows
 
 #: Names the lookups of `rows` whose rows are few.
 _FEW = "few rows of a lookup"
@@ -37,7 +38,7 @@ def rows(ctx: Any, x: Lazy, key: Any, batch: int, choose: Callable[[jax.Array], 
     if not lineage.is_at_least(batch, x.lineage.users + 1):
         # Fewer rows than users: looked up at once, which copies fewer rows than the original does.
         # A concatenation with other rows, as in `jnp.roll`, looks all of them up.
-        few = lineage.spread(staged.take_rows(x.base, users.index, x.axis), shape)
+        few = lineage.spread(take_rows(x.base, users.index, x.axis), shape)
         ctx.scope.keep_results((_FEW, id(few)), few, [chosen])
         return few
     if ctx.differentiated:
@@ -93,14 +94,13 @@ def without_unused(operand: Any, fine: Lineage, axis: int) -> Any:
     used = variants.with_checks_of(checked, is_used, fine.index)
     base = lineage.base_of(operand)
     if jnp.issubdtype(base.dtype, jnp.inexact):
-        # The gradient of a selection is a selection. The gradient of a lookup would be a scatter,
-        # by atomic operations, in bfloat16.
-        row = lax.stop_gradient(staged.take_rows(base, fine.index[:1], axis))
+        # The gradient of a selection is a selection, in place of a lookup's sums.
+        row = lax.stop_gradient(take_rows(base, fine.index[:1], axis))
         used = used.reshape([-1 if d == axis else 1 for d in range(base.ndim)])
         base = jnp.where(used, base, row)
     else:
         rows = jnp.where(used, jnp.arange(fine.users, dtype=jnp.int32), fine.index[0])
-        base = staged.take_rows(base, rows, axis)
+        base = take_rows(base, rows, axis)
     return base if lineage.is_plain(operand) else dataclasses.replace(operand, base=base)
 
 
@@ -121,11 +121,10 @@ def again(
     assert operand.lineage is not None
     users, axis, count = operand.lineage, operand.axis, operand.shape[operand.axis]
     base, size = operand.base, users.users
-    index = staged.take_rows(users.index, jnp.minimum(row, count - 1), 0)
+    index = take_rows(users.index, jnp.minimum(row, count - 1), 0)
     if ends is not None:
         last = [
-            staged.take_rows(base, lax.slice(users.index, (n,), (n + 1,)), axis)
-            for n in (0, count - 1)
+            take_rows(base, lax.slice(users.index, (n,), (n + 1,)), axis) for n in (0, count - 1)
         ]
         base = lax.concatenate([base, *ends(last)], axis)
         index = jnp.where(row >= count, size + row - count, index)

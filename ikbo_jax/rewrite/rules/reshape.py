@@ -80,8 +80,12 @@ def _repeated(ctx: Context, x: Lazy, base: Any, shape: Any, axis: int, dims: lis
     first, second = (d for d in dims if x.shape[d] != 1)
     batch, rows = shape[axis], base.shape[axis]
     if x.base.shape[second] == 1:
-        key, times = ("repeat", batch), jnp.int32(x.shape[second])
-        index = ctx.scope.lineage(key, rows, batch, lambda: lax.iota(jnp.int32, batch) // times)
+        times = jnp.int32(x.shape[second])
+
+        def numbers() -> Any:
+            return lax.iota(jnp.int32, batch) // times
+
+        index = ctx.scope.lineage(("repeat", batch), rows, batch, numbers, is_sorted=True)
     else:
         index = ctx.scope.of_tiles(rows, batch)
     ctx.recorder.confirmed(x.origins)

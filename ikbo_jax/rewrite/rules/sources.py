@@ -15,7 +15,8 @@ from ikbo_jax.rewrite.interpret import Context, shape_of
 from ikbo_jax.rewrite.rules import placing, positions, reselect
 from ikbo_jax.rewrite.rules.elementwise import at_user_batch, concat
 from ikbo_jax.rewrite.rules.table_rows import column_of, looked_up
-from ikbo_jax.rewrite.values import lineage, staged
+from ikbo_jax.rewrite.values import lineage, rows, staged
+from ikbo_jax.rewrite.values.equations import op_plan
 from ikbo_jax.rewrite.values.lineage import Concat, Lazy
 from ikbo_jax.rewrite.values.registry import NotCovered
 
@@ -41,6 +42,19 @@ def gather(ctx: Context, eqn: Any, operand: Any, indices: Any) -> Any:
     if lineage.has_lineage(operand) and operand.axis not in numbers.start_index_map:
         return _gather_of_features(ctx, eqn, operand, indices)
     return _gather_rows_or_bind(ctx, eqn, operand, indices, eqn.outvars[0].aval.shape)
+
+
+def look_up(ctx: Context, eqn: Any, user: Any, index: Any) -> Any:
+    """Rewrites a call of `ikbo_jax.look_up` as a gather; the call stays if nothing is gained."""
+    plan = op_plan(eqn)
+    assert plan is not None
+    avals = (v.aval for v in eqn.invars)
+    column, lookup = rows.as_gather(*avals, is_sorted=plan.problem.is_sorted).eqns
+    info = eqn.source_info
+    (indices,) = ctx.run_equation(column.replace(source_info=info), [index])
+    found = ctx.run_equation(lookup.replace(source_info=info), [user, indices])
+    is_kept = lineage.is_plain(found[0])
+    return ctx.bind(eqn, ctx.build(user), ctx.build(index)) if is_kept else found
 
 
 def _rows_of_table(ctx: Context, eqn: Any, table: Any, indices: Any) -> tuple[Any, int | None]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -44,6 +45,8 @@ def looked_up(
     fills = mode == lax.GatherScatterMode.FILL_OR_DROP and not proven
     # `x[index]` takes the nearest row, but adds no gradient to it.
     drops = mode == lax.GatherScatterMode.PROMISE_IN_BOUNDS and not proven
+    is_sorted = indices.shape[1:] == (1,) and eqn.params.get("indices_are_sorted", False)
+    in_bounds = functools.partial(ctx.scope.lineage, is_sorted=is_sorted)
     plain: Lineage | None = None
 
     def nearest() -> jax.Array:
@@ -68,7 +71,7 @@ def looked_up(
         ctx.gradient_differs()
     exact = differs and ctx.differentiated
     if not fills and not exact:
-        return operand, ctx.scope.lineage(("rows", root, column), rows, batch, nearest)
+        return operand, in_bounds(("rows", root, column), rows, batch, nearest)
     if has_lineage(operand) and not lineage.is_at_least(batch, rows + 1):
 
         def ends(last: list[jax.Array]) -> list[jax.Array]:
@@ -84,9 +87,9 @@ def looked_up(
         # The operand is materialised at its own batch, which is smaller than the result's.
         operand = ctx.build(operand)
     if proven:
-        fine = ctx.scope.lineage(("used", root, column), rows, batch, nearest)
+        fine = in_bounds(("used", root, column), rows, batch, nearest)
     else:
-        plain = None if exact else ctx.scope.lineage(("rows", root, column), rows, batch, nearest)
+        plain = None if exact else in_bounds(("rows", root, column), rows, batch, nearest)
         fine = ctx.scope.lineage(("outside", root, column), rows + 2, batch, outside, plain)
         operand = _with_rows_outside(eqn, operand, axis, fills, drops)
     return (reselect.without_unused(operand, fine, axis) if exact else operand), fine

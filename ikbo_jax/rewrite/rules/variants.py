@@ -17,47 +17,11 @@ from jax.extend import core
 from jax.interpreters import ad, batching, mlir
 
 from ikbo_jax.rewrite.interpret import Context
+from ikbo_jax.rewrite.values.checked import Checked, CheckedPrimitive
 from ikbo_jax.rewrite.values.jaxprs import call, evaluate, trace
 
-
-class _Rewritten(core.Primitive):
-    """Defines the primitive.
-
-    Its parameters are the variant for values, `program`; `exact`; and the original, `call_jaxpr`.
-    `checkify` goes through the equations of a traced function. It takes an equation with a
-    parameter of this name for a call, and adds checks to the program.
-    """
-
-    def bind(self, *inputs: Any, **params: Any) -> Any:
-        if "subfuns" in params:
-            return params["subfuns"][0].call_wrapped(*inputs)
-        return super().bind(*inputs, **params)
-
-
-class _Checked:
-    """Stands for a program whose attributes `checkify` reads, and which is traced at its first use.
-
-    It is no jaxpr: whatever searches equations for programs passes it over.
-    """
-
-    def __init__(self, exact: Exact) -> None:
-        self._exact = exact
-
-    @functools.cached_property
-    def _program(self) -> core.Jaxpr:
-        # Without constants, `checkify` takes it for a call.
-        program = self._exact.original
-        return trace(lambda *inputs: call(program, inputs, "original"), program.in_avals, program)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._program, name)
-
-    def __repr__(self) -> str:
-        return "..."
-
-
-rewritten_p = _Rewritten("ikbo_rewritten")
-rewritten_p.multiple_results = True
+#: Its parameters are the variant for values, `program`; `exact`; and the original, `call_jaxpr`.
+rewritten_p = CheckedPrimitive("ikbo_rewritten")
 # JAX 0.12 would ask for a rule where a program has what it lowers in two steps. The lowering traces
 # `program` again, and takes both.
 rewritten_p.is_high = lambda *_, **__: False  # type: ignore[method-assign]
@@ -95,7 +59,13 @@ class Exact:
 
 def bind(program: core.Jaxpr, exact: Exact, inputs: Sequence[Any]) -> list[Any]:
     """Binds `program`, the variant for values, with the derivative of `exact`."""
-    params = {"program": program, "exact": exact, "call_jaxpr": _Checked(exact)}
+
+    def original() -> core.Jaxpr:
+        # Without constants, `checkify` takes it for a call.
+        of = exact.original
+        return trace(lambda *inputs: call(of, inputs, "original"), of.in_avals, of)
+
+    params = {"program": program, "exact": exact, "call_jaxpr": Checked(original)}
     results: list[Any] = rewritten_p.bind(*inputs, **params)
     return results
 
@@ -184,3 +154,8 @@ batching.fancy_primitive_batchers[rewritten_p] = _batch
 def rewritten(ctx: Context, eqn: Any, *operands: Any) -> list[Any]:
     """Interprets the original of a rewritten function that is called in a rewritten function."""
     return ctx.run_closed(eqn.params["exact"].original, operands, eqn)
+
+
+def rows(ctx: Context, eqn: Any, *operands: Any) -> list[Any]:
+    """Interprets a lookup of a rewritten function that is called in a rewritten function."""
+    return ctx.run_closed(eqn.params["call_jaxpr"], operands, eqn)

@@ -110,6 +110,18 @@ def op_plan(eqn: core.JaxprEqn) -> dispatch.Plan | None:
     return _plan_in(inner_programs(eqn)) if eqn.params.get("name") in OPS else None
 
 
+#: Primitives of lookups, repeated rows, and calls of `ikbo_jax.look_up`.
+LOOKUPS = ("gather", "tile", "jit")
+
+
+def is_lookup(eqn: core.JaxprEqn) -> bool:
+    """Whether an equation looks rows up or repeats them, also as a call of `ikbo_jax.look_up`."""
+    name = eqn.primitive.name
+    if name == "jit":
+        return (plan := op_plan(eqn)) is not None and plan.op == "look_up"
+    return name in LOOKUPS
+
+
 def _plan_in(programs: Sequence[core.Jaxpr]) -> dispatch.Plan | None:
     """Finds a plan in programs, outside of calls that have the name of an op's."""
     for program in programs:
@@ -130,7 +142,7 @@ _KEEP_RANGE = frozenset(
     broadcast_in_dim concatenate copy dynamic_slice expand_dims gather name optimization_barrier pad
     pvary reshape reshard rev sharding_constraint slice split squeeze stack stop_gradient tile
     transpose unstack
-    call_hi_primitive checkpoint cond ikbo_rewritten jit remat2 scan shard_map while
+    call_hi_primitive checkpoint cond ikbo_rewritten ikbo_rows jit remat2 scan shard_map while
     """.split()  # noqa: SIM905  A table of words reads better.
 )
 

@@ -15,7 +15,7 @@ from ikbo_jax.ops import explain
 from ikbo_jax.rewrite.values import staged
 
 #: The jitted functions of the ops. They hold kernels, so they are not interpreted.
-OPS = ("_linear_compression", "_attention", "_gdpa")
+OPS = ("_linear_compression", "_attention", "_gdpa", "_user_rows")
 
 
 def inner_programs(eqn: core.JaxprEqn) -> Sequence[core.Jaxpr]:

@@ -21,6 +21,7 @@ import jax.numpy as jnp
 from jax import export, lax
 
 from ikbo_jax.rewrite.values import staged
+from ikbo_jax.rewrite.values.rows import take_rows
 from ikbo_jax.rewrite.values.staged import TRACER
 
 
@@ -38,6 +39,7 @@ class Lineage:
       composed_of: the lineages whose composition this is, coarsest first; () if it is not composed.
       nearest: None, or if this lineage maps indices out of bounds to two appended rows, the lineage
         of the same index that maps them to the nearest rows.
+      is_sorted: whether the index is known to never decrease, so that the gradient need not sort.
     """
 
     index: jax.Array
@@ -45,6 +47,7 @@ class Lineage:
     batch: int
     composed_of: tuple[Lineage, ...] = ()
     nearest: Lineage | None = None
+    is_sorted: bool = False
 
     @property
     def steps(self) -> tuple[Lineage, ...]:
@@ -97,10 +100,8 @@ class Lazy(Deferred):
     def build(self, ctx: Any) -> jax.Array:
         x = self.base
         if self.lineage is not None:
-            is_exact = ctx.differentiated
-            if not is_exact and staged.is_narrow(x):
-                ctx.gradient_differs()
-            x = staged.take_rows(x, self.lineage.index, self.axis, is_exact=is_exact)
+            users = self.lineage
+            x = take_rows(x, users.index, self.axis, is_sorted=users.is_sorted)
         return spread(x, self.shape)
 
 

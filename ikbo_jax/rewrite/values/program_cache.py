@@ -71,7 +71,7 @@ def _may_broadcast(eqn: core.JaxprEqn) -> bool:
         result: Any = eqn.outvars[0].aval
         return operand.ndim > 0 and result.size > operand.size
     if eqn.primitive.name == "jit":
-        return False
+        return equations.is_lookup(eqn)
     if eqn.primitive.name in ("concatenate", "stack"):
         # Copies of a slice broadcast it.
         copies = len(eqn.invars) > 1 and all(v is eqn.invars[0] for v in eqn.invars)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
@@ -11,7 +12,7 @@ from jax import lax
 from jax.extend import core
 
 from ikbo_jax.rewrite.values.lineage import Lineage, base_of, has_lineage
-from ikbo_jax.rewrite.values.staged import take_rows
+from ikbo_jax.rewrite.values.rows import take_rows
 
 
 class Scope:
@@ -130,6 +131,8 @@ class Scope:
         batch: int,
         make_index: Callable[[], Any],
         nearest: Lineage | None = None,
+        *,
+        is_sorted: bool = False,
     ) -> Lineage:
         """Returns the lineage with this key; the first call creates it from `make_index`.
 
@@ -139,13 +142,15 @@ class Scope:
         full_key = (*(k if isinstance(k, (str, int)) else id(k) for k in key), users)
         _, found = self.find("_lineages", full_key) or (key, None)
         if found is None:
-            found = Lineage(make_index(), users, batch, nearest=nearest)
+            index = make_index()
+            found = Lineage(index, users, batch, nearest=nearest, is_sorted=is_sorted)
             self._lineages[full_key] = (key, found)
         return found
 
     def of_one_user(self, batch: int) -> Lineage:
         """Returns the lineage of a batch whose rows all come from one user."""
-        return self.lineage(("one", batch), 1, batch, lambda: jnp.zeros(batch, jnp.int32))
+        zeros = functools.partial(jnp.zeros, batch, jnp.int32)
+        return self.lineage(("one", batch), 1, batch, zeros, is_sorted=True)
 
     def of_tiles(self, rows: int, batch: int) -> Lineage:
         """Returns the lineage of a batch that repeats all rows, one after another."""
@@ -159,7 +164,8 @@ class Scope:
         _, composed = self.find("_lineages", ("composed", *map(id, steps))) or (steps, None)
         if composed is None:
             index = take_rows(coarse.index, fine.index, 0)
-            composed = Lineage(index, coarse.users, fine.batch, steps)
+            is_sorted = coarse.is_sorted and fine.is_sorted
+            composed = Lineage(index, coarse.users, fine.batch, steps, is_sorted=is_sorted)
             self._lineages["composed", *map(id, steps)] = (steps, composed)
         return composed
 

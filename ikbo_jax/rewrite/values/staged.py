@@ -44,7 +44,7 @@ def bind(
     `invars` are the operands of an equation that is run again. A literal among `operands` that is
     also the literal there needs no conversion.
     """
-    if primitive in _DIRECT and (trace := _trace_of(operands)) is not None:
+    if primitive in _DIRECT and (trace := trace_of(operands)) is not None:
         tracers = operands
         info = source_info_util.current()
         for n, x in enumerate(operands):
@@ -60,7 +60,7 @@ def bind(
     return primitive.bind(*operands, **primitive.get_bind_params(params))
 
 
-def _trace_of(operands: Sequence[Any]) -> Any:
+def trace_of(operands: Sequence[Any]) -> Any:
     """Returns the current trace, if all tracers among the operands, at least one, belong to it.
 
     None if there is no trace, if a tracer belongs to another one, and if its type names a mesh.
@@ -99,7 +99,7 @@ def _made(
         if type(x) is not TRACER:
             break
     else:
-        trace = _trace_of(operands)
+        trace = trace_of(operands)
     function, primitive, others = _equation(name)
     if trace is not None:
         return trace.default_process_primitive(primitive, operands, {**others, **params})
@@ -235,17 +235,8 @@ def _is_narrow(dtype: Any) -> bool:
     return jnp.issubdtype(dtype, jnp.floating) and dtype.itemsize < _FLOAT32.itemsize
 
 
-def take_rows(x: Any, index: Any, axis: int, *, is_exact: bool = True) -> Any:
-    """Takes the rows `index` of `x` along `axis`; all indices must be in bounds.
-
-    The gradient of a row is the sum of its copies' gradients, a scatter. In bfloat16, XLA rounds
-    after every addition: 2,000 ones give 256. With `is_exact`, it adds in float32 and rounds once:
-    the casts to float32 and back change no value, but their transposes cast the gradients. The sum
-    that is the gradient of a broadcast needs no such casts.
-    """
-    if is_exact and is_narrow(x):
-        wide = take_rows(cast(x, _FLOAT32), index, axis)
-        return cast(wide, jax.typeof(x).dtype)
+def gather_rows(x: Any, index: Any, axis: int) -> Any:
+    """Gathers the rows `index` of `x` along `axis`, which must be in bounds."""
     shape = shape_of(x)
     offset = tuple([d for d in range(len(shape)) if d != axis])
     numbers = lax.GatherDimensionNumbers(offset, (axis,), (axis,))
@@ -270,7 +261,7 @@ def take_rows(x: Any, index: Any, axis: int, *, is_exact: bool = True) -> Any:
 
 def alike(arrays: Sequence[Any]) -> Sequence[Any]:
     """Divides arrays of one shape, and numbers, as the first of them that mesh axes divide."""
-    if _trace_of(arrays) is not None:
+    if trace_of(arrays) is not None:
         return arrays
     like = next((jax.typeof(x) for x in arrays if any(mesh_axes(x))), None)
     if like is None:
@@ -328,7 +319,7 @@ def times(x: Any, number: float) -> Any:
 
 def full_like(x: Any, number: float) -> Any:
     """Computes `lax.full_like(x, number)`."""
-    trace = _trace_of((x,))
+    trace = trace_of((x,))
     if trace is None:
         return lax.full_like(x, number)
     literal, info = _literal(number, x.aval.dtype), source_info_util.current()
