@@ -26,7 +26,7 @@ from ikbo_jax.terminal import print_table
 VERSIONS = {"ikbo": Hstu, "plain": PlainHstu}
 #: Sizes and protocols by name: for a CPU; and for a Hopper GPU, whose kernels take heads of 64.
 SIZES = {
-    "small": (Sizes(), train.Protocol(steps=800)),
+    "small": (Sizes(), train.Protocol(steps=1600)),
     "hopper": (
         Sizes(history=512, layers=4, width=256, heads=4, head_dim=64),
         train.Protocol(2000, 32, learning_rate=2e-3, dtype="bfloat16"),

@@ -83,7 +83,11 @@ def oracle(*floats: Any, logit_cap: float | None = None) -> tuple:
     return reference.materialised(*floats[:3], *map(jnp.asarray, (INDEX, LENGTHS)), **options)
 
 
-@pytest.mark.parametrize(("own", "cap"), [(0, None), (2, None), (0, 0.4), (2, 0.4)])
+@pytest.mark.parametrize(
+    ("own", "cap"),
+    [(0, None), (2, None), (0, 0.4), (2, 0.4)],
+    ids=["0", "2", "0-capped", "2-capped"],
+)
 def test_values_are_numpys_and_gradients_the_oracles(own: int, cap: float | None) -> None:
     *floats, d_out = draw(own=own)
     out, lse = exactly(*floats, logit_cap=cap)
@@ -114,7 +118,7 @@ def test_gradients_are_differences_of_numpys() -> None:
         np.testing.assert_allclose(np.sum(np.asarray(found[number]) * towards), slope, rtol=1e-4)
 
 
-@pytest.mark.parametrize(("keys", "cap"), [(4, None), (5, 0.4)])
+@pytest.mark.parametrize(("keys", "cap"), [(4, None), (5, 0.4)], ids=["4", "5-capped"])
 def test_chunks_of_keys(keys: int, cap: float | None) -> None:
     """The last chunk holds keys of the one before; groups are not full."""
     *floats, d_out = draw()

@@ -92,7 +92,9 @@ def materialised(arrays: Arrays, settings: Settings, d_out: jax.Array) -> tuple:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("mode", "logit_cap"), [*((mode, None) for mode in MODES), ("prefix", 0.6), ("pma", 0.6)]
+    ("mode", "logit_cap"),
+    [*((mode, None) for mode in MODES), ("prefix", 0.6), ("pma", 0.6)],
+    ids=[*MODES, "prefix-capped", "pma-capped"],
 )
 def test_both_paths_and_their_gradients_are_numpys(mode: str, logit_cap: float | None) -> None:
     """Every mask with every activation, in heads that share key heads; with and without a cap."""
