@@ -127,12 +127,15 @@ class SegmentSumConfig(Config):
     unroll: int = 4
     warpgroups: int = 1
     lists: bool = False
+    users: int = 1
+    parts: int = 1
+    is_clustered: bool = False
 
     def divide(self, batch: int, users: int, vectors: int) -> tuple[int, int]:
         """Returns the number of chunks of columns, and of CTAs of a chunk."""
         chunks = -(-vectors // min(self.columns, WARPGROUP_SIZE))
         if self.lists:
-            return chunks, users
+            return chunks, -(-users // self.users)
         lanes = self.warpgroups * WARPGROUP_SIZE // -(-vectors // chunks)
         return chunks, min(users, -(-(batch + users) // (lanes * self.each)))
 
@@ -142,7 +145,7 @@ class SegmentSumConfig(Config):
             return f"columns must be from 1 to {WARPGROUP_SIZE}, but is {self.columns}"
         if self.each < 1 or not 1 <= self.unroll <= 8 or not 1 <= self.warpgroups <= 4:
             return f"each, unroll up to 8 and warpgroups up to 4 must be at least 1: {self}"
-        if self.lists and problem.batch > MOST_LISTED * self.warpgroups:
+        if self.lists and -(-problem.batch // self.parts) > MOST_LISTED * self.warpgroups:
             return (
                 f"{self.warpgroups} warpgroups list at most {MOST_LISTED * self.warpgroups} "
                 f"candidates, but B={problem.batch}"

@@ -23,7 +23,8 @@ from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, vector
 
 from ikbo_jax.pallas.hopper import inline, mosaic
-from ikbo_jax.pallas.hopper.warps import ballot
+from ikbo_jax.pallas.hopper.warps import ballot, ones
+from ikbo_jax.pallas.hopper.warps import lane as lane_of_warp
 from ikbo_jax.problems.hopper import WARPGROUP_SIZE
 
 LAYOUT = plgpu.Layout.WG_STRIDED((WARPGROUP_SIZE,), vec_size=1)
@@ -163,6 +164,44 @@ def any_of_warp(values: jax.Array, *, interpret: bool) -> jax.Array:
         return mgpu.FragmentedArray.splat(bits, (), is_signed=True)
 
     return vote(values.astype(jnp.int32)) != 0
+
+
+def rank_in_warp(
+    values: jax.Array, is_wanted: jax.Array, limit: int, *, interpret: bool
+) -> tuple[jax.Array, jax.Array]:
+    """Counts the lower lanes of the warp with the same value; and whether no higher lane has it.
+
+    Lanes that are not wanted do not count. Values are at least 0 and below `limit`.
+    """
+    if interpret:
+        lane = jnp.arange(WARPGROUP_SIZE, dtype=jnp.int32)
+        is_same = (values[None] == values[:, None]) & is_wanted[None]
+        is_same &= lane[None] // LANES == lane[:, None] // LANES
+        before = jnp.sum(is_same & (lane[None] < lane[:, None]), axis=1, dtype=jnp.int32)
+        return before, ~jnp.any(is_same & (lane[None] > lane[:, None]), axis=1)
+
+    @plgpu.inline_mgpu(arg_types=(LAYOUT, LAYOUT), return_type=(INT32, INT32))
+    def rank(_: Any, values: mgpu.FragmentedArray, wanted: mgpu.FragmentedArray) -> Any:
+        zero, value = inline.i32(0), scalar(values)
+
+        def lanes_like(bits: ir.Value) -> ir.Value:
+            mine = arith.cmpi(arith.CmpIPredicate.ne, bits, zero)
+            lanes = ballot(mine)
+            return arith.select(mine, lanes, arith.xori(lanes, inline.i32(-1)))
+
+        same_lanes = ballot(arith.cmpi(arith.CmpIPredicate.ne, scalar(wanted), zero))
+        for bit in range((limit - 1).bit_length()):
+            like = lanes_like(arith.andi(value, inline.i32(1 << bit)))
+            same_lanes = arith.andi(same_lanes, like)
+        mine = arith.shli(inline.i32(1), lane_of_warp())
+        lower = arith.subi(mine, inline.i32(1))
+        higher = arith.xori(arith.ori(lower, mine), inline.i32(-1))
+        return tuple(
+            array(ones(arith.andi(same_lanes, mask)), values) for mask in (lower, higher)
+        )
+
+    before, after = rank(values, is_wanted.astype(jnp.int32))
+    return before, after == 0
 
 
 def scatter(

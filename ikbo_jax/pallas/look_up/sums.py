@@ -27,6 +27,8 @@ each other.
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 from typing import Any, NamedTuple
 
 import jax
@@ -34,7 +36,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
-from ikbo_jax.pallas.hopper import per_thread
+from ikbo_jax.pallas.hopper import peers, per_thread
 from ikbo_jax.pallas.hopper.launch import WarpgroupContext, launch_threads
 from ikbo_jax.pallas.hopper.per_thread import LANES, Threads, same
 from ikbo_jax.pallas.hopper.row_vectors import Rows, Words
@@ -67,6 +69,12 @@ def _sum(ctx: WarpgroupContext) -> None:
     shape = ctx.shape
     threads = Threads(ctx.config.warpgroups, ctx.consumer, ctx.interpret)
     chunk, piece = lax.rem(ctx.worker, shape.chunks), lax.div(ctx.worker, shape.chunks)
+    number = jnp.int32(0)  # of the CTA's part of the candidates
+    if shape.parts > 1:
+        number = (
+            lax.axis_index("cluster") if ctx.config.is_clustered else lax.div(piece, shape.slices)
+        )
+        piece = piece if ctx.config.is_clustered else lax.rem(piece, shape.slices)
     thread = threads.number()
     lane = lax.div(thread, same(shape.columns))
     column = thread - lane * shape.columns
@@ -74,9 +82,16 @@ def _sum(ctx: WarpgroupContext) -> None:
     lanes = threads.count // shape.columns
     is_used = (lane < lanes) & (vector < shape.vectors)
     vector = jnp.minimum(vector, shape.vectors - 1)
-    only_user = piece if ctx.config.lists else None
-    part = Part(ctx, threads, lane, vector, is_used, column == 0, only_user)
-    own = parts.list_user(part, piece) if ctx.config.lists else parts.find_own(part, piece)
+    listed, own = None, None
+    if ctx.config.lists:
+        listed, own = parts.list_users(ctx, threads, piece, number)
+    first_row = 0 if ctx.config.is_clustered else number * shape.users
+    part = Part(ctx, threads, lane, vector, is_used, column == 0, listed, first_row)
+    if own is None:
+        own = parts.find_own(part, piece)
+    if ctx.config.is_clustered:
+        _sum_in_cluster(part, own, chunk, number)
+        return
     turns = lax.div(own.end - own.first + (threads.count - 1), jnp.int32(threads.count))
 
     @pl.loop(0, turns)
@@ -94,6 +109,71 @@ def _sum(ctx: WarpgroupContext) -> None:
     _store_zeros(part, own)
 
 
+def _sum_in_cluster(part: Part, own: Own, chunk: Any, number: Any) -> None:
+    """Sums the CTA's part of the candidates, then those of all CTAs of the cluster."""
+    shape, threads, partial = part.ctx.shape, part.threads, part.ctx.shared.partial
+    count = shape.listed_users * shape.columns
+    turns, places_of = threads.rounds(count)
+
+    @pl.loop(0, turns)
+    def _(turn: Any) -> None:
+        for x in places_of(turn):
+            peers.keep_floats(
+                partial,
+                x * shape.numbers,
+                [_no_sum()] * shape.numbers,
+                x < count,
+                interpret=part.ctx.interpret,
+            )
+
+    threads.commit()
+
+    @pl.when(own.begin < own.after)
+    def _() -> None:
+        _join(part, *_walk(part, own))
+
+    if part.ctx.interpret:
+        threads.commit()
+    else:
+        peers.synchronise()
+    rows = _output(part)
+    first = threads.number() + number * threads.count
+    stride = shape.parts * threads.count
+
+    @pl.loop(0, pl.cdiv(count, stride))
+    def _(turn: Any) -> None:
+        place = first + turn * stride
+        wanted = jnp.minimum(place, count - 1)
+        user = lax.div(wanted, same(shape.columns))
+        vector = wanted - user * shape.columns + chunk * shape.columns
+        found = [
+            peers.load(
+                partial, wanted * shape.numbers, shape.numbers, i, interpret=part.ctx.interpret
+            )
+            for i in range(shape.parts)
+        ]
+        sums = [functools.reduce(jnp.add, x) for x in zip(*found, strict=True)]
+        is_own = (place < count) & (user < own.end - own.first) & (vector < shape.vectors)
+        rows.store(user + own.first, vector, rows.rounded(sums), is_own)
+
+    if not part.ctx.interpret:
+        peers.synchronise()  # the others have read
+
+
+def _store(part: Part, user: Any, sums: Any, is_wanted: Any) -> None:
+    """Stores a user's sum: to the result, or to the sums of the CTA's part of candidates."""
+    shape = part.ctx.shape
+    if part.ctx.config.is_clustered:
+        column = lax.rem(part.vector, same(shape.columns))
+        place = ((user - part.listed.user) * shape.columns + column) * shape.numbers
+        partial = part.ctx.shared.partial
+        peers.keep_floats(partial, place, sums, is_wanted, interpret=part.ctx.interpret)
+        return
+    rows = _output(part)
+    row = jnp.maximum(user, 0) + part.first_row
+    rows.store(row, part.vector, rows.rounded(sums), is_wanted)
+
+
 def _store_zeros(part: Part, own: Own) -> None:
     """Stores zeros for users without candidates (step 3)."""
     rows = _output(part)
@@ -105,7 +185,8 @@ def _store_zeros(part: Part, own: Own) -> None:
         is_own = part.is_used & (number < own.end - own.first)
         number = jnp.where(is_own, number, same(0))
         has_any = part.threads.read(part.ctx.shared.has_any, number)
-        rows.store(number + own.first, part.vector, zeros, is_own & (has_any == 0))
+        row = number + (own.first + part.first_row)
+        rows.store(row, part.vector, zeros, is_own & (has_any == 0))
 
 
 def _walk(part: Part, own: Own) -> tuple[_Sums, Any]:
@@ -160,12 +241,12 @@ def _add(
 
 def _end_user(part: Part, own: Own, sums: _Sums, user: jax.Array, is_new: jax.Array) -> _Sums:
     """Begins the sum of a new user, in the threads that have one."""
-    number = user - own.first
-    is_known = is_new & part.is_first & (number >= 0) & (number < own.end - own.first)
-    part.threads.keep(part.ctx.shared.has_any, number, same(1), is_known)
+    if not part.ctx.config.is_clustered:
+        number = user - own.first
+        is_known = is_new & part.is_first & (number >= 0) & (number < own.end - own.first)
+        part.threads.keep(part.ctx.shared.has_any, number, same(1), is_known)
     is_head = is_new & (sums.is_head == 1)
-    rows, is_complete = _output(part), is_new & (sums.is_head == 0)
-    rows.store(jnp.maximum(sums.user, 0), part.vector, rows.rounded(sums.open), is_complete)
+    _store(part, sums.user, sums.open, is_new & (sums.is_head == 0))
     return _Sums(
         jnp.where(is_new, user, sums.user),
         tuple(jnp.where(is_new, _no_sum(), x) for x in sums.open),
@@ -210,10 +291,8 @@ def _join(part: Part, sums: _Sums, is_wanted: jax.Array) -> None:
         link = link * later_link
         distance *= 2
     later, _ = of_lane(1)
-    rows = _output(part)
-    total = rows.rounded([x + y for x, y in zip(sums.open, later, strict=True)])
-    is_last = is_wanted & (sums.is_head == 0)
-    rows.store(jnp.maximum(sums.user, 0), part.vector, total, is_last)
+    total = [x + y for x, y in zip(sums.open, later, strict=True)]
+    _store(part, sums.user, total, is_wanted & (sums.is_head == 0))
 
 
 def _output(part: Part) -> Rows:
@@ -278,25 +357,38 @@ def segment_sum_kernel(
         values, words, stored = values.astype(jnp.float32), vector_words(width, 4), jnp.float32
     numbers = words * 4 // values.dtype.itemsize
     vectors = width // numbers
+    if interpret and config.is_clustered:  # the interpreter has no clusters
+        config = dataclasses.replace(config, parts=1)
     chunks, slices = config.divide(batch, users, vectors)
-    shape = Shape(batch, users, vectors, words, numbers, chunks, slices)
+    listed = config.users if config.lists else 0
+    is_joined = config.parts > 1 and not config.is_clustered
+    shape = Shape(batch, users, vectors, words, numbers, chunks, slices, listed, config.parts)
     threads = config.warpgroups * WARPGROUP_SIZE
+    if is_joined:
+        stored = jnp.float32
+    list_words = memory.Words((shape.most_listed,))
     found: jax.Array = launch_threads(
         _sum,
         shape,
         Operands(values, user, order),
-        jax.ShapeDtypeStruct((users, width), stored),
+        jax.ShapeDtypeStruct((users * (config.parts if is_joined else 1), width), stored),
         Shared(
             memory.Floats((numbers, threads)),
             memory.Words((threads,)),
-            memory.Words(((2 * parts.levels(batch, threads) + 1) * threads // LANES,)),
-            memory.Words((1 if config.lists else shape.most_users,)),
-            memory.Words((batch,)) if config.lists else None,
+            memory.Words(((2 * parts.levels(batch, threads) + 1) * threads // LANES + 2,)),
+            memory.Words((shape.most_users,)),
+            list_words if listed else None,
+            list_words if listed > 1 else None,
+            memory.Words((listed * threads // LANES,)) if listed > 1 else None,
+            memory.Floats((listed * shape.columns * numbers,)) if config.is_clustered else None,
         ),
         name="ikbo_segment_sum",
-        workers=chunks * slices,
+        workers=chunks * slices * (config.parts if is_joined else 1),
+        cluster=config.parts if config.is_clustered else 1,
         warpgroups=config.warpgroups,
         config=config,
         interpret=interpret,
     )
+    if is_joined:
+        found = found.reshape(config.parts, users, width).sum(axis=0)
     return found.astype(result)
