@@ -137,6 +137,7 @@ class SegmentSumConfig(Config):
         if self.lists:
             return chunks, -(-users // self.users)
         lanes = self.warpgroups * WARPGROUP_SIZE // -(-vectors // chunks)
+        lanes *= self.parts
         return chunks, min(users, -(-(batch + users) // (lanes * self.each)))
 
     def illegal_reason(self, problem: RowsProblem) -> str | None:

@@ -196,9 +196,7 @@ def rank_in_warp(
         mine = arith.shli(inline.i32(1), lane_of_warp())
         lower = arith.subi(mine, inline.i32(1))
         higher = arith.xori(arith.ori(lower, mine), inline.i32(-1))
-        return tuple(
-            array(ones(arith.andi(same_lanes, mask)), values) for mask in (lower, higher)
-        )
+        return tuple(array(ones(arith.andi(same_lanes, mask)), values) for mask in (lower, higher))
 
     before, after = rank(values, is_wanted.astype(jnp.int32))
     return before, after == 0

@@ -57,7 +57,9 @@ def _order(ctx: WarpgroupContext) -> None:
     listed, own = parts.list_users(ctx, threads, ctx.worker, number, counts_lower=True)
 
     def of_cta(ref: Any, place: jax.Array) -> list[jax.Array]:
-        return [peers.load(ref, place, 1, i, interpret=ctx.interpret)[0] for i in range(shape.parts)]
+        return [
+            peers.load(ref, place, 1, i, interpret=ctx.interpret)[0] for i in range(shape.parts)
+        ]
 
     if not ctx.interpret:
         peers.synchronise()

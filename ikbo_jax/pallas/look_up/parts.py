@@ -106,6 +106,8 @@ class Part(NamedTuple):
     is_first: Any  # whether the vector is the chunk's first one
     listed: Listed | None  # None: the CTA does not list
     first_row: Any  # of the result
+    number: Any  # of the CTA in the cluster that shares
+    ctas: int  # of such a cluster
 
     @property
     def lanes(self) -> int:

@@ -86,10 +86,11 @@ def _sum(ctx: WarpgroupContext) -> None:
     if ctx.config.lists:
         listed, own = parts.list_users(ctx, threads, piece, number)
     first_row = 0 if ctx.config.is_clustered else number * shape.users
-    part = Part(ctx, threads, lane, vector, is_used, column == 0, listed, first_row)
+    ctas = 1 if ctx.config.lists else shape.parts
+    part = Part(ctx, threads, lane, vector, is_used, column == 0, listed, first_row, number, ctas)
     if own is None:
         own = parts.find_own(part, piece)
-    if ctx.config.is_clustered:
+    if ctx.config.is_clustered and ctx.config.lists:
         _sum_in_cluster(part, own, chunk, number)
         return
     turns = lax.div(own.end - own.first + (threads.count - 1), jnp.int32(threads.count))
@@ -105,8 +106,13 @@ def _sum(ctx: WarpgroupContext) -> None:
     def _() -> None:
         _join(part, *_walk(part, own))
 
-    threads.commit()
+    if part.ctas == 1:
+        threads.commit()
+    else:
+        peers.synchronise()
     _store_zeros(part, own)
+    if part.ctas > 1:
+        peers.synchronise()  # the others have read
 
 
 def _sum_in_cluster(part: Part, own: Own, chunk: Any, number: Any) -> None:
@@ -163,7 +169,7 @@ def _sum_in_cluster(part: Part, own: Own, chunk: Any, number: Any) -> None:
 def _store(part: Part, user: Any, sums: Any, is_wanted: Any) -> None:
     """Stores a user's sum: to the result, or to the sums of the CTA's part of candidates."""
     shape = part.ctx.shape
-    if part.ctx.config.is_clustered:
+    if part.ctx.config.is_clustered and part.ctx.config.lists:
         column = lax.rem(part.vector, same(shape.columns))
         place = ((user - part.listed.user) * shape.columns + column) * shape.numbers
         partial = part.ctx.shared.partial
@@ -179,12 +185,19 @@ def _store_zeros(part: Part, own: Own) -> None:
     rows = _output(part)
     zeros = rows.rounded([_no_sum()] * part.ctx.shape.numbers)
 
-    @pl.loop(0, lax.div(own.end - own.first + (part.lanes - 1), jnp.int32(part.lanes)))
+    lanes = part.lanes * part.ctas
+
+    @pl.loop(0, lax.div(own.end - own.first + (lanes - 1), jnp.int32(lanes)))
     def _(turn: Any) -> None:
-        number = part.lane + turn * part.lanes
+        number = part.lane + (turn * lanes + (part.number * part.lanes if part.ctas > 1 else 0))
         is_own = part.is_used & (number < own.end - own.first)
         number = jnp.where(is_own, number, same(0))
         has_any = part.threads.read(part.ctx.shared.has_any, number)
+        if part.ctas > 1:
+            shared = part.ctx.shared.has_any
+            has_any = sum(
+                peers.load(shared, number, 1, i, interpret=False)[0] for i in range(part.ctas)
+            )
         row = number + (own.first + part.first_row)
         rows.store(row, part.vector, zeros, is_own & (has_any == 0))
 
@@ -192,8 +205,10 @@ def _store_zeros(part: Part, own: Own) -> None:
 def _walk(part: Part, own: Own) -> tuple[_Sums, Any]:
     """Adds up the lane's candidates (step 1); also returns whether the lane has any."""
     shape, unroll = part.ctx.shape, part.ctx.config.unroll
-    each = lax.div(own.after - own.begin + (part.lanes - 1), jnp.int32(part.lanes))
-    first = jnp.minimum(part.lane * each + own.begin, own.after)
+    lanes = part.lanes * part.ctas
+    lane = part.lane + (part.number * part.lanes if part.ctas > 1 else 0)
+    each = lax.div(own.after - own.begin + (lanes - 1), jnp.int32(lanes))
+    first = jnp.minimum(lane * each + own.begin, own.after)
     end = jnp.minimum(first + each, own.after)
     is_later = first > own.begin
     before = part.user(first - 1)
@@ -241,7 +256,7 @@ def _add(
 
 def _end_user(part: Part, own: Own, sums: _Sums, user: jax.Array, is_new: jax.Array) -> _Sums:
     """Begins the sum of a new user, in the threads that have one."""
-    if not part.ctx.config.is_clustered:
+    if not (part.ctx.config.is_clustered and part.ctx.config.lists):
         number = user - own.first
         is_known = is_new & part.is_first & (number >= 0) & (number < own.end - own.first)
         part.threads.keep(part.ctx.shared.has_any, number, same(1), is_known)
@@ -281,7 +296,7 @@ def _join(part: Part, sums: _Sums, is_wanted: jax.Array) -> None:
         numbers = [threads.read(shared.sums.at[i], other) for i in range(shape.numbers)]
         return (
             [jnp.where(is_lane, x, _no_sum()) for x in numbers],
-            jnp.where(is_lane, threads.read(shared.links, other), same(0)),
+            jnp.where(is_lane, threads.read(shared.links, other), same(1)),
         )
 
     distance = 1
@@ -290,9 +305,30 @@ def _join(part: Part, sums: _Sums, is_wanted: jax.Array) -> None:
         heads = [jnp.where(link == 1, x + y, x) for x, y in zip(heads, later, strict=True)]
         link = link * later_link
         distance *= 2
-    later, _ = of_lane(1)
+    later, later_link = of_lane(1)
+    if part.ctas > 1:
+        carry = _of_later_ctas(part)
+        later = [
+            x + jnp.where(later_link == 1, y, _no_sum()) for x, y in zip(later, carry, strict=True)
+        ]
     total = [x + y for x, y in zip(sums.open, later, strict=True)]
     _store(part, sums.user, total, is_wanted & (sums.is_head == 0))
+
+
+def _of_later_ctas(part: Part) -> list[Any]:
+    """Adds the sums that later CTAs of the cluster have of the last user of this one."""
+    shape, shared, threads = part.ctx.shape, part.ctx.shared, part.threads
+    column = lax.rem(part.vector, same(shape.columns))
+    peers.synchronise()
+    carry: list[Any] = [_no_sum()] * shape.numbers
+    for cta in reversed(range(1, part.ctas)):
+        places = [column + i * threads.count for i in range(shape.numbers)]
+        sums = [peers.load(shared.sums, x, 1, cta, interpret=False)[0] for x in places]
+        (link,) = peers.load(shared.links, column, 1, cta, interpret=False)
+        found = [x + jnp.where(link == 1, y, _no_sum()) for x, y in zip(sums, carry, strict=True)]
+        is_later = same(cta) > part.number
+        carry = [jnp.where(is_later, x, y) for x, y in zip(found, carry, strict=True)]
+    return carry
 
 
 def _output(part: Part) -> Rows:
