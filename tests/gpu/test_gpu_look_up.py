@@ -136,7 +136,7 @@ from ikbo_jax.pallas.look_up.gather import look_up_kernel
 from ikbo_jax.pallas.look_up.sums import segment_sum_kernel
 from ikbo_jax.problems.look_up import LookUpConfig, SegmentSumConfig
 
-shared, listed = SegmentSumConfig(3, 2, 2), SegmentSumConfig(2, 1, 2, lists=True)
+shared, listed = SegmentSumConfig(3, 2, 2), SegmentSumConfig(2, 1, 2, users=1)
 for size, dtype, config in (
     ((300, 37, 48, ""), "float32", shared),
     ((1900, 2, 8, "sorted"), "bfloat16", shared),

@@ -193,7 +193,6 @@ def launch_threads(
     name: str,
     workers: int,
     warpgroups: int = 1,
-    cluster: int = 1,
     config: Any = None,
     context: Callable[..., WarpgroupContext] = WarpgroupContext,
     interpret: Any = False,
@@ -211,7 +210,6 @@ def launch_threads(
         dtype=jnp.int32,
         name=name,
         workers=workers,
-        cluster=cluster,
         interpret=interpret,
     )
     return jax.tree.unflatten(jax.tree.structure(outputs), found)

@@ -169,7 +169,7 @@ def any_of_warp(values: jax.Array, *, interpret: bool) -> jax.Array:
 def rank_in_warp(
     values: jax.Array, is_wanted: jax.Array, limit: int, *, interpret: bool
 ) -> tuple[jax.Array, jax.Array]:
-    """Counts the lower lanes of the warp with the same value; and whether no higher lane has it.
+    """Counts the lower lanes of the warp with the same value, and all of its lanes with that value.
 
     Lanes that are not wanted do not count. Values are at least 0 and below `limit`.
     """
@@ -178,28 +178,36 @@ def rank_in_warp(
         is_same = (values[None] == values[:, None]) & is_wanted[None]
         is_same &= lane[None] // LANES == lane[:, None] // LANES
         before = jnp.sum(is_same & (lane[None] < lane[:, None]), axis=1, dtype=jnp.int32)
-        return before, ~jnp.any(is_same & (lane[None] > lane[:, None]), axis=1)
+        return before, jnp.sum(is_same, axis=1, dtype=jnp.int32)
 
     @plgpu.inline_mgpu(arg_types=(LAYOUT, LAYOUT), return_type=(INT32, INT32))
     def rank(_: Any, values: mgpu.FragmentedArray, wanted: mgpu.FragmentedArray) -> Any:
-        zero, value = inline.i32(0), scalar(values)
+        def lanes_with(bits: ir.Value) -> tuple[ir.Value, ir.Value]:
+            is_set = arith.cmpi(arith.CmpIPredicate.ne, bits, inline.i32(0))
+            return is_set, ballot(is_set)
 
-        def lanes_like(bits: ir.Value) -> ir.Value:
-            mine = arith.cmpi(arith.CmpIPredicate.ne, bits, zero)
-            lanes = ballot(mine)
-            return arith.select(mine, lanes, arith.xori(lanes, inline.i32(-1)))
-
-        same_lanes = ballot(arith.cmpi(arith.CmpIPredicate.ne, scalar(wanted), zero))
+        _, lanes = lanes_with(scalar(wanted))
         for bit in range((limit - 1).bit_length()):
-            like = lanes_like(arith.andi(value, inline.i32(1 << bit)))
-            same_lanes = arith.andi(same_lanes, like)
-        mine = arith.shli(inline.i32(1), lane_of_warp())
-        lower = arith.subi(mine, inline.i32(1))
-        higher = arith.xori(arith.ori(lower, mine), inline.i32(-1))
-        return tuple(array(ones(arith.andi(same_lanes, mask)), values) for mask in (lower, higher))
+            is_set, found = lanes_with(arith.andi(scalar(values), inline.i32(1 << bit)))
+            others = arith.xori(found, inline.i32(-1))
+            lanes = arith.andi(lanes, arith.select(is_set, found, others))
+        lower = arith.subi(arith.shli(inline.i32(1), lane_of_warp()), inline.i32(1))
+        return array(ones(arith.andi(lanes, lower)), values), array(ones(lanes), values)
 
-    before, after = rank(values, is_wanted.astype(jnp.int32))
-    return before, after == 0
+    found: tuple[jax.Array, jax.Array] = rank(values, is_wanted.astype(jnp.int32))
+    return found
+
+
+def synchronise_warp(*, interpret: bool) -> None:
+    """Makes what a lane stored in shared memory visible to the lanes of its warp."""
+    if interpret:
+        return
+
+    @plgpu.inline_mgpu()
+    def issue(_: Any) -> None:
+        inline.issue("bar.warp.sync 0xffffffff;", convergent=True)
+
+    issue()
 
 
 def scatter(

@@ -18,17 +18,17 @@ may begin or end within a user. A thread
 Each number is added in f32, in an order that the sizes and the index decide, and rounded once.
 
 The kernel is limited by memory: each row is read once. Candidates are put into the order of users
-by a launch of its own, unless they are sorted. If candidates are few, a CTA owns one user instead,
-and reads the whole index to list the user's candidates.
+by a launch of its own, unless they are sorted. Where rows are short, a CTA reads the index instead,
+and lists the candidates of some users; the candidates may be divided into parts, each with CTAs of
+its own, whose sums in f32 XLA adds up.
 
-Synchronisations: `Threads.commit` in the search, in step 2 and before step 3. CTAs do not wait for
-each other.
+Synchronisations: `Threads.commit` in the search or the lists, in step 2 and before step 3. CTAs do
+not wait for each other.
 """
 
 from __future__ import annotations
 
-import dataclasses
-import functools
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -36,13 +36,14 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
-from ikbo_jax.pallas.hopper import peers, per_thread
+from ikbo_jax.pallas.hopper import per_thread
 from ikbo_jax.pallas.hopper.launch import WarpgroupContext, launch_threads
 from ikbo_jax.pallas.hopper.per_thread import LANES, Threads, same
 from ikbo_jax.pallas.hopper.row_vectors import Rows, Words
 from ikbo_jax.pallas.look_up import parts
+from ikbo_jax.pallas.look_up.listing import list_users
 from ikbo_jax.pallas.look_up.parts import Operands, Own, Part, Shape, Shared
-from ikbo_jax.pallas.worklist import counted_order, work_order
+from ikbo_jax.pallas.worklist import counted_order, scan, work_order
 from ikbo_jax.problems import memory
 from ikbo_jax.problems.hopper import WARPGROUP_SIZE
 from ikbo_jax.problems.look_up import SegmentSumConfig, vector_words
@@ -68,147 +69,46 @@ def _sum(ctx: WarpgroupContext) -> None:
     """Runs one warpgroup of the CTA."""
     shape = ctx.shape
     threads = Threads(ctx.config.warpgroups, ctx.consumer, ctx.interpret)
+    scan.clear(threads, ctx.shared.has_any)
+    scan.clear(threads, ctx.shared.linked)
     chunk, piece = lax.rem(ctx.worker, shape.chunks), lax.div(ctx.worker, shape.chunks)
-    number = jnp.int32(0)  # of the CTA's part of the candidates
-    if shape.parts > 1:
-        number = (
-            lax.axis_index("cluster") if ctx.config.is_clustered else lax.div(piece, shape.slices)
-        )
-        piece = piece if ctx.config.is_clustered else lax.rem(piece, shape.slices)
+    number, piece = lax.div(piece, shape.slices), lax.rem(piece, shape.slices)
     thread = threads.number()
-    lane = lax.div(thread, same(shape.columns))
-    column = thread - lane * shape.columns
+    lane, column = per_thread.divided(thread, shape.columns)
     vector = chunk * shape.columns + column
-    lanes = threads.count // shape.columns
-    is_used = (lane < lanes) & (vector < shape.vectors)
+    is_used = (lane < threads.count // shape.columns) & (vector < shape.vectors)
     vector = jnp.minimum(vector, shape.vectors - 1)
-    listed, own = None, None
-    if ctx.config.lists:
-        listed, own = parts.list_users(ctx, threads, piece, number)
-    first_row = 0 if ctx.config.is_clustered else number * shape.users
-    ctas = 1 if ctx.config.lists else shape.parts
-    part = Part(ctx, threads, lane, vector, is_used, column == 0, listed, first_row, number, ctas)
-    if own is None:
-        own = parts.find_own(part, piece)
-    if ctx.config.is_clustered and ctx.config.lists:
-        _sum_in_cluster(part, own, chunk, number)
-        return
-    turns = lax.div(own.end - own.first + (threads.count - 1), jnp.int32(threads.count))
-
-    @pl.loop(0, turns)
-    def _(turn: Any) -> None:
-        place = thread + turn * threads.count
-        threads.keep(ctx.shared.has_any, place, same(0), place < own.end - own.first)
-
-    threads.commit()
+    listed = list_users(ctx, threads, piece, number) if shape.listed_users else None
+    first_row = number * shape.users
+    part = Part(ctx, threads, lane, vector, is_used, column == 0, first_row, listed)
+    own = parts.find_own(part, piece)
 
     @pl.when(own.begin < own.after)
     def _() -> None:
         _join(part, *_walk(part, own))
 
-    if part.ctas == 1:
-        threads.commit()
-    else:
-        peers.synchronise()
+    threads.commit()
     _store_zeros(part, own)
-    if part.ctas > 1:
-        peers.synchronise()  # the others have read
-
-
-def _sum_in_cluster(part: Part, own: Own, chunk: Any, number: Any) -> None:
-    """Sums the CTA's part of the candidates, then those of all CTAs of the cluster."""
-    shape, threads, partial = part.ctx.shape, part.threads, part.ctx.shared.partial
-    count = shape.listed_users * shape.columns
-    turns, places_of = threads.rounds(count)
-
-    @pl.loop(0, turns)
-    def _(turn: Any) -> None:
-        for x in places_of(turn):
-            peers.keep_floats(
-                partial,
-                x * shape.numbers,
-                [_no_sum()] * shape.numbers,
-                x < count,
-                interpret=part.ctx.interpret,
-            )
-
-    threads.commit()
-
-    @pl.when(own.begin < own.after)
-    def _() -> None:
-        _join(part, *_walk(part, own))
-
-    if part.ctx.interpret:
-        threads.commit()
-    else:
-        peers.synchronise()
-    rows = _output(part)
-    first = threads.number() + number * threads.count
-    stride = shape.parts * threads.count
-
-    @pl.loop(0, pl.cdiv(count, stride))
-    def _(turn: Any) -> None:
-        place = first + turn * stride
-        wanted = jnp.minimum(place, count - 1)
-        user = lax.div(wanted, same(shape.columns))
-        vector = wanted - user * shape.columns + chunk * shape.columns
-        found = [
-            peers.load(
-                partial, wanted * shape.numbers, shape.numbers, i, interpret=part.ctx.interpret
-            )
-            for i in range(shape.parts)
-        ]
-        sums = [functools.reduce(jnp.add, x) for x in zip(*found, strict=True)]
-        is_own = (place < count) & (user < own.end - own.first) & (vector < shape.vectors)
-        rows.store(user + own.first, vector, rows.rounded(sums), is_own)
-
-    if not part.ctx.interpret:
-        peers.synchronise()  # the others have read
-
-
-def _store(part: Part, user: Any, sums: Any, is_wanted: Any) -> None:
-    """Stores a user's sum: to the result, or to the sums of the CTA's part of candidates."""
-    shape = part.ctx.shape
-    if part.ctx.config.is_clustered and part.ctx.config.lists:
-        column = lax.rem(part.vector, same(shape.columns))
-        place = ((user - part.listed.user) * shape.columns + column) * shape.numbers
-        partial = part.ctx.shared.partial
-        peers.keep_floats(partial, place, sums, is_wanted, interpret=part.ctx.interpret)
-        return
-    rows = _output(part)
-    row = jnp.maximum(user, 0) + part.first_row
-    rows.store(row, part.vector, rows.rounded(sums), is_wanted)
 
 
 def _store_zeros(part: Part, own: Own) -> None:
     """Stores zeros for users without candidates (step 3)."""
-    rows = _output(part)
-    zeros = rows.rounded([_no_sum()] * part.ctx.shape.numbers)
+    nothing = (_no_sum(),) * part.ctx.shape.numbers
 
-    lanes = part.lanes * part.ctas
-
-    @pl.loop(0, lax.div(own.end - own.first + (lanes - 1), jnp.int32(lanes)))
+    @pl.loop(0, lax.div(own.end - own.first + (part.lanes - 1), jnp.int32(part.lanes)))
     def _(turn: Any) -> None:
-        number = part.lane + (turn * lanes + (part.number * part.lanes if part.ctas > 1 else 0))
+        number = part.lane + turn * part.lanes
         is_own = part.is_used & (number < own.end - own.first)
         number = jnp.where(is_own, number, same(0))
         has_any = part.threads.read(part.ctx.shared.has_any, number)
-        if part.ctas > 1:
-            shared = part.ctx.shared.has_any
-            has_any = sum(
-                peers.load(shared, number, 1, i, interpret=False)[0] for i in range(part.ctas)
-            )
-        row = number + (own.first + part.first_row)
-        rows.store(row, part.vector, zeros, is_own & (has_any == 0))
+        _store(part, number + own.first, nothing, is_own & (has_any == 0))
 
 
 def _walk(part: Part, own: Own) -> tuple[_Sums, Any]:
     """Adds up the lane's candidates (step 1); also returns whether the lane has any."""
     shape, unroll = part.ctx.shape, part.ctx.config.unroll
-    lanes = part.lanes * part.ctas
-    lane = part.lane + (part.number * part.lanes if part.ctas > 1 else 0)
-    each = lax.div(own.after - own.begin + (lanes - 1), jnp.int32(lanes))
-    first = jnp.minimum(lane * each + own.begin, own.after)
+    each = lax.div(own.after - own.begin + (part.lanes - 1), jnp.int32(part.lanes))
+    first = jnp.minimum(part.lane * each + own.begin, own.after)
     end = jnp.minimum(first + each, own.after)
     is_later = first > own.begin
     before = part.user(first - 1)
@@ -256,10 +156,9 @@ def _add(
 
 def _end_user(part: Part, own: Own, sums: _Sums, user: jax.Array, is_new: jax.Array) -> _Sums:
     """Begins the sum of a new user, in the threads that have one."""
-    if not (part.ctx.config.is_clustered and part.ctx.config.lists):
-        number = user - own.first
-        is_known = is_new & part.is_first & (number >= 0) & (number < own.end - own.first)
-        part.threads.keep(part.ctx.shared.has_any, number, same(1), is_known)
+    number = user - own.first
+    is_known = is_new & part.is_first & (number >= 0) & (number < own.end - own.first)
+    part.threads.keep(part.ctx.shared.has_any, number, same(1), is_known)
     is_head = is_new & (sums.is_head == 1)
     _store(part, sums.user, sums.open, is_new & (sums.is_head == 0))
     return _Sums(
@@ -277,64 +176,51 @@ def _join(part: Part, sums: _Sums, is_wanted: jax.Array) -> None:
     lane of one user alone is linked to the next lane.
     """
     shape, shared, threads = part.ctx.shape, part.ctx.shared, part.threads
-    thread = threads.number()
     is_linked = is_wanted & (sums.is_head == 1)
-    link = is_linked.astype(jnp.int32)
-    heads = [jnp.where(is_linked, x, y) for x, y in zip(sums.open, sums.head, strict=True)]
+    heads = tuple(jnp.where(is_linked, x, y) for x, y in zip(sums.open, sums.head, strict=True))
     own = pl.ds(threads.warpgroup * WARPGROUP_SIZE if threads.warpgroups > 1 else 0, WARPGROUP_SIZE)
 
-    def of_lane(distance: int) -> tuple[list[jax.Array], jax.Array]:
-        """Loads the sums and the link of a later lane."""
-        threads.commit()  # all have read
+    def publish(step: Any, heads: tuple[Any, ...], link: Any) -> None:
         for i, x in enumerate(heads):
             shared.sums[i, own] = x
         shared.links[own] = link
+        threads.add(shared.linked, same(0) + step, same(1), (link == 1) & part.is_first)
         threads.commit()
-        other = thread + distance * shape.columns
+
+    def of_lane(distance: Any) -> tuple[list[jax.Array], jax.Array]:
+        """Loads the sums and the link of a later lane."""
         is_lane = part.lane + distance < part.lanes
-        other = jnp.where(is_lane, other, thread)
+        other = threads.number() + jnp.where(is_lane, same(0) + distance * shape.columns, same(0))
         numbers = [threads.read(shared.sums.at[i], other) for i in range(shape.numbers)]
         return (
             [jnp.where(is_lane, x, _no_sum()) for x in numbers],
-            jnp.where(is_lane, threads.read(shared.links, other), same(1)),
+            jnp.where(is_lane, threads.read(shared.links, other), same(0)),
         )
 
-    distance = 1
-    while distance < part.lanes:
-        later, later_link = of_lane(distance)
-        heads = [jnp.where(link == 1, x + y, x) for x, y in zip(heads, later, strict=True)]
+    def join(carry: Any) -> Any:
+        step, heads, link = carry
+        later, later_link = of_lane(jnp.left_shift(1, step))
+        heads = tuple(jnp.where(link == 1, x + y, x) for x, y in zip(heads, later, strict=True))
         link = link * later_link
-        distance *= 2
-    later, later_link = of_lane(1)
-    if part.ctas > 1:
-        carry = _of_later_ctas(part)
-        later = [
-            x + jnp.where(later_link == 1, y, _no_sum()) for x, y in zip(later, carry, strict=True)
-        ]
+        threads.commit()  # all have read
+        publish(step + 1, heads, link)
+        return step + 1, heads, link
+
+    link = is_linked.astype(jnp.int32)
+    publish(0, heads, link)
+    # Most often, no lane is linked after one or two steps.
+    lax.while_loop(lambda x: shared.linked[x[0]] > 0, join, (jnp.int32(0), heads, link))
+    later, _ = of_lane(1)
     total = [x + y for x, y in zip(sums.open, later, strict=True)]
     _store(part, sums.user, total, is_wanted & (sums.is_head == 0))
 
 
-def _of_later_ctas(part: Part) -> list[Any]:
-    """Adds the sums that later CTAs of the cluster have of the last user of this one."""
-    shape, shared, threads = part.ctx.shape, part.ctx.shared, part.threads
-    column = lax.rem(part.vector, same(shape.columns))
-    peers.synchronise()
-    carry: list[Any] = [_no_sum()] * shape.numbers
-    for cta in reversed(range(1, part.ctas)):
-        places = [column + i * threads.count for i in range(shape.numbers)]
-        sums = [peers.load(shared.sums, x, 1, cta, interpret=False)[0] for x in places]
-        (link,) = peers.load(shared.links, column, 1, cta, interpret=False)
-        found = [x + jnp.where(link == 1, y, _no_sum()) for x, y in zip(sums, carry, strict=True)]
-        is_later = same(cta) > part.number
-        carry = [jnp.where(is_later, x, y) for x, y in zip(found, carry, strict=True)]
-    return carry
-
-
-def _output(part: Part) -> Rows:
+def _store(part: Part, user: jax.Array, sums: Sequence[jax.Array], is_wanted: jax.Array) -> None:
+    """Stores the sum of a user's candidates of the CTA's part."""
     out = part.ctx.outputs
     words = part.ctx.shape.numbers * jnp.dtype(out.dtype).itemsize // 4
-    return Rows(out, words, part.ctx.interpret)
+    rows = Rows(out, words, part.ctx.interpret)
+    rows.store(jnp.maximum(user, 0) + part.first_row, part.vector, rows.rounded(sums), is_wanted)
 
 
 def _no_sum() -> jax.Array:
@@ -385,7 +271,7 @@ def segment_sum_kernel(
     """
     batch, width = values.shape
     user, order = _order(
-        cand_to_user, users, as_it_is=is_sorted or config.lists, interpret=bool(interpret)
+        cand_to_user, users, as_it_is=is_sorted or config.users > 0, interpret=bool(interpret)
     )
     result = stored = jnp.dtype(dtype or values.dtype)
     words = vector_words(width, values.dtype.itemsize)
@@ -393,38 +279,34 @@ def segment_sum_kernel(
         values, words, stored = values.astype(jnp.float32), vector_words(width, 4), jnp.float32
     numbers = words * 4 // values.dtype.itemsize
     vectors = width // numbers
-    if interpret and config.is_clustered:  # the interpreter has no clusters
-        config = dataclasses.replace(config, parts=1)
     chunks, slices = config.divide(batch, users, vectors)
-    listed = config.users if config.lists else 0
-    is_joined = config.parts > 1 and not config.is_clustered
-    shape = Shape(batch, users, vectors, words, numbers, chunks, slices, listed, config.parts)
+    shape = Shape(batch, users, vectors, words, numbers, chunks, slices, config.users, config.parts)
     threads = config.warpgroups * WARPGROUP_SIZE
-    if is_joined:
+    if config.parts > 1:
         stored = jnp.float32
-    list_words = memory.Words((shape.most_listed,))
+    list_words = memory.Words((pl.cdiv(shape.most_listed, threads) * threads,))
+    is_sorting = config.users > 1
     found: jax.Array = launch_threads(
         _sum,
         shape,
         Operands(values, user, order),
-        jax.ShapeDtypeStruct((users * (config.parts if is_joined else 1), width), stored),
+        jax.ShapeDtypeStruct((config.parts * users, width), stored),
         Shared(
             memory.Floats((numbers, threads)),
             memory.Words((threads,)),
-            memory.Words(((2 * parts.levels(batch, threads) + 1) * threads // LANES + 2,)),
+            memory.Words((threads.bit_length() + 1,)),
+            memory.Words(((2 * parts.levels(batch, threads) + 1) * threads // LANES + 1,)),
             memory.Words((shape.most_users,)),
-            list_words if listed else None,
-            list_words if listed > 1 else None,
-            memory.Words((listed * threads // LANES,)) if listed > 1 else None,
-            memory.Floats((listed * shape.columns * numbers,)) if config.is_clustered else None,
+            list_words if config.users else None,
+            list_words if is_sorting else None,
+            memory.Words((config.users * threads // LANES,)) if is_sorting else None,
         ),
         name="ikbo_segment_sum",
-        workers=chunks * slices * (config.parts if is_joined else 1),
-        cluster=config.parts if config.is_clustered else 1,
+        workers=chunks * slices * config.parts,
         warpgroups=config.warpgroups,
         config=config,
         interpret=interpret,
     )
-    if is_joined:
+    if config.parts > 1:
         found = found.reshape(config.parts, users, width).sum(axis=0)
     return found.astype(result)
