@@ -228,7 +228,7 @@ TABLE: Table = [
     (r"redux\.sync\.add\.s32", reduction),
     (
         r"(?P<op>ld|st)(?:\.(?:volatile|relaxed|acquire|release|weak))?(?:\.gpu|\.sys|\.cta)?"
-        r"\.(?P<space>shared|global|param)(?:::\w+)?(?:\.nc)?(?:\.L1::\w+)?"
+        r"\.(?P<space>shared|global|param)(?:::\w+)?(?:\.nc|\.cs)?(?:\.L1::\w+)?"
         r"(?:\.v[248])?\.(?P<kind>[busf]\d+)",
         access,
     ),

@@ -23,8 +23,7 @@ from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, vector
 
 from ikbo_jax.pallas.hopper import inline, mosaic
-from ikbo_jax.pallas.hopper.warps import ballot, ones
-from ikbo_jax.pallas.hopper.warps import lane as lane_of_warp
+from ikbo_jax.pallas.hopper.warps import ballot
 from ikbo_jax.problems.hopper import WARPGROUP_SIZE
 
 LAYOUT = plgpu.Layout.WG_STRIDED((WARPGROUP_SIZE,), vec_size=1)
@@ -82,7 +81,12 @@ def load_words(address: ir.Value, count: int, *, is_early: bool = False) -> list
 
 
 def store_words(
-    address: ir.Value, words: Sequence[ir.Value], predicate: ir.Value, offset: int = 0
+    address: ir.Value,
+    words: Sequence[ir.Value],
+    predicate: ir.Value,
+    offset: int = 0,
+    *,
+    streams: bool = False,
 ) -> None:
     """Stores words of 32 bits to device memory, in inline code.
 
@@ -91,11 +95,12 @@ def store_words(
       words: four, two or one.
       predicate: bool, whether to store.
       offset: bytes from `address`, which is a multiple of the words' bytes with it.
+      streams: whether L2 evicts the words first.
     """
     names = ", ".join(f"${i}" for i in range(1, len(words) + 1))
     kind, names = ("b32", names) if len(words) == 1 else (f"v{len(words)}.b32", f"{{{names}}}")
     inline.issue(
-        f"st.global.{kind} [$0 + {offset}], {names};",
+        f"st.global{'.cs' * streams}.{kind} [$0 + {offset}], {names};",
         address,
         *words,
         predicate=predicate,
@@ -164,50 +169,6 @@ def any_of_warp(values: jax.Array, *, interpret: bool) -> jax.Array:
         return mgpu.FragmentedArray.splat(bits, (), is_signed=True)
 
     return vote(values.astype(jnp.int32)) != 0
-
-
-def rank_in_warp(
-    values: jax.Array, is_wanted: jax.Array, limit: int, *, interpret: bool
-) -> tuple[jax.Array, jax.Array]:
-    """Counts the lower lanes of the warp with the same value, and all of its lanes with that value.
-
-    Lanes that are not wanted do not count. Values are at least 0 and below `limit`.
-    """
-    if interpret:
-        lane = jnp.arange(WARPGROUP_SIZE, dtype=jnp.int32)
-        is_same = (values[None] == values[:, None]) & is_wanted[None]
-        is_same &= lane[None] // LANES == lane[:, None] // LANES
-        before = jnp.sum(is_same & (lane[None] < lane[:, None]), axis=1, dtype=jnp.int32)
-        return before, jnp.sum(is_same, axis=1, dtype=jnp.int32)
-
-    @plgpu.inline_mgpu(arg_types=(LAYOUT, LAYOUT), return_type=(INT32, INT32))
-    def rank(_: Any, values: mgpu.FragmentedArray, wanted: mgpu.FragmentedArray) -> Any:
-        def lanes_with(bits: ir.Value) -> tuple[ir.Value, ir.Value]:
-            is_set = arith.cmpi(arith.CmpIPredicate.ne, bits, inline.i32(0))
-            return is_set, ballot(is_set)
-
-        _, lanes = lanes_with(scalar(wanted))
-        for bit in range((limit - 1).bit_length()):
-            is_set, found = lanes_with(arith.andi(scalar(values), inline.i32(1 << bit)))
-            others = arith.xori(found, inline.i32(-1))
-            lanes = arith.andi(lanes, arith.select(is_set, found, others))
-        lower = arith.subi(arith.shli(inline.i32(1), lane_of_warp()), inline.i32(1))
-        return array(ones(arith.andi(lanes, lower)), values), array(ones(lanes), values)
-
-    found: tuple[jax.Array, jax.Array] = rank(values, is_wanted.astype(jnp.int32))
-    return found
-
-
-def synchronise_warp(*, interpret: bool) -> None:
-    """Makes what a lane stored in shared memory visible to the lanes of its warp."""
-    if interpret:
-        return
-
-    @plgpu.inline_mgpu()
-    def issue(_: Any) -> None:
-        inline.issue("bar.warp.sync 0xffffffff;", convergent=True)
-
-    issue()
 
 
 def scatter(

@@ -24,6 +24,7 @@ from jax.experimental import pallas as pl
 from ikbo_jax.pallas.hopper import per_thread
 from ikbo_jax.pallas.hopper.launch import WarpgroupContext
 from ikbo_jax.pallas.hopper.per_thread import LANES, Threads, divided, same
+from ikbo_jax.pallas.look_up import ranks
 from ikbo_jax.pallas.worklist import scan
 
 #: Bits of a candidate in a listed word, and their mask.
@@ -105,7 +106,7 @@ def _list_several(ctx: WarpgroupContext, threads: Threads, found: _Found) -> Any
     warp = lax.div(threads.number(), same(LANES))
     begin, count = warp * (len(found) * LANES), same(0)
     for number, user, is_own in found:
-        before, total = per_thread.rank_in_warp(same(0), is_own, 1, interpret=ctx.interpret)
+        before, total = ranks.rank_in_warp(same(0), is_own, 1, interpret=ctx.interpret)
         word = number + user * (1 << _BITS)
         threads.keep(shared.listed, begin + count + before, word, is_own)
         threads.add(shared.counts, user * threads.warps + warp, same(1), is_own)
@@ -142,14 +143,14 @@ def _sort(ctx: WarpgroupContext, threads: Threads, begins: jax.Array, count: jax
         word = threads.read(shared.listed, jnp.minimum(begins + place, shared.listed.shape[0] - 1))
         number = lax.shift_right_logical(jnp.where(is_listed, word, same(0)), same(_BITS))
         begin = threads.read(counts, number * threads.warps + warp)
-        per_thread.synchronise_warp(interpret=ctx.interpret)
-        before, total = per_thread.rank_in_warp(
+        ranks.synchronise_warp(interpret=ctx.interpret)
+        before, total = ranks.rank_in_warp(
             number, is_listed, shape.listed_users, interpret=ctx.interpret
         )
         threads.keep(shared.by_user, begin + before, word, is_listed)
         is_last = is_listed & (before == total - 1)
         threads.keep(counts, number * threads.warps + warp, begin + total, is_last)
-        per_thread.synchronise_warp(interpret=ctx.interpret)
+        ranks.synchronise_warp(interpret=ctx.interpret)
         return turn + 1
 
     def has_more(turn: Any) -> Any:
