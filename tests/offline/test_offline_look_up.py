@@ -18,9 +18,9 @@ pytestmark = pytest.mark.slow
 
 PROBLEMS = {
     "listed": SegmentSumProblem(1024, 15, 384, "bfloat16"),
-    "listed_of_several_users_f16": SegmentSumProblem(8192, 256, 384, "float16"),
+    "listed_by_two_warpgroups_f16": SegmentSumProblem(6587, 180, 568, "float16"),
+    "listed_by_user": SegmentSumProblem(8192, 256, 384, "bfloat16"),
     "listed_in_parts": SegmentSumProblem(33265, 1128, 48, "bfloat16"),
-    "listed_in_parts_of_words_f32": SegmentSumProblem(65536, 1024, 1, "float32"),
     "shared": SegmentSumProblem(65536, 4096, 1024, "bfloat16", True),
     "shared_f32": SegmentSumProblem(65536, 4096, 1000, "float32"),
     "two_numbers_f16": SegmentSumProblem(65536, 1000, 2, "float16", True),
