@@ -37,13 +37,17 @@ MOST_CHECKED = 10**7
 
 @dataclasses.dataclass(frozen=True)
 class Point:
-    """Sizes: candidates, users, bytes of a row, dtype, whether the index is sorted."""
+    """Sizes: candidates, users, bytes of a row, dtype, whether the index is sorted.
+
+    Hot: one user has half of the candidates.
+    """
 
     batch: int
     users: int
     row_bytes: int
     dtype: str
     is_sorted: bool
+    is_hot: bool = False
 
     @property
     def width(self) -> int:
@@ -68,6 +72,8 @@ def drawn(count: int = 20, seed: int = 47) -> list[Point]:
     return found
 
 
+#: Candidates, users and bytes of a row of points with a hot user.
+HOT = [(8192, 256, 768), (33_265, 1128, 96), (65_536, 4096, 2048)]
 #: Beside the drawn ones: training of an MLP, and what the kernels were made for.
 CHOSEN = [
     Point(8192, 256, 768, "bfloat16", False),
@@ -77,6 +83,7 @@ CHOSEN = [
     Point(10_000, 10_000, 256, "bfloat16", False),
     Point(65_536, 4096, 2048, "bfloat16", True),
     Point(65_536, 4096, 2048, "bfloat16", False),
+    *(Point(*sizes, "bfloat16", False, is_hot=True) for sizes in HOT),
 ]
 
 
@@ -127,10 +134,24 @@ def providers(point: Point) -> dict[str, tuple[str, Callable[..., jax.Array]]]:
     }
 
 
-def measure(point: Point, seed: int) -> dict[str, Any]:
+def compiled(point: Point) -> dict[str, Any]:
+    """Compiles all providers of a point."""
+    index = jax.ShapeDtypeStruct((point.batch,), jnp.int32)
+    user, values = (
+        jax.ShapeDtypeStruct((rows, point.width), point.dtype)
+        for rows in (point.users, point.batch)
+    )
+    return {
+        name: jax.jit(fn).lower(user if op == "look_up" else values, index).compile()
+        for name, (op, fn) in providers(point).items()
+    }
+
+
+def measure(point: Point, seed: int, programs: Mapping[str, Any]) -> dict[str, Any]:
     """Times all providers of a point, one after another, and checks this library's."""
     rng = np.random.default_rng(seed)
     at = rng.integers(0, point.users, point.batch).astype(np.int32)
+    at = np.where(rng.random(point.batch) < 0.5 * point.is_hot, np.int32(point.users // 3), at)
     at = np.sort(at) if point.is_sorted else at
     keys = jax.random.split(jax.random.key(seed))
     user, values = (
@@ -138,18 +159,9 @@ def measure(point: Point, seed: int) -> dict[str, Any]:
         for key, rows in zip(keys, (point.users, point.batch), strict=True)
     )
     index = jnp.asarray(at)
-    arguments = {"look_up": (user, index)}
-
-    def compiled(entry: tuple[str, Callable[..., jax.Array]]) -> tuple[Any, tuple[Any, ...]]:
-        op, fn = entry
-        args = arguments.get(op, (values, index))
-        return jax.jit(fn).lower(*args).compile(), args
-
-    found = providers(point)
-    with concurrent.futures.ThreadPoolExecutor() as pool:
-        programs = dict(zip(found, pool.map(compiled, found.values()), strict=True))
     record: dict[str, Any] = {**dataclasses.asdict(point), "us": {}}
-    for name, (program, args) in programs.items():
+    for name, (op, _) in providers(point).items():
+        program, args = programs[name], (user if op == "look_up" else values, index)
         try:
             start = time.perf_counter()
             jax.block_until_ready(program(*args))
@@ -159,27 +171,28 @@ def measure(point: Point, seed: int) -> dict[str, Any]:
             record["us"][name] = repr(error)[:80]
             continue
         record["us"][name] = round(measured.ms * 1e3, 2) if measured else None
-    record["error"] = _error(point, at, values, programs["ikbo.segment_sum"])
-    program, args = programs["ikbo.look_up"]
-    record["is_equal"] = bool(jnp.array_equal(program(*args), user[index]))
+    sums = programs["ikbo.segment_sum"](values, index)
+    record["error"] = _error(point, at, values, sums)
+    found = programs["ikbo.look_up"](user, index)
+    record["is_equal"] = bool(jnp.array_equal(found, user[index]))
     return record
 
 
-def _error(point: Point, at: np.ndarray, values: jax.Array, program: Any) -> float | None:
+def _error(point: Point, at: np.ndarray, values: jax.Array, sums: jax.Array) -> float | None:
     """The largest error of sums, in units of their last place; None if they are too many."""
     if point.batch * point.width > MOST_CHECKED:
         return None
     expected = np.zeros((point.users, point.width))
     np.add.at(expected, at, np.asarray(values, np.float64))
-    compiled, args = program
-    error = np.abs(np.asarray(compiled(*args), np.float64) - expected)
+    error = np.abs(np.asarray(sums, np.float64) - expected)
     unit = float(jnp.finfo(point.dtype).eps)
     return float(np.max(error / (unit * np.maximum(np.abs(expected), 1))))
 
 
 def describe(record: Mapping[str, Any]) -> str:
     """A line of the table: sizes, times beside XLA's best, fractions of a copy's bandwidth."""
-    point = Point(**{field.name: record[field.name] for field in dataclasses.fields(Point)})
+    names = {field.name for field in dataclasses.fields(Point)}
+    point = Point(**{name: x for name, x in record.items() if name in names})
     us = {name: x for name, x in record["us"].items() if isinstance(x, float)}
     if not us:
         return f"{point}: not timed, no GPU"
@@ -190,9 +203,10 @@ def describe(record: Mapping[str, Any]) -> str:
     )
     copied = 2 * point.batch * point.row_bytes / us["copy"]
     fractions = [point.moved / us[f"ikbo.{op}"] / copied for op in ("look_up", "segment_sum")]
+    kind = "sorted" if point.is_sorted else "hot" if point.is_hot else ""
     return (
         f"{point.batch:6} {point.users:6} {point.row_bytes:7} B {point.dtype:8} "
-        f"{'sorted' if point.is_sorted else '':6} {point.moved / 2**20:6.1f} MB | look_up "
+        f"{kind:6} {point.moved / 2**20:6.1f} MB | look_up "
         f"{us['ikbo.look_up']:7.2f} us x{us['gather'] / us['ikbo.look_up']:.2f} "
         f"{fractions[0]:.2f} | "
         f"segment_sum {ours:7.2f} us x{us[best] / ours:.2f} ({best}) {fractions[1]:.2f} | "
@@ -201,7 +215,8 @@ def describe(record: Mapping[str, Any]) -> str:
 
 
 def plot(records: Sequence[Mapping[str, Any]], path: pathlib.Path) -> None:
-    """Draws bandwidth over a row's bytes, beside XLA's."""
+    """Draws bandwidth over a row's bytes, beside XLA's, without hot users."""
+    records = [x for x in records if not x.get("is_hot")]
     panels = {
         "look_up": {"ikbo.look_up": "ikbo.look_up", "gather": "XLA's gather"},
         "segment_sum": {
@@ -236,9 +251,12 @@ def main() -> None:
         results, image = options.plot
         plot(json.loads(results.read_text())["points"], image)
         return
+    points = [*drawn(), *CHOSEN][: options.points]
+    with concurrent.futures.ThreadPoolExecutor() as pool:
+        programs = list(pool.map(compiled, points))
     records = []
-    for number, point in enumerate([*drawn(), *CHOSEN][: options.points]):
-        records.append(measure(point, number))
+    for number, (point, of_point) in enumerate(zip(points, programs, strict=True)):
+        records.append(measure(point, number, of_point))
         print(describe(records[-1]), flush=True)
     if options.out:
         results = {

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 from collections.abc import Iterator, Mapping
 from typing import Any, ClassVar, Self
@@ -14,12 +15,24 @@ from ikbo_jax.problems.problem import Config, Problem, Ranked, by_rule, doubling
 ITEM_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
 #: Values of `SegmentSumConfig.columns` and `SegmentSumConfig.each` that are considered.
 COLUMNS, EACH = (128, 64, 32, 16, 8, 4, 2), (128, 32, 16, 8, 4)
+#: Values of `SegmentSumConfig.parts` that are considered.
+PARTS = (1, 2, 4, 8, 16)
 #: Most candidates that a warpgroup lists: 32 for each thread.
 MOST_LISTED = 32 * WARPGROUP_SIZE
+#: Most users whose candidates a CTA lists.
+MOST_USERS = 1024
+#: Most vectors of a row where CTAs list several users: 4 kB; timed up to 3.3 kB.
+MOST_LISTED_VECTORS = 256
+#: Most candidates that all CTAs together read, where each lists one user.
+MOST_READ = 1e7
+#: Threads of CTAs that list, on all SMs at once.
+RESIDENT = 4 * WARPGROUP_SIZE * NUM_SMS
 #: Bytes of one user's candidates up to which XLA sums them, not the kernel; L2 has 50 MB.
 CACHE_BYTES = 4e7
 #: Vectors of a lookup above which a thread moves two.
-MANY_VECTORS = 2**19
+MANY_VECTORS = 2**22
+#: Bytes of a lookup's result from which on L2 evicts it first: 91 us instead of 102 for 220 MB.
+STREAMED_BYTES = 3.2e7
 #: Largest number that the kernels compute with.
 MOST = 2**31 - 2**20
 
@@ -91,9 +104,11 @@ class LookUpConfig(Config):
 
     Attributes:
       accesses: vectors that a thread moves, all in flight at once.
+      streams: whether L2 evicts the result first.
     """
 
     accesses: int = 2
+    streams: bool = False
 
     def illegal_reason(self, problem: RowsProblem) -> str | None:
         """Says why the kernel cannot run `problem`; None if it can."""
@@ -118,21 +133,23 @@ class SegmentSumConfig(Config):
       each: candidates of a thread, about.
       unroll: candidates whose loads are in flight at once.
       warpgroups: of a CTA.
-      lists: whether a CTA lists the candidates of one user; otherwise, candidates are put into the
-        order of users first, and CTAs share them evenly.
+      users: users whose candidates a CTA lists; 0: candidates are put into the order of users
+        first, and CTAs share them evenly.
+      parts: parts of the candidates, each with CTAs of its own that list.
     """
 
     columns: int = 16
     each: int = 16
     unroll: int = 4
     warpgroups: int = 1
-    lists: bool = False
+    users: int = 0
+    parts: int = 1
 
     def divide(self, batch: int, users: int, vectors: int) -> tuple[int, int]:
-        """Returns the number of chunks of columns, and of CTAs of a chunk."""
+        """Returns the number of chunks of columns, and of CTAs of a chunk and a part."""
         chunks = -(-vectors // min(self.columns, WARPGROUP_SIZE))
-        if self.lists:
-            return chunks, users
+        if self.users:
+            return chunks, -(-users // self.users)
         lanes = self.warpgroups * WARPGROUP_SIZE // -(-vectors // chunks)
         return chunks, min(users, -(-(batch + users) // (lanes * self.each)))
 
@@ -142,12 +159,18 @@ class SegmentSumConfig(Config):
             return f"columns must be from 1 to {WARPGROUP_SIZE}, but is {self.columns}"
         if self.each < 1 or not 1 <= self.unroll <= 8 or not 1 <= self.warpgroups <= 4:
             return f"each, unroll up to 8 and warpgroups up to 4 must be at least 1: {self}"
-        if self.lists and problem.batch > MOST_LISTED * self.warpgroups:
+        if not 0 <= self.users <= MOST_USERS or self.parts < 1 or self.parts > 1 > self.users:
+            return f"users must be from 0 to {MOST_USERS}, and parts 1, or more with users: {self}"
+        if self.users and -(-problem.batch // self.parts) > MOST_LISTED * self.warpgroups:
             return (
-                f"{self.warpgroups} warpgroups list at most {MOST_LISTED * self.warpgroups} "
-                f"candidates, but B={problem.batch}"
+                f"{self.warpgroups} warpgroups list at most {MOST_LISTED * self.warpgroups} of "
+                f"B={problem.batch} candidates in each of {self.parts} parts"
             )
-        return problem.why_not_rows()
+        if reason := problem.why_not_rows():
+            return reason
+        if self.parts * problem.users * problem.vectors > MOST:
+            return f"{self.parts} parts have more than {MOST} vectors: {problem.describe()}"
+        return None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -160,10 +183,11 @@ class LookUpProblem(RowsProblem):
     def rank(self) -> Iterator[Ranked]:
         """Yields the legal configurations, the most promising first."""
         if LookUpConfig().illegal_reason(self) is None:
-            # One access was 10 % faster where all take 1.5 us on an H100, and 5 % slower from
-            # 30 us on.
+            # One access was 10 % faster where all take 1.5 us on an H100, and 3 % slower where they
+            # take 90.
             accesses = (1, 2, 4) if self.batch * self.vectors < MANY_VECTORS else (2, 4, 1)
-            yield from by_rule(map(LookUpConfig, accesses))
+            streams = self.bytes_read >= STREAMED_BYTES
+            yield from by_rule(LookUpConfig(x, streams) for x in accesses)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -185,22 +209,60 @@ class SegmentSumProblem(RowsProblem):
         return config.illegal_reason(self) is None
 
     def _configs(self) -> Iterator[SegmentSumConfig]:
-        """Yields configurations that list and that share candidates, the faster kind first."""
-        warpgroups = next((x for x in (1, 2) if self.batch <= x * MOST_LISTED), 4)
-        lists = [SegmentSumConfig(x, 1, 4, warpgroups, lists=True) for x in COLUMNS]
+        """Yields configurations that list and that share candidates, the fastest first."""
+        listings = sorted(filter(self._is_legal, self._listings()), key=self._listing_us)
         shares = [SegmentSumConfig(x, each) for each in EACH for x in COLUMNS[2:-2]]
-        listing = next((x for x in lists if self._ctas(x) >= 100), lists[-1])
         # CTAs with many candidates take longest; so there should be several of them on each SM.
         least = {128: 4 * NUM_SMS}
         sharing = next(
             (x for x in shares if self._ctas(x) >= least.get(x.each, 3 * NUM_SMS // 2)), shares[-1]
         )
-        # As fitted to an H100, in microseconds. Every CTA reads the whole index from L2 to list its
-        # candidates. Otherwise CTAs search for theirs, and a launch before may sort.
-        listing_us = 4 * self.batch * self._ctas(listing) / 4.5e6 + 2 * (warpgroups - 1)
-        sharing_us = 2.5 + self.bytes_read / 3e7 + (0 if self.is_sorted else 3)
-        ways = [listing, sharing] if listing_us < sharing_us else [sharing, listing]
-        yield from dict.fromkeys([*ways, *shares[:8], *lists])
+        first = [sharing, *listings[:1]]
+        if listings and self._listing_us(listings[0]) < self._sharing_us(sharing):
+            first.reverse()
+        yield from dict.fromkeys([*first, *listings[1:4], *shares[:8]])
+
+    def _listings(self) -> Iterator[SegmentSumConfig]:
+        """Yields configurations whose CTAs list one user, or as many as four CTAs on an SM need."""
+        warpgroups = next((x for x in (1, 2) if self.batch <= x * MOST_LISTED), 4)
+        lists = [SegmentSumConfig(x, 1, 4, warpgroups, 1) for x in COLUMNS]
+        config = next((x for x in lists if self._ctas(x) >= 100), lists[-1])
+        if self.batch * self._ctas(config) <= MOST_READ:
+            yield config
+        if self.vectors > MOST_LISTED_VECTORS or self.bytes_read > CACHE_BYTES:
+            return
+        columns = min(16, self.vectors)
+        # A sorted part has the candidates of few users, and so of few CTAs.
+        all_parts = PARTS[:1] if self.is_sorted else PARTS
+        for warpgroups, parts in itertools.product((1, 2, 4), all_parts):
+            ctas = 4 * NUM_SMS // warpgroups
+            runs = max(1, ctas // (parts * -(-self.vectors // columns)))
+            yield SegmentSumConfig(columns, 1, 4, warpgroups, -(-self.users // runs), parts)
+
+    def _listing_us(self, config: SegmentSumConfig) -> float:
+        """Estimates the microseconds of a launch that lists, and of XLA's sum of parts."""
+        chunks, runs = config.divide(self.batch, self.users, self.vectors)
+        threads = config.warpgroups * WARPGROUP_SIZE
+        ctas, lanes = chunks * runs * config.parts, threads // -(-self.vectors // chunks)
+        part, waves = self.batch / config.parts, max(1, ctas * threads / RESIDENT)
+        listed = part / runs
+        reading = max(1, ctas / NUM_SMS) * part  # candidates, by an SM
+        summing = 0.125 * waves * listed / lanes
+        if config.users > 1:
+            summing += waves * (0.33 * math.ceil(listed / threads) + 0.001 * config.users)
+        us = 1.6 + 0.4 * config.warpgroups + self._memory_us(2.2e-4 * reading + summing)
+        if config.parts > 1:
+            us += 1.5 + 1.9e-6 * config.parts * self.users * self.width
+        return us
+
+    def _sharing_us(self, config: SegmentSumConfig) -> float:
+        """Estimates the same of a launch that shares candidates, and of one that orders them."""
+        us = 3.5 + self._memory_us(0.06 * config.each + 1.3e-7 * self.bytes_read)
+        return us + (0 if self.is_sorted else 1.5 + 1.7e-4 * self.batch + 1.2e-4 * self.users)
+
+    def _memory_us(self, us: float) -> float:
+        """Returns the longer of `us` and the time to read rows that do not stay in L2."""
+        return max(us, 3.9e-7 * self.bytes_read * (self.bytes_read > CACHE_BYTES))
 
     def _ctas(self, config: SegmentSumConfig) -> int:
         return math.prod(config.divide(self.batch, self.users, self.vectors))

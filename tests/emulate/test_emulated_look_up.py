@@ -19,8 +19,11 @@ CASES = {
     "many_candidates_of_a_user": (1900, 2, 8, "bfloat16", True, SegmentSumConfig(2, 2, 4)),
     "four_warpgroups": (120, 50, 50, "float16", True, SegmentSumConfig(3, 1, 2, 4)),
     "users_without_candidates": (20, 300, 16, "bfloat16", True, SegmentSumConfig(2, 4, 2)),
-    "listed": (150, 9, 20, "bfloat16", False, SegmentSumConfig(2, 1, 2, lists=True)),
-    "listed_odd_width": (140, 2, 5, "float16", False, SegmentSumConfig(4, 1, 2, lists=True)),
+    "listed": (150, 9, 20, "bfloat16", False, SegmentSumConfig(2, 1, 2, users=1)),
+    "listed_in_parts": (900, 9, 20, "bfloat16", False, SegmentSumConfig(2, 1, 2, 1, 4, 3)),
+    # A warp sorts more candidates than it has lanes.
+    "listed_by_warpgroups": (700, 3, 6, "float32", False, SegmentSumConfig(3, 1, 4, 2, 2)),
+    "listed_odd_width": (140, 2, 5, "float16", False, SegmentSumConfig(4, 1, 2, users=1)),
 }
 
 
@@ -36,7 +39,7 @@ def test_emulated_sums(name: str, sm90: emulator.Emulator) -> None:
         found = segment_sum_kernel(
             values, jnp.asarray(index), users, config=config, is_sorted=is_sorted
         )
-    orders = ["user_order"] * (not is_sorted and not config.lists)
+    orders = ["user_order"] * (not is_sorted and not config.users)
     assert launched == [f"ikbo_{x}_mosaic_gpu_kernel" for x in (*orders, "segment_sum")]
     expected = np.zeros((users, width))
     np.add.at(expected, np.clip(index, 0, users - 1), np.asarray(values, np.float64))
@@ -60,7 +63,7 @@ def test_emulated_lookups(width: int, dtype: str, sm90: emulator.Emulator) -> No
     user = jnp.asarray(rng.normal(size=(7, width)), dtype)
     index = jnp.asarray(rng.integers(-1, 8, 90), jnp.int32)
     with sm90.emulated(0) as launched:
-        found = look_up_kernel(user, index, config=LookUpConfig(2))
+        found = look_up_kernel(user, index, config=LookUpConfig(2, streams=True))
     assert launched == ["ikbo_look_up_mosaic_gpu_kernel"]
     np.testing.assert_array_equal(found, user[jnp.clip(index, 0, 6)])
     assert isinstance(found, jax.Array)

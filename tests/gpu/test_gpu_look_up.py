@@ -33,6 +33,13 @@ SIZES = [
     (40, 30000, 64, ""),
     (70000, 900, 16, ""),
     (20, 3, 100_000, ""),
+    (33265, 1128, 48, ""),
+]
+#: Lists of one user, of several, and of parts of the candidates, which XLA adds up.
+LISTINGS = [
+    SegmentSumConfig(16, 1, 4, 4, 1),
+    SegmentSumConfig(16, 1, 4, 4, 20),
+    SegmentSumConfig(8, 1, 4, 2, 64, 16),
 ]
 
 
@@ -66,7 +73,9 @@ def test_gpu_sums_of_all_configurations(size: tuple, dtype: str) -> None:
     values, index, *oracle = make(*size, dtype)
     problem = SegmentSumProblem(batch, users, width, dtype, order == "sorted")
     configs = problem.configs()
-    for config in {configs[0], configs[-1], SegmentSumConfig(8, 4, 8, 4), SegmentSumConfig(2, 2)}:
+    fixed = SegmentSumConfig(8, 4, 8, 4), SegmentSumConfig(2, 2)
+    listings = [x for x in LISTINGS if x.illegal_reason(problem) is None]
+    for config in {configs[0], configs[-1], *fixed, *listings}:
         kernel = functools.partial(
             segment_sum_kernel, users=users, config=config, is_sorted=problem.is_sorted
         )
@@ -85,8 +94,8 @@ def test_gpu_lookups_are_those_of_xla(width: int, dtype: str) -> None:
     expected = user[jnp.clip(index, 0, 36)]
     np.testing.assert_array_equal(found, expected)
     if width * user.dtype.itemsize % 4 == 0:
-        for accesses in (1, 3, 8):
-            found = look_up_kernel(user, index, config=LookUpConfig(accesses))
+        for config in map(LookUpConfig, (1, 3, 8), (False, True, False)):
+            found = look_up_kernel(user, index, config=config)
             np.testing.assert_array_equal(found, expected)
 
 
@@ -136,18 +145,20 @@ from ikbo_jax.pallas.look_up.gather import look_up_kernel
 from ikbo_jax.pallas.look_up.sums import segment_sum_kernel
 from ikbo_jax.problems.look_up import LookUpConfig, SegmentSumConfig
 
-shared, listed = SegmentSumConfig(3, 2, 2), SegmentSumConfig(2, 1, 2, lists=True)
+shared, listed = SegmentSumConfig(3, 2, 2), SegmentSumConfig(2, 1, 2, users=1)
+in_parts = SegmentSumConfig(2, 1, 2, 2, users=4, parts=3)
 for size, dtype, config in (
     ((300, 37, 48, ""), "float32", shared),
     ((1900, 2, 8, "sorted"), "bfloat16", shared),
     ((120, 50, 50, "sorted"), "float16", SegmentSumConfig(3, 1, 2, 4)),
     ((20, 300, 16, "sorted"), "bfloat16", shared),
     ((150, 9, 20, ""), "bfloat16", listed),
+    ((900, 9, 20, ""), "bfloat16", in_parts),
 ):
     values, index, *oracle = suite.make(*size, dtype)
     options = {"users": size[1], "config": config, "is_sorted": size[3] == "sorted"}
     suite.check(jax.jit(functools.partial(segment_sum_kernel, **options))(values, index), *oracle)
-    look_up_kernel(values, index, config=LookUpConfig()).block_until_ready()
+    look_up_kernel(values, index, config=LookUpConfig(streams=True)).block_until_ready()
 print("FINISHED")
 """
 
@@ -167,6 +178,8 @@ def test_gpu_soak() -> None:
         ((5000, 4999, 24, "sorted"), "float32"),
         ((9000, 400, 96, "one"), "float16"),
         ((40, 3000, 64, ""), "bfloat16"),
+        ((16384, 512, 48, ""), "bfloat16"),
+        ((4096, 1024, 64, ""), "float16"),
     ):
         values, index, *_ = make(*size, dtype)
         options = {"num_users": size[1], "indices_are_sorted": size[3] == "sorted"}

@@ -23,7 +23,9 @@ CASES = {
     "shared": (11, 4, 16, "bfloat16", False, SegmentSumConfig(1, 1, 2)),
     "odd_width": (6, 3, 3, "float16", True, SegmentSumConfig(2, 1, 1)),
     "users_without_candidates": (3, 9, 8, "bfloat16", True, SegmentSumConfig(2, 2, 1)),
-    "listed": (9, 3, 16, "float16", False, SegmentSumConfig(2, 1, 2, lists=True)),
+    "listed": (9, 3, 16, "float16", False, SegmentSumConfig(2, 1, 2, users=1)),
+    # Lanes of one user alone, users without candidates, and a part without candidates.
+    "listed_in_parts": (9, 5, 6, "float16", False, SegmentSumConfig(2, 1, 1, users=2, parts=4)),
 }
 
 

@@ -18,7 +18,12 @@ from sharded_calls import KINDS, mesh_of
 import ikbo_jax as ikbo
 from ikbo_jax import debug
 from ikbo_jax.layers import linen, nnx
-from ikbo_jax.problems.look_up import LookUpProblem, SegmentSumConfig, SegmentSumProblem
+from ikbo_jax.problems.look_up import (
+    LookUpConfig,
+    LookUpProblem,
+    SegmentSumConfig,
+    SegmentSumProblem,
+)
 from ikbo_jax.reference import look_up as reference
 
 pytestmark = pytest.mark.usefixtures("on_cpu")
@@ -235,6 +240,24 @@ def test_every_configuration_of_the_ranking_is_legal() -> None:
     assert "float64" in str(
         SegmentSumConfig().illegal_reason(SegmentSumProblem(1, 1, 1, "float64"))
     )
+
+
+def test_lookups_of_many_bytes_stream_and_move_more_by_thread() -> None:
+    for batch, width, config in (
+        (8192, 384, LookUpConfig(1)),
+        (65536, 256, LookUpConfig(1, streams=True)),
+        (65536, 1024, LookUpConfig(2, streams=True)),
+    ):
+        assert LookUpProblem(batch, 4096, width, "bfloat16").default_config() == config
+
+
+def test_long_rows_are_listed_by_user_and_many_candidates_not_at_all() -> None:
+    """Each CTA that lists reads its part of the index."""
+    assert SegmentSumProblem(2974, 100, 18600, "float16").default_config().users == 1
+    assert SegmentSumProblem(1007, 784, 36288, "float16").default_config().users == 0
+    for batch, users, width in ((9455, 198, 7904), (65536, 4096, 1024), (10**6, 9, 8)):
+        problem = SegmentSumProblem(batch, users, width, "bfloat16")
+        assert not any(config.users for config in problem.configs())
 
 
 def test_layers_look_up_rows() -> None:

@@ -215,14 +215,20 @@ def nothing(d: Decoder, ins: Instruction, _: re.Match[str]) -> Run:
     return lambda warp, mask: None
 
 
+def warp_barrier(d: Decoder, ins: Instruction, _: re.Match[str]) -> Run:
+    """All lanes of a warp run each instruction together."""
+    return aligned("bar.warp.sync", lambda warp, mask: None)
+
+
 TABLE: Table = [
     (r"shfl\.sync\.(?P<mode>idx|bfly|up|down)\.b32", shuffle),
     (r"elect\.sync", elect),
+    (r"bar\.warp\.sync", warp_barrier),
     (r"vote\.sync\.(?P<mode>ballot|any|all)\.(?:b32|pred)", vote),
     (r"redux\.sync\.add\.s32", reduction),
     (
         r"(?P<op>ld|st)(?:\.(?:volatile|relaxed|acquire|release|weak))?(?:\.gpu|\.sys|\.cta)?"
-        r"\.(?P<space>shared|global|param)(?:::\w+)?(?:\.nc)?(?:\.L1::\w+)?"
+        r"\.(?P<space>shared|global|param)(?:::\w+)?(?:\.nc|\.cs)?(?:\.L1::\w+)?"
         r"(?:\.v[248])?\.(?P<kind>[busf]\d+)",
         access,
     ),

@@ -81,7 +81,12 @@ def load_words(address: ir.Value, count: int, *, is_early: bool = False) -> list
 
 
 def store_words(
-    address: ir.Value, words: Sequence[ir.Value], predicate: ir.Value, offset: int = 0
+    address: ir.Value,
+    words: Sequence[ir.Value],
+    predicate: ir.Value,
+    offset: int = 0,
+    *,
+    streams: bool = False,
 ) -> None:
     """Stores words of 32 bits to device memory, in inline code.
 
@@ -90,11 +95,12 @@ def store_words(
       words: four, two or one.
       predicate: bool, whether to store.
       offset: bytes from `address`, which is a multiple of the words' bytes with it.
+      streams: whether L2 evicts the words first.
     """
     names = ", ".join(f"${i}" for i in range(1, len(words) + 1))
     kind, names = ("b32", names) if len(words) == 1 else (f"v{len(words)}.b32", f"{{{names}}}")
     inline.issue(
-        f"st.global.{kind} [$0 + {offset}], {names};",
+        f"st.global{'.cs' * streams}.{kind} [$0 + {offset}], {names};",
         address,
         *words,
         predicate=predicate,

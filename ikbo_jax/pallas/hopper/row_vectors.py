@@ -82,8 +82,16 @@ class Rows(NamedTuple):
         found: tuple[jax.Array, ...] = convert(*words)
         return found
 
-    def store(self, row: jax.Array, vector: jax.Array, words: Words, is_wanted: jax.Array) -> None:
-        """Stores a vector of each thread that wants it."""
+    def store(
+        self,
+        row: jax.Array,
+        vector: jax.Array,
+        words: Words,
+        is_wanted: jax.Array,
+        *,
+        streams: bool = False,
+    ) -> None:
+        """Stores a vector of each thread that wants it; if it streams, L2 evicts it first."""
         if self.interpret:
 
             @pl.loop(0, WARPGROUP_SIZE)
@@ -105,7 +113,7 @@ class Rows(NamedTuple):
             wanted = arith.cmpi(arith.CmpIPredicate.ne, per_thread.scalar(wanted), zero)
             for i in range(0, self.words, per_thread.VECTOR):
                 part = values[i : i + per_thread.VECTOR]
-                per_thread.store_words(address, part, wanted, 4 * i)
+                per_thread.store_words(address, part, wanted, 4 * i, streams=streams)
 
         issue(self.ref, row, vector, is_wanted.astype(jnp.int32), *words)
 

@@ -69,7 +69,8 @@ def _copy(ctx: WarpgroupContext) -> None:
     target = Rows(ctx.outputs, shape.words, ctx.interpret)
     vectors = [(user, vector) for user, (_, vector) in zip(users, places, strict=True)]
     for words, (candidate, vector) in zip(source.load(vectors), places, strict=True):
-        target.store(candidate, vector, words, candidate < shape.batch)
+        is_own = candidate < shape.batch
+        target.store(candidate, vector, words, is_own, streams=ctx.config.streams)
 
 
 def look_up_kernel(

@@ -1,7 +1,7 @@
 """What a CTA of the kernel for segment sums owns: users, and their candidates.
 
-Either a CTA lists the candidates of one user, or it searches for its part of the candidates in the
-order of users; see `sums`. A *place* is a candidate's number in that order.
+Either a CTA lists the candidates of a few users, see `listing`, or it searches for its part of the
+candidates in the order of users; see `sums`. A *place* is a candidate's number in that order.
 """
 
 from __future__ import annotations
@@ -16,8 +16,9 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from ikbo_jax.pallas.hopper.launch import WarpgroupContext
-from ikbo_jax.pallas.hopper.per_thread import Threads, same
+from ikbo_jax.pallas.hopper.per_thread import Threads
 from ikbo_jax.pallas.look_up import gather
+from ikbo_jax.pallas.look_up.listing import Listed
 
 #: Candidates that a thread reads at once in a search.
 _SAMPLES = 4
@@ -30,12 +31,16 @@ class Shape(gather.Shape):
     Attributes:
       numbers: numbers of a vector.
       chunks: chunks of columns.
-      slices: CTAs of a chunk.
+      slices: CTAs of a chunk and a part.
+      listed_users: users whose candidates a CTA lists; 0: it does not list.
+      parts: parts of the candidates, each with CTAs of its own.
     """
 
     numbers: int
     chunks: int
     slices: int
+    listed_users: int = 0
+    parts: int = 1
 
     @property
     def columns(self) -> int:
@@ -48,9 +53,14 @@ class Shape(gather.Shape):
         return pl.cdiv(self.batch + self.users, self.slices)
 
     @property
+    def most_listed(self) -> int:
+        """Largest number of candidates of a part."""
+        return pl.cdiv(self.batch, self.parts)
+
+    @property
     def most_users(self) -> int:
         """Largest number of users of a CTA."""
-        return min(self.users, self.each + 1)
+        return self.listed_users or min(self.users, self.each + 1)
 
 
 class Operands(NamedTuple):
@@ -66,9 +76,12 @@ class Shared(NamedTuple):
 
     sums: Any  # [numbers, threads] f32
     links: Any  # [threads]
-    totals: Any  # of the searches
+    linked: Any  # [steps]: counts the linked lanes before each step that joins sums
+    totals: Any  # of the searches, or of the list
     has_any: Any  # [most_users]: 1 for a user with candidates
-    listed: Any  # [B]: the candidates of the CTA's user; None if CTAs do not list
+    listed: Any  # the list; None if CTAs do not list
+    by_user: Any  # the list by user, and
+    counts: Any  # [listed_users * warps]: begins of its users; None if CTAs do not list several
 
 
 class Part(NamedTuple):
@@ -80,7 +93,8 @@ class Part(NamedTuple):
     vector: Any  # of a row
     is_used: Any  # whether the thread has a lane and a vector
     is_first: Any  # whether the vector is the chunk's first one
-    only_user: Any  # the user whose candidates the CTA lists; None: it does not
+    first_row: Any  # of the CTA's part of the result
+    listed: Listed | None  # None: the CTA does not list
 
     @property
     def lanes(self) -> int:
@@ -90,16 +104,15 @@ class Part(NamedTuple):
         """Loads the candidate at a place in the order of users."""
         order = self.ctx.operands.order
         last = self.ctx.shape.batch - 1
+        if self.listed is not None:
+            return jnp.clip(self.listed.candidate(place), 0, last)
         place = jnp.clip(place, 0, last)
-        if self.only_user is not None:
-            # Past the user's candidates, the list may hold anything.
-            return jnp.clip(self.threads.read(self.ctx.shared.listed, place), 0, last)
         return place if order is None else self.threads.read(order, place, "global")
 
     def user(self, place: jax.Array) -> jax.Array:
         """Loads the user of the candidate at a place in the order of users."""
-        if self.only_user is not None:
-            return same(0) + self.only_user
+        if self.listed is not None:
+            return self.listed.user(place)
         place = jnp.clip(place, 0, self.ctx.shape.batch - 1)
         user = self.threads.read(self.ctx.operands.user, place, "global")
         return jnp.clip(user, 0, self.ctx.shape.users - 1)
@@ -114,32 +127,11 @@ class Own(NamedTuple):
     after: Any
 
 
-def list_user(part: Part, user: Any) -> Own:
-    """Lists a user's candidates in shared memory; returns their range."""
-    shape, shared, threads = part.ctx.shape, part.ctx.shared, part.threads
-    numbers = [
-        threads.number() + i * threads.count for i in range(pl.cdiv(shape.batch, threads.count))
-    ]
-    last = same(shape.batch - 1)
-    loaded = [threads.read(part.ctx.operands.user, jnp.minimum(x, last), "global") for x in numbers]
-    is_own = [
-        (jnp.clip(x, 0, shape.users - 1) == user) & (number < shape.batch)
-        for number, x in zip(numbers, loaded, strict=True)
-    ]
-    count = functools.reduce(jnp.add, [x.astype(jnp.int32) for x in is_own])
-    (place,) = threads.sums_before([count], shared.totals)
-    for number, wanted in zip(numbers, is_own, strict=True):
-        threads.keep(shared.listed, place, number, wanted)
-        place = place + wanted.astype(jnp.int32)
-    is_last = threads.number() == threads.count - 1
-    threads.keep(shared.totals, same(threads.warps), place, is_last)
-    threads.commit()
-    return Own(user, user + 1, jnp.int32(0), shared.totals[threads.warps])
-
-
 def find_own(part: Part, piece: Any) -> Own:
     """Finds what the CTA owns."""
     shape = part.ctx.shape
+    if part.listed is not None:
+        return Own(*part.listed.users, jnp.int32(0), part.listed.count)
     limits = [jnp.minimum((piece + i) * shape.each, shape.batch + shape.users) for i in range(2)]
     places = _search(part, [lambda place, x=x: part.user(place) + place < x for x in limits], 0)
     users = [limit - place for limit, place in zip(limits, places, strict=True)]

@@ -18,15 +18,17 @@ may begin or end within a user. A thread
 Each number is added in f32, in an order that the sizes and the index decide, and rounded once.
 
 The kernel is limited by memory: each row is read once. Candidates are put into the order of users
-by a launch of its own, unless they are sorted. If candidates are few, a CTA owns one user instead,
-and reads the whole index to list the user's candidates.
+by a launch of its own, unless they are sorted. Where rows are short, a CTA reads the index instead,
+and lists the candidates of some users; the candidates may be divided into parts, each with CTAs of
+its own, whose sums in f32 XLA adds up.
 
-Synchronisations: `Threads.commit` in the search, in step 2 and before step 3. CTAs do not wait for
-each other.
+Synchronisations: `Threads.commit` in the search or the lists, in step 2 and before step 3. CTAs do
+not wait for each other.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -39,8 +41,9 @@ from ikbo_jax.pallas.hopper.launch import WarpgroupContext, launch_threads
 from ikbo_jax.pallas.hopper.per_thread import LANES, Threads, same
 from ikbo_jax.pallas.hopper.row_vectors import Rows, Words
 from ikbo_jax.pallas.look_up import parts
+from ikbo_jax.pallas.look_up.listing import list_users
 from ikbo_jax.pallas.look_up.parts import Operands, Own, Part, Shape, Shared
-from ikbo_jax.pallas.worklist import counted_order, work_order
+from ikbo_jax.pallas.worklist import counted_order, scan, work_order
 from ikbo_jax.problems import memory
 from ikbo_jax.problems.hopper import WARPGROUP_SIZE
 from ikbo_jax.problems.look_up import SegmentSumConfig, vector_words
@@ -66,25 +69,19 @@ def _sum(ctx: WarpgroupContext) -> None:
     """Runs one warpgroup of the CTA."""
     shape = ctx.shape
     threads = Threads(ctx.config.warpgroups, ctx.consumer, ctx.interpret)
+    scan.clear(threads, ctx.shared.has_any)
+    scan.clear(threads, ctx.shared.linked)
     chunk, piece = lax.rem(ctx.worker, shape.chunks), lax.div(ctx.worker, shape.chunks)
+    number, piece = lax.div(piece, shape.slices), lax.rem(piece, shape.slices)
     thread = threads.number()
-    lane = lax.div(thread, same(shape.columns))
-    column = thread - lane * shape.columns
+    lane, column = per_thread.divided(thread, shape.columns)
     vector = chunk * shape.columns + column
-    lanes = threads.count // shape.columns
-    is_used = (lane < lanes) & (vector < shape.vectors)
+    is_used = (lane < threads.count // shape.columns) & (vector < shape.vectors)
     vector = jnp.minimum(vector, shape.vectors - 1)
-    only_user = piece if ctx.config.lists else None
-    part = Part(ctx, threads, lane, vector, is_used, column == 0, only_user)
-    own = parts.list_user(part, piece) if ctx.config.lists else parts.find_own(part, piece)
-    turns = lax.div(own.end - own.first + (threads.count - 1), jnp.int32(threads.count))
-
-    @pl.loop(0, turns)
-    def _(turn: Any) -> None:
-        place = thread + turn * threads.count
-        threads.keep(ctx.shared.has_any, place, same(0), place < own.end - own.first)
-
-    threads.commit()
+    listed = list_users(ctx, threads, piece, number) if shape.listed_users else None
+    first_row = number * shape.users
+    part = Part(ctx, threads, lane, vector, is_used, column == 0, first_row, listed)
+    own = parts.find_own(part, piece)
 
     @pl.when(own.begin < own.after)
     def _() -> None:
@@ -96,8 +93,7 @@ def _sum(ctx: WarpgroupContext) -> None:
 
 def _store_zeros(part: Part, own: Own) -> None:
     """Stores zeros for users without candidates (step 3)."""
-    rows = _output(part)
-    zeros = rows.rounded([_no_sum()] * part.ctx.shape.numbers)
+    nothing = (_no_sum(),) * part.ctx.shape.numbers
 
     @pl.loop(0, lax.div(own.end - own.first + (part.lanes - 1), jnp.int32(part.lanes)))
     def _(turn: Any) -> None:
@@ -105,7 +101,7 @@ def _store_zeros(part: Part, own: Own) -> None:
         is_own = part.is_used & (number < own.end - own.first)
         number = jnp.where(is_own, number, same(0))
         has_any = part.threads.read(part.ctx.shared.has_any, number)
-        rows.store(number + own.first, part.vector, zeros, is_own & (has_any == 0))
+        _store(part, number + own.first, nothing, is_own & (has_any == 0))
 
 
 def _walk(part: Part, own: Own) -> tuple[_Sums, Any]:
@@ -164,8 +160,7 @@ def _end_user(part: Part, own: Own, sums: _Sums, user: jax.Array, is_new: jax.Ar
     is_known = is_new & part.is_first & (number >= 0) & (number < own.end - own.first)
     part.threads.keep(part.ctx.shared.has_any, number, same(1), is_known)
     is_head = is_new & (sums.is_head == 1)
-    rows, is_complete = _output(part), is_new & (sums.is_head == 0)
-    rows.store(jnp.maximum(sums.user, 0), part.vector, rows.rounded(sums.open), is_complete)
+    _store(part, sums.user, sums.open, is_new & (sums.is_head == 0))
     return _Sums(
         jnp.where(is_new, user, sums.user),
         tuple(jnp.where(is_new, _no_sum(), x) for x in sums.open),
@@ -181,45 +176,51 @@ def _join(part: Part, sums: _Sums, is_wanted: jax.Array) -> None:
     lane of one user alone is linked to the next lane.
     """
     shape, shared, threads = part.ctx.shape, part.ctx.shared, part.threads
-    thread = threads.number()
     is_linked = is_wanted & (sums.is_head == 1)
-    link = is_linked.astype(jnp.int32)
-    heads = [jnp.where(is_linked, x, y) for x, y in zip(sums.open, sums.head, strict=True)]
+    heads = tuple(jnp.where(is_linked, x, y) for x, y in zip(sums.open, sums.head, strict=True))
     own = pl.ds(threads.warpgroup * WARPGROUP_SIZE if threads.warpgroups > 1 else 0, WARPGROUP_SIZE)
 
-    def of_lane(distance: int) -> tuple[list[jax.Array], jax.Array]:
-        """Loads the sums and the link of a later lane."""
-        threads.commit()  # all have read
+    def publish(step: Any, heads: tuple[Any, ...], link: Any) -> None:
         for i, x in enumerate(heads):
             shared.sums[i, own] = x
         shared.links[own] = link
+        threads.add(shared.linked, same(0) + step, same(1), (link == 1) & part.is_first)
         threads.commit()
-        other = thread + distance * shape.columns
+
+    def of_lane(distance: Any) -> tuple[list[jax.Array], jax.Array]:
+        """Loads the sums and the link of a later lane."""
         is_lane = part.lane + distance < part.lanes
-        other = jnp.where(is_lane, other, thread)
+        other = threads.number() + jnp.where(is_lane, same(0) + distance * shape.columns, same(0))
         numbers = [threads.read(shared.sums.at[i], other) for i in range(shape.numbers)]
         return (
             [jnp.where(is_lane, x, _no_sum()) for x in numbers],
             jnp.where(is_lane, threads.read(shared.links, other), same(0)),
         )
 
-    distance = 1
-    while distance < part.lanes:
-        later, later_link = of_lane(distance)
-        heads = [jnp.where(link == 1, x + y, x) for x, y in zip(heads, later, strict=True)]
+    def join(carry: Any) -> Any:
+        step, heads, link = carry
+        later, later_link = of_lane(jnp.left_shift(1, step))
+        heads = tuple(jnp.where(link == 1, x + y, x) for x, y in zip(heads, later, strict=True))
         link = link * later_link
-        distance *= 2
+        threads.commit()  # all have read
+        publish(step + 1, heads, link)
+        return step + 1, heads, link
+
+    link = is_linked.astype(jnp.int32)
+    publish(0, heads, link)
+    # Most often, no lane is linked after one or two steps.
+    lax.while_loop(lambda x: shared.linked[x[0]] > 0, join, (jnp.int32(0), heads, link))
     later, _ = of_lane(1)
-    rows = _output(part)
-    total = rows.rounded([x + y for x, y in zip(sums.open, later, strict=True)])
-    is_last = is_wanted & (sums.is_head == 0)
-    rows.store(jnp.maximum(sums.user, 0), part.vector, total, is_last)
+    total = [x + y for x, y in zip(sums.open, later, strict=True)]
+    _store(part, sums.user, total, is_wanted & (sums.is_head == 0))
 
 
-def _output(part: Part) -> Rows:
+def _store(part: Part, user: jax.Array, sums: Sequence[jax.Array], is_wanted: jax.Array) -> None:
+    """Stores the sum of a user's candidates of the CTA's part."""
     out = part.ctx.outputs
     words = part.ctx.shape.numbers * jnp.dtype(out.dtype).itemsize // 4
-    return Rows(out, words, part.ctx.interpret)
+    rows = Rows(out, words, part.ctx.interpret)
+    rows.store(jnp.maximum(user, 0) + part.first_row, part.vector, rows.rounded(sums), is_wanted)
 
 
 def _no_sum() -> jax.Array:
@@ -270,7 +271,7 @@ def segment_sum_kernel(
     """
     batch, width = values.shape
     user, order = _order(
-        cand_to_user, users, as_it_is=is_sorted or config.lists, interpret=bool(interpret)
+        cand_to_user, users, as_it_is=is_sorted or config.users > 0, interpret=bool(interpret)
     )
     result = stored = jnp.dtype(dtype or values.dtype)
     words = vector_words(width, values.dtype.itemsize)
@@ -279,24 +280,33 @@ def segment_sum_kernel(
     numbers = words * 4 // values.dtype.itemsize
     vectors = width // numbers
     chunks, slices = config.divide(batch, users, vectors)
-    shape = Shape(batch, users, vectors, words, numbers, chunks, slices)
+    shape = Shape(batch, users, vectors, words, numbers, chunks, slices, config.users, config.parts)
     threads = config.warpgroups * WARPGROUP_SIZE
+    if config.parts > 1:
+        stored = jnp.float32
+    list_words = memory.Words((pl.cdiv(shape.most_listed, threads) * threads,))
+    is_sorting = config.users > 1
     found: jax.Array = launch_threads(
         _sum,
         shape,
         Operands(values, user, order),
-        jax.ShapeDtypeStruct((users, width), stored),
+        jax.ShapeDtypeStruct((config.parts * users, width), stored),
         Shared(
             memory.Floats((numbers, threads)),
             memory.Words((threads,)),
-            memory.Words(((2 * parts.levels(batch, threads) + 1) * threads // LANES,)),
-            memory.Words((1 if config.lists else shape.most_users,)),
-            memory.Words((batch,)) if config.lists else None,
+            memory.Words((threads.bit_length() + 1,)),
+            memory.Words(((2 * parts.levels(batch, threads) + 1) * threads // LANES + 1,)),
+            memory.Words((shape.most_users,)),
+            list_words if config.users else None,
+            list_words if is_sorting else None,
+            memory.Words((config.users * threads // LANES,)) if is_sorting else None,
         ),
         name="ikbo_segment_sum",
-        workers=chunks * slices,
+        workers=chunks * slices * config.parts,
         warpgroups=config.warpgroups,
         config=config,
         interpret=interpret,
     )
+    if config.parts > 1:
+        found = found.reshape(config.parts, users, width).sum(axis=0)
     return found.astype(result)

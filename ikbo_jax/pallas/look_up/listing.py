@@ -1,0 +1,161 @@
+"""Lists of candidates of a few users, which each CTA makes for itself from the index.
+
+A CTA has a run of users and a part of the candidates, of which each thread loads some. A warp
+
+  1. lists its candidates of the CTA's users, and counts each user's,
+  2. sorts its list by user; each user's candidates are ordered by warp.
+
+If the CTA has one user, the lists of the warps follow each other, and there is no step 2.
+
+Listing is limited by its synchronisations, three or four, and by the 16 instructions for each
+candidate of the part; loads of the index are all in flight at once.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+
+from ikbo_jax.pallas.hopper import per_thread
+from ikbo_jax.pallas.hopper.launch import WarpgroupContext
+from ikbo_jax.pallas.hopper.per_thread import LANES, Threads, divided, same
+from ikbo_jax.pallas.look_up import ranks
+from ikbo_jax.pallas.worklist import scan
+
+#: Bits of a candidate in a listed word, and their mask.
+_BITS, _LOW = 16, 2**16 - 1
+
+
+class Listed(NamedTuple):
+    """Holds a list in the order of users: words of a user and a candidate, from the CTA's first."""
+
+    threads: Threads
+    words: Any
+    has_users: bool  # whether words hold users
+    users: tuple[Any, Any]  # the CTA's first user, and the end
+    first: Any  # candidate of the CTA's part
+    count: Any  # candidates
+
+    def candidate(self, place: jax.Array) -> jax.Array:
+        """Loads the candidate at a place; past the end, it may be any number."""
+        return (self._word(place) & _LOW) + self.first
+
+    def user(self, place: jax.Array) -> jax.Array:
+        """Loads the user of the candidate at a place."""
+        if not self.has_users:
+            return same(0) + self.users[0]
+        return lax.shift_right_logical(self._word(place), same(_BITS)) + self.users[0]
+
+    def _word(self, place: jax.Array) -> jax.Array:
+        return self.threads.read(self.words, jnp.clip(place, 0, self.words.shape[0] - 1))
+
+
+#: Candidates of a thread: number in the part, user's number in the run, and whether it is there.
+_Found = list[tuple[jax.Array, jax.Array, jax.Array]]
+
+
+def list_users(ctx: WarpgroupContext, threads: Threads, piece: Any, part: Any) -> Listed:
+    """Lists the candidates that part `part` has of the users of run `piece`."""
+    shape, shared = ctx.shape, ctx.shared
+    has_users = shape.listed_users > 1
+    first, begin = piece * shape.listed_users, part * shape.most_listed
+    end = jnp.minimum(first + shape.listed_users, shape.users)
+    after = jnp.minimum(begin + shape.most_listed, shape.batch)
+    numbers = [
+        threads.number() + i * threads.count
+        for i in range(pl.cdiv(shape.most_listed, threads.count))
+    ]
+    last = same(shape.batch - 1)
+    loaded = [
+        threads.read(ctx.operands.user, jnp.minimum(x + begin, last), "global") for x in numbers
+    ]
+    found = []
+    for number, user in zip(numbers, loaded, strict=True):
+        user = jnp.clip(user, 0, shape.users - 1) - first
+        is_own = (user >= 0) & (user < end - first) & (number < after - begin)
+        found.append((number, user, is_own))
+    count = (_list_several if has_users else _list_one)(ctx, threads, found)
+    words = shared.by_user if has_users else shared.listed
+    return Listed(threads, words, has_users, (first, end), begin, count)
+
+
+def _list_one(ctx: WarpgroupContext, threads: Threads, found: _Found) -> Any:
+    """Lists the candidates of the only user; returns their number."""
+    shared = ctx.shared
+    count = functools.reduce(jnp.add, [is_own.astype(jnp.int32) for *_, is_own in found])
+    (place,) = threads.sums_before([count], shared.totals)
+    for number, _, is_own in found:
+        threads.keep(shared.listed, place, number, is_own)
+        place = place + is_own.astype(jnp.int32)
+    is_last = threads.number() == threads.count - 1
+    threads.keep(shared.totals, same(threads.warps), place, is_last)
+    threads.commit()
+    return shared.totals[threads.warps]
+
+
+def _list_several(ctx: WarpgroupContext, threads: Threads, found: _Found) -> Any:
+    """Lists each warp's candidates (step 1), and sorts them (step 2); returns their number."""
+    shared = ctx.shared
+    scan.clear(threads, shared.counts)  # while the index is on its way
+    threads.commit()
+    warp = lax.div(threads.number(), same(LANES))
+    begin, count = warp * (len(found) * LANES), same(0)
+    for number, user, is_own in found:
+        before, total = ranks.rank_in_warp(same(0), is_own, 1, interpret=ctx.interpret)
+        word = number + user * (1 << _BITS)
+        threads.keep(shared.listed, begin + count + before, word, is_own)
+        threads.add(shared.counts, user * threads.warps + warp, same(1), is_own)
+        count = count + total
+    threads.commit()
+    return _sort(ctx, threads, begin, count)
+
+
+def _sort(ctx: WarpgroupContext, threads: Threads, begins: jax.Array, count: jax.Array) -> Any:
+    """Sorts each warp's list by user, from `listed` to `by_user`; returns the number of all.
+
+    Args:
+      begins: where the warp's list begins.
+      count: its candidates.
+    """
+    shape, shared, counts = ctx.shape, ctx.shared, ctx.shared.counts
+    (most,) = counts.shape
+    warp, lane = divided(threads.number(), LANES)
+
+    def read(places: list[jax.Array]) -> list[tuple[jax.Array]]:
+        found = [threads.read(counts, jnp.minimum(x, most - 1)) for x in places]
+        return [(jnp.where(x < most, y, same(0)),) for x, y in zip(places, found, strict=True)]
+
+    def store(place: jax.Array, before: Any, number: Any) -> None:
+        threads.keep(counts, place, before[0], place < most)
+        threads.keep(shared.totals, same(threads.warps), before[0] + number[0], place == most - 1)
+
+    scan.running_sums(threads, most, read, store, shared.totals)
+    threads.commit()
+
+    def one_turn(turn: Any) -> Any:
+        place = lane + turn * LANES
+        is_listed = place < count
+        word = threads.read(shared.listed, jnp.minimum(begins + place, shared.listed.shape[0] - 1))
+        number = lax.shift_right_logical(jnp.where(is_listed, word, same(0)), same(_BITS))
+        begin = threads.read(counts, number * threads.warps + warp)
+        ranks.synchronise_warp(interpret=ctx.interpret)
+        before, total = ranks.rank_in_warp(
+            number, is_listed, shape.listed_users, interpret=ctx.interpret
+        )
+        threads.keep(shared.by_user, begin + before, word, is_listed)
+        is_last = is_listed & (before == total - 1)
+        threads.keep(counts, number * threads.warps + warp, begin + total, is_last)
+        ranks.synchronise_warp(interpret=ctx.interpret)
+        return turn + 1
+
+    def has_more(turn: Any) -> Any:
+        return per_thread.any_of_warp(lane + turn * LANES < count, interpret=ctx.interpret)
+
+    lax.while_loop(has_more, one_turn, jnp.int32(0))
+    threads.commit()
+    return shared.totals[threads.warps]
