@@ -19,7 +19,7 @@ from ikbo_jax.ops import (
     reverse_only,
 )
 from ikbo_jax.ops.attention_vmap import Arrays
-from ikbo_jax.ops.op import Call, Folded, Named, Op, unstack
+from ikbo_jax.ops.op import Call, Folded, Named, Op
 from ikbo_jax.ops.partition import Rule, dimensions
 from ikbo_jax.ops.sharded import (
     aligned,
@@ -29,6 +29,7 @@ from ikbo_jax.ops.sharded import (
     vary_over_same_axes,
     zeros,
 )
+from ikbo_jax.ops.stacking import unstack
 from ikbo_jax.problems import AttentionConfig, AttentionProblem, FewQueriesConfig
 from ikbo_jax.problems.hopper import WGMMA_M
 from ikbo_jax.reference import attention as reference

@@ -10,8 +10,9 @@ import jax
 
 from ikbo_jax.ops import attention_vmap, dispatch
 from ikbo_jax.ops.attention_vmap import Arrays
-from ikbo_jax.ops.op import Gradient, concatenate, gradient_config, unstack
+from ikbo_jax.ops.op import Gradient, gradient_config
 from ikbo_jax.ops.sharded import run_kernel
+from ikbo_jax.ops.stacking import concatenate, unstack
 from ikbo_jax.problems import AttentionBackwardConfig, AttentionBackwardProblem, AttentionProblem
 from ikbo_jax.reference import attention_grouped
 

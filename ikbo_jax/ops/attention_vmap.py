@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from ikbo_jax.ops.op import concatenate, stack
+from ikbo_jax.ops.stacking import concatenate, stack
 
 
 class Arrays(NamedTuple):

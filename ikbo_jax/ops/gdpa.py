@@ -19,9 +19,10 @@ from ikbo_jax.ops import (
     gdpa_vmap,
     reverse_only,
 )
-from ikbo_jax.ops.op import Call, Folded, Gradient, Named, Op, Part, concatenate, unstack
+from ikbo_jax.ops.op import Call, Folded, Gradient, Named, Op, Part
 from ikbo_jax.ops.partition import Division
 from ikbo_jax.ops.sharded import run_kernel, vary_over_same_axes, zeros
+from ikbo_jax.ops.stacking import concatenate, unstack
 from ikbo_jax.problems import GdpaBackwardTuning, GdpaConfig, GdpaProblem, ShortGdpaConfig
 from ikbo_jax.reference import gdpa as reference
 from ikbo_jax.reference import gdpa_chunked, jagged

@@ -12,7 +12,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from ikbo_jax.ops.op import concatenate, stack
+from ikbo_jax.ops.stacking import concatenate, stack
 from ikbo_jax.reference.gdpa import Arrays, Settings, num_sequences
 
 

@@ -20,10 +20,11 @@ from ikbo_jax.ops.linear_compression_backward import (
     fold,
     problem_of,
 )
-from ikbo_jax.ops.op import Call, Folded, Named, Op, Part, unstack
+from ikbo_jax.ops.op import Call, Folded, Named, Op, Part
 from ikbo_jax.ops.padded_weight import PaddedWeight, pad_columns
 from ikbo_jax.ops.partition import Division
 from ikbo_jax.ops.sharded import run_kernel, vary_over_same_axes, zeros
+from ikbo_jax.ops.stacking import unstack
 from ikbo_jax.problems import (
     LinearCompressionConfig,
     LinearCompressionProblem,

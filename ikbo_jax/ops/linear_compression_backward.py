@@ -11,8 +11,9 @@ import jax
 import jax.numpy as jnp
 
 from ikbo_jax.ops import dispatch
-from ikbo_jax.ops.op import Gradient, gradient_config, stack, unstack
+from ikbo_jax.ops.op import Gradient, gradient_config
 from ikbo_jax.ops.sharded import run_kernel
+from ikbo_jax.ops.stacking import stack, unstack
 from ikbo_jax.problems import (
     LinearCompressionBackwardProblem,
     LinearCompressionBackwardTuning,

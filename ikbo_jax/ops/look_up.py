@@ -13,19 +13,10 @@ import jax
 import jax.numpy as jnp
 
 from ikbo_jax.ops import arguments, dispatch, reverse_only
-from ikbo_jax.ops.op import (
-    Call,
-    Folded,
-    Gradient,
-    Named,
-    Op,
-    Part,
-    gradient_config,
-    stack,
-    unstack,
-)
+from ikbo_jax.ops.op import Call, Folded, Gradient, Named, Op, Part, gradient_config
 from ikbo_jax.ops.partition import Division, dimensions
 from ikbo_jax.ops.sharded import run_kernel, vary_over_same_axes, zeros
+from ikbo_jax.ops.stacking import stack, unstack
 from ikbo_jax.problems.look_up import LookUpProblem, RowsProblem, SegmentSumProblem
 from ikbo_jax.reference import look_up as reference
 
