@@ -25,7 +25,10 @@ from ikbo_jax.reference import hstu
 
 
 def mask_tiles(
-    listed: lists.TileList, intervals: jax.Array, block_kv: int
+    listed: lists.TileList,
+    intervals: jax.Array,
+    block_kv: int,
+    keys_per_group: int | None = None,
 ) -> tuple[lists.TileList, jax.Array]:
     """Narrows tiles of `TILE_ROWS` rows to the keys that their rows see, and sorts them again.
 
@@ -33,6 +36,7 @@ def mask_tiles(
       listed: tiles of all rows of the result.
       intervals: [rows of the result, 4] int32, see `reference.gdpa.Arrays`.
       block_kv: keys of a block.
+      keys_per_group: as for `masked.masked_tiles`.
 
     Returns:
       Tiles with the words of a mask, whose position is the tile's number; and what each row sees,
@@ -56,7 +60,7 @@ def mask_tiles(
     count = jnp.maximum(last - first - skipped, 0)
     words = words.at[:, lists.KV_START].add(first).at[:, lists.KV_LENGTH].set(count)
     words = jnp.concatenate([words, jnp.stack(columns, axis=1), cuts], axis=1)
-    tiles = by_xla.by_blocks(lists.TileList(words, listed.counts), block_kv)
+    tiles = by_xla.by_blocks(lists.TileList(words, listed.counts), block_kv, keys_per_group)
     return tiles, jnp.moveaxis(ends, 3, 2)
 
 

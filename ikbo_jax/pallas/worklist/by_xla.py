@@ -20,6 +20,7 @@ from ikbo_jax.pallas.worklist import counted_order, work_order
 from ikbo_jax.pallas.worklist.keys_of_tile import keys_of_tile
 from ikbo_jax.pallas.worklist.lists import (
     KV_LENGTH,
+    KV_START,
     STATISTICS_ROW,
     WORK_WORDS,
     Offsets,
@@ -59,7 +60,9 @@ def query_tiles(offsets: Offsets, *, size: int, unit: int = 1) -> TileList:
     return TileList(jnp.stack(columns, axis=1), counts)
 
 
-def masked_tiles(offsets: Offsets, *, size: int, unit: int) -> TileList:
+def masked_tiles(
+    offsets: Offsets, *, size: int, unit: int, keys_per_group: int | None = None
+) -> TileList:
     """Lists tiles of queries that have a rule, as `masked.masked_tiles` does."""
     rule = offsets.rule
     assert rule is not None
@@ -86,14 +89,19 @@ def masked_tiles(offsets: Offsets, *, size: int, unit: int) -> TileList:
     )
     columns = (*rows, kv_start + found.first, found.count, *found.mask)
     listed = jnp.stack([x + jnp.zeros_like(done) for x in columns], axis=1)
-    return by_blocks(TileList(listed, counts), unit)
+    return by_blocks(TileList(listed, counts), unit, keys_per_group)
 
 
-def by_blocks(listed: TileList, unit: int) -> TileList:
-    """Sorts tiles by falling numbers of blocks of `unit` keys."""
+def by_blocks(listed: TileList, unit: int, keys_per_group: int | None = None) -> TileList:
+    """Sorts tiles by groups of keys, if any, and by falling numbers of blocks of `unit` keys.
+
+    Tiles without keys are the last.
+    """
     is_tile = jnp.arange(listed.words.shape[0], dtype=jnp.int32) < listed.counts[1]
     blocks = jnp.where(is_tile, -(-listed.words[:, KV_LENGTH] // unit), -1)
-    words = listed.words[jnp.argsort(-blocks, stable=True)]
+    groups = listed.words[:, KV_START] // (keys_per_group or 2**31 - 1)
+    groups = jnp.where(blocks > 0, groups, 2**31 - 1)
+    words = listed.words[jnp.lexsort((-blocks, groups))]
     return TileList(words, listed.counts.at[0].set(jnp.sum(blocks > 0, dtype=jnp.int32)))
 
 

@@ -1,9 +1,10 @@
 """Lists tiles of masked queries: the keys that a tile's rows see, in the list's own launch.
 
 A tile takes the keys between the first and the last one that its rows see, without whole blocks
-that none of its rows sees between the history and a target's group.  Tiles are sorted by the blocks
-that are left.  The list counts and places tiles as `positions` counts and places segments: here a
-segment is one tile, which every thread finds by bisection.
+that none of its rows sees between the history and a target's group.  Tiles are sorted by groups of
+neighbouring keys, if any, and in a group by the blocks that are left.  The list counts and places
+tiles as `positions` counts and places segments: here a segment is one tile, which every thread
+finds by bisection.
 """
 
 from __future__ import annotations
@@ -154,19 +155,27 @@ def list_masked_tiles(ctx: MaskedContext) -> None:
 # Host side
 
 
-def masked_tiles(offsets: Offsets, *, size: int, unit: int, interpret: Any = False) -> TileList:
+def masked_tiles(
+    offsets: Offsets,
+    *,
+    size: int,
+    unit: int,
+    keys_per_group: int | None = None,
+    interpret: Any = False,
+) -> TileList:
     """Lists tiles of queries that have a rule, sorted by the blocks of keys that their rows see.
 
-    Tiles have `MASK_WORDS` further words. Arguments are as for `tiles.query_tiles`.
+    Tiles have `MASK_WORDS` further words. Tiles whose keys begin in the first `keys_per_group` rows
+    come first, and so on. Other arguments are as for `tiles.query_tiles`.
     """
     operands = offsets.arrays
-    if sum(x.shape[0] for x in operands if x is not None) > MOST_LISTED_WORDS:
-        return by_xla.masked_tiles(offsets, size=size, unit=unit)
     assert offsets.rule is not None
-    groups = 1 if interpret else WARPGROUPS
-    kinds = {"is_merged": False, "rule": offsets.rule}
-    plain = dataclasses.asdict(Shape.of(offsets, size, unit, warpgroups=groups))
+    warpgroups = 1 if interpret else WARPGROUPS
+    kinds = {"is_merged": False, "rule": offsets.rule, "keys_per_group": keys_per_group}
+    plain = dataclasses.asdict(Shape.of(offsets, size, unit, warpgroups=warpgroups))
     shape = MaskedShape(**(plain | kinds))
+    if sum(x.shape[0] for x in operands if x is not None) + shape.parts > MOST_LISTED_WORDS:
+        return by_xla.masked_tiles(offsets, size=size, unit=unit, keys_per_group=keys_per_group)
     own = own_segments((shape,))
     shared = shared_words((shape,), operands, own, 9)._replace(
         q_offsets=None if shape.is_broadcast else memory.Words((shape.sequences + 3,)),
@@ -187,7 +196,7 @@ def masked_tiles(offsets: Offsets, *, size: int, unit: int, interpret: Any = Fal
         shared,
         name="ikbo_masked_tile_list",
         workers=pl.cdiv(shape.segments, own),
-        warpgroups=groups,
+        warpgroups=warpgroups,
         context=MaskedContext,
         interpret=interpret,
     )

@@ -1,9 +1,11 @@
 """Finds the positions of segments' tiles in the list by a counting sort.
 
-Segments are ordered by falling numbers of blocks of keys, and by their own number.  A *bin* holds
-the tiles of all segments with equally many blocks.  Then, a segment's first tile comes after
+Segments are ordered by groups of keys (`Shape.keys_per_group`), if there are several, in a group by
+falling numbers of blocks of keys, and by their own number; segments without keys are the last.  A
+*bin* holds the tiles of a group's segments with equally many blocks.  Then, a segment's first tile
+comes after
 
-  - the tiles of bins of more blocks,
+  - the tiles of lower groups, and of bins of more blocks in its group,
   - the tiles of its bin whose segments belong to CTAs before, and
   - the tiles of its bin whose segments belong to its own CTA and precede it.
 
@@ -25,8 +27,8 @@ from ikbo_jax.pallas.worklist.scan import running_sums
 from ikbo_jax.pallas.worklist.segments import Segment, SegmentContext, Shape
 from ikbo_jax.problems.hopper import WARPGROUP_SIZE
 
-#: Most bins: 15 words of a thread. If there are more numbers of blocks, neighbouring numbers share
-#: a bin; the order of tiles only affects speed.
+#: Most bins: 15 words of a thread. If there are more ranks, neighbouring ranks share a bin; the
+#: order of tiles only affects speed.
 MOST_BINS = 15 * 512 - 1
 #: Up to this number of words, bins have copies, for different lanes: additions to one word by lanes
 #: of a warp take place one after another, and short sequences all have one block.
@@ -37,8 +39,8 @@ UNROLL = 4
 
 
 def most_bins(shape: Shape) -> int:
-    """Returns the number of bins: one for each number of blocks, at most `MOST_BINS`."""
-    return min(shape.most_blocks + 1, MOST_BINS)
+    """Returns the number of bins: one for each rank (`_bin_of`), at most `MOST_BINS`."""
+    return min(shape.groups * shape.most_blocks + 1, MOST_BINS)
 
 
 def most_copies(shape: Shape) -> int:
@@ -52,17 +54,18 @@ def words(shape: Shape) -> int:
 
 
 class Bins(NamedTuple):
-    """Parameters that map numbers of blocks to bins, and bins to words; scalars."""
+    """Parameters that map ranks to bins, and bins to words; scalars."""
 
-    shift: Any  # 2^shift numbers of blocks share a bin; None: every number has a bin
-    last: Any  # bin of the longest segment
+    shift: Any  # 2^shift ranks share a bin; None: every rank has a bin
+    last: Any  # bin of rank 0
     copies: Any
+    longest: Any  # blocks of the longest segment
 
-    def of(self, blocks: jax.Array) -> jax.Array:
-        """Returns the bins of numbers of blocks, in the order of the list; the last has none."""
+    def of(self, rank: jax.Array) -> jax.Array:
+        """Returns the bins of ranks, in the order of the list; the last has rank 0 alone."""
         if self.shift is None:
-            return self.last - blocks
-        return self.last - ((blocks + ((1 << self.shift) - 1)) >> self.shift)
+            return self.last - rank
+        return self.last - ((rank + ((1 << self.shift) - 1)) >> self.shift)
 
 
 class Totals(NamedTuple):
@@ -86,17 +89,33 @@ def own_segments(ctx: SegmentContext) -> tuple[jax.Array, Any, int]:
 
 def _bins(shape: Shape, longest: jax.Array) -> Bins:
     """Chooses bins for segments of at most `longest` blocks."""
-    bins, shift, last = most_bins(shape), None, longest
-    if shape.most_blocks >= bins:
+    bins, shift, highest = most_bins(shape), None, longest
+    if shape.groups > 1:
+        highest = longest * shape.groups
+    last, most = highest, shape.groups * shape.most_blocks
+    if most >= bins:
         shift, steps = jnp.int32(0), 0
-        while shape.most_blocks > (bins - 1) << steps:
-            shift += (longest > (bins - 1) << steps).astype(jnp.int32)
+        while most > (bins - 1) << steps:
+            shift += (highest > (bins - 1) << steps).astype(jnp.int32)
             steps += 1
-        last = (longest + ((1 << shift) - 1)) >> shift
+        last = (highest + ((1 << shift) - 1)) >> shift
     copies = jnp.int32(1)
     for _ in range(most_copies(shape).bit_length() - 1):
         copies = jnp.where((last + 1) * copies * 2 <= COPIED, copies * 2, copies)
-    return Bins(shift, last, copies)
+    return Bins(shift, last, copies, longest)
+
+
+def _bin_of(shape: Shape, bins: Bins, found: Segment) -> jax.Array:
+    """Returns the bins of segments.
+
+    A segment's rank is its blocks, plus `bins.longest` for each group after its own; without keys
+    it is 0.
+    """
+    rank = cdiv(found.kv_length, shape.unit)
+    if shape.groups > 1:
+        after = (shape.groups - 1) - lax.div(found.kv_start, same(shape.keys_per_group or 1))
+        rank = jnp.where(rank > 0, rank + after * bins.longest, 0)
+    return bins.of(rank)
 
 
 def tiles_of(shape: Shape, rows: jax.Array) -> jax.Array:
@@ -115,7 +134,7 @@ def _add(ctx: SegmentContext, bins: Bins, begin: Any, end: Any) -> jax.Array:
         places = numbers(i)
         for x, found in [(x, ctx.segment(x)) for x in places]:
             tiles = tiles_of(shape, found.length)
-            place = bins.of(cdiv(found.kv_length, shape.unit)) * bins.copies + lane
+            place = _bin_of(shape, bins, found) * bins.copies + lane
             is_wanted = (x >= begin) & (x < end)
             threads.add(ctx.shared.bins, place, tiles, is_wanted & (tiles > 0))
             if shape.has_rest:
@@ -169,7 +188,7 @@ def position_tiles(ctx: SegmentContext, longest: jax.Array) -> Totals:
     rest_before = _add(ctx, bins, jnp.int32(0), begin)
     threads.commit()
     found: Segment = ctx.segment(begin + number)
-    bin_, tiles = bins.of(cdiv(found.kv_length, shape.unit)), tiles_of(shape, found.length)
+    bin_, tiles = _bin_of(shape, bins, found), tiles_of(shape, found.length)
     before = _bin_before(ctx, bins, bin_, part, parts)
     threads.keep(shared.own_bins, number, bin_, is_first)
     threads.keep(shared.own_tiles, number, tiles, is_first)

@@ -35,6 +35,7 @@ class Shape:
       warpgroups: number of a CTA's warpgroups.
       kv_first: position of the first offset of keys in shared memory: 1 if 0 and `kv_rows` surround
         the offsets of keys, as 0 and `q_rows` surround the offsets of queries.
+      keys_per_group: tiles whose keys begin in lower groups of keys come first; None: one group.
     """
 
     sequences: int
@@ -48,6 +49,7 @@ class Shape:
     is_merged: bool
     warpgroups: int
     kv_first: int = 0
+    keys_per_group: int | None = None
 
     @classmethod
     def of(cls, offsets: Offsets, size: int, unit: int, *, warpgroups: int) -> Shape:
@@ -79,6 +81,11 @@ class Shape:
         """Largest number of blocks of keys of any segment."""
         longest = self.kv_rows if self.max_seqlen_kv is None else self.max_seqlen_kv
         return pl.cdiv(min(longest, self.kv_rows), self.unit)
+
+    @property
+    def groups(self) -> int:
+        """Number of groups of keys."""
+        return max(pl.cdiv(self.kv_rows, self.keys_per_group or self.kv_rows or 1), 1)
 
 
 class SegmentContext(WarpgroupContext):
