@@ -55,10 +55,9 @@ def _attention(library: ModuleType, case: Any, inputs: Any) -> Any:
 
 
 def _gdpa(library: ModuleType, case: Any, inputs: Any) -> Any:
-    settings = case.settings._asdict()
-    settings["activation"] = settings.pop("activations")
-    settings["implementation"] = "mosaic_gpu" if _on_gpu() else None
-    return library.gdpa(*inputs[:5], q_to_kv=inputs.q_to_kv, **settings)
+    implementation = "mosaic_gpu" if _on_gpu() else None
+    options = case.options | {"implementation": implementation}
+    return library.gdpa(*inputs[:5], q_to_kv=inputs.q_to_kv, **options)
 
 
 def _gradients(
