@@ -56,7 +56,7 @@ def _attention(library: ModuleType, case: Any, inputs: Any) -> Any:
 
 def _gdpa(library: ModuleType, case: Any, inputs: Any) -> Any:
     implementation = "mosaic_gpu" if _on_gpu() else None
-    options = case.options | {"implementation": implementation}
+    options = case.settings.options | {"implementation": implementation}
     return library.gdpa(*inputs[:5], q_to_kv=inputs.q_to_kv, **options)
 
 

@@ -151,19 +151,13 @@ class Case(cases.Case):
         p, key = self.problem, jax.random.split(jax.random.key(seed), 4)[3]
         return _normal(key, (p.q_rows, p.q_heads, p.head_dim), p.dtype)
 
-    @property
-    def options(self) -> dict[str, Any]:
-        """The op's arguments that are no arrays, without those that are None by default."""
-        found = {name: x for name, x in self.settings._asdict().items() if x is not None}
-        return found | {"activation": found.pop("activations")}
-
     def contender(self, name: str) -> Callable[..., jax.Array]:
         """Returns the op by XLA ("decomposed") or by the kernel ("fused"); takes an `Arrays`."""
-        settings = self.options
+        options = self.settings.options
         implementation = cases.IMPLEMENTATIONS[name]
 
         def run(*arrays: jax.Array) -> jax.Array:
-            return gdpa(*arrays[:5], q_to_kv=arrays[5], implementation=implementation, **settings)
+            return gdpa(*arrays[:5], q_to_kv=arrays[5], implementation=implementation, **options)
 
         return run
 

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -79,6 +79,14 @@ class Settings(NamedTuple):
     max_seqlen_q: int | None = None
     max_seqlen_kv: int | None = None
     rule: Rule | None = None
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """Keyword arguments of `ikbo_jax.gdpa`, without those that are None by default."""
+        found = {name: x for name, x in self._asdict().items() if x is not None}
+        found["activation"] = found.pop("activations")
+        found.pop("rule", None)
+        return found
 
 
 def num_sequences(arrays: Arrays) -> int:

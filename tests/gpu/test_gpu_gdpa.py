@@ -83,8 +83,7 @@ def run(arrays: reference.Arrays, settings: reference.Settings, **options) -> ja
     return ikbo.gdpa(
         *arrays[:5],
         q_to_kv=arrays.q_to_kv,
-        activation=settings.activations,
-        **{name: getattr(settings, name) for name in settings._fields[1:]},
+        **settings.options,
         implementation="mosaic_gpu",
         **options,
     )

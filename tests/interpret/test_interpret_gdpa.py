@@ -223,8 +223,7 @@ def attend(arrays: Arrays, case: Case, monkeypatch: pytest.MonkeyPatch) -> jax.A
     out = ikbo.gdpa(
         *arrays[:5],
         q_to_kv=arrays.q_to_kv,
-        activation=settings.activations,
-        **{name: getattr(settings, name) for name in settings._fields[1:]},
+        **settings.options,
         implementation="mosaic_gpu",
         config=case.config,
     )

@@ -51,7 +51,7 @@ def stacked(shape: Shape, kind: tuple[bool, ...]) -> tuple[Arrays, Arrays]:
     if shape.q_to_kv is not None:
         each[2] = each[2]._replace(q_to_kv=np.asarray([-5, 1, 99], np.int32))
     both = jax.tree.map(lambda *x: np.stack(x), *each)
-    pairs = list(zip(each[0], both, (*kind, False), strict=True))
+    pairs = list(zip(each[0], both, (*kind, False, False, False), strict=True))
     axes = Arrays(*(0 if b and x is not None else None for x, _, b in pairs))
     return Arrays(*(y if b or x is None else np.asarray(x) for x, y, b in pairs)), axes
 
@@ -62,7 +62,7 @@ def problem_at(arrays: Arrays, axes: Arrays, i: int) -> Arrays:
 
 def tamed(arrays: Arrays) -> Arrays:
     """The same with offsets in order and an index within bounds, as NumPy's oracle needs them."""
-    cu_q, cu_kv, index, _ = arrays[3:]
+    cu_q, cu_kv, index = arrays[3:6]
     if cu_q is not None:
         cu_q = np.maximum.accumulate(np.clip(cu_q, 0, arrays.query.shape[0]))
     cu_kv = np.maximum.accumulate(np.clip(cu_kv, 0, arrays.key.shape[0]))
