@@ -74,7 +74,7 @@ def listed(arrays: tuple[Any, ...], sizes: tuple[Any, ...], size: int) -> lists.
 
 
 def compiled(offsets: Offsets, *, size: int) -> lists.TileList:
-    return listed(tuple(offsets.arrays), offsets.sizes, size)
+    return listed(tuple(offsets[:3]), offsets.sizes, size)
 
 
 def join(
