@@ -239,6 +239,7 @@ def fake_attention(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeHopper]:
         value,
         index,
         lengths,
+        key_value_ranges=None,
         *,
         return_residuals,
         scale,
@@ -252,14 +253,16 @@ def fake_attention(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeHopper]:
         call["return_residuals"] = return_residuals
         calls.append(call)
 
-        def run(order, targets, *arrays):
+        def run(order, targets, ranges, *arrays):
             inputs = problems.AttentionInputs(*arrays)
             users = np.clip(inputs.cand_to_user, 0, inputs.key.shape[0] - 1)
             if order is not None:
                 assert sorted(order) == list(range(len(users)))
                 users = users[order]
             call["is_sorted"] = rest.get("lists", False) or bool(np.all(np.diff(users) >= 0))
-            out, lse = problems.numpy_attention_oracle(inputs, scale=scale)
+            if ranges is not None and targets is not None:
+                ranges = np.asarray(ranges)[targets]
+            out, lse = problems.numpy_attention_oracle(inputs, scale=scale, ranges=ranges)
             if targets is not None:
                 place = np.argsort(targets)
                 out, lse = out[place], lse[place]
@@ -270,7 +273,7 @@ def fake_attention(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeHopper]:
             jax.ShapeDtypeStruct(query.shape[:3], jnp.float32),
         )
         arrays = (query, key, value, index, lengths)
-        out, lse = jax.pure_callback(run, shapes, order, targets, *arrays)
+        out, lse = jax.pure_callback(run, shapes, order, targets, key_value_ranges, *arrays)
         return out, lse if return_residuals else None
 
     monkeypatch.setattr(dispatch, "hopper_unavailable_reason", lambda: None)

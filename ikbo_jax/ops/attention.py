@@ -135,8 +135,8 @@ def attention(
         (others are clamped; `ikbo_jax.debug.check_lengths` finds them); None means S for every
         user. Keys and values past the length have no effect.
       key_value_ranges: [B, 2] int32, a candidate sees the keys from begin to end - 1 of its user,
-        also clamped; None means all. So impressions at different times can share one history. Such
-        calls run in XLA.
+        also clamped; None means all. So impressions at different times can share one history. The
+        kernel for users with few queries takes ranges; gradients with ranges run in XLA.
       self_key: [B, T_self, K, H], same dtype: further keys, which belong to one candidate; its
         queries attend to all of them in addition to the user's keys. None: there are none. All
         T · T_self scores of a candidate are in memory at once.
@@ -268,7 +268,7 @@ class _Call(Call):
 
 
 def _run_kernel(call: _Call, plan: dispatch.Plan, arrays: Arrays) -> _Results:
-    query, key, value, index, lengths, _ = arrays
+    query, key, value, index, lengths, ranges = arrays
     # Imported here because Mosaic GPU takes 0.3 s to import.
     from ikbo_jax.pallas.few_queries import kernel as few_queries
     from ikbo_jax.pallas.flash import attention as kernel
@@ -287,7 +287,9 @@ def _run_kernel(call: _Call, plan: dispatch.Plan, arrays: Arrays) -> _Results:
             query, index, targets, _ = pack.pack(query, index, key.shape[0])
         elif not lists:
             order = counted_order.by_user(index, key.shape[0])
-    run: Any = functools.partial(few_queries.few_queries_kernel, lists=lists)
+    run: Any = functools.partial(
+        few_queries.few_queries_kernel, key_value_ranges=ranges, lists=lists
+    )
     if not has_few_queries:
         run = functools.partial(kernel.attention_kernel, order=order)
     result: _Results = run(

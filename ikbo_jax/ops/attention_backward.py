@@ -55,7 +55,10 @@ def choose(
     if request.implementation == "xla":
         return None, "requested by the caller"
     backward = AttentionBackwardProblem.of(problem)
-    return gradient_config(request, backward, problem.why_not_scores())
+    why_not = problem.why_not_scores(takes_ranges=True)
+    if problem.has_ranges:
+        why_not = why_not or "key_value_ranges run in XLA"
+    return gradient_config(request, backward, why_not)
 
 
 def _pull_back(settings: Settings, operands: Operands, cotangents: Gradients) -> tuple[Operands]:

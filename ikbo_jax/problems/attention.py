@@ -180,11 +180,13 @@ class AttentionProblem(AttentionSizes):
         words = {"key_value_ranges": self.has_ranges, "logit_cap": self.has_logit_cap}
         return " ".join((super().describe(), *(word for word, has in words.items() if has)))
 
-    def why_not_scores(self) -> str | None:
-        """Why no kernel can run the problem, with ranges or a cap; None if it has neither."""
+    def why_not_scores(self, *, takes_ranges: bool = False) -> str | None:
+        """Why a kernel, which may take ranges, cannot run a problem with ranges or a cap."""
         if self.has_logit_cap:
             return "logit_cap runs in XLA"
-        return "key_value_ranges run in XLA" if self.has_ranges else None
+        if self.has_ranges and not takes_ranges:
+            return "key_value_ranges need the kernel for few queries"
+        return None
 
     @classmethod
     def config_type_of(cls, fields: Mapping[str, Any]) -> type[Config]:

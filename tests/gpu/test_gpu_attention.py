@@ -66,17 +66,23 @@ def run(inputs: problems.AttentionInputs, **options):
     return run_kernel(*arrays, key_value_seq_lengths=lengths, **options)
 
 
-def check(actual, inputs: problems.AttentionInputs, scale: float | None = None, where=...) -> None:
+def check(
+    actual, inputs: problems.AttentionInputs, scale: float | None = None, where=..., ranges=None
+) -> None:
     """Holds out to the error rule against the f32 oracle, and lse to f32 accuracy.
 
     Plain jnp in the inputs' dtype is the op's XLA path, which rounds the weights like the kernel.
     """
     scale = inputs.query.shape[-1] ** -0.5 if scale is None else scale
     wide = inputs._replace(query=inputs.query.astype(jnp.float32))
-    oracle, oracle_lse = materialised(*wide, scale=scale)
+    oracle, oracle_lse = materialised(*wide, scale=scale, ranges=ranges)
     *arrays, lengths = inputs
     plain = ikbo.attention(
-        *arrays, key_value_seq_lengths=lengths, scale=scale, implementation="xla"
+        *arrays,
+        key_value_seq_lengths=lengths,
+        key_value_ranges=ranges,
+        scale=scale,
+        implementation="xla",
     )
     out, lse = actual
     chex.assert_equal_shape([out, oracle])

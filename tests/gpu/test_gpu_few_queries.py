@@ -89,6 +89,14 @@ def test_few_queries_shapes_and_configs(name, config):
     check(run(inputs, config=chosen), inputs)
 
 
+@pytest.mark.parametrize(("name", "config"), [*PAIRS, *zip(WIDE_HEADS, ["plain"] * 4, strict=True)])
+def test_few_queries_ranges_of_keys(name, config):
+    shape, chosen = (SHAPES | WIDE_HEADS)[name], CONFIGS[config]
+    inputs = problems.make_attention_inputs(shape)
+    ranges = jnp.asarray(problems.ranges_of_keys(shape.candidates, shape.kv_len))
+    check(run(inputs, config=chosen, key_value_ranges=ranges), inputs, ranges=ranges)
+
+
 @pytest.mark.parametrize("name", WIDE_HEADS)
 @pytest.mark.parametrize("config", CONFIGS_OF_WIDE_HEADS)
 def test_few_queries_wide_heads(name, config):

@@ -177,8 +177,9 @@ def assert_correct(
 
     What is plain of the inputs in their own dtype rounds the weights, as the kernel does.
     """
-    oracle, oracle_lse = problems.numpy_attention_oracle(inputs, scale=case.scale)
-    plain = problems.numpy_attention_of_rounded_weights(inputs, scale=case.scale)
+    options: Any = {"scale": case.scale, "ranges": case.ranges}
+    oracle, oracle_lse = problems.numpy_attention_oracle(inputs, **options)
+    plain = problems.numpy_attention_of_rounded_weights(inputs, **options)
     out, lse = map(np.asarray, results)
     problems.assert_within_error_rule(out[where], oracle[where], plain[where])
     np.testing.assert_allclose(lse[where], oracle_lse[where], rtol=1e-5, atol=1e-5)

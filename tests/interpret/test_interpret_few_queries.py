@@ -266,6 +266,15 @@ CASES = {
 }
 
 
+#: Cases whose candidates have ranges of keys, too.
+RANGED = (
+    *("one_block", "even_blocks", "indices_out_of_range", "rows_150_wide_lengths"),
+    *("q_len_33_gqa_split", "gqa_3_wide", "lengths", "bundles", "turns_wide", "split_lengths_gqa"),
+    *("packed_split", "listed_lengths_gqa_h96", "listed_wide", "listed_bundles_split_gqa_lengths"),
+    *("neighbours", "h192_lengths", "h256_packed_f16_turns", "h256_wide_rows_70_lengths"),
+    "negative_scale_f16_h96",
+)
+CASES |= {f"{name}_ranges": dataclasses.replace(CASES[name], has_ranges=True) for name in RANGED}
 CASES |= {
     f"{name}_searched": dataclasses.replace(CASES[name], searches=True)
     for name in (
@@ -276,6 +285,7 @@ CASES |= {
         "split_lengths_gqa",
         "unsorted",
         "falling",
+        "lengths_ranges",
         "neighbours_bundles_wide",
         "neighbours_unsorted",
         "h256_wide_rows_70_lengths",
@@ -287,6 +297,7 @@ def interpret(inputs: problems.AttentionInputs, case: Case) -> tuple[jax.Array, 
     inputs, targets = packed(inputs, case)
     run = functools.partial(
         few_queries_kernel,
+        key_value_ranges=case.ranges,
         scale=case.scale,
         targets=targets,
         return_residuals=True,

@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 import offline
 import pytest
 from test_offline_attention import operands
@@ -36,13 +38,14 @@ class Case:
         """The kernel's host function, and the shapes it takes."""
         p = self.problem
 
-        def fn(query, key, value, cand_to_user, lengths, targets):
+        def fn(query, key, value, cand_to_user, lengths, targets, ranges):
             return few_queries_kernel(
                 query,
                 key,
                 value,
                 cand_to_user,
                 lengths,
+                ranges,
                 scale=p.head_dim**-0.5,
                 return_residuals=self.with_options,
                 config=self.config,
@@ -52,7 +55,9 @@ class Case:
             )
 
         shapes = operands(p, has_lengths=self.with_options)
-        return fn, *shapes, shapes[3] if self.with_options and not self.lists else None
+        targets = shapes[3] if self.with_options and not self.lists else None
+        ranges = jax.ShapeDtypeStruct((p.batch, 2), jnp.int32) if p.has_ranges else None
+        return fn, *shapes, targets, ranges
 
 
 def of(head_dim: int, config: Config, heads: tuple[int, int] = (4, 4), **changes: Any) -> Case:
@@ -157,6 +162,16 @@ CASES = {
     ),
     "h128_mqa_7": of(128, Config(128, 1, 64, 3, 3), (7, 1)),
 }
+#: Cases whose candidates have ranges of keys, too.
+RANGED = (
+    *("h64_plain", "h64_wide", "h64_split", "h64_turns", "h64_f16_gqa", "h96", "h128_wide", "h128"),
+    *("h128_gqa_plain", "h64_listed_most", "h128_listed_bundles", "h192", "h192_listed", "h256"),
+    *("h192_wide", "h256_wide", "h256_wide_listed", "h256_blocks_of_80"),
+    *("h64_gqa_searched", "h192_blocks_of_80_listed", "h192_wide_listed", "h256_wide_gqa_split"),
+)
+for name in RANGED:
+    problem = dataclasses.replace(CASES[name].problem, has_ranges=True)
+    CASES[f"{name}_ranges"] = dataclasses.replace(CASES[name], problem=problem)
 
 
 @pytest.mark.sampled(3)

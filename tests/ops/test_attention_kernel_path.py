@@ -77,6 +77,24 @@ class TestKernelPath:
         assert call["is_sorted"]
         assert call["has_order"] == (not promise and q_len % 64 == 0)
 
+    @pytest.mark.parametrize("q_len", [2, 20])
+    def test_ranges_of_keys_go_to_the_kernel(self, fake_attention, q_len: int) -> None:
+        """In the caller's order, also where queries are packed; their gradient is XLA's."""
+        inputs = problems.make_attention_inputs(self.SHAPE._replace(q_len=q_len))
+        ranges = problems.ranges_of_keys(7, 20)
+        exact, lse = problems.numpy_attention_oracle(inputs, scale=SCALE, ranges=ranges)
+        found = attend(inputs, key_value_ranges=ranges, scale=SCALE, return_residuals=True)
+        np.testing.assert_allclose(np.asarray(found[0], np.float32), exact, atol=0.02)
+        np.testing.assert_allclose(found[1], lse, rtol=1e-5, atol=1e-5)
+
+        def loss(query: jax.Array) -> jax.Array:
+            out = attend(inputs._replace(query=query), key_value_ranges=ranges, scale=SCALE)
+            return out.astype(jnp.float32).sum()
+
+        assert np.isfinite(np.asarray(jax.grad(loss)(inputs.query), np.float32)).all()
+        assert {type(call["config"]) for call in fake_attention.calls} == {FewQueriesConfig}
+        assert not fake_attention.backward_calls
+
     @pytest.mark.parametrize("sizes", [{"users": 1}, {"candidates": 1}], ids=str)
     def test_one_of_a_kind_needs_no_sorting(self, fake_attention, sizes: dict) -> None:
         attend(problems.make_attention_inputs(self.SHAPE._replace(q_len=64, **sizes)))

@@ -22,6 +22,7 @@ class IndexedAttention:
       heads: query heads and key heads.
       lengths: how many of a user's keys count; None: all.
       num_sms: how many CTAs share the work.
+      has_ranges: whether every candidate has its own range of keys.
     """
 
     index: tuple[int, ...]
@@ -33,11 +34,17 @@ class IndexedAttention:
     lengths: tuple[int, ...] | None = None
     num_sms: int = 1
     dtype: str = "bfloat16"
+    has_ranges: bool = False
+
+    @property
+    def ranges(self) -> np.ndarray | None:
+        """Ranges of keys of the candidates."""
+        return problems.ranges_of_keys(len(self.index), self.keys) if self.has_ranges else None
 
     @property
     def problem(self) -> AttentionProblem:
         sizes = (len(self.index), self.users, self.q_len, self.keys, *self.heads, self.head_dim)
-        return AttentionProblem(*sizes, self.dtype)
+        return AttentionProblem(*sizes, self.dtype, has_ranges=self.has_ranges)
 
     def inputs(self, seed: int = 0) -> problems.AttentionInputs:
         sizes = (self.users, len(self.index), self.q_len, self.keys, *self.heads, self.head_dim)

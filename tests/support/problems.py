@@ -248,14 +248,31 @@ class _Attended(NamedTuple):
     users: np.ndarray
 
 
+def ranges_of_keys(batch: int, keys: int, seed: int = 0) -> np.ndarray:
+    """[batch, 2] int32, ranges of keys: from the first one, any, empty, and out of bounds."""
+    rng = np.random.default_rng(seed)
+    ranges = rng.integers(-3, keys + 4, (batch, 2))
+    ranges[::2].sort(axis=1)
+    ranges[1::3, 0] = 0
+    ranges[3::5] = -(2**31), 2**31 - 1
+    return ranges.astype(np.int32)
+
+
 def _attended(
-    inputs: AttentionInputs, scale: float, self_key: Any = None, self_value: Any = None
+    inputs: AttentionInputs,
+    scale: float,
+    self_key: Any = None,
+    self_value: Any = None,
+    ranges: Any = None,
 ) -> _Attended:
     query, key, value, index, lengths = inputs.f64()
     users = np.clip(index, 0, key.shape[0] - 1)
     exists = np.ones((len(users), key.shape[1]), bool)
     if lengths is not None:
         exists = np.arange(key.shape[1])[None] < lengths[users][:, None]
+    if ranges is not None:
+        place, ranges = np.arange(key.shape[1])[None], np.asarray(ranges)
+        exists &= (ranges[:, :1] <= place) & (place < ranges[:, 1:])
 
     def of_candidates(array: np.ndarray, own: Any) -> np.ndarray:
         each = np.where(exists[:, :, None, None], array[users], 0)
@@ -278,19 +295,24 @@ def _attended(
 
 
 def numpy_attention_oracle(
-    inputs: AttentionInputs, *, scale: float, self_key: Any = None, self_value: Any = None
+    inputs: AttentionInputs, *, scale: float, **options: Any
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Broadcast attention in NumPy and f64: out [B, T, N, H] and lse [B, T, N]."""
-    weights, lse, _, values, _ = _attended(inputs, scale, self_key, self_value)
+    """Broadcast attention in NumPy and f64: out [B, T, N, H] and lse [B, T, N].
+
+    `options`: own tokens, `self_key` and `self_value`, and `ranges`.
+    """
+    weights, lse, _, values, _ = _attended(inputs, scale, **options)
     return np.einsum("btns,bsnh->btnh", weights, values), lse
 
 
-def numpy_attention_of_rounded_weights(inputs: AttentionInputs, *, scale: float) -> np.ndarray:
+def numpy_attention_of_rounded_weights(
+    inputs: AttentionInputs, *, scale: float, **options: Any
+) -> np.ndarray:
     """Out, if weights are rounded to the inputs' dtype before they meet the values.
 
     The largest weight of a row is 1 then, and the sum that divides is that of exact weights.
     """
-    weights, _, _, values, _ = _attended(inputs, scale)
+    weights, _, _, values, _ = _attended(inputs, scale, **options)
     weights = weights / np.maximum(np.max(weights, axis=-1, keepdims=True), 1e-30)
     total = np.maximum(np.sum(weights, axis=-1, keepdims=True), 1e-30)
     rounded = weights.astype(inputs.query.dtype).astype(np.float64)
