@@ -177,7 +177,7 @@ def assert_correct(
 
     What is plain of the inputs in their own dtype rounds the weights, as the kernel does.
     """
-    options: Any = {"scale": case.scale, "ranges": case.ranges}
+    options: Any = {"scale": case.scale, "ranges": case.ranges, **case.own}
     oracle, oracle_lse = problems.numpy_attention_oracle(inputs, **options)
     plain = problems.numpy_attention_of_rounded_weights(inputs, **options)
     out, lse = map(np.asarray, results)

@@ -275,6 +275,14 @@ RANGED = (
     "negative_scale_f16_h96",
 )
 CASES |= {f"{name}_ranges": dataclasses.replace(CASES[name], has_ranges=True) for name in RANGED}
+#: Cases whose candidates have an own token, too.
+OWN = (
+    *("one_block", "rows_150_wide_lengths_ranges", "q_len_33_gqa_split", "gqa_3_wide", "lengths"),
+    *("bundles", "packed_split_ranges", "listed_wide", "listed_bundles_split_gqa_lengths_ranges"),
+    *("h192_lengths", "h256_packed_f16_turns", "h256_wide_rows_70_lengths", "split"),
+    *("negative_scale_f16_h96_ranges", "listed_lengths_gqa_h96_ranges", "turns_wide"),
+)
+CASES |= {f"{name}_own": dataclasses.replace(CASES[name], has_own=True) for name in OWN}
 CASES |= {
     f"{name}_searched": dataclasses.replace(CASES[name], searches=True)
     for name in (
@@ -298,6 +306,7 @@ def interpret(inputs: problems.AttentionInputs, case: Case) -> tuple[jax.Array, 
     run = functools.partial(
         few_queries_kernel,
         key_value_ranges=case.ranges,
+        **case.own,
         scale=case.scale,
         targets=targets,
         return_residuals=True,

@@ -25,7 +25,8 @@ NUM_SMS = 132
 class Case:
     """A problem, its configuration, and which optional arguments it has.
 
-    `bundle`: groups of query heads that one listing serves.
+    `bundle`: groups of query heads that one listing serves; `has_own`: whether candidates have an
+    own token.
     """
 
     problem: AttentionProblem
@@ -33,12 +34,13 @@ class Case:
     with_options: bool = True
     lists: bool = False
     bundle: int = 1
+    has_own: bool = False
 
     def launch(self) -> tuple[Any, ...]:
         """The kernel's host function, and the shapes it takes."""
         p = self.problem
 
-        def fn(query, key, value, cand_to_user, lengths, targets, ranges):
+        def fn(query, key, value, cand_to_user, lengths, targets, ranges, own):
             return few_queries_kernel(
                 query,
                 key,
@@ -46,6 +48,8 @@ class Case:
                 cand_to_user,
                 lengths,
                 ranges,
+                own,
+                own,
                 scale=p.head_dim**-0.5,
                 return_residuals=self.with_options,
                 config=self.config,
@@ -57,7 +61,9 @@ class Case:
         shapes = operands(p, has_lengths=self.with_options)
         targets = shapes[3] if self.with_options and not self.lists else None
         ranges = jax.ShapeDtypeStruct((p.batch, 2), jnp.int32) if p.has_ranges else None
-        return fn, *shapes, targets, ranges
+        own = (p.batch, 1, p.kv_heads, p.head_dim) if self.has_own else None
+        own = own and jax.ShapeDtypeStruct(own, p.dtype)
+        return fn, *shapes, targets, ranges, own
 
 
 def of(head_dim: int, config: Config, heads: tuple[int, int] = (4, 4), **changes: Any) -> Case:
@@ -172,6 +178,13 @@ RANGED = (
 for name in RANGED:
     problem = dataclasses.replace(CASES[name].problem, has_ranges=True)
     CASES[f"{name}_ranges"] = dataclasses.replace(CASES[name], problem=problem)
+#: Cases whose candidates have an own token, too.
+OWN = (
+    *("h64_plain", "h64_wide_ranges", "h64_split", "h64_f16_gqa", "h96_ranges", "h128_wide"),
+    *("h128_ranges", "h128_listed_bundles", "h192_listed", "h256", "h192_wide", "h256_wide"),
+    *("h256_wide_plain", "h256_blocks_of_80_gqa_plain", "h128_mqa_7", "h64_listed_most_ranges"),
+)
+CASES |= {f"{name}_own": dataclasses.replace(CASES[name], has_own=True) for name in OWN}
 
 
 @pytest.mark.sampled(3)

@@ -23,6 +23,7 @@ class IndexedAttention:
       lengths: how many of a user's keys count; None: all.
       num_sms: how many CTAs share the work.
       has_ranges: whether every candidate has its own range of keys.
+      has_own: whether every candidate has an own token.
     """
 
     index: tuple[int, ...]
@@ -35,6 +36,15 @@ class IndexedAttention:
     num_sms: int = 1
     dtype: str = "bfloat16"
     has_ranges: bool = False
+    has_own: bool = False
+
+    @property
+    def own(self) -> dict[str, jax.Array]:
+        """Key and value of one own token of each candidate."""
+        shape = (len(self.index), 1, self.heads[1], self.head_dim)
+        rng = np.random.default_rng(1)
+        names = ("self_key", "self_value") if self.has_own else ()
+        return {name: problems.random_array(rng, shape, self.dtype) for name in names}
 
     @property
     def ranges(self) -> np.ndarray | None:

@@ -12,7 +12,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from ikbo_jax.pallas.few_queries import listing, ranges, store, user_table
+from ikbo_jax.pallas.few_queries import listing, own, ranges, store, user_table
 from ikbo_jax.pallas.few_queries.context import BY_COLUMNS, BY_ROWS, Context, Item, Part
 from ikbo_jax.pallas.flash import softmax
 from ikbo_jax.pallas.hopper import mma, mosaic, turns
@@ -211,7 +211,13 @@ def _one_item(carry: tuple[Any, ...], ctx: Context) -> tuple[Any, ...]:
     state: tuple[jax.Array, ...] = (acc, maximum, jnp.sum(partial_sums, axis=1))
     if shared.exchange is not None:
         state = _exchanged(ctx, part, *state)
-    pl.when(part.stores)(functools.partial(store.store, ctx, part, item.head, *state))
+
+    @pl.when(part.stores)
+    def _() -> None:
+        has_own = ctx.operands.self_key is not None
+        rows = own.merged(ctx, item, part, *state) if has_own else state
+        store.store(ctx, part, item.head, *rows)
+
     if ctx.shape.listed:
 
         @pl.when(item.next_user >= 0)

@@ -112,9 +112,11 @@ class Operands(NamedTuple):
     cand_to_user: Any  # [B] int32; None with one user
     lengths: Any  # [U] int32
     targets: Any  # [B] int32, the candidates of the results; None: as the queries
-    ranges: Any = (
-        None  # [2 * B] int32, begin and end of each candidate's keys, in the results' order
-    )
+    # In the results' order: begin and end of each candidate's keys, [2 * B] int32; and the key and
+    # value of its own token, [B, K, H].
+    ranges: Any = None
+    self_key: Any = None
+    self_value: Any = None
 
 
 class Outputs(NamedTuple):

@@ -92,6 +92,8 @@ def few_queries_kernel(
     cand_to_user: jax.Array,
     key_value_seq_lengths: jax.Array | None,
     key_value_ranges: jax.Array | None = None,
+    self_key: jax.Array | None = None,
+    self_value: jax.Array | None = None,
     *,
     scale: float,
     return_residuals: bool,
@@ -107,6 +109,8 @@ def few_queries_kernel(
       cand_to_user: [B] int32, clamped to [0, U). Should be sorted unless `lists`; otherwise keys
         and values are read for each run of candidates of one user.
       key_value_ranges: [B, 2] int32, as for `ops.attention`, in the order of the results.
+      self_key: [B, 1, K, H], a further key of each candidate, in the order of the results.
+      self_value: [B, 1, K, H].
       lists: whether CTAs list the candidates of their users, for an index that is not sorted; only
         if `FewQueriesConfig.lists` permits it, and without `targets`.
     """
@@ -122,6 +126,7 @@ def few_queries_kernel(
         key_value_seq_lengths,
         targets,
         None if key_value_ranges is None else key_value_ranges.reshape(-1),
+        *(None if x is None else jnp.squeeze(x, 1) for x in (self_key, self_value)),
     )
     out, lse = _launch(operands, shape, config, return_residuals, interpret)
     return out.reshape(query.shape), None if lse is None else lse.reshape(query.shape[:-1])
