@@ -102,6 +102,13 @@ class AttentionConfig(FlashConfig):
             return f"a list of tiles does not support reuse, but config is {self}"
         return hopper.why_not_smem(self, self.smem_bytes(problem.head_dim), problem.head_dim)
 
+    def takes_own_tokens(self, head_dim: int) -> bool:
+        """Whether the kernel merges a candidate's own token before it stores a row.
+
+        H = 192 spills 376 bytes, H = 256 1,936 bytes, and H = 128 with `reuse` 32 to 64.
+        """
+        return head_dim <= 128 and not self.reuse
+
 
 @dataclasses.dataclass(frozen=True)
 class AttentionSizes(Problem):

@@ -249,6 +249,11 @@ class FewQueriesConfig(Config):
         """
         return head_dim <= MAX_COLUMNS
 
+    def takes_own_tokens(self, head_dim: int) -> bool:
+        """Whether the kernel merges a candidate's own token before it stores a row."""
+        del head_dim
+        return True
+
     def parts(self, kv_len: int) -> int:
         """Counts the parts of the keys: as many of `splits` as have blocks."""
         blocks = math.ceil(kv_len / self.block_kv)

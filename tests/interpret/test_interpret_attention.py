@@ -141,11 +141,21 @@ CASES = {
     ),
     "one_user_of_one": Case((0,) * 5, 40, users=1, q_len=30, config=ONE_USER),
 }
+#: Cases whose candidates have an own token, too.
+OWN = (
+    *("t128_ordered_lengths", "t3_packed_gqa_lengths", "t100_packed_one_slot"),
+    *("early_odd_pairs_lengths", "reuse_key_heads", "balance_ordered_gqa"),
+    *("one_user_t16_gqa_lengths", "one_user_unsorted_h256_one_slot"),
+)
+CASES |= {
+    f"{name}_own": dataclasses.replace(CASES[name], has_own=True, copies=None) for name in OWN
+}
 
 
 def interpret(inputs: problems.AttentionInputs, case: Case) -> tuple[jax.Array, jax.Array]:
     run = functools.partial(
         kernel.attention_kernel,
+        **case.own,
         scale=case.scale,
         return_residuals=True,
         config=case.config,

@@ -320,14 +320,22 @@ def numpy_attention_of_rounded_weights(
 
 
 def numpy_attention_gradients(
-    inputs: AttentionInputs, d_out: Any, d_lse: Any, *, scale: float
+    inputs: AttentionInputs, d_out: Any, d_lse: Any, *, scale: float, merged: Any = None
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Gradients of <d_out, out> + <d_lse, lse> by query, key and value, in NumPy and f64."""
-    weights, _, keys, values, users = _attended(inputs, scale)
+    """Gradients of <d_out, out> + <d_lse, lse> by query, key and value, in NumPy and f64.
+
+    `merged`: out and lse, if the rows attend to further keys, too.
+    """
+    weights, own_lse, keys, values, users = _attended(inputs, scale)
     query, key, value, _, _ = inputs.f64()
     d_out, d_lse = _f64([d_out, d_lse])
     d_weights = np.einsum("btnh,bsnh->btns", d_out, values)
     expected = np.sum(weights * d_weights, axis=-1, keepdims=True)
+    if merged is not None:
+        out, lse = _f64(merged)
+        with np.errstate(invalid="ignore"):  # of rows without keys
+            weights = weights * np.nan_to_num(np.exp(own_lse - lse))[..., None]
+        expected = np.sum(d_out * out, axis=-1, keepdims=True)
     d_scores = scale * weights * (d_weights - expected + d_lse[..., None])
     d_query = np.einsum("btns,bsnh->btnh", d_scores, keys)
 

@@ -215,7 +215,7 @@ def _one_item(carry: tuple[Any, ...], ctx: Context) -> tuple[Any, ...]:
     @pl.when(part.stores)
     def _() -> None:
         has_own = ctx.operands.self_key is not None
-        rows = own.merged(ctx, item, part, *state) if has_own else state
+        rows = own.merged(ctx, item, part, (state[0], state[1], state[2])) if has_own else state
         store.store(ctx, part, item.head, *rows)
 
     if ctx.shape.listed:

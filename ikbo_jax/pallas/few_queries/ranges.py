@@ -12,12 +12,10 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
-from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
-from jaxlib.mlir.dialects import arith, vector
+from jaxlib.mlir.dialects import arith
 
 from ikbo_jax.pallas.few_queries import candidates
 from ikbo_jax.pallas.few_queries.context import Context, Item, Part, Place
@@ -152,18 +150,7 @@ def _of_rows(ctx: Context, part: Part) -> tuple[jax.Array, jax.Array]:
             row = arith.addi(first.registers.item(), row)
             number = arith.divui(row, inline.i32(shape.q_len))
             halves.append(_load(ctx, ranges, number, tables))
-        single = ir.VectorType.get((1,), ir.IntegerType.get_signless(32))
-        layout = stores.ROW_LAYOUT.to_mgpu()
-        return tuple(
-            mgpu.FragmentedArray(
-                _registers=np.array(
-                    [vector.from_elements(single, [x]) for x in words], dtype=object
-                ).reshape(layout.registers_shape((WGMMA_M,))),
-                _layout=layout,
-                _is_signed=True,
-            )
-            for words in zip(*halves, strict=True)
-        )
+        return tuple(stores.row_array(list(words)) for words in zip(*halves, strict=True))
 
     found: tuple[jax.Array, jax.Array] = load(ctx.operands.ranges, first, *tables)
     return found
