@@ -101,6 +101,7 @@ class GdpaShared(NamedTuple):
     key: Any  # ring of [column blocks, block_kv, 64]
     value: Any  # likewise
     staging: Any  # [2, 64, columns], only under interpretation
+    row_values: Any  # [2, 64] f32, likewise
 
 
 @dataclasses.dataclass(frozen=True)
@@ -133,7 +134,8 @@ class GdpaConfig(FlashConfig):
     def shared(self, head_dim: int, has_mask: bool = False) -> GdpaShared:
         words = ITEM_WORDS + MASK_WORDS * has_mask
         items = memory.descriptors(self.q_slots + EXTRA_ITEM_SLOTS, words)
-        return GdpaShared(items=items, **self.rings(head_dim))
+        row_values = memory.Staging((hopper.NUM_CONSUMERS, hopper.WGMMA_M), "float32")
+        return GdpaShared(items=items, row_values=row_values, **self.rings(head_dim))
 
     @property
     def for_softmax(self) -> AttentionConfig:
@@ -159,7 +161,7 @@ class GdpaConfig(FlashConfig):
             return f"run must be at least 1, but is {self.run}"
         switches = ("skip_empty", "half_blocks", "tickets")
         enabled = [name for name in switches if getattr(self, name)]
-        if has_softmax and (self.run > 1 or enabled):
+        if has_softmax and not problem.mask and (self.run > 1 or enabled):
             return (
                 f"softmax needs run=1 and none of {', '.join(switches)}, "
                 f"but the config has run={self.run} and {', '.join(enabled) or 'none of them'}"
@@ -169,8 +171,6 @@ class GdpaConfig(FlashConfig):
 
     def _why_not_masked(self, problem: GdpaProblem) -> str | None:
         """Why the kernel cannot run a problem that has a mask; None if it can."""
-        if SOFTMAX in problem.activations:
-            return f"masks with a softmax run in XLA, and the call has mask={problem.mask}"
         enabled = [name for name in ("skip_empty", "half_blocks") if getattr(self, name)]
         if self.run > 1 or enabled:
             return (

@@ -87,10 +87,31 @@ CASES = {
         dataclasses.replace(TWO_SLOTS, tickets=True),
     ),
     "pooled": Case(of(5, (40, 3)), intervals_case(of(5, (40, 3)), 2), "relu_squared"),
+    # A softmax: the first blocks of a tile are hidden for some of its rows, or for all of them.
+    "softmax": Case(of((150, 20), (150, 20)), causal(), "softmax"),
+    "softmax_window": Case(
+        PREFIX._replace(head_dim=96), causal(9), "softmax", ONE_SLOT, num_sms=2, dtype="float16"
+    ),
+    "softmax_targets": Case(
+        of((140, 0, 33), (140, 0, 33)),
+        problems_masks.hstu_case((70, 0, 9), 3, window=40, full_tail=8),
+        "softmax",
+        dataclasses.replace(TWO_SLOTS, tickets=True, k_stages=3, late_turns=True),
+    ),
+    "softmax_skipped": Case(
+        of((300,), (300,)),
+        problems_masks.hstu_case((230,), 3, window=20, target_group_size=3, causal=False),
+        "softmax",
+    ),
+    "softmax_intervals": Case(SHARED, intervals_case(SHARED, 2), "softmax"),
+    "softmax_nothing": Case(
+        of((70, 9), (40, 50)), intervals_case(of((70, 9), (0, 0)), 1), "softmax"
+    ),
+    "softmax_pooled": Case(of(5, (40, 3)), intervals_case(of(5, (40, 3)), 2), "softmax"),
 }
 
 
-def attend(case: Case, arrays: Any) -> jax.Array:
+def attend(case: Case, arrays: Any) -> tuple[jax.Array, jax.Array | None]:
     """Runs the kernel on tiles that XLA lists."""
     settings = problems_gdpa.make_settings(case.shape, case.activation)
     masked = gdpa_mask.with_intervals(case.mask.mask, arrays, settings)
@@ -114,6 +135,7 @@ def attend(case: Case, arrays: Any) -> jax.Array:
         num_sms=case.num_sms,
         rule=settings.rule,
         seen=found,
+        return_residuals=True,
         interpret=PARAMS,
     )
 
@@ -133,9 +155,13 @@ def test_interpreted_kernel_is_right_and_free_of_races(
 ) -> None:
     case = CASES[name]
     arrays = problems_gdpa.make_arrays(case.shape, case.dtype)
-    out = attend(case, arrays)
+    out, lse = attend(case, arrays)
     launches.assert_no_races(1)
     assert_correct(out, case, arrays)
+    if case.activation == "softmax":
+        settings = problems_gdpa.make_settings(case.shape, case.activation)
+        exact = problems_masks.lse(arrays, settings, case.mask.rule)
+        np.testing.assert_allclose(lse, exact, atol=1e-3, rtol=1e-5)
 
 
 @pytest.mark.parametrize("reads", [False, True])

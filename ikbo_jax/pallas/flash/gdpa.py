@@ -43,7 +43,7 @@ from ikbo_jax.pallas.flash import (
     gdpa_producer,
     short_gdpa,
 )
-from ikbo_jax.pallas.flash.context import Operands
+from ikbo_jax.pallas.flash.context import Operands, Outputs
 from ikbo_jax.pallas.flash.gdpa_context import GdpaContext, Shape
 from ikbo_jax.pallas.hopper.launch import Roles, launch
 from ikbo_jax.pallas.worklist.lists import Offsets, TileList
@@ -99,7 +99,8 @@ def gdpa_kernel(
         listed = masked_tiles(offsets, size=TILE_ROWS, unit=config.block_kv, **groups)
     else:
         listed = query_tiles(offsets, size=TILE_ROWS)
-    if SOFTMAX in settings.activations:
+    has_mask = settings.rule is not None or arrays.intervals is not None
+    if SOFTMAX in settings.activations and not has_mask:
         options |= {"config": config.for_softmax, "return_residuals": return_residuals}
         return attention.jagged_attention_kernel(query, key, value, listed, **options)
     options |= activation | {"config": config}
@@ -108,7 +109,7 @@ def gdpa_kernel(
         listed, options["seen"] = gdpa_masked.mask_tiles(
             listed, arrays.intervals, config.block_kv, _keys_per_group(key, config)
         )
-    return gdpa_forward(query, key, value, listed, **options), None
+    return gdpa_forward(query, key, value, listed, return_residuals=return_residuals, **options)
 
 
 def _keys_per_group(key: jax.Array, config: GdpaConfig) -> int | None:
@@ -149,8 +150,9 @@ def gdpa_forward(
     num_sms: int,
     rule: Rule | None = None,
     seen: jax.Array | None = None,
+    return_residuals: bool = False,
     interpret: Any = False,
-) -> jax.Array:
+) -> tuple[jax.Array, jax.Array | None]:
     """Attends from every tile of queries to the keys and values of its sequence.
 
     Returns out [out_rows, N, H]. Arguments are as for `flash.gdpa.gdpa_kernel`; `tiles` have
@@ -159,21 +161,22 @@ def gdpa_forward(
     `gdpa_masked.mask_tiles`; `config` needs run=1 and no half_blocks.
     """
     _, q_heads, head_dim = query.shape
+    if SOFTMAX in activations and scale == 0:  # every score is 0, as with queries of zeros
+        query, scale = jnp.zeros_like(query), 1.0
     workers = min(num_sms, tiles.words.shape[0] * q_heads)
     has_f32_range = query.dtype == jnp.bfloat16
     activation = ActivationSpec(activations, approx, scale, output_scale, has_f32_range)
     has_mask = rule is not None or seen is not None
     shape = Shape(q_heads, key.shape[1], head_dim, activation, workers, has_mask, rule)
     operands = Operands(query, key, value, **tiles._asdict(), seen=seen)
-    out = jax.ShapeDtypeStruct((out_rows, q_heads, head_dim), query.dtype)
-    (result,) = launch(
+    out, *lse = launch(
         Roles(
             functools.partial(GdpaContext, shape, config),
             gdpa_producer.produce,
             gdpa_consumer.consume,
         ),
         operands,
-        out,
+        Outputs.of(out_rows, query, has_lse=return_residuals and shape.log2_scale is not None),
         config.shared(head_dim, has_mask),
         dtype=query.dtype,
         name="ikbo_gdpa_forward",
@@ -181,4 +184,4 @@ def gdpa_forward(
         has_counter=config.tickets,
         interpret=interpret,
     )
-    return result
+    return out, lse[0] if lse else None

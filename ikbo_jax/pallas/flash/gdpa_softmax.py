@@ -1,0 +1,115 @@
+"""The softmax of the GDPA forward kernel with masks."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental.mosaic import gpu as mgpu
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxlib.mlir import ir
+from jaxlib.mlir.dialects import arith, vector
+
+from ikbo_jax.pallas.flash import gdpa_masked, softmax
+from ikbo_jax.pallas.hopper import inline, mma, stores, turns
+from ikbo_jax.problems.hopper import NUM_CONSUMERS, WARPGROUP_SIZE, WGMMA_M
+
+VARIANT = os.environ.get("IKBO_SOFTMAX", "lazy")
+LIMIT = float(os.environ.get("IKBO_LIMIT", "8"))
+VOTE_BARRIER = turns.TURN_BARRIER + NUM_CONSUMERS
+SUM_LIMIT = 2.0**15
+GIANT = 2.0**14
+
+
+class Statistics(NamedTuple):
+    """Of the blocks before: what weights are relative to, and their sums, by row.
+
+    Attributes:
+      extreme: [64] f32, an unscaled score.
+      sums: [64, 8] f32, whose row sums are sums of weights.
+    """
+
+    extreme: jax.Array
+    sums: jax.Array
+
+
+Finish = Callable[[jax.Array], tuple[jax.Array, jax.Array, Statistics]]
+
+
+def weigh(ctx: Any, index: Any, block: Any, scores: jax.Array, before: Any) -> Finish:
+    """Computes the weights of a block; the result takes the accumulator without them."""
+    dtype, c = ctx.outputs.out.dtype, ctx.shape.log2_scale
+    fill = softmax.masked_score(c)
+    if VARIANT == "lazy" or not before:
+        scores = gdpa_masked.keep_visible(ctx, index, block, scores, fill)
+    if not before:
+        extreme = softmax.row_extreme(scores, c)
+        p = softmax.exact_exponentials(scores, softmax.finite(extreme, c), c)
+        found = Statistics(extreme, softmax.partial_sums(p))
+        return lambda acc: (p.astype(dtype), acc, found)
+    larger = softmax.further(c)(before.extreme, softmax.row_extreme(scores, c))
+    growth = (larger - before.extreme) * jnp.float32(c)
+    grown = any_of_warp(growth > jnp.float32(LIMIT), interpret=ctx.interpret)
+    extreme = jnp.where(grown, larger, before.extreme)
+    base = softmax.finite(extreme, c)
+    p = softmax.exponentials(scores, base * jnp.float32(c), c)
+    shrink = jnp.exp2((before.extreme - base) * jnp.float32(c))
+
+    def finish(acc: jax.Array) -> tuple[jax.Array, jax.Array, Statistics]:
+        acc = mma.after_wait(acc, interpret=ctx.interpret)
+
+        def rescaled(acc: jax.Array, sums: jax.Array) -> tuple[jax.Array, jax.Array]:
+            return tuple(x * lax.broadcast_in_dim(shrink, x.shape, (0,)) for x in (acc, sums))
+
+        acc, sums = lax.cond(grown, rescaled, lambda *x: x, acc, before.sums)
+        sums = sums + softmax.partial_sums(p)
+        return p.astype(dtype), acc, Statistics(extreme, sums)
+
+    return finish
+
+
+def normalised(
+    ctx: Any, acc: jax.Array, statistics: Statistics, first_row: Any, head: Any, rows: Any
+) -> jax.Array:
+    """Divides an item's sums by its denominators, whose logarithms it stores."""
+    row_sum = jnp.sum(statistics.sums, axis=1)
+    if ctx.outputs.lse is not None:
+        unit = jnp.float32(ctx.shape.log2_scale * softmax.LN_2)
+        lse = jnp.log(row_sum) + statistics.extreme * unit
+        lse = jnp.where(row_sum != 0, lse, -jnp.inf)
+        store_lse(ctx, lse, first_row, head, rows)
+    inverse = softmax.inverse_sums(row_sum, ctx.shape.activation.output_scale)
+    return acc * lax.broadcast_in_dim(inverse, acc.shape, (0,))
+
+
+def store_lse(ctx: Any, lse: jax.Array, first_row: Any, head: Any, rows: Any) -> None:
+    """Stores [64] f32 for the first `rows` of the consumer's rows."""
+    staging = ctx.shared.row_values.at[ctx.consumer] if ctx.interpret else None
+    stores.store_rows(
+        *(ctx.outputs.lse, lse, first_row, head, 0 * rows, rows, staging), interpret=ctx.interpret
+    )
+
+
+_SCALAR = plgpu.ShapeDtypeStruct((), jnp.int32, layout=plgpu.Layout.WG_SPLAT(()))
+
+
+def any_of_warp(values: jax.Array, *, interpret: bool) -> jax.Array:
+    if interpret:
+        return jnp.any(values)
+
+    @plgpu.inline_mgpu(arg_types=(stores.ROW_LAYOUT,), return_type=_SCALAR)
+    def vote(_: Any, values: mgpu.FragmentedArray) -> mgpu.FragmentedArray:
+        first, second = (vector.extract(x, [], [0]) for x in values.registers.flat)
+        found = inline.issue_word(
+            "{ .reg .pred p; setp.ne.b32 p, $1, 0; vote.sync.any.pred p, p, 0xffffffff; "
+            "selp.b32 $0, 1, 0, p; }",
+            arith.ori(first, second),
+            convergent=True,
+        )
+        return mgpu.FragmentedArray.splat(found, (), is_signed=True)
+
+    return vote(values.astype(jnp.int32)) != 0
