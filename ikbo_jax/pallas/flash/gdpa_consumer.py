@@ -110,12 +110,13 @@ def _weights(
     written while other products are in flight.
     """
     scores = mma.after_wait(scores, interpret=ctx.interpret)
-    ctx.shared.key.release(step)
+    if gdpa_softmax.VARIANT != "quick" or not before:
+        ctx.shared.key.release(step)
     if ctx.shape.has_mask:
         index, block = place()
         index = mosaic.opaque(index, interpret=ctx.interpret)
         if ctx.shape.log2_scale is not None:
-            softened = gdpa_softmax.weigh(ctx, index, block, scores, before)
+            softened = gdpa_softmax.weigh(ctx, index, block, scores, before, step)
             return lambda acc: _State(*softened(acc))
         scores = gdpa_masked.keep_visible(ctx, index, block, scores)
     spec = ctx.shape.activation
@@ -147,12 +148,15 @@ def _step(
     scores = ctx.product(opaque_index, step + 1, columns)
     acc = _issue_values(ctx, state, block > 0, step, ctx.config.block_kv)
     turns.await_scores(ctx)
-    ctx.free_read_queries(index, block + 2 == item.blocks)
+    if gdpa_softmax.VARIANT != "quick" or not state.statistics:
+        ctx.free_read_queries(index, block + 2 == item.blocks)
     place = index, block + 1
     finish = _weights(ctx, scores, item, step + 1, lambda: place, state.statistics)
     pl.when(block == 0)(functools.partial(ctx.free_stored_slot, index - 1))
     mma.wait(0, interpret=ctx.interpret)
     ctx.shared.value.release(step)
+    if gdpa_softmax.VARIANT == "quick" and state.statistics:
+        ctx.free_read_queries(index, block + 2 == item.blocks)
     state = finish(acc)
     return state._replace(weights=mma.pad(state.weights, ctx.config.block_kv))
 

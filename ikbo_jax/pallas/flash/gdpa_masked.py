@@ -131,6 +131,21 @@ def keep_visible(
     return kept
 
 
+def may_begin(ctx: Any, item: Any, block: Any) -> Any:
+    """Whether a block is masked for a consumer's rows, or may be the first that a row sees."""
+    rule = ctx.shape.rule
+
+    def cut(part: int) -> Any:
+        return ctx.mask_word(item, lists.CUTS + part + 4 * ctx.consumer)
+
+    found = block >= cut(1)
+    if rule is None or rule.window is not None:
+        found |= block <= cut(0)
+    if ctx.shape.has_gaps:
+        found |= (block >= cut(2)) & (block <= cut(3))
+    return found
+
+
 def first_key(ctx: Any, item: Any, block: Any) -> Any:
     """Returns the first key of a block, counted from the sequence's first key."""
     first = ctx.mask_word(item, lists.FIRST_KEY) + block * ctx.config.block_kv

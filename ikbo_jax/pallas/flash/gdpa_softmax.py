@@ -15,7 +15,7 @@ from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, vector
 
 from ikbo_jax.pallas.flash import gdpa_masked, softmax
-from ikbo_jax.pallas.hopper import inline, mma, stores, turns
+from ikbo_jax.pallas.hopper import inline, mma, mosaic, stores, turns
 from ikbo_jax.problems.hopper import NUM_CONSUMERS, WARPGROUP_SIZE, WGMMA_M
 
 VARIANT = os.environ.get("IKBO_SOFTMAX", "lazy")
@@ -40,7 +40,9 @@ class Statistics(NamedTuple):
 Finish = Callable[[jax.Array], tuple[jax.Array, jax.Array, Statistics]]
 
 
-def weigh(ctx: Any, index: Any, block: Any, scores: jax.Array, before: Any) -> Finish:
+def weigh(
+    ctx: Any, index: Any, block: Any, scores: jax.Array, before: Any, step: Any
+) -> Finish:
     """Computes the weights of a block; the result takes the accumulator without them."""
     dtype, c = ctx.outputs.out.dtype, ctx.shape.log2_scale
     fill = softmax.masked_score(c)
@@ -51,6 +53,8 @@ def weigh(ctx: Any, index: Any, block: Any, scores: jax.Array, before: Any) -> F
         p = softmax.exact_exponentials(scores, softmax.finite(extreme, c), c)
         found = Statistics(extreme, softmax.partial_sums(p))
         return lambda acc: (p.astype(dtype), acc, found)
+    if VARIANT == "quick":
+        return _quick(ctx, index, block, scores, before, step)
     larger = softmax.further(c)(before.extreme, softmax.row_extreme(scores, c))
     growth = (larger - before.extreme) * jnp.float32(c)
     grown = any_of_warp(growth > jnp.float32(LIMIT), interpret=ctx.interpret)
@@ -70,6 +74,96 @@ def weigh(ctx: Any, index: Any, block: Any, scores: jax.Array, before: Any) -> F
         return p.astype(dtype), acc, Statistics(extreme, sums)
 
     return finish
+
+
+def _quick(ctx, index, block, scores, before, step):
+    dtype, c = ctx.outputs.out.dtype, ctx.shape.log2_scale
+    fill = softmax.masked_score(c)
+    is_cut = gdpa_masked.may_begin(ctx, index, block)
+
+    def cut(scores):
+        scores = gdpa_masked.keep_visible(ctx, index, block, scores, fill)
+        return scores, softmax.further(c)(before.extreme, softmax.row_extreme(scores, c))
+
+    scores, extreme = lax.cond(is_cut, cut, lambda x: (x, before.extreme), scores)
+    base = softmax.finite(extreme, c)
+    maximum = base * jnp.float32(c)
+    p = softmax.exponentials(scores, maximum, c)
+    part = softmax.partial_sums(p)
+
+    def finish(acc):
+        acc = mma.after_wait(acc, interpret=ctx.interpret)
+
+        def rescaled(acc, sums):
+            shrink = jnp.exp2((before.extreme - base) * jnp.float32(c))
+            return tuple(x * lax.broadcast_in_dim(shrink, x.shape, (0,)) for x in (acc, sums))
+
+        acc, sums = lax.cond(is_cut, rescaled, lambda *x: x, acc, before.sums)
+        rows = ctx.destination(index).rows - ctx.consumer * WGMMA_M
+        is_bad = any_thread(ctx, part, maximum, rows)
+
+        weights = mma.after_wait(p, interpret=ctx.interpret).astype(dtype)
+
+        def good(acc):
+            return weights, acc, Statistics(extreme, sums + part)
+
+        def again(acc):
+            scores = ctx.product(index, step)
+            mma.wait(0, interpret=ctx.interpret)
+            scores = mma.after_wait(scores, interpret=ctx.interpret)
+            scores = gdpa_masked.keep_visible(ctx, index, block, scores, fill)
+            state = softmax.Running(extreme, sums, acc)
+            state, p = softmax.running_step(state, scores, c)
+            return p.astype(dtype), state.acc, Statistics(state.extreme, state.sums)
+
+        found = lax.cond(is_bad, again, good, acc)
+        ctx.shared.key.release(step)
+        return found
+
+    return finish
+
+
+def any_thread(ctx, part, maximum, rows):
+    if ctx.interpret:
+        row = jnp.arange(WGMMA_M)
+        good = (jnp.sum(part, axis=1) < SUM_LIMIT) & (jnp.abs(maximum) < GIANT)
+        return ~jnp.all(good | (row >= rows))
+
+    scalar = plgpu.Layout.WG_SPLAT(())
+
+    @plgpu.inline_mgpu(
+        arg_types=(plgpu.Layout.WGMMA, stores.ROW_LAYOUT, scalar, scalar), return_type=_SCALAR
+    )
+    def vote(_, part, maximum, rows, consumer):
+        thread = stores.late_thread_number()
+        rows, consumer = (x.registers.item() for x in (rows, consumer))
+        olt = arith.CmpFPredicate.OLT
+        all_good = None
+        for half in (0, 1):
+            pair = part.registers.flat[half]
+            total = arith.addf(*(vector.extract(pair, [], [i]) for i in (0, 1)))
+            size = vector.extract(maximum.registers.flat[half], [], [0])
+            good = arith.cmpf(olt, total, inline.f32(SUM_LIMIT))
+            is_small = arith.andi(
+                arith.cmpf(olt, size, inline.f32(GIANT)),
+                arith.cmpf(olt, inline.f32(-GIANT), size),
+            )
+            good = arith.andi(good, is_small)
+            row = stores.thread_row(thread, half)
+            is_row = arith.cmpi(arith.CmpIPredicate.sge, row, rows)
+            good = arith.ori(good, is_row)
+            all_good = good if all_good is None else arith.andi(all_good, good)
+        i32 = ir.IntegerType.get_signless(32)
+        found = inline.issue_word(
+            "{ .reg .pred p; setp.eq.b32 p, $1, 0; "
+            f"barrier.red.or.pred p, $2, {WARPGROUP_SIZE}, p; selp.b32 $0, 1, 0, p; }}",
+            arith.extui(i32, all_good),
+            arith.addi(consumer, inline.i32(VOTE_BARRIER)),
+            convergent=True,
+        )
+        return mgpu.FragmentedArray.splat(found, (), is_signed=True)
+
+    return vote(part, maximum, rows, ctx.consumer) != 0
 
 
 def normalised(
