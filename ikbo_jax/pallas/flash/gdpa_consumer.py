@@ -152,7 +152,8 @@ def _step(
         ctx.free_read_queries(index, block + 2 == item.blocks)
     place = index, block + 1
     finish = _weights(ctx, scores, item, step + 1, lambda: place, state.statistics)
-    pl.when(block == 0)(functools.partial(ctx.free_stored_slot, index - 1))
+    before = opaque_index if state.statistics else index
+    pl.when(block == 0)(functools.partial(ctx.free_stored_slot, before - 1))
     mma.wait(0, interpret=ctx.interpret)
     ctx.shared.value.release(step)
     if gdpa_softmax.VARIANT == "quick" and state.statistics:

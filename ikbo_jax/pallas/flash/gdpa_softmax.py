@@ -19,10 +19,12 @@ from ikbo_jax.pallas.hopper import inline, mma, mosaic, stores, turns
 from ikbo_jax.problems.hopper import NUM_CONSUMERS, WARPGROUP_SIZE, WGMMA_M
 
 VARIANT = os.environ.get("IKBO_SOFTMAX", "lazy")
-LIMIT = float(os.environ.get("IKBO_LIMIT", "8"))
+#: Powers of 2 by which a row's maximum grows before its sums are rescaled.
+LIMIT = 8.0
+#: Scaled maxima from which on weights are exact only if maxima are subtracted before scaling.
+GIANT = 2.0**14
 VOTE_BARRIER = turns.TURN_BARRIER + NUM_CONSUMERS
 SUM_LIMIT = 2.0**15
-GIANT = 2.0**14
 
 
 class Statistics(NamedTuple):
@@ -45,9 +47,8 @@ def weigh(
 ) -> Finish:
     """Computes the weights of a block; the result takes the accumulator without them."""
     dtype, c = ctx.outputs.out.dtype, ctx.shape.log2_scale
-    fill = softmax.masked_score(c)
     if VARIANT == "lazy" or not before:
-        scores = gdpa_masked.keep_visible(ctx, index, block, scores, fill)
+        scores = gdpa_masked.keep_visible(ctx, index, block, scores, softmax.masked_score(c))
     if not before:
         extreme = softmax.row_extreme(scores, c)
         p = softmax.exact_exponentials(scores, softmax.finite(extreme, c), c)
@@ -56,11 +57,19 @@ def weigh(
     if VARIANT == "quick":
         return _quick(ctx, index, block, scores, before, step)
     larger = softmax.further(c)(before.extreme, softmax.row_extreme(scores, c))
-    growth = (larger - before.extreme) * jnp.float32(c)
-    grown = any_of_warp(growth > jnp.float32(LIMIT), interpret=ctx.interpret)
-    extreme = jnp.where(grown, larger, before.extreme)
-    base = softmax.finite(extreme, c)
-    p = softmax.exponentials(scores, base * jnp.float32(c), c)
+    base = softmax.finite(before.extreme, c)
+    maximum, growth = (x * jnp.float32(c) for x in (base, larger - before.extreme))
+    is_far = (growth > jnp.float32(LIMIT)) | (jnp.abs(maximum) >= jnp.float32(GIANT))
+    grown = any_of_warp(is_far, interpret=ctx.interpret)
+
+    def exact() -> Any:
+        base = softmax.finite(larger, c)
+        return scores - lax.broadcast_in_dim(base, scores.shape, (0,)), base, larger, 0 * maximum
+
+    scores, base, extreme, maximum = lax.cond(
+        grown, exact, lambda: (scores, base, before.extreme, maximum)
+    )
+    p = softmax.exponentials(scores, maximum, c)
     shrink = jnp.exp2((before.extreme - base) * jnp.float32(c))
 
     def finish(acc: jax.Array) -> tuple[jax.Array, jax.Array, Statistics]:
@@ -80,16 +89,19 @@ def _quick(ctx, index, block, scores, before, step):
     dtype, c = ctx.outputs.out.dtype, ctx.shape.log2_scale
     fill = softmax.masked_score(c)
     is_cut = gdpa_masked.may_begin(ctx, index, block)
+    word = mosaic.opaque(is_cut.astype(jnp.int32), interpret=ctx.interpret)
 
     def cut(scores):
         scores = gdpa_masked.keep_visible(ctx, index, block, scores, fill)
         return scores, softmax.further(c)(before.extreme, softmax.row_extreme(scores, c))
 
-    scores, extreme = lax.cond(is_cut, cut, lambda x: (x, before.extreme), scores)
+    scores, extreme = lax.cond(word != 0, cut, lambda x: (x, before.extreme), scores)
     base = softmax.finite(extreme, c)
     maximum = base * jnp.float32(c)
     p = softmax.exponentials(scores, maximum, c)
     part = softmax.partial_sums(p)
+    is_giant = lax.broadcast_in_dim(jnp.abs(maximum), part.shape, (0,)) >= GIANT
+    part = jnp.where(is_giant, jnp.inf, part)
 
     def finish(acc):
         acc = mma.after_wait(acc, interpret=ctx.interpret)
@@ -98,72 +110,58 @@ def _quick(ctx, index, block, scores, before, step):
             shrink = jnp.exp2((before.extreme - base) * jnp.float32(c))
             return tuple(x * lax.broadcast_in_dim(shrink, x.shape, (0,)) for x in (acc, sums))
 
-        acc, sums = lax.cond(is_cut, rescaled, lambda *x: x, acc, before.sums)
+        acc, sums = lax.cond(word != 0, rescaled, lambda *x: x, acc, before.sums)
         rows = ctx.destination(index).rows - ctx.consumer * WGMMA_M
-        is_bad = any_thread(ctx, part, maximum, rows)
+        is_bad = any_thread(ctx, part, rows)
 
-        weights = mma.after_wait(p, interpret=ctx.interpret).astype(dtype)
-
-        def good(acc):
-            return weights, acc, Statistics(extreme, sums + part)
-
-        def again(acc):
+        def again(p, acc, extreme, sums, part):
             scores = ctx.product(index, step)
             mma.wait(0, interpret=ctx.interpret)
             scores = mma.after_wait(scores, interpret=ctx.interpret)
             scores = gdpa_masked.keep_visible(ctx, index, block, scores, fill)
-            state = softmax.Running(extreme, sums, acc)
-            state, p = softmax.running_step(state, scores, c)
-            return p.astype(dtype), state.acc, Statistics(state.extreme, state.sums)
+            found, p = softmax.running_step(softmax.Running(extreme, 0 * sums, acc), scores, c)
+            shrink = jnp.exp2((extreme - softmax.finite(found.extreme, c)) * jnp.float32(c))
+            sums = sums * lax.broadcast_in_dim(shrink, sums.shape, (0,))
+            return p, found.acc, found.extreme, sums, found.sums
 
-        found = lax.cond(is_bad, again, good, acc)
+        p_, acc, extreme_, sums, part_ = lax.fori_loop(
+            0, is_bad.astype(jnp.int32), lambda i, x: again(*x), (p, acc, extreme, sums, part)
+        )
         ctx.shared.key.release(step)
-        return found
+        return p_.astype(dtype), acc, Statistics(extreme_, sums + part_)
 
     return finish
 
 
-def any_thread(ctx, part, maximum, rows):
+def any_thread(ctx, part, rows):
     if ctx.interpret:
         row = jnp.arange(WGMMA_M)
-        good = (jnp.sum(part, axis=1) < SUM_LIMIT) & (jnp.abs(maximum) < GIANT)
-        return ~jnp.all(good | (row >= rows))
+        return ~jnp.all((jnp.sum(part, axis=1) < SUM_LIMIT) | (row >= rows))
 
     scalar = plgpu.Layout.WG_SPLAT(())
 
-    @plgpu.inline_mgpu(
-        arg_types=(plgpu.Layout.WGMMA, stores.ROW_LAYOUT, scalar, scalar), return_type=_SCALAR
-    )
-    def vote(_, part, maximum, rows, consumer):
+    @plgpu.inline_mgpu(arg_types=(plgpu.Layout.WGMMA, scalar, scalar), return_type=_SCALAR)
+    def vote(_, part, rows, consumer):
         thread = stores.late_thread_number()
         rows, consumer = (x.registers.item() for x in (rows, consumer))
-        olt = arith.CmpFPredicate.OLT
         all_good = None
         for half in (0, 1):
             pair = part.registers.flat[half]
             total = arith.addf(*(vector.extract(pair, [], [i]) for i in (0, 1)))
-            size = vector.extract(maximum.registers.flat[half], [], [0])
-            good = arith.cmpf(olt, total, inline.f32(SUM_LIMIT))
-            is_small = arith.andi(
-                arith.cmpf(olt, size, inline.f32(GIANT)),
-                arith.cmpf(olt, inline.f32(-GIANT), size),
-            )
-            good = arith.andi(good, is_small)
+            good = arith.cmpf(arith.CmpFPredicate.OLT, total, inline.f32(SUM_LIMIT))
             row = stores.thread_row(thread, half)
-            is_row = arith.cmpi(arith.CmpIPredicate.sge, row, rows)
-            good = arith.ori(good, is_row)
+            good = arith.ori(good, arith.cmpi(arith.CmpIPredicate.sge, row, rows))
             all_good = good if all_good is None else arith.andi(all_good, good)
-        i32 = ir.IntegerType.get_signless(32)
         found = inline.issue_word(
             "{ .reg .pred p; setp.eq.b32 p, $1, 0; "
             f"barrier.red.or.pred p, $2, {WARPGROUP_SIZE}, p; selp.b32 $0, 1, 0, p; }}",
-            arith.extui(i32, all_good),
+            arith.extui(ir.IntegerType.get_signless(32), all_good),
             arith.addi(consumer, inline.i32(VOTE_BARRIER)),
             convergent=True,
         )
         return mgpu.FragmentedArray.splat(found, (), is_signed=True)
 
-    return vote(part, maximum, rows, ctx.consumer) != 0
+    return vote(part, rows, ctx.consumer) != 0
 
 
 def normalised(
