@@ -108,7 +108,7 @@ class GdpaShared(NamedTuple):
 class GdpaConfig(FlashConfig):
     """Tuning parameters of the forward kernel, besides the rings.
 
-    With softmax only block_kv, stages, q_slots and late_turns apply.
+    With softmax and no mask, only block_kv, stages, q_slots and late_turns apply.
 
     Attributes:
       run: number of neighbouring tiles that a CTA processes in sequence, head by head. It keeps
@@ -149,7 +149,6 @@ class GdpaConfig(FlashConfig):
             return reason
         if reason := problem.why_not_softmax:
             return reason
-        has_softmax = SOFTMAX in problem.activations
         if problem.mask and (reason := self._why_not_masked(problem)):
             return reason
         if self.half_blocks and self.block_kv % (2 * WGMMA_K):
@@ -161,13 +160,13 @@ class GdpaConfig(FlashConfig):
             return f"run must be at least 1, but is {self.run}"
         switches = ("skip_empty", "half_blocks", "tickets")
         enabled = [name for name in switches if getattr(self, name)]
-        if has_softmax and not problem.mask and (self.run > 1 or enabled):
+        if problem.is_attention and (self.run > 1 or enabled):
             return (
                 f"softmax needs run=1 and none of {', '.join(switches)}, "
                 f"but the config has run={self.run} and {', '.join(enabled) or 'none of them'}"
             )
-        smem_bytes = (self.for_softmax if has_softmax else self).smem_bytes(problem.head_dim)
-        return hopper.why_not_smem(self, smem_bytes, problem.head_dim)
+        launched = self.for_softmax if problem.is_attention else self
+        return hopper.why_not_smem(self, launched.smem_bytes(problem.head_dim), problem.head_dim)
 
     def _why_not_masked(self, problem: GdpaProblem) -> str | None:
         """Why the kernel cannot run a problem that has a mask; None if it can."""
@@ -191,6 +190,11 @@ class GdpaProblem(GdpaSizes):
 
     op: ClassVar[str] = "gdpa"
     config_type: ClassVar[type] = GdpaConfig
+
+    @property
+    def is_attention(self) -> bool:
+        """Whether the attention kernel computes it: a softmax without a mask."""
+        return SOFTMAX in self.activations and not self.mask
 
     @classmethod
     def config_type_of(cls, fields: Mapping[str, Any]) -> type[Config]:
@@ -281,8 +285,7 @@ class GdpaProblem(GdpaSizes):
         mean = self._mean_lengths()[1]
         is_long_tailed = (self.max_seqlen_kv or 0) > LONG_TAIL * mean
         rounds = short_gdpa.work_items(self, TILE_ROWS) / NUM_SMS
-        has_softmax = SOFTMAX in self.activations
-        return is_long_tailed and not has_softmax and 1 < rounds <= TICKETS_MOST_ROUNDS
+        return is_long_tailed and not self.is_attention and 1 < rounds <= TICKETS_MOST_ROUNDS
 
     def keys_fit_stages(self, config: GdpaConfig) -> bool:
         """Whether all keys of a sequence fit the stages of both rings.

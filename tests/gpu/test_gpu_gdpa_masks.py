@@ -17,7 +17,6 @@ from ikbo_jax.problems import GdpaConfig
 
 pytestmark = pytest.mark.gpu
 
-NAMES = [name for name in ACTIVATIONS if name != "softmax"]
 LENGTHS = (300, 1, 0, 129, 64, 700, 128, 65)
 SELF = Shape(LENGTHS, LENGTHS, 2, 1, 128, before=2, after=131)
 SHAPES = {
@@ -51,19 +50,21 @@ def check(shape: Shape, case: problems_masks.Case, activation: Any, **options: A
     np.testing.assert_array_equal(out, run(arrays, case.mask))
 
 
+@pytest.mark.parametrize("activation", ["silu", "softmax"])
 @pytest.mark.parametrize("name", problems_masks.cases(SELF))
 @pytest.mark.parametrize("shape", SHAPES)
-def test_gdpa_every_mask_and_shape(shape: str, name: str) -> None:
-    check(SHAPES[shape], problems_masks.cases(SHAPES[shape])[name], "silu")
+def test_gdpa_every_mask_and_shape(shape: str, name: str, activation: str) -> None:
+    check(SHAPES[shape], problems_masks.cases(SHAPES[shape])[name], activation)
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-@pytest.mark.parametrize("activation", NAMES)
+@pytest.mark.parametrize("activation", ACTIVATIONS)
 def test_gdpa_every_masked_activation_and_dtype(activation: str, dtype: str) -> None:
     check(SELF, problems_masks.cases(SELF)["groups"], activation, dtype=dtype)
 
 
+@pytest.mark.parametrize("activation", ["gelu_tanh", "softmax"])
 @pytest.mark.parametrize("config", CONFIGS)
 @pytest.mark.parametrize("name", ["causal", "two_intervals"])
-def test_gdpa_every_kind_of_masked_config(name: str, config: str) -> None:
-    check(SELF, problems_masks.cases(SELF)[name], "gelu_tanh", config=CONFIGS[config])
+def test_gdpa_every_kind_of_masked_config(name: str, config: str, activation: str) -> None:
+    check(SELF, problems_masks.cases(SELF)[name], activation, config=CONFIGS[config])

@@ -39,6 +39,7 @@ def launch(problem: GdpaProblem, config: GdpaConfig, rule: Rule | None) -> tuple
             num_sms=NUM_SMS,
             rule=rule,
             seen=seen,
+            return_residuals=True,
         )
 
     def integers(*shape: int) -> jax.ShapeDtypeStruct:
@@ -53,7 +54,7 @@ def launch(problem: GdpaProblem, config: GdpaConfig, rule: Rule | None) -> tuple
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize("rule", [Rule(), TARGETS, None], ids=["causal", "targets", "read"])
 @pytest.mark.parametrize("head_dim", [64, 96, 128])
-@pytest.mark.parametrize("activation", ["silu", "gelu", "relu", "gelu_tanh"])
+@pytest.mark.parametrize("activation", ["silu", "gelu", "relu", "gelu_tanh", "softmax"])
 def test_offline_masked_kernel_is_fit(
     activation: str, head_dim: int, rule: Rule | None, compiler: offline.Compiler
 ) -> None:

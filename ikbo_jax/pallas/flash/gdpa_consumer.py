@@ -226,6 +226,9 @@ def _last_step(
         turns.await_scores(ctx, pending=1 if keys else 0)
         free_next_queries()
         finish = _weights(ctx, scores, next_item, next_step, lambda: (index + 1, jnp.int32(0)))
+        if ctx.shape.log2_scale is not None:
+            never = mosaic.opaque(index, interpret=ctx.interpret) < 0
+            pl.when(never)(functools.partial(plgpu.wait_smem_to_gmem, 0))
         if keys:
             mma.wait(0, interpret=ctx.interpret)
         return finish(acc)

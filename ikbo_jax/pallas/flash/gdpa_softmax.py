@@ -52,7 +52,8 @@ def weigh(
     if not before:
         extreme = softmax.row_extreme(scores, c)
         p = softmax.exact_exponentials(scores, softmax.finite(extreme, c), c)
-        found = Statistics(extreme, softmax.partial_sums(p))
+        part = mma.after_wait(softmax.partial_sums(p), interpret=ctx.interpret)
+        found = Statistics(extreme, part)
         return lambda acc: (p.astype(dtype), acc, found)
     if VARIANT == "quick":
         return _quick(ctx, index, block, scores, before, step)
@@ -70,6 +71,7 @@ def weigh(
         grown, exact, lambda: (scores, base, before.extreme, maximum)
     )
     p = softmax.exponentials(scores, maximum, c)
+    part = mma.after_wait(softmax.partial_sums(p), interpret=ctx.interpret)
     shrink = jnp.exp2((before.extreme - base) * jnp.float32(c))
 
     def finish(acc: jax.Array) -> tuple[jax.Array, jax.Array, Statistics]:
@@ -79,8 +81,7 @@ def weigh(
             return tuple(x * lax.broadcast_in_dim(shrink, x.shape, (0,)) for x in (acc, sums))
 
         acc, sums = lax.cond(grown, rescaled, lambda *x: x, acc, before.sums)
-        sums = sums + softmax.partial_sums(p)
-        return p.astype(dtype), acc, Statistics(extreme, sums)
+        return p.astype(dtype), acc, Statistics(extreme, sums + part)
 
     return finish
 
