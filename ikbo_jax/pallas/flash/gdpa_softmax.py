@@ -18,7 +18,7 @@ from ikbo_jax.pallas.flash import gdpa_masked, softmax
 from ikbo_jax.pallas.hopper import inline, mma, mosaic, stores, turns
 from ikbo_jax.problems.hopper import NUM_CONSUMERS, WARPGROUP_SIZE, WGMMA_M
 
-VARIANT = os.environ.get("IKBO_SOFTMAX", "lazy")
+VARIANT, _, SUMS = os.environ.get("IKBO_SOFTMAX", "lazy_rows").partition("_")
 #: Powers of 2 by which a row's maximum grows before its sums are rescaled.
 LIMIT = 8.0
 #: Scaled maxima from which on weights are exact only if maxima are subtracted before scaling.
@@ -52,8 +52,7 @@ def weigh(
     if not before:
         extreme = softmax.row_extreme(scores, c)
         p = softmax.exact_exponentials(scores, softmax.finite(extreme, c), c)
-        part = mma.after_wait(softmax.partial_sums(p), interpret=ctx.interpret)
-        found = Statistics(extreme, part)
+        found = Statistics(extreme, summed(ctx, p))
         return lambda acc: (p.astype(dtype), acc, found)
     if VARIANT == "quick":
         return _quick(ctx, index, block, scores, before, step)
@@ -71,19 +70,43 @@ def weigh(
         grown, exact, lambda: (scores, base, before.extreme, maximum)
     )
     p = softmax.exponentials(scores, maximum, c)
-    part = mma.after_wait(softmax.partial_sums(p), interpret=ctx.interpret)
-    shrink = jnp.exp2((before.extreme - base) * jnp.float32(c))
+    part = summed(ctx, p)
 
     def finish(acc: jax.Array) -> tuple[jax.Array, jax.Array, Statistics]:
         acc = mma.after_wait(acc, interpret=ctx.interpret)
 
         def rescaled(acc: jax.Array, sums: jax.Array) -> tuple[jax.Array, jax.Array]:
-            return tuple(x * lax.broadcast_in_dim(shrink, x.shape, (0,)) for x in (acc, sums))
+            shrink = jnp.exp2((before.extreme - base) * jnp.float32(c))
+            sums = sums * (shrink if sums.ndim == 1 else lax.broadcast_in_dim(shrink, sums.shape, (0,)))
+            return acc * lax.broadcast_in_dim(shrink, acc.shape, (0,)), sums
 
         acc, sums = lax.cond(grown, rescaled, lambda *x: x, acc, before.sums)
         return p.astype(dtype), acc, Statistics(extreme, sums + part)
 
     return finish
+
+
+def summed(ctx, p):
+    if SUMS == "rows":
+        return jnp.sum(p, axis=1)
+    part = softmax.partial_sums(p)
+    if SUMS == "anchor":
+        part = anchored(part, interpret=ctx.interpret)
+    return part
+
+
+def anchored(part, *, interpret):
+    if interpret:
+        return part
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.Layout.WGMMA,), return_type=mma.accumulator_type(8))
+    def pin(_, part):
+        values = [vector.extract(x, [], [i]) for x in part.registers.flat for i in (0, 1)]
+        total = arith.addf(arith.addf(*values[:2]), arith.addf(*values[2:]))
+        inline.issue("{ .reg .pred p; setp.lt.f32 p, $0, 0f00000000; @p nanosleep.u32 1; }", total)
+        return part
+
+    return pin(part)
 
 
 def _quick(ctx, index, block, scores, before, step):
@@ -103,6 +126,8 @@ def _quick(ctx, index, block, scores, before, step):
     part = softmax.partial_sums(p)
     is_giant = lax.broadcast_in_dim(jnp.abs(maximum), part.shape, (0,)) >= GIANT
     part = jnp.where(is_giant, jnp.inf, part)
+    rows = ctx.destination(index).rows - ctx.consumer * WGMMA_M
+    is_bad = any_thread(ctx, part, rows)
 
     def finish(acc):
         acc = mma.after_wait(acc, interpret=ctx.interpret)
@@ -112,8 +137,6 @@ def _quick(ctx, index, block, scores, before, step):
             return tuple(x * lax.broadcast_in_dim(shrink, x.shape, (0,)) for x in (acc, sums))
 
         acc, sums = lax.cond(word != 0, rescaled, lambda *x: x, acc, before.sums)
-        rows = ctx.destination(index).rows - ctx.consumer * WGMMA_M
-        is_bad = any_thread(ctx, part, rows)
 
         def again(p, acc, extreme, sums, part):
             scores = ctx.product(index, step)
@@ -169,7 +192,8 @@ def normalised(
     ctx: Any, acc: jax.Array, statistics: Statistics, first_row: Any, head: Any, rows: Any
 ) -> jax.Array:
     """Divides an item's sums by its denominators, whose logarithms it stores."""
-    row_sum = jnp.sum(statistics.sums, axis=1)
+    row_sum = statistics.sums
+    row_sum = row_sum if row_sum.ndim == 1 else jnp.sum(row_sum, axis=1)
     if ctx.outputs.lse is not None:
         unit = jnp.float32(ctx.shape.log2_scale * softmax.LN_2)
         lse = jnp.log(row_sum) + statistics.extreme * unit
