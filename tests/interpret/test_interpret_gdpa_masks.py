@@ -140,9 +140,7 @@ def attend(case: Case, arrays: Any) -> tuple[jax.Array, jax.Array | None]:
     )
 
 
-def assert_correct(
-    results: tuple[jax.Array, jax.Array | None], case: Case, arrays: Any
-) -> None:
+def assert_correct(results: tuple[jax.Array, jax.Array | None], case: Case, arrays: Any) -> None:
     out, lse = results
     settings = problems_gdpa.make_settings(case.shape, case.activation)
     d_out = problems_gdpa.cotangent(arrays, settings)

@@ -27,7 +27,7 @@ class _State(NamedTuple):
 
     weights: jax.Array  # [64, block_kv], attention weights of the current block
     acc: Any  # [64, H] f32, without the current block
-    statistics: Any = ()  # of a softmax, with the current block: `gdpa_softmax.Statistics`
+    statistics: Any = None  # of a softmax, with the current block: `gdpa_softmax.Statistics`
 
 
 class _Work(NamedTuple):
@@ -98,7 +98,7 @@ def _weights(
     item: Item,
     step: Any,
     place: Callable[[], tuple[Any, Any]],
-    before: Any = (),
+    before: gdpa_softmax.Statistics | None = None,
 ) -> Callable[[Any], _State]:
     """Computes weights from computed scores, and frees the block of keys.
 
@@ -110,13 +110,12 @@ def _weights(
     written while other products are in flight.
     """
     scores = mma.after_wait(scores, interpret=ctx.interpret)
-    if gdpa_softmax.VARIANT != "quick" or not before:
-        ctx.shared.key.release(step)
+    ctx.shared.key.release(step)
     if ctx.shape.has_mask:
         index, block = place()
         index = mosaic.opaque(index, interpret=ctx.interpret)
         if ctx.shape.log2_scale is not None:
-            softened = gdpa_softmax.weigh(ctx, index, block, scores, before, step)
+            softened = gdpa_softmax.weigh(ctx, index, block, scores, before)
             return lambda acc: _State(*softened(acc))
         scores = gdpa_masked.keep_visible(ctx, index, block, scores)
     spec = ctx.shape.activation
@@ -148,18 +147,21 @@ def _step(
     scores = ctx.product(opaque_index, step + 1, columns)
     acc = _issue_values(ctx, state, block > 0, step, ctx.config.block_kv)
     turns.await_scores(ctx)
-    if gdpa_softmax.VARIANT != "quick" or not state.statistics:
-        ctx.free_read_queries(index, block + 2 == item.blocks)
+    ctx.free_read_queries(index, block + 2 == item.blocks)
     place = index, block + 1
     finish = _weights(ctx, scores, item, step + 1, lambda: place, state.statistics)
-    before = opaque_index if state.statistics else index
-    pl.when(block == 0)(functools.partial(ctx.free_stored_slot, before - 1))
+    pl.when(block == 0)(functools.partial(ctx.free_stored_slot, index - 1))
     mma.wait(0, interpret=ctx.interpret)
     ctx.shared.value.release(step)
-    if gdpa_softmax.VARIANT == "quick" and state.statistics:
-        ctx.free_read_queries(index, block + 2 == item.blocks)
     state = finish(acc)
     return state._replace(weights=mma.pad(state.weights, ctx.config.block_kv))
+
+
+def _end_basic_block(ctx: GdpaContext, index: Any) -> None:
+    """Branches, but never, so that ptxas moves no exponentials past a wait that follows."""
+    if ctx.shape.log2_scale is not None:
+        never = mosaic.opaque(index, interpret=ctx.interpret) < 0
+        pl.when(never)(functools.partial(plgpu.wait_smem_to_gmem, 0))
 
 
 def _idle_step(ctx: GdpaContext, item: Item, index: Any, first_step: Any, block: Any) -> None:
@@ -226,9 +228,7 @@ def _last_step(
         turns.await_scores(ctx, pending=1 if keys else 0)
         free_next_queries()
         finish = _weights(ctx, scores, next_item, next_step, lambda: (index + 1, jnp.int32(0)))
-        if ctx.shape.log2_scale is not None:
-            never = mosaic.opaque(index, interpret=ctx.interpret) < 0
-            pl.when(never)(functools.partial(plgpu.wait_smem_to_gmem, 0))
+        _end_basic_block(ctx, index)
         if keys:
             mma.wait(0, interpret=ctx.interpret)
         return finish(acc)
@@ -409,7 +409,4 @@ def _zero_rest(ctx: GdpaContext) -> None:
             first_row, rows = _consumer_rows(ctx, target, rows)
             _store_staged(ctx, slot, head, first_row, rows)
             if ctx.outputs.lse is not None:
-                nothing = plgpu.layout_cast(
-                    jnp.full((WGMMA_M,), -jnp.inf, jnp.float32), stores.ROW_LAYOUT
-                )
-                gdpa_softmax.store_lse(ctx, nothing, first_row, head, rows)
+                gdpa_softmax.store_lse(ctx, gdpa_softmax.rows_of(-jnp.inf), first_row, head, rows)

@@ -118,7 +118,9 @@ def keep_visible(
         begin, end = _rows_see(ctx, item, part)
         before = first_key(ctx, item, block)
         begin = begin if isinstance(begin, int) else begin - before
-        return Visible(scores.shape[1], end - before, begin).select(scores, inside=part == 0, fill=fill)
+        return Visible(scores.shape[1], end - before, begin).select(
+            scores, inside=part == 0, fill=fill
+        )
 
     is_cut = block >= cut(1)
     if rule is None or rule.window is not None:
@@ -129,21 +131,6 @@ def keep_visible(
     has_gap = (block >= cut(2)) & (block < cut(3))
     kept: jax.Array = lax.cond(has_gap, functools.partial(selected, 1), lambda x: x, scores)
     return kept
-
-
-def may_begin(ctx: Any, item: Any, block: Any) -> Any:
-    """Whether a block is masked for a consumer's rows, or may be the first that a row sees."""
-    rule = ctx.shape.rule
-
-    def cut(part: int) -> Any:
-        return ctx.mask_word(item, lists.CUTS + part + 4 * ctx.consumer)
-
-    found = block >= cut(1)
-    if rule is None or rule.window is not None:
-        found |= block <= cut(0)
-    if ctx.shape.has_gaps:
-        found |= (block >= cut(2)) & (block <= cut(3))
-    return found
 
 
 def first_key(ctx: Any, item: Any, block: Any) -> Any:

@@ -1,8 +1,12 @@
-"""The softmax of the GDPA forward kernel with masks."""
+"""The softmax of the GDPA forward kernel with masks.
+
+Attention's kernel keeps the maximum of a row's first block.  A mask may hide that block from some
+rows of a tile, so here the maximum runs.  Sums stay relative to an earlier maximum until a row's
+maximum has grown by more than `MOST_GROWTH`, since a rescaled accumulator must be complete.
+"""
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -15,218 +19,122 @@ from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, vector
 
 from ikbo_jax.pallas.flash import gdpa_masked, softmax
-from ikbo_jax.pallas.hopper import inline, mma, mosaic, stores, turns
-from ikbo_jax.problems.hopper import NUM_CONSUMERS, WARPGROUP_SIZE, WGMMA_M
+from ikbo_jax.pallas.hopper import mma, stores, warps
+from ikbo_jax.problems.hopper import WGMMA_M
 
-VARIANT, _, SUMS = os.environ.get("IKBO_SOFTMAX", "lazy_rows").partition("_")
-#: Powers of 2 by which a row's maximum grows before its sums are rescaled.
-LIMIT = 8.0
-#: Scaled maxima from which on weights are exact only if maxima are subtracted before scaling.
-GIANT = 2.0**14
-VOTE_BARRIER = turns.TURN_BARRIER + NUM_CONSUMERS
-SUM_LIMIT = 2.0**15
+#: Growth of a row's maximum, as a power of 2, from which on sums are rescaled. Weights are at most
+#: 2^8, so that sums of 2^16 of them, and in f16 each of them, are far from overflow.
+MOST_GROWTH = 8.0
+#: Scaled maximum from which on it is subtracted before scores are scaled: the rounded product of
+#: maximum and scale errs by 2^-10 there, and from 2^31 on, no weight would be 1.
+LARGE_MAXIMUM = 2.0**14
 
 
 class Statistics(NamedTuple):
-    """Of the blocks before: what weights are relative to, and their sums, by row.
+    """State of a consumer's 64 rows between blocks.
 
     Attributes:
-      extreme: [64] f32, an unscaled score.
-      sums: [64, 8] f32, whose row sums are sums of weights.
+      extreme: [64] f32, the unscaled score that weights are relative to.
+      sums: [64] f32, sums of weights.
     """
 
     extreme: jax.Array
     sums: jax.Array
 
 
-Finish = Callable[[jax.Array], tuple[jax.Array, jax.Array, Statistics]]
+#: Takes the accumulator without the block; returns rounded weights, accumulator and statistics.
+Finish = Callable[[Any], tuple[jax.Array, Any, Statistics]]
 
 
-def weigh(
-    ctx: Any, index: Any, block: Any, scores: jax.Array, before: Any, step: Any
-) -> Finish:
-    """Computes the weights of a block; the result takes the accumulator without them."""
-    dtype, c = ctx.outputs.out.dtype, ctx.shape.log2_scale
-    if VARIANT == "lazy" or not before:
-        scores = gdpa_masked.keep_visible(ctx, index, block, scores, softmax.masked_score(c))
-    if not before:
-        extreme = softmax.row_extreme(scores, c)
-        p = softmax.exact_exponentials(scores, softmax.finite(extreme, c), c)
-        found = Statistics(extreme, summed(ctx, p))
-        return lambda acc: (p.astype(dtype), acc, found)
-    if VARIANT == "quick":
-        return _quick(ctx, index, block, scores, before, step)
-    larger = softmax.further(c)(before.extreme, softmax.row_extreme(scores, c))
-    base = softmax.finite(before.extreme, c)
-    maximum, growth = (x * jnp.float32(c) for x in (base, larger - before.extreme))
-    is_far = (growth > jnp.float32(LIMIT)) | (jnp.abs(maximum) >= jnp.float32(GIANT))
-    grown = any_of_warp(is_far, interpret=ctx.interpret)
+def weigh(ctx: Any, index: Any, block: Any, scores: jax.Array, before: Statistics | None) -> Finish:
+    """Computes the weights of a block's raw scores [64, block_kv].
 
-    def exact() -> Any:
-        base = softmax.finite(larger, c)
-        return scores - lax.broadcast_in_dim(base, scores.shape, (0,)), base, larger, 0 * maximum
+    Args:
+      ctx: the consumer's `GdpaContext`.
+      index: number of the item.
+      block: number of the block.
+      scores: f32; keys that a row does not see are masked here.
+      before: statistics of the item's blocks before; None: this is the first.
+    """
+    scale, dtype = ctx.shape.log2_scale, ctx.outputs.out.dtype
+    scores = gdpa_masked.keep_visible(ctx, index, block, scores, softmax.masked_score(scale))
+    largest = softmax.row_extreme(scores, scale)
+    if before is None:
+        weights = softmax.exact_exponentials(scores, softmax.finite(largest, scale), scale)
+        found = Statistics(largest, jnp.sum(weights, axis=1))
+        return lambda acc: (weights.astype(dtype), acc, found)
+    largest = softmax.further(scale)(before.extreme, largest)
+    base = softmax.finite(before.extreme, scale)
+    maximum, growth = (x * jnp.float32(scale) for x in (base, largest - before.extreme))
+    is_far = (growth > jnp.float32(MOST_GROWTH)) | (jnp.abs(maximum) >= jnp.float32(LARGE_MAXIMUM))
+    has_grown = _any_of_warp(is_far, interpret=ctx.interpret)
 
-    scores, base, extreme, maximum = lax.cond(
-        grown, exact, lambda: (scores, base, before.extreme, maximum)
+    def grown() -> Any:
+        base = softmax.finite(largest, scale)
+        rest = scores - lax.broadcast_in_dim(base, scores.shape, (0,))
+        return rest, rows_of(0.0), base, largest
+
+    scores, maximum, base, extreme = lax.cond(
+        has_grown, grown, lambda: (scores, maximum, base, before.extreme)
     )
-    p = softmax.exponentials(scores, maximum, c)
-    part = summed(ctx, p)
+    weights = softmax.exponentials(scores, maximum, scale)
+    # With shuffles, which stay here: ptxas would move the sums of a thread's own weights past the
+    # wait for the product that they should overlap with.
+    sums = jnp.sum(weights, axis=1)
 
-    def finish(acc: jax.Array) -> tuple[jax.Array, jax.Array, Statistics]:
+    def rescaled(acc: jax.Array, sums: jax.Array) -> tuple[jax.Array, jax.Array]:
+        shrink = jnp.exp2((before.extreme - base) * jnp.float32(scale))
+        return acc * lax.broadcast_in_dim(shrink, acc.shape, (0,)), sums * shrink
+
+    def finish(acc: Any) -> tuple[jax.Array, Any, Statistics]:
         acc = mma.after_wait(acc, interpret=ctx.interpret)
-
-        def rescaled(acc: jax.Array, sums: jax.Array) -> tuple[jax.Array, jax.Array]:
-            shrink = jnp.exp2((before.extreme - base) * jnp.float32(c))
-            sums = sums * (shrink if sums.ndim == 1 else lax.broadcast_in_dim(shrink, sums.shape, (0,)))
-            return acc * lax.broadcast_in_dim(shrink, acc.shape, (0,)), sums
-
-        acc, sums = lax.cond(grown, rescaled, lambda *x: x, acc, before.sums)
-        return p.astype(dtype), acc, Statistics(extreme, sums + part)
+        acc, earlier = lax.cond(has_grown, rescaled, lambda *x: x, acc, before.sums)
+        return weights.astype(dtype), acc, Statistics(extreme, earlier + sums)
 
     return finish
-
-
-def summed(ctx, p):
-    if SUMS == "rows":
-        return jnp.sum(p, axis=1)
-    part = softmax.partial_sums(p)
-    if SUMS == "anchor":
-        part = anchored(part, interpret=ctx.interpret)
-    return part
-
-
-def anchored(part, *, interpret):
-    if interpret:
-        return part
-
-    @plgpu.inline_mgpu(arg_types=(plgpu.Layout.WGMMA,), return_type=mma.accumulator_type(8))
-    def pin(_, part):
-        values = [vector.extract(x, [], [i]) for x in part.registers.flat for i in (0, 1)]
-        total = arith.addf(arith.addf(*values[:2]), arith.addf(*values[2:]))
-        inline.issue("{ .reg .pred p; setp.lt.f32 p, $0, 0f00000000; @p nanosleep.u32 1; }", total)
-        return part
-
-    return pin(part)
-
-
-def _quick(ctx, index, block, scores, before, step):
-    dtype, c = ctx.outputs.out.dtype, ctx.shape.log2_scale
-    fill = softmax.masked_score(c)
-    is_cut = gdpa_masked.may_begin(ctx, index, block)
-    word = mosaic.opaque(is_cut.astype(jnp.int32), interpret=ctx.interpret)
-
-    def cut(scores):
-        scores = gdpa_masked.keep_visible(ctx, index, block, scores, fill)
-        return scores, softmax.further(c)(before.extreme, softmax.row_extreme(scores, c))
-
-    scores, extreme = lax.cond(word != 0, cut, lambda x: (x, before.extreme), scores)
-    base = softmax.finite(extreme, c)
-    maximum = base * jnp.float32(c)
-    p = softmax.exponentials(scores, maximum, c)
-    part = softmax.partial_sums(p)
-    is_giant = lax.broadcast_in_dim(jnp.abs(maximum), part.shape, (0,)) >= GIANT
-    part = jnp.where(is_giant, jnp.inf, part)
-    rows = ctx.destination(index).rows - ctx.consumer * WGMMA_M
-    is_bad = any_thread(ctx, part, rows)
-
-    def finish(acc):
-        acc = mma.after_wait(acc, interpret=ctx.interpret)
-
-        def rescaled(acc, sums):
-            shrink = jnp.exp2((before.extreme - base) * jnp.float32(c))
-            return tuple(x * lax.broadcast_in_dim(shrink, x.shape, (0,)) for x in (acc, sums))
-
-        acc, sums = lax.cond(word != 0, rescaled, lambda *x: x, acc, before.sums)
-
-        def again(p, acc, extreme, sums, part):
-            scores = ctx.product(index, step)
-            mma.wait(0, interpret=ctx.interpret)
-            scores = mma.after_wait(scores, interpret=ctx.interpret)
-            scores = gdpa_masked.keep_visible(ctx, index, block, scores, fill)
-            found, p = softmax.running_step(softmax.Running(extreme, 0 * sums, acc), scores, c)
-            shrink = jnp.exp2((extreme - softmax.finite(found.extreme, c)) * jnp.float32(c))
-            sums = sums * lax.broadcast_in_dim(shrink, sums.shape, (0,))
-            return p, found.acc, found.extreme, sums, found.sums
-
-        p_, acc, extreme_, sums, part_ = lax.fori_loop(
-            0, is_bad.astype(jnp.int32), lambda i, x: again(*x), (p, acc, extreme, sums, part)
-        )
-        ctx.shared.key.release(step)
-        return p_.astype(dtype), acc, Statistics(extreme_, sums + part_)
-
-    return finish
-
-
-def any_thread(ctx, part, rows):
-    if ctx.interpret:
-        row = jnp.arange(WGMMA_M)
-        return ~jnp.all((jnp.sum(part, axis=1) < SUM_LIMIT) | (row >= rows))
-
-    scalar = plgpu.Layout.WG_SPLAT(())
-
-    @plgpu.inline_mgpu(arg_types=(plgpu.Layout.WGMMA, scalar, scalar), return_type=_SCALAR)
-    def vote(_, part, rows, consumer):
-        thread = stores.late_thread_number()
-        rows, consumer = (x.registers.item() for x in (rows, consumer))
-        all_good = None
-        for half in (0, 1):
-            pair = part.registers.flat[half]
-            total = arith.addf(*(vector.extract(pair, [], [i]) for i in (0, 1)))
-            good = arith.cmpf(arith.CmpFPredicate.OLT, total, inline.f32(SUM_LIMIT))
-            row = stores.thread_row(thread, half)
-            good = arith.ori(good, arith.cmpi(arith.CmpIPredicate.sge, row, rows))
-            all_good = good if all_good is None else arith.andi(all_good, good)
-        found = inline.issue_word(
-            "{ .reg .pred p; setp.eq.b32 p, $1, 0; "
-            f"barrier.red.or.pred p, $2, {WARPGROUP_SIZE}, p; selp.b32 $0, 1, 0, p; }}",
-            arith.extui(ir.IntegerType.get_signless(32), all_good),
-            arith.addi(consumer, inline.i32(VOTE_BARRIER)),
-            convergent=True,
-        )
-        return mgpu.FragmentedArray.splat(found, (), is_signed=True)
-
-    return vote(part, rows, ctx.consumer) != 0
 
 
 def normalised(
-    ctx: Any, acc: jax.Array, statistics: Statistics, first_row: Any, head: Any, rows: Any
+    ctx: Any, acc: jax.Array, found: Statistics, first_row: Any, head: Any, rows: Any
 ) -> jax.Array:
-    """Divides an item's sums by its denominators, whose logarithms it stores."""
-    row_sum = statistics.sums
-    row_sum = row_sum if row_sum.ndim == 1 else jnp.sum(row_sum, axis=1)
+    """Divides an item's sums by its rows' sums of weights, whose logarithms it stores if wanted."""
     if ctx.outputs.lse is not None:
         unit = jnp.float32(ctx.shape.log2_scale * softmax.LN_2)
-        lse = jnp.log(row_sum) + statistics.extreme * unit
-        lse = jnp.where(row_sum != 0, lse, -jnp.inf)
+        lse = jnp.where(found.sums != 0, jnp.log(found.sums) + found.extreme * unit, -jnp.inf)
         store_lse(ctx, lse, first_row, head, rows)
-    inverse = softmax.inverse_sums(row_sum, ctx.shape.activation.output_scale)
+    inverse = softmax.inverse_sums(found.sums, ctx.shape.activation.output_scale)
     return acc * lax.broadcast_in_dim(inverse, acc.shape, (0,))
 
 
 def store_lse(ctx: Any, lse: jax.Array, first_row: Any, head: Any, rows: Any) -> None:
-    """Stores [64] f32 for the first `rows` of the consumer's rows."""
+    """Stores lse [64] of the first `rows` of a consumer's rows."""
     staging = ctx.shared.row_values.at[ctx.consumer] if ctx.interpret else None
     stores.store_rows(
         *(ctx.outputs.lse, lse, first_row, head, 0 * rows, rows, staging), interpret=ctx.interpret
     )
 
 
-_SCALAR = plgpu.ShapeDtypeStruct((), jnp.int32, layout=plgpu.Layout.WG_SPLAT(()))
+def rows_of(value: float) -> jax.Array:
+    """Makes [64] f32 with one value for all rows."""
+    return plgpu.layout_cast(jnp.full((WGMMA_M,), value, jnp.float32), stores.ROW_LAYOUT)
 
 
-def any_of_warp(values: jax.Array, *, interpret: bool) -> jax.Array:
+def _any_of_warp(is_row: jax.Array, *, interpret: bool) -> jax.Array:
+    """Whether any of a warp's rows [64] bool has true; a scalar that differs by warp.
+
+    For branches without synchronisations.
+    """
     if interpret:
-        return jnp.any(values)
+        return jnp.any(is_row)
 
-    @plgpu.inline_mgpu(arg_types=(stores.ROW_LAYOUT,), return_type=_SCALAR)
-    def vote(_: Any, values: mgpu.FragmentedArray) -> mgpu.FragmentedArray:
-        first, second = (vector.extract(x, [], [0]) for x in values.registers.flat)
-        found = inline.issue_word(
-            "{ .reg .pred p; setp.ne.b32 p, $1, 0; vote.sync.any.pred p, p, 0xffffffff; "
-            "selp.b32 $0, 1, 0, p; }",
-            arith.ori(first, second),
-            convergent=True,
-        )
-        return mgpu.FragmentedArray.splat(found, (), is_signed=True)
+    @plgpu.inline_mgpu(
+        arg_types=(stores.ROW_LAYOUT,),
+        return_type=plgpu.ShapeDtypeStruct((), jnp.int32, layout=plgpu.Layout.WG_SPLAT(())),
+    )
+    def vote(_: Any, is_row: mgpu.FragmentedArray) -> mgpu.FragmentedArray:
+        first, second = (vector.extract(x, [], [0]) for x in is_row.registers.flat)
+        zero = mgpu.c(0, ir.IntegerType.get_signless(32))
+        is_set = arith.cmpi(arith.CmpIPredicate.ne, arith.ori(first, second), zero)
+        return mgpu.FragmentedArray.splat(warps.ballot(is_set), (), is_signed=True)
 
-    return vote(values.astype(jnp.int32)) != 0
+    return vote(is_row.astype(jnp.int32)) != 0
