@@ -2,8 +2,8 @@
 
     out[i] = output_scale * sum_j act(scale * query[i] @ key[j]) * value[j]
 
-over the keys j of query i's sequence, for each head.  A softmax takes the kernel of `attention`,
-and short sequences the kernel of `short_gdpa`.
+over the keys j of query i's sequence, for each head.  A softmax without a mask takes the kernel of
+`attention`, and short sequences the kernel of `short_gdpa`.
 
 Before the launch, `worklist.tiles` lists tiles of at most 128 query rows of one sequence.  An
 *item* is one head of one tile: one pass over its sequence's keys.  A *run* is one head of
@@ -155,8 +155,8 @@ def gdpa_forward(
 ) -> tuple[jax.Array, jax.Array | None]:
     """Attends from every tile of queries to the keys and values of its sequence.
 
-    Returns out [out_rows, N, H]. Arguments are as for `flash.gdpa.gdpa_kernel`; `tiles` have
-    `TILE_ROWS` rows, and every row of the result has one. `activations` may be one for all heads.
+    Arguments and results are as for `flash.gdpa.gdpa_kernel`; `tiles` have `TILE_ROWS` rows, and
+    every row of the result has one. `activations` may be one for all heads; a softmax needs a mask.
     With a mask, tiles and `rule` are of `worklist.masked`, or tiles and `seen` are of
     `gdpa_masked.mask_tiles`; `config` needs run=1 and no half_blocks.
     """
