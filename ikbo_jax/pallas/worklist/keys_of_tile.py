@@ -92,7 +92,8 @@ def keys_of_tile(
     # Rows before the first key see nothing.
     visible = _bounds(rule, sequence, jnp.maximum(position, 0), jnp.maximum(last_row, 0))
     has_keys = (sequence.length > 0) & (last_row >= 0)
-    first = jnp.where(has_keys, visible.first, 0)
+    # Of each thread its own, even if it is 0 in all: `jnp.where` would make it unsigned.
+    first = jnp.where(has_keys, visible.first + 0 * position, 0)
     last = jnp.where(has_keys, visible.last, 0)
     # Keys in the gap of the first row are in the gaps of all rows.
     hole = seen(rule, position, sequence)

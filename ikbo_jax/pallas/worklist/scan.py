@@ -9,12 +9,11 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
 from ikbo_jax.pallas.hopper import per_thread
-from ikbo_jax.pallas.hopper.per_thread import WARPS, Threads, same
+from ikbo_jax.pallas.hopper.per_thread import WARPS, Threads, same, select
 
 
 def fold(
@@ -125,8 +124,7 @@ def rank(
         numbers = numbers_of(turn)
         for other in zip(numbers, users_of(numbers), strict=True):
             sums = tuple(
-                x + jnp.where(is_before(other, each), 1, 0)
-                for x, each in zip(sums, mine, strict=True)
+                x + select(is_before(other, each), 1, 0) for x, each in zip(sums, mine, strict=True)
             )
         return sums
 

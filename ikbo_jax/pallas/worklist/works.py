@@ -28,19 +28,9 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from ikbo_jax.pallas.hopper.launch import launch_threads
-from ikbo_jax.pallas.hopper.per_thread import cdiv, same
-from ikbo_jax.pallas.worklist import by_xla, tiles
-from ikbo_jax.pallas.worklist.lists import (
-    RANGE_WORDS,
-    WORK_WORDS,
-    Arrays,
-    Offsets,
-    TileList,
-    Work,
-    Works,
-    WorkSettings,
-    most_blocks,
-)
+from ikbo_jax.pallas.hopper.per_thread import cdiv, same, select
+from ikbo_jax.pallas.worklist import by_xla, lists, tiles
+from ikbo_jax.pallas.worklist.lists import Arrays, Offsets, TileList, Work, Works, WorkSettings
 from ikbo_jax.pallas.worklist.scan import clear, running_sums
 from ikbo_jax.pallas.worklist.search import count_at_most
 from ikbo_jax.pallas.worklist.segments import Segment, SegmentContext, Shape, load, rise, rows
@@ -227,7 +217,7 @@ def _place_ranges(ctx: WorkContext, index: jax.Array) -> jax.Array:
     def turn(i: Any, rank: jax.Array) -> jax.Array:
         places = [ctx.worker * own + (i * 8 + x) for x in range(8)]
         for x, other in [(x, _kv_numbers(ctx, same(0) + x)) for x in places]:
-            rank = rank + jnp.where((other == kv) & (x >= static.first) & (index > x), 1, 0)
+            rank = rank + select((other == kv) & (x >= static.first) & (index > x), 1, 0)
         return rank
 
     rank = lax.fori_loop(0, own // 8, turn, same(0))
@@ -392,11 +382,11 @@ def works(offsets: Offsets, settings: WorkSettings, *, interpret: Any = False) -
     def words(*shape: int) -> Any:
         return jax.ShapeDtypeStruct(shape, jnp.int32)
 
-    ranges = [words(x.sequences, RANGE_WORDS) for x in reversed(shapes)]  # of the streamed rows
-    queries, keys = (
-        Work(words(x.most, WORK_WORDS), words(2), y) for x, y in zip(shapes, ranges, strict=True)
-    )
-    count = most_blocks(offsets.sequences, offsets.result_rows, settings.key_block)
+    # Ranges are of the streamed rows, which the other list has.
+    ranges = [words(x.sequences, lists.RANGE_WORDS) for x in reversed(shapes)]
+    listed = (words(x.most, lists.WORK_WORDS) for x in shapes)
+    queries, keys = (Work(x, words(2), y) for x, y in zip(listed, ranges, strict=True))
+    count = lists.most_blocks(offsets.sequences, offsets.result_rows, settings.key_block)
     blocks = words(count, BLOCK_WORDS) if settings.has_statistics else None
     found: Works = launch_threads(
         _list,
@@ -419,7 +409,7 @@ def _static(offsets: Offsets, settings: WorkSettings, warpgroups: int) -> Launch
     parts, key_block = settings.parts, settings.key_block
     queries = Shape.of(offsets, TILE_ROWS, settings.query_block, warpgroups=warpgroups)
     queries = dataclasses.replace(queries, is_merged=False, kv_first=1)
-    most = most_blocks(offsets.sequences, offsets.result_rows, key_block)
+    most = lists.most_blocks(offsets.sequences, offsets.result_rows, key_block)
     keys = KeyShape(
         *(offsets.kv_sequences, kv_rows * parts, q_rows, max_kv, max_q, TILE_ROWS, key_block),
         is_broadcast=False,
