@@ -1,10 +1,11 @@
-"""Benchmark of Phoenix's transformer: a causal history, isolated candidates, a soft cap.
+"""Benchmark of the attention layers of Phoenix, xAI's published ranker, at its sizes.
 
     python -m benchmarks.phoenix --out benchmarks/results/phoenix-h100.json
 
-Sizes are those of xAI's published ranker, without its feed-forward nets. Other libraries' attention
-pads the sequences, inside the timing. cuDNN takes no cap: it computes another function. Every
-version is compared with masked scores in float32.
+A user's history attends causally to itself; a candidate attends to the history and to itself. A
+tanh caps the scores. There are no feed-forward nets. The attention of other libraries takes padded
+sequences, and its time includes the padding. cuDNN has no cap, so it computes another function.
+Every version is compared with masked scores in float32.
 """
 
 from __future__ import annotations

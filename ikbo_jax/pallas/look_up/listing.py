@@ -1,14 +1,15 @@
 """Lists of candidates of a few users, which each CTA makes for itself from the index.
 
-A CTA has a run of users and a part of the candidates, of which each thread loads some. A warp
+A CTA lists the candidates of some consecutive users in one part of the index. Each thread loads the
+users of some candidates of the part. Then a warp
 
-  1. lists its candidates of the CTA's users, and counts each user's,
-  2. sorts its list by user; each user's candidates are ordered by warp.
+  1. lists those of its candidates that belong to the CTA's users, and counts them by user,
+  2. sorts its list by user. A user's candidates are in the order of the warps.
 
-If the CTA has one user, the lists of the warps follow each other, and there is no step 2.
+If the CTA has one user, step 2 is left out: the list is the lists of the warps, one after another.
 
-Listing is limited by its synchronisations, three or four, and by the 16 instructions for each
-candidate of the part; loads of the index are all in flight at once.
+The time goes into three or four synchronisations and into 16 instructions for each candidate of the
+part. All loads of the index are in flight at once.
 """
 
 from __future__ import annotations

@@ -28,13 +28,16 @@ class Keys(NamedTuple):
 
 
 class Bounds(NamedTuple):
-    """What all rows of a consumer see, and what some do not: keys of the sequence.
+    """Extremes of the keys that a consumer's rows see: of their ranges, and of the gaps in these.
+
+    Keys are counted from the sequence's first. No row sees a key outside of [first, last). All rows
+    see the keys in [begin, end), except perhaps some in [gap_begin, gap_end).
 
     Attributes:
       first: least begin of a range.
-      last: largest end.
-      begin: largest begin.
-      end: least end.
+      last: largest end of a range.
+      begin: largest begin of a range.
+      end: least end of a range.
       gap_begin: least begin of a gap.
       gap_end: largest end of a gap.
     """

@@ -35,7 +35,7 @@ from ikbo_jax.reference.hstu import Rule, Sequence
 
 @dataclasses.dataclass(frozen=True)
 class MaskedShape(Shape):
-    """The shape of a list of which each segment is one tile."""
+    """The shape of a list of masked tiles, in which a segment is one tile."""
 
     rule: Rule = Rule()
 
