@@ -124,15 +124,14 @@ def _sort(ctx: WarpgroupContext, threads: Threads, begins: jax.Array, count: jax
       count: its candidates.
     """
     shape, shared, counts = ctx.shape, ctx.shared, ctx.shared.counts
-    (most,) = counts.shape
+    most = shape.listed_users * threads.warps
     warp, lane = divided(threads.number(), LANES)
 
     def read(places: list[jax.Array]) -> list[tuple[jax.Array]]:
-        found = [threads.read(counts, jnp.minimum(x, most - 1)) for x in places]
-        return [(jnp.where(x < most, y, same(0)),) for x, y in zip(places, found, strict=True)]
+        return [(threads.read(counts, x),) for x in places]
 
     def store(place: jax.Array, before: Any, number: Any) -> None:
-        threads.keep(counts, place, before[0], place < most)
+        threads.keep(counts, place, before[0], place >= 0)
         threads.keep(shared.totals, same(threads.warps), before[0] + number[0], place == most - 1)
 
     scan.running_sums(threads, most, read, store, shared.totals)

@@ -28,10 +28,10 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from ikbo_jax.pallas.hopper.launch import launch_threads
-from ikbo_jax.pallas.hopper.per_thread import cdiv, same, select
+from ikbo_jax.pallas.hopper.per_thread import Threads, cdiv, same, select
 from ikbo_jax.pallas.worklist import by_xla, lists, tiles
 from ikbo_jax.pallas.worklist.lists import Arrays, Offsets, TileList, Work, Works, WorkSettings
-from ikbo_jax.pallas.worklist.scan import clear, running_sums
+from ikbo_jax.pallas.worklist.scan import clear, padded, sum_up
 from ikbo_jax.pallas.worklist.search import count_at_most
 from ikbo_jax.pallas.worklist.segments import Segment, SegmentContext, Shape, load, rise, rows
 from ikbo_jax.pallas.worklist.tiles import list_tiles, rows_of_tile, store_words
@@ -186,19 +186,15 @@ def count_shared(ctx: WorkContext, begin: Any, end: Any, *, with_blocks: bool) -
     lax.fori_loop(lax.div(begin, batch), lax.div(end + (batch - 1), batch), turn, jnp.int32(0))
 
 
-def sum_up(ctx: WorkContext, ref: Any, value: Any, at: int) -> None:
-    """Sets ref[i] to the sum of value(0) to value(i - 1); synchronises before and after."""
-    threads, count = ctx.threads, ref.shape[0]
-
-    def read(places: list[jax.Array]) -> list[tuple[jax.Array]]:
-        found = [value(jnp.minimum(x, count - 1)) for x in places]
-        return [(jnp.where(x < count, v, 0),) for x, v in zip(places, found, strict=True)]
-
-    def store(place: jax.Array, before: Any, _: Any) -> None:
-        threads.keep(ref, place, before[0], place < count)
-
-    running_sums(threads, count, read, store, ctx.shared.parts, at * threads.warps)
+def _sum_up_begins(ctx: WorkContext) -> None:
+    """Sets begins[i] to the number of lower keys' ranges; synchronises before and after."""
+    threads, begins, at = ctx.threads, ctx.shared.begins, 9 * ctx.threads.warps
+    sum_up(threads, begins, _most_begins(ctx.config), None, ctx.shared.parts, at)
     threads.commit()
+
+
+def _most_begins(static: Launch) -> int:
+    return static.keys.sequences * static.keys.parts + 1
 
 
 def _place_ranges(ctx: WorkContext, index: jax.Array) -> jax.Array:
@@ -222,7 +218,7 @@ def _place_ranges(ctx: WorkContext, index: jax.Array) -> jax.Array:
 
     rank = lax.fori_loop(0, own // 8, turn, same(0))
     threads.commit()
-    sum_up(ctx, shared.begins, lambda x: threads.read(shared.begins, x), 9)
+    _sum_up_begins(ctx)
     return threads.read(shared.begins, kv) + before + rank
 
 
@@ -274,7 +270,9 @@ def _list_queries(ctx: WorkContext, longest: jax.Array) -> None:
             is_sequence = (index >= static.first) & (index < static.end)
             return jnp.where(is_sequence, cdiv(queries_of(ctx, index)[1], static.keys.unit), 0)
 
-        sum_up(ctx, shared.statistics, blocks, 10)
+        count, at = static.queries.segments, 10 * ctx.threads.warps
+        sum_up(ctx.threads, shared.statistics, count, blocks, shared.parts, at)
+        ctx.threads.commit()
     store_query_ranges(ctx)
     if static.has_statistics:
         store_blocks(ctx)
@@ -300,7 +298,7 @@ def _list_keys(ctx: WorkContext, longest: jax.Array) -> None:
     if is_shared:
         count_shared(ctx, jnp.int32(static.first), jnp.int32(static.end), with_blocks=True)
         threads.commit()
-        sum_up(ctx, shared.begins, lambda x: threads.read(shared.begins, x), 9)
+        _sum_up_begins(ctx)
         most, (turns, numbers) = same(0), threads.rounds(shared.key_blocks.shape[0])
 
         def turn(i: Any, most: jax.Array) -> jax.Array:
@@ -427,10 +425,11 @@ def _static(offsets: Offsets, settings: WorkSettings, warpgroups: int) -> Launch
 def _shared(static: Launch, operands: Arrays, own: int) -> tiles.Shared:
     queries, keys = static.queries, static.keys
     found = tiles.shared_words((queries, keys), operands, own, 12)
+    threads = Threads(queries.warpgroups, 0, False)
     if static.has_statistics and not queries.is_broadcast:
-        found = found._replace(statistics=memory.Words((queries.segments,)))
+        found = found._replace(statistics=memory.Words((padded(threads, queries.segments),)))
     if operands.q_to_kv is None:
         return found
-    sequences = keys.sequences * keys.parts
-    begins, blocks = memory.Words((sequences + 1,)), memory.Words((sequences,))
+    begins = memory.Words((padded(threads, _most_begins(static)),))
+    blocks = memory.Words((_most_begins(static) - 1,))
     return found._replace(begins=begins, key_blocks=blocks)
