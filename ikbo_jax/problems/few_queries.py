@@ -36,8 +36,9 @@ ITEM_TIME, LISTING_TIME = 1.04, 1.0
 #: In the same unit: the launch that copies candidates into the order of users, with the gap between
 #: launches, and its part for each 1,024 candidates (2 us for 512, 5.2 us for 10,985 on an H100).
 PACK_TIME, PACK_TIME_EACH = 4.0, 0.5
-#: In the same unit: most time of a CTA if one user has all candidates, 0.3 ms. CTAs that list then
-#: leave all items to that user's CTAs; an order of the users would spread items over the device.
+#: In the same unit: the longest time that a CTA may take if one user has all candidates, 0.3 ms.
+#: CTAs that list candidates leave all items to that user's CTAs then; candidates in the order of
+#: users would be spread over the device.
 MOST_SKEWED_TIME = 450.0
 #: Sorted candidates whose users CTAs put into a table: at most 64 for each of 256 consumer threads,
 #: at least more than one round of loads counts; most users and row slots of the table; and most

@@ -126,11 +126,7 @@ def test_oracle_finds_a_fault_that_the_xla_path_has_too(monkeypatch: pytest.Monk
 
 def test_run_writes_what_it_measured(tmp_path, monkeypatch, capsys):
     point = Point("full", "max=256 forward", TINY)
-    providers = (
-        gdpa.CUDNN,
-        DENSE,
-        gdpa.OURS,
-    )
+    providers = (gdpa.CUDNN, DENSE, gdpa.OURS)
     benchmark = dataclasses.replace(
         gdpa.BENCHMARK, points=lambda options: [point], shrink=lambda point: point
     )

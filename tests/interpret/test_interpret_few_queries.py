@@ -202,17 +202,6 @@ CASES = {
     "h256_listed_split_lengths": Case(
         (1, 0, 2, 0), 75, users=4, head_dim=256, lengths=(75, 9, 0, 4), config=SPLIT, lists=True
     ),
-    "h256_packed_f16_turns": Case(
-        (1, 0, 5, 2, 1, -1, 0),
-        40,
-        users=3,
-        q_len=5,
-        heads=(6, 2),
-        head_dim=256,
-        dtype="float16",
-        config=TURNS,
-        is_packed=True,
-    ),
     # Wide heads, 128 rows: each consumer has its rows and all columns; one has items of few rows.
     "h256_wide_rows_70_lengths": Case(
         (0,) * 70 + (1,) * 3 + (2,) * 9,
@@ -241,15 +230,6 @@ CASES = {
         config=dataclasses.replace(WIDE, splits=2),
         is_packed=True,
         exceeds_cache=True,
-    ),
-    "h256_wide_listed_one_slot": Case(
-        (1, 0, 0) * 45,
-        50,
-        head_dim=256,
-        config=dataclasses.replace(WIDE, q_slots=1),
-        lengths=(37, 20),
-        num_sms=2,
-        lists=True,
     ),
     "one_slot_lengths": Case(
         (0, 1, 1, 2, 3),

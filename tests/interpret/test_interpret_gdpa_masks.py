@@ -14,7 +14,7 @@ import problems_gdpa
 import problems_masks
 import pytest
 from problems_gdpa import Shape
-from problems_masks import intervals_case
+from problems_masks import causal, intervals_case
 from test_interpret_gdpa import ONE_SLOT, PARAMS, TWO_SLOTS
 
 import ikbo_jax as ikbo
@@ -44,13 +44,6 @@ class Case:
 
 def of(q_lens: Any, kv_lens: tuple[int, ...], **rest: Any) -> Shape:
     return Shape(q_lens, kv_lens, **({"q_heads": 1, "kv_heads": 1, "head_dim": 64} | rest))
-
-
-def causal(window: int | None = None) -> problems_masks.Case:
-    def rule(_: int, queries: int, length: int) -> np.ndarray:
-        return problems_masks.sees(queries, length, window=window)
-
-    return problems_masks.Case(masks.causal(window), rule)
 
 
 PREFIX = of((3, 66), (70, 90), q_heads=2, kv_heads=1, before=1, after=2)

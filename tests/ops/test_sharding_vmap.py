@@ -11,17 +11,7 @@ import numpy as np
 import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
-from sharded_calls import (
-    KINDS,
-    close,
-    collectives,
-    drawn,
-    floats,
-    mesh_of,
-    on,
-    reductions,
-    step_of,
-)
+from sharded_calls import KINDS, close, collectives, drawn, floats, mesh_of, on, reductions, step_of
 
 import ikbo_jax as ikbo
 
