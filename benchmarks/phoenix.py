@@ -41,16 +41,16 @@ class Shape:
 
     batch: int = 8
     layers: int = 8
-    history: tuple[int, int] = (126, 1022)
     candidates: int = 64
     q_heads: int = 20
     kv_heads: int = 4
+    history: tuple[int, int] = (126, 1022)
     head_dim: int = 128
     width: int = 1280
     logit_cap: float = 30.0
     dtype: str = "bfloat16"
 
-    @property
+    @functools.cached_property
     def histories(self) -> np.ndarray:
         return np.random.default_rng(3).integers(self.history[0], self.history[1] + 1, self.batch)
 

@@ -186,20 +186,6 @@ POINTS = (
 )
 
 
-def test_bars_name_what_was_reached():
-    assert [gdpa.bars(point, POINTS) for point in POINTS] == [
-        "fraction 0.800, bar 0.82",
-        "fraction 0.510, bar 0.50",
-        "",
-        "",
-        "2.50 x XLA, bar 2.0",
-        "",
-        "0.800 of gelu_tanh tanh's fraction, bar 0.75",
-        "",
-        "0.980 of attention's speed, bar 0.97",
-    ]
-
-
 def test_report_makes_tables_and_a_plot(tmp_path):
     pytest.importorskip("matplotlib")
     results = test_benchmarks.synthetic() | {"op": "gdpa", "points": POINTS}

@@ -188,23 +188,6 @@ def test_versions_of_the_other_network_agree_with_their_gradients():
     assert soft != expected[0]
 
 
-def test_bars_name_what_was_reached():
-    def point_of(sweep: str, **found: tuple[float, int]) -> dict:
-        providers = [
-            {"name": name.replace("_", "-"), "median_ms": ms, "peak_bytes": memory}
-            for name, (ms, memory) in found.items()
-        ]
-        return {"sweep": sweep, "providers": providers}
-
-    times = {"materialised": (60.0, 400), "hand_optimised": (30.0, 150), "co_designed": (12.0, 100)}
-    point = point_of("default", **times)
-    text = training.bars(point, (), "co-designed")
-    assert "12.00 ms, bar 13.5; 2.50 x XLA by hand, bar 2.0; 0.67 of its memory" in text
-    assert "5.00 x the copies" in text
-    gdpa = point_of("gdpa", xla=(9.0, 1), cudnn_softmax=(6.0, 1), ikbo=(4.0, 1))
-    assert "1.50 x the better of the others, bar 1.3" in training.bars(gdpa, (), "ikbo")
-
-
 PROGRAM = """
   %fusion.1 = f32[2] fusion(%a), metadata={op_name="jit(step)/jvp(attention)/dot"}
   ROOT %fusion.2 = f32[2] fusion(%a), metadata={op_name="jit(step)/transpose(self_attention)/mul"}

@@ -157,16 +157,6 @@ CASES = {
         lists=True,
         bundle=3,
     ),
-    "listed_bundles_turns": Case(
-        (1, 0, 3) * 30,
-        75,
-        users=4,
-        heads=(2, 2),
-        lengths=(75, 60, 5, 40),
-        config=dataclasses.replace(WIDE_TURNS, q_slots=3),
-        lists=True,
-        bundle=2,
-    ),
     # Users without candidates have items without blocks.
     "listed_users_without_candidates": Case((4, 1, 1, 4, 6), 75, users=8, lists=True),
     # A user's row slots are neighbours: fewer and more of them than users, some empty, heads that a
@@ -219,24 +209,6 @@ CASES = {
         heads=(4, 2),
         head_dim=192,
         config=dataclasses.replace(WIDE_TURNS, q_slots=1),
-        num_sms=2,
-    ),
-    "h256_wide_split_packed_neighbours": Case(
-        (1, 0, 0, 2, 1, 0, 0) * 5,
-        90,
-        users=3,
-        q_len=6,
-        head_dim=256,
-        config=dataclasses.replace(WIDE, splits=2),
-        is_packed=True,
-        exceeds_cache=True,
-    ),
-    "one_slot_lengths": Case(
-        (0, 1, 1, 2, 3),
-        60,
-        users=4,
-        lengths=(0, 1000, -3, 17),
-        config=dataclasses.replace(SMALL, q_slots=1),
         num_sms=2,
     ),
     # A negative scale, f16, a padded width.

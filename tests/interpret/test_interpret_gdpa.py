@@ -143,13 +143,6 @@ CASES = {
         dtype="float16",
         bounds=(16, 40),
     ),
-    "short_found_bounded_several": Case(
-        of((9, 40, 0, 16, 60), (30, 3, 64, 50, 70), before=3, after=5, q_heads=2, kv_heads=2),
-        "relu",
-        ShortGdpaConfig(16, 32, slots=2, ctas=4, finds_tiles=True),
-        num_sms=5,
-        bounds=(35, 64),
-    ),
     "short_found_pma": Case(
         of(19, (33, 0, 1), head_dim=128, q_heads=2),
         "relu",
@@ -190,14 +183,6 @@ CASES = {
     ),
     "short_pma_64": Case(
         of(64, (97, 0, 1), q_to_kv=(1, 0, 2)), "gelu", ShortGdpaConfig(64, 96, finds_tiles=True)
-    ),
-    # Few tiles of long sequences.
-    "short_found_long": Case(
-        of((200, 0, 65, 1), (200, 9, 65, 0), before=1, after=66),
-        "silu",
-        ShortGdpaConfig(block_kv=96, finds_tiles=True),
-        num_sms=3,
-        bounds=(192, 192),
     ),
     "short_found_long_softmax": Case(
         of((130, 3), (130, 300), before=2, q_heads=2, kv_heads=1),

@@ -30,11 +30,8 @@ GRID = np.linspace(-16, 16, 64 * 512, dtype=np.float32).reshape(64, -1)
 LARGE = np.float32([-1e30, -1e15, -1e4, -60, -43, -42, -8, -7.5, 8, 9, 60, 1e4, 1e15, 1e30])
 KINKS = np.float32([-3.7, -3, -0.0, 0.0, 3, 3.7])
 #: All of them and what is no number at once, since every shape takes its own programs.
-POINTS = np.concatenate([GRID.ravel(), LARGE, KINKS, np.float32([np.nan, np.inf])])
-AT_GRID = slice(GRID.size)
-AT_LARGE = slice(GRID.size, GRID.size + LARGE.size)
-AT_KINKS = slice(AT_LARGE.stop, AT_LARGE.stop + KINKS.size)
-AT_NAN = slice(AT_KINKS.stop, None)
+POINTS = np.concatenate([GRID.ravel(), np.float32([np.nan, np.inf])])
+AT_GRID, AT_NAN = slice(GRID.size), slice(GRID.size, None)
 
 
 @functools.cache
@@ -47,39 +44,10 @@ def activate(name: str, approx: str | None) -> tuple[np.ndarray, np.ndarray]:
     return np.asarray(value), np.asarray(slope)
 
 
-@functools.cache
-def of_reference(name: str, approx: str | None) -> tuple[np.ndarray, np.ndarray]:
-    expected = reference.elementwise(name, approx)
-    points = jnp.asarray(POINTS)
-    return np.asarray(expected.value(points)), np.asarray(expected.slope(points))
-
-
-def pairs_at(
-    part: slice, name: str, approx: str | None
-) -> tuple[tuple[np.ndarray, np.ndarray], tuple[np.ndarray, np.ndarray]]:
-    """(value, the reference's) and (slope, the reference's) at a part of `POINTS`."""
-    value, slope = zip(activate(name, approx), of_reference(name, approx), strict=True)
-    return tuple(x[part] for x in value), tuple(x[part] for x in slope)
-
-
 @pytest.mark.parametrize("name", NAMES)
 def test_value_is_exact_to_the_rounding_of_f32(name: str) -> None:
     exact = problems_gdpa.numpy_activation(name, POINTS[AT_GRID].astype(np.float64))
     np.testing.assert_allclose(activate(name, None)[0][AT_GRID], exact, rtol=6e-7, atol=3e-7)
-
-
-@pytest.mark.filterwarnings("ignore:overflow encountered:RuntimeWarning")
-@pytest.mark.parametrize(("approx", "name"), PAIRS)
-def test_value_and_slope_are_the_references(approx: str | None, name: str) -> None:
-    value, slope = pairs_at(AT_GRID, name, approx)
-    # The reference's 1 + tanh loses a few roundings of 1, times the score.
-    np.testing.assert_allclose(*value, rtol=1e-6, atol=3e-6)
-    np.testing.assert_allclose(*slope, rtol=3e-6, atol=1e-5)
-    for part in (AT_LARGE, AT_KINKS):
-        value, slope = pairs_at(part, name, approx)
-        np.testing.assert_allclose(*value, rtol=1e-6, atol=1e-6)
-        np.testing.assert_allclose(*slope, rtol=1e-5, atol=1e-5)
-        np.testing.assert_array_equal(value[0][POINTS[part] == 0], 0)
 
 
 @pytest.mark.parametrize(("approx", "name"), PAIRS)
