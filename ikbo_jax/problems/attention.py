@@ -181,9 +181,7 @@ class AttentionProblem(AttentionSizes):
         return " ".join((super().describe(), *(word for word, has in words.items() if has)))
 
     def why_not_scores(self) -> str | None:
-        """Why no kernel can run the problem, with ranges or a cap; None if it has neither."""
-        if self.has_logit_cap:
-            return "logit_cap runs in XLA"
+        """Why no kernel can run the problem, if it has ranges; None if it has none."""
         return "key_value_ranges run in XLA" if self.has_ranges else None
 
     @classmethod

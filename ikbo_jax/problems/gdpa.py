@@ -143,7 +143,7 @@ class GdpaConfig(FlashConfig):
         )
 
     def illegal_reason(self, problem: GdpaProblem) -> str | None:
-        if reason := problem.why_not_logit_cap() or self.why_not_tiles(problem, MAX_BLOCK_KV):
+        if reason := self.why_not_tiles(problem, MAX_BLOCK_KV):
             return reason
         if reason := problem.why_not_softmax:
             return reason

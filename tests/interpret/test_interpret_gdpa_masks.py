@@ -25,7 +25,7 @@ from ikbo_jax.pallas.worklist import by_xla, lists
 from ikbo_jax.pallas.worklist.lists import Offsets
 from ikbo_jax.problems import GdpaConfig
 from ikbo_jax.problems.hopper import TILE_ROWS
-from ikbo_jax.reference.gdpa import out_shape
+from ikbo_jax.reference.gdpa import Settings, out_shape
 
 pytestmark = [pytest.mark.usefixtures("on_cpu"), pytest.mark.slow]
 
@@ -40,6 +40,11 @@ class Case:
     config: GdpaConfig = TWO_SLOTS
     num_sms: int = 1
     dtype: str = "bfloat16"
+    logit_cap: float | None = None
+
+    @property
+    def settings(self) -> Settings:
+        return problems_gdpa.make_settings(self.shape, self.activation, logit_cap=self.logit_cap)
 
 
 def of(q_lens: Any, kv_lens: tuple[int, ...], **rest: Any) -> Shape:
@@ -85,6 +90,7 @@ CASES = {
         causal(),
         "gelu_tanh",
         dataclasses.replace(TWO_SLOTS, tickets=True),
+        logit_cap=1.5,
     ),
     "pooled": Case(of(5, (40, 3)), intervals_case(of(5, (40, 3)), 2), "relu_squared"),
 }
@@ -92,7 +98,7 @@ CASES = {
 
 def attend(case: Case, arrays: Any) -> jax.Array:
     """Runs the kernel on tiles that XLA lists."""
-    settings = problems_gdpa.make_settings(case.shape, case.activation)
+    settings = case.settings
     masked = gdpa_mask.with_intervals(case.mask.mask, arrays, settings)
     masked, settings = gdpa_mask.with_rule(case.mask.mask, masked, settings)
     block_kv, offsets, found = case.config.block_kv, Offsets.of(masked, settings), None
@@ -112,6 +118,7 @@ def attend(case: Case, arrays: Any) -> jax.Array:
         output_scale=settings.output_scale,
         config=case.config,
         num_sms=case.num_sms,
+        logit_cap=settings.logit_cap,
         rule=settings.rule,
         seen=found,
         interpret=PARAMS,
@@ -119,10 +126,11 @@ def attend(case: Case, arrays: Any) -> jax.Array:
 
 
 def assert_correct(out: jax.Array, case: Case, arrays: Any) -> None:
-    settings = problems_gdpa.make_settings(case.shape, case.activation)
+    settings = case.settings
     d_out = problems_gdpa.cotangent(arrays, settings)
     exact, _ = problems_masks.oracle(arrays, settings, d_out, case.mask.rule)
-    plain = problems_masks.attend(arrays, case.mask.mask, activation=case.activation)
+    options = {"activation": case.activation, "logit_cap": case.logit_cap}
+    plain = problems_masks.attend(arrays, case.mask.mask, **options)
     problems.assert_within_error_rule(out, exact, plain)
 
 
