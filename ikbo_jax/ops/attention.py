@@ -130,7 +130,6 @@ def attention(
         outside `key`; `ikbo_jax.debug.check_index` finds them.
       scale: factor of the scores, a number that is finite in float32; None means 1 / sqrt(H).
       logit_cap: bound of the scores before the softmax, a number above 0; None: there is none.
-        Calls with a cap run in XLA.
       key_value_seq_lengths: [U] int32, the number of valid keys of every user, values in [0, S]
         (others are clamped; `ikbo_jax.debug.check_lengths` finds them); None means S for every
         user. Keys and values past the length have no effect.
