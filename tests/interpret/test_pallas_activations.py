@@ -215,11 +215,25 @@ def test_capped_scores_have_the_relative_error_that_the_module_states(
     """Also near 0, where 1 - 2 / (exp(2x) + 1) alone would have none but absolute accuracy."""
     small = np.geomspace(1e-30, 100, 64 * 64, dtype=np.float32)
     scores = np.concatenate([GRID.ravel(), LARGE, small, -small])
-    back, cap = caps.scale_and_cap(scale, logit_cap)
+    back, cap = caps.scale_and_cap(scale, logit_cap, caps.Method.SMALL_EXACT)
     found = np.asarray(caps.capped(cap, jnp.asarray(scores), interpret=True))
     exact = np.tanh(scores.astype(np.float64) * scale / logit_cap)
     assert back == logit_cap
     assert np.all(np.abs(found - exact) <= 2.0**-18 * np.abs(exact) + 1e-37)
+
+
+@pytest.mark.parametrize("logit_cap", [1.0, 30.0, 256.0, 1e5])
+def test_a_softmax_s_capped_scores_keep_its_weights_below_their_rounding(logit_cap: float) -> None:
+    scale, cap = caps.scale_and_cap(0.3, logit_cap)
+    assert cap is not None
+    assert (cap.method is caps.Method.EXACT) == (logit_cap <= caps.MAX_EXACT_CAP)
+    small = np.geomspace(1e-6, 1e5, 64 * 64, dtype=np.float32)
+    scores = np.concatenate([GRID.ravel(), small, -small])
+    found = np.asarray(caps.capped(cap, jnp.asarray(scores), interpret=True)).astype(np.float64)
+    exact = np.tanh(scores.astype(np.float64) * 0.3 / logit_cap)
+    # Large caps have large scores: those lose as much by their own rounding to f32.
+    bound = np.maximum(2.0**-13, 2.0**-18 * np.abs(scale * exact))
+    assert np.all(np.abs(np.expm1(scale * (found - exact))) <= bound)
 
 
 def test_caps_take_any_number() -> None:

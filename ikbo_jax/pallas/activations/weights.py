@@ -40,7 +40,7 @@ from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import vector
 
 from ikbo_jax.pallas.activations import values as activations
-from ikbo_jax.pallas.activations.cap import Cap, capped, scale_and_cap
+from ikbo_jax.pallas.activations.cap import Cap, Method, capped, scale_and_cap
 from ikbo_jax.pallas.hopper import inline
 from ikbo_jax.reference.activations import (
     APPROXIMATIONS,
@@ -48,6 +48,7 @@ from ikbo_jax.reference.activations import (
     PACKED,
     POLYNOMIAL,
     POLYNOMIAL_DOMAIN,
+    SOFTMAX,
     TANH_CUBIC,
     TANH_SCALE,
     one_by_one,
@@ -93,7 +94,8 @@ class ActivationSpec(NamedTuple):
         """
         approximated = APPROXIMATIONS.get(one_by_one(approx) or "", ())
         is_approx = one_by_one(approx) == "tanh" and set(names) <= set(approximated)
-        scale, cap = scale_and_cap(scales[0], logit_cap, is_approx=is_approx)
+        method = Method.APPROXIMATE if is_approx else Method.SMALL_EXACT
+        scale, cap = scale_and_cap(scales[0], logit_cap, None if SOFTMAX in names else method)
         return cls(names, approx, scale, scales[1], has_f32_range, cap)
 
     @property
