@@ -83,7 +83,7 @@ def gdpa(
       output_scale: factor of the result, a number that is finite in float32; or [batch] float32, a
         factor for the rows of every query sequence, such as 1 / length.
       logit_cap: bound of the scores before the activation, a number above 0; None: there is none.
-        Calls with a cap run in XLA.
+        Its tanh is exact, unless `approx` approximates the tanh of all heads' activations.
       q_to_kv: [batch] int32, the key-value sequence of every query sequence (the user of a
         candidate), values in [0, batch_kv), in any order. None pairs query sequence b with
         key-value sequence b; then batch_kv = batch. Values outside the range are clamped to it;

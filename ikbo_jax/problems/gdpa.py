@@ -145,11 +145,14 @@ class GdpaConfig(FlashConfig):
         )
 
     def illegal_reason(self, problem: GdpaProblem) -> str | None:
-        if reason := problem.why_not_logit_cap() or self.why_not_tiles(problem, MAX_BLOCK_KV):
+        if reason := self.why_not_tiles(problem, MAX_BLOCK_KV):
             return reason
         if reason := problem.why_not_softmax:
             return reason
-        if problem.mask and (reason := self._why_not_masked(problem)):
+        if problem.mask and (reason := self._why_not_plain(problem, "mask")):
+            return reason
+        has_cap = problem.has_logit_cap and SOFTMAX not in problem.activations
+        if has_cap and (reason := self._why_not_plain(problem, "logit_cap")):
             return reason
         if self.half_blocks and self.block_kv % (2 * WGMMA_K):
             return (
@@ -168,15 +171,18 @@ class GdpaConfig(FlashConfig):
         launched = self.for_softmax if problem.is_attention else self
         return hopper.why_not_smem(self, launched.smem_bytes(problem.head_dim), problem.head_dim)
 
-    def _why_not_masked(self, problem: GdpaProblem) -> str | None:
-        """Why the kernel cannot run a problem that has a mask; None if it can."""
+    def _why_not_plain(self, problem: GdpaProblem, cause: str) -> str | None:
+        """Why a problem's `cause` does not allow this configuration or its heads; None if it does.
+
+        With a cap, ptxas serialises the products of some kernels with `half_blocks` (C7513).
+        """
         enabled = [name for name in ("skip_empty", "half_blocks") if getattr(self, name)]
         if self.run > 1 or enabled:
             return (
-                "a mask needs run=1, no skip_empty and no half_blocks, "
+                f"a {cause} needs run=1, no skip_empty and no half_blocks, "
                 f"but the config has run={self.run} and {', '.join(enabled) or 'none of them'}"
             )
-        kernel = "kernel with masks takes"
+        kernel = f"kernel with a {cause} takes"
         return hopper.why_not_head_dim(problem.head_dim, MASKED_HEAD_DIMS, kernel)
 
 
@@ -202,8 +208,9 @@ class GdpaProblem(GdpaSizes):
 
     def rank(self) -> Iterator[Ranked]:
         """Yields the legal configurations of both kernels, the most promising first, by rules."""
-        if self.mask:
-            yield from by_rule(self._masked_configs(), "the kernel with masks")
+        if self.mask or (self.has_logit_cap and SOFTMAX not in self.activations):
+            kernel = "the kernel with masks" if self.mask else "the kernel with a logit_cap"
+            yield from by_rule(self._masked_configs(), kernel)
             return
         reason = short_gdpa.why_preferred(self)
         short = itertools.islice(short_gdpa.candidate_configs(self), MAX_SHORT_CONFIGS)

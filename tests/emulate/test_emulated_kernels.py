@@ -59,7 +59,7 @@ def attend_backward(
         results = attention_backward_kernel(
             *inputs,
             *tensors,
-            scale=case.scale,
+            **case.of_scores,
             indices_are_sorted=case.shape.index == "sorted",
             config=case.config,
             num_sms=num_sms,

@@ -25,7 +25,7 @@ from ikbo_jax.pallas.worklist import by_xla, lists
 from ikbo_jax.pallas.worklist.lists import Offsets
 from ikbo_jax.problems import GdpaConfig
 from ikbo_jax.problems.hopper import TILE_ROWS
-from ikbo_jax.reference.gdpa import out_shape
+from ikbo_jax.reference.gdpa import Settings, out_shape
 
 pytestmark = [pytest.mark.usefixtures("on_cpu"), pytest.mark.slow]
 
@@ -40,6 +40,11 @@ class Case:
     config: GdpaConfig = TWO_SLOTS
     num_sms: int = 1
     dtype: str = "bfloat16"
+    logit_cap: float | None = None
+
+    @property
+    def settings(self) -> Settings:
+        return problems_gdpa.make_settings(self.shape, self.activation, logit_cap=self.logit_cap)
 
 
 def of(q_lens: Any, kv_lens: tuple[int, ...], **rest: Any) -> Shape:
@@ -78,6 +83,7 @@ CASES = {
         causal(),
         "gelu_tanh",
         dataclasses.replace(TWO_SLOTS, tickets=True),
+        logit_cap=1.5,
     ),
     "pooled": Case(of(5, (40, 3)), intervals_case(of(5, (40, 3)), 2), "relu_squared"),
     # A softmax: the first blocks of a tile are hidden for some of its rows, or for all of them.
@@ -90,6 +96,7 @@ CASES = {
         problems_masks.hstu_case((70, 0, 9), 3, window=40, full_tail=8),
         "softmax",
         dataclasses.replace(TWO_SLOTS, tickets=True, k_stages=3, late_turns=True),
+        logit_cap=1.5,
     ),
     "softmax_skipped": Case(
         of((300,), (300,)),
@@ -106,7 +113,7 @@ CASES = {
 
 def attend(case: Case, arrays: Any) -> tuple[jax.Array, jax.Array | None]:
     """Runs the kernel on tiles that XLA lists."""
-    settings = problems_gdpa.make_settings(case.shape, case.activation)
+    settings = case.settings
     masked = gdpa_mask.with_intervals(case.mask.mask, arrays, settings)
     masked, settings = gdpa_mask.with_rule(case.mask.mask, masked, settings)
     block_kv, offsets, found = case.config.block_kv, Offsets.of(masked, settings), None
@@ -126,6 +133,7 @@ def attend(case: Case, arrays: Any) -> tuple[jax.Array, jax.Array | None]:
         output_scale=settings.output_scale,
         config=case.config,
         num_sms=case.num_sms,
+        logit_cap=settings.logit_cap,
         rule=settings.rule,
         seen=found,
         return_residuals=True,
@@ -135,10 +143,11 @@ def attend(case: Case, arrays: Any) -> tuple[jax.Array, jax.Array | None]:
 
 def assert_correct(results: tuple[jax.Array, jax.Array | None], case: Case, arrays: Any) -> None:
     out, lse = results
-    settings = problems_gdpa.make_settings(case.shape, case.activation)
+    settings = case.settings
     d_out = problems_gdpa.cotangent(arrays, settings)
     exact, _ = problems_masks.oracle(arrays, settings, d_out, case.mask.rule)
-    plain = problems_masks.attend(arrays, case.mask.mask, activation=case.activation)
+    options = {"activation": case.activation, "logit_cap": case.logit_cap}
+    plain = problems_masks.attend(arrays, case.mask.mask, **options)
     problems.assert_within_error_rule(out, exact, plain)
     if case.activation == "softmax":
         exact = problems_masks.lse(arrays, settings, case.mask.rule)

@@ -70,6 +70,7 @@ class Case:
                 return_residuals=self.with_lse,
                 config=self.chosen,
                 num_sms=NUM_SMS,
+                logit_cap=30.0 if p.has_logit_cap else None,
             )
 
         shapes = operands(p, has_lengths=self.with_lengths)

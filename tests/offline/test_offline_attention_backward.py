@@ -48,6 +48,7 @@ class Case:
     has_lengths: bool = True
     sum_dtype: str | None = None
     chunks: int = 1
+    logit_cap: float | None = None
 
     @property
     def problem(self) -> AttentionProblem:
@@ -57,6 +58,7 @@ class Case:
 
     def launch(self) -> tuple[Any, ...]:
         options = {"scale": 0.0884, "indices_are_sorted": True, "dtype": self.sum_dtype}
+        options["logit_cap"] = self.logit_cap
         return launch(self.problem, self.config, self.has_lengths, has_d_lse=True, **options)
 
 

@@ -47,6 +47,7 @@ class Case:
                 return_residuals=self.with_options,
                 config=self.config,
                 num_sms=NUM_SMS,
+                logit_cap=30.0 if p.has_logit_cap else None,
                 targets=targets,
                 lists=self.lists,
             )

@@ -41,6 +41,7 @@ DEFAULT = GdpaProblem(
 )
 NUM_SMS = 132
 SCALES = (0.125, 0.5)
+LOGIT_CAP = 30.0
 JAGGED = {"skip_empty": True, "half_blocks": True}
 RUNS = GdpaConfig(v_stages=2, q_slots=3, run=8, late_turns=True)
 
@@ -72,6 +73,7 @@ def launch(problem: GdpaProblem, config: Any, scales: tuple[float, float]) -> tu
             return short_gdpa.short_gdpa(
                 *operands, return_residuals=has_residuals, **activation, config=config, **options
             )
+        options["logit_cap"] = LOGIT_CAP if problem.has_logit_cap else None
         if is_softmax(problem):
             return attention.jagged_attention_kernel(
                 *operands, return_residuals=True, config=config.for_softmax, **options

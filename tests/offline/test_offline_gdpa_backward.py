@@ -38,6 +38,7 @@ class Case:
     is_wide: bool = False
     config: Config | None = None
     has_mask: bool = False
+    logit_cap: float | None = None
 
     @property
     def chosen(self) -> Config:
@@ -65,6 +66,7 @@ class Case:
             "output_scale": 0.7,
             "config": self.chosen,
             "num_sms": 132,
+            "logit_cap": self.logit_cap,
         }
         options["out_dtype"] = jnp.float32 if self.is_wide else None
         options["is_for_keys"], kernel = self.is_for_keys, kernels.gradient_kernel

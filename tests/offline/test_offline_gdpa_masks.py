@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import offline
 import pytest
-from test_offline_gdpa import DEFAULT, NUM_SMS, SCALES
+from test_offline_gdpa import DEFAULT, LOGIT_CAP, NUM_SMS, SCALES
 
 from ikbo_jax.pallas.flash import gdpa
 from ikbo_jax.pallas.worklist import lists, masked
@@ -37,6 +37,7 @@ def launch(problem: GdpaProblem, config: GdpaConfig, rule: Rule | None) -> tuple
             output_scale=SCALES[1],
             config=config,
             num_sms=NUM_SMS,
+            logit_cap=LOGIT_CAP if problem.has_logit_cap else None,
             rule=rule,
             seen=seen,
             return_residuals=True,

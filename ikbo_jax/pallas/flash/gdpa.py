@@ -92,6 +92,7 @@ def gdpa_kernel(
         options |= activation | {"config": config, "return_residuals": return_residuals}
         tiles = _tiles_of_short(arrays, settings, config)
         return short_gdpa.short_gdpa(*arrays[:3], tiles, **options)
+    options["logit_cap"] = settings.logit_cap
     query, key, value = arrays[:3]
     offsets = Offsets.of(arrays, settings)
     if settings.rule is not None:
@@ -148,6 +149,7 @@ def gdpa_forward(
     output_scale: float,
     config: GdpaConfig,
     num_sms: int,
+    logit_cap: float | None = None,
     rule: Rule | None = None,
     seen: jax.Array | None = None,
     return_residuals: bool = False,
@@ -165,7 +167,8 @@ def gdpa_forward(
         query, scale = jnp.zeros_like(query), 1.0
     workers = min(num_sms, tiles.words.shape[0] * q_heads)
     has_f32_range = query.dtype == jnp.bfloat16
-    activation = ActivationSpec(activations, approx, scale, output_scale, has_f32_range)
+    scales = scale, output_scale
+    activation = ActivationSpec.of(activations, approx, scales, has_f32_range, logit_cap)
     has_mask = rule is not None or seen is not None
     shape = Shape(q_heads, key.shape[1], head_dim, activation, workers, has_mask, rule)
     operands = Operands(query, key, value, **tiles._asdict(), seen=seen)

@@ -18,6 +18,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, vector
 
+from ikbo_jax.pallas.activations.cap import capped
 from ikbo_jax.pallas.flash import gdpa_masked, softmax
 from ikbo_jax.pallas.hopper import mma, stores, warps
 from ikbo_jax.problems.hopper import WGMMA_M
@@ -57,6 +58,7 @@ def weigh(ctx: Any, index: Any, block: Any, scores: jax.Array, before: Statistic
       before: statistics of the item's blocks before; None: this is the first.
     """
     scale, dtype = ctx.shape.log2_scale, ctx.outputs.out.dtype
+    scores = capped(ctx.shape.activation.cap, scores, interpret=ctx.interpret)
     scores = gdpa_masked.keep_visible(ctx, index, block, scores, softmax.masked_score(scale))
     largest = softmax.row_extreme(scores, scale)
     if before is None:
