@@ -143,15 +143,15 @@ class GdpaConfig(FlashConfig):
         )
 
     def illegal_reason(self, problem: GdpaProblem) -> str | None:
+        has_softmax = SOFTMAX in problem.activations
+        has_cap = problem.has_logit_cap and not has_softmax
+        if has_cap and (reason := self._why_not_plain(problem, "logit_cap")):
+            return reason
         if reason := self.why_not_tiles(problem, MAX_BLOCK_KV):
             return reason
         if reason := problem.why_not_softmax:
             return reason
-        has_softmax = SOFTMAX in problem.activations
         if problem.mask and (reason := self._why_not_masked(problem)):
-            return reason
-        has_cap = problem.has_logit_cap and not has_softmax
-        if has_cap and (reason := self._why_not_plain(problem, "logit_cap")):
             return reason
         if self.half_blocks and self.block_kv % (2 * WGMMA_K):
             return (

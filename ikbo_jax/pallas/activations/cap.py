@@ -9,7 +9,8 @@ scale. So caps cost an activation's or a softmax's code nothing else; a raw scor
 has an absolute error of about 2⁻²². A softmax needs no more, unless the cap is large, since only
 differences of its scores count. Activations need small scores exactly, too: near 0, a polynomial of
 degree 3 takes the place of this formula, and the relative error is below 2⁻¹⁸. Two neighbouring
-columns share a reciprocal (`values.reciprocal`). tanh.approx.f32, whose relative error is 2⁻¹¹, is
+columns share a reciprocal (`values.reciprocal`) unless they are queries of different candidates:
+keys that no row sees must not be NaN. tanh.approx.f32, whose relative error is 2⁻¹¹, is
 for activations whose tanh the caller lets be approximate. Instructions a score, those of them that
 the special function unit executes, and time of a softmax's forward pass (32 sequences of 1,024, 20
 query and 4 key heads of 128, on an H100; without a cap 0.50 ms):
@@ -73,8 +74,13 @@ def scale_and_cap(
     return logit_cap, Cap(factor, method)
 
 
-def capped(cap: Cap | None, scores: jax.Array, *, interpret: bool) -> jax.Array:
-    """Computes tanh(factor * scores), [64, columns] f32; returns `scores` without a cap."""
+def capped(
+    cap: Cap | None, scores: jax.Array, *, interpret: bool, in_pairs: bool = True
+) -> jax.Array:
+    """Computes tanh(factor * scores), [64, columns] f32; returns `scores` without a cap.
+
+    A NaN reaches the neighbouring column if columns are computed `in_pairs`.
+    """
     if cap is None:
         return scores
 
@@ -84,7 +90,8 @@ def capped(cap: Cap | None, scores: jax.Array, *, interpret: bool) -> jax.Array:
         unit = math.log(2) / 2  # x / y
         y = scores * jnp.float32(cap.factor / unit)
         powers = jnp.exp2(jnp.minimum(y, jnp.float32(MAX_EXPONENT)))
-        inverse = values.reciprocal(powers + jnp.float32(1), interpret=interpret)
+        powers = powers + jnp.float32(1)
+        inverse = values.reciprocal(powers, interpret=interpret, in_pairs=in_pairs)
         far = jnp.float32(1) - inverse * jnp.float32(2)
         if cap.method is Method.EXACT:
             return far
