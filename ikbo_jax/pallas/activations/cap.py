@@ -9,8 +9,7 @@ scale. So caps cost an activation's or a softmax's code nothing else; a raw scor
 has an absolute error of about 2⁻²². A softmax needs no more, unless the cap is large, since only
 differences of its scores count. Activations need small scores exactly, too: near 0, a polynomial of
 degree 3 takes the place of this formula, and the relative error is below 2⁻¹⁸. Two neighbouring
-columns share a reciprocal (`values.reciprocal`) unless they are queries of different candidates:
-keys that no row sees must not be NaN. tanh.approx.f32, whose relative error is 2⁻¹¹, is
+columns share a reciprocal (`values.reciprocal`). tanh.approx.f32, whose relative error is 2⁻¹¹, is
 for activations whose tanh the caller lets be approximate. Instructions a score, those of them that
 the special function unit executes, and time of a softmax's forward pass (32 sequences of 1,024, 20
 query and 4 key heads of 128, on an H100; without a cap 0.50 ms):
@@ -36,7 +35,7 @@ NEAR, NEAR_COEFFICIENTS = 0.1, (0.99999834, -0.33200482)
 #: exp2(y) is lowered to exp2 of this number, where tanh is 1; see `values.reciprocal`.
 MAX_EXPONENT = 62.0
 #: Factors of scores are cut to this number: larger ones make tanh 1 or -1, unless a score is 0.
-MAX_FACTOR = 1e37
+MAX_FACTOR = 1e18
 
 
 #: Largest cap of a softmax for which the absolute error of tanh suffices: weights err by 2⁻¹³, less
@@ -74,12 +73,11 @@ def scale_and_cap(
     return logit_cap, Cap(factor, method)
 
 
-def capped(
-    cap: Cap | None, scores: jax.Array, *, interpret: bool, in_pairs: bool = True
-) -> jax.Array:
+def capped(cap: Cap | None, scores: jax.Array, *, interpret: bool) -> jax.Array:
     """Computes tanh(factor * scores), [64, columns] f32; returns `scores` without a cap.
 
-    A NaN reaches the neighbouring column if columns are computed `in_pairs`.
+    What is not finite becomes NaN, or with tanh.approx stays so, and does not reach neighbours: a
+    hidden key's score may be NaN, and so may the score of another candidate's query.
     """
     if cap is None:
         return scores
@@ -89,10 +87,11 @@ def capped(
             return jnp.tanh(scores * jnp.float32(cap.factor))
         unit = math.log(2) / 2  # x / y
         y = scores * jnp.float32(cap.factor / unit)
-        powers = jnp.exp2(jnp.minimum(y, jnp.float32(MAX_EXPONENT)))
-        powers = powers + jnp.float32(1)
-        inverse = values.reciprocal(powers, interpret=interpret, in_pairs=in_pairs)
-        far = jnp.float32(1) - inverse * jnp.float32(2)
+        # NaN becomes a number, since neighbours share a reciprocal, and is NaN again thereafter.
+        exponent = jnp.where(y < MAX_EXPONENT, y, jnp.full_like(y, MAX_EXPONENT))
+        powers = jnp.exp2(exponent) + jnp.float32(1)
+        inverse = values.reciprocal(powers, interpret=interpret)
+        far = y * jnp.float32(0) + (jnp.float32(1) - inverse * jnp.float32(2))
         if cap.method is Method.EXACT:
             return far
         linear, cubic = (c * unit**k for c, k in zip(NEAR_COEFFICIENTS, (1, 3), strict=True))

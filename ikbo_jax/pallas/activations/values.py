@@ -209,11 +209,10 @@ def _polynomial_gelu(x: jax.Array, needs_slope: bool) -> Pair:
     return x * phi, phi + inside * jnp.where(is_inside, density, jnp.full_like(x, 0.0))
 
 
-def reciprocal(x: jax.Array, *, interpret: bool, in_pairs: bool = True) -> jax.Array:
+def reciprocal(x: jax.Array, *, interpret: bool) -> jax.Array:
     """Computes 1 / x for 1 ≤ x < 2⁶³, [64, columns] f32, within a few roundings.
 
-    Two neighbouring columns share one reciprocal: 1 / a = b · (1 / ab); but not if columns must
-    keep NaN from one another (`in_pairs`).
+    Two neighbouring columns share one reciprocal: 1 / a = b · (1 / ab).
     """
     if interpret:
         return 1 / x
@@ -226,18 +225,13 @@ def reciprocal(x: jax.Array, *, interpret: bool, in_pairs: bool = True) -> jax.A
         f32 = ir.F32Type.get()
         pair = ir.VectorType.get((2,), f32)
         registers = np.empty_like(x.registers)
-
-        def approximately(x: ir.Value) -> ir.Value:
-            return mgpu.utils.inline_ptx("rcp.approx.ftz.f32 $0, $1;", x, result_types=f32)
-
         for index, register in np.ndenumerate(x.registers):
             a, b = (vector.extract(register, [], [i]) for i in (0, 1))
-            if in_pairs:
-                inverse = approximately(arith.mulf(a, b))
-                results = [arith.mulf(inverse, factor) for factor in (b, a)]
-            else:
-                results = [approximately(a), approximately(b)]
-            registers[index] = vector.from_elements(pair, results)
+            inverse = mgpu.utils.inline_ptx(
+                "rcp.approx.ftz.f32 $0, $1;", arith.mulf(a, b), result_types=f32
+            )
+            products = [arith.mulf(inverse, factor) for factor in (b, a)]
+            registers[index] = vector.from_elements(pair, products)
         return inline.accumulator(registers)
 
     return invert(x)

@@ -156,7 +156,7 @@ def _weights_and_slopes(
     weights times the slope of the cap: without a cap, the same array.
     """
     scale, cap = scale_and_cap(ctx.shape.scale, ctx.shape.logit_cap)
-    scores = capped(cap, scores, interpret=ctx.interpret, in_pairs=False)
+    scores = capped(cap, scores, interpret=ctx.interpret)
     exponents = scores * jnp.float32(scale * math.log2(math.e)) - _statistic(ctx, step, LSE)
     weights = jnp.exp2(jnp.minimum(exponents, jnp.float32(0)))
     weights = _visible_keys(ctx, item).keep(weights, axis=0)

@@ -52,10 +52,8 @@ def _weigh(
     scores = mma.after_wait(scores, interpret=ctx.interpret)
     ctx.shared.key.release(work.first_step + block)
     log2_scale = ctx.shape.log2_scale
-    visible = ctx.visible(work.item, block)
-    if ctx.shape.cap is not None:  # a hidden key's NaN would reach its neighbour
-        scores = capped(ctx.shape.cap, visible.keep(scores), interpret=ctx.interpret)
-    scores = visible.keep(scores, softmax.masked_score(log2_scale))
+    scores = capped(ctx.shape.cap, scores, interpret=ctx.interpret)
+    scores = ctx.visible(work.item, block).keep(scores, softmax.masked_score(log2_scale))
     larger, shrink, p = softmax.running_weights(maximum, scores, log2_scale)
     sums = sums * lax.broadcast_in_dim(shrink, sums.shape, (0,)) + softmax.partial_sums(p)
     return p, larger, sums, shrink

@@ -80,9 +80,8 @@ def _scores(
     """Caps and masks computed scores, past the user's length; frees the block of keys."""
     scores = mma.after_wait(scores, interpret=ctx.interpret)
     ctx.unless(item.is_kept, plgpu.barrier_arrive, ctx.shared.key.free_at(step))
+    scores = capped(ctx.shape.cap, scores, interpret=ctx.interpret)
     visible = Visible.in_block(item.length, block, ctx.config.block_kv)
-    if ctx.shape.cap is not None:  # a hidden key's NaN would reach its neighbour
-        scores = capped(ctx.shape.cap, visible.keep(scores), interpret=ctx.interpret)
     return visible.keep(scores, softmax.masked_score(ctx.shape.log2_scale))
 
 
