@@ -145,14 +145,14 @@ class GdpaConfig(FlashConfig):
         )
 
     def illegal_reason(self, problem: GdpaProblem) -> str | None:
+        has_cap = problem.has_logit_cap and SOFTMAX not in problem.activations
+        if has_cap and (reason := self._why_not_plain(problem, "logit_cap")):
+            return reason
         if reason := self.why_not_tiles(problem, MAX_BLOCK_KV):
             return reason
         if reason := problem.why_not_softmax:
             return reason
         if problem.mask and (reason := self._why_not_plain(problem, "mask")):
-            return reason
-        has_cap = problem.has_logit_cap and SOFTMAX not in problem.activations
-        if has_cap and (reason := self._why_not_plain(problem, "logit_cap")):
             return reason
         if self.half_blocks and self.block_kv % (2 * WGMMA_K):
             return (

@@ -87,3 +87,33 @@ def test_attention_caps(sizes: Any, dtype: Any) -> None:
         return ikbo.attention(*floats, index, logit_cap=LOGIT_CAP, **options)
 
     check(run, floats)
+
+
+@pytest.mark.parametrize(("q_len", "q_heads"), [(1, 8), (16, 2), (64, 2)])
+def test_nan_of_a_candidate_and_past_a_length_stays_there(q_len: int, q_heads: int) -> None:
+    """Neighbouring columns of scores share a reciprocal unless a NaN could reach another row."""
+    shape = problems.AttentionShape(5, 40, q_len, 300, q_heads, 2, 64, "sorted")
+    query, key, value, index, _ = problems.make_attention_inputs(shape)
+    lengths = jnp.asarray([299, 1, 131, 77, 0], jnp.int32)
+    d_out = problems.random_array(np.random.default_rng(1), query.shape, query.dtype)
+
+    @jax.jit
+    def both(query: Any, key: Any, value: Any) -> Any:
+        run = functools.partial(
+            ikbo.attention,
+            cand_to_user=index,
+            key_value_seq_lengths=lengths,
+            logit_cap=LOGIT_CAP,
+            implementation="mosaic_gpu",
+        )
+        out, pull = jax.vjp(run, query, key, value)
+        return out, pull(d_out)[0]
+
+    hidden = jnp.arange(300)[None] >= lengths[:, None]
+    spoiled = [jnp.where(hidden[..., None, None], jnp.nan, x) for x in (key, value)]
+    clean, found = both(query, key, value), both(query.at[7].set(jnp.nan), *spoiled)
+    others = np.arange(40) != 7
+    # Not bit by bit: tiles with the NaN are computed again.
+    for x, y in zip(clean, found, strict=True):
+        x, y = (np.asarray(a[others], np.float32) for a in (x, y))
+        np.testing.assert_allclose(y, x, rtol=0, atol=2.0**-6 * np.max(np.abs(x)))

@@ -205,12 +205,13 @@ def test_a_softmax_s_capped_scores_keep_its_weights_below_their_rounding(logit_c
 
 
 def test_caps_take_any_number() -> None:
-    scores = jnp.float32([0.0, -0.0, np.inf, -np.inf, np.nan, 3.0])
+    scores = jnp.float32([0.0, -0.0, np.inf, -np.inf, np.nan, 3.0, 1e20])
     for scale, logit_cap in ((1.0, 30.0), (1e30, 1e-30), (1.0, 1e30)):
         _, cap = caps.scale_and_cap(scale, logit_cap)
         found = np.asarray(caps.capped(cap, scores, interpret=True))
         np.testing.assert_array_equal(found[:2], 0)
-        np.testing.assert_array_equal(found[2:5], [1, -1, np.nan])
+        assert not np.any(np.isfinite(found[2:5]))
+        np.testing.assert_allclose(found[6], np.tanh(1e20 * scale / logit_cap), rtol=1e-5)
         np.testing.assert_allclose(found[5], np.tanh(3 * scale / logit_cap), rtol=1e-5)
     assert caps.scale_and_cap(0.3, None) == (0.3, None)
 

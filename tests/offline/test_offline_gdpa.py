@@ -116,6 +116,10 @@ CASES = {
         GdpaConfig(k_stages=3, v_stages=3, q_slots=1, **JAGGED), dtype="float16"
     ),
     "h96": of(scales=(1.0, 1.0), head_dim=96, approx="polynomial", activations=("gelu",)),
+    "capped_softmax": of(activations=("softmax",), kv_heads=2, has_logit_cap=True),
+    "capped_gelu_h64_f16": of(
+        activations=("gelu",), head_dim=64, dtype="float16", has_logit_cap=True
+    ),
     "softmax_h256_f16": of(activations=("softmax",), head_dim=256, dtype="float16", kv_heads=2),
 }
 

@@ -132,6 +132,20 @@ MASKED = {
     "queries_softmax_h64_masked": Case(False, 64, activations=SOFTMAX, has_mask=True),
 }
 CASES |= MASKED
+CAPPED = {
+    "keys_softmax_masked_capped": Case(
+        True, activations=SOFTMAX, kv_heads=2, has_mask=True, logit_cap=30.0
+    ),
+    "queries_softmax_masked_capped": Case(
+        False, activations=SOFTMAX, has_mask=True, logit_cap=30.0
+    ),
+    "keys_silu_tanh_masked_capped": Case(
+        True, activations=("silu",) * 4, approx="tanh", has_mask=True, logit_cap=30.0
+    ),
+    "keys_h96_mixed_f16_capped": Case(True, 96, activations=MIXED, dtype="float16", logit_cap=30.0),
+    "queries_gelu_tanh_masked_capped": Case(False, has_mask=True, logit_cap=30.0),
+}
+CASES |= CAPPED
 
 
 def table_cases() -> dict[str, Case]:

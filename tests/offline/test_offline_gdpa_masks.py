@@ -66,6 +66,28 @@ def test_offline_masked_kernel_is_fit(
     assert compiled.smem_bytes == config.smem_bytes(head_dim)
 
 
+@pytest.mark.sampled(2)
+@pytest.mark.parametrize(
+    ("activation", "approx", "head_dim", "rule"),
+    [
+        ("silu", None, 128, TARGETS),
+        ("gelu_tanh", None, 128, None),
+        ("gelu_tanh", "tanh", 64, TARGETS),
+        ("gelu", None, 96, Rule()),
+    ],
+)
+def test_offline_masked_kernel_with_a_cap_is_fit(
+    activation: str,
+    approx: str | None,
+    head_dim: int,
+    rule: Rule | None,
+    compiler: offline.Compiler,
+) -> None:
+    changes = {"activations": (activation,), "approx": approx, "head_dim": head_dim}
+    problem = dataclasses.replace(MASKED, **changes, has_logit_cap=True)
+    compiler.compile_fit(*launch(problem, problem.default_config(), rule))
+
+
 @pytest.mark.parametrize("rule", [Rule(), TARGETS], ids=["causal", "targets"])
 def test_the_list_of_masked_tiles_is_one_kernel(rule: Rule, compiler: offline.Compiler) -> None:
     def list_tiles(cu_seqlens: Any, *numbers: Any) -> Any:

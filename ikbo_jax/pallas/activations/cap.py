@@ -35,7 +35,7 @@ NEAR, NEAR_COEFFICIENTS = 0.1, (0.99999834, -0.33200482)
 #: exp2(y) is lowered to exp2 of this number, where tanh is 1; see `values.reciprocal`.
 MAX_EXPONENT = 62.0
 #: Factors of scores are cut to this number: larger ones make tanh 1 or -1, unless a score is 0.
-MAX_FACTOR = 1e37
+MAX_FACTOR = 1e18
 
 
 #: Largest cap of a softmax for which the absolute error of tanh suffices: weights err by 2⁻¹³, less
@@ -74,7 +74,11 @@ def scale_and_cap(
 
 
 def capped(cap: Cap | None, scores: jax.Array, *, interpret: bool) -> jax.Array:
-    """Computes tanh(factor * scores), [64, columns] f32; returns `scores` without a cap."""
+    """Computes tanh(factor * scores), [64, columns] f32; returns `scores` without a cap.
+
+    What is not finite becomes NaN, or with tanh.approx stays so, and does not reach neighbours: a
+    hidden key's score may be NaN, and so may the score of another candidate's query.
+    """
     if cap is None:
         return scores
 
@@ -83,9 +87,11 @@ def capped(cap: Cap | None, scores: jax.Array, *, interpret: bool) -> jax.Array:
             return jnp.tanh(scores * jnp.float32(cap.factor))
         unit = math.log(2) / 2  # x / y
         y = scores * jnp.float32(cap.factor / unit)
-        powers = jnp.exp2(jnp.minimum(y, jnp.float32(MAX_EXPONENT)))
-        inverse = values.reciprocal(powers + jnp.float32(1), interpret=interpret)
-        far = jnp.float32(1) - inverse * jnp.float32(2)
+        # NaN becomes a number, since neighbours share a reciprocal, and is NaN again thereafter.
+        exponent = jnp.where(y < MAX_EXPONENT, y, jnp.full_like(y, MAX_EXPONENT))
+        powers = jnp.exp2(exponent) + jnp.float32(1)
+        inverse = values.reciprocal(powers, interpret=interpret)
+        far = y * jnp.float32(0) + (jnp.float32(1) - inverse * jnp.float32(2))
         if cap.method is Method.EXACT:
             return far
         linear, cubic = (c * unit**k for c, k in zip(NEAR_COEFFICIENTS, (1, 3), strict=True))
