@@ -174,7 +174,7 @@ CHOSEN = {
     ],
     "gdpa_masks": [
         *("targets", "skipped", "window_h96_f16"),
-        *("softmax_window_h96_f16", "softmax_targets", "softmax_intervals"),
+        *("softmax_window_h96_f16", "softmax_skipped", "softmax_intervals"),
     ],
     "gdpa_backward": [
         "indexed_in_parts",
