@@ -1,10 +1,11 @@
-"""Benchmark of Phoenix's transformer: a causal history, isolated candidates, a soft cap.
+"""Benchmark of the attention layers of Phoenix, xAI's published ranker, at its sizes.
 
     python -m benchmarks.phoenix --out benchmarks/results/phoenix-h100.json
 
-Sizes are those of xAI's published ranker, without its feed-forward nets. Other libraries' attention
-pads the sequences, inside the timing. cuDNN takes no cap: it computes another function. Every
-version is compared with masked scores in float32.
+A user's history attends causally to itself; a candidate attends to the history and to itself. A
+tanh caps the scores. There are no feed-forward nets. The attention of other libraries takes padded
+sequences, and its time includes the padding. cuDNN has no cap, so it computes another function.
+Every version is compared with masked scores in float32.
 """
 
 from __future__ import annotations
@@ -36,23 +37,22 @@ DENSE_WORK = {"forward": 1.0, "both": 3.0}
 
 @dataclasses.dataclass(frozen=True)
 class Shape:
-    """Sizes; histories are uniform in shortest..longest."""
+    """Sizes; the lengths of histories are uniform between the two of `history`."""
 
     batch: int = 8
     layers: int = 8
-    shortest: int = 126
-    longest: int = 1022
     candidates: int = 64
     q_heads: int = 20
     kv_heads: int = 4
+    history: tuple[int, int] = (126, 1022)
     head_dim: int = 128
     width: int = 1280
     logit_cap: float = 30.0
     dtype: str = "bfloat16"
 
-    @property
+    @functools.cached_property
     def histories(self) -> np.ndarray:
-        return np.random.default_rng(3).integers(self.shortest, self.longest + 1, self.batch)
+        return np.random.default_rng(3).integers(self.history[0], self.history[1] + 1, self.batch)
 
     @property
     def rows(self) -> int:
@@ -96,7 +96,7 @@ class Shape:
 
 
 def _jagged(shape: Shape, logit_cap: float | None, *args: jax.Array) -> jax.Array:
-    longest = shape.longest + shape.candidates
+    longest = shape.history[1] + shape.candidates
     return ikbo.gdpa(
         *(*args, args[-1]),
         activation="softmax",
@@ -110,7 +110,7 @@ def _jagged(shape: Shape, logit_cap: float | None, *args: jax.Array) -> jax.Arra
 
 def _padded(shape: Shape, attend: Callable[..., jax.Array], *args: jax.Array) -> jax.Array:
     *qkv, cu = args
-    longest = shape.longest + shape.candidates
+    longest = shape.history[1] + shape.candidates
     pad, unpad = padding(cu, len(args[0]), longest)
     length = (cu[1:] - cu[:-1])[:, None, None, None]
     place = jnp.arange(longest, dtype=jnp.int32)
@@ -163,7 +163,7 @@ def points(sweep: str) -> Iterator[Point]:
 def shrink(point: Point) -> Point:
     """Makes the point's sizes small enough for a CPU."""
     heads = {"q_heads": 4, "kv_heads": 2, "head_dim": 8, "width": 16}
-    lengths = {"shortest": 3, "longest": 9, "candidates": 3}
+    lengths = {"history": (3, 9), "candidates": 3}
     return point.with_case(batch=2, layers=min(2, point.case.layers), **lengths, **heads)
 
 

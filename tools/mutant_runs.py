@@ -217,14 +217,9 @@ class Tree:
         if (left := self.deadline - time.monotonic()) <= 0:
             return Outcome([], is_stopped=True)
         with (self.folder / "pytest.log").open("wb") as log:
+            streams = {"stdin": subprocess.DEVNULL, "stdout": log, "stderr": subprocess.STDOUT}
             process = subprocess.Popen(
-                command,
-                cwd=self.root,
-                env=environment,
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
+                command, cwd=self.root, env=environment, start_new_session=True, **streams
             )
             self.processes.add(process)
             try:

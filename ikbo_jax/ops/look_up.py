@@ -270,7 +270,7 @@ def _pull_back_sum(call: _Call, arrays: SumArrays, cotangents: jax.Array) -> tup
     return (SumArrays(d_values.astype(arrays.values.dtype), None),)
 
 
-#: Each is the other's gradient; they have a vmap rule, and `_Call.config`.
+#: The two ops. Each is the gradient of the other, has a vmap rule, and runs with `_Call.config`.
 LOOK_UP: Gradient[_Call, LookUpArrays, jax.Array] = Gradient(
     lambda call, arrays: _look_up(call, call.config, arrays), _batched_look_up, _pull_back_look_up
 )

@@ -56,7 +56,7 @@ def by_platform(
 
 
 def _call(elsewhere: Any, on_cuda: Any, refusal: str, operands: Sequence[Any]) -> Sequence[Any]:
-    """Binds the primitive, with the derivatives of `elsewhere`."""
+    """Binds the primitive, which has the derivatives of its form `elsewhere`."""
 
     @jax.custom_jvp
     def call(*operands: Any) -> tuple[Any, ...]:

@@ -28,7 +28,7 @@ MAX_SMALL_CANDIDATES = 8
 
 # Times are in us, of the sum of kernels by CUPTI; read off 45 configurations of 13 sizes (H200,
 # median of 10, 2026-11-26), of which 42 are within 1.5 us. The choices take at most 1.03 times as
-# long as the fastest one timed (`tests/tuning/test_tuning_small_gradients.py`).
+# long as the fastest one timed (`tests/tuning/test_ranked_replay.py`).
 #: The launch of d_key and d_value, by column blocks. At H = 128 with 1, 4 and 8 blocks it took 7.5,
 #: 14.2 and 23.0 with parts of d_query and 6.3, 10.7 and 16.3 with stored gradients of scores.
 LAUNCH_US = {1: 4.1, 2: 5.2}

@@ -40,8 +40,9 @@ ITEM_TIME, LISTING_TIME = 1.04, 1.0
 #: In the same unit: the launch that copies candidates into the order of users, with the gap between
 #: launches, and its part for each 1,024 candidates (2 us for 512, 5.2 us for 10,985 on an H100).
 PACK_TIME, PACK_TIME_EACH = 4.0, 0.5
-#: In the same unit: most time of a CTA if one user has all candidates, 0.3 ms. CTAs that list then
-#: leave all items to that user's CTAs; an order of the users would spread items over the device.
+#: In the same unit: the longest time that a CTA may take if one user has all candidates, 0.3 ms.
+#: CTAs that list candidates leave all items to that user's CTAs then; candidates in the order of
+#: users would be spread over the device.
 MOST_SKEWED_TIME = 450.0
 #: Sorted candidates whose users CTAs put into a table: at most 64 for each of 256 consumer threads,
 #: at least more than one round of loads counts; most users and row slots of the table; and most
@@ -249,10 +250,9 @@ class FewQueriesConfig(Config):
         """
         return head_dim <= MAX_COLUMNS
 
-    def takes_own_tokens(self, head_dim: int) -> bool:
-        """Whether the kernel merges a candidate's own token before it stores a row."""
-        del head_dim
-        return True
+    def takes_own_tokens(self, problem: Any) -> bool:
+        """Whether the kernel merges a candidate's own token, not capped, before it stores a row."""
+        return not problem.has_logit_cap
 
     def parts(self, kv_len: int) -> int:
         """Counts the parts of the keys: as many of `splits` as have blocks."""
@@ -363,8 +363,10 @@ class FewQueriesConfig(Config):
         p, most = problem, self.block_kv
         if p.has_ranges and self.has_all_columns(p.head_dim):
             most = MAX_RANGED_WIDE_BLOCK_KV
-        elif p.has_ranges and 64 < p.head_dim <= 128 and head_group(p.q_heads, p.kv_heads) > 1:
-            most = MAX_RANGED_GROUP_BLOCK_KV
+        elif p.has_ranges and 64 < p.head_dim <= 128:
+            # With a cap, H = 128 spills 96 bytes.
+            if p.has_logit_cap or head_group(p.q_heads, p.kv_heads) > 1:
+                most = MAX_RANGED_GROUP_BLOCK_KV
         if self.block_kv <= most:
             return None
         return (

@@ -106,7 +106,7 @@ def _narrow(problem: Any) -> Iterator[PackedCompressionConfig]:
 
 
 def _deepest(problem: Any, config: PackedCompressionConfig) -> PackedCompressionConfig | None:
-    """Takes chunks nearest to 56 rows, and as many stages as there is room for."""
+    """Sets `epilogue_rows` near 56, and as many stages as shared memory has room for."""
     of_one = config.consumer_rows
     divisors = [rows for rows in range(8, of_one + 1, 8) if of_one % rows == 0]
     divisors.sort(key=lambda rows: max(rows / 56, 56 / rows))

@@ -27,8 +27,8 @@ BLOCKS = (16, 32, 48, 64, 96, 128)
 #: takes 9.2 us and the other one 15.4; with 31 keys and log-normal queries at H = 128, 125 and 186
 #: to 268; with 94 keys, 10.9 and 16.9.
 MAX_KEYS = 96
-#: Largest mean number of queries with at most `MAX_KEYS` keys; 172 was timed. In the other kernel,
-#: many tiles of a sequence share keys (`GdpaConfig.run`).
+#: With at most `MAX_KEYS` keys, this kernel is the default up to this mean number of queries; 172
+#: was timed. With more, the other kernel loads keys once for many tiles (`GdpaConfig.run`).
 MAX_MEAN_QUERIES = 256
 #: Largest number of queries that all sequences share (PMA) for which this kernel is the default
 #: with any number of keys: 25.6 us with 23 of them and 64.9 with 19; the other kernel 30.0 and 71.9

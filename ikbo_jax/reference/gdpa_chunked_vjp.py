@@ -59,7 +59,7 @@ def chunked_vjp(
 
 
 class _GradientSteps(NamedTuple):
-    """The loops' bodies of `chunked_vjp`, and what they read."""
+    """The bodies of the loops in `chunked_vjp`, as methods, and the arrays that they read."""
 
     arrays: Arrays
     settings: Settings

@@ -93,7 +93,8 @@ def _range(rule: Rule, position: Any, sequence: Sequence) -> tuple[Any, Any]:
         ends_early = time + rule.window < last
         if rule.full_tail:
             is_full = time >= last - rule.full_tail
-            begin, ends_early = jnp.where(is_full, 0, begin), ends_early & ~is_full
+            # In a kernel, a plain 0 would make begins unsigned: see `per_thread.select`.
+            begin, ends_early = jnp.where(is_full, 0 * position, begin), ends_early & ~is_full
         if not rule.causal:
             end = jnp.where(ends_early, first_of(time + rule.window + 1), length)
     if not is_plain:

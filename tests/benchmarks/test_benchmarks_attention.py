@@ -86,25 +86,3 @@ def test_run_writes_what_it_measured(tmp_path, monkeypatch, capsys):
     if jax.default_backend() == "cpu":
         assert "needs a GPU" in by_name["copies-cudnn"]["skipped"]
     assert "S=16" in capsys.readouterr().out
-
-
-def test_bars_name_what_was_reached():
-    def record(name: str, ms: float, fraction: float) -> dict:
-        return {"name": name, "median_ms": ms, "fraction": fraction}
-
-    def measured(sweep: str, label: str, kv_len: int, *providers: dict) -> dict:
-        problem = {"kv_len": kv_len, "dtype": "bfloat16", "head_dim": 128}
-        return {"sweep": sweep, "label": label, "problem": problem, "providers": list(providers)}
-
-    default = measured(
-        "s", "S=4096", 4096, record("ikbo", 1.0, 0.9), record("copies-cudnn", 6.0, 0.15)
-    )
-    short = measured("s", "S=128", 128, record("ikbo", 1.0, 0.5), record("grouped-cudnn", 1.4, 0.3))
-    unsorted = measured("index", "unsorted", 4096, record("ikbo", 1.1, 0.81))
-    every = [default, short, unsorted]
-    assert attention.bars(default, every) == (
-        "fraction 0.900, bar 0.96; 6.00 x the copies, bar 5.5"
-    )
-    assert attention.bars(short, every) == "1.40 x grouped cuDNN, bar 1.3"
-    assert attention.bars(unsorted, every) == "0.900 of the default's fraction, bar 0.94"
-    assert attention.bars(measured("s", "S=512", 512), every) == ""

@@ -66,15 +66,3 @@ def test_a_run_in_small_and_its_table(tmp_path, capsys, monkeypatch):
     (block,) = report.blocks(results, "docs/performance.md").values()
     assert all(f"\n| s: S={s} | not run | not run | " in block for s in benchmark.FRACTION_BARS)
     assert "cuDNN, queries grouped by hand" in block
-
-
-def test_bars_name_the_alternative_and_its_bar():
-    def record(name, ms):
-        return {"name": name, "median_ms": ms, "fraction": 0.5}
-
-    providers = [record("ikbo", 2.0), record("xla", 1.0), record("grouped-cudnn", 3.0)]
-    point = {"sweep": "s", "problem": {"kv_len": 2048}, "providers": providers}
-    assert benchmark.bars(point, ()) == "fraction 0.500, bar 0.62; 1.50 x grouped-cudnn, bar 1.15"
-    assert benchmark.bars(point | {"sweep": "given"}, ()) == "0.50 x xla, bar 1.0"
-    assert benchmark.bars(point | {"sweep": "h"}, ()) == "1.50 x grouped-cudnn"
-    assert not benchmark.bars(point | {"providers": []}, ())

@@ -126,11 +126,7 @@ def test_oracle_finds_a_fault_that_the_xla_path_has_too(monkeypatch: pytest.Monk
 
 def test_run_writes_what_it_measured(tmp_path, monkeypatch, capsys):
     point = Point("full", "max=256 forward", TINY)
-    providers = (
-        gdpa.CUDNN,
-        DENSE,
-        gdpa.OURS,
-    )
+    providers = (gdpa.CUDNN, DENSE, gdpa.OURS)
     benchmark = dataclasses.replace(
         gdpa.BENCHMARK, points=lambda options: [point], shrink=lambda point: point
     )
@@ -188,20 +184,6 @@ POINTS = (
         "activations", "softmax", "forward", 1024, ikbo=(1.0, 0.7), ikbo_attention=(0.98, 0.71)
     ),
 )
-
-
-def test_bars_name_what_was_reached():
-    assert [gdpa.bars(point, POINTS) for point in POINTS] == [
-        "fraction 0.800, bar 0.82",
-        "fraction 0.510, bar 0.50",
-        "",
-        "",
-        "2.50 x XLA, bar 2.0",
-        "",
-        "0.800 of gelu_tanh tanh's fraction, bar 0.75",
-        "",
-        "0.980 of attention's speed, bar 0.97",
-    ]
 
 
 def test_report_makes_tables_and_a_plot(tmp_path):

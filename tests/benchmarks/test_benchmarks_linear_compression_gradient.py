@@ -82,17 +82,3 @@ def test_points_that_no_process_compiled_are_timed(tmp_path, capfd, monkeypatch)
     assert benchmark.BENCHMARK.main(options) == 0
     assert len(json.loads(out.read_text())["points"]) == 1
     assert "2 of 2 compiling processes failed" in capfd.readouterr().err
-
-
-def test_the_best_by_hand_and_the_bars():
-    def record(name, ms):
-        return {"name": name, "median_ms": ms, "fraction": 0.5}
-
-    point = {"sweep": "batch", "providers": [record("by-hand", 3.0), record("ikbo", 1.0)]}
-    assert benchmark.bars(point, ()) == "0.333 of the time by hand, bar 1.00"
-    of_ratio = benchmark.bars({**point, "sweep": "ratio"}, ())
-    assert of_ratio == "fraction 0.500, bar 0.55; 0.333 of the time by hand, bar 1.00"
-    point["providers"].append(record("by-hand-one-hot", 2.0))
-    assert benchmark.best_by_hand(point)["name"] == "by-hand-one-hot"
-    assert benchmark.best_by_hand({"providers": []}) is None
-    assert benchmark.bars({**point, "providers": []}, ()) == ""

@@ -30,7 +30,7 @@ def test_a_point_is_checked_and_described(
 def test_the_drawn_sizes_are_those_of_the_results_which_are_right() -> None:
     records = json.loads(RESULTS.read_text())["points"]
     points = [*look_up.drawn(), *look_up.CHOSEN]
-    for point, record in zip(points, records, strict=False):
+    for point, record in zip(points, records, strict=True):
         assert look_up.describe(record).split()[:2] == [str(point.batch), str(point.users)]
         assert record["is_equal"]
         if point.dtype != "float32":

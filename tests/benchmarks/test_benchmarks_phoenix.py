@@ -22,7 +22,7 @@ def test_a_run_in_small(tmp_path):
 
 
 def test_useful_flops_count_visible_pairs():
-    shape = phoenix.Shape(batch=1, layers=1, shortest=3, longest=3, candidates=2, width=1)
+    shape = phoenix.Shape(batch=1, layers=1, history=(3, 3), candidates=2, width=1)
     # A history of 3 rows, whose candidates see it and themselves; 20 + 2 * 4 and 20 heads.
     pairs, dense = 6 + 2 * 4, 5 * (28 + 20) * 128
     assert shape.flops("forward") == 4 * pairs * 20 * 128 + 2 * dense

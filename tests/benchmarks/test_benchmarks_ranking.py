@@ -121,24 +121,6 @@ def test_wrong_results_failures_and_what_does_not_fit():
     assert "WRONG RESULT" in records.format_table(results, ranking.bars)
 
 
-def test_bars_name_what_was_reached():
-    def record(name: str, ms: float, memory: int) -> dict:
-        return {"name": name, "median_ms": ms, "total_bytes": memory}
-
-    providers = [
-        record("materialised", 12.0, 400),
-        record("hand-optimised", 6.0, 150),
-        record("co-designed", 4.0, 100),
-        record("rewritten", 4.1, 100),
-    ]
-    point = {"sweep": "default", "providers": providers}
-    assert ranking.bars(point, (), "co-designed") == (
-        "3.00 x the copies, bar 3.0; 0.25 of their memory, bar 0.25; 1.50 x XLA by hand, bar 1.25"
-    )
-    assert ranking.bars(point, (), "rewritten") == "1.025 of the layers' time, bar 1.05"
-    assert ranking.bars({**point, "sweep": "ratio"}, (), "co-designed") == ""
-
-
 def test_peak_of_one_version(capsys, monkeypatch):
     monkeypatch.setattr(ranking, "BY_NAME", {p.name: p for p in ranking.ALL})
     sizes = json.dumps(dataclasses.asdict(SIZES))

@@ -24,11 +24,3 @@ def test_a_run_in_small_and_its_report(tmp_path, monkeypatch):
     )
     assert report.main([str(out), "--root", str(tmp_path)]) == 0
     assert "| DIN | " in page.read_text()
-
-
-def test_ratios_and_bars():
-    times = {"original": 6.0, "rewritten": 3.0, "by-hand": 2.0}
-    point = {"providers": [{"name": n, "median_ms": ms, "ok": True} for n, ms in times.items()]}
-    assert rewrite_models.ratios(point) == (1.5, 2.0)
-    text = rewrite_models.bars(point)
-    assert text == "1.500 of by hand, bar 1.1; 2.00 x the original, bar 1.0"

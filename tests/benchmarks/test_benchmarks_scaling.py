@@ -120,18 +120,6 @@ def test_points_of_a_large_request():
     assert all(p.case.mode != "large" for p in scaling.points("attention", 8))
 
 
-def test_bars():
-    def bar(mode, devices, sweep="network"):
-        return scaling.bar({"mode": mode, "devices": devices, "sweep": sweep})
-
-    assert (bar("strong", 2), bar("weak", 2), bar("large", 4)) == (
-        "0.54 of one",
-        "efficiency 0.95",
-        "",
-    )
-    assert (bar("large", 8), bar("weak", 8), bar("strong", 8)) == ("6.8×", "efficiency 0.93", "")
-
-
 #: Work of a process, with a network that compiles fast.
 WORK = """
 import sys

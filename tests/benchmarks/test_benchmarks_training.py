@@ -12,14 +12,7 @@ import numpy as np
 import pytest
 from problems import random_array
 
-from benchmarks import (
-    harness,
-    ranking,
-    records,
-    report,
-    timing,
-    training,
-)
+from benchmarks import harness, ranking, records, report, timing, training
 from benchmarks import training_networks as networks
 from benchmarks.harness import Point
 from ikbo_jax._timing import device_time
@@ -193,32 +186,6 @@ def test_versions_of_the_other_network_agree_with_their_gradients():
     soft = jax.jit(loss_of(softmax))(params, inputs, labels)
     assert np.isfinite(soft)
     assert soft != expected[0]
-
-
-def test_bars_name_what_was_reached():
-    def record(name: str, ms: float, memory: int) -> dict:
-        return {"name": name, "median_ms": ms, "peak_bytes": memory}
-
-    point = {
-        "sweep": "default",
-        "providers": [
-            record("materialised", 60.0, 400),
-            record("hand-optimised", 30.0, 150),
-            record("co-designed", 12.0, 100),
-        ],
-    }
-    text = training.bars(point, (), "co-designed")
-    assert "12.00 ms, bar 13.5; 2.50 x XLA by hand, bar 2.0; 0.67 of its memory" in text
-    assert "5.00 x the copies" in text
-    gdpa = {
-        "sweep": "gdpa",
-        "providers": [
-            record("xla", 9.0, 1),
-            record("cudnn-softmax", 6.0, 1),
-            record("ikbo", 4.0, 1),
-        ],
-    }
-    assert "1.50 x the better of the others, bar 1.3" in training.bars(gdpa, (), "ikbo")
 
 
 PROGRAM = """

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 import emulator
 import offline
 import pytest
+from signs import selected_integers_keep_their_sign as selected_integers_keep_their_sign
 
 # The cases of the interpreted tests are emulated, too.
 sys.path.append(str(pathlib.Path(__file__).parents[1] / "interpret"))

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from problems_look_up import assert_sums, draw
 
 from ikbo_jax.pallas.look_up.gather import look_up_kernel
 from ikbo_jax.pallas.look_up.sums import segment_sum_kernel
@@ -29,22 +30,15 @@ CASES = {
 
 @pytest.mark.parametrize("name", CASES)
 def test_emulated_sums(name: str, sm90: emulator.Emulator) -> None:
-    batch, users, width, dtype, is_sorted, config = CASES[name]
-    rng = np.random.default_rng(0)
-    index = rng.integers(-1, users + 1, batch).astype(np.int32)
-    if is_sorted:
-        index.sort()
-    values = jnp.asarray(rng.normal(size=(batch, width)), dtype)
+    *sizes, config = CASES[name]
+    _, users, _, dtype, is_sorted = sizes
+    values, index = draw(*sizes)
     with sm90.emulated(0) as launched:
-        found = segment_sum_kernel(
-            values, jnp.asarray(index), users, config=config, is_sorted=is_sorted
-        )
+        found = segment_sum_kernel(values, index, users, config=config, is_sorted=is_sorted)
     orders = ["user_order"] * (not is_sorted and not config.users)
     assert launched == [f"ikbo_{x}_mosaic_gpu_kernel" for x in (*orders, "segment_sum")]
-    expected = np.zeros((users, width))
-    np.add.at(expected, np.clip(index, 0, users - 1), np.asarray(values, np.float64))
     unit = max(float(jnp.finfo(dtype).eps) / 2, 1e-5)
-    np.testing.assert_allclose(np.asarray(found, np.float64), expected, rtol=unit, atol=1e-5)
+    assert_sums(found, values, index, unit, 1e-5)
 
 
 def test_emulated_index_that_is_not_sorted_as_promised(sm90: emulator.Emulator) -> None:

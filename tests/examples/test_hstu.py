@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from movielens_files import MOVIES, ratings, write_grouplens
+from movielens_files import MOVIES
 
 from examples.hstu import __main__ as command
 from examples.hstu.model import Sizes
@@ -17,11 +17,6 @@ from examples.movielens.impressions import Impressions
 
 SIZES = Sizes(movies=MOVIES + 1, history=32, layers=1, width=8, heads=2, head_dim=4)
 PROTOCOL = train.Protocol(steps=60, users=4)
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    return write_grouplens(tmp_path_factory.mktemp("data"), ratings())
 
 
 @pytest.fixture(scope="module")

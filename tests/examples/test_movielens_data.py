@@ -18,11 +18,6 @@ from examples.movielens.model import AGES, PROFILE
 HISTORY = 8
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    return write_grouplens(tmp_path_factory.mktemp("grouplens"), ratings())
-
-
 def impressions(folder):
     return Impressions(data.load(folder), HISTORY)
 
@@ -172,21 +167,6 @@ def test_nothing_of_training_depends_on_the_future(folder, tmp_path):
     assert_equal(found.popularity, other.popularity)
     for step in range(12):
         assert_equal(found.train_batch(4, 0, step), other.train_batch(4, 0, step))
-
-
-def test_a_request_does_not_depend_on_what_is_rated_after_it(folder, tmp_path):
-    """Users of test requests stay the same if ratings from the request's time on change."""
-    found = impressions(folder)
-    first = {}
-    for user, watched in zip(found.test.user, found.test.watched, strict=True):
-        first.setdefault(int(user), int(found.data.ratings.time[watched]))
-    rows = [
-        row._replace(rating=6 - row.rating) if row.time >= first.get(row.user, 10**12) else row
-        for row in ratings()
-    ]
-    other = impressions(write_grouplens(tmp_path, rows))
-    _, index = np.unique(found.test.user, return_index=True)
-    assert_equal(found.users(found.test.take(index)), other.users(other.test.take(index)))
 
 
 def test_batches(folder):

@@ -25,14 +25,7 @@ from examples.serving import models
 from examples.serving.settings import Settings
 
 SIZES = Sizes(
-    movies=MOVIES + 1,
-    history=8,
-    layers=1,
-    width=8,
-    head_dim=4,
-    pooled=2,
-    compressed=3,
-    hidden=8,
+    movies=MOVIES + 1, history=8, layers=1, width=8, head_dim=4, pooled=2, compressed=3, hidden=8
 )
 PROTOCOL = train.Protocol(steps=30, users=8, evaluate_every=15, save_every=10)
 QUIET = Progress(quiet=True)
@@ -43,11 +36,6 @@ def promotion():
     # optax' count of steps mixes dtypes.
     with jax.numpy_dtype_promotion("standard"):
         yield
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    return write_grouplens(tmp_path_factory.mktemp("data"), ratings())
 
 
 @pytest.fixture(scope="module")
@@ -127,26 +115,6 @@ def ranker(impressions):
     encode = jax.jit(lambda users: nnx.merge(graph, state).encode_users(users))
     score = jax.jit(lambda *args: nnx.merge(graph, state).score(*args))
     return encode, score
-
-
-def test_states_of_users_are_rows(impressions, ranker):
-    """Users may be encoded in several calls, and candidates scored in any order."""
-    encode, score = ranker
-    batch = impressions.train_batch(4, 0, 0)
-    whole = encode(batch.users)
-    assert {leaf.shape[0] for leaf in jax.tree.leaves(whole)} == {4}
-    halves = [
-        encode(jax.tree.map(lambda x, first=first: x[first : first + 2], batch.users))
-        for first in (0, 2)
-    ]
-    joined = jax.tree.map(lambda *x: jnp.concatenate(x[::-1]), *halves)
-    expected = score(whole, batch.candidates, batch.cand_to_user)
-    assert (expected.shape, expected.dtype) == ((256,), jnp.float32)
-    # User 2 is now row 0.
-    order = np.random.default_rng(0).permutation(256)
-    index = jnp.array([2, 3, 0, 1], jnp.int32)[batch.cand_to_user][order]
-    found = score(joined, Candidates(batch.candidates.movie[order]), index)
-    np.testing.assert_allclose(found, expected[order], rtol=1e-4, atol=1e-5)
 
 
 def test_rows_past_the_length_and_later_events_have_no_effect(impressions, ranker):

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import jax
 import numpy as np
+import on_gpu
 import problems
 import problems_gdpa
 import problems_masks
@@ -14,10 +16,10 @@ from problems_gdpa import ACTIVATIONS, Shape
 from problems_masks import attend
 
 from ikbo_jax.problems import GdpaConfig
+from ikbo_jax.reference.gdpa import Arrays
 
 pytestmark = pytest.mark.gpu
 
-NAMES = [name for name in ACTIVATIONS if name != "softmax"]
 LENGTHS = (300, 1, 0, 129, 64, 700, 128, 65)
 SELF = Shape(LENGTHS, LENGTHS, 2, 1, 128, before=2, after=131)
 SHAPES = {
@@ -51,19 +53,54 @@ def check(shape: Shape, case: problems_masks.Case, activation: Any, **options: A
     np.testing.assert_array_equal(out, run(arrays, case.mask))
 
 
+@pytest.mark.parametrize("activation", ["silu", "softmax"])
 @pytest.mark.parametrize("name", problems_masks.cases(SELF))
 @pytest.mark.parametrize("shape", SHAPES)
-def test_gdpa_every_mask_and_shape(shape: str, name: str) -> None:
-    check(SHAPES[shape], problems_masks.cases(SHAPES[shape])[name], "silu")
+def test_gdpa_every_mask_and_shape(shape: str, name: str, activation: str) -> None:
+    check(SHAPES[shape], problems_masks.cases(SHAPES[shape])[name], activation)
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-@pytest.mark.parametrize("activation", NAMES)
+@pytest.mark.parametrize("activation", ACTIVATIONS)
 def test_gdpa_every_masked_activation_and_dtype(activation: str, dtype: str) -> None:
     check(SELF, problems_masks.cases(SELF)["groups"], activation, dtype=dtype)
 
 
+@pytest.mark.parametrize("activation", ["gelu_tanh", "softmax"])
 @pytest.mark.parametrize("config", CONFIGS)
 @pytest.mark.parametrize("name", ["causal", "two_intervals"])
-def test_gdpa_every_kind_of_masked_config(name: str, config: str) -> None:
-    check(SELF, problems_masks.cases(SELF)[name], "gelu_tanh", config=CONFIGS[config])
+def test_gdpa_every_kind_of_masked_config(name: str, config: str, activation: str) -> None:
+    check(SELF, problems_masks.cases(SELF)[name], activation, config=CONFIGS[config])
+
+
+def with_gradients(arrays: Arrays, mask: Any, activation: str) -> tuple[jax.Array, Any]:
+    def run(*qkv: jax.Array) -> jax.Array:
+        options = {"activation": activation, "implementation": "mosaic_gpu"}
+        return attend(Arrays(*qkv, *arrays[3:]), mask, **options)
+
+    out, pull_back = jax.vjp(run, *arrays[:3])
+    return out, pull_back(out)
+
+
+SANITIZED = """
+import jax, problems_gdpa, problems_masks, test_gpu_gdpa_masks as suite
+shape = problems_gdpa.Shape((0, 70, 5, 130), (40, 90, 129, 130), 2, 1, 128, before=3, after=140)
+arrays = problems_gdpa.make_arrays(shape)
+for name in ("window", "targets", "two_intervals"):
+    mask = problems_masks.cases(shape)[name].mask
+    for activation in ("silu", "softmax"):
+        jax.block_until_ready(suite.with_gradients(arrays, mask, activation))
+print("FINISHED")
+"""
+test_masks_sanitizer = on_gpu.sanitizer_test(SANITIZED)
+
+
+@on_gpu.soaks
+def test_masks_soak() -> None:
+    """Launches with every mask in random order give the bits of their first launch."""
+    arrays, cases = problems_gdpa.make_arrays(SELF), []
+    for case in problems_masks.cases(SELF).values():
+        for activation in ("silu", "softmax"):
+            run = jax.jit(functools.partial(with_gradients, mask=case.mask, activation=activation))
+            cases.append((run, arrays, run(arrays)))
+    on_gpu.soak(cases)

@@ -279,11 +279,7 @@ def test_two_single_launches_at_once(torch):
 
     def kernel(w_cand, w_user, e_cand, e_user, cand_to_user):
         return linear_compression_kernel(
-            (w_user, w_cand),
-            (e_user, e_cand),
-            (None, cand_to_user),
-            config=config,
-            num_sms=num_sms,
+            (w_user, w_cand), (e_user, e_cand), (None, cand_to_user), config=config, num_sms=num_sms
         )
 
     run = plgpu.as_torch_kernel(kernel)

@@ -46,21 +46,9 @@ def test_every_op_runs_its_kernel(name):
 
 
 TRAINED_SIZES = ranking.Sizes(
-    candidates=512,
-    users=8,
-    layers=2,
-    width=128,
-    user_dense=64,
-    dense_tokens=8,
-    user_tokens=120,
-    pooled=64,
-    cand_tokens=108,
-    history=256,
-    queries=16,
-    heads=2,
-    head_dim=128,
-    compressed=96,
-    hidden=128,
+    **{"candidates": 512, "users": 8, "layers": 2, "width": 128, "user_dense": 64},
+    **{"dense_tokens": 8, "user_tokens": 120, "pooled": 64, "cand_tokens": 108, "history": 256},
+    **{"queries": 16, "heads": 2, "head_dim": 128, "compressed": 96, "hidden": 128},
 )
 SEEDS, STEPS = 3, 300
 

@@ -90,7 +90,14 @@ CASES = {
     # Parts of the keys.
     "split": Case((0, 0, 1), 75, config=SPLIT),
     "split_lengths_gqa": Case(
-        (0, 1, 1, 2), 90, users=3, q_len=3, heads=(4, 2), lengths=(0, 90, 20), config=SPLIT
+        (0, 1, 1, 2),
+        90,
+        users=3,
+        q_len=3,
+        heads=(4, 2),
+        lengths=(0, 90, 20),
+        logit_cap=1.5,
+        config=SPLIT,
     ),
     # An index that is not sorted.
     "unsorted": Case((1, 0, 0, 2, 1, 0, 0), 40, users=3, q_len=2, num_sms=2),
@@ -157,16 +164,6 @@ CASES = {
         lists=True,
         bundle=3,
     ),
-    "listed_bundles_turns": Case(
-        (1, 0, 3) * 30,
-        75,
-        users=4,
-        heads=(2, 2),
-        lengths=(75, 60, 5, 40),
-        config=dataclasses.replace(WIDE_TURNS, q_slots=3),
-        lists=True,
-        bundle=2,
-    ),
     # Users without candidates have items without blocks.
     "listed_users_without_candidates": Case((4, 1, 1, 4, 6), 75, users=8, lists=True),
     # A user's row slots are neighbours: fewer and more of them than users, some empty, heads that a
@@ -202,17 +199,6 @@ CASES = {
     "h256_listed_split_lengths": Case(
         (1, 0, 2, 0), 75, users=4, head_dim=256, lengths=(75, 9, 0, 4), config=SPLIT, lists=True
     ),
-    "h256_packed_f16_turns": Case(
-        (1, 0, 5, 2, 1, -1, 0),
-        40,
-        users=3,
-        q_len=5,
-        heads=(6, 2),
-        head_dim=256,
-        dtype="float16",
-        config=TURNS,
-        is_packed=True,
-    ),
     # Wide heads, 128 rows: each consumer has its rows and all columns; one has items of few rows.
     "h256_wide_rows_70_lengths": Case(
         (0,) * 70 + (1,) * 3 + (2,) * 9,
@@ -232,33 +218,6 @@ CASES = {
         config=dataclasses.replace(WIDE_TURNS, q_slots=1),
         num_sms=2,
     ),
-    "h256_wide_split_packed_neighbours": Case(
-        (1, 0, 0, 2, 1, 0, 0) * 5,
-        90,
-        users=3,
-        q_len=6,
-        head_dim=256,
-        config=dataclasses.replace(WIDE, splits=2),
-        is_packed=True,
-        exceeds_cache=True,
-    ),
-    "h256_wide_listed_one_slot": Case(
-        (1, 0, 0) * 45,
-        50,
-        head_dim=256,
-        config=dataclasses.replace(WIDE, q_slots=1),
-        lengths=(37, 20),
-        num_sms=2,
-        lists=True,
-    ),
-    "one_slot_lengths": Case(
-        (0, 1, 1, 2, 3),
-        60,
-        users=4,
-        lengths=(0, 1000, -3, 17),
-        config=dataclasses.replace(SMALL, q_slots=1),
-        num_sms=2,
-    ),
     # A negative scale, f16, a padded width.
     "negative_scale_f16_h96": Case(
         (0, 1, 1), 40, q_len=3, head_dim=96, scale=-0.2, dtype="float16", lengths=(3, 40)
@@ -272,7 +231,7 @@ RANGED = (
     *("q_len_33_gqa_split", "gqa_3_wide", "lengths", "bundles", "turns_wide", "split_lengths_gqa"),
     *("packed_split", "listed_lengths_gqa_h96", "listed_wide", "listed_bundles_split_gqa_lengths"),
     *("neighbours", "h192_lengths", "h256_packed_f16_turns", "h256_wide_rows_70_lengths"),
-    "negative_scale_f16_h96",
+    *("negative_scale_f16_h96", "split_lengths_gqa"),
 )
 CASES |= {f"{name}_ranges": dataclasses.replace(CASES[name], has_ranges=True) for name in RANGED}
 #: Cases whose candidates have an own token, too.
@@ -308,6 +267,7 @@ def interpret(inputs: problems.AttentionInputs, case: Case) -> tuple[jax.Array, 
         key_value_ranges=case.ranges,
         **case.own,
         scale=case.scale,
+        logit_cap=case.logit_cap,
         targets=targets,
         return_residuals=True,
         config=case.config,

@@ -85,11 +85,7 @@ CASES = {
 
 def run(case: Case, arrays: Sequence[Any], params: Any = interpreter.PARAMS) -> Gradients:
     fn = functools.partial(
-        kernel_vjp,
-        config=case.config,
-        num_sms=case.num_sms,
-        dtypes=case.dtypes,
-        interpret=params,
+        kernel_vjp, config=case.config, num_sms=case.num_sms, dtypes=case.dtypes, interpret=params
     )
     # One program instead of one for each operation.
     d_weights, d_embeddings = jax.block_until_ready(jax.jit(fn)(*arrays))
@@ -136,9 +132,7 @@ def test_interpreted_gradients_are_right_and_free_of_races(
 
 # Infinity times the zeros that pad M is NaN, in columns that are not stored.
 @pytest.mark.filterwarnings("ignore:invalid value encountered in matmul:RuntimeWarning")
-def test_interpreted_non_finite_values_stay_with_their_user(
-    launches: interpreter.Launches,
-) -> None:
+def test_interpreted_non_finite_values_stay_with_their_user(launches: interpreter.Launches) -> None:
     """An embedding's reaches gradients of weights alone; a cotangent's, its candidate and user."""
     case = Case((3, 4), (70, 40), 41, 136, index=(2, 1, 0, 1))
     weights, embeddings, parents, cotangent = arrays = case.arrays()

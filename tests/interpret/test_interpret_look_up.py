@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from problems_look_up import assert_sums, draw
 
 from ikbo_jax.pallas.look_up.gather import look_up_kernel
 from ikbo_jax.pallas.look_up.sums import segment_sum_kernel
@@ -29,20 +30,11 @@ CASES = {
 }
 
 
-def sums(values: jax.Array, index: np.ndarray, users: int) -> np.ndarray:
-    expected = np.zeros((users, values.shape[1]))
-    np.add.at(expected, np.clip(index, 0, users - 1), np.asarray(values, np.float64))
-    return expected
-
-
 @pytest.mark.parametrize("name", CASES)
 def test_interpreted_sums(name: str, launches: interpreter.Launches) -> None:
-    batch, users, width, dtype, is_sorted, config = CASES[name]
-    rng = np.random.default_rng(0)
-    index = rng.integers(-1, users + 1, batch).astype(np.int32)
-    if is_sorted:
-        index.sort()
-    values = jnp.asarray(rng.normal(size=(batch, width)), dtype)
+    *sizes, config = CASES[name]
+    _, users, _, dtype, is_sorted = sizes
+    values, index = draw(*sizes)
     kernel = functools.partial(
         segment_sum_kernel,
         users=users,
@@ -50,12 +42,10 @@ def test_interpreted_sums(name: str, launches: interpreter.Launches) -> None:
         is_sorted=is_sorted,
         interpret=interpreter.PARAMS,
     )
-    found = jax.block_until_ready(jax.jit(kernel)(values, jnp.asarray(index)))
+    found = jax.block_until_ready(jax.jit(kernel)(values, index))
     launches.assert_no_races(1)
     unit = float(jnp.finfo(dtype).eps)
-    np.testing.assert_allclose(
-        np.asarray(found, np.float64), sums(values, index, users), rtol=unit, atol=unit
-    )
+    assert_sums(found, values, index, unit, unit)
 
 
 def test_interpreted_lookups(launches: interpreter.Launches) -> None:

@@ -15,7 +15,6 @@ from test_interpret_linear_compression import (
     assert_non_finite_rows_stay,
     assert_right,
     case_of_neighbours,
-    plant,
 )
 
 from ikbo_jax.pallas.hopper import mosaic
@@ -127,10 +126,3 @@ def test_interpreted_packed_fragments_that_are_not_awaited_are_found(
     count_users(case)
     monkeypatch.setattr(mosaic, "wait", lambda *args, **options: None)
     assert_found(case, launches)
-
-
-def test_interpreted_packed_race_is_found_without_waiting_for_a_staging_buffer(
-    monkeypatch: pytest.MonkeyPatch, launches: interpreter.Launches
-) -> None:
-    plant(monkeypatch, "wait_smem_to_gmem", lambda n: n == 0)
-    assert_found(Case((25,), (100,), 16, 32, TINY), launches)

@@ -8,11 +8,9 @@ import interpreter
 import pytest
 from test_interpret_linear_compression import (
     Case,
-    assert_found,
     assert_non_finite_rows_stay,
     assert_right,
     case_of_neighbours,
-    plant,
 )
 
 from ikbo_jax.problems import LinearCompressionProblem, ResidentCompressionConfig
@@ -90,13 +88,3 @@ def test_interpreted_resident_non_finite_rows_reach_their_own_results_alone(
     launches: interpreter.Launches,
 ) -> None:
     assert_non_finite_rows_stay(case_of_neighbours(TINY), launches, 2)
-
-
-# The check itself must be able to fail.
-
-
-def test_interpreted_resident_race_is_found_without_waiting_for_a_staging_buffer(
-    monkeypatch: pytest.MonkeyPatch, launches: interpreter.Launches
-) -> None:
-    plant(monkeypatch, "wait_smem_to_gmem", lambda n: n == 0)
-    assert_found(Case((25,), (100,), 16, 32, TINY), launches)

@@ -13,6 +13,7 @@ import kernel_record
 import offline
 import pytest
 from jax._src.pallas.mosaic_gpu import lowering
+from signs import selected_integers_keep_their_sign as selected_integers_keep_their_sign
 
 from ikbo_jax.ops import dispatch
 

@@ -54,6 +54,7 @@ class Case:
                 return_residuals=self.with_options,
                 config=self.config,
                 num_sms=NUM_SMS,
+                logit_cap=30.0 if p.has_logit_cap else None,
                 targets=targets,
                 lists=self.lists,
             )
@@ -89,6 +90,8 @@ CASES = {
     "h128": of(128, Config(64, 1, 128, 2, 2)),
     "h96_gqa_split": of(96, Config(64, 2, 64, 5, 5), (8, 2)),
     "h128_gqa": of(128, Config(64, 1, 64, 4, 4), (8, 2)),
+    "h128_gqa_capped": of(128, Config(64, 1, 64, 4, 4), (20, 4), has_logit_cap=True),
+    "h256_capped": of(256, Config(64, 1, 64, 2, 2), has_logit_cap=True),
     "h128_gqa_plain": of(128, Config(64, 2, 32, 5, 5), (8, 2), with_options=False),
     # Keys and values that L2 does not hold: a user's row slots are neighbours.
     "h128_wide_neighbours": of(
@@ -173,6 +176,7 @@ RANGED = (
     *("h64_plain", "h64_wide", "h64_split", "h64_turns", "h64_f16_gqa", "h96", "h128_wide", "h128"),
     *("h128_gqa_plain", "h64_listed_most", "h128_listed_bundles", "h192", "h192_listed", "h256"),
     *("h192_wide", "h256_wide", "h256_wide_listed", "h256_blocks_of_80"),
+    *("h128_gqa_capped", "h256_capped"),
     *("h64_gqa_searched", "h192_blocks_of_80_listed", "h192_wide_listed", "h256_wide_gqa_split"),
 )
 for name in RANGED:

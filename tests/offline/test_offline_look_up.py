@@ -34,13 +34,8 @@ def test_offline_sums_are_fit(name: str, result: str | None, compiler: offline.C
     problem = PROBLEMS[name]
     config = problem.default_config()
     assert (config.users > 0) == name.startswith("listed")
-    kernel = functools.partial(
-        segment_sum_kernel,
-        users=problem.users,
-        config=config,
-        is_sorted=problem.is_sorted,
-        dtype=result,
-    )
+    options = {"config": config, "is_sorted": problem.is_sorted, "dtype": result}
+    kernel = functools.partial(segment_sum_kernel, users=problem.users, **options)
     values = jax.ShapeDtypeStruct((problem.batch, problem.width), jnp.dtype(problem.dtype))
     index = jax.ShapeDtypeStruct((problem.batch,), jnp.int32)
     kernels = compiler.compile_fit(kernel, values, index)

@@ -47,11 +47,7 @@ ATTEND = functools.partial(ikbo.attention, **of_attention.ARRAYS)
 GDPA = functools.partial(ikbo.gdpa, **of_gdpa.ARRAYS)
 OPS = {
     "attention": Op(
-        ATTEND,
-        of_attention.BAD_ARRAYS,
-        AttentionConfig(),
-        "or a FewQueriesConfig",
-        "query_width",
+        ATTEND, of_attention.BAD_ARRAYS, AttentionConfig(), "or a FewQueriesConfig", "query_width"
     ),
     "gdpa": Op(
         GDPA,

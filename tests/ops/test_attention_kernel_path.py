@@ -95,6 +95,15 @@ class TestKernelPath:
         assert {type(call["config"]) for call in fake_attention.calls} == {FewQueriesConfig}
         assert not fake_attention.backward_calls
 
+    def test_xla_merges_an_own_token_whose_score_is_capped(self, fake_attention) -> None:
+        inputs, own = (
+            problems.make_attention_inputs(self.SHAPE),
+            own_tokens(self.SHAPE, 1, "bfloat16"),
+        )
+        jax.eval_shape(functools.partial(attend, logit_cap=3.0, **own), inputs)
+        (call,) = fake_attention.calls
+        assert (call["own"], call["return_residuals"]) == ([], True)
+
     @pytest.mark.parametrize("sizes", [{"users": 1}, {"candidates": 1}], ids=str)
     def test_one_of_a_kind_needs_no_sorting(self, fake_attention, sizes: dict) -> None:
         attend(problems.make_attention_inputs(self.SHAPE._replace(q_len=64, **sizes)))
@@ -175,6 +184,7 @@ class TestGradientByTheKernel:
         assert asked == {
             "query": inputs.query.shape,
             "scale": SCALE,
+            "logit_cap": None,
             "dtype": None,
             "indices_are_sorted": promise,
             "config": table.lookup(problem).config,

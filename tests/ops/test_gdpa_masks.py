@@ -145,17 +145,12 @@ def test_second_derivatives() -> None:
         part = slice(begin, begin + length)
         seen[part, part] = problems_masks.sees(length, length, targets, 1)
 
-    def second(run: Any) -> Any:
-        def total(*floats: jax.Array) -> jax.Array:
-            return jnp.sum(jnp.sin(run(Arrays(*floats, *arrays[3:]))))
-
-        def of_gradients(*floats: jax.Array) -> jax.Array:
-            return sum(jnp.sum(jnp.cos(x)) for x in jax.grad(total, (0, 1, 2))(*floats))
-
-        return jax.jit(jax.grad(of_gradients, (0, 1, 2)))(*arrays[:3])
-
-    ours = second(functools.partial(attend, mask=mask, activation=ACTIVATIONS))
-    chex.assert_trees_all_close(ours, second(functools.partial(plain, seen=seen)), atol=1e-4)
+    runs = (
+        functools.partial(attend, mask=mask, activation=ACTIVATIONS),
+        functools.partial(plain, seen=seen),
+    )
+    ours, theirs = (problems_gdpa.second_derivatives(run, arrays) for run in runs)
+    chex.assert_trees_all_close(ours, theirs, atol=1e-4)
 
 
 def test_materialised_scores_are_masked_alike() -> None:
@@ -190,8 +185,11 @@ def test_explain_says_why_no_kernel_runs() -> None:
     assert plan.cuda.implementation == "mosaic_gpu"
     with pytest.raises(NotImplementedError, match="need a Hopper GPU"):
         attend(arrays, mask, implementation="mosaic_gpu")
-    (plan,) = ikbo.explain(functools.partial(attend, mask=mask, activation="softmax"), arrays).plans
-    assert "masks with a softmax run in XLA" in plan.cuda.reason
+    run = functools.partial(attend, mask=mask, activation="softmax")
+    (plan,) = ikbo.explain(run, arrays).plans
+    assert plan.cuda.implementation == "mosaic_gpu"
+    (plan,) = ikbo.explain(functools.partial(run, activation=ACTIVATIONS), arrays).plans
+    assert "softmax in all heads or in none" in plan.cuda.reason
 
 
 @pytest.mark.parametrize(

@@ -18,6 +18,7 @@ from problems_gdpa import Shape
 from sharded_calls import mesh_of, on
 
 import ikbo_jax as ikbo
+from ikbo_jax.problems import GdpaConfig
 from ikbo_jax.reference.gdpa import Arrays, Settings
 
 SHAPES = {
@@ -138,15 +139,6 @@ def test_vmap_over_scales() -> None:
 def test_second_derivatives_of_capped_scores() -> None:
     arrays = problems_gdpa.make_arrays(SHAPES["pooled"], "float32")
 
-    def second(run: Any) -> Any:
-        def total(*floats: jax.Array) -> jax.Array:
-            return jnp.sum(jnp.sin(run(Arrays(*floats, *arrays[3:]))))
-
-        def of_gradients(*floats: jax.Array) -> jax.Array:
-            return sum(jnp.sum(jnp.cos(x)) for x in jax.grad(total, (0, 1, 2))(*floats))
-
-        return jax.jit(jax.grad(of_gradients, (0, 1, 2)))(*arrays[:3])
-
     def plain(arrays: Arrays) -> jax.Array:
         def one(keys: jax.Array, values: jax.Array) -> jax.Array:
             scores = 0.6 * jnp.tanh(0.3 * jnp.einsum("inh,jnh->nij", arrays.query, keys) / 0.6)
@@ -156,18 +148,21 @@ def test_second_derivatives_of_capped_scores() -> None:
         parts = slice(0, 6), slice(6, 8)
         return jnp.concatenate([one(arrays.key[x], arrays.value[x]) for x in parts])
 
-    ours = second(functools.partial(attend, scales=1.0, logit_cap=0.6))
-    chex.assert_trees_all_close(ours, second(plain), atol=1e-4)
+    runs = functools.partial(attend, scales=1.0, logit_cap=0.6), plain
+    ours, theirs = (problems_gdpa.second_derivatives(run, arrays) for run in runs)
+    chex.assert_trees_all_close(ours, theirs, atol=1e-4)
 
 
-def test_explain_says_that_a_cap_runs_in_xla() -> None:
-    arrays = problems_gdpa.make_arrays(SHAPES["self"]._replace(head_dim=64))
-    for activation in "silu", "softmax":
+def test_explain_says_which_kernels_take_a_cap() -> None:
+    for head_dim, activation in ((64, "silu"), (128, "softmax"), (128, "silu")):
+        arrays = problems_gdpa.make_arrays(SHAPES["self"]._replace(head_dim=head_dim))
         run = functools.partial(attend, scales=1.0, activation=activation, logit_cap=30.0)
         (plan,) = ikbo.explain(run, arrays).plans
         assert plan.sizes.endswith("logit_cap bfloat16")
-        assert "logit_cap runs in XLA" in plan.cuda.reason
-        assert plan.cuda.backward_config is None
+        assert isinstance(plan.cuda.config, GdpaConfig)
+        spills = head_dim == 128 and activation == "silu"
+        assert (plan.cuda.backward_config is None) == spills
+        assert ("with a logit_cap at H=128" in plan.cuda.backward) == spills
 
 
 @pytest.mark.parametrize(

@@ -154,9 +154,13 @@ def test_value_and_gradients_are_within_the_error_rule(name: str, dtype: str) ->
     jax.tree.map(problems.assert_within_error_rule, actual, expected, plain)
 
 
-def test_multilevel_gradients_by_terms() -> None:
-    levels = problems.make_levels((2, 3, 5), (4, 6, 3), 7, 5, "float32")
-    cotangent = problems.random_array(np.random.default_rng(1), (5, 7, 5), "float32")
+@pytest.mark.parametrize(
+    "batches", [(5,), (2, 3, 5), (2, 3, 5, 11), (7, 2, 5)], ids=lambda x: "_".join(map(str, x))
+)
+def test_multilevel_gradients_by_terms(batches: tuple[int, ...]) -> None:
+    """A level may be coarser than needed, as that of seven."""
+    levels = problems.make_levels(batches, (4, 6, 3, 9)[: len(batches)], 7, 5, "float32")
+    cotangent = problems.random_array(np.random.default_rng(1), (batches[-1], 7, 5), "float32")
 
     def loss(terms):
         return jnp.vdot(ikbo.multilevel_linear_compression(terms), cotangent)
@@ -165,7 +169,7 @@ def test_multilevel_gradients_by_terms() -> None:
     d_weights, d_embeddings = problems.numpy_oracle_gradients(*levels, cotangent)
     chex.assert_trees_all_close([t.weight for t in actual], list(d_weights), atol=1e-4)
     chex.assert_trees_all_close([t.embedding for t in actual], list(d_embeddings), atol=1e-4)
-    assert [t.parent is None for t in actual] == [True, False, False]
+    assert [t.parent is None for t in actual] == [True, *[False] * (len(batches) - 1)]
 
 
 def elements_of_arrays(text: str) -> set[int]:

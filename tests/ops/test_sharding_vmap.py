@@ -11,17 +11,7 @@ import numpy as np
 import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
-from sharded_calls import (
-    KINDS,
-    close,
-    collectives,
-    drawn,
-    floats,
-    mesh_of,
-    on,
-    reductions,
-    step_of,
-)
+from sharded_calls import KINDS, close, collectives, drawn, floats, mesh_of, on, reductions, step_of
 
 import ikbo_jax as ikbo
 
@@ -134,35 +124,6 @@ def test_division_is_explained_and_gradients_of_shared_arrays_are_summed_once(ki
     text = jax.jit(jax.grad(total, (0, 1, 2))).lower(*divided).compile().as_text()
     assert collectives(text) == {"all-reduce"}
     assert reductions(text) <= 4
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_vmap_inside_vmap(kind: str) -> None:
-    """Problems of problems: sizes differ, and the outer ones are divided."""
-    op, arrays = drawn("grouped_heads")
-    rng = np.random.default_rng(2)
-    query = rng.normal(size=(2, 3, *arrays[0].shape)).astype(np.float32)
-    key = rng.normal(size=(2, *arrays[1].shape)).astype(np.float32)
-    value, index = arrays[2:]
-    mesh = mesh_of("2x2", kind)
-    divided = on(mesh, [query, key, value, index], [P("x", None, "y"), P("x"), P(), P("y")])
-    inner = jax.vmap(op, (0, None, None, None))
-
-    def loss(*arrays):
-        out = jax.vmap(inner, (0, 0, None, None))(*arrays)
-        return jnp.sum(jnp.sin(out)), out
-
-    found = jax.jit(jax.grad(loss, (0, 1, 2), has_aux=True))(*divided)
-    one_by_one = [
-        [step_of(op)(x, of_keys, value, index) for x in queries]
-        for queries, of_keys in zip(query, key, strict=True)
-    ]
-    stack = lambda *xs: np.stack(xs)  # noqa: E731
-    rows = [jax.tree.map(stack, *row) for row in jax.device_get(one_by_one)]
-    (of_query, of_key, of_value), out = jax.tree.map(stack, *rows)
-    close(found, ((of_query, of_key.sum(1), of_value.sum((0, 1))), out))
-    layout = NamedSharding(mesh, P("x", None, "y"))
-    assert found[1].sharding.is_equivalent_to(layout, found[1].ndim)
 
 
 def test_forward_mode_of_own_tokens_is_refused_on_explicit_axes() -> None:

@@ -328,8 +328,7 @@ def test_demo_on_a_terminal_draws_a_table(
 
 
 @pytest.mark.parametrize(
-    ("counts", "said"),
-    [([24], "(all of one user)"), ([20, 4], "(4 to 20 per user)")],
+    ("counts", "said"), [([24], "(all of one user)"), ([20, 4], "(4 to 20 per user)")]
 )
 def test_a_request_is_described_by_its_candidates_per_user(counts, said, capsys):
     cli_demo.print_request(demo.Request(24, len(counts), 9, 8, 7, 11, "float32"), counts)

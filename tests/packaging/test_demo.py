@@ -291,10 +291,7 @@ def test_an_interrupted_demo_says_so(module, monkeypatch, capsys):
 def test_ctrl_c_ends_with_a_sentence():
     command = [sys.executable, "-m", "ikbo_jax", *TINY]
     with subprocess.Popen(
-        heeding_interrupts(command),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
+        heeding_interrupts(command), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     ) as process:
         first = process.stderr.readline()
         process.send_signal(signal.SIGINT)

@@ -19,10 +19,7 @@ PRINTED = {
 }
 #: What is appended to a page's code, and what it prints.
 APPENDED = {
-    "adopting.md": (
-        "print(scores.shape, tokens.shape, rows.shape)",
-        "(6, 4) (6, 4, 16) (6, 3, 16)",
-    ),
+    "adopting.md": ("print(scores.shape, tokens.shape, rows.shape)", "(6, 4) (6, 4, 16) (6, 3, 16)")
 }
 #: A block: how far its fence is indented, its language, its text.
 BLOCK = re.compile(r"^( *)```(\w*)\n(.*?)^ *```$", re.DOTALL | re.MULTILINE)

@@ -10,13 +10,7 @@ import pytest
 from tools.import_graph import MODULES, PACKAGE, PAGE, ROOT, drawn, imported, room
 
 #: The rooms that a room may import, besides itself. A room stands above the rooms that it imports.
-KERNEL_PARTS = (
-    "problems",
-    "reference",
-    "pallas.hopper",
-    "pallas.activations",
-    "pallas.worklist",
-)
+KERNEL_PARTS = ("problems", "reference", "pallas.hopper", "pallas.activations", "pallas.worklist")
 KERNELS = (
     "pallas.attention_backward",
     "pallas.few_queries",

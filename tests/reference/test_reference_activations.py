@@ -84,45 +84,6 @@ def test_approximation_is_within_its_bounds(approx: str, name: str) -> None:
         assert np.max(errors) > 4.8e-4, "the bound is not the largest error"
 
 
-@pytest.mark.parametrize("scale", [1.0, 0.3, 128**-0.5])
-def test_hardware_tanh_of_pairs_would_be_within_the_bounds(scale: float) -> None:
-    """As the kernel does it with raw scores, every operation rounded to bfloat16."""
-    x = GRID[np.abs(GRID) <= 12].astype(np.float64)
-    number = jnp.bfloat16.dtype.type
-    s = (x / scale).astype(number)
-    linear, cubic = (c * np.sqrt(2 / np.pi) for c in (scale, 0.044715 * scale**3))
-    inner = {
-        "gelu_tanh": s * (s * s * number(cubic) + number(linear)),
-        "silu": s * number(scale / 2),
-    }
-    for name, argument in inner.items():
-        for error in (-(2.0**-8), 2.0**-8):
-            tanh = np.tanh(argument.astype(np.float64))
-            tanh = np.clip(tanh + error * np.abs(tanh), -1, 1).astype(number)
-            value = (s * tanh + s).astype(np.float64) * (scale / 2)
-            errors = np.abs(value - problems_gdpa.numpy_activation(name, x))
-            assert np.all(errors <= BOUNDS["tanh_bf16", name][0](np.abs(x)))
-
-
-def test_hardware_tanh_would_be_within_the_bounds() -> None:
-    """With the largest error that the PTX manual allows it, of either sign."""
-    x = GRID[np.abs(GRID) <= 12].astype(np.float64)
-    for error in (-(2.0**-11), 2.0**-11):
-        inner = np.tanh(np.sqrt(2 / np.pi) * (x + 0.044715 * x**3)) * (1 + error)
-        growth = np.sqrt(2 / np.pi) * (1 + 3 * 0.044715 * x**2)
-        gate = 0.5 + 0.5 * np.tanh(x / 2) * (1 + error)
-        approximate = {
-            "gelu_tanh": (x * (1 + inner) / 2, (1 + inner) / 2 + x / 2 * (1 - inner**2) * growth),
-            "silu": (x * gate, gate + x * gate * (1 - gate)),
-        }
-        for name, (value, slope) in approximate.items():
-            of_value, of_slope = BOUNDS["tanh", name]
-            found = np.abs(value - problems_gdpa.numpy_activation(name, x))
-            assert np.all(found <= of_value(np.abs(x)) + 1e-12)
-            found = np.abs(slope - problems_gdpa.numpy_slope(name, x))
-            assert np.all(found <= of_slope(np.abs(x)) + 1e-8)
-
-
 def test_polynomials_slope_is_that_of_the_polynomial_and_exact_outside_its_domain() -> None:
     # x · (1/2 + x · p(x²)), whose coefficients are those of every other power from x².
     powers = np.zeros(2 * len(activations.POLYNOMIAL) + 1)

@@ -38,24 +38,13 @@ def in_any_order(shapes: Iterable[tuple[int, ...]]) -> list[tuple[int, ...]]:
     return [tuple(sorted(shape)) for shape in shapes]
 
 
-#: Spellings of attention, whose gradients are compared in test_rewrite_attention.py.
-SPELLINGS = (
-    "attention_by_jax_nn",
-    "attention_with_lengths",
-    "attention_by_linen",
-    "attention_by_nnx",
-    "attention_by_einsum_btnh",
-)
-
-
 @ALL
 def test_results_and_gradients_agree(model: Model) -> None:
     args = model.args()
     check(lambda fn: fn, model.fn, *args)
-    if model.name not in SPELLINGS:
-        # Gradients of a model in bfloat16 are sums in another order.
-        bound = 2e-2 if "half" in model.name else 5e-5
-        check(gradients_by_all(args), model.fn, *args, bound=bound)
+    # Gradients of a model in bfloat16 are sums in another order.
+    bound = 2e-2 if "half" in model.name else 5e-5
+    check(gradients_by_all(args), model.fn, *args, bound=bound)
 
 
 @SEVERAL

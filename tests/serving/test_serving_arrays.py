@@ -213,20 +213,6 @@ def test_joint_programs_score_as_the_other_two(scorer, joint):
     assert after.compilations == before.compilations  # of the process: other scorers count, too
 
 
-def test_padding_changes_nothing_in_joint_programs(joint, monkeypatch):
-    def scores():
-        return joint.start_arrays(
-            [3, 4], np.asarray([3, 2]), {"item": np.asarray([7, 8, 9, 10, 11], np.int32)}
-        ).scores()
-
-    def poisoned(array, filled):
-        array[filled:] = 1 if array.dtype == np.int32 else 99
-
-    expected = scores()
-    monkeypatch.setattr("ikbo_jax.serving.packing.pad", poisoned)
-    np.testing.assert_array_equal(scores(), expected)
-
-
 def test_joint_programs_use_new_weights(joint):
     try:
         joint.set_weights(small.weights(1), 1)

@@ -24,6 +24,7 @@ class IndexedAttention:
       num_sms: how many CTAs share the work.
       has_ranges: whether every candidate has its own range of keys.
       has_own: whether every candidate has an own token.
+      logit_cap: of the scores, or None.
     """
 
     index: tuple[int, ...]
@@ -50,6 +51,8 @@ class IndexedAttention:
     def ranges(self) -> np.ndarray | None:
         """Ranges of keys of the candidates."""
         return problems.ranges_of_keys(len(self.index), self.keys) if self.has_ranges else None
+
+    logit_cap: float | None = None
 
     @property
     def problem(self) -> AttentionProblem:

@@ -241,12 +241,7 @@ def in_numpy() -> Iterator[None]:
             (gpu_callbacks, {"callback": at_once, "jnp": _NumPy()}),
             (
                 jaxpr_interpret,
-                {
-                    "callback": at_once,
-                    "jnp": _NumPy(),
-                    "lax": _Lax(),
-                    "source_info_util": quiet,
-                },
+                {"callback": at_once, "jnp": _NumPy(), "lax": _Lax(), "source_info_util": quiet},
             ),
             (
                 interpret_pallas_call,
@@ -260,10 +255,7 @@ def in_numpy() -> Iterator[None]:
             (utils, {"jnp": _NumPy()}),
             (shared_memory, {"_to_int": int}),
             (thread_map, {"thread_map": _run_threads}),
-            (
-                jaxpr_interpret.JaxprInterpreter,
-                {"interpret": lambda *args: steps.interpret(*args)},
-            ),
+            (jaxpr_interpret.JaxprInterpreter, {"interpret": lambda *args: steps.interpret(*args)}),
         ):
             patches.enter_context(mock.patch.multiple(module, **names))
         yield

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import jax
@@ -248,6 +248,8 @@ def same_dtype_gdpa(arrays: Arrays, settings: Settings) -> jax.Array:
     keys, values = (jnp.repeat(x, query.shape[1] // x.shape[1], axis=1) for x in (key, value))
     scores = jnp.einsum("inh,jnh->nij", query, keys, preferred_element_type=jnp.float32)
     scores = scores * jnp.float32(settings.scale)
+    if settings.logit_cap is not None:
+        scores = settings.logit_cap * jnp.tanh(scores / settings.logit_cap)
     weights = []
     for name, x in zip(settings.activations, scores, strict=True):
         weights.append(_plain_weights(name, x, seen).astype(query.dtype))
@@ -271,3 +273,16 @@ def _plain_weights(name: str, x: jax.Array, seen: jax.Array) -> jax.Array:
             "hardswish": jax.nn.hard_swish,
         }[name](x)
     return jnp.where(seen, x, 0)
+
+
+def second_derivatives(run: Callable[[Arrays], jax.Array], arrays: Arrays) -> tuple[jax.Array, ...]:
+    """Gradients of query, key and value of a function of the gradients of `run`, compiled."""
+
+    def total(*floats: Any) -> jax.Array:
+        return jnp.sum(jnp.sin(run(Arrays(*(*floats, *arrays[3:])))))
+
+    def of_gradients(*floats: Any) -> Any:
+        return sum(jnp.sum(jnp.cos(x)) for x in jax.grad(total, (0, 1, 2))(*floats))
+
+    found: tuple[jax.Array, ...] = jax.jit(jax.grad(of_gradients, (0, 1, 2)))(*arrays[:3])
+    return found

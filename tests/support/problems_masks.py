@@ -59,6 +59,15 @@ def sees(
     return found
 
 
+def causal(window: int | None = None) -> Case:
+    """A mask of `masks.causal`."""
+
+    def rule(_: int, queries: int, length: int) -> np.ndarray:
+        return sees(queries, length, window=window)
+
+    return Case(masks.causal(window), rule)
+
+
 def hstu_case(
     targets: tuple[int, ...] | None, contextual: int | tuple[int, ...] = 0, **numbers: Any
 ) -> Case:
@@ -99,8 +108,8 @@ def cases(shape: Shape) -> dict[str, Case]:
     targets = tuple(np.random.default_rng(3).integers(0, 5, batch).tolist())
     tokens = tuple(np.random.default_rng(4).integers(0, 3, batch).tolist())
     return {
-        "causal": Case(masks.causal(), lambda _, queries, length: sees(queries, length)),
-        "window": Case(masks.causal(2), lambda _, queries, length: sees(queries, length, window=2)),
+        "causal": causal(),
+        "window": causal(2),
         "targets": hstu_case(targets),
         "targets_and_window": hstu_case(targets, 2, window=3, full_tail=2),
         "groups": hstu_case(targets, tokens, target_group_size=2),

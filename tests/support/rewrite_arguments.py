@@ -15,7 +15,7 @@ from problems import ragged_index, random_array
 B, U, R = 48, 6, 3  # candidates, users, requests
 D_USER, D_CAND, D_REQ, HIDDEN = 10, 12, 14, 16
 K_USER, K_CAND, K_REQ, N, M = 9, 5, 4, 8, 11  # rows and width of embeddings, compressed rows
-S, T, HEADS, H = 7, 2, 3, 4  # keys, queries, heads, head width
+S, HEADS, H = 7, 3, 4  # keys, heads, head width
 VOCABULARY = 20
 
 
@@ -34,8 +34,6 @@ def arrays() -> dict[str, jax.Array]:
         "user": normal(U, D_USER),
         "cand": normal(B, D_CAND),
         "request": normal(R, D_REQ),
-        "one_user": normal(1, D_USER),
-        "lone_user": normal(D_USER),
         "index": jnp.asarray(ragged_index(rng, U, B, "unsorted")),
         "other_index": jnp.asarray(ragged_index(rng, U, B, "unsorted")),
         "user_to_request": jnp.asarray(ragged_index(rng, R, U, "unsorted")),
@@ -60,11 +58,6 @@ def arrays() -> dict[str, jax.Array]:
         "norm_bias": normal(D_USER),
         "ids": jnp.asarray(rng.integers(0, VOCABULARY, (U, 5)), jnp.int32),
         "table": normal(VOCABULARY, D_USER),
-        "query": normal(B, T, HEADS, H),
-        "key": normal(U, S, HEADS, H),
-        "value": normal(U, S, HEADS, H),
-        "lengths": jnp.asarray([3, 7, 0, 1, 5, 6], jnp.int32),
-        "kept": jnp.asarray(rng.integers(0, 2, (U, S)), bool),
         "history": normal(U, S, HIDDEN),
         "w_q": weight(D_CAND, HEADS * H),
         "w_k": weight(HIDDEN, HEADS * H),

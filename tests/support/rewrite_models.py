@@ -8,7 +8,6 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from flax import linen, nnx
 from rewrite_arguments import D_REQ, D_USER, HEADS, HIDDEN, K_REQ, K_USER, B, H, N, S, U, arrays
 
 
@@ -38,9 +37,7 @@ MODELS: dict[str, Model] = {}
 
 
 def model(
-    *became: str,
-    never: tuple[tuple[int, ...], ...] = (),
-    materialised: int = 0,
+    *became: str, never: tuple[tuple[int, ...], ...] = (), materialised: int = 0
 ) -> Callable[[Callable], Callable]:
     def add(fn: Callable) -> Callable:
         MODELS[fn.__name__] = Model(fn.__name__, fn, became, never, materialised)
@@ -126,14 +123,6 @@ def first_dense_layer(user, cand, index, w_first, bias, w_out):
 
 
 @model(BY_PARTS, never=(USER_ROWS,))
-def vmap_over_candidates(lone_user, cand, w_first, bias):
-    def score(user, candidate):
-        return jax.nn.silu(jnp.concatenate([user, candidate]) @ w_first + bias)
-
-    return jax.vmap(score, in_axes=(None, 0))(lone_user, cand)
-
-
-@model(BY_PARTS, never=(USER_ROWS,))
 def vmap_over_an_index(user, cand, index, w_first, bias):
     def score(i, candidate):
         return jnp.concatenate([user[i], candidate]) @ w_first + bias
@@ -172,15 +161,6 @@ def gate_of_candidate_by_user(user, cand, index, w_gate):
     return cand * gate
 
 
-@model(PRODUCT_OF_USERS, BY_PARTS, never=(USER_ROWS, (3, B, HIDDEN)))
-def scan_over_layers_of_the_user_tower(user, cand, index, w_user, w_layers, w_tower):
-    def layer(x, w):
-        return x + jax.nn.relu(x @ w), None
-
-    x, _ = jax.lax.scan(layer, user[index] @ w_user, w_layers)
-    return jnp.concatenate([x, cand], axis=1) @ w_tower
-
-
 @model(PRODUCT_OF_USERS, never=(USER_ROWS, (3, B, HIDDEN)))
 def scan_over_candidate_layers_with_a_user_constant(user, cand, index, w_user, w_cand, w_layers):
     users = user[index]
@@ -212,12 +192,6 @@ def conditional_tower(user, cand, index, w_user, w_hidden, w_tower):
     return jnp.concatenate([x, cand], axis=1) @ w_tower
 
 
-@model(WORK_OF_USERS, BY_PARTS, never=((B, 5, D_USER), USER_ROWS))
-def embedding_of_the_users_ids(ids, table, cand, index, w_first):
-    bags = table[ids[index]].sum(axis=1)
-    return jnp.concatenate([bags, cand], axis=1) @ w_first
-
-
 @model(BY_PARTS, never=(USER_ROWS,))
 def half_precision_with_an_f32_sum(user, cand, index, w_first, w_out):
     half = jnp.bfloat16
@@ -232,46 +206,7 @@ def batch_on_another_axis(user, cand, index, w_first):
     return w_first.T @ jnp.concatenate([users, cand.T], axis=0)
 
 
-@model(PRODUCT_OF_USERS, BY_PARTS, never=(USER_ROWS, (B, D_USER // 2)))
-def slices_and_reshapes(user, cand, index, w_user, w_tower):
-    users = user[index].reshape(B, 2, D_USER // 2)
-    users = jnp.concatenate([users[:, 1], users[:, 0]], axis=1) @ w_user
-    return jnp.concatenate([users, cand], axis=1) @ w_tower
-
-
 # Attention of candidates over the user's history.
-
-
-@model("attention", never=((B, S, HEADS, H),))
-def attention_by_jax_nn(query, key, value, index):
-    return jax.nn.dot_product_attention(query, key[index], value[index])
-
-
-@model("attention", never=((B, S, HEADS, H),))
-def attention_with_lengths(query, key, value, index, lengths):
-    return jax.nn.dot_product_attention(
-        query, key[index], value[index], key_value_seq_lengths=lengths[index], scale=0.3
-    )
-
-
-@model("attention", never=((B, S, HEADS, H),))
-def attention_by_linen(query, key, value, index, kept):
-    mask = kept[index][:, None, None, :]
-    return linen.dot_product_attention(query, key[index], value[index], mask=mask)
-
-
-@model("attention", never=((B, S, HEADS, H),))
-def attention_by_nnx(query, key, value, index, kept):
-    mask = kept[index][:, None, None, :]
-    return nnx.dot_product_attention(query, key[index], value[index], mask=mask)
-
-
-@model("attention", never=((B, S, HEADS, H),))
-def attention_by_einsum_btnh(query, key, value, index, lengths):
-    scores = jnp.einsum("btnh,bsnh->bnts", query, key[index]) / jnp.sqrt(jnp.float32(H))
-    mask = jnp.arange(S)[None, :] < lengths[index][:, None]
-    scores = jnp.where(mask[:, None, None, :], scores, -1e9)
-    return jnp.einsum("bnts,bsnh->btnh", jax.nn.softmax(scores, axis=-1), value[index])
 
 
 @model(PRODUCT_OF_USERS, "attention", never=((B, S, HIDDEN), (B, S, HEADS * H), (B, HEADS, S, H)))

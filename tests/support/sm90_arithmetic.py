@@ -260,10 +260,7 @@ TABLE: Table = [
         r"(?P<op>add|sub|mul|fma|min|max|neg|tanh)(?:\.rn|\.NaN|\.approx)*\.(?P<kind>bf16|f16)x2",
         halves,
     ),
-    (
-        r"setp\.(?P<op>\w+?)(?P<with>\.and|\.or)?(?:\.ftz)?\.(?P<kind>[busf]\d+)",
-        compare,
-    ),
+    (r"setp\.(?P<op>\w+?)(?P<with>\.and|\.or)?(?:\.ftz)?\.(?P<kind>[busf]\d+)", compare),
     (r"selp\.(?P<kind>\w+)", select),
     (r"cvt\.rn(?:\.relu)?\.(?P<kind>bf16|f16)x2\.f32", convert_pair),
     (

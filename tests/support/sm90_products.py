@@ -116,10 +116,7 @@ def _operand(warp: Warp, descriptor: int, rows: np.ndarray, is_transposed: int, 
 
 
 TABLE: Table = [
-    (
-        r"wgmma\.mma_async\.sync\.aligned\.m64n(?P<n>\d+)k16\.f32\.(?P<kind>bf16|f16)\.\w+",
-        products,
-    ),
+    (r"wgmma\.mma_async\.sync\.aligned\.m64n(?P<n>\d+)k16\.f32\.(?P<kind>bf16|f16)\.\w+", products),
     (r"wgmma\.commit_group\S*", commit_products),
     (r"wgmma\.wait_group\S*", wait_products),
 ]

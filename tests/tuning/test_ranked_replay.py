@@ -10,17 +10,15 @@ import functools
 import math
 from collections.abc import Iterator, Mapping
 
+import attention_gradient_times
+import attention_times
 import compression_times
 import gdpa_times
 import pytest
 import segment_sum_times
-from test_tuning_attention_choice import MEASURED, MODES
-from test_tuning_attention_gradient import TIMED as LARGE_GRADIENTS
-from test_tuning_attention_gradient import problem_of
-from test_tuning_small_gradients import TIMED as SMALL_GRADIENTS
-from test_tuning_small_gradients import _like, _problem
 
 from ikbo_jax.problems import (
+    AttentionBackwardProblem,
     AttentionProblem,
     Config,
     FewQueriesConfig,
@@ -29,6 +27,8 @@ from ikbo_jax.problems import (
     Problem,
     ResidentCompressionConfig,
 )
+from ikbo_jax.problems.attention_backward_cost import small_configs
+from ikbo_jax.problems.hopper import NUM_SMS
 from ikbo_jax.problems.problem import ranked
 from ikbo_jax.tuning import table, table_rows
 
@@ -86,22 +86,33 @@ def gdpas() -> Iterator[Replayed]:
 
 
 def gradients() -> Iterator[Replayed]:
-    for sizes, times in LARGE_GRADIENTS.items():
-        config = chosen(problem_of(*sizes))
+    for (users, rows, heads, *widths), times in attention_gradient_times.timed("large").items():
+        q_len = 4 if rows < 64 else 16
+        sizes = (users * rows // q_len, users, q_len, widths[0], heads, heads, widths[1])
+        problem = AttentionBackwardProblem(*sizes, "bfloat16")
+        assert not small_configs(problem)
+        config = chosen(problem)
         tall = (True,) if config.tall else ()
         fields = config.d_query, config.block_q, config.stages, config.kv_slots, *tall
         yield times.get(fields), [*times.values()]
 
 
 def small_gradients() -> Iterator[Replayed]:
-    for sizes, times in SMALL_GRADIENTS.items():
-        problem = _problem(sizes)
-        like = [times[x] for x in _like(problem, chosen(problem)) if x in times]
-        yield min(like, default=None), [*times.values()]
+    for sizes, times in attention_gradient_times.timed("small").items():
+        problem = AttentionBackwardProblem(*sizes, "bfloat16")
+        config = chosen(problem)
+        blocks = -(-problem.rows // config.block_q)
+        # More parts of as many blocks of queries are no faster.
+        like = [
+            times.get((config.d_query, config.block_q, splits), math.inf)
+            for splits in range(config.splits, NUM_SMS // problem.items + 1)
+            if -(-blocks // splits) == -(-blocks // config.splits)
+        ]
+        yield min(like), [*times.values()]
 
 
 def cuts() -> Iterator[Replayed]:
-    for sizes, (few, spanning, balanced, one_user) in MODES.items():
+    for sizes, (few, spanning, balanced, one_user) in attention_times.timed("cut").items():
         config = chosen(AttentionProblem(*sizes, "bfloat16"))
         if isinstance(config, FewQueriesConfig):
             us = few
@@ -111,7 +122,7 @@ def cuts() -> Iterator[Replayed]:
 
 
 def kernels() -> Iterator[Replayed]:
-    for sizes, few, tile in MEASURED:
+    for sizes, (few, tile) in attention_times.timed("kernel").items():
         config = chosen(AttentionProblem(*sizes, "bfloat16"))
         yield few if isinstance(config, FewQueriesConfig) else tile, [few, tile]
 

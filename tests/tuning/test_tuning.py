@@ -8,8 +8,8 @@ from typing import Any
 
 import jax
 import pytest
+from fake_tuning import ATTENTION, Bench, row
 from fake_tuning import LINEAR as DEFAULT
-from fake_tuning import Bench, row
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -19,6 +19,7 @@ from ikbo_jax.cases import linear_compression
 from ikbo_jax.cases.linear_compression import CHECK_ROWS, Case
 from ikbo_jax.problems import LinearCompressionConfig, LinearCompressionProblem
 from ikbo_jax.problems.linear_compression import DISTANCE_WEIGHTS
+from ikbo_jax.problems.problem import ATTENTION_DISTANCE_WEIGHTS
 from ikbo_jax.reference.linear_compression import decomposed
 from ikbo_jax.tuning import table, table_rows
 
@@ -150,6 +151,11 @@ def test_distance_is_a_symmetric_premetric():
     twice_n = table.distance(DEFAULT, dataclasses.replace(DEFAULT, n=512))
     assert twice_n == DISTANCE_WEIGHTS["n"]
     assert table.distance(DEFAULT, dataclasses.replace(DEFAULT, m=866)) == float("inf")
+    assert table.distance(DEFAULT, ATTENTION) == table.distance(ATTENTION, DEFAULT) == float("inf")
+    a, b = ATTENTION, dataclasses.replace(ATTENTION, batch=7, users=0, q_heads=8)
+    assert table.distance(a, b) == pytest.approx(table.distance(b, a))
+    twice_s = table.distance(a, dataclasses.replace(a, kv_len=2 * a.kv_len))
+    assert twice_s == ATTENTION_DISTANCE_WEIGHTS["kv_len"]
 
 
 # The autotuner.

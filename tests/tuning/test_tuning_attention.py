@@ -23,7 +23,6 @@ from ikbo_jax.problems.attention import HEAD_DIMS
 from ikbo_jax.problems.attention_backward import HEAD_DIMS as BACKWARD_HEAD_DIMS
 from ikbo_jax.problems.attention_backward import MAX_BOTH_SUMS
 from ikbo_jax.problems.attention_backward import AttentionBackwardConfig as BackwardConfig
-from ikbo_jax.problems.problem import ATTENTION_DISTANCE_WEIGHTS
 from ikbo_jax.tuning import table, table_rows
 
 BACKWARD = AttentionBackwardProblem.of(DEFAULT)
@@ -80,15 +79,6 @@ def test_row_of_another_head_width_says_nothing(builtin):
     assert table.distance(at(head_dim=64), asked) == float("inf")
     choice = table.lookup(asked)
     assert (choice.config, choice.source) == (asked.default_config(), "default")
-
-
-def test_distance_is_a_symmetric_premetric():
-    assert table.distance(DEFAULT, DEFAULT) == 0
-    a, b = DEFAULT, at(batch=7, users=0, q_heads=8)
-    assert table.distance(a, b) == pytest.approx(table.distance(b, a))
-    assert table.distance(a, b) > 0
-    assert table.distance(a, at(kv_len=8192)) == ATTENTION_DISTANCE_WEIGHTS["kv_len"]
-    assert table.distance(DEFAULT, LINEAR) == table.distance(LINEAR, DEFAULT) == float("inf")
 
 
 @given(

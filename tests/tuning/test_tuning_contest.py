@@ -14,10 +14,7 @@ from fake_tuning import LINEAR as DEFAULT
 
 from ikbo_jax.autotuner import autotune, contest, session
 from ikbo_jax.autotuner.bench import Contender, Task
-from ikbo_jax.problems import (
-    AttentionConfig,
-    LinearCompressionProblem,
-)
+from ikbo_jax.problems import AttentionConfig, LinearCompressionProblem
 from ikbo_jax.tuning import table, table_rows, user_cache
 
 #: What no candidate of attention has.

@@ -13,17 +13,9 @@ import numpy as np
 import pytest
 from fake_tuning import ATTENTION, GDPA, LINEAR, QUICK, Bench, row
 
-from ikbo_jax import problems
+from ikbo_jax import cases, problems
 from ikbo_jax.autotuner import autotune, bench, contest
 from ikbo_jax.autotuner.bench import Task
-from ikbo_jax.cases import (
-    attention,
-    attention_backward,
-    gdpa,
-    gdpa_backward,
-    linear_compression,
-    linear_compression_backward,
-)
 from ikbo_jax.tuning import table, table_rows, user_cache
 
 GRADIENTS = {
@@ -41,7 +33,7 @@ TINY_GDPA = problems.GdpaProblem(
 )
 #: More rows than are checked at a time.
 TINY_LINEAR = problems.LinearCompressionProblem(
-    (3, linear_compression.CHECK_ROWS + 3), (7, 5), 9, 16, "float32"
+    (3, cases.linear_compression.CHECK_ROWS + 3), (7, 5), 9, 16, "float32"
 )
 TINY_LINEAR_BACKWARD = problems.LinearCompressionBackwardProblem((3, 20), (9, 7), 6, 8, "float32")
 TINY_GDPA_BACKWARD = problems.GdpaBackwardProblem(
@@ -180,29 +172,29 @@ def test_worker_measures_on_this_machine(problem):
 
 def unsorted(
     problem: problems.LinearCompressionBackwardProblem,
-) -> linear_compression_backward.Case:
-    return linear_compression_backward.Case(problem, "unsorted")
+) -> cases.linear_compression_backward.Case:
+    return cases.linear_compression_backward.Case(problem, "unsorted")
 
 
 #: A case, its problem, the error bound's bound, an error that it finds, and where that is added.
 CHECKED = {
-    "linear_compression": (linear_compression.Case, TINY_LINEAR, 0.2, 0.5, (-1, 3, 5)),
-    "attention": (attention.Case, TINY_ATTENTION, 0.1, 0.2, (-2, 1, 3, 5)),
-    "gdpa": (gdpa.Case, TINY_GDPA, 0.05, 0.1, (-2, 1, 3)),
+    "linear_compression": (cases.linear_compression.Case, TINY_LINEAR, 0.2, 0.5, (-1, 3, 5)),
+    "attention": (cases.attention.Case, TINY_ATTENTION, 0.1, 0.2, (-2, 1, 3, 5)),
+    "gdpa": (cases.gdpa.Case, TINY_GDPA, 0.05, 0.1, (-2, 1, 3)),
     "gdpa, indexed": (
-        *(gdpa.Case, dataclasses.replace(TINY_GDPA, batch_kv=3, kv_rows=24)),
+        *(cases.gdpa.Case, dataclasses.replace(TINY_GDPA, batch_kv=3, kv_rows=24)),
         *(0.05, 0.1, (-2, 1, 3)),
     ),
     "gdpa, seeds": (
-        gdpa.Case,
+        cases.gdpa.Case,
         dataclasses.replace(TINY_GDPA, broadcast_q=True, max_seqlen_q=None, activations=("relu",)),
         *(0.05, 0.1, (-2, 1, 3)),
     ),
     "attention_backward": (
-        *(attention_backward.Case, TINY_ATTENTION_BACKWARD),
+        *(cases.attention_backward.Case, TINY_ATTENTION_BACKWARD),
         *(0.5, 0.5, (-1, 1, 1, 5)),
     ),
-    "gdpa_backward": (gdpa_backward.Case, TINY_GDPA_BACKWARD, 3.0, 3.0, (1, 0, 3)),
+    "gdpa_backward": (cases.gdpa_backward.Case, TINY_GDPA_BACKWARD, 3.0, 3.0, (1, 0, 3)),
     "linear_compression_backward": (unsorted, TINY_LINEAR_BACKWARD, 3.0, 3.0, (-1, -1)),
 }
 
@@ -214,7 +206,8 @@ CHECKED = {
         ("gdpa, indexed", "bfloat16"),
         ("gdpa, seeds", "float16"),
         *itertools.product(
-            [name for name in CHECKED if CHECKED[name][0] is not gdpa.Case], ["bfloat16", "float32"]
+            [name for name in CHECKED if CHECKED[name][0] is not cases.gdpa.Case],
+            ["bfloat16", "float32"],
         ),
     ],
 )
@@ -237,9 +230,9 @@ def test_check_admits_the_right_result_and_no_other(name, dtype):
 @pytest.mark.parametrize(
     ("case_of", "problem"),
     [
-        (gdpa_backward.Case, dataclasses.replace(TINY_GDPA_BACKWARD, head_dim=64)),
-        (attention_backward.Case, dataclasses.replace(TINY_ATTENTION_BACKWARD, head_dim=64)),
-        (linear_compression_backward.Case, TINY_LINEAR_BACKWARD),
+        (cases.gdpa_backward.Case, dataclasses.replace(TINY_GDPA_BACKWARD, head_dim=64)),
+        (cases.attention_backward.Case, dataclasses.replace(TINY_ATTENTION_BACKWARD, head_dim=64)),
+        (cases.linear_compression_backward.Case, TINY_LINEAR_BACKWARD),
     ],
     ids=["gdpa", "attention", "linear_compression"],
 )

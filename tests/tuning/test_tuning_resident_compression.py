@@ -195,21 +195,6 @@ LARGE = [
 ]
 
 
-def test_models_choose_well_at_large_m() -> None:
-    """Of more than 384 compressed rows: by measured times, 13 % slower than the fastest at most."""
-    losses = []
-    for problem, (in_packed, in_rows, in_resident) in times.LARGE.items():
-        assert resident.LARGE_M < problem.m <= resident.MAX_DEFAULT_M
-        larger = dataclasses.replace(problem, m=resident.MAX_DEFAULT_M + 1)
-        assert not isinstance(larger.default_config(), ResidentCompressionConfig)
-        kinds = PackedCompressionConfig, LinearCompressionConfig, ResidentCompressionConfig
-        kind = kinds.index(type(problem.default_config()))
-        taken = (in_packed, in_rows, in_resident)[kind]
-        losses.append(taken / min(in_packed, in_rows, in_resident))
-    assert max(losses) < 1.13, dict(zip(times.LARGE, losses, strict=True))
-    assert math.prod(losses) ** (1 / len(losses)) < 1.01
-
-
 @pytest.mark.parametrize(("batches", "ks", "m", "us"), LARGE)
 def test_large_problems_keep_row_tiles(
     batches: tuple[int, int], ks: tuple[int, int], m: int, us: float
@@ -222,8 +207,12 @@ def test_large_problems_keep_row_tiles(
         assert isinstance(config, LinearCompressionConfig)
 
 
-def test_resident_kernel_is_no_default_of_one_level() -> None:
-    """No time of one level, or of three, was measured."""
+def test_resident_kernel_is_no_default_of_what_was_never_timed() -> None:
+    """One level, and more compressed rows."""
     one = dataclasses.replace(SMALL, batches=(8192,), ks=(40,))
     assert not isinstance(one.default_config(), ResidentCompressionConfig)
+    for problem in times.LARGE:
+        assert resident.LARGE_M < problem.m <= resident.MAX_DEFAULT_M
+        larger = dataclasses.replace(problem, m=resident.MAX_DEFAULT_M + 1)
+        assert not isinstance(larger.default_config(), ResidentCompressionConfig)
     assert ResidentCompressionConfig(2, 16).illegal_reason(one) is None

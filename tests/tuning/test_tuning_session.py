@@ -395,9 +395,7 @@ def test_kernels_that_another_process_lowered_run_on_the_device():
     kernels = list(problem.configs())[:4]
     lines: list[str] = []
     with session.Session(
-        problem,
-        (None, *kernels),
-        lambda done, total, text: lines.append(text),
+        problem, (None, *kernels), lambda done, total, text: lines.append(text)
     ) as run:
         found = run(Task(problem, (None, *kernels), 0.02, 2))
     assert found["compute_capability"] == "9.0"

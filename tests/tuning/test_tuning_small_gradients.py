@@ -1,25 +1,21 @@
-"""The cost model of attention's small gradients, against times of kernels."""
+"""The cost model of attention's small gradients; `test_ranked_replay` has times of kernels."""
 
 from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterator
 
 import pytest
-from attention_gradient_times import timed
 from hypothesis import given
 from hypothesis import strategies as st
 
 from ikbo_jax.problems import AttentionBackwardProblem
-from ikbo_jax.problems.attention_backward import HEAD_DIMS, AttentionBackwardConfig, most_blocks
+from ikbo_jax.problems.attention_backward import HEAD_DIMS, most_blocks
 from ikbo_jax.problems.attention_backward_cost import small_configs
 from ikbo_jax.problems.hopper import NUM_SMS
 from ikbo_jax.tuning import table
 
 PARTS, STORED = "parts", "stored"
-#: By d_query, block_q and splits.
-TIMED = timed("small")
 #: Users of equally many rows, a block or more each: the model allows for other numbers of rows, and
 #: so takes more parts than are best for these.
 EVEN = {
@@ -32,26 +28,6 @@ sizes = st.one_of(st.integers(1, 64), st.integers(1, 5000))
 
 def _problem(sizes: tuple[int, ...]) -> AttentionBackwardProblem:
     return AttentionBackwardProblem(*sizes, "bfloat16")
-
-
-def _like(
-    problem: AttentionBackwardProblem, config: AttentionBackwardConfig
-) -> Iterator[tuple[str, int, int]]:
-    """`config`, and those that cut more parts of as many blocks of queries, which are no faster."""
-    blocks = -(-problem.rows // config.block_q)
-    for splits in range(config.splits, NUM_SMS // problem.items + 1):
-        if -(-blocks // splits) == -(-blocks // config.splits):
-            yield config.d_query, config.block_q, splits
-
-
-@pytest.mark.parametrize("sizes", TIMED, ids=str)
-def test_a_small_gradient_has_nearly_the_fastest_configuration_that_was_timed(sizes):
-    problem, times = _problem(sizes), TIMED[sizes]
-    choice = table.lookup(problem, with_user_rows=False)
-    assert (choice.source, choice.config) == ("default", problem.default_config())
-    found = [times[x] for x in _like(problem, choice.config) if x in times]
-    assert found
-    assert min(found) <= 1.03 * min(times.values())
 
 
 @pytest.mark.parametrize(("sizes", "best"), EVEN.items(), ids=str)

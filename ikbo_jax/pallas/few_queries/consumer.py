@@ -12,6 +12,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from ikbo_jax.pallas.activations.cap import capped
 from ikbo_jax.pallas.few_queries import listing, own, ranges, store, user_table
 from ikbo_jax.pallas.few_queries.context import BY_COLUMNS, BY_ROWS, Context, Item, Part
 from ikbo_jax.pallas.flash import softmax
@@ -51,6 +52,7 @@ def _weigh(
     scores = mma.after_wait(scores, interpret=ctx.interpret)
     ctx.shared.key.release(work.first_step + block)
     log2_scale = ctx.shape.log2_scale
+    scores = capped(ctx.shape.cap, scores, interpret=ctx.interpret)
     fill = softmax.masked_score(log2_scale)
     if ctx.has_ranges:
         scores = ranges.keep_visible(ctx, work.item, work.part, block, scores, fill)

@@ -42,25 +42,7 @@ def _cache_ptxas_version() -> None:
         extension._get_ptxas_isa_version = functools.cache(version)
 
 
-def _keep_signs() -> None:
-    """Makes integers that Mosaic GPU selects signed as they were.
-
-    By `jnp.where(bools, 0, integers)`, a number that is the same in all threads is selected by an
-    array. Mosaic GPU gives its result the sign of the bools: maxima, comparisons and divisions
-    would take -1 for 2^32 - 1.
-    """
-    array: Any = fragmented_array.FragmentedArray
-    select = array.select
-
-    def keep(self: Any, on_true: Any, on_false: Any) -> Any:
-        found = select(self, on_true, on_false)
-        return found.astype(found.mlir_dtype, is_signed=on_true.is_signed)
-
-    array.select = keep
-
-
 _cache_ptxas_version()
-_keep_signs()
 
 
 def kernel(body: Callable[..., None], **options: Any) -> Callable[..., Any]:

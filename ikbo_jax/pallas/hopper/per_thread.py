@@ -50,6 +50,16 @@ def same(value: int) -> jax.Array:
     return plgpu.layout_cast(jnp.full((WARPGROUP_SIZE,), value, jnp.int32), LAYOUT)
 
 
+def select(condition: jax.Array, on_true: int, on_false: Any) -> jax.Array:
+    """Selects integers by thread, where `on_true` is the same in all threads.
+
+    `jnp.where` would make them unsigned in a kernel: Mosaic GPU gives an array, selected against a
+    number that is the same in all threads, the sign of the bools. Maxima, comparisons and divisions
+    would then take -1 for 2^32 - 1.
+    """
+    return jnp.where(condition, same(on_true), on_false)
+
+
 def scalar(array: mgpu.FragmentedArray) -> ir.Value:
     """Extracts a thread's value, in inline code."""
     return vector.extract(array.registers.item(), [], [0])

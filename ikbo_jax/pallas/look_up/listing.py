@@ -1,14 +1,15 @@
 """Lists of candidates of a few users, which each CTA makes for itself from the index.
 
-A CTA has a run of users and a part of the candidates, of which each thread loads some. A warp
+A CTA lists the candidates of some consecutive users in one part of the index. Each thread loads the
+users of some candidates of the part. Then a warp
 
-  1. lists its candidates of the CTA's users, and counts each user's,
-  2. sorts its list by user; each user's candidates are ordered by warp.
+  1. lists those of its candidates that belong to the CTA's users, and counts them by user,
+  2. sorts its list by user. A user's candidates are in the order of the warps.
 
-If the CTA has one user, the lists of the warps follow each other, and there is no step 2.
+If the CTA has one user, step 2 is left out: the list is the lists of the warps, one after another.
 
-Listing is limited by its synchronisations, three or four, and by the 16 instructions for each
-candidate of the part; loads of the index are all in flight at once.
+The time goes into three or four synchronisations and into 16 instructions for each candidate of the
+part. All loads of the index are in flight at once.
 """
 
 from __future__ import annotations
@@ -123,15 +124,14 @@ def _sort(ctx: WarpgroupContext, threads: Threads, begins: jax.Array, count: jax
       count: its candidates.
     """
     shape, shared, counts = ctx.shape, ctx.shared, ctx.shared.counts
-    (most,) = counts.shape
+    most = shape.listed_users * threads.warps
     warp, lane = divided(threads.number(), LANES)
 
     def read(places: list[jax.Array]) -> list[tuple[jax.Array]]:
-        found = [threads.read(counts, jnp.minimum(x, most - 1)) for x in places]
-        return [(jnp.where(x < most, y, same(0)),) for x, y in zip(places, found, strict=True)]
+        return [(threads.read(counts, x),) for x in places]
 
     def store(place: jax.Array, before: Any, number: Any) -> None:
-        threads.keep(counts, place, before[0], place < most)
+        threads.keep(counts, place, before[0], place >= 0)
         threads.keep(shared.totals, same(threads.warps), before[0] + number[0], place == most - 1)
 
     scan.running_sums(threads, most, read, store, shared.totals)

@@ -81,7 +81,7 @@ class Shared(NamedTuple):
     has_any: Any  # [most_users]: 1 for a user with candidates
     listed: Any  # the list; None if CTAs do not list
     by_user: Any  # the list by user, and
-    counts: Any  # [listed_users * warps]: begins of its users; None if CTAs do not list several
+    counts: Any  # [listed_users * warps], padded: begins of its users; None: one user, or none
 
 
 class Part(NamedTuple):

@@ -286,6 +286,7 @@ def segment_sum_kernel(
         stored = jnp.float32
     list_words = memory.Words((pl.cdiv(shape.most_listed, threads) * threads,))
     is_sorting = config.users > 1
+    counts = scan.padded(Threads(config.warpgroups, 0, False), config.users * threads // LANES)
     found: jax.Array = launch_threads(
         _sum,
         shape,
@@ -299,7 +300,7 @@ def segment_sum_kernel(
             memory.Words((shape.most_users,)),
             list_words if config.users else None,
             list_words if is_sorting else None,
-            memory.Words((config.users * threads // LANES,)) if is_sorting else None,
+            memory.Words((counts,)) if is_sorting else None,
         ),
         name="ikbo_segment_sum",
         workers=chunks * slices * config.parts,

@@ -33,7 +33,7 @@ from jaxlib.mlir.dialects import arith
 
 from ikbo_jax.pallas.hopper import per_thread, stores
 from ikbo_jax.pallas.hopper.launch import WarpgroupContext, launch_threads
-from ikbo_jax.pallas.hopper.per_thread import VECTOR, Threads, same
+from ikbo_jax.pallas.hopper.per_thread import VECTOR, Threads, same, select
 from ikbo_jax.pallas.worklist import work_order
 from ikbo_jax.pallas.worklist.scan import running_sums
 from ikbo_jax.problems import memory
@@ -193,9 +193,9 @@ class _Range(WarpgroupContext):
     def count(self, number: jax.Array, values: tuple[jax.Array, ...], is_wanted: jax.Array) -> None:
         """Counts the users of candidates from `number` on; unwanted ones go to a spare word."""
         counted = self.shape.counted
-        begin = jnp.where(number < self.first, 0, counted)
+        begin = select(number < self.first, 0, counted)
         begin = jnp.where(is_wanted, begin, 2 * counted)
-        last = jnp.where(is_wanted, self.shape.users - 1, 0)
+        last = select(is_wanted, self.shape.users - 1, 0)
         for value in values:
             user = jnp.minimum(jnp.maximum(value, 0), last)
             per_thread.add_one(self.shared.counts, begin + user)

@@ -28,13 +28,16 @@ class Keys(NamedTuple):
 
 
 class Bounds(NamedTuple):
-    """What all rows of a consumer see, and what some do not: keys of the sequence.
+    """Extremes of the keys that a consumer's rows see: of their ranges, and of the gaps in these.
+
+    Keys are counted from the sequence's first. No row sees a key outside of [first, last). All rows
+    see the keys in [begin, end), except perhaps some in [gap_begin, gap_end).
 
     Attributes:
       first: least begin of a range.
-      last: largest end.
-      begin: largest begin.
-      end: least end.
+      last: largest end of a range.
+      begin: largest begin of a range.
+      end: least end of a range.
       gap_begin: least begin of a gap.
       gap_end: largest end of a gap.
     """
@@ -92,7 +95,8 @@ def keys_of_tile(
     # Rows before the first key see nothing.
     visible = _bounds(rule, sequence, jnp.maximum(position, 0), jnp.maximum(last_row, 0))
     has_keys = (sequence.length > 0) & (last_row >= 0)
-    first = jnp.where(has_keys, visible.first, 0)
+    # Of each thread its own, even if it is 0 in all: `jnp.where` would make it unsigned.
+    first = jnp.where(has_keys, visible.first + 0 * position, 0)
     last = jnp.where(has_keys, visible.last, 0)
     # Keys in the gap of the first row are in the gaps of all rows.
     hole = seen(rule, position, sequence)

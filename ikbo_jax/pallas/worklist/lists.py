@@ -12,10 +12,11 @@ from ikbo_jax.reference import gdpa, hstu, jagged
 #: that is written, number of rows; first row and number of its keys.
 SOURCE, TARGET, ROWS, KV_START, KV_LENGTH = range(5)
 TILE_WORDS = 5
-#: Further words of a tile of masked queries. The keys from block `SKIP_FROM` on are `SKIPPED` keys
-#: later, of which no row sees any. First key, and position of the first row, both counted from the
-#: sequence's first key; number of its keys, contextual tokens and targets; then four words for each
-#: consumer, see `masked._cuts`.
+#: Further words of a tile of masked queries. No row of the tile sees the `SKIPPED` keys before its
+#: block `SKIP_FROM`, so that block begins so many keys later. `FIRST_KEY` and `POSITION` are the
+#: first key and the position of the first row, counted from the sequence's first key. Then come
+#: the sequence's numbers of keys, contextual tokens and targets, and four words for each consumer,
+#: which `keys_of_tile._cuts` computes.
 SKIP_FROM, SKIPPED, FIRST_KEY, POSITION, LENGTH, CONTEXTUAL, TARGETS, CUTS = range(8)
 MASK_WORDS = 15
 #: Words of a tile in `Work.tiles`: first row that is read, first row that is written, number of

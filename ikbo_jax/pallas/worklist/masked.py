@@ -18,7 +18,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from ikbo_jax.pallas.hopper.launch import launch_threads
-from ikbo_jax.pallas.hopper.per_thread import cdiv, same
+from ikbo_jax.pallas.hopper.per_thread import cdiv, same, select
 from ikbo_jax.pallas.worklist import by_xla
 from ikbo_jax.pallas.worklist.keys_of_tile import keys_of_tile
 from ikbo_jax.pallas.worklist.lists import MASK_WORDS, TILE_WORDS, Offsets, TileList
@@ -35,7 +35,7 @@ from ikbo_jax.reference.hstu import Rule, Sequence
 
 @dataclasses.dataclass(frozen=True)
 class MaskedShape(Shape):
-    """The shape of a list of which each segment is one tile."""
+    """The shape of a list of masked tiles, in which a segment is one tile."""
 
     rule: Rule = Rule()
 
@@ -93,7 +93,7 @@ class MaskedContext(SegmentContext):
         found = segment(self.of_sequences, number)
         start = jnp.where(is_rest, found.rest_start, found.start)
         length = jnp.where(is_rest, found.rest, found.length)
-        kv_length = jnp.where(is_rest, 0, found.kv_length)
+        kv_length = select(is_rest, 0, found.kv_length)
         rows = jnp.where(exists, jnp.minimum(length - done, shape.size), 0)
         place = jnp.clip(number - int(not shape.is_broadcast), 0, max(shape.sequences - 1, 0))
         numbers = [

@@ -23,7 +23,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from ikbo_jax.pallas.hopper.per_thread import Threads, cdiv, same
-from ikbo_jax.pallas.worklist.scan import running_sums
+from ikbo_jax.pallas.worklist.scan import padded, sum_up
 from ikbo_jax.pallas.worklist.segments import Segment, SegmentContext, Shape
 from ikbo_jax.problems.hopper import WARPGROUP_SIZE
 
@@ -200,7 +200,16 @@ def position_tiles(ctx: SegmentContext, longest: jax.Array) -> Totals:
     values = [jnp.where(is_first, tiles, 0)]
     if shape.has_rest:
         values.append(jnp.where(is_first, tiles_of(shape, found.rest), 0))
-    sums = _sum_up(ctx, values)
+    at = 4 * ctx.threads.warps
+    sums = sum_up(
+        ctx.threads,
+        ctx.shared.bins,
+        words(ctx.shape) + 1,
+        None,
+        ctx.shared.parts,
+        at,
+        others=values,
+    )
     ends = [shared.own_ends, shared.rest_ends]
     for ref, x, value in zip(ends, sums, values, strict=False):
         threads.keep(ref, number, x + value, is_first)
@@ -225,25 +234,7 @@ def _totals(ctx: SegmentContext, bins: Bins, end: Any, rest: tuple[jax.Array, ja
     return Totals(keyed, every, before, before + after)
 
 
-def _sum_up(ctx: SegmentContext, values: list[jax.Array]) -> list[jax.Array]:
-    """Replaces each bin by the sum of bins before; returns sums of `values` of threads before."""
-    threads, bins = ctx.threads, ctx.shared.bins
-
-    def store(place: jax.Array, before: Any, _: Any) -> None:
-        threads.keep(bins, place, before[0], place >= 0)
-
-    return running_sums(
-        threads,
-        words(ctx.shape) + 1,
-        lambda places: [(threads.read(bins, x),) for x in places],
-        store,
-        ctx.shared.parts,
-        4 * threads.warps,
-        others=values,
-    )
-
-
 def bin_words(shape: Shape) -> int:
     """Returns the words of shared memory of the bins and their sum, rounded up to all threads."""
     threads = Threads(shape.warpgroups, 0, False)
-    return threads.count * threads.parts(words(shape) + 1)[2]
+    return padded(threads, words(shape) + 1)

@@ -9,12 +9,11 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
 from ikbo_jax.pallas.hopper import per_thread
-from ikbo_jax.pallas.hopper.per_thread import WARPS, Threads, same
+from ikbo_jax.pallas.hopper.per_thread import WARPS, Threads, same, select
 
 
 def fold(
@@ -71,7 +70,7 @@ def running_sums(
     the first reads and the second. `fold` and `Threads.sums_before` describe the other arguments.
 
     Args:
-      store: may overwrite the numbers at its place.
+      store: may overwrite the numbers at its place, if `read` reads no other place (`padded`).
       add: adds what `read` returns to the sums.
       others: numbers of the threads, added up in the same exchange.
 
@@ -88,6 +87,38 @@ def running_sums(
 
     fold(threads, count, read, keep, tuple(before[:kinds]), parts)
     return before[kinds:]
+
+
+def sum_up(
+    threads: Threads,
+    ref: Any,
+    count: int,
+    value: Callable[[jax.Array], jax.Array] | None,
+    scratch: Any,
+    at: int,
+    *,
+    others: Sequence[jax.Array] = (),
+) -> list[jax.Array]:
+    """Sets ref[i] to the sum of value(0) to value(i - 1), for i < count; see `running_sums`.
+
+    Without `value`, the numbers are those in `ref`, which has `padded` words in shared memory.
+    """
+
+    def read(places: list[jax.Array]) -> list[tuple[jax.Array]]:
+        return [((value or (lambda i: threads.read(ref, i)))(x),) for x in places]
+
+    def store(place: jax.Array, before: Any, _: Any) -> None:
+        threads.keep(ref, place, before[0], place >= 0)
+
+    return running_sums(threads, count, read, store, scratch, at, others=others)
+
+
+def padded(threads: Threads, count: int) -> int:
+    """Counts the words of which each thread may read its places, those past `count` too.
+
+    If a thread read the last number instead, it might read what another thread overwrites.
+    """
+    return threads.count * threads.parts(count)[2]
 
 
 def clear(threads: Threads, ref: Any) -> None:
@@ -125,8 +156,7 @@ def rank(
         numbers = numbers_of(turn)
         for other in zip(numbers, users_of(numbers), strict=True):
             sums = tuple(
-                x + jnp.where(is_before(other, each), 1, 0)
-                for x, each in zip(sums, mine, strict=True)
+                x + select(is_before(other, each), 1, 0) for x, each in zip(sums, mine, strict=True)
             )
         return sums
 

@@ -17,7 +17,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from ikbo_jax.pallas.hopper.launch import WarpgroupContext
-from ikbo_jax.pallas.hopper.per_thread import Threads, cdiv, same
+from ikbo_jax.pallas.hopper.per_thread import Threads, cdiv, same, select
 from ikbo_jax.pallas.worklist.lists import Offsets
 from ikbo_jax.pallas.worklist.scan import clear, fold
 
@@ -126,8 +126,8 @@ def load(ctx: SegmentContext, further: Sequence[tuple[Any, ...]] = ()) -> None:
         surrounded.append((shared.q_offsets, shape.q_rows))
     for ref, rows in surrounded:
         thread = threads.number()
-        ends = jnp.where(thread == 0, 0, rows)
-        where = jnp.where(thread == 0, 0, ref.shape[0] - 1)
+        ends = select(thread == 0, 0, rows)
+        where = select(thread == 0, 0, ref.shape[0] - 1)
         threads.keep(ref, where, ends, thread < 2)
     if operands.q_to_kv is not None:
         last = max(operands.cu_seqlens_kv.shape[0] - 2, 0)
@@ -230,7 +230,7 @@ def rows(ctx: SegmentContext, offsets: Any, index: jax.Array) -> Rows:
     is_sequence = exists & (index > 0) & (index <= shape.sequences)
     if shape.max_seqlen_q is not None:
         whole = length
-        limit = jnp.where(is_sequence, shape.max_seqlen_q, shape.q_rows)
+        limit = select(is_sequence, shape.max_seqlen_q, shape.q_rows)
         length = jnp.minimum(whole, limit)
         rest = jnp.where(exists, whole - length, 0)
     return Rows(exists, is_sequence, start, length, rest, end - rest)
@@ -280,7 +280,7 @@ def _merged(
     following = read(numbers, jnp.clip(index + 1, 1, last))
     is_group = (following < 0) & (index < shape.sequences)
     rows = jnp.where(is_group, -1 - following - start, length)
-    return jnp.maximum(own, 0), jnp.where(own < 0, 0, rows)
+    return jnp.maximum(own, 0), select(own < 0, 0, rows)
 
 
 def merge(ctx: SegmentContext) -> None:
@@ -330,7 +330,7 @@ def merge(ctx: SegmentContext) -> None:
             group = jnp.where(is_end > 0, end(start, following), group)
             merged = is_merged(index, (before, own), (previous, start))
             mark(index, merged, group)
-            is_end, own = jnp.where(merged, 0, 1), before
+            is_end, own = select(merged, 0, 1), before
         return group, is_end, own
 
     # Read the neighbours of a thread's segments before threads change numbers.
@@ -338,14 +338,14 @@ def merge(ctx: SegmentContext) -> None:
     is_open = is_merged(
         above, (number(above - 1), number(above)), (starts(above - 1), starts(above))
     )
-    carry = (same(-1), jnp.where(is_open, 0, 1), number(above - 1))
+    carry = (same(-1), select(is_open, 0, 1), number(above - 1))
     below = number(first - 1)
 
     def ends(turn: Any, carry: Any) -> Any:
         return group_ends(turn, carry, number, lambda *_: None)
 
     open_end, _, _ = lax.fori_loop(0, turns, ends, carry)
-    found = jnp.where(open_end < 0, -(2**31 - 1), -open_end)
+    found = select(open_end < 0, -(2**31 - 1), -open_end)
     (later,) = threads.maxima_before([found], shared.parts, 3 * threads.warps)
 
     def mark(index: jax.Array, merged: jax.Array, group: jax.Array) -> None:

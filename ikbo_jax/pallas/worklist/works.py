@@ -28,20 +28,10 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from ikbo_jax.pallas.hopper.launch import launch_threads
-from ikbo_jax.pallas.hopper.per_thread import cdiv, same
-from ikbo_jax.pallas.worklist import by_xla, tiles
-from ikbo_jax.pallas.worklist.lists import (
-    RANGE_WORDS,
-    WORK_WORDS,
-    Arrays,
-    Offsets,
-    TileList,
-    Work,
-    Works,
-    WorkSettings,
-    most_blocks,
-)
-from ikbo_jax.pallas.worklist.scan import clear, running_sums
+from ikbo_jax.pallas.hopper.per_thread import Threads, cdiv, same, select
+from ikbo_jax.pallas.worklist import by_xla, lists, tiles
+from ikbo_jax.pallas.worklist.lists import Arrays, Offsets, TileList, Work, Works, WorkSettings
+from ikbo_jax.pallas.worklist.scan import clear, padded, sum_up
 from ikbo_jax.pallas.worklist.search import count_at_most
 from ikbo_jax.pallas.worklist.segments import Segment, SegmentContext, Shape, load, rise, rows
 from ikbo_jax.pallas.worklist.tiles import list_tiles, rows_of_tile, store_words
@@ -196,19 +186,15 @@ def count_shared(ctx: WorkContext, begin: Any, end: Any, *, with_blocks: bool) -
     lax.fori_loop(lax.div(begin, batch), lax.div(end + (batch - 1), batch), turn, jnp.int32(0))
 
 
-def sum_up(ctx: WorkContext, ref: Any, value: Any, at: int) -> None:
-    """Sets ref[i] to the sum of value(0) to value(i - 1); synchronises before and after."""
-    threads, count = ctx.threads, ref.shape[0]
-
-    def read(places: list[jax.Array]) -> list[tuple[jax.Array]]:
-        found = [value(jnp.minimum(x, count - 1)) for x in places]
-        return [(jnp.where(x < count, v, 0),) for x, v in zip(places, found, strict=True)]
-
-    def store(place: jax.Array, before: Any, _: Any) -> None:
-        threads.keep(ref, place, before[0], place < count)
-
-    running_sums(threads, count, read, store, ctx.shared.parts, at * threads.warps)
+def _sum_up_begins(ctx: WorkContext) -> None:
+    """Sets begins[i] to the number of lower keys' ranges; synchronises before and after."""
+    threads, begins, at = ctx.threads, ctx.shared.begins, 9 * ctx.threads.warps
+    sum_up(threads, begins, _most_begins(ctx.config), None, ctx.shared.parts, at)
     threads.commit()
+
+
+def _most_begins(static: Launch) -> int:
+    return static.keys.sequences * static.keys.parts + 1
 
 
 def _place_ranges(ctx: WorkContext, index: jax.Array) -> jax.Array:
@@ -227,12 +213,12 @@ def _place_ranges(ctx: WorkContext, index: jax.Array) -> jax.Array:
     def turn(i: Any, rank: jax.Array) -> jax.Array:
         places = [ctx.worker * own + (i * 8 + x) for x in range(8)]
         for x, other in [(x, _kv_numbers(ctx, same(0) + x)) for x in places]:
-            rank = rank + jnp.where((other == kv) & (x >= static.first) & (index > x), 1, 0)
+            rank = rank + select((other == kv) & (x >= static.first) & (index > x), 1, 0)
         return rank
 
     rank = lax.fori_loop(0, own // 8, turn, same(0))
     threads.commit()
-    sum_up(ctx, shared.begins, lambda x: threads.read(shared.begins, x), 9)
+    _sum_up_begins(ctx)
     return threads.read(shared.begins, kv) + before + rank
 
 
@@ -284,7 +270,9 @@ def _list_queries(ctx: WorkContext, longest: jax.Array) -> None:
             is_sequence = (index >= static.first) & (index < static.end)
             return jnp.where(is_sequence, cdiv(queries_of(ctx, index)[1], static.keys.unit), 0)
 
-        sum_up(ctx, shared.statistics, blocks, 10)
+        count, at = static.queries.segments, 10 * ctx.threads.warps
+        sum_up(ctx.threads, shared.statistics, count, blocks, shared.parts, at)
+        ctx.threads.commit()
     store_query_ranges(ctx)
     if static.has_statistics:
         store_blocks(ctx)
@@ -310,7 +298,7 @@ def _list_keys(ctx: WorkContext, longest: jax.Array) -> None:
     if is_shared:
         count_shared(ctx, jnp.int32(static.first), jnp.int32(static.end), with_blocks=True)
         threads.commit()
-        sum_up(ctx, shared.begins, lambda x: threads.read(shared.begins, x), 9)
+        _sum_up_begins(ctx)
         most, (turns, numbers) = same(0), threads.rounds(shared.key_blocks.shape[0])
 
         def turn(i: Any, most: jax.Array) -> jax.Array:
@@ -392,11 +380,11 @@ def works(offsets: Offsets, settings: WorkSettings, *, interpret: Any = False) -
     def words(*shape: int) -> Any:
         return jax.ShapeDtypeStruct(shape, jnp.int32)
 
-    ranges = [words(x.sequences, RANGE_WORDS) for x in reversed(shapes)]  # of the streamed rows
-    queries, keys = (
-        Work(words(x.most, WORK_WORDS), words(2), y) for x, y in zip(shapes, ranges, strict=True)
-    )
-    count = most_blocks(offsets.sequences, offsets.result_rows, settings.key_block)
+    # Ranges are of the streamed rows, which the other list has.
+    ranges = [words(x.sequences, lists.RANGE_WORDS) for x in reversed(shapes)]
+    listed = (words(x.most, lists.WORK_WORDS) for x in shapes)
+    queries, keys = (Work(x, words(2), y) for x, y in zip(listed, ranges, strict=True))
+    count = lists.most_blocks(offsets.sequences, offsets.result_rows, settings.key_block)
     blocks = words(count, BLOCK_WORDS) if settings.has_statistics else None
     found: Works = launch_threads(
         _list,
@@ -419,7 +407,7 @@ def _static(offsets: Offsets, settings: WorkSettings, warpgroups: int) -> Launch
     parts, key_block = settings.parts, settings.key_block
     queries = Shape.of(offsets, TILE_ROWS, settings.query_block, warpgroups=warpgroups)
     queries = dataclasses.replace(queries, is_merged=False, kv_first=1)
-    most = most_blocks(offsets.sequences, offsets.result_rows, key_block)
+    most = lists.most_blocks(offsets.sequences, offsets.result_rows, key_block)
     keys = KeyShape(
         *(offsets.kv_sequences, kv_rows * parts, q_rows, max_kv, max_q, TILE_ROWS, key_block),
         is_broadcast=False,
@@ -437,10 +425,11 @@ def _static(offsets: Offsets, settings: WorkSettings, warpgroups: int) -> Launch
 def _shared(static: Launch, operands: Arrays, own: int) -> tiles.Shared:
     queries, keys = static.queries, static.keys
     found = tiles.shared_words((queries, keys), operands, own, 12)
+    threads = Threads(queries.warpgroups, 0, False)
     if static.has_statistics and not queries.is_broadcast:
-        found = found._replace(statistics=memory.Words((queries.segments,)))
+        found = found._replace(statistics=memory.Words((padded(threads, queries.segments),)))
     if operands.q_to_kv is None:
         return found
-    sequences = keys.sequences * keys.parts
-    begins, blocks = memory.Words((sequences + 1,)), memory.Words((sequences,))
+    begins = memory.Words((padded(threads, _most_begins(static)),))
+    blocks = memory.Words((_most_begins(static) - 1,))
     return found._replace(begins=begins, key_blocks=blocks)

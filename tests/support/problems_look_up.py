@@ -1,0 +1,27 @@
+"""Seeded inputs and the oracle of segment sums."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+
+def draw(
+    batch: int, users: int, width: int, dtype: str, is_sorted: bool
+) -> tuple[jax.Array, jax.Array]:
+    """Draws values [batch, width] and an index [batch], some of it out of range."""
+    rng = np.random.default_rng(0)
+    index = rng.integers(-1, users + 1, batch).astype(np.int32)
+    if is_sorted:
+        index.sort()
+    return jnp.asarray(rng.normal(size=(batch, width)), dtype), jnp.asarray(index)
+
+
+def assert_sums(
+    found: jax.Array, values: jax.Array, index: jax.Array, rtol: float, atol: float
+) -> None:
+    """Holds the sums of users [users, width] to their relative and absolute error."""
+    expected = np.zeros(found.shape)
+    np.add.at(expected, np.clip(index, 0, len(found) - 1), np.asarray(values, np.float64))
+    np.testing.assert_allclose(np.asarray(found, np.float64), expected, rtol=rtol, atol=atol)
