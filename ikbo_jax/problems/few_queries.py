@@ -363,10 +363,10 @@ class FewQueriesConfig(Config):
         p, most = problem, self.block_kv
         if p.has_ranges and self.has_all_columns(p.head_dim):
             most = MAX_RANGED_WIDE_BLOCK_KV
-        elif p.has_ranges and 64 < p.head_dim <= 128:
-            # With a cap, H = 128 spills 96 bytes.
-            if p.has_logit_cap or head_group(p.q_heads, p.kv_heads) > 1:
-                most = MAX_RANGED_GROUP_BLOCK_KV
+        is_grouped = head_group(p.q_heads, p.kv_heads) > 1
+        # With a cap, blocks of 128 keys spill 96 bytes, too.
+        if p.has_ranges and 64 < p.head_dim <= 128 and (is_grouped or p.has_logit_cap):
+            most = MAX_RANGED_GROUP_BLOCK_KV
         if self.block_kv <= most:
             return None
         return (

@@ -154,7 +154,8 @@ OWN = (
     *("one_user_t16_gqa_lengths", "one_user_unsorted_h256_one_slot"),
 )
 CASES |= {
-    f"{name}_own": dataclasses.replace(CASES[name], has_own=True, copies=None) for name in OWN
+    f"{name}_own": dataclasses.replace(CASES[name], has_own=True, logit_cap=None, copies=None)
+    for name in OWN
 }
 
 

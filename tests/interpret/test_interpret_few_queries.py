@@ -230,7 +230,7 @@ RANGED = (
     *("one_block", "even_blocks", "indices_out_of_range", "rows_150_wide_lengths"),
     *("q_len_33_gqa_split", "gqa_3_wide", "lengths", "bundles", "turns_wide", "split_lengths_gqa"),
     *("packed_split", "listed_lengths_gqa_h96", "listed_wide", "listed_bundles_split_gqa_lengths"),
-    *("neighbours", "h192_lengths", "h256_packed_f16_turns", "h256_wide_rows_70_lengths"),
+    *("neighbours", "h192_lengths", "h256_listed_split_lengths", "h256_wide_rows_70_lengths"),
     *("negative_scale_f16_h96", "split_lengths_gqa"),
 )
 CASES |= {f"{name}_ranges": dataclasses.replace(CASES[name], has_ranges=True) for name in RANGED}
@@ -238,7 +238,7 @@ CASES |= {f"{name}_ranges": dataclasses.replace(CASES[name], has_ranges=True) fo
 OWN = (
     *("one_block", "rows_150_wide_lengths_ranges", "q_len_33_gqa_split", "gqa_3_wide", "lengths"),
     *("bundles", "packed_split_ranges", "listed_wide", "listed_bundles_split_gqa_lengths_ranges"),
-    *("h192_lengths", "h256_packed_f16_turns", "h256_wide_rows_70_lengths", "split"),
+    *("h192_lengths", "h256_listed_split_lengths", "h256_wide_rows_70_lengths", "split"),
     *("negative_scale_f16_h96_ranges", "listed_lengths_gqa_h96_ranges", "turns_wide"),
 )
 CASES |= {f"{name}_own": dataclasses.replace(CASES[name], has_own=True) for name in OWN}
