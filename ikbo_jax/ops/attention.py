@@ -137,8 +137,8 @@ def attention(
         also clamped; None means all. So impressions at different times can share one history. The
         kernel for users with few queries takes ranges; gradients with ranges run in XLA.
       self_key: [B, T_self, K, H], same dtype: further keys, which belong to one candidate; its
-        queries attend to all of them in addition to the user's keys. None: there are none. All
-        T · T_self scores of a candidate are in memory at once.
+        queries attend to all of them in addition to the user's keys. None: there are none. The
+        kernels merge one token; in XLA, all T · T_self scores of a candidate are in memory at once.
       self_value: [B, T_self, K, H], same dtype; required with `self_key`.
       indices_are_sorted: whether `cand_to_user` is sorted. True saves a sort of B integers and
         copies of the queries. If True is wrong, the op is slower and the result the same, but the
@@ -170,7 +170,8 @@ def attention(
       NotImplementedError: implementation="mosaic_gpu", but the kernel cannot run on this device, or
         with these sizes, this dtype or this `config`; S, N, K or H is a symbolic dimension of
         `jax.export` (B, U and T may be symbolic on the XLA path); forward-mode differentiation, but
-        for self_key and self_value without Explicit mesh axes. The message says why.
+        for self_key and self_value that XLA merges without Explicit mesh axes. The message says
+        why.
 
     Source: Meta IKBO, flash attention with in-kernel broadcast, on the PyTorch blog.
     """
@@ -199,8 +200,10 @@ def attention(
         self_tokens = (self_key, self_value)
         if any(_takes_own_tokens(p, self_key) for p in (plan, plan.cuda) if p is not None):
             arrays, self_tokens = Arrays(*arrays[:6], *self_tokens), None
-        elif is_typed(self_tokens):
-            self_tokens = reverse_only.operands("attention", self_tokens)
+        else:
+            plan = _with_merge_by_xla(plan)
+            if is_typed(self_tokens):
+                self_tokens = reverse_only.operands("attention", self_tokens)
     if 0 in query.shape:
         out = zeros(query.shape, query.dtype, (arrays, self_tokens))
         out = dispatch.record_nothing(out, plan)
@@ -407,6 +410,15 @@ def _takes_own_tokens(plan: dispatch.Plan, self_key: jax.Array | None = None) ->
         return False
     takes: bool = plan.config.takes_own_tokens(plan.problem)
     return takes
+
+
+def _with_merge_by_xla(plan: dispatch.Plan) -> dispatch.Plan:
+    """Notes in a kernel's reason that XLA merges own tokens."""
+    cuda = None if plan.cuda is None else _with_merge_by_xla(plan.cuda)
+    reason = plan.reason
+    if plan.implementation == "mosaic_gpu":
+        reason = f"{reason}; XLA merges own tokens"
+    return dataclasses.replace(plan, reason=reason, cuda=cuda)
 
 
 # The plan is a static argument: when the choice changes, jit's cache does not return the old one.

@@ -103,6 +103,8 @@ class TestKernelPath:
         jax.eval_shape(functools.partial(attend, logit_cap=3.0, **own), inputs)
         (call,) = fake_attention.calls
         assert (call["own"], call["return_residuals"]) == ([], True)
+        (plan,) = ikbo.explain(functools.partial(attend, logit_cap=3.0, **own), inputs).plans
+        assert plan.reason.endswith("; XLA merges own tokens")
 
     @pytest.mark.parametrize("sizes", [{"users": 1}, {"candidates": 1}], ids=str)
     def test_one_of_a_kind_needs_no_sorting(self, fake_attention, sizes: dict) -> None:
