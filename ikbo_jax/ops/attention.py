@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Sequence
 from typing import Any, Literal, overload
 
 import jax
@@ -16,15 +15,15 @@ from ikbo_jax.ops import (
     attention_backward,
     attention_vmap,
     dispatch,
+    own_tokens,
     reverse_only,
 )
-from ikbo_jax.ops.attention_vmap import Arrays
+from ikbo_jax.ops.attention_vmap import LSE, QUERY, SPLIT, Arrays
 from ikbo_jax.ops.op import Call, Folded, Named, Op
 from ikbo_jax.ops.partition import Rule, dimensions
 from ikbo_jax.ops.sharded import (
     aligned,
     is_typed,
-    run_by_types,
     run_kernel,
     vary_over_same_axes,
     zeros,
@@ -198,10 +197,10 @@ def attention(
     self_tokens = None
     if self_key is not None and self_value is not None and self_key.shape[1]:
         self_tokens = (self_key, self_value)
-        if any(_takes_own_tokens(p, self_key) for p in (plan, plan.cuda) if p is not None):
+        if any(own_tokens.are_merged_by(p, self_key) for p in (plan, plan.cuda) if p is not None):
             arrays, self_tokens = Arrays(*arrays[:6], *self_tokens), None
         else:
-            plan = _with_merge_by_xla(plan)
+            plan = own_tokens.noted(plan)
             if is_typed(self_tokens):
                 self_tokens = reverse_only.operands("attention", self_tokens)
     if 0 in query.shape:
@@ -296,7 +295,7 @@ def _run_kernel(call: _Call, plan: dispatch.Plan, arrays: Arrays) -> _Results:
     )
     if not has_few_queries:
         run = functools.partial(kernel.attention_kernel, order=order)
-    if _takes_own_tokens(plan):
+    if own_tokens.are_merged_by(plan):
         run = functools.partial(run, self_key=self_key, self_value=self_value)
     result: _Results = run(
         query,
@@ -314,11 +313,6 @@ def _run_kernel(call: _Call, plan: dispatch.Plan, arrays: Arrays) -> _Results:
     return result
 
 
-#: Names of the dimensions of the query and of lse, and those that divide over devices.
-QUERY, LSE = "b t (k g) h", "b t (k g)"
-SPLIT = {"b": "candidates", "t": "queries", "k": "heads", "g": "heads"}
-
-
 _Folded = Folded[_Call, Arrays, _Results]
 
 
@@ -333,7 +327,7 @@ class _Attention(Op[_Call, Arrays, _Results]):
         return dataclasses.replace(problem, is_sorted=is_sorted)
 
     def run(self, call: _Call, plan: dispatch.Plan, arrays: Arrays) -> _Results:
-        merges = bool(arrays.own) and not _takes_own_tokens(plan)
+        merges = bool(arrays.own) and not own_tokens.are_merged_by(plan)
         if plan.implementation == "mosaic_gpu":
             kernel_call = dataclasses.replace(
                 call, return_residuals=call.return_residuals or merges
@@ -404,23 +398,6 @@ class _Attention(Op[_Call, Arrays, _Results]):
 _OP = _Attention()
 
 
-def _takes_own_tokens(plan: dispatch.Plan, self_key: jax.Array | None = None) -> bool:
-    """Whether the plan's kernel merges own tokens, of which a candidate may have one."""
-    if plan.implementation != "mosaic_gpu" or (self_key is not None and self_key.shape[1] > 1):
-        return False
-    takes: bool = plan.config.takes_own_tokens(plan.problem)
-    return takes
-
-
-def _with_merge_by_xla(plan: dispatch.Plan) -> dispatch.Plan:
-    """Notes in a kernel's reason that XLA merges own tokens."""
-    cuda = None if plan.cuda is None else _with_merge_by_xla(plan.cuda)
-    reason = plan.reason
-    if plan.implementation == "mosaic_gpu":
-        reason = f"{reason}; XLA merges own tokens"
-    return dataclasses.replace(plan, reason=reason, cuda=cuda)
-
-
 # The plan is a static argument: when the choice changes, jit's cache does not return the old one.
 @functools.partial(jax.jit, static_argnums=(0, 1))
 def _attention(
@@ -443,7 +420,7 @@ def _attention(
         )
     if self_tokens is not None:
         assert lse is not None
-        out, lse = _with_self_tokens(call.of_scores, out, lse, arrays.query, *self_tokens)
+        out, lse = own_tokens.merged(call.of_scores, out, lse, arrays.query, *self_tokens)
     return out, lse if call.return_residuals else None
 
 
@@ -453,30 +430,3 @@ _MERGED = Rule(
     (dimensions("b t n h"), dimensions("b t n")),
     (("b", "candidates"), ("t", "queries"), ("n", "heads"), ("h", "H")),
 )
-
-
-_SELF_TOKENS = Rule(
-    ("out", "lse", "query", "self_key", "self_value"),
-    tuple(map(dimensions, (QUERY, LSE, QUERY, "b s k h", "b s k h"))),
-    tuple(map(dimensions, (QUERY, LSE))),
-    tuple(SPLIT.items()),
-)
-
-
-def _with_self_tokens(
-    of_scores: dict[str, Any],
-    out: jax.Array,
-    lse: jax.Array,
-    query: jax.Array,
-    self_key: jax.Array,
-    self_value: jax.Array,
-) -> tuple[jax.Array, jax.Array]:
-    """Merges `out` and `lse` with the attention of every candidate over its own tokens."""
-
-    def local(parts: Sequence[Any], _: Any) -> tuple[jax.Array, jax.Array]:
-        out, lse, *own = parts
-        return reference.merge_attention(out, lse, *reference.self_attention(*own, **of_scores))
-
-    operands = out, lse, query, self_key, self_value
-    out, lse = run_by_types(local, _SELF_TOKENS, operands)
-    return out, lse

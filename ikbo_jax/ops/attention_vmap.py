@@ -9,6 +9,10 @@ import jax.numpy as jnp
 
 from ikbo_jax.ops.stacking import concatenate, stack
 
+#: Names of the dimensions of the query and of lse, and those that divide over devices.
+QUERY, LSE = "b t (k g) h", "b t (k g)"
+SPLIT = {"b": "candidates", "t": "queries", "k": "heads", "g": "heads"}
+
 
 class Arrays(NamedTuple):
     """The array arguments of attention; `self_key` and `self_value` if a kernel takes them."""

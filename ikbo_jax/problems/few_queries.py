@@ -14,7 +14,8 @@ from ikbo_jax.problems.problem import Config
 MAX_BLOCK_KV = {64: 128, 96: 128, 128: 128, 192: 80, 256: 80}
 #: Largest block_kv if each consumer has 64 rows and all columns of heads wider than 128.
 MAX_WIDE_BLOCK_KV = 64
-#: Likewise, with ranges of keys; and with ranges where query heads share a tile, H = 96 and 128.
+#: Likewise, with ranges of keys at H = 256; and with ranges where query heads share a tile, or with
+#: a cap, at H = 96 and 128.
 MAX_RANGED_WIDE_BLOCK_KV, MAX_RANGED_GROUP_BLOCK_KV = 32, 64
 #: Most columns of values that a consumer multiplies if it adds the other's sums to its own. With
 #: all columns of wider heads, H = 192 spills 80 to 500 bytes then, and H = 256 200 bytes, with
@@ -361,7 +362,7 @@ class FewQueriesConfig(Config):
     def _why_not_ranges(self, problem: Any) -> str | None:
         """Checks the block if candidates have ranges: masks by row take registers."""
         p, most = problem, self.block_kv
-        if p.has_ranges and self.has_all_columns(p.head_dim):
+        if p.has_ranges and self.has_all_columns(p.head_dim) and p.head_dim > 192:
             most = MAX_RANGED_WIDE_BLOCK_KV
         is_grouped = head_group(p.q_heads, p.kv_heads) > 1
         # With a cap, blocks of 128 keys spill 96 bytes, too.
