@@ -130,7 +130,6 @@ def attention(
         outside `key`; `ikbo_jax.debug.check_index` finds them.
       scale: factor of the scores, a number that is finite in float32; None means 1 / sqrt(H).
       logit_cap: bound of the scores before the softmax, a number above 0; None: there is none.
-        Calls with a cap run in XLA.
       key_value_seq_lengths: [U] int32, the number of valid keys of every user, values in [0, S]
         (others are clamped; `ikbo_jax.debug.check_lengths` finds them); None means S for every
         user. Keys and values past the length have no effect.
@@ -297,6 +296,7 @@ def _run_kernel(call: _Call, plan: dispatch.Plan, arrays: Arrays) -> _Results:
         index,
         lengths,
         scale=call.scale,
+        logit_cap=call.logit_cap,
         targets=targets,
         return_residuals=call.return_residuals,
         config=plan.config,
@@ -318,11 +318,10 @@ class _Attention(Op[_Call, Arrays, _Results]):
     choose_gradient = staticmethod(attention_backward.choose)
 
     def problem(self, call: _Call, arrays: Arrays) -> AttentionProblem:
-        problem = attention_backward.problem_of(arrays)
+        problem = attention_backward.problem_of(arrays, call.logit_cap)
         # One candidate is sorted, and so are the candidates of one user.
         is_sorted = call.indices_are_sorted or 1 in (problem.batch, problem.users)
-        has_cap = call.logit_cap is not None
-        return dataclasses.replace(problem, is_sorted=is_sorted, has_logit_cap=has_cap)
+        return dataclasses.replace(problem, is_sorted=is_sorted)
 
     def run(self, call: _Call, plan: dispatch.Plan, arrays: Arrays) -> _Results:
         if plan.implementation == "mosaic_gpu":
@@ -374,6 +373,7 @@ class _Attention(Op[_Call, Arrays, _Results]):
             settings = attention_backward.Settings(
                 call.request,
                 call.scale,
+                call.logit_cap,
                 call.indices_are_sorted,
                 dtype and jnp.dtype(dtype).name,
                 plan.backward_config,

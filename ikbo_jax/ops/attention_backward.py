@@ -26,6 +26,7 @@ class Settings:
     Attributes:
       request: the caller's `implementation`; a `config` is the forward kernel's and does not count.
       scale: of the scores.
+      logit_cap: of the scores, or None.
       indices_are_sorted: whether `cand_to_user` is sorted.
       dtype: name of the dtype of the gradients of key and value; None means the inputs'.
       config: the kernel's configuration; None if XLA computes the gradient.
@@ -33,6 +34,7 @@ class Settings:
 
     request: dispatch.Request
     scale: float
+    logit_cap: float | None
     indices_are_sorted: bool
     dtype: str | None
     config: AttentionBackwardConfig | None
@@ -78,6 +80,7 @@ def _by_xla(settings: Settings, operands: Operands) -> Gradients:
         d_lse,
         ranges=arrays.ranges,
         scale=settings.scale,
+        logit_cap=settings.logit_cap,
         dtype=settings.dtype,
     )
 
@@ -90,7 +93,7 @@ def _run_batched(settings: Settings, size: int, batched: Operands, operands: Ope
     # more memory than the results.
     arrays = attention_vmap.fold(size, batched.arrays, operands.arrays, fold_users=True)
     rows = jax.tree.map(functools.partial(concatenate, size), operands[1:], batched[1:])
-    config, _ = choose(settings.request, problem_of(arrays))
+    config, _ = choose(settings.request, problem_of(arrays, settings.logit_cap))
     folded = dataclasses.replace(settings, config=config)
     return unstack(size, GRADIENT.vmappable(folded, Operands(arrays, *rows)))
 
@@ -107,6 +110,7 @@ def _run(settings: Settings, operands: Operands) -> Gradients:
     launch = functools.partial(
         kernel.attention_backward_kernel,
         scale=settings.scale,
+        logit_cap=settings.logit_cap,
         indices_are_sorted=is_sorted,
         config=settings.config,
         num_sms=settings.request.num_sms,
@@ -120,10 +124,10 @@ def _run(settings: Settings, operands: Operands) -> Gradients:
 GRADIENT = Gradient(_run, _run_batched, _pull_back)
 
 
-def problem_of(arrays: Arrays) -> AttentionProblem:
+def problem_of(arrays: Arrays, logit_cap: float | None) -> AttentionProblem:
     """Reads the forward problem of a call."""
     batch, q_len, q_heads, width = arrays.query.shape
     users, kv_len, kv_heads, _ = arrays.key.shape
     sizes = batch, users, q_len, kv_len, q_heads, kv_heads, width
-    dtype, has_ranges = str(arrays.query.dtype), arrays.ranges is not None
-    return AttentionProblem(*sizes, dtype=dtype, has_ranges=has_ranges)
+    kinds = {"has_ranges": arrays.ranges is not None, "has_logit_cap": logit_cap is not None}
+    return AttentionProblem(*sizes, dtype=str(arrays.query.dtype), **kinds)

@@ -83,7 +83,7 @@ def gdpa(
       output_scale: factor of the result, a number that is finite in float32; or [batch] float32, a
         factor for the rows of every query sequence, such as 1 / length.
       logit_cap: bound of the scores before the activation, a number above 0; None: there is none.
-        Calls with a cap run in XLA.
+        Its tanh is exact, unless `approx` approximates the tanh of all heads' activations.
       q_to_kv: [batch] int32, the key-value sequence of every query sequence (the user of a
         candidate), values in [0, batch_kv), in any order. None pairs query sequence b with
         key-value sequence b; then batch_kv = batch. Values outside the range are clamped to it;
@@ -96,8 +96,8 @@ def gdpa(
       mask: which keys of its sequence a row sees, by `ikbo_jax.masks.causal`, `hstu` or
         `intervals`; None: all. The last query of a sequence has the position of the last key, so
         queries shorter than keys are the end of their sequence. A row that sees nothing has result
-        0, and its gradients are 0. The kernels take masks without a softmax at H = 64, 96 and 128,
-        forward and for gradients; other calls with a mask run in XLA.
+        0, and its gradients are 0. The kernels take masks at H = 64, 96 and 128, forward and for
+        gradients; other calls with a mask run in XLA.
       implementation: None takes the kernel wherever it can run, unless a near row of the dispatch
         table prefers XLA; "mosaic_gpu" or "xla" take that one or raise. The kernel takes bfloat16
         and float16, H = 64, 96, 128 and 256, and every activation, but a softmax only in all heads.

@@ -94,6 +94,7 @@ def kernel_vjp(
         "scale": settings.scale,
         "output_scale": settings.output_scale,
         "num_sms": num_sms,
+        "logit_cap": settings.logit_cap,
         "statistics": of_rows,
         "masks": masks,
         "interpret": interpret,

@@ -26,6 +26,8 @@ from ikbo_jax.problems.problem import (
 #: accumulator, scores and probabilities exceed a consumer thread's 240 registers and spill.
 MAX_BLOCK_KV = {64: 128, 96: 128, 128: 128, 192: 64, 256: 64}
 HEAD_DIMS = tuple(MAX_BLOCK_KV)
+#: Widest heads whose kernel takes a cap with `reuse`: it spills 32 bytes at H = 256.
+MAX_CAPPED_REUSE_WIDTH = 128
 #: Words of a descriptor in shared memory: words that both consumers read, and three per consumer.
 ITEM_WORDS = 16
 #: Words of a consumer's flags: whether any flag is set, and a flag for each group of consecutive
@@ -98,6 +100,8 @@ class AttentionConfig(FlashConfig):
                 f"reuse needs all keys to fit k_stages and v_stages, but S={problem.kv_len} and "
                 f"{stages} stages hold {stages * self.block_kv}"
             )
+        if self.reuse and problem.has_logit_cap and problem.head_dim > MAX_CAPPED_REUSE_WIDTH:
+            return f"reuse takes no logit_cap at H={problem.head_dim}"
         if self.reuse and self.one_user:
             return f"a list of tiles does not support reuse, but config is {self}"
         return hopper.why_not_smem(self, self.smem_bytes(problem.head_dim), problem.head_dim)
@@ -181,9 +185,7 @@ class AttentionProblem(AttentionSizes):
         return " ".join((super().describe(), *(word for word, has in words.items() if has)))
 
     def why_not_scores(self) -> str | None:
-        """Why no kernel can run the problem, with ranges or a cap; None if it has neither."""
-        if self.has_logit_cap:
-            return "logit_cap runs in XLA"
+        """Why no kernel can run the problem, if it has ranges; None if it has none."""
         return "key_value_ranges run in XLA" if self.has_ranges else None
 
     @classmethod

@@ -79,7 +79,7 @@ def why_not_operands(problem: Any, block_kv: int, max_block_kv: Mapping[int, int
 
 
 def why_not_users(problem: Any) -> str | None:
-    """Checks ranges, a cap, and numbers of users, keys and heads, of an `AttentionProblem`."""
+    """Checks ranges, and numbers of users, keys and heads, of an `AttentionProblem`."""
     if reason := problem.why_not_scores():
         return str(reason)
     if problem.kv_len < 1 or problem.users < 1:

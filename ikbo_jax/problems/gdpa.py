@@ -101,13 +101,14 @@ class GdpaShared(NamedTuple):
     key: Any  # ring of [column blocks, block_kv, 64]
     value: Any  # likewise
     staging: Any  # [2, 64, columns], only under interpretation
+    row_values: Any  # [2, 64] f32, likewise
 
 
 @dataclasses.dataclass(frozen=True)
 class GdpaConfig(FlashConfig):
     """Tuning parameters of the forward kernel, besides the rings.
 
-    With softmax only block_kv, stages, q_slots and late_turns apply.
+    With softmax and no mask, only block_kv, stages, q_slots and late_turns apply.
 
     Attributes:
       run: number of neighbouring tiles that a CTA processes in sequence, head by head. It keeps
@@ -133,7 +134,8 @@ class GdpaConfig(FlashConfig):
     def shared(self, head_dim: int, has_mask: bool = False) -> GdpaShared:
         words = ITEM_WORDS + MASK_WORDS * has_mask
         items = memory.descriptors(self.q_slots + EXTRA_ITEM_SLOTS, words)
-        return GdpaShared(items=items, **self.rings(head_dim))
+        row_values = memory.Staging((hopper.NUM_CONSUMERS, hopper.WGMMA_M), "float32")
+        return GdpaShared(items=items, row_values=row_values, **self.rings(head_dim))
 
     @property
     def for_softmax(self) -> AttentionConfig:
@@ -143,12 +145,14 @@ class GdpaConfig(FlashConfig):
         )
 
     def illegal_reason(self, problem: GdpaProblem) -> str | None:
-        if reason := problem.why_not_logit_cap() or self.why_not_tiles(problem, MAX_BLOCK_KV):
+        has_cap = problem.has_logit_cap and SOFTMAX not in problem.activations
+        if has_cap and (reason := self._why_not_plain(problem, "logit_cap")):
+            return reason
+        if reason := self.why_not_tiles(problem, MAX_BLOCK_KV):
             return reason
         if reason := problem.why_not_softmax:
             return reason
-        has_softmax = SOFTMAX in problem.activations
-        if problem.mask and (reason := self._why_not_masked(problem)):
+        if problem.mask and (reason := self._why_not_plain(problem, "mask")):
             return reason
         if self.half_blocks and self.block_kv % (2 * WGMMA_K):
             return (
@@ -159,25 +163,26 @@ class GdpaConfig(FlashConfig):
             return f"run must be at least 1, but is {self.run}"
         switches = ("skip_empty", "half_blocks", "tickets")
         enabled = [name for name in switches if getattr(self, name)]
-        if has_softmax and (self.run > 1 or enabled):
+        if problem.is_attention and (self.run > 1 or enabled):
             return (
                 f"softmax needs run=1 and none of {', '.join(switches)}, "
                 f"but the config has run={self.run} and {', '.join(enabled) or 'none of them'}"
             )
-        smem_bytes = (self.for_softmax if has_softmax else self).smem_bytes(problem.head_dim)
-        return hopper.why_not_smem(self, smem_bytes, problem.head_dim)
+        launched = self.for_softmax if problem.is_attention else self
+        return hopper.why_not_smem(self, launched.smem_bytes(problem.head_dim), problem.head_dim)
 
-    def _why_not_masked(self, problem: GdpaProblem) -> str | None:
-        """Why the kernel cannot run a problem that has a mask; None if it can."""
-        if SOFTMAX in problem.activations:
-            return f"masks with a softmax run in XLA, and the call has mask={problem.mask}"
+    def _why_not_plain(self, problem: GdpaProblem, cause: str) -> str | None:
+        """Why a problem's `cause` does not allow this configuration or its heads; None if it does.
+
+        With a cap, ptxas serialises the products of some kernels with `half_blocks` (C7513).
+        """
         enabled = [name for name in ("skip_empty", "half_blocks") if getattr(self, name)]
         if self.run > 1 or enabled:
             return (
-                "a mask needs run=1, no skip_empty and no half_blocks, "
+                f"a {cause} needs run=1, no skip_empty and no half_blocks, "
                 f"but the config has run={self.run} and {', '.join(enabled) or 'none of them'}"
             )
-        kernel = "kernel with masks takes"
+        kernel = f"kernel with a {cause} takes"
         return hopper.why_not_head_dim(problem.head_dim, MASKED_HEAD_DIMS, kernel)
 
 
@@ -192,14 +197,20 @@ class GdpaProblem(GdpaSizes):
     op: ClassVar[str] = "gdpa"
     config_type: ClassVar[type] = GdpaConfig
 
+    @property
+    def is_attention(self) -> bool:
+        """Whether the attention kernel computes it: a softmax without a mask."""
+        return SOFTMAX in self.activations and not self.mask
+
     @classmethod
     def config_type_of(cls, fields: Mapping[str, Any]) -> type[Config]:
         return ShortGdpaConfig if "tile_rows" in fields else GdpaConfig
 
     def rank(self) -> Iterator[Ranked]:
         """Yields the legal configurations of both kernels, the most promising first, by rules."""
-        if self.mask:
-            yield from by_rule(self._masked_configs(), "the kernel with masks")
+        if self.mask or (self.has_logit_cap and SOFTMAX not in self.activations):
+            kernel = "the kernel with masks" if self.mask else "the kernel with a logit_cap"
+            yield from by_rule(self._masked_configs(), kernel)
             return
         reason = short_gdpa.why_preferred(self)
         short = itertools.islice(short_gdpa.candidate_configs(self), MAX_SHORT_CONFIGS)
@@ -239,12 +250,14 @@ class GdpaProblem(GdpaSizes):
     def _masked_configs(self) -> Iterator[GdpaConfig]:
         """Yields the legal configurations of the kernel with masks, the most promising first.
 
-        If keys and values are more than a group's, tickets let tiles be sorted by groups.
+        If keys and values are more than a group's, tickets let tiles be sorted by groups. A softmax
+        has early turns: 828 us at 8,192 keys, causal, instead of 836, and as long at 1,024 (H100).
         """
         key_bytes = self.kv_rows * self.kv_heads * self.head_dim * 2 * 2
         tickets = self.prefers_tickets or key_bytes > GROUP_BYTES
+        late_turns = SOFTMAX not in self.activations
         for block_kv, ring in itertools.product((128, 64), ((2, 3, 2), (2, 2, 2), (2, 2, 1))):
-            config = GdpaConfig(block_kv, *ring, late_turns=True, tickets=tickets)
+            config = GdpaConfig(block_kv, *ring, late_turns=late_turns, tickets=tickets)
             if config.illegal_reason(self) is None:
                 yield config
 
@@ -282,8 +295,7 @@ class GdpaProblem(GdpaSizes):
         mean = self._mean_lengths()[1]
         is_long_tailed = (self.max_seqlen_kv or 0) > LONG_TAIL * mean
         rounds = short_gdpa.work_items(self, TILE_ROWS) / NUM_SMS
-        has_softmax = SOFTMAX in self.activations
-        return is_long_tailed and not has_softmax and 1 < rounds <= TICKETS_MOST_ROUNDS
+        return is_long_tailed and not self.is_attention and 1 < rounds <= TICKETS_MOST_ROUNDS
 
     def keys_fit_stages(self, config: GdpaConfig) -> bool:
         """Whether all keys of a sequence fit the stages of both rings.

@@ -17,6 +17,9 @@ from ikbo_jax.problems.problem import Config, Ranked, by_rule
 #: exceed a consumer thread's 240 registers.
 MAX_BLOCKS = {64: (96, 128), 96: (64, 96), 128: (64, 96)}
 HEAD_DIMS = tuple(MAX_BLOCKS)
+#: Where the kernel for keys spills with a cap: with these activations, 16 to 48 bytes of a thread;
+#: with several activations, 80 bytes.
+SPILLING_CAPPED_WIDTHS, SPILLING_CAPPED = (128,), ("silu", "gelu_tanh")
 #: Number of slots for a tile's operands and results: the finished tile and the next one.
 SLOTS = 2
 #: Words of a tile's descriptor in shared memory, of which `gdpa_backward.context` names five: with
@@ -195,7 +198,7 @@ class GdpaBackwardTuning(Config):
         return GdpaBackwardConfig(self.key_block, self.key_stages)
 
     def illegal_reason(self, problem: GdpaSizes) -> str | None:
-        if reason := problem.why_not_logit_cap():
+        if reason := _why_not_capped(problem):
             return reason
         has_softmax = SOFTMAX in problem.activations
         if has_softmax and set(problem.activations) != {SOFTMAX}:
@@ -212,6 +215,20 @@ class GdpaBackwardTuning(Config):
         return self.query.illegal_reason(*sizes, num_results=1, **kinds) or self.key.illegal_reason(
             *sizes, num_results=2, **kinds
         )
+
+
+def _why_not_capped(problem: GdpaSizes) -> str | None:
+    """Why the kernels cannot compute gradients through a cap; None if they can, or have none."""
+    names = set(problem.activations)
+    if not problem.has_logit_cap or problem.head_dim not in SPILLING_CAPPED_WIDTHS:
+        return None
+    if len(names) > 1 or (problem.approx is None and names & set(SPILLING_CAPPED)):
+        return (
+            f"with a logit_cap at H={problem.head_dim}, the backward kernels take one activation, "
+            f"and {' and '.join(SPILLING_CAPPED)} if they are approximate, but activation is "
+            f"{', '.join(problem.activations)} with approx={problem.approx}"
+        )
+    return None
 
 
 def _default_tuning(head_dim: int) -> GdpaBackwardTuning:

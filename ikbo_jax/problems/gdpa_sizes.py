@@ -67,8 +67,8 @@ class GdpaSizes(Problem):
     has_logit_cap: bool = False
 
     def why_not_logit_cap(self) -> str | None:
-        """Why no kernel can run the problem, if it has a cap; None if it has none."""
-        return "logit_cap runs in XLA" if self.has_logit_cap else None
+        """Why a kernel that takes no caps cannot run the problem; None if it can."""
+        return "the kernel for short sequences takes no logit_cap" if self.has_logit_cap else None
 
     def why_not_mask(self) -> str | None:
         """Why a kernel that takes no masks cannot run the problem; None if it can."""

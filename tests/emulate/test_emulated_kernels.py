@@ -59,7 +59,7 @@ def attend_backward(
         results = attention_backward_kernel(
             *inputs,
             *tensors,
-            scale=case.scale,
+            **case.of_scores,
             indices_are_sorted=case.shape.index == "sorted",
             config=case.config,
             num_sms=num_sms,
@@ -78,8 +78,8 @@ def _gdpa(sm90: emulator.Emulator, case: gdpa.Case, seed: int) -> None:
 def _gdpa_masks(sm90: emulator.Emulator, case: gdpa_masks.Case, seed: int) -> None:
     arrays = problems_gdpa.make_arrays(case.shape, case.dtype)
     with sm90.emulated(seed):
-        out = gdpa_masks.attend(case, arrays)
-    gdpa_masks.assert_correct(out, case, arrays)
+        results = gdpa_masks.attend(case, arrays)
+    gdpa_masks.assert_correct(results, case, arrays)
 
 
 def _gdpa_backward(sm90: emulator.Emulator, case: gdpa_backward.Case, seed: int) -> None:
@@ -172,7 +172,10 @@ CHOSEN = {
         *("softmax_gaps", "short_found", "short_found_bounded", "short_found_pma"),
         *("short_found_pffn", "short_found_pma_32"),
     ],
-    "gdpa_masks": ["targets", "skipped", "window_h96_f16"],
+    "gdpa_masks": [
+        *("targets", "skipped", "window_h96_f16"),
+        *("softmax_window_h96_f16", "softmax_skipped", "softmax_intervals"),
+    ],
     "gdpa_backward": [
         "indexed_in_parts",
         "softmax_gaps",

@@ -20,7 +20,6 @@ from ikbo_jax.reference.gdpa import Arrays
 
 pytestmark = pytest.mark.gpu
 
-NAMES = [name for name in ACTIVATIONS if name != "softmax"]
 LENGTHS = (300, 1, 0, 129, 64, 700, 128, 65)
 SELF = Shape(LENGTHS, LENGTHS, 2, 1, 128, before=2, after=131)
 SHAPES = {
@@ -54,22 +53,24 @@ def check(shape: Shape, case: problems_masks.Case, activation: Any, **options: A
     np.testing.assert_array_equal(out, run(arrays, case.mask))
 
 
+@pytest.mark.parametrize("activation", ["silu", "softmax"])
 @pytest.mark.parametrize("name", problems_masks.cases(SELF))
 @pytest.mark.parametrize("shape", SHAPES)
-def test_gdpa_every_mask_and_shape(shape: str, name: str) -> None:
-    check(SHAPES[shape], problems_masks.cases(SHAPES[shape])[name], "silu")
+def test_gdpa_every_mask_and_shape(shape: str, name: str, activation: str) -> None:
+    check(SHAPES[shape], problems_masks.cases(SHAPES[shape])[name], activation)
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-@pytest.mark.parametrize("activation", NAMES)
+@pytest.mark.parametrize("activation", ACTIVATIONS)
 def test_gdpa_every_masked_activation_and_dtype(activation: str, dtype: str) -> None:
     check(SELF, problems_masks.cases(SELF)["groups"], activation, dtype=dtype)
 
 
+@pytest.mark.parametrize("activation", ["gelu_tanh", "softmax"])
 @pytest.mark.parametrize("config", CONFIGS)
 @pytest.mark.parametrize("name", ["causal", "two_intervals"])
-def test_gdpa_every_kind_of_masked_config(name: str, config: str) -> None:
-    check(SELF, problems_masks.cases(SELF)[name], "gelu_tanh", config=CONFIGS[config])
+def test_gdpa_every_kind_of_masked_config(name: str, config: str, activation: str) -> None:
+    check(SELF, problems_masks.cases(SELF)[name], activation, config=CONFIGS[config])
 
 
 def with_gradients(arrays: Arrays, mask: Any, activation: str) -> tuple[jax.Array, Any]:
@@ -87,7 +88,8 @@ shape = problems_gdpa.Shape((0, 70, 5, 130), (40, 90, 129, 130), 2, 1, 128, befo
 arrays = problems_gdpa.make_arrays(shape)
 for name in ("window", "targets", "two_intervals"):
     mask = problems_masks.cases(shape)[name].mask
-    jax.block_until_ready(suite.with_gradients(arrays, mask, "silu"))
+    for activation in ("silu", "softmax"):
+        jax.block_until_ready(suite.with_gradients(arrays, mask, activation))
 print("FINISHED")
 """
 test_masks_sanitizer = on_gpu.sanitizer_test(SANITIZED)
@@ -98,6 +100,7 @@ def test_masks_soak() -> None:
     """Launches with every mask in random order give the bits of their first launch."""
     arrays, cases = problems_gdpa.make_arrays(SELF), []
     for case in problems_masks.cases(SELF).values():
-        run = jax.jit(functools.partial(with_gradients, mask=case.mask, activation="silu"))
-        cases.append((run, arrays, run(arrays)))
+        for activation in ("silu", "softmax"):
+            run = jax.jit(functools.partial(with_gradients, mask=case.mask, activation=activation))
+            cases.append((run, arrays, run(arrays)))
     on_gpu.soak(cases)

@@ -76,7 +76,13 @@ CASES = {
     ),
     "t1_fewer_keys_than_a_block": Case((0, -5, 0, -(2**31), 0, 1, 2, 2**31 - 1), 5, q_len=1),
     "t3_packed_gqa_lengths": Case(
-        (1, 0, -5, 2**31 - 1, 0) * 9, 40, q_len=3, heads=(2, 1), lengths=(5, 40), is_packed=True
+        (1, 0, -5, 2**31 - 1, 0) * 9,
+        40,
+        q_len=3,
+        heads=(2, 1),
+        lengths=(5, 40),
+        logit_cap=1.5,
+        is_packed=True,
     ),
     "t100_packed_one_slot": Case(
         (2, 0, 1), 33, q_len=100, users=3, config=ONE_SLOT, num_sms=2, is_packed=True
@@ -147,6 +153,7 @@ def interpret(inputs: problems.AttentionInputs, case: Case) -> tuple[jax.Array, 
     run = functools.partial(
         kernel.attention_kernel,
         scale=case.scale,
+        logit_cap=case.logit_cap,
         return_residuals=True,
         config=case.config,
         num_sms=case.num_sms,
@@ -177,8 +184,9 @@ def assert_correct(
 
     What is plain of the inputs in their own dtype rounds the weights, as the kernel does.
     """
-    oracle, oracle_lse = problems.numpy_attention_oracle(inputs, scale=case.scale)
-    plain = problems.numpy_attention_of_rounded_weights(inputs, scale=case.scale)
+    of_scores: dict[str, Any] = {"scale": case.scale, "logit_cap": case.logit_cap}
+    oracle, oracle_lse = problems.numpy_attention_oracle(inputs, **of_scores)
+    plain = problems.numpy_attention_of_rounded_weights(inputs, **of_scores)
     out, lse = map(np.asarray, results)
     problems.assert_within_error_rule(out[where], oracle[where], plain[where])
     np.testing.assert_allclose(lse[where], oracle_lse[where], rtol=1e-5, atol=1e-5)

@@ -37,6 +37,11 @@ class Case:
     dtype: str = "bfloat16"
     has_d_lse: bool = True
     sum_dtype: str | None = None
+    logit_cap: float | None = None
+
+    @property
+    def of_scores(self) -> dict[str, Any]:
+        return {"scale": self.scale, "logit_cap": self.logit_cap}
 
     @property
     def scale(self) -> float:
@@ -72,6 +77,7 @@ CASES = {
     "two_launches": Case(
         AttentionShape(3, 5, 21, 100, 2, 1, 64, "gaps", "ragged"),
         Config(32, d_query="launch", block_kv=32, kv_stages=2),
+        logit_cap=1.5,
     ),
     "two_launches_h96_f16": Case(
         AttentionShape(2, 3, 64, 129, 1, 1, 96), Config(64, d_query="launch"), "float16"
@@ -109,6 +115,7 @@ CASES = {
     "stored_grouped_heads": Case(
         AttentionShape(3, 5, 21, 100, 2, 1, 64, "gaps", "ragged"),
         Config(32, d_query="stored", kv_stages=2),
+        logit_cap=1.5,
     ),
     "stored_h128_f16": Case(
         AttentionShape(2, 4, 40, 200, 1, 1, 128, "unsorted", "ragged"),
@@ -192,16 +199,18 @@ ADDED_BY_LAUNCH = {
 
 # One program instead of one for each operation; its conversions round.
 @functools.partial(
-    jax.jit, static_argnums=1, compiler_options={"xla_allow_excess_precision": False}
+    jax.jit, static_argnums=(1, 2), compiler_options={"xla_allow_excess_precision": False}
 )
-def forward(inputs: AttentionInputs, scale: float) -> tuple[jax.Array, jax.Array]:
-    return attention.materialised(*inputs, scale=scale)
+def forward(
+    inputs: AttentionInputs, scale: float, logit_cap: float | None = None
+) -> tuple[jax.Array, jax.Array]:
+    return attention.materialised(*inputs, scale=scale, logit_cap=logit_cap)
 
 
 def make(case: Case) -> tuple[AttentionInputs, tuple[Any, ...]]:
     """Inputs, and (out, lse, d_out, d_lse)."""
     inputs = problems.make_attention_inputs(case.shape, case.dtype)
-    out, lse = forward(inputs, case.scale)
+    out, lse = forward(inputs, case.scale, case.logit_cap)
     rng = np.random.default_rng(1)
     d_out = problems.random_array(rng, out.shape, case.dtype)
     d_lse = problems.random_array(rng, lse.shape, "float32") if case.has_d_lse else None
@@ -213,7 +222,7 @@ def gradients(inputs: AttentionInputs, tensors: tuple[Any, ...], case: Case) -> 
     return attention_backward_kernel(
         *inputs,
         *tensors,
-        scale=case.scale,
+        **case.of_scores,
         indices_are_sorted=case.shape.index == "sorted",
         config=case.config,
         num_sms=1,
@@ -224,28 +233,26 @@ def gradients(inputs: AttentionInputs, tensors: tuple[Any, ...], case: Case) -> 
 
 # Its conversions round.
 @functools.partial(
-    jax.jit, static_argnums=(2, 3), compiler_options={"xla_allow_excess_precision": False}
+    jax.jit, static_argnums=2, compiler_options={"xla_allow_excess_precision": False}
 )
-def plain(
-    inputs: AttentionInputs, tensors: tuple[Any, ...], scale: float, dtype: str | None = None
-) -> Any:
+def plain(inputs: AttentionInputs, tensors: tuple[Any, ...], case: Case) -> Any:
     """What plain jnp makes of the arrays in their own dtype."""
-    return attention_grouped.decomposed_vjp(*inputs, *tensors[2:], scale=scale, dtype=dtype)
+    run = functools.partial(attention_grouped.decomposed_vjp, **case.of_scores)
+    return run(*inputs, *tensors[2:], dtype=case.sum_dtype)
 
 
-def expected(inputs: AttentionInputs, tensors: tuple[Any, ...], scale: float) -> Any:
+def expected(inputs: AttentionInputs, tensors: tuple[Any, ...], case: Case) -> Any:
     """Gradients in f64."""
     _, lse, d_out, d_lse = tensors
     d_lse = jnp.zeros_like(lse) if d_lse is None else d_lse
-    return problems.numpy_attention_gradients(inputs, d_out, d_lse, scale=scale)
+    return problems.numpy_attention_gradients(inputs, d_out, d_lse, **case.of_scores)
 
 
 def assert_correct(
     results: Any, inputs: AttentionInputs, tensors: tuple[Any, ...], case: Case
 ) -> None:
     """Holds every gradient to the error rule, against the oracle in f64."""
-    want = expected(inputs, tensors, case.scale)
-    rounded = plain(inputs, tensors, case.scale, case.sum_dtype)
+    want, rounded = expected(inputs, tensors, case), plain(inputs, tensors, case)
     for result, w, p in zip(results, want, rounded, strict=True):
         problems.assert_within_error_rule(np.asarray(result), w, np.asarray(p))
 
@@ -302,7 +309,7 @@ def test_interpreted_nan_of_one_user_stays_there(
     )
     results = gradients(spoiled, (out, lse, jnp.asarray(d_out), tensors[3]), case)
     assert not launches.with_races
-    want, rounded = expected(inputs, tensors, case.scale), plain(inputs, tensors, case.scale)
+    want, rounded = expected(inputs, tensors, case), plain(inputs, tensors, case)
     for result, w, p, others in zip(results, want, rounded, ([0, 3], [0, 2], [0, 2]), strict=True):
         actually, plainly = np.asarray(result), np.asarray(p)
         problems.assert_within_error_rule(actually[others], w[others], plainly[others])

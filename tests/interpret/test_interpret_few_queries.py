@@ -90,7 +90,14 @@ CASES = {
     # Parts of the keys.
     "split": Case((0, 0, 1), 75, config=SPLIT),
     "split_lengths_gqa": Case(
-        (0, 1, 1, 2), 90, users=3, q_len=3, heads=(4, 2), lengths=(0, 90, 20), config=SPLIT
+        (0, 1, 1, 2),
+        90,
+        users=3,
+        q_len=3,
+        heads=(4, 2),
+        lengths=(0, 90, 20),
+        logit_cap=1.5,
+        config=SPLIT,
     ),
     # An index that is not sorted.
     "unsorted": Case((1, 0, 0, 2, 1, 0, 0), 40, users=3, q_len=2, num_sms=2),
@@ -240,6 +247,7 @@ def interpret(inputs: problems.AttentionInputs, case: Case) -> tuple[jax.Array, 
     run = functools.partial(
         few_queries_kernel,
         scale=case.scale,
+        logit_cap=case.logit_cap,
         targets=targets,
         return_residuals=True,
         config=case.config,

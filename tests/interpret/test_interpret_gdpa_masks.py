@@ -25,7 +25,7 @@ from ikbo_jax.pallas.worklist import by_xla, lists
 from ikbo_jax.pallas.worklist.lists import Offsets
 from ikbo_jax.problems import GdpaConfig
 from ikbo_jax.problems.hopper import TILE_ROWS
-from ikbo_jax.reference.gdpa import out_shape
+from ikbo_jax.reference.gdpa import Settings, out_shape
 
 pytestmark = [pytest.mark.usefixtures("on_cpu"), pytest.mark.slow]
 
@@ -40,6 +40,11 @@ class Case:
     config: GdpaConfig = TWO_SLOTS
     num_sms: int = 1
     dtype: str = "bfloat16"
+    logit_cap: float | None = None
+
+    @property
+    def settings(self) -> Settings:
+        return problems_gdpa.make_settings(self.shape, self.activation, logit_cap=self.logit_cap)
 
 
 def of(q_lens: Any, kv_lens: tuple[int, ...], **rest: Any) -> Shape:
@@ -78,14 +83,35 @@ CASES = {
         causal(),
         "gelu_tanh",
         dataclasses.replace(TWO_SLOTS, tickets=True),
+        logit_cap=1.5,
     ),
     "pooled": Case(of(5, (40, 3)), intervals_case(of(5, (40, 3)), 2), "relu_squared"),
+    # A softmax: the first blocks of a tile are hidden for some of its rows, or for all of them.
+    "softmax": Case(of((150, 20), (150, 20)), causal(), "softmax"),
+    "softmax_window_h96_f16": Case(
+        PREFIX._replace(head_dim=96), causal(9), "softmax", ONE_SLOT, num_sms=2, dtype="float16"
+    ),
+    "softmax_targets": Case(
+        of((140, 0, 33), (140, 0, 33)),
+        problems_masks.hstu_case((70, 0, 9), 3, window=40, full_tail=8),
+        "softmax",
+        dataclasses.replace(TWO_SLOTS, tickets=True, k_stages=3, late_turns=True),
+        logit_cap=1.5,
+    ),
+    "softmax_skipped": Case(
+        of((300,), (300,)),
+        problems_masks.hstu_case((230,), 3, window=20, target_group_size=3, causal=False),
+        "softmax",
+        dataclasses.replace(TWO_SLOTS, tickets=True, k_stages=3, late_turns=True),
+    ),
+    "softmax_intervals": Case(SHARED, intervals_case(SHARED, 2), "softmax"),
+    "softmax_pooled": Case(of(5, (40, 3)), intervals_case(of(5, (40, 3)), 2), "softmax"),
 }
 
 
-def attend(case: Case, arrays: Any) -> jax.Array:
+def attend(case: Case, arrays: Any) -> tuple[jax.Array, jax.Array | None]:
     """Runs the kernel on tiles that XLA lists."""
-    settings = problems_gdpa.make_settings(case.shape, case.activation)
+    settings = case.settings
     masked = gdpa_mask.with_intervals(case.mask.mask, arrays, settings)
     masked, settings = gdpa_mask.with_rule(case.mask.mask, masked, settings)
     block_kv, offsets, found = case.config.block_kv, Offsets.of(masked, settings), None
@@ -105,18 +131,25 @@ def attend(case: Case, arrays: Any) -> jax.Array:
         output_scale=settings.output_scale,
         config=case.config,
         num_sms=case.num_sms,
+        logit_cap=settings.logit_cap,
         rule=settings.rule,
         seen=found,
+        return_residuals=True,
         interpret=PARAMS,
     )
 
 
-def assert_correct(out: jax.Array, case: Case, arrays: Any) -> None:
-    settings = problems_gdpa.make_settings(case.shape, case.activation)
+def assert_correct(results: tuple[jax.Array, jax.Array | None], case: Case, arrays: Any) -> None:
+    out, lse = results
+    settings = case.settings
     d_out = problems_gdpa.cotangent(arrays, settings)
     exact, _ = problems_masks.oracle(arrays, settings, d_out, case.mask.rule)
-    plain = problems_masks.attend(arrays, case.mask.mask, activation=case.activation)
+    options = {"activation": case.activation, "logit_cap": case.logit_cap}
+    plain = problems_masks.attend(arrays, case.mask.mask, **options)
     problems.assert_within_error_rule(out, exact, plain)
+    if case.activation == "softmax":
+        exact = problems_masks.lse(arrays, settings, case.mask.rule)
+        np.testing.assert_allclose(lse, exact, atol=1e-3, rtol=1e-5)
 
 
 @pytest.mark.sampled(2)
@@ -126,9 +159,20 @@ def test_interpreted_kernel_is_right_and_free_of_races(
 ) -> None:
     case = CASES[name]
     arrays = problems_gdpa.make_arrays(case.shape, case.dtype)
-    out = attend(case, arrays)
+    results = attend(case, arrays)
     launches.assert_no_races(1)
-    assert_correct(out, case, arrays)
+    assert_correct(results, case, arrays)
+
+
+def test_softmax_of_scores_of_any_size(launches: interpreter.Launches) -> None:
+    """Maxima grow between blocks, and are so large that they are subtracted before scaling."""
+    case = CASES["softmax"]
+    arrays = problems_gdpa.make_arrays(case.shape, case.dtype)
+    factors = 2.0 ** (np.arange(len(arrays.query)) % 41)[:, None, None]
+    arrays = arrays._replace(query=arrays.query * factors.astype(case.dtype))
+    results = attend(case, arrays)
+    launches.assert_no_races(1)
+    assert_correct(results, case, arrays)
 
 
 @pytest.mark.parametrize("reads", [False, True])
@@ -159,8 +203,9 @@ def test_blocks_that_no_row_sees_are_not_listed(reads: bool) -> None:
             assert words[0, lists.TILE_WORDS + lists.CUTS + 1] == 257 // 64
 
 
+@pytest.mark.parametrize("activation", ["silu", "softmax"])
 def test_the_op_runs_the_kernel(
-    launches: interpreter.Launches, monkeypatch: pytest.MonkeyPatch
+    activation: str, launches: interpreter.Launches, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Kernels compute the gradient, too."""
     case = CASES["targets"]
@@ -169,14 +214,14 @@ def test_the_op_runs_the_kernel(
     monkeypatch.setattr(dispatch, "hopper_unavailable_reason", lambda: None)
     monkeypatch.setattr(gdpa, "gdpa_forward", fake)
     monkeypatch.setattr(gdpa, "masked_tiles", by_xla.masked_tiles)
-    run = functools.partial(problems_masks.attend, mask=case.mask.mask, activation="silu")
+    run = functools.partial(problems_masks.attend, mask=case.mask.mask, activation=activation)
     (plan,) = ikbo.explain(run, arrays).plans
     assert isinstance(plan.config, GdpaConfig)
     assert plan.reason.endswith("the kernel with masks")
     assert "one kernel for queries" in plan.backward
     out = run(arrays)
     launches.assert_no_races(1)
-    settings = problems_gdpa.make_settings(case.shape, "silu")
+    settings = problems_gdpa.make_settings(case.shape, activation)
     d_out = problems_gdpa.cotangent(arrays, settings)
     exact, _ = problems_masks.oracle(arrays, settings, d_out, case.mask.rule)
     plain = run(arrays, implementation="xla")

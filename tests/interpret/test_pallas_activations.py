@@ -15,6 +15,7 @@ import numpy as np
 import problems_gdpa
 import pytest
 
+from ikbo_jax.pallas.activations import cap as caps
 from ikbo_jax.pallas.activations import slopes as gdpa_slopes
 from ikbo_jax.pallas.activations import values as kernel
 from ikbo_jax.pallas.activations import weights as gdpa_weights
@@ -163,9 +164,72 @@ def test_slopes_of_heads_that_differ_have_no_constants() -> None:
 
 def test_softmax_s_weights_are_at_most_1_where_lse_is_rounded_down() -> None:
     spec = gdpa_weights.ActivationSpec(("softmax",), None, 1.0, 1.0, has_f32_range=True)
-    ctx: Any = types.SimpleNamespace(shape=types.SimpleNamespace(activation=spec))
+    shape = types.SimpleNamespace(activation=spec)
+    ctx: Any = types.SimpleNamespace(shape=shape, interpret=True)
     lse, scores = jnp.float32([8, 8]), jnp.float32([[6.0, 5.0], [4.0, 3.0]])
-    found = softmax.weights(ctx, (lse, lse), scores, 0, 0)
+    found, _ = softmax.weights_and_slopes(ctx, (lse, lse), scores, 0, 0)
     expected = np.minimum(np.exp(scores) / 2.0**8, 1)
     assert np.count_nonzero(expected == 1) == 1
     np.testing.assert_allclose(found, expected, rtol=1e-5)
+
+
+# Caps.
+
+
+@pytest.mark.parametrize(("scale", "logit_cap"), [(0.3, 30.0), (-4.0, 0.5), (1e-3, 1e4)])
+def test_capped_scores_have_the_relative_error_that_the_module_states(
+    scale: float, logit_cap: float
+) -> None:
+    """Also near 0, where 1 - 2 / (exp(2x) + 1) alone would have none but absolute accuracy."""
+    small = np.geomspace(1e-30, 100, 64 * 64, dtype=np.float32)
+    scores = np.concatenate([GRID.ravel(), LARGE, small, -small])
+    back, cap = caps.scale_and_cap(scale, logit_cap, caps.Method.SMALL_EXACT)
+    found = np.asarray(caps.capped(cap, jnp.asarray(scores), interpret=True))
+    exact = np.tanh(scores.astype(np.float64) * scale / logit_cap)
+    assert back == logit_cap
+    assert np.all(np.abs(found - exact) <= 2.0**-18 * np.abs(exact) + 1e-37)
+
+
+@pytest.mark.parametrize("logit_cap", [1.0, 30.0, 256.0, 1e5])
+def test_a_softmax_s_capped_scores_keep_its_weights_below_their_rounding(logit_cap: float) -> None:
+    scale, cap = caps.scale_and_cap(0.3, logit_cap)
+    assert cap is not None
+    assert (cap.method is caps.Method.EXACT) == (logit_cap <= caps.MAX_EXACT_CAP)
+    small = np.geomspace(1e-6, 1e5, 64 * 64, dtype=np.float32)
+    scores = np.concatenate([GRID.ravel(), small, -small])
+    found = np.asarray(caps.capped(cap, jnp.asarray(scores), interpret=True)).astype(np.float64)
+    exact = np.tanh(scores.astype(np.float64) * 0.3 / logit_cap)
+    # Large caps have large scores: those lose as much by their own rounding to f32.
+    bound = np.maximum(2.0**-13, 2.0**-18 * np.abs(scale * exact))
+    assert np.all(np.abs(np.expm1(scale * (found - exact))) <= bound)
+
+
+def test_caps_take_any_number() -> None:
+    scores = jnp.float32([0.0, -0.0, np.inf, -np.inf, np.nan, 3.0, 1e20])
+    for scale, logit_cap in ((1.0, 30.0), (1e30, 1e-30), (1.0, 1e30)):
+        _, cap = caps.scale_and_cap(scale, logit_cap)
+        found = np.asarray(caps.capped(cap, scores, interpret=True))
+        np.testing.assert_array_equal(found[:2], 0)
+        assert not np.any(np.isfinite(found[2:5]))
+        np.testing.assert_allclose(found[6], np.tanh(1e20 * scale / logit_cap), rtol=1e-5)
+        np.testing.assert_allclose(found[5], np.tanh(3 * scale / logit_cap), rtol=1e-5)
+    assert caps.scale_and_cap(0.3, None) == (0.3, None)
+
+
+@pytest.mark.parametrize(("logit_cap", "has_f32_range"), [(2.0, True), (2.0, False), (5e3, True)])
+def test_capped_weights_and_slopes(logit_cap: float, has_f32_range: bool) -> None:
+    scale, scores = 0.3, np.concatenate([GRID[:, ::32].ravel(), LARGE, KINKS[2:4]])
+    inner = np.tanh(scores.astype(np.float64) * scale / logit_cap)
+    argument, slope = np.float32(logit_cap * inner), 1 - inner**2
+    d_weights = np.linspace(-2, 2, scores.size, dtype=np.float32)
+    for approx, name in PAIRS:
+        scales = scale, 1.0
+        spec = gdpa_weights.ActivationSpec.of((name,), approx, scales, has_f32_range, logit_cap)
+        expected = reference.elementwise(name, approx)
+        value, alone = expected.value(argument), result(spec, 0, scores)
+        close = functools.partial(np.testing.assert_allclose, err_msg=f"{name} {approx}")
+        atol = 2e-5 + 2.0**-6 * np.max(np.abs(argument)) * spec.is_packed
+        close(alone, value, rtol=2e-5, atol=atol)
+        with_slope, d_scores = gradients(spec, 0, scores, d_weights)
+        close(with_slope, value, rtol=2e-5, atol=2e-5)
+        close(d_scores, d_weights * expected.slope(argument) * slope, rtol=1e-4, atol=1e-4)

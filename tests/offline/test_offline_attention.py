@@ -70,6 +70,7 @@ class Case:
                 return_residuals=self.with_lse,
                 config=self.chosen,
                 num_sms=NUM_SMS,
+                logit_cap=30.0 if p.has_logit_cap else None,
             )
 
         shapes = operands(p, has_lengths=self.with_lengths)
@@ -91,6 +92,10 @@ CASES = {
     "h64_small": every_option(Case(AttentionProblem(1, 1, 1, 1, 1, 1, 64, "bfloat16"), Config())),
     "h256_t16": every_option(of(head_dim=256, q_len=16)),
     "h96_t100_one_slot_f16": every_option(of(ONE_SLOT, head_dim=96, q_len=100, dtype="float16")),
+    "h128_t1_capped": every_option(
+        of(Config(), q_len=1, q_heads=20, kv_heads=4, has_logit_cap=True)
+    ),
+    "h256_t16_capped": every_option(of(head_dim=256, q_len=16, has_logit_cap=True)),
     "h128_t5": every_option(of(Config(), q_len=5)),
     # Tiles of one user; what the list of tiles is.
     "h64_t1_one_user": of(Config(128, 4, 4, one_user=True), head_dim=64, q_len=1),

@@ -48,6 +48,7 @@ class Case:
     has_lengths: bool = True
     sum_dtype: str | None = None
     chunks: int = 1
+    logit_cap: float | None = None
 
     @property
     def problem(self) -> AttentionProblem:
@@ -57,6 +58,7 @@ class Case:
 
     def launch(self) -> tuple[Any, ...]:
         options = {"scale": 0.0884, "indices_are_sorted": True, "dtype": self.sum_dtype}
+        options["logit_cap"] = self.logit_cap
         return launch(self.problem, self.config, self.has_lengths, has_d_lse=True, **options)
 
 
@@ -64,6 +66,11 @@ CASES = {
     "h128": Case(Config(64)),
     "h128_f16_parts": Case(Config(64, d_query="parts"), dtype="float16", has_lengths=False),
     "h128_one_tile": Case(Config(64), kv_len=128),
+    "h128_few_queries_capped": Case(
+        Config(64, 2, d_query="parts"), q_len=1, q_heads=10, logit_cap=30.0
+    ),
+    "h128_two_launches_capped": Case(Config(64, 3, d_query="launch"), logit_cap=30.0),
+    "h256_stored_capped": Case(Config(48, 2, 1, "stored", 64, 3), 256, logit_cap=30.0),
     "h128_few_queries": Case(Config(16, 2, 2, d_query="parts"), q_len=1, q_heads=8),
     "h128_narrow": Case(Config(32, 2, 2), q_len=16),
     "h96_narrow": Case(Config(32, 2, 2), 96, q_len=16),

@@ -47,6 +47,7 @@ class Case:
                 return_residuals=self.with_options,
                 config=self.config,
                 num_sms=NUM_SMS,
+                logit_cap=30.0 if p.has_logit_cap else None,
                 targets=targets,
                 lists=self.lists,
             )
@@ -78,6 +79,8 @@ CASES = {
     "h128": of(128, Config(64, 1, 128, 2, 2)),
     "h96_gqa_split": of(96, Config(64, 2, 64, 5, 5), (8, 2)),
     "h128_gqa": of(128, Config(64, 1, 64, 4, 4), (8, 2)),
+    "h128_gqa_capped": of(128, Config(64, 1, 64, 4, 4), (20, 4), has_logit_cap=True),
+    "h256_capped": of(256, Config(64, 1, 64, 2, 2), has_logit_cap=True),
     "h128_gqa_plain": of(128, Config(64, 2, 32, 5, 5), (8, 2), with_options=False),
     # Keys and values that L2 does not hold: a user's row slots are neighbours.
     "h128_wide_neighbours": of(

@@ -41,6 +41,7 @@ DEFAULT = GdpaProblem(
 )
 NUM_SMS = 132
 SCALES = (0.125, 0.5)
+LOGIT_CAP = 30.0
 JAGGED = {"skip_empty": True, "half_blocks": True}
 RUNS = GdpaConfig(v_stages=2, q_slots=3, run=8, late_turns=True)
 
@@ -72,6 +73,7 @@ def launch(problem: GdpaProblem, config: Any, scales: tuple[float, float]) -> tu
             return short_gdpa.short_gdpa(
                 *operands, return_residuals=has_residuals, **activation, config=config, **options
             )
+        options["logit_cap"] = LOGIT_CAP if problem.has_logit_cap else None
         if is_softmax(problem):
             return attention.jagged_attention_kernel(
                 *operands, return_residuals=True, config=config.for_softmax, **options
@@ -114,6 +116,10 @@ CASES = {
         GdpaConfig(k_stages=3, v_stages=3, q_slots=1, **JAGGED), dtype="float16"
     ),
     "h96": of(scales=(1.0, 1.0), head_dim=96, approx="polynomial", activations=("gelu",)),
+    "capped_softmax": of(activations=("softmax",), kv_heads=2, has_logit_cap=True),
+    "capped_gelu_h64_f16": of(
+        activations=("gelu",), head_dim=64, dtype="float16", has_logit_cap=True
+    ),
     "softmax_h256_f16": of(activations=("softmax",), head_dim=256, dtype="float16", kv_heads=2),
 }
 

@@ -38,6 +38,7 @@ class Case:
     is_wide: bool = False
     config: Config | None = None
     has_mask: bool = False
+    logit_cap: float | None = None
 
     @property
     def chosen(self) -> Config:
@@ -65,6 +66,7 @@ class Case:
             "output_scale": 0.7,
             "config": self.chosen,
             "num_sms": 132,
+            "logit_cap": self.logit_cap,
         }
         options["out_dtype"] = jnp.float32 if self.is_wide else None
         options["is_for_keys"], kernel = self.is_for_keys, kernels.gradient_kernel
@@ -130,6 +132,20 @@ MASKED = {
     "queries_softmax_h64_masked": Case(False, 64, activations=SOFTMAX, has_mask=True),
 }
 CASES |= MASKED
+CAPPED = {
+    "keys_softmax_masked_capped": Case(
+        True, activations=SOFTMAX, kv_heads=2, has_mask=True, logit_cap=30.0
+    ),
+    "queries_softmax_masked_capped": Case(
+        False, activations=SOFTMAX, has_mask=True, logit_cap=30.0
+    ),
+    "keys_silu_tanh_masked_capped": Case(
+        True, activations=("silu",) * 4, approx="tanh", has_mask=True, logit_cap=30.0
+    ),
+    "keys_h96_mixed_f16_capped": Case(True, 96, activations=MIXED, dtype="float16", logit_cap=30.0),
+    "queries_gelu_tanh_masked_capped": Case(False, has_mask=True, logit_cap=30.0),
+}
+CASES |= CAPPED
 
 
 def table_cases() -> dict[str, Case]:

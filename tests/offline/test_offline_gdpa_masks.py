@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import offline
 import pytest
-from test_offline_gdpa import DEFAULT, NUM_SMS, SCALES
+from test_offline_gdpa import DEFAULT, LOGIT_CAP, NUM_SMS, SCALES
 
 from ikbo_jax.pallas.flash import gdpa
 from ikbo_jax.pallas.worklist import lists, masked
@@ -37,8 +37,10 @@ def launch(problem: GdpaProblem, config: GdpaConfig, rule: Rule | None) -> tuple
             output_scale=SCALES[1],
             config=config,
             num_sms=NUM_SMS,
+            logit_cap=LOGIT_CAP if problem.has_logit_cap else None,
             rule=rule,
             seen=seen,
+            return_residuals=True,
         )
 
     def integers(*shape: int) -> jax.ShapeDtypeStruct:
@@ -53,7 +55,7 @@ def launch(problem: GdpaProblem, config: GdpaConfig, rule: Rule | None) -> tuple
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize("rule", [Rule(), TARGETS, None], ids=["causal", "targets", "read"])
 @pytest.mark.parametrize("head_dim", [64, 96, 128])
-@pytest.mark.parametrize("activation", ["silu", "gelu", "relu", "gelu_tanh"])
+@pytest.mark.parametrize("activation", ["silu", "gelu", "relu", "gelu_tanh", "softmax"])
 def test_offline_masked_kernel_is_fit(
     activation: str, head_dim: int, rule: Rule | None, compiler: offline.Compiler
 ) -> None:
@@ -62,6 +64,28 @@ def test_offline_masked_kernel_is_fit(
     config = problem.default_config()
     (compiled,) = compiler.compile_fit(*launch(problem, config, rule))
     assert compiled.smem_bytes == config.smem_bytes(head_dim)
+
+
+@pytest.mark.sampled(2)
+@pytest.mark.parametrize(
+    ("activation", "approx", "head_dim", "rule"),
+    [
+        ("silu", None, 128, TARGETS),
+        ("gelu_tanh", None, 128, None),
+        ("gelu_tanh", "tanh", 64, TARGETS),
+        ("gelu", None, 96, Rule()),
+    ],
+)
+def test_offline_masked_kernel_with_a_cap_is_fit(
+    activation: str,
+    approx: str | None,
+    head_dim: int,
+    rule: Rule | None,
+    compiler: offline.Compiler,
+) -> None:
+    changes = {"activations": (activation,), "approx": approx, "head_dim": head_dim}
+    problem = dataclasses.replace(MASKED, **changes, has_logit_cap=True)
+    compiler.compile_fit(*launch(problem, problem.default_config(), rule))
 
 
 @pytest.mark.parametrize("rule", [Rule(), TARGETS], ids=["causal", "targets"])

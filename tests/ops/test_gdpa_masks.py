@@ -185,8 +185,11 @@ def test_explain_says_why_no_kernel_runs() -> None:
     assert plan.cuda.implementation == "mosaic_gpu"
     with pytest.raises(NotImplementedError, match="need a Hopper GPU"):
         attend(arrays, mask, implementation="mosaic_gpu")
-    (plan,) = ikbo.explain(functools.partial(attend, mask=mask, activation="softmax"), arrays).plans
-    assert "masks with a softmax run in XLA" in plan.cuda.reason
+    run = functools.partial(attend, mask=mask, activation="softmax")
+    (plan,) = ikbo.explain(run, arrays).plans
+    assert plan.cuda.implementation == "mosaic_gpu"
+    (plan,) = ikbo.explain(functools.partial(run, activation=ACTIVATIONS), arrays).plans
+    assert "softmax in all heads or in none" in plan.cuda.reason
 
 
 @pytest.mark.parametrize(

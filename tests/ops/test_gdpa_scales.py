@@ -18,6 +18,7 @@ from problems_gdpa import Shape
 from sharded_calls import mesh_of, on
 
 import ikbo_jax as ikbo
+from ikbo_jax.problems import GdpaConfig
 from ikbo_jax.reference.gdpa import Arrays, Settings
 
 SHAPES = {
@@ -152,14 +153,16 @@ def test_second_derivatives_of_capped_scores() -> None:
     chex.assert_trees_all_close(ours, theirs, atol=1e-4)
 
 
-def test_explain_says_that_a_cap_runs_in_xla() -> None:
-    arrays = problems_gdpa.make_arrays(SHAPES["self"]._replace(head_dim=64))
-    for activation in "silu", "softmax":
+def test_explain_says_which_kernels_take_a_cap() -> None:
+    for head_dim, activation in ((64, "silu"), (128, "softmax"), (128, "silu")):
+        arrays = problems_gdpa.make_arrays(SHAPES["self"]._replace(head_dim=head_dim))
         run = functools.partial(attend, scales=1.0, activation=activation, logit_cap=30.0)
         (plan,) = ikbo.explain(run, arrays).plans
         assert plan.sizes.endswith("logit_cap bfloat16")
-        assert "logit_cap runs in XLA" in plan.cuda.reason
-        assert plan.cuda.backward_config is None
+        assert isinstance(plan.cuda.config, GdpaConfig)
+        spills = head_dim == 128 and activation == "silu"
+        assert (plan.cuda.backward_config is None) == spills
+        assert ("with a logit_cap at H=128" in plan.cuda.backward) == spills
 
 
 @pytest.mark.parametrize(

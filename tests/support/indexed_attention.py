@@ -22,6 +22,7 @@ class IndexedAttention:
       heads: query heads and key heads.
       lengths: how many of a user's keys count; None: all.
       num_sms: how many CTAs share the work.
+      logit_cap: of the scores, or None.
     """
 
     index: tuple[int, ...]
@@ -33,6 +34,7 @@ class IndexedAttention:
     lengths: tuple[int, ...] | None = None
     num_sms: int = 1
     dtype: str = "bfloat16"
+    logit_cap: float | None = None
 
     @property
     def problem(self) -> AttentionProblem:

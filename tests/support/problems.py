@@ -239,6 +239,7 @@ class _Attended(NamedTuple):
       keys: [B, S + T_self, N, H]; those that do not exist are zeros.
       values: likewise.
       users: the user of each candidate.
+      slope: of the cap of scores, [B, T, N, S + T_self], or 1.
     """
 
     weights: np.ndarray
@@ -246,10 +247,15 @@ class _Attended(NamedTuple):
     keys: np.ndarray
     values: np.ndarray
     users: np.ndarray
+    slope: Any = 1
 
 
 def _attended(
-    inputs: AttentionInputs, scale: float, self_key: Any = None, self_value: Any = None
+    inputs: AttentionInputs,
+    scale: float,
+    self_key: Any = None,
+    self_value: Any = None,
+    logit_cap: float | None = None,
 ) -> _Attended:
     query, key, value, index, lengths = inputs.f64()
     users = np.clip(index, 0, key.shape[0] - 1)
@@ -266,7 +272,10 @@ def _attended(
     keys, values = of_candidates(key, self_key), of_candidates(value, self_value)
     is_own = np.ones((len(users), keys.shape[1] - key.shape[1]), bool)
     exists = np.concatenate((exists, is_own), axis=1)
-    scores = scale * np.einsum("btnh,bsnh->btns", query, keys)
+    scores, slope = scale * np.einsum("btnh,bsnh->btns", query, keys), 1
+    if logit_cap is not None:
+        inner = np.tanh(scores / logit_cap)
+        scores, slope = logit_cap * inner, 1 - inner**2
     scores = np.where(exists[:, None, None], scores, -np.inf)
     row_max = np.max(scores, axis=-1, keepdims=True, initial=-np.inf)
     row_max = np.where(row_max == -np.inf, 0, row_max)
@@ -274,23 +283,28 @@ def _attended(
     total = powers.sum(-1, keepdims=True)
     with np.errstate(divide="ignore"):
         lse = (row_max + np.log(total))[..., 0]
-    return _Attended(powers / np.where(total == 0, 1, total), lse, keys, values, users)
+    return _Attended(powers / np.where(total == 0, 1, total), lse, keys, values, users, slope)
 
 
 def numpy_attention_oracle(
-    inputs: AttentionInputs, *, scale: float, self_key: Any = None, self_value: Any = None
+    inputs: AttentionInputs, *, scale: float, **options: Any
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Broadcast attention in NumPy and f64: out [B, T, N, H] and lse [B, T, N]."""
-    weights, lse, _, values, _ = _attended(inputs, scale, self_key, self_value)
+    """Broadcast attention in NumPy and f64: out [B, T, N, H] and lse [B, T, N].
+
+    `options`: self_key, self_value and logit_cap.
+    """
+    weights, lse, _, values, *_ = _attended(inputs, scale, **options)
     return np.einsum("btns,bsnh->btnh", weights, values), lse
 
 
-def numpy_attention_of_rounded_weights(inputs: AttentionInputs, *, scale: float) -> np.ndarray:
+def numpy_attention_of_rounded_weights(
+    inputs: AttentionInputs, *, scale: float, logit_cap: float | None = None
+) -> np.ndarray:
     """Out, if weights are rounded to the inputs' dtype before they meet the values.
 
     The largest weight of a row is 1 then, and the sum that divides is that of exact weights.
     """
-    weights, _, _, values, _ = _attended(inputs, scale)
+    weights, _, _, values, *_ = _attended(inputs, scale, logit_cap=logit_cap)
     weights = weights / np.maximum(np.max(weights, axis=-1, keepdims=True), 1e-30)
     total = np.maximum(np.sum(weights, axis=-1, keepdims=True), 1e-30)
     rounded = weights.astype(inputs.query.dtype).astype(np.float64)
@@ -298,15 +312,20 @@ def numpy_attention_of_rounded_weights(inputs: AttentionInputs, *, scale: float)
 
 
 def numpy_attention_gradients(
-    inputs: AttentionInputs, d_out: Any, d_lse: Any, *, scale: float
+    inputs: AttentionInputs,
+    d_out: Any,
+    d_lse: Any,
+    *,
+    scale: float,
+    logit_cap: float | None = None,
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Gradients of <d_out, out> + <d_lse, lse> by query, key and value, in NumPy and f64."""
-    weights, _, keys, values, users = _attended(inputs, scale)
+    weights, _, keys, values, users, slope = _attended(inputs, scale, logit_cap=logit_cap)
     query, key, value, _, _ = inputs.f64()
     d_out, d_lse = _f64([d_out, d_lse])
     d_weights = np.einsum("btnh,bsnh->btns", d_out, values)
     expected = np.sum(weights * d_weights, axis=-1, keepdims=True)
-    d_scores = scale * weights * (d_weights - expected + d_lse[..., None])
+    d_scores = scale * slope * weights * (d_weights - expected + d_lse[..., None])
     d_query = np.einsum("btns,bsnh->btnh", d_scores, keys)
 
     def summed(per_candidate: np.ndarray, like: np.ndarray) -> np.ndarray:

@@ -248,6 +248,8 @@ def same_dtype_gdpa(arrays: Arrays, settings: Settings) -> jax.Array:
     keys, values = (jnp.repeat(x, query.shape[1] // x.shape[1], axis=1) for x in (key, value))
     scores = jnp.einsum("inh,jnh->nij", query, keys, preferred_element_type=jnp.float32)
     scores = scores * jnp.float32(settings.scale)
+    if settings.logit_cap is not None:
+        scores = settings.logit_cap * jnp.tanh(scores / settings.logit_cap)
     weights = []
     for name, x in zip(settings.activations, scores, strict=True):
         weights.append(_plain_weights(name, x, seen).astype(query.dtype))

@@ -33,6 +33,7 @@ import jax
 import jax.numpy as jnp
 
 from ikbo_jax.pallas.activations import values as activations
+from ikbo_jax.pallas.activations.cap import capped, through_cap
 from ikbo_jax.pallas.activations.values import Pair
 from ikbo_jax.pallas.activations.weights import ActivationSpec
 from ikbo_jax.reference.activations import LEAKY_SLOPE, SOFTMAX, TANH_CUBIC, TANH_SCALE
@@ -42,6 +43,12 @@ def weights_and_slopes(
     spec: ActivationSpec, head: Any, scores: jax.Array, *, interpret: bool
 ) -> Pair:
     """Computes (weights, slopes for `d_scores`) of one query head's raw scores."""
+    scores = capped(spec.cap, scores, interpret=interpret)
+    weights, slope = _of_capped(spec, head, scores, interpret=interpret)
+    return weights, through_cap(spec.cap, scores, slope, zero_slope(spec))
+
+
+def _of_capped(spec: ActivationSpec, head: Any, scores: jax.Array, *, interpret: bool) -> Pair:
     raw = _raw(spec)
     if raw is None:
         scaled = scores if spec.scale == 1 else scores * jnp.float32(spec.scale)

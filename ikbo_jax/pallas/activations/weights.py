@@ -40,6 +40,7 @@ from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import vector
 
 from ikbo_jax.pallas.activations import values as activations
+from ikbo_jax.pallas.activations.cap import Cap, Method, capped, scale_and_cap
 from ikbo_jax.pallas.hopper import inline
 from ikbo_jax.reference.activations import (
     APPROXIMATIONS,
@@ -47,6 +48,7 @@ from ikbo_jax.reference.activations import (
     PACKED,
     POLYNOMIAL,
     POLYNOMIAL_DOMAIN,
+    SOFTMAX,
     TANH_CUBIC,
     TANH_SCALE,
     one_by_one,
@@ -64,9 +66,10 @@ class ActivationSpec(NamedTuple):
     Attributes:
       names: the heads' activations, or one for all heads.
       approx: name of an approximation, or None.
-      scale: of the scores.
+      scale: of the scores; of capped scores if there is a cap.
       output_scale: of the result.
       has_f32_range: whether the dtype of the weights has the range of f32, as bf16 has.
+      cap: of the scores, or None.
     """
 
     names: tuple[str, ...]
@@ -74,6 +77,26 @@ class ActivationSpec(NamedTuple):
     scale: float
     output_scale: float
     has_f32_range: bool
+    cap: Cap | None = None
+
+    @classmethod
+    def of(
+        cls,
+        names: tuple[str, ...],
+        approx: str | None,
+        scales: tuple[float, float],
+        has_f32_range: bool,
+        logit_cap: float | None,
+    ) -> ActivationSpec:
+        """Describes activations of scores that have a `logit_cap`; `scales`: scale, output_scale.
+
+        The cap's tanh is approximate if every head has an activation whose tanh is.
+        """
+        approximated = APPROXIMATIONS.get(one_by_one(approx) or "", ())
+        is_approx = one_by_one(approx) == "tanh" and set(names) <= set(approximated)
+        method = Method.APPROXIMATE if is_approx else Method.SMALL_EXACT
+        scale, cap = scale_and_cap(scales[0], logit_cap, None if SOFTMAX in names else method)
+        return cls(names, approx, scale, scales[1], has_f32_range, cap)
 
     @property
     def takes_raw_scores(self) -> bool:
@@ -103,6 +126,7 @@ def compute_weights(
     spec: ActivationSpec, head: Any, scores: jax.Array, *, interpret: bool
 ) -> Weights:
     """Computes weights of one head's raw scores [64, columns] f32, for `round_weights`."""
+    scores = capped(spec.cap, scores, interpret=interpret)
     if spec.is_packed:
         return _packed(spec, scores)
     if not spec.takes_raw_scores:

@@ -12,6 +12,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from ikbo_jax.pallas.activations.cap import capped, scale_and_cap, through_cap
 from ikbo_jax.pallas.attention_backward import products, store
 from ikbo_jax.pallas.attention_backward.context import (
     FIRST_TARGET,
@@ -146,15 +147,20 @@ def _statistic(ctx: BackwardContext, step: Any, number: int) -> jax.Array:
     return lax.broadcast_in_dim(row, (WGMMA_M, ctx.config.block_q), (1,))
 
 
-def _weights(ctx: BackwardContext, item: Any, scores: jax.Array, step: Any) -> jax.Array:
-    """Computes exp(scale * scores - lse), 0 for keys past the user's length.
+def _weights_and_slopes(
+    ctx: BackwardContext, item: Any, scores: jax.Array, step: Any
+) -> tuple[jax.Array, jax.Array]:
+    """Computes exp(scale * scores - lse), 0 for keys past the user's length; and slopes.
 
-    Weights exceed 1 only by the rounding of lse, which is large where scores are huge.
+    Weights exceed 1 only by the rounding of lse, which is large where scores are huge. Slopes are
+    weights times the slope of the cap: without a cap, the same array.
     """
-    factor = jnp.float32(ctx.shape.scale * math.log2(math.e))
-    exponents = scores * factor - _statistic(ctx, step, LSE)
+    scale, cap = scale_and_cap(ctx.shape.scale, ctx.shape.logit_cap)
+    scores = capped(cap, scores, interpret=ctx.interpret)
+    exponents = scores * jnp.float32(scale * math.log2(math.e)) - _statistic(ctx, step, LSE)
     weights = jnp.exp2(jnp.minimum(exponents, jnp.float32(0)))
-    return _visible_keys(ctx, item).keep(weights, axis=0)
+    weights = _visible_keys(ctx, item).keep(weights, axis=0)
+    return weights, through_cap(cap, scores, weights)
 
 
 def _issue_d_query(ctx: BackwardContext, item: Any, step: Any) -> jax.Array:
@@ -238,7 +244,7 @@ def _block(
     if ctx.has_halves:
         _receive_half(ctx, item, block, step, D_OUT)
     d_weights = _issue_scores(ctx, item, step, D_OUT) if ctx.has_d_scores else None
-    weights = _weights(ctx, item, scores, step)
+    weights, slope = _weights_and_slopes(ctx, item, scores, step)
     if ctx.has_value:
         sums[-1] = add(sums[-1], weights.astype(dtype), D_OUT)
     if ctx.has_halves:
@@ -251,7 +257,7 @@ def _block(
         if ctx.has_value and not overlaps:
             sums[-1] = mma.after_wait(sums[-1], interpret=interpret)
         d_weights = mma.after_wait(d_weights, interpret=interpret)
-        d_scores = (weights * (d_weights - _statistic(ctx, step, DELTA))).astype(dtype)
+        d_scores = (slope * (d_weights - _statistic(ctx, step, DELTA))).astype(dtype)
         if ctx.stores_d_scores:
             # TMA has read the buffer, which held the block before the last one.
             plgpu.wait_smem_to_gmem(D_SCORES_BUFFERS - 1, wait_read_only=True)

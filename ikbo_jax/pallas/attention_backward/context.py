@@ -37,6 +37,7 @@ class Shape:
       blocks: the largest number of query blocks of a key head.
       splits: parts of a user's rows.
       scale: of the scores.
+      logit_cap: of the scores, or None.
       gradients: "key", "value" or both.
       first_key: a multiple of the keys of a tile.
     """
@@ -52,6 +53,7 @@ class Shape:
     blocks: int
     splits: int
     scale: float
+    logit_cap: float | None = None
     gradients: Gradients = BOTH
     workers: int = 1
     first_key: int = 0

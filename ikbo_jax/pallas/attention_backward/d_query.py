@@ -89,7 +89,9 @@ def d_query_kernel(
         streamed_per_head=1,
         heads_per_streamed=1,
         head_dim=shape.head_dim,
-        activation=ActivationSpec((SOFTMAX,), None, shape.scale, 1.0, dtype == jnp.bfloat16),
+        activation=ActivationSpec.of(
+            (SOFTMAX,), None, (shape.scale, 1.0), dtype == jnp.bfloat16, shape.logit_cap
+        ),
         scales=(shape.scale,),
         workers=min(num_sms, (rows.tiles.shape[0] - 1) * shape.kv_heads),
         rows=shape,

@@ -100,6 +100,7 @@ def attention_backward_kernel(
     indices_are_sorted: bool,
     config: AttentionBackwardConfig,
     num_sms: int,
+    logit_cap: float | None = None,
     dtype: Any = None,
     interpret: Any = False,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
@@ -144,6 +145,7 @@ def attention_backward_kernel(
         blocks=most_blocks(batch, users, sizes.per_candidate, config.block_q),
         splits=config.splits,
         scale=scale,
+        logit_cap=logit_cap,
     )
     workers = 1 if interpret else min(num_sms, shape.items)
     sum_dtype = jnp.dtype(dtype or key.dtype)

@@ -12,6 +12,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from ikbo_jax.pallas.activations.cap import capped
 from ikbo_jax.pallas.few_queries import listing, store, user_table
 from ikbo_jax.pallas.few_queries.context import BY_COLUMNS, BY_ROWS, Context, Item, Part
 from ikbo_jax.pallas.flash import softmax
@@ -51,6 +52,7 @@ def _weigh(
     scores = mma.after_wait(scores, interpret=ctx.interpret)
     ctx.shared.key.release(work.first_step + block)
     log2_scale = ctx.shape.log2_scale
+    scores = capped(ctx.shape.cap, scores, interpret=ctx.interpret)
     scores = ctx.visible(work.item, block).keep(scores, softmax.masked_score(log2_scale))
     larger, shrink, p = softmax.running_weights(maximum, scores, log2_scale)
     sums = sums * lax.broadcast_in_dim(shrink, sums.shape, (0,)) + softmax.partial_sums(p)

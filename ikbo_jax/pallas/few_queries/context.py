@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
+from ikbo_jax.pallas.activations.cap import Cap
 from ikbo_jax.pallas.hopper.launch import WarpgroupContext
 from ikbo_jax.pallas.hopper.visible import Visible
 from ikbo_jax.problems.few_queries import MAX_COLUMNS, UserTable
@@ -66,6 +67,7 @@ class Shape:
       listed: most candidates of an item, if CTAs list them because the index is not sorted; else 0.
       prefetches: whether a CTA prefetches its first candidates' queries while it lists them.
       table: the table that CTAs make of a sorted index; None if they search it, or list candidates.
+      cap: of the scores, before `log2_scale`.
     """
 
     batch: int
@@ -87,6 +89,7 @@ class Shape:
     alternates: bool = False
     prefetches: bool = False
     table: UserTable | None = None
+    cap: Cap | None = None
 
     @property
     def rows(self) -> int:

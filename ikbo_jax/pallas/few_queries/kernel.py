@@ -52,6 +52,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from ikbo_jax.pallas.activations.cap import Cap, scale_and_cap
 from ikbo_jax.pallas.few_queries import gathering
 from ikbo_jax.pallas.few_queries.consumer import consume
 from ikbo_jax.pallas.few_queries.context import Context, Operands, Outputs, Shape, row_slots
@@ -94,6 +95,7 @@ def few_queries_kernel(
     return_residuals: bool,
     config: FewQueriesConfig,
     num_sms: int,
+    logit_cap: float | None = None,
     targets: jax.Array | None = None,
     lists: bool = False,
     interpret: Any = False,
@@ -109,7 +111,8 @@ def few_queries_kernel(
     assert targets is None or not lists
     if scale == 0:  # every score is 0, as with queries of zeros
         query, scale = jnp.zeros_like(query), 1.0
-    shape = _shape(query, key, scale, config, num_sms, lists=lists)
+    scale, cap = scale_and_cap(scale, logit_cap)
+    shape = _shape(query, key, scale, config, num_sms, lists=lists, cap=cap)
     operands = Operands(
         query.reshape(shape.rows, shape.q_heads, shape.head_dim),
         key,
@@ -130,6 +133,7 @@ def _shape(
     num_sms: int,
     *,
     lists: bool,
+    cap: Cap | None = None,
 ) -> Shape:
     """Divides a launch's work; arguments as for `few_queries_kernel`."""
     batch, q_len, q_heads, head_dim = query.shape
@@ -168,6 +172,7 @@ def _shape(
         alternates=not (listed or cached) and 1 < users < slots,
         prefetches=listed > 0 and 2 * (key.nbytes + query.nbytes) > CACHE_BYTES,
         table=None if listed else config.table(problem),
+        cap=cap,
     )
 
 

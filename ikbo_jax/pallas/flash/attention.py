@@ -53,6 +53,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.experimental import pallas as pl
 
+from ikbo_jax.pallas.activations.cap import scale_and_cap
 from ikbo_jax.pallas.flash import attention_consumer, attention_producer, softmax
 from ikbo_jax.pallas.flash.attention_context import AttentionContext, Shape
 from ikbo_jax.pallas.flash.context import Operands, Outputs
@@ -82,6 +83,7 @@ def attention_kernel(
     return_residuals: bool,
     config: AttentionConfig,
     num_sms: int,
+    logit_cap: float | None = None,
     targets: jax.Array | None = None,
     interpret: Any = False,
 ) -> tuple[jax.Array, jax.Array | None]:
@@ -111,7 +113,8 @@ def attention_kernel(
         operands = Operands(
             q, k, v, order=order, words=tiles.words, counts=tiles.counts, targets=targets
         )
-        return finish(operands, _shape_of_list(operands, batch, q_len, scale, num_sms))
+        caps = {"logit_cap": logit_cap}
+        return finish(operands, _shape_of_list(operands, batch, q_len, scale, num_sms, **caps))
     warpgroup_tiles = pl.cdiv(batch * q_len, WGMMA_M)
     row_tiles = most_row_tiles = pl.cdiv(batch * q_len, TILE_ROWS)
     cuts = cut_counts = None
@@ -121,6 +124,7 @@ def attention_kernel(
         in_order = jnp.clip(_users_in_order(cand_to_user, order), 0, users - 1)
         cuts, cut_counts = work_order.cuts(in_order, q_len // WGMMA_M)
         most_row_tiles = warpgroup_tiles
+    scale, cap = scale_and_cap(scale, logit_cap)
     shape = Shape(
         batch,
         q_len,
@@ -133,6 +137,7 @@ def attention_kernel(
         softmax.SUM_LIMITS[query.dtype.name],
         min(num_sms, row_tiles * q_heads),
         most_row_tiles * q_heads,
+        cap=cap,
     )
     run_ends = None
     # A tile has more candidates than a warp has lanes, or heads are wider than 192 columns: the
@@ -198,6 +203,7 @@ def jagged_attention_kernel(
     return_residuals: bool,
     config: AttentionConfig,
     num_sms: int,
+    logit_cap: float | None = None,
     interpret: Any = False,
 ) -> tuple[jax.Array, jax.Array | None]:
     """Attends from every tile of queries to the keys and values of its sequence, by a softmax.
@@ -212,7 +218,8 @@ def jagged_attention_kernel(
         query, scale = jnp.zeros_like(query), 1.0
     operands = Operands(query, key, value, words=tiles.words, counts=tiles.counts)
     # Each row may belong to a different sequence, so q_len is 1.
-    shape = _shape_of_list(operands, out_rows, 1, scale, num_sms, output_scale)
+    scales = scale, num_sms, output_scale, logit_cap
+    shape = _shape_of_list(operands, out_rows, 1, *scales)
     return _launch(operands, shape, config, "ikbo_gdpa_softmax", return_residuals, interpret)
 
 
@@ -223,10 +230,12 @@ def _shape_of_list(
     scale: float,
     num_sms: int,
     output_scale: float = 1.0,
+    logit_cap: float | None = None,
 ) -> Shape:
     """Describes a launch whose tiles are listed: keys are rows of one array."""
     _, q_heads, head_dim = operands.query.shape
     most_tiles = operands.words.shape[0] * q_heads
+    scale, cap = scale_and_cap(scale, logit_cap)
     return Shape(
         batch=batch,
         q_len=q_len,
@@ -240,6 +249,7 @@ def _shape_of_list(
         workers=min(num_sms, most_tiles),
         most_tiles=most_tiles,
         output_scale=output_scale,
+        cap=cap,
     )
 
 

@@ -12,6 +12,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from ikbo_jax.pallas.activations.cap import capped
 from ikbo_jax.pallas.flash import softmax
 from ikbo_jax.pallas.flash.attention_context import COMMON_ITEM_WORDS, AttentionContext, Item
 from ikbo_jax.pallas.hopper import mma, mosaic, operand_tiles, stores, turns
@@ -76,9 +77,10 @@ def _free_values(ctx: AttentionContext, item: Item, step: Any) -> None:
 def _scores(
     ctx: AttentionContext, scores: jax.Array, item: Item, block: Any, step: Any
 ) -> jax.Array:
-    """Masks computed scores past the user's length, and frees the block of keys."""
+    """Caps and masks computed scores, past the user's length; frees the block of keys."""
     scores = mma.after_wait(scores, interpret=ctx.interpret)
     ctx.unless(item.is_kept, plgpu.barrier_arrive, ctx.shared.key.free_at(step))
+    scores = capped(ctx.shape.cap, scores, interpret=ctx.interpret)
     visible = Visible.in_block(item.length, block, ctx.config.block_kv)
     return visible.keep(scores, softmax.masked_score(ctx.shape.log2_scale))
 

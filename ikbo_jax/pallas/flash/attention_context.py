@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
+from ikbo_jax.pallas.activations.cap import Cap
 from ikbo_jax.pallas.flash.context import FlashContext
 from ikbo_jax.pallas.hopper.row_order import RowOrder
 from ikbo_jax.problems.attention import FLAG_WORDS
@@ -37,6 +38,7 @@ class Shape:
     workers: int
     most_tiles: int  # of all heads
     output_scale: float = 1.0
+    cap: Cap | None = None  # of the scores, before `log2_scale`
 
     @property
     def rows(self) -> int:

@@ -2,8 +2,8 @@
 
     out[i] = output_scale * sum_j act(scale * query[i] @ key[j]) * value[j]
 
-over the keys j of query i's sequence, for each head.  A softmax takes the kernel of `attention`,
-and short sequences the kernel of `short_gdpa`.
+over the keys j of query i's sequence, for each head.  A softmax without a mask takes the kernel of
+`attention`, and short sequences the kernel of `short_gdpa`.
 
 Before the launch, `worklist.tiles` lists tiles of at most 128 query rows of one sequence.  An
 *item* is one head of one tile: one pass over its sequence's keys.  A *run* is one head of
@@ -43,7 +43,7 @@ from ikbo_jax.pallas.flash import (
     gdpa_producer,
     short_gdpa,
 )
-from ikbo_jax.pallas.flash.context import Operands
+from ikbo_jax.pallas.flash.context import Operands, Outputs
 from ikbo_jax.pallas.flash.gdpa_context import GdpaContext, Shape
 from ikbo_jax.pallas.hopper.launch import Roles, launch
 from ikbo_jax.pallas.worklist.lists import Offsets, TileList
@@ -92,6 +92,7 @@ def gdpa_kernel(
         options |= activation | {"config": config, "return_residuals": return_residuals}
         tiles = _tiles_of_short(arrays, settings, config)
         return short_gdpa.short_gdpa(*arrays[:3], tiles, **options)
+    options["logit_cap"] = settings.logit_cap
     query, key, value = arrays[:3]
     offsets = Offsets.of(arrays, settings)
     if settings.rule is not None:
@@ -99,7 +100,8 @@ def gdpa_kernel(
         listed = masked_tiles(offsets, size=TILE_ROWS, unit=config.block_kv, **groups)
     else:
         listed = query_tiles(offsets, size=TILE_ROWS)
-    if SOFTMAX in settings.activations:
+    has_mask = settings.rule is not None or arrays.intervals is not None
+    if SOFTMAX in settings.activations and not has_mask:
         options |= {"config": config.for_softmax, "return_residuals": return_residuals}
         return attention.jagged_attention_kernel(query, key, value, listed, **options)
     options |= activation | {"config": config}
@@ -108,7 +110,7 @@ def gdpa_kernel(
         listed, options["seen"] = gdpa_masked.mask_tiles(
             listed, arrays.intervals, config.block_kv, _keys_per_group(key, config)
         )
-    return gdpa_forward(query, key, value, listed, **options), None
+    return gdpa_forward(query, key, value, listed, return_residuals=return_residuals, **options)
 
 
 def _keys_per_group(key: jax.Array, config: GdpaConfig) -> int | None:
@@ -147,33 +149,37 @@ def gdpa_forward(
     output_scale: float,
     config: GdpaConfig,
     num_sms: int,
+    logit_cap: float | None = None,
     rule: Rule | None = None,
     seen: jax.Array | None = None,
+    return_residuals: bool = False,
     interpret: Any = False,
-) -> jax.Array:
+) -> tuple[jax.Array, jax.Array | None]:
     """Attends from every tile of queries to the keys and values of its sequence.
 
-    Returns out [out_rows, N, H]. Arguments are as for `flash.gdpa.gdpa_kernel`; `tiles` have
-    `TILE_ROWS` rows, and every row of the result has one. `activations` may be one for all heads.
+    Arguments and results are as for `flash.gdpa.gdpa_kernel`; `tiles` have `TILE_ROWS` rows, and
+    every row of the result has one. `activations` may be one for all heads; a softmax needs a mask.
     With a mask, tiles and `rule` are of `worklist.masked`, or tiles and `seen` are of
     `gdpa_masked.mask_tiles`; `config` needs run=1 and no half_blocks.
     """
     _, q_heads, head_dim = query.shape
+    if SOFTMAX in activations and scale == 0:  # every score is 0, as with queries of zeros
+        query, scale = jnp.zeros_like(query), 1.0
     workers = min(num_sms, tiles.words.shape[0] * q_heads)
     has_f32_range = query.dtype == jnp.bfloat16
-    activation = ActivationSpec(activations, approx, scale, output_scale, has_f32_range)
+    scales = scale, output_scale
+    activation = ActivationSpec.of(activations, approx, scales, has_f32_range, logit_cap)
     has_mask = rule is not None or seen is not None
     shape = Shape(q_heads, key.shape[1], head_dim, activation, workers, has_mask, rule)
     operands = Operands(query, key, value, **tiles._asdict(), seen=seen)
-    out = jax.ShapeDtypeStruct((out_rows, q_heads, head_dim), query.dtype)
-    (result,) = launch(
+    out, *lse = launch(
         Roles(
             functools.partial(GdpaContext, shape, config),
             gdpa_producer.produce,
             gdpa_consumer.consume,
         ),
         operands,
-        out,
+        Outputs.of(out_rows, query, has_lse=return_residuals and shape.log2_scale is not None),
         config.shared(head_dim, has_mask),
         dtype=query.dtype,
         name="ikbo_gdpa_forward",
@@ -181,4 +187,4 @@ def gdpa_forward(
         has_counter=config.tickets,
         interpret=interpret,
     )
-    return result
+    return out, lse[0] if lse else None

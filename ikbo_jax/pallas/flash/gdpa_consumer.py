@@ -13,7 +13,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from ikbo_jax.pallas.activations import weights as gdpa_weights
-from ikbo_jax.pallas.flash import gdpa_masked
+from ikbo_jax.pallas.flash import gdpa_masked, gdpa_softmax
 from ikbo_jax.pallas.flash.gdpa_context import GdpaContext, Item
 from ikbo_jax.pallas.hopper import mma, mosaic, operand_tiles, stores, turns
 from ikbo_jax.pallas.hopper.rings import Ring
@@ -26,7 +26,8 @@ class _State(NamedTuple):
     """State that a consumer carries from step to step."""
 
     weights: jax.Array  # [64, block_kv], attention weights of the current block
-    acc: jax.Array  # [64, H] f32, without the current block
+    acc: Any  # [64, H] f32, without the current block
+    statistics: Any = None  # of a softmax, with the current block: `gdpa_softmax.Statistics`
 
 
 class _Work(NamedTuple):
@@ -97,23 +98,30 @@ def _weights(
     item: Item,
     step: Any,
     place: Callable[[], tuple[Any, Any]],
-) -> Callable[[], jax.Array]:
+    before: gdpa_softmax.Statistics | None = None,
+) -> Callable[[Any], _State]:
     """Computes weights from computed scores, and frees the block of keys.
 
     `place` returns the numbers of the item and of the block; it is called if there is a mask.
+    `before` are the statistics of the blocks before.
 
-    The returned function rounds the weights.  Call it after the product with the previous weights:
-    ptxas serialises products whose operands are written while other products are in flight.
+    The returned function takes the accumulator without the block, and rounds the weights.  Call it
+    after the product with the previous weights: ptxas serialises products whose operands are
+    written while other products are in flight.
     """
     scores = mma.after_wait(scores, interpret=ctx.interpret)
     ctx.shared.key.release(step)
     if ctx.shape.has_mask:
         index, block = place()
         index = mosaic.opaque(index, interpret=ctx.interpret)
+        if ctx.shape.log2_scale is not None:
+            softened = gdpa_softmax.weigh(ctx, index, block, scores, before)
+            return lambda acc: _State(*softened(acc))
         scores = gdpa_masked.keep_visible(ctx, index, block, scores)
     spec = ctx.shape.activation
     weights = gdpa_weights.compute_weights(spec, item.head, scores, interpret=ctx.interpret)
-    return functools.partial(gdpa_weights.round_weights, weights, ctx.outputs.dtype)
+    dtype = ctx.outputs.out.dtype
+    return lambda acc: _State(gdpa_weights.round_weights(weights, dtype), acc)
 
 
 def _step(
@@ -140,11 +148,20 @@ def _step(
     acc = _issue_values(ctx, state, block > 0, step, ctx.config.block_kv)
     turns.await_scores(ctx)
     ctx.free_read_queries(index, block + 2 == item.blocks)
-    weights = _weights(ctx, scores, item, step + 1, lambda: (index, block + 1))
+    place = index, block + 1
+    finish = _weights(ctx, scores, item, step + 1, lambda: place, state.statistics)
     pl.when(block == 0)(functools.partial(ctx.free_stored_slot, index - 1))
     mma.wait(0, interpret=ctx.interpret)
     ctx.shared.value.release(step)
-    return _State(mma.pad(weights(), ctx.config.block_kv), acc)
+    state = finish(acc)
+    return state._replace(weights=mma.pad(state.weights, ctx.config.block_kv))
+
+
+def _end_basic_block(ctx: GdpaContext, index: Any) -> None:
+    """Branches, but never, so that ptxas moves no exponentials past a wait that follows."""
+    if ctx.shape.log2_scale is not None:
+        never = mosaic.opaque(index, interpret=ctx.interpret) < 0
+        pl.when(never)(functools.partial(plgpu.wait_smem_to_gmem, 0))
 
 
 def _idle_step(ctx: GdpaContext, item: Item, index: Any, first_step: Any, block: Any) -> None:
@@ -203,19 +220,20 @@ def _last_step(
     def free_next_queries() -> None:
         ctx.free_read_queries(index + 1, next_item.blocks == 1)
 
-    def with_scores(keys: int) -> tuple[jax.Array, jax.Array]:
+    def with_scores(keys: int) -> _State:
         await_next()
         turns.take(ctx)
         scores = ctx.product(index + 1, next_step)
         acc = _issue_values(ctx, state, is_defined, step, keys)
         turns.await_scores(ctx, pending=1 if keys else 0)
         free_next_queries()
-        weights = _weights(ctx, scores, next_item, next_step, lambda: (index + 1, jnp.int32(0)))
+        finish = _weights(ctx, scores, next_item, next_step, lambda: (index + 1, jnp.int32(0)))
+        _end_basic_block(ctx, index)
         if keys:
             mma.wait(0, interpret=ctx.interpret)
-        return acc, weights()
+        return finish(acc)
 
-    def without_scores(keys: int) -> tuple[jax.Array, jax.Array]:
+    def without_scores(keys: int) -> _State:
         if config.skip_empty:
             pl.when(has_next)(await_next)
         turns.take(ctx)
@@ -231,7 +249,7 @@ def _last_step(
 
         if keys:
             mma.wait(0, interpret=ctx.interpret)
-        return acc, state.weights
+        return state._replace(acc=acc)
 
     full, half, has_scores = config.block_kv, config.block_kv // 2, has_next
     if config.skip_empty:
@@ -250,10 +268,10 @@ def _last_step(
         functools.partial(with_scores if work.has_scores else without_scores, work.keys)
         for work in table
     ]
-    acc, weights = lax.switch(number, branches)
-    acc = mma.after_wait(acc, interpret=ctx.interpret)
+    state = lax.switch(number, branches)
+    acc = mma.after_wait(state.acc, interpret=ctx.interpret)
     ctx.shared.value.release(step)
-    return _State(weights, acc)
+    return state._replace(acc=acc)
 
 
 def _attend(ctx: GdpaContext, item: Item) -> None:
@@ -268,23 +286,23 @@ def _attend(ctx: GdpaContext, item: Item) -> None:
     mma.wait(0, interpret=ctx.interpret)
     ctx.free_read_queries(zero, item.blocks == 1)
     undefined_sums = functools.partial(mma.undefined, ctx.shape.head_dim, interpret=ctx.interpret)
-    weights = _weights(ctx, scores, item, zero, lambda: (zero, zero))()
+    start = _weights(ctx, scores, item, zero, lambda: (zero, zero))(None)
 
     def one_item(carry: tuple[Any, ...]) -> tuple[Any, ...]:
         item, index, first_step, state = carry
         state = _middle_steps(ctx, item, index, first_step, state)
         pl.when(item.blocks == 1)(functools.partial(ctx.free_stored_slot, index - 1))
-        next_item = _receive(ctx, index + 1)
+        next_item, statistics = _receive(ctx, index + 1), state.statistics
         state = _last_step(ctx, item, next_item, index, first_step, state)
-        _store_item(ctx, index, state.acc)
-        state = _State(state.weights, undefined_sums())
+        _store_item(ctx, index, state.acc, statistics)
+        state = state._replace(acc=undefined_sums())
         first_step = ctx.step_after(first_step, item.blocks, next_item.is_resident)
         return next_item, index + 1, first_step, state
 
     _, items, _, _ = lax.while_loop(
         lambda carry: carry[0].blocks > 0,
         one_item,
-        (item, zero, zero, _State(weights, undefined_sums())),
+        (item, zero, zero, start._replace(acc=undefined_sums())),
     )
     ctx.free_stored_slot(items - 1)
     ctx.shared.query.release(items)  # the slot of the end
@@ -321,7 +339,7 @@ def _store_staged(ctx: GdpaContext, slot: Any, head: Any, first_row: Any, rows: 
     stores.store_staged(
         ctx,
         [tuple(view.at[slot, ctx.consumer] for view in ctx.shared.query.tiles)],
-        [ctx.outputs],
+        [ctx.outputs.out],
         (first_row, head),
         (0 * rows, rows),
         is_full=rows == WGMMA_M,
@@ -335,11 +353,11 @@ def _consumer_rows(ctx: GdpaContext, target: Any, rows: Any) -> tuple[Any, Any]:
     return target + before, jnp.clip(rows - before, 0, WGMMA_M)
 
 
-def _store_item(ctx: GdpaContext, index: Any, acc: jax.Array) -> None:
+def _store_item(ctx: GdpaContext, index: Any, acc: jax.Array, statistics: Any) -> None:
     """Stores the rows of an item."""
     head, target, rows = ctx.destination(index)
     first_row, rows = _consumer_rows(ctx, target, rows)
-    store = functools.partial(_store, ctx, index, head, first_row, rows, acc)
+    store = functools.partial(_store, ctx, index, head, first_row, rows, acc, statistics)
     if ctx.config.skip_empty:
         pl.when(rows > 0)(store)
     else:
@@ -347,16 +365,27 @@ def _store_item(ctx: GdpaContext, index: Any, acc: jax.Array) -> None:
 
 
 def _store(
-    ctx: GdpaContext, index: Any, head: Any, first_row: Any, rows: Any, acc: jax.Array
+    ctx: GdpaContext,
+    index: Any,
+    head: Any,
+    first_row: Any,
+    rows: Any,
+    acc: jax.Array,
+    statistics: Any,
 ) -> None:
-    out = gdpa_weights.scale_result(ctx.shape.activation, head, acc).astype(ctx.outputs.dtype)
+    if ctx.shape.log2_scale is not None:
+        acc = gdpa_softmax.normalised(ctx, acc, statistics, first_row, head, rows)
+    else:
+        acc = gdpa_weights.scale_result(ctx.shape.activation, head, acc)
+    out = acc.astype(ctx.outputs.out.dtype)
     if ctx.config.q_slots > 1:
         slot = ctx.shared.query.slot(index)
         _stage(ctx, slot, out)
         _store_staged(ctx, slot, head, first_row, rows)
         return
     stores.store_rows(
-        ctx.outputs, out, first_row, head, 0 * rows, rows, ctx.staging(), interpret=ctx.interpret
+        *(ctx.outputs.out, out, first_row, head, 0 * rows, rows, ctx.staging()),
+        interpret=ctx.interpret,
     )
 
 
@@ -369,7 +398,7 @@ def _zero_rest(ctx: GdpaContext) -> None:
     @pl.when(count > 0)
     def _() -> None:
         slot = jnp.int32(0)
-        _stage(ctx, slot, mma.zeros(ctx.shape.head_dim, ctx.outputs.dtype))
+        _stage(ctx, slot, mma.zeros(ctx.shape.head_dim, ctx.outputs.out.dtype))
 
         @pl.loop(0, count)
         def _(i: Any) -> None:
@@ -377,4 +406,7 @@ def _zero_rest(ctx: GdpaContext) -> None:
             tile, head = with_keys + lax.div(number, heads), lax.rem(number, heads)
             words = ctx.operands.words
             target, rows = words[tile, lists.TARGET], words[tile, lists.ROWS]
-            _store_staged(ctx, slot, head, *_consumer_rows(ctx, target, rows))
+            first_row, rows = _consumer_rows(ctx, target, rows)
+            _store_staged(ctx, slot, head, first_row, rows)
+            if ctx.outputs.lse is not None:
+                gdpa_softmax.store_lse(ctx, gdpa_softmax.rows_of(-jnp.inf), first_row, head, rows)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
@@ -12,6 +13,7 @@ from ikbo_jax.pallas.flash.context import FlashContext
 from ikbo_jax.pallas.hopper import schedule
 from ikbo_jax.problems.gdpa import ITEM_WORDS
 from ikbo_jax.reference import hstu
+from ikbo_jax.reference.activations import SOFTMAX
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,6 +33,13 @@ class Shape:
     workers: int
     has_mask: bool = False
     rule: hstu.Rule | None = None
+
+    @property
+    def log2_scale(self) -> float | None:
+        """The scale of a softmax's scores in powers of 2; None without a softmax."""
+        if SOFTMAX not in self.activation.names:
+            return None
+        return self.activation.scale * math.log2(math.e)
 
     @property
     def has_gaps(self) -> bool:
@@ -57,7 +66,7 @@ class Destination(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class GdpaContext(FlashContext):
-    """The context of a GDPA forward kernel's warpgroup; `outputs` is [rows, N, H]."""
+    """The context of a GDPA forward kernel's warpgroup."""
 
     def destination(self, item: Any) -> Destination:
         """Reads the destination of item number `item`, which was received."""

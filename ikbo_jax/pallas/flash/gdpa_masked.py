@@ -97,14 +97,17 @@ def _cuts(ends: jax.Array, is_row: jax.Array, skipped: jax.Array, block_kv: int)
     return blocks.reshape(-1, NUM_CONSUMERS * 4)
 
 
-def keep_visible(ctx: Any, item: Any, block: Any, scores: jax.Array) -> jax.Array:
-    """Zeroes scores of a consumer's 64 rows where a row does not see the key of the block.
+def keep_visible(
+    ctx: Any, item: Any, block: Any, scores: jax.Array, fill: float = 0.0
+) -> jax.Array:
+    """Replaces scores of a consumer's 64 rows where a row does not see the key of the block.
 
     Args:
       ctx: the consumer's `GdpaContext`.
       item: number of the item.
       block: number of the block.
       scores: [64, block_kv] f32.
+      fill: in place of such scores.
     """
     rule = ctx.shape.rule
 
@@ -115,7 +118,9 @@ def keep_visible(ctx: Any, item: Any, block: Any, scores: jax.Array) -> jax.Arra
         begin, end = _rows_see(ctx, item, part)
         before = first_key(ctx, item, block)
         begin = begin if isinstance(begin, int) else begin - before
-        return Visible(scores.shape[1], end - before, begin).select(scores, inside=part == 0)
+        return Visible(scores.shape[1], end - before, begin).select(
+            scores, inside=part == 0, fill=fill
+        )
 
     is_cut = block >= cut(1)
     if rule is None or rule.window is not None:

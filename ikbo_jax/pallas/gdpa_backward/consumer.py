@@ -137,7 +137,7 @@ def _multiply(
             d_weights = _issue_scores(ctx, 1, item, step)
         some = lax.slice(scores, (0, begin), (WGMMA_M, begin + part))
         if shape.has_softmax:
-            weights = slope = softmax.weights(ctx, rows, some, begin, step)
+            weights, slope = softmax.weights_and_slopes(ctx, rows, some, begin, step)
         else:
             weights, slope = _activate(ctx, head, some)
         if mask is not None:

@@ -70,6 +70,7 @@ class Shape:
         is_wide = self.is_for_keys and self.head_dim > BLOCK_K
         spills = kind in SPILLING_ACTIVATIONS
         spills |= self.has_mask and kind in SPILLING_MASKED_ACTIVATIONS
+        spills |= self.activation.cap is not None
         return is_wide and is_alone and spills
 
 

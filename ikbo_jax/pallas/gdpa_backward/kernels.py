@@ -69,6 +69,7 @@ def gradient_kernel(
     output_scale: float,
     config: GdpaBackwardConfig,
     num_sms: int,
+    logit_cap: float | None = None,
     statistics: jax.Array | None = None,
     masks: masked.Masks | None = None,
     out_dtype: Any = None,
@@ -89,6 +90,7 @@ def gradient_kernel(
       output_scale: of the result.
       config: a legal configuration (`GdpaBackwardConfig.illegal_reason`).
       num_sms: streaming multiprocessors of the device.
+      logit_cap: of the scores, or None.
       statistics: with a softmax, the result of `softmax.statistics_of`.
       masks: of the queries, with `work` by `masked.mask_work`; None: queries see all keys.
       out_dtype: of the gradients; the query's, or f32.
@@ -105,7 +107,8 @@ def gradient_kernel(
     _, heads, head_dim = stationary.shape
     group = d_out.shape[1] // key.shape[1]
     # Sums are scaled at a tile's end.
-    activation = ActivationSpec(activations, approx, scale, 1.0, query.dtype == jnp.bfloat16)
+    has_f32_range = query.dtype == jnp.bfloat16
+    activation = ActivationSpec.of(activations, approx, (scale, 1.0), has_f32_range, logit_cap)
     by_weight, by_slope = gdpa_slopes.constants(activation)
     scales = (scale * output_scale * by_slope, output_scale * by_weight)
     shape = Shape(

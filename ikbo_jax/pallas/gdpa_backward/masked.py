@@ -266,9 +266,10 @@ def keep_seen(
       block: flags, and the bits of all scores.
       begin: first column.
       weights: [64, columns] f32.
-      slope: likewise; with a softmax, the same array.
+      slope: likewise; with a softmax without a cap, the same array.
     """
-    fills = [0.0] if ctx.shape.has_softmax else [0.0, gdpa_slopes.zero_slope(ctx.shape.activation)]
+    zero = 0.0 if ctx.shape.has_softmax else gdpa_slopes.zero_slope(ctx.shape.activation)
+    fills = [0.0] if slope is weights else [0.0, zero]
     values = [weights, slope][: len(fills)]
     if not ctx.shape.is_for_keys:  # weights have no use, unless they are the slopes, too
         values, fills = values[-1:], fills[-1:]

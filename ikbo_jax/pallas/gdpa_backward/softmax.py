@@ -19,6 +19,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from ikbo_jax.pallas.activations.cap import capped, through_cap
 from ikbo_jax.pallas.gdpa_backward.context import BackwardContext
 from ikbo_jax.pallas.hopper import stores
 from ikbo_jax.pallas.hopper.visible import Visible
@@ -44,27 +45,31 @@ def receive_rows(ctx: BackwardContext) -> RowStatistics:
     return lse, delta
 
 
-def weights(
+def weights_and_slopes(
     ctx: BackwardContext, rows: RowStatistics, scores: jax.Array, begin: int, step: Any
-) -> jax.Array:
-    """Weights of the raw scores of a block's columns from `begin` on, at most 1.
+) -> tuple[jax.Array, jax.Array]:
+    """Weights of the raw scores of a block's columns from `begin` on, at most 1; and slopes.
 
-    They exceed 1 only by the rounding of lse, which is large where scores are huge.
+    Weights exceed 1 only by the rounding of lse, which is large where scores are huge. Slopes are
+    weights times the slope of the cap: without a cap, the same array.
     """
-    factor = jnp.float32(ctx.shape.activation.scale * math.log2(math.e))
+    spec = ctx.shape.activation
+    scores = capped(spec.cap, scores, interpret=ctx.interpret)
+    factor = jnp.float32(spec.scale * math.log2(math.e))
     exponents = scores * factor - _statistic(ctx, rows, LSE, scores.shape, begin, step)
-    return jnp.exp2(jnp.minimum(exponents, jnp.float32(0)))
+    weights = jnp.exp2(jnp.minimum(exponents, jnp.float32(0)))
+    return weights, through_cap(spec.cap, scores, weights)
 
 
 def d_scores(
-    ctx: BackwardContext, rows: RowStatistics, d_weights: jax.Array, weights: jax.Array, step: Any
+    ctx: BackwardContext, rows: RowStatistics, d_weights: jax.Array, slope: jax.Array, step: Any
 ) -> jax.Array:
     """Gradients of a block's scores; in the kernel for queries, 0 for keys past the end.
 
     There, zeroed keys have weights that are not 0, and 0 times an infinite gradient is NaN. In the
     kernel for keys, queries past the end have an infinite lse.
     """
-    found = weights * (d_weights - _statistic(ctx, rows, DELTA, weights.shape, 0, step))
+    found = slope * (d_weights - _statistic(ctx, rows, DELTA, slope.shape, 0, step))
     if ctx.shape.is_for_keys:
         return found
     streamed = ctx.shared.streamed

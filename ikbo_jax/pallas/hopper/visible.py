@@ -68,14 +68,14 @@ class Visible(NamedTuple):
         is_visible: jax.Array = number < end
         return is_visible if self._begins_at_0 else is_visible & (number >= begin)
 
-    def select(self, values: jax.Array, *, inside: bool) -> jax.Array:
-        """Zeroes values [64, size] outside the columns [begin, end) of their row, or inside.
+    def select(self, values: jax.Array, *, inside: bool, fill: float = 0.0) -> jax.Array:
+        """Replaces values [64, size] outside the columns [begin, end) of their row, or inside.
 
         Unlike `keep`, it does not test whether the block needs this: the ends are arrays by row.
         """
         number = plgpu.broadcasted_iota(jnp.int32, values.shape, 1, layout=plgpu.Layout.WGMMA)
-        is_inside, zero = self._contains(number), jnp.float32(0)
-        return jnp.where(is_inside, values, zero) if inside else jnp.where(is_inside, zero, values)
+        is_inside, rest = self._contains(number), jnp.float32(fill)
+        return jnp.where(is_inside, values, rest) if inside else jnp.where(is_inside, rest, values)
 
     def zero_rest(self, tiles: Any, *, interpret: bool) -> None:
         """Zeroes the rows of operand tiles from `end` on; a `commit_smem` must follow."""
