@@ -113,8 +113,8 @@ def attention_kernel(
         operands = Operands(
             q, k, v, order=order, words=tiles.words, counts=tiles.counts, targets=targets
         )
-        caps = {"logit_cap": logit_cap}
-        return finish(operands, _shape_of_list(operands, batch, q_len, scale, num_sms, **caps))
+        scales = scale, num_sms, 1.0, logit_cap
+        return finish(operands, _shape_of_list(operands, batch, q_len, *scales))
     warpgroup_tiles = pl.cdiv(batch * q_len, WGMMA_M)
     row_tiles = most_row_tiles = pl.cdiv(batch * q_len, TILE_ROWS)
     cuts = cut_counts = None
