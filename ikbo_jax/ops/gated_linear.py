@@ -16,7 +16,7 @@ from ikbo_jax.ops.op import Call, Folded, Named, Part
 from ikbo_jax.ops.partition import Division
 from ikbo_jax.ops.sharded import vary_over_same_axes, zeros
 from ikbo_jax.ops.stacking import unstack
-from ikbo_jax.problems.norm_linear import GatedLinearProblem
+from ikbo_jax.problems.norm_linear import LinearProblem
 from ikbo_jax.reference import norm_linear as reference
 from ikbo_jax.reference.norm_linear import Gate, GatedLinear
 
@@ -139,17 +139,14 @@ class _Call(Call):
 
 
 class _GatedLinear(LinearOp[_Call, GatedLinear, jax.Array]):
-    def problem(self, call: _Call, arrays: GatedLinear) -> GatedLinearProblem:
-        return GatedLinearProblem(
-            rows=arrays.a.shape[0],
-            features=arrays.weight.shape[1],
-            columns=(math.prod(arrays.a.shape[1:]),),
-            norm=call.gate.norm.kind,
-            dtype=str(arrays.a.dtype),
-            groups=call.gate.groups,
-            concat=call.gate.concat,
-            has_dropout=arrays.seed is not None,
-        )
+    def problem(self, call: _Call, arrays: GatedLinear) -> LinearProblem:
+        gate, a = call.gate, arrays.a
+        details = "[u, a, u · norm(a)]" if gate.concat else "u · norm(a)"
+        details += f", {gate.groups} groups" if gate.groups > 1 else ""
+        details += ", dropout" if arrays.seed is not None else ""
+        columns = (math.prod(a.shape[1:]),)
+        sizes = a.shape[0], arrays.weight.shape[1], columns
+        return LinearProblem(*sizes, gate.norm.kind, str(a.dtype), details)
 
     def run(self, call: _Call, plan: dispatch.Plan, arrays: GatedLinear) -> jax.Array:
         return dispatch.record(reference.gated_linear(call.gate, arrays), plan)
@@ -161,16 +158,14 @@ class _GatedLinear(LinearOp[_Call, GatedLinear, jax.Array]):
         self, call: _Call, size: int, batched: GatedLinear, arrays: GatedLinear
     ) -> Folded[_Call, GatedLinear, jax.Array] | None:
         """Folds rows that have their own gate; not with dropout, which is alike in all problems."""
-        of_rows = [batched.u, batched.a, *([] if arrays.residual is None else [batched.residual])]
-        shared = (batched.norm_scale, batched.norm_bias, batched.weight)
-        if not all(of_rows) or any(jax.tree.leaves(shared)) or arrays.seed is not None:
+        names = ("u", "a", "residual")
+        rows = {name: x for name in names if (x := getattr(arrays, name)) is not None}
+        if arrays.seed is not None or batched._asdict() != {
+            name: None if x is None else name in names for name, x in arrays._asdict().items()
+        }:
             return None
-        u, a, residual = (
-            None if x is None else x.reshape(-1, *x.shape[2:])
-            for x in (arrays.u, arrays.a, arrays.residual)
-        )
-        folded = arrays._replace(u=u, a=a, residual=residual)
-        return Folded(call, folded, functools.partial(unstack, size))
+        folded = {name: x.reshape(-1, *x.shape[2:]) for name, x in rows.items()}
+        return Folded(call, arrays._replace(**folded), functools.partial(unstack, size))
 
     def named(self, call: _Call, arrays: GatedLinear) -> Named:
         rows = "r n h" if arrays.a.ndim == 3 else "r c"

@@ -16,7 +16,7 @@ from ikbo_jax.ops.op import Call, Folded, Named, Op, Part
 from ikbo_jax.ops.partition import Division, dimensions
 from ikbo_jax.ops.sharded import vary_over_same_axes, zeros
 from ikbo_jax.ops.stacking import unstack
-from ikbo_jax.problems.norm_linear import LinearProblem, NormLinearProblem
+from ikbo_jax.problems.norm_linear import LinearProblem
 from ikbo_jax.reference import norm_linear as reference
 from ikbo_jax.reference.activations import ACTIVATIONS, SOFTMAX
 from ikbo_jax.reference.norm_linear import Norm, NormLinear, Projected
@@ -80,7 +80,7 @@ def norm_linear(
     arrays = NormLinear(x, norm_scale, norm_bias, weights, biases)
     request = arguments.request("norm_linear", implementation, None, arrays)
     _check(arrays, activations)
-    call = _Call(request, check_norm(norm, eps), activations, _recomputed(recompute))
+    call = _Call(request, check_norm(norm, eps), activations, check_recompute(recompute))
     plan = _OP.plan(call, arrays)
     shapes = [(x.shape[0], *weight.shape[1:]) for weight in weights]
     if not x.shape[0]:
@@ -138,7 +138,8 @@ def _check(arrays: NormLinear, activations: tuple[Any, ...]) -> None:
             raise ValueError(f"unknown activation {activation!r} of group {g}; known: {known}")
 
 
-def _recomputed(names: Any) -> tuple[str, ...]:
+def check_recompute(names: Any) -> tuple[str, ...]:
+    """Returns the names as a tuple; raises ValueError, quoting the name, if one is unknown."""
     names = (names,) if isinstance(names, str) else tuple(names)
     for name in names:
         if name not in reference.RECOMPUTABLE:
@@ -169,16 +170,11 @@ class LinearOp[C: Call, A, R](Op[C, A, R]):
 class _NormLinear(LinearOp[_Call, NormLinear, Projected]):
     result_names = Projected._fields
 
-    def problem(self, call: _Call, arrays: NormLinear) -> NormLinearProblem:
-        rows, features = arrays.x.shape
-        return NormLinearProblem(
-            rows=rows,
-            features=features,
-            columns=tuple(math.prod(weight.shape[1:]) for weight in arrays.weights),
-            norm=call.norm.kind,
-            dtype=str(arrays.x.dtype),
-            activations=call.activations,
-        )
+    def problem(self, call: _Call, arrays: NormLinear) -> LinearProblem:
+        (rows, features), dtype = arrays.x.shape, str(arrays.x.dtype)
+        columns = tuple(math.prod(weight.shape[1:]) for weight in arrays.weights)
+        details = "+".join(call.activations)
+        return LinearProblem(rows, features, columns, call.norm.kind, dtype, details)
 
     def run(self, call: _Call, plan: dispatch.Plan, arrays: NormLinear) -> Projected:
         kept = call.recompute if call.return_residuals else None
