@@ -71,7 +71,8 @@ def hstu_layer(
         head; "output_weight" [3 N H, F], or [N H, F] without `concat`. These may be missing:
         "uvqk_beta" [2 N (H + D)], "input_norm_weight" and "input_norm_bias" [F],
         "output_norm_weight" and "output_norm_bias" [N H], or [N] with `group_norm`.
-      x: [total, F], sequence after sequence.
+      x: [total, F], sequence after sequence. Rows outside all sequences must be finite, since the
+        gradients of the weights are sums over all rows.
       cu_seqlens: [batch + 1] int32, offsets as in `ikbo_jax.gdpa`.
       num_heads: N.
       mask: which rows of its sequence a row sees, such as `ikbo_jax.masks.hstu(num_targets,
@@ -95,8 +96,7 @@ def hstu_layer(
       precision: of f32 products.
 
     Returns:
-      out [total, F]; with `return_cache` (out, `HstuCache`). Rows outside all sequences hold
-      anything finite that `x` makes of them.
+      out [total, F]; with `return_cache` (out, `HstuCache`). Rows outside all sequences have a = 0.
 
     Raises:
       ValueError: parameters, `x` or the cache disagree in a size; both `max_seqlen` and

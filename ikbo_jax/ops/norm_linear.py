@@ -215,12 +215,11 @@ class _NormLinear(LinearOp[_Call, NormLinear, Projected]):
         results = Projected(out)
         if call.return_residuals:
             activated = zip(call.activations, out, strict=True)
+            kept = tuple(None if name == "identity" else dims for name, dims in activated)
             results = Projected(
                 out,
                 None if "norm" in call.recompute else "r f",
-                None
-                if "projection" in call.recompute
-                else tuple(None if name == "identity" else dims for name, dims in activated),
+                None if "projection" in call.recompute else kept,
             )
         return Named(names, results, {"r": "rows"} | ({"n": "columns"} if is_even else {}))
 

@@ -6,6 +6,7 @@ multiplied by a weight, as kernels must; results are rounded once.
 
 from __future__ import annotations
 
+import itertools
 from typing import Any, NamedTuple
 
 import jax
@@ -179,10 +180,8 @@ def norm_linear_vjp(
     if cotangents.norm is not None:
         d_normed = d_normed + cotangents.norm.astype(jnp.float32)
     d_weight = _product("rf,rc->fc", normed, rounded)
-    ends = [d_projected[0].shape[1]]
-    for d_z in d_projected[1:-1]:
-        ends.append(ends[-1] + d_z.shape[1])
-    d_weights = jnp.split(d_weight, ends, axis=1) if len(weights) > 1 else [d_weight]
+    ends = list(itertools.accumulate(d_z.shape[1] for d_z in d_projected))
+    d_weights = jnp.split(d_weight, ends[:-1], axis=1)
     d_x, d_scale, d_bias = pull_back(d_normed)
     return NormLinear(
         d_x,
