@@ -80,7 +80,10 @@ def kernel_vjp(
     offsets = Offsets.of(arrays, settings)
     work, masks = list_works(offsets, work_settings), None
     if arrays.intervals is not None:
-        work, masks = masked.mask_work(work, offsets, arrays.intervals, query_config.block)
+        widths = (key.shape[1], query.shape[1])
+        sizes = zip((key.shape[0], offsets.result_rows), widths, strict=True)
+        rows = tuple(configs.group_rows(n, heads * query.shape[-1]) for n, heads in sizes)
+        work, masks = masked.mask_work(work, offsets, arrays.intervals, work_settings, rows)
     of_rows = None
     if has_softmax:
         assert work.blocks is not None

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from typing import Any, ClassVar, NamedTuple, Self
 
 from ikbo_jax.problems import hopper, memory
+from ikbo_jax.problems.gdpa import GROUP_BYTES
 from ikbo_jax.problems.gdpa_sizes import SOFTMAX, GdpaSizes
 from ikbo_jax.problems.hopper import BLOCK_K, NUM_CONSUMERS, TILE_ROWS, WGMMA_M
 from ikbo_jax.problems.problem import Config, Ranked, by_rule
@@ -33,6 +34,8 @@ COPY_WORDS = 32
 #: Blocks and stages that the tuner tries, and most steps from the default of both kernels together.
 BLOCKS, STAGES = (64, 96, 128, 80, 48, 32), (3, 4, 2, 6)
 MAX_STEPS = 4
+#: Most groups of masked tiles: numbers by which tiles are sorted have 30 bits.
+MOST_GROUPS = 256
 
 
 class GdpaBackwardShared(NamedTuple):
@@ -163,6 +166,14 @@ class GdpaBackwardConfig:
 def default_config(head_dim: int) -> GdpaBackwardConfig:
     """Returns the configuration of both kernels; nothing else was measured."""
     return GdpaBackwardConfig(64, 6 if head_dim <= BLOCK_K else 3)
+
+
+def group_rows(rows: int, columns: int) -> int:
+    """Returns how many rows of both streamed operands, of `columns` columns, form a group.
+
+    Tiles of a group run at the same time, and find the operands in L2.
+    """
+    return max(GROUP_BYTES // (2 * 2 * columns), -(-rows // MOST_GROUPS), 1)
 
 
 def illegal_reason(problem: GdpaSizes) -> str | None:

@@ -22,10 +22,11 @@ from ikbo_jax.problems.hopper import BLOCK_K
 from ikbo_jax.reference.activations import SOFTMAX
 
 #: Words of a tile's descriptor in shared memory: first row and number of rows of the result, head,
-#: whether the tile has any blocks, number of blocks (at least 1). With a mask, the last one is the
-#: tile's `ORIGIN` instead: the first row of its statistics, or its first key.
-FIRST_ROW, ROWS, HEAD, HAS_BLOCKS, BLOCKS = range(5)
-ORIGIN = BLOCKS
+#: whether the tile has any blocks, number of blocks (at least 1). With a mask: the first row of the
+#: tile's statistics, or its first key; how many blocks need no mask; and the head is `END` where no
+#: tile follows.
+FIRST_ROW, ROWS, HEAD, HAS_BLOCKS, BLOCKS, ORIGIN, WHOLE_BLOCKS = range(7)
+END = -1
 #: (activation, approximation) that spill beside two sums unless a branch encloses the activation,
 #: and those that do with a mask, too.
 SPILLING_ACTIVATIONS = (("gelu", None), ("gelu", "tanh"), ("silu", "tanh"))
@@ -151,6 +152,15 @@ class BackwardContext(WarpgroupContext):
         packing = self.config.packing(len(self.shape.scales))
         first = (slot * STATISTICS + number) * packing.stride
         return self.shared.packed.at[pl.ds(first, packing.stride)]
+
+    def number_after(self, number: Any, items: Any) -> Any:
+        """Takes the item that the CTA computes after item `number`, its `items`-th one.
+
+        CTAs are interpreted one after another, and have fixed shares then.
+        """
+        if self.interpret:
+            return number + self.shape.workers
+        return self.shape.workers + self.take(items, 0)
 
     @property
     def item_count(self) -> Any:

@@ -133,5 +133,6 @@ def gradient_kernel(
         dtype=query.dtype,
         name="ikbo_gdpa_d_key_value" if is_for_keys else "ikbo_gdpa_d_query",
         workers=shape.workers,
+        has_counter=shape.has_mask,
         interpret=interpret,
     )
