@@ -171,16 +171,35 @@ def _tile(ctx: BackwardContext, item: Any, first_step: Any) -> Any:
     _zero_absent(ctx, item)
     rows = softmax.receive_rows(ctx)
 
+    def complete_last(step: Any, sums: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+        sums = tuple(mma.after_wait(x, interpret=ctx.interpret) for x in sums)
+        pl.when(step > first_step)(lambda: ctx.shared.streamed.release(step - 1))
+        return sums
+
+    def add_cut(step: Any, sums: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+        """Skips a block of which none of the consumer's rows sees a key."""
+        _receive(ctx, step)
+
+        def skip(*sums: jax.Array) -> tuple[jax.Array, ...]:
+            mma.wait(0, interpret=ctx.interpret)
+            return complete_last(step, sums)
+
+        def compute(*sums: jax.Array) -> tuple[jax.Array, ...]:
+            return add(step, sums, is_cut=True)
+
+        is_unseen = (masked.received_flags(ctx, step) & masked.UNSEEN) != 0
+        return lax.cond(is_unseen, skip, compute, *sums)
+
     def add(
         step: Any, sums: tuple[jax.Array, ...] | None, *, is_cut: bool = False
     ) -> tuple[jax.Array, ...]:
-        _receive(ctx, step)
+        if not is_cut:
+            _receive(ctx, step)
         scores = _issue_scores(ctx, 0, item, step)
         mma.wait(0, interpret=ctx.interpret)
         scores = mma.after_wait(scores, interpret=ctx.interpret)
         if sums is not None and ctx.shape.has_mask:
-            sums = tuple(mma.after_wait(x, interpret=ctx.interpret) for x in sums)
-            pl.when(step > first_step)(lambda: ctx.shared.streamed.release(step - 1))
+            sums = complete_last(step, sums)
         elif sums is not None:
             sums = _complete(ctx, sums, step - 1)
         mask = None
@@ -199,7 +218,7 @@ def _tile(ctx: BackwardContext, item: Any, first_step: Any) -> Any:
     if ctx.shape.has_mask:
         first_cut = first_step + stationary.word(item, WHOLE_BLOCKS)
         sums = lax.fori_loop(first_step, first_cut, add, sums)
-        sums = lax.fori_loop(first_cut, end, functools.partial(add, is_cut=True), sums)
+        sums = lax.fori_loop(first_cut, end, add_cut, sums)
     else:
         sums = lax.fori_loop(first_step + 1, end, add, sums)
     mma.wait(0, interpret=ctx.interpret)

@@ -30,10 +30,10 @@ from ikbo_jax.reference import jagged
 #: Words of a block's descriptor: what consumers do with it; its first key, or its first query's row
 #: of `Masks.rows`.
 FLAGS, FIRST = 2, 3
-#: Flags of a consumer, which has `FLAG_BITS`: some row's range begins or ends in the block, or some
-#: row's gap does.
-CUT, GAP = 1, 2
-FLAG_BITS, ALL_FLAGS = 2, 3
+#: Flags of a consumer, which has `FLAG_BITS`: some row's range begins or ends in the block; some
+#: row's gap does; or no row sees a key.
+CUT, GAP, UNSEEN = 1, 2, 4
+FLAG_BITS, ALL_FLAGS = 3, 7
 #: Words of a tile: blocks of all heads that its rows see; the first one, counted from the first
 #: block of the keys' sequence, or of all queries; first and last block plus 1 of the first blocks
 #: in a row that no row of the tile needs a mask for.
@@ -151,14 +151,26 @@ def _seen_keys(
     key = jnp.arange(-(-longest // size), dtype=jnp.int32)[None] * size
     number = lax.div(tiles[:, STATISTICS_ROW], jnp.int32(WGMMA_M))
 
-    is_seen, is_whole = jnp.zeros((), bool), jnp.ones((), bool)
+    def of_consumer(consumer: int) -> tuple[Any, ...]:
+        found = groups.at[number + consumer].get(mode="clip")
+        return lambda i: (found[:, i, None], found[:, i + 1, None]), key, key + size
+
+    return _compare(tiles, of_consumer)
+
+
+def _compare(
+    tiles: jax.Array, of_consumer: Callable[[int], tuple[Any, ...]]
+) -> tuple[jax.Array, jax.Array]:
+    """Says whether a row of each tile sees a block, and whether none needs a mask, as producers do.
+
+    `of_consumer` takes a consumer's number, and returns what `_is_cut` takes.
+    """
+    is_seen, is_whole = jnp.bool_(False), jnp.bool_(True)
     for consumer in range(NUM_CONSUMERS):
-        of_rows = groups.at[number + consumer].get(mode="clip")
-        has_rows = tiles[:, 2:3] > consumer * WGMMA_M
-        words = functools.partial(lambda x, i: (x[:, i, None], x[:, i + 1, None]), of_rows)
-        is_seen |= has_rows & ~_sees_none(words, key, key + size)
-        is_cut, has_gap = _is_cut(words, key, key + size)
-        is_whole &= ~has_rows | ~(is_cut | has_gap)
+        compared, has_rows = of_consumer(consumer), tiles[:, 2:3] > consumer * WGMMA_M
+        is_cut, has_gap = _is_cut(*compared)
+        is_seen |= has_rows & ~_sees_none(*compared)
+        is_whole &= ~(has_rows & (is_cut | has_gap))
     return is_seen & (tiles[:, BLOCK_COUNT, None] > 0), is_whole
 
 
@@ -188,14 +200,14 @@ def _seen_queries(
     # [tiles, blocks], which XLA fuses with the sums: 512 x 1,024 for 65,536 rows.
     first, end = key[:, None], key[:, None] + keys.tiles[:, 2:3]
 
-    def words(i: int) -> tuple[jax.Array, jax.Array]:
-        return groups[None, :, i], groups[None, :, i + 1]
+    def of_consumer(consumer: int) -> tuple[Any, ...]:
+        begin = first + consumer * WGMMA_M
+        end_of_keys = jnp.minimum(begin + WGMMA_M, end)
+        return lambda i: (groups[None, :, i], groups[None, :, i + 1]), begin, end_of_keys
 
-    is_seen = ~_sees_none(words, first, end) & (kv[:, None] == kv_of[None])
-    is_seen &= keys.tiles[:, BLOCK_COUNT, None] > 0
-    is_cut, has_gap = _is_cut(words, first, end)
+    is_seen, is_whole = _compare(keys.tiles, of_consumer)
     keys = keys._replace(tiles=keys.tiles.at[:, STATISTICS_ROW].set(key))
-    return keys, is_seen, ~(is_cut | has_gap)
+    return keys, is_seen & (kv[:, None] == kv_of[None]), is_whole
 
 
 def _with_blocks(
@@ -249,23 +261,21 @@ def block_flags(ctx: BackwardContext, tile: Any, first: Any, done: Any) -> tuple
       first: row of `Masks.rows` of the range's first query; 0 in the kernel for queries.
       done: rows of the range before the block.
     """
-    origin = ctx.tile_word(tile, STATISTICS_ROW)
+    origin, rows = ctx.tile_word(tile, STATISTICS_ROW), ctx.tile_word(tile, 2)
     is_seen, flags = jnp.bool_(False), jnp.int32(0)
     for consumer in range(NUM_CONSUMERS):
         if ctx.shape.is_for_keys:
-            number, key, count = lax.div(first + done, WGMMA_M), origin, WGMMA_M
-            key = key + consumer * WGMMA_M
+            number, key = lax.div(first + done, WGMMA_M), origin + consumer * WGMMA_M
+            end = jnp.minimum(key + WGMMA_M, origin + rows)
         else:
-            number, key, count = lax.div(origin, WGMMA_M) + consumer, done, ctx.config.block
+            number, key = lax.div(origin, WGMMA_M) + consumer, done
+            end = key + ctx.config.block
         words = functools.partial(_group_words, ctx, number)
-        is_cut, has_gap = _is_cut(words, key, key + count)
+        is_cut, has_gap = _is_cut(words, key, end)
         found = jnp.where(is_cut, CUT, 0) + jnp.where(has_gap, GAP, 0)
-        flags = flags | found << (FLAG_BITS * consumer)
-        if not ctx.shape.is_for_keys:
-            has_rows = ctx.tile_word(tile, 2) > consumer * WGMMA_M
-            is_seen = is_seen | (has_rows & ~_sees_none(words, key, key + count))
-        elif not consumer:
-            is_seen = ~_sees_none(words, key, key + ctx.tile_word(tile, 2))
+        sees_none = (rows <= consumer * WGMMA_M) | _sees_none(words, key, end)
+        flags = flags | jnp.where(sees_none, UNSEEN, found) << (FLAG_BITS * consumer)
+        is_seen = is_seen | ~sees_none
     return is_seen, flags
 
 
