@@ -78,12 +78,15 @@ def kernel_vjp(
         parts=parts,
     )
     offsets = Offsets.of(arrays, settings)
-    work, masks = list_works(offsets, work_settings), None
+    work, masks, stored = list_works(offsets, work_settings), None, 0
     if arrays.intervals is not None:
         widths = (key.shape[1], query.shape[1])
         sizes = zip((key.shape[0], offsets.result_rows), widths, strict=True)
         rows = tuple(configs.group_rows(n, heads * query.shape[-1]) for n, heads in sizes)
-        work, masks = masked.mask_work(work, offsets, arrays.intervals, work_settings, rows)
+        stored = 0 if parts > 1 else configs.stored_rows(arrays, settings)
+        work, masks = masked.mask_work(
+            work, offsets, arrays.intervals, work_settings, rows, stores=stored > 0
+        )
     of_rows = None
     if has_softmax:
         assert work.blocks is not None
@@ -101,6 +104,19 @@ def kernel_vjp(
         "masks": masks,
         "interpret": interpret,
     }
+    d_key, d_value, *d_scores = _d_key_value(
+        arrays,
+        work.keys,
+        d_out,
+        parts,
+        key_config,
+        out_dtype=dtype,
+        options=options | {"stored_rows": stored},
+    )
+    if stored:
+        assert masks is not None
+        options["masks"] = masks._replace(d_scores=d_scores[0])
+        query_config = configs.STORED_CONFIG
     (d_query,) = kernels.gradient_kernel(
         *(query, key, value, d_out, work.queries),
         is_for_keys=False,
@@ -110,9 +126,6 @@ def kernel_vjp(
     )
     if settings.broadcast_q:
         d_query = jnp.sum(d_query.reshape(-1, *query.shape), axis=0).astype(query.dtype)
-    d_key, d_value = _d_key_value(
-        arrays, work.keys, d_out, parts, key_config, out_dtype=dtype, options=options
-    )
     return d_query, d_key, d_value
 
 
@@ -139,7 +152,7 @@ def _d_key_value(
     *,
     out_dtype: Any,
     options: dict[str, Any],
-) -> tuple[jax.Array, jax.Array]:
+) -> tuple[jax.Array, ...]:
     """Computes gradients of key and value; every n-th query sequence belongs to part n.
 
     With several parts there are as many copies of keys and values, which are few then. The parts'
@@ -151,7 +164,7 @@ def _d_key_value(
     rows = key.shape[0]
     if parts > 1:
         key, value = (jnp.tile(x, (parts, 1, 1)) for x in (key, value))
-    d_key, d_value = kernels.gradient_kernel(
+    d_key, d_value, *d_scores = kernels.gradient_kernel(
         *(query, key, value, d_out, work),
         is_for_keys=True,
         config=config,
@@ -163,4 +176,4 @@ def _d_key_value(
             jnp.sum(x.reshape(parts, rows, *x.shape[1:]), axis=0).astype(out_dtype or query.dtype)
             for x in (d_key, d_value)
         )
-    return d_key, d_value
+    return d_key, d_value, *d_scores

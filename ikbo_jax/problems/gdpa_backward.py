@@ -34,6 +34,8 @@ COPY_WORDS = 32
 #: Blocks and stages that the tuner tries, and most steps from the default of both kernels together.
 BLOCKS, STAGES = (64, 96, 128, 80, 48, 32), (3, 4, 2, 6)
 MAX_STEPS = 4
+#: Most bytes of gradients of scores that are stored, as for attention.
+MAX_STORED_BYTES = 17 * 2**28
 #: Most groups of masked tiles: numbers by which tiles are sorted have 30 bits.
 MOST_GROUPS = 256
 
@@ -100,11 +102,20 @@ class GdpaBackwardConfig:
         return Packing(stride, item_words, block_words, size)
 
     def shared(
-        self, head_dim: int, softmax_results: int | None = None, has_mask: bool = False
+        self,
+        head_dim: int,
+        softmax_results: int | None = None,
+        has_mask: bool = False,
+        reads_stored: bool = False,
     ) -> GdpaBackwardShared:
         """Declares shared memory and barriers of one CTA.
 
-        `softmax_results`: results of a softmax's kernel; None: there is no softmax.
+        Args:
+          head_dim: head width.
+          softmax_results: results of a softmax's kernel; None: there is no softmax.
+          has_mask: whether there is a mask.
+          reads_stored: whether the kernel multiplies stored gradients of scores by keys: then a
+            tile has no operands, and its slot is for the result.
         """
         blocks = hopper.column_blocks(head_dim)
         packed, statistics_free, ready = None, None, [0, 0]
@@ -117,8 +128,8 @@ class GdpaBackwardConfig:
         return GdpaBackwardShared(
             stationary=memory.ring(
                 self.slots,
-                ready=2 * NUM_CONSUMERS * blocks + 1 + ready[0],
-                tiles=(2, NUM_CONSUMERS, blocks, WGMMA_M, BLOCK_K),
+                ready=1 + (0 if reads_stored else 2 * NUM_CONSUMERS * blocks + ready[0]),
+                tiles=(2 - reads_stored, NUM_CONSUMERS, blocks, WGMMA_M, BLOCK_K),
                 words=ITEM_WORDS if has_words else None,
             ),
             streamed=memory.ring(
@@ -163,6 +174,10 @@ class GdpaBackwardConfig:
         return hopper.why_not_smem(self, smem_bytes, head_dim)
 
 
+#: Of the kernel that multiplies stored gradients of scores by keys.
+STORED_CONFIG = GdpaBackwardConfig(64, 5)
+
+
 def default_config(head_dim: int) -> GdpaBackwardConfig:
     """Returns the configuration of both kernels; nothing else was measured."""
     return GdpaBackwardConfig(64, 6 if head_dim <= BLOCK_K else 3)
@@ -174,6 +189,27 @@ def group_rows(rows: int, columns: int) -> int:
     Tiles of a group run at the same time, and find the operands in L2.
     """
     return max(GROUP_BYTES // (2 * 2 * columns), -(-rows // MOST_GROUPS), 1)
+
+
+def stored_rows(arrays: Any, settings: Any) -> int:
+    """Returns how many rows of 64 gradients of scores the kernel for keys stores; 0: none.
+
+    A bound for any offsets. With a causal rule, the n tiles of a sequence have at most 2 n + 1,
+    2 n - 1, ... blocks of queries.
+    """
+    rows, heads, head_dim = arrays.query.shape
+    kv_rows, sequences = arrays.key.shape[0], arrays.cu_seqlens_kv.shape[0] - 1
+    if arrays.q_to_kv is not None or settings.broadcast_q or head_dim <= BLOCK_K:
+        return 0
+    longest_q = rows if settings.max_seqlen_q is None else min(settings.max_seqlen_q, rows)
+    longest = kv_rows if settings.max_seqlen_kv is None else min(settings.max_seqlen_kv, kv_rows)
+    tiles = kv_rows // TILE_ROWS + sequences
+    blocks = -(-longest_q // WGMMA_M)
+    rule = settings.rule
+    if rule is not None and rule.causal and rule.contextual == 0 and rule.target_group_size == 1:
+        blocks = min(blocks, -(-longest // TILE_ROWS) + 2)
+    stored = tiles * blocks * heads * TILE_ROWS
+    return stored if stored * WGMMA_M * 2 <= MAX_STORED_BYTES else 0
 
 
 def illegal_reason(problem: GdpaSizes) -> str | None:

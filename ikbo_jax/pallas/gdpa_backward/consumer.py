@@ -12,7 +12,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from ikbo_jax.pallas.activations import slopes as gdpa_slopes
-from ikbo_jax.pallas.gdpa_backward import masked, softmax
+from ikbo_jax.pallas.gdpa_backward import masked, softmax, stored
 from ikbo_jax.pallas.gdpa_backward.context import (
     BLOCKS,
     END,
@@ -49,9 +49,10 @@ def _receive(ctx: BackwardContext, step: Any) -> None:
         turns.synchronise_consumers()
 
 
-def _zero_absent(ctx: BackwardContext, item: Any) -> None:
-    """Zeroes the operands of a tile without blocks, since they are arbitrary."""
+def _receive_tile(ctx: BackwardContext, item: Any) -> None:
+    """Waits for a tile; zeroes the operands of a tile without blocks, since they are arbitrary."""
     ring = ctx.shared.stationary
+    ring.await_ready(item)
 
     @pl.when(ring.word(item, HAS_BLOCKS) == 0)
     def _() -> None:
@@ -150,6 +151,8 @@ def _multiply(
         d_scores = softmax.d_scores(ctx, rows, d_weights, slope, step)
     else:
         d_scores = gdpa_slopes.d_scores(shape.activation, d_weights, slope)
+    if shape.has_stored:
+        stored.store(ctx, d_scores, item, step)
     total = _issue_sum(ctx, total, d_scores.astype(dtype), 0, 0, step)
     return (total,) if d_value is None else (total, d_value)
 
@@ -167,8 +170,7 @@ def _tile(ctx: BackwardContext, item: Any, first_step: Any) -> Any:
     """Computes and stores a tile; returns the next tile's first step."""
     stationary = ctx.shared.stationary
     if not ctx.shape.has_mask:
-        stationary.await_ready(item)
-    _zero_absent(ctx, item)
+        _receive_tile(ctx, item)
     rows = softmax.receive_rows(ctx)
 
     def complete_last(step: Any, sums: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
@@ -195,6 +197,12 @@ def _tile(ctx: BackwardContext, item: Any, first_step: Any) -> Any:
     ) -> tuple[jax.Array, ...]:
         if not is_cut:
             _receive(ctx, step)
+        if ctx.shape.reads_stored:
+            assert sums is not None
+            sums = (stored.add_product(ctx, sums[0], step),)
+            mma.wait(1, interpret=ctx.interpret)
+            pl.when(step > first_step)(lambda: ctx.shared.streamed.release(step - 1))
+            return sums
         scores = _issue_scores(ctx, 0, item, step)
         mma.wait(0, interpret=ctx.interpret)
         scores = mma.after_wait(scores, interpret=ctx.interpret)
@@ -242,14 +250,15 @@ def _store(ctx: BackwardContext, item: Any, sums: tuple[jax.Array, ...]) -> None
     first_row = words[slot, FIRST_ROW] + consumer * WGMMA_M
     rows = jnp.clip(words[slot, ROWS] - consumer * WGMMA_M, 0, WGMMA_M)
     head = words[slot, HEAD]
+    outputs = ctx.outputs[: len(sums)]  # gradients of scores are stored
     values = [
         (total * jnp.float32(scale)).astype(result.dtype)
-        for total, scale, result in zip(sums, ctx.shape.scales, ctx.outputs, strict=True)
+        for total, scale, result in zip(sums, ctx.shape.scales, outputs, strict=True)
     ]
     if ctx.outputs[0].dtype == jnp.float32:
         staging = ctx.shared.f32_staging.at[consumer] if ctx.interpret else None
         place = (first_row, head, jnp.int32(0), rows)
-        for output, value in zip(ctx.outputs, values, strict=True):
+        for output, value in zip(outputs, values, strict=True):
             stores.store_rows(output, value, *place, staging, interpret=ctx.interpret)
         return
     staged = [
@@ -262,7 +271,7 @@ def _store(ctx: BackwardContext, item: Any, sums: tuple[jax.Array, ...]) -> None
     stores.store_staged(
         ctx,
         staged,
-        ctx.outputs,
+        outputs,
         (first_row, head),
         (jnp.int32(0), rows),
         is_full=rows == WGMMA_M,

@@ -23,10 +23,13 @@ from ikbo_jax.reference.activations import SOFTMAX
 
 #: Words of a tile's descriptor in shared memory: first row and number of rows of the result, head,
 #: whether the tile has any blocks, number of blocks (at least 1). With a mask: the first row of the
-#: tile's statistics, or its first key; how many blocks need no mask; and the head is `END` where no
-#: tile follows.
-FIRST_ROW, ROWS, HEAD, HAS_BLOCKS, BLOCKS, ORIGIN, WHOLE_BLOCKS = range(7)
+#: tile's statistics, or its first key; how many blocks need no mask; its place (`stored.PLACE`);
+#: and the head is `END` where no tile follows.
+FIRST_ROW, ROWS, HEAD, HAS_BLOCKS, BLOCKS, ORIGIN, WHOLE_BLOCKS, PLACE = range(8)
 END = -1
+#: Further words of a block's descriptor, with a mask: what consumers do with it; its first key, or
+#: its first query's row of `masked.Masks.rows`.
+FLAGS, FIRST = 2, 3
 #: (activation, approximation) that spill beside two sums unless a branch encloses the activation,
 #: and those that do with a mask, too.
 SPILLING_ACTIVATIONS = (("gelu", None), ("gelu", "tanh"), ("silu", "tanh"))
@@ -43,6 +46,8 @@ class Shape:
       heads_per_streamed: stationary heads that share a streamed head; 1 in the kernel for keys.
       activation: how scores become weights.
       scales: factor of each result's sum.
+      has_stored: whether the kernel for keys stores gradients of scores, and the one for queries
+        multiplies them by keys.
     """
 
     heads: int
@@ -53,10 +58,15 @@ class Shape:
     scales: tuple[float, ...]
     workers: int
     has_mask: bool = dataclasses.field(default=False, kw_only=True)
+    has_stored: bool = dataclasses.field(default=False, kw_only=True)
 
     @property
     def is_for_keys(self) -> bool:
         return len(self.scales) == 2
+
+    @property
+    def reads_stored(self) -> bool:
+        return self.has_stored and not self.is_for_keys
 
     @property
     def has_softmax(self) -> bool:

@@ -20,25 +20,24 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from ikbo_jax.pallas.activations import slopes as gdpa_slopes
-from ikbo_jax.pallas.gdpa_backward.context import ORIGIN, BackwardContext
+from ikbo_jax.pallas.gdpa_backward import stored
+from ikbo_jax.pallas.gdpa_backward.context import FIRST, FLAGS, ORIGIN, BackwardContext
 from ikbo_jax.pallas.hopper import mosaic, seen
 from ikbo_jax.pallas.hopper.visible import ranges_and_gaps
 from ikbo_jax.pallas.worklist.lists import STATISTICS_ROW, Offsets, Works, WorkSettings
 from ikbo_jax.problems.hopper import NUM_CONSUMERS, TILE_ROWS, WGMMA_M
 from ikbo_jax.reference import jagged
 
-#: Words of a block's descriptor: what consumers do with it; its first key, or its first query's row
-#: of `Masks.rows`.
-FLAGS, FIRST = 2, 3
 #: Flags of a consumer, which has `FLAG_BITS`: some row's range begins or ends in the block; some
 #: row's gap does; or no row sees a key.
 CUT, GAP, UNSEEN = 1, 2, 4
 FLAG_BITS, ALL_FLAGS = 3, 7
+NO_ROW_SEES = UNSEEN | UNSEEN << FLAG_BITS
 #: Words of a tile: blocks of all heads that its rows see; the first one, counted from the first
 #: block of the keys' sequence, or of all queries; first and last block plus 1 of the first blocks
 #: in a row that no row of the tile needs a mask for.
 BLOCK_COUNT, BEGIN_BLOCK, WHOLE_BEGIN, WHOLE_END = 5, 7, 8, 9
-TILE_WORDS = 10
+TILE_WORDS = 11
 #: Words of a group, first and last key plus 1 each: of the keys that a row sees, of those in the
 #: ranges of all rows, of those around all gaps, of those in the gaps of all rows.
 SEEN, IN_RANGES, NEAR_GAPS, IN_GAPS = 0, 2, 4, 6
@@ -51,10 +50,14 @@ class Masks(NamedTuple):
     Attributes:
       rows: [2, rows, 2] int32, begin and end of every row's range, and of the gap in it.
       groups: [groups, GROUP_WORDS] int32.
+      places: see `stored`, or None.
+      d_scores: likewise.
     """
 
     rows: Any
     groups: Any
+    places: Any = None
+    d_scores: Any = None
 
 
 def _is_cut(words: Callable[[int], Any], key: Any, end: Any) -> tuple[Any, Any]:
@@ -82,6 +85,8 @@ def mask_work(
     intervals: jax.Array,
     settings: WorkSettings,
     rows_of_groups: tuple[int, int],
+    *,
+    stores: bool = False,
 ) -> tuple[Works, Masks]:
     """Leaves the blocks that rows of a tile see to the tile; sorts tiles by groups, then by blocks.
 
@@ -91,6 +96,7 @@ def mask_work(
       settings: of `works`.
       rows_of_groups: of keys and of queries; tiles whose streamed rows begin in one group of so
         many neighbouring rows follow one another, the most expensive first.
+      stores: whether gradients of scores have places.
     """
     assert works.blocks is not None
     position = jnp.arange(WGMMA_M, dtype=jnp.int32)
@@ -109,6 +115,8 @@ def mask_work(
     keys, of_keys = _with_blocks(
         *_seen_queries(works, offsets, groups, settings.parts), rows_of_groups[1], settings.group
     )
+    if stores:
+        masks = masks._replace(places=stored.places(keys.tiles, offsets))
     order = jnp.argsort(jnp.concatenate((order, of_keys + 2**30)), stable=True)
     count = queries.tiles.shape[0]
     queries = queries._replace(tiles=queries.tiles[order[:count]])
@@ -221,7 +229,10 @@ def _with_blocks(
     begin = jnp.min(jnp.where(is_seen, number, of_group), axis=1)
     whole = jnp.min(jnp.where(is_whole, number, of_group), axis=1)
     after = jnp.where(~is_whole & (number >= whole[:, None]), number, of_group)
-    words = [begin, whole, jnp.min(after, axis=1)]
+    end = jnp.max(jnp.where(is_seen, number + 1, 0), axis=1)
+    width = jnp.maximum(end - begin, 0)
+    place = jnp.cumsum(width, dtype=jnp.int32) - width - begin
+    words = [begin, whole, jnp.min(after, axis=1), place]
     tiles = (
         jnp.concatenate((work.tiles[:, :BEGIN_BLOCK], jnp.stack(words, axis=1)), axis=1)
         .at[:, BLOCK_COUNT]
@@ -277,6 +288,11 @@ def block_flags(ctx: BackwardContext, tile: Any, first: Any, done: Any) -> tuple
         flags = flags | jnp.where(sees_none, UNSEEN, found) << (FLAG_BITS * consumer)
         is_seen = is_seen | ~sees_none
     return is_seen, flags
+
+
+def unseen(flags: Any) -> list[Any]:
+    """Says for each consumer whether none of its rows sees a block."""
+    return [(flags & UNSEEN << FLAG_BITS * consumer) != 0 for consumer in range(NUM_CONSUMERS)]
 
 
 def _group_words(ctx: BackwardContext, number: Any, word: int) -> list[Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from typing import Any
 
 import jax.numpy as jnp
@@ -10,8 +11,8 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from ikbo_jax.pallas.gdpa_backward import masked
-from ikbo_jax.pallas.gdpa_backward.context import END, BackwardContext
+from ikbo_jax.pallas.gdpa_backward import masked, stored
+from ikbo_jax.pallas.gdpa_backward.context import END, FLAGS, BackwardContext
 from ikbo_jax.pallas.gdpa_backward.softmax import ABSENT_ROWS
 from ikbo_jax.pallas.hopper import mosaic
 from ikbo_jax.pallas.worklist.lists import STATISTICS_ROW
@@ -23,7 +24,7 @@ def _send_stationary(
     ctx: BackwardContext, item: Any, tile: Any, head: Any, whole: Any = None
 ) -> None:
     """Sends the descriptor of a tile, and loads its two stationary operands."""
-    ring = ctx.shared.stationary
+    ring, is_for_keys = ctx.shared.stationary, ctx.shape.is_for_keys
     slot = ring.slot(item)
     first_rows = (ctx.tile_word(tile, 0), ctx.tile_word(tile, 1))
     blocks = ctx.tile_word(tile, 5)
@@ -31,7 +32,10 @@ def _send_stationary(
     words = [first_rows[1], ctx.tile_word(tile, 2), head, has_blocks, jnp.maximum(blocks, 1)]
     if ctx.shape.has_mask:
         words += [ctx.tile_word(tile, STATISTICS_ROW), whole]
+        words += [ctx.tile_word(tile, stored.PLACE)] * (ctx.shape.has_stored and is_for_keys)
     ring.send_words(item, words, after=ring)
+    if ctx.shape.reads_stored:
+        return
     for operand, (source, first) in enumerate(
         zip(ctx.operands.stationary, first_rows, strict=True)
     ):
@@ -54,12 +58,21 @@ def _load_statistics(ctx: BackwardContext, head: Any, row: Any, slot: Any, ready
 
 
 def _send_block(
-    ctx: BackwardContext, step: Any, first_rows: list[Any], words: tuple[Any, ...], head: Any
+    ctx: BackwardContext, step: Any, first_rows: list[Any], words: Sequence[Any], head: Any
 ) -> None:
     """Sends the descriptor of a block, and loads its two operands and, if they have a first row,
     its statistics."""
     ring = ctx.shared.streamed
     ring.send_words(step, words, after=ring)
+    if ctx.shape.reads_stored:
+        tiles, ready = ring.copied(step), ring.ready_at(step)
+        rows = pl.ds(first_rows[0], ctx.config.block)
+        ctx.load(ctx.operands.streamed[0], (rows, head), tiles.at[0], ready)
+        for consumer in range(NUM_CONSUMERS):
+            rows = pl.ds(first_rows[1 + consumer], WGMMA_M)
+            target = tiles.at[1, pl.ds(consumer, 1)]
+            ctx.load(ctx.operands.masks.d_scores, (rows, 0), target, ready)
+        return
     for operand, (source, row) in enumerate(
         zip(ctx.operands.streamed, first_rows[:2], strict=True)
     ):
@@ -120,14 +133,23 @@ def _send_item(ctx: BackwardContext, number: Any, item: Any, step: Any) -> Any:
         # A block without rows: every tile that a consumer receives has a block.
         zero = jnp.int32(0)
         absent = [operands.statistics.shape[-1] - ABSENT_ROWS] if has_statistics else []
-        words = (zero,) * (BLOCK_WORDS + MASK_WORDS * shape.has_mask)
+        words = [zero] * (BLOCK_WORDS + MASK_WORDS * shape.has_mask)
+        if shape.has_mask:
+            words[FLAGS] = jnp.int32(masked.NO_ROW_SEES)
+        absent += [zero] * shape.reads_stored
         _send_block(ctx, step, [zero, zero, *absent], words, zero)
 
     return step + jnp.maximum(blocks, 1)
 
 
 def _send_range_block(
-    ctx: BackwardContext, heads: tuple[Any, Any], index: Any, block: Any, step: Any, flags: Any
+    ctx: BackwardContext,
+    tile: Any,
+    heads: tuple[Any, Any],
+    index: Any,
+    block: Any,
+    step: Any,
+    flags: Any,
 ) -> None:
     """Sends a block of a range; `heads`: of the block, and of its queries."""
     shape, size = ctx.shape, ctx.config.block
@@ -139,6 +161,8 @@ def _send_range_block(
     first_rows = [source + done, target + done]
     if shape.has_softmax and shape.is_for_keys:
         first_rows.append(first + done)
+    if shape.reads_stored:
+        first_rows[1:] = stored.rows(ctx, tile, q_head, index, source, block, masked.unseen(flags))
     words = (jnp.minimum(rows - done, size), q_head, flags, first + done)
     _send_block(ctx, step, first_rows, words, block_head)
 
@@ -151,7 +175,7 @@ def _send_whole(
 
     @pl.loop(begin, end)
     def _(block: Any) -> None:
-        _send_range_block(ctx, heads, index, block, step + (block - begin), jnp.int32(0))
+        _send_range_block(ctx, tile, heads, index, block, step + (block - begin), jnp.int32(0))
 
     return step + (end - begin)
 
@@ -172,7 +196,7 @@ def _send_cut(
 
         @pl.when(is_seen)
         def _() -> None:
-            _send_range_block(ctx, heads, index, block, step, flags)
+            _send_range_block(ctx, tile, heads, index, block, step, flags)
 
         return after_whole(block + 1), step + is_seen.astype(jnp.int32)
 
@@ -198,7 +222,8 @@ def _send_taken(ctx: BackwardContext) -> None:
     ring.send_words(item, (zero, zero, jnp.int32(END)), after=ring)
     has_statistics = ctx.shared.statistics_free is not None
     copies = 2 * NUM_CONSUMERS * ring.tiles[1].shape[3] + STATISTICS * has_statistics
-    for _ in range(copies):  # in place of copies, which arrive when they are complete
+    # In place of copies, which arrive when they are complete.
+    for _ in range(0 if shape.reads_stored else copies):
         plgpu.barrier_arrive(ring.ready_at(item))
 
 
