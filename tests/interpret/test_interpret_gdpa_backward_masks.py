@@ -20,6 +20,7 @@ from ikbo_jax import masks
 from ikbo_jax.ops import gdpa_backward as op
 from ikbo_jax.ops import gdpa_mask
 from ikbo_jax.problems import GdpaBackwardConfig
+from ikbo_jax.problems import gdpa_backward as configs
 from ikbo_jax.reference.gdpa import Arrays
 
 pytestmark = [pytest.mark.usefixtures("on_cpu"), pytest.mark.slow]
@@ -37,6 +38,7 @@ class Case:
     dtype: str = "bfloat16"
     num_sms: int = 1
     config: GdpaBackwardConfig = TWO_STAGES
+    stores: bool = False
 
 
 def causal(window: int | None = None) -> problems_masks.Case:
@@ -61,6 +63,7 @@ CASES = {
         "float16",
         2,
         GdpaBackwardConfig(64, 3),
+        stores=True,
     ),
     # Between history and targets, blocks that no row sees.
     "targets_h128": Case(
@@ -68,6 +71,10 @@ CASES = {
         hstu_case((130,), 3),
         "gelu_tanh",
         config=GdpaBackwardConfig(64, 3),
+    ),
+    # Key heads are shared; the second consumer has no rows in most tiles.
+    "stored_grouped": Case(
+        Shape((3, 200, 60), (3, 200, 60), 2, 1, 128, after=3), causal(), num_sms=3, stores=True
     ),
     # Some rows see nothing; sequences share keys, and eight SMs divide their queries into parts.
     "intervals_in_parts": Case(SHARED, intervals_case(SHARED, 2), ("relu", "silu"), num_sms=8),
@@ -121,9 +128,11 @@ def assert_correct(found: tuple[jax.Array, ...], arrays: Arrays, case: Case) -> 
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")
 def test_interpreted_masked_gradients_are_right_and_free_of_races(
-    name: str, launches: interpreter.Launches
+    name: str, launches: interpreter.Launches, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     case = CASES[name]
+    if case.stores:
+        monkeypatch.setattr(configs, "LEAST_STORED_KEYS", (0, 0))
     arrays = make_arrays(case)
     found = gradients(arrays, case)
     launches.assert_no_races(2)

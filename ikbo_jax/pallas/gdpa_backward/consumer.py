@@ -97,14 +97,16 @@ def _issue_sum(
     )
 
 
-def _activate(ctx: BackwardContext, head: Any, scores: jax.Array) -> tuple[jax.Array, jax.Array]:
+def _activate(
+    ctx: BackwardContext, head: Any, scores: jax.Array, is_cut: bool
+) -> tuple[jax.Array, jax.Array]:
     """(weights, slopes) of a query head's scores."""
     spec = ctx.shape.activation
 
     def activate() -> tuple[jax.Array, jax.Array]:
         return gdpa_slopes.weights_and_slopes(spec, head, scores, interpret=ctx.interpret)
 
-    if not ctx.shape.has_activation_in_branch:
+    if not ctx.shape.has_activation_in_branch(is_cut):
         return activate()
     # This branch is always taken: ptxas moves no code across it, and would spill without it.
     weights, slope = lax.cond(head >= 0, activate, lambda: (scores, scores))
@@ -138,7 +140,7 @@ def _multiply(
         if shape.has_softmax:
             weights = slope = softmax.weights(ctx, rows, some, begin, step)
         else:
-            weights, slope = _activate(ctx, head, some)
+            weights, slope = _activate(ctx, head, some, mask is not None)
         if mask is not None:
             weights, slope = masked.keep_seen(ctx, mask, begin, weights, slope)
         slopes.append(slope)
@@ -151,9 +153,9 @@ def _multiply(
         d_scores = softmax.d_scores(ctx, rows, d_weights, slope, step)
     else:
         d_scores = gdpa_slopes.d_scores(shape.activation, d_weights, slope)
+    total = _issue_sum(ctx, total, d_scores.astype(dtype), 0, 0, step)
     if shape.has_stored:
         stored.store(ctx, d_scores, item, step)
-    total = _issue_sum(ctx, total, d_scores.astype(dtype), 0, 0, step)
     return (total,) if d_value is None else (total, d_value)
 
 

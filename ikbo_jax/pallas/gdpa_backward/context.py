@@ -30,10 +30,11 @@ END = -1
 #: Further words of a block's descriptor, with a mask: what consumers do with it; its first key, or
 #: its first query's row of `masked.Masks.rows`.
 FLAGS, FIRST = 2, 3
-#: (activation, approximation) that spill beside two sums unless a branch encloses the activation,
-#: and those that do with a mask, too.
+#: (activation, approximation) that spill beside two sums unless a branch encloses the activation;
+#: those that do with a mask, too; and those that do only in blocks that need the mask.
 SPILLING_ACTIVATIONS = (("gelu", None), ("gelu", "tanh"), ("silu", "tanh"))
-SPILLING_MASKED_ACTIVATIONS = (("gelu_tanh", None), ("silu", None))
+SPILLING_MASKED_ACTIVATIONS = (("gelu_tanh", None),)
+SPILLING_CUT_ACTIVATIONS = (("silu", None),)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -73,14 +74,17 @@ class Shape:
         """Whether all heads have a softmax; otherwise none has."""
         return SOFTMAX in self.activation.names
 
-    @property
-    def has_activation_in_branch(self) -> bool:
-        """Whether ptxas must not mix the activation with the code around it: it would spill."""
+    def has_activation_in_branch(self, is_cut: bool) -> bool:
+        """Whether ptxas must not mix the activation with the code around it: it would spill.
+
+        `is_cut`: whether the block needs the mask.
+        """
         names = self.activation.names
         is_alone, kind = len(set(names)) == 1, (names[0], self.activation.approx)
         is_wide = self.is_for_keys and self.head_dim > BLOCK_K
         spills = kind in SPILLING_ACTIVATIONS
         spills |= self.has_mask and kind in SPILLING_MASKED_ACTIVATIONS
+        spills |= is_cut and kind in SPILLING_CUT_ACTIVATIONS
         return is_wide and is_alone and spills
 
 

@@ -3,9 +3,11 @@
 A query row sees a range of the keys of its sequence, without a gap.  XLA describes every block of
 64 queries (*group*): the keys that its rows see.  The blocks are those of a softmax's statistics,
 so that a consumer's rows in the kernel for queries, and a block in the kernel for keys, are one
-group.  For each tile, XLA counts the blocks that one of its rows sees, and sorts the tiles by their
-blocks.  The producer makes the same comparisons, sends these blocks, and says which consumers mask
-them.  Weights and gradients of scores that a row does not see become 0.
+group.  For each tile, XLA counts the blocks that one of its rows sees, and finds a run of *whole*
+blocks, which need no mask.  It sorts the tiles: those whose blocks are neighbours run at the same
+time, and find them in L2.  The producer sends whole blocks first, which consumers multiply as
+without a mask.  For the other blocks it makes XLA's comparisons again, and says which consumers
+skip or mask them.  Weights and gradients of scores that a row does not see become 0.
 """
 
 from __future__ import annotations
@@ -37,11 +39,14 @@ NO_ROW_SEES = UNSEEN | UNSEEN << FLAG_BITS
 #: block of the keys' sequence, or of all queries; first and last block plus 1 of the first blocks
 #: in a row that no row of the tile needs a mask for.
 BLOCK_COUNT, BEGIN_BLOCK, WHOLE_BEGIN, WHOLE_END = 5, 7, 8, 9
-TILE_WORDS = 11
+TILE_WORDS = 10
 #: Words of a group, first and last key plus 1 each: of the keys that a row sees, of those in the
 #: ranges of all rows, of those around all gaps, of those in the gaps of all rows.
 SEEN, IN_RANGES, NEAR_GAPS, IN_GAPS = 0, 2, 4, 6
 GROUP_WORDS = 8
+#: So many tiles of both kernels are sorted by comparing all pairs: XLA's sort takes 11 us for 1,024
+#: tiles, comparisons 2 to 4.
+MOST_COMPARED = 4096
 
 
 class Masks(NamedTuple):
@@ -109,19 +114,30 @@ def mask_work(
         jnp.pad(jnp.moveaxis(rows.reshape(-1, 2, 2), 1, 0), ((0, 0), (0, TILE_ROWS), (0, 0))),
         jnp.pad(groups, ((0, NUM_CONSUMERS), (0, 0))),
     )
-    queries, order = _with_blocks(
+    queries, of_queries = _with_blocks(
         works.queries, *_seen_keys(works, offsets, masks.groups, settings), rows_of_groups[0]
     )
-    keys, of_keys = _with_blocks(
-        *_seen_queries(works, offsets, groups, settings.parts), rows_of_groups[1], settings.group
-    )
+    keys, is_seen, is_whole = _seen_queries(works, offsets, groups, settings.parts)
+    keys, of_keys = _with_blocks(keys, is_seen, is_whole, rows_of_groups[1], settings.group)
     if stores:
-        masks = masks._replace(places=stored.places(keys.tiles, offsets))
-    order = jnp.argsort(jnp.concatenate((order, of_keys + 2**30)), stable=True)
+        tiles, places = stored.with_places(keys.tiles, is_seen, offsets)
+        keys, masks = keys._replace(tiles=tiles), masks._replace(places=places)
+    order = _order(jnp.concatenate((of_queries, of_keys + 2**30)))
     count = queries.tiles.shape[0]
     queries = queries._replace(tiles=queries.tiles[order[:count]])
     keys = keys._replace(tiles=keys.tiles[order[count:] - count])
     return works._replace(queries=queries, keys=keys), masks
+
+
+def _order(numbers: jax.Array) -> jax.Array:
+    """Sorts numbers, the earliest of equal ones first; returns places in `numbers`."""
+    if numbers.size > MOST_COMPARED:
+        return jnp.argsort(numbers, stable=True)
+    index = jnp.arange(numbers.size, dtype=jnp.int32)
+    one, other = numbers[:, None], numbers[None]
+    is_before = (other < one) | ((other == one) & (index[None] < index[:, None]))
+    place = jnp.sum(is_before, axis=1, dtype=jnp.int32)
+    return jnp.zeros_like(index).at[place].set(index, unique_indices=True)
 
 
 def _groups(rows: jax.Array, is_row: jax.Array) -> jax.Array:
@@ -229,15 +245,9 @@ def _with_blocks(
     begin = jnp.min(jnp.where(is_seen, number, of_group), axis=1)
     whole = jnp.min(jnp.where(is_whole, number, of_group), axis=1)
     after = jnp.where(~is_whole & (number >= whole[:, None]), number, of_group)
-    end = jnp.max(jnp.where(is_seen, number + 1, 0), axis=1)
-    width = jnp.maximum(end - begin, 0)
-    place = jnp.cumsum(width, dtype=jnp.int32) - width - begin
-    words = [begin, whole, jnp.min(after, axis=1), place]
-    tiles = (
-        jnp.concatenate((work.tiles[:, :BEGIN_BLOCK], jnp.stack(words, axis=1)), axis=1)
-        .at[:, BLOCK_COUNT]
-        .set(count * heads)
-    )
+    words = jnp.stack([begin, whole, jnp.min(after, axis=1)], axis=1)
+    tiles = jnp.concatenate((work.tiles[:, :BEGIN_BLOCK], words), axis=1)
+    tiles = tiles.at[:, BLOCK_COUNT].set(count * heads)
     # A range's row of the second operand: of queries in the result, which may be broadcast.
     first = work.ranges.at[work.tiles[:, 3], 1].get(mode="clip")
     order = lax.div(first, jnp.int32(group_rows)) * (of_group + 1) + (of_group - count)

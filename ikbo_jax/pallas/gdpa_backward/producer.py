@@ -24,7 +24,7 @@ def _send_stationary(
     ctx: BackwardContext, item: Any, tile: Any, head: Any, whole: Any = None
 ) -> None:
     """Sends the descriptor of a tile, and loads its two stationary operands."""
-    ring, is_for_keys = ctx.shared.stationary, ctx.shape.is_for_keys
+    ring = ctx.shared.stationary
     slot = ring.slot(item)
     first_rows = (ctx.tile_word(tile, 0), ctx.tile_word(tile, 1))
     blocks = ctx.tile_word(tile, 5)
@@ -32,7 +32,8 @@ def _send_stationary(
     words = [first_rows[1], ctx.tile_word(tile, 2), head, has_blocks, jnp.maximum(blocks, 1)]
     if ctx.shape.has_mask:
         words += [ctx.tile_word(tile, STATISTICS_ROW), whole]
-        words += [ctx.tile_word(tile, stored.PLACE)] * (ctx.shape.has_stored and is_for_keys)
+    if ctx.shape.has_stored and ctx.shape.is_for_keys:
+        words.append(ctx.tile_word(tile, stored.PLACE))
     ring.send_words(item, words, after=ring)
     if ctx.shape.reads_stored:
         return

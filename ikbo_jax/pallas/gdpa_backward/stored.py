@@ -26,7 +26,7 @@ from jaxlib.mlir.dialects import arith, vector
 
 from ikbo_jax.pallas.gdpa_backward import context
 from ikbo_jax.pallas.gdpa_backward.context import BackwardContext
-from ikbo_jax.pallas.hopper import inline, mma, mosaic, stores
+from ikbo_jax.pallas.hopper import inline, mma, mosaic, stores, warps
 from ikbo_jax.pallas.worklist.lists import STATISTICS_ROW, Offsets
 from ikbo_jax.problems.hopper import TILE_ROWS, WGMMA_M
 from ikbo_jax.reference import jagged
@@ -40,13 +40,23 @@ def _number(row: Any, sequence: Any) -> Any:
     return lax.div(row, jnp.int32(TILE_ROWS)) + sequence
 
 
-def places(tiles: jax.Array, offsets: Offsets) -> jax.Array:
-    """Makes a table of the places of tiles of keys, by `_number`."""
+def with_places(
+    tiles: jax.Array, is_seen: jax.Array, offsets: Offsets
+) -> tuple[jax.Array, jax.Array]:
+    """Adds tiles' places as their last word; also returns the places by `_number`.
+
+    `is_seen`: [tiles, blocks], whether tiles of keys see blocks of queries.
+    """
+    number = jnp.arange(is_seen.shape[1], dtype=jnp.int32)[None]
+    begin = jnp.min(jnp.where(is_seen, number, is_seen.shape[1]), axis=1)
+    width = jnp.maximum(jnp.max(jnp.where(is_seen, number + 1, 0), axis=1) - begin, 0)
+    place = jnp.cumsum(width, dtype=jnp.int32) - width - begin
     starts, _ = jagged.bounds(offsets.cu_seqlens_kv, offsets.kv_rows, None)
     sequence = jnp.maximum(jagged.search_right(starts, tiles[:, 1]) - 1, 0)
     size = offsets.kv_rows // TILE_ROWS + starts.size + 1
-    number = jnp.where(tiles[:, 5] > 0, _number(tiles[:, 1], sequence), size)
-    return jnp.zeros(size, jnp.int32).at[number].set(tiles[:, PLACE], mode="drop")
+    number = jnp.where(width > 0, _number(tiles[:, 1], sequence), size)
+    places = jnp.zeros(size, jnp.int32).at[number].set(place, mode="drop")
+    return jnp.concatenate((tiles, place[:, None]), axis=1), places
 
 
 def rows(
@@ -74,7 +84,9 @@ def rows(
 
 def store(ctx: BackwardContext, d_scores: jax.Array, item: Any, step: Any) -> None:
     """Stores a consumer's gradients of scores [64 keys, 64 queries] f32, rounded."""
-    tile, streamed = mosaic.opaque(item, interpret=ctx.interpret), ctx.shared.streamed
+    # Words that are read again occupy no register before.
+    tile, step = (mosaic.opaque(x, interpret=ctx.interpret) for x in (item, step))
+    streamed = ctx.shared.streamed
     block = lax.div(streamed.word(step, context.FIRST), WGMMA_M)
     place = ctx.shared.stationary.word(tile, context.PLACE) + block
     heads = ctx.shape.heads * ctx.shape.streamed_per_head
@@ -82,9 +94,7 @@ def store(ctx: BackwardContext, d_scores: jax.Array, item: Any, step: Any) -> No
     row = (place * heads + streamed.word(step, 1)) * TILE_ROWS + consumer * WGMMA_M
     output = ctx.outputs[-1]
     if ctx.interpret:
-        staging = ctx.staging(0)
-        staging[...] = d_scores.astype(output.dtype)
-        output[pl.ds(row, WGMMA_M), 0] = staging[...]
+        output[pl.ds(row, WGMMA_M), 0] = d_scores.astype(output.dtype)
         return
     kind = {"bfloat16": "bf16x2", "float16": "f16x2"}[output.dtype.name]
 
@@ -98,10 +108,17 @@ def store(ctx: BackwardContext, d_scores: jax.Array, item: Any, step: Any) -> No
             ptx = f"{{ .reg .b32 x; cvt.rn.{kind}.f32 x, $1, $2; prmt.b32 $0, x, x, 0x1032; }}"
             words.append(inline.issue_word(ptx, *(vector.extract(pair, [], [i]) for i in (0, 1))))
         thread = stores.late_thread_number()
-        held = stores.HeldRows(values, thread, is_f32=False, words=words)
-        for half in (0, 1):
-            place = arith.addi(row.registers.item(), stores.thread_row(thread, half))
-            held.store(output, half, [(place, WGMMA_M)], None)
+        of_row = arith.remui(thread, inline.i32(stores.ROW_THREADS))
+        first = arith.addi(row.registers.item(), stores.thread_row(thread, 0))
+        terms = [(first, WGMMA_M), (arith.muli(of_row, inline.i32(8)), 1)]
+        address = stores.device_address(output, terms, 2)
+        for half in (0, 1):  # rows that are eight rows apart
+            for i in range(0, 8, 4):
+                inline.issue(
+                    f"st.global.v4.b32 [$0 + {16 * WGMMA_M * half + 16 * i}], {{$1, $2, $3, $4}};",
+                    address,
+                    *warps.transposed(words[half::2][i : i + 4], of_row),
+                )
 
     write(output, d_scores, row)
 

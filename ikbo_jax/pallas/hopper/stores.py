@@ -177,21 +177,11 @@ class HeldRows:
     four store 64 that are neighbours.
     """
 
-    def __init__(
-        self,
-        values: mgpu.FragmentedArray,
-        thread: ir.Value,
-        *,
-        is_f32: bool,
-        words: list[ir.Value] | None = None,
-    ) -> None:
-        """`words`: pairs of values of 16 bits, if `values` are not yet rounded."""
+    def __init__(self, values: mgpu.FragmentedArray, thread: ir.Value, *, is_f32: bool) -> None:
         self._of_row = arith.remui(thread, inline.i32(ROW_THREADS))
         column = arith.muli(self._of_row, inline.i32(2))
         self._size = 4 if is_f32 else 2
-        if words is not None:
-            self._words, self._bits, self._kind, self._columns = words, 32, "b32", [(column, 1)]
-        elif len(values.shape) == 2:
+        if len(values.shape) == 2:
             self._bits = 64 if is_f32 else 32
             pair_type = ir.IntegerType.get_signless(self._bits)
             self._words = [mgpu.utils.bitcast(pair, pair_type) for pair in values.registers.flat]
@@ -205,7 +195,7 @@ class HeldRows:
         output: ir.Value,
         half: int,
         row: list[tuple[ir.Value, int]],
-        predicate: ir.Value | None,
+        predicate: ir.Value,
         *,
         begin: int = 0,
     ) -> None:
