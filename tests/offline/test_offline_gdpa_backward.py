@@ -75,7 +75,7 @@ class Case:
         key = shape((ROWS, self.kv_heads, self.head_dim), dtype)
         count = lists.most_blocks(BATCH + 2, ROWS, TILE_ROWS)
         work = lists.Work(
-            shape((count, lists.WORK_WORDS), jnp.int32),
+            shape((count, masked.TILE_WORDS if self.has_mask else lists.WORK_WORDS), jnp.int32),
             shape((1,), jnp.int32),
             shape((BATCH, lists.RANGE_WORDS), jnp.int32),
         )
