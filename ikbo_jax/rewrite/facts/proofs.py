@@ -221,7 +221,7 @@ def lengths(ctx: Any, mask: Any, dims: tuple[int | None, int | None], users: int
                 return None
             value = operands[trues.index(False)]
         elif name in MOVES:
-            sources = _moved_dims(eqn, operands[0], value)
+            sources = moved_dims(eqn, operands[0], value)
             if sources is None:
                 return None
             user, key = sources.get(user), sources.get(key)
@@ -234,7 +234,7 @@ def _differs_along(value: Any, dim: int | None) -> bool:
     return all(n == 1 or d == dim for d, n in enumerate(np.shape(base_of(value))))
 
 
-def _moved_dims(eqn: Any, operand: Any, result: Any) -> dict[int | None, int] | None:
+def moved_dims(eqn: Any, operand: Any, result: Any) -> dict[int | None, int] | None:
     """Maps dimensions of an equation in `MOVES` to its operand's; None if elements are rearranged.
 
     Dimensions along which all elements are equal may be missing.
