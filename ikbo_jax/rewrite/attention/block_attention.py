@@ -29,6 +29,8 @@ from ikbo_jax.rewrite.attention.block_parts import (
 from ikbo_jax.rewrite.attention.blocks import BlockFill, Blocks, arranged, unspread
 from ikbo_jax.rewrite.attention.operands import Operands, Visible, attend_by_row
 from ikbo_jax.rewrite.attention.scores import (
+    KEY,
+    QUERY,
     WIDTH,
     Label,
     Scores,
@@ -307,7 +309,12 @@ class Call:
         whole = self._column(fill.kept, fill.state, False, query, keys, users)
         if whole is not None:
             return [whole]
-        found = [self._column(*factor, query, keys, users) for factor in fill.factors()]
+        region = [(fill.labels.index((KEY, 0)), keys[0].start, keys[-1].stop)]
+        if self.root.queries:
+            label = (QUERY, self.axis - 1)
+            region.append((fill.labels.index(label), query.start, query.stop))
+        factors = fill.factors(tuple(region))
+        found = [self._column(*factor, query, keys, users) for factor in factors]
         if None in found:
             raise NotCovered("attention is not recognised: its mask differs by query")
         return [column for column in found if column is not None]

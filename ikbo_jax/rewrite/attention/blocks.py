@@ -17,7 +17,6 @@ that every query keeps some other key.
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -49,13 +48,15 @@ class BlockFill:
     Attributes:
       kept: the mask, of dimensions [batch, *queries, *heads, keys]; sizes may be 1.
       state: `masks.known_mask` of it, of the same dimensions.
-      factors: computes the masks whose conjunction it is: `kept` and `state` of each, and whether
-        it keeps an interval of keys in each row.
+      factors: computes the masks whose conjunction it is in a region of `masks.factors`, in the
+        mask's own dimensions `labels`: `kept` and `state` of each, and whether it keeps an interval
+        of keys in each row.
     """
 
     kept: Any
     state: np.ndarray
-    factors: Callable[[], list[tuple[Any, np.ndarray, bool]]]
+    labels: list[Label]
+    factors: Callable[[masks.Region], list[tuple[Any, np.ndarray, bool]]]
     value: float
     added: Any = None
     after: float = 1.0
@@ -96,17 +97,19 @@ class Blocks:
                 state, kept = masks.negated(state), _negated(x)
             return arranged(kept, labels, wanted), arranged_array(state, labels, wanted)
 
-        def factors() -> list[tuple[Any, np.ndarray, bool]]:
-            dim = labels.index((KEY, 0))
-            return [
-                (*block(x, keep), masks.is_interval(ctx, x, keep, dim))
-                for x, keep in masks.factors(ctx, mask, keeps)
-            ]
+        def factors(region: masks.Region) -> list[tuple[Any, np.ndarray, bool]]:
+            def found() -> list[tuple[Any, np.ndarray, bool]]:
+                dim = labels.index((KEY, 0))
+                return [
+                    (*block(x, keep), masks.is_interval(ctx, x, keep, dim))
+                    for x, keep in masks.factors(ctx, mask, keeps, region)
+                ]
+
+            return ctx.scope.once(("factors", *key, region), (mask,), found)
 
         key = (keeps, tuple(labels), tuple(wanted))
         kept, state = ctx.scope.once(("mask of blocks", *key), (mask,), lambda: block(mask, keeps))
-        once = functools.partial(ctx.scope.once, ("factors", *key), (mask,), factors)
-        new = BlockFill(kept, state, once, fill.value, fill.added, fill.after)
+        new = BlockFill(kept, state, labels, factors, fill.value, fill.added, fill.after)
         origins = self.mask_origins | lineage.origins_of(mask)
         return dataclasses.replace(self, fills=(*self.fills, new), mask_origins=origins)
 

@@ -10,9 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from ikbo_jax.rewrite.attention.blocks import arranged_array, kept_by, unspread
-from ikbo_jax.rewrite.attention.scores import BATCH, KEY, QUERY, Fill, Logits, Scores, only
+from ikbo_jax.rewrite.attention.scores import BATCH, HEAD, KEY, QUERY, Fill, Logits, Scores, only
 from ikbo_jax.rewrite.facts import masks, proofs
-from ikbo_jax.rewrite.facts.known import known
 from ikbo_jax.rewrite.facts.proofs import constant
 from ikbo_jax.rewrite.interpret import Context
 from ikbo_jax.rewrite.values.lineage import Lazy, has_lineage, origins_of, spread
@@ -38,7 +37,7 @@ def added(ctx: Context, eqn: Any, x: Any, y: Any) -> Any:
     """Adds 0 to logits, or a bias that is 0 for kept keys and one number for masked keys."""
     scores = only((x, y))
     bias = y if scores is x else x
-    values = proofs.possible_values(ctx, bias) or _few_numbers(ctx, bias)
+    values = masks.few_numbers(ctx, bias)
     if scores.stage != "logits" or not values or any(map(math.isnan, values)):
         raise NotCovered(f"attention is not recognised: something is added to its {scores.stage}")
     if values == {0.0}:
@@ -48,12 +47,6 @@ def added(ctx: Context, eqn: Any, x: Any, y: Any) -> Any:
         raise NotCovered("attention is not recognised: a bias is added to its logits")
     fill = Fill(None, None, fills[0], eqn.outvars[0].aval.dtype)
     return scores.then(eqn, [x, y], root=masked(ctx, scores, bias, False, fill))
-
-
-def _few_numbers(ctx: Context, bias: Any) -> set[float]:
-    """Returns the numbers of a bias that the program fixes."""
-    number = known(ctx, bias)
-    return set() if number is None else set(np.unique(number.astype(np.float64)).tolist())
 
 
 def masked(ctx: Context, scores: Scores, mask: Any, keeps: bool, fill: Fill) -> Any:
@@ -119,6 +112,8 @@ def _not_by_user(scores: Scores, mask: Any) -> str:
 
 def rows_of(x: Any, labels: Any, root: Any) -> Any:
     """Arranges a mask of logits as [batch, queries, keys]; sizes may be 1."""
+    if any(n != 1 and label[0] == HEAD for n, label in zip(x.shape, labels, strict=True)):
+        raise NotCovered("attention is not recognised: its mask differs by head")
     queries = [(QUERY, n) for n in range(len(root.queries))]
     x = arranged_array(x, labels, [(BATCH, 0), *queries, (KEY, 0)])
     batch, *sizes, keys = x.shape

@@ -218,6 +218,7 @@ _COMPUTED: dict[str, Callable[..., Any]] = {
     "reshape": lambda params, x: x.reshape(params["new_sizes"]),
     "rev": lambda params, x: np.flip(x, params["dimensions"]),
     "select_n": _select,
+    "sign": lambda _, x: np.sign(x),
     "slice": _slice,
     "squeeze": lambda params, x: np.squeeze(x, tuple(params["dimensions"])),
     "stack": lambda params, *xs: np.stack(xs, params["axis"]),

@@ -16,7 +16,9 @@ import operator
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import jax
 import numpy as np
+from jax import lax
 from jax.extend import core
 
 from ikbo_jax.rewrite.facts import proofs
@@ -69,13 +71,19 @@ def _reading(ctx: Any, value: Any) -> tuple[str, Any, Sequence[Any]]:
     if name in ("abs", "neg", "sign", "stop_gradient"):
         return "same", eqn, operands
     if name == "select_n" and len(operands) == 3 and _is_bool(operands[0]):
+        which, *cases = operands
+        first, second = (proofs.constant(ctx, x) for x in cases)
+        if first is not None and second is not None and (first == 0) != (second == 0):
+            return "same" if first == 0 else "not", eqn, [which]
+        if first == 0 or second:
+            return ("and", eqn, [which, cases[1]]) if first == 0 else ("or", eqn, [which, cases[0]])
         return "select", eqn, operands
     if name == "convert_element_type":
-        numbers = proofs.possible_values(ctx, operands[0])
+        numbers = few_numbers(ctx, operands[0])
         same = numbers and all(_is_nonzero(eqn, x) == (x != 0) for x in numbers)
         return "same" if _is_bool(value) or same else "", eqn, operands
     if name in _OF_TWO and len(operands) == 2:
-        first, second = (proofs.possible_values(ctx, x) for x in operands)
+        first, second = (few_numbers(ctx, x) for x in operands)
         if name in ("eq", "ne"):
             # Every number is 0 or another one.
             first, second = (
@@ -92,6 +100,15 @@ def _reading(ctx: Any, value: Any) -> tuple[str, Any, Sequence[Any]]:
             if results and all(rule(x, y) == result for x, y, result in results):
                 return how, eqn, [operands[n] for n in of]
     return "", eqn, ()
+
+
+def few_numbers(ctx: Any, value: Any) -> set[float] | None:
+    """Finds the few numbers that the elements of a value can be; None if there may be others."""
+    found = proofs.possible_values(ctx, value)
+    if found is not None or (number := known(ctx, value)) is None:
+        return found
+    unique = set(np.unique(number.astype(np.float64)).tolist())
+    return unique if len(unique) <= 4 and not any(x != x for x in unique) else None
 
 
 def _is_bool(x: Any) -> bool:
@@ -207,27 +224,54 @@ def _moved(
     return np.full((1,) * len(shape), UNKNOWN, np.int8)
 
 
-def factors(ctx: Any, mask: Any, keeps: bool = True) -> list[tuple[Any, bool]]:
+#: Slices of a mask: a dimension, its first element, and the element after its last.
+Region = tuple[tuple[int, int, int], ...]
+
+
+def factors(ctx: Any, mask: Any, keeps: bool = True, region: Region = ()) -> list[tuple[Any, bool]]:
     """Splits a mask into masks whose conjunction it is, each with whether it keeps what it is at.
 
-    Without `keeps`, of the mask's negation. A mask of numbers keeps where it is other than 0.
+    Without `keeps`, of the mask's negation. A mask of numbers keeps where it is other than 0. The
+    result counts in `region`; masks that the program fixes there are left out.
     """
     whole = [(mask, keeps)]
     how, eqn, operands = _reading(ctx, mask)
-    if how == "same":
-        return factors(ctx, operands[0], keeps)
-    if how == "not":
-        return factors(ctx, operands[0], not keeps)
-    if how == ("and" if keeps else "or"):
-        if any(shape_of(x) != shape_of(mask) for x in operands):
+    if how in ("and", "or"):
+        counts = [x for x in operands if not _is_fixed(ctx, x, how == "and", region)]
+        if len(counts) > 1 and how != ("and" if keeps else "or"):
             return whole
-        return [part for x in operands for part in factors(ctx, x, keeps)]
+        counts = [_spread(ctx, x, shape_of(mask)) for x in counts]
+        return [part for x in counts for part in factors(ctx, x, keeps, region)] or whole
+    if how in ("same", "not"):
+        return factors(ctx, operands[0], keeps == (how == "same"), region)
     if how != "move" or len(operands) != 1:
         return whole
-    parts = factors(ctx, operands[0], keeps)
-    if len(parts) == 1:
+    found = [(_moved_dim(eqn, operands[0], mask, dim), *ends) for dim, *ends in region]
+    inner = tuple(x for x in found if x[0] not in (None, -1))
+    parts = factors(ctx, operands[0], keeps, () if eqn.primitive.name == "slice" else inner)
+    if parts[0][0] is operands[0]:
         return whole
     return [(moved(ctx, eqn, part), keep) for part, keep in parts]
+
+
+def _is_fixed(ctx: Any, mask: Any, value: bool, region: Region) -> bool:
+    """Whether all elements of a region of a mask are proven to have one value."""
+    state = known_mask(ctx, mask)
+    for dim, start, stop in region:
+        if state.shape[dim] != 1:
+            state = state.take(range(start, stop), axis=dim)
+    return bool((state == value).all())
+
+
+def _spread(ctx: Any, mask: Any, shape: tuple[int, ...]) -> Any:
+    """Broadcasts a mask to the shape of the equation that it is an operand of."""
+    if shape_of(mask) == shape:
+        return mask
+    dims = range(len(shape_of(mask)))
+    like = jax.ShapeDtypeStruct(shape_of(mask), mask.dtype)
+    (eqn,) = jax.make_jaxpr(lambda x: lax.broadcast_in_dim(x, shape, dims))(like).eqns
+    (result,) = ctx.run_equation(eqn, [mask])
+    return result
 
 
 def moved(ctx: Any, eqn: core.JaxprEqn, x: Any) -> Any:
