@@ -313,7 +313,7 @@ def _over_bounded_sum(x: Scores, eqn: Any, y: Scores) -> Scores:
         # row of -inf is NaN with and without the number.
         return probabilities
     fills = x.root.fills
-    known = x.emptied == y.emptied if fills else True
+    known = x.emptied == y.emptied and all(f.seen is None for f in fills) if fills else True
     if not known or any(f.value > -math.inf or f.added is not None for f in fills):
         raise NotCovered("attention is not recognised: a number is added to its sum")
     ones = (1,) * len(x.root.heads)
