@@ -62,7 +62,7 @@ class Program(NamedTuple):
 class AttentionSizes(NamedTuple):
     """Sizes (B, U, T, S, N, K, H); `is_ragged`: an unsorted index, and lengths from 0 to S."""
 
-    sizes: tuple[int, ...]
+    sizes: tuple[int, int, int, int, int, int, int]
     is_ragged: bool = False
     dtype: str = "bfloat16"
 

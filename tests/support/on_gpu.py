@@ -40,8 +40,10 @@ def attention_shapes(
 ) -> st.SearchStrategy[problems.AttentionShape]:
     """Draws shapes of attention, the named numbers of queries half of the time."""
 
-    def of(heads: int, group: int, sizes: tuple[int, ...], **rest: Any) -> problems.AttentionShape:
-        return problems.AttentionShape(*sizes, heads * group, heads, **rest)
+    def of(
+        heads: int, group: int, sizes: tuple[int, int, int, int], **rest: Any
+    ) -> problems.AttentionShape:
+        return problems.AttentionShape(*sizes, q_heads=heads * group, kv_heads=heads, **rest)
 
     q_len = st.one_of(st.sampled_from(q_lens), st.integers(1, most_q_len))
     return st.builds(
