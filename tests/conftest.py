@@ -239,6 +239,9 @@ def fake_attention(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeHopper]:
         value,
         index,
         lengths,
+        key_value_ranges=None,
+        self_key=None,
+        self_value=None,
         *,
         return_residuals,
         scale,
@@ -252,14 +255,19 @@ def fake_attention(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeHopper]:
         call["return_residuals"] = return_residuals
         calls.append(call)
 
-        def run(order, targets, *arrays):
+        def run(order, targets, ranges, own, *arrays):
             inputs = problems.AttentionInputs(*arrays)
             users = np.clip(inputs.cand_to_user, 0, inputs.key.shape[0] - 1)
             if order is not None:
                 assert sorted(order) == list(range(len(users)))
                 users = users[order]
             call["is_sorted"] = rest.get("lists", False) or bool(np.all(np.diff(users) >= 0))
-            out, lse = problems.numpy_attention_oracle(inputs, scale=scale)
+            if ranges is not None and targets is not None:
+                ranges = np.asarray(ranges)[targets]
+            if targets is not None:
+                own = {name: np.asarray(x)[targets] for name, x in own.items()}
+            options = {"scale": scale, "ranges": ranges, **own}
+            out, lse = problems.numpy_attention_oracle(inputs, **options)
             if targets is not None:
                 place = np.argsort(targets)
                 out, lse = out[place], lse[place]
@@ -270,7 +278,9 @@ def fake_attention(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeHopper]:
             jax.ShapeDtypeStruct(query.shape[:3], jnp.float32),
         )
         arrays = (query, key, value, index, lengths)
-        out, lse = jax.pure_callback(run, shapes, order, targets, *arrays)
+        own = {} if self_key is None else {"self_key": self_key, "self_value": self_value}
+        call["own"] = list(own)
+        out, lse = jax.pure_callback(run, shapes, order, targets, key_value_ranges, own, *arrays)
         return out, lse if return_residuals else None
 
     monkeypatch.setattr(dispatch, "hopper_unavailable_reason", lambda: None)
@@ -290,7 +300,9 @@ def fake_attention(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeHopper]:
             users = np.clip(index, 0, key.shape[0] - 1)
             assert not rest["indices_are_sorted"] or np.all(np.diff(users) >= 0)
             d_lse = np.zeros_like(lse) if d_lse is None else d_lse
-            found = problems.numpy_attention_gradients(inputs, d_out, d_lse, scale=scale)
+            found = problems.numpy_attention_gradients(
+                inputs, d_out, d_lse, scale=scale, merged=(out, lse)
+            )
             return tuple(x.astype(s.dtype) for x, s in zip(found, shapes, strict=True))
 
         arrays = (query, key, value, index, lengths, *tensors)

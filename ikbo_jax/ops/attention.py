@@ -134,8 +134,8 @@ def attention(
         (others are clamped; `ikbo_jax.debug.check_lengths` finds them); None means S for every
         user. Keys and values past the length have no effect.
       key_value_ranges: [B, 2] int32, a candidate sees the keys from begin to end - 1 of its user,
-        also clamped; None means all. So impressions at different times can share one history. Such
-        calls run in XLA.
+        also clamped; None means all. So impressions at different times can share one history. The
+        kernel for users with few queries takes ranges; gradients with ranges run in XLA.
       self_key: [B, T_self, K, H], same dtype: further keys, which belong to one candidate; its
         queries attend to all of them in addition to the user's keys. None: there are none. All
         T · T_self scores of a candidate are in memory at once.
@@ -197,7 +197,9 @@ def attention(
     self_tokens = None
     if self_key is not None and self_value is not None and self_key.shape[1]:
         self_tokens = (self_key, self_value)
-        if is_typed(self_tokens):
+        if any(_takes_own_tokens(p, self_key) for p in (plan, plan.cuda) if p is not None):
+            arrays, self_tokens = Arrays(*arrays[:6], *self_tokens), None
+        elif is_typed(self_tokens):
             self_tokens = reverse_only.operands("attention", self_tokens)
     if 0 in query.shape:
         out = zeros(query.shape, query.dtype, (arrays, self_tokens))
@@ -267,7 +269,7 @@ class _Call(Call):
 
 
 def _run_kernel(call: _Call, plan: dispatch.Plan, arrays: Arrays) -> _Results:
-    query, key, value, index, lengths, _ = arrays
+    query, key, value, index, lengths, ranges, self_key, self_value = arrays
     # Imported here because Mosaic GPU takes 0.3 s to import.
     from ikbo_jax.pallas.few_queries import kernel as few_queries
     from ikbo_jax.pallas.flash import attention as kernel
@@ -286,9 +288,13 @@ def _run_kernel(call: _Call, plan: dispatch.Plan, arrays: Arrays) -> _Results:
             query, index, targets, _ = pack.pack(query, index, key.shape[0])
         elif not lists:
             order = counted_order.by_user(index, key.shape[0])
-    run: Any = functools.partial(few_queries.few_queries_kernel, lists=lists)
+    run: Any = functools.partial(
+        few_queries.few_queries_kernel, key_value_ranges=ranges, lists=lists
+    )
     if not has_few_queries:
         run = functools.partial(kernel.attention_kernel, order=order)
+    if _takes_own_tokens(plan):
+        run = functools.partial(run, self_key=self_key, self_value=self_value)
     result: _Results = run(
         query,
         key,
@@ -324,13 +330,21 @@ class _Attention(Op[_Call, Arrays, _Results]):
         return dataclasses.replace(problem, is_sorted=is_sorted)
 
     def run(self, call: _Call, plan: dispatch.Plan, arrays: Arrays) -> _Results:
+        merges = bool(arrays.own) and not _takes_own_tokens(plan)
         if plan.implementation == "mosaic_gpu":
-            out, lse = run_kernel(functools.partial(_run_kernel, call, plan), arrays)
+            kernel_call = dataclasses.replace(
+                call, return_residuals=call.return_residuals or merges
+            )
+            out, lse = run_kernel(functools.partial(_run_kernel, kernel_call, plan), arrays)
         else:
             out, lse = attention_grouped.decomposed(
                 *arrays[:5], ranges=arrays.ranges, **call.of_scores
             )
-        return dispatch.record(out, plan), lse if call.return_residuals else None
+        out = dispatch.record(out, plan)
+        if merges:
+            own = reference.self_attention(arrays.query, *arrays.own, **call.of_scores)
+            out, lse = reference.merge_attention(out, lse, *own)
+        return out, lse if call.return_residuals else None
 
     def fold(self, call: _Call, size: int, batched: Arrays, arrays: Arrays) -> _Folded | None:
         """Concatenates the rows of problems that share no keys and values, or share all of them.
@@ -349,9 +363,9 @@ class _Attention(Op[_Call, Arrays, _Results]):
     def named(self, call: _Call, arrays: Arrays) -> Named:
         lengths = None if arrays.lengths is None else "u"
         ranges = None if arrays.ranges is None else "b ends"
-        keys = "u s k h"
+        keys, own = "u s k h", None if arrays.self_key is None else "b own k h"
         return Named(
-            Arrays._make((QUERY, keys, keys, "b", lengths, ranges)),
+            Arrays._make((QUERY, keys, keys, "b", lengths, ranges, own, own)),
             (QUERY, LSE if call.return_residuals else None),
             SPLIT,
         )
@@ -366,8 +380,8 @@ class _Attention(Op[_Call, Arrays, _Results]):
         dtype: Any,
     ) -> Arrays:
         if plan.backward_config is None:
-            gradients = attention_grouped.decomposed_vjp(
-                *arrays[:5], *cotangents, ranges=arrays.ranges, dtype=dtype, **call.of_scores
+            gradients = attention_backward.by_xla(
+                arrays, *cotangents, dtype=dtype, **call.of_scores
             )
         else:
             settings = attention_backward.Settings(
@@ -381,10 +395,18 @@ class _Attention(Op[_Call, Arrays, _Results]):
             (out, lse), (d_out, d_lse) = residuals, cotangents
             operands = attention_backward.Operands(arrays, out, lse, d_out, d_lse)
             gradients = attention_backward.GRADIENT.differentiable(settings, operands)
-        return Arrays(*gradients, *attention_vmap.NO_GRADIENTS)
+        return Arrays.of_floats(*gradients)
 
 
 _OP = _Attention()
+
+
+def _takes_own_tokens(plan: dispatch.Plan, self_key: jax.Array | None = None) -> bool:
+    """Whether the plan's kernel merges own tokens, of which a candidate may have one."""
+    if plan.implementation != "mosaic_gpu" or (self_key is not None and self_key.shape[1] > 1):
+        return False
+    takes: bool = plan.config.takes_own_tokens(plan.problem)
+    return takes
 
 
 # The plan is a static argument: when the choice changes, jit's cache does not return the old one.

@@ -10,7 +10,7 @@ from ikbo_jax.ops.attention_vmap import Arrays
 
 def check(arrays: Arrays) -> None:
     """Raises ValueError, quoting both conflicting values, unless the arrays agree."""
-    query, key, value, cand_to_user, lengths, ranges = arrays
+    query, key, value, cand_to_user, lengths, ranges = arrays[:6]
     arguments.check_attention("attention", (query, key, value), "B T N H", "U S K H", "S")
     batch, users = query.shape[0], key.shape[0]
     arguments.check_index("cand_to_user", cand_to_user, "query", "B", batch)

@@ -7,6 +7,7 @@ import functools
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 
 from ikbo_jax.ops import attention_vmap, dispatch
 from ikbo_jax.ops.attention_vmap import Arrays
@@ -14,9 +15,11 @@ from ikbo_jax.ops.op import Gradient, gradient_config
 from ikbo_jax.ops.sharded import run_kernel
 from ikbo_jax.ops.stacking import concatenate, unstack
 from ikbo_jax.problems import AttentionBackwardConfig, AttentionBackwardProblem, AttentionProblem
+from ikbo_jax.reference import attention as reference
 from ikbo_jax.reference import attention_grouped
 
-Gradients = tuple[jax.Array, jax.Array, jax.Array]
+#: Of query, key and value, and of keys and values of own tokens if there are any.
+Gradients = tuple[jax.Array, ...]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,32 +60,62 @@ def choose(
     if request.implementation == "xla":
         return None, "requested by the caller"
     backward = AttentionBackwardProblem.of(problem)
-    return gradient_config(request, backward, problem.why_not_scores())
+    why_not = problem.why_not_scores(takes_ranges=True)
+    if problem.has_ranges:
+        why_not = why_not or "key_value_ranges run in XLA"
+    return gradient_config(request, backward, why_not)
 
 
 def _pull_back(settings: Settings, operands: Operands, cotangents: Gradients) -> tuple[Operands]:
-    query, key, value = operands.arrays[:3]
+    arrays = operands.arrays
 
-    def run(query: Any, key: Any, value: Any, *rest: Any) -> Gradients:
-        arrays = operands.arrays._replace(query=query, key=key, value=value)
-        return _by_xla(settings, Operands(arrays, *rest))
+    def run(floats: Any, *rest: Any) -> Gradients:
+        of_floats = Arrays._make((*floats[:3], *arrays[3:6], *(floats[3:] or (None, None))))
+        return _by_xla(settings, Operands(of_floats, *rest))
 
+    floats = (*arrays[:3], *arrays.own)
     with jax.default_matmul_precision(settings.request.precision):
-        pulled: Any = jax.vjp(run, query, key, value, *operands[1:])[1](cotangents)
-    return (Operands(Arrays(*pulled[:3], *attention_vmap.NO_GRADIENTS), *pulled[3:]),)
+        pulled, *rest = jax.vjp(run, floats, *operands[1:])[1](cotangents)
+    return (Operands(Arrays.of_floats(*pulled), *rest),)
 
 
 def _by_xla(settings: Settings, operands: Operands) -> Gradients:
     arrays, _, _, d_out, d_lse = operands
-    return attention_grouped.decomposed_vjp(
-        *arrays[:5],
-        d_out,
-        d_lse,
-        ranges=arrays.ranges,
-        scale=settings.scale,
-        logit_cap=settings.logit_cap,
-        dtype=settings.dtype,
+    of_scores = {"scale": settings.scale, "logit_cap": settings.logit_cap}
+    return by_xla(arrays, d_out, d_lse, dtype=settings.dtype, **of_scores)
+
+
+def by_xla(arrays: Arrays, d_out: Any, d_lse: Any, *, dtype: Any, **of_scores: Any) -> Gradients:
+    """Computes the gradients in XLA, which computes the softmax again.
+
+    Args:
+      arrays: of the call.
+      d_out: gradient of out.
+      d_lse: gradient of lse, or None.
+      dtype: dtype of the gradients of key and value; None means theirs.
+      of_scores: `scale`, and `logit_cap` if there may be one.
+    """
+    of_user, own = arrays[:5], arrays.own
+    of_own: Gradients = ()
+    options = {"ranges": arrays.ranges, **of_scores}
+    if own:
+        first = attention_grouped.decomposed(*of_user, **options)
+
+        def merged(query: Any, out: Any, lse: Any, *own: Any) -> tuple[jax.Array, jax.Array]:
+            more = reference.self_attention(query, *own, **of_scores)
+            return reference.merge_attention(out, lse, *more)
+
+        (_, lse), pull = jax.vjp(merged, arrays.query, *first, *own)
+        of_query, d_out, d_lse, *rest = pull(
+            (d_out, jnp.zeros_like(lse) if d_lse is None else d_lse)
+        )
+        of_own = tuple(rest)
+    d_query, *of_keys = attention_grouped.decomposed_vjp(
+        *of_user, d_out, d_lse, dtype=dtype, **options
     )
+    if own:
+        d_query = d_query + of_query
+    return d_query, *of_keys, *of_own
 
 
 def _run_batched(settings: Settings, size: int, batched: Operands, operands: Operands) -> Gradients:
@@ -117,7 +150,14 @@ def _run(settings: Settings, operands: Operands) -> Gradients:
         dtype=settings.dtype,
     )
     result: Gradients = run_kernel(launch, *arrays[:5], *rest)
-    return result
+    if not arrays.own:
+        return result
+    # By the merged out and lse, the kernel's gradients are right without the own tokens.
+    of_query, *of_own = reference.self_attention_vjp(
+        arrays.query, *arrays.own, *rest, scale=settings.scale
+    )
+    d_query = (result[0].astype(jnp.float32) + of_query).astype(result[0].dtype)
+    return d_query, *result[1:], *of_own
 
 
 #: Gradients of query, key and value by the kernel; differentiable, through XLA.

@@ -11,7 +11,7 @@ from ikbo_jax.ops.stacking import concatenate, stack
 
 
 class Arrays(NamedTuple):
-    """The array arguments of attention except `self_key` and `self_value`."""
+    """The array arguments of attention; `self_key` and `self_value` if a kernel takes them."""
 
     query: jax.Array
     key: jax.Array
@@ -19,10 +19,24 @@ class Arrays(NamedTuple):
     cand_to_user: jax.Array
     lengths: jax.Array | None
     ranges: jax.Array | None = None
+    self_key: jax.Array | None = None
+    self_value: jax.Array | None = None
+
+    @property
+    def own(self) -> tuple[jax.Array, ...]:
+        """Key and value of own tokens; empty if there are none."""
+        if self.self_key is None or self.self_value is None:
+            return ()
+        return self.self_key, self.self_value
+
+    @classmethod
+    def of_floats(cls, *floats: Any) -> Arrays:
+        """Makes a tree of gradients of query, key, value and own tokens, if there are any."""
+        return cls(*floats[:3], *_NO_GRADIENTS, *floats[3:])
 
 
 #: Of the arrays of integers, in the place of gradients.
-NO_GRADIENTS: Any = (None,) * 3
+_NO_GRADIENTS: Any = (None,) * 3
 
 
 def are_users_batched(batched: Arrays) -> bool:
@@ -44,7 +58,7 @@ def fold(size: int, batched: Arrays, arrays: Arrays, *, fold_users: bool) -> Arr
     With `fold_users` each problem gets users of its own, copied if they are not batched. Else
     `key`, `value` and `lengths` are not batched.
     """
-    query, key, value, index, lengths, ranges = arrays
+    query, key, value, index, lengths, ranges, *own = arrays
     if fold_users:
         users = key.shape[batched.key]
         key, value = (
@@ -62,4 +76,8 @@ def fold(size: int, batched: Arrays, arrays: Arrays, *, fold_users: bool) -> Arr
     query = concatenate(size, query, bool(batched.query))
     if ranges is not None:
         ranges = concatenate(size, ranges, bool(batched.ranges))
-    return Arrays(query, key, value, index, lengths, ranges)
+    own = [
+        None if x is None else concatenate(size, x, bool(is_batched))
+        for x, is_batched in zip(own, batched[6:], strict=True)
+    ]
+    return Arrays(query, key, value, index, lengths, ranges, *own)

@@ -106,6 +106,14 @@ class AttentionConfig(FlashConfig):
             return f"a list of tiles does not support reuse, but config is {self}"
         return hopper.why_not_smem(self, self.smem_bytes(problem.head_dim), problem.head_dim)
 
+    def takes_own_tokens(self, problem: AttentionProblem) -> bool:
+        """Whether the kernel merges a candidate's own token before it stores a row.
+
+        H = 192 spills 376 bytes, H = 256 1,936 bytes, and H = 128 with `reuse` 32 to 64. The scores
+        of own tokens are not capped.
+        """
+        return problem.head_dim <= 128 and not (self.reuse or problem.has_logit_cap)
+
 
 @dataclasses.dataclass(frozen=True)
 class AttentionSizes(Problem):
@@ -184,9 +192,11 @@ class AttentionProblem(AttentionSizes):
         words = {"key_value_ranges": self.has_ranges, "logit_cap": self.has_logit_cap}
         return " ".join((super().describe(), *(word for word, has in words.items() if has)))
 
-    def why_not_scores(self) -> str | None:
-        """Why no kernel can run the problem, if it has ranges; None if it has none."""
-        return "key_value_ranges run in XLA" if self.has_ranges else None
+    def why_not_scores(self, *, takes_ranges: bool = False) -> str | None:
+        """Why a kernel, which may take ranges, cannot run a problem with ranges."""
+        if self.has_ranges and not takes_ranges:
+            return "key_value_ranges need the kernel for few queries"
+        return None
 
     @classmethod
     def config_type_of(cls, fields: Mapping[str, Any]) -> type[Config]:

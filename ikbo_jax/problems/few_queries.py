@@ -14,12 +14,16 @@ from ikbo_jax.problems.problem import Config
 MAX_BLOCK_KV = {64: 128, 96: 128, 128: 128, 192: 80, 256: 80}
 #: Largest block_kv if each consumer has 64 rows and all columns of heads wider than 128.
 MAX_WIDE_BLOCK_KV = 64
+#: Likewise, with ranges of keys; and with ranges where query heads share a tile, H = 96 and 128.
+MAX_RANGED_WIDE_BLOCK_KV, MAX_RANGED_GROUP_BLOCK_KV = 32, 64
 #: Most columns of values that a consumer multiplies if it adds the other's sums to its own. With
 #: all columns of wider heads, H = 192 spills 80 to 500 bytes then, and H = 256 200 bytes, with
 #: blocks of 32 keys already.
 MAX_COLUMNS = 128
 #: Words of an item's descriptor in shared memory.
 ITEM_WORDS = 8
+#: The same where candidates have ranges of keys.
+ITEM_WORDS_OF_RANGES = 12
 #: Most candidates of an item whose CTA lists them, and warps that list: each counts what it finds.
 LISTED, LISTING_WARPS = 128, 8
 #: Warps that gather the queries of listed candidates: all of a warpgroup but the producer.
@@ -246,6 +250,10 @@ class FewQueriesConfig(Config):
         """
         return head_dim <= MAX_COLUMNS
 
+    def takes_own_tokens(self, problem: Any) -> bool:
+        """Whether the kernel merges a candidate's own token, not capped, before it stores a row."""
+        return not problem.has_logit_cap
+
     def parts(self, kv_len: int) -> int:
         """Counts the parts of the keys: as many of `splits` as have blocks."""
         blocks = math.ceil(kv_len / self.block_kv)
@@ -290,16 +298,19 @@ class FewQueriesConfig(Config):
         lists: bool = False,
         table: UserTable | None = None,
         has_lengths: bool = False,
+        has_ranges: bool = False,
     ) -> FewQueriesShared:
         """Declares shared memory and barriers of one CTA; `group`: see `head_group`."""
-        parts = self.block_parts if has_lengths else 1
+        parts = self.block_parts if has_lengths or has_ranges else 1
         blocks = hopper.column_blocks(head_dim)
         tiles = self.tile_rows // WGMMA_M
         block = (blocks, self.block_kv, BLOCK_K)
         words = WGMMA_M * head_dim // hopper.WARPGROUP_SIZE + STATISTIC_WORDS
         is_exchanged = self.shares_keys(head_dim)
         return FewQueriesShared(
-            items=memory.descriptors(self.q_slots, ITEM_WORDS),
+            items=memory.descriptors(
+                self.q_slots, ITEM_WORDS_OF_RANGES if has_ranges else ITEM_WORDS
+            ),
             query=memory.ring(
                 self.q_slots,
                 ready=GATHERING_WARPS if lists else tiles * blocks * group,
@@ -326,7 +337,9 @@ class FewQueriesConfig(Config):
     def illegal_reason(self, problem: Any) -> str | None:
         if reason := flash.why_not_operands(problem, self.block_kv, MAX_BLOCK_KV):
             return reason
-        if reason := flash.why_not_users(problem):
+        if reason := flash.why_not_users(problem, takes_ranges=True):
+            return reason
+        if reason := self._why_not_ranges(problem):
             return reason
         is_wide = self.has_all_columns(problem.head_dim)
         if is_wide and self.block_kv > MAX_WIDE_BLOCK_KV:
@@ -344,3 +357,19 @@ class FewQueriesConfig(Config):
                 f"but are {self.k_stages}, {self.v_stages} and {self.q_slots}"
             )
         return hopper.why_not_smem(self, self.smem_bytes(problem.head_dim), problem.head_dim)
+
+    def _why_not_ranges(self, problem: Any) -> str | None:
+        """Checks the block if candidates have ranges: masks by row take registers."""
+        p, most = problem, self.block_kv
+        if p.has_ranges and self.has_all_columns(p.head_dim):
+            most = MAX_RANGED_WIDE_BLOCK_KV
+        is_grouped = head_group(p.q_heads, p.kv_heads) > 1
+        # With a cap, blocks of 128 keys spill 96 bytes, too.
+        if p.has_ranges and 64 < p.head_dim <= 128 and (is_grouped or p.has_logit_cap):
+            most = MAX_RANGED_GROUP_BLOCK_KV
+        if self.block_kv <= most:
+            return None
+        return (
+            f"block_kv must be at most {most} with key_value_ranges, tile_rows={self.tile_rows}, "
+            f"N={p.q_heads}, K={p.kv_heads} and H={p.head_dim}, but is {self.block_kv}"
+        )

@@ -78,9 +78,9 @@ def why_not_operands(problem: Any, block_kv: int, max_block_kv: Mapping[int, int
     return hopper.why_not_block("block_kv", block_kv, widest, problem.head_dim, operands)
 
 
-def why_not_users(problem: Any) -> str | None:
+def why_not_users(problem: Any, *, takes_ranges: bool = False) -> str | None:
     """Checks ranges, and numbers of users, keys and heads, of an `AttentionProblem`."""
-    if reason := problem.why_not_scores():
+    if reason := problem.why_not_scores(takes_ranges=takes_ranges):
         return str(reason)
     if problem.kv_len < 1 or problem.users < 1:
         return f"the kernel needs a user and a key, but U={problem.users} and S={problem.kv_len}"

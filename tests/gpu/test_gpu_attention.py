@@ -66,22 +66,52 @@ def run(inputs: problems.AttentionInputs, **options):
     return run_kernel(*arrays, key_value_seq_lengths=lengths, **options)
 
 
-def check(actual, inputs: problems.AttentionInputs, scale: float | None = None, where=...) -> None:
+def check(
+    actual,
+    inputs: problems.AttentionInputs,
+    scale: float | None = None,
+    where=...,
+    ranges=None,
+    **own,
+) -> None:
     """Holds out to the error rule against the f32 oracle, and lse to f32 accuracy.
 
     Plain jnp in the inputs' dtype is the op's XLA path, which rounds the weights like the kernel.
     """
     scale = inputs.query.shape[-1] ** -0.5 if scale is None else scale
     wide = inputs._replace(query=inputs.query.astype(jnp.float32))
-    oracle, oracle_lse = materialised(*wide, scale=scale)
+    oracle, oracle_lse = materialised(*wide, scale=scale, ranges=ranges, **own)
     *arrays, lengths = inputs
     plain = ikbo.attention(
-        *arrays, key_value_seq_lengths=lengths, scale=scale, implementation="xla"
+        *arrays,
+        key_value_seq_lengths=lengths,
+        key_value_ranges=ranges,
+        scale=scale,
+        implementation="xla",
+        **own,
     )
     out, lse = actual
     chex.assert_equal_shape([out, oracle])
     problems.assert_within_error_rule(out[where], oracle[where], plain[where])
     np.testing.assert_allclose(lse[where], oracle_lse[where], rtol=1e-4, atol=1e-4)
+
+
+def own_tokens(shape: Shape, dtype: str = "bfloat16") -> dict[str, jax.Array]:
+    """Key and value of one own token of each candidate."""
+    size = (shape.candidates, 1, shape.kv_heads, shape.head_dim)
+    rng = np.random.default_rng(5)
+    return {name: problems.random_array(rng, size, dtype) for name in ("self_key", "self_value")}
+
+
+@pytest.mark.parametrize("dtype", problems.HALF_DTYPES)
+@pytest.mark.parametrize("name", [name for name in SHAPES if SHAPES[name].head_dim <= 128])
+def test_attention_own_token_in_the_kernel(name, dtype):
+    inputs, own = (
+        problems.make_attention_inputs(SHAPES[name], dtype),
+        own_tokens(SHAPES[name], dtype),
+    )
+    for config in (AttentionConfig(), AttentionConfig(one_user=True, q_slots=1)):
+        check(run(inputs, config=config, **own), inputs, **own)
 
 
 def check_repeats(inputs: problems.AttentionInputs, times: int, **options) -> None:

@@ -10,7 +10,7 @@ import numpy as np
 import on_gpu
 import problems
 import pytest
-from test_gpu_attention import check, check_repeats, problem_of, run
+from test_gpu_attention import check, check_repeats, own_tokens, problem_of, run
 
 import ikbo_jax as ikbo
 from ikbo_jax.pallas.worklist import counted_order, pack
@@ -87,6 +87,16 @@ def test_few_queries_shapes_and_configs(name, config):
     assert chosen.illegal_reason(problem_of(shape)) is None
     inputs = problems.make_attention_inputs(shape)
     check(run(inputs, config=chosen), inputs)
+
+
+@pytest.mark.parametrize(("name", "config"), [*PAIRS, *zip(WIDE_HEADS, ["plain"] * 4, strict=True)])
+@pytest.mark.parametrize("has_own", [False, True], ids=["", "own"])
+def test_few_queries_ranges_of_keys_and_own_tokens(name, config, has_own):
+    shape, chosen = (SHAPES | WIDE_HEADS)[name], CONFIGS[config]
+    inputs, own = problems.make_attention_inputs(shape), own_tokens(shape) if has_own else {}
+    ranges = jnp.asarray(problems.ranges_of_keys(shape.candidates, shape.kv_len))
+    results = run(inputs, config=chosen, key_value_ranges=ranges, **own)
+    check(results, inputs, ranges=ranges, **own)
 
 
 @pytest.mark.parametrize("name", WIDE_HEADS)

@@ -147,11 +147,22 @@ CASES = {
     ),
     "one_user_of_one": Case((0,) * 5, 40, users=1, q_len=30, config=ONE_USER),
 }
+#: Cases whose candidates have an own token, too.
+OWN = (
+    *("t128_ordered_lengths", "t3_packed_gqa_lengths", "t100_packed_one_slot"),
+    *("early_odd_pairs_lengths", "reuse_key_heads", "balance_ordered_gqa"),
+    *("one_user_t16_gqa_lengths", "one_user_unsorted_h256_one_slot"),
+)
+CASES |= {
+    f"{name}_own": dataclasses.replace(CASES[name], has_own=True, logit_cap=None, copies=None)
+    for name in OWN
+}
 
 
 def interpret(inputs: problems.AttentionInputs, case: Case) -> tuple[jax.Array, jax.Array]:
     run = functools.partial(
         kernel.attention_kernel,
+        **case.own,
         scale=case.scale,
         logit_cap=case.logit_cap,
         return_residuals=True,
@@ -184,9 +195,9 @@ def assert_correct(
 
     What is plain of the inputs in their own dtype rounds the weights, as the kernel does.
     """
-    of_scores: dict[str, Any] = {"scale": case.scale, "logit_cap": case.logit_cap}
-    oracle, oracle_lse = problems.numpy_attention_oracle(inputs, **of_scores)
-    plain = problems.numpy_attention_of_rounded_weights(inputs, **of_scores)
+    options: Any = {"scale": case.scale, "logit_cap": case.logit_cap, "ranges": case.ranges}
+    oracle, oracle_lse = problems.numpy_attention_oracle(inputs, **options, **case.own)
+    plain = problems.numpy_attention_of_rounded_weights(inputs, **options, **case.own)
     out, lse = map(np.asarray, results)
     problems.assert_within_error_rule(out[where], oracle[where], plain[where])
     np.testing.assert_allclose(lse[where], oracle_lse[where], rtol=1e-5, atol=1e-5)

@@ -225,6 +225,23 @@ CASES = {
 }
 
 
+#: Cases whose candidates have ranges of keys, too.
+RANGED = (
+    *("one_block", "even_blocks", "indices_out_of_range", "rows_150_wide_lengths"),
+    *("q_len_33_gqa_split", "gqa_3_wide", "lengths", "bundles", "turns_wide", "split_lengths_gqa"),
+    *("packed_split", "listed_lengths_gqa_h96", "listed_wide", "listed_bundles_split_gqa_lengths"),
+    *("neighbours", "h192_lengths", "h256_listed_split_lengths", "h256_wide_rows_70_lengths"),
+    *("negative_scale_f16_h96", "split_lengths_gqa"),
+)
+CASES |= {f"{name}_ranges": dataclasses.replace(CASES[name], has_ranges=True) for name in RANGED}
+#: Cases whose candidates have an own token, too.
+OWN = (
+    *("one_block", "rows_150_wide_lengths_ranges", "q_len_33_gqa_split", "gqa_3_wide", "lengths"),
+    *("bundles", "packed_split_ranges", "listed_wide", "listed_bundles_split_gqa_lengths_ranges"),
+    *("h192_lengths", "h256_listed_split_lengths", "h256_wide_rows_70_lengths", "split"),
+    *("negative_scale_f16_h96_ranges", "listed_lengths_gqa_h96_ranges", "turns_wide"),
+)
+CASES |= {f"{name}_own": dataclasses.replace(CASES[name], has_own=True) for name in OWN}
 CASES |= {
     f"{name}_searched": dataclasses.replace(CASES[name], searches=True)
     for name in (
@@ -235,6 +252,7 @@ CASES |= {
         "split_lengths_gqa",
         "unsorted",
         "falling",
+        "lengths_ranges",
         "neighbours_bundles_wide",
         "neighbours_unsorted",
         "h256_wide_rows_70_lengths",
@@ -246,6 +264,8 @@ def interpret(inputs: problems.AttentionInputs, case: Case) -> tuple[jax.Array, 
     inputs, targets = packed(inputs, case)
     run = functools.partial(
         few_queries_kernel,
+        key_value_ranges=case.ranges,
+        **case.own,
         scale=case.scale,
         logit_cap=case.logit_cap,
         targets=targets,

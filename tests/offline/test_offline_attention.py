@@ -45,6 +45,7 @@ class Case:
     with_lengths: bool = False
     with_order: bool = False
     with_lse: bool = False
+    with_own: bool = False
 
     @property
     def chosen(self) -> Config:
@@ -55,7 +56,7 @@ class Case:
         """The kernel's host function, and the shapes it takes."""
         p = self.problem
 
-        def fn(query, key, value, cand_to_user, lengths, numbers):
+        def fn(query, key, value, cand_to_user, lengths, numbers, own):
             # Candidates in any order are read and stored in place, or copied and stored elsewhere.
             order, targets = (None, numbers) if p.q_len % WGMMA_M else (numbers, None)
             return kernel.attention_kernel(
@@ -67,6 +68,8 @@ class Case:
                 scale=p.head_dim**-0.5,
                 order=order,
                 targets=targets,
+                self_key=own,
+                self_value=own,
                 return_residuals=self.with_lse,
                 config=self.chosen,
                 num_sms=NUM_SMS,
@@ -74,7 +77,9 @@ class Case:
             )
 
         shapes = operands(p, has_lengths=self.with_lengths)
-        return fn, *shapes, shapes[3] if self.with_order else None
+        own = jax.ShapeDtypeStruct((p.batch, 1, p.kv_heads, p.head_dim), jnp.dtype(p.dtype))
+        numbers = shapes[3] if self.with_order else None
+        return fn, *shapes, numbers, own if self.with_own else None
 
 
 def of(config: Config | None = None, **sizes: Any) -> Case:
@@ -114,10 +119,22 @@ CASES = {
     ),
     "h192_t3_f16": every_option(of(head_dim=192, q_len=3, dtype="float16")),
 }
+CASES |= {
+    f"{name}_own": dataclasses.replace(case, with_own=True)
+    for name, case in {
+        **{name: CASES[name] for name in ("h64_small", "h96_t100_one_slot_f16", "h128_t5")},
+        **{name: CASES[name] for name in ("h64_t1_one_user", "h128_t8_one_user")},
+        "one_slot": every_option(CASES["one_slot"]),
+        "early": every_option(of(Config(early_scores=True, late_turns=True), kv_len=512)),
+        "balance": every_option(of(Config(balance=True, late_turns=True))),
+        "t33_two_stages": every_option(of(Config(128, 2, 2, 3), q_len=33)),
+    }.items()
+}
 
 
 def assert_fit(case: Case, compiler: offline.Compiler) -> None:
     assert case.chosen.illegal_reason(case.problem) is None
+    assert not case.with_own or case.chosen.takes_own_tokens(case.problem)
     *_, compiled = compiler.compile_fit(*case.launch())
     assert compiled.smem_bytes == case.chosen.smem_bytes(case.problem.head_dim)
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 import offline
 import pytest
 from test_offline_attention import operands
@@ -23,7 +25,8 @@ NUM_SMS = 132
 class Case:
     """A problem, its configuration, and which optional arguments it has.
 
-    `bundle`: groups of query heads that one listing serves.
+    `bundle`: groups of query heads that one listing serves; `has_own`: whether candidates have an
+    own token.
     """
 
     problem: AttentionProblem
@@ -31,18 +34,22 @@ class Case:
     with_options: bool = True
     lists: bool = False
     bundle: int = 1
+    has_own: bool = False
 
     def launch(self) -> tuple[Any, ...]:
         """The kernel's host function, and the shapes it takes."""
         p = self.problem
 
-        def fn(query, key, value, cand_to_user, lengths, targets):
+        def fn(query, key, value, cand_to_user, lengths, targets, ranges, own):
             return few_queries_kernel(
                 query,
                 key,
                 value,
                 cand_to_user,
                 lengths,
+                ranges,
+                own,
+                own,
                 scale=p.head_dim**-0.5,
                 return_residuals=self.with_options,
                 config=self.config,
@@ -53,7 +60,11 @@ class Case:
             )
 
         shapes = operands(p, has_lengths=self.with_options)
-        return fn, *shapes, shapes[3] if self.with_options and not self.lists else None
+        targets = shapes[3] if self.with_options and not self.lists else None
+        ranges = jax.ShapeDtypeStruct((p.batch, 2), jnp.int32) if p.has_ranges else None
+        own = (p.batch, 1, p.kv_heads, p.head_dim) if self.has_own else None
+        own = own and jax.ShapeDtypeStruct(own, p.dtype)
+        return fn, *shapes, targets, ranges, own
 
 
 def of(head_dim: int, config: Config, heads: tuple[int, int] = (4, 4), **changes: Any) -> Case:
@@ -160,6 +171,24 @@ CASES = {
     ),
     "h128_mqa_7": of(128, Config(128, 1, 64, 3, 3), (7, 1)),
 }
+#: Cases whose candidates have ranges of keys, too.
+RANGED = (
+    *("h64_plain", "h64_wide", "h64_split", "h64_turns", "h64_f16_gqa", "h96", "h128_wide", "h128"),
+    *("h128_gqa_plain", "h64_listed_most", "h128_listed_bundles", "h192", "h192_listed", "h256"),
+    *("h192_wide", "h256_wide", "h256_wide_listed", "h256_blocks_of_80"),
+    *("h128_gqa_capped", "h256_capped"),
+    *("h64_gqa_searched", "h192_blocks_of_80_listed", "h192_wide_listed", "h256_wide_gqa_split"),
+)
+for name in RANGED:
+    problem = dataclasses.replace(CASES[name].problem, has_ranges=True)
+    CASES[f"{name}_ranges"] = dataclasses.replace(CASES[name], problem=problem)
+#: Cases whose candidates have an own token, too.
+OWN = (
+    *("h64_plain", "h64_wide_ranges", "h64_split", "h64_f16_gqa", "h96_ranges", "h128_wide"),
+    *("h128_ranges", "h128_listed_bundles", "h192_listed", "h256", "h192_wide", "h256_wide"),
+    *("h256_wide_plain", "h256_blocks_of_80_gqa_plain", "h128_mqa_7", "h64_listed_most_ranges"),
+)
+CASES |= {f"{name}_own": dataclasses.replace(CASES[name], has_own=True) for name in OWN}
 
 
 @pytest.mark.sampled(3)

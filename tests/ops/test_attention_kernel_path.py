@@ -58,7 +58,7 @@ class TestKernelPath:
 
     def test_residuals_are_asked_for_where_they_are_needed_only(self, fake_attention) -> None:
         inputs = problems.make_attention_inputs(self.SHAPE)
-        own = own_tokens(self.SHAPE, 1, "bfloat16")
+        own = own_tokens(self.SHAPE, 2, "bfloat16")
         jax.eval_shape(attend, inputs)
         jax.eval_shape(functools.partial(attend, **own), inputs)
         jax.eval_shape(jax.grad(lambda x: attend(x).sum(), allow_int=True), inputs)
@@ -77,6 +77,33 @@ class TestKernelPath:
         assert call["is_sorted"]
         assert call["has_order"] == (not promise and q_len % 64 == 0)
 
+    @pytest.mark.parametrize("q_len", [2, 20])
+    def test_ranges_of_keys_go_to_the_kernel(self, fake_attention, q_len: int) -> None:
+        """In the caller's order, also where queries are packed; their gradient is XLA's."""
+        inputs = problems.make_attention_inputs(self.SHAPE._replace(q_len=q_len))
+        ranges = problems.ranges_of_keys(7, 20)
+        exact, lse = problems.numpy_attention_oracle(inputs, scale=SCALE, ranges=ranges)
+        found = attend(inputs, key_value_ranges=ranges, scale=SCALE, return_residuals=True)
+        np.testing.assert_allclose(np.asarray(found[0], np.float32), exact, atol=0.02)
+        np.testing.assert_allclose(found[1], lse, rtol=1e-5, atol=1e-5)
+
+        def loss(query: jax.Array) -> jax.Array:
+            out = attend(inputs._replace(query=query), key_value_ranges=ranges, scale=SCALE)
+            return out.astype(jnp.float32).sum()
+
+        assert np.isfinite(np.asarray(jax.grad(loss)(inputs.query), np.float32)).all()
+        assert {type(call["config"]) for call in fake_attention.calls} == {FewQueriesConfig}
+        assert not fake_attention.backward_calls
+
+    def test_xla_merges_an_own_token_whose_score_is_capped(self, fake_attention) -> None:
+        inputs, own = (
+            problems.make_attention_inputs(self.SHAPE),
+            own_tokens(self.SHAPE, 1, "bfloat16"),
+        )
+        jax.eval_shape(functools.partial(attend, logit_cap=3.0, **own), inputs)
+        (call,) = fake_attention.calls
+        assert (call["own"], call["return_residuals"]) == ([], True)
+
     @pytest.mark.parametrize("sizes", [{"users": 1}, {"candidates": 1}], ids=str)
     def test_one_of_a_kind_needs_no_sorting(self, fake_attention, sizes: dict) -> None:
         attend(problems.make_attention_inputs(self.SHAPE._replace(q_len=64, **sizes)))
@@ -87,18 +114,21 @@ class TestKernelPath:
 
     def test_gradients_of_both_orders(self, fake_attention) -> None:
         inputs = problems.make_attention_inputs(self.SHAPE)
+        own = own_tokens(self.SHAPE, 1, "bfloat16")
 
-        def slope(inputs, run):
-            gradients = jax.grad(loss_of(inputs, run), argnums=(0, 1, 2))
+        def slope(inputs, own, run):
+            gradients = jax.grad(loss_of(inputs, run), argnums=(0, 1, 2, 3))
 
             def square(*x):
-                return sum(jnp.sum(g.astype(jnp.float32) ** 2) for g in gradients(*x))
+                leaves = jax.tree.leaves(gradients(*x))
+                return sum(jnp.sum(g.astype(jnp.float32) ** 2) for g in leaves)
 
-            return jax.value_and_grad(square, argnums=(0, 1, 2))(*inputs[:3])
+            return jax.value_and_grad(square, argnums=(0, 1, 2, 3))(*inputs[:3], own)
 
         kernel = functools.partial(ours, implementation="mosaic_gpu")
-        run = jax.jit(lambda x, y: (slope(x, kernel), slope(y, oracle)))
-        actual, expected = run(inputs, in_float32(inputs))
+        run = jax.jit(lambda x, y, own, wide: (slope(x, own, kernel), slope(y, wide, oracle)))
+        wide = jax.tree.map(lambda x: np.asarray(x, np.float32), own)
+        actual, expected = run(inputs, in_float32(inputs), own, wide)
         for found, wanted in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True):
             found, wanted = (np.asarray(x, np.float32) for x in (found, wanted))
             np.testing.assert_allclose(found, wanted, rtol=0, atol=0.05 * np.abs(wanted).max())
@@ -114,20 +144,31 @@ class TestGradientByTheKernel:
     def gradients(self, inputs, **options):
         return jax.grad(loss_of(inputs, ours, **options), argnums=(0, 1, 2))(*inputs[:3])
 
-    @pytest.mark.parametrize("with_own_tokens", [False, True])
-    def test_gradients_are_right(self, fake_attention, with_own_tokens: bool) -> None:
+    @pytest.mark.parametrize("has_ranges", [False, True], ids=["all", "ranges"])
+    @pytest.mark.parametrize("tokens", [0, 1, 2])
+    def test_gradients_are_right(self, fake_attention, tokens: int, has_ranges: bool) -> None:
+        """The kernel merges one own token; XLA merges more, and has the gradients of ranges."""
         inputs = problems.make_attention_inputs(self.SHAPE)
         exact = in_float32(inputs)
-        own = own_tokens(self.SHAPE, 2, "bfloat16") if with_own_tokens else {}
+        own = own_tokens(self.SHAPE, tokens, "bfloat16") if tokens else {}
         wide = {name: np.asarray(x, np.float32) for name, x in own.items()}
-        found = self.gradients(inputs, **own)
-        loss = loss_of(exact, oracle, **wide)
-        wanted = jax.jit(jax.grad(loss, argnums=(0, 1, 2)))(*exact[:3])
-        for x, array, want in zip(found, inputs, wanted, strict=False):
+        ranges = jnp.asarray(problems.ranges_of_keys(7, 20)) if has_ranges else None
+        runs = (
+            (inputs, functools.partial(ours, key_value_ranges=ranges), own),
+            (exact, functools.partial(oracle, ranges=ranges), wide),
+        )
+        found, wanted = (
+            jax.tree.leaves(jax.grad(loss_of(x, run), argnums=(0, 1, 2, 3))(*x[:3], of_own))
+            for x, run, of_own in runs
+        )
+        for x, array, want in zip(found, (*inputs[:3], *own.values()), wanted, strict=True):
             assert (x.dtype, x.shape) == (array.dtype, array.shape)
             x, want = (np.asarray(y, np.float32) for y in (x, want))
             np.testing.assert_allclose(x, want, rtol=0, atol=0.03 * np.abs(want).max())
-        assert len(fake_attention.backward_calls) == 1
+        assert all(
+            call["own"] == (list(own) if tokens == 1 else []) for call in fake_attention.calls
+        )
+        assert len(fake_attention.backward_calls) == (not has_ranges)
 
     @pytest.mark.parametrize("promise", [False, True])
     def test_what_the_kernel_gets(self, fake_attention, promise: bool) -> None:
@@ -143,6 +184,7 @@ class TestGradientByTheKernel:
         assert asked == {
             "query": inputs.query.shape,
             "scale": SCALE,
+            "logit_cap": None,
             "dtype": None,
             "indices_are_sorted": promise,
             "config": table.lookup(problem).config,

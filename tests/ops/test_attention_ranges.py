@@ -16,6 +16,7 @@ from jax.sharding import PartitionSpec as P
 from sharded_calls import mesh_of, on
 
 import ikbo_jax as ikbo
+from ikbo_jax.problems import AttentionConfig, FewQueriesConfig
 from ikbo_jax.reference import attention as reference
 from ikbo_jax.reference import attention_grouped
 
@@ -196,14 +197,18 @@ def test_candidates_divide_over_devices(kind: str) -> None:
     chex.assert_trees_all_close(found, jax.device_get(jax.jit(run)(*arrays)), atol=1e-5)
 
 
-def test_explain_says_why_no_kernel_runs() -> None:
-    shape = (jnp.zeros((8, 2, 2, 64), jnp.bfloat16), *[jnp.zeros((3, 11, 2, 64), jnp.bfloat16)] * 2)
+@pytest.mark.parametrize("queries", [2, 100])
+def test_explain_names_the_kernel_of_ranges_and_why_xla_computes_gradients(queries: int) -> None:
+    key = jax.ShapeDtypeStruct((3, 11, 2, 64), jnp.bfloat16)
+    shape = (jax.ShapeDtypeStruct((8, queries, 2, 64), jnp.bfloat16), key, key)
     (plan,) = ikbo.explain(attend, *shape).plans
     assert plan.sizes.endswith("bfloat16 key_value_ranges")
-    assert "key_value_ranges run in XLA" in plan.cuda.reason
+    assert isinstance(plan.cuda.config, FewQueriesConfig)
     assert plan.cuda.backward_config is None
-    with pytest.raises(NotImplementedError, match="mosaic_gpu"):
-        attend(*shape, implementation="mosaic_gpu")
+    assert "key_value_ranges run in XLA" in plan.cuda.backward
+    tiles = AttentionConfig()
+    with pytest.raises(NotImplementedError, match="key_value_ranges need the kernel for few que"):
+        ikbo.explain(functools.partial(attend, implementation="mosaic_gpu", config=tiles), *shape)
     capped = functools.partial(attend, key_value_ranges=None, logit_cap=30.0)
     (plan,) = ikbo.explain(capped, *shape).plans
     assert plan.sizes.endswith("bfloat16 logit_cap")

@@ -22,6 +22,8 @@ class IndexedAttention:
       heads: query heads and key heads.
       lengths: how many of a user's keys count; None: all.
       num_sms: how many CTAs share the work.
+      has_ranges: whether every candidate has its own range of keys.
+      has_own: whether every candidate has an own token.
       logit_cap: of the scores, or None.
     """
 
@@ -34,12 +36,28 @@ class IndexedAttention:
     lengths: tuple[int, ...] | None = None
     num_sms: int = 1
     dtype: str = "bfloat16"
+    has_ranges: bool = False
+    has_own: bool = False
+
+    @property
+    def own(self) -> dict[str, jax.Array]:
+        """Key and value of one own token of each candidate."""
+        shape = (len(self.index), 1, self.heads[1], self.head_dim)
+        rng = np.random.default_rng(1)
+        names = ("self_key", "self_value") if self.has_own else ()
+        return {name: problems.random_array(rng, shape, self.dtype) for name in names}
+
+    @property
+    def ranges(self) -> np.ndarray | None:
+        """Ranges of keys of the candidates."""
+        return problems.ranges_of_keys(len(self.index), self.keys) if self.has_ranges else None
+
     logit_cap: float | None = None
 
     @property
     def problem(self) -> AttentionProblem:
         sizes = (len(self.index), self.users, self.q_len, self.keys, *self.heads, self.head_dim)
-        return AttentionProblem(*sizes, self.dtype)
+        return AttentionProblem(*sizes, self.dtype, has_ranges=self.has_ranges)
 
     def inputs(self, seed: int = 0) -> problems.AttentionInputs:
         sizes = (self.users, len(self.index), self.q_len, self.keys, *self.heads, self.head_dim)

@@ -250,11 +250,22 @@ class _Attended(NamedTuple):
     slope: Any = 1
 
 
+def ranges_of_keys(batch: int, keys: int, seed: int = 0) -> np.ndarray:
+    """[batch, 2] int32, ranges of keys: from the first one, any, empty, and out of bounds."""
+    rng = np.random.default_rng(seed)
+    ranges = rng.integers(-3, keys + 4, (batch, 2))
+    ranges[::2].sort(axis=1)
+    ranges[1::3, 0] = 0
+    ranges[3::5] = -(2**31), 2**31 - 1
+    return ranges.astype(np.int32)
+
+
 def _attended(
     inputs: AttentionInputs,
     scale: float,
     self_key: Any = None,
     self_value: Any = None,
+    ranges: Any = None,
     logit_cap: float | None = None,
 ) -> _Attended:
     query, key, value, index, lengths = inputs.f64()
@@ -262,6 +273,9 @@ def _attended(
     exists = np.ones((len(users), key.shape[1]), bool)
     if lengths is not None:
         exists = np.arange(key.shape[1])[None] < lengths[users][:, None]
+    if ranges is not None:
+        place, ranges = np.arange(key.shape[1])[None], np.asarray(ranges)
+        exists &= (ranges[:, :1] <= place) & (place < ranges[:, 1:])
 
     def of_candidates(array: np.ndarray, own: Any) -> np.ndarray:
         each = np.where(exists[:, :, None, None], array[users], 0)
@@ -291,20 +305,20 @@ def numpy_attention_oracle(
 ) -> tuple[np.ndarray, np.ndarray]:
     """Broadcast attention in NumPy and f64: out [B, T, N, H] and lse [B, T, N].
 
-    `options`: self_key, self_value and logit_cap.
+    `options`: self_key, self_value, ranges and logit_cap.
     """
     weights, lse, _, values, *_ = _attended(inputs, scale, **options)
     return np.einsum("btns,bsnh->btnh", weights, values), lse
 
 
 def numpy_attention_of_rounded_weights(
-    inputs: AttentionInputs, *, scale: float, logit_cap: float | None = None
+    inputs: AttentionInputs, *, scale: float, **options: Any
 ) -> np.ndarray:
     """Out, if weights are rounded to the inputs' dtype before they meet the values.
 
     The largest weight of a row is 1 then, and the sum that divides is that of exact weights.
     """
-    weights, _, _, values, *_ = _attended(inputs, scale, logit_cap=logit_cap)
+    weights, _, _, values, *_ = _attended(inputs, scale, **options)
     weights = weights / np.maximum(np.max(weights, axis=-1, keepdims=True), 1e-30)
     total = np.maximum(np.sum(weights, axis=-1, keepdims=True), 1e-30)
     rounded = weights.astype(inputs.query.dtype).astype(np.float64)
@@ -318,13 +332,22 @@ def numpy_attention_gradients(
     *,
     scale: float,
     logit_cap: float | None = None,
+    merged: Any = None,
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Gradients of <d_out, out> + <d_lse, lse> by query, key and value, in NumPy and f64."""
-    weights, _, keys, values, users, slope = _attended(inputs, scale, logit_cap=logit_cap)
+    """Gradients of <d_out, out> + <d_lse, lse> by query, key and value, in NumPy and f64.
+
+    `merged`: out and lse, if the rows attend to further keys, too.
+    """
+    weights, own_lse, keys, values, users, slope = _attended(inputs, scale, logit_cap=logit_cap)
     query, key, value, _, _ = inputs.f64()
     d_out, d_lse = _f64([d_out, d_lse])
     d_weights = np.einsum("btnh,bsnh->btns", d_out, values)
     expected = np.sum(weights * d_weights, axis=-1, keepdims=True)
+    if merged is not None:
+        out, lse = _f64(merged)
+        with np.errstate(invalid="ignore"):  # of rows without keys
+            weights = weights * np.nan_to_num(np.exp(own_lse - lse))[..., None]
+        expected = np.sum(d_out * out, axis=-1, keepdims=True)
     d_scores = scale * slope * weights * (d_weights - expected + d_lse[..., None])
     d_query = np.einsum("btns,bsnh->btnh", d_scores, keys)
 

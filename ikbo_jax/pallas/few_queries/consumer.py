@@ -13,7 +13,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from ikbo_jax.pallas.activations.cap import capped
-from ikbo_jax.pallas.few_queries import listing, store, user_table
+from ikbo_jax.pallas.few_queries import listing, own, ranges, store, user_table
 from ikbo_jax.pallas.few_queries.context import BY_COLUMNS, BY_ROWS, Context, Item, Part
 from ikbo_jax.pallas.flash import softmax
 from ikbo_jax.pallas.hopper import mma, mosaic, turns
@@ -53,14 +53,18 @@ def _weigh(
     ctx.shared.key.release(work.first_step + block)
     log2_scale = ctx.shape.log2_scale
     scores = capped(ctx.shape.cap, scores, interpret=ctx.interpret)
-    scores = ctx.visible(work.item, block).keep(scores, softmax.masked_score(log2_scale))
+    fill = softmax.masked_score(log2_scale)
+    if ctx.has_ranges:
+        scores = ranges.keep_visible(ctx, work.item, work.part, block, scores, fill)
+    else:
+        scores = ctx.visible(work.item, block).keep(scores, fill)
     larger, shrink, p = softmax.running_weights(maximum, scores, log2_scale)
     sums = sums * lax.broadcast_in_dim(shrink, sums.shape, (0,)) + softmax.partial_sums(p)
     return p, larger, sums, shrink
 
 
 def _zero_values_past_length(ctx: Context, work: _Work, block: Any) -> None:
-    """Zeroes values past the user's length, which have weight 0 but may be NaN."""
+    """Zeroes values past the item's keys, which have weight 0 but may be NaN."""
     visible = ctx.visible(work.item, block)
     tiles = ctx.shared.value.matrix(work.first_step + block)
     is_shared = (work.item.sharing == BY_ROWS) | (work.item.sharing == BY_COLUMNS)
@@ -82,7 +86,7 @@ def _issue_values(
 ) -> jax.Array:
     step = work.first_step + block
     ctx.shared.value.await_ready(step)
-    if ctx.operands.lengths is not None:
+    if ctx.ends_in_block:
         _zero_values_past_length(ctx, work, block)
     values = ctx.shared.value.matrix(step)
     if ctx.shares_columns:
@@ -209,7 +213,13 @@ def _one_item(carry: tuple[Any, ...], ctx: Context) -> tuple[Any, ...]:
     state: tuple[jax.Array, ...] = (acc, maximum, jnp.sum(partial_sums, axis=1))
     if shared.exchange is not None:
         state = _exchanged(ctx, part, *state)
-    pl.when(part.stores)(functools.partial(store.store, ctx, part, item.head, *state))
+
+    @pl.when(part.stores)
+    def _() -> None:
+        has_own = ctx.operands.self_key is not None
+        rows = own.merged(ctx, item, part, (state[0], state[1], state[2])) if has_own else state
+        store.store(ctx, part, item.head, *rows)
+
     if ctx.shape.listed:
 
         @pl.when(item.next_user >= 0)

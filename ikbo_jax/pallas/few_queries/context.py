@@ -115,6 +115,11 @@ class Operands(NamedTuple):
     cand_to_user: Any  # [B] int32; None with one user
     lengths: Any  # [U] int32
     targets: Any  # [B] int32, the candidates of the results; None: as the queries
+    # In the results' order: begin and end of each candidate's keys, [2 * B] int32; and the key and
+    # value of its own token, [B, K, H].
+    ranges: Any = None
+    self_key: Any = None
+    self_value: Any = None
 
 
 class Outputs(NamedTuple):
@@ -141,6 +146,10 @@ class Item(NamedTuple):
     sharing: Any  # ALONE, BY_KEYS, BY_ROWS or BY_COLUMNS
     next_user: Any = None  # user whose candidates are listed before the next item; negative: none
     next_rank: Any = None  # rank among the next user's candidates of the first one listed then
+    # With ranges: the first block's first key; every row sees blocks [whole_from, whole_to) whole.
+    first_key: Any = None
+    whole_from: Any = None
+    whole_to: Any = None
 
 
 class Place(NamedTuple):
@@ -180,7 +189,7 @@ class Context(WarpgroupContext):
         items = self.shared.items
         items.await_ready(index)
         slot = items.slot(index)
-        count = len(Item._fields) if self.shape.listed else len(Item._fields) - 2
+        count = len(Item._fields) if self.has_ranges else 8 if self.shape.listed else 6
         return Item(*(items.words[slot, i] for i in range(count)))
 
     def place(self, i: Any, member: Any = 0) -> Place:
@@ -272,9 +281,19 @@ class Context(WarpgroupContext):
         return self.consumer * (column_blocks(self.shape.head_dim) - MAX_COLUMNS // BLOCK_K)
 
     @property
+    def has_ranges(self) -> bool:
+        """Whether every candidate has its own range of keys."""
+        return self.operands.ranges is not None
+
+    @property
+    def ends_in_block(self) -> bool:
+        """Whether an item's keys may end within a block, before those of a user do."""
+        return self.operands.lengths is not None or self.has_ranges
+
+    @property
     def block_parts(self) -> int:
         """Number of parts in which a block of keys may be loaded; its barrier expects all parts."""
-        return 1 if self.operands.lengths is None else self.config.block_parts
+        return self.config.block_parts if self.ends_in_block else 1
 
     @property
     def tiles(self) -> int:

@@ -78,9 +78,11 @@ REGISTERS = (224, 56)
 WIDE_REGISTERS = (232, 40)
 
 
-def _registers(shape: Shape, config: FewQueriesConfig) -> tuple[int, int]:
+def _registers(shape: Shape, config: FewQueriesConfig, *, has_ranges: bool) -> tuple[int, int]:
     """Returns the registers per thread of a consumer and of the producer."""
-    is_large = config.has_all_columns(shape.head_dim) and config.block_kv > 32
+    is_large = config.has_all_columns(shape.head_dim) and (has_ranges or config.block_kv > 32)
+    if has_ranges:  # a range of each of a thread's two rows; h = 128 spills 80 bytes
+        is_large |= shape.head_dim > 64 and config.block_kv > 64
     return WIDE_REGISTERS if is_large else REGISTERS
 
 
@@ -90,6 +92,9 @@ def few_queries_kernel(
     value: jax.Array,
     cand_to_user: jax.Array,
     key_value_seq_lengths: jax.Array | None,
+    key_value_ranges: jax.Array | None = None,
+    self_key: jax.Array | None = None,
+    self_value: jax.Array | None = None,
     *,
     scale: float,
     return_residuals: bool,
@@ -105,6 +110,9 @@ def few_queries_kernel(
     Args (the others are as there):
       cand_to_user: [B] int32, clamped to [0, U). Should be sorted unless `lists`; otherwise keys
         and values are read for each run of candidates of one user.
+      key_value_ranges: [B, 2] int32, as for `ops.attention`, in the order of the results.
+      self_key: [B, 1, K, H], a further key of each candidate, in the order of the results.
+      self_value: [B, 1, K, H].
       lists: whether CTAs list the candidates of their users, for an index that is not sorted; only
         if `FewQueriesConfig.lists` permits it, and without `targets`.
     """
@@ -120,6 +128,8 @@ def few_queries_kernel(
         cand_to_user if shape.users > 1 else None,
         key_value_seq_lengths,
         targets,
+        None if key_value_ranges is None else key_value_ranges.reshape(-1),
+        *(None if x is None else jnp.squeeze(x, 1) for x in (self_key, self_value)),
     )
     out, lse = _launch(operands, shape, config, return_residuals, interpret)
     return out.reshape(query.shape), None if lse is None else lse.reshape(query.shape[:-1])
@@ -200,7 +210,7 @@ def _launch(
             consume,
             gathering.gather if shape.listed else None,
             assistants=GATHERING_WARPS,
-            registers=_registers(shape, config),
+            registers=_registers(shape, config, has_ranges=operands.ranges is not None),
         ),
         operands,
         outputs,
@@ -210,6 +220,7 @@ def _launch(
             lists=shape.listed > 0,
             table=shape.table,
             has_lengths=operands.lengths is not None,
+            has_ranges=operands.ranges is not None,
         ),
         dtype=dtype,
         name="ikbo_few_queries_attention",

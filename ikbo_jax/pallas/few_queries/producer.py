@@ -10,7 +10,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from ikbo_jax.pallas.few_queries import listing, rows
+from ikbo_jax.pallas.few_queries import listing, ranges, rows
 from ikbo_jax.pallas.few_queries.context import ALONE, BY_COLUMNS, BY_KEYS, BY_ROWS, Context, Place
 from ikbo_jax.pallas.hopper import mosaic
 from ikbo_jax.pallas.hopper.rings import Ring
@@ -162,10 +162,18 @@ def _send_rows(
     """
     shape, shared, operands = ctx.shape, ctx.shared, ctx.operands
     user, count, target, is_void, length = sent
-    first_block = place.split * ctx.split_blocks
-    keys = jnp.maximum(length - first_block * ctx.config.block_kv, 0)
+    size, first_block = ctx.config.block_kv, place.split * ctx.split_blocks
+    most: Any = ctx.split_blocks
+    seen = None
+    if ctx.has_ranges:
+        seen = ranges.bounds(ctx, place, target, count, length)
+        # A block that is already in the rings is the item's first one, whether rows see it or not.
+        skipped = jnp.clip(lax.div(seen.first, size) - first_block, 0, most)
+        skipped = jnp.where(loaded > 0, 0, skipped)
+        first_block, most, length = first_block + skipped, most - skipped, seen.end
+    keys = jnp.maximum(length - first_block * size, 0)
     keys = jnp.where(is_void, 0, keys)
-    blocks = jnp.clip(pl.cdiv(keys, ctx.config.block_kv), loaded, ctx.split_blocks)
+    blocks = jnp.clip(pl.cdiv(keys, size), loaded, most)
     sharing = jnp.int32(ALONE)
     if ctx.config.shares_keys(shape.head_dim):
         sharing = jnp.where(blocks > 1, BY_KEYS, ALONE)
@@ -174,11 +182,13 @@ def _send_rows(
     elif ctx.tiles > 1:
         sharing = jnp.where(count > shape.head_rows, BY_ROWS, sharing)
     words = (blocks, keys, place.head, target, count, sharing, *further)
+    if seen is not None:
+        words = (*words, *(() if further else (-1, 0)), *_whole_blocks(size, first_block, seen))
     shared.items.send_words(progress.items, words)
 
     def load(source: Any, ring: Ring, block: Any) -> None:
         where = (user, first_block + block, place.kv_head)
-        left = keys - block * ctx.config.block_kv
+        left = keys - block * size
         _load_block(ctx, source, ring, progress.steps + block, where, left)
 
     @pl.loop(loaded, blocks + 1)
@@ -192,6 +202,16 @@ def _send_rows(
             load(operands.value, shared.value, block - 1)
 
     return _Progress(progress.items + 1, progress.steps + blocks)
+
+
+def _whole_blocks(size: int, first_block: Any, seen: ranges.Bounds) -> tuple[Any, ...]:
+    """Returns the first key, and the first and end of the item's blocks that all rows see whole."""
+    first_key = first_block * size
+    return (
+        first_key,
+        lax.div(jnp.maximum(seen.all_from - first_key, 0) + (size - 1), size),
+        lax.div(jnp.maximum(seen.all_to - first_key, 0), size),
+    )
 
 
 def _load_more_blocks(ctx: Context, place: Place) -> Any:

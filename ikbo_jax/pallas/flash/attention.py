@@ -85,6 +85,8 @@ def attention_kernel(
     num_sms: int,
     logit_cap: float | None = None,
     targets: jax.Array | None = None,
+    self_key: jax.Array | None = None,
+    self_value: jax.Array | None = None,
     interpret: Any = False,
 ) -> tuple[jax.Array, jax.Array | None]:
     """Computes `ops.attention` for bf16 and f16; returns out and, with `return_residuals`, lse.
@@ -96,6 +98,8 @@ def attention_kernel(
       num_sms: streaming multiprocessors of the device.
       targets: None, or [B] int32, a permutation: candidate i's results are stored as candidate
         targets[i]'s results.  `order` must be None then.
+      self_key: None, or [B, 1, K, H], a further key of each candidate, in the order of the results.
+      self_value: likewise.
       interpret: False, or `plgpu.InterpretGPUParams` to run on a CPU, with
         `inline_mgpu="_hack_model_inline_mgpu_tokamax"` for the named barriers.
     """
@@ -106,15 +110,19 @@ def attention_kernel(
     if scale == 0:  # every score is 0, as with queries of zeros
         query, scale = jnp.zeros_like(query), 1.0
     finish = functools.partial(_finish, query, config, return_residuals, interpret)
+    of_results = {
+        "targets": targets,
+        "self_key": None if self_key is None else jnp.squeeze(self_key, 1),
+        "self_value": None if self_value is None else jnp.squeeze(self_value, 1),
+    }
     if config.one_user and users > 1 and q_len:
         index = _users_in_order(cand_to_user, order)
         tiles = _tiles_by_user(query, key, index, key_value_seq_lengths, interpret)
         q, k, v = (x.reshape(-1, *x.shape[2:]) for x in (query, key, value))
-        operands = Operands(
-            q, k, v, order=order, words=tiles.words, counts=tiles.counts, targets=targets
-        )
-        scales = scale, num_sms, 1.0, logit_cap
-        return finish(operands, _shape_of_list(operands, batch, q_len, *scales))
+        listed = {"order": order, "words": tiles.words, "counts": tiles.counts}
+        operands = Operands(q, k, v, **listed, **of_results)
+        shape = _shape_of_list(operands, batch, q_len, scale, num_sms, logit_cap=logit_cap)
+        return finish(operands, shape)
     warpgroup_tiles = pl.cdiv(batch * q_len, WGMMA_M)
     row_tiles = most_row_tiles = pl.cdiv(batch * q_len, TILE_ROWS)
     cuts = cut_counts = None
@@ -147,7 +155,7 @@ def attention_kernel(
         run_ends = work_order.run_ends(jnp.clip(cand_to_user, 0, users - 1))
     rows = query.reshape(batch * q_len, q_heads, head_dim)
     rest = cand_to_user, key_value_seq_lengths, order, run_ends, cuts, cut_counts
-    return finish(Operands(rows, key, value, *rest, targets=targets), shape)
+    return finish(Operands(rows, key, value, *rest, **of_results), shape)
 
 
 def _tiles_by_user(

@@ -15,7 +15,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from ikbo_jax.pallas.activations.cap import capped
 from ikbo_jax.pallas.flash import softmax
 from ikbo_jax.pallas.flash.attention_context import COMMON_ITEM_WORDS, AttentionContext, Item
-from ikbo_jax.pallas.hopper import mma, mosaic, operand_tiles, stores, turns
+from ikbo_jax.pallas.hopper import mma, mosaic, operand_tiles, own_tokens, stores, turns
 from ikbo_jax.pallas.hopper.visible import Visible
 from ikbo_jax.problems.attention import FLAG_WORDS
 from ikbo_jax.problems.hopper import NUM_CONSUMERS, WGMMA_M
@@ -344,6 +344,9 @@ def _normalise_and_store(
     """
     shared = ctx.shared
     has_keys = item.length > 0
+    if ctx.has_own:
+        acc, maximum, row_sum = _with_own_tokens(ctx, item, acc, row_sum, maximum, unit)
+        has_keys, unit = True, softmax.LN_2
     inverse = softmax.inverse_sums(row_sum, ctx.shape.output_scale)
     out = (acc * lax.broadcast_in_dim(inverse, acc.shape, (0,))).astype(ctx.outputs.out.dtype)
     # Without keys the weights are NaN, and so may be the values that were read.
@@ -376,6 +379,29 @@ def _normalise_and_store(
             order=ctx.row_order,
             interpret=ctx.interpret,
         )
+
+
+def _with_own_tokens(
+    ctx: AttentionContext,
+    item: Item,
+    acc: jax.Array,
+    row_sum: jax.Array,
+    maximum: jax.Array,
+    unit: float,
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Adds own tokens to sums; returns (acc, maxima whose unit is `softmax.LN_2`, row sums)."""
+    shape, has_keys = ctx.shape, item.length > 0
+    acc = jnp.where(has_keys, acc, 0.0)  # without keys, it may be NaN
+    row_sum = jnp.where(has_keys, row_sum, 0.0)
+    if unit != softmax.LN_2:
+        maximum = maximum * jnp.float32(unit / softmax.LN_2)
+    maximum = jnp.where(has_keys, maximum, -jnp.inf)
+    kv_head = lax.div(item.head, jnp.int32(shape.q_heads // shape.kv_heads))
+    rows = own_tokens.Rows(item.first_row, item.begin, item.end, item.head, kv_head)
+    order = own_tokens.Order.of_packed(ctx.operands.targets, shape.batch)
+    score, value = own_tokens.load(ctx, rows, order, acc.shape[1], at_once=False)
+    score = score * jnp.float32(shape.log2_scale)
+    return softmax.with_token(acc, maximum, row_sum, score, value, 1.0)
 
 
 def _store_staged(ctx: AttentionContext, item: Item, index: Any, out: jax.Array) -> None:

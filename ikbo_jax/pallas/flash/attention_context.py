@@ -81,13 +81,20 @@ class AttentionContext(FlashContext):
     def is_early(self) -> bool:
         """Whether scores of the next pass are computed while a pass is stored.
 
-        Wider heads and partial passes have too few registers.  With a single query slot, the next
-        pass's descriptor would overwrite this pass's descriptor before the store.
+        Wider heads, partial passes and own tokens have too few registers.  With a single query
+        slot, the next pass's descriptor would overwrite this pass's descriptor before the store.
         """
+        if self.has_own:
+            return False
         has_registers = (
             self.shape.head_dim <= EARLY_SCORES_MAX_WIDTH and not self.shape.has_partial_passes
         )
         return self.config.early_scores and has_registers and self.config.q_slots > 1
+
+    @property
+    def has_own(self) -> bool:
+        """Whether every candidate has an own token."""
+        return self.operands.self_key is not None
 
     @property
     def row_order(self) -> RowOrder | None:

@@ -101,6 +101,26 @@ def running_weights(
     return larger, shrink, exact_exponentials(scores, base, log2_scale)
 
 
+def with_token(
+    acc: jax.Array,
+    extreme: jax.Array,
+    sums: jax.Array,
+    score: jax.Array,
+    value: jax.Array,
+    log2_scale: float,
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Adds one more key of each row to (acc [64, H], extreme [64], sums [64]).
+
+    `score` [64] is the key's, not scaled, and `value` [64, H] f32.
+    """
+    larger = further(log2_scale)(extreme, score)
+    base = finite(larger, log2_scale)
+    shrink, weight = (jnp.exp2((x - base) * jnp.float32(log2_scale)) for x in (extreme, score))
+    acc = acc * lax.broadcast_in_dim(shrink, acc.shape, (0,))
+    acc = acc + value * lax.broadcast_in_dim(weight, acc.shape, (0,))
+    return acc, larger, sums * shrink + weight
+
+
 def running_start(head_dim: int, log2_scale: float) -> Running:
     """Returns the state before the first block."""
     return Running(

@@ -76,7 +76,7 @@ class Rows(NamedTuple):
 
         @plgpu.inline_mgpu(arg_types=(LAYOUT,) * self.words, return_type=(FLOAT32,) * self.numbers)
         def convert(_: Any, *words: mgpu.FragmentedArray) -> Any:
-            numbers = [y for x in words for y in _floats(per_thread.scalar(x), self.dtype)]
+            numbers = [y for x in words for y in unpacked(per_thread.scalar(x), self.dtype)]
             return tuple(per_thread.array(x, words[0]) for x in numbers)
 
         found: tuple[jax.Array, ...] = convert(*words)
@@ -148,7 +148,7 @@ class Rows(NamedTuple):
         return stores.device_address(ref, scalars, self.dtype.itemsize)
 
 
-def _floats(word: ir.Value, dtype: Any) -> list[ir.Value]:
+def unpacked(word: ir.Value, dtype: Any) -> list[ir.Value]:
     """Unpacks a word into f32 numbers, the lower half first."""
     i32, f32 = ir.IntegerType.get_signless(32), ir.F32Type.get()
     if dtype == jnp.float32:
@@ -168,7 +168,7 @@ def _floats(word: ir.Value, dtype: Any) -> list[ir.Value]:
 
 
 def _word(numbers: Sequence[ir.Value], dtype: Any) -> ir.Value:
-    """Packs f32 numbers into a word, rounded: the inverse of `_floats`."""
+    """Packs f32 numbers into a word, rounded: the inverse of `unpacked`."""
     i32 = ir.IntegerType.get_signless(32)
     if dtype == jnp.float32:
         return llvm.bitcast(i32, numbers[0])

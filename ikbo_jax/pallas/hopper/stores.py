@@ -12,6 +12,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.experimental import pallas as pl
 from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
@@ -146,6 +147,18 @@ def thread_row(thread: ir.Value, half: int) -> ir.Value:
     lane = arith.divui(arith.remui(thread, inline.i32(32)), inline.i32(4))
     row = arith.addi(arith.muli(warp, inline.i32(16)), lane)
     return arith.addi(row, inline.i32(8 * half))
+
+
+def row_array(numbers: list[ir.Value]) -> mgpu.FragmentedArray:
+    """Makes an array [64] in `ROW_LAYOUT` of the numbers of a thread's two rows."""
+    layout, kind = ROW_LAYOUT.to_mgpu(), numbers[0].type
+    single = ir.VectorType.get((1,), kind)
+    registers = np.array([vector.from_elements(single, [x]) for x in numbers], dtype=object)
+    return mgpu.FragmentedArray(
+        _registers=registers.reshape(layout.registers_shape((WGMMA_M,))),
+        _layout=layout,
+        _is_signed=True if isinstance(kind, ir.IntegerType) else None,
+    )
 
 
 def within(row: ir.Value, begin: ir.Value, end: ir.Value) -> ir.Value:

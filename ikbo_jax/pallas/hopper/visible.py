@@ -52,10 +52,7 @@ class Visible(NamedTuple):
         """
 
         def masked() -> jax.Array:
-            number = plgpu.broadcasted_iota(
-                jnp.int32, values.shape, axis, layout=plgpu.Layout.WGMMA
-            )
-            return jnp.where(self._contains(number), values, jnp.float32(fill))
+            return self.select(values, inside=True, fill=fill, axis=axis)
 
         return lax.cond(self.is_partial, masked, lambda: values)
 
@@ -68,14 +65,18 @@ class Visible(NamedTuple):
         is_visible: jax.Array = number < end
         return is_visible if self._begins_at_0 else is_visible & (number >= begin)
 
-    def select(self, values: jax.Array, *, inside: bool, fill: float = 0.0) -> jax.Array:
-        """Replaces values [64, size] outside the columns [begin, end) of their row, or inside.
+    def select(
+        self, values: jax.Array, *, inside: bool, fill: float = 0.0, axis: int = 1
+    ) -> jax.Array:
+        """Replaces values outside the range of `axis`, or inside, by `fill`.
 
-        Unlike `keep`, it does not test whether the block needs this: the ends are arrays by row.
+        Unlike `keep`, it does not test whether the block needs this: the ends may be by row.
         """
-        number = plgpu.broadcasted_iota(jnp.int32, values.shape, 1, layout=plgpu.Layout.WGMMA)
-        is_inside, rest = self._contains(number), jnp.float32(fill)
-        return jnp.where(is_inside, values, rest) if inside else jnp.where(is_inside, rest, values)
+        number = plgpu.broadcasted_iota(jnp.int32, values.shape, axis, layout=plgpu.Layout.WGMMA)
+        is_inside, other = self._contains(number), jnp.float32(fill)
+        return (
+            jnp.where(is_inside, values, other) if inside else jnp.where(is_inside, other, values)
+        )
 
     def zero_rest(self, tiles: Any, *, interpret: bool) -> None:
         """Zeroes the rows of operand tiles from `end` on; a `commit_smem` must follow."""

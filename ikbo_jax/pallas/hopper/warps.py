@@ -75,6 +75,11 @@ def total(x: ir.Value) -> ir.Value:
     return _of_lanes("redux.sync.add.s32 $0, $1, 0xffffffff;", x)
 
 
+def reduced(x: ir.Value, kind: str) -> ir.Value:
+    """Finds the "min" or "max" of all lanes' signed values."""
+    return _of_lanes(f"redux.sync.{kind}.s32 $0, $1, 0xffffffff;", x)
+
+
 def _of_lanes(ptx: str, x: ir.Value) -> ir.Value:
     return inline.issue_word(ptx, x, convergent=True)
 

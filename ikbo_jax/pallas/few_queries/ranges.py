@@ -1,0 +1,169 @@
+"""Ranges of keys: candidate b sees the keys [ranges[b, 0], ranges[b, 1]) of its user.
+
+The rows of an item may have different ranges. The producer reads them to narrow the item to the
+blocks that some row sees, and tells the consumers which of these blocks all rows see whole. The
+consumers read the range of each of their rows while the first keys are loaded, and mask the scores
+of the other blocks.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxlib.mlir import ir
+from jaxlib.mlir.dialects import arith
+
+from ikbo_jax.pallas.few_queries import candidates
+from ikbo_jax.pallas.few_queries.context import Context, Item, Part, Place
+from ikbo_jax.pallas.hopper import inline, per_thread, stores, warps
+from ikbo_jax.pallas.hopper.visible import Visible
+from ikbo_jax.pallas.worklist.search import INTEGER, SCALAR, splat
+from ikbo_jax.problems.hopper import WGMMA_M
+
+#: More than any number of keys.
+MOST = 2**30
+#: Of each of `Bounds`: whether of begins or ends, how it joins those of rows, and that of no row.
+_BOUNDS = ((0, "min", MOST), (1, "max", 0), (0, "max", 0), (1, "min", MOST))
+_JOIN = {"min": arith.minsi, "max": arith.maxsi}
+_LESS = arith.CmpIPredicate.slt
+
+
+class Bounds(NamedTuple):
+    """Keys that the rows of an item see; a row that sees nothing has the range [MOST, 0).
+
+    Some row sees a key in [first, end), and every row sees all keys in [all_from, all_to).
+    """
+
+    first: Any
+    end: Any
+    all_from: Any
+    all_to: Any
+
+
+def bounds(ctx: Context, place: Place, target: Any, count: Any, length: Any) -> Bounds:
+    """Finds the bounds of `count` rows of an item; the producer warp calls it.
+
+    Args:
+      ctx: the producer's.
+      place: the item's.
+      target: the item's first row in the outputs, as `Item.target`.
+      count: number of the item's rows, at least 0.
+      length: number of keys of the user.
+    """
+    shape = ctx.shape
+    first = jnp.int32(0) if shape.listed else target - place.split * shape.rows
+    if ctx.interpret:
+        row = jnp.arange(shape.item_rows, dtype=jnp.int32)
+        begin, end = (jnp.clip(x, 0, length) for x in _interpreted(ctx, first + row))
+        is_empty = begin >= end
+        seen = jnp.where(is_empty, MOST, begin), jnp.where(is_empty, 0, end)
+        return Bounds(
+            *(
+                getattr(jnp, kind)(jnp.where(row < count, seen[i], neutral))
+                for i, kind, neutral in _BOUNDS
+            )
+        )
+    tables = candidates.tables(ctx)
+
+    @plgpu.inline_mgpu(
+        arg_types=(plgpu.RefType(), SCALAR, SCALAR, SCALAR, *(plgpu.RefType() for _ in tables)),
+        return_type=(INTEGER,) * 4,
+    )
+    def reduce(_: Any, ranges: ir.Value, *rest: Any) -> Any:
+        first, count, length = (x.registers.item() for x in rest[:3])
+        q_len, zero, most = (inline.i32(x) for x in (shape.q_len, 0, MOST))
+        number = arith.divui(first, q_len)
+        # The number after the last row's; the first row's without rows.
+        last = arith.divui(
+            arith.addi(arith.addi(first, count), arith.subi(q_len, inline.i32(1))), q_len
+        )
+        last = arith.select(arith.cmpi(_LESS, zero, count), last, number)
+        found = [inline.i32(neutral) for _, _, neutral in _BOUNDS]
+        for i in range(0, min(shape.item_rows, shape.item_rows // shape.q_len + 2), warps.LANES):
+            place = arith.addi(number, arith.addi(warps.lane(), inline.i32(i)))
+            is_row = arith.cmpi(_LESS, place, last)
+            begin, end = (
+                arith.minsi(arith.maxsi(x, zero), length)
+                for x in _load(ctx, ranges, place, rest[3:])
+            )
+            sees = arith.cmpi(_LESS, begin, end)
+            seen = arith.select(sees, begin, most), arith.select(sees, end, zero)
+            for j, (k, kind, neutral) in enumerate(_BOUNDS):
+                value = arith.select(is_row, seen[k], inline.i32(neutral))
+                found[j] = _JOIN[kind](found[j], value)
+        return tuple(
+            splat(warps.reduced(x, kind)) for x, (_, kind, _) in zip(found, _BOUNDS, strict=True)
+        )
+
+    return Bounds(*reduce(ctx.operands.ranges, first, count, length, *tables))
+
+
+def keep_visible(
+    ctx: Context, item: Item, part: Part, block: Any, scores: jax.Array, fill: float
+) -> jax.Array:
+    """Replaces scores [64, block_kv] of keys that their row does not see by `fill`.
+
+    Args:
+      ctx: the consumer's.
+      item: the item.
+      part: the consumer's part of it.
+      block: number of the item's block.
+      scores: f32, in an accumulator's layout.
+      fill: the score of a key that is not seen.
+    """
+    size = ctx.config.block_kv
+
+    def masked() -> jax.Array:
+        # Loaded for each block: two numbers of each of a thread's rows, kept, would be spilled.
+        before = item.first_key + block * size
+        begin, end = (jnp.clip(x, 0, ctx.shape.kv_len) - before for x in _of_rows(ctx, part))
+        end = jnp.minimum(end, item.keys - block * size)
+        return Visible(size, end, begin).select(scores, inside=True, fill=fill)
+
+    is_partial = (block < item.whole_from) | (block >= item.whole_to)
+    kept: jax.Array = lax.cond(is_partial, masked, lambda: scores)
+    return kept
+
+
+def _of_rows(ctx: Context, part: Part) -> tuple[jax.Array, jax.Array]:
+    """Loads (begin, end) of the range of each of a consumer's rows, [64] int32, not clamped."""
+    shape = ctx.shape
+    first = part.offset if shape.listed else lax.rem(part.target, shape.rows)
+    if ctx.interpret:
+        row = lax.rem(jnp.arange(WGMMA_M, dtype=jnp.int32), jnp.int32(shape.head_rows))
+        return _interpreted(ctx, first + row)
+    tables = candidates.tables(ctx)
+    rows = plgpu.ShapeDtypeStruct((WGMMA_M,), jnp.int32, layout=stores.ROW_LAYOUT)
+
+    @plgpu.inline_mgpu(
+        arg_types=(plgpu.RefType(), SCALAR, *(plgpu.RefType() for _ in tables)),
+        return_type=(rows, rows),
+    )
+    def load(_: Any, ranges: ir.Value, first: Any, *tables: ir.Value) -> Any:
+        thread, halves = stores.thread_number(), []
+        for half in (0, 1):
+            row = arith.remui(stores.thread_row(thread, half), inline.i32(shape.head_rows))
+            row = arith.addi(first.registers.item(), row)
+            number = arith.divui(row, inline.i32(shape.q_len))
+            halves.append(_load(ctx, ranges, number, tables))
+        return tuple(stores.row_array(list(words)) for words in zip(*halves, strict=True))
+
+    found: tuple[jax.Array, jax.Array] = load(ctx.operands.ranges, first, *tables)
+    return found
+
+
+def _load(ctx: Context, ranges: ir.Value, number: ir.Value, tables: Any) -> list[ir.Value]:
+    """Loads begin and end of candidate `number` of the item's order."""
+    number = arith.muli(candidates.candidate_of(ctx, number, tables), inline.i32(2))
+    return per_thread.load_words(inline.address(ranges, number), 2, is_early=True)
+
+
+def _interpreted(ctx: Context, row: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Loads begins and ends of rows, under interpretation."""
+    number = 2 * candidates.interpreted(ctx, lax.div(row, jnp.int32(ctx.shape.q_len)))
+    ranges = ctx.operands.ranges[...]
+    return jnp.take(ranges, number), jnp.take(ranges, number + 1)
