@@ -84,11 +84,13 @@ def kernel_vjp(
     offsets = Offsets.of(arrays, settings)
     work, masks = list_works(offsets, work_settings), None
     if arrays.intervals is not None:
-        widths = (key.shape[1], query.shape[1])
-        sizes = zip((key.shape[0], offsets.result_rows), widths, strict=True)
-        rows = tuple(configs.group_rows(n, heads * query.shape[-1]) for n, heads in sizes)
+        _, heads, width = query.shape
+        rows_of_groups = (
+            configs.group_rows(key.shape[0], key.shape[1] * width),
+            configs.group_rows(offsets.result_rows, heads * width),
+        )
         work, masks = masked.mask_work(
-            work, offsets, arrays.intervals, work_settings, rows, stores=stored > 0
+            work, offsets, arrays.intervals, work_settings, rows_of_groups, stores=stored > 0
         )
     of_rows = None
     if has_softmax:

@@ -40,8 +40,8 @@ MAX_STEPS = 4
 #: Most bytes of gradients of scores that are stored, as for attention.
 MAX_STORED_BYTES = 17 * 2**28
 #: Gradients of scores are stored if rows see so many keys in the mean: of an activation, and of a
-#: softmax. On an H100 (65,536 rows, causal, N = 4, H = 128), both kernels take 493 us with stored
-#: ones and 486 without at 512 keys (silu), 796 and 853 at 1,024, 1427 and 1591 at 2,048; with a
+#: softmax. On an H100 (65,536 rows, causal, N = 4, H = 128), both kernels take 491 us with stored
+#: ones and 487 without at 512 keys (silu), 796 and 853 at 1,024, 1427 and 1591 at 2,048; with a
 #: softmax 791 and 769 at 1,024, and 1428 and 1496 at 2,048.
 LEAST_STORED_KEYS = 1024, 2048
 #: Most groups of masked tiles: numbers by which tiles are sorted have 30 bits.
