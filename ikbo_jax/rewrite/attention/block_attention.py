@@ -161,9 +161,9 @@ class Call:
 
     def _mask(self, fill: BlockFill, query: Part, key: Part) -> Any:
         """Returns the block of a mask: [batch, *queries, *heads, keys]."""
-        return self._block(fill.kept, query, key)
+        return self._sliced(fill.kept, query, key)
 
-    def _block(self, mask: Any, query: Part, key: Part) -> Any:
+    def _sliced(self, mask: Any, query: Part, key: Part) -> Any:
         mask = block_of(mask, len(self.root.labels) - 1, key.start, key.stop)
         return block_of(mask, self.axis, query.start, query.stop) if self.root.queries else mask
 
@@ -256,14 +256,15 @@ class Call:
             scale, cap = scale_and_cap(self.root)
             if any(states[id(key)] != 1 for key in keys):
                 kept, seen = self._visible(query, keys, users)
-                operands = Operands(flat, *of_users, users.index, scale, cap)
+                operands = Operands(flat, of_users[0], of_users[1], users.index, scale, cap)
                 if seen is not None:
                     by_row = attend_by_row(operands, Visible(seen, kept))
-                    outs.append(tuple(staged.reshape(x, flat.shape[: x.ndim]) for x in by_row[1:3]))
+                    lse = staged.reshape(by_row.lse, flat.shape[:3])
+                    outs.append((staged.reshape(by_row.out, flat.shape), lse))
                     continue
-                assert kept is not None
-                of_users = operands.ordered(kept)[1:3]
-                lengths = jnp.sum(kept, axis=1, dtype=jnp.int32)
+                if kept is not None:
+                    of_users = list(operands.ordered(kept)[1:3])
+                    lengths = jnp.sum(kept, axis=1, dtype=jnp.int32)
             # Own keys that no mask hides are own tokens of the op.
             tokens = own_rows if own_kept and own_rows and not takes_own else (None, None)
             takes_own = takes_own or tokens[0] is not None
@@ -313,7 +314,7 @@ class Call:
         if self.root.queries:
             label = (QUERY, self.axis - 1)
             region.append((fill.labels.index(label), query.start, query.stop))
-        factors = fill.factors(tuple(region))
+        factors = fill.factors(self.ctx, tuple(region))
         found = [self._column(*factor, query, keys, users) for factor in factors]
         if None in found:
             raise NotCovered("attention is not recognised: its mask differs by query")
@@ -342,7 +343,7 @@ class Call:
             return (None, row) if masks.are_intervals(row) else None
         if not is_interval:
             return None
-        parts = [unspread(self.ctx, self._block(mask, query, key), True) for key in keys]
+        parts = [unspread(self.ctx, self._sliced(mask, query, key), True) for key in keys]
         return None, self._by_query(parts, keys)
 
     def _of_keys(self, mask: Any, state: np.ndarray, query: Part, key: Part, users: Lineage) -> Any:
@@ -351,7 +352,7 @@ class Call:
         if (state != masks.UNKNOWN).all() and (state == first).all():
             shape = (1,) * (state.ndim - 1) + state.shape[-1:]
             return jnp.asarray(first.reshape(shape) == 1)
-        return at_users(self._block(mask, query, key), users)
+        return at_users(self._sliced(mask, query, key), users)
 
     def _by_user(self, parts: list[Any], keys: list[Part]) -> Any:
         """Joins masks of keys at user batch: [users or 1, keys]; None if they are none."""

@@ -56,7 +56,7 @@ class BlockFill:
     kept: Any
     state: np.ndarray
     labels: list[Label]
-    factors: Callable[[masks.Region], list[tuple[Any, np.ndarray, bool]]]
+    factors: Callable[[Context, masks.Region], list[tuple[Any, np.ndarray, bool]]]
     value: float
     added: Any = None
     after: float = 1.0
@@ -91,24 +91,26 @@ class Blocks:
         """Adds a mask to the logits."""
         labels, wanted = list(scores.labels), self.labels
 
-        def block(x: Any, keep: bool) -> tuple[Any, np.ndarray]:
+        def block(ctx: Context, x: Any, keep: bool) -> tuple[Any, np.ndarray]:
             state, kept = masks.known_mask(ctx, x), x
             if not keep:
                 state, kept = masks.negated(state), _negated(x)
             return arranged(kept, labels, wanted), arranged_array(state, labels, wanted)
 
-        def factors(region: masks.Region) -> list[tuple[Any, np.ndarray, bool]]:
+        def factors(ctx: Context, region: masks.Region) -> list[tuple[Any, np.ndarray, bool]]:
             def found() -> list[tuple[Any, np.ndarray, bool]]:
                 dim = labels.index((KEY, 0))
                 return [
-                    (*block(x, keep), masks.is_interval(ctx, x, keep, dim))
+                    (*block(ctx, x, keep), masks.is_interval(ctx, x, keep, dim))
                     for x, keep in masks.factors(ctx, mask, keeps, region)
                 ]
 
             return ctx.scope.once(("factors", *key, region), (mask,), found)
 
         key = (keeps, tuple(labels), tuple(wanted))
-        kept, state = ctx.scope.once(("mask of blocks", *key), (mask,), lambda: block(mask, keeps))
+        kept, state = ctx.scope.once(
+            ("mask of blocks", *key), (mask,), lambda: block(ctx, mask, keeps)
+        )
         new = BlockFill(kept, state, labels, factors, fill.value, fill.added, fill.after)
         origins = self.mask_origins | lineage.origins_of(mask)
         return dataclasses.replace(self, fills=(*self.fills, new), mask_origins=origins)

@@ -29,7 +29,7 @@ def selected(ctx: Context, eqn: Any, which: Any, *cases: Any) -> Any:
         raise NotCovered(f"attention is not recognised: its {scores.stage} are masked by a value")
     if any(x.added is not None for x in scores.root.fills):
         raise NotCovered("attention is not recognised: one mask is added, another put in by where")
-    root = masked(ctx, scores, which, keeps, Fill(None, None, fill))  # type: ignore[arg-type]
+    root = masked(ctx, scores, which, keeps, Fill(None, None, fill))
     return scores.then(eqn, [which, *cases], root=root)
 
 
@@ -65,7 +65,8 @@ def masked(ctx: Context, scores: Scores, mask: Any, keeps: bool, fill: Fill) -> 
     by_row = [(x, keep) for x, keep in factors if _not_by_user(scores, x)]
     kept, lengths, seen, state = None, None, None, None
     users, keys = root.key.base.shape[:2]
-    dims = tuple([label[0] for label in scores.labels].index(kind) for kind in (BATCH, KEY))
+    kinds = [label[0] for label in scores.labels]
+    dims = kinds.index(BATCH), kinds.index(KEY)
     for x, keep in by_user:
         base = arranged_array(kept_by(x.base, keep), scores.labels, [(BATCH, 0), (KEY, 0)])
         base = spread(base, (users, keys))

@@ -230,7 +230,6 @@ def softmax(logits: jax.Array, axis: int) -> tuple[jax.Array, jax.Array]:
 
 def _added(ctx: Context, operands: Operands, fill: Fill) -> jax.Array:
     kept, lengths = _all_kept([fill])
-    assert kept is not None
     ordered = operands if fill.lengths is not None else operands.ordered(kept)
     empty = lengths == 0
     if fill.value == -math.inf:
@@ -377,8 +376,8 @@ def _with_empty_rows(
     _check_that_logits_are_lost(fill)
     every = jnp.ones(operands.key.shape[0], bool)
     if ctx.differentiated:
-        slope = jnp.where(where, _slope_where(rows, every), jnp.zeros((), out.dtype))
-        out = out + (slope - lax.stop_gradient(slope))
+        term = jnp.where(where, _slope_where(rows, every), jnp.zeros((), out.dtype))
+        out = out + (term - lax.stop_gradient(term))
     else:
         ctx.gradient_differs()
     return _exact_where_logits_remain(rows, fill, empty, every, out)

@@ -50,7 +50,7 @@ class Fill:
       state: with `seen`, `known_mask` of the whole mask, [batch or 1, queries or 1, keys].
     """
 
-    kept: jax.Array | None
+    kept: Any
     lengths: jax.Array | None
     value: float
     added: Any = None
@@ -359,7 +359,7 @@ def _same_root(x: Any, y: Any) -> bool:
         a is b
         or proofs.same_source(a.source, b.source)
         and (a.value, a.added, a.after) == (b.value, b.added, b.after)
-        for a, b in itertools.zip_longest(x.fills, y.fills, fillvalue=Fill(None, None, 0.0))  # type: ignore[arg-type]
+        for a, b in itertools.zip_longest(x.fills, y.fills, fillvalue=Fill(None, None, 0.0))
     )
 
 

@@ -55,6 +55,8 @@ _READINGS: tuple[tuple[str, tuple[int, ...], Callable[[bool, bool], bool]], ...]
     ("or", (0, 1), lambda x, y: x or y),
 )
 
+_NOTHING: tuple[str, Any, Sequence[Any]] = ("", None, ())
+
 
 def _reading(ctx: Any, value: Any) -> tuple[str, Any, Sequence[Any]]:
     """Finds how the elements of a value that are other than 0 follow from those of its operands.
@@ -72,12 +74,12 @@ def _reading(ctx: Any, value: Any) -> tuple[str, Any, Sequence[Any]]:
         return "same", eqn, operands
     if name == "select_n" and len(operands) == 3 and _is_bool(operands[0]):
         which, *cases = operands
-        first, second = (proofs.constant(ctx, x) for x in cases)
-        if first is not None and second is not None and (first == 0) != (second == 0):
-            return "same" if first == 0 else "not", eqn, [which]
-        if first == 0 or second:
-            return ("and", eqn, [which, cases[1]]) if first == 0 else ("or", eqn, [which, cases[0]])
-        return "select", eqn, operands
+        if_false, if_true = (proofs.constant(ctx, x) for x in cases)
+        if None not in (if_false, if_true) and (if_false == 0) != (if_true == 0):
+            return "same" if if_false == 0 else "not", eqn, [which]
+        if if_false == 0:
+            return "and", eqn, [which, cases[1]]
+        return ("or", eqn, [which, cases[0]]) if if_true else ("select", eqn, operands)
     if name == "convert_element_type":
         numbers = few_numbers(ctx, operands[0])
         same = numbers and all(_is_nonzero(eqn, x) == (x != 0) for x in numbers)
@@ -135,7 +137,7 @@ def known_mask(ctx: Any, mask: Any) -> np.ndarray:
 
 
 def _known(ctx: Any, mask: Any, depth: int) -> np.ndarray:
-    how, eqn, operands = _reading(ctx, mask) if depth else ("", None, ())
+    how, eqn, operands = _reading(ctx, mask) if depth else _NOTHING
     if not how:
         number = known(ctx, mask)
         return _bounded(ctx, mask) if number is None else (number != 0).astype(np.int8)
@@ -246,9 +248,12 @@ def factors(ctx: Any, mask: Any, keeps: bool = True, region: Region = ()) -> lis
         return factors(ctx, operands[0], keeps == (how == "same"), region)
     if how != "move" or len(operands) != 1:
         return whole
-    found = [(_moved_dim(eqn, operands[0], mask, dim), *ends) for dim, *ends in region]
-    inner = tuple(x for x in found if x[0] not in (None, -1))
-    parts = factors(ctx, operands[0], keeps, () if eqn.primitive.name == "slice" else inner)
+    inner = []
+    for dim, start, stop in region if eqn.primitive.name != "slice" else ():
+        source = _moved_dim(eqn, operands[0], mask, dim)
+        if source is not None and source >= 0:
+            inner.append((source, start, stop))
+    parts = factors(ctx, operands[0], keeps, tuple(inner))
     if parts[0][0] is operands[0]:
         return whole
     return [(moved(ctx, eqn, part), keep) for part, keep in parts]
@@ -320,7 +325,7 @@ def _swapped(found: int) -> int:
 def _keeps(ctx: Any, mask: Any, dim: int | None, depth: int) -> int:
     if dim is None or shape_of(base_of(mask))[dim : dim + 1] in ((), (1,)):
         return _EQUAL
-    how, eqn, operands = _reading(ctx, mask) if depth else ("", None, ())
+    how, eqn, operands = _reading(ctx, mask) if depth else _NOTHING
     number = None if how else known(ctx, mask)
     if number is not None:
         kept = np.moveaxis(np.broadcast_to(number, shape_of(mask)) != 0, dim, -1)
@@ -354,7 +359,7 @@ def _all(found: Any) -> int:
     return result
 
 
-def _moved_dim(eqn: core.JaxprEqn, operand: Any, result: Any, dim: int) -> int | None:
+def _moved_dim(eqn: Any, operand: Any, result: Any, dim: int) -> int | None:
     """Finds the operand's dimension that becomes `dim`; None if it is new, -1 if unknown."""
     name, params = eqn.primitive.name, eqn.params
     if name == "concatenate":
