@@ -246,11 +246,8 @@ class AttentionBackwardConfig(Config):
         """Why the kernels cannot take a cap with these blocks; None if they can."""
         is_wide_kv = self.d_query == "launch" and self.block_kv > MAX_CAPPED_BLOCK
         if self.block_q > MAX_CAPPED_BLOCK or (is_wide_kv and problem.head_dim > BLOCK_K):
-            return (
-                f"a logit_cap needs a block_q of at most {MAX_CAPPED_BLOCK}, and the same of "
-                f"block_kv in a launch for d_query at H={problem.head_dim}, but they are "
-                f"{self.block_q} and {self.block_kv}"
-            )
+            most, blocks = MAX_CAPPED_BLOCK, f"block_q={self.block_q} and block_kv={self.block_kv}"
+            return f"a logit_cap at H={problem.head_dim} needs blocks of {most}, but has {blocks}"
         return None
 
     def illegal_reason(self, problem: AttentionSizes) -> str | None:
