@@ -37,6 +37,7 @@ from benchmarks.production_providers import attend
 from ikbo_jax import terminal
 from ikbo_jax._timing.programs import UNTIMED_ON_GPU
 from ikbo_jax.ops.linear_compression import Term
+from ikbo_jax.problems import AttentionProblem
 
 #: Steps of a program's loop. A call from Python takes 20 to 50 µs, as long as a step of a small
 #: program; more steps would put the same kernel after itself more often.
@@ -59,17 +60,15 @@ class Program(NamedTuple):
 
 
 class AttentionSizes(NamedTuple):
-    """Sizes as in `AttentionProblem`; `is_ragged`: an unsorted index, and lengths from 0 to S."""
+    """Sizes (B, U, T, S, N, K, H); `is_ragged`: an unsorted index, and lengths from 0 to S."""
 
-    batch: int
-    users: int
-    q_len: int
-    kv_len: int
-    q_heads: int
-    kv_heads: int
-    head_dim: int
+    sizes: tuple[int, int, int, int, int, int, int]
     is_ragged: bool = False
     dtype: str = "bfloat16"
+
+    @property
+    def problem(self) -> AttentionProblem:
+        return AttentionProblem(*self.sizes, self.dtype)
 
 
 class CompressionSizes(NamedTuple):
@@ -102,21 +101,21 @@ Sizes = AttentionSizes | CompressionSizes | GdpaSizes
 #: an unsorted index, users without candidates, and lengths of 0.
 FORWARD, GRADIENT, MIXED = "forward", "gradient", (130, 0, 600, 64, 1)
 PROGRAMS: tuple[tuple[str, str, Sizes], ...] = (
-    ("attention", FORWARD, AttentionSizes(1024, 16, 16, 512, 4, 4, 128)),
-    ("attention", FORWARD, AttentionSizes(4, 2, 24, 40, 1, 1, 64)),
-    ("attention", FORWARD, AttentionSizes(200, 40, 33, 77, 4, 2, 96, True, "float16")),
-    ("attention", FORWARD, AttentionSizes(64, 90, 40, 300, 2, 2, 256, True)),
-    ("attention", GRADIENT, AttentionSizes(512, 16, 24, 384, 4, 4, 64)),
-    ("attention", GRADIENT, AttentionSizes(3, 2, 24, 40, 1, 1, 128)),
-    ("attention", GRADIENT, AttentionSizes(150, 40, 33, 130, 4, 2, 128, True)),
-    ("attention", GRADIENT, AttentionSizes(64, 90, 40, 300, 2, 1, 192, True, "float16")),
-    ("attention", GRADIENT, AttentionSizes(64, 2, 64, 129, 2, 2, 256)),
-    ("few queries", FORWARD, AttentionSizes(2048, 32, 1, 1024, 2, 2, 128)),
-    ("few queries", FORWARD, AttentionSizes(1, 1, 1, 5, 1, 1, 64)),
-    ("few queries", FORWARD, AttentionSizes(300, 90, 1, 333, 4, 4, 64, True, "float16")),
-    ("few queries", FORWARD, AttentionSizes(8, 1, 2, 8192, 2, 2, 128)),
-    ("few queries", GRADIENT, AttentionSizes(700, 90, 1, 200, 2, 2, 128, True)),
-    ("few queries", GRADIENT, AttentionSizes(64, 1, 2, 1000, 1, 1, 64)),
+    ("attention", FORWARD, AttentionSizes((1024, 16, 16, 512, 4, 4, 128))),
+    ("attention", FORWARD, AttentionSizes((4, 2, 24, 40, 1, 1, 64))),
+    ("attention", FORWARD, AttentionSizes((200, 40, 33, 77, 4, 2, 96), True, "float16")),
+    ("attention", FORWARD, AttentionSizes((64, 90, 40, 300, 2, 2, 256), True)),
+    ("attention", GRADIENT, AttentionSizes((512, 16, 24, 384, 4, 4, 64))),
+    ("attention", GRADIENT, AttentionSizes((3, 2, 24, 40, 1, 1, 128))),
+    ("attention", GRADIENT, AttentionSizes((150, 40, 33, 130, 4, 2, 128), True)),
+    ("attention", GRADIENT, AttentionSizes((64, 90, 40, 300, 2, 1, 192), True, "float16")),
+    ("attention", GRADIENT, AttentionSizes((64, 2, 64, 129, 2, 2, 256))),
+    ("few queries", FORWARD, AttentionSizes((2048, 32, 1, 1024, 2, 2, 128))),
+    ("few queries", FORWARD, AttentionSizes((1, 1, 1, 5, 1, 1, 64))),
+    ("few queries", FORWARD, AttentionSizes((300, 90, 1, 333, 4, 4, 64), True, "float16")),
+    ("few queries", FORWARD, AttentionSizes((8, 1, 2, 8192, 2, 2, 128))),
+    ("few queries", GRADIENT, AttentionSizes((700, 90, 1, 200, 2, 2, 128), True)),
+    ("few queries", GRADIENT, AttentionSizes((64, 1, 2, 1000, 1, 1, 64))),
     ("linear compression", FORWARD, CompressionSizes((9, 512), (300, 200), 130, 256)),
     ("linear compression", FORWARD, CompressionSizes((1, 1), (16, 24), 8, 64)),
     ("linear compression", FORWARD, CompressionSizes((70, 90), (65, 33), 433, 40, True, "float16")),
@@ -183,13 +182,15 @@ Made = tuple[Callable[..., jax.Array], tuple[tuple[int, ...], ...]]
 
 
 def _attention(sizes: AttentionSizes, rng: np.random.Generator) -> Made:
-    s = sizes
-    index, lengths = _index(rng, s.batch, s.users, s.is_ragged), None
-    if s.is_ragged:
+    s = sizes.problem
+    index, lengths = _index(rng, s.batch, s.users, sizes.is_ragged), None
+    if sizes.is_ragged:
         drawn = rng.integers(0, s.kv_len + 1, s.users)
         drawn[:: max(1, s.users // 3)] = 0
         lengths = jax.device_put(drawn.astype(np.int32))
-    fn = functools.partial(attend, index=index, lengths=lengths, indices_are_sorted=not s.is_ragged)
+    fn = functools.partial(
+        attend, index=index, lengths=lengths, indices_are_sorted=not sizes.is_ragged
+    )
     keys = (s.users, s.kv_len, s.kv_heads, s.head_dim)
     return fn, ((s.batch, s.q_len, s.q_heads, s.head_dim), keys, keys)
 

@@ -4,6 +4,7 @@ from ikbo_jax import debug, masks
 from ikbo_jax._version import __version__
 from ikbo_jax.ops.attention import attention, merge_attention
 from ikbo_jax.ops.explain import Explanation, explain
+from ikbo_jax.ops.gated_linear import gated_linear
 from ikbo_jax.ops.gdpa import gdpa
 from ikbo_jax.ops.linear_compression import (
     Term,
@@ -11,6 +12,7 @@ from ikbo_jax.ops.linear_compression import (
     multilevel_linear_compression,
 )
 from ikbo_jax.ops.look_up import look_up, segment_sum
+from ikbo_jax.ops.norm_linear import norm_linear
 from ikbo_jax.ops.padded_weight import PaddedWeight, pad_weight
 from ikbo_jax.ops.target import export_target
 from ikbo_jax.placement import Placement, place_users
@@ -26,12 +28,14 @@ __all__ = [
     "debug",
     "explain",
     "export_target",
+    "gated_linear",
     "gdpa",
     "linear_compression",
     "look_up",
     "masks",
     "merge_attention",
     "multilevel_linear_compression",
+    "norm_linear",
     "pad_weight",
     "place_users",
     "rewrite",

@@ -70,7 +70,7 @@ LAYOUT_MUTANTS = (
     ),
     Mutant(
         "an unknown mask taken for true",
-        "facts/known.py",
+        "facts/masks.py",
         "np.where((x == 0) | (y == 0), 0, np.maximum(x, y))",
         "np.where((x == 0) | (y == 0), 0, np.minimum(x, y))",
         blocks("every_mask", "valid_and_causal"),
@@ -78,8 +78,8 @@ LAYOUT_MUTANTS = (
     Mutant(
         "a query's mask taken for a user's",
         "attention/block_attention.py",
-        "if mask is None or any(n != 1 for n in mask.shape[1:-1]):",
-        "if mask is None:",
+        "if any(x is None or any(n != 1 for n in x.shape[1:-1]) for x in parts):",
+        "if any(x is None for x in parts):",
         blocks("every_mask", "banded", "valid_or_self"),
     ),
     Mutant(

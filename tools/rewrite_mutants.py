@@ -196,8 +196,8 @@ MUTANTS = (
     Mutant(
         "inverted mask not inverted",
         "attention/logit_masks.py",
-        "fill, kept=base if keeps else ~base, lengths=lengths, source=fill.source or source",
-        "fill, kept=base, lengths=lengths, source=fill.source or source",
+        "base = arranged_array(kept_by(x.base, keep), scores.labels, [(BATCH, 0), (KEY, 0)])",
+        "base = arranged_array(kept_by(x.base, True), scores.labels, [(BATCH, 0), (KEY, 0)])",
         decisions("mask that leaves out what others keep"),
     ),
     Mutant(
@@ -258,7 +258,7 @@ MUTANTS = (
     ),
     Mutant(
         "order of masked keys reversed",
-        "attention/masked_keys.py",
+        "attention/operands.py",
         "order = jnp.argsort(~first, axis=1, stable=True)[:, :, None, None]",
         "order = jnp.argsort(first, axis=1, stable=True)[:, :, None, None]",
         decisions("order of keys"),

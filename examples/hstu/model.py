@@ -1,6 +1,6 @@
 """HSTU: a request is one sequence of [history, impressions], and every impression is a target.
 
-    u, q, k, v = split(silu(norm(x) · w_in))
+    u, v, q, k = split(silu(norm(x) · w_in))
     x = x + (norm(gdpa(q, k, v) / length) ∘ u) · w_out
 
 with silu as the activation of attention. Targets see the history and themselves, so one pass scores
@@ -23,9 +23,12 @@ from flax import nnx
 import ikbo_jax as ikbo
 from examples.movielens.impressions import IMPRESSIONS, Batch
 from examples.movielens.model import AGES, RATINGS
+from ikbo_jax.layers import hstu_layer
 
 #: Rows of a batch of jagged sequences are a multiple of this number, so that few programs compile.
 ROWS = 1024
+#: Number that the norms add to the variance.
+EPS = 1e-5
 
 
 @dataclasses.dataclass(frozen=True)
@@ -103,11 +106,7 @@ class Hstu(nnx.Module):
         tables = (table[...] for table in self.tables)
         x: Any = sum(map(self.look_up, tables, tokens.fields))
         for w_in, w_out in zip(self.w_in, self.w_out, strict=True):
-            projected = jax.nn.silu(layer_norm(x) @ w_in[...])
-            split = projected.reshape(-1, 4, self.sizes.heads, self.sizes.head_dim)
-            gate, *qkv = (split[:, part] for part in range(4))
-            out = layer_norm(self.attend(*qkv, tokens=tokens).reshape(len(x), -1))
-            x = x + (out * gate.reshape(out.shape)) @ w_out[...]
+            x = self.layer(x, w_in[...], w_out[...], tokens)
         found = layer_norm(self.look_up(x, tokens.target)) @ self.w_logit[...]
         return found[:, 0].astype(jnp.float32)
 
@@ -115,17 +114,20 @@ class Hstu(nnx.Module):
         """Looks up rows of a table."""
         return ikbo.look_up(table, index)
 
-    def attend(self, *qkv: jax.Array, tokens: Tokens) -> jax.Array:
-        """Attention of all rows, [rows, N, H], with HSTU's mask, divided by the length."""
+    def layer(self, x: Any, w_in: Any, w_out: Any, tokens: Tokens) -> jax.Array:
+        """Applies a layer to all rows; attention is divided by the length."""
         length = tokens.cu_seqlens[1:] - tokens.cu_seqlens[:-1]
-        return ikbo.gdpa(
-            *(*qkv, tokens.cu_seqlens, tokens.cu_seqlens),
-            activation="silu",
-            scale=self.sizes.head_dim**-0.5,
-            output_scale=1 / length.astype(jnp.float32),
-            max_seqlen_q=self.sizes.history + IMPRESSIONS,
-            max_seqlen_kv=self.sizes.history + IMPRESSIONS,
+        return hstu_layer(
+            {"uvqk_weight": w_in, "output_weight": w_out},
+            x,
+            tokens.cu_seqlens,
+            num_heads=self.sizes.heads,
             mask=ikbo.masks.hstu(jnp.full_like(length, IMPRESSIONS)),
+            max_seqlen=self.sizes.history + IMPRESSIONS,
+            activations=("silu",) * 4,
+            output_scale=1 / length.astype(jnp.float32),
+            concat=False,
+            eps=EPS,
         )
 
 
@@ -137,9 +139,11 @@ class PlainHstu(Hstu):
     def look_up(self, table: jax.Array, index: jax.Array) -> jax.Array:
         return table[index]
 
-    def attend(self, *qkv: jax.Array, tokens: Tokens) -> jax.Array:
+    def layer(self, x: Any, w_in: Any, w_out: Any, tokens: Tokens) -> jax.Array:
         length = (tokens.cu_seqlens[1:] - tokens.cu_seqlens[:-1])[:, None, None, None]
-        query, key, value = (x.reshape(len(length), -1, *x.shape[1:]) for x in qkv)
+        heads = (4, self.sizes.heads, self.sizes.head_dim)
+        projected = jax.nn.silu(layer_norm(x) @ w_in).reshape(len(length), -1, *heads)
+        gate, value, query, key = (projected[:, :, part] for part in range(4))
         place = jnp.arange(query.shape[1], dtype=jnp.int32)
         row, column = place[None, None, :, None], place[None, None, None]
         mask = (column < row) & (column < length - IMPRESSIONS) | (column == row)
@@ -147,9 +151,9 @@ class PlainHstu(Hstu):
         weights = jax.nn.silu(scores * jnp.float32(self.sizes.head_dim**-0.5))
         weights = jnp.where(mask & (column < length), weights, 0) / length.astype(jnp.float32)
         out = jnp.einsum("unij,ujnh->uinh", weights.astype(value.dtype), value)
-        return out.reshape(-1, *value.shape[2:])
+        return x + (layer_norm(out.reshape(len(x), -1)) * gate.reshape(len(x), -1)) @ w_out
 
 
 def layer_norm(x: jax.Array) -> jax.Array:
     """Normalises rows to mean 0 and variance 1, in f32."""
-    return jax.nn.standardize(x.astype(jnp.float32)).astype(x.dtype)
+    return jax.nn.standardize(x.astype(jnp.float32), epsilon=EPS).astype(x.dtype)

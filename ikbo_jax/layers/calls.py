@@ -10,7 +10,7 @@ from typing import Any
 
 import jax
 
-from ikbo_jax.layers import functional
+from ikbo_jax.layers import functional, hstu
 from ikbo_jax.masks import Mask
 
 
@@ -112,4 +112,33 @@ class PFFN:
             max_seqlen=max_seqlen,
             max_seqlen_memory=max_seqlen_memory,
             **_options(self, "activation", "output_scale"),
+        )
+
+
+class HSTU:
+    """Calls `hstu.hstu_layer`."""
+
+    def __call__(
+        self: Any,
+        x: jax.Array,
+        cu_seqlens: jax.Array,
+        *,
+        mask: Mask | None = None,
+        max_seqlen: int | None = None,
+        dropout_key: jax.Array | None = None,
+        cache: hstu.HstuCache | None = None,
+        return_cache: bool = False,
+    ) -> Any:
+        """Applies the layer; arguments and result are as in `ikbo_jax.layers.hstu_layer`."""
+        names = "num_heads activations scale output_scale approx concat group_norm eps"
+        return hstu.hstu_layer(
+            self._parameters(x),
+            x,
+            cu_seqlens,
+            mask=mask,
+            max_seqlen=max_seqlen,
+            dropout_key=dropout_key,
+            cache=cache,
+            return_cache=return_cache,
+            **_options(self, *names.split(), "dropout_rate", "recompute"),
         )

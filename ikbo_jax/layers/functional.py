@@ -28,7 +28,7 @@ from ikbo_jax.ops.look_up import look_up as look_up_rows
 Parameters = Mapping[str, Any]
 
 
-def _check_offsets(name: str, axis: str, array: jax.Array) -> None:
+def check_offsets(name: str, axis: str, array: jax.Array) -> None:
     """Raises ValueError unless `array` is [axis + 1] int32."""
     if getattr(array, "dtype", None) != "int32":
         raise ValueError(f"{name} must be an int32 array, but is {arguments.describe(array)}")
@@ -93,8 +93,8 @@ def compress(
     parameters.check(inputs.E_USER.layer, params, parameters.COMPRESSION)
     inputs.E_USER.check(e_user, params["w_user"].shape[1])
     inputs.E_CAND.check(e_cand, params["w_cand"].shape[1])
-    params, (e_user, e_cand) = _cast(params, (e_user, e_cand), dtype)
-    with _precision(precision):
+    params, (e_user, e_cand) = cast(params, (e_user, e_cand), dtype)
+    with with_precision(precision):
         return linear_compression(params["w_cand"], params["w_user"], e_cand, e_user, cand_to_user)
 
 
@@ -115,7 +115,7 @@ def look_up(
       ValueError: the table is no matrix; the index is not int32.
     """
     parameters.check("LookUp", params, {"table": "rows features"})
-    params, _ = _cast(params, (), dtype)
+    params, _ = cast(params, (), dtype)
     rows = look_up_rows(params["table"], index.reshape(-1), indices_are_sorted=indices_are_sorted)
     return rows.reshape(*index.shape, -1)
 
@@ -156,8 +156,8 @@ def attend(
     arguments.check_index("cand_to_user", cand_to_user, "x_cand", "B", x_cand.shape[0])
     if (lengths := key_value_seq_lengths) is not None:
         arguments.check_index("key_value_seq_lengths", lengths, "x_user", "U", x_user.shape[0])
-    params, (x_cand, x_user) = _cast(params, (x_cand, x_user), dtype)
-    with _precision(precision):
+    params, (x_cand, x_user) = cast(params, (x_cand, x_user), dtype)
+    with with_precision(precision):
         query, key, value = projected(params, x_cand, x_user)
         out = attention(
             *(query, key, value, cand_to_user),
@@ -202,10 +202,10 @@ def pma(
     """
     parameters.check(inputs.PMA_X.layer, params, parameters.PMA)
     inputs.PMA_X.check(x, params["w_key"].shape[0])
-    _check_offsets("cu_seqlens", "batch", cu_seqlens)
-    params, (x,) = _cast(params, (x,), dtype)
+    check_offsets("cu_seqlens", "batch", cu_seqlens)
+    params, (x,) = cast(params, (x,), dtype)
     seeds = params["seeds"]
-    with _precision(precision):
+    with with_precision(precision):
         out = gdpa(
             *projected(params, seeds, x),
             None,
@@ -257,13 +257,13 @@ def pffn(
     parameters.check(inputs.PFFN_X.layer, params, parameters.ATTENTION)
     inputs.PFFN_X.check(x, params["w_query"].shape[0])
     inputs.PFFN_MEMORY.check(memory, params["w_key"].shape[0])
-    _check_offsets("cu_seqlens", "batch", cu_seqlens)
-    _check_offsets("cu_seqlens_memory", "batch_memory", cu_seqlens_memory)
+    check_offsets("cu_seqlens", "batch", cu_seqlens)
+    check_offsets("cu_seqlens_memory", "batch_memory", cu_seqlens_memory)
     if x_to_memory is not None:
         batch = cu_seqlens.shape[0] - 1
         arguments.check_index("x_to_memory", x_to_memory, "cu_seqlens", "batch", batch)
-    params, (x, memory) = _cast(params, (x, memory), dtype)
-    with _precision(precision):
+    params, (x, memory) = cast(params, (x, memory), dtype)
+    with with_precision(precision):
         out = gdpa(
             *projected(params, x, memory),
             cu_seqlens,
@@ -278,18 +278,20 @@ def pffn(
         return merge_heads(out, params["w_out"])
 
 
-def _cast(
+def cast(
     params: Parameters, arrays: tuple[jax.Array, ...], dtype: Any
 ) -> tuple[dict[str, jax.Array], tuple[jax.Array, ...]]:
+    """Casts parameters and arrays to `dtype`; None: to the dtype that they promote to."""
     if dtype is None:
         dtype = jnp.result_type(*jax.tree.leaves(list(params.values())), *arrays)
     cast = {name: param.astype(dtype) for name, param in params.items()}
     return cast, tuple(x.astype(dtype) for x in arrays)
 
 
-def _precision(
+def with_precision(
     precision: str | jax.lax.Precision | None,
 ) -> contextlib.AbstractContextManager[Any]:
+    """Sets the precision of f32 products; None: leaves JAX's setting."""
     if precision is None:
         return contextlib.nullcontext()
     return jax.default_matmul_precision(jax.lax.Precision(precision).name.lower())

@@ -62,3 +62,4 @@ X_USER = Input("CandidateAttention", "x_user", "[U, S, user_features]", "user_fe
 PMA_X = Input("PMA", "x", "[total, in_features]", "in_features")
 PFFN_X = Input("PFFN", "x", "[total, features]", "features")
 PFFN_MEMORY = Input("PFFN", "memory", "[total_memory, memory_features]", "memory_features")
+HSTU_X = Input("HSTU", "x", "[total, features]", "features")

@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 from flax import linen
 
-from ikbo_jax.layers import calls, inputs, nnx, parameters
+from ikbo_jax.layers import calls, hstu, inputs, nnx, parameters
 
 
 class LinearCompression(linen.Module):
@@ -132,6 +132,38 @@ class PFFN(linen.Module):
         memory_width = _size(self, self.memory_features, inputs.PFFN_MEMORY, memory, "w_key", 0)
         specs = parameters.pffn_specs(width, memory_width, self.num_heads, self.head_dim)
         return _initialised(self, specs)
+
+
+class HSTU(linen.Module):
+    """Implements `nnx.HSTU` for Linen; requires `num_heads` and `attention_dim`."""
+
+    features: int | None = None
+    num_heads: int | None = None
+    attention_dim: int | None = None
+    hidden_dim: int | None = None
+    concat: bool = True
+    group_norm: bool = False
+    activations: tuple[str, ...] = hstu.ACTIVATIONS
+    scale: float | None = None
+    output_scale: float | None = None
+    approx: str | None = None
+    eps: float = 1e-6
+    dropout_rate: float = 0.0
+    recompute: tuple[str, ...] = ()
+    dtype: Any = None
+    param_dtype: Any = jnp.float32
+    kernel_init: Callable[..., Any] = nnx.default_kernel_init
+    precision: str | jax.lax.Precision | None = None
+
+    __call__ = calls.HSTU.__call__
+
+    @linen.compact
+    def _parameters(self, x: jax.Array) -> dict[str, jax.Array]:
+        width = _size(self, self.features, inputs.HSTU_X, x, "uvqk_weight", 0)
+        hidden = self.attention_dim if self.hidden_dim is None else self.hidden_dim
+        sizes = (width, self.num_heads, self.attention_dim, hidden)
+        options = {"concat": self.concat, "group_norm": self.group_norm}
+        return _initialised(self, parameters.hstu_specs(*sizes, **options))
 
 
 def _size(

@@ -28,7 +28,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from ikbo_jax.layers import calls, parameters
+from ikbo_jax.layers import calls, hstu, parameters
 
 Initializer = Callable[..., Any]
 #: Default initialiser. It gets the shape of a matrix, so that the result has the variance of a
@@ -212,3 +212,38 @@ class PFFN(calls.PFFN, _Layer):
     def _specs(self) -> dict[str, parameters.Spec]:
         widths = (self.features, self.memory_features)
         return parameters.pffn_specs(*widths, self.num_heads, self.head_dim)
+
+
+@dataclasses.dataclass(eq=False, repr=False)
+class HSTU(calls.HSTU, _Layer):
+    """Applies a layer of HSTU to jagged sequences, by `ikbo_jax.layers.hstu_layer`.
+
+    Args:
+      features: width of the rows and of the result.
+      attention_dim: width of a head's queries and keys.
+      hidden_dim: width of a head's values, and of u; None means `attention_dim`.
+      concat: whether the output is projected from [u, a, u · norm(a)], not from u · norm(a) alone.
+      group_norm: whether every head is normalised on its own.
+
+    The other arguments are those of `hstu_layer`. Biases begin as 0, scales of norms as 1.
+    """
+
+    features: int
+    num_heads: int
+    attention_dim: int
+    hidden_dim: int | None = None
+    _: dataclasses.KW_ONLY
+    concat: bool = True
+    group_norm: bool = False
+    activations: tuple[str, ...] = hstu.ACTIVATIONS
+    scale: float | None = None
+    output_scale: float | None = None
+    approx: str | None = None
+    eps: float = 1e-6
+    dropout_rate: float = 0.0
+    recompute: tuple[str, ...] = ()
+
+    def _specs(self) -> dict[str, parameters.Spec]:
+        hidden = self.attention_dim if self.hidden_dim is None else self.hidden_dim
+        sizes = (self.features, self.num_heads, self.attention_dim, hidden)
+        return parameters.hstu_specs(*sizes, concat=self.concat, group_norm=self.group_norm)

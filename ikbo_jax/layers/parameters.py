@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from ikbo_jax.ops import arguments
@@ -18,6 +19,16 @@ ATTENTION = {"w_query": "F N H", "w_key": "G K H", "w_value": "G K H", "w_out": 
 #: Axes of the parameters of the other layers.
 PMA = {"seeds": "T F", **ATTENTION}
 COMPRESSION = {"w_user": "M K_user", "w_cand": "M K_cand"}
+#: C: columns of u, v, q and k; K: columns of what the output is projected from; V: of its norm.
+HSTU_REQUIRED = {"uvqk_weight": "F C", "output_weight": "K F"}
+HSTU = {
+    **HSTU_REQUIRED,
+    "uvqk_beta": "C",
+    "input_norm_weight": "F",
+    "input_norm_bias": "F",
+    "output_norm_weight": "V",
+    "output_norm_bias": "V",
+}
 #: A size before its check, which refuses None like 0.
 Size = int | None
 
@@ -120,6 +131,44 @@ def pffn_specs(
     """Returns specs for `pffn`; raises ValueError unless all sizes are positive."""
     width, memory_width, *heads = check_sizes("PFFN", **locals())
     return _attention_specs(width, memory_width, width, *heads)
+
+
+def hstu_specs(
+    features: Size,
+    num_heads: Size,
+    attention_dim: Size,
+    hidden_dim: Size,
+    *,
+    concat: bool,
+    group_norm: bool,
+) -> dict[str, Spec]:
+    """Returns specs for `hstu_layer`; raises ValueError unless all sizes are positive."""
+    width, heads, *dims = check_sizes(
+        "HSTU",
+        features=features,
+        num_heads=num_heads,
+        attention_dim=attention_dim,
+        hidden_dim=hidden_dim,
+    )
+    columns, hidden = 2 * heads * sum(dims), heads * dims[1]
+    normed = heads if group_norm else hidden
+    whole, back = (width, columns), ((3 if concat else 1) * hidden, width)
+    return {
+        "uvqk_weight": Spec(whole, lambda init: init(whole)),
+        "uvqk_beta": _vector(columns, 0.0, 1),
+        "input_norm_weight": _vector(width, 1.0, 0),
+        "input_norm_bias": _vector(width, 0.0, 0),
+        "output_weight": Spec(back, lambda init: init(back)),
+        "output_norm_weight": _vector(normed, 1.0, 0),
+        "output_norm_bias": _vector(normed, 0.0, 0),
+    }
+
+
+def _vector(size: int, value: float, axis: int) -> Spec:
+    """Makes the spec of a constant vector, which is divided as the axis of a matrix is."""
+    shape = (size, 1) if axis == 0 else (1, size)
+    # The initialiser knows the dtype, and the names of the matrix's axes.
+    return Spec((size,), lambda init: jnp.full_like(init(shape), value).reshape(size), (axis,))
 
 
 def _attention_specs(query: int, key: int, out: int, *heads: int) -> dict[str, Spec]:

@@ -12,7 +12,7 @@ from ikbo_jax.ops import dispatch
 from ikbo_jax.ops.op import gradient_config
 from ikbo_jax.problems import GdpaBackwardProblem, GdpaBackwardTuning, GdpaProblem
 from ikbo_jax.problems import gdpa_backward as configs
-from ikbo_jax.problems.hopper import TILE_ROWS
+from ikbo_jax.problems.hopper import BLOCK_K, TILE_ROWS, WGMMA_M
 from ikbo_jax.reference import jagged
 from ikbo_jax.reference.activations import SOFTMAX, one_by_one
 from ikbo_jax.reference.gdpa import Arrays, Settings, num_sequences
@@ -48,7 +48,8 @@ def kernel_vjp(
     `problems.gdpa_backward.illegal_reason`):
       out: the result; only needed with a softmax.
       lse: [rows of out, N] f32, natural logarithm of the softmax's denominator; likewise.
-      query_config: configuration of the kernel for d_query; None takes the default.
+      query_config: configuration of the kernel for d_query; None takes the default. With stored
+        gradients of scores, the kernel has `STORED_CONFIG`.
       key_config: configuration of the kernel for d_key and d_value; None takes the default.
       interpret: as in `pallas.gdpa_backward.kernels.gradient_kernel`.
 
@@ -70,6 +71,9 @@ def kernel_vjp(
     if interpret:
         list_works = functools.partial(by_xla.works, interpret=True)
     has_softmax, has_mask = SOFTMAX in settings.activations, arrays.intervals is not None
+    stored = _stored_rows(arrays, settings) if has_mask else 0
+    if stored:
+        query_config = configs.STORED_CONFIG
     work_settings = WorkSettings(
         query_config.block,
         key_config.block,
@@ -80,7 +84,14 @@ def kernel_vjp(
     offsets = Offsets.of(arrays, settings)
     work, masks = list_works(offsets, work_settings), None
     if arrays.intervals is not None:
-        work, masks = masked.mask_work(work, offsets, arrays.intervals, query_config.block)
+        _, heads, width = query.shape
+        rows_of_groups = (
+            configs.group_rows(key.shape[0], key.shape[1] * width),
+            configs.group_rows(offsets.result_rows, heads * width),
+        )
+        work, masks = masked.mask_work(
+            work, offsets, arrays.intervals, work_settings, rows_of_groups, stores=stored > 0
+        )
     of_rows = None
     if has_softmax:
         assert work.blocks is not None
@@ -99,6 +110,13 @@ def kernel_vjp(
         "masks": masks,
         "interpret": interpret,
     }
+    of_keys = options | {"stored_rows": stored}
+    d_key, d_value, *d_scores = _d_key_value(
+        arrays, work.keys, d_out, parts, key_config, out_dtype=dtype, options=of_keys
+    )
+    if stored:
+        assert masks is not None
+        options["masks"] = masks._replace(d_scores=d_scores[0])
     (d_query,) = kernels.gradient_kernel(
         *(query, key, value, d_out, work.queries),
         is_for_keys=False,
@@ -108,9 +126,6 @@ def kernel_vjp(
     )
     if settings.broadcast_q:
         d_query = jnp.sum(d_query.reshape(-1, *query.shape), axis=0).astype(query.dtype)
-    d_key, d_value = _d_key_value(
-        arrays, work.keys, d_out, parts, key_config, out_dtype=dtype, options=options
-    )
     return d_query, d_key, d_value
 
 
@@ -128,6 +143,34 @@ def _parts(arrays: Arrays, settings: Settings, num_sms: int) -> int:
     return max(1, min(num_sms // max(most * heads, 1), -(-batch // max(batch_kv, 1)), MAX_PARTS))
 
 
+def _stored_rows(arrays: Arrays, settings: Settings) -> int:
+    """Returns how many rows of 64 gradients of scores the kernel for keys stores with a mask.
+
+    0: the kernel for queries computes them again, which is faster for few keys.
+    """
+    rows, heads, head_dim = arrays.query.shape
+    kv_rows, sequences = arrays.key.shape[0], max(arrays.cu_seqlens_kv.shape[0] - 1, 1)
+    rule, names = settings.rule, set(settings.activations)
+    is_alone = arrays.q_to_kv is None and not settings.broadcast_q and len(names) == 1
+    spills = names == {"gelu_tanh"} and settings.approx is None
+    if not is_alone or spills or head_dim <= BLOCK_K:
+        return 0
+    longest_q = rows if settings.max_seqlen_q is None else min(settings.max_seqlen_q, rows)
+    longest = kv_rows if settings.max_seqlen_kv is None else min(settings.max_seqlen_kv, kv_rows)
+    keys, tiles = min(longest, -(-kv_rows // sequences)), kv_rows // TILE_ROWS + sequences
+    blocks = -(-longest_q // WGMMA_M)
+    if rule is not None and rule.causal:
+        keys //= 2
+        if rule.contextual == 0 and rule.target_group_size == 1:
+            # The n tiles of a sequence see at most 2 n + 1, 2 n - 1, ... blocks of queries.
+            blocks = min(blocks, -(-longest // TILE_ROWS) + 2)
+    if rule is not None and rule.window is not None:
+        keys = min(keys, rule.window)
+    stored = tiles * blocks * heads * TILE_ROWS
+    is_large = stored * WGMMA_M * 2 > configs.MAX_STORED_BYTES
+    return 0 if is_large or keys < configs.LEAST_STORED_KEYS[SOFTMAX in names] else stored
+
+
 def _d_key_value(
     arrays: Arrays,
     work: Any,
@@ -137,7 +180,7 @@ def _d_key_value(
     *,
     out_dtype: Any,
     options: dict[str, Any],
-) -> tuple[jax.Array, jax.Array]:
+) -> tuple[jax.Array, ...]:
     """Computes gradients of key and value; every n-th query sequence belongs to part n.
 
     With several parts there are as many copies of keys and values, which are few then. The parts'
@@ -149,7 +192,7 @@ def _d_key_value(
     rows = key.shape[0]
     if parts > 1:
         key, value = (jnp.tile(x, (parts, 1, 1)) for x in (key, value))
-    d_key, d_value = kernels.gradient_kernel(
+    d_key, d_value, *d_scores = kernels.gradient_kernel(
         *(query, key, value, d_out, work),
         is_for_keys=True,
         config=config,
@@ -161,4 +204,4 @@ def _d_key_value(
             jnp.sum(x.reshape(parts, rows, *x.shape[1:]), axis=0).astype(out_dtype or query.dtype)
             for x in (d_key, d_value)
         )
-    return d_key, d_value
+    return d_key, d_value, *d_scores

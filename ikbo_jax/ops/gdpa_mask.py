@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -32,7 +32,7 @@ def check(mask: Any, arrays: Arrays, settings: Settings) -> str:
 def with_intervals(mask: Mask, arrays: Arrays, settings: Settings) -> Arrays:
     """Adds the keys that every row sees, in the whole call, also where devices divide its rows."""
     sizes = arrays.query.shape[0], arrays.key.shape[0]
-    return arrays._replace(intervals=_words(sizes, settings, arrays[3:6], mask))
+    return arrays._replace(intervals=_intervals(sizes, settings, arrays[3:6], mask))
 
 
 def with_rule(mask: Mask, arrays: Arrays, settings: Settings) -> tuple[Arrays, Settings]:
@@ -47,10 +47,45 @@ def with_rule(mask: Mask, arrays: Arrays, settings: Settings) -> tuple[Arrays, S
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
-def _words(
-    sizes: tuple[int, int], settings: Settings, sequences: tuple[Any, Any, Any], mask: Mask | None
+def _intervals(
+    sizes: tuple[int, int], settings: Settings, sequences: tuple[Any, Any, Any], mask: Mask
 ) -> jax.Array:
-    """Computes the intervals of every row; without a mask, its sequence and number of keys."""
+    """Computes the intervals of every row: [rows, words] int32."""
+
+    def of_rows(rows: Rows, mask: Mask) -> jax.Array:
+        return mask.intervals(rows)
+
+    return _of_whole_call(of_rows, sizes, settings, sequences, mask)
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def _sequences_and_lengths(
+    sizes: tuple[int, int], settings: Settings, sequences: tuple[Any, Any, Any]
+) -> jax.Array:
+    """Finds the sequence of every row, and its number of keys: [rows, 2] int32."""
+
+    def of_rows(rows: Rows, _: None) -> jax.Array:
+        return jnp.stack((rows.sequence, rows.length), axis=1)
+
+    return _of_whole_call(of_rows, sizes, settings, sequences, None)
+
+
+def _of_whole_call(
+    of_rows: Callable[[Rows, Any], jax.Array],
+    sizes: tuple[int, int],
+    settings: Settings,
+    sequences: tuple[Any, Any, Any],
+    mask: Mask | None,
+) -> jax.Array:
+    """Computes words of the rows of the whole call, also where devices divide it.
+
+    Args:
+      of_rows: takes the rows and the mask; returns [rows, words].
+      sizes: rows of the queries and of the keys.
+      settings: of the call.
+      sequences: its offsets and index.
+      mask: its mask, or None.
+    """
     operands, treedef = jax.tree.flatten((sequences, mask))
     # Nothing divides, except that intervals which are divided by rows become divided again.
     rule = Rule(
@@ -66,10 +101,7 @@ def _words(
     def local(parts: Sequence[Any], division: Division | None) -> Sequence[Any]:
         del division
         sequences, mask = jax.tree.unflatten(treedef, vary_over_same_axes(parts))
-        rows = _rows(sizes, settings, *sequences)
-        if mask is None:
-            return (jnp.stack((rows.sequence, rows.length), axis=1),)
-        return (mask.intervals(rows),)
+        return (of_rows(_rows(sizes, settings, *sequences), mask),)
 
     (found,) = run_by_types(local, rule, operands)
     return found
@@ -109,7 +141,8 @@ def scaled(out: jax.Array, scales: jax.Array, arrays: Arrays, settings: Settings
       settings: the settings of the call.
     """
     sizes = arrays.query.shape[0], arrays.key.shape[0]
-    sequence, length = jnp.moveaxis(_words(sizes, settings, arrays[3:6], None), 1, 0)
+    found = _sequences_and_lengths(sizes, settings, arrays[3:6])
+    sequence, length = jnp.moveaxis(found, 1, 0)
     # The gradient of this lookup is summed in one order, unlike the gradient of `scales[sequence]`.
     # XLA fuses its gather with the product.
     factor = look_up(scales, sequence, indices_are_sorted=True, implementation="xla")

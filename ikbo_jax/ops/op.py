@@ -89,11 +89,13 @@ class Op[C: Call, A, R](abc.ABC):
       by_kernels: what `explain` says of a gradient that kernels compute.
       by_xla: what `explain` says of a gradient that XLA computes.
       is_gradient_apart: whether kernels may compute the gradient of a result that XLA computes.
+      result_names: names of the results for policies of `jax.checkpoint`.
     """
 
     xla_batches_products = True
     by_kernels, by_xla = "mosaic_gpu", "XLA, at user and candidate batch size"
     is_gradient_apart = False
+    result_names: tuple[str, ...] = ("out", "lse")
 
     def __init__(self) -> None:
         # custom_vjp wraps custom_vmap because custom_vmap has no reverse mode.
@@ -283,7 +285,7 @@ class Op[C: Call, A, R](abc.ABC):
         # not the kernel.
         with jax.default_matmul_precision(call.request.precision):
             results = self.differentiable(self.for_gradient(call), plan, arrays)
-        results = _with_names(call.request.op, results)
+        results = _with_names(f"ikbo_{call.request.op}_", self.result_names, results)
         return self.visible(call, results), (arrays, self.residuals(results))
 
     def _backward(
@@ -329,14 +331,14 @@ class Op[C: Call, A, R](abc.ABC):
         return jax.tree.map(sharded.typed_like, gradients, arrays, is_leaf=lambda x: x is None)
 
 
-def _with_names[R](op: str, results: R) -> R:
+def _with_names[R](prefix: str, names: tuple[str, ...], results: R) -> R:
     """Names results for policies of `jax.checkpoint`: `ikbo_gdpa_out`, `ikbo_gdpa_lse`."""
-    leaves, treedef = jax.tree.flatten(results)
+    parts, treedef = jax.tree.flatten(results, is_leaf=lambda x: x is not results)
     named = [
-        checkpoint_name(x, f"ikbo_{op}_{name}")
-        for x, name in zip(leaves, ("out", "lse"), strict=False)
+        jax.tree.map(lambda x, name=name: checkpoint_name(x, prefix + name), part)
+        for part, name in zip(parts, names, strict=False)
     ]
-    return jax.tree.unflatten(treedef, [*named, *leaves[len(named) :]])
+    return jax.tree.unflatten(treedef, [*named, *parts[len(named) :]])
 
 
 def _of_problems(plan: dispatch.Plan, size: int, batched: dispatch.Plan) -> dispatch.Plan:

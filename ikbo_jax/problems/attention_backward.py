@@ -20,6 +20,10 @@ HEAD_DIMS = tuple(MAX_BLOCK_Q)
 MAX_BOTH_SUMS = 128
 #: Largest block_kv by head width, for the same reason.
 MAX_BLOCK_KV = {64: 128, 96: 96, 128: 96, 192: 64, 256: 32}
+#: Largest block_q with a cap, and largest block_kv of wider heads than 64 columns in a launch for
+#: d_query. With 128 queries of 64 columns, 1,016 to 1,136 bytes of a thread spill; with 96 keys of
+#: 128 columns, 48 bytes.
+MAX_CAPPED_BLOCK = 64
 #: Keys of a tile: 64 for each consumer.
 BLOCK_KV = TILE_ROWS
 #: Buffers of gradients of scores: the consumers write one while they multiply by the other.
@@ -238,6 +242,14 @@ class AttentionBackwardConfig(Config):
             found.append(self.stored_shared(head_dim))
         return max(map(memory.smem_bytes, found))
 
+    def _why_not_capped(self, problem: AttentionSizes) -> str | None:
+        """Why the kernels cannot take a cap with these blocks; None if they can."""
+        is_wide_kv = self.d_query == "launch" and self.block_kv > MAX_CAPPED_BLOCK
+        if self.block_q > MAX_CAPPED_BLOCK or (is_wide_kv and problem.head_dim > BLOCK_K):
+            most, blocks = MAX_CAPPED_BLOCK, f"block_q={self.block_q} and block_kv={self.block_kv}"
+            return f"a logit_cap at H={problem.head_dim} needs blocks of {most}, but has {blocks}"
+        return None
+
     def illegal_reason(self, problem: AttentionSizes) -> str | None:
         if reason := hopper.why_not_dtype(problem.dtype):
             return reason
@@ -256,6 +268,8 @@ class AttentionBackwardConfig(Config):
         if reason := hopper.why_not_block(
             "block_q", self.block_q, widest, problem.head_dim, operands
         ):
+            return reason
+        if getattr(problem, "has_logit_cap", False) and (reason := self._why_not_capped(problem)):
             return reason
         if self.stages < 2:
             return f"stages must be at least 2, but is {self.stages}"

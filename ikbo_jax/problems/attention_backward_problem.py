@@ -47,11 +47,17 @@ MIN_WIDER_ROWS = 33
 
 @dataclasses.dataclass(frozen=True)
 class AttentionBackwardProblem(AttentionSizes):
-    """Sizes of the gradient of a broadcast attention."""
+    """Sizes of the gradient of a broadcast attention.
+
+    Attributes:
+      has_logit_cap: whether scores are capped.
+    """
 
     op: ClassVar[str] = "attention_backward"
     config_type: ClassVar[type] = AttentionBackwardConfig
     products: ClassVar[int] = 5
+
+    has_logit_cap: bool = False
 
     @classmethod
     def of(cls, forward: AttentionSizes) -> Self:

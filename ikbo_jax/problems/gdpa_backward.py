@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from typing import Any, ClassVar, NamedTuple, Self
 
 from ikbo_jax.problems import hopper, memory
+from ikbo_jax.problems.gdpa import GROUP_BYTES
 from ikbo_jax.problems.gdpa_sizes import SOFTMAX, GdpaSizes
 from ikbo_jax.problems.hopper import BLOCK_K, NUM_CONSUMERS, TILE_ROWS, WGMMA_M
 from ikbo_jax.problems.problem import Config, Ranked, by_rule
@@ -36,6 +37,15 @@ COPY_WORDS = 32
 #: Blocks and stages that the tuner tries, and most steps from the default of both kernels together.
 BLOCKS, STAGES = (64, 96, 128, 80, 48, 32), (3, 4, 2, 6)
 MAX_STEPS = 4
+#: Most bytes of gradients of scores that are stored, as for attention.
+MAX_STORED_BYTES = 17 * 2**28
+#: Gradients of scores are stored if rows see so many keys in the mean: of an activation, and of a
+#: softmax. On an H100 (65,536 rows, causal, N = 4, H = 128), both kernels take 491 us with stored
+#: ones and 487 without at 512 keys (silu), 796 and 853 at 1,024, 1427 and 1591 at 2,048; with a
+#: softmax 791 and 769 at 1,024, and 1428 and 1496 at 2,048.
+LEAST_STORED_KEYS = 1024, 2048
+#: Most groups of masked tiles: numbers by which tiles are sorted have 30 bits.
+MOST_GROUPS = 256
 
 
 class GdpaBackwardShared(NamedTuple):
@@ -100,11 +110,20 @@ class GdpaBackwardConfig:
         return Packing(stride, item_words, block_words, size)
 
     def shared(
-        self, head_dim: int, softmax_results: int | None = None, has_mask: bool = False
+        self,
+        head_dim: int,
+        softmax_results: int | None = None,
+        has_mask: bool = False,
+        reads_stored: bool = False,
     ) -> GdpaBackwardShared:
         """Declares shared memory and barriers of one CTA.
 
-        `softmax_results`: results of a softmax's kernel; None: there is no softmax.
+        Args:
+          head_dim: head width.
+          softmax_results: results of a softmax's kernel; None: there is no softmax.
+          has_mask: whether there is a mask.
+          reads_stored: whether the kernel multiplies stored gradients of scores by keys: then a
+            tile has no operands, and its slot is for the result.
         """
         blocks = hopper.column_blocks(head_dim)
         packed, statistics_free, ready = None, None, [0, 0]
@@ -117,8 +136,8 @@ class GdpaBackwardConfig:
         return GdpaBackwardShared(
             stationary=memory.ring(
                 self.slots,
-                ready=2 * NUM_CONSUMERS * blocks + 1 + ready[0],
-                tiles=(2, NUM_CONSUMERS, blocks, WGMMA_M, BLOCK_K),
+                ready=1 + (0 if reads_stored else 2 * NUM_CONSUMERS * blocks + ready[0]),
+                tiles=(2 - reads_stored, NUM_CONSUMERS, blocks, WGMMA_M, BLOCK_K),
                 words=ITEM_WORDS if has_words else None,
             ),
             streamed=memory.ring(
@@ -163,9 +182,21 @@ class GdpaBackwardConfig:
         return hopper.why_not_smem(self, smem_bytes, head_dim)
 
 
+#: Of the kernel that multiplies stored gradients of scores by keys.
+STORED_CONFIG = GdpaBackwardConfig(64, 5)
+
+
 def default_config(head_dim: int) -> GdpaBackwardConfig:
     """Returns the configuration of both kernels; nothing else was measured."""
     return GdpaBackwardConfig(64, 6 if head_dim <= BLOCK_K else 3)
+
+
+def group_rows(rows: int, columns: int) -> int:
+    """Returns how many rows of both streamed operands, of `columns` columns, form a group.
+
+    Tiles of a group run at the same time, and find the operands in L2.
+    """
+    return max(GROUP_BYTES // (2 * 2 * columns), -(-rows // MOST_GROUPS), 1)
 
 
 def illegal_reason(problem: GdpaSizes) -> str | None:

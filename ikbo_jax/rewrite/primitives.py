@@ -146,6 +146,7 @@ SCORES: dict[str, Rule] = {
     "squeeze": scores.reshape,
     "stop_gradient": scores.stopped,
     "sub": changed_weights.difference,
+    "tanh": scores.capped,
     "transpose": scores.transpose,
 }
 

@@ -12,10 +12,10 @@ import numpy as np
 import pytest
 
 from benchmarks import soak
-from ikbo_jax.problems import AttentionProblem, FewQueriesConfig
+from ikbo_jax.problems import FewQueriesConfig
 
 SMALL = (
-    ("attention", "gradient", soak.AttentionSizes(7, 5, 3, 9, 2, 1, 8, True)),
+    ("attention", "gradient", soak.AttentionSizes((7, 5, 3, 9, 2, 1, 8), True)),
     ("linear compression", "forward", soak.CompressionSizes((3, 7), (4, 5), 6, 8, True)),
     ("gdpa", "gradient", soak.GdpaSizes((3, 0, 2), (4, 0, 1), 2, 1, 8, "softmax")),
 )
@@ -37,9 +37,7 @@ def test_programs_have_every_op_and_direction_and_no_name_twice(monkeypatch):
 def test_the_kernel_for_few_queries_runs_where_it_should(op, is_for_few):
     for name, _, sizes in soak.PROGRAMS:
         if name == op:
-            fields = (sizes.batch, sizes.users, sizes.q_len, sizes.kv_len)
-            heads = (sizes.q_heads, sizes.kv_heads, sizes.head_dim)
-            config = AttentionProblem(*fields, *heads, sizes.dtype).default_config()
+            config = sizes.problem.default_config()
             assert isinstance(config, FewQueriesConfig) == is_for_few
 
 
@@ -158,7 +156,7 @@ def test_what_differs_or_is_missing_is_a_failure(tmp_path, capsys, compiled, mon
     out = tmp_path / "soak.json"
     monkeypatch.setattr(soak, "compile_all", lambda *_: [spoiled, *rest])
     assert soak.main(["--launches", "12", "--out", str(out)]) == 1
-    assert "DIFFERS in 1 steps: attention gradient 7 5 3" in capsys.readouterr().out
+    assert "DIFFERS in 1 steps: attention gradient (7, 5, 3" in capsys.readouterr().out
     monkeypatch.setattr(soak, "compile_all", lambda *_: [first, *rest])
     assert soak.main(["--launches", "12", "--budget-s", "0", "--out", str(out)]) == 1
     assert "12 launches were not reached in time" in capsys.readouterr().err

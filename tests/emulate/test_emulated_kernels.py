@@ -37,7 +37,7 @@ ATTENTION_BACKWARD = attention_backward.CASES | attention_backward.ADDED_BY_LAUN
 
 @pytest.fixture(autouse=True)
 def _not_interpreted(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (attention, few_queries, gdpa, gdpa_backward, gdpa_backward_masks, gdpa_masks):
+    for module in (attention, few_queries, gdpa, gdpa_backward, gdpa_masks):
         monkeypatch.setattr(module, "PARAMS", False)
 
 
@@ -174,7 +174,7 @@ CHOSEN = {
     ],
     "gdpa_masks": [
         *("targets", "skipped", "window_h96_f16"),
-        *("softmax_window_h96_f16", "softmax_skipped", "softmax_intervals"),
+        *("softmax_window_h96_f16", "softmax_skipped"),
     ],
     "gdpa_backward": [
         "indexed_in_parts",

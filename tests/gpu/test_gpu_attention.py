@@ -169,23 +169,10 @@ def test_attention_default_request(dtype):
 @pytest.mark.parametrize("part", range(8))
 @on_gpu.drawn
 @hypothesis.given(
-    users=st.integers(1, 20),
-    candidates=st.integers(1, 100),
-    q_len=st.one_of(st.sampled_from([1, 16, 32, 64, 128, 256]), st.integers(1, 256)),
-    kv_len=st.integers(1, 1500),
-    kv_heads=st.integers(1, 3),
-    group=st.sampled_from([1, 2, 4]),
-    head_dim=st.sampled_from(HEAD_DIMS),
-    index=st.sampled_from(["sorted", "unsorted", "gaps"]),
-    lengths=st.sampled_from(["full", "ragged"]),
+    shape=on_gpu.attention_shapes([1, 16, 32, 64, 128, 256], 256, HEAD_DIMS),
     dtype=st.sampled_from(problems.HALF_DTYPES),
 )
-def test_attention_drawn_shapes(
-    part, users, candidates, q_len, kv_len, kv_heads, group, head_dim, index, lengths, dtype
-):
-    shape = Shape(
-        users, candidates, q_len, kv_len, kv_heads * group, kv_heads, head_dim, index, lengths
-    )
+def test_attention_drawn_shapes(part, shape, dtype):
     inputs = problems.make_attention_inputs(shape, dtype)
     check(run(inputs), inputs)
 

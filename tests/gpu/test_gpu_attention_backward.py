@@ -285,23 +285,11 @@ def test_keys_past_the_length_have_no_effect_and_no_gradient(head_dim):
 @pytest.mark.parametrize("part", range(8))
 @on_gpu.drawn
 @hypothesis.given(
-    users=st.integers(1, 20),
-    candidates=st.integers(1, 100),
-    q_len=st.one_of(st.sampled_from([1, 16, 32, 64, 128]), st.integers(1, 200)),
-    kv_len=st.integers(1, 1500),
-    kv_heads=st.integers(1, 3),
-    group=st.sampled_from([1, 2, 4]),
-    head_dim=st.sampled_from(HEAD_DIMS),
-    index=st.sampled_from(["sorted", "unsorted", "gaps"]),
-    lengths=st.sampled_from(["full", "ragged"]),
+    shape=on_gpu.attention_shapes([1, 16, 32, 64, 128], 200, HEAD_DIMS),
     config=st.integers(0, len(EVERY_CONFIG) - 1),
     dtype=st.sampled_from(problems.HALF_DTYPES),
 )
-def test_gradients_of_drawn_shapes(
-    part, users, candidates, q_len, kv_len, kv_heads, group, head_dim, index, lengths, config, dtype
-):
-    heads = (kv_heads * group, kv_heads, head_dim)
-    shape = Shape(users, candidates, q_len, kv_len, *heads, index, lengths)
+def test_gradients_of_drawn_shapes(part, shape, config, dtype):
     configs = list(configs_of(shape).values())
     check_shape(shape, configs[config % len(configs)], dtype)
 

@@ -18,6 +18,7 @@ from test_gpu_gdpa_masks import SELF, SHAPES
 from ikbo_jax.ops import dispatch, gdpa_mask
 from ikbo_jax.ops import gdpa_backward as op
 from ikbo_jax.problems import GdpaBackwardConfig
+from ikbo_jax.problems import gdpa_backward as configs
 from ikbo_jax.reference import gdpa_chunked_vjp
 
 pytestmark = pytest.mark.gpu
@@ -66,6 +67,18 @@ def test_gradients_of_every_masked_activation_and_dtype(
     activation: str, name: str, dtype: str
 ) -> None:
     check(SELF, problems_masks.cases(SELF)[name], activation, dtype)
+
+
+@pytest.mark.parametrize("activation", ["silu", "softmax", "gelu", "relu"])
+@pytest.mark.parametrize("shape", ["self", "prefix"])
+@pytest.mark.parametrize("name", ["causal", "groups", "two_intervals"])
+def test_gradients_of_stored_gradients_of_scores(
+    name: str, shape: str, activation: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(configs, "LEAST_STORED_KEYS", (0, 0))
+    for head_dim in (96, 128):
+        sizes = SHAPES[shape]._replace(head_dim=head_dim)
+        check(sizes, problems_masks.cases(sizes)[name], activation)
 
 
 @pytest.mark.parametrize("activation", ["silu", "softmax"])

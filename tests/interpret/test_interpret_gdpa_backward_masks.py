@@ -17,6 +17,7 @@ from test_interpret_gdpa_backward import gradients, plain_vjp
 
 from ikbo_jax.ops import gdpa_mask
 from ikbo_jax.problems import GdpaBackwardConfig
+from ikbo_jax.problems import gdpa_backward as configs
 from ikbo_jax.reference.gdpa import Arrays, Settings
 
 pytestmark = [pytest.mark.usefixtures("on_cpu"), pytest.mark.slow]
@@ -36,6 +37,7 @@ class Case:
     config: GdpaBackwardConfig = TWO_STAGES
     is_wide: bool = False
     logit_cap: float | None = None
+    stores: bool = False
 
     @property
     def settings(self) -> Settings:
@@ -57,6 +59,8 @@ CASES = {
         "float16",
         2,
         GdpaBackwardConfig(64, 3),
+        logit_cap=1.5,
+        stores=True,
     ),
     # Between history and targets, blocks that no row sees.
     "targets_h128": Case(
@@ -64,6 +68,10 @@ CASES = {
         hstu_case((130,), 3),
         "gelu_tanh",
         config=GdpaBackwardConfig(64, 3),
+    ),
+    # Key heads are shared; the second consumer has no rows in most tiles.
+    "stored_grouped": Case(
+        Shape((3, 200, 60), (3, 200, 60), 2, 1, 128, after=3), causal(), num_sms=3, stores=True
     ),
     # Some rows see nothing; sequences share keys, and eight SMs divide their queries into parts.
     "intervals_in_parts": Case(
@@ -95,9 +103,11 @@ def assert_correct(found: tuple[jax.Array, ...], arrays: Arrays, case: Case) -> 
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")
 def test_interpreted_masked_gradients_are_right_and_free_of_races(
-    name: str, launches: interpreter.Launches
+    name: str, launches: interpreter.Launches, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     case = CASES[name]
+    if case.stores:
+        monkeypatch.setattr(configs, "LEAST_STORED_KEYS", (0, 0))
     arrays = make_arrays(case)
     found = gradients(arrays, case)
     launches.assert_no_races(2)

@@ -15,7 +15,7 @@ from ikbo_jax.pallas.gdpa_backward import kernels, masked, softmax
 from ikbo_jax.pallas.worklist import lists, works
 from ikbo_jax.pallas.worklist.lists import Offsets, WorkSettings
 from ikbo_jax.problems import GdpaBackwardConfig as Config
-from ikbo_jax.problems import GdpaBackwardProblem
+from ikbo_jax.problems import GdpaBackwardProblem, memory
 from ikbo_jax.problems import gdpa_backward as backward_configs
 from ikbo_jax.problems.hopper import NUM_CONSUMERS, TILE_ROWS, WARPGROUP_SIZE, WGMMA_M
 from ikbo_jax.tuning import table_rows
@@ -39,6 +39,7 @@ class Case:
     config: Config | None = None
     has_mask: bool = False
     logit_cap: float | None = None
+    stored_rows: int = 0
 
     @property
     def chosen(self) -> Config:
@@ -54,8 +55,16 @@ class Case:
 
     @property
     def smem_bytes(self) -> int:
-        softmax_results = self.num_results if self.has_softmax else None
-        return self.chosen.smem_bytes(self.head_dim, softmax_results, self.has_mask)
+        reads_stored = self.stored_rows > 0 and not self.is_for_keys
+        softmax_results = self.num_results if self.has_softmax and not reads_stored else None
+        shared = self.chosen.shared(self.head_dim, softmax_results, self.has_mask, reads_stored)
+        return memory.smem_bytes(shared)
+
+    @property
+    def tile_words(self) -> int:
+        if not self.has_mask:
+            return lists.WORK_WORDS
+        return masked.TILE_WORDS + (self.stored_rows > 0)
 
     def launch(self) -> tuple[Any, ...]:
         """The kernel's host function, and the shapes it takes."""
@@ -75,7 +84,7 @@ class Case:
         key = shape((ROWS, self.kv_heads, self.head_dim), dtype)
         count = lists.most_blocks(BATCH + 2, ROWS, TILE_ROWS)
         work = lists.Work(
-            shape((count, lists.WORK_WORDS), jnp.int32),
+            shape((count, self.tile_words), jnp.int32),
             shape((1,), jnp.int32),
             shape((BATCH, lists.RANGE_WORDS), jnp.int32),
         )
@@ -89,6 +98,11 @@ class Case:
                 shape((2, rows + TILE_ROWS, 2), jnp.int32),
                 shape((rows // WGMMA_M + NUM_CONSUMERS, masked.GROUP_WORDS), jnp.int32),
             )
+        if self.stored_rows and self.is_for_keys:
+            options["stored_rows"] = self.stored_rows
+        elif self.stored_rows:
+            d_scores = shape((self.stored_rows, 1, WGMMA_M), dtype)
+            masks = masks._replace(places=shape((count,), jnp.int32), d_scores=d_scores)
 
         def run(*operands: Any) -> Any:
             *operands, statistics, masks = operands
@@ -130,6 +144,13 @@ MASKED = {
     ),
     "queries_gelu_masked": Case(False, activations=("gelu",) * 4, has_mask=True),
     "queries_softmax_h64_masked": Case(False, 64, activations=SOFTMAX, has_mask=True),
+    "keys_silu_stored": Case(True, activations=("silu",) * 4, has_mask=True, stored_rows=2**24),
+    "keys_softmax_h96_stored_f16": Case(
+        True, 96, SOFTMAX, kv_heads=2, dtype="float16", has_mask=True, stored_rows=2**24
+    ),
+    "queries_stored": Case(
+        False, config=backward_configs.STORED_CONFIG, has_mask=True, stored_rows=2**24
+    ),
 }
 CASES |= MASKED
 CAPPED = {
@@ -144,6 +165,9 @@ CAPPED = {
     ),
     "keys_h96_mixed_f16_capped": Case(True, 96, activations=MIXED, dtype="float16", logit_cap=30.0),
     "queries_gelu_tanh_masked_capped": Case(False, has_mask=True, logit_cap=30.0),
+    "keys_softmax_stored_capped": Case(
+        True, activations=SOFTMAX, has_mask=True, logit_cap=30.0, stored_rows=2**24
+    ),
 }
 CASES |= CAPPED
 
@@ -168,12 +192,17 @@ CASES |= table_cases()
 @pytest.mark.parametrize("name", CASES)
 def test_offline_gdpa_backward_kernel_is_fit(name: str, compiler: offline.Compiler) -> None:
     case = CASES[name]
-    reason = case.chosen.illegal_reason(
-        case.dtype,
-        case.head_dim,
-        num_results=case.num_results,
-        has_softmax=case.has_softmax,
-        has_mask=case.has_mask,
+    is_stored = case.stored_rows > 0 and not case.is_for_keys
+    reason = (
+        None
+        if is_stored
+        else case.chosen.illegal_reason(
+            case.dtype,
+            case.head_dim,
+            num_results=case.num_results,
+            has_softmax=case.has_softmax,
+            has_mask=case.has_mask,
+        )
     )
     assert reason is None
     (compiled,) = compiler.compile_fit(*case.launch())

@@ -115,30 +115,6 @@ def test_gradient_of_vmap_and_vmap_of_gradient(request, combination, kernel: boo
 
 
 @pytest.mark.parametrize("kernel", [False, True], ids=["xla", "kernel"])
-def test_nested_vmap_other_axes_and_jit(request, kernel: bool) -> None:
-    if kernel:
-        request.getfixturevalue("fake_hopper")
-    dtype = "bfloat16" if kernel else "float32"
-    each = [[problems.make_inputs(SHAPE, dtype, 2 * i + j) for j in range(2)] for i in range(3)]
-    w_cand, w_user = each[0][0][:2]
-
-    def run(e_cand, e_user, index):
-        return ikbo.linear_compression(w_cand, w_user, e_cand, e_user, index)
-
-    rest = jax.tree.map(
-        lambda *x: np.stack(x), *[jax.tree.map(lambda *y: np.stack(y), *row) for row in each]
-    )[2:]
-    inner = jax.vmap(run, in_axes=(2, 0, 0), out_axes=1)
-    outer = jax.jit(jax.vmap(inner, in_axes=(0, 0, 0)))
-    out = np.asarray(outer(np.moveaxis(rest[0], 1, 3), *rest[1:]), np.float64)
-    chex.assert_shape(out, (3, 5, 2, 6, 8))
-    for i, j in itertools.product(range(3), range(2)):
-        problem = each[i][j]._replace(w_cand=w_cand, w_user=w_user)
-        expected = problems.numpy_oracle(*problem.levels)
-        np.testing.assert_allclose(out[i, :, j], expected, rtol=0, atol=tolerance_of(dtype))
-
-
-@pytest.mark.parametrize("kernel", [False, True], ids=["xla", "kernel"])
 def test_multilevel(request, kernel: bool) -> None:
     """The coarsest levels are shared by the problems of a vmap; the others are each one's own."""
     if kernel:

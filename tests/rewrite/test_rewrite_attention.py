@@ -103,6 +103,10 @@ def of_one_user(query, key, value):
     return jax.nn.dot_product_attention(query, key, value)
 
 
+def with_a_softcap(query, key, value):
+    return weighted(jnp.tanh(logits(query, key)), value)
+
+
 RECOGNISED = [
     of_one_user,
     masked_the_other_way_round,
@@ -114,15 +118,12 @@ RECOGNISED = [
     in_bfloat16,
     several_query_heads_a_key_head,
     under_vmap,
+    with_a_softcap,
 ]
 
 
 def with_a_bias(query, key, value):
     return weighted(logits(query, key) + key.sum((2, 3))[INDEX][:, None, None], value)
-
-
-def with_a_softcap(query, key, value):
-    return weighted(jnp.tanh(logits(query, key)), value)
 
 
 def maximum_of_other_logits(query, key, value):
@@ -144,7 +145,6 @@ def rounded_scores(query, key, value):
 # More of these, with their reasons, stand in `test_rewrite_decisions`.
 NOT_RECOGNISED = [
     with_a_bias,
-    with_a_softcap,
     maximum_of_other_logits,
     heads_merged_first,
     rounded_scores,

@@ -46,9 +46,9 @@ ATTENTION = {
 #: What is left as it is, and the reason that the report gives.
 LEFT = {
     "mask by candidate": ("mix(softmax(jnp.where(C, L(q), -1e9)))", "differs by candidate"),
-    "mask by query": (
-        "mix(softmax(jnp.where(jnp.arange(S) <= jnp.arange(2)[:, None], L(q), -1e9)))",
-        "differs by query or head",
+    "mask by head": (
+        "mix(softmax(jnp.where(jnp.arange(S) <= jnp.arange(2)[:, None, None], L(q), -1e9)))",
+        "differs by head",
     ),
     "fill that hides little": ("mix(softmax(jnp.where(M, L(q), -30.0)))", "masked logits are -30"),
     "fill that becomes infinite": (

@@ -15,14 +15,7 @@ import layout_sequences  # noqa: F401
 import numpy as np
 import pytest
 from layout_table import LAYOUTS
-from rewrite_basics import (
-    assert_same_up_to_rounding,
-    both,
-    close,
-    computed,
-    gradients_by_all,
-    loss,
-)
+from rewrite_basics import assert_same_up_to_rounding, both, close, computed, gradients_by_all, loss
 
 import ikbo_jax as ikbo
 from ikbo_jax.rewrite.report import cost

@@ -80,16 +80,11 @@ def with_bias(bias, mask=None):
 
 
 PER_USER, PER_HEAD = random(U, N, 1, S), random(N, 1, S)
-OWN = jnp.asarray(RNG.integers(1, S + 1, B), jnp.int32)
 BIASES = {
     "positions": (lambda: PER_HEAD[0, 0][None, None, None], None),
     "heads": (lambda: PER_HEAD[None], None),
     "users": (lambda: PER_USER[INDEX], None),
     "users and a mask": (lambda: PER_USER[INDEX], lambda: mask_of_users()[:, None, None]),
-    "mask of users and candidates": (
-        lambda: None,
-        lambda: (mask_of_users() & (OWN[:, None] > POSITIONS))[:, None, None],
-    ),
 }
 
 

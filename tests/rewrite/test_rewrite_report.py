@@ -12,21 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from rewrite_basics import (
-    ARGS,
-    A,
-    B,
-    C,
-    D,
-    H,
-    U,
-    both,
-    close,
-    embed,
-    embeddings,
-    model,
-    report_of,
-)
+from rewrite_basics import ARGS, A, B, C, D, H, U, both, close, embed, embeddings, model, report_of
 
 import ikbo_jax as ikbo
 from ikbo_jax.rewrite import RewriteReport

@@ -9,14 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import problems
 import pytest
-from rewrite_basics import (
-    both,
-    check_values_and_gradients,
-    close,
-    computed,
-    equations,
-    report_of,
-)
+from rewrite_basics import both, check_values_and_gradients, close, computed, equations, report_of
 
 import ikbo_jax as ikbo
 

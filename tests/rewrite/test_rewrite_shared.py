@@ -11,15 +11,7 @@ import layout_sequences
 import numpy as np
 import pytest
 from layout_table import S, arrays
-from rewrite_basics import (
-    ARGS,
-    D,
-    check,
-    equations,
-    gradients_by_all,
-    report_of,
-    without_costs,
-)
+from rewrite_basics import ARGS, D, check, equations, gradients_by_all, report_of, without_costs
 
 
 def with_slope(function: Any, slope: float) -> Any:

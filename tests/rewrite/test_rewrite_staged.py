@@ -51,15 +51,9 @@ PAIRS: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
         lambda x, _: lax.slice(x, (0, 0, 2), (2, 1, 5)),
     ),
     "one part": (lambda x, _: staged.concatenate([x], 1), lambda x, _: x),
-    "cast": (
-        lambda x, _: staged.cast(x, jnp.dtype("bfloat16")),
-        lambda x, _: x.astype("bfloat16"),
-    ),
+    "cast": (lambda x, _: staged.cast(x, jnp.dtype("bfloat16")), lambda x, _: x.astype("bfloat16")),
     "no cast": (lambda x, _: staged.cast(x, x.dtype), lambda x, _: x),
-    "times": (
-        lambda x, _: staged.times(x, 0.3),
-        lambda x, _: lax.mul(x, np.float32(0.3)),
-    ),
+    "times": (lambda x, _: staged.times(x, 0.3), lambda x, _: lax.mul(x, np.float32(0.3))),
     "product": (
         lambda x, _: staged.product(x, x, (((2,), (2,)), ((0,), (0,))), jnp.float32),
         lambda x, _: lax.dot_general(
@@ -116,11 +110,7 @@ def run_again(program: Any, *args: Any) -> list[Any]:
         operands = [v.val if isinstance(v, literal) else env[v] for v in eqn.invars]
         results = staged.bind(eqn.primitive, operands, eqn.params, eqn.invars)
         env.update(
-            zip(
-                eqn.outvars,
-                results if eqn.primitive.multiple_results else [results],
-                strict=True,
-            )
+            zip(eqn.outvars, results if eqn.primitive.multiple_results else [results], strict=True)
         )
     return [env[v] for v in program.outvars]
 

@@ -35,6 +35,28 @@ def sanitizes(test: Callable[..., Any]) -> Callable[..., Any]:
     return pytest.mark.sanitizer(pytest.mark.time_limit(2400)(test))
 
 
+def attention_shapes(
+    q_lens: Sequence[int], most_q_len: int, head_dims: Sequence[int]
+) -> st.SearchStrategy[problems.AttentionShape]:
+    """Draws shapes of attention, the named numbers of queries half of the time."""
+
+    def of(
+        heads: int, group: int, sizes: tuple[int, int, int, int], **rest: Any
+    ) -> problems.AttentionShape:
+        return problems.AttentionShape(*sizes, q_heads=heads * group, kv_heads=heads, **rest)
+
+    q_len = st.one_of(st.sampled_from(q_lens), st.integers(1, most_q_len))
+    return st.builds(
+        of,
+        heads=st.integers(1, 3),
+        group=st.sampled_from([1, 2, 4]),
+        sizes=st.tuples(st.integers(1, 20), st.integers(1, 100), q_len, st.integers(1, 1500)),
+        head_dim=st.sampled_from(head_dims),
+        index=st.sampled_from(["sorted", "unsorted", "gaps"]),
+        lengths=st.sampled_from(["full", "ragged"]),
+    )
+
+
 def drawn(test: Callable[..., Any]) -> Callable[..., Any]:
     """Decorates a test of drawn shapes, above `hypothesis.given`.
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
+import attention_times
 import numpy as np
 import pytest
 
@@ -42,34 +43,9 @@ def test_one_listing_serves_several_heads(sizes, bundle, of_cta):
     assert config.lists(problem, num_sms=132)
 
 
-#: Sizes and configurations; us on an H100 with a sorted index and with one that is not, and whether
-#: CTAs then list candidates. None: not timed.
-ITEMS = (
-    ((4836, 27, 1, 230, 8, 8, 128), FewQueriesConfig(64, 1, 128, 2, 2, 2), 26.0, 37.8, False),
-    ((4836, 27, 1, 230, 8, 8, 128), FewQueriesConfig(64, 1, 64, 3, 3, 4), 29.6, 40.6, False),
-    ((4836, 27, 1, 230, 8, 8, 128), FewQueriesConfig(128, 1, 64, 3, 3, 2), 26.1, 28.3, True),
-    (
-        (4723, 98, 1, 172, 2, 1, 64),
-        FewQueriesConfig(128, 1, 64, 5, 5, 2, turns=True),
-        8.5,
-        10.6,
-        True,
-    ),
-    ((4995, 1248, 8, 3127, 2, 1, 256), FewQueriesConfig(128, 1, 64, 2, 2, 1), None, 1537, False),
-    # Several waves of short items.
-    ((2188, 3, 4, 64, 2, 2, 128), FewQueriesConfig(64, 1, 64, 3, 3, 4), 7.3, None, False),
-    (
-        *((2048, 32, 16, 128, 4, 4, 256), FewQueriesConfig(64, 1, 64, 2, 2, 3, turns=True)),
-        *(81.3, None, False),
-    ),
-    (
-        *((2048, 32, 16, 100, 4, 4, 192), FewQueriesConfig(64, 1, 64, 3, 3, 3, turns=True)),
-        *(69.6, None, False),
-    ),
+@pytest.mark.parametrize(
+    ("sizes", "config", "sorted_us", "unsorted_us", "lists"), attention_times.items()
 )
-
-
-@pytest.mark.parametrize(("sizes", "config", "sorted_us", "unsorted_us", "lists"), ITEMS)
 def test_the_model_knows_items_and_what_an_unsorted_index_adds(
     sizes, config, sorted_us, unsorted_us, lists
 ):

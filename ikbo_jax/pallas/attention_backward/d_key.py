@@ -38,7 +38,7 @@ from ikbo_jax.pallas.attention_backward.context import (
     receive_items,
     send_items,
 )
-from ikbo_jax.pallas.hopper import mosaic, operand_tiles, stores, turns
+from ikbo_jax.pallas.hopper import mma, mosaic, operand_tiles, stores, turns
 from ikbo_jax.pallas.hopper.launch import Roles, WarpgroupContext, launch
 from ikbo_jax.pallas.hopper.visible import Visible
 from ikbo_jax.pallas.worklist.numbering import USER_WORDS
@@ -148,7 +148,7 @@ def _multiply(ctx: Context, item: Any, first_step: Any, totals: Any) -> Any:
         tiles = ctx.shared.blocks.matrix(step)
         queries = tiles.at[pl.ds(ctx.key_tiles, ctx.shape.column_blocks)]
         return tuple(
-            products.add_stored(
+            mma.add_tile_product(
                 total,
                 tiles.at[consumer * number + i],
                 queries,

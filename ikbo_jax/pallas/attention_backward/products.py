@@ -78,44 +78,6 @@ def sum_over_keys(
     return issue(keys, d_scores, column_block, begin)
 
 
-def add_stored(
-    total: Any, d_scores: Any, keys: Any, *, is_transposed: bool = False, interpret: bool
-) -> Any:
-    """Issues total + d_scores @ keys as one WGMMA group.
-
-    Args:
-      total: [64, columns] f32, or the interpreter's accumulators, one for each column block.
-      d_scores: operand tile [64, 64] in shared memory, queries by keys.
-      keys: operand tiles [column blocks, 64, 64] in shared memory, keys by columns.
-      is_transposed: if true, d_scores.T is multiplied, and `keys` are queries by columns.
-
-    Returns:
-      The same kind as `total`; read its value by `mma.wait`, then `mma.after_wait`.
-    """
-    if interpret:
-        first = d_scores.transpose((1, 0)) if is_transposed else d_scores
-        for i, part in enumerate(total):
-            plgpu.wgmma(part, first, keys.at[i])
-        return total
-    columns = total.shape[1]
-    operand = plgpu.RefType(mosaic.operand_transforms(keys.dtype))
-
-    @plgpu.inline_mgpu(
-        arg_types=(operand, operand, plgpu.Layout.WGMMA), return_type=mma.accumulator_type(columns)
-    )
-    def issue(_: Any, d_scores: ir.Value, keys: ir.Value, total: Any) -> mgpu.FragmentedArray:
-        a_base, b_base = mma.descriptor(d_scores), mma.descriptor(keys, WGMMA_M * mosaic.SWIZZLE)
-        a_bytes = STEP_BYTES if is_transposed else WGMMA_K * 2
-        with mma.Group(keys, columns, total) as group:
-            for step in range(WGMMA_M // WGMMA_K):
-                a = mma.advance(a_base, step * a_bytes)
-                b = mma.advance(b_base, step * STEP_BYTES)
-                group.multiply([a], b, transposes=f"{int(is_transposed)}, 1")
-        return group.result
-
-    return issue(d_scores, keys, total)
-
-
 def over_blocks(
     ctx: WarpgroupContext, blocks: Any, first_step: Any, totals: Any, add: Callable[..., Any]
 ) -> Any:

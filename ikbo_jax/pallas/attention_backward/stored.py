@@ -32,7 +32,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from ikbo_jax.pallas.attention_backward import products
 from ikbo_jax.pallas.attention_backward.context import Operands, Shape
-from ikbo_jax.pallas.hopper import mosaic, operand_tiles, stores, turns
+from ikbo_jax.pallas.hopper import mma, mosaic, operand_tiles, stores, turns
 from ikbo_jax.pallas.hopper.launch import Roles, WarpgroupContext, launch
 from ikbo_jax.pallas.hopper.visible import Visible
 from ikbo_jax.pallas.worklist.numbering import TILE_WORDS
@@ -141,7 +141,7 @@ def _multiply(ctx: Context, keys: Any, first_step: Any, totals: Any) -> Any:
         _receive_block(ctx, keys, block, step)
         d_scores = ctx.shared.blocks.matrix(step)
         return tuple(
-            products.add_stored(
+            mma.add_tile_product(
                 total, d_scores.at[consumer * number + i], _keys(ctx, step), interpret=ctx.interpret
             )
             for i, total in enumerate(totals)

@@ -12,13 +12,15 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from ikbo_jax.pallas.activations import slopes as gdpa_slopes
-from ikbo_jax.pallas.gdpa_backward import masked, softmax
+from ikbo_jax.pallas.gdpa_backward import masked, softmax, stored
 from ikbo_jax.pallas.gdpa_backward.context import (
     BLOCKS,
+    END,
     FIRST_ROW,
     HAS_BLOCKS,
     HEAD,
     ROWS,
+    WHOLE_BLOCKS,
     BackwardContext,
 )
 from ikbo_jax.pallas.hopper import mma, mosaic, operand_tiles, stores, turns
@@ -29,9 +31,6 @@ from ikbo_jax.problems.hopper import WGMMA_M
 #: products in between, ptxas activates all columns together, and spills. For the same reason the
 #: product in flight meanwhile is the one with activated scores, not the gradients of weights.
 ACTIVATED_COLUMNS = 16
-#: What a consumer's loop over a masked tile carries beside a block's flags (`masked`): the block
-#: before is not yet free; a block was multiplied.
-HOLDS_BLOCK, HAS_BEGUN = 16, 32
 
 
 def _receive(ctx: BackwardContext, step: Any) -> None:
@@ -98,14 +97,16 @@ def _issue_sum(
     )
 
 
-def _activate(ctx: BackwardContext, head: Any, scores: jax.Array) -> tuple[jax.Array, jax.Array]:
+def _activate(
+    ctx: BackwardContext, head: Any, scores: jax.Array, is_cut: bool
+) -> tuple[jax.Array, jax.Array]:
     """(weights, slopes) of a query head's scores."""
     spec = ctx.shape.activation
 
     def activate() -> tuple[jax.Array, jax.Array]:
         return gdpa_slopes.weights_and_slopes(spec, head, scores, interpret=ctx.interpret)
 
-    if not ctx.shape.has_activation_in_branch:
+    if not ctx.shape.has_activation_in_branch(is_cut):
         return activate()
     # This branch is always taken: ptxas moves no code across it, and would spill without it.
     weights, slope = lax.cond(head >= 0, activate, lambda: (scores, scores))
@@ -123,7 +124,7 @@ def _multiply(
 ) -> tuple[jax.Array, ...]:
     """Issues the sums (None: zero) plus the products of a block, whose scores are computed.
 
-    `mask`: state and bits of the block, if there is a mask.
+    `mask`: flags and bits of the block, if there is a mask.
     """
     shape, dtype = ctx.shape, ctx.operands.stationary[0].dtype
     streamed = ctx.shared.streamed
@@ -139,7 +140,7 @@ def _multiply(
         if shape.has_softmax:
             weights, slope = softmax.weights_and_slopes(ctx, rows, some, begin, step)
         else:
-            weights, slope = _activate(ctx, head, some)
+            weights, slope = _activate(ctx, head, some, mask is not None)
         if mask is not None:
             weights, slope = masked.keep_seen(ctx, mask, begin, weights, slope)
         slopes.append(slope)
@@ -153,6 +154,8 @@ def _multiply(
     else:
         d_scores = gdpa_slopes.d_scores(shape.activation, d_weights, slope)
     total = _issue_sum(ctx, total, d_scores.astype(dtype), 0, 0, step)
+    if shape.has_stored:
+        stored.store(ctx, d_scores, item, step)
     return (total,) if d_value is None else (total, d_value)
 
 
@@ -168,89 +171,72 @@ def _complete(
 def _tile(ctx: BackwardContext, item: Any, first_step: Any) -> Any:
     """Computes and stores a tile; returns the next tile's first step."""
     stationary = ctx.shared.stationary
-    if ctx.shape.has_mask:
-        return _masked_tile(ctx, item, first_step)
-    _receive_tile(ctx, item)
+    if not ctx.shape.has_mask:
+        _receive_tile(ctx, item)
     rows = softmax.receive_rows(ctx)
 
-    def add(step: Any, sums: tuple[jax.Array, ...] | None) -> tuple[jax.Array, ...]:
+    def complete_last(step: Any, sums: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+        sums = tuple(mma.after_wait(x, interpret=ctx.interpret) for x in sums)
+        pl.when(step > first_step)(lambda: ctx.shared.streamed.release(step - 1))
+        return sums
+
+    def add_cut(step: Any, sums: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+        """Skips a block of which none of the consumer's rows sees a key."""
         _receive(ctx, step)
+
+        def skip(*sums: jax.Array) -> tuple[jax.Array, ...]:
+            mma.wait(0, interpret=ctx.interpret)
+            return complete_last(step, sums)
+
+        def compute(*sums: jax.Array) -> tuple[jax.Array, ...]:
+            return add(step, sums, is_cut=True)
+
+        is_unseen = (masked.received_flags(ctx, step) & masked.UNSEEN) != 0
+        return lax.cond(is_unseen, skip, compute, *sums)
+
+    def add(
+        step: Any, sums: tuple[jax.Array, ...] | None, *, is_cut: bool = False
+    ) -> tuple[jax.Array, ...]:
+        if not is_cut:
+            _receive(ctx, step)
+        if ctx.shape.reads_stored:
+            assert sums is not None
+            sums = (stored.add_product(ctx, sums[0], step),)
+            mma.wait(1, interpret=ctx.interpret)
+            pl.when(step > first_step)(lambda: ctx.shared.streamed.release(step - 1))
+            return sums
         scores = _issue_scores(ctx, 0, item, step)
         mma.wait(0, interpret=ctx.interpret)
         scores = mma.after_wait(scores, interpret=ctx.interpret)
-        if sums is not None:
+        if sums is not None and ctx.shape.has_mask:
+            sums = complete_last(step, sums)
+        elif sums is not None:
             sums = _complete(ctx, sums, step - 1)
-        return _multiply(ctx, rows, sums, scores, item, step)
+        mask = None
+        if is_cut:
+            flags = masked.received_flags(ctx, step)
+            mask = flags, masked.seen_bits(ctx, item, step, flags)
+        return _multiply(ctx, rows, sums, scores, item, step, mask)
 
-    sums = add(first_step, None)
+    if ctx.shape.has_mask:  # with a first block apart, gelu_tanh and silu spill up to 184 bytes
+        sums = (mma.zeros(ctx.shape.head_dim, jnp.float32),) * len(ctx.shape.scales)
+    else:
+        sums = add(first_step, None)
     if stationary.slots > 1:
         pl.when(item > 0)(functools.partial(_free_stored_slot, ctx, item - 1))
     end = first_step + stationary.word(item, BLOCKS)
-    sums = lax.fori_loop(first_step + 1, end, add, sums)
+    if ctx.shape.has_mask:
+        first_cut = first_step + stationary.word(item, WHOLE_BLOCKS)
+        sums = lax.fori_loop(first_step, first_cut, add, sums)
+        sums = lax.fori_loop(first_cut, end, add_cut, sums)
+    else:
+        sums = lax.fori_loop(first_step + 1, end, add, sums)
     mma.wait(0, interpret=ctx.interpret)
     sums = _complete(ctx, sums, end - 1)
     _store(ctx, mosaic.opaque(item, interpret=ctx.interpret), sums)
     if stationary.slots == 1:
         _free_stored_slot(ctx, item)
     return end
-
-
-def _masked_tile(ctx: BackwardContext, item: Any, first_step: Any) -> Any:
-    """Like `_tile`, with a mask: of the blocks before the end, computes those that a row sees."""
-    streamed = ctx.shared.streamed
-    ctx.shared.stationary.await_ready(item)
-    rows = softmax.receive_rows(ctx)
-
-    def free_slot(state: Any) -> None:
-        is_due = ((state & HAS_BEGUN) == 0) & (item > 0)
-        pl.when(is_due)(functools.partial(_free_stored_slot, ctx, item - 1))
-
-    def release(step: Any, state: Any) -> None:
-        pl.when((state & HOLDS_BLOCK) != 0)(functools.partial(streamed.release, step - 1))
-
-    def receive(step: Any, state: Any) -> tuple[Any, Any]:
-        _receive(ctx, step)
-        return step, masked.received_flags(ctx, step) | state
-
-    def skip(carry: tuple[Any, Any]) -> tuple[Any, Any]:
-        # The producer may need the stage of the last multiplied block for the next block.
-        step, state = carry
-        mma.wait(0, interpret=ctx.interpret)
-        release(step, state)
-        streamed.release(step)
-        return receive(step + 1, state & HAS_BEGUN)
-
-    def seen_from(step: Any, state: Any) -> tuple[Any, Any]:
-        """Receives blocks up to one that is computed, or the end; returns its step and state."""
-        unseen = masked.UNSEEN
-        return lax.while_loop(lambda x: (x[1] & unseen) != 0, skip, receive(step, state))
-
-    def complete(sums: tuple[jax.Array, ...], step: Any, state: Any) -> tuple[jax.Array, ...]:
-        sums = tuple(mma.after_wait(x, interpret=ctx.interpret) for x in sums)
-        release(step, state)
-        return sums
-
-    def add(carry: tuple[Any, ...]) -> tuple[Any, ...]:
-        (step, state), sums = carry
-        scores = _issue_scores(ctx, 0, item, step)
-        mma.wait(0, interpret=ctx.interpret)
-        scores = mma.after_wait(scores, interpret=ctx.interpret)
-        sums = complete(sums, step, state)
-        mask = state, masked.seen_bits(ctx, item, step, state)
-        sums = _multiply(ctx, rows, sums, scores, item, step, mask)
-        free_slot(state)
-        return seen_from(step + 1, HOLDS_BLOCK | HAS_BEGUN), sums
-
-    sums = (mma.zeros(ctx.shape.head_dim, jnp.float32),) * len(ctx.shape.scales)
-    (end, state), sums = lax.while_loop(
-        lambda carry: (carry[0][1] & masked.END) == 0, add, (seen_from(first_step, 0), sums)
-    )
-    mma.wait(0, interpret=ctx.interpret)
-    sums = complete(sums, end, state)
-    streamed.release(end)
-    free_slot(state)
-    _store(ctx, mosaic.opaque(item, interpret=ctx.interpret), sums)
-    return end + 1
 
 
 def _free_stored_slot(ctx: BackwardContext, item: Any) -> None:
@@ -266,14 +252,15 @@ def _store(ctx: BackwardContext, item: Any, sums: tuple[jax.Array, ...]) -> None
     first_row = words[slot, FIRST_ROW] + consumer * WGMMA_M
     rows = jnp.clip(words[slot, ROWS] - consumer * WGMMA_M, 0, WGMMA_M)
     head = words[slot, HEAD]
+    outputs = ctx.outputs[: len(sums)]  # gradients of scores are stored
     values = [
         (total * jnp.float32(scale)).astype(result.dtype)
-        for total, scale, result in zip(sums, ctx.shape.scales, ctx.outputs, strict=True)
+        for total, scale, result in zip(sums, ctx.shape.scales, outputs, strict=True)
     ]
     if ctx.outputs[0].dtype == jnp.float32:
         staging = ctx.shared.f32_staging.at[consumer] if ctx.interpret else None
         place = (first_row, head, jnp.int32(0), rows)
-        for output, value in zip(ctx.outputs, values, strict=True):
+        for output, value in zip(outputs, values, strict=True):
             stores.store_rows(output, value, *place, staging, interpret=ctx.interpret)
         return
     staged = [
@@ -286,7 +273,7 @@ def _store(ctx: BackwardContext, item: Any, sums: tuple[jax.Array, ...]) -> None
     stores.store_staged(
         ctx,
         staged,
-        ctx.outputs,
+        outputs,
         (first_row, head),
         (jnp.int32(0), rows),
         is_full=rows == WGMMA_M,
@@ -296,10 +283,33 @@ def _store(ctx: BackwardContext, item: Any, sums: tuple[jax.Array, ...]) -> None
 
 
 def _all_tiles(ctx: BackwardContext) -> None:
+    if ctx.shape.has_mask:
+        _taken_tiles(ctx)
+        return
     count = ctx.item_count
     lax.fori_loop(0, count, functools.partial(_tile, ctx), jnp.int32(0))
     if ctx.shared.stationary.slots > 1:
         _free_stored_slot(ctx, count - 1)
+    plgpu.wait_smem_to_gmem(0, wait_read_only=False)
+
+
+def _taken_tiles(ctx: BackwardContext) -> None:
+    """Computes tiles until their end, which only the producer knows before."""
+    ring = ctx.shared.stationary
+
+    def has_tile(item: Any) -> Any:
+        ring.await_ready(item)
+        return ring.word(item, HEAD) != END
+
+    def compute(carry: tuple[Any, Any, Any]) -> tuple[Any, Any, Any]:
+        item, step, _ = carry
+        step = _tile(ctx, item, step)
+        return item + 1, step, has_tile(item + 1)
+
+    zero = jnp.int32(0)
+    count, _, _ = lax.while_loop(lambda x: x[2], compute, (zero, zero, has_tile(zero)))
+    pl.when(count > 0)(functools.partial(_free_stored_slot, ctx, count - 1))
+    ring.release(count)
     plgpu.wait_smem_to_gmem(0, wait_read_only=False)
 
 
@@ -310,4 +320,7 @@ def consume(ctx: BackwardContext) -> None:
     ctx.shared.stationary.release_all()
     if ctx.shared.statistics_free is not None:
         plgpu.barrier_arrive(ctx.shared.statistics_free.at[0])
-    pl.when(ctx.item_count > 0)(functools.partial(_all_tiles, ctx))
+    if ctx.shape.has_mask:
+        _all_tiles(ctx)
+    else:
+        pl.when(ctx.item_count > 0)(functools.partial(_all_tiles, ctx))

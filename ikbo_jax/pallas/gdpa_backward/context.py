@@ -22,14 +22,19 @@ from ikbo_jax.problems.hopper import BLOCK_K
 from ikbo_jax.reference.activations import SOFTMAX
 
 #: Words of a tile's descriptor in shared memory: first row and number of rows of the result, head,
-#: whether the tile has any blocks, number of blocks (at least 1). With a mask, the last one is the
-#: tile's `ORIGIN` instead: the first row of its statistics, or its first key.
-FIRST_ROW, ROWS, HEAD, HAS_BLOCKS, BLOCKS = range(5)
-ORIGIN = BLOCKS
-#: (activation, approximation) that spill beside two sums unless a branch encloses the activation,
-#: and those that do with a mask, too.
+#: whether the tile has any blocks, number of blocks (at least 1). With a mask: the first row of the
+#: tile's statistics, or its first key; how many blocks need no mask; its place (`stored.PLACE`);
+#: and the head is `END` where no tile follows.
+FIRST_ROW, ROWS, HEAD, HAS_BLOCKS, BLOCKS, ORIGIN, WHOLE_BLOCKS, PLACE = range(8)
+END = -1
+#: Further words of a block's descriptor, with a mask: what consumers do with it; its first key, or
+#: its first query's row of `masked.Masks.rows`.
+FLAGS, FIRST = 2, 3
+#: (activation, approximation) that spill beside two sums unless a branch encloses the activation;
+#: those that do with a mask, too; and those that do only in blocks that need the mask.
 SPILLING_ACTIVATIONS = (("gelu", None), ("gelu", "tanh"), ("silu", "tanh"))
-SPILLING_MASKED_ACTIVATIONS = (("gelu_tanh", None), ("silu", None))
+SPILLING_MASKED_ACTIVATIONS = (("gelu_tanh", None),)
+SPILLING_CUT_ACTIVATIONS = (("silu", None),)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,6 +47,8 @@ class Shape:
       heads_per_streamed: stationary heads that share a streamed head; 1 in the kernel for keys.
       activation: how scores become weights.
       scales: factor of each result's sum.
+      has_stored: whether the kernel for keys stores gradients of scores, and the one for queries
+        multiplies them by keys.
     """
 
     heads: int
@@ -52,24 +59,32 @@ class Shape:
     scales: tuple[float, ...]
     workers: int
     has_mask: bool = dataclasses.field(default=False, kw_only=True)
+    has_stored: bool = dataclasses.field(default=False, kw_only=True)
 
     @property
     def is_for_keys(self) -> bool:
         return len(self.scales) == 2
 
     @property
+    def reads_stored(self) -> bool:
+        return self.has_stored and not self.is_for_keys
+
+    @property
     def has_softmax(self) -> bool:
         """Whether all heads have a softmax; otherwise none has."""
         return SOFTMAX in self.activation.names
 
-    @property
-    def has_activation_in_branch(self) -> bool:
-        """Whether ptxas must not mix the activation with the code around it: it would spill."""
+    def has_activation_in_branch(self, is_cut: bool) -> bool:
+        """Whether ptxas must not mix the activation with the code around it: it would spill.
+
+        `is_cut`: whether the block needs the mask.
+        """
         names = self.activation.names
         is_alone, kind = len(set(names)) == 1, (names[0], self.activation.approx)
         is_wide = self.is_for_keys and self.head_dim > BLOCK_K
         spills = kind in SPILLING_ACTIVATIONS
         spills |= self.has_mask and kind in SPILLING_MASKED_ACTIVATIONS
+        spills |= is_cut and kind in SPILLING_CUT_ACTIVATIONS
         spills |= self.activation.cap is not None
         return is_wide and is_alone and spills
 
@@ -152,6 +167,15 @@ class BackwardContext(WarpgroupContext):
         packing = self.config.packing(len(self.shape.scales))
         first = (slot * STATISTICS + number) * packing.stride
         return self.shared.packed.at[pl.ds(first, packing.stride)]
+
+    def number_after(self, number: Any, items: Any) -> Any:
+        """Takes the item that the CTA computes after item `number`, its `items`-th one.
+
+        CTAs are interpreted one after another, and have fixed shares then.
+        """
+        if self.interpret:
+            return number + self.shape.workers
+        return self.shape.workers + self.take(items, 0)
 
     @property
     def item_count(self) -> Any:

@@ -53,6 +53,7 @@ from ikbo_jax.pallas.gdpa_backward.producer import produce
 from ikbo_jax.pallas.hopper.launch import Roles, launch
 from ikbo_jax.pallas.worklist.lists import Work
 from ikbo_jax.problems import GdpaBackwardConfig
+from ikbo_jax.problems.hopper import WGMMA_M
 
 
 def gradient_kernel(
@@ -72,6 +73,7 @@ def gradient_kernel(
     logit_cap: float | None = None,
     statistics: jax.Array | None = None,
     masks: masked.Masks | None = None,
+    stored_rows: int = 0,
     out_dtype: Any = None,
     interpret: Any = False,
 ) -> tuple[jax.Array, ...]:
@@ -92,7 +94,10 @@ def gradient_kernel(
       num_sms: streaming multiprocessors of the device.
       logit_cap: of the scores, or None.
       statistics: with a softmax, the result of `softmax.statistics_of`.
-      masks: of the queries, with `work` by `masked.mask_work`; None: queries see all keys.
+      masks: of the queries, with `work` by `masked.mask_work`; None: queries see all keys. With
+        `d_scores`, the kernel for queries computes d_query of these.
+      stored_rows: rows of `masked.Masks.d_scores` that the kernel for keys stores, as a further
+        result; 0: none.
       out_dtype: of the gradients; the query's, or f32.
       interpret: False, or `plgpu.InterpretGPUParams` to run on a CPU, with
         `inline_mgpu="_hack_model_inline_mgpu_tokamax"` for the named barrier.
@@ -111,6 +116,10 @@ def gradient_kernel(
     activation = ActivationSpec.of(activations, approx, (scale, 1.0), has_f32_range, logit_cap)
     by_weight, by_slope = gdpa_slopes.constants(activation)
     scales = (scale * output_scale * by_slope, output_scale * by_weight)
+    reads_stored = masks is not None and masks.d_scores is not None
+    if reads_stored:
+        activation = ActivationSpec(("identity",) * len(activations), None, scale, 1.0, True)
+        statistics = None
     shape = Shape(
         heads=heads,
         streamed_per_head=group if is_for_keys else 1,
@@ -120,21 +129,25 @@ def gradient_kernel(
         scales=scales if is_for_keys else scales[:1],
         workers=min(num_sms, work.tiles.shape[0] * heads),
         has_mask=masks is not None,
+        has_stored=reads_stored or stored_rows > 0,
     )
     result = jax.ShapeDtypeStruct(stationary.shape, out_dtype or query.dtype)
     results = (result,) * len(shape.scales)
+    if stored_rows:
+        results += (jax.ShapeDtypeStruct((stored_rows, 1, WGMMA_M), query.dtype),)
 
     def context(shared: Any, *rest: Any) -> BackwardContext:
         return BackwardContext(shape, config, with_words(shape, config, shared), *rest)
 
-    softmax_results = len(results) if shape.has_softmax else None
+    softmax_results = len(shape.scales) if shape.has_softmax else None
     return launch(
         Roles(context, produce, consume),
         Operands(*pairs, *work, statistics, masks=masks),
         results,
-        config.shared(head_dim, softmax_results, shape.has_mask),
+        config.shared(head_dim, softmax_results, shape.has_mask, reads_stored),
         dtype=query.dtype,
         name="ikbo_gdpa_d_key_value" if is_for_keys else "ikbo_gdpa_d_query",
         workers=shape.workers,
+        has_counter=shape.has_mask,
         interpret=interpret,
     )

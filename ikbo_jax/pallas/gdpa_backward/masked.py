@@ -3,11 +3,11 @@
 A query row sees a range of the keys of its sequence, without a gap.  XLA describes every block of
 64 queries (*group*): the keys that its rows see.  The blocks are those of a softmax's statistics,
 so that a consumer's rows in the kernel for queries, and a block in the kernel for keys, are one
-group.  For each tile, XLA finds the first and the last block that one of its rows sees, and sorts
-the tiles by the blocks that are left.  The producer compares groups with keys: it sends the blocks
-that a row of the tile sees, says which consumer skips a block and which one needs the mask, and
-ends a tile by a descriptor without operands.  Weights and gradients of scores that a row does not
-see become 0.
+group.  For each tile, XLA counts the blocks that one of its rows sees, and finds a run of *whole*
+blocks, which need no mask.  It sorts the tiles: those whose blocks are neighbours run at the same
+time, and find them in L2.  The producer sends whole blocks first, which consumers multiply as
+without a mask.  For the other blocks it makes XLA's comparisons again, and says which consumers
+skip or mask them.  Weights and gradients of scores that a row does not see become 0.
 """
 
 from __future__ import annotations
@@ -19,31 +19,34 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.experimental import pallas as pl
 
 from ikbo_jax.pallas.activations import slopes as gdpa_slopes
-from ikbo_jax.pallas.gdpa_backward.context import ORIGIN, BackwardContext
+from ikbo_jax.pallas.gdpa_backward import stored
+from ikbo_jax.pallas.gdpa_backward.context import FIRST, FLAGS, ORIGIN, BackwardContext
 from ikbo_jax.pallas.hopper import mosaic, seen
 from ikbo_jax.pallas.hopper.visible import ranges_and_gaps
-from ikbo_jax.pallas.worklist.lists import STATISTICS_ROW, Offsets, Works
+from ikbo_jax.pallas.worklist.lists import STATISTICS_ROW, Offsets, Works, WorkSettings
 from ikbo_jax.problems.hopper import NUM_CONSUMERS, TILE_ROWS, WGMMA_M
 from ikbo_jax.reference import jagged
 
-#: Words of a block's descriptor: what consumers do with it; its first key, or its first query's row
-#: of `Masks.rows`.
-FLAGS, FIRST = 2, 3
-#: Flags of a consumer, which has `FLAG_BITS`: no row sees a key; some row's range begins or ends in
-#: the block, or some row's gap does; no block follows.
-UNSEEN, CUT, GAP, END = 1, 2, 4, 8
-FLAG_BITS, ALL_FLAGS = 4, 15
-NO_ROW_SEES, BOTH_END = (x | x << FLAG_BITS for x in (UNSEEN, END))
-#: Words of a tile, in place of the number of blocks and of padding: the first block that its rows
-#: see, and the last one plus 1; counted from the first one of the keys' sequence, or of all blocks
-#: of queries.
-BEGIN_BLOCK, END_BLOCK = 5, 7
+#: Flags of a consumer, which has `FLAG_BITS`: some row's range begins or ends in the block; some
+#: row's gap does; or no row sees a key.
+CUT, GAP, UNSEEN = 1, 2, 4
+FLAG_BITS, ALL_FLAGS = 3, 7
+NO_ROW_SEES = UNSEEN | UNSEEN << FLAG_BITS
+#: Words of a tile: blocks of all heads that its rows see; the first one, counted from the first
+#: block of the keys' sequence, or of all queries; first and last block plus 1 of the first blocks
+#: in a row that no row of the tile needs a mask for.
+BLOCK_COUNT, BEGIN_BLOCK, WHOLE_BEGIN, WHOLE_END = 5, 7, 8, 9
+TILE_WORDS = 10
 #: Words of a group, first and last key plus 1 each: of the keys that a row sees, of those in the
 #: ranges of all rows, of those around all gaps, of those in the gaps of all rows.
 SEEN, IN_RANGES, NEAR_GAPS, IN_GAPS = 0, 2, 4, 6
 GROUP_WORDS = 8
+#: So many tiles of both kernels are sorted by comparing all pairs: XLA's sort takes 11 us for 1,024
+#: tiles, comparisons 2 to 4.
+MOST_COMPARED = 4096
 
 
 class Masks(NamedTuple):
@@ -52,10 +55,22 @@ class Masks(NamedTuple):
     Attributes:
       rows: [2, rows, 2] int32, begin and end of every row's range, and of the gap in it.
       groups: [groups, GROUP_WORDS] int32.
+      places: see `stored`, or None.
+      d_scores: likewise.
     """
 
     rows: Any
     groups: Any
+    places: Any = None
+    d_scores: Any = None
+
+
+def _is_cut(words: Callable[[int], Any], key: Any, end: Any) -> tuple[Any, Any]:
+    """Whether some row's range begins or ends in the keys [key, end); and whether a gap does."""
+    begins, ends = words(IN_RANGES)
+    is_cut = (key < begins) | (end > ends)
+    begins, ends = words(NEAR_GAPS)
+    return is_cut, (key < ends) & (end > begins)
 
 
 def _sees_none(words: Callable[[int], Any], key: Any, end: Any) -> Any:
@@ -70,14 +85,23 @@ def _sees_none(words: Callable[[int], Any], key: Any, end: Any) -> Any:
 
 
 def mask_work(
-    works: Works, offsets: Offsets, intervals: jax.Array, query_block: int
+    works: Works,
+    offsets: Offsets,
+    intervals: jax.Array,
+    settings: WorkSettings,
+    rows_of_groups: tuple[int, int],
+    *,
+    stores: bool = False,
 ) -> tuple[Works, Masks]:
-    """Leaves the blocks that rows of a tile see to the tile; sorts tiles by their blocks.
+    """Leaves the blocks that rows of a tile see to the tile; sorts tiles by groups, then by blocks.
 
     Args:
       works: with statistics, and with blocks of 64 queries.
       intervals: [rows of the result, 4] int32, see `reference.gdpa.Arrays`.
-      query_block: keys of a block in the kernel for queries.
+      settings: of `works`.
+      rows_of_groups: of keys and of queries; tiles whose streamed rows begin in one group of so
+        many neighbouring rows follow one another, the most expensive first.
+      stores: whether gradients of scores have places.
     """
     assert works.blocks is not None
     position = jnp.arange(WGMMA_M, dtype=jnp.int32)
@@ -90,9 +114,30 @@ def mask_work(
         jnp.pad(jnp.moveaxis(rows.reshape(-1, 2, 2), 1, 0), ((0, 0), (0, TILE_ROWS), (0, 0))),
         jnp.pad(groups, ((0, NUM_CONSUMERS), (0, 0))),
     )
-    queries = _sorted(works.queries, *_key_blocks(works.queries, masks.groups, query_block))
-    keys = _sorted(*_query_blocks(works, offsets, groups))
+    queries, of_queries = _with_blocks(
+        works.queries, *_seen_keys(works, offsets, masks.groups, settings), rows_of_groups[0]
+    )
+    keys, is_seen, is_whole = _seen_queries(works, offsets, groups, settings.parts)
+    keys, of_keys = _with_blocks(keys, is_seen, is_whole, rows_of_groups[1], settings.group)
+    if stores:
+        tiles, places = stored.with_places(keys.tiles, is_seen, offsets)
+        keys, masks = keys._replace(tiles=tiles), masks._replace(places=places)
+    order = _order(jnp.concatenate((of_queries, of_keys + 2**30)))
+    count = queries.tiles.shape[0]
+    queries = queries._replace(tiles=queries.tiles[order[:count]])
+    keys = keys._replace(tiles=keys.tiles[order[count:] - count])
     return works._replace(queries=queries, keys=keys), masks
+
+
+def _order(numbers: jax.Array) -> jax.Array:
+    """Sorts numbers, the earliest of equal ones first; returns places in `numbers`."""
+    if numbers.size > MOST_COMPARED:
+        return jnp.argsort(numbers, stable=True)
+    index = jnp.arange(numbers.size, dtype=jnp.int32)
+    one, other = numbers[:, None], numbers[None]
+    is_before = (other < one) | ((other == one) & (index[None] < index[:, None]))
+    place = jnp.sum(is_before, axis=1, dtype=jnp.int32)
+    return jnp.zeros_like(index).at[place].set(index, unique_indices=True)
 
 
 def _groups(rows: jax.Array, is_row: jax.Array) -> jax.Array:
@@ -121,29 +166,49 @@ def _groups(rows: jax.Array, is_row: jax.Array) -> jax.Array:
     return jnp.stack(found, axis=1)
 
 
-def _key_blocks(queries: Any, groups: jax.Array, block: int) -> tuple[jax.Array, jax.Array]:
-    """Finds first and last blocks of keys of tiles of queries."""
-    number = lax.div(queries.tiles[:, STATISTICS_ROW], jnp.int32(WGMMA_M))
-    first, last = (groups[number, i] for i in range(2))
-    # Both consumers' rows, if the second one has any.
-    is_both = queries.tiles[:, 2] > WGMMA_M
-    first = jnp.where(is_both, jnp.minimum(first, groups[number + 1, 0]), first)
-    last = jnp.where(is_both, jnp.maximum(last, groups[number + 1, 1]), last)
-    has_keys = (queries.tiles[:, 5] > 0) & (first < last)
-    begin, end = lax.div(first, jnp.int32(block)), lax.div(last + (block - 1), jnp.int32(block))
-    return jnp.where(has_keys, begin, 0), jnp.where(has_keys, end, 0)
+def _seen_keys(
+    works: Works, offsets: Offsets, groups: jax.Array, settings: WorkSettings
+) -> tuple[jax.Array, jax.Array]:
+    """Says which blocks of its keys each tile of queries sees, [tiles, blocks], and which whole."""
+    tiles, size = works.queries.tiles, settings.query_block
+    longest = offsets.kv_rows if offsets.max_seqlen_kv is None else offsets.max_seqlen_kv
+    key = jnp.arange(-(-longest // size), dtype=jnp.int32)[None] * size
+    number = lax.div(tiles[:, STATISTICS_ROW], jnp.int32(WGMMA_M))
+
+    def of_consumer(consumer: int) -> tuple[Any, ...]:
+        found = groups.at[number + consumer].get(mode="clip")
+        return lambda i: (found[:, i, None], found[:, i + 1, None]), key, key + size
+
+    return _compare(tiles, of_consumer)
 
 
-def _query_blocks(
-    works: Works, offsets: Offsets, groups: jax.Array
-) -> tuple[Any, jax.Array, jax.Array, jax.Array]:
-    """Finds first and last blocks of queries of tiles of keys; adds the tiles' first keys."""
+def _compare(
+    tiles: jax.Array, of_consumer: Callable[[int], tuple[Any, ...]]
+) -> tuple[jax.Array, jax.Array]:
+    """Says whether a row of each tile sees a block, and whether none needs a mask, as producers do.
+
+    `of_consumer` takes a consumer's number, and returns what `_is_cut` takes.
+    """
+    is_seen, is_whole = jnp.bool_(False), jnp.bool_(True)
+    for consumer in range(NUM_CONSUMERS):
+        compared, has_rows = of_consumer(consumer), tiles[:, 2:3] > consumer * WGMMA_M
+        is_cut, has_gap = _is_cut(*compared)
+        is_seen |= has_rows & ~_sees_none(*compared)
+        is_whole &= ~(has_rows & (is_cut | has_gap))
+    return is_seen & (tiles[:, BLOCK_COUNT, None] > 0), is_whole
+
+
+def _seen_queries(
+    works: Works, offsets: Offsets, groups: jax.Array, parts: int
+) -> tuple[Any, jax.Array, jax.Array]:
+    """Says which blocks of queries each tile of keys sees, and which ones whole; adds the tiles'
+    first keys."""
     keys, blocks = works.keys, works.blocks
     assert blocks is not None
     starts, _ = jagged.bounds(offsets.cu_seqlens_kv, offsets.kv_rows, offsets.max_seqlen_kv)
-    first_row = lax.rem(keys.tiles[:, 1], jnp.int32(offsets.kv_rows))  # of one copy of the keys
-    kv = jnp.maximum(jagged.search_right(starts, first_row) - 1, 0)
-    key = first_row - starts[kv]
+    first_row, rows = keys.tiles[:, 1], jnp.int32(offsets.kv_rows)
+    kv = jnp.maximum(jagged.search_right(starts, lax.rem(first_row, rows)) - 1, 0)
+    key = lax.rem(first_row, rows) - starts[kv]
     if offsets.cu_seqlens_q is None:
         sequence = lax.div(blocks[:, 0], jnp.int32(offsets.q_rows))
     else:
@@ -152,77 +217,104 @@ def _query_blocks(
     kv_of = sequence
     if offsets.q_to_kv is not None:
         kv_of = offsets.q_to_kv.at[sequence].get(mode="clip")
-        kv_of = jnp.clip(kv_of, 0, starts.size - 1)
+        kv_of = (
+            jnp.clip(kv_of, 0, starts.size - 1) + lax.rem(sequence, jnp.int32(parts)) * starts.size
+        )
+        kv = kv + lax.div(first_row, rows) * starts.size
     # [tiles, blocks], which XLA fuses with the sums: 512 x 1,024 for 65,536 rows.
-    first, of_blocks = key[:, None], groups[None]
-    sees_none = _sees_none(
-        lambda i: (of_blocks[..., i], of_blocks[..., i + 1]), first, first + TILE_ROWS
-    )
-    is_seen = ~sees_none & (kv[:, None] == kv_of[None]) & (keys.tiles[:, 5:6] > 0)
-    number = jnp.arange(blocks.shape[0], dtype=jnp.int32)[None]
-    begin = jnp.min(jnp.where(is_seen, number, blocks.shape[0]), axis=1)
-    end = jnp.max(jnp.where(is_seen, number + 1, 0), axis=1)
+    first, end = key[:, None], key[:, None] + keys.tiles[:, 2:3]
+
+    def of_consumer(consumer: int) -> tuple[Any, ...]:
+        begin = first + consumer * WGMMA_M
+        end_of_keys = jnp.minimum(begin + WGMMA_M, end)
+        return lambda i: (groups[None, :, i], groups[None, :, i + 1]), begin, end_of_keys
+
+    is_seen, is_whole = _compare(keys.tiles, of_consumer)
     keys = keys._replace(tiles=keys.tiles.at[:, STATISTICS_ROW].set(key))
-    return keys, begin, end, jnp.sum(is_seen, axis=1, dtype=jnp.int32)
+    return keys, is_seen & (kv[:, None] == kv_of[None]), is_whole
 
 
-def _sorted(work: Any, begin: jax.Array, end: jax.Array, cost: jax.Array | None = None) -> Any:
-    """Gives tiles their blocks, and sorts the tiles, the most expensive first."""
-    cost = jnp.maximum(end - begin, 0) if cost is None else cost
-    is_tile = jnp.arange(cost.size, dtype=jnp.int32) < work.counts[1]
-    order = jnp.argsort(jnp.where(is_tile, -cost, 1), stable=True)
-    tiles = work.tiles.at[:, BEGIN_BLOCK].set(begin).at[:, END_BLOCK].set(end)
-    return work._replace(tiles=tiles[order])
+def _with_blocks(
+    work: Any, is_seen: jax.Array, is_whole: jax.Array, group_rows: int, heads: int = 1
+) -> tuple[Any, jax.Array]:
+    """Gives tiles the blocks that they see, of all heads; returns numbers by which to sort them."""
+    size, of_group = is_seen.shape
+    number = jnp.arange(of_group, dtype=jnp.int32)[None]
+    is_whole &= is_seen
+    count = jnp.sum(is_seen, axis=1, dtype=jnp.int32)
+    begin = jnp.min(jnp.where(is_seen, number, of_group), axis=1)
+    whole = jnp.min(jnp.where(is_whole, number, of_group), axis=1)
+    after = jnp.where(~is_whole & (number >= whole[:, None]), number, of_group)
+    words = jnp.stack([begin, whole, jnp.min(after, axis=1)], axis=1)
+    tiles = jnp.concatenate((work.tiles[:, :BEGIN_BLOCK], words), axis=1)
+    tiles = tiles.at[:, BLOCK_COUNT].set(count * heads)
+    # A range's row of the second operand: of queries in the result, which may be broadcast.
+    first = work.ranges.at[work.tiles[:, 3], 1].get(mode="clip")
+    order = lax.div(first, jnp.int32(group_rows)) * (of_group + 1) + (of_group - count)
+    is_tile = jnp.arange(size, dtype=jnp.int32) < work.counts[1]
+    return work._replace(tiles=tiles), jnp.where(is_tile, order, 2**30 - 1)
 
 
 # The producer
 
 
-def block_range(ctx: BackwardContext, tile: Any, first: Any, blocks: Any) -> tuple[Any, Any]:
-    """Returns first and last number, plus 1, of the blocks of a range that a tile may see.
+def range_start(ctx: BackwardContext, index: Any) -> Any:
+    """Returns the row of `Masks.rows` of a range's first query; 0 in the kernel for queries."""
+    return ctx.range_word(index, 3) if ctx.shape.is_for_keys else jnp.int32(0)
+
+
+def range_blocks(ctx: BackwardContext, index: Any) -> Any:
+    """Counts the blocks of a range."""
+    return pl.cdiv(ctx.range_word(index, 2), ctx.config.block)
+
+
+def whole_blocks(ctx: BackwardContext, tile: Any, index: Any) -> tuple[Any, Any]:
+    """Returns first and last number, plus 1, of a range's blocks that need no mask."""
+    before, count = lax.div(range_start(ctx, index), WGMMA_M), range_blocks(ctx, index)
+    begin, end = (ctx.tile_word(tile, word) - before for word in (WHOLE_BEGIN, WHOLE_END))
+    return jnp.clip(begin, 0, count), jnp.clip(end, 0, count)
+
+
+def block_flags(ctx: BackwardContext, tile: Any, first: Any, done: Any) -> tuple[Any, Any]:
+    """Says whether a row of a tile sees a block, and returns both consumers' flags.
 
     Args:
       first: row of `Masks.rows` of the range's first query; 0 in the kernel for queries.
-      blocks: of the range.
+      done: rows of the range before the block.
     """
-    before = lax.div(first, WGMMA_M)
-    begin, end = (ctx.tile_word(tile, word) - before for word in (BEGIN_BLOCK, END_BLOCK))
-    return jnp.maximum(begin, 0), jnp.minimum(end, blocks)
-
-
-def block_flags(ctx: BackwardContext, tile: Any, first: Any, done: Any) -> Any:
-    """Compares a block, whose range has `done` rows before it, with both consumers' rows."""
-
-    def compare(consumer: Any, found: Any) -> Any:
-        origin = ctx.tile_word(tile, STATISTICS_ROW)
+    origin, rows = ctx.tile_word(tile, STATISTICS_ROW), ctx.tile_word(tile, 2)
+    is_seen, flags = jnp.bool_(False), jnp.int32(0)
+    for consumer in range(NUM_CONSUMERS):
         if ctx.shape.is_for_keys:
-            number, key, count = lax.div(first + done, WGMMA_M), origin, WGMMA_M
-            key = key + consumer * WGMMA_M
+            number, key = lax.div(first + done, WGMMA_M), origin + consumer * WGMMA_M
+            end = jnp.minimum(key + WGMMA_M, origin + rows)
         else:
-            number, key, count = lax.div(origin, WGMMA_M) + consumer, done, ctx.config.block
-        end = key + count
+            number, key = lax.div(origin, WGMMA_M) + consumer, done
+            end = key + ctx.config.block
+        words = functools.partial(_group_words, ctx, number)
+        is_cut, has_gap = _is_cut(words, key, end)
+        found = jnp.where(is_cut, CUT, 0) + jnp.where(has_gap, GAP, 0)
+        sees_none = (rows <= consumer * WGMMA_M) | _sees_none(words, key, end)
+        flags = flags | jnp.where(sees_none, UNSEEN, found) << (FLAG_BITS * consumer)
+        is_seen = is_seen | ~sees_none
+    return is_seen, flags
 
-        def words(word: int) -> list[Any]:
-            place = mosaic.opaque(number, interpret=ctx.interpret)
-            return [ctx.operands.masks.groups[place, word + i] for i in range(2)]
 
-        begins, ends = words(IN_RANGES)
-        flags = jnp.where((key < begins) | (end > ends), CUT, 0)
-        begins, ends = words(NEAR_GAPS)
-        flags = flags + jnp.where((key < ends) & (end > begins), GAP, 0)
-        sees_none = _sees_none(words, key, end)
-        has_rows = ctx.tile_word(tile, 2) > consumer * WGMMA_M
-        flags = jnp.where(sees_none | ~has_rows, UNSEEN, flags)
-        return found | flags << (FLAG_BITS * consumer)
+def unseen(flags: Any) -> list[Any]:
+    """Says for each consumer whether none of its rows sees a block."""
+    return [(flags & UNSEEN << FLAG_BITS * consumer) != 0 for consumer in range(NUM_CONSUMERS)]
 
-    return compare(1, compare(0, jnp.int32(0)))
+
+def _group_words(ctx: BackwardContext, number: Any, word: int) -> list[Any]:
+    place = mosaic.opaque(number, interpret=ctx.interpret)
+    return [ctx.operands.masks.groups[place, word + i] for i in range(2)]
 
 
 # Consumers
 
 
 def received_flags(ctx: BackwardContext, step: Any) -> Any:
-    """Reads a consumer's flags of a received block: 0, `UNSEEN`, `CUT` and `GAP`, or `END`."""
+    """Reads a consumer's flags of a received block."""
     consumer = mosaic.warpgroup_index("warpgroup", interpret=ctx.interpret)
     return ctx.shared.streamed.word(step, FLAGS) >> (FLAG_BITS * consumer) & ALL_FLAGS
 
@@ -278,6 +370,5 @@ def keep_seen(
     def select(*values: jax.Array) -> tuple[jax.Array, ...]:
         return seen.keep(bits, values, fills, begin, interpret=ctx.interpret)
 
-    is_cut = (flags & (CUT | GAP)) != 0
-    kept = lax.cond(is_cut, select, lambda *x: x, *values)
+    kept = lax.cond(flags != 0, select, lambda *x: x, *values)
     return kept[0], kept[-1]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Sequence
 from typing import Any
 
 import jax.numpy as jnp
@@ -9,26 +11,32 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from ikbo_jax.pallas.gdpa_backward import masked
-from ikbo_jax.pallas.gdpa_backward.context import BackwardContext
+from ikbo_jax.pallas.gdpa_backward import masked, stored
+from ikbo_jax.pallas.gdpa_backward.context import END, FLAGS, BackwardContext
 from ikbo_jax.pallas.gdpa_backward.softmax import ABSENT_ROWS
 from ikbo_jax.pallas.hopper import mosaic
 from ikbo_jax.pallas.worklist.lists import STATISTICS_ROW
-from ikbo_jax.problems.gdpa_backward import STATISTICS
+from ikbo_jax.problems.gdpa_backward import BLOCK_WORDS, MASK_WORDS, STATISTICS
 from ikbo_jax.problems.hopper import NUM_CONSUMERS, WGMMA_M
 
 
-def _send_stationary(ctx: BackwardContext, item: Any, tile: Any, head: Any) -> None:
+def _send_stationary(
+    ctx: BackwardContext, item: Any, tile: Any, head: Any, whole: Any = None
+) -> None:
     """Sends the descriptor of a tile, and loads its two stationary operands."""
     ring = ctx.shared.stationary
     slot = ring.slot(item)
     first_rows = (ctx.tile_word(tile, 0), ctx.tile_word(tile, 1))
     blocks = ctx.tile_word(tile, 5)
     has_blocks = jnp.minimum(blocks, 1)
-    rows = ctx.tile_word(tile, 2)
-    last = ctx.tile_word(tile, STATISTICS_ROW) if ctx.shape.has_mask else jnp.maximum(blocks, 1)
-    words = (first_rows[1], rows, head, has_blocks, last)
+    words = [first_rows[1], ctx.tile_word(tile, 2), head, has_blocks, jnp.maximum(blocks, 1)]
+    if ctx.shape.has_mask:
+        words += [ctx.tile_word(tile, STATISTICS_ROW), whole]
+    if ctx.shape.has_stored and ctx.shape.is_for_keys:
+        words.append(ctx.tile_word(tile, stored.PLACE))
     ring.send_words(item, words, after=ring)
+    if ctx.shape.reads_stored:
+        return
     for operand, (source, first) in enumerate(
         zip(ctx.operands.stationary, first_rows, strict=True)
     ):
@@ -51,12 +59,21 @@ def _load_statistics(ctx: BackwardContext, head: Any, row: Any, slot: Any, ready
 
 
 def _send_block(
-    ctx: BackwardContext, step: Any, first_rows: list[Any], words: tuple[Any, ...], head: Any
+    ctx: BackwardContext, step: Any, first_rows: list[Any], words: Sequence[Any], head: Any
 ) -> None:
     """Sends the descriptor of a block, and loads its two operands and, if they have a first row,
     its statistics."""
     ring = ctx.shared.streamed
     ring.send_words(step, words, after=ring)
+    if ctx.shape.reads_stored:
+        tiles, ready = ring.copied(step), ring.ready_at(step)
+        rows = pl.ds(first_rows[0], ctx.config.block)
+        ctx.load(ctx.operands.streamed[0], (rows, head), tiles.at[0], ready)
+        for consumer in range(NUM_CONSUMERS):
+            rows = pl.ds(first_rows[1 + consumer], WGMMA_M)
+            target = tiles.at[1, pl.ds(consumer, 1)]
+            ctx.load(ctx.operands.masks.d_scores, (rows, 0), target, ready)
+        return
     for operand, (source, row) in enumerate(
         zip(ctx.operands.streamed, first_rows[:2], strict=True)
     ):
@@ -66,20 +83,28 @@ def _send_block(
         _load_statistics(ctx, head, row, ring.slot(step), ring.ready_at(step))
 
 
-def _send_item(ctx: BackwardContext, item: Any, step: Any) -> Any:
+def _send_item(ctx: BackwardContext, number: Any, item: Any, step: Any) -> Any:
     """Sends one head of a tile, and all its blocks; returns the next item's first step."""
     shape, config, operands = ctx.shape, ctx.config, ctx.operands
-    number = ctx.worker + item * shape.workers
     tile, head = lax.div(number, shape.heads), lax.rem(number, shape.heads)
-    _send_stationary(ctx, item, tile, head)
+    if shape.has_mask:
+        whole = ctx.tile_word(tile, masked.WHOLE_END) - ctx.tile_word(tile, masked.WHOLE_BEGIN)
+        _send_stationary(ctx, item, tile, head, whole * shape.streamed_per_head)
+    else:
+        _send_stationary(ctx, item, tile, head)
     begin, end, blocks = (ctx.tile_word(tile, i) for i in (3, 4, 5))
     has_statistics = shape.has_softmax and shape.is_for_keys
-    if shape.has_mask:
-        return _send_seen_blocks(ctx, tile, head, step)
 
-    def send_head(index: Any, step: Any) -> Any:
+    def send_head(index: Any, step: Any, is_cut: bool = False) -> Any:
         block_head = lax.div(head, shape.heads_per_streamed) * shape.streamed_per_head + index
         q_head = block_head if shape.is_for_keys else head
+        if is_cut:
+            last = step + lax.div(blocks, shape.streamed_per_head) - whole
+            send = functools.partial(_send_cut, ctx, tile, (block_head, q_head), last)
+            return lax.fori_loop(begin, end, send, step)
+        if shape.has_mask:
+            send = functools.partial(_send_whole, ctx, tile, (block_head, q_head))
+            return lax.fori_loop(begin, end, send, step)
 
         def send_range(index: Any, step: Any) -> Any:
             source, target, rows = (ctx.range_word(index, i) for i in range(3))
@@ -99,68 +124,120 @@ def _send_item(ctx: BackwardContext, item: Any, step: Any) -> Any:
 
     @pl.when(blocks > 0)
     def _() -> None:
-        lax.fori_loop(0, shape.streamed_per_head, send_head, step)
+        first_cut = lax.fori_loop(0, shape.streamed_per_head, send_head, step)
+        if shape.has_mask:
+            send_cut = functools.partial(send_head, is_cut=True)
+            lax.fori_loop(0, shape.streamed_per_head, send_cut, first_cut)
 
     @pl.when(blocks == 0)
     def _() -> None:
         # A block without rows: every tile that a consumer receives has a block.
         zero = jnp.int32(0)
         absent = [operands.statistics.shape[-1] - ABSENT_ROWS] if has_statistics else []
-        _send_block(ctx, step, [zero, zero, *absent], (zero, zero), zero)
+        words = [zero] * (BLOCK_WORDS + MASK_WORDS * shape.has_mask)
+        if shape.has_mask:
+            words[FLAGS] = jnp.int32(masked.NO_ROW_SEES)
+        absent += [zero] * shape.reads_stored
+        _send_block(ctx, step, [zero, zero, *absent], words, zero)
 
     return step + jnp.maximum(blocks, 1)
 
 
-def _send_seen_blocks(ctx: BackwardContext, tile: Any, head: Any, step: Any) -> Any:
-    """Sends the blocks that a tile's rows see, and an end; returns the next item's first step."""
+def _send_range_block(
+    ctx: BackwardContext,
+    tile: Any,
+    heads: tuple[Any, Any],
+    index: Any,
+    block: Any,
+    step: Any,
+    flags: Any,
+) -> None:
+    """Sends a block of a range; `heads`: of the block, and of its queries."""
     shape, size = ctx.shape, ctx.config.block
+    block_head, q_head = heads
+    place = mosaic.opaque(index, interpret=ctx.interpret)
+    source, target, rows, first = (ctx.range_word(place, i) for i in range(4))
+    first = first if shape.is_for_keys else jnp.int32(0)
+    done = block * size
+    first_rows = [source + done, target + done]
+    if shape.has_softmax and shape.is_for_keys:
+        first_rows.append(first + done)
+    if shape.reads_stored:
+        first_rows[1:] = stored.rows(ctx, tile, q_head, index, source, block, masked.unseen(flags))
+    words = (jnp.minimum(rows - done, size), q_head, flags, first + done)
+    _send_block(ctx, step, first_rows, words, block_head)
 
-    def send_head(index: Any, step: Any) -> Any:
-        block_head = lax.div(head, shape.heads_per_streamed) * shape.streamed_per_head + index
-        q_head = block_head if shape.is_for_keys else head
 
-        def send_range(index: Any, step: Any) -> Any:
-            first = ctx.range_word(index, 3) if shape.is_for_keys else jnp.int32(0)
+def _send_whole(
+    ctx: BackwardContext, tile: Any, heads: tuple[Any, Any], index: Any, step: Any
+) -> Any:
+    """Sends the blocks of a range that need no mask; returns the next block's step."""
+    begin, end = masked.whole_blocks(ctx, tile, index)
 
-            def send(block: Any, step: Any) -> Any:
-                done = block * size
-                flags = masked.block_flags(ctx, tile, first, done)
-                is_seen = flags != masked.NO_ROW_SEES
+    @pl.loop(begin, end)
+    def _(block: Any) -> None:
+        _send_range_block(ctx, tile, heads, index, block, step + (block - begin), jnp.int32(0))
 
-                @pl.when(is_seen)
-                def _() -> None:
-                    # Read here, since the comparisons above leave no register for them.
-                    place = mosaic.opaque(index, interpret=ctx.interpret)
-                    source, target, rows = (ctx.range_word(place, i) for i in range(3))
-                    rows_left = jnp.minimum(rows - done, size)
-                    first_rows = [source + done, target + done]
-                    if shape.has_softmax and shape.is_for_keys:
-                        first_rows.append(first + done)
-                    words = (rows_left, q_head, flags, first + done)
-                    _send_block(ctx, step, first_rows, words, block_head)
+    return step + (end - begin)
 
-                return step + is_seen.astype(jnp.int32)
 
-            count = pl.cdiv(ctx.range_word(index, 2), size)
-            return lax.fori_loop(*masked.block_range(ctx, tile, first, count), send, step)
+def _send_cut(
+    ctx: BackwardContext, tile: Any, heads: tuple[Any, Any], last: Any, index: Any, step: Any
+) -> Any:
+    """Sends a range's other blocks that the tile's rows see, before step `last`; likewise."""
+    whole, whole_end = masked.whole_blocks(ctx, tile, index)
+    first = masked.range_start(ctx, index)
 
-        begin, end = ctx.tile_word(tile, 3), ctx.tile_word(tile, 4)
-        if not shape.is_for_keys:  # tiles of queries have one range; without keys, no block of it
-            return send_range(begin, step)
-        return lax.fori_loop(begin, end, send_range, step)
+    def after_whole(block: Any) -> Any:
+        return jnp.where(block == whole, whole_end, block)
 
-    step = lax.fori_loop(0, shape.streamed_per_head, send_head, step)
-    ring, zero = ctx.shared.streamed, jnp.int32(0)
-    ring.send_words(step, (jnp.int32(size), zero, jnp.int32(masked.BOTH_END), zero), after=ring)
-    copies = 2 * ring.tiles[1].shape[2] + STATISTICS * (shape.has_softmax and shape.is_for_keys)
-    for _ in range(copies):  # in place of copies, which arrive when they are complete
-        plgpu.barrier_arrive(ring.ready_at(step))
-    return step + 1
+    def send(carry: tuple[Any, Any]) -> tuple[Any, Any]:
+        block, step = carry
+        is_seen, flags = masked.block_flags(ctx, tile, first, block * ctx.config.block)
+
+        @pl.when(is_seen)
+        def _() -> None:
+            _send_range_block(ctx, tile, heads, index, block, step, flags)
+
+        return after_whole(block + 1), step + is_seen.astype(jnp.int32)
+
+    begin = ctx.tile_word(tile, masked.BEGIN_BLOCK) - lax.div(first, WGMMA_M)
+    count = masked.range_blocks(ctx, index)
+    start = after_whole(jnp.maximum(begin, 0)), step
+    return lax.while_loop(lambda x: (x[0] < count) & (x[1] < last), send, start)[1]
+
+
+def _send_taken(ctx: BackwardContext) -> None:
+    """Sends the item with the CTA's number, then items that it takes by the counter, and an end."""
+    shape, ring = ctx.shape, ctx.shared.stationary
+    items = ctx.operands.counts[1] * shape.heads
+
+    def send(carry: tuple[Any, Any, Any]) -> tuple[Any, Any, Any]:
+        item, number, step = carry
+        step = _send_item(ctx, number, item, step)
+        return item + 1, ctx.number_after(number, item), step
+
+    start = (jnp.int32(0), ctx.worker, jnp.int32(0))
+    item, _, _ = lax.while_loop(lambda carry: carry[1] < items, send, start)
+    zero = jnp.int32(0)
+    ring.send_words(item, (zero, zero, jnp.int32(END)), after=ring)
+    has_statistics = ctx.shared.statistics_free is not None
+    copies = 2 * NUM_CONSUMERS * ring.tiles[1].shape[3] + STATISTICS * has_statistics
+    # In place of copies, which arrive when they are complete.
+    for _ in range(0 if shape.reads_stored else copies):
+        plgpu.barrier_arrive(ring.ready_at(item))
 
 
 def produce(ctx: BackwardContext) -> None:
     """The producer warp."""
-    lax.fori_loop(0, ctx.item_count, lambda item, step: _send_item(ctx, item, step), jnp.int32(0))
+    if ctx.shape.has_mask:
+        _send_taken(ctx)
+    else:
+
+        def send(item: Any, step: Any) -> Any:
+            return _send_item(ctx, ctx.worker + item * ctx.shape.workers, item, step)
+
+        lax.fori_loop(0, ctx.item_count, send, jnp.int32(0))
     ctx.shared.streamed.drain()
     ctx.shared.stationary.drain()
     if ctx.shared.statistics_free is not None:

@@ -316,6 +316,44 @@ def add_product(
     return issue(v, *values)
 
 
+def add_tile_product(
+    total: Any, d_scores: Any, keys: Any, *, is_transposed: bool = False, interpret: bool
+) -> Any:
+    """Issues total + d_scores @ keys as one WGMMA group.
+
+    Args:
+      total: [64, columns] f32, or the interpreter's accumulators, one for each column block.
+      d_scores: operand tile [64, 64] in shared memory, queries by keys.
+      keys: operand tiles [column blocks, 64, 64] in shared memory, keys by columns.
+      is_transposed: if true, d_scores.T is multiplied, and `keys` are queries by columns.
+
+    Returns:
+      The same kind as `total`; read its value by `wait`, then `after_wait`.
+    """
+    if interpret:
+        first = d_scores.transpose((1, 0)) if is_transposed else d_scores
+        for i, part in enumerate(total):
+            plgpu.wgmma(part, first, keys.at[i])
+        return total
+    columns, step_bytes = total.shape[1], WGMMA_K * mosaic.SWIZZLE
+    operand = plgpu.RefType(mosaic.operand_transforms(keys.dtype))
+
+    @plgpu.inline_mgpu(
+        arg_types=(operand, operand, plgpu.Layout.WGMMA), return_type=accumulator_type(columns)
+    )
+    def issue(_: Any, d_scores: ir.Value, keys: ir.Value, total: Any) -> mgpu.FragmentedArray:
+        a_base, b_base = descriptor(d_scores), descriptor(keys, WGMMA_M * mosaic.SWIZZLE)
+        a_bytes = step_bytes if is_transposed else WGMMA_K * 2
+        with Group(keys, columns, total) as group:
+            for step in range(WGMMA_M // WGMMA_K):
+                a = advance(a_base, step * a_bytes)
+                b = advance(b_base, step * step_bytes)
+                group.multiply([a], b, transposes=f"{int(is_transposed)}, 1")
+        return group.result
+
+    return issue(d_scores, keys, total)
+
+
 def accumulator_type(columns: int) -> Any:
     """Declares an accumulator [64, columns] f32 that a WGMMA group returns."""
     return plgpu.ShapeDtypeStruct((WGMMA_M, columns), jnp.float32, layout=plgpu.Layout.WGMMA)

@@ -108,7 +108,7 @@ def sum_up(
         return [((value or (lambda i: threads.read(ref, i)))(x),) for x in places]
 
     def store(place: jax.Array, before: Any, _: Any) -> None:
-        threads.keep(ref, place, before[0], place >= 0)
+        threads.keep(ref, place, before[0], place < ref.shape[0])
 
     return running_sums(threads, count, read, store, scratch, at, others=others)
 

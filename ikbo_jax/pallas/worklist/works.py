@@ -427,7 +427,7 @@ def _shared(static: Launch, operands: Arrays, own: int) -> tiles.Shared:
     found = tiles.shared_words((queries, keys), operands, own, 12)
     threads = Threads(queries.warpgroups, 0, False)
     if static.has_statistics and not queries.is_broadcast:
-        found = found._replace(statistics=memory.Words((padded(threads, queries.segments),)))
+        found = found._replace(statistics=memory.Words((queries.segments,)))
     if operands.q_to_kv is None:
         return found
     begins = memory.Words((padded(threads, _most_begins(static)),))

@@ -26,15 +26,19 @@ from ikbo_jax.rewrite.attention.block_parts import (
     parts_of,
     weighted,
 )
-from ikbo_jax.rewrite.attention.blocks import BlockFill, Blocks, arranged
+from ikbo_jax.rewrite.attention.blocks import BlockFill, Blocks, arranged, unspread
+from ikbo_jax.rewrite.attention.operands import Operands, Visible, attend_by_row
 from ikbo_jax.rewrite.attention.scores import (
+    KEY,
+    QUERY,
     WIDTH,
     Label,
     Scores,
     labels_of_product,
     order_of_values,
+    scale_and_cap,
 )
-from ikbo_jax.rewrite.facts import known
+from ikbo_jax.rewrite.facts import masks
 from ikbo_jax.rewrite.interpret import Context, shape_of
 from ikbo_jax.rewrite.rules.elementwise import concat
 from ikbo_jax.rewrite.values import lineage, staged
@@ -89,12 +93,13 @@ class Call:
 
     def attended(self, query: Part) -> Any:
         """Returns the result of some queries: [batch, *queries, *heads, width]."""
-        states = {id(key): self._state(query, key) for key in self.keys}
-        live = [key for key in self.keys if states[id(key)] != 0]
+        live = [part for key in self.keys if (part := self._trimmed(query, key)) is not None]
+        states = {id(key): self._state(query, key) for key in live}
+        is_whole = sum(key.stop - key.start for key in live) == self.keys[-1].stop
         users = lineage_of(query.value)
         at_users = users is not None and all(self.of_users(key, users) for key in live)
         finite = any(fill.value > -math.inf for fill in self.root.fills)
-        if finite or len(live) < len(self.keys) or not at_users:
+        if finite or not is_whole or not at_users:
             # At user batch, rows of -inf become NaN; merged attentions without keys are 0.
             self._check_rows(query, live, states)
         shape = list(shape_of(query.value))
@@ -107,12 +112,25 @@ class Call:
         shape[-1] = out.shape[-1]
         return staged.reshape(out, shape)
 
+    def _trimmed(self, query: Part, key: Part) -> Part | None:
+        """Drops the first and the last keys that are hidden from all queries; None without keys."""
+        hidden = np.zeros(key.stop - key.start, bool)
+        for fill in self.root.fills:
+            state = self._cut(fill.state, query, key)
+            hidden = hidden | (state == 0).reshape(-1, state.shape[-1]).all(axis=0)
+        (seen,) = np.nonzero(~hidden)
+        if len(seen) in (0, len(hidden)):
+            return key if len(seen) else None
+        first, last = int(seen[0]), int(seen[-1]) + 1
+        rows, values = (block_of(x, 1, first, last) for x in (key.value, key.values))
+        return Part(rows, key.start + first, key.start + last, values)
+
     def _state(self, query: Part, key: Part) -> int:
-        """Whether a block is hidden (0) or no mask hides any of it (1), or `known.UNKNOWN`."""
+        """Whether a block is hidden (0) or no mask hides any of it (1), or `masks.UNKNOWN`."""
         states = [self._cut(fill.state, query, key) for fill in self.root.fills]
         if any((state == 0).all() for state in states):
             return 0
-        return 1 if all((state == 1).all() for state in states) else known.UNKNOWN
+        return 1 if all((state == 1).all() for state in states) else masks.UNKNOWN
 
     def _cut(self, x: np.ndarray, query: Part, key: Part) -> np.ndarray:
         index = [slice(None)] * x.ndim
@@ -143,7 +161,10 @@ class Call:
 
     def _mask(self, fill: BlockFill, query: Part, key: Part) -> Any:
         """Returns the block of a mask: [batch, *queries, *heads, keys]."""
-        mask = block_of(fill.kept, len(self.root.labels) - 1, key.start, key.stop)
+        return self._sliced(fill.kept, query, key)
+
+    def _sliced(self, mask: Any, query: Part, key: Part) -> Any:
+        mask = block_of(mask, len(self.root.labels) - 1, key.start, key.stop)
         return block_of(mask, self.axis, query.start, query.stop) if self.root.queries else mask
 
     def _logits_mask(self, mask: jax.Array) -> jax.Array:
@@ -170,7 +191,7 @@ class Call:
         rows = math.prod(self.sizes)
         all_keys = lineage.joined([self.user_rows(key.value, users) for key in live], 1)
         all_values = lineage.joined([self.user_rows(key.values, users) for key in live], 1)
-        logits = logits_of(self.flat(base, rows), all_keys, self.root.scale)
+        logits = logits_of(self.flat(base, rows), all_keys, self.root)
         if any(self._state(query, key) != 1 for key in live):
             for fill in self.root.fills:
                 logits = masked(self._users_mask(fill, query, live, users), logits, fill.value)
@@ -224,23 +245,36 @@ class Call:
                 for xs in ([key.value for key in own], [key.values for key in own])
             )
         outs: list[tuple[jax.Array, jax.Array]] = []
-        for n, (users, keys) in enumerate(groups.items()):
+        takes_own = False
+        for users, keys in groups.items():
             assert users is not None
             of_users = [
                 staged.cast(lineage.joined([self.user_rows(x, users) for x in xs], 1), dtype)
                 for xs in ([key.value for key in keys], [key.values for key in keys])
             ]
             lengths = None
+            scale, cap = scale_and_cap(self.root)
             if any(states[id(key)] != 1 for key in keys):
-                of_users, lengths = self._kept_first(query, keys, users, of_users)
+                kept, seen = self._visible(query, keys, users)
+                operands = Operands(flat, of_users[0], of_users[1], users.index, scale, cap)
+                if seen is not None:
+                    by_row = attend_by_row(operands, Visible(seen, kept))
+                    lse = staged.reshape(by_row.lse, flat.shape[:3])
+                    outs.append((staged.reshape(by_row.out, flat.shape), lse))
+                    continue
+                if kept is not None:
+                    of_users = list(operands.ordered(kept)[1:3])
+                    lengths = jnp.sum(kept, axis=1, dtype=jnp.int32)
             # Own keys that no mask hides are own tokens of the op.
-            tokens = own_rows if n == 0 and own_kept and own_rows else (None, None)
+            tokens = own_rows if own_kept and own_rows and not takes_own else (None, None)
+            takes_own = takes_own or tokens[0] is not None
             out = attention(
                 flat,
                 of_users[0],
                 of_users[1],
                 users.index,
-                scale=self.root.scale,
+                scale=scale,
+                logit_cap=cap,
                 key_value_seq_lengths=lengths,
                 self_key=tokens[0],
                 self_value=tokens[1],
@@ -248,44 +282,113 @@ class Call:
             )
             assert isinstance(out, tuple)
             outs.append(out)
-        if own_rows and not (own_kept and groups):
+        if own_rows and not takes_own:
             outs.append(self._to_own(query, own, flat, *own_rows))
         merged, _ = functools.reduce(lambda x, y: merge_attention(*x, *y), outs)
         return staged.cast(merged, self.dtype)
 
-    def _kept_first(
-        self, query: Part, keys: list[Part], users: Lineage, of_users: list[jax.Array]
-    ) -> tuple[list[jax.Array], jax.Array]:
-        """Moves unmasked keys and values to the front; also returns their number by user."""
-        kept: Any = True
-        for fill in self.root.fills:
-            parts = []
-            for key in keys:
-                mask = self._of_keys(fill, query, key, users)
-                if mask is None or any(n != 1 for n in mask.shape[1:-1]):
-                    raise NotCovered("attention is not recognised: its mask differs by query")
-                size = key.stop - key.start
-                parts.append(lineage.spread(mask.reshape(mask.shape[0], -1), (mask.shape[0], size)))
-            kept = kept & lineage.joined(parts, 1)
-        kept = lineage.spread(kept, (users.users, kept.shape[1]))
-        order = jnp.argsort(~kept, axis=1, stable=True)[:, :, None, None]
-        ordered = [jnp.take_along_axis(x, order, axis=1) for x in of_users]
-        return ordered, jnp.sum(kept, axis=1, dtype=jnp.int32)
+    def _visible(self, query: Part, keys: list[Part], users: Lineage) -> tuple[Any, Any]:
+        """Returns which keys the masks keep for a user, and which for a query; None for all.
 
-    def _of_keys(self, fill: BlockFill, query: Part, key: Part, users: Lineage) -> Any:
+        Returns:
+          [users, keys], and [batch or 1, queries or 1, keys], an interval in each row.
+        """
+        size = sum(key.stop - key.start for key in keys)
+        kept, seen = None, None
+        for fill in self.root.fills:
+            for by_user, by_row in self._columns(fill, query, keys, users):
+                if by_user is not None:
+                    kept = by_user if kept is None else kept & by_user
+                if by_row is not None:
+                    seen = by_row if seen is None else seen & by_row
+        return kept if kept is None else lineage.spread(kept, (users.users, size)), seen
+
+    def _columns(
+        self, fill: BlockFill, query: Part, keys: list[Part], users: Lineage
+    ) -> list[tuple[Any, Any]]:
+        """Returns the factors of a mask, each by user or by query, as `_visible` does."""
+        whole = self._column(fill.kept, fill.state, False, query, keys, users)
+        if whole is not None:
+            return [whole]
+        region = [(fill.labels.index((KEY, 0)), keys[0].start, keys[-1].stop)]
+        if self.root.queries:
+            label = (QUERY, self.axis - 1)
+            region.append((fill.labels.index(label), query.start, query.stop))
+        factors = fill.factors(self.ctx, tuple(region))
+        found = [self._column(*factor, query, keys, users) for factor in factors]
+        if None in found:
+            raise NotCovered("attention is not recognised: its mask differs by query")
+        return [column for column in found if column is not None]
+
+    def _column(
+        self,
+        mask: Any,
+        state: np.ndarray,
+        is_interval: bool,
+        query: Part,
+        keys: list[Part],
+        users: Lineage,
+    ) -> tuple[Any, Any] | None:
+        """Returns the columns of a mask, by user or by query; None if they are neither."""
+        states = [self._cut(state, query, key) for key in keys]
+        if all((x == 1).all() for x in states):
+            return None, None
+        by_user = [
+            self._of_keys(mask, x, query, key, users) for x, key in zip(states, keys, strict=True)
+        ]
+        if (kept := self._by_user(by_user, keys)) is not None:
+            return kept, None
+        if not any((x == masks.UNKNOWN).any() for x in states):
+            row = self._by_query([x == 1 for x in states], keys)
+            return (None, row) if masks.are_intervals(row) else None
+        if not is_interval:
+            return None
+        parts = [unspread(self.ctx, self._sliced(mask, query, key), True) for key in keys]
+        return None, self._by_query(parts, keys)
+
+    def _of_keys(self, mask: Any, state: np.ndarray, query: Part, key: Part, users: Lineage) -> Any:
         """Returns a mask's block at user batch; without queries and heads if fixed and equal."""
-        state = self._cut(fill.state, query, key)
         first = state.reshape(-1, state.shape[-1])[:1]
-        if (state != known.UNKNOWN).all() and (state == first).all():
+        if (state != masks.UNKNOWN).all() and (state == first).all():
             shape = (1,) * (state.ndim - 1) + state.shape[-1:]
             return jnp.asarray(first.reshape(shape) == 1)
-        return at_users(self._mask(fill, query, key), users)
+        return at_users(self._sliced(mask, query, key), users)
+
+    def _by_user(self, parts: list[Any], keys: list[Part]) -> Any:
+        """Joins masks of keys at user batch: [users or 1, keys]; None if they are none."""
+        if any(x is None or any(n != 1 for n in x.shape[1:-1]) for x in parts):
+            return None
+        parts = [staged.reshape(x, (x.shape[0], x.shape[-1])) for x in parts]
+        sizes = [(x.shape[0], key.stop - key.start) for x, key in zip(parts, keys, strict=True)]
+        return lineage.joined(list(map(lineage.spread, parts, sizes)), 1)
+
+    def _by_query(self, parts: list[Any], keys: list[Part]) -> Any:
+        """Joins masks [batch, *queries, *heads, keys]: [batch or 1, queries or 1, keys]."""
+        count = 1 + len(self.root.queries)
+        if any(n != 1 for x in parts for n in x.shape[count:-1]):
+            raise NotCovered("attention is not recognised: its mask differs by head")
+        sizes = (
+            tuple(self.sizes) if any(x.shape[1:count] != (1,) * (count - 1) for x in parts) else ()
+        )
+        rows = []
+        for x, key in zip(parts, keys, strict=True):
+            size = key.stop - key.start
+            moves = np if isinstance(x, np.ndarray) else jnp
+            x = x.reshape(*x.shape[:count], x.shape[-1])
+            x = moves.broadcast_to(x, (x.shape[0], *(sizes or x.shape[1:count]), size))
+            rows.append(x.reshape(x.shape[0], math.prod(sizes), size))
+        if len(rows) == 1:
+            return rows[0]
+        moves = np if all(isinstance(x, np.ndarray) for x in rows) else jnp
+        batch = max(x.shape[0] for x in rows)
+        rows = [moves.broadcast_to(x, (batch, *x.shape[1:])) for x in rows]
+        return moves.concatenate(rows, axis=2)
 
     def _to_own(
         self, query: Part, own: list[Part], flat: jax.Array, key: jax.Array, value: jax.Array
     ) -> tuple[jax.Array, jax.Array]:
         """Attends to own keys with masks; returns the result, and lse [batch, queries, heads]."""
-        logits = logits_of(flat, key, self.root.scale)
+        logits = logits_of(flat, key, self.root)
         for fill in self.root.fills:
             parts = [self._logits_mask(self.ctx.build(self._mask(fill, query, k))) for k in own]
             logits = masked(_joined(parts, own), logits, -jnp.inf)

@@ -7,6 +7,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 from ikbo_jax.rewrite.interpret import shape_of
 from ikbo_jax.rewrite.values import lineage, staged
@@ -79,11 +80,12 @@ def at_users(x: Any, users: Lineage, axis: int = 0) -> Any:
 # These are written in `lax`: tracing `jnp.einsum` and `jax.nn.softmax` takes several times as long.
 
 
-def logits_of(query: jax.Array, key: jax.Array, scale: float) -> jax.Array:
-    """Computes scale · query · key in float32: [batch, heads, queries, keys]."""
+def logits_of(query: jax.Array, key: jax.Array, root: Any) -> jax.Array:
+    """Computes the logits of `root` in float32: [batch, heads, queries, keys]."""
     numbers = (((3,), (3,)), ((0, 2), (0, 2)))
     logits = staged.product(query, key, numbers, jnp.float32)
-    return logits if scale == 1 else staged.times(logits, scale)
+    logits = logits if root.scale == 1 else staged.times(logits, root.scale)
+    return logits if root.cap is None else staged.times(lax.tanh(logits), root.cap)
 
 
 def weighted(weights: jax.Array, value: jax.Array) -> jax.Array:

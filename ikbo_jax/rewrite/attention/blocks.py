@@ -34,7 +34,7 @@ from ikbo_jax.rewrite.attention.scores import (
     Scores,
     labels_of_logits,
 )
-from ikbo_jax.rewrite.facts import known
+from ikbo_jax.rewrite.facts import masks
 from ikbo_jax.rewrite.interpret import Context, shape_of
 from ikbo_jax.rewrite.values import lineage, staged
 from ikbo_jax.rewrite.values.lineage import Concat, Lazy
@@ -47,11 +47,16 @@ class BlockFill:
 
     Attributes:
       kept: the mask, of dimensions [batch, *queries, *heads, keys]; sizes may be 1.
-      state: `known.known_mask` of it, of the same dimensions.
+      state: `masks.known_mask` of it, of the same dimensions.
+      factors: computes the masks whose conjunction it is in a region of `masks.factors`, in the
+        mask's own dimensions `labels`: `kept` and `state` of each, and whether it keeps an interval
+        of keys in each row.
     """
 
     kept: Any
     state: np.ndarray
+    labels: list[Label]
+    factors: Callable[[Context, masks.Region], list[tuple[Any, np.ndarray, bool]]]
     value: float
     added: Any = None
     after: float = 1.0
@@ -73,6 +78,7 @@ class Blocks:
     scale: float = 1.0
     fills: tuple[BlockFill, ...] = ()
     mask_origins: frozenset = frozenset()
+    cap: float | None = None
 
     @property
     def labels(self) -> list[Label]:
@@ -85,26 +91,57 @@ class Blocks:
         """Adds a mask to the logits."""
         labels, wanted = list(scores.labels), self.labels
 
-        def block() -> tuple[Any, np.ndarray]:
-            state, kept = known.known_mask(ctx, mask), mask
-            if not keeps:
-                state = np.where(state == known.UNKNOWN, state, 1 - state)
-                kept = _negated(mask)
+        def block(ctx: Context, x: Any, keep: bool) -> tuple[Any, np.ndarray]:
+            state, kept = masks.known_mask(ctx, x), x
+            if not keep:
+                state, kept = masks.negated(state), _negated(x)
             return arranged(kept, labels, wanted), arranged_array(state, labels, wanted)
 
-        key = ("mask of blocks", keeps, tuple(labels), tuple(wanted))
-        kept, state = ctx.scope.once(key, (mask,), block)
-        new = BlockFill(kept, state, fill.value, fill.added, fill.after)
+        def factors(ctx: Context, region: masks.Region) -> list[tuple[Any, np.ndarray, bool]]:
+            def found() -> list[tuple[Any, np.ndarray, bool]]:
+                dim = labels.index((KEY, 0))
+                return [
+                    (*block(ctx, x, keep), masks.is_interval(ctx, x, keep, dim))
+                    for x, keep in masks.factors(ctx, mask, keeps, region)
+                ]
+
+            return ctx.scope.once(("factors", *key, region), (mask,), found)
+
+        key = (keeps, tuple(labels), tuple(wanted))
+        kept, state = ctx.scope.once(
+            ("mask of blocks", *key), (mask,), lambda: block(ctx, mask, keeps)
+        )
+        new = BlockFill(kept, state, labels, factors, fill.value, fill.added, fill.after)
         origins = self.mask_origins | lineage.origins_of(mask)
         return dataclasses.replace(self, fills=(*self.fills, new), mask_origins=origins)
 
 
 def _negated(mask: Any) -> Any:
+    """Returns where a mask, or a bias, is False or 0."""
     if isinstance(mask, Concat):
         return Concat(tuple(map(_negated, mask.parts)), mask.axis)
     if isinstance(mask, Lazy):
-        return dataclasses.replace(mask, base=~mask.base)
-    return ~mask
+        return dataclasses.replace(mask, base=kept_by(mask.base, False))
+    return kept_by(mask, False)
+
+
+def kept_by(mask: Any, keeps: bool) -> Any:
+    """Returns where an array keeps keys, or without `keeps` where it hides none."""
+    kept = mask if mask.dtype == np.bool_ else mask != 0
+    return kept if keeps else ~kept
+
+
+def unspread(ctx: Context, mask: Any, keeps: bool) -> Any:
+    """Computes where a mask keeps keys; dimensions along which it is broadcast have size 1."""
+    state = masks.known_mask(ctx, mask)
+    if masks.UNKNOWN not in state:
+        return (state == 1) == keeps
+    if isinstance(mask, Lazy):
+        shape = list(mask.base.shape)
+        if lineage.has_lineage(mask):
+            shape[mask.axis] = mask.shape[mask.axis]
+        mask = dataclasses.replace(mask, shape=tuple(shape))
+    return kept_by(ctx.build(mask), keeps)
 
 
 def start(

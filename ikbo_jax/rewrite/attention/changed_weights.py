@@ -171,7 +171,7 @@ def _masked_exponential(
         mask = dataclasses.replace(mask, base=mask.base != 0)
     # The softmax sees the number that this mask fills in, not that of an earlier, equal mask.
     earlier = dataclasses.replace(x, root=dataclasses.replace(root, fills=rest))
-    fill = Fill(None, None, -math.inf, source=source)  # type: ignore[arg-type]
+    fill = Fill(None, None, -math.inf, source=source)
     root = logit_masks.masked(ctx, earlier, mask, True, fill)
     # Without the masked keys' largest exponential, 1, the sum may be below 1. No logit is below a
     # large number, so that a masked key's exponential is the largest only in rows without others.
@@ -313,7 +313,7 @@ def _over_bounded_sum(x: Scores, eqn: Any, y: Scores) -> Scores:
         # row of -inf is NaN with and without the number.
         return probabilities
     fills = x.root.fills
-    known = x.emptied == y.emptied if fills else True
+    known = x.emptied == y.emptied and all(f.seen is None for f in fills) if fills else True
     if not known or any(f.value > -math.inf or f.added is not None for f in fills):
         raise NotCovered("attention is not recognised: a number is added to its sum")
     ones = (1,) * len(x.root.heads)

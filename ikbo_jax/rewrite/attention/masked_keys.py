@@ -17,6 +17,9 @@ the mask's number F, as the softmax sees it, and on whether `where` or an additi
   gradient. A row without kept keys has uniform attention weights, and the derivative of a softmax.
   A test in the rewritten program finds logits too large to be removed, and computes such rows as
   the original does.
+
+If a mask differs by candidate or query, and keeps an interval of keys in each row, the op takes the
+intervals (`_by_row`). The mask's number must then be at most `LARGE`.
 """
 
 from __future__ import annotations
@@ -24,17 +27,16 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
+import operator
 from collections.abc import Callable
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from ikbo_jax.ops.attention import attention, merge_attention
-from ikbo_jax.ops.gdpa import gdpa
-from ikbo_jax.ops.gdpa_arguments import equal_offsets
+from ikbo_jax.ops.attention import merge_attention
+from ikbo_jax.rewrite.attention.operands import ByRow, Operands, Visible, attend_by_row
 from ikbo_jax.rewrite.attention.scores import Fill, Logits, Scores
 from ikbo_jax.rewrite.interpret import Context
 from ikbo_jax.rewrite.values import staged
@@ -57,88 +59,6 @@ _AT_ONCE = 64
 _DEVICES = 8
 
 
-class _Operands(NamedTuple):
-    """Holds the operands of an attention.
-
-    Attributes:
-      query: [batch, queries, heads, width].
-      key: [users, keys, heads, width].
-      value: [users, keys, heads, width].
-      users: [batch] int32, the user of every row of queries.
-      scale: the factor of the logits.
-      nan_is_zero: whether rows whose logits are NaN or infinite are 0.
-    """
-
-    query: jax.Array
-    key: jax.Array
-    value: jax.Array
-    users: jax.Array
-    scale: float
-    nan_is_zero: bool = False
-
-    @classmethod
-    def of(cls, root: Logits, value: jax.Array) -> _Operands:
-        """Reshapes the operands of logits, and values [users, keys, *heads, width]."""
-        (batch, *_, width), (users, keys, *_) = root.query.shape, value.shape
-        heads = math.prod(root.heads)
-        return cls(
-            staged.reshape(root.query, (batch, math.prod(root.queries), heads, width)),
-            staged.reshape(root.key.base, (users, keys, heads, width)),
-            staged.reshape(value, (users, keys, heads, width)),
-            root.lineage.index,
-            root.scale,
-        )
-
-    def activated(self, activation: str, scale: float, output_scale: float) -> jax.Array:
-        """Attends with an activation instead of the softmax."""
-        (batch, queries), (users, keys) = self.query.shape[:2], self.key.shape[:2]
-        query, key, value = (
-            staged.reshape(x, (x.shape[0] * x.shape[1], *x.shape[2:])) for x in self[:3]
-        )
-        out = gdpa(
-            query,
-            key,
-            value,
-            equal_offsets(batch, queries),
-            equal_offsets(users, keys),
-            activation=activation,
-            scale=scale,
-            output_scale=output_scale,
-            q_to_kv=self.users,
-            max_seqlen_q=queries,
-            max_seqlen_kv=keys,
-        )
-        return staged.reshape(out, staged.shape_of(self.query))
-
-    def attend(self, lengths: jax.Array | None = None) -> jax.Array:
-        if self.nan_is_zero:
-            if lengths is None:
-                lengths = jnp.full(self.key.shape[0], self.key.shape[1], jnp.int32)
-            found, lse = self.attend_with_lse(lengths)
-            return jnp.where(jnp.isfinite(lse)[..., None], found, jnp.zeros((), found.dtype))
-        out = attention(*self[:4], scale=self.scale, key_value_seq_lengths=lengths)
-        assert not isinstance(out, tuple)
-        return out
-
-    def attend_with_lse(self, lengths: jax.Array) -> tuple[jax.Array, jax.Array]:
-        out = attention(
-            *self[:4], scale=self.scale, key_value_seq_lengths=lengths, return_residuals=True
-        )
-        assert isinstance(out, tuple)
-        return out
-
-    def ordered(self, first: jax.Array) -> _Operands:
-        """Moves the keys where `first` [users, keys] is true to the front."""
-        order = jnp.argsort(~first, axis=1, stable=True)[:, :, None, None]
-        key, value = (jnp.take_along_axis(x, order, axis=1) for x in (self.key, self.value))
-        return self._replace(key=key, value=value)
-
-    def of_user(self, x: jax.Array) -> jax.Array:
-        """Looks [users, ...] up by candidate: [batch, queries, ...]."""
-        rows = jnp.expand_dims(take_rows(x, self.users, 0), 1)
-        return jnp.broadcast_to(rows, (*self.query.shape[:2], *x.shape[1:]))
-
-
 def attend(
     ctx: Context,
     scores: Scores,
@@ -152,12 +72,16 @@ def attend(
     are 0, also if their attention weights are NaN; with `nan_is_zero`, all such rows are.
     """
     root = scores.root
-    operands = _Operands.of(root, value)._replace(nan_is_zero=nan_is_zero)
+    operands = Operands.of(root, value)._replace(nan_is_zero=nan_is_zero)
     if any(fill.value > _MASKS for fill in root.fills):
         raise NotCovered(f"attention is not recognised: masked logits are {root.fills[0].value:g}")
     fills = [_as_exponentiated(fill, scores) for fill in root.fills]
     if not fills:
         out = operands.attend()
+    elif any(fill.seen is not None for fill in fills):
+        if zero is not None:
+            raise NotCovered("attention is not recognised: its weights are masked again")
+        out = _by_row(ctx, operands, fills)
     elif fills[0].added is not None:
         if nan_is_zero or zero is not None and fills[0].value == -math.inf:
             raise NotCovered("attention is not recognised: weights that are NaN become 0")
@@ -179,7 +103,7 @@ def renormalised(
       divided: see `weighted.Weights`; its number is above 0.
       probabilities: whether the weights are probabilities of all keys, or exponentials.
     """
-    operands = _Operands.of(root, value)
+    operands = Operands.of(root, value)
     lengths = jnp.sum(kept, axis=1, dtype=jnp.int32)
     out, lse = operands.ordered(kept).attend_with_lse(lengths)
     total = lse
@@ -202,7 +126,7 @@ def attend_activated(
     root: Logits, value: jax.Array, activation: str, scale: float, output_scale: float
 ) -> jax.Array:
     """Attends with an activation instead of the softmax; the logits have no masks."""
-    return _with_dims(root, _Operands.of(root, value).activated(activation, scale, output_scale))
+    return _with_dims(root, Operands.of(root, value).activated(activation, scale, output_scale))
 
 
 def _with_dims(root: Logits, out: jax.Array) -> jax.Array:
@@ -223,7 +147,7 @@ def _as_exponentiated(fill: Fill, scores: Scores) -> Fill:
     return fill
 
 
-def _replaced(operands: _Operands, fills: list[Fill], zero: jax.Array | None) -> jax.Array:
+def _replaced(operands: Operands, fills: list[Fill], zero: jax.Array | None) -> jax.Array:
     kept, lengths = _all_kept(fills)
     by_length = len(fills) == 1 and fills[0].lengths is not None
     ordered = operands if by_length else operands.ordered(kept)
@@ -266,20 +190,20 @@ def _infinite(fills: list[Fill]) -> jax.Array:
     return infinite
 
 
-def _uniform_where(operands: _Operands, empty: jax.Array, lengths: jax.Array) -> jax.Array:
+def _uniform_where(operands: Operands, empty: jax.Array, lengths: jax.Array) -> jax.Array:
     """Attends; `empty` users have uniform weights over all keys, and their keys become 0."""
     key = jnp.where(empty[:, None, None, None], jnp.zeros((), operands.key.dtype), operands.key)
     return operands._replace(key=key).attend(jnp.where(empty, operands.key.shape[1], lengths))
 
 
-def _nan_of(operands: _Operands, users: jax.Array) -> jax.Array:
+def _nan_of(operands: Operands, users: jax.Array) -> jax.Array:
     """Returns NaN for these users, with the gradient that NaN weights give to their values."""
     total = jnp.sum(operands.value, axis=1, dtype=jnp.float32)
     weight = jnp.where(users, jnp.nan, 0.0)[:, None, None]
     return operands.of_user((total * weight).astype(operands.value.dtype))
 
 
-def _masked_part(operands: _Operands, fills: list[Fill]) -> tuple[jax.Array, jax.Array]:
+def _masked_part(operands: Operands, fills: list[Fill]) -> tuple[jax.Array, jax.Array]:
     """Attends to masked keys: the result [users, heads, width], and its lse [users, heads]."""
     number = jnp.full(fills[0].kept.shape, -jnp.inf, jnp.float32)
     for fill in fills:
@@ -304,7 +228,7 @@ def softmax(logits: jax.Array, axis: int) -> tuple[jax.Array, jax.Array]:
     return weights / safe, jnp.squeeze(lse, axis)
 
 
-def _added(ctx: Context, operands: _Operands, fill: Fill) -> jax.Array:
+def _added(ctx: Context, operands: Operands, fill: Fill) -> jax.Array:
     kept, lengths = _all_kept([fill])
     ordered = operands if fill.lengths is not None else operands.ordered(kept)
     empty = lengths == 0
@@ -312,31 +236,43 @@ def _added(ctx: Context, operands: _Operands, fill: Fill) -> jax.Array:
         nan = jnp.where(empty, jnp.nan, 0.0).astype(operands.key.dtype)
         key = ordered.key + nan[:, None, None, None]
         return ordered._replace(key=key).attend(jnp.where(empty, kept.shape[1], lengths))
-    rounding = 0.5 * float(jnp.finfo(fill.added).eps) * abs(fill.value)
-    if rounding <= _KEPT:
+    if _rounding(fill) <= _KEPT:
         out, lse = ordered.attend_with_lse(lengths)
         rest, rest_lse = operands.ordered(~kept).attend_with_lse(kept.shape[1] - lengths)
         return merge_attention(out, lse, rest, rest_lse + jnp.float32(fill.value))[0]
-    if rounding < _LOST or fill.value > LARGE or fill.after <= 0:
-        raise NotCovered(f"attention is not recognised: {fill.value:g} is added to its logits")
+    _check_that_logits_are_lost(fill)
     out = _uniform_where(ordered, empty, lengths)
     if ctx.differentiated:
         slope = _slope_where(operands, empty)
         out = out + (slope - lax.stop_gradient(slope))
     else:
         ctx.gradient_differs()
-    return _exact_where_logits_remain(operands, fill, empty, out)
+    empty_rows = take_rows(empty, operands.users, 0)
+    return _exact_where_logits_remain(operands, fill, empty_rows, empty, out)
+
+
+def _rounding(fill: Fill) -> float:
+    """Returns the largest rounding of a logit to which the mask's number is added."""
+    return 0.5 * float(jnp.finfo(fill.added).eps) * abs(fill.value)
+
+
+def _check_that_logits_are_lost(fill: Fill) -> None:
+    if _rounding(fill) < _LOST or fill.value > LARGE or fill.after <= 0:
+        raise NotCovered(f"attention is not recognised: {fill.value:g} is added to its logits")
 
 
 def _exact_where_logits_remain(
-    operands: _Operands, fill: Fill, empty: jax.Array, out: jax.Array
+    operands: Operands, fill: Fill, empty_rows: jax.Array, empty: jax.Array, out: jax.Array
 ) -> jax.Array:
     """Replaces rows of `out` without kept keys by exact rows where logits survive rounding.
 
     That is, if some logit of such a row may exceed the rounding of the mask's number. `cost` counts
     no work of `rows_without_kept_keys`, which only such requests run.
+
+    Args:
+      empty_rows: [batch], rows without kept keys.
+      empty: [users], users that may have such rows.
     """
-    empty_rows = take_rows(empty, operands.users, 0)
 
     def largest(x: jax.Array, rows: jax.Array) -> jax.Array:
         squares = jnp.max(jnp.sum(jnp.square(x.astype(jnp.float32)), axis=-1), axis=(1, 2))
@@ -347,7 +283,10 @@ def _exact_where_logits_remain(
         key, value = (x.at[user].get(mode="promise_in_bounds") for x in (key, value))
         products = jnp.einsum("tnh,snh->nts", query, key, preferred_element_type=jnp.float32)
         number = np.asarray(fill.value / fill.after, fill.added)
-        logits = (products * (operands.scale / fill.after)).astype(fill.added) + number
+        products = products * operands.scale
+        if operands.cap is not None:
+            products = operands.cap * jnp.tanh(products / operands.cap)
+        logits = (products / fill.after).astype(fill.added) + number
         weights = jax.nn.softmax(logits.astype(jnp.float32) * fill.after, axis=-1)
         exact = jnp.einsum("nts,snh->tnh", weights, value.astype(jnp.float32))
         return jnp.where(is_empty, exact.astype(uniform.dtype), uniform)
@@ -373,7 +312,7 @@ def _exact_where_logits_remain(
     return result
 
 
-def _slope_where(operands: _Operands, empty: jax.Array) -> jax.Array:
+def _slope_where(operands: Operands, empty: jax.Array) -> jax.Array:
     """Returns a term with the gradient of a softmax whose attention weights are uniform.
 
     With attention weights 1 / S, the softmax and sum_s logit_s (v_s - mean v) / S have the same
@@ -384,7 +323,64 @@ def _slope_where(operands: _Operands, empty: jax.Array) -> jax.Array:
     centred = wide - jnp.mean(wide, axis=1, keepdims=True)
     centred = jnp.where(empty[:, None, None, None], centred, 0.0).astype(value.dtype)
     centred_operands = operands._replace(value=lax.stop_gradient(centred))
-    return centred_operands.activated("identity", operands.scale, 1 / value.shape[1])
+    return centred_operands.activated("identity", operands.scale, 1 / value.shape[1], operands.cap)
+
+
+def _by_row(ctx: Context, operands: Operands, fills: list[Fill]) -> jax.Array:
+    """Attends if the keys that a row keeps are an interval of them."""
+    if any(fill.value > LARGE for fill in fills):
+        raise NotCovered(f"attention is not recognised: masked logits are {fills[0].value:g}")
+    by_user = [fill for fill in fills if fill.kept is not None]
+    kept, lengths = _all_kept(by_user) if by_user else (None, None)
+    if len(by_user) != 1 or by_user[0].lengths is None:
+        lengths = None
+    seen = [fill.seen for fill in fills if fill.seen is not None]
+    by_row = attend_by_row(operands, Visible(functools.reduce(operator.and_, seen), kept, lengths))
+    found = by_row.out if _keep_keys(fills) else _with_empty_rows(ctx, by_row, operands, fills)
+    return staged.reshape(found, staged.shape_of(operands.query))
+
+
+def _keep_keys(fills: list[Fill]) -> bool:
+    """Whether the masks provably keep a key of every row."""
+    states = [fill.state for fill in fills]
+    if any(state is None for state in states):
+        return False
+    kept = functools.reduce(operator.and_, (state == 1 for state in states))
+    return bool(np.any(kept, axis=-1).all())
+
+
+def _with_empty_rows(
+    ctx: Context, by_row: ByRow, operands: Operands, fills: list[Fill]
+) -> jax.Array:
+    """Sets the rows that see no key to what the softmax of their masked logits gives them."""
+    rows, out, _, empty = by_row
+    fill = fills[0]
+    if any((x.value, x.added) != (fill.value, fill.added) for x in fills):
+        raise NotCovered("attention is not recognised: masks with several numbers")
+    if operands.nan_is_zero:
+        if fill.value > -math.inf or fill.added is not None:
+            raise NotCovered("attention is not recognised: weights that are NaN become 0")
+        return out
+    where = empty[:, None, None, None]
+    if fill.added is not None and fill.value == -math.inf:
+        raise NotCovered("attention is not recognised: a row may be NaN by an added mask")
+    wide = operands.value.astype(jnp.float32)
+    if fill.value == -math.inf:
+        total = rows.of_user(jnp.sum(wide, axis=1))
+        uniform = total * jnp.where(where, jnp.nan, 0.0)
+    else:
+        uniform = rows.of_user(jnp.mean(wide, axis=1))
+    out = jnp.where(where, uniform.astype(out.dtype), out)
+    if fill.added is None:
+        return out
+    _check_that_logits_are_lost(fill)
+    every = jnp.ones(operands.key.shape[0], bool)
+    if ctx.differentiated:
+        term = jnp.where(where, _slope_where(rows, every), jnp.zeros((), out.dtype))
+        out = out + (term - lax.stop_gradient(term))
+    else:
+        ctx.gradient_differs()
+    return _exact_where_logits_remain(rows, fill, empty, every, out)
 
 
 def in_turns(fn: Callable[..., jax.Array], rows: tuple[jax.Array, ...]) -> jax.Array:

@@ -90,7 +90,7 @@ def _is_product(x: Scores) -> bool:
     return (
         isinstance(root, Blocks)
         and x.stage == "logits"
-        and root.scale == 1
+        and (root.scale, root.cap) == (1, None)
         and not root.fills
         and x.labels in (((BATCH, 0), (QUERY, 0), (KEY, 0)), ((BATCH, 0), (KEY, 0), (QUERY, 0)))
     )

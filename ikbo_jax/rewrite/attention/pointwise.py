@@ -21,7 +21,7 @@ from ikbo_jax.rewrite.attention.block_attention import Call
 from ikbo_jax.rewrite.attention.block_parts import Part, at_users, block_of, lineage_of, weighted
 from ikbo_jax.rewrite.attention.blocks import arranged_array
 from ikbo_jax.rewrite.attention.scores import BATCH, HEAD, KEY, QUERY, Label, Logits, Scores
-from ikbo_jax.rewrite.facts import activations, curves, known
+from ikbo_jax.rewrite.facts import activations, curves, known, masks
 from ikbo_jax.rewrite.facts.proofs import constant
 from ikbo_jax.rewrite.interpret import shape_of
 from ikbo_jax.rewrite.rules import any_shape
@@ -189,7 +189,7 @@ class PointwiseCall(Call):
             x = operands[0] if name == "convert_element_type" else x
             if getattr(x, "dtype", None) != np.bool_:
                 return None
-            state = known.known_mask(self.ctx, x)
+            state = masks.known_mask(self.ctx, x)
         if state.ndim == 0:
             return state
         index = [slice(None)] * state.ndim
@@ -223,7 +223,7 @@ class PointwiseCall(Call):
         """Finds the case that a `select_n` provably takes in a whole block; None if unknown."""
         which = x.made[1][0]
         state = None if isinstance(which, Scores) else self._fixed(which, x.labels, query, key)
-        if state is None or (state == known.UNKNOWN).any():
+        if state is None or (state == masks.UNKNOWN).any():
             return None
         return 0 if not state.any() else 1 if state.all() else None
 

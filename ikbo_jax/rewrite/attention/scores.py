@@ -39,20 +39,25 @@ class Fill:
     """Holds a mask of logits, and its number.
 
     Attributes:
-      kept: [users, keys] bool, False where a logit is masked.
+      kept: [users, keys] bool, False where a logit is masked; None if only `seen` masks logits.
       lengths: [users] int32 if `kept` is proven to be the first `lengths` keys; else None.
       value: the number that replaces masked logits, or is added to them, as the softmax sees it.
       added: the dtype of the addition; None if `where` put the number in.
       after: the factor by which the sum was multiplied after the addition.
       source: see `facts.source_of_mask`; None if the mask hides what is True.
+      seen: None; or if the mask differs by candidate or query, the factor of it that does:
+        [batch or 1, queries or 1, keys] bool, an interval of keys in each row.
+      state: with `seen`, `known_mask` of the whole mask, [batch or 1, queries or 1, keys].
     """
 
-    kept: jax.Array
+    kept: Any
     lengths: jax.Array | None
     value: float
     added: Any = None
     after: float = 1.0
     source: Any = None
+    seen: Any = None
+    state: Any = None
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -67,6 +72,7 @@ class Logits:
       scale: factor of the product.
       fills: the masks in program order; where two of them mask, the later one prevails.
       mask_origins: the broadcasts that the masks stem from.
+      cap: None, or the factor of the hyperbolic tangent of the product.
     """
 
     query: jax.Array
@@ -76,11 +82,23 @@ class Logits:
     scale: float = 1.0
     fills: tuple[Fill, ...] = ()
     mask_origins: frozenset = frozenset()
+    cap: float | None = None
 
     @property
     def lineage(self) -> Lineage:
         assert self.key.lineage is not None
         return self.key.lineage
+
+    @property
+    def scale_and_cap(self) -> tuple[float, float | None]:
+        """The op's arguments."""
+        return scale_and_cap(self)
+
+
+def scale_and_cap(root: Any) -> tuple[float, float | None]:
+    """Returns the scale and the cap of logits as `ikbo_jax.attention` takes them."""
+    # c * tanh(s * x) is |c| * tanh((s * c) * x / |c|).
+    return (root.scale, None) if root.cap is None else (root.scale * root.cap, abs(root.cap))
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -312,8 +330,16 @@ def scaled(ctx: Context, eqn: Any, x: Any, y: Any) -> Any:
     if not math.isfinite(factor) or factor == 0:
         raise NotCovered(f"attention is not recognised: {scores.stage} scaled by {factor:g}")
     root = _with_fills(scores.root, eqn.outvars[0].aval.dtype, factor)
-    root = dataclasses.replace(root, scale=scores.root.scale * factor)
+    name = "scale" if root.cap is None else "cap"
+    root = dataclasses.replace(root, **{name: getattr(root, name) * factor})
     return scores.then(eqn, [x, y], root=root)
+
+
+def capped(ctx: Context, eqn: Any, x: Any) -> Any:
+    """Bounds logits by a hyperbolic tangent: a soft cap."""
+    if x.stage != "logits" or x.root.fills or x.root.cap is not None:
+        raise NotCovered(f"attention is not recognised: tanh of its {x.stage}")
+    return x.then(eqn, [x], root=dataclasses.replace(x.root, cap=1.0))
 
 
 def belong(x: Scores, y: Scores) -> bool:
@@ -328,12 +354,12 @@ def _same_root(x: Any, y: Any) -> bool:
     """Whether two scores have one root, or one product with equal masks."""
     if x is y or not isinstance(x, Logits) or not isinstance(y, Logits):
         return x is y
-    same = x.query is y.query and x.key is y.key and x.scale == y.scale
+    same = x.query is y.query and x.key is y.key and (x.scale, x.cap) == (y.scale, y.cap)
     return same and all(
         a is b
         or proofs.same_source(a.source, b.source)
         and (a.value, a.added, a.after) == (b.value, b.added, b.after)
-        for a, b in itertools.zip_longest(x.fills, y.fills, fillvalue=Fill(None, None, 0.0))  # type: ignore[arg-type]
+        for a, b in itertools.zip_longest(x.fills, y.fills, fillvalue=Fill(None, None, 0.0))
     )
 
 

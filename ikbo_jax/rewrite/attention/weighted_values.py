@@ -103,6 +103,8 @@ def _attend(ctx: Context, weights: Weights, value: jax.Array, kept: jax.Array | 
         zero = ~jnp.any(kept, axis=1)
     if weights.divided is None:
         return masked_keys.attend(ctx, weights.of, value, zero, weights.nan_is_zero)
+    if any(fill.seen is not None for fill in fills):
+        raise NotCovered("attention is not recognised: weights over their sum")
     if kept is None and not weights.unnormalised or weights.factors or weights.nan_is_zero:
         raise NotCovered("attention is not recognised: weights over their sum")
     if weights.unnormalised:

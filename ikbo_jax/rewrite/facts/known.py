@@ -1,7 +1,7 @@
 """Values that the program fixes: numbers without any input, such as a causal mask or a column.
 
-`known` computes such a value with NumPy, from its producing equations. `known_mask` also says which
-elements of a mask are fixed where others depend on inputs: a causal mask combined with lengths.
+`known` computes such a value from its producing equations, with NumPy; lookups and updates at fixed
+positions, as of `.at[].set`, with JAX.
 """
 
 from __future__ import annotations
@@ -20,8 +20,6 @@ from ikbo_jax.rewrite.values.lineage import Lazy, is_plain
 
 #: The number of elements up to which a value is computed.
 _LARGEST = 1 << 22
-#: An element of `known_mask` that depends on inputs.
-UNKNOWN = 2
 _DEPTH = 64
 
 
@@ -56,7 +54,8 @@ def _known(ctx: Any, value: Any, depth: int) -> np.ndarray:
     memory = (ctx.scope.owner([value]) if is_array else ctx.scope).known
     memory[id(value)] = value, None
     name, eqn, operands = ctx.made_by(value)
-    if depth == 0 or name not in (*_COMPUTED, "jit") or len(eqn.outvars) != 1:
+    computed = name in _COMPUTED or name in _BY_JAX or name == "jit"
+    if depth == 0 or not computed or len(eqn.outvars) != 1:
         raise _NotKnown
     (result,) = _computed(eqn, [_known(ctx, x, depth - 1) for x in operands])
     memory[id(value)] = value, result
@@ -71,12 +70,14 @@ def _computed(eqn: core.JaxprEqn, arrays: Sequence[Any]) -> list[np.ndarray]:
     if name == "jit":
         program = eqn.params["jaxpr"]
         return interpret(program, program.consts, arrays, _computed)
-    if name not in _COMPUTED or eqn.effects:
+    if name not in _COMPUTED and name not in _BY_JAX or eqn.effects:
         raise _NotKnown
     full = [
         np.broadcast_to(constant_array(x), v.aval.shape)  # type: ignore[attr-defined]
         for x, v in zip(arrays, eqn.invars, strict=True)
     ]
+    if name in _BY_JAX:
+        return [_by_jax(eqn, full)]
     aval: Any = eqn.outvars[0].aval
     with np.errstate(all="ignore"):
         result = np.asarray(_COMPUTED[name](eqn.params, *full)).astype(aval.dtype)
@@ -113,10 +114,32 @@ def _is_exact(name: str, operands: Sequence[np.ndarray], result: np.ndarray) -> 
     return bool(np.all((x - (z - rest)) + (y - rest) == 0))
 
 
+def _by_jax(eqn: core.JaxprEqn, operands: list[np.ndarray]) -> np.ndarray:
+    """Runs an equation that moves elements, or computes with integers."""
+    name, dtypes = eqn.primitive.name, {x.dtype for x in operands}
+    if not _BY_JAX[name] and any(dtype.kind not in "iub" for dtype in dtypes):
+        raise _NotKnown
+    if name == "scatter":
+        # Which of several updates of an element counts is not defined.
+        _, indices, updates = operands
+        if indices.size != indices.shape[-1] and (updates != updates.flat[:1]).any():
+            raise _NotKnown
+    with jax.ensure_compile_time_eval():
+        arrays = [jax.numpy.asarray(x) for x in operands]
+        return np.asarray(eqn.primitive.bind(*arrays, **eqn.params))
+
+
+#: Primitives of `_by_jax`, and whether they only move elements.
+_BY_JAX = {
+    **dict.fromkeys(("dynamic_slice", "dynamic_update_slice", "gather", "pad", "scatter"), True),
+    **dict.fromkeys(
+        ("reduce_max", "reduce_min", "reduce_sum", "scatter-add", "scatter-mul"), False
+    ),
+}
 _ROUNDED = ("add", "convert_element_type", "cumsum", "div", "mul", "sub")
 
 
-def _expanded(params: Any, x: Any) -> Any:
+def expanded(params: Any, x: Any) -> Any:
     """Adds the new dimensions of a `broadcast_in_dim`, of size 1."""
     shape = [1] * len(params["shape"])
     for d, target in enumerate(params["broadcast_dimensions"]):
@@ -166,7 +189,7 @@ _COMPUTED: dict[str, Callable[..., Any]] = {
     "abs": lambda _, x: np.abs(x),
     "add": _of_two(operator.add),
     "and": _of_two(operator.and_),
-    "broadcast_in_dim": lambda params, x: np.broadcast_to(_expanded(params, x), params["shape"]),
+    "broadcast_in_dim": lambda params, x: np.broadcast_to(expanded(params, x), params["shape"]),
     "clamp": lambda _, low, x, high: np.minimum(np.maximum(x, low), high),
     "concatenate": lambda params, *xs: np.concatenate(xs, params["dimension"]),
     "convert_element_type": lambda _, x: x,
@@ -195,6 +218,7 @@ _COMPUTED: dict[str, Callable[..., Any]] = {
     "reshape": lambda params, x: x.reshape(params["new_sizes"]),
     "rev": lambda params, x: np.flip(x, params["dimensions"]),
     "select_n": _select,
+    "sign": lambda _, x: np.sign(x),
     "slice": _slice,
     "squeeze": lambda params, x: np.squeeze(x, tuple(params["dimensions"])),
     "stack": lambda params, *xs: np.stack(xs, params["axis"]),
@@ -203,89 +227,3 @@ _COMPUTED: dict[str, Callable[..., Any]] = {
     "transpose": lambda params, x: np.transpose(x, params["permutation"]),
     "xor": _of_two(operator.xor),
 }
-
-
-def known_mask(ctx: Any, mask: Any) -> np.ndarray:
-    """Finds which elements of a mask are False (0), True (1), or depend on inputs (`UNKNOWN`).
-
-    The array has the rank of the mask and broadcasts to its shape.
-    """
-    return _mask(ctx, mask, _DEPTH)
-
-
-def _mask(ctx: Any, mask: Any, depth: int) -> np.ndarray:
-    unknown = np.full((1,) * len(getattr(mask, "shape", ())), UNKNOWN, np.int8)
-    name, eqn, operands = ctx.made_by(mask)
-    if depth == 0 or name not in (*_LOGIC, *_MOVES):
-        number = known(ctx, mask)
-        return unknown if number is None else (number != 0).astype(np.int8)
-    if any(not hasattr(x, "dtype") or x.dtype != np.bool_ for x in operands[-1:]):
-        return unknown
-    masks = [_mask(ctx, x, depth - 1) for x in operands]
-    if name in _LOGIC:
-        return _LOGIC[name](*masks).astype(np.int8)
-    shapes = [np.shape(x) if is_plain(x) else x.shape for x in operands]
-    shape: Any = eqn.outvars[0].aval
-    return _moved(eqn, masks, shapes, shape.shape)
-
-
-def _chosen(which: np.ndarray, first: np.ndarray, second: np.ndarray) -> np.ndarray:
-    either = np.where(first == second, first, UNKNOWN)
-    return np.where(which == 0, first, np.where(which == 1, second, either))
-
-
-_LOGIC: dict[str, Callable[..., np.ndarray]] = {
-    "and": lambda x, y: np.where((x == 0) | (y == 0), 0, np.maximum(x, y)),
-    "or": lambda x, y: np.where((x == 1) | (y == 1), 1, np.maximum(x, y)),
-    "not": lambda x: np.where(x == UNKNOWN, UNKNOWN, 1 - x),
-    "select_n": _chosen,
-}
-
-
-_MOVES = (
-    *("broadcast_in_dim", "concatenate", "copy", "pvary"),
-    *("reshape", "slice", "squeeze", "transpose"),
-)
-
-
-def _moved(
-    eqn: core.JaxprEqn, masks: list[np.ndarray], shapes: list[Any], shape: tuple[int, ...]
-) -> np.ndarray:
-    """Moves the elements of a mask as an equation does; dimensions of size 1 stay if possible."""
-    name, params, x = eqn.primitive.name, eqn.params, masks[0]
-    if name in ("copy", "pvary"):
-        return x
-    if name == "broadcast_in_dim":
-        return _expanded(params, x)
-    if name == "slice":
-        limits = zip(
-            params["start_indices"],
-            params["limit_indices"],
-            params["strides"] or [1] * x.ndim,
-            strict=True,
-        )
-        cut = (slice(*y) if n != 1 else slice(None) for y, n in zip(limits, x.shape, strict=True))
-        return x[tuple(cut)]
-    if name == "transpose":
-        return np.transpose(x, params["permutation"])
-    if name == "concatenate":
-        axis = params["dimension"]
-        full = []
-        for mask, own in zip(masks, shapes, strict=True):
-            sizes = list(mask.shape)
-            sizes[axis] = own[axis]
-            full.append(np.broadcast_to(mask, sizes))
-        common = np.broadcast_shapes(
-            *(tuple(1 if d == axis else n for d, n in enumerate(y.shape)) for y in full)
-        )
-        full = [
-            np.broadcast_to(y, (*common[:axis], y.shape[axis], *common[axis + 1 :])) for y in full
-        ]
-        return np.concatenate(full, axis)
-    # A reshape: dimensions of size 1 are added or removed.
-    if [n for n in shapes[0] if n != 1] == [n for n in shape if n != 1]:
-        kept = iter(n for n, own in zip(x.shape, shapes[0], strict=True) if own != 1)
-        return x.reshape([1 if n == 1 else next(kept) for n in shape])
-    if x.size == 1:
-        return x.reshape([1] * len(shape))
-    return np.full((1,) * len(shape), UNKNOWN, np.int8)

@@ -84,9 +84,7 @@ def possible_values(ctx: Any, value: Any, depth: int = _DEPTH) -> set[float] | N
         return None
     if name == "gather":
         of_operand = possible_values(ctx, operands[0], depth - 1)
-        # A filled row may hold another number.
-        fills = eqn.params["fill_value"] is not None or "FILL" in str(eqn.params["mode"])
-        return None if fills else of_operand
+        return None if _may_fill(eqn) else of_operand
     if name in MOVES:
         return possible_values(ctx, operands[0], depth - 1)
     if name == "convert_element_type":
@@ -111,6 +109,11 @@ def possible_values(ctx: Any, value: Any, depth: int = _DEPTH) -> set[float] | N
         values = [_ARITHMETIC[name](eqn, *pair) for pair in pairs]
         rounded = np.asarray(values, eqn.outvars[0].aval.dtype).astype(np.float64)
     return set(rounded.tolist()) if len(set(values)) <= 4 and not np.isnan(rounded).any() else None
+
+
+def _may_fill(eqn: Any) -> bool:
+    """Whether a lookup may return another number than its operand's, out of bounds."""
+    return eqn.params["fill_value"] is not None or "FILL" in str(eqn.params["mode"])
 
 
 def moved_from(ctx: Any, value: Any) -> Any:
@@ -221,7 +224,7 @@ def lengths(ctx: Any, mask: Any, dims: tuple[int | None, int | None], users: int
                 return None
             value = operands[trues.index(False)]
         elif name in MOVES:
-            sources = _moved_dims(eqn, operands[0], value)
+            sources = moved_dims(eqn, operands[0], value)
             if sources is None:
                 return None
             user, key = sources.get(user), sources.get(key)
@@ -234,7 +237,7 @@ def _differs_along(value: Any, dim: int | None) -> bool:
     return all(n == 1 or d == dim for d, n in enumerate(np.shape(base_of(value))))
 
 
-def _moved_dims(eqn: Any, operand: Any, result: Any) -> dict[int | None, int] | None:
+def moved_dims(eqn: Any, operand: Any, result: Any) -> dict[int | None, int] | None:
     """Maps dimensions of an equation in `MOVES` to its operand's; None if elements are rearranged.
 
     Dimensions along which all elements are equal may be missing.
@@ -281,6 +284,8 @@ def interval(ctx: Any, value: Any, depth: int = _DEPTH) -> Interval | None:
     if name == "cumsum":
         sums = _cumsum(ctx, operands[0], depth)
         return sums if sums and _fits(sums, eqn.outvars[0].aval.dtype) else None
+    if name == "gather":
+        return None if _may_fill(eqn) else interval(ctx, operands[0], depth - 1)
     bounds = [interval(ctx, x, depth - 1) for x in operands]
     first = bounds[0] if bounds else None
     if name in (*MOVES, "slice"):

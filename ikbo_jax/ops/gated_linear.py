@@ -1,0 +1,209 @@
+"""The linear layer after attention: norm, gate, product, residual."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from ikbo_jax.ops import arguments, dispatch, reverse_only
+from ikbo_jax.ops.norm_linear import LinearOp, check_norm, check_vector, rounded
+from ikbo_jax.ops.op import Call, Folded, Named, Part
+from ikbo_jax.ops.partition import Division
+from ikbo_jax.ops.sharded import vary_over_same_axes, zeros
+from ikbo_jax.ops.stacking import unstack
+from ikbo_jax.problems.norm_linear import LinearProblem
+from ikbo_jax.reference import norm_linear as reference
+from ikbo_jax.reference.norm_linear import Gate, GatedLinear
+
+
+def gated_linear(
+    u: jax.Array,
+    a: jax.Array,
+    weight: jax.Array,
+    residual: jax.Array | None = None,
+    *,
+    concat: bool = False,
+    norm: str = "layer",
+    by_head: bool = False,
+    norm_scale: jax.Array | None = None,
+    norm_bias: jax.Array | None = None,
+    eps: float = 1e-6,
+    dropout_rate: float = 0.0,
+    dropout_key: jax.Array | None = None,
+    implementation: str | None = None,
+) -> jax.Array:
+    """Normalises rows `a`, multiplies them by a gate `u` and by a weight, and adds a residual.
+
+        out = [u, a, u · norm(a)] · weight + residual, or (u · norm(a)) · weight + residual
+
+    Args:
+      u: [rows, N, H] or [rows, C], bfloat16, float16 or float32; C = N · H.
+      a: the same shape and dtype, such as the result of `gdpa`.
+      weight: [3 · C, F] with `concat`, else [C, F], same dtype.
+      residual: [rows, F], same dtype; None: 0.
+      concat: whether the rows that are multiplied hold `u` and `a`, too.
+      norm: "layer" or "rms", as in `norm_linear`.
+      by_head: whether the H columns of a head are normalised on their own (a group norm), not all
+        columns of a row.
+      norm_scale: [C], or with `by_head` [N]; bfloat16, float16 or float32; None: 1.
+      norm_bias: likewise; None: 0.
+      eps: number above 0 that is added to the variance, or to the mean of the squares.
+      dropout_rate: share in [0, 1) of the numbers of [u, a, u · norm(a)] that become 0 before they
+        are multiplied; the others are divided by 1 − dropout_rate.
+      dropout_key: key of `jax.random`; None: nothing is dropped. One key drops the same numbers in
+        every call, however rows are divided over devices.
+      implementation: as in `norm_linear`.
+
+    Returns:
+      [rows, F] in the inputs' dtype. Norm, gate and sums are f32; the rows that are multiplied are
+      rounded to the inputs' dtype before, and the result is rounded once. Differentiable in
+      reverse mode, any number of times; gradients are summed in f32, in one order, and rounded
+      once. Their rows are computed again: no memory holds [u, a, u · norm(a)].
+
+    Raises:
+      ValueError: a rank, size or dtype is wrong; a flag is not a bool; rows have no heads, but
+        `by_head` is set; `norm` is unknown; `eps` is not a finite number above 0; `dropout_rate` is
+        not in [0, 1); `implementation` is unknown.
+      NotImplementedError: implementation="mosaic_gpu"; forward-mode differentiation.
+
+    Source: the output of HSTU (Zhai et al., 2024), as Meta's generative-recommenders publish it.
+    """
+    rate = arguments.finite_number("dropout_rate", dropout_rate)
+    if not 0 <= rate < 1:
+        raise ValueError(f"dropout_rate must be in [0, 1), but is {rate}")
+    arrays = GatedLinear(u, a, norm_scale, norm_bias, weight, residual, None)
+    request = arguments.request("gated_linear", implementation, None, arrays)
+    is_concat = arguments.flag("concat", concat)
+    groups = _check(arrays, is_concat, arguments.flag("by_head", by_head))
+    if dropout_key is not None and rate:
+        words = jax.random.bits(dropout_key, (2,), jnp.uint32)
+        arrays = arrays._replace(seed=jnp.pad(words, (0, 1)))
+    call = _Call(request, Gate(check_norm(norm, eps), groups, is_concat, rate))
+    plan = _OP.plan(call, arrays)
+    shape = (a.shape[0], weight.shape[1])
+    if 0 in shape:
+        return dispatch.record_nothing(zeros(shape, a.dtype, arrays), plan)
+    return _gated_linear(call, plan, reverse_only.operands("gated_linear", arrays))
+
+
+def _check(arrays: GatedLinear, concat: bool, by_head: bool) -> int:
+    """Returns the number of groups that are normalised on their own.
+
+    Raises ValueError, quoting both conflicting values, unless the arrays agree.
+    """
+    u, a, scale, bias, weight, residual, _ = arrays
+    rank = len(getattr(a, "shape", ()))
+    axes = "[rows, C]" if rank == 2 else "[rows, N, H]"
+    for name, array in (("a", a), ("u", u)):
+        arguments.check_array(name, array, axes)
+    arguments.check_array("weight", weight, "[3 · C, F]" if concat else "[C, F]")
+    if residual is not None:
+        arguments.check_array("residual", residual, "[rows, F]")
+    for name, array in (("u", u), ("weight", weight), ("residual", residual)):
+        if array is not None and array.dtype != a.dtype:
+            raise ValueError(f"a is {a.dtype} but {name} is {array.dtype}")
+    if u.shape != a.shape:
+        raise ValueError(f"u has shape {u.shape} but a has shape {a.shape}")
+    if by_head and rank != 3:
+        raise ValueError(f"by_head needs a of shape [rows, N, H], but a has shape {a.shape}")
+    sizes = zip(axes.strip("[]").split(", "), a.shape, strict=True)
+    arguments.check_concrete("gated_linear", dict(list(sizes)[1:]))
+    columns = math.prod(a.shape[1:])
+    if not columns:
+        raise ValueError(f"a must have columns, but has shape {a.shape}")
+    groups = a.shape[1] if by_head else 1
+    found = f"a has N={groups}" if by_head else f"a has C={columns}"
+    for name, vector in (("norm_scale", scale), ("norm_bias", bias)):
+        check_vector(name, vector, (groups if by_head else columns,), found)
+    wanted = 3 * columns if concat else columns
+    if weight.shape[0] != wanted:
+        raise ValueError(
+            f"weight has shape {weight.shape} but a has C={columns}, which needs {wanted} rows "
+            f"with concat={concat}"
+        )
+    if residual is not None and residual.shape != (shape := (a.shape[0], weight.shape[1])):
+        raise ValueError(f"residual has shape {residual.shape} but the result has {shape}")
+    return int(groups)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Call(Call):
+    """The arguments that are not arrays."""
+
+    gate: Gate
+
+
+class _GatedLinear(LinearOp[_Call, GatedLinear, jax.Array]):
+    def problem(self, call: _Call, arrays: GatedLinear) -> LinearProblem:
+        gate, a = call.gate, arrays.a
+        details = "[u, a, u · norm(a)]" if gate.concat else "u · norm(a)"
+        details += f", {gate.groups} groups" if gate.groups > 1 else ""
+        details += ", dropout" if arrays.seed is not None else ""
+        columns = (math.prod(a.shape[1:]),)
+        sizes = a.shape[0], arrays.weight.shape[1], columns
+        return LinearProblem(*sizes, gate.norm.kind, str(a.dtype), details)
+
+    def run(self, call: _Call, plan: dispatch.Plan, arrays: GatedLinear) -> jax.Array:
+        return dispatch.record(reference.gated_linear(call.gate, arrays), plan)
+
+    def residuals(self, results: jax.Array) -> None:
+        return None
+
+    def fold(
+        self, call: _Call, size: int, batched: GatedLinear, arrays: GatedLinear
+    ) -> Folded[_Call, GatedLinear, jax.Array] | None:
+        """Folds rows that have their own gate; not with dropout, which is alike in all problems."""
+        names = ("u", "a", "residual")
+        rows = {name: x for name in names if (x := getattr(arrays, name)) is not None}
+        if arrays.seed is not None or batched._asdict() != {
+            name: None if x is None else name in names for name, x in arrays._asdict().items()
+        }:
+            return None
+        folded = {name: x.reshape(-1, *x.shape[2:]) for name, x in rows.items()}
+        return Folded(call, arrays._replace(**folded), functools.partial(unstack, size))
+
+    def named(self, call: _Call, arrays: GatedLinear) -> Named:
+        rows = "r n h" if arrays.a.ndim == 3 else "r c"
+        names = GatedLinear(rows, rows, "s", "s", "k f", "r f", "words")
+        names = GatedLinear(
+            *(None if x is None else name for name, x in zip(names, arrays, strict=True))
+        )
+        return Named(names, "r f", {"r": "rows", "f": "columns"})
+
+    def part(
+        self, call: _Call, arrays: GatedLinear, division: Division
+    ) -> Part[_Call, GatedLinear, jax.Array]:
+        """Tells a device the number of its first row, from which dropout follows."""
+        axes = division.axes_of("r")
+        if arrays.seed is None or not axes:
+            return Part(call, arrays)
+        first = jax.lax.axis_index(axes) * arrays.a.shape[0]
+        return Part(call, arrays._replace(seed=arrays.seed.at[2].add(first.astype(jnp.uint32))))
+
+    def vjp(
+        self,
+        call: _Call,
+        plan: dispatch.Plan,
+        arrays: GatedLinear,
+        residuals: None,
+        cotangents: jax.Array,
+        dtype: Any,
+    ) -> GatedLinear:
+        gradients = reference.gated_linear_vjp(call.gate, arrays, cotangents)
+        return rounded(gradients, arrays._replace(seed=None), dtype)
+
+
+_OP = _GatedLinear()
+
+
+# The plan is a static argument: when the choice changes, jit's cache does not return the old one.
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def _gated_linear(call: _Call, plan: dispatch.Plan, arrays: GatedLinear) -> jax.Array:
+    arrays = vary_over_same_axes(arguments.strongly_typed(arrays))
+    out: jax.Array = _OP.differentiable(call, plan, arrays)
+    return out

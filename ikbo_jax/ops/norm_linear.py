@@ -1,0 +1,280 @@
+"""The linear layer before attention: norm, product, activation by group of columns."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from ikbo_jax.ops import arguments, dispatch, reverse_only
+from ikbo_jax.ops.op import Call, Folded, Named, Op, Part
+from ikbo_jax.ops.partition import Division, dimensions
+from ikbo_jax.ops.sharded import vary_over_same_axes, zeros
+from ikbo_jax.ops.stacking import unstack
+from ikbo_jax.problems.norm_linear import LinearProblem
+from ikbo_jax.reference import norm_linear as reference
+from ikbo_jax.reference.activations import ACTIVATIONS, SOFTMAX
+from ikbo_jax.reference.norm_linear import Norm, NormLinear, Projected
+
+
+def norm_linear(
+    x: jax.Array,
+    weights: Sequence[jax.Array],
+    biases: Sequence[jax.Array | None] | None = None,
+    *,
+    activations: Sequence[str] | None = None,
+    norm: str = "layer",
+    norm_scale: jax.Array | None = None,
+    norm_bias: jax.Array | None = None,
+    eps: float = 1e-6,
+    recompute: Sequence[str] = (),
+    implementation: str | None = None,
+) -> tuple[jax.Array, ...]:
+    """Normalises rows, multiplies them by the weights of groups of columns, and activates these.
+
+        out[g] = activation[g](norm(x) · weights[g] + biases[g])
+
+    with norm(x) = norm_scale · (x − mean) / √(variance + eps) + norm_bias over every row, or for
+    "rms" norm_scale · x / √(mean of x² + eps) + norm_bias. Every group has its own layout, such as
+    the queries, keys and values that `gdpa` reads.
+
+    Args:
+      x: [rows, F], bfloat16, float16 or float32.
+      weights: a weight for each group, [F, N, H] or [F, columns], in the dtype of `x`.
+      biases: a bias or None for each group, [N, H] or [columns]; None: there are none. These, norm
+        scale and norm bias may be bfloat16, float16 or float32.
+      activations: a name for each group, one of `gdpa`'s activations except "softmax"; None:
+        "identity" for all.
+      norm: "layer" or "rms".
+      norm_scale: [F]; None: 1.
+      norm_bias: [F]; None: 0.
+      eps: number above 0 that is added to the variance, or to the mean of the squares.
+      recompute: what the gradient computes again, so that no memory holds it: "norm", the
+        normalised rows, from `x`; "projection", the groups before an activation other than
+        "identity", by their product.
+      implementation: None takes the fastest that can run here; "xla" takes XLA. There is no kernel
+        yet: "mosaic_gpu" raises.
+
+    Returns:
+      A tuple with the result of each group, [rows, N, H] or [rows, columns], in the dtype of `x`.
+      Norm, sums and activations are f32; normalised rows are rounded to the dtype of `x` before
+      they are multiplied, and results are rounded once. Differentiable in reverse mode, any number
+      of times; gradients are summed in f32, in one order, and rounded once.
+
+    Raises:
+      ValueError: a rank, size or dtype is wrong; the numbers of weights, biases and activations
+        differ, or there is no weight; an activation, the norm or a name in `recompute` is unknown;
+        `eps` is not a finite number above 0; `implementation` is unknown.
+      NotImplementedError: implementation="mosaic_gpu"; forward-mode differentiation.
+
+    Source: the projection of HSTU (Zhai et al., 2024) and of pre-norm transformers.
+    """
+    weights = tuple(weights)
+    biases = (None,) * len(weights) if biases is None else tuple(biases)
+    activations = ("identity",) * len(weights) if activations is None else tuple(activations)
+    arrays = NormLinear(x, norm_scale, norm_bias, weights, biases)
+    request = arguments.request("norm_linear", implementation, None, arrays)
+    _check(arrays, activations)
+    call = _Call(request, check_norm(norm, eps), activations, check_recompute(recompute))
+    plan = _OP.plan(call, arrays)
+    shapes = [(x.shape[0], *weight.shape[1:]) for weight in weights]
+    if not x.shape[0]:
+        nothing = tuple(zeros(shape, x.dtype, arrays) for shape in shapes)
+        return (dispatch.record_nothing(nothing[0], plan), *nothing[1:])
+    return _norm_linear(call, plan, reverse_only.operands("norm_linear", arrays))
+
+
+def check_norm(kind: Any, eps: Any) -> Norm:
+    """Returns the options of a norm; raises ValueError, quoting the value, if one is wrong."""
+    if kind not in reference.NORMS:
+        known = ", ".join(map(repr, reference.NORMS))
+        raise ValueError(f"unknown norm {kind!r}; known: {known}")
+    number = arguments.finite_number("eps", eps)
+    if number <= 0:
+        raise ValueError(f"eps must be above 0, but is {number}")
+    return Norm(kind, number)
+
+
+def check_vector(name: str, array: Any, shape: tuple[int, ...], of: str) -> None:
+    """Raises ValueError, naming both shapes, unless `array` is None or a float array of `shape`."""
+    if array is None:
+        return
+    arguments.check_array(name, array, f"[{', '.join(map(str, shape))}]")
+    if array.shape != shape:
+        raise ValueError(f"{name} has shape {array.shape} but {of}")
+
+
+def _check(arrays: NormLinear, activations: tuple[Any, ...]) -> None:
+    """Raises ValueError, quoting both conflicting values, unless arrays and activations agree."""
+    x, scale, bias, weights, biases = arrays
+    arguments.check_array("x", x, "[rows, F]")
+    if not weights or not len(weights) == len(biases) == len(activations):
+        raise ValueError(
+            "every group needs a weight, a bias or None, and an activation, but there are "
+            f"{len(weights)} weights, {len(biases)} biases and {len(activations)} activations"
+        )
+    features = x.shape[1]
+    arguments.check_concrete("norm_linear", {"F": features})
+    for name, vector in (("norm_scale", scale), ("norm_bias", bias)):
+        check_vector(name, vector, (features,), f"x has F={features}")
+    for g, (weight, bias, activation) in enumerate(zip(weights, biases, activations, strict=True)):
+        name, rank = f"weights[{g}]", len(getattr(weight, "shape", ()))
+        arguments.check_array(name, weight, "[F, columns]" if rank == 2 else "[F, N, H]")
+        if weight.shape[0] != features:
+            raise ValueError(f"x has F={features} but {name} has F={weight.shape[0]}")
+        if weight.dtype != x.dtype:
+            raise ValueError(f"x is {x.dtype} but {name} is {weight.dtype}")
+        if 0 in weight.shape:
+            raise ValueError(f"{name} must have no size of 0, but has shape {weight.shape}")
+        of = f"{name} has shape {weight.shape}"
+        check_vector(f"biases[{g}]", bias, weight.shape[1:], of)
+        if activation not in ACTIVATIONS or activation == SOFTMAX:
+            known = ", ".join(repr(a) for a in ACTIVATIONS if a != SOFTMAX)
+            raise ValueError(f"unknown activation {activation!r} of group {g}; known: {known}")
+
+
+def check_recompute(names: Any) -> tuple[str, ...]:
+    """Returns the names as a tuple; raises ValueError, quoting the name, if one is unknown."""
+    names = (names,) if isinstance(names, str) else tuple(names)
+    for name in names:
+        if name not in reference.RECOMPUTABLE:
+            known = ", ".join(map(repr, reference.RECOMPUTABLE))
+            raise ValueError(f"recompute has the unknown name {name!r}; known: {known}")
+    return names
+
+
+@dataclasses.dataclass(frozen=True)
+class _Call(Call):
+    """The arguments that are not arrays."""
+
+    norm: Norm
+    activations: tuple[str, ...]
+    recompute: tuple[str, ...]
+
+
+class LinearOp[C: Call, A, R](Op[C, A, R]):
+    """An op that has no kernel yet."""
+
+    by_xla = "XLA"
+
+    @staticmethod
+    def choose_gradient(request: dispatch.Request, problem: LinearProblem) -> tuple[None, str]:
+        return None, "there is no kernel yet"
+
+
+class _NormLinear(LinearOp[_Call, NormLinear, Projected]):
+    result_names = Projected._fields
+
+    def problem(self, call: _Call, arrays: NormLinear) -> LinearProblem:
+        (rows, features), dtype = arrays.x.shape, str(arrays.x.dtype)
+        columns = tuple(math.prod(weight.shape[1:]) for weight in arrays.weights)
+        details = "+".join(call.activations)
+        return LinearProblem(rows, features, columns, call.norm.kind, dtype, details)
+
+    def run(self, call: _Call, plan: dispatch.Plan, arrays: NormLinear) -> Projected:
+        kept = call.recompute if call.return_residuals else None
+        found = reference.norm_linear(call.norm, call.activations, kept, arrays)
+        first, *rest = found.out
+        return found._replace(out=(dispatch.record(first, plan), *rest))
+
+    def visible(self, call: _Call, results: Projected) -> Projected:
+        return results if call.return_residuals else Projected(results.out)
+
+    def residuals(self, results: Projected) -> Projected:
+        return results._replace(out=())
+
+    def fold(
+        self, call: _Call, size: int, batched: NormLinear, arrays: NormLinear
+    ) -> Folded[_Call, NormLinear, Projected] | None:
+        if not batched.x or any(jax.tree.leaves(batched[1:])):
+            return None
+        folded = arrays._replace(x=arrays.x.reshape(-1, arrays.x.shape[2]))
+        return Folded(call, folded, functools.partial(unstack, size))
+
+    def named(self, call: _Call, arrays: NormLinear) -> Named:
+        """Names dimensions; "n" are heads, or columns, which divide if all groups have as many."""
+        tails = [[f"n{g}", f"h{g}"][: w.ndim - 1] for g, w in enumerate(arrays.weights)]
+        is_even = len({w.shape[1] for w in arrays.weights}) == 1
+        tails = [["n", *tail[1:]] if is_even else tail for tail in tails]
+        out = tuple(" ".join(["r", *tail]) for tail in tails)
+        names = NormLinear(
+            "r f",
+            None if arrays.norm_scale is None else "f",
+            None if arrays.norm_bias is None else "f",
+            tuple(" ".join(["f", *tail]) for tail in tails),
+            tuple(
+                None if bias is None else " ".join(tail)
+                for bias, tail in zip(arrays.biases, tails, strict=True)
+            ),
+        )
+        results = Projected(out)
+        if call.return_residuals:
+            activated = zip(call.activations, out, strict=True)
+            kept = tuple(None if name == "identity" else dims for name, dims in activated)
+            results = Projected(
+                out,
+                None if "norm" in call.recompute else "r f",
+                None if "projection" in call.recompute else kept,
+            )
+        return Named(names, results, {"r": "rows"} | ({"n": "columns"} if is_even else {}))
+
+    def part(
+        self, call: _Call, arrays: NormLinear, division: Division
+    ) -> Part[_Call, NormLinear, Projected]:
+        """Leaves the normalised rows to the first of the devices that divide columns."""
+        axes = division.axes_of("n")
+        if not axes:
+            return Part(call, arrays)
+
+        def mask(results: Projected) -> Projected:
+            if results.norm is None:
+                return results
+            is_first = jax.lax.axis_index(axes) == 0
+            return results._replace(
+                norm=jnp.where(is_first, results.norm, jnp.zeros_like(results.norm))
+            )
+
+        return Part(call, arrays, mask)
+
+    def joined(
+        self, results: Projected, named: Named, arrays: NormLinear, division: Division
+    ) -> Projected:
+        if results.norm is None:
+            return results
+        return results._replace(norm=division.sum(results.norm, dimensions(named.results.norm)))
+
+    def vjp(
+        self,
+        call: _Call,
+        plan: dispatch.Plan,
+        arrays: NormLinear,
+        residuals: Projected,
+        cotangents: Projected,
+        dtype: Any,
+    ) -> NormLinear:
+        gradients = reference.norm_linear_vjp(
+            call.norm, call.activations, arrays, residuals, cotangents
+        )
+        return rounded(gradients, arrays, dtype)
+
+
+def rounded[A](gradients: A, arrays: A, dtype: Any) -> A:
+    """Rounds f32 gradients to `dtype`, or if it is None, to the dtypes of the arrays."""
+    found: A = jax.tree.map(lambda x, like: x.astype(dtype or like.dtype), gradients, arrays)
+    return found
+
+
+_OP = _NormLinear()
+
+
+# The plan is a static argument: when the choice changes, jit's cache does not return the old one.
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def _norm_linear(call: _Call, plan: dispatch.Plan, arrays: NormLinear) -> tuple[jax.Array, ...]:
+    arrays = vary_over_same_axes(arguments.strongly_typed(arrays))
+    out: tuple[jax.Array, ...] = _OP.differentiable(call, plan, arrays).out
+    return out

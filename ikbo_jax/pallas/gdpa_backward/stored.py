@@ -1,0 +1,134 @@
+"""Gradients of scores that the kernel for keys stores, and that the kernel for queries reads.
+
+    d_query = scale * output_scale * dS @ key
+
+With a mask, both kernels together compute five products then, not seven, and the activation once.
+Device memory limits the kernel for queries: it reads 16 bits for each query and key, and computes
+one product.
+
+A tile of 128 keys has a *place*, and `(place + g) * N + h` numbers its gradients for block g of 64
+queries and head h of N: two operand tiles, each with 64 keys by 64 queries, one of each consumer of
+the kernel for keys. Blocks between the first and the last one that a tile sees have a number.
+Blocks of which a consumer's keys see no row are neither stored nor read.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxlib.mlir import ir
+from jaxlib.mlir.dialects import arith, vector
+
+from ikbo_jax.pallas.gdpa_backward import context
+from ikbo_jax.pallas.gdpa_backward.context import BackwardContext
+from ikbo_jax.pallas.hopper import inline, mma, mosaic, stores, warps
+from ikbo_jax.pallas.worklist.lists import STATISTICS_ROW, Offsets
+from ikbo_jax.problems.hopper import TILE_ROWS, WGMMA_M
+from ikbo_jax.reference import jagged
+
+#: Word of a tile of keys: its place.
+PLACE = 10
+
+
+def _number(row: Any, sequence: Any) -> Any:
+    """Numbers tiles of keys by their first row and their sequence; no two have the same number."""
+    return lax.div(row, jnp.int32(TILE_ROWS)) + sequence
+
+
+def with_places(
+    tiles: jax.Array, is_seen: jax.Array, offsets: Offsets
+) -> tuple[jax.Array, jax.Array]:
+    """Adds tiles' places as their last word; also returns the places by `_number`.
+
+    `is_seen`: [tiles, blocks], whether tiles of keys see blocks of queries.
+    """
+    number = jnp.arange(is_seen.shape[1], dtype=jnp.int32)[None]
+    begin = jnp.min(jnp.where(is_seen, number, is_seen.shape[1]), axis=1)
+    width = jnp.maximum(jnp.max(jnp.where(is_seen, number + 1, 0), axis=1) - begin, 0)
+    place = jnp.cumsum(width, dtype=jnp.int32) - width - begin
+    starts, _ = jagged.bounds(offsets.cu_seqlens_kv, offsets.kv_rows, None)
+    sequence = jnp.maximum(jagged.search_right(starts, tiles[:, 1]) - 1, 0)
+    size = offsets.kv_rows // TILE_ROWS + starts.size + 1
+    number = jnp.where(width > 0, _number(tiles[:, 1], sequence), size)
+    places = jnp.zeros(size, jnp.int32).at[number].set(place, mode="drop")
+    return jnp.concatenate((tiles, place[:, None]), axis=1), places
+
+
+def rows(
+    ctx: BackwardContext, tile: Any, head: Any, index: Any, source: Any, block: Any, unseen: Any
+) -> list[Any]:
+    """Finds the first stored rows of a block of keys, for the queries of each consumer.
+
+    Args:
+      ctx: the context of the kernel for queries.
+      tile: of queries.
+      head: of the queries.
+      index: of the keys' sequence.
+      source: first row of the sequence.
+      block: of 64 keys of the sequence.
+      unseen: whether no query of a consumer sees a key of the block; it gets the other one's rows.
+    """
+    number = _number(source, index) + lax.div(block, TILE_ROWS // WGMMA_M)
+    first = lax.div(ctx.tile_word(tile, STATISTICS_ROW), WGMMA_M)
+    is_alone = unseen[1] | (ctx.tile_word(tile, 2) <= WGMMA_M)
+    groups = jnp.where(unseen[0], 1, 0), jnp.where(is_alone, 0, 1)
+    before = lax.rem(block, TILE_ROWS // WGMMA_M) * WGMMA_M
+    place = ctx.operands.masks.places[number] + first
+    return [((place + x) * ctx.shape.heads + head) * TILE_ROWS + before for x in groups]
+
+
+def store(ctx: BackwardContext, d_scores: jax.Array, item: Any, step: Any) -> None:
+    """Stores a consumer's gradients of scores [64 keys, 64 queries] f32, rounded."""
+    # Words that are read again occupy no register before.
+    tile, step = (mosaic.opaque(x, interpret=ctx.interpret) for x in (item, step))
+    streamed = ctx.shared.streamed
+    block = lax.div(streamed.word(step, context.FIRST), WGMMA_M)
+    place = ctx.shared.stationary.word(tile, context.PLACE) + block
+    heads = ctx.shape.heads * ctx.shape.streamed_per_head
+    consumer = mosaic.warpgroup_index("warpgroup", interpret=ctx.interpret)
+    row = (place * heads + streamed.word(step, 1)) * TILE_ROWS + consumer * WGMMA_M
+    output = ctx.outputs[-1]
+    if ctx.interpret:
+        output[pl.ds(row, WGMMA_M), 0] = d_scores.astype(output.dtype)
+        return
+    kind = {"bfloat16": "bf16x2", "float16": "f16x2"}[output.dtype.name]
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.Layout.WGMMA, plgpu.Layout.WG_SPLAT(())))
+    def write(_: Any, output: ir.Value, values: Any, row: Any) -> None:
+        # The product has the same values in registers of its own: if these were stored, ptxas would
+        # serialise all products (C7512). It makes one register of two equal instructions, so pairs
+        # are rounded in the reverse order here, and then exchanged.
+        words = []
+        for pair in values.registers.flat:
+            ptx = f"{{ .reg .b32 x; cvt.rn.{kind}.f32 x, $1, $2; prmt.b32 $0, x, x, 0x1032; }}"
+            words.append(inline.issue_word(ptx, *(vector.extract(pair, [], [i]) for i in (0, 1))))
+        thread = stores.late_thread_number()
+        of_row = arith.remui(thread, inline.i32(stores.ROW_THREADS))
+        first = arith.addi(row.registers.item(), stores.thread_row(thread, 0))
+        terms = [(first, WGMMA_M), (arith.muli(of_row, inline.i32(8)), 1)]
+        address = stores.device_address(output, terms, 2)
+        for half in (0, 1):  # rows that are eight rows apart
+            for i in range(0, 8, 4):
+                inline.issue(
+                    f"st.global.v4.b32 [$0 + {16 * WGMMA_M * half + 16 * i}], {{$1, $2, $3, $4}};",
+                    address,
+                    *warps.transposed(words[half::2][i : i + 4], of_row),
+                )
+
+    write(output, d_scores, row)
+
+
+def add_product(ctx: BackwardContext, total: jax.Array, step: Any) -> jax.Array:
+    """Issues `total` plus a consumer's stored gradients times a block of 64 keys."""
+    consumer = mosaic.warpgroup_index("warpgroup", interpret=ctx.interpret)
+    keys, d_scores = (ctx.shared.streamed.matrix(step).at[operand] for operand in (0, 1))
+    if ctx.interpret:
+        staging = ctx.staging(0)
+        return mma.add_product(total, d_scores[consumer].T, keys, staging, interpret=True)
+    tile = d_scores.at[consumer]
+    return mma.add_tile_product(total, tile, keys, is_transposed=True, interpret=False)

@@ -1,0 +1,175 @@
+"""The operands of a recognised attention, and the calls of the ops with them."""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from ikbo_jax.ops.attention import attention
+from ikbo_jax.ops.gdpa import gdpa
+from ikbo_jax.ops.gdpa_arguments import equal_offsets
+from ikbo_jax.rewrite.attention.scores import Logits
+from ikbo_jax.rewrite.values import staged
+from ikbo_jax.rewrite.values.lineage import spread
+from ikbo_jax.rewrite.values.rows import take_rows
+
+
+class Operands(NamedTuple):
+    """Holds the operands of an attention.
+
+    Attributes:
+      query: [batch, queries, heads, width].
+      key: [users, keys, heads, width].
+      value: [users, keys, heads, width].
+      users: [batch] int32, the user of every row of queries.
+      scale: the factor of the logits.
+      cap: the bound of the logits, see `ikbo_jax.attention`; None: there is none.
+      nan_is_zero: whether rows whose logits are NaN or infinite are 0.
+    """
+
+    query: jax.Array
+    key: jax.Array
+    value: jax.Array
+    users: jax.Array
+    scale: float
+    cap: float | None = None
+    nan_is_zero: bool = False
+
+    @classmethod
+    def of(cls, root: Logits, value: jax.Array) -> Operands:
+        """Reshapes the operands of logits, and values [users, keys, *heads, width]."""
+        (batch, *_, width), (users, keys, *_) = root.query.shape, value.shape
+        heads = math.prod(root.heads)
+        return cls(
+            staged.reshape(root.query, (batch, math.prod(root.queries), heads, width)),
+            staged.reshape(root.key.base, (users, keys, heads, width)),
+            staged.reshape(value, (users, keys, heads, width)),
+            root.lineage.index,
+            *root.scale_and_cap,
+        )
+
+    def activated(
+        self, activation: str, scale: float, output_scale: float, cap: float | None = None
+    ) -> jax.Array:
+        """Attends with an activation instead of the softmax."""
+        (batch, queries), (users, keys) = self.query.shape[:2], self.key.shape[:2]
+        query, key, value = (
+            staged.reshape(x, (x.shape[0] * x.shape[1], *x.shape[2:])) for x in self[:3]
+        )
+        out = gdpa(
+            query,
+            key,
+            value,
+            equal_offsets(batch, queries),
+            equal_offsets(users, keys),
+            activation=activation,
+            scale=scale,
+            output_scale=output_scale,
+            logit_cap=cap,
+            q_to_kv=self.users,
+            max_seqlen_q=queries,
+            max_seqlen_kv=keys,
+        )
+        return staged.reshape(out, staged.shape_of(self.query))
+
+    def attend(self, lengths: jax.Array | None = None) -> jax.Array:
+        if self.nan_is_zero:
+            if lengths is None:
+                lengths = jnp.full(self.key.shape[0], self.key.shape[1], jnp.int32)
+            found, lse = self.attend_with_lse(lengths)
+            return jnp.where(jnp.isfinite(lse)[..., None], found, jnp.zeros((), found.dtype))
+        out = attention(
+            *self[:4], scale=self.scale, logit_cap=self.cap, key_value_seq_lengths=lengths
+        )
+        assert not isinstance(out, tuple)
+        return out
+
+    def attend_with_lse(
+        self, lengths: jax.Array | None, ranges: jax.Array | None = None
+    ) -> tuple[jax.Array, jax.Array]:
+        out = attention(
+            *self[:4],
+            scale=self.scale,
+            logit_cap=self.cap,
+            key_value_seq_lengths=lengths,
+            key_value_ranges=ranges,
+            return_residuals=True,
+        )
+        assert isinstance(out, tuple)
+        return out
+
+    def ordered(self, first: jax.Array) -> Operands:
+        """Moves the keys where `first` [users, keys] is true to the front."""
+        order = jnp.argsort(~first, axis=1, stable=True)[:, :, None, None]
+        key, value = (jnp.take_along_axis(x, order, axis=1) for x in (self.key, self.value))
+        return self._replace(key=key, value=value)
+
+    def of_user(self, x: jax.Array) -> jax.Array:
+        """Looks [users, ...] up by candidate: [batch, queries, ...]."""
+        rows = jnp.expand_dims(take_rows(x, self.users, 0), 1)
+        return jnp.broadcast_to(rows, (*self.query.shape[:2], *x.shape[1:]))
+
+    def by_query(self) -> Operands:
+        """Makes every query a batch row: query [batch · queries, 1, heads, width]."""
+        batch, queries, *rest = staged.shape_of(self.query)
+        users = spread(self.users[:, None], (batch, queries))
+        return self._replace(
+            query=staged.reshape(self.query, (batch * queries, 1, *rest)),
+            users=staged.reshape(users, (batch * queries,)),
+        )
+
+
+class Visible(NamedTuple):
+    """Says which of its user's keys a query sees: those that all of the attributes keep.
+
+    Attributes:
+      seen: [batch or 1, queries or 1, keys] bool, an interval of keys in each row.
+      kept: [users, keys] bool; None: all.
+      lengths: [users] int32 if `kept` is the first `lengths` keys; else None.
+    """
+
+    seen: jax.Array
+    kept: jax.Array | None = None
+    lengths: jax.Array | None = None
+
+
+class ByRow(NamedTuple):
+    """Holds an attention whose queries see an interval of keys each.
+
+    Attributes:
+      operands: their batch rows are rows of equal intervals.
+      out: [batch, queries, heads, width], 0 for a query that sees nothing.
+      lse: [batch, queries, heads], -inf for such a query.
+      empty: [batch], whether a row's queries see nothing.
+    """
+
+    operands: Operands
+    out: jax.Array
+    lse: jax.Array
+    empty: jax.Array
+
+
+def attend_by_row(operands: Operands, visible: Visible) -> ByRow:
+    """Attends from every query to the keys that it sees."""
+    batch, queries = operands.query.shape[:2]
+    seen = jnp.asarray(visible.seen)
+    begin = jnp.argmax(seen, axis=2).astype(jnp.int32)
+    end = begin + jnp.sum(seen, axis=2, dtype=jnp.int32)
+    differ = seen.shape[1] != 1
+    rows = operands.by_query() if differ else operands
+    begin, end = (
+        staged.reshape(spread(x, (batch, queries if differ else 1)), rows.users.shape)
+        for x in (begin, end)
+    )
+    if visible.lengths is not None:
+        end = jnp.minimum(end, take_rows(visible.lengths, rows.users, 0))
+    elif visible.kept is not None:
+        # Among the kept keys alone, those that a query sees follow each other, too.
+        before = jnp.cumsum(jnp.pad(visible.kept, ((0, 0), (1, 0))), axis=1, dtype=jnp.int32)
+        begin, end = (before.at[rows.users, x].get(mode="promise_in_bounds") for x in (begin, end))
+        rows = rows.ordered(visible.kept)
+    out, lse = rows.attend_with_lse(None, jnp.stack([begin, end], axis=1))
+    return ByRow(rows, out, lse, begin >= end)

@@ -1,0 +1,30 @@
+"""The benchmark of HSTU's layers, on sizes for a CPU."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from benchmarks import hstu
+
+pytestmark = pytest.mark.slow
+
+
+def test_a_run_in_small(tmp_path):
+    out = tmp_path / "hstu.json"
+    assert hstu.BENCHMARK.main(["--out", str(out), "--quick", "--sweep", "default"]) == 0
+    points = json.loads(out.read_text())["points"]
+    assert [point["direction"] for point in points] == ["forward", "both"]
+    for point in points:
+        found = {p["name"]: p["ok"] for p in point["providers"]}
+        assert found == dict.fromkeys(("ikbo", "xla", "masked"), True)
+        assert "x masked, bars 1." in hstu.bars(point, points)
+
+
+def test_useful_flops_count_visible_pairs():
+    shape = hstu.Shape(batch=1, layers=1, shortest=3, longest=3, width=2, heads=1, head_dim=4)
+    # Three rows see six pairs; four groups of 4 columns come out of 2, and 2 of three groups.
+    forward = 4 * 6 * 4 + 2 * 3 * (2 * 16 + 12 * 2)
+    assert shape.flops("forward") == forward
+    assert shape.flops("both") == 3 * forward

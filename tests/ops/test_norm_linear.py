@@ -1,0 +1,411 @@
+"""`norm_linear` and `gated_linear` in XLA: values and gradients of NumPy in f64, and the rest."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import complex_step
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import scipy.special
+from jax.sharding import PartitionSpec as P
+from sharded_calls import KINDS, close, collectives, mesh_of, on
+
+import ikbo_jax as ikbo
+from ikbo_jax.problems.norm_linear import LinearProblem
+from ikbo_jax.reference import norm_linear as reference
+
+pytestmark = pytest.mark.usefixtures("on_cpu")
+
+ROWS, F, N, H = 5, 6, 2, 3
+ACTIVATIONS = ("silu", "identity", "gelu")
+KINDS_OF_NORM = ("layer", "rms")
+EPS = 1e-3
+#: Largest errors in roundings; gradients are relative to the largest one.
+UNITS = {"float32": 16.0, "bfloat16": 3.0, "float16": 3.0}
+ACTS = {
+    "identity": lambda z: z,
+    "silu": lambda z: z / (1 + np.exp(-z)),
+    "gelu": lambda z: z / 2 * (1 + scipy.special.erf(z / np.sqrt(2))),
+}
+
+
+def drawn(shapes: dict[str, tuple[int, ...] | None], seed: int = 0) -> dict[str, Any]:
+    rng = np.random.default_rng(seed)
+    return {name: None if s is None else rng.normal(size=s) for name, s in shapes.items()}
+
+
+def normed(kind: str, x: np.ndarray, eps: float = EPS) -> np.ndarray:
+    if kind == "layer":
+        x = x - x.mean(axis=-1, keepdims=True)
+    return x / np.sqrt(np.mean(x * x, axis=-1, keepdims=True) + eps)
+
+
+def or_(x: np.ndarray | None, default: float) -> Any:
+    return default if x is None else x
+
+
+# --- norm_linear ----------------------------------------------------------------------------------
+
+LINEAR = {
+    "x": (ROWS, F), "scale": (F,), "bias": (F,),
+    "w0": (F, N, H), "w1": (F, N, 4), "w2": (F, N), "b0": (N, H), "b1": None, "b2": (N,),
+}  # fmt: skip
+PLAIN = LINEAR | {"scale": None, "bias": None}
+
+
+def numpy_norm_linear(kind: str, **a: Any) -> list[np.ndarray]:
+    rows = normed(kind, a["x"]) * or_(a["scale"], 1) + or_(a["bias"], 0)
+    return [
+        ACTS[name](np.tensordot(rows, a[f"w{g}"], 1) + or_(a[f"b{g}"], 0))
+        for g, name in enumerate(ACTIVATIONS)
+    ]
+
+
+def norm_linear(kind: str, a: dict[str, Any], **options: Any) -> tuple[jax.Array, ...]:
+    weights, biases = ([a[f"{c}{g}"] for g in range(3)] for c in "wb")
+    scales = {"norm": kind, "norm_scale": a["scale"], "norm_bias": a["bias"], "eps": EPS}
+    activations = {"activations": ACTIVATIONS} | scales | options
+    return ikbo.norm_linear(a["x"], weights, biases, **activations)
+
+
+# --- gated_linear ---------------------------------------------------------------------------------
+
+GATED = {
+    "u": (ROWS, N, H), "a": (ROWS, N, H), "scale": (N * H,), "bias": (N * H,),
+    "weight": (3 * N * H, F), "residual": (ROWS, F),
+}  # fmt: skip
+BY_HEAD = GATED | {"scale": (N,), "bias": (N,)}
+PRODUCT = GATED | {"weight": (N * H, F), "residual": None, "scale": None, "bias": None}
+
+
+def numpy_gated_linear(kind: str, by_head: bool, kept: Any = (1, 1, 1), **a: Any) -> np.ndarray:
+    u, x = a["u"], a["a"]
+    shape = (N, H) if by_head else (1, N * H)
+    rows = normed(kind, x.reshape(ROWS, *shape))
+    scale, bias = (np.reshape(or_(a[c], d), (-1, 1)) for c, d in (("scale", 1.0), ("bias", 0.0)))
+    if not by_head:
+        scale, bias = scale.T, bias.T
+    gated = u * (rows * scale + bias).reshape(x.shape)
+    parts = [part.reshape(ROWS, -1) * k for part, k in zip((u, x, gated), kept, strict=True)]
+    parts = parts if len(a["weight"]) > N * H else parts[2:]
+    return np.concatenate(parts, axis=1) @ a["weight"] + or_(a["residual"], 0)
+
+
+def gated_linear(kind: str, by_head: bool, a: dict[str, Any], **options: Any) -> jax.Array:
+    rest = {key: a[key] for key in ("residual",)}
+    return ikbo.gated_linear(
+        *(a["u"], a["a"], a["weight"]), **rest, norm=kind, by_head=by_head, eps=EPS,
+        norm_scale=a["scale"], norm_bias=a["bias"], concat=len(a["weight"]) > N * H, **options,
+    )  # fmt: skip
+
+
+# --- both -----------------------------------------------------------------------------------------
+
+
+def in_dtype(arrays: dict[str, Any], dtype: Any) -> dict[str, Any]:
+    return {name: None if x is None else jnp.asarray(x, dtype) for name, x in arrays.items()}
+
+
+def value_and_gradients(fn: Any, arrays: dict[str, Any], cotangents: Any) -> Any:
+    out, pull_back = jax.vjp(fn, arrays)
+    return out, pull_back(jax.tree.map(lambda c, x: jnp.asarray(c, x.dtype), cotangents, out))[0]
+
+
+def agree(numpy_fn: Any, jax_fn: Any, arrays: dict[str, Any], dtype: str, units: float) -> None:
+    """Asserts that values and all gradients of two functions of named arrays agree."""
+    held = in_dtype(arrays, dtype)
+    exact = {k: None if x is None else np.asarray(x, np.float64) for k, x in held.items()}
+    outs = numpy_fn(**exact)
+    rng = np.random.default_rng(9)
+    cotangents = jax.tree.map(lambda out: rng.choice([-1.0, 0.5, 2.0], out.shape), outs)
+
+    def loss(**a: Any) -> Any:
+        found = numpy_fn(**a)
+        return sum(np.sum(x * c) for x, c in zip(
+            jax.tree.leaves(found), jax.tree.leaves(cotangents), strict=True
+        ))  # fmt: skip
+
+    found, gradients = jax.jit(functools.partial(value_and_gradients, jax_fn))(
+        held, jax.tree.unflatten(jax.tree.structure(jax_fn(held)), jax.tree.leaves(cotangents))
+    )
+    unit = units * float(jnp.finfo(dtype).eps)
+    for x, y in zip(jax.tree.leaves(found), jax.tree.leaves(outs), strict=True):
+        assert x.dtype == dtype
+        np.testing.assert_allclose(np.asarray(x, np.float64), y, rtol=unit, atol=unit)
+    for name, y in complex_step.gradients(loss, exact).items():
+        if y is not None:
+            x = np.asarray(gradients[name], np.float64)
+            largest = np.abs(y).max()
+            np.testing.assert_allclose(x / largest, y / largest, atol=unit, err_msg=name)
+
+
+LINEAR_CASES = [
+    (LINEAR, "layer", (), "float32"),
+    (LINEAR, "rms", ("norm",), "bfloat16"),
+    (PLAIN, "rms", ("norm", "projection"), "float32"),
+    (PLAIN, "layer", ("projection",), "float16"),
+]
+
+
+@pytest.mark.parametrize(("shapes", "kind", "recompute", "dtype"), LINEAR_CASES)
+def test_norm_linear_is_numpys(shapes: Any, kind: str, recompute: Any, dtype: str) -> None:
+    agree(
+        functools.partial(numpy_norm_linear, kind),
+        lambda a: list(norm_linear(kind, a, recompute=recompute)),
+        *(drawn(shapes), dtype, UNITS[dtype]),
+    )
+
+
+@pytest.mark.parametrize(
+    ("shapes", "kind", "by_head", "dtype"),
+    [
+        (GATED, "layer", False, "float32"),
+        (BY_HEAD, "layer", True, "bfloat16"),
+        (PRODUCT, "rms", True, "float32"),
+        (PRODUCT, "layer", False, "float16"),
+    ],
+)
+def test_gated_linear_is_numpys(shapes: Any, kind: str, by_head: bool, dtype: str) -> None:
+    agree(
+        functools.partial(numpy_gated_linear, kind, by_head),
+        functools.partial(gated_linear, kind, by_head),
+        *(drawn(shapes), dtype, UNITS[dtype]),
+    )
+
+
+KEY = jax.random.key(3)
+
+
+def kept_numbers(rate: float) -> list[np.ndarray]:
+    """The factors of u, a and u · norm(a) that the key gives."""
+    seed = jnp.pad(jax.random.bits(KEY, (2,), jnp.uint32), (0, 1))
+    gate = reference.Gate(reference.Norm(), dropout_rate=rate)
+    kept = reference._kept_numbers(gate, seed, (ROWS, N * H))
+    return [np.asarray(k) / (1 - rate) for k in kept]
+
+
+def test_dropout_is_a_mask_of_all_rows() -> None:
+    kept = kept_numbers(0.4)
+    agree(
+        functools.partial(numpy_gated_linear, "layer", False, kept),
+        lambda a: gated_linear("layer", False, a, dropout_rate=0.4, dropout_key=KEY),
+        *(drawn(GATED), "float32", UNITS["float32"]),
+    )
+    gate = reference.Gate(reference.Norm(), dropout_rate=0.25)
+    many = reference._kept_numbers(gate, jnp.array([7, 8, 0], jnp.uint32), (300, 64))
+    for one in many:
+        np.testing.assert_allclose(np.mean(one), 0.75, atol=0.01)
+    for one, other in ((0, 1), (0, 2), (1, 2)):
+        np.testing.assert_allclose(np.mean(many[one] & many[other]), 0.75**2, atol=0.015)
+    # Another first row gives the rows from there on.
+    later = reference._kept_numbers(gate, jnp.array([7, 8, 100], jnp.uint32), (200, 64))
+    np.testing.assert_array_equal(later, [one[100:] for one in many])
+
+
+def test_second_derivatives_are_jax_s_of_the_formula() -> None:
+    linear, gated = in_dtype(drawn(LINEAR), "float32"), in_dtype(drawn(BY_HEAD), "float32")
+    norm = reference.Norm("layer", EPS)
+
+    def plain_linear(a: Any) -> Any:
+        parts = (tuple(a[f"{c}{g}"] for g in range(3)) for c in "wb")
+        arrays = reference.NormLinear(a["x"], a["scale"], a["bias"], *parts)
+        return reference.norm_linear(norm, ACTIVATIONS, None, arrays).out
+
+    def plain_gated(a: Any) -> jax.Array:
+        names = ("u", "a", "scale", "bias", "weight", "residual")
+        arrays = reference.GatedLinear(*(a[name] for name in names), None)
+        return reference.gated_linear(reference.Gate(norm, N, True), arrays)
+
+    def second(fn: Any, a: Any) -> Any:
+        def summed(a: Any) -> jax.Array:
+            return sum(jnp.sum(jnp.sin(x)) for x in jax.tree.leaves(fn(a)))
+
+        def norm_of_gradient(a: Any) -> jax.Array:
+            return sum(jnp.sum(x * x) for x in jax.tree.leaves(jax.grad(summed)(a)))
+
+        return jax.grad(norm_of_gradient)(a)
+
+    @jax.jit
+    def run(linear: Any, gated: Any) -> Any:
+        ours = [
+            second(functools.partial(norm_linear, "layer", recompute=names), linear)
+            for names in ((), ("norm", "projection"))
+        ]
+        ours.append(second(functools.partial(gated_linear, "layer", True), gated))
+        return ours, [second(plain_linear, linear), second(plain_gated, gated)]
+
+    ours, (of_linear, of_gated) = run(linear, gated)
+    for found, exact in zip(ours, (of_linear, of_linear, of_gated), strict=True):
+        for x, y in zip(jax.tree.leaves(found), jax.tree.leaves(exact), strict=True):
+            np.testing.assert_allclose(x / np.abs(y).max(), y / np.abs(y).max(), atol=1e-4)
+    with pytest.raises(NotImplementedError, match="norm_linear has no forward-mode"):
+        jax.jvp(lambda x: norm_linear("rms", linear | {"x": x}), (linear["x"],), (linear["x"],))
+
+
+@pytest.mark.parametrize("batched", ["rows", "all"])
+def test_vmap_of_results_and_gradients(batched: str) -> None:
+    """Problems with the same weights are folded into one."""
+    for shapes, fn, rows in (
+        (LINEAR, lambda a: norm_linear("layer", a), ("x",)),
+        (GATED, lambda a: gated_linear("layer", False, a), ("u", "a", "residual")),
+    ):
+        problems = [in_dtype(drawn(shapes, seed), "float32") for seed in (1, 2)]
+        problems[1] = {k: x if batched == "all" or k in rows else problems[0][k]
+                       for k, x in problems[1].items()}  # fmt: skip
+        axes = {k: 0 if batched == "all" or k in rows else None for k in shapes}
+        stacked = {
+            k: x if axes[k] is None or x is None else jnp.stack([x, problems[1][k]])
+            for k, x in problems[0].items()
+        }
+
+        def with_gradients(a: Any, fn: Any = fn) -> Any:
+            out, pull_back = jax.vjp(fn, a)
+            return out, pull_back(jax.tree.map(jnp.ones_like, out))[0]
+
+        found = jax.jit(jax.vmap(with_gradients, ({k: axes[k] for k in stacked},)))(stacked)
+        expected = [with_gradients(a) for a in problems]
+        close(found, jax.tree.map(lambda *x: jnp.stack(x), *expected), 1e-5)
+        if batched == "rows":
+            (plan,) = ikbo.explain(jax.vmap(fn, ({k: axes[k] for k in stacked},)), stacked).plans
+            assert plan.problem.rows == 2 * ROWS
+
+
+#: Layouts of the arrays of eight rows, columns of a multiple of 8, over "x".
+DIVIDED = {
+    "rows": {"x": P("x"), "u": P("x"), "a": P("x"), "residual": P("x")},
+    "columns": {"w0": P(None, "x"), "w1": P(None, "x"), "b0": P("x"), "weight": P(None, "x")},
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("divided", DIVIDED)
+def test_devices(divided: str, kind: str) -> None:
+    mesh = mesh_of("8", kind)
+    rng = np.random.default_rng(0)
+
+    def arrays(**shapes: tuple[int, ...]) -> dict[str, Any]:
+        return {k: rng.normal(size=s).astype(np.float32) for k, s in shapes.items()}
+
+    def linear(x: Any, w0: Any, w1: Any, b0: Any) -> Any:
+        return ikbo.norm_linear(x, (w0, w1), (b0, None), activations=("silu", "identity"))
+
+    def gated(u: Any, a: Any, weight: Any, residual: Any) -> Any:
+        options = {"dropout_rate": 0.5, "dropout_key": KEY}
+        return ikbo.gated_linear(u, a, weight, residual, concat=True, by_head=True, **options)
+
+    for fn, drawn_arrays in (
+        (linear, arrays(x=(16, 5), w0=(5, 8, 3), w1=(5, 8, 2), b0=(8, 3))),
+        (gated, arrays(u=(16, 2, 3), a=(16, 2, 3), weight=(18, 8), residual=(16, 8))),
+    ):
+        names, values = list(drawn_arrays), list(drawn_arrays.values())
+
+        def step(*arrays: Any, fn: Any = fn) -> Any:
+            out, pull_back = jax.vjp(fn, *arrays)
+            return out, pull_back(jax.tree.map(jnp.sin, out))
+
+        expected = jax.jit(step)(*values)
+        held = on(mesh, values, [DIVIDED[divided].get(name, P()) for name in names])
+        close(jax.jit(step)(*held), expected, 1e-5)
+        program = jax.jit(fn).lower(*held).compile()
+        assert not collectives(program.as_text())
+        if kind == "auto":
+            word = {"rows": "rows", "columns": "columns"}[divided]
+            assert word in str(ikbo.explain(fn, *held).plans[0].division)
+
+
+def test_export_with_symbolic_rows() -> None:
+    (rows,) = jax.export.symbolic_shape("r")
+    for shapes, fn, names in (
+        (LINEAR, lambda a: norm_linear("layer", a), ("x",)),
+        (GATED, lambda a: gated_linear("layer", False, a), ("u", "a", "residual")),
+    ):
+        arrays = in_dtype(drawn(shapes), "bfloat16")
+        symbolic = {
+            k: x if x is None else jax.ShapeDtypeStruct((rows, *x.shape[1:]), x.dtype)
+            if k in names else jax.ShapeDtypeStruct(x.shape, x.dtype)
+            for k, x in arrays.items()
+        }  # fmt: skip
+        exported = jax.export.export(jax.jit(fn), platforms=["cpu", "cuda"])(symbolic)
+        close(exported.call(arrays), jax.jit(fn)(arrays), 0)
+
+
+def test_policies_of_checkpoint_name_what_is_kept() -> None:
+    arrays = in_dtype(drawn(LINEAR), "float32")
+
+    def loss(a: Any) -> jax.Array:
+        return sum(jnp.sum(jnp.sin(x)) for x in norm_linear("layer", a))
+
+    names = ("ikbo_norm_linear_out", "ikbo_norm_linear_norm", "ikbo_norm_linear_projection")
+    text = str(jax.make_jaxpr(jax.grad(loss))(arrays))
+    assert all(f"name={name}" in text for name in names)
+    policy = jax.checkpoint_policies.save_only_these_names(*names[1:])
+    found = jax.jit(jax.grad(jax.checkpoint(loss, policy=policy)))(arrays)
+    close(found, jax.jit(jax.grad(loss))(arrays), 1e-6)
+
+
+def test_explain_says_that_xla_computes_and_why() -> None:
+    arrays = in_dtype(drawn(LINEAR), "bfloat16")
+    (plan,) = ikbo.explain(lambda a: norm_linear("layer", a), arrays).plans
+    assert plan.problem == LinearProblem(
+        ROWS, F, (N * H, N * 4, N), "layer", "bfloat16", "silu+identity+gelu"
+    )
+    assert (plan.implementation, plan.backward) == ("xla", "XLA")
+    assert "no kernel yet" in plan.cuda.reason
+    arrays = in_dtype(drawn(BY_HEAD), "bfloat16")
+    (plan,) = ikbo.explain(lambda a: gated_linear("layer", True, a), arrays).plans
+    wanted = "rows=5 F=6 columns=6 bfloat16 layer norm, [u, a, u · norm(a)], 2 groups"
+    assert plan.problem.describe() == wanted
+
+
+def test_no_rows() -> None:
+    linear = in_dtype(drawn(LINEAR), "float32")
+    out = norm_linear("layer", linear | {"x": linear["x"][:0]})
+    assert [x.shape for x in out] == [(0, N, H), (0, N, 4), (0, N)]
+    gated = in_dtype(drawn(GATED), "float32")
+    none = {k: gated[k][:0] for k in ("u", "a", "residual")}
+    assert gated_linear("layer", False, gated | none).shape == (0, F)
+
+
+def test_wrong_arguments_are_named_with_both_values() -> None:
+    a, g = in_dtype(drawn(LINEAR), "float32"), in_dtype(drawn(GATED), "float32")
+
+    def linear(**changes: Any) -> Any:
+        options = {k: changes.pop(k) for k in list(changes) if k not in a}
+        return lambda: norm_linear("layer", a | changes, **options)
+
+    def gated(**changes: Any) -> Any:
+        options = {k: changes.pop(k) for k in list(changes) if k not in g}
+        return lambda: gated_linear("layer", False, g | changes, **options)
+
+    for call, message in (
+        (linear(w1=a["w1"][:5]), r"x has F=6 but weights\[1\] has F=5"),
+        (linear(w1=a["w1"].astype(jnp.bfloat16)), r"x is float32 but weights\[1\] is bfloat16"),
+        (linear(w0=a["w0"][None]), r"weights\[0\] must have shape \[F, N, H\]"),
+        (linear(b0=a["b0"][:1]), r"biases\[0\] has shape \(1, 3\) but weights\[0\] has shape"),
+        (linear(scale=a["scale"][:2]), r"norm_scale has shape \(2,\) but x has F=6"),
+        (linear(x=a["x"][0]), r"x must have shape \[rows, F\]"),
+        (linear(activations=("silu",)), "3 weights, 3 biases and 1 activations"),
+        (linear(activations=("silu", "softmax", "gelu")), "unknown activation 'softmax' of group"),
+        (linear(norm="batch"), "unknown norm 'batch'; known: 'layer', 'rms'"),
+        (linear(eps=0.0), "eps must be above 0, but is 0.0"),
+        (linear(recompute=("gate",)), "unknown name 'gate'; known: 'norm', 'projection'"),
+        (linear(implementation="cuda"), "unknown implementation 'cuda'"),
+        (gated(u=g["u"][:, :1]), r"u has shape \(5, 1, 3\) but a has shape \(5, 2, 3\)"),
+        (gated(weight=g["weight"][:-1]), r"weight has shape \(17, 6\) but a has C=6, which needs"),
+        (gated(residual=g["residual"][:1]), r"residual has shape \(1, 6\) but the result has"),
+        (gated(residual=g["residual"].astype(jnp.float16)), "a is float32 but residual is float16"),
+        (gated(scale=g["scale"][:N]), r"norm_scale has shape \(2,\) but a has C=6"),
+        (gated(dropout_rate=1.0), r"dropout_rate must be in \[0, 1\), but is 1.0"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            call()
+    flat = {k: g[k].reshape(ROWS, -1) for k in ("u", "a")}
+    with pytest.raises(ValueError, match=r"by_head needs a of shape \[rows, N, H\], but a has"):
+        gated_linear("layer", True, g | flat)
+    for call in (linear, gated):
+        with pytest.raises(NotImplementedError, match="no kernel yet|need a Hopper GPU"):
+            call(implementation="mosaic_gpu")()

@@ -1,0 +1,184 @@
+"""Masks and soft caps as models write them: recognised, and equal in value and gradient.
+
+Candidates' queries attend to looked-up keys (`CROSS`), or a sequence [history, candidates] attends
+to itself (`SEQUENCES`). What is no interval of keys is left as written, for the reason in `LEFT`.
+"""
+
+from __future__ import annotations
+
+import types
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from lookalikes import attention
+from rewrite_basics import check_values_and_gradients, report_of
+from rounding_rule import assert_same
+
+import ikbo_jax as ikbo
+from ikbo_jax.rewrite.facts import masks
+
+#: Of `lookalikes.attention`'s names. P is a number by candidate, from 0 to S.
+P = "P = (jnp.sum(q, axis=(1, 2, 3)) > 0).astype(int)[:, None, None, None] * 2 + i[0] % 2\n"
+CROSS = {
+    "tri": "x = jnp.where(jnp.tri(2, S, dtype=bool), L(q), -1e30)",
+    "tril of ones": "x = jnp.where(jnp.tril(jnp.ones((2, S))), L(q), -1e9)",
+    "window": "t = jnp.arange(2)[:, None]\nx = jnp.where((at <= t + 2) & (at - t > 0), L(q), -inf)",
+    "at set": "x = jnp.where(jnp.ones((2, S), bool).at[1, 3:].set(False), L(q), -1e30)",
+    "triu bias": "x = L(q) + jnp.triu(jnp.full((2, S), -inf, q.dtype), 1)",
+    "1 - tril bias": "x = L(q) + (1 - jnp.tril(jnp.ones((2, S), q.dtype))) * -1e9",
+    "by candidate": P + "x = jnp.where(at < P, L(q), -1e9)",
+    "by candidate, NaN": P + "x = jnp.where(at < P, L(q), -inf)",
+    "by candidate, added": P + "x = L(q) + jnp.where(at < P, 0, -1e9)",
+    "by candidate, (1 - mask)": P + "x = L(q) + (1 - (P > at).astype(q.dtype)) * -1e9",
+    "window by candidate": P + "x = jnp.where((at >= P - 1) & (P + 2 > at), L(q), -1e30)",
+    "hidden by candidate": P + "x = jnp.where((at < P) | (at > P + 1), -1e30, L(q))",
+    "segments": P + "x = jnp.where(at // 2 == P - 1, L(q), -1e30)",
+    "user and candidate": P + "x = jnp.where((at < N) & (at >= P - 1), L(q), -1e30)",
+    "user's holes and candidate": P + "x = jnp.where(M & (at >= P), L(q), -inf)",
+    "product of masks": P + "x = jnp.where(M.astype(f32) * (at >= P), L(q), -1e30)",
+    "two masks": P + "x = jnp.where(at <= P, jnp.where(M, L(q), -1e30), -1e30)",
+    "cap": "x = 3 * jnp.tanh(L(q) / 3)",
+    "negative cap": "x = -3 * jnp.tanh(L(q) / 3)",
+    "cap and mask": "x = jnp.where(M, 3 * jnp.tanh(L(q) / 3), -1e30)",
+    "cap and added mask": P + "x = 3 * jnp.tanh(L(q) / 3) + jnp.where(at < P, 0, -1e9)",
+}
+LEFT = {
+    "holes by candidate": ("jnp.where(C, L(q), -1e9)", "not by intervals of keys"),
+    "two ends": (P + "x = jnp.where((at < P) | (at > 3), L(q), -1e9)", "not by intervals of keys"),
+    "times": (P + "x = jnp.where(q[0, 0, 0, :1] * at < P, L(q), -1e9)", "not by intervals of keys"),
+    "wraps around": (P + "x = jnp.where(at + P < 3, L(q), -1e9)", "not by intervals of keys"),
+    "a cap of masked logits": ("3 * jnp.tanh(jnp.where(M, L(q), -1e9))", "not recognised"),
+}
+
+
+def cross(text, dtype="float32"):
+    text = text if "x = " in text else f"x = {text}"
+    return attention(f"{text}\nout = mix(softmax(x).astype(v.dtype))", dtype)
+
+
+def explained(fn, *args):
+    explanation = ikbo.explain(ikbo.rewrite(fn), *args)
+    (report,) = explanation.notes
+    return [plan.op for plan in explanation.plans], [x.reason for x in report.materialised]
+
+
+@pytest.mark.parametrize("name", CROSS)
+def test_masks_of_candidates_queries(name: str) -> None:
+    case = cross(CROSS[name])
+    ops, reasons = explained(case.fn, *case.args)
+    assert "attention" in ops
+    assert not any("not recognised" in reason for reason in reasons), reasons
+    assert_same([case])
+
+
+@pytest.mark.parametrize("name", LEFT)
+def test_left_as_written_for_a_reason(name: str) -> None:
+    text, reason = LEFT[name]
+    case = cross(text)
+    ops, reasons = explained(case.fn, *case.args)
+    assert "attention" not in ops
+    assert any(reason in found for found in reasons), reasons
+
+
+B, U, S, C, N, H = 8, 2, 5, 3, 2, 4
+D, L = N * H, S + C
+RNG = np.random.default_rng(0)
+INDEX = jnp.asarray(np.sort(np.arange(B) % U).astype(np.int32))
+HISTORY, CANDIDATES = (RNG.standard_normal(x, np.float32) / 2 for x in ((U, S, D), (B, C, D)))
+WEIGHTS = RNG.standard_normal((4, D, D), np.float32) / 4
+LENGTHS = jnp.asarray([3, S], jnp.int32)
+AT = jnp.arange(L)
+
+
+def recsys_mask():
+    """A causal history, and candidates that see the history and themselves."""
+    mask = jnp.tril(jnp.ones((1, 1, L, L)))
+    mask = mask.at[:, :, S:, S:].set(0)
+    own = jnp.arange(S, L)
+    return mask.at[:, :, own, own].set(1)
+
+
+def valid(x, at_least_one=True):
+    lengths = jnp.maximum(x.lengths, 1) if at_least_one else x.lengths
+    history = jnp.arange(S)[None] < lengths[x.index][:, None]
+    return jnp.concatenate([history, jnp.ones((B, C), bool)], axis=1)[:, None, None]
+
+
+def masked(mask, fill=-1e30, cap=None):
+    def attend(x):
+        logits = jnp.einsum("btnh,bsnh->bnts", x.q, x.k)
+        logits = logits if cap is None else cap * jnp.tanh(logits / cap)
+        logits = jnp.where(mask(x), logits, fill)
+        return jnp.einsum("bnts,bsnh->btnh", jax.nn.softmax(logits, axis=-1), x.v)
+
+    return attend
+
+
+def biased(bias):
+    def attend(x):
+        logits = jnp.einsum("btnh,bsnh->bnts", x.q, x.k) + bias()
+        return jnp.einsum("bnts,bsnh->btnh", jax.nn.softmax(logits, axis=-1), x.v)
+
+    return attend
+
+
+def of_jax(**kwargs):
+    return lambda x: jax.nn.dot_product_attention(x.q, x.k, x.v, **kwargs)
+
+
+CAUSAL = (AT[:, None] >= AT[None])[None, None]
+SEQUENCES = {
+    "tri": masked(lambda x: jnp.tri(L, dtype=bool)[None, None], -jnp.inf),
+    "window": masked(lambda x: CAUSAL & (AT[:, None] - AT[None] < 4)[None, None]),
+    "is_causal": of_jax(is_causal=True),
+    "local_window_size": of_jax(is_causal=True, local_window_size=(4, 0)),
+    "at set": masked(lambda x: recsys_mask()),
+    "at set, cap": masked(lambda x: recsys_mask() > 0, cap=2.0),
+    "triu bias": biased(lambda: jnp.triu(jnp.full((L, L), -jnp.inf), 1)[None, None]),
+    "1 - mask": biased(lambda: -1e9 * (1 - recsys_mask())),
+    "lengths": masked(lambda x: CAUSAL & valid(x)),
+    "lengths, window": masked(lambda x: CAUSAL & valid(x) | jnp.eye(L, dtype=bool)[None, None]),
+    "padding times mask": masked(lambda x: valid(x).astype("float32") * recsys_mask(), cap=2.0),
+    "ends by candidate": masked(
+        lambda x: CAUSAL & ((AT[None] < x.ends[:, None]) | (AT[None] >= S))[:, None, None]
+    ),
+}
+
+
+def model(attend, layers=2):
+    def fn(history, candidates, weights, index, lengths, ends):
+        x = jnp.concatenate([history[index], candidates], axis=1)
+        for _ in range(layers):
+            q, k, v = ((x @ w).reshape(B, L, N, H) for w in weights[:3])
+            request = types.SimpleNamespace(q=q, k=k, v=v, index=index, lengths=lengths, ends=ends)
+            x = x + jnp.tanh(attend(request).reshape(x.shape) @ weights[3])
+        return x[:, S:]
+
+    return fn
+
+
+ENDS = jnp.asarray(RNG.integers(0, S + 1, B), jnp.int32)
+ARGS = (HISTORY, CANDIDATES, WEIGHTS, INDEX, LENGTHS, ENDS)
+
+
+@pytest.mark.parametrize("name", SEQUENCES)
+def test_masks_of_a_sequence(name: str) -> None:
+    fn = model(SEQUENCES[name])
+    with jax.numpy_rank_promotion("allow"):
+        check_values_and_gradients(fn, *ARGS, bound=3e-5)
+        report, (ops, reasons) = report_of(fn, *ARGS), explained(fn, *ARGS)
+    if name == "ends by candidate":
+        # The ends hide keys from the history's queries, which so differ by candidate.
+        assert ops == []
+        return
+    assert ops == ["attention", "attention"], reasons
+    # History's queries, projections and attention run for users, not for candidates.
+    assert report.flops_saved > 0.4 * report.costs.original.flops
+
+
+def test_intervals_of_rows() -> None:
+    rows = np.array([[0, 1, 1, 0], [0, 0, 0, 0], [1, 1, 1, 1], [0, 0, 0, 1]], bool)
+    assert masks.are_intervals(rows)
+    assert not masks.are_intervals(np.array([[1, 0, 1, 1]], bool))
