@@ -143,6 +143,7 @@ class TestGradientByTheKernel:
         assert asked == {
             "query": inputs.query.shape,
             "scale": SCALE,
+            "logit_cap": None,
             "dtype": None,
             "indices_are_sorted": promise,
             "config": table.lookup(problem).config,
