@@ -152,7 +152,8 @@ def _stored_rows(arrays: Arrays, settings: Settings) -> int:
     kv_rows, sequences = arrays.key.shape[0], max(arrays.cu_seqlens_kv.shape[0] - 1, 1)
     rule, names = settings.rule, set(settings.activations)
     is_alone = arrays.q_to_kv is None and not settings.broadcast_q and len(names) == 1
-    spills = names == {"gelu_tanh"} and settings.approx is None
+    # A capped softmax spills 16 bytes at H = 128, gelu_tanh 8.
+    spills = settings.logit_cap is not None or (names == {"gelu_tanh"} and settings.approx is None)
     if not is_alone or spills or head_dim <= BLOCK_K:
         return 0
     longest_q = rows if settings.max_seqlen_q is None else min(settings.max_seqlen_q, rows)

@@ -59,7 +59,6 @@ CASES = {
         "float16",
         2,
         GdpaBackwardConfig(64, 3),
-        logit_cap=1.5,
         stores=True,
     ),
     # Between history and targets, blocks that no row sees.

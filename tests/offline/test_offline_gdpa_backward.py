@@ -165,9 +165,6 @@ CAPPED = {
     ),
     "keys_h96_mixed_f16_capped": Case(True, 96, activations=MIXED, dtype="float16", logit_cap=30.0),
     "queries_gelu_tanh_masked_capped": Case(False, has_mask=True, logit_cap=30.0),
-    "keys_softmax_stored_capped": Case(
-        True, activations=SOFTMAX, has_mask=True, logit_cap=30.0, stored_rows=2**24
-    ),
 }
 CASES |= CAPPED
 
