@@ -1,6 +1,6 @@
 """Benchmark of the attention layers of Phoenix, xAI's published ranker, at its sizes.
 
-    python -m benchmarks.phoenix --out benchmarks/results/phoenix-h100.json
+    python -m benchmarks.phoenix --out benchmarks/results/phoenix/h100.json
 
 A user's history attends causally to itself; a candidate attends to the history and to itself. A
 tanh caps the scores. There are no feed-forward nets. The attention of other libraries takes padded
