@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 import kernel_record
 import numpy as np
+import oracle_attention
 import problems
 import pytest
 import session_costs
@@ -267,7 +268,7 @@ def fake_attention(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeHopper]:
             if targets is not None:
                 own = {name: np.asarray(x)[targets] for name, x in own.items()}
             options = {"scale": scale, "ranges": ranges, **own}
-            out, lse = problems.numpy_attention_oracle(inputs, **options)
+            out, lse = oracle_attention.numpy_attention_oracle(inputs, **options)
             if targets is not None:
                 place = np.argsort(targets)
                 out, lse = out[place], lse[place]
@@ -300,7 +301,7 @@ def fake_attention(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeHopper]:
             users = np.clip(index, 0, key.shape[0] - 1)
             assert not rest["indices_are_sorted"] or np.all(np.diff(users) >= 0)
             d_lse = np.zeros_like(lse) if d_lse is None else d_lse
-            found = problems.numpy_attention_gradients(
+            found = oracle_attention.numpy_attention_gradients(
                 inputs, d_out, d_lse, scale=scale, merged=(out, lse)
             )
             return tuple(x.astype(s.dtype) for x, s in zip(found, shapes, strict=True))

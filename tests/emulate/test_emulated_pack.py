@@ -8,6 +8,7 @@ import emulator
 import jax
 import jax.numpy as jnp
 import numpy as np
+import oracle_attention
 import problems
 import pytest
 
@@ -141,9 +142,9 @@ def test_emulated_op_and_gradient(
     assert launched.count("ikbo_user_order_mosaic_gpu_kernel") == is_many
     assert "ikbo_attention_backward_mosaic_gpu_kernel" in launched
     scale = width**-0.5
-    out, lse = problems.numpy_attention_oracle(inputs, scale=scale)
+    out, lse = oracle_attention.numpy_attention_oracle(inputs, scale=scale)
     d_lse = np.zeros_like(lse)
-    exact = out, *problems.numpy_attention_gradients(inputs, d_out, d_lse, scale=scale)
+    exact = out, *oracle_attention.numpy_attention_gradients(inputs, d_out, d_lse, scale=scale)
     out, _ = reference.materialised(*inputs, scale=scale)
     rest = attention_grouped.decomposed_vjp(*inputs, d_out, None, scale=scale)
     for x, e, p in zip(results, exact, (out, *rest), strict=False):
@@ -166,6 +167,6 @@ def test_emulated_op_reads_queries_of_whole_tiles_in_place(
     kinds = "user_order", "attention"
     assert launched == [f"ikbo_{kind}_mosaic_gpu_kernel" for kind in kinds]
     scale = 64**-0.5
-    exact, _ = problems.numpy_attention_oracle(inputs, scale=scale)
+    exact, _ = oracle_attention.numpy_attention_oracle(inputs, scale=scale)
     plain, _ = reference.materialised(*inputs, scale=scale)
     problems.assert_within_error_rule(np.asarray(out), exact, np.asarray(plain))

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import on_gpu
+import oracle_attention
 import problems
 import pytest
 from test_gpu_attention import check, check_repeats, own_tokens, problem_of, run
@@ -94,7 +95,7 @@ def test_few_queries_shapes_and_configs(name, config):
 def test_few_queries_ranges_of_keys_and_own_tokens(name, config, has_own):
     shape, chosen = (SHAPES | WIDE_HEADS)[name], CONFIGS[config]
     inputs, own = problems.make_attention_inputs(shape), own_tokens(shape) if has_own else {}
-    ranges = jnp.asarray(problems.ranges_of_keys(shape.candidates, shape.kv_len))
+    ranges = jnp.asarray(oracle_attention.ranges_of_keys(shape.candidates, shape.kv_len))
     results = run(inputs, config=chosen, key_value_ranges=ranges, **own)
     check(results, inputs, ranges=ranges, **own)
 

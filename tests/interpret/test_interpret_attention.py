@@ -13,6 +13,7 @@ import interpreter
 import jax
 import jax.numpy as jnp
 import numpy as np
+import oracle_attention
 import planted
 import problems
 import pytest
@@ -196,8 +197,8 @@ def assert_correct(
     What is plain of the inputs in their own dtype rounds the weights, as the kernel does.
     """
     options: Any = {"scale": case.scale, "logit_cap": case.logit_cap, "ranges": case.ranges}
-    oracle, oracle_lse = problems.numpy_attention_oracle(inputs, **options, **case.own)
-    plain = problems.numpy_attention_of_rounded_weights(inputs, **options, **case.own)
+    oracle, oracle_lse = oracle_attention.numpy_attention_oracle(inputs, **options, **case.own)
+    plain = oracle_attention.numpy_attention_of_rounded_weights(inputs, **options, **case.own)
     out, lse = map(np.asarray, results)
     problems.assert_within_error_rule(out[where], oracle[where], plain[where])
     np.testing.assert_allclose(lse[where], oracle_lse[where], rtol=1e-5, atol=1e-5)

@@ -10,6 +10,7 @@ import hypothesis.strategies as st
 import jax
 import jax.numpy as jnp
 import numpy as np
+import oracle_attention
 import problems
 import pytest
 from attention_basics import ATOL, SCALE, SMALL, attend, ours, own_tokens
@@ -48,7 +49,7 @@ def test_any_index_and_lengths_are_within_the_error_rule(data: st.DataObject) ->
     # A promise that the index breaks changes nothing.
     options = {"scale": scale, "indices_are_sorted": drawn == DRAWN[2]}
     results = attend(inputs, **options, return_residuals=True)
-    problems.assert_attention_within_error_rule(results, inputs, scale=scale)
+    oracle_attention.assert_attention_within_error_rule(results, inputs, scale=scale)
 
 
 def test_default_scale_is_one_over_the_root_of_the_width() -> None:
@@ -95,9 +96,9 @@ def test_own_tokens_are_within_the_error_rule(name: str, dtype: str, count: int)
     inputs = problems.make_attention_inputs(SHAPES[name], dtype)
     own = own_tokens(SHAPES[name], count, dtype)
     results = attend(inputs, scale=SCALE, return_residuals=True, **own)
-    exact = problems.numpy_attention_oracle(inputs, scale=SCALE, **own)
-    plain, _ = problems.same_dtype_attention(*inputs, scale=SCALE)
-    without, _ = problems.numpy_attention_oracle(inputs, scale=SCALE)
+    exact = oracle_attention.numpy_attention_oracle(inputs, scale=SCALE, **own)
+    plain, _ = oracle_attention.same_dtype_attention(*inputs, scale=SCALE)
+    without, _ = oracle_attention.numpy_attention_oracle(inputs, scale=SCALE)
     # The user's part is rounded once before it is merged.
     bound = 2 * np.max(np.abs(np.asarray(plain, np.float64) - without))
     bound += 2 * float(jnp.finfo(dtype).eps) * np.max(np.abs(exact[0]))
@@ -150,7 +151,10 @@ def test_value_and_gradients_are_within_the_error_rule(name: str, dtype: str) ->
     @jax.jit
     def both(*floats):
         each = []
-        for run in (ours, lambda arrays: problems.same_dtype_attention(*arrays, scale=SCALE)):
+        for run in (
+            ours,
+            lambda arrays: oracle_attention.same_dtype_attention(*arrays, scale=SCALE),
+        ):
             results, pull_back = jax.vjp(
                 lambda *x, run=run: run(problems.AttentionInputs(*x, *inputs[3:])), *floats
             )
@@ -158,8 +162,8 @@ def test_value_and_gradients_are_within_the_error_rule(name: str, dtype: str) ->
         return each
 
     (results, actual), (_, plain) = both(*inputs[:3])
-    problems.assert_attention_within_error_rule(results, inputs, scale=SCALE)
-    exact = problems.numpy_attention_gradients(inputs, d_out, d_lse, scale=SCALE)
+    oracle_attention.assert_attention_within_error_rule(results, inputs, scale=SCALE)
+    exact = oracle_attention.numpy_attention_gradients(inputs, d_out, d_lse, scale=SCALE)
     chex.assert_trees_all_equal_shapes_and_dtypes(actual, plain)
     if dtype == "float32":
         chex.assert_trees_all_close(actual, jax.tree.map(np.float32, exact), atol=1e-5)
@@ -197,7 +201,7 @@ def test_merging_two_histories_is_attending_to_both() -> None:
         for part in (slice(0, 10), slice(10, None))
     ]
     out, lse = jax.jit(ikbo.merge_attention)(*parts[0], *parts[1])
-    exact_out, exact_lse = problems.numpy_attention_oracle(both, scale=SCALE)
+    exact_out, exact_lse = oracle_attention.numpy_attention_oracle(both, scale=SCALE)
     assert out.dtype == jnp.bfloat16
     np.testing.assert_allclose(np.asarray(out, np.float64), exact_out, rtol=0, atol=0.02)
     np.testing.assert_allclose(lse, exact_lse, rtol=0, atol=ATOL)

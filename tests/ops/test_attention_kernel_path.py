@@ -8,6 +8,7 @@ import re
 import jax
 import jax.numpy as jnp
 import numpy as np
+import oracle_attention
 import problems
 import pytest
 from attention_basics import SCALE, attend, loss_of, oracle, ours, own_tokens
@@ -37,7 +38,7 @@ class TestKernelPath:
     def test_default_takes_the_kernel_and_the_tables_config(self, fake_attention) -> None:
         inputs = problems.make_attention_inputs(self.SHAPE)
         results = attend(inputs, scale=SCALE, return_residuals=True)
-        problems.assert_attention_within_error_rule(results, inputs, scale=SCALE)
+        oracle_attention.assert_attention_within_error_rule(results, inputs, scale=SCALE)
         (call,) = fake_attention.calls
         (plan,) = ikbo.explain(attend, inputs).plans
         assert call["config"] == table.lookup(plan.problem).config
@@ -72,7 +73,7 @@ class TestKernelPath:
         if promise:
             inputs = inputs._replace(cand_to_user=jnp.sort(inputs.cand_to_user))
         results = attend(inputs, scale=SCALE, return_residuals=True, indices_are_sorted=promise)
-        problems.assert_attention_within_error_rule(results, inputs, scale=SCALE)
+        oracle_attention.assert_attention_within_error_rule(results, inputs, scale=SCALE)
         (call,) = fake_attention.calls
         assert call["is_sorted"]
         assert call["has_order"] == (not promise and q_len % 64 == 0)
@@ -81,8 +82,8 @@ class TestKernelPath:
     def test_ranges_of_keys_go_to_the_kernel(self, fake_attention, q_len: int) -> None:
         """In the caller's order, also where queries are packed; their gradient is XLA's."""
         inputs = problems.make_attention_inputs(self.SHAPE._replace(q_len=q_len))
-        ranges = problems.ranges_of_keys(7, 20)
-        exact, lse = problems.numpy_attention_oracle(inputs, scale=SCALE, ranges=ranges)
+        ranges = oracle_attention.ranges_of_keys(7, 20)
+        exact, lse = oracle_attention.numpy_attention_oracle(inputs, scale=SCALE, ranges=ranges)
         found = attend(inputs, key_value_ranges=ranges, scale=SCALE, return_residuals=True)
         np.testing.assert_allclose(np.asarray(found[0], np.float32), exact, atol=0.02)
         np.testing.assert_allclose(found[1], lse, rtol=1e-5, atol=1e-5)
@@ -154,7 +155,7 @@ class TestGradientByTheKernel:
         exact = in_float32(inputs)
         own = own_tokens(self.SHAPE, tokens, "bfloat16") if tokens else {}
         wide = {name: np.asarray(x, np.float32) for name, x in own.items()}
-        ranges = jnp.asarray(problems.ranges_of_keys(7, 20)) if has_ranges else None
+        ranges = jnp.asarray(oracle_attention.ranges_of_keys(7, 20)) if has_ranges else None
         runs = (
             (inputs, functools.partial(ours, key_value_ranges=ranges), own),
             (exact, functools.partial(oracle, ranges=ranges), wide),

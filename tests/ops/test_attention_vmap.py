@@ -9,6 +9,7 @@ import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
+import oracle_attention
 import problems
 import pytest
 
@@ -100,9 +101,9 @@ def test_equals_a_loop(request, combination: tuple[bool, ...], kernel: bool) -> 
         problem = problem_at(inputs, combination, i)
         one = jax.tree.map(lambda x, i=i: np.asarray(x)[i], results)
         if kernel:
-            problems.assert_attention_within_error_rule(one, problem, scale=SCALE)
+            oracle_attention.assert_attention_within_error_rule(one, problem, scale=SCALE)
         else:
-            exact = problems.numpy_attention_oracle(problem, scale=SCALE)
+            exact = oracle_attention.numpy_attention_oracle(problem, scale=SCALE)
             chex.assert_trees_all_close(one, jax.tree.map(np.float32, exact), atol=5e-6)
 
 
@@ -117,9 +118,9 @@ KINDS = [
 
 def exact_gradients(problem: problems.AttentionInputs) -> tuple[np.ndarray, ...]:
     """NumPy's, of the sum of sin(out) and of cos(lse) where there are keys."""
-    out, lse = problems.numpy_attention_oracle(problem, scale=SCALE)
+    out, lse = oracle_attention.numpy_attention_oracle(problem, scale=SCALE)
     d_lse = -np.sin(np.where(lse == -np.inf, 0.0, lse))
-    return problems.numpy_attention_gradients(problem, np.cos(out), d_lse, scale=SCALE)
+    return oracle_attention.numpy_attention_gradients(problem, np.cos(out), d_lse, scale=SCALE)
 
 
 @pytest.mark.parametrize(
@@ -185,7 +186,7 @@ def test_nested_vmap_other_axes_own_tokens_and_jit(request, kernel: bool) -> Non
     out = outer(np.moveaxis(grid.query, 1, 3), *grid[1:], own)
     chex.assert_shape(out, (3, 5, 2, 2, 4, 64))
     for i, j in itertools.product(range(3), range(2)):
-        exact, _ = problems.numpy_attention_oracle(
+        exact, _ = oracle_attention.numpy_attention_oracle(
             each[i][j], scale=SCALE, self_key=own[j], self_value=own[j]
         )
         tolerance = 0.03 if kernel else 5e-6
@@ -204,7 +205,7 @@ def test_promise_of_a_sorted_index_ends_where_problems_share_their_users(fake_at
     for i in range(SIZE):
         one = jax.tree.map(lambda x, i=i: np.asarray(x)[i], results)
         problem = problem_at(inputs, combination, i)
-        problems.assert_attention_within_error_rule(one, problem, scale=SCALE)
+        oracle_attention.assert_attention_within_error_rule(one, problem, scale=SCALE)
 
 
 @pytest.mark.parametrize(

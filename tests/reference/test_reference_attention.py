@@ -8,6 +8,7 @@ import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
+import oracle_attention
 import problems
 import pytest
 from jax.experimental import checkify
@@ -61,7 +62,7 @@ def test_materialised_attends_to_own_tokens_too() -> None:
     rng = np.random.default_rng(1)
     names = "self_key", "self_value"
     own = {name: problems.random_array(rng, (13, 2, 3, 24), "float32") for name in names}
-    exact = problems.numpy_attention_oracle(inputs, scale=SCALE, **own)
+    exact = oracle_attention.numpy_attention_oracle(inputs, scale=SCALE, **own)
     for found, exactly in zip(materialised(*inputs, scale=SCALE, **own), exact, strict=True):
         np.testing.assert_allclose(found, exactly, rtol=0, atol=ATOL)
 
@@ -70,7 +71,7 @@ def test_materialised_rounds_once() -> None:
     inputs = problems.make_attention_inputs(SHAPES["grouped_heads"], "float16")
     out, _ = materialised(*inputs, scale=SCALE)
     assert out.dtype == jnp.float16
-    exact, _ = problems.numpy_attention_oracle(inputs, scale=SCALE)
+    exact, _ = oracle_attention.numpy_attention_oracle(inputs, scale=SCALE)
     # Half a unit in the last place of each value, and a little for f32 sums.
     np.testing.assert_allclose(np.asarray(out, np.float64), exact, rtol=2**-11, atol=1e-6)
 
@@ -105,8 +106,8 @@ def test_many_steps_are_within_the_error_rule_and_the_oracle_is_numpys(
         return found, reference.materialised(*exact, scale=SCALE)
 
     actual, oracle = both(*inputs)
-    exact = problems.numpy_attention_oracle(inputs, scale=SCALE)
-    problems.assert_attention_within_error_rule(actual, inputs, scale=SCALE, exact=exact)
+    exact = oracle_attention.numpy_attention_oracle(inputs, scale=SCALE)
+    oracle_attention.assert_attention_within_error_rule(actual, inputs, scale=SCALE, exact=exact)
     for found, exactly in zip(oracle, exact, strict=True):
         np.testing.assert_allclose(found, exactly, rtol=0, atol=ATOL)
 
@@ -139,7 +140,7 @@ def test_scores_that_grow_along_s_do_not_overflow() -> None:
     inputs = inputs._replace(key=key, value=value, key_value_seq_lengths=None)
     for ordered in (inputs, inputs._replace(key=key[:, ::-1], value=value[:, ::-1])):
         out, lse = decomposed(*ordered, scale=SCALE, blocks=SMALL_BLOCKS)
-        exact_out, exact_lse = problems.numpy_attention_oracle(ordered, scale=SCALE)
+        exact_out, exact_lse = oracle_attention.numpy_attention_oracle(ordered, scale=SCALE)
         assert np.max(exact_lse) > 200
         np.testing.assert_allclose(out, exact_out, rtol=0, atol=5e-4)
         np.testing.assert_allclose(lse, exact_lse, rtol=1e-5)
@@ -184,7 +185,7 @@ def test_gradient_in_small_blocks_is_numpys(name: str) -> None:
     d_out, d_lse = cotangents(SHAPES[name], "float32")
     for of_lse, blocks in ((d_lse, SMALL_BLOCKS), (None, None)):
         _, actual = results_and_gradients(inputs, (d_out, of_lse), blocks)
-        exact = problems.numpy_attention_gradients(
+        exact = oracle_attention.numpy_attention_gradients(
             inputs, d_out, 0 * d_lse if of_lse is None else of_lse, scale=SCALE
         )
         chex.assert_trees_all_close(actual, jax.tree.map(np.float32, exact), atol=1e-5)
@@ -219,7 +220,7 @@ def test_own_tokens_alone_are_attended_to_in_f32() -> None:
     # Each candidate as a user of its own.
     users = np.arange(5, dtype=np.int32)
     inputs = problems.AttentionInputs(query, *own, users)
-    problems.assert_attention_within_error_rule(
+    oracle_attention.assert_attention_within_error_rule(
         (out.astype(jnp.bfloat16), lse), inputs, scale=SCALE
     )
 

@@ -6,6 +6,7 @@ import dataclasses
 
 import jax
 import numpy as np
+import oracle_attention
 import problems
 
 from ikbo_jax.problems import AttentionProblem
@@ -50,7 +51,9 @@ class IndexedAttention:
     @property
     def ranges(self) -> np.ndarray | None:
         """Ranges of keys of the candidates."""
-        return problems.ranges_of_keys(len(self.index), self.keys) if self.has_ranges else None
+        return (
+            oracle_attention.ranges_of_keys(len(self.index), self.keys) if self.has_ranges else None
+        )
 
     logit_cap: float | None = None
 

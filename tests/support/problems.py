@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import itertools
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
@@ -203,7 +202,7 @@ class AttentionInputs(NamedTuple):
 
     def f64(self) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray, np.ndarray | None]:
         """The same in NumPy, floats in f64."""
-        query, key, value = _f64(self[:3])
+        query, key, value = f64_of(self[:3])
         index, lengths = np.asarray(self.cand_to_user), self.key_value_seq_lengths
         return query, key, value, index, None if lengths is None else np.asarray(lengths)
 
@@ -230,183 +229,6 @@ def make_attention_inputs(
     )
 
 
-class _Attended(NamedTuple):
-    """Broadcast attention of every candidate on its own, in f64.
-
-    Attributes:
-      weights: softmax, [B, T, N, S + T_self].
-      lse: [B, T, N].
-      keys: [B, S + T_self, N, H]; those that do not exist are zeros.
-      values: likewise.
-      users: the user of each candidate.
-      slope: of the cap of scores, [B, T, N, S + T_self], or 1.
-    """
-
-    weights: np.ndarray
-    lse: np.ndarray
-    keys: np.ndarray
-    values: np.ndarray
-    users: np.ndarray
-    slope: Any = 1
-
-
-def ranges_of_keys(batch: int, keys: int, seed: int = 0) -> np.ndarray:
-    """[batch, 2] int32, ranges of keys: from the first one, any, empty, and out of bounds."""
-    rng = np.random.default_rng(seed)
-    ranges = rng.integers(-3, keys + 4, (batch, 2))
-    ranges[::2].sort(axis=1)
-    ranges[1::3, 0] = 0
-    ranges[3::5] = -(2**31), 2**31 - 1
-    return ranges.astype(np.int32)
-
-
-def _attended(
-    inputs: AttentionInputs,
-    scale: float,
-    self_key: Any = None,
-    self_value: Any = None,
-    ranges: Any = None,
-    logit_cap: float | None = None,
-) -> _Attended:
-    query, key, value, index, lengths = inputs.f64()
-    users = np.clip(index, 0, key.shape[0] - 1)
-    exists = np.ones((len(users), key.shape[1]), bool)
-    if lengths is not None:
-        exists = np.arange(key.shape[1])[None] < lengths[users][:, None]
-    if ranges is not None:
-        place, ranges = np.arange(key.shape[1])[None], np.asarray(ranges)
-        exists &= (ranges[:, :1] <= place) & (place < ranges[:, 1:])
-
-    def of_candidates(array: np.ndarray, own: Any) -> np.ndarray:
-        each = np.where(exists[:, :, None, None], array[users], 0)
-        if own is not None:
-            each = np.concatenate((each, *_f64([own])), axis=1)
-        return np.repeat(each, query.shape[2] // key.shape[2], axis=2)
-
-    keys, values = of_candidates(key, self_key), of_candidates(value, self_value)
-    is_own = np.ones((len(users), keys.shape[1] - key.shape[1]), bool)
-    exists = np.concatenate((exists, is_own), axis=1)
-    scores, slope = scale * np.einsum("btnh,bsnh->btns", query, keys), 1
-    if logit_cap is not None:
-        inner = np.tanh(scores / logit_cap)
-        scores, slope = logit_cap * inner, 1 - inner**2
-    scores = np.where(exists[:, None, None], scores, -np.inf)
-    row_max = np.max(scores, axis=-1, keepdims=True, initial=-np.inf)
-    row_max = np.where(row_max == -np.inf, 0, row_max)
-    powers = np.exp(scores - row_max)
-    total = powers.sum(-1, keepdims=True)
-    with np.errstate(divide="ignore"):
-        lse = (row_max + np.log(total))[..., 0]
-    return _Attended(powers / np.where(total == 0, 1, total), lse, keys, values, users, slope)
-
-
-def numpy_attention_oracle(
-    inputs: AttentionInputs, *, scale: float, **options: Any
-) -> tuple[np.ndarray, np.ndarray]:
-    """Broadcast attention in NumPy and f64: out [B, T, N, H] and lse [B, T, N].
-
-    `options`: self_key, self_value, ranges and logit_cap.
-    """
-    weights, lse, _, values, *_ = _attended(inputs, scale, **options)
-    return np.einsum("btns,bsnh->btnh", weights, values), lse
-
-
-def numpy_attention_of_rounded_weights(
-    inputs: AttentionInputs, *, scale: float, **options: Any
-) -> np.ndarray:
-    """Out, if weights are rounded to the inputs' dtype before they meet the values.
-
-    The largest weight of a row is 1 then, and the sum that divides is that of exact weights.
-    """
-    weights, _, _, values, *_ = _attended(inputs, scale, **options)
-    weights = weights / np.maximum(np.max(weights, axis=-1, keepdims=True), 1e-30)
-    total = np.maximum(np.sum(weights, axis=-1, keepdims=True), 1e-30)
-    rounded = weights.astype(inputs.query.dtype).astype(np.float64)
-    return (np.einsum("btns,bsnh->btnh", rounded, values) / total).astype(inputs.query.dtype)
-
-
-def numpy_attention_gradients(
-    inputs: AttentionInputs,
-    d_out: Any,
-    d_lse: Any,
-    *,
-    scale: float,
-    logit_cap: float | None = None,
-    merged: Any = None,
-) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Gradients of <d_out, out> + <d_lse, lse> by query, key and value, in NumPy and f64.
-
-    `merged`: out and lse, if the rows attend to further keys, too.
-    """
-    weights, own_lse, keys, values, users, slope = _attended(inputs, scale, logit_cap=logit_cap)
-    query, key, value, _, _ = inputs.f64()
-    d_out, d_lse = _f64([d_out, d_lse])
-    d_weights = np.einsum("btnh,bsnh->btns", d_out, values)
-    expected = np.sum(weights * d_weights, axis=-1, keepdims=True)
-    if merged is not None:
-        out, lse = _f64(merged)
-        with np.errstate(invalid="ignore"):  # of rows without keys
-            weights = weights * np.nan_to_num(np.exp(own_lse - lse))[..., None]
-        expected = np.sum(d_out * out, axis=-1, keepdims=True)
-    d_scores = scale * slope * weights * (d_weights - expected + d_lse[..., None])
-    d_query = np.einsum("btns,bsnh->btnh", d_scores, keys)
-
-    def summed(per_candidate: np.ndarray, like: np.ndarray) -> np.ndarray:
-        """[B, S, N, H] summed over the candidates of a user and the query heads of a key head."""
-        batch, kv_len, _, width = per_candidate.shape
-        heads = per_candidate.reshape(batch, kv_len, like.shape[2], -1, width).sum(3)
-        total = np.zeros_like(like)
-        np.add.at(total, users, heads)
-        return total
-
-    d_key = summed(np.einsum("btns,btnh->bsnh", d_scores, query), key)
-    return d_query, d_key, summed(np.einsum("btns,btnh->bsnh", weights, d_out), value)
-
-
-@functools.partial(jax.jit, static_argnames="scale")
-def same_dtype_attention(
-    query: Any, key: Any, value: Any, cand_to_user: Any, lengths: Any = None, *, scale: float
-) -> tuple[jax.Array, jax.Array]:
-    """Out and lse as plain jnp has them: copies, f32 scores, weights rounded to the dtype."""
-    rows = jnp.clip(cand_to_user, 0, key.shape[0] - 1)
-    heads = query.shape[2] // key.shape[2]
-    keys, values = (jnp.repeat(array[rows], heads, axis=2) for array in (key, value))
-    scores = jnp.einsum("btnh,bsnh->btns", query, keys, preferred_element_type=jnp.float32)
-    scores = scores * jnp.float32(scale)
-    if lengths is not None:
-        exists = jnp.arange(key.shape[1], dtype=jnp.int32)[None] < lengths[rows][:, None]
-        scores = jnp.where(exists[:, None, None], scores, -jnp.inf)
-    empty = jnp.all(scores == -jnp.inf, axis=-1, keepdims=True)
-    safe = jnp.where(empty, 0.0, scores)
-    weights = jnp.where(empty, 0.0, jax.nn.softmax(safe, axis=-1)).astype(query.dtype)
-    out = jnp.einsum("btns,bsnh->btnh", weights, values, preferred_element_type=jnp.float32)
-    lse = jnp.where(empty[..., 0], -jnp.inf, jax.nn.logsumexp(safe, axis=-1))
-    return out.astype(query.dtype), lse
-
-
-def assert_attention_within_error_rule(
-    actual: tuple[Any, Any],
-    inputs: AttentionInputs,
-    *,
-    scale: float,
-    exact: tuple[np.ndarray, np.ndarray] | None = None,
-) -> None:
-    """Asserts the error rule for out, and for lse, whose infinities must be the oracle's."""
-    out, lse = actual
-    exact_out, exact_lse = exact or numpy_attention_oracle(inputs, scale=scale)
-    plain_out, plain_lse = same_dtype_attention(*inputs, scale=scale)
-    assert_within_error_rule(out, exact_out, plain_out)
-    assert jax.device_put(lse).dtype == jnp.float32
-    is_empty = exact_lse == -np.inf
-    np.testing.assert_array_equal(np.asarray(lse) == -np.inf, is_empty)
-    np.testing.assert_array_equal(np.asarray(out, np.float32)[is_empty], 0)
-    found, exactly, plain = (np.asarray(x)[~is_empty] for x in (lse, exact_lse, plain_lse))
-    # An lse near 0 is the difference of terms that are not, so its error may be that of 1.
-    np.testing.assert_allclose(
-        found, exactly, rtol=1e-6, atol=2 * np.max(np.abs(plain - exactly), initial=0.0) + 1e-6
-    )
-
-
 def _ancestors(embeddings: Sequence[Any], parents: Sequence[Any]) -> list[np.ndarray]:
     """For every level, the row that each row of the finest level belongs to."""
     rows = [np.arange(embeddings[-1].shape[0])]
@@ -416,7 +238,7 @@ def _ancestors(embeddings: Sequence[Any], parents: Sequence[Any]) -> list[np.nda
     return rows
 
 
-def _f64(arrays: Sequence[Any]) -> list[np.ndarray]:
+def f64_of(arrays: Sequence[Any]) -> list[np.ndarray]:
     return [np.asarray(array).astype(np.float64) for array in arrays]
 
 
@@ -425,7 +247,7 @@ def numpy_oracle(
 ) -> np.ndarray:
     """Linear compression in NumPy and f64: [B_last, M, N]."""
     rows = _ancestors(embeddings, parents)
-    levels = zip(_f64(weights), _f64(embeddings), rows, strict=True)
+    levels = zip(f64_of(weights), f64_of(embeddings), rows, strict=True)
     return np.sum([(weight @ embedding)[row] for weight, embedding, row in levels], axis=0)
 
 
@@ -434,9 +256,9 @@ def numpy_oracle_gradients(
 ) -> tuple[tuple[np.ndarray, ...], tuple[np.ndarray, ...]]:
     """Gradients of <cotangent, result> by the weights and the embeddings, in NumPy and f64."""
     rows = _ancestors(embeddings, parents)
-    (upstream,) = _f64([cotangent])
+    (upstream,) = f64_of([cotangent])
     d_weights, d_embeddings = [], []
-    for weight, embedding, row in zip(_f64(weights), _f64(embeddings), rows, strict=True):
+    for weight, embedding, row in zip(f64_of(weights), f64_of(embeddings), rows, strict=True):
         d_weights.append(np.einsum("bmn,bkn->mk", upstream, embedding[row]))
         d_embedding = np.zeros_like(embedding)
         np.add.at(d_embedding, row, np.einsum("mk,bmn->bkn", weight, upstream))
@@ -457,7 +279,7 @@ def assert_within_error_rule(actual: Any, oracle: Any, same_dtype_jnp: Any) -> N
         f"{jax.device_put(actual).dtype}, expected {dtype}"
     )
     assert np.shape(actual) == np.shape(oracle), f"{np.shape(actual)}, expected {np.shape(oracle)}"
-    x, reference, plain = _f64([actual, oracle, same_dtype_jnp])
+    x, reference, plain = f64_of([actual, oracle, same_dtype_jnp])
     if not reference.size:
         return
     assert np.all(np.isfinite(x)), f"{np.count_nonzero(~np.isfinite(x))} values are not finite"
