@@ -189,8 +189,10 @@ class Context(WarpgroupContext):
         items = self.shared.items
         items.await_ready(index)
         slot = items.slot(index)
-        count = len(Item._fields) if self.has_ranges else 8 if self.shape.listed else 6
-        return Item(*(items.words[slot, i] for i in range(count)))
+        names: tuple[str, ...] = Item._fields
+        if not self.has_ranges:
+            names = names[: names.index("first_key" if self.shape.listed else "next_user")]
+        return Item(*(items.words[slot, i] for i in range(len(names))))
 
     def place(self, i: Any, member: Any = 0) -> Place:
         """Returns the place of item `member` of the CTA's bundle `i`."""

@@ -13,14 +13,11 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
-from jaxlib.mlir import ir
-from jaxlib.mlir.dialects import arith, vector
 
 from ikbo_jax.pallas.activations.cap import capped
 from ikbo_jax.pallas.flash import gdpa_masked, softmax
-from ikbo_jax.pallas.hopper import mma, stores, warps
+from ikbo_jax.pallas.hopper import mma, per_thread, stores
 from ikbo_jax.problems.hopper import WGMMA_M
 
 #: Growth of a row's maximum, as a power of 2, from which on sums are rescaled. Weights are at most
@@ -69,7 +66,7 @@ def weigh(ctx: Any, index: Any, block: Any, scores: jax.Array, before: Statistic
     base = softmax.finite(before.extreme, scale)
     maximum, growth = (x * jnp.float32(scale) for x in (base, largest - before.extreme))
     is_far = (growth > jnp.float32(MOST_GROWTH)) | (jnp.abs(maximum) >= jnp.float32(LARGE_MAXIMUM))
-    has_grown = _any_of_warp(is_far, interpret=ctx.interpret)
+    has_grown = per_thread.any_of_warp(is_far, layout=stores.ROW_LAYOUT, interpret=ctx.interpret)
 
     def grown() -> Any:
         base = softmax.finite(largest, scale)
@@ -119,24 +116,3 @@ def store_lse(ctx: Any, lse: jax.Array, first_row: Any, head: Any, rows: Any) ->
 def rows_of(value: float) -> jax.Array:
     """Makes [64] f32 with one value for all rows."""
     return plgpu.layout_cast(jnp.full((WGMMA_M,), value, jnp.float32), stores.ROW_LAYOUT)
-
-
-def _any_of_warp(is_row: jax.Array, *, interpret: bool) -> jax.Array:
-    """Whether any of a warp's rows [64] bool has true; a scalar that differs by warp.
-
-    For branches without synchronisations.
-    """
-    if interpret:
-        return jnp.any(is_row)
-
-    @plgpu.inline_mgpu(
-        arg_types=(stores.ROW_LAYOUT,),
-        return_type=plgpu.ShapeDtypeStruct((), jnp.int32, layout=plgpu.Layout.WG_SPLAT(())),
-    )
-    def vote(_: Any, is_row: mgpu.FragmentedArray) -> mgpu.FragmentedArray:
-        first, second = (vector.extract(x, [], [0]) for x in is_row.registers.flat)
-        zero = mgpu.c(0, ir.IntegerType.get_signless(32))
-        is_set = arith.cmpi(arith.CmpIPredicate.ne, arith.ori(first, second), zero)
-        return mgpu.FragmentedArray.splat(warps.ballot(is_set), (), is_signed=True)
-
-    return vote(is_row.astype(jnp.int32)) != 0

@@ -160,22 +160,24 @@ def gather_vectors(ref: Any, index: jax.Array, space: str) -> tuple[jax.Array, .
     return found
 
 
-def any_of_warp(values: jax.Array, *, interpret: bool) -> jax.Array:
+def any_of_warp(values: jax.Array, *, layout: Any = LAYOUT, interpret: bool) -> jax.Array:
     """Whether any thread of a warp has true: a scalar that differs by warp.
 
-    For branches without synchronisations.
+    For branches without synchronisations. A thread has one or several bools, by `layout`.
     """
     if interpret:
         return jnp.any(values)
     scalar_layout = plgpu.Layout.WG_SPLAT(())
 
     @plgpu.inline_mgpu(
-        arg_types=(LAYOUT,),
+        arg_types=(layout,),
         return_type=plgpu.ShapeDtypeStruct((), jnp.int32, layout=scalar_layout),
     )
     def vote(_: Any, values: mgpu.FragmentedArray) -> mgpu.FragmentedArray:
         zero = mgpu.c(0, ir.IntegerType.get_signless(32))
-        bits = ballot(arith.cmpi(arith.CmpIPredicate.ne, scalar(values), zero))
+        own = (vector.extract(x, [], [0]) for x in values.registers.flat)
+        found = functools.reduce(arith.ori, own)
+        bits = ballot(arith.cmpi(arith.CmpIPredicate.ne, found, zero))
         return mgpu.FragmentedArray.splat(bits, (), is_signed=True)
 
     return vote(values.astype(jnp.int32)) != 0
