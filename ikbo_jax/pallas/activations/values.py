@@ -73,13 +73,10 @@ Pair = tuple[jax.Array, jax.Array]
 def activate(
     names: tuple[str, ...], approx: str | None, head: Any, x: jax.Array, *, interpret: bool
 ) -> jax.Array:
-    """Computes act(x) of one head.
+    """Computes act(x) of one head, for x [64, columns] f32.
 
-    Args:
-      names: the heads' activations, or one for all of them; see `reference.activations`.
-      approx: name of an approximation, or None; heads with other activations stay exact.
-      head: int32 scalar; has no effect if all heads have one activation.
-      x: [64, columns] f32.
+    `names` are of all heads, or one for all, so that `head` has no effect; heads with activations
+    that `approx` does not name stay exact.
     """
 
     def evaluate(name: str, x: jax.Array) -> jax.Array:

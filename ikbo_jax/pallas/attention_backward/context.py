@@ -30,16 +30,11 @@ class Shape:
 
     Attributes:
       rows: query rows of a key head: B * T * N / K.
-      q_len: queries of a candidate.
       group: query heads that share a key head.
-      kv_len: keys whose gradients the launch computes, from `first_key` on.
+      kv_len: keys whose gradients the launch computes, from `first_key` on, a multiple of a tile's.
       kv_tiles: tiles of these keys of a user.
       blocks: the largest number of query blocks of a key head.
       splits: parts of a user's rows.
-      scale: of the scores.
-      logit_cap: of the scores, or None.
-      gradients: "key", "value" or both.
-      first_key: a multiple of the keys of a tile.
     """
 
     rows: int

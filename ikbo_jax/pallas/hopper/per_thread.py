@@ -98,14 +98,10 @@ def store_words(
     *,
     streams: bool = False,
 ) -> None:
-    """Stores words of 32 bits to device memory, in inline code.
+    """Stores four, two or one words of 32 bits to device memory, in inline code.
 
-    Args:
-      address: of device memory.
-      words: four, two or one.
-      predicate: bool, whether to store.
-      offset: bytes from `address`, which is a multiple of the words' bytes with it.
-      streams: whether L2 evicts the words first.
+    The address plus `offset`, in bytes, is a multiple of the words' bytes. With `streams`, L2
+    evicts the words first.
     """
     names = ", ".join(f"${i}" for i in range(1, len(words) + 1))
     kind, names = ("b32", names) if len(words) == 1 else (f"v{len(words)}.b32", f"{{{names}}}")
@@ -285,12 +281,7 @@ def rounds(
 
 @dataclasses.dataclass(frozen=True)
 class Threads:
-    """The threads of a CTA of one or several warpgroups.
-
-    Attributes:
-      warpgroups: number of warpgroups; 1 under interpretation.
-      warpgroup: number of this one.
-    """
+    """The threads of a CTA of one or several warpgroups; `warpgroup` is the number of this one."""
 
     warpgroups: int
     warpgroup: Any

@@ -26,12 +26,9 @@ Words = tuple[jax.Array, ...]
 
 
 class Rows(NamedTuple):
-    """Loads, converts and stores vectors of rows in device memory.
+    """Loads, converts and stores vectors of rows [rows, width] in device memory.
 
-    Attributes:
-      ref: [rows, width].
-      words: words of a vector; more than 4 take several accesses.
-      interpret: whether the kernel is interpreted.
+    `words`, of a vector, may be more than 4, which take several accesses.
     """
 
     ref: Any
