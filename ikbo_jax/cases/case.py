@@ -72,7 +72,6 @@ def check_gradients(
     The error of the XLA path is its difference to the XLA path in f32.
 
     Args:
-      actual: the gradients.
       by_xla: computes the gradients of `inputs`; takes them and `options`, which are hashable.
       rounding: the last arguments of `error_rule.bound`; one number of terms for each gradient.
       relative: an error to add to each bound, relative to the gradient's largest value.

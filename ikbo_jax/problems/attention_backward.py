@@ -226,10 +226,7 @@ class AttentionBackwardConfig(Config):
     def stored_tiles(self, tiles: int, kv_heads: int, blocks: int) -> int:
         """Counts tiles of keys whose gradients of scores are stored at once; 0 if one is too large.
 
-        Args:
-          tiles: all tiles of a user.
-          kv_heads: K.
-          blocks: blocks of queries of a key head.
+        `tiles` are all tiles of a user, and `blocks` the blocks of queries of a key head.
         """
         most = MAX_STORED_BYTES // (kv_heads * BLOCK_KV * blocks * self.block_q * 2)
         return -(-tiles // -(-tiles // most)) if most else 0

@@ -44,14 +44,9 @@ def vector_words(width: int, item_bytes: int) -> int:
 
 @dataclasses.dataclass(frozen=True)
 class RowsProblem(Problem):
-    """Holds the sizes of a lookup, or of its transpose.
+    """Holds the sizes of a lookup, or of its transpose, of rows of `width` numbers.
 
-    Attributes:
-      batch: candidates.
-      users: users.
-      width: numbers of a row.
-      dtype: name of the rows' dtype.
-      is_sorted: whether the index never decreases.
+    `is_sorted`: whether the index never decreases.
     """
 
     batch: int

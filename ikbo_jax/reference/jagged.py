@@ -17,11 +17,8 @@ import jax.numpy as jnp
 class Sequences(NamedTuple):
     """Positions of sequences: [batch] int32 each.
 
-    Attributes:
-      source: first row in the array that is read.
-      target: first row in the array that is written; differs from `source` for broadcast queries.
-      length: number of rows.
-      kv: the key-value sequence; must exist.
+    `target`, the first row that is written, differs from `source` for broadcast queries; the
+    key-value sequence `kv` must exist.
     """
 
     source: jax.Array
@@ -31,14 +28,10 @@ class Sequences(NamedTuple):
 
 
 class Tiles(NamedTuple):
-    """Tiles, sorted by their key-value sequence: [tiles] int32 each; empty ones have 0 rows.
+    """Tiles, sorted by their key-value sequence `kv`: [tiles] int32 each; empty ones have 0 rows.
 
-    Attributes:
-      source: first row in the array that is read.
-      target: first row in the array that is written.
-      rows: number of rows, at most `Tiling.size`.
-      kv: the key-value sequence.
-      begin: first row, counted from the first one of its sequence.
+    `source` and `target` are the first rows that are read and written, `begin` counts from the
+    first row of the sequence.
     """
 
     source: jax.Array

@@ -38,7 +38,6 @@ def materialised(
       embeddings: [B_l, K_l, N] of every level.
       parents: None, then [B_l] int32 of every further level.
       align_k: the concatenated K is padded with zeros to a multiple of this.
-      precision: of the product; the oracle's default is the highest.
 
     Returns:
       [B_last, M, N] in the inputs' dtype; f32 accumulation, one rounding.

@@ -111,8 +111,6 @@ def few_queries_kernel(
       cand_to_user: [B] int32, clamped to [0, U). Should be sorted unless `lists`; otherwise keys
         and values are read for each run of candidates of one user.
       key_value_ranges: [B, 2] int32, as for `ops.attention`, in the order of the results.
-      self_key: [B, 1, K, H], a further key of each candidate, in the order of the results.
-      self_value: [B, 1, K, H].
       lists: whether CTAs list the candidates of their users, for an index that is not sorted; only
         if `FewQueriesConfig.lists` permits it, and without `targets`.
     """

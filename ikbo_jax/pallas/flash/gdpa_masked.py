@@ -93,7 +93,7 @@ def _cuts(ends: jax.Array, is_row: jax.Array, skipped: jax.Array, block_kv: int)
 def keep_visible(
     ctx: Any, item: Any, block: Any, scores: jax.Array, fill: float = 0.0
 ) -> jax.Array:
-    """Replaces scores [64, block_kv] f32 of a consumer by `fill` where a row does not see the key."""
+    """Replaces a consumer's scores [64, block_kv] by `fill` where a row does not see the key."""
     rule = ctx.shape.rule
 
     def cut(part: int) -> Any:

@@ -119,9 +119,7 @@ def _list_several(ctx: WarpgroupContext, threads: Threads, found: _Found) -> Any
 def _sort(ctx: WarpgroupContext, threads: Threads, begins: jax.Array, count: jax.Array) -> Any:
     """Sorts each warp's list by user, from `listed` to `by_user`; returns the number of all.
 
-    Args:
-      begins: where the warp's list begins.
-      count: its candidates.
+    A warp's list has `count` candidates, from `begins` on.
     """
     shape, shared, counts = ctx.shape, ctx.shared, ctx.shared.counts
     most = shape.listed_users * threads.warps

@@ -199,10 +199,8 @@ def _cut(
 ) -> tuple[list[jax.Array], jax.Array, jax.Array]:
     """Cuts segments, which have `total` rows, into tiles of at most `size` rows.
 
-    Args:
-      segments: sequences, then gaps.
-      words: of the sequences' tiles, [sequences] int32 each; the words of gaps are 0.
-      cost: of the sequences; the most expensive sequences come first, and gaps last.
+    Segments are sequences, then gaps; `words` and `cost` are of the sequences, [sequences] int32
+    each, and 0 of gaps. The most expensive sequences come first, and gaps last.
 
     Returns:
       Columns of a list of tiles: first rows read and written, numbers of rows, and `words`; the
