@@ -164,7 +164,6 @@ class _Call(Call):
     """The arguments that are not arrays, and how the call is differentiated.
 
     Attributes:
-      settings: the arguments that the XLA path needs, too.
       mask: the mask in words; empty without one.
       gradient_tuning: configuration of the kernels that compute the gradient; None: XLA does.
       gradient_dtype: dtype of the gradients of key and value; None means the inputs'.

@@ -152,11 +152,8 @@ def _number_of_users(value: Any) -> Any:
 class _Call(Call):
     """Holds the arguments that are not arrays.
 
-    Attributes:
-      users: number of users.
-      is_sorted: whether the index never decreases.
-      dtype: name of the dtype of sums; None: the values'.
-      config: of a gradient's kernel; None: XLA.
+    `dtype` names the dtype of sums, None: the values'; `config` is of a gradient's kernel, None:
+    XLA.
     """
 
     users: Any
@@ -294,12 +291,9 @@ def _transposed(
 
 
 class _Rows(Op[_Call, Any, jax.Array]):
-    """Implements what both ops share.
+    """Implements what both ops share: for problems of the kind `forward`, `compute` runs a call.
 
-    Attributes:
-      forward: the kind of the problem.
-      compute: takes a call, a configuration and arrays; returns the result.
-      joint: folds problems, like `fold`.
+    `joint` folds problems, like `fold`.
     """
 
     forward: type[RowsProblem]

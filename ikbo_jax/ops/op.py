@@ -27,9 +27,7 @@ from ikbo_jax.problems import Problem
 class Call:
     """The arguments of a call that are not arrays; each op adds its own. Hashable.
 
-    Attributes:
-      request: the caller's choice of an implementation.
-      return_residuals: whether results that only a gradient needs are returned, too.
+    `return_residuals`: whether results that only a gradient needs are returned, too.
     """
 
     request: dispatch.Request
@@ -39,10 +37,7 @@ class Call:
 class Folded[C: Call, A, R](NamedTuple):
     """Several problems as one.
 
-    Attributes:
-      call: the arguments that are not arrays.
-      arrays: the arrays of the one problem.
-      unfold: takes its results; returns the problems' results, stacked along a leading axis.
+    `unfold` takes its results, and returns the problems' results, stacked along a leading axis.
     """
 
     call: C
@@ -53,11 +48,8 @@ class Folded[C: Call, A, R](NamedTuple):
 class Part[C: Call, A, R](NamedTuple):
     """One device's part of a call.
 
-    Attributes:
-      call: the arguments that are not arrays.
-      arrays: the arrays.
-      mask: takes a tree like the results, or their cotangents; zeros rows that the whole call
-        leaves zero but the part cannot know.
+    `mask` takes a tree like the results, or their cotangents; it zeros rows that the whole call
+    leaves zero but the part cannot know.
     """
 
     call: C
@@ -66,12 +58,9 @@ class Part[C: Call, A, R](NamedTuple):
 
 
 class Named(NamedTuple):
-    """Names of the dimensions of an op's arrays, see `partition.dimensions`.
+    """Names of the dimensions of an op's arrays and results, see `partition.dimensions`.
 
-    Attributes:
-      arrays: a tree like the op's arrays, of strings.
-      results: a tree like the op's results, of strings.
-      split: the dimensions that can be divided over devices, and what `explain` calls them.
+    `split` has the dimensions that can be divided over devices, and what `explain` calls them.
     """
 
     arrays: Any
@@ -113,13 +102,10 @@ class Op[C: Call, A, R](abc.ABC):
 
     @abc.abstractmethod
     def fold(self, call: C, size: int, batched: A, arrays: A) -> Folded[C, A, R] | None:
-        """Folds problems into one; None if that would copy what the problems share.
+        """Folds `size` problems, at least 1, into one; None if that would copy what the problems
+        share.
 
-        Args:
-          call: the arguments that are not arrays.
-          size: the number of problems, at least 1.
-          batched: a tree like `arrays` of bools: which arrays have a leading axis of problems.
-          arrays: the problems.
+        `batched` is a tree like `arrays` of bools: which arrays have a leading axis of problems.
         """
 
     @abc.abstractmethod
@@ -132,13 +118,9 @@ class Op[C: Call, A, R](abc.ABC):
     ) -> A:
         """Computes gradients of `arrays`, as a tree like it; None for integer arrays.
 
-        Args:
-          call: the arguments that are not arrays.
-          plan: how the call ran.
-          arrays: the arrays of the call.
-          residuals: what `residuals` made of the results.
-          cotangents: a tree like the visible results.
-          dtype: dtype of gradients that are still to be summed over devices; None: the arrays'.
+        `residuals` are what `residuals` made of the results, and `cotangents` a tree like the
+        visible results. `dtype` is the dtype of gradients that are still to be summed over devices;
+        None: the arrays'.
         """
 
     def plan(self, call: C, arrays: A) -> dispatch.Plan:
@@ -385,10 +367,8 @@ def vmappable[A, R](
 ) -> Callable[[A], R]:
     """Makes a function of a tree of arrays with its own vmap rule.
 
-    Args:
-      run: the function.
-      run_batched: called as `run_batched(size, batched, arrays)`, see `Op.fold`; returns results
-        that all have a leading axis of `size`.
+    The rule calls `run_batched(size, batched, arrays)`, see `Op.fold`, whose results all have a
+    leading axis of `size`.
     """
     function = jax.custom_batching.custom_vmap(run)
     run_batched = as_now(run_batched)
@@ -402,12 +382,9 @@ def vmappable[A, R](
 
 
 class Gradient[S, O, G]:
-    """An op's gradient by kernels: a function of settings and operands, with a vmap rule.
+    """An op's gradient by kernels: a function of settings, which have a `request`, and operands.
 
-    The settings have a `request`, see `Call`.
-
-    Attributes:
-      differentiable: the function with a derivative.
+    It has a vmap rule; `differentiable` has a derivative, too.
     """
 
     def __init__(
