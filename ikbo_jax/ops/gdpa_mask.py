@@ -128,7 +128,7 @@ def _rows(sizes: tuple[int, int], settings: Settings, cu_q: Any, cu_kv: Any, q_t
 
 
 def scaled(out: jax.Array, scales: jax.Array, arrays: Arrays, settings: Settings) -> jax.Array:
-    """Multiplies every row of the result by its sequence's scale, [batch] f32, in f32; rounds once."""
+    """Multiplies every row of the result by its sequence's scale [batch] in f32; rounds once."""
     sizes = arrays.query.shape[0], arrays.key.shape[0]
     found = _sequences_and_lengths(sizes, settings, arrays[3:6])
     sequence, length = jnp.moveaxis(found, 1, 0)

@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
-from ikbo_jax.ops import dispatch, sharded
+from ikbo_jax.ops import arguments, dispatch, reverse_only, sharded
 from ikbo_jax.ops.partition import Division, Rule, dimensions, map_sequentially
 from ikbo_jax.ops.platforms import by_platform
 from ikbo_jax.ops.settings import as_now
@@ -72,7 +72,9 @@ class Op[C: Call, A, R](abc.ABC):
     """An op on calls C with arrays A, a tree whose integer arrays have no gradient, and results R.
 
     Attributes:
+      name: of the jitted function.
       differentiable: runs a call as planned, with a vmap rule and gradients.
+      jitted: `traced` as one function in a program.
       xla_batches_products: whether XLA runs problems that cannot be folded at once; if false, it
         runs them one after another, which needs the memory of one problem.
       by_kernels: what `explain` says of a gradient that kernels compute.
@@ -81,6 +83,7 @@ class Op[C: Call, A, R](abc.ABC):
       result_names: names of the results for policies of `jax.checkpoint`.
     """
 
+    name: str
     xla_batches_products = True
     by_kernels, by_xla = "mosaic_gpu", "XLA, at user and candidate batch size"
     is_gradient_apart = False
@@ -91,6 +94,14 @@ class Op[C: Call, A, R](abc.ABC):
         differentiable = jax.custom_vjp(self._divided, nondiff_argnums=(0, 1))
         differentiable.defvjp(self._forward, self._backward)
         self.differentiable: Callable[[C, dispatch.Plan, A], R] = differentiable
+
+        def run(call: C, plan: dispatch.Plan, operands: Any) -> R:
+            typed = sharded.vary_over_same_axes(arguments.strongly_typed(operands))
+            return self.traced(call, plan, typed)
+
+        run.__name__ = self.name
+        # The plan is static: when the choice changes, jit's cache does not return the old one.
+        self.jitted = jax.jit(run, static_argnums=(0, 1))
 
     @abc.abstractmethod
     def problem(self, call: C, arrays: A) -> Problem:
@@ -151,6 +162,17 @@ class Op[C: Call, A, R](abc.ABC):
         if config is None:
             backward = self.by_xla if reason in plan.reason else f"{self.by_xla}: {reason}"
         return dataclasses.replace(plan, backward=backward, backward_config=config)
+
+    def traced(self, call: C, plan: dispatch.Plan, operands: Any) -> R:
+        """Computes a planned call from its operands, which are its arrays; jitted."""
+        return self.differentiable(call, plan, operands)
+
+    def planned(self, call: C, arrays: A, shape: tuple[int, ...], dtype: Any) -> Any:
+        """Plans and runs a call with one result of this shape; zeros if it is empty."""
+        plan = self.plan(call, arrays)
+        if 0 in shape:
+            return dispatch.record_nothing(sharded.zeros(shape, dtype, arrays), plan)
+        return self.jitted(call, plan, reverse_only.operands(call.request.op, arrays))
 
     def _by_platform[X, Y](
         self, run: Callable[[C, dispatch.Plan, X], Y], call: C, plan: dispatch.Plan, operands: X

@@ -143,7 +143,7 @@ class Division:
         )
 
     def spec(self, dims: Dimensions, *, again: bool = False) -> PartitionSpec:
-        """Returns the mesh axes of an array; with `again`, gathered dimensions are divided again."""
+        """Returns the mesh axes of an array; `again` divides gathered dimensions again."""
         axes = {**dict(self.axes), **(dict(self.regained) if again else {})}
         entries = [sum((axes.get(name, ()) for name in dim), ()) for dim in dims]
         return PartitionSpec(*(_entry(found) for found in entries))

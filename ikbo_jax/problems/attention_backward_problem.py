@@ -47,7 +47,7 @@ MIN_WIDER_ROWS = 33
 
 @dataclasses.dataclass(frozen=True)
 class AttentionBackwardProblem(AttentionSizes):
-    """Sizes of the gradient of a broadcast attention; `has_logit_cap`: whether scores are capped."""
+    """Sizes of the gradient of a broadcast attention, whose scores may be capped."""
 
     op: ClassVar[str] = "attention_backward"
     config_type: ClassVar[type] = AttentionBackwardConfig

@@ -75,7 +75,7 @@ MAX_CTAS = 8
 
 
 class Batch(NamedTuple):
-    """What the memory of a CTA that finds its tiles depends on; `is_broadcast`: see `broadcast_q`."""
+    """What the memory of a CTA that finds its tiles depends on."""
 
     sequences: int
     is_broadcast: bool
