@@ -52,10 +52,7 @@ class Case(abc.ABC):
 
     @abc.abstractmethod
     def kernel(self, config: Any, num_sms: int) -> Callable[..., Any]:
-        """Returns the kernel, a function of the fields of the inputs.
-
-        Kernels are imported here because Mosaic GPU takes 0.3 s to import.
-        """
+        """Returns the kernel, a function of the inputs' fields; importing it takes 0.3 s."""
 
 
 def check_gradients(

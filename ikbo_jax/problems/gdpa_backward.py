@@ -189,10 +189,7 @@ def default_config(head_dim: int) -> GdpaBackwardConfig:
 
 
 def group_rows(rows: int, columns: int) -> int:
-    """Returns how many rows of both streamed operands, of `columns` columns, form a group.
-
-    Tiles of a group run at the same time, and find the operands in L2.
-    """
+    """Counts streamed rows of `columns` columns of a group, which its tiles find in L2."""
     return max(GROUP_BYTES // (2 * 2 * columns), -(-rows // MOST_GROUPS), 1)
 
 

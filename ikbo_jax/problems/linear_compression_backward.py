@@ -73,10 +73,7 @@ class WeightGradientConfig(Config):
         return _why_not_ring(self)
 
     def splits(self, batch: int, k: int, m: int, n: int, *, problems: int, num_sms: int) -> int:
-        """Number of parts that each problem's batch is split into, so that CTAs end together.
-
-        The sum of a part is a work item, which costs its products and `ITEM_COST`.
-        """
+        """Counts parts of each problem's batch, whose products and `ITEM_COST` end together."""
         tiles = problems * -(-k // TILE_ROWS) * -(-m // self.block_m)
         steps = -(-n // BLOCK_K)
 

@@ -162,7 +162,5 @@ def one_by_one(approx: str | None) -> str | None:
 
 
 def elementwise(name: str, approx: str | None) -> Activation:
-    """Returns the activation `name`, not softmax, approximated if `approx` applies to it, else
-    exact.
-    """
+    """Returns an activation, approximated if `approx` applies to it; softmax is none."""
     return _APPROXIMATE.get((approx or "", name), _EXACT[name])

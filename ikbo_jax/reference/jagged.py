@@ -106,10 +106,7 @@ def steps(tiling: Tiling) -> Tiles:
 
 
 def tile_range(tiles: Tiles, tiling: Tiling) -> tuple[jax.Array, jax.Array]:
-    """Finds (first, number) of the tiles of `tiling` that share each tile's key-value sequence.
-
-    For an empty tile the number is 0.
-    """
+    """Finds (first, number, 0 if empty) of the tiles that share each tile's key-value sequence."""
     first, end = tiling.first[tiles.kv], tiling.first[tiles.kv + 1]
     return first, jnp.where(tiles.rows > 0, end - first, 0)
 
@@ -136,8 +133,7 @@ def gather(array: jax.Array, tiles: Tiles, size: int) -> jax.Array:
 
 
 def scatter(array: jax.Array, tiles: Tiles, update: jax.Array) -> jax.Array:
-    """Writes the tiles' existing rows, `update` [tiles, heads, size, ...], to `array` [rows, heads,
-    ...]; returns the result."""
+    """Writes existing rows of `update` [tiles, heads, size, ...] to `array` [rows, heads, ...]."""
     size = update.shape[2]
     number = jnp.arange(tiles.rows.size * size, dtype=jnp.int32).reshape(-1, size)
     row = tiles.target[:, None] + jnp.arange(size, dtype=jnp.int32)[None]

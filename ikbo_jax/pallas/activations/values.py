@@ -207,10 +207,7 @@ def _polynomial_gelu(x: jax.Array, needs_slope: bool) -> Pair:
 
 
 def reciprocal(x: jax.Array, *, interpret: bool) -> jax.Array:
-    """Computes 1 / x for 1 ≤ x < 2⁶³, [64, columns] f32, within a few roundings.
-
-    Two neighbouring columns share one reciprocal: 1 / a = b · (1 / ab).
-    """
+    """Computes 1 / x for 1 ≤ x < 2⁶³; two neighbouring columns share one: 1 / a = b · (1 / ab)."""
     if interpret:
         return 1 / x
 

@@ -148,10 +148,7 @@ class BackwardContext(WarpgroupContext):
 
 
 def send_items(ctx: WarpgroupContext, items: int, send: Callable[..., Any]) -> Any:
-    """Calls `send(item, number, step)` for each of the CTA's items.
-
-    `send` returns the next item's first step. Returns the number of items.
-    """
+    """Sends the CTA's items by send(item, number, step), which returns a step; counts them."""
 
     def one_item(carry: tuple[Any, Any, Any]) -> tuple[Any, Any, Any]:
         item, number, step = carry

@@ -223,10 +223,7 @@ def _add_parts(
     has_d_query: bool,
     by_launch: bool,
 ) -> tuple[jax.Array, ...]:
-    """The results of a launch, whose parts are added: by one more launch, or by XLA.
-
-    `dtypes` holds the dtype of d_query, then that of the gradients of keys and values.
-    """
+    """Adds the parts of a launch's results, in `dtypes`: by one more launch, or by XLA."""
     number = len(shape.gradients)
     first, gradients = tuple(found[:-number]), tuple(found[-number:])
     size: dict[str, Any] = {"kv_heads": shape.kv_heads, "scale": shape.scale}

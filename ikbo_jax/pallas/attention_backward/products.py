@@ -100,10 +100,7 @@ def store_sums(
     multiply: Callable[[Any], Any],
     store: Callable[[Iterator[jax.Array]], None],
 ) -> None:
-    """Calls `multiply` with zeros, to which it adds all blocks, then `store` with the sums.
-
-    Interpreted, the zeros are accumulators, one for each column block.
-    """
+    """Calls `multiply` with zeros, to which it adds all blocks, then `store` with the sums."""
     shape, number = ctx.shape, ctx.config.query_tiles
 
     def finish(totals: Any) -> None:

@@ -174,10 +174,7 @@ class Part(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Context(WarpgroupContext):
-    """The context of a warpgroup.
-
-    A *step* numbers the blocks of keys, and of values, that the CTA loads.
-    """
+    """The context of a warpgroup; a *step* numbers the blocks of keys that the CTA loads."""
 
     def receive(self, index: Any) -> Item:
         """Waits for the descriptor of item `index`."""

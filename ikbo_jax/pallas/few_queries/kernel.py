@@ -235,10 +235,7 @@ def _launch(
 def merge(
     acc: jax.Array, maximum: jax.Array, sums: jax.Array, *, log2_scale: float
 ) -> tuple[jax.Array, jax.Array]:
-    """Merges a softmax's parts, which are as in `Outputs` with a leading axis of splits.
-
-    Returns (out [rows, N, H], lse [rows, N]), f32.
-    """
+    """Merges a softmax's parts, `Outputs` by split: (out [rows, N, H], lse [rows, N]), f32."""
     # Unrolled over the parts, all of it is elementwise: XLA makes one kernel of it instead of one
     # for each reduction. As in the kernel, the maximum is subtracted before the scale is applied,
     # which is exact for huge scores.

@@ -45,10 +45,7 @@ class Bounds(NamedTuple):
 
 
 def bounds(ctx: Context, place: Place, target: Any, count: Any, length: Any) -> Bounds:
-    """Finds the bounds of `count` rows, at least 0, of an item; the producer warp calls it.
-
-    `target` is the first row in the outputs, as `Item.target`; `length` the user's number of keys.
-    """
+    """Finds the bounds of `count` rows of an item from `target` on, in the producer warp."""
     shape = ctx.shape
     first = jnp.int32(0) if shape.listed else target - place.split * shape.rows
     if ctx.interpret:
@@ -100,9 +97,7 @@ def bounds(ctx: Context, place: Place, target: Any, count: Any, length: Any) -> 
 def keep_visible(
     ctx: Context, item: Item, part: Part, block: Any, scores: jax.Array, fill: float
 ) -> jax.Array:
-    """Replaces scores [64, block_kv] f32 of an item's block whose key their row does not see by
-    `fill`.
-    """
+    """Replaces scores [64, block_kv] f32 of keys that their row does not see by `fill`."""
     size = ctx.config.block_kv
 
     def masked() -> jax.Array:

@@ -44,10 +44,7 @@ Finish = Callable[[Any], tuple[jax.Array, Any, Statistics]]
 
 
 def weigh(ctx: Any, index: Any, block: Any, scores: jax.Array, before: Statistics | None) -> Finish:
-    """Computes the weights of a block's raw scores [64, block_kv] f32, of which it masks some.
-
-    `before`: statistics of the item's blocks before; None: this is the first.
-    """
+    """Computes weights of raw scores [64, block_kv]; None `before` an item's first block."""
     scale, dtype = ctx.shape.log2_scale, ctx.outputs.out.dtype
     scores = capped(ctx.shape.activation.cap, scores, interpret=ctx.interpret)
     scores = gdpa_masked.keep_visible(ctx, index, block, scores, softmax.masked_score(scale))

@@ -197,8 +197,7 @@ def _compare(
 def _seen_queries(
     works: Works, offsets: Offsets, groups: jax.Array, parts: int
 ) -> tuple[Any, jax.Array, jax.Array]:
-    """Says which blocks of queries each tile of keys sees, and which ones whole; adds the tiles'
-    first keys."""
+    """Says which blocks of queries a tile of keys sees, and sees whole; adds tiles' first keys."""
     keys, blocks = works.keys, works.blocks
     assert blocks is not None
     starts, _ = jagged.bounds(offsets.cu_seqlens_kv, offsets.kv_rows, offsets.max_seqlen_kv)

@@ -95,10 +95,7 @@ def look_up(
 def load(
     memory: Fragment, numbers: Any, count: int, begin: Any, columns: int, *, interpret: bool
 ) -> tuple[Fragment, ...]:
-    """Issues the loads of `count` accumulators' fragments, `columns` columns from `begin`.
-
-    `memory`: see `types`; `numbers`: as `look_up` returns them.
-    """
+    """Issues loads of `count` accumulators' fragments (`types`), `columns` from `begin`."""
     if interpret:
 
         def part(plane: Any, i: int) -> jax.Array:
@@ -136,10 +133,7 @@ def load(
 
 
 def store(memory: Fragment, value: jax.Array, first: Any, begin: Any, *, interpret: bool) -> None:
-    """Stores an accumulator [64, columns] f32 as the fragments of four granules from `first` on.
-
-    Nothing is stored past the last granule of `memory`, see `types`.
-    """
+    """Stores an accumulator [64, columns] f32 as fragments (`types`) of four granules."""
     total, columns = memory.upper.shape[0], value.shape[1]
     if interpret:
         for i in range(GRANULES):

@@ -212,10 +212,7 @@ def launch_threads(
 
 
 def _order(kinds: list[Any], interpret: bool) -> list[int]:
-    """Orders the numbers of the declarations as in memory: operand tiles, numbers, barriers.
-
-    Staging memory is left out unless the kernel is interpreted.
-    """
+    """Orders declarations as in memory: tiles, numbers, barriers, and interpreted ones' staging."""
     tiles = (memory.Tiles, memory.Blocks, memory.Rows)
     ranks = (*tiles, memory.Floats, memory.Words, memory.Staging, memory.Barriers)
     order = sorted(range(len(kinds)), key=lambda i: ranks.index(type(kinds[i])))

@@ -48,10 +48,7 @@ class Order(NamedTuple):
 
     @classmethod
     def of_packed(cls, targets: Any, batch: int) -> Order:
-        """Describes queries that another launch has put into the order of users, or not.
-
-        `targets`: [B] int32 in device memory, the candidate of each number; None if all are equal.
-        """
+        """Describes queries in the order of users, by `targets` [B] int32 in device memory."""
 
         def candidate(number: ir.Value, tables: Any) -> ir.Value:
             number = arith.minui(number, inline.i32(batch - 1))

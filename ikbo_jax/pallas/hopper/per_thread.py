@@ -74,10 +74,7 @@ def array(value: ir.Value, like: mgpu.FragmentedArray) -> mgpu.FragmentedArray:
 
 
 def load_words(address: ir.Value, count: int, *, is_early: bool = False) -> list[ir.Value]:
-    """Loads `count` words of 32 bits of device memory that the launch does not change.
-
-    With `is_early`, LLVM keeps the loads where they are issued.
-    """
+    """Loads words of 32 bits of constant device memory; `is_early`: LLVM does not delay them."""
     i32 = ir.IntegerType.get_signless(32)
     names = ", ".join(f"${i}" for i in range(count))
     kind, names = ("b32", names) if count == 1 else (f"v{count}.b32", f"{{{names}}}")
@@ -135,10 +132,7 @@ def gather(ref: Any, index: jax.Array, space: str, *, interpret: bool) -> jax.Ar
 
 
 def gather_vectors(ref: Any, index: jax.Array, space: str) -> tuple[jax.Array, ...]:
-    """ref[4 * index : 4 * index + 4], four numbers for each thread; not for interpretation.
-
-    `ref` is of 32-bit integers; `space` is "shared" or "global", which the launch does not change.
-    """
+    """Gathers ref[4 * index : 4 * index + 4] of int32 "shared", or "global" that is constant."""
 
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), LAYOUT), return_type=(INT32,) * VECTOR)
     def load(_: Any, ref: ir.Value, index: mgpu.FragmentedArray) -> Any:
@@ -409,10 +403,7 @@ def _keep_totals(totals: Sequence[jax.Array], scratch: Any, at: int, threads: Th
 
 
 def _scan_warp(values: jax.Array, neutral: int) -> tuple[jax.Array, jax.Array]:
-    """Adds the values of lower lanes, and of all lanes of the warp.
-
-    With `neutral` other than 0, the largest instead.
-    """
+    """Adds values of lower lanes, and of all lanes; the largest, if `neutral` is not 0."""
 
     @plgpu.inline_mgpu(arg_types=(LAYOUT, LAYOUT), return_type=(INT32, INT32))
     def add_up(

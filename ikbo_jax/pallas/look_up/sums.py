@@ -229,10 +229,7 @@ def _no_sum() -> jax.Array:
 def _order(
     index: jax.Array, users: int, *, as_it_is: bool, interpret: bool
 ) -> tuple[jax.Array, jax.Array | None]:
-    """Puts candidates into the order of users; returns their users, and the order or None.
-
-    With `as_it_is`, the order is the caller's.
-    """
+    """Puts candidates into user order, unless `as_it_is`; returns users, and the order or None."""
     if as_it_is or users == 1:
         return index, None
     if counted_order.fits(index.shape[0], users) and not interpret:

@@ -93,10 +93,7 @@ def masked_tiles(
 
 
 def by_blocks(listed: TileList, unit: int, keys_per_group: int | None = None) -> TileList:
-    """Sorts tiles by groups of keys, if any, and by falling numbers of blocks of `unit` keys.
-
-    Tiles without keys are the last.
-    """
+    """Sorts tiles by groups of keys, then by falling numbers of blocks; those without are last."""
     is_tile = jnp.arange(listed.words.shape[0], dtype=jnp.int32) < listed.counts[1]
     blocks = jnp.where(is_tile, -(-listed.words[:, KV_LENGTH] // unit), -1)
     groups = listed.words[:, KV_START] // (keys_per_group or 2**31 - 1)

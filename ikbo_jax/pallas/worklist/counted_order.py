@@ -57,10 +57,7 @@ ACCESSES, ELEMENTS = 4, 8
 
 @dataclasses.dataclass(frozen=True)
 class Shape:
-    """Static description of a launch.
-
-    `vectors` is the number of 16-byte parts of a candidate's queries; 0 if they are not copied.
-    """
+    """Static description of a launch that copies `vectors` 16-byte parts of a candidate, or 0."""
 
     batch: int
     users: int

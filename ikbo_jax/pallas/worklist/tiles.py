@@ -176,10 +176,7 @@ def _list_query_tiles(ctx: SegmentContext) -> None:
 
 
 def shared_words(shapes: tuple[Shape, ...], arrays: Arrays, own: int, exchanged: int) -> Shared:
-    """Declares `Shared` for lists of queries and, for a gradient, of keys.
-
-    `own` is the number of a CTA's segments, `exchanged` the number of each warp's words in `parts`.
-    """
+    """Declares `Shared` for CTAs of `own` segments; each warp has `exchanged` words in `parts`."""
     queries, threads = shapes[0], shapes[0].warpgroups * WARPGROUP_SIZE
     each = memory.Words((own,))
     return Shared(
