@@ -25,7 +25,6 @@ from ikbo_jax.ops.sharded import (
     aligned,
     is_typed,
     run_kernel,
-    vary_over_same_axes,
     zeros,
 )
 from ikbo_jax.ops.stacking import unstack
@@ -209,7 +208,7 @@ def attention(
         lse = zeros(query.shape[:3], jnp.float32, (arrays, self_tokens))
     else:
         arrays = reverse_only.operands("attention", arrays)
-        out, lse = _attention(call, plan, arrays, self_tokens)
+        out, lse = _OP.jitted(call, plan, (arrays, self_tokens))
     return (out, lse) if call.return_residuals else out
 
 
@@ -317,8 +316,25 @@ _Folded = Folded[_Call, Arrays, _Results]
 
 
 class _Attention(Op[_Call, Arrays, _Results]):
-    is_gradient_apart = True
+    name, is_gradient_apart = "_attention", True
     choose_gradient = staticmethod(attention_backward.choose)
+
+    def traced(self, call: _Call, plan: dispatch.Plan, operands: Any) -> _Results:
+        """Attends, and merges self tokens, the operands besides the arrays."""
+        arrays, self_tokens = operands
+        lse: jax.Array | None
+        if arrays.key.shape[1] == 0:
+            out = jnp.zeros_like(arrays.query)
+            lse = jnp.full_like(arrays.query[..., 0], -jnp.inf, dtype=jnp.float32)
+            out = dispatch.record(out, plan)
+        else:
+            with_lse = call.return_residuals or self_tokens is not None
+            call_with_lse = dataclasses.replace(call, return_residuals=with_lse)
+            out, lse = self.differentiable(call_with_lse, plan, arrays)
+        if self_tokens is not None:
+            assert lse is not None
+            out, lse = own_tokens.merged(call.of_scores, out, lse, arrays.query, *self_tokens)
+        return out, lse if call.return_residuals else None
 
     def problem(self, call: _Call, arrays: Arrays) -> AttentionProblem:
         problem = attention_backward.problem_of(arrays, call.logit_cap)
@@ -396,33 +412,6 @@ class _Attention(Op[_Call, Arrays, _Results]):
 
 
 _OP = _Attention()
-
-
-# The plan is a static argument: when the choice changes, jit's cache does not return the old one.
-@functools.partial(jax.jit, static_argnums=(0, 1))
-def _attention(
-    call: _Call,
-    plan: dispatch.Plan,
-    arrays: Arrays,
-    self_tokens: tuple[jax.Array, jax.Array] | None,
-) -> _Results:
-    arrays, self_tokens = arguments.strongly_typed((arrays, self_tokens))
-    arrays, self_tokens = vary_over_same_axes((arrays, self_tokens))
-    lse: jax.Array | None
-    if arrays.key.shape[1] == 0:
-        out = jnp.zeros_like(arrays.query)
-        lse = jnp.full_like(arrays.query[..., 0], -jnp.inf, dtype=jnp.float32)
-        out = dispatch.record(out, plan)
-    else:
-        with_lse = call.return_residuals or self_tokens is not None
-        out, lse = _OP.differentiable(
-            dataclasses.replace(call, return_residuals=with_lse), plan, arrays
-        )
-    if self_tokens is not None:
-        assert lse is not None
-        out, lse = own_tokens.merged(call.of_scores, out, lse, arrays.query, *self_tokens)
-    return out, lse if call.return_residuals else None
-
 
 _MERGED = Rule(
     ("out1", "lse1", "out2", "lse2"),
