@@ -1,4 +1,4 @@
-"""Gives the built package the first page with absolute links; pyproject.toml has everything else."""
+"""Builds the package, with absolute links in its description; all else is in pyproject.toml."""
 
 from __future__ import annotations
 

@@ -44,63 +44,105 @@ class Row(NamedTuple):
     label: str = ""
 
 
-CUDNN, COPIES = ("grouped-cudnn", "grouped-cudnn-even"), ("copies", "copies-cudnn")
-BY_HAND = ("by-hand", "by-hand-one-hot")
+CUDNN = ("grouped-cudnn", "grouped-cudnn-even", "copies-cudnn", "xla")
 SUMS = ("scatter", "jax.ops.segment_sum in f32", "one-hot product", "cumulative sums")
+PADDED = ("xla", "xla-padded", "xla-by-hand", "copies")
+BY_HAND = ("xla", "by-hand", "by-hand-one-hot")
+NETWORKS = ("materialised", "materialised-tuned", "hand-optimised")
 SOFTMAX = "cuDNN's softmax, another function"
+GROUPED, REQUEST = "cuDNN, queries grouped by hand", "1,024 candidates of 15 users"
+DRAWN = "drawn"
+GDPA_FILES = ("production-gdpa-h100.json", "production-gdpa-rest-h100.json")
 ROWS = (
     Row(
-        *("`look_up`", "drawn", "XLA's gather", ("look_up/h100.json",), ("gather",)),
-        *("ikbo.look_up", "drawn"),
+        "`look_up`", DRAWN, "XLA's gather", ("look_up/h100.json",), ("gather",), ours="ikbo.look_up"
     ),
     Row(
-        *("its gradient, `segment_sum`", "drawn", "XLA's fastest of four sums"),
-        *(("look_up/h100.json",), SUMS, "ikbo.segment_sum", "drawn"),
+        "its gradient, `segment_sum`",
+        DRAWN,
+        "XLA's fastest of four sums",
+        ("look_up/h100.json",),
+        SUMS,
+        ours="ikbo.segment_sum",
     ),
     Row(
-        *("linear compression", "drawn", "XLA, the fastest of four ways"),
-        *(
-            ("production-linear-compression-h100.json",),
-            ("xla", "xla-padded", "xla-by-hand", "copies"),
-        ),
-        *(OUR_NAME, "linear_compression forward"),
+        "linear compression",
+        DRAWN,
+        "XLA, the fastest of four ways",
+        ("production-linear-compression-h100.json",),
+        PADDED,
+        sweep="linear_compression forward",
     ),
     Row(
-        *("its gradient", "1,024 candidates of 15 users", "XLA, by hand"),
-        *(("linear_compression-gradient-h100.json",), ("xla", *BY_HAND), OUR_NAME, "ratio", "70:1"),
+        "its gradient",
+        REQUEST,
+        "XLA, by hand",
+        ("linear_compression-gradient-h100.json",),
+        BY_HAND,
+        sweep="ratio",
+        label="70:1",
     ),
     Row(
-        *("attention", "drawn", "cuDNN, queries grouped by hand"),
-        *(("production-attention-h100.json",), (*CUDNN, *COPIES, "xla")),
-        *(OUR_NAME, "attention forward"),
+        "attention",
+        DRAWN,
+        GROUPED,
+        ("production-attention-h100.json",),
+        CUDNN,
+        sweep="attention forward",
     ),
     Row(
-        *("its gradient", "2,048 keys a user", "cuDNN, queries grouped by hand"),
-        *(("attention-gradient-h100.json",), (*CUDNN, *COPIES, "xla"), OUR_NAME, "s", "S=2048"),
+        "its gradient",
+        "2,048 keys a user",
+        GROUPED,
+        ("attention-gradient-h100.json",),
+        CUDNN,
+        sweep="s",
+        label="S=2048",
     ),
     Row(
-        *("gdpa", "drawn", SOFTMAX),
-        *(("production-gdpa-h100.json", "production-gdpa-rest-h100.json"),),
-        *(("cudnn-softmax", "xla"), OUR_NAME, "gdpa forward"),
+        "gdpa",
+        DRAWN,
+        SOFTMAX,
+        GDPA_FILES,
+        ("cudnn-softmax", "xla"),
+        sweep="gdpa forward",
     ),
     Row(
-        *("its gradient", "1,152 sequences of 512", SOFTMAX, ("gdpa-backward-h100.json",)),
-        *(("cudnn-softmax",), OUR_NAME, "full", "max=512 backward"),
+        "its gradient",
+        "1,152 sequences of 512",
+        SOFTMAX,
+        ("gdpa-backward-h100.json",),
+        ("cudnn-softmax",),
+        sweep="full",
+        label="max=512 backward",
     ),
     Row(
-        *("8 attention layers of Phoenix", "8 users of 64 candidates, no cap"),
-        *("cuDNN, padded", ("phoenix/h100.json",), ("cudnn-no-cap",)),
-        *("ikbo-no-cap", "one", "forward"),
+        "8 attention layers of Phoenix",
+        "8 users of 64 candidates, no cap",
+        "cuDNN, padded",
+        ("phoenix/h100.json",),
+        ("cudnn-no-cap",),
+        ours="ikbo-no-cap",
+        sweep="one",
+        label="forward",
     ),
     Row(
-        *("ranking network", "1,024 candidates of 15 users", "by hand for XLA, cuDNN"),
-        *(("ranking-h200.json",), ("materialised", "materialised-tuned", "hand-optimised")),
-        *("co-designed", "default"),
+        "ranking network",
+        REQUEST,
+        "by hand for XLA, cuDNN",
+        ("ranking-h200.json",),
+        NETWORKS,
+        ours="co-designed",
+        sweep="default",
     ),
     Row(
-        *("its training step", "1,024 candidates of 15 users", "by hand for XLA, cuDNN"),
-        *(("training-h100.json",), ("materialised", "materialised-tuned", "hand-optimised")),
-        *("co-designed", "default"),
+        "its training step",
+        REQUEST,
+        "by hand for XLA, cuDNN",
+        ("training-h100.json",),
+        NETWORKS,
+        ours="co-designed",
+        sweep="default",
     ),
 )
 WORDS = (
@@ -147,7 +189,7 @@ def cells(row: Row, files: Sequence[Record]) -> tuple[str, ...]:
     device = files[0]["environment"]["device"]
     measured = ["" if device == CARD else device.removeprefix(GPU), *map("`{}`".format, commits)]
     return (
-        *(row.what, drawn if row.sizes == "drawn" else row.sizes, row.best),
+        *(row.what, drawn if row.sizes == DRAWN else row.sizes, row.best),
         *(_duration(theirs), _duration(ours), f"{theirs / ours:.2f}×"),
         ", ".join(filter(None, measured)),
     )
