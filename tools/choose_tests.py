@@ -10,8 +10,8 @@ this order,
 
 1. tests that run the lines and branches that each group of folders runs: the cheapest set that a
    greedy search finds. A test that adds fewer than `--rate` of them a second is left to the shares:
-   at 4, the short suite takes half of the time and leaves out one line in 150. The last group, whose
-   tests run whole commands, runs only what the others do not run.
+   at 4, a third of the time goes, and one line in 150. The last group, whose tests run whole
+   commands, runs only what the others do not run.
 2. the tests that `tools/killing_tests.txt` names: those that alone killed a mutant.
 3. the cheapest case of each test function, from the cheapest function on, while `--seconds` last.
 4. every test of less than 0.05 s.
