@@ -50,10 +50,12 @@ ENVIRONMENT = {
 }
 
 #: Starts HAProxy with what Ray's configuration has no setting for: the ports of HAProxy's counts at
-#: the loopback address, and seconds in which the headers of a request must have come.
+#: the loopback address; seconds in which the headers of a request must have come; 503, not 404,
+#: before HAProxy knows a replica, and its own 502 and 503 instead of 500.
 HAPROXY = """#!/bin/sh
 # Arguments: -db -f CONFIGURATION ...
-sed -i -e 's/bind [*]*:/bind 127.0.0.1:/' -e '/^defaults$/a timeout http-request 5s' "$3"
+sed -i -e 's/bind [*]*:/bind 127.0.0.1:/' -e '/^defaults$/a timeout http-request 5s' \\
+  -e 's/return status 404 .*/return status 503 hdr Retry-After 1/' -e '/^ *errorfile /d' "$3"
 exec '{binary}' "$@"
 """
 
@@ -146,7 +148,7 @@ class Service:
             folder = stack.enter_context(
                 tempfile.TemporaryDirectory(prefix="ray-", dir="/tmp", ignore_cleanup_errors=True)
             )
-            self._folder = pathlib.Path(folder)
+            self.folder = pathlib.Path(folder)
             os.environ.update(_haproxy(folder, sticky=self.settings.sticky))
             stack.callback(ray.shutdown)
             ray.init(
@@ -160,14 +162,10 @@ class Service:
                 logging_level="ERROR",
             )
             stack.callback(serve.shutdown)
+            limit = max(self.settings.timeout_ms / 1000, self.settings.body_s) + 0.25
             serve.start(
                 # Replicas give up before. Without a replica, Ray's proxy answers with 408 then.
-                http_options={
-                    "host": self.host,
-                    "port": self.port,
-                    "request_timeout_s": max(self.settings.timeout_ms / 1e3, self.settings.body_s)
-                    + 1,
-                },
+                http_options={"host": self.host, "port": self.port, "request_timeout_s": limit},
                 logging_config={"enable_access_log": False, "log_level": "ERROR"},
             )
             self.deploy()
@@ -185,7 +183,7 @@ class Service:
     def drain(self) -> None:
         """Takes no further request and waits until those that were taken are answered."""
         end = time.monotonic() + self.settings.timeout_ms / 1e3 + 1
-        for path in self._folder.glob("haproxy/*/admin.sock"):
+        for path in self.folder.glob("haproxy/*/admin.sock"):
             with contextlib.suppress(OSError), socket.socket(socket.AF_UNIX) as asked:
                 asked.connect(str(path))
                 asked.sendall(b"show info\n")
