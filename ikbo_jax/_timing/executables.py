@@ -141,14 +141,13 @@ def load(serialized: Any) -> jax.stages.Compiled:
     # the program failed: "Failed to materialize symbols".
     importlib.import_module("jax.experimental.mosaic.gpu")
     payload, in_tree, out_tree = serialized
-    compiled: jax.stages.Compiled = serialize_executable.deserialize_and_load(
+    return serialize_executable.deserialize_and_load(
         payload,
         in_tree,
         out_tree,
         # By default the loader uses all devices; the programs here use one.
         execution_devices=[jax.config.jax_default_device or jax.devices()[0]],
     )
-    return compiled
 
 
 _current: Store | None = None

@@ -124,8 +124,7 @@ class Session:
             event = worker.next_event(self._silence_s)
             kind, position = event["event"], event.get("contender")
             if kind == "answer":
-                answer: dict[str, Any] = event["answer"]
-                return answer
+                return event["answer"]
             contender = None if position is None else worker.contenders[position]
             attempt.record(event, contender)
             if kind in ("lost", "end"):
@@ -243,8 +242,7 @@ class _Worker:
             if line is None:
                 raise WorkerDiedError(self._exit_message())
             if line.startswith(MARK):
-                event: dict[str, Any] = json.loads(line.removeprefix(MARK))
-                return event
+                return json.loads(line.removeprefix(MARK))
 
     def _exit_message(self) -> str:
         status = self._process.wait()

@@ -133,14 +133,13 @@ def materialised_cudnn(*inputs: Any) -> jax.Array:
     query, key, value, index, lengths = Inputs(*inputs)
     # The barrier forces XLA to materialise the copies.
     keys, values = jax.lax.optimization_barrier((key[index], value[index]))
-    out: jax.Array = jax.nn.dot_product_attention(
+    return jax.nn.dot_product_attention(
         query,
         keys,
         values,
         key_value_seq_lengths=None if lengths is None else lengths[index],
         implementation="cudnn",
     )
-    return out
 
 
 def _op(*inputs: Any, implementation: str | None, is_sorted: bool) -> Any:
@@ -162,8 +161,7 @@ def _of_rows(inputs: Inputs, rows: np.ndarray | jax.Array) -> Inputs:
 
 @functools.partial(jax.jit, compiler_options=UNTUNED)
 def _decomposed(inputs: Inputs) -> jax.Array:
-    out: jax.Array = _op(*inputs, implementation="xla", is_sorted=False)
-    return out
+    return _op(*inputs, implementation="xla", is_sorted=False)
 
 
 @functools.partial(jax.jit, compiler_options=UNTUNED)

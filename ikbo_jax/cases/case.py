@@ -26,8 +26,7 @@ class Case(abc.ABC):
     @property
     def useful_flops(self) -> int:
         """Useful FLOPs of the inputs; lengths count as full."""
-        flops: int = self.problem.useful_flops
-        return flops
+        return self.problem.useful_flops
 
     @abc.abstractmethod
     def inputs(self, seed: int = 0) -> Any:

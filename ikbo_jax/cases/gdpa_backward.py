@@ -153,5 +153,4 @@ def _results(arrays: Arrays, settings: Settings) -> tuple[jax.Array, jax.Array |
 
 
 def _by_xla(inputs: Inputs, settings: Settings) -> Gradients:
-    found: Gradients = gdpa_chunked_vjp.chunked_vjp(Arrays(*inputs.arrays), settings, inputs.d_out)
-    return found
+    return gdpa_chunked_vjp.chunked_vjp(Arrays(*inputs.arrays), settings, inputs.d_out)

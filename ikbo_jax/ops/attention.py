@@ -296,7 +296,7 @@ def _run_kernel(call: _Call, plan: dispatch.Plan, arrays: Arrays) -> _Results:
         run = functools.partial(kernel.attention_kernel, order=order)
     if own_tokens.are_merged_by(plan):
         run = functools.partial(run, self_key=self_key, self_value=self_value)
-    result: _Results = run(
+    return run(
         query,
         key,
         value,
@@ -309,7 +309,6 @@ def _run_kernel(call: _Call, plan: dispatch.Plan, arrays: Arrays) -> _Results:
         config=plan.config,
         num_sms=call.request.num_sms,
     )
-    return result
 
 
 _Folded = Folded[_Call, Arrays, _Results]

@@ -313,8 +313,7 @@ plan_p = identity_primitive("ikbo_plan")
 
 def record(result: jax.Array, plan: Plan) -> jax.Array:
     """Returns `result`; stores in the jaxpr that `plan` computed it."""
-    marked: jax.Array = plan_p.bind(result, plan=plan)
-    return marked
+    return plan_p.bind(result, plan=plan)
 
 
 def record_nothing(result: jax.Array, plan: Plan) -> jax.Array:

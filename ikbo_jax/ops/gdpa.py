@@ -214,8 +214,7 @@ def _run_vjp(call: _Call, residuals: _Residuals) -> Gradients:
             dtype=call.gradient_dtype,
         )
 
-    gradients: Gradients = run_kernel(launch, residuals)
-    return gradients
+    return run_kernel(launch, residuals)
 
 
 def _run_vjp_batched(call: _Call, size: int, batched: Any, residuals: _Residuals) -> Gradients:

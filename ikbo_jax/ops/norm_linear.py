@@ -265,8 +265,7 @@ class _NormLinear(LinearOp[_Call, NormLinear, Projected]):
 
 def rounded[A](gradients: A, arrays: A, dtype: Any) -> A:
     """Rounds f32 gradients to `dtype`, or if it is None, to the dtypes of the arrays."""
-    found: A = jax.tree.map(lambda x, like: x.astype(dtype or like.dtype), gradients, arrays)
-    return found
+    return jax.tree.map(lambda x, like: x.astype(dtype or like.dtype), gradients, arrays)
 
 
 _OP = _NormLinear()

@@ -182,8 +182,7 @@ class Op[C: Call, A, R](abc.ABC):
         if plan.cuda is None or not plan.cuda.may_have_kernels:
             return elsewhere(operands)
         on_cuda = functools.partial(run, _on(call, "cuda"), plan.cuda)
-        result: Y = by_platform(elsewhere, on_cuda, operands, plan.refusal)
-        return result
+        return by_platform(elsewhere, on_cuda, operands, plan.refusal)
 
     def for_gradient(self, call: C) -> C:
         """Returns the call whose results the gradient needs."""
@@ -217,8 +216,7 @@ class Op[C: Call, A, R](abc.ABC):
             return self.joined(results, named, parts, division)
 
         operands = (named.arrays, arrays)
-        results: R = _run_divided(local, (plan, call), operands, named.results, named.split)
-        return results
+        return _run_divided(local, (plan, call), operands, named.results, named.split)
 
     def part(self, call: C, arrays: A, division: Division) -> Part[C, A, R]:
         """Makes one device's part of a call, from its part of the arrays."""
@@ -434,8 +432,7 @@ class Gradient[S, O, G]:
     def one_by_one(self, settings: S, batched: Any, operands: O) -> G:
         """Runs problems one after another."""
         run = functools.partial(self.vmappable, settings)
-        results: G = map_sequentially(run, batched, operands)
-        return results
+        return map_sequentially(run, batched, operands)
 
 
 def gradient_config(

@@ -132,8 +132,7 @@ def entries(text: str) -> list[Any]:
     content = typed(json.loads(text), dict, "file")
     if content.get("schema") != SCHEMA:
         raise ValueError(f"schema {content.get('schema')!r}, expected {SCHEMA}")
-    found: list[Any] = typed(content.get("rows"), list, "rows")
-    return found
+    return typed(content.get("rows"), list, "rows")
 
 
 def parse(text: str) -> tuple[Row, ...]:

@@ -94,8 +94,7 @@ def capped(cap: Cap | None, scores: jax.Array, *, interpret: bool) -> jax.Array:
         near = y * (y * y * jnp.float32(cubic) + jnp.float32(linear))
         return jnp.where(jnp.abs(y) < NEAR / unit, near, far)
 
-    found: jax.Array = values.by_chunks(("",), None, scores, evaluate, interpret)
-    return found
+    return values.by_chunks(("",), None, scores, evaluate, interpret)
 
 
 def through_cap(

@@ -82,8 +82,7 @@ def activate(
     def evaluate(name: str, x: jax.Array) -> jax.Array:
         return _evaluate(name, approx, x, needs_slope=False, interpret=interpret)[0]
 
-    value: jax.Array = by_chunks(names, head, x, evaluate, interpret)
-    return value
+    return by_chunks(names, head, x, evaluate, interpret)
 
 
 def activate_with_slope(
@@ -94,8 +93,7 @@ def activate_with_slope(
     def evaluate(name: str, x: jax.Array) -> Pair:
         return _evaluate(name, approx, x, needs_slope=True, interpret=interpret)
 
-    both: Pair = by_chunks(names, head, x, evaluate, interpret)
-    return both
+    return by_chunks(names, head, x, evaluate, interpret)
 
 
 def by_chunks(

@@ -137,8 +137,7 @@ def compute_weights(
         constant = spec.constant(name)
         return weights if spec.has_f32_range or constant == 1 else weights * jnp.float32(constant)
 
-    weights: jax.Array = activations.by_chunks(spec.names, head, scores, evaluate, interpret)
-    return weights
+    return activations.by_chunks(spec.names, head, scores, evaluate, interpret)
 
 
 def _packed(spec: ActivationSpec, scores: jax.Array) -> tuple[jax.Array, jax.Array]:

@@ -151,7 +151,7 @@ def statistics_kernel(
         rows = numbering.outputs(sizes, has_order=shape.ranked > 0)
         declared = declared._replace(rows=rows)
         shared = numbering.shared(sizes, ranked=shape.ranked)
-    found: Outputs = launch_threads(
+    return launch_threads(
         _store,
         shape,
         operands,
@@ -160,7 +160,6 @@ def statistics_kernel(
         name="ikbo_attention_backward_statistics",
         workers=shape.workers,
     )
-    return found
 
 
 class _Rows(NamedTuple):

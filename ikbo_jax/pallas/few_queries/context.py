@@ -266,8 +266,7 @@ class Context(WarpgroupContext):
 
     @property
     def shares_columns(self) -> bool:
-        shares: bool = self.config.shares_columns(self.shape.head_dim)
-        return shares
+        return self.config.shares_columns(self.shape.head_dim)
 
     @property
     def first_column_block(self) -> Any:
@@ -292,8 +291,7 @@ class Context(WarpgroupContext):
     @property
     def tiles(self) -> int:
         """Number of an item's tiles of 64 rows."""
-        tiles: int = self.config.tile_rows // WGMMA_M
-        return tiles
+        return self.config.tile_rows // WGMMA_M
 
     @property
     def split_blocks(self) -> int:

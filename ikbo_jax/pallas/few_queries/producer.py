@@ -290,10 +290,9 @@ def produce(ctx: Context) -> None:
         extent = rows.extent_of(ctx, ctx.place(i, 0).slot)
         if shape.bundle == 1:
             return one_item(ctx.place(i, 0), extent, carry)
-        result: tuple[Any, _Progress] = lax.fori_loop(
+        return lax.fori_loop(
             0, shape.bundle, lambda j, carry: one_item(ctx.place(i, j), extent, carry), carry
         )
-        return result
 
     count = ctx.count()
     loaded = _load_first_block(ctx, ctx.place(jnp.int32(0)))

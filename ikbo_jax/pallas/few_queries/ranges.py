@@ -108,8 +108,7 @@ def keep_visible(
         return Visible(size, end, begin).select(scores, inside=True, fill=fill)
 
     is_partial = (block < item.whole_from) | (block >= item.whole_to)
-    kept: jax.Array = lax.cond(is_partial, masked, lambda: scores)
-    return kept
+    return lax.cond(is_partial, masked, lambda: scores)
 
 
 def _of_rows(ctx: Context, part: Part) -> tuple[jax.Array, jax.Array]:
@@ -135,8 +134,7 @@ def _of_rows(ctx: Context, part: Part) -> tuple[jax.Array, jax.Array]:
             halves.append(_load(ctx, ranges, number, tables))
         return tuple(stores.row_array(list(words)) for words in zip(*halves, strict=True))
 
-    found: tuple[jax.Array, jax.Array] = load(ctx.operands.ranges, first, *tables)
-    return found
+    return load(ctx.operands.ranges, first, *tables)
 
 
 def _load(ctx: Context, ranges: ir.Value, number: ir.Value, tables: Any) -> list[ir.Value]:

@@ -191,12 +191,11 @@ def extent_of(ctx: Context, slot: Any) -> Extent:
     """Finds the rows of a slot, and the user that most likely has them."""
     if ctx.shape.table is None:
         return _searched_extent(ctx, slot)
-    extent: Extent = lax.cond(
+    return lax.cond(
         user_table.is_sorted(ctx),
         functools.partial(_tabled_extent, ctx, slot),
         functools.partial(_searched_extent, ctx, slot),
     )
-    return extent
 
 
 def _tabled_extent(ctx: Context, slot: Any) -> Extent:
@@ -241,12 +240,11 @@ def run_of(ctx: Context, extent: Extent) -> tuple[Any, Any]:
         return jnp.int32(0), extent.end
     if ctx.shape.table is None:
         return _searched_run(ctx, extent.first, extent.end)
-    run: tuple[Any, Any] = lax.cond(
+    return lax.cond(
         user_table.is_sorted(ctx),
         lambda: (extent.user, extent.end),
         functools.partial(_searched_run, ctx, extent.first, extent.end),
     )
-    return run
 
 
 def _searched_run(ctx: Context, first: Any, end: Any) -> tuple[Any, Any]:

@@ -242,8 +242,7 @@ def take_statistics(ctx: Any) -> tuple[jax.Array, jax.Array]:
             for pair in (registers[:2], registers[2:])
         )
 
-    statistics: tuple[jax.Array, jax.Array] = read(shared.exchange)
-    return statistics
+    return read(shared.exchange)
 
 
 def take_sum(ctx: Any, acc: jax.Array, factor: jax.Array, factor2: jax.Array) -> jax.Array:

@@ -114,8 +114,7 @@ def keep_visible(
     if not ctx.shape.has_gaps:
         return scores
     has_gap = (block >= cut(2)) & (block < cut(3))
-    kept: jax.Array = lax.cond(has_gap, functools.partial(selected, 1), lambda x: x, scores)
-    return kept
+    return lax.cond(has_gap, functools.partial(selected, 1), lambda x: x, scores)
 
 
 def first_key(ctx: Any, item: Any, block: Any) -> Any:

@@ -86,8 +86,7 @@ class Context(WarpgroupContext):
     @property
     def spare(self) -> int:
         """Number of steps, and of items, that are loaded ahead of the computed one."""
-        slots: int = self.config.slots - 1
-        return slots
+        return self.config.slots - 1
 
     @property
     def segments(self) -> SegmentContext:

@@ -163,7 +163,7 @@ def launch(
 
     num_threads = NUM_CONSUMERS + 1 + bool(interpret and roles.assist)
     clustered: Any = {"cluster": (cluster,), "cluster_names": ("cluster",)} if cluster > 1 else {}
-    results: tuple[jax.Array, ...] = mosaic.kernel(
+    return mosaic.kernel(
         body,
         out_type=tuple(jax.tree.leaves(outputs)),
         scratch_types=tuple(_type(kinds[i], dtype, is_interpreted) for i in order),
@@ -176,7 +176,6 @@ def launch(
         compiler_params=mosaic.compiler_params(),
         interpret=interpret,
     )(*jax.tree.leaves(operands))
-    return results
 
 
 def launch_threads(

@@ -139,8 +139,7 @@ def load(
         return stores.row_array(scores), inline.accumulator(pairs.reshape(shape))
 
     places = rows.first, rows.begin, rows.end, rows.head, rows.kv_head, column
-    found: tuple[jax.Array, jax.Array] = issue(*operands, *places, *order.tables)
-    return found
+    return issue(*operands, *places, *order.tables)
 
 
 def _divided(x: ir.Value, divisor: int) -> tuple[ir.Value, ir.Value]:

@@ -146,8 +146,7 @@ def gather_vectors(ref: Any, index: jax.Array, space: str) -> tuple[jax.Array, .
             words = list(inline.issue(ptx, address, result_types=[i32] * VECTOR))
         return tuple(array(x, index) for x in words)
 
-    found: tuple[jax.Array, ...] = load(ref, index)
-    return found
+    return load(ref, index)
 
 
 def any_of_warp(values: jax.Array, *, layout: Any = LAYOUT, interpret: bool) -> jax.Array:
@@ -421,5 +420,4 @@ def _scan_warp(values: jax.Array, neutral: int) -> tuple[jax.Array, jax.Array]:
             total = combine(total, other)
         return array(before, values), array(total, values)
 
-    result: tuple[jax.Array, jax.Array] = add_up(values, number())
-    return result
+    return add_up(values, number())

@@ -70,8 +70,7 @@ class Rows(NamedTuple):
             numbers = [y for x in words for y in unpacked(per_thread.scalar(x), self.dtype)]
             return tuple(per_thread.array(x, words[0]) for x in numbers)
 
-        found: tuple[jax.Array, ...] = convert(*words)
-        return found
+        return convert(*words)
 
     def store(
         self,
@@ -122,8 +121,7 @@ class Rows(NamedTuple):
                 for i in range(0, self.numbers, of_word)
             )
 
-        found: Words = convert(*numbers)
-        return found
+        return convert(*numbers)
 
     def _interpreted(self, row: jax.Array, vector: jax.Array) -> Words:
         # In f32: jnp.take asks NumPy for the dtype's limits, and NumPy has none of bf16.

@@ -332,5 +332,4 @@ def resident_compression(
         operands = Operands(weights[i], embeddings[i], of_users, parents[i], result)
         is_last = i == len(weights) - 1
         result = _launch(phase, operands, is_last=is_last, columns=columns, interpret=interpret)
-    output: jax.Array = result
-    return output
+    return result

@@ -128,8 +128,7 @@ def by_user(cand_to_user: jax.Array, users: int) -> jax.Array:
     batch = cand_to_user.shape[0]
     if batch <= work_order.MAX_COUNTED or not fits(batch, users):
         return work_order.by_user(cand_to_user)
-    order: jax.Array = count_order(None, cand_to_user, users).order
-    return order
+    return count_order(None, cand_to_user, users).order
 
 
 def count_order(
@@ -151,7 +150,7 @@ def count_order(
         numbers if has_position else None,
     )
     words = memory.Words((MOST_OWN,))
-    found: Order = launch_threads(
+    return launch_threads(
         _order,
         shape,
         Operands(query, index),
@@ -167,7 +166,6 @@ def count_order(
         warpgroups=WARPGROUPS,
         context=_Range,
     )
-    return found
 
 
 @dataclasses.dataclass(frozen=True)
@@ -361,8 +359,7 @@ def load_queries(query: Any, candidate: jax.Array, vector: jax.Array) -> tuple[j
         words = per_thread.load_words(address, 4, is_early=True)
         return tuple(per_thread.array(x, arrays[0]) for x in words)
 
-    found: tuple[jax.Array, ...] = issue(query, candidate, vector)
-    return found
+    return issue(query, candidate, vector)
 
 
 def store_queries(

@@ -188,7 +188,7 @@ def masked_tiles(
     )
     sizes = ((shape.most, TILE_WORDS + MASK_WORDS), (2,))
     declared: Any = (jax.ShapeDtypeStruct(size, jnp.int32) for size in sizes)
-    found: TileList = launch_threads(
+    return launch_threads(
         list_masked_tiles,
         shape,
         operands,
@@ -200,4 +200,3 @@ def masked_tiles(
         context=MaskedContext,
         interpret=interpret,
     )
-    return found

@@ -373,7 +373,7 @@ def _workers(sizes: Sizes, outputs: Outputs) -> int:
 def numbering_kernel(operands: Operands, sizes: Sizes, *, interpret: Any = False) -> Outputs:
     """Numbers rows and describes users; returns the arrays that `sizes` asks for."""
     declared = outputs(sizes)
-    found: Outputs = launch_threads(
+    return launch_threads(
         _number_and_describe,
         sizes,
         operands,
@@ -383,4 +383,3 @@ def numbering_kernel(operands: Operands, sizes: Sizes, *, interpret: Any = False
         workers=_workers(sizes, declared),
         interpret=interpret,
     )
-    return found

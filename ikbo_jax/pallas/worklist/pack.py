@@ -87,7 +87,7 @@ def pack(query: jax.Array, cand_to_user: jax.Array, users: int) -> Order:
     if not shape.fits:
         return _pack_many(query, cand_to_user, users)
     numbers = jax.ShapeDtypeStruct(cand_to_user.shape, jnp.int32)
-    packed: Order = launch_threads(
+    return launch_threads(
         _pack,
         shape,
         Operands(query, cand_to_user),
@@ -96,7 +96,6 @@ def pack(query: jax.Array, cand_to_user: jax.Array, users: int) -> Order:
         name="ikbo_attention_pack",
         workers=shape.workers,
     )
-    return packed
 
 
 def _pack_many(query: jax.Array, cand_to_user: jax.Array, users: int) -> Order:

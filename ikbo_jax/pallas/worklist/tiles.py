@@ -217,7 +217,7 @@ def query_tiles(offsets: Offsets, *, size: int, unit: int = 1, interpret: Any = 
     own = own_segments((shape,))
     sizes = ((shape.most, TILE_WORDS), (2,))
     declared: Any = (jax.ShapeDtypeStruct(size, jnp.int32) for size in sizes)
-    found: TileList = launch_threads(
+    return launch_threads(
         _list_query_tiles,
         shape,
         operands,
@@ -229,4 +229,3 @@ def query_tiles(offsets: Offsets, *, size: int, unit: int = 1, interpret: Any = 
         context=SegmentContext,
         interpret=interpret,
     )
-    return found

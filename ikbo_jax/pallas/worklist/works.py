@@ -386,7 +386,7 @@ def works(offsets: Offsets, settings: WorkSettings, *, interpret: Any = False) -
     queries, keys = (Work(x, words(2), y) for x, y in zip(listed, ranges, strict=True))
     count = lists.most_blocks(offsets.sequences, offsets.result_rows, settings.key_block)
     blocks = words(count, BLOCK_WORDS) if settings.has_statistics else None
-    found: Works = launch_threads(
+    return launch_threads(
         _list,
         static.queries,
         operands,
@@ -399,7 +399,6 @@ def works(offsets: Offsets, settings: WorkSettings, *, interpret: Any = False) -
         context=WorkContext,
         interpret=interpret,
     )
-    return found
 
 
 def _static(offsets: Offsets, settings: WorkSettings, warpgroups: int) -> Launch:
