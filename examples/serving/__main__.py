@@ -6,6 +6,7 @@ python -m examples.serving configuration     what `serve deploy` reads, for a cl
 python -m examples.serving offline           ranks many candidates, without the service
 python -m examples.serving measure           batching and start-up, to a results file
 python -m examples.serving scale             load, until autoscaling adds a replica
+python -m examples.serving overload          answers in time at 1, 1.5 and 3 x the capacity
 python -m examples.serving plot FILE         a plot of a results file
 """
 
@@ -140,6 +141,12 @@ def parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
     requests(scale)
     scale.add_argument("--rate", type=float, default=40, help="requests a second")
 
+    overload = command("overload", "offers more load than can be answered")
+    service(overload)
+    requests(overload)
+    overload.add_argument("--least", type=float, default=10, help="the smallest rate")
+    overload.add_argument("--json", action="store_true", help="asks in JSON")
+
     plot = command("plot", "plots a results file of `measure`")
     plot.add_argument("file", type=pathlib.Path)
     plot.add_argument("--out", type=pathlib.Path, default=pathlib.Path("serving.svg"))
@@ -261,6 +268,16 @@ def scale(options: argparse.Namespace) -> dict[str, Any]:
     return {"settings": records.recorded(settings), "figures": figures}
 
 
+def overload(options: argparse.Namespace) -> dict[str, Any]:
+    """Offers more load than a service can answer."""
+    from examples.serving import measure as measure_
+
+    settings = settings_of(options)
+    plan = plan_of(options, settings.load(), binary=not options.json)
+    figures = measure_.overload(settings, plan, options.least, say)
+    return {"settings": records.recorded(settings), "figures": figures}
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command; its exit status."""
     options = parsed(arguments)
@@ -277,6 +294,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             options.page.write_text(plot.page(text, options.file), "utf-8")
     else:
         run = {"load": send, "offline": offline, "measure": measure, "scale": scale}
+        run["overload"] = overload
         try:
             packages = ("jax", "ray")
             found = {**records.surroundings(*packages), **run[options.command](options)}

@@ -4,6 +4,7 @@ An engine such as Ray Serve receives requests and collects them to batches; a `S
 batch. Needs nothing beside JAX; the example behind HTTP needs the extra `serve`.
 """
 
+from ikbo_jax.serving.admission import Admission
 from ikbo_jax.serving.answers import Metrics
 from ikbo_jax.serving.batches import BadRequestError, Buckets, Request
 from ikbo_jax.serving.offline import rank_arrays, rank_offline
@@ -11,6 +12,7 @@ from ikbo_jax.serving.programs import Model, use_cache_folder
 from ikbo_jax.serving.scorer import Scorer
 
 __all__ = [
+    "Admission",
     "BadRequestError",
     "Buckets",
     "Metrics",

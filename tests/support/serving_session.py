@@ -89,34 +89,6 @@ class Session:
             "retried": sum(one.tries > 1 for one in told),
         }
 
-    async def post(self, body: bytes, headers: dict[str, str]) -> tuple[int, str]:
-        async with (
-            aiohttp.ClientSession() as session,
-            session.post(f"{self.url}/rank", data=body, headers=headers) as answer,
-        ):
-            return answer.status, await answer.text()
-
-    async def refusals(self) -> dict[str, tuple[int, str]]:
-        json_type = {"Content-Type": wire.JSON}
-        asked = {
-            "unknown user": wire.ask(300, [1], binary=False),
-            "negative user": wire.ask(-1, [1], binary=True),
-            "too many": wire.ask(3, [1] * (MOST + 1), binary=False),
-            "unknown item": wire.ask(3, [1, 500], binary=True),
-            "no number": (b'{"user": "x", "candidates": [1]}', json_type),
-            "other field": (b'{"user": 1, "candidates": [1], "top": 3}', json_type),
-            "no field": (b'{"user": 1}', json_type),
-            "no JSON": (b"{", json_type),
-            "no MessagePack": (b"\xc1", {"Content-Type": wire.BINARY}),
-            "half an item": (
-                wire.msgpack.packb({"user": 1, "candidates": b"12345"}),
-                {"Content-Type": wire.BINARY},
-            ),
-            "other type": (b"", {"Content-Type": "text/plain"}),
-            "deadline": wire.ask(3, [1], binary=False, timeout_ms=0.001),
-        }
-        return {name: await self.post(*message) for name, message in asked.items()}
-
     async def division(self) -> list[str]:
         """The replicas to which the balancer gives the first 20 users now; "" for an error."""
         found = []
@@ -190,7 +162,6 @@ class Session:
 
     async def all(self) -> dict[str, Any]:
         return {
-            "refusals": await self.refusals(),
             "forms": await self.both_forms(),
             "swap": await self.swap(),
             "overload": await self.overload(),
