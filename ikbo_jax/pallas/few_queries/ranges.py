@@ -1,9 +1,7 @@
 """Ranges of keys: candidate b sees the keys [ranges[b, 0], ranges[b, 1]) of its user.
 
-The rows of an item may have different ranges. The producer reads them to narrow the item to the
-blocks that some row sees, and tells the consumers which of these blocks all rows see whole. The
-consumers read the range of each of their rows while the first keys are loaded, and mask the scores
-of the other blocks.
+The producer narrows an item to the blocks that some row sees, and tells the consumers which of
+these all rows see whole. The consumers mask the scores of the other blocks.
 """
 
 from __future__ import annotations

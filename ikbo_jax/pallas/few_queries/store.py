@@ -36,8 +36,7 @@ def store(
 ) -> None:
     """Stores the rows of a part, whose first query head is `head`.
 
-    `acc` [64, columns] f32 holds sums of weights times values, relative to `maximum` [64] f32, raw
-    scores; `sums` [64] f32 are of the weights.
+    `acc` [64, columns] f32 and `sums` [64] f32 are relative to `maximum` [64] f32, raw scores.
     """
     outputs = ctx.outputs
     if outputs.maximum is not None:
@@ -86,13 +85,11 @@ def _store_rows(
     *,
     begin: int = 0,
 ) -> None:
-    """Stores row j * head_rows + r of `values` to output[target + r, head + j], for r < rows.
+    """Stores row j * head_rows + r of `values`, from column `begin` on, to output[target + r, head
+    + j].
 
-    With `Operands.targets`, row target + r is a row of the queries in the order of users. If the
-    CTA has listed the item's candidates, `r` is the row of the part's row in the queries.
-
-    `output` and `values` are as for `stores.store_rows`. The values begin at column `column` of the
-    output; only those from column `begin` on, a multiple of 8, are stored.
+    Arguments are as for `stores.store_rows`. The values begin at column `column` of the output;
+    `begin` is a multiple of 8. Rows of listed candidates are where the queries are.
     """
     order = None
     if ctx.operands.targets is not None:

@@ -1,8 +1,4 @@
-"""Vectors of an array's rows: a thread loads one as words, adds in f32, and stores sums.
-
-A row [width] of 16-bit or 32-bit numbers lies in device memory as words of 32 bits. A vector is 4,
-2 or 1 of the words, which one access of a thread moves.
-"""
+"""Vectors of rows: 1, 2 or 4 words that a thread loads, adds in f32, and stores at once."""
 
 from __future__ import annotations
 
