@@ -1,9 +1,8 @@
 """A cache of compiled programs in files; a hit needs no tracing, lowering or compiling.
 
-The key of JAX's compilation cache is the lowered text, and lowering the kernels takes most of the
-time of a demo that compiles nothing. Here the key is everything that determines the lowered text:
-all files of this library, the user's tuning cache, the versions of JAX and the driver, the device,
-JAX's settings, and the sizes. A program that cannot be read or loaded is compiled again.
+The key is everything that determines the lowered text: all files of this library, the user's tuning
+cache, the versions of JAX and the driver, the device, JAX's settings, and the sizes. A program that
+cannot be read or loaded is compiled again.
 """
 
 from __future__ import annotations
@@ -68,14 +67,9 @@ def _cpu_features() -> str:
 
 
 class Store:
-    """Keeps pickled entries in a folder, each in a file named after its key.
+    """Keeps pickled entries in a folder, each in a file named after its key and `environment`.
 
-    Reading an entry can run code, so only the user may have write permission for the folder, as
-    for the tuning cache.
-
-    Args:
-      folder: created by the first `put`.
-      environment: part of every key; see `environment_digest`.
+    Reading an entry can run code, so only the user may have write permission for the folder.
     """
 
     def __init__(self, folder: pathlib.Path, environment: bytes) -> None:

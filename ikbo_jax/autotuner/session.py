@@ -59,9 +59,8 @@ class Session:
     ) -> None:
         """Stores the arguments; the first call starts the worker.
 
-        `contenders` are all of later tasks. `progress` is called with (done, total, text) after
-        every compilation and every check; after `silence_s` seconds without an event, the worker
-        counts as hung.
+        `progress` is called with (done, total, text) after every compilation and every check; after
+        `silence_s` seconds without an event, the worker counts as hung.
         """
         self._problem, self._contenders = problem, tuple(contenders)
         self._progress, self._silence_s = progress, silence_s
@@ -82,8 +81,7 @@ class Session:
     def __call__(self, task: Task) -> dict[str, Any]:
         """Measures a task; returns the result of `Bench.measure`, or {"failure": text}.
 
-        Raises:
-          Interrupted: Ctrl-C. The worker has been killed; another call starts a new one.
+        Raises Interrupted for Ctrl-C. The worker has been killed; another call starts a new one.
         """
         while True:
             alive = tuple(c for c in task.contenders if c not in self._failures)
@@ -141,7 +139,7 @@ class Session:
         """Decides which contenders failed after the worker died with `active` contenders running.
 
         A single active contender has failed; several become suspects, and fail if the worker dies
-        again while only suspects are active. Returns whether a new worker can continue.
+        with suspects alone. Returns whether a new worker can continue.
         """
         if len(active) == 1 or (active and active <= self._suspects):
             self._failures |= dict.fromkeys(active, why)

@@ -63,10 +63,8 @@ def largest_difference(a: jax.Array, b: jax.Array) -> jax.Array:
 
 
 def bound(plain_error: float, largest: float, dtype: Any, terms: float) -> float:
-    """Computes the largest error that the rule allows for a result of `dtype`.
-
-    `plain_error` is the largest error of same-dtype jnp, `largest` the oracle's largest absolute
-    value, and `terms` the number of terms of the sums.
+    """Computes the largest error that the rule allows for a result of `dtype`, sums of `terms`
+    terms.
     """
     return 2 * _plain_error(plain_error, largest, terms) + float(jnp.finfo(dtype).eps) / 2 * largest
 
@@ -74,16 +72,14 @@ def bound(plain_error: float, largest: float, dtype: Any, terms: float) -> float
 def bound_to_plain(plain_error: float, largest: float, dtype: Any, terms: float) -> float:
     """Computes the largest allowed difference to same-dtype jnp; arguments as for `bound`.
 
-    Let e be the error of same-dtype jnp. The rule allows 2e plus one rounding, so a correct result
-    differs from same-dtype jnp by at most 3e plus two roundings.
+    Let e be the error of same-dtype jnp: a correct result differs by at most 3e plus two roundings.
     """
     return 3 * _plain_error(plain_error, largest, terms) + float(jnp.finfo(dtype).eps) * largest
 
 
 def of_xla(error: float, largest: float) -> float:
-    """Returns the error of the XLA path, at most a few roundings of bfloat16.
-
-    A larger error is a fault, which must not admit the same fault of a result.
+    """Returns the error of the XLA path, at most a few roundings of bfloat16: a larger one is a
+    fault.
     """
     return min(float(error), 2.0**-6 * float(largest))
 

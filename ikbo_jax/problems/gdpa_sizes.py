@@ -135,8 +135,7 @@ class GdpaSizes(Problem):
     def distance(self, other: GdpaSizes) -> float:
         """Adds terms for activations and full sequences to the attentions' distance.
 
-        Infinite if H differs, or if only one problem has a mask, a cap, or softmax, which another
-        kernel computes.
+        Infinite if H differs, or if only one has a mask, a cap, or softmax.
         """
         if (bool(self.mask), self.has_logit_cap) != (bool(other.mask), other.has_logit_cap):
             return math.inf

@@ -118,11 +118,9 @@ class ShortGdpaConfig(Config):
     """Tuning parameters of the kernel for short sequences.
 
     Attributes:
-      tile_rows: query rows of a tile, 16, 32 or 64. The tensor core multiplies 64 rows in any case,
-        but fewer are loaded.
+      tile_rows: query rows of a tile, 16, 32 or 64, of the 64 rows that the tensor core multiplies.
       block_kv: keys of a block; a multiple of 16.
-      slots: slots of queries, of blocks of keys and of blocks of values. All but one are loaded
-        while the consumer computes.
+      slots: slots of queries, and of blocks. All but one are loaded while the consumer computes.
       ctas: CTAs of an SM, which run side by side: their latencies overlap.
       finds_tiles: whether each CTA finds its tiles from all offsets, so that no launch lists them
         before; with an index they are listed nevertheless.
@@ -334,9 +332,6 @@ def _widest_block(problem: Any) -> int:
 
 def _default_block(problem: Any, rows: int) -> int:
     """Takes fewest steps for the longest sequence with two CTAs an SM, then the narrowest block.
-
-    12.4 us with a block of 96 keys and one CTA, 10.9 with 48 and two (94 keys, H = 128); 11.7 us
-    with 96, 12.4 with 128 (up to 272 keys, three steps each).
 
     Blocks of jagged keys have at least `NARROW_BLOCK`, so that more sequences have one step. And
     they have no more where this saves one step only, and costs a CTA without which some CTAs have a

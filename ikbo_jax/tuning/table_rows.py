@@ -30,11 +30,8 @@ class Row:
     """Holds one measurement: the best choice for a problem.
 
     Attributes:
-      problem: sizes and dtype that were measured.
       config: the best configuration; None if XLA was faster.
-      device: name of the device.
       date: ISO date.
-      jax: version of jax.
       ms: sustained time of the whole op, milliseconds.
       fraction: useful FLOP/s, divided by the FLOP/s of a sustained 8192^3 bf16 matmul in the same
         process.
