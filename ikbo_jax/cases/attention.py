@@ -91,14 +91,8 @@ class Case(case.Case):
             for rows in np.split(sample, SAMPLED // SAMPLED_AT_ONCE)
         ]
         xla_error, error, largest = map(float, np.max(np.asarray(found), axis=0))
-        rounding = error_rule.of_xla(xla_error, largest), largest, *self.rounding
-        difference = float(error_rule.largest_difference(actual, xla))
-        return case.nearest(
-            [
-                Check(error, error_rule.bound(*rounding)),
-                Check(difference, error_rule.bound_to_plain(*rounding)),
-            ]
-        )
+        errors = error, float(error_rule.largest_difference(actual, xla)), xla_error
+        return case.nearest(error_rule.checks(errors, largest, *self.rounding))
 
 
 def oracle(inputs: Inputs, rows: np.ndarray | jax.Array) -> jax.Array:

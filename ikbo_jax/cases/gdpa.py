@@ -185,14 +185,8 @@ class Case(cases.Case):
         xla_error, error, largest, magnitude = map(float, np.max(np.asarray(found), axis=0))
         terms = self.problem.head_dim + int(kv_lens.max())
         approx = APPROX_ERRORS.get(self.problem.approx or "", 0.0) * magnitude
-        difference = float(error_rule.largest_difference(actual, xla))
-        rounding = error_rule.of_xla(xla_error, largest), largest, actual.dtype, terms
-        return cases.nearest(
-            [
-                Check(error, error_rule.bound(*rounding) + approx),
-                Check(difference, error_rule.bound_to_plain(*rounding) + approx),
-            ]
-        )
+        errors = error, float(error_rule.largest_difference(actual, xla)), xla_error
+        return cases.nearest(error_rule.checks(errors, largest, actual.dtype, terms, approx))
 
 
 def one_sequence(case: Case, arrays: Arrays, sequence: jax.Array) -> tuple[Arrays, jax.Array]:

@@ -19,7 +19,7 @@ from ikbo_jax.ops import (
     reverse_only,
 )
 from ikbo_jax.ops.attention_vmap import LSE, QUERY, SPLIT, Arrays
-from ikbo_jax.ops.op import Call, Folded, Named, Op
+from ikbo_jax.ops.op import Call, Named, Op
 from ikbo_jax.ops.partition import Rule, dimensions
 from ikbo_jax.ops.sharded import (
     aligned,
@@ -27,7 +27,6 @@ from ikbo_jax.ops.sharded import (
     run_kernel,
     zeros,
 )
-from ikbo_jax.ops.stacking import unstack
 from ikbo_jax.problems import AttentionConfig, AttentionProblem, FewQueriesConfig
 from ikbo_jax.problems.hopper import WGMMA_M
 from ikbo_jax.reference import attention as reference
@@ -311,9 +310,6 @@ def _run_kernel(call: _Call, plan: dispatch.Plan, arrays: Arrays) -> _Results:
     )
 
 
-_Folded = Folded[_Call, Arrays, _Results]
-
-
 class _Attention(Op[_Call, Arrays, _Results]):
     name, is_gradient_apart = "_attention", True
     choose_gradient = staticmethod(attention_backward.choose)
@@ -358,7 +354,9 @@ class _Attention(Op[_Call, Arrays, _Results]):
             out, lse = reference.merge_attention(out, lse, *own)
         return out, lse if call.return_residuals else None
 
-    def fold(self, call: _Call, size: int, batched: Arrays, arrays: Arrays) -> _Folded | None:
+    def fold(
+        self, call: _Call, size: int, batched: Arrays, arrays: Arrays
+    ) -> tuple[_Call, Arrays] | None:
         """Concatenates the rows of problems that share no keys and values, or share all of them.
 
         If only one of key and value is batched, or the lengths alone, folding would copy keys or
@@ -369,8 +367,7 @@ class _Attention(Op[_Call, Arrays, _Results]):
         fold_users = attention_vmap.are_users_batched(batched)
         if not fold_users:
             call = dataclasses.replace(call, indices_are_sorted=False)
-        one = attention_vmap.fold(size, batched, arrays, fold_users=fold_users)
-        return Folded(call, one, functools.partial(unstack, size))
+        return call, attention_vmap.fold(size, batched, arrays, fold_users=fold_users)
 
     def named(self, call: _Call, arrays: Arrays) -> Named:
         lengths = None if arrays.lengths is None else "u"

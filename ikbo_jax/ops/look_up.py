@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 
 from ikbo_jax.ops import arguments, dispatch
-from ikbo_jax.ops.op import Call, Folded, Gradient, Named, Op, Part, gradient_config
+from ikbo_jax.ops.op import Call, Gradient, Named, Op, Part, gradient_config
 from ikbo_jax.ops.partition import Division, dimensions
 from ikbo_jax.ops.sharded import run_kernel, zeros
 from ikbo_jax.ops.stacking import stack, unstack
@@ -202,7 +202,7 @@ def _fold_users(call: _Call, size: int, index: jax.Array, is_batched: bool) -> A
 
 def _fold(
     kind: type[RowsProblem], call: _Call, size: int, batched: RowArrays, arrays: RowArrays
-) -> Folded[_Call, RowArrays, jax.Array] | None:
+) -> tuple[_Call, RowArrays] | None:
     """Folds problems into one; None if that would copy values that they share."""
     rows, index = arrays
     if batched.rows:
@@ -212,7 +212,7 @@ def _fold(
         call, index = dataclasses.replace(call, is_sorted=False), index.reshape(-1)
     else:
         return None
-    return Folded(call, RowArrays(rows, index), functools.partial(unstack, size))
+    return call, RowArrays(rows, index)
 
 
 class _Transposed(Gradient[_Call, RowArrays, jax.Array]):
@@ -228,8 +228,8 @@ class _Transposed(Gradient[_Call, RowArrays, jax.Array]):
         folded = _fold(self.kind, call, size, batched, arrays) if size else None
         if folded is None:
             return self.one_by_one(call, batched, arrays)
-        call, arrays, unfold = folded
-        return unfold(self.vmappable(call.on_kernel(self.kind, arrays), arrays))
+        call, arrays = folded
+        return unstack(size, self.vmappable(call.on_kernel(self.kind, arrays), arrays))
 
     def _pull_back(self, call: _Call, arrays: RowArrays, cotangents: jax.Array) -> tuple[RowArrays]:
         operands = RowArrays(cotangents, arrays.cand_to_user)
@@ -257,7 +257,7 @@ def _transposed(
     kind: type[RowsProblem], request: dispatch.Request, problem: RowsProblem
 ) -> tuple[Any, str]:
     """Chooses for the gradient of `problem`, which is of the other kind and has its sizes."""
-    return _choose(request, kind(**dataclasses.asdict(problem)))
+    return _choose(request, kind.of(problem))
 
 
 class _Rows(Op[_Call, RowArrays, jax.Array]):
@@ -274,9 +274,6 @@ class _Rows(Op[_Call, RowArrays, jax.Array]):
 
     def problem(self, call: _Call, arrays: RowArrays) -> RowsProblem:
         return call.problem(self.way.kind, arrays)
-
-    def residuals(self, results: jax.Array) -> None:
-        return None
 
     def named(self, call: _Call, arrays: RowArrays) -> Named:
         axes = [f"x{i}" for i in range(1, arrays.rows.ndim)]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator
-from typing import ClassVar, Self
+from typing import ClassVar
 
 from ikbo_jax.problems.attention import AttentionSizes
 from ikbo_jax.problems.attention_backward import (
@@ -54,10 +54,6 @@ class AttentionBackwardProblem(AttentionSizes):
     products: ClassVar[int] = 5
 
     has_logit_cap: bool = False
-
-    @classmethod
-    def of(cls, forward: AttentionSizes) -> Self:
-        return cls(**{x.name: getattr(forward, x.name) for x in dataclasses.fields(cls)})
 
     @property
     def rows(self) -> int:

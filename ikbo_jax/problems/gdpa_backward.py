@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 from collections.abc import Iterator
-from typing import Any, ClassVar, NamedTuple, Self
+from typing import Any, ClassVar, NamedTuple
 
 from ikbo_jax.problems import hopper, memory
 from ikbo_jax.problems.gdpa import GROUP_BYTES
@@ -260,10 +260,6 @@ class GdpaBackwardProblem(GdpaSizes):
 
     op: ClassVar[str] = "gdpa_backward"
     config_type: ClassVar[type] = GdpaBackwardTuning
-
-    @classmethod
-    def of(cls, forward: GdpaSizes) -> Self:
-        return cls(**dataclasses.asdict(forward))
 
     def useful_flops(self, pairs: int) -> int:
         """Counts five products for the two of the forward pass."""

@@ -203,10 +203,6 @@ class LinearCompressionBackwardProblem(LinearCompressionSizes):
     op: ClassVar[str] = "linear_compression_backward"
     config_type: ClassVar[type] = LinearCompressionBackwardTuning
 
-    @classmethod
-    def of(cls, forward: LinearCompressionSizes) -> Self:
-        return cls(forward.batches, forward.ks, forward.m, forward.n, forward.dtype)
-
     @property
     def useful_flops(self) -> int:
         """Number of FLOPs of two products a level: for the weight and for the embedding."""

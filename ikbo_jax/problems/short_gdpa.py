@@ -166,8 +166,11 @@ class ShortGdpaConfig(Config):
         return self.smem_bytes(problem.head_dim, Batch.of(problem) if self.finds_tiles else None)
 
     def illegal_reason(self, problem: Any) -> str | None:
-        reason = problem.why_not_mask() or problem.why_not_logit_cap()
-        if reason := reason or flash.why_not_operands(problem, self.block_kv, MAX_BLOCK_KV):
+        if problem.mask:
+            return f"masks run in XLA, and the call has mask={problem.mask}"
+        if problem.has_logit_cap:
+            return "the kernel for short sequences takes no logit_cap"
+        if reason := flash.why_not_operands(problem, self.block_kv, MAX_BLOCK_KV):
             return reason
         if self.tile_rows not in TILE_ROWS:
             return f"tile_rows must be 16, 32 or 64, but is {self.tile_rows}"

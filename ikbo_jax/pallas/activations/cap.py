@@ -72,8 +72,7 @@ def scale_and_cap(
 def capped(cap: Cap | None, scores: jax.Array, *, interpret: bool) -> jax.Array:
     """Computes tanh(factor * scores), [64, columns] f32; returns `scores` without a cap.
 
-    What is not finite becomes NaN, or with tanh.approx stays so, and does not reach neighbours: a
-    hidden key's score may be NaN, and so may the score of another candidate's query.
+    What is not finite becomes NaN, or with tanh.approx stays so, and does not reach neighbours.
     """
     if cap is None:
         return scores

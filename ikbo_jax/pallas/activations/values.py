@@ -73,10 +73,8 @@ Pair = tuple[jax.Array, jax.Array]
 def activate(
     names: tuple[str, ...], approx: str | None, head: Any, x: jax.Array, *, interpret: bool
 ) -> jax.Array:
-    """Computes act(x) of one head, for x [64, columns] f32.
-
-    `names` are of all heads, or one for all, so that `head` has no effect; heads with activations
-    that `approx` does not name stay exact.
+    """Computes act(x) of one head, for x [64, columns] f32; `names` are of all heads, or one for
+    all.
     """
 
     def evaluate(name: str, x: jax.Array) -> jax.Array:
