@@ -20,7 +20,7 @@ from ikbo_jax.ops import (
     reverse_only,
 )
 from ikbo_jax.ops.attention_vmap import LSE, QUERY, SPLIT, Arrays
-from ikbo_jax.ops.op import Call, Folded, Named, Op
+from ikbo_jax.ops.op import Call, Named, Op
 from ikbo_jax.ops.partition import Rule, dimensions
 from ikbo_jax.ops.sharded import (
     aligned,
@@ -28,7 +28,6 @@ from ikbo_jax.ops.sharded import (
     run_kernel,
     zeros,
 )
-from ikbo_jax.ops.stacking import unstack
 from ikbo_jax.problems import AttentionConfig, AttentionProblem, FewQueriesConfig
 from ikbo_jax.problems.hopper import WGMMA_M
 from ikbo_jax.reference import attention as reference
@@ -308,7 +307,7 @@ def _run_kernel(call: _Call, plan: dispatch.Plan, arrays: Arrays) -> _Results:
         run = functools.partial(kernel.attention_kernel, order=order)
     if own_tokens.are_merged_by(plan):
         run = functools.partial(run, self_key=self_key, self_value=self_value)
-    result: _Results = run(
+    return run(
         query,
         key,
         value,
@@ -321,10 +320,6 @@ def _run_kernel(call: _Call, plan: dispatch.Plan, arrays: Arrays) -> _Results:
         config=plan.config,
         num_sms=call.request.num_sms,
     )
-    return result
-
-
-_Folded = Folded[_Call, Arrays, _Results]
 
 
 class _Attention(Op[_Call, Arrays, _Results]):
@@ -371,7 +366,9 @@ class _Attention(Op[_Call, Arrays, _Results]):
             out, lse = reference.merge_attention(out, lse, *own)
         return out, lse if call.return_residuals else None
 
-    def fold(self, call: _Call, size: int, batched: Arrays, arrays: Arrays) -> _Folded | None:
+    def fold(
+        self, call: _Call, size: int, batched: Arrays, arrays: Arrays
+    ) -> tuple[_Call, Arrays] | None:
         """Concatenates the rows of problems that share no keys and values, or share all of them.
 
         If only one of key and value is batched, or the lengths alone, folding would copy keys or
@@ -382,8 +379,7 @@ class _Attention(Op[_Call, Arrays, _Results]):
         fold_users = attention_vmap.are_users_batched(batched)
         if not fold_users:
             call = dataclasses.replace(call, indices_are_sorted=False)
-        one = attention_vmap.fold(size, batched, arrays, fold_users=fold_users)
-        return Folded(call, one, functools.partial(unstack, size))
+        return call, attention_vmap.fold(size, batched, arrays, fold_users=fold_users)
 
     def named(self, call: _Call, arrays: Arrays) -> Named:
         lengths = None if arrays.lengths is None else "u"

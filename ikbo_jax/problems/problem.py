@@ -52,6 +52,12 @@ class Problem(abc.ABC):
         """Reads a problem from a table row; raises ValueError if it is malformed."""
 
     @classmethod
+    def of(cls, other: Problem) -> Self:
+        """Makes a problem with the sizes of another op's, such as a gradient's of the forward's."""
+        kind: Any = cls
+        return kind(**{x.name: getattr(other, x.name) for x in dataclasses.fields(kind)})
+
+    @classmethod
     def config_type_of(cls, fields: Mapping[str, Any]) -> type[Config]:
         """Returns the class of the configuration with these JSON fields."""
         del fields

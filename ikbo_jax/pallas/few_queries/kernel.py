@@ -107,12 +107,9 @@ def few_queries_kernel(
 ) -> tuple[jax.Array, jax.Array | None]:
     """Computes `ops.attention`; arguments and results are as for `flash.attention_kernel`.
 
-    Args (the others are as there):
-      cand_to_user: [B] int32, clamped to [0, U). Should be sorted unless `lists`; otherwise keys
-        and values are read for each run of candidates of one user.
-      key_value_ranges: [B, 2] int32, as for `ops.attention`, in the order of the results.
-      lists: whether CTAs list the candidates of their users, for an index that is not sorted; only
-        if `FewQueriesConfig.lists` permits it, and without `targets`.
+    `cand_to_user` [B] int32 should be sorted unless `lists`: otherwise keys are read for each run
+    of candidates of one user. `lists` says that CTAs list the candidates of their users.
+    `key_value_ranges` are in the order of the results.
     """
     assert targets is None or not lists
     if scale == 0:  # every score is 0, as with queries of zeros
