@@ -295,7 +295,7 @@ class Call:
         if self.root.queries:
             label = (QUERY, self.axis - 1)
             region.append((fill.labels.index(label), query.start, query.stop))
-        factors = fill.factors(self.ctx, tuple(region))
+        factors: list[tuple[Any, np.ndarray, bool]] = fill.factors(self.ctx, tuple(region))
         found = [self._column(*factor, query, keys, users) for factor in factors]
         if None in found:
             raise NotCovered("attention is not recognised: its mask differs by query")
