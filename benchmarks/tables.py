@@ -25,7 +25,7 @@ Columns = Sequence[tuple[str | Callable[[Record], Record | None], str]]
 #: Headers of columns that hold text and are aligned to the left.
 TEXT_COLUMNS = (
     *("stage", "name", "point", "table says", "bar", "version", "moved by collectives"),
-    *("best alternative", "model"),
+    *("best alternative", "model", "what", "sizes", "commit"),
 )
 #: The body of a block if the results file has no point for it.
 NOT_MEASURED = "Not measured yet.\n"

@@ -213,9 +213,9 @@ def fake_hopper(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeHopper]:
     monkeypatch.setattr(d_weight, "d_weight_kernel", fake_d_weight)
     monkeypatch.setattr(sums, "segment_sum_kernel", fake_sums)
     # Programs traced with a real kernel, or with another test's, must not be used again.
-    op._linear_compression.clear_cache()
+    op._OP.jitted.clear_cache()
     yield FakeHopper(calls)
-    op._linear_compression.clear_cache()
+    op._OP.jitted.clear_cache()
 
 
 @pytest.fixture
@@ -313,6 +313,6 @@ def fake_attention(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeHopper]:
     monkeypatch.setattr(kernel, "attention_kernel", fake_kernel)
     monkeypatch.setattr(backward_kernel, "attention_backward_kernel", fake_backward)
     monkeypatch.setattr(few_queries, "few_queries_kernel", fake_kernel)
-    op._attention.clear_cache()
+    op._OP.jitted.clear_cache()
     yield FakeHopper(calls, backward_calls)
-    op._attention.clear_cache()
+    op._OP.jitted.clear_cache()

@@ -57,12 +57,8 @@ MATMUL_ON_GPU = {"xla_gpu_enable_triton_gemm": False}
 class Task:
     """Contenders to check and to time interleaved.
 
-    Attributes:
-      problem: sizes of the inputs.
-      contenders: the contenders to check and time.
-      window_s: seconds of one timing window.
-      windows: number of windows of each contender.
-      matmul_size: n of the n^3 bf16 reference matmul.
+    Each has `windows` timing windows of `window_s` seconds; `matmul_size` is n of the n^3 bf16
+    reference matmul.
     """
 
     problem: Problem

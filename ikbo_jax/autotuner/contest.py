@@ -54,12 +54,10 @@ class Times:
 
 @dataclasses.dataclass(frozen=True)
 class Round:
-    """Holds the results of a task.
+    """Holds the results of a task: times of every contender that worked, and of the reference
+    matmul.
 
-    Attributes:
-      times: times of every contender that worked.
-      matmul_ms: median time of the reference matmul, timed interleaved with the contenders.
-      least_noise: lower bound of the noise of a comparison, as a fraction.
+    `least_noise` is a lower bound of the noise of a comparison, as a fraction.
     """
 
     times: dict[Contender, Times]
@@ -71,10 +69,8 @@ class Round:
 class Verdict:
     """Holds the result of a contest.
 
-    Attributes:
-      row: a new row: for the winner if it is better, else for the table's choice.
-      is_better: whether the winner is faster than the table's choice by more than their noise.
-      text: the winner and its lead, as text.
+    The row is the winner's if it is better than the table's choice by more than their noise, else
+    the choice's; the text names the winner and its lead.
     """
 
     row: table_rows.Row

@@ -59,10 +59,9 @@ class Session:
     ) -> None:
         """Stores the arguments; the first call starts the worker.
 
-        Args:
-          contenders: all contenders of later tasks.
-          progress: called with (done, total, text) after every compilation and every check.
-          silence_s: seconds without an event after which a worker counts as hung.
+        `contenders` are all of later tasks. `progress` is called with (done, total, text) after
+        every compilation and every check; after `silence_s` seconds without an event, the worker
+        counts as hung.
         """
         self._problem, self._contenders = problem, tuple(contenders)
         self._progress, self._silence_s = progress, silence_s

@@ -54,8 +54,8 @@ class Case(case.Case):
     def contender(self, name: str) -> Callable[..., jax.Array]:
         """Returns a function of the fields of `Inputs`.
 
-        "materialised" and "materialised-cudnn" copy keys and values; "decomposed", "fused" and
-        "automatic" are the op with the implementation "xla", "mosaic_gpu" and None.
+        "materialised" and "materialised-cudnn" copy keys and values; the others are the op with
+        `case.IMPLEMENTATIONS`.
         """
         copies = {"materialised": materialised, "materialised-cudnn": materialised_cudnn}
         if name in copies:

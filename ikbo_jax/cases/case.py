@@ -52,10 +52,7 @@ class Case(abc.ABC):
 
     @abc.abstractmethod
     def kernel(self, config: Any, num_sms: int) -> Callable[..., Any]:
-        """Returns the kernel, a function of the fields of the inputs.
-
-        Kernels are imported here because Mosaic GPU takes 0.3 s to import.
-        """
+        """Returns the kernel, a function of the inputs' fields; importing it takes 0.3 s."""
 
 
 def check_gradients(
@@ -72,7 +69,6 @@ def check_gradients(
     The error of the XLA path is its difference to the XLA path in f32.
 
     Args:
-      actual: the gradients.
       by_xla: computes the gradients of `inputs`; takes them and `options`, which are hashable.
       rounding: the last arguments of `error_rule.bound`; one number of terms for each gradient.
       relative: an error to add to each bound, relative to the gradient's largest value.

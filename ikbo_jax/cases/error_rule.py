@@ -65,10 +65,8 @@ def largest_difference(a: jax.Array, b: jax.Array) -> jax.Array:
 def bound(plain_error: float, largest: float, dtype: Any, terms: float) -> float:
     """Computes the largest error that the rule allows for a result of `dtype`.
 
-    Args:
-      plain_error: largest error of same-dtype jnp.
-      largest: largest absolute value of the oracle.
-      terms: number of terms of the sums.
+    `plain_error` is the largest error of same-dtype jnp, `largest` the oracle's largest absolute
+    value, and `terms` the number of terms of the sums.
     """
     return 2 * _plain_error(plain_error, largest, terms) + float(jnp.finfo(dtype).eps) / 2 * largest
 

@@ -103,9 +103,8 @@ class Case(case.Case):
     def contender(name: str, config: AnyConfig | None = None) -> Callable[..., jax.Array]:
         """Returns a function of the fields of `Inputs`, which have two levels.
 
-        "materialised" and "materialised-aligned" copy the embeddings of the users; "decomposed",
-        "fused" (with `config`) and "automatic" are the op with the implementation "xla",
-        "mosaic_gpu" and None.
+        "materialised" and "materialised-aligned" copy the embeddings of the users; the others are
+        the op with `case.IMPLEMENTATIONS` and `config`.
         """
         align = {"materialised": 1, "materialised-aligned": ALIGNED_K}
         if name in align:

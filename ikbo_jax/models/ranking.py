@@ -45,9 +45,8 @@ class Sizes:
     """Sizes of network and request.
 
     Attributes:
-      candidates: B, number of candidates.
-      users: U, number of users.
-      layers: number of layers.
+      candidates: B.
+      users: U.
       width: N, width of tokens, history and queries.
       user_dense: number of dense features of a user.
       dense_tokens: number of tokens that are projected from the dense features.
@@ -56,8 +55,7 @@ class Sizes:
       cand_tokens: K_cand, number of tokens of a candidate.
       history: S, number of events of a user.
       queries: T, number of queries of a candidate.
-      heads: number of heads of every attention.
-      head_dim: H, width of a head.
+      head_dim: H, width of each of the `heads` of every attention.
       compressed: M, number of rows that user and candidate are compressed to.
       rank: number of factors of a row in the factorisation machine.
       hidden: width of the hidden layer of the final perceptron.

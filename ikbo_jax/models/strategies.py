@@ -220,10 +220,7 @@ def _join(
     index: jax.Array,
     look_up: Callable[[jax.Array, jax.Array], jax.Array] = look_up,
 ) -> jax.Array:
-    """Adds the products at user and at candidate batch in f32 and rounds once.
-
-    `weight` may be split, for the user and for the candidate.
-    """
+    """Adds products by a weight, which may be split, at both batches in f32; rounds once."""
     if not isinstance(weight, tuple):
         weight = weight[: user.shape[1]], weight[user.shape[1] :]
     of_user, of_cand = weight
@@ -314,10 +311,7 @@ _look_up_folded.defvjp(
 
 
 def fold_by_user(index: jax.Array, users: int, slots_per_user: int) -> Fold:
-    """Makes the layout of `index` [B] int32, in any order.
-
-    A user's candidates beyond `slots_per_user` get no slot.
-    """
+    """Makes the layout of `index` [B] int32; a user's candidates beyond the slots get none."""
     order = jnp.argsort(index, stable=True)
     sorted_index = index[order]
     # By comparison: the default method is a loop of log2(B) steps, each a kernel on a GPU.

@@ -20,12 +20,8 @@ def request(
 ) -> dispatch.Request:
     """Collects the caller's choice of an implementation; raises ValueError if it is contradictory.
 
-    Args:
-      op: the op's name.
-      implementation: None, or one of `dispatch.IMPLEMENTATIONS`.
-      config: None, or a configuration of the kernel.
-      arrays: the op's arrays, a tree, unchecked.
-      *config_types: classes of the kernels' configurations.
+    `arrays` are the op's, a tree, unchecked; `config_types` the classes of its kernels'
+    configurations.
     """
     if implementation is not None and implementation not in dispatch.IMPLEMENTATIONS:
         known = ", ".join(["None", *map(repr, dispatch.IMPLEMENTATIONS)])
@@ -69,8 +65,6 @@ def check_attention(
     """Raises ValueError, quoting both conflicting values, unless query, key and value agree.
 
     Args:
-      op: the op's name.
-      operands: query, key and value.
       axes: names of the query's axes, "B T N H"; the last two are heads and head width.
       kv_axes: names of the axes of key and value.
       concrete: a further axis of the key that must not be symbolic, besides heads and width.

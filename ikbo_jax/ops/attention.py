@@ -16,6 +16,7 @@ from ikbo_jax.ops import (
     attention_vmap,
     dispatch,
     own_tokens,
+    pages,
     reverse_only,
 )
 from ikbo_jax.ops.attention_vmap import LSE, QUERY, SPLIT, Arrays
@@ -25,7 +26,6 @@ from ikbo_jax.ops.sharded import (
     aligned,
     is_typed,
     run_kernel,
-    vary_over_same_axes,
     zeros,
 )
 from ikbo_jax.ops.stacking import unstack
@@ -46,6 +46,7 @@ def attention(
     logit_cap: float | None = None,
     key_value_seq_lengths: jax.Array | None = None,
     key_value_ranges: jax.Array | None = None,
+    page_table: jax.Array | None = None,
     self_key: jax.Array | None = None,
     self_value: jax.Array | None = None,
     indices_are_sorted: bool = False,
@@ -66,6 +67,7 @@ def attention(
     logit_cap: float | None = None,
     key_value_seq_lengths: jax.Array | None = None,
     key_value_ranges: jax.Array | None = None,
+    page_table: jax.Array | None = None,
     self_key: jax.Array | None = None,
     self_value: jax.Array | None = None,
     indices_are_sorted: bool = False,
@@ -86,6 +88,7 @@ def attention(
     logit_cap: float | None = None,
     key_value_seq_lengths: jax.Array | None = None,
     key_value_ranges: jax.Array | None = None,
+    page_table: jax.Array | None = None,
     self_key: jax.Array | None = None,
     self_value: jax.Array | None = None,
     indices_are_sorted: bool = False,
@@ -105,6 +108,7 @@ def attention(
     logit_cap: float | None = None,
     key_value_seq_lengths: jax.Array | None = None,
     key_value_ranges: jax.Array | None = None,
+    page_table: jax.Array | None = None,
     self_key: jax.Array | None = None,
     self_value: jax.Array | None = None,
     indices_are_sorted: bool = False,
@@ -135,6 +139,9 @@ def attention(
       key_value_ranges: [B, 2] int32, a candidate sees the keys from begin to end - 1 of its user,
         also clamped; None means all. So impressions at different times can share one history. The
         kernel for users with few queries takes ranges; gradients with ranges run in XLA.
+      page_table: [U, most] int32, the pages of every user in their order. `key` and `value` are
+        then [pages, page, K, H], S is most · page, and the lengths are required. Pages out of range
+        are clamped. No kernel reads pages yet: XLA gathers them before the op runs.
       self_key: [B, T_self, K, H], same dtype: further keys, which belong to one candidate; its
         queries attend to all of them in addition to the user's keys. None: there are none. The
         kernels merge one token; in XLA, all T · T_self scores of a candidate are in memory at once.
@@ -174,6 +181,8 @@ def attention(
 
     Source: Meta IKBO, flash attention with in-kernel broadcast, on the PyTorch blog.
     """
+    if page_table is not None:
+        key, value = pages.laid_out(key, value, page_table, key_value_seq_lengths, implementation)
     arrays = Arrays(query, key, value, cand_to_user, key_value_seq_lengths, key_value_ranges)
     request = arguments.request(
         "attention",
@@ -194,6 +203,8 @@ def attention(
         return_residuals=arguments.flag("return_residuals", return_residuals),
     )
     plan = _OP.plan(call, arrays)
+    if page_table is not None:
+        plan = pages.noted(plan)
     self_tokens = None
     if self_key is not None and self_value is not None and self_key.shape[1]:
         self_tokens = (self_key, self_value)
@@ -209,7 +220,7 @@ def attention(
         lse = zeros(query.shape[:3], jnp.float32, (arrays, self_tokens))
     else:
         arrays = reverse_only.operands("attention", arrays)
-        out, lse = _attention(call, plan, arrays, self_tokens)
+        out, lse = _OP.jitted(call, plan, (arrays, self_tokens))
     return (out, lse) if call.return_residuals else out
 
 
@@ -317,8 +328,25 @@ _Folded = Folded[_Call, Arrays, _Results]
 
 
 class _Attention(Op[_Call, Arrays, _Results]):
-    is_gradient_apart = True
+    name, is_gradient_apart = "_attention", True
     choose_gradient = staticmethod(attention_backward.choose)
+
+    def traced(self, call: _Call, plan: dispatch.Plan, operands: Any) -> _Results:
+        """Attends, and merges self tokens, the operands besides the arrays."""
+        arrays, self_tokens = operands
+        lse: jax.Array | None
+        if arrays.key.shape[1] == 0:
+            out = jnp.zeros_like(arrays.query)
+            lse = jnp.full_like(arrays.query[..., 0], -jnp.inf, dtype=jnp.float32)
+            out = dispatch.record(out, plan)
+        else:
+            with_lse = call.return_residuals or self_tokens is not None
+            call_with_lse = dataclasses.replace(call, return_residuals=with_lse)
+            out, lse = self.differentiable(call_with_lse, plan, arrays)
+        if self_tokens is not None:
+            assert lse is not None
+            out, lse = own_tokens.merged(call.of_scores, out, lse, arrays.query, *self_tokens)
+        return out, lse if call.return_residuals else None
 
     def problem(self, call: _Call, arrays: Arrays) -> AttentionProblem:
         problem = attention_backward.problem_of(arrays, call.logit_cap)
@@ -396,33 +424,6 @@ class _Attention(Op[_Call, Arrays, _Results]):
 
 
 _OP = _Attention()
-
-
-# The plan is a static argument: when the choice changes, jit's cache does not return the old one.
-@functools.partial(jax.jit, static_argnums=(0, 1))
-def _attention(
-    call: _Call,
-    plan: dispatch.Plan,
-    arrays: Arrays,
-    self_tokens: tuple[jax.Array, jax.Array] | None,
-) -> _Results:
-    arrays, self_tokens = arguments.strongly_typed((arrays, self_tokens))
-    arrays, self_tokens = vary_over_same_axes((arrays, self_tokens))
-    lse: jax.Array | None
-    if arrays.key.shape[1] == 0:
-        out = jnp.zeros_like(arrays.query)
-        lse = jnp.full_like(arrays.query[..., 0], -jnp.inf, dtype=jnp.float32)
-        out = dispatch.record(out, plan)
-    else:
-        with_lse = call.return_residuals or self_tokens is not None
-        out, lse = _OP.differentiable(
-            dataclasses.replace(call, return_residuals=with_lse), plan, arrays
-        )
-    if self_tokens is not None:
-        assert lse is not None
-        out, lse = own_tokens.merged(call.of_scores, out, lse, arrays.query, *self_tokens)
-    return out, lse if call.return_residuals else None
-
 
 _MERGED = Rule(
     ("out1", "lse1", "out2", "lse2"),

@@ -28,9 +28,6 @@ class Settings:
 
     Attributes:
       request: the caller's `implementation`; a `config` is the forward kernel's and does not count.
-      scale: of the scores.
-      logit_cap: of the scores, or None.
-      indices_are_sorted: whether `cand_to_user` is sorted.
       dtype: name of the dtype of the gradients of key and value; None means the inputs'.
       config: the kernel's configuration; None if XLA computes the gradient.
     """
@@ -88,12 +85,8 @@ def _by_xla(settings: Settings, operands: Operands) -> Gradients:
 def by_xla(arrays: Arrays, d_out: Any, d_lse: Any, *, dtype: Any, **of_scores: Any) -> Gradients:
     """Computes the gradients in XLA, which computes the softmax again.
 
-    Args:
-      arrays: of the call.
-      d_out: gradient of out.
-      d_lse: gradient of lse, or None.
-      dtype: dtype of the gradients of key and value; None means theirs.
-      of_scores: `scale`, and `logit_cap` if there may be one.
+    `dtype` is of the gradients of key and value; None means theirs. `of_scores` has `scale`, and
+    `logit_cap` if there may be one.
     """
     of_user, own = arrays[:5], arrays.own
     of_own: Gradients = ()

@@ -34,8 +34,6 @@ class Plan:
     """How one call of an op runs.
 
     Attributes:
-      op: the op's name.
-      problem: the op's problem description, e.g. a `LinearCompressionProblem`.
       sizes: the problem as text.
       implementation: one of `IMPLEMENTATIONS`.
       config: the kernel's configuration; None if XLA runs the op.
@@ -92,12 +90,9 @@ class Plan:
 
 @dataclasses.dataclass(frozen=True)
 class Request:
-    """What a choice depends on besides the problem.
+    """What a choice depends on besides the problem: the caller's arguments, and where the op runs.
 
     Attributes:
-      op: the op's name.
-      implementation: the caller's argument.
-      config: the caller's argument.
       target: the card, if the program is lowered for CUDA; None: the choice is for the default
         device.
       platform: "cuda" or "other": the platform that the program is lowered for; "": with a target,

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from ikbo_jax.ops import arguments, dispatch, reverse_only
+from ikbo_jax.ops import arguments, dispatch
 from ikbo_jax.ops.linear_compression_backward import (
     GRADIENT,
     Arrays,
@@ -23,7 +23,7 @@ from ikbo_jax.ops.linear_compression_backward import (
 from ikbo_jax.ops.op import Call, Folded, Named, Op, Part
 from ikbo_jax.ops.padded_weight import PaddedWeight, pad_columns
 from ikbo_jax.ops.partition import Division
-from ikbo_jax.ops.sharded import run_kernel, vary_over_same_axes, zeros
+from ikbo_jax.ops.sharded import run_kernel
 from ikbo_jax.ops.stacking import unstack
 from ikbo_jax.problems import (
     LinearCompressionConfig,
@@ -180,11 +180,8 @@ def _compress(
     weights, embeddings, parents = zip(*terms, strict=True)
     rows = tuple(w.rows if isinstance(w, PaddedWeight) else w for w in weights)
     arrays, call = Arrays(rows, embeddings, parents), _Call(request)
-    plan = _OP.plan(call, arrays)
     shape = (embeddings[-1].shape[0], weights[-1].shape[0], embeddings[-1].shape[2])
-    if 0 in shape:
-        return dispatch.record_nothing(zeros(shape, embeddings[-1].dtype, arrays), plan)
-    return _linear_compression(call, plan, reverse_only.operands(op, arrays))
+    return _OP.planned(call, arrays, shape, embeddings[-1].dtype)
 
 
 def _check(terms: tuple[Term, ...], names: tuple[_Names, ...]) -> None:
@@ -245,6 +242,7 @@ _Part = Part[_Call, Arrays, jax.Array]
 
 
 class _LinearCompression(Op[_Call, Arrays, jax.Array]):
+    name = "_linear_compression"
     by_kernels = "mosaic_gpu, at user and candidate batch size"
     choose_gradient = staticmethod(choose)
 
@@ -341,11 +339,3 @@ def _without_padding(arrays: Arrays) -> Arrays:
 
 
 _OP = _LinearCompression()
-
-
-# The plan is a static argument: when the choice changes, jit's cache does not return the old one.
-@functools.partial(jax.jit, static_argnums=(0, 1))
-def _linear_compression(call: _Call, plan: dispatch.Plan, arrays: Arrays) -> jax.Array:
-    arrays = vary_over_same_axes(arguments.strongly_typed(arrays))
-    out: jax.Array = _OP.differentiable(call, plan, arrays)
-    return out

@@ -12,10 +12,10 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from ikbo_jax.ops import arguments, dispatch, reverse_only
+from ikbo_jax.ops import arguments, dispatch
 from ikbo_jax.ops.op import Call, Folded, Gradient, Named, Op, Part, gradient_config
 from ikbo_jax.ops.partition import Division, dimensions
-from ikbo_jax.ops.sharded import run_kernel, vary_over_same_axes, zeros
+from ikbo_jax.ops.sharded import run_kernel, zeros
 from ikbo_jax.ops.stacking import stack, unstack
 from ikbo_jax.problems.look_up import LookUpProblem, RowsProblem, SegmentSumProblem
 from ikbo_jax.reference import look_up as reference
@@ -75,11 +75,7 @@ def look_up(
         raise ValueError(f"user has no rows, shape {user.shape}, but cand_to_user has B={batch}")
     is_sorted = arguments.flag("indices_are_sorted", indices_are_sorted)
     call = _Call(request, user.shape[0], is_sorted)
-    plan = _LOOK_UP.plan(call, arrays)
-    shape = (batch, *user.shape[1:])
-    if 0 in shape:
-        return dispatch.record_nothing(zeros(shape, user.dtype, arrays), plan)
-    return _user_rows(_LOOK_UP, call, plan, reverse_only.operands("look_up", arrays))
+    return _LOOK_UP.planned(call, arrays, (batch, *user.shape[1:]), user.dtype)
 
 
 def segment_sum(
@@ -123,11 +119,10 @@ def segment_sum(
         raise ValueError(f"num_users is 0, but values has B={values.shape[0]}")
     is_sorted = arguments.flag("indices_are_sorted", indices_are_sorted)
     call = _Call(request, users, is_sorted)
-    plan = _SEGMENT_SUM.plan(call, arrays)
-    shape = (users, *values.shape[1:])
-    if 0 in shape or 0 in values.shape:
-        return dispatch.record_nothing(zeros(shape, values.dtype, arrays), plan)
-    return _user_rows(_SEGMENT_SUM, call, plan, reverse_only.operands("segment_sum", arrays))
+    if 0 in values.shape:
+        nothing = zeros((users, *values.shape[1:]), values.dtype, arrays)
+        return dispatch.record_nothing(nothing, _SEGMENT_SUM.plan(call, arrays))
+    return _SEGMENT_SUM.planned(call, arrays, (users, *values.shape[1:]), values.dtype)
 
 
 def _check_rows(name: str, array: Any, axis: str) -> None:
@@ -152,11 +147,8 @@ def _number_of_users(value: Any) -> Any:
 class _Call(Call):
     """Holds the arguments that are not arrays.
 
-    Attributes:
-      users: number of users.
-      is_sorted: whether the index never decreases.
-      dtype: name of the dtype of sums; None: the values'.
-      config: of a gradient's kernel; None: XLA.
+    `dtype` names the dtype of sums, None: the values'; `config` is of a gradient's kernel, None:
+    XLA.
     """
 
     users: Any
@@ -294,18 +286,15 @@ def _transposed(
 
 
 class _Rows(Op[_Call, Any, jax.Array]):
-    """Implements what both ops share.
+    """Implements what both ops share: for problems of the kind `forward`, `compute` runs a call.
 
-    Attributes:
-      forward: the kind of the problem.
-      compute: takes a call, a configuration and arrays; returns the result.
-      joint: folds problems, like `fold`.
+    `joint` folds problems, like `fold`.
     """
 
     forward: type[RowsProblem]
     compute: Callable[..., jax.Array]
     joint: Callable[..., Any]
-    is_gradient_apart = True
+    name, is_gradient_apart = "_user_rows", True
 
     def run(self, call: _Call, plan: dispatch.Plan, arrays: Any) -> jax.Array:
         return dispatch.record(self.compute(call, plan.config, arrays), plan)
@@ -369,9 +358,3 @@ class _SegmentSum(_Rows):
 
 
 _LOOK_UP, _SEGMENT_SUM = _LookUp(), _SegmentSum()
-
-
-# The plan is a static argument: when the choice changes, jit's cache does not return the old one.
-@functools.partial(jax.jit, static_argnums=(0, 1, 2))
-def _user_rows(op: Op[_Call, Any, jax.Array], call: _Call, plan: dispatch.Plan, arrays: Any) -> Any:
-    return op.differentiable(call, plan, vary_over_same_axes(arguments.strongly_typed(arrays)))

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from ikbo_jax.ops import arguments, dispatch, reverse_only
 from ikbo_jax.ops.op import Call, Folded, Named, Op, Part
 from ikbo_jax.ops.partition import Division, dimensions
-from ikbo_jax.ops.sharded import vary_over_same_axes, zeros
+from ikbo_jax.ops.sharded import zeros
 from ikbo_jax.ops.stacking import unstack
 from ikbo_jax.problems.norm_linear import LinearProblem
 from ikbo_jax.reference import norm_linear as reference
@@ -86,7 +86,7 @@ def norm_linear(
     if not x.shape[0]:
         nothing = tuple(zeros(shape, x.dtype, arrays) for shape in shapes)
         return (dispatch.record_nothing(nothing[0], plan), *nothing[1:])
-    return _norm_linear(call, plan, reverse_only.operands("norm_linear", arrays))
+    return _OP.jitted(call, plan, reverse_only.operands("norm_linear", arrays)).out
 
 
 def check_norm(kind: Any, eps: Any) -> Norm:
@@ -168,7 +168,7 @@ class LinearOp[C: Call, A, R](Op[C, A, R]):
 
 
 class _NormLinear(LinearOp[_Call, NormLinear, Projected]):
-    result_names = Projected._fields
+    name, result_names = "_norm_linear", Projected._fields
 
     def problem(self, call: _Call, arrays: NormLinear) -> LinearProblem:
         (rows, features), dtype = arrays.x.shape, str(arrays.x.dtype)
@@ -270,11 +270,3 @@ def rounded[A](gradients: A, arrays: A, dtype: Any) -> A:
 
 
 _OP = _NormLinear()
-
-
-# The plan is a static argument: when the choice changes, jit's cache does not return the old one.
-@functools.partial(jax.jit, static_argnums=(0, 1))
-def _norm_linear(call: _Call, plan: dispatch.Plan, arrays: NormLinear) -> tuple[jax.Array, ...]:
-    arrays = vary_over_same_axes(arguments.strongly_typed(arrays))
-    out: tuple[jax.Array, ...] = _OP.differentiable(call, plan, arrays).out
-    return out

@@ -30,16 +30,9 @@ def by_platform(
 ) -> Any:
     """Runs `on_cuda(operands)` in a program for CUDA, `elsewhere(operands)` in others.
 
-    Derivatives are those of `elsewhere`, on every platform. Both functions have `vmap`.
-
-    Args:
-      elsewhere: takes and returns a tree of arrays; traced at once.
-      on_cuda: likewise, with results like those of `elsewhere`; traced when it is lowered.
-      operands: a tree of arrays.
-      refusal: why a program cannot be lowered for another platform; "" if it can.
-
-    Raises:
-      NotImplementedError: while the program is lowered for another platform, if there is a refusal.
+    Derivatives are those of `elsewhere`, on every platform. Both functions have `vmap`, and trees
+    of like results; `elsewhere` is traced at once, `on_cuda` when it is lowered. Lowering for
+    another platform raises NotImplementedError if there is a `refusal`, which says why.
     """
     leaves, treedef = jax.tree.flatten(operands)
 

@@ -52,13 +52,9 @@ def report(call: Any, part_plan: Any) -> None:
 def run(local: Local, rule: Rule, identity: Any, operands: Sequence[Any]) -> tuple[Any, ...]:
     """Runs `local` on every device, with the operands that it needs there.
 
-    Args:
-      local: the computation, which also sums over devices what lacks a divided dimension
-        (`Division.sum`).
-      rule: how it divides.
-      identity: a hashable description with a stable `repr`: equal identities, rules and shapes
-        mean equal programs.
-      operands: arrays.
+    `local` also sums over devices what lacks a divided dimension (`Division.sum`). `identity` is a
+    hashable description with a stable `repr`: equal identities, rules and shapes mean equal
+    programs.
     """
     local = as_now(local)
     if is_typed(operands):

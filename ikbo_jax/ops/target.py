@@ -12,12 +12,7 @@ import jax
 
 @dataclasses.dataclass(frozen=True)
 class Target:
-    """A Hopper card.
-
-    Attributes:
-      card: the model's name.
-      num_sms: its number of streaming multiprocessors, which is the number of a kernel's CTAs.
-    """
+    """A Hopper card, and its number of streaming multiprocessors, which a kernel has as CTAs."""
 
     card: str
     num_sms: int

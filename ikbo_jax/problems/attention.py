@@ -121,8 +121,6 @@ class AttentionSizes(Problem):
 
     Attributes:
       products: matrix products of a key by a query, in either direction, that the op needs.
-      batch: B, number of candidates.
-      users: U, number of users.
       q_len: T, queries of a candidate.
       kv_len: S, keys of a user.
       q_heads: N, number of query heads.
@@ -174,10 +172,8 @@ class AttentionSizes(Problem):
 class AttentionProblem(AttentionSizes):
     """Sizes of a broadcast attention, forward.
 
-    Attributes:
-      is_sorted: whether candidates of a user are known to be neighbours.
-      has_ranges: whether every candidate has its own range of keys.
-      has_logit_cap: whether scores are capped.
+    `is_sorted` says whether candidates of a user are known to be neighbours, and `has_ranges`
+    whether every candidate has its own range of keys.
     """
 
     op: ClassVar[str] = "attention"

@@ -48,10 +48,7 @@ BOTH: Gradients = ("key", "value")
 
 
 def query_slots(head_dim: int) -> int:
-    """Slots for queries of the launch of d_query: of the finished tile and of the next one.
-
-    Wide heads have shared memory for one tile.
-    """
+    """Slots for queries of the launch of d_query; wide heads have shared memory for one tile."""
     return 2 if head_dim <= MAX_BOTH_SUMS else 1
 
 
@@ -224,13 +221,7 @@ class AttentionBackwardConfig(Config):
         )
 
     def stored_tiles(self, tiles: int, kv_heads: int, blocks: int) -> int:
-        """Counts tiles of keys whose gradients of scores are stored at once; 0 if one is too large.
-
-        Args:
-          tiles: all tiles of a user.
-          kv_heads: K.
-          blocks: blocks of queries of a key head.
-        """
+        """Counts tiles of keys, of a user's `tiles`, whose dS is stored at once; 0 if none is."""
         most = MAX_STORED_BYTES // (kv_heads * BLOCK_KV * blocks * self.block_q * 2)
         return -(-tiles // -(-tiles // most)) if most else 0
 

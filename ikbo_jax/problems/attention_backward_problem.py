@@ -47,11 +47,7 @@ MIN_WIDER_ROWS = 33
 
 @dataclasses.dataclass(frozen=True)
 class AttentionBackwardProblem(AttentionSizes):
-    """Sizes of the gradient of a broadcast attention.
-
-    Attributes:
-      has_logit_cap: whether scores are capped.
-    """
+    """Sizes of the gradient of a broadcast attention, whose scores may be capped."""
 
     op: ClassVar[str] = "attention_backward"
     config_type: ClassVar[type] = AttentionBackwardConfig
@@ -100,10 +96,7 @@ class AttentionBackwardProblem(AttentionSizes):
         return self.rows <= WGMMA_M
 
     def rank(self) -> Iterator[Ranked]:
-        """Yields the legal configurations worth timing, the most promising first.
-
-        Small gradients have a model, the others an order by rules.
-        """
+        """Yields the legal configurations, by a model of small gradients, then by rules."""
         small = small_configs(self)
         yield from (Ranked(estimated_us(self, config), config) for config in small)
         if self.head_dim > MAX_BOTH_SUMS:
@@ -118,10 +111,7 @@ class AttentionBackwardProblem(AttentionSizes):
                     yield Ranked(None, candidate)
 
     def _for_few_rows(self) -> Iterator[AttentionBackwardConfig]:
-        """Yields configurations for users with one block of queries.
-
-        Keys of the next tile are loaded early.
-        """
+        """Yields configurations for users with one block, which load the next tile's keys early."""
         # On an H100, parts took 0.444 ms with 2,048 users of 8 rows and 256 keys, and 0.227 ms with
         # 512 users of 8 rows and 512 keys, where stored gradients of scores took 0.556 and 0.290.
         has_few_parts = self._tiles <= MAX_PARTS
@@ -144,10 +134,7 @@ class AttentionBackwardProblem(AttentionSizes):
             yield from configs
 
     def _launched(self) -> Iterator[AttentionBackwardConfig]:
-        """Yields configurations that compute d_query in a second launch.
-
-        Keys of the next tile are loaded early.
-        """
+        """Yields configurations of a second launch for d_query, which load keys early."""
         # (block_q, stages, kv_slots), and (block_kv, kv_stages). At H = 128 there is no room for
         # three stages beside two slots.
         if self.head_dim <= BLOCK_K:

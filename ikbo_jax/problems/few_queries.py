@@ -192,10 +192,7 @@ class FewQueriesConfig(Config):
     turns: bool = False
 
     def lists(self, problem: Any, num_sms: int) -> bool:
-        """Whether CTAs list the candidates of their items, for an index that is not sorted.
-
-        Otherwise another launch copies candidates into the order of users.
-        """
+        """Whether CTAs list the candidates of an unsorted index, which a launch packs otherwise."""
         p = problem
         if not (p.users > 1 and p.batch <= MOST_LISTED):
             return False
@@ -267,10 +264,7 @@ class FewQueriesConfig(Config):
         return self.block_kv // rows
 
     def table(self, problem: Any) -> UserTable | None:
-        """Returns the table that CTAs make of a sorted index; None if CTAs search the index.
-
-        They do if it has few candidates, or if the table is large, or shared memory is full.
-        """
+        """Returns the table that CTAs make of a sorted index if it pays and fits; else None."""
         table = self.wanted_table(problem)
         if table is None:
             return None

@@ -172,10 +172,7 @@ def _with_most_stages(
 
 
 def config_of_unsorted(problem: Any, num_sms: int = NUM_SMS) -> FewQueriesConfig:
-    """Returns the best configuration for an unsorted index; one must be legal.
-
-    Listing takes time for every item, so larger items are better than for a sorted index.
-    """
+    """Returns the best of legal configurations for an unsorted index, by time with listing."""
 
     best = min(
         candidate_configs(problem),
@@ -245,10 +242,7 @@ def _uneven_us(problem: Any, config: FewQueriesConfig) -> float:
 
 
 def estimated_us(problem: Any, config: FewQueriesConfig, *, is_listed: bool = False) -> float:
-    """Estimates the time: waves of items, traffic of L2 and device memory, and the merge.
-
-    `is_listed`: whether CTAs list candidates, whose row slots the configuration counts itself.
-    """
+    """Estimates the time: waves of items, which CTAs may list, traffic, and the merge."""
     p = problem
     group = head_group(p.q_heads, p.kv_heads)
     head_rows = rows_of_head(group)

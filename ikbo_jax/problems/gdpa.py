@@ -298,10 +298,7 @@ class GdpaProblem(GdpaSizes):
         return is_long_tailed and not self.is_attention and 1 < rounds <= TICKETS_MOST_ROUNDS
 
     def keys_fit_stages(self, config: GdpaConfig) -> bool:
-        """Whether all keys of a sequence fit the stages of both rings.
-
-        Uses max_seqlen_kv, or the mean length if no bound was passed.
-        """
+        """Whether a sequence's keys, by their bound or else their mean, fit both rings' stages."""
         longest = self.max_seqlen_kv or self.kv_rows / max(self.batch_kv, 1)
         return longest <= min(config.k_stages, config.v_stages) * config.block_kv
 

@@ -118,12 +118,9 @@ class GdpaBackwardConfig:
     ) -> GdpaBackwardShared:
         """Declares shared memory and barriers of one CTA.
 
-        Args:
-          head_dim: head width.
-          softmax_results: results of a softmax's kernel; None: there is no softmax.
-          has_mask: whether there is a mask.
-          reads_stored: whether the kernel multiplies stored gradients of scores by keys: then a
-            tile has no operands, and its slot is for the result.
+        `softmax_results` are the results of a softmax's kernel; None: there is no softmax. With
+        `reads_stored`, the kernel multiplies stored gradients of scores by keys: then a tile has no
+        operands, and its slot is for the result.
         """
         blocks = hopper.column_blocks(head_dim)
         packed, statistics_free, ready = None, None, [0, 0]
@@ -192,10 +189,7 @@ def default_config(head_dim: int) -> GdpaBackwardConfig:
 
 
 def group_rows(rows: int, columns: int) -> int:
-    """Returns how many rows of both streamed operands, of `columns` columns, form a group.
-
-    Tiles of a group run at the same time, and find the operands in L2.
-    """
+    """Counts streamed rows of `columns` columns of a group, which its tiles find in L2."""
     return max(GROUP_BYTES // (2 * 2 * columns), -(-rows // MOST_GROUPS), 1)
 
 
@@ -208,11 +202,8 @@ def illegal_reason(problem: GdpaSizes) -> str | None:
 class GdpaBackwardTuning(Config):
     """What the dispatch table says about the gradient: both kernels, as one flat row.
 
-    Attributes:
-      query_block: `GdpaBackwardConfig.block` of the kernel for d_query.
-      query_stages: its stages.
-      key_block: `GdpaBackwardConfig.block` of the kernel for d_key and d_value.
-      key_stages: its stages.
+    `query_block` and `query_stages` are `GdpaBackwardConfig`'s of the kernel for d_query, the
+    others those of the kernel for d_key and d_value.
     """
 
     query_block: int = 64

@@ -30,13 +30,11 @@ JAGGED_DISTANCE = 1.0
 
 @dataclasses.dataclass(frozen=True)
 class GdpaSizes(Problem):
-    """Sizes of a generalised dot-product attention, or of its gradient, known while tracing.
+    """Sizes of generalised dot-product attention, or of its gradient, known while tracing.
 
     Attributes:
-      batch: number of query sequences.
-      batch_kv: number of key-value sequences.
-      q_rows: rows of the result, including rows outside all sequences.
-      kv_rows: rows of the keys, including rows outside all sequences.
+      batch: number of query sequences; `batch_kv`: of key-value sequences.
+      q_rows: rows of the result, including rows outside all sequences; `kv_rows`: of the keys.
       q_heads: N, number of query heads.
       kv_heads: K, number of key heads; divides N.
       head_dim: H, head width.
@@ -44,8 +42,7 @@ class GdpaSizes(Problem):
       activations: one name for each head, or one name for all heads.
       approx: name of an approximation, or None.
       broadcast_q: whether all sequences have the same queries.
-      max_seqlen_q: bound of the lengths of query sequences, or None.
-      max_seqlen_kv: bound of the lengths of key-value sequences, or None.
+      max_seqlen_q: bound of the lengths of query sequences, or None; `max_seqlen_kv` likewise.
       mask: which keys a row sees, in words; empty: all. Tables have no rows for masks.
       has_logit_cap: whether scores are capped. Tables have no rows for caps.
     """

@@ -109,8 +109,7 @@ class LinearCompressionSizes(Problem):
     Attributes:
       batches: batch size of every level, e.g. (U, B).
       ks: embedding rows K of every level, e.g. (K_user, K_cand).
-      m: M, compressed rows.
-      n: N, embedding width.
+      m: M, compressed rows; `n`: N, embedding width.
       dtype: name of the inputs' dtype.
     """
 

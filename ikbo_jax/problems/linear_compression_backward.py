@@ -73,10 +73,7 @@ class WeightGradientConfig(Config):
         return _why_not_ring(self)
 
     def splits(self, batch: int, k: int, m: int, n: int, *, problems: int, num_sms: int) -> int:
-        """Number of parts that each problem's batch is split into, so that CTAs end together.
-
-        The sum of a part is a work item, which costs its products and `ITEM_COST`.
-        """
+        """Counts parts of each problem's batch, whose products and `ITEM_COST` end together."""
         tiles = problems * -(-k // TILE_ROWS) * -(-m // self.block_m)
         steps = -(-n // BLOCK_K)
 
@@ -96,12 +93,10 @@ def _why_not_ring(config: Any) -> str | None:
 
 @dataclasses.dataclass(frozen=True)
 class LinearCompressionBackwardConfig(Config):
-    """Tuning parameters of all kernels of linear compression's gradient.
+    """Tuning parameters of all kernels of linear compression's gradient, for every level.
 
-    Attributes:
-      embeddings: of the forward kernels that multiply cotangents by a transposed weight, for every
-        level.
-      weights: of the kernel for a weight's gradient, for every level.
+    `embeddings` are of the forward kernels that multiply cotangents by a transposed weight,
+    `weights` of the kernel for a weight's gradient.
     """
 
     embeddings: tuple[EmbeddingConfig, ...]
@@ -164,17 +159,11 @@ def _why_not_sizes(problem: LinearCompressionSizes) -> str | None:
 class LinearCompressionBackwardTuning(Config):
     """What the dispatch table says about linear compression's gradient, as one flat row.
 
-    Attributes:
-      weight_block_m: `WeightGradientConfig.block_m`, for every level.
-      weight_stages: `WeightGradientConfig.stages`, for every level.
-      embedding_block_m: `LinearCompressionConfig.block_m` of the finest level's embedding gradient.
-        Coarser levels do little work and have their own default configuration. Where the forward
-        pass would choose another kernel for the same product, the gradient takes that kernel, and
-        the values from here on do not count.
-      embedding_stages: its num_stages.
-      embedding_epilogue_rows: its epilogue_rows.
-      embedding_cluster: its cluster.
-      embedding_trim: its trim.
+    The weights' values are `WeightGradientConfig`'s, for every level; the embeddings' values are
+    `LinearCompressionConfig`'s, for the gradient of the finest level's embedding. Coarser levels do
+    little work and have their own default configuration. Where the forward pass would choose
+    another kernel for the same product, the gradient takes that kernel, and these values do not
+    count.
     """
 
     weight_block_m: int = 224

@@ -44,15 +44,7 @@ def vector_words(width: int, item_bytes: int) -> int:
 
 @dataclasses.dataclass(frozen=True)
 class RowsProblem(Problem):
-    """Holds the sizes of a lookup, or of its transpose.
-
-    Attributes:
-      batch: candidates.
-      users: users.
-      width: numbers of a row.
-      dtype: name of the rows' dtype.
-      is_sorted: whether the index never decreases.
-    """
+    """Holds the sizes of a lookup of `width` numbers a row, or of its transpose."""
 
     batch: int
     users: int

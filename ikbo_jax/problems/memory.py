@@ -34,10 +34,7 @@ class Tiles(_Array):
 
 
 class Blocks(_Array):
-    """Column blocks [..., rows, width] of the inputs' dtype, for TMA and WGMMA.
-
-    The width is 16, 32 or 64; memory is swizzled within a row of a block.
-    """
+    """Column blocks [..., rows, width: 16, 32 or 64] for TMA and WGMMA, swizzled by row."""
 
 
 class Rows(_Array):
@@ -68,8 +65,7 @@ class Staging(_Array):
 
 @dataclasses.dataclass(frozen=True)
 class Barriers:
-    """`count` barriers that complete after `arrivals` arrivals each, of all CTAs of a cluster if
-    `is_clustered`."""
+    """`count` barriers of `arrivals` arrivals, of all CTAs of a cluster if `is_clustered`."""
 
     count: int
     arrivals: int
@@ -108,10 +104,7 @@ def ring(slots: int, *, ready: int, tiles: tuple[int, ...], words: int | None = 
 
 
 def descriptors(slots: int, words: int, *, spare: int = 0) -> Ring:
-    """Declares a ring of descriptors alone, whose slots no barrier frees.
-
-    `spare`: descriptors beyond the slots, which no barrier belongs to.
-    """
+    """Declares a ring of descriptors, whose slots no barrier frees, and `spare` ones beyond."""
     return Ring(None, Words((slots + spare, words)), Barriers(slots, 1), None)
 
 

@@ -48,10 +48,7 @@ def row_parts(block_n: int) -> int:
 
 
 def rings(config: Any, copies: int, *, with_claims: bool) -> dict[str, Any]:
-    """Declares the barriers of a ring of weights and embeddings, and those of claimed tiles.
-
-    `copies`: of a stage, each an arrival at its barrier.
-    """
+    """Declares barriers of a ring, which `copies` arrive at, and those of claimed tiles."""
     stages = config.num_stages
     free_in_cta = memory.Barriers(stages, NUM_CONSUMERS)
     free = dataclasses.replace(free_in_cta, is_clustered=config.cluster > 1)

@@ -152,10 +152,7 @@ def size(value: Any, name: str) -> int:
 
 
 def measured(value: Any, name: str) -> float:
-    """Returns `value` as a float; raises ValueError unless it is finite and at least 0.
-
-    Earlier versions wrote 0 for very small fractions.
-    """
+    """Returns `value` as a float; raises ValueError unless it is finite and at least 0."""
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
     if not is_number or not 0 <= value < 2.0**1023:
         raise ValueError(f"{name} is {value!r:.80}, expected a finite number of at least 0")

@@ -75,13 +75,7 @@ MAX_CTAS = 8
 
 
 class Batch(NamedTuple):
-    """What the memory of a CTA that finds its tiles depends on.
-
-    Attributes:
-      sequences: their number.
-      is_broadcast: whether all have the same queries.
-      max_seqlen_q: longest sequence of queries, or None.
-    """
+    """What the memory of a CTA that finds its tiles depends on."""
 
     sequences: int
     is_broadcast: bool

@@ -43,7 +43,6 @@ def materialised(
       value: [U, S, K, H].
       cand_to_user: [B] int32.
       key_value_seq_lengths: [U] int32, or None for S everywhere.
-      scale: of the scores.
       ranges: [B, 2] int32, the first key that a candidate sees, and one past the last; or None.
       self_key: [B, T_self, K, H], further keys that only their candidate sees, or None.
       self_value: [B, T_self, K, H], or None.
@@ -151,18 +150,9 @@ def self_attention_vjp(
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Computes the part of own tokens in gradients of attention over further keys, too.
 
-    Args:
-      query: [B, T, N, H].
-      key: [B, T_self, K, H], own tokens.
-      value: [B, T_self, K, H].
-      out: [B, T, N, H], of all keys.
-      lse: [B, T, N] f32, of all keys.
-      d_out: gradient of `out`.
-      d_lse: gradient of `lse`, or None.
-      scale: of the scores.
-
-    Returns:
-      The part of own tokens in the gradient of `query`, f32; gradients of `key` and `value`.
+    Own tokens are [B, T_self, K, H]; `out` [B, T, N, H] and `lse` [B, T, N] f32 are of all keys,
+    with their cotangents, of which `d_lse` may be None. Returns own tokens' part in the gradient of
+    `query`, f32, and the gradients of `key` and `value`.
     """
     batch, q_len, q_heads, width = query.shape
     kv_heads = key.shape[2]

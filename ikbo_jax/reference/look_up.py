@@ -16,17 +16,6 @@ def look_up(user: jax.Array, cand_to_user: jax.Array) -> jax.Array:
     return found
 
 
-def materialised_segment_sum(values: jax.Array, cand_to_user: jax.Array, users: int) -> jax.Array:
-    """Sums each user's rows of `values` [B, ...] by a product with a one-hot matrix: [U, ...].
-
-    The oracle: NaN and infinities of one user reach the others.
-    """
-    index = jnp.clip(cand_to_user, 0, users - 1)
-    one_hot = jax.nn.one_hot(index, users, dtype=jnp.float32)
-    sums = jnp.einsum("bu,b...->u...", one_hot, values.astype(jnp.float32), precision="highest")
-    return sums.astype(values.dtype)
-
-
 def segment_sum(
     values: jax.Array, cand_to_user: jax.Array, users: int, *, is_sorted: bool = False
 ) -> jax.Array:

@@ -210,7 +210,7 @@ def attend(arrays: Arrays, case: Case, monkeypatch: pytest.MonkeyPatch) -> jax.A
         monkeypatch.setattr(module, fn.__name__, functools.partial(fn, interpret=PARAMS))
     # `test_gdpa_tiles` interprets the kernel that makes the list.
     monkeypatch.setattr(gdpa, "query_tiles", by_xla.query_tiles)
-    op._gdpa.clear_cache()
+    op._OP.jitted.clear_cache()
     settings = case.settings
     out = ikbo.gdpa(
         *arrays[:5],
@@ -219,7 +219,7 @@ def attend(arrays: Arrays, case: Case, monkeypatch: pytest.MonkeyPatch) -> jax.A
         implementation="mosaic_gpu",
         config=case.config,
     )
-    op._gdpa.clear_cache()
+    op._OP.jitted.clear_cache()
     return jax.block_until_ready(out)
 
 

@@ -60,10 +60,7 @@ class Cap(NamedTuple):
 def scale_and_cap(
     scale: float, logit_cap: float | None, method: Method | None = None
 ) -> tuple[float, Cap | None]:
-    """Returns the scale of capped scores, and the cap; `scale` and None without a `logit_cap`.
-
-    `method`: None chooses the one for a softmax.
-    """
+    """Returns scale and cap of capped scores; None is a softmax's `method`, or no cap at all."""
     if logit_cap is None:
         return scale, None
     if method is None:
@@ -104,10 +101,7 @@ def capped(cap: Cap | None, scores: jax.Array, *, interpret: bool) -> jax.Array:
 def through_cap(
     cap: Cap | None, capped: jax.Array, slope: jax.Array, zero: float = 0.0
 ) -> jax.Array:
-    """Multiplies slopes by the slope of the cap, 1 - tanh², from `capped` scores.
-
-    `zero`: the slope that means 0; differences from it are multiplied.
-    """
+    """Multiplies slopes, of which `zero` means 0, by 1 - tanh², the slope of the cap."""
     if cap is None:
         return slope
     square = capped * capped

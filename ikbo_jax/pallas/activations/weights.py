@@ -65,11 +65,9 @@ class ActivationSpec(NamedTuple):
 
     Attributes:
       names: the heads' activations, or one for all heads.
-      approx: name of an approximation, or None.
       scale: of the scores; of capped scores if there is a cap.
       output_scale: of the result.
       has_f32_range: whether the dtype of the weights has the range of f32, as bf16 has.
-      cap: of the scores, or None.
     """
 
     names: tuple[str, ...]

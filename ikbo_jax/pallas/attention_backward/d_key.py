@@ -59,10 +59,7 @@ class DKeyOperands(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Context(WarpgroupContext):
-    """The context of a warpgroup; a *step* numbers the blocks of queries that the CTA loads.
-
-    The counter is of tickets, unless each CTA has one item.
-    """
+    """The context of a warpgroup; a *step* numbers the blocks of queries that the CTA loads."""
 
     @property
     def key_tiles(self) -> int:

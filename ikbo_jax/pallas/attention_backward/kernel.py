@@ -106,23 +106,20 @@ def attention_backward_kernel(
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Pulls cotangents of `out` and `lse` back to query, key and value.
 
-    Args (the others are as for `ops.attention`):
+    Args (the others are as for `ops.attention`; the configuration is legal):
       out: [B, T, N, H], the result of the forward pass.
       lse: [B, T, N] f32, the result of the forward pass.
       d_out: [B, T, N, H], the query's dtype.
       d_lse: [B, T, N] f32, or None for zeros.
-      indices_are_sorted: whether `cand_to_user` never decreases. If not, queries and cotangents
-        are copied into the order of users. If True is wrong, all gradients of users with candidates
-        are NaN.
-      config: a legal configuration (`AttentionBackwardConfig.illegal_reason`).
-      num_sms: streaming multiprocessors of the device.
+      indices_are_sorted: whether `cand_to_user` never decreases. If not, queries and cotangents are
+        copied into the order of users. If True is wrong, all gradients of users with candidates are
+        NaN.
       dtype: dtype of the gradients of key and value, the inputs' or f32; None means the inputs'.
-      interpret: False, or `plgpu.InterpretGPUParams` to run on a CPU, with
-        `inline_mgpu="_hack_model_inline_mgpu_tokamax"` for the named barrier.
+      interpret: as for `hopper.launch.launch`.
 
     Returns:
-      Gradients of query, key and value in their shapes, each summed in f32, in the same
-      order in every run, and rounded once. Zeros for keys past a user's length, for users without
+      Gradients of query, key and value in their shapes, each summed in f32, in the same order in
+      every run, and rounded once. Zeros for keys past a user's length, for users without
       candidates, and for queries without keys.
     """
     batch, q_len, q_heads, head_dim = query.shape
@@ -226,10 +223,7 @@ def _add_parts(
     has_d_query: bool,
     by_launch: bool,
 ) -> tuple[jax.Array, ...]:
-    """The results of a launch, whose parts are added: by one more launch, or by XLA.
-
-    `dtypes` holds the dtype of d_query, then that of the gradients of keys and values.
-    """
+    """Adds the parts of a launch's results, in `dtypes`: by one more launch, or by XLA."""
     number = len(shape.gradients)
     first, gradients = tuple(found[:-number]), tuple(found[-number:])
     size: dict[str, Any] = {"kv_heads": shape.kv_heads, "scale": shape.scale}

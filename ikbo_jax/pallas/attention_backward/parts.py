@@ -151,10 +151,7 @@ def _add_keys(ctx: WarpgroupContext) -> None:
 
 
 def _sum(first: ir.Value, stride: int, parts: int, count: ir.Value | None = None) -> list[ir.Value]:
-    """The sum of `VECTOR` f32 numbers over parts that are `stride` bytes apart.
-
-    Of the first `count` parts, where that is not None: others may be NaN.
-    """
+    """Sums `VECTOR` f32 numbers of the first `count` parts, or all, `stride` bytes apart."""
     zero, total = inline.i32(0), [inline.f32(0.0)] * VECTOR
     end = inline.i32(parts) if count is None else count
     if parts <= UNROLL:
@@ -181,10 +178,7 @@ def _add_group(
     *,
     is_cut: bool,
 ) -> list[ir.Value]:
-    """Adds `parts` parts from part `begin` on to `total`; with `is_cut`, only those before `end`.
-
-    Instead of a part past the end, it loads the last one, of which there may be none either.
-    """
+    """Adds `parts` parts from `begin` on to `total`; with `is_cut`, only those before `end`."""
     f32, byte = ir.F32Type.get(), ir.IntegerType.get_signless(8)
     i64 = ir.IntegerType.get_signless(64)
     one, zero, found = inline.i32(1), inline.i32(0), []

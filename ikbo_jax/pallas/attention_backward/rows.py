@@ -100,10 +100,7 @@ def statistics_by_xla(
 def unpack_d_query(
     sums: jax.Array, rows: Rows, sizes: Sizes, kv_heads: int, scale: float, dtype: jnp.dtype
 ) -> jax.Array:
-    """Adds a key head's planes of `d_query` [planes, rows, H]; returns [B, T, N, H].
-
-    Planes of tiles that a user does not have, and rows of no query, are arbitrary.
-    """
+    """Adds a key head's planes of `d_query`, of which some are arbitrary; returns [B, T, N, H]."""
     planes, _, width = sums.shape
     tiles = planes // kv_heads
     parts = sums.reshape(tiles, kv_heads, -1, width)[:, :, rows.targets(sizes)]

@@ -226,10 +226,7 @@ def stored_kernel(
     dtype: Any,
     interpret: Any = False,
 ) -> jax.Array:
-    """d_query [B * T, N, H] in `dtype`, of the keys that `shape` describes, as d_scores is.
-
-    It is in the caller's order; `tiles` and `order` are those of `worklist.rows.Rows`.
-    """
+    """Computes d_query [B * T, N, H], in the caller's order, of the keys that `shape` describes."""
     workers = min(num_sms, (tiles.shape[0] - 1) * shape.kv_heads)
     shape = dataclasses.replace(shape, workers=workers)
     (d_query,) = launch(

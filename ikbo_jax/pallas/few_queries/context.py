@@ -30,14 +30,9 @@ def row_slots(batch: int, users: int, q_len: int, item_rows: int) -> int:
 def firsts_before(position: Any, firsts: int, extra: int) -> Any:
     """Counts the items of users' first slots before a position in the order of all items.
 
-    The order goes through both kinds evenly. Its periods have equally many items of either kind, so
-    that the arithmetic needs 32 bits. Remaining first items come before the periods, other
-    remaining items after them.
-
-    Args:
-      position: int32, from 0 to `firsts + extra`.
-      firsts: number of items of users' first slots.
-      extra: number of the others.
+    The order goes through the `firsts` items of users' first slots and the `extra` others evenly.
+    Its periods have equally many items of either kind, so that the arithmetic needs 32 bits.
+    Remaining first items come before the periods, other remaining items after them.
     """
     periods = -(-(firsts + extra) // PERIOD)
     of_period, further = firsts // periods, extra // periods
@@ -179,10 +174,7 @@ class Part(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Context(WarpgroupContext):
-    """The context of a warpgroup.
-
-    A *step* numbers the blocks of keys, and of values, that the CTA loads.
-    """
+    """The context of a warpgroup; a *step* numbers the blocks of keys that the CTA loads."""
 
     def receive(self, index: Any) -> Item:
         """Waits for the descriptor of item `index`."""

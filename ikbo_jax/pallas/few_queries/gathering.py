@@ -95,10 +95,7 @@ def _load_one_by_one(ctx: Any, rows: Any, head: Any, tiles: Any) -> None:
 
 
 def _load(ctx: Any, rows: Any, head: Any, tiles: Any) -> None:
-    """Copies an item's queries of `rows` rows to its slot, and waits for them.
-
-    `head` is the item's first query head; `tiles` are [tiles, column blocks, 64, 64].
-    """
+    """Copies an item's queries, of `rows` rows from `head` on, to its slot, and waits for them."""
     height = ctx.tiles * WGMMA_M
 
     @plgpu.inline_mgpu(
@@ -142,10 +139,7 @@ def _source(
     head: ir.Value,
     vector: ir.Value,
 ) -> tuple[ir.Value, ir.Value]:
-    """Finds this lane's source of row `place`, counted over an item's tiles.
-
-    Returns (address of this lane's 16 bytes of column block 0, bytes to copy: 16, or 0 for none).
-    """
+    """Finds (address of a lane's 16 bytes of row `place` in block 0, bytes to copy: 16, or 0)."""
     i32, predicates = ir.IntegerType.get_signless(32), arith.CmpIPredicate
     shape = ctx.shape
     heads_rows = mgpu.c(shape.head_rows, i32)

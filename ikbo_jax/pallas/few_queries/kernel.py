@@ -111,8 +111,6 @@ def few_queries_kernel(
       cand_to_user: [B] int32, clamped to [0, U). Should be sorted unless `lists`; otherwise keys
         and values are read for each run of candidates of one user.
       key_value_ranges: [B, 2] int32, as for `ops.attention`, in the order of the results.
-      self_key: [B, 1, K, H], a further key of each candidate, in the order of the results.
-      self_value: [B, 1, K, H].
       lists: whether CTAs list the candidates of their users, for an index that is not sorted; only
         if `FewQueriesConfig.lists` permits it, and without `targets`.
     """
@@ -237,10 +235,7 @@ def _launch(
 def merge(
     acc: jax.Array, maximum: jax.Array, sums: jax.Array, *, log2_scale: float
 ) -> tuple[jax.Array, jax.Array]:
-    """Merges a softmax's parts, which are as in `Outputs` with a leading axis of splits.
-
-    Returns (out [rows, N, H], lse [rows, N]), f32.
-    """
+    """Merges a softmax's parts, `Outputs` by split: (out [rows, N, H], lse [rows, N]), f32."""
     # Unrolled over the parts, all of it is elementwise: XLA makes one kernel of it instead of one
     # for each reduction. As in the kernel, the maximum is subtracted before the scale is applied,
     # which is exact for huge scores.

@@ -271,10 +271,7 @@ class Found(NamedTuple):
 
 
 def await_found(ctx: Any, i: Any, rank: Any) -> Found:
-    """Waits until the candidates of the CTA's bundle `i`, from number `rank` on, are listed.
-
-    If the user has more candidates than its slots hold, they follow in the same bundle.
-    """
+    """Waits until the candidates of the CTA's bundle `i`, from number `rank` on, are listed."""
     shape = ctx.shape
     stride = shape.slots // shape.users * shape.listed
     total = await_total(ctx)

@@ -215,10 +215,7 @@ def _whole_blocks(size: int, first_block: Any, seen: ranges.Bounds) -> tuple[Any
 
 
 def _load_more_blocks(ctx: Context, place: Place) -> Any:
-    """Loads further blocks of this CTA's first keys and values, while its candidates are listed.
-
-    Returns how many blocks are in the rings: as many as the rings hold.
-    """
+    """Loads more of the first blocks while candidates are listed; counts those in the rings."""
     user = ctx.listed_place(place)[0]
     keys = rows.length_of(ctx, user) - place.split * (ctx.split_blocks * ctx.config.block_kv)
     blocks = jnp.clip(pl.cdiv(keys, ctx.config.block_kv), 1, ctx.split_blocks)

@@ -45,15 +45,7 @@ class Bounds(NamedTuple):
 
 
 def bounds(ctx: Context, place: Place, target: Any, count: Any, length: Any) -> Bounds:
-    """Finds the bounds of `count` rows of an item; the producer warp calls it.
-
-    Args:
-      ctx: the producer's.
-      place: the item's.
-      target: the item's first row in the outputs, as `Item.target`.
-      count: number of the item's rows, at least 0.
-      length: number of keys of the user.
-    """
+    """Finds the bounds of `count` rows of an item from `target` on, in the producer warp."""
     shape = ctx.shape
     first = jnp.int32(0) if shape.listed else target - place.split * shape.rows
     if ctx.interpret:
@@ -105,16 +97,7 @@ def bounds(ctx: Context, place: Place, target: Any, count: Any, length: Any) -> 
 def keep_visible(
     ctx: Context, item: Item, part: Part, block: Any, scores: jax.Array, fill: float
 ) -> jax.Array:
-    """Replaces scores [64, block_kv] of keys that their row does not see by `fill`.
-
-    Args:
-      ctx: the consumer's.
-      item: the item.
-      part: the consumer's part of it.
-      block: number of the item's block.
-      scores: f32, in an accumulator's layout.
-      fill: the score of a key that is not seen.
-    """
+    """Replaces scores [64, block_kv] f32 of keys that their row does not see by `fill`."""
     size = ctx.config.block_kv
 
     def masked() -> jax.Array:

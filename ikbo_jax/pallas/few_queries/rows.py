@@ -44,16 +44,11 @@ MOST_COUNTED = 512
 
 
 def candidates(cand_to_user: Any, user: Any, users: int, *, interpret: bool) -> tuple[Any, Any]:
-    """Searches for (first candidate, end) of a user.
+    """Searches `cand_to_user`, [B] int32 in device memory, for (first candidate, end) of a user.
 
     A warp loads few candidates at once, and counts smaller users. Otherwise half a warp searches
     for each bound, and compares 128 candidates at once. The bound is in the first part whose last
     candidate is not below it.
-
-    Args:
-      cand_to_user: device memory [B] int32; clamped to [0, U).
-      user: int32.
-      users: U.
     """
     batch = cand_to_user.shape[0]
     if interpret:

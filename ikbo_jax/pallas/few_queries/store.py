@@ -62,10 +62,7 @@ def _once(ctx: Context, part: Part) -> Part:
 
 
 def _store_columns(ctx: Context, output: Any, values: jax.Array, part: Part, head: Any) -> None:
-    """Stores rows of which the consumers may have different columns; arguments as `_store_rows`.
-
-    Columns that both consumers have, as a block of H = 192, are stored by consumer 0.
-    """
+    """Stores rows like `_store_rows`; consumer 0 stores the columns that both consumers have."""
     if not ctx.shares_columns:
         _store_rows(ctx, output, values, part, head)
         return

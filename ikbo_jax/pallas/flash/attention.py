@@ -91,17 +91,14 @@ def attention_kernel(
 ) -> tuple[jax.Array, jax.Array | None]:
     """Computes `ops.attention` for bf16 and f16; returns out and, with `return_residuals`, lse.
 
-    Args (the others are as for `ops.attention`):
-      order: None, or [B] int32, a permutation: the order in which candidates are processed.  It
+    Args (the others are as for `ops.attention`; the configuration is legal):
+      order: None, or [B] int32, a permutation: the order in which candidates are processed. It
         saves time if it puts candidates of one user side by side; T must be a multiple of 64.
-      config: a legal configuration (`AttentionConfig.illegal_reason`).
-      num_sms: streaming multiprocessors of the device.
       targets: None, or [B] int32, a permutation: candidate i's results are stored as candidate
-        targets[i]'s results.  `order` must be None then.
+        targets[i]'s results. `order` must be None then.
       self_key: None, or [B, 1, K, H], a further key of each candidate, in the order of the results.
       self_value: likewise.
-      interpret: False, or `plgpu.InterpretGPUParams` to run on a CPU, with
-        `inline_mgpu="_hack_model_inline_mgpu_tokamax"` for the named barriers.
+      interpret: as for `hopper.launch.launch`.
     """
     batch, q_len, q_heads, head_dim = query.shape
     users, kv_len, kv_heads, _ = key.shape

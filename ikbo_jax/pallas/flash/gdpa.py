@@ -70,16 +70,9 @@ def gdpa_kernel(
 ) -> tuple[jax.Array, jax.Array | None]:
     """Computes `reference.gdpa.materialised` by the kernel that `config` and the activation select.
 
-    Args:
-      arrays: bf16 or f16.
-      settings: either all heads have a softmax or none.
-      return_residuals: whether lse is computed; only with a softmax.
-      config: a legal configuration (`illegal_reason`).
-      num_sms: streaming multiprocessors of the device.
-
-    Returns:
-      out, and lse [rows, N] in f32, the natural logarithm of a softmax's denominator, or None. Rows
-      without keys have 0 and -inf.
+    Arrays are bf16 or f16, either all heads have a softmax or none, and the configuration is legal.
+    Returns out and, with `return_residuals`, lse [rows, N] f32, the natural logarithm of a
+    softmax's denominator. Rows without keys have 0 and -inf.
     """
     activation: dict[str, Any] = {"activations": settings.activations, "approx": settings.approx}
     options: dict[str, Any] = {

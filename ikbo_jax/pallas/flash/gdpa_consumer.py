@@ -133,10 +133,7 @@ def _step(
     state: _State,
     columns: int | None = None,
 ) -> _State:
-    """Multiplies block `block` by its weights, and computes the weights of the next block.
-
-    Weights of the next block past its first `columns` columns are zero.
-    """
+    """Multiplies a block by its weights; computes the next block's, of the first `columns`."""
     step = first_step + block
     _await_block(ctx, ctx.shared.key, item, block + 1, step + 1)
     # Only an item's last block may hold another sequence's values.

@@ -20,10 +20,8 @@ from ikbo_jax.reference.activations import SOFTMAX
 class Shape:
     """Static description of a launch.
 
-    Attributes:
-      activation: maps scores to weights, and sums to results.
-      has_mask: whether rows do not see all keys of their tile.
-      rule: which keys rows see; None: they are read.
+    `has_mask`: whether rows do not see all keys of their tile; `rule`: which they see, None: it is
+    read.
     """
 
     q_heads: int

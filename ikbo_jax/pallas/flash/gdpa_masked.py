@@ -32,15 +32,10 @@ def mask_tiles(
 ) -> tuple[lists.TileList, jax.Array]:
     """Narrows tiles of `TILE_ROWS` rows to the keys that their rows see, and sorts them again.
 
-    Args:
-      listed: tiles of all rows of the result.
-      intervals: [rows of the result, 4] int32, see `reference.gdpa.Arrays`.
-      block_kv: keys of a block.
-      keys_per_group: as for `masked.masked_tiles`.
-
-    Returns:
-      Tiles with the words of a mask, whose position is the tile's number; and what each row sees,
-      [tiles, 2 consumers, 4, 64] int32, begin and end of the row's range and gap.
+    `listed` are tiles of all rows of the result, `intervals` [rows of the result, 4] int32 are as
+    in `reference.gdpa.Arrays`, and `keys_per_group` is as for `masked.masked_tiles`. Returns tiles
+    with the words of a mask, whose position is the tile's number; and what each row sees, [tiles, 2
+    consumers, 4, 64] int32, begin and end of the row's range and gap.
     """
     words, number = listed.words, jnp.arange(listed.words.shape[0], dtype=jnp.int32)
     is_tile = number < listed.counts[1]
@@ -79,10 +74,8 @@ def _hole(ends: jax.Array, block_kv: int) -> tuple[jax.Array, jax.Array]:
 def _cuts(ends: jax.Array, is_row: jax.Array, skipped: jax.Array, block_kv: int) -> jax.Array:
     """Finds the blocks that consumers mask, [tiles, 8]; leaves out rows that do not exist.
 
-    Args:
-      ends: [tiles, 2, 64, 4], counted from the tile's first key.
-      is_row: [tiles, 2, 64] bool.
-      skipped: [tiles, 1], keys before the ends of ranges and gaps that are no blocks of the tile.
+    `ends` [tiles, 2, 64, 4] count from the tile's first key; `is_row` is [tiles, 2, 64]; `skipped`
+    [tiles, 1] keys before the ends of ranges and gaps are no blocks of the tile.
     """
     most = jnp.int32(2**30)
     begin, end, gap_begin, gap_end = (ends[..., i] for i in range(4))
@@ -100,15 +93,7 @@ def _cuts(ends: jax.Array, is_row: jax.Array, skipped: jax.Array, block_kv: int)
 def keep_visible(
     ctx: Any, item: Any, block: Any, scores: jax.Array, fill: float = 0.0
 ) -> jax.Array:
-    """Replaces scores of a consumer's 64 rows where a row does not see the key of the block.
-
-    Args:
-      ctx: the consumer's `GdpaContext`.
-      item: number of the item.
-      block: number of the block.
-      scores: [64, block_kv] f32.
-      fill: in place of such scores.
-    """
+    """Replaces a consumer's scores [64, block_kv] by `fill` where a row does not see the key."""
     rule = ctx.shape.rule
 
     def cut(part: int) -> Any:

@@ -29,11 +29,10 @@ LARGE_MAXIMUM = 2.0**14
 
 
 class Statistics(NamedTuple):
-    """State of a consumer's 64 rows between blocks.
+    """State of a consumer's 64 rows between blocks: sums of weights, [64] f32, relative to
+    `extreme`.
 
-    Attributes:
-      extreme: [64] f32, the unscaled score that weights are relative to.
-      sums: [64] f32, sums of weights.
+    `extreme` [64] f32 is an unscaled score.
     """
 
     extreme: jax.Array
@@ -45,15 +44,7 @@ Finish = Callable[[Any], tuple[jax.Array, Any, Statistics]]
 
 
 def weigh(ctx: Any, index: Any, block: Any, scores: jax.Array, before: Statistics | None) -> Finish:
-    """Computes the weights of a block's raw scores [64, block_kv].
-
-    Args:
-      ctx: the consumer's `GdpaContext`.
-      index: number of the item.
-      block: number of the block.
-      scores: f32; keys that a row does not see are masked here.
-      before: statistics of the item's blocks before; None: this is the first.
-    """
+    """Computes weights of raw scores [64, block_kv]; None `before` an item's first block."""
     scale, dtype = ctx.shape.log2_scale, ctx.outputs.out.dtype
     scores = capped(ctx.shape.activation.cap, scores, interpret=ctx.interpret)
     scores = gdpa_masked.keep_visible(ctx, index, block, scores, softmax.masked_score(scale))

@@ -57,10 +57,7 @@ from ikbo_jax.reference.activations import SOFTMAX
 
 @dataclasses.dataclass(frozen=True)
 class Shape:
-    """Static description of a launch.
-
-    `activation` is None for a softmax; `segments`, for found tiles, is None if they are listed.
-    """
+    """Static description of a launch; None: a softmax, and tiles that are listed, not found."""
 
     q_heads: int
     kv_heads: int

@@ -116,10 +116,8 @@ def statistics_of(
     Args:
       blocks: [blocks, 2] int32, the first query of each block in the result, which is arbitrary if
         there is none, and the number of queries from there on; it may exceed `block`.
-      out: [rows, N, H], the result.
+      out: [rows, N, H], the result; `d_out`: its cotangent.
       lse: [rows, N] f32.
-      d_out: [rows, N, H], cotangent of the result.
-      output_scale: of the result.
       block: rows of a block of queries, a multiple of 16.
 
     Returns:

@@ -64,14 +64,9 @@ def rows(
 ) -> list[Any]:
     """Finds the first stored rows of a block of keys, for the queries of each consumer.
 
-    Args:
-      ctx: the context of the kernel for queries.
-      tile: of queries.
-      head: of the queries.
-      index: of the keys' sequence.
-      source: first row of the sequence.
-      block: of 64 keys of the sequence.
-      unseen: whether no query of a consumer sees a key of the block; it gets the other one's rows.
+    `head` is the queries', `index` and `source` number and first row of the keys' sequence, and
+    `block` one of its blocks of 64 keys. A consumer of which no query sees a key, as `unseen` says,
+    gets the other one's rows.
     """
     number = _number(source, index) + lax.div(block, TILE_ROWS // WGMMA_M)
     first = lax.div(ctx.tile_word(tile, STATISTICS_ROW), WGMMA_M)

@@ -49,16 +49,9 @@ def look_up(
 ) -> Any:
     """Granules of the coarser level that belong to the granules of `count` accumulators.
 
-    Args:
-      index: device memory [B] int32, rows of the coarser level; clamped to its batch.
-      first: number of the first accumulator's first granule; granules past B count as the last
-        row's.
-      count: number of accumulators.
-      of_row: granules of a row of the batch.
-      coarser_rows: rows of the coarser level's batch.
-
-    Returns:
-      Each thread's numbers, one for each accumulator; under interpretation, each warp's.
+    `index` [B] int32 holds rows of the coarser level, clamped; `first` is the first accumulator's
+    first granule; granules past B count as the last row's. Returns each thread's numbers, one for
+    each accumulator; under interpretation, each warp's.
     """
     last = index.shape[0] - 1
     if interpret:
@@ -102,12 +95,7 @@ def look_up(
 def load(
     memory: Fragment, numbers: Any, count: int, begin: Any, columns: int, *, interpret: bool
 ) -> tuple[Fragment, ...]:
-    """Issues the loads of `count` accumulators' fragments, `columns` columns from `begin`.
-
-    Args:
-      memory: see `types`.
-      numbers: as `look_up` returns them.
-    """
+    """Issues loads of `count` accumulators' fragments (`types`), `columns` from `begin`."""
     if interpret:
 
         def part(plane: Any, i: int) -> jax.Array:
@@ -145,14 +133,7 @@ def load(
 
 
 def store(memory: Fragment, value: jax.Array, first: Any, begin: Any, *, interpret: bool) -> None:
-    """Stores an accumulator [64, columns] f32 as the fragments of four granules.
-
-    Args:
-      memory: see `types`; nothing is stored past its last granule.
-      value: the accumulator.
-      first: number of the first granule.
-      begin: the first column.
-    """
+    """Stores an accumulator [64, columns] f32 as fragments (`types`) of four granules."""
     total, columns = memory.upper.shape[0], value.shape[1]
     if interpret:
         for i in range(GRANULES):

@@ -40,7 +40,6 @@ class WarpgroupContext:
       shared: references to its shared memory and barriers.
       operands: device memory that the launch reads.
       outputs: device memory that the launch fills.
-      interpret: whether the kernel is interpreted.
       worker: CTA or cluster.
       consumer: number of the consumer warpgroup; producer: unused.
       counter: an int32 in device memory, zero when the kernel starts; None under interpretation,
@@ -132,20 +131,17 @@ def launch(
     has_counter: bool = False,
     interpret: Any = False,
 ) -> tuple[jax.Array, ...]:
-    """Launches a kernel.
+    """Launches a kernel; returns the arrays of `outputs` that are not None.
 
     Args:
-      roles: what the warpgroups do.
       operands: a tree of arrays; None for those that the launch does not use.
       outputs: a tree of `jax.ShapeDtypeStruct`, likewise.
       shared: a NamedTuple of declarations of shared memory and barriers; None for absent ones.
       dtype: of operand tiles.
       workers: number of CTAs, or of clusters of `cluster` CTAs.
       has_counter: whether there is a `WarpgroupContext.counter`.
-      interpret: False, or `plgpu.InterpretGPUParams`.
-
-    Returns:
-      The arrays of `outputs` that are not None.
+      interpret: False, or `plgpu.InterpretGPUParams` to run on a CPU; kernels with named barriers
+        need `inline_mgpu="_hack_model_inline_mgpu_tokamax"`.
     """
     is_interpreted = bool(interpret)
     kinds, shared_tree = jax.tree.flatten(shared)
@@ -216,10 +212,7 @@ def launch_threads(
 
 
 def _order(kinds: list[Any], interpret: bool) -> list[int]:
-    """Orders the numbers of the declarations as in memory: operand tiles, numbers, barriers.
-
-    Staging memory is left out unless the kernel is interpreted.
-    """
+    """Orders declarations as in memory: tiles, numbers, barriers, and interpreted ones' staging."""
     tiles = (memory.Tiles, memory.Blocks, memory.Rows)
     ranks = (*tiles, memory.Floats, memory.Words, memory.Staging, memory.Barriers)
     order = sorted(range(len(kinds)), key=lambda i: ranks.index(type(kinds[i])))

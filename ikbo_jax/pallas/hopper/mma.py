@@ -108,13 +108,9 @@ def wgmma(
 ) -> Any:
     """Issues acc + a.T[:, :k] @ b_t[:, :k].T (`overwrite`: without acc) as one WGMMA group.
 
-    Args:
-      acc: [64, columns] f32, or the accumulator from `with_accumulator`.
-      a: operand tile [64, 64] in shared memory, k by rows; see `mosaic.operand_tile`.
-      b_t: operand tile [columns, 64] in shared memory, columns by k.
-      overwrite: whether the product replaces the accumulator.
-      k: columns of b_t that are multiplied, a multiple of 16.
-      a_is_transposed: if false, `a` is rows by k, and is multiplied as it is.
+    `acc` is [64, columns] f32, or the accumulator from `with_accumulator`; `a` [64, 64] and `b_t`
+    [columns, 64] are operand tiles (`mosaic.operand_tile`), k by rows and columns by k. `k` is a
+    multiple of 16. Without `a_is_transposed`, `a` is rows by k, and is multiplied as it is.
     """
     if interpret:  # rows past k are zero
         plgpu.wgmma(acc, a.transpose((1, 0)) if a_is_transposed else a, b_t.transpose((1, 0)))
@@ -203,16 +199,12 @@ def wgmma_blocks(
 def product(
     q: Any, k: Any, depth: int, *, columns: int | None = None, interpret: bool
 ) -> jax.Array:
-    """Issues q @ k[:columns].T as one WGMMA group; read its value by `wait`, then `after_wait`.
+    """Issues q @ k[:columns].T, [64, columns] f32, as one WGMMA group; read it by `wait`,
+    `after_wait`.
 
-    Args:
-      q: operand tiles [column blocks, 64, 64] in shared memory, each with 64 columns of the depth.
-      k: operand tiles [column blocks, rows, 64], likewise.
-      depth: columns of q and k that are multiplied, rounded up to a multiple of 16.
-      columns: rows of k that are multiplied, a multiple of 8; None: all.
-
-    Returns:
-      [64, columns] f32.
+    `q` and `k` are operand tiles [column blocks, 64 or rows, 64] in shared memory, each with 64
+    columns of the depth. `depth` is rounded up to a multiple of 16; `columns`, the rows of k that
+    are multiplied, is a multiple of 8; None: all.
     """
     blocks, k_rows, _ = k.shape
     columns = columns or k_rows
@@ -254,12 +246,12 @@ def add_product(
     begin: int = 0,
     interpret: bool,
 ) -> jax.Array:
-    """Issues acc + p @ v[begin : begin + depth] as one WGMMA group.
+    """Issues acc + p @ v[begin : begin + depth], [64, columns] f32, as one WGMMA group.
 
     Args:
-      acc: [64, columns] f32; None is zero. An accumulator that enters its first product as zero
-        would occupy registers from the previous tile's stores on, and a thread of the backward
-        kernels has too few registers for two of them beside scores.
+      acc: None is zero. An accumulator that enters its first product as zero would occupy registers
+        from the previous tile's stores on, and a thread of the backward kernels has too few
+        registers for two of them beside scores.
       p: [64, depth] in v's dtype, depth a multiple of 16.
       v: operand tiles [column blocks, rows, 64] in shared memory, each with 64 columns.
       staging: this warpgroup's shared memory [64, at least depth], only under interpretation: the
@@ -267,9 +259,6 @@ def add_product(
       columns: columns of v that are multiplied; only needed without `acc`.
       is_defined: bool scalar; `acc` counts as zero if it is false. None: true.
       begin: the first row of v that is multiplied, a multiple of 16.
-
-    Returns:
-      [64, columns] f32; read its value by `wait`, then `after_wait`.
     """
     depth = p.shape[1]
     columns = columns or (0 if acc is None else acc.shape[1])
@@ -321,14 +310,9 @@ def add_tile_product(
 ) -> Any:
     """Issues total + d_scores @ keys as one WGMMA group.
 
-    Args:
-      total: [64, columns] f32, or the interpreter's accumulators, one for each column block.
-      d_scores: operand tile [64, 64] in shared memory, queries by keys.
-      keys: operand tiles [column blocks, 64, 64] in shared memory, keys by columns.
-      is_transposed: if true, d_scores.T is multiplied, and `keys` are queries by columns.
-
-    Returns:
-      The same kind as `total`; read its value by `wait`, then `after_wait`.
+    `total` is [64, columns] f32, or the interpreter's accumulators, one for each column block;
+    `d_scores` [64, 64] and `keys` [column blocks, 64, 64] are operand tiles. If `is_transposed`,
+    d_scores.T is multiplied, and `keys` are queries by columns.
     """
     if interpret:
         first = d_scores.transpose((1, 0)) if is_transposed else d_scores

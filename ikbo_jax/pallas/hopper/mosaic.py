@@ -120,10 +120,7 @@ def row_swizzle(shape: tuple[int, ...], dtype: Any) -> Any:
 
 
 def block_columns(block: int, width: int, worker: Any) -> Any:
-    """Selects a block of 64 columns; past `width`, TMA reads zeros and stores nothing.
-
-    `worker` is any value that Pallas does not know to be constant.
-    """
+    """Selects 64 columns, of which TMA drops those past `width`; `worker` is not constant."""
     begin: Any = block * BLOCK_K
     if begin + BLOCK_K > width:
         begin = begin + 0 * worker  # a static start would be rejected as out of bounds

@@ -28,11 +28,8 @@ def stage_rows(tiles: Any, values: jax.Array, *, reads_late: bool = False, inter
     """Writes [64, width] of 16 bits to operand tiles [column blocks, 64, 64], zeros past width.
 
     An assignment in Pallas would also read the old values, and would keep addresses that depend on
-    the thread's number from the kernel's beginning on.
-
-    Args:
-      reads_late: whether addresses derive from `stores.late_thread_number`, not from
-        `stores.thread_number`.
+    the thread's number from the kernel's beginning on. With `reads_late`, addresses derive from
+    `stores.late_thread_number`.
     """
     blocks = tiles.shape[0]
     if interpret:

@@ -48,10 +48,7 @@ class Order(NamedTuple):
 
     @classmethod
     def of_packed(cls, targets: Any, batch: int) -> Order:
-        """Describes queries that another launch has put into the order of users, or not.
-
-        `targets`: [B] int32 in device memory, the candidate of each number; None if all are equal.
-        """
+        """Describes queries in the order of users, by `targets` [B] int32 in device memory."""
 
         def candidate(number: ir.Value, tables: Any) -> ir.Value:
             number = arith.minui(number, inline.i32(batch - 1))
@@ -70,10 +67,7 @@ class Rows(NamedTuple):
       first: number of row 0 among the rows of a head.
       begin: the first row of a head that is stored.
       end: the end of the rows that are stored; others repeat these.
-      head: first query head.
-      kv_head: key head.
-      group: number of query heads, static; each has `head_rows` rows.
-      head_rows: static.
+      head: first query head, of `group` (static) with `head_rows` rows each.
     """
 
     first: Any
@@ -90,14 +84,9 @@ def load(
 ) -> tuple[jax.Array, jax.Array]:
     """Loads the scores [64] f32 of own tokens, not scaled, and their values [64, columns] f32.
 
-    Args:
-      ctx: a context whose operands are query [B * T, N, H], and self_key and self_value [B, K, H].
-      rows: of the tile.
-      order: of the candidates.
-      columns: number of columns of the values.
-      column: the first of them.
-      at_once: whether a thread issues the loads of both of its rows before it uses the first ones;
-        otherwise they take fewer registers.
+    The context's operands are query [B * T, N, H], and self_key and self_value [B, K, H]; `column`
+    is the first of the values' columns. With `at_once`, a thread issues the loads of both of its
+    rows before it uses the first ones; otherwise they take fewer registers.
     """
     operands = ctx.operands.query, ctx.operands.self_key, ctx.operands.self_value
     column, tables = jnp.int32(column), len(order.tables)

@@ -74,10 +74,7 @@ def array(value: ir.Value, like: mgpu.FragmentedArray) -> mgpu.FragmentedArray:
 
 
 def load_words(address: ir.Value, count: int, *, is_early: bool = False) -> list[ir.Value]:
-    """Loads `count` words of 32 bits of device memory that the launch does not change.
-
-    With `is_early`, LLVM keeps the loads where they are issued.
-    """
+    """Loads words of 32 bits of constant device memory; `is_early`: LLVM does not delay them."""
     i32 = ir.IntegerType.get_signless(32)
     names = ", ".join(f"${i}" for i in range(count))
     kind, names = ("b32", names) if count == 1 else (f"v{count}.b32", f"{{{names}}}")
@@ -98,14 +95,10 @@ def store_words(
     *,
     streams: bool = False,
 ) -> None:
-    """Stores words of 32 bits to device memory, in inline code.
+    """Stores four, two or one words of 32 bits to device memory, in inline code.
 
-    Args:
-      address: of device memory.
-      words: four, two or one.
-      predicate: bool, whether to store.
-      offset: bytes from `address`, which is a multiple of the words' bytes with it.
-      streams: whether L2 evicts the words first.
+    The address plus `offset`, in bytes, is a multiple of the words' bytes. With `streams`, L2
+    evicts the words first.
     """
     names = ", ".join(f"${i}" for i in range(1, len(words) + 1))
     kind, names = ("b32", names) if len(words) == 1 else (f"v{len(words)}.b32", f"{{{names}}}")
@@ -139,10 +132,7 @@ def gather(ref: Any, index: jax.Array, space: str, *, interpret: bool) -> jax.Ar
 
 
 def gather_vectors(ref: Any, index: jax.Array, space: str) -> tuple[jax.Array, ...]:
-    """ref[4 * index : 4 * index + 4], four numbers for each thread; not for interpretation.
-
-    `ref` is of 32-bit integers; `space` is "shared" or "global", which the launch does not change.
-    """
+    """Gathers ref[4 * index : 4 * index + 4] of int32 "shared", or "global" that is constant."""
 
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), LAYOUT), return_type=(INT32,) * VECTOR)
     def load(_: Any, ref: ir.Value, index: mgpu.FragmentedArray) -> Any:
@@ -285,12 +275,7 @@ def rounds(
 
 @dataclasses.dataclass(frozen=True)
 class Threads:
-    """The threads of a CTA of one or several warpgroups.
-
-    Attributes:
-      warpgroups: number of warpgroups; 1 under interpretation.
-      warpgroup: number of this one.
-    """
+    """The threads of a CTA of one or several warpgroups; `warpgroup` is the number of this one."""
 
     warpgroups: int
     warpgroup: Any
@@ -418,10 +403,7 @@ def _keep_totals(totals: Sequence[jax.Array], scratch: Any, at: int, threads: Th
 
 
 def _scan_warp(values: jax.Array, neutral: int) -> tuple[jax.Array, jax.Array]:
-    """Adds the values of lower lanes, and of all lanes of the warp.
-
-    With `neutral` other than 0, the largest instead.
-    """
+    """Adds values of lower lanes, and of all lanes; the largest, if `neutral` is not 0."""
 
     @plgpu.inline_mgpu(arg_types=(LAYOUT, LAYOUT), return_type=(INT32, INT32))
     def add_up(

@@ -26,13 +26,7 @@ Words = tuple[jax.Array, ...]
 
 
 class Rows(NamedTuple):
-    """Loads, converts and stores vectors of rows in device memory.
-
-    Attributes:
-      ref: [rows, width].
-      words: words of a vector; more than 4 take several accesses.
-      interpret: whether the kernel is interpreted.
-    """
+    """Stores vectors of `words` words of rows [rows, width]; more than 4 take several accesses."""
 
     ref: Any
     words: int
@@ -48,10 +42,7 @@ class Rows(NamedTuple):
         return self.words * 4 // self.dtype.itemsize
 
     def load(self, places: Sequence[tuple[jax.Array, jax.Array]]) -> list[Words]:
-        """Loads one vector of a thread for each place, which is a row and a vector's number.
-
-        The loads are all issued before a later function uses one.
-        """
+        """Issues all loads of one vector of a thread for each (row, number of the vector)."""
         if self.interpret:
             return [self._interpreted(*place) for place in places]
 

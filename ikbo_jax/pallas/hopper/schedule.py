@@ -50,10 +50,7 @@ class TileSchedule:
 def make_schedule(
     user_tiles: int, cand_tiles: int, user_cost: float, num_workers: int
 ) -> TileSchedule:
-    """Chooses `full_waves` to minimise the time at which the last worker finishes.
-
-    `user_cost` is the time of a user tile in units of a candidate tile.
-    """
+    """Minimises the time of the last worker; `user_cost` is in units of a candidate tile."""
     num_workers = max(1, min(num_workers, user_tiles + cand_tiles))
     each, extra = divmod(user_tiles, num_workers)
     all_waves = -(-cand_tiles // num_workers)

@@ -42,13 +42,9 @@ def restrict(
 ) -> jax.Array:
     """Clears the bits of keys outside their queries' ranges, or inside their gaps.
 
-    Args:
-      bits: of scores [64, columns], of 64 queries by `columns` keys, or the reverse.
-      ends: device memory [2, queries, 2] int32, begin and end of each query's `RANGE` and `GAP`.
-      part: `RANGE` or `GAP`.
-      query: the first query.
-      key: the first key.
-      columns: a multiple of 8, at most 64.
+    `bits` are of scores [64, columns], of 64 queries from `query` on by keys from `key` on, or the
+    reverse; columns are a multiple of 8, at most 64. `ends` [2, queries, 2] int32 in device memory
+    has begin and end of each query's `RANGE` and `GAP`, and `part` says which.
     """
     if interpret:
         shape = (WGMMA_M, columns) if queries_are_rows else (columns, WGMMA_M)

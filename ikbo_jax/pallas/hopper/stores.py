@@ -51,14 +51,13 @@ def store_staged_rows(
 ) -> None:
     """Stores row r of `tiles` to output[first_row + r, head] for r in [begin, end).
 
-    Stores from registers would need addresses of rows and columns beside the values, and spill.
-    The stores are a loop: for unrolled stores, ptxas computes 56 registers of addresses before all
+    Stores from registers would need addresses of rows and columns beside the values, and spill. The
+    stores are a loop: for unrolled stores, ptxas computes 56 registers of addresses before all
     other loops.
 
-    Args:
-      output: device memory [rows, heads, width].
-      tiles: operand tiles [column blocks, 64, 64], committed; they are read when this returns.
-      order: if not None, row first_row + r of key head `head` is stored where it says.
+    `output` is device memory [rows, heads, width]; `tiles` [column blocks, 64, 64] are committed,
+    and read when this returns. With `order`, row first_row + r of key head `head` is stored where
+    it says.
     """
     _, heads, width = output.shape
     blocks, height, columns = tiles.shape
@@ -254,12 +253,9 @@ def store_rows(
 ) -> None:
     """Stores values[r] to output[first_row + r, head] for r in [begin, end), from registers.
 
-    Args:
-      output: device memory [rows, heads, width], or [rows, heads] f32.
-      values: [64, width] of 16 or 32 bits, or [64] f32, in the output's dtype.
-      staging: this warpgroup's shared memory [64, at least width], or [64], only under
-        interpretation.
-      order: as for `store_staged_rows`.
+    `output` is device memory [rows, heads, width], or [rows, heads] f32, and `values` [64, width],
+    or [64], in its dtype. `staging` [64, at least width], or [64], is shared memory under
+    interpretation; `order` is as for `store_staged_rows`.
     """
     _, heads, *widths = output.shape
     width = widths[0] if widths else 1
@@ -307,15 +303,11 @@ def store_rows(
 def store_transposed(
     output: Any, values: jax.Array, row: Any, column: Any, staging: Any, *, interpret: bool
 ) -> None:
-    """Stores values[i, j] to output[row + j, column + i], from registers.
+    """Stores values[i, j] to output[row + j, column + i], from registers; both are f32.
 
-    The eight rows of `values` that a warp stores at once fill a sector of memory if `column` and
-    the output's width are multiples of 8.
-
-    Args:
-      output: device memory [rows, columns] f32, which holds all of the values.
-      values: [64, width] f32, in an accumulator's layout.
-      staging: this warpgroup's shared memory [64, width], only under interpretation.
+    The eight rows of `values` [64, width] that a warp stores at once fill a sector of memory if
+    `column` and the output's width are multiples of 8. `staging` [64, width] is shared memory under
+    interpretation.
     """
     width, columns = values.shape[1], output.shape[1]
     if interpret:
@@ -363,7 +355,6 @@ def store_staged(
     """Stores staged rows [begin, end) of every output; all 64 by TMA.
 
     Args:
-      ctx: the warpgroup's context.
       staged: (view for WGMMA, view for TMA) of operand tiles [column blocks, 64, 64] each.
       outputs: device memory [rows, heads, width] each.
       position: (first row, head).

@@ -201,20 +201,16 @@ def linear_compression_kernel(
     num_sms: int,
     interpret: Any = False,
 ) -> jax.Array:
-    """Compresses levels, coarsest first.
+    """Compresses levels, coarsest first: [B_last, M, N], accumulated in f32 and rounded once.
 
     Args:
       weights: [M, K_l] each, bf16 or f16; or with more columns, which are finite.
       embeddings: [B_l, K_l, N] each, the same dtype; N a multiple of 8.
       parents: None for the first level, then [B_l] int32 into the batch of the level before.
-      config: a legal configuration (`illegal_reason`); its class decides which columns a tile has,
-        and a `ResidentCompressionConfig` selects the kernel of `resident`.
-      num_sms: streaming multiprocessors of the device.
+      config: legal; its class decides which columns a tile has, and a `ResidentCompressionConfig`
+        selects the kernel of `resident`.
       interpret: False, or `plgpu.InterpretGPUParams` to run on a CPU; that needs `cluster=1`, and
         `num_sms=1` for a single launch.
-
-    Returns:
-      [B_last, M, N] in the inputs' dtype; accumulated in f32 over all levels, rounded once.
     """
     if isinstance(config, ResidentCompressionConfig):
         options = {"config": config, "num_sms": num_sms, "interpret": interpret}

@@ -23,11 +23,8 @@ from ikbo_jax.problems.resident_compression import Layout
 class Phase:
     """Static description of a level.
 
-    Attributes:
-      layout: how the level is divided among CTAs.
-      coarser: the level whose fragments this level adds, or None.
-      users: the coarser level's batch, or 0.
-      workers: CTAs of a group and a split; each has a range of column tiles.
+    `coarser` is the level whose fragments this one adds, or None, and `users` its batch, or 0;
+    `workers` are the CTAs of a group and a split, each with a range of column tiles.
     """
 
     batch: int

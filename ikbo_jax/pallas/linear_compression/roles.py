@@ -48,10 +48,7 @@ def _claimed_tiles(
     next_ticket: Callable[[Any], Any],
     body: Callable[[Tile, Any, Callable[[], Any]], tuple[Any, Any]],
 ) -> None:
-    """Calls `body(tile, step, take_next)` for this CTA's tickets, until a ticket names no tile.
-
-    `body` calls `take_next()` for the next ticket, and returns the ticket and the next step.
-    """
+    """Calls body(tile, step, take_next), which returns (ticket, step), until no tile is left."""
 
     def one(carry: tuple[Any, Any, Any]) -> tuple[Any, Any, Any]:
         i, ticket, step = carry

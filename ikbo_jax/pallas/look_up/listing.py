@@ -117,12 +117,7 @@ def _list_several(ctx: WarpgroupContext, threads: Threads, found: _Found) -> Any
 
 
 def _sort(ctx: WarpgroupContext, threads: Threads, begins: jax.Array, count: jax.Array) -> Any:
-    """Sorts each warp's list by user, from `listed` to `by_user`; returns the number of all.
-
-    Args:
-      begins: where the warp's list begins.
-      count: its candidates.
-    """
+    """Sorts each warp's list, of `count` from `begins` on, by user; returns the number of all."""
     shape, shared, counts = ctx.shape, ctx.shared, ctx.shared.counts
     most = shape.listed_users * threads.warps
     warp, lane = divided(threads.number(), LANES)

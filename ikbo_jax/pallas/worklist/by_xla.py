@@ -93,10 +93,7 @@ def masked_tiles(
 
 
 def by_blocks(listed: TileList, unit: int, keys_per_group: int | None = None) -> TileList:
-    """Sorts tiles by groups of keys, if any, and by falling numbers of blocks of `unit` keys.
-
-    Tiles without keys are the last.
-    """
+    """Sorts tiles by groups of keys, then by falling numbers of blocks; those without are last."""
     is_tile = jnp.arange(listed.words.shape[0], dtype=jnp.int32) < listed.counts[1]
     blocks = jnp.where(is_tile, -(-listed.words[:, KV_LENGTH] // unit), -1)
     groups = listed.words[:, KV_START] // (keys_per_group or 2**31 - 1)
@@ -199,10 +196,8 @@ def _cut(
 ) -> tuple[list[jax.Array], jax.Array, jax.Array]:
     """Cuts segments, which have `total` rows, into tiles of at most `size` rows.
 
-    Args:
-      segments: sequences, then gaps.
-      words: of the sequences' tiles, [sequences] int32 each; the words of gaps are 0.
-      cost: of the sequences; the most expensive sequences come first, and gaps last.
+    Segments are sequences, then gaps; `words` and `cost` are of the sequences, [sequences] int32
+    each, and 0 of gaps. The most expensive sequences come first, and gaps last.
 
     Returns:
       Columns of a list of tiles: first rows read and written, numbers of rows, and `words`; the

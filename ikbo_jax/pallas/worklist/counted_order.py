@@ -57,10 +57,7 @@ ACCESSES, ELEMENTS = 4, 8
 
 @dataclasses.dataclass(frozen=True)
 class Shape:
-    """Static description of a launch.
-
-    `vectors` is the number of 16-byte parts of a candidate's queries; 0 if they are not copied.
-    """
+    """Static description of a launch that copies `vectors` 16-byte parts of a candidate, or 0."""
 
     batch: int
     users: int
@@ -138,13 +135,11 @@ def by_user(cand_to_user: jax.Array, users: int) -> jax.Array:
 def count_order(
     query: jax.Array | None, index: jax.Array, users: int, *, has_position: bool = False
 ) -> Order:
-    """Launches the kernel that orders candidates by user.
+    """Launches the kernel that orders candidates by user; `fits(B, users)`.
 
-    Args:
-      query: [B, T, N, H] of 16 bits; H is a multiple of 8. None: the launch copies no queries.
-      index: [B] int32, clamped to [0, users).
-      users: U. `fits(B, U)`.
-      has_position: whether the launch also returns the inverse of the order.
+    `query` [B, T, N, H] has 16 bits, and H is a multiple of 8; None: the launch copies no queries.
+    `index` [B] int32 is clamped to [0, users). With `has_position`, the launch also returns the
+    inverse of the order.
     """
     vectors = 0 if query is None else math.prod(query.shape[1:]) // ELEMENTS
     shape = Shape(index.shape[0], users, vectors)

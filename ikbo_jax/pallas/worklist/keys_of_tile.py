@@ -32,14 +32,6 @@ class Bounds(NamedTuple):
 
     Keys are counted from the sequence's first. No row sees a key outside of [first, last). All rows
     see the keys in [begin, end), except perhaps some in [gap_begin, gap_end).
-
-    Attributes:
-      first: least begin of a range.
-      last: largest end of a range.
-      begin: largest begin of a range.
-      end: least end of a range.
-      gap_begin: least begin of a gap.
-      gap_end: largest end of a gap.
     """
 
     first: Any
@@ -81,14 +73,11 @@ def _bounds(rule: Rule, sequence: Sequence, first: Any, last: Any) -> Bounds:
 def keys_of_tile(
     rule: Rule, position: Any, rows: Any, sequence: Sequence, unit: int, divide: Any
 ) -> Keys:
-    """Finds the keys of a tile, and its mask.
+    """Finds the keys of a tile of `rows` rows, at least 1, and its mask.
 
-    Args:
-      position: of the tile's first row among the keys of its sequence.
-      rows: of the tile, at least 1.
-      sequence: unclamped numbers.
-      unit: keys of a block.
-      divide: divides numbers that are not negative by `unit`, rounding down.
+    `position` is the first row's among the keys of its sequence, whose numbers are unclamped.
+    `unit` is the keys of a block, by which `divide` divides numbers that are not negative, rounding
+    down.
     """
     given, sequence = sequence, sequence.clamped(rule)
     last_row = position + rows - 1
@@ -114,9 +103,8 @@ def keys_of_tile(
 def _cuts(bounds: Bounds, first: Any, skipped: Any, unit: int, divide: Any) -> tuple[Any, ...]:
     """Finds which blocks a consumer masks.
 
-    Returns:
-      The blocks that no range begins in or after; the first block in which a range ends; first
-      block, and last block plus 1, of gaps.
+    Returns the blocks that no range begins in or after; the first block in which a range ends;
+    first block, and last block plus 1, of gaps.
     """
 
     def block(key: Any, rest: int = 0) -> Any:

@@ -55,8 +55,6 @@ class Sizes:
     """Static description of query rows.
 
     Attributes:
-      kv_len: keys of a user.
-      q_len: queries of a candidate.
       group: query heads that share a key head.
       block_q: query rows of a block.
       splits: parts of a user's rows.

@@ -80,12 +80,8 @@ def pack(query: jax.Array, cand_to_user: jax.Array, users: int) -> Order:
     """Copies candidates into the order of users, without their positions.
 
     Candidates of one user stay in their order, unless XLA sorts the candidates, and users below 0
-    are among them.
-
-    Args:
-      query: [B, T, N, H] of 16 bits; H is a multiple of 8.
-      cand_to_user: [B] int32, clamped to [0, users).
-      users: U.
+    are among them. `query` [B, T, N, H] has 16 bits, H is a multiple of 8, and `cand_to_user` [B]
+    int32 is clamped to [0, users).
     """
     shape = Shape(query.shape[0], users, math.prod(query.shape[1:]) // ELEMENTS)
     if not shape.fits:

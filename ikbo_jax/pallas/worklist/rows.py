@@ -69,11 +69,8 @@ def make_rows(
 ) -> Rows:
     """Numbers the rows by a launch; if there are too many candidates or users, by XLA.
 
-    Args:
-      cand_to_user: [B] int32; clamped to [0, users).
-      lengths: [U] int32, clamped to [0, kv_len], or None for kv_len.
-      sizes: of the problem.
-      interpret: False, or `plgpu.InterpretGPUParams` to run on a CPU.
+    `cand_to_user` [B] int32 is clamped to [0, users), and `lengths` [U] int32 to [0, kv_len]; None
+    means kv_len.
     """
     if not numbering.fits(sizes):
         return by_xla(cand_to_user, lengths, sizes, orders_by_launch=not interpret)

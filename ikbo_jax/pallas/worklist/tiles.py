@@ -176,10 +176,7 @@ def _list_query_tiles(ctx: SegmentContext) -> None:
 
 
 def shared_words(shapes: tuple[Shape, ...], arrays: Arrays, own: int, exchanged: int) -> Shared:
-    """Declares `Shared` for lists of queries and, for a gradient, of keys.
-
-    `own` is the number of a CTA's segments, `exchanged` the number of each warp's words in `parts`.
-    """
+    """Declares `Shared` for CTAs of `own` segments; each warp has `exchanged` words in `parts`."""
     queries, threads = shapes[0], shapes[0].warpgroups * WARPGROUP_SIZE
     each = memory.Words((own,))
     return Shared(
@@ -208,15 +205,10 @@ def own_segments(shapes: tuple[Shape, ...]) -> int:
 
 
 def query_tiles(offsets: Offsets, *, size: int, unit: int = 1, interpret: Any = False) -> TileList:
-    """Lists tiles of queries; entries past the last tile are arbitrary.
+    """Lists tiles of queries of at most `size` rows; entries past the last tile are arbitrary.
 
-    XLA computes the list if offsets and index have more than `MOST_LISTED_WORDS` elements.
-
-    Args:
-      offsets: of the sequences.
-      size: largest number of rows of a tile.
-      unit: keys of a block; sequences with equally many blocks stay in order.
-      interpret: False, or `plgpu.InterpretGPUParams` to run on a CPU.
+    Sequences with equally many blocks of `unit` keys stay in order. XLA computes the list if
+    offsets and index have more than `MOST_LISTED_WORDS` elements.
     """
     operands = offsets.arrays
     if sum(x.shape[0] for x in operands if x is not None) > MOST_LISTED_WORDS:
