@@ -28,10 +28,15 @@ def absolute_links(text: str, source: str, document: str = "README.md") -> str:
     return LINK.sub(replaced, text)
 
 
-def long_description() -> str:
-    """Reads the first page, with the address of the sources that pyproject.toml names."""
+def source() -> str:
+    """Reads the address of the sources from pyproject.toml."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]
-    return absolute_links((ROOT / "README.md").read_text("utf-8"), project["urls"]["Source"])
+    return str(project["urls"]["Source"])
+
+
+def long_description() -> str:
+    """Reads the first page, with absolute links."""
+    return absolute_links((ROOT / "README.md").read_text("utf-8"), source())
 
 
 if __name__ == "__main__":

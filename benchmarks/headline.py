@@ -168,8 +168,9 @@ def _points(row: Row, results: Record) -> list[Record]:
 
 
 def _duration(ms: float) -> str:
-    """Formats a time with three digits."""
-    return f"{ms:#.3g} ms" if ms >= 1 else f"{ms * 1e3:#.3g} µs".replace(". ", " ")
+    """Formats a time with three digits; the space does not break."""
+    number, unit = (ms, "ms") if ms >= 1 else (ms * 1e3, "µs")
+    return f"{number:#.3g}".removesuffix(".") + f"\u00a0{unit}"
 
 
 def cells(row: Row, files: Sequence[Record]) -> tuple[str, ...]:

@@ -83,7 +83,7 @@ class Ranking:
             name: metrics.Gauge(f"ikbo_{name}", description=f"{name} of the scorer")
             for name in ("hit_rate", "compilations", "padding", "calls", "evictions")
         }
-        self.refused = ""
+        self.refused, self.started = "", False
         # To collect garbage among all objects of JAX and Ray would stop the replica for 0.1 s.
         gc.collect()
         gc.freeze()
@@ -92,19 +92,23 @@ class Ranking:
     async def reconfigure(self, config: dict[str, Any]) -> None:
         """Ray Serve calls this with the deployment's `user_config`, whenever it changes.
 
-        Weights that cannot be used are refused, and the replica goes on with those it has: an error
-        here would end it, and all others.
+        The first call comes before the first request: a replica that cannot use the current weights
+        must not answer with others, so it does not start. Later, weights that cannot be used are
+        refused, and the replica goes on with those it has: an error here would end it, and all
+        others.
         """
         version = str(config["weights"]) or self.source.newest
         self.refused = ""
-        if version == self.scorer.metrics.weights:
-            return
-        try:
-            weights = await asyncio.to_thread(self.source.weights, version)
-            await asyncio.to_thread(self.scorer.set_weights, weights, version)
-        except Exception as error:
-            self.refused = f"weights {version}: {error}"
-            LOGGER.exception("refused weights %s", version)
+        if version != self.scorer.metrics.weights:
+            try:
+                weights = await asyncio.to_thread(self.source.weights, version)
+                await asyncio.to_thread(self.scorer.set_weights, weights, version)
+            except Exception as error:
+                if not self.started:
+                    raise
+                self.refused = f"weights {version}: {error}"
+                LOGGER.exception("refused weights %s", version)
+        self.started = True
 
     async def check_health(self) -> None:
         """Ray Serve replaces a replica for which this raises, or does not return in time."""
@@ -255,11 +259,12 @@ def build(fields: dict[str, Any]) -> serve.Application:
     return deployment.bind(settings)
 
 
-def configuration(settings: Settings, weights: str = "") -> dict[str, Any]:
+def configuration(settings: Settings, weights: str) -> dict[str, Any]:
     """What `serve deploy` reads.
 
-    Deployed again with another version of the weights alone, replicas take these as they run:
-    `user_config` is the part of a configuration that needs no new replicas.
+    `user_config` is the one place that holds the current version of the weights: replicas that
+    start later begin with it. Deployed again with another version alone, replicas take it as they
+    run: `user_config` is the part of a configuration that needs no new replicas.
     """
     return {
         "applications": [
@@ -268,9 +273,7 @@ def configuration(settings: Settings, weights: str = "") -> dict[str, Any]:
                 "route_prefix": "/",
                 "import_path": "examples.serving.app:build",
                 "args": dataclasses.asdict(settings),
-                "deployments": [
-                    {"name": "Ranking", "user_config": {"weights": weights or settings.weights}}
-                ],
+                "deployments": [{"name": "Ranking", "user_config": {"weights": weights}}],
             }
         ]
     }

@@ -67,7 +67,7 @@ class Settings:
     queued: int = 256
     timeout_ms: float = 2000
     body_bytes: int = 1 << 20
-    body_s: float = 5
+    body_s: float = 2
     sticky: bool = False
     health_s: float = 2
 

@@ -16,6 +16,7 @@ from ikbo_jax.ops import (
     attention_vmap,
     dispatch,
     own_tokens,
+    pages,
     reverse_only,
 )
 from ikbo_jax.ops.attention_vmap import LSE, QUERY, SPLIT, Arrays
@@ -45,6 +46,7 @@ def attention(
     logit_cap: float | None = None,
     key_value_seq_lengths: jax.Array | None = None,
     key_value_ranges: jax.Array | None = None,
+    page_table: jax.Array | None = None,
     self_key: jax.Array | None = None,
     self_value: jax.Array | None = None,
     indices_are_sorted: bool = False,
@@ -65,6 +67,7 @@ def attention(
     logit_cap: float | None = None,
     key_value_seq_lengths: jax.Array | None = None,
     key_value_ranges: jax.Array | None = None,
+    page_table: jax.Array | None = None,
     self_key: jax.Array | None = None,
     self_value: jax.Array | None = None,
     indices_are_sorted: bool = False,
@@ -85,6 +88,7 @@ def attention(
     logit_cap: float | None = None,
     key_value_seq_lengths: jax.Array | None = None,
     key_value_ranges: jax.Array | None = None,
+    page_table: jax.Array | None = None,
     self_key: jax.Array | None = None,
     self_value: jax.Array | None = None,
     indices_are_sorted: bool = False,
@@ -104,6 +108,7 @@ def attention(
     logit_cap: float | None = None,
     key_value_seq_lengths: jax.Array | None = None,
     key_value_ranges: jax.Array | None = None,
+    page_table: jax.Array | None = None,
     self_key: jax.Array | None = None,
     self_value: jax.Array | None = None,
     indices_are_sorted: bool = False,
@@ -134,6 +139,9 @@ def attention(
       key_value_ranges: [B, 2] int32, a candidate sees the keys from begin to end - 1 of its user,
         also clamped; None means all. So impressions at different times can share one history. The
         kernel for users with few queries takes ranges; gradients with ranges run in XLA.
+      page_table: [U, most] int32, the pages of every user in their order. `key` and `value` are
+        then [pages, page, K, H], S is most · page, and the lengths are required. Pages out of range
+        are clamped. No kernel reads pages yet: XLA gathers them before the op runs.
       self_key: [B, T_self, K, H], same dtype: further keys, which belong to one candidate; its
         queries attend to all of them in addition to the user's keys. None: there are none. The
         kernels merge one token; in XLA, all T · T_self scores of a candidate are in memory at once.
@@ -173,6 +181,8 @@ def attention(
 
     Source: Meta IKBO, flash attention with in-kernel broadcast, on the PyTorch blog.
     """
+    if page_table is not None:
+        key, value = pages.laid_out(key, value, page_table, key_value_seq_lengths, implementation)
     arrays = Arrays(query, key, value, cand_to_user, key_value_seq_lengths, key_value_ranges)
     request = arguments.request(
         "attention",
@@ -193,6 +203,8 @@ def attention(
         return_residuals=arguments.flag("return_residuals", return_residuals),
     )
     plan = _OP.plan(call, arrays)
+    if page_table is not None:
+        plan = pages.noted(plan)
     self_tokens = None
     if self_key is not None and self_value is not None and self_key.shape[1]:
         self_tokens = (self_key, self_value)

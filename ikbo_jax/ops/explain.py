@@ -89,7 +89,7 @@ def explain(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Explanation:
       An `Explanation`; print it, or its `details`.
 
     Raises:
-      Whatever `fn` raises while it is traced.
+      Exception: whatever `fn` raises while it is traced.
     """
     leaves, treedef = jax.tree.flatten((args, kwargs))
     traced = [_is_to_trace(leaf) for leaf in leaves]

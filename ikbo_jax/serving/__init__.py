@@ -8,6 +8,7 @@ from ikbo_jax.serving.admission import Admission
 from ikbo_jax.serving.answers import Metrics
 from ikbo_jax.serving.batches import BadRequestError, Buckets, Request
 from ikbo_jax.serving.offline import rank_arrays, rank_offline
+from ikbo_jax.serving.pages import PageMetrics, PagePool
 from ikbo_jax.serving.programs import Model, use_cache_folder
 from ikbo_jax.serving.scorer import Scorer
 
@@ -17,6 +18,8 @@ __all__ = [
     "Buckets",
     "Metrics",
     "Model",
+    "PageMetrics",
+    "PagePool",
     "Request",
     "Scorer",
     "rank_arrays",

@@ -30,7 +30,7 @@ from ikbo_jax.serving.batches import (
 )
 from ikbo_jax.serving.features import Features, FeaturesOf
 from ikbo_jax.serving.packing import Column, Packing, fill
-from ikbo_jax.serving.programs import Model, Programs, compilations, specs_of
+from ikbo_jax.serving.programs import Model, Programs, check_finite, compilations, specs_of
 from ikbo_jax.serving.users import UserCache
 
 #: Scorers whose calls are waited for when the process ends.
@@ -83,9 +83,9 @@ class Scorer:
 
     Raises:
       ValueError: if the states of the largest bucket's users take more than `user_bytes`, a weight
-        is not an array, a candidate has no array, JAX would cut a feature to another dtype (64 bits
-        without jax_enable_x64), `score` returns anything but one array, or a result of the model
-        has another first axis than its inputs.
+        is not an array or not finite, a candidate has no array, JAX would cut a feature to another
+        dtype (64 bits without jax_enable_x64), `score` returns anything but one array, or a result
+        of the model has another first axis than its inputs.
     """
 
     def __init__(
@@ -103,6 +103,7 @@ class Scorer:
     ) -> None:
         self.buckets = buckets or Buckets()
         self.specs = specs_of(model, weights, user, candidate)
+        check_finite(weights)
         self._weights_form = Form(self.specs.weights, "weights")
         self._candidate_form = Form(candidate, "candidates")
         state = jax.tree.leaves(self.specs.state)
@@ -181,9 +182,12 @@ class Scorer:
         """Scores later calls with other weights, and forgets users' states.
 
         Raises:
-          ValueError: if structure, shape or dtype differ from the weights so far.
+          ValueError: if structure, shape or dtype differ from the weights so far, or a weight is
+            not finite. The scorer then keeps its weights.
         """
-        placed = self._on_device(self._weights_form.leaves_of(weights, stacked=False))
+        leaves = self._weights_form.leaves_of(weights, stacked=False)
+        check_finite(jax.tree.unflatten(self._weights_form.structure, leaves))
+        placed = self._on_device(leaves)
         with self._lock:
             self._weights, self._version = placed, version
             self._users.clear()

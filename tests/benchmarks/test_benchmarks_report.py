@@ -148,8 +148,8 @@ def test_a_row_of_the_first_page_compares_the_fastest_alternative_of_every_size(
         "a",
         "2 drawn, 1 slower",
         "b",
-        "2.00 ms",
-        "2.00 ms",
+        "2.00\u00a0ms",
+        "2.00\u00a0ms",
         "1.00×",
         "H200, `0123456`",
     )

@@ -95,12 +95,11 @@ def test_other_weights_fail_no_request(session):
     assert found["wrong"] == 0
     assert found["weights"] == ["1", "2"]
     assert found["after"] == ["2"]
-    # Weights that cannot be used are refused.
+    # Weights that cannot be used are refused, and no replica hears of them.
     found = found["wrong_version"]
     assert found["statuses"] == {"200": found["asked"]}
     assert (found["wrong"], found["weights"]) == (0, ["2"])
-    assert len(found["refused"]) == 2
-    assert all(text.startswith("weights no version: invalid literal") for text in found["refused"])
+    assert found["refused"].startswith("weights no version are refused: invalid literal")
 
 
 def test_overload_is_refused_not_queued(session):
@@ -115,6 +114,24 @@ def test_a_killed_replica_loses_no_request(session):
     assert found["statuses"] == {"200": found["asked"]}
     assert found["wrong"] == 0
     assert (found["replicas_after"], found["same"]) == (2, 1)
+    # The replacement starts on the weights that were given to running replicas.
+    assert (found["weights"], found["current"]) == (["2"], ["2", "2"])
+
+
+def test_haproxy_is_replaced(session):
+    found = session["front_end"]
+    # Nobody listens, or no replica is known yet; then all is well.
+    assert found["statuses"].keys() <= {"0", "200", "503"}
+    assert found["wrong"] == 0
+    assert found["seconds"] < 100
+
+
+def test_requests_under_way_are_answered_at_the_end(session):
+    """A status of 0 is a connection that nobody accepted."""
+    found = session["drain"]
+    assert found["statuses"].keys() <= {"0", "200", "503"}
+    assert found["statuses"]["200"] > 0
+    assert found["wrong"] == 0
 
 
 def test_no_replica_compiles_while_serving(session):

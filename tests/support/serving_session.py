@@ -9,6 +9,7 @@ import asyncio
 import collections
 import json
 import os
+import pathlib
 import signal
 import sys
 import time
@@ -135,10 +136,12 @@ class Session:
         # Requests after the swap have the new weights alone.
         told += (after := await load.send(self.url, self.plan(seed=3, seconds=1)))
         found = self.outcome(told) | {"after": sorted({one.weights for one in after})}
-        await asyncio.to_thread(self.service.deploy, "no version")
+        refused = ""
+        try:
+            await asyncio.to_thread(self.service.deploy, "no version")
+        except ValueError as error:
+            refused = str(error)
         told = await load.send(self.url, self.plan(seed=4, seconds=1))
-        refused = [fields["refused"] for fields in (await load.metrics(self.url, 2)).values()]
-        await asyncio.to_thread(self.service.deploy, "2")
         return found | {"wrong_version": self.outcome(told) | {"refused": refused}}
 
     async def kill(self) -> dict[str, Any]:
@@ -153,7 +156,35 @@ class Session:
             after = await load.metrics(self.url, 2, limit_s=3)
             if len(after) == 2:
                 break
-        return found | {"replicas_after": len(after), "same": len(before.keys() & after.keys())}
+        return found | {
+            "replicas_after": len(after),
+            "same": len(before.keys() & after.keys()),
+            "current": [fields["weights"] for fields in after.values()],
+        }
+
+    async def front_end(self) -> dict[str, Any]:
+        """What becomes of HAProxy, and of requests, when it is killed; seconds to an answer."""
+        (haproxy,) = [
+            int(path.parent.name)
+            for path in pathlib.Path("/proc").glob("[0-9]*/cmdline")
+            if str(self.service.folder).encode() in (line := path.read_bytes()) and b"-db" in line
+        ]
+        os.kill(haproxy, signal.SIGKILL)
+        start, told = time.monotonic(), []
+        while time.monotonic() < start + 100:
+            told += (newest := await load.send(self.url, self.plan(rate=4, seconds=1, retries=0)))
+            if newest and all(one.status == 200 for one in newest):
+                break
+        return self.outcome(told) | {"seconds": time.monotonic() - start}
+
+    async def drain(self) -> dict[str, Any]:
+        """Requests that are under way when the service is to end."""
+        sending = asyncio.create_task(
+            load.send(self.url, self.plan(rate=200, seconds=0.5, seed=6, retries=0))
+        )
+        await asyncio.sleep(0.4)
+        await asyncio.to_thread(self.service.drain)
+        return self.outcome(await sending)
 
     async def overload(self) -> dict[str, Any]:
         """Far more requests at once than may wait."""
@@ -169,6 +200,8 @@ class Session:
             "metrics": await load.metrics(self.url, 2),
             "kill": await self.kill(),
             "metrics_of_replacement": await load.metrics(self.url, 2),
+            "front_end": await self.front_end(),
+            "drain": await self.drain(),
         }
 
 
