@@ -328,19 +328,6 @@ def assert_found(case: Case, launches: interpreter.Launches) -> None:
     planted.assert_found(lambda: interpret(case.inputs(), case), launches)
 
 
-@pytest.mark.parametrize("pending", [0, 1])
-def test_interpreted_block_handed_back_too_early_is_found(
-    pending: int, monkeypatch: pytest.MonkeyPatch, launches: interpreter.Launches
-) -> None:
-    """Keys (1 group pending) or values (0) go back before the wait that says they were read.
-
-    Both consumers use every block. Where each uses every second one, no block of keys is loaded
-    before the values of the block in between are free.
-    """
-    planted.early_hand_back(monkeypatch, pending)
-    assert_found(Case((0,) * 70, 16 * 6, config=WIDE), launches)
-
-
 def test_interpreted_sums_taken_too_early_are_found(
     monkeypatch: pytest.MonkeyPatch, launches: interpreter.Launches
 ) -> None:
