@@ -14,6 +14,7 @@ from benchmarks import attention_gradient as of_attention_gradient
 from benchmarks import gdpa as of_gdpa
 from benchmarks import linear_compression as of_linear_compression
 from benchmarks import linear_compression_gradient as of_linear_compression_gradient
+from benchmarks import look_up as of_look_up
 from benchmarks.records import OUR_NAME, Bars, Record, is_on_gpu, mib, points_of, provider_of
 
 #: Header and rows.
@@ -291,6 +292,13 @@ def linear_compression_sweeps(results: Record) -> str:
     if not points:
         return ""
     return f"{markdown_table(*table)}{missing}\n{provenance(results)}"
+
+
+def look_up(results: Record) -> dict[str, str]:
+    """Makes the table of all points."""
+    points = [*map(of_look_up.standard, results["points"])]
+    names = ("gather", of_look_up.LOOK_UP, "jax.ops.segment_sum in f32", of_look_up.SEGMENT_SUM)
+    return {"look-up": markdown_table(*times(points, [(name, name) for name in names]))}
 
 
 def _ceilings(results: Record) -> str:
