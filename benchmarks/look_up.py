@@ -191,17 +191,13 @@ def measure_point(point: Point, run: harness.Run) -> dict[str, Any]:
     def compiled(name: str, op: str, fn: Callable[..., jax.Array]) -> harness.Contender:
         prepared = lambda: (fn, (user if op == "look_up" else values, index))  # noqa: E731
         check = functools.partial(compare, name)
-        return harness.compile_and_check(name, op, prepared, check, why_not=_why_not(name))
+        return harness.compile_and_check(name, op, prepared, check, why_not=why_not)
 
+    # XLA's scatters of the largest arrays do not run.
+    why_not = harness.why_too_large
     contenders = [compiled(name, op, fn) for name, (op, fn) in providers(sizes).items()]
     protocol = dataclasses.replace(run.protocol, short_ms=math.inf)
     return harness.measure(contenders, protocol)
-
-
-def _why_not(name: str) -> Callable[[Exception], dict[str, str]]:
-    """XLA's scatters of the largest arrays do not run; this library's ops have to."""
-    is_ours = name in (LOOK_UP, SEGMENT_SUM)
-    return harness.why_not_run if is_ours else lambda failure: {"skipped": repr(failure)[:80]}
 
 
 def standard(point: Record) -> Record:

@@ -34,16 +34,13 @@ NOT_MEASURED = "Not measured yet.\n"
 ATTENTION = {
     "copies-cudnn": "cuDNN, keys and values copied",
     "grouped-cudnn": "cuDNN, queries grouped by hand",
-    "grouped-tokamax": "tokamax, queries grouped by hand",
     "xla": "ikbo-jax in XLA",
     OUR_NAME: "ikbo-jax",
 }
-ATTENTION_COLUMNS = [(n, words) for n, words in ATTENTION.items() if n != "grouped-tokamax"]
 #: Columns of the tables of gdpa; a yardstick only if it was timed.
 GDPA = (
     ("xla", "ikbo-jax in XLA"),
     ("cudnn-softmax", "cuDNN softmax (another function)"),
-    ("tokamax-softmax", "tokamax softmax (another function)"),
     ("cudnn-softmax-padded", "cuDNN softmax, padded"),
     (OUR_NAME, "ikbo-jax"),
 )
@@ -179,7 +176,7 @@ def attention(results: Record) -> dict[str, str]:
     of_others = [(OUR_NAME, ""), ("grouped-cudnn", ATTENTION["grouped-cudnn"])]
     first = "S", lambda p: str(p["problem"]["kv_len"])
     return {
-        "attention-lengths": _op_table(results, over_s, ATTENTION_COLUMNS, bars, first=first),
+        "attention-lengths": _op_table(results, over_s, [*ATTENTION.items()], bars, first=first),
         "attention-sweeps": _op_table(results, others, of_others, bars),
     }
 
@@ -192,7 +189,7 @@ def attention_gradient(results: Record) -> dict[str, str]:
         "S=2048, unless the point says otherwise.\n\n"
     )
     bars, points = of_attention_gradient.bars, results["points"]
-    return {"attention-gradient": _op_table(results, points, ATTENTION_COLUMNS, bars, words)}
+    return {"attention-gradient": _op_table(results, points, [*ATTENTION.items()], bars, words)}
 
 
 def gdpa_prefix(results: Record) -> str:
