@@ -63,6 +63,7 @@ class Shape:
       prefetches: whether a CTA prefetches its first candidates' queries while it lists them.
       table: the table that CTAs make of a sorted index; None if they search it, or list candidates.
       cap: of the scores, before `log2_scale`.
+      page: positions of a page, a multiple of a block's keys; 0: a user's keys are in one array.
     """
 
     batch: int
@@ -85,6 +86,7 @@ class Shape:
     prefetches: bool = False
     table: UserTable | None = None
     cap: Cap | None = None
+    page: int = 0
 
     @property
     def rows(self) -> int:
@@ -115,6 +117,8 @@ class Operands(NamedTuple):
     ranges: Any = None
     self_key: Any = None
     self_value: Any = None
+    # [U * most] int32, each user's pages; key and value are then [pages, page, K, H].
+    pages: Any = None
 
 
 class Outputs(NamedTuple):
