@@ -328,6 +328,8 @@ class FewQueriesConfig(Config):
             return reason
         if reason := self._why_not_ranges(problem):
             return reason
+        if problem.page % self.block_kv:
+            return f"block_kv must divide pages of {problem.page} positions, but is {self.block_kv}"
         is_wide = self.has_all_columns(problem.head_dim)
         if is_wide and self.block_kv > MAX_WIDE_BLOCK_KV:
             return (

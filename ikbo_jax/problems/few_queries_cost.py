@@ -72,8 +72,8 @@ def serves(problem: Any) -> bool:
     items = p.batch * p.q_len / WGMMA_M * p.q_heads
     most = MAX_QUERIES if p.users > 1 or items > NUM_SMS else MAX_QUERIES_OF_WAVE
     return (
-        # Ranges of keys have no other kernel.
-        (0 < problem.q_len <= most or p.has_ranges)
+        # Ranges of keys, and pages, have no other kernel.
+        (0 < problem.q_len <= most or p.has_ranges or p.page > 0)
         and min(p.batch, p.users, p.q_len, p.kv_len, p.q_heads) > 0
         and problem.q_heads % problem.kv_heads == 0
     )

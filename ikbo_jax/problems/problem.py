@@ -174,11 +174,11 @@ def positive(value: Any, name: str) -> int:
 
 
 def sizes_from_json(cls: type, fields: Mapping[str, Any]) -> dict[str, int]:
-    """Reads a dataclass's integers; raises ValueError if one is malformed."""
+    """Reads a dataclass's integers without defaults; raises ValueError if one is malformed."""
     sizes = {
         field.name: size(fields.get(field.name), field.name)
         for field in dataclasses.fields(cls)
-        if field.type == "int"
+        if field.type == "int" and field.default is dataclasses.MISSING
     }
     positive(fields.get("kv_heads"), "kv_heads")
     return sizes

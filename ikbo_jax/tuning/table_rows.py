@@ -54,8 +54,8 @@ class Row:
         problem = {
             name: list(value) if isinstance(value, tuple) else value
             for name, value in dataclasses.asdict(self.problem).items()
-            # Rows are of candidates sorted by user, and of calls without masks, ranges or caps.
-            if name not in ("is_sorted", "mask", "has_ranges", "has_logit_cap")
+            # Rows are of sorted candidates, and of calls without masks, ranges, caps or pages.
+            if name not in ("is_sorted", "mask", "has_ranges", "has_logit_cap", "page")
         }
         fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
         measurement = {k: v for k, v in fields.items() if k not in ("problem", "config")}

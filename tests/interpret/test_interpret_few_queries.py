@@ -242,6 +242,19 @@ OWN = (
     *("negative_scale_f16_h96_ranges", "listed_lengths_gqa_h96_ranges", "turns_wide"),
 )
 CASES |= {f"{name}_own": dataclasses.replace(CASES[name], has_own=True) for name in OWN}
+#: Cases whose keys and values are in pages of one, two or three blocks.
+CASES |= {
+    f"{name}_pages_{page}": dataclasses.replace(CASES[name], keys=keys, page=page)
+    for name, keys, page in (
+        ("even_blocks", 64, 16),
+        ("odd_blocks_users_without_candidates", 96, 32),
+        ("rows_150_wide_lengths_ranges_own", 64, 32),
+        ("listed_lengths_gqa_h96", 48, 16),
+        ("listed_bundles_split_gqa_lengths_ranges_own", 96, 48),
+        ("h256_listed_split_lengths", 96, 32),
+        ("split_lengths_gqa", 96, 32),
+    )
+}
 CASES |= {
     f"{name}_searched": dataclasses.replace(CASES[name], searches=True)
     for name in (
@@ -261,11 +274,13 @@ CASES |= {
 
 
 def interpret(inputs: problems.AttentionInputs, case: Case) -> tuple[jax.Array, jax.Array]:
+    inputs, pages = case.in_pages(inputs)
     inputs, targets = packed(inputs, case)
     run = functools.partial(
         few_queries_kernel,
         key_value_ranges=case.ranges,
         **case.own,
+        **pages,
         scale=case.scale,
         logit_cap=case.logit_cap,
         targets=targets,

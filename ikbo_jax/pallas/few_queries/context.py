@@ -53,6 +53,7 @@ class Shape:
         found or listed once: 1, or groups of query heads.
       listed: most candidates of an item, if CTAs list them because the index is not sorted; else 0.
       table: the table that CTAs make of a sorted index; None if they search it, or list candidates.
+      page: positions of a page, a multiple of a block's keys; 0: a user's keys are in one array.
     """
 
     batch: int
@@ -75,6 +76,7 @@ class Shape:
     prefetches: bool = False
     table: UserTable | None = None
     cap: Cap | None = None
+    page: int = 0
 
     @property
     def rows(self) -> int:
@@ -105,6 +107,8 @@ class Operands(NamedTuple):
     ranges: Any = None
     self_key: Any = None
     self_value: Any = None
+    # [U * most] int32, each user's pages; key and value are then [pages, page, K, H].
+    pages: Any = None
 
 
 class Outputs(NamedTuple):

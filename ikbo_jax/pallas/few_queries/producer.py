@@ -62,9 +62,12 @@ def _load_block(
     size, parts = ctx.config.block_kv, ctx.block_parts
     ring.await_reuse(step)
     tiles, ready = ring.copied(step), ring.ready_at(step)
+    first_key = block * size
+    if ctx.shape.page:
+        user, first_key = _page_of(ctx, user, first_key)
 
     def load(begin: int, end: int) -> None:
-        keys = pl.ds(block * size + begin, end - begin)
+        keys = pl.ds(first_key + begin, end - begin)
         for i in range(tiles.shape[0]):
             columns = mosaic.block_columns(i, source.shape[-1], ctx.worker)
             target = tiles.at[i] if end - begin == size else tiles.at[i, pl.ds(begin, end - begin)]
@@ -92,6 +95,15 @@ def _load_block(
     is_whole = left > size - size // parts
     pl.when(is_whole)(load_whole)
     pl.when(~is_whole)(load_parts)
+
+
+def _page_of(ctx: Context, user: Any, first_key: Any) -> tuple[Any, Any]:
+    """Returns the page of a user's key, clamped to the pages, and the key's position in it."""
+    shape = ctx.shape
+    number = lax.div(first_key, shape.page)
+    page = ctx.operands.pages[user * (shape.kv_len // shape.page) + number]
+    page = jnp.clip(page, 0, ctx.operands.key.shape[0] - 1)
+    return page, first_key - number * shape.page
 
 
 def _load_first_block(ctx: Context, place: Place) -> Any:
