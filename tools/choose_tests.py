@@ -221,8 +221,8 @@ def main(arguments: list[str]) -> int:
     merging.add_argument("sources", type=pathlib.Path, nargs="+")
     choosing = commands.add_parser("choose", help="write tests/shares.txt")
     choosing.add_argument("file", type=pathlib.Path)
-    choosing.add_argument("--seconds", type=float, default=600.0, help="of the short suite's tests")
-    choosing.add_argument("--rate", type=float, default=4.0, help="least lines a second of a test")
+    choosing.add_argument("--seconds", type=float, default=450.0, help="of the short suite's tests")
+    choosing.add_argument("--rate", type=float, default=12.0, help="least lines a second of a test")
     choosing.add_argument("--shares", type=int, default=10)
     options = parser.parse_args(arguments)
     if options.command == "merge":

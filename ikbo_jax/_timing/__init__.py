@@ -63,8 +63,8 @@ def interleaved_ms(
 ) -> dict[str, list[float]]:
     """Times thunks interleaved, A B A B, so that a device that heats up slows all of them alike.
 
-    Calls `on_turn` with the name and the round, from 0, before each window. Returns for every thunk
-    one sample per round, in milliseconds per call.
+    Calls `on_turn` with the name and the round before each window. Returns for every thunk one
+    sample per round, in milliseconds per call.
     """
     samples: dict[str, list[float]] = {name: [] for name in thunks}
     for turn in range(rounds):

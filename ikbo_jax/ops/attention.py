@@ -20,7 +20,7 @@ from ikbo_jax.ops import (
     reverse_only,
 )
 from ikbo_jax.ops.attention_vmap import LSE, QUERY, SPLIT, Arrays
-from ikbo_jax.ops.op import Call, Folded, Named, Op
+from ikbo_jax.ops.op import Call, Named, Op
 from ikbo_jax.ops.partition import Rule, dimensions
 from ikbo_jax.ops.sharded import (
     aligned,
@@ -28,7 +28,6 @@ from ikbo_jax.ops.sharded import (
     run_kernel,
     zeros,
 )
-from ikbo_jax.ops.stacking import unstack
 from ikbo_jax.problems import AttentionConfig, AttentionProblem, FewQueriesConfig
 from ikbo_jax.problems.hopper import WGMMA_M
 from ikbo_jax.reference import attention as reference
@@ -141,7 +140,9 @@ def attention(
         kernel for users with few queries takes ranges; gradients with ranges run in XLA.
       page_table: [U, most] int32, the pages of every user in their order. `key` and `value` are
         then [pages, page, K, H], S is most · page, and the lengths are required. Pages out of range
-        are clamped. No kernel reads pages yet: XLA gathers them before the op runs.
+        are clamped. The kernel for users with few queries reads pages in place if `block_kv`
+        divides them; otherwise XLA gathers them before the op runs, and `explain` says why.
+        Gradients with pages run in XLA.
       self_key: [B, T_self, K, H], same dtype: further keys, which belong to one candidate; its
         queries attend to all of them in addition to the user's keys. None: there are none. The
         kernels merge one token; in XLA, all T · T_self scores of a candidate are in memory at once.
@@ -181,9 +182,8 @@ def attention(
 
     Source: Meta IKBO, flash attention with in-kernel broadcast, on the PyTorch blog.
     """
-    if page_table is not None:
-        key, value = pages.laid_out(key, value, page_table, key_value_seq_lengths, implementation)
-    arrays = Arrays(query, key, value, cand_to_user, key_value_seq_lengths, key_value_ranges)
+    given = query, key, value, cand_to_user, key_value_seq_lengths, key_value_ranges
+    arrays = Arrays(*given, page_table=page_table)
     request = arguments.request(
         "attention",
         implementation,
@@ -203,13 +203,15 @@ def attention(
         return_residuals=arguments.flag("return_residuals", return_residuals),
     )
     plan = _OP.plan(call, arrays)
-    if page_table is not None:
-        plan = pages.noted(plan)
+    if page_table is not None and not pages.are_read_by(plan):
+        arrays, why = pages.laid_out(arrays), (plan.cuda or plan).reason
+        plan = pages.noted(_OP.plan(call, arrays), why)
     self_tokens = None
     if self_key is not None and self_value is not None and self_key.shape[1]:
         self_tokens = (self_key, self_value)
         if any(own_tokens.are_merged_by(p, self_key) for p in (plan, plan.cuda) if p is not None):
-            arrays, self_tokens = Arrays(*arrays[:6], *self_tokens), None
+            arrays = arrays._replace(self_key=self_key, self_value=self_value)
+            self_tokens = None
         else:
             plan = own_tokens.noted(plan)
             if is_typed(self_tokens):
@@ -282,7 +284,8 @@ class _Call(Call):
 
 
 def _run_kernel(call: _Call, plan: dispatch.Plan, arrays: Arrays) -> _Results:
-    query, key, value, index, lengths, ranges, self_key, self_value = arrays
+    query, key, value, index, lengths, ranges, self_key, self_value, page_table = arrays
+    users = arrays.keys[0]
     # Imported here because Mosaic GPU takes 0.3 s to import.
     from ikbo_jax.pallas.few_queries import kernel as few_queries
     from ikbo_jax.pallas.flash import attention as kernel
@@ -290,7 +293,7 @@ def _run_kernel(call: _Call, plan: dispatch.Plan, arrays: Arrays) -> _Results:
 
     has_few_queries = isinstance(plan.config, FewQueriesConfig)
     order, targets, lists = None, None, False
-    if not call.indices_are_sorted and query.shape[0] > 1 and key.shape[0] > 1:
+    if not call.indices_are_sorted and query.shape[0] > 1 and users > 1:
         # A launch that lists candidates itself needs no order, and no other launch.
         lists = has_few_queries and plan.config.lists(plan.problem, call.request.num_sms)
         # The kernel reads and writes unsorted candidates in place only if T is a multiple of 64, so
@@ -298,17 +301,20 @@ def _run_kernel(call: _Call, plan: dispatch.Plan, arrays: Arrays) -> _Results:
         # the order of users, and the results are stored in the caller's order; keys and values stay
         # in place.
         if not lists and (has_few_queries or query.shape[1] % WGMMA_M):
-            query, index, targets, _ = pack.pack(query, index, key.shape[0])
+            query, index, targets, _ = pack.pack(query, index, users)
         elif not lists:
-            order = counted_order.by_user(index, key.shape[0])
+            order = counted_order.by_user(index, users)
     run: Any = functools.partial(
-        few_queries.few_queries_kernel, key_value_ranges=ranges, lists=lists
+        few_queries.few_queries_kernel,
+        key_value_ranges=ranges,
+        page_table=page_table,
+        lists=lists,
     )
     if not has_few_queries:
         run = functools.partial(kernel.attention_kernel, order=order)
     if own_tokens.are_merged_by(plan):
         run = functools.partial(run, self_key=self_key, self_value=self_value)
-    result: _Results = run(
+    return run(
         query,
         key,
         value,
@@ -321,10 +327,6 @@ def _run_kernel(call: _Call, plan: dispatch.Plan, arrays: Arrays) -> _Results:
         config=plan.config,
         num_sms=call.request.num_sms,
     )
-    return result
-
-
-_Folded = Folded[_Call, Arrays, _Results]
 
 
 class _Attention(Op[_Call, Arrays, _Results]):
@@ -362,6 +364,7 @@ class _Attention(Op[_Call, Arrays, _Results]):
             )
             out, lse = run_kernel(functools.partial(_run_kernel, kernel_call, plan), arrays)
         else:
+            arrays = pages.laid_out(arrays)
             out, lse = attention_grouped.decomposed(
                 *arrays[:5], ranges=arrays.ranges, **call.of_scores
             )
@@ -371,7 +374,9 @@ class _Attention(Op[_Call, Arrays, _Results]):
             out, lse = reference.merge_attention(out, lse, *own)
         return out, lse if call.return_residuals else None
 
-    def fold(self, call: _Call, size: int, batched: Arrays, arrays: Arrays) -> _Folded | None:
+    def fold(
+        self, call: _Call, size: int, batched: Arrays, arrays: Arrays
+    ) -> tuple[_Call, Arrays] | None:
         """Concatenates the rows of problems that share no keys and values, or share all of them.
 
         If only one of key and value is batched, or the lengths alone, folding would copy keys or
@@ -382,15 +387,17 @@ class _Attention(Op[_Call, Arrays, _Results]):
         fold_users = attention_vmap.are_users_batched(batched)
         if not fold_users:
             call = dataclasses.replace(call, indices_are_sorted=False)
-        one = attention_vmap.fold(size, batched, arrays, fold_users=fold_users)
-        return Folded(call, one, functools.partial(unstack, size))
+        return call, attention_vmap.fold(size, batched, arrays, fold_users=fold_users)
 
     def named(self, call: _Call, arrays: Arrays) -> Named:
         lengths = None if arrays.lengths is None else "u"
         ranges = None if arrays.ranges is None else "b ends"
         keys, own = "u s k h", None if arrays.self_key is None else "b own k h"
+        table: Any = None
+        if arrays.page_table is not None:
+            keys, table = "pages page k h", "u most"
         return Named(
-            Arrays._make((QUERY, keys, keys, "b", lengths, ranges, own, own)),
+            Arrays._make((QUERY, keys, keys, "b", lengths, ranges, own, own, table)),
             (QUERY, LSE if call.return_residuals else None),
             SPLIT,
         )
@@ -404,7 +411,11 @@ class _Attention(Op[_Call, Arrays, _Results]):
         cotangents: _Results,
         dtype: Any,
     ) -> Arrays:
-        if plan.backward_config is None:
+        if arrays.page_table is not None:
+            gradients = attention_backward.of_pages(
+                arrays, *cotangents, dtype=dtype, **call.of_scores
+            )
+        elif plan.backward_config is None:
             gradients = attention_backward.by_xla(
                 arrays, *cotangents, dtype=dtype, **call.of_scores
             )

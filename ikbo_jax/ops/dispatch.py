@@ -34,12 +34,10 @@ class Plan:
     """How one call of an op runs.
 
     Attributes:
-      sizes: the problem as text.
-      implementation: one of `IMPLEMENTATIONS`.
       config: the kernel's configuration; None if XLA runs the op.
       reason: why this implementation was chosen, and where the configuration comes from.
-      backward: which implementation computes the gradient, and why.
-      backward_config: configuration of the gradient's kernel, where it is chosen by the table.
+      backward: which implementation computes the gradient, and why; `backward_config`: of its
+        kernel.
       division: how the call divides over the devices of a mesh; empty if it does not.
       target: the card that the plan is for; None: the default device, or any platform but CUDA.
       cuda: how the call runs in a program that is lowered for CUDA; None: as this plan says.
@@ -313,8 +311,7 @@ plan_p = identity_primitive("ikbo_plan")
 
 def record(result: jax.Array, plan: Plan) -> jax.Array:
     """Returns `result`; stores in the jaxpr that `plan` computed it."""
-    marked: jax.Array = plan_p.bind(result, plan=plan)
-    return marked
+    return plan_p.bind(result, plan=plan)
 
 
 def record_nothing(result: jax.Array, plan: Plan) -> jax.Array:

@@ -65,8 +65,7 @@ ad.primitive_transposes[note_p] = lambda cotangent, _, *, note: [cotangent]
 
 def note(result: jax.Array, make: Callable[[], Any]) -> jax.Array:
     """Returns `result`; stores in the jaxpr a function that makes a note, for `explain` to call."""
-    marked: jax.Array = note_p.bind(result, note=make)
-    return marked
+    return note_p.bind(result, note=make)
 
 
 def explain(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Explanation:

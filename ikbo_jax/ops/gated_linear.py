@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import math
 from typing import Any
 
@@ -12,9 +11,8 @@ import jax.numpy as jnp
 
 from ikbo_jax.ops import arguments, dispatch
 from ikbo_jax.ops.norm_linear import LinearOp, check_norm, check_vector, rounded
-from ikbo_jax.ops.op import Call, Folded, Named, Part
+from ikbo_jax.ops.op import Call, Named, Part
 from ikbo_jax.ops.partition import Division
-from ikbo_jax.ops.stacking import unstack
 from ikbo_jax.problems.norm_linear import LinearProblem
 from ikbo_jax.reference import norm_linear as reference
 from ikbo_jax.reference.norm_linear import Gate, GatedLinear
@@ -148,12 +146,9 @@ class _GatedLinear(LinearOp[_Call, GatedLinear, jax.Array]):
     def run(self, call: _Call, plan: dispatch.Plan, arrays: GatedLinear) -> jax.Array:
         return dispatch.record(reference.gated_linear(call.gate, arrays), plan)
 
-    def residuals(self, results: jax.Array) -> None:
-        return None
-
     def fold(
         self, call: _Call, size: int, batched: GatedLinear, arrays: GatedLinear
-    ) -> Folded[_Call, GatedLinear, jax.Array] | None:
+    ) -> tuple[_Call, GatedLinear] | None:
         """Folds rows that have their own gate; not with dropout, which is alike in all problems."""
         names = ("u", "a", "residual")
         rows = {name: x for name in names if (x := getattr(arrays, name)) is not None}
@@ -162,7 +157,7 @@ class _GatedLinear(LinearOp[_Call, GatedLinear, jax.Array]):
         }:
             return None
         folded = {name: x.reshape(-1, *x.shape[2:]) for name, x in rows.items()}
-        return Folded(call, arrays._replace(**folded), functools.partial(unstack, size))
+        return call, arrays._replace(**folded)
 
     def named(self, call: _Call, arrays: GatedLinear) -> Named:
         rows = "r n h" if arrays.a.ndim == 3 else "r c"

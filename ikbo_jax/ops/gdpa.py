@@ -19,7 +19,7 @@ from ikbo_jax.ops import (
     gdpa_vmap,
     reverse_only,
 )
-from ikbo_jax.ops.op import Call, Folded, Gradient, Named, Op, Part
+from ikbo_jax.ops.op import Call, Gradient, Named, Op, Part
 from ikbo_jax.ops.partition import Division
 from ikbo_jax.ops.sharded import run_kernel, zeros
 from ikbo_jax.ops.stacking import concatenate, unstack
@@ -214,8 +214,7 @@ def _run_vjp(call: _Call, residuals: _Residuals) -> Gradients:
             dtype=call.gradient_dtype,
         )
 
-    gradients: Gradients = run_kernel(launch, residuals)
-    return gradients
+    return run_kernel(launch, residuals)
 
 
 def _run_vjp_batched(call: _Call, size: int, batched: Any, residuals: _Residuals) -> Gradients:
@@ -273,7 +272,6 @@ def _pull_back_gradients(
 _GRADIENT = Gradient(_run_vjp, _run_vjp_batched, _pull_back_gradients)
 
 
-_Folded = Folded[_Call, Arrays, _Results]
 _Part = Part[_Call, Arrays, _Results]
 
 
@@ -323,12 +321,13 @@ class _Gdpa(Op[_Call, Arrays, _Results]):
             out, lse = gdpa_chunked.chunked(arrays, call.settings)
         return dispatch.record(out, plan), lse if call.return_residuals else None
 
-    def fold(self, call: _Call, size: int, batched: Arrays, arrays: Arrays) -> _Folded | None:
+    def fold(
+        self, call: _Call, size: int, batched: Arrays, arrays: Arrays
+    ) -> tuple[_Call, Arrays] | None:
         if not gdpa_vmap.can_fold(call.settings, batched):
             return None
         one = gdpa_vmap.fold(size, batched, arrays, gdpa_vmap.is_kv_batched(batched))
-        call = _without_rule(call)  # filler sequences have no targets
-        return Folded(call, one, functools.partial(unstack, size))
+        return _without_rule(call), one  # filler sequences have no targets
 
     def named(self, call: _Call, arrays: Arrays) -> Named:
         index = [

@@ -20,11 +20,10 @@ from ikbo_jax.ops.linear_compression_backward import (
     fold,
     problem_of,
 )
-from ikbo_jax.ops.op import Call, Folded, Named, Op, Part
+from ikbo_jax.ops.op import Call, Named, Op, Part
 from ikbo_jax.ops.padded_weight import PaddedWeight, pad_columns
 from ikbo_jax.ops.partition import Division
 from ikbo_jax.ops.sharded import run_kernel
-from ikbo_jax.ops.stacking import unstack
 from ikbo_jax.problems import (
     LinearCompressionConfig,
     LinearCompressionProblem,
@@ -227,17 +226,14 @@ def _check(terms: tuple[Term, ...], names: tuple[_Names, ...]) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class _Call(Call):
-    """The arguments that are not arrays, and how devices divide the call.
+    """The arguments that are not arrays.
 
-    Attributes:
-      is_m_divided: whether every device has a part of M, so that each has a part of the sum of
-        every embedding's gradient.
+    `is_m_divided`: every device has a part of M, and of the sum of every embedding's gradient.
     """
 
     is_m_divided: bool = False
 
 
-_Folded = Folded[_Call, Arrays, jax.Array]
 _Part = Part[_Call, Arrays, jax.Array]
 
 
@@ -262,7 +258,9 @@ class _LinearCompression(Op[_Call, Arrays, jax.Array]):
         out = run_kernel(launch, *arrays)
         return dispatch.record(out, plan)
 
-    def fold(self, call: _Call, size: int, batched: Arrays, arrays: Arrays) -> _Folded | None:
+    def fold(
+        self, call: _Call, size: int, batched: Arrays, arrays: Arrays
+    ) -> tuple[_Call, Arrays] | None:
         """Concatenates the batches of problems with the same weights.
 
         Returns None if weights are batched, or if that would copy embeddings that are shared.
@@ -274,8 +272,7 @@ class _LinearCompression(Op[_Call, Arrays, jax.Array]):
             folded.append(any(level_batched) or (bool(folded) and folded[-1]))
         if any(batched.weights) or folded != list(batched.embeddings):
             return None
-        one = fold(size, folded, arrays)
-        return Folded(call, one, functools.partial(unstack, size))
+        return call, fold(size, folded, arrays)
 
     def named(self, call: _Call, arrays: Arrays) -> Named:
         # Level by level, coarsest first: its rows of K and its batch; "b" is the last one's batch.
@@ -294,9 +291,6 @@ class _LinearCompression(Op[_Call, Arrays, jax.Array]):
 
     def part(self, call: _Call, arrays: Arrays, division: Division) -> _Part:
         return Part(dataclasses.replace(call, is_m_divided=bool(division.axes_of("m"))), arrays)
-
-    def residuals(self, results: jax.Array) -> None:
-        return None
 
     def vjp(
         self,

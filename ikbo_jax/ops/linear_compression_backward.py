@@ -219,8 +219,7 @@ def _launch(settings: Settings, arrays: Arrays, cotangent: jax.Array, problems: 
         dtypes=settings.dtypes,
         num_sms=settings.request.num_sms,
     )
-    found: Gradients = run_kernel(fn, *arrays, cotangent)
-    return found
+    return run_kernel(fn, *arrays, cotangent)
 
 
 def _run(settings: Settings, operands: tuple[Arrays, jax.Array]) -> Gradients:
@@ -258,8 +257,7 @@ def _pull_back(
 
     def by_xla(weights: Any, embeddings: Any, cotangent: jax.Array) -> Gradients:
         found = reference.decomposed_vjp(weights, embeddings, parents, cotangent, dtype=jnp.float32)
-        rounded: Gradients = jax.tree.map(lambda x, like: x.astype(like.dtype), found, cotangents)
-        return rounded
+        return jax.tree.map(lambda x, like: x.astype(like.dtype), found, cotangents)
 
     with jax.default_matmul_precision(settings.request.precision):
         _, pull_back = jax.vjp(by_xla, weights, embeddings, cotangent)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -12,10 +11,9 @@ import jax
 import jax.numpy as jnp
 
 from ikbo_jax.ops import arguments, dispatch, reverse_only
-from ikbo_jax.ops.op import Call, Folded, Named, Op, Part
+from ikbo_jax.ops.op import Call, Named, Op, Part
 from ikbo_jax.ops.partition import Division, dimensions
 from ikbo_jax.ops.sharded import zeros
-from ikbo_jax.ops.stacking import unstack
 from ikbo_jax.problems.norm_linear import LinearProblem
 from ikbo_jax.reference import norm_linear as reference
 from ikbo_jax.reference.activations import ACTIVATIONS, SOFTMAX
@@ -190,11 +188,10 @@ class _NormLinear(LinearOp[_Call, NormLinear, Projected]):
 
     def fold(
         self, call: _Call, size: int, batched: NormLinear, arrays: NormLinear
-    ) -> Folded[_Call, NormLinear, Projected] | None:
+    ) -> tuple[_Call, NormLinear] | None:
         if not batched.x or any(jax.tree.leaves(batched[1:])):
             return None
-        folded = arrays._replace(x=arrays.x.reshape(-1, arrays.x.shape[2]))
-        return Folded(call, folded, functools.partial(unstack, size))
+        return call, arrays._replace(x=arrays.x.reshape(-1, arrays.x.shape[2]))
 
     def named(self, call: _Call, arrays: NormLinear) -> Named:
         """Names dimensions; "n" are heads, or columns, which divide if all groups have as many."""
@@ -265,8 +262,7 @@ class _NormLinear(LinearOp[_Call, NormLinear, Projected]):
 
 def rounded[A](gradients: A, arrays: A, dtype: Any) -> A:
     """Rounds f32 gradients to `dtype`, or if it is None, to the dtypes of the arrays."""
-    found: A = jax.tree.map(lambda x, like: x.astype(dtype or like.dtype), gradients, arrays)
-    return found
+    return jax.tree.map(lambda x, like: x.astype(dtype or like.dtype), gradients, arrays)
 
 
 _OP = _NormLinear()

@@ -20,6 +20,7 @@ from ikbo_jax.ops import arguments, dispatch, reverse_only, sharded
 from ikbo_jax.ops.partition import Division, Rule, dimensions, map_sequentially
 from ikbo_jax.ops.platforms import by_platform
 from ikbo_jax.ops.settings import as_now
+from ikbo_jax.ops.stacking import unstack
 from ikbo_jax.problems import Problem
 
 
@@ -32,17 +33,6 @@ class Call:
 
     request: dispatch.Request
     return_residuals: bool = dataclasses.field(default=False, kw_only=True)
-
-
-class Folded[C: Call, A, R](NamedTuple):
-    """Several problems as one.
-
-    `unfold` takes its results, and returns the problems' results, stacked along a leading axis.
-    """
-
-    call: C
-    arrays: A
-    unfold: Callable[[R], R]
 
 
 class Part[C: Call, A, R](NamedTuple):
@@ -112,7 +102,7 @@ class Op[C: Call, A, R](abc.ABC):
         """Runs one problem as planned; returns a tree of arrays, the first of which is recorded."""
 
     @abc.abstractmethod
-    def fold(self, call: C, size: int, batched: A, arrays: A) -> Folded[C, A, R] | None:
+    def fold(self, call: C, size: int, batched: A, arrays: A) -> tuple[C, A] | None:
         """Folds `size` problems, at least 1, into one; None if that would copy what the problems
         share.
 
@@ -182,8 +172,7 @@ class Op[C: Call, A, R](abc.ABC):
         if plan.cuda is None or not plan.cuda.may_have_kernels:
             return elsewhere(operands)
         on_cuda = functools.partial(run, _on(call, "cuda"), plan.cuda)
-        result: Y = by_platform(elsewhere, on_cuda, operands, plan.refusal)
-        return result
+        return by_platform(elsewhere, on_cuda, operands, plan.refusal)
 
     def for_gradient(self, call: C) -> C:
         """Returns the call whose results the gradient needs."""
@@ -197,8 +186,8 @@ class Op[C: Call, A, R](abc.ABC):
         return visible
 
     def residuals(self, results: R) -> Any:
-        """Returns what the gradient needs of the results."""
-        return results
+        """Returns what the gradient needs of the results: nothing of a single array."""
+        return results if isinstance(results, tuple) else None
 
     def _divided(self, call: C, plan: dispatch.Plan, arrays: A) -> R:
         """Runs one problem, or a part of it on every device of a mesh."""
@@ -217,8 +206,7 @@ class Op[C: Call, A, R](abc.ABC):
             return self.joined(results, named, parts, division)
 
         operands = (named.arrays, arrays)
-        results: R = _run_divided(local, (plan, call), operands, named.results, named.split)
-        return results
+        return _run_divided(local, (plan, call), operands, named.results, named.split)
 
     def part(self, call: C, arrays: A, division: Division) -> Part[C, A, R]:
         """Makes one device's part of a call, from its part of the arrays."""
@@ -261,8 +249,9 @@ class Op[C: Call, A, R](abc.ABC):
             results = jax.eval_shape(lambda arrays: self.run(call, xla_plan, arrays), one)
             return jax.tree.map(lambda x: jnp.zeros((0, *x.shape), x.dtype), results)
         if (folded := self.fold(call, size, batched, arrays)) is not None:
-            folded_plan = _of_problems(plan, size, self.plan(folded.call, folded.arrays))
-            return folded.unfold(self._vmappable(folded.call, folded_plan, folded.arrays))
+            call, arrays = folded
+            plan = _of_problems(plan, size, self.plan(call, arrays))
+            return unstack(size, self._vmappable(call, plan, arrays))
         noted = _of_problems(plan, size, self._noted(plan, size))
         if self._runs_at_once(plan):
             axes = jax.tree.map(lambda is_batched: 0 if is_batched else None, batched)
@@ -434,8 +423,7 @@ class Gradient[S, O, G]:
     def one_by_one(self, settings: S, batched: Any, operands: O) -> G:
         """Runs problems one after another."""
         run = functools.partial(self.vmappable, settings)
-        results: G = map_sequentially(run, batched, operands)
-        return results
+        return map_sequentially(run, batched, operands)
 
 
 def gradient_config(

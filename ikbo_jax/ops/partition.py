@@ -35,8 +35,6 @@ class Rule:
 
     Attributes:
       names: the operands' names, for `explain`.
-      operands: the dimensions of every operand.
-      results: the dimensions of every result.
       split: the dimensions that can be divided, and what they are called in `explain`.
       problems: the dimensions of `vmap`, the innermost first, and their sizes. All results have
         them, and none is a sum along them.
@@ -112,9 +110,7 @@ class Division:
     """A decision how one call divides over a mesh.
 
     Attributes:
-      rule: the op's rule.
       axes: the mesh axes of every divided dimension, the major axis first.
-      mesh_sizes: the number of devices along every mesh axis.
       regained: the mesh axes of dimensions that were gathered, for results that have them.
       gathered: operands that every device needs whole along an axis that they are divided over.
       summed: operands whose gradient is a sum over devices.

@@ -62,8 +62,7 @@ def _call(elsewhere: Any, on_cuda: Any, refusal: str, operands: Sequence[Any]) -
         _, tangents_out = jax.jvp(jaxpr_as_fun(elsewhere), primals, tangents)
         return call(*primals), tuple(tangents_out)
 
-    results: Sequence[Any] = call(*operands)
-    return results
+    return call(*operands)
 
 
 @by_platform_p.def_impl
@@ -72,8 +71,7 @@ def _run_elsewhere(*operands: Any, elsewhere: Any, on_cuda: Any, refusal: str) -
     del on_cuda
     if refusal:
         raise NotImplementedError(refusal)
-    results: list[Any] = jaxpr_as_fun(elsewhere)(*operands)
-    return results
+    return jaxpr_as_fun(elsewhere)(*operands)
 
 
 by_platform_p.def_abstract_eval(lambda *_, elsewhere, **__: elsewhere.out_avals)
@@ -111,8 +109,7 @@ def _batch(
 ) -> tuple[Any, Any]:
     def batched(fn: Callable[..., Any]) -> Callable[..., Any]:
         axes_of_operands = tuple(axis if isinstance(axis, int) else None for axis in axes)
-        mapped: Callable[..., Any] = jax.vmap(fn, axes_of_operands)
-        return mapped
+        return jax.vmap(fn, axes_of_operands)
 
     traced = jax.make_jaxpr(batched(jaxpr_as_fun(elsewhere)))(*operands)
     results = by_platform_p.bind(

@@ -82,5 +82,4 @@ def _target(card: str, num_sms: int | None) -> Target:
 
 def current() -> Target | None:
     """Returns the target that `export_target` names; None outside of it."""
-    target: Target | None = _current.value
-    return target
+    return _current.value

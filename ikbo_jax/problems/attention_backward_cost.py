@@ -1,7 +1,6 @@
 """A cost model of attention's small gradients: into how many parts they are cut.
 
-A gradient is *small* if its tiles of keys leave multiprocessors idle, and if there are few blocks
-of queries for each of them. Then a CTA has one item, and most of the time is what launches take.
+In a *small* gradient a CTA has one item, and most of the time is what launches take.
 """
 
 from __future__ import annotations

@@ -63,14 +63,6 @@ class GdpaSizes(Problem):
     mask: str = ""
     has_logit_cap: bool = False
 
-    def why_not_logit_cap(self) -> str | None:
-        """Why a kernel that takes no caps cannot run the problem; None if it can."""
-        return "the kernel for short sequences takes no logit_cap" if self.has_logit_cap else None
-
-    def why_not_mask(self) -> str | None:
-        """Why a kernel that takes no masks cannot run the problem; None if it can."""
-        return f"masks run in XLA, and the call has mask={self.mask}" if self.mask else None
-
     @property
     def is_full(self) -> bool:
         """Whether mean lengths are near their bounds (`FULL_FRACTION`); False without bounds."""
@@ -135,8 +127,7 @@ class GdpaSizes(Problem):
     def distance(self, other: GdpaSizes) -> float:
         """Adds terms for activations and full sequences to the attentions' distance.
 
-        Infinite if H differs, or if only one problem has a mask, a cap, or softmax, which another
-        kernel computes.
+        Infinite if H differs, or if only one has a mask, a cap, or softmax.
         """
         if (bool(self.mask), self.has_logit_cap) != (bool(other.mask), other.has_logit_cap):
             return math.inf

@@ -48,9 +48,8 @@ class WeightGradientShared(NamedTuple):
 class WeightGradientConfig(Config):
     """Tuning parameters of the kernel for a weight's gradient.
 
-    Attributes:
-      block_m: compressed rows of a CTA tile, the n of a WGMMA instruction; a multiple of 8.
-      stages: stages of the shared memory ring; each holds 64 embedding columns.
+    `block_m`: compressed rows of a CTA tile, the n of a WGMMA instruction; a multiple of 8.
+    `stages` of the shared memory ring hold 64 embedding columns each.
     """
 
     block_m: int = 224
@@ -160,10 +159,9 @@ class LinearCompressionBackwardTuning(Config):
     """What the dispatch table says about linear compression's gradient, as one flat row.
 
     The weights' values are `WeightGradientConfig`'s, for every level; the embeddings' values are
-    `LinearCompressionConfig`'s, for the gradient of the finest level's embedding. Coarser levels do
-    little work and have their own default configuration. Where the forward pass would choose
-    another kernel for the same product, the gradient takes that kernel, and these values do not
-    count.
+    `LinearCompressionConfig`'s, for the gradient of the finest level's embedding, unless the
+    forward pass would choose another kernel for the same product. Coarser levels have their own
+    default.
     """
 
     weight_block_m: int = 224
@@ -205,21 +203,13 @@ class LinearCompressionBackwardProblem(LinearCompressionSizes):
     op: ClassVar[str] = "linear_compression_backward"
     config_type: ClassVar[type] = LinearCompressionBackwardTuning
 
-    @classmethod
-    def of(cls, forward: LinearCompressionSizes) -> Self:
-        return cls(forward.batches, forward.ks, forward.m, forward.n, forward.dtype)
-
     @property
     def useful_flops(self) -> int:
         """Number of FLOPs of two products a level: for the weight and for the embedding."""
         return 2 * super().useful_flops
 
     def rank(self) -> Iterator[Ranked]:
-        """Yields the legal configurations worth timing, the most promising first.
-
-        The first one has the default of every kernel. Every configuration of one kernel is tried
-        beside the defaults of the others.
-        """
+        """Yields the configurations worth timing, each kernel's beside the others' defaults."""
         if illegal_reason(self) is not None:
             return iter(())
         finest = embedding_problem(self, len(self.ks) - 1)

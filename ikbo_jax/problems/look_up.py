@@ -92,11 +92,8 @@ class RowsProblem(Problem):
 
 @dataclasses.dataclass(frozen=True)
 class LookUpConfig(Config):
-    """Holds tuning parameters of the kernel for lookups.
-
-    Attributes:
-      accesses: vectors that a thread moves, all in flight at once.
-      streams: whether L2 evicts the result first.
+    """Tuning parameters of lookups: vectors that a thread moves at once; whether L2 evicts the
+    result.
     """
 
     accesses: int = 2
@@ -124,7 +121,6 @@ class SegmentSumConfig(Config):
       columns: most vectors of a row that a CTA adds up, a thread each.
       each: candidates of a thread, about.
       unroll: candidates whose loads are in flight at once.
-      warpgroups: of a CTA.
       users: users whose candidates a CTA lists; 0: candidates are put into the order of users
         first, and CTAs share them evenly.
       parts: parts of the candidates, each with CTAs of its own that list.

@@ -1,7 +1,6 @@
 """The shared memory and the barriers of one CTA, as a kernel's configuration declares them.
 
-A configuration's `shared` is a tuple of the declarations below. The launch makes the kernel's
-scratch of it, and `smem_bytes` adds it up: what is legal and what is launched cannot differ.
+The launch makes a kernel's scratch of them, and `smem_bytes` adds them up.
 """
 
 from __future__ import annotations

@@ -150,9 +150,9 @@ def self_attention_vjp(
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Computes the part of own tokens in gradients of attention over further keys, too.
 
-    Own tokens are [B, T_self, K, H]; `out` [B, T, N, H] and `lse` [B, T, N] f32 are of all keys,
-    with their cotangents, of which `d_lse` may be None. Returns own tokens' part in the gradient of
-    `query`, f32, and the gradients of `key` and `value`.
+    `out` and `lse` f32 are of all keys, with their cotangents, of which `d_lse` may be None.
+    Returns own tokens' part in the gradient of `query`, f32, and the gradients of `key` and
+    `value`.
     """
     batch, q_len, q_heads, width = query.shape
     kv_heads = key.shape[2]
@@ -203,8 +203,7 @@ def directed(products: jax.Array, scale: float) -> jax.Array:
     """Gives products of queries and keys the sign of `scale`: the largest has the largest score.
 
     With a scale of 0, all are 0. The softmax subtracts their maximum before it scales them: a
-    compiler may turn products · scale - maximum into one instruction that rounds once, and then the
-    largest score is not 0, but the rounding error of `maximum`: 64 or more where scores exceed 1e9.
+    compiler may turn products · scale - maximum into one instruction that rounds once.
     """
     if _is_zero(scale):
         return products * jnp.float32(0)

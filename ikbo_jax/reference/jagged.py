@@ -101,8 +101,7 @@ def tile(sequences: Sequences, batch_kv: int, size: int, per_step: int, most: in
 
 def steps(tiling: Tiling) -> Tiles:
     """Reshapes the tiles to [steps, per_step]."""
-    tiles: Tiles = jax.tree.map(lambda x: x.reshape(-1, tiling.per_step), tiling.tiles)
-    return tiles
+    return jax.tree.map(lambda x: x.reshape(-1, tiling.per_step), tiling.tiles)
 
 
 def tile_range(tiles: Tiles, tiling: Tiling) -> tuple[jax.Array, jax.Array]:

@@ -12,8 +12,7 @@ from jax import lax
 def look_up(user: jax.Array, cand_to_user: jax.Array) -> jax.Array:
     """Looks up each candidate's row of `user` [U, ...]: [B, ...]; indices are clamped."""
     index = jnp.clip(cand_to_user, 0, user.shape[0] - 1)
-    found: jax.Array = user.at[index].get(mode="promise_in_bounds")
-    return found
+    return user.at[index].get(mode="promise_in_bounds")
 
 
 def segment_sum(
@@ -37,10 +36,7 @@ def segment_sum(
             values, index = values[order], index[order]
         return _sums_of_runs(values.astype(jnp.float32), index, users)
 
-    found: jax.Array = lax.platform_dependent(
-        values, index, default=scatter, cuda=in_pairs, rocm=in_pairs
-    )
-    return found
+    return lax.platform_dependent(values, index, default=scatter, cuda=in_pairs, rocm=in_pairs)
 
 
 def _sums_of_runs(values: jax.Array, index: jax.Array, users: int) -> jax.Array:

@@ -30,11 +30,8 @@ class Row:
     """Holds one measurement: the best choice for a problem.
 
     Attributes:
-      problem: sizes and dtype that were measured.
       config: the best configuration; None if XLA was faster.
-      device: name of the device.
       date: ISO date.
-      jax: version of jax.
       ms: sustained time of the whole op, milliseconds.
       fraction: useful FLOP/s, divided by the FLOP/s of a sustained 8192^3 bf16 matmul in the same
         process.
@@ -57,8 +54,8 @@ class Row:
         problem = {
             name: list(value) if isinstance(value, tuple) else value
             for name, value in dataclasses.asdict(self.problem).items()
-            # Rows are of candidates sorted by user, and of calls without masks, ranges or caps.
-            if name not in ("is_sorted", "mask", "has_ranges", "has_logit_cap")
+            # Rows are of sorted candidates, and of calls without masks, ranges, caps or pages.
+            if name not in ("is_sorted", "mask", "has_ranges", "has_logit_cap", "page")
         }
         fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
         measurement = {k: v for k, v in fields.items() if k not in ("problem", "config")}
@@ -132,8 +129,7 @@ def entries(text: str) -> list[Any]:
     content = typed(json.loads(text), dict, "file")
     if content.get("schema") != SCHEMA:
         raise ValueError(f"schema {content.get('schema')!r}, expected {SCHEMA}")
-    found: list[Any] = typed(content.get("rows"), list, "rows")
-    return found
+    return typed(content.get("rows"), list, "rows")
 
 
 def parse(text: str) -> tuple[Row, ...]:

@@ -72,8 +72,7 @@ def scale_and_cap(
 def capped(cap: Cap | None, scores: jax.Array, *, interpret: bool) -> jax.Array:
     """Computes tanh(factor * scores), [64, columns] f32; returns `scores` without a cap.
 
-    What is not finite becomes NaN, or with tanh.approx stays so, and does not reach neighbours: a
-    hidden key's score may be NaN, and so may the score of another candidate's query.
+    What is not finite becomes NaN, or with tanh.approx stays so, and does not reach neighbours.
     """
     if cap is None:
         return scores
@@ -94,8 +93,7 @@ def capped(cap: Cap | None, scores: jax.Array, *, interpret: bool) -> jax.Array:
         near = y * (y * y * jnp.float32(cubic) + jnp.float32(linear))
         return jnp.where(jnp.abs(y) < NEAR / unit, near, far)
 
-    found: jax.Array = values.by_chunks(("",), None, scores, evaluate, interpret)
-    return found
+    return values.by_chunks(("",), None, scores, evaluate, interpret)
 
 
 def through_cap(

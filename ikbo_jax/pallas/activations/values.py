@@ -73,17 +73,14 @@ Pair = tuple[jax.Array, jax.Array]
 def activate(
     names: tuple[str, ...], approx: str | None, head: Any, x: jax.Array, *, interpret: bool
 ) -> jax.Array:
-    """Computes act(x) of one head, for x [64, columns] f32.
-
-    `names` are of all heads, or one for all, so that `head` has no effect; heads with activations
-    that `approx` does not name stay exact.
+    """Computes act(x) of one head, for x [64, columns] f32; `names` are of all heads, or one for
+    all.
     """
 
     def evaluate(name: str, x: jax.Array) -> jax.Array:
         return _evaluate(name, approx, x, needs_slope=False, interpret=interpret)[0]
 
-    value: jax.Array = by_chunks(names, head, x, evaluate, interpret)
-    return value
+    return by_chunks(names, head, x, evaluate, interpret)
 
 
 def activate_with_slope(
@@ -94,8 +91,7 @@ def activate_with_slope(
     def evaluate(name: str, x: jax.Array) -> Pair:
         return _evaluate(name, approx, x, needs_slope=True, interpret=interpret)
 
-    both: Pair = by_chunks(names, head, x, evaluate, interpret)
-    return both
+    return by_chunks(names, head, x, evaluate, interpret)
 
 
 def by_chunks(

@@ -149,8 +149,7 @@ def _weights_and_slopes(
 ) -> tuple[jax.Array, jax.Array]:
     """Computes exp(scale * scores - lse), 0 for keys past the user's length; and slopes.
 
-    Weights exceed 1 only by the rounding of lse, which is large where scores are huge. Slopes are
-    weights times the slope of the cap: without a cap, the same array.
+    Slopes are weights times the slope of the cap: without a cap, the same array.
     """
     scale, cap = scale_and_cap(ctx.shape.scale, ctx.shape.logit_cap)
     scores = capped(cap, scores, interpret=ctx.interpret)

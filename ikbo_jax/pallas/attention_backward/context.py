@@ -30,9 +30,7 @@ class Shape:
 
     Attributes:
       rows: query rows of a key head: B * T * N / K.
-      group: query heads that share a key head.
       kv_len: keys whose gradients the launch computes, from `first_key` on, a multiple of a tile's.
-      kv_tiles: tiles of these keys of a user.
       blocks: the largest number of query blocks of a key head.
       splits: parts of a user's rows.
     """
@@ -100,10 +98,9 @@ class Outputs(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class BackwardContext(WarpgroupContext):
-    """The context of the attention backward kernel's warps.
+    """The context of the backward kernel's warps; a *step* numbers the CTA's query blocks.
 
-    A *step* numbers the query blocks that the CTA loads; its remainder by the number of stages is
-    the block's stage. The counter is of tickets, unless each CTA has one item.
+    The counter is of tickets, unless each CTA has one item.
     """
 
     @property

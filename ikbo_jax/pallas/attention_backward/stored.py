@@ -2,11 +2,9 @@
 
     d_query = scale * dS @ key
 
-The first launch stored dS, 16 bits for each query and key, so this one reads much and computes
-little: one product of five. Device memory limits it.
-
 An item is a tile of 128 or 256 query rows of one user and key head. d_query stays in registers,
-while blocks of 64 of the user's keys, and the gradients of their scores, follow one another.
+while blocks of 64 of the user's keys, and the gradients of their scores, follow one another. Device
+memory limits it.
 
 Warpgroups: 0 and 1 are the consumers, with one or two tiles of 64 rows each; one warp of warpgroup
 2 is the producer.

@@ -1,13 +1,12 @@
 """Gathers the queries of candidates that a CTA has listed, by the warps beside the producer's.
 
-Their lanes copy parts of 16 bytes to query slots, asynchronously, ahead of the consumers by as many
-items as there are query slots. Only the first item of a bundle waits for its queries, which are not
-known before the list is complete.
+Their lanes copy parts of 16 bytes to query slots, ahead of the consumers by as many items as there
+are query slots.
 
 Synchronisations in addition to `listing`:
   1. `query.free[s]`   consumers -> gathering warps (and producer): the slot's queries were read.
-  2. `query.ready[s]`  gathering warps -> consumers. A lane arrives when its copies are complete,
-     and after a fence that makes them visible to WGMMA.
+  2. `query.ready[s]`  gathering warps -> consumers: a lane's copies are complete, after a fence
+  that makes them visible to WGMMA.
 """
 
 from __future__ import annotations

@@ -1,9 +1,7 @@
 """Ranges of keys: candidate b sees the keys [ranges[b, 0], ranges[b, 1]) of its user.
 
-The rows of an item may have different ranges. The producer reads them to narrow the item to the
-blocks that some row sees, and tells the consumers which of these blocks all rows see whole. The
-consumers read the range of each of their rows while the first keys are loaded, and mask the scores
-of the other blocks.
+The producer narrows an item to the blocks that some row sees, and tells the consumers which of
+these all rows see whole. The consumers mask the scores of the other blocks.
 """
 
 from __future__ import annotations
@@ -108,8 +106,7 @@ def keep_visible(
         return Visible(size, end, begin).select(scores, inside=True, fill=fill)
 
     is_partial = (block < item.whole_from) | (block >= item.whole_to)
-    kept: jax.Array = lax.cond(is_partial, masked, lambda: scores)
-    return kept
+    return lax.cond(is_partial, masked, lambda: scores)
 
 
 def _of_rows(ctx: Context, part: Part) -> tuple[jax.Array, jax.Array]:
@@ -135,8 +132,7 @@ def _of_rows(ctx: Context, part: Part) -> tuple[jax.Array, jax.Array]:
             halves.append(_load(ctx, ranges, number, tables))
         return tuple(stores.row_array(list(words)) for words in zip(*halves, strict=True))
 
-    found: tuple[jax.Array, jax.Array] = load(ctx.operands.ranges, first, *tables)
-    return found
+    return load(ctx.operands.ranges, first, *tables)
 
 
 def _load(ctx: Context, ranges: ir.Value, number: ir.Value, tables: Any) -> list[ir.Value]:

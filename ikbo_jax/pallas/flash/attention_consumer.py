@@ -187,8 +187,7 @@ def _begin_pass(
         ctx.free_stored_slot(index - 1)
         return state
 
-    result: _State = lax.cond(item.blocks > 1, several_blocks, single_block)
-    return result
+    return lax.cond(item.blocks > 1, several_blocks, single_block)
 
 
 def _attend(ctx: AttentionContext) -> tuple[Any, Any]:

@@ -232,8 +232,7 @@ def _send_item(
 ) -> tuple[_Progress, Any]:
     """Sends the descriptor of a pass, and loads its operands that are not resident.
 
-    Also returns the result of `meanwhile`, which is called after the first block of keys, so that
-    the consumers can begin.
+    Calls `meanwhile` after the first block of keys, and returns its result, too.
     """
     shared, ranges = ctx.shared, _ranges(ctx, current)
     words = (*item[:COMMON_ITEM_WORDS], *ranges)

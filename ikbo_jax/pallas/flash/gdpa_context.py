@@ -18,9 +18,7 @@ from ikbo_jax.reference.activations import SOFTMAX
 
 @dataclasses.dataclass(frozen=True)
 class Shape:
-    """Static description of a launch.
-
-    `has_mask`: whether rows do not see all keys of their tile; `rule`: which they see, None: it is
+    """Static description of a launch; `has_mask`: rows do not see all keys; `rule`: None: it is
     read.
     """
 

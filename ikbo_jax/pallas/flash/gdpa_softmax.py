@@ -1,8 +1,8 @@
 """The softmax of the GDPA forward kernel with masks.
 
-Attention's kernel keeps the maximum of a row's first block.  A mask may hide that block from some
-rows of a tile, so here the maximum runs.  Sums stay relative to an earlier maximum until a row's
-maximum has grown by more than `MOST_GROWTH`, since a rescaled accumulator must be complete.
+A mask may hide the first block from some rows of a tile, so here the maximum runs. Sums stay
+relative to an earlier maximum until a row's maximum has grown by more than `MOST_GROWTH`, since a
+rescaled accumulator must be complete.
 """
 
 from __future__ import annotations
@@ -29,10 +29,8 @@ LARGE_MAXIMUM = 2.0**14
 
 
 class Statistics(NamedTuple):
-    """State of a consumer's 64 rows between blocks: sums of weights, [64] f32, relative to
-    `extreme`.
-
-    `extreme` [64] f32 is an unscaled score.
+    """Sums of weights of 64 rows between blocks, relative to `extreme`, unscaled scores; [64] f32
+    both.
     """
 
     extreme: jax.Array

@@ -1,7 +1,6 @@
-"""The softmax of a warpgroup's 64 rows; scores are [64, keys] f32.
+"""The softmax of a warpgroup's 64 rows; scores are [64, keys] f32, unscaled products.
 
-Scores are unscaled products, as the tensor core leaves them.  The exponent includes the scale times
-log2(e): p = exp2(score * log2_scale - maximum), where `maximum` is the maximum scaled score.
+p = exp2(score * log2_scale - maximum), where `maximum` is the maximum scaled score.
 """
 
 from __future__ import annotations
@@ -167,10 +166,8 @@ def masked_score(log2_scale: float) -> float:
 def flag_rows(
     flags: Any, index: Any, row_sum: jax.Array, begin: Any, end: Any, limit: float, interpret: bool
 ) -> None:
-    """Sets flags[index] and flags[0] to 1 if a row in [begin, end) has a sum outside
-    [SUM_MINIMUM, limit).
-
-    Every thread that holds such a row writes, so threads need not communicate.
+    """Sets flags[index] and flags[0] to 1 if a row in [begin, end) has a sum outside [SUM_MINIMUM,
+    limit).
     """
     row = plgpu.broadcasted_iota(jnp.int32, (WGMMA_M,), 0, layout=ROW_LAYOUT)
     is_good = (row_sum < jnp.float32(limit)) & (row_sum >= jnp.float32(SUM_MINIMUM))

@@ -45,10 +45,8 @@ class Shape:
       heads: heads of the stationary operands: K in the kernel for keys, N for queries.
       streamed_per_head: streamed heads for each stationary head; 1 in the kernel for queries.
       heads_per_streamed: stationary heads that share a streamed head; 1 in the kernel for keys.
-      activation: how scores become weights.
       scales: factor of each result's sum.
-      has_stored: whether the kernel for keys stores gradients of scores, and the one for queries
-        multiplies them by keys.
+      has_stored: whether gradients of scores are stored by the kernel for keys, read by the other.
     """
 
     heads: int
@@ -87,9 +85,7 @@ class Shape:
 
 
 class Operands(NamedTuple):
-    """Device memory.
-
-    Scores are `stationary[0] @ streamed[0].T`, and gradients of activated scores
+    """Device memory: scores are `stationary[0] @ streamed[0].T`, gradients of activated scores
     `stationary[1] @ streamed[1].T`, or their transposes.
     """
 

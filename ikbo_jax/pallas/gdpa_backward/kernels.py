@@ -79,11 +79,10 @@ def gradient_kernel(
 ) -> tuple[jax.Array, ...]:
     """Computes (d_query,), or with `is_for_keys` (d_key, d_value).
 
+    Arrays are as in `reference.gdpa`, bf16 or f16; gradients are summed in f32 over all queries
+    that share a key, rounded once to `out_dtype`, and zeros in rows of no sequence.
+
     Args:
-      query: [rows, N, H], bf16 or f16; `work` says which rows are read.
-      key: [total_kv, K, H], the same dtype; K divides N.
-      value: [total_kv, K, H].
-      d_out: [total_q, N, H], cotangent of the result.
       work: of queries or of keys, by `works.works` or `by_xla.works`, with `config.block`.
       activations: a name for each of the N heads; softmax in all heads or in none.
       statistics: with a softmax, the result of `softmax.statistics_of`.
@@ -91,11 +90,6 @@ def gradient_kernel(
         `d_scores`, the kernel for queries computes d_query of these.
       stored_rows: rows of `masked.Masks.d_scores` that the kernel for keys stores, as a further
         result; 0: none.
-      out_dtype: of the gradients; the query's, or f32.
-
-    Returns:
-      Gradients in the shapes of the result and of the keys, summed in f32 over all queries that
-      share a key, and rounded once; zeros in rows of no sequence.
     """
     of_queries, of_keys = (query, d_out), (key, value)
     pairs = (of_keys, of_queries) if is_for_keys else (of_queries, of_keys)

@@ -1,13 +1,11 @@
 """Masks of the backward kernels: which blocks a tile loads, and which scores of a block count.
 
-A query row sees a range of the keys of its sequence, without a gap.  XLA describes every block of
-64 queries (*group*): the keys that its rows see.  The blocks are those of a softmax's statistics,
-so that a consumer's rows in the kernel for queries, and a block in the kernel for keys, are one
-group.  For each tile, XLA counts the blocks that one of its rows sees, and finds a run of *whole*
-blocks, which need no mask.  It sorts the tiles: those whose blocks are neighbours run at the same
-time, and find them in L2.  The producer sends whole blocks first, which consumers multiply as
-without a mask.  For the other blocks it makes XLA's comparisons again, and says which consumers
-skip or mask them.  Weights and gradients of scores that a row does not see become 0.
+A query row sees a range of the keys of its sequence, without a gap. XLA describes every block of 64
+queries (*group*, as of a softmax's statistics): the keys that its rows see. For each tile, XLA
+counts the blocks that one of its rows sees, and finds a run of *whole* blocks, which need no mask.
+It sorts the tiles so that those whose blocks are neighbours run at the same time. The producer
+sends whole blocks first. For the other blocks it makes XLA's comparisons again, and says which
+consumers skip or mask them. Weights and gradients of scores that a row does not see become 0.
 """
 
 from __future__ import annotations
@@ -50,10 +48,11 @@ MOST_COMPARED = 4096
 
 
 class Masks(NamedTuple):
-    """Device memory, for rows in the order of a softmax's statistics; keys count from their first.
+    """Device memory, for rows in the order of a softmax's statistics; `stored` describes the
+    others.
 
     `rows` [2, rows, 2] int32 are begin and end of every row's range, and of the gap in it; `groups`
-    are [groups, GROUP_WORDS] int32; `stored` describes the others.
+    are [groups, GROUP_WORDS] int32.
     """
 
     rows: Any
@@ -92,12 +91,9 @@ def mask_work(
 ) -> tuple[Works, Masks]:
     """Leaves the blocks that rows of a tile see to the tile; sorts tiles by groups, then by blocks.
 
-    Args:
-      works: with statistics, and with blocks of 64 queries.
-      intervals: [rows of the result, 4] int32, see `reference.gdpa.Arrays`.
-      rows_of_groups: of keys and of queries; tiles whose streamed rows begin in one group of so
-        many neighbouring rows follow one another, the most expensive first.
-      stores: whether gradients of scores have places.
+    `works` have statistics, and blocks of 64 queries. `intervals` [rows of the result, 4] int32 are
+    as in `reference.gdpa.Arrays`. `rows_of_groups` says how many neighbouring rows, of keys and of
+    queries, make a group. `stores`: whether gradients of scores have places.
     """
     assert works.blocks is not None
     position = jnp.arange(WGMMA_M, dtype=jnp.int32)
@@ -273,8 +269,8 @@ def whole_blocks(ctx: BackwardContext, tile: Any, index: Any) -> tuple[Any, Any]
 def block_flags(ctx: BackwardContext, tile: Any, first: Any, done: Any) -> tuple[Any, Any]:
     """Says whether a row of a tile sees a block, and returns both consumers' flags.
 
-    `first` is the row of `Masks.rows` of the range's first query, 0 in the kernel for queries, and
-    `done` the rows of the range before the block.
+    `first` is the row of `Masks.rows` of the range's first query; `done` rows come before the
+    block.
     """
     origin, rows = ctx.tile_word(tile, STATISTICS_ROW), ctx.tile_word(tile, 2)
     is_seen, flags = jnp.bool_(False), jnp.int32(0)
@@ -347,9 +343,6 @@ def keep_seen(
 ) -> tuple[jax.Array, jax.Array]:
     """Replaces weights and slopes [64, columns] f32, from column `begin` on, that a row does not
     see.
-
-    `block` has flags, and the bits of all scores. With a softmax without a cap, slopes and weights
-    are the same array.
     """
     zero = 0.0 if ctx.shape.has_softmax else gdpa_slopes.zero_slope(ctx.shape.activation)
     fills = [0.0] if slope is weights else [0.0, zero]

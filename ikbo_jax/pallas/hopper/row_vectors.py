@@ -1,8 +1,4 @@
-"""Vectors of an array's rows: a thread loads one as words, adds in f32, and stores sums.
-
-A row [width] of 16-bit or 32-bit numbers lies in device memory as words of 32 bits. A vector is 4,
-2 or 1 of the words, which one access of a thread moves.
-"""
+"""Vectors of rows: 1, 2 or 4 words that a thread loads, adds in f32, and stores at once."""
 
 from __future__ import annotations
 
@@ -70,8 +66,7 @@ class Rows(NamedTuple):
             numbers = [y for x in words for y in unpacked(per_thread.scalar(x), self.dtype)]
             return tuple(per_thread.array(x, words[0]) for x in numbers)
 
-        found: tuple[jax.Array, ...] = convert(*words)
-        return found
+        return convert(*words)
 
     def store(
         self,
@@ -122,8 +117,7 @@ class Rows(NamedTuple):
                 for i in range(0, self.numbers, of_word)
             )
 
-        found: Words = convert(*numbers)
-        return found
+        return convert(*numbers)
 
     def _interpreted(self, row: jax.Array, vector: jax.Array) -> Words:
         # In f32: jnp.take asks NumPy for the dtype's limits, and NumPy has none of bf16.

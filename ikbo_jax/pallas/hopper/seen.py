@@ -1,7 +1,6 @@
 """Which scores of a block count: a bit of each, from the keys that every query sees.
 
-A thread holds at most 32 scores of a block of 64 rows and columns, so one word holds their bits. It
-is computed where registers are free, and applied where none are.
+One word holds the bits of a thread's scores. It is computed where registers are free.
 """
 
 from __future__ import annotations
@@ -43,8 +42,8 @@ def restrict(
     """Clears the bits of keys outside their queries' ranges, or inside their gaps.
 
     `bits` are of scores [64, columns], of 64 queries from `query` on by keys from `key` on, or the
-    reverse; columns are a multiple of 8, at most 64. `ends` [2, queries, 2] int32 in device memory
-    has begin and end of each query's `RANGE` and `GAP`, and `part` says which.
+    reverse. `ends` [2, queries, 2] int32 has begin and end of each query's `RANGE` and `GAP`, and
+    `part` says which.
     """
     if interpret:
         shape = (WGMMA_M, columns) if queries_are_rows else (columns, WGMMA_M)

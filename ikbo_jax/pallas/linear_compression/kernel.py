@@ -155,8 +155,7 @@ def _launch(
 def _aligned(weights: Sequence[jax.Array], alignment: int) -> list[tuple[jax.Array, int]]:
     """Returns (aligned operand, first column of the weight in it) for each weight.
 
-    One copy pads the rows of all weights with zeros to `alignment` bytes, unless all are aligned
-    (`ops.padded_weight`); TMA reads zeros for the embeddings there.
+    One copy pads all weights to `alignment` bytes, unless all are aligned (`ops.padded_weight`).
     """
     multiple = alignment // weights[0].dtype.itemsize
     if not any(w.shape[1] % multiple for w in weights):
@@ -207,10 +206,8 @@ def linear_compression_kernel(
       weights: [M, K_l] each, bf16 or f16; or with more columns, which are finite.
       embeddings: [B_l, K_l, N] each, the same dtype; N a multiple of 8.
       parents: None for the first level, then [B_l] int32 into the batch of the level before.
-      config: legal; its class decides which columns a tile has, and a `ResidentCompressionConfig`
-        selects the kernel of `resident`.
-      interpret: False, or `plgpu.InterpretGPUParams` to run on a CPU; that needs `cluster=1`, and
-        `num_sms=1` for a single launch.
+      config: legal; its class selects the columns of a tile, or the kernel of `resident`.
+      interpret: as for `launch`; it needs `cluster=1`, and `num_sms=1` for a single launch.
     """
     if isinstance(config, ResidentCompressionConfig):
         options = {"config": config, "num_sms": num_sms, "interpret": interpret}

@@ -21,9 +21,9 @@ from ikbo_jax.problems.resident_compression import Layout
 
 @dataclasses.dataclass(frozen=True)
 class Phase:
-    """Static description of a level.
+    """Static description of a level; `users` is the batch of the `coarser` level whose fragments it
+    adds.
 
-    `coarser` is the level whose fragments this one adds, or None, and `users` its batch, or 0;
     `workers` are the CTAs of a group and a split, each with a range of column tiles.
     """
 

@@ -77,7 +77,7 @@ def look_up_kernel(
     (users, width), (batch,) = user.shape, cand_to_user.shape
     words = vector_words(width, user.dtype.itemsize)
     vectors = width * user.dtype.itemsize // (4 * words)
-    found: jax.Array = launch_threads(
+    return launch_threads(
         _copy,
         Shape(batch, users, vectors, words),
         Operands(user, cand_to_user),
@@ -88,4 +88,3 @@ def look_up_kernel(
         config=config,
         interpret=interpret,
     )
-    return found

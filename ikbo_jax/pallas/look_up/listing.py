@@ -7,9 +7,6 @@ users of some candidates of the part. Then a warp
   2. sorts its list by user. A user's candidates are in the order of the warps.
 
 If the CTA has one user, step 2 is left out: the list is the lists of the warps, one after another.
-
-The time goes into three or four synchronisations and into 16 instructions for each candidate of the
-part. All loads of the index are in flight at once.
 """
 
 from __future__ import annotations

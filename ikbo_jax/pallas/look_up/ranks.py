@@ -41,8 +41,7 @@ def rank_in_warp(
         lower = arith.subi(arith.shli(inline.i32(1), warps.lane()), inline.i32(1))
         return array(warps.ones(arith.andi(lanes, lower)), values), array(warps.ones(lanes), values)
 
-    found: tuple[jax.Array, jax.Array] = rank(values, is_wanted.astype(jnp.int32))
-    return found
+    return rank(values, is_wanted.astype(jnp.int32))
 
 
 def synchronise_warp(*, interpret: bool) -> None:

@@ -52,10 +52,8 @@ from ikbo_jax.problems.look_up import SegmentSumConfig, vector_words
 class _Sums(NamedTuple):
     """Holds a thread's sums while it walks along its lane's candidates.
 
-    Attributes:
-      open: sum of the last user, `user`, so far.
-      head: sum of the user that the lane began with, if an earlier lane has that user, too.
-      is_head: 1 while that is the last user.
+    `open` is the sum of the last user so far; `head` that of the user that the lane began with, if
+    an earlier lane has that user, too; `is_head` is 1 while that is the last user.
     """
 
     user: Any
@@ -251,15 +249,9 @@ def segment_sum_kernel(
 ) -> jax.Array:
     """Sums rows over the candidates of each user: [U, width], zeros for a user without candidates.
 
-    Sums are f32, in the same order in every run, and rounded once.
-
-    Args:
-      values: [B, width], bf16, f16 or f32; B is at least 1. Rows that are no whole words of 32 bits
-        are converted to f32 first, by XLA.
-      cand_to_user: [B] int32, clamped to [0, users).
-      users: U, at least 1.
-      is_sorted: whether `cand_to_user` does not decrease.
-      dtype: of the sums; None: of the values.
+    Sums are f32, in the same order in every run, and rounded once to `dtype`; None: the values'.
+    `values` [B, width] are bf16, f16 or f32, B at least 1; XLA converts rows that are no whole
+    words of 32 bits to f32 first. `cand_to_user` [B] int32 is clamped to [0, users).
     """
     batch, width = values.shape
     user, order = _order(

@@ -24,7 +24,7 @@ def count_at_most(
     """Counts which of `count` rising numbers are at most `limit`, by bisection.
 
     `limit` is a scalar, or a number for each thread, and `zero` a 0 of its kind. With `is_wanted`,
-    a scalar, the steps are a loop, of no turn if it is false; otherwise they are unrolled.
+    the steps are a loop, of no turn if it is false.
     """
     steps = count.bit_length()
 
@@ -69,8 +69,7 @@ def end_of_run(
 ) -> Any:
     """Finds the first candidate after `first`, or `stop`, that has another user than `first`.
 
-    `cand_to_user` [B] int32 is in device memory, and clamped to [0, users); `stop` is past `first`,
-    at most B, and `most` the largest `stop` - `first`.
+    `cand_to_user` [B] int32 in device memory is clamped; `most` is the largest `stop` - `first`.
     """
     if interpret:
         user = jnp.clip(cand_to_user[first], 0, users - 1)
