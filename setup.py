@@ -20,7 +20,7 @@ def absolute_links(text: str, source: str, document: str = "README.md") -> str:
 
     def replaced(link: re.Match[str]) -> str:
         target = link["target"]
-        if "://" in target or target.startswith(("#", "mailto:")):
+        if target.startswith("#") or ":" in target.split("/")[0]:
             return link[0]
         path = posixpath.normpath(posixpath.join(posixpath.dirname(document), target))
         return f"{link['before']}{source}/{'raw' if link['image'] else 'blob'}/main/{path}"

@@ -49,7 +49,7 @@ def site_links(text: str, document: str, source: str) -> str:
 
     def replaced(link: Any) -> str:
         target, hash_, anchor = link["target"].partition("#")
-        if "://" in target or not target:
+        if ":" in target.split("/")[0] or not target:
             return str(link[0])
         path = posixpath.normpath(posixpath.join(posixpath.dirname(document), target))
         page = page_of(path)

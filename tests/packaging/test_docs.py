@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib
+import importlib.util
 import pathlib
 import re
 
@@ -85,3 +87,34 @@ def test_python_is_called_python():
         for _, language, body in BLOCK.findall(page.read_text("utf-8")):
             is_python = re.search(r"^(import \w|from \w+ import |def \w+\()", body, re.MULTILINE)
             assert language == "python" or not is_python, f"{page.name}:\n{body}"
+
+
+def _exists(name: str) -> bool:
+    """Whether a dotted name of the library is a module, or a name of one."""
+    found = importlib.import_module("ikbo_jax")
+    for part in name.split(".")[1:]:
+        module = f"{found.__name__}.{part}" if hasattr(found, "__path__") else ""
+        if hasattr(found, part):
+            found = getattr(found, part)
+        elif module and importlib.util.find_spec(module) is not None:
+            found = importlib.import_module(module)
+        else:
+            return False
+    return True
+
+
+def test_names_and_files_of_the_documents_exist():
+    pytest.importorskip("flax")
+    stale = []
+    for page in [*PAGES, ROOT / "CONTRIBUTING.md"]:
+        text = page.read_text("utf-8")
+        files = r"`((?:ikbo_jax|tests|tools|benchmarks|examples|docs)/[\w/.*-]+)`"
+        stale += [(page.name, x) for x in re.findall(files, text) if not [*ROOT.glob(x)]]
+        names = [
+            re.sub(r"^ikbo\.", "ikbo_jax.", x) for x in re.findall(r"`(ikbo\w*\.[\w.]+)", text)
+        ]
+        stale += [(page.name, x) for x in set(names) if not _exists(x.rstrip("."))]
+        modules = [x.replace(".", "/") for x in re.findall(r"python -m (benchmarks[\w.]*)", text)]
+        stale += [(page.name, x) for x in modules if not [*ROOT.glob(f"{x}*.py"), *ROOT.glob(x)]]
+    assert not stale
+    assert not _exists("ikbo_jax.masks.nothing")
