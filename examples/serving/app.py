@@ -81,7 +81,10 @@ class Ranking:
         self.merge: Callable[[Item], Awaitable[Any]] = batch(self.score)
         self.gauges = {
             name: metrics.Gauge(f"ikbo_{name}", description=f"{name} of the scorer")
-            for name in ("hit_rate", "compilations", "padding", "calls", "evictions")
+            for name in (
+                *("hit_rate", "compilations", "padding", "calls", "evictions"),
+                *("wait_s", "slowdown", "answered", "refused", "late", "scored", "wasted"),
+            )
         }
         self.refused, self.started = "", False
         # To collect garbage among all objects of JAX and Ray would stop the replica for 0.1 s.
@@ -199,7 +202,13 @@ class Ranking:
     def publish(self) -> dict[str, Any]:
         """Gives the scorer's counts to Ray's metrics; returns them."""
         found = self.scorer.metrics
-        fields = {**found._asdict(), "hit_rate": found.hit_rate}
+        fields = {
+            **found._asdict(),
+            **self.counts,
+            "hit_rate": found.hit_rate,
+            "wait_s": self.admission.wait,
+            "slowdown": self.admission.slowdown,
+        }
         for name, gauge in self.gauges.items():
             gauge.set(float(fields[name]))
         return fields
@@ -208,9 +217,6 @@ class Ranking:
         """The scorer's counts, of the replica that answers."""
         return {
             **self.publish(),
-            **self.counts,
-            "wait_s": self.admission.wait,
-            "slowdown": self.admission.slowdown,
             "refused_weights": self.refused,
             "seconds_to_start": self.seconds_to_start,
             "pid": os.getpid(),

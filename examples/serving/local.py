@@ -162,10 +162,13 @@ class Service:
                 logging_level="ERROR",
             )
             stack.callback(serve.shutdown)
-            limit = max(self.settings.timeout_ms / 1000, self.settings.body_s) + 0.25
             serve.start(
                 # Replicas give up before. Without a replica, Ray's proxy answers with 408 then.
-                http_options={"host": self.host, "port": self.port, "request_timeout_s": limit},
+                http_options={
+                    "host": self.host,
+                    "port": self.port,
+                    "request_timeout_s": self.settings.limit_s,
+                },
                 logging_config={"enable_access_log": False, "log_level": "ERROR"},
             )
             self.deploy()
