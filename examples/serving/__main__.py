@@ -222,7 +222,9 @@ def configure(settings: Settings) -> int:
     if reason := models.why_refused(source, weights):
         say(reason)
         return 1
-    print(json.dumps(configuration(settings, weights), indent=1))
+    http = {"host": "0.0.0.0", "port": 8000, "request_timeout_s": settings.limit_s}
+    cluster = {"proxy_location": "EveryNode", "http_options": http}
+    print(json.dumps({**cluster, **configuration(settings, weights)}, indent=1))
     return 0
 
 

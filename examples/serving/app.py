@@ -10,7 +10,6 @@ import asyncio
 import dataclasses
 import gc
 import logging
-import math
 import os
 import time
 from collections.abc import Awaitable, Callable, Sequence
@@ -23,7 +22,7 @@ from ray.serve.config import AutoscalingConfig, BackpressureConfig, RequestRoute
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
-from examples.serving import models, wire
+from examples.serving import early, models, wire
 from examples.serving.settings import Settings
 from ikbo_jax import serving
 
@@ -81,13 +80,17 @@ class Ranking:
         self.merge: Callable[[Item], Awaitable[Any]] = batch(self.score)
         self.gauges = {
             name: metrics.Gauge(f"ikbo_{name}", description=f"{name} of the scorer")
-            for name in ("hit_rate", "compilations", "padding", "calls", "evictions")
+            for name in (
+                *("hit_rate", "compilations", "padding", "calls", "evictions"),
+                *("wait_s", "slowdown", "answered", "refused", "late", "scored", "wasted"),
+            )
         }
         self.refused, self.started = "", False
         # To collect garbage among all objects of JAX and Ray would stop the replica for 0.1 s.
         gc.collect()
         gc.freeze()
         self.seconds_to_start = time.perf_counter() - start
+        early.replica = self
 
     async def reconfigure(self, config: dict[str, Any]) -> None:
         """Ray Serve calls this with the deployment's `user_config`, whenever it changes.
@@ -163,10 +166,10 @@ class Ranking:
             return refusal(422, error)
         limit = min(body.timeout_ms or settings.timeout_ms, settings.timeout_ms) / 1000
         left = start + limit - time.monotonic()
-        if (seconds := self.admission.admit(wanted.size, left)) > 0:
+        if seconds := self.admission.admit(wanted.size, left):
             self.counts["refused"] += 1
-            after = {"Retry-After": str(math.ceil(seconds))}
-            return refusal(503, f"{seconds:.2f} s of work too much waits", **after)
+            reason, headers = early.busy(seconds)
+            return JSONResponse(reason, 503, headers)
         try:
             answer = await self.answer(Item(wanted, start + limit), left)
         finally:
@@ -181,6 +184,13 @@ class Ranking:
         self.counts["answered"] += 1
         content, kind = wire.write(kind, answer.scores, answer.weights, self.replica)
         return Response(content, media_type=kind)
+
+    def refused_for(self, size: int) -> float:
+        """Seconds by which about `size` candidates would wait too long; counts a refusal if any."""
+        size = min(size, self.settings.candidates[-1])
+        seconds = self.admission.excess(size, self.settings.timeout_ms / 1000)
+        self.counts["refused"] += seconds > 0
+        return seconds
 
     async def answer(self, item: Item, left: float) -> Any:
         """The answer of a request that was admitted, or `Late` after `left` seconds."""
@@ -199,7 +209,13 @@ class Ranking:
     def publish(self) -> dict[str, Any]:
         """Gives the scorer's counts to Ray's metrics; returns them."""
         found = self.scorer.metrics
-        fields = {**found._asdict(), "hit_rate": found.hit_rate}
+        fields = {
+            **found._asdict(),
+            **self.counts,
+            "hit_rate": found.hit_rate,
+            "wait_s": self.admission.wait,
+            "slowdown": self.admission.slowdown,
+        }
         for name, gauge in self.gauges.items():
             gauge.set(float(fields[name]))
         return fields
@@ -208,9 +224,6 @@ class Ranking:
         """The scorer's counts, of the replica that answers."""
         return {
             **self.publish(),
-            **self.counts,
-            "wait_s": self.admission.wait,
-            "slowdown": self.admission.slowdown,
             "refused_weights": self.refused,
             "seconds_to_start": self.seconds_to_start,
             "pid": os.getpid(),
@@ -250,6 +263,8 @@ def build(fields: dict[str, Any]) -> serve.Application:
         ray_actor_options={"num_gpus": settings.gpus, "num_cpus": settings.cpus},
         max_ongoing_requests=settings.ongoing,
         max_queued_requests=settings.queued,
+        # 0.1 ms of CPU time for each request.
+        logging_config={"enable_access_log": False, "log_level": "ERROR"},
         backpressure_config=BackpressureConfig(retry_after_s=1),
         health_check_period_s=settings.health_s,
         health_check_timeout_s=30,

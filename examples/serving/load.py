@@ -16,7 +16,7 @@ from examples.serving import wire
 from examples.serving.plans import Asked, Plan, requests
 
 #: Statuses after which a client asks again: a worker that died, a full queue.
-TRANSIENT = (500, 502, 503)
+TRANSIENT = (408, 500, 502, 503)
 #: What the replicas count, see `GET /metrics`.
 COUNTS = (
     *("calls", "requests", "candidates", "padding", "hits", "misses", "evictions"),

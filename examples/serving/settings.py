@@ -71,6 +71,11 @@ class Settings:
     sticky: bool = False
     health_s: float = 2
 
+    @property
+    def limit_s(self) -> float:
+        """Seconds after which Ray gives a request up; a replica does so before."""
+        return max(self.timeout_ms / 1000, self.body_s) + 0.25
+
     def load(self) -> models.Source:
         """What is served."""
         return models.source_of(self.source, self.checkpoint, self.data)

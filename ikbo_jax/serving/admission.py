@@ -56,22 +56,26 @@ class Admission:
         candidates, users = self._buckets.largest
         return self._full * max(size / candidates, 1 / users)
 
-    def admit(self, size: int, left: float) -> float:
-        """Admits a request of `size` candidates that must be answered in `left` seconds.
+    def excess(self, size: int, left: float) -> float:
+        """Returns the seconds by which a request of `size` candidates would wait too long, or 0.
 
-        Call `done` for every admitted request, whether or not it was answered. An idle scorer
-        admits every request, so that its estimates stay those of this machine.
-
-        Returns:
-          0 if the request is admitted, and otherwise the seconds after which it would be.
+        It must be answered in `left` seconds. An idle scorer takes every request, so that its
+        estimates stay those of this machine.
         """
-        own = self._alone(size)
-        excess = self.wait - SHARE * (left - own)
-        if excess > 0 and self._requests:
-            return excess
-        self._pending += self.work(size)
-        self._requests += 1
-        return 0.0
+        if not self._requests:
+            return 0.0
+        return max(0.0, self.wait - SHARE * (left - self._alone(size)))
+
+    def admit(self, size: int, left: float) -> float:
+        """Admits a request unless `excess` says that it would wait too long; returns the excess.
+
+        Call `done` for every admitted request, whether or not it was answered.
+        """
+        excess = self.excess(size, left)
+        if not excess:
+            self._pending += self.work(size)
+            self._requests += 1
+        return excess
 
     def done(self, size: int) -> None:
         """Counts a request of `size` candidates as answered, or given up."""

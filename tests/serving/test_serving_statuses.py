@@ -17,7 +17,7 @@ import pytest
 from starlette.requests import Request
 from starlette.responses import Response
 
-from examples.serving import models, wire
+from examples.serving import early, models, wire
 from examples.serving.settings import Settings
 
 with warnings.catch_warnings():
@@ -232,6 +232,41 @@ def test_requests_that_would_wait_too_long_are_refused_at_once(ranking, monkeypa
     assert ranking.admission.wait == 0
 
 
+@pytest.mark.parametrize("kind", [wire.JSON, wire.BINARY])
+def test_a_request_is_refused_before_its_body_is_read(ranking, monkeypatch, kind):
+    """While too much work waits; otherwise, and for other paths, the engine gets it."""
+    passed, sent = [], []
+
+    async def engine(scope: Any, receive: Any, send: Any) -> None:
+        passed.append(scope["path"])
+
+    async def send(message: Any) -> None:
+        sent.append(message)
+
+    server = early.middlewares()[0].cls(engine)
+
+    def ask(path: str) -> None:
+        headers = [(b"content-type", kind.encode()), (b"content-length", b"400")]
+        scope = {"type": "http", "method": "POST", "path": path, "headers": headers}
+        LOOP.run_until_complete(server(scope, None, send))
+
+    assert early.replica is ranking
+    ask("/rank")
+    work = {"_pending": 1000.0, "_requests": 1, "_measured": 1.0, "_worked": 1.0}
+    for name, value in work.items():
+        monkeypatch.setattr(ranking.admission, name, value)
+    ask("/rank")
+    ask("/metrics")
+    assert passed == ["/rank", "/metrics"]
+    start, body = sent
+    assert start["status"] == 503
+    assert int(dict(start["headers"])[b"retry-after"]) > 100
+    assert "s of work too much waits" in json.loads(body["body"])["error"]
+    monkeypatch.setattr(early, "replica", None)
+    ask("/rank")
+    assert passed[-1] == "/rank"
+
+
 def test_what_nobody_waits_for_is_not_scored(ranking):
     """A client that closes its connection, and one whose deadline passes before the batch."""
 
@@ -255,4 +290,5 @@ def test_the_page_lists_these_statuses():
     table = text[text.index("| status | when |") :].split("\n\n")[0]
     named = {int(number) for number in re.findall(r"\b[45]\d\d\b", table)}
     tested = {status for _, status, _ in REFUSED.values()} | {405, 408, 413, 503}
-    assert named - {500} == tested
+    # A replica that died answers nothing: these are HAProxy's.
+    assert named - {500, 502} == tested
