@@ -3,6 +3,7 @@
 from ikbo_jax import debug, masks
 from ikbo_jax._version import __version__
 from ikbo_jax.ops.attention import attention, merge_attention
+from ikbo_jax.ops.dot_product_attention import dot_product_attention
 from ikbo_jax.ops.explain import Explanation, explain
 from ikbo_jax.ops.gated_linear import gated_linear
 from ikbo_jax.ops.gdpa import gdpa
@@ -26,6 +27,7 @@ __all__ = [
     "__version__",
     "attention",
     "debug",
+    "dot_product_attention",
     "explain",
     "export_target",
     "gated_linear",
