@@ -2,6 +2,7 @@
 
 from ikbo_jax import debug, masks
 from ikbo_jax._version import __version__
+from ikbo_jax.measure import Timing, TuningReport, benchmark, tune
 from ikbo_jax.ops.attention import attention, merge_attention
 from ikbo_jax.ops.dot_product_attention import dot_product_attention
 from ikbo_jax.ops.explain import Explanation, explain
@@ -18,14 +19,18 @@ from ikbo_jax.ops.padded_weight import PaddedWeight, pad_weight
 from ikbo_jax.ops.target import export_target
 from ikbo_jax.placement import Placement, place_users
 from ikbo_jax.rewrite import rewrite
+from ikbo_jax.tuning.user_cache import tuned
 
 __all__ = [
     "Explanation",
     "PaddedWeight",
     "Placement",
     "Term",
+    "Timing",
+    "TuningReport",
     "__version__",
     "attention",
+    "benchmark",
     "debug",
     "dot_product_attention",
     "explain",
@@ -42,4 +47,6 @@ __all__ = [
     "place_users",
     "rewrite",
     "segment_sum",
+    "tune",
+    "tuned",
 ]
