@@ -58,10 +58,12 @@ def tune(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> TuningReport:
       A `TuningReport`; print it. Without a Hopper GPU it says that there is nothing to tune.
 
     Raises:
+      TypeError: `fn` is no function.
       OSError: the tuning cache cannot be written.
       KeyboardInterrupt: Ctrl-C; the text says what was measured and whether it was written.
       Whatever `fn` raises while it is traced.
     """
+    arguments.check_function("tune", fn)
     explanation = explain(fn, *args, **kwargs)
     if reason := dispatch.hopper_unavailable_reason():
         return TuningReport((), nothing=reason)
@@ -176,18 +178,16 @@ def benchmark(
       A `Timing`, or one for each name; print it, or take its `ms`.
 
     Raises:
-      ValueError: `fn` is neither a function nor functions by name; `window_s` or `rounds` is too
-        small.
+      TypeError: `fn` is neither a function nor functions by name.
+      ValueError: `window_s` or `rounds` is too small.
       Whatever the functions raise.
     """
     from ikbo_jax import _timing
     from ikbo_jax._timing import device_time
 
     functions = fn if isinstance(fn, Mapping) else {"": fn}
-    wrong = [x for x in functions.values() if not callable(x)]
-    if wrong or not functions:
-        found = arguments.describe(wrong[0]) if wrong else "an empty mapping"
-        raise ValueError(f"benchmark takes a function and its arguments, but fn is {found}")
+    for function in functions.values() or (fn,):
+        arguments.check_function("benchmark", function)
     if arguments.finite_number("window_s", window_s) <= 0:
         raise ValueError(f"window_s must be above 0, but is {window_s}")
     if isinstance(rounds, bool) or not isinstance(rounds, int) or rounds < 1:

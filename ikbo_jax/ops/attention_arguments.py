@@ -17,10 +17,7 @@ def check(arrays: Arrays) -> None:
     if lengths is not None:
         arguments.check_index("key_value_seq_lengths", lengths, "key", "U", users)
     if ranges is not None:
-        if getattr(ranges, "dtype", None) != "int32":
-            raise ValueError(
-                f"key_value_ranges must be an int32 array, but is {arguments.describe(ranges)}"
-            )
+        arguments.check_int32("key_value_ranges", ranges)
         if ranges.shape != (batch, 2):
             raise ValueError(
                 f"key_value_ranges has shape {ranges.shape} but query has B={batch}, so it must "

@@ -14,7 +14,7 @@ from jax.extend import core
 from jax.interpreters import ad
 from jax.sharding import AxisType
 
-from ikbo_jax.ops import dispatch, sharded
+from ikbo_jax.ops import arguments, dispatch, sharded
 from ikbo_jax.ops.op import RESULT
 from ikbo_jax.ops.reverse_only import identity_primitive
 
@@ -92,8 +92,10 @@ def explain(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Explanation:
       An `Explanation`; print it, or its `details`.
 
     Raises:
+      TypeError: `fn` is no function, but, say, the result of a call.
       Whatever `fn` raises while it is traced.
     """
+    arguments.check_function("explain", fn)
     leaves, treedef = jax.tree.flatten((args, kwargs))
     traced = [_is_to_trace(leaf) for leaf in leaves]
 
