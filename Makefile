@@ -38,7 +38,7 @@ device := $(if $(DRIVER),,$(cpu))
 # and takes tests from another's part when its own is done.
 pytest := -m pytest -n $(JOBS) --dist worksteal
 
-.PHONY: help demo train serve test test-all record-kernels test-gpu test-several-gpus lint format clean
+.PHONY: help demo train serve test test-all record-kernels test-gpu test-several-gpus docs lint format clean
 
 help:  ## this list
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/make \1\t\2/p' $(firstword $(MAKEFILE_LIST)) | expand -t 16
@@ -76,6 +76,11 @@ test-several-gpus:  ## the tests that need two or more Hopper GPUs
 	@[ -n "$(DRIVER)" ] || { echo "make test-several-gpus needs NVIDIA GPUs; nvidia-smi finds none" >&2; exit 1; }
 	$(call setup,test $(CUDA_EXTRA))
 	$(RUN) -m pytest -m several_gpus $(ARGS)
+
+docs:  ## build the site in build/site; warnings are errors
+	$(call setup,docs)
+	NO_MKDOCS_2_WARNING=1 $(RUN) -m mkdocs build --strict $(ARGS)
+	@echo "read it: $(RUN) -m http.server -d build/site"
 
 lint:  ## ruff (lint and format) and mypy
 	$(call setup,test lint)

@@ -21,7 +21,7 @@ from benchmarks.harness import Benchmark, Point
 from benchmarks.production import checked
 from benchmarks.production_draws import AttentionShape
 from benchmarks.production_providers import Contender, contenders
-from benchmarks.records import OUR_NAME, Record, ours_at, provider_of
+from benchmarks.records import Record, of_ours, ours_at, provider_of
 from ikbo_jax.cases import attention as case
 from ikbo_jax.cases import error_rule
 from ikbo_jax.cases.error_rule import Check
@@ -99,11 +99,10 @@ def measure_point(point: Point, run: harness.Run) -> dict[str, Any]:
     The copies are timed in the sweep over S, whose bars need them; with "quick", this library's op
     and its XLA path alone.
     """
-    ours, xla, grouped, even, copies, tokamax = contenders(point.case, is_drawn=False)
-    del even
+    ours, xla, grouped, _, copies = contenders(point.case, is_drawn=False)
     chosen = [ours, xla]
     if not run.options.quick:
-        chosen += [grouped, tokamax, *([copies] if point.sweep == "s" else [])]
+        chosen += [grouped, *([copies] if point.sweep == "s" else [])]
     found = checked(chosen, "forward", compared=_check_of(point.case))
     return harness.measure(found, run.protocol, point.case.flops)
 
@@ -133,11 +132,9 @@ def _check_of(shape: AttentionShape) -> Callable[[Contender, Sequence[Any]], Che
     return check
 
 
-def bars(point: Record, all_points: Sequence[Record], name: str = OUR_NAME) -> str:
+@of_ours
+def bars(point: Record, ours: Record, all_points: Sequence[Record]) -> str:
     """Formats the figures of `ikbo` at a point, each next to its bar."""
-    ours = provider_of(point, OUR_NAME)
-    if ours is None or name != OUR_NAME:
-        return ""
     problem, found = point["problem"], []
     grouped, copies = (provider_of(point, name) for name in ("grouped-cudnn", "copies-cudnn"))
     if point["sweep"] == "s":

@@ -17,10 +17,10 @@ from typing import Any
 
 from benchmarks import attention, harness
 from benchmarks.harness import Benchmark, Point
-from benchmarks.production import alternative, checked
+from benchmarks.production import alternative, measure_versions
 from benchmarks.production_draws import AttentionShape
 from benchmarks.production_providers import contenders
-from benchmarks.records import OUR_NAME, Record, provider_of
+from benchmarks.records import Record, of_ours, provider_of
 
 DEFAULT = dataclasses.replace(attention.DEFAULT, kv_len=2048)
 #: Bars of our fraction of the matmul, by S.
@@ -64,16 +64,13 @@ def points(sweep: str) -> Iterator[Point]:
 
 def measure_point(point: Point, run: harness.Run) -> dict[str, Any]:
     """Checks all versions at a point, and times them interleaved; with "quick", the first two."""
-    makers = list(contenders(point.case))[: 2 if run.options.quick else None]
     flops = harness.ATTENTION_WORK[point.direction] * point.case.flops
-    return harness.measure(checked(makers, point.direction), run.protocol, flops)
+    return measure_versions(contenders(point.case), point, run, flops, quick=2)
 
 
-def bars(point: Record, all_points: Sequence[Record], name: str = OUR_NAME) -> str:
+@of_ours
+def bars(point: Record, ours: Record, all_points: Sequence[Record]) -> str:
     """Formats the figures of this library at a point, each next to its bar."""
-    ours = provider_of(point, OUR_NAME)
-    if ours is None or name != OUR_NAME:
-        return ""
     sweep, found = point["sweep"], []
     if sweep == "s" and (bar := FRACTION_BARS.get(point["problem"]["kv_len"])) is not None:
         found.append(f"fraction {ours['fraction']:.3f}, bar {bar}")

@@ -24,7 +24,7 @@ from benchmarks import harness, production_providers
 from benchmarks.harness import Benchmark, Point
 from benchmarks.production import in_direction
 from benchmarks.production_providers import Contender
-from benchmarks.records import OUR_NAME, Record, ours_at, provider_of
+from benchmarks.records import OUR_NAME, Record, of_ours, ours_at, provider_of
 from ikbo_jax.cases.error_rule import Check
 from ikbo_jax.cases.gdpa import Case, uniform_lengths
 from ikbo_jax.cases.gdpa_backward import RESULTS, Inputs, check_results
@@ -251,12 +251,11 @@ OURS = Provider(OUR_NAME, "ikbo_jax.gdpa (implementation='mosaic_gpu')", _op("fu
 XLA = Provider("xla", "chunked, in XLA (implementation='xla')", _op("decomposed"))
 STAGE = "softmax attention by "
 CUDNN = Provider("cudnn-softmax", f"{STAGE}cuDNN", _dense(production_providers.cudnn), True)
-TOKAMAX = Provider("tokamax-softmax", f"{STAGE}tokamax", _dense(production_providers.tokamax), True)
 OWN_USER = "ikbo_jax.attention, every candidate its own user"
 ATTENTION = Provider("ikbo-attention", OWN_USER, _dense(_own_users), True)
 OVER_PADDED = f"{STAGE}cuDNN over padded sequences"
 PADDED = Provider("cudnn-softmax-padded", OVER_PADDED, _padded(production_providers.cudnn), True)
-ALL = (CUDNN, TOKAMAX, XLA, OURS)
+ALL = (CUDNN, XLA, OURS)
 
 
 def providers_of(point: Point, quick: bool) -> Sequence[Provider]:
@@ -295,11 +294,9 @@ def measure_point(point: Point, run: harness.Run) -> dict[str, Any]:
     return {"name": name_of(point), "pairs": case.pairs, **measured}
 
 
-def bars(point: Record, all_points: Sequence[Record], name: str = OUR_NAME) -> str:
+@of_ours
+def bars(point: Record, ours: Record, all_points: Sequence[Record]) -> str:
     """Formats the figures of `ikbo` at a point, each next to its bar."""
-    ours = provider_of(point, OUR_NAME)
-    if ours is None or name != OUR_NAME:
-        return ""
     sweep, direction, problem, found = point["sweep"], point["direction"], point["problem"], []
     bar = FRACTION_BARS.get((sweep, direction), {}).get(problem["q_len"])
     if bar is not None and problem["dtype"] == "bfloat16":

@@ -88,7 +88,9 @@ def why_not_run(failure: Exception) -> dict[str, str]:
 
 
 def why_too_large(failure: Exception) -> dict[str, str]:
-    """Makes the field "failure", or "skipped" if the arrays do not fit into memory."""
+    """Makes the fields of `why_not_run`; "skipped", too, if the arrays do not fit into memory."""
+    if isinstance(failure, NotImplementedError):
+        return why_not_run(failure)
     text = f"{type(failure).__name__}: {str(failure)[:300]}"
     return {"skipped" if "RESOURCE_EXHAUSTED" in text else "failure": text}
 
@@ -100,6 +102,18 @@ def memory_of(compiled: Any) -> dict[str, int]:
     temp, held = int(memory.temp_size_in_bytes), int(memory.argument_size_in_bytes)
     result = int(memory.output_size_in_bytes) - int(memory.alias_size_in_bytes)
     return {"temp_bytes": temp, "total_bytes": temp + held + result}
+
+
+def compiled_of(
+    fn: Any, *args: Any, options: Mapping[str, Any] | None = None
+) -> tuple[Any, Any, dict[str, Any]]:
+    """Lowers and compiles a function of `jax.jit`; returns both programs, and seconds and bytes."""
+    start = time.monotonic()
+    lowered = fn.lower(*args)
+    traced = time.monotonic()
+    compiled = lowered.compile(None if options is None else dict(options))
+    seconds = {"trace_s": traced - start, "compile_s": time.monotonic() - traced}
+    return lowered, compiled, seconds | memory_of(compiled)
 
 
 def compile_and_check(
@@ -118,15 +132,11 @@ def compile_and_check(
     record: dict[str, Any] = {"name": name, "stage": stage}
     try:
         fn, args = prepare()
-        start = time.monotonic()
-        lowered = jax.jit(fn).lower(*args)
-        traced = time.monotonic()
-        compiled = lowered.compile(None if options is None else dict(options))
-        seconds = {"trace_s": traced - start, "compile_s": time.monotonic() - traced}
+        _, compiled, figures = compiled_of(jax.jit(fn), *args, options=options)
         check = compare(compiled(*args))
     except Exception as failure:
         return Contender(record | why_not(failure))
-    record |= {**seconds, **memory_of(compiled), **check._asdict(), "ok": check.ok}
+    record |= {**figures, **check._asdict(), "ok": check.ok}
     return Contender(record, functools.partial(compiled, *args), compiled, args)
 
 

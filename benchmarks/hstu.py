@@ -14,7 +14,7 @@ import dataclasses
 import functools
 import math
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -24,10 +24,10 @@ import numpy as np
 import ikbo_jax as ikbo
 from benchmarks import harness
 from benchmarks.harness import Benchmark, Point
-from benchmarks.production import checked
+from benchmarks.production import measure_versions
 from benchmarks.production_draws import normal
 from benchmarks.production_providers import TOLERANCE, Contender, cudnn, padding
-from benchmarks.records import OUR_NAME, Record, provider_of
+from benchmarks.records import OUR_NAME, Record, of_ours
 from ikbo_jax.layers import hstu_layer
 
 #: Bars of the default shape: speed relative to cuDNN's softmax, and fraction of the matmul.
@@ -75,14 +75,6 @@ class Shape:
         attention = 4 * np.sum(lengths * (lengths + 1) / 2) * self.inner
         dense = 2 * self.rows * sum(map(math.prod, self.weights))
         return float(self.layers * (attention + dense) * WORK[direction])
-
-    def args(self) -> tuple[jax.Array, ...]:
-        """Draws rows, and the weights of all layers."""
-        weights = (
-            normal(i, (self.layers, *shape), self.dtype) * shape[0] ** -0.5
-            for i, shape in enumerate(self.weights)
-        )
-        return normal(2, (self.rows, self.width), self.dtype), *weights
 
     def plain(self, attend: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
         """Makes the function of `args` and of offsets in plain jnp, from that of one attention."""
@@ -143,6 +135,20 @@ class Shape:
         return run
 
 
+def stacked(
+    name: str, stage: str, fn: Callable[..., jax.Array], shape: Any, cu: jax.Array, **options: Any
+) -> Contender:
+    """Makes a contender of rows, the weights of all layers, and offsets; draws the first two."""
+    weights = (
+        normal(i, (shape.layers, *sizes), shape.dtype) * sizes[0] ** -0.5
+        for i, sizes in enumerate(shape.weights)
+    )
+    args = normal(2, (shape.rows, shape.width), shape.dtype), *weights
+    # Rounding errors of layers add up.
+    tolerance = 4 * TOLERANCE
+    return Contender(name, stage, fn, args, (cu,), gradient_tolerance=tolerance, **options)
+
+
 def _masked(query: Any, key: Any, value: Any, *, scale: float) -> jax.Array:
     scores = jnp.einsum("bind,bjnd->bnij", query, key, preferred_element_type=jnp.float32)
     weights = jnp.tril(jax.nn.silu(scores * jnp.float32(scale))) / jnp.float32(key.shape[1])
@@ -156,9 +162,7 @@ def contenders(shape: Shape, direction: str) -> list[Callable[[], Contender]]:
     scores = 4 * held * shape.batch * shape.heads * shape.longest**2
 
     def made(name: str, stage: str, fn: Any, **options: Any) -> Contender:
-        # Rounding errors of layers add up.
-        options = {"gradient_tolerance": 4 * TOLERANCE, **options}
-        return Contender(name, stage, fn, shape.args(), (cu,), **options)
+        return stacked(name, stage, fn, shape, cu, **options)
 
     def masked() -> Contender:
         if scores > MAX_SCORES:
@@ -168,7 +172,7 @@ def contenders(shape: Shape, direction: str) -> list[Callable[[], Contender]]:
     def cudnn_softmax() -> Contender:
         attend = functools.partial(cudnn(), is_causal=True)
         fn = shape.plain(shape.padded(attend))
-        return made("cudnn-softmax", "cuDNN, padded", fn, is_comparable=False)
+        return made("cudnn-softmax", "cuDNN, padded", fn, other="a softmax")
 
     every, by_xla = ("norm", "projection"), shape.plain(shape.jagged("xla"))
     found = [
@@ -207,19 +211,13 @@ def shrink(point: Point) -> Point:
 
 def measure_point(point: Point, run: harness.Run) -> dict[str, Any]:
     """Checks all versions at a point, and times them interleaved; with "quick", the first three."""
-    makers = contenders(point.case, point.direction)
-    found = checked(makers[: 3 if run.options.quick else None], point.direction)
-    for contender in found:
-        if contender.record["name"] == "cudnn-softmax":
-            contender.record["note"] = "another function: a softmax"
-    return harness.measure(found, run.protocol, point.case.flops(point.direction))
+    makers, flops = contenders(point.case, point.direction), point.case.flops(point.direction)
+    return measure_versions(makers, point, run, flops, quick=3)
 
 
-def bars(point: Record, all_points: Any, name: str = OUR_NAME) -> str:
+@of_ours
+def bars(point: Record, ours: Record, all_points: Sequence[Record]) -> str:
     """Formats the speed of this library's layer relative to the others, and the bars."""
-    ours = provider_of(point, OUR_NAME)
-    if ours is None or name != OUR_NAME:
-        return ""
     others = [p for p in point["providers"] if p is not ours and "median_ms" in p]
     ratios = [f"{p['median_ms'] / ours['median_ms']:.2f} x {p['name']}" for p in others]
     ratio, fraction = BARS[point["direction"]]

@@ -21,7 +21,7 @@ import numpy as np
 
 from benchmarks import harness, timing
 from benchmarks.harness import Benchmark, Point
-from benchmarks.records import OUR_NAME, Record, ours_at, provider_of
+from benchmarks.records import OUR_NAME, Record, of_ours, ours_at, provider_of
 from ikbo_jax.cases.error_rule import Check
 from ikbo_jax.cases.linear_compression import ALIGNED_K, Case
 from ikbo_jax.problems import LinearCompressionProblem
@@ -150,11 +150,10 @@ def _measure_copy(run: harness.Run) -> None:
     run.results["copy"] = timing.copy_ceiling(size, window_s=window_s, rounds=rounds)
 
 
-def bars(point: Record, all_points: Sequence[Record], name: str = OUR_NAME) -> str:
+@of_ours
+def bars(point: Record, ours: Record, all_points: Sequence[Record]) -> str:
     """Formats the figure of `ikbo` at a point, next to its bar."""
-    ours, xla = provider_of(point, OUR_NAME), provider_of(point, "xla")
-    if ours is None or name != OUR_NAME:
-        return ""
+    xla = provider_of(point, "xla")
     if point["sweep"] == "default":
         return f"fraction {ours['fraction']:.3f}, bar {DEFAULT_BAR}"
     if point["sweep"] in ("m", "k", "n"):

@@ -22,7 +22,7 @@ from benchmarks import harness
 from benchmarks.harness import Benchmark, Point
 from benchmarks.linear_compression import DEFAULT, shrink
 from benchmarks.production_draws import DRAWS
-from benchmarks.records import OUR_NAME, Record, provider_of
+from benchmarks.records import Record, of_ours, provider_of
 from ikbo_jax._timing import device_time
 from ikbo_jax.cases.linear_compression import Inputs
 from ikbo_jax.cases.linear_compression_backward import Case
@@ -151,10 +151,10 @@ def best_by_hand(point: Record) -> Record | None:
     return min(found, key=lambda record: float(record["median_ms"]), default=None)
 
 
-def bars(point: Record, all_points: Sequence[Record], name: str = OUR_NAME) -> str:
+@of_ours
+def bars(point: Record, ours: Record, all_points: Sequence[Record]) -> str:
     """Formats the figures of `ikbo` at a point, next to their bars."""
-    ours, by_hand = provider_of(point, OUR_NAME), best_by_hand(point)
-    if ours is None or by_hand is None or name != OUR_NAME:
+    if (by_hand := best_by_hand(point)) is None:
         return ""
     relative = ours["median_ms"] / by_hand["median_ms"]
     found = f"{relative:.3f} of the time by hand, bar {BY_HAND_BAR:.2f}"

@@ -1,21 +1,19 @@
-"""Times `look_up` and `segment_sum` beside XLA's ways: `python -m benchmarks.look_up`.
+"""Benchmark of `look_up` and `segment_sum`, beside XLA's ways.
+
+    python -m benchmarks.look_up --out benchmarks/results/look_up/h100.json
 
 Twenty sizes are drawn once and for all: 64 to 65,536 candidates, rows of 16 bytes to 200 kB, sorted
 or not, in three dtypes. Times are those on the device, of all that a call does: most points take
-less time than a launch from Python. Every result is checked against sums in f64.
+less time than a launch from Python. This library's results are checked; sums against sums in f64.
 """
 
 from __future__ import annotations
 
-import argparse
-import concurrent.futures
 import dataclasses
 import functools
-import json
 import math
-import pathlib
-import time
-from collections.abc import Callable, Mapping, Sequence
+import sys
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -23,20 +21,26 @@ import jax.numpy as jnp
 import numpy as np
 
 import ikbo_jax as ikbo
-from benchmarks import plots, timing
-from ikbo_jax._timing import device_time
+from benchmarks import harness
+from benchmarks.harness import Benchmark, Point
+from benchmarks.production_draws import normal
+from benchmarks.records import Record, provider_of
+from ikbo_jax.cases.error_rule import Check
 from ikbo_jax.problems.look_up import ITEM_BYTES
 
 #: Most bytes of candidates' rows, of a one-hot matrix, and of sums in f32.
 MOST_BYTES, MOST_ONE_HOT, MOST_SUMS = 2**30, 2**28, 2**30
-#: Seconds of a call that is timed twice and not 20 times.
-LONG_S = 0.02
-#: Most numbers of a point that is checked: NumPy adds 10 million in a second.
+#: Most numbers of a point that are checked: NumPy adds 10 million in a second.
 MOST_CHECKED = 10**7
+#: Largest error of a sum, in units of its last place: one rounding; f32 adds in another order.
+BOUNDS = {"bfloat16": 0.5, "float16": 0.5, "float32": 64.0}
+LOOK_UP, SEGMENT_SUM = "ikbo.look_up", "ikbo.segment_sum"
+#: Providers that are no alternative to `segment_sum`.
+NO_SUMS = ("gather", "copy", LOOK_UP, SEGMENT_SUM)
 
 
 @dataclasses.dataclass(frozen=True)
-class Point:
+class Sizes:
     """Sizes: candidates, users, bytes of a row, dtype, whether the index is sorted.
 
     Hot: one user has half of the candidates.
@@ -58,17 +62,22 @@ class Point:
         """Bytes that a lookup or a sum moves at least."""
         return (self.batch + self.users) * self.row_bytes
 
+    @property
+    def label(self) -> str:
+        kind = "sorted" if self.is_sorted else "hot" if self.is_hot else "unsorted"
+        return f"B={self.batch} U={self.users} {self.row_bytes} bytes {self.dtype} {kind}"
 
-def drawn(count: int = 20, seed: int = 47) -> list[Point]:
+
+def drawn(count: int = 20, seed: int = 47) -> list[Sizes]:
     """Draws sizes whose logarithms are uniform."""
-    rng, found = np.random.default_rng(seed), list[Point]()
+    rng, found = np.random.default_rng(seed), list[Sizes]()
     while len(found) < count:
         batch = int(2 ** rng.uniform(6, 16))
         row_bytes = int(2 ** rng.uniform(0, math.log2(12500))) * 16
         users = max(1, int(batch / 2 ** rng.uniform(0, min(8, math.log2(batch)))))
         dtype = list(ITEM_BYTES)[len(found) % 3]
         if batch * row_bytes <= MOST_BYTES:
-            found.append(Point(batch, users, row_bytes, dtype, bool(len(found) // 3 % 2)))
+            found.append(Sizes(batch, users, row_bytes, dtype, bool(len(found) // 3 % 2)))
     return found
 
 
@@ -76,197 +85,160 @@ def drawn(count: int = 20, seed: int = 47) -> list[Point]:
 HOT = [(8192, 256, 768), (33_265, 1128, 96), (65_536, 4096, 2048)]
 #: Beside the drawn ones: training of an MLP, and what the kernels were made for.
 CHOSEN = [
-    Point(8192, 256, 768, "bfloat16", False),
-    Point(8192, 256, 768, "bfloat16", True),
-    Point(1024, 15, 221_696, "bfloat16", False),
-    Point(10_000, 1, 256, "bfloat16", True),
-    Point(10_000, 10_000, 256, "bfloat16", False),
-    Point(65_536, 4096, 2048, "bfloat16", True),
-    Point(65_536, 4096, 2048, "bfloat16", False),
-    *(Point(*sizes, "bfloat16", False, is_hot=True) for sizes in HOT),
+    Sizes(8192, 256, 768, "bfloat16", False),
+    Sizes(8192, 256, 768, "bfloat16", True),
+    Sizes(1024, 15, 221_696, "bfloat16", False),
+    Sizes(10_000, 1, 256, "bfloat16", True),
+    Sizes(10_000, 10_000, 256, "bfloat16", False),
+    Sizes(65_536, 4096, 2048, "bfloat16", True),
+    Sizes(65_536, 4096, 2048, "bfloat16", False),
+    *(Sizes(*sizes, "bfloat16", False, is_hot=True) for sizes in HOT),
 ]
+SWEEPS: dict[str, Sequence[Sizes]] = {"drawn": drawn(), "chosen": CHOSEN}
 
 
-def _scatter(point: Point, values: jax.Array, index: jax.Array) -> jax.Array:
-    zeros = jnp.zeros((point.users, point.width), values.dtype)
-    return zeros.at[index].add(values, indices_are_sorted=point.is_sorted)
+def points(sweep: str) -> Iterator[Point]:
+    """Yields the points of a sweep."""
+    return (Point(sweep, sizes.label, sizes) for sizes in SWEEPS[sweep])
 
 
-def _segment_sum(point: Point, values: jax.Array, index: jax.Array) -> jax.Array:
+def shrink(point: Point) -> Point:
+    """Makes the point's sizes small enough for a CPU."""
+    return point.with_case(batch=40, users=min(5, point.case.users), row_bytes=32)
+
+
+def _scatter(sizes: Sizes, values: jax.Array, index: jax.Array) -> jax.Array:
+    zeros = jnp.zeros((sizes.users, sizes.width), values.dtype)
+    return zeros.at[index].add(values, indices_are_sorted=sizes.is_sorted)
+
+
+def _segment_sum(sizes: Sizes, values: jax.Array, index: jax.Array) -> jax.Array:
     sums = jax.ops.segment_sum(
-        values.astype(jnp.float32), index, point.users, indices_are_sorted=point.is_sorted
+        values.astype(jnp.float32), index, sizes.users, indices_are_sorted=sizes.is_sorted
     )
     return sums.astype(values.dtype)
 
 
-def _one_hot(point: Point, values: jax.Array, index: jax.Array) -> jax.Array:
-    one_hot = jax.nn.one_hot(index, point.users, dtype=values.dtype)
+def _one_hot(sizes: Sizes, values: jax.Array, index: jax.Array) -> jax.Array:
+    one_hot = jax.nn.one_hot(index, sizes.users, dtype=values.dtype)
     sums = jnp.einsum("bu,bw->uw", one_hot, values, preferred_element_type=jnp.float32)
     return sums.astype(values.dtype)
 
 
-def _cumulative(point: Point, values: jax.Array, index: jax.Array) -> jax.Array:
-    if not point.is_sorted:
+def _cumulative(sizes: Sizes, values: jax.Array, index: jax.Array) -> jax.Array:
+    if not sizes.is_sorted:
         order = jnp.argsort(index)
         values, index = values[order], index[order]
     sums = jnp.cumsum(values.astype(jnp.float32), axis=0)
     sums = jnp.concatenate([jnp.zeros_like(sums[:1]), sums])
-    users = jnp.arange(point.users + 1, dtype=jnp.int32)
+    users = jnp.arange(sizes.users + 1, dtype=jnp.int32)
     ends = jnp.searchsorted(index, users, method="sort")
     return (sums[ends[1:]] - sums[ends[:-1]]).astype(values.dtype)
 
 
-def providers(point: Point) -> dict[str, tuple[str, Callable[..., jax.Array]]]:
-    """What is timed, by name: the op, and a function of rows and index."""
+def providers(sizes: Sizes) -> dict[str, tuple[str, Callable[..., jax.Array]]]:
+    """Lists what is timed by name: the op, and a function of rows and index."""
     sums: dict[str, Any] = {"scatter": _scatter, "jax.ops.segment_sum in f32": _segment_sum}
-    if point.batch * point.users * ITEM_BYTES[point.dtype] <= MOST_ONE_HOT:
+    if sizes.batch * sizes.users * ITEM_BYTES[sizes.dtype] <= MOST_ONE_HOT:
         sums["one-hot product"] = _one_hot
-    if point.batch * point.width * 4 <= MOST_SUMS:
+    if sizes.batch * sizes.width * 4 <= MOST_SUMS:
         sums["cumulative sums"] = _cumulative
-    options: dict[str, Any] = {"indices_are_sorted": point.is_sorted}
-    ours = functools.partial(ikbo.segment_sum, num_users=point.users, **options)
+    options: dict[str, Any] = {"indices_are_sorted": sizes.is_sorted}
+    ours = functools.partial(ikbo.segment_sum, num_users=sizes.users, **options)
     return {
         "gather": ("look_up", lambda user, index: user[index]),
-        "ikbo.look_up": ("look_up", functools.partial(ikbo.look_up, **options)),
+        LOOK_UP: ("look_up", functools.partial(ikbo.look_up, **options)),
         "copy": ("copy", lambda values, index: -values),
-        **{name: ("segment_sum", functools.partial(fn, point)) for name, fn in sums.items()},
-        "ikbo.segment_sum": ("segment_sum", ours),
+        **{name: ("segment_sum", functools.partial(fn, sizes)) for name, fn in sums.items()},
+        SEGMENT_SUM: ("segment_sum", ours),
     }
 
 
-def compiled(point: Point) -> dict[str, Any]:
-    """Compiles all providers of a point."""
-    index = jax.ShapeDtypeStruct((point.batch,), jnp.int32)
-    user, values = (
-        jax.ShapeDtypeStruct((rows, point.width), point.dtype)
-        for rows in (point.users, point.batch)
-    )
-    return {
-        name: jax.jit(fn).lower(user if op == "look_up" else values, index).compile()
-        for name, (op, fn) in providers(point).items()
-    }
+def _index(sizes: Sizes) -> np.ndarray:
+    """Draws every candidate's user, [batch] int32."""
+    rng = np.random.default_rng(0)
+    index = rng.integers(0, sizes.users, sizes.batch).astype(np.int32)
+    is_hot = rng.random(sizes.batch) < 0.5 * sizes.is_hot
+    index = np.where(is_hot, np.int32(sizes.users // 3), index)
+    return np.sort(index) if sizes.is_sorted else index
 
 
-def measure(point: Point, seed: int, programs: Mapping[str, Any]) -> dict[str, Any]:
-    """Times all providers of a point, one after another, and checks this library's."""
-    rng = np.random.default_rng(seed)
-    at = rng.integers(0, point.users, point.batch).astype(np.int32)
-    at = np.where(rng.random(point.batch) < 0.5 * point.is_hot, np.int32(point.users // 3), at)
-    at = np.sort(at) if point.is_sorted else at
-    keys = jax.random.split(jax.random.key(seed))
+def _check_sums(sizes: Sizes, index: np.ndarray, values: jax.Array, sums: jax.Array) -> Check:
+    """Compares the sums of the first columns with sums in f64, in units of their last place."""
+    columns = max(1, min(sizes.width, MOST_CHECKED // sizes.batch))
+    expected = np.zeros((sizes.users, columns))
+    np.add.at(expected, index, np.asarray(values[:, :columns], np.float64))
+    error = np.abs(np.asarray(sums[:, :columns], np.float64) - expected)
+    unit = float(jnp.finfo(sizes.dtype).eps) * np.maximum(np.abs(expected), 1)
+    return Check(float(np.max(error / unit)), BOUNDS[sizes.dtype])
+
+
+def measure_point(point: Point, run: harness.Run) -> dict[str, Any]:
+    """Checks this library at a point, and times all providers on the device."""
+    sizes, at = point.case, _index(point.case)
     user, values = (
-        jax.random.normal(key, (rows, point.width), jnp.float32).astype(point.dtype)
-        for key, rows in zip(keys, (point.users, point.batch), strict=True)
+        normal(seed, (rows, sizes.width), sizes.dtype)
+        for seed, rows in enumerate((sizes.users, sizes.batch))
     )
     index = jnp.asarray(at)
-    record: dict[str, Any] = {**dataclasses.asdict(point), "us": {}}
-    for name, (op, _) in providers(point).items():
-        program, args = programs[name], (user if op == "look_up" else values, index)
-        try:
-            start = time.perf_counter()
-            jax.block_until_ready(program(*args))
-            calls = device_time.CALLS if time.perf_counter() - start < LONG_S else 2
-            measured = device_time.measure(program, *args, calls=calls)
-        except jax.errors.JaxRuntimeError as error:  # XLA's scatters of the largest arrays
-            record["us"][name] = repr(error)[:80]
-            continue
-        record["us"][name] = round(measured.ms * 1e3, 2) if measured else None
-    sums = programs["ikbo.segment_sum"](values, index)
-    record["error"] = _error(point, at, values, sums)
-    found = programs["ikbo.look_up"](user, index)
-    record["is_equal"] = bool(jnp.array_equal(found, user[index]))
-    return record
+
+    def compare(name: str, out: jax.Array) -> Check:
+        if name == SEGMENT_SUM:
+            return _check_sums(sizes, at, values, out)
+        # Some numbers, but no other one, may differ: of XLA's sums in the rows' dtype.
+        return Check(float(jnp.sum(out != user[index])) if name == LOOK_UP else 0.0, 0.5)
+
+    def compiled(name: str, op: str, fn: Callable[..., jax.Array]) -> harness.Contender:
+        prepared = lambda: (fn, (user if op == "look_up" else values, index))  # noqa: E731
+        check = functools.partial(compare, name)
+        return harness.compile_and_check(name, op, prepared, check, why_not=why_not)
+
+    # XLA's scatters of the largest arrays do not run.
+    why_not = harness.why_too_large
+    contenders = [compiled(name, op, fn) for name, (op, fn) in providers(sizes).items()]
+    protocol = dataclasses.replace(run.protocol, short_ms=math.inf)
+    return harness.measure(contenders, protocol)
 
 
-def _error(point: Point, at: np.ndarray, values: jax.Array, sums: jax.Array) -> float | None:
-    """The largest error of sums, in units of their last place; None if they are too many."""
-    if point.batch * point.width > MOST_CHECKED:
-        return None
-    expected = np.zeros((point.users, point.width))
-    np.add.at(expected, at, np.asarray(values, np.float64))
-    error = np.abs(np.asarray(sums, np.float64) - expected)
-    unit = float(jnp.finfo(point.dtype).eps)
-    return float(np.max(error / (unit * np.maximum(np.abs(expected), 1))))
+def standard(point: Record) -> Record:
+    """Converts a point of an older results file, which has microseconds by provider."""
+    if "us" not in point:
+        return point
+    sizes = {field.name: point[field.name] for field in dataclasses.fields(Sizes)}
+    timed = {name: us / 1e3 for name, us in point["us"].items() if isinstance(us, float)}
+    providers = [{"name": name, "median_ms": ms} for name, ms in timed.items()]
+    return {"sweep": "", "label": Sizes(**sizes).label, "problem": sizes, "providers": providers}
 
 
-def describe(record: Mapping[str, Any]) -> str:
-    """A line of the table: sizes, times beside XLA's best, fractions of a copy's bandwidth."""
-    names = {field.name for field in dataclasses.fields(Point)}
-    point = Point(**{name: x for name, x in record.items() if name in names})
-    us = {name: x for name, x in record["us"].items() if isinstance(x, float)}
-    if not us:
-        return f"{point}: not timed, no GPU"
-    ours = us["ikbo.segment_sum"]
-    best = min(
-        (name for name in us if "ikbo" not in name and name not in ("gather", "copy")),
-        key=us.__getitem__,
-    )
-    copied = 2 * point.batch * point.row_bytes / us["copy"]
-    fractions = [point.moved / us[f"ikbo.{op}"] / copied for op in ("look_up", "segment_sum")]
-    kind = "sorted" if point.is_sorted else "hot" if point.is_hot else ""
+def bars(point: Record, all_points: Any = (), name: str = SEGMENT_SUM) -> str:
+    """Formats an op's speed relative to XLA's best, and its fraction of a copy's bandwidth."""
+    ours, copy = provider_of(point, name), provider_of(point, "copy")
+    others = [provider_of(point, "gather")]
+    if name == SEGMENT_SUM:
+        names = (p["name"] for p in point["providers"] if p["name"] not in NO_SUMS)
+        others = [provider_of(point, other) for other in names]
+    timed = [p for p in others if p is not None]
+    if ours is None or copy is None or not timed or name not in (LOOK_UP, SEGMENT_SUM):
+        return ""
+    sizes, best = Sizes(**point["problem"]), min(timed, key=lambda p: float(p["median_ms"]))
+    copied = 2 * sizes.batch * sizes.row_bytes / copy["median_ms"]
+    fraction = sizes.moved / ours["median_ms"] / copied
     return (
-        f"{point.batch:6} {point.users:6} {point.row_bytes:7} B {point.dtype:8} "
-        f"{kind:6} {point.moved / 2**20:6.1f} MB | look_up "
-        f"{us['ikbo.look_up']:7.2f} us x{us['gather'] / us['ikbo.look_up']:.2f} "
-        f"{fractions[0]:.2f} | "
-        f"segment_sum {ours:7.2f} us x{us[best] / ours:.2f} ({best}) {fractions[1]:.2f} | "
-        f"x{us.get('scatter', math.nan) / ours:.1f} scatter | error {record['error']}"
+        f"{best['median_ms'] / ours['median_ms']:.2f} x {best['name']}, "
+        f"{fraction:.2f} of a copy's bandwidth"
     )
 
 
-def plot(records: Sequence[Mapping[str, Any]], path: pathlib.Path) -> None:
-    """Draws bandwidth over a row's bytes, beside XLA's, without hot users."""
-    records = [x for x in records if not x.get("is_hot")]
-    panels = {
-        "look_up": {"ikbo.look_up": "ikbo.look_up", "gather": "XLA's gather"},
-        "segment_sum": {
-            "ikbo.segment_sum": "ikbo.segment_sum",
-            "jax.ops.segment_sum in f32": "jax.ops.segment_sum in f32",
-            "scatter": "scatter in the rows' dtype",
-        },
-    }
-    with plots.saved(path, 2, size=(9, 3.6), sharey=True) as (_, axes):
-        for axis, (title, names) in zip(axes, panels.items(), strict=True):
-            for name, label in names.items():
-                timed = [x for x in records if isinstance(x["us"].get(name), float)]
-                moved = [(x["batch"] + x["users"]) * x["row_bytes"] for x in timed]
-                rates = [size / x["us"][name] / 1e6 for size, x in zip(moved, timed, strict=True)]
-                axis.scatter([x["row_bytes"] for x in timed], rates, s=14, label=label)
-            axis.set(title=title, xlabel="bytes of a row", xscale="log", yscale="log")
-            axis.legend(fontsize="small")
-        axes[0].set_ylabel("TB/s, read and written")
-
-
-def main() -> None:
-    """Times the points and prints them; with `--out`, writes a results file.
-
-    With `--plot`, draws the points of a results file instead.
-    """
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--out", type=pathlib.Path)
-    parser.add_argument("--points", type=int, default=len(CHOSEN) + 20)
-    parser.add_argument("--plot", type=pathlib.Path, nargs=2, metavar=("RESULTS", "IMAGE"))
-    options = parser.parse_args()
-    if options.plot:
-        results, image = options.plot
-        plot(json.loads(results.read_text())["points"], image)
-        return
-    points = [*drawn(), *CHOSEN][: options.points]
-    with concurrent.futures.ThreadPoolExecutor() as pool:
-        programs = list(pool.map(compiled, points))
-    records = []
-    for number, (point, of_point) in enumerate(zip(points, programs, strict=True)):
-        records.append(measure(point, number, of_point))
-        print(describe(records[-1]), flush=True)
-    if options.out:
-        results = {
-            "op": "look_up",
-            "environment": timing.environment(),
-            "protocol": "time on the device, of all that a call does: the median of 20 calls",
-            "points": records,
-        }
-        options.out.write_text(json.dumps(results, indent=1) + "\n")
-
+BENCHMARK = Benchmark(
+    "look_up",
+    tuple(SWEEPS),
+    harness.of_sweeps(points),
+    shrink,
+    measure_point,
+    bars,
+    describe=lambda point: "; ".join(bars(point, (), name) for name in (LOOK_UP, SEGMENT_SUM)),
+    times_matmul=False,
+)
 
 if __name__ == "__main__":
-    main()
+    sys.exit(BENCHMARK.main())

@@ -14,7 +14,7 @@ import dataclasses
 import functools
 import math
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -24,10 +24,10 @@ import numpy as np
 import ikbo_jax as ikbo
 from benchmarks import harness
 from benchmarks.harness import Benchmark, Point
-from benchmarks.production import checked
-from benchmarks.production_draws import normal
-from benchmarks.production_providers import TOLERANCE, Contender, cudnn, padding
-from benchmarks.records import OUR_NAME, Record, provider_of
+from benchmarks.hstu import stacked
+from benchmarks.production import measure_versions
+from benchmarks.production_providers import Contender, cudnn, padding
+from benchmarks.records import OUR_NAME, Record, of_ours
 
 #: Bar of our speed relative to the best alternative.
 BAR = 2.0
@@ -71,14 +71,6 @@ class Shape:
         found = 4 * pairs * self.q_heads * self.head_dim * harness.ATTENTION_WORK[direction]
         dense = 2 * self.rows * sum(map(math.prod, self.weights)) * DENSE_WORK[direction]
         return float(self.layers * (found + dense))
-
-    def args(self) -> tuple[jax.Array, ...]:
-        """Draws rows, and the weights of all layers."""
-        weights = (
-            normal(i, (self.layers, *shape), self.dtype) * shape[0] ** -0.5
-            for i, shape in enumerate(self.weights)
-        )
-        return normal(2, (self.rows, self.width), self.dtype), *weights
 
     def network(self, attend: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
         """Makes the function of `args` and of offsets, from the function of one attention."""
@@ -134,10 +126,8 @@ def contenders(shape: Shape) -> list[Callable[[], Contender]]:
 
     def made(name: str, stage: str, attend: Callable[..., Any], option: Any) -> Contender:
         fn = shape.network(functools.partial(attend, option))
-        # Rounding errors of layers add up.
-        options: Any = {"gradient_tolerance": 4 * TOLERANCE, "is_xla": name == "xla"}
-        options["is_comparable"] = "no-cap" not in name
-        return Contender(name, stage, fn, shape.args(), (cu,), **options)
+        other = "no cap" if name.endswith("no-cap") else ""
+        return stacked(name, stage, fn, shape, cu, is_xla=name == "xla", other=other)
 
     def of_cudnn() -> Contender:
         return made("cudnn-no-cap", "cuDNN", padded, cudnn())
@@ -169,19 +159,16 @@ def shrink(point: Point) -> Point:
 
 def measure_point(point: Point, run: harness.Run) -> dict[str, Any]:
     """Checks all versions at a point, and times them interleaved; with "quick", the first two."""
-    makers = list(contenders(point.case))[: 2 if run.options.quick else None]
-    found = checked(makers, point.direction)
-    for contender in found:
-        if contender.record["name"].endswith("no-cap"):
-            contender.record["note"] = "another function: no cap"
-    return harness.measure(found, run.protocol, point.case.flops(point.direction))
+    flops = point.case.flops(point.direction)
+    return measure_versions(contenders(point.case), point, run, flops, quick=2)
 
 
-def bars(point: Record, all_points: Any, name: str = OUR_NAME) -> str:
+@of_ours
+def bars(point: Record, ours: Record, all_points: Sequence[Record]) -> str:
     """Formats the speed of this library relative to the best alternative."""
-    ours, timed = provider_of(point, OUR_NAME), [p for p in point["providers"] if "median_ms" in p]
+    timed = [p for p in point["providers"] if "median_ms" in p]
     others = [p for p in timed if not p["name"].startswith(OUR_NAME)]
-    if ours is None or not others or name != OUR_NAME:
+    if not others:
         return ""
     best = min(others, key=lambda p: float(p["median_ms"]))
     return f"{best['median_ms'] / ours['median_ms']:.2f} x {best['name']}, bar {BAR}"

@@ -13,6 +13,7 @@ from operator import itemgetter
 from typing import Any
 
 from benchmarks import gdpa as of_gdpa
+from benchmarks import look_up as of_look_up
 from benchmarks import production as of_production
 from benchmarks import tables, timing
 from benchmarks import tables_networks as networks
@@ -293,3 +294,28 @@ def production(results: Record, path: pathlib.Path) -> None:
             axis.set_xlabel("roofline, ms")
         legend_below(figure, by_fraction, len(of_production.DRAWS))
         figure.suptitle(f"drawn workloads: {results['environment']['device']}")
+
+
+def look_up(results: Record, path: pathlib.Path) -> None:
+    """Plots bandwidth over a row's bytes, beside XLA's, without hot users."""
+    found = map(of_look_up.standard, results["points"])
+    points = [point for point in found if not point["problem"]["is_hot"]]
+    panels = {
+        "look_up": {of_look_up.LOOK_UP: of_look_up.LOOK_UP, "gather": "XLA's gather"},
+        "segment_sum": {
+            of_look_up.SEGMENT_SUM: of_look_up.SEGMENT_SUM,
+            "jax.ops.segment_sum in f32": "jax.ops.segment_sum in f32",
+            "scatter": "scatter in the rows' dtype",
+        },
+    }
+    with saved(path, 2, size=(9, 3.6), sharey=True) as (_, axes):
+        axes = list(axes)
+        for axis, (title, names) in zip(axes, panels.items(), strict=True):
+            for name, label in names.items():
+                pairs = [(of_look_up.Sizes(**p["problem"]), provider_of(p, name)) for p in points]
+                timed = [(sizes, p["median_ms"]) for sizes, p in pairs if p is not None]
+                rates = [sizes.moved / ms / 1e9 for sizes, ms in timed]
+                axis.scatter([sizes.row_bytes for sizes, _ in timed], rates, s=14, label=label)
+            axis.set(title=title, xlabel="bytes of a row", xscale="log", yscale="log")
+            axis.legend(fontsize="small")
+        axes[0].set_ylabel("TB/s, read and written")

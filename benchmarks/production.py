@@ -24,7 +24,7 @@ import pathlib
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -34,7 +34,7 @@ from benchmarks import harness, timing
 from benchmarks.harness import Point
 from benchmarks.production_draws import DRAWS, SWEEPS, normal, shapes, shrink
 from benchmarks.production_providers import TOLERANCE, Contender, contenders
-from benchmarks.records import OUR_NAME, Record, format_table, points_of, provider_of
+from benchmarks.records import OUR_NAME, Record, format_table, of_ours, points_of, provider_of
 from ikbo_jax._timing import device_time
 from ikbo_jax._timing.programs import UNTIMED_ON_GPU
 from ikbo_jax.cases import error_rule
@@ -154,7 +154,7 @@ def compare(
     contender: Contender, direction: str, expected: Sequence[jax.Array], results: Sequence[Any]
 ) -> Check:
     """Finds the error with the largest ratio to its bound, and this bound."""
-    if not contender.is_comparable:
+    if contender.other:
         return Check(0.0, 1.0)
     outputs, gradients = ([], results) if direction == "backward" else (results[:1], results[1:])
     found = [(contender.finish(out), TOLERANCE) for out in outputs]
@@ -232,8 +232,8 @@ def _checked(
         options,
         harness.why_not_run if contender.name == OUR_NAME else why_not_run,
     )
-    if not contender.is_comparable:
-        found.record["note"] = "another function: softmax"
+    if contender.other:
+        found.record["note"] = f"another function: {contender.other}"
     return found
 
 
@@ -269,6 +269,18 @@ def by_turns_ms(*thunks: Callable[[], Any]) -> list[float]:
 
 
 # Measuring
+
+
+def measure_versions(
+    makers: Iterable[Callable[[], Contender]],
+    point: Point,
+    run: harness.Run,
+    flops: float,
+    quick: int,
+) -> dict[str, Any]:
+    """Checks versions, and times them by turns; with the option "quick", the first `quick`."""
+    found = checked([*makers][: quick if run.options.quick else None], point.direction)
+    return harness.measure(found, run.protocol, flops)
 
 
 def ceilings(run: harness.Run) -> tuple[float, float]:
@@ -321,9 +333,10 @@ def speedup(point: Record) -> float | None:
     return float(other["median_ms"]) / float(ours["median_ms"])
 
 
-def bars(point: Record, all_points: Sequence[Record] = (), name: str = OUR_NAME) -> str:
+@of_ours
+def bars(point: Record, ours: Record, all_points: Sequence[Record]) -> str:
     """Formats the best alternative of a point, and this library's speed relative to it."""
-    if (ratio := speedup(point)) is None or name != OUR_NAME:
+    if (ratio := speedup(point)) is None:
         return ""
     slow = f", bar {1 / SLOWEST_BAR:.2f}" if ratio < 1 / SLOWEST_BAR else ""
     return f"{ratio:.2f} x {alternative_name(point)}{slow}"

@@ -8,7 +8,6 @@ widths. What depends on the model's parameters or on the request's copies is ins
 from __future__ import annotations
 
 import functools
-import importlib.util
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
@@ -40,7 +39,8 @@ class Contender(NamedTuple):
     `fn` is a function of `args`, for which gradients are taken, and of `integers`: as constants,
     XLA would sort indices while it compiles. `finish` and `finish_gradients` convert results to the
     shapes of this library's. With `is_xla`, XLA chooses the GEMMs, which takes most of the time of
-    compiling a point. `gradient_tolerance` is relative to a gradient's largest value.
+    compiling a point. `gradient_tolerance` is relative to a gradient's largest value. `other` names
+    what another function computes, whose results are not compared.
     """
 
     name: str
@@ -50,7 +50,7 @@ class Contender(NamedTuple):
     integers: tuple[jax.Array | None, ...] = ()
     finish: Callable[[jax.Array], jax.Array] = lambda out: out
     finish_gradients: Callable[[Results], Results] = lambda gradients: gradients
-    is_comparable: bool = True
+    other: str = ""
     gradient_tolerance: float = TOLERANCE
     is_xla: bool = False
 
@@ -93,17 +93,6 @@ def cudnn() -> Callable[..., jax.Array]:
     return functools.partial(jax.nn.dot_product_attention, implementation="cudnn")
 
 
-def tokamax() -> Callable[..., jax.Array]:
-    """Returns tokamax's attention for Hopper GPUs."""
-    if importlib.util.find_spec("tokamax") is None:
-        raise NotImplementedError("tokamax is not installed")
-    if jax.default_backend() != "gpu":
-        raise NotImplementedError(f"its kernel needs a GPU, not a {jax.default_backend()}")
-    tokamax = importlib.import_module("tokamax")
-
-    return functools.partial(tokamax.dot_product_attention, implementation="mosaic")
-
-
 def _added_tolerance(cand_to_user: np.ndarray) -> float:
     """Computes the tolerance of gradients that are added in bfloat16, a rounding for a candidate.
 
@@ -135,15 +124,14 @@ def _grouped(
     slots: int,
     keys: int,
     lengths: jax.Array | None,
-    library: Library | None = None,
 ) -> Contender:
-    """Makes a library's attention (None: cuDNN's) over queries that were grouped by user before.
+    """Makes cuDNN's attention over queries that were grouped by user before.
 
     A user has room for the queries of `slots` candidates and for `keys` keys, of which the first
     `lengths` count; None: all.
     """
     query, key, value = args
-    attend = (library or cudnn)()
+    attend = cudnn()
     fold = fold_by_user(jnp.asarray(shape.cand_to_user), shape.users, slots)
     folded = jax.jit(fold.fold)(query)
     pad = ((0, 0), (0, keys - shape.kv_len), (0, 0), (0, 0))
@@ -180,11 +168,6 @@ def _attention(shape: AttentionShape, is_drawn: bool) -> Iterator[Callable[[], C
         stage = "queries grouped by hand before, cuDNN"
         return _grouped("grouped-cudnn", stage, s, args, most, s.kv_len, seq_lengths)
 
-    def grouped_tokamax() -> Contender:
-        stage = "queries grouped by hand before, tokamax"
-        sizes = most, s.kv_len, seq_lengths
-        return _grouped("grouped-tokamax", stage, s, args, *sizes, tokamax)
-
     def grouped_cudnn_even() -> Contender:
         # cuDNN has no gradients for odd numbers of keys.
         if s.kv_len % 2 == 0:
@@ -213,8 +196,6 @@ def _attention(shape: AttentionShape, is_drawn: bool) -> Iterator[Callable[[], C
     yield grouped_cudnn
     yield grouped_cudnn_even
     yield copies_cudnn
-    if not is_drawn:
-        yield grouped_tokamax
 
 
 def _linear_compression(shape: CompressionShape) -> Iterator[Callable[[], Contender]]:
@@ -335,7 +316,7 @@ def _gdpa(shape: GdpaShape) -> Iterator[Callable[[], Contender]]:
             numbers,
             unpad_q,
             finish_gradients,
-            is_comparable=s.activation == "softmax",
+            other="" if s.activation == "softmax" else "softmax",
         )
 
     yield lambda: Contender(OUR_NAME, "ikbo_jax.gdpa", op(None), args, integers)
@@ -349,7 +330,7 @@ def contenders(shape: Shape, *, is_drawn: bool = True) -> list[Callable[[], Cont
     The second is the XLA path, and the others follow in the order of how likely each is to be the
     fastest. A maker has the contender's name, with underscores, and raises NotImplementedError with
     the reason if its contender cannot run here.
-    A sweep over sizes of attention, which are not drawn, also has tokamax and large copies.
+    A sweep over sizes of attention, which are not drawn, also has large copies.
     """
     if isinstance(shape, AttentionShape):
         return list(_attention(shape, is_drawn))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
@@ -78,7 +79,20 @@ def describe_all(point: Record) -> str:
 
 
 #: Formats the bars of a provider: takes a point, all points, and the provider's name.
-Bars = Callable[[Record, Sequence[Record], str], str]
+Bars = Callable[..., str]
+
+
+def of_ours(figures: Callable[[Record, Record, Sequence[Record]], str]) -> Bars:
+    """Makes bars of a function of a point, our figures there, and all points; others have none."""
+
+    @functools.wraps(figures)
+    def bars(point: Record, all_points: Sequence[Record] = (), name: str = OUR_NAME) -> str:
+        ours = provider_of(point, OUR_NAME)
+        return "" if ours is None or name != OUR_NAME else figures(point, ours, all_points)
+
+    return bars
+
+
 #: Figures of a provider in the printed table: field, unit, digits, divisor.
 FIGURES = (
     *(("median_ms", "ms", 4, 1), ("tflops", "TFLOP/s", 1, 1), ("fraction", "of the matmul", 3, 1)),

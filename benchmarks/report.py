@@ -43,7 +43,7 @@ _DATE = re.compile(r"commit `[^`]*`, (\d{4}-\d\d-\d\d(?: \d\d:\d\d)?)")
 TABLES: Mapping[str, Callable[[Record], dict[str, str]]] = {
     make.__name__: make
     for make in (
-        *(tables.attention, tables.attention_gradient, tables.gdpa),
+        *(tables.attention, tables.attention_gradient, tables.gdpa, tables.look_up),
         *(tables.linear_compression, tables.linear_compression_gradient),
         *(networks.production, networks.ranking, networks.rewrite_models),
         *(networks.scaling, networks.training),
@@ -120,6 +120,10 @@ PLOTS = (
     Plot(
         *("movielens", "movielens-quality", "loss and AUC over steps"),
         *(movielens.draw, _field("curves"), "movielens"),
+    ),
+    Plot(
+        *("look_up", "look-up", "bandwidth over the size of a row"),
+        *(plots.look_up, _field("points")),
     ),
     Plot(
         *("scaling", "scaling-table", "speed-up over devices"),

@@ -14,6 +14,7 @@ from benchmarks import attention_gradient as of_attention_gradient
 from benchmarks import gdpa as of_gdpa
 from benchmarks import linear_compression as of_linear_compression
 from benchmarks import linear_compression_gradient as of_linear_compression_gradient
+from benchmarks import look_up as of_look_up
 from benchmarks.records import OUR_NAME, Bars, Record, is_on_gpu, mib, points_of, provider_of
 
 #: Header and rows.
@@ -25,7 +26,7 @@ Columns = Sequence[tuple[str | Callable[[Record], Record | None], str]]
 #: Headers of columns that hold text and are aligned to the left.
 TEXT_COLUMNS = (
     *("stage", "name", "point", "table says", "bar", "version", "moved by collectives"),
-    *("best alternative", "model"),
+    *("best alternative", "model", "what", "sizes", "commit"),
 )
 #: The body of a block if the results file has no point for it.
 NOT_MEASURED = "Not measured yet.\n"
@@ -33,16 +34,13 @@ NOT_MEASURED = "Not measured yet.\n"
 ATTENTION = {
     "copies-cudnn": "cuDNN, keys and values copied",
     "grouped-cudnn": "cuDNN, queries grouped by hand",
-    "grouped-tokamax": "tokamax, queries grouped by hand",
     "xla": "ikbo-jax in XLA",
     OUR_NAME: "ikbo-jax",
 }
-ATTENTION_COLUMNS = [(n, words) for n, words in ATTENTION.items() if n != "grouped-tokamax"]
 #: Columns of the tables of gdpa; a yardstick only if it was timed.
 GDPA = (
     ("xla", "ikbo-jax in XLA"),
     ("cudnn-softmax", "cuDNN softmax (another function)"),
-    ("tokamax-softmax", "tokamax softmax (another function)"),
     ("cudnn-softmax-padded", "cuDNN softmax, padded"),
     (OUR_NAME, "ikbo-jax"),
 )
@@ -178,7 +176,7 @@ def attention(results: Record) -> dict[str, str]:
     of_others = [(OUR_NAME, ""), ("grouped-cudnn", ATTENTION["grouped-cudnn"])]
     first = "S", lambda p: str(p["problem"]["kv_len"])
     return {
-        "attention-lengths": _op_table(results, over_s, ATTENTION_COLUMNS, bars, first=first),
+        "attention-lengths": _op_table(results, over_s, [*ATTENTION.items()], bars, first=first),
         "attention-sweeps": _op_table(results, others, of_others, bars),
     }
 
@@ -191,7 +189,7 @@ def attention_gradient(results: Record) -> dict[str, str]:
         "S=2048, unless the point says otherwise.\n\n"
     )
     bars, points = of_attention_gradient.bars, results["points"]
-    return {"attention-gradient": _op_table(results, points, ATTENTION_COLUMNS, bars, words)}
+    return {"attention-gradient": _op_table(results, points, [*ATTENTION.items()], bars, words)}
 
 
 def gdpa_prefix(results: Record) -> str:
@@ -291,6 +289,13 @@ def linear_compression_sweeps(results: Record) -> str:
     if not points:
         return ""
     return f"{markdown_table(*table)}{missing}\n{provenance(results)}"
+
+
+def look_up(results: Record) -> dict[str, str]:
+    """Makes the table of all points."""
+    points = [*map(of_look_up.standard, results["points"])]
+    names = ("gather", of_look_up.LOOK_UP, "jax.ops.segment_sum in f32", of_look_up.SEGMENT_SUM)
+    return {"look-up": markdown_table(*times(points, [(name, name) for name in names]))}
 
 
 def _ceilings(results: Record) -> str:

@@ -17,7 +17,6 @@ import dataclasses
 import functools
 import math
 import sys
-import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -113,22 +112,17 @@ def _compile(version: Version, sizes: Any, task: networks.Task) -> tuple[harness
     """Compiles a version's step, or records why not; also returns the lowered program."""
     record: dict[str, Any] = {"name": version.name, "stage": version.stage}
     try:
-        start = time.monotonic()
         step = networks.step_of(version.make(sizes), sizes.dtype)
-        shapes = jax.eval_shape(networks.start, task.params)
+        args = jax.eval_shape(networks.start, task.params), task.inputs, task.labels
+        step = jax.jit(step, donate_argnums=0)
         # The gradient of attention in `jax.nn`, and optax' count of steps, mix dtypes.
         with jax.numpy_dtype_promotion("standard"):
-            lowered = jax.jit(step, donate_argnums=0).lower(shapes, task.inputs, task.labels)
-        traced = time.monotonic()
-        compiled = lowered.compile()
-        record |= {"trace_s": traced - start, "compile_s": time.monotonic() - traced}
-    except NotImplementedError as unable:
-        return harness.Contender(record | harness.why_not_run(unable)), None
+            lowered, compiled, figures = harness.compiled_of(step, *args)
     except Exception as error:
         return harness.Contender(record | harness.why_too_large(error)), None
-    if memory := harness.memory_of(compiled):
-        record |= {"temp_bytes": memory["temp_bytes"], "peak_bytes": memory["total_bytes"]}
-    return harness.Contender(record, compiled=compiled), lowered
+    if "total_bytes" in figures:
+        figures["peak_bytes"] = figures.pop("total_bytes")
+    return harness.Contender(record | figures, compiled=compiled), lowered
 
 
 def _run_first(contender: harness.Contender, task: networks.Task) -> None:

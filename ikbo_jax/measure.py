@@ -61,7 +61,7 @@ def tune(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> TuningReport:
       TypeError: `fn` is no function.
       OSError: the tuning cache cannot be written.
       KeyboardInterrupt: Ctrl-C; the text says what was measured and whether it was written.
-      Whatever `fn` raises while it is traced.
+      Exception: whatever `fn` raises while it is traced.
     """
     arguments.check_function("tune", fn)
     explanation = explain(fn, *args, **kwargs)
@@ -106,7 +106,7 @@ def _not_tuned(problem: Any) -> str | None:
     if problem.op not in PROBLEMS:
         return "this op has no tuner"
     if table.distance(_in_rows(problem), problem):
-        return "calls with a mask, ranges or a cap have no measured rows"
+        return "calls with a mask, ranges, a cap or pages have no measured rows"
     choice = table.lookup(problem, device=dispatch.default_device().device_kind)
     if choice.source == "none":
         return choice.reason
@@ -180,7 +180,7 @@ def benchmark(
     Raises:
       TypeError: `fn` is neither a function nor functions by name.
       ValueError: `window_s` or `rounds` is too small.
-      Whatever the functions raise.
+      Exception: whatever the functions raise.
     """
     from ikbo_jax import _timing
     from ikbo_jax._timing import device_time

@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import heapq
 import itertools
+import math
 from bisect import bisect_left, insort
 from collections.abc import Iterator, Sequence
 
@@ -21,6 +22,12 @@ Index = npt.NDArray[np.int32]
 
 #: The largest share that needs no search for a better one, as a multiple of the ideal share.
 TOLERANCE = 1.05
+#: Rows of int32 users and candidates that a placement may have with padding: 1 GiB each.
+MOST_ROWS = 1 << 28
+#: Larger than any mesh, and few enough to deal to within a tenth of a second.
+MOST_DEVICES = 1 << 16
+#: Where ids of users are larger, only the users that occur are numbered: a sort, 6 ms for 100,000.
+DENSE_USERS = 1 << 20
 #: Bounds the steps of a search times its large users. The worst of 1,400 requests of 10 to 64 users
 #: on 2 to 16 devices took 8 ms on one core of a server.
 SEARCH_WORK = 80_000
@@ -78,6 +85,8 @@ class Placement:
 
         Raises ValueError if there is no device at a position, or a position occurs twice.
         """
+        for position, device in enumerate(devices):
+            _check_integer(f"devices[{position}]", device)
         chosen = set(devices)
         if len(chosen) < len(devices) or not chosen <= set(range(len(self.users))):
             expected = f"expected different ones in [0, {len(self.users)})"
@@ -161,19 +170,22 @@ def place_users(
       The placement; equal arguments have equal placements, on every process.
 
     Raises:
-      ValueError: if an argument has the wrong rank, dtype or range.
+      ValueError: if an argument has the wrong rank, dtype or range, or the placement would have
+        more than 2**28 rows with its padding.
     """
     index = np.asarray(cand_to_user)
     _check(index, num_users, num_devices, multiple_of, users_multiple_of)
-    index = index.astype(np.intp)
-    counts = np.bincount(index, minlength=num_users)
+    index, names = index.astype(np.intp), None
+    if index.size and index.max() >= DENSE_USERS:
+        names, index = np.unique(index, return_inverse=True)
+    counts = np.bincount(index)
     present = np.flatnonzero(counts)
     by_size = present[np.argsort(-counts[present], kind="stable")]
-    device_of = np.zeros(num_users, np.intp)
+    device_of = np.zeros(len(counts), np.intp)
     device_of[by_size] = _deal(counts[by_size].tolist(), num_devices)
 
     user_order = present[np.argsort(device_of[present], kind="stable")]
-    slot_of = np.zeros(num_users, np.intp)
+    slot_of = np.zeros(len(counts), np.intp)
     users, slots = _rows(user_order, device_of[user_order], num_devices, users_multiple_of)
     slot_of[user_order] = slots
     keys = device_of[index] * users.shape[1] + slot_of[index]
@@ -183,6 +195,8 @@ def place_users(
     last = np.maximum(np.count_nonzero(users >= 0, axis=1) - 1, 0).astype(np.int32)
     local = np.repeat(last[:, None], candidates.shape[1], axis=1)
     local[devices, columns] = slot_of[index[order]]
+    if names is not None:
+        users[users >= 0] = names[users[users >= 0]]
     return Placement(num_users, len(index), *map(_frozen, (users, candidates, local)))
 
 
@@ -193,22 +207,27 @@ def _check(
         raise ValueError(f"cand_to_user has shape {index.shape}, expected one dimension [B]")
     if index.size and not np.issubdtype(index.dtype, np.integer):
         raise ValueError(f"cand_to_user has dtype {index.dtype}, expected integers")
-    at_least = {
-        "num_users": (num_users, 0),
-        "num_devices": (num_devices, 1),
-        "multiple_of": (multiple_of, 1),
-        "users_multiple_of": (users_multiple_of, 1),
-    }
-    for name, (value, least) in at_least.items():
-        if not isinstance(value, (int, np.integer)):
-            raise ValueError(f"{name} is {value!r}, expected an integer")
-        if value < least:
-            raise ValueError(f"{name} is {value}, expected at least {least}")
+    # The placement names users, and counts rows, in int32.
+    _check_integer("num_users", num_users, 0, np.iinfo(np.int32).max)
+    _check_integer("num_devices", num_devices, 1, MOST_DEVICES)
+    for name, value in (("multiple_of", multiple_of), ("users_multiple_of", users_multiple_of)):
+        _check_integer(name, value, 1, MOST_ROWS // num_devices)
     wrong = np.flatnonzero((index < 0) | (index >= num_users))  # type: ignore[operator]
     if wrong.size:
         raise ValueError(
             f"cand_to_user[{wrong[0]}] is {index[wrong[0]]} but num_users is {num_users}"
         )
+
+
+def _check_integer(
+    name: str, value: object, least: float = -math.inf, most: float = math.inf
+) -> None:
+    if not isinstance(value, (int, np.integer)) or isinstance(value, bool):
+        raise ValueError(f"{name} is {value!r}, expected an integer")
+    if value < least:
+        raise ValueError(f"{name} is {value}, expected at least {least}")
+    if value > most:
+        raise ValueError(f"{name} is {value}, expected at most {most}")
 
 
 def _frozen(array: Index) -> Index:
@@ -224,6 +243,11 @@ def _rows(
     columns = np.arange(len(items)) - (np.cumsum(sizes) - sizes)[devices]
     # A program cannot use a dimension of size 0.
     width = -(-max(int(sizes.max()), 1) // multiple_of) * multiple_of
+    if num_devices * width > MOST_ROWS:
+        raise ValueError(
+            f"{num_devices} devices with {width} rows each, as the largest needs, are "
+            f"{num_devices * width} rows, expected at most {MOST_ROWS}"
+        )
     rows = np.full((num_devices, width), -1, np.int32)
     rows[devices, columns] = items
     return rows, columns

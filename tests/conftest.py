@@ -213,9 +213,9 @@ def fake_hopper(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeHopper]:
     monkeypatch.setattr(d_weight, "d_weight_kernel", fake_d_weight)
     monkeypatch.setattr(sums, "segment_sum_kernel", fake_sums)
     # Programs traced with a real kernel, or with another test's, must not be used again.
-    op._linear_compression.clear_cache()
+    op._OP.jitted.clear_cache()
     yield FakeHopper(calls)
-    op._linear_compression.clear_cache()
+    op._OP.jitted.clear_cache()
 
 
 @pytest.fixture
@@ -226,6 +226,8 @@ def fake_attention(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeHopper]:
     finds that order itself.
     """
     from ikbo_jax.ops import attention as op
+    from ikbo_jax.ops import pages
+    from ikbo_jax.ops.attention_vmap import Arrays
     from ikbo_jax.pallas.attention_backward import kernel as backward_kernel
     from ikbo_jax.pallas.few_queries import kernel as few_queries
     from ikbo_jax.pallas.flash import attention as kernel
@@ -243,6 +245,7 @@ def fake_attention(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeHopper]:
         key_value_ranges=None,
         self_key=None,
         self_value=None,
+        page_table=None,
         *,
         return_residuals,
         scale,
@@ -255,6 +258,9 @@ def fake_attention(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeHopper]:
         call = {"query": query.shape, "has_order": order is not None, "scale": scale, **rest}
         call["return_residuals"] = return_residuals
         calls.append(call)
+        if page_table is not None:
+            laid_out = pages.laid_out(Arrays(query, key, value, index, None, page_table=page_table))
+            call["page"], key, value = key.shape[1], laid_out.key, laid_out.value
 
         def run(order, targets, ranges, own, *arrays):
             inputs = problems.AttentionInputs(*arrays)
@@ -313,6 +319,6 @@ def fake_attention(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeHopper]:
     monkeypatch.setattr(kernel, "attention_kernel", fake_kernel)
     monkeypatch.setattr(backward_kernel, "attention_backward_kernel", fake_backward)
     monkeypatch.setattr(few_queries, "few_queries_kernel", fake_kernel)
-    op._attention.clear_cache()
+    op._OP.jitted.clear_cache()
     yield FakeHopper(calls, backward_calls)
-    op._attention.clear_cache()
+    op._OP.jitted.clear_cache()

@@ -8,9 +8,10 @@ folder; a test's record in a later folder, or in a file of an earlier `merge`, r
 `choose` writes `tests/shares.txt`: the tests that `make test` leaves out. The short suite has, in
 this order,
 
-1. tests that run every line and every branch that each group of folders runs: the cheapest set
-   that a greedy search finds. The last group, whose tests run whole commands, runs only what the
-   others do not run.
+1. tests that run the lines and branches that each group of folders runs: the cheapest set that a
+   greedy search finds. A test that adds fewer than `--rate` of them a second is left to the shares:
+   at 4, a third of the time goes, and one line in 150. The last group, whose tests run whole
+   commands, runs only what the others do not run.
 2. the tests that `tools/killing_tests.txt` names: those that alone killed a mutant.
 3. the cheapest case of each test function, from the cheapest function on, while `--seconds` last.
 4. every test of less than 0.05 s.
@@ -122,10 +123,13 @@ def load(path: pathlib.Path) -> Measured:
         return Measured(json.loads(str(file["names"])), points, runs, file["meta"])
 
 
-def cover(runs: np.ndarray, seconds: np.ndarray, needed: np.ndarray) -> list[int]:
+def cover(
+    runs: np.ndarray, seconds: np.ndarray, needed: np.ndarray, rate: float = 0.0
+) -> list[int]:
     """Chooses tests until one runs each point that is needed: the most new points a second first.
 
     A test's gain only falls while others are chosen, so a heap of old gains finds the next one.
+    Tests with fewer than `rate` new points a second are not chosen.
     """
     needed = needed & runs.any(0)
     cost = np.maximum(seconds, 0.02)  # a test costs its collection and report, too
@@ -139,13 +143,15 @@ def cover(runs: np.ndarray, seconds: np.ndarray, needed: np.ndarray) -> list[int
         gain = needed[runs[test]].sum() / cost[test]
         if gain and heap and gain < -heap[0][0]:
             heapq.heappush(heap, (-gain, test))
-        elif gain:
+        elif gain and gain >= rate:
             chosen.append(test)
             needed &= ~runs[test]
     return chosen
 
 
-def choose(measured: Measured, keep: set[str], limit: float) -> dict[str, set[int]]:
+def choose(
+    measured: Measured, keep: set[str], limit: float, rate: float = 0.0
+) -> dict[str, set[int]]:
     """Returns the tests of the short suite by the reason for which they are in it."""
     names, seconds = measured.names, measured.seconds
     folders = [name.split("/")[1] for name in names]
@@ -160,7 +166,7 @@ def choose(measured: Measured, keep: set[str], limit: float) -> dict[str, set[in
         tests = np.array([i for i, folder in enumerate(folders) if folder in group], int)
         if tests.size:
             is_run = measured.runs[list(chosen if group is GROUPS[-1] else ())].any(0)
-            found = cover(measured.runs[tests], seconds[tests], ~is_run)
+            found = cover(measured.runs[tests], seconds[tests], ~is_run, rate)
             add("lines and branches of " + ", ".join(group), set(tests[found].tolist()))
     add("alone kills a mutant", {i for i, name in enumerate(names) if name in keep})
     cases: dict[str, int] = {}
@@ -215,7 +221,8 @@ def main(arguments: list[str]) -> int:
     merging.add_argument("sources", type=pathlib.Path, nargs="+")
     choosing = commands.add_parser("choose", help="write tests/shares.txt")
     choosing.add_argument("file", type=pathlib.Path)
-    choosing.add_argument("--seconds", type=float, default=600.0, help="of the short suite's tests")
+    choosing.add_argument("--seconds", type=float, default=450.0, help="of the short suite's tests")
+    choosing.add_argument("--rate", type=float, default=12.0, help="least lines a second of a test")
     choosing.add_argument("--shares", type=int, default=10)
     options = parser.parse_args(arguments)
     if options.command == "merge":
@@ -224,7 +231,7 @@ def main(arguments: list[str]) -> int:
         print(f"{len(measured.names)} tests run {len(measured.points)} lines and branches")
         return 0
     measured = load(options.file)
-    reasons = choose(measured, set(KILLING.read_text().splitlines()), options.seconds)
+    reasons = choose(measured, set(KILLING.read_text().splitlines()), options.seconds, options.rate)
     short = {i for tests in reasons.values() for i in tests}
     left_out = [i for i in range(len(measured.names)) if i not in short]
     text = HEADER

@@ -51,18 +51,23 @@ class Progress:
 
     def _lines(self, name: str, done: int, total: int) -> Advance:
         start = shown = time.perf_counter()
-        first = done
+        first = done + 1
 
         def advance(*, loss: float) -> None:
-            nonlocal done, shown
+            nonlocal done, shown, start
             done += 1
             now = time.perf_counter()
-            if done < total and now - shown < self.every_s:
+            if done == first:
+                # The first step compiles: minutes, of which no other step tells.
+                start = now
+            if done < total and (now - shown < self.every_s or done == first):
                 return
             shown = now
-            rate = (done - first) / (now - start)
-            left = f"{rate:.1f} steps/s, {(total - done) / rate:.0f} s left"
-            self.note(f"{name}: step {done}/{total}, loss {loss:.4f}, {left}")
+            text = f"{name}: step {done}/{total}, loss {loss:.4f}"
+            if done > first:
+                rate = (done - first) / (now - start)
+                text += f", {rate:.1f} steps/s, {(total - done) / rate:.0f} s left"
+            self.note(text)
 
         return advance
 

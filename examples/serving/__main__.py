@@ -6,6 +6,7 @@ python -m examples.serving configuration     what `serve deploy` reads, for a cl
 python -m examples.serving offline           ranks many candidates, without the service
 python -m examples.serving measure           batching and start-up, to a results file
 python -m examples.serving scale             load, until autoscaling adds a replica
+python -m examples.serving overload          answers in time at 1, 1.5 and 3 x the capacity
 python -m examples.serving plot FILE         a plot of a results file
 """
 
@@ -18,12 +19,14 @@ import dataclasses
 import json
 import os
 import pathlib
+import signal
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import aiohttp
+import jax
 import platformdirs
 import rich.console
 import rich.progress
@@ -140,6 +143,12 @@ def parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
     requests(scale)
     scale.add_argument("--rate", type=float, default=40, help="requests a second")
 
+    overload = command("overload", "offers more load than can be answered")
+    service(overload)
+    requests(overload)
+    overload.add_argument("--least", type=float, default=10, help="the smallest rate")
+    overload.add_argument("--json", action="store_true", help="asks in JSON")
+
     plot = command("plot", "plots a results file of `measure`")
     plot.add_argument("file", type=pathlib.Path)
     plot.add_argument("--out", type=pathlib.Path, default=pathlib.Path("serving.svg"))
@@ -175,21 +184,46 @@ def settings_of(options: argparse.Namespace) -> Settings:
     )
 
 
+def interrupt(*signal_and_frame: object) -> None:
+    """Ends the service as Ctrl-C does."""
+    raise KeyboardInterrupt
+
+
 def serve(options: argparse.Namespace) -> None:
-    """Serves until Ctrl-C."""
+    """Serves until Ctrl-C or SIGTERM; what was accepted is answered."""
     say("starting; without a warm cache, all programs are compiled first")
+    signal.signal(signal.SIGTERM, interrupt)
     with (
         contextlib.suppress(KeyboardInterrupt),
         local.Service(settings_of(options), options.port, options.host) as service,
     ):
+        # Ray has installed a handler of its own, which aborts.
+        signal.signal(signal.SIGTERM, interrupt)
         print(f"serving at {service.url}", flush=True)
         say("a version and Enter: replicas take other weights; Ctrl-C: the end")
         for line in sys.stdin:
             if version := line.strip():
-                service.deploy(version)
-                say(f"replicas take the weights {version}; their /metrics say which they have")
+                try:
+                    service.deploy(version)
+                except ValueError as error:
+                    say(f"{error}; replicas keep the weights {service.weights}")
+                else:
+                    say(f"replicas have the weights {version}")
         while True:
             time.sleep(3600)
+
+
+def configure(settings: Settings) -> int:
+    """Prints a configuration, unless its weights cannot be used; the exit status."""
+    # Nothing is scored here, and a GPU's memory may be that of a replica.
+    jax.config.update("jax_platforms", "cpu")
+    source = settings.load()
+    weights = settings.weights or source.newest
+    if reason := models.why_refused(source, weights):
+        say(reason)
+        return 1
+    print(json.dumps(configuration(settings, weights), indent=1))
+    return 0
 
 
 def send(options: argparse.Namespace) -> dict[str, Any]:
@@ -261,13 +295,27 @@ def scale(options: argparse.Namespace) -> dict[str, Any]:
     return {"settings": records.recorded(settings), "figures": figures}
 
 
+def overload(options: argparse.Namespace) -> dict[str, Any]:
+    """Offers more load than a service can answer."""
+    from examples.serving import measure as measure_
+
+    settings = settings_of(options)
+    plan = plan_of(options, settings.load(), binary=not options.json)
+    figures = measure_.overload(settings, plan, options.least, say)
+    return {"settings": records.recorded(settings), "figures": figures}
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command; its exit status."""
     options = parsed(arguments)
     if options.command == "serve":
-        serve(options)
+        try:
+            serve(options)
+        except OSError as error:
+            say(f"{error}; --port chooses another one, 0 a free one")
+            return 1
     elif options.command == "configuration":
-        print(json.dumps(configuration(settings_of(options)), indent=1))
+        return configure(settings_of(options))
     elif options.command == "plot":
         from examples.serving import plot
 
@@ -277,6 +325,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             options.page.write_text(plot.page(text, options.file), "utf-8")
     else:
         run = {"load": send, "offline": offline, "measure": measure, "scale": scale}
+        run["overload"] = overload
         try:
             packages = ("jax", "ray")
             found = {**records.surroundings(*packages), **run[options.command](options)}

@@ -10,15 +10,16 @@ import asyncio
 import dataclasses
 import gc
 import logging
+import math
 import os
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, NamedTuple
+from typing import Any
 
 from ray import serve
 from ray.serve import metrics
-from ray.serve.config import AutoscalingConfig, RequestRouterConfig
+from ray.serve.config import AutoscalingConfig, BackpressureConfig, RequestRouterConfig
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
@@ -33,8 +34,14 @@ NAME = "ranking"
 LOGGER = logging.getLogger("ray.serve")
 
 
-class Item(NamedTuple):
-    """A request that waits for its batch, and the time until which it is of use."""
+@dataclasses.dataclass
+class Item:
+    """A request that waits for its batch.
+
+    Attributes:
+      request: the request.
+      until: the time until which its answer is of use; 0 if nobody waits for it.
+    """
 
     request: serving.Request
     until: float
@@ -58,6 +65,10 @@ class Ranking:
         self.replica = serve.get_replica_context().replica_id.unique_id
         self.source = settings.load()
         self.scorer = settings.scorer(self.source)
+        self.admission = serving.Admission(
+            self.scorer.buckets, self.scorer.call_seconds, settings.concurrent
+        )
+        self.counts = dict.fromkeys(("answered", "refused", "late", "scored", "wasted"), 0)
         # The event loop goes on reading requests while threads score.
         self.threads = ThreadPoolExecutor(settings.concurrent)
         # Ray Serve has no call that changes the number of concurrent batches later.
@@ -72,7 +83,7 @@ class Ranking:
             name: metrics.Gauge(f"ikbo_{name}", description=f"{name} of the scorer")
             for name in ("hit_rate", "compilations", "padding", "calls", "evictions")
         }
-        self.refused = ""
+        self.refused, self.started = "", False
         # To collect garbage among all objects of JAX and Ray would stop the replica for 0.1 s.
         gc.collect()
         gc.freeze()
@@ -81,19 +92,23 @@ class Ranking:
     async def reconfigure(self, config: dict[str, Any]) -> None:
         """Ray Serve calls this with the deployment's `user_config`, whenever it changes.
 
-        Weights that cannot be used are refused, and the replica goes on with those it has: an error
-        here would end it, and all others.
+        The first call comes before the first request: a replica that cannot use the current weights
+        must not answer with others, so it does not start. Later, weights that cannot be used are
+        refused, and the replica goes on with those it has: an error here would end it, and all
+        others.
         """
         version = str(config["weights"]) or self.source.newest
         self.refused = ""
-        if version == self.scorer.metrics.weights:
-            return
-        try:
-            weights = await asyncio.to_thread(self.source.weights, version)
-            await asyncio.to_thread(self.scorer.set_weights, weights, version)
-        except Exception as error:
-            self.refused = f"weights {version}: {error}"
-            LOGGER.exception("refused weights %s", version)
+        if version != self.scorer.metrics.weights:
+            try:
+                weights = await asyncio.to_thread(self.source.weights, version)
+                await asyncio.to_thread(self.scorer.set_weights, weights, version)
+            except Exception as error:
+                if not self.started:
+                    raise
+                self.refused = f"weights {version}: {error}"
+                LOGGER.exception("refused weights %s", version)
+        self.started = True
 
     async def check_health(self) -> None:
         """Ray Serve replaces a replica for which this raises, or does not return in time."""
@@ -106,53 +121,80 @@ class Ranking:
             raise answer
 
     async def score(self, items: list[Item]) -> list[Any]:
-        """Answers, or errors, of requests; those that are late already are not scored."""
-        now = time.monotonic()
-        intime = [item.request for item in items if item.until > now]
+        """Answers, or errors, of requests; those that nobody waits for are not scored."""
+        start = time.monotonic()
+        waiting = [item for item in items if item.until > start]
+        if not waiting:
+            return [Late() for _ in items]
+        requests = [item.request for item in waiting]
         loop = asyncio.get_running_loop()
-        answers = iter(await loop.run_in_executor(self.threads, self.scorer.rank, intime))
-        return [next(answers) if item.until > now else Late() for item in items]
+        answers = await loop.run_in_executor(self.threads, self.scorer.rank, requests)
+        self.admission.measured([one.size for one in requests], time.monotonic() - start)
+        self.counts["scored"] += len(waiting)
+        self.counts["wasted"] += sum(not item.until for item in waiting)
+        found = dict(zip(map(id, waiting), answers, strict=True))
+        return [found.get(id(item)) or Late() for item in items]
 
     async def __call__(self, request: Request) -> Response:
         """Ray Serve calls this for every request of HTTP."""
-        route = request.method, request.url.path
-        if route == ("POST", "/rank"):
-            return await self.rank(request)
-        if route == ("GET", "/metrics"):
-            return JSONResponse(self.numbers())
-        return refusal(404, f"no {route[0]} {route[1]}; there are POST /rank and GET /metrics")
+        allowed = {"/rank": "POST", "/metrics": "GET"}.get(request.url.path)
+        if allowed is None:
+            return refusal(404, f"no {request.url.path}; there are POST /rank and GET /metrics")
+        if request.method != allowed:
+            reason = f"{request.method} {request.url.path}, expected {allowed}"
+            return refusal(405, reason, Allow=allowed)
+        return JSONResponse(self.numbers()) if allowed == "GET" else await self.rank(request)
 
     async def rank(self, request: Request) -> Response:
         """Scores of a user's candidates."""
-        kind = request.headers.get("content-type", "")
+        start = time.monotonic()
+        settings, kind = self.settings, request.headers.get("content-type", "")
         try:
-            body = wire.read(kind, await request.body())
+            content = await wire.received(request, settings.body_bytes, settings.body_s)
+            body = wire.read(kind, content)
             wanted = models.request(self.source, body.user, body.candidates, body.version)
             self.scorer.check(wanted)
         except wire.BodyError as error:
-            return refusal(error.status, error)
+            # The rest of a body that is too long, or late, is not read.
+            return refusal(error.status, error, **error.headers)
         except models.UnknownUserError as error:
             return refusal(404, error)
         except serving.BadRequestError as error:
             return refusal(422, error)
-        limit = min(body.timeout_ms or self.settings.timeout_ms, self.settings.timeout_ms) / 1000
-        item = Item(wanted, time.monotonic() + limit)
+        limit = min(body.timeout_ms or settings.timeout_ms, settings.timeout_ms) / 1000
+        left = start + limit - time.monotonic()
+        if (seconds := self.admission.admit(wanted.size, left)) > 0:
+            self.counts["refused"] += 1
+            after = {"Retry-After": str(math.ceil(seconds))}
+            return refusal(503, f"{seconds:.2f} s of work too much waits", **after)
         try:
-            async with asyncio.timeout(limit):
-                if self.settings.batch:
-                    answer = await self.merge(item)
-                else:
-                    (answer,) = await self.score([item])
-        except TimeoutError:
-            answer = Late()
+            answer = await self.answer(Item(wanted, start + limit), left)
+        finally:
+            self.admission.done(wanted.size)
         if isinstance(answer, Late):
+            self.counts["late"] += 1
             return refusal(504, f"no scores after {1000 * limit:g} ms")
         if isinstance(answer, serving.BadRequestError):
             return refusal(422, answer)
         if isinstance(answer, Exception):
             raise answer
+        self.counts["answered"] += 1
         content, kind = wire.write(kind, answer.scores, answer.weights, self.replica)
         return Response(content, media_type=kind)
+
+    async def answer(self, item: Item, left: float) -> Any:
+        """The answer of a request that was admitted, or `Late` after `left` seconds."""
+        try:
+            async with asyncio.timeout(left):
+                if self.settings.batch:
+                    return await self.merge(item)
+                (answer,) = await self.score([item])
+                return answer
+        except TimeoutError:
+            return Late()
+        finally:
+            # The client may also have closed the connection: then Ray cancels this call.
+            item.until = 0
 
     def publish(self) -> dict[str, Any]:
         """Gives the scorer's counts to Ray's metrics; returns them."""
@@ -166,16 +208,21 @@ class Ranking:
         """The scorer's counts, of the replica that answers."""
         return {
             **self.publish(),
-            "refused": self.refused,
+            **self.counts,
+            "wait_s": self.admission.wait,
+            "slowdown": self.admission.slowdown,
+            "refused_weights": self.refused,
             "seconds_to_start": self.seconds_to_start,
             "pid": os.getpid(),
             "replica": self.replica,
         }
 
 
-def refusal(status: int, reason: object) -> Response:
+def refusal(status: int, reason: object, **headers: str) -> Response:
     """An answer without scores."""
-    return JSONResponse({"error": str(reason)}, status)
+    # Half of a surrogate pair, which a client may send, has no UTF-8.
+    text = str(reason).encode(errors="backslashreplace").decode()
+    return JSONResponse({"error": text}, status, headers)
 
 
 def build(fields: dict[str, Any]) -> serve.Application:
@@ -203,6 +250,7 @@ def build(fields: dict[str, Any]) -> serve.Application:
         ray_actor_options={"num_gpus": settings.gpus, "num_cpus": settings.cpus},
         max_ongoing_requests=settings.ongoing,
         max_queued_requests=settings.queued,
+        backpressure_config=BackpressureConfig(retry_after_s=1),
         health_check_period_s=settings.health_s,
         health_check_timeout_s=30,
         graceful_shutdown_timeout_s=5,
@@ -211,11 +259,12 @@ def build(fields: dict[str, Any]) -> serve.Application:
     return deployment.bind(settings)
 
 
-def configuration(settings: Settings, weights: str = "") -> dict[str, Any]:
+def configuration(settings: Settings, weights: str) -> dict[str, Any]:
     """What `serve deploy` reads.
 
-    Deployed again with another version of the weights alone, replicas take these as they run:
-    `user_config` is the part of a configuration that needs no new replicas.
+    `user_config` is the one place that holds the current version of the weights: replicas that
+    start later begin with it. Deployed again with another version alone, replicas take it as they
+    run: `user_config` is the part of a configuration that needs no new replicas.
     """
     return {
         "applications": [
@@ -224,9 +273,7 @@ def configuration(settings: Settings, weights: str = "") -> dict[str, Any]:
                 "route_prefix": "/",
                 "import_path": "examples.serving.app:build",
                 "args": dataclasses.asdict(settings),
-                "deployments": [
-                    {"name": "Ranking", "user_config": {"weights": weights or settings.weights}}
-                ],
+                "deployments": [{"name": "Ranking", "user_config": {"weights": weights}}],
             }
         ]
     }

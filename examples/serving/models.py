@@ -30,6 +30,7 @@ from examples.movielens.model import (
     Users,
 )
 from ikbo_jax import serving
+from ikbo_jax.serving.programs import check_finite, specs_of
 
 Tree = Any
 UserIds = Sequence[int] | npt.NDArray[np.integer]
@@ -259,6 +260,18 @@ def source_of(name: str, checkpoint: str = "", data: str = "") -> Source:
     from examples.serving.trained import TrainedSource
 
     return TrainedSource(pathlib.Path(checkpoint), pathlib.Path(data) if data else None)
+
+
+def why_refused(source: Source, version: str) -> str:
+    """Why no service may have a version of the weights; empty if one may."""
+    try:
+        weights = source.weights(version)
+        check_finite(weights)
+        # The model runs on shapes alone.
+        specs_of(source.model, weights, source.user, source.candidate)
+    except Exception as error:
+        return f"weights {version} are refused: {error}"
+    return ""
 
 
 class Offline:

@@ -25,7 +25,7 @@ def draw(source: pathlib.Path, target: pathlib.Path) -> None:
     from matplotlib import pyplot
 
     runs = _read(source)["batching"]
-    figure, (latency, merged) = pyplot.subplots(1, 2, figsize=(9, 3.4), layout="constrained")
+    figure, (latency, merged) = pyplot.subplots(1, 2, figsize=(9, 4.6), layout="constrained")
     for name, label in LABELS.items():
         if name not in runs:
             continue
@@ -40,7 +40,8 @@ def draw(source: pathlib.Path, target: pathlib.Path) -> None:
         axis.set_ylabel(text)
         axis.set_ylim(bottom=0)
         axis.grid(alpha=0.3)
-        axis.legend()
+        # Beside the lines, which cross the whole plot.
+        axis.legend(loc="lower center", bbox_to_anchor=(0.5, 1.0), fontsize="small")
     target.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(target, bbox_inches="tight", metadata={"Date": None})
     pyplot.close(figure)

@@ -38,6 +38,8 @@ class Settings:
       ongoing: number of requests that a replica takes at a time.
       queued: number of requests that may wait in a proxy; a further one gets 503.
       timeout_ms: milliseconds after which a request gets 504.
+      body_bytes: the largest body; a larger one gets 413, and is not read.
+      body_s: seconds in which a body must have come; a later one gets 408.
       sticky: sends a user's requests to one replica, which keeps the user's state.
       health_s: seconds between checks of a replica's health.
     """
@@ -64,6 +66,8 @@ class Settings:
     ongoing: int = 256
     queued: int = 256
     timeout_ms: float = 2000
+    body_bytes: int = 1 << 20
+    body_s: float = 2
     sticky: bool = False
     health_s: float = 2
 

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+import math
+import reprlib
 from typing import Annotated, Any
 
 import msgpack
 import numpy as np
 import numpy.typing as npt
 import pydantic
+from starlette.requests import Request
 
 JSON, BINARY = "application/json", "application/msgpack"
 #: Header by which a balancer can send a user's requests to one replica (`--sticky`).
@@ -45,11 +49,40 @@ class Body(pydantic.BaseModel):
 
 
 class BodyError(ValueError):
-    """A body that cannot be read; `status` is the answer's."""
+    """A body that cannot be read; `status` and `headers` are those of the answer."""
 
-    def __init__(self, status: int, message: str) -> None:
+    def __init__(self, status: int, message: str, **headers: str) -> None:
         super().__init__(message)
-        self.status = status
+        self.status, self.headers = status, headers
+
+
+async def received(request: Request, most: int, seconds: float) -> bytes:
+    """Receives a body, of which no more is read than it may have.
+
+    Raises:
+      BodyError: if it has more than `most` bytes (413), or has not come after `seconds` (408).
+    """
+    length = request.headers.get("content-length", "0")
+    if length.isdecimal() and int(length[:20]) > most:
+        raise BodyError(
+            413, f"the body has {length:.20} bytes, expected at most {most}", Connection="close"
+        )
+    body = bytearray()
+    try:
+        async with asyncio.timeout(seconds):
+            async for part in request.stream():
+                body += part
+                if len(body) > most:
+                    message = f"the body has more than {most} bytes"
+                    raise BodyError(413, message, Connection="close")
+    except TimeoutError:
+        message = f"the body has not come within {seconds:g} s"
+        raise BodyError(408, message, Connection="close") from None
+    return bytes(body)
+
+
+def _no_number(name: str) -> None:
+    raise ValueError(f"{name} is no number of JSON")
 
 
 def read(content_type: str, body: bytes) -> Body:
@@ -59,11 +92,16 @@ def read(content_type: str, body: bytes) -> Body:
       BodyError: if it is neither form (415), not well formed (400), or has other fields or types
         than `Body` (422).
     """
-    kind = content_type.partition(";")[0].strip().lower()
+    kind = kind_of(content_type)
     if kind not in (JSON, BINARY):
         raise BodyError(415, f"Content-Type is {kind or 'missing'}, expected {JSON} or {BINARY}")
     try:
-        fields = json.loads(body) if kind == JSON else msgpack.unpackb(body)
+        if kind == JSON:
+            fields = json.loads(body, parse_constant=_no_number)
+        else:
+            fields = msgpack.unpackb(body)
+    except RecursionError:
+        raise BodyError(400, f"the body is not {kind}: it is nested too deeply") from None
     except (ValueError, msgpack.UnpackException) as error:
         raise BodyError(400, f"the body is not {kind}: {error}") from None
     try:
@@ -71,18 +109,33 @@ def read(content_type: str, body: bytes) -> Body:
     except pydantic.ValidationError as error:
         found = error.errors(include_url=False)[0]
         where = ".".join(str(part) for part in found["loc"]) or "the body"
-        raise BodyError(422, f"{where} is {str(found['input'])[:80]}: {found['msg']}") from None
+        # `str` of a nest of 900 lists would be too deep.
+        message = f"{where:.80} is {reprlib.repr(found['input'])}: {found['msg']}"
+        raise BodyError(422, message) from None
+    except ValueError as error:
+        # A name with half of a surrogate pair is no Unicode.
+        raise BodyError(400, f"the body is not {kind}: {error}") from None
+
+
+def kind_of(content_type: str) -> str:
+    """The media type of a header, in lower case and without parameters."""
+    return content_type.partition(";")[0].strip().lower()
 
 
 def write(
     content_type: str, scores: npt.NDArray[Any], weights: str, replica: str
 ) -> tuple[bytes, str]:
-    """The body of an answer and its type: the type that the client asked with."""
-    if content_type.startswith(BINARY):
+    """The body of an answer and its type: the type that the client asked with.
+
+    JSON has no NaN and no infinity, so scores that are not finite are null there.
+    """
+    if kind_of(content_type) == BINARY:
         values = np.ascontiguousarray(scores, FLOAT).tobytes()
         return msgpack.packb({"scores": values, "weights": weights, "replica": replica}), BINARY
-    fields = {"scores": scores.tolist(), "weights": weights, "replica": replica}
-    return json.dumps(fields).encode(), JSON
+    numbers = scores.tolist()
+    if not np.isfinite(scores).all():
+        numbers = [score if math.isfinite(score) else None for score in numbers]
+    return json.dumps({"scores": numbers, "weights": weights, "replica": replica}).encode(), JSON
 
 
 def ask(

@@ -34,11 +34,8 @@ def sustained_ms(
 ) -> list[float]:
     """Times `fn(*args)`; returns one sample for each window, in milliseconds per call.
 
-    Args:
-      fn: a compiled (or jitted) function.
-      *args: its arguments, already on the device.
-      window_s: minimal length of a window in seconds.
-      windows: number of windows; take the median of the samples.
+    `fn` is compiled (or jitted), and its arguments are on the device. A window takes at least
+    `window_s` seconds; take the median of the samples.
     """
     jax.block_until_ready(fn(*args))
     # Doubling the number of launches until they fill half a window also warms the device up.
@@ -66,14 +63,8 @@ def interleaved_ms(
 ) -> dict[str, list[float]]:
     """Times thunks interleaved, A B A B, so that a device that heats up slows all of them alike.
 
-    Args:
-      thunks: the functions to time, by name.
-      window_s: minimal length of a window in seconds; a warm-up precedes each window.
-      rounds: number of windows of every thunk.
-      on_turn: called with the name and the round, from 0, before each window.
-
-    Returns:
-      For every thunk one sample per round, in milliseconds per call.
+    Calls `on_turn` with the name and the round before each window. Returns for every thunk one
+    sample per round, in milliseconds per call.
     """
     samples: dict[str, list[float]] = {name: [] for name in thunks}
     for turn in range(rounds):

@@ -1,8 +1,4 @@
-"""Times of calls on the device, by JAX's profiler.
-
-The profiler records kernels, memsets and copies, each with its beginning and end on the device.
-Gaps between them, in which the device waits for the host, do not count.
-"""
+"""Times of calls on the device, by JAX's profiler, without gaps in which it waits for the host."""
 
 from __future__ import annotations
 
@@ -22,11 +18,9 @@ SHORT_MS = 0.3
 
 
 class Event(NamedTuple):
-    """Describes a kernel, a memset or a copy, with its times by the device's clock.
+    """A kernel, a "Memset" or a "Memcpy" with its kind, with its times by the device's clock.
 
-    Attributes:
-      name: name of the kernel, or "Memset" or "Memcpy" with the kind.
-      operation: the operation of XLA's program that launched it.
+    `operation`: the operation of XLA's program that launched it.
     """
 
     begin_ns: float
@@ -104,11 +98,7 @@ def busy_ns(events: Sequence[Event]) -> float:
 
 
 def measure(compiled: Any, *args: Any, calls: int = CALLS) -> DeviceTime | None:
-    """Times calls of a compiled function on the device.
-
-    Returns None without an NVIDIA GPU, or if the profiler recorded nothing, as beside another user
-    of CUPTI.
-    """
+    """Times calls on the device; None without an NVIDIA GPU, or if nothing was recorded."""
     if jax.default_backend() != "gpu":
         return None
     return times_of(record(lambda: compiled(*args), calls), calls)
@@ -126,10 +116,7 @@ def measure_all(programs: Mapping[str, tuple[Any, tuple[Any, ...]]]) -> dict[str
 
 
 def times_of(events: Sequence[Event], calls: int) -> DeviceTime | None:
-    """Times the calls that launched these events; None without events.
-
-    If the calls launched different numbers of events, the result is one call, their mean.
-    """
+    """Times the calls that launched these events: one call, their mean, if their numbers differ."""
     if not events:
         return None
     size, rest = divmod(len(events), calls)

@@ -1,9 +1,8 @@
 """A cache of compiled programs in files; a hit needs no tracing, lowering or compiling.
 
-The key of JAX's compilation cache is the lowered text, and lowering the kernels takes most of the
-time of a demo that compiles nothing. Here the key is everything that determines the lowered text:
-all files of this library, the user's tuning cache, the versions of JAX and the driver, the device,
-JAX's settings, and the sizes. A program that cannot be read or loaded is compiled again.
+The key is everything that determines the lowered text: all files of this library, the user's tuning
+cache, the versions of JAX and the driver, the device, JAX's settings, and the sizes. A program that
+cannot be read or loaded is compiled again.
 """
 
 from __future__ import annotations
@@ -68,14 +67,9 @@ def _cpu_features() -> str:
 
 
 class Store:
-    """Keeps pickled entries in a folder, each in a file named after its key.
+    """Keeps pickled entries in a folder, each in a file named after its key and `environment`.
 
-    Reading an entry can run code, so only the user may have write permission for the folder, as
-    for the tuning cache.
-
-    Args:
-      folder: created by the first `put`.
-      environment: part of every key; see `environment_digest`.
+    Reading an entry can run code, so only the user may have write permission for the folder.
     """
 
     def __init__(self, folder: pathlib.Path, environment: bytes) -> None:
@@ -141,14 +135,13 @@ def load(serialized: Any) -> jax.stages.Compiled:
     # the program failed: "Failed to materialize symbols".
     importlib.import_module("jax.experimental.mosaic.gpu")
     payload, in_tree, out_tree = serialized
-    compiled: jax.stages.Compiled = serialize_executable.deserialize_and_load(
+    return serialize_executable.deserialize_and_load(
         payload,
         in_tree,
         out_tree,
         # By default the loader uses all devices; the programs here use one.
         execution_devices=[jax.config.jax_default_device or jax.devices()[0]],
     )
-    return compiled
 
 
 _current: Store | None = None

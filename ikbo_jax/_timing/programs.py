@@ -129,9 +129,8 @@ class Programs:
     Args:
       log: called with a description of each step.
       timed_on_gpu: compiler options of timed programs on a GPU.
-      identity: the part's name, and the sizes that its functions close over. With a program's name,
-        the shapes of its arguments and `executables.environment_digest`, it determines what the
-        program computes. If empty, no program is stored.
+      identity: the part's name, and the sizes that its functions close over, of which its programs
+        are stored; empty: none is stored.
     """
 
     def __init__(
@@ -152,14 +151,8 @@ class Programs:
     def add(self, name: str, fn: Callable[..., Any], *args: Any, timed: bool = True) -> Any:
         """Lowers `fn(*args)` here and compiles it in another thread, or loads it from the store.
 
-        Args:
-          name: name of the program, unique in the part.
-          fn: a traceable function.
-          *args: arrays, or their shapes.
-          timed: whether the program will be timed, and not only run once.
-
-        Returns:
-          The shapes of the result.
+        Args are arrays, or their shapes; `timed`: the program will not only run once. Returns the
+        shapes of the result.
         """
         self._part.check()
         options = self._options[timed]

@@ -2,9 +2,7 @@
 
 A worker process compiles all contenders in parallel, checks each against the oracle and times them
 (`session`, `worker`, `bench`), so that a CUDA error or a kernel that hangs ends the worker and not
-the caller. Successive halving leaves a few contenders for a final with the XLA path (`contest`).
-The choice of the dispatch table takes part in every round, and a row is written only if the winner
-is faster than this choice by more than the noise.
+the caller. `contest` says how the winner is found.
 """
 
 from __future__ import annotations

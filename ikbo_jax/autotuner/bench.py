@@ -1,9 +1,8 @@
 """The work of the autotuner's worker: compiles contenders, checks them and times them interleaved.
 
-A contender is a configuration of the kernel, or the XLA path. JAX traces and lowers under Python's
-lock, about one second per kernel; XLA and ptxas compile without the lock, about two seconds. So
-several processes without a device lower the contenders in parallel, and threads of the one process
-that holds the device compile them.
+JAX traces and lowers under Python's lock; XLA and ptxas compile without the lock. So several
+processes without a device lower the contenders in parallel, and threads of the one process that
+holds the device compile them.
 """
 
 from __future__ import annotations
@@ -55,14 +54,9 @@ MATMUL_ON_GPU = {"xla_gpu_enable_triton_gemm": False}
 
 @dataclasses.dataclass(frozen=True)
 class Task:
-    """Contenders to check and to time interleaved.
+    """Contenders to check and to time interleaved, in `windows` windows of `window_s` seconds.
 
-    Attributes:
-      problem: sizes of the inputs.
-      contenders: the contenders to check and time.
-      window_s: seconds of one timing window.
-      windows: number of windows of each contender.
-      matmul_size: n of the n^3 bf16 reference matmul.
+    `matmul_size` is n of the n^3 bf16 reference matmul.
     """
 
     problem: Problem
@@ -154,9 +148,8 @@ class Bench:
 
     Every event that is passed to `emit` has the key "event" and, except for "matmul", "contender",
     the index in `contenders`. "start" precedes an operation that may crash or hang; "compiled",
-    "checked" or "sample" follows it, with the key "failure" if it failed. "sample" and "matmul"
-    have "ms", the time per call in one window. "lost" means that after this contender the process
-    can no longer use the device.
+    "checked" or "sample" follows it, with "failure" if it failed. "sample" and "matmul" have "ms",
+    the time per call in one window. After "lost" the process can no longer use the device.
     """
 
     def __init__(
@@ -182,9 +175,8 @@ class Bench:
     def prepare(
         self, alone: Collection[Contender] = (), matmul_size: int = Task.matmul_size
     ) -> None:
-        """Compiles all contenders in parallel and checks each one as soon as it has compiled.
-
-        Contenders in `alone` are compiled one at a time after all others.
+        """Compiles all contenders in parallel, those in `alone` one at a time, and checks each one
+        then.
         """
         # The import sets the path of a library that XLA links kernels with. Nothing else imports it
         # where other processes lower the kernels and XLA is no contender.
@@ -221,9 +213,8 @@ class Bench:
     def measure(self, task: Task) -> dict[str, Any]:
         """Checks and times a task's contenders.
 
-        If the first configuration takes less than `device_time.SHORT_MS` on the device, all
-        contenders of this task and of later tasks are timed there: calls back to back would wait
-        for Python. XLA, timed before the first configuration, is judged by its own time.
+        If the first configuration takes less than `device_time.SHORT_MS` on the device, all later
+        contenders are timed there: calls back to back would wait for Python.
 
         Returns:
           A dict that JSON can hold: "device", "compute_capability" and "jax"; "matmul_ms", a list

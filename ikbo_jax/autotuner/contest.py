@@ -54,12 +54,9 @@ class Times:
 
 @dataclasses.dataclass(frozen=True)
 class Round:
-    """Holds the results of a task.
+    """Holds times of every contender of a task that worked, and of the reference matmul.
 
-    Attributes:
-      times: times of every contender that worked.
-      matmul_ms: median time of the reference matmul, timed interleaved with the contenders.
-      least_noise: lower bound of the noise of a comparison, as a fraction.
+    `least_noise` is a lower bound of the noise of a comparison, as a fraction.
     """
 
     times: dict[Contender, Times]
@@ -71,10 +68,8 @@ class Round:
 class Verdict:
     """Holds the result of a contest.
 
-    Attributes:
-      row: a new row: for the winner if it is better, else for the table's choice.
-      is_better: whether the winner is faster than the table's choice by more than their noise.
-      text: the winner and its lead, as text.
+    The row is the winner's if it is better than the table's choice by more than their noise, else
+    the choice's; the text names the winner and its lead.
     """
 
     row: table_rows.Row
@@ -91,11 +86,7 @@ def choices_of_table(problem: Problem, device: str = "") -> tuple[Contender, Con
 
 
 class Contest:
-    """Finds the fastest configuration for one problem: call `play`, then `verdict`.
-
-    Attributes:
-      contenders: XLA, the table's choices, and the configurations worth timing.
-    """
+    """Finds the fastest configuration among `contenders`: call `play`, then `verdict`."""
 
     def __init__(self, problem: Problem, limit: int | None, report: Progress) -> None:
         """Collects the contenders: at most `limit` configurations, the table's choices and XLA."""
@@ -117,10 +108,7 @@ class Contest:
         self._fixed = tuple(dict.fromkeys((self._incumbent, shipped)))
 
     def play(self, run: Callable[[Task], dict[str, Any]]) -> None:
-        """Runs all rounds.
-
-        Args:
-          run: measures a task; returns the result of `Bench.measure`, or {"failure": text}.
+        """Runs all rounds; `run` measures a task as `Bench.measure`, or returns {"failure": text}.
 
         Raises:
           RuntimeError: the device is not a Hopper GPU, or the XLA path fails on it.
@@ -200,8 +188,7 @@ class Contest:
     def verdict(self) -> Verdict | None:
         """Compares the fastest contender with the table's choice in the last round with both.
 
-        Returns None if no round had both. A contender that failed in any round cannot win. If the
-        table's choice failed, the fastest contender is better.
+        Returns None if no round had both. A contender that failed in any round cannot win.
         """
         has_failed = self._incumbent in self._failures
         for played in reversed(self._rounds):

@@ -59,10 +59,8 @@ class Session:
     ) -> None:
         """Stores the arguments; the first call starts the worker.
 
-        Args:
-          contenders: all contenders of later tasks.
-          progress: called with (done, total, text) after every compilation and every check.
-          silence_s: seconds without an event after which a worker counts as hung.
+        `progress` is called with (done, total, text) after every compilation and every check; after
+        `silence_s` seconds without an event, the worker counts as hung.
         """
         self._problem, self._contenders = problem, tuple(contenders)
         self._progress, self._silence_s = progress, silence_s
@@ -83,8 +81,7 @@ class Session:
     def __call__(self, task: Task) -> dict[str, Any]:
         """Measures a task; returns the result of `Bench.measure`, or {"failure": text}.
 
-        Raises:
-          Interrupted: Ctrl-C. The worker has been killed; another call starts a new one.
+        Raises Interrupted for Ctrl-C. The worker has been killed; another call starts a new one.
         """
         while True:
             alive = tuple(c for c in task.contenders if c not in self._failures)
@@ -125,8 +122,7 @@ class Session:
             event = worker.next_event(self._silence_s)
             kind, position = event["event"], event.get("contender")
             if kind == "answer":
-                answer: dict[str, Any] = event["answer"]
-                return answer
+                return event["answer"]
             contender = None if position is None else worker.contenders[position]
             attempt.record(event, contender)
             if kind in ("lost", "end"):
@@ -143,7 +139,7 @@ class Session:
         """Decides which contenders failed after the worker died with `active` contenders running.
 
         A single active contender has failed; several become suspects, and fail if the worker dies
-        again while only suspects are active. Returns whether a new worker can continue.
+        with suspects alone. Returns whether a new worker can continue.
         """
         if len(active) == 1 or (active and active <= self._suspects):
             self._failures |= dict.fromkeys(active, why)
@@ -244,8 +240,7 @@ class _Worker:
             if line is None:
                 raise WorkerDiedError(self._exit_message())
             if line.startswith(MARK):
-                event: dict[str, Any] = json.loads(line.removeprefix(MARK))
-                return event
+                return json.loads(line.removeprefix(MARK))
 
     def _exit_message(self) -> str:
         status = self._process.wait()

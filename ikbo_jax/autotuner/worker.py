@@ -1,8 +1,7 @@
 """The autotuner's worker process: reads tasks from stdin, writes events to stdout.
 
-The first line names the contenders, which the process compiles; every further line is a task. The
-work is not done in the user's process because a CUDA error makes a process unusable, and a kernel
-that hangs can only be killed with its process. `session` starts the worker.
+A CUDA error makes a process unusable, and a kernel that hangs can only be killed with its process.
+`session` starts the worker.
 """
 
 from __future__ import annotations
@@ -23,16 +22,12 @@ MARK = "ikbo-autotune "
 
 
 def serve(lines: Iterable[str], emit: Emit) -> int:
-    """Compiles the contenders in the first line, then runs the tasks in the other lines.
+    """Compiles the contenders in the first of `lines`, then runs the tasks in the others.
 
-    Args:
-      lines: the first is a JSON object with "task", a task with all contenders, and "alone",
-        indices of the contenders to compile one at a time; the others are tasks as JSON.
-      emit: takes events: the events of `Bench`; "answer", with the result of a task; and "end",
-        with the failure that ends the process.
-
-    Returns:
-      The exit status.
+    The first line is a JSON object with "task", a task with all contenders, and "alone", indices of
+    the contenders to compile one at a time; the others are tasks. `emit` takes the events of
+    `Bench`; "answer", with the result of a task; and "end", with the failure that ends the process.
+    Returns the exit status.
     """
     tasks = iter(lines)
     setup = json.loads(next(tasks))

@@ -54,8 +54,8 @@ class Case(case.Case):
     def contender(self, name: str) -> Callable[..., jax.Array]:
         """Returns a function of the fields of `Inputs`.
 
-        "materialised" and "materialised-cudnn" copy keys and values; "decomposed", "fused" and
-        "automatic" are the op with the implementation "xla", "mosaic_gpu" and None.
+        "materialised" and "materialised-cudnn" copy keys and values; the others are the op with
+        `case.IMPLEMENTATIONS`.
         """
         copies = {"materialised": materialised, "materialised-cudnn": materialised_cudnn}
         if name in copies:
@@ -91,14 +91,8 @@ class Case(case.Case):
             for rows in np.split(sample, SAMPLED // SAMPLED_AT_ONCE)
         ]
         xla_error, error, largest = map(float, np.max(np.asarray(found), axis=0))
-        rounding = error_rule.of_xla(xla_error, largest), largest, *self.rounding
-        difference = float(error_rule.largest_difference(actual, xla))
-        return case.nearest(
-            [
-                Check(error, error_rule.bound(*rounding)),
-                Check(difference, error_rule.bound_to_plain(*rounding)),
-            ]
-        )
+        errors = error, float(error_rule.largest_difference(actual, xla)), xla_error
+        return case.nearest(error_rule.checks(errors, largest, *self.rounding))
 
 
 def oracle(inputs: Inputs, rows: np.ndarray | jax.Array) -> jax.Array:
@@ -133,14 +127,13 @@ def materialised_cudnn(*inputs: Any) -> jax.Array:
     query, key, value, index, lengths = Inputs(*inputs)
     # The barrier forces XLA to materialise the copies.
     keys, values = jax.lax.optimization_barrier((key[index], value[index]))
-    out: jax.Array = jax.nn.dot_product_attention(
+    return jax.nn.dot_product_attention(
         query,
         keys,
         values,
         key_value_seq_lengths=None if lengths is None else lengths[index],
         implementation="cudnn",
     )
-    return out
 
 
 def _op(*inputs: Any, implementation: str | None, is_sorted: bool) -> Any:
@@ -162,8 +155,7 @@ def _of_rows(inputs: Inputs, rows: np.ndarray | jax.Array) -> Inputs:
 
 @functools.partial(jax.jit, compiler_options=UNTUNED)
 def _decomposed(inputs: Inputs) -> jax.Array:
-    out: jax.Array = _op(*inputs, implementation="xla", is_sorted=False)
-    return out
+    return _op(*inputs, implementation="xla", is_sorted=False)
 
 
 @functools.partial(jax.jit, compiler_options=UNTUNED)

@@ -26,8 +26,7 @@ class Case(abc.ABC):
     @property
     def useful_flops(self) -> int:
         """Useful FLOPs of the inputs; lengths count as full."""
-        flops: int = self.problem.useful_flops
-        return flops
+        return self.problem.useful_flops
 
     @abc.abstractmethod
     def inputs(self, seed: int = 0) -> Any:
@@ -52,10 +51,7 @@ class Case(abc.ABC):
 
     @abc.abstractmethod
     def kernel(self, config: Any, num_sms: int) -> Callable[..., Any]:
-        """Returns the kernel, a function of the fields of the inputs.
-
-        Kernels are imported here because Mosaic GPU takes 0.3 s to import.
-        """
+        """Returns the kernel, a function of the inputs' fields; importing it takes 0.3 s."""
 
 
 def check_gradients(
@@ -72,7 +68,6 @@ def check_gradients(
     The error of the XLA path is its difference to the XLA path in f32.
 
     Args:
-      actual: the gradients.
       by_xla: computes the gradients of `inputs`; takes them and `options`, which are hashable.
       rounding: the last arguments of `error_rule.bound`; one number of terms for each gradient.
       relative: an error to add to each bound, relative to the gradient's largest value.
@@ -80,16 +75,16 @@ def check_gradients(
     """
     plain, compared = _gradients_by_xla(by_xla, options, inputs)
     dtype, terms = rounding
-    checks, none = [], [0.0] * len(plain)
+    checks: list[Check] = []
+    none = [0.0] * len(plain)
     leaves, more_of, errors = jax.tree.leaves(actual), relative or none, sampled or none
     for x, xla, (error, largest), count, more, of_rows in zip(
         leaves, plain, compared, terms, more_of, errors, strict=True
     ):
-        limits = error_rule.of_xla(error, largest), float(largest), dtype, count
-        more *= float(largest)
         difference = float(error_rule.largest_difference(x, xla))
-        checks.append(Check(difference, error_rule.bound_to_plain(*limits) + more))
-        checks.append(Check(of_rows, error_rule.bound(*limits) + more))
+        of_xla = of_rows, difference, float(error)
+        scale = float(largest)
+        checks += error_rule.checks(of_xla, scale, dtype, count, more * scale)
     return nearest(checks)
 
 

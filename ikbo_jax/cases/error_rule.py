@@ -63,31 +63,27 @@ def largest_difference(a: jax.Array, b: jax.Array) -> jax.Array:
 
 
 def bound(plain_error: float, largest: float, dtype: Any, terms: float) -> float:
-    """Computes the largest error that the rule allows for a result of `dtype`.
-
-    Args:
-      plain_error: largest error of same-dtype jnp.
-      largest: largest absolute value of the oracle.
-      terms: number of terms of the sums.
-    """
+    """Computes the largest error that the rule allows of `dtype`, for sums of `terms` terms."""
     return 2 * _plain_error(plain_error, largest, terms) + float(jnp.finfo(dtype).eps) / 2 * largest
 
 
-def bound_to_plain(plain_error: float, largest: float, dtype: Any, terms: float) -> float:
-    """Computes the largest allowed difference to same-dtype jnp; arguments as for `bound`.
+def checks(
+    errors: tuple[float, float, float],
+    largest: float,
+    dtype: Any,
+    terms: float,
+    more: float = 0.0,
+) -> tuple[Check, Check]:
+    """Checks a result's error, and its difference to the XLA path; both may be larger by `more`.
 
-    Let e be the error of same-dtype jnp. The rule allows 2e plus one rounding, so a correct result
-    differs from same-dtype jnp by at most 3e plus two roundings.
+    `errors` are these, and the XLA path's error e, which counts as at most a few roundings of
+    bfloat16: a larger one is a fault. The difference is at most 3e plus two roundings.
     """
-    return 3 * _plain_error(plain_error, largest, terms) + float(jnp.finfo(dtype).eps) * largest
-
-
-def of_xla(error: float, largest: float) -> float:
-    """Returns the error of the XLA path, at most a few roundings of bfloat16.
-
-    A larger error is a fault, which must not admit the same fault of a result.
-    """
-    return min(float(error), 2.0**-6 * float(largest))
+    error, difference, of_xla = errors
+    of_xla = min(of_xla, 2.0**-6 * largest)
+    apart = 3 * _plain_error(of_xla, largest, terms) + float(jnp.finfo(dtype).eps) * largest
+    within = bound(of_xla, largest, dtype, terms)
+    return Check(error, within + more), Check(difference, apart + more)
 
 
 def _plain_error(plain_error: float, largest: float, terms: float) -> float:

@@ -82,9 +82,8 @@ class Case(case.Case):
     def check(self, actual: Gradients, inputs: Inputs) -> Check:
         """Compares gradients with the XLA path, and with the oracle for some sequences.
 
-        Returns the check nearest its bound. An approximate tanh adds its error: relative to the
-        largest value, a sum of n terms of either sign is about √n / 4 of the sum of their absolute
-        values.
+        An approximate tanh adds its error: relative to the largest value, a sum of n terms of
+        either sign is about √n / 4 of the sum of their absolute values.
         """
         p = self.problem
         longest_q, longest_kv = (int(lengths.max()) for lengths in self.forward.numbers)
@@ -153,5 +152,4 @@ def _results(arrays: Arrays, settings: Settings) -> tuple[jax.Array, jax.Array |
 
 
 def _by_xla(inputs: Inputs, settings: Settings) -> Gradients:
-    found: Gradients = gdpa_chunked_vjp.chunked_vjp(Arrays(*inputs.arrays), settings, inputs.d_out)
-    return found
+    return gdpa_chunked_vjp.chunked_vjp(Arrays(*inputs.arrays), settings, inputs.d_out)

@@ -50,12 +50,7 @@ class Inputs(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Case(case.Case):
-    """Combines a problem with an index.
-
-    Attributes:
-      problem: the sizes.
-      index: "ragged" (sorted, random numbers of candidates per user) or "unsorted" (shuffled).
-    """
+    """Combines a problem with an index, "ragged" (sorted, random numbers a user) or "unsorted"."""
 
     problem: LinearCompressionProblem
     index: str = "ragged"
@@ -89,10 +84,7 @@ class Case(case.Case):
         return Inputs(*self.draw(seed), tuple(parents))
 
     def config(self, *, single_launch: bool) -> AnyConfig | None:
-        """Returns the dispatch table's configuration, or the default, with one launch or two.
-
-        Row tiles replace a kernel whose number of launches follows from the problem.
-        """
+        """Returns the dispatch table's configuration, or the default, with one launch or two."""
         config = table.lookup(self.problem).config or self.problem.default_config()
         if isinstance(config, ResidentCompressionConfig):
             config = next(self.problem.row_configs(), None)
@@ -103,9 +95,7 @@ class Case(case.Case):
     def contender(name: str, config: AnyConfig | None = None) -> Callable[..., jax.Array]:
         """Returns a function of the fields of `Inputs`, which have two levels.
 
-        "materialised" and "materialised-aligned" copy the embeddings of the users; "decomposed",
-        "fused" (with `config`) and "automatic" are the op with the implementation "xla",
-        "mosaic_gpu" and None.
+        "materialised" and "materialised-aligned" copy the users' embeddings; others are the op.
         """
         align = {"materialised": 1, "materialised-aligned": ALIGNED_K}
         if name in align:

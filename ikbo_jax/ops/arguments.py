@@ -21,13 +21,8 @@ def request(
     """Collects the caller's choice of an implementation; raises ValueError if it is contradictory.
 
     Also raises ValueError if an array is a shape without values, or if arrays lie apart.
-
-    Args:
-      op: the op's name.
-      implementation: None, or one of `dispatch.IMPLEMENTATIONS`.
-      config: None, or a configuration of the kernel.
-      arrays: the op's arrays, a tree, unchecked.
-      *config_types: classes of the kernels' configurations.
+    `arrays` are the op's, a tree, unchecked; `config_types` the classes of its kernels'
+    configurations.
     """
     if implementation is not None and implementation not in dispatch.IMPLEMENTATIONS:
         known = ", ".join(["None", *map(repr, dispatch.IMPLEMENTATIONS)])
@@ -70,7 +65,7 @@ def _check_runnable(op: str, arrays: Any) -> None:
 
 
 def _devices(array: jax.Array) -> str:
-    first, *others = sorted(array.sharding.device_set, key=lambda device: device.id)
+    first, *others = sorted(array.sharding.device_set, key=str)
     return f"{first}" + (f" and {len(others)} more" if others else "")
 
 
@@ -107,8 +102,6 @@ def check_attention(
     """Raises ValueError, quoting both conflicting values, unless query, key and value agree.
 
     Args:
-      op: the op's name.
-      operands: query, key and value.
       axes: names of the query's axes, "B T N H"; the last two are heads and head width.
       kv_axes: names of the axes of key and value.
       concrete: a further axis of the key that must not be symbolic, besides heads and width.

@@ -16,19 +16,18 @@ from ikbo_jax.ops import (
     attention_vmap,
     dispatch,
     own_tokens,
+    pages,
     reverse_only,
 )
 from ikbo_jax.ops.attention_vmap import LSE, QUERY, SPLIT, Arrays
-from ikbo_jax.ops.op import Call, Folded, Named, Op
+from ikbo_jax.ops.op import Call, Named, Op
 from ikbo_jax.ops.partition import Rule, dimensions
 from ikbo_jax.ops.sharded import (
     aligned,
     is_typed,
     run_kernel,
-    vary_over_same_axes,
     zeros,
 )
-from ikbo_jax.ops.stacking import unstack
 from ikbo_jax.problems import AttentionConfig, AttentionProblem, FewQueriesConfig
 from ikbo_jax.problems.hopper import WGMMA_M
 from ikbo_jax.reference import attention as reference
@@ -46,6 +45,7 @@ def attention(
     logit_cap: float | None = None,
     key_value_seq_lengths: jax.Array | None = None,
     key_value_ranges: jax.Array | None = None,
+    page_table: jax.Array | None = None,
     self_key: jax.Array | None = None,
     self_value: jax.Array | None = None,
     indices_are_sorted: bool = False,
@@ -66,6 +66,7 @@ def attention(
     logit_cap: float | None = None,
     key_value_seq_lengths: jax.Array | None = None,
     key_value_ranges: jax.Array | None = None,
+    page_table: jax.Array | None = None,
     self_key: jax.Array | None = None,
     self_value: jax.Array | None = None,
     indices_are_sorted: bool = False,
@@ -86,6 +87,7 @@ def attention(
     logit_cap: float | None = None,
     key_value_seq_lengths: jax.Array | None = None,
     key_value_ranges: jax.Array | None = None,
+    page_table: jax.Array | None = None,
     self_key: jax.Array | None = None,
     self_value: jax.Array | None = None,
     indices_are_sorted: bool = False,
@@ -105,6 +107,7 @@ def attention(
     logit_cap: float | None = None,
     key_value_seq_lengths: jax.Array | None = None,
     key_value_ranges: jax.Array | None = None,
+    page_table: jax.Array | None = None,
     self_key: jax.Array | None = None,
     self_value: jax.Array | None = None,
     indices_are_sorted: bool = False,
@@ -135,6 +138,11 @@ def attention(
       key_value_ranges: [B, 2] int32, a candidate sees the keys from begin to end - 1 of its user,
         also clamped; None means all. So impressions at different times can share one history. The
         kernel for users with few queries takes ranges; gradients with ranges run in XLA.
+      page_table: [U, most] int32, the pages of every user in their order. `key` and `value` are
+        then [pages, page, K, H], S is most · page, and the lengths are required. Pages out of range
+        are clamped. The kernel for users with few queries reads pages in place if `block_kv`
+        divides them; otherwise XLA gathers them before the op runs, and `explain` says why.
+        Gradients with pages run in XLA.
       self_key: [B, T_self, K, H], same dtype: further keys, which belong to one candidate; its
         queries attend to all of them in addition to the user's keys. None: there are none. The
         kernels merge one token; in XLA, all T · T_self scores of a candidate are in memory at once.
@@ -174,7 +182,8 @@ def attention(
 
     Source: Meta IKBO, flash attention with in-kernel broadcast, on the PyTorch blog.
     """
-    arrays = Arrays(query, key, value, cand_to_user, key_value_seq_lengths, key_value_ranges)
+    given = query, key, value, cand_to_user, key_value_seq_lengths, key_value_ranges
+    arrays = Arrays(*given, page_table=page_table)
     request = arguments.request(
         "attention",
         implementation,
@@ -194,11 +203,15 @@ def attention(
         return_residuals=arguments.flag("return_residuals", return_residuals),
     )
     plan = _OP.plan(call, arrays)
+    if page_table is not None and not pages.are_read_by(plan):
+        arrays, why = pages.laid_out(arrays), (plan.cuda or plan).reason
+        plan = pages.noted(_OP.plan(call, arrays), why)
     self_tokens = None
     if self_key is not None and self_value is not None and self_key.shape[1]:
         self_tokens = (self_key, self_value)
         if any(own_tokens.are_merged_by(p, self_key) for p in (plan, plan.cuda) if p is not None):
-            arrays, self_tokens = Arrays(*arrays[:6], *self_tokens), None
+            arrays = arrays._replace(self_key=self_key, self_value=self_value)
+            self_tokens = None
         else:
             plan = own_tokens.noted(plan)
             if is_typed(self_tokens):
@@ -209,7 +222,7 @@ def attention(
         lse = zeros(query.shape[:3], jnp.float32, (arrays, self_tokens))
     else:
         arrays = reverse_only.operands("attention", arrays)
-        out, lse = _attention(call, plan, arrays, self_tokens)
+        out, lse = _OP.jitted(call, plan, (arrays, self_tokens))
     return (out, lse) if call.return_residuals else out
 
 
@@ -271,7 +284,8 @@ class _Call(Call):
 
 
 def _run_kernel(call: _Call, plan: dispatch.Plan, arrays: Arrays) -> _Results:
-    query, key, value, index, lengths, ranges, self_key, self_value = arrays
+    query, key, value, index, lengths, ranges, self_key, self_value, page_table = arrays
+    users = arrays.keys[0]
     # Imported here because Mosaic GPU takes 0.3 s to import.
     from ikbo_jax.pallas.few_queries import kernel as few_queries
     from ikbo_jax.pallas.flash import attention as kernel
@@ -279,7 +293,7 @@ def _run_kernel(call: _Call, plan: dispatch.Plan, arrays: Arrays) -> _Results:
 
     has_few_queries = isinstance(plan.config, FewQueriesConfig)
     order, targets, lists = None, None, False
-    if not call.indices_are_sorted and query.shape[0] > 1 and key.shape[0] > 1:
+    if not call.indices_are_sorted and query.shape[0] > 1 and users > 1:
         # A launch that lists candidates itself needs no order, and no other launch.
         lists = has_few_queries and plan.config.lists(plan.problem, call.request.num_sms)
         # The kernel reads and writes unsorted candidates in place only if T is a multiple of 64, so
@@ -287,17 +301,20 @@ def _run_kernel(call: _Call, plan: dispatch.Plan, arrays: Arrays) -> _Results:
         # the order of users, and the results are stored in the caller's order; keys and values stay
         # in place.
         if not lists and (has_few_queries or query.shape[1] % WGMMA_M):
-            query, index, targets, _ = pack.pack(query, index, key.shape[0])
+            query, index, targets, _ = pack.pack(query, index, users)
         elif not lists:
-            order = counted_order.by_user(index, key.shape[0])
+            order = counted_order.by_user(index, users)
     run: Any = functools.partial(
-        few_queries.few_queries_kernel, key_value_ranges=ranges, lists=lists
+        few_queries.few_queries_kernel,
+        key_value_ranges=ranges,
+        page_table=page_table,
+        lists=lists,
     )
     if not has_few_queries:
         run = functools.partial(kernel.attention_kernel, order=order)
     if own_tokens.are_merged_by(plan):
         run = functools.partial(run, self_key=self_key, self_value=self_value)
-    result: _Results = run(
+    return run(
         query,
         key,
         value,
@@ -310,15 +327,28 @@ def _run_kernel(call: _Call, plan: dispatch.Plan, arrays: Arrays) -> _Results:
         config=plan.config,
         num_sms=call.request.num_sms,
     )
-    return result
-
-
-_Folded = Folded[_Call, Arrays, _Results]
 
 
 class _Attention(Op[_Call, Arrays, _Results]):
-    is_gradient_apart = True
+    name, is_gradient_apart = "_attention", True
     choose_gradient = staticmethod(attention_backward.choose)
+
+    def traced(self, call: _Call, plan: dispatch.Plan, operands: Any) -> _Results:
+        """Attends, and merges self tokens, the operands besides the arrays."""
+        arrays, self_tokens = operands
+        lse: jax.Array | None
+        if arrays.key.shape[1] == 0:
+            out = jnp.zeros_like(arrays.query)
+            lse = jnp.full_like(arrays.query[..., 0], -jnp.inf, dtype=jnp.float32)
+            out = dispatch.record(out, plan)
+        else:
+            with_lse = call.return_residuals or self_tokens is not None
+            call_with_lse = dataclasses.replace(call, return_residuals=with_lse)
+            out, lse = self.differentiable(call_with_lse, plan, arrays)
+        if self_tokens is not None:
+            assert lse is not None
+            out, lse = own_tokens.merged(call.of_scores, out, lse, arrays.query, *self_tokens)
+        return out, lse if call.return_residuals else None
 
     def problem(self, call: _Call, arrays: Arrays) -> AttentionProblem:
         problem = attention_backward.problem_of(arrays, call.logit_cap)
@@ -334,6 +364,7 @@ class _Attention(Op[_Call, Arrays, _Results]):
             )
             out, lse = run_kernel(functools.partial(_run_kernel, kernel_call, plan), arrays)
         else:
+            arrays = pages.laid_out(arrays)
             out, lse = attention_grouped.decomposed(
                 *arrays[:5], ranges=arrays.ranges, **call.of_scores
             )
@@ -343,7 +374,9 @@ class _Attention(Op[_Call, Arrays, _Results]):
             out, lse = reference.merge_attention(out, lse, *own)
         return out, lse if call.return_residuals else None
 
-    def fold(self, call: _Call, size: int, batched: Arrays, arrays: Arrays) -> _Folded | None:
+    def fold(
+        self, call: _Call, size: int, batched: Arrays, arrays: Arrays
+    ) -> tuple[_Call, Arrays] | None:
         """Concatenates the rows of problems that share no keys and values, or share all of them.
 
         If only one of key and value is batched, or the lengths alone, folding would copy keys or
@@ -354,15 +387,17 @@ class _Attention(Op[_Call, Arrays, _Results]):
         fold_users = attention_vmap.are_users_batched(batched)
         if not fold_users:
             call = dataclasses.replace(call, indices_are_sorted=False)
-        one = attention_vmap.fold(size, batched, arrays, fold_users=fold_users)
-        return Folded(call, one, functools.partial(unstack, size))
+        return call, attention_vmap.fold(size, batched, arrays, fold_users=fold_users)
 
     def named(self, call: _Call, arrays: Arrays) -> Named:
         lengths = None if arrays.lengths is None else "u"
         ranges = None if arrays.ranges is None else "b ends"
         keys, own = "u s k h", None if arrays.self_key is None else "b own k h"
+        table: Any = None
+        if arrays.page_table is not None:
+            keys, table = "pages page k h", "u most"
         return Named(
-            Arrays._make((QUERY, keys, keys, "b", lengths, ranges, own, own)),
+            Arrays._make((QUERY, keys, keys, "b", lengths, ranges, own, own, table)),
             (QUERY, LSE if call.return_residuals else None),
             SPLIT,
         )
@@ -376,7 +411,11 @@ class _Attention(Op[_Call, Arrays, _Results]):
         cotangents: _Results,
         dtype: Any,
     ) -> Arrays:
-        if plan.backward_config is None:
+        if arrays.page_table is not None:
+            gradients = attention_backward.of_pages(
+                arrays, *cotangents, dtype=dtype, **call.of_scores
+            )
+        elif plan.backward_config is None:
             gradients = attention_backward.by_xla(
                 arrays, *cotangents, dtype=dtype, **call.of_scores
             )
@@ -396,33 +435,6 @@ class _Attention(Op[_Call, Arrays, _Results]):
 
 
 _OP = _Attention()
-
-
-# The plan is a static argument: when the choice changes, jit's cache does not return the old one.
-@functools.partial(jax.jit, static_argnums=(0, 1))
-def _attention(
-    call: _Call,
-    plan: dispatch.Plan,
-    arrays: Arrays,
-    self_tokens: tuple[jax.Array, jax.Array] | None,
-) -> _Results:
-    arrays, self_tokens = arguments.strongly_typed((arrays, self_tokens))
-    arrays, self_tokens = vary_over_same_axes((arrays, self_tokens))
-    lse: jax.Array | None
-    if arrays.key.shape[1] == 0:
-        out = jnp.zeros_like(arrays.query)
-        lse = jnp.full_like(arrays.query[..., 0], -jnp.inf, dtype=jnp.float32)
-        out = dispatch.record(out, plan)
-    else:
-        with_lse = call.return_residuals or self_tokens is not None
-        out, lse = _OP.differentiable(
-            dataclasses.replace(call, return_residuals=with_lse), plan, arrays
-        )
-    if self_tokens is not None:
-        assert lse is not None
-        out, lse = own_tokens.merged(call.of_scores, out, lse, arrays.query, *self_tokens)
-    return out, lse if call.return_residuals else None
-
 
 _MERGED = Rule(
     ("out1", "lse1", "out2", "lse2"),

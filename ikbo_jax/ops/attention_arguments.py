@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax
 
 from ikbo_jax.ops import arguments
@@ -11,11 +13,17 @@ from ikbo_jax.ops.attention_vmap import Arrays
 def check(arrays: Arrays) -> None:
     """Raises ValueError, quoting both conflicting values, unless the arrays agree."""
     query, key, value, cand_to_user, lengths, ranges = arrays[:6]
-    arguments.check_attention("attention", (query, key, value), "B T N H", "U S K H", "S")
-    batch, users = query.shape[0], key.shape[0]
+    operands = query, key, value
+    if arrays.page_table is None:
+        arguments.check_attention("attention", operands, "B T N H", "U S K H", "S")
+        users, of_users = key.shape[0], "key"
+    else:
+        arguments.check_attention("attention", operands, "B T N H", "pages page K H", "page")
+        users, of_users = _users_of_pages(arrays), "page_table"
+    batch = query.shape[0]
     arguments.check_index("cand_to_user", cand_to_user, "query", "B", batch)
     if lengths is not None:
-        arguments.check_index("key_value_seq_lengths", lengths, "key", "U", users)
+        arguments.check_index("key_value_seq_lengths", lengths, of_users, "U", users)
     if ranges is not None:
         arguments.check_int32("key_value_ranges", ranges)
         if ranges.shape != (batch, 2):
@@ -24,7 +32,23 @@ def check(arrays: Arrays) -> None:
                 f"have shape {(batch, 2)}"
             )
     if batch and not users:
-        raise ValueError(f"key has no rows, shape {key.shape}, but query has B={batch}")
+        shape = (key if arrays.page_table is None else arrays.page_table).shape
+        raise ValueError(f"{of_users} has no rows, shape {shape}, but query has B={batch}")
+
+
+def _users_of_pages(arrays: Arrays) -> int:
+    """Counts the users; raises ValueError unless the page table fits the pages."""
+    table: Any = arrays.page_table
+    if getattr(table, "dtype", None) != "int32" or table.ndim != 2:
+        raise ValueError(
+            f"page_table must be an int32 array [U, most], but is {arguments.describe(table)}"
+        )
+    if arrays.lengths is None:
+        raise ValueError("page_table needs key_value_seq_lengths, but they are None")
+    if table.size and not arrays.key.shape[0]:
+        raise ValueError(f"page_table has shape {table.shape} but key has no pages")
+    users: int = table.shape[0]
+    return users
 
 
 def check_self_tokens(

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from ikbo_jax.ops import attention_vmap, dispatch
+from ikbo_jax.ops import attention_vmap, dispatch, pages
 from ikbo_jax.ops.attention_vmap import Arrays
 from ikbo_jax.ops.op import Gradient, gradient_config
 from ikbo_jax.ops.sharded import run_kernel
@@ -28,9 +28,6 @@ class Settings:
 
     Attributes:
       request: the caller's `implementation`; a `config` is the forward kernel's and does not count.
-      scale: of the scores.
-      logit_cap: of the scores, or None.
-      indices_are_sorted: whether `cand_to_user` is sorted.
       dtype: name of the dtype of the gradients of key and value; None means the inputs'.
       config: the kernel's configuration; None if XLA computes the gradient.
     """
@@ -63,6 +60,8 @@ def choose(
     why_not = problem.why_not_scores(takes_ranges=True)
     if problem.has_ranges:
         why_not = why_not or "key_value_ranges run in XLA"
+    if problem.page:
+        why_not = why_not or "a page_table runs in XLA"
     return gradient_config(request, backward, why_not)
 
 
@@ -70,7 +69,11 @@ def _pull_back(settings: Settings, operands: Operands, cotangents: Gradients) ->
     arrays = operands.arrays
 
     def run(floats: Any, *rest: Any) -> Gradients:
-        of_floats = Arrays._make((*floats[:3], *arrays[3:6], *(floats[3:] or (None, None))))
+        query, key, value, *own = floats
+        self_key, self_value = own or (None, None)
+        of_floats = arrays._replace(
+            query=query, key=key, value=value, self_key=self_key, self_value=self_value
+        )
         return _by_xla(settings, Operands(of_floats, *rest))
 
     floats = (*arrays[:3], *arrays.own)
@@ -88,12 +91,8 @@ def _by_xla(settings: Settings, operands: Operands) -> Gradients:
 def by_xla(arrays: Arrays, d_out: Any, d_lse: Any, *, dtype: Any, **of_scores: Any) -> Gradients:
     """Computes the gradients in XLA, which computes the softmax again.
 
-    Args:
-      arrays: of the call.
-      d_out: gradient of out.
-      d_lse: gradient of lse, or None.
-      dtype: dtype of the gradients of key and value; None means theirs.
-      of_scores: `scale`, and `logit_cap` if there may be one.
+    `dtype` is of the gradients of key and value; None means theirs. `of_scores` has `scale`, and
+    `logit_cap` if there may be one.
     """
     of_user, own = arrays[:5], arrays.own
     of_own: Gradients = ()
@@ -115,6 +114,18 @@ def by_xla(arrays: Arrays, d_out: Any, d_lse: Any, *, dtype: Any, **of_scores: A
     )
     if own:
         d_query = d_query + of_query
+    return d_query, *of_keys, *of_own
+
+
+def of_pages(arrays: Arrays, d_out: Any, d_lse: Any, *, dtype: Any, **of_scores: Any) -> Gradients:
+    """Computes `by_xla` where keys and values are in pages; adds up in f32 what users share."""
+    table: Any = arrays.page_table
+    of_rows = by_xla(pages.laid_out(arrays), d_out, d_lse, dtype=jnp.float32, **of_scores)
+    d_query, d_key, d_value, *of_own = of_rows
+    of_keys = (
+        pages.gradient(rows, x, table).astype(dtype or x.dtype)
+        for rows, x in ((d_key, arrays.key), (d_value, arrays.value))
+    )
     return d_query, *of_keys, *of_own
 
 
@@ -167,7 +178,9 @@ GRADIENT = Gradient(_run, _run_batched, _pull_back)
 def problem_of(arrays: Arrays, logit_cap: float | None) -> AttentionProblem:
     """Reads the forward problem of a call."""
     batch, q_len, q_heads, width = arrays.query.shape
-    users, kv_len, kv_heads, _ = arrays.key.shape
+    _, page, kv_heads, _ = arrays.key.shape
+    users, kv_len = arrays.keys
     sizes = batch, users, q_len, kv_len, q_heads, kv_heads, width
-    kinds = {"has_ranges": arrays.ranges is not None, "has_logit_cap": logit_cap is not None}
+    kinds: dict[str, Any] = {"page": page if arrays.page_table is not None else 0}
+    kinds |= {"has_ranges": arrays.ranges is not None, "has_logit_cap": logit_cap is not None}
     return AttentionProblem(*sizes, dtype=str(arrays.query.dtype), **kinds)

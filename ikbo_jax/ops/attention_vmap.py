@@ -15,7 +15,10 @@ SPLIT = {"b": "candidates", "t": "queries", "k": "heads", "g": "heads"}
 
 
 class Arrays(NamedTuple):
-    """The array arguments of attention; `self_key` and `self_value` if a kernel takes them."""
+    """The array arguments of attention; `self_key` and `self_value` if a kernel takes them.
+
+    With a `page_table`, key and value are pages.
+    """
 
     query: jax.Array
     key: jax.Array
@@ -25,6 +28,15 @@ class Arrays(NamedTuple):
     ranges: jax.Array | None = None
     self_key: jax.Array | None = None
     self_value: jax.Array | None = None
+    page_table: jax.Array | None = None
+
+    @property
+    def keys(self) -> tuple[int, int]:
+        """U and S: the number of users, and of each user's keys."""
+        if self.page_table is None:
+            return self.key.shape[0], self.key.shape[1]
+        users, most = self.page_table.shape
+        return users, most * self.key.shape[1]
 
     @property
     def own(self) -> tuple[jax.Array, ...]:
@@ -51,8 +63,10 @@ def are_users_batched(batched: Arrays) -> bool:
 def can_fold(batched: Arrays) -> bool:
     """Whether problems become one without copies of keys or values.
 
-    They share no keys and values, or share all of them.
+    They share no keys and values, or share all of them, and these are in no pages.
     """
+    if batched.page_table is not None:
+        return False
     return are_users_batched(batched) or not (batched.key or batched.value or batched.lengths)
 
 
@@ -62,7 +76,7 @@ def fold(size: int, batched: Arrays, arrays: Arrays, *, fold_users: bool) -> Arr
     With `fold_users` each problem gets users of its own, copied if they are not batched. Else
     `key`, `value` and `lengths` are not batched.
     """
-    query, key, value, index, lengths, ranges, *own = arrays
+    query, key, value, index, lengths, ranges, *own = arrays[:8]
     if fold_users:
         users = key.shape[batched.key]
         key, value = (
@@ -82,6 +96,6 @@ def fold(size: int, batched: Arrays, arrays: Arrays, *, fold_users: bool) -> Arr
         ranges = concatenate(size, ranges, bool(batched.ranges))
     own = [
         None if x is None else concatenate(size, x, bool(is_batched))
-        for x, is_batched in zip(own, batched[6:], strict=True)
+        for x, is_batched in zip(own, batched[6:8], strict=True)
     ]
     return Arrays(query, key, value, index, lengths, ranges, *own)

@@ -120,13 +120,10 @@ def free_axes(context: Any) -> tuple[str, ...]:
 
 
 class _Layouts(NamedTuple):
-    """How XLA divides the arrays of a call.
+    """How XLA divides the arrays of a call: the mesh axes of every array, of those of `group`.
 
-    Attributes:
-      mesh: all devices.
-      group: the devices that divide the arrays. Inside `shard_map` over some axes of a mesh, XLA
-        numbers the devices along the axes left from 0.
-      specs: the mesh axes of every array.
+    Inside `shard_map` over some axes of the mesh of all devices, XLA numbers the devices along the
+    axes left from 0.
     """
 
     mesh: Any

@@ -34,14 +34,10 @@ class Plan:
     """How one call of an op runs.
 
     Attributes:
-      op: the op's name.
-      problem: the op's problem description, e.g. a `LinearCompressionProblem`.
-      sizes: the problem as text.
-      implementation: one of `IMPLEMENTATIONS`.
       config: the kernel's configuration; None if XLA runs the op.
       reason: why this implementation was chosen, and where the configuration comes from.
-      backward: which implementation computes the gradient, and why.
-      backward_config: configuration of the gradient's kernel, where it is chosen by the table.
+      backward: which implementation computes the gradient, and why; `backward_config`: of its
+        kernel.
       division: how the call divides over the devices of a mesh; empty if it does not.
       target: the card that the plan is for; None: the default device, or any platform but CUDA.
       cuda: how the call runs in a program that is lowered for CUDA; None: as this plan says.
@@ -92,12 +88,9 @@ class Plan:
 
 @dataclasses.dataclass(frozen=True)
 class Request:
-    """What a choice depends on besides the problem.
+    """What a choice depends on besides the problem: the caller's arguments, and where the op runs.
 
     Attributes:
-      op: the op's name.
-      implementation: the caller's argument.
-      config: the caller's argument.
       target: the card, if the program is lowered for CUDA; None: the choice is for the default
         device.
       platform: "cuda" or "other": the platform that the program is lowered for; "": with a target,
@@ -251,7 +244,7 @@ def _symbolic_sizes(problem: Any) -> list[tuple[str, Any]]:
 
 def is_symbolic(size: Any) -> bool:
     """Whether a size is a symbolic dimension of `jax.export` rather than an integer."""
-    return jax.export.is_symbolic_dim(size)
+    return type(size) is not int and jax.export.is_symbolic_dim(size)
 
 
 def _card(request: Request) -> str:
@@ -318,8 +311,7 @@ plan_p = identity_primitive("ikbo_plan")
 
 def record(result: jax.Array, plan: Plan) -> jax.Array:
     """Returns `result`; stores in the jaxpr that `plan` computed it."""
-    marked: jax.Array = plan_p.bind(result, plan=plan)
-    return marked
+    return plan_p.bind(result, plan=plan)
 
 
 def record_nothing(result: jax.Array, plan: Plan) -> jax.Array:

@@ -68,8 +68,7 @@ ad.primitive_transposes[note_p] = lambda cotangent, _, *, note: [cotangent]
 
 def note(result: jax.Array, make: Callable[[], Any]) -> jax.Array:
     """Returns `result`; stores in the jaxpr a function that makes a note, for `explain` to call."""
-    marked: jax.Array = note_p.bind(result, note=make)
-    return marked
+    return note_p.bind(result, note=make)
 
 
 def explain(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Explanation:
@@ -93,7 +92,7 @@ def explain(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Explanation:
 
     Raises:
       TypeError: `fn` is no function, but, say, the result of a call.
-      Whatever `fn` raises while it is traced.
+      Exception: whatever `fn` raises while it is traced.
     """
     arguments.check_function("explain", fn)
     leaves, treedef = jax.tree.flatten((args, kwargs))

@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import math
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from ikbo_jax.ops import arguments, dispatch, reverse_only
+from ikbo_jax.ops import arguments, dispatch
 from ikbo_jax.ops.norm_linear import LinearOp, check_norm, check_vector, rounded
-from ikbo_jax.ops.op import Call, Folded, Named, Part
+from ikbo_jax.ops.op import Call, Named, Part
 from ikbo_jax.ops.partition import Division
-from ikbo_jax.ops.sharded import vary_over_same_axes, zeros
-from ikbo_jax.ops.stacking import unstack
 from ikbo_jax.problems.norm_linear import LinearProblem
 from ikbo_jax.reference import norm_linear as reference
 from ikbo_jax.reference.norm_linear import Gate, GatedLinear
@@ -84,11 +81,7 @@ def gated_linear(
         words = jax.random.bits(dropout_key, (2,), jnp.uint32)
         arrays = arrays._replace(seed=jnp.pad(words, (0, 1)))
     call = _Call(request, Gate(check_norm(norm, eps), groups, is_concat, rate))
-    plan = _OP.plan(call, arrays)
-    shape = (a.shape[0], weight.shape[1])
-    if 0 in shape:
-        return dispatch.record_nothing(zeros(shape, a.dtype, arrays), plan)
-    return _gated_linear(call, plan, reverse_only.operands("gated_linear", arrays))
+    return _OP.planned(call, arrays, (a.shape[0], weight.shape[1]), a.dtype)
 
 
 def _check(arrays: GatedLinear, concat: bool, by_head: bool) -> int:
@@ -139,6 +132,8 @@ class _Call(Call):
 
 
 class _GatedLinear(LinearOp[_Call, GatedLinear, jax.Array]):
+    name = "_gated_linear"
+
     def problem(self, call: _Call, arrays: GatedLinear) -> LinearProblem:
         gate, a = call.gate, arrays.a
         details = "[u, a, u · norm(a)]" if gate.concat else "u · norm(a)"
@@ -151,12 +146,9 @@ class _GatedLinear(LinearOp[_Call, GatedLinear, jax.Array]):
     def run(self, call: _Call, plan: dispatch.Plan, arrays: GatedLinear) -> jax.Array:
         return dispatch.record(reference.gated_linear(call.gate, arrays), plan)
 
-    def residuals(self, results: jax.Array) -> None:
-        return None
-
     def fold(
         self, call: _Call, size: int, batched: GatedLinear, arrays: GatedLinear
-    ) -> Folded[_Call, GatedLinear, jax.Array] | None:
+    ) -> tuple[_Call, GatedLinear] | None:
         """Folds rows that have their own gate; not with dropout, which is alike in all problems."""
         names = ("u", "a", "residual")
         rows = {name: x for name in names if (x := getattr(arrays, name)) is not None}
@@ -165,7 +157,7 @@ class _GatedLinear(LinearOp[_Call, GatedLinear, jax.Array]):
         }:
             return None
         folded = {name: x.reshape(-1, *x.shape[2:]) for name, x in rows.items()}
-        return Folded(call, arrays._replace(**folded), functools.partial(unstack, size))
+        return call, arrays._replace(**folded)
 
     def named(self, call: _Call, arrays: GatedLinear) -> Named:
         rows = "r n h" if arrays.a.ndim == 3 else "r c"
@@ -199,11 +191,3 @@ class _GatedLinear(LinearOp[_Call, GatedLinear, jax.Array]):
 
 
 _OP = _GatedLinear()
-
-
-# The plan is a static argument: when the choice changes, jit's cache does not return the old one.
-@functools.partial(jax.jit, static_argnums=(0, 1))
-def _gated_linear(call: _Call, plan: dispatch.Plan, arrays: GatedLinear) -> jax.Array:
-    arrays = vary_over_same_axes(arguments.strongly_typed(arrays))
-    out: jax.Array = _OP.differentiable(call, plan, arrays)
-    return out

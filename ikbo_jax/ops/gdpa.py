@@ -19,9 +19,9 @@ from ikbo_jax.ops import (
     gdpa_vmap,
     reverse_only,
 )
-from ikbo_jax.ops.op import Call, Folded, Gradient, Named, Op, Part
+from ikbo_jax.ops.op import Call, Gradient, Named, Op, Part
 from ikbo_jax.ops.partition import Division
-from ikbo_jax.ops.sharded import run_kernel, vary_over_same_axes, zeros
+from ikbo_jax.ops.sharded import run_kernel, zeros
 from ikbo_jax.ops.stacking import concatenate, unstack
 from ikbo_jax.problems import GdpaBackwardTuning, GdpaConfig, GdpaProblem, ShortGdpaConfig
 from ikbo_jax.reference import gdpa as reference
@@ -150,7 +150,7 @@ def gdpa(
         arrays, settings = gdpa_mask.with_rule(mask, arrays, settings)
         call = dataclasses.replace(call, settings=settings)
     arrays = reverse_only.operands("gdpa", arrays)
-    out = _gdpa(call, plan, arrays)
+    out, _ = _OP.jitted(call, plan, arrays)
     if gdpa_arguments.has_scales(output_scale):
         out = gdpa_mask.scaled(out, output_scale, arrays, settings)
     return out
@@ -164,7 +164,6 @@ class _Call(Call):
     """The arguments that are not arrays, and how the call is differentiated.
 
     Attributes:
-      settings: the arguments that the XLA path needs, too.
       mask: the mask in words; empty without one.
       gradient_tuning: configuration of the kernels that compute the gradient; None: XLA does.
       gradient_dtype: dtype of the gradients of key and value; None means the inputs'.
@@ -215,8 +214,7 @@ def _run_vjp(call: _Call, residuals: _Residuals) -> Gradients:
             dtype=call.gradient_dtype,
         )
 
-    gradients: Gradients = run_kernel(launch, residuals)
-    return gradients
+    return run_kernel(launch, residuals)
 
 
 def _run_vjp_batched(call: _Call, size: int, batched: Any, residuals: _Residuals) -> Gradients:
@@ -274,11 +272,11 @@ def _pull_back_gradients(
 _GRADIENT = Gradient(_run_vjp, _run_vjp_batched, _pull_back_gradients)
 
 
-_Folded = Folded[_Call, Arrays, _Results]
 _Part = Part[_Call, Arrays, _Results]
 
 
 class _Gdpa(Op[_Call, Arrays, _Results]):
+    name = "_gdpa"
     xla_batches_products = False
     by_kernels = "mosaic_gpu, one kernel for queries and one for keys"
     by_xla = "XLA, a few tiles at a time"
@@ -323,12 +321,13 @@ class _Gdpa(Op[_Call, Arrays, _Results]):
             out, lse = gdpa_chunked.chunked(arrays, call.settings)
         return dispatch.record(out, plan), lse if call.return_residuals else None
 
-    def fold(self, call: _Call, size: int, batched: Arrays, arrays: Arrays) -> _Folded | None:
+    def fold(
+        self, call: _Call, size: int, batched: Arrays, arrays: Arrays
+    ) -> tuple[_Call, Arrays] | None:
         if not gdpa_vmap.can_fold(call.settings, batched):
             return None
         one = gdpa_vmap.fold(size, batched, arrays, gdpa_vmap.is_kv_batched(batched))
-        call = _without_rule(call)  # filler sequences have no targets
-        return Folded(call, one, functools.partial(unstack, size))
+        return _without_rule(call), one  # filler sequences have no targets
 
     def named(self, call: _Call, arrays: Arrays) -> Named:
         index = [
@@ -409,11 +408,3 @@ class _Gdpa(Op[_Call, Arrays, _Results]):
 
 
 _OP = _Gdpa()
-
-
-# The plan is a static argument: when the choice changes, jit's cache does not return the old one.
-@functools.partial(jax.jit, static_argnums=(0, 1))
-def _gdpa(call: _Call, plan: dispatch.Plan, arrays: Arrays) -> jax.Array:
-    arrays = vary_over_same_axes(arguments.strongly_typed(arrays))
-    out: jax.Array = _OP.differentiable(call, plan, arrays)[0]
-    return out

@@ -44,14 +44,9 @@ def kernel_vjp(
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Pulls a cotangent of the result back to query, key and value, like `chunked_vjp`.
 
-    Args (the others are as for `reference.gdpa_chunked_vjp.chunked_vjp`; the kernels must be legal,
-    `problems.gdpa_backward.illegal_reason`):
-      out: the result; only needed with a softmax.
-      lse: [rows of out, N] f32, natural logarithm of the softmax's denominator; likewise.
-      query_config: configuration of the kernel for d_query; None takes the default. With stored
-        gradients of scores, the kernel has `STORED_CONFIG`.
-      key_config: configuration of the kernel for d_key and d_value; None takes the default.
-      interpret: as in `pallas.gdpa_backward.kernels.gradient_kernel`.
+    `out` and `lse`, [rows of out, N] f32, are needed with a softmax. None takes default
+    configurations, which must be legal (`problems.gdpa_backward.illegal_reason`); with stored
+    gradients of scores, the kernel for d_query has `STORED_CONFIG`.
 
     Returns:
       Gradients of query, key and value in their shapes and dtypes, each summed in f32 and rounded

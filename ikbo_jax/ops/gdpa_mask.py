@@ -79,12 +79,8 @@ def _of_whole_call(
 ) -> jax.Array:
     """Computes words of the rows of the whole call, also where devices divide it.
 
-    Args:
-      of_rows: takes the rows and the mask; returns [rows, words].
-      sizes: rows of the queries and of the keys.
-      settings: of the call.
-      sequences: its offsets and index.
-      mask: its mask, or None.
+    `of_rows` takes the rows and the mask, and returns [rows, words]; `sizes` are the rows of the
+    queries and of the keys, `sequences` offsets and index.
     """
     operands, treedef = jax.tree.flatten((sequences, mask))
     # Nothing divides, except that intervals which are divided by rows become divided again.
@@ -132,14 +128,7 @@ def _rows(sizes: tuple[int, int], settings: Settings, cu_q: Any, cu_kv: Any, q_t
 
 
 def scaled(out: jax.Array, scales: jax.Array, arrays: Arrays, settings: Settings) -> jax.Array:
-    """Multiplies every row of the result by its sequence's scale, in f32; rounds once.
-
-    Args:
-      out: see `reference.gdpa.out_shape`.
-      scales: [batch] f32.
-      arrays: the arrays of the call that computed `out`.
-      settings: the settings of the call.
-    """
+    """Multiplies every row of the result by its sequence's scale [batch] in f32; rounds once."""
     sizes = arrays.query.shape[0], arrays.key.shape[0]
     found = _sequences_and_lengths(sizes, settings, arrays[3:6])
     sequence, length = jnp.moveaxis(found, 1, 0)

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from ikbo_jax.ops import arguments, dispatch, reverse_only
+from ikbo_jax.ops import arguments, dispatch
 from ikbo_jax.ops.linear_compression_backward import (
     GRADIENT,
     Arrays,
@@ -20,11 +20,10 @@ from ikbo_jax.ops.linear_compression_backward import (
     fold,
     problem_of,
 )
-from ikbo_jax.ops.op import Call, Folded, Named, Op, Part
+from ikbo_jax.ops.op import Call, Named, Op, Part
 from ikbo_jax.ops.padded_weight import PaddedWeight, pad_columns
 from ikbo_jax.ops.partition import Division
-from ikbo_jax.ops.sharded import run_kernel, vary_over_same_axes, zeros
-from ikbo_jax.ops.stacking import unstack
+from ikbo_jax.ops.sharded import run_kernel
 from ikbo_jax.problems import (
     LinearCompressionConfig,
     LinearCompressionProblem,
@@ -188,11 +187,8 @@ def _compress(
     weights, embeddings, parents = zip(*terms, strict=True)
     rows = tuple(w.rows if isinstance(w, PaddedWeight) else w for w in weights)
     arrays, call = Arrays(rows, embeddings, parents), _Call(request)
-    plan = _OP.plan(call, arrays)
     shape = (embeddings[-1].shape[0], weights[-1].shape[0], embeddings[-1].shape[2])
-    if 0 in shape:
-        return dispatch.record_nothing(zeros(shape, embeddings[-1].dtype, arrays), plan)
-    return _linear_compression(call, plan, reverse_only.operands(op, arrays))
+    return _OP.planned(call, arrays, shape, embeddings[-1].dtype)
 
 
 def _check(terms: tuple[Term, ...], names: tuple[_Names, ...]) -> None:
@@ -240,21 +236,19 @@ def _check(terms: tuple[Term, ...], names: tuple[_Names, ...]) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class _Call(Call):
-    """The arguments that are not arrays, and how devices divide the call.
+    """The arguments that are not arrays.
 
-    Attributes:
-      is_m_divided: whether every device has a part of M, so that each has a part of the sum of
-        every embedding's gradient.
+    `is_m_divided`: every device has a part of M, and of the sum of every embedding's gradient.
     """
 
     is_m_divided: bool = False
 
 
-_Folded = Folded[_Call, Arrays, jax.Array]
 _Part = Part[_Call, Arrays, jax.Array]
 
 
 class _LinearCompression(Op[_Call, Arrays, jax.Array]):
+    name = "_linear_compression"
     by_kernels = "mosaic_gpu, at user and candidate batch size"
     choose_gradient = staticmethod(choose)
 
@@ -274,7 +268,9 @@ class _LinearCompression(Op[_Call, Arrays, jax.Array]):
         out = run_kernel(launch, *arrays)
         return dispatch.record(out, plan)
 
-    def fold(self, call: _Call, size: int, batched: Arrays, arrays: Arrays) -> _Folded | None:
+    def fold(
+        self, call: _Call, size: int, batched: Arrays, arrays: Arrays
+    ) -> tuple[_Call, Arrays] | None:
         """Concatenates the batches of problems with the same weights.
 
         Returns None if weights are batched, or if that would copy embeddings that are shared.
@@ -286,8 +282,7 @@ class _LinearCompression(Op[_Call, Arrays, jax.Array]):
             folded.append(any(level_batched) or (bool(folded) and folded[-1]))
         if any(batched.weights) or folded != list(batched.embeddings):
             return None
-        one = fold(size, folded, arrays)
-        return Folded(call, one, functools.partial(unstack, size))
+        return call, fold(size, folded, arrays)
 
     def named(self, call: _Call, arrays: Arrays) -> Named:
         # Level by level, coarsest first: its rows of K and its batch; "b" is the last one's batch.
@@ -306,9 +301,6 @@ class _LinearCompression(Op[_Call, Arrays, jax.Array]):
 
     def part(self, call: _Call, arrays: Arrays, division: Division) -> _Part:
         return Part(dataclasses.replace(call, is_m_divided=bool(division.axes_of("m"))), arrays)
-
-    def residuals(self, results: jax.Array) -> None:
-        return None
 
     def vjp(
         self,
@@ -351,11 +343,3 @@ def _without_padding(arrays: Arrays) -> Arrays:
 
 
 _OP = _LinearCompression()
-
-
-# The plan is a static argument: when the choice changes, jit's cache does not return the old one.
-@functools.partial(jax.jit, static_argnums=(0, 1))
-def _linear_compression(call: _Call, plan: dispatch.Plan, arrays: Arrays) -> jax.Array:
-    arrays = vary_over_same_axes(arguments.strongly_typed(arrays))
-    out: jax.Array = _OP.differentiable(call, plan, arrays)
-    return out

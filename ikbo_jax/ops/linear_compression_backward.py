@@ -79,12 +79,9 @@ Dtypes = tuple[str | None, str | None, str | None]
 
 
 class Settings(NamedTuple):
-    """The arguments of a gradient that are not arrays.
+    """The arguments of a gradient that are not arrays; `dtypes`: see `kernel_vjp`.
 
-    Attributes:
-      request: the caller's `implementation`; a `config` is the forward kernel's and does not count.
-      dtypes: see `kernel_vjp`.
-      tuning: the kernels' configuration.
+    Of the `request`, the caller's `implementation` counts; a `config` is the forward kernel's.
     """
 
     request: dispatch.Request
@@ -114,17 +111,11 @@ def kernel_vjp(
 ) -> Gradients:
     """Pulls a cotangent back to weights and embeddings, like `reference.decomposed_vjp`.
 
-    Problems with the same weights may stand one after another in every level's batch.
-
-    Args (the levels are as for `pallas.linear_compression.kernel`, coarsest first):
-      cotangent: [B_last, M, N] in the inputs' dtype.
-      config: a legal configuration (`LinearCompressionBackwardConfig.illegal_reason`).
-      num_sms: number of streaming multiprocessors of the device.
-      problems: how many problems the batches hold.
-      dtypes: of the gradients of weights, of coarser embeddings and of the finest embedding; None
-        means the inputs'. The kernel rounds gradients of embeddings to the inputs' dtype, so XLA
-        computes those of another one.
-      interpret: False, or `plgpu.InterpretGPUParams` to run on a CPU.
+    Levels are as for `pallas.linear_compression.kernel`, coarsest first; several `problems` with
+    the same weights may stand one after another in every level's batch. `dtypes` are of the
+    gradients of weights, of coarser embeddings and of the finest embedding; None means the inputs'.
+    The kernel rounds gradients of embeddings to the inputs' dtype, so XLA computes those of another
+    one.
 
     Returns:
       Gradients of the weights, [problems, M, K_l] each, and of the embeddings, in their shapes.
@@ -228,8 +219,7 @@ def _launch(settings: Settings, arrays: Arrays, cotangent: jax.Array, problems: 
         dtypes=settings.dtypes,
         num_sms=settings.request.num_sms,
     )
-    found: Gradients = run_kernel(fn, *arrays, cotangent)
-    return found
+    return run_kernel(fn, *arrays, cotangent)
 
 
 def _run(settings: Settings, operands: tuple[Arrays, jax.Array]) -> Gradients:
@@ -267,8 +257,7 @@ def _pull_back(
 
     def by_xla(weights: Any, embeddings: Any, cotangent: jax.Array) -> Gradients:
         found = reference.decomposed_vjp(weights, embeddings, parents, cotangent, dtype=jnp.float32)
-        rounded: Gradients = jax.tree.map(lambda x, like: x.astype(like.dtype), found, cotangents)
-        return rounded
+        return jax.tree.map(lambda x, like: x.astype(like.dtype), found, cotangents)
 
     with jax.default_matmul_precision(settings.request.precision):
         _, pull_back = jax.vjp(by_xla, weights, embeddings, cotangent)

@@ -12,26 +12,19 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from ikbo_jax.ops import arguments, dispatch, reverse_only
-from ikbo_jax.ops.op import Call, Folded, Gradient, Named, Op, Part, gradient_config
+from ikbo_jax.ops import arguments, dispatch
+from ikbo_jax.ops.op import Call, Gradient, Named, Op, Part, gradient_config
 from ikbo_jax.ops.partition import Division, dimensions
-from ikbo_jax.ops.sharded import run_kernel, vary_over_same_axes, zeros
+from ikbo_jax.ops.sharded import run_kernel, zeros
 from ikbo_jax.ops.stacking import stack, unstack
 from ikbo_jax.problems.look_up import LookUpProblem, RowsProblem, SegmentSumProblem
 from ikbo_jax.reference import look_up as reference
 
 
-class LookUpArrays(NamedTuple):
-    """Holds arrays of a lookup, their gradients or their names."""
+class RowArrays(NamedTuple):
+    """Holds users' or candidates' rows and the index, their gradients or their names."""
 
-    user: Any
-    cand_to_user: Any
-
-
-class SumArrays(NamedTuple):
-    """Holds arrays of a segment sum, their gradients or their names."""
-
-    values: Any
+    rows: Any
     cand_to_user: Any
 
 
@@ -66,7 +59,7 @@ def look_up(
       NotImplementedError: implementation="mosaic_gpu", but the kernel cannot run on this device or
         with these sizes; forward-mode differentiation. The message says why.
     """
-    arrays = LookUpArrays(user, cand_to_user)
+    arrays = RowArrays(user, cand_to_user)
     request = arguments.request("look_up", implementation, None, arrays)
     _check_rows("user", user, "U")
     batch = (*getattr(cand_to_user, "shape", ()), 0)[0]
@@ -75,11 +68,7 @@ def look_up(
         raise ValueError(f"user has no rows, shape {user.shape}, but cand_to_user has B={batch}")
     is_sorted = arguments.flag("indices_are_sorted", indices_are_sorted)
     call = _Call(request, user.shape[0], is_sorted)
-    plan = _LOOK_UP.plan(call, arrays)
-    shape = (batch, *user.shape[1:])
-    if 0 in shape:
-        return dispatch.record_nothing(zeros(shape, user.dtype, arrays), plan)
-    return _user_rows(_LOOK_UP, call, plan, reverse_only.operands("look_up", arrays))
+    return _LOOK_UP.planned(call, arrays, (batch, *user.shape[1:]), user.dtype)
 
 
 def segment_sum(
@@ -114,7 +103,7 @@ def segment_sum(
         `implementation` is unknown.
       NotImplementedError: as for `look_up`.
     """
-    arrays = SumArrays(values, cand_to_user)
+    arrays = RowArrays(values, cand_to_user)
     request = arguments.request("segment_sum", implementation, None, arrays)
     _check_rows("values", values, "B")
     arguments.check_index("cand_to_user", cand_to_user, "values", "B", values.shape[0])
@@ -123,11 +112,10 @@ def segment_sum(
         raise ValueError(f"num_users is 0, but values has B={values.shape[0]}")
     is_sorted = arguments.flag("indices_are_sorted", indices_are_sorted)
     call = _Call(request, users, is_sorted)
-    plan = _SEGMENT_SUM.plan(call, arrays)
-    shape = (users, *values.shape[1:])
-    if 0 in shape or 0 in values.shape:
-        return dispatch.record_nothing(zeros(shape, values.dtype, arrays), plan)
-    return _user_rows(_SEGMENT_SUM, call, plan, reverse_only.operands("segment_sum", arrays))
+    if 0 in values.shape:
+        nothing = zeros((users, *values.shape[1:]), values.dtype, arrays)
+        return dispatch.record_nothing(nothing, _SEGMENT_SUM.plan(call, arrays))
+    return _SEGMENT_SUM.planned(call, arrays, (users, *values.shape[1:]), values.dtype)
 
 
 def _check_rows(name: str, array: Any, axis: str) -> None:
@@ -152,11 +140,8 @@ def _number_of_users(value: Any) -> Any:
 class _Call(Call):
     """Holds the arguments that are not arrays.
 
-    Attributes:
-      users: number of users.
-      is_sorted: whether the index never decreases.
-      dtype: name of the dtype of sums; None: the values'.
-      config: of a gradient's kernel; None: XLA.
+    `dtype` names the dtype of sums, None: the values'; `config` is of a gradient's kernel, None:
+    XLA.
     """
 
     users: Any
@@ -175,7 +160,7 @@ class _Call(Call):
         return kind(*sizes, str(rows.dtype), self.is_sorted)
 
 
-def _look_up(call: _Call, config: Any, arrays: LookUpArrays) -> jax.Array:
+def _look_up(call: _Call, config: Any, arrays: RowArrays) -> jax.Array:
     if config is None:
         return reference.look_up(*arrays)
     from ikbo_jax.pallas.look_up.gather import look_up_kernel
@@ -186,7 +171,7 @@ def _look_up(call: _Call, config: Any, arrays: LookUpArrays) -> jax.Array:
     return found.reshape(*index.shape, *user.shape[1:])
 
 
-def _segment_sum(call: _Call, config: Any, arrays: SumArrays) -> jax.Array:
+def _segment_sum(call: _Call, config: Any, arrays: RowArrays) -> jax.Array:
     values, index = arrays
     dtype = jnp.dtype(call.dtype or values.dtype)
     if config is None:
@@ -215,68 +200,50 @@ def _fold_users(call: _Call, size: int, index: jax.Array, is_batched: bool) -> A
     return dataclasses.replace(call, users=size * call.users), (index + offsets).reshape(-1)
 
 
-def _fold_look_up(
-    call: _Call, size: int, batched: LookUpArrays, arrays: LookUpArrays
-) -> Folded[_Call, LookUpArrays, jax.Array]:
-    """Folds problems into one; shared users stay shared."""
-    user, index = arrays
-    if batched.user:
-        call, index = _fold_users(call, size, index, bool(batched.cand_to_user))
-        user = user.reshape(-1, *user.shape[2:])
-    else:
-        call, index = dataclasses.replace(call, is_sorted=False), index.reshape(-1)
-    return Folded(call, LookUpArrays(user, index), functools.partial(unstack, size))
-
-
-def _fold_sum(
-    call: _Call, size: int, batched: SumArrays, arrays: SumArrays
-) -> Folded[_Call, SumArrays, jax.Array] | None:
+def _fold(
+    kind: type[RowsProblem], call: _Call, size: int, batched: RowArrays, arrays: RowArrays
+) -> tuple[_Call, RowArrays] | None:
     """Folds problems into one; None if that would copy values that they share."""
-    if not batched.values:
+    rows, index = arrays
+    if batched.rows:
+        call, index = _fold_users(call, size, index, bool(batched.cand_to_user))
+        rows = rows.reshape(-1, *rows.shape[2:])
+    elif kind is LookUpProblem:  # shared users stay shared
+        call, index = dataclasses.replace(call, is_sorted=False), index.reshape(-1)
+    else:
         return None
-    call, index = _fold_users(call, size, arrays.cand_to_user, bool(batched.cand_to_user))
-    values = arrays.values.reshape(-1, *arrays.values.shape[2:])
-    return Folded(call, SumArrays(values, index), functools.partial(unstack, size))
+    return call, RowArrays(rows, index)
 
 
-def _batched_look_up(call: _Call, size: int, batched: Any, arrays: LookUpArrays) -> jax.Array:
-    if not size:
-        return LOOK_UP.one_by_one(call, batched, arrays)
-    call, arrays, unfold = _fold_look_up(call, size, batched, arrays)
-    return unfold(LOOK_UP.vmappable(call.on_kernel(LookUpProblem, arrays), arrays))
+class _Transposed(Gradient[_Call, RowArrays, jax.Array]):
+    """Runs lookups or segment sums with `_Call.config`; each is the other's gradient."""
+
+    def __init__(self, kind: type[RowsProblem], compute: Callable[..., jax.Array]) -> None:
+        super().__init__(
+            lambda call, arrays: compute(call, call.config, arrays), self._batched, self._pull_back
+        )
+        self.kind, self.compute = kind, compute
+
+    def _batched(self, call: _Call, size: int, batched: Any, arrays: RowArrays) -> jax.Array:
+        folded = _fold(self.kind, call, size, batched, arrays) if size else None
+        if folded is None:
+            return self.one_by_one(call, batched, arrays)
+        call, arrays = folded
+        return unstack(size, self.vmappable(call.on_kernel(self.kind, arrays), arrays))
+
+    def _pull_back(self, call: _Call, arrays: RowArrays, cotangents: jax.Array) -> tuple[RowArrays]:
+        operands = RowArrays(cotangents, arrays.cand_to_user)
+        call = dataclasses.replace(call, dtype=str(arrays.rows.dtype))
+        found = self.other.differentiable(call.on_kernel(self.other.kind, operands), operands)
+        return (RowArrays(found.astype(arrays.rows.dtype), None),)
+
+    @property
+    def other(self) -> _Transposed:
+        return SEGMENT_SUM if self is LOOK_UP else LOOK_UP
 
 
-def _batched_sum(call: _Call, size: int, batched: Any, arrays: SumArrays) -> jax.Array:
-    folded = _fold_sum(call, size, batched, arrays) if size else None
-    if folded is None:
-        return SEGMENT_SUM.one_by_one(call, batched, arrays)
-    call, arrays, unfold = folded
-    return unfold(SEGMENT_SUM.vmappable(call.on_kernel(SegmentSumProblem, arrays), arrays))
-
-
-def _pull_back_look_up(
-    call: _Call, arrays: LookUpArrays, cotangents: jax.Array
-) -> tuple[LookUpArrays]:
-    operands = SumArrays(cotangents, arrays.cand_to_user)
-    call = dataclasses.replace(call, dtype=str(arrays.user.dtype))
-    call = call.on_kernel(SegmentSumProblem, operands)
-    return (LookUpArrays(SEGMENT_SUM.differentiable(call, operands), None),)
-
-
-def _pull_back_sum(call: _Call, arrays: SumArrays, cotangents: jax.Array) -> tuple[SumArrays]:
-    operands = LookUpArrays(cotangents, arrays.cand_to_user)
-    call = call.on_kernel(LookUpProblem, operands)
-    d_values = LOOK_UP.differentiable(call, operands)
-    return (SumArrays(d_values.astype(arrays.values.dtype), None),)
-
-
-#: The two ops. Each is the gradient of the other, has a vmap rule, and runs with `_Call.config`.
-LOOK_UP: Gradient[_Call, LookUpArrays, jax.Array] = Gradient(
-    lambda call, arrays: _look_up(call, call.config, arrays), _batched_look_up, _pull_back_look_up
-)
-SEGMENT_SUM: Gradient[_Call, SumArrays, jax.Array] = Gradient(
-    lambda call, arrays: _segment_sum(call, call.config, arrays), _batched_sum, _pull_back_sum
-)
+LOOK_UP = _Transposed(LookUpProblem, _look_up)
+SEGMENT_SUM = _Transposed(SegmentSumProblem, _segment_sum)
 
 
 def _choose(request: dispatch.Request, problem: RowsProblem) -> tuple[Any, str]:
@@ -290,88 +257,63 @@ def _transposed(
     kind: type[RowsProblem], request: dispatch.Request, problem: RowsProblem
 ) -> tuple[Any, str]:
     """Chooses for the gradient of `problem`, which is of the other kind and has its sizes."""
-    return _choose(request, kind(**dataclasses.asdict(problem)))
+    return _choose(request, kind.of(problem))
 
 
-class _Rows(Op[_Call, Any, jax.Array]):
-    """Implements what both ops share.
+class _Rows(Op[_Call, RowArrays, jax.Array]):
+    """Implements what both ops share."""
 
-    Attributes:
-      forward: the kind of the problem.
-      compute: takes a call, a configuration and arrays; returns the result.
-      joint: folds problems, like `fold`.
-    """
+    way: _Transposed
+    name, is_gradient_apart = "_user_rows", True
 
-    forward: type[RowsProblem]
-    compute: Callable[..., jax.Array]
-    joint: Callable[..., Any]
-    is_gradient_apart = True
+    def run(self, call: _Call, plan: dispatch.Plan, arrays: RowArrays) -> jax.Array:
+        return dispatch.record(self.way.compute(call, plan.config, arrays), plan)
 
-    def run(self, call: _Call, plan: dispatch.Plan, arrays: Any) -> jax.Array:
-        return dispatch.record(self.compute(call, plan.config, arrays), plan)
+    def fold(self, call: _Call, size: int, batched: Any, arrays: RowArrays) -> Any:
+        return _fold(self.way.kind, call, size, batched, arrays)
 
-    def fold(self, call: _Call, size: int, batched: Any, arrays: Any) -> Any:
-        return self.joint(call, size, batched, arrays)
+    def problem(self, call: _Call, arrays: RowArrays) -> RowsProblem:
+        return call.problem(self.way.kind, arrays)
 
-    def problem(self, call: _Call, arrays: Any) -> RowsProblem:
-        return call.problem(self.forward, arrays)
-
-    def residuals(self, results: jax.Array) -> None:
-        return None
-
-    def named(self, call: _Call, arrays: Any) -> Named:
-        rows, _ = arrays
-        axes = [f"x{i}" for i in range(1, rows.ndim)]
+    def named(self, call: _Call, arrays: RowArrays) -> Named:
+        axes = [f"x{i}" for i in range(1, arrays.rows.ndim)]
         user, candidate = (" ".join([first, *axes]) for first in "ub")
         split = {"b": "candidates", **{axis: f"axis {axis[1:]}" for axis in axes}}
-        if isinstance(arrays, LookUpArrays):
-            return Named(LookUpArrays(user, "b"), candidate, split)
-        return Named(SumArrays(candidate, "b"), user, split)
-
-
-class _LookUp(_Rows):
-    forward, compute, joint = LookUpProblem, staticmethod(_look_up), staticmethod(_fold_look_up)
-    by_kernels, by_xla = "segment_sum by mosaic_gpu", "segment_sum by XLA"
-    choose_gradient = staticmethod(functools.partial(_transposed, SegmentSumProblem))
+        if self.way is SEGMENT_SUM:
+            user, candidate = candidate, user
+        return Named(RowArrays(user, "b"), candidate, split)
 
     def vjp(
         self, call: _Call, plan: Any, arrays: Any, residuals: None, cotangents: Any, dtype: Any
-    ) -> LookUpArrays:
+    ) -> RowArrays:
         name = jnp.dtype(dtype or cotangents.dtype).name
         call = dataclasses.replace(call, config=plan.backward_config, dtype=name)
-        operands = SumArrays(cotangents, arrays.cand_to_user)
-        return LookUpArrays(SEGMENT_SUM.differentiable(call, operands), None)
+        operands = RowArrays(cotangents, arrays.cand_to_user)
+        return RowArrays(self.way.other.differentiable(call, operands), None)
+
+
+class _LookUp(_Rows):
+    way = LOOK_UP
+    by_kernels, by_xla = "segment_sum by mosaic_gpu", "segment_sum by XLA"
+    choose_gradient = staticmethod(functools.partial(_transposed, SegmentSumProblem))
 
 
 class _SegmentSum(_Rows):
-    forward, compute, joint = SegmentSumProblem, staticmethod(_segment_sum), staticmethod(_fold_sum)
+    way = SEGMENT_SUM
     by_kernels, by_xla = "look_up by mosaic_gpu", "look_up by XLA"
     choose_gradient = staticmethod(functools.partial(_transposed, LookUpProblem))
 
     def part(
-        self, call: _Call, arrays: SumArrays, division: Division
-    ) -> Part[_Call, SumArrays, jax.Array]:
+        self, call: _Call, arrays: RowArrays, division: Division
+    ) -> Part[_Call, RowArrays, jax.Array]:
         # Partial sums stay in f32, so that each sum is rounded once.
         dtype = "float32" if division.axes_of("b") else call.dtype
         return Part(dataclasses.replace(call, dtype=dtype), arrays)
 
     def joined(
-        self, results: jax.Array, named: Named, arrays: SumArrays, division: Division
+        self, results: jax.Array, named: Named, arrays: RowArrays, division: Division
     ) -> jax.Array:
-        return division.sum(results, dimensions(named.results)).astype(arrays.values.dtype)
-
-    def vjp(
-        self, call: _Call, plan: Any, arrays: Any, residuals: None, cotangents: Any, dtype: Any
-    ) -> SumArrays:
-        call = dataclasses.replace(call, config=plan.backward_config)
-        operands = LookUpArrays(cotangents, arrays.cand_to_user)
-        return SumArrays(LOOK_UP.differentiable(call, operands), None)
+        return division.sum(results, dimensions(named.results)).astype(arrays.rows.dtype)
 
 
 _LOOK_UP, _SEGMENT_SUM = _LookUp(), _SegmentSum()
-
-
-# The plan is a static argument: when the choice changes, jit's cache does not return the old one.
-@functools.partial(jax.jit, static_argnums=(0, 1, 2))
-def _user_rows(op: Op[_Call, Any, jax.Array], call: _Call, plan: dispatch.Plan, arrays: Any) -> Any:
-    return op.differentiable(call, plan, vary_over_same_axes(arguments.strongly_typed(arrays)))

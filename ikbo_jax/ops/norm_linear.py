@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -12,10 +11,9 @@ import jax
 import jax.numpy as jnp
 
 from ikbo_jax.ops import arguments, dispatch, reverse_only
-from ikbo_jax.ops.op import Call, Folded, Named, Op, Part
+from ikbo_jax.ops.op import Call, Named, Op, Part
 from ikbo_jax.ops.partition import Division, dimensions
-from ikbo_jax.ops.sharded import vary_over_same_axes, zeros
-from ikbo_jax.ops.stacking import unstack
+from ikbo_jax.ops.sharded import zeros
 from ikbo_jax.problems.norm_linear import LinearProblem
 from ikbo_jax.reference import norm_linear as reference
 from ikbo_jax.reference.activations import ACTIVATIONS, SOFTMAX
@@ -86,7 +84,7 @@ def norm_linear(
     if not x.shape[0]:
         nothing = tuple(zeros(shape, x.dtype, arrays) for shape in shapes)
         return (dispatch.record_nothing(nothing[0], plan), *nothing[1:])
-    return _norm_linear(call, plan, reverse_only.operands("norm_linear", arrays))
+    return _OP.jitted(call, plan, reverse_only.operands("norm_linear", arrays)).out
 
 
 def check_norm(kind: Any, eps: Any) -> Norm:
@@ -168,7 +166,7 @@ class LinearOp[C: Call, A, R](Op[C, A, R]):
 
 
 class _NormLinear(LinearOp[_Call, NormLinear, Projected]):
-    result_names = Projected._fields
+    name, result_names = "_norm_linear", Projected._fields
 
     def problem(self, call: _Call, arrays: NormLinear) -> LinearProblem:
         (rows, features), dtype = arrays.x.shape, str(arrays.x.dtype)
@@ -190,11 +188,10 @@ class _NormLinear(LinearOp[_Call, NormLinear, Projected]):
 
     def fold(
         self, call: _Call, size: int, batched: NormLinear, arrays: NormLinear
-    ) -> Folded[_Call, NormLinear, Projected] | None:
+    ) -> tuple[_Call, NormLinear] | None:
         if not batched.x or any(jax.tree.leaves(batched[1:])):
             return None
-        folded = arrays._replace(x=arrays.x.reshape(-1, arrays.x.shape[2]))
-        return Folded(call, folded, functools.partial(unstack, size))
+        return call, arrays._replace(x=arrays.x.reshape(-1, arrays.x.shape[2]))
 
     def named(self, call: _Call, arrays: NormLinear) -> Named:
         """Names dimensions; "n" are heads, or columns, which divide if all groups have as many."""
@@ -265,16 +262,7 @@ class _NormLinear(LinearOp[_Call, NormLinear, Projected]):
 
 def rounded[A](gradients: A, arrays: A, dtype: Any) -> A:
     """Rounds f32 gradients to `dtype`, or if it is None, to the dtypes of the arrays."""
-    found: A = jax.tree.map(lambda x, like: x.astype(dtype or like.dtype), gradients, arrays)
-    return found
+    return jax.tree.map(lambda x, like: x.astype(dtype or like.dtype), gradients, arrays)
 
 
 _OP = _NormLinear()
-
-
-# The plan is a static argument: when the choice changes, jit's cache does not return the old one.
-@functools.partial(jax.jit, static_argnums=(0, 1))
-def _norm_linear(call: _Call, plan: dispatch.Plan, arrays: NormLinear) -> tuple[jax.Array, ...]:
-    arrays = vary_over_same_axes(arguments.strongly_typed(arrays))
-    out: tuple[jax.Array, ...] = _OP.differentiable(call, plan, arrays).out
-    return out

@@ -16,10 +16,11 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
-from ikbo_jax.ops import dispatch, sharded
+from ikbo_jax.ops import arguments, dispatch, reverse_only, sharded
 from ikbo_jax.ops.partition import Division, Rule, dimensions, map_sequentially
 from ikbo_jax.ops.platforms import by_platform
 from ikbo_jax.ops.settings import as_now
+from ikbo_jax.ops.stacking import unstack
 from ikbo_jax.problems import Problem
 
 #: Prefix of the names of results for `jax.checkpoint`: `ikbo_gdpa_out`.
@@ -30,37 +31,18 @@ RESULT = "ikbo_"
 class Call:
     """The arguments of a call that are not arrays; each op adds its own. Hashable.
 
-    Attributes:
-      request: the caller's choice of an implementation.
-      return_residuals: whether results that only a gradient needs are returned, too.
+    `return_residuals`: whether results that only a gradient needs are returned, too.
     """
 
     request: dispatch.Request
     return_residuals: bool = dataclasses.field(default=False, kw_only=True)
 
 
-class Folded[C: Call, A, R](NamedTuple):
-    """Several problems as one.
-
-    Attributes:
-      call: the arguments that are not arrays.
-      arrays: the arrays of the one problem.
-      unfold: takes its results; returns the problems' results, stacked along a leading axis.
-    """
-
-    call: C
-    arrays: A
-    unfold: Callable[[R], R]
-
-
 class Part[C: Call, A, R](NamedTuple):
     """One device's part of a call.
 
-    Attributes:
-      call: the arguments that are not arrays.
-      arrays: the arrays.
-      mask: takes a tree like the results, or their cotangents; zeros rows that the whole call
-        leaves zero but the part cannot know.
+    `mask` takes a tree like the results, or their cotangents; it zeros rows that the whole call
+    leaves zero but the part cannot know.
     """
 
     call: C
@@ -69,12 +51,9 @@ class Part[C: Call, A, R](NamedTuple):
 
 
 class Named(NamedTuple):
-    """Names of the dimensions of an op's arrays, see `partition.dimensions`.
+    """Names of the dimensions of an op's arrays and results, see `partition.dimensions`.
 
-    Attributes:
-      arrays: a tree like the op's arrays, of strings.
-      results: a tree like the op's results, of strings.
-      split: the dimensions that can be divided over devices, and what `explain` calls them.
+    `split` has the dimensions that can be divided over devices, and what `explain` calls them.
     """
 
     arrays: Any
@@ -86,7 +65,9 @@ class Op[C: Call, A, R](abc.ABC):
     """An op on calls C with arrays A, a tree whose integer arrays have no gradient, and results R.
 
     Attributes:
+      name: of the jitted function.
       differentiable: runs a call as planned, with a vmap rule and gradients.
+      jitted: `traced` as one function in a program.
       xla_batches_products: whether XLA runs problems that cannot be folded at once; if false, it
         runs them one after another, which needs the memory of one problem.
       by_kernels: what `explain` says of a gradient that kernels compute.
@@ -95,6 +76,7 @@ class Op[C: Call, A, R](abc.ABC):
       result_names: names of the results for policies of `jax.checkpoint`.
     """
 
+    name: str
     xla_batches_products = True
     by_kernels, by_xla = "mosaic_gpu", "XLA, at user and candidate batch size"
     is_gradient_apart = False
@@ -106,6 +88,14 @@ class Op[C: Call, A, R](abc.ABC):
         differentiable.defvjp(self._forward, self._backward)
         self.differentiable: Callable[[C, dispatch.Plan, A], R] = differentiable
 
+        def run(call: C, plan: dispatch.Plan, operands: Any) -> R:
+            typed = sharded.vary_over_same_axes(arguments.strongly_typed(operands))
+            return self.traced(call, plan, typed)
+
+        run.__name__ = self.name
+        # The plan is static: when the choice changes, jit's cache does not return the old one.
+        self.jitted = jax.jit(run, static_argnums=(0, 1))
+
     @abc.abstractmethod
     def problem(self, call: C, arrays: A) -> Problem:
         """Returns the problem that a call poses."""
@@ -115,14 +105,11 @@ class Op[C: Call, A, R](abc.ABC):
         """Runs one problem as planned; returns a tree of arrays, the first of which is recorded."""
 
     @abc.abstractmethod
-    def fold(self, call: C, size: int, batched: A, arrays: A) -> Folded[C, A, R] | None:
-        """Folds problems into one; None if that would copy what the problems share.
+    def fold(self, call: C, size: int, batched: A, arrays: A) -> tuple[C, A] | None:
+        """Folds `size` problems, at least 1, into one; None if that would copy what the problems
+        share.
 
-        Args:
-          call: the arguments that are not arrays.
-          size: the number of problems, at least 1.
-          batched: a tree like `arrays` of bools: which arrays have a leading axis of problems.
-          arrays: the problems.
+        `batched` is a tree like `arrays` of bools: which arrays have a leading axis of problems.
         """
 
     @abc.abstractmethod
@@ -135,13 +122,9 @@ class Op[C: Call, A, R](abc.ABC):
     ) -> A:
         """Computes gradients of `arrays`, as a tree like it; None for integer arrays.
 
-        Args:
-          call: the arguments that are not arrays.
-          plan: how the call ran.
-          arrays: the arrays of the call.
-          residuals: what `residuals` made of the results.
-          cotangents: a tree like the visible results.
-          dtype: dtype of gradients that are still to be summed over devices; None: the arrays'.
+        `residuals` are what `residuals` made of the results, and `cotangents` a tree like the
+        visible results. `dtype` is the dtype of gradients that are still to be summed over devices;
+        None: the arrays'.
         """
 
     def plan(self, call: C, arrays: A) -> dispatch.Plan:
@@ -173,6 +156,17 @@ class Op[C: Call, A, R](abc.ABC):
             backward = self.by_xla if reason in plan.reason else f"{self.by_xla}: {reason}"
         return dataclasses.replace(plan, backward=backward, backward_config=config)
 
+    def traced(self, call: C, plan: dispatch.Plan, operands: Any) -> R:
+        """Computes a planned call from its operands, which are its arrays; jitted."""
+        return self.differentiable(call, plan, operands)
+
+    def planned(self, call: C, arrays: A, shape: tuple[int, ...], dtype: Any) -> Any:
+        """Plans and runs a call with one result of this shape; zeros if it is empty."""
+        plan = self.plan(call, arrays)
+        if 0 in shape:
+            return dispatch.record_nothing(sharded.zeros(shape, dtype, arrays), plan)
+        return self.jitted(call, plan, reverse_only.operands(call.request.op, arrays))
+
     def _by_platform[X, Y](
         self, run: Callable[[C, dispatch.Plan, X], Y], call: C, plan: dispatch.Plan, operands: X
     ) -> Y:
@@ -181,8 +175,7 @@ class Op[C: Call, A, R](abc.ABC):
         if plan.cuda is None or not plan.cuda.may_have_kernels:
             return elsewhere(operands)
         on_cuda = functools.partial(run, _on(call, "cuda"), plan.cuda)
-        result: Y = by_platform(elsewhere, on_cuda, operands, plan.refusal)
-        return result
+        return by_platform(elsewhere, on_cuda, operands, plan.refusal)
 
     def for_gradient(self, call: C) -> C:
         """Returns the call whose results the gradient needs."""
@@ -196,8 +189,8 @@ class Op[C: Call, A, R](abc.ABC):
         return visible
 
     def residuals(self, results: R) -> Any:
-        """Returns what the gradient needs of the results."""
-        return results
+        """Returns what the gradient needs of the results: nothing of a single array."""
+        return results if isinstance(results, tuple) else None
 
     def _divided(self, call: C, plan: dispatch.Plan, arrays: A) -> R:
         """Runs one problem, or a part of it on every device of a mesh."""
@@ -216,8 +209,7 @@ class Op[C: Call, A, R](abc.ABC):
             return self.joined(results, named, parts, division)
 
         operands = (named.arrays, arrays)
-        results: R = _run_divided(local, (plan, call), operands, named.results, named.split)
-        return results
+        return _run_divided(local, (plan, call), operands, named.results, named.split)
 
     def part(self, call: C, arrays: A, division: Division) -> Part[C, A, R]:
         """Makes one device's part of a call, from its part of the arrays."""
@@ -260,8 +252,9 @@ class Op[C: Call, A, R](abc.ABC):
             results = jax.eval_shape(lambda arrays: self.run(call, xla_plan, arrays), one)
             return jax.tree.map(lambda x: jnp.zeros((0, *x.shape), x.dtype), results)
         if (folded := self.fold(call, size, batched, arrays)) is not None:
-            folded_plan = _of_problems(plan, size, self.plan(folded.call, folded.arrays))
-            return folded.unfold(self._vmappable(folded.call, folded_plan, folded.arrays))
+            call, arrays = folded
+            plan = _of_problems(plan, size, self.plan(call, arrays))
+            return unstack(size, self._vmappable(call, plan, arrays))
         noted = _of_problems(plan, size, self._noted(plan, size))
         if self._runs_at_once(plan):
             axes = jax.tree.map(lambda is_batched: 0 if is_batched else None, batched)
@@ -388,10 +381,8 @@ def vmappable[A, R](
 ) -> Callable[[A], R]:
     """Makes a function of a tree of arrays with its own vmap rule.
 
-    Args:
-      run: the function.
-      run_batched: called as `run_batched(size, batched, arrays)`, see `Op.fold`; returns results
-        that all have a leading axis of `size`.
+    The rule calls `run_batched(size, batched, arrays)`, see `Op.fold`, whose results all have a
+    leading axis of `size`.
     """
     function = jax.custom_batching.custom_vmap(run)
     run_batched = as_now(run_batched)
@@ -405,12 +396,9 @@ def vmappable[A, R](
 
 
 class Gradient[S, O, G]:
-    """An op's gradient by kernels: a function of settings and operands, with a vmap rule.
+    """An op's gradient by kernels: a function of settings, which have a `request`, and operands.
 
-    The settings have a `request`, see `Call`.
-
-    Attributes:
-      differentiable: the function with a derivative.
+    It has a vmap rule; `differentiable` has a derivative, too.
     """
 
     def __init__(
@@ -438,8 +426,7 @@ class Gradient[S, O, G]:
     def one_by_one(self, settings: S, batched: Any, operands: O) -> G:
         """Runs problems one after another."""
         run = functools.partial(self.vmappable, settings)
-        results: G = map_sequentially(run, batched, operands)
-        return results
+        return map_sequentially(run, batched, operands)
 
 
 def gradient_config(

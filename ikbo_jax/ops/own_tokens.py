@@ -26,8 +26,7 @@ def are_merged_by(plan: dispatch.Plan, self_key: jax.Array | None = None) -> boo
     """Whether the plan's kernel merges own tokens, of which a candidate may have one."""
     if plan.implementation != "mosaic_gpu" or (self_key is not None and self_key.shape[1] > 1):
         return False
-    takes: bool = plan.config.takes_own_tokens(plan.problem)
-    return takes
+    return plan.config.takes_own_tokens(plan.problem)
 
 
 def noted(plan: dispatch.Plan) -> dispatch.Plan:

@@ -35,8 +35,6 @@ class Rule:
 
     Attributes:
       names: the operands' names, for `explain`.
-      operands: the dimensions of every operand.
-      results: the dimensions of every result.
       split: the dimensions that can be divided, and what they are called in `explain`.
       problems: the dimensions of `vmap`, the innermost first, and their sizes. All results have
         them, and none is a sum along them.
@@ -112,9 +110,7 @@ class Division:
     """A decision how one call divides over a mesh.
 
     Attributes:
-      rule: the op's rule.
       axes: the mesh axes of every divided dimension, the major axis first.
-      mesh_sizes: the number of devices along every mesh axis.
       regained: the mesh axes of dimensions that were gathered, for results that have them.
       gathered: operands that every device needs whole along an axis that they are divided over.
       summed: operands whose gradient is a sum over devices.
@@ -143,12 +139,7 @@ class Division:
         )
 
     def spec(self, dims: Dimensions, *, again: bool = False) -> PartitionSpec:
-        """Returns the mesh axes of an array with these dimensions.
-
-        Args:
-          dims: the array's dimensions.
-          again: whether to divide gathered dimensions again.
-        """
+        """Returns the mesh axes of an array; `again` divides gathered dimensions again."""
         axes = {**dict(self.axes), **(dict(self.regained) if again else {})}
         entries = [sum((axes.get(name, ()) for name in dim), ()) for dim in dims]
         return PartitionSpec(*(_entry(found) for found in entries))
@@ -197,13 +188,8 @@ def divide(
 
     The first operand or result that is divided along a dimension decides; a mesh axis divides one
     dimension. Axes that do not divide a dimension's size, or divide a dimension that is not in
-    `rule.split`, are gathered.
-
-    Args:
-      rule: the op's rule.
-      arrays: the operands, with a shape and a dtype.
-      specs: how the operands are divided, and then, where that is known, the results.
-      mesh_sizes: the number of devices along every mesh axis.
+    `rule.split`, are gathered. `specs` say how the operands are divided, and then, where that is
+    known, the results; `mesh_sizes` are the numbers of devices along every mesh axis.
     """
     sizes = rule.sizes([array.shape for array in arrays])
     can_split = dict(rule.split)
@@ -291,14 +277,8 @@ def vmapped(local: Local, batched: Sequence[bool]) -> Local:
 def map_sequentially(fn: Callable[..., Any], batched: Any, arguments: Any) -> Any:
     """Runs a vmap as a loop, which needs the memory of one problem.
 
-    Args:
-      fn: takes a tree like `arguments` without batch axes.
-      batched: a tree of bools with the structure of `arguments`: which arrays have a leading batch
-        axis.
-      arguments: a tree of arrays.
-
-    Returns:
-      The results of `fn`, stacked along a leading axis.
+    `fn` takes a tree like `arguments` without batch axes; `batched` is such a tree of bools: which
+    arrays have a leading batch axis. Results are stacked along a leading axis.
     """
     leaves, treedef = jax.tree.flatten(arguments)
     flags = jax.tree.leaves(batched)

@@ -30,16 +30,9 @@ def by_platform(
 ) -> Any:
     """Runs `on_cuda(operands)` in a program for CUDA, `elsewhere(operands)` in others.
 
-    Derivatives are those of `elsewhere`, on every platform. Both functions have `vmap`.
-
-    Args:
-      elsewhere: takes and returns a tree of arrays; traced at once.
-      on_cuda: likewise, with results like those of `elsewhere`; traced when it is lowered.
-      operands: a tree of arrays.
-      refusal: why a program cannot be lowered for another platform; "" if it can.
-
-    Raises:
-      NotImplementedError: while the program is lowered for another platform, if there is a refusal.
+    Derivatives are those of `elsewhere`, on every platform. Both functions have `vmap`, and trees
+    of like results; `elsewhere` is traced at once, `on_cuda` when it is lowered. Lowering for
+    another platform raises NotImplementedError if there is a `refusal`, which says why.
     """
     leaves, treedef = jax.tree.flatten(operands)
 
@@ -69,8 +62,7 @@ def _call(elsewhere: Any, on_cuda: Any, refusal: str, operands: Sequence[Any]) -
         _, tangents_out = jax.jvp(jaxpr_as_fun(elsewhere), primals, tangents)
         return call(*primals), tuple(tangents_out)
 
-    results: Sequence[Any] = call(*operands)
-    return results
+    return call(*operands)
 
 
 @by_platform_p.def_impl
@@ -79,8 +71,7 @@ def _run_elsewhere(*operands: Any, elsewhere: Any, on_cuda: Any, refusal: str) -
     del on_cuda
     if refusal:
         raise NotImplementedError(refusal)
-    results: list[Any] = jaxpr_as_fun(elsewhere)(*operands)
-    return results
+    return jaxpr_as_fun(elsewhere)(*operands)
 
 
 by_platform_p.def_abstract_eval(lambda *_, elsewhere, **__: elsewhere.out_avals)
@@ -118,8 +109,7 @@ def _batch(
 ) -> tuple[Any, Any]:
     def batched(fn: Callable[..., Any]) -> Callable[..., Any]:
         axes_of_operands = tuple(axis if isinstance(axis, int) else None for axis in axes)
-        mapped: Callable[..., Any] = jax.vmap(fn, axes_of_operands)
-        return mapped
+        return jax.vmap(fn, axes_of_operands)
 
     traced = jax.make_jaxpr(batched(jaxpr_as_fun(elsewhere)))(*operands)
     results = by_platform_p.bind(

@@ -28,5 +28,4 @@ def as_now[**Arguments, Result](function: Callable[Arguments, Result]) -> Callab
 
 def matmul_precision() -> str | None:
     """Returns the precision of f32 products that is set now; None: JAX's default."""
-    precision: str | None = jax.config.jax_default_matmul_precision
-    return precision
+    return jax.config.jax_default_matmul_precision

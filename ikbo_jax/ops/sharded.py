@@ -52,13 +52,9 @@ def report(call: Any, part_plan: Any) -> None:
 def run(local: Local, rule: Rule, identity: Any, operands: Sequence[Any]) -> tuple[Any, ...]:
     """Runs `local` on every device, with the operands that it needs there.
 
-    Args:
-      local: the computation, which also sums over devices what lacks a divided dimension
-        (`Division.sum`).
-      rule: how it divides.
-      identity: a hashable description with a stable `repr`: equal identities, rules and shapes
-        mean equal programs.
-      operands: arrays.
+    `local` also sums over devices what lacks a divided dimension (`Division.sum`). `identity` is a
+    hashable description with a stable `repr`: equal identities, rules and shapes mean equal
+    programs.
     """
     local = as_now(local)
     if is_typed(operands):
@@ -154,8 +150,7 @@ def _by_types(local: Local, rule: Rule, operands: Sequence[Any]) -> tuple[Any, .
     # custom_vjp wraps custom_vmap because custom_vmap has no reverse mode.
     @jax.custom_vjp
     def call(*operands: Any) -> tuple[Any, ...]:
-        found: tuple[Any, ...] = batchable(*operands)
-        return found
+        return batchable(*operands)
 
     def pull_back(operands: Any, cotangents: Any) -> tuple[Any, ...]:
         is_float = [jnp.issubdtype(x.dtype, jnp.floating) for x in operands]
@@ -169,8 +164,7 @@ def _by_types(local: Local, rule: Rule, operands: Sequence[Any]) -> tuple[Any, .
         )
 
     call.defvjp(lambda *operands: (call(*operands), operands), pull_back)
-    results: tuple[Any, ...] = call(*operands)
-    return results
+    return call(*operands)
 
 
 def _pulled_back(local: Local, is_float: Sequence[bool]) -> Local:
@@ -200,10 +194,9 @@ def _pulled_back(local: Local, is_float: Sequence[bool]) -> Local:
             ]
 
         results, pull = jax.vjp(of, *floats)
-        found: Sequence[Any] = pull(
+        return pull(
             [_vary_over(x, _varying(like)) for x, like in zip(cotangents, results, strict=True)]
         )
-        return found
 
     return gradients
 
@@ -332,8 +325,7 @@ def _varied(local: Local) -> Local:
 
 
 def _varying(x: Any) -> frozenset[str]:
-    axes: frozenset[str] = jax.typeof(x).manual_axis_type.varying
-    return axes
+    return jax.typeof(x).manual_axis_type.varying
 
 
 def _vary_over(x: Any, axes: frozenset[str]) -> Any:

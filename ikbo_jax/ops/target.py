@@ -12,12 +12,7 @@ import jax
 
 @dataclasses.dataclass(frozen=True)
 class Target:
-    """A Hopper card.
-
-    Attributes:
-      card: the model's name.
-      num_sms: its number of streaming multiprocessors, which is the number of a kernel's CTAs.
-    """
+    """A Hopper card, and its number of streaming multiprocessors, which a kernel has as CTAs."""
 
     card: str
     num_sms: int
@@ -87,5 +82,4 @@ def _target(card: str, num_sms: int | None) -> Target:
 
 def current() -> Target | None:
     """Returns the target that `export_target` names; None outside of it."""
-    target: Target | None = _current.value
-    return target
+    return _current.value

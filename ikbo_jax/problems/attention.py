@@ -61,14 +61,12 @@ class AttentionConfig(FlashConfig):
     Attributes:
       reuse: whether a CTA processes neighbouring tiles, and keeps keys and values in shared memory
         between tiles of the same user; needs all keys to fit the stages.
-      balance: whether tiles are split where users end, if T is an odd multiple of 64. A tile that
-        holds two candidates of different users is then two work items instead of one long one.
+      balance: whether tiles are split where users end, if T is an odd multiple of 64.
       early_scores: whether the scores of a pass's second block are computed while the preceding
         pass stores its output; takes effect if T is a multiple of 64, H at most 128 and q_slots 2
         or 3.
       late_turns: whether a consumer warpgroup lets the other one issue its products only after its
-        own scores have arrived, and not already after it has issued its own products; so the two
-        compute exponentials at different times.
+        own scores have arrived, so the two compute exponentials at different times.
       one_user: whether tiles are cut where users end, by a launch that lists them; so every tile
         has one pass. Tiles with many keys come first. Ignores `balance`.
     """
@@ -107,10 +105,8 @@ class AttentionConfig(FlashConfig):
         return hopper.why_not_smem(self, self.smem_bytes(problem.head_dim), problem.head_dim)
 
     def takes_own_tokens(self, problem: AttentionProblem) -> bool:
-        """Whether the kernel merges a candidate's own token before it stores a row.
-
-        H = 192 spills 376 bytes, H = 256 1,936 bytes, and H = 128 with `reuse` 32 to 64. The scores
-        of own tokens are not capped.
+        """Whether the kernel merges a candidate's own token before it stores a row, without
+        spilling.
         """
         return problem.head_dim <= 128 and not (self.reuse or problem.has_logit_cap)
 
@@ -121,8 +117,6 @@ class AttentionSizes(Problem):
 
     Attributes:
       products: matrix products of a key by a query, in either direction, that the op needs.
-      batch: B, number of candidates.
-      users: U, number of users.
       q_len: T, queries of a candidate.
       kv_len: S, keys of a user.
       q_heads: N, number of query heads.
@@ -174,10 +168,8 @@ class AttentionSizes(Problem):
 class AttentionProblem(AttentionSizes):
     """Sizes of a broadcast attention, forward.
 
-    Attributes:
-      is_sorted: whether candidates of a user are known to be neighbours.
-      has_ranges: whether every candidate has its own range of keys.
-      has_logit_cap: whether scores are capped.
+    `is_sorted`: candidates of a user are known to be neighbours; `has_ranges`: each has its keys.
+    `page`: positions of a page of keys; 0: the keys of a user are in one array.
     """
 
     op: ClassVar[str] = "attention"
@@ -187,15 +179,25 @@ class AttentionProblem(AttentionSizes):
     is_sorted: bool = True
     has_ranges: bool = False
     has_logit_cap: bool = False
+    page: int = 0
 
     def describe(self) -> str:
-        words = {"key_value_ranges": self.has_ranges, "logit_cap": self.has_logit_cap}
+        words = {
+            "key_value_ranges": self.has_ranges,
+            "logit_cap": self.has_logit_cap,
+            f"pages of {self.page}": self.page > 0,
+        }
         return " ".join((super().describe(), *(word for word, has in words.items() if has)))
 
     def why_not_scores(self, *, takes_ranges: bool = False) -> str | None:
-        """Why a kernel, which may take ranges, cannot run a problem with ranges."""
+        """Why a kernel, which may take ranges and pages, cannot run a problem with them."""
         if self.has_ranges and not takes_ranges:
             return "key_value_ranges need the kernel for few queries"
+        if self.page and not takes_ranges:
+            return (
+                f"pages of {self.page} positions need the kernel for few queries, "
+                "whose block_kv divides them"
+            )
         return None
 
     @classmethod
@@ -205,8 +207,7 @@ class AttentionProblem(AttentionSizes):
     def rank(self) -> Iterator[Ranked]:
         """Yields the legal configurations of both kernels, by the time that their models give.
 
-        With an index that is not sorted, the kernel for few queries takes other items; which kernel
-        is chosen does not depend on the order: neither is its time without it modelled.
+        Which kernel is chosen does not depend on the order of the index.
         """
         few = few_queries_cost.ranked_configs(self)[:MOST_FEW_QUERIES]
         ways = sorted((*few, *self._tile_configs()), key=lambda way: cast(float, way.us))

@@ -48,10 +48,7 @@ BOTH: Gradients = ("key", "value")
 
 
 def query_slots(head_dim: int) -> int:
-    """Slots for queries of the launch of d_query: of the finished tile and of the next one.
-
-    Wide heads have shared memory for one tile.
-    """
+    """Slots for queries of the launch of d_query; wide heads have shared memory for one tile."""
     return 2 if head_dim <= MAX_BOTH_SUMS else 1
 
 
@@ -97,18 +94,17 @@ class AttentionBackwardConfig(Config):
 
     Attributes:
       block_q: query rows of a block, a multiple of 16. Few rows for users with few queries.
-      stages: stages of the ring of query blocks. Where queries and d_out have slots of their own
-        (`has_halves`), one slot less than two for each stage.
+      stages: stages of the ring of query blocks, two slots each, or with `has_halves` one less.
       kv_slots: slots for tiles of keys and values. With 2, the keys of the next tile are loaded
         early, which matters if a user has few queries.
       d_query: how d_query is computed, one of `D_QUERY`. "parts": each tile of keys stores its
         part, and they are added later; that takes S / 128 times as much memory. "launch": a second
-        launch computes d_query, with seven products instead of five, but without exchange of
-        gradients of scores, and without sums in memory. Heads wider than `MAX_BOTH_SUMS` need a
-        launch for d_key and one for d_value, too, and eight products. "stored": the first launch
-        stores gradients of scores in device memory, 2 bytes for each query and key, and a second
-        launch multiplies them by the keys: five products without a sum in memory. For wide heads
-        the first launch computes d_value, and a third one multiplies the gradients by the queries.
+        launch computes d_query, with seven products instead of five, but without sums in memory.
+        Heads wider than `MAX_BOTH_SUMS` need a launch for d_key and one for d_value, too, and eight
+        products. "stored": the first launch stores gradients of scores in device memory, 2 bytes
+        for each query and key, and a second launch multiplies them by the keys: five products. For
+        wide heads the first launch computes d_value, and a third one multiplies the gradients by
+        the queries.
       block_kv: keys of a block of the launch of d_query, a multiple of 16; 64 if gradients of
         scores are stored.
       kv_stages: stages of that launch's ring of key blocks.
@@ -116,8 +112,7 @@ class AttentionBackwardConfig(Config):
         device. The parts' gradients of keys and values are f32, and are added later.
       tall: whether a tile of a launch that multiplies stored gradients has 256 query rows (or
         keys), not 128. Keys (or queries) are read half as often.
-      adds_by_launch: whether one more launch adds all parts, of d_query and of the other gradients,
-        instead of XLA, whose kernels for them are up to three. Only where there are parts.
+      adds_by_launch: whether one more launch adds all parts, instead of XLA.
     """
 
     block_q: int = 64
@@ -162,8 +157,7 @@ class AttentionBackwardConfig(Config):
         """Whether queries and d_out of a block have slots of their own in the ring of blocks.
 
         A launch that stores gradients of scores without d_key has read a block's queries long
-        before its d_out. So three slots hold what two stages would; four do not fit beside keys and
-        values of 256 columns with block_q 48.
+        before its d_out. So three slots hold what two stages would.
         """
         return self.stores_d_scores and "key" not in gradients
 
@@ -224,13 +218,7 @@ class AttentionBackwardConfig(Config):
         )
 
     def stored_tiles(self, tiles: int, kv_heads: int, blocks: int) -> int:
-        """Counts tiles of keys whose gradients of scores are stored at once; 0 if one is too large.
-
-        Args:
-          tiles: all tiles of a user.
-          kv_heads: K.
-          blocks: blocks of queries of a key head.
-        """
+        """Counts tiles of keys, of a user's `tiles`, whose dS is stored at once; 0 if none is."""
         most = MAX_STORED_BYTES // (kv_heads * BLOCK_KV * blocks * self.block_q * 2)
         return -(-tiles // -(-tiles // most)) if most else 0
 

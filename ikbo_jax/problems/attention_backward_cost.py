@@ -1,7 +1,6 @@
 """A cost model of attention's small gradients: into how many parts they are cut.
 
-A gradient is *small* if its tiles of keys leave multiprocessors idle, and if there are few blocks
-of queries for each of them. Then a CTA has one item, and most of the time is what launches take.
+In a *small* gradient a CTA has one item, and most of the time is what launches take.
 """
 
 from __future__ import annotations
@@ -50,10 +49,7 @@ MULTIPLY_US, MULTIPLY_BLOCK_US = {1: 2.9, 2: 3.3}, {1: 0.18, 2: 0.3}
 
 @functools.lru_cache(maxsize=1024)
 def small_configs(problem: Any) -> tuple[AttentionBackwardConfig, ...]:
-    """Lists configurations of a small gradient, an `AttentionBackwardProblem`, the fastest first.
-
-    Empty if it is not small.
-    """
+    """Lists configurations of a small gradient, the fastest first; none if it is not small."""
     has_kernel = problem.head_dim in MAX_BLOCK_Q and problem.head_dim <= MAX_BOTH_SUMS
     if not has_kernel or not 0 < problem.items < NUM_SMS or not problem.rows:
         return ()

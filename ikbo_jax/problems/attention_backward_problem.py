@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator
-from typing import ClassVar, Self
+from typing import ClassVar
 
 from ikbo_jax.problems.attention import AttentionSizes
 from ikbo_jax.problems.attention_backward import (
@@ -47,21 +47,13 @@ MIN_WIDER_ROWS = 33
 
 @dataclasses.dataclass(frozen=True)
 class AttentionBackwardProblem(AttentionSizes):
-    """Sizes of the gradient of a broadcast attention.
-
-    Attributes:
-      has_logit_cap: whether scores are capped.
-    """
+    """Sizes of the gradient of a broadcast attention, whose scores may be capped."""
 
     op: ClassVar[str] = "attention_backward"
     config_type: ClassVar[type] = AttentionBackwardConfig
     products: ClassVar[int] = 5
 
     has_logit_cap: bool = False
-
-    @classmethod
-    def of(cls, forward: AttentionSizes) -> Self:
-        return cls(**{x.name: getattr(forward, x.name) for x in dataclasses.fields(cls)})
 
     @property
     def rows(self) -> int:
@@ -80,11 +72,7 @@ class AttentionBackwardProblem(AttentionSizes):
 
     @property
     def _stores_d_scores(self) -> bool:
-        """Whether gradients of scores are stored, rather than computed again by another launch.
-
-        That launch computes scores and gradients of weights: two products more, or three of wide
-        heads.
-        """
+        """Whether gradients of scores are stored, rather than computed again by another launch."""
         if self.head_dim > MAX_BOTH_SUMS:
             return True
         num_bytes = 2 * self.batch * self.q_len * self.q_heads * self.kv_len
@@ -100,10 +88,7 @@ class AttentionBackwardProblem(AttentionSizes):
         return self.rows <= WGMMA_M
 
     def rank(self) -> Iterator[Ranked]:
-        """Yields the legal configurations worth timing, the most promising first.
-
-        Small gradients have a model, the others an order by rules.
-        """
+        """Yields the legal configurations, by a model of small gradients, then by rules."""
         small = small_configs(self)
         yield from (Ranked(estimated_us(self, config), config) for config in small)
         if self.head_dim > MAX_BOTH_SUMS:
@@ -118,10 +103,7 @@ class AttentionBackwardProblem(AttentionSizes):
                     yield Ranked(None, candidate)
 
     def _for_few_rows(self) -> Iterator[AttentionBackwardConfig]:
-        """Yields configurations for users with one block of queries.
-
-        Keys of the next tile are loaded early.
-        """
+        """Yields configurations for users with one block, which load the next tile's keys early."""
         # On an H100, parts took 0.444 ms with 2,048 users of 8 rows and 256 keys, and 0.227 ms with
         # 512 users of 8 rows and 512 keys, where stored gradients of scores took 0.556 and 0.290.
         has_few_parts = self._tiles <= MAX_PARTS
@@ -144,10 +126,7 @@ class AttentionBackwardProblem(AttentionSizes):
             yield from configs
 
     def _launched(self) -> Iterator[AttentionBackwardConfig]:
-        """Yields configurations that compute d_query in a second launch.
-
-        Keys of the next tile are loaded early.
-        """
+        """Yields configurations of a second launch for d_query, which load keys early."""
         # (block_q, stages, kv_slots), and (block_kv, kv_stages). At H = 128 there is no room for
         # three stages beside two slots.
         if self.head_dim <= BLOCK_K:
@@ -203,10 +182,8 @@ class AttentionBackwardProblem(AttentionSizes):
     def _splits(self, block_q: int) -> tuple[int, ...]:
         """Divides a user's queries into parts: at most two items an SM, of at least four blocks.
 
-        Fewer parts if the SM with most items has no more rows of them. With one user of 10,000
-        rows, 8 heads and 1,024 keys, 64 items, two parts took 195 us on an H200 (with the result)
-        and four 202; one took 1.34 times as long as four on an H100. With 112 items of 599 rows,
-        one part took 47 us, two 54.
+        Fewer parts if the SM with most items has no more rows of them: one user of 10,000 rows, 64
+        items, took 195 us in two parts on an H200 and 202 in four.
         """
         if not 0 < self.items < NUM_SMS:
             return (1,)
@@ -217,10 +194,6 @@ class AttentionBackwardProblem(AttentionSizes):
 
 
 def _added_by_launch(config: AttentionBackwardConfig) -> AttentionBackwardConfig:
-    """Makes one launch add the parts of `config`.
-
-    With its parts added by XLA, 8 configurations of 7 sizes took 0.02 to 3.7 us longer (H200), and
-    none a shorter time.
-    """
+    """Makes one launch add the parts of `config`; XLA took up to 3.7 us longer (8 cases, H200)."""
     has_parts = config.splits > 1 or config.d_query == "parts"
     return dataclasses.replace(config, adds_by_launch=has_parts)

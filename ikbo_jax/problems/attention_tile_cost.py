@@ -162,10 +162,7 @@ def _list_us(problem: Any) -> float:
 
 
 def tile_modes(problem: Any) -> list[tuple[str, float]]:
-    """Ways to cut tiles, and their times, the fastest first.
-
-    "" if tiles span users; "one_user"; "balance" only if it is the fastest.
-    """
+    """Lists ways to cut tiles, by time: "" spans users; "balance" only if it is the fastest."""
     p = problem
     if not min(p.batch, p.q_len, p.kv_len, p.q_heads):
         return [("", 0.0)]

@@ -83,14 +83,10 @@ class FewQueriesShared(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class UserTable:
-    """Where a CTA has what it knows of users, in words of its table; see `user_table`.
+    """Where a CTA has what it knows of `users`, in words of its table; see `user_table`.
 
     Word u has the first candidate of user u in its lower half, and the end in its upper half. Other
-    numbers are two in a word, the first one in the lower half.
-
-    Attributes:
-      users: U.
-      extra: row slots beside the users' first ones.
+    numbers are two in a word. `extra`: row slots beside the users' first ones.
     """
 
     users: int
@@ -156,8 +152,7 @@ class Listings(NamedTuple):
 def listed_tiles(batch: int, users: int, candidates: int) -> int:
     """Counts row slots of each user, of `candidates` each, if CTAs list candidates.
 
-    Two standard deviations more than the mean; the rest of a user's candidates follows in the same
-    CTA.
+    Two standard deviations above the mean; the same CTA takes the rest of a user's candidates.
     """
     mean = batch / users
     return max(1, math.ceil((mean + 2 * math.sqrt(mean)) / candidates))
@@ -169,15 +164,14 @@ class FewQueriesConfig(Config):
 
     Attributes:
       tile_rows: query rows of an item, 64 or 128. With 128, an item with more than 64 rows gives
-        each consumer warpgroup its own rows, and both read the same keys. An item with fewer rows
-        gives each of them every other block of keys. With heads wider than 128, each consumer of
-        an item of 64 rows has all keys and two blocks of 64 columns of the values; and of items of
-        128 rows, those with fewer than 65 are one consumer's.
+        each consumer warpgroup its own rows, and both read the same keys; with fewer rows, every
+        other block of keys. With heads wider than 128, each consumer of an item of 64 rows has all
+        keys and two blocks of 64 columns of the values; and of items of 128 rows, those with fewer
+        than 65 are one consumer's.
       splits: number of parts of the keys, which are separate items; a second pass in XLA adds their
         results. More than 1 if users, heads and rows make too few items for the device.
       block_kv: keys of a block, which fills a pipeline stage; a multiple of 16.
-      k_stages: stages of the ring of key blocks.
-      v_stages: stages of the ring of value blocks.
+      k_stages: stages of the ring of key blocks; `v_stages`: of value blocks.
       q_slots: number of query slots.
       turns: whether the consumers take turns at issuing products, so that one computes exponentials
         while the other multiplies.
@@ -192,10 +186,7 @@ class FewQueriesConfig(Config):
     turns: bool = False
 
     def lists(self, problem: Any, num_sms: int) -> bool:
-        """Whether CTAs list the candidates of their items, for an index that is not sorted.
-
-        Otherwise another launch copies candidates into the order of users.
-        """
+        """Whether CTAs list the candidates of an unsorted index, which a launch packs otherwise."""
         p = problem
         if not (p.users > 1 and p.batch <= MOST_LISTED):
             return False
@@ -210,9 +201,8 @@ class FewQueriesConfig(Config):
     def listings(self, problem: Any, num_sms: int) -> Listings:
         """Chooses how CTAs list, whether listing is worth while (`lists`) or not.
 
-        Bundles of all groups of heads need fewest listings. But with fewer bundles than CTAs, or
-        few for each CTA, smaller bundles give the busiest CTA fewer items. Of those that
-        `MOST_LISTINGS` permits, the fastest by this estimate is taken.
+        Large bundles need fewest listings, but smaller ones give the busiest CTA fewer items. Of
+        those that `MOST_LISTINGS` permits, the fastest by this estimate is taken.
         """
         p = problem
         group = head_group(p.q_heads, p.kv_heads)
@@ -246,8 +236,7 @@ class FewQueriesConfig(Config):
     def shares_keys(self, head_dim: int) -> bool:
         """Whether each consumer takes every other block of an item of at most 64 rows.
 
-        With wider heads, one consumer has neither the registers nor the shared memory to add the
-        other's sums to its own.
+        With wider heads, one consumer has no room for the other's sums.
         """
         return head_dim <= MAX_COLUMNS
 
@@ -267,10 +256,7 @@ class FewQueriesConfig(Config):
         return self.block_kv // rows
 
     def table(self, problem: Any) -> UserTable | None:
-        """Returns the table that CTAs make of a sorted index; None if CTAs search the index.
-
-        They do if it has few candidates, or if the table is large, or shared memory is full.
-        """
+        """Returns the table that CTAs make of a sorted index if it pays and fits; else None."""
         table = self.wanted_table(problem)
         if table is None:
             return None
@@ -342,6 +328,8 @@ class FewQueriesConfig(Config):
             return reason
         if reason := self._why_not_ranges(problem):
             return reason
+        if problem.page % self.block_kv:
+            return f"block_kv must divide pages of {problem.page} positions, but is {self.block_kv}"
         is_wide = self.has_all_columns(problem.head_dim)
         if is_wide and self.block_kv > MAX_WIDE_BLOCK_KV:
             return (

@@ -72,8 +72,8 @@ def serves(problem: Any) -> bool:
     items = p.batch * p.q_len / WGMMA_M * p.q_heads
     most = MAX_QUERIES if p.users > 1 or items > NUM_SMS else MAX_QUERIES_OF_WAVE
     return (
-        # Ranges of keys have no other kernel.
-        (0 < problem.q_len <= most or p.has_ranges)
+        # Ranges of keys, and pages, have no other kernel.
+        (0 < problem.q_len <= most or p.has_ranges or p.page > 0)
         and min(p.batch, p.users, p.q_len, p.kv_len, p.q_heads) > 0
         and problem.q_heads % problem.kv_heads == 0
     )
@@ -82,8 +82,7 @@ def serves(problem: Any) -> bool:
 def ranked_configs(problem: Any) -> list[Ranked]:
     """Estimates the legal configurations worth timing, the most promising first.
 
-    With many rows of a user the tensor cores limit the time. Then the kernel whose tiles span users
-    is faster, whose softmax keeps the maximum of the first block.
+    With many rows of a user the tensor cores limit the time: the kernel of tiles is faster then.
     """
     configs = candidate_configs(problem)
     # The order is that of users with the same number of rows, the choice that of any.
@@ -115,9 +114,8 @@ def _with_short_rings(
     """Drops the stages and slots that no CTA uses; `items` of a CTA, if known.
 
     A CTA sets up the barriers of its rings before its first load, about 11 ns each: 3.55 us with
-    two stages and slots instead of 3.94 with five stages and four slots (69 candidates, T = 64,
-    S = 128, H = 64), 4.10 instead of 4.48 (164, T = 16, S = 128) and 4.19 instead of 4.54 (98,
-    T = 8, S = 69) on an H200.
+    two stages and slots instead of 3.94 with five stages and four slots (69 candidates, T = 64, S =
+    128, H = 64, an H200).
     """
     items = _most_items(problem, config) if items is None else items
     blocks = math.ceil(math.ceil(problem.kv_len / config.block_kv) / config.splits)
@@ -172,10 +170,7 @@ def _with_most_stages(
 
 
 def config_of_unsorted(problem: Any, num_sms: int = NUM_SMS) -> FewQueriesConfig:
-    """Returns the best configuration for an unsorted index; one must be legal.
-
-    Listing takes time for every item, so larger items are better than for a sorted index.
-    """
+    """Returns the best of legal configurations for an unsorted index, by time with listing."""
 
     best = min(
         candidate_configs(problem),
@@ -204,8 +199,7 @@ def _most_items(problem: Any, config: FewQueriesConfig) -> int:
 def _spread(problem: Any, config: FewQueriesConfig, tiles: float) -> float:
     """Estimates how many more items than the mean the CTA has that ends last.
 
-    Users have a row slot each, which has an item, and CTAs have equally many of them. Of the other
-    row slots some are empty, by the users' numbers of candidates. `tiles`: items of a user's rows.
+    Of row slots beside the first of each user, some are empty. `tiles`: items of a user's rows.
     """
     p = problem
     users = min(p.users, p.batch)
@@ -224,8 +218,7 @@ def _uneven_us(problem: Any, config: FewQueriesConfig) -> float:
 
     Each consumer has all keys of such an item, and every other block of an item of fewer rows. If a
     user's rows fill 64 in the mean, either kind is frequent: 394 us, where tiles of one user take
-    357 (B = 947, U = 63, T = 4, S = 10880, H = 64, an H200). Timed with turns alone. With one wave
-    of items, of which memory hides more, the estimate was right without it.
+    357 (B = 947, U = 63, T = 4, S = 10880, H = 64, an H200). Timed with turns alone.
     """
     p = problem
     users = min(p.users, p.batch)
@@ -245,10 +238,7 @@ def _uneven_us(problem: Any, config: FewQueriesConfig) -> float:
 
 
 def estimated_us(problem: Any, config: FewQueriesConfig, *, is_listed: bool = False) -> float:
-    """Estimates the time: waves of items, traffic of L2 and device memory, and the merge.
-
-    `is_listed`: whether CTAs list candidates, whose row slots the configuration counts itself.
-    """
+    """Estimates the time: waves of items, which CTAs may list, traffic, and the merge."""
     p = problem
     group = head_group(p.q_heads, p.kv_heads)
     head_rows = rows_of_head(group)

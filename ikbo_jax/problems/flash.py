@@ -18,13 +18,11 @@ class FlashConfig(Config):
 
     Attributes:
       block_kv: keys of a block, which fills a pipeline stage; a multiple of 16.
-      k_stages: stages of the ring of key blocks.
-      v_stages: stages of the ring of value blocks.
+      k_stages: stages of the ring of key blocks; `v_stages`: of value blocks.
       q_slots: number of query slots. With 2 or 3, the queries of the next tiles are loaded early,
         and TMA stores the output from the slot of the finished tile. With 1, the kernel uses 32 KiB
         less shared memory at H = 128 but stores the output from registers, which costs short
-        sequences more than further stages gain. 3 is for one or two blocks of keys, where a tile
-        is finished before the queries of the next one have arrived.
+        sequences more than further stages gain. 3 is for one or two blocks of keys.
     """
 
     block_kv: int = 128

@@ -114,15 +114,13 @@ class GdpaConfig(FlashConfig):
       run: number of neighbouring tiles that a CTA processes in sequence, head by head. It keeps
         keys and values in shared memory between tiles of the same sequence if all fit the stages.
       late_turns: whether a consumer warpgroup lets the other one issue its products only after its
-        own scores have arrived, and not already after it has issued its own products; so the two
-        compute activations at different times.
+        own scores have arrived, so the two compute activations at different times.
       skip_empty: whether a consumer warpgroup skips products and activations of a tile that has no
         rows for it; the second warpgroup has none in tiles of at most 64 rows.
       half_blocks: whether a sequence's last block is multiplied and activated at half width if at
-        most half of it holds keys. Its scores are still computed at full width if it is also the
-        first block.
-      tickets: whether a CTA takes its next work item when it has loaded the one before, by a
-        counter that XLA zeroes in a launch of its own; otherwise, each has a fixed share.
+        most half of it holds keys.
+      tickets: whether a CTA takes its next work item by a counter that XLA zeroes in a launch of
+        its own; otherwise, each has a fixed share.
     """
 
     run: int = 1
@@ -190,8 +188,7 @@ class GdpaConfig(FlashConfig):
 class GdpaProblem(GdpaSizes):
     """Sizes of a generalised dot-product attention, forward.
 
-    Without a row nearby the kernel runs: wherever both were timed, it was 6 to 10 times as fast as
-    the XLA path, and in short problems it takes fewer launches and no loop that the host waits for.
+    Without a row nearby the kernel runs: it was 6 to 10 times as fast as the XLA path.
     """
 
     op: ClassVar[str] = "gdpa"
@@ -229,8 +226,8 @@ class GdpaProblem(GdpaSizes):
     def _long_configs(self, most: int) -> Iterator[GdpaConfig]:
         """Yields `most` configurations of the kernel for long sequences.
 
-        A configuration's rank is the sum of the positions of its ring and its mode in their lists,
-        plus `NARROW_BLOCK_COST` for blocks of 64 keys, or of 128 where 64 are preferred.
+        A rank is the sum of the positions of ring and mode, plus `NARROW_BLOCK_COST` for the block
+        that is not preferred.
         """
         ranks: dict[GdpaConfig, int] = {}
         early, blocks = self._early_ring, (64, 128) if self._prefers_narrow_blocks else (128, 64)
@@ -251,7 +248,7 @@ class GdpaProblem(GdpaSizes):
         """Yields the legal configurations of the kernel with masks, the most promising first.
 
         If keys and values are more than a group's, tickets let tiles be sorted by groups. A softmax
-        has early turns: 828 us at 8,192 keys, causal, instead of 836, and as long at 1,024 (H100).
+        has early turns.
         """
         key_bytes = self.kv_rows * self.kv_heads * self.head_dim * 2 * 2
         tickets = self.prefers_tickets or key_bytes > GROUP_BYTES
@@ -276,10 +273,8 @@ class GdpaProblem(GdpaSizes):
 
     @property
     def _prefers_narrow_blocks(self) -> bool:
-        """Whether blocks of 64 keys are faster.
-
-        They are for short jagged sequences; and at H = 128 for few keys that all meet the same
-        queries: 1,024 keys took 0.598 ms on an H200.
+        """Whether blocks of 64 keys are faster: for short jagged sequences; and at H = 128 for few
+        keys that all meet the same queries.
         """
         if self.broadcast_q:
             is_few = self._mean_lengths()[1] <= NARROW_MEAN_KEYS
@@ -298,10 +293,7 @@ class GdpaProblem(GdpaSizes):
         return is_long_tailed and not self.is_attention and 1 < rounds <= TICKETS_MOST_ROUNDS
 
     def keys_fit_stages(self, config: GdpaConfig) -> bool:
-        """Whether all keys of a sequence fit the stages of both rings.
-
-        Uses max_seqlen_kv, or the mean length if no bound was passed.
-        """
+        """Whether a sequence's keys, by their bound or else their mean, fit both rings' stages."""
         longest = self.max_seqlen_kv or self.kv_rows / max(self.batch_kv, 1)
         return longest <= min(config.k_stages, config.v_stages) * config.block_kv
 

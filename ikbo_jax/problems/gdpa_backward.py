@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 from collections.abc import Iterator
-from typing import Any, ClassVar, NamedTuple, Self
+from typing import Any, ClassVar, NamedTuple
 
 from ikbo_jax.problems import hopper, memory
 from ikbo_jax.problems.gdpa import GROUP_BYTES
@@ -63,13 +63,12 @@ class GdpaBackwardShared(NamedTuple):
 class Packing(NamedTuple):
     """Where a softmax's kernel keeps statistics and descriptors: one array of 32-bit words.
 
-    Every array takes a whole number of KiB. At H = 128, with three stages, statistics in an array
-    of their own, beside one for descriptors, would exceed a CTA's shared memory by 80 bytes.
+    Every array takes a whole number of KiB; two arrays would exceed a CTA's shared memory by 80
+    bytes at H = 128.
 
     Attributes:
       stride: words of a vector of statistics; slot s has vectors 2 s and 2 s + 1.
-      item_words: first word of the tiles' descriptors.
-      block_words: first word of the blocks' descriptors.
+      item_words: first word of the tiles' descriptors; `block_words`: of the blocks'.
       size: all words.
     """
 
@@ -86,8 +85,7 @@ class GdpaBackwardConfig:
     Attributes:
       block: rows of each of the two operands in a pipeline stage; a multiple of 16.
       stages: stages of the ring.
-      slots: slots for a tile's operands and results. With one, which wide heads of attention have,
-        a tile is loaded after the result of the one before was stored.
+      slots: slots for a tile's operands and results; wide heads of attention have one.
       packs_statistics: whether statistics are int32, beside the descriptors; otherwise f32.
     """
 
@@ -99,8 +97,8 @@ class GdpaBackwardConfig:
     def packing(self, num_results: int, has_mask: bool = False) -> Packing:
         """Lays out the words of a softmax's kernel with `num_results` results.
 
-        Statistics belong to queries: to a tile in the kernel with one result, which has one slot
-        for them, and to a block in the kernel with two.
+        Statistics belong to a tile in the kernel with one result, and to a block in the one with
+        two.
         """
         slots, rows = (self.stages, self.block) if num_results == 2 else (1, TILE_ROWS)
         stride = -(-rows // COPY_WORDS) * COPY_WORDS
@@ -118,12 +116,8 @@ class GdpaBackwardConfig:
     ) -> GdpaBackwardShared:
         """Declares shared memory and barriers of one CTA.
 
-        Args:
-          head_dim: head width.
-          softmax_results: results of a softmax's kernel; None: there is no softmax.
-          has_mask: whether there is a mask.
-          reads_stored: whether the kernel multiplies stored gradients of scores by keys: then a
-            tile has no operands, and its slot is for the result.
+        `softmax_results` are the results of a softmax's kernel; None: there is no softmax. With
+        `reads_stored`, a tile's slot is for the result alone.
         """
         blocks = hopper.column_blocks(head_dim)
         packed, statistics_free, ready = None, None, [0, 0]
@@ -192,10 +186,7 @@ def default_config(head_dim: int) -> GdpaBackwardConfig:
 
 
 def group_rows(rows: int, columns: int) -> int:
-    """Returns how many rows of both streamed operands, of `columns` columns, form a group.
-
-    Tiles of a group run at the same time, and find the operands in L2.
-    """
+    """Counts streamed rows of `columns` columns of a group, which its tiles find in L2."""
     return max(GROUP_BYTES // (2 * 2 * columns), -(-rows // MOST_GROUPS), 1)
 
 
@@ -208,11 +199,7 @@ def illegal_reason(problem: GdpaSizes) -> str | None:
 class GdpaBackwardTuning(Config):
     """What the dispatch table says about the gradient: both kernels, as one flat row.
 
-    Attributes:
-      query_block: `GdpaBackwardConfig.block` of the kernel for d_query.
-      query_stages: its stages.
-      key_block: `GdpaBackwardConfig.block` of the kernel for d_key and d_value.
-      key_stages: its stages.
+    `query_` values are `GdpaBackwardConfig`'s of the kernel for d_query, the others of the other's.
     """
 
     query_block: int = 64
@@ -274,20 +261,12 @@ class GdpaBackwardProblem(GdpaSizes):
     op: ClassVar[str] = "gdpa_backward"
     config_type: ClassVar[type] = GdpaBackwardTuning
 
-    @classmethod
-    def of(cls, forward: GdpaSizes) -> Self:
-        return cls(**dataclasses.asdict(forward))
-
     def useful_flops(self, pairs: int) -> int:
         """Counts five products for the two of the forward pass."""
         return 5 * super().useful_flops(pairs) // 2
 
     def rank(self) -> Iterator[Ranked]:
-        """Yields the legal configurations worth timing, the most promising first.
-
-        The first one is the default of both kernels. Every configuration of one kernel is tried
-        beside the default of the other.
-        """
+        """Yields the configurations worth timing, each kernel's beside the other's default."""
         default = default_config(self.head_dim)
         plain = itertools.starmap(GdpaBackwardConfig, itertools.product(BLOCKS, STAGES))
         configs = list(enumerate(dict.fromkeys((default, *plain))))

@@ -30,13 +30,11 @@ JAGGED_DISTANCE = 1.0
 
 @dataclasses.dataclass(frozen=True)
 class GdpaSizes(Problem):
-    """Sizes of a generalised dot-product attention, or of its gradient, known while tracing.
+    """Sizes of generalised dot-product attention, or of its gradient, known while tracing.
 
     Attributes:
-      batch: number of query sequences.
-      batch_kv: number of key-value sequences.
-      q_rows: rows of the result, including rows outside all sequences.
-      kv_rows: rows of the keys, including rows outside all sequences.
+      batch: number of query sequences; `batch_kv`: of key-value sequences.
+      q_rows: rows of the result, including rows outside all sequences; `kv_rows`: of the keys.
       q_heads: N, number of query heads.
       kv_heads: K, number of key heads; divides N.
       head_dim: H, head width.
@@ -44,8 +42,7 @@ class GdpaSizes(Problem):
       activations: one name for each head, or one name for all heads.
       approx: name of an approximation, or None.
       broadcast_q: whether all sequences have the same queries.
-      max_seqlen_q: bound of the lengths of query sequences, or None.
-      max_seqlen_kv: bound of the lengths of key-value sequences, or None.
+      max_seqlen_q: bound of the lengths of query sequences, or None; `max_seqlen_kv` likewise.
       mask: which keys a row sees, in words; empty: all. Tables have no rows for masks.
       has_logit_cap: whether scores are capped. Tables have no rows for caps.
     """
@@ -65,14 +62,6 @@ class GdpaSizes(Problem):
     max_seqlen_kv: int | None
     mask: str = ""
     has_logit_cap: bool = False
-
-    def why_not_logit_cap(self) -> str | None:
-        """Why a kernel that takes no caps cannot run the problem; None if it can."""
-        return "the kernel for short sequences takes no logit_cap" if self.has_logit_cap else None
-
-    def why_not_mask(self) -> str | None:
-        """Why a kernel that takes no masks cannot run the problem; None if it can."""
-        return f"masks run in XLA, and the call has mask={self.mask}" if self.mask else None
 
     @property
     def is_full(self) -> bool:
@@ -138,8 +127,7 @@ class GdpaSizes(Problem):
     def distance(self, other: GdpaSizes) -> float:
         """Adds terms for activations and full sequences to the attentions' distance.
 
-        Infinite if H differs, or if only one problem has a mask, a cap, or softmax, which another
-        kernel computes.
+        Infinite if H differs, or if only one has a mask, a cap, or softmax.
         """
         if (bool(self.mask), self.has_logit_cap) != (bool(other.mask), other.has_logit_cap):
             return math.inf

@@ -109,8 +109,7 @@ class LinearCompressionSizes(Problem):
     Attributes:
       batches: batch size of every level, e.g. (U, B).
       ks: embedding rows K of every level, e.g. (K_user, K_cand).
-      m: M, compressed rows.
-      n: N, embedding width.
+      m: M, compressed rows; `n`: N, embedding width.
       dtype: name of the inputs' dtype.
     """
 
@@ -142,9 +141,8 @@ class LinearCompressionSizes(Problem):
     def distance(self, other: LinearCompressionSizes) -> float:
         """Weighs |log2| of the sizes' ratios; levels are paired from the finest.
 
-        Infinite if the best tiles cannot be the same: M differs by steps of 16, or an N below 128,
-        which decides how many candidates fill a tile. See `DISTANCE_WEIGHTS`; "ratio" is a level's
-        batch over the batch of the next coarser one.
+        Infinite if M differs by steps of 16, or an N below 128. See `DISTANCE_WEIGHTS`; "ratio" is
+        a level's batch over the batch of the next coarser one.
         """
         if -(-self.m // 16) != -(-other.m // 16) or min(self.n, 128) != min(other.n, 128):
             return math.inf

@@ -48,9 +48,8 @@ class WeightGradientShared(NamedTuple):
 class WeightGradientConfig(Config):
     """Tuning parameters of the kernel for a weight's gradient.
 
-    Attributes:
-      block_m: compressed rows of a CTA tile, the n of a WGMMA instruction; a multiple of 8.
-      stages: stages of the shared memory ring; each holds 64 embedding columns.
+    `block_m`: compressed rows of a CTA tile, the n of a WGMMA instruction; a multiple of 8.
+    `stages` of the shared memory ring hold 64 embedding columns each.
     """
 
     block_m: int = 224
@@ -73,10 +72,7 @@ class WeightGradientConfig(Config):
         return _why_not_ring(self)
 
     def splits(self, batch: int, k: int, m: int, n: int, *, problems: int, num_sms: int) -> int:
-        """Number of parts that each problem's batch is split into, so that CTAs end together.
-
-        The sum of a part is a work item, which costs its products and `ITEM_COST`.
-        """
+        """Counts parts of each problem's batch, whose products and `ITEM_COST` end together."""
         tiles = problems * -(-k // TILE_ROWS) * -(-m // self.block_m)
         steps = -(-n // BLOCK_K)
 
@@ -96,12 +92,10 @@ def _why_not_ring(config: Any) -> str | None:
 
 @dataclasses.dataclass(frozen=True)
 class LinearCompressionBackwardConfig(Config):
-    """Tuning parameters of all kernels of linear compression's gradient.
+    """Tuning parameters of all kernels of linear compression's gradient, for every level.
 
-    Attributes:
-      embeddings: of the forward kernels that multiply cotangents by a transposed weight, for every
-        level.
-      weights: of the kernel for a weight's gradient, for every level.
+    `embeddings` are of the forward kernels that multiply cotangents by a transposed weight,
+    `weights` of the kernel for a weight's gradient.
     """
 
     embeddings: tuple[EmbeddingConfig, ...]
@@ -164,17 +158,10 @@ def _why_not_sizes(problem: LinearCompressionSizes) -> str | None:
 class LinearCompressionBackwardTuning(Config):
     """What the dispatch table says about linear compression's gradient, as one flat row.
 
-    Attributes:
-      weight_block_m: `WeightGradientConfig.block_m`, for every level.
-      weight_stages: `WeightGradientConfig.stages`, for every level.
-      embedding_block_m: `LinearCompressionConfig.block_m` of the finest level's embedding gradient.
-        Coarser levels do little work and have their own default configuration. Where the forward
-        pass would choose another kernel for the same product, the gradient takes that kernel, and
-        the values from here on do not count.
-      embedding_stages: its num_stages.
-      embedding_epilogue_rows: its epilogue_rows.
-      embedding_cluster: its cluster.
-      embedding_trim: its trim.
+    The weights' values are `WeightGradientConfig`'s, for every level; the embeddings' values are
+    `LinearCompressionConfig`'s, for the gradient of the finest level's embedding, unless the
+    forward pass would choose another kernel for the same product. Coarser levels have their own
+    default.
     """
 
     weight_block_m: int = 224
@@ -216,21 +203,13 @@ class LinearCompressionBackwardProblem(LinearCompressionSizes):
     op: ClassVar[str] = "linear_compression_backward"
     config_type: ClassVar[type] = LinearCompressionBackwardTuning
 
-    @classmethod
-    def of(cls, forward: LinearCompressionSizes) -> Self:
-        return cls(forward.batches, forward.ks, forward.m, forward.n, forward.dtype)
-
     @property
     def useful_flops(self) -> int:
         """Number of FLOPs of two products a level: for the weight and for the embedding."""
         return 2 * super().useful_flops
 
     def rank(self) -> Iterator[Ranked]:
-        """Yields the legal configurations worth timing, the most promising first.
-
-        The first one has the default of every kernel. Every configuration of one kernel is tried
-        beside the defaults of the others.
-        """
+        """Yields the configurations worth timing, each kernel's beside the others' defaults."""
         if illegal_reason(self) is not None:
             return iter(())
         finest = embedding_problem(self, len(self.ks) - 1)

@@ -44,15 +44,7 @@ def vector_words(width: int, item_bytes: int) -> int:
 
 @dataclasses.dataclass(frozen=True)
 class RowsProblem(Problem):
-    """Holds the sizes of a lookup, or of its transpose.
-
-    Attributes:
-      batch: candidates.
-      users: users.
-      width: numbers of a row.
-      dtype: name of the rows' dtype.
-      is_sorted: whether the index never decreases.
-    """
+    """Holds the sizes of a lookup of `width` numbers a row, or of its transpose."""
 
     batch: int
     users: int
@@ -100,11 +92,8 @@ class RowsProblem(Problem):
 
 @dataclasses.dataclass(frozen=True)
 class LookUpConfig(Config):
-    """Holds tuning parameters of the kernel for lookups.
-
-    Attributes:
-      accesses: vectors that a thread moves, all in flight at once.
-      streams: whether L2 evicts the result first.
+    """Tuning parameters of lookups: vectors that a thread moves at once; whether L2 evicts the
+    result.
     """
 
     accesses: int = 2
@@ -132,7 +121,6 @@ class SegmentSumConfig(Config):
       columns: most vectors of a row that a CTA adds up, a thread each.
       each: candidates of a thread, about.
       unroll: candidates whose loads are in flight at once.
-      warpgroups: of a CTA.
       users: users whose candidates a CTA lists; 0: candidates are put into the order of users
         first, and CTAs share them evenly.
       parts: parts of the candidates, each with CTAs of its own that list.

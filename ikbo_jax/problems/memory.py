@@ -1,7 +1,6 @@
 """The shared memory and the barriers of one CTA, as a kernel's configuration declares them.
 
-A configuration's `shared` is a tuple of the declarations below. The launch makes the kernel's
-scratch of it, and `smem_bytes` adds it up: what is legal and what is launched cannot differ.
+The launch makes a kernel's scratch of them, and `smem_bytes` adds them up.
 """
 
 from __future__ import annotations
@@ -34,10 +33,7 @@ class Tiles(_Array):
 
 
 class Blocks(_Array):
-    """Column blocks [..., rows, width] of the inputs' dtype, for TMA and WGMMA.
-
-    The width is 16, 32 or 64; memory is swizzled within a row of a block.
-    """
+    """Column blocks [..., rows, width: 16, 32 or 64] for TMA and WGMMA, swizzled by row."""
 
 
 class Rows(_Array):
@@ -68,8 +64,7 @@ class Staging(_Array):
 
 @dataclasses.dataclass(frozen=True)
 class Barriers:
-    """`count` barriers that complete after `arrivals` arrivals each, of all CTAs of a cluster if
-    `is_clustered`."""
+    """`count` barriers of `arrivals` arrivals, of all CTAs of a cluster if `is_clustered`."""
 
     count: int
     arrivals: int
@@ -108,10 +103,7 @@ def ring(slots: int, *, ready: int, tiles: tuple[int, ...], words: int | None = 
 
 
 def descriptors(slots: int, words: int, *, spare: int = 0) -> Ring:
-    """Declares a ring of descriptors alone, whose slots no barrier frees.
-
-    `spare`: descriptors beyond the slots, which no barrier belongs to.
-    """
+    """Declares a ring of descriptors, whose slots no barrier frees, and `spare` ones beyond."""
     return Ring(None, Words((slots + spare, words)), Barriers(slots, 1), None)
 
 

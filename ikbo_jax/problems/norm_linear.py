@@ -22,11 +22,8 @@ class LinearProblem(Problem):
     """Holds the sizes of a `norm_linear` or a `gated_linear`.
 
     Attributes:
-      rows: rows of tokens.
       features: columns of the token that comes in (`norm_linear`) or goes out (`gated_linear`).
       columns: columns of every group of columns.
-      norm: kind of the norm.
-      dtype: name of the rows' dtype.
       details: the other options in words.
     """
 

@@ -48,10 +48,7 @@ def row_parts(block_n: int) -> int:
 
 
 def rings(config: Any, copies: int, *, with_claims: bool) -> dict[str, Any]:
-    """Declares the barriers of a ring of weights and embeddings, and those of claimed tiles.
-
-    `copies`: of a stage, each an arrival at its barrier.
-    """
+    """Declares barriers of a ring, which `copies` arrive at, and those of claimed tiles."""
     stages = config.num_stages
     free_in_cta = memory.Barriers(stages, NUM_CONSUMERS)
     free = dataclasses.replace(free_in_cta, is_clustered=config.cluster > 1)
@@ -81,17 +78,14 @@ def why_not_stages(config: Any) -> str | None:
 
 @dataclasses.dataclass(frozen=True)
 class PackedCompressionConfig(Config):
-    """Tuning parameters of the kernel whose tiles span candidates.
+    """Tuning parameters of the kernel whose tiles span candidates; others are as of the other
+    kernel.
 
     Attributes:
       block_n: embedding columns of a CTA tile, of consecutive candidates. Of a multiple of 128,
-        each consumer has half of the columns. 64 columns are for both consumers, and each has half
-        of the tile's compressed rows.
+        each consumer has half of the columns; of 64 columns, half of the tile's compressed rows.
       block_m: compressed rows of a CTA tile; a multiple of 16 for each of its parts.
-      num_stages: stages of the shared memory ring; each holds 64 embedding rows.
       epilogue_rows: compressed rows that one TMA store writes; divides a consumer's rows.
-      single_launch: whether one launch computes the last two levels, instead of one launch each.
-      cluster: number of CTAs that share weight tiles by multicast, 1 or 2.
     """
 
     trim: ClassVar[bool] = False

@@ -134,7 +134,6 @@ class _Tile:
     Attributes:
       valid: columns that exist.
       number: tiles of the level.
-      stages: stages of the pipeline of loads.
       cluster: CTAs that share the weights.
       stores: stores of the tile; 0 if it is stored as a fragment.
       boxed: rows of TMA boxes, if these are shorter than 128 bytes.
@@ -193,10 +192,10 @@ def _kernel_us(
 
 
 def missed(size: float, loaded: float, others: float, cache: float = CACHE_BYTES) -> float:
-    """Estimates the part of an array's loads that L2 does not hold.
+    """Estimates the part of an array's loads that L2 does not hold: it has a share by its traffic.
 
     The array has `size` bytes, of which `loaded` are read, several times or in any order, while
-    `others` bytes are read and written once. It has a share of L2 by its traffic.
+    `others` bytes are read and written once.
     """
     return max(0.0, 1 - cache * loaded / (loaded + others) / max(size, 1))
 

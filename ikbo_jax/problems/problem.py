@@ -52,6 +52,12 @@ class Problem(abc.ABC):
         """Reads a problem from a table row; raises ValueError if it is malformed."""
 
     @classmethod
+    def of(cls, other: Problem) -> Self:
+        """Makes a problem with the sizes of another op's, such as a gradient's of the forward's."""
+        kind: Any = cls
+        return kind(**{x.name: getattr(other, x.name) for x in dataclasses.fields(kind)})
+
+    @classmethod
     def config_type_of(cls, fields: Mapping[str, Any]) -> type[Config]:
         """Returns the class of the configuration with these JSON fields."""
         del fields
@@ -152,10 +158,7 @@ def size(value: Any, name: str) -> int:
 
 
 def measured(value: Any, name: str) -> float:
-    """Returns `value` as a float; raises ValueError unless it is finite and at least 0.
-
-    Earlier versions wrote 0 for very small fractions.
-    """
+    """Returns `value` as a float; raises ValueError unless it is finite and at least 0."""
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
     if not is_number or not 0 <= value < 2.0**1023:
         raise ValueError(f"{name} is {value!r:.80}, expected a finite number of at least 0")
@@ -171,11 +174,11 @@ def positive(value: Any, name: str) -> int:
 
 
 def sizes_from_json(cls: type, fields: Mapping[str, Any]) -> dict[str, int]:
-    """Reads a dataclass's integers; raises ValueError if one is malformed."""
+    """Reads a dataclass's integers without defaults; raises ValueError if one is malformed."""
     sizes = {
         field.name: size(fields.get(field.name), field.name)
         for field in dataclasses.fields(cls)
-        if field.type == "int"
+        if field.type == "int" and field.default is dataclasses.MISSING
     }
     positive(fields.get("kv_heads"), "kv_heads")
     return sizes

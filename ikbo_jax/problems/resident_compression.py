@@ -47,11 +47,8 @@ class Layout:
     Attributes:
       accumulators: of a tile, 64 columns each.
       block_m: compressed rows of a part.
-      parts: parts of a group.
-      groups: groups of compressed rows.
       splits: splits of K; each has a fragment of its own.
-      steps: k steps of a split.
-      depth: rows of K of a step.
+      steps: k steps of a split, of `depth` rows of K each.
       stages: column tiles that are loaded or multiplied at a time.
       ctas: CTAs of an SM.
       gathered: (k steps, rows of K of a step) of the users' embeddings, if a tile loads these.
@@ -134,11 +131,7 @@ class Layout:
 
 
 def is_contiguous(n: int) -> bool:
-    """Whether N is one block of fewer than 64 columns.
-
-    TMA would store such blocks in rows of 32 or 64 bytes, several cycles for each of them; but a
-    part of a candidate is contiguous, and one bulk copy stores it.
-    """
+    """Whether N is one block of fewer than 64 columns: one copy stores part of a candidate."""
     return block_width(n) == n < WGMMA_M
 
 

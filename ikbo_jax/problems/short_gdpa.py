@@ -75,13 +75,7 @@ MAX_CTAS = 8
 
 
 class Batch(NamedTuple):
-    """What the memory of a CTA that finds its tiles depends on.
-
-    Attributes:
-      sequences: their number.
-      is_broadcast: whether all have the same queries.
-      max_seqlen_q: longest sequence of queries, or None.
-    """
+    """What the memory of a CTA that finds its tiles depends on."""
 
     sequences: int
     is_broadcast: bool
@@ -124,11 +118,9 @@ class ShortGdpaConfig(Config):
     """Tuning parameters of the kernel for short sequences.
 
     Attributes:
-      tile_rows: query rows of a tile, 16, 32 or 64. The tensor core multiplies 64 rows in any case,
-        but fewer are loaded.
+      tile_rows: query rows of a tile, 16, 32 or 64, of the 64 rows that the tensor core multiplies.
       block_kv: keys of a block; a multiple of 16.
-      slots: slots of queries, of blocks of keys and of blocks of values. All but one are loaded
-        while the consumer computes.
+      slots: slots of queries, and of blocks. All but one are loaded while the consumer computes.
       ctas: CTAs of an SM, which run side by side: their latencies overlap.
       finds_tiles: whether each CTA finds its tiles from all offsets, so that no launch lists them
         before; with an index they are listed nevertheless.
@@ -174,8 +166,11 @@ class ShortGdpaConfig(Config):
         return self.smem_bytes(problem.head_dim, Batch.of(problem) if self.finds_tiles else None)
 
     def illegal_reason(self, problem: Any) -> str | None:
-        reason = problem.why_not_mask() or problem.why_not_logit_cap()
-        if reason := reason or flash.why_not_operands(problem, self.block_kv, MAX_BLOCK_KV):
+        if problem.mask:
+            return f"masks run in XLA, and the call has mask={problem.mask}"
+        if problem.has_logit_cap:
+            return "the kernel for short sequences takes no logit_cap"
+        if reason := flash.why_not_operands(problem, self.block_kv, MAX_BLOCK_KV):
             return reason
         if self.tile_rows not in TILE_ROWS:
             return f"tile_rows must be 16, 32 or 64, but is {self.tile_rows}"
@@ -340,9 +335,6 @@ def _widest_block(problem: Any) -> int:
 
 def _default_block(problem: Any, rows: int) -> int:
     """Takes fewest steps for the longest sequence with two CTAs an SM, then the narrowest block.
-
-    12.4 us with a block of 96 keys and one CTA, 10.9 with 48 and two (94 keys, H = 128); 11.7 us
-    with 96, 12.4 with 128 (up to 272 keys, three steps each).
 
     Blocks of jagged keys have at least `NARROW_BLOCK`, so that more sequences have one step. And
     they have no more where this saves one step only, and costs a CTA without which some CTAs have a

@@ -162,10 +162,5 @@ def one_by_one(approx: str | None) -> str | None:
 
 
 def elementwise(name: str, approx: str | None) -> Activation:
-    """Returns the activation `name`, approximated if `approx` applies to it, else exact.
-
-    Args:
-      name: one of `ACTIVATIONS`, not softmax.
-      approx: one of `APPROXIMATIONS`, or None.
-    """
+    """Returns an activation, approximated if `approx` applies to it; softmax is none."""
     return _APPROXIMATE.get((approx or "", name), _EXACT[name])

@@ -43,7 +43,6 @@ def materialised(
       value: [U, S, K, H].
       cand_to_user: [B] int32.
       key_value_seq_lengths: [U] int32, or None for S everywhere.
-      scale: of the scores.
       ranges: [B, 2] int32, the first key that a candidate sees, and one past the last; or None.
       self_key: [B, T_self, K, H], further keys that only their candidate sees, or None.
       self_value: [B, T_self, K, H], or None.
@@ -151,18 +150,9 @@ def self_attention_vjp(
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Computes the part of own tokens in gradients of attention over further keys, too.
 
-    Args:
-      query: [B, T, N, H].
-      key: [B, T_self, K, H], own tokens.
-      value: [B, T_self, K, H].
-      out: [B, T, N, H], of all keys.
-      lse: [B, T, N] f32, of all keys.
-      d_out: gradient of `out`.
-      d_lse: gradient of `lse`, or None.
-      scale: of the scores.
-
-    Returns:
-      The part of own tokens in the gradient of `query`, f32; gradients of `key` and `value`.
+    `out` and `lse` f32 are of all keys, with their cotangents, of which `d_lse` may be None.
+    Returns own tokens' part in the gradient of `query`, f32, and the gradients of `key` and
+    `value`.
     """
     batch, q_len, q_heads, width = query.shape
     kv_heads = key.shape[2]
@@ -213,8 +203,7 @@ def directed(products: jax.Array, scale: float) -> jax.Array:
     """Gives products of queries and keys the sign of `scale`: the largest has the largest score.
 
     With a scale of 0, all are 0. The softmax subtracts their maximum before it scales them: a
-    compiler may turn products · scale - maximum into one instruction that rounds once, and then the
-    largest score is not 0, but the rounding error of `maximum`: 64 or more where scores exceed 1e9.
+    compiler may turn products · scale - maximum into one instruction that rounds once.
     """
     if _is_zero(scale):
         return products * jnp.float32(0)

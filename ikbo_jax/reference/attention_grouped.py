@@ -237,12 +237,10 @@ def decomposed_vjp(
 
 
 class _Groups(NamedTuple):
-    """Groups of one step.
+    """Groups of one step: users and their numbers of keys [groups], and members [groups, group],
+    int32.
 
-    Attributes:
-      users: [groups] int32.
-      lengths: [groups] int32, number of keys of the group's user.
-      members: [groups, group] int32, candidates; B at a position without a candidate.
+    Members are candidates; B at a position without a candidate.
     """
 
     users: jax.Array

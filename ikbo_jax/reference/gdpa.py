@@ -97,8 +97,7 @@ def num_sequences(arrays: Arrays) -> int:
 
 
 def out_shape(arrays: Arrays, settings: Settings) -> tuple[int, int, int]:
-    """Shape of the result: the shape of the queries, which are repeated for each sequence if they
-    are broadcast."""
+    """Shape of the result: the queries', repeated for each sequence if they are broadcast."""
     rows, heads, width = arrays.query.shape
     return (rows * num_sequences(arrays) if settings.broadcast_q else rows), heads, width
 

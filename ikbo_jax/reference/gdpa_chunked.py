@@ -40,13 +40,10 @@ MAX_UNROLLED = 4
 
 
 class Blocking(NamedTuple):
-    """Sizes of the XLA path's steps.
+    """Sizes of the XLA path's steps: rows of tiles of queries and of keys, and tiles of a step.
 
-    Attributes:
-      q_rows: rows of a tile of queries.
-      kv_rows: rows of a tile of keys.
-      q_tiles: tiles of queries of a step that loops over tiles of keys.
-      kv_tiles: tiles of keys of a step that loops over tiles of queries.
+    A step has `q_tiles` and loops over tiles of keys, or `kv_tiles` and loops over tiles of
+    queries.
     """
 
     q_rows: int

@@ -152,10 +152,7 @@ class _GradientSteps(NamedTuple):
 
 
 class _Rows(NamedTuple):
-    """Rows of tiles of queries, for the gradient.
-
-    query and d_out: [tiles, K, rows · N / K, H]; softmax: over all keys, [tiles, N, rows].
-    """
+    """Rows of queries and of d_out [tiles, K, rows · N / K, H], with sums [tiles, N, rows]."""
 
     query: jax.Array
     d_out: jax.Array

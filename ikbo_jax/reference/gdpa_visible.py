@@ -60,10 +60,7 @@ class Visible(NamedTuple):
 
 
 def _of_rows(intervals: jax.Array, tiles: jagged.Tiles, size: int) -> jax.Array:
-    """Gathers the intervals of tiles' rows: [tiles, 2 intervals, 2 ends, size]; empty past the end.
-
-    The row of a result has the intervals of the query.
-    """
+    """Gathers rows' intervals: [tiles, 2 intervals, 2 ends, size]; empty past the end."""
     written = tiles._replace(source=tiles.target)
     found = jagged.gather(intervals[:, None], written, size)[:, 0]
     return jnp.moveaxis(found.reshape(found.shape[0], size, 2, 2), 1, 3)

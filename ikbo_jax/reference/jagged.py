@@ -17,11 +17,8 @@ import jax.numpy as jnp
 class Sequences(NamedTuple):
     """Positions of sequences: [batch] int32 each.
 
-    Attributes:
-      source: first row in the array that is read.
-      target: first row in the array that is written; differs from `source` for broadcast queries.
-      length: number of rows.
-      kv: the key-value sequence; must exist.
+    `target`, the first row that is written, differs from `source` for broadcast queries; the
+    key-value sequence `kv` must exist.
     """
 
     source: jax.Array
@@ -31,14 +28,10 @@ class Sequences(NamedTuple):
 
 
 class Tiles(NamedTuple):
-    """Tiles, sorted by their key-value sequence: [tiles] int32 each; empty ones have 0 rows.
+    """Tiles, sorted by their key-value sequence `kv`: [tiles] int32 each; empty ones have 0 rows.
 
-    Attributes:
-      source: first row in the array that is read.
-      target: first row in the array that is written.
-      rows: number of rows, at most `Tiling.size`.
-      kv: the key-value sequence.
-      begin: first row, counted from the first one of its sequence.
+    `source` and `target` are the first rows that are read and written, `begin` counts from the
+    first row of the sequence.
     """
 
     source: jax.Array
@@ -108,15 +101,11 @@ def tile(sequences: Sequences, batch_kv: int, size: int, per_step: int, most: in
 
 def steps(tiling: Tiling) -> Tiles:
     """Reshapes the tiles to [steps, per_step]."""
-    tiles: Tiles = jax.tree.map(lambda x: x.reshape(-1, tiling.per_step), tiling.tiles)
-    return tiles
+    return jax.tree.map(lambda x: x.reshape(-1, tiling.per_step), tiling.tiles)
 
 
 def tile_range(tiles: Tiles, tiling: Tiling) -> tuple[jax.Array, jax.Array]:
-    """Finds (first, number) of the tiles of `tiling` that share each tile's key-value sequence.
-
-    For an empty tile the number is 0.
-    """
+    """Finds (first, number, 0 if empty) of the tiles that share each tile's key-value sequence."""
     first, end = tiling.first[tiles.kv], tiling.first[tiles.kv + 1]
     return first, jnp.where(tiles.rows > 0, end - first, 0)
 
@@ -143,8 +132,7 @@ def gather(array: jax.Array, tiles: Tiles, size: int) -> jax.Array:
 
 
 def scatter(array: jax.Array, tiles: Tiles, update: jax.Array) -> jax.Array:
-    """Writes the tiles' existing rows, `update` [tiles, heads, size, ...], to `array` [rows, heads,
-    ...]; returns the result."""
+    """Writes existing rows of `update` [tiles, heads, size, ...] to `array` [rows, heads, ...]."""
     size = update.shape[2]
     number = jnp.arange(tiles.rows.size * size, dtype=jnp.int32).reshape(-1, size)
     row = tiles.target[:, None] + jnp.arange(size, dtype=jnp.int32)[None]

@@ -11,8 +11,7 @@ Source: Meta IKBO, "linear compression embedding".
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from types import MappingProxyType
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -20,8 +19,6 @@ import jax.numpy as jnp
 
 Arrays = Sequence[jax.Array]
 Parents = Sequence[jax.Array | None]
-#: Multiplies [M, K] by [B, K, N] to [B, M, N], in f32 unless its docstring says otherwise.
-Product = Callable[[jax.Array, jax.Array], jax.Array]
 
 
 def materialised(
@@ -41,7 +38,6 @@ def materialised(
       embeddings: [B_l, K_l, N] of every level.
       parents: None, then [B_l] int32 of every further level.
       align_k: the concatenated K is padded with zeros to a multiple of this.
-      precision: of the product; the oracle's default is the highest.
 
     Returns:
       [B_last, M, N] in the inputs' dtype; f32 accumulation, one rounding.
@@ -66,25 +62,20 @@ def materialised(
     return out.astype(embedding.dtype)
 
 
-def decomposed(
-    weights: Arrays, embeddings: Arrays, parents: Parents, *, formulation: str = "batched"
-) -> jax.Array:
+def decomposed(weights: Arrays, embeddings: Arrays, parents: Parents) -> jax.Array:
     """Multiplies every level at its own batch, gathers the coarser results, adds.
 
-    Args (the levels are as for `materialised`):
-      formulation: a name of `FORMULATIONS`; on an H200 the default is the fastest formulation that
-        copies no embedding.
+    Arguments are as for `materialised`.
 
     Returns:
       [B_last, M, N] in the inputs' dtype; products accumulate in f32 and are added in f32, then one
       rounding. f32 products follow `jax.default_matmul_precision`.
     """
-    product = FORMULATIONS[formulation]
-    total = product(weights[0], embeddings[0]).astype(jnp.float32)
+    total = _product(weights[0], embeddings[0])
     for weight, embedding, parent in zip(weights[1:], embeddings[1:], parents[1:], strict=True):
         assert parent is not None
         coarser = jnp.take(total, parent, axis=0, mode="clip")
-        total = product(weight, embedding).astype(jnp.float32) + coarser
+        total = _product(weight, embedding) + coarser
     return total.astype(embeddings[-1].dtype)
 
 
@@ -150,61 +141,9 @@ def _entries_with_candidates(embeddings: Arrays, parents: Parents) -> list[jax.A
     return found
 
 
-def _matmul(weight: jax.Array, embedding: jax.Array) -> jax.Array:
-    """Broadcasts the weight in `jnp.matmul`."""
-    return jnp.matmul(weight, embedding, preferred_element_type=jnp.float32)
-
-
-def _einsum(weight: jax.Array, embedding: jax.Array) -> jax.Array:
-    """Puts the embedding first, so that its batch is the leading free dimension."""
-    return jnp.einsum("bkn,mk->bmn", embedding, weight, preferred_element_type=jnp.float32)
-
-
-def _transposed(weight: jax.Array, embedding: jax.Array) -> jax.Array:
-    """Multiplies [B, N, K]·[K, M], and transposes: M is the product's minor dimension."""
-    product = jax.lax.dot_general(
-        embedding, weight, (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32
-    )
-    return jnp.swapaxes(product, 1, 2)
-
-
-def _batched(weight: jax.Array, embedding: jax.Array) -> jax.Array:
-    """Broadcasts the weight over the batch: no operand is transposed."""
+def _product(weight: jax.Array, embedding: jax.Array) -> jax.Array:
+    """Multiplies [M, K] by [B, K, N] in f32; broadcasts the weight, so no operand is transposed."""
     weights = jnp.broadcast_to(weight, (embedding.shape[0], *weight.shape))
     return jax.lax.dot_general(
         weights, embedding, (((2,), (1,)), ((0,), (0,))), preferred_element_type=jnp.float32
     )
-
-
-def _folded(weight: jax.Array, embedding: jax.Array) -> jax.Array:
-    """Multiplies [M, K]·[K, B·N] once; costs a transposition of embedding and result."""
-    batch, k, n = embedding.shape
-    flat = jnp.swapaxes(embedding, 0, 1).reshape(k, batch * n)
-    product = jnp.matmul(weight, flat, preferred_element_type=jnp.float32)
-    return jnp.swapaxes(product.reshape(weight.shape[0], batch, n), 0, 1)
-
-
-def _padded(weight: jax.Array, embedding: jax.Array) -> jax.Array:
-    """Pads K with zeros to a multiple of 8 for `_matmul`, which copies the embedding."""
-    pad = -weight.shape[1] % 8
-    weight = jnp.pad(weight, ((0, 0), (0, pad)))
-    return _matmul(weight, jnp.pad(embedding, ((0, 0), (0, pad), (0, 0))))
-
-
-def _rounded(weight: jax.Array, embedding: jax.Array) -> jax.Array:
-    """Multiplies in the inputs' dtype: rounds every partial result, so for comparison only."""
-    return jnp.matmul(weight, embedding)
-
-
-#: Formulations of one level's product for XLA; the benchmarks time all of them.
-FORMULATIONS: Mapping[str, Product] = MappingProxyType(
-    {
-        "matmul": _matmul,
-        "einsum": _einsum,
-        "transposed": _transposed,
-        "batched": _batched,
-        "folded": _folded,
-        "padded": _padded,
-        "rounded": _rounded,
-    }
-)

@@ -12,19 +12,7 @@ from jax import lax
 def look_up(user: jax.Array, cand_to_user: jax.Array) -> jax.Array:
     """Looks up each candidate's row of `user` [U, ...]: [B, ...]; indices are clamped."""
     index = jnp.clip(cand_to_user, 0, user.shape[0] - 1)
-    found: jax.Array = user.at[index].get(mode="promise_in_bounds")
-    return found
-
-
-def materialised_segment_sum(values: jax.Array, cand_to_user: jax.Array, users: int) -> jax.Array:
-    """Sums each user's rows of `values` [B, ...] by a product with a one-hot matrix: [U, ...].
-
-    The oracle: NaN and infinities of one user reach the others.
-    """
-    index = jnp.clip(cand_to_user, 0, users - 1)
-    one_hot = jax.nn.one_hot(index, users, dtype=jnp.float32)
-    sums = jnp.einsum("bu,b...->u...", one_hot, values.astype(jnp.float32), precision="highest")
-    return sums.astype(values.dtype)
+    return user.at[index].get(mode="promise_in_bounds")
 
 
 def segment_sum(
@@ -48,10 +36,7 @@ def segment_sum(
             values, index = values[order], index[order]
         return _sums_of_runs(values.astype(jnp.float32), index, users)
 
-    found: jax.Array = lax.platform_dependent(
-        values, index, default=scatter, cuda=in_pairs, rocm=in_pairs
-    )
-    return found
+    return lax.platform_dependent(values, index, default=scatter, cuda=in_pairs, rocm=in_pairs)
 
 
 def _sums_of_runs(values: jax.Array, index: jax.Array, users: int) -> jax.Array:

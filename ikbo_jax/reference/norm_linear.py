@@ -148,12 +148,8 @@ def norm_linear_vjp(
 ) -> NormLinear:
     """Computes the gradients of all arrays in f32.
 
-    Args:
-      norm: options of the norm.
-      activations: of the groups.
-      arrays: the arrays of the call.
-      kept: results of `norm_linear`; what is None is computed again.
-      cotangents: of the results; those of `norm` and `projection` come from second derivatives.
+    What is None of `kept`, results of `norm_linear`, is computed again. Cotangents of `norm` and
+    `projection` come from second derivatives.
     """
     x, scale, bias, weights, biases = arrays
     normed, pull_back = jax.vjp(

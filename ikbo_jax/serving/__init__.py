@@ -4,17 +4,22 @@ An engine such as Ray Serve receives requests and collects them to batches; a `S
 batch. Needs nothing beside JAX; the example behind HTTP needs the extra `serve`.
 """
 
+from ikbo_jax.serving.admission import Admission
 from ikbo_jax.serving.answers import Metrics
 from ikbo_jax.serving.batches import BadRequestError, Buckets, Request
 from ikbo_jax.serving.offline import rank_arrays, rank_offline
+from ikbo_jax.serving.pages import PageMetrics, PagePool
 from ikbo_jax.serving.programs import Model, use_cache_folder
 from ikbo_jax.serving.scorer import Scorer
 
 __all__ = [
+    "Admission",
     "BadRequestError",
     "Buckets",
     "Metrics",
     "Model",
+    "PageMetrics",
+    "PagePool",
     "Request",
     "Scorer",
     "rank_arrays",

@@ -118,6 +118,20 @@ def specs_of(model: Model, weights: Tree, user: Tree, candidate: Tree) -> Specs:
     return Specs(shapes, user, candidate, state, _rows(scores, "score"))
 
 
+def check_finite(weights: Tree) -> None:
+    """Raises ValueError if a weight is NaN or infinite: every score would be, too."""
+    for path, leaf in jax.tree_util.tree_leaves_with_path(weights):
+        if not jnp.issubdtype(leaf.dtype, jnp.inexact):
+            continue
+        # On the host, since JAX would compile a program.
+        finite = np.isfinite(np.asarray(leaf))
+        if not finite.all():
+            raise ValueError(
+                f"weights{jax.tree_util.keystr(path)} has {np.sum(~finite)} values of "
+                f"{finite.size} that are not finite"
+            )
+
+
 def _check_dtype(name: str, dtype: Any) -> None:
     """Raises ValueError if JAX would narrow a dtype, such as int64 ids to 32 bits."""
     taken = dtype

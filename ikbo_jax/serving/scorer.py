@@ -6,6 +6,7 @@ import atexit
 import bisect
 import contextlib
 import threading
+import time
 import weakref
 from collections.abc import Hashable, Sequence
 from typing import Any
@@ -29,7 +30,7 @@ from ikbo_jax.serving.batches import (
 )
 from ikbo_jax.serving.features import Features, FeaturesOf
 from ikbo_jax.serving.packing import Column, Packing, fill
-from ikbo_jax.serving.programs import Model, Programs, compilations, specs_of
+from ikbo_jax.serving.programs import Model, Programs, check_finite, compilations, specs_of
 from ikbo_jax.serving.users import UserCache
 
 #: Scorers whose calls are waited for when the process ends.
@@ -76,11 +77,15 @@ class Scorer:
         scores its candidates. `start_arrays` and `rank_arrays` then use these programs instead of
         the pool. Off by default: joint programs compile longer than the other programs.
 
+    Attributes:
+      call_seconds: by bucket (candidates, users), the seconds of one call that scores, with nothing
+        beside it; measured once, before the scorer is ready.
+
     Raises:
       ValueError: if the states of the largest bucket's users take more than `user_bytes`, a weight
-        is not an array, a candidate has no array, JAX would cut a feature to another dtype (64 bits
-        without jax_enable_x64), `score` returns anything but one array, or a result of the model
-        has another first axis than its inputs.
+        is not an array or not finite, a candidate has no array, JAX would cut a feature to another
+        dtype (64 bits without jax_enable_x64), `score` returns anything but one array, or a result
+        of the model has another first axis than its inputs.
     """
 
     def __init__(
@@ -98,6 +103,7 @@ class Scorer:
     ) -> None:
         self.buckets = buckets or Buckets()
         self.specs = specs_of(model, weights, user, candidate)
+        check_finite(weights)
         self._weights_form = Form(self.specs.weights, "weights")
         self._candidate_form = Form(candidate, "candidates")
         state = jax.tree.leaves(self.specs.state)
@@ -141,9 +147,14 @@ class Scorer:
             for array in features:
                 array[...] = 0
             self._pool = encode(self._weights, self._pool, packed)
+        self.call_seconds: dict[tuple[int, int], float] = {}
         for bucket, score in self._programs.score.items():
             packed = _zeros(self._programs.score_inputs[bucket])
-            np.asarray(score(self._weights, self._pool, packed))
+            # The first run allocates; the second run is timed.
+            for _ in range(2):
+                start = time.perf_counter()
+                np.asarray(score(self._weights, self._pool, packed))
+                self.call_seconds[bucket] = time.perf_counter() - start
         for bucket, joint in self._programs.joint.items():
             np.asarray(joint(self._weights, _zeros(self._programs.joint_inputs[bucket])))
 
@@ -171,9 +182,12 @@ class Scorer:
         """Scores later calls with other weights, and forgets users' states.
 
         Raises:
-          ValueError: if structure, shape or dtype differ from the weights so far.
+          ValueError: if structure, shape or dtype differ from the weights so far, or a weight is
+            not finite. The scorer then keeps its weights.
         """
-        placed = self._on_device(self._weights_form.leaves_of(weights, stacked=False))
+        leaves = self._weights_form.leaves_of(weights, stacked=False)
+        check_finite(jax.tree.unflatten(self._weights_form.structure, leaves))
+        placed = self._on_device(leaves)
         with self._lock:
             self._weights, self._version = placed, version
             self._users.clear()
@@ -217,8 +231,12 @@ class Scorer:
         self._checked(request)
 
     def _checked(self, request: Request) -> Checked:
-        leaves = self._candidate_form.leaves_of(request.candidates, stacked=True)
-        key = request.key
+        try:
+            candidates, key, features = request.candidates, request.key, request.features
+        except AttributeError:
+            message = f"a request is {request!r:.80}, expected a serving.Request"
+            raise BadRequestError(message) from None
+        leaves = self._candidate_form.leaves_of(candidates, stacked=True)
         try:
             hash(key)
         except Exception:
@@ -226,7 +244,7 @@ class Scorer:
         found, most = len(leaves[0]), self.buckets.candidates[-1]
         if found > most:
             raise BadRequestError(f"a request has {found} candidates, at most {most} are possible")
-        return Checked(key, found, leaves, request.features)
+        return Checked(key, found, leaves, features)
 
     def rank(self, requests: Sequence[Request]) -> list[Answer | Exception]:
         """Scores requests, in as few calls as possible.

@@ -34,7 +34,6 @@ class Choice:
     Attributes:
       config: configuration of the kernel; None if XLA is faster or no configuration is legal.
       source: "user cache", "sm90.json", "default" or "none".
-      exact: whether a row for this problem was found.
       reason: one line of text: which row was used, and where it was measured.
     """
 
@@ -55,12 +54,9 @@ def devices() -> tuple[str, ...]:
 
 
 def lookup(problem: Problem, *, device: str = "", with_user_rows: bool = True) -> Choice:
-    """Chooses a configuration, or XLA, for `problem`; see the module's docstring for the order.
+    """Chooses a configuration, or XLA, for `problem`, in the order of the module's docstring.
 
-    Args:
-      problem: sizes and dtype.
-      device: name of the card at hand; "" takes rows of all cards.
-      with_user_rows: whether to search the user's cache.
+    `device` "" takes rows of all cards; `with_user_rows`: whether to search the user's cache.
     """
     ways = ranked(problem)
     if problem.default_config() is None:

@@ -25,8 +25,8 @@ REMOVED = {
 }
 
 #: Fields of problems that rows lack: rows are of candidates sorted by user, and of calls without
-#: masks, ranges or caps.
-NOT_IN_ROWS = ("is_sorted", "mask", "has_ranges", "has_logit_cap")
+#: masks, ranges, caps or pages.
+NOT_IN_ROWS = ("is_sorted", "mask", "has_ranges", "has_logit_cap", "page")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,11 +34,8 @@ class Row:
     """Holds one measurement: the best choice for a problem.
 
     Attributes:
-      problem: sizes and dtype that were measured.
       config: the best configuration; None if XLA was faster.
-      device: name of the device.
       date: ISO date.
-      jax: version of jax.
       ms: sustained time of the whole op, milliseconds.
       fraction: useful FLOP/s, divided by the FLOP/s of a sustained 8192^3 bf16 matmul in the same
         process.
@@ -135,8 +132,7 @@ def entries(text: str) -> list[Any]:
     content = typed(json.loads(text), dict, "file")
     if content.get("schema") != SCHEMA:
         raise ValueError(f"schema {content.get('schema')!r}, expected {SCHEMA}")
-    found: list[Any] = typed(content.get("rows"), list, "rows")
-    return found
+    return typed(content.get("rows"), list, "rows")
 
 
 def parse(text: str) -> tuple[Row, ...]:

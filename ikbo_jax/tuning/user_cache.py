@@ -76,10 +76,7 @@ def user_cache_path() -> pathlib.Path:
 
 
 def check_user_cache_writable() -> None:
-    """Raises OSError, naming the file and the remedy, if the user's cache cannot be written.
-
-    Opens regular files only, since a FIFO would block.
-    """
+    """Raises OSError, naming the file and the remedy, if the user's cache cannot be written."""
     path = user_cache_path()
     with _explained_os_errors(path):
         if path.parts[0].startswith("~"):
@@ -98,10 +95,9 @@ def check_user_cache_writable() -> None:
 def write_user_row(row: Row) -> pathlib.Path:
     """Writes a row to the user's cache, in place of a row of the same problem and card.
 
-    The write is atomic: a new file is renamed to the old name. Malformed rows are dropped, each
-    with a UserWarning unless `lookup` has warned already. A file that is not a table is renamed to
-    `sm90.json.ignored`, or `.ignored.1` and so on. Returns the file; raises OSError if the cache
-    cannot be written.
+    The write is atomic. Malformed rows are dropped, each with a UserWarning unless `lookup` has
+    warned already. A file that is not a table is renamed to `sm90.json.ignored`, or `.ignored.1`
+    and so on. Returns the file; raises OSError if the cache cannot be written.
     """
     path = user_cache_path()
     check_user_cache_writable()
@@ -181,10 +177,7 @@ def _brief(entry: object) -> str:
 
 
 def _mode_of_table(path: pathlib.Path) -> int:
-    """Returns the old file's permissions; without an old file, the umask's default.
-
-    `tempfile` makes files that only their owner reads, but users may share a cache's folder.
-    """
+    """Returns the old file's permissions, or the umask's default: users may share a folder."""
     for file in (path, _lock_file(path)):  # The lock was just made with the umask's default.
         with contextlib.suppress(FileNotFoundError):
             return stat.S_IMODE(file.stat().st_mode)

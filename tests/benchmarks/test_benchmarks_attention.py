@@ -58,13 +58,11 @@ def test_grouping_by_hand_and_back(monkeypatch, index: str):
         with jax.numpy_dtype_promotion("standard"):
             return jax.nn.dot_product_attention(query, key, value, implementation="xla")
 
-    for library in ("cudnn", "tokamax"):
-        monkeypatch.setattr(production_providers, library, lambda: attend)
+    monkeypatch.setattr(production_providers, "cudnn", lambda: attend)
     shape = dataclasses.replace(TINY, index=index)
-    ours, xla, grouped, *_, tokamax = contenders(shape, is_drawn=False)
-    found = production.checked([ours, xla, grouped, tokamax], "forward")
-    assert [c.record["name"] for c in found[2:]] == ["grouped-cudnn", "grouped-tokamax"]
-    assert all(c.record["ok"] for c in found[2:])
+    found = production.checked(contenders(shape, is_drawn=False)[:3], "forward")
+    assert found[2].record["name"] == "grouped-cudnn"
+    assert found[2].record["ok"]
 
 
 def test_run_writes_what_it_measured(tmp_path, monkeypatch, capsys):

@@ -4,34 +4,41 @@ from __future__ import annotations
 
 import json
 import pathlib
-import sys
 
 import pytest
 
-from benchmarks import look_up
+from benchmarks import look_up, report
 
 RESULTS = pathlib.Path(look_up.__file__).parent / "results" / "look_up" / "h100.json"
 
 
-def test_a_point_is_checked_and_described(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]
+def test_points_are_checked_and_described(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path
 ) -> None:
-    point = look_up.Point(40, 5, 32, "bfloat16", False)
-    monkeypatch.setattr(look_up, "drawn", lambda: [point])
+    monkeypatch.setitem(look_up.SWEEPS, "chosen", look_up.CHOSEN[:1])
     out = tmp_path / "results.json"
-    monkeypatch.setattr(sys, "argv", ["look_up", "--points", "1", "--out", str(out)])
-    look_up.main()
-    assert "not timed" in capsys.readouterr().out
-    (record,) = json.loads(out.read_text())["points"]
-    assert record["is_equal"]
-    assert record["error"] <= 0.5
+    assert look_up.BENCHMARK.main(["--out", str(out), "--quick", "--sweep", "chosen"]) == 0
+    (point,) = json.loads(out.read_text())["points"]
+    assert {p["name"] for p in point["providers"] if p["ok"]} >= {*look_up.NO_SUMS, "scatter"}
+    assert look_up.bars(point).endswith("of a copy's bandwidth")
 
 
-def test_the_drawn_sizes_are_those_of_the_results_which_are_right() -> None:
-    records = json.loads(RESULTS.read_text())["points"]
+def test_a_wrong_sum_is_seen() -> None:
+    sizes = look_up.Sizes(4, 2, 8, "float32", is_sorted=True)
+    values, index = look_up.jnp.ones((4, 2)), look_up.np.asarray([0, 0, 1, 1])
+    for number, ok in ((2.0, True), (2.1, False)):
+        sums = look_up.jnp.full((2, 2), number)
+        assert look_up._check_sums(sizes, index, values, sums).ok == ok
+
+
+def test_results_of_an_older_format_are_those_of_the_sizes_and_can_be_drawn(
+    tmp_path: pathlib.Path,
+) -> None:
     points = [*look_up.drawn(), *look_up.CHOSEN]
-    for point, record in zip(points, records, strict=True):
-        assert look_up.describe(record).split()[:2] == [str(point.batch), str(point.users)]
-        assert record["is_equal"]
-        if point.dtype != "float32":
-            assert record["error"] is None or record["error"] <= 0.5
+    older = json.loads(RESULTS.read_text())["points"]
+    for sizes, record in zip(points, older, strict=True):
+        point = look_up.standard(record)
+        assert point["label"] == sizes.label
+        assert look_up.bars(point)
+    assert report.main([str(RESULTS), "--root", str(tmp_path)]) == 0
+    assert (tmp_path / "docs" / "images" / "look_up.svg").exists()

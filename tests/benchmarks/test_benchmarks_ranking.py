@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
-import json
-import sys
 from unittest import mock
 
 import jax
@@ -72,7 +69,7 @@ def small_and_quick(monkeypatch):
 
 def test_run_writes_what_it_measured_and_the_report_reads_it(tmp_path, capsys):
     path = tmp_path / "ranking.json"
-    assert ranking.main(["--out", str(path)]) == 0
+    assert ranking.BENCHMARK.main(["--out", str(path)]) == 0
     results = timing.read_results(path)
     number = 1 + len(ranking.RATIOS) + len(ranking.CANDIDATES)
     assert len(results["points"]) == number
@@ -121,14 +118,6 @@ def test_wrong_results_failures_and_what_does_not_fit():
     assert "WRONG RESULT" in records.format_table(results, ranking.bars)
 
 
-def test_peak_of_one_version(capsys, monkeypatch):
-    monkeypatch.setattr(ranking, "BY_NAME", {p.name: p for p in ranking.ALL})
-    sizes = json.dumps(dataclasses.asdict(SIZES))
-    assert ranking.main(["--peak-of", "co-designed", sizes]) == 0
-    peak = json.loads(capsys.readouterr().out)
-    assert peak is None or peak > 0
-
-
 def test_full_points_hold_the_ratios(monkeypatch):
     monkeypatch.undo()
     (default,) = ranking.points("default")
@@ -147,13 +136,3 @@ def test_oracle_scores_a_part_at_a_time(monkeypatch):
     monkeypatch.setattr(cases.ranking, "materialised", score)
     params, request = inputs_of(SIZES)
     np.testing.assert_allclose(cases.oracle(params, request), score(params, request), rtol=1e-5)
-
-
-def test_peaks_are_measured_by_processes_that_find_this_tree(tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
-    assert ranking.device_peaks(SIZES, [ranking.OURS]) == {"co-designed": None}
-    assert capsys.readouterr().out == "peak of co-designed: None\n"  # a CPU has no peak
-    broken = [sys.executable, "-S", "-c", "raise KeyError('broken')"]
-    monkeypatch.setattr(ranking.children, "command", lambda *args: broken)
-    assert ranking.device_peaks(SIZES, [ranking.COPIES]) == {"materialised": None}
-    assert "KeyError: 'broken'" in capsys.readouterr().out

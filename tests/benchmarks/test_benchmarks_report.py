@@ -9,7 +9,7 @@ import re
 import pytest
 from test_benchmarks import synthetic
 
-from benchmarks import plots, records, report, scaling, tables, timing
+from benchmarks import headline, plots, records, report, scaling, tables, timing
 
 
 def documents(root, results: dict, *arguments: str) -> tuple[int, str]:
@@ -109,8 +109,52 @@ def test_committed_results_are_right_and_tables_are_kept_from_older_and_smaller_
                 made.setdefault(name, []).append(file)
                 if len(report.points_in(body)) > 1:
                     assert body == bodies[name] or "linear_compression-batches" in file
+    bodies.pop("headline")
     measured = {name for name, body in bodies.items() if body != tables.NOT_MEASURED}
     assert made.keys() == {name for name in measured if not name.endswith("-plot")}
+
+
+# The table of the first page.
+
+
+def test_the_first_page_has_the_recorded_times(tmp_path, capsys):
+    assert headline.main(["--check"]) == 0
+    (tmp_path / "docs").mkdir()
+    for document in headline.DOCUMENTS:
+        text = (report.ROOT / document).read_text("utf-8")
+        (tmp_path / document).write_text(text.replace("| `look_up` |", "| look |"))
+    arguments = ["--root", str(tmp_path)]
+    assert headline.main([*arguments, "--check"]) == 1
+    assert headline.main(arguments) == 0
+    assert headline.main([*arguments, "--check"]) == 0
+    assert "wrote: README.md, docs/performance.md" in capsys.readouterr().out
+
+
+def test_a_row_of_the_first_page_compares_the_fastest_alternative_of_every_size():
+    row = headline.Row("a", "drawn", "b", ("file",), ("x", "y"), sweep="s")
+    times = [{"ikbo": 2.0, "x": 8.0, "y": 4.0}, {"ikbo": 2.0, "x": 1.0}, {"ikbo": 2.0, "z": 1.0}]
+    points = [
+        {
+            "sweep": "s",
+            "label": "",
+            "providers": [{"name": n, "median_ms": ms} for n, ms in t.items()],
+        }
+        for t in times
+    ]
+    environment = {"commit": "0123456789", "device": "NVIDIA H200"}
+    file = {"op": "o", "environment": environment, "points": points}
+    found = headline.cells(row, [file])
+    assert found == (
+        "a",
+        "2 drawn, 1 slower",
+        "b",
+        "2.00\u00a0ms",
+        "2.00\u00a0ms",
+        "1.00×",
+        "H200, `0123456`",
+    )
+    with pytest.raises(ValueError, match="file have no times of a, drawn"):
+        headline.cells(row._replace(theirs=("w",)), [file])
 
 
 # The plots, as text.

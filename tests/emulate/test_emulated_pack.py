@@ -132,11 +132,11 @@ def test_emulated_op_and_gradient(
             implementation="mosaic_gpu",
         )
 
-    attention._attention.clear_cache()
+    attention._OP.jitted.clear_cache()
     with sm90.emulated(0) as launched:
         out, pull_back = jax.vjp(run, *inputs[:3])
         results = jax.block_until_ready([out, *pull_back(d_out)])
-    attention._attention.clear_cache()
+    attention._OP.jitted.clear_cache()
     assert ("ikbo_attention_pack_mosaic_gpu_kernel" in launched) == is_packed
     # One for the gradient.
     assert launched.count("ikbo_user_order_mosaic_gpu_kernel") == is_many
@@ -160,10 +160,10 @@ def test_emulated_op_reads_queries_of_whole_tiles_in_place(
     monkeypatch.setattr(dispatch, "num_sms", lambda: 2)
     shape = problems.AttentionShape(2, 5, 64, 40, 1, 1, 64, "unsorted")
     inputs = problems.make_attention_inputs(shape, "bfloat16")
-    attention._attention.clear_cache()
+    attention._OP.jitted.clear_cache()
     with sm90.emulated(0) as launched:
         out = ikbo_jax.attention(*inputs[:4], implementation="mosaic_gpu").block_until_ready()
-    attention._attention.clear_cache()
+    attention._OP.jitted.clear_cache()
     kinds = "user_order", "attention"
     assert launched == [f"ikbo_{kind}_mosaic_gpu_kernel" for kind in kinds]
     scale = 64**-0.5

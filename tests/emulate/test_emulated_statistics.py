@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-
 import emulator
 import jax
 import jax.numpy as jnp
@@ -11,7 +9,6 @@ import numpy as np
 import pytest
 
 from ikbo_jax.pallas.attention_backward import rows, statistics
-from ikbo_jax.pallas.hopper import per_thread
 from ikbo_jax.pallas.worklist import rows as worklist
 from ikbo_jax.pallas.worklist import work_order
 
@@ -109,26 +106,6 @@ def test_emulated_statistics_are_nan_where_a_promised_order_is_wrong(
         assert np.isnan(found).all() == np.isnan(found).any() == is_nan
         # Memory that nobody wrote is NaN, too.
         assert (found.view(np.uint32) != 2**32 - 1).all()
-
-
-def test_emulated_order_of_many_candidates_is_xla_s(
-    sm90: emulator.Emulator, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """More candidates than a turn of the loop that ranks them."""
-    monkeypatch.setattr(per_thread, "rounds", functools.partial(per_thread.rounds, unroll=2))
-    sizes = rows.Sizes(300, 7, 300, 3, 2, 32, 1, is_sorted=False, tile_rows=128)
-    rng = np.random.default_rng(0)
-    index = jnp.asarray(rng.integers(-1, 8, sizes.batch), jnp.int32)
-    out = jnp.ones((sizes.batch, 3, 2, 64), jnp.bfloat16)
-    query = jnp.asarray(rng.normal(size=out.shape), jnp.bfloat16)
-    inputs = rows.Inputs(out, out, jnp.zeros(out.shape[:3], jnp.float32), None, query)
-    with sm90.emulated(0) as launched:
-        found, _, packed = rows.with_statistics(index, None, inputs, sizes, kv_heads=1, count=2400)
-    assert launched == names(is_numbered_before=False)
-    by_xla = worklist.by_xla(index, None, sizes)
-    for x, y in zip(found, by_xla, strict=True):
-        np.testing.assert_array_equal(x, y)
-    np.testing.assert_array_equal(packed.query, rows.pack(query, by_xla.order, 1))
 
 
 MANY = {

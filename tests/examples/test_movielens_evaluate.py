@@ -96,15 +96,23 @@ def run(file, **options):
 
 def test_progress_in_a_pipe_is_plain_lines():
     lines = run(io.StringIO(), every_s=0).splitlines()
-    assert lines[1] == "a note"
-    assert re.fullmatch(r"a run: step 3/5, loss 0.5000, [\d.]+ steps/s, \d+ s left", lines[0])
-    assert lines[3].startswith("a run: step 5/5, loss 0.1250")
+    # The first step compiles: it says nothing about the others, and is not written.
+    assert lines[0] == "a note"
+    assert re.fullmatch(r"a run: step 4/5, loss 0.2500, [\d.]+ steps/s, \d+ s left", lines[1])
+    assert lines[2].startswith("a run: step 5/5, loss 0.1250")
     # By default a line appears every ten seconds, and at the end.
     assert [line.split(",")[0] for line in run(io.StringIO()).splitlines()] == [
         "a note",
         "a run: step 5/5",
     ]
     assert run(io.StringIO(), quiet=True) == ""
+
+
+def test_progress_of_one_step_has_no_speed():
+    file = io.StringIO()
+    with Progress(file=file).bar("a run", 4, 5) as advance:
+        advance(loss=0.5)
+    assert file.getvalue() == "a run: step 5/5, loss 0.5000\n"
 
 
 def test_progress_on_a_terminal_is_a_bar():

@@ -8,7 +8,6 @@ from __future__ import annotations
 import functools
 from typing import Any
 
-import interpreter
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -174,14 +173,3 @@ KERNEL_CASES: dict[str, tuple[tuple[Any, ...], bool]] = {
     ),
     "pma_index": (([0], [0, 3, 3, 20, 38], [0, 2, -1, 9, 2, 1], 9, 38, None, None), True),
 }
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("on_cpu")
-@pytest.mark.parametrize("name", ["pma_index", "merged_bounded"])
-def test_interpreted_kernel_lists_the_tiles(name: str, launches: interpreter.Launches) -> None:
-    """Two of the cases: every access of a thread is a call of the interpreter."""
-    problem, is_broadcast = KERNEL_CASES[name]
-    kernel = functools.partial(launch.query_tiles, interpret=interpreter.PARAMS)
-    check(problem, kernel, 8, broadcast=is_broadcast)
-    launches.assert_no_races(1)

@@ -19,11 +19,9 @@ import problems
 import pytest
 from indexed_attention import IndexedAttention
 from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks
-from jax.experimental import pallas as pl
 
 from ikbo_jax.pallas.flash import attention as kernel
 from ikbo_jax.pallas.flash import attention_producer
-from ikbo_jax.pallas.flash.attention_context import AttentionContext
 from ikbo_jax.problems import AttentionConfig
 
 # The op's own interpreted tests are the ones that run with every jax.
@@ -283,18 +281,6 @@ def test_order_needs_whole_warpgroup_tiles() -> None:
 
 
 # The checks themselves: each of them must be able to fail.
-
-
-def test_interpreted_output_that_is_not_waited_for_is_found(
-    monkeypatch: pytest.MonkeyPatch, launches: interpreter.Launches
-) -> None:
-    def free_at_once(ctx: AttentionContext, item: Any) -> None:
-        pl.when(item >= 0)(lambda: ctx.shared.query.release(item))
-
-    # The wait at the end of a kernel remains: the interpreter needs it.
-    monkeypatch.setattr(AttentionContext, "free_stored_slot", free_at_once)
-    case = Case((0,) * 6, 32)
-    planted.assert_found(lambda: interpret(case.inputs(), case), launches)
 
 
 @pytest.mark.parametrize("pending", [0, 1])

@@ -11,13 +11,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import oracle_attention
-import planted
 import problems
 import pytest
 from problems import AttentionInputs, AttentionShape
 
 from ikbo_jax.pallas.attention_backward.kernel import attention_backward_kernel
-from ikbo_jax.pallas.worklist import rows
 from ikbo_jax.problems import AttentionProblem
 from ikbo_jax.problems.attention_backward import MAX_BOTH_SUMS
 from ikbo_jax.problems.attention_backward import AttentionBackwardConfig as Config
@@ -328,36 +326,4 @@ def test_interpreted_wrong_promise_of_a_sorted_index_gives_nan(d_query: str) -> 
         assert np.all(np.isnan(np.asarray(result, np.float32)))
 
 
-@pytest.mark.parametrize("is_sorted", [True, False])
-def test_interpreted_numbers_of_rows_are_those_of_xla(
-    is_sorted: bool, launches: interpreter.Launches
-) -> None:
-    """More users than threads; every access of a thread is a call of the interpreter."""
-    sizes = rows.Sizes(140, 130, 300, 3, 2, 32, 2, is_sorted, tile_rows=128)
-    index = np.random.default_rng(0).integers(-1, 131, sizes.batch)
-    index = jnp.asarray(np.sort(index) if is_sorted else index, jnp.int32)
-    lengths = jnp.arange(sizes.users, dtype=jnp.int32)
-    found = rows.make_rows(index, lengths, sizes, interpret=PARAMS)
-    want = rows.by_xla(index, lengths, sizes)
-    assert jax.tree.structure(found) == jax.tree.structure(want)
-    for x, y in zip(jax.tree.leaves(found), jax.tree.leaves(want), strict=True):
-        np.testing.assert_array_equal(x, y)
-    launches.assert_no_races(1)
-
-
 # The check itself must be able to fail.
-
-
-def test_interpreted_block_handed_back_too_early_is_found(
-    monkeypatch: pytest.MonkeyPatch, launches: interpreter.Launches
-) -> None:
-    """Blocks go back before the wait that says that they were read.
-
-    The emulator finds that consumers do not wait for each other.
-    """
-    planted.early_hand_back(monkeypatch, pending=1)
-    case = Case(AttentionShape(1, 6, 32, 128, 1, 1, 64), Config(32))
-    inputs, tensors = make(case)
-    planted.assert_found(
-        lambda: gradients.__wrapped__(inputs, tensors, case), launches, case.launches
-    )

@@ -242,6 +242,19 @@ OWN = (
     *("negative_scale_f16_h96_ranges", "listed_lengths_gqa_h96_ranges", "turns_wide"),
 )
 CASES |= {f"{name}_own": dataclasses.replace(CASES[name], has_own=True) for name in OWN}
+#: Cases whose keys and values are in pages of one, two or three blocks.
+CASES |= {
+    f"{name}_pages_{page}": dataclasses.replace(CASES[name], keys=keys, page=page)
+    for name, keys, page in (
+        ("even_blocks", 64, 16),
+        ("odd_blocks_users_without_candidates", 96, 32),
+        ("rows_150_wide_lengths_ranges_own", 64, 32),
+        ("listed_lengths_gqa_h96", 48, 16),
+        ("listed_bundles_split_gqa_lengths_ranges_own", 96, 48),
+        ("h256_listed_split_lengths", 96, 32),
+        ("split_lengths_gqa", 96, 32),
+    )
+}
 CASES |= {
     f"{name}_searched": dataclasses.replace(CASES[name], searches=True)
     for name in (
@@ -261,11 +274,13 @@ CASES |= {
 
 
 def interpret(inputs: problems.AttentionInputs, case: Case) -> tuple[jax.Array, jax.Array]:
+    inputs, pages = case.in_pages(inputs)
     inputs, targets = packed(inputs, case)
     run = functools.partial(
         few_queries_kernel,
         key_value_ranges=case.ranges,
         **case.own,
+        **pages,
         scale=case.scale,
         logit_cap=case.logit_cap,
         targets=targets,
@@ -326,19 +341,6 @@ def test_a_bundle_is_listed_once(
 
 def assert_found(case: Case, launches: interpreter.Launches) -> None:
     planted.assert_found(lambda: interpret(case.inputs(), case), launches)
-
-
-@pytest.mark.parametrize("pending", [0, 1])
-def test_interpreted_block_handed_back_too_early_is_found(
-    pending: int, monkeypatch: pytest.MonkeyPatch, launches: interpreter.Launches
-) -> None:
-    """Keys (1 group pending) or values (0) go back before the wait that says they were read.
-
-    Both consumers use every block. Where each uses every second one, no block of keys is loaded
-    before the values of the block in between are free.
-    """
-    planted.early_hand_back(monkeypatch, pending)
-    assert_found(Case((0,) * 70, 16 * 6, config=WIDE), launches)
 
 
 def test_interpreted_sums_taken_too_early_are_found(

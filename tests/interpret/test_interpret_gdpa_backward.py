@@ -221,16 +221,6 @@ def test_few_tiles_of_keys_divide_their_queries(shape: Shape, num_sms: int, expe
 # The check itself must be able to fail.
 
 
-def test_interpreted_block_handed_back_too_early_is_found(
-    monkeypatch: pytest.MonkeyPatch, launches: interpreter.Launches
-) -> None:
-    """Blocks go back before the wait that says that they were read."""
-    planted.early_hand_back(monkeypatch, pending=0)
-    case = Case(Shape((192,), (128,), 1, 1, 64), "relu")
-    arrays = problems_gdpa.make_arrays(case.shape)
-    planted.assert_found(lambda: gradients(arrays, case), launches, expected=2)
-
-
 def test_interpreted_statistics_freed_before_they_are_read_are_found(
     monkeypatch: pytest.MonkeyPatch, launches: interpreter.Launches
 ) -> None:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import threading
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -23,7 +22,7 @@ import pytest
 from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from ikbo_jax.pallas.hopper import mosaic, rings
+from ikbo_jax.pallas.hopper import mosaic
 from ikbo_jax.pallas.linear_compression import kernel, tiles
 from ikbo_jax.problems import LinearCompressionConfig, LinearCompressionProblem
 from ikbo_jax.problems.hopper import NUM_CONSUMERS
@@ -302,67 +301,10 @@ def assert_found(case: Case, launches: interpreter.Launches, match: str = "races
     planted.assert_found(lambda: kernel(*levels), launches, case.launches, match)
 
 
-def test_interpreted_race_of_an_early_launch_is_found(
-    monkeypatch: pytest.MonkeyPatch, launches: interpreter.Launches
-) -> None:
-    """Consumers of the first of two launches do not wait for what they multiply.
-
-    They multiply after the first copy, in whatever order the threads run. Would they hand a stage
-    back before the producer first takes it, the producer's clock would seem to follow their reads.
-    """
-    traced: list[None] = []
-    launch, is_copied = plgpu.kernel, threading.Event()
-    copy, multiply = gpu_callbacks.copy_gmem_to_smem, gpu_callbacks.wgmma
-
-    def counted_launch(*args: Any, **options: Any) -> Any:
-        traced.append(None)
-        return launch(*args, **options)
-
-    def copy_first(**kwargs: Any) -> Any:
-        token = copy(**kwargs)
-        is_copied.set()
-        return token
-
-    def multiply_later(**kwargs: Any) -> Any:
-        assert is_copied.wait(60)
-        return multiply(**kwargs)
-
-    monkeypatch.setattr(plgpu, "kernel", counted_launch)
-    monkeypatch.setattr(gpu_callbacks, "copy_gmem_to_smem", copy_first)
-    monkeypatch.setattr(gpu_callbacks, "wgmma", multiply_later)
-    plant(monkeypatch, "barrier_wait", lambda ref: planted.is_handed_back(ref) or len(traced) > 1)
-    assert_found(Case((1, 2), (100, 100), 16, 64, SEPARATE), launches, r"races in launches \[0\]")
-
-
 def test_interpreted_producer_that_does_not_wait_is_found(
     monkeypatch: pytest.MonkeyPatch, launches: interpreter.Launches
 ) -> None:
     plant(monkeypatch, "barrier_wait", lambda ref: not planted.is_handed_back(ref))
-    assert_found(Case((1,), (300,), 64, 64), launches)
-
-
-def test_interpreted_stage_handed_back_too_early_is_found(
-    monkeypatch: pytest.MonkeyPatch, launches: interpreter.Launches
-) -> None:
-    """Consumers hand back the stage whose products they just issued, not the one before it.
-
-    Tiles that span candidates are multiplied by the same code.
-    """
-    release, wait, wgmma_wait = rings.Ring.release, rings.Ring.await_ready, plgpu.wgmma_wait
-    newest: list[Any] = []
-
-    def remembering_wait(ring: rings.Ring, number: Any) -> None:
-        newest[:] = [ring, number]
-        wait(ring, number)
-
-    def releasing_wgmma_wait(pending: int) -> None:
-        if pending:
-            release(*newest)
-        wgmma_wait(pending)
-
-    monkeypatch.setattr(rings.Ring, "await_ready", remembering_wait)
-    monkeypatch.setattr(rings.Ring, "release", lambda ring, number: None)
-    monkeypatch.setattr(plgpu, "wgmma_wait", releasing_wgmma_wait)
     assert_found(Case((1,), (300,), 64, 64), launches)
 
 

@@ -9,7 +9,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import offline
-import planted
 import pytest
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith
@@ -148,18 +147,6 @@ def test_offline_row_of_the_table_is_fit(row: table_rows.Row, compiler: offline.
 
 
 # The check itself must be able to fail.
-
-
-@pytest.mark.parametrize("function", ["_block", "_tile"])
-def test_offline_missing_wait_is_found(
-    function: str, compiler: offline.Compiler, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Without the waits for a block's products, or for a tile's sums, ptxas sees accumulators that
-    are read while WGMMAs write them."""
-    left_out = planted.missing_wait(monkeypatch, function)
-    *_, compiled = compiler.compile(*CASES["h64_few_queries"].launch())
-    assert left_out
-    assert compiled.ptxas.serialized
 
 
 def test_offline_wide_descriptors_are_found(

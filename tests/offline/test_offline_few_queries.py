@@ -40,7 +40,7 @@ class Case:
         """The kernel's host function, and the shapes it takes."""
         p = self.problem
 
-        def fn(query, key, value, cand_to_user, lengths, targets, ranges, own):
+        def fn(query, key, value, cand_to_user, lengths, targets, ranges, own, pages):
             return few_queries_kernel(
                 query,
                 key,
@@ -50,6 +50,7 @@ class Case:
                 ranges,
                 own,
                 own,
+                pages,
                 scale=p.head_dim**-0.5,
                 return_residuals=self.with_options,
                 config=self.config,
@@ -64,7 +65,15 @@ class Case:
         ranges = jax.ShapeDtypeStruct((p.batch, 2), jnp.int32) if p.has_ranges else None
         own = (p.batch, 1, p.kv_heads, p.head_dim) if self.has_own else None
         own = own and jax.ShapeDtypeStruct(own, p.dtype)
-        return fn, *shapes, targets, ranges, own
+        pages = None
+        if p.page:
+            most = p.kv_len // p.page
+            pages = jax.ShapeDtypeStruct((p.users, most), jnp.int32)
+            pool = jax.ShapeDtypeStruct(
+                (2 * p.users * most, p.page, p.kv_heads, p.head_dim), p.dtype
+            )
+            shapes = (shapes[0], pool, pool, *shapes[3:])
+        return fn, *shapes, targets, ranges, own, pages
 
 
 def of(head_dim: int, config: Config, heads: tuple[int, int] = (4, 4), **changes: Any) -> Case:
@@ -189,6 +198,11 @@ OWN = (
     *("h256_wide_plain", "h256_blocks_of_80_gqa_plain", "h128_mqa_7", "h64_listed_most_ranges"),
 )
 CASES |= {f"{name}_own": dataclasses.replace(CASES[name], has_own=True) for name in OWN}
+#: Cases whose keys and values are in pages of 128 positions.
+PAGED = ("h64", "h64_split", "h128_wide_ranges", "h128_listed", "h128_gqa", "h256_wide", "h192")
+for name in PAGED:
+    problem = dataclasses.replace(CASES[name].problem, page=128)
+    CASES[f"{name}_pages"] = dataclasses.replace(CASES[name], problem=problem)
 
 
 @pytest.mark.sampled(3)

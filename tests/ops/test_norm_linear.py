@@ -22,7 +22,6 @@ pytestmark = pytest.mark.usefixtures("on_cpu")
 
 ROWS, F, N, H = 5, 6, 2, 3
 ACTIVATIONS = ("silu", "identity", "gelu")
-KINDS_OF_NORM = ("layer", "rms")
 EPS = 1e-3
 #: Largest errors in roundings; gradients are relative to the largest one.
 UNITS = {"float32": 16.0, "bfloat16": 3.0, "float16": 3.0}

@@ -226,11 +226,32 @@ def test_equal_requests_have_equal_placements():
         ({"multiple_of": 2.5}, "multiple_of is 2.5, expected an integer"),
         ({"num_devices": None}, "num_devices is None, expected an integer"),
         ({"users_multiple_of": -8}, "users_multiple_of is -8, expected at least 1"),
+        ({"num_users": 10**10}, "num_users is 10000000000, expected at most 2147483647"),
+        ({"num_users": True}, "num_users is True, expected an integer"),
+        ({"num_devices": 10**8}, "num_devices is 100000000, expected at most 65536"),
+        ({"multiple_of": 1 << 30}, "multiple_of is 1073741824, expected at most 134217728"),
+        ({"users_multiple_of": 1 << 30}, "users_multiple_of is 1073741824, expected at most"),
+        (
+            {"num_devices": 1 << 16, "cand_to_user": [0] * 5000},
+            "65536 devices with 5000 rows each, as the largest needs, are 327680000 rows",
+        ),
     ],
 )
 def test_wrong_arguments(arguments, message):
     with pytest.raises(ValueError, match=message):
         ikbo.place_users(**({"cand_to_user": [0, 1], "num_users": 3, "num_devices": 2} | arguments))
+
+
+def test_ids_of_users_may_be_large():
+    """Memory and time follow the candidates, not the number of users."""
+    most = 2**31 - 1
+    index = np.array([most - 1, 5, most - 1, 1 << 20, 5, 5])
+    found = ikbo.place_users(index, most, 2)
+    small = ikbo.place_users([2, 0, 2, 1, 0, 0], 3, 2)
+    names = np.array([5, 1 << 20, most - 1])
+    np.testing.assert_array_equal(found.users, np.where(small.users < 0, -1, names[small.users]))
+    np.testing.assert_array_equal(found.candidates, small.candidates)
+    np.testing.assert_array_equal(found.cand_to_user, small.cand_to_user)
 
 
 def test_wrong_arrays():
@@ -245,6 +266,9 @@ def test_wrong_arrays():
         message = re.escape(f"devices are {devices}, expected different ones in [0, 2)")
         with pytest.raises(ValueError, match=message):
             placed.on(devices)
+    for device in (1.0, True, "0"):
+        with pytest.raises(ValueError, match=rf"devices\[1\] is {device!r}, expected an integer"):
+            placed.on([0, device])
 
 
 def test_a_large_request_takes_milliseconds():

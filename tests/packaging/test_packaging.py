@@ -38,6 +38,7 @@ def test_changelog_has_the_version_or_unreleased():
     releases = others if first == "Unreleased" else [first, *others]
     assert "Unreleased" not in releases
     assert releases[:1] in ([], [__version__])
+    assert f"\nversion: {__version__}\n" in (ROOT / "CITATION.cff").read_text("utf-8")
 
 
 def anchors(page):
@@ -87,7 +88,7 @@ def test_wheel_holds_the_package_and_its_data(tmp_path):
     pytest.importorskip("setuptools", minversion="77")
     source = tmp_path / "source"
     source.mkdir()
-    for name in ("pyproject.toml", "README.md", "LICENSE"):
+    for name in ("pyproject.toml", "setup.py", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, source / name)
     shutil.copytree(
         ROOT / "ikbo_jax", source / "ikbo_jax", ignore=shutil.ignore_patterns("__pycache__")
@@ -113,6 +114,15 @@ def test_wheel_holds_the_package_and_its_data(tmp_path):
     for extra in ("cuda12", "cuda13", "flax", "bench", "serve", "test"):
         assert f"Provides-Extra: {extra}" in text
     assert "ikbo-jax = ikbo_jax.cli:main" in entry_points
+    # The first page, for readers who see nothing of the repository beside it.
+    links = re.findall(r"\]\(([^)]+)\)", text)
+    assert len(links) > 20
+    assert all(link.startswith("https://") for link in links)
+    source = PROJECT["urls"]["Source"]
+    assert f"]({source}/raw/main/docs/images/ikbo.svg)" in text
+    assert f"]({source}/blob/main/docs/adopting.md#a-new-model)" in text
+    assert f"Project-URL: Source, {source}" in text
+    assert "Author: " in text
 
 
 # --- the scripts ----------------------------------------------------------------------------------

@@ -49,7 +49,8 @@ def test_figures_count_all_tries():
         load.Told(asked[3], 0, 7.0, 3, None, "", ""),
     ]
     counts = {"calls": 2, "requests": 3, "candidates": 30, "padding": 10, "hits": 1, "misses": 3}
-    zero = dict.fromkeys(counts, 0) | {"evictions": 0, "compilations": 0}
+    zero = dict.fromkeys((*load.COUNTS, "compilations"), 0)
+    counts |= {"scored": 4, "wasted": 1}
     since = load.since({"a": zero}, {"a": zero | counts, "b": zero | counts})
     found = load.summary(PLAN, told, since)
     assert found["statuses"] == {"200": 2, "503": 1, "0": 1}
@@ -57,7 +58,11 @@ def test_figures_count_all_tries():
     assert found["throughput"] == 2 / 10
     assert found["p50_ms"] == pytest.approx(200)
     assert (found["requests_per_call"], found["hit_rate"]) == (1.5, 0.25)
-    assert found["padding_share"] == 0.25
+    assert (found["padding_share"], found["wasted_share"]) == (0.25, 0.25)
+    found = load.goodput(PLAN, told, deadline_s=0.2)
+    assert found["goodput"] == 1 / 10
+    assert found["refused_p50_ms"] == pytest.approx(500)
+    assert found["refused_without_retry_after"] == 1
 
 
 @pytest.mark.parametrize("binary", [True, False])

@@ -56,6 +56,11 @@ def test_every_size_around_a_bucket(shared, count):
     assert since.padding == (4 if count <= 4 else 16) - count
 
 
+def test_a_scorer_measures_the_calls_of_every_bucket(shared):
+    assert shared.call_seconds.keys() == set(shared.buckets.pairs)
+    assert all(seconds > 0 for seconds in shared.call_seconds.values())
+
+
 def test_one_call_serves_several_requests_of_one_user(shared):
     requests = [small.request(1, [1, 2]), small.request(5, [3]), small.request(1, [4])]
     since = Since(shared)

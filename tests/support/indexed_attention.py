@@ -25,6 +25,7 @@ class IndexedAttention:
       num_sms: how many CTAs share the work.
       has_ranges: whether every candidate has its own range of keys.
       has_own: whether every candidate has an own token.
+      page: positions of a page of keys and values; 0: a user's are in one array.
       logit_cap: of the scores, or None.
     """
 
@@ -39,6 +40,7 @@ class IndexedAttention:
     dtype: str = "bfloat16"
     has_ranges: bool = False
     has_own: bool = False
+    page: int = 0
 
     @property
     def own(self) -> dict[str, jax.Array]:
@@ -60,7 +62,32 @@ class IndexedAttention:
     @property
     def problem(self) -> AttentionProblem:
         sizes = (len(self.index), self.users, self.q_len, self.keys, *self.heads, self.head_dim)
-        return AttentionProblem(*sizes, self.dtype, has_ranges=self.has_ranges)
+        return AttentionProblem(*sizes, self.dtype, has_ranges=self.has_ranges, page=self.page)
+
+    def in_pages(
+        self, inputs: problems.AttentionInputs
+    ) -> tuple[problems.AttentionInputs, dict[str, jax.Array]]:
+        """Puts keys and values into pages in any order, among pages of NaN; and their table.
+
+        The keys are a multiple of a page. A user's last page may be out of range: it is the last
+        or the first of all.
+        """
+        if not self.page:
+            return inputs, {}
+        most = self.keys // self.page
+        order = np.random.default_rng(2).permutation(2 * self.users * most)
+        table = order[: self.users * most].astype(np.int32)
+
+        def paged(rows: jax.Array) -> jax.Array:
+            of_users = np.asarray(rows).reshape(table.size, self.page, *rows.shape[2:])
+            pages = np.full((order.size, *of_users.shape[1:]), np.nan, rows.dtype)
+            pages[table] = of_users
+            return jax.device_put(pages)
+
+        key, value = paged(inputs.key), paged(inputs.value)
+        clamped = np.where(table == order.size - 1, 2**31 - 1, np.where(table == 0, -3, table))
+        inputs = inputs._replace(key=key, value=value)
+        return inputs, {"page_table": jax.device_put(clamped.reshape(self.users, most))}
 
     def inputs(self, seed: int = 0) -> problems.AttentionInputs:
         sizes = (self.users, len(self.index), self.q_len, self.keys, *self.heads, self.head_dim)

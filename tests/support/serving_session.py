@@ -9,6 +9,7 @@ import asyncio
 import collections
 import json
 import os
+import pathlib
 import signal
 import sys
 import time
@@ -89,34 +90,6 @@ class Session:
             "retried": sum(one.tries > 1 for one in told),
         }
 
-    async def post(self, body: bytes, headers: dict[str, str]) -> tuple[int, str]:
-        async with (
-            aiohttp.ClientSession() as session,
-            session.post(f"{self.url}/rank", data=body, headers=headers) as answer,
-        ):
-            return answer.status, await answer.text()
-
-    async def refusals(self) -> dict[str, tuple[int, str]]:
-        json_type = {"Content-Type": wire.JSON}
-        asked = {
-            "unknown user": wire.ask(300, [1], binary=False),
-            "negative user": wire.ask(-1, [1], binary=True),
-            "too many": wire.ask(3, [1] * (MOST + 1), binary=False),
-            "unknown item": wire.ask(3, [1, 500], binary=True),
-            "no number": (b'{"user": "x", "candidates": [1]}', json_type),
-            "other field": (b'{"user": 1, "candidates": [1], "top": 3}', json_type),
-            "no field": (b'{"user": 1}', json_type),
-            "no JSON": (b"{", json_type),
-            "no MessagePack": (b"\xc1", {"Content-Type": wire.BINARY}),
-            "half an item": (
-                wire.msgpack.packb({"user": 1, "candidates": b"12345"}),
-                {"Content-Type": wire.BINARY},
-            ),
-            "other type": (b"", {"Content-Type": "text/plain"}),
-            "deadline": wire.ask(3, [1], binary=False, timeout_ms=0.001),
-        }
-        return {name: await self.post(*message) for name, message in asked.items()}
-
     async def division(self) -> list[str]:
         """The replicas to which the balancer gives the first 20 users now; "" for an error."""
         found = []
@@ -163,10 +136,12 @@ class Session:
         # Requests after the swap have the new weights alone.
         told += (after := await load.send(self.url, self.plan(seed=3, seconds=1)))
         found = self.outcome(told) | {"after": sorted({one.weights for one in after})}
-        await asyncio.to_thread(self.service.deploy, "no version")
+        refused = ""
+        try:
+            await asyncio.to_thread(self.service.deploy, "no version")
+        except ValueError as error:
+            refused = str(error)
         told = await load.send(self.url, self.plan(seed=4, seconds=1))
-        refused = [fields["refused"] for fields in (await load.metrics(self.url, 2)).values()]
-        await asyncio.to_thread(self.service.deploy, "2")
         return found | {"wrong_version": self.outcome(told) | {"refused": refused}}
 
     async def kill(self) -> dict[str, Any]:
@@ -181,7 +156,35 @@ class Session:
             after = await load.metrics(self.url, 2, limit_s=3)
             if len(after) == 2:
                 break
-        return found | {"replicas_after": len(after), "same": len(before.keys() & after.keys())}
+        return found | {
+            "replicas_after": len(after),
+            "same": len(before.keys() & after.keys()),
+            "current": [fields["weights"] for fields in after.values()],
+        }
+
+    async def front_end(self) -> dict[str, Any]:
+        """What becomes of HAProxy, and of requests, when it is killed; seconds to an answer."""
+        (haproxy,) = [
+            int(path.parent.name)
+            for path in pathlib.Path("/proc").glob("[0-9]*/cmdline")
+            if str(self.service.folder).encode() in (line := path.read_bytes()) and b"-db" in line
+        ]
+        os.kill(haproxy, signal.SIGKILL)
+        start, told = time.monotonic(), []
+        while time.monotonic() < start + 100:
+            told += (newest := await load.send(self.url, self.plan(rate=4, seconds=1, retries=0)))
+            if newest and all(one.status == 200 for one in newest):
+                break
+        return self.outcome(told) | {"seconds": time.monotonic() - start}
+
+    async def drain(self) -> dict[str, Any]:
+        """Requests that are under way when the service is to end."""
+        sending = asyncio.create_task(
+            load.send(self.url, self.plan(rate=200, seconds=0.5, seed=6, retries=0))
+        )
+        await asyncio.sleep(0.4)
+        await asyncio.to_thread(self.service.drain)
+        return self.outcome(await sending)
 
     async def overload(self) -> dict[str, Any]:
         """Far more requests at once than may wait."""
@@ -190,7 +193,6 @@ class Session:
 
     async def all(self) -> dict[str, Any]:
         return {
-            "refusals": await self.refusals(),
             "forms": await self.both_forms(),
             "swap": await self.swap(),
             "overload": await self.overload(),
@@ -198,6 +200,8 @@ class Session:
             "metrics": await load.metrics(self.url, 2),
             "kill": await self.kill(),
             "metrics_of_replacement": await load.metrics(self.url, 2),
+            "front_end": await self.front_end(),
+            "drain": await self.drain(),
         }
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from fake_tuning import ATTENTION as DEFAULT
-from fake_tuning import LINEAR, row
+from fake_tuning import row
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -62,15 +62,6 @@ def test_sizes_of_nothing_have_no_configuration_or_a_legal_one(name):
         problem = dataclasses.replace(sizes, **{name: 0})
         for config in problem.configs():
             assert config.illegal_reason(problem) is None
-
-
-def test_nearest_row_is_taken_and_named(builtin):
-    near = at(kv_len=5000)
-    builtin(row(at(kv_len=5800)), row(near, other()), row(LINEAR))
-    choice = table.lookup(DEFAULT)
-    assert (choice.config, choice.exact) == (other(), False)
-    assert "nearest row at distance 0.29" in choice.reason
-    assert "B=2048 U=32 T=64 S=5000 N=2 K=2 H=128 bfloat16" in choice.reason
 
 
 def test_row_of_another_head_width_says_nothing(builtin):

@@ -132,7 +132,7 @@ def test_useful_flops_of_gradients():
 # The tuner.
 
 
-@pytest.mark.parametrize("problem", [p for p in EVERY if p is not GDPA], ids=op_of)
+@pytest.mark.parametrize("problem", EVERY, ids=op_of)
 def test_tuning_writes_the_winner(problem, builtin):
     builtin()
     best, lines = other(problem), []

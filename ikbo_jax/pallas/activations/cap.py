@@ -60,10 +60,7 @@ class Cap(NamedTuple):
 def scale_and_cap(
     scale: float, logit_cap: float | None, method: Method | None = None
 ) -> tuple[float, Cap | None]:
-    """Returns the scale of capped scores, and the cap; `scale` and None without a `logit_cap`.
-
-    `method`: None chooses the one for a softmax.
-    """
+    """Returns scale and cap of capped scores; None is a softmax's `method`, or no cap at all."""
     if logit_cap is None:
         return scale, None
     if method is None:
@@ -75,8 +72,7 @@ def scale_and_cap(
 def capped(cap: Cap | None, scores: jax.Array, *, interpret: bool) -> jax.Array:
     """Computes tanh(factor * scores), [64, columns] f32; returns `scores` without a cap.
 
-    What is not finite becomes NaN, or with tanh.approx stays so, and does not reach neighbours: a
-    hidden key's score may be NaN, and so may the score of another candidate's query.
+    What is not finite becomes NaN, or with tanh.approx stays so, and does not reach neighbours.
     """
     if cap is None:
         return scores
@@ -97,17 +93,13 @@ def capped(cap: Cap | None, scores: jax.Array, *, interpret: bool) -> jax.Array:
         near = y * (y * y * jnp.float32(cubic) + jnp.float32(linear))
         return jnp.where(jnp.abs(y) < NEAR / unit, near, far)
 
-    found: jax.Array = values.by_chunks(("",), None, scores, evaluate, interpret)
-    return found
+    return values.by_chunks(("",), None, scores, evaluate, interpret)
 
 
 def through_cap(
     cap: Cap | None, capped: jax.Array, slope: jax.Array, zero: float = 0.0
 ) -> jax.Array:
-    """Multiplies slopes by the slope of the cap, 1 - tanh², from `capped` scores.
-
-    `zero`: the slope that means 0; differences from it are multiplied.
-    """
+    """Multiplies slopes, of which `zero` means 0, by 1 - tanh², the slope of the cap."""
     if cap is None:
         return slope
     square = capped * capped

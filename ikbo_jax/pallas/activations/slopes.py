@@ -52,10 +52,9 @@ def _of_capped(spec: ActivationSpec, head: Any, scores: jax.Array, *, interpret:
     raw = _raw(spec)
     if raw is None:
         scaled = scores if spec.scale == 1 else scores * jnp.float32(spec.scale)
-        both: Pair = activations.activate_with_slope(
+        return activations.activate_with_slope(
             spec.names, spec.approx, head, scaled, interpret=interpret
         )
-        return both
 
     def evaluate(_: str, s: jax.Array) -> Pair:
         weights, slope = raw(s, spec.scale)
@@ -66,8 +65,7 @@ def _of_capped(spec: ActivationSpec, head: Any, scores: jax.Array, *, interpret:
         offset = by_slope if _has_offset(spec) else 0.0
         return weights * jnp.float32(by_weight), slope * jnp.float32(by_slope) + jnp.float32(offset)
 
-    pair: Pair = activations.by_chunks(spec.names, head, scores, evaluate, interpret)
-    return pair
+    return activations.by_chunks(spec.names, head, scores, evaluate, interpret)
 
 
 def d_scores(spec: ActivationSpec, d_weights: jax.Array, slope: jax.Array) -> jax.Array:

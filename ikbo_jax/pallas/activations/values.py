@@ -73,20 +73,14 @@ Pair = tuple[jax.Array, jax.Array]
 def activate(
     names: tuple[str, ...], approx: str | None, head: Any, x: jax.Array, *, interpret: bool
 ) -> jax.Array:
-    """Computes act(x) of one head.
-
-    Args:
-      names: the heads' activations, or one for all of them; see `reference.activations`.
-      approx: name of an approximation, or None; heads with other activations stay exact.
-      head: int32 scalar; has no effect if all heads have one activation.
-      x: [64, columns] f32.
+    """Computes act(x) of one head, for x [64, columns] f32; `names` are of all heads, or one for
+    all.
     """
 
     def evaluate(name: str, x: jax.Array) -> jax.Array:
         return _evaluate(name, approx, x, needs_slope=False, interpret=interpret)[0]
 
-    value: jax.Array = by_chunks(names, head, x, evaluate, interpret)
-    return value
+    return by_chunks(names, head, x, evaluate, interpret)
 
 
 def activate_with_slope(
@@ -97,8 +91,7 @@ def activate_with_slope(
     def evaluate(name: str, x: jax.Array) -> Pair:
         return _evaluate(name, approx, x, needs_slope=True, interpret=interpret)
 
-    both: Pair = by_chunks(names, head, x, evaluate, interpret)
-    return both
+    return by_chunks(names, head, x, evaluate, interpret)
 
 
 def by_chunks(
@@ -210,10 +203,7 @@ def _polynomial_gelu(x: jax.Array, needs_slope: bool) -> Pair:
 
 
 def reciprocal(x: jax.Array, *, interpret: bool) -> jax.Array:
-    """Computes 1 / x for 1 ≤ x < 2⁶³, [64, columns] f32, within a few roundings.
-
-    Two neighbouring columns share one reciprocal: 1 / a = b · (1 / ab).
-    """
+    """Computes 1 / x for 1 ≤ x < 2⁶³; two neighbouring columns share one: 1 / a = b · (1 / ab)."""
     if interpret:
         return 1 / x
 

@@ -63,13 +63,8 @@ Weights = jax.Array | tuple[jax.Array, jax.Array]
 class ActivationSpec(NamedTuple):
     """Static description of how scores become weights.
 
-    Attributes:
-      names: the heads' activations, or one for all heads.
-      approx: name of an approximation, or None.
-      scale: of the scores; of capped scores if there is a cap.
-      output_scale: of the result.
-      has_f32_range: whether the dtype of the weights has the range of f32, as bf16 has.
-      cap: of the scores, or None.
+    `names` are of the heads, or one for all. `scale` is of the scores, or of capped scores.
+    `has_f32_range`: whether the weights' dtype has the range of f32, as bf16 has.
     """
 
     names: tuple[str, ...]
@@ -139,8 +134,7 @@ def compute_weights(
         constant = spec.constant(name)
         return weights if spec.has_f32_range or constant == 1 else weights * jnp.float32(constant)
 
-    weights: jax.Array = activations.by_chunks(spec.names, head, scores, evaluate, interpret)
-    return weights
+    return activations.by_chunks(spec.names, head, scores, evaluate, interpret)
 
 
 def _packed(spec: ActivationSpec, scores: jax.Array) -> tuple[jax.Array, jax.Array]:

@@ -124,10 +124,7 @@ def _operand(ctx: BackwardContext, step: Any, operand: Any) -> Any:
 def _issue_scores(
     ctx: BackwardContext, item: Any, step: Any, operand: int, half: Any = None
 ) -> jax.Array:
-    """Issues keys @ queries.T, or values @ d_out.T: [64 keys, block_q queries].
-
-    `half`: which half of the block is multiplied; None: the operand's.
-    """
+    """Issues keys @ queries.T, or values @ d_out.T: [64 keys, block_q]; `half` of the block."""
     consumer = mosaic.warpgroup_index("warpgroup", interpret=ctx.interpret)
     return mma.product(
         ctx.shared.keys_values.matrix(item).at[operand, consumer],
@@ -152,8 +149,7 @@ def _weights_and_slopes(
 ) -> tuple[jax.Array, jax.Array]:
     """Computes exp(scale * scores - lse), 0 for keys past the user's length; and slopes.
 
-    Weights exceed 1 only by the rounding of lse, which is large where scores are huge. Slopes are
-    weights times the slope of the cap: without a cap, the same array.
+    Slopes are weights times the slope of the cap: without a cap, the same array.
     """
     scale, cap = scale_and_cap(ctx.shape.scale, ctx.shape.logit_cap)
     scores = capped(cap, scores, interpret=ctx.interpret)
@@ -164,10 +160,7 @@ def _weights_and_slopes(
 
 
 def _issue_d_query(ctx: BackwardContext, item: Any, step: Any) -> jax.Array:
-    """Issues this consumer's share of the block's d_query, columns of the head width by queries.
-
-    The consumers share the head width, or the queries if the head has 64 columns.
-    """
+    """Issues a consumer's share of a block's d_query, head columns by queries (`_share`)."""
     column_block, rows = _share(ctx)
     return products.sum_over_keys(
         ctx.shared.keys_values.matrix(item).at[KEY],

@@ -30,16 +30,9 @@ class Shape:
 
     Attributes:
       rows: query rows of a key head: B * T * N / K.
-      q_len: queries of a candidate.
-      group: query heads that share a key head.
-      kv_len: keys whose gradients the launch computes, from `first_key` on.
-      kv_tiles: tiles of these keys of a user.
+      kv_len: keys whose gradients the launch computes, from `first_key` on, a multiple of a tile's.
       blocks: the largest number of query blocks of a key head.
       splits: parts of a user's rows.
-      scale: of the scores.
-      logit_cap: of the scores, or None.
-      gradients: "key", "value" or both.
-      first_key: a multiple of the keys of a tile.
     """
 
     rows: int
@@ -105,10 +98,9 @@ class Outputs(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class BackwardContext(WarpgroupContext):
-    """The context of the attention backward kernel's warps.
+    """The context of the backward kernel's warps; a *step* numbers the CTA's query blocks.
 
-    A *step* numbers the query blocks that the CTA loads; its remainder by the number of stages is
-    the block's stage. The counter is of tickets, unless each CTA has one item.
+    The counter is of tickets, unless each CTA has one item.
     """
 
     @property
@@ -153,10 +145,7 @@ class BackwardContext(WarpgroupContext):
 
 
 def send_items(ctx: WarpgroupContext, items: int, send: Callable[..., Any]) -> Any:
-    """Calls `send(item, number, step)` for each of the CTA's items.
-
-    `send` returns the next item's first step. Returns the number of items.
-    """
+    """Sends the CTA's items by send(item, number, step), which returns a step; counts them."""
 
     def one_item(carry: tuple[Any, Any, Any]) -> tuple[Any, Any, Any]:
         item, number, step = carry

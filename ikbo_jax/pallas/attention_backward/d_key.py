@@ -4,9 +4,8 @@
 
 An item is a tile of 128 or 256 keys of one part of a user's rows and one key head. d_key stays in
 registers, while blocks of 64 of the user's queries, and the gradients of their scores, follow one
-another. Rows of a block past the last of the user's part belong to other users, or to nobody: they
-are zeroed in shared memory, both queries and gradients. Tiles of 64 keys past the user's length
-have no gradients of scores, and get zeros.
+another; rows past the last of the user's part are zeroed. Tiles of 64 keys past the user's length
+get zeros.
 
 Warpgroups and synchronisations are those of `stored`; a slot of items may have the end instead.
 """
@@ -59,10 +58,7 @@ class DKeyOperands(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Context(WarpgroupContext):
-    """The context of a warpgroup; a *step* numbers the blocks of queries that the CTA loads.
-
-    The counter is of tickets, unless each CTA has one item.
-    """
+    """The context of a warpgroup; a *step* numbers the blocks of queries that the CTA loads."""
 
     @property
     def key_tiles(self) -> int:

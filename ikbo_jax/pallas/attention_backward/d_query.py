@@ -2,10 +2,9 @@
 
     d_query = scale * dS @ key,   dS = P * (d_out @ value.T - delta),   P = exp(scores - lse)
 
-This launch runs the kernel of `gdpa_backward` for queries, with a softmax, on rows of key heads. A
-tile is 128 query rows of one user and key head, and it streams one range, its user's keys. Scores
-and gradients of weights are computed again, three products in all; but dS stays in registers, and
-nothing is summed in device memory. Wide heads have one slot for tiles, see `query_slots`.
+This launch runs the kernel of `gdpa_backward` for queries, with a softmax, on rows of key heads: a
+tile is 128 query rows of one user and key head, and it streams one range, its user's keys. Wide
+heads have one slot for tiles, see `query_slots`.
 """
 
 from __future__ import annotations

@@ -106,24 +106,19 @@ def attention_backward_kernel(
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Pulls cotangents of `out` and `lse` back to query, key and value.
 
-    Args (the others are as for `ops.attention`):
-      out: [B, T, N, H], the result of the forward pass.
-      lse: [B, T, N] f32, the result of the forward pass.
-      d_out: [B, T, N, H], the query's dtype.
-      d_lse: [B, T, N] f32, or None for zeros.
-      indices_are_sorted: whether `cand_to_user` never decreases. If not, queries and cotangents
-        are copied into the order of users. If True is wrong, all gradients of users with candidates
-        are NaN.
-      config: a legal configuration (`AttentionBackwardConfig.illegal_reason`).
-      num_sms: streaming multiprocessors of the device.
+    Args (the others are as for `ops.attention`; the configuration is legal):
+      out: [B, T, N, H], the result of the forward pass; `lse`: [B, T, N] f32.
+      d_out: [B, T, N, H], the query's dtype; `d_lse`: [B, T, N] f32, or None for zeros.
+      indices_are_sorted: whether `cand_to_user` never decreases. If not, queries and cotangents are
+        copied into the order of users. If True is wrong, all gradients of users with candidates are
+        NaN.
       dtype: dtype of the gradients of key and value, the inputs' or f32; None means the inputs'.
-      interpret: False, or `plgpu.InterpretGPUParams` to run on a CPU, with
-        `inline_mgpu="_hack_model_inline_mgpu_tokamax"` for the named barrier.
+      interpret: as for `hopper.launch.launch`.
 
     Returns:
-      Gradients of query, key and value in their shapes, each summed in f32, in the same
-      order in every run, and rounded once. Zeros for keys past a user's length, for users without
-      candidates, and for queries without keys.
+      Gradients of query, key and value, each summed in f32, in the same order in every run, and
+      rounded once. Zeros for keys past a user's length, users without candidates, and queries
+      without keys.
     """
     batch, q_len, q_heads, head_dim = query.shape
     users, kv_len, kv_heads, _ = key.shape
@@ -191,8 +186,7 @@ def _stored(
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """d_query [B * T, N, H], d_key and d_value, for as many keys at a time as can be stored.
 
-    `run` stores gradients of scores. For wide heads it computes d_value alone, and
-    `multiply_by_queries` computes d_key.
+    `run` stores gradients of scores (of wide heads, `multiply_by_queries` computes d_key).
     """
     chunk = BLOCK_KV * config.stored_tiles(shape.kv_tiles, shape.kv_heads, shape.blocks)
     (names,), found, is_one = config.launches(shape.head_dim), [], chunk >= shape.kv_len
@@ -226,10 +220,7 @@ def _add_parts(
     has_d_query: bool,
     by_launch: bool,
 ) -> tuple[jax.Array, ...]:
-    """The results of a launch, whose parts are added: by one more launch, or by XLA.
-
-    `dtypes` holds the dtype of d_query, then that of the gradients of keys and values.
-    """
+    """Adds the parts of a launch's results, in `dtypes`: by one more launch, or by XLA."""
     number = len(shape.gradients)
     first, gradients = tuple(found[:-number]), tuple(found[-number:])
     size: dict[str, Any] = {"kv_heads": shape.kv_heads, "scale": shape.scale}
@@ -262,11 +253,7 @@ def _launch(
     workers: int,
     interpret: Any,
 ) -> tuple[jax.Array, ...]:
-    """Launches the kernel; returns the arrays of `Outputs` that are not None.
-
-    `add` adds parts, so that d_query is [B, T, N, H] and the other gradients [U, keys, K, H], in
-    `dtype`.
-    """
+    """Launches the kernel; returns the arrays of `Outputs` that are not None, added by `add`."""
     planes = shape.kv_heads * shape.kv_tiles
     key, sums = operands.key, (planes, shape.blocks * config.block_q, shape.head_dim)
     keys = (shape.users, shape.kv_len, *key.shape[2:])

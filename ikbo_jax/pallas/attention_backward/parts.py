@@ -3,10 +3,9 @@
     d_query[b] = scale * sum of its parts, one of each tile of the user's keys
     d_key[u] = sum of the parts of the user's rows,   d_value[u] likewise
 
-Parts are f32; sums have 16 or 32 bits. XLA takes a kernel of 1.5 to 2 us for each of the three, and
-reads them at a third of an H100's bandwidth. Here one launch adds all of them, and puts d_query
-into the caller's order. Each thread adds eight columns, in the order of the parts. The first CTAs,
-of one warpgroup each, add rows of d_query, the next ones rows of both other gradients.
+Parts are f32; sums have 16 or 32 bits. XLA takes a kernel of 1.5 to 2 us for each of the three.
+Each thread adds eight columns, in the order of the parts. The first CTAs, of one warpgroup each,
+add rows of d_query, in the caller's order, the next ones rows of both other gradients.
 """
 
 from __future__ import annotations
@@ -56,11 +55,8 @@ class Outputs(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Shape:
-    """Static description of a launch.
-
-    Attributes:
-      vectors: of `VECTOR` columns of all gradients of a user's keys; 0 without their parts.
-      query_vectors: of all of d_query; 0 without its parts.
+    """Static description of a launch: vectors of `VECTOR` columns of all gradients of a user's
+    keys, and of all of d_query; 0 without their parts.
     """
 
     sizes: Sizes
@@ -151,10 +147,7 @@ def _add_keys(ctx: WarpgroupContext) -> None:
 
 
 def _sum(first: ir.Value, stride: int, parts: int, count: ir.Value | None = None) -> list[ir.Value]:
-    """The sum of `VECTOR` f32 numbers over parts that are `stride` bytes apart.
-
-    Of the first `count` parts, where that is not None: others may be NaN.
-    """
+    """Sums `VECTOR` f32 numbers of the first `count` parts, or all, `stride` bytes apart."""
     zero, total = inline.i32(0), [inline.f32(0.0)] * VECTOR
     end = inline.i32(parts) if count is None else count
     if parts <= UNROLL:
@@ -181,10 +174,7 @@ def _add_group(
     *,
     is_cut: bool,
 ) -> list[ir.Value]:
-    """Adds `parts` parts from part `begin` on to `total`; with `is_cut`, only those before `end`.
-
-    Instead of a part past the end, it loads the last one, of which there may be none either.
-    """
+    """Adds `parts` parts from `begin` on to `total`; with `is_cut`, only those before `end`."""
     f32, byte = ir.F32Type.get(), ir.IntegerType.get_signless(8)
     i64 = ir.IntegerType.get_signless(64)
     one, zero, found = inline.i32(1), inline.i32(0), []
@@ -250,10 +240,10 @@ def add_parts(
     scale: float,
     dtypes: tuple[Any, Any],
 ) -> tuple[tuple[jax.Array, ...], tuple[jax.Array, ...]]:
-    """Adds parts by one launch; `d_query` and `gradients` are as in `Operands`.
+    """Adds parts by one launch; `d_query` and `gradients` are as in `Operands`, `keys` is S.
 
-    Returns a tuple of d_query [B, T, N, H], if there is one, times `scale`, and the gradients
-    [U, S, K, H], in `dtypes`. `rows` says where a row's parts are, and `keys` is S.
+    Returns a tuple of d_query [B, T, N, H], if there is one, times `scale`, and the gradients [U,
+    S, K, H], in `dtypes`.
     """
     arrays = (*(() if d_query is None else (d_query,)), *gradients)
     width, heads = arrays[0].shape[-1], kv_heads * sizes.group

@@ -27,17 +27,9 @@ def sum_over_keys(
 ) -> Any:
     """Issues sum(keys[c, column_block].T @ d_scores[c, rows].T) over consumers c as one group.
 
-    It reads both operands with their rows as the depth, which WGMMA calls transposed.
-
-    Args:
-      keys: operand tiles [2 consumers, column blocks, 64, 64] in shared memory, keys by columns.
-      d_scores: operand tiles [2 consumers, block, 64] in shared memory, queries by keys.
-      column_block: int32.
-      rows: (first row, a multiple of 8 as int32; number of rows) of `d_scores`.
-
-    Returns:
-      [64, number of rows] f32, columns of the head width by queries; read its value by
-      `mma.wait`, then `mma.after_wait`.
+    `keys` [2 consumers, column blocks, 64, 64] and `d_scores` [2 consumers, block, 64] are both
+    read with their rows as the depth; `rows` are (first row, a multiple of 8 as int32; number of
+    rows). Returns [64, number of rows] f32; read it by `mma.wait`, then `mma.after_wait`.
     """
     begin, count = rows
     if interpret:
@@ -83,8 +75,8 @@ def over_blocks(
 ) -> Any:
     """Adds the products of all blocks to a consumer's tiles.
 
-    `add(block, step, totals)` waits for a block, and issues a group of products for each tile. A
-    block is freed when the next one's products are issued.
+    `add(block, step, totals)` waits for a block, and issues a group of products for each tile; the
+    block is freed when the next one's are issued.
     """
 
     def one_block(block: Any, totals: Any) -> Any:
@@ -107,10 +99,7 @@ def store_sums(
     multiply: Callable[[Any], Any],
     store: Callable[[Iterator[jax.Array]], None],
 ) -> None:
-    """Calls `multiply` with zeros, to which it adds all blocks, then `store` with the sums.
-
-    Interpreted, the zeros are accumulators, one for each column block.
-    """
+    """Calls `multiply` with zeros, to which it adds all blocks, then `store` with the sums."""
     shape, number = ctx.shape, ctx.config.query_tiles
 
     def finish(totals: Any) -> None:

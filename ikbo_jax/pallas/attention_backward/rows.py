@@ -42,16 +42,13 @@ def with_statistics(
 ) -> tuple[Rows, jax.Array, Packed]:
     """Returns rows, [K, 2, count + 128] f32 of lse in powers of 2 and delta, and packed operands.
 
-    Statistics are at the rows' targets. Targets of a user begin with a block, so TMA copies blocks
-    that begin at whole 64 bytes and end inside of the array. A copy that began at an array's last
-    value, 12 bytes after whole 16 bytes, ended with an illegal instruction on an H200. Numbers at
-    rows of no query are arbitrary.
+    Statistics are at the rows' targets; numbers at rows of no query are arbitrary. Targets of a
+    user begin with a block, so TMA copies blocks that begin at whole 64 bytes and end inside of the
+    array: a copy that began at an array's last value ended with an illegal instruction on an H200.
 
     With P = exp(scores - lse), the gradient of a score is P * (d_out @ value.T - delta), where
-    delta = sum(d_out * out) - d_lse. Rows without keys get an lse of infinity, hence P = 0.
-
-    `count` is the number of rows of the kernel's `d_query`; the other arguments are as for
-    `make_rows`. Under interpretation, XLA computes all of it.
+    delta = sum(d_out * out) - d_lse. Rows without keys get an lse of infinity, hence P = 0. `count`
+    is the number of rows of the kernel's `d_query`. Under interpretation, XLA computes all of it.
     """
     if interpret:
         found = by_xla(cand_to_user, lengths, sizes)
@@ -100,10 +97,7 @@ def statistics_by_xla(
 def unpack_d_query(
     sums: jax.Array, rows: Rows, sizes: Sizes, kv_heads: int, scale: float, dtype: jnp.dtype
 ) -> jax.Array:
-    """Adds a key head's planes of `d_query` [planes, rows, H]; returns [B, T, N, H].
-
-    Planes of tiles that a user does not have, and rows of no query, are arbitrary.
-    """
+    """Adds a key head's planes of `d_query`, of which some are arbitrary; returns [B, T, N, H]."""
     planes, _, width = sums.shape
     tiles = planes // kv_heads
     parts = sums.reshape(tiles, kv_heads, -1, width)[:, :, rows.targets(sizes)]
@@ -122,8 +116,7 @@ def gradient_type(
 ) -> jax.ShapeDtypeStruct:
     """Declares a launch's gradient [U, S, K, H] of keys or values, in `dtype` or f32.
 
-    Threads store f32, to rows of all parts; TMA stores `own_dtype`, the dtype of the keys, and
-    drops rows past S.
+    Threads store f32, to rows of all parts; TMA stores `own_dtype`, and drops rows past S.
     """
     if dtype == own_dtype and splits == 1:
         return jax.ShapeDtypeStruct(shape, own_dtype)

@@ -58,13 +58,9 @@ def stage_sums(
 ) -> None:
     """Stages [64, rows] f32, columns of the head width by queries, as TMA reads it.
 
-    A warp's store of 32 values has no bank conflict: four rows, in each of which 8 values fill two
-    neighbouring vectors of 16 bytes, and swizzling puts them in eight different ones.
-
-    Args:
-      tiles: [columns / 32, block, 32] f32, swizzled.
-      column_block: int32, which 64 columns of the head width `values` has.
-      begin: int32, the first query of `values`, a multiple of 8.
+    `tiles` [columns / 32, block, 32] f32 are swizzled, so that a warp's store of 32 values has no
+    bank conflict; the values are of `column_block`, 64 columns, and of queries from `begin` on, a
+    multiple of 8.
     """
     parts, height, _ = tiles.shape
     count = values.shape[1]

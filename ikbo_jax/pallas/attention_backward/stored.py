@@ -2,11 +2,9 @@
 
     d_query = scale * dS @ key
 
-The first launch stored dS, 16 bits for each query and key, so this one reads much and computes
-little: one product of five. Device memory limits it.
-
 An item is a tile of 128 or 256 query rows of one user and key head. d_query stays in registers,
-while blocks of 64 of the user's keys, and the gradients of their scores, follow one another.
+while blocks of 64 of the user's keys, and the gradients of their scores, follow one another. Device
+memory limits it.
 
 Warpgroups: 0 and 1 are the consumers, with one or two tiles of 64 rows each; one warp of warpgroup
 2 is the producer.
@@ -226,10 +224,7 @@ def stored_kernel(
     dtype: Any,
     interpret: Any = False,
 ) -> jax.Array:
-    """d_query [B * T, N, H] in `dtype`, of the keys that `shape` describes, as d_scores is.
-
-    It is in the caller's order; `tiles` and `order` are those of `worklist.rows.Rows`.
-    """
+    """Computes d_query [B * T, N, H], in the caller's order, of the keys that `shape` describes."""
     workers = min(num_sms, (tiles.shape[0] - 1) * shape.kv_heads)
     shape = dataclasses.replace(shape, workers=workers)
     (d_query,) = launch(

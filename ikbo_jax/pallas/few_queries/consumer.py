@@ -192,10 +192,7 @@ def _exchanged(ctx: Context, part: Part, *state: jax.Array) -> tuple[jax.Array, 
         store.give(ctx, *state)
         plgpu.barrier_arrive(ctx.shared.exchange_ready.at[0])
 
-    exchanged: tuple[jax.Array, ...] = lax.cond(
-        part.takes, functools.partial(_merged, ctx, *state), lambda: state
-    )
-    return exchanged
+    return lax.cond(part.takes, functools.partial(_merged, ctx, *state), lambda: state)
 
 
 def _one_item(carry: tuple[Any, ...], ctx: Context) -> tuple[Any, ...]:

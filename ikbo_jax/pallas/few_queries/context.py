@@ -30,14 +30,7 @@ def row_slots(batch: int, users: int, q_len: int, item_rows: int) -> int:
 def firsts_before(position: Any, firsts: int, extra: int) -> Any:
     """Counts the items of users' first slots before a position in the order of all items.
 
-    The order goes through both kinds evenly. Its periods have equally many items of either kind, so
-    that the arithmetic needs 32 bits. Remaining first items come before the periods, other
-    remaining items after them.
-
-    Args:
-      position: int32, from 0 to `firsts + extra`.
-      firsts: number of items of users' first slots.
-      extra: number of the others.
+    Periods mix the `firsts` items of first slots and the `extra` others evenly, in 32 bits.
     """
     periods = -(-(firsts + extra) // PERIOD)
     of_period, further = firsts // periods, extra // periods
@@ -50,24 +43,17 @@ def firsts_before(position: Any, firsts: int, extra: int) -> Any:
 
 @dataclasses.dataclass(frozen=True)
 class Shape:
-    """Static description of a launch.
-
-    A *row* is a candidate's query of all heads: row r of [B * T, N, H].
+    """Static description of a launch. A *row* is a candidate's query of all heads.
 
     Attributes:
       group: query heads of one key head whose queries share a tile.
       head_rows: rows of a tile of 64 that belong to one query head.
-      item_rows: rows of an item.
       slots: see `row_slots`; if CTAs list candidates, slot i has the rows of user i % U.
-      splits: parts of a user's keys.
-      alternates: whether CTAs go through users' first row slots and the others evenly.
       bundle: neighbouring items, of one slot and split, that a CTA takes at once, so that rows are
-        found or listed once: 1, or one for each group of query heads; if CTAs list candidates, any
-        divisor of the number of groups.
+        found or listed once: 1, or groups of query heads.
       listed: most candidates of an item, if CTAs list them because the index is not sorted; else 0.
-      prefetches: whether a CTA prefetches its first candidates' queries while it lists them.
       table: the table that CTAs make of a sorted index; None if they search it, or list candidates.
-      cap: of the scores, before `log2_scale`.
+      page: positions of a page, a multiple of a block's keys; 0: a user's keys are in one array.
     """
 
     batch: int
@@ -90,6 +76,7 @@ class Shape:
     prefetches: bool = False
     table: UserTable | None = None
     cap: Cap | None = None
+    page: int = 0
 
     @property
     def rows(self) -> int:
@@ -120,14 +107,12 @@ class Operands(NamedTuple):
     ranges: Any = None
     self_key: Any = None
     self_value: Any = None
+    # [U * most] int32, each user's pages; key and value are then [pages, page, K, H].
+    pages: Any = None
 
 
 class Outputs(NamedTuple):
-    """Device memory that a launch fills; with splits, rows are numbered (split, row).
-
-    With splits, `out` holds sums of weights times values in f32, which are not normalised, and
-    `maximum` and `sums` their statistics.
-    """
+    """Device memory; with splits, rows are (split, row), and `out` is not normalised."""
 
     out: Any  # [splits * B * T, N, H]
     lse: Any  # [B * T, N] f32
@@ -179,10 +164,7 @@ class Part(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Context(WarpgroupContext):
-    """The context of a warpgroup.
-
-    A *step* numbers the blocks of keys, and of values, that the CTA loads.
-    """
+    """The context of a warpgroup; a *step* numbers the blocks of keys that the CTA loads."""
 
     def receive(self, index: Any) -> Item:
         """Waits for the descriptor of item `index`."""
@@ -207,9 +189,8 @@ class Context(WarpgroupContext):
     def _bundle(self, i: Any) -> tuple[Any, Any]:
         """Returns the bundle that the CTA takes in round `i`, and the CTA's place in the round.
 
-        If row slots alternate, a round has bundles of first slots, then of further slots. The next
-        round's first slots go to the CTAs after this round's CTAs with first slots, so that all
-        CTAs get equally many bundles of either kind.
+        If row slots alternate, a round has bundles of first slots, then of further slots, and the
+        next round's first slots go to the next CTAs.
         """
         shape = self.shape
         if not shape.alternates:
@@ -274,8 +255,7 @@ class Context(WarpgroupContext):
 
     @property
     def shares_columns(self) -> bool:
-        shares: bool = self.config.shares_columns(self.shape.head_dim)
-        return shares
+        return self.config.shares_columns(self.shape.head_dim)
 
     @property
     def first_column_block(self) -> Any:
@@ -300,8 +280,7 @@ class Context(WarpgroupContext):
     @property
     def tiles(self) -> int:
         """Number of an item's tiles of 64 rows."""
-        tiles: int = self.config.tile_rows // WGMMA_M
-        return tiles
+        return self.config.tile_rows // WGMMA_M
 
     @property
     def split_blocks(self) -> int:

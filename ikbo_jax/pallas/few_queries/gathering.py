@@ -1,13 +1,12 @@
 """Gathers the queries of candidates that a CTA has listed, by the warps beside the producer's.
 
-Their lanes copy parts of 16 bytes to query slots, asynchronously, ahead of the consumers by as many
-items as there are query slots. Only the first item of a bundle waits for its queries, which are not
-known before the list is complete.
+Their lanes copy parts of 16 bytes to query slots, ahead of the consumers by as many items as there
+are query slots.
 
 Synchronisations in addition to `listing`:
   1. `query.free[s]`   consumers -> gathering warps (and producer): the slot's queries were read.
-  2. `query.ready[s]`  gathering warps -> consumers. A lane arrives when its copies are complete,
-     and after a fence that makes them visible to WGMMA.
+  2. `query.ready[s]`  gathering warps -> consumers: a lane's copies are complete, after a fence
+  that makes them visible to WGMMA.
 """
 
 from __future__ import annotations
@@ -95,10 +94,7 @@ def _load_one_by_one(ctx: Any, rows: Any, head: Any, tiles: Any) -> None:
 
 
 def _load(ctx: Any, rows: Any, head: Any, tiles: Any) -> None:
-    """Copies an item's queries of `rows` rows to its slot, and waits for them.
-
-    `head` is the item's first query head; `tiles` are [tiles, column blocks, 64, 64].
-    """
+    """Copies an item's queries, of `rows` rows from `head` on, to its slot, and waits for them."""
     height = ctx.tiles * WGMMA_M
 
     @plgpu.inline_mgpu(
@@ -142,10 +138,7 @@ def _source(
     head: ir.Value,
     vector: ir.Value,
 ) -> tuple[ir.Value, ir.Value]:
-    """Finds this lane's source of row `place`, counted over an item's tiles.
-
-    Returns (address of this lane's 16 bytes of column block 0, bytes to copy: 16, or 0 for none).
-    """
+    """Finds (address of a lane's 16 bytes of row `place` in block 0, bytes to copy: 16, or 0)."""
     i32, predicates = ir.IntegerType.get_signless(32), arith.CmpIPredicate
     shape = ctx.shape
     heads_rows = mgpu.c(shape.head_rows, i32)

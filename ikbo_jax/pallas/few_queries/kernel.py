@@ -95,6 +95,7 @@ def few_queries_kernel(
     key_value_ranges: jax.Array | None = None,
     self_key: jax.Array | None = None,
     self_value: jax.Array | None = None,
+    page_table: jax.Array | None = None,
     *,
     scale: float,
     return_residuals: bool,
@@ -107,20 +108,16 @@ def few_queries_kernel(
 ) -> tuple[jax.Array, jax.Array | None]:
     """Computes `ops.attention`; arguments and results are as for `flash.attention_kernel`.
 
-    Args (the others are as there):
-      cand_to_user: [B] int32, clamped to [0, U). Should be sorted unless `lists`; otherwise keys
-        and values are read for each run of candidates of one user.
-      key_value_ranges: [B, 2] int32, as for `ops.attention`, in the order of the results.
-      self_key: [B, 1, K, H], a further key of each candidate, in the order of the results.
-      self_value: [B, 1, K, H].
-      lists: whether CTAs list the candidates of their users, for an index that is not sorted; only
-        if `FewQueriesConfig.lists` permits it, and without `targets`.
+    `cand_to_user` [B] int32 should be sorted unless `lists`: otherwise keys are read for each run
+    of candidates of one user. `lists` says that CTAs list the candidates of their users.
+    `key_value_ranges` are in the order of the results. `block_kv` divides the pages of
+    a `page_table`.
     """
     assert targets is None or not lists
     if scale == 0:  # every score is 0, as with queries of zeros
         query, scale = jnp.zeros_like(query), 1.0
     scale, cap = scale_and_cap(scale, logit_cap)
-    shape = _shape(query, key, scale, config, num_sms, lists=lists, cap=cap)
+    shape = _shape(query, key, scale, config, num_sms, lists=lists, cap=cap, pages=page_table)
     operands = Operands(
         query.reshape(shape.rows, shape.q_heads, shape.head_dim),
         key,
@@ -129,7 +126,9 @@ def few_queries_kernel(
         key_value_seq_lengths,
         targets,
         None if key_value_ranges is None else key_value_ranges.reshape(-1),
-        *(None if x is None else jnp.squeeze(x, 1) for x in (self_key, self_value)),
+        None if self_key is None else jnp.squeeze(self_key, 1),
+        None if self_value is None else jnp.squeeze(self_value, 1),
+        None if page_table is None else page_table.reshape(-1),
     )
     out, lse = _launch(operands, shape, config, return_residuals, interpret)
     return out.reshape(query.shape), None if lse is None else lse.reshape(query.shape[:-1])
@@ -144,16 +143,22 @@ def _shape(
     *,
     lists: bool,
     cap: Cap | None = None,
+    pages: jax.Array | None = None,
 ) -> Shape:
     """Divides a launch's work; arguments as for `few_queries_kernel`."""
     batch, q_len, q_heads, head_dim = query.shape
     users, kv_len, kv_heads, _ = key.shape
+    page, nbytes = 0, key.nbytes
+    if pages is not None:
+        page, (users, most) = kv_len, pages.shape
+        kv_len = most * page
+        nbytes = nbytes // key.shape[0] * pages.size
     group = head_group(q_heads, kv_heads)
     head_rows = rows_of_head(group)
     item_rows = head_rows * config.tile_rows // WGMMA_M
     splits = config.parts(kv_len)
     groups = q_heads // group
-    cached = 2 * key.nbytes <= CACHE_BYTES
+    cached = 2 * nbytes <= CACHE_BYTES
     listed, slots = 0, row_slots(batch, users, q_len, item_rows)
     bundle = groups if slots * splits >= LEAST_BUNDLES * num_sms else 1
     sizes = (batch, users, q_len, kv_len, q_heads, kv_heads, head_dim)
@@ -180,9 +185,10 @@ def _shape(
         workers=min(num_sms, slots * splits * groups // bundle),
         listed=listed,
         alternates=not (listed or cached) and 1 < users < slots,
-        prefetches=listed > 0 and 2 * (key.nbytes + query.nbytes) > CACHE_BYTES,
+        prefetches=listed > 0 and 2 * (nbytes + query.nbytes) > CACHE_BYTES,
         table=None if listed else config.table(problem),
         cap=cap,
+        page=page,
     )
 
 
@@ -237,10 +243,7 @@ def _launch(
 def merge(
     acc: jax.Array, maximum: jax.Array, sums: jax.Array, *, log2_scale: float
 ) -> tuple[jax.Array, jax.Array]:
-    """Merges a softmax's parts, which are as in `Outputs` with a leading axis of splits.
-
-    Returns (out [rows, N, H], lse [rows, N]), f32.
-    """
+    """Merges a softmax's parts, `Outputs` by split: (out [rows, N, H], lse [rows, N]), f32."""
     # Unrolled over the parts, all of it is elementwise: XLA makes one kernel of it instead of one
     # for each reduction. As in the kernel, the maximum is subtracted before the scale is applied,
     # which is exact for huge scores.

@@ -2,19 +2,15 @@
 
 The two consumers read the whole index, each of their 256 threads a share (`_Share`), and write the
 numbers of a user's candidates to shared memory in the order of threads, which is the same in every
-CTA, so that the CTAs of a user's slots list different candidates. All loads of the index are in
-flight at once, while the first block of keys is loaded. Other warps then gather the candidates'
-queries (`gathering`), and the consumers store results to their rows. If L2 does not hold all
-operands, a CTA prefetches the queries of its first item. The items of a bundle have the same
-candidates, and differ in their query heads, so one listing serves a bundle. XLA would take six
-kernels of 1 to 2 us each.
+CTA, so that the CTAs of a user's slots list different candidates. Other warps then gather the
+candidates' queries (`gathering`), and the consumers store results to their rows. One listing serves
+a bundle, whose items differ in their query heads.
 
 Synchronisations in addition to the kernel's:
-  1. A named barrier between finding candidates and writing their numbers. It also says that both
-     consumers have stored the results of the bundle before, and so read its list.
-  2. `listed`, all threads of the consumers -> producer, gathering warps: the list and the number
-     of candidates. The consumers list again only after the bundle's last item: the producer has
-     read the number before it sends the item, and the gathering warps the list before the queries.
+  1. A named barrier between finding candidates and writing their numbers: both consumers have
+  stored the results of the bundle before, and so read its list.
+  2. `listed`, all threads of the consumers -> producer, gathering warps: the list and the number of
+  candidates. The consumers list again only after the bundle's last item.
   3. `query.ready` of any item of the bundle also tells each consumer that the list is complete.
 """
 
@@ -44,10 +40,10 @@ _LINE, _MOST_LINES = 128, 16
 
 
 def find(ctx: Any, user: Any, rank: Any, head: Any = None) -> None:
-    """Lists a user's candidates from number `rank` on, and tells the producer's warps.
+    """Lists up to `shape.listed` of a user's candidates from number `rank` on; tells the producer.
 
-    Both consumers call it. `listing` gets up to `shape.listed` candidates, and at `LISTED` how many
-    each warp found. `head`: None, or the first of the query heads whose queries are prefetched.
+    Both consumers call it. `head`: None, or the first of the query heads whose queries are
+    prefetched.
     """
     listing, index = ctx.shared.listing, ctx.operands.cand_to_user
     if ctx.interpret:
@@ -126,11 +122,8 @@ def thread_of(consumer: ir.Value) -> ir.Value:
 def loaded_parts(
     index: ir.Value, thread: ir.Value, batch: int
 ) -> Iterator[tuple[ir.Value, list[ir.Value], ir.Value | None]]:
-    """Loads a thread's share of an index, parts of four candidates and at most one more candidate.
-
-    Yields:
-      (the part's first candidate, the words of its candidates, whether the part is the thread's or
-      None for always), without a wait for loads. A part of no thread has another part's words.
+    """Yields (first candidate, the words of its candidates, whether the part is the thread's or
+    None for always) of a thread's parts of an index, without a wait for loads.
     """
     i32, predicates = ir.IntegerType.get_signless(32), arith.CmpIPredicate
     parts, rest = divmod(batch, PART)
@@ -271,10 +264,7 @@ class Found(NamedTuple):
 
 
 def await_found(ctx: Any, i: Any, rank: Any) -> Found:
-    """Waits until the candidates of the CTA's bundle `i`, from number `rank` on, are listed.
-
-    If the user has more candidates than its slots hold, they follow in the same bundle.
-    """
+    """Waits until the candidates of the CTA's bundle `i`, from number `rank` on, are listed."""
     shape = ctx.shape
     stride = shape.slots // shape.users * shape.listed
     total = await_total(ctx)

@@ -23,8 +23,7 @@ def merged(ctx: Context, item: Item, part: Part, state: State) -> State:
     if ctx.shape.splits == 1:
         return _merged(ctx, item, part, state)
     is_first = item.target < ctx.shape.rows
-    added: State = lax.cond(is_first, lambda: _merged(ctx, item, part, state), lambda: state)
-    return added
+    return lax.cond(is_first, lambda: _merged(ctx, item, part, state), lambda: state)
 
 
 def _merged(ctx: Context, item: Item, part: Part, state: State) -> State:

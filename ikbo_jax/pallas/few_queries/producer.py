@@ -55,17 +55,19 @@ def _load_block(
 ) -> None:
     """Loads the block at `place`, (user, number of the block, key head), into a stage.
 
-    `left`: number of the user's keys from the block's first key on; None if unknown. A block that
-    the user's keys do not fill is loaded in parts, to read fewer bytes. Consumers mask the scores
-    of the rest of the stage, and zero its values.
+    A block that the user's `left` keys from it on do not fill is loaded in parts, to read fewer
+    bytes. Consumers mask the rest.
     """
     user, block, head = place
     size, parts = ctx.config.block_kv, ctx.block_parts
     ring.await_reuse(step)
     tiles, ready = ring.copied(step), ring.ready_at(step)
+    first_key = block * size
+    if ctx.shape.page:
+        user, first_key = _page_of(ctx, user, first_key)
 
     def load(begin: int, end: int) -> None:
-        keys = pl.ds(block * size + begin, end - begin)
+        keys = pl.ds(first_key + begin, end - begin)
         for i in range(tiles.shape[0]):
             columns = mosaic.block_columns(i, source.shape[-1], ctx.worker)
             target = tiles.at[i] if end - begin == size else tiles.at[i, pl.ds(begin, end - begin)]
@@ -95,11 +97,19 @@ def _load_block(
     pl.when(~is_whole)(load_parts)
 
 
+def _page_of(ctx: Context, user: Any, first_key: Any) -> tuple[Any, Any]:
+    """Returns the page of a user's key, clamped to the pages, and the key's position in it."""
+    shape = ctx.shape
+    number = lax.div(first_key, shape.page)
+    page = ctx.operands.pages[user * (shape.kv_len // shape.page) + number]
+    page = jnp.clip(page, 0, ctx.operands.key.shape[0] - 1)
+    return page, first_key - number * shape.page
+
+
 def _load_first_block(ctx: Context, place: Place) -> Any:
     """Loads the first block of this CTA's keys and values, while its rows are searched.
 
-    Returns the user whose block is loaded, or -1. A slot without rows loads a block in vain; with a
-    table, only users' first slots load a block, few of which have no rows.
+    Returns the user whose block is loaded, or -1. A slot without rows loads a block in vain.
     """
     if ctx.shape.table is None:
         _, user = rows.user_of_slot(ctx, place.slot)
@@ -125,8 +135,7 @@ def _send(
 ) -> tuple[Any, _Progress]:
     """Sends the first rows of `extent` that have one user; returns the next row.
 
-    `loaded`: the user whose first block of keys and values is in the rings, or -1. If the rows have
-    another user, an item without rows takes the block.
+    If the rows have another user than `loaded`, an item without rows takes the loaded blocks.
     """
     shared = ctx.shared
     first = extent.first
@@ -155,10 +164,9 @@ def _send_rows(
     loaded: Any,
     further: tuple[Any, ...] = (),
 ) -> _Progress:
-    """Sends an item, and loads its keys and values.
+    """Sends an item, and loads its keys and values after its `loaded` first blocks.
 
-    `loaded`: number of the item's first blocks in the rings; the item takes them even if it is
-    void. `further`: the last words of its descriptor.
+    An item takes its loaded blocks even if it is void. `further`: the last words of its descriptor.
     """
     shape, shared, operands = ctx.shape, ctx.shared, ctx.operands
     user, count, target, is_void, length = sent
@@ -215,10 +223,7 @@ def _whole_blocks(size: int, first_block: Any, seen: ranges.Bounds) -> tuple[Any
 
 
 def _load_more_blocks(ctx: Context, place: Place) -> Any:
-    """Loads further blocks of this CTA's first keys and values, while its candidates are listed.
-
-    Returns how many blocks are in the rings: as many as the rings hold.
-    """
+    """Loads more of the first blocks while candidates are listed; counts those in the rings."""
     user = ctx.listed_place(place)[0]
     keys = rows.length_of(ctx, user) - place.split * (ctx.split_blocks * ctx.config.block_kv)
     blocks = jnp.clip(pl.cdiv(keys, ctx.config.block_kv), 1, ctx.split_blocks)
@@ -237,9 +242,8 @@ def _load_more_blocks(ctx: Context, place: Place) -> Any:
 def _send_listed(ctx: Context, count: Any, progress: _Progress) -> _Progress:
     """Sends the CTA's items, `count` bundles, whose candidates the consumers list.
 
-    The first block of keys and values is in the rings. Every listing is followed by an item, even
-    without rows, and the bundle's last item says what is listed next: further candidates of the
-    user if its slots do not hold all, else the next bundle's candidates.
+    Every listing is followed by an item, even without rows; the bundle's last item says what is
+    listed next.
     """
     shape = ctx.shape
 
@@ -293,10 +297,9 @@ def produce(ctx: Context) -> None:
         extent = rows.extent_of(ctx, ctx.place(i, 0).slot)
         if shape.bundle == 1:
             return one_item(ctx.place(i, 0), extent, carry)
-        result: tuple[Any, _Progress] = lax.fori_loop(
+        return lax.fori_loop(
             0, shape.bundle, lambda j, carry: one_item(ctx.place(i, j), extent, carry), carry
         )
-        return result
 
     count = ctx.count()
     loaded = _load_first_block(ctx, ctx.place(jnp.int32(0)))

@@ -1,9 +1,7 @@
 """Ranges of keys: candidate b sees the keys [ranges[b, 0], ranges[b, 1]) of its user.
 
-The rows of an item may have different ranges. The producer reads them to narrow the item to the
-blocks that some row sees, and tells the consumers which of these blocks all rows see whole. The
-consumers read the range of each of their rows while the first keys are loaded, and mask the scores
-of the other blocks.
+The producer narrows an item to the blocks that some row sees, and tells the consumers which of
+these all rows see whole. The consumers mask the scores of the other blocks.
 """
 
 from __future__ import annotations
@@ -45,15 +43,7 @@ class Bounds(NamedTuple):
 
 
 def bounds(ctx: Context, place: Place, target: Any, count: Any, length: Any) -> Bounds:
-    """Finds the bounds of `count` rows of an item; the producer warp calls it.
-
-    Args:
-      ctx: the producer's.
-      place: the item's.
-      target: the item's first row in the outputs, as `Item.target`.
-      count: number of the item's rows, at least 0.
-      length: number of keys of the user.
-    """
+    """Finds the bounds of `count` rows of an item from `target` on, in the producer warp."""
     shape = ctx.shape
     first = jnp.int32(0) if shape.listed else target - place.split * shape.rows
     if ctx.interpret:
@@ -105,16 +95,7 @@ def bounds(ctx: Context, place: Place, target: Any, count: Any, length: Any) -> 
 def keep_visible(
     ctx: Context, item: Item, part: Part, block: Any, scores: jax.Array, fill: float
 ) -> jax.Array:
-    """Replaces scores [64, block_kv] of keys that their row does not see by `fill`.
-
-    Args:
-      ctx: the consumer's.
-      item: the item.
-      part: the consumer's part of it.
-      block: number of the item's block.
-      scores: f32, in an accumulator's layout.
-      fill: the score of a key that is not seen.
-    """
+    """Replaces scores [64, block_kv] f32 of keys that their row does not see by `fill`."""
     size = ctx.config.block_kv
 
     def masked() -> jax.Array:
@@ -125,8 +106,7 @@ def keep_visible(
         return Visible(size, end, begin).select(scores, inside=True, fill=fill)
 
     is_partial = (block < item.whole_from) | (block >= item.whole_to)
-    kept: jax.Array = lax.cond(is_partial, masked, lambda: scores)
-    return kept
+    return lax.cond(is_partial, masked, lambda: scores)
 
 
 def _of_rows(ctx: Context, part: Part) -> tuple[jax.Array, jax.Array]:
@@ -152,8 +132,7 @@ def _of_rows(ctx: Context, part: Part) -> tuple[jax.Array, jax.Array]:
             halves.append(_load(ctx, ranges, number, tables))
         return tuple(stores.row_array(list(words)) for words in zip(*halves, strict=True))
 
-    found: tuple[jax.Array, jax.Array] = load(ctx.operands.ranges, first, *tables)
-    return found
+    return load(ctx.operands.ranges, first, *tables)
 
 
 def _load(ctx: Context, ranges: ir.Value, number: ir.Value, tables: Any) -> list[ir.Value]:

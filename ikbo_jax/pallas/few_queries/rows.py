@@ -2,14 +2,11 @@
 
 A *row slot* stands for up to `item_rows` rows of one user. Row slot u < U has the first rows of
 user u. Every row number that is a multiple of `item_rows` gives a further row slot to the user of
-the row before. So a user with n rows has at least n / item_rows row slots, rounded up, and no list
-of items is needed; row slots that a user does not need are empty. If all keys and values exceed L2,
-CTAs go through both kinds of slots evenly (`firsts_before`), so that a user's slots read its keys
-at the same time. Otherwise first slots come first.
+the row before. So no list of items is needed; row slots that a user does not need are empty. If all
+keys and values exceed L2, CTAs go through both kinds of slots evenly (`firsts_before`).
 
-The index is searched in the same way for every user, so the ranges that `candidates` finds hold
-every candidate exactly once even if the index is not sorted. `search.end_of_run` finds where users
-differ within a range.
+The ranges that `candidates` finds hold every candidate exactly once even if the index is not
+sorted. `search.end_of_run` finds where users differ within a range.
 """
 
 from __future__ import annotations
@@ -44,16 +41,10 @@ MOST_COUNTED = 512
 
 
 def candidates(cand_to_user: Any, user: Any, users: int, *, interpret: bool) -> tuple[Any, Any]:
-    """Searches for (first candidate, end) of a user.
+    """Searches `cand_to_user`, [B] int32 in device memory, for (first candidate, end) of a user.
 
     A warp loads few candidates at once, and counts smaller users. Otherwise half a warp searches
-    for each bound, and compares 128 candidates at once. The bound is in the first part whose last
-    candidate is not below it.
-
-    Args:
-      cand_to_user: device memory [B] int32; clamped to [0, U).
-      user: int32.
-      users: U.
+    for each bound, 128 candidates at once.
     """
     batch = cand_to_user.shape[0]
     if interpret:
@@ -196,12 +187,11 @@ def extent_of(ctx: Context, slot: Any) -> Extent:
     """Finds the rows of a slot, and the user that most likely has them."""
     if ctx.shape.table is None:
         return _searched_extent(ctx, slot)
-    extent: Extent = lax.cond(
+    return lax.cond(
         user_table.is_sorted(ctx),
         functools.partial(_tabled_extent, ctx, slot),
         functools.partial(_searched_extent, ctx, slot),
     )
-    return extent
 
 
 def _tabled_extent(ctx: Context, slot: Any) -> Extent:
@@ -246,12 +236,11 @@ def run_of(ctx: Context, extent: Extent) -> tuple[Any, Any]:
         return jnp.int32(0), extent.end
     if ctx.shape.table is None:
         return _searched_run(ctx, extent.first, extent.end)
-    run: tuple[Any, Any] = lax.cond(
+    return lax.cond(
         user_table.is_sorted(ctx),
         lambda: (extent.user, extent.end),
         functools.partial(_searched_run, ctx, extent.first, extent.end),
     )
-    return run
 
 
 def _searched_run(ctx: Context, first: Any, end: Any) -> tuple[Any, Any]:

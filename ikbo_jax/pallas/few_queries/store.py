@@ -11,7 +11,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.mosaic import gpu as mgpu
@@ -22,7 +21,7 @@ from jaxlib.mlir.dialects import arith, vector
 from ikbo_jax.pallas.few_queries import listing
 from ikbo_jax.pallas.few_queries.context import Context, Part
 from ikbo_jax.pallas.flash.softmax import LN_2, inverse_sums
-from ikbo_jax.pallas.hopper import stores
+from ikbo_jax.pallas.hopper import inline, stores
 from ikbo_jax.pallas.hopper.row_order import RowOrder
 from ikbo_jax.pallas.hopper.stores import ROW_LAYOUT
 from ikbo_jax.problems.hopper import WARPGROUP_SIZE, WGMMA_M
@@ -36,8 +35,7 @@ def store(
 ) -> None:
     """Stores the rows of a part, whose first query head is `head`.
 
-    `acc` [64, columns] f32 holds sums of weights times values, relative to `maximum` [64] f32, raw
-    scores; `sums` [64] f32 are of the weights.
+    `acc` [64, columns] f32 and `sums` [64] f32 are relative to `maximum` [64] f32, raw scores.
     """
     outputs = ctx.outputs
     if outputs.maximum is not None:
@@ -62,10 +60,7 @@ def _once(ctx: Context, part: Part) -> Part:
 
 
 def _store_columns(ctx: Context, output: Any, values: jax.Array, part: Part, head: Any) -> None:
-    """Stores rows of which the consumers may have different columns; arguments as `_store_rows`.
-
-    Columns that both consumers have, as a block of H = 192, are stored by consumer 0.
-    """
+    """Stores rows like `_store_rows`; consumer 0 stores the columns that both consumers have."""
     if not ctx.shares_columns:
         _store_rows(ctx, output, values, part, head)
         return
@@ -89,13 +84,11 @@ def _store_rows(
     *,
     begin: int = 0,
 ) -> None:
-    """Stores row j * head_rows + r of `values` to output[target + r, head + j], for r < rows.
+    """Stores row j * head_rows + r of `values`, from column `begin` on, to output[target + r, head
+    + j].
 
-    With `Operands.targets`, row target + r is a row of the queries in the order of users. If the
-    CTA has listed the item's candidates, `r` is the row of the part's row in the queries.
-
-    `output` and `values` are as for `stores.store_rows`. The values begin at column `column` of the
-    output; only those from column `begin` on, a multiple of 8, are stored.
+    Arguments are as for `stores.store_rows`. The values begin at column `column` of the output;
+    `begin` is a multiple of 8. Rows of listed candidates are where the queries are.
     """
     order = None
     if ctx.operands.targets is not None:
@@ -234,19 +227,9 @@ def take_statistics(ctx: Any) -> tuple[jax.Array, jax.Array]:
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(),), return_type=(row, row))
     def read(_: Any, memory: ir.Value) -> Any:
         words = _load(_address(memory, stores.thread_number(), last_vector))
-        single, layout = ir.VectorType.get((1,), ir.F32Type.get()), ROW_LAYOUT.to_mgpu()
-        registers = [vector.from_elements(single, [word]) for word in words]
-        return tuple(
-            mgpu.FragmentedArray(
-                _registers=np.array(pair, dtype=object).reshape(layout.registers_shape((WGMMA_M,))),
-                _layout=layout,
-                _is_signed=None,
-            )
-            for pair in (registers[:2], registers[2:])
-        )
+        return stores.row_array(words[:2]), stores.row_array(words[2:])
 
-    statistics: tuple[jax.Array, jax.Array] = read(shared.exchange)
-    return statistics
+    return read(shared.exchange)
 
 
 def take_sum(ctx: Any, acc: jax.Array, factor: jax.Array, factor2: jax.Array) -> jax.Array:
@@ -280,8 +263,6 @@ def take_sum(ctx: Any, acc: jax.Array, factor: jax.Array, factor2: jax.Array) ->
                     for i in (0, 1)
                 ]
                 registers.flat[2 * number + row] = vector.from_elements(pair, sums)
-        return mgpu.FragmentedArray(
-            _registers=registers, _layout=mgpu.WGMMA_LAYOUT, _is_signed=None
-        )
+        return inline.accumulator(registers)
 
     return add(ctx.shared.exchange, acc, factor, factor2)

@@ -1,9 +1,8 @@
 """Makes a table of every user's candidates in shared memory, for a sorted index.
 
-The consumers read the whole index, all loads in flight at once, while the first block of keys is
-loaded. In the table the producer finds an item's rows without a load of device memory. A search of
-the index takes two or three dependent loads: of 4,836 candidates of 27 users, with 45 MB of other
-operands, 4 us of an H100 for a CTA's first item, and 1 to 2 us for each further item.
+The consumers read the whole index while the first block of keys is loaded. In the table the
+producer finds an item's rows without a load of device memory: a search takes two or three dependent
+ones, 1 to 4 us.
 
 The table has each user's first candidate, end of candidates, and number of keys, and the user of
 each further row slot (`rows`), in 16 bits each. If the index is not sorted, the producer searches
@@ -182,10 +181,8 @@ def _strided(thread: ir.Value, count: int) -> list[tuple[ir.Value, ir.Value]]:
 class _Changes:
     """A thread's share of the index, and the candidates that begin a user.
 
-    If users are few, a loop loads the parts in which a user begins again. Code for every part would
-    run once, and its instructions have to be fetched: 1.1 instead of 0.3 thousand cycles for 10,658
-    candidates of 11 users, 1.4 instead of 0.6 for 8,552 of 69, but 1.5 instead of 1.7 for 8,804 of
-    214 (an H100).
+    If users are few, a loop loads the parts in which a user begins again: code for every part would
+    run once, and its instructions have to be fetched.
     """
 
     def __init__(self, index: ir.Value, thread: ir.Value, batch: int, users: int) -> None:

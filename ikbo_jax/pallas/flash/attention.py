@@ -91,17 +91,14 @@ def attention_kernel(
 ) -> tuple[jax.Array, jax.Array | None]:
     """Computes `ops.attention` for bf16 and f16; returns out and, with `return_residuals`, lse.
 
-    Args (the others are as for `ops.attention`):
-      order: None, or [B] int32, a permutation: the order in which candidates are processed.  It
-        saves time if it puts candidates of one user side by side; T must be a multiple of 64.
-      config: a legal configuration (`AttentionConfig.illegal_reason`).
-      num_sms: streaming multiprocessors of the device.
+    Args (the others are as for `ops.attention`; the configuration is legal):
+      order: None, or [B] int32, a permutation: the order in which candidates are processed, with
+        those of one user side by side; T must be a multiple of 64.
       targets: None, or [B] int32, a permutation: candidate i's results are stored as candidate
-        targets[i]'s results.  `order` must be None then.
-      self_key: None, or [B, 1, K, H], a further key of each candidate, in the order of the results.
-      self_value: likewise.
-      interpret: False, or `plgpu.InterpretGPUParams` to run on a CPU, with
-        `inline_mgpu="_hack_model_inline_mgpu_tokamax"` for the named barriers.
+        targets[i]'s results. `order` must be None then.
+      self_key: None, or [B, 1, K, H], a further key of each candidate, in the order of the results;
+        `self_value` likewise.
+      interpret: as for `hopper.launch.launch`.
     """
     batch, q_len, q_heads, head_dim = query.shape
     users, kv_len, kv_heads, _ = key.shape
@@ -167,9 +164,8 @@ def _tiles_by_user(
 ) -> lists.TileList:
     """Lists tiles that are cut where users end; `sequences` are the users in work order.
 
-    Candidates are sequences of queries, and users sequences of keys. If users have lengths, every
-    other sequence of keys is what follows a user's keys. Neighbours with the same keys are merged,
-    whatever the order of the index.
+    Candidates are sequences of queries, users sequences of keys. If users have lengths, every other
+    sequence of keys is what follows a user's keys.
     """
     (batch, q_len), (users, kv_len) = query.shape[:2], key.shape[:2]
     # By NumPy, so that they are constants: XLA's kernels for them, and one for a clamped index that
@@ -217,8 +213,8 @@ def jagged_attention_kernel(
     """Attends from every tile of queries to the keys and values of its sequence, by a softmax.
 
     Arguments and results are as for `flash.gdpa.gdpa_kernel`; `tiles` have `TILE_ROWS` rows, and
-    every row of the result has one. `config.reuse` must be off; `balance` and `early_scores` have
-    no effect.
+    every row of the result has one. `config.reuse` is off; `balance` and `early_scores` have no
+    effect.
     """
     if config.reuse:
         raise ValueError(f"a list of tiles does not support reuse, but config is {config}")

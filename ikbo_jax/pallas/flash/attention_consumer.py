@@ -172,10 +172,7 @@ def _begin_pass(
     previous: tuple[Any, ...],
     state: _State,
 ) -> _State:
-    """Stores the previous pass while the scores of this pass's second block are in flight.
-
-    `previous` is the previous pass's (sums, maxima).  A pass with one block has no such scores.
-    """
+    """Stores the previous pass, whose sums and maxima are `previous`, beside this pass's scores."""
 
     def store_previous() -> None:
         @pl.when(index > 0)
@@ -190,15 +187,11 @@ def _begin_pass(
         ctx.free_stored_slot(index - 1)
         return state
 
-    result: _State = lax.cond(item.blocks > 1, several_blocks, single_block)
-    return result
+    return lax.cond(item.blocks > 1, several_blocks, single_block)
 
 
 def _attend(ctx: AttentionContext) -> tuple[Any, Any]:
-    """Computes all passes of this CTA, pipelined; returns the end's item number and the step.
-
-    The last pass's store may be under way, and its slot is not freed.
-    """
+    """Computes all passes, of which the last may not be stored; returns the end's item and step."""
     zero, is_early = jnp.int32(0), ctx.is_early
     item = _receive(ctx, zero)
     turns.take(ctx)
@@ -338,10 +331,7 @@ def _normalise_and_store(
     maximum: jax.Array,
     unit: float = softmax.LN_2,
 ) -> None:
-    """Divides `acc` by `row_sum` and stores the rows of a pass.
-
-    Weights are relative to exp(`maximum` * `unit`).
-    """
+    """Divides `acc` by `row_sum`, relative to exp(`maximum` * `unit`), and stores a pass's rows."""
     shared = ctx.shared
     has_keys = item.length > 0
     if ctx.has_own:
@@ -382,10 +372,7 @@ def _normalise_and_store(
 
 
 def _store_staged(ctx: AttentionContext, item: Item, index: Any, out: jax.Array) -> None:
-    """Stages the output in the pass's query slot.
-
-    TMA stores it if all rows belong to the pass, and stay side by side.
-    """
+    """Stages the output in the pass's query slot; TMA stores whole tiles that stay side by side."""
     staged = tuple(
         view.at[ctx.shared.query.slot(index), ctx.consumer] for view in ctx.shared.query.tiles
     )

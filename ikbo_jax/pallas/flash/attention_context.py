@@ -81,8 +81,7 @@ class AttentionContext(FlashContext):
     def is_early(self) -> bool:
         """Whether scores of the next pass are computed while a pass is stored.
 
-        Wider heads, partial passes and own tokens have too few registers.  With a single query
-        slot, the next pass's descriptor would overwrite this pass's descriptor before the store.
+        Wider heads, partial passes and own tokens have too few registers.
         """
         if self.has_own:
             return False

@@ -74,10 +74,7 @@ def _share(ctx: AttentionContext) -> _Share:
 
 
 def _tile(ctx: AttentionContext, share: _Share, i: Any) -> tuple[Any, Any, Any]:
-    """Returns (first row, end of rows, head) of this CTA's `i`-th tile; any tile's from `count` on.
-
-    Tiles of one head and one user have consecutive numbers.
-    """
+    """Returns (first row, end of rows, head) of this CTA's `i`-th tile; from `count` on, any's."""
     shape, chunk, cuts = ctx.shape, CHUNK, ctx.operands.cuts
     tile = jnp.minimum(share.first + i * share.stride, share.row_tiles * shape.q_heads - 1)
     if ctx.config.reuse:
@@ -235,8 +232,7 @@ def _send_item(
 ) -> tuple[_Progress, Any]:
     """Sends the descriptor of a pass, and loads its operands that are not resident.
 
-    Also returns the result of `meanwhile`, which is called after the first block of keys, so that
-    the consumers can begin.
+    Calls `meanwhile` after the first block of keys, and returns its result, too.
     """
     shared, ranges = ctx.shared, _ranges(ctx, current)
     words = (*item[:COMMON_ITEM_WORDS], *ranges)
@@ -290,10 +286,7 @@ def _send_passes(
     select: Callable[[Any], Any],
     reuse: bool,
 ) -> _Progress:
-    """Sends the passes of all selected tiles, and the end.
-
-    `select(i)` is the number of the first selected tile from this CTA's `i`-th tile on.
-    """
+    """Sends the passes of all tiles that `select(i)` numbers from the `i`-th on, and the end."""
 
     def after(current: _Pass) -> _Pass:
         if ctx.operands.words is not None:  # a tile is one pass

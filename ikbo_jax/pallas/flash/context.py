@@ -58,10 +58,7 @@ class Outputs(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class FlashContext(WarpgroupContext):
-    """The context of a kernel with query slots and rings of keys and values.
-
-    A *step* numbers the blocks of keys, and of values, that the CTA loads.
-    """
+    """The context of a kernel with rings of keys and values; a *step* numbers their blocks."""
 
     def load_queries(self, item: Any, first_row: Callable[[int], Any], head: Any) -> None:
         """Loads 64 rows of queries for each consumer, from its first row on."""

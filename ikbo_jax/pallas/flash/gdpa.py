@@ -70,16 +70,8 @@ def gdpa_kernel(
 ) -> tuple[jax.Array, jax.Array | None]:
     """Computes `reference.gdpa.materialised` by the kernel that `config` and the activation select.
 
-    Args:
-      arrays: bf16 or f16.
-      settings: either all heads have a softmax or none.
-      return_residuals: whether lse is computed; only with a softmax.
-      config: a legal configuration (`illegal_reason`).
-      num_sms: streaming multiprocessors of the device.
-
-    Returns:
-      out, and lse [rows, N] in f32, the natural logarithm of a softmax's denominator, or None. Rows
-      without keys have 0 and -inf.
+    Arrays are bf16 or f16, either all heads have a softmax or none, and the configuration is legal.
+    Returns out and, with `return_residuals`, lse [rows, N] f32; rows without keys have 0 and -inf.
     """
     activation: dict[str, Any] = {"activations": settings.activations, "approx": settings.approx}
     options: dict[str, Any] = {
@@ -116,8 +108,7 @@ def gdpa_kernel(
 def _keys_per_group(key: jax.Array, config: GdpaConfig) -> int | None:
     """Returns how many keys, of all heads, have `GROUP_BYTES` with their values.
 
-    None without tickets: fixed shares are even only if all tiles are sorted by falling work. With
-    groups, the longest of 132 shares would be 1.5 times the mean (simulated; 1.02 with tickets).
+    None without tickets: fixed shares are even only if all tiles are sorted by falling work.
     """
     if not config.tickets:
         return None
@@ -157,10 +148,10 @@ def gdpa_forward(
 ) -> tuple[jax.Array, jax.Array | None]:
     """Attends from every tile of queries to the keys and values of its sequence.
 
-    Arguments and results are as for `flash.gdpa.gdpa_kernel`; `tiles` have `TILE_ROWS` rows, and
-    every row of the result has one. `activations` may be one for all heads; a softmax needs a mask.
-    With a mask, tiles and `rule` are of `worklist.masked`, or tiles and `seen` are of
-    `gdpa_masked.mask_tiles`; `config` needs run=1 and no half_blocks.
+    Arguments and results are as for `gdpa_kernel`; `tiles` have `TILE_ROWS` rows, and every row of
+    the result has one. With a mask, which a softmax needs, tiles and `rule` are of
+    `worklist.masked`, or tiles and `seen` are of `gdpa_masked.mask_tiles`; `config` has run=1 and
+    no half_blocks.
     """
     _, q_heads, head_dim = query.shape
     if SOFTMAX in activations and scale == 0:  # every score is 0, as with queries of zeros

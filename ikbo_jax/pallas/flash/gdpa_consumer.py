@@ -57,11 +57,10 @@ def _is_half(ctx: GdpaContext, item: Item) -> Any:
 
 
 def _await_block(ctx: GdpaContext, ring: Ring, item: Item, block: Any, step: Any) -> None:
-    """Waits for a stage, and zeroes its rows past the sequence's end.
+    """Waits for a stage, and zeroes its rows past the sequence's end: act(0) = 0.
 
-    Zeroed keys have scores 0, and act(0) = 0.  Values are zeroed, since 0 times another sequence's
-    NaN is NaN.  Consumer 0 zeroes before its turn, and consumer 1 reads the stage in the turn that
-    follows, so neither consumer waits for the other.
+    Consumer 0 zeroes before its turn, and consumer 1 reads the stage in the turn that follows, so
+    neither consumer waits for the other.
     """
     ring.await_ready(step)
     visible = Visible.in_block(item.length, block, ctx.config.block_kv)
@@ -102,12 +101,10 @@ def _weights(
 ) -> Callable[[Any], _State]:
     """Computes weights from computed scores, and frees the block of keys.
 
-    `place` returns the numbers of the item and of the block; it is called if there is a mask.
-    `before` are the statistics of the blocks before.
-
-    The returned function takes the accumulator without the block, and rounds the weights.  Call it
-    after the product with the previous weights: ptxas serialises products whose operands are
-    written while other products are in flight.
+    `place` returns the numbers of the item and of the block, for a mask. `before` are the
+    statistics of the blocks before. The returned function takes the accumulator without the block,
+    and rounds the weights; call it after the product with the previous weights, whose operands it
+    may not write.
     """
     scores = mma.after_wait(scores, interpret=ctx.interpret)
     ctx.shared.key.release(step)
@@ -133,10 +130,7 @@ def _step(
     state: _State,
     columns: int | None = None,
 ) -> _State:
-    """Multiplies block `block` by its weights, and computes the weights of the next block.
-
-    Weights of the next block past its first `columns` columns are zero.
-    """
+    """Multiplies a block by its weights; computes the next block's, of the first `columns`."""
     step = first_step + block
     _await_block(ctx, ctx.shared.key, item, block + 1, step + 1)
     # Only an item's last block may hold another sequence's values.

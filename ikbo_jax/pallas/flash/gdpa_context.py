@@ -18,12 +18,8 @@ from ikbo_jax.reference.activations import SOFTMAX
 
 @dataclasses.dataclass(frozen=True)
 class Shape:
-    """Static description of a launch.
-
-    Attributes:
-      activation: maps scores to weights, and sums to results.
-      has_mask: whether rows do not see all keys of their tile.
-      rule: which keys rows see; None: they are read.
+    """Static description of a launch; `has_mask`: rows do not see all keys; `rule`: None: it is
+    read.
     """
 
     q_heads: int

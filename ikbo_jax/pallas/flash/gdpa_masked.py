@@ -1,10 +1,9 @@
 """Masks of the GDPA forward kernel: the keys of a tile, and of each of its rows.
 
 The list narrows every tile to the blocks that its rows see, and says which of these a consumer
-masks (`worklist.masked`).  In such a block, the consumer computes what its rows see from their
-positions, by a rule, or reads it: a range of keys, and a gap in it.  Scores of other keys become 0,
-and act(0) = 0.  Ranges and gaps are applied one after the other: with four numbers of each of a
-thread's two rows at once, the kernel would spill registers.
+masks (`worklist.masked`). In such a block, the consumer computes what its rows see from their
+positions, by a rule, or reads it: a range of keys, and a gap in it, one after the other to save
+registers. Scores of other keys become 0, and act(0) = 0.
 """
 
 from __future__ import annotations
@@ -32,15 +31,9 @@ def mask_tiles(
 ) -> tuple[lists.TileList, jax.Array]:
     """Narrows tiles of `TILE_ROWS` rows to the keys that their rows see, and sorts them again.
 
-    Args:
-      listed: tiles of all rows of the result.
-      intervals: [rows of the result, 4] int32, see `reference.gdpa.Arrays`.
-      block_kv: keys of a block.
-      keys_per_group: as for `masked.masked_tiles`.
-
-    Returns:
-      Tiles with the words of a mask, whose position is the tile's number; and what each row sees,
-      [tiles, 2 consumers, 4, 64] int32, begin and end of the row's range and gap.
+    `intervals` [rows of the result, 4] int32 are as in `reference.gdpa.Arrays`. Returns tiles with
+    the words of a mask, whose position is the tile's number; and what each row sees, [tiles, 2
+    consumers, 4, 64] int32, begin and end of the row's range and gap.
     """
     words, number = listed.words, jnp.arange(listed.words.shape[0], dtype=jnp.int32)
     is_tile = number < listed.counts[1]
@@ -79,10 +72,7 @@ def _hole(ends: jax.Array, block_kv: int) -> tuple[jax.Array, jax.Array]:
 def _cuts(ends: jax.Array, is_row: jax.Array, skipped: jax.Array, block_kv: int) -> jax.Array:
     """Finds the blocks that consumers mask, [tiles, 8]; leaves out rows that do not exist.
 
-    Args:
-      ends: [tiles, 2, 64, 4], counted from the tile's first key.
-      is_row: [tiles, 2, 64] bool.
-      skipped: [tiles, 1], keys before the ends of ranges and gaps that are no blocks of the tile.
+    `ends` [tiles, 2, 64, 4] count from the tile's first key; `skipped` [tiles, 1] keys come before.
     """
     most = jnp.int32(2**30)
     begin, end, gap_begin, gap_end = (ends[..., i] for i in range(4))
@@ -100,15 +90,7 @@ def _cuts(ends: jax.Array, is_row: jax.Array, skipped: jax.Array, block_kv: int)
 def keep_visible(
     ctx: Any, item: Any, block: Any, scores: jax.Array, fill: float = 0.0
 ) -> jax.Array:
-    """Replaces scores of a consumer's 64 rows where a row does not see the key of the block.
-
-    Args:
-      ctx: the consumer's `GdpaContext`.
-      item: number of the item.
-      block: number of the block.
-      scores: [64, block_kv] f32.
-      fill: in place of such scores.
-    """
+    """Replaces a consumer's scores [64, block_kv] by `fill` where a row does not see the key."""
     rule = ctx.shape.rule
 
     def cut(part: int) -> Any:
@@ -129,8 +111,7 @@ def keep_visible(
     if not ctx.shape.has_gaps:
         return scores
     has_gap = (block >= cut(2)) & (block < cut(3))
-    kept: jax.Array = lax.cond(has_gap, functools.partial(selected, 1), lambda x: x, scores)
-    return kept
+    return lax.cond(has_gap, functools.partial(selected, 1), lambda x: x, scores)
 
 
 def first_key(ctx: Any, item: Any, block: Any) -> Any:

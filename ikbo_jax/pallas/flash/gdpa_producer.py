@@ -125,10 +125,7 @@ def _send_run(
 
 
 def _send_taken_runs(ctx: GdpaContext, runs: Any, progress: _Progress) -> _Progress:
-    """Sends the run with the CTA's number, then runs that it takes by the counter.
-
-    Takes the next run after it has sent all blocks of a run.
-    """
+    """Sends the CTA's run, then runs that it takes by the counter after it has sent one."""
 
     def take(i: Any) -> Any:
         return ctx.shape.workers + ctx.take(i, runs)

@@ -1,8 +1,8 @@
 """The softmax of the GDPA forward kernel with masks.
 
-Attention's kernel keeps the maximum of a row's first block.  A mask may hide that block from some
-rows of a tile, so here the maximum runs.  Sums stay relative to an earlier maximum until a row's
-maximum has grown by more than `MOST_GROWTH`, since a rescaled accumulator must be complete.
+A mask may hide the first block from some rows of a tile, so here the maximum runs. Sums stay
+relative to an earlier maximum until a row's maximum has grown by more than `MOST_GROWTH`, since a
+rescaled accumulator must be complete.
 """
 
 from __future__ import annotations
@@ -29,11 +29,8 @@ LARGE_MAXIMUM = 2.0**14
 
 
 class Statistics(NamedTuple):
-    """State of a consumer's 64 rows between blocks.
-
-    Attributes:
-      extreme: [64] f32, the unscaled score that weights are relative to.
-      sums: [64] f32, sums of weights.
+    """Sums of weights of 64 rows between blocks, relative to `extreme`, unscaled scores; [64] f32
+    both.
     """
 
     extreme: jax.Array
@@ -45,15 +42,7 @@ Finish = Callable[[Any], tuple[jax.Array, Any, Statistics]]
 
 
 def weigh(ctx: Any, index: Any, block: Any, scores: jax.Array, before: Statistics | None) -> Finish:
-    """Computes the weights of a block's raw scores [64, block_kv].
-
-    Args:
-      ctx: the consumer's `GdpaContext`.
-      index: number of the item.
-      block: number of the block.
-      scores: f32; keys that a row does not see are masked here.
-      before: statistics of the item's blocks before; None: this is the first.
-    """
+    """Computes weights of raw scores [64, block_kv]; None `before` an item's first block."""
     scale, dtype = ctx.shape.log2_scale, ctx.outputs.out.dtype
     scores = capped(ctx.shape.activation.cap, scores, interpret=ctx.interpret)
     scores = gdpa_masked.keep_visible(ctx, index, block, scores, softmax.masked_score(scale))

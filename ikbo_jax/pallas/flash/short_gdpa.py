@@ -57,10 +57,7 @@ from ikbo_jax.reference.activations import SOFTMAX
 
 @dataclasses.dataclass(frozen=True)
 class Shape:
-    """Static description of a launch.
-
-    `activation` is None for a softmax; `segments`, for found tiles, is None if they are listed.
-    """
+    """Static description of a launch; None: a softmax, and tiles that are listed, not found."""
 
     q_heads: int
     kv_heads: int
@@ -89,8 +86,7 @@ class Context(WarpgroupContext):
     @property
     def spare(self) -> int:
         """Number of steps, and of items, that are loaded ahead of the computed one."""
-        slots: int = self.config.slots - 1
-        return slots
+        return self.config.slots - 1
 
     @property
     def segments(self) -> SegmentContext:
@@ -342,8 +338,8 @@ def short_gdpa(
 ) -> tuple[jax.Array, jax.Array | None]:
     """Attends from every tile of queries to the keys and values of its sequence.
 
-    Arguments and results are as for `flash.gdpa.gdpa_kernel`; `tiles` have `config.tile_rows` rows,
-    or are what each CTA finds its tiles from. `activations` may be one for all heads.
+    Arguments and results are as for `gdpa.gdpa_kernel`; `tiles` have `config.tile_rows` rows, or
+    are what each CTA finds its tiles from. `activations` may be one for all heads.
     """
     _, q_heads, head_dim = query.shape
     is_softmax = SOFTMAX in activations

@@ -1,7 +1,6 @@
-"""The softmax of a warpgroup's 64 rows; scores are [64, keys] f32.
+"""The softmax of a warpgroup's 64 rows; scores are [64, keys] f32, unscaled products.
 
-Scores are unscaled products, as the tensor core leaves them.  The exponent includes the scale times
-log2(e): p = exp2(score * log2_scale - maximum), where `maximum` is the maximum scaled score.
+p = exp2(score * log2_scale - maximum), where `maximum` is the maximum scaled score.
 """
 
 from __future__ import annotations
@@ -109,10 +108,7 @@ def with_token(
     value: jax.Array,
     log2_scale: float,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Adds one more key of each row to (acc [64, H], extreme [64], sums [64]).
-
-    `score` [64] is the key's, not scaled, and `value` [64, H] f32.
-    """
+    """Adds a key's raw score [64] and value [64, H] to (acc [64, H], extreme [64], sums [64])."""
     larger = further(log2_scale)(extreme, score)
     base = finite(larger, log2_scale)
     shrink, weight = (jnp.exp2((x - base) * jnp.float32(log2_scale)) for x in (extreme, score))
@@ -129,10 +125,7 @@ def running_start(head_dim: int, log2_scale: float) -> Running:
 
 
 def running_step(state: Running, scores: jax.Array, log2_scale: float) -> tuple[Running, jax.Array]:
-    """Returns the state with a block's weights, and the weights in f32.
-
-    The caller adds the product of weights and values to the state.
-    """
+    """Returns the state, without the product, and the weights in f32, of one more block."""
     extreme, shrink, p = running_weights(state.extreme, scores, log2_scale)
     scaled = state.sums * lax.broadcast_in_dim(shrink, state.sums.shape, (0,))
     acc = state.acc * lax.broadcast_in_dim(shrink, state.acc.shape, (0,))
@@ -173,10 +166,8 @@ def masked_score(log2_scale: float) -> float:
 def flag_rows(
     flags: Any, index: Any, row_sum: jax.Array, begin: Any, end: Any, limit: float, interpret: bool
 ) -> None:
-    """Sets flags[index] and flags[0] to 1 if a row in [begin, end) has a sum outside
-    [SUM_MINIMUM, limit).
-
-    Every thread that holds such a row writes, so threads need not communicate.
+    """Sets flags[index] and flags[0] to 1 if a row in [begin, end) has a sum outside [SUM_MINIMUM,
+    limit).
     """
     row = plgpu.broadcasted_iota(jnp.int32, (WGMMA_M,), 0, layout=ROW_LAYOUT)
     is_good = (row_sum < jnp.float32(limit)) & (row_sum >= jnp.float32(SUM_MINIMUM))

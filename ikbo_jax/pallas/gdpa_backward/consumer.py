@@ -63,8 +63,7 @@ def _receive_tile(ctx: BackwardContext, item: Any) -> None:
 
 
 def _issue_scores(ctx: BackwardContext, operand: int, item: Any, step: Any) -> jax.Array:
-    """Issues stationary rows times a block: scores for operand 0, gradients of activated scores
-    for operand 1."""
+    """Issues stationary rows times a block: scores for operand 0, gradients of weights for 1."""
     # Values that LLVM computes from the tile's number before the loop would occupy registers in it.
     item = mosaic.opaque(item, interpret=ctx.interpret)
     slot = ctx.shared.stationary.slot(item)
@@ -122,10 +121,7 @@ def _multiply(
     step: Any,
     mask: Any = None,
 ) -> tuple[jax.Array, ...]:
-    """Issues the sums (None: zero) plus the products of a block, whose scores are computed.
-
-    `mask`: flags and bits of the block, if there is a mask.
-    """
+    """Issues sums (None: zero) plus the products of a block's scores; `mask`: flags and bits."""
     shape, dtype = ctx.shape, ctx.operands.stationary[0].dtype
     streamed = ctx.shared.streamed
     head = streamed.word(step, 1)

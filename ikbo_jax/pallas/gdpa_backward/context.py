@@ -45,10 +45,8 @@ class Shape:
       heads: heads of the stationary operands: K in the kernel for keys, N for queries.
       streamed_per_head: streamed heads for each stationary head; 1 in the kernel for queries.
       heads_per_streamed: stationary heads that share a streamed head; 1 in the kernel for keys.
-      activation: how scores become weights.
       scales: factor of each result's sum.
-      has_stored: whether the kernel for keys stores gradients of scores, and the one for queries
-        multiplies them by keys.
+      has_stored: whether gradients of scores are stored by the kernel for keys, read by the other.
     """
 
     heads: int
@@ -75,10 +73,7 @@ class Shape:
         return SOFTMAX in self.activation.names
 
     def has_activation_in_branch(self, is_cut: bool) -> bool:
-        """Whether ptxas must not mix the activation with the code around it: it would spill.
-
-        `is_cut`: whether the block needs the mask.
-        """
+        """Whether a branch keeps ptxas from spilling; `is_cut`: the block needs the mask."""
         names = self.activation.names
         is_alone, kind = len(set(names)) == 1, (names[0], self.activation.approx)
         is_wide = self.is_for_keys and self.head_dim > BLOCK_K
@@ -90,9 +85,7 @@ class Shape:
 
 
 class Operands(NamedTuple):
-    """Device memory.
-
-    Scores are `stationary[0] @ streamed[0].T`, and gradients of activated scores
+    """Device memory: scores are `stationary[0] @ streamed[0].T`, gradients of activated scores
     `stationary[1] @ streamed[1].T`, or their transposes.
     """
 
@@ -142,10 +135,7 @@ def with_words(
 
 @dataclasses.dataclass(frozen=True)
 class BackwardContext(WarpgroupContext):
-    """The context of a backward kernel's warpgroup.
-
-    A *step* numbers the blocks that the CTA loads. `outputs` is (d_query,) or (d_key, d_value).
-    """
+    """A warpgroup's context; a *step* numbers blocks, and `outputs` begins with gradients."""
 
     @property
     def order(self) -> RowOrder | None:
@@ -169,10 +159,7 @@ class BackwardContext(WarpgroupContext):
         return self.shared.packed.at[pl.ds(first, packing.stride)]
 
     def number_after(self, number: Any, items: Any) -> Any:
-        """Takes the item that the CTA computes after item `number`, its `items`-th one.
-
-        CTAs are interpreted one after another, and have fixed shares then.
-        """
+        """Takes the item after `number`, its `items`-th; interpreted CTAs have fixed shares."""
         if self.interpret:
             return number + self.shape.workers
         return self.shape.workers + self.take(items, 0)

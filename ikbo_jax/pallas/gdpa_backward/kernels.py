@@ -79,32 +79,17 @@ def gradient_kernel(
 ) -> tuple[jax.Array, ...]:
     """Computes (d_query,), or with `is_for_keys` (d_key, d_value).
 
+    Arrays are as in `reference.gdpa`, bf16 or f16; gradients are summed in f32 over all queries
+    that share a key, rounded once to `out_dtype`, and zeros in rows of no sequence.
+
     Args:
-      query: [rows, N, H], bf16 or f16; `work` says which rows are read.
-      key: [total_kv, K, H], the same dtype; K divides N.
-      value: [total_kv, K, H].
-      d_out: [total_q, N, H], cotangent of the result.
       work: of queries or of keys, by `works.works` or `by_xla.works`, with `config.block`.
-      is_for_keys: which gradients are computed.
       activations: a name for each of the N heads; softmax in all heads or in none.
-      approx: name of an approximation, or None.
-      scale: of the scores.
-      output_scale: of the result.
-      config: a legal configuration (`GdpaBackwardConfig.illegal_reason`).
-      num_sms: streaming multiprocessors of the device.
-      logit_cap: of the scores, or None.
       statistics: with a softmax, the result of `softmax.statistics_of`.
       masks: of the queries, with `work` by `masked.mask_work`; None: queries see all keys. With
         `d_scores`, the kernel for queries computes d_query of these.
       stored_rows: rows of `masked.Masks.d_scores` that the kernel for keys stores, as a further
         result; 0: none.
-      out_dtype: of the gradients; the query's, or f32.
-      interpret: False, or `plgpu.InterpretGPUParams` to run on a CPU, with
-        `inline_mgpu="_hack_model_inline_mgpu_tokamax"` for the named barrier.
-
-    Returns:
-      Gradients in the shapes of the result and of the keys, summed in f32 over all queries that
-      share a key, and rounded once; zeros in rows of no sequence.
     """
     of_queries, of_keys = (query, d_out), (key, value)
     pairs = (of_keys, of_queries) if is_for_keys else (of_queries, of_keys)

@@ -1,13 +1,11 @@
 """Masks of the backward kernels: which blocks a tile loads, and which scores of a block count.
 
-A query row sees a range of the keys of its sequence, without a gap.  XLA describes every block of
-64 queries (*group*): the keys that its rows see.  The blocks are those of a softmax's statistics,
-so that a consumer's rows in the kernel for queries, and a block in the kernel for keys, are one
-group.  For each tile, XLA counts the blocks that one of its rows sees, and finds a run of *whole*
-blocks, which need no mask.  It sorts the tiles: those whose blocks are neighbours run at the same
-time, and find them in L2.  The producer sends whole blocks first, which consumers multiply as
-without a mask.  For the other blocks it makes XLA's comparisons again, and says which consumers
-skip or mask them.  Weights and gradients of scores that a row does not see become 0.
+A query row sees a range of the keys of its sequence, without a gap. XLA describes every block of 64
+queries (*group*, as of a softmax's statistics): the keys that its rows see. For each tile, XLA
+counts the blocks that one of its rows sees, and finds a run of *whole* blocks, which need no mask.
+It sorts the tiles so that those whose blocks are neighbours run at the same time. The producer
+sends whole blocks first. For the other blocks it makes XLA's comparisons again, and says which
+consumers skip or mask them. Weights and gradients of scores that a row does not see become 0.
 """
 
 from __future__ import annotations
@@ -50,13 +48,11 @@ MOST_COMPARED = 4096
 
 
 class Masks(NamedTuple):
-    """Device memory, for rows in the order of a softmax's statistics; keys count from their first.
+    """Device memory, for rows in the order of a softmax's statistics; `stored` describes the
+    others.
 
-    Attributes:
-      rows: [2, rows, 2] int32, begin and end of every row's range, and of the gap in it.
-      groups: [groups, GROUP_WORDS] int32.
-      places: see `stored`, or None.
-      d_scores: likewise.
+    `rows` [2, rows, 2] int32 are begin and end of every row's range, and of the gap in it; `groups`
+    are [groups, GROUP_WORDS] int32.
     """
 
     rows: Any
@@ -95,13 +91,9 @@ def mask_work(
 ) -> tuple[Works, Masks]:
     """Leaves the blocks that rows of a tile see to the tile; sorts tiles by groups, then by blocks.
 
-    Args:
-      works: with statistics, and with blocks of 64 queries.
-      intervals: [rows of the result, 4] int32, see `reference.gdpa.Arrays`.
-      settings: of `works`.
-      rows_of_groups: of keys and of queries; tiles whose streamed rows begin in one group of so
-        many neighbouring rows follow one another, the most expensive first.
-      stores: whether gradients of scores have places.
+    `works` have statistics, and blocks of 64 queries. `intervals` [rows of the result, 4] int32 are
+    as in `reference.gdpa.Arrays`. `rows_of_groups` says how many neighbouring rows, of keys and of
+    queries, make a group. `stores`: whether gradients of scores have places.
     """
     assert works.blocks is not None
     position = jnp.arange(WGMMA_M, dtype=jnp.int32)
@@ -201,8 +193,7 @@ def _compare(
 def _seen_queries(
     works: Works, offsets: Offsets, groups: jax.Array, parts: int
 ) -> tuple[Any, jax.Array, jax.Array]:
-    """Says which blocks of queries each tile of keys sees, and which ones whole; adds the tiles'
-    first keys."""
+    """Says which blocks of queries a tile of keys sees, and sees whole; adds tiles' first keys."""
     keys, blocks = works.keys, works.blocks
     assert blocks is not None
     starts, _ = jagged.bounds(offsets.cu_seqlens_kv, offsets.kv_rows, offsets.max_seqlen_kv)
@@ -278,9 +269,8 @@ def whole_blocks(ctx: BackwardContext, tile: Any, index: Any) -> tuple[Any, Any]
 def block_flags(ctx: BackwardContext, tile: Any, first: Any, done: Any) -> tuple[Any, Any]:
     """Says whether a row of a tile sees a block, and returns both consumers' flags.
 
-    Args:
-      first: row of `Masks.rows` of the range's first query; 0 in the kernel for queries.
-      done: rows of the range before the block.
+    `first` is the row of `Masks.rows` of the range's first query; `done` rows come before the
+    block.
     """
     origin, rows = ctx.tile_word(tile, STATISTICS_ROW), ctx.tile_word(tile, 2)
     is_seen, flags = jnp.bool_(False), jnp.int32(0)
@@ -351,14 +341,8 @@ def keep_seen(
     weights: jax.Array,
     slope: jax.Array,
 ) -> tuple[jax.Array, jax.Array]:
-    """Replaces weights and slopes of scores that a row does not see.
-
-    Args:
-      ctx: the consumer's context.
-      block: flags, and the bits of all scores.
-      begin: first column.
-      weights: [64, columns] f32.
-      slope: likewise; with a softmax without a cap, the same array.
+    """Replaces weights and slopes [64, columns] f32, from column `begin` on, that a row does not
+    see.
     """
     zero = 0.0 if ctx.shape.has_softmax else gdpa_slopes.zero_slope(ctx.shape.activation)
     fills = [0.0] if slope is weights else [0.0, zero]

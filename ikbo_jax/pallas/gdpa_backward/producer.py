@@ -61,8 +61,7 @@ def _load_statistics(ctx: BackwardContext, head: Any, row: Any, slot: Any, ready
 def _send_block(
     ctx: BackwardContext, step: Any, first_rows: list[Any], words: Sequence[Any], head: Any
 ) -> None:
-    """Sends the descriptor of a block, and loads its two operands and, if they have a first row,
-    its statistics."""
+    """Sends a block's descriptor, and loads its two operands and, with a row, its statistics."""
     ring = ctx.shared.streamed
     ring.send_words(step, words, after=ring)
     if ctx.shape.reads_stored:

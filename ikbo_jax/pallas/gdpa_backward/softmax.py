@@ -2,10 +2,8 @@
 
     P = exp(scale * S - lse),  dS = P * (dA - delta),  delta = sum(d_out * out) / output_scale
 
-`statistics_of` computes lse, in powers of 2, and delta for every query. In the kernel for
-keys, queries lie along the columns of a warpgroup's scores, and their statistics arrive with their
-block. In the kernel for queries, they lie along the rows: the statistics arrive with the tile, and
-stay in registers.
+Statistics of queries arrive with their block in the kernel for keys, along the columns of scores;
+in the kernel for queries with the tile, along the rows.
 """
 
 from __future__ import annotations
@@ -50,8 +48,7 @@ def weights_and_slopes(
 ) -> tuple[jax.Array, jax.Array]:
     """Weights of the raw scores of a block's columns from `begin` on, at most 1; and slopes.
 
-    Weights exceed 1 only by the rounding of lse, which is large where scores are huge. Slopes are
-    weights times the slope of the cap: without a cap, the same array.
+    Slopes are weights times the slope of the cap: without a cap, the same array.
     """
     spec = ctx.shape.activation
     scores = capped(spec.cap, scores, interpret=ctx.interpret)
@@ -66,8 +63,7 @@ def d_scores(
 ) -> jax.Array:
     """Gradients of a block's scores; in the kernel for queries, 0 for keys past the end.
 
-    There, zeroed keys have weights that are not 0, and 0 times an infinite gradient is NaN. In the
-    kernel for keys, queries past the end have an infinite lse.
+    Zeroed keys have weights there, and 0 times an infinite gradient is NaN.
     """
     found = slope * (d_weights - _statistic(ctx, rows, DELTA, slope.shape, 0, step))
     if ctx.shape.is_for_keys:
@@ -110,23 +106,13 @@ def statistics_of(
 ) -> jax.Array:
     """Computes what a softmax's gradient needs of every query: lse in powers of 2, and delta.
 
-    With P = exp(scores - lse), the gradient of a score is P * (d_out @ value.T - delta), where
-    delta = sum(d_out * out) / output_scale.
-
-    Args:
-      blocks: [blocks, 2] int32, the first query of each block in the result, which is arbitrary if
-        there is none, and the number of queries from there on; it may exceed `block`.
-      out: [rows, N, H], the result.
-      lse: [rows, N] f32.
-      d_out: [rows, N, H], cotangent of the result.
-      output_scale: of the result.
-      block: rows of a block of queries, a multiple of 16.
+    `blocks` [blocks, 2] int32 has the first query of each block, and the number of queries from
+    there on, which may exceed `block`. `out` and `d_out` are [rows, N, H], `lse` [rows, N] f32.
 
     Returns:
       [N, 2, statistics rows] int32, the bits of f32. A sequence begins with a whole block, so TMA
-      copies begin at whole 64 bytes (`attention_backward.rows.with_statistics` says why), and no
-      block has rows of two sequences. Rows of no query, also those at the end, have an infinite
-      lse, hence weights 0, and a delta of 0.
+      copies begin at whole 64 bytes (`attention_backward.rows.with_statistics` says why). Rows of
+      no query have an infinite lse, hence weights 0, and a delta of 0.
     """
     delta = jnp.sum(d_out.astype(jnp.float32) * out.astype(jnp.float32), axis=-1)
     # With an output_scale of 0 all gradients are 0, for every delta.

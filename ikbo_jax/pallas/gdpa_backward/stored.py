@@ -3,13 +3,10 @@
     d_query = scale * output_scale * dS @ key
 
 With a mask, both kernels together compute five products then, not seven, and the activation once.
-Device memory limits the kernel for queries: it reads 16 bits for each query and key, and computes
-one product.
 
 A tile of 128 keys has a *place*, and `(place + g) * N + h` numbers its gradients for block g of 64
 queries and head h of N: two operand tiles, each with 64 keys by 64 queries, one of each consumer of
-the kernel for keys. Blocks between the first and the last one that a tile sees have a number.
-Blocks of which a consumer's keys see no row are neither stored nor read.
+the kernel for keys. Blocks of which a consumer's keys see no row are neither stored nor read.
 """
 
 from __future__ import annotations
@@ -64,14 +61,8 @@ def rows(
 ) -> list[Any]:
     """Finds the first stored rows of a block of keys, for the queries of each consumer.
 
-    Args:
-      ctx: the context of the kernel for queries.
-      tile: of queries.
-      head: of the queries.
-      index: of the keys' sequence.
-      source: first row of the sequence.
-      block: of 64 keys of the sequence.
-      unseen: whether no query of a consumer sees a key of the block; it gets the other one's rows.
+    `index` and `source` are number and first row of the keys' sequence, `block` one of its blocks
+    of 64 keys. A consumer whose queries see no key, by `unseen`, gets the other one's rows.
     """
     number = _number(source, index) + lax.div(block, TILE_ROWS // WGMMA_M)
     first = lax.div(ctx.tile_word(tile, STATISTICS_ROW), WGMMA_M)

@@ -1,13 +1,11 @@
 """Fragments: accumulators [64, columns] f32 that CTAs exchange through device memory.
 
 A fragment holds f32 values rounded to 24 bits (16 significant bits, f32's range) in two planes: the
-upper 16 bits of every value, which are a bf16, and the 8 bits below. So it takes three quarters of
-the traffic of f32, and fits beside an accumulator in the registers of a consumer. Its rounding (at
-most 2^-16 of the value) is 1/256 of the final rounding to bf16, or 1/32 of the final rounding to
-f16.
+upper 16 bits of every value, which are a bf16, and the 8 bits below. It takes three quarters of the
+traffic of f32, and its rounding is 1/256 of the final one to bf16, or 1/32 of that to f16.
 
-Memory holds the values in the order of registers, in groups of 16 columns: word w of thread t in
-group g is at [g, t, w], so every access of a warp is contiguous.
+Word w of thread t in group g of 16 columns is at [g, t, w], so every access of a warp is
+contiguous.
 """
 
 from __future__ import annotations
@@ -175,10 +173,10 @@ def _permute_bytes(a: ir.Value, b: ir.Value, selector: int) -> ir.Value:
 
 
 def _round_to_24_bits(bits: ir.Value) -> ir.Value:
-    """Rounds the bits of a finite f32 so that `add` recovers 16 significant bits.
+    """Rounds the bits of a finite f32 so that `add`, which copies byte 1 to byte 0, recovers 16
+    bits.
 
-    `add` copies byte 1 to byte 0, which saves an instruction per value; subtracting half of that
-    range before truncation centres the error.  Infinities and NaNs keep their upper bits.
+    Subtracting half of that range before truncation centres the error.
     """
     magnitude = arith.andi(bits, inline.i32(0x7FFFFFFF))
     finite = arith.cmpi(arith.CmpIPredicate.ult, magnitude, inline.i32(0x7F7FFF00))

@@ -1,9 +1,8 @@
 """Accumulators whose 16-row parts, one of each warp, belong to different rows of a batch.
 
 A *granule* is 16 embedding columns of one row of a batch: the rows of a WGMMA accumulator that one
-warp holds. Device memory holds the fragment of each (see `fragment`), in groups of 16 compressed
-rows: word w of lane l in group g of granule r is at [r, g, l, w], so every access of a warp is
-contiguous.
+warp holds. Word w of lane l in group g of 16 compressed rows of granule r's fragment (see
+`fragment`) is at [r, g, l, w].
 """
 
 from __future__ import annotations
@@ -49,16 +48,8 @@ def look_up(
 ) -> Any:
     """Granules of the coarser level that belong to the granules of `count` accumulators.
 
-    Args:
-      index: device memory [B] int32, rows of the coarser level; clamped to its batch.
-      first: number of the first accumulator's first granule; granules past B count as the last
-        row's.
-      count: number of accumulators.
-      of_row: granules of a row of the batch.
-      coarser_rows: rows of the coarser level's batch.
-
-    Returns:
-      Each thread's numbers, one for each accumulator; under interpretation, each warp's.
+    `index` [B] int32 is clamped; granules from `first` on past B count as the last row's. Returns
+    each thread's numbers, one for each accumulator; under interpretation, each warp's.
     """
     last = index.shape[0] - 1
     if interpret:
@@ -102,12 +93,7 @@ def look_up(
 def load(
     memory: Fragment, numbers: Any, count: int, begin: Any, columns: int, *, interpret: bool
 ) -> tuple[Fragment, ...]:
-    """Issues the loads of `count` accumulators' fragments, `columns` columns from `begin`.
-
-    Args:
-      memory: see `types`.
-      numbers: as `look_up` returns them.
-    """
+    """Issues loads of `count` accumulators' fragments (`types`), `columns` from `begin`."""
     if interpret:
 
         def part(plane: Any, i: int) -> jax.Array:
@@ -145,14 +131,7 @@ def load(
 
 
 def store(memory: Fragment, value: jax.Array, first: Any, begin: Any, *, interpret: bool) -> None:
-    """Stores an accumulator [64, columns] f32 as the fragments of four granules.
-
-    Args:
-      memory: see `types`; nothing is stored past its last granule.
-      value: the accumulator.
-      first: number of the first granule.
-      begin: the first column.
-    """
+    """Stores an accumulator [64, columns] f32 as fragments (`types`) of four granules."""
     total, columns = memory.upper.shape[0], value.shape[1]
     if interpret:
         for i in range(GRANULES):
@@ -190,10 +169,9 @@ def store(memory: Fragment, value: jax.Array, first: Any, begin: Any, *, interpr
 def stage_transposed(
     blocks: Any, values: jax.Array, *, is_swizzled: bool = True, interpret: bool
 ) -> None:
-    """Writes values [64, rows] of 16 bits to column blocks [64 / width, rows, width].
+    """Writes values [64, rows] of 16 bits to column blocks [64 / width, rows, width], transposed.
 
-    Value [i, j] becomes element [i // width, j, i % width]. Rows are a multiple of 8. Without
-    `is_swizzled`, the blocks are `memory.Rows`.
+    Rows are a multiple of 8. Without `is_swizzled`, the blocks are `memory.Rows`.
     """
     count, rows, width = blocks.shape
     if interpret:

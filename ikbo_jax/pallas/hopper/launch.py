@@ -1,11 +1,9 @@
 """The launch that every kernel has: persistent CTAs of two consumer warpgroups and a producer.
 
-A kernel without a producer has CTAs of one warpgroup, several of which share an SM, or of several
-warpgroups that do the same.
-
-A kernel's configuration declares its shared memory and barriers as a NamedTuple of
-`problems.memory`'s declarations. Inside the kernel the same NamedTuple holds references: an operand
-has two views, (for WGMMA, for TMA), see `mosaic.tile_views`; a ring is a `rings.Ring`.
+Without a producer, CTAs have one warpgroup, or several that do the same. A kernel's configuration
+declares its shared memory and barriers as a NamedTuple of `problems.memory`'s declarations. Inside
+the kernel the same NamedTuple holds references: an operand has two views, (for WGMMA, for TMA), see
+`mosaic.tile_views`; a ring is a `rings.Ring`.
 """
 
 from __future__ import annotations
@@ -36,13 +34,9 @@ class WarpgroupContext:
 
     Attributes:
       shape: static description of the launch.
-      config: the kernel's configuration.
-      shared: references to its shared memory and barriers.
-      operands: device memory that the launch reads.
-      outputs: device memory that the launch fills.
-      interpret: whether the kernel is interpreted.
+      shared: references to shared memory and barriers.
+      operands: device memory that the launch reads; `outputs`: that it fills.
       worker: CTA or cluster.
-      consumer: number of the consumer warpgroup; producer: unused.
       counter: an int32 in device memory, zero when the kernel starts; None under interpretation,
         and if the launch has none.
     """
@@ -68,9 +62,8 @@ class WarpgroupContext:
     def take(self, number: Any, items: int) -> Any:
         """Takes the CTA's next item by the counter, after `number` items.
 
-        The result is at least `items` after the last one. Without the counter, there are at least
-        as many CTAs as items, and each takes the item of its own number: XLA fills counters with
-        zeros, by a kernel of 1 to 2 us.
+        Without the counter, each CTA takes the item of its own number; XLA fills counters with
+        zeros by a kernel of 1 to 2 us.
         """
         if not self.interpret and self.counter is None:
             return jnp.where(number == 0, self.worker, items)
@@ -98,16 +91,13 @@ class Roles:
     """What the kernel's warpgroups do.
 
     Attributes:
-      context: called as `context(shared, operands, outputs, interpret)`; returns a
-        `WarpgroupContext`.
+      context: makes a `WarpgroupContext` of (shared, operands, outputs, interpret).
       produce: takes the context, on one warp of the producer; None: the CTA has `warpgroups`
-        consumers alone, which load their operands and have the registers that ptxas gives them.
+        consumers alone, which have the registers that ptxas gives them.
       consume: takes the context, whose `consumer` is 0 or 1, on each consumer warpgroup.
-      assist: takes the context, on `assistants` other warps of the producer; None: there are none.
-        Under interpretation, they are one warpgroup of its own.
-      assistants: 1 to 3.
+      assist: takes the context, on `assistants` (1 to 3) other warps of the producer, which are a
+        warpgroup under interpretation; None: there are none.
       registers: per thread of a consumer and of the producer warpgroup.
-      warpgroups: of a CTA without a producer; each consumes.
     """
 
     context: Callable[[Any, Any, Any, bool], WarpgroupContext]
@@ -132,20 +122,15 @@ def launch(
     has_counter: bool = False,
     interpret: Any = False,
 ) -> tuple[jax.Array, ...]:
-    """Launches a kernel.
+    """Launches a kernel; returns the arrays of `outputs` that are not None.
 
     Args:
-      roles: what the warpgroups do.
       operands: a tree of arrays; None for those that the launch does not use.
       outputs: a tree of `jax.ShapeDtypeStruct`, likewise.
       shared: a NamedTuple of declarations of shared memory and barriers; None for absent ones.
-      dtype: of operand tiles.
       workers: number of CTAs, or of clusters of `cluster` CTAs.
-      has_counter: whether there is a `WarpgroupContext.counter`.
-      interpret: False, or `plgpu.InterpretGPUParams`.
-
-    Returns:
-      The arrays of `outputs` that are not None.
+      interpret: False, or `plgpu.InterpretGPUParams` to run on a CPU; kernels with named barriers
+        need `inline_mgpu="_hack_model_inline_mgpu_tokamax"`.
     """
     is_interpreted = bool(interpret)
     kinds, shared_tree = jax.tree.flatten(shared)
@@ -167,7 +152,7 @@ def launch(
 
     num_threads = NUM_CONSUMERS + 1 + bool(interpret and roles.assist)
     clustered: Any = {"cluster": (cluster,), "cluster_names": ("cluster",)} if cluster > 1 else {}
-    results: tuple[jax.Array, ...] = mosaic.kernel(
+    return mosaic.kernel(
         body,
         out_type=tuple(jax.tree.leaves(outputs)),
         scratch_types=tuple(_type(kinds[i], dtype, is_interpreted) for i in order),
@@ -180,7 +165,6 @@ def launch(
         compiler_params=mosaic.compiler_params(),
         interpret=interpret,
     )(*jax.tree.leaves(operands))
-    return results
 
 
 def launch_threads(
@@ -216,10 +200,7 @@ def launch_threads(
 
 
 def _order(kinds: list[Any], interpret: bool) -> list[int]:
-    """Orders the numbers of the declarations as in memory: operand tiles, numbers, barriers.
-
-    Staging memory is left out unless the kernel is interpreted.
-    """
+    """Orders declarations as in memory: tiles, numbers, barriers, and interpreted ones' staging."""
     tiles = (memory.Tiles, memory.Blocks, memory.Rows)
     ranks = (*tiles, memory.Floats, memory.Words, memory.Staging, memory.Barriers)
     order = sorted(range(len(kinds)), key=lambda i: ranks.index(type(kinds[i])))

@@ -1,9 +1,8 @@
 """WGMMA products: accumulators as values, control over the first and the last WGMMA instruction.
 
-`plgpu.wgmma` multiplies whole swizzled blocks along k and always adds to its accumulator, which
-must therefore be zeroed: 56 two-register instructions per thread at the start of every tile, while
-the tensor core waits. `wgmma` here overwrites the accumulator in the first k step of a tile, and
-ends the last block early: K = 866 takes 55 instructions instead of 56.
+`plgpu.wgmma` multiplies whole swizzled blocks along k and adds to an accumulator that must be
+zeroed while the tensor core waits. `wgmma` here overwrites the accumulator in the first k step of a
+tile, and ends the last block early: K = 866 takes 55 instructions instead of 56.
 """
 
 from __future__ import annotations
@@ -108,13 +107,8 @@ def wgmma(
 ) -> Any:
     """Issues acc + a.T[:, :k] @ b_t[:, :k].T (`overwrite`: without acc) as one WGMMA group.
 
-    Args:
-      acc: [64, columns] f32, or the accumulator from `with_accumulator`.
-      a: operand tile [64, 64] in shared memory, k by rows; see `mosaic.operand_tile`.
-      b_t: operand tile [columns, 64] in shared memory, columns by k.
-      overwrite: whether the product replaces the accumulator.
-      k: columns of b_t that are multiplied, a multiple of 16.
-      a_is_transposed: if false, `a` is rows by k, and is multiplied as it is.
+    `acc` is [64, columns] f32, or from `with_accumulator`; `a` [64, 64] and `b_t` [columns, 64] are
+    operand tiles; `k` is a multiple of 16. Without `a_is_transposed`, `a` is rows by k.
     """
     if interpret:  # rows past k are zero
         plgpu.wgmma(acc, a.transpose((1, 0)) if a_is_transposed else a, b_t.transpose((1, 0)))
@@ -151,15 +145,12 @@ def wgmma_blocks(
     block_bytes: int = 0,
     interpret: bool,
 ) -> Any:
-    """Like `wgmma`, for an operand of column blocks [64 / width, 64, width], k by rows.
+    """Like `wgmma`, for an operand of column blocks [64 / width, 64, width], k by rows, side by
+    side.
 
-    The blocks lie side by side in the product: its row i is column i % width of block i // width. A
-    single block is repeated.
-
-    Args:
-      acc: [64, columns] f32; under interpretation, an accumulator [width, columns] for each block.
-      b_t: as for `wgmma`, or [depth / 64, columns, 64] for blocks of more or fewer than 64 rows.
-      block_bytes: bytes from one of these to the next.
+    A single block is repeated. Under interpretation, `acc` is an accumulator [width, columns] for
+    each block. `b_t` may be [depth / 64, columns, 64] for blocks of more or fewer than 64 rows, of
+    `block_bytes` each.
     """
     if interpret:
         for i, part in enumerate(acc):
@@ -203,16 +194,11 @@ def wgmma_blocks(
 def product(
     q: Any, k: Any, depth: int, *, columns: int | None = None, interpret: bool
 ) -> jax.Array:
-    """Issues q @ k[:columns].T as one WGMMA group; read its value by `wait`, then `after_wait`.
+    """Issues q @ k[:columns].T, [64, columns] f32, as one WGMMA group; read it by `wait`,
+    `after_wait`.
 
-    Args:
-      q: operand tiles [column blocks, 64, 64] in shared memory, each with 64 columns of the depth.
-      k: operand tiles [column blocks, rows, 64], likewise.
-      depth: columns of q and k that are multiplied, rounded up to a multiple of 16.
-      columns: rows of k that are multiplied, a multiple of 8; None: all.
-
-    Returns:
-      [64, columns] f32.
+    `q` and `k` are operand tiles [column blocks, 64 or rows, 64]. `depth` is rounded up to a
+    multiple of 16; `columns`, a multiple of 8, are rows of k; None: all.
     """
     blocks, k_rows, _ = k.shape
     columns = columns or k_rows
@@ -254,22 +240,17 @@ def add_product(
     begin: int = 0,
     interpret: bool,
 ) -> jax.Array:
-    """Issues acc + p @ v[begin : begin + depth] as one WGMMA group.
+    """Issues acc + p @ v[begin : begin + depth], [64, columns] f32, as one WGMMA group.
 
     Args:
-      acc: [64, columns] f32; None is zero. An accumulator that enters its first product as zero
-        would occupy registers from the previous tile's stores on, and a thread of the backward
-        kernels has too few registers for two of them beside scores.
+      acc: None is zero: an accumulator that enters its first product as zero would occupy registers
+        from the previous tile's stores on.
       p: [64, depth] in v's dtype, depth a multiple of 16.
       v: operand tiles [column blocks, rows, 64] in shared memory, each with 64 columns.
-      staging: this warpgroup's shared memory [64, at least depth], only under interpretation: the
-        interpreter cannot multiply from registers.
-      columns: columns of v that are multiplied; only needed without `acc`.
+      staging: shared memory [64, at least depth] for the interpreter, which cannot multiply from
+        registers.
       is_defined: bool scalar; `acc` counts as zero if it is false. None: true.
       begin: the first row of v that is multiplied, a multiple of 16.
-
-    Returns:
-      [64, columns] f32; read its value by `wait`, then `after_wait`.
     """
     depth = p.shape[1]
     columns = columns or (0 if acc is None else acc.shape[1])
@@ -319,16 +300,10 @@ def add_product(
 def add_tile_product(
     total: Any, d_scores: Any, keys: Any, *, is_transposed: bool = False, interpret: bool
 ) -> Any:
-    """Issues total + d_scores @ keys as one WGMMA group.
+    """Issues total + d_scores @ keys as one WGMMA group; `is_transposed`: d_scores.T.
 
-    Args:
-      total: [64, columns] f32, or the interpreter's accumulators, one for each column block.
-      d_scores: operand tile [64, 64] in shared memory, queries by keys.
-      keys: operand tiles [column blocks, 64, 64] in shared memory, keys by columns.
-      is_transposed: if true, d_scores.T is multiplied, and `keys` are queries by columns.
-
-    Returns:
-      The same kind as `total`; read its value by `wait`, then `after_wait`.
+    `total` is [64, columns] f32, or the interpreter's accumulators, one for each column block;
+    `d_scores` [64, 64] and `keys` [column blocks, 64, 64] are operand tiles.
     """
     if interpret:
         first = d_scores.transpose((1, 0)) if is_transposed else d_scores
@@ -403,11 +378,10 @@ class Group:
     def multiply(
         self, a: list[ir.Value], b: ir.Value, *, transposes: str, scale: ir.Value | None = None
     ) -> None:
-        """Issues one wgmma.mma_async.
+        """Issues one wgmma.mma_async of `a`, a descriptor or four registers.
 
-        Either `a` is one descriptor, or four registers. `transposes` says of each operand in shared
-        memory whether it is "0", k-major, or "1". The instruction overwrites an accumulator without
-        registers, and one with `scale` 0.
+        `transposes` says of each operand in shared memory whether it is "0", k-major, or "1". The
+        instruction overwrites an accumulator without registers, and one with `scale` 0.
         """
         acc, f32, n = self.registers, ir.F32Type.get(), self.columns // 2
         shape, dtype = f"m64n{self.columns}k{WGMMA_K}", self.dtype

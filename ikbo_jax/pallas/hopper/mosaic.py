@@ -1,8 +1,7 @@
 """Small parts that the Mosaic GPU kernels share: compiler parameters, operand tiles, fences.
 
-Each operation that Pallas' GPU interpreter cannot run is a small function, here or in a module such
-as `mma`, `fragment` or `softmax`, beside an equivalent for interpretation.  So the tests on
-a CPU exercise the kernel body that runs on the GPU.
+Each operation that Pallas' GPU interpreter cannot run is a small function beside an equivalent for
+interpretation. So the tests on a CPU exercise the kernel body that runs on the GPU.
 """
 
 from __future__ import annotations
@@ -32,9 +31,7 @@ _SCALAR = plgpu.ShapeDtypeStruct((), jnp.int32, layout=plgpu.Layout.WG_SPLAT(())
 def _cache_ptxas_version() -> None:
     """Makes Mosaic GPU cache the version of ptxas, which it queries at every cast of a bool.
 
-    `pl.when` casts its predicate, so the kernels of the ranking network queried 158 times, and each
-    time Mosaic GPU started ptxas: half of the lowering time. The function is private to JAX, and
-    some versions of JAX lack it.
+    Starting ptxas for it was half of the lowering time. Some versions of JAX lack the function.
     """
     extension: Any = getattr(fragmented_array.mgpu_lib, "_mosaic_gpu_ext", None)
     version = getattr(extension, "_get_ptxas_isa_version", None)
@@ -84,11 +81,10 @@ def operand_transforms(dtype: Any) -> tuple[Any, Any]:
 def operand_tile(shape: tuple[int, ...], dtype: Any, *, interpret: bool) -> Any:
     """Declares shared memory [..., rows, 64] that TMA writes and WGMMA reads, or the reverse.
 
-    WGMMA and stmatrix address groups of 8 rows.  TMA rejects this tiling if the array's rows are
-    not a multiple of 8 (K = 866, M = 433), but does not need it: with one swizzled column block, a
-    row-major layout has the same bytes.  So the type is a union of both views (see `tile_views`).
-    The interpreter allocates separate memory for each member of a union; so there, one plain array
-    serves as both views.
+    WGMMA and stmatrix address groups of 8 rows. TMA rejects this tiling if the array's rows are not
+    a multiple of 8 (K = 866, M = 433), but a row-major layout with one swizzled column block has
+    the same bytes. So the type is a union of both views (see `tile_views`); for the interpreter,
+    one plain array.
     """
     if shape[-1] != swizzle_columns(dtype) or shape[-2] % 8:
         columns = swizzle_columns(dtype)
@@ -120,10 +116,7 @@ def row_swizzle(shape: tuple[int, ...], dtype: Any) -> Any:
 
 
 def block_columns(block: int, width: int, worker: Any) -> Any:
-    """Selects a block of 64 columns; past `width`, TMA reads zeros and stores nothing.
-
-    `worker` is any value that Pallas does not know to be constant.
-    """
+    """Selects 64 columns, of which TMA drops those past `width`; `worker` is not constant."""
     begin: Any = block * BLOCK_K
     if begin + BLOCK_K > width:
         begin = begin + 0 * worker  # a static start would be rejected as out of bounds
@@ -133,8 +126,7 @@ def block_columns(block: int, width: int, worker: Any) -> Any:
 def on_warps(bodies: Sequence[tuple[Callable[[], None], int]], *, interpret: bool) -> None:
     """Runs each body on a number of warps of this warpgroup, from the first warp on.
 
-    A producer needs few warps, and saves power. The interpreter runs the first body as the
-    warpgroup: one thread per warp would exhaust its thread pool.
+    The interpreter runs the first body as the warpgroup: its thread pool is small.
     """
     if interpret:
         bodies[0][0]()
@@ -168,11 +160,7 @@ def synchronise_warp(*, interpret: bool) -> None:
 def copy_words(
     source: Any, begin: Any, target: Any, at: Any, count: int, *, interpret: bool
 ) -> None:
-    """Copies words of 32 bits from device to shared memory: at most 32, one by each lane of a warp.
-
-    The producer has too few registers for many words at once. Offsets count from the first element
-    of either array.
-    """
+    """Copies at most 32 words from device to shared memory, one by each lane of a warp."""
     if interpret:
         for i in range(count):
             row, column = (lax.div(begin + i, source.shape[1]), lax.rem(begin + i, source.shape[1]))
@@ -196,8 +184,7 @@ def copy_words(
 def opaque(value: Any, *, interpret: bool) -> Any:
     """Hides an int32 scalar from LLVM, so that LLVM hoists no computation on it.
 
-    Values that LLVM computes once for all tiles (addresses, descriptors) occupy registers, of which
-    a consumer has too few: without this function, K = 1024 spills 460 bytes.
+    Values that LLVM computes once for all tiles occupy registers, of which a consumer has too few.
     """
     if interpret:
         return value
@@ -238,8 +225,7 @@ def device_counter(*, interpret: bool) -> Any:
 def next_ticket(counter: Any, i: Any, *, interpret: bool) -> Any:
     """Returns the counter's value and adds one to the counter; for a single warp.
 
-    Under interpretation, CTAs run one after another; there, the `i`-th ticket of the only CTA is
-    number `i`.
+    Under interpretation, the `i`-th ticket of the only CTA is number `i`.
     """
     if interpret:
         return i
@@ -281,8 +267,7 @@ def wait(counter: Any, value: int, *, interpret: bool) -> None:
 def named_barrier(operation: str, barrier_id: Any, num_threads: int) -> None:
     """Arrives at one of the SM's 16 named barriers, and under "sync" waits for `num_threads`.
 
-    Mosaic GPU uses the first four.  The interpreter recognises this operation by the name of the
-    function below, with `inline_mgpu="_hack_model_inline_mgpu_tokamax"`.
+    Mosaic GPU uses the first four. The interpreter knows the name of the function below.
     """
 
     @plgpu.inline_mgpu(arg_types=(plgpu.Layout.WG_SPLAT(()),))

@@ -27,12 +27,8 @@ def column_blocks(values: jax.Array, blocks: int) -> list[jax.Array]:
 def stage_rows(tiles: Any, values: jax.Array, *, reads_late: bool = False, interpret: bool) -> None:
     """Writes [64, width] of 16 bits to operand tiles [column blocks, 64, 64], zeros past width.
 
-    An assignment in Pallas would also read the old values, and would keep addresses that depend on
-    the thread's number from the kernel's beginning on.
-
-    Args:
-      reads_late: whether addresses derive from `stores.late_thread_number`, not from
-        `stores.thread_number`.
+    An assignment in Pallas would also read the old values. With `reads_late`, addresses derive from
+    `stores.late_thread_number`.
     """
     blocks = tiles.shape[0]
     if interpret:

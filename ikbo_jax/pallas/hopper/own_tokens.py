@@ -1,8 +1,7 @@
 """A candidate's own token: one more key and value that only the candidate's queries see.
 
 The consumer that stores a row computes the row's score with the token, and merges it into the row's
-softmax before the result is divided. So own tokens cost the loads of themselves and of the queries:
-a pass over the results and their lse in XLA reads and writes all of them once more.
+softmax before the result is divided.
 """
 
 from __future__ import annotations
@@ -35,10 +34,9 @@ class Order(NamedTuple):
 
     Attributes:
       tables: references that inline code takes as arguments.
-      candidate: computes the candidate of (number, the tables) in inline code.
-      interpreted: computes the candidates of an array of numbers, under interpretation.
-      has_queries: whether the queries are in the order of candidates; else they are in the order of
-        numbers.
+      candidate: computes the candidate of (number, the tables) in inline code; `interpreted`: those
+        of an array of numbers, under interpretation.
+      has_queries: whether queries are in the order of candidates; else in the order of numbers.
     """
 
     tables: tuple[Any, ...]
@@ -48,10 +46,7 @@ class Order(NamedTuple):
 
     @classmethod
     def of_packed(cls, targets: Any, batch: int) -> Order:
-        """Describes queries that another launch has put into the order of users, or not.
-
-        `targets`: [B] int32 in device memory, the candidate of each number; None if all are equal.
-        """
+        """Describes queries in the order of users, by `targets` [B] int32 in device memory."""
 
         def candidate(number: ir.Value, tables: Any) -> ir.Value:
             number = arith.minui(number, inline.i32(batch - 1))
@@ -66,14 +61,8 @@ class Order(NamedTuple):
 class Rows(NamedTuple):
     """The 64 rows of a warpgroup's tile.
 
-    Attributes:
-      first: number of row 0 among the rows of a head.
-      begin: the first row of a head that is stored.
-      end: the end of the rows that are stored; others repeat these.
-      head: first query head.
-      kv_head: key head.
-      group: number of query heads, static; each has `head_rows` rows.
-      head_rows: static.
+    Row 0 is row `first` of a head; rows [begin, end) are stored, and others repeat these. From
+    query head `head` on, `group` heads (static) have `head_rows` rows each.
     """
 
     first: Any
@@ -90,14 +79,8 @@ def load(
 ) -> tuple[jax.Array, jax.Array]:
     """Loads the scores [64] f32 of own tokens, not scaled, and their values [64, columns] f32.
 
-    Args:
-      ctx: a context whose operands are query [B * T, N, H], and self_key and self_value [B, K, H].
-      rows: of the tile.
-      order: of the candidates.
-      columns: number of columns of the values.
-      column: the first of them.
-      at_once: whether a thread issues the loads of both of its rows before it uses the first ones;
-        otherwise they take fewer registers.
+    `column` is the first of the values' columns. With `at_once`, a thread issues the loads of both
+    of its rows before it uses the first ones; otherwise they take fewer registers.
     """
     operands = ctx.operands.query, ctx.operands.self_key, ctx.operands.self_value
     column, tables = jnp.int32(column), len(order.tables)
@@ -150,8 +133,7 @@ def load(
         return stores.row_array(scores), inline.accumulator(pairs.reshape(shape))
 
     places = rows.first, rows.begin, rows.end, rows.head, rows.kv_head, column
-    found: tuple[jax.Array, jax.Array] = issue(*operands, *places, *order.tables)
-    return found
+    return issue(*operands, *places, *order.tables)
 
 
 def _divided(x: ir.Value, divisor: int) -> tuple[ir.Value, ir.Value]:

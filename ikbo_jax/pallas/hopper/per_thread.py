@@ -1,8 +1,8 @@
 """Values of which each of a warpgroup's 128 threads has one.
 
-Arrays [128] in `LAYOUT`: arithmetic on them is each thread's own.  Pallas has no loads and stores
-at addresses that differ by thread, so these are inline PTX, with an equal formulation under
-interpretation.  `Threads` are the threads of all warpgroups of a CTA.
+Arrays [128] in `LAYOUT`: arithmetic on them is each thread's own. Pallas has no loads and stores at
+addresses that differ by thread, so these are inline PTX, with an equal formulation under
+interpretation. `Threads` are the threads of all warpgroups of a CTA.
 """
 
 from __future__ import annotations
@@ -53,9 +53,7 @@ def same(value: int) -> jax.Array:
 def select(condition: jax.Array, on_true: int, on_false: Any) -> jax.Array:
     """Selects integers by thread, where `on_true` is the same in all threads.
 
-    `jnp.where` would make them unsigned in a kernel: Mosaic GPU gives an array, selected against a
-    number that is the same in all threads, the sign of the bools. Maxima, comparisons and divisions
-    would then take -1 for 2^32 - 1.
+    `jnp.where` would make them unsigned: Mosaic GPU would give the array the sign of the bools.
     """
     return jnp.where(condition, same(on_true), on_false)
 
@@ -74,10 +72,7 @@ def array(value: ir.Value, like: mgpu.FragmentedArray) -> mgpu.FragmentedArray:
 
 
 def load_words(address: ir.Value, count: int, *, is_early: bool = False) -> list[ir.Value]:
-    """Loads `count` words of 32 bits of device memory that the launch does not change.
-
-    With `is_early`, LLVM keeps the loads where they are issued.
-    """
+    """Loads words of 32 bits of constant device memory; `is_early`: LLVM does not delay them."""
     i32 = ir.IntegerType.get_signless(32)
     names = ", ".join(f"${i}" for i in range(count))
     kind, names = ("b32", names) if count == 1 else (f"v{count}.b32", f"{{{names}}}")
@@ -98,14 +93,9 @@ def store_words(
     *,
     streams: bool = False,
 ) -> None:
-    """Stores words of 32 bits to device memory, in inline code.
+    """Stores four, two or one words of 32 bits to an aligned address plus `offset`, in inline code.
 
-    Args:
-      address: of device memory.
-      words: four, two or one.
-      predicate: bool, whether to store.
-      offset: bytes from `address`, which is a multiple of the words' bytes with it.
-      streams: whether L2 evicts the words first.
+    With `streams`, L2 evicts the words first.
     """
     names = ", ".join(f"${i}" for i in range(1, len(words) + 1))
     kind, names = ("b32", names) if len(words) == 1 else (f"v{len(words)}.b32", f"{{{names}}}")
@@ -139,10 +129,7 @@ def gather(ref: Any, index: jax.Array, space: str, *, interpret: bool) -> jax.Ar
 
 
 def gather_vectors(ref: Any, index: jax.Array, space: str) -> tuple[jax.Array, ...]:
-    """ref[4 * index : 4 * index + 4], four numbers for each thread; not for interpretation.
-
-    `ref` is of 32-bit integers; `space` is "shared" or "global", which the launch does not change.
-    """
+    """Gathers ref[4 * index : 4 * index + 4] of int32 "shared", or "global" that is constant."""
 
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), LAYOUT), return_type=(INT32,) * VECTOR)
     def load(_: Any, ref: ir.Value, index: mgpu.FragmentedArray) -> Any:
@@ -156,8 +143,7 @@ def gather_vectors(ref: Any, index: jax.Array, space: str) -> tuple[jax.Array, .
             words = list(inline.issue(ptx, address, result_types=[i32] * VECTOR))
         return tuple(array(x, index) for x in words)
 
-    found: tuple[jax.Array, ...] = load(ref, index)
-    return found
+    return load(ref, index)
 
 
 def any_of_warp(values: jax.Array, *, layout: Any = LAYOUT, interpret: bool) -> jax.Array:
@@ -212,8 +198,7 @@ def add(
 def add_one(ref: Any, index: jax.Array) -> None:
     """ref[index] += 1 in shared memory, for each thread; not for interpretation.
 
-    Threads may collide: ptxas makes the constant 1 `ATOMS.POPC.INC`, which should add up the
-    lanes of a warp at an address. Without a predicate, which would be a branch for each addition.
+    Threads may collide. Without a predicate, which would be a branch for each addition.
     """
 
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), LAYOUT))
@@ -285,12 +270,7 @@ def rounds(
 
 @dataclasses.dataclass(frozen=True)
 class Threads:
-    """The threads of a CTA of one or several warpgroups.
-
-    Attributes:
-      warpgroups: number of warpgroups; 1 under interpretation.
-      warpgroup: number of this one.
-    """
+    """The threads of a CTA of one or several warpgroups; `warpgroup` is the number of this one."""
 
     warpgroups: int
     warpgroup: Any
@@ -349,10 +329,10 @@ class Threads:
     def sums_before(
         self, values: Sequence[jax.Array], scratch: Any, at: int = 0
     ) -> list[jax.Array]:
-        """Adds, for each thread and each array, the values of the threads before.
+        """Adds, for each thread and each array, the values of the threads before; synchronises
+        once.
 
-        Synchronises the threads once. `scratch` is shared memory, whose `warps` words from `at` on
-        are overwritten for each array. No thread may read them any more.
+        `scratch` is shared memory, whose `warps` words from `at` on are overwritten for each array.
         """
         return self._scan(values, scratch, at, 0)
 
@@ -418,10 +398,7 @@ def _keep_totals(totals: Sequence[jax.Array], scratch: Any, at: int, threads: Th
 
 
 def _scan_warp(values: jax.Array, neutral: int) -> tuple[jax.Array, jax.Array]:
-    """Adds the values of lower lanes, and of all lanes of the warp.
-
-    With `neutral` other than 0, the largest instead.
-    """
+    """Adds values of lower lanes, and of all lanes; the largest, if `neutral` is not 0."""
 
     @plgpu.inline_mgpu(arg_types=(LAYOUT, LAYOUT), return_type=(INT32, INT32))
     def add_up(
@@ -439,5 +416,4 @@ def _scan_warp(values: jax.Array, neutral: int) -> tuple[jax.Array, jax.Array]:
             total = combine(total, other)
         return array(before, values), array(total, values)
 
-    result: tuple[jax.Array, jax.Array] = add_up(values, number())
-    return result
+    return add_up(values, number())

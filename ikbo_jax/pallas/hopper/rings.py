@@ -66,10 +66,7 @@ class Ring(NamedTuple):
         plgpu.barrier_arrive(self.free_at(number))
 
     def send_words(self, number: Any, words: Sequence[Any], after: Ring | None = None) -> None:
-        """Writes the first words of a slot's descriptor, and arrives on its barrier.
-
-        `after`: the ring whose slot of this number must be free first.
-        """
+        """Writes a slot's first words when the slot of ring `after` is free, and arrives."""
         free = None if after is None else after.free_at(number)
         slot = self.slot(number)
         if free is not None:

@@ -1,8 +1,7 @@
 """Where the rows of a key head stand among the queries of all heads, in the caller's order.
 
 A kernel reads rows of a key head: a candidate after another, each with its queries, each with the
-query heads that share the key head. Candidates may be in another order than the caller's. Results
-go back to the caller's order as they are stored, since XLA would take a kernel of 2 us for it.
+query heads that share the key head. Results go back to the caller's order as they are stored.
 """
 
 from __future__ import annotations
@@ -22,12 +21,8 @@ from ikbo_jax.pallas.hopper import inline, per_thread
 class RowOrder:
     """The order of rows of a key head.
 
-    Attributes:
-      order: [B] int32 in device memory, the caller's number of each candidate; None if candidates
-        are in the caller's order.
-      q_len: queries of a candidate.
-      group: query heads that share a key head.
-      rows: rows of a key head, if the array has several parts of so many; None: it has one.
+    `order` [B] int32 in device memory is the caller's number of each candidate; None if candidates
+    are in the caller's order. `rows`: of a key head, if the array has several parts of so many.
     """
 
     order: Any

@@ -1,8 +1,4 @@
-"""Vectors of an array's rows: a thread loads one as words, adds in f32, and stores sums.
-
-A row [width] of 16-bit or 32-bit numbers lies in device memory as words of 32 bits. A vector is 4,
-2 or 1 of the words, which one access of a thread moves.
-"""
+"""Vectors of rows: 1, 2 or 4 words that a thread loads, adds in f32, and stores at once."""
 
 from __future__ import annotations
 
@@ -26,13 +22,7 @@ Words = tuple[jax.Array, ...]
 
 
 class Rows(NamedTuple):
-    """Loads, converts and stores vectors of rows in device memory.
-
-    Attributes:
-      ref: [rows, width].
-      words: words of a vector; more than 4 take several accesses.
-      interpret: whether the kernel is interpreted.
-    """
+    """Stores vectors of `words` words of rows [rows, width]; more than 4 take several accesses."""
 
     ref: Any
     words: int
@@ -48,10 +38,7 @@ class Rows(NamedTuple):
         return self.words * 4 // self.dtype.itemsize
 
     def load(self, places: Sequence[tuple[jax.Array, jax.Array]]) -> list[Words]:
-        """Loads one vector of a thread for each place, which is a row and a vector's number.
-
-        The loads are all issued before a later function uses one.
-        """
+        """Issues all loads of one vector of a thread for each (row, number of the vector)."""
         if self.interpret:
             return [self._interpreted(*place) for place in places]
 
@@ -79,8 +66,7 @@ class Rows(NamedTuple):
             numbers = [y for x in words for y in unpacked(per_thread.scalar(x), self.dtype)]
             return tuple(per_thread.array(x, words[0]) for x in numbers)
 
-        found: tuple[jax.Array, ...] = convert(*words)
-        return found
+        return convert(*words)
 
     def store(
         self,
@@ -131,8 +117,7 @@ class Rows(NamedTuple):
                 for i in range(0, self.numbers, of_word)
             )
 
-        found: Words = convert(*numbers)
-        return found
+        return convert(*numbers)
 
     def _interpreted(self, row: jax.Array, vector: jax.Array) -> Words:
         # In f32: jnp.take asks NumPy for the dtype's limits, and NumPy has none of bf16.

@@ -14,9 +14,8 @@ from jax import lax
 class TileSchedule:
     """Schedules two phases: user tiles start at worker 0, candidate tiles at the last worker.
 
-    The first `full_waves` waves of candidate tiles go to all workers, later waves only to the
-    workers from `rest_from` on, which computed one user tile fewer.  Methods take Python or traced
-    integers.
+    Candidate tiles after `full_waves` waves go only to the workers from `rest_from` on, which
+    computed one user tile fewer. Methods take Python or traced integers.
     """
 
     num_workers: int
@@ -50,10 +49,7 @@ class TileSchedule:
 def make_schedule(
     user_tiles: int, cand_tiles: int, user_cost: float, num_workers: int
 ) -> TileSchedule:
-    """Chooses `full_waves` to minimise the time at which the last worker finishes.
-
-    `user_cost` is the time of a user tile in units of a candidate tile.
-    """
+    """Minimises the time of the last worker; `user_cost` is in units of a candidate tile."""
     num_workers = max(1, min(num_workers, user_tiles + cand_tiles))
     each, extra = divmod(user_tiles, num_workers)
     all_waves = -(-cand_tiles // num_workers)
@@ -71,8 +67,7 @@ def make_schedule(
 def back_and_forth(worker: Any, workers: int, i: Any) -> Any:
     """Numbers a worker's `i`-th work item; odd rounds go through the workers in reverse.
 
-    Work items are sorted by falling cost: without the reversal, the first worker would have the
-    most expensive work item of every round.
+    Otherwise the first worker would have the most expensive work item of every round.
     """
     place = jnp.where(lax.rem(i, 2) == 0, worker, workers - 1 - worker)
     return i * workers + place

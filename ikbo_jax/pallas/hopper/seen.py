@@ -1,7 +1,6 @@
 """Which scores of a block count: a bit of each, from the keys that every query sees.
 
-A thread holds at most 32 scores of a block of 64 rows and columns, so one word holds their bits. It
-is computed where registers are free, and applied where none are.
+One word holds the bits of a thread's scores. It is computed where registers are free.
 """
 
 from __future__ import annotations
@@ -42,13 +41,9 @@ def restrict(
 ) -> jax.Array:
     """Clears the bits of keys outside their queries' ranges, or inside their gaps.
 
-    Args:
-      bits: of scores [64, columns], of 64 queries by `columns` keys, or the reverse.
-      ends: device memory [2, queries, 2] int32, begin and end of each query's `RANGE` and `GAP`.
-      part: `RANGE` or `GAP`.
-      query: the first query.
-      key: the first key.
-      columns: a multiple of 8, at most 64.
+    `bits` are of scores [64, columns], of 64 queries from `query` on by keys from `key` on, or the
+    reverse. `ends` [2, queries, 2] int32 has begin and end of each query's `RANGE` and `GAP`, and
+    `part` says which.
     """
     if interpret:
         shape = (WGMMA_M, columns) if queries_are_rows else (columns, WGMMA_M)

@@ -1,8 +1,8 @@
 """Stores of a warpgroup's rows, from registers and from shared memory.
 
-LLVM and ptxas compute values that are constant across tiles before all loops; such values would
-occupy registers in the main loop, which has none to spare.  So addresses derive from a thread
-number that neither compiler knows to be constant, and loop bounds are unknown to both.
+Values that LLVM and ptxas compute before all loops would occupy registers in the main loop, which
+has none to spare. So addresses derive from a thread number that neither compiler knows to be
+constant, and loop bounds are unknown to both.
 """
 
 from __future__ import annotations
@@ -49,16 +49,11 @@ def store_staged_rows(
     order: RowOrder | None = None,
     interpret: bool,
 ) -> None:
-    """Stores row r of `tiles` to output[first_row + r, head] for r in [begin, end).
+    """Stores row r of `tiles` to output[first_row + r, head] for r in [begin, end), in a loop.
 
-    Stores from registers would need addresses of rows and columns beside the values, and spill.
-    The stores are a loop: for unrolled stores, ptxas computes 56 registers of addresses before all
-    other loops.
-
-    Args:
-      output: device memory [rows, heads, width].
-      tiles: operand tiles [column blocks, 64, 64], committed; they are read when this returns.
-      order: if not None, row first_row + r of key head `head` is stored where it says.
+    `output` is device memory [rows, heads, width]; `tiles` [column blocks, 64, 64] are committed,
+    and read when this returns. With `order`, row first_row + r of key head `head` is stored where
+    it says. Unrolled stores, or stores from registers, would spill.
     """
     _, heads, width = output.shape
     blocks, height, columns = tiles.shape
@@ -123,11 +118,7 @@ def store_staged_rows(
 
 
 def late_thread_number() -> ir.Value:
-    """Reads the thread's number in its warpgroup at each use.
-
-    LLVM would keep a value that never changes in a register from the kernel's beginning on, through
-    loops that have no register to spare.
-    """
+    """Reads the thread's number in its warpgroup at each use, so that no register keeps it."""
     thread = inline.issue_word("mov.u32 $0, %tid.x;")
     return arith.remui(thread, inline.i32(WARPGROUP_SIZE))
 
@@ -182,12 +173,8 @@ class HeldRows:
     """A thread's part of values [64, width], or of one f32 value per row, in registers.
 
     A thread holds two rows (`thread_row`), and of each row pairs of neighbouring columns, eight
-    columns apart. The four threads of a row hold the same one value.
-
-    Stored as they are held, 16 bits each, the pairs of a row are half a sector of memory: a warp's
-    store has 16 bytes of eight rows, and an H100 takes 0.5 to 2.5 us for a tile of 64 rows of 128
-    columns. So the four threads of a row exchange them first: each stores 16 bytes at once, and the
-    four store 64 that are neighbours.
+    columns apart. The four threads of a row exchange pairs of 16 bits before each stores 16 bytes:
+    stored as they are held, they would take 0.5 to 2.5 us for a tile of 64 rows of 128 columns.
     """
 
     def __init__(self, values: mgpu.FragmentedArray, thread: ir.Value, *, is_f32: bool) -> None:
@@ -214,8 +201,7 @@ class HeldRows:
     ) -> None:
         """Stores row `half` (0 or 1) of the thread from column `begin` on, if `predicate` holds.
 
-        The row's first element in `output` is the sum of value * stride over `row`; `begin` is a
-        multiple of 8.
+        The row's first element in `output` is the sum of value * stride over `row`.
         """
         words, first = self._words[half::2][begin // 8 :], begin // 8
         exchanged = len(words) // ROW_THREADS * ROW_THREADS if self._kind == "b32" else 0
@@ -254,12 +240,8 @@ def store_rows(
 ) -> None:
     """Stores values[r] to output[first_row + r, head] for r in [begin, end), from registers.
 
-    Args:
-      output: device memory [rows, heads, width], or [rows, heads] f32.
-      values: [64, width] of 16 or 32 bits, or [64] f32, in the output's dtype.
-      staging: this warpgroup's shared memory [64, at least width], or [64], only under
-        interpretation.
-      order: as for `store_staged_rows`.
+    `values` are [64, width], or [64] f32. `staging` is shared memory for the interpreter; other
+    arguments are as for `store_staged_rows`.
     """
     _, heads, *widths = output.shape
     width = widths[0] if widths else 1
@@ -307,15 +289,10 @@ def store_rows(
 def store_transposed(
     output: Any, values: jax.Array, row: Any, column: Any, staging: Any, *, interpret: bool
 ) -> None:
-    """Stores values[i, j] to output[row + j, column + i], from registers.
+    """Stores values[i, j] to output[row + j, column + i], from registers; both are f32.
 
-    The eight rows of `values` that a warp stores at once fill a sector of memory if `column` and
-    the output's width are multiples of 8.
-
-    Args:
-      output: device memory [rows, columns] f32, which holds all of the values.
-      values: [64, width] f32, in an accumulator's layout.
-      staging: this warpgroup's shared memory [64, width], only under interpretation.
+    Stores fill sectors if `column` and the output's width are multiples of 8. `staging` [64, width]
+    is shared memory for the interpreter.
     """
     width, columns = values.shape[1], output.shape[1]
     if interpret:
@@ -363,11 +340,8 @@ def store_staged(
     """Stores staged rows [begin, end) of every output; all 64 by TMA.
 
     Args:
-      ctx: the warpgroup's context.
       staged: (view for WGMMA, view for TMA) of operand tiles [column blocks, 64, 64] each.
-      outputs: device memory [rows, heads, width] each.
-      position: (first row, head).
-      rows: (begin, end).
+      outputs: device memory [rows, heads, width] each; `position`: (first row, head).
       is_full: whether TMA stores the rows; it drops rows past the output's end.
       is_partial: whether threads store them; None: never.
       order: if not None, threads store all rows, where it says.

@@ -1,7 +1,7 @@
 """Which columns of a block a row of a product may see: the mask of every kernel.
 
-A block of keys that reaches past a user's length, or past a sequence's end, holds keys of others:
-their weights are 0, and zeros replace their values, since 0 times another user's NaN is NaN.
+Keys past a user's length or a sequence's end are others': their weights are 0, and zeros replace
+their values, since 0 times another user's NaN is NaN.
 """
 
 from __future__ import annotations
@@ -17,12 +17,10 @@ from ikbo_jax.pallas.hopper import operand_tiles
 
 
 class Visible(NamedTuple):
-    """The visible columns [begin, end) of a block, for one row or for all.
+    """The visible columns [begin, end) of a block of `size` columns (static), for one row or for
+    all.
 
-    Attributes:
-      size: columns of the block, static.
-      end: int32, or [64] int32 by row; values past `size` are the block's end.
-      begin: int32, or [64] int32 by row; 0 if static.
+    `begin` and `end` are int32, or [64] int32 by row; values past `size` are the block's end.
     """
 
     size: int
@@ -45,10 +43,9 @@ class Visible(NamedTuple):
         return isinstance(self.begin, int) and self.begin == 0
 
     def keep(self, values: jax.Array, fill: float = 0.0, *, axis: int = 1) -> jax.Array:
-        """Replaces values outside the visible range of `axis`, the block's columns, by `fill`.
+        """Replaces f32 values outside the visible range of `axis`, the block's columns, by `fill`.
 
-        `values` are f32 in an accumulator's layout. A warpgroup whose columns are all visible, as
-        in all but a sequence's last block, skips the selection.
+        A warpgroup whose columns are all visible, as in most blocks, skips the selection.
         """
 
         def masked() -> jax.Array:

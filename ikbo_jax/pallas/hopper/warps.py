@@ -99,10 +99,7 @@ def sums(x: ir.Value) -> tuple[ir.Value, ir.Value]:
 
 
 def transposed(words: list[ir.Value], number: ir.Value) -> list[ir.Value]:
-    """Collects word `number` of each of four neighbouring lanes, in the lanes' order.
-
-    `number` is this lane's among the four, from 0 to 3.
-    """
+    """Collects word `number`, this lane's among four neighbours, of each in the lanes' order."""
     is_odd, is_late = (
         arith.cmpi(arith.CmpIPredicate.ne, arith.andi(number, inline.i32(bit)), inline.i32(0))
         for bit in (1, 2)

@@ -155,8 +155,7 @@ def _launch(
 def _aligned(weights: Sequence[jax.Array], alignment: int) -> list[tuple[jax.Array, int]]:
     """Returns (aligned operand, first column of the weight in it) for each weight.
 
-    One copy pads the rows of all weights with zeros to `alignment` bytes, unless all are aligned
-    (`ops.padded_weight`); TMA reads zeros for the embeddings there.
+    One copy pads all weights to `alignment` bytes, unless all are aligned (`ops.padded_weight`).
     """
     multiple = alignment // weights[0].dtype.itemsize
     if not any(w.shape[1] % multiple for w in weights):
@@ -201,20 +200,14 @@ def linear_compression_kernel(
     num_sms: int,
     interpret: Any = False,
 ) -> jax.Array:
-    """Compresses levels, coarsest first.
+    """Compresses levels, coarsest first: [B_last, M, N], accumulated in f32 and rounded once.
 
     Args:
       weights: [M, K_l] each, bf16 or f16; or with more columns, which are finite.
       embeddings: [B_l, K_l, N] each, the same dtype; N a multiple of 8.
       parents: None for the first level, then [B_l] int32 into the batch of the level before.
-      config: a legal configuration (`illegal_reason`); its class decides which columns a tile has,
-        and a `ResidentCompressionConfig` selects the kernel of `resident`.
-      num_sms: streaming multiprocessors of the device.
-      interpret: False, or `plgpu.InterpretGPUParams` to run on a CPU; that needs `cluster=1`, and
-        `num_sms=1` for a single launch.
-
-    Returns:
-      [B_last, M, N] in the inputs' dtype; accumulated in f32 over all levels, rounded once.
+      config: legal; its class selects the columns of a tile, or the kernel of `resident`.
+      interpret: as for `launch`; it needs `cluster=1`, and `num_sms=1` for a single launch.
     """
     if isinstance(config, ResidentCompressionConfig):
         options = {"config": config, "num_sms": num_sms, "interpret": interpret}

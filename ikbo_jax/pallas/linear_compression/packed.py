@@ -1,10 +1,9 @@
 """Tiles whose columns are of consecutive rows of the batch: several candidates where N is small.
 
 Column n of row b has number b * N + n. A tile has the next `block_n` columns, in *blocks* of 16, 32
-or 64 columns of one row; a consumer's accumulator has 64 columns. Shared memory holds a block as
-[64, width], swizzled within its rows. A descriptor says how far apart blocks are, so WGMMA reads an
-accumulator's blocks as one operand. Both consumers multiply a tile of 64 columns, each by half of
-the compressed rows.
+or 64 columns of one row; a consumer's accumulator has 64 columns. WGMMA reads an accumulator's
+blocks [64, width] as one operand. Both consumers multiply a tile of 64 columns, each by half of the
+compressed rows.
 
 A warp holds 16 rows of an accumulator, a *granule*: 16 columns of one row of the batch. So a warp
 looks up one user for each accumulator, and stores and loads fragments by itself.

@@ -2,23 +2,22 @@
 
     out[b] = w_cand @ e_cand[b] + w_user @ e_user[cand_to_user[b]]
 
-Where M and K are small, a tile's products take less time than the latency of its loads.  Several
-CTAs share an SM, so that one CTA computes while others wait.  A CTA
+Where M and K are small, a tile's products take less time than the latency of its loads. Several
+CTAs share an SM, so that one CTA computes while others wait. A CTA
 
   - loads its weights into shared memory once, by itself: no launch pads their rows for TMA;
   - issues the loads of all k steps of a tile at once, `num_stages` tiles ahead;
   - multiplies the columns of a tile (see `packed`) by one part of the compressed rows after
-    another, so that embeddings are loaded once however large M is;
+  another;
   - stores a candidate of 16 or 32 columns, which is contiguous memory, by one copy.
 
-Each level is a launch.  A level that a finer level looks up stores fragments; if its K is long,
+Each level is a launch. A level that a finer level looks up stores fragments; if its K is long,
 every CTA sums a split of K, and the finer level adds the fragments of all splits.
 
 Synchronisations:
   1. `ready[stage, k step]`  TMA has filled the slot.
   2. The warpgroup's barrier after a tile's last product, before the slot is loaded again.
   3. Staging buffers: `commit_smem` before a store, `wait_smem_to_gmem` before the next write.
-No CTA waits for another one.
 """
 
 from __future__ import annotations
@@ -332,5 +331,4 @@ def resident_compression(
         operands = Operands(weights[i], embeddings[i], of_users, parents[i], result)
         is_last = i == len(weights) - 1
         result = _launch(phase, operands, is_last=is_last, columns=columns, interpret=interpret)
-    output: jax.Array = result
-    return output
+    return result

@@ -21,13 +21,10 @@ from ikbo_jax.problems.resident_compression import Layout
 
 @dataclasses.dataclass(frozen=True)
 class Phase:
-    """Static description of a level.
+    """Static description of a level; `users` is the batch of the `coarser` level whose fragments it
+    adds.
 
-    Attributes:
-      layout: how the level is divided among CTAs.
-      coarser: the level whose fragments this level adds, or None.
-      users: the coarser level's batch, or 0.
-      workers: CTAs of a group and a split; each has a range of column tiles.
+    `workers` are the CTAs of a group and a split, each with a range of column tiles.
     """
 
     batch: int

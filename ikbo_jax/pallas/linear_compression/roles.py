@@ -48,10 +48,7 @@ def _claimed_tiles(
     next_ticket: Callable[[Any], Any],
     body: Callable[[Tile, Any, Callable[[], Any]], tuple[Any, Any]],
 ) -> None:
-    """Calls `body(tile, step, take_next)` for this CTA's tickets, until a ticket names no tile.
-
-    `body` calls `take_next()` for the next ticket, and returns the ticket and the next step.
-    """
+    """Calls body(tile, step, take_next), which returns (ticket, step), until no tile is left."""
 
     def one(carry: tuple[Any, Any, Any]) -> tuple[Any, Any, Any]:
         i, ticket, step = carry
@@ -134,7 +131,7 @@ def _multiply(
     """Multiplies a tile; returns accumulators [64, rows] f32, and coarser fragments to be added.
 
     Calls one of `jobs` after each of the first k steps, while the step's WGMMAs are in flight.
-    Multiplies only the first `columns` compressed rows; the rest of the tile is zero.
+    Compressed rows past the first `columns` are zero.
     """
     shared, last = ctx.shared, phase.k_steps - 1
     # The last k step ends after the last WGMMA instruction that multiplies more than padding.
@@ -214,8 +211,8 @@ def _compute_fragment(
 ) -> tuple[Any, Any]:
     """Computes one tile of a level that a finer level looks up, and stores it as a fragment.
 
-    Returns (the result of `after_multiply`, the next step); the tile's stages are read before
-    `after_multiply` is called.
+    Returns (the result of `after_multiply`, which is called when the tile's stages are read; next
+    step).
     """
     load_coarser = None
     if phase.from_fragments:

@@ -95,9 +95,7 @@ class Phase:
 class PackedPhase(Phase):
     """Tiles that span rows of the batch: column c of all tiles is column c % N of row c // N.
 
-    Attributes:
-      block_n: embedding columns of a tile; the consumers share 64 columns, and halve more columns.
-      width: columns of a block, which belongs to one row of the batch.
+    A tile has `block_n` columns, in blocks of `width` columns of one row of the batch.
     """
 
     block_n: int
@@ -183,10 +181,10 @@ class Claims(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class CompressionContext(WarpgroupContext):
-    """The context of a warpgroup of linear compression.
+    """The context of a warpgroup of linear compression; a *step* numbers the k steps of all tiles.
 
-    A *step* numbers the k steps of all tiles of the CTA. `operands` are of the user level and of
-    the candidate level; `outputs` are the result and the users' fragments.
+    `operands` are of the user level and of the candidate level; `outputs` are the result and the
+    users' fragments.
     """
 
     columns: Any = None  # the class of `Columns`
@@ -224,8 +222,7 @@ def locate(phase: Phase, tile: Any) -> Tile:
 class Columns:
     """A tile's columns: 128 columns of one row of the batch; each consumer has 64 of them.
 
-    `looks_up_ahead`: whether a tile's users are looked up during the tile before; otherwise the
-    tile's k steps must hide the latency of the index.
+    `looks_up_ahead`: whether a tile's users are looked up during the tile before.
     """
 
     ctx: CompressionContext

@@ -1,8 +1,4 @@
-"""Loads operands by a warpgroup's threads.
-
-TMA would need weights whose rows begin at multiples of 16 bytes, and takes 1.4 ns for a row of a
-box, however short: for 1,116 rows of K of four users of N = 16, 6.2 us (H100).
-"""
+"""Loads operands by a warpgroup's threads, where TMA would need aligned rows, or short boxes."""
 
 from __future__ import annotations
 
@@ -40,17 +36,12 @@ class Region(NamedTuple):
 def load(
     weight: Any, tiles: Any, region: Region, first_row: Any, first_k: Any, *, interpret: bool
 ) -> None:
-    """Fills operand tiles with a weight, or with 0 outside of it.
+    """Fills operand tiles [parts * blocks_of_part, rows, 64] with a weight [M, K], 0 outside of it.
 
         tiles[p * blocks_of_part + first + i, r, c]
             = weight[first_row + p * rows + r, first_k + 64 * i + c]
 
-    The warpgroup's WGMMAs may read the tiles after `finish`.
-
-    Args:
-      weight: device memory [M, K], 16 bits.
-      tiles: operand tiles [parts * blocks_of_part, rows, 64] in shared memory.
-      first_k: a multiple of 16.
+    `first_k` is a multiple of 16. WGMMAs may read the tiles after `finish`.
     """
     m, k = weight.shape
     all_blocks, rows, _ = tiles.shape
@@ -167,16 +158,11 @@ def _load_end(weight: Any, tiles: Any, region: Region, first_row: Any, first_k: 
 def load_blocks(
     embedding: Any, tiles: Any, first: Any, blocks_of_row: int, first_k: Any, *, interpret: bool
 ) -> None:
-    """Fills column blocks of k steps with an embedding, or with 0 outside of it.
+    """Fills column blocks [k steps, blocks, depth, width] with an embedding [B, K, N], or with 0.
 
         tiles[s, i, r] = embedding[block // blocks_of_row, first_k + s * depth + r, columns]
 
-    for block = first + i; a batch of one row is repeated. The warpgroup's WGMMAs may read the tiles
-    after `finish`.
-
-    Args:
-      embedding: device memory [B, K, N], 16 bits.
-      tiles: column blocks [k steps, blocks, depth, width] in shared memory.
+    for block = first + i; a batch of one row is repeated. WGMMAs may read the tiles after `finish`.
     """
     batch, k, n = embedding.shape
     steps, blocks, depth, width = tiles.shape
@@ -273,15 +259,10 @@ def _offset(row: ir.Value, column: ir.Value, rows: int, region: Region) -> ir.Va
 
 
 def _load_unaligned(memory: ir.Value, elements: int, source: ir.Value, valid: ir.Value) -> Any:
-    """Loads the one or two whole vectors that hold `valid` elements from `source` on; 0 elsewhere.
+    """Loads the one or two whole vectors that hold the `valid` elements from `source` on; 0
+    elsewhere.
 
-    A load of 16 bytes needs an address that is a multiple of 16, so a thread loads two vectors and
-    shifts them together. A vector that ends past the memory's `elements` is not loaded.
-
-    Args:
-      memory: device memory, which begins at a multiple of 16 bytes, of 16-bit elements.
-      source: an address.
-      valid: from 0 to 8.
+    A vector that ends past the memory's `elements` of 16 bits is not loaded.
     """
     i32, i64 = ir.IntegerType.get_signless(32), ir.IntegerType.get_signless(64)
     byte = ir.IntegerType.get_signless(8)
@@ -309,12 +290,9 @@ def _load_unaligned(memory: ir.Value, elements: int, source: ir.Value, valid: ir
 def _store_unaligned(
     target: ir.Value, source: ir.Value, valid: ir.Value, words: Any, is_wanted: Any
 ) -> None:
-    """Writes the `valid` elements from `source` on, and zeros after them, to a vector of `target`.
+    """Writes the `valid` elements from `source` on, then zeros, to a vector in shared memory.
 
-    Args:
-      target: an address in shared memory, a multiple of 16 bytes.
-      words: what `_load_unaligned` returned.
-      is_wanted: whether to write.
+    `words` are what `_load_unaligned` returned.
     """
     lines = [
         ".reg .b32 w0, w1, w2, w3, w4, w5, skipped, t; .reg .pred p;",

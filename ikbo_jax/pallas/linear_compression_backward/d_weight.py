@@ -190,19 +190,14 @@ def d_weight_kernel(
     dtype: Any = None,
     interpret: Any = False,
 ) -> jax.Array:
-    """Gradients of a level's weight, one for each of several problems.
+    """Computes a level's weight gradients [problems, M, K], one of each problem, summed in f32.
 
     Args:
       d_out: [problems * B, M, N], bf16 or f16, cotangent of the level's result; B at least 1.
       embedding: [problems * B, K, N] in the same dtype; N a multiple of 8.
-      config: a legal configuration (`WeightGradientConfig.illegal_reason`).
-      problems: how many problems stand one after another in the batch.
       sources: [problems * B] int32, where each entry's embedding is; past the last one it is zeros.
         None if every entry has its own.
-      dtype: dtype of the gradients; None means the operands'.
-
-    Returns:
-      [problems, M, K] in `dtype`; summed in f32, in the same order in every run, rounded once.
+      dtype: of the gradients, which are rounded once; None means the operands'.
     """
     m, n = d_out.shape[1:]
     batch, k = d_out.shape[0] // problems, embedding.shape[1]

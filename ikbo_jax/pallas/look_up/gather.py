@@ -26,14 +26,7 @@ from ikbo_jax.problems.look_up import LookUpConfig, vector_words
 
 @dataclasses.dataclass(frozen=True)
 class Shape:
-    """Static description of a launch.
-
-    Attributes:
-      batch: candidates.
-      users: users.
-      vectors: vectors of a row.
-      words: 32-bit words of a vector.
-    """
+    """Static description of a launch: `vectors` of a row, each of `words` 32-bit words."""
 
     batch: int
     users: int
@@ -76,21 +69,15 @@ def _copy(ctx: WarpgroupContext) -> None:
 def look_up_kernel(
     user: jax.Array, cand_to_user: jax.Array, *, config: LookUpConfig, interpret: Any = False
 ) -> jax.Array:
-    """Copies each candidate's user's row.
+    """Copies each candidate's user's row: [B, width].
 
-    Args:
-      user: [U, width], bf16, f16 or f32; rows of whole words of 32 bits, and U at least 1.
-      cand_to_user: [B] int32, clamped to [0, U); B at least 1.
-      config: a legal configuration.
-      interpret: False, or `plgpu.InterpretGPUParams` to run on a CPU.
-
-    Returns:
-      [B, width].
+    `user` [U, width] is bf16, f16 or f32, with rows of whole words of 32 bits; `cand_to_user` [B]
+    int32 is clamped to [0, U). U and B are at least 1.
     """
     (users, width), (batch,) = user.shape, cand_to_user.shape
     words = vector_words(width, user.dtype.itemsize)
     vectors = width * user.dtype.itemsize // (4 * words)
-    found: jax.Array = launch_threads(
+    return launch_threads(
         _copy,
         Shape(batch, users, vectors, words),
         Operands(user, cand_to_user),
@@ -101,4 +88,3 @@ def look_up_kernel(
         config=config,
         interpret=interpret,
     )
-    return found

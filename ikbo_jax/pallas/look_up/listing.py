@@ -7,9 +7,6 @@ users of some candidates of the part. Then a warp
   2. sorts its list by user. A user's candidates are in the order of the warps.
 
 If the CTA has one user, step 2 is left out: the list is the lists of the warps, one after another.
-
-The time goes into three or four synchronisations and into 16 instructions for each candidate of the
-part. All loads of the index are in flight at once.
 """
 
 from __future__ import annotations
@@ -117,12 +114,7 @@ def _list_several(ctx: WarpgroupContext, threads: Threads, found: _Found) -> Any
 
 
 def _sort(ctx: WarpgroupContext, threads: Threads, begins: jax.Array, count: jax.Array) -> Any:
-    """Sorts each warp's list by user, from `listed` to `by_user`; returns the number of all.
-
-    Args:
-      begins: where the warp's list begins.
-      count: its candidates.
-    """
+    """Sorts each warp's list, of `count` from `begins` on, by user; returns the number of all."""
     shape, shared, counts = ctx.shape, ctx.shared, ctx.shared.counts
     most = shape.listed_users * threads.warps
     warp, lane = divided(threads.number(), LANES)

@@ -30,10 +30,8 @@ class Shape(gather.Shape):
 
     Attributes:
       numbers: numbers of a vector.
-      chunks: chunks of columns.
-      slices: CTAs of a chunk and a part.
+      slices: CTAs of a chunk of columns and a part of the candidates.
       listed_users: users whose candidates a CTA lists; 0: it does not list.
-      parts: parts of the candidates, each with CTAs of its own.
     """
 
     numbers: int

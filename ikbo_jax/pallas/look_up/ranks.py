@@ -19,10 +19,7 @@ from ikbo_jax.problems.hopper import WARPGROUP_SIZE
 def rank_in_warp(
     values: jax.Array, is_wanted: jax.Array, limit: int, *, interpret: bool
 ) -> tuple[jax.Array, jax.Array]:
-    """Counts the lower lanes of the warp with the same value, and all of its lanes with that value.
-
-    Lanes that are not wanted do not count. Values are at least 0 and below `limit`.
-    """
+    """Counts lower, and all, wanted lanes of the warp with the same value in [0, limit)."""
     if interpret:
         lane = jnp.arange(WARPGROUP_SIZE, dtype=jnp.int32)
         is_same = (values[None] == values[:, None]) & is_wanted[None]
@@ -44,8 +41,7 @@ def rank_in_warp(
         lower = arith.subi(arith.shli(inline.i32(1), warps.lane()), inline.i32(1))
         return array(warps.ones(arith.andi(lanes, lower)), values), array(warps.ones(lanes), values)
 
-    found: tuple[jax.Array, jax.Array] = rank(values, is_wanted.astype(jnp.int32))
-    return found
+    return rank(values, is_wanted.astype(jnp.int32))
 
 
 def synchronise_warp(*, interpret: bool) -> None:

@@ -52,11 +52,8 @@ from ikbo_jax.problems.look_up import SegmentSumConfig, vector_words
 class _Sums(NamedTuple):
     """Holds a thread's sums while it walks along its lane's candidates.
 
-    Attributes:
-      user: of `open`.
-      open: sum of the last user so far.
-      head: sum of the user that the lane began with, if an earlier lane has that user, too.
-      is_head: 1 while that is the last user.
+    `open` is the sum of the last user so far; `head` that of the user that the lane began with, if
+    an earlier lane has that user, too; `is_head` is 1 while that is the last user.
     """
 
     user: Any
@@ -230,10 +227,7 @@ def _no_sum() -> jax.Array:
 def _order(
     index: jax.Array, users: int, *, as_it_is: bool, interpret: bool
 ) -> tuple[jax.Array, jax.Array | None]:
-    """Puts candidates into the order of users; returns their users, and the order or None.
-
-    With `as_it_is`, the order is the caller's.
-    """
+    """Puts candidates into user order, unless `as_it_is`; returns users, and the order or None."""
     if as_it_is or users == 1:
         return index, None
     if counted_order.fits(index.shape[0], users) and not interpret:
@@ -253,21 +247,11 @@ def segment_sum_kernel(
     dtype: Any = None,
     interpret: Any = False,
 ) -> jax.Array:
-    """Sums rows over the candidates of each user.
+    """Sums rows over the candidates of each user: [U, width], zeros for a user without candidates.
 
-    Args:
-      values: [B, width], bf16, f16 or f32; B is at least 1. Rows that are no whole words of 32 bits
-        are converted to f32 first, by XLA.
-      cand_to_user: [B] int32, clamped to [0, users).
-      users: U, at least 1.
-      config: a legal configuration.
-      is_sorted: whether `cand_to_user` does not decrease.
-      dtype: of the sums; None: of the values.
-      interpret: False, or `plgpu.InterpretGPUParams` to run on a CPU.
-
-    Returns:
-      [U, width]. Sums are f32, in the same order in every run, and rounded once; a user without
-      candidates has zeros.
+    Sums are f32, in the same order in every run, and rounded once to `dtype`; None: the values'.
+    `values` [B, width] are bf16, f16 or f32, B at least 1; XLA converts rows that are no whole
+    words of 32 bits to f32 first. `cand_to_user` [B] int32 is clamped to [0, users).
     """
     batch, width = values.shape
     user, order = _order(

@@ -1,11 +1,9 @@
-"""Lists tiles and ranges of jagged sequences by XLA.
+"""Lists tiles and ranges of jagged sequences by XLA: more than fit shared memory, or interpreted.
 
-XLA lists more sequences than fit a launch's shared memory, and lists for the interpreter. A tile is
-some rows of one *segment*: a sequence of queries or keys; consecutive sequences of queries that
-attend to the same keys; or rows of no sequence, whose results are zeros. Tiles whose segments have
-most blocks come first, and tiles without work last, so that CTAs which take every n-th tile finish
-together, and the pipelined loops of a kernel contain no tile without work. A list is long enough
-for any offsets.
+A tile is some rows of one *segment*: a sequence of queries or keys; consecutive sequences of
+queries that attend to the same keys; or rows of no sequence, whose results are zeros. Tiles whose
+segments have most blocks come first, and tiles without work last, so that CTAs which take every
+n-th tile finish together. A list is long enough for any offsets.
 """
 
 from __future__ import annotations
@@ -93,10 +91,7 @@ def masked_tiles(
 
 
 def by_blocks(listed: TileList, unit: int, keys_per_group: int | None = None) -> TileList:
-    """Sorts tiles by groups of keys, if any, and by falling numbers of blocks of `unit` keys.
-
-    Tiles without keys are the last.
-    """
+    """Sorts tiles by groups of keys, then by falling numbers of blocks; those without are last."""
     is_tile = jnp.arange(listed.words.shape[0], dtype=jnp.int32) < listed.counts[1]
     blocks = jnp.where(is_tile, -(-listed.words[:, KV_LENGTH] // unit), -1)
     groups = listed.words[:, KV_START] // (keys_per_group or 2**31 - 1)
@@ -108,8 +103,7 @@ def by_blocks(listed: TileList, unit: int, keys_per_group: int | None = None) ->
 def works(offsets: Offsets, settings: WorkSettings, *, interpret: bool) -> Works:
     """Lists the work of both backward kernels, as `works.works` does.
 
-    With `interpret`, XLA orders sequences that share keys. Otherwise a launch orders them, unless
-    they are too many: XLA's sort of 6,033 takes 45 us on an H100.
+    With `interpret`, XLA orders sequences that share keys; otherwise a launch, if they fit it.
     """
     key_block, parts = settings.key_block, settings.parts
     q, kv = _queries(offsets), _keys(offsets)
@@ -197,16 +191,12 @@ def _merge_neighbours(rows: _Rows, keys: tuple[jax.Array, ...]) -> _Rows:
 def _cut(
     segments: list[_Rows], words: tuple[jax.Array, ...], cost: jax.Array, *, size: int, total: int
 ) -> tuple[list[jax.Array], jax.Array, jax.Array]:
-    """Cuts segments, which have `total` rows, into tiles of at most `size` rows.
+    """Cuts sequences, then gaps, of `total` rows, into tiles of at most `size` rows.
 
-    Args:
-      segments: sequences, then gaps.
-      words: of the sequences' tiles, [sequences] int32 each; the words of gaps are 0.
-      cost: of the sequences; the most expensive sequences come first, and gaps last.
-
-    Returns:
-      Columns of a list of tiles: first rows read and written, numbers of rows, and `words`; the
-      tiles' first rows in their segments; and the counts of tiles with a cost and of all tiles.
+    `words` and `cost` are of the sequences, and 0 of gaps. The most expensive sequences come first.
+    Returns the columns of a list of tiles: first rows read and written, numbers of rows, and
+    `words`; the tiles' first rows in their segments; and the counts of tiles with a cost and of all
+    tiles.
     """
     source, target, length, _ = map(jnp.concatenate, zip(*segments, strict=True))
     cost, *columns = (jnp.pad(x, (0, length.size - x.size)) for x in (cost, *words))

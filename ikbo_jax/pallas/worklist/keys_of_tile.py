@@ -14,13 +14,7 @@ from ikbo_jax.reference.hstu import Rule, Seen, Sequence, seen
 
 
 class Keys(NamedTuple):
-    """The keys of a tile.
-
-    Attributes:
-      first: first key, counted from the sequence's first.
-      count: keys from the first to the last one, without keys that are skipped.
-      mask: the words of a mask.
-    """
+    """The keys of a tile that are not skipped; `first` counts from the sequence's first."""
 
     first: Any
     count: Any
@@ -30,16 +24,7 @@ class Keys(NamedTuple):
 class Bounds(NamedTuple):
     """Extremes of the keys that a consumer's rows see: of their ranges, and of the gaps in these.
 
-    Keys are counted from the sequence's first. No row sees a key outside of [first, last). All rows
-    see the keys in [begin, end), except perhaps some in [gap_begin, gap_end).
-
-    Attributes:
-      first: least begin of a range.
-      last: largest end of a range.
-      begin: largest begin of a range.
-      end: least end of a range.
-      gap_begin: least begin of a gap.
-      gap_end: largest end of a gap.
+    All rows see the keys in [begin, end), except perhaps some in [gap_begin, gap_end).
     """
 
     first: Any
@@ -53,8 +38,7 @@ class Bounds(NamedTuple):
 def _bounds(rule: Rule, sequence: Sequence, first: Any, last: Any) -> Bounds:
     """Finds the bounds of the rows at positions `first` to `last` by some of the rows.
 
-    Begins rise up to the rows without a window, whose begins are 0. Ends of contextual tokens are
-    equal; ends rise along the history, and along the targets.
+    Begins rise up to the rows without a window. Ends of contextual tokens are equal, then rise.
     """
     first_target = sequence.length - sequence.targets
 
@@ -81,14 +65,10 @@ def _bounds(rule: Rule, sequence: Sequence, first: Any, last: Any) -> Bounds:
 def keys_of_tile(
     rule: Rule, position: Any, rows: Any, sequence: Sequence, unit: int, divide: Any
 ) -> Keys:
-    """Finds the keys of a tile, and its mask.
+    """Finds the keys of a tile of `rows` rows, at least 1, and its mask.
 
-    Args:
-      position: of the tile's first row among the keys of its sequence.
-      rows: of the tile, at least 1.
-      sequence: unclamped numbers.
-      unit: keys of a block.
-      divide: divides numbers that are not negative by `unit`, rounding down.
+    `position` is the first row's in its sequence; `divide` divides by `unit`, the keys of a block,
+    rounding down.
     """
     given, sequence = sequence, sequence.clamped(rule)
     last_row = position + rows - 1
@@ -112,11 +92,8 @@ def keys_of_tile(
 
 
 def _cuts(bounds: Bounds, first: Any, skipped: Any, unit: int, divide: Any) -> tuple[Any, ...]:
-    """Finds which blocks a consumer masks.
-
-    Returns:
-      The blocks that no range begins in or after; the first block in which a range ends; first
-      block, and last block plus 1, of gaps.
+    """Finds the blocks that no range begins in or after; the first one in which a range ends; and
+    the first and last block plus 1 of gaps.
     """
 
     def block(key: Any, rest: int = 0) -> Any:

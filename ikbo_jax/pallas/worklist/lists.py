@@ -47,10 +47,7 @@ class Offsets(NamedTuple):
         sequences' results follow one another.
       cu_seqlens_kv: [batch_kv + 1] int32.
       q_to_kv: [batch] int32, clamped; None: query sequence b attends to key-value sequence b.
-      q_rows: rows of the queries' array.
-      kv_rows: rows of the keys' array.
-      max_seqlen_q: longest sequence of queries, or None; rows beyond it belong to no sequence.
-      max_seqlen_kv: longest sequence of keys, or None; keys beyond it are ignored.
+      max_seqlen_q: rows beyond it belong to no sequence; keys beyond `max_seqlen_kv` are ignored.
       num_targets: [batch] int32, targets of sequences of queries; None: there are none.
       contextual: [batch] int32, contextual tokens; None: the rule has their number.
       rule: which keys a row sees; None: all.
@@ -108,8 +105,6 @@ class WorkSettings(NamedTuple):
     Attributes:
       query_block: rows of a block of keys, in the kernel for queries.
       key_block: rows of a block of queries, in the kernel for keys.
-      group: query heads of one key head.
-      has_statistics: whether there is a softmax.
       parts: copies of the keys that the kernel for keys takes; every n-th sequence of queries
         belongs to part n. 1 without `q_to_kv`.
     """
@@ -122,11 +117,8 @@ class WorkSettings(NamedTuple):
 
 
 class TileList(NamedTuple):
-    """Tiles of queries in the order in which a forward kernel computes them.
-
-    Attributes:
-      words: [most tiles, TILE_WORDS] int32.
-      counts: [2] int32: number of tiles with keys, which come first; number of all tiles.
+    """Tiles in a kernel's order, [most tiles, TILE_WORDS]; counts of tiles with keys, and of all
+    tiles.
     """
 
     words: jax.Array
@@ -137,7 +129,7 @@ class Work(NamedTuple):
     """Stationary tiles of one backward kernel, and the ranges of streamed rows for each.
 
     Attributes:
-      tiles: [most tiles, WORK_WORDS] int32; entries from `counts[1]` on are not tiles.
+      tiles: [most tiles, WORK_WORDS] int32.
       counts: [2] int32: number of tiles with blocks, which come first; number of all tiles.
       ranges: [streamed sequences, RANGE_WORDS] int32.
     """
@@ -148,13 +140,10 @@ class Work(NamedTuple):
 
 
 class Works(NamedTuple):
-    """The work of both backward kernels.
+    """The work of both backward kernels: a tile of keys takes all sequences that share it.
 
-    Attributes:
-      queries: tiles of queries; each takes the keys of one sequence.
-      keys: tiles of keys; each takes the queries of all sequences that share it.
-      blocks: [blocks, 2] int32: the first query in the result, and the number of queries, of each
-        block of a softmax's statistics; None without a softmax.
+    `blocks` [blocks, 2] int32: the first query in the result, and the number of queries, of each
+    block of a softmax's statistics; None without a softmax.
     """
 
     queries: Work

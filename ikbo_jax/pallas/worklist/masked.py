@@ -1,10 +1,9 @@
 """Lists tiles of masked queries: the keys that a tile's rows see, in the list's own launch.
 
 A tile takes the keys between the first and the last one that its rows see, without whole blocks
-that none of its rows sees between the history and a target's group.  Tiles are sorted by groups of
-neighbouring keys, if any, and in a group by the blocks that are left.  The list counts and places
-tiles as `positions` counts and places segments: here a segment is one tile, which every thread
-finds by bisection.
+that none of its rows sees between the history and a target's group. Tiles are sorted by groups of
+neighbouring keys, then by the blocks that are left, as `positions` sorts segments: here a segment
+is one tile, which every thread finds by bisection.
 """
 
 from __future__ import annotations
@@ -188,7 +187,7 @@ def masked_tiles(
     )
     sizes = ((shape.most, TILE_WORDS + MASK_WORDS), (2,))
     declared: Any = (jax.ShapeDtypeStruct(size, jnp.int32) for size in sizes)
-    found: TileList = launch_threads(
+    return launch_threads(
         list_masked_tiles,
         shape,
         operands,
@@ -200,4 +199,3 @@ def masked_tiles(
         context=MaskedContext,
         interpret=interpret,
     )
-    return found

@@ -1,13 +1,11 @@
 """Numbers the query rows of attention's gradient in one launch, and describes users and tiles.
 
-XLA numbers rows in five to nine kernels of 1 to 2 us each (`rows.by_xla`), where the gradient of a
-small problem takes 20 us. Here each CTA, of one warpgroup, does steps 1 to 3 for all users, which
-takes less time than a second launch:
+XLA numbers rows in five to nine kernels of 1 to 2 us each (`rows.by_xla`). Here each CTA, of one
+warpgroup, does steps 1 to 3 for all users:
 
   1. It counts each user's candidates. Where the users of two neighbouring candidates differ, a
-     thread subtracts the candidate's number from its user's count and adds the number to its
-     predecessor's count. So the lengths of a user's runs add up, in any order of the candidates,
-     with two additions to shared memory for each run.
+  thread subtracts the candidate's number from its user's count and adds the number to its
+  predecessor's count, so that the lengths of a user's runs add up, in any order of the candidates.
   2. A thread adds up the rows, blocks and tiles of some users; the warpgroup exchanges the sums.
   3. It writes where each user's rows, blocks and tiles begin to shared memory.
   4. It describes some users, parts of their rows, and tiles of rows in device memory.
@@ -52,16 +50,10 @@ NAN_BITS = 0x7FC00000
 
 @dataclasses.dataclass(frozen=True)
 class Sizes:
-    """Static description of query rows.
+    """Static description of query rows: `block_q` of a block, `splits` parts of a user's rows.
 
-    Attributes:
-      kv_len: keys of a user.
-      q_len: queries of a candidate.
-      group: query heads that share a key head.
-      block_q: query rows of a block.
-      splits: parts of a user's rows.
-      is_sorted: whether the caller promises that `cand_to_user` never decreases.
-      tile_rows: most rows of a tile; None if no launch takes tiles of rows.
+    `group` query heads share a key head. `is_sorted`: whether the caller promises that
+    `cand_to_user` never decreases. `tile_rows`: None if no launch takes tiles of rows.
     """
 
     batch: int
@@ -375,7 +367,7 @@ def _workers(sizes: Sizes, outputs: Outputs) -> int:
 def numbering_kernel(operands: Operands, sizes: Sizes, *, interpret: Any = False) -> Outputs:
     """Numbers rows and describes users; returns the arrays that `sizes` asks for."""
     declared = outputs(sizes)
-    found: Outputs = launch_threads(
+    return launch_threads(
         _number_and_describe,
         sizes,
         operands,
@@ -385,4 +377,3 @@ def numbering_kernel(operands: Operands, sizes: Sizes, *, interpret: Any = False
         workers=_workers(sizes, declared),
         interpret=interpret,
     )
-    return found

@@ -1,13 +1,9 @@
 """Finds the positions of segments' tiles in the list by a counting sort.
 
-Segments are ordered by groups of keys (`Shape.keys_per_group`), if there are several, in a group by
-falling numbers of blocks of keys, and by their own number; segments without keys are the last.  A
-*bin* holds the tiles of a group's segments with equally many blocks.  Then, a segment's first tile
-comes after
-
-  - the tiles of lower groups, and of bins of more blocks in its group,
-  - the tiles of its bin whose segments belong to CTAs before, and
-  - the tiles of its bin whose segments belong to its own CTA and precede it.
+Segments are ordered by groups of keys (`Shape.keys_per_group`), in a group by falling numbers of
+blocks of keys, and by their own number; segments without keys are the last. A *bin* holds the tiles
+of a group's segments with equally many blocks. A segment's first tile comes after the tiles of bins
+before, of its bin's segments of CTAs before, and of those of its own CTA that precede it.
 
 The CTA adds the tiles of the segments before its own to the bins and reads the bins of its own;
 then it adds all others, and the running sums of the bins give the first of the three.
@@ -106,10 +102,8 @@ def _bins(shape: Shape, longest: jax.Array) -> Bins:
 
 
 def _bin_of(shape: Shape, bins: Bins, found: Segment) -> jax.Array:
-    """Returns the bins of segments.
-
-    A segment's rank is its blocks, plus `bins.longest` for each group after its own; without keys
-    it is 0.
+    """Returns the bins of segments: blocks, plus `bins.longest` for each later group; 0 without
+    keys.
     """
     rank = cdiv(found.kv_length, shape.unit)
     if shape.groups > 1:

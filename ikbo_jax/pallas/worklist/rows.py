@@ -1,8 +1,7 @@
 """Numbers query rows of the gradient of attention: a user's rows side by side.
 
 A *row* of a key head is a query of one of its N / K query heads; rows are numbered by candidate in
-user order, then by query, then by query head. A launch numbers them (`numbering`, or
-`attention_backward.statistics`), unless there are more candidates or users than it takes.
+user order, then by query, then by query head.
 """
 
 from __future__ import annotations
@@ -24,15 +23,12 @@ class Rows(NamedTuple):
       cand_to_user: [B] int32, the user of each candidate; clamped to [0, users) by its readers.
       order: [B] int32, candidates in user order; None if they are in user order already.
       position: [B] int32, the inverse of `order`, or None.
-      users: [U, USER_WORDS] int32, the description of each user.
-      parts: [U * splits, USER_WORDS] int32, the description of each part of a user's rows.
+      users: [U, USER_WORDS] int32, the description of each user; `parts` of each part of its rows.
       tiles: [most tiles + 1, TILE_WORDS] int32: first row, number of rows, user, number of its
-        keys, and the first row's target, of tiles of at most `Sizes.tile_rows` rows of one user.
-        The last entry begins with the number of tiles; other entries past the tiles are arbitrary.
-        None if no launch takes tiles.
-      poison: [1] int32, the bits of 0, or of NaN if candidates are not in the promised user order;
-        None if no order was promised. With NaN, statistics and all gradients are NaN: a user's rows
-        would be other users' queries.
+        keys, and the first row's target, of tiles of one user; the last entry begins with their
+        number. None if no launch takes tiles.
+      poison: [1] int32, the bits of 0, or of NaN, which makes all gradients NaN, if candidates are
+        not in the promised user order; None if no order was promised.
     """
 
     cand_to_user: jax.Array
@@ -69,11 +65,7 @@ def make_rows(
 ) -> Rows:
     """Numbers the rows by a launch; if there are too many candidates or users, by XLA.
 
-    Args:
-      cand_to_user: [B] int32; clamped to [0, users).
-      lengths: [U] int32, clamped to [0, kv_len], or None for kv_len.
-      sizes: of the problem.
-      interpret: False, or `plgpu.InterpretGPUParams` to run on a CPU.
+    `cand_to_user` [B] and `lengths` [U] int32 are clamped; lengths of None are kv_len.
     """
     if not numbering.fits(sizes):
         return by_xla(cand_to_user, lengths, sizes, orders_by_launch=not interpret)

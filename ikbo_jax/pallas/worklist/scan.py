@@ -26,14 +26,8 @@ def fold(
 ) -> Any:
     """Folds a thread's consecutive numbers: carry = body(place, number, carry).
 
-    The last threads' places are past `count`.
-
-    Args:
-      count: numbers of all threads.
-      read: takes the places of a turn, one for each thread; returns their numbers. All loads should
-        come before the first use of one.
-      body: stores nothing that is read at a later place.
-      parts: turns, instead of `threads.parts(count)`.
+    The last threads' places are past `count`. `read` takes the places of a turn; all its loads
+    should come before the first use of one. `parts` are turns, instead of `threads.parts(count)`.
     """
     turns, step, each = parts or threads.parts(count)
     first = threads.number() * each
@@ -66,16 +60,9 @@ def running_sums(
 ) -> list[jax.Array]:
     """Adds up numbers, and calls store(place, sums of lower places, numbers) for each place.
 
-    A place has a tuple of `kinds` numbers, and as many sums. Synchronises the threads once, between
-    the first reads and the second. `fold` and `Threads.sums_before` describe the other arguments.
-
-    Args:
-      store: may overwrite the numbers at its place, if `read` reads no other place (`padded`).
-      add: adds what `read` returns to the sums.
-      others: numbers of the threads, added up in the same exchange.
-
-    Returns:
-      For each of `others`, the sum over the threads before.
+    A place has `kinds` numbers, which `add` adds to sums. Synchronises the threads once, between
+    the first reads and the second. `store` may overwrite the numbers at its place, if `read` reads
+    no other place (`padded`). Returns for each of `others`, numbers of the threads, the sum before.
     """
     zeros = (same(0),) * kinds
     own = fold(threads, count, read, lambda _, numbers, sums: add(sums, numbers), zeros, parts)
@@ -140,15 +127,8 @@ def rank(
 ) -> None:
     """Counts the candidates before each of `mine`, and stores each warp's part; for one warpgroup.
 
-    Each thread compares some users with all of `mine`. `rank_of` reads the counts after the threads
-    have synchronised.
-
-    Args:
-      users_of: takes candidates, some of them past the last one; returns their users.
-      batch: number of candidates.
-      mine: (candidate, user) of the CTA's candidates, the same in all threads.
-      is_before: takes two such pairs; says whether the first comes before the second.
-      scratch: shared memory of `WARPS` words for each of `mine`.
+    Each thread compares some users with all of `mine`, (candidate, user) of the CTA's candidates.
+    `rank_of` reads the counts from `scratch`, `WARPS` words for each of `mine`.
     """
     rounds, numbers_of = per_thread.rounds(batch, per_thread.number())
 

@@ -23,13 +23,8 @@ def count_at_most(
 ) -> Any:
     """Counts which of `count` rising numbers are at most `limit`, by bisection.
 
-    Args:
-      read: takes places, from 0 to count - 1; returns the numbers.
-      count: of the numbers.
-      limit: a scalar, or a number for each thread.
-      zero: 0, of the kind of `limit`.
-      is_wanted: whether the result is wanted, a scalar: the steps are then a loop. None: the steps
-        are unrolled.
+    `limit` is a scalar, or a number for each thread, and `zero` a 0 of its kind. With `is_wanted`,
+    the steps are a loop, of no turn if it is false.
     """
     steps = count.bit_length()
 
@@ -74,12 +69,7 @@ def end_of_run(
 ) -> Any:
     """Finds the first candidate after `first`, or `stop`, that has another user than `first`.
 
-    Args:
-      cand_to_user: device memory [B] int32; clamped to [0, U).
-      first: a candidate.
-      stop: past `first`, at most B.
-      most: the largest `stop` - `first`.
-      users: U.
+    `cand_to_user` [B] int32 in device memory is clamped; `most` is the largest `stop` - `first`.
     """
     if interpret:
         user = jnp.clip(cand_to_user[first], 0, users - 1)

@@ -1,8 +1,7 @@
 """Segments of jagged queries, in the kernel that lists tiles: offsets, and one segment's rows.
 
-A *segment* is the rows between two neighbouring offsets.  Rows before the first offset and after
-the last one are segments without keys.  If the lengths are bounded, the rows past the bound are a
-second part of each segment.
+A *segment* is the rows between two neighbouring offsets; rows before the first offset and after the
+last have no keys. Rows past a bound of the lengths are a segment's second part.
 """
 
 from __future__ import annotations
@@ -24,15 +23,12 @@ from ikbo_jax.pallas.worklist.scan import clear, fold
 
 @dataclasses.dataclass(frozen=True)
 class Shape:
-    """Static description of a launch.
-
-    `Offsets` describes the other attributes.
+    """Static description of a launch; `Offsets` describes the other attributes.
 
     Attributes:
       size: largest number of rows of a tile.
       unit: keys of a block: segments with equally many blocks stay in order.
       is_merged: whether neighbours that share keys are one segment.
-      warpgroups: number of a CTA's warpgroups.
       kv_first: position of the first offset of keys in shared memory: 1 if 0 and `kv_rows` surround
         the offsets of keys, as 0 and `q_rows` surround the offsets of queries.
       keys_per_group: tiles whose keys begin in lower groups of keys come first; None: one group.
@@ -164,10 +160,8 @@ def running_maxima(ctx: SegmentContext) -> jax.Array:
 
 
 def rise(ctx: SegmentContext) -> list[jax.Array]:
-    """Makes offsets in shared memory rise; returns the longest sequence of each thread's offsets.
-
-    The results are for keys, and for queries unless queries are broadcast. A thread has consecutive
-    offsets. The threads must synchronise before they read offsets.
+    """Makes offsets in shared memory rise; returns each thread's longest sequence of keys, and of
+    queries unless they are broadcast.
     """
     shape, shared, threads = ctx.shape, ctx.shared, ctx.threads
     arrays = [(shared.kv_offsets, shape.kv_first, ctx.operands.cu_seqlens_kv.shape[0])]
@@ -286,10 +280,8 @@ def _merged(
 def merge(ctx: SegmentContext) -> None:
     """Marks in `shared.kv_numbers` the segments that are merged into the segment before.
 
-    Candidates of one user are sequences with the same keys: merged, they fill whole tiles. A
-    segment is merged if it has the same keys as the segment before, and no row lies between the
-    two. Its number becomes -1 - e, where e is the row at which its group ends, so that no second
-    array is needed.
+    A segment is merged if it has the same keys as the segment before, and no row lies between the
+    two. Its number becomes -1 - e, where e is the row at which its group ends.
 
     A thread has consecutive segments, from the last one down. A later thread tells the end of a
     group that reaches its segments. Ends rise, so the next end is the least.

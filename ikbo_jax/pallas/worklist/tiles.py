@@ -1,18 +1,15 @@
 """Lists tiles of jagged queries by one small Mosaic GPU kernel.
 
-`by_xla` describes the list, for which XLA takes 6 to 24 kernels of 2 us each.  Here CTAs of 512
-threads list the tiles of 128 segments each (`segments`).  Every CTA does the steps 1 to 4 for all
+`by_xla` describes the list, for which XLA takes 6 to 24 kernels of 2 us each. Here CTAs of 512
+threads list the tiles of 128 segments each (`segments`). Every CTA does the steps 1 to 4 for all
 segments, which takes less time than a second launch:
 
   1. It copies offsets and index to shared memory.
   2. It makes offsets rise: a thread takes the maximum of consecutive offsets, the threads exchange
-     the maxima, and a thread writes its running maxima.
+  the maxima, and a thread writes its running maxima.
   3. If sequences share keys by an index, it merges neighbours with the same keys into the first.
   4. It finds the positions of the CTA's segments' tiles by a counting sort (`positions`).
-  5. A thread describes some of the CTA's tiles.  Their segments are found by bisection.
-
-Predicted time: 4 us for 1,152 segments, 5 us for 4,096 and 12 us for 20,000.  CTAs do not wait for
-each other.
+  5. A thread describes some of the CTA's tiles. Their segments are found by bisection.
 """
 
 from __future__ import annotations
@@ -95,8 +92,7 @@ def store_words(
 def _list_parts(ctx: SegmentContext, array: Any, ends: Any, describe: Any) -> None:
     """Stores the tiles of all first parts or second parts of the CTA's segments.
 
-    `describe` takes a number in the CTA, its segment, and the tile's number in it; it returns
-    (position, the tile's words).
+    `describe(number in the CTA, segment, tile's number in it)` returns (position, words).
     """
     threads, own = ctx.threads, ends.shape[0]
     count, thread = ends[own - 1], threads.number()
@@ -122,12 +118,8 @@ def list_tiles(
 ) -> None:
     """Stores the tiles of the CTA's segments and, by the first CTA, the counts.
 
-    Args:
-      outputs: device memory; tiles may have further words, which are not stored.
-      longest: blocks of keys of the longest segment.
-      words_of: takes segments' numbers, segments, and tiles' first rows in the segments; returns
-        the words of tiles: first row read, first row written, rows, and further words.
-      zeros: number of further words of a tile of a second part, which are 0.
+    `words_of` takes segments' numbers, segments, and tiles' first rows in the segments; it returns
+    the words of tiles. Tiles of second parts have `zeros` further words of 0.
     """
     shape, shared, threads, zero = ctx.shape, ctx.shared, ctx.threads, same(0)
     totals = positions.position_tiles(ctx, longest)
@@ -176,10 +168,7 @@ def _list_query_tiles(ctx: SegmentContext) -> None:
 
 
 def shared_words(shapes: tuple[Shape, ...], arrays: Arrays, own: int, exchanged: int) -> Shared:
-    """Declares `Shared` for lists of queries and, for a gradient, of keys.
-
-    `own` is the number of a CTA's segments, `exchanged` the number of each warp's words in `parts`.
-    """
+    """Declares `Shared` for CTAs of `own` segments; each warp has `exchanged` words in `parts`."""
     queries, threads = shapes[0], shapes[0].warpgroups * WARPGROUP_SIZE
     each = memory.Words((own,))
     return Shared(
@@ -208,15 +197,10 @@ def own_segments(shapes: tuple[Shape, ...]) -> int:
 
 
 def query_tiles(offsets: Offsets, *, size: int, unit: int = 1, interpret: Any = False) -> TileList:
-    """Lists tiles of queries; entries past the last tile are arbitrary.
+    """Lists tiles of at most `size` rows, by blocks of `unit` keys; entries past the last are
+    arbitrary.
 
     XLA computes the list if offsets and index have more than `MOST_LISTED_WORDS` elements.
-
-    Args:
-      offsets: of the sequences.
-      size: largest number of rows of a tile.
-      unit: keys of a block; sequences with equally many blocks stay in order.
-      interpret: False, or `plgpu.InterpretGPUParams` to run on a CPU.
     """
     operands = offsets.arrays
     if sum(x.shape[0] for x in operands if x is not None) > MOST_LISTED_WORDS:
@@ -225,7 +209,7 @@ def query_tiles(offsets: Offsets, *, size: int, unit: int = 1, interpret: Any = 
     own = own_segments((shape,))
     sizes = ((shape.most, TILE_WORDS), (2,))
     declared: Any = (jax.ShapeDtypeStruct(size, jnp.int32) for size in sizes)
-    found: TileList = launch_threads(
+    return launch_threads(
         _list_query_tiles,
         shape,
         operands,
@@ -237,4 +221,3 @@ def query_tiles(offsets: Offsets, *, size: int, unit: int = 1, interpret: Any = 
         context=SegmentContext,
         interpret=interpret,
     )
-    return found

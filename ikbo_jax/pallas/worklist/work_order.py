@@ -62,15 +62,10 @@ def run_ends(users: jax.Array) -> jax.Array:
 
 
 def cuts(users: jax.Array, tiles_each: int) -> tuple[jax.Array, jax.Array]:
-    """Groups R = B * tiles_each warpgroup tiles of 64 rows in twos, never across users.
+    """Groups R = B * tiles_each warpgroup tiles of 64 rows in twos, never across `users`.
 
-    Args:
-      users: [B] int32, in work order.
-      tiles_each: warpgroup tiles of a candidate.
-
-    Returns:
-      [R + 1] int32: the first warpgroup tile of group i, R past the last group; and [R] int32: the
-      number of groups that begin at or before each warpgroup tile.
+    Returns [R + 1] int32: the first warpgroup tile of group i, R past the last group; and [R]
+    int32: the number of groups that begin at or before each warpgroup tile.
     """
     tiles = users.shape[0] * tiles_each
     tile = jnp.arange(tiles, dtype=jnp.int32)

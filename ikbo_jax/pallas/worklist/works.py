@@ -3,17 +3,12 @@
 XLA would take 15 to 25 kernels of about 2 us each. The first CTAs list tiles of queries, and the
 others tiles of keys, as `tiles` lists tiles for the forward kernel. In addition:
 
-  - *Ranges.* A CTA describes the sequences among its segments. The kernel for queries streams
-    keys, so the CTAs for keys write its ranges, and the reverse.
-  - *Sequences that share keys* (`q_to_kv`). Ranges of queries are sorted by their keys. Every CTA
-    counts the sequences, and the CTAs for keys also the blocks, of each sequence of keys. A range
-    comes after the ranges of lower numbers of keys, of earlier CTAs, and of earlier sequences of
-    its CTA.
+  - *Ranges.* A CTA describes the sequences among its segments. The kernel for queries streams keys,
+  so the CTAs for keys write its ranges, and the reverse.
+  - *Sequences that share keys* (`q_to_kv`). Ranges of queries are sorted by their keys: a range
+  comes after those of lower numbers of keys, of earlier CTAs, and of earlier sequences of its CTA.
   - *Statistics* of a softmax. Running sums of the sequences' blocks say where a sequence's
-    statistics begin. Another list says which queries each block of statistics has.
-
-Tiles with blocks are in XLA's order while no more than `positions.MOST_BINS` numbers of blocks
-occur. CTAs do not wait for each other.
+  statistics begin. Another list says which queries each block of statistics has.
 """
 
 from __future__ import annotations
@@ -51,7 +46,6 @@ class KeyShape(Shape):
     """The shape of the list of keys: what `Shape` calls queries are keys here, and the reverse.
 
     Attributes:
-      group: query heads of one key head.
       streamed_rows: queries of each sequence if they are broadcast, or None.
       most_shared: blocks of queries of any key-value sequence if sequences share keys, or None.
       parts: copies of the keys, where every n-th sequence of queries belongs to part n. `sequences`
@@ -360,10 +354,8 @@ def _list(ctx: WorkContext) -> None:
 
 
 def works(offsets: Offsets, settings: WorkSettings, *, interpret: Any = False) -> Works:
-    """Lists the work of both kernels: by one launch if it fits shared memory, else by XLA.
-
-    Words and entries that the kernels do not read are arbitrary. `interpret` is False, or
-    `plgpu.InterpretGPUParams` to run on a CPU.
+    """Lists the work of both kernels, by one launch if it fits shared memory; some words are
+    arbitrary.
     """
     operands = offsets.arrays
     warpgroups = 1 if interpret else tiles.WARPGROUPS
@@ -386,7 +378,7 @@ def works(offsets: Offsets, settings: WorkSettings, *, interpret: Any = False) -
     queries, keys = (Work(x, words(2), y) for x, y in zip(listed, ranges, strict=True))
     count = lists.most_blocks(offsets.sequences, offsets.result_rows, settings.key_block)
     blocks = words(count, BLOCK_WORDS) if settings.has_statistics else None
-    found: Works = launch_threads(
+    return launch_threads(
         _list,
         static.queries,
         operands,
@@ -399,7 +391,6 @@ def works(offsets: Offsets, settings: WorkSettings, *, interpret: Any = False) -
         context=WorkContext,
         interpret=interpret,
     )
-    return found
 
 
 def _static(offsets: Offsets, settings: WorkSettings, warpgroups: int) -> Launch:

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from ikbo_jax.ops.attention import attention, merge_attention
+from ikbo_jax.ops.attention import merge_attention
 from ikbo_jax.rewrite.attention import masked_keys
 from ikbo_jax.rewrite.attention.block_parts import (
     Part,
@@ -26,17 +26,18 @@ from ikbo_jax.rewrite.attention.block_parts import (
     parts_of,
     weighted,
 )
-from ikbo_jax.rewrite.attention.blocks import BlockFill, Blocks, arranged, unspread
+from ikbo_jax.rewrite.attention.blocks import Blocks, arranged, unspread
+from ikbo_jax.rewrite.attention.logit_masks import rows_of
 from ikbo_jax.rewrite.attention.operands import Operands, Visible, attend_by_row
 from ikbo_jax.rewrite.attention.scores import (
     KEY,
     QUERY,
     WIDTH,
+    Fill,
     Label,
     Scores,
     labels_of_product,
     order_of_values,
-    scale_and_cap,
 )
 from ikbo_jax.rewrite.facts import masks
 from ikbo_jax.rewrite.interpret import Context, shape_of
@@ -44,9 +45,6 @@ from ikbo_jax.rewrite.rules.elementwise import concat
 from ikbo_jax.rewrite.values import lineage, staged
 from ikbo_jax.rewrite.values.lineage import Concat, Lazy, Lineage
 from ikbo_jax.rewrite.values.registry import NotCovered
-
-#: From this number down, a masked key has no attention weight beside a key that is kept.
-_HIDES = -1e8
 
 
 def product(
@@ -67,7 +65,7 @@ def product(
     queries = parts_of(root.query, query_axis)
     dtype = eqn.outvars[0].aval.dtype
     is_softmax = scores.stage == "probabilities"
-    if is_softmax and any(fill.value > _HIDES for fill in root.fills):
+    if is_softmax and any(fill.value > masked_keys.LARGE for fill in root.fills):
         raise NotCovered(f"attention is not recognised: masked logits are {root.fills[0].value:g}")
     call = (Call if is_softmax else pointwise)(ctx, eqn, scores, query_axis, keys, dtype)
     outs = [call.attended(part) for part in queries]
@@ -159,11 +157,8 @@ class Call:
             not lineage.is_plain(key.value) and key.value.base.shape[0] == 1
         )
 
-    def _mask(self, fill: BlockFill, query: Part, key: Part) -> Any:
-        """Returns the block of a mask: [batch, *queries, *heads, keys]."""
-        return self._sliced(fill.kept, query, key)
-
     def _sliced(self, mask: Any, query: Part, key: Part) -> Any:
+        """Returns the block of a mask: [batch, *queries, *heads, keys]."""
         mask = block_of(mask, len(self.root.labels) - 1, key.start, key.stop)
         return block_of(mask, self.axis, query.start, query.stop) if self.root.queries else mask
 
@@ -201,13 +196,11 @@ class Call:
         weights = staged.cast(staged.div(weights, total), all_values.dtype)
         return staged.cast(weighted(weights, all_values), self.dtype)
 
-    def _users_mask(
-        self, fill: BlockFill, query: Part, live: list[Part], users: Lineage
-    ) -> jax.Array:
+    def _users_mask(self, fill: Fill, query: Part, live: list[Part], users: Lineage) -> jax.Array:
         """Returns a mask at user batch: [users or 1, heads or 1, queries or 1, keys]."""
 
         def mask() -> jax.Array:
-            parts = [at_users(self._mask(fill, query, key), users) for key in live]
+            parts = [at_users(self._sliced(fill.kept, query, key), users) for key in live]
             if any(part is None for part in parts):
                 raise NotCovered("attention is not recognised: its mask differs by candidate")
             return _joined(list(map(self._logits_mask, parts)), live)
@@ -253,35 +246,23 @@ class Call:
                 for xs in ([key.value for key in keys], [key.values for key in keys])
             ]
             lengths = None
-            scale, cap = scale_and_cap(self.root)
+            operands = Operands(
+                flat, of_users[0], of_users[1], users.index, *self.root.scale_and_cap
+            )
             if any(states[id(key)] != 1 for key in keys):
                 kept, seen = self._visible(query, keys, users)
-                operands = Operands(flat, of_users[0], of_users[1], users.index, scale, cap)
                 if seen is not None:
                     by_row = attend_by_row(operands, Visible(seen, kept))
                     lse = staged.reshape(by_row.lse, flat.shape[:3])
                     outs.append((staged.reshape(by_row.out, flat.shape), lse))
                     continue
                 if kept is not None:
-                    of_users = list(operands.ordered(kept)[1:3])
+                    operands = operands.ordered(kept)
                     lengths = jnp.sum(kept, axis=1, dtype=jnp.int32)
             # Own keys that no mask hides are own tokens of the op.
             tokens = own_rows if own_kept and own_rows and not takes_own else (None, None)
             takes_own = takes_own or tokens[0] is not None
-            out = attention(
-                flat,
-                of_users[0],
-                of_users[1],
-                users.index,
-                scale=scale,
-                logit_cap=cap,
-                key_value_seq_lengths=lengths,
-                self_key=tokens[0],
-                self_value=tokens[1],
-                return_residuals=True,
-            )
-            assert isinstance(out, tuple)
-            outs.append(out)
+            outs.append(operands.attend_with_lse(lengths, None, *tokens))
         if own_rows and not takes_own:
             outs.append(self._to_own(query, own, flat, *own_rows))
         merged, _ = functools.reduce(lambda x, y: merge_attention(*x, *y), outs)
@@ -304,7 +285,7 @@ class Call:
         return kept if kept is None else lineage.spread(kept, (users.users, size)), seen
 
     def _columns(
-        self, fill: BlockFill, query: Part, keys: list[Part], users: Lineage
+        self, fill: Fill, query: Part, keys: list[Part], users: Lineage
     ) -> list[tuple[Any, Any]]:
         """Returns the factors of a mask, each by user or by query, as `_visible` does."""
         whole = self._column(fill.kept, fill.state, False, query, keys, users)
@@ -314,7 +295,7 @@ class Call:
         if self.root.queries:
             label = (QUERY, self.axis - 1)
             region.append((fill.labels.index(label), query.start, query.stop))
-        factors = fill.factors(self.ctx, tuple(region))
+        factors: list[tuple[Any, np.ndarray, bool]] = fill.factors(self.ctx, tuple(region))
         found = [self._column(*factor, query, keys, users) for factor in factors]
         if None in found:
             raise NotCovered("attention is not recognised: its mask differs by query")
@@ -364,25 +345,14 @@ class Call:
 
     def _by_query(self, parts: list[Any], keys: list[Part]) -> Any:
         """Joins masks [batch, *queries, *heads, keys]: [batch or 1, queries or 1, keys]."""
-        count = 1 + len(self.root.queries)
-        if any(n != 1 for x in parts for n in x.shape[count:-1]):
-            raise NotCovered("attention is not recognised: its mask differs by head")
-        sizes = (
-            tuple(self.sizes) if any(x.shape[1:count] != (1,) * (count - 1) for x in parts) else ()
-        )
-        rows = []
-        for x, key in zip(parts, keys, strict=True):
-            size = key.stop - key.start
-            moves = np if isinstance(x, np.ndarray) else jnp
-            x = x.reshape(*x.shape[:count], x.shape[-1])
-            x = moves.broadcast_to(x, (x.shape[0], *(sizes or x.shape[1:count]), size))
-            rows.append(x.reshape(x.shape[0], math.prod(sizes), size))
-        if len(rows) == 1:
-            return rows[0]
+        rows = [rows_of(x, self.root.labels, tuple(self.sizes)) for x in parts]
         moves = np if all(isinstance(x, np.ndarray) for x in rows) else jnp
-        batch = max(x.shape[0] for x in rows)
-        rows = [moves.broadcast_to(x, (batch, *x.shape[1:])) for x in rows]
-        return moves.concatenate(rows, axis=2)
+        shape = lax.broadcast_shapes(*(x.shape[:2] for x in rows))
+        full = [
+            moves.broadcast_to(x, (*shape, key.stop - key.start))
+            for x, key in zip(rows, keys, strict=True)
+        ]
+        return full[0] if len(full) == 1 else moves.concatenate(full, axis=2)
 
     def _to_own(
         self, query: Part, own: list[Part], flat: jax.Array, key: jax.Array, value: jax.Array
@@ -390,7 +360,9 @@ class Call:
         """Attends to own keys with masks; returns the result, and lse [batch, queries, heads]."""
         logits = logits_of(flat, key, self.root)
         for fill in self.root.fills:
-            parts = [self._logits_mask(self.ctx.build(self._mask(fill, query, k))) for k in own]
+            parts = [
+                self._logits_mask(self.ctx.build(self._sliced(fill.kept, query, k))) for k in own
+            ]
             logits = masked(_joined(parts, own), logits, -jnp.inf)
         weights, lse = masked_keys.softmax(logits, 3)
         out = weighted(weights.astype(value.dtype), value)

@@ -25,14 +25,12 @@ import jax.numpy as jnp
 import numpy as np
 
 from ikbo_jax.rewrite.attention.scores import (
-    BATCH,
-    HEAD,
     KEY,
-    QUERY,
     Fill,
     Label,
+    Root,
     Scores,
-    labels_of_logits,
+    of_product,
 )
 from ikbo_jax.rewrite.facts import masks
 from ikbo_jax.rewrite.interpret import Context, shape_of
@@ -41,55 +39,15 @@ from ikbo_jax.rewrite.values.lineage import Concat, Lazy
 from ikbo_jax.rewrite.values.registry import NotCovered
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
-class BlockFill:
-    """Holds a mask of logits, and its number; see `scores.Fill`.
+class Blocks(Root):
+    """Holds the logits of concatenated tokens.
 
-    Attributes:
-      kept: the mask, of dimensions [batch, *queries, *heads, keys]; sizes may be 1.
-      state: `masks.known_mask` of it, of the same dimensions.
-      factors: computes the masks whose conjunction it is in a region of `masks.factors`, in the
-        mask's own dimensions `labels`: `kept` and `state` of each, and whether it keeps an interval
-        of keys in each row.
+    The query may be concatenated along one of its dimensions `queries`, the key along the keys.
     """
-
-    kept: Any
-    state: np.ndarray
-    labels: list[Label]
-    factors: Callable[[Context, masks.Region], list[tuple[Any, np.ndarray, bool]]]
-    value: float
-    added: Any = None
-    after: float = 1.0
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
-class Blocks:
-    """Holds scale · query · key of concatenated tokens, masked: a root of `Scores`, like `Logits`.
-
-    Attributes:
-      query: [batch, *queries, *heads, width], perhaps concatenated along one of `queries`.
-      key: [batch, keys, *heads, width], perhaps concatenated along `keys`.
-    """
-
-    query: Any
-    key: Any
-    queries: tuple[int, ...]
-    heads: tuple[int, ...]
-    scale: float = 1.0
-    fills: tuple[BlockFill, ...] = ()
-    mask_origins: frozenset = frozenset()
-    cap: float | None = None
-
-    @property
-    def labels(self) -> list[Label]:
-        """Labels of the dimensions of masks."""
-        between: list[Label] = [(QUERY, n) for n in range(len(self.queries))]
-        between += [(HEAD, n) for n in range(len(self.heads))]
-        return [(BATCH, 0), *between, (KEY, 0)]
 
     def masked(self, ctx: Context, scores: Scores, mask: Any, keeps: bool, fill: Fill) -> Blocks:
         """Adds a mask to the logits."""
-        labels, wanted = list(scores.labels), self.labels
+        labels, wanted = scores.labels, self.labels
 
         def block(ctx: Context, x: Any, keep: bool) -> tuple[Any, np.ndarray]:
             state, kept = masks.known_mask(ctx, x), x
@@ -107,11 +65,11 @@ class Blocks:
 
             return ctx.scope.once(("factors", *key, region), (mask,), found)
 
-        key = (keeps, tuple(labels), tuple(wanted))
+        key = (keeps, labels, tuple(wanted))
         kept, state = ctx.scope.once(
             ("mask of blocks", *key), (mask,), lambda: block(ctx, mask, keeps)
         )
-        new = BlockFill(kept, state, labels, factors, fill.value, fill.added, fill.after)
+        new = dataclasses.replace(fill, kept=kept, state=state, labels=labels, factors=factors)
         origins = self.mask_origins | lineage.origins_of(mask)
         return dataclasses.replace(self, fills=(*self.fills, new), mask_origins=origins)
 
@@ -176,22 +134,9 @@ def start(
         return None
     if out.aval.dtype not in (key.dtype, jnp.float32):
         return None
-    heads = [n for n in range(len(batch[0])) if n != user_dim]
-
-    def arranged_side(side: int) -> Any:
-        of_heads = [batch[side][n] for n in heads]
-        order = [batch[side][user_dim], *free[side], *of_heads, *contract[side]]
-        return lineage.transposed((lhs, rhs)[side], order)
-
-    root = Blocks(
-        arranged_side(query_side),
-        arranged_side(key_side),
-        tuple(shape_of(query)[d] for d in free[query_side]),
-        tuple(shape_of(query)[batch[query_side][n]] for n in heads),
-    )
-    labels = labels_of_logits(len(batch[0]), user_dim, len(free[query_side]), key_side == 0)
-    shape, dtype = tuple(out.aval.shape), out.aval.dtype
-    return Scores(root, "logits", labels, shape, dtype, plain_product, equation=eqn)  # type: ignore[arg-type]
+    sides = [(x, contract[n], batch[n]) for n, x in enumerate((lhs, rhs))]
+    pair = sides[query_side], sides[key_side]
+    return of_product(Blocks, eqn, *pair, user_dim, key_side == 0, plain_product)
 
 
 def _user_dimension(lhs: Any, rhs: Any, batch: list[list[int]]) -> int | None:

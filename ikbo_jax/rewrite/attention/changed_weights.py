@@ -171,7 +171,7 @@ def _masked_exponential(
         mask = dataclasses.replace(mask, base=mask.base != 0)
     # The softmax sees the number that this mask fills in, not that of an earlier, equal mask.
     earlier = dataclasses.replace(x, root=dataclasses.replace(root, fills=rest))
-    fill = Fill(None, None, -math.inf, source=source)
+    fill = Fill(-math.inf, source=source)
     root = logit_masks.masked(ctx, earlier, mask, True, fill)
     # Without the masked keys' largest exponential, 1, the sum may be below 1. No logit is below a
     # large number, so that a masked key's exponential is the largest only in rows without others.

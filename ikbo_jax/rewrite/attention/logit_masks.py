@@ -29,7 +29,7 @@ def selected(ctx: Context, eqn: Any, which: Any, *cases: Any) -> Any:
         raise NotCovered(f"attention is not recognised: its {scores.stage} are masked by a value")
     if any(x.added is not None for x in scores.root.fills):
         raise NotCovered("attention is not recognised: one mask is added, another put in by where")
-    root = masked(ctx, scores, which, keeps, Fill(None, None, fill))
+    root = masked(ctx, scores, which, keeps, Fill(fill))
     return scores.then(eqn, [which, *cases], root=root)
 
 
@@ -45,7 +45,7 @@ def added(ctx: Context, eqn: Any, x: Any, y: Any) -> Any:
     fills = [value for value in values if value != 0]
     if len(fills) != 1 or scores.root.fills or fills[0] > 0:
         raise NotCovered("attention is not recognised: a bias is added to its logits")
-    fill = Fill(None, None, fills[0], eqn.outvars[0].aval.dtype)
+    fill = Fill(fills[0], eqn.outvars[0].aval.dtype)
     return scores.then(eqn, [x, y], root=masked(ctx, scores, bias, False, fill))
 
 
@@ -81,11 +81,11 @@ def masked(ctx: Context, scores: Scores, mask: Any, keeps: bool, fill: Fill) -> 
         if not masks.is_interval(ctx, x, keep, dims[1]):
             reason = f"{_not_by_user(scores, x)}, not by intervals of keys"
             raise NotCovered(f"attention is not recognised: {reason}")
-        row = rows_of(unspread(ctx, x, keep), scores.labels, root)
+        row = rows_of(unspread(ctx, x, keep), scores.labels, root.queries)
         seen = row if seen is None else seen & row
     if by_row:
         state = masks.known_mask(ctx, mask)
-        state = rows_of(state if keeps else masks.negated(state), scores.labels, root)
+        state = rows_of(state if keeps else masks.negated(state), scores.labels, root.queries)
     source = proofs.source_of_mask(ctx, mask, scores.labels) if keeps else None
     source = fill.source or source
     fill = dataclasses.replace(
@@ -111,15 +111,18 @@ def _not_by_user(scores: Scores, mask: Any) -> str:
     return ""
 
 
-def rows_of(x: Any, labels: Any, root: Any) -> Any:
-    """Arranges a mask of logits as [batch, queries, keys]; sizes may be 1."""
+def rows_of(x: Any, labels: Any, sizes: tuple[int, ...]) -> Any:
+    """Arranges a mask of logits as [batch, queries, keys]; all three may be 1.
+
+    `sizes` are the sizes of the queries' dimensions.
+    """
     if any(n != 1 and label[0] == HEAD for n, label in zip(x.shape, labels, strict=True)):
         raise NotCovered("attention is not recognised: its mask differs by head")
-    queries = [(QUERY, n) for n in range(len(root.queries))]
+    queries = [(QUERY, n) for n in range(len(sizes))]
     x = arranged_array(x, labels, [(BATCH, 0), *queries, (KEY, 0)])
-    batch, *sizes, keys = x.shape
-    if math.prod(sizes) != 1:
+    batch, *own, keys = x.shape
+    if math.prod(own) != 1:
         moves = np if isinstance(x, np.ndarray) else jnp
-        x = moves.broadcast_to(x, (batch, *root.queries, keys))
-        sizes = list(root.queries)
-    return x.reshape(batch, math.prod(sizes), keys)
+        x = moves.broadcast_to(x, (batch, *sizes, keys))
+        own = list(sizes)
+    return x.reshape(batch, math.prod(own), keys)

@@ -89,7 +89,11 @@ class Operands(NamedTuple):
         return out
 
     def attend_with_lse(
-        self, lengths: jax.Array | None, ranges: jax.Array | None = None
+        self,
+        lengths: jax.Array | None,
+        ranges: jax.Array | None = None,
+        own_key: jax.Array | None = None,
+        own_value: jax.Array | None = None,
     ) -> tuple[jax.Array, jax.Array]:
         out = attention(
             *self[:4],
@@ -97,6 +101,8 @@ class Operands(NamedTuple):
             logit_cap=self.cap,
             key_value_seq_lengths=lengths,
             key_value_ranges=ranges,
+            self_key=own_key,
+            self_value=own_value,
             return_residuals=True,
         )
         assert isinstance(out, tuple)

@@ -18,10 +18,10 @@ from jax.extend import core
 from ikbo_jax.rewrite.attention import contraction, scores
 from ikbo_jax.rewrite.attention.blocks import Blocks
 from ikbo_jax.rewrite.attention.scores import BATCH, KEY, QUERY, Scores
-from ikbo_jax.rewrite.facts.known import known
 from ikbo_jax.rewrite.interpret import Context
 from ikbo_jax.rewrite.rules.concatenation import of_one_lineage
 from ikbo_jax.rewrite.rules.elementwise import concat
+from ikbo_jax.rewrite.rules.placing import constant_positions
 from ikbo_jax.rewrite.values import staged
 from ikbo_jax.rewrite.values.lineage import Concat, Deferred, Lazy, has_lineage, is_plain, lazy
 from ikbo_jax.rewrite.values.registry import NotCovered, rule_of
@@ -100,39 +100,15 @@ def gather(ctx: Context, eqn: Any, x: Any, indices: Any) -> Any:
     """Looks constant pairs up."""
     if not isinstance(x, Scores) or not _is_product(x):
         raise NotCovered("attention is not recognised: gather of its scores")
-    pairs = _positions(ctx, eqn, x.shape, indices, (1, 2))
-    return _chosen(ctx, x, pairs)
+    return _chosen(ctx, x, constant_positions(ctx, eqn, x, indices, (1, 2)))
 
 
 def _gather_of_pairs(ctx: Context, eqn: Any, x: Any, indices: Any) -> Any:
     if not isinstance(x, Pairs):
         raise NotCovered("lookup by products of fields")
-    positions = _positions(ctx, eqn, x.shape, indices, (1,))[:, 0]
+    positions = constant_positions(ctx, eqn, x, indices, (1,))[:, 0]
     columns = x.scores.shape[2]
     return _chosen(ctx, x.scores, np.stack(np.divmod(positions, columns), axis=1))
-
-
-def _positions(
-    ctx: Context, eqn: Any, shape: tuple[int, ...], indices: Any, axes: tuple[int, ...]
-) -> np.ndarray:
-    """Returns the constant positions [count, axes] that a gather looks up along `axes`."""
-    numbers, sizes = eqn.params["dimension_numbers"], eqn.params["slice_sizes"]
-    wanted = tuple(1 if d in axes else n for d, n in enumerate(shape))
-    if (
-        tuple(numbers.start_index_map) != axes
-        or tuple(numbers.collapsed_slice_dims) != axes
-        or tuple(numbers.offset_dims) != (0,)
-        or numbers.operand_batching_dims
-        or tuple(sizes) != wanted
-    ):
-        raise NotCovered("another lookup of products of fields")
-    positions = known(ctx, indices)
-    if positions is None or positions.ndim != 2:
-        raise NotCovered("lookup of products of fields by positions that are not constant")
-    limits = np.array([shape[a] for a in axes])
-    if (positions < 0).any() or (positions >= limits).any():
-        raise NotCovered("lookup of products of fields out of bounds")
-    return positions.astype(np.int64)
 
 
 def _sides(root: Blocks) -> list[tuple[list[Any], np.ndarray, np.ndarray]]:

@@ -26,15 +26,12 @@ from ikbo_jax.rewrite.attention import (
     weighted_values,
 )
 from ikbo_jax.rewrite.attention.scores import (
-    BATCH,
-    HEAD,
-    QUERY,
     WIDTH,
     Label,
     Logits,
     Scores,
-    labels_of_logits,
     labels_of_product,
+    of_product,
     only,
     order_of_values,
 )
@@ -79,30 +76,13 @@ def start(
     if not has_default_precision(eqn):
         return None
     user_dim = list(key_batch).index(key.axis)
-    heads_key = [d for d in key_batch if d != key.axis]
-    heads_query = [d for n, d in enumerate(query_batch) if n != user_dim]
     if lineage.has_lineage(query):
         reason = "queries that are looked up by another index than their keys"
         query = ctx.materialise(eqn, query, reason)
-    query = ctx.build(query)
-    queries = [d for d in range(query.ndim) if d not in (*query_contract, *query_batch)]
-    key_order = [key.axis, *key_free, *heads_key, *key_contract]
-    key = lineage.spread_axes(key, range(len(key.shape)))
-    key = dataclasses.replace(
-        key,
-        base=staged.transpose(key.base, key_order),
-        shape=tuple(key.shape[d] for d in key_order),
-        axis=0,
-    )
-    root = Logits(
-        staged.transpose(query, [query_batch[user_dim], *queries, *heads_query, *query_contract]),
-        key,
-        tuple(query.shape[d] for d in queries),
-        tuple(query.shape[d] for d in heads_query),
-    )
-    labels = labels_of_logits(len(key_batch), user_dim, len(queries), key_first)
-    shape, dtype = tuple(out.aval.shape), out.aval.dtype
-    return Scores(root, "logits", labels, shape, dtype, plain_product, curves.logits(dtype))
+    query_side = ctx.build(query), query_contract, query_batch
+    key_side = lineage.spread_axes(key, range(len(key.shape))), key_contract, key_batch
+    curve = curves.logits(out.aval.dtype)
+    return of_product(Logits, eqn, query_side, key_side, user_dim, key_first, plain_product, curve)
 
 
 def _first_is_key(sides: list[tuple[Any, Any, Any]]) -> bool:
@@ -215,9 +195,7 @@ def _values(eqn: Any, scores: Scores, side: int, value: Any) -> tuple[Any, jax.A
 
 def _as_the_product(eqn: Any, scores: Scores, side: int, out: jax.Array) -> jax.Array:
     """Returns [batch, *queries, *heads, width] with the axes and dtype of the product."""
-    have: list[Label] = [(BATCH, 0)]
-    have += [(QUERY, n) for n in range(len(scores.root.queries))]
-    have += [(HEAD, n) for n in range(len(scores.root.heads))] + [WIDTH]
+    have: list[Label] = [*scores.root.labels[:-1], WIDTH]
     aval: Any = eqn.outvars[0].aval
     out = blocks.arranged_array(out, have, labels_of_product(eqn, scores, side))
     return staged.cast(out, aval.dtype)

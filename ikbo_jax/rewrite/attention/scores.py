@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -22,7 +22,7 @@ from ikbo_jax.rewrite.interpret import Context, shape_of
 from ikbo_jax.rewrite.rules import any_shape
 from ikbo_jax.rewrite.rules.elementwise import ELEMENTWISE
 from ikbo_jax.rewrite.values import staged
-from ikbo_jax.rewrite.values.lineage import Deferred, Lazy, Lineage
+from ikbo_jax.rewrite.values.lineage import Deferred, transposed
 from ikbo_jax.rewrite.values.registry import NotCovered, rule_of
 
 # Kinds of dimensions of the scores. Queries and keys share the heads; all remaining dimensions of
@@ -39,34 +39,41 @@ class Fill:
     """Holds a mask of logits, and its number.
 
     Attributes:
-      kept: [users, keys] bool, False where a logit is masked; None if only `seen` masks logits.
-      lengths: [users] int32 if `kept` is proven to be the first `lengths` keys; else None.
       value: the number that replaces masked logits, or is added to them, as the softmax sees it.
       added: the dtype of the addition; None if `where` put the number in.
       after: the factor by which the sum was multiplied after the addition.
+      kept: False where a logit is masked. Of `Logits`, [users, keys], or None if only `seen` masks
+        logits; of `Blocks`, [batch, *queries, *heads, keys], where sizes may be 1.
+      state: `known_mask` of the whole mask: of `Blocks`, of the dimensions of `kept`; of `Logits`,
+        with `seen`, [batch or 1, queries or 1, keys].
+      lengths: [users] int32 if `kept` is proven to be the first `lengths` keys; else None.
       source: see `facts.source_of_mask`; None if the mask hides what is True.
-      seen: None; or if the mask differs by candidate or query, the factor of it that does:
-        [batch or 1, queries or 1, keys] bool, an interval of keys in each row.
-      state: with `seen`, `known_mask` of the whole mask, [batch or 1, queries or 1, keys].
+      seen: None; or if a mask of `Logits` differs by candidate or query, the factor of it that
+        does: [batch or 1, queries or 1, keys] bool, an interval of keys in each row.
+      labels: of a mask of `Blocks`, the labels of its own dimensions.
+      factors: of a mask of `Blocks`, computes its factors in a region of `masks.factors`: `kept`
+        and `state` of each, and whether it keeps an interval of keys in each row.
     """
 
-    kept: Any
-    lengths: jax.Array | None
     value: float
     added: Any = None
     after: float = 1.0
+    kept: Any = None
+    state: Any = None
+    lengths: jax.Array | None = None
     source: Any = None
     seen: Any = None
-    state: Any = None
+    labels: tuple[Label, ...] = ()
+    factors: Any = None
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Logits:
-    """Holds scale · query · key of looked-up keys, masked: the root of the `Scores` made of it.
+class Root:
+    """Holds scale · query · key, masked: the root of the `Scores` made of it.
 
     Attributes:
       query: [batch, *queries, *heads, width].
-      key: looked up along its dimension 0: base [users, keys, *heads, width].
+      key: [batch, keys, *heads, width], looked up.
       queries: sizes of the queries' dimensions.
       heads: sizes of the heads' dimensions.
       scale: factor of the product.
@@ -75,8 +82,8 @@ class Logits:
       cap: None, or the factor of the hyperbolic tangent of the product.
     """
 
-    query: jax.Array
-    key: Lazy
+    query: Any
+    key: Any
     queries: tuple[int, ...]
     heads: tuple[int, ...]
     scale: float = 1.0
@@ -85,20 +92,28 @@ class Logits:
     cap: float | None = None
 
     @property
-    def lineage(self) -> Lineage:
-        assert self.key.lineage is not None
-        return self.key.lineage
+    def labels(self) -> list[Label]:
+        """Labels of the dimensions [batch, *queries, *heads, keys]."""
+        between: list[Label] = [(QUERY, n) for n in range(len(self.queries))]
+        between += [(HEAD, n) for n in range(len(self.heads))]
+        return [(BATCH, 0), *between, (KEY, 0)]
 
     @property
     def scale_and_cap(self) -> tuple[float, float | None]:
-        """The op's arguments."""
-        return scale_and_cap(self)
+        """The scale and the cap as `ikbo_jax.attention` takes them."""
+        # c * tanh(s * x) is |c| * tanh((s * c) * x / |c|).
+        return (self.scale, None) if self.cap is None else (self.scale * self.cap, abs(self.cap))
 
 
-def scale_and_cap(root: Any) -> tuple[float, float | None]:
-    """Returns the scale and the cap of logits as `ikbo_jax.attention` takes them."""
-    # c * tanh(s * x) is |c| * tanh((s * c) * x / |c|).
-    return (root.scale, None) if root.cap is None else (root.scale * root.cap, abs(root.cap))
+class Logits(Root):
+    """Holds the logits of keys that are looked up along their dimension 0.
+
+    The base of the keys is [users, keys, *heads, width]; the query is an array.
+    """
+
+    @property
+    def lineage(self) -> Any:
+        return self.key.lineage
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -114,7 +129,7 @@ class Scores(Deferred):
       run: computes the value as the program is written.
       curve: the value as an elementwise function of query · key; None if unknown.
       shifted: whether the maximum was subtracted before the exponential.
-      equation: the product of the logits, if their root is `Blocks`.
+      equation: the product of the logits.
       made: the producing equation and its operands; None for a product.
       weights: how probabilities or a curve were changed, as `weighted.Weights`; None if they were
         not.
@@ -124,7 +139,7 @@ class Scores(Deferred):
         instead of NaN; "" if nothing does it.
     """
 
-    root: Logits
+    root: Any
     stage: str
     labels: tuple[Label, ...]
     shape: tuple[int, ...]
@@ -242,16 +257,42 @@ def only(operands: Any) -> Scores:
     return scores[0]
 
 
-def labels_of_logits(count: int, user_dim: int, queries: int, key_first: bool) -> tuple[Label, ...]:
-    """Labels a product of queries with keys.
+#: An operand of a product of queries with keys: its value, and its summed and batch dimensions.
+Side = tuple[Any, Sequence[int], Sequence[int]]
 
-    `count` is its number of batch dimensions, among which `user_dim` is the batch of candidates.
-    The queries have `queries` dimensions; `key_first` says whether the keys are the first operand.
+
+def of_product(
+    kind: type[Root],
+    eqn: Any,
+    query: Side,
+    key: Side,
+    user_dim: int,
+    key_first: bool,
+    run: Callable[[Context], jax.Array],
+    curve: Curve | None = None,
+) -> Scores:
+    """Returns the scores of a product of queries with keys, with a root of this kind.
+
+    `user_dim` is the number of the candidates' batch dimension; `key_first` says whether the keys
+    are the first operand. `run` and `curve` are attributes of the scores.
     """
-    heads = iter(range(count))
-    batch = [(BATCH, 0) if n == user_dim else (HEAD, next(heads)) for n in range(count)]
-    free = [(QUERY, n) for n in range(queries)]
-    return (*batch, (KEY, 0), *free) if key_first else (*batch, *free, (KEY, 0))
+
+    def arranged(x: Any, contract: Sequence[int], batch: Sequence[int]) -> Any:
+        free = [d for d in range(len(shape_of(x))) if d not in (*contract, *batch)]
+        heads = [d for n, d in enumerate(batch) if n != user_dim]
+        return transposed(x, [batch[user_dim], *free, *heads, *contract])
+
+    rows, numbers = arranged(*query), itertools.count()
+    batch: list[Label] = [
+        (BATCH, 0) if n == user_dim else (HEAD, next(numbers)) for n in range(len(query[2]))
+    ]
+    sizes = shape_of(rows)[1:-1]
+    count = len(sizes) - len(batch) + 1
+    root = kind(rows, arranged(*key), sizes[:count], sizes[count:])
+    free: list[Label] = [(QUERY, n) for n in range(count)]
+    labels = (*batch, (KEY, 0), *free) if key_first else (*batch, *free, (KEY, 0))
+    out: Any = eqn.outvars[0].aval
+    return Scores(root, "logits", labels, tuple(out.shape), out.dtype, run, curve, equation=eqn)
 
 
 def order_of_values(eqn: Any, scores: Scores, side: int, value: Any) -> list[int]:
@@ -359,7 +400,7 @@ def _same_root(x: Any, y: Any) -> bool:
         a is b
         or proofs.same_source(a.source, b.source)
         and (a.value, a.added, a.after) == (b.value, b.added, b.after)
-        for a, b in itertools.zip_longest(x.fills, y.fills, fillvalue=Fill(None, None, 0.0))
+        for a, b in itertools.zip_longest(x.fills, y.fills, fillvalue=Fill(0.0))
     )
 
 

@@ -119,7 +119,7 @@ def _attend(ctx: Context, weights: Weights, value: jax.Array, kept: jax.Array | 
         if fills and (not same or fills[0].added is not None):
             raise NotCovered("attention is not recognised: weights over their sum")
     if weights.divided[1] == 0:
-        fill = Fill(kept, fills[0].lengths if fills else None, -math.inf)
+        fill = Fill(-math.inf, kept=kept, lengths=fills[0].lengths if fills else None)
         masked = dataclasses.replace(root, fills=(fill,))
         return masked_keys.attend(ctx, dataclasses.replace(of, root=masked), value)
     if fills and fills[0].value <= masked_keys.LARGE:

@@ -110,25 +110,36 @@ def clamped(ctx: Context, start: Any, last: int) -> int:
     return at
 
 
+def constant_positions(
+    ctx: Context, eqn: Any, x: Any, indices: Any, axes: tuple[int, ...]
+) -> np.ndarray:
+    """Returns the constant positions [count, axes] at which a gather takes slices of size 1.
+
+    The result has them along the first of `axes`, and all other dimensions whole.
+    """
+    numbers, shape = eqn.params["dimension_numbers"], shape_of(x)
+    rank = len(eqn.outvars[0].aval.shape)
+    fixed = known(ctx, indices)
+    if (
+        tuple(numbers.start_index_map) != axes
+        or tuple(numbers.collapsed_slice_dims) != axes
+        or numbers.operand_batching_dims
+        or tuple(eqn.params["slice_sizes"])
+        != tuple(1 if d in axes else n for d, n in enumerate(shape))
+        or [d for d in range(rank) if d not in numbers.offset_dims] != [axes[0]]
+        or fixed is None
+    ):
+        raise NotCovered("gather that is no lookup of whole slices at constant positions")
+    positions = np.broadcast_to(fixed, shape_of(indices)).reshape(-1, len(axes)).astype(np.int64)
+    if (positions < 0).any() or (positions >= [shape[a] for a in axes]).any():
+        raise NotCovered("gather out of bounds")
+    return positions
+
+
 def taken(ctx: Context, eqn: Any, x: Concat, indices: Any) -> Any:
     """Looks constant slices up along the concatenated axis."""
-    numbers, sizes, axis = eqn.params["dimension_numbers"], eqn.params["slice_sizes"], x.axis
-    wanted = tuple(1 if d == axis else n for d, n in enumerate(x.shape))
-    shape = eqn.outvars[0].aval.shape
-    batch = [d for d in range(len(shape)) if d not in numbers.offset_dims]
-    positions = known(ctx, indices)
-    if (
-        tuple(numbers.start_index_map) != (axis,)
-        or tuple(numbers.collapsed_slice_dims) != (axis,)
-        or numbers.operand_batching_dims
-        or tuple(sizes) != wanted
-        or batch != [axis]
-        or positions is None
-    ):
-        raise NotCovered("gather that cuts the concatenated axis")
-    flat = np.broadcast_to(positions, shape_of(indices)).reshape(-1)
-    if (flat < 0).any() or (flat >= x.shape[axis]).any():
-        raise NotCovered("gather in a concatenation out of bounds")
+    axis, shape = x.axis, eqn.outvars[0].aval.shape
+    flat = constant_positions(ctx, eqn, x, indices, (axis,))[:, 0]
     breaks = [0, *(np.flatnonzero(np.diff(flat) != 1) + 1).tolist(), len(flat)]
     if len(breaks) > _MOST_PIECES:
         raise NotCovered("gather of many slices of a concatenation")

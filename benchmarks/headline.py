@@ -1,0 +1,230 @@
+"""Makes the table of the first page: this library beside the best alternative.
+
+    python -m benchmarks.headline
+
+replaces the block `headline` of README.md and docs/performance.md by a table of the files in
+benchmarks/results. With --check it writes nothing and returns 1 if a document would change.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import pathlib
+import statistics
+import sys
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from benchmarks import look_up, report, tables
+from benchmarks.production import SLOWEST_BAR
+from benchmarks.records import OUR_NAME, Record
+
+DOCUMENTS = ("README.md", "docs/performance.md")
+RESULTS = report.ROOT / "benchmarks/results"
+#: The card whose name the rows leave out.
+CARD = "NVIDIA H100 80GB HBM3"
+GPU = "NVIDIA "
+
+
+class Row(NamedTuple):
+    """A row: files of results, and the times that it compares.
+
+    `theirs` are alternatives, of which the fastest counts at every point. `label` chooses one point
+    of the sweep; without one, the row has geometric means over all points of the sweep.
+    """
+
+    what: str
+    sizes: str
+    best: str
+    files: tuple[str, ...]
+    theirs: tuple[str, ...]
+    ours: str = OUR_NAME
+    sweep: str = ""
+    label: str = ""
+
+
+CUDNN = ("grouped-cudnn", "grouped-cudnn-even", "copies-cudnn", "xla")
+SUMS = ("scatter", "jax.ops.segment_sum in f32", "one-hot product", "cumulative sums")
+PADDED = ("xla", "xla-padded", "xla-by-hand", "copies")
+BY_HAND = ("xla", "by-hand", "by-hand-one-hot")
+NETWORKS = ("materialised", "materialised-tuned", "hand-optimised")
+SOFTMAX = "cuDNN's softmax, another function"
+GROUPED, REQUEST = "cuDNN, queries grouped by hand", "1,024 candidates of 15 users"
+DRAWN = "drawn"
+GDPA_FILES = ("production-gdpa-h100.json", "production-gdpa-rest-h100.json")
+ROWS = (
+    Row(
+        "`look_up`", DRAWN, "XLA's gather", ("look_up/h100.json",), ("gather",), ours="ikbo.look_up"
+    ),
+    Row(
+        "its gradient, `segment_sum`",
+        DRAWN,
+        "XLA's fastest of four sums",
+        ("look_up/h100.json",),
+        SUMS,
+        ours="ikbo.segment_sum",
+    ),
+    Row(
+        "linear compression",
+        DRAWN,
+        "XLA, the fastest of four ways",
+        ("production-linear-compression-h100.json",),
+        PADDED,
+        sweep="linear_compression forward",
+    ),
+    Row(
+        "its gradient",
+        REQUEST,
+        "XLA, by hand",
+        ("linear_compression-gradient-h100.json",),
+        BY_HAND,
+        sweep="ratio",
+        label="70:1",
+    ),
+    Row(
+        "attention",
+        DRAWN,
+        GROUPED,
+        ("production-attention-h100.json",),
+        CUDNN,
+        sweep="attention forward",
+    ),
+    Row(
+        "its gradient",
+        "2,048 keys a user",
+        GROUPED,
+        ("attention-gradient-h100.json",),
+        CUDNN,
+        sweep="s",
+        label="S=2048",
+    ),
+    Row(
+        "gdpa",
+        DRAWN,
+        SOFTMAX,
+        GDPA_FILES,
+        ("cudnn-softmax", "xla"),
+        sweep="gdpa forward",
+    ),
+    Row(
+        "its gradient",
+        "1,152 sequences of 512",
+        SOFTMAX,
+        ("gdpa-backward-h100.json",),
+        ("cudnn-softmax",),
+        sweep="full",
+        label="max=512 backward",
+    ),
+    Row(
+        "8 attention layers of Phoenix",
+        "8 users of 64 candidates, no cap",
+        "cuDNN, padded",
+        ("phoenix/h100.json",),
+        ("cudnn-no-cap",),
+        ours="ikbo-no-cap",
+        sweep="one",
+        label="forward",
+    ),
+    Row(
+        "ranking network",
+        REQUEST,
+        "by hand for XLA, cuDNN",
+        ("ranking-h200.json",),
+        NETWORKS,
+        ours="co-designed",
+        sweep="default",
+    ),
+    Row(
+        "its training step",
+        REQUEST,
+        "by hand for XLA, cuDNN",
+        ("training-h100.json",),
+        NETWORKS,
+        ours="co-designed",
+        sweep="default",
+    ),
+)
+WORDS = (
+    "Drawn sizes: geometric means, and the number of sizes at which this library takes more than "
+    f"{SLOWEST_BAR} of the alternative's time. Measured on an {CARD} where a row names no other "
+    "card, sustained and by turns ([how](docs/performance.md#how-it-is-measured)); `look_up` and "
+    "`segment_sum` by the time on the device.\n"
+)
+
+
+def _times(point: Record) -> dict[str, float]:
+    """Reads the times of a point by provider, in ms."""
+    if "us" in point:
+        return {n: us / 1e3 for n, us in point["us"].items() if isinstance(us, float)}
+    return {p["name"]: p["median_ms"] for p in point["providers"] if "median_ms" in p}
+
+
+def _points(row: Row, results: Record) -> list[Record]:
+    points = results["points"]
+    if results["op"] == "look_up":  # Its points have no names; it times the drawn ones first.
+        return list(points[: len(look_up.drawn())])
+    return [p for p in points if p["sweep"] == row.sweep and row.label in ("", p["label"])]
+
+
+def _duration(ms: float) -> str:
+    """Formats a time with three digits; the space does not break."""
+    number, unit = (ms, "ms") if ms >= 1 else (ms * 1e3, "µs")
+    return f"{number:#.3g}".removesuffix(".") + f"\u00a0{unit}"
+
+
+def cells(row: Row, files: Sequence[Record]) -> tuple[str, ...]:
+    """Formats a row of the table; raises ValueError if the files hold none of its times."""
+    times = [_times(point) for results in files for point in _points(row, results)]
+    pairs = [
+        (min(t[n] for n in row.theirs if n in t), t[row.ours])
+        for t in times
+        if row.ours in t and any(n in t for n in row.theirs)
+    ]
+    if not pairs:
+        raise ValueError(f"{' and '.join(row.files)} have no times of {row.what}, {row.sizes}")
+    theirs, ours = (statistics.geometric_mean(column) for column in zip(*pairs, strict=True))
+    slower = sum(other * SLOWEST_BAR < mine for other, mine in pairs)
+    drawn = f"{len(pairs)} drawn, {slower} slower"
+    commits = dict.fromkeys(r["environment"]["commit"][:7] for r in files)
+    device = files[0]["environment"]["device"]
+    measured = ["" if device == CARD else device.removeprefix(GPU), *map("`{}`".format, commits)]
+    return (
+        *(row.what, drawn if row.sizes == DRAWN else row.sizes, row.best),
+        *(_duration(theirs), _duration(ours), f"{theirs / ours:.2f}×"),
+        ", ".join(filter(None, measured)),
+    )
+
+
+def body(document: str) -> str:
+    """Makes the body of the block; its link is relative to `document`."""
+    read: dict[str, Any] = {
+        name: json.loads((RESULTS / name).read_text("utf-8")) for row in ROWS for name in row.files
+    }
+    header = ("what", "sizes", "best alternative", "its time", "ikbo-jax", "speed-up", "commit")
+    rows = [cells(row, [read[name] for name in row.files]) for row in ROWS]
+    words = WORDS if document == "README.md" else WORDS.replace("docs/performance.md", "")
+    return f"{tables.markdown_table(header, rows)}\n{words}"
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the command line; returns 1 if --check found a document that differs."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.headline")
+    parser.add_argument("--root", type=pathlib.Path, default=report.ROOT)
+    parser.add_argument("--check", action="store_true", help="write nothing, fail on differences")
+    args = parser.parse_args(argv)
+    stale = []
+    for document in DOCUMENTS:
+        path = args.root / document
+        before = path.read_text("utf-8")
+        after = report.replace_blocks(before, {"headline": body(document)})
+        if before != after:
+            stale.append(document)
+            if not args.check:
+                path.write_text(after, "utf-8")
+    print(f"{'stale' if args.check else 'wrote'}: {', '.join(stale) or 'nothing'}")
+    return int(args.check and bool(stale))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

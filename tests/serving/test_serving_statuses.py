@@ -1,0 +1,258 @@
+"""Every status of the table in docs/serving.md that a replica answers, without an engine."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import pathlib
+import re
+import types
+import warnings
+from collections.abc import Iterator
+from typing import Any
+
+import msgpack
+import numpy as np
+import pytest
+from starlette.requests import Request
+from starlette.responses import Response
+
+from examples.serving import models, wire
+from examples.serving.settings import Settings
+
+with warnings.catch_warnings():
+    # Ray's own, of pydantic.
+    warnings.simplefilter("ignore")
+    from ray import serve
+    from ray.serve import batching
+
+    from examples.serving import app
+
+# It asks for an event loop, and the one of this file is closed by then.
+del batching._BatchQueue.__del__
+
+PAGE = pathlib.Path(__file__).resolve().parents[2] / "docs" / "serving.md"
+MOST = 32
+#: `serve.batch` belongs to the event loop of its first request.
+LOOP = asyncio.new_event_loop()
+SETTINGS = Settings(
+    source="tiny",
+    candidates=(MOST,),
+    users=4,
+    new_users=(4,),
+    user_bytes=200_000,
+    wait_ms=0,
+    timeout_ms=10_000,
+    body_bytes=4096,
+    body_s=0.05,
+)
+
+
+@pytest.fixture(scope="module")
+def ranking() -> Iterator[app.Ranking]:
+    """A replica that no engine has started."""
+    with pytest.MonkeyPatch.context() as patched:
+        name = types.SimpleNamespace(unique_id="a")
+        config = types.SimpleNamespace(max_ongoing_requests=SETTINGS.ongoing)
+        context = types.SimpleNamespace(replica_id=name, _deployment_config=config)
+        patched.setattr(serve, "get_replica_context", lambda: context)
+        patched.setattr(app.metrics, "Gauge", lambda *a, **k: types.SimpleNamespace(set=float))
+        yield app.Ranking(SETTINGS)
+    waiting = asyncio.all_tasks(LOOP)
+    for task in waiting:
+        task.cancel()
+    LOOP.run_until_complete(asyncio.gather(*waiting, return_exceptions=True))
+    LOOP.close()
+
+
+def asked(
+    ranking: app.Ranking,
+    *bodies: tuple[bytes, dict[str, str]],
+    method: str = "POST",
+    path: str = "/rank",
+    ends: bool = True,
+) -> list[tuple[int, Any, dict[str, str]]]:
+    """Status, content and headers of the answers to requests that arrive together."""
+
+    async def one(body: bytes, headers: dict[str, str]) -> Response:
+        parts = [body[n : n + 1000] for n in range(0, len(body), 1000)] or [b""]
+
+        async def receive() -> dict[str, Any]:
+            if not parts:
+                await asyncio.sleep(60)
+            part = parts.pop(0)
+            return {"type": "http.request", "body": part, "more_body": bool(parts) or not ends}
+
+        pairs = [(name.lower().encode(), value.encode()) for name, value in headers.items()]
+        scope = {"type": "http", "method": method, "path": path, "headers": pairs}
+        return await ranking(Request(scope, receive))
+
+    async def all_of_them() -> list[Any]:
+        return await asyncio.gather(*(one(*body) for body in bodies))
+
+    found = []
+    for answer in LOOP.run_until_complete(all_of_them()):
+        read = msgpack.unpackb if answer.media_type == wire.BINARY else strict
+        found.append((answer.status_code, read(bytes(answer.body)), dict(answer.headers)))
+    return found
+
+
+def strict(text: bytes) -> Any:
+    """What a client reads that takes JSON by its standard: no NaN, no half of a surrogate pair."""
+
+    def refuse(name: str) -> None:
+        raise ValueError(name)
+
+    found = json.loads(text.decode(), parse_constant=refuse)
+    json.dumps(found, ensure_ascii=False).encode()
+    return found
+
+
+def as_json(text: bytes | str) -> tuple[bytes, dict[str, str]]:
+    return text if isinstance(text, bytes) else text.encode(), {"Content-Type": wire.JSON}
+
+
+def as_binary(fields: Any) -> tuple[bytes, dict[str, str]]:
+    return msgpack.packb(fields), {"Content-Type": wire.BINARY}
+
+
+GOOD = '{"user": 1, "candidates": [1, 2]}'
+DEEP = {"brackets": b"[" * 100_000, "names": b'{"a":' * 100_000}
+DEEP |= {"in a field": b'{"user": ' + b"[" * 900 + b"]" * 900 + b', "candidates": [1]}'}
+REFUSED: dict[str, tuple[Any, int, str]] = {
+    "no JSON": (as_json("{"), 400, "the body is not application/json"),
+    "no MessagePack": ((b"\xc1", {"Content-Type": wire.BINARY}), 400, "the body is not"),
+    "nothing": (as_json(""), 400, "the body is not application/json"),
+    "no UTF-8": (as_json(b'{"user": "\xff"}'), 400, "the body is not application/json"),
+    "NaN": (as_json('{"user": 1, "candidates": [], "timeout_ms": NaN}'), 400, "NaN is no number"),
+    "infinity": (as_json('{"user": 1, "candidates": [], "timeout_ms": Infinity}'), 400, "no num"),
+    "a long body": (as_json('{"user": 1' + "0" * 4300 + "}"), 413, "has more than 4096"),
+    "a long integer": (as_json('{"user": 1' + "0" * 999 + "}"), 422, "candidates"),
+    "surrogate in a name": (as_json('{"\\ud800": 1}'), 422, "the body is"),
+    "surrogate in a value": (as_json('{"user": "\\ud800", "candidates": []}'), 422, "user is"),
+    "a name of MessagePack": (as_binary({b"\xff": 1, "user": 1, "candidates": []}), 422, "Keys"),
+    "a list": (as_json("[1]"), 422, "the body is"),
+    "unknown user": (wire.ask(300, [1], binary=False), 404, r"user is 300, .* in \[0, 100\)"),
+    "negative user": (wire.ask(-1, [1], binary=True), 404, r"user is -1, expected one in"),
+    "huge user": (as_json('{"user": 1e999, "candidates": []}'), 422, "user is inf"),
+    "true user": (as_json('{"user": true, "candidates": []}'), 422, "user is True"),
+    "too many": (wire.ask(3, [1] * (MOST + 1), binary=False), 422, "33 candidates, at most 32"),
+    "unknown item": (wire.ask(3, [1, 500], binary=True), 422, r"candidates\[1\] is 500, .* 200\)"),
+    "huge item": (as_json('{"user": 1, "candidates": [1, 9223372036854775808]}'), 422, "cand"),
+    "other field": (as_json('{"user": 1, "candidates": [1], "top": 3}'), 422, "top is 3: Extra"),
+    "no field": (as_json('{"user": 1}'), 422, "candidates .*: Field required"),
+    "half an item": (as_binary({"user": 1, "candidates": b"12345"}), 422, "have 5 bytes, expected"),
+    "no time": (wire.ask(3, [1], binary=False, timeout_ms=0), 422, "timeout_ms is 0"),
+    "other type": ((b"", {"Content-Type": "text/plain"}), 415, "Content-Type is text/plain, exp"),
+    "no type": ((b"", {}), 415, "Content-Type is missing"),
+    "deadline": (wire.ask(3, [1], binary=False, timeout_ms=0.001), 504, "no scores after 0.001"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_a_request_is_refused(ranking, case):
+    body, status, message = REFUSED[case]
+    ((found, content, _),) = asked(ranking, body)
+    assert (found, list(content)) == (status, ["error"])
+    assert re.search(message, content["error"])
+
+
+@pytest.mark.parametrize("case", DEEP)
+def test_a_deep_nest_is_refused(ranking, case, monkeypatch):
+    monkeypatch.setattr(ranking, "settings", Settings(source="tiny"))
+    ((status, content, _),) = asked(ranking, as_json(DEEP[case]))
+    assert status in (400, 422)
+    assert len(content["error"]) < 300
+
+
+@pytest.mark.parametrize("declared", [True, False])
+def test_a_long_body_is_not_read(ranking, declared):
+    body, headers = as_json(GOOD + " " * 5000)
+    length = {"Content-Length": str(len(body))} if declared else {}
+    ((status, content, answered),) = asked(ranking, (body, headers | length))
+    assert status == 413
+    assert "expected at most 4096" in content["error"] or "more than 4096" in content["error"]
+    # Neither HAProxy nor the client can use the connection again.
+    assert answered["connection"] == "close"
+
+
+def test_a_slow_body_is_not_waited_for(ranking):
+    ((status, content, answered),) = asked(ranking, as_json(GOOD), ends=False)
+    assert (status, answered["connection"]) == (408, "close")
+    assert "has not come within 0.05 s" in content["error"]
+
+
+def test_other_methods_and_paths_are_refused(ranking):
+    for method, path, status, allowed in (
+        ("GET", "/rank", 405, "POST"),
+        ("DELETE", "/rank", 405, "POST"),
+        ("POST", "/metrics", 405, "GET"),
+        ("POST", "/", 404, None),
+    ):
+        ((found, content, headers),) = asked(ranking, as_json(GOOD), method=method, path=path)
+        assert (found, headers.get("allow")) == (status, allowed)
+        assert "error" in content
+
+
+@pytest.mark.parametrize("kind", ["APPLICATION/MSGPACK", "Application/Json; Charset=UTF-8"])
+def test_a_content_type_has_no_case(ranking, kind):
+    binary = "msgpack" in kind.lower()
+    body, _ = wire.ask(3, [1, 2], binary=binary)
+    ((status, content, headers),) = asked(ranking, (body, {"Content-Type": kind}))
+    assert status == 200
+    assert isinstance(content["scores"], bytes if binary else list)
+    assert headers["content-type"] == (wire.BINARY if binary else wire.JSON)
+
+
+def test_scores_that_are_no_numbers_are_null(ranking, monkeypatch):
+    start = ranking.scorer.rank
+
+    def spoiled(requests):
+        answers = start(requests)
+        answers[0].scores[:2] = np.nan, np.inf
+        return answers
+
+    monkeypatch.setattr(ranking.scorer, "rank", spoiled)
+    ((status, content, _),) = asked(ranking, wire.ask(3, [1, 2, 3], binary=False))
+    assert (status, content["scores"][:2]) == (200, [None, None])
+    assert np.isfinite(content["scores"][2])
+
+
+def test_requests_that_would_wait_too_long_are_refused_at_once(ranking, monkeypatch):
+    monkeypatch.setattr(ranking.admission, "_full", 100.0)
+    before = dict(ranking.counts)
+    answers = asked(ranking, *(wire.ask(n % 4, [1, 2], binary=True) for n in range(20)))
+    counts = {name: ranking.counts[name] - count for name, count in before.items()}
+    refused = [headers for status, _, headers in answers if status == 503]
+    # A request is 25 s of work here: the first one finds an idle replica.
+    assert {status for status, _, _ in answers} == {200, 503}
+    assert counts["refused"] == len(refused) > 10
+    assert counts["answered"] == counts["scored"] == 20 - len(refused)
+    assert all(int(headers["retry-after"]) >= 1 for headers in refused)
+    assert ranking.admission.wait == 0
+
+
+def test_what_nobody_waits_for_is_not_scored(ranking):
+    """A client that closes its connection, and one whose deadline passes before the batch."""
+
+    async def given_up() -> None:
+        item = app.Item(models.request(ranking.source, 1, [1]), 1e18)
+        waiting = asyncio.create_task(ranking.answer(item, 60))
+        await asyncio.sleep(0)
+        waiting.cancel()
+        await asyncio.gather(waiting, return_exceptions=True)
+        assert item.until == 0
+        assert isinstance((await ranking.score([item]))[0], app.Late)
+
+    before = ranking.scorer.metrics.requests, ranking.counts["scored"]
+    LOOP.run_until_complete(given_up())
+    assert (ranking.scorer.metrics.requests, ranking.counts["scored"]) == before
+
+
+def test_the_page_lists_these_statuses():
+    """The table names every status of these tests, and no test is missing for one it names."""
+    text = PAGE.read_text("utf-8")
+    table = text[text.index("| status | when |") :].split("\n\n")[0]
+    named = {int(number) for number in re.findall(r"\b[45]\d\d\b", table)}
+    tested = {status for _, status, _ in REFUSED.values()} | {405, 408, 413, 503}
+    assert named - {500} == tested
