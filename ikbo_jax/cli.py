@@ -115,6 +115,12 @@ def _parser() -> argparse.ArgumentParser:
         help="also time the network over candidates per user, and plot the times (.png, .svg, "
         ".pdf)",
     )
+    demo.add_argument(
+        "--explain",
+        action="store_true",
+        help="also print all stages with their configurations, the top candidates, and what the "
+        "rewrite found",
+    )
     _add_sizes(demo, _REQUEST_SIZES, required=False)
     _add_dtype(demo, _DTYPES, None)
     demo.set_defaults(command=_demo)
@@ -229,7 +235,7 @@ def _demo(args: argparse.Namespace) -> int:
     overrides = {x: getattr(args, x) for x in names if getattr(args, x) is not None}
     try:
         with terminal.progress() as log:
-            agree = cli_demo.run(overrides, args.layers, args.plot, log)
+            agree = cli_demo.run(overrides, args.layers, args.plot, log, explain=args.explain)
     except KeyboardInterrupt:
         print(
             "ikbo-jax demo: interrupted before the end; programs compiled so far are kept for the "

@@ -29,12 +29,17 @@ def device_name() -> str:
 
 
 def run(
-    overrides: Mapping[str, Any], layers: int | None, plot: pathlib.Path | None, log: terminal.Log
+    overrides: Mapping[str, Any],
+    layers: int | None,
+    plot: pathlib.Path | None,
+    log: terminal.Log,
+    *,
+    explain: bool,
 ) -> bool:
     """Runs the demo's parts, prints their reports, and draws the plot to the file `plot`.
 
-    `overrides` replace fields of the default request. Returns whether all results agree with their
-    oracles.
+    `overrides` replace fields of the default request. With `explain`, the reports hold all stages,
+    configurations and reasons. Returns whether all results agree with their oracles.
     """
     from ikbo_jax import demo, demo_attention, demo_ranking
 
@@ -53,11 +58,14 @@ def run(
         demo_ranking.draw(points[0], device_name(), plot)
     print_request(request, demo.candidate_counts(request).tolist())
     print()
-    print_network(network)
+    print_network(network, explain)
     print()
-    print_demo(report, demo.automatic_path(request))
+    print_demo(report, demo.automatic_path(request) if explain else None)
     print()
-    print_attention(attention)
+    print_attention(attention, explain)
+    if not explain:
+        print()
+        print("configurations, memory and reasons: ikbo-jax demo --explain")
     if plot is not None:
         print(f"wrote {plot}")
     agree: bool = network.agree and report.agree and attention.agree
@@ -77,23 +85,26 @@ def print_request(request: Request, counts: Sequence[int]) -> None:
     )
 
 
-def print_network(report: RankingReport) -> None:
-    """Prints the part on the ranking network: its versions, top candidates, rewrite's report."""
+def print_network(report: RankingReport, explain: bool) -> None:
+    """Prints the part on the ranking network; with `explain`, also top candidates and reasons."""
     sizes, baseline = report.request, report.measured[0]
     print(
         f"ranking network: {sizes.layers} layers, history S={sizes.history}, queries "
         f"T={sizes.queries}, {sizes.heads} heads of {sizes.head_dim}, {sizes.pooled} pooled rows"
     )
     print()
-    _print_measured("network", report.measured, ("time", "speed-up", "memory", "max error"))
+    _print_measured("network", report.measured, _COLUMNS)
     print()
-    print("memory: output and temporary buffers, without the request and the parameters.")
-    print(f"max error: of a logit, against float32; allowed: {report.tolerance:.2g}.")
-    if device_name().endswith("(gpu)"):
-        print("all versions: cuBLAS' fastest algorithms compute all GEMMs outside the kernels.")
+    if explain:
+        print("memory: output and temporary buffers, without the request and the parameters.")
+        print(f"max error: of a logit, against float32; allowed: {report.tolerance:.2g}.")
+        if device_name().endswith("(gpu)"):
+            print("all versions: cuBLAS' fastest algorithms compute all GEMMs outside the kernels.")
     best = min(report.measured[1:], key=_time)
     faster = f"{best.stage.name} is {baseline.time_ms / best.time_ms:.1f} times as fast as copies"
     print(f"network: {_disagreement(report.measured) or f'all versions agree; {faster}'}")
+    if not explain:
+        return
     print()
     tasks = range(len(report.top[0].logits))
     terminal.print_table(
@@ -108,19 +119,29 @@ def print_network(report: RankingReport) -> None:
     print(report.explanation)
 
 
-def print_demo(report: Report, automatic: str) -> None:
-    """Prints the part on linear compression: its stages, and the choice of implementation=None."""
-    _print_stages(report.measured, report.not_run)
+def print_demo(report: Report, automatic: str | None) -> None:
+    """Prints the part on linear compression.
+
+    `automatic` is the choice of implementation=None, for a report with configurations and reasons.
+    """
+    if automatic is None:
+        print("linear compression of this request")
+        print()
+    _print_stages(report, automatic is not None)
     print()
-    print("moved: bytes that the stage must at least read and write.")
-    print("memory: output and temporary buffers.")
-    print(f"max error: against the materialised model in float32; allowed: {report.tolerance:.2g}.")
-    print(f"implementation=None takes: {automatic}")
+    if automatic is not None:
+        print("moved: bytes that the stage must at least read and write.")
+        print("memory: output and temporary buffers.")
+        print(
+            "max error: against the materialised model in float32; allowed: "
+            f"{report.tolerance:.2g}."
+        )
+        print(f"implementation=None takes: {automatic}")
     ratio = report.request.candidates / report.request.users
     print(f"{ratio:.1f} candidates per user: {_conclusion(report.measured)}")
 
 
-def print_attention(report: Report) -> None:
+def print_attention(report: Report, explain: bool) -> None:
     """Prints the part on attention: its stages."""
     request, ranking = report.request, report.request.ranking
     print(
@@ -129,18 +150,34 @@ def print_attention(report: Report) -> None:
         f"{ranking.dtype}, seed {ranking.seed}"
     )
     print()
-    _print_stages(report.measured, report.not_run)
+    _print_stages(report, explain)
     print()
-    print(f"max error: of some candidates, against float32; allowed: {report.tolerance:.2g}.")
+    if explain:
+        print(f"max error: of some candidates, against float32; allowed: {report.tolerance:.2g}.")
     print(f"attention: {_conclusion(report.measured)}")
 
 
-def _print_stages(measured: Sequence[Measured], not_run: Sequence[Stage]) -> None:
-    """Prints a table of the stages that ran (the first is the baseline), and why others did not."""
-    columns = ("time", "speed-up", "moved", "memory", "max error", "path")
-    _print_measured("stage", measured, columns)
+#: Columns of a table without configurations.
+_COLUMNS = ("time", "speed-up", "memory", "max error")
+
+
+def _print_stages(report: Report, explain: bool) -> None:
+    """Prints a table of the stages that ran, and why others did not.
+
+    Without `explain` the table has the fastest stage with copies, the fastest one without copies
+    and kernels, the fastest kernel, and every stage that is wrong.
+    """
+    measured = report.measured
+    if explain:
+        columns = ("time", "speed-up", "moved", "memory", "max error", "path")
+        _print_measured("stage", measured, columns)
+    else:
+        kinds = ("1", "2", "34")
+        stages = [[m for m in measured if m.stage.name[0] in kind] for kind in kinds]
+        best = [min(found, key=_time) for found in stages if found]
+        _print_measured("stage", [m for m in measured if m in best or not m.agrees], _COLUMNS)
     reasons: dict[str, list[str]] = {}
-    for stage in not_run:
+    for stage in report.not_run:
         reasons.setdefault(stage.path, []).append(" ".join(stage.name.split()))
     for reason, names in reasons.items():
         print(f"not run: {', '.join(names)}: {reason}")

@@ -1,8 +1,9 @@
 """Checks of index values, lengths and offsets; ops never call the checks, which cost time.
 
-The checks raise TypeError unless they get an array of integers, and ValueError for a bad value; the
-message has the position, the value and the bound. They raise immediately for arrays. For traced
-values they take effect under `jax.experimental.checkify`: compiled code without it cannot raise.
+The checks raise TypeError unless they get an array of integers, and ValueError for a bad value or
+size; the message has the position, the value and the bound. They raise immediately for arrays. For
+traced values they take effect under `jax.experimental.checkify`: compiled code without it cannot
+raise.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ def check_index(
         coarser level, or key-value sequences.
       name: the index's name in messages.
     """
+    _check_size("num_users", num_users)
     _check_range(name, cand_to_user, num_users - 1, f"[0, {num_users})", "indices")
 
 
@@ -41,6 +43,7 @@ def check_lengths(key_value_seq_lengths: jax.Array | np.ndarray, kv_len: int) ->
       key_value_seq_lengths: integers of any shape, the number of valid keys of every user.
       kv_len: S, the size of the key axis.
     """
+    _check_size("kv_len", kv_len)
     _check_range(
         "key_value_seq_lengths", key_value_seq_lengths, kv_len, f"[0, {kv_len}]", "lengths"
     )
@@ -73,6 +76,9 @@ def check_offsets(
         message has the position, the values and the bound.
       TypeError: the offsets, or the numbers of targets, are not an array of integers.
     """
+    _check_size("total", total)
+    if max_seqlen is not None:
+        _check_size("max_seqlen", max_seqlen)
     _check_range(name, cu_seqlens, total, f"[0, {total}]", "offsets")
     if cu_seqlens.ndim != 1 or not cu_seqlens.size:
         raise ValueError(f"{name} must have shape [batch + 1], but has shape {cu_seqlens.shape}")
@@ -148,6 +154,13 @@ def _check_lengths_traced(
         sequence=first,
         rows=(end - begin)[first],
     )
+
+
+def _check_size(name: str, value: Any) -> None:
+    """Raises ValueError unless `value` is an integer of at least 0, or symbolic."""
+    is_integer = hasattr(value, "__index__") and not isinstance(value, bool)
+    if not is_integer or (isinstance(value, int | np.integer) and value < 0):
+        raise ValueError(f"{name} must be an integer of at least 0, but is {value!r:.80}")
 
 
 def _check_range(

@@ -238,6 +238,8 @@ def _int32(name: str, array: Any) -> Any:
     """Returns `array`; raises ValueError unless it is an int32 array with an axis."""
     if getattr(array, "dtype", None) != "int32" or not array.ndim:
         kind = f"{array.dtype}{list(array.shape)}" if hasattr(array, "shape") else repr(array)
+        if "int" in kind and getattr(array, "ndim", 0) > 0:
+            kind += "; convert it by .astype(np.int32)"
         raise ValueError(
             f"{name} must be an int32 array with an entry a sequence or row, not {kind}"
         )

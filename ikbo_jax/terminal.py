@@ -51,7 +51,7 @@ Log = Callable[[str], None]
 def progress() -> Iterator[Log]:
     """Yields a function that prints its argument to stderr, with the seconds since the start.
 
-    In a pipe the lines are plain text; on a terminal the newest one is also shown with a spinner.
+    In a pipe every text has a line; on a terminal one line shows the newest text, with a spinner.
     """
     start = time.perf_counter()
 
@@ -71,8 +71,7 @@ def progress() -> Iterator[Log]:
     with Console(stderr=True).status("starting") as status:
 
         def show(text: str) -> None:
-            status.console.print(Text(line(text), style="dim"))
-            status.update(Text(text))
+            status.update(Text(line(text)))
 
         yield show
 

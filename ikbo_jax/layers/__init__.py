@@ -1,9 +1,10 @@
-"""Flax layers that hold parameters and call the ops: `nnx` and `linen`, with the same names.
+"""Layers that hold parameters and call the ops: `nnx`, `linen` and `keras`, with the same names.
 
 `functional` holds the same layers as functions, for models that keep parameters in a plain pytree;
-`hstu_layer` is the one for HSTU.
+`hstu_layer` is the one for HSTU. `attention_fn` makes Flax's own attention layers call the op.
 """
 
+from ikbo_jax.layers.attention_fn import attention_fn
 from ikbo_jax.layers.hstu import HstuCache, hstu_layer
 
-__all__ = ["HstuCache", "hstu_layer"]
+__all__ = ["HstuCache", "attention_fn", "hstu_layer"]

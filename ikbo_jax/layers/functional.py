@@ -30,8 +30,7 @@ Parameters = Mapping[str, Any]
 
 def check_offsets(name: str, axis: str, array: jax.Array) -> None:
     """Raises ValueError unless `array` is [axis + 1] int32."""
-    if getattr(array, "dtype", None) != "int32":
-        raise ValueError(f"{name} must be an int32 array, but is {arguments.describe(array)}")
+    arguments.check_int32(name, array)
     if array.ndim != 1 or not array.size:
         raise ValueError(f"{name} must have shape [{axis} + 1], but has shape {array.shape}")
 

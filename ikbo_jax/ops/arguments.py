@@ -20,6 +20,7 @@ def request(
 ) -> dispatch.Request:
     """Collects the caller's choice of an implementation; raises ValueError if it is contradictory.
 
+    Also raises ValueError if an array is a shape without values, or if arrays lie apart.
     `arrays` are the op's, a tree, unchecked; `config_types` the classes of its kernels'
     configurations.
     """
@@ -32,6 +33,7 @@ def request(
         raise ValueError(f"config must be {known}, but is {config!r}")
     if config is not None and implementation == "xla":
         raise ValueError(f"implementation='xla' takes no config, but config is {config}")
+    _check_runnable(op, arrays)
     return dispatch.Request(
         op,
         implementation,
@@ -39,6 +41,41 @@ def request(
         dispatch.target_of_trace(arrays),
         precision=settings.matmul_precision(),
     )
+
+
+def _check_runnable(op: str, arrays: Any) -> None:
+    """Raises ValueError unless all arrays have values, on the same devices if none is traced."""
+    leaves = jax.tree.leaves(arrays)
+    for leaf in leaves:
+        if isinstance(leaf, jax.ShapeDtypeStruct):
+            raise ValueError(
+                f"{op} takes arrays, but one is a ShapeDtypeStruct, {describe(leaf)}; shapes go to "
+                "ikbo_jax.explain or jax.eval_shape, with the function"
+            )
+    if any(isinstance(leaf, jax.core.Tracer) for leaf in leaves):
+        return
+    placed = [x for x in leaves if isinstance(x, jax.Array) and x.committed]
+    for x in placed[1:]:
+        if x.sharding.device_set != placed[0].sharding.device_set:
+            (a, a_on), (b, b_on) = ((describe(y), _devices(y)) for y in (placed[0], x))
+            raise ValueError(
+                f"{op} takes arrays on the same devices, but {a} is on {a_on} and {b} is on "
+                f"{b_on}; jax.device_put moves arrays"
+            )
+
+
+def _devices(array: jax.Array) -> str:
+    first, *others = sorted(array.sharding.device_set, key=str)
+    return f"{first}" + (f" and {len(others)} more" if others else "")
+
+
+def check_function(caller: str, fn: Any) -> None:
+    """Raises TypeError unless `fn` is a function."""
+    if not callable(fn):
+        raise TypeError(
+            f"{caller} takes a function and its arguments: pass the function and its arguments, "
+            f"{caller}(f, x), but fn is {describe(fn)}"
+        )
 
 
 def check_array(name: str, array: object, axes: str) -> None:
@@ -96,7 +133,9 @@ def check_attention(
 def check_int32(name: str, array: object) -> None:
     """Raises ValueError unless `array` is an int32 array."""
     if getattr(array, "dtype", None) != "int32":
-        raise ValueError(f"{name} must be an int32 array, but is {describe(array)}")
+        is_integer = jax.numpy.issubdtype(getattr(array, "dtype", bool), jax.numpy.integer)
+        remedy = "; convert it by .astype(np.int32)" if is_integer else ""
+        raise ValueError(f"{name} must be an int32 array, but is {describe(array)}{remedy}")
 
 
 def check_index(name: str, array: object, rows_name: str, axis: str, rows: int) -> None:

@@ -14,7 +14,8 @@ from jax.extend import core
 from jax.interpreters import ad
 from jax.sharding import AxisType
 
-from ikbo_jax.ops import dispatch, sharded
+from ikbo_jax.ops import arguments, dispatch, sharded
+from ikbo_jax.ops.op import RESULT
 from ikbo_jax.ops.reverse_only import identity_primitive
 
 
@@ -25,11 +26,13 @@ class Explanation:
     Attributes:
       plans: one plan for each call of an op in the jaxpr. A call in a loop's body is listed once;
         calls in all branches of a conditional are listed.
+      differentiated: names of the ops whose gradients the function computes.
       notes: what the functions returned that `note` stored in the jaxpr: the reports of `rewrite`.
     """
 
     plans: tuple[dispatch.Plan, ...]
     notes: tuple[Any, ...] = ()
+    differentiated: frozenset[str] = frozenset()
 
     def __str__(self) -> str:
         return self._text([str(note) for note in self.notes])
@@ -88,8 +91,10 @@ def explain(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Explanation:
       An `Explanation`; print it, or its `details`.
 
     Raises:
+      TypeError: `fn` is no function, but, say, the result of a call.
       Exception: whatever `fn` raises while it is traced.
     """
+    arguments.check_function("explain", fn)
     leaves, treedef = jax.tree.flatten((args, kwargs))
     traced = [_is_to_trace(leaf) for leaf in leaves]
 
@@ -105,8 +110,9 @@ def explain(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Explanation:
     plans = tuple(mark for mark in found if isinstance(mark, dispatch.Plan))
     if plans and _xla_divides(arrays):
         plans = _of_parts(plans, call, arrays)
-    notes = tuple(mark() for mark in found if not isinstance(mark, dispatch.Plan))
-    return Explanation(plans, notes)
+    names = [mark for mark in found if isinstance(mark, str)]
+    notes = tuple(mark() for mark in found if not isinstance(mark, (dispatch.Plan, str)))
+    return Explanation(plans, notes, frozenset(names))
 
 
 def _is_to_trace(leaf: Any) -> bool:
@@ -147,9 +153,9 @@ def _of_parts(
 
 
 def marks(jaxpr: core.Jaxpr) -> Iterator[Any]:
-    """Yields the plans in a jaxpr and in the jaxprs that it calls, and the functions of its notes.
+    """Yields the marks of a jaxpr and of the jaxprs that it calls, in program order.
 
-    They are in program order.
+    Marks are plans, functions that make notes, and the names of ops that are differentiated.
     """
     for eqn in jaxpr.eqns:
         if eqn.primitive.name in WITHOUT_PROGRAMS:
@@ -201,6 +207,9 @@ def survey(jaxpr: core.Jaxpr) -> Survey:
 def _mark(eqn: Any) -> Any:
     if eqn.primitive is dispatch.plan_p:
         return eqn.params["plan"]
+    if eqn.primitive.name == "name" and eqn.params["name"].startswith(RESULT):
+        # `Op._forward` alone names results.
+        return eqn.params["name"].removeprefix(RESULT).rpartition("_")[0]
     return eqn.params["note"] if eqn.primitive is note_p else None
 
 

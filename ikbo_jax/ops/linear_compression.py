@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -143,12 +143,20 @@ def multilevel_linear_compression(
     Source: Meta IKBO, "linear compression embedding", published by Meta on the PyTorch blog; levels
     generalise the user and candidate of that publication.
     """
+    if isinstance(terms, Term) or not isinstance(terms, Iterable):
+        raise ValueError(
+            f"terms must be a sequence of Term, coarsest level first, but is "
+            f"{'one Term' if isinstance(terms, Term) else arguments.describe(terms)}"
+        )
     terms = tuple(terms)
     if not terms:
         raise ValueError("terms must hold at least 1 Term, but holds 0")
     for level, term in enumerate(terms):
         if not isinstance(term, Term):
-            raise ValueError(f"terms[{level}] must be a Term, but is a {type(term).__name__}")
+            raise ValueError(
+                f"terms[{level}] must be a Term, but is {arguments.describe(term)}: a level's "
+                "weight [M, K], embedding [B, K, N], and parent [B] (int32; None in terms[0])"
+            )
     names = tuple(
         _Names(*(f"terms[{level}].{field}" for field in Term._fields))
         for level in range(len(terms))
@@ -189,6 +197,8 @@ def _check(terms: tuple[Term, ...], names: tuple[_Names, ...]) -> None:
         arguments.check_array(name.weight, term.weight, f"[M, {name.k}]")
         if isinstance(term.weight, PaddedWeight):
             shape, k = term.weight.rows.shape, term.weight.k
+            if isinstance(k, bool) or not hasattr(k, "__index__"):
+                raise ValueError(f"{name.weight} has k={k!r:.80}, but needs an integer K")
             if len(shape) != 2 or shape[1] < k:
                 raise ValueError(f"{name.weight} has K={k} but rows of shape {shape}")
         arguments.check_array(name.embedding, term.embedding, f"[{name.batch}, {name.k}, N]")

@@ -23,6 +23,9 @@ from ikbo_jax.ops.settings import as_now
 from ikbo_jax.ops.stacking import unstack
 from ikbo_jax.problems import Problem
 
+#: Prefix of the names of results for `jax.checkpoint`: `ikbo_gdpa_out`.
+RESULT = "ikbo_"
+
 
 @dataclasses.dataclass(frozen=True)
 class Call:
@@ -278,7 +281,7 @@ class Op[C: Call, A, R](abc.ABC):
         # not the kernel.
         with jax.default_matmul_precision(call.request.precision):
             results = self.differentiable(self.for_gradient(call), plan, arrays)
-        results = _with_names(f"ikbo_{call.request.op}_", self.result_names, results)
+        results = _with_names(f"{RESULT}{call.request.op}_", self.result_names, results)
         return self.visible(call, results), (arrays, self.residuals(results))
 
     def _backward(

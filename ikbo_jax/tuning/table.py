@@ -21,7 +21,7 @@ import math
 from ikbo_jax.problems import Config, Problem
 from ikbo_jax.problems.problem import Ranked, ranked
 from ikbo_jax.tuning.table_rows import Row, builtin_rows, model
-from ikbo_jax.tuning.user_cache import user_rows
+from ikbo_jax.tuning.user_cache import source_of_user_rows, user_rows
 
 #: Largest `distance` of a row that speaks for another problem, e.g. the finest K times √2.
 MAX_DISTANCE = 0.5
@@ -97,7 +97,8 @@ def _measured(
         return None
     (*_, away), source, row = min(found, key=lambda entry: entry[0])
     near = f", nearest row at distance {away:.2f}" if away else ""
-    return Choice(row.config, source, not away, f"{source}{near}, {row.describe()}")
+    name = source_of_user_rows() if source == "user cache" else source
+    return Choice(row.config, source, not away, f"{name}{near}, {row.describe()}")
 
 
 def _speaks(row: Row, device: str) -> bool:

@@ -24,6 +24,10 @@ REMOVED = {
     "sum_stages": 12,
 }
 
+#: Fields of problems that rows lack: rows are of candidates sorted by user, and of calls without
+#: masks, ranges, caps or pages.
+NOT_IN_ROWS = ("is_sorted", "mask", "has_ranges", "has_logit_cap", "page")
+
 
 @dataclasses.dataclass(frozen=True)
 class Row:
@@ -54,8 +58,7 @@ class Row:
         problem = {
             name: list(value) if isinstance(value, tuple) else value
             for name, value in dataclasses.asdict(self.problem).items()
-            # Rows are of sorted candidates, and of calls without masks, ranges, caps or pages.
-            if name not in ("is_sorted", "mask", "has_ranges", "has_logit_cap", "page")
+            if name not in NOT_IN_ROWS
         }
         fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
         measurement = {k: v for k, v in fields.items() if k not in ("problem", "config")}

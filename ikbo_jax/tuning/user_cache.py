@@ -1,4 +1,7 @@
-"""The user's tuning cache: rows that the autotuner writes and `table.lookup` searches first."""
+"""The user's tuning cache, or the file of one model: rows that the autotuner writes.
+
+`table.lookup` searches them first.
+"""
 
 from __future__ import annotations
 
@@ -12,13 +15,58 @@ import tempfile
 import warnings
 from collections.abc import Iterator
 
+import jax
+
 from ikbo_jax.tuning.table_rows import SCHEMA, Row, entries, model
 
 CACHE_DIR_VARIABLE = "IKBO_JAX_CACHE_DIR"
 
 
+# The file that `tuned` names, and when it was written. A part of the keys of JAX's caches, so that
+# a function is traced again for other rows.
+_current = jax.make_user_context(None)
+
+
+@contextlib.contextmanager
+def tuned(path: str | os.PathLike[str]) -> Iterator[None]:
+    """Takes measured configurations from a file in place of the user's cache; a context manager.
+
+        with ikbo_jax.tuned("ranking_model.json"):
+            ikbo_jax.tune(model, *arguments)
+            scores = jax.jit(model)(*arguments)
+
+    So the measurements of one model can be kept beside it. `ikbo_jax.tune` writes to it. A file
+    that does not exist yet holds no measurements. Functions that were traced outside are traced
+    again; those traced inside keep their configurations until another `with`.
+
+    Args:
+      path: name of the file, in a folder that exists; `~` is expanded.
+
+    Raises:
+      ValueError: `path` is no path.
+      FileNotFoundError: its folder does not exist.
+    """
+    if not isinstance(path, str | os.PathLike) or not os.fspath(path):
+        raise ValueError(f"tuned takes the name of a file, but path is {path!r:.80}")
+    file = pathlib.Path(os.path.abspath(os.path.expanduser(path)))
+    if not file.parent.is_dir():
+        raise FileNotFoundError(f"tuned({str(path)!r}): there is no folder {file.parent}")
+    with _current((str(file), file.stat().st_mtime_ns if file.exists() else 0)):
+        yield
+
+
+def source_of_user_rows() -> str:
+    """Names where `user_rows` come from: "user cache", or the file that `tuned` names."""
+    return "user cache" if _current.value is None else user_cache_path().name
+
+
 def user_cache_path() -> pathlib.Path:
-    """Names the file of the user's cache, in $IKBO_JAX_CACHE_DIR if set; expands `~`."""
+    """Names the file of the user's cache, in $IKBO_JAX_CACHE_DIR if set; expands `~`.
+
+    Inside `tuned`, the file of the model.
+    """
+    if _current.value is not None:
+        return pathlib.Path(_current.value[0])
     if directory := os.environ.get(CACHE_DIR_VARIABLE):
         # pathlib's expanduser raises if the home folder is unknown, and calls of ops come here.
         return pathlib.Path(os.path.expanduser(directory)) / "sm90.json"

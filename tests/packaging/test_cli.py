@@ -23,7 +23,7 @@ from ikbo_jax.ops import dispatch
 from ikbo_jax.problems import LinearCompressionConfig
 
 SIZES = ["--m", "9", "--n", "8", "--k-cand", "7", "--k-user", "11"]
-TINY = ["demo", "--candidates", "24", "--users", "5", *SIZES, "--layers", "1"]
+TINY = ["demo", "--candidates", "24", "--users", "5", *SIZES, "--layers", "1", "--explain"]
 RUN_EVERYWHERE = ["1  materialised", "1b aligned K", "2  decomposed"]
 KERNELS = ["3 fused", "4 single launch"]
 ESCAPE = "\x1b"
@@ -325,6 +325,30 @@ def test_demo_on_a_terminal_draws_a_table(
     out = capsys.readouterr().out
     assert "─" in out
     assert all(name in out for name in RUN_EVERYWHERE)
+
+
+def test_without_explain_a_part_is_a_table_and_a_sentence(
+    attention_as_it_is, compression_as_it_is, capsys
+):
+    assert cli.main(TINY[:-1]) == cli.OK
+    out = capsys.readouterr().out
+    assert len(out.splitlines()) < 32
+    for word in ("moved", "path", "allowed", "implementation=None", "top candidate", "rewrite: "):
+        assert word not in out
+    assert out.count("1  materialised") + out.count("1b ") == 2
+    assert out.count("2  decomposed") == 2
+    assert out.count("all stages agree; ") == 2
+    assert out.splitlines()[-1].endswith("ikbo-jax demo --explain")
+
+
+def test_progress_on_a_terminal_is_one_line(monkeypatch):
+    monkeypatch.setattr(terminal, "is_terminal", lambda: True)
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    err = io.StringIO()
+    with contextlib.redirect_stderr(err), terminal.progress() as log:
+        for number in range(5):
+            log(f"step {number}")
+    assert err.getvalue().count("\n") <= 1
 
 
 @pytest.mark.parametrize(

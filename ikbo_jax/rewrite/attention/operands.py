@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from ikbo_jax.ops.attention import attention
+from ikbo_jax.ops.dot_product_attention import keys_first
 from ikbo_jax.ops.gdpa import gdpa
 from ikbo_jax.ops.gdpa_arguments import equal_offsets
 from ikbo_jax.rewrite.attention.scores import Logits
@@ -109,8 +110,7 @@ class Operands(NamedTuple):
 
     def ordered(self, first: jax.Array) -> Operands:
         """Moves the keys where `first` [users, keys] is true to the front."""
-        order = jnp.argsort(~first, axis=1, stable=True)[:, :, None, None]
-        key, value = (jnp.take_along_axis(x, order, axis=1) for x in (self.key, self.value))
+        key, value = keys_first(first, self.key, self.value)
         return self._replace(key=key, value=value)
 
     def of_user(self, x: jax.Array) -> jax.Array:

@@ -1,0 +1,60 @@
+"""`attention_fn`: makes Flax's attention layers attend to the history of every candidate's user."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+
+from ikbo_jax.layers.functional import cast, with_precision
+from ikbo_jax.ops.dot_product_attention import dot_product_attention
+
+
+def attention_fn(cand_to_user: jax.Array) -> Callable[..., jax.Array]:
+    """Makes an `attention_fn` for `flax.nnx.MultiHeadAttention` and Linen's.
+
+    The layer then takes queries of candidates, [B, T, features], beside keys and values of users,
+    [U, S, features], and computes what it would on `keys[cand_to_user]`.
+
+    Args:
+      cand_to_user: [B] int32, the user of every candidate, values in [0, U), in any order.
+
+    Returns:
+      A function of query, key, value, bias and mask as `ikbo_jax.dot_product_attention` takes them,
+      with the options of Flax's. It raises NotImplementedError for dropout, for `sow_weights`, and
+      where `dot_product_attention` raises it.
+    """
+
+    def attend(
+        query: jax.Array,
+        key: jax.Array,
+        value: jax.Array,
+        bias: jax.Array | None = None,
+        mask: jax.Array | None = None,
+        broadcast_dropout: bool = True,
+        dropout_rng: jax.Array | None = None,
+        dropout_rate: float = 0.0,
+        deterministic: bool = False,
+        dtype: Any = None,
+        precision: Any = None,
+        module: Any = None,
+        is_causal: bool = False,
+    ) -> jax.Array:
+        del broadcast_dropout, dropout_rng
+        if dropout_rate and not deterministic:
+            raise NotImplementedError(
+                f"attention_fn has no dropout of attention weights, but dropout_rate={dropout_rate}"
+            )
+        if module is not None:
+            raise NotImplementedError(
+                "attention_fn keeps no attention weights for sow_weights=True"
+            )
+        _, (query, key, value) = cast({}, (query, key, value), dtype)
+        with with_precision(precision):
+            out: jax.Array = dot_product_attention(
+                *(query, key, value, bias, mask), cand_to_user=cand_to_user, is_causal=is_causal
+            )
+        return out
+
+    return attend

@@ -1,0 +1,153 @@
+"""Layers for Keras 3 on the JAX backend, with the parameters of the layers in `nnx`.
+
+A layer takes the sizes of its inputs from them when it is built. The arguments are those of its
+namesake in `nnx`, less the inputs' sizes, and Keras's own: `dtype` is a policy, whose compute dtype
+the inputs are cast to. Candidates and users have batches of their own: use `predict_on_batch`,
+`train_on_batch` or a step of your own, since `fit` and `predict` slice all inputs alike.
+
+Importing raises ImportError unless Keras's backend is JAX (`KERAS_BACKEND=jax`). Layers raise
+ValueError as those in `nnx` do.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import keras
+
+from ikbo_jax.layers import functional, parameters
+
+if keras.backend.backend() != "jax":
+    raise ImportError(
+        "ikbo_jax.layers.keras needs KERAS_BACKEND=jax, but Keras's backend is "
+        f"{keras.backend.backend()!r}"
+    )
+
+
+class _Layer(keras.layers.Layer):
+    """Holds the parameters that `_specs` describes, and saves the attributes that `saved` names."""
+
+    saved: tuple[str, ...] = ()
+
+    def __init__(
+        self,
+        *,
+        precision: str | None = None,
+        kernel_initializer: Any = "lecun_normal",
+        **options: Any,
+    ) -> None:
+        super().__init__(**options)
+        self.precision = precision
+        self.kernel_initializer = keras.initializers.get(kernel_initializer)
+
+    def _make(self, specs: dict[str, parameters.Spec]) -> None:
+        """Makes the parameters; those of one matrix are parts of it."""
+        matrices: dict[tuple[int, ...], jax.Array] = {}
+
+        def init(shape: tuple[int, ...]) -> jax.Array:
+            return matrices.setdefault(shape, self.kernel_initializer(shape, self.variable_dtype))
+
+        for name, spec in specs.items():
+            if not isinstance(self, LinearCompression):
+                matrices.clear()
+            value = spec.make(init)
+            self.add_weight(
+                name=name, shape=spec.shape, initializer=lambda *_, value=value, **__: value
+            )
+
+    def _parameters(self) -> dict[str, jax.Array]:
+        return {weight.name: weight.value for weight in self.weights}
+
+    def get_config(self) -> dict[str, Any]:
+        """Returns the arguments of the layer, for Keras's saved models."""
+        own = {name: getattr(self, name) for name in (*self.saved, "precision")}
+        init = keras.initializers.serialize(self.kernel_initializer)
+        config: dict[str, Any] = super().get_config()
+        return config | own | {"kernel_initializer": init}
+
+
+@keras.saving.register_keras_serializable("ikbo_jax")
+class LinearCompression(_Layer):
+    """Implements `nnx.LinearCompression` for Keras.
+
+    Called as `layer(e_user, e_cand, cand_to_user)`.
+
+    Args:
+      features: M, compressed rows.
+    """
+
+    saved = ("features",)
+
+    def __init__(self, features: int, **options: Any) -> None:
+        super().__init__(**options)
+        self.features = features
+
+    def build(self, e_user_shape: Any, e_cand_shape: Any, cand_to_user_shape: Any) -> None:
+        """Makes the parameters for inputs of these shapes."""
+        del cand_to_user_shape
+        rows = e_user_shape[1], e_cand_shape[1]
+        self._make(parameters.compression_specs(*rows, self.features))
+
+    def call(self, e_user: jax.Array, e_cand: jax.Array, cand_to_user: jax.Array) -> jax.Array:
+        """Compresses the embeddings; arguments and result are as in `functional.compress`."""
+        options = {"dtype": self.compute_dtype, "precision": self.precision}
+        return functional.compress(self._parameters(), e_user, e_cand, cand_to_user, **options)
+
+
+@keras.saving.register_keras_serializable("ikbo_jax")
+class CandidateAttention(_Layer):
+    """Implements `nnx.CandidateAttention` for Keras.
+
+    Called as `layer(x_cand, x_user, cand_to_user)`.
+
+    Args:
+      num_heads: N.
+      head_dim: H.
+      out_features: width of the result; None means the width of `x_cand`.
+      logit_cap: bound of the scores, as in `ikbo_jax.attention`; None: there is none.
+    """
+
+    saved = ("num_heads", "head_dim", "out_features", "logit_cap")
+
+    def __init__(
+        self,
+        num_heads: int,
+        head_dim: int,
+        out_features: int | None = None,
+        logit_cap: float | None = None,
+        **options: Any,
+    ) -> None:
+        super().__init__(**options)
+        self.num_heads, self.head_dim = num_heads, head_dim
+        self.out_features, self.logit_cap = out_features, logit_cap
+
+    def build(
+        self,
+        x_cand_shape: Any,
+        x_user_shape: Any,
+        cand_to_user_shape: Any,
+        lengths_shape: Any = None,
+    ) -> None:
+        """Makes the parameters for inputs of these shapes."""
+        del cand_to_user_shape, lengths_shape
+        width, user_width = x_cand_shape[2], x_user_shape[2]
+        out = width if self.out_features is None else self.out_features
+        heads = (self.num_heads, self.head_dim)
+        self._make(parameters.attention_specs(width, user_width, out, *heads))
+
+    def call(
+        self,
+        x_cand: jax.Array,
+        x_user: jax.Array,
+        cand_to_user: jax.Array,
+        lengths: jax.Array | None = None,
+    ) -> jax.Array:
+        """Attends as `functional.attend`; `lengths` are its `key_value_seq_lengths`."""
+        return functional.attend(
+            *(self._parameters(), x_cand, x_user, cand_to_user),
+            key_value_seq_lengths=lengths,
+            logit_cap=self.logit_cap,
+            dtype=self.compute_dtype,
+            precision=self.precision,
+        )

@@ -1,0 +1,133 @@
+"""Flax's own attention layers and Keras's models on the ops: the results of models on copies."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import os
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import linen, nnx
+
+import ikbo_jax as ikbo
+from ikbo_jax.layers import attention_fn, functional
+
+INDEX = np.array([1, 0, 0, 1, 1], np.int32)
+RANDOM = np.random.default_rng(0)
+X_CAND, X_USER = (
+    jnp.asarray(RANDOM.normal(size=shape), jnp.float32) for shape in ((5, 3, 8), (2, 6, 12))
+)
+MASK = jnp.asarray(RANDOM.random((2, 1, 1, 6)) < 0.7).at[:, :, :, 0].set(True)
+
+
+def test_nnx_attention_takes_users_at_their_own_batch() -> None:
+    layer = nnx.MultiHeadAttention(
+        2,
+        8,
+        16,
+        in_kv_features=12,
+        decode=False,
+        rngs=nnx.Rngs(0),
+        attention_fn=attention_fn(INDEX),
+    )
+    usual = copy.copy(layer)
+    usual.attention_fn = nnx.dot_product_attention
+    with jax.numpy_rank_promotion("allow"):
+        expected = usual(X_CAND, X_USER[INDEX], mask=MASK[INDEX])
+        found = layer(X_CAND, X_USER, mask=MASK)
+    np.testing.assert_allclose(found, expected, atol=1e-5)
+    (plan,) = ikbo.explain(nnx.jit(layer), X_CAND, X_USER).plans
+    assert (plan.problem.batch, plan.problem.users) == (5, 2)
+
+
+def test_nnx_model_with_the_index_as_an_argument() -> None:
+    class Model(nnx.Module):
+        def __init__(self) -> None:
+            self.attend = nnx.MultiHeadAttention(
+                2, 8, 16, in_kv_features=12, decode=False, rngs=nnx.Rngs(0)
+            )
+
+        def __call__(self, x_cand: Any, x_user: Any, index: Any) -> Any:
+            attend = copy.copy(self.attend)
+            attend.attention_fn = attention_fn(index)
+            return attend(x_cand, x_user)
+
+    model = Model()
+
+    @nnx.jit
+    @nnx.grad
+    def gradient(model: Any, index: Any) -> Any:
+        return jnp.sum(model(X_CAND, X_USER, index) ** 2)
+
+    @nnx.grad
+    def on_copies(model: Any, index: Any) -> Any:
+        return jnp.sum(model.attend(X_CAND, X_USER[index]) ** 2)
+
+    with jax.numpy_rank_promotion("allow"):
+        found, expected = (jax.tree.leaves(f(model, INDEX)) for f in (gradient, on_copies))
+    for x, y in zip(found, expected, strict=True):
+        np.testing.assert_allclose(x, y, atol=1e-4)
+
+
+def test_linen_attention_takes_users_at_their_own_batch() -> None:
+    make = functools.partial(linen.MultiHeadDotProductAttention, 2, qkv_features=16)
+    with jax.numpy_rank_promotion("allow"):
+        params = make().init(jax.random.key(0), X_CAND, X_USER[INDEX])
+        expected = make().apply(params, X_CAND, X_USER[INDEX], mask=MASK[INDEX])
+        found = make(attention_fn=attention_fn(INDEX)).apply(params, X_CAND, X_USER, mask=MASK)
+    np.testing.assert_allclose(found, expected, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"dropout_rate": 0.1}, "no dropout of attention weights, but dropout_rate=0.1"),
+        ({"module": object()}, "keeps no attention weights for sow_weights=True"),
+        ({"is_causal": True, "mask": MASK}, "takes no mask with is_causal"),
+    ],
+)
+def test_attention_fn_refuses_by_name(options: Any, message: str) -> None:
+    heads = jnp.ones((2, 6, 2, 8))
+    with pytest.raises(NotImplementedError, match=message):
+        attention_fn(INDEX)(heads[INDEX], heads, heads, **options)
+
+
+@pytest.fixture
+def keras(monkeypatch: Any) -> Any:
+    monkeypatch.setenv("KERAS_BACKEND", os.environ.get("KERAS_BACKEND", "jax"))
+    return pytest.importorskip("keras")
+
+
+# Keras converts its variables by an `__array__` without `copy`.
+@pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")
+def test_a_keras_model_is_saved_loaded_and_trained(keras: Any, tmp_path: Any) -> None:
+    from ikbo_jax.layers import keras as layers
+
+    x_cand, x_user = keras.Input((3, 8)), keras.Input((6, 12))
+    index = keras.Input((), dtype="int32")
+    tokens = layers.CandidateAttention(2, 8, name="attend")(x_cand, x_user, index)
+    rows = layers.LinearCompression(4, name="compress")(x_user[:, :, :8], tokens, index)
+    model = keras.Model([x_cand, x_user, index], rows)
+    assert rows.shape == (None, 4, 8)
+    arrays = [np.asarray(X_CAND), np.asarray(X_USER), INDEX]
+    out = model.predict_on_batch(arrays)
+
+    attend, compress = (
+        {w.name: w.value for w in model.get_layer(name).weights} for name in ("attend", "compress")
+    )
+    expected = functional.attend(attend, X_CAND, X_USER, INDEX)
+    expected = functional.compress(compress, X_USER[:, :, :8], expected, INDEX)
+    np.testing.assert_allclose(out, expected, atol=1e-5)
+
+    model.save(tmp_path / "model.keras")
+    loaded = keras.saving.load_model(tmp_path / "model.keras")
+    np.testing.assert_array_equal(loaded.predict_on_batch(arrays), out)
+    loaded.compile("sgd", "mse")
+    first, *_, last = (loaded.train_on_batch(arrays, np.ones((5, 4, 8))) for _ in range(4))
+    assert last < first
+    with pytest.raises(ValueError, match="CandidateAttention needs num_heads of at least 1"):
+        layers.CandidateAttention(0, 8)(*arrays)

@@ -1,0 +1,214 @@
+"""`dot_product_attention`: the results of `jax.nn` on copies, and what it refuses."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from refusals import ones
+
+import ikbo_jax as ikbo
+
+B, U, T, S, N, K, H = 7, 3, 4, 6, 4, 2, 8
+INDEX = np.array([2, 0, 0, 2, 1, 0, 2], np.int32)
+
+
+def drawn(dtype: Any = jnp.float32, heads: int = K) -> list[jax.Array]:
+    random = np.random.default_rng(0)
+    shapes = ((B, T, N, H), (U, S, heads, H), (U, S, heads, H))
+    return [jnp.asarray(random.normal(size=shape), dtype) for shape in shapes]
+
+
+RANDOM = np.random.default_rng(1)
+#: Every row of users keeps a key, and so does every query below.
+MASK = jnp.asarray(np.array([[1, 0, 1, 1, 0, 0], [0, 0, 0, 0, 0, 1], [1] * 6], bool))
+MASK = MASK[:, None, None]
+BIAS = jnp.asarray(3 * RANDOM.normal(size=(U, 1, 1, S)), jnp.float32)
+BIAS_OF_HEADS = jnp.asarray(3 * RANDOM.normal(size=(U, N, 1, S)), jnp.float32)
+LENGTHS = jnp.asarray([4, 6, 3], jnp.int32)
+QUERIES = jnp.asarray([4, 0, 2, 3, 4, 1, 4], jnp.int32)
+CASES: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "mask_of_all_users": {"mask": MASK[0, 0]},
+    "mask_and_lengths": {"mask": MASK[:1], "key_value_seq_lengths": LENGTHS},
+    "bias": {"bias": BIAS, "scale": -0.5},
+    "bias_of_heads": {"bias": BIAS_OF_HEADS},
+    "bias_mask_lengths": {
+        "bias": BIAS[:1, 0, 0],
+        "mask": MASK[:1],
+        "key_value_seq_lengths": LENGTHS,
+    },
+    "window": {"local_window_size": (1, 2), "query_seq_lengths": QUERIES},
+    "causal_window": {"local_window_size": 2, "is_causal": True},
+    "causal_lengths_bias": {"is_causal": True, "key_value_seq_lengths": LENGTHS, "bias": BIAS},
+}
+
+
+def on_copies(query: jax.Array, key: jax.Array, value: jax.Array, **options: Any) -> Any:
+    """The call in `jax.nn`, with every user's arrays copied to the candidates."""
+    for name in ("bias", "mask", "key_value_seq_lengths"):
+        if (x := options.get(name)) is not None and x.shape[0] == U:
+            options[name] = x[INDEX]
+    with jax.numpy_rank_promotion("allow"):
+        return jax.nn.dot_product_attention(query, key[INDEX], value[INDEX], **options)
+
+
+def ours(*arrays: jax.Array, **options: Any) -> Any:
+    return ikbo.dot_product_attention(*arrays, cand_to_user=INDEX, **options)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_results_and_gradients_are_those_on_copies(name: str) -> None:
+    options = CASES[name]
+    arrays = drawn(heads=N if name == "bias_of_heads" else K)
+    bias = options.get("bias", jnp.zeros(()))
+
+    def loss(attend: Any, *arrays: jax.Array) -> tuple[jax.Array, jax.Array]:
+        rest = options | ({"bias": arrays[3]} if "bias" in options else {})
+        out = attend(*arrays[:3], **rest)
+        return jnp.sum(
+            out * jnp.cos(jnp.arange(out.size, dtype=jnp.float32)).reshape(out.shape)
+        ), out
+
+    def computed(attend: Any) -> Any:
+        with jax.default_matmul_precision("highest"):
+            of = jax.value_and_grad(loss, (1, 2, 3, 4), has_aux=True)
+            (_, out), gradients = jax.jit(of, static_argnums=0)(attend, *arrays, bias)
+        return out, gradients
+
+    for found, expected in zip(
+        *map(jax.tree.leaves, (computed(ours), computed(on_copies))), strict=True
+    ):
+        np.testing.assert_allclose(found, expected, atol=2e-5, rtol=2e-5)
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+@pytest.mark.parametrize("bias", [3.0, -1e9, -jnp.inf])
+def test_a_bias_is_as_exact_as_in_float32(dtype: Any, bias: float) -> None:
+    arrays, some = drawn(dtype), jnp.asarray([0, 1, 0.37, 0, 0.113, 1], jnp.float32)
+    options = {"bias": jnp.where(some > 0, bias * some, 0.0)}
+    with jax.numpy_dtype_promotion("standard"):
+        rounded = on_copies(*arrays, **options)
+    exact = on_copies(*(x.astype(jnp.float32) for x in arrays), **options)
+    out = ours(*arrays, **options)
+    assert (out.dtype, out.shape) == (dtype, (B, T, N, H))
+    rounded, out = (x.astype(jnp.float32) for x in (rounded, out))
+    allowed = 2 * jnp.max(jnp.abs(rounded - exact))
+    allowed += float(jnp.finfo(dtype).eps) * jnp.max(jnp.abs(exact))
+    assert jnp.max(jnp.abs(out - exact)) <= allowed
+
+
+def test_a_bias_widens_heads_to_a_width_of_the_kernels() -> None:
+    shapes = (ones(B, T, 2, 64), ones(U, S, 2, 64), ones(U, S, 2, 64))
+    (plan,) = ikbo.explain(lambda *x: ours(*x, bias=BIAS), *shapes).plans
+    assert plan.problem.head_dim == 96
+
+
+def test_residuals() -> None:
+    arrays = drawn()
+    for options in ({}, {"key_value_seq_lengths": LENGTHS}):
+        _, lse = ours(*arrays, return_residual=True, **options)
+        _, expected = on_copies(*arrays, return_residual=True, **options)
+        np.testing.assert_allclose(lse, expected, rtol=1e-5)
+    _, lse = ours(*arrays, return_residual=True, query_seq_lengths=QUERIES)
+    is_padding = np.arange(T)[None] >= np.asarray(QUERIES)[:, None]
+    np.testing.assert_array_equal(np.all(lse == -np.inf, axis=2), is_padding)
+
+
+def test_queries_without_keys_are_zero() -> None:
+    no_keys = jnp.asarray([0, 6, 6], jnp.int32)
+    for options in ({}, {"is_causal": True}):
+        out = ours(*drawn(), key_value_seq_lengths=no_keys, **options)
+        np.testing.assert_array_equal(jnp.all(out == 0, axis=(1, 2, 3)), INDEX == 0)
+
+
+REFUSED = {
+    "mask_shape": (
+        ValueError,
+        {"mask": MASK[:, :, :, :4]},
+        "mask has shape (3, 1, 1, 4), which does not broadcast to [U, N, T, S] = (3, 4, 4, 6)",
+    ),
+    "mask_of_candidates": (ValueError, {"mask": MASK[INDEX]}, "mask has shape (7, 1, 1, 6), which"),
+    "mask_rank": (ValueError, {"mask": MASK[None]}, "mask has shape (1, 3, 1, 1, 6), which"),
+    "mask_dtype": (
+        ValueError,
+        {"mask": BIAS},
+        "mask must be a bool array, but is float32[3, 1, 1, 6]",
+    ),
+    "mask_list": (ValueError, {"mask": [True]}, "mask must be a bool array, but is a list"),
+    "bias_dtype": (
+        ValueError,
+        {"bias": MASK},
+        "bias must be a floating-point array, but is bool[3, 1, 1, 6]",
+    ),
+    "bias_shape": (ValueError, {"bias": BIAS[:, :, :, :5]}, "bias has shape (3, 1, 1, 5), which"),
+    "queries": (
+        ValueError,
+        {"query_seq_lengths": LENGTHS},
+        "query_seq_lengths has shape (3,) but query has B=7",
+    ),
+    "window": (
+        ValueError,
+        {"local_window_size": -1},
+        "local_window_size must be an integer of at least 0, or a tuple of two, but is -1",
+    ),
+    "window_text": (ValueError, {"local_window_size": "12"}, "but is '12'"),
+    "windows": (ValueError, {"local_window_size": (1, 2, 3)}, "but is (1, 2, 3)"),
+    "causal": (
+        ValueError,
+        {"is_causal": "no"},
+        "is_causal must be a bool known while tracing, but is a str, 'no'",
+    ),
+    "implementation": (
+        ValueError,
+        {"implementation": "cudnn"},
+        "unknown implementation 'cudnn'; known: None, 'mosaic_gpu', 'xla'",
+    ),
+    "implementation_causal": (
+        ValueError,
+        {"implementation": "cudnn", "is_causal": True},
+        "unknown implementation 'cudnn'",
+    ),
+    "mask_by_query": (
+        NotImplementedError,
+        {"mask": jnp.ones((T, S), bool)},
+        "takes no mask that differs by query, but mask has shape (4, 6); see is_causal",
+    ),
+    "mask_by_head": (
+        NotImplementedError,
+        {"mask": jnp.ones((1, N, 1, S), bool)},
+        "takes no mask that differs by head, but mask has shape (1, 4, 1, 6)",
+    ),
+    "bias_by_head": (
+        NotImplementedError,
+        {"bias": BIAS_OF_HEADS},
+        "takes no bias that differs by head where query has N=4 and key K=2, but bias",
+    ),
+    "bias_scale": (NotImplementedError, {"bias": BIAS, "scale": 0}, "takes no bias with scale=0"),
+    "mask_causal": (
+        NotImplementedError,
+        {"mask": MASK, "is_causal": True},
+        "takes no mask with is_causal",
+    ),
+    "mask_window": (
+        NotImplementedError,
+        {"mask": MASK, "local_window_size": 1},
+        "takes no mask with local_window_size",
+    ),
+    "lse_causal": (
+        NotImplementedError,
+        {"return_residual": True, "is_causal": True},
+        "takes no return_residual with is_causal",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_refusals_name_the_argument(name: str) -> None:
+    error, options, message = REFUSED[name]
+    with pytest.raises(error, match=re.escape(message)):
+        ours(*drawn(), **options)
