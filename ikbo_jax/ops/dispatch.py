@@ -251,7 +251,7 @@ def _symbolic_sizes(problem: Any) -> list[tuple[str, Any]]:
 
 def is_symbolic(size: Any) -> bool:
     """Whether a size is a symbolic dimension of `jax.export` rather than an integer."""
-    return jax.export.is_symbolic_dim(size)
+    return type(size) is not int and jax.export.is_symbolic_dim(size)
 
 
 def _card(request: Request) -> str:

@@ -292,7 +292,7 @@ def _checked(eqn: core.JaxprEqn, results: Any) -> list[Any]:
     results = list(results) if eqn.primitive.multiple_results else [results]
     for x, v in zip(results, eqn.outvars, strict=True):
         # `shape` and `dtype` of a tracer take several times as long as the aval's.
-        returned: Any = x.aval if isinstance(x, jax.core.Tracer) else x
+        returned: Any = x.aval if type(x) is TRACER else x
         aval: Any = v.aval
         if type(returned) is not jax.core.ShapedArray and not hasattr(returned, "shape"):
             continue

@@ -121,8 +121,8 @@ BAR = 2.5
 @pytest.mark.parametrize(
     ("name", "layers", "bar"),
     [
-        *[("transformer", n, 2.23) for n in (1, 2)],
-        *[("transformer", n, 2.19) for n in (6, 16, 24)],
+        *[("transformer", n, 2.2) for n in (1, 2)],
+        *[("transformer", n, 2.18) for n in (6, 16, 24)],
         # The first layers are interpreted and become the program that all calls share.
         *[("transformer_of_jitted_layers", n, 2.4) for n in (2, 4, 16)],
         *[("transformer_of_checkpointed_layers", n, BAR) for n in (2, 4, 16)],

@@ -8,6 +8,7 @@ import math
 from collections.abc import Iterator
 from typing import Any
 
+from ikbo_jax.ops import explain
 from ikbo_jax.rewrite.report.report import (
     UNKNOWN,
     FoundBroadcast,
@@ -78,6 +79,8 @@ class Recorder:
                 what = _lookup_text(eqn)
                 reason = f"it is inside {inside}, which stays as it is"
                 self._lookups[id(eqn)] = Lookup(self.line(eqn), what, "kept", reason)
+                continue
+            if eqn.primitive.name in explain.WITHOUT_PROGRAMS:
                 continue
             for inner in jaxprs.inner_programs(eqn):
                 if id(inner) not in seen:

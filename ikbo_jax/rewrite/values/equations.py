@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend import core
 
-from ikbo_jax.ops import dispatch
+from ikbo_jax.ops import dispatch, explain
 from ikbo_jax.rewrite.values.jaxprs import OPS, inner_programs
 from ikbo_jax.rewrite.values.lineage import Deferred, Lazy, is_at_least, is_plain
 from ikbo_jax.rewrite.values.staged import TRACER
@@ -127,6 +127,8 @@ def _plan_in(programs: Sequence[core.Jaxpr]) -> dispatch.Plan | None:
     for program in programs:
         # From the end, since an op stores the plan with its result.
         for eqn in reversed(program.eqns):
+            if eqn.primitive.name in explain.WITHOUT_PROGRAMS:
+                continue
             if eqn.primitive is dispatch.plan_p:
                 plan: dispatch.Plan = eqn.params["plan"]
                 return plan
@@ -158,8 +160,16 @@ def may_overflow(eqn: core.JaxprEqn) -> bool:
         return False
     if eqn.primitive.name == "convert_element_type":
         return _has_small_range(eqn.params["new_dtype"])
-    dtypes = {getattr(v.aval, "dtype", None) for v in (*eqn.invars, *eqn.outvars)}
-    return True in map(_has_small_range, dtypes)
+    for v in (*eqn.invars, *eqn.outvars):
+        # Nearly all values; `getattr` for each of them would be a hundredth of tracing a layer.
+        known = type(v.aval) is jax.core.ShapedArray and v.aval.dtype in _WIDE
+        if not known and _has_small_range(getattr(v.aval, "dtype", None)):
+            return True
+    return False
+
+
+#: The usual dtypes whose numbers, or integers, have at least bfloat16's range, or no gradient.
+_WIDE = frozenset(map(jnp.dtype, ("float32", "bfloat16", "float64", "int32", "bool")))
 
 
 @functools.cache

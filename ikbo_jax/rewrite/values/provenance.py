@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax.numpy as jnp
@@ -20,7 +20,8 @@ class Provenance:
 
     def __init__(self, parent: Provenance | None = None) -> None:
         self.asked_hidden: set[int] = set()
-        self._parent = parent
+        # The scopes around this one, from the inside.
+        self._outer: tuple[Provenance, ...] = (parent, *parent._outer) if parent else ()
         # By identity of the result; entries hold the result, so that its identity stays unique.
         self._producers: dict[int, tuple[core.JaxprEqn, Sequence[Any], Any]] = {}
         self._producer_hidden: dict[int, tuple[Any, str]] = {}
@@ -44,13 +45,15 @@ class Provenance:
         self, value: Any, names: Sequence[str] | None
     ) -> tuple[core.JaxprEqn, Sequence[Any]] | None:
         """Finds the producer; records a request for a hidden producer, by `names` unless None."""
-        for provenance in self._chain():
-            if id(value) in provenance._producers:
-                eqn, operands, _ = provenance._producers[id(value)]
+        key = id(value)
+        for provenance in (self, *self._outer):
+            if key in provenance._producers:
+                eqn, operands, _ = provenance._producers[key]
                 return eqn, operands
-            hidden = provenance._producer_hidden.get(id(value))
-            if hidden is not None and (names is None or hidden[1] in names):
-                provenance.asked_hidden.add(id(value))
+            if key in provenance._producer_hidden and (
+                names is None or provenance._producer_hidden[key][1] in names
+            ):
+                provenance.asked_hidden.add(key)
         return None
 
     def cast_mask(self, value: Any) -> Any:
@@ -65,7 +68,7 @@ class Provenance:
 
         "" if `hide` does not name it; None if the value has no producing equation.
         """
-        for provenance in self._chain():
+        for provenance in (self, *self._outer):
             if id(value) in provenance._producers:
                 return provenance._producers[id(value)][0].primitive.name
             if id(value) in provenance._producer_hidden:
@@ -90,9 +93,3 @@ class Provenance:
         `name` is the primitive of this equation, if `visible_producer` must count as asking for it.
         """
         self._producer_hidden[id(value)] = value, name
-
-    def _chain(self) -> Iterator[Provenance]:
-        provenance: Provenance | None = self
-        while provenance is not None:
-            yield provenance
-            provenance = provenance._parent
