@@ -9,6 +9,7 @@ from typing import Any
 import jax.numpy as jnp
 from jax import lax
 
+from ikbo_jax.rewrite.facts import proofs
 from ikbo_jax.rewrite.interpret import Context
 from ikbo_jax.rewrite.rules.elementwise import concat
 from ikbo_jax.rewrite.values import staged
@@ -89,6 +90,8 @@ def _reshape_lazy(
             base_shape += sizes
     base = staged.reshape(spread_axes(x, full).base, base_shape)
     if repeat is not None:
+        if proofs.is_fixed(ctx, x):
+            return staged.reshape(ctx.build(x), shape)
         return _repeated(ctx, x, base, shape, *repeat)
     return lazy(base, tuple(shape), x.lineage, axis, x.origins)
 

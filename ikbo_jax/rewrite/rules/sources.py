@@ -311,6 +311,8 @@ def tile(ctx: Context, eqn: Any, operand: Any) -> Any:
     seen = shape_of(operand)
     if lineage.has_lineage(operand) and operand.axis == axis:
         return reselect.concatenated(ctx, [operand] * reps[axis], axis, shape)
+    if proofs.is_fixed(ctx, operand):
+        return ctx.bind(eqn, ctx.build(operand))
     what = f"{lineage.text(operand, seen)} tiled -> {lineage.text(operand, shape)}"
     if seen[axis] == 1:
         found = ctx.recorder.found(eqn, what, False)
