@@ -17,7 +17,14 @@ from ikbo_jax.rewrite.interpret import Context
 from ikbo_jax.rewrite.rules import any_shape
 from ikbo_jax.rewrite.values import jvp_rules, lineage
 from ikbo_jax.rewrite.values.dead_code import without_dead_code
-from ikbo_jax.rewrite.values.forms import detached, form, unpack, unpack_all, with_all_inside
+from ikbo_jax.rewrite.values.forms import (
+    detached,
+    form,
+    unpack,
+    unpack_all,
+    with_all_inside,
+    with_inside,
+)
 from ikbo_jax.rewrite.values.jaxprs import evaluate, trace
 from ikbo_jax.rewrite.values.lineage import Concat, Lazy
 from ikbo_jax.rewrite.values.merged import Reshaped
@@ -175,7 +182,7 @@ def in_form_of(values: Sequence[Any], like: Sequence[Any]) -> list[Any]:
 def _widened(value: Any, like: Any) -> Any:
     if isinstance(like, Reshaped):
         inner = value if _is_uniform(value) else value.inner
-        return dataclasses.replace(like, inner=_widened(inner, like.inner))
+        return with_inside(like, [_widened(inner, like.inner)])
     if isinstance(like, Concat):
         parts = [value] * len(like.parts) if _is_uniform(value) else value.parts
         return Concat(tuple(map(_widened, parts, like.parts)), like.axis)

@@ -70,7 +70,7 @@ def _equation(eqn: Any, primitive: Any, avals: Sequence[Any], out_shape: Any, pa
 def reshaped(ctx: Context, eqn: Any, x: Any, shape: Sequence[int]) -> Any:
     """Reshapes a value, once in every scope."""
     shape = tuple(shape)
-    params = {"new_sizes": shape, "dimensions": None, "sharding": None}
+    params: dict[str, Any] = {"new_sizes": shape, "dimensions": None, "sharding": None}
 
     def run() -> Any:
         (result,) = ctx.run_equation(_equation(eqn, lax.reshape_p, [x], shape, params), [x])
@@ -350,7 +350,7 @@ def flat_indices(ctx: Context, eqn: Any, indices: Any) -> Any:
     name, made_by, operands = ctx.made_by(indices)
     if name == "concatenate" and made_by.params["dimension"] == len(shape) - 1:
         flat = [flat_indices(ctx, eqn, x) for x in operands]
-        params = {"dimension": 1}
+        params: dict[str, Any] = {"dimension": 1}
         joined = _equation(eqn, lax.concatenate_p, flat, (count, shape[-1]), params)
         return ctx.run_equation(joined, flat)[0]
     if not is_plain(indices):

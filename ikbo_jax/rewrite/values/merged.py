@@ -32,7 +32,14 @@ class Reshaped(Deferred):
     """
 
     inner: Any
-    layout: tuple[Any, ...]
+
+    @property
+    def layout(self) -> tuple[Any, ...]:
+        raise NotImplementedError
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        raise NotImplementedError
 
     @property
     def dtype(self) -> Any:
