@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import uuid
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -28,11 +29,13 @@ class Explanation:
         calls in all branches of a conditional are listed.
       differentiated: names of the ops whose gradients the function computes.
       notes: what the functions returned that `note` stored in the jaxpr: the reports of `rewrite`.
+      by_xla: what XLA counts of the compiled function; "" without `compile`.
     """
 
     plans: tuple[dispatch.Plan, ...]
     notes: tuple[Any, ...] = ()
     differentiated: frozenset[str] = frozenset()
+    by_xla: str = ""
 
     def __str__(self) -> str:
         return self._text([str(note) for note in self.notes])
@@ -52,7 +55,7 @@ class Explanation:
             plans = ["no op of this library is called"]
             if self.notes:
                 plans[0] += " directly; see the report of rewrite above"
-        return "\n".join([*notes, *plans])
+        return "\n".join([*notes, *([self.by_xla] if self.by_xla else []), *plans])
 
 
 # Has a note as a parameter. Unlike `dispatch.plan_p`, it is not inside a function with a custom
@@ -71,7 +74,12 @@ def note(result: jax.Array, make: Callable[[], Any]) -> jax.Array:
     return note_p.bind(result, note=make)
 
 
-def explain(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Explanation:
+def explain(
+    fn: Callable[..., Any],
+    *args: Any,
+    compile: bool = False,
+    **kwargs: Any,
+) -> Explanation:
     """Reports which implementation every op of this library takes in a call of `fn`, and why.
 
     Traces `fn` without running it and reads the choices from the jaxpr, so it also finds ops inside
@@ -85,6 +93,8 @@ def explain(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Explanation:
       *args: arguments of `fn`: pytrees of arrays or `jax.ShapeDtypeStruct`s; other values are
         passed unchanged, also arrays of rank 0, which may be a `scale`, and NumPy arrays of dtypes
         that JAX converts or lacks.
+      compile: whether to compile `fn` for the default device, and to report the FLOPs and bytes
+        that XLA's `cost_analysis` counts; of a rewritten function, the original's beside them.
       **kwargs: keyword arguments of `fn`, likewise.
 
     Returns:
@@ -98,7 +108,7 @@ def explain(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Explanation:
     leaves, treedef = jax.tree.flatten((args, kwargs))
     traced = [_is_to_trace(leaf) for leaf in leaves]
 
-    def call(arrays: list[Any]) -> Any:
+    def call(arrays: list[Any], fn: Callable[..., Any] = fn) -> Any:
         rest = iter(arrays)
         merged = [next(rest) if is_array else x for x, is_array in zip(leaves, traced, strict=True)]
         call_args, call_kwargs = jax.tree.unflatten(treedef, merged)
@@ -112,7 +122,33 @@ def explain(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Explanation:
         plans = _of_parts(plans, call, arrays)
     names = [mark for mark in found if isinstance(mark, str)]
     notes = tuple(mark() for mark in found if not isinstance(mark, (dispatch.Plan, str)))
-    return Explanation(plans, notes, frozenset(names))
+    by_xla = _by_xla(fn, call, arrays) if compile else ""
+    return Explanation(plans, notes, frozenset(names), by_xla)
+
+
+def _by_xla(fn: Callable[..., Any], call: Any, arrays: list[Any]) -> str:
+    """Compiles a function, and the original if it is rewritten; says what XLA counts of each."""
+    text, original = _counted_by_xla(call, arrays), _original(fn)
+    if original is not None:
+        of_original = _counted_by_xla(functools.partial(call, fn=original), arrays)
+        text = f"{text}; of the original {of_original}"
+    return f"compiled, XLA counts {text}"
+
+
+def _original(fn: Any) -> Any:
+    """Returns the function that `rewrite` was called on; None for other functions."""
+    # `jax.jit` copies the attribute to the function that it returns.
+    found = None
+    while fn is not None:
+        inner = getattr(fn, "__wrapped__", None)
+        found = inner if getattr(fn, "_ikbo_rewritten", False) else found
+        fn = inner
+    return found
+
+
+def _counted_by_xla(call: Any, arrays: list[Any]) -> str:
+    counts = jax.jit(call).lower(arrays).compile().cost_analysis() or {}
+    return f"{counts.get('flops', 0):.4g} FLOP, {counts.get('bytes accessed', 0):.4g} bytes"
 
 
 def _is_to_trace(leaf: Any) -> bool:

@@ -1,8 +1,8 @@
 """Which function runs for which primitive: one table for every kind of operand.
 
 The rule of an equation depends on its operands. `LAZY` has the rules of lazy values: `Lazy`,
-`Concat` and arrays beside them. If an operand is `Merged`, or is `Scores`, the rules of that kind
-run, from `MERGED` or `SCORES`. Rules that users register replace rules of `LAZY`.
+`Concat` and arrays beside them. If an operand is `Merged`, `Split` or `Scores`, the rules of that
+kind run, from `MERGED`, `SPLIT` or `SCORES`. Rules that users register replace rules of `LAZY`.
 """
 
 from __future__ import annotations
@@ -26,10 +26,13 @@ from ikbo_jax.rewrite.rules import (
     resharding,
     row_rules,
     sources,
+    split_rules,
     variants,
 )
 from ikbo_jax.rewrite.values.equations import grows
 from ikbo_jax.rewrite.values.registry import Rule, register_rule, register_rules_of
+
+SCATTERS = ("scatter", "scatter-add", "scatter-max", "scatter-min", "scatter-mul")
 
 LAZY: dict[str, Rule] = {
     # Rows by themselves.
@@ -62,11 +65,7 @@ LAZY: dict[str, Rule] = {
     "pad": row_rules.pad,
     "reshape": reshape.reshape,
     "rev": row_rules.rev,
-    "scatter": row_rules.scatter,
-    "scatter-add": row_rules.scatter,
-    "scatter-max": row_rules.scatter,
-    "scatter-min": row_rules.scatter,
-    "scatter-mul": row_rules.scatter,
+    **dict.fromkeys(SCATTERS, row_rules.scatter),
     "slice": elementwise.slice_,
     "split": elementwise.split,
     "squeeze": reshape.squeeze,
@@ -120,6 +119,39 @@ MERGED: dict[str, Rule] = {
     "transpose": merged_rules.transpose,
 }
 
+#: The rules of values whose looked-up axis is split, or is looked up by an index of dimensions.
+SPLIT: dict[str, Rule] = {
+    **dict.fromkeys(elementwise.ELEMENTWISE, split_rules.elementwise),
+    **dict.fromkeys(elementwise.REDUCTIONS, split_rules.reduction),
+    **dict.fromkeys(
+        ("cumlogsumexp", "cummax", "cummin", "cumprod", "cumsum"), split_rules.cumulative
+    ),
+    "broadcast_in_dim": split_rules.broadcast,
+    "concatenate": split_rules.concatenate,
+    "dot_general": split_rules.dot_general,
+    "dynamic_slice": split_rules.dynamic_slice,
+    "fft": split_rules.fft,
+    "gather": split_rules.gather,
+    "optimization_barrier": split_rules.elementwise,
+    "pad": split_rules.pad,
+    "reshape": split_rules.reshape_split,
+    "reduce_window": split_rules.reduce_window,
+    "reduce_window_max": split_rules.reduce_window,
+    "reduce_window_min": split_rules.reduce_window,
+    "reduce_window_sum": split_rules.reduce_window,
+    "rev": split_rules.rev,
+    **dict.fromkeys(SCATTERS, split_rules.scatter),
+    "scan": control_flow.scan,
+    "slice": split_rules.slice_,
+    "sort": split_rules.sort,
+    "split": split_rules.piece,
+    "squeeze": split_rules.reshape_split,
+    "stack": split_rules.stack,
+    "top_k": split_rules.top_k,
+    "transpose": split_rules.transpose,
+    "unstack": split_rules.unstack,
+}
+
 #: The rules of logits, exponentials, their sums, and weights.
 SCORES: dict[str, Rule] = {
     "abs": changed_weights.absolute,
@@ -157,4 +189,5 @@ def register_all() -> None:
         arrays = ON_SOME_ARRAYS.get(name)
         register_rule(name, rule, source=name in ON_ARRAYS, arrays=arrays)
     register_rules_of("merged", MERGED)
+    register_rules_of("split", SPLIT)
     register_rules_of("scores", SCORES)

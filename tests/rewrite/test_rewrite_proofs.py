@@ -40,6 +40,7 @@ MASKS = {
         lambda n: _repeated((jnp.arange(6)[:, None] < n[None]).reshape(4, 6)),
     ),
     "users' numbers": (4, lambda n: (_repeated(jnp.arange(4)) < _repeated(n))[:, None]),
+    "candidates' numbers": (4, lambda n: (jnp.arange(B) % 4 < _repeated(n))[:, None]),
     "lengths of 8 bits": (
         200,
         lambda n: _repeated(lax.iota(jnp.int8, 200)[None] < (n * 20).astype(jnp.int8)[:, None]),

@@ -91,7 +91,7 @@ class Call:
 
     def attended(self, query: Part) -> Any:
         """Returns the result of some queries: [batch, *queries, *heads, width]."""
-        live = [part for key in self.keys if (part := self._trimmed(query, key)) is not None]
+        live = self._live(query)
         states = {id(key): self._state(query, key) for key in live}
         is_whole = sum(key.stop - key.start for key in live) == self.keys[-1].stop
         users = lineage_of(query.value)
@@ -109,6 +109,10 @@ class Call:
         out = self._at_candidate_batch(query, live, states)
         shape[-1] = out.shape[-1]
         return staged.reshape(out, shape)
+
+    def _live(self, query: Part) -> list[Part]:
+        """Returns the keys that are not hidden from all of the queries."""
+        return [part for key in self.keys if (part := self._trimmed(query, key)) is not None]
 
     def _trimmed(self, query: Part, key: Part) -> Part | None:
         """Drops the first and the last keys that are hidden from all queries; None without keys."""
@@ -358,6 +362,8 @@ class Call:
         self, query: Part, own: list[Part], flat: jax.Array, key: jax.Array, value: jax.Array
     ) -> tuple[jax.Array, jax.Array]:
         """Attends to own keys with masks; returns the result, and lse [batch, queries, heads]."""
+        if self._sees_only_itself(query, own):
+            return self._to_itself(flat, key, value)
         logits = logits_of(flat, key, self.root)
         for fill in self.root.fills:
             parts = [
@@ -367,6 +373,31 @@ class Call:
         weights, lse = masked_keys.softmax(logits, 3)
         out = weighted(weights.astype(value.dtype), value)
         return out.astype(value.dtype), lse.transpose(0, 2, 1)
+
+    def _sees_only_itself(self, query: Part, own: list[Part]) -> bool:
+        """Whether every candidate of a row provably sees its own key alone."""
+        bounds = [(key.start, key.stop) for key in own]
+        if not self.root.queries or bounds != [(query.start, query.stop)]:
+            return False
+        states = [self._cut(fill.state, query, own[0]) for fill in self.root.fills]
+        both = np.broadcast_arrays(*states)
+        itself = np.eye(query.stop - query.start, dtype=bool)
+        hidden, kept = np.any([x == 0 for x in both], 0), np.all([x == 1 for x in both], 0)
+        hidden, kept = (np.moveaxis(x, self.axis, -2) for x in (hidden, kept))
+        return bool(np.all(kept | ~itself) and np.all(hidden | itself))
+
+    def _to_itself(
+        self, flat: jax.Array, key: jax.Array, value: jax.Array
+    ) -> tuple[jax.Array, jax.Array]:
+        """Attends from every candidate to its own key alone, whose weight is 1."""
+        batch, rows, heads, _ = flat.shape
+        own = [n if d == self.axis - 1 else 1 for d, n in enumerate(self.sizes)]
+        key, value = (x.reshape(batch, *own, heads, x.shape[-1]) for x in (key, value))
+        query = flat.reshape(batch, *self.sizes, heads, flat.shape[-1]).astype(jnp.float32)
+        logits = jnp.sum(query * key.astype(jnp.float32), axis=-1) * self.root.scale
+        logits = logits if self.root.cap is None else jnp.tanh(logits) * self.root.cap
+        out = lineage.spread(value, (*query.shape[:-1], value.shape[-1]))
+        return out.reshape(batch, rows, heads, -1), logits.reshape(batch, rows, heads)
 
 
 def _taken_as_own(groups: dict[Any, list[Part]], queries: int) -> list[Part]:

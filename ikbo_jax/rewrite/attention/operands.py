@@ -162,6 +162,8 @@ def attend_by_row(operands: Operands, visible: Visible) -> ByRow:
     """Attends from every query to the keys that it sees."""
     batch, queries = operands.query.shape[:2]
     seen = jnp.asarray(visible.seen)
+    # A mask that is equal for all keys may have one of them.
+    seen = spread(seen, (*seen.shape[:2], operands.key.shape[1]))
     begin = jnp.argmax(seen, axis=2).astype(jnp.int32)
     end = begin + jnp.sum(seen, axis=2, dtype=jnp.int32)
     differ = seen.shape[1] != 1

@@ -17,10 +17,17 @@ from ikbo_jax.rewrite.interpret import Context
 from ikbo_jax.rewrite.rules import any_shape
 from ikbo_jax.rewrite.values import jvp_rules, lineage
 from ikbo_jax.rewrite.values.dead_code import without_dead_code
-from ikbo_jax.rewrite.values.forms import detached, form, unpack, unpack_all, with_all_inside
+from ikbo_jax.rewrite.values.forms import (
+    detached,
+    form,
+    unpack,
+    unpack_all,
+    with_all_inside,
+    with_inside,
+)
 from ikbo_jax.rewrite.values.jaxprs import evaluate, trace
 from ikbo_jax.rewrite.values.lineage import Concat, Lazy
-from ikbo_jax.rewrite.values.merged import Merged
+from ikbo_jax.rewrite.values.merged import Reshaped
 from ikbo_jax.rewrite.values.registry import NotCovered
 
 
@@ -41,7 +48,7 @@ def custom_jvp(ctx: Context, eqn: Any, *operands: Any) -> Any:
         return pack([any_shape.run_custom_jvp(eqn, [x]) for x in arrays])
     with ctx.muted():
         results = ctx.inner().run_closed(params["call_jaxpr"], operands, eqn)
-    if not all(isinstance(value, (Lazy, Concat, Merged)) for value in results):
+    if not all(isinstance(value, (Lazy, Concat, Reshaped)) for value in results):
         raise NotCovered("custom_jvp of a function that mixes rows")
     count = len(operands)
     must_be_proven = ctx.derivatives < any_shape.PROVEN_DERIVATIVES
@@ -152,8 +159,8 @@ def matches(value: Any, like: Any) -> bool:
         return lineage.is_plain(like) and lineage.is_plain(value)
     if _is_uniform(value):
         return True
-    if isinstance(like, Merged):
-        same = isinstance(value, Merged) and value.groups == like.groups
+    if isinstance(like, Reshaped):
+        same = type(value) is type(like) and value.layout == like.layout
         return same and matches(value.inner, like.inner)
     if isinstance(like, Concat):
         same = isinstance(value, Concat) and (value.axis, value.sizes) == (like.axis, like.sizes)
@@ -173,9 +180,9 @@ def in_form_of(values: Sequence[Any], like: Sequence[Any]) -> list[Any]:
 
 
 def _widened(value: Any, like: Any) -> Any:
-    if isinstance(like, Merged):
+    if isinstance(like, Reshaped):
         inner = value if _is_uniform(value) else value.inner
-        return dataclasses.replace(like, inner=_widened(inner, like.inner))
+        return with_inside(like, [_widened(inner, like.inner)])
     if isinstance(like, Concat):
         parts = [value] * len(like.parts) if _is_uniform(value) else value.parts
         return Concat(tuple(map(_widened, parts, like.parts)), like.axis)

@@ -15,6 +15,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from ikbo_jax.rewrite.facts.known import known
 from ikbo_jax.rewrite.values.equations import constant_array
 from ikbo_jax.rewrite.values.lineage import base_of, is_only_broadcast, is_plain
 
@@ -63,8 +64,14 @@ _ARITHMETIC: dict[str, Callable[..., Any]] = {
     "add": lambda _, x, y: x + y,
     "sub": lambda _, x, y: x - y,
     "pow": lambda _, x, y: np.power(x, y),
+    "max": lambda _, x, y: np.maximum(x, y),
+    "min": lambda _, x, y: np.minimum(x, y),
     "integer_pow": lambda eqn, x: np.power(x, float(eqn.params["y"])),
 }
+
+
+#: Primitives that compute few numbers from few numbers.
+_OF_FEW = ("add", "max", "min", "mul", "sub")
 
 
 def possible_values(ctx: Any, value: Any, depth: int = _DEPTH) -> set[float] | None:
@@ -97,8 +104,9 @@ def possible_values(ctx: Any, value: Any, depth: int = _DEPTH) -> set[float] | N
         return set(cast.astype(np.float64).tolist())
     if name == "select_n":
         operands = operands[1:]
-    elif name not in ("add", "sub", "mul"):
-        return None
+    elif name not in _OF_FEW:
+        fixed = known(ctx, value) if name in ("scatter", "pad", "concatenate") else None
+        return None if fixed is None else possible_values(ctx, fixed)
     choices = [possible_values(ctx, x, depth - 1) for x in operands]
     if any(x is None for x in choices):
         return None
@@ -114,6 +122,25 @@ def possible_values(ctx: Any, value: Any, depth: int = _DEPTH) -> set[float] | N
 def _may_fill(eqn: Any) -> bool:
     """Whether a lookup may return another number than its operand's, out of bounds."""
     return eqn.params["fill_value"] is not None or "FILL" in str(eqn.params["mode"])
+
+
+def is_fixed(ctx: Any, value: Any) -> bool:
+    """Whether a value is proven to be the same for all inputs: made of constants and positions."""
+    values, seen = [value], {id(value)}
+    while values:
+        x = values.pop()
+        if is_plain(x) and not isinstance(x, jax.core.Tracer):
+            continue
+        name, eqn, operands = ctx.made_by(x)
+        if not name or eqn.effects or len(seen) > _FEW_EQUATIONS:
+            return False
+        values += [y for y in operands if id(y) not in seen]
+        seen.update(map(id, operands))
+    return True
+
+
+#: The number of values among which `is_fixed` searches for inputs.
+_FEW_EQUATIONS = 64
 
 
 def moved_from(ctx: Any, value: Any) -> Any:

@@ -32,6 +32,7 @@ from ikbo_jax.rewrite.values.lineage import (
     transposed,
 )
 from ikbo_jax.rewrite.values.registry import NotCovered
+from ikbo_jax.rewrite.values.rows import take_rows
 
 #: Primitives that work element by element and broadcast dimensions of size 1 themselves.
 ELEMENTWISE = """
@@ -108,6 +109,8 @@ def elementwise_to(ctx: Context, eqn: Any, shape: tuple[int, ...], operands: Any
         return _over_parts(ctx, eqn, first, shape, operands)
     operands = lineage.aligned(operands)
     value_lineage, axis, differ = common_lineage(operands)
+    if differ:
+        operands, (value_lineage, axis, differ) = _of_one_lineage(operands)
     if value_lineage is not None and (differ or any(carries(x, axis) for x in operands)):
         operand = "another lookup" if differ else "a value at candidate batch"
         reason = f"{eqn.primitive.name} with {operand}"
@@ -123,6 +126,32 @@ def elementwise_to(ctx: Context, eqn: Any, shape: tuple[int, ...], operands: Any
         what = f"{lineage.text(base)} broadcast -> {lineage.text(base, shape)}"
         origins = frozenset({ctx.recorder.found(eqn, what, False)})
     return at_user_batch(ctx, eqn, base, shape, value_lineage, axis, origins)
+
+
+def _of_one_lineage(operands: list[Any]) -> tuple[list[Any], tuple[Lineage | None, int, bool]]:
+    """Looks rows up that are equal for all rows of another lookup, such as tiled positions.
+
+    Returns:
+      The operands, and what `common_lineage` returns for them. If every lookup differs between the
+      rows of every other one, all are kept.
+    """
+    for first in filter(has_lineage, operands):
+        same = [
+            (x.lineage, x.axis) == (first.lineage, first.axis) for x in operands if has_lineage(x)
+        ]
+        others = [x for x in operands if has_lineage(x) and x.axis != first.axis]
+        if len(others) != same.count(False) or any(carries(x, first.axis) for x in others):
+            continue
+        found = [without_lookup(x) if any(x is y for y in others) else x for x in operands]
+        return found, (first.lineage, first.axis, False)
+    return operands, common_lineage(operands)
+
+
+def without_lookup(x: Lazy) -> Any:
+    """Looks a value's rows up; its dimensions of size 1 stay broadcast."""
+    assert x.lineage is not None
+    rows = take_rows(x.base, x.lineage.index, x.axis, is_sorted=x.lineage.is_sorted)
+    return lazy(rows, x.shape, None, -1, x.origins)
 
 
 def _of_one_batch(ctx: Context, eqn: Any, shape: tuple[int, ...], operands: Any) -> Any:

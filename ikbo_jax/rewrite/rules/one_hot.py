@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.extend import core
 
 from ikbo_jax.rewrite.facts import proofs
 from ikbo_jax.rewrite.interpret import Context, shape_of
+from ikbo_jax.rewrite.rules import split_rules
 from ikbo_jax.rewrite.rules.table_rows import looked_up
 from ikbo_jax.rewrite.values import lineage, staged
 from ikbo_jax.rewrite.values.lineage import Concat, Lazy, base_of, has_lineage, is_plain, origins_of
+from ikbo_jax.rewrite.values.split import split
 
 
 def is_lookup(ctx: Context, eqn: Any, operands: Any) -> bool:
@@ -34,9 +38,18 @@ def lookup(ctx: Context, eqn: Any, lhs: Any, rhs: Any) -> Any:
         (True, lhs, rhs, contract[0][0], contract[1][0]),
         (False, rhs, lhs, contract[1][0], contract[0][0]),
     ):
-        index = _index(ctx, x, int(dim)) if is_plain(x) and np.ndim(x) == 2 else None
-        if index is not None and not isinstance(other, Concat):
+        index = _index(ctx, x, int(dim)) if is_plain(x) and np.ndim(x) >= 2 else None
+        if index is None or isinstance(other, Concat):
+            continue
+        sizes, out = shape_of(index), eqn.outvars[0].aval
+        if len(sizes) == 1:
             return _rows(ctx, eqn, index, other, int(axis), left)
+        flat = split_rules.reshaped(ctx, eqn, index, (math.prod(sizes),))
+        rest = out.shape[len(sizes) :] if left else out.shape[: -len(sizes)]
+        shape = (*flat.shape, *rest) if left else (*rest, *flat.shape)
+        inner = eqn.replace(outvars=[core.Var(out.update(shape=shape))])
+        found = _rows(ctx, inner, flat, other, int(axis), left)
+        return None if found is None else split(found, 0 if left else len(rest), sizes)
     return None
 
 
@@ -83,24 +96,34 @@ def _index(ctx: Context, x: Any, dim: int) -> Any:
     if compared is None or not jnp.issubdtype(x.dtype, jnp.floating):
         return None
     for index, positions in (compared, compared[::-1]):
-        count, batch = x.shape[dim], x.shape[1 - dim]
-        along = [1, 1]
+        count, batch = x.shape[dim], x.shape[:dim] + x.shape[dim + 1 :]
+        along = [1] * np.ndim(x)
         along[dim] = count
         if np.shape(base_of(positions)) != tuple(along) or not proofs.counts_up(
             ctx, positions, count
         ):
             continue
-        across = [1, 1]
-        across[1 - dim] = batch
-        if np.shape(base_of(index)) != tuple(across):
+        if np.shape(base_of(index)) != (*x.shape[:dim], 1, *x.shape[dim + 1 :]):
             continue
-        while index is not None and len(shape_of(index)) != 1:
-            in_order = proofs.is_along_one(index, batch)
+        while index is not None and shape_of(index) != batch:
+            in_order = _keeps_order(ctx, index, batch)
             index = proofs.moved_from(ctx, index) if in_order else None
-        if index is None or not is_plain(index) or index.shape != (batch,):
+        if index is None or not is_plain(index):
             return None
         if not jnp.issubdtype(index.dtype, jnp.integer):
             return None
         # Positions that the index's dtype cannot hold would wrap around.
         return index if count - 1 <= jnp.iinfo(index.dtype).max else None
     return None
+
+
+def _keeps_order(ctx: Context, x: Any, batch: tuple[int, ...]) -> bool:
+    """Whether the equation that makes `x` from elements [batch] keeps their order."""
+    if len(batch) == 1:
+        return proofs.is_along_one(x, batch[0])
+    name, _, operands = ctx.made_by(x)
+    if name not in ("broadcast_in_dim", "reshape", "squeeze"):
+        return False
+    sizes = (np.shape(base_of(y)) for y in (x, operands[0]))
+    own, others = ([n for n in shape if n != 1] for shape in sizes)
+    return own == others

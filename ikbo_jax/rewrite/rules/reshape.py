@@ -9,12 +9,14 @@ from typing import Any
 import jax.numpy as jnp
 from jax import lax
 
+from ikbo_jax.rewrite.facts import proofs
 from ikbo_jax.rewrite.interpret import Context
 from ikbo_jax.rewrite.rules.elementwise import concat
 from ikbo_jax.rewrite.values import staged
 from ikbo_jax.rewrite.values.lineage import Concat, Lazy, is_plain, lazy, spread_axes
 from ikbo_jax.rewrite.values.merged import merged
 from ikbo_jax.rewrite.values.registry import NotCovered
+from ikbo_jax.rewrite.values.split import split
 
 
 def squeeze(ctx: Context, eqn: Any, x: Any) -> Any:
@@ -40,7 +42,30 @@ def reshape_to(ctx: Context, eqn: Any, x: Any, shape: tuple[int, ...]) -> Any:
             return _reshape_concat(ctx, eqn, x, shape, groups)
         return _reshape_lazy(ctx, eqn, x, shape, groups)
     except NotCovered:
+        pass
+    try:
         return merged(x, shape, groups)
+    except NotCovered:
+        if (found := _split(ctx, eqn, x, shape, groups)) is None:
+            raise
+        return found
+
+
+def _split(ctx: Context, eqn: Any, x: Any, shape: tuple[int, ...], groups: list[Any]) -> Any:
+    """Splits the looked-up axis; None if the reshape does more with it, or splits another axis."""
+    for dims, targets in groups:
+        (axis, *others) = [d for d in dims if x.shape[d] != 1] or [-1]
+        if (
+            others
+            or sum(shape[t] != 1 for t in targets) < 2
+            or isinstance(x, Concat)
+            and axis == x.axis
+        ):
+            continue
+        first, sizes = targets[0], tuple([shape[t] for t in targets])
+        whole = (*shape[:first], x.shape[axis], *shape[targets[-1] + 1 :])
+        return split(reshape_to(ctx, eqn, x, whole), first, sizes)
+    return None
 
 
 def _reshape_lazy(
@@ -65,6 +90,8 @@ def _reshape_lazy(
             base_shape += sizes
     base = staged.reshape(spread_axes(x, full).base, base_shape)
     if repeat is not None:
+        if proofs.is_fixed(ctx, x):
+            return staged.reshape(ctx.build(x), shape)
         return _repeated(ctx, x, base, shape, *repeat)
     return lazy(base, tuple(shape), x.lineage, axis, x.origins)
 

@@ -12,7 +12,7 @@ from jax import lax
 
 from ikbo_jax.rewrite.facts import proofs
 from ikbo_jax.rewrite.interpret import Context, shape_of
-from ikbo_jax.rewrite.rules import placing, positions, reselect
+from ikbo_jax.rewrite.rules import placing, positions, reselect, split_rules
 from ikbo_jax.rewrite.rules.elementwise import at_user_batch, concat
 from ikbo_jax.rewrite.rules.table_rows import column_of, looked_up
 from ikbo_jax.rewrite.values import lineage, rows, staged
@@ -24,6 +24,8 @@ from ikbo_jax.rewrite.values.registry import NotCovered
 def gather(ctx: Context, eqn: Any, operand: Any, indices: Any) -> Any:
     """Looks rows up, as a lazy value."""
     numbers = eqn.params["dimension_numbers"]
+    if split_rules.looks_up_by_dimensions(eqn, operand, indices):
+        return split_rules.gather_by_dimensions(ctx, eqn, operand, indices)
     if positions.are_looked_up(indices) and (
         len(positions.columns(indices)) > 1
         or numbers.start_indices_batching_dims
@@ -309,6 +311,8 @@ def tile(ctx: Context, eqn: Any, operand: Any) -> Any:
     seen = shape_of(operand)
     if lineage.has_lineage(operand) and operand.axis == axis:
         return reselect.concatenated(ctx, [operand] * reps[axis], axis, shape)
+    if proofs.is_fixed(ctx, operand):
+        return ctx.bind(eqn, ctx.build(operand))
     what = f"{lineage.text(operand, seen)} tiled -> {lineage.text(operand, shape)}"
     if seen[axis] == 1:
         found = ctx.recorder.found(eqn, what, False)

@@ -33,6 +33,8 @@ def why_kept(eqn: core.JaxprEqn) -> str:
             return f"its {result.shape} results are not proven to be more than its operand's rows"
     elif difference <= 0:
         return "its result has no more rows than its operand"
+    if eqn.primitive.name == "tile":
+        return "what it repeats depends on no input, or it repeats several dimensions"
     return "it does not look up whole rows by one index"
 
 

@@ -21,7 +21,8 @@ from ikbo_jax.rewrite.values.lineage import (
     slice_along,
     spread,
 )
-from ikbo_jax.rewrite.values.merged import Merged
+from ikbo_jax.rewrite.values.merged import Merged, Reshaped
+from ikbo_jax.rewrite.values.split import Split
 from ikbo_jax.rewrite.values.staged import shape_of
 
 # Only arrays can be arguments and results of a traced function. So `unpack` splits a value into its
@@ -36,14 +37,14 @@ def can_pass(value: Any) -> bool:
 
 
 def inside_of(value: Any) -> Sequence[Any]:
-    """Returns the values that a concatenation or a merged value holds; () for other values."""
+    """Returns the values that a concatenation or a reshaped value holds; () for other values."""
     if isinstance(value, Concat):
         return value.parts
-    return (value.inner,) if isinstance(value, Merged) else ()
+    return (value.inner,) if isinstance(value, Reshaped) else ()
 
 
 def with_inside(value: Any, inside: Sequence[Any]) -> Any:
-    """Replaces the values that a concatenation or a merged value holds."""
+    """Replaces the values that a concatenation or a reshaped value holds."""
     if isinstance(value, Concat):
         return Concat(tuple(inside), value.axis)
     (inner,) = inside
@@ -55,7 +56,7 @@ def with_all_inside(values: Sequence[Any]) -> list[Any]:
     found = list(values)
     # The loop appends to the list that it iterates over.
     for x in found:
-        if isinstance(x, (Concat, Merged)):
+        if isinstance(x, (Concat, Reshaped)):
             found += inside_of(x)
     return found
 
@@ -93,9 +94,10 @@ def unpack(value: Any) -> tuple[list[Any], Any]:
     if isinstance(value, Lazy):
         shape, lineage, axis, origins = value.shape, value.lineage, value.axis, value.origins
         return [value.base], lambda arrays: Lazy(arrays[0], shape, lineage, axis, origins)
-    if isinstance(value, Merged):
-        groups, (arrays, pack_inner) = value.groups, unpack(value.inner)
-        return arrays, lambda arrays: Merged(pack_inner(arrays), groups)
+    if isinstance(value, Reshaped):
+        kind: Any = type(value)
+        layout, (arrays, pack_inner) = value.layout, unpack(value.inner)
+        return arrays, lambda arrays: kind(pack_inner(arrays), *layout)
     assert isinstance(value, Concat)
     axis, (arrays, pack_parts) = value.axis, unpack_all(value.parts)
     return arrays, lambda arrays: Concat(tuple(pack_parts(arrays)), axis)
@@ -122,8 +124,8 @@ def form(value: Any) -> Any:
         return (base, value.shape, value.lineage, value.axis)
     if isinstance(value, Concat):
         return (value.axis, value.sizes, tuple(map(form, value.parts)))
-    if isinstance(value, Merged):
-        return (value.groups, form(value.inner))
+    if isinstance(value, Reshaped):
+        return (type(value), value.layout, form(value.inner))
     return type(value)
 
 
@@ -140,7 +142,7 @@ def detached(values: Sequence[Any]) -> list[Any]:
 
 
 def _detached(value: Any, lineages: dict[Any, Lineage]) -> Any:
-    if isinstance(value, (Concat, Merged)):
+    if isinstance(value, (Concat, Reshaped)):
         return with_inside(value, [_detached(x, lineages) for x in inside_of(value)])
     if not has_lineage(value):
         return value
@@ -175,6 +177,13 @@ def widened(value: Any, like: Any) -> Any:
             return None
         ones = (1,) * len(like.inner.shape)
         inner = widened(Lazy(value.base.reshape(ones), tuple(like.inner.shape)), like.inner)
+        return None if inner is None else dataclasses.replace(like, inner=inner)
+    if isinstance(like, Split) and is_only_broadcast(value):
+        dims = range(like.axis, like.axis + len(like.sizes))
+        if any(value.base.shape[d] != 1 for d in dims):
+            return None
+        base = value.base.reshape([n for d, n in enumerate(value.base.shape) if d not in dims[1:]])
+        inner = widened(Lazy(base, tuple(like.inner.shape)), like.inner)
         return None if inner is None else dataclasses.replace(like, inner=inner)
     if not isinstance(value, Lazy) or not isinstance(like, Lazy):
         return None

@@ -20,11 +20,41 @@ from ikbo_jax.rewrite.values.lineage import Deferred
 from ikbo_jax.rewrite.values.registry import NotCovered, rule_of
 
 #: Calls of programs, whose rules interpret the program on any values.
-_CALLS = ("jit", "custom_jvp_call", "remat2", "checkpoint")
+CALLS = ("jit", "custom_jvp_call", "remat2", "checkpoint")
+
+
+class Reshaped(Deferred):
+    """Is the base class of values that stand for a reshape of another value.
+
+    Attributes:
+      inner: the value before the reshape.
+      layout: all other fields.
+    """
+
+    inner: Any
+
+    @property
+    def layout(self) -> tuple[Any, ...]:
+        raise NotImplementedError
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        raise NotImplementedError
+
+    @property
+    def dtype(self) -> Any:
+        return self.inner.dtype
+
+    @property
+    def origins(self) -> frozenset:
+        return self.inner.origins
+
+    def build(self, ctx: Any) -> jax.Array:
+        return staged.reshape(ctx.build(self.inner), self.shape)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Merged(Deferred):
+class Merged(Reshaped):
     """Stands for `reshape(inner, shape)`, where dimensions merge neighbouring ones of `inner`.
 
     Attributes:
@@ -40,20 +70,13 @@ class Merged(Deferred):
         return tuple(math.prod(self.inner.shape[d] for d in group) for group in self.groups)
 
     @property
-    def dtype(self) -> Any:
-        return self.inner.dtype
-
-    @property
-    def origins(self) -> frozenset:
-        return self.inner.origins
-
-    def build(self, ctx: Any) -> jax.Array:
-        return staged.reshape(ctx.build(self.inner), self.shape)
+    def layout(self) -> tuple[Any, ...]:
+        return (self.groups,)
 
     def rule(self, ctx: Any, eqn: Any, operands: Any) -> Any:
         """Runs an equation that has merged values among its operands."""
         name = eqn.primitive.name
-        rule = rule_of(name, "lazy" if name in _CALLS else "merged")
+        rule = rule_of(name, "lazy" if name in CALLS else "merged")
         if rule is None:
             raise NotCovered(f"{name} of a value whose looked-up axis is merged by a reshape")
         return rule(ctx, eqn, *operands)

@@ -1,0 +1,146 @@
+"""Lookups by an index of several dimensions: what the flattened index saves is saved."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+from rewrite_basics import check, check_values_and_gradients, report_of
+
+import ikbo_jax as ikbo
+from ikbo_jax.rewrite.report.cost import program_cost
+
+R, T, U, S, D, H = 5, 7, 4, 6, 8, 12
+RNG = np.random.default_rng(0)
+INDEX = jnp.asarray(RNG.integers(0, U, (R, T)), jnp.int32)
+
+
+def normal(*shape: int) -> jax.Array:
+    return jnp.asarray(RNG.standard_normal(shape, np.float32))
+
+
+USER, HISTORY, CAND, W, W2 = (
+    normal(U, D),
+    normal(U, S, D),
+    normal(R, T, D),
+    normal(D, H),
+    normal(H, D),
+)
+IDS, TABLE, POSITION = jnp.asarray(RNG.integers(0, 90, (U, S))), normal(90, D), normal(U, S) > 0
+
+SPELLINGS: dict[str, Callable[[Any, Any], Any]] = {
+    "index": lambda x, i: x[i],
+    "take": lambda x, i: jnp.take(x, i, axis=0, mode="clip"),
+    "filled": lambda x, i: jnp.take(x, i, axis=0),
+    "at": lambda x, i: x.at[i].get(mode="clip"),
+    "vmap": lambda x, i: jax.vmap(lambda j: x[j])(i),
+    "vmap_over_both": lambda x, i: jax.vmap(lambda y, j: y[j], in_axes=(None, 0))(x, i),
+    "nested_vmap": lambda x, i: jax.vmap(jax.vmap(lambda j: x[j]))(i),
+    "embed": lambda x, i: nn.Embed(U, D).apply({"params": {"embedding": x}}, i),
+    "one_hot": lambda x, i: jax.nn.one_hot(i, U) @ x,
+    "one_hot_dot": lambda x, i: jnp.einsum("ud,rtu->rtd", x, jax.nn.one_hot(i, U)),
+    "flattened": lambda x, i: x[i.reshape(-1)].reshape(*i.shape, -1),
+    "in_columns": lambda x, i: jnp.stack([x, x], axis=1)[i, 1],
+}
+
+
+def flops_saved(fn: Callable[..., Any], *args: Any) -> int:
+    counts = [program_cost(jax.make_jaxpr(f)(*args)).flops for f in (fn, ikbo.rewrite(fn))]
+    return counts[0] - counts[1]
+
+
+def assert_saves_as_flattened(fn: Callable[..., Any], flattened: Any = None) -> None:
+    """Asserts that `fn` of index and candidates saves what it saves with one dimension of them."""
+    wanted = flops_saved(flattened or fn, INDEX.reshape(-1), CAND.reshape(R * T, D))
+    assert wanted > 0
+    assert flops_saved(fn, INDEX, CAND) >= 0.9 * wanted, str(report_of(fn, INDEX, CAND))
+
+
+@pytest.mark.parametrize("name", SPELLINGS)
+def test_every_spelling_of_an_index_of_two_dimensions_is_found(name: str) -> None:
+    def fn(user: Any, index: Any, cand: Any, name: str = name) -> Any:
+        tower = jax.nn.relu(SPELLINGS[name](user, index) @ W)
+        return jnp.concatenate([tower, cand], axis=-1) @ jnp.concatenate([W2, W2[:D]])
+
+    flattened = functools.partial(fn, USER, name="index")
+    assert_saves_as_flattened(functools.partial(fn, USER), flattened)
+    check_values_and_gradients(fn, USER, INDEX, CAND)
+
+
+def _gru(x: Any) -> Any:
+    def step(state: Any, x: Any) -> Any:
+        return jnp.tanh(x @ W + state), None
+
+    return lax.scan(step, jnp.zeros((*x.shape[:-2], H)), jnp.moveaxis(x, -2, 0))[0]
+
+
+def _attention(x: Any, c: Any) -> Any:
+    logits = jnp.einsum("...d,...sd->...s", c, x @ W @ W2)
+    return jnp.einsum("...s,...sd->...d", jax.nn.softmax(logits), x @ W)
+
+
+#: Of histories [..., S, D] that are looked up; each ends with values of the user or the candidate.
+OPS: dict[str, Callable[..., Any]] = {
+    "norm": lambda x, c: (x - x.mean(-1, keepdims=True)) * lax.rsqrt(x.var(-1, keepdims=True)) @ W,
+    "pooling": lambda x, c: jnp.tanh(x @ W).mean(-2),
+    "sorted": lambda x, c: jnp.sort(x, axis=-2) @ W,
+    "cumsum": lambda x, c: jnp.cumsum(x, axis=-2) @ W,
+    "top_k": lambda x, c: lax.top_k(x, 3)[0] @ W[:3],
+    "argmax": lambda x, c: jax.nn.one_hot(jnp.argmax(x, -1), D) @ W,
+    "reversed": lambda x, c: x[..., ::-1, :] @ W,
+    "sliced": lambda x, c: x[..., 1:4, :] @ W,
+    "split": lambda x, c: jnp.split(x, 2, axis=-1)[1] @ W[: D // 2],
+    "rolled": lambda x, c: jnp.roll(x, 1, axis=-2) @ W,
+    "padded": lambda x, c: jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, 1)])[..., 1:] @ W,
+    "updated": lambda x, c: x.at[..., 0].set(1.0) @ W,
+    "features": lambda x, c: x[..., jnp.array([3, 1, 2])] @ W[:3],
+    "dynamic": lambda x, c: lax.dynamic_slice_in_dim(x, c.shape[0] - 4, 2, x.ndim - 1) @ W[:2],
+    "transposed": lambda x, c: jnp.swapaxes(x, -1, -2) @ jnp.ones((S, 3)),
+    "heads": lambda x, c: (x @ W).reshape(*x.shape[:-1], 3, 4).max(-2) @ W2[:4],
+    "stacked": lambda x, c: jnp.stack([x, x * 2], axis=-2) @ W,
+    "fft": lambda x, c: jnp.abs(jnp.fft.fft(x)) @ W,
+    "masked": lambda x, c: jnp.where(x > 0, x, -1) @ W,
+    "checkpoint": lambda x, c: jax.checkpoint(lambda x: jnp.sin(x @ W))(x),
+    "jitted": lambda x, c: jax.jit(lambda x: jax.nn.silu(jax.nn.gelu(x @ W)) @ W2)(x),
+    "along": lambda x, c: jnp.take_along_axis(x, jnp.argsort(x, axis=-2), axis=-2) @ W,
+    "recurrence": lambda x, c: _gru(x),
+    "attention": lambda x, c: _attention(x, c),
+    "product": lambda x, c: jnp.einsum("...sd,...d->...s", jnp.tanh(x @ W) @ W2, c),
+    "first_items": lambda x, c: (
+        jnp.concatenate([x[..., 0, :] @ W, c @ W], -1) @ jnp.ones((2 * H, 3))
+    ),
+}
+
+
+@pytest.mark.parametrize("name", OPS)
+def test_every_operation_keeps_an_index_of_two_dimensions(name: str) -> None:
+    def fn(history: Any, index: Any, cand: Any) -> Any:
+        return OPS[name](history[index], cand)
+
+    assert_saves_as_flattened(functools.partial(fn, HISTORY))
+    check(lambda fn: fn, fn, HISTORY, INDEX, CAND)
+
+
+def test_ids_of_users_and_features_of_requests_are_looked_up() -> None:
+    def fn(request: Any, ids: Any, index: Any, cand: Any) -> Any:
+        embedded = TABLE[ids[index]].mean(-2)
+        context = jnp.broadcast_to(request[:, None], cand.shape)
+        return jnp.concatenate([embedded @ W, context, cand], axis=-1) @ jnp.ones((H + 2 * D, 3))
+
+    args = normal(R, D), IDS, INDEX, CAND
+    assert report_of(fn, *args).flops_saved >= 0.5 * program_cost(jax.make_jaxpr(fn)(*args)).flops
+    check_values_and_gradients(fn, *args)
+
+
+def test_an_operation_along_the_slots_says_why_rows_are_copied() -> None:
+    report = report_of(lambda user: jnp.sin(user @ W)[INDEX].sum(1) @ W2, USER)
+    assert any("along dimensions that look rows up" in x.reason for x in report.materialised)
+    check_values_and_gradients(lambda user: (user[INDEX] @ W).sum(1), USER)
+    check_values_and_gradients(lambda user: (user[INDEX] @ W)[:, 2:].swapaxes(0, 1), USER)
