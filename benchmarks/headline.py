@@ -155,15 +155,14 @@ WORDS = (
 
 def _times(point: Record) -> dict[str, float]:
     """Reads the times of a point by provider, in ms."""
-    if "us" in point:
-        return {n: us / 1e3 for n, us in point["us"].items() if isinstance(us, float)}
     return {p["name"]: p["median_ms"] for p in point["providers"] if "median_ms" in p}
 
 
 def _points(row: Row, results: Record) -> list[Record]:
     points = results["points"]
-    if results["op"] == "look_up":  # Its points have no names; it times the drawn ones first.
-        return list(points[: len(look_up.drawn())])
+    if results["op"] == "look_up":  # Older files name no sweep.
+        drawn = {sizes.label for sizes in look_up.drawn()}
+        return [p for p in map(look_up.standard, points) if p["label"] in drawn]
     return [p for p in points if p["sweep"] == row.sweep and row.label in ("", p["label"])]
 
 
