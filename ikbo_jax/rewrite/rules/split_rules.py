@@ -1,16 +1,11 @@
-"""Rules of `Split`: an equation on split values becomes one on the values before the reshape.
-
-The equation before the reshape has one dimension where the program has several. It runs like any
-equation of the program, by the rule of its operands, and its results are split again.
-"""
+"""Rules of `Split`: an equation on split values becomes one on the values before the reshape."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
-import jax
 import numpy as np
 from jax import lax
 from jax.extend import core
@@ -18,136 +13,39 @@ from jax.extend import core
 from ikbo_jax.rewrite.facts import proofs
 from ikbo_jax.rewrite.interpret import Context, shape_of
 from ikbo_jax.rewrite.rules import reshape
+from ikbo_jax.rewrite.rules.split_axis import (
+    Axis,
+    axis_of,
+    dims_before,
+    equation,
+    flattened,
+    position_of,
+    reshaped,
+    results_of,
+    run_flat,
+    split_again,
+)
 from ikbo_jax.rewrite.values.lineage import (
     Concat,
-    Lazy,
     has_lineage,
     is_at_least,
-    is_only_broadcast,
     is_plain,
 )
 from ikbo_jax.rewrite.values.registry import NotCovered, Rule
-from ikbo_jax.rewrite.values.split import Split, split
-
-
-class _Axis:
-    """The dimensions `axis`, `axis + 1`, ... of sizes `sizes`, which are one before the reshape."""
-
-    def __init__(self, axis: int, sizes: tuple[int, ...]) -> None:
-        self.axis, self.sizes = axis, sizes
-        self.dims = range(axis, axis + len(sizes))
-
-    def before(self, dim: int) -> int:
-        """Numbers another dimension as before the reshape; NotCovered for one of the axis."""
-        if dim in self.dims:
-            raise NotCovered("an operation along dimensions that look rows up together")
-        return dim if dim < self.axis else dim - len(self.sizes) + 1
-
-    def merged(self, entries: Sequence[Any], entry: Any) -> tuple[Any, ...]:
-        """Replaces the entries of the axis's dimensions by one entry."""
-        return (*entries[: self.axis], entry, *entries[self.dims.stop :])
-
-    def shape(self, shape: Sequence[int]) -> tuple[int, ...]:
-        return self.merged(shape, math.prod(shape[self.axis : self.dims.stop]))
-
-    def at(self, axis: int) -> _Axis:
-        return _Axis(axis, self.sizes)
-
-    def moved(self, dims: Sequence[int]) -> _Axis:
-        """Returns the axis where its dimensions are at `dims`; NotCovered if they are apart."""
-        if list(dims) != list(range(dims[0], dims[0] + len(dims))):
-            raise NotCovered("dimensions that look rows up together are moved apart")
-        return self.at(dims[0])
-
-
-def _equation(eqn: Any, primitive: Any, avals: Sequence[Any], out_shape: Any, params: Any) -> Any:
-    """Returns an equation at the place of `eqn`, whose result has the dtype of its operands."""
-    out = core.Var(jax.core.ShapedArray(tuple(out_shape), avals[0].dtype))
-    invars = [core.Var(jax.core.ShapedArray(shape_of(x), x.dtype)) for x in avals]
-    return eqn.replace(primitive=primitive, invars=invars, outvars=[out], params=params)
-
-
-def reshaped(ctx: Context, eqn: Any, x: Any, shape: Sequence[int]) -> Any:
-    """Reshapes a value, once in every scope."""
-    shape = tuple(shape)
-    params: dict[str, Any] = {"new_sizes": shape, "dimensions": None, "sharding": None}
-
-    def run() -> Any:
-        (result,) = ctx.run_equation(_equation(eqn, lax.reshape_p, [x], shape, params), [x])
-        return result
-
-    return x if shape_of(x) == shape else ctx.scope.once(("flat", *shape), [x], run)
-
-
-def _flat(ctx: Context, eqn: Any, x: Any, on: _Axis) -> Any:
-    """Merges the dimensions of the axis in an operand, where it may have size 1."""
-    if isinstance(x, Split):
-        if (x.axis, x.sizes) == (on.axis, on.sizes):
-            return x.inner
-        x = ctx.materialise(eqn, x, "values that are looked up by different dimensions")
-    shape = shape_of(x)
-    if not shape:
-        return x
-    own = shape[on.axis : on.dims.stop]
-    if own != on.sizes and any(n != 1 for n in own):
-        if not is_plain(x) and not is_only_broadcast(x):
-            raise NotCovered("a value that is broadcast along dimensions that look rows up")
-        base = x if is_plain(x) else x.base
-        wide = (*shape[: on.axis], *on.sizes, *shape[on.dims.stop :])
-        x = ctx.scope.once(("wide", on.axis, *on.sizes), [x], lambda: Lazy(base, wide))
-    return reshaped(ctx, eqn, x, on.shape(shape_of(x)))
-
-
-def _run(
-    ctx: Context, eqn: Any, operands: Sequence[Any], out: Sequence[_Axis], **params: Any
-) -> list[Any]:
-    """Runs the equation before the reshape, on operands before the reshape; splits its results."""
-    outvars = [
-        core.Var(v.aval.update(shape=on.shape(v.aval.shape)))
-        for v, on in zip(eqn.outvars, out, strict=True)
-    ]
-    invars = [
-        v if v.aval.shape == shape_of(x) else core.Var(v.aval.update(shape=shape_of(x)))
-        for v, x in zip(eqn.invars, operands, strict=True)
-    ]
-    inner = eqn.replace(invars=invars, outvars=outvars, params={**eqn.params, **params})
-    return [
-        _split(ctx, eqn, x, on)
-        for x, on in zip(ctx.run_equation(inner, list(operands)), out, strict=True)
-    ]
-
-
-def _split(ctx: Context, eqn: Any, x: Any, on: _Axis) -> Any:
-    if is_only_broadcast(x):
-        return reshape.reshape_to(ctx, eqn, x, _wide(x.shape, on))
-    return split(x, on.axis, on.sizes)
-
-
-def _wide(shape: Sequence[int], on: _Axis) -> tuple[int, ...]:
-    return (*shape[: on.axis], *on.sizes, *shape[on.axis + 1 :])
-
-
-def _results(eqn: Any, results: list[Any]) -> Any:
-    return results if eqn.primitive.multiple_results else results[0]
-
-
-def _axis_of(operands: Sequence[Any]) -> _Axis:
-    first = next(x for x in operands if isinstance(x, Split))
-    return _Axis(first.axis, first.sizes)
-
+from ikbo_jax.rewrite.values.split import Split
 
 #: Computes the parameters before the reshape, and where the axis is in the results.
-_Params = Callable[[_Axis, Any, Any], tuple[dict[str, Any], _Axis]]
+_Params = Callable[[Axis, Any, Any], tuple[dict[str, Any], Axis]]
 
 
 def _rule(params_of: _Params) -> Rule:
     """Makes the rule of a primitive whose operands all have the axis at the same place."""
 
     def rule(ctx: Context, eqn: Any, *operands: Any) -> Any:
-        on = _axis_of(operands)
+        on = axis_of(operands)
         params, out = params_of(on, eqn.params, operands)
-        flat = [_flat(ctx, eqn, x, on) for x in operands]
-        return _results(eqn, _run(ctx, eqn, flat, [out] * len(eqn.outvars), **params))
+        flat = [flattened(ctx, eqn, x, on) for x in operands]
+        return results_of(eqn, run_flat(ctx, eqn, flat, [out] * len(eqn.outvars), **params))
 
     return rule
 
@@ -159,7 +57,7 @@ concatenate = sort
 
 
 @_rule
-def reduction(on: _Axis, params: Any, operands: Any) -> Any:
+def reduction(on: Axis, params: Any, operands: Any) -> Any:
     """Reduces other dimensions."""
     axes = tuple(params["axes"])
     out = on.at(on.axis - sum(a < on.axis for a in axes))
@@ -167,13 +65,13 @@ def reduction(on: _Axis, params: Any, operands: Any) -> Any:
 
 
 @_rule
-def rev(on: _Axis, params: Any, operands: Any) -> Any:
+def rev(on: Axis, params: Any, operands: Any) -> Any:
     """Reverses other dimensions."""
     return {"dimensions": tuple(map(on.before, params["dimensions"]))}, on
 
 
 @_rule
-def pad(on: _Axis, params: Any, operands: Any) -> Any:
+def pad(on: Axis, params: Any, operands: Any) -> Any:
     """Pads other dimensions."""
     config = params["padding_config"]
     if any(tuple(config[d]) != (0, 0, 0) for d in on.dims):
@@ -182,7 +80,7 @@ def pad(on: _Axis, params: Any, operands: Any) -> Any:
 
 
 @_rule
-def fft(on: _Axis, params: Any, operands: Any) -> Any:
+def fft(on: Axis, params: Any, operands: Any) -> Any:
     """Transforms the last dimensions."""
     if on.dims.stop > len(shape_of(operands[0])) - len(params["fft_lengths"]):
         raise NotCovered("fft along dimensions that look rows up together")
@@ -190,7 +88,7 @@ def fft(on: _Axis, params: Any, operands: Any) -> Any:
 
 
 @_rule
-def reduce_window(on: _Axis, params: Any, operands: Any) -> Any:
+def reduce_window(on: Axis, params: Any, operands: Any) -> Any:
     """Pools over windows along other dimensions."""
     names = {"window_dimensions": 1, "window_strides": 1, "padding": (0, 0)}
     found = names | {"base_dilation": 1, "window_dilation": 1}
@@ -203,7 +101,7 @@ def reduce_window(on: _Axis, params: Any, operands: Any) -> Any:
 
 
 @_rule
-def slice_(on: _Axis, params: Any, operands: Any) -> Any:
+def slice_(on: Axis, params: Any, operands: Any) -> Any:
     """Slices other dimensions."""
     starts, stops = params["start_indices"], params["limit_indices"]
     strides = params["strides"] or (1,) * len(starts)
@@ -219,19 +117,19 @@ def slice_(on: _Axis, params: Any, operands: Any) -> Any:
 
 
 @_rule
-def top_k(on: _Axis, params: Any, operands: Any) -> Any:
+def top_k(on: Axis, params: Any, operands: Any) -> Any:
     """Takes the largest elements along another dimension."""
     return ({"axis": on.before(params["axis"])} if "axis" in params else {}), on
 
 
 @_rule
-def piece(on: _Axis, params: Any, operands: Any) -> Any:
+def piece(on: Axis, params: Any, operands: Any) -> Any:
     """Splits along another dimension."""
     return {"axis": on.before(params["axis"])}, on
 
 
 @_rule
-def transpose(on: _Axis, params: Any, operands: Any) -> Any:
+def transpose(on: Axis, params: Any, operands: Any) -> Any:
     """Transposes; the dimensions of the axis stay together."""
     permutation = list(params["permutation"])
     out = on.moved([permutation.index(d) for d in on.dims])
@@ -240,7 +138,7 @@ def transpose(on: _Axis, params: Any, operands: Any) -> Any:
 
 
 @_rule
-def stack(on: _Axis, params: Any, operands: Any) -> Any:
+def stack(on: Axis, params: Any, operands: Any) -> Any:
     """Concatenates along a new dimension."""
     axis = params["axis"]
     if on.axis < axis < on.dims.stop:
@@ -250,14 +148,14 @@ def stack(on: _Axis, params: Any, operands: Any) -> Any:
 
 
 @_rule
-def unstack(on: _Axis, params: Any, operands: Any) -> Any:
+def unstack(on: Axis, params: Any, operands: Any) -> Any:
     """Slices along another dimension, without the dimension."""
     axis = params["axis"]
     return {"axis": on.before(axis)}, on.at(on.axis - (axis < on.axis))
 
 
 @_rule
-def broadcast(on: _Axis, params: Any, operands: Any) -> Any:
+def broadcast(on: Axis, params: Any, operands: Any) -> Any:
     """Adds dimensions."""
     if len(operands) > 1:
         raise NotCovered("broadcast to a dynamic shape")
@@ -275,7 +173,7 @@ def dynamic_slice(ctx: Context, eqn: Any, x: Any, *starts: Any) -> Any:
     """Slices along other dimensions."""
     if not isinstance(x, Split):
         raise NotCovered("dynamic_slice at positions that are looked up")
-    on, sizes = _axis_of([x]), eqn.params["slice_sizes"]
+    on, sizes = axis_of([x]), eqn.params["slice_sizes"]
     if tuple(sizes[on.axis : on.dims.stop]) != on.sizes:
         raise NotCovered("dynamic_slice along dimensions that look rows up together")
     # A start along an axis that is taken whole is clamped to 0.
@@ -283,14 +181,14 @@ def dynamic_slice(ctx: Context, eqn: Any, x: Any, *starts: Any) -> Any:
     inner = eqn.replace(invars=[eqn.invars[0], *on.merged(own, own[on.axis])])
     operands = [x.inner, *on.merged(starts, starts[on.axis])]
     whole = on.merged(sizes, math.prod(on.sizes))
-    (result,) = _run(ctx, inner, operands, [on], slice_sizes=whole)
+    (result,) = run_flat(ctx, inner, operands, [on], slice_sizes=whole)
     return result
 
 
 def reshape_split(ctx: Context, eqn: Any, x: Split) -> Any:
     """Reshapes the value before the reshape, if the axis stays split or is whole again."""
     shape = tuple(eqn.outvars[0].aval.shape)
-    on = _axis_of([x])
+    on = axis_of([x])
     whole = math.prod(on.sizes)
     before = math.prod(x.shape[: on.axis])
     # The axis is where as many elements are before it.
@@ -299,7 +197,7 @@ def reshape_split(ctx: Context, eqn: Any, x: Split) -> Any:
             continue
         if shape[axis : axis + len(on.sizes)] == on.sizes:
             out = on.at(axis)
-            return _split(ctx, eqn, reshaped(ctx, eqn, x.inner, out.shape(shape)), out)
+            return split_again(ctx, eqn, reshaped(ctx, eqn, x.inner, out.shape(shape)), out)
         if axis < len(shape) and shape[axis] == whole:
             return reshaped(ctx, eqn, x.inner, shape)
     return reshape.reshape_to(ctx, eqn, x.inner, shape)
@@ -310,7 +208,7 @@ def dot_general(ctx: Context, eqn: Any, lhs: Any, rhs: Any) -> Any:
     (contract, batch), operands = eqn.params["dimension_numbers"], (lhs, rhs)
     side = 0 if isinstance(lhs, Split) else 1
     on: list[Any] = [None, None]
-    on[side] = _axis_of([operands[side]])
+    on[side] = axis_of([operands[side]])
     own, other = [list(map(int, batch[s])) for s in (side, 1 - side)]
     of_batch = [d for d in on[side].dims if d in own]
     if of_batch:
@@ -330,13 +228,15 @@ def dot_general(ctx: Context, eqn: Any, lhs: Any, rhs: Any) -> Any:
         out = on[side].moved([len(own) + free.index((side, d)) for d in on[side].dims])
         if isinstance(operands[1 - side], Split):
             raise NotCovered("product of values that are looked up by different dimensions")
-    flat = [x if a is None else _flat(ctx, eqn, x, a) for x, a in zip(operands, on, strict=True)]
+    flat = [
+        x if a is None else flattened(ctx, eqn, x, a) for x, a in zip(operands, on, strict=True)
+    ]
 
     numbers = tuple(
-        tuple(_before(dims, a) for dims, a in zip(pair, on, strict=True))
+        tuple(dims_before(dims, a) for dims, a in zip(pair, on, strict=True))
         for pair in (contract, batch)
     )
-    (result,) = _run(ctx, eqn, flat, [out], dimension_numbers=numbers)
+    (result,) = run_flat(ctx, eqn, flat, [out], dimension_numbers=numbers)
     return result
 
 
@@ -351,7 +251,7 @@ def flat_indices(ctx: Context, eqn: Any, indices: Any) -> Any:
     if name == "concatenate" and made_by.params["dimension"] == len(shape) - 1:
         flat = [flat_indices(ctx, eqn, x) for x in operands]
         params: dict[str, Any] = {"dimension": 1}
-        joined = _equation(eqn, lax.concatenate_p, flat, (count, shape[-1]), params)
+        joined = equation(eqn, lax.concatenate_p, flat, (count, shape[-1]), params)
         return ctx.run_equation(joined, flat)[0]
     if not is_plain(indices):
         # A column of equal numbers, as of `x[index, 0]`.
@@ -361,7 +261,7 @@ def flat_indices(ctx: Context, eqn: Any, indices: Any) -> Any:
     if name in ("broadcast_in_dim", "reshape") and shape == (*shape_of(operands[0]), 1):
         index = reshaped(ctx, eqn, proofs.selected(ctx, operands[0]), (count,))
         params = {"shape": (count, 1), "broadcast_dimensions": (0,), "sharding": None}
-        column = _equation(eqn, lax.broadcast_in_dim_p, [index], (count, 1), params)
+        column = equation(eqn, lax.broadcast_in_dim_p, [index], (count, 1), params)
         return ctx.run_equation(column, [index])[0]
     return reshaped(ctx, eqn, indices, (count, shape[-1]))
 
@@ -373,12 +273,12 @@ def gather(ctx: Context, eqn: Any, operand: Any, indices: Any) -> Any:
     of_indices = list(map(int, numbers.start_indices_batching_dims))
     on = on_indices = None
     if isinstance(operand, Split):
-        on = _axis_of([operand])
+        on = axis_of([operand])
     elif of_tables:
-        on_indices = _axis_of([indices])
-        on = on_indices.moved([of_tables[_at(of_indices, d)] for d in on_indices.dims])
+        on_indices = axis_of([indices])
+        on = on_indices.moved([of_tables[position_of(of_indices, d)] for d in on_indices.dims])
     if on is not None and on.axis in of_tables:
-        on_indices = on.moved([of_indices[_at(of_tables, d)] for d in on.dims])
+        on_indices = on.moved([of_indices[position_of(of_tables, d)] for d in on.dims])
     elif on is not None:
         if isinstance(indices, Split) or tuple(sizes[on.axis : on.dims.stop]) != on.sizes:
             raise NotCovered("lookup along dimensions that look rows up together")
@@ -386,39 +286,25 @@ def gather(ctx: Context, eqn: Any, operand: Any, indices: Any) -> Any:
         kept = [d for d in range(len(sizes)) if d not in removed]
         out = on.moved([numbers.offset_dims[kept.index(d)] for d in on.dims])
     else:
-        on_indices = _axis_of([indices])
+        on_indices = axis_of([indices])
     if on_indices is not None:
         batch = [d for d in range(len(shape)) if d not in numbers.offset_dims]
         out = on_indices.moved([batch[d] for d in on_indices.dims])
-        indices = _flat(ctx, eqn, indices, on_indices)
+        indices = flattened(ctx, eqn, indices, on_indices)
     params: dict[str, Any] = {}
     if on is not None:
         whole = 1 if on.axis in of_tables else math.prod(on.sizes)
         params["slice_sizes"] = on.merged(sizes, whole)
-        operand = _flat(ctx, eqn, operand, on)
+        operand = flattened(ctx, eqn, operand, on)
     params["dimension_numbers"] = numbers._replace(
-        offset_dims=_before(numbers.offset_dims, out),
-        collapsed_slice_dims=_before(numbers.collapsed_slice_dims, on),
-        start_index_map=_before(numbers.start_index_map, on),
-        operand_batching_dims=_before(of_tables, on),
-        start_indices_batching_dims=_before(of_indices, on_indices),
+        offset_dims=dims_before(numbers.offset_dims, out),
+        collapsed_slice_dims=dims_before(numbers.collapsed_slice_dims, on),
+        start_index_map=dims_before(numbers.start_index_map, on),
+        operand_batching_dims=dims_before(of_tables, on),
+        start_indices_batching_dims=dims_before(of_indices, on_indices),
     )
-    (result,) = _run(ctx, eqn, [operand, indices], [out], **params)
+    (result,) = run_flat(ctx, eqn, [operand, indices], [out], **params)
     return result
-
-
-def _at(dims: list[int], dim: int) -> int:
-    if dim not in dims:
-        raise NotCovered("lookup along dimensions that look rows up together")
-    return dims.index(dim)
-
-
-def _before(dims: Sequence[int], on: _Axis | None) -> tuple[int, ...]:
-    """Numbers dimensions as before the reshape; the axis is one of them at most."""
-    if on is None:
-        return tuple(dims)
-    kept = (int(d) for d in dims if d not in on.dims[1:])
-    return tuple(d if d == on.axis else on.before(d) for d in kept)
 
 
 def scatter(ctx: Context, eqn: Any, x: Any, indices: Any, updates: Any) -> Any:
@@ -430,20 +316,20 @@ def scatter(ctx: Context, eqn: Any, x: Any, indices: Any, updates: Any) -> Any:
     if isinstance(indices, Split) or numbers.operand_batching_dims:
         raise NotCovered(f"{eqn.primitive.name} at looked-up positions")
     if isinstance(x, Split):
-        on = _axis_of([x])
-        of_updates = on.moved([window[_at(kept, d)] for d in on.dims])
+        on = axis_of([x])
+        of_updates = on.moved([window[position_of(kept, d)] for d in on.dims])
     else:
-        of_updates = _axis_of([updates])
-        on = of_updates.moved([kept[_at(window, d)] for d in of_updates.dims])
+        of_updates = axis_of([updates])
+        on = of_updates.moved([kept[position_of(window, d)] for d in of_updates.dims])
     if shape_of(updates)[of_updates.axis : of_updates.dims.stop] != on.sizes:
         raise NotCovered(f"{eqn.primitive.name} along dimensions that look rows up together")
     numbers = numbers._replace(
-        update_window_dims=_before(window, of_updates),
-        inserted_window_dims=_before(numbers.inserted_window_dims, on),
-        scatter_dims_to_operand_dims=_before(numbers.scatter_dims_to_operand_dims, on),
+        update_window_dims=dims_before(window, of_updates),
+        inserted_window_dims=dims_before(numbers.inserted_window_dims, on),
+        scatter_dims_to_operand_dims=dims_before(numbers.scatter_dims_to_operand_dims, on),
     )
-    flat = [_flat(ctx, eqn, x, on), indices, _flat(ctx, eqn, updates, of_updates)]
-    (result,) = _run(ctx, eqn, flat, [on], dimension_numbers=numbers)
+    flat = [flattened(ctx, eqn, x, on), indices, flattened(ctx, eqn, updates, of_updates)]
+    (result,) = run_flat(ctx, eqn, flat, [on], dimension_numbers=numbers)
     return result
 
 
@@ -467,7 +353,7 @@ def gather_by_dimensions(ctx: Context, eqn: Any, operand: Any, indices: Any) -> 
     """Looks rows up by an index of several dimensions: by the flattened index."""
     numbers, sizes = eqn.params["dimension_numbers"], shape_of(indices)[:-1]
     shape = eqn.outvars[0].aval.shape
-    out = _Axis(0, sizes).moved([d for d in range(len(shape)) if d not in numbers.offset_dims])
+    out = Axis(0, sizes).moved([d for d in range(len(shape)) if d not in numbers.offset_dims])
     flat = flat_indices(ctx, eqn, indices)
     inner = eqn.replace(
         invars=[eqn.invars[0], core.Var(eqn.invars[1].aval.update(shape=shape_of(flat)))],
@@ -482,4 +368,4 @@ def gather_by_dimensions(ctx: Context, eqn: Any, operand: Any, indices: Any) -> 
     (result,) = ctx.run_equation(inner, [operand, flat])
     if is_plain(result) and is_plain(operand):
         return ctx.bind(eqn, operand, ctx.build(indices))
-    return _split(ctx, eqn, result, out)
+    return split_again(ctx, eqn, result, out)
