@@ -17,6 +17,8 @@ from lookalikes import by_hand, by_hand_stopped, without_max
 from rewrite_basics import became
 from rounding_rule import Case, describe, faults
 
+from ikbo_jax.rewrite.attention import block_attention
+
 B, U, S, C, N, H = 7, 3, 4, 2, 2, 4
 RNG = np.random.default_rng(0)
 HISTORY = RNG.standard_normal((U, S, N, H), np.float32)
@@ -27,6 +29,12 @@ INDEX = np.array([1, 0, 2, 2, 0, 2, 1], np.int32)
 VALID = np.array([[0, 0, 0, 0], [1, 1, 1, 1], [1, 0, 1, 0]], bool)
 L = S + C
 ROWS, COLUMNS = np.mgrid[:L, :L]
+
+
+@pytest.fixture(autouse=True)
+def attends_to_few_keys(monkeypatch):
+    """As with many keys: the models of this file have six."""
+    monkeypatch.setattr(block_attention, "FEW_KEYS", 0)
 
 
 def _valid(index, valid):
@@ -251,3 +259,23 @@ def test_drawn(first: int) -> None:
     unlike = {x.name: x for x in cases}
     found = faults(list(unlike.values()))
     assert not found, describe(found)
+
+
+@pytest.mark.parametrize(("user_fields", "by_parts"), [(24, False), (56, False), (57, True)])
+def test_fields_attend_as_written_where_they_are_few(monkeypatch, user_fields, by_parts) -> None:
+    """AutoInt's layer over fields of the user and 8 of the candidate, slower by parts on a GPU."""
+    monkeypatch.undo()
+    rng = np.random.default_rng(0)
+    user, cand = (rng.standard_normal((n, m, 8), np.float32) for n, m in ((U, user_fields), (B, 8)))
+    weights = rng.standard_normal((3, 8, N, H), np.float32)
+
+    def fn(user, cand, weights, index):
+        fields = jnp.concatenate([user[index], cand], axis=1)
+        query, key, value = (jnp.einsum("bfd,dnh->bfnh", fields, w) for w in weights)
+        logits = jnp.einsum("binh,bjnh->bnij", query, key) * 0.1
+        weights = jax.nn.softmax(logits, axis=-1)
+        return jnp.einsum("bnij,bjnh->binh", weights, value)
+
+    found = became(fn, user, cand, weights, INDEX)
+    assert ("attention with own tokens" in found) == by_parts
+    assert not faults([Case("fields", fn, (user, cand, weights, INDEX))])

@@ -11,11 +11,12 @@ from jax.extend import core
 
 from ikbo_jax.rewrite.attention import contraction
 from ikbo_jax.rewrite.interpret import Context, shape_of
-from ikbo_jax.rewrite.rules import concatenation, elementwise, reshape, sources
+from ikbo_jax.rewrite.rules import concatenation, elementwise, reshape, sources, split_rules
 from ikbo_jax.rewrite.values import staged
 from ikbo_jax.rewrite.values.lineage import Lazy, is_plain, transposed
 from ikbo_jax.rewrite.values.merged import Merged
 from ikbo_jax.rewrite.values.registry import NotCovered
+from ikbo_jax.rewrite.values.split import Split
 
 
 def _wrapped(result: Any, groups: tuple[tuple[int, ...], ...]) -> Any:
@@ -219,7 +220,10 @@ def gather(ctx: Context, eqn: Any, operand: Any, indices: Any) -> Any:
             inner_shape += [next(sizes) for _ in group]
     numbers = numbers._replace(offset_dims=tuple(offset))
     inner_eqn = _like(eqn, inner_shape, dimension_numbers=numbers)
-    return _wrapped(sources.gather(ctx, inner_eqn, operand, indices.inner), groups)
+    result = sources.gather(ctx, inner_eqn, operand, indices.inner)
+    if isinstance(result, Split):
+        return split_rules.reshape_split(ctx, eqn, result)
+    return _wrapped(result, groups)
 
 
 def concatenate(ctx: Context, eqn: Any, *operands: Any) -> Any:
