@@ -5,15 +5,20 @@ namesake in `nnx`, less the inputs' sizes, and Keras's own: `dtype` is a policy,
 the inputs are cast to. Candidates and users have batches of their own: use `predict_on_batch`,
 `train_on_batch` or a step of your own, since `fit` and `predict` slice all inputs alike.
 
-Importing raises ImportError unless Keras's backend is JAX (`KERAS_BACKEND=jax`). Layers raise
-ValueError as those in `nnx` do.
+Importing makes JAX Keras's backend where `KERAS_BACKEND` names none, and raises ImportError where
+the backend is another one. Layers raise ValueError as those in `nnx` do.
 """
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import jax
+
+# Keras imports TensorFlow otherwise.
+os.environ.setdefault("KERAS_BACKEND", "jax")
+
 import keras
 
 from ikbo_jax.layers import functional, parameters
