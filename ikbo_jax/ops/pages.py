@@ -26,7 +26,7 @@ def laid_out(arrays: Arrays) -> Arrays:
     if table is None:
         return arrays
     found = [jnp.take(pages, table, axis=0, mode="clip") for pages in (arrays.key, arrays.value)]
-    key, value = (x.reshape(table.shape[0], -1, *x.shape[3:]) for x in found)
+    key, value = (x.reshape(*arrays.keys, *x.shape[3:]) for x in found)
     return arrays._replace(key=key, value=value, page_table=None)
 
 

@@ -75,6 +75,18 @@ def test_gradients_go_to_the_pages():
         )
 
 
+@pytest.mark.parametrize(("users", "most"), [(0, MOST), (USERS, 0)])
+def test_no_users_or_no_pages_of_them(users: int, most: int):
+    arrays = inputs()
+    batch = 7 if users else 0
+    arrays |= {name: arrays[name][:batch] for name in ("query", "cand_to_user")}
+    arrays["key_value_seq_lengths"] = jnp.zeros(users, jnp.int32)
+    arrays["page_table"] = jnp.zeros((users, most), jnp.int32)
+    out = ikbo.attention(**arrays)
+    assert out.shape == arrays["query"].shape
+    assert not np.asarray(out).any()
+
+
 def test_pages_out_of_range_are_clamped():
     arrays = inputs()
     table = np.array(arrays["page_table"])
