@@ -303,7 +303,11 @@ def masked_contenders(shape: Masked, direction: str) -> list[Callable[[], Conten
         is_causal = not shape.targets and shape.window is None
 
         def run(*args: jax.Array) -> jax.Array:
-            pad, unpad = padding(args[-1], shape.rows, shape.longest)
+            dense = shape.batch, shape.longest
+            pad = lambda x: x.reshape(*dense, *x.shape[1:])  # noqa: E731
+            unpad = lambda x: x.reshape(-1, *x.shape[2:])  # noqa: E731
+            if shape.lengths_are != "equal":
+                pad, unpad = padding(args[-1], shape.rows, shape.longest)
             mask = None
             if not is_causal:
                 begin, end = (jnp.asarray(shape.intervals)[:, i::2, None] for i in (0, 1))

@@ -155,7 +155,7 @@ class _Choice:
         return self._found[id(x)]
 
     def _result(self, x: Scores) -> Any:
-        eqn, operands = x.made  # type: ignore[misc]
+        eqn, operands = x.made
         name = eqn.primitive.name
         if name == "transpose":
             return self.of(operands[0])

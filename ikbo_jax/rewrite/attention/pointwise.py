@@ -156,10 +156,10 @@ class PointwiseCall(Call):
                 raise NotCovered(f"attention is not recognised: {found.activation}, another slope")
             self.ctx.gradient_differs()
         flat = self.flat(array, math.prod(self.sizes))
-        of_users = (
+        keys, values = (
             staged.cast(self.user_rows(x, users), array.dtype) for x in (key.value, key.values)
         )
-        operands = Operands(flat, *of_users, users.index, 1.0)
+        operands = Operands(flat, keys, values, users.index, 1.0)
         block.call.sizes = self.sizes
         kept, seen = block.call._visible(query, [key], users)
         visible = None if kept is None and seen is None else Visible(seen, kept)
