@@ -64,14 +64,14 @@ def in_pages(inputs: problems.AttentionInputs, page: int) -> tuple[problems.Atte
     users, kv_len, *heads = inputs.key.shape
     most = kv_len // page
     order = np.random.default_rng(0).permutation(2 * users * most)
-    table = order[: users * most]
+    places = order[: users * most]
 
     def paged(rows):
         pages = np.full((order.size, page, *heads), np.nan, rows.dtype)
-        pages[table] = np.asarray(rows).reshape(users * most, page, *heads)
+        pages[places] = np.asarray(rows).reshape(users * most, page, *heads)
         return jnp.asarray(pages)
 
-    table = np.where(table == order.size - 1, 2**31 - 1, np.where(table == 0, -3, table))
+    table = np.where(places == order.size - 1, 2**31 - 1, np.where(places == 0, -3, places))
     table = jnp.asarray(table.reshape(users, most), jnp.int32)
     inputs = inputs._replace(key=paged(inputs.key), value=paged(inputs.value))
     return inputs, {"page_table": table}
