@@ -158,7 +158,9 @@ class NormLinearProblem(LinearProblem):
         weight_slots = 13 - row_slots
         tiles = self.column_tiles
         best = min(range(1, tiles + 1), key=lambda parts: (self.waves(parts), parts))
-        yield Ranked(None, NormLinearConfig(row_slots, weight_slots, best), "by the number of tiles")
+        yield Ranked(
+            None, NormLinearConfig(row_slots, weight_slots, best), "by the number of tiles"
+        )
 
     def waves(self, parts: int) -> float:
         """Estimates the time of the CTA with most tiles, in column tiles."""

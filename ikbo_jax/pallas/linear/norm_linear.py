@@ -37,7 +37,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from ikbo_jax.pallas.activations.values import activate
-from ikbo_jax.pallas.hopper import mma, mosaic, operand_tiles
+from ikbo_jax.pallas.hopper import mma, operand_tiles
 from ikbo_jax.pallas.hopper.launch import Roles, WarpgroupContext, launch
 from ikbo_jax.pallas.linear import rows
 from ikbo_jax.problems import hopper
@@ -201,14 +201,16 @@ def _statistics(ctx: NormLinearContext, first: Any) -> rows.Statistics:
     sums = rows.begin_sums(_rows_of(ctx, first), shape.norm.kind, interpret=interpret)
 
     def add(k: Any, sums: rows.Sums, columns: int = BLOCK_K) -> rows.Sums:
-        ring.await_ready(first + k)
         return rows.add_sums(sums, _rows_of(ctx, first + k), columns, interpret=interpret)
 
+    def add_next(k: Any, sums: rows.Sums, columns: int = BLOCK_K) -> rows.Sums:
+        ring.await_ready(first + k)
+        return add(k, sums, columns)
+
     sums = add(0, sums, BLOCK_K if whole else rest)
-    if whole > 1:
-        sums = lax.fori_loop(1, whole, add, sums)
+    sums = lax.fori_loop(1, max(whole, 1), add_next, sums)
     if whole and rest:
-        sums = add(whole, sums, rest)
+        sums = add_next(whole, sums, rest)
     return rows.statistics(sums, shape.features, shape.norm.eps, interpret=interpret)
 
 
@@ -363,7 +365,7 @@ def norm_linear_kernel(
         vector = vector.reshape(-1).astype(jnp.float32)
         return jnp.pad(vector, (0, -vector.shape[0] % multiple))
 
-    factors = (None if y is None else padded(y, BLOCK_K) for y in (norm_scale, norm_bias))
+    scale, bias = (None if y is None else padded(y, BLOCK_K) for y in (norm_scale, norm_bias))
     of_columns = None
     if any(b is not None for b in biases):
         of_columns = jnp.concatenate(
@@ -379,7 +381,7 @@ def norm_linear_kernel(
             consume,
             assist=load_rows,
         ),
-        Operands(x, *factors, flat, of_columns),
+        Operands(x, scale, bias, flat, of_columns),
         tuple(jax.ShapeDtypeStruct((count, c), x.dtype) for c in columns),
         config.shared(),
         dtype=x.dtype,
@@ -387,6 +389,4 @@ def norm_linear_kernel(
         workers=shape.workers,
         interpret=interpret,
     )
-    return tuple(
-        out.reshape(count, *w.shape[1:]) for out, w in zip(found, weights, strict=True)
-    )
+    return tuple(out.reshape(count, *w.shape[1:]) for out, w in zip(found, weights, strict=True))

@@ -190,9 +190,7 @@ def statistics(sums: Sums, features: int, eps: float, *, interpret: bool) -> Sta
         def add_threads(_: Any, x: mgpu.FragmentedArray) -> Any:
             numbers = _numbers(x)
             for distance in (1, 2):
-                numbers = [
-                    arith.addf(y, mgpu.utils.shfl_bfly(y, distance)) for y in numbers
-                ]
+                numbers = [arith.addf(y, mgpu.utils.shfl_bfly(y, distance)) for y in numbers]
             return stores.row_array(numbers)
 
         return add_threads(x)
@@ -219,7 +217,9 @@ def normalise(
         if of_rows.mean is not None:
             x = x - of_rows.mean[:, None]
         x = x * of_rows.scale[:, None]
-        scale, bias = (None if y is None else y[pl.ds(block * BLOCK_K, BLOCK_K)][None] for y in factors)
+        scale, bias = (
+            None if y is None else y[pl.ds(block * BLOCK_K, BLOCK_K)][None] for y in factors
+        )
         x = x if scale is None else x * scale
         x = x if bias is None else x + bias
         tiles[...] = x.astype(tiles.dtype)
@@ -289,9 +289,7 @@ def add_columns(values: jax.Array, ref: Any, first: Any, *, interpret: bool) -> 
     def add(_: Any, ref: ir.Value, values: mgpu.FragmentedArray, first: Any) -> Any:
         f32 = ir.F32Type.get()
         pair_type = ir.VectorType.get((2,), f32)
-        pair = arith.muli(
-            arith.remui(stores.late_thread_number(), inline.i32(4)), inline.i32(2)
-        )
+        pair = arith.muli(arith.remui(stores.late_thread_number(), inline.i32(4)), inline.i32(2))
         address = inline.address(ref, arith.addi(first.registers.item(), pair))
         registers = values.registers.copy()
         flat = registers.reshape(-1)
