@@ -285,18 +285,23 @@ class _NormLinear(LinearOp[_Call, NormLinear, Projected]):
 
 def _for_residuals(call: _Call, plan: dispatch.Plan) -> dispatch.Plan:
     """Returns the plan, or if the gradient keeps what the kernel does not store, one for XLA."""
-    if plan.cuda is not None:
-        plan = dataclasses.replace(plan, cuda=_for_residuals(call, plan.cuda))
-    if plan.implementation == "xla" or not call.return_residuals:
+    if not call.return_residuals:
         return plan
+    # `explain` finds the parts of a divided call by its own plan.
+    origin = plan.origin or (plan,)
+    if plan.cuda is not None:
+        cuda = _for_residuals(call, plan.cuda)
+        plan = dataclasses.replace(plan, cuda=cuda, origin=origin)
     is_plain = set(call.activations) == {"identity"}
     kept = ["norm"] * ("norm" not in call.recompute)
     kept += ["projection"] * ("projection" not in call.recompute and not is_plain)
-    if not kept:
+    if plan.implementation == "xla" or not kept:
         return plan
     names = " and ".join(map(repr, kept))
     reason = f"the gradient keeps {names}, which the kernel does not store; see `recompute`"
-    return dataclasses.replace(plan, implementation="xla", config=None, reason=reason)
+    return dataclasses.replace(
+        plan, implementation="xla", config=None, reason=reason, origin=origin
+    )
 
 
 def rounded[A](gradients: A, arrays: A, dtype: Any) -> A:

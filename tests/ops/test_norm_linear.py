@@ -409,6 +409,10 @@ def test_the_kernel_runs_below_a_gradient_that_keeps_nothing_else(
     (plan,) = ikbo.explain(step, x, w).plans
     assert plan.cuda.implementation == ("xla" if kept else "mosaic_gpu")
     assert (f"the gradient keeps {kept}, which" in plan.cuda.reason) == bool(kept)
+    mesh = mesh_of("2", "auto")
+    (plan,) = ikbo.explain(step, *on(mesh, [x, w], [P("x"), P()])).plans
+    assert plan.division.startswith("rows over")
+    assert plan.cuda.implementation == ("xla" if kept else "mosaic_gpu")
 
 
 def test_no_rows() -> None:
