@@ -222,6 +222,7 @@ _AXES = {
     "m": "M",
     "n": "N",
     "ks": "K",
+    "features": "F",
 }
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -13,8 +14,8 @@ import jax.numpy as jnp
 from ikbo_jax.ops import arguments, dispatch, reverse_only
 from ikbo_jax.ops.op import Call, Named, Op, Part
 from ikbo_jax.ops.partition import Division, dimensions
-from ikbo_jax.ops.sharded import zeros
-from ikbo_jax.problems.norm_linear import LinearProblem
+from ikbo_jax.ops.sharded import run_kernel, zeros
+from ikbo_jax.problems.norm_linear import LinearProblem, NormLinearProblem
 from ikbo_jax.reference import norm_linear as reference
 from ikbo_jax.reference.activations import ACTIVATIONS, SOFTMAX
 from ikbo_jax.reference.norm_linear import Norm, NormLinear, Projected
@@ -55,8 +56,9 @@ def norm_linear(
       recompute: what the gradient computes again, so that no memory holds it: "norm", the
         normalised rows, from `x`; "projection", the groups before an activation other than
         "identity", by their product.
-      implementation: None takes the fastest that can run here; "xla" takes XLA. There is no kernel
-        yet: "mosaic_gpu" raises.
+      implementation: None takes the fastest that can run here; "mosaic_gpu" takes the kernel, on a
+        Hopper GPU in bfloat16 or float16; "xla" takes XLA. XLA also computes the results of a call
+        whose gradient keeps more than these: the kernel runs if `recompute` names all of it.
 
     Returns:
       A tuple with the result of each group, [rows, N, H] or [rows, columns], in the dtype of `x`.
@@ -68,7 +70,8 @@ def norm_linear(
       ValueError: a rank, size or dtype is wrong; the numbers of weights, biases and activations
         differ, or there is no weight; an activation, the norm or a name in `recompute` is unknown;
         `eps` is not a finite number above 0; `implementation` is unknown.
-      NotImplementedError: implementation="mosaic_gpu"; forward-mode differentiation.
+      NotImplementedError: implementation="mosaic_gpu", but the kernel cannot run here or does not
+        take the sizes; forward-mode differentiation.
 
     Source: the projection of HSTU (Zhai et al., 2024) and of pre-norm transformers.
     """
@@ -156,27 +159,47 @@ class _Call(Call):
 
 
 class LinearOp[C: Call, A, R](Op[C, A, R]):
-    """An op that has no kernel yet."""
+    """An op whose gradient has no kernel."""
 
     by_xla = "XLA"
 
     @staticmethod
     def choose_gradient(request: dispatch.Request, problem: LinearProblem) -> tuple[None, str]:
-        return None, "there is no kernel yet"
+        return None, "the gradient has no kernel"
 
 
 class _NormLinear(LinearOp[_Call, NormLinear, Projected]):
     name, result_names = "_norm_linear", Projected._fields
 
-    def problem(self, call: _Call, arrays: NormLinear) -> LinearProblem:
+    def problem(self, call: _Call, arrays: NormLinear) -> NormLinearProblem:
         (rows, features), dtype = arrays.x.shape, str(arrays.x.dtype)
         columns = tuple(math.prod(weight.shape[1:]) for weight in arrays.weights)
         details = "+".join(call.activations)
-        return LinearProblem(rows, features, columns, call.norm.kind, dtype, details)
+        return NormLinearProblem(rows, features, columns, call.norm.kind, dtype, details)
+
+    def plan_on_platform(self, call: _Call, arrays: NormLinear) -> dispatch.Plan:
+        return _for_residuals(call, super().plan_on_platform(call, arrays))
 
     def run(self, call: _Call, plan: dispatch.Plan, arrays: NormLinear) -> Projected:
+        plan = _for_residuals(call, plan)
         kept = call.recompute if call.return_residuals else None
-        found = reference.norm_linear(call.norm, call.activations, kept, arrays)
+        if plan.implementation == "xla":
+            found = reference.norm_linear(call.norm, call.activations, kept, arrays)
+        else:
+            # Imported here because Mosaic GPU takes 0.3 s to import.
+            from ikbo_jax.pallas.linear.norm_linear import norm_linear_kernel
+
+            launch = functools.partial(
+                norm_linear_kernel,
+                norm=call.norm,
+                activations=call.activations,
+                config=plan.config,
+                num_sms=call.request.num_sms,
+            )
+            # Of a projection that is kept, groups with "identity" are not.
+            has_projection = kept is not None and "projection" not in kept
+            nothing = (None,) * len(arrays.weights) if has_projection else None
+            found = Projected(run_kernel(launch, *arrays), None, nothing)
         first, *rest = found.out
         return found._replace(out=(dispatch.record(first, plan), *rest))
 
@@ -258,6 +281,27 @@ class _NormLinear(LinearOp[_Call, NormLinear, Projected]):
             call.norm, call.activations, arrays, residuals, cotangents
         )
         return rounded(gradients, arrays, dtype)
+
+
+def _for_residuals(call: _Call, plan: dispatch.Plan) -> dispatch.Plan:
+    """Returns the plan, or if the gradient keeps what the kernel does not store, one for XLA."""
+    if not call.return_residuals:
+        return plan
+    # `explain` finds the parts of a divided call by its own plan.
+    origin = plan.origin or (plan,)
+    if plan.cuda is not None:
+        cuda = _for_residuals(call, plan.cuda)
+        plan = dataclasses.replace(plan, cuda=cuda, origin=origin)
+    is_plain = set(call.activations) == {"identity"}
+    kept = ["norm"] * ("norm" not in call.recompute)
+    kept += ["projection"] * ("projection" not in call.recompute and not is_plain)
+    if plan.implementation == "xla" or not kept:
+        return plan
+    names = " and ".join(map(repr, kept))
+    reason = f"the gradient keeps {names}, which the kernel does not store; see `recompute`"
+    return dataclasses.replace(
+        plan, implementation="xla", config=None, reason=reason, origin=origin
+    )
 
 
 def rounded[A](gradients: A, arrays: A, dtype: Any) -> A:

@@ -307,7 +307,8 @@ class Op[C: Call, A, R](abc.ABC):
             if division is None:
                 return self.vjp(call, plan, arrays, residuals, cotangents, None)
             part = self.part(call, arrays, division)
-            part_plan = self._plan_of_part(plan, part, division)
+            kept = part._replace(call=self.for_gradient(part.call))
+            part_plan = self._plan_of_part(plan, kept, division)
             # Partial sums stay in f32, so that each gradient is rounded once.
             gradients = self.vjp(
                 part.call, part_plan, part.arrays, residuals, part.mask(cotangents), jnp.float32

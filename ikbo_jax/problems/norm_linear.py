@@ -1,12 +1,26 @@
-"""The linear layers around attention: their problem."""
+"""The linear layers around attention: their problems, and the kernel of `norm_linear`."""
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator, Mapping
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar, NamedTuple, Self
 
+from ikbo_jax.problems import hopper, memory
+from ikbo_jax.problems.hopper import BLOCK_K, NUM_CONSUMERS, TILE_ROWS, WGMMA_M
 from ikbo_jax.problems.problem import Config, Problem, Ranked
+
+#: Columns of a tile, and of what a consumer stores at a time.
+BLOCK_N = 128
+STORE_COLUMNS = 64
+
+
+class NormLinearShared(NamedTuple):
+    """Shared memory and barriers of one CTA."""
+
+    rows: Any  # a ring of column blocks of normalised rows, [slots, consumers, 64, 64]
+    weight: Any  # a ring of k steps of weights, [slots, column blocks, 64, 64]
+    staging: Any  # [consumers, 1, 64, 64]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -14,7 +28,73 @@ class LinearConfig(Config):
     """Stands for the tuning parameters of kernels that do not exist yet."""
 
     def illegal_reason(self, problem: Problem | None = None) -> str | None:
-        return "the linear layers around attention have no kernel yet"
+        return "this linear layer has no kernel yet"
+
+
+@dataclasses.dataclass(frozen=True)
+class NormLinearConfig(Config):
+    """Tuning parameters of the kernel of `norm_linear`.
+
+    Attributes:
+      row_slots: blocks of 64 columns of the rows of a tile that shared memory holds, at least all
+        of a row. Those beyond let the next rows arrive while the last ones are multiplied.
+      weight_slots: k steps of weights that shared memory holds.
+      parts: parts of the columns; a CTA normalises 128 rows for one part.
+    """
+
+    row_slots: int = 8
+    weight_slots: int = 5
+    parts: int = 1
+
+    def shared(self) -> NormLinearShared:
+        """Declares one CTA's shared memory and barriers."""
+        blocks = BLOCK_N // BLOCK_K
+        return NormLinearShared(
+            rows=memory.ring(
+                self.row_slots, ready=NUM_CONSUMERS, tiles=(NUM_CONSUMERS, WGMMA_M, BLOCK_K)
+            ),
+            weight=memory.ring(self.weight_slots, ready=blocks, tiles=(blocks, BLOCK_K, BLOCK_K)),
+            staging=memory.Tiles((NUM_CONSUMERS, 1, WGMMA_M, STORE_COLUMNS)),
+        )
+
+    def illegal_reason(self, problem: NormLinearProblem) -> str | None:
+        if reason := why_not_served(problem):
+            return reason
+        blocks = hopper.column_blocks(problem.features)
+        if self.row_slots < blocks:
+            return (
+                f"row_slots must be at least {blocks}, the blocks of 64 columns of a row of "
+                f"F={problem.features}, but is {self.row_slots}"
+            )
+        if self.weight_slots < 2:
+            return f"weight_slots must be at least 2, but is {self.weight_slots}"
+        if not 1 <= self.parts <= problem.column_tiles:
+            return (
+                f"parts must be from 1 to {problem.column_tiles}, the tiles of {BLOCK_N} columns, "
+                f"but is {self.parts}"
+            )
+        return hopper.why_not_smem(self, memory.smem_bytes(self.shared()))
+
+
+def why_not_served(problem: LinearProblem) -> str | None:
+    """Checks what every configuration of the kernel of `norm_linear` needs."""
+    if reason := hopper.why_not_dtype(problem.dtype):
+        return reason
+    if problem.rows < 2:
+        return f"the kernel needs at least 2 rows, for TMA, but there is {problem.rows}"
+    for name, size in (("F", problem.features), *(("columns", c) for c in problem.columns)):
+        if size % 8:
+            return f"the kernel needs multiples of 8 (16 bytes, for TMA), but {name}={size}"
+    if problem.features > MAX_FEATURES:
+        return (
+            f"the kernel holds normalised rows of at most F={MAX_FEATURES} in shared memory, but "
+            f"F={problem.features}"
+        )
+    return None
+
+
+#: The widest rows beside which there is room for two k steps of weights.
+MAX_FEATURES = 640
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,7 +119,7 @@ class LinearProblem(Problem):
 
     @classmethod
     def from_json(cls, fields: Mapping[str, Any]) -> Self:
-        raise ValueError(f"no table row can hold {fields!r:.80}: {LinearConfig().illegal_reason()}")
+        raise ValueError(f"no table row can hold {fields!r:.80}: a linear layer has no rows")
 
     def describe(self) -> str:
         columns = "+".join(map(str, self.columns))
@@ -52,3 +132,38 @@ class LinearProblem(Problem):
     def rank(self) -> Iterator[Ranked]:
         """Yields no configuration: there is no kernel yet."""
         return iter(())
+
+
+@dataclasses.dataclass(frozen=True)
+class NormLinearProblem(LinearProblem):
+    """Holds the sizes of a `norm_linear`."""
+
+    op: ClassVar[str] = "norm_linear"
+    config_type: ClassVar[type[Config]] = NormLinearConfig
+
+    @property
+    def row_tiles(self) -> int:
+        return -(-self.rows // TILE_ROWS)
+
+    @property
+    def column_tiles(self) -> int:
+        """Number of tiles of all groups' columns; a tile has columns of one group."""
+        return sum(-(-columns // BLOCK_N) for columns in self.columns)
+
+    def rank(self) -> Iterator[Ranked]:
+        if why_not_served(self):
+            return
+        blocks = hopper.column_blocks(self.features)
+        row_slots = max(8, blocks)
+        weight_slots = 13 - row_slots
+        tiles = self.column_tiles
+        best = min(range(1, tiles + 1), key=lambda parts: (self.waves(parts), parts))
+        yield Ranked(
+            None, NormLinearConfig(row_slots, weight_slots, best), "by the number of tiles"
+        )
+
+    def waves(self, parts: int) -> float:
+        """Estimates the time of the CTA with most tiles, in column tiles."""
+        items = self.row_tiles * parts
+        # Loading and normalising a tile of rows take as long as a column tile.
+        return -(-items // hopper.NUM_SMS) * (-(-self.column_tiles // parts) + 1)

@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec as P
 from sharded_calls import KINDS, close, collectives, mesh_of, on
 
 import ikbo_jax as ikbo
-from ikbo_jax.problems.norm_linear import LinearProblem
+from ikbo_jax.problems.norm_linear import NormLinearConfig, NormLinearProblem
 from ikbo_jax.reference import norm_linear as reference
 
 pytestmark = pytest.mark.usefixtures("on_cpu")
@@ -349,15 +349,70 @@ def test_policies_of_checkpoint_name_what_is_kept() -> None:
 def test_explain_says_that_xla_computes_and_why() -> None:
     arrays = in_dtype(drawn(LINEAR), "bfloat16")
     (plan,) = ikbo.explain(lambda a: norm_linear("layer", a), arrays).plans
-    assert plan.problem == LinearProblem(
+    assert plan.problem == NormLinearProblem(
         ROWS, F, (N * H, N * 4, N), "layer", "bfloat16", "silu+identity+gelu"
     )
     assert (plan.implementation, plan.backward) == ("xla", "XLA")
-    assert "no kernel yet" in plan.cuda.reason
+    assert "multiples of 8 (16 bytes, for TMA), but F=6" in plan.cuda.reason
     arrays = in_dtype(drawn(BY_HEAD), "bfloat16")
     (plan,) = ikbo.explain(lambda a: gated_linear("layer", True, a), arrays).plans
     wanted = "rows=5 F=6 columns=6 bfloat16 layer norm, [u, a, u · norm(a)], 2 groups"
     assert plan.problem.describe() == wanted
+
+
+@pytest.mark.parametrize(
+    ("dtype", "changes", "reason"),
+    [
+        ("bfloat16", {}, ""),
+        ("float32", {}, "float32"),
+        ("bfloat16", {"features": 648}, "at most F=640 in shared memory, but F=648"),
+        ("bfloat16", {"rows": 1}, "at least 2 rows, for TMA, but there is 1"),
+    ],
+)
+def test_programs_for_hopper_have_the_kernel_where_it_takes_the_call(
+    dtype: str, changes: dict[str, int], reason: str
+) -> None:
+    sizes = {"rows": 300, "features": 64} | changes
+    x = jax.ShapeDtypeStruct((sizes["rows"], sizes["features"]), dtype)
+    w = jax.ShapeDtypeStruct((sizes["features"], 2, 64), dtype)
+    (plan,) = ikbo.explain(lambda x, w: ikbo.norm_linear(x, [w, w]), x, w).plans
+    assert (plan.cuda.implementation, plan.cuda.backward[:3]) == (
+        "xla" if reason else "mosaic_gpu",
+        "XLA",
+    )
+    assert isinstance(plan.cuda.config, type(None) if reason else NormLinearConfig)
+    assert reason in plan.cuda.reason
+
+
+@pytest.mark.parametrize(
+    ("recompute", "activation", "kept"),
+    [
+        ((), "silu", "'norm' and 'projection'"),
+        ("norm", "silu", "'projection'"),
+        ("norm", "identity", ""),
+        (("norm", "projection"), "silu", ""),
+    ],
+)
+def test_the_kernel_runs_below_a_gradient_that_keeps_nothing_else(
+    recompute: Any, activation: str, kept: str
+) -> None:
+    x = jnp.ones((16, 8), jnp.bfloat16)
+    w = jnp.ones((8, 16), jnp.bfloat16)
+    options = {"activations": [activation], "recompute": recompute}
+
+    def loss(x: Any, w: Any) -> jax.Array:
+        return ikbo.norm_linear(x, [w], **options)[0].astype(jnp.float32).sum()
+
+    step = jax.jit(jax.value_and_grad(loss))
+    exported = jax.export.export(step, platforms=["cuda"])(x, w)
+    assert ("mosaic_gpu" in exported.mlir_module()) == (not kept)
+    (plan,) = ikbo.explain(step, x, w).plans
+    assert plan.cuda.implementation == ("xla" if kept else "mosaic_gpu")
+    assert (f"the gradient keeps {kept}, which" in plan.cuda.reason) == bool(kept)
+    mesh = mesh_of("2", "auto")
+    (plan,) = ikbo.explain(step, *on(mesh, [x, w], [P("x"), P()])).plans
+    assert plan.division.startswith("rows over")
+    assert plan.cuda.implementation == ("xla" if kept else "mosaic_gpu")
 
 
 def test_no_rows() -> None:

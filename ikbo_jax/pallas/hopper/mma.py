@@ -22,13 +22,20 @@ from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm, nvvm, vector
 
 from ikbo_jax.pallas.hopper import inline, mosaic
-from ikbo_jax.problems.hopper import WGMMA_K, WGMMA_M
+from ikbo_jax.problems.hopper import BLOCK_K, WGMMA_K, WGMMA_M
 
 
 def with_accumulator(body: Callable[[Any], Any], columns: int, *, interpret: bool) -> Any:
     """Calls `body` with an accumulator [64, columns] f32; the first `wgmma` must overwrite it."""
     if interpret:
         return pl.run_scoped(body, plgpu.ACC((64, columns)))
+    return body(None)
+
+
+def with_block_accumulators(body: Callable[[Any], Any], blocks: int, *, interpret: bool) -> Any:
+    """Calls `body` with a total for `add_tile_product` of column blocks; it must begin with it."""
+    if interpret:
+        return pl.run_scoped(lambda *total: body(total), *(plgpu.ACC((WGMMA_M, BLOCK_K)),) * blocks)
     return body(None)
 
 
@@ -71,6 +78,8 @@ def wait(pending: int, *, interpret: bool) -> None:
 def after_wait(acc: Any, *, interpret: bool) -> jax.Array:
     """Returns the value of `acc` after the wait for its WGMMAs; no use moves before the wait."""
     if interpret:
+        if isinstance(acc, tuple):
+            return jnp.concatenate([part[...] for part in acc], axis=1)
         return acc if isinstance(acc, jax.Array) else acc[...]
 
     @plgpu.inline_mgpu(arg_types=(plgpu.Layout.WGMMA,), return_type=accumulator_type(acc.shape[1]))
@@ -302,31 +311,34 @@ def add_tile_product(
 ) -> Any:
     """Issues total + d_scores @ keys as one WGMMA group; `is_transposed`: d_scores.T.
 
-    `total` is [64, columns] f32, or the interpreter's accumulators, one for each column block;
-    `d_scores` [64, 64] and `keys` [column blocks, 64, 64] are operand tiles.
+    `total` is [64, columns] f32, or None for zero; or the interpreter's accumulators, one for each
+    column block. `d_scores` [64, 64] and `keys` [column blocks, 64, 64] are operand tiles.
     """
     if interpret:
         first = d_scores.transpose((1, 0)) if is_transposed else d_scores
         for i, part in enumerate(total):
             plgpu.wgmma(part, first, keys.at[i])
         return total
-    columns, step_bytes = total.shape[1], WGMMA_K * mosaic.SWIZZLE
+    columns = keys.shape[0] * BLOCK_K if total is None else total.shape[1]
+    step_bytes = WGMMA_K * mosaic.SWIZZLE
     operand = plgpu.RefType(mosaic.operand_transforms(keys.dtype))
+    accumulator = () if total is None else (total,)
 
     @plgpu.inline_mgpu(
-        arg_types=(operand, operand, plgpu.Layout.WGMMA), return_type=accumulator_type(columns)
+        arg_types=(operand, operand, *(plgpu.Layout.WGMMA,) * len(accumulator)),
+        return_type=accumulator_type(columns),
     )
-    def issue(_: Any, d_scores: ir.Value, keys: ir.Value, total: Any) -> mgpu.FragmentedArray:
+    def issue(_: Any, d_scores: ir.Value, keys: ir.Value, *total: Any) -> mgpu.FragmentedArray:
         a_base, b_base = descriptor(d_scores), descriptor(keys, WGMMA_M * mosaic.SWIZZLE)
         a_bytes = step_bytes if is_transposed else WGMMA_K * 2
-        with Group(keys, columns, total) as group:
+        with Group(keys, columns, *total) as group:
             for step in range(WGMMA_M // WGMMA_K):
                 a = advance(a_base, step * a_bytes)
                 b = advance(b_base, step * step_bytes)
                 group.multiply([a], b, transposes=f"{int(is_transposed)}, 1")
         return group.result
 
-    return issue(d_scores, keys, total)
+    return issue(d_scores, keys, *accumulator)
 
 
 def accumulator_type(columns: int) -> Any:

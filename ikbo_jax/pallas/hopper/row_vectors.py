@@ -113,7 +113,7 @@ class Rows(NamedTuple):
             of_word = self.numbers // self.words
             values = list(map(per_thread.scalar, numbers))
             return tuple(
-                per_thread.array(_word(values[i : i + of_word], self.dtype), numbers[0])
+                per_thread.array(packed(values[i : i + of_word], self.dtype), numbers[0])
                 for i in range(0, self.numbers, of_word)
             )
 
@@ -152,7 +152,7 @@ def unpacked(word: ir.Value, dtype: Any) -> list[ir.Value]:
     )
 
 
-def _word(numbers: Sequence[ir.Value], dtype: Any) -> ir.Value:
+def packed(numbers: Sequence[ir.Value], dtype: Any) -> ir.Value:
     """Packs f32 numbers into a word, rounded: the inverse of `unpacked`."""
     i32 = ir.IntegerType.get_signless(32)
     if dtype == jnp.float32:

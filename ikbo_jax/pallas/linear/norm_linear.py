@@ -1,0 +1,392 @@
+"""Normalises rows and multiplies them by the weights of groups of columns: one persistent kernel.
+
+    out[g] = activation[g](norm(x) @ weights[g] + biases[g])
+
+A CTA takes 128 rows, whose blocks of 64 columns fill a ring in shared memory, and multiplies them
+by all weights, or by one of `parts` of them, in tiles of 128 columns of one group. Warpgroups 0 and
+1 are the consumers, each of 64 rows. A consumer reads its rows once for their statistics, and
+normalises each block where it lies before the first tile's WGMMAs read it, while those of the block
+before are in flight. So rows are read once, and rounded as the reference rounds them.
+
+A finished tile stays in f32 registers; bias, activation and store follow in chunks during the first
+k steps of the next tile. Tiles of every group are stored into the group's own array.
+
+One warp of warpgroup 2 loads weights, another one rows.
+
+Synchronisations:
+  1. `weight.ready[s]`  producer -> consumers: TMA has filled slot s with a k step of weights.
+  2. `weight.free[s]`   consumers -> producer: the WGMMAs of both consumers have read slot s.
+  3. `rows.ready[s]`    the same for a block of rows: consumers write to it, as generic accesses,
+     `rows.free[s]`     before WGMMA reads it (a proxy fence and a barrier of the warpgroup), and
+                        free it after the last tile's WGMMAs.
+  4. `staging`          `commit_smem` before a TMA store, `wait_smem_to_gmem` before the next write.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import itertools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from ikbo_jax.pallas.activations.values import activate
+from ikbo_jax.pallas.hopper import mma, operand_tiles
+from ikbo_jax.pallas.hopper.launch import Roles, WarpgroupContext, launch
+from ikbo_jax.pallas.linear import rows
+from ikbo_jax.problems import hopper
+from ikbo_jax.problems.hopper import BLOCK_K, NUM_CONSUMERS, TILE_ROWS, WGMMA_M
+from ikbo_jax.problems.norm_linear import BLOCK_N, STORE_COLUMNS, NormLinearConfig
+from ikbo_jax.reference.norm_linear import Norm
+
+#: Columns that are activated after a k step.
+CHUNK = 32
+
+
+class Operands(NamedTuple):
+    """Device memory that the kernel reads; `scale`, `bias` and `biases` may be None."""
+
+    x: Any  # [rows, F]
+    scale: Any  # [k steps * 64] f32
+    bias: Any  # [k steps * 64] f32
+    weights: Any  # [F, columns] of every group
+    biases: Any  # [column tiles * 128] f32
+
+
+@dataclasses.dataclass(frozen=True)
+class Shape:
+    """Static description of a launch."""
+
+    rows: int
+    features: int
+    columns: tuple[int, ...]
+    activations: tuple[str, ...]
+    norm: Norm
+    parts: int
+    workers: int
+
+    @property
+    def k_steps(self) -> int:
+        return hopper.column_blocks(self.features)
+
+    @property
+    def first_tiles(self) -> tuple[int, ...]:
+        """The number of every group's first column tile, and the number of all column tiles."""
+        return tuple(itertools.accumulate((-(-c // BLOCK_N) for c in self.columns), initial=0))
+
+    @property
+    def items(self) -> int:
+        return -(-self.rows // TILE_ROWS) * self.parts
+
+    def count(self, worker: Any) -> Any:
+        """Counts the work items of a worker."""
+        return lax.div(self.items - worker + (self.workers - 1), self.workers)
+
+
+class Item(NamedTuple):
+    """128 rows from `row` on, for column tiles [begin, end)."""
+
+    row: Any
+    begin: Any
+    end: Any
+
+
+class Tile(NamedTuple):
+    """A column tile of 128 rows from `row` on; `number` counts all groups' column tiles."""
+
+    row: Any
+    number: Any
+
+
+@dataclasses.dataclass(frozen=True)
+class NormLinearContext(WarpgroupContext):
+    """The context of a warpgroup; a *step* numbers the k steps of all its tiles."""
+
+    def item(self, i: Any) -> Item:
+        number, parts = i * self.shape.workers + self.worker, self.shape.parts
+        tiles, part = self.shape.first_tiles[-1], lax.rem(number, parts)
+        begin, end = (lax.div(p * tiles, parts) for p in (part, part + 1))
+        return Item(lax.div(number, parts) * TILE_ROWS, begin, end)
+
+    def for_items(self, body: Callable[[Any, Item, Any], Any], carry: Any) -> Any:
+        """Calls `body(i, item, carry)`, which returns the next carry, for all items of the CTA."""
+        count = self.shape.count(self.worker)
+        return lax.fori_loop(0, count, lambda i, carry: body(i, self.item(i), carry), carry)
+
+    def group(self, tile: Any) -> Any:
+        """Finds the group of a column tile."""
+        group = jnp.int32(0)
+        for first in self.shape.first_tiles[1:-1]:
+            group += (tile >= first).astype(jnp.int32)
+        return group
+
+    def with_group(self, tile: Any, body: Callable[[int, Any], None]) -> None:
+        """Calls body(group, first column in the group) for a tile's group."""
+        *firsts, end = self.shape.first_tiles
+        if len(firsts) == 1:
+            body(0, tile * BLOCK_N)
+            return
+        for group, (first, after) in enumerate(zip(firsts, (*firsts[1:], end), strict=True)):
+            is_group = (tile >= first) & (tile < after)
+            pl.when(is_group)(functools.partial(body, group, (tile - first) * BLOCK_N))
+
+
+def load_weights(ctx: NormLinearContext) -> None:
+    """Loads the weights of all tiles, as a warp of the producer."""
+    ring, k_steps = ctx.shared.weight, ctx.shape.k_steps
+
+    def load_tile(tile: Any, step: Any) -> Any:
+        def load_step(k: Any, step: Any) -> Any:
+            ring.await_reuse(step)
+            target, ready = ring.copied(step), ring.ready_at(step)
+
+            def load(group: int, column: Any) -> None:
+                for i in range(BLOCK_N // BLOCK_K):
+                    block = (pl.ds(k * BLOCK_K, BLOCK_K), pl.ds(column + i * BLOCK_K, BLOCK_K))
+                    source = ctx.operands.weights[group].at[block]
+                    plgpu.copy_gmem_to_smem(source, target.at[i], ready)
+
+            ctx.with_group(tile, load)
+            return step + 1
+
+        return lax.fori_loop(0, k_steps, load_step, step)
+
+    def load_item(_: Any, item: Item, step: Any) -> Any:
+        return lax.fori_loop(item.begin, item.end, load_tile, step)
+
+    ring.drain_uses(ctx.for_items(load_item, jnp.int32(0)))
+
+
+def load_rows(ctx: NormLinearContext) -> None:
+    """Loads the rows of all items, as a warp of the producer."""
+    ring, k_steps = ctx.shared.rows, ctx.shape.k_steps
+
+    def load_item(i: Any, item: Item, carry: Any) -> Any:
+        def load_block(k: Any, block: Any) -> Any:
+            ring.await_reuse(block)
+            for consumer in range(NUM_CONSUMERS):
+                part = pl.ds(item.row + consumer * WGMMA_M, WGMMA_M)
+                source = ctx.operands.x.at[part, pl.ds(k * BLOCK_K, BLOCK_K)]
+                plgpu.copy_gmem_to_smem(
+                    source, ring.copied(block).at[consumer], ring.ready_at(block)
+                )
+            return block + 1
+
+        lax.fori_loop(0, k_steps, load_block, i * k_steps)
+        return carry
+
+    ctx.for_items(load_item, jnp.int32(0))
+    ring.drain_uses(ctx.shape.count(ctx.worker) * k_steps)
+
+
+# Consumers
+
+
+def _rows_of(ctx: NormLinearContext, block: Any) -> Any:
+    """Selects the consumer's rows of a block, as WGMMA sees them."""
+    return ctx.shared.rows.matrix(block).at[ctx.consumer]
+
+
+def _statistics(ctx: NormLinearContext, first: Any) -> rows.Statistics:
+    """Computes the statistics of the consumer's rows, whose blocks are those from `first` on."""
+    shape, ring, interpret = ctx.shape, ctx.shared.rows, ctx.interpret
+    whole, rest = divmod(shape.features, BLOCK_K)
+    ring.await_ready(first)
+    sums = rows.begin_sums(_rows_of(ctx, first), shape.norm.kind, interpret=interpret)
+
+    def add(k: Any, sums: rows.Sums, columns: int = BLOCK_K) -> rows.Sums:
+        return rows.add_sums(sums, _rows_of(ctx, first + k), columns, interpret=interpret)
+
+    def add_next(k: Any, sums: rows.Sums, columns: int = BLOCK_K) -> rows.Sums:
+        ring.await_ready(first + k)
+        return add(k, sums, columns)
+
+    sums = add(0, sums, BLOCK_K if whole else rest)
+    sums = lax.fori_loop(1, max(whole, 1), add_next, sums)
+    if whole and rest:
+        sums = add_next(whole, sums, rest)
+    return rows.statistics(sums, shape.features, shape.norm.eps, interpret=interpret)
+
+
+def _multiply(
+    ctx: NormLinearContext,
+    step: Any,
+    first_block: Any,
+    is_last: Any,
+    before: Callable[[Any], None],
+    jobs: list[Callable[[], None]],
+) -> jax.Array:
+    """Multiplies a tile: [64, 128] f32; calls `before(k)` before each k step reads its rows.
+
+    Calls one of `jobs` after each of the first k steps, while WGMMAs are in flight. Frees the rows
+    if `is_last` of their tiles.
+    """
+    interpret, k_steps = ctx.interpret, ctx.shape.k_steps
+
+    def release(k: Any) -> None:
+        ctx.shared.weight.release(step + k)
+        pl.when(is_last)(functools.partial(ctx.shared.rows.release, first_block + k))
+
+    def k_step(k: Any, acc: Any, *, is_first: bool = False) -> Any:
+        before(k)
+        ctx.shared.weight.await_ready(step + k)
+        left, right = _rows_of(ctx, first_block + k), ctx.shared.weight.matrix(step + k)
+        acc = mma.add_tile_product(acc, left, right, interpret=interpret)
+        if not is_first:
+            mma.wait(1, interpret=interpret)
+            release(k - 1)
+        return acc
+
+    def all_k_steps(acc: Any) -> jax.Array:
+        unrolled = min(len(jobs), k_steps)
+        for k in range(unrolled):
+            acc = k_step(k, acc, is_first=k == 0)
+            jobs[k]()
+        acc = mma.accumulate(unrolled, k_steps, k_step, acc, interpret=interpret)
+        mma.wait(0, interpret=interpret)
+        release(k_steps - 1)
+        for job in jobs[unrolled:]:
+            job()
+        return mma.after_wait(acc, interpret=interpret)
+
+    blocks = BLOCK_N // BLOCK_K
+    return mma.with_block_accumulators(all_k_steps, blocks, interpret=interpret)
+
+
+def _store_jobs(
+    ctx: NormLinearContext, finished: jax.Array, tile: Tile, is_valid: Any
+) -> list[Callable[[], None]]:
+    """Lists what adds biases to a finished tile, activates and stores it, chunk by chunk."""
+    interpret, dtype = ctx.interpret, ctx.operands.x.dtype
+    group = ctx.group(tile.number)
+    rounded: list[jax.Array] = []
+
+    def activated(begin: int) -> jax.Array:
+        values = lax.slice(finished, (0, begin), (WGMMA_M, begin + CHUNK))
+        if ctx.operands.biases is not None:
+            first = tile.number * BLOCK_N + begin
+            values = rows.add_columns(values, ctx.operands.biases, first, interpret=interpret)
+        names = ctx.shape.activations
+        return activate(names, None, group, values, interpret=interpret).astype(dtype)
+
+    def store(begin: int) -> None:
+        values = jnp.concatenate(rounded, axis=1)
+        rounded.clear()
+        registers_view, copy_view = (view.at[ctx.consumer] for view in ctx.shared.staging)
+
+        @pl.when(is_valid)
+        def _() -> None:
+            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+            operand_tiles.stage_rows(registers_view, values, reads_late=True, interpret=interpret)
+            plgpu.commit_smem()
+
+            def copy(group: int, column: Any) -> None:
+                part = pl.ds(tile.row + ctx.consumer * WGMMA_M, WGMMA_M)
+                columns = pl.ds(column + begin, STORE_COLUMNS)
+                target = ctx.outputs[group].at[part, columns]
+                plgpu.copy_smem_to_gmem(copy_view.at[0], target)
+
+            ctx.with_group(tile.number, copy)
+
+    def job(begin: int) -> None:
+        rounded.append(activated(begin))
+        if (begin + CHUNK) % STORE_COLUMNS == 0:
+            store(begin + CHUNK - STORE_COLUMNS)
+
+    return [functools.partial(job, begin) for begin in range(0, BLOCK_N, CHUNK)]
+
+
+def consume(ctx: NormLinearContext) -> None:
+    """Computes all tiles of the CTA, as a consumer warpgroup."""
+    ctx = ctx.as_consumer()
+    k_steps, operands = ctx.shape.k_steps, ctx.operands
+
+    def compute_item(i: Any, item: Item, carry: Any) -> Any:
+        first_block = i * k_steps
+        of_rows = _statistics(ctx, first_block)
+
+        def compute(number: Any, carry: Any) -> Any:
+            finished, previous, step = carry
+
+            def normalise(k: Any) -> None:
+                @pl.when(number == item.begin)
+                def _() -> None:
+                    tiles, factors = _rows_of(ctx, first_block + k), (operands.scale, operands.bias)
+                    rows.normalise(tiles, of_rows, factors, k, interpret=ctx.interpret)
+
+            jobs = _store_jobs(ctx, finished, previous, step > 0)
+            is_last = number == item.end - 1
+            acc = _multiply(ctx, step, first_block, is_last, normalise, jobs)
+            return acc, Tile(item.row, number), step + k_steps
+
+        return lax.fori_loop(item.begin, item.end, compute, carry)
+
+    nothing = mma.zeros(BLOCK_N, jnp.float32), Tile(jnp.int32(0), jnp.int32(0)), jnp.int32(0)
+    finished, last, step = ctx.for_items(compute_item, nothing)
+    for job in _store_jobs(ctx, finished, last, step > 0):
+        job()
+    plgpu.wait_smem_to_gmem(0, wait_read_only=False)
+
+
+def norm_linear_kernel(
+    x: jax.Array,
+    norm_scale: jax.Array | None,
+    norm_bias: jax.Array | None,
+    weights: tuple[jax.Array, ...],
+    biases: tuple[jax.Array | None, ...],
+    *,
+    norm: Norm,
+    activations: tuple[str, ...],
+    config: NormLinearConfig,
+    num_sms: int,
+    interpret: Any = False,
+) -> tuple[jax.Array, ...]:
+    """Computes `norm_linear`, in the layouts of the weights: [rows, *weights[g].shape[1:]] each.
+
+    Args:
+      x: [rows, F], bf16 or f16.
+      weights: [F, N, H] or [F, columns] each, the same dtype; `biases` likewise.
+      config: legal.
+      interpret: as for `launch`.
+    """
+    count, features = x.shape
+    flat = tuple(w.reshape(features, -1) for w in weights)
+    columns = tuple(w.shape[1] for w in flat)
+    shape = Shape(count, features, columns, activations, norm, config.parts, 1)
+    shape = dataclasses.replace(shape, workers=min(num_sms, shape.items))
+
+    def padded(vector: jax.Array, multiple: int) -> jax.Array:
+        vector = vector.reshape(-1).astype(jnp.float32)
+        return jnp.pad(vector, (0, -vector.shape[0] % multiple))
+
+    scale, bias = (None if y is None else padded(y, BLOCK_K) for y in (norm_scale, norm_bias))
+    of_columns = None
+    if any(b is not None for b in biases):
+        of_columns = jnp.concatenate(
+            [
+                padded(jnp.zeros((c,)) if b is None else b, BLOCK_N)
+                for b, c in zip(biases, columns, strict=True)
+            ]
+        )
+    found = launch(
+        Roles(
+            functools.partial(NormLinearContext, shape, config),
+            load_weights,
+            consume,
+            assist=load_rows,
+        ),
+        Operands(x, scale, bias, flat, of_columns),
+        tuple(jax.ShapeDtypeStruct((count, c), x.dtype) for c in columns),
+        config.shared(),
+        dtype=x.dtype,
+        name="ikbo_norm_linear",
+        workers=shape.workers,
+        interpret=interpret,
+    )
+    return tuple(out.reshape(count, *w.shape[1:]) for out, w in zip(found, weights, strict=True))

@@ -1,0 +1,304 @@
+"""Normalises rows in operand tiles [64, 64] of 16 bits, where WGMMA will read them.
+
+The four threads that hold a row of an accumulator share the same row here: of the eight vectors of
+16 bytes of a row's block, each reads two. Neighbouring rows read different ones at a time, so that
+eight threads hit all banks of shared memory.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.mosaic import gpu as mgpu
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxlib.mlir import ir
+from jaxlib.mlir.dialects import arith, llvm, vector
+
+from ikbo_jax.pallas.hopper import inline, mosaic, row_vectors, stores
+from ikbo_jax.pallas.hopper.stores import ROW_LAYOUT
+from ikbo_jax.problems.hopper import BLOCK_K, WGMMA_M
+
+#: Numbers of a vector of 16 bytes, and words.
+NUMBERS, WORDS = 8, 4
+
+
+class Sums(NamedTuple):
+    """Sums over a part of every row, [64] f32; on a GPU, over a thread's part of its two rows.
+
+    Numbers are counted from `shift`, the row's first number, so that the squares of rows whose mean
+    is far from 0 do not cancel: the mean of (x − shift)² is at most F + 1 times the variance.
+    """
+
+    shift: jax.Array | None  # None: 0
+    first: jax.Array | None  # sum of x − shift; None for an RMS norm
+    second: jax.Array  # sum of (x − shift)²
+
+
+class Statistics(NamedTuple):
+    """The mean of every row, or None for 0, and the reciprocal of its deviation: [64] f32."""
+
+    mean: jax.Array | None
+    scale: jax.Array
+
+
+def _rows(count: int) -> Any:
+    one = plgpu.ShapeDtypeStruct((WGMMA_M,), jnp.float32, layout=ROW_LAYOUT)
+    return (one,) * count
+
+
+def _numbers(array: mgpu.FragmentedArray) -> list[ir.Value]:
+    """Extracts the numbers of a thread's two rows."""
+    return [vector.extract(register, [], [0]) for register in array.registers.flat]
+
+
+def _operand(tiles: Any) -> Any:
+    return plgpu.RefType(mosaic.operand_transforms(tiles.dtype))
+
+
+class _Vectors:
+    """A thread's vectors of an operand tile [64, 64]: two of each of its two rows."""
+
+    def __init__(self, tiles: ir.Value) -> None:
+        thread = stores.late_thread_number()
+        of_row, row_of_8 = stores.digits(thread, (4, 8))
+        #: Number of the thread's first vector of a row; the other one is 4 vectors before or after.
+        self.first = arith.addi(
+            of_row, arith.muli(arith.remui(row_of_8, inline.i32(2)), inline.i32(4))
+        )
+        self._base = mgpu.utils.memref_ptr(tiles)
+        row_offset = arith.muli(stores.thread_row(thread, 0), inline.i32(mosaic.SWIZZLE))
+        vector_offset = arith.muli(arith.xori(self.first, row_of_8), inline.i32(16))
+        self._offset = arith.addi(row_offset, vector_offset)
+
+    def number(self, i: int) -> ir.Value:
+        """Returns the number of vector `i`, 0 or 1, of a row's eight."""
+        return arith.xori(self.first, inline.i32(4 * i))
+
+    def _address(self, half: int, i: int) -> ir.Value:
+        offset = arith.xori(self._offset, inline.i32(4 * i * 16))
+        offset = arith.addi(offset, inline.i32(half * 8 * mosaic.SWIZZLE))
+        byte = ir.IntegerType.get_signless(8)
+        return mgpu.utils.getelementptr(self._base, [offset], byte)
+
+    def load(self, half: int, i: int) -> list[ir.Value]:
+        ptx = "ld.shared.v4.b32 {$0, $1, $2, $3}, [$4];"
+        words = [ir.IntegerType.get_signless(32)] * WORDS
+        return list(inline.issue(ptx, self._address(half, i), result_types=words))
+
+    def store(self, half: int, i: int, words: list[ir.Value]) -> None:
+        ptx = "st.shared.v4.b32 [$0], {$1, $2, $3, $4};"
+        inline.issue(ptx, self._address(half, i), *words)
+
+
+def _floats(words: list[ir.Value], dtype: Any) -> list[ir.Value]:
+    return [x for word in words for x in row_vectors.unpacked(word, dtype)]
+
+
+def _fma(a: ir.Value, b: ir.Value, c: ir.Value) -> ir.Value:
+    return llvm.intr_fma(a, b, c)
+
+
+def begin_sums(tiles: Any, kind: str, *, interpret: bool) -> Sums:
+    """Begins the sums of rows whose first block is in `tiles`."""
+    if interpret:
+        zero = jnp.zeros((WGMMA_M,), jnp.float32)
+        if kind == "rms":
+            return Sums(None, None, zero)
+        return Sums(tiles[...].astype(jnp.float32)[:, 0], zero, zero)
+
+    is_rms = kind == "rms"
+
+    @plgpu.inline_mgpu(arg_types=(_operand(tiles),), return_type=_rows(1 if is_rms else 3))
+    def begin(_: Any, tiles: ir.Value) -> Any:
+        zeros = [stores.row_array([inline.f32(0.0)] * 2) for _ in range(1 if is_rms else 2)]
+        if is_rms:
+            return tuple(zeros)
+        dtype, thread = _dtype(tiles), stores.late_thread_number()
+        i32, byte = (ir.IntegerType.get_signless(bits) for bits in (32, 8))
+        found = []
+        for half in (0, 1):
+            row = stores.thread_row(thread, half)
+            swizzled = arith.muli(arith.remui(row, inline.i32(8)), inline.i32(16))
+            offset = arith.addi(arith.muli(row, inline.i32(mosaic.SWIZZLE)), swizzled)
+            address = mgpu.utils.getelementptr(mgpu.utils.memref_ptr(tiles), [offset], byte)
+            word = inline.issue("ld.shared.b32 $0, [$1];", address, result_types=i32)
+            found.append(row_vectors.unpacked(word, dtype)[0])
+        return (stores.row_array(found), *zeros)
+
+    found = begin(tiles)
+    return Sums(None, None, *found) if is_rms else Sums(*found)
+
+
+def _dtype(tiles: ir.Value) -> Any:
+    is_bf16 = isinstance(ir.MemRefType(tiles.type).element_type, ir.BF16Type)
+    return jnp.bfloat16 if is_bf16 else jnp.float16
+
+
+def add_sums(sums: Sums, tiles: Any, columns: int, *, interpret: bool) -> Sums:
+    """Adds the first `columns` numbers, a multiple of 8, of every row of a block."""
+    is_rms = sums.first is None
+    if interpret:
+        x = tiles[...].astype(jnp.float32)[:, :columns]
+        if sums.shift is not None:
+            x = x - sums.shift[:, None]
+        first = None if sums.first is None else sums.first + jnp.sum(x, axis=1)
+        return Sums(sums.shift, first, sums.second + jnp.sum(x * x, axis=1))
+
+    held = [x for x in sums if x is not None]
+
+    @plgpu.inline_mgpu(
+        arg_types=(_operand(tiles), *(ROW_LAYOUT,) * len(held)),
+        return_type=_rows(1 if is_rms else 2),
+    )
+    def add(_: Any, tiles: ir.Value, *arrays: mgpu.FragmentedArray) -> Any:
+        dtype, vectors = _dtype(tiles), _Vectors(tiles)
+        *rest, seconds = map(_numbers, arrays)
+        loaded = [[vectors.load(half, i) for i in (0, 1)] for half in (0, 1)]
+        for half in (0, 1):
+            for i in (0, 1):
+                numbers = _floats(loaded[half][i], dtype)
+                if not is_rms:
+                    numbers = [arith.subf(x, rest[0][half]) for x in numbers]
+                if columns < BLOCK_K:  # TMA has filled the other columns with zeros
+                    is_column = arith.cmpi(
+                        arith.CmpIPredicate.ult, vectors.number(i), inline.i32(columns // NUMBERS)
+                    )
+                    zero = inline.f32(0.0)
+                    numbers = [arith.select(is_column, x, zero) for x in numbers]
+                for x in numbers:
+                    seconds[half] = _fma(x, x, seconds[half])
+                    if not is_rms:
+                        rest[1][half] = arith.addf(rest[1][half], x)
+        found = [*([] if is_rms else [rest[1]]), seconds]
+        return tuple(map(stores.row_array, found))
+
+    found = add(tiles, *held)
+    return Sums(sums.shift, None if is_rms else found[0], found[-1])
+
+
+def statistics(sums: Sums, features: int, eps: float, *, interpret: bool) -> Statistics:
+    """Computes mean and scale of rows of `features` numbers; adds the parts of a row's threads."""
+
+    def total(x: jax.Array) -> jax.Array:
+        if interpret:
+            return x
+
+        @plgpu.inline_mgpu(arg_types=(ROW_LAYOUT,), return_type=_rows(1)[0])
+        def add_threads(_: Any, x: mgpu.FragmentedArray) -> Any:
+            numbers = _numbers(x)
+            for distance in (1, 2):
+                numbers = [arith.addf(y, mgpu.utils.shfl_bfly(y, distance)) for y in numbers]
+            return stores.row_array(numbers)
+
+        return add_threads(x)
+
+    share = jnp.float32(1 / features)
+    variance, mean = total(sums.second) * share, None
+    if sums.first is not None:
+        distance = total(sums.first) * share
+        variance = jnp.maximum(variance - distance * distance, jnp.float32(0))
+        mean = distance + sums.shift
+    return Statistics(mean, jax.lax.rsqrt(variance + jnp.float32(eps)))
+
+
+def normalise(
+    tiles: Any, of_rows: Statistics, factors: tuple[Any, Any], block: Any, *, interpret: bool
+) -> None:
+    """Normalises a block of rows in place; WGMMA may read it afterwards.
+
+    `factors` are device memory of norm scale and norm bias, [F] f32, or None; number `block` of the
+    64 columns that `tiles` have.
+    """
+    if interpret:
+        x = tiles[...].astype(jnp.float32)
+        if of_rows.mean is not None:
+            x = x - of_rows.mean[:, None]
+        x = x * of_rows.scale[:, None]
+        scale, bias = (
+            None if y is None else y[pl.ds(block * BLOCK_K, BLOCK_K)][None] for y in factors
+        )
+        x = x if scale is None else x * scale
+        x = x if bias is None else x + bias
+        tiles[...] = x.astype(tiles.dtype)
+        plgpu.commit_smem()
+        return
+
+    held = [x for x in of_rows if x is not None]
+    memory = [x for x in factors if x is not None]
+
+    @plgpu.inline_mgpu(
+        arg_types=(
+            _operand(tiles),
+            plgpu.Layout.WG_SPLAT(()),
+            *(plgpu.RefType(),) * len(memory),
+            *(ROW_LAYOUT,) * len(held),
+        )
+    )
+    def write(_: Any, tiles: ir.Value, block: Any, *rest: Any) -> None:
+        dtype, vectors = _dtype(tiles), _Vectors(tiles)
+        refs = iter(rest[: len(memory)])
+        *means, scales = (_numbers(x) for x in rest[len(memory) :])
+        loaded = [[vectors.load(half, i) for half in (0, 1)] for i in (0, 1)]
+        parts = [None if x is None else next(refs) for x in factors]
+        first = arith.muli(block.registers.item(), inline.i32(BLOCK_K))
+        for i in (0, 1):
+            column = arith.addi(first, arith.muli(vectors.number(i), inline.i32(NUMBERS)))
+            factor, bias = (None if ref is None else _vector_of(ref, column) for ref in parts)
+            for half in (0, 1):
+                numbers = _floats(loaded[i][half], dtype)
+                if means:
+                    numbers = [arith.subf(x, means[0][half]) for x in numbers]
+                numbers = [arith.mulf(x, scales[half]) for x in numbers]
+                if factor is not None and bias is not None:
+                    numbers = list(map(_fma, numbers, factor, bias))
+                elif factor is not None:
+                    numbers = list(map(arith.mulf, numbers, factor))
+                elif bias is not None:
+                    numbers = list(map(arith.addf, numbers, bias))
+                pairs = [numbers[j : j + 2] for j in range(0, NUMBERS, 2)]
+                vectors.store(half, i, [row_vectors.packed(pair, dtype) for pair in pairs])
+
+    write(tiles, block, *memory, *held)
+    plgpu.commit_smem()
+
+
+def _vector_of(ref: ir.Value, index: ir.Value) -> list[ir.Value]:
+    """Loads eight f32 numbers of device memory, from a multiple of 4 on."""
+    f32 = ir.F32Type.get()
+    address = inline.address(ref, index)
+    found: list[ir.Value] = []
+    for i in (0, 4):
+        ptx = f"ld.global.nc.v4.f32 {{$0, $1, $2, $3}}, [$4 + {4 * i}];"
+        found += mgpu.utils.inline_ptx(ptx, address, result_types=[f32] * 4)
+    return found
+
+
+def add_columns(values: jax.Array, ref: Any, first: Any, *, interpret: bool) -> jax.Array:
+    """Adds ref[first : first + width], f32 in device memory, to all rows of values [64, width]."""
+    width = values.shape[1]
+    if interpret:
+        return values + ref[pl.ds(first, width)][None]
+
+    @plgpu.inline_mgpu(
+        arg_types=(plgpu.RefType(), plgpu.Layout.WGMMA, plgpu.Layout.WG_SPLAT(())),
+        return_type=plgpu.ShapeDtypeStruct(values.shape, jnp.float32, layout=plgpu.Layout.WGMMA),
+    )
+    def add(_: Any, ref: ir.Value, values: mgpu.FragmentedArray, first: Any) -> Any:
+        f32 = ir.F32Type.get()
+        pair_type = ir.VectorType.get((2,), f32)
+        pair = arith.muli(arith.remui(stores.late_thread_number(), inline.i32(4)), inline.i32(2))
+        address = inline.address(ref, arith.addi(first.registers.item(), pair))
+        registers = values.registers.copy()
+        flat = registers.reshape(-1)
+        for i in range(width // 8):
+            ptx = f"ld.global.nc.v2.f32 {{$0, $1}}, [$2 + {32 * i}];"
+            loaded = mgpu.utils.inline_ptx(ptx, address, result_types=[f32] * 2)
+            bias = vector.from_elements(pair_type, list(loaded))
+            for half in (0, 1):
+                flat[2 * i + half] = arith.addf(flat[2 * i + half], bias)
+        return inline.accumulator(flat.reshape(registers.shape))
+
+    return add(ref, values, first)
