@@ -61,9 +61,11 @@ class BlockFunctions:
       scores: the weights.
     """
 
-    def __init__(self, ctx: Context, scores: Scores) -> None:
-        self.ctx, self.scores = ctx, scores
+    def __init__(self, scores: Scores) -> None:
+        # Without the context, which keeps this object: a cycle would outlive the tracing.
+        self.scores = scores
         self._masks: dict[int, tuple[Any, Scores]] = {}
+        self._found: dict[Any, tuple[bool, Curve | None]] = {}
         self._read(scores, set())
 
     def _read(self, x: Scores, seen: set[int]) -> None:
@@ -77,9 +79,11 @@ class BlockFunctions:
             else:
                 self._masks.setdefault(id(y), (y, x))
 
-    def of_block(self, cut: Callable[[np.ndarray, tuple[Label, ...]], np.ndarray]) -> BlockFunction:
+    def of_block(
+        self, ctx: Context, cut: Callable[[np.ndarray, tuple[Label, ...]], np.ndarray]
+    ) -> BlockFunction:
         """Finds the function of a block; `cut` takes it out of a whole array with these labels."""
-        numbers = {key: self._numbers(y, x, cut) for key, (y, x) in self._masks.items()}
+        numbers = {key: _numbers(ctx, y, x, cut) for key, (y, x) in self._masks.items()}
         open_ = [key for key, found in numbers.items() if found is not None and len(found) == 2]
         if len(open_) > _MOST_MASKS:
             numbers |= dict.fromkeys(open_)
@@ -87,10 +91,9 @@ class BlockFunctions:
         fixed = {key: found[0] for key, found in numbers.items() if found and len(found) == 1}
         alive: list[tuple[tuple[float, ...], Curve | None]] = []
         for choice in itertools.product(*(numbers[key] or () for key in open_)):
-            chosen = _Choice(fixed | dict(zip(open_, choice, strict=True)))
-            found = chosen.of(self.scores)
-            if found is None or not activations.vanishes(found):
-                alive.append((choice, None if chosen.is_biased else found))
+            is_zero, found = self._chosen(fixed | dict(zip(open_, choice, strict=True)))
+            if not is_zero:
+                alive.append((choice, found))
         hiding = []
         for n, key in enumerate(open_):
             kept = {choice[n] for choice, _ in alive}
@@ -101,31 +104,43 @@ class BlockFunctions:
         activation = activations.match(function) if isinstance(function, Curve) else None
         return BlockFunction(not alive, tuple(hiding), activation)
 
-    def _numbers(self, y: Any, x: Scores, cut: Any) -> tuple[float, ...] | None:
-        """Returns the one or two numbers that an operand can be in a block; None for others."""
-        number, state = self.ctx.scope.once(("numbers",), (y,), lambda: self._known(y))
-        if len(shape_of(y)) not in (0, len(x.labels)):
-            return None
-        if number is not None:
-            found = np.unique((cut(number, x.labels) if number.ndim else number).astype(np.float64))
-            return tuple(found.tolist()) if len(found) <= 2 else None
-        if state is None:
-            return None
-        few, elements = state
-        elements = cut(elements, x.labels) if elements.ndim else elements
-        if len(few) == 2 and 0.0 in few:
-            if (elements == 0).all():
-                return (0.0,)
-            if (elements == 1).all():
-                return tuple(few - {0.0})
-        return tuple(few) if len(few) <= 2 else None
+    def _chosen(self, numbers: dict[int, float]) -> tuple[bool, Curve | None]:
+        """Returns whether weights with these operands are 0, and their function if it is known."""
+        key = frozenset(numbers.items())
+        if key not in self._found:
+            chosen = _Choice(numbers)
+            found = chosen.of(self.scores)
+            is_zero = found is not None and activations.vanishes(found)
+            self._found[key] = is_zero, None if chosen.is_biased else found
+        return self._found[key]
 
-    def _known(self, y: Any) -> tuple[Any, Any]:
-        """Returns the numbers that a program fixes, or the few numbers and what is known of them."""
-        if (number := known.known(self.ctx, y)) is not None:
-            return number, None
-        few = masks.few_numbers(self.ctx, y)
-        return None, None if few is None else (few, masks.known_mask(self.ctx, y))
+
+def _numbers(ctx: Context, y: Any, x: Scores, cut: Any) -> tuple[float, ...] | None:
+    """Returns the one or two numbers that an operand can be in a block; None for others."""
+    number, state = ctx.scope.once(("numbers",), (y,), lambda: _known(ctx, y))
+    if len(shape_of(y)) not in (0, len(x.labels)):
+        return None
+    if number is not None:
+        found = np.unique((cut(number, x.labels) if number.ndim else number).astype(np.float64))
+        return tuple(found.tolist()) if len(found) <= 2 else None
+    if state is None:
+        return None
+    few, elements = state
+    elements = cut(elements, x.labels) if elements.ndim else elements
+    if len(few) == 2 and 0.0 in few:
+        if (elements == 0).all():
+            return (0.0,)
+        if (elements == 1).all():
+            return tuple(few - {0.0})
+    return tuple(few) if len(few) <= 2 else None
+
+
+def _known(ctx: Context, y: Any) -> tuple[Any, Any]:
+    """Returns the numbers that a program fixes, or the few numbers and what is known of them."""
+    if (number := known.known(ctx, y)) is not None:
+        return number, None
+    few = masks.few_numbers(ctx, y)
+    return None, None if few is None else (few, masks.known_mask(ctx, y))
 
 
 class _Choice:

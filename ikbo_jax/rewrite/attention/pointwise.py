@@ -95,11 +95,13 @@ class PointwiseCall(Call):
     def _blocks(self, query: Part) -> list[_Block]:
         """Returns the blocks of some queries, without keys whose weights are all proven to be 0."""
         functions = self.ctx.scope.once(
-            ("functions",), (self.scores,), lambda: BlockFunctions(self.ctx, self.scores)
+            ("functions",), (self.scores,), lambda: BlockFunctions(self.scores)
         )
         found = []
         for key in self.keys:
-            function = functions.of_block(functools.partial(self._cut_by_labels, query, key))
+            function = functions.of_block(
+                self.ctx, functools.partial(self._cut_by_labels, query, key)
+            )
             if function.is_zero:
                 continue
             call = copy.copy(self)

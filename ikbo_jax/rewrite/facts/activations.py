@@ -193,7 +193,7 @@ def _compare(
     noise = tiny + _CANCELLED * point
     same = _agree(computed.value, [output_scale * g.value for g in near], eps, noise)
     # Near the largest number of a dtype, an intermediate result may overflow although the result
-    # would not: before a factor < 1, as in x * clip(x + 3, 0, 6) / 6 or square(relu(x)) / length, or
+    # would not: before a factor < 1, as in x * clip(x + 3, 0, 6) / 6 or in square(relu(x)) / n, or
     # where a scaled logit should be multiplied by 0, as in silu(2 * x).
     largest = min(float(jnp.finfo(d).max) for d in curve.dtypes)
     from_ = largest / (64 if largest < 1e6 else 2.0**32)
