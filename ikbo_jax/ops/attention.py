@@ -147,9 +147,8 @@ def attention(
         kernel for users with few queries takes ranges; gradients with ranges run in XLA.
       page_table: [U, most] int32, the pages of every user in their order. `key` and `value` are
         then [pages, page, K, H], S is most · page, and the lengths are required. Pages out of range
-        are clamped. The kernel for users with few queries reads pages in place if `block_kv`
-        divides them; otherwise XLA gathers them before the op runs, and `explain` says why.
-        Gradients with pages run in XLA.
+        are clamped. The kernels read pages in place if `block_kv` divides them; otherwise XLA
+        gathers them before the op runs, and `explain` says why. Gradients with pages run in XLA.
       self_key: [B, T_self, K, H], same dtype: further keys, which belong to one candidate; its
         queries attend to all of them in addition to the user's keys. None: there are none. The
         kernels merge one token; in XLA, all T · T_self scores of a candidate are in memory at once.

@@ -42,7 +42,7 @@ def run(call: Any, plan: dispatch.Plan, arrays: Arrays) -> tuple[jax.Array, jax.
         lists=lists,
     )
     if not has_few_queries:
-        launch = functools.partial(kernel.attention_kernel, order=order)
+        launch = functools.partial(kernel.attention_kernel, order=order, page_table=page_table)
     if own_tokens.are_merged_by(plan):
         launch = functools.partial(launch, self_key=self_key, self_value=self_value)
     result: tuple[jax.Array, jax.Array | None] = launch(

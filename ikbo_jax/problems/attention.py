@@ -10,7 +10,7 @@ from typing import Any, ClassVar, NamedTuple, Self, cast
 
 from ikbo_jax.problems import attention_tile_cost, few_queries_cost, hopper, memory
 from ikbo_jax.problems.few_queries import FewQueriesConfig
-from ikbo_jax.problems.flash import FlashConfig, why_not_users
+from ikbo_jax.problems.flash import MAX_PAGED_WIDTH, FlashConfig, why_not_pages, why_not_users
 from ikbo_jax.problems.hopper import NUM_CONSUMERS, WGMMA_M
 from ikbo_jax.problems.problem import (
     Config,
@@ -92,6 +92,10 @@ class AttentionConfig(FlashConfig):
             return reason
         if reason := why_not_users(problem):
             return reason
+        if reason := why_not_pages(problem, self.block_kv):
+            return reason
+        if problem.page and problem.head_dim > MAX_PAGED_WIDTH:
+            return f"H={problem.head_dim} takes no pages of keys, H={MAX_PAGED_WIDTH} does"
         stages = min(self.k_stages, self.v_stages)
         if self.reuse and problem.kv_len > stages * self.block_kv:
             return (
@@ -193,16 +197,11 @@ class AttentionProblem(AttentionSizes):
         return " ".join((super().describe(), *(word for word, has in words.items() if has)))
 
     def why_not_scores(self, *, takes_ranges: bool = False) -> str | None:
-        """Why a kernel, which may take ranges and pages, cannot run a problem with them."""
+        """Why a kernel, which may take ranges, cannot run a problem with them."""
         if self.has_bias:
             return "a bias runs in XLA"
         if self.has_ranges and not takes_ranges:
             return "key_value_ranges need the kernel for few queries"
-        if self.page and not takes_ranges:
-            return (
-                f"pages of {self.page} positions need the kernel for few queries, "
-                "whose block_kv divides them"
-            )
         return None
 
     @classmethod

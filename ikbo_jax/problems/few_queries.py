@@ -328,8 +328,8 @@ class FewQueriesConfig(Config):
             return reason
         if reason := self._why_not_ranges(problem):
             return reason
-        if problem.page % self.block_kv:
-            return f"block_kv must divide pages of {problem.page} positions, but is {self.block_kv}"
+        if reason := flash.why_not_pages(problem, self.block_kv):
+            return reason
         is_wide = self.has_all_columns(problem.head_dim)
         if is_wide and self.block_kv > MAX_WIDE_BLOCK_KV:
             return (

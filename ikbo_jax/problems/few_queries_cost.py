@@ -35,6 +35,7 @@ from ikbo_jax.problems.few_queries import (
     pack_time,
     rows_of_head,
 )
+from ikbo_jax.problems.flash import tiles_read_pages
 from ikbo_jax.problems.hopper import NUM_SMS, TILE_ROWS, WGMMA_M
 from ikbo_jax.problems.problem import Ranked
 
@@ -72,8 +73,8 @@ def serves(problem: Any) -> bool:
     items = p.batch * p.q_len / WGMMA_M * p.q_heads
     most = MAX_QUERIES if p.users > 1 or items > NUM_SMS else MAX_QUERIES_OF_WAVE
     return (
-        # Ranges of keys, and pages, have no other kernel.
-        (0 < problem.q_len <= most or p.has_ranges or p.page > 0)
+        # Ranges of keys, and some pages, have no other kernel.
+        (0 < problem.q_len <= most or p.has_ranges or not tiles_read_pages(p))
         and min(p.batch, p.users, p.q_len, p.kv_len, p.q_heads) > 0
         and problem.q_heads % problem.kv_heads == 0
     )

@@ -11,6 +11,9 @@ from ikbo_jax.problems import hopper, memory
 from ikbo_jax.problems.hopper import BLOCK_K, NUM_CONSUMERS, WGMMA_M
 from ikbo_jax.problems.problem import Config
 
+#: Widest heads whose keys the kernel of tiles reads in pages: H = 256 spills 32 bytes.
+MAX_PAGED_WIDTH = 192
+
 
 @dataclasses.dataclass(frozen=True)
 class FlashConfig(Config):
@@ -74,6 +77,19 @@ def why_not_operands(problem: Any, block_kv: int, max_block_kv: Mapping[int, int
         return reason
     widest, operands = max_block_kv[problem.head_dim], "scores and accumulator"
     return hopper.why_not_block("block_kv", block_kv, widest, problem.head_dim, operands)
+
+
+def why_not_pages(problem: Any, block_kv: int) -> str | None:
+    """Checks that a block of keys is in one page of an `AttentionProblem`."""
+    if problem.page % block_kv:
+        return f"block_kv must divide pages of {problem.page} positions, but is {block_kv}"
+    return None
+
+
+def tiles_read_pages(problem: Any) -> bool:
+    """Whether the kernel of tiles has a block for the pages, if any, of an `AttentionProblem`."""
+    p = problem
+    return p.page == 0 or (p.page % WGMMA_M == 0 and p.head_dim <= MAX_PAGED_WIDTH)
 
 
 def why_not_users(problem: Any, *, takes_ranges: bool = False) -> str | None:

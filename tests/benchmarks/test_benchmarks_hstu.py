@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 
+import numpy as np
 import pytest
 
 from benchmarks import hstu
@@ -20,6 +21,26 @@ def test_a_run_in_small(tmp_path):
         found = {p["name"]: p["ok"] for p in point["providers"]}
         assert found == dict.fromkeys(("ikbo", "xla", "masked"), True)
         assert "x masked, bars 1." in hstu.bars(point, points)
+
+
+@pytest.mark.parametrize("sweep", ["softmax", "mixes"])
+def test_a_run_of_masked_attention_in_small(tmp_path, sweep):
+    out = tmp_path / "hstu.json"
+    assert hstu.BENCHMARK.main(["--out", str(out), "--quick", "--sweep", sweep]) == 0
+    points = json.loads(out.read_text())["points"]
+    assert {point["direction"] for point in points} == {"forward", "backward"}
+    for point in points:
+        found = {p["name"]: p["ok"] for p in point["providers"]}
+        assert found == dict.fromkeys(("ikbo", "xla", "masked"), True)
+
+
+def test_pairs_of_masked_attention():
+    shape = hstu.Masked(1, 6, heads=1, head_dim=1, targets=2, contextual=1, window=2)
+    seen = np.zeros((6, 6), bool)
+    for begin, end in (shape.intervals[:, :2].T, shape.intervals[:, 2:].T):
+        seen |= (np.arange(6) >= begin[:, None]) & (np.arange(6) < end[:, None])
+    assert shape.flops("forward") == 4 * seen.sum()
+    assert shape.flops("backward") == 10 * seen.sum()
 
 
 def test_useful_flops_count_visible_pairs():

@@ -156,12 +156,26 @@ CASES |= {
     f"{name}_own": dataclasses.replace(CASES[name], has_own=True, logit_cap=None, copies=None)
     for name in OWN
 }
+#: Cases whose keys and values are in pages of one or two blocks.
+CASES |= {
+    f"{name}_pages_{page}": dataclasses.replace(
+        CASES[name], keys=keys, page=page, lengths=lengths, copies=None
+    )
+    for name, keys, page, lengths in (
+        ("t3_packed_gqa_lengths", 96, 32, (5, 96)),
+        ("reuse_t16_gqa_lengths", 64, 64, (33, 60)),
+        ("early_odd_pairs_lengths", 96, 32, (1000, 33, -3, 64)),
+        ("one_user_t16_gqa_lengths", 128, 64, (33, 128, 70, 0, 50)),
+    )
+}
 
 
 def interpret(inputs: problems.AttentionInputs, case: Case) -> tuple[jax.Array, jax.Array]:
+    inputs, pages = case.in_pages(inputs)
     run = functools.partial(
         kernel.attention_kernel,
         **case.own,
+        **pages,
         scale=case.scale,
         logit_cap=case.logit_cap,
         return_residuals=True,

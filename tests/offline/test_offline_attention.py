@@ -29,8 +29,17 @@ def operands(problem: Any, *, has_lengths: bool) -> tuple[Any, ...]:
     p, shape, dtype = problem, jax.ShapeDtypeStruct, jnp.dtype(problem.dtype)
     query = shape((p.batch, p.q_len, p.q_heads, p.head_dim), dtype)
     keys = shape((p.users, p.kv_len, p.kv_heads, p.head_dim), dtype)
+    if p.page:
+        pages = 2 * p.users * p.kv_len // p.page
+        keys = shape((pages, p.page, p.kv_heads, p.head_dim), dtype)
     lengths = shape((p.users,), jnp.int32) if has_lengths else None
     return query, keys, keys, shape((p.batch,), jnp.int32), lengths
+
+
+def page_table(problem: AttentionProblem) -> Any:
+    """Shape of the users' pages, or None."""
+    p = problem
+    return jax.ShapeDtypeStruct((p.users, p.kv_len // p.page), jnp.int32) if p.page else None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,7 +65,7 @@ class Case:
         """The kernel's host function, and the shapes it takes."""
         p = self.problem
 
-        def fn(query, key, value, cand_to_user, lengths, numbers, own):
+        def fn(query, key, value, cand_to_user, lengths, numbers, own, pages):
             # Candidates in any order are read and stored in place, or copied and stored elsewhere.
             order, targets = (None, numbers) if p.q_len % WGMMA_M else (numbers, None)
             return kernel.attention_kernel(
@@ -70,6 +79,7 @@ class Case:
                 targets=targets,
                 self_key=own,
                 self_value=own,
+                page_table=pages,
                 return_residuals=self.with_lse,
                 config=self.chosen,
                 num_sms=NUM_SMS,
@@ -79,7 +89,7 @@ class Case:
         shapes = operands(p, has_lengths=self.with_lengths)
         own = jax.ShapeDtypeStruct((p.batch, 1, p.kv_heads, p.head_dim), jnp.dtype(p.dtype))
         numbers = shapes[3] if self.with_order else None
-        return fn, *shapes, numbers, own if self.with_own else None
+        return fn, *shapes, numbers, own if self.with_own else None, page_table(p)
 
 
 def of(config: Config | None = None, **sizes: Any) -> Case:
@@ -130,6 +140,12 @@ CASES |= {
         "t33_two_stages": every_option(of(Config(128, 2, 2, 3), q_len=33)),
     }.items()
 }
+#: Cases whose keys and values are in pages of 128 positions.
+PAGED = ("one_slot", "h128_t5_own", "h192_t16_one_user", "early_own", "h128_t1_capped")
+PAGED = (*PAGED, "h128_t8_one_user", "h192_t3_f16")
+for name in PAGED:
+    problem = dataclasses.replace(CASES[name].problem, page=128)
+    CASES[f"{name}_pages"] = dataclasses.replace(CASES[name], problem=problem)
 
 
 def assert_fit(case: Case, compiler: offline.Compiler) -> None:

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import offline
 import pytest
-from test_offline_attention import operands
+from test_offline_attention import operands, page_table
 
 from ikbo_jax.pallas.few_queries.kernel import few_queries_kernel
 from ikbo_jax.problems import AttentionProblem, memory
@@ -65,15 +65,7 @@ class Case:
         ranges = jax.ShapeDtypeStruct((p.batch, 2), jnp.int32) if p.has_ranges else None
         own = (p.batch, 1, p.kv_heads, p.head_dim) if self.has_own else None
         own = own and jax.ShapeDtypeStruct(own, p.dtype)
-        pages = None
-        if p.page:
-            most = p.kv_len // p.page
-            pages = jax.ShapeDtypeStruct((p.users, most), jnp.int32)
-            pool = jax.ShapeDtypeStruct(
-                (2 * p.users * most, p.page, p.kv_heads, p.head_dim), p.dtype
-            )
-            shapes = (shapes[0], pool, pool, *shapes[3:])
-        return fn, *shapes, targets, ranges, own, pages
+        return fn, *shapes, targets, ranges, own, page_table(p)
 
 
 def of(head_dim: int, config: Config, heads: tuple[int, int] = (4, 4), **changes: Any) -> Case:

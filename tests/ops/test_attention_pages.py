@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 import ikbo_jax as ikbo
+from ikbo_jax.problems import FewQueriesConfig
 
 PAGE, MOST, USERS, PAGES = 4, 3, 5, 20
 LENGTHS = np.array([12, 0, 5, 9, 4], np.int32)
@@ -97,16 +98,17 @@ def test_pages_out_of_range_are_clamped():
     )
 
 
-def wide(page: int = 32, batch: int = 40, users: int = 3, most: int = 4) -> dict[str, Any]:
+def wide(page: int = 32, q_len: int = 2, batch: int = 40, users: int = 3) -> dict[str, Any]:
     """bfloat16 arrays of a size that the kernel takes; `page` positions."""
     rng = np.random.default_rng(1)
 
     def draw(*shape: int) -> Any:
         return jnp.asarray(rng.standard_normal(shape), jnp.bfloat16)
 
+    most = 4
     pages = (users * most + 2, page, 2, 64)
     return {
-        "query": draw(batch, 2, 4, 64),
+        "query": draw(batch, q_len, 4, 64),
         "key": draw(*pages),
         "value": draw(*pages),
         "page_table": jnp.asarray(rng.integers(-1, pages[0] + 1, (users, most)), jnp.int32),
@@ -115,16 +117,18 @@ def wide(page: int = 32, batch: int = 40, users: int = 3, most: int = 4) -> dict
     }
 
 
+@pytest.mark.parametrize(("page", "q_len"), [(32, 2), (32, 40), (64, 40), (128, 64)])
 @pytest.mark.parametrize("is_sorted", [False, True])
-def test_the_kernel_reads_pages_in_place(fake_attention, is_sorted: bool):
-    arrays = wide()
+def test_a_kernel_reads_pages_in_place(fake_attention, is_sorted: bool, page: int, q_len: int):
+    arrays = wide(page, q_len)
     if is_sorted:
         arrays["cand_to_user"] = jnp.sort(arrays["cand_to_user"])
     attend = functools.partial(ikbo.attention, indices_are_sorted=is_sorted)
     found = jax.jit(attend)(**arrays)
     (call,) = fake_attention.calls
-    assert call["page"] == 32
-    assert call["config"].block_kv == 32
+    assert call["page"] == page
+    assert page % call["config"].block_kv == 0
+    assert isinstance(call["config"], FewQueriesConfig) == (page == 32 or q_len == 2)
     expected = ikbo.attention(**arrays, implementation="xla")
     np.testing.assert_allclose(*(np.asarray(x, np.float32) for x in (found, expected)), atol=0.02)
 
@@ -163,7 +167,7 @@ def test_explain_says_why_xla_gathers_the_pages():
         gathered = str(ikbo.explain(ikbo.attention, **wide(page=20)))
     assert note not in in_place
     assert "pages of 32" in in_place
-    why = "pages of 20 positions need the kernel for few queries"
+    why = "block_kv must divide pages of 20 positions"
     assert f"{note}: " in gathered
     assert why in gathered
     by_kernel = functools.partial(ikbo.attention, implementation="mosaic_gpu")

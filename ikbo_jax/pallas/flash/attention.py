@@ -87,6 +87,7 @@ def attention_kernel(
     targets: jax.Array | None = None,
     self_key: jax.Array | None = None,
     self_value: jax.Array | None = None,
+    page_table: jax.Array | None = None,
     interpret: Any = False,
 ) -> tuple[jax.Array, jax.Array | None]:
     """Computes `ops.attention` for bf16 and f16; returns out and, with `return_residuals`, lse.
@@ -98,10 +99,15 @@ def attention_kernel(
         targets[i]'s results. `order` must be None then.
       self_key: None, or [B, 1, K, H], a further key of each candidate, in the order of the results;
         `self_value` likewise.
+      page_table: as for `ops.attention`; `block_kv` divides the pages.
       interpret: as for `hopper.launch.launch`.
     """
     batch, q_len, q_heads, head_dim = query.shape
     users, kv_len, kv_heads, _ = key.shape
+    page = 0
+    if page_table is not None:
+        page, (users, most) = kv_len, page_table.shape
+        kv_len = most * page
     if order is not None and q_len % WGMMA_M:
         raise ValueError(f"an order needs T to be a multiple of {WGMMA_M}, but T={q_len}")
     if scale == 0:  # every score is 0, as with queries of zeros
@@ -111,11 +117,15 @@ def attention_kernel(
         "targets": targets,
         "self_key": None if self_key is None else jnp.squeeze(self_key, 1),
         "self_value": None if self_value is None else jnp.squeeze(self_value, 1),
+        "pages": None if page_table is None else page_table.reshape(-1),
     }
     if config.one_user and users > 1 and q_len:
         index = _users_in_order(cand_to_user, order)
-        tiles = _tiles_by_user(query, key, index, key_value_seq_lengths, interpret)
+        sizes = batch, q_len, users, kv_len
+        tiles = _tiles_by_user(sizes, index, key_value_seq_lengths, interpret)
         q, k, v = (x.reshape(-1, *x.shape[2:]) for x in (query, key, value))
+        if page:
+            k, v = key, value
         listed = {"order": order, "words": tiles.words, "counts": tiles.counts}
         operands = Operands(q, k, v, **listed, **of_results)
         shape = _shape_of_list(operands, batch, q_len, scale, num_sms, logit_cap=logit_cap)
@@ -143,6 +153,7 @@ def attention_kernel(
         min(num_sms, row_tiles * q_heads),
         most_row_tiles * q_heads,
         cap=cap,
+        page=page,
     )
     run_ends = None
     # A tile has more candidates than a warp has lanes, or heads are wider than 192 columns: the
@@ -156,18 +167,18 @@ def attention_kernel(
 
 
 def _tiles_by_user(
-    query: jax.Array,
-    key: jax.Array,
+    sizes: tuple[int, int, int, int],
     sequences: jax.Array,
     lengths: jax.Array | None,
     interpret: Any,
 ) -> lists.TileList:
     """Lists tiles that are cut where users end; `sequences` are the users in work order.
 
+    `sizes`: candidates, queries of each, users, keys of each.
     Candidates are sequences of queries, users sequences of keys. If users have lengths, every other
     sequence of keys is what follows a user's keys.
     """
-    (batch, q_len), (users, kv_len) = query.shape[:2], key.shape[:2]
+    batch, q_len, users, kv_len = sizes
     # By NumPy, so that they are constants: XLA's kernels for them, and one for a clamped index that
     # `query_tiles` clamps anyway, took 3.5 us before each launch on an H100.
     ends: Any = np.arange(users + 1, dtype=np.int32) * np.int32(kv_len)
@@ -239,13 +250,17 @@ def _shape_of_list(
     """Describes a launch whose tiles are listed: keys are rows of one array."""
     _, q_heads, head_dim = operands.query.shape
     most_tiles = operands.words.shape[0] * q_heads
+    kv_len, page = operands.key.shape[0], 0
+    if operands.pages is not None:
+        page = operands.key.shape[1]
+        kv_len = operands.pages.shape[0] * page
     scale, cap = scale_and_cap(scale, logit_cap)
     return Shape(
         batch=batch,
         q_len=q_len,
         q_heads=q_heads,
-        kv_heads=operands.key.shape[1],
-        kv_len=operands.key.shape[0],
+        kv_heads=operands.key.shape[-2],
+        kv_len=kv_len,
         users=1,
         head_dim=head_dim,
         log2_scale=scale * math.log2(math.e),
@@ -254,6 +269,7 @@ def _shape_of_list(
         most_tiles=most_tiles,
         output_scale=output_scale,
         cap=cap,
+        page=page,
     )
 
 

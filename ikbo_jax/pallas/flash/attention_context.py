@@ -39,6 +39,7 @@ class Shape:
     most_tiles: int  # of all heads
     output_scale: float = 1.0
     cap: Cap | None = None  # of the scores, before `log2_scale`
+    page: int = 0  # positions of a page, a multiple of a block's keys; 0: there are none
 
     @property
     def rows(self) -> int:

@@ -40,7 +40,7 @@ class _Pass(NamedTuple):
     head: Any
     begin: Any  # the pass's rows are [begin, end)
     end: Any
-    user: Any  # with a list of tiles, row of the first key
+    user: Any  # with a list of tiles, row of the first key; with pages, place of the first in them
     length: Any  # number of keys
     source: Any = None  # with a list of tiles, first row of the queries
 
@@ -140,6 +140,12 @@ def _load_block(
     rows: tuple[Any, ...] = (user, pl.ds(first, config.block_kv))
     if ctx.operands.words is not None:  # may reach into the next sequence's rows
         rows = (pl.ds(user + first, config.block_kv),)
+    if shape.page:
+        blocks = shape.page // config.block_kv
+        number = lax.div(block, blocks)
+        begin = (block - number * blocks) * config.block_kv
+        page = jnp.clip(ctx.operands.pages[user + number], 0, source.shape[0] - 1)
+        rows = (page, pl.ds(begin, config.block_kv))
     kv_head = lax.div(head, shape.q_heads // shape.kv_heads)
     ctx.load(source, (*rows, kv_head), ring.copied(step), ring.ready_at(step))
 
@@ -155,6 +161,8 @@ def _pass(ctx: AttentionContext, tile: Any, extent: tuple[Any, Any, Any], begin:
     length = jnp.int32(shape.kv_len)
     if ctx.operands.lengths is not None:
         length = jnp.clip(ctx.operands.lengths[user], 0, shape.kv_len)
+    if shape.page:
+        user = user * (shape.kv_len // shape.page)
     return _Pass(tile, first, stop, head, begin, end, user, length)
 
 
@@ -171,6 +179,8 @@ def _listed_pass(ctx: AttentionContext, share: _Share, i: Any) -> _Pass:
     end = target + jnp.where(exists, rows, 0)
     length = jnp.where(exists, length, 0)
     first_key = jnp.minimum(first_key, shape.kv_len - 1)  # an empty sequence may begin past the end
+    if shape.page:
+        first_key = lax.div(first_key, shape.page)
     return _Pass(i, target, end, head, target, end, first_key, length, source)
 
 

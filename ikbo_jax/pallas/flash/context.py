@@ -19,7 +19,8 @@ from ikbo_jax.problems.hopper import NUM_CONSUMERS, WGMMA_M
 class Operands(NamedTuple):
     """Device memory; operands that a launch does not use are None.
 
-    A launch on tiles has the keys and values of all sequences in one array, and no index.
+    A launch on tiles has the keys and values of all sequences in one array, and no index. With
+    `pages`, keys and values are [pages, page, K, H].
     """
 
     query: Any  # [B * T, N, H]; with tiles, [rows, N, H]
@@ -40,6 +41,7 @@ class Operands(NamedTuple):
     seen: Any = None  # [tiles, 2, 4, 64] int32, of `gdpa_masked.mask_tiles`
     self_key: Any = None  # [B, K, H], of own tokens, in the order of the results
     self_value: Any = None  # likewise
+    pages: Any = None  # [U * most] int32, each user's pages
 
 
 class Outputs(NamedTuple):

@@ -50,9 +50,8 @@ class Blocks(Root):
         labels, wanted = scores.labels, self.labels
 
         def block(ctx: Context, x: Any, keep: bool) -> tuple[Any, np.ndarray]:
-            state, kept = masks.known_mask(ctx, x), x
-            if not keep:
-                state, kept = masks.negated(state), _negated(x)
+            state, kept = masks.known_mask(ctx, x), _kept(x, keep)
+            state = state if keep else masks.negated(state)
             return arranged(kept, labels, wanted), arranged_array(state, labels, wanted)
 
         def factors(ctx: Context, region: masks.Region) -> list[tuple[Any, np.ndarray, bool]]:
@@ -74,13 +73,15 @@ class Blocks(Root):
         return dataclasses.replace(self, fills=(*self.fills, new), mask_origins=origins)
 
 
-def _negated(mask: Any) -> Any:
-    """Returns where a mask, or a bias, is False or 0."""
+def _kept(mask: Any, keeps: bool) -> Any:
+    """Returns where a mask or a bias is True or other than 0; without `keeps`, where it is not."""
+    if keeps and mask.dtype == np.bool_:
+        return mask
     if isinstance(mask, Concat):
-        return Concat(tuple(map(_negated, mask.parts)), mask.axis)
+        return Concat(tuple(_kept(x, keeps) for x in mask.parts), mask.axis)
     if isinstance(mask, Lazy):
-        return dataclasses.replace(mask, base=kept_by(mask.base, False))
-    return kept_by(mask, False)
+        return dataclasses.replace(mask, base=kept_by(mask.base, keeps))
+    return kept_by(mask, keeps)
 
 
 def kept_by(mask: Any, keeps: bool) -> Any:

@@ -8,6 +8,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
+from ikbo_jax import masks
 from ikbo_jax.ops.attention import attention
 from ikbo_jax.ops.dot_product_attention import keys_first
 from ikbo_jax.ops.gdpa import gdpa
@@ -56,10 +57,19 @@ class Operands(NamedTuple):
         )
 
     def activated(
-        self, activation: str, scale: float, output_scale: float, cap: float | None = None
+        self,
+        activation: str,
+        scale: float,
+        output_scale: float,
+        cap: float | None = None,
+        visible: Visible | None = None,
     ) -> jax.Array:
         """Attends with an activation instead of the softmax."""
         (batch, queries), (users, keys) = self.query.shape[:2], self.key.shape[:2]
+        if visible is not None:
+            self, *ends = self.intervals(visible)
+            rows = [staged.reshape(spread(x, (batch, queries)), (batch * queries, 1)) for x in ends]
+            mask = masks.intervals(*rows)
         query, key, value = (
             staged.reshape(x, (x.shape[0] * x.shape[1], *x.shape[2:])) for x in self[:3]
         )
@@ -76,6 +86,7 @@ class Operands(NamedTuple):
             q_to_kv=self.users,
             max_seqlen_q=queries,
             max_seqlen_kv=keys,
+            mask=None if visible is None else mask,
         )
         return staged.reshape(out, staged.shape_of(self.query))
 
@@ -139,17 +150,43 @@ class Operands(NamedTuple):
             users=staged.reshape(users, (batch * queries,)),
         )
 
+    def intervals(self, visible: Visible) -> tuple[Operands, jax.Array, jax.Array]:
+        """Returns the keys that users keep, and the interval of them that each query sees.
+
+        Returns:
+          The operands, and begins and ends of intervals, [batch, queries or 1] int32.
+        """
+        batch, (_, size, *_) = self.query.shape[0], self.key.shape
+        if visible.seen is None:
+            begin = jnp.zeros((batch, 1), jnp.int32)
+            end = jnp.full((batch, 1), size, jnp.int32)
+        else:
+            # A mask that is equal for all keys may have one of them.
+            seen = jnp.asarray(visible.seen)
+            seen = spread(seen, (batch, seen.shape[1], size))
+            begin = jnp.argmax(seen, axis=2).astype(jnp.int32)
+            end = begin + jnp.sum(seen, axis=2, dtype=jnp.int32)
+        if visible.lengths is not None:
+            return self, begin, jnp.minimum(end, take_rows(visible.lengths, self.users, 0)[:, None])
+        if visible.kept is None:
+            return self, begin, end
+        # Among the kept keys alone, those that a query sees follow each other, too.
+        before = jnp.cumsum(jnp.pad(visible.kept, ((0, 0), (1, 0))), axis=1, dtype=jnp.int32)
+        users = self.users[:, None]
+        begin, end = (before.at[users, x].get(mode="promise_in_bounds") for x in (begin, end))
+        return self.ordered(visible.kept), begin, end
+
 
 class Visible(NamedTuple):
     """Says which of its user's keys a query sees: those that all of the attributes keep.
 
     Attributes:
-      seen: [batch or 1, queries or 1, keys] bool, an interval of keys in each row.
+      seen: [batch or 1, queries or 1, keys] bool, an interval of keys in each row; None: all.
       kept: [users, keys] bool; None: all.
       lengths: [users] int32 if `kept` is the first `lengths` keys; else None.
     """
 
-    seen: jax.Array
+    seen: jax.Array | None
     kept: jax.Array | None = None
     lengths: jax.Array | None = None
 
@@ -172,24 +209,9 @@ class ByRow(NamedTuple):
 
 def attend_by_row(operands: Operands, visible: Visible) -> ByRow:
     """Attends from every query to the keys that it sees."""
-    batch, queries = operands.query.shape[:2]
-    seen = jnp.asarray(visible.seen)
-    # A mask that is equal for all keys may have one of them.
-    seen = spread(seen, (*seen.shape[:2], operands.key.shape[1]))
-    begin = jnp.argmax(seen, axis=2).astype(jnp.int32)
-    end = begin + jnp.sum(seen, axis=2, dtype=jnp.int32)
-    differ = seen.shape[1] != 1
-    rows = operands.by_query() if differ else operands
-    begin, end = (
-        staged.reshape(spread(x, (batch, queries if differ else 1)), rows.users.shape)
-        for x in (begin, end)
-    )
-    if visible.lengths is not None:
-        end = jnp.minimum(end, take_rows(visible.lengths, rows.users, 0))
-    elif visible.kept is not None:
-        # Among the kept keys alone, those that a query sees follow each other, too.
-        before = jnp.cumsum(jnp.pad(visible.kept, ((0, 0), (1, 0))), axis=1, dtype=jnp.int32)
-        begin, end = (before.at[rows.users, x].get(mode="promise_in_bounds") for x in (begin, end))
-        rows = rows.ordered(visible.kept)
+    rows, begin, end = operands.intervals(visible)
+    if begin.shape[1] != 1:
+        rows = rows.by_query()
+    begin, end = (staged.reshape(x, rows.users.shape) for x in (begin, end))
     out, lse = rows.attend_with_lse(None, jnp.stack([begin, end], axis=1))
     return ByRow(rows, out, lse, begin >= end)

@@ -8,30 +8,39 @@ activation of `ikbo_jax.gdpa`, the op looks the user's keys up.
 
 from __future__ import annotations
 
+import copy
+import functools
 import math
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from ikbo_jax.rewrite.attention import masked_keys
 from ikbo_jax.rewrite.attention.block_attention import Call
+from ikbo_jax.rewrite.attention.block_functions import BlockFunctions, Mask
 from ikbo_jax.rewrite.attention.block_parts import Part, at_users, block_of, lineage_of, weighted
-from ikbo_jax.rewrite.attention.blocks import arranged_array
-from ikbo_jax.rewrite.attention.scores import BATCH, HEAD, KEY, QUERY, Label, Logits, Scores
-from ikbo_jax.rewrite.facts import activations, curves, known, masks
-from ikbo_jax.rewrite.facts.proofs import constant
+from ikbo_jax.rewrite.attention.blocks import Blocks, arranged_array
+from ikbo_jax.rewrite.attention.operands import Operands, Visible
+from ikbo_jax.rewrite.attention.scores import BATCH, HEAD, KEY, QUERY, Fill, Label, Scores
+from ikbo_jax.rewrite.facts import activations
 from ikbo_jax.rewrite.interpret import shape_of
 from ikbo_jax.rewrite.rules import any_shape
 from ikbo_jax.rewrite.rules.elementwise import ELEMENTWISE, common_shape
 from ikbo_jax.rewrite.values import staged
-from ikbo_jax.rewrite.values.lineage import Lazy, Lineage, origins_of, spread
+from ikbo_jax.rewrite.values.lineage import (
+    Concat,
+    Lazy,
+    Lineage,
+    is_plain,
+    origins_of,
+    spread,
+)
 from ikbo_jax.rewrite.values.registry import NotCovered
 
-#: Primitives of one operand that keep 0.
-_KEEPS_ZERO = ("convert_element_type", "copy", "neg", "transpose", "abs", "sign", "sqrt", "tanh")
+#: The dtypes that gdpa accepts.
+_DTYPES = ("bfloat16", "float16", "float32")
 
 
 def _sum(arrays: list[jax.Array]) -> jax.Array:
@@ -41,74 +50,131 @@ def _sum(arrays: list[jax.Array]) -> jax.Array:
     return total
 
 
+def _may_be_sliced(x: Any, batch: int) -> bool:
+    """Whether a value is looked up along its dimension `batch` alone, or not at all."""
+    if isinstance(x, Concat):
+        return all(_may_be_sliced(part, batch) for part in x.parts)
+    return is_plain(x) or isinstance(x, Lazy) and x.axis in (batch, -1)
+
+
+class _Block(NamedTuple):
+    """Holds the keys of a block, and what is known of its weights.
+
+    Attributes:
+      key: the keys that some query may see.
+      call: the attention, with the masks of the block as the masks of its logits.
+      activation: the activation of gdpa that the weights are where no mask hides them, or None.
+    """
+
+    key: Part
+    call: PointwiseCall
+    activation: activations.Match | None
+
+
 class PointwiseCall(Call):
     """Computes one attention by an elementwise function: every part of its queries by itself."""
 
     def attended(self, query: Part) -> Any:
         """Returns the result of some queries: [batch, *queries, *heads, width]."""
-        live = [key for key in self.keys if not self._zero(self.scores, query, key)]
+        live = self._blocks(query)
         users = lineage_of(query.value)
         shape = list(query.value.shape)
         shape[-1] = self.keys[0].values.shape[-1]
         self.sizes = query.value.shape[1 : 1 + len(self.root.queries)]
         if not live:
             return jnp.zeros(shape, self.dtype)
-        if users is not None and all(self.of_users(key, users) for key in live):
-            out = _sum([self._at_users(query, key, users) for key in live])
+        if users is not None and all(self.of_users(block.key, users) for block in live):
+            out = _sum([self._at_users(query, block.key, users) for block in live])
             out = staged.reshape(staged.cast(out, self.dtype), (out.shape[0], *shape[1:]))
             return Lazy(out, tuple(shape), users, 0, origins_of(query.value))
         reason = "queries that attend to keys of the candidate"
         array = self.ctx.materialise(self.eqn, query.value, reason)
-        total = _sum([self._of_candidates(query, key, array) for key in live])
+        total = _sum([self._of_candidates(query, block, array) for block in live])
         return staged.reshape(staged.cast(total, self.dtype), shape)
+
+    def _blocks(self, query: Part) -> list[_Block]:
+        """Returns the blocks of some queries, without keys whose weights are all proven to be 0."""
+        functions = self.ctx.scope.once(
+            ("functions",), (self.scores,), lambda: BlockFunctions(self.ctx, self.scores)
+        )
+        found = []
+        for key in self.keys:
+            function = functions.of_block(functools.partial(self._cut_by_labels, query, key))
+            if function.is_zero:
+                continue
+            call = copy.copy(self)
+            try:
+                root = functools.reduce(self._hidden, function.masks, self.root)
+                call.root = root
+                live = call._trimmed(query, key)
+            except NotCovered:
+                call, live = self, key
+                function = function._replace(activation=None)
+            if live is not None:
+                found.append(_Block(live, call, function.activation))
+        return found
+
+    def _hidden(self, root: Blocks, mask: Mask) -> Blocks:
+        """Adds what sets weights to 0 to the masks of the logits."""
+        return root.masked(self.ctx, mask.scores, mask.value, mask.keeps, Fill(0.0))
+
+    def _cut_by_labels(
+        self, query: Part, key: Part, x: np.ndarray, labels: tuple[Label, ...]
+    ) -> np.ndarray:
+        """Returns the block of an array whose dimensions have these labels."""
+        index = [slice(None)] * x.ndim
+        for label, part in (((KEY, 0), key), ((QUERY, self.axis - 1), query)):
+            if label in labels and x.shape[labels.index(label)] != 1:
+                index[labels.index(label)] = slice(part.start, part.stop)
+        return x[tuple(index)]
 
     def _at_users(self, query: Part, key: Part, users: Lineage) -> jax.Array:
         weights = self._block(self.scores, query, key, users, {})
         values = self.user_rows(key.values, users)
         return self._weighted(weights, users.users, key, values)
 
-    def _of_candidates(self, query: Part, key: Part, array: jax.Array) -> jax.Array:
-        users = lineage_of(key.value)
-        activation = self._activation(query, key) if users is not None else None
-        if activation is not None:
-            name, scale, output_scale, _ = activation
-            dtype = array.dtype
-            rows = tuple(array.shape[1 : 1 + len(self.root.queries)])
-            root = Logits(array, key.value, rows, self.root.heads)
-            values = spread(key.values.base, (key.values.base.shape[0], *key.values.shape[1:]))
-            values = staged.cast(values, dtype)
-            out = masked_keys.attend_activated(root, values, name, scale, output_scale)
-            shape = staged.shape_of(out)
-            out = staged.reshape(out, (shape[0], math.prod(rows), self.heads, shape[-1]))
-            return staged.cast(out, np.dtype(np.float32))
+    def _of_candidates(self, query: Part, block: _Block, array: jax.Array) -> jax.Array:
+        key, users = block.key, lineage_of(block.key.value)
+        if users is not None and block.activation is not None:
+            try:
+                return self._by_gdpa(query, block, array, users)
+            except NotCovered:
+                pass
         reason = "attention by another function than those of gdpa"
         weights = self._block(self.scores, query, key, None, {})
         values = self.ctx.materialise(self.eqn, key.values, reason)
         return self._weighted(weights, array.shape[0], key, self.flat(values, key.stop - key.start))
 
-    def _weighted(self, weights: jax.Array, rows: int, key: Part, values: Any) -> jax.Array:
-        """Computes the weighted sum of values [batch, queries, heads, width], in float32."""
-        labels = self.root.labels
-        weights = arranged_array(weights, self.scores.labels, labels)
-        keys = key.stop - key.start
-        weights = spread(weights, (rows, *self.sizes, *self.root.heads, keys))
-        weights = staged.reshape(weights, (rows, math.prod(self.sizes), self.heads, keys))
-        weights = staged.cast(staged.transpose(weights, (0, 2, 1, 3)), values.dtype)
-        return weighted(weights, values)
-
-    def _activation(self, query: Part, key: Part) -> Any:
-        """Finds the activation of gdpa that the function of these logits is; None if it is none."""
-        curve = self._curve(self.scores, query, key)
-        if curve is None or key.values.shape[-1] != key.value.shape[-1]:
-            return None
-        found = activations.match(curve)
-        if found is None or str(self.root.key.dtype) not in ("bfloat16", "float16", "float32"):
-            return None
+    def _by_gdpa(self, query: Part, block: _Block, array: jax.Array, users: Lineage) -> jax.Array:
+        """Attends by an op to keys that it looks up: [batch, queries, heads, width] float32."""
+        key, found = block.key, block.activation
+        assert found is not None
+        if key.values.shape[-1] != key.value.shape[-1] or str(array.dtype) not in _DTYPES:
+            raise NotCovered("attention by another function than those of gdpa")
         if not found.same_slope:
             if self.ctx.differentiated:
-                return None
+                raise NotCovered(f"attention is not recognised: {found.activation}, another slope")
             self.ctx.gradient_differs()
-        return found
+        flat = self.flat(array, math.prod(self.sizes))
+        keys, values = (
+            staged.cast(self.user_rows(x, users), array.dtype) for x in (key.value, key.values)
+        )
+        operands = Operands(flat, keys, values, users.index, 1.0)
+        block.call.sizes = self.sizes
+        kept, seen = block.call._visible(query, [key], users)
+        visible = None if kept is None and seen is None else Visible(seen, kept)
+        out = operands.activated(found.activation, found.scale, found.output_scale, visible=visible)
+        return staged.cast(out, np.dtype(np.float32))
+
+    def _weighted(self, weights: jax.Array, rows: int, key: Part, values: Any) -> jax.Array:
+        """Computes the weighted sum of values [batch, queries, heads, width], in float32."""
+        (batch, *between, last), count = self.root.labels, len(self.root.queries)
+        heads_first = [batch, *between[count:], *between[:count], last]
+        weights = arranged_array(weights, self.scores.labels, heads_first)
+        keys = key.stop - key.start
+        weights = spread(weights, (rows, *self.root.heads, *self.sizes, keys))
+        weights = staged.reshape(weights, (rows, self.heads, math.prod(self.sizes), keys))
+        return weighted(staged.cast(weights, values.dtype), values)
 
     # The equations between the logits and the product, block by block.
 
@@ -167,87 +233,17 @@ class PointwiseCall(Call):
         self, x: Any, labels: tuple[Label, ...], query: Part, key: Part, users: Lineage | None
     ) -> Any:
         """Returns the block of a mask, bias or other operand; `labels` are its dimensions."""
+        batch = labels.index((BATCH, 0))
+        if len(shape_of(x)) == 0 or not _may_be_sliced(x, batch):
+            x = self.ctx.build(x)
         if len(shape_of(x)) == 0:
-            return self.ctx.build(x)
+            return x
         for label, part in (((KEY, 0), key), ((QUERY, self.axis - 1), query)):
             if label in labels:
                 x = block_of(x, labels.index(label), part.start, part.stop)
         if users is None:
             return self.ctx.build(x)
-        array = at_users(x, users, labels.index((BATCH, 0)))
+        array = at_users(x, users, batch)
         if array is None:
             raise NotCovered("attention is not recognised: a mask or bias differs by candidate")
         return array
-
-    def _fixed(
-        self, x: Any, labels: tuple[Label, ...], query: Part, key: Part
-    ) -> np.ndarray | None:
-        """Returns the block of an operand as far as the program fixes it; `UNKNOWN` elsewhere."""
-        state = known.known(self.ctx, x)
-        if state is None:
-            name, _, operands = self.ctx.made_by(x)
-            x = operands[0] if name == "convert_element_type" else x
-            if getattr(x, "dtype", None) != np.bool_:
-                return None
-            state = masks.known_mask(self.ctx, x)
-        if state.ndim == 0:
-            return state
-        index = [slice(None)] * state.ndim
-        for label, part in (((KEY, 0), key), ((QUERY, self.axis - 1), query)):
-            if label in labels and state.shape[labels.index(label)] != 1:
-                index[labels.index(label)] = slice(part.start, part.stop)
-        return state[tuple(index)]
-
-    def _zero(self, x: Scores, query: Part, key: Part) -> bool:
-        """Whether a block is proven to be 0."""
-        if x.made is None:
-            return False
-        operands, name = x.made[1], x.made[0].primitive.name
-
-        def zero(y: Any) -> bool:
-            if isinstance(y, Scores):
-                return self._zero(y, query, key)
-            state = self._fixed(y, x.labels, query, key)
-            return state is not None and bool((state == 0).all())
-
-        if name == "mul":
-            return any(map(zero, operands))
-        if name in _KEEPS_ZERO or name == "div":
-            return zero(operands[0])
-        if name == "select_n" and len(operands) == 3:
-            chosen = self._chosen(x, query, key)
-            return all(map(zero, operands[1:] if chosen is None else [operands[1 + chosen]]))
-        return False
-
-    def _chosen(self, x: Scores, query: Part, key: Part) -> int | None:
-        """Finds the case that a `select_n` provably takes in a whole block; None if unknown."""
-        which = x.made[1][0]
-        state = None if isinstance(which, Scores) else self._fixed(which, x.labels, query, key)
-        if state is None or (state == masks.UNKNOWN).any():
-            return None
-        return 0 if not state.any() else 1 if state.all() else None
-
-    def _curve(self, x: Scores, query: Part, key: Part) -> curves.Curve | None:
-        """Returns a block as an elementwise function of its logits, where masks hide nothing."""
-        if x.made is None:
-            return curves.logits(x.dtype)
-        (eqn, operands), name = x.made, x.made[0].primitive.name
-        if name == "select_n" and len(operands) == 3:
-            chosen = self._chosen(x, query, key)
-            case = None if chosen is None else operands[1 + chosen]
-            return self._curve(case, query, key) if isinstance(case, Scores) else None
-        arguments: list[Any] = []
-        for y in operands:
-            if isinstance(y, Scores):
-                arguments.append(self._curve(y, query, key))
-            elif name == "mul" and self._is_one(y, x.labels, query, key):
-                arguments.append(1.0)
-            else:
-                arguments.append(constant(self.ctx, y))
-        if any(y is None for y in arguments) or name not in curves.ELEMENTWISE:
-            return None
-        return curves.then(eqn, arguments)
-
-    def _is_one(self, x: Any, labels: tuple[Label, ...], query: Part, key: Part) -> bool:
-        state = self._fixed(x, labels, query, key)
-        return state is not None and bool((state == 1).all())

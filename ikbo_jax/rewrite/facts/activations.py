@@ -102,6 +102,32 @@ def match(curve: Curve) -> Match | None:
 _MATCHES: dict[Any, Match | None] = {}
 
 
+def vanishes(curve: Curve | float) -> bool:
+    """Whether a function is 0, with slope 0, at all logits that are less than a mask's number."""
+    if not isinstance(curve, Curve):
+        return abs(curve) <= _ZERO
+    if len(_roots(curve)) != 1:
+        return False
+    key = _key(curve)
+    if key not in _VANISHING:
+        if len(_VANISHING) >= 256:
+            _VANISHING.clear()
+        with np.errstate(all="ignore"):
+            _VANISHING[key] = _is_flat(curve, _FEW) and _is_flat(curve, _points(curve))
+    return _VANISHING[key]
+
+
+_VANISHING: dict[Any, bool] = {}
+#: A number up to this is 0 in float32.
+_ZERO = 2.0**-160
+#: Logits that are less than a mask's number: from -1e8 down, as for a softmax.
+_LARGEST = 1e7
+
+
+def _is_flat(curve: Curve, points: np.ndarray) -> bool:
+    return all(np.all(np.abs(y) <= _ZERO) for y in curve(points[np.abs(points) <= _LARGEST]))
+
+
 def _key(curve: Curve | float) -> Any:
     """Returns a hashable key, equal for curves that have equal equations."""
     nodes: list[Any] = []
@@ -167,10 +193,11 @@ def _compare(
     noise = tiny + _CANCELLED * point
     same = _agree(computed.value, [output_scale * g.value for g in near], eps, noise)
     # Near the largest number of a dtype, an intermediate result may overflow although the result
-    # would not: before a factor < 1, as in x * clip(x + 3, 0, 6) / 6, or where a scaled logit
-    # should be multiplied by 0, as in silu(2 * x).
+    # would not: before a factor < 1, as in x * clip(x + 3, 0, 6) / 6 or square(relu(x)) / length, or
+    # where a scaled logit should be multiplied by 0, as in silu(2 * x).
     largest = min(float(jnp.finfo(d).max) for d in curve.dtypes)
-    near_largest = np.maximum(np.abs(computed.value), np.abs(scale * x)) > largest / 64
+    from_ = largest / (64 if largest < 1e6 else 2.0**32)
+    near_largest = np.maximum(np.abs(computed.value), np.abs(scale * x)) > from_
     overflowed = ~np.isfinite(coarse) & near_largest & np.isfinite(x)
     same_nan = np.isnan(coarse) == np.isnan(computed.value)
     near_enough = np.abs(coarse - computed.value) <= 2 * eps * point + tiny

@@ -143,7 +143,9 @@ def _known(ctx: Any, mask: Any, depth: int) -> np.ndarray:
         return _bounded(ctx, mask) if number is None else (number != 0).astype(np.int8)
     masks = [_known(ctx, x, depth - 1) for x in operands]
     if how != "move":
-        return _LOGIC[how](*masks).astype(np.int8)
+        found = _LOGIC[how](*masks).astype(np.int8)
+        # An operand that counts alone may be a number.
+        return found.reshape((1,) * (len(shape_of(mask)) - found.ndim) + found.shape)
     return _moved(eqn, masks, [shape_of(x) for x in operands], eqn.outvars[0].aval.shape)
 
 
@@ -245,7 +247,8 @@ def factors(ctx: Any, mask: Any, keeps: bool = True, region: Region = ()) -> lis
         counts = [_spread(ctx, x, shape_of(mask)) for x in counts]
         return [part for x in counts for part in factors(ctx, x, keeps, region)] or whole
     if how in ("same", "not"):
-        return factors(ctx, operands[0], keeps == (how == "same"), region)
+        only = _spread(ctx, operands[0], shape_of(mask))
+        return factors(ctx, only, keeps == (how == "same"), region)
     if how != "move" or len(operands) != 1:
         return whole
     inner = []

@@ -1,0 +1,147 @@
+"""HSTU as teams write it: SiLU attention, and a mask beside it in one of many spellings."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from rewrite_basics import check, check_values_and_gradients
+
+import ikbo_jax as ikbo
+from ikbo_jax.rewrite.report.cost import program_cost
+
+
+@pytest.fixture(autouse=True)
+def _promotion_as_by_default():
+    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+        yield
+
+
+USERS, LENGTH, WIDTH, HEADS, HEAD, LAYERS = 4, 23, 32, 2, 16, 2
+
+
+def causal(n: int, start: int) -> Any:
+    """Makes [n, n] bool; positions from `start` on do not see each other."""
+    row, column = jnp.arange(n)[:, None], jnp.arange(n)[None]
+    return (column <= row) & ((column < start) | (column == row))
+
+
+def hidden(scores: Any, mask: Any) -> Any:
+    return jax.nn.silu(scores) * mask
+
+
+#: Weights of scores [rows, heads, n, n] with the mask [.., n, n] bool.
+SPELLINGS: dict[str, Callable[[Any, Any], Any]] = {
+    "times_bool": hidden,
+    "times_float": lambda s, m: jax.nn.silu(s) * m.astype(s.dtype),
+    "where_after": lambda s, m: jnp.where(m, jax.nn.silu(s), 0.0),
+    "where_before": lambda s, m: jax.nn.silu(jnp.where(m, s, -1e9)),
+    "sigmoid": lambda s, m: s * jax.nn.sigmoid(s) * m,
+    "after_the_length": lambda s, m: (jax.nn.silu(s) / s.shape[-1]) * m * s.shape[-1],
+    "squared_relu": lambda s, m: jnp.where(m, jnp.square(jax.nn.relu(s)), 0.0),
+}
+
+#: Masks of n positions with candidates from `start` on.
+MASKS: dict[str, Callable[[int, int], Any]] = {
+    "isolated": causal,
+    "tri_set": lambda n, start: (
+        (
+            jnp.tril(jnp.ones((n, n)))
+            .at[start:, start:]
+            .set(0)
+            .at[jnp.arange(start, n), jnp.arange(start, n)]
+            .set(1)
+        )
+        > 0
+    ),
+    "window": lambda n, start: causal(n, start) & (jnp.arange(n) > jnp.arange(n)[:, None] - 6),
+    "contextual": lambda n, start: (
+        causal(n, start) | ((jnp.arange(n)[:, None] < 3) & (jnp.arange(n)[None] < start))
+    ),
+    "history": lambda n, start: (
+        causal(n, start) | ((jnp.arange(n)[:, None] < start) & (jnp.arange(n)[None] < start))
+    ),
+}
+
+
+def params() -> list[tuple[jax.Array, jax.Array]]:
+    rng = np.random.default_rng(0)
+    shapes = (WIDTH, 4 * HEADS * HEAD), (HEADS * HEAD, WIDTH)
+    return [
+        tuple(jnp.asarray(rng.standard_normal(s, np.float32) * s[0] ** -0.5) for s in shapes)
+        for _ in range(LAYERS)
+    ]
+
+
+def request(rows: int, candidates: int) -> tuple[jax.Array, ...]:
+    rng = np.random.default_rng(1)
+    history = rng.standard_normal((USERS, LENGTH, WIDTH), np.float32)
+    items = rng.standard_normal((rows, candidates, WIDTH), np.float32)
+    index = rng.integers(0, USERS, rows).astype(np.int32)
+    return tuple(map(jnp.asarray, (history, items, index)))
+
+
+def model(spelling: str = "times_bool", mask: str = "isolated", padded: bool = False) -> Any:
+    def fn(layers: Any, history: Any, items: Any, index: Any) -> Any:
+        x = jnp.concatenate([history[index], items], axis=1)
+        rows, n, _ = x.shape
+        seen = MASKS[mask](n, LENGTH)[None, None]
+        if padded:
+            lengths = jnp.asarray([LENGTH, 5, 1, 17], jnp.int32)
+            is_key = jnp.arange(LENGTH) < lengths[:, None]
+            kept = jnp.concatenate([is_key[index], jnp.ones((rows, n - LENGTH), bool)], axis=1)
+            seen = seen & kept[:, None, None]
+        for w_in, w_out in layers:
+            mean = x.mean(axis=-1, keepdims=True)
+            norm = (x - mean) * jax.lax.rsqrt(x.var(axis=-1, keepdims=True) + 1e-6)
+            uvqk = jax.nn.silu(norm @ w_in).reshape(rows, n, 4, HEADS, HEAD)
+            u, v, q, k = (uvqk[:, :, i] for i in range(4))
+            scores = jnp.einsum("bnhd,bmhd->bhnm", q, k) * HEAD**-0.5
+            a = jnp.einsum("bhnm,bmhd->bnhd", SPELLINGS[spelling](scores, seen) / n, v)
+            x = x + (u * a).reshape(rows, n, -1) @ w_out
+        return x[:, LENGTH:]
+
+    return fn
+
+
+def flops(fn: Callable[..., Any], *args: Any) -> int:
+    return program_cost(jax.make_jaxpr(fn)(*args)).flops
+
+
+def least_flops(rows: int, candidates: int) -> int:
+    """Counts products alone: the history's for users, the candidates' for rows.
+
+    In the last layer, users need keys and values alone.
+    """
+    inner, n = HEADS * HEAD, LENGTH + candidates
+    users = USERS * LENGTH * (10 * inner * WIDTH + 4 * LENGTH * inner) * (LAYERS - 1)
+    last = USERS * LENGTH * 4 * inner * WIDTH
+    return users + last + rows * candidates * (10 * inner * WIDTH + 4 * n * inner) * LAYERS
+
+
+@pytest.mark.parametrize(("rows", "candidates"), [(64, 1), (16, 8), (8, 64)])
+def test_what_can_be_saved_is_saved(rows: int, candidates: int) -> None:
+    args = params(), *request(rows, candidates)
+    original, rewritten = (flops(fn, *args) for fn in (model(), ikbo.rewrite(model())))
+    assert original - rewritten >= 0.85 * (original - least_flops(rows, candidates))
+
+
+@pytest.mark.parametrize("spelling", SPELLINGS)
+def test_spellings_have_the_models_values(spelling: str) -> None:
+    args = params(), *request(12, 3)
+    check(lambda fn: fn, model(spelling), *args)
+
+
+@pytest.mark.parametrize("padded", [False, True])
+@pytest.mark.parametrize("mask", MASKS)
+def test_masks_have_the_models_values(mask: str, padded: bool) -> None:
+    args = params(), *request(12, 3)
+    check(lambda fn: fn, model(mask=mask, padded=padded), *args)
+
+
+def test_gradients_are_the_models() -> None:
+    check_values_and_gradients(model(padded=True), params()[:1], *request(12, 3))
