@@ -74,4 +74,7 @@ def _results(arrays: attention.Inputs, scale: float) -> tuple[jax.Array, jax.Arr
 
 
 def _by_xla(inputs: Inputs, scale: float) -> Gradients:
-    return attention_grouped.decomposed_vjp(*inputs[:5], inputs.d_out, None, scale=scale)
+    d_query, d_key, d_value = attention_grouped.decomposed_vjp(
+        *inputs[:5], inputs.d_out, None, scale=scale
+    )
+    return d_query, d_key, d_value

@@ -13,6 +13,7 @@ from ikbo_jax.ops import (
     arguments,
     attention_arguments,
     attention_backward,
+    attention_kernel,
     attention_vmap,
     dispatch,
     own_tokens,
@@ -29,7 +30,6 @@ from ikbo_jax.ops.sharded import (
     zeros,
 )
 from ikbo_jax.problems import AttentionConfig, AttentionProblem, FewQueriesConfig
-from ikbo_jax.problems.hopper import WGMMA_M
 from ikbo_jax.reference import attention as reference
 from ikbo_jax.reference import attention_grouped
 
@@ -43,6 +43,7 @@ def attention(
     *,
     scale: float | None = None,
     logit_cap: float | None = None,
+    bias: jax.Array | None = None,
     key_value_seq_lengths: jax.Array | None = None,
     key_value_ranges: jax.Array | None = None,
     page_table: jax.Array | None = None,
@@ -64,6 +65,7 @@ def attention(
     *,
     scale: float | None = None,
     logit_cap: float | None = None,
+    bias: jax.Array | None = None,
     key_value_seq_lengths: jax.Array | None = None,
     key_value_ranges: jax.Array | None = None,
     page_table: jax.Array | None = None,
@@ -85,6 +87,7 @@ def attention(
     *,
     scale: float | None = None,
     logit_cap: float | None = None,
+    bias: jax.Array | None = None,
     key_value_seq_lengths: jax.Array | None = None,
     key_value_ranges: jax.Array | None = None,
     page_table: jax.Array | None = None,
@@ -105,6 +108,7 @@ def attention(
     *,
     scale: float | None = None,
     logit_cap: float | None = None,
+    bias: jax.Array | None = None,
     key_value_seq_lengths: jax.Array | None = None,
     key_value_ranges: jax.Array | None = None,
     page_table: jax.Array | None = None,
@@ -119,7 +123,8 @@ def attention(
 
         out[b] = softmax(scale · query[b] · key[u]ᵀ) · value[u],  u = cand_to_user[b]
 
-    With a `logit_cap`, the softmax is of logit_cap · tanh(score / logit_cap).
+    With a `logit_cap`, the softmax is of logit_cap · tanh(score / logit_cap); with a `bias`, of the
+    sum of this and the bias.
 
     Args:
       query: [B, T, N, H], bfloat16, float16 or float32: B candidates (B may be 0), T queries per
@@ -132,6 +137,8 @@ def attention(
         outside `key`; `ikbo_jax.debug.check_index` finds them.
       scale: factor of the scores, a number that is finite in float32; None means 1 / sqrt(H).
       logit_cap: bound of the scores before the softmax, a number above 0; None: there is none.
+      bias: [U, N or 1, T or 1, S], bfloat16, float16 or float32: added to the scores of a user's
+        keys, in the bias's dtype. Runs in XLA, with its gradients. None: there is none.
       key_value_seq_lengths: [U] int32, the number of valid keys of every user, values in [0, S]
         (others are clamped; `ikbo_jax.debug.check_lengths` finds them); None means S for every
         user. Keys and values past the length have no effect.
@@ -162,10 +169,10 @@ def attention(
       numerators are rounded to the inputs' dtype before they are multiplied by the values. f32
       products on the "xla" path follow `jax.default_matmul_precision`.
 
-      Differentiable in reverse mode with respect to query, key, value, self_key and self_value,
-      through out and lse. On Hopper a kernel computes gradients in bfloat16 and float16, for the
-      head widths of the forward kernel; XLA computes others, and derivatives of gradients. Each
-      gradient is summed in f32, by the kernel in one order, and rounded once.
+      Differentiable in reverse mode with respect to query, key, value, bias, self_key and
+      self_value, through out and lse. On Hopper a kernel computes gradients in bfloat16 and
+      float16, for the head widths of the forward kernel; XLA computes others, and derivatives of
+      gradients. Each gradient is summed in f32, by the kernel in one order, and rounded once.
 
     Raises:
       ValueError: a rank is wrong; sizes, dtypes, index, lengths or ranges disagree; N is not a
@@ -182,7 +189,7 @@ def attention(
     Source: Meta IKBO, flash attention with in-kernel broadcast, on the PyTorch blog.
     """
     given = query, key, value, cand_to_user, key_value_seq_lengths, key_value_ranges
-    arrays = Arrays(*given, page_table=page_table)
+    arrays = Arrays(*given, page_table=page_table, bias=bias)
     request = arguments.request(
         "attention",
         implementation,
@@ -282,52 +289,6 @@ class _Call(Call):
         return {"scale": self.scale, "logit_cap": self.logit_cap}
 
 
-def _run_kernel(call: _Call, plan: dispatch.Plan, arrays: Arrays) -> _Results:
-    query, key, value, index, lengths, ranges, self_key, self_value, page_table = arrays
-    users = arrays.keys[0]
-    # Imported here because Mosaic GPU takes 0.3 s to import.
-    from ikbo_jax.pallas.few_queries import kernel as few_queries
-    from ikbo_jax.pallas.flash import attention as kernel
-    from ikbo_jax.pallas.worklist import counted_order, pack
-
-    has_few_queries = isinstance(plan.config, FewQueriesConfig)
-    order, targets, lists = None, None, False
-    if not call.indices_are_sorted and query.shape[0] > 1 and users > 1:
-        # A launch that lists candidates itself needs no order, and no other launch.
-        lists = has_few_queries and plan.config.lists(plan.problem, call.request.num_sms)
-        # The kernel reads and writes unsorted candidates in place only if T is a multiple of 64, so
-        # that no 64-row tile holds queries of two candidates. Otherwise the queries are copied into
-        # the order of users, and the results are stored in the caller's order; keys and values stay
-        # in place.
-        if not lists and (has_few_queries or query.shape[1] % WGMMA_M):
-            query, index, targets, _ = pack.pack(query, index, users)
-        elif not lists:
-            order = counted_order.by_user(index, users)
-    run: Any = functools.partial(
-        few_queries.few_queries_kernel,
-        key_value_ranges=ranges,
-        page_table=page_table,
-        lists=lists,
-    )
-    if not has_few_queries:
-        run = functools.partial(kernel.attention_kernel, order=order, page_table=page_table)
-    if own_tokens.are_merged_by(plan):
-        run = functools.partial(run, self_key=self_key, self_value=self_value)
-    return run(
-        query,
-        key,
-        value,
-        index,
-        lengths,
-        scale=call.scale,
-        logit_cap=call.logit_cap,
-        targets=targets,
-        return_residuals=call.return_residuals,
-        config=plan.config,
-        num_sms=call.request.num_sms,
-    )
-
-
 class _Attention(Op[_Call, Arrays, _Results]):
     name, is_gradient_apart = "_attention", True
     choose_gradient = staticmethod(attention_backward.choose)
@@ -361,11 +322,13 @@ class _Attention(Op[_Call, Arrays, _Results]):
             kernel_call = dataclasses.replace(
                 call, return_residuals=call.return_residuals or merges
             )
-            out, lse = run_kernel(functools.partial(_run_kernel, kernel_call, plan), arrays)
+            out, lse = run_kernel(
+                functools.partial(attention_kernel.run, kernel_call, plan), arrays
+            )
         else:
             arrays = pages.laid_out(arrays)
             out, lse = attention_grouped.decomposed(
-                *arrays[:5], ranges=arrays.ranges, **call.of_scores
+                *arrays[:5], ranges=arrays.ranges, bias=arrays.bias, **call.of_scores
             )
         out = dispatch.record(out, plan)
         if merges:
@@ -392,11 +355,12 @@ class _Attention(Op[_Call, Arrays, _Results]):
         lengths = None if arrays.lengths is None else "u"
         ranges = None if arrays.ranges is None else "b ends"
         keys, own = "u s k h", None if arrays.self_key is None else "b own k h"
+        bias = None if arrays.bias is None else attention_vmap.names_of_bias(arrays.bias)
         table: Any = None
         if arrays.page_table is not None:
             keys, table = "pages page k h", "u most"
         return Named(
-            Arrays._make((QUERY, keys, keys, "b", lengths, ranges, own, own, table)),
+            Arrays._make((QUERY, keys, keys, "b", lengths, ranges, own, own, table, bias)),
             (QUERY, LSE if call.return_residuals else None),
             SPLIT,
         )
@@ -430,7 +394,9 @@ class _Attention(Op[_Call, Arrays, _Results]):
             (out, lse), (d_out, d_lse) = residuals, cotangents
             operands = attention_backward.Operands(arrays, out, lse, d_out, d_lse)
             gradients = attention_backward.GRADIENT.differentiable(settings, operands)
-        return Arrays.of_floats(*gradients)
+        if arrays.bias is None:
+            return Arrays.of_floats(*gradients)
+        return Arrays.of_floats(*gradients[:-1], bias=gradients[-1])
 
 
 _OP = _Attention()

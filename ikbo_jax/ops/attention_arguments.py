@@ -31,9 +31,25 @@ def check(arrays: Arrays) -> None:
                 f"key_value_ranges has shape {ranges.shape} but query has B={batch}, so it must "
                 f"have shape {(batch, 2)}"
             )
+    if arrays.bias is not None:
+        _check_bias(arrays.bias, arrays)
     if batch and not users:
         shape = (key if arrays.page_table is None else arrays.page_table).shape
         raise ValueError(f"{of_users} has no rows, shape {shape}, but query has B={batch}")
+
+
+def _check_bias(bias: Any, arrays: Arrays) -> None:
+    arguments.check_array("bias", bias, "[U, N or 1, T or 1, S]")
+    (_, q_len, q_heads, _), (users, keys) = arrays.query.shape, arrays.keys
+    wanted = users, q_heads, q_len, keys
+    pairs = enumerate(zip(bias.shape, wanted, strict=True))
+    if not all(a == b or (a == 1 and d in (1, 2)) for d, (a, b) in pairs):
+        raise ValueError(
+            f"bias has shape {bias.shape} but query and key have [U, N, T, S] = {wanted}; N and T "
+            "may be 1 in the bias"
+        )
+    if arrays.page_table is not None:
+        raise NotImplementedError("a bias and a page_table do not go together")
 
 
 def _users_of_pages(arrays: Arrays) -> int:

@@ -18,7 +18,7 @@ from ikbo_jax.problems import AttentionBackwardConfig, AttentionBackwardProblem,
 from ikbo_jax.reference import attention as reference
 from ikbo_jax.reference import attention_grouped
 
-#: Of query, key and value, and of keys and values of own tokens if there are any.
+#: Of query, key and value, and of keys and values of own tokens if there are any; then of a bias.
 Gradients = tuple[jax.Array, ...]
 
 
@@ -96,7 +96,7 @@ def by_xla(arrays: Arrays, d_out: Any, d_lse: Any, *, dtype: Any, **of_scores: A
     """
     of_user, own = arrays[:5], arrays.own
     of_own: Gradients = ()
-    options = {"ranges": arrays.ranges, **of_scores}
+    options = {"ranges": arrays.ranges, "bias": arrays.bias, **of_scores}
     if own:
         first = attention_grouped.decomposed(*of_user, **options)
 
@@ -114,7 +114,7 @@ def by_xla(arrays: Arrays, d_out: Any, d_lse: Any, *, dtype: Any, **of_scores: A
     )
     if own:
         d_query = d_query + of_query
-    return d_query, *of_keys, *of_own
+    return d_query, *of_keys[:2], *of_own, *of_keys[2:]
 
 
 def of_pages(arrays: Arrays, d_out: Any, d_lse: Any, *, dtype: Any, **of_scores: Any) -> Gradients:
@@ -183,4 +183,5 @@ def problem_of(arrays: Arrays, logit_cap: float | None) -> AttentionProblem:
     sizes = batch, users, q_len, kv_len, q_heads, kv_heads, width
     kinds: dict[str, Any] = {"page": page if arrays.page_table is not None else 0}
     kinds |= {"has_ranges": arrays.ranges is not None, "has_logit_cap": logit_cap is not None}
+    kinds["has_bias"] = arrays.bias is not None
     return AttentionProblem(*sizes, dtype=str(arrays.query.dtype), **kinds)

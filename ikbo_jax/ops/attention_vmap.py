@@ -17,7 +17,7 @@ SPLIT = {"b": "candidates", "t": "queries", "k": "heads", "g": "heads"}
 class Arrays(NamedTuple):
     """The array arguments of attention; `self_key` and `self_value` if a kernel takes them.
 
-    With a `page_table`, key and value are pages.
+    With a `page_table`, key and value are pages. `bias`: [U, N or 1, T or 1, S].
     """
 
     query: jax.Array
@@ -29,6 +29,7 @@ class Arrays(NamedTuple):
     self_key: jax.Array | None = None
     self_value: jax.Array | None = None
     page_table: jax.Array | None = None
+    bias: jax.Array | None = None
 
     @property
     def keys(self) -> tuple[int, int]:
@@ -46,9 +47,15 @@ class Arrays(NamedTuple):
         return self.self_key, self.self_value
 
     @classmethod
-    def of_floats(cls, *floats: Any) -> Arrays:
+    def of_floats(cls, *floats: Any, bias: Any = None) -> Arrays:
         """Makes a tree of gradients of query, key, value and own tokens, if there are any."""
-        return cls(*floats[:3], *_NO_GRADIENTS, *floats[3:])
+        return cls(*floats[:3], *_NO_GRADIENTS, *floats[3:])._replace(bias=bias)
+
+
+def names_of_bias(bias: jax.Array) -> str:
+    """Names the dimensions of a bias; those of size 1 are not the query's."""
+    heads, queries = ("one", "(k g)"), ("row", "t")
+    return f"u {heads[bias.shape[1] != 1]} {queries[bias.shape[2] != 1]} s"
 
 
 #: Of the arrays of integers, in the place of gradients.
@@ -67,16 +74,18 @@ def can_fold(batched: Arrays) -> bool:
     """
     if batched.page_table is not None:
         return False
-    return are_users_batched(batched) or not (batched.key or batched.value or batched.lengths)
+    shared = not (batched.key or batched.value or batched.lengths or batched.bias)
+    return are_users_batched(batched) or shared
 
 
 def fold(size: int, batched: Arrays, arrays: Arrays, *, fold_users: bool) -> Arrays:
     """Joins `size` problems' arrays into one problem's; `batched` as in `Op.fold`.
 
     With `fold_users` each problem gets users of its own, copied if they are not batched. Else
-    `key`, `value` and `lengths` are not batched.
+    `key`, `value`, `lengths` and `bias` are not batched.
     """
     query, key, value, index, lengths, ranges, *own = arrays[:8]
+    bias = arrays.bias
     if fold_users:
         users = key.shape[batched.key]
         key, value = (
@@ -84,6 +93,8 @@ def fold(size: int, batched: Arrays, arrays: Arrays, *, fold_users: bool) -> Arr
         )
         if lengths is not None:
             lengths = concatenate(size, lengths, bool(batched.lengths))
+        if bias is not None:
+            bias = concatenate(size, bias, bool(batched.bias))
         # Clamp before the offset is added: a value outside one problem's users would otherwise
         # point to users of another problem.
         offsets = jnp.arange(size, dtype=jnp.int32)[:, None] * users
@@ -98,4 +109,4 @@ def fold(size: int, batched: Arrays, arrays: Arrays, *, fold_users: bool) -> Arr
         None if x is None else concatenate(size, x, bool(is_batched))
         for x, is_batched in zip(own, batched[6:8], strict=True)
     ]
-    return Arrays(query, key, value, index, lengths, ranges, *own)
+    return Arrays(query, key, value, index, lengths, ranges, *own)._replace(bias=bias)

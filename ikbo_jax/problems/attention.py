@@ -173,7 +173,8 @@ class AttentionProblem(AttentionSizes):
     """Sizes of a broadcast attention, forward.
 
     `is_sorted`: candidates of a user are known to be neighbours; `has_ranges`: each has its keys.
-    `page`: positions of a page of keys; 0: the keys of a user are in one array.
+    `page`: positions of a page of keys; 0: the keys of a user are in one array. `has_bias`: a bias
+    is added to the scores.
     """
 
     op: ClassVar[str] = "attention"
@@ -184,17 +185,21 @@ class AttentionProblem(AttentionSizes):
     has_ranges: bool = False
     has_logit_cap: bool = False
     page: int = 0
+    has_bias: bool = False
 
     def describe(self) -> str:
         words = {
             "key_value_ranges": self.has_ranges,
             "logit_cap": self.has_logit_cap,
             f"pages of {self.page}": self.page > 0,
+            "bias": self.has_bias,
         }
         return " ".join((super().describe(), *(word for word, has in words.items() if has)))
 
     def why_not_scores(self, *, takes_ranges: bool = False) -> str | None:
         """Why a kernel, which may take ranges, cannot run a problem with them."""
+        if self.has_bias:
+            return "a bias runs in XLA"
         if self.has_ranges and not takes_ranges:
             return "key_value_ranges need the kernel for few queries"
         return None

@@ -34,6 +34,7 @@ def materialised(
     self_key: jax.Array | None = None,
     self_value: jax.Array | None = None,
     logit_cap: float | None = None,
+    bias: jax.Array | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """Copies every user's keys and values to its candidates and attends in f32: the oracle.
 
@@ -47,6 +48,7 @@ def materialised(
       self_key: [B, T_self, K, H], further keys that only their candidate sees, or None.
       self_value: [B, T_self, K, H], or None.
       logit_cap: bound of the scores, see `soft_capped`, or None.
+      bias: [U, N or 1, T or 1, S], added to the scores of the users' keys, in its dtype; or None.
 
     Returns:
       out [B, T, N, H] in the query's dtype, rounded once, and lse [B, T, N] in f32.
@@ -72,6 +74,11 @@ def materialised(
     highest = jax.lax.Precision.HIGHEST
     products = jnp.einsum("btnh,bsnh->btns", query.astype(jnp.float32), keys, precision=highest)
     products, scale = soft_capped(products, scale, logit_cap)
+    if bias is not None:
+        own = products.shape[3] - bias.shape[3]
+        added = jnp.pad(bias[user], ((0, 0),) * 3 + ((0, own),)).swapaxes(1, 2)
+        scores = (products * jnp.float32(scale)).astype(bias.dtype) + added
+        products, scale = scores.astype(jnp.float32), 1.0
     products = jnp.where(mask[:, None, None], directed(products, scale), -jnp.inf)
     empty = jnp.all(products == -jnp.inf, axis=-1, keepdims=True)
     # Rows without keys get finite scores, so that no NaN enters a gradient.

@@ -15,13 +15,13 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from ikbo_jax.reference import attention_bias
 from ikbo_jax.reference.attention import (
     Softmax,
     directed,
     normalise,
     scaled,
     soft_cap_slope,
-    soft_capped,
 )
 
 #: Largest number of scores of one step of the XLA path: 128 MiB in f32, and as much again for their
@@ -96,6 +96,7 @@ def decomposed(
     scale: float,
     ranges: jax.Array | None = None,
     logit_cap: float | None = None,
+    bias: jax.Array | None = None,
     blocks: Blocking | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """Attends for groups of candidates of one user, a chunk of keys at a time.
@@ -111,14 +112,17 @@ def decomposed(
     """
     parts = _partition(query, key, cand_to_user, key_value_seq_lengths, blocks)
     back = functools.partial(_candidates_of, q_len=query.shape[1], q_heads=query.shape[2])
+    bias = attention_bias.with_keys_second(bias)
+    left = scale if logit_cap is None and bias is None else 1.0
 
     def attend(groups: _Groups) -> tuple[jax.Array, jax.Array]:
         q = _rows_of(query, groups.members, key.shape[2])
         ends = _ranges_of(ranges, groups, query, key.shape[2])
 
         def step(state: Softmax, chunk: jax.Array) -> tuple[Softmax, None]:
-            keys, values, mask = _chunk_of(parts, groups, chunk, key, value)
-            products, left = soft_capped(_products(q, keys), scale, logit_cap)
+            keys, values, own_bias, mask = _chunk_of(parts, groups, chunk, key, value, bias)
+            of_scores = scale, logit_cap, own_bias, query
+            products, *_ = attention_bias.scores_of(_products(q, keys), *of_scores)
             visible = _visible(parts, chunk, key, mask, ends)
             scores = jnp.where(visible, directed(products, left), -jnp.inf)
             state, exponentials = state.plus(scores, left)
@@ -131,7 +135,7 @@ def decomposed(
             return state._replace(weighted=state.weighted + products), None
 
         (row_max, total, out), _ = jax.lax.scan(step, Softmax.of_none(q), parts.chunks)
-        out, lse = normalise(out, total, scaled(row_max, 1.0 if logit_cap else scale))
+        out, lse = normalise(out, total, scaled(row_max, left))
         return back(out.astype(query.dtype)), back(lse[..., None])[..., 0]
 
     out, lse = jax.lax.map(attend, parts.groups)
@@ -150,9 +154,10 @@ def decomposed_vjp(
     scale: float,
     ranges: jax.Array | None = None,
     logit_cap: float | None = None,
+    bias: jax.Array | None = None,
     blocks: Blocking | None = None,
     dtype: Any = None,
-) -> tuple[jax.Array, jax.Array, jax.Array]:
+) -> tuple[jax.Array, ...]:
     """Pulls cotangents of `out` and `lse` back to query, key and value.
 
     With P = softmax(scores), dP = d_out·valueᵀ and delta = rowsum(P ∘ dP):
@@ -165,22 +170,23 @@ def decomposed_vjp(
     Args (the others are as for `decomposed`):
       d_out: [B, T, N, H].
       d_lse: [B, T, N] f32, or None for zeros.
-      dtype: dtype of the gradients of key and value; None means the inputs'.
+      dtype: dtype of the gradients of key, value and bias; None means the inputs'.
 
     Returns:
-      Gradients of query, key and value in their shapes and the inputs' dtype, each summed in f32
-      and rounded once.
+      Gradients of query, key, value and, if there is one, bias in their shapes and dtypes, each
+      summed in f32 and rounded once.
     """
     blocks = blocks or _blocks_of(query, key, MAX_SCORES)
     parts = _partition(query, key, cand_to_user, key_value_seq_lengths, blocks)
     kv_heads = key.shape[2]
-    sums = (jnp.zeros_like(key, jnp.float32), jnp.zeros_like(value, jnp.float32))
-
-    left = 1.0 if logit_cap else scale
+    of_keys = key, value, attention_bias.with_keys_second(bias)
+    summed = [x for x in of_keys if x is not None]
+    sums = tuple(jnp.zeros_like(x, jnp.float32) for x in summed)
+    left = scale if logit_cap is None and bias is None else 1.0
 
     def pull_back(
-        sums: tuple[jax.Array, jax.Array], groups: _Groups
-    ) -> tuple[tuple[jax.Array, jax.Array], jax.Array]:
+        sums: tuple[jax.Array, ...], groups: _Groups
+    ) -> tuple[tuple[jax.Array, ...], jax.Array]:
         rows_of = functools.partial(_rows_of, members=groups.members, kv_heads=kv_heads)
         # Positions without a candidate hold another candidate's rows, which must not add to its
         # gradient. Rows without keys have no gradient, whatever their query and cotangent, which
@@ -195,12 +201,13 @@ def decomposed_vjp(
         d_rows = 0.0 if d_lse is None else rows_of(d_lse[..., None], fill=0)[..., 0]
 
         def scores_of(chunk: jax.Array) -> tuple[Any, ...]:
-            keys, values, mask = _chunk_of(parts, groups, chunk, key, value)
+            keys, values, own_bias, mask = _chunk_of(parts, groups, chunk, *of_keys)
             counts = _visible(parts, chunk, key, mask, ends) & is_real
-            products, _ = soft_capped(_products(q, keys), scale, logit_cap)
-            slope = soft_cap_slope(products, logit_cap)
+            of_scores = scale, logit_cap, own_bias, query
+            products, _, capped = attention_bias.scores_of(_products(q, keys), *of_scores)
+            slope = soft_cap_slope(capped, logit_cap)
             scores = jnp.where(counts, directed(products, left), -jnp.inf)
-            return keys, counts, scores, _products(d_o, values), slope
+            return keys, counts, scores, _products(d_o, values), (slope, own_bias)
 
         def add(state: Softmax, chunk: jax.Array) -> tuple[Softmax, None]:
             _, _, scores, d_weights, _ = scores_of(chunk)
@@ -211,29 +218,32 @@ def decomposed_vjp(
             state, _ = jax.lax.scan(add, state, parts.chunks)
 
         def step(carry: tuple, chunk: jax.Array) -> tuple[tuple, None]:
-            d_q, d_keys, d_values = carry
-            keys, counts, scores, d_weights, slope = scores_of(chunk)
+            d_q, d_keys, d_values, *d_bias = carry
+            keys, counts, scores, d_weights, (slope, own_bias) = scores_of(chunk)
             own = state if is_split else state.plus_gradients(scores, d_weights, left)
             weights, d_scores = own.pull_back(scores, d_weights, left, d_rows)
+            d_scores = jnp.where(counts, d_scores, 0.0)
+            if own_bias is not None:
+                of_bias = attention_bias.gradient(d_scores, own_bias, query)
+                d_bias = [_add_chunk(parts, groups, chunk, d_bias[0], of_bias)]
             d_scores = jnp.where(counts, d_scores * slope, 0.0) * jnp.float32(scale)
             narrow = d_scores.astype(keys.dtype)
             product = functools.partial(jnp.einsum, preferred_element_type=jnp.float32)
             d_q += product("gkqs,gskh->gkqh", narrow, keys)
             d_keys = _add_chunk(parts, groups, chunk, d_keys, product("gkqs,gkqh->gskh", narrow, q))
             d_value = product("gkqs,gkqh->gskh", weights.astype(d_o.dtype), d_o)
-            return (d_q, d_keys, _add_chunk(parts, groups, chunk, d_values, d_value)), None
+            d_values = _add_chunk(parts, groups, chunk, d_values, d_value)
+            return (d_q, d_keys, d_values, *d_bias), None
 
         start = (jnp.zeros_like(q, jnp.float32), *sums)
         (d_q, *sums_after), _ = jax.lax.scan(step, start, parts.chunks)
         d_query = _candidates_of(d_q.astype(query.dtype), *query.shape[1:3])
-        return (sums_after[0], sums_after[1]), d_query
+        return tuple(sums_after), d_query
 
-    (d_key, d_value), d_query = jax.lax.scan(pull_back, sums, parts.groups)
-    return (
-        _gathered(parts, d_query),
-        d_key.astype(dtype or key.dtype),
-        d_value.astype(dtype or value.dtype),
-    )
+    sums, d_query = jax.lax.scan(pull_back, sums, parts.groups)
+    gradients = [x.astype(dtype or of.dtype) for x, of in zip(sums, summed, strict=True)]
+    gradients[2:] = [x.transpose(0, 2, 3, 1) for x in gradients[2:]]
+    return _gathered(parts, d_query), *gradients
 
 
 class _Groups(NamedTuple):
@@ -370,13 +380,17 @@ def _candidates_of(rows: jax.Array, q_len: int, q_heads: int) -> jax.Array:
 
 
 def _chunk_of(
-    parts: _Partition, groups: _Groups, chunk: jax.Array, key: jax.Array, value: jax.Array
-) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Gathers a chunk's keys and values [groups, keys, K, H], and their mask [groups, keys].
+    parts: _Partition,
+    groups: _Groups,
+    chunk: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    bias: jax.Array | None,
+) -> tuple[jax.Array, jax.Array, jax.Array | None, jax.Array]:
+    """Gathers a chunk's keys, values and bias [groups, keys, ...], and its mask [groups, keys].
 
     The mask excludes keys past a user's length. It also excludes keys of the last chunk that the
-    chunk before contains, since all chunks have the same number of keys. Excluded keys and values
-    are zeros.
+    chunk before contains, since all chunks have the same number of keys. What it excludes is zero.
     """
     start = _chunk_start(parts, chunk, key.shape[1])
     column = start + jnp.arange(parts.keys, dtype=jnp.int32)
@@ -392,7 +406,7 @@ def _chunk_of(
 
         return jnp.where(mask[..., None, None], jax.vmap(slice_of)(groups.users), 0)
 
-    return gather(key), gather(value), mask
+    return gather(key), gather(value), None if bias is None else gather(bias), mask
 
 
 def _chunk_start(parts: _Partition, chunk: jax.Array, kv_len: int) -> jax.Array:
@@ -402,7 +416,7 @@ def _chunk_start(parts: _Partition, chunk: jax.Array, kv_len: int) -> jax.Array:
 def _add_chunk(
     parts: _Partition, groups: _Groups, chunk: jax.Array, sums: jax.Array, update: jax.Array
 ) -> jax.Array:
-    """Adds [groups, keys, K, H] to the rows of [U, S, K, H] that `_chunk_of` read."""
+    """Adds [groups, keys, X, Y] to the rows of [U, S, X, Y] that `_chunk_of` read."""
     start = jnp.full_like(groups.users, _chunk_start(parts, chunk, sums.shape[1]))
     return jax.lax.scatter_add(
         sums,

@@ -26,7 +26,7 @@ REMOVED = {
 
 #: Fields of problems that rows lack: rows are of candidates sorted by user, and of calls without
 #: masks, ranges, caps or pages.
-NOT_IN_ROWS = ("is_sorted", "mask", "has_ranges", "has_logit_cap", "page")
+NOT_IN_ROWS = ("is_sorted", "mask", "has_ranges", "has_logit_cap", "page", "has_bias")
 
 
 @dataclasses.dataclass(frozen=True)

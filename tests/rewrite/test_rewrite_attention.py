@@ -122,10 +122,6 @@ RECOGNISED = [
 ]
 
 
-def with_a_bias(query, key, value):
-    return weighted(logits(query, key) + key.sum((2, 3))[INDEX][:, None, None], value)
-
-
 def maximum_of_other_logits(query, key, value):
     scores = logits(query, key)
     weights = jnp.exp(scores - jnp.max(scores * 2, axis=-1, keepdims=True))
@@ -144,7 +140,6 @@ def rounded_scores(query, key, value):
 
 # More of these, with their reasons, stand in `test_rewrite_decisions`.
 NOT_RECOGNISED = [
-    with_a_bias,
     maximum_of_other_logits,
     heads_merged_first,
     rounded_scores,

@@ -180,7 +180,6 @@ AS_WRITTEN = {
     "NaN of a factor becomes 0": lambda x: jnp.nan_to_num(
         softmax(x) * AGE.at[0, 0].set(jnp.nan)[INDEX]
     ),
-    "NaN where a mask hides": lambda x: softmax(x + jnp.where(kept(), 0, jnp.nan)),
     "another mask of exponentials": lambda x: over_sum(shifted(infinite(x)) * other(), 1e-9),
     "exponentials halved": lambda x: over_sum(jnp.exp(x) / 2, 0),
     "something added": lambda x: softmax(x) * kept() + 0.1,

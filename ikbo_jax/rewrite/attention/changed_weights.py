@@ -23,7 +23,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ikbo_jax.rewrite.attention import logit_masks, masked_keys, scores
+from ikbo_jax.rewrite.attention import biases, logit_masks, masked_keys, scores
 from ikbo_jax.rewrite.attention.blocks import arranged_array
 from ikbo_jax.rewrite.attention.scores import BATCH, HEAD, KEY, Fill, Logits, Scores
 from ikbo_jax.rewrite.attention.weighted_values import Mask, Weights
@@ -43,6 +43,7 @@ def _weights_of(x: Scores) -> Weights:
     if x.stage == "weighted" and x.weights is not None:
         return x.weights
     is_curve = x.stage in ("curve", "logits") and x.curve is not None and not x.root.fills
+    is_curve = is_curve and x.root.bias is None
     if not isinstance(x.root, Logits) or x.stage != "probabilities" and not is_curve:
         raise NotCovered(f"attention is not recognised: {x.stage} changed by another value")
     return Weights(x)
@@ -90,7 +91,7 @@ def product(ctx: Context, eqn: Any, x: Any, y: Any) -> Any:
     if isinstance(other, Scores) or not changes or not isinstance(at.root, Logits):
         return scores.scaled(ctx, eqn, x, y)
     number = constant(ctx, other)
-    if at.stage == "logits" and (number is not None or at.root.fills):
+    if at.stage == "logits" and (number is not None or at.root.fills or at.root.bias is not None):
         return scores.scaled(ctx, eqn, x, y)
     if number is not None:
         return _scaled(at, eqn, (x, y), number)
@@ -154,6 +155,8 @@ def _masked_exponential(
     if the maximum -inf is subtracted.
     """
     root = x.root
+    if root.bias is not None:
+        raise NotCovered("attention is not recognised: a bias, and masked exponentials")
     source = proofs.source_of_mask(ctx, mask, x.labels)
     same = [f for f in root.fills if proofs.same_source(f.source, source)]
     rest = tuple(f for f in root.fills if f not in same)
@@ -195,7 +198,7 @@ def comparison(ctx: Context, eqn: Any, x: Any, y: Any) -> Any:
 
 def is_finite(ctx: Context, eqn: Any, x: Any) -> Any:
     """Marks where the maximum of the logits is finite."""
-    if x.stage != "max" or not isinstance(x.root, Logits):
+    if x.stage != "max" or not isinstance(x.root, Logits) or x.root.bias is not None:
         raise NotCovered(f"attention is not recognised: is_finite of its {x.stage}")
     return x.then(eqn, [x], stage="is finite")
 
@@ -345,7 +348,7 @@ def absolute(ctx: Context, eqn: Any, x: Any) -> Any:
 
 
 def difference(ctx: Context, eqn: Any, x: Any, y: Any) -> Any:
-    """Subtracts the maximum or the logarithm of the sum from the logits."""
+    """Subtracts the maximum, the logarithm of the sum or a bias from the logits."""
     if isinstance(x, Scores) and isinstance(y, Scores) and scores.belong(x, y):
         if (x.stage, y.stage) in (("shifted", "log of sum"), ("logits", "lse")):
             return x.then(eqn, (x, y), stage="log of probabilities", shifted=True)
@@ -353,6 +356,8 @@ def difference(ctx: Context, eqn: Any, x: Any, y: Any) -> Any:
             masked = isinstance(x.root, Logits) and all(f.value == -math.inf for f in x.root.fills)
             changes = {"sum_of_one": True, "emptied": y.emptied if masked else ""}
             return x.then(eqn, (x, y), stage="shifted", shifted=True, **changes)
+    elif not isinstance(y, Scores) and x.stage == "logits":
+        return biases.added(eqn, (x, y), x, y, subtracts=True)
     raise NotCovered("attention is not recognised: something is subtracted from its scores")
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import math
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
+from ikbo_jax.rewrite.attention import biases
 from ikbo_jax.rewrite.attention.blocks import arranged_array, kept_by, unspread
 from ikbo_jax.rewrite.attention.scores import BATCH, HEAD, KEY, QUERY, Fill, Logits, Scores, only
 from ikbo_jax.rewrite.facts import masks, proofs
@@ -34,19 +36,25 @@ def selected(ctx: Context, eqn: Any, which: Any, *cases: Any) -> Any:
 
 
 def added(ctx: Context, eqn: Any, x: Any, y: Any) -> Any:
-    """Adds 0 to logits, or a bias that is 0 for kept keys and one number for masked keys."""
+    """Adds 0 to logits, a bias of 0 for kept and one number for masked keys, or another bias."""
     scores = only((x, y))
     bias = y if scores is x else x
     values = masks.few_numbers(ctx, bias)
-    if scores.stage != "logits" or not values or any(map(math.isnan, values)):
-        raise NotCovered(f"attention is not recognised: something is added to its {scores.stage}")
-    if values == {0.0}:
+    if values == {0.0} and scores.stage == "logits":
         return scores.then(eqn, [x, y])
-    fills = [value for value in values if value != 0]
-    if len(fills) != 1 or scores.root.fills or fills[0] > 0:
-        raise NotCovered("attention is not recognised: a bias is added to its logits")
+    fills = [value for value in values or () if value != 0]
+    is_mask = len(fills) == 1 and fills[0] < 0 and scores.root.bias is None
+    if not is_mask or scores.root.fills or scores.stage != "logits":
+        return biases.added(eqn, (x, y), scores, bias)
     fill = Fill(fills[0], eqn.outvars[0].aval.dtype)
-    return scores.then(eqn, [x, y], root=masked(ctx, scores, bias, False, fill))
+    try:
+        root = masked(ctx, scores, bias, False, fill)
+    except NotCovered as error:
+        # A mask by head, or by query without intervals, may be a bias of positions.
+        with contextlib.suppress(NotCovered):
+            return biases.added(eqn, (x, y), scores, bias)
+        raise error from None
+    return scores.then(eqn, [x, y], root=root)
 
 
 def masked(ctx: Context, scores: Scores, mask: Any, keeps: bool, fill: Fill) -> Any:

@@ -36,6 +36,7 @@ import numpy as np
 from jax import lax
 
 from ikbo_jax.ops.attention import merge_attention
+from ikbo_jax.rewrite.attention.biases import with_nan
 from ikbo_jax.rewrite.attention.operands import ByRow, Operands, Visible, attend_by_row
 from ikbo_jax.rewrite.attention.scores import Fill, Logits, Scores
 from ikbo_jax.rewrite.interpret import Context
@@ -76,6 +77,16 @@ def attend(
     if any(fill.value > _MASKS for fill in root.fills):
         raise NotCovered(f"attention is not recognised: masked logits are {root.fills[0].value:g}")
     fills = [_as_exponentiated(fill, scores) for fill in root.fills]
+    if operands.bias is not None:
+        if any(fill.seen is not None for fill in fills):
+            raise NotCovered("attention is not recognised: a bias, and a mask that is not by user")
+        if not nan_is_zero:
+            operands = operands._replace(bias=with_nan(operands.bias, fills, zero))
+        elif ctx.differentiated:
+            raise NotCovered("attention is not recognised: a bias, and weights of NaN become 0")
+        else:
+            # The original's gradient by the logits of such a row is NaN.
+            ctx.gradient_differs()
     if not fills:
         out = operands.attend()
     elif any(fill.seen is not None for fill in fills):
@@ -159,7 +170,7 @@ def _replaced(operands: Operands, fills: list[Fill], zero: jax.Array | None) -> 
             return out
         nan = empty if zero is None else empty & ~zero
         return jnp.where(operands.of_user(nan)[..., None, None], _nan_of(operands, nan), out)
-    if len(values) == 1 and -math.inf < min(values) <= _UNREACHABLE:
+    if len(values) == 1 and -math.inf < min(values) <= _UNREACHABLE and operands.bias is None:
         return _uniform_where(ordered, empty, lengths)
     if operands.nan_is_zero:
         raise NotCovered("attention is not recognised: weights that are NaN become 0")

@@ -30,6 +30,7 @@ class Operands(NamedTuple):
       scale: the factor of the logits.
       cap: the bound of the logits, see `ikbo_jax.attention`; None: there is none.
       nan_is_zero: whether rows whose logits are NaN or infinite are 0.
+      bias: None, or [users, heads or 1, queries or 1, keys], see `ikbo_jax.attention`.
     """
 
     query: jax.Array
@@ -39,6 +40,7 @@ class Operands(NamedTuple):
     scale: float
     cap: float | None = None
     nan_is_zero: bool = False
+    bias: jax.Array | None = None
 
     @classmethod
     def of(cls, root: Logits, value: jax.Array) -> Operands:
@@ -51,6 +53,7 @@ class Operands(NamedTuple):
             staged.reshape(value, (users, keys, heads, width)),
             root.lineage.index,
             *root.scale_and_cap,
+            bias=None if root.bias is None else spread(root.bias, (users, *root.bias.shape[1:])),
         )
 
     def activated(
@@ -94,7 +97,11 @@ class Operands(NamedTuple):
             found, lse = self.attend_with_lse(lengths)
             return jnp.where(jnp.isfinite(lse)[..., None], found, jnp.zeros((), found.dtype))
         out = attention(
-            *self[:4], scale=self.scale, logit_cap=self.cap, key_value_seq_lengths=lengths
+            *self[:4],
+            scale=self.scale,
+            logit_cap=self.cap,
+            bias=self.bias,
+            key_value_seq_lengths=lengths,
         )
         assert not isinstance(out, tuple)
         return out
@@ -110,6 +117,7 @@ class Operands(NamedTuple):
             *self[:4],
             scale=self.scale,
             logit_cap=self.cap,
+            bias=self.bias,
             key_value_seq_lengths=lengths,
             key_value_ranges=ranges,
             self_key=own_key,
@@ -121,8 +129,12 @@ class Operands(NamedTuple):
 
     def ordered(self, first: jax.Array) -> Operands:
         """Moves the keys where `first` [users, keys] is true to the front."""
-        key, value = keys_first(first, self.key, self.value)
-        return self._replace(key=key, value=value)
+        if self.bias is None:
+            key, value = keys_first(first, self.key, self.value)
+            return self._replace(key=key, value=value)
+        bias = self.bias.transpose(0, 3, 1, 2)
+        key, value, bias = keys_first(first, self.key, self.value, bias)
+        return self._replace(key=key, value=value, bias=bias.transpose(0, 2, 3, 1))
 
     def of_user(self, x: jax.Array) -> jax.Array:
         """Looks [users, ...] up by candidate: [batch, queries, ...]."""

@@ -157,7 +157,7 @@ def _activation(ctx: Context, scores: Scores, unchanged: Scores) -> activations.
     activation = None
     if unchanged.stage == "curve" and unchanged.curve is not None:
         activation = activations.match(unchanged.curve)
-    elif unchanged.stage == "logits" and not unchanged.root.fills and unchanged.root.cap is None:
+    elif unchanged.stage == "logits" and unchanged.root.is_only_scaled:
         activation = activations.Match("identity", unchanged.root.scale, 1.0, True)
     if unchanged.stage != "probabilities" and activation is None:
         raise NotCovered(f"attention is not recognised: product with its {scores.stage}")

@@ -80,6 +80,8 @@ class Root:
       fills: the masks in program order; where two of them mask, the later one prevails.
       mask_origins: the broadcasts that the masks stem from.
       cap: None, or the factor of the hyperbolic tangent of the product.
+      bias: None; or [users or 1, heads or 1, queries or 1, keys], added to the scaled and capped
+        product, before the masks.
     """
 
     query: Any
@@ -90,6 +92,7 @@ class Root:
     fills: tuple[Fill, ...] = ()
     mask_origins: frozenset = frozenset()
     cap: float | None = None
+    bias: Any = None
 
     @property
     def labels(self) -> list[Label]:
@@ -97,6 +100,11 @@ class Root:
         between: list[Label] = [(QUERY, n) for n in range(len(self.queries))]
         between += [(HEAD, n) for n in range(len(self.heads))]
         return [(BATCH, 0), *between, (KEY, 0)]
+
+    @property
+    def is_only_scaled(self) -> bool:
+        """Whether the root is a scaled product alone."""
+        return not self.fills and self.cap is None and self.bias is None
 
     @property
     def scale_and_cap(self) -> tuple[float, float | None]:
@@ -237,6 +245,8 @@ def _curve_of(ctx: Context, eqn: Any, operands: Any) -> Curve | None:
         same = x.root.query is first.root.query and x.root.key is first.root.key
         if not same or x.labels != first.labels or x.root.fills or x.curve is None:
             return None
+        if x.root.bias is not None:
+            return None
     arguments: list[Any] = []
     for x in operands:
         number = None if isinstance(x, Scores) else constant(ctx, x)
@@ -334,6 +344,9 @@ def cast(ctx: Context, eqn: Any, x: Any) -> Any:
     if dtype not in (jnp.bfloat16, jnp.float16, jnp.float32):
         raise NotCovered(f"attention is not recognised: its scores are cast to {dtype}")
     root = _with_fills(x.root, dtype, 1.0) if x.stage == "logits" else x.root
+    rounds = root.bias is not None and jnp.finfo(dtype).eps > jnp.finfo(root.bias.dtype).eps
+    if rounds and x.stage == "logits":
+        raise NotCovered(f"attention is not recognised: a sum with a bias is cast to {dtype}")
     return x.then(eqn, [x], root=root)
 
 
@@ -373,12 +386,15 @@ def scaled(ctx: Context, eqn: Any, x: Any, y: Any) -> Any:
     root = _with_fills(scores.root, eqn.outvars[0].aval.dtype, factor)
     name = "scale" if root.cap is None else "cap"
     root = dataclasses.replace(root, **{name: getattr(root, name) * factor})
+    if root.bias is not None:
+        bias = root.bias * jnp.asarray(factor, root.bias.dtype)
+        root = dataclasses.replace(root, bias=bias)
     return scores.then(eqn, [x, y], root=root)
 
 
 def capped(ctx: Context, eqn: Any, x: Any) -> Any:
     """Bounds logits by a hyperbolic tangent: a soft cap."""
-    if x.stage != "logits" or x.root.fills or x.root.cap is not None:
+    if x.stage != "logits" or x.root.fills or x.root.cap is not None or x.root.bias is not None:
         raise NotCovered(f"attention is not recognised: tanh of its {x.stage}")
     return x.then(eqn, [x], root=dataclasses.replace(x.root, cap=1.0))
 
@@ -396,6 +412,7 @@ def _same_root(x: Any, y: Any) -> bool:
     if x is y or not isinstance(x, Logits) or not isinstance(y, Logits):
         return x is y
     same = x.query is y.query and x.key is y.key and (x.scale, x.cap) == (y.scale, y.cap)
+    same = same and x.bias is y.bias
     return same and all(
         a is b
         or proofs.same_source(a.source, b.source)

@@ -1,0 +1,98 @@
+"""A bias of attention's logits that does not depend on the candidate.
+
+Such a bias is looked up like the keys, as a penalty of recency or of padding, or belongs to
+positions alone, as ALiBi's. The op adds it to its scores.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from ikbo_jax.rewrite.attention.blocks import arranged_array
+from ikbo_jax.rewrite.attention.scores import BATCH, HEAD, KEY, QUERY, Fill, Logits, Scores
+from ikbo_jax.rewrite.values import staged
+from ikbo_jax.rewrite.values.lineage import base_of, has_lineage, is_plain, origins_of, spread
+from ikbo_jax.rewrite.values.registry import NotCovered
+
+#: The dtypes of a bias that the op takes.
+_DTYPES = ("bfloat16", "float16", "float32")
+
+
+def added(
+    eqn: Any, operands: Sequence[Any], scores: Scores, bias: Any, *, subtracts: bool = False
+) -> Scores:
+    """Adds a bias to logits, which may have biases or added masks by user already."""
+    root = scores.root
+    if scores.stage != "logits":
+        raise NotCovered(f"attention is not recognised: something is added to its {scores.stage}")
+    if not isinstance(root, Logits):
+        raise NotCovered("attention is not recognised: a bias is added to concatenated tokens")
+    if reason := _not_of_users(scores, bias):
+        raise NotCovered(f"attention is not recognised: a bias is added that {reason}")
+    dtype = eqn.outvars[0].aval.dtype
+    biases = [_arranged(-base_of(bias) if subtracts else base_of(bias), scores)]
+    if root.bias is not None:
+        biases.append(root.bias)
+    for fill in root.fills:
+        if fill.added is None or fill.seen is not None:
+            raise NotCovered("attention is not recognised: a bias is added to masked logits")
+        biases.append(jnp.where(fill.kept, 0, fill.value).astype(fill.added)[:, None, None])
+    if str(dtype) not in _DTYPES or any(x.dtype != dtype for x in biases):
+        raise NotCovered(f"attention is not recognised: biases of {biases[-1].dtype} and {dtype}")
+    total = sum(biases[1:], start=biases[0])
+    root = dataclasses.replace(
+        root, bias=total, fills=(), mask_origins=root.mask_origins | origins_of(bias)
+    )
+    return scores.then(eqn, operands, root=root)
+
+
+def _not_of_users(scores: Scores, bias: Any) -> str:
+    """Says why a bias is not the same for all candidates of a user; "" if it is."""
+    batch = scores.labels.index((BATCH, 0))
+    if has_lineage(bias):
+        is_same = bias.lineage is scores.root.lineage and bias.axis == batch
+        return "" if is_same else "is not looked up like its keys"
+    base = base_of(bias)
+    if not is_plain(base) or np.ndim(base) != len(scores.labels) or base.shape[batch] != 1:
+        return "differs by candidate"
+    return ""
+
+
+def _arranged(base: jax.Array, scores: Scores) -> jax.Array:
+    """Arranges a bias as [users or 1, heads or 1, queries or 1, keys]."""
+    root = scores.root
+    heads = [(HEAD, n) for n in range(len(root.heads))]
+    queries = [(QUERY, n) for n in range(len(root.queries))]
+    x: Any = arranged_array(base, scores.labels, [(BATCH, 0), *heads, *queries, (KEY, 0)])
+    users, *between, _ = x.shape
+    own = [between[: len(heads)], between[len(heads) :]]
+    sizes = [
+        whole if math.prod(found) != 1 else (1,) * len(found)
+        for found, whole in zip(own, (root.heads, root.queries), strict=True)
+    ]
+    keys = root.key.shape[1]
+    x = spread(x, (users, *sizes[0], *sizes[1], keys))
+    flat: jax.Array = staged.reshape(x, (users, *map(math.prod, sizes), keys))
+    return flat
+
+
+def with_nan(bias: jax.Array, fills: Sequence[Fill], zero: jax.Array | None) -> jax.Array:
+    """Adds NaN to the rows of a bias whose softmax is NaN: all kept keys have the bias -inf.
+
+    The op gives such rows 0. `zero`: see `masked_keys.attend`.
+    """
+    logits, some = bias, jnp.ones(bias.shape[:1], bool)
+    for fill in fills:
+        kept = fill.kept[:, None, None]
+        logits = jnp.where(kept, logits, jnp.asarray(fill.value, bias.dtype))
+        some = some & jnp.any(fill.kept, axis=1)
+    some = some if zero is None else some & ~zero
+    dead = jnp.all(logits == -jnp.inf, axis=3, keepdims=True) & some[:, None, None, None]
+    return bias + jnp.where(dead, jnp.nan, 0.0).astype(bias.dtype)
