@@ -54,7 +54,7 @@ ALLOWED: dict[str, tuple[str, ...]] = {
     "rewrite.report": ("ops", "rewrite.values"),
     "rewrite.interpret": ("rewrite.values", "rewrite.report"),
     "rewrite.rules": REWRITE_PARTS,
-    "rewrite.attention": ("ops", *REWRITE_PARTS, "rewrite.rules"),
+    "rewrite.attention": ("masks", "ops", *REWRITE_PARTS, "rewrite.rules"),
     "rewrite.calls": ("ops", *REWRITE_PARTS, "rewrite.rules", "rewrite.attention"),
     "rewrite.primitives": ("rewrite.values", *REWRITERS),
     "rewrite": (*REWRITE_PARTS, *REWRITERS, "rewrite.primitives"),
