@@ -29,7 +29,7 @@ def operands(problem: Any, *, has_lengths: bool) -> tuple[Any, ...]:
     p, shape, dtype = problem, jax.ShapeDtypeStruct, jnp.dtype(problem.dtype)
     query = shape((p.batch, p.q_len, p.q_heads, p.head_dim), dtype)
     keys = shape((p.users, p.kv_len, p.kv_heads, p.head_dim), dtype)
-    if p.page:
+    if getattr(p, "page", 0):  # of gradients, none
         pages = 2 * p.users * p.kv_len // p.page
         keys = shape((pages, p.page, p.kv_heads, p.head_dim), dtype)
     lengths = shape((p.users,), jnp.int32) if has_lengths else None

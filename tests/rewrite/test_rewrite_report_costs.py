@@ -103,11 +103,7 @@ def line_of(fn, text: str) -> str:
         ("ids_flattened", "user_ids[index]", []),
         ("dlrm", "user_fields[index]", ['einsum("bfd,bgd->bfg"']),
         ("additive_attention", "history[index]", ['einsum("bs,bsd->bd"']),
-        (
-            "attention_with_a_bias_of_the_user",
-            "history[index]",
-            ["logits = jnp.einsum", "jax.nn.softmax"],
-        ),
+        ("attention_with_a_bias_of_the_user", "history[index]", []),
     ],
 )
 def test_lines_of_a_lookup_and_of_what_keeps_the_rest(name, lookup, keepers) -> None:
