@@ -127,6 +127,15 @@ ROWS = (
         label="forward",
     ),
     Row(
+        "5 HSTU layers",
+        "100,072 tokens, 512 wide, causal",
+        SOFTMAX,
+        ("hstu-h200.json",),
+        ("cudnn-softmax",),
+        sweep="default",
+        label="512 wide, 100k tokens, forward",
+    ),
+    Row(
         "ranking network",
         REQUEST,
         "by hand for XLA, cuDNN",
