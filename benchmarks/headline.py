@@ -130,7 +130,7 @@ ROWS = (
         "5 HSTU layers",
         "100,072 tokens, 512 wide, causal",
         SOFTMAX,
-        ("hstu-h200.json",),
+        ("hstu/h200.json",),
         ("cudnn-softmax",),
         sweep="default",
         label="512 wide, 100k tokens, forward",

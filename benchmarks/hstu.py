@@ -1,6 +1,6 @@
 """Benchmark of HSTU: a stack of layers over jagged histories, and masked attention alone.
 
-    python -m benchmarks.hstu --out benchmarks/results/hstu-h100.json
+    python -m benchmarks.hstu --out benchmarks/results/hstu/h100.json
 
 Layers are Meta's: [u, a, u · norm(a)] is projected, u alone has a SiLU before. Other libraries'
 attention pads the sequences, inside the timing. cuDNN has no SiLU: its softmax is another function.
