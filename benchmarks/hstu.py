@@ -5,8 +5,8 @@
 Layers are Meta's: [u, a, u · norm(a)] is projected, u alone has a SiLU before. Other libraries'
 attention pads the sequences, inside the timing. cuDNN has no SiLU: its softmax is another function.
 Every version is compared with the XLA path in float32. Useful FLOPs of a training step are three
-times those of the forward pass. Those of masked attention count the pairs of a query and a key that
-it sees; its times are those on the device.
+times those of the forward pass. Useful FLOPs of masked attention count the keys that each query
+sees, and its times are those on the device.
 """
 
 from __future__ import annotations
@@ -255,6 +255,10 @@ class Masked:
         return int(self.lengths.sum())
 
     @property
+    def is_causal(self) -> bool:
+        return not self.targets and self.window is None
+
+    @property
     def mask(self) -> ikbo.masks.Mask:
         if not self.targets:
             return ikbo.masks.causal(self.window)
@@ -300,8 +304,6 @@ def masked_contenders(shape: Masked, direction: str) -> list[Callable[[], Conten
         )
 
     def padded(attend: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
-        is_causal = not shape.targets and shape.window is None
-
         def run(*args: jax.Array) -> jax.Array:
             dense = shape.batch, shape.longest
             pad = lambda x: x.reshape(*dense, *x.shape[1:])  # noqa: E731
@@ -309,7 +311,7 @@ def masked_contenders(shape: Masked, direction: str) -> list[Callable[[], Conten
             if shape.lengths_are != "equal":
                 pad, unpad = padding(args[-1], shape.rows, shape.longest)
             mask = None
-            if not is_causal:
+            if not shape.is_causal:
                 begin, end = (jnp.asarray(shape.intervals)[:, i::2, None] for i in (0, 1))
                 column = jnp.arange(shape.longest, dtype=jnp.int32)[None, None]
                 seen = ((begin <= column) & (column < end)).any(axis=1)
@@ -326,7 +328,7 @@ def masked_contenders(shape: Masked, direction: str) -> list[Callable[[], Conten
         return made("masked", "masked scores, padded, in XLA", padded(attend))
 
     def cudnn_softmax() -> Contender:
-        attend = functools.partial(cudnn(), is_causal=not shape.targets and shape.window is None)
+        attend = functools.partial(cudnn(), is_causal=shape.is_causal)
         other = "" if is_softmax else "a softmax"
         return made("cudnn-softmax", "cuDNN, padded", padded(attend), other=other)
 

@@ -38,11 +38,10 @@ def run(call: Any, plan: dispatch.Plan, arrays: Arrays) -> tuple[jax.Array, jax.
     launch: Any = functools.partial(
         few_queries.few_queries_kernel,
         key_value_ranges=ranges,
-        page_table=page_table,
         lists=lists,
     )
     if not has_few_queries:
-        launch = functools.partial(kernel.attention_kernel, order=order, page_table=page_table)
+        launch = functools.partial(kernel.attention_kernel, order=order)
     if own_tokens.are_merged_by(plan):
         launch = functools.partial(launch, self_key=self_key, self_value=self_value)
     result: tuple[jax.Array, jax.Array | None] = launch(
@@ -54,6 +53,7 @@ def run(call: Any, plan: dispatch.Plan, arrays: Arrays) -> tuple[jax.Array, jax.
         scale=call.scale,
         logit_cap=call.logit_cap,
         targets=targets,
+        page_table=page_table,
         return_residuals=call.return_residuals,
         config=plan.config,
         num_sms=call.request.num_sms,

@@ -15,6 +15,7 @@ from ikbo_jax.rewrite.attention import (
     merged_rules,
     pairs,
     products,
+    score_axes,
     scores,
 )
 from ikbo_jax.rewrite.calls import control_flow, custom_jvp, custom_vjp, jit, shard_map
@@ -156,7 +157,7 @@ SPLIT: dict[str, Rule] = {
 SCORES: dict[str, Rule] = {
     "abs": changed_weights.absolute,
     "add": changed_weights.sum_of_two,
-    "broadcast_in_dim": scores.broadcast,
+    "broadcast_in_dim": score_axes.broadcast,
     "convert_element_type": scores.cast,
     "copy": scores.kept,
     "div": changed_weights.quotient,
@@ -171,15 +172,15 @@ SCORES: dict[str, Rule] = {
     "name": scores.kept,
     "ne": changed_weights.comparison,
     "pvary": scores.kept,
-    "reduce_max": scores.reduced,
-    "reduce_sum": scores.reduced,
+    "reduce_max": score_axes.reduced,
+    "reduce_sum": score_axes.reduced,
     "reshape": pairs.reshape,
     "select_n": changed_weights.select,
-    "squeeze": scores.reshape,
+    "squeeze": score_axes.reshape,
     "stop_gradient": scores.stopped,
     "sub": changed_weights.difference,
     "tanh": scores.capped,
-    "transpose": scores.transpose,
+    "transpose": score_axes.transpose,
 }
 
 

@@ -24,14 +24,17 @@ REUSE = Config(128, 2, 2, 3, reuse=True, balance=True)
 NUM_SMS = 132
 
 
-def operands(problem: Any, *, has_lengths: bool) -> tuple[Any, ...]:
-    """Shapes of queries, keys, values, users of candidates, and lengths of keys."""
+def operands(problem: Any, *, has_lengths: bool, page: int = 0) -> tuple[Any, ...]:
+    """Shapes of queries, keys, values, users of candidates, and lengths of keys.
+
+    `page`: the positions of a page of keys and values, or 0.
+    """
     p, shape, dtype = problem, jax.ShapeDtypeStruct, jnp.dtype(problem.dtype)
     query = shape((p.batch, p.q_len, p.q_heads, p.head_dim), dtype)
     keys = shape((p.users, p.kv_len, p.kv_heads, p.head_dim), dtype)
-    if getattr(p, "page", 0):  # of gradients, none
-        pages = 2 * p.users * p.kv_len // p.page
-        keys = shape((pages, p.page, p.kv_heads, p.head_dim), dtype)
+    if page:
+        pages = 2 * p.users * p.kv_len // page
+        keys = shape((pages, page, p.kv_heads, p.head_dim), dtype)
     lengths = shape((p.users,), jnp.int32) if has_lengths else None
     return query, keys, keys, shape((p.batch,), jnp.int32), lengths
 
@@ -86,7 +89,7 @@ class Case:
                 logit_cap=30.0 if p.has_logit_cap else None,
             )
 
-        shapes = operands(p, has_lengths=self.with_lengths)
+        shapes = operands(p, has_lengths=self.with_lengths, page=p.page)
         own = jax.ShapeDtypeStruct((p.batch, 1, p.kv_heads, p.head_dim), jnp.dtype(p.dtype))
         numbers = shapes[3] if self.with_order else None
         return fn, *shapes, numbers, own if self.with_own else None, page_table(p)

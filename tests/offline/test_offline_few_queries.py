@@ -60,7 +60,7 @@ class Case:
                 lists=self.lists,
             )
 
-        shapes = operands(p, has_lengths=self.with_options)
+        shapes = operands(p, has_lengths=self.with_options, page=p.page)
         targets = shapes[3] if self.with_options and not self.lists else None
         ranges = jax.ShapeDtypeStruct((p.batch, 2), jnp.int32) if p.has_ranges else None
         own = (p.batch, 1, p.kv_heads, p.head_dim) if self.has_own else None

@@ -15,7 +15,7 @@ import jax
 import numpy as np
 from jax.extend import core
 
-from ikbo_jax.rewrite.attention import contraction, scores
+from ikbo_jax.rewrite.attention import contraction, score_axes
 from ikbo_jax.rewrite.attention.blocks import Blocks
 from ikbo_jax.rewrite.attention.scores import BATCH, KEY, QUERY, Scores
 from ikbo_jax.rewrite.interpret import Context
@@ -81,7 +81,7 @@ def reshape(ctx: Context, eqn: Any, x: Scores) -> Any:
     shape = tuple(eqn.outvars[0].aval.shape)
     if _is_product(x) and 1 not in rest and shape == (batch, rest[0] * rest[1]):
         return Pairs(x)
-    return scores.reshape(ctx, eqn, x)
+    return score_axes.reshape(ctx, eqn, x)
 
 
 def _is_product(x: Scores) -> bool:

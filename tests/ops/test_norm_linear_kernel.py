@@ -1,0 +1,62 @@
+"""Which calls of `norm_linear` take its kernel."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.sharding import PartitionSpec as P
+from sharded_calls import mesh_of, on
+
+import ikbo_jax as ikbo
+from ikbo_jax.problems.norm_linear import NormLinearConfig
+
+pytestmark = pytest.mark.usefixtures("on_cpu")
+
+
+@pytest.mark.parametrize(
+    ("dtype", "changes", "reason"),
+    [
+        ("bfloat16", {}, ""),
+        ("float32", {}, "float32"),
+        ("bfloat16", {"features": 648}, "at most F=640 in shared memory, but F=648"),
+        ("bfloat16", {"rows": 1}, "at least 2 rows, for TMA, but there is 1"),
+    ],
+)
+def test_programs_for_hopper_have_the_kernel_where_it_takes_the_call(
+    dtype: str, changes: dict[str, int], reason: str
+) -> None:
+    sizes = {"rows": 300, "features": 64} | changes
+    x = jax.ShapeDtypeStruct((sizes["rows"], sizes["features"]), dtype)
+    w = jax.ShapeDtypeStruct((sizes["features"], 2, 64), dtype)
+    (plan,) = ikbo.explain(lambda x, w: ikbo.norm_linear(x, [w, w]), x, w).plans
+    assert (plan.cuda.implementation, plan.cuda.backward[:3]) == (
+        "xla" if reason else "mosaic_gpu",
+        "XLA",
+    )
+    assert isinstance(plan.cuda.config, type(None) if reason else NormLinearConfig)
+    assert reason in plan.cuda.reason
+
+
+@pytest.mark.parametrize("recompute", [(), ("norm", "projection")])
+def test_the_kernel_runs_without_a_gradient_alone(recompute: Any) -> None:
+    x = jnp.ones((16, 8), jnp.bfloat16)
+    w = jnp.ones((8, 16), jnp.bfloat16)
+
+    def loss(x: Any, w: Any) -> jax.Array:
+        found = ikbo.norm_linear(x, [w], activations=["silu"], recompute=recompute)
+        return found[0].astype(jnp.float32).sum()
+
+    step = jax.jit(jax.value_and_grad(loss))
+    for fn, has_kernel in ((jax.jit(loss), True), (step, False)):
+        exported = jax.export.export(fn, platforms=["cuda"])(x, w)
+        assert ("mosaic_gpu" in exported.mlir_module()) == has_kernel
+        (plan,) = ikbo.explain(fn, x, w).plans
+        assert plan.cuda.implementation == ("mosaic_gpu" if has_kernel else "xla")
+        assert ("a call with a gradient runs in XLA" in plan.cuda.reason) != has_kernel
+    mesh = mesh_of("2", "auto")
+    (plan,) = ikbo.explain(step, *on(mesh, [x, w], [P("x"), P()])).plans
+    assert plan.division.startswith("rows over")
+    assert plan.cuda.implementation == "xla"
