@@ -1,7 +1,5 @@
 """`attention` with a bias of the scores: the results of a materialised softmax."""
 
-from __future__ import annotations
-
 import itertools
 import re
 from typing import Any

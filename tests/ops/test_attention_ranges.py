@@ -1,7 +1,5 @@
 """`attention` with a range of keys for every candidate, and with a cap of its scores."""
 
-from __future__ import annotations
-
 import functools
 import re
 from typing import Any

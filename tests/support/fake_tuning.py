@@ -1,7 +1,5 @@
 """Rows of the dispatch table, and a device that is played, for tests of the table and the tuner."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import jax

@@ -1,7 +1,5 @@
 """Broadcast attention, and its gradients, in NumPy and f64; the error rule beside them."""
 
-from __future__ import annotations
-
 import functools
 from typing import Any, NamedTuple
 

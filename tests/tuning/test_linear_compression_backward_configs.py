@@ -1,7 +1,5 @@
 """Configurations of linear compression's gradient: legality, and how the batch is split."""
 
-from __future__ import annotations
-
 import dataclasses
 import re
 

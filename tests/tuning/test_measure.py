@@ -1,7 +1,5 @@
 """`tune` of a function, `tuned` files and `benchmark`."""
 
-from __future__ import annotations
-
 import re
 from typing import Any
 

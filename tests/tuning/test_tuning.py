@@ -1,7 +1,5 @@
 """The dispatch table, the user's cache and the autotuner."""
 
-from __future__ import annotations
-
 import dataclasses
 import sys
 from typing import Any

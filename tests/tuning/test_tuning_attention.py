@@ -1,7 +1,5 @@
 """Attention in the dispatch table and in the autotuner."""
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
 import json

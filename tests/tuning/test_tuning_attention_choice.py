@@ -1,7 +1,5 @@
 """Which kernel and configuration the cost models of attention choose, beside measured times."""
 
-from __future__ import annotations
-
 import dataclasses
 
 import attention_times

@@ -1,7 +1,5 @@
 """The user's tuning cache: what is read, written, put aside and refused."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import os

@@ -1,7 +1,5 @@
 """Rows of several cards: those of the card at hand count."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 from typing import Any

@@ -1,7 +1,5 @@
 """Generalised dot-product attention in the dispatch table and in the autotuner."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 from typing import Any

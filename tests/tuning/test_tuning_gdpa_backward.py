@@ -1,7 +1,5 @@
 """The gradient of generalised dot-product attention in the dispatch table and in the autotuner."""
 
-from __future__ import annotations
-
 import dataclasses
 
 import pytest

@@ -1,7 +1,5 @@
 """The gradient of linear compression in the dispatch table."""
 
-from __future__ import annotations
-
 import dataclasses
 
 import jax

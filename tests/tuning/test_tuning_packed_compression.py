@@ -1,7 +1,5 @@
 """The linear-compression kernel whose tiles span candidates: legality, and when it is chosen."""
 
-from __future__ import annotations
-
 import dataclasses
 
 import pytest

@@ -1,7 +1,5 @@
 """The linear-compression kernel whose CTAs keep their weights: legality, layouts, its model."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
 import statistics

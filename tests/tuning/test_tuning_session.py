@@ -1,7 +1,5 @@
 """The autotuner's worker process: what it compiles and measures, and what its death costs."""
 
-from __future__ import annotations
-
 import concurrent.futures
 import contextlib
 import dataclasses

@@ -1,7 +1,5 @@
 """The cost model of attention's small gradients; `test_ranked_replay` has times of kernels."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
 
