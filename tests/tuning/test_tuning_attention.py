@@ -272,8 +272,8 @@ def test_more_listings_than_are_worth_while_are_left_to_a_sort():
         # 396 us, 420 with tiles of one user; 386 and 403; 479 and 478; 38.1 us.
         ((220, 220, 4, 10432, 2, 2, 128), True, {"tile_rows": 64}),
         ((861, 287, 4, 2864, 2, 2, 256), True, {"tile_rows": 64}),
-        ((3253, 406, 1, 4736, 4, 4, 128), True, {"tile_rows": 128}),
-        ((7430, 128, 1, 3072, 1, 1, 64), True, {"tile_rows": 64}),
+        ((3253, 406, 1, 4736, 4, 4, 128), True, {"tile_rows": 64}),
+        ((7430, 128, 1, 3072, 1, 1, 64), True, {"tile_rows": 128}),
     ],
 )
 def test_items_or_tiles_of_one_user_as_was_fastest(sizes, is_sorted, expected):
