@@ -61,7 +61,7 @@ class Plan:
     origin: tuple[Any, ...] = dataclasses.field(default=(), repr=False, compare=False)
 
     def noted(self, note: str, *, of_kernels: bool = False) -> Plan:
-        """Adds a note to the reason, also of the plan for CUDA; `of_kernels`: where a kernel runs."""
+        """Adds a note to the reason, also for CUDA; `of_kernels`: only where a kernel runs."""
         cuda = None if self.cuda is None else self.cuda.noted(note, of_kernels=of_kernels)
         is_noted = self.implementation == "mosaic_gpu" or not of_kernels
         reason = f"{self.reason}; {note}" if is_noted else self.reason
