@@ -25,12 +25,6 @@ pytestmark = pytest.mark.slow
 SHORT = harness.Protocol(window_s=0.001, rounds=2, matmul_size=64)
 
 
-@pytest.mark.parametrize("benchmark", [attention_gradient, linear_compression_gradient])
-def test_every_sweep_has_points_that_differ(benchmark):
-    every = [point for sweep in benchmark.SWEEPS for point in benchmark.points(sweep)]
-    assert len({(point.case, point.direction) for point in every}) == len(every)
-
-
 def test_sizes_and_directions_of_sweeps():
     of_s, given = (attention_gradient.points(sweep) for sweep in ("s", "given"))
     assert {p.case.kv_len for p in of_s} == set(attention_gradient.FRACTION_BARS)
