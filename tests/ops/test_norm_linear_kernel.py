@@ -40,23 +40,32 @@ def test_programs_for_hopper_have_the_kernel_where_it_takes_the_call(
     assert reason in plan.cuda.reason
 
 
-@pytest.mark.parametrize("recompute", [(), ("norm", "projection")])
-def test_the_kernel_runs_without_a_gradient_alone(recompute: Any) -> None:
+@pytest.mark.parametrize(
+    ("recompute", "activation", "kept"),
+    [
+        ((), "silu", "'norm' and 'projection'"),
+        ("norm", "silu", "'projection'"),
+        ("norm", "identity", ""),
+        (("norm", "projection"), "silu", ""),
+    ],
+)
+def test_the_kernel_runs_below_a_gradient_that_keeps_nothing_else(
+    recompute: Any, activation: str, kept: str
+) -> None:
     x = jnp.ones((16, 8), jnp.bfloat16)
     w = jnp.ones((8, 16), jnp.bfloat16)
+    options = {"activations": [activation], "recompute": recompute}
 
     def loss(x: Any, w: Any) -> jax.Array:
-        found = ikbo.norm_linear(x, [w], activations=["silu"], recompute=recompute)
-        return found[0].astype(jnp.float32).sum()
+        return ikbo.norm_linear(x, [w], **options)[0].astype(jnp.float32).sum()
 
     step = jax.jit(jax.value_and_grad(loss))
-    for fn, has_kernel in ((jax.jit(loss), True), (step, False)):
-        exported = jax.export.export(fn, platforms=["cuda"])(x, w)
-        assert ("mosaic_gpu" in exported.mlir_module()) == has_kernel
-        (plan,) = ikbo.explain(fn, x, w).plans
-        assert plan.cuda.implementation == ("mosaic_gpu" if has_kernel else "xla")
-        assert ("a call with a gradient runs in XLA" in plan.cuda.reason) != has_kernel
+    exported = jax.export.export(step, platforms=["cuda"])(x, w)
+    assert ("mosaic_gpu" in exported.mlir_module()) == (not kept)
+    (plan,) = ikbo.explain(step, x, w).plans
+    assert plan.cuda.implementation == ("xla" if kept else "mosaic_gpu")
+    assert (f"the gradient keeps {kept}, which" in plan.cuda.reason) == bool(kept)
     mesh = mesh_of("2", "auto")
     (plan,) = ikbo.explain(step, *on(mesh, [x, w], [P("x"), P()])).plans
     assert plan.division.startswith("rows over")
-    assert plan.cuda.implementation == "xla"
+    assert plan.cuda.implementation == ("xla" if kept else "mosaic_gpu")
