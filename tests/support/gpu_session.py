@@ -5,9 +5,8 @@ process would fail. After each test marked `gpu`, `_DeviceCheck` runs a small pr
 does not answer, the process ends. Under pytest-xdist, the test counts as failed and the remaining
 tests run in a new process; without pytest-xdist, the session ends.
 
-Before each such test, `fill_free_memory` leaves NaN and small integers in free device memory: a result
-that depends on memory which nobody wrote is wrong in every session, not only after certain
-programs.
+Before each such test, `fill_free_memory` leaves NaN and small integers in free device memory: a
+result that depends on memory which nobody wrote is then wrong in every session.
 
 `--journal FILE` makes the session write a line of JSON as each test starts and ends, for
 `tools/gpu_tests.py`. Such a session runs the tests with the longest time limits first and the tests
