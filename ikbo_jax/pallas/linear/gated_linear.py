@@ -182,7 +182,214 @@ def load_rows(ctx: GatedLinearContext) -> None:
 # Consumers
 
 
-def _statistics(
-    ctx: GatedLinearContext, first: Any, multiply: Callable[[Any], None]
-) -> list[rows.Statistics]:
-    raise NotImplementedError
+def _first_pass(
+    ctx: GatedLinearContext, first: Any, step: Any, acc: Any, free_last: Callable[[], None]
+) -> tuple[Any, list[rows.Statistics]]:
+    """Multiplies `a` if the gate concatenates; computes the statistics of each group of columns.
+
+    `first` and `step` number the tile's first block of rows and k step of weights.
+    """
+    shape, interpret = ctx.shape, ctx.interpret
+    ring, weight, gate = ctx.shared.rows, ctx.shared.weight, shape.gate
+    of_group = shape.blocks // gate.groups
+    rest = shape.columns % BLOCK_K  # 0 if there are several groups
+
+    def add(k: Any, acc: Any, sums: Any, columns: int = BLOCK_K, is_first: bool = False) -> Any:
+        ring.await_ready(first + k)
+        tiles = ctx.rows_of(first + k)
+        if gate.concat:
+            weight.await_ready(step + k)
+            right = weight.matrix(step + k)
+            acc = mma.add_tile_product(acc, tiles, right, interpret=interpret)
+        if is_first:
+            free_last()
+        elif gate.concat:
+            mma.wait(1, interpret=interpret)
+            weight.release(step + k - 1)
+            ring.release(first + k - 1)
+        if sums is None:
+            sums = rows.begin_sums(tiles, gate.norm.kind, interpret=interpret)
+        sums = rows.add_sums(sums, tiles, columns, interpret=interpret)
+        if not gate.concat:
+            ring.release(first + k)
+        return acc, sums
+
+    def add_blocks(begin: int, end: int, acc: Any, sums: Any) -> Any:
+        if interpret:  # the accumulator is a reference
+            return acc, lax.fori_loop(begin, end, lambda k, sums: add(k, acc, sums)[1], sums)
+        return lax.fori_loop(begin, end, lambda k, carry: add(k, *carry), (acc, sums))
+
+    found = []
+    for begin in range(0, shape.blocks, of_group):
+        end = begin + of_group
+        columns = rest if rest and of_group == 1 else BLOCK_K
+        acc, sums = add(begin, acc, None, columns, is_first=begin == 0)
+        acc, sums = add_blocks(begin + 1, end - 1 if rest else end, acc, sums)
+        if rest and of_group > 1:
+            acc, sums = add(end - 1, acc, sums, rest)
+        size = shape.columns // gate.groups
+        found.append(rows.statistics(sums, size, gate.norm.eps, interpret=interpret))
+    return acc, found
+
+
+def _gated(ctx: GatedLinearContext, block: Any, k: Any, of_rows: rows.Statistics) -> jax.Array:
+    """Forms block `k` of u · norm(a), [64, 64], of blocks `block` and `block + 1` of the ring."""
+    interpret, operands = ctx.interpret, ctx.operands
+    u, a = (
+        operand_tiles.read_rows(ctx.rows_of(block + i), interpret=interpret).astype(jnp.float32)
+        for i in range(2)
+    )
+    if of_rows.mean is not None:
+        a -= lax.broadcast_in_dim(of_rows.mean, a.shape, (0,))
+    a *= lax.broadcast_in_dim(of_rows.scale, a.shape, (0,))
+    if operands.scale is not None:
+        a *= rows.of_columns(operands.scale, k * BLOCK_K, BLOCK_K, interpret=interpret)
+    if operands.bias is not None:
+        a += rows.of_columns(operands.bias, k * BLOCK_K, BLOCK_K, interpret=interpret)
+    return (u * a).astype(operands.u.dtype)
+
+
+def _second_pass(
+    ctx: GatedLinearContext, first: Any, step: Any, acc: Any, of_groups: list[rows.Statistics]
+) -> Any:
+    """Multiplies `u` if the gate concatenates, and u · norm(a); returns the accumulator."""
+    shape, interpret = ctx.shape, ctx.interpret
+    ring, weight, concat = ctx.shared.rows, ctx.shared.weight, shape.gate.concat
+
+    def add_pair(k: Any, acc: Any, of_rows: rows.Statistics, *, is_first: bool = False) -> Any:
+        u = first + shape.blocks + 2 * k
+        at = step + (shape.blocks + 2 * k if concat else k)
+        ring.await_ready(u)
+        if concat:
+            weight.await_ready(at)
+            right = weight.matrix(at)
+            acc = mma.add_tile_product(acc, ctx.rows_of(u), right, interpret=interpret)
+        # No WGMMA reads u · norm(a) of the last step any more: its registers are taken again.
+        mma.wait(int(concat), interpret=interpret)
+        if concat or not is_first:
+            weight.release(at - 1)
+        if concat and is_first:
+            ring.release(u - 1)
+        ring.await_ready(u + 1)
+        gated = _gated(ctx, u, k, of_rows)
+        weight.await_ready(at + concat)
+        acc = _add_gated(ctx, acc, gated, weight.matrix(at + concat))
+        if concat:
+            mma.wait(1, interpret=interpret)
+            weight.release(at)
+        for block in (u, u + 1):
+            ring.release(block)
+        return acc
+
+    of_group = shape.blocks // len(of_groups)
+    for group, of_rows in enumerate(of_groups):
+        begin, end = group * of_group, (group + 1) * of_group
+        if group == 0:
+            acc = add_pair(0, acc, of_rows, is_first=True)
+            begin = 1
+        body = functools.partial(add_pair, of_rows=of_rows)
+        acc = mma.accumulate(begin, end, body, acc, interpret=interpret)
+    mma.wait(0, interpret=interpret)
+    weight.release(step + shape.k_steps - 1)
+    return mma.after_wait(acc, interpret=interpret)
+
+
+def _add_gated(ctx: GatedLinearContext, acc: Any, gated: jax.Array, weight: Any) -> Any:
+    """Issues acc + gated @ weight, from registers; the interpreter stages `gated`."""
+    if not ctx.interpret:
+        columns = ctx.shape.tile_blocks * BLOCK_K
+        return mma.add_product(acc, gated, weight, None, columns=columns, interpret=False)
+    ctx.staging()[...] = gated
+    plgpu.commit_smem()
+    return mma.add_tile_product(acc, ctx.staging(), weight, interpret=True)
+
+
+def _store(ctx: GatedLinearContext, tile: Tile, acc: jax.Array, first: Any) -> None:
+    """Adds the residual and stores the result, from where the residual is: blocks from `first` on.
+
+    All blocks but the last one are freed.
+    """
+    ring, interpret, (output,) = ctx.shared.rows, ctx.interpret, ctx.outputs
+    for j in range(ctx.shape.tile_blocks):
+        ring.await_ready(first + j)
+        place = ring.matrix(first + j).at[ctx.consumer]
+        values = lax.slice(acc, (0, j * BLOCK_K), (WGMMA_M, (j + 1) * BLOCK_K))
+        if ctx.operands.residual is not None:
+            values += operand_tiles.read_rows(place.at[0], interpret=interpret).astype(jnp.float32)
+        values = values.astype(output.dtype)
+        operand_tiles.stage_rows(place, values, reads_late=True, interpret=interpret)
+        plgpu.commit_smem()
+        target = output.at[ctx.part(tile, ctx.consumer, tile.column + j * BLOCK_K)]
+        plgpu.copy_smem_to_gmem(ring.copied(first + j).at[ctx.consumer, 0], target)
+        if j > 0:
+            plgpu.wait_smem_to_gmem(1, wait_read_only=True)
+            ring.release(first + j - 1)
+
+
+def consume(ctx: GatedLinearContext) -> None:
+    """Computes all tiles of the CTA, as a consumer warpgroup."""
+    ctx = ctx.as_consumer()
+    shape, ring = ctx.shape, ctx.shared.rows
+
+    def compute(i: Any, tile: Tile, carry: Any) -> Any:
+        first, step = i * shape.row_blocks, i * shape.k_steps
+
+        def free_last() -> None:
+            @pl.when(i > 0)
+            def _() -> None:
+                plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+                ring.release(first - 1)
+
+        def multiply(acc: Any) -> jax.Array:
+            acc, of_groups = _first_pass(ctx, first, step, acc, free_last)
+            return _second_pass(ctx, first, step, acc, of_groups)
+
+        acc = mma.with_block_accumulators(multiply, shape.tile_blocks, interpret=ctx.interpret)
+        _store(ctx, tile, acc, first + 3 * shape.blocks)
+        return carry
+
+    ctx.for_items(compute, jnp.int32(0))
+    plgpu.wait_smem_to_gmem(0, wait_read_only=False)
+    ring.release(ctx.count * shape.row_blocks - 1)
+
+
+def gated_linear_kernel(
+    arrays: GatedLinear,
+    *,
+    gate: Gate,
+    config: GatedLinearConfig,
+    num_sms: int,
+    interpret: Any = False,
+) -> jax.Array:
+    """Computes `gated_linear`: [rows, F].
+
+    Args:
+      arrays: those of `gated_linear`, bf16 or f16, without a seed.
+      config: legal.
+      interpret: as for `launch`.
+    """
+    u, a = (x.reshape(x.shape[0], -1) for x in (arrays.u, arrays.a))
+    (count, columns), features = a.shape, arrays.weight.shape[1]
+    shape = Shape(count, columns, features, gate, config.blocks)
+    shape = dataclasses.replace(shape, workers=min(num_sms, shape.items))
+    scale, bias = (
+        None if y is None else rows.padded(jnp.repeat(y, columns // y.size), BLOCK_K)
+        for y in (arrays.norm_scale, arrays.norm_bias)
+    )
+    weight = arrays.weight.reshape(-1, columns, features)
+    (found,) = launch(
+        Roles(
+            functools.partial(GatedLinearContext, shape, config),
+            load_weights,
+            consume,
+            assist=load_rows,
+        ),
+        Operands(u, a, scale, bias, weight, arrays.residual),
+        (jax.ShapeDtypeStruct((count, features), a.dtype),),
+        config.shared(),
+        dtype=a.dtype,
+        name="ikbo_gated_linear",
+        workers=shape.workers,
+        interpret=interpret,
+    )
+    return found
