@@ -35,7 +35,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from ikbo_jax.pallas.hopper import mma, operand_tiles
+from ikbo_jax.pallas.hopper import mma, mosaic, operand_tiles
 from ikbo_jax.pallas.hopper.launch import Roles, launch
 from ikbo_jax.pallas.linear import rows
 from ikbo_jax.pallas.linear.items import ItemContext
@@ -210,6 +210,7 @@ def _first_pass(
         if sums is None:
             sums = rows.begin_sums(tiles, gate.norm.kind, interpret=interpret)
         sums = rows.add_sums(sums, tiles, columns, interpret=interpret)
+        mosaic.fence_accesses(interpret=interpret)
         if not gate.concat:
             ring.release(first + k)
         return acc, sums
@@ -272,8 +273,9 @@ def _second_pass(
             ring.release(u - 1)
         ring.await_ready(u + 1)
         gated = _gated(ctx, u, k, of_rows)
-        weight.await_ready(at + concat)
-        acc = _add_gated(ctx, acc, gated, weight.matrix(at + concat))
+        mosaic.fence_accesses(interpret=interpret)
+        weight.await_ready(at + int(concat))
+        acc = _add_gated(ctx, acc, gated, weight.matrix(at + int(concat)))
         if concat:
             mma.wait(1, interpret=interpret)
             weight.release(at)
