@@ -11,8 +11,8 @@ from ikbo_jax.problems.hopper import BLOCK_K, NUM_CONSUMERS, TILE_ROWS, WGMMA_M
 from ikbo_jax.problems.norm_linear import LinearProblem
 from ikbo_jax.problems.problem import Config, Ranked
 
-#: The most groups of columns whose statistics the registers hold.
-MAX_GROUPS = 8
+#: The most groups of columns: their statistics take 1 KiB each.
+MAX_GROUPS = 16
 #: The widest tile: 128 registers of a thread.
 MAX_BLOCKS = 4
 
@@ -22,6 +22,7 @@ class GatedLinearShared(NamedTuple):
 
     rows: Any  # a ring of blocks of rows of u, a and the residual, [slots, consumers, 1, 64, 64]
     weight: Any  # a ring of k steps of weights, [slots, column blocks, 64, 64]
+    statistics: Any  # mean and scale of rows, [consumers, groups, 2, 64] f32; None for one group
     staging: Any  # the interpreter's u · norm(a), [consumers, 64, 64]
 
 
@@ -39,8 +40,9 @@ class GatedLinearConfig(Config):
     row_slots: int = 6
     weight_slots: int = 4
 
-    def shared(self) -> GatedLinearShared:
-        """Declares one CTA's shared memory and barriers."""
+    def shared(self, groups: int) -> GatedLinearShared:
+        """Declares one CTA's shared memory and barriers, for groups of columns."""
+        statistics = NUM_CONSUMERS, groups, 2, WGMMA_M
         return GatedLinearShared(
             rows=memory.ring(
                 self.row_slots, ready=NUM_CONSUMERS, tiles=(NUM_CONSUMERS, 1, WGMMA_M, BLOCK_K)
@@ -48,6 +50,7 @@ class GatedLinearConfig(Config):
             weight=memory.ring(
                 self.weight_slots, ready=self.blocks, tiles=(self.blocks, BLOCK_K, BLOCK_K)
             ),
+            statistics=memory.Floats(statistics) if groups > 1 else None,
             staging=memory.Staging((NUM_CONSUMERS, WGMMA_M, BLOCK_K)),
         )
 
@@ -60,7 +63,7 @@ class GatedLinearConfig(Config):
         for name, slots, least in (("row", self.row_slots, 3), ("weight", self.weight_slots, 2)):
             if slots < least:
                 return f"{name}_slots must be at least {least}, but is {slots}"
-        return hopper.why_not_smem(self, memory.smem_bytes(self.shared()))
+        return hopper.why_not_smem(self, memory.smem_bytes(self.shared(problem.groups)))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -86,7 +89,7 @@ class GatedLinearProblem(LinearProblem):
         widest = min(MAX_BLOCKS, hopper.column_blocks(self.features))
         blocks = min(range(widest, 0, -1), key=self.time)
         weight_slots = 4 if blocks > 2 else 8
-        row_slots = min(8, (28 - weight_slots * blocks) // 2)
+        row_slots = min(8, (28 - weight_slots * blocks) // 2) - (self.groups > 2)
         why = "by the number of tiles"
         yield Ranked(None, GatedLinearConfig(blocks, row_slots, weight_slots), why)
 

@@ -35,7 +35,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from ikbo_jax.pallas.hopper import mma, mosaic, operand_tiles
+from ikbo_jax.pallas.hopper import mma, mosaic, operand_tiles, stores
 from ikbo_jax.pallas.hopper.launch import Roles, launch
 from ikbo_jax.pallas.linear import rows
 from ikbo_jax.pallas.linear.items import ItemContext
@@ -184,15 +184,15 @@ def load_rows(ctx: GatedLinearContext) -> None:
 
 def _first_pass(
     ctx: GatedLinearContext, first: Any, step: Any, acc: Any, free_last: Callable[[], None]
-) -> tuple[Any, list[rows.Statistics]]:
-    """Multiplies `a` if the gate concatenates; computes the statistics of each group of columns.
+) -> tuple[Any, rows.Statistics | None]:
+    """Multiplies `a` if the gate concatenates; returns the accumulator and the rows' statistics.
 
-    `first` and `step` number the tile's first block of rows and k step of weights.
+    `first` and `step` number the tile's first block of rows and k step of weights. Statistics of
+    several groups of columns stay in shared memory.
     """
     shape, interpret = ctx.shape, ctx.interpret
     ring, weight, gate = ctx.shared.rows, ctx.shared.weight, shape.gate
     of_group = shape.blocks // gate.groups
-    rest = shape.columns % BLOCK_K  # 0 if there are several groups
 
     def add(k: Any, acc: Any, sums: Any, columns: int = BLOCK_K, is_first: bool = False) -> Any:
         ring.await_ready(first + k)
@@ -207,30 +207,53 @@ def _first_pass(
             mma.wait(1, interpret=interpret)
             weight.release(step + k - 1)
             ring.release(first + k - 1)
-        if sums is None:
-            sums = rows.begin_sums(tiles, gate.norm.kind, interpret=interpret)
+        if is_first or gate.groups > 1:
+            fresh = rows.begin_sums(tiles, gate.norm.kind, interpret=interpret)
+            begins = lax.rem(k, of_group) == 0
+            sums = fresh if is_first else _select(begins, fresh, sums)
         sums = rows.add_sums(sums, tiles, columns, interpret=interpret)
+        if gate.groups > 1:
+            pl.when(lax.rem(k, of_group) == of_group - 1)(lambda: keep(lax.div(k, of_group), sums))
         mosaic.fence_accesses(interpret=interpret)
         if not gate.concat:
             ring.release(first + k)
         return acc, sums
 
-    def add_blocks(begin: int, end: int, acc: Any, sums: Any) -> Any:
-        if interpret:  # the accumulator is a reference
-            return acc, lax.fori_loop(begin, end, lambda k, sums: add(k, acc, sums)[1], sums)
-        return lax.fori_loop(begin, end, lambda k, carry: add(k, *carry), (acc, sums))
-
-    found = []
-    for begin in range(0, shape.blocks, of_group):
-        end = begin + of_group
-        columns = rest if rest and of_group == 1 else BLOCK_K
-        acc, sums = add(begin, acc, None, columns, is_first=begin == 0)
-        acc, sums = add_blocks(begin + 1, end - 1 if rest else end, acc, sums)
-        if rest and of_group > 1:
-            acc, sums = add(end - 1, acc, sums, rest)
+    def statistics(sums: rows.Sums) -> rows.Statistics:
         size = shape.columns // gate.groups
-        found.append(rows.statistics(sums, size, gate.norm.eps, interpret=interpret))
-    return acc, found
+        return rows.statistics(sums, size, gate.norm.eps, interpret=interpret)
+
+    def keep(group: Any, sums: rows.Sums) -> None:
+        for i, values in enumerate(statistics(sums)):
+            if values is not None:
+                ctx.shared.statistics[ctx.consumer, group, i, :] = values
+
+    whole, rest = divmod(shape.columns, BLOCK_K)  # no rest if there are several groups
+    acc, sums = add(jnp.int32(0), acc, None, BLOCK_K if whole else rest, is_first=True)
+    if interpret:  # the accumulator is a reference
+        sums = lax.fori_loop(1, max(whole, 1), lambda k, sums: add(k, acc, sums)[1], sums)
+    else:
+        acc, sums = lax.fori_loop(1, max(whole, 1), lambda k, x: add(k, *x), (acc, sums))
+    if whole and rest:
+        acc, sums = add(jnp.int32(whole), acc, sums, rest)
+    return acc, statistics(sums) if gate.groups == 1 else None
+
+
+def _select(predicate: Any, x: rows.Sums, y: rows.Sums) -> rows.Sums:
+    return jax.tree.map(functools.partial(lax.select, predicate), x, y)
+
+
+def _statistics(ctx: GatedLinearContext, k: Any) -> rows.Statistics:
+    """Loads the statistics of the group of block `k`."""
+    gate = ctx.shape.gate
+    place = ctx.shared.statistics.at[ctx.consumer, lax.div(k, ctx.shape.blocks // gate.groups)]
+    mean, scale = (
+        place[i, :]
+        if ctx.interpret
+        else plgpu.load(place.at[i], layout=stores.ROW_LAYOUT, optimized=False)
+        for i in range(2)
+    )
+    return rows.Statistics(None if gate.norm.kind == "rms" else mean, scale)
 
 
 def _gated(ctx: GatedLinearContext, block: Any, k: Any, of_rows: rows.Statistics) -> jax.Array:
@@ -251,13 +274,13 @@ def _gated(ctx: GatedLinearContext, block: Any, k: Any, of_rows: rows.Statistics
 
 
 def _second_pass(
-    ctx: GatedLinearContext, first: Any, step: Any, acc: Any, of_groups: list[rows.Statistics]
+    ctx: GatedLinearContext, first: Any, step: Any, acc: Any, of_rows: rows.Statistics | None
 ) -> Any:
     """Multiplies `u` if the gate concatenates, and u · norm(a); returns the accumulator."""
     shape, interpret = ctx.shape, ctx.interpret
     ring, weight, concat = ctx.shared.rows, ctx.shared.weight, shape.gate.concat
 
-    def add_pair(k: Any, acc: Any, of_rows: rows.Statistics, *, is_first: bool = False) -> Any:
+    def add_pair(k: Any, acc: Any, *, is_first: bool = False) -> Any:
         u = first + shape.blocks + 2 * k
         at = step + (shape.blocks + 2 * k if concat else k)
         ring.await_ready(u)
@@ -272,7 +295,7 @@ def _second_pass(
         if concat and is_first:
             ring.release(u - 1)
         ring.await_ready(u + 1)
-        gated = _gated(ctx, u, k, of_rows)
+        gated = _gated(ctx, u, k, of_rows or _statistics(ctx, k))
         mosaic.fence_accesses(interpret=interpret)
         weight.await_ready(at + int(concat))
         acc = _add_gated(ctx, acc, gated, weight.matrix(at + int(concat)))
@@ -283,14 +306,8 @@ def _second_pass(
             ring.release(block)
         return acc
 
-    of_group = shape.blocks // len(of_groups)
-    for group, of_rows in enumerate(of_groups):
-        begin, end = group * of_group, (group + 1) * of_group
-        if group == 0:
-            acc = add_pair(0, acc, of_rows, is_first=True)
-            begin = 1
-        body = functools.partial(add_pair, of_rows=of_rows)
-        acc = mma.accumulate(begin, end, body, acc, interpret=interpret)
+    acc = add_pair(jnp.int32(0), acc, is_first=True)
+    acc = mma.accumulate(1, shape.blocks, add_pair, acc, interpret=interpret)
     mma.wait(0, interpret=interpret)
     weight.release(step + shape.k_steps - 1)
     return mma.after_wait(acc, interpret=interpret)
@@ -343,8 +360,8 @@ def consume(ctx: GatedLinearContext) -> None:
                 ring.release(first - 1)
 
         def multiply(acc: Any) -> jax.Array:
-            acc, of_groups = _first_pass(ctx, first, step, acc, free_last)
-            return _second_pass(ctx, first, step, acc, of_groups)
+            acc, of_rows = _first_pass(ctx, first, step, acc, free_last)
+            return _second_pass(ctx, first, step, acc, of_rows)
 
         acc = mma.with_block_accumulators(multiply, shape.tile_blocks, interpret=ctx.interpret)
         _store(ctx, tile, acc, first + 3 * shape.blocks)
@@ -388,7 +405,7 @@ def gated_linear_kernel(
         ),
         Operands(u, a, scale, bias, weight, arrays.residual),
         (jax.ShapeDtypeStruct((count, features), a.dtype),),
-        config.shared(),
+        config.shared(gate.groups),
         dtype=a.dtype,
         name="ikbo_gated_linear",
         workers=shape.workers,
