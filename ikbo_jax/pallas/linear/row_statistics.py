@@ -23,7 +23,9 @@ from ikbo_jax.reference.norm_linear import Norm
 _QUAD, _ROWS, _FLIGHT = 4, 8, 8
 
 
-def compute(x: Any, first: Any, target: Any, norm: Norm, warp_count: int, *, interpret: bool) -> None:
+def compute(
+    x: Any, first: Any, target: Any, norm: Norm, warp_count: int, *, interpret: bool
+) -> None:
     """Writes mean and scale of the rows [first, first + 128) of `x` to `target`, [2, 128] f32.
 
     The last row counts for those past it. The warps are those from the warpgroup's third one on.
