@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from typing import Any
 
 import interpreter
 import jax
@@ -26,9 +27,9 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_interpreted_gated_linear(name: str, launches: interpreter.Launches) -> None:
-    rows, row, features, kind, dtype, concat, has_rest, config = CASES[name]
+def check(case: Any, interpret: Any) -> None:
+    """Runs a case, interpreted or, with False, emulated, and compares it with the reference."""
+    rows, row, features, kind, dtype, concat, has_rest, config = case
     (groups, width), columns = row, row[0] * row[1]
     sizes = rows, features, (columns,), kind, dtype, "", groups, concat, False
     assert config.illegal_reason(GatedLinearProblem(*sizes)) is None
@@ -48,12 +49,17 @@ def test_interpreted_gated_linear(name: str, launches: interpreter.Launches) -> 
     )
     gate = reference.Gate(reference.Norm(kind, 1e-3), groups, concat)
     kernel = functools.partial(
-        gated_linear_kernel, gate=gate, config=config, num_sms=1, interpret=interpreter.PARAMS
+        gated_linear_kernel, gate=gate, config=config, num_sms=1, interpret=interpret
     )
-    found = jax.block_until_ready(jax.jit(kernel)(arrays))
-    launches.assert_no_races(1)
+    found = jax.block_until_ready((jax.jit(kernel) if interpret else kernel)(arrays))
     wanted = reference.gated_linear(gate, arrays)
     assert (found.shape, found.dtype) == (wanted.shape, wanted.dtype)
     unit = float(jnp.finfo(dtype).eps)
     exact = np.asarray(wanted, np.float64)
     np.testing.assert_allclose(np.asarray(found, np.float64), exact, rtol=2 * unit, atol=8 * unit)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_interpreted_gated_linear(name: str, launches: interpreter.Launches) -> None:
+    check(CASES[name], interpreter.PARAMS)
+    launches.assert_no_races(1)
