@@ -20,11 +20,11 @@ import pytest
 import test_interpret_attention as attention
 import test_interpret_attention_backward as attention_backward
 import test_interpret_few_queries as few_queries
+import test_interpret_gated_linear as gated_linear
 import test_interpret_gdpa as gdpa
 import test_interpret_gdpa_backward as gdpa_backward
 import test_interpret_gdpa_backward_masks as gdpa_backward_masks
 import test_interpret_gdpa_masks as gdpa_masks
-import test_interpret_gated_linear as gated_linear
 import test_interpret_linear_compression as linear_compression
 import test_interpret_linear_compression_backward as linear_compression_backward
 import test_interpret_norm_linear as norm_linear
