@@ -58,7 +58,7 @@ def norm_linear(
         "identity", by their product.
       implementation: None takes the fastest that can run here; "mosaic_gpu" takes the kernel, on a
         Hopper GPU in bfloat16 or float16; "xla" takes XLA. XLA also computes the results of a call
-        that is differentiated.
+        whose gradient keeps more than these: the kernel runs if `recompute` names all of it.
 
     Returns:
       A tuple with the result of each group, [rows, N, H] or [rows, columns], in the dtype of `x`.
@@ -196,7 +196,10 @@ class _NormLinear(LinearOp[_Call, NormLinear, Projected]):
                 config=plan.config,
                 num_sms=call.request.num_sms,
             )
-            found = Projected(run_kernel(launch, *arrays))
+            # Of a projection that is kept, groups with "identity" are not.
+            has_projection = kept is not None and "projection" not in kept
+            nothing = (None,) * len(arrays.weights) if has_projection else None
+            found = Projected(run_kernel(launch, *arrays), None, nothing)
         first, *rest = found.out
         return found._replace(out=(dispatch.record(first, plan), *rest))
 
@@ -281,11 +284,7 @@ class _NormLinear(LinearOp[_Call, NormLinear, Projected]):
 
 
 def _for_residuals(call: _Call, plan: dispatch.Plan) -> dispatch.Plan:
-    """Returns the plan, or if a gradient follows, one for XLA.
-
-    With the kernel in it, a training step of five layers that recomputed all was wrong on an H200,
-    by 0.15 of a result's largest number. The cause is not known.
-    """
+    """Returns the plan, or if the gradient keeps what the kernel does not store, one for XLA."""
     if not call.return_residuals:
         return plan
     # `explain` finds the parts of a divided call by its own plan.
@@ -293,9 +292,13 @@ def _for_residuals(call: _Call, plan: dispatch.Plan) -> dispatch.Plan:
     if plan.cuda is not None:
         cuda = _for_residuals(call, plan.cuda)
         plan = dataclasses.replace(plan, cuda=cuda, origin=origin)
-    if plan.implementation == "xla":
+    is_plain = set(call.activations) == {"identity"}
+    kept = ["norm"] * ("norm" not in call.recompute)
+    kept += ["projection"] * ("projection" not in call.recompute and not is_plain)
+    if plan.implementation == "xla" or not kept:
         return plan
-    reason = "a call with a gradient runs in XLA"
+    names = " and ".join(map(repr, kept))
+    reason = f"the gradient keeps {names}, which the kernel does not store; see `recompute`"
     return dataclasses.replace(
         plan, implementation="xla", config=None, reason=reason, origin=origin
     )

@@ -2,6 +2,7 @@
 
 import functools
 import math
+from typing import Any
 
 import interpreter
 import jax
@@ -19,13 +20,14 @@ pytestmark = [pytest.mark.usefixtures("on_cpu"), pytest.mark.slow]
 CASES = {
     # The second tile of rows begins while slots of the first one are read; tiles end in a group.
     "layer": (140, 72, ((2, 64), (136,)), "layer", "bfloat16", True, NormLinearConfig(3, 2)),
+    "early": (270, 72, ((8,), (24,)), "layer", "bfloat16", True, NormLinearConfig(3, 2, 1, True)),
     "rms_in_parts": (65, 40, ((2, 8), (24,)), "rms", "float16", False, NormLinearConfig(1, 2, 2)),
 }
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_interpreted_norm_linear(name: str, launches: interpreter.Launches) -> None:
-    rows, features, shapes, kind, dtype, has_vectors, config = CASES[name]
+def check(case: Any, interpret: Any) -> None:
+    """Runs a case, interpreted or, with False, emulated, and compares it with the reference."""
+    rows, features, shapes, kind, dtype, has_vectors, config = case
     columns = tuple(map(math.prod, shapes))
     problem = NormLinearProblem(rows, features, columns, kind, dtype, "")
     assert config.illegal_reason(problem) is None
@@ -43,13 +45,18 @@ def test_interpreted_norm_linear(name: str, launches: interpreter.Launches) -> N
     )
     options = {"norm": reference.Norm(kind, 1e-3), "activations": ("silu", "identity")}
     kernel = functools.partial(
-        norm_linear_kernel, **options, config=config, num_sms=1, interpret=interpreter.PARAMS
+        norm_linear_kernel, **options, config=config, num_sms=1, interpret=interpret
     )
-    found = jax.block_until_ready(jax.jit(kernel)(*arrays))
-    launches.assert_no_races(1)
+    found = jax.block_until_ready((jax.jit(kernel) if interpret else kernel)(*arrays))
     expected = reference.norm_linear(*options.values(), None, arrays).out
     unit = float(jnp.finfo(dtype).eps)
     for x, wanted in zip(found, expected, strict=True):
         assert (x.shape, x.dtype) == (wanted.shape, wanted.dtype)
         exact = np.asarray(wanted, np.float64)
         np.testing.assert_allclose(np.asarray(x, np.float64), exact, rtol=2 * unit, atol=8 * unit)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_interpreted_norm_linear(name: str, launches: interpreter.Launches) -> None:
+    check(CASES[name], interpreter.PARAMS)
+    launches.assert_no_races(1)

@@ -1,4 +1,4 @@
-"""Which calls of `norm_linear` take its kernel."""
+"""Which calls of `norm_linear` and `gated_linear` take their kernels."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from jax.sharding import PartitionSpec as P
 from sharded_calls import mesh_of, on
 
 import ikbo_jax as ikbo
+from ikbo_jax.problems.gated_linear import GatedLinearConfig
 from ikbo_jax.problems.norm_linear import NormLinearConfig
 
 pytestmark = pytest.mark.usefixtures("on_cpu")
@@ -23,6 +24,7 @@ pytestmark = pytest.mark.usefixtures("on_cpu")
         ("float32", {}, "float32"),
         ("bfloat16", {"features": 648}, "at most F=640 in shared memory, but F=648"),
         ("bfloat16", {"rows": 1}, "at least 2 rows, for TMA, but there is 1"),
+        ("bfloat16", {"rows": 128}, "XLA is faster for at most 128 rows"),
     ],
 )
 def test_programs_for_hopper_have_the_kernel_where_it_takes_the_call(
@@ -40,23 +42,63 @@ def test_programs_for_hopper_have_the_kernel_where_it_takes_the_call(
     assert reason in plan.cuda.reason
 
 
-@pytest.mark.parametrize("recompute", [(), ("norm", "projection")])
-def test_the_kernel_runs_without_a_gradient_alone(recompute: Any) -> None:
-    x = jnp.ones((16, 8), jnp.bfloat16)
+@pytest.mark.parametrize(
+    ("recompute", "activation", "kept"),
+    [
+        ((), "silu", "'norm' and 'projection'"),
+        ("norm", "silu", "'projection'"),
+        ("norm", "identity", ""),
+        (("norm", "projection"), "silu", ""),
+    ],
+)
+def test_the_kernel_runs_below_a_gradient_that_keeps_nothing_else(
+    recompute: Any, activation: str, kept: str
+) -> None:
+    x = jnp.ones((512, 8), jnp.bfloat16)
     w = jnp.ones((8, 16), jnp.bfloat16)
+    options = {"activations": [activation], "recompute": recompute}
 
     def loss(x: Any, w: Any) -> jax.Array:
-        found = ikbo.norm_linear(x, [w], activations=["silu"], recompute=recompute)
-        return found[0].astype(jnp.float32).sum()
+        return ikbo.norm_linear(x, [w], **options)[0].astype(jnp.float32).sum()
 
     step = jax.jit(jax.value_and_grad(loss))
-    for fn, has_kernel in ((jax.jit(loss), True), (step, False)):
-        exported = jax.export.export(fn, platforms=["cuda"])(x, w)
-        assert ("mosaic_gpu" in exported.mlir_module()) == has_kernel
-        (plan,) = ikbo.explain(fn, x, w).plans
-        assert plan.cuda.implementation == ("mosaic_gpu" if has_kernel else "xla")
-        assert ("a call with a gradient runs in XLA" in plan.cuda.reason) != has_kernel
+    exported = jax.export.export(step, platforms=["cuda"])(x, w)
+    assert ("mosaic_gpu" in exported.mlir_module()) == (not kept)
+    (plan,) = ikbo.explain(step, x, w).plans
+    assert plan.cuda.implementation == ("xla" if kept else "mosaic_gpu")
+    assert (f"the gradient keeps {kept}, which" in plan.cuda.reason) == bool(kept)
     mesh = mesh_of("2", "auto")
     (plan,) = ikbo.explain(step, *on(mesh, [x, w], [P("x"), P()])).plans
     assert plan.division.startswith("rows over")
-    assert plan.cuda.implementation == "xla"
+    assert plan.cuda.implementation == ("xla" if kept else "mosaic_gpu")
+
+
+@pytest.mark.parametrize(
+    ("changes", "options", "reason"),
+    [
+        ({}, {"by_head": True}, ""),
+        ({"rows": 512}, {}, "XLA is faster for at most 512 rows"),
+        ({"width": 72}, {"by_head": True}, "heads of a multiple of 64 columns, but there are 2 of"),
+        ({"width": 66}, {}, "multiples of 8 (16 bytes, for TMA), but columns=132"),
+        ({}, {"dropout_rate": 0.5, "dropout_key": jax.random.key(0)}, "the kernel drops nothing"),
+    ],
+)
+def test_gated_linear_takes_the_kernel_with_and_without_a_gradient(
+    changes: dict[str, int], options: dict[str, Any], reason: str
+) -> None:
+    rows, width = (changes.get(name, size) for name, size in (("rows", 600), ("width", 64)))
+    u, w, x = (
+        jnp.ones(shape, jnp.bfloat16) for shape in ((rows, 2, width), (6 * width, 16), (rows, 16))
+    )
+
+    def loss(u: Any, w: Any, x: Any) -> jax.Array:
+        found = ikbo.gated_linear(u, u, w, x, concat=True, **options)
+        return found.astype(jnp.float32).sum()
+
+    for fn in (jax.jit(loss), jax.jit(jax.value_and_grad(loss))):
+        exported = jax.export.export(fn, platforms=["cuda"])(u, w, x)
+        assert ("mosaic_gpu" in exported.mlir_module()) == (not reason)
+        (plan,) = ikbo.explain(fn, u, w, x).plans
+        assert (plan.cuda.implementation == "xla", plan.cuda.backward[:3]) == (bool(reason), "XLA")
+        assert isinstance(plan.cuda.config, type(None) if reason else GatedLinearConfig)
+        assert reason in plan.cuda.reason

@@ -5,6 +5,9 @@ process would fail. After each test marked `gpu`, `_DeviceCheck` runs a small pr
 does not answer, the process ends. Under pytest-xdist, the test counts as failed and the remaining
 tests run in a new process; without pytest-xdist, the session ends.
 
+Before each such test, `fill_free_memory` leaves NaN and small integers in free device memory: a
+result that depends on memory which nobody wrote is then wrong in every session.
+
 `--journal FILE` makes the session write a line of JSON as each test starts and ends, for
 `tools/gpu_tests.py`. Such a session runs the tests with the longest time limits first and the tests
 marked `sanitizer` last. `--until` is the time, in seconds since the epoch, after which no test
@@ -54,9 +57,31 @@ def device_answers() -> bool:
     return True
 
 
+#: Bytes of the arrays that `fill_free_memory` makes, and how many of each.
+JUNK = {2**i: 8 for i in range(10, 25)} | {2**29: 1}
+
+
+def fill_free_memory() -> None:
+    """Fills memory that JAX holds and has not given to an array: half NaN, half small integers."""
+    import jax
+    import jax.numpy as jnp
+
+    if jax.default_backend() != "gpu":
+        return
+    for device in jax.local_devices():
+        words = jax.random.bits(jax.random.key(0, impl="rbg"), (max(JUNK) // 4,), "uint32")
+        words = jax.device_put(jnp.where(words % 2, jnp.uint32(2**32 - 1), words % 4096), device)
+        junk = [words[: size // 4].copy() for size, count in JUNK.items() for _ in range(count)]
+        jax.block_until_ready(junk)
+
+
 class _DeviceCheck:
     def __init__(self, answers: Callable[[], bool]) -> None:
         self.answers = answers
+
+    def pytest_runtest_setup(self, item: pytest.Item) -> None:
+        if item.get_closest_marker("gpu") is not None:
+            fill_free_memory()
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_protocol(self, item: pytest.Item) -> Iterator[None]:

@@ -24,7 +24,7 @@ from ikbo_jax.pallas.gdpa_backward import stored
 from ikbo_jax.pallas.gdpa_backward.context import FIRST, FLAGS, ORIGIN, BackwardContext
 from ikbo_jax.pallas.hopper import mosaic, seen
 from ikbo_jax.pallas.hopper.visible import ranges_and_gaps
-from ikbo_jax.pallas.worklist.lists import STATISTICS_ROW, Offsets, Works, WorkSettings
+from ikbo_jax.pallas.worklist.lists import STATISTICS_ROW, Offsets, Work, Works, WorkSettings
 from ikbo_jax.problems.hopper import NUM_CONSUMERS, TILE_ROWS, WGMMA_M
 from ikbo_jax.reference import jagged
 
@@ -95,6 +95,7 @@ def mask_work(
     as in `reference.gdpa.Arrays`. `rows_of_groups` says how many neighbouring rows, of keys and of
     queries, make a group. `stores`: whether gradients of scores have places.
     """
+    works = works._replace(queries=_without_rest(works.queries), keys=_without_rest(works.keys))
     assert works.blocks is not None
     position = jnp.arange(WGMMA_M, dtype=jnp.int32)
     is_row = position[None] < works.blocks[:, 1:]
@@ -119,6 +120,12 @@ def mask_work(
     queries = queries._replace(tiles=queries.tiles[order[:count]])
     keys = keys._replace(tiles=keys.tiles[order[count:] - count])
     return works._replace(queries=queries, keys=keys), masks
+
+
+def _without_rest(work: Work) -> Work:
+    """Replaces the entries past the last tile by 0, since a list leaves them as memory was."""
+    is_tile = jnp.arange(work.tiles.shape[0], dtype=jnp.int32) < work.counts[1]
+    return work._replace(tiles=jnp.where(is_tile[:, None], work.tiles, 0))
 
 
 def _order(numbers: jax.Array) -> jax.Array:

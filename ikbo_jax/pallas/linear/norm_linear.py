@@ -38,15 +38,24 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from ikbo_jax.pallas.activations.values import activate
 from ikbo_jax.pallas.hopper import mma, operand_tiles
-from ikbo_jax.pallas.hopper.launch import Roles, WarpgroupContext, launch
-from ikbo_jax.pallas.linear import rows
+from ikbo_jax.pallas.hopper.launch import Roles, launch
+from ikbo_jax.pallas.linear import row_statistics, rows
+from ikbo_jax.pallas.linear.items import ItemContext
 from ikbo_jax.problems import hopper
 from ikbo_jax.problems.hopper import BLOCK_K, NUM_CONSUMERS, TILE_ROWS, WGMMA_M
-from ikbo_jax.problems.norm_linear import BLOCK_N, STORE_COLUMNS, NormLinearConfig
+from ikbo_jax.problems.norm_linear import (
+    BLOCK_N,
+    STATISTICS_WARPS,
+    STORE_COLUMNS,
+    NormLinearConfig,
+)
 from ikbo_jax.reference.norm_linear import Norm
 
 #: Columns that are activated after a k step.
 CHUNK = 32
+#: Column tiles before an item's end, from when on the next one's statistics are computed: rows are
+#: to stay in the L2 cache until TMA loads them, and 128 rows take about as long as four tiles.
+LATE_TILES = 8
 
 
 class Operands(NamedTuple):
@@ -84,10 +93,6 @@ class Shape:
     def items(self) -> int:
         return -(-self.rows // TILE_ROWS) * self.parts
 
-    def count(self, worker: Any) -> Any:
-        """Counts the work items of a worker."""
-        return lax.div(self.items - worker + (self.workers - 1), self.workers)
-
 
 class Item(NamedTuple):
     """128 rows from `row` on, for column tiles [begin, end)."""
@@ -105,7 +110,7 @@ class Tile(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class NormLinearContext(WarpgroupContext):
+class NormLinearContext(ItemContext):
     """The context of a warpgroup; a *step* numbers the k steps of all its tiles."""
 
     def item(self, i: Any) -> Item:
@@ -113,11 +118,6 @@ class NormLinearContext(WarpgroupContext):
         tiles, part = self.shape.first_tiles[-1], lax.rem(number, parts)
         begin, end = (lax.div(p * tiles, parts) for p in (part, part + 1))
         return Item(lax.div(number, parts) * TILE_ROWS, begin, end)
-
-    def for_items(self, body: Callable[[Any, Item, Any], Any], carry: Any) -> Any:
-        """Calls `body(i, item, carry)`, which returns the next carry, for all items of the CTA."""
-        count = self.shape.count(self.worker)
-        return lax.fori_loop(0, count, lambda i, carry: body(i, self.item(i), carry), carry)
 
     def group(self, tile: Any) -> Any:
         """Finds the group of a column tile."""
@@ -182,10 +182,47 @@ def load_rows(ctx: NormLinearContext) -> None:
         return carry
 
     ctx.for_items(load_item, jnp.int32(0))
-    ring.drain_uses(ctx.shape.count(ctx.worker) * k_steps)
+    ring.drain_uses(ctx.count * k_steps)
+
+
+def load_statistics(ctx: NormLinearContext) -> None:
+    """Computes the statistics of all items' rows but the first one's, as other warps."""
+    ring, target = ctx.shared.early, ctx.shared.statistics
+
+    def compute_item(i: Any, item: Item, carry: Any) -> Any:
+        @pl.when(i > 0)
+        def _() -> None:
+            ring.await_free(i - 1)
+            options = ctx.shape.norm, STATISTICS_WARPS
+            row_statistics.compute(
+                ctx.operands.x, item.row, target, *options, interpret=ctx.interpret
+            )
+            for _ in range(STATISTICS_WARPS if ctx.interpret else 1):
+                plgpu.barrier_arrive(ring.ready_at(i - 1))
+
+        return carry
+
+    ctx.for_items(compute_item, jnp.int32(0))
+    ring.await_free(ctx.count - 1)
 
 
 # Consumers
+
+
+def _item_statistics(ctx: NormLinearContext, i: Any, first_block: Any) -> rows.Statistics:
+    """Computes the statistics of the consumer's rows of item `i`, or takes the early ones."""
+    if not ctx.config.is_early:
+        return _statistics(ctx, first_block)
+
+    def take() -> rows.Statistics:
+        ctx.shared.early.await_ready(i - 1)
+        mean, scale = (
+            rows.load_statistic(ctx.shared.statistics.at[n], ctx.consumer, interpret=ctx.interpret)
+            for n in range(2)
+        )
+        return rows.Statistics(None if ctx.shape.norm.kind == "rms" else mean, scale)
+
+    return lax.cond(i > 0, take, lambda: _statistics(ctx, first_block))
 
 
 def _rows_of(ctx: NormLinearContext, block: Any) -> Any:
@@ -270,8 +307,8 @@ def _store_jobs(
     def activated(begin: int) -> jax.Array:
         values = lax.slice(finished, (0, begin), (WGMMA_M, begin + CHUNK))
         if ctx.operands.biases is not None:
-            first = tile.number * BLOCK_N + begin
-            values = rows.add_columns(values, ctx.operands.biases, first, interpret=interpret)
+            first, biases = tile.number * BLOCK_N + begin, ctx.operands.biases
+            values += rows.of_columns(biases, first, CHUNK, interpret=interpret)
         names = ctx.shape.activations
         return activate(names, None, group, values, interpret=interpret).astype(dtype)
 
@@ -309,7 +346,8 @@ def consume(ctx: NormLinearContext) -> None:
 
     def compute_item(i: Any, item: Item, carry: Any) -> Any:
         first_block = i * k_steps
-        of_rows = _statistics(ctx, first_block)
+        of_rows = _item_statistics(ctx, i, first_block)
+        late = jnp.maximum(item.begin, item.end - LATE_TILES)
 
         def compute(number: Any, carry: Any) -> Any:
             finished, previous, step = carry
@@ -317,9 +355,14 @@ def consume(ctx: NormLinearContext) -> None:
             def normalise(k: Any) -> None:
                 @pl.when(number == item.begin)
                 def _() -> None:
+                    if ctx.config.is_early:  # the first item's blocks were awaited
+                        wait = functools.partial(ctx.shared.rows.await_ready, first_block + k)
+                        pl.when(i > 0)(wait)
                     tiles, factors = _rows_of(ctx, first_block + k), (operands.scale, operands.bias)
                     rows.normalise(tiles, of_rows, factors, k, interpret=ctx.interpret)
 
+            if ctx.config.is_early:
+                pl.when(number == late)(functools.partial(ctx.shared.early.release, i))
             jobs = _store_jobs(ctx, finished, previous, step > 0)
             is_last = number == item.end - 1
             acc = _multiply(ctx, step, first_block, is_last, normalise, jobs)
@@ -361,25 +404,25 @@ def norm_linear_kernel(
     shape = Shape(count, features, columns, activations, norm, config.parts, 1)
     shape = dataclasses.replace(shape, workers=min(num_sms, shape.items))
 
-    def padded(vector: jax.Array, multiple: int) -> jax.Array:
-        vector = vector.reshape(-1).astype(jnp.float32)
-        return jnp.pad(vector, (0, -vector.shape[0] % multiple))
-
-    scale, bias = (None if y is None else padded(y, BLOCK_K) for y in (norm_scale, norm_bias))
+    scale, bias = (None if y is None else rows.padded(y, BLOCK_K) for y in (norm_scale, norm_bias))
     of_columns = None
     if any(b is not None for b in biases):
         of_columns = jnp.concatenate(
             [
-                padded(jnp.zeros((c,)) if b is None else b, BLOCK_N)
+                rows.padded(jnp.zeros((c,)) if b is None else b, BLOCK_N)
                 for b, c in zip(biases, columns, strict=True)
             ]
         )
+    early: dict[str, Any] = {}
+    if config.is_early:
+        early = {"watch": load_statistics, "watchers": STATISTICS_WARPS, "registers": (224, 56)}
     found = launch(
         Roles(
             functools.partial(NormLinearContext, shape, config),
             load_weights,
             consume,
             assist=load_rows,
+            **early,
         ),
         Operands(x, scale, bias, flat, of_columns),
         tuple(jax.ShapeDtypeStruct((count, c), x.dtype) for c in columns),
