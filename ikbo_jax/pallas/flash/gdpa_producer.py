@@ -12,7 +12,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from ikbo_jax.pallas.flash.gdpa_context import Destination, GdpaContext, Item
-from ikbo_jax.pallas.hopper import mosaic
+from ikbo_jax.pallas.hopper import lanes
 from ikbo_jax.pallas.hopper.rings import Ring
 from ikbo_jax.pallas.worklist import lists
 from ikbo_jax.problems.gdpa import ITEM_WORDS
@@ -28,19 +28,21 @@ class _Progress(NamedTuple):
 
 
 def _describe(
-    ctx: GdpaContext, progress: _Progress, item: Item, destination: Destination, tile: Any
+    ctx: GdpaContext, progress: _Progress, item: Item, destination: Destination, held: Any = None
 ) -> None:
-    """Waits for the next query slot, and sends the descriptor of its item."""
+    """Waits for the next query slot, and sends the descriptor of its item.
+
+    With a mask, `held` has the words of a tile, see `lanes`; None at the end of all items.
+    """
     words: tuple[Any, ...] = (*item, *destination)
     items = ctx.shared.items
-    if not ctx.shape.has_mask:
+    if held is None:
         items.send_words(progress.items, words, after=ctx.shared.query)
         return
     ctx.shared.query.await_free(progress.items)
-    mosaic.copy_words(
-        *(ctx.operands.words, tile * ctx.operands.words.shape[1] + lists.TILE_WORDS),
-        *(items.words, items.slot(progress.items) * items.words.shape[1] + ITEM_WORDS),
-        lists.MASK_WORDS,
+    lanes.store(
+        *(held, ctx.operands.words, lists.TILE_WORDS),
+        *(items.words, items.slot(progress.items), ITEM_WORDS),
         interpret=ctx.interpret,
     )
     items.send_words(progress.items, words)
@@ -58,23 +60,32 @@ def _keeps(ctx: GdpaContext, tile: Any, end: Any, blocks: Any) -> Any:
     return is_same.astype(jnp.int32)
 
 
-def _send_item(ctx: GdpaContext, head: Any, end: Any, tile: Any, progress: _Progress) -> _Progress:
-    """Sends the descriptor of one head of a tile, whose run ends at tile `end`; loads operands."""
+def _send_item(
+    ctx: GdpaContext, head: Any, end: Any, tile: Any, progress: _Progress, held: Any = None
+) -> _Progress:
+    """Sends the descriptor of one head of a tile, whose run ends at tile `end`; loads operands.
+
+    With a mask, `held` has the tile's words, and `tile` is not used.
+    """
     shape, shared, operands = ctx.shape, ctx.shared, ctx.operands
     kv_head = lax.div(head, shape.q_heads // shape.kv_heads)
-    source, target, rows, first_key, length = (
-        operands.words[tile, word] for word in range(lists.TILE_WORDS)
-    )
+
+    def word(number: int) -> Any:
+        if held is None:
+            return operands.words[tile, number]
+        return lanes.word(held, operands.words, number, interpret=ctx.interpret)
+
+    source, target, rows, first_key, length = map(word, range(lists.TILE_WORDS))
     if shape.has_gaps:  # read once: a block's copy would wait for them
         skip_from, skipped = (
-            operands.words[tile, lists.TILE_WORDS + i] for i in (lists.SKIP_FROM, lists.SKIPPED)
+            word(lists.TILE_WORDS + i) for i in (lists.SKIP_FROM, lists.SKIPPED)
         )
     block_kv = ctx.config.block_kv
     blocks = lax.div(length + (block_kv - 1), block_kv)
     is_resident = progress.is_kept
     _describe(
         *(ctx, progress, Item(blocks, length, head, is_resident)),
-        *(Destination(head, target, rows), tile),
+        *(Destination(head, target, rows), held),
     )
     ctx.load_queries(progress.items, lambda consumer: source + consumer * WGMMA_M, head)
 
@@ -139,6 +150,39 @@ def _send_taken_runs(ctx: GdpaContext, runs: Any, progress: _Progress) -> _Progr
     return lax.while_loop(lambda carry: carry[1] < runs, send, start)[2]
 
 
+def _send_ahead(ctx: GdpaContext, items: Any, progress: _Progress) -> _Progress:
+    """Sends items of masked tiles; takes an item, and loads its tile's words, an item ahead.
+
+    Otherwise, consumers with few blocks an item would wait for a ticket and for words.
+    """
+    interpret, words = ctx.interpret, ctx.operands.words
+    count = None if ctx.config.tickets else ctx.work_items(items)
+
+    def take(i: Any) -> Any:
+        return lanes.take_ticket(ctx.counter, i, interpret=interpret) if count is None else i
+
+    def after(i: Any, taken: Any) -> Any:
+        if count is None:
+            return ctx.shape.workers + lanes.ticket(taken, interpret=interpret)
+        return jnp.where(i + 1 < count, ctx.work_item(i + 1), items)
+
+    def load(number: Any) -> Any:
+        tile = lax.div(jnp.minimum(number, items - 1), ctx.shape.q_heads)
+        return lanes.load(words, jnp.maximum(tile, 0), interpret=interpret)
+
+    def send(carry: tuple[Any, ...]) -> tuple[Any, ...]:
+        i, number, held, taken, progress = carry
+        following = after(i, taken)
+        next_held, next_taken = load(following), take(i + 1)
+        head, zero = lax.rem(number, ctx.shape.q_heads), jnp.int32(0)
+        progress = _send_item(ctx, head, zero, zero, progress, held)
+        return i + 1, following, next_held, next_taken, progress
+
+    zero, first = jnp.int32(0), ctx.worker
+    start = (zero, first, load(first), take(zero), progress)
+    return lax.while_loop(lambda carry: carry[1] < items, send, start)[-1]
+
+
 def produce(ctx: GdpaContext) -> None:
     """Sends all items of the CTA, as the producer warp."""
     config = ctx.config
@@ -146,10 +190,12 @@ def produce(ctx: GdpaContext) -> None:
     progress = _Progress(zero, zero, zero)
     runs = lax.div(ctx.operands.counts[0] + (config.run - 1), config.run)
     items = runs * ctx.shape.q_heads
-    if config.tickets:
+    if ctx.shape.has_mask:
+        progress = _send_ahead(ctx, items, progress)
+    elif config.tickets:
         progress = _send_taken_runs(ctx, items, progress)
     else:
         send = functools.partial(_send_run, ctx, ctx.work_item)
         progress = lax.fori_loop(0, ctx.work_items(items), send, progress)
-    _describe(ctx, progress, Item(zero, zero, zero, zero), Destination(zero, zero, zero), zero)
+    _describe(ctx, progress, Item(zero, zero, zero, zero), Destination(zero, zero, zero))
     ctx.drain()
