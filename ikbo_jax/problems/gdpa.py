@@ -33,7 +33,7 @@ ITEM_WORDS = 7
 #: kernel with `skip_empty` at the other widths.
 MASKED_HEAD_DIMS = (64, 96, 128)
 #: Further words with a mask, see `worklist.lists`.
-MASK_WORDS = 15
+MASK_WORDS = 17
 #: Bytes of the keys and values that masked tiles of one group read. Tiles that run at the same time
 #: should find them in L2: if they belong to any sequences, a causal mask takes 2.5 times as long as
 #: its products at 1,024 keys, and 2.1 times at 2,048 (SiLU, N = 4, H = 128, 65,536 rows, an H100).
@@ -174,7 +174,7 @@ class GdpaConfig(FlashConfig):
 
         With a cap, ptxas serialises the products of some kernels with `half_blocks` (C7513).
         """
-        enabled = [name for name in ("skip_empty", "half_blocks") if getattr(self, name)]
+        enabled = [name for name in ("half_blocks",) if getattr(self, name)]
         if self.run > 1 or enabled:
             return (
                 f"a {cause} needs run=1, no skip_empty and no half_blocks, "

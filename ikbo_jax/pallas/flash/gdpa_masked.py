@@ -70,7 +70,7 @@ def _hole(ends: jax.Array, block_kv: int) -> tuple[jax.Array, jax.Array]:
 
 
 def _cuts(ends: jax.Array, is_row: jax.Array, skipped: jax.Array, block_kv: int) -> jax.Array:
-    """Finds the blocks that consumers mask, [tiles, 8]; leaves out rows that do not exist.
+    """Finds the words that `keys_of_tile` describes, [tiles, 10], of rows that exist.
 
     `ends` [tiles, 2, 64, 4] count from the tile's first key; `skipped` [tiles, 1] keys come before.
     """
@@ -82,9 +82,11 @@ def _cuts(ends: jax.Array, is_row: jax.Array, skipped: jax.Array, block_kv: int)
         jnp.min(jnp.where(is_row, end, most), axis=2) - skipped,
         jnp.min(jnp.where(has_gap, gap_begin, most), axis=2),
         jnp.max(jnp.where(has_gap, gap_end, -most), axis=2) - skipped + (block_kv - 1),
+        jnp.maximum(jnp.max(jnp.where(is_row, end, 0), axis=2) - skipped, 1) + (block_kv - 1),
     )
     blocks = jnp.maximum(jnp.stack(found, axis=2), 0) // block_kv
-    return blocks.reshape(-1, NUM_CONSUMERS * 4)
+    blocks = blocks.at[..., 4].multiply(is_row[..., 0])
+    return blocks.reshape(-1, NUM_CONSUMERS * lists.CUT_WORDS)
 
 
 def keep_visible(
@@ -94,7 +96,7 @@ def keep_visible(
     rule = ctx.shape.rule
 
     def cut(part: int) -> Any:
-        return ctx.mask_word(item, lists.CUTS + part + 4 * ctx.consumer)
+        return ctx.mask_word(item, lists.CUTS + part + lists.CUT_WORDS * ctx.consumer)
 
     def selected(part: int, scores: jax.Array) -> jax.Array:
         begin, end = _rows_see(ctx, item, part)
@@ -112,6 +114,11 @@ def keep_visible(
         return scores
     has_gap = (block >= cut(2)) & (block < cut(3))
     return lax.cond(has_gap, functools.partial(selected, 1), lambda x: x, scores)
+
+
+def seen_blocks(ctx: Any, item: Any) -> Any:
+    """Counts the blocks up to the last one that a consumer's rows see; at least 1, if it has rows."""
+    return ctx.mask_word(item, lists.CUTS + 4 + lists.CUT_WORDS * ctx.consumer)
 
 
 def first_key(ctx: Any, item: Any, block: Any) -> Any:

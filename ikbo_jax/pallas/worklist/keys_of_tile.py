@@ -86,7 +86,11 @@ def keys_of_tile(
     for consumer in range(NUM_CONSUMERS):
         top = jnp.minimum(position + consumer * WGMMA_M, last_row)
         bottom = jnp.minimum(top + (WGMMA_M - 1), last_row)
-        mask += _cuts(_bounds(rule, sequence, top, bottom), first, skipped, unit, divide)
+        bounds = _bounds(rule, sequence, top, bottom)
+        mask += _cuts(bounds, first, skipped, unit, divide)
+        seen_keys = jnp.maximum(bounds.last - first - skipped, 1) + (unit - 1)
+        has_rows = has_keys & (position + consumer * WGMMA_M <= last_row)
+        mask.append(jnp.where(has_rows, divide(seen_keys), 0 * position))
     # Rows without keys have a hole, too.
     return Keys(first, jnp.clip(last - first - skipped, 0, sequence.length), tuple(mask))
 

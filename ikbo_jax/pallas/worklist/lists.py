@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any, NamedTuple
 
 import jax
@@ -15,10 +16,11 @@ TILE_WORDS = 5
 #: Further words of a tile of masked queries. No row of the tile sees the `SKIPPED` keys before its
 #: block `SKIP_FROM`, so that block begins so many keys later. `FIRST_KEY` and `POSITION` are the
 #: first key and the position of the first row, counted from the sequence's first key. Then come
-#: the sequence's numbers of keys, contextual tokens and targets, and four words for each consumer,
-#: which `keys_of_tile._cuts` computes.
+#: the sequence's numbers of keys, contextual tokens and targets, and `CUT_WORDS` words for each
+#: consumer, which `keys_of_tile._cuts` computes.
 SKIP_FROM, SKIPPED, FIRST_KEY, POSITION, LENGTH, CONTEXTUAL, TARGETS, CUTS = range(8)
-MASK_WORDS = 15
+CUT_WORDS = 5
+MASK_WORDS = CUTS + 2 * CUT_WORDS
 #: Words of a tile in `Work.tiles`: first row that is read, first row that is written, number of
 #: rows, begin and end of its ranges, blocks of its ranges, first row of its statistics, padding.
 WORK_WORDS = 8
@@ -27,6 +29,10 @@ STATISTICS_ROW = 6
 #: Words of a range: first row of the first streamed operand, first row of the second, number of
 #: rows, and first row of its statistics.
 RANGE_WORDS = 4
+
+#: Tiles that see far more keys than the others of their group come with so many groups before it:
+#: otherwise, those of the last groups would end long after all other tiles.
+EARLY_GROUPS = int(os.environ.get("IKBO_EARLY", "3"))
 
 
 class Arrays(NamedTuple):
@@ -114,6 +120,16 @@ class WorkSettings(NamedTuple):
     group: int
     has_statistics: bool
     parts: int = 1
+
+
+def early_keys(rule: hstu.Rule | None, size: int) -> int | None:
+    """Returns how many keys make a tile of `size` rows early, see `EARLY_GROUPS`; None: no number.
+
+    With a window, tiles of contextual tokens see their sequence's history, and all others few keys.
+    """
+    if rule is None or rule.window is None or rule.contextual == 0:
+        return None
+    return rule.window + 2 * size
 
 
 class TileList(NamedTuple):

@@ -20,7 +20,7 @@ from ikbo_jax.pallas.hopper.launch import launch_threads
 from ikbo_jax.pallas.hopper.per_thread import cdiv, same, select
 from ikbo_jax.pallas.worklist import by_xla
 from ikbo_jax.pallas.worklist.keys_of_tile import keys_of_tile
-from ikbo_jax.pallas.worklist.lists import MASK_WORDS, TILE_WORDS, Offsets, TileList
+from ikbo_jax.pallas.worklist.lists import MASK_WORDS, TILE_WORDS, Offsets, TileList, early_keys
 from ikbo_jax.pallas.worklist.scan import running_sums
 from ikbo_jax.pallas.worklist.search import count_at_most
 from ikbo_jax.pallas.worklist.segments import SegmentContext, Shape, load, running_maxima, segment
@@ -171,6 +171,7 @@ def masked_tiles(
     assert offsets.rule is not None
     warpgroups = 1 if interpret else WARPGROUPS
     kinds = {"is_merged": False, "rule": offsets.rule, "keys_per_group": keys_per_group}
+    kinds["early_keys"] = early_keys(offsets.rule, size)
     plain = dataclasses.asdict(Shape.of(offsets, size, unit, warpgroups=warpgroups))
     shape = MaskedShape(**(plain | kinds))
     if sum(x.shape[0] for x in operands if x is not None) + shape.parts > MOST_LISTED_WORDS:

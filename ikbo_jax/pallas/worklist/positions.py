@@ -19,6 +19,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from ikbo_jax.pallas.hopper.per_thread import Threads, cdiv, same
+from ikbo_jax.pallas.worklist.lists import EARLY_GROUPS
 from ikbo_jax.pallas.worklist.scan import padded, sum_up
 from ikbo_jax.pallas.worklist.segments import Segment, SegmentContext, Shape
 from ikbo_jax.problems.hopper import WARPGROUP_SIZE
@@ -108,6 +109,9 @@ def _bin_of(shape: Shape, bins: Bins, found: Segment) -> jax.Array:
     rank = cdiv(found.kv_length, shape.unit)
     if shape.groups > 1:
         after = (shape.groups - 1) - lax.div(found.kv_start, same(shape.keys_per_group or 1))
+        if shape.early_keys is not None:
+            early = jnp.minimum(after + EARLY_GROUPS, shape.groups - 1)
+            after = jnp.where(found.kv_length > shape.early_keys, early, after)
         rank = jnp.where(rank > 0, rank + after * bins.longest, 0)
     return bins.of(rank)
 
