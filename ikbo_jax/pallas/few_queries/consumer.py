@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import os
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -20,6 +21,7 @@ from ikbo_jax.pallas.hopper import mma, mosaic, turns
 from ikbo_jax.pallas.hopper.rings import Ring
 from ikbo_jax.problems.hopper import BLOCK_K, NUM_CONSUMERS
 
+PREFETCH = os.environ.get("IKBO_OWN", "") != ""
 #: The named barrier at which the consumers wait for each other.
 CONSUMER_BARRIER = turns.TURN_BARRIER + NUM_CONSUMERS
 
@@ -200,6 +202,9 @@ def _one_item(carry: tuple[Any, ...], ctx: Context) -> tuple[Any, ...]:
     shared = ctx.shared
     work = _Work(item, ctx.part(item, index), index, first_step)
     part = work.part
+    has_own = ctx.operands.self_key is not None
+    if has_own and PREFETCH:
+        pl.when(part.stores)(functools.partial(own.prefetch, ctx, item, part))
     shared.query.await_ready(index)
     maximum, partial_sums, acc = lax.cond(
         part.count > 0,
@@ -213,7 +218,6 @@ def _one_item(carry: tuple[Any, ...], ctx: Context) -> tuple[Any, ...]:
 
     @pl.when(part.stores)
     def _() -> None:
-        has_own = ctx.operands.self_key is not None
         rows = own.merged(ctx, item, part, (state[0], state[1], state[2])) if has_own else state
         store.store(ctx, part, item.head, *rows)
 

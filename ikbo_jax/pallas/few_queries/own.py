@@ -26,7 +26,12 @@ def merged(ctx: Context, item: Item, part: Part, state: State) -> State:
     return lax.cond(is_first, lambda: _merged(ctx, item, part, state), lambda: state)
 
 
-def _merged(ctx: Context, item: Item, part: Part, state: State) -> State:
+def prefetch(ctx: Context, item: Item, part: Part) -> None:
+    """Brings own tokens of a part's rows into L2."""
+    own_tokens.prefetch(ctx, *_rows(ctx, item, part))
+
+
+def _rows(ctx: Context, item: Item, part: Part) -> tuple[own_tokens.Rows, own_tokens.Order]:
     shape = ctx.shape
     rows = own_tokens.Rows(
         part.offset if shape.listed else lax.rem(part.target, shape.rows),
@@ -43,9 +48,14 @@ def _merged(ctx: Context, item: Item, part: Part, state: State) -> State:
         functools.partial(candidates.interpreted, ctx),
         shape.listed > 0,
     )
+    return rows, order
+
+
+def _merged(ctx: Context, item: Item, part: Part, state: State) -> State:
+    shape = ctx.shape
     acc, *_ = state
     column = ctx.first_column_block * BLOCK_K if ctx.shares_columns else 0
     token = own_tokens.load(
-        ctx, rows, order, acc.shape[1], column, at_once=shape.head_dim <= MAX_COLUMNS
+        ctx, *_rows(ctx, item, part), acc.shape[1], column, at_once=shape.head_dim <= MAX_COLUMNS
     )
     return softmax.with_token(*state, *token, shape.log2_scale)

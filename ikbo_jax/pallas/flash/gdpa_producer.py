@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import os
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -17,6 +18,9 @@ from ikbo_jax.pallas.hopper.rings import Ring
 from ikbo_jax.pallas.worklist import lists
 from ikbo_jax.problems.gdpa import ITEM_WORDS
 from ikbo_jax.problems.hopper import WGMMA_M
+
+
+AHEAD = os.environ.get("IKBO_AHEAD", "1") == "1"
 
 
 class _Progress(NamedTuple):
@@ -132,6 +136,9 @@ def _send_run(
     number = number_of(i)
     begin, head = lax.div(number, heads) * run, lax.rem(number, heads)
     end = jnp.minimum(begin + run, tiles)
+    if ctx.shape.has_mask:
+        held = lanes.load(ctx.operands.words, begin, interpret=ctx.interpret)
+        return _send_item(ctx, head, end, begin, progress, held)
     return lax.fori_loop(begin, end, functools.partial(_send_item, ctx, head, end), progress)
 
 
@@ -190,7 +197,7 @@ def produce(ctx: GdpaContext) -> None:
     progress = _Progress(zero, zero, zero)
     runs = lax.div(ctx.operands.counts[0] + (config.run - 1), config.run)
     items = runs * ctx.shape.q_heads
-    if ctx.shape.has_mask:
+    if ctx.shape.has_mask and AHEAD:
         progress = _send_ahead(ctx, items, progress)
     elif config.tickets:
         progress = _send_taken_runs(ctx, items, progress)

@@ -102,13 +102,8 @@ def load(
         of_row = arith.remui(thread, inline.i32(stores.ROW_THREADS))
 
         def of_half(half: int) -> tuple[Any, Any, Any]:
-            member, row = _divided(stores.thread_row(thread, half), rows.head_rows)
-            member = arith.minui(member, inline.i32(rows.group - 1))
-            # Rows that nobody stores repeat others, whose loads are in L1.
-            last = arith.subi(end, inline.i32(1))
-            row = arith.addi(first, arith.minsi(arith.maxsi(row, begin), last))
-            row = arith.maxsi(arith.minsi(row, inline.i32(all_rows - 1)), inline.i32(0))
-            number, of_candidate = _divided(row, q_len)
+            place = _place(thread, half, rows, (first, begin, end), all_rows)
+            member, row, number, of_candidate = *place, *_divided(place[1], q_len)
             candidate = order.candidate(number, rest[6:])
             if order.has_queries:
                 row = arith.addi(arith.muli(candidate, inline.i32(q_len)), of_candidate)
@@ -134,6 +129,46 @@ def load(
 
     places = rows.first, rows.begin, rows.end, rows.head, rows.kv_head, column
     return issue(*operands, *places, *order.tables)
+
+
+def prefetch(ctx: Any, rows: Rows, order: Order) -> None:
+    """Brings the keys and values of own tokens that `load` will load into L2."""
+    if ctx.interpret:
+        return
+    q_len, all_rows = ctx.shape.q_len, ctx.operands.query.shape[0]
+    _, kv_heads, head_dim = ctx.operands.self_key.shape
+
+    @plgpu.inline_mgpu(
+        arg_types=(*(plgpu.RefType(),) * 2, *(_SCALAR,) * 4, *(plgpu.RefType(),) * len(order.tables))
+    )
+    def issue(_: Any, key: ir.Value, value: ir.Value, *rest: Any) -> None:
+        *ends, kv_head = (x.registers.item() for x in rest[:4])
+        thread = stores.thread_number()
+        part = arith.remui(thread, inline.i32(stores.ROW_THREADS))
+        for half in (0, 1):
+            _, row = _place(thread, half, rows, tuple(ends), all_rows)
+            number, _ = _divided(row, q_len)
+            candidate = order.candidate(number, rest[4:])
+            terms = [(candidate, kv_heads * head_dim), (kv_head, head_dim)]
+            for ref in (key, value):
+                address = stores.device_address(ref, [*terms, (part, head_dim // 4)], 2)
+                inline.issue("prefetch.global.L2 [$0];", address)
+
+    operands = ctx.operands.self_key, ctx.operands.self_value
+    issue(*operands, rows.first, rows.begin, rows.end, rows.kv_head, *order.tables)
+
+
+def _place(
+    thread: ir.Value, half: int, rows: Rows, ends: tuple[ir.Value, ...], all_rows: int
+) -> tuple[ir.Value, ir.Value]:
+    """Finds the head in its group, and the row, of a thread's first or second row."""
+    first, begin, end = ends
+    member, row = _divided(stores.thread_row(thread, half), rows.head_rows)
+    member = arith.minui(member, inline.i32(rows.group - 1))
+    # Rows that nobody stores repeat others, whose loads are in L1.
+    last = arith.subi(end, inline.i32(1))
+    row = arith.addi(first, arith.minsi(arith.maxsi(row, begin), last))
+    return member, arith.maxsi(arith.minsi(row, inline.i32(all_rows - 1)), inline.i32(0))
 
 
 def _divided(x: ir.Value, divisor: int) -> tuple[ir.Value, ir.Value]:
