@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -18,12 +19,16 @@ from ikbo_jax.problems.hopper import BLOCK_K
 State = tuple[jax.Array, jax.Array, jax.Array]
 
 
-def merged(ctx: Context, item: Item, part: Part, state: State) -> State:
+def merged(ctx: Context, item: Item, part: Part, state: State, token: Any = None) -> State:
     """Adds own tokens to a part's (acc, maximum, sums); of split keys, to the first split's."""
+
+    def add() -> State:
+        own = load(ctx, item, part) if token is None else token
+        return softmax.with_token(*state, *own, ctx.shape.log2_scale)
+
     if ctx.shape.splits == 1:
-        return _merged(ctx, item, part, state)
-    is_first = item.target < ctx.shape.rows
-    return lax.cond(is_first, lambda: _merged(ctx, item, part, state), lambda: state)
+        return add()
+    return lax.cond(item.target < ctx.shape.rows, add, lambda: state)
 
 
 def prefetch(ctx: Context, item: Item, part: Part) -> None:
@@ -51,11 +56,9 @@ def _rows(ctx: Context, item: Item, part: Part) -> tuple[own_tokens.Rows, own_to
     return rows, order
 
 
-def _merged(ctx: Context, item: Item, part: Part, state: State) -> State:
-    shape = ctx.shape
-    acc, *_ = state
+def load(ctx: Context, item: Item, part: Part) -> tuple[jax.Array, jax.Array]:
+    """Loads scores and values of own tokens of a part's rows."""
     column = ctx.first_column_block * BLOCK_K if ctx.shares_columns else 0
-    token = own_tokens.load(
-        ctx, *_rows(ctx, item, part), acc.shape[1], column, at_once=shape.head_dim <= MAX_COLUMNS
-    )
-    return softmax.with_token(*state, *token, shape.log2_scale)
+    at_once = ctx.shape.head_dim <= MAX_COLUMNS
+    rows = _rows(ctx, item, part)
+    return own_tokens.load(ctx, *rows, ctx.columns, column, at_once=at_once)

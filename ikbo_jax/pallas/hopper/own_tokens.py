@@ -77,7 +77,7 @@ class Rows(NamedTuple):
 def load(
     ctx: Any, rows: Rows, order: Order, columns: int, column: Any = 0, *, at_once: bool
 ) -> tuple[jax.Array, jax.Array]:
-    """Loads the scores [64] f32 of own tokens, not scaled, and their values [64, columns] f32.
+    """Loads the scores [64] f32 of own tokens, not scaled, and their values [64, columns].
 
     `column` is the first of the values' columns. With `at_once`, a thread issues the loads of both
     of its rows before it uses the first ones; otherwise they take fewer registers.
@@ -90,7 +90,7 @@ def load(
     _, kv_heads, head_dim = operands[1].shape
     all_rows, q_heads, _ = operands[0].shape
     row_type = plgpu.ShapeDtypeStruct((WGMMA_M,), jnp.float32, layout=stores.ROW_LAYOUT)
-    value_type = plgpu.ShapeDtypeStruct((WGMMA_M, columns), jnp.float32, layout=plgpu.Layout.WGMMA)
+    value_type = plgpu.ShapeDtypeStruct((WGMMA_M, columns), dtype, layout=plgpu.Layout.WGMMA)
 
     @plgpu.inline_mgpu(
         arg_types=(*(plgpu.RefType(),) * 3, *(_SCALAR,) * 6, *(plgpu.RefType(),) * tables),
@@ -121,7 +121,8 @@ def load(
             query_words, key_words, value_words = halves[half] if halves else of_half(half)
             scores.append(_score(query_words, key_words, dtype))
             words = [x for four in value_words for x in warps.transposed(four, of_row)]
-            values.append([_vector(unpacked(x, dtype)) for x in words])
+            pair = ir.VectorType.get((2,), mgpu.utils.dtype_to_ir_type(dtype))
+            values.append([mgpu.utils.bitcast(x, pair) for x in words])
         # A thread's pairs of columns alternate between its two rows.
         pairs = np.array([x for both in zip(*values, strict=True) for x in both], dtype=object)
         shape = mgpu.WGMMA_LAYOUT.registers_shape((WGMMA_M, columns))
@@ -174,10 +175,6 @@ def _place(
 def _divided(x: ir.Value, divisor: int) -> tuple[ir.Value, ir.Value]:
     """Divides in inline code."""
     return arith.divui(x, inline.i32(divisor)), arith.remui(x, inline.i32(divisor))
-
-
-def _vector(numbers: list[ir.Value]) -> ir.Value:
-    return vector.from_elements(ir.VectorType.get((len(numbers),), numbers[0].type), numbers)
 
 
 def _vectors(
