@@ -174,8 +174,9 @@ class GdpaConfig(FlashConfig):
 
         With a cap, ptxas serialises the products of some kernels with `half_blocks` (C7513).
         """
-        enabled = [name for name in ("half_blocks",) if getattr(self, name)]
-        if self.run > 1 or enabled:
+        names = ("half_blocks",) if problem.mask else ("skip_empty", "half_blocks")
+        enabled = [name for name in names if getattr(self, name)]
+        if (self.run > 1 and "window" not in problem.mask) or enabled:
             return (
                 f"a {cause} needs run=1, no skip_empty and no half_blocks, "
                 f"but the config has run={self.run} and {', '.join(enabled) or 'none of them'}"
@@ -253,8 +254,11 @@ class GdpaProblem(GdpaSizes):
         key_bytes = self.kv_rows * self.kv_heads * self.head_dim * 2 * 2
         tickets = self.prefers_tickets or key_bytes > GROUP_BYTES
         late_turns = SOFTMAX not in self.activations
+        # A tile of contextual tokens sees a history with its first rows alone.
+        skip_empty = "contextual" in self.mask
         for block_kv, ring in itertools.product((128, 64), ((2, 3, 2), (2, 2, 2), (2, 2, 1))):
             config = GdpaConfig(block_kv, *ring, late_turns=late_turns, tickets=tickets)
+            config = dataclasses.replace(config, skip_empty=skip_empty)
             if config.illegal_reason(self) is None:
                 yield config
 

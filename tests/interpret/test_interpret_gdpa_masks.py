@@ -75,6 +75,18 @@ CASES = {
         of((300,), (300,)),
         problems_masks.hstu_case((230,), 3, window=20, target_group_size=3, causal=False),
     ),
+    # Neighbouring tiles see the same blocks of keys; the last ones stay in shared memory.
+    "slides": Case(
+        of((530, 384), (530, 384), q_heads=2, kv_heads=1),
+        causal(64),
+        config=dataclasses.replace(TWO_SLOTS, v_stages=3, run=3, skip_empty=True),
+        num_sms=2,
+    ),
+    "slides_targets": Case(
+        of((560,), (560,)),
+        problems_masks.hstu_case((40,), 3, window=64),
+        config=dataclasses.replace(TWO_SLOTS, k_stages=4, v_stages=3, run=2, skip_empty=True, tickets=True),
+    ),
     # Sequences of one tile share keys; some rows, and all rows of some tiles, see nothing.
     "intervals": Case(SHARED, intervals_case(SHARED, 2)),
     "nothing": Case(of((70, 9), (40, 50)), intervals_case(of((70, 9), (0, 0)), 1)),
@@ -116,7 +128,8 @@ def attend(case: Case, arrays: Any) -> tuple[jax.Array, jax.Array | None]:
     masked, settings = gdpa_mask.with_rule(case.mask.mask, masked, settings)
     block_kv, offsets, found = case.config.block_kv, Offsets.of(masked, settings), None
     if settings.rule is not None:
-        tiles = by_xla.masked_tiles(offsets, size=TILE_ROWS, unit=block_kv)
+        runs = {"has_runs": case.config.run > 1}
+        tiles = by_xla.masked_tiles(offsets, size=TILE_ROWS, unit=block_kv, **runs)
     else:
         assert masked.intervals is not None
         tiles = by_xla.query_tiles(offsets, size=TILE_ROWS)

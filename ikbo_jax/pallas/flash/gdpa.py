@@ -88,7 +88,8 @@ def gdpa_kernel(
     query, key, value = arrays[:3]
     offsets = Offsets.of(arrays, settings)
     if settings.rule is not None:
-        groups = {"keys_per_group": _keys_per_group(key, config)}
+        groups: dict[str, Any] = {"keys_per_group": _keys_per_group(key, config)}
+        groups["has_runs"] = config.run > 1
         listed = masked_tiles(offsets, size=TILE_ROWS, unit=config.block_kv, **groups)
     else:
         listed = query_tiles(offsets, size=TILE_ROWS)

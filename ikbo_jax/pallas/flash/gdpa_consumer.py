@@ -65,7 +65,7 @@ def _await_block(ctx: GdpaContext, ring: Ring, item: Item, block: Any, step: Any
     ring.await_ready(step)
     visible = Visible.in_block(item.length, block, ctx.config.block_kv)
     is_cut = visible.is_partial
-    if ctx.config.run > 1:
+    if ctx.config.run > 1 and not ctx.slides:
         is_cut = is_cut & (item.is_resident == 0)
 
     @pl.when((ctx.consumer == 0) & is_cut)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import os
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -13,14 +12,11 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from ikbo_jax.pallas.flash.gdpa_context import Destination, GdpaContext, Item
-from ikbo_jax.pallas.hopper import lanes
+from ikbo_jax.pallas.hopper import mosaic
 from ikbo_jax.pallas.hopper.rings import Ring
 from ikbo_jax.pallas.worklist import lists
 from ikbo_jax.problems.gdpa import ITEM_WORDS
 from ikbo_jax.problems.hopper import WGMMA_M
-
-
-AHEAD = os.environ.get("IKBO_AHEAD", "1") == "1"
 
 
 class _Progress(NamedTuple):
@@ -29,24 +25,26 @@ class _Progress(NamedTuple):
     items: Any
     steps: Any  # blocks of keys; between items, as many blocks of values
     is_kept: Any  # 1: the next item reuses the last item's blocks
+    # With runs of masked tiles: first row of the last tile's keys, and the row after them; -1: a
+    # consumer has zeroed rows of its last block, or another head follows.
+    first_key: Any = None
+    end_key: Any = None
 
 
 def _describe(
-    ctx: GdpaContext, progress: _Progress, item: Item, destination: Destination, held: Any = None
+    ctx: GdpaContext, progress: _Progress, item: Item, destination: Destination, tile: Any
 ) -> None:
-    """Waits for the next query slot, and sends the descriptor of its item.
-
-    With a mask, `held` has the words of a tile, see `lanes`; None at the end of all items.
-    """
+    """Waits for the next query slot, and sends the descriptor of its item."""
     words: tuple[Any, ...] = (*item, *destination)
     items = ctx.shared.items
-    if held is None:
+    if not ctx.shape.has_mask:
         items.send_words(progress.items, words, after=ctx.shared.query)
         return
     ctx.shared.query.await_free(progress.items)
-    lanes.store(
-        *(held, ctx.operands.words, lists.TILE_WORDS),
-        *(items.words, items.slot(progress.items), ITEM_WORDS),
+    mosaic.copy_words(
+        *(ctx.operands.words, tile * ctx.operands.words.shape[1] + lists.TILE_WORDS),
+        *(items.words, items.slot(progress.items) * items.words.shape[1] + ITEM_WORDS),
+        lists.MASK_WORDS,
         interpret=ctx.interpret,
     )
     items.send_words(progress.items, words)
@@ -64,37 +62,37 @@ def _keeps(ctx: GdpaContext, tile: Any, end: Any, blocks: Any) -> Any:
     return is_same.astype(jnp.int32)
 
 
-def _send_item(
-    ctx: GdpaContext, head: Any, end: Any, tile: Any, progress: _Progress, held: Any = None
-) -> _Progress:
-    """Sends the descriptor of one head of a tile, whose run ends at tile `end`; loads operands.
-
-    With a mask, `held` has the tile's words, and `tile` is not used.
-    """
+def _send_item(ctx: GdpaContext, head: Any, end: Any, tile: Any, progress: _Progress) -> _Progress:
+    """Sends the descriptor of one head of a tile, whose run ends at tile `end`; loads operands."""
     shape, shared, operands = ctx.shape, ctx.shared, ctx.operands
     kv_head = lax.div(head, shape.q_heads // shape.kv_heads)
-
-    def word(number: int) -> Any:
-        if held is None:
-            return operands.words[tile, number]
-        return lanes.word(held, operands.words, number, interpret=ctx.interpret)
-
-    source, target, rows, first_key, length = map(word, range(lists.TILE_WORDS))
+    source, target, rows, first_key, length = (
+        operands.words[tile, word] for word in range(lists.TILE_WORDS)
+    )
     if shape.has_gaps:  # read once: a block's copy would wait for them
         skip_from, skipped = (
-            word(lists.TILE_WORDS + i) for i in (lists.SKIP_FROM, lists.SKIPPED)
+            operands.words[tile, lists.TILE_WORDS + i] for i in (lists.SKIP_FROM, lists.SKIPPED)
         )
     block_kv = ctx.config.block_kv
     blocks = lax.div(length + (block_kv - 1), block_kv)
     is_resident = progress.is_kept
+    first_step = kept_end = progress.steps
+    if ctx.slides:
+        overlap = progress.end_key - first_key
+        is_next = (first_key >= progress.first_key) & (overlap > 0)
+        is_next &= lax.rem(overlap, block_kv) == 0
+        is_next &= (skipped == 0) if shape.has_gaps else True
+        first_step -= jnp.where(is_next, lax.div(overlap, block_kv), 0)
+        kept_end = jnp.where(is_next, kept_end, first_step)
+        is_resident = first_step
     _describe(
         *(ctx, progress, Item(blocks, length, head, is_resident)),
-        *(Destination(head, target, rows), held),
+        *(Destination(head, target, rows), tile),
     )
     ctx.load_queries(progress.items, lambda consumer: source + consumer * WGMMA_M, head)
 
     def send(source: Any, ring: Ring, block: Any) -> None:
-        step = progress.steps + block
+        step = first_step + block
         ring.await_free(step)
         tiles, ready = ring.copied(step), ring.ready_at(step)
 
@@ -107,9 +105,12 @@ def _send_item(
         if ctx.config.run == 1:
             load()
             return
-        pl.when(is_resident == 0)(load)
+        is_loaded = is_resident == 0
+        if ctx.slides:  # the last blocks of the item before are in their stages
+            is_loaded = (step >= kept_end) | (step + ring.slots < kept_end)
+        pl.when(is_loaded)(load)
 
-        @pl.when(is_resident != 0)
+        @pl.when(~is_loaded)
         def _() -> None:  # no copy arrives for a resident block, so the producer does
             for _ in range(tiles.shape[0]):
                 plgpu.barrier_arrive(ready)
@@ -124,6 +125,13 @@ def _send_item(
         send_value(block - 1)
 
     send_value(blocks - 1)
+    if ctx.slides:
+        is_whole = lax.rem(length, block_kv) == 0
+        is_whole &= (skipped == 0) if shape.has_gaps else True
+        end_key = jnp.where(is_whole, first_key + length, -1)
+        return _Progress(
+            progress.items + 1, first_step + blocks, progress.is_kept, first_key, end_key
+        )
     is_kept = _keeps(ctx, tile, end, blocks)
     return _Progress(progress.items + 1, ctx.step_after(progress.steps, blocks, is_kept), is_kept)
 
@@ -135,11 +143,21 @@ def _send_run(
     run, heads, tiles = ctx.config.run, ctx.shape.q_heads, ctx.operands.counts[0]
     number = number_of(i)
     begin, head = lax.div(number, heads) * run, lax.rem(number, heads)
+    if ctx.slides:  # runs begin after the early tiles
+        early = _early_tiles(ctx)
+        begin = lax.div(number, heads)
+        is_early = begin < early
+        begin = jnp.where(is_early, begin, early + (begin - early) * run)
+        run = jnp.where(is_early, 1, run)
+        progress = progress._replace(end_key=jnp.int32(-1))
     end = jnp.minimum(begin + run, tiles)
-    if ctx.shape.has_mask:
-        held = lanes.load(ctx.operands.words, begin, interpret=ctx.interpret)
-        return _send_item(ctx, head, end, begin, progress, held)
     return lax.fori_loop(begin, end, functools.partial(_send_item, ctx, head, end), progress)
+
+
+def _early_tiles(ctx: GdpaContext) -> Any:
+    """Counts the tiles at the begin of the list that see far more keys than the others."""
+    counts = ctx.operands.counts
+    return counts[2] if counts.shape[0] > 2 else jnp.int32(0)
 
 
 def _send_taken_runs(ctx: GdpaContext, runs: Any, progress: _Progress) -> _Progress:
@@ -157,52 +175,22 @@ def _send_taken_runs(ctx: GdpaContext, runs: Any, progress: _Progress) -> _Progr
     return lax.while_loop(lambda carry: carry[1] < runs, send, start)[2]
 
 
-def _send_ahead(ctx: GdpaContext, items: Any, progress: _Progress) -> _Progress:
-    """Sends items of masked tiles; takes an item, and loads its tile's words, an item ahead.
-
-    Otherwise, consumers with few blocks an item would wait for a ticket and for words.
-    """
-    interpret, words = ctx.interpret, ctx.operands.words
-    count = None if ctx.config.tickets else ctx.work_items(items)
-
-    def take(i: Any) -> Any:
-        return lanes.take_ticket(ctx.counter, i, interpret=interpret) if count is None else i
-
-    def after(i: Any, taken: Any) -> Any:
-        if count is None:
-            return ctx.shape.workers + lanes.ticket(taken, interpret=interpret)
-        return jnp.where(i + 1 < count, ctx.work_item(i + 1), items)
-
-    def load(number: Any) -> Any:
-        tile = lax.div(jnp.minimum(number, items - 1), ctx.shape.q_heads)
-        return lanes.load(words, jnp.maximum(tile, 0), interpret=interpret)
-
-    def send(carry: tuple[Any, ...]) -> tuple[Any, ...]:
-        i, number, held, taken, progress = carry
-        following = after(i, taken)
-        next_held, next_taken = load(following), take(i + 1)
-        head, zero = lax.rem(number, ctx.shape.q_heads), jnp.int32(0)
-        progress = _send_item(ctx, head, zero, zero, progress, held)
-        return i + 1, following, next_held, next_taken, progress
-
-    zero, first = jnp.int32(0), ctx.worker
-    start = (zero, first, load(first), take(zero), progress)
-    return lax.while_loop(lambda carry: carry[1] < items, send, start)[-1]
-
-
 def produce(ctx: GdpaContext) -> None:
     """Sends all items of the CTA, as the producer warp."""
     config = ctx.config
     zero = jnp.int32(0)
     progress = _Progress(zero, zero, zero)
-    runs = lax.div(ctx.operands.counts[0] + (config.run - 1), config.run)
+    tiles, early = ctx.operands.counts[0], 0
+    if ctx.slides:
+        progress = progress._replace(first_key=zero, end_key=zero)
+        early = _early_tiles(ctx)
+        tiles -= early
+    runs = early + lax.div(tiles + (config.run - 1), config.run)
     items = runs * ctx.shape.q_heads
-    if ctx.shape.has_mask and AHEAD:
-        progress = _send_ahead(ctx, items, progress)
-    elif config.tickets:
+    if config.tickets:
         progress = _send_taken_runs(ctx, items, progress)
     else:
         send = functools.partial(_send_run, ctx, ctx.work_item)
         progress = lax.fori_loop(0, ctx.work_items(items), send, progress)
-    _describe(ctx, progress, Item(zero, zero, zero, zero), Destination(zero, zero, zero))
+    _describe(ctx, progress, Item(zero, zero, zero, zero), Destination(zero, zero, zero), zero)
     ctx.drain()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import os
 from collections.abc import Sequence
 from typing import Any
 
@@ -15,7 +14,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from ikbo_jax.pallas.gdpa_backward import masked, stored
 from ikbo_jax.pallas.gdpa_backward.context import END, FLAGS, BackwardContext
 from ikbo_jax.pallas.gdpa_backward.softmax import ABSENT_ROWS
-from ikbo_jax.pallas.hopper import lanes, mosaic
+from ikbo_jax.pallas.hopper import mosaic
 from ikbo_jax.pallas.worklist.lists import STATISTICS_ROW
 from ikbo_jax.problems.gdpa_backward import BLOCK_WORDS, MASK_WORDS, STATISTICS
 from ikbo_jax.problems.hopper import NUM_CONSUMERS, WGMMA_M
@@ -212,31 +211,13 @@ def _send_taken(ctx: BackwardContext) -> None:
     shape, ring = ctx.shape, ctx.shared.stationary
     items = ctx.operands.counts[1] * shape.heads
 
-    def take(number: Any) -> Any:
-        """Takes a ticket; interpreted CTAs have fixed shares."""
-        taken = number if ctx.interpret else ctx.counter
-        return lanes.take_ticket(taken, number, interpret=ctx.interpret)
-
-    def send(carry: tuple[Any, ...]) -> tuple[Any, ...]:
-        item, number, taken, step = carry
-        # A ticket and the next tile's words are on their way while this item is sent.
-        following = shape.workers + lanes.ticket(taken, interpret=ctx.interpret)
-        tile = lax.div(jnp.minimum(following, items - 1), shape.heads)
-        lanes.load(ctx.operands.tiles, tile, interpret=ctx.interpret)
-        taken = take(following)
+    def send(carry: tuple[Any, Any, Any]) -> tuple[Any, Any, Any]:
+        item, number, step = carry
         step = _send_item(ctx, number, item, step)
-        return item + 1, following, taken, step
+        return item + 1, ctx.number_after(number, item), step
 
-    def send_then_take(carry: tuple[Any, ...]) -> tuple[Any, ...]:
-        item, number, _, step = carry
-        step = _send_item(ctx, number, item, step)
-        return item + 1, ctx.number_after(number, item), number, step
-
-    if os.environ.get("IKBO_BWAHEAD") == "0":
-        send = send_then_take
-        take = lambda x: x
-    start = (jnp.int32(0), ctx.worker, take(ctx.worker), jnp.int32(0))
-    item, *_ = lax.while_loop(lambda carry: carry[1] < items, send, start)
+    start = (jnp.int32(0), ctx.worker, jnp.int32(0))
+    item, _, _ = lax.while_loop(lambda carry: carry[1] < items, send, start)
     zero = jnp.int32(0)
     ring.send_words(item, (zero, zero, jnp.int32(END)), after=ring)
     has_statistics = ctx.shared.statistics_free is not None

@@ -25,7 +25,7 @@ from ikbo_jax.problems.hopper import BLOCK_K
 
 #: Bytes of a shared memory row under the widest swizzle, which every operand tile here uses.
 SWIZZLE = 128
-SCALAR = plgpu.ShapeDtypeStruct((), jnp.int32, layout=plgpu.Layout.WG_SPLAT(()))
+_SCALAR = plgpu.ShapeDtypeStruct((), jnp.int32, layout=plgpu.Layout.WG_SPLAT(()))
 
 
 def _cache_ptxas_version() -> None:
@@ -189,7 +189,7 @@ def opaque(value: Any, *, interpret: bool) -> Any:
     if interpret:
         return value
 
-    @plgpu.inline_mgpu(arg_types=(plgpu.Layout.WG_SPLAT(()),), return_type=SCALAR)
+    @plgpu.inline_mgpu(arg_types=(plgpu.Layout.WG_SPLAT(()),), return_type=_SCALAR)
     def hide(_: Any, value: mgpu.FragmentedArray) -> mgpu.FragmentedArray:
         hidden = inline.issue_word("mov.u32 $0, $1;", value.registers.item())
         return mgpu.FragmentedArray.splat(hidden, (), is_signed=True)
@@ -205,7 +205,7 @@ def warpgroup_index(axis_name: str, *, interpret: bool) -> Any:
     if interpret:
         return lax.axis_index(axis_name)
 
-    @plgpu.inline_mgpu(return_type=SCALAR)
+    @plgpu.inline_mgpu(return_type=_SCALAR)
     def read(_: Any) -> mgpu.FragmentedArray:
         index = inline.issue_word(
             "{ .reg .u32 thread; mov.u32 thread, %tid.x; shr.u32 thread, thread, 7; "
@@ -230,7 +230,7 @@ def next_ticket(counter: Any, i: Any, *, interpret: bool) -> Any:
     if interpret:
         return i
 
-    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(),), return_type=SCALAR)
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(),), return_type=_SCALAR)
     def take(_: Any, counter: ir.Value) -> mgpu.FragmentedArray:
         ticket = inline.issue_word(
             "{ .reg .pred p; .reg .u32 lane; mov.u32 lane, %laneid; setp.eq.u32 p, lane, 0; "

@@ -17,7 +17,6 @@ from jax import lax
 from ikbo_jax.pallas.worklist import counted_order, work_order
 from ikbo_jax.pallas.worklist.keys_of_tile import keys_of_tile
 from ikbo_jax.pallas.worklist.lists import (
-    EARLY_GROUPS,
     KV_LENGTH,
     KV_START,
     STATISTICS_ROW,
@@ -61,7 +60,12 @@ def query_tiles(offsets: Offsets, *, size: int, unit: int = 1) -> TileList:
 
 
 def masked_tiles(
-    offsets: Offsets, *, size: int, unit: int, keys_per_group: int | None = None
+    offsets: Offsets,
+    *,
+    size: int,
+    unit: int,
+    keys_per_group: int | None = None,
+    has_runs: bool = False,
 ) -> TileList:
     """Lists tiles of queries that have a rule, as `masked.masked_tiles` does."""
     rule = offsets.rule
@@ -89,7 +93,8 @@ def masked_tiles(
     )
     columns = (*rows, kv_start + found.first, found.count, *found.mask)
     listed = jnp.stack([x + jnp.zeros_like(done) for x in columns], axis=1)
-    return by_blocks(TileList(listed, counts), unit, keys_per_group, early_keys(rule, size))
+    early = early_keys(rule, size, has_runs=has_runs)
+    return by_blocks(TileList(listed, counts), unit, keys_per_group, early)
 
 
 def by_blocks(
@@ -97,17 +102,20 @@ def by_blocks(
 ) -> TileList:
     """Sorts tiles by groups of keys, then by falling numbers of blocks; those without are last.
 
-    Tiles of more than `early` keys are early, see `lists.EARLY_GROUPS`.
+    Tiles of more than `early` keys come first.
     """
     is_tile = jnp.arange(listed.words.shape[0], dtype=jnp.int32) < listed.counts[1]
     blocks = jnp.where(is_tile, -(-listed.words[:, KV_LENGTH] // unit), -1)
     groups = listed.words[:, KV_START] // (keys_per_group or 2**31 - 1)
     if early is not None:
-        is_early = listed.words[:, KV_LENGTH] > early
-        groups = jnp.where(is_early, jnp.maximum(groups - EARLY_GROUPS, 0), groups)
+        groups = jnp.where(blocks > early // unit, 0, groups)
     groups = jnp.where(blocks > 0, groups, 2**31 - 1)
     words = listed.words[jnp.lexsort((-blocks, groups))]
-    return TileList(words, listed.counts.at[0].set(jnp.sum(blocks > 0, dtype=jnp.int32)))
+    counts = listed.counts.at[0].set(jnp.sum(blocks > 0, dtype=jnp.int32))
+    if early is not None:
+        number = jnp.sum(blocks > early // unit, dtype=jnp.int32)
+        counts = jnp.concatenate((counts, number[None]))
+    return TileList(words, counts)
 
 
 def works(offsets: Offsets, settings: WorkSettings, *, interpret: bool) -> Works:

@@ -160,6 +160,7 @@ def masked_tiles(
     size: int,
     unit: int,
     keys_per_group: int | None = None,
+    has_runs: bool = False,
     interpret: Any = False,
 ) -> TileList:
     """Lists tiles of queries that have a rule, sorted by the blocks of keys that their rows see.
@@ -171,11 +172,12 @@ def masked_tiles(
     assert offsets.rule is not None
     warpgroups = 1 if interpret else WARPGROUPS
     kinds = {"is_merged": False, "rule": offsets.rule, "keys_per_group": keys_per_group}
-    kinds["early_keys"] = early_keys(offsets.rule, size)
+    kinds["early_keys"] = early_keys(offsets.rule, size, has_runs=has_runs)
     plain = dataclasses.asdict(Shape.of(offsets, size, unit, warpgroups=warpgroups))
     shape = MaskedShape(**(plain | kinds))
     if sum(x.shape[0] for x in operands if x is not None) + shape.parts > MOST_LISTED_WORDS:
-        return by_xla.masked_tiles(offsets, size=size, unit=unit, keys_per_group=keys_per_group)
+        grouped = {"keys_per_group": keys_per_group, "has_runs": has_runs}
+        return by_xla.masked_tiles(offsets, size=size, unit=unit, **grouped)
     own = own_segments((shape,))
     shared = shared_words((shape,), operands, own, 9)._replace(
         q_offsets=None if shape.is_broadcast else memory.Words((shape.sequences + 3,)),
@@ -186,7 +188,7 @@ def masked_tiles(
             for name, x in (("targets", operands.num_targets), ("contextual", operands.contextual))
         },
     )
-    sizes = ((shape.most, TILE_WORDS + MASK_WORDS), (2,))
+    sizes = ((shape.most, TILE_WORDS + MASK_WORDS), (2 + (shape.early_keys is not None),))
     declared: Any = (jax.ShapeDtypeStruct(size, jnp.int32) for size in sizes)
     return launch_threads(
         list_masked_tiles,

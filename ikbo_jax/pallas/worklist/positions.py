@@ -19,7 +19,6 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from ikbo_jax.pallas.hopper.per_thread import Threads, cdiv, same
-from ikbo_jax.pallas.worklist.lists import EARLY_GROUPS
 from ikbo_jax.pallas.worklist.scan import padded, sum_up
 from ikbo_jax.pallas.worklist.segments import Segment, SegmentContext, Shape
 from ikbo_jax.problems.hopper import WARPGROUP_SIZE
@@ -72,6 +71,7 @@ class Totals(NamedTuple):
     first_parts: Any  # tiles of all first parts
     rest_before: Any  # tiles of second parts of CTAs before
     rest: Any  # tiles of all second parts
+    early: Any = None  # tiles with more than `Shape.early_keys`; None without this number
 
 
 def own_segments(ctx: SegmentContext) -> tuple[jax.Array, Any, int]:
@@ -110,8 +110,8 @@ def _bin_of(shape: Shape, bins: Bins, found: Segment) -> jax.Array:
     if shape.groups > 1:
         after = (shape.groups - 1) - lax.div(found.kv_start, same(shape.keys_per_group or 1))
         if shape.early_keys is not None:
-            early = jnp.minimum(after + EARLY_GROUPS, shape.groups - 1)
-            after = jnp.where(found.kv_length > shape.early_keys, early, after)
+            is_early = rank > shape.early_keys // shape.unit
+            after = jnp.where(is_early, same(shape.groups - 1), after)
         rank = jnp.where(rank > 0, rank + after * bins.longest, 0)
     return bins.of(rank)
 
@@ -223,10 +223,15 @@ def _totals(ctx: SegmentContext, bins: Bins, end: Any, rest: tuple[jax.Array, ja
     """Adds up all CTAs' tiles; synchronises the threads."""
     threads, shared = ctx.threads, ctx.shared
     keyed = shared.bins[bins.last * bins.copies]
+    early = None
+    if ctx.shape.early_keys is not None:
+        rank = jnp.minimum(bins.longest, ctx.shape.early_keys // ctx.shape.unit)
+        rank = rank + (ctx.shape.groups - 1) * bins.longest
+        early = shared.bins[bins.of(rank) * bins.copies]
     every = shared.bins[words(ctx.shape)]
     if not ctx.shape.has_rest:
         threads.commit()
-        return Totals(keyed, every, jnp.int32(0), jnp.int32(0))
+        return Totals(keyed, every, jnp.int32(0), jnp.int32(0), early)
     before = threads.total(rest[0], shared.parts, 7 * threads.warps)
     after = threads.total(rest[1], shared.parts, 8 * threads.warps)
     return Totals(keyed, every, before, before + after)

@@ -142,7 +142,9 @@ def list_tiles(
     if shape.has_rest:
         _list_parts(ctx, outputs.words, shared.rest_ends, second_part)
     is_writer = threads.number() + ctx.worker == 0
-    for i, total in enumerate((totals.keyed, totals.first_parts + totals.rest)):
+    counts = [totals.keyed, totals.first_parts + totals.rest]
+    counts += [] if totals.early is None else [totals.early]
+    for i, total in enumerate(counts):
         threads.write(outputs.counts, same(i), zero + total, is_writer)
 
 
