@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -37,6 +39,6 @@ def merged(
     if unit != softmax.LN_2:
         maximum = maximum * jnp.float32(unit / softmax.LN_2)
     maximum = jnp.where(has_keys, maximum, -jnp.inf)
-    score, value = own_tokens.load(ctx, *_rows(ctx, item), acc.shape[1], at_once=False)
+    score, value = own_tokens.load(ctx, *_rows(ctx, item), acc.shape[1], at_once=os.environ.get("IKBO_OWN") == "2")
     score = score * jnp.float32(shape.log2_scale)
     return softmax.with_token(acc, maximum, row_sum, score, value, 1.0)

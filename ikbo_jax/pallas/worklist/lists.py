@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any, NamedTuple
 
 import jax
@@ -33,7 +34,7 @@ RANGE_WORDS = 4
 #: The first come before all groups if they have more keys than this: those of the last groups would
 #: end long after all other tiles. Targets, windows of 256 and contextual tokens on an H200: 161 us
 #: before, 147 us so for 14 x 4,583 (softmax); 132 and 136 us for 64 x 1,024 if they had less keys.
-EARLY_KEYS = 2048
+EARLY_KEYS = int(os.environ.get("IKBO_EARLY_KEYS", "2048"))
 
 
 class Arrays(NamedTuple):
