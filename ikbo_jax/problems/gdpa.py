@@ -174,7 +174,8 @@ class GdpaConfig(FlashConfig):
 
         With a cap, ptxas serialises the products of some kernels with `half_blocks` (C7513).
         """
-        names = ("half_blocks",) if problem.mask else ("skip_empty", "half_blocks")
+        may_skip = problem.mask and not problem.has_logit_cap
+        names = ("half_blocks",) if may_skip else ("skip_empty", "half_blocks")
         enabled = [name for name in names if getattr(self, name)]
         if (self.run > 1 and "window" not in problem.mask) or enabled:
             return (
@@ -255,7 +256,7 @@ class GdpaProblem(GdpaSizes):
         tickets = self.prefers_tickets or key_bytes > GROUP_BYTES
         late_turns = SOFTMAX not in self.activations
         # A tile of contextual tokens sees a history with its first rows alone.
-        skip_empty = "contextual" in self.mask
+        skip_empty = "contextual" in self.mask and not self.has_logit_cap
         for block_kv, ring in itertools.product((128, 64), ((2, 3, 2), (2, 2, 2), (2, 2, 1))):
             config = GdpaConfig(block_kv, *ring, late_turns=late_turns, tickets=tickets)
             config = dataclasses.replace(config, skip_empty=skip_empty)
