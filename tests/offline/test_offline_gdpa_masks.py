@@ -20,7 +20,7 @@ pytestmark = pytest.mark.slow
 
 MASKED = dataclasses.replace(DEFAULT, mask="causal")
 TARGETS = Rule(None, True, window=256)
-#: A mask in words, by the name of its rule.
+#: Masks in words, and their rules.
 WORDS = {"causal": "causal", "targets": "causal+contextual+targets+window=256", "read": "intervals"}
 RULES = {"causal": Rule(), "targets": TARGETS, "read": None}
 
@@ -49,29 +49,30 @@ def launch(problem: GdpaProblem, config: GdpaConfig, rule: Rule | None) -> tuple
 
     dtype, tiles = jnp.dtype(problem.dtype), problem.q_rows // 128
     rows = jax.ShapeDtypeStruct((problem.q_rows, problem.q_heads, problem.head_dim), dtype)
-    has_early = lists.early_keys(rule, 128, has_runs=config.run > 1) is not None
-    words = integers(tiles, lists.TILE_WORDS + lists.MASK_WORDS), integers(2 + has_early)
+    further = lists.MASK_WORDS if rule is None else lists.mask_words(rule)
+    words = integers(tiles, lists.TILE_WORDS + further), integers(2)
     return fn, rows, rows, rows, *words, *([integers(tiles, 2, 4, 64)] if rule is None else [])
 
 
 @pytest.mark.sampled(3)
-@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("mask", RULES)
 @pytest.mark.parametrize("head_dim", [64, 96, 128])
 @pytest.mark.parametrize("activation", ["silu", "gelu", "relu", "gelu_tanh", "softmax"])
 def test_offline_masked_kernel_is_fit(
-    activation: str, head_dim: int, rule: str, compiler: offline.Compiler
+    activation: str, head_dim: int, mask: str, compiler: offline.Compiler
 ) -> None:
     dtype = "float16" if head_dim == 96 else "bfloat16"
-    changes = {"activations": (activation,), "mask": WORDS[rule], "dtype": dtype}
+    changes = {"activations": (activation,), "mask": WORDS[mask], "dtype": dtype}
     problem = dataclasses.replace(MASKED, **changes, head_dim=head_dim)
     config = problem.default_config()
-    (compiled,) = compiler.compile_fit(*launch(problem, config, RULES[rule]))
+    assert config.skip_empty == (mask == "targets")
+    (compiled,) = compiler.compile_fit(*launch(problem, config, RULES[mask]))
     assert compiled.smem_bytes == config.smem_bytes(head_dim)
 
 
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize(
-    ("activation", "approx", "head_dim", "rule"),
+    ("activation", "approx", "head_dim", "mask"),
     [
         ("silu", None, 128, "targets"),
         ("gelu_tanh", None, 128, "read"),
@@ -83,12 +84,12 @@ def test_offline_masked_kernel_with_a_cap_is_fit(
     activation: str,
     approx: str | None,
     head_dim: int,
-    rule: str,
+    mask: str,
     compiler: offline.Compiler,
 ) -> None:
     changes = {"activations": (activation,), "approx": approx, "head_dim": head_dim}
-    problem = dataclasses.replace(MASKED, **changes, mask=WORDS[rule], has_logit_cap=True)
-    compiler.compile_fit(*launch(problem, problem.default_config(), RULES[rule]))
+    problem = dataclasses.replace(MASKED, **changes, mask=WORDS[mask], has_logit_cap=True)
+    compiler.compile_fit(*launch(problem, problem.default_config(), RULES[mask]))
 
 
 @pytest.mark.parametrize("rule", [Rule(), TARGETS], ids=["causal", "targets"])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import os
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -21,8 +20,6 @@ from ikbo_jax.pallas.hopper import mma, mosaic, turns
 from ikbo_jax.pallas.hopper.rings import Ring
 from ikbo_jax.problems.hopper import BLOCK_K, NUM_CONSUMERS
 
-EARLY = os.environ.get("IKBO_OWN", "") == "2"
-PREFETCH = os.environ.get("IKBO_OWN", "") != ""
 #: The named barrier at which the consumers wait for each other.
 CONSUMER_BARRIER = turns.TURN_BARRIER + NUM_CONSUMERS
 
@@ -148,9 +145,6 @@ def _compute(ctx: Context, work: _Work) -> tuple[jax.Array, ...]:
     weights, maximum, sums, acc = lax.fori_loop(0, part.count - 1, one_block, state)
     last = part.begin + (part.count - 1) * part.stride
     acc = _issue_values(ctx, work, last, acc, weights, part.count > 1)
-    token: tuple[jax.Array, ...] = ()
-    if EARLY and ctx.operands.self_key is not None:
-        token = own.load(ctx, work.item, part)
     mma.wait(0, interpret=interpret)
     acc = mma.after_wait(acc, interpret=interpret)
     ctx.shared.value.release(first_step + last)
@@ -160,7 +154,7 @@ def _compute(ctx: Context, work: _Work) -> tuple[jax.Array, ...]:
         _skip(ctx.shared.key, first_step + last + 1)
         _skip(ctx.shared.value, first_step + last + 1)
 
-    return maximum, sums, acc, *token
+    return maximum, sums, acc
 
 
 def _skip_all(ctx: Context, work: _Work) -> tuple[jax.Array, ...]:
@@ -171,11 +165,7 @@ def _skip_all(ctx: Context, work: _Work) -> tuple[jax.Array, ...]:
         _skip(ctx.shared.key, work.first_step + block)
         _skip(ctx.shared.value, work.first_step + block)
 
-    token: tuple[jax.Array, ...] = ()
-    if EARLY and ctx.operands.self_key is not None:
-        zeros = mma.zeros(ctx.columns, ctx.operands.query.dtype)
-        token = (softmax.no_extreme(ctx.shape.log2_scale), zeros)
-    return *softmax.running_start(ctx.columns, ctx.shape.log2_scale), *token
+    return tuple(softmax.running_start(ctx.columns, ctx.shape.log2_scale))
 
 
 def _merged(
@@ -210,11 +200,8 @@ def _one_item(carry: tuple[Any, ...], ctx: Context) -> tuple[Any, ...]:
     shared = ctx.shared
     work = _Work(item, ctx.part(item, index), index, first_step)
     part = work.part
-    has_own = ctx.operands.self_key is not None
-    if has_own and PREFETCH:
-        pl.when(part.stores)(functools.partial(own.prefetch, ctx, item, part))
     shared.query.await_ready(index)
-    maximum, partial_sums, acc, *token = lax.cond(
+    maximum, partial_sums, acc = lax.cond(
         part.count > 0,
         functools.partial(_compute, ctx, work),
         functools.partial(_skip_all, ctx, work),
@@ -226,9 +213,8 @@ def _one_item(carry: tuple[Any, ...], ctx: Context) -> tuple[Any, ...]:
 
     @pl.when(part.stores)
     def _() -> None:
-        rows = state
-        if has_own:
-            rows = own.merged(ctx, item, part, (state[0], state[1], state[2]), tuple(token) or None)
+        has_own = ctx.operands.self_key is not None
+        rows = own.merged(ctx, item, part, (state[0], state[1], state[2])) if has_own else state
         store.store(ctx, part, item.head, *rows)
 
     if ctx.shape.listed:

@@ -46,7 +46,6 @@ No code is shared.
 from __future__ import annotations
 
 import functools
-import os
 import math
 from typing import Any
 
@@ -79,11 +78,9 @@ REGISTERS = (224, 56)
 WIDE_REGISTERS = (232, 40)
 
 
-def _registers(shape: Shape, config: FewQueriesConfig, *, has_ranges: bool, has_own: bool = False) -> tuple[int, int]:
+def _registers(shape: Shape, config: FewQueriesConfig, *, has_ranges: bool) -> tuple[int, int]:
     """Returns the registers per thread of a consumer and of the producer."""
     is_large = config.has_all_columns(shape.head_dim) and (has_ranges or config.block_kv > 32)
-    if has_own and os.environ.get("IKBO_OWN") == "2":
-        is_large |= shape.head_dim > 64
     if has_ranges:  # a range of each of a thread's two rows; h = 128 spills 80 bytes
         is_large |= shape.head_dim > 64 and config.block_kv > 64
     return WIDE_REGISTERS if is_large else REGISTERS
@@ -219,7 +216,7 @@ def _launch(
             consume,
             gathering.gather if shape.listed else None,
             assistants=GATHERING_WARPS,
-            registers=_registers(shape, config, has_ranges=operands.ranges is not None, has_own=operands.self_key is not None),
+            registers=_registers(shape, config, has_ranges=operands.ranges is not None),
         ),
         operands,
         outputs,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -19,24 +18,15 @@ from ikbo_jax.problems.hopper import BLOCK_K
 State = tuple[jax.Array, jax.Array, jax.Array]
 
 
-def merged(ctx: Context, item: Item, part: Part, state: State, token: Any = None) -> State:
+def merged(ctx: Context, item: Item, part: Part, state: State) -> State:
     """Adds own tokens to a part's (acc, maximum, sums); of split keys, to the first split's."""
-
-    def add() -> State:
-        own = load(ctx, item, part) if token is None else token
-        return softmax.with_token(*state, *own, ctx.shape.log2_scale)
-
     if ctx.shape.splits == 1:
-        return add()
-    return lax.cond(item.target < ctx.shape.rows, add, lambda: state)
+        return _merged(ctx, item, part, state)
+    is_first = item.target < ctx.shape.rows
+    return lax.cond(is_first, lambda: _merged(ctx, item, part, state), lambda: state)
 
 
-def prefetch(ctx: Context, item: Item, part: Part) -> None:
-    """Brings own tokens of a part's rows into L2."""
-    own_tokens.prefetch(ctx, *_rows(ctx, item, part))
-
-
-def _rows(ctx: Context, item: Item, part: Part) -> tuple[own_tokens.Rows, own_tokens.Order]:
+def _merged(ctx: Context, item: Item, part: Part, state: State) -> State:
     shape = ctx.shape
     rows = own_tokens.Rows(
         part.offset if shape.listed else lax.rem(part.target, shape.rows),
@@ -53,12 +43,9 @@ def _rows(ctx: Context, item: Item, part: Part) -> tuple[own_tokens.Rows, own_to
         functools.partial(candidates.interpreted, ctx),
         shape.listed > 0,
     )
-    return rows, order
-
-
-def load(ctx: Context, item: Item, part: Part) -> tuple[jax.Array, jax.Array]:
-    """Loads scores and values of own tokens of a part's rows."""
+    acc, *_ = state
     column = ctx.first_column_block * BLOCK_K if ctx.shares_columns else 0
-    at_once = ctx.shape.head_dim <= MAX_COLUMNS
-    rows = _rows(ctx, item, part)
-    return own_tokens.load(ctx, *rows, ctx.columns, column, at_once=at_once)
+    token = own_tokens.load(
+        ctx, rows, order, acc.shape[1], column, at_once=shape.head_dim <= MAX_COLUMNS
+    )
+    return softmax.with_token(*state, *token, shape.log2_scale)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import os
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -21,7 +20,6 @@ from ikbo_jax.pallas.hopper.visible import Visible
 from ikbo_jax.problems.attention import FLAG_WORDS
 from ikbo_jax.problems.hopper import NUM_CONSUMERS, WGMMA_M
 
-PREFETCH = os.environ.get("IKBO_OWN", "") != ""
 #: The named barrier at which the consumers wait for each other; the turns use the two before it.
 CONSUMER_BARRIER = turns.TURN_BARRIER + NUM_CONSUMERS
 
@@ -208,8 +206,6 @@ def _attend(ctx: AttentionContext) -> tuple[Any, Any]:
 
     def one_pass(carry: tuple[Any, ...]) -> tuple[Any, ...]:
         item, index, first_step, previous, state = carry
-        if ctx.has_own and PREFETCH:
-            attention_own.prefetch(ctx, item)
         step = functools.partial(_step, ctx, item, index, first_step)
         if is_early:
             state = _begin_pass(ctx, item, index, first_step, previous, state)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -11,17 +9,6 @@ from jax import lax
 from ikbo_jax.pallas.flash import softmax
 from ikbo_jax.pallas.flash.attention_context import AttentionContext, Item
 from ikbo_jax.pallas.hopper import own_tokens
-
-
-def prefetch(ctx: AttentionContext, item: Item) -> None:
-    """Brings own tokens of a pass's rows into L2."""
-    own_tokens.prefetch(ctx, *_rows(ctx, item))
-
-
-def _rows(ctx: AttentionContext, item: Item) -> tuple[own_tokens.Rows, own_tokens.Order]:
-    kv_head = lax.div(item.head, jnp.int32(ctx.shape.q_heads // ctx.shape.kv_heads))
-    rows = own_tokens.Rows(item.first_row, item.begin, item.end, item.head, kv_head)
-    return rows, own_tokens.Order.of_packed(ctx.operands.targets, ctx.shape.batch)
 
 
 def merged(
@@ -39,6 +26,9 @@ def merged(
     if unit != softmax.LN_2:
         maximum = maximum * jnp.float32(unit / softmax.LN_2)
     maximum = jnp.where(has_keys, maximum, -jnp.inf)
-    score, value = own_tokens.load(ctx, *_rows(ctx, item), acc.shape[1], at_once=os.environ.get("IKBO_OWN") == "2")
+    kv_head = lax.div(item.head, jnp.int32(shape.q_heads // shape.kv_heads))
+    rows = own_tokens.Rows(item.first_row, item.begin, item.end, item.head, kv_head)
+    order = own_tokens.Order.of_packed(ctx.operands.targets, shape.batch)
+    score, value = own_tokens.load(ctx, rows, order, acc.shape[1], at_once=False)
     score = score * jnp.float32(shape.log2_scale)
     return softmax.with_token(acc, maximum, row_sum, score, value, 1.0)

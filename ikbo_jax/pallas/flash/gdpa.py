@@ -17,7 +17,8 @@ Warpgroups, rings and the pipeline of a step are as in `attention`, with an acti
 the softmax.  A block may reach past its sequence's end, into the next sequence.  Consumer 0
 zeroes such rows in shared memory; since act(0) = 0, no scores are masked.  Query rows past the end
 of a tile are computed but not stored.  If all 64 rows of consumer 1 are past the end, consumer 1
-may skip the computation, but no synchronisation (`GdpaConfig.skip_empty`).  Tiles without keys come
+may skip the computation, but no synchronisation (`GdpaConfig.skip_empty`).  With a mask, so may a
+consumer after the last block that its rows see.  Tiles without keys come
 last in the list; their results are zeroed after all other work.
 
 Synchronisations are as in `attention`, without flags.  The slot of a descriptor is free when the
@@ -29,6 +30,7 @@ Source: the idea is Meta's GDPA.  No code is shared.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from typing import Any
 
@@ -88,8 +90,7 @@ def gdpa_kernel(
     query, key, value = arrays[:3]
     offsets = Offsets.of(arrays, settings)
     if settings.rule is not None:
-        groups: dict[str, Any] = {"keys_per_group": _keys_per_group(key, config)}
-        groups["has_runs"] = config.run > 1
+        groups = {"keys_per_group": _keys_per_group(key, config)}
         listed = masked_tiles(offsets, size=TILE_ROWS, unit=config.block_kv, **groups)
     else:
         listed = query_tiles(offsets, size=TILE_ROWS)
@@ -162,6 +163,8 @@ def gdpa_forward(
     scales = scale, output_scale
     activation = ActivationSpec.of(activations, approx, scales, has_f32_range, logit_cap)
     has_mask = rule is not None or seen is not None
+    if has_mask and (rule is None or rule.contextual == 0):  # such tiles do not say what is empty
+        config = dataclasses.replace(config, skip_empty=False)
     shape = Shape(q_heads, key.shape[1], head_dim, activation, workers, has_mask, rule)
     operands = Operands(query, key, value, **tiles._asdict(), seen=seen)
     out, *lse = launch(

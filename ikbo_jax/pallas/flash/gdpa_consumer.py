@@ -65,7 +65,7 @@ def _await_block(ctx: GdpaContext, ring: Ring, item: Item, block: Any, step: Any
     ring.await_ready(step)
     visible = Visible.in_block(item.length, block, ctx.config.block_kv)
     is_cut = visible.is_partial
-    if ctx.config.run > 1 and not ctx.slides:
+    if ctx.config.run > 1:
         is_cut = is_cut & (item.is_resident == 0)
 
     @pl.when((ctx.consumer == 0) & is_cut)
@@ -159,7 +159,7 @@ def _end_basic_block(ctx: GdpaContext, index: Any) -> None:
 
 
 def _idle_step(ctx: GdpaContext, item: Item, index: Any, first_step: Any, block: Any) -> None:
-    """Synchronises as `_step` does, without computation: for a consumer without rows."""
+    """Synchronises as `_step` does, without computation: for a consumer whose rows see no key."""
     step = first_step + block
     ctx.shared.key.await_ready(step + 1)
     ctx.shared.value.await_ready(step)
@@ -179,7 +179,7 @@ def _middle_steps(
     step = functools.partial(_step, ctx, item, index, first_step)
     busy_end = end
     if config.skip_empty and ctx.shape.has_mask:
-        # Of the first block that no row sees, all weights are 0.
+        # The last of these steps computes the weights of a block that no row sees: they are 0.
         busy_end = jnp.minimum(gdpa_masked.seen_blocks(ctx, index), end)
     elif config.skip_empty:
         busy_end = jnp.where(_has_rows(ctx, index), end, 0)
@@ -206,7 +206,7 @@ def _last_step(
 
     All branches have the same synchronisation; they differ in the products that they issue.
     """
-    config, has_mask = ctx.config, ctx.shape.has_mask
+    config, skips_items = ctx.config, ctx.config.skip_empty and not ctx.shape.has_mask
     is_defined, step = item.blocks > 1, first_step + item.blocks - 1
     next_step = ctx.step_after(first_step, item.blocks, next_item.is_resident)
     has_next = next_item.blocks > 0
@@ -233,13 +233,13 @@ def _last_step(
         return finish(acc)
 
     def without_scores(keys: int) -> _State:
-        if config.skip_empty and not has_mask:
+        if skips_items:
             pl.when(has_next)(await_next)
         turns.take(ctx)
         acc = _issue_values(ctx, state, is_defined, step, keys)
         # Consumer 1 gave the first turn, so only consumer 0 gives the last one.
         pl.when(has_next | (ctx.consumer == 0))(functools.partial(turns.hand_over, ctx))
-        if config.skip_empty and not has_mask:
+        if skips_items:
 
             @pl.when(has_next)
             def _() -> None:
@@ -251,7 +251,7 @@ def _last_step(
         return state._replace(acc=acc)
 
     full, half, has_scores = config.block_kv, config.block_kv // 2, has_next
-    if config.skip_empty and not has_mask:
+    if skips_items:
         has_scores = _has_rows(ctx, index + 1)
     table = [_Work(False, full), _Work(True, full)]
     number = has_scores.astype(jnp.int32)
@@ -262,10 +262,10 @@ def _last_step(
     if config.skip_empty:
         table += [_Work(False, 0), _Work(True, 0)]
         empty = table.index(_Work(False, 0)) + has_scores.astype(jnp.int32)
-        if has_mask:
-            is_busy = gdpa_masked.seen_blocks(ctx, index) >= item.blocks
-        else:
+        if skips_items:
             is_busy = _has_rows(ctx, index)
+        else:
+            is_busy = gdpa_masked.seen_blocks(ctx, index) >= item.blocks
         number = jnp.where(is_busy, number, empty)
     branches = [
         functools.partial(with_scores if work.has_scores else without_scores, work.keys)

@@ -49,8 +49,7 @@ class Item(NamedTuple):
     blocks: Any  # blocks of keys, at least 1; 0: no item follows
     length: Any  # number of keys
     head: Any
-    # 1: the item before left all blocks in shared memory. With runs of masked tiles: the first step.
-    is_resident: Any
+    is_resident: Any  # 1: the item before left all blocks in shared memory
 
 
 class Destination(NamedTuple):
@@ -78,16 +77,9 @@ class GdpaContext(FlashContext):
 
     def step_after(self, first_step: Any, blocks: Any, is_kept: Any) -> Any:
         """Returns the step at which the item after an item of `blocks` blocks begins."""
-        if self.slides:
-            return is_kept
         if self.config.run == 1:
             return first_step + blocks
         return first_step + jnp.where(is_kept != 0, 0, blocks)
-
-    @property
-    def slides(self) -> bool:
-        """Whether tiles of a run keep the blocks that the next tile sees, too."""
-        return bool(self.shape.has_mask) and self.config.run > 1
 
     def work_items(self, count: Any) -> Any:
         """Returns how many of `count` work items this CTA takes."""

@@ -70,7 +70,7 @@ def _hole(ends: jax.Array, block_kv: int) -> tuple[jax.Array, jax.Array]:
 
 
 def _cuts(ends: jax.Array, is_row: jax.Array, skipped: jax.Array, block_kv: int) -> jax.Array:
-    """Finds the words that `keys_of_tile` describes, [tiles, 10], of rows that exist.
+    """Finds the blocks that consumers mask, [tiles, 8]; leaves out rows that do not exist.
 
     `ends` [tiles, 2, 64, 4] count from the tile's first key; `skipped` [tiles, 1] keys come before.
     """
@@ -82,11 +82,9 @@ def _cuts(ends: jax.Array, is_row: jax.Array, skipped: jax.Array, block_kv: int)
         jnp.min(jnp.where(is_row, end, most), axis=2) - skipped,
         jnp.min(jnp.where(has_gap, gap_begin, most), axis=2),
         jnp.max(jnp.where(has_gap, gap_end, -most), axis=2) - skipped + (block_kv - 1),
-        jnp.maximum(jnp.max(jnp.where(is_row, end, 0), axis=2) - skipped, 1) + (block_kv - 1),
     )
     blocks = jnp.maximum(jnp.stack(found, axis=2), 0) // block_kv
-    blocks = blocks.at[..., 4].set(jnp.where(is_row[..., 0], blocks[..., 4], 0))
-    return blocks.reshape(-1, NUM_CONSUMERS * lists.CUT_WORDS)
+    return blocks.reshape(-1, NUM_CONSUMERS * 4)
 
 
 def keep_visible(
@@ -96,7 +94,7 @@ def keep_visible(
     rule = ctx.shape.rule
 
     def cut(part: int) -> Any:
-        return ctx.mask_word(item, lists.CUTS + part + lists.CUT_WORDS * ctx.consumer)
+        return ctx.mask_word(item, lists.CUTS + part + 4 * ctx.consumer)
 
     def selected(part: int, scores: jax.Array) -> jax.Array:
         begin, end = _rows_see(ctx, item, part)
@@ -117,8 +115,8 @@ def keep_visible(
 
 
 def seen_blocks(ctx: Any, item: Any) -> Any:
-    """Counts the blocks up to the last one that a consumer's rows see; at least 1, if it has rows."""
-    return ctx.mask_word(item, lists.CUTS + 4 + lists.CUT_WORDS * ctx.consumer)
+    """Counts the blocks up to the last one that a consumer's rows see, at least 1; without rows 0."""
+    return ctx.mask_word(item, lists.MASK_WORDS + ctx.consumer)
 
 
 def first_key(ctx: Any, item: Any, block: Any) -> Any:

@@ -25,10 +25,6 @@ class _Progress(NamedTuple):
     items: Any
     steps: Any  # blocks of keys; between items, as many blocks of values
     is_kept: Any  # 1: the next item reuses the last item's blocks
-    # With runs of masked tiles: first row of the last tile's keys, and the row after them; -1: a
-    # consumer has zeroed rows of its last block, or another head follows.
-    first_key: Any = None
-    end_key: Any = None
 
 
 def _describe(
@@ -44,7 +40,7 @@ def _describe(
     mosaic.copy_words(
         *(ctx.operands.words, tile * ctx.operands.words.shape[1] + lists.TILE_WORDS),
         *(items.words, items.slot(progress.items) * items.words.shape[1] + ITEM_WORDS),
-        lists.MASK_WORDS,
+        items.words.shape[1] - ITEM_WORDS,
         interpret=ctx.interpret,
     )
     items.send_words(progress.items, words)
@@ -76,15 +72,6 @@ def _send_item(ctx: GdpaContext, head: Any, end: Any, tile: Any, progress: _Prog
     block_kv = ctx.config.block_kv
     blocks = lax.div(length + (block_kv - 1), block_kv)
     is_resident = progress.is_kept
-    first_step = kept_end = progress.steps
-    if ctx.slides:
-        overlap = progress.end_key - first_key
-        is_next = (first_key >= progress.first_key) & (overlap > 0)
-        is_next &= lax.rem(overlap, block_kv) == 0
-        is_next &= (skipped == 0) if shape.has_gaps else True
-        first_step -= jnp.where(is_next, lax.div(overlap, block_kv), 0)
-        kept_end = jnp.where(is_next, kept_end, first_step)
-        is_resident = first_step
     _describe(
         *(ctx, progress, Item(blocks, length, head, is_resident)),
         *(Destination(head, target, rows), tile),
@@ -92,7 +79,7 @@ def _send_item(ctx: GdpaContext, head: Any, end: Any, tile: Any, progress: _Prog
     ctx.load_queries(progress.items, lambda consumer: source + consumer * WGMMA_M, head)
 
     def send(source: Any, ring: Ring, block: Any) -> None:
-        step = first_step + block
+        step = progress.steps + block
         ring.await_free(step)
         tiles, ready = ring.copied(step), ring.ready_at(step)
 
@@ -105,12 +92,9 @@ def _send_item(ctx: GdpaContext, head: Any, end: Any, tile: Any, progress: _Prog
         if ctx.config.run == 1:
             load()
             return
-        is_loaded = is_resident == 0
-        if ctx.slides:  # the last blocks of the item before are in their stages
-            is_loaded = (step >= kept_end) | (step + ring.slots < kept_end)
-        pl.when(is_loaded)(load)
+        pl.when(is_resident == 0)(load)
 
-        @pl.when(~is_loaded)
+        @pl.when(is_resident != 0)
         def _() -> None:  # no copy arrives for a resident block, so the producer does
             for _ in range(tiles.shape[0]):
                 plgpu.barrier_arrive(ready)
@@ -125,13 +109,6 @@ def _send_item(ctx: GdpaContext, head: Any, end: Any, tile: Any, progress: _Prog
         send_value(block - 1)
 
     send_value(blocks - 1)
-    if ctx.slides:
-        is_whole = lax.rem(length, block_kv) == 0
-        is_whole &= (skipped == 0) if shape.has_gaps else True
-        end_key = jnp.where(is_whole, first_key + length, -1)
-        return _Progress(
-            progress.items + 1, first_step + blocks, progress.is_kept, first_key, end_key
-        )
     is_kept = _keeps(ctx, tile, end, blocks)
     return _Progress(progress.items + 1, ctx.step_after(progress.steps, blocks, is_kept), is_kept)
 
@@ -143,21 +120,8 @@ def _send_run(
     run, heads, tiles = ctx.config.run, ctx.shape.q_heads, ctx.operands.counts[0]
     number = number_of(i)
     begin, head = lax.div(number, heads) * run, lax.rem(number, heads)
-    if ctx.slides:  # runs begin after the early tiles
-        early = _early_tiles(ctx)
-        begin = lax.div(number, heads)
-        is_early = begin < early
-        begin = jnp.where(is_early, begin, early + (begin - early) * run)
-        run = jnp.where(is_early, 1, run)
-        progress = progress._replace(end_key=jnp.int32(-1))
     end = jnp.minimum(begin + run, tiles)
     return lax.fori_loop(begin, end, functools.partial(_send_item, ctx, head, end), progress)
-
-
-def _early_tiles(ctx: GdpaContext) -> Any:
-    """Counts the tiles at the begin of the list that see far more keys than the others."""
-    counts = ctx.operands.counts
-    return counts[2] if counts.shape[0] > 2 else jnp.int32(0)
 
 
 def _send_taken_runs(ctx: GdpaContext, runs: Any, progress: _Progress) -> _Progress:
@@ -180,12 +144,7 @@ def produce(ctx: GdpaContext) -> None:
     config = ctx.config
     zero = jnp.int32(0)
     progress = _Progress(zero, zero, zero)
-    tiles, early = ctx.operands.counts[0], 0
-    if ctx.slides:
-        progress = progress._replace(first_key=zero, end_key=zero)
-        early = _early_tiles(ctx)
-        tiles -= early
-    runs = early + lax.div(tiles + (config.run - 1), config.run)
+    runs = lax.div(ctx.operands.counts[0] + (config.run - 1), config.run)
     items = runs * ctx.shape.q_heads
     if config.tickets:
         progress = _send_taken_runs(ctx, items, progress)

@@ -108,12 +108,12 @@ def with_token(
     value: jax.Array,
     log2_scale: float,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Adds a key's raw score [64] and value [64, H], of any dtype, to (acc [64, H], extreme [64], sums [64])."""
+    """Adds a key's raw score [64] and value [64, H] to (acc [64, H], extreme [64], sums [64])."""
     larger = further(log2_scale)(extreme, score)
     base = finite(larger, log2_scale)
     shrink, weight = (jnp.exp2((x - base) * jnp.float32(log2_scale)) for x in (extreme, score))
     acc = acc * lax.broadcast_in_dim(shrink, acc.shape, (0,))
-    acc = acc + value.astype(jnp.float32) * lax.broadcast_in_dim(weight, acc.shape, (0,))
+    acc = acc + value * lax.broadcast_in_dim(weight, acc.shape, (0,))
     return acc, larger, sums * shrink + weight
 
 

@@ -77,7 +77,7 @@ class Rows(NamedTuple):
 def load(
     ctx: Any, rows: Rows, order: Order, columns: int, column: Any = 0, *, at_once: bool
 ) -> tuple[jax.Array, jax.Array]:
-    """Loads the scores [64] f32 of own tokens, not scaled, and their values [64, columns].
+    """Loads the scores [64] f32 of own tokens, not scaled, and their values [64, columns] f32.
 
     `column` is the first of the values' columns. With `at_once`, a thread issues the loads of both
     of its rows before it uses the first ones; otherwise they take fewer registers.
@@ -90,7 +90,7 @@ def load(
     _, kv_heads, head_dim = operands[1].shape
     all_rows, q_heads, _ = operands[0].shape
     row_type = plgpu.ShapeDtypeStruct((WGMMA_M,), jnp.float32, layout=stores.ROW_LAYOUT)
-    value_type = plgpu.ShapeDtypeStruct((WGMMA_M, columns), dtype, layout=plgpu.Layout.WGMMA)
+    value_type = plgpu.ShapeDtypeStruct((WGMMA_M, columns), jnp.float32, layout=plgpu.Layout.WGMMA)
 
     @plgpu.inline_mgpu(
         arg_types=(*(plgpu.RefType(),) * 3, *(_SCALAR,) * 6, *(plgpu.RefType(),) * tables),
@@ -102,8 +102,13 @@ def load(
         of_row = arith.remui(thread, inline.i32(stores.ROW_THREADS))
 
         def of_half(half: int) -> tuple[Any, Any, Any]:
-            place = _place(thread, half, rows, (first, begin, end), all_rows)
-            member, row, number, of_candidate = *place, *_divided(place[1], q_len)
+            member, row = _divided(stores.thread_row(thread, half), rows.head_rows)
+            member = arith.minui(member, inline.i32(rows.group - 1))
+            # Rows that nobody stores repeat others, whose loads are in L1.
+            last = arith.subi(end, inline.i32(1))
+            row = arith.addi(first, arith.minsi(arith.maxsi(row, begin), last))
+            row = arith.maxsi(arith.minsi(row, inline.i32(all_rows - 1)), inline.i32(0))
+            number, of_candidate = _divided(row, q_len)
             candidate = order.candidate(number, rest[6:])
             if order.has_queries:
                 row = arith.addi(arith.muli(candidate, inline.i32(q_len)), of_candidate)
@@ -121,8 +126,7 @@ def load(
             query_words, key_words, value_words = halves[half] if halves else of_half(half)
             scores.append(_score(query_words, key_words, dtype))
             words = [x for four in value_words for x in warps.transposed(four, of_row)]
-            pair = ir.VectorType.get((2,), mgpu.utils.dtype_to_ir_type(dtype))
-            values.append([mgpu.utils.bitcast(x, pair) for x in words])
+            values.append([_vector(unpacked(x, dtype)) for x in words])
         # A thread's pairs of columns alternate between its two rows.
         pairs = np.array([x for both in zip(*values, strict=True) for x in both], dtype=object)
         shape = mgpu.WGMMA_LAYOUT.registers_shape((WGMMA_M, columns))
@@ -132,49 +136,13 @@ def load(
     return issue(*operands, *places, *order.tables)
 
 
-def prefetch(ctx: Any, rows: Rows, order: Order) -> None:
-    """Brings the keys and values of own tokens that `load` will load into L2."""
-    if ctx.interpret:
-        return
-    q_len, all_rows = ctx.shape.q_len, ctx.operands.query.shape[0]
-    _, kv_heads, head_dim = ctx.operands.self_key.shape
-
-    @plgpu.inline_mgpu(
-        arg_types=(*(plgpu.RefType(),) * 2, *(_SCALAR,) * 4, *(plgpu.RefType(),) * len(order.tables))
-    )
-    def issue(_: Any, key: ir.Value, value: ir.Value, *rest: Any) -> None:
-        *ends, kv_head = (x.registers.item() for x in rest[:4])
-        thread = stores.thread_number()
-        part = arith.remui(thread, inline.i32(stores.ROW_THREADS))
-        for half in (0, 1):
-            _, row = _place(thread, half, rows, tuple(ends), all_rows)
-            number, _ = _divided(row, q_len)
-            candidate = order.candidate(number, rest[4:])
-            terms = [(candidate, kv_heads * head_dim), (kv_head, head_dim)]
-            for ref in (key, value):
-                address = stores.device_address(ref, [*terms, (part, head_dim // 4)], 2)
-                inline.issue("prefetch.global.L2 [$0];", address)
-
-    operands = ctx.operands.self_key, ctx.operands.self_value
-    issue(*operands, rows.first, rows.begin, rows.end, rows.kv_head, *order.tables)
-
-
-def _place(
-    thread: ir.Value, half: int, rows: Rows, ends: tuple[ir.Value, ...], all_rows: int
-) -> tuple[ir.Value, ir.Value]:
-    """Finds the head in its group, and the row, of a thread's first or second row."""
-    first, begin, end = ends
-    member, row = _divided(stores.thread_row(thread, half), rows.head_rows)
-    member = arith.minui(member, inline.i32(rows.group - 1))
-    # Rows that nobody stores repeat others, whose loads are in L1.
-    last = arith.subi(end, inline.i32(1))
-    row = arith.addi(first, arith.minsi(arith.maxsi(row, begin), last))
-    return member, arith.maxsi(arith.minsi(row, inline.i32(all_rows - 1)), inline.i32(0))
-
-
 def _divided(x: ir.Value, divisor: int) -> tuple[ir.Value, ir.Value]:
     """Divides in inline code."""
     return arith.divui(x, inline.i32(divisor)), arith.remui(x, inline.i32(divisor))
+
+
+def _vector(numbers: list[ir.Value]) -> ir.Value:
+    return vector.from_elements(ir.VectorType.get((len(numbers),), numbers[0].type), numbers)
 
 
 def _vectors(

@@ -60,12 +60,7 @@ def query_tiles(offsets: Offsets, *, size: int, unit: int = 1) -> TileList:
 
 
 def masked_tiles(
-    offsets: Offsets,
-    *,
-    size: int,
-    unit: int,
-    keys_per_group: int | None = None,
-    has_runs: bool = False,
+    offsets: Offsets, *, size: int, unit: int, keys_per_group: int | None = None
 ) -> TileList:
     """Lists tiles of queries that have a rule, as `masked.masked_tiles` does."""
     rule = offsets.rule
@@ -93,8 +88,7 @@ def masked_tiles(
     )
     columns = (*rows, kv_start + found.first, found.count, *found.mask)
     listed = jnp.stack([x + jnp.zeros_like(done) for x in columns], axis=1)
-    early = early_keys(rule, size, has_runs=has_runs)
-    return by_blocks(TileList(listed, counts), unit, keys_per_group, early)
+    return by_blocks(TileList(listed, counts), unit, keys_per_group, early_keys(rule, size))
 
 
 def by_blocks(
@@ -102,20 +96,16 @@ def by_blocks(
 ) -> TileList:
     """Sorts tiles by groups of keys, then by falling numbers of blocks; those without are last.
 
-    Tiles of more than `early` keys come first.
+    Tiles of more than `early` keys come before all groups.
     """
     is_tile = jnp.arange(listed.words.shape[0], dtype=jnp.int32) < listed.counts[1]
     blocks = jnp.where(is_tile, -(-listed.words[:, KV_LENGTH] // unit), -1)
     groups = listed.words[:, KV_START] // (keys_per_group or 2**31 - 1)
     if early is not None:
-        groups = jnp.where(blocks > early // unit, 0, groups)
+        groups = jnp.where(listed.words[:, KV_LENGTH] > early, 0, groups)
     groups = jnp.where(blocks > 0, groups, 2**31 - 1)
     words = listed.words[jnp.lexsort((-blocks, groups))]
-    counts = listed.counts.at[0].set(jnp.sum(blocks > 0, dtype=jnp.int32))
-    if early is not None:
-        number = jnp.sum(blocks > early // unit, dtype=jnp.int32)
-        counts = jnp.concatenate((counts, number[None]))
-    return TileList(words, counts)
+    return TileList(words, listed.counts.at[0].set(jnp.sum(blocks > 0, dtype=jnp.int32)))
 
 
 def works(offsets: Offsets, settings: WorkSettings, *, interpret: bool) -> Works:

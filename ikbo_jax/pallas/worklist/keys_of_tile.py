@@ -82,15 +82,18 @@ def keys_of_tile(
     hole = seen(rule, position, sequence)
     before = divide(jnp.maximum(hole.gap_begin - first, 0) + (unit - 1))
     skipped = divide(jnp.maximum(hole.gap_end - first - before * unit, 0)) * unit
-    mask = [before, skipped, first, position, *given]
+    mask, seen_blocks = [before, skipped, first, position, *given], []
     for consumer in range(NUM_CONSUMERS):
         top = jnp.minimum(position + consumer * WGMMA_M, last_row)
         bottom = jnp.minimum(top + (WGMMA_M - 1), last_row)
         bounds = _bounds(rule, sequence, top, bottom)
         mask += _cuts(bounds, first, skipped, unit, divide)
-        seen_keys = jnp.maximum(bounds.last - first - skipped, 1) + (unit - 1)
+        # Rows that see nothing have a block, whose weights are 0.
+        count = divide(jnp.maximum(bounds.last - first - skipped, 1) + (unit - 1))
         has_rows = has_keys & (position + consumer * WGMMA_M <= last_row)
-        mask.append(jnp.where(has_rows, divide(seen_keys), 0 * position))
+        seen_blocks.append(jnp.where(has_rows, count, 0 * position))
+    if rule.contextual != 0:
+        mask += seen_blocks
     # Rows without keys have a hole, too.
     return Keys(first, jnp.clip(last - first - skipped, 0, sequence.length), tuple(mask))
 

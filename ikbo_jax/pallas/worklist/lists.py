@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from typing import Any, NamedTuple
 
 import jax
@@ -16,11 +15,15 @@ TILE_WORDS = 5
 #: Further words of a tile of masked queries. No row of the tile sees the `SKIPPED` keys before its
 #: block `SKIP_FROM`, so that block begins so many keys later. `FIRST_KEY` and `POSITION` are the
 #: first key and the position of the first row, counted from the sequence's first key. Then come
-#: the sequence's numbers of keys, contextual tokens and targets, and `CUT_WORDS` words for each
-#: consumer, which `keys_of_tile._cuts` computes.
+#: the sequence's numbers of keys, contextual tokens and targets, and four words for each consumer,
+#: which `keys_of_tile._cuts` computes. With contextual tokens, a last word for each consumer counts
+#: the blocks up to the last one that its rows see.
 SKIP_FROM, SKIPPED, FIRST_KEY, POSITION, LENGTH, CONTEXTUAL, TARGETS, CUTS = range(8)
-CUT_WORDS = 5
-MASK_WORDS = CUTS + 2 * CUT_WORDS
+MASK_WORDS, SEEN_WORDS = 15, 2
+#: With a window, a tile of contextual tokens sees the history of its sequence, all others few keys.
+#: It comes before all groups if it has more keys than this: otherwise, those of the last groups would
+#: end long after all other tiles.
+EARLY_KEYS = 2048
 #: Words of a tile in `Work.tiles`: first row that is read, first row that is written, number of
 #: rows, begin and end of its ranges, blocks of its ranges, first row of its statistics, padding.
 WORK_WORDS = 8
@@ -29,12 +32,6 @@ STATISTICS_ROW = 6
 #: Words of a range: first row of the first streamed operand, first row of the second, number of
 #: rows, and first row of its statistics.
 RANGE_WORDS = 4
-
-#: With a window, tiles of contextual tokens see the history of their sequence, all others few keys.
-#: The first come before all groups if they have more keys than this: those of the last groups would
-#: end long after all other tiles. Targets, windows of 256 and contextual tokens on an H200: 161 us
-#: before, 147 us so for 14 x 4,583 (softmax); 132 and 136 us for 64 x 1,024 if they had less keys.
-EARLY_KEYS = int(os.environ.get("IKBO_EARLY_KEYS", "2048"))
 
 
 class Arrays(NamedTuple):
@@ -124,14 +121,16 @@ class WorkSettings(NamedTuple):
     parts: int = 1
 
 
-def early_keys(rule: hstu.Rule | None, size: int, *, has_runs: bool = False) -> int | None:
-    """Returns the keys beyond which a tile of `size` rows is early (`EARLY_KEYS`), or None.
+def mask_words(rule: hstu.Rule) -> int:
+    """Counts the further words of a tile of masked queries."""
+    return MASK_WORDS + (SEEN_WORDS if rule.contextual != 0 else 0)
 
-    With `has_runs`, all tiles of contextual tokens are, since a run has tiles that see few keys.
-    """
-    if rule is None or rule.window is None or rule.contextual == 0:
+
+def early_keys(rule: hstu.Rule, size: int) -> int | None:
+    """Returns the keys beyond which a tile of `size` rows is early (`EARLY_KEYS`); None: none is."""
+    if rule.window is None or rule.contextual == 0:
         return None
-    return max(0 if has_runs else EARLY_KEYS, rule.window + 2 * size)
+    return max(EARLY_KEYS, rule.window + 2 * size)
 
 
 class TileList(NamedTuple):

@@ -1,6 +1,6 @@
 """Finds the positions of segments' tiles in the list by a counting sort.
 
-Segments are ordered by groups of keys (`Shape.keys_per_group`), in a group by falling numbers of
+Segments are ordered by groups of keys (`Shape.keys_per_group`, `early_keys`), in a group by falling numbers of
 blocks of keys, and by their own number; segments without keys are the last. A *bin* holds the tiles
 of a group's segments with equally many blocks. A segment's first tile comes after the tiles of bins
 before, of its bin's segments of CTAs before, and of those of its own CTA that precede it.
@@ -71,7 +71,6 @@ class Totals(NamedTuple):
     first_parts: Any  # tiles of all first parts
     rest_before: Any  # tiles of second parts of CTAs before
     rest: Any  # tiles of all second parts
-    early: Any = None  # tiles with more than `Shape.early_keys`; None without this number
 
 
 def own_segments(ctx: SegmentContext) -> tuple[jax.Array, Any, int]:
@@ -110,7 +109,7 @@ def _bin_of(shape: Shape, bins: Bins, found: Segment) -> jax.Array:
     if shape.groups > 1:
         after = (shape.groups - 1) - lax.div(found.kv_start, same(shape.keys_per_group or 1))
         if shape.early_keys is not None:
-            is_early = rank > shape.early_keys // shape.unit
+            is_early = found.kv_length > shape.early_keys
             after = jnp.where(is_early, same(shape.groups - 1), after)
         rank = jnp.where(rank > 0, rank + after * bins.longest, 0)
     return bins.of(rank)
@@ -223,15 +222,10 @@ def _totals(ctx: SegmentContext, bins: Bins, end: Any, rest: tuple[jax.Array, ja
     """Adds up all CTAs' tiles; synchronises the threads."""
     threads, shared = ctx.threads, ctx.shared
     keyed = shared.bins[bins.last * bins.copies]
-    early = None
-    if ctx.shape.early_keys is not None:
-        rank = jnp.minimum(bins.longest, ctx.shape.early_keys // ctx.shape.unit)
-        rank = rank + (ctx.shape.groups - 1) * bins.longest
-        early = shared.bins[bins.of(rank) * bins.copies]
     every = shared.bins[words(ctx.shape)]
     if not ctx.shape.has_rest:
         threads.commit()
-        return Totals(keyed, every, jnp.int32(0), jnp.int32(0), early)
+        return Totals(keyed, every, jnp.int32(0), jnp.int32(0))
     before = threads.total(rest[0], shared.parts, 7 * threads.warps)
     after = threads.total(rest[1], shared.parts, 8 * threads.warps)
     return Totals(keyed, every, before, before + after)

@@ -142,9 +142,7 @@ def list_tiles(
     if shape.has_rest:
         _list_parts(ctx, outputs.words, shared.rest_ends, second_part)
     is_writer = threads.number() + ctx.worker == 0
-    counts = [totals.keyed, totals.first_parts + totals.rest]
-    counts += [] if totals.early is None else [totals.early]
-    for i, total in enumerate(counts):
+    for i, total in enumerate((totals.keyed, totals.first_parts + totals.rest)):
         threads.write(outputs.counts, same(i), zero + total, is_writer)
 
 
