@@ -115,8 +115,8 @@ class GdpaConfig(FlashConfig):
       late_turns: whether a consumer warpgroup lets the other one issue its products only after its
         own scores have arrived, so the two compute activations at different times.
       skip_empty: whether a consumer warpgroup skips products and activations of a tile that has no
-        rows for it; the second warpgroup has none in tiles of at most 64 rows. With a mask of
-        contextual tokens: whether it skips the blocks after the last one that its rows see.
+        rows for it; the second warpgroup has none in tiles of at most 64 rows. With a window
+        and contextual tokens: whether it skips blocks after the last one that its rows see.
       half_blocks: whether a sequence's last block is multiplied and activated at half width if at
         most half of it holds keys.
       tickets: whether a CTA takes its next work item by a counter that XLA zeroes in a launch of
@@ -175,7 +175,7 @@ class GdpaConfig(FlashConfig):
         With a cap, ptxas serialises the products of some kernels with `half_blocks` (C7513).
         """
         # A softmax with a cap spills 32 bytes with `skip_empty` at H = 128.
-        may_skip = "contextual" in problem.mask and not problem.has_logit_cap
+        may_skip = problem.has_long_tiles and not problem.has_logit_cap
         names = ("half_blocks",) if may_skip else ("skip_empty", "half_blocks")
         enabled = [name for name in names if getattr(self, name)]
         if self.run > 1 or enabled:
@@ -251,18 +251,23 @@ class GdpaProblem(GdpaSizes):
         """Yields the legal configurations of the kernel with masks, the most promising first.
 
         If keys and values are more than a group's, tickets let tiles be sorted by groups. A softmax
-        has early turns. Only the first rows of a tile of contextual tokens see all its keys, so the
-        second consumer skips the rest.
+        has early turns. With a window, the second consumer skips most keys of contextual tokens'
+        tiles, whose first rows alone see them: at the width that was timed.
         """
         key_bytes = self.kv_rows * self.kv_heads * self.head_dim * 2 * 2
         tickets = self.prefers_tickets or key_bytes > GROUP_BYTES
         late_turns = SOFTMAX not in self.activations
-        skip_empty = "contextual" in self.mask and not self.has_logit_cap
+        skip_empty = self.has_long_tiles and self.head_dim == 128 and not self.has_logit_cap
         modes = {"late_turns": late_turns, "skip_empty": skip_empty, "tickets": tickets}
         for block_kv, ring in itertools.product((128, 64), ((2, 3, 2), (2, 2, 2), (2, 2, 1))):
             config = GdpaConfig(block_kv, *ring, **modes)
             if config.illegal_reason(self) is None:
                 yield config
+
+    @property
+    def has_long_tiles(self) -> bool:
+        """Whether contextual tokens see a history, and other rows a window."""
+        return "contextual" in self.mask and "window" in self.mask
 
     @property
     def _early_ring(self) -> Ring | None:

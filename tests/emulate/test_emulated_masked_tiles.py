@@ -70,7 +70,7 @@ def test_emulated_launch_lists_xla_s_masked_tiles(
     monkeypatch.setattr(lists, "EARLY_KEYS", 0)
     given, keys_per_group = CASES[name], KEYS_PER_GROUP.get(name)
     sizes = {"size": 128, "unit": UNIT, "keys_per_group": keys_per_group}
-    early = lists.early_keys(given.rule, 128)
+    early = lists.early_keys(given.rule)
     wanted = by_xla.masked_tiles(given, **sizes)
     with sm90.emulated(0):
         found = masked_tiles(given, **sizes)

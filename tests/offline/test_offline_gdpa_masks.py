@@ -65,7 +65,7 @@ def test_offline_masked_kernel_is_fit(
     changes = {"activations": (activation,), "mask": WORDS[mask], "dtype": dtype}
     problem = dataclasses.replace(MASKED, **changes, head_dim=head_dim)
     config = problem.default_config()
-    assert config.skip_empty == (mask == "targets")
+    assert config.skip_empty == (mask == "targets" and head_dim == 128)
     (compiled,) = compiler.compile_fit(*launch(problem, config, RULES[mask]))
     assert compiled.smem_bytes == config.smem_bytes(head_dim)
 

@@ -115,7 +115,7 @@ def keep_visible(
 
 
 def seen_blocks(ctx: Any, item: Any) -> Any:
-    """Counts the blocks up to the last one that a consumer's rows see, at least 1; without rows 0."""
+    """Counts the blocks up to the last one that a consumer's rows see; 0 if it has no rows."""
     return ctx.mask_word(item, lists.MASK_WORDS + ctx.consumer)
 
 

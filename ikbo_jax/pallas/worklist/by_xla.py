@@ -88,7 +88,7 @@ def masked_tiles(
     )
     columns = (*rows, kv_start + found.first, found.count, *found.mask)
     listed = jnp.stack([x + jnp.zeros_like(done) for x in columns], axis=1)
-    return by_blocks(TileList(listed, counts), unit, keys_per_group, early_keys(rule, size))
+    return by_blocks(TileList(listed, counts), unit, keys_per_group, early_keys(rule))
 
 
 def by_blocks(

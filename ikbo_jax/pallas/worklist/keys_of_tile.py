@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 
+from ikbo_jax.pallas.worklist.lists import has_long_tiles
 from ikbo_jax.problems.hopper import NUM_CONSUMERS, WGMMA_M
 from ikbo_jax.reference.hstu import Rule, Seen, Sequence, seen
 
@@ -88,14 +89,13 @@ def keys_of_tile(
         bottom = jnp.minimum(top + (WGMMA_M - 1), last_row)
         bounds = _bounds(rule, sequence, top, bottom)
         mask += _cuts(bounds, first, skipped, unit, divide)
-        # Rows that see nothing have a block, whose weights are 0.
-        count = divide(jnp.maximum(bounds.last - first - skipped, 1) + (unit - 1))
-        has_rows = has_keys & (position + consumer * WGMMA_M <= last_row)
-        seen_blocks.append(jnp.where(has_rows, count, 0 * position))
-    if rule.contextual != 0:
-        mask += seen_blocks
+        if has_long_tiles(rule):  # rows that see nothing have a block, whose weights are 0
+            count = divide(jnp.maximum(bounds.last - first - skipped, 1) + (unit - 1))
+            has_rows = has_keys & (position + consumer * WGMMA_M <= last_row)
+            seen_blocks.append(jnp.where(has_rows, count, 0 * position))
     # Rows without keys have a hole, too.
-    return Keys(first, jnp.clip(last - first - skipped, 0, sequence.length), tuple(mask))
+    count = jnp.clip(last - first - skipped, 0, sequence.length)
+    return Keys(first, count, (*mask, *seen_blocks))
 
 
 def _cuts(bounds: Bounds, first: Any, skipped: Any, unit: int, divide: Any) -> tuple[Any, ...]:

@@ -177,7 +177,7 @@ def masked_tiles(
     assert offsets.rule is not None
     warpgroups = 1 if interpret else WARPGROUPS
     kinds = {"is_merged": False, "rule": offsets.rule, "keys_per_group": keys_per_group}
-    kinds["early_keys"] = early_keys(offsets.rule, size)
+    kinds["early_keys"] = early_keys(offsets.rule)
     plain = dataclasses.asdict(Shape.of(offsets, size, unit, warpgroups=warpgroups))
     shape = MaskedShape(**(plain | kinds))
     if sum(x.shape[0] for x in operands if x is not None) + shape.parts > MOST_LISTED_WORDS:

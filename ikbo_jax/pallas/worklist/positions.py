@@ -1,9 +1,10 @@
 """Finds the positions of segments' tiles in the list by a counting sort.
 
-Segments are ordered by groups of keys (`Shape.keys_per_group`, `early_keys`), in a group by falling numbers of
-blocks of keys, and by their own number; segments without keys are the last. A *bin* holds the tiles
-of a group's segments with equally many blocks. A segment's first tile comes after the tiles of bins
-before, of its bin's segments of CTAs before, and of those of its own CTA that precede it.
+Segments are ordered by groups of keys (`Shape.keys_per_group`, `early_keys`), in a group by falling
+numbers of blocks of keys, and by their own number; segments without keys are the last. A *bin*
+holds the tiles of a group's segments with equally many blocks. A segment's first tile comes after
+the tiles of bins before, of its bin's segments of CTAs before, and of those of its own CTA that
+precede it.
 
 The CTA adds the tiles of the segments before its own to the bins and reads the bins of its own;
 then it adds all others, and the running sums of the bins give the first of the three.

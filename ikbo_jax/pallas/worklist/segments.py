@@ -32,7 +32,7 @@ class Shape:
       kv_first: position of the first offset of keys in shared memory: 1 if 0 and `kv_rows` surround
         the offsets of keys, as 0 and `q_rows` surround the offsets of queries.
       keys_per_group: tiles whose keys begin in lower groups of keys come first; None: one group.
-      early_keys: tiles with more keys come before all groups; None: the number of keys has no effect.
+      early_keys: tiles with more keys come before all groups; None: no tile does.
     """
 
     sequences: int
