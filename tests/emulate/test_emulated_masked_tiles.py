@@ -51,7 +51,7 @@ CASES = {
     ),
 }
 #: Cases with several groups of keys; the last group of "window" is not whole.
-KEYS_PER_GROUP = {"window": 300, "shared": 500, "tail": 500}
+KEYS_PER_GROUP = {"window": 300, "shared": 500, "tail": 250}
 
 
 def rank(words: Any, keys_per_group: int | None, early: int | None) -> Any:
@@ -67,7 +67,7 @@ def test_emulated_launch_lists_xla_s_masked_tiles(
     name: str, sm90: emulator.Emulator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In another order among a group's tiles of equally many blocks."""
-    monkeypatch.setattr(lists, "EARLY_KEYS", 0)
+    monkeypatch.setattr(lists, "EARLY_KEYS", 256)
     given, keys_per_group = CASES[name], KEYS_PER_GROUP.get(name)
     sizes = {"size": 128, "unit": UNIT, "keys_per_group": keys_per_group}
     early = lists.early_keys(given.rule)
