@@ -29,11 +29,10 @@ COMPILED_HALVES = ("gelu_tanh", "silu")
 SERIALISED_GELU_WIDTH = 96
 #: Words of a descriptor in shared memory: an `Item`, then a `Destination` (`flash.gdpa_context`).
 ITEM_WORDS = 7
-#: Head widths of the kernel with masks. At H = 256 it spills 8 bytes of a thread, and so does the
-#: kernel with `skip_empty` at the other widths.
+#: Head widths of the kernel with masks. At H = 256 it spills 8 bytes of a thread.
 MASKED_HEAD_DIMS = (64, 96, 128)
-#: Further words with a mask, see `worklist.lists`.
-MASK_WORDS = 15
+#: Further words with a mask, and with `skip_empty`, see `worklist.lists`.
+MASK_WORDS, SEEN_WORDS = 15, 2
 #: Bytes of the keys and values that masked tiles of one group read. Tiles that run at the same time
 #: should find them in L2: if they belong to any sequences, a causal mask takes 2.5 times as long as
 #: its products at 1,024 keys, and 2.1 times at 2,048 (SiLU, N = 4, H = 128, 65,536 rows, an H100).
@@ -116,7 +115,8 @@ class GdpaConfig(FlashConfig):
       late_turns: whether a consumer warpgroup lets the other one issue its products only after its
         own scores have arrived, so the two compute activations at different times.
       skip_empty: whether a consumer warpgroup skips products and activations of a tile that has no
-        rows for it; the second warpgroup has none in tiles of at most 64 rows.
+        rows for it; the second warpgroup has none in tiles of at most 64 rows. With a window
+        and contextual tokens: whether it skips blocks after the last one that its rows see.
       half_blocks: whether a sequence's last block is multiplied and activated at half width if at
         most half of it holds keys.
       tickets: whether a CTA takes its next work item by a counter that XLA zeroes in a launch of
@@ -130,7 +130,7 @@ class GdpaConfig(FlashConfig):
     tickets: bool = False
 
     def shared(self, head_dim: int, has_mask: bool = False) -> GdpaShared:
-        words = ITEM_WORDS + MASK_WORDS * has_mask
+        words = ITEM_WORDS + (MASK_WORDS + SEEN_WORDS * self.skip_empty) * has_mask
         items = memory.descriptors(self.q_slots + EXTRA_ITEM_SLOTS, words)
         row_values = memory.Staging((hopper.NUM_CONSUMERS, hopper.WGMMA_M), "float32")
         return GdpaShared(items=items, row_values=row_values, **self.rings(head_dim))
@@ -174,7 +174,10 @@ class GdpaConfig(FlashConfig):
 
         With a cap, ptxas serialises the products of some kernels with `half_blocks` (C7513).
         """
-        enabled = [name for name in ("skip_empty", "half_blocks") if getattr(self, name)]
+        # A softmax with a cap spills 32 bytes with `skip_empty` at H = 128.
+        may_skip = problem.has_long_tiles and not problem.has_logit_cap
+        names = ("half_blocks",) if may_skip else ("skip_empty", "half_blocks")
+        enabled = [name for name in names if getattr(self, name)]
         if self.run > 1 or enabled:
             return (
                 f"a {cause} needs run=1, no skip_empty and no half_blocks, "
@@ -248,15 +251,23 @@ class GdpaProblem(GdpaSizes):
         """Yields the legal configurations of the kernel with masks, the most promising first.
 
         If keys and values are more than a group's, tickets let tiles be sorted by groups. A softmax
-        has early turns.
+        has early turns. With a window, the second consumer skips most keys of contextual tokens'
+        tiles, whose first rows alone see them: at the width that was timed.
         """
         key_bytes = self.kv_rows * self.kv_heads * self.head_dim * 2 * 2
         tickets = self.prefers_tickets or key_bytes > GROUP_BYTES
         late_turns = SOFTMAX not in self.activations
+        skip_empty = self.has_long_tiles and self.head_dim == 128 and not self.has_logit_cap
+        modes = {"late_turns": late_turns, "skip_empty": skip_empty, "tickets": tickets}
         for block_kv, ring in itertools.product((128, 64), ((2, 3, 2), (2, 2, 2), (2, 2, 1))):
-            config = GdpaConfig(block_kv, *ring, late_turns=late_turns, tickets=tickets)
+            config = GdpaConfig(block_kv, *ring, **modes)
             if config.illegal_reason(self) is None:
                 yield config
+
+    @property
+    def has_long_tiles(self) -> bool:
+        """Whether contextual tokens see a history, and other rows a window."""
+        return "contextual" in self.mask and "window" in self.mask
 
     @property
     def _early_ring(self) -> Ring | None:

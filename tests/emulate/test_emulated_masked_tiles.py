@@ -49,21 +49,26 @@ CASES = {
     ),
 }
 #: Cases with several groups of keys; the last group of "window" is not whole.
-KEYS_PER_GROUP = {"window": 300, "shared": 500}
+KEYS_PER_GROUP = {"window": 300, "shared": 500, "tail": 250}
 
 
-def rank(words: Any, keys_per_group: int | None) -> Any:
-    """Tiles without keys come last, and before them the last group's."""
+def rank(words: Any, keys_per_group: int | None, early: int | None) -> Any:
+    """Tiles without keys come last, and before them the last group's; early ones come first."""
     blocks = -(-words[:, lists.KV_LENGTH] // UNIT)
     groups = words[:, lists.KV_START] // (keys_per_group or 10**6)
+    groups = np.where(words[:, lists.KV_LENGTH] > (early or 10**9), 0, groups)
     return np.where(blocks > 0, blocks - 100 * groups, -(10**6))
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_emulated_launch_lists_xla_s_masked_tiles(name: str, sm90: emulator.Emulator) -> None:
+def test_emulated_launch_lists_xla_s_masked_tiles(
+    name: str, sm90: emulator.Emulator, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """In another order among a group's tiles of equally many blocks."""
+    monkeypatch.setattr(lists, "EARLY_KEYS", 256)
     given, keys_per_group = CASES[name], KEYS_PER_GROUP.get(name)
     sizes = {"size": 128, "unit": UNIT, "keys_per_group": keys_per_group}
+    early = lists.early_keys(given.rule)
     wanted = by_xla.masked_tiles(given, **sizes)
     with sm90.emulated(0):
         found = masked_tiles(given, **sizes)
@@ -71,8 +76,8 @@ def test_emulated_launch_lists_xla_s_masked_tiles(name: str, sm90: emulator.Emul
     np.testing.assert_array_equal(found.counts, wanted.counts)
     with_keys, tiles = np.asarray(wanted.counts)
     ours, xla = (np.array(x.words)[:tiles] for x in (found, wanted))
-    assert (np.diff(rank(ours, keys_per_group)) <= 0).all()
-    np.testing.assert_array_equal(*(rank(x, keys_per_group) for x in (ours, xla)))
+    assert (np.diff(rank(ours, keys_per_group, early)) <= 0).all()
+    np.testing.assert_array_equal(*(rank(x, keys_per_group, early) for x in (ours, xla)))
     assert (ours[:with_keys, lists.KV_LENGTH] > 0).all()
     for listed in ours, xla:
         # Words of the mask of a tile without keys are not read; the launch clamps numbers.

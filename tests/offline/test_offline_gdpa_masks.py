@@ -19,9 +19,10 @@ from ikbo_jax.reference.hstu import Rule
 pytestmark = pytest.mark.slow
 
 MASKED = dataclasses.replace(DEFAULT, mask="causal")
-
-
 TARGETS = Rule(None, True, window=256)
+#: Masks in words, and their rules.
+WORDS = {"causal": "causal", "targets": "causal+contextual+targets+window=256", "read": "intervals"}
+RULES = {"causal": Rule(), "targets": TARGETS, "read": None}
 
 
 def launch(problem: GdpaProblem, config: GdpaConfig, rule: Rule | None) -> tuple:
@@ -48,44 +49,47 @@ def launch(problem: GdpaProblem, config: GdpaConfig, rule: Rule | None) -> tuple
 
     dtype, tiles = jnp.dtype(problem.dtype), problem.q_rows // 128
     rows = jax.ShapeDtypeStruct((problem.q_rows, problem.q_heads, problem.head_dim), dtype)
-    words = integers(tiles, lists.TILE_WORDS + lists.MASK_WORDS), integers(2)
+    further = lists.MASK_WORDS if rule is None else lists.mask_words(rule)
+    words = integers(tiles, lists.TILE_WORDS + further), integers(2)
     return fn, rows, rows, rows, *words, *([integers(tiles, 2, 4, 64)] if rule is None else [])
 
 
 @pytest.mark.sampled(3)
-@pytest.mark.parametrize("rule", [Rule(), TARGETS, None], ids=["causal", "targets", "read"])
+@pytest.mark.parametrize("mask", RULES)
 @pytest.mark.parametrize("head_dim", [64, 96, 128])
 @pytest.mark.parametrize("activation", ["silu", "gelu", "relu", "gelu_tanh", "softmax"])
 def test_offline_masked_kernel_is_fit(
-    activation: str, head_dim: int, rule: Rule | None, compiler: offline.Compiler
+    activation: str, head_dim: int, mask: str, compiler: offline.Compiler
 ) -> None:
     dtype = "float16" if head_dim == 96 else "bfloat16"
-    problem = dataclasses.replace(MASKED, activations=(activation,), head_dim=head_dim, dtype=dtype)
+    changes = {"activations": (activation,), "mask": WORDS[mask], "dtype": dtype}
+    problem = dataclasses.replace(MASKED, **changes, head_dim=head_dim)
     config = problem.default_config()
-    (compiled,) = compiler.compile_fit(*launch(problem, config, rule))
+    assert config.skip_empty == (mask == "targets" and head_dim == 128)
+    (compiled,) = compiler.compile_fit(*launch(problem, config, RULES[mask]))
     assert compiled.smem_bytes == config.smem_bytes(head_dim)
 
 
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize(
-    ("activation", "approx", "head_dim", "rule"),
+    ("activation", "approx", "head_dim", "mask"),
     [
-        ("silu", None, 128, TARGETS),
-        ("gelu_tanh", None, 128, None),
-        ("gelu_tanh", "tanh", 64, TARGETS),
-        ("gelu", None, 96, Rule()),
+        ("silu", None, 128, "targets"),
+        ("gelu_tanh", None, 128, "read"),
+        ("gelu_tanh", "tanh", 64, "targets"),
+        ("gelu", None, 96, "causal"),
     ],
 )
 def test_offline_masked_kernel_with_a_cap_is_fit(
     activation: str,
     approx: str | None,
     head_dim: int,
-    rule: Rule | None,
+    mask: str,
     compiler: offline.Compiler,
 ) -> None:
     changes = {"activations": (activation,), "approx": approx, "head_dim": head_dim}
-    problem = dataclasses.replace(MASKED, **changes, has_logit_cap=True)
-    compiler.compile_fit(*launch(problem, problem.default_config(), rule))
+    problem = dataclasses.replace(MASKED, **changes, mask=WORDS[mask], has_logit_cap=True)
+    compiler.compile_fit(*launch(problem, problem.default_config(), RULES[mask]))
 
 
 @pytest.mark.parametrize("rule", [Rule(), TARGETS], ids=["causal", "targets"])

@@ -17,8 +17,9 @@ Warpgroups, rings and the pipeline of a step are as in `attention`, with an acti
 the softmax.  A block may reach past its sequence's end, into the next sequence.  Consumer 0
 zeroes such rows in shared memory; since act(0) = 0, no scores are masked.  Query rows past the end
 of a tile are computed but not stored.  If all 64 rows of consumer 1 are past the end, consumer 1
-may skip the computation, but no synchronisation (`GdpaConfig.skip_empty`).  Tiles without keys come
-last in the list; their results are zeroed after all other work.
+may skip the computation, but no synchronisation (`GdpaConfig.skip_empty`).  With a mask, so may a
+consumer after the last block that its rows see.  Tiles without keys come last in the list; their
+results are zeroed after all other work.
 
 Synchronisations are as in `attention`, without flags.  The slot of a descriptor is free when the
 query slot of an item at least three later is.  Consumer 0 has the first turn at every block, so
@@ -29,6 +30,7 @@ Source: the idea is Meta's GDPA.  No code is shared.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from typing import Any
 
@@ -46,7 +48,7 @@ from ikbo_jax.pallas.flash import (
 from ikbo_jax.pallas.flash.context import Operands, Outputs
 from ikbo_jax.pallas.flash.gdpa_context import GdpaContext, Shape
 from ikbo_jax.pallas.hopper.launch import Roles, launch
-from ikbo_jax.pallas.worklist.lists import Offsets, TileList
+from ikbo_jax.pallas.worklist.lists import Offsets, TileList, has_long_tiles
 from ikbo_jax.pallas.worklist.masked import masked_tiles
 from ikbo_jax.pallas.worklist.tiles import query_tiles
 from ikbo_jax.problems import GdpaConfig, ShortGdpaConfig
@@ -161,6 +163,8 @@ def gdpa_forward(
     scales = scale, output_scale
     activation = ActivationSpec.of(activations, approx, scales, has_f32_range, logit_cap)
     has_mask = rule is not None or seen is not None
+    if has_mask and not has_long_tiles(rule):  # its tiles do not say what a consumer sees
+        config = dataclasses.replace(config, skip_empty=False)
     shape = Shape(q_heads, key.shape[1], head_dim, activation, workers, has_mask, rule)
     operands = Operands(query, key, value, **tiles._asdict(), seen=seen)
     out, *lse = launch(

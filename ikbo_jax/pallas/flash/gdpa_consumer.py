@@ -159,7 +159,7 @@ def _end_basic_block(ctx: GdpaContext, index: Any) -> None:
 
 
 def _idle_step(ctx: GdpaContext, item: Item, index: Any, first_step: Any, block: Any) -> None:
-    """Synchronises as `_step` does, without computation: for a consumer without rows."""
+    """Synchronises as `_step` does, without computation: for a consumer whose rows see no key."""
     step = first_step + block
     ctx.shared.key.await_ready(step + 1)
     ctx.shared.value.await_ready(step)
@@ -177,7 +177,12 @@ def _middle_steps(
     """Computes all steps of an item except the last."""
     config, end = ctx.config, item.blocks - 1
     step = functools.partial(_step, ctx, item, index, first_step)
-    busy_end = jnp.where(_has_rows(ctx, index), end, 0) if config.skip_empty else end
+    busy_end = end
+    if config.skip_empty and ctx.shape.has_mask:
+        # The last of these steps computes the weights of a block that no row sees: they are 0.
+        busy_end = jnp.minimum(gdpa_masked.seen_blocks(ctx, index), end)
+    elif config.skip_empty:
+        busy_end = jnp.where(_has_rows(ctx, index), end, 0)
     whole_end = busy_end
     if config.half_blocks:
         whole_end = jnp.maximum(busy_end - _is_half(ctx, item).astype(jnp.int32), 0)
@@ -201,7 +206,7 @@ def _last_step(
 
     All branches have the same synchronisation; they differ in the products that they issue.
     """
-    config = ctx.config
+    config, skips_items = ctx.config, ctx.config.skip_empty and not ctx.shape.has_mask
     is_defined, step = item.blocks > 1, first_step + item.blocks - 1
     next_step = ctx.step_after(first_step, item.blocks, next_item.is_resident)
     has_next = next_item.blocks > 0
@@ -228,13 +233,13 @@ def _last_step(
         return finish(acc)
 
     def without_scores(keys: int) -> _State:
-        if config.skip_empty:
+        if skips_items:
             pl.when(has_next)(await_next)
         turns.take(ctx)
         acc = _issue_values(ctx, state, is_defined, step, keys)
         # Consumer 1 gave the first turn, so only consumer 0 gives the last one.
         pl.when(has_next | (ctx.consumer == 0))(functools.partial(turns.hand_over, ctx))
-        if config.skip_empty:
+        if skips_items:
 
             @pl.when(has_next)
             def _() -> None:
@@ -246,7 +251,7 @@ def _last_step(
         return state._replace(acc=acc)
 
     full, half, has_scores = config.block_kv, config.block_kv // 2, has_next
-    if config.skip_empty:
+    if skips_items:
         has_scores = _has_rows(ctx, index + 1)
     table = [_Work(False, full), _Work(True, full)]
     number = has_scores.astype(jnp.int32)
@@ -257,7 +262,11 @@ def _last_step(
     if config.skip_empty:
         table += [_Work(False, 0), _Work(True, 0)]
         empty = table.index(_Work(False, 0)) + has_scores.astype(jnp.int32)
-        number = jnp.where(_has_rows(ctx, index), number, empty)
+        if skips_items:
+            is_busy = _has_rows(ctx, index)
+        else:
+            is_busy = gdpa_masked.seen_blocks(ctx, index) >= item.blocks
+        number = jnp.where(is_busy, number, empty)
     branches = [
         functools.partial(with_scores if work.has_scores else without_scores, work.keys)
         for work in table

@@ -114,6 +114,11 @@ def keep_visible(
     return lax.cond(has_gap, functools.partial(selected, 1), lambda x: x, scores)
 
 
+def seen_blocks(ctx: Any, item: Any) -> Any:
+    """Counts the blocks up to the last one that a consumer's rows see; 0 if it has no rows."""
+    return ctx.mask_word(item, lists.MASK_WORDS + ctx.consumer)
+
+
 def first_key(ctx: Any, item: Any, block: Any) -> Any:
     """Returns the first key of a block, counted from the sequence's first key."""
     first = ctx.mask_word(item, lists.FIRST_KEY) + block * ctx.config.block_kv

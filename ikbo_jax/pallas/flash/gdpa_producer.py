@@ -40,7 +40,7 @@ def _describe(
     mosaic.copy_words(
         *(ctx.operands.words, tile * ctx.operands.words.shape[1] + lists.TILE_WORDS),
         *(items.words, items.slot(progress.items) * items.words.shape[1] + ITEM_WORDS),
-        lists.MASK_WORDS,
+        items.words.shape[1] - ITEM_WORDS,
         interpret=ctx.interpret,
     )
     items.send_words(progress.items, words)

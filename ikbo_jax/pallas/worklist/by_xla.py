@@ -26,6 +26,7 @@ from ikbo_jax.pallas.worklist.lists import (
     Work,
     Works,
     WorkSettings,
+    early_keys,
     most_blocks,
 )
 from ikbo_jax.problems.hopper import TILE_ROWS
@@ -87,14 +88,21 @@ def masked_tiles(
     )
     columns = (*rows, kv_start + found.first, found.count, *found.mask)
     listed = jnp.stack([x + jnp.zeros_like(done) for x in columns], axis=1)
-    return by_blocks(TileList(listed, counts), unit, keys_per_group)
+    return by_blocks(TileList(listed, counts), unit, keys_per_group, early_keys(rule))
 
 
-def by_blocks(listed: TileList, unit: int, keys_per_group: int | None = None) -> TileList:
-    """Sorts tiles by groups of keys, then by falling numbers of blocks; those without are last."""
+def by_blocks(
+    listed: TileList, unit: int, keys_per_group: int | None = None, early: int | None = None
+) -> TileList:
+    """Sorts tiles by groups of keys, then by falling numbers of blocks; those without are last.
+
+    Tiles of more than `early` keys come before all groups.
+    """
     is_tile = jnp.arange(listed.words.shape[0], dtype=jnp.int32) < listed.counts[1]
     blocks = jnp.where(is_tile, -(-listed.words[:, KV_LENGTH] // unit), -1)
     groups = listed.words[:, KV_START] // (keys_per_group or 2**31 - 1)
+    if early is not None:
+        groups = jnp.where(listed.words[:, KV_LENGTH] > early, 0, groups)
     groups = jnp.where(blocks > 0, groups, 2**31 - 1)
     words = listed.words[jnp.lexsort((-blocks, groups))]
     return TileList(words, listed.counts.at[0].set(jnp.sum(blocks > 0, dtype=jnp.int32)))

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 
+from ikbo_jax.pallas.worklist.lists import has_long_tiles
 from ikbo_jax.problems.hopper import NUM_CONSUMERS, WGMMA_M
 from ikbo_jax.reference.hstu import Rule, Seen, Sequence, seen
 
@@ -82,13 +83,19 @@ def keys_of_tile(
     hole = seen(rule, position, sequence)
     before = divide(jnp.maximum(hole.gap_begin - first, 0) + (unit - 1))
     skipped = divide(jnp.maximum(hole.gap_end - first - before * unit, 0)) * unit
-    mask = [before, skipped, first, position, *given]
+    mask, seen_blocks = [before, skipped, first, position, *given], []
     for consumer in range(NUM_CONSUMERS):
         top = jnp.minimum(position + consumer * WGMMA_M, last_row)
         bottom = jnp.minimum(top + (WGMMA_M - 1), last_row)
-        mask += _cuts(_bounds(rule, sequence, top, bottom), first, skipped, unit, divide)
+        bounds = _bounds(rule, sequence, top, bottom)
+        mask += _cuts(bounds, first, skipped, unit, divide)
+        if has_long_tiles(rule):  # rows that see nothing have a block, whose weights are 0
+            count = divide(jnp.maximum(bounds.last - first - skipped, 1) + (unit - 1))
+            has_rows = has_keys & (position + consumer * WGMMA_M <= last_row)
+            seen_blocks.append(jnp.where(has_rows, count, 0 * position))
     # Rows without keys have a hole, too.
-    return Keys(first, jnp.clip(last - first - skipped, 0, sequence.length), tuple(mask))
+    count = jnp.clip(last - first - skipped, 0, sequence.length)
+    return Keys(first, count, (*mask, *seen_blocks))
 
 
 def _cuts(bounds: Bounds, first: Any, skipped: Any, unit: int, divide: Any) -> tuple[Any, ...]:

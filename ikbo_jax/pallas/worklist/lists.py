@@ -16,9 +16,13 @@ TILE_WORDS = 5
 #: block `SKIP_FROM`, so that block begins so many keys later. `FIRST_KEY` and `POSITION` are the
 #: first key and the position of the first row, counted from the sequence's first key. Then come
 #: the sequence's numbers of keys, contextual tokens and targets, and four words for each consumer,
-#: which `keys_of_tile._cuts` computes.
+#: which `keys_of_tile._cuts` computes. Where some tiles alone are long (`has_long_tiles`), a last
+#: word for each consumer counts the blocks up to the last one that its rows see.
 SKIP_FROM, SKIPPED, FIRST_KEY, POSITION, LENGTH, CONTEXTUAL, TARGETS, CUTS = range(8)
-MASK_WORDS = 15
+MASK_WORDS, SEEN_WORDS = 15, 2
+#: Such a tile comes before all groups if it has more keys than this: otherwise, those of the last
+#: groups would end long after all other tiles.
+EARLY_KEYS = 2048
 #: Words of a tile in `Work.tiles`: first row that is read, first row that is written, number of
 #: rows, begin and end of its ranges, blocks of its ranges, first row of its statistics, padding.
 WORK_WORDS = 8
@@ -114,6 +118,21 @@ class WorkSettings(NamedTuple):
     group: int
     has_statistics: bool
     parts: int = 1
+
+
+def has_long_tiles(rule: hstu.Rule | None) -> bool:
+    """Whether tiles of contextual tokens see a history, and others little more than a window."""
+    return rule is not None and rule.window is not None and rule.contextual != 0
+
+
+def mask_words(rule: hstu.Rule) -> int:
+    """Counts the further words of a tile of masked queries."""
+    return MASK_WORDS + SEEN_WORDS * has_long_tiles(rule)
+
+
+def early_keys(rule: hstu.Rule) -> int | None:
+    """Returns the number of keys beyond which tiles are early; None: it has no effect."""
+    return EARLY_KEYS if has_long_tiles(rule) else None
 
 
 class TileList(NamedTuple):

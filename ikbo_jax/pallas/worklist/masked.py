@@ -20,7 +20,13 @@ from ikbo_jax.pallas.hopper.launch import launch_threads
 from ikbo_jax.pallas.hopper.per_thread import cdiv, same, select
 from ikbo_jax.pallas.worklist import by_xla
 from ikbo_jax.pallas.worklist.keys_of_tile import keys_of_tile
-from ikbo_jax.pallas.worklist.lists import MASK_WORDS, TILE_WORDS, Offsets, TileList
+from ikbo_jax.pallas.worklist.lists import (
+    TILE_WORDS,
+    Offsets,
+    TileList,
+    early_keys,
+    mask_words,
+)
 from ikbo_jax.pallas.worklist.scan import running_sums
 from ikbo_jax.pallas.worklist.search import count_at_most
 from ikbo_jax.pallas.worklist.segments import SegmentContext, Shape, load, running_maxima, segment
@@ -164,13 +170,14 @@ def masked_tiles(
 ) -> TileList:
     """Lists tiles of queries that have a rule, sorted by the blocks of keys that their rows see.
 
-    Tiles have `MASK_WORDS` further words. Tiles whose keys begin in the first `keys_per_group` rows
-    come first, and so on. Other arguments are as for `tiles.query_tiles`.
+    Tiles have `mask_words` further words. Tiles whose keys begin in the first `keys_per_group` rows
+    come first, and so on, but for early tiles. Other arguments are as for `tiles.query_tiles`.
     """
     operands = offsets.arrays
     assert offsets.rule is not None
     warpgroups = 1 if interpret else WARPGROUPS
     kinds = {"is_merged": False, "rule": offsets.rule, "keys_per_group": keys_per_group}
+    kinds["early_keys"] = early_keys(offsets.rule)
     plain = dataclasses.asdict(Shape.of(offsets, size, unit, warpgroups=warpgroups))
     shape = MaskedShape(**(plain | kinds))
     if sum(x.shape[0] for x in operands if x is not None) + shape.parts > MOST_LISTED_WORDS:
@@ -185,7 +192,7 @@ def masked_tiles(
             for name, x in (("targets", operands.num_targets), ("contextual", operands.contextual))
         },
     )
-    sizes = ((shape.most, TILE_WORDS + MASK_WORDS), (2,))
+    sizes = ((shape.most, TILE_WORDS + mask_words(offsets.rule)), (2,))
     declared: Any = (jax.ShapeDtypeStruct(size, jnp.int32) for size in sizes)
     return launch_threads(
         list_masked_tiles,

@@ -1,9 +1,10 @@
 """Finds the positions of segments' tiles in the list by a counting sort.
 
-Segments are ordered by groups of keys (`Shape.keys_per_group`), in a group by falling numbers of
-blocks of keys, and by their own number; segments without keys are the last. A *bin* holds the tiles
-of a group's segments with equally many blocks. A segment's first tile comes after the tiles of bins
-before, of its bin's segments of CTAs before, and of those of its own CTA that precede it.
+Segments are ordered by groups of keys (`Shape.keys_per_group`, `early_keys`), in a group by falling
+numbers of blocks of keys, and by their own number; segments without keys are the last. A *bin*
+holds the tiles of a group's segments with equally many blocks. A segment's first tile comes after
+the tiles of bins before, of its bin's segments of CTAs before, and of those of its own CTA that
+precede it.
 
 The CTA adds the tiles of the segments before its own to the bins and reads the bins of its own;
 then it adds all others, and the running sums of the bins give the first of the three.
@@ -108,6 +109,9 @@ def _bin_of(shape: Shape, bins: Bins, found: Segment) -> jax.Array:
     rank = cdiv(found.kv_length, shape.unit)
     if shape.groups > 1:
         after = (shape.groups - 1) - lax.div(found.kv_start, same(shape.keys_per_group or 1))
+        if shape.early_keys is not None:
+            is_early = found.kv_length > shape.early_keys
+            after = jnp.where(is_early, same(shape.groups - 1), after)
         rank = jnp.where(rank > 0, rank + after * bins.longest, 0)
     return bins.of(rank)
 

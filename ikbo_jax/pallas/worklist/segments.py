@@ -32,6 +32,7 @@ class Shape:
       kv_first: position of the first offset of keys in shared memory: 1 if 0 and `kv_rows` surround
         the offsets of keys, as 0 and `q_rows` surround the offsets of queries.
       keys_per_group: tiles whose keys begin in lower groups of keys come first; None: one group.
+      early_keys: tiles with more keys come before all groups; None: no tile does.
     """
 
     sequences: int
@@ -46,6 +47,7 @@ class Shape:
     warpgroups: int
     kv_first: int = 0
     keys_per_group: int | None = None
+    early_keys: int | None = None
 
     @classmethod
     def of(cls, offsets: Offsets, size: int, unit: int, *, warpgroups: int) -> Shape:
