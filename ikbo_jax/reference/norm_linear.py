@@ -6,6 +6,7 @@ multiplied by a weight, as kernels must; results are rounded once.
 
 from __future__ import annotations
 
+import functools
 import itertools
 from typing import Any, NamedTuple
 
@@ -19,6 +20,8 @@ from ikbo_jax.reference.activations import elementwise
 NORMS = ("layer", "rms")
 #: What the gradient of `norm_linear` may compute again.
 RECOMPUTABLE = ("norm", "projection")
+#: Weights' gradients sum over a multiple of so many rows, if there are many.
+ROWS, MANY_ROWS = 256, 8192
 #: Bits of a random number that decides whether a number is dropped.
 DROPOUT_BITS = 21
 
@@ -92,14 +95,63 @@ def _normalised(norm: Norm, x: jax.Array) -> jax.Array:
     return x * jax.lax.rsqrt(jnp.mean(x * x, axis=-1, keepdims=True) + norm.eps)
 
 
+def _moments(norm: Norm, x: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Computes mean, 0 for "rms", and reciprocal deviation of f32 rows in one pass over them.
+
+    Numbers are counted from the row's first one, so that the squares of rows whose mean is far from
+    0 do not cancel.
+    """
+    shift = jax.lax.stop_gradient(x[..., :1]) if norm.kind == "layer" else jnp.float32(0)
+    y = x - shift
+    second = jnp.mean(y * y, axis=-1, keepdims=True)
+    if norm.kind == "rms":
+        return jnp.zeros_like(second), jax.lax.rsqrt(second + norm.eps)
+    first = jnp.mean(y, axis=-1, keepdims=True)
+    return shift + first, jax.lax.rsqrt(jnp.maximum(second - first * first, 0) + norm.eps)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _normalised_once(norm: Norm, x: jax.Array) -> jax.Array:
+    """Normalises like `_normalised`; it and its gradient take their sums from one pass."""
+    mean, scale = _moments(norm, x)
+    return (x - mean) * scale
+
+
+def _once_forward(norm: Norm, x: jax.Array) -> tuple[jax.Array, jax.Array]:
+    return _normalised_once(norm, x), x
+
+
+def _once_backward(norm: Norm, x: jax.Array, d_rows: jax.Array) -> tuple[jax.Array]:
+    mean, scale = _moments(norm, x)
+    shift = jax.lax.stop_gradient(x[..., :1]) if norm.kind == "layer" else 0
+    d_mean = jnp.mean(d_rows, axis=-1, keepdims=True)
+    d_scale = jnp.mean(d_rows * (x - shift), axis=-1, keepdims=True)
+    slope = (d_scale - (mean - shift) * d_mean) * scale * scale
+    d_mean = d_mean if norm.kind == "layer" else 0
+    return (scale * (d_rows - d_mean - (x - mean) * slope),)
+
+
+_normalised_once.defvjp(_once_forward, _once_backward)
+
+
 def _scaled(x: jax.Array, scale: jax.Array | None, bias: jax.Array | None) -> jax.Array:
     """Multiplies f32 rows by a scale and adds a bias, where they are not None."""
     x = x if scale is None else x * scale.astype(jnp.float32)[None]
     return x if bias is None else x + bias.astype(jnp.float32)[None]
 
 
-def _product(equation: str, a: jax.Array, b: jax.Array) -> jax.Array:
-    return jnp.einsum(equation, a, b, preferred_element_type=jnp.float32)
+def _product(equation: str, a: jax.Array, b: jax.Array, dtype: Any = jnp.float32) -> jax.Array:
+    return jnp.einsum(equation, a, b, preferred_element_type=dtype)
+
+
+def _whole(x: jax.Array) -> jax.Array:
+    """Appends rows of zeros to many rows, up to a multiple of `ROWS`.
+
+    XLA splits a sum over many rows into equal parts, and copies operands of any other number of
+    rows; zeros that are written with the operand are free.
+    """
+    rows = x.shape[0]
+    return jnp.pad(x, ((0, -rows % ROWS if rows >= MANY_ROWS else 0), (0, 0)))
 
 
 def _matrix(x: jax.Array) -> jax.Array:
@@ -170,12 +222,12 @@ def norm_linear_vjp(
             d_z = d_z + _matrix(cotangents.projection[number]).astype(jnp.float32)
         d_projected.append(d_z)
     # One product of all groups: its sum over columns stays in one accumulator.
-    rounded = jnp.concatenate([d_z.astype(x.dtype) for d_z in d_projected], axis=1)
+    rounded = _whole(jnp.concatenate([d_z.astype(x.dtype) for d_z in d_projected], axis=1))
     weight = jnp.concatenate([_matrix(w) for w in weights], axis=1)
-    d_normed = _product("rc,fc->rf", rounded, weight)
+    d_normed = _product("rc,fc->rf", rounded, weight, x.dtype)[: x.shape[0]].astype(jnp.float32)
     if cotangents.norm is not None:
         d_normed = d_normed + cotangents.norm.astype(jnp.float32)
-    d_weight = _product("rf,rc->fc", normed, rounded)
+    d_weight = _product("rf,rc->fc", _whole(normed), rounded)
     ends = list(itertools.accumulate(d_z.shape[1] for d_z in d_projected))
     d_weights = jnp.split(d_weight, ends[:-1], axis=1)
     d_x, d_scale, d_bias = pull_back(d_normed)
@@ -215,7 +267,8 @@ def _gated(
     bias: jax.Array | None,
 ) -> jax.Array:
     """Computes the rows that `gated_linear` multiplies, in f32, from [rows, columns] f32."""
-    by_group = _normalised(gate.norm, a.reshape(a.shape[0], gate.groups, -1))
+    by_group = a if gate.groups == 1 else a.reshape(a.shape[0], gate.groups, -1)
+    by_group = _normalised_once(gate.norm, by_group)
     scale, bias = (
         None if y is None else jnp.repeat(y, a.shape[1] // y.shape[0]) for y in (scale, bias)
     )
@@ -239,7 +292,10 @@ def gated_linear(gate: Gate, arrays: GatedLinear) -> jax.Array:
 
 
 def gated_linear_vjp(gate: Gate, arrays: GatedLinear, d_out: jax.Array) -> GatedLinear:
-    """Computes the gradients of all arrays in f32; the rows that are multiplied, again."""
+    """Computes the gradients of all arrays in f32; the rows that are multiplied, again.
+
+    The cotangent of these rows is rounded to the inputs' dtype, as a product in plain jnp is.
+    """
     u, a, scale, bias, weight, residual, seed = arrays
     floats = [None if y is None else y.astype(jnp.float32) for y in (u, a, scale, bias)]
 
@@ -247,13 +303,14 @@ def gated_linear_vjp(gate: Gate, arrays: GatedLinear, d_out: jax.Array) -> Gated
         return _gated(gate, seed, _matrix(u), _matrix(a), scale, bias)
 
     rows, pull_back = jax.vjp(gated, *floats)
-    d_u, d_a, d_scale, d_bias = pull_back(_product("rf,kf->rk", d_out, weight))
+    d_rows = _product("rf,kf->rk", d_out, weight, a.dtype)
+    d_u, d_a, d_scale, d_bias = pull_back(d_rows.astype(jnp.float32))
     return GatedLinear(
         d_u,
         d_a,
         d_scale,
         d_bias,
-        _product("rk,rf->kf", rows.astype(a.dtype), d_out),
+        _product("rk,rf->kf", _whole(rows.astype(a.dtype)), _whole(d_out)),
         None if residual is None else d_out.astype(jnp.float32),
         None,
     )
