@@ -9,11 +9,9 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 
 from ikbo_jax.ops import arguments, dispatch, reverse_only
-from ikbo_jax.ops.op import Call, Named, Op, Part
-from ikbo_jax.ops.partition import Division, dimensions
+from ikbo_jax.ops.op import Call, Named, Op
 from ikbo_jax.ops.sharded import run_kernel, zeros
 from ikbo_jax.problems.norm_linear import LinearProblem, NormLinearProblem
 from ikbo_jax.reference import norm_linear as reference
@@ -53,12 +51,11 @@ def norm_linear(
       norm_scale: [F]; None: 1.
       norm_bias: [F]; None: 0.
       eps: number above 0 that is added to the variance, or to the mean of the squares.
-      recompute: what the gradient computes again, so that no memory holds it: "norm", the
-        normalised rows, from `x`; "projection", the groups before an activation other than
-        "identity", by their product.
+      recompute: what the gradient computes again, so that no memory holds it: "projection", the
+        groups before an activation other than "identity", by their product; "norm", the normalised
+        rows, is accepted: they always are, which takes no longer than reading them.
       implementation: None takes the fastest that can run here; "mosaic_gpu" takes the kernel, on a
-        Hopper GPU in bfloat16 or float16; "xla" takes XLA. XLA also computes the results of a call
-        whose gradient keeps more than these: the kernel runs if `recompute` names all of it.
+        Hopper GPU in bfloat16 or float16; "xla" takes XLA.
 
     Returns:
       A tuple with the result of each group, [rows, N, H] or [rows, columns], in the dtype of `x`.
@@ -177,14 +174,10 @@ class _NormLinear(LinearOp[_Call, NormLinear, Projected]):
         details = "+".join(call.activations)
         return NormLinearProblem(rows, features, columns, call.norm.kind, dtype, details)
 
-    def plan_on_platform(self, call: _Call, arrays: NormLinear) -> dispatch.Plan:
-        return _for_residuals(call, super().plan_on_platform(call, arrays))
-
     def run(self, call: _Call, plan: dispatch.Plan, arrays: NormLinear) -> Projected:
-        plan = _for_residuals(call, plan)
-        kept = call.recompute if call.return_residuals else None
+        has_projection = call.return_residuals and "projection" not in call.recompute
         if plan.implementation == "xla":
-            found = reference.norm_linear(call.norm, call.activations, kept, arrays)
+            found = reference.norm_linear(call.norm, call.activations, has_projection, arrays)
         else:
             # Imported here because Mosaic GPU takes 0.3 s to import.
             from ikbo_jax.pallas.linear.norm_linear import norm_linear_kernel
@@ -193,13 +186,11 @@ class _NormLinear(LinearOp[_Call, NormLinear, Projected]):
                 norm_linear_kernel,
                 norm=call.norm,
                 activations=call.activations,
+                has_projection=has_projection,
                 config=plan.config,
                 num_sms=call.request.num_sms,
             )
-            # Of a projection that is kept, groups with "identity" are not.
-            has_projection = kept is not None and "projection" not in kept
-            nothing = (None,) * len(arrays.weights) if has_projection else None
-            found = Projected(run_kernel(launch, *arrays), None, nothing)
+            found = Projected(*run_kernel(launch, *arrays))
         first, *rest = found.out
         return found._replace(out=(dispatch.record(first, plan), *rest))
 
@@ -236,37 +227,8 @@ class _NormLinear(LinearOp[_Call, NormLinear, Projected]):
         if call.return_residuals:
             activated = zip(call.activations, out, strict=True)
             kept = tuple(None if name == "identity" else dims for name, dims in activated)
-            results = Projected(
-                out,
-                None if "norm" in call.recompute else "r f",
-                None if "projection" in call.recompute else kept,
-            )
+            results = Projected(out, None if "projection" in call.recompute else kept)
         return Named(names, results, {"r": "rows"} | ({"n": "columns"} if is_even else {}))
-
-    def part(
-        self, call: _Call, arrays: NormLinear, division: Division
-    ) -> Part[_Call, NormLinear, Projected]:
-        """Leaves the normalised rows to the first of the devices that divide columns."""
-        axes = division.axes_of("n")
-        if not axes:
-            return Part(call, arrays)
-
-        def mask(results: Projected) -> Projected:
-            if results.norm is None:
-                return results
-            is_first = jax.lax.axis_index(axes) == 0
-            return results._replace(
-                norm=jnp.where(is_first, results.norm, jnp.zeros_like(results.norm))
-            )
-
-        return Part(call, arrays, mask)
-
-    def joined(
-        self, results: Projected, named: Named, arrays: NormLinear, division: Division
-    ) -> Projected:
-        if results.norm is None:
-            return results
-        return results._replace(norm=division.sum(results.norm, dimensions(named.results.norm)))
 
     def vjp(
         self,
@@ -281,27 +243,6 @@ class _NormLinear(LinearOp[_Call, NormLinear, Projected]):
             call.norm, call.activations, arrays, residuals, cotangents
         )
         return rounded(gradients, arrays, dtype)
-
-
-def _for_residuals(call: _Call, plan: dispatch.Plan) -> dispatch.Plan:
-    """Returns the plan, or if the gradient keeps what the kernel does not store, one for XLA."""
-    if not call.return_residuals:
-        return plan
-    # `explain` finds the parts of a divided call by its own plan.
-    origin = plan.origin or (plan,)
-    if plan.cuda is not None:
-        cuda = _for_residuals(call, plan.cuda)
-        plan = dataclasses.replace(plan, cuda=cuda, origin=origin)
-    is_plain = set(call.activations) == {"identity"}
-    kept = ["norm"] * ("norm" not in call.recompute)
-    kept += ["projection"] * ("projection" not in call.recompute and not is_plain)
-    if plan.implementation == "xla" or not kept:
-        return plan
-    names = " and ".join(map(repr, kept))
-    reason = f"the gradient keeps {names}, which the kernel does not store; see `recompute`"
-    return dataclasses.replace(
-        plan, implementation="xla", config=None, reason=reason, origin=origin
-    )
 
 
 def rounded[A](gradients: A, arrays: A, dtype: Any) -> A:

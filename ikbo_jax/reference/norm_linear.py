@@ -48,12 +48,10 @@ class Projected(NamedTuple):
 
     Attributes:
       out: the activated groups of columns.
-      norm: the normalised rows; None unless the gradient needs them.
       projection: every group before its activation; None unless the gradient needs it.
     """
 
     out: tuple[Any, ...]
-    norm: Any = None
     projection: tuple[Any, ...] | None = None
 
 
@@ -151,7 +149,8 @@ def _whole(x: jax.Array) -> jax.Array:
     rows; zeros that are written with the operand are free.
     """
     rows = x.shape[0]
-    return jnp.pad(x, ((0, -rows % ROWS if rows >= MANY_ROWS else 0), (0, 0)))
+    is_many = isinstance(rows, int) and rows >= MANY_ROWS  # an exported program's may be a symbol
+    return jnp.pad(x, ((0, -rows % ROWS), (0, 0))) if is_many else x
 
 
 def _matrix(x: jax.Array) -> jax.Array:
@@ -168,9 +167,9 @@ def _projections(arrays: NormLinear, norm: jax.Array) -> list[jax.Array]:
 
 
 def norm_linear(
-    norm: Norm, activations: tuple[str, ...], recompute: tuple[str, ...] | None, arrays: NormLinear
+    norm: Norm, activations: tuple[str, ...], has_projection: bool, arrays: NormLinear
 ) -> Projected:
-    """Computes norm_linear; unless `recompute` is None, with what the gradient does not compute."""
+    """Computes norm_linear; if `has_projection`, with groups before their activation."""
     x, dtype = arrays.x, arrays.x.dtype
     rows = _normalised(norm, x.astype(jnp.float32))
     normed = _scaled(rows, arrays.norm_scale, arrays.norm_bias).astype(dtype)
@@ -183,12 +182,12 @@ def norm_linear(
         for name, z in zip(activations, projected, strict=True)
     )
     kept = None
-    if recompute is not None and "projection" not in recompute:
+    if has_projection:
         kept = tuple(
             None if name == "identity" else z.astype(dtype)
             for name, z in zip(activations, projected, strict=True)
         )
-    return Projected(out, None if recompute is None or "norm" in recompute else normed, kept)
+    return Projected(out, kept)
 
 
 def norm_linear_vjp(
@@ -200,15 +199,16 @@ def norm_linear_vjp(
 ) -> NormLinear:
     """Computes the gradients of all arrays in f32.
 
-    What is None of `kept`, results of `norm_linear`, is computed again. Cotangents of `norm` and
-    `projection` come from second derivatives.
+    What is None of `kept`, results of `norm_linear`, is computed again. Cotangents of `projection`
+    come from second derivatives. The cotangent of normalised rows is rounded to their dtype, as a
+    product in plain jnp is.
     """
     x, scale, bias, weights, biases = arrays
     normed, pull_back = jax.vjp(
         lambda x, scale, bias: _scaled(_normalised(norm, x), scale, bias),
         *(None if y is None else y.astype(jnp.float32) for y in (x, scale, bias)),
     )
-    normed = normed.astype(x.dtype) if kept.norm is None else kept.norm
+    normed = normed.astype(x.dtype)
     projected: Any = kept.projection
     if projected is None:
         projected = _projections(arrays, normed)
@@ -224,13 +224,11 @@ def norm_linear_vjp(
     # One product of all groups: its sum over columns stays in one accumulator.
     rounded = _whole(jnp.concatenate([d_z.astype(x.dtype) for d_z in d_projected], axis=1))
     weight = jnp.concatenate([_matrix(w) for w in weights], axis=1)
-    d_normed = _product("rc,fc->rf", rounded, weight, x.dtype)[: x.shape[0]].astype(jnp.float32)
-    if cotangents.norm is not None:
-        d_normed = d_normed + cotangents.norm.astype(jnp.float32)
+    d_normed = _product("rc,fc->rf", rounded, weight, x.dtype)[: x.shape[0]]
     d_weight = _product("rf,rc->fc", _whole(normed), rounded)
     ends = list(itertools.accumulate(d_z.shape[1] for d_z in d_projected))
     d_weights = jnp.split(d_weight, ends[:-1], axis=1)
-    d_x, d_scale, d_bias = pull_back(d_normed)
+    d_x, d_scale, d_bias = pull_back(d_normed.astype(jnp.float32))
     return NormLinear(
         d_x,
         d_scale,

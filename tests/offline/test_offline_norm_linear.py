@@ -33,6 +33,7 @@ def test_offline_norm_linear_is_fit(name: str, compiler: offline.Compiler) -> No
         norm_linear_kernel,
         norm=Norm(kind),
         activations=("silu", *("identity",) * (len(shapes) - 1)),
+        has_projection=has_vectors,
         config=config,
         num_sms=132,
     )

@@ -49,6 +49,16 @@ from ikbo_jax.reference.norm_linear import Norm
 CHUNK = 32
 
 
+class Outputs(NamedTuple):
+    """Device memory that the kernel fills: [rows, columns] of every group.
+
+    `projection` are groups before their activation; None for those that the gradient does not need.
+    """
+
+    out: tuple[Any, ...]
+    projection: tuple[Any, ...]
+
+
 class Operands(NamedTuple):
     """Device memory that the kernel reads; `scale`, `bias` and `biases` may be None."""
 
@@ -267,37 +277,47 @@ def _store_jobs(
     group = ctx.group(tile.number)
     rounded: list[jax.Array] = []
 
+    def projected(begin: int, width: int) -> jax.Array:
+        values = lax.slice(finished, (0, begin), (WGMMA_M, begin + width))
+        if ctx.operands.biases is None:
+            return values
+        first = tile.number * BLOCK_N + begin
+        return rows.add_columns(values, ctx.operands.biases, first, interpret=interpret)
+
     def activated(begin: int) -> jax.Array:
-        values = lax.slice(finished, (0, begin), (WGMMA_M, begin + CHUNK))
-        if ctx.operands.biases is not None:
-            first = tile.number * BLOCK_N + begin
-            values = rows.add_columns(values, ctx.operands.biases, first, interpret=interpret)
-        names = ctx.shape.activations
+        names, values = ctx.shape.activations, projected(begin, CHUNK)
         return activate(names, None, group, values, interpret=interpret).astype(dtype)
 
-    def store(begin: int) -> None:
-        values = jnp.concatenate(rounded, axis=1)
-        rounded.clear()
+    def store(begin: int, values: jax.Array, outputs: tuple[Any, ...]) -> None:
         registers_view, copy_view = (view.at[ctx.consumer] for view in ctx.shared.staging)
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+        operand_tiles.stage_rows(registers_view, values, reads_late=True, interpret=interpret)
+        plgpu.commit_smem()
 
-        @pl.when(is_valid)
-        def _() -> None:
-            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-            operand_tiles.stage_rows(registers_view, values, reads_late=True, interpret=interpret)
-            plgpu.commit_smem()
+        def copy(group: int, column: Any) -> None:
+            if outputs[group] is None:
+                return
+            part = pl.ds(tile.row + ctx.consumer * WGMMA_M, WGMMA_M)
+            columns = pl.ds(column + begin, STORE_COLUMNS)
+            plgpu.copy_smem_to_gmem(copy_view.at[0], outputs[group].at[part, columns])
 
-            def copy(group: int, column: Any) -> None:
-                part = pl.ds(tile.row + ctx.consumer * WGMMA_M, WGMMA_M)
-                columns = pl.ds(column + begin, STORE_COLUMNS)
-                target = ctx.outputs[group].at[part, columns]
-                plgpu.copy_smem_to_gmem(copy_view.at[0], target)
-
-            ctx.with_group(tile.number, copy)
+        ctx.with_group(tile.number, copy)
 
     def job(begin: int) -> None:
         rounded.append(activated(begin))
-        if (begin + CHUNK) % STORE_COLUMNS == 0:
-            store(begin + CHUNK - STORE_COLUMNS)
+        if (begin + CHUNK) % STORE_COLUMNS:
+            return
+        values, first = jnp.concatenate(rounded, axis=1), begin + CHUNK - STORE_COLUMNS
+        rounded.clear()
+        out, projection = ctx.outputs
+        pl.when(is_valid)(functools.partial(store, first, values, out))
+        is_kept = [group == g for g, x in enumerate(projection) if x is not None]
+        if not is_kept:
+            return
+
+        @pl.when(is_valid & functools.reduce(jnp.logical_or, is_kept))
+        def _() -> None:
+            store(first, projected(first, STORE_COLUMNS).astype(dtype), projection)
 
     return [functools.partial(job, begin) for begin in range(0, BLOCK_N, CHUNK)]
 
@@ -343,11 +363,15 @@ def norm_linear_kernel(
     *,
     norm: Norm,
     activations: tuple[str, ...],
+    has_projection: bool = False,
     config: NormLinearConfig,
     num_sms: int,
     interpret: Any = False,
-) -> tuple[jax.Array, ...]:
+) -> tuple[tuple[jax.Array, ...], tuple[jax.Array | None, ...] | None]:
     """Computes `norm_linear`, in the layouts of the weights: [rows, *weights[g].shape[1:]] each.
+
+    Returns the groups; and if `has_projection` those that have an activation before it, None for
+    the others.
 
     Args:
       x: [rows, F], bf16 or f16.
@@ -374,6 +398,11 @@ def norm_linear_kernel(
                 for b, c in zip(biases, columns, strict=True)
             ]
         )
+    of_groups = tuple(jax.ShapeDtypeStruct((count, c), x.dtype) for c in columns)
+    projection = tuple(
+        like if has_projection and name != "identity" else None
+        for like, name in zip(of_groups, activations, strict=True)
+    )
     found = launch(
         Roles(
             functools.partial(NormLinearContext, shape, config),
@@ -382,11 +411,19 @@ def norm_linear_kernel(
             assist=load_rows,
         ),
         Operands(x, scale, bias, flat, of_columns),
-        tuple(jax.ShapeDtypeStruct((count, c), x.dtype) for c in columns),
+        Outputs(of_groups, projection),
         config.shared(),
         dtype=x.dtype,
         name="ikbo_norm_linear",
         workers=shape.workers,
         interpret=interpret,
     )
-    return tuple(out.reshape(count, *w.shape[1:]) for out, w in zip(found, weights, strict=True))
+    tree = jax.tree.structure(Outputs(of_groups, projection))
+    shaped = [
+        tuple(
+            None if x is None else x.reshape(count, *w.shape[1:])
+            for x, w in zip(xs, weights, strict=True)
+        )
+        for xs in jax.tree.unflatten(tree, found)
+    ]
+    return shaped[0], shaped[1] if has_projection else None
