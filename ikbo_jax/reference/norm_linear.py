@@ -86,50 +86,39 @@ class Gate(NamedTuple):
     dropout_rate: float = 0.0
 
 
-def _normalised(norm: Norm, x: jax.Array) -> jax.Array:
-    """Normalises f32 numbers along the last axis."""
+def _moments(norm: Norm, x: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Computes the distance of f32 numbers to their mean, or to 0, and the norm's factor."""
     if norm.kind == "layer":
         x = x - jnp.mean(x, axis=-1, keepdims=True)
-    return x * jax.lax.rsqrt(jnp.mean(x * x, axis=-1, keepdims=True) + norm.eps)
+    return x, jax.lax.rsqrt(jnp.mean(x * x, axis=-1, keepdims=True) + norm.eps)
 
 
-def _moments(norm: Norm, x: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Computes mean, 0 for "rms", and reciprocal deviation of f32 rows in one pass over them.
-
-    Numbers are counted from the row's first one, so that the squares of rows whose mean is far from
-    0 do not cancel.
-    """
-    shift = jax.lax.stop_gradient(x[..., :1]) if norm.kind == "layer" else jnp.float32(0)
-    y = x - shift
-    second = jnp.mean(y * y, axis=-1, keepdims=True)
-    if norm.kind == "rms":
-        return jnp.zeros_like(second), jax.lax.rsqrt(second + norm.eps)
-    first = jnp.mean(y, axis=-1, keepdims=True)
-    return shift + first, jax.lax.rsqrt(jnp.maximum(second - first * first, 0) + norm.eps)
+def _normalised(norm: Norm, x: jax.Array) -> jax.Array:
+    """Normalises f32 numbers along the last axis."""
+    distance, scale = _moments(norm, x)
+    return distance * scale
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _normalised_once(norm: Norm, x: jax.Array) -> jax.Array:
-    """Normalises like `_normalised`; it and its gradient take their sums from one pass."""
-    mean, scale = _moments(norm, x)
-    return (x - mean) * scale
+def _normalised_by_sums(norm: Norm, x: jax.Array) -> jax.Array:
+    """Normalises like `_normalised`, with a gradient whose sums XLA finds in one pass."""
+    return _normalised(norm, x)
 
 
-def _once_forward(norm: Norm, x: jax.Array) -> tuple[jax.Array, jax.Array]:
-    return _normalised_once(norm, x), x
+def _forward_by_sums(norm: Norm, x: jax.Array) -> tuple[jax.Array, jax.Array]:
+    return _normalised(norm, x), x
 
 
-def _once_backward(norm: Norm, x: jax.Array, d_rows: jax.Array) -> tuple[jax.Array]:
-    mean, scale = _moments(norm, x)
-    shift = jax.lax.stop_gradient(x[..., :1]) if norm.kind == "layer" else 0
-    d_mean = jnp.mean(d_rows, axis=-1, keepdims=True)
-    d_scale = jnp.mean(d_rows * (x - shift), axis=-1, keepdims=True)
-    slope = (d_scale - (mean - shift) * d_mean) * scale * scale
-    d_mean = d_mean if norm.kind == "layer" else 0
-    return (scale * (d_rows - d_mean - (x - mean) * slope),)
+def _backward_by_sums(norm: Norm, x: jax.Array, d_rows: jax.Array) -> tuple[jax.Array]:
+    distance, scale = _moments(norm, x)
+    sloped = jnp.mean(d_rows * distance, axis=-1, keepdims=True) * scale * scale * distance
+    if norm.kind == "layer":
+        # With `d_rows - mean` first, XLA would write d_rows to memory, in f32.
+        sloped = sloped + jnp.mean(d_rows, axis=-1, keepdims=True)
+    return (scale * (d_rows - sloped),)
 
 
-_normalised_once.defvjp(_once_forward, _once_backward)
+_normalised_by_sums.defvjp(_forward_by_sums, _backward_by_sums)
 
 
 def _scaled(x: jax.Array, scale: jax.Array | None, bias: jax.Array | None) -> jax.Array:
@@ -266,7 +255,7 @@ def _gated(
 ) -> jax.Array:
     """Computes the rows that `gated_linear` multiplies, in f32, from [rows, columns] f32."""
     by_group = a if gate.groups == 1 else a.reshape(a.shape[0], gate.groups, -1)
-    by_group = _normalised_once(gate.norm, by_group)
+    by_group = _normalised_by_sums(gate.norm, by_group)
     scale, bias = (
         None if y is None else jnp.repeat(y, a.shape[1] // y.shape[0]) for y in (scale, bias)
     )
