@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from typing import Any
 
@@ -13,7 +14,8 @@ from ikbo_jax.ops import arguments, dispatch
 from ikbo_jax.ops.norm_linear import LinearOp, check_norm, check_vector, rounded
 from ikbo_jax.ops.op import Call, Named, Part
 from ikbo_jax.ops.partition import Division
-from ikbo_jax.problems.norm_linear import LinearProblem
+from ikbo_jax.ops.sharded import run_kernel
+from ikbo_jax.problems.gated_linear import GatedLinearProblem
 from ikbo_jax.reference import norm_linear as reference
 from ikbo_jax.reference.norm_linear import Gate, GatedLinear
 
@@ -54,7 +56,9 @@ def gated_linear(
         are multiplied; the others are divided by 1 − dropout_rate.
       dropout_key: key of `jax.random`; None: nothing is dropped. One key drops the same numbers in
         every call, however rows are divided over devices.
-      implementation: as in `norm_linear`.
+      implementation: None takes the fastest that can run here; "mosaic_gpu" takes the kernel, on a
+        Hopper GPU in bfloat16 or float16, without dropout; "xla" takes XLA, which also computes
+        gradients.
 
     Returns:
       [rows, F] in the inputs' dtype. Norm, gate and sums are f32; the rows that are multiplied are
@@ -66,7 +70,8 @@ def gated_linear(
       ValueError: a rank, size or dtype is wrong; a flag is not a bool; rows have no heads, but
         `by_head` is set; `norm` is unknown; `eps` is not a finite number above 0; `dropout_rate` is
         not in [0, 1); `implementation` is unknown.
-      NotImplementedError: implementation="mosaic_gpu"; forward-mode differentiation.
+      NotImplementedError: implementation="mosaic_gpu", but the kernel cannot run here or does not
+        take the sizes or dropout; forward-mode differentiation.
 
     Source: the output of HSTU (Zhai et al., 2024), as Meta's generative-recommenders publish it.
     """
@@ -134,17 +139,30 @@ class _Call(Call):
 class _GatedLinear(LinearOp[_Call, GatedLinear, jax.Array]):
     name = "_gated_linear"
 
-    def problem(self, call: _Call, arrays: GatedLinear) -> LinearProblem:
+    def problem(self, call: _Call, arrays: GatedLinear) -> GatedLinearProblem:
         gate, a = call.gate, arrays.a
+        has_dropout = arrays.seed is not None
         details = "[u, a, u · norm(a)]" if gate.concat else "u · norm(a)"
         details += f", {gate.groups} groups" if gate.groups > 1 else ""
-        details += ", dropout" if arrays.seed is not None else ""
+        details += ", dropout" if has_dropout else ""
         columns = (math.prod(a.shape[1:]),)
         sizes = a.shape[0], arrays.weight.shape[1], columns
-        return LinearProblem(*sizes, gate.norm.kind, str(a.dtype), details)
+        options = gate.groups, gate.concat, has_dropout
+        return GatedLinearProblem(*sizes, gate.norm.kind, str(a.dtype), details, *options)
 
     def run(self, call: _Call, plan: dispatch.Plan, arrays: GatedLinear) -> jax.Array:
-        return dispatch.record(reference.gated_linear(call.gate, arrays), plan)
+        if plan.implementation == "xla":
+            return dispatch.record(reference.gated_linear(call.gate, arrays), plan)
+        # Imported here because Mosaic GPU takes 0.3 s to import.
+        from ikbo_jax.pallas.linear.gated_linear import gated_linear_kernel
+
+        launch = functools.partial(
+            gated_linear_kernel,
+            gate=call.gate,
+            config=plan.config,
+            num_sms=call.request.num_sms,
+        )
+        return dispatch.record(run_kernel(launch, arrays), plan)
 
     def fold(
         self, call: _Call, size: int, batched: GatedLinear, arrays: GatedLinear

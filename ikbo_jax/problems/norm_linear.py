@@ -1,4 +1,4 @@
-"""The linear layers around attention: their problems, and the kernel of `norm_linear`."""
+"""The linear layer before attention: its problem, and its kernel's configuration."""
 
 from __future__ import annotations
 
@@ -21,14 +21,6 @@ class NormLinearShared(NamedTuple):
     rows: Any  # a ring of column blocks of normalised rows, [slots, consumers, 64, 64]
     weight: Any  # a ring of k steps of weights, [slots, column blocks, 64, 64]
     staging: Any  # [consumers, 1, 64, 64]
-
-
-@dataclasses.dataclass(frozen=True)
-class LinearConfig(Config):
-    """Stands for the tuning parameters of kernels that do not exist yet."""
-
-    def illegal_reason(self, problem: Problem | None = None) -> str | None:
-        return "this linear layer has no kernel yet"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -76,15 +68,10 @@ class NormLinearConfig(Config):
         return hopper.why_not_smem(self, memory.smem_bytes(self.shared()))
 
 
-def why_not_served(problem: LinearProblem) -> str | None:
+def why_not_served(problem: NormLinearProblem) -> str | None:
     """Checks what every configuration of the kernel of `norm_linear` needs."""
-    if reason := hopper.why_not_dtype(problem.dtype):
+    if reason := hopper.why_not_dtype(problem.dtype) or problem.why_not_copied():
         return reason
-    if problem.rows < 2:
-        return f"the kernel needs at least 2 rows, for TMA, but there is {problem.rows}"
-    for name, size in (("F", problem.features), *(("columns", c) for c in problem.columns)):
-        if size % 8:
-            return f"the kernel needs multiples of 8 (16 bytes, for TMA), but {name}={size}"
     if problem.features > MAX_FEATURES:
         return (
             f"the kernel holds normalised rows of at most F={MAX_FEATURES} in shared memory, but "
@@ -114,9 +101,6 @@ class LinearProblem(Problem):
     dtype: str
     details: str
 
-    op: ClassVar[str] = "linear"
-    config_type: ClassVar[type[Config]] = LinearConfig
-
     @classmethod
     def from_json(cls, fields: Mapping[str, Any]) -> Self:
         raise ValueError(f"no table row can hold {fields!r:.80}: a linear layer has no rows")
@@ -129,9 +113,14 @@ class LinearProblem(Problem):
     def distance(self, other: Any) -> float:
         return 0.0 if self == other else float("inf")
 
-    def rank(self) -> Iterator[Ranked]:
-        """Yields no configuration: there is no kernel yet."""
-        return iter(())
+    def why_not_copied(self) -> str | None:
+        """Checks the sizes of arrays that TMA copies."""
+        if self.rows < 2:
+            return f"the kernel needs at least 2 rows, for TMA, but there is {self.rows}"
+        for name, size in (("F", self.features), *(("columns", c) for c in self.columns)):
+            if size % 8:
+                return f"the kernel needs multiples of 8 (16 bytes, for TMA), but {name}={size}"
+        return None
 
 
 @dataclasses.dataclass(frozen=True)

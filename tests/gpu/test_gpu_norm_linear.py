@@ -1,4 +1,4 @@
-"""`norm_linear` on a Hopper GPU."""
+"""`norm_linear` and `gated_linear` on a Hopper GPU."""
 
 from __future__ import annotations
 
@@ -50,8 +50,48 @@ def call_of(name: str, dtype: str) -> tuple[Any, tuple[Any, ...]]:
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 @pytest.mark.parametrize("name", CASES)
 def test_gpu_norm_linear(name: str, dtype: str) -> None:
+    check(*call_of(name, dtype))
+
+
+#: Rows, heads, their width, F, norm, whether norms are by head, whether [u, a, u · norm(a)] are
+#: multiplied, whether there are factors and a residual.
+GATED_CASES = {
+    "least": (2, 1, 8, 8, "layer", False, True, True),
+    "partial_blocks": (333, 1, 200, 136, "layer", False, True, False),
+    "product": (777, 1, 264, 328, "rms", False, False, True),
+    "by_head": (1000, 8, 64, 512, "layer", True, True, True),
+    "many": (100_072, 4, 128, 512, "layer", False, True, True),
+}
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("name", GATED_CASES)
+def test_gpu_gated_linear(name: str, dtype: str) -> None:
+    rows, heads, width, features, norm, by_head, concat, has_rest = GATED_CASES[name]
+    columns, parts = heads * width, 3 if concat else 1
+    rng = np.random.default_rng(rows)
+
+    def draw(*shape: int) -> jax.Array:
+        return jnp.asarray(rng.normal(size=shape), dtype)
+
+    size = heads if by_head else columns
+    vectors = (draw(size), draw(size)) if has_rest else (None, None)
+    a = draw(rows, heads, width) + 3 * draw(rows, 1, 1)
+    weight = draw(parts * columns, features) * float((parts * columns) ** -0.5)
+    residual = draw(rows, features) if has_rest else None
+
+    @functools.partial(jax.jit, static_argnums=0)
+    def call(implementation: str, *arrays: Any) -> tuple[jax.Array]:
+        *arrays, scale, bias = arrays
+        options = {"norm": norm, "by_head": by_head, "concat": concat}
+        options |= {"norm_scale": scale, "norm_bias": bias, "implementation": implementation}
+        return (ikbo.gated_linear(*arrays, **options),)
+
+    check(call, (draw(rows, heads, width), a, weight, residual, *vectors))
+
+
+def check(call: Any, arrays: tuple[Any, ...]) -> None:
     """Errors are near those of XLA, which rounds in the same places; two runs have equal bits."""
-    call, arrays = call_of(name, dtype)
     found, again = (call("mosaic_gpu", *arrays) for _ in range(2))
     same_dtype = call("xla", *arrays)
     with jax.default_matmul_precision("highest"):

@@ -1,4 +1,4 @@
-"""The kernel of `norm_linear`, compiled for sm_90a without a GPU."""
+"""The kernels of `norm_linear` and `gated_linear`, compiled for sm_90a without a GPU."""
 
 from __future__ import annotations
 
@@ -10,9 +10,11 @@ import jax.numpy as jnp
 import offline
 import pytest
 
+from ikbo_jax.pallas.linear.gated_linear import gated_linear_kernel
 from ikbo_jax.pallas.linear.norm_linear import norm_linear_kernel
+from ikbo_jax.problems.gated_linear import GatedLinearProblem
 from ikbo_jax.problems.norm_linear import NormLinearProblem
-from ikbo_jax.reference.norm_linear import Norm
+from ikbo_jax.reference.norm_linear import Gate, GatedLinear, Norm
 
 pytestmark = pytest.mark.slow
 
@@ -47,3 +49,32 @@ def test_offline_norm_linear_is_fit(name: str, compiler: offline.Compiler) -> No
     operands = (of(rows, features), vector, vector, weights, biases)
     (compiled,) = compiler.compile_fit(kernel, *operands)
     assert compiled.name == "ikbo_norm_linear"
+
+
+#: Rows, columns, F, norm, heads that are normalised on their own, whether [u, a, u · norm(a)] are
+#: multiplied, dtype, whether there are factors and a residual.
+GATED_CASES = {
+    "hstu": (100_000, 512, 512, "layer", 1, True, "bfloat16", True),
+    "by_head": (100_000, 512, 512, "layer", 4, True, "bfloat16", True),
+    "product_f16": (1000, 264, 72, "rms", 1, False, "float16", False),
+}
+
+
+@pytest.mark.parametrize("name", GATED_CASES)
+def test_offline_gated_linear_is_fit(name: str, compiler: offline.Compiler) -> None:
+    rows, columns, features, kind, groups, concat, dtype, has_rest = GATED_CASES[name]
+    sizes = rows, features, (columns,), kind, dtype, "", groups, concat, False
+    config = GatedLinearProblem(*sizes).default_config()
+
+    def of(*shape: int) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(shape, jnp.dtype(dtype))
+
+    vector = of(groups if groups > 1 else columns) if has_rest else None
+    weight = of((3 if concat else 1) * columns, features)
+    residual = of(rows, features) if has_rest else None
+    gate = Gate(Norm(kind), groups, concat)
+    kernel = functools.partial(gated_linear_kernel, gate=gate, config=config, num_sms=132)
+    row = of(rows, columns)
+    operands = GatedLinear(row, row, vector, vector, weight, residual, None)
+    (compiled,) = compiler.compile_fit(kernel, operands)
+    assert compiled.name == "ikbo_gated_linear"

@@ -406,5 +406,5 @@ def test_wrong_arguments_are_named_with_both_values() -> None:
     with pytest.raises(ValueError, match=r"by_head needs a of shape \[rows, N, H\], but a has"):
         gated_linear("layer", True, g | flat)
     for call in (linear, gated):
-        with pytest.raises(NotImplementedError, match="no kernel yet|need a Hopper GPU"):
+        with pytest.raises(NotImplementedError, match="need a Hopper GPU"):
             call(implementation="mosaic_gpu")()

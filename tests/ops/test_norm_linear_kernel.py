@@ -1,4 +1,4 @@
-"""Which calls of `norm_linear` take its kernel."""
+"""Which calls of `norm_linear` and `gated_linear` take their kernels."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from jax.sharding import PartitionSpec as P
 from sharded_calls import mesh_of, on
 
 import ikbo_jax as ikbo
+from ikbo_jax.problems.gated_linear import GatedLinearConfig
 from ikbo_jax.problems.norm_linear import NormLinearConfig
 
 pytestmark = pytest.mark.usefixtures("on_cpu")
@@ -69,3 +70,33 @@ def test_the_kernel_runs_below_a_gradient_that_keeps_nothing_else(
     (plan,) = ikbo.explain(step, *on(mesh, [x, w], [P("x"), P()])).plans
     assert plan.division.startswith("rows over")
     assert plan.cuda.implementation == ("xla" if kept else "mosaic_gpu")
+    assert plan.cuda.implementation == "xla"
+
+
+@pytest.mark.parametrize(
+    ("changes", "options", "reason"),
+    [
+        ({}, {"by_head": True}, ""),
+        ({"width": 72}, {"by_head": True}, "heads of a multiple of 64 columns, but there are 2 of"),
+        ({"width": 66}, {}, "multiples of 8 (16 bytes, for TMA), but columns=132"),
+        ({}, {"dropout_rate": 0.5, "dropout_key": jax.random.key(0)}, "the kernel drops nothing"),
+    ],
+)
+def test_gated_linear_takes_the_kernel_with_and_without_a_gradient(
+    changes: dict[str, int], options: dict[str, Any], reason: str
+) -> None:
+    width = changes.get("width", 64)
+    u = jnp.ones((16, 2, width), jnp.bfloat16)
+    w, x = jnp.ones((6 * width, 16), jnp.bfloat16), jnp.ones((16, 16), jnp.bfloat16)
+
+    def loss(u: Any, w: Any, x: Any) -> jax.Array:
+        found = ikbo.gated_linear(u, u, w, x, concat=True, **options)
+        return found.astype(jnp.float32).sum()
+
+    for fn in (jax.jit(loss), jax.jit(jax.value_and_grad(loss))):
+        exported = jax.export.export(fn, platforms=["cuda"])(u, w, x)
+        assert ("mosaic_gpu" in exported.mlir_module()) == (not reason)
+        (plan,) = ikbo.explain(fn, u, w, x).plans
+        assert (plan.cuda.implementation == "xla", plan.cuda.backward[:3]) == (bool(reason), "XLA")
+        assert isinstance(plan.cuda.config, type(None) if reason else GatedLinearConfig)
+        assert reason in plan.cuda.reason

@@ -157,6 +157,22 @@ def synchronise_warp(*, interpret: bool) -> None:
     synchronise()
 
 
+def fence_accesses(*, interpret: bool) -> None:
+    """Orders this thread's accesses to shared memory before TMA's, once an arrival tells of them.
+
+    `plgpu.commit_smem` also waits for the other threads of the warpgroup.
+    """
+    if interpret:
+        plgpu.commit_smem()
+        return
+
+    @plgpu.inline_mgpu()
+    def fence(_: Any) -> None:
+        inline.issue("fence.proxy.async.shared::cta;")
+
+    fence()
+
+
 def copy_words(
     source: Any, begin: Any, target: Any, at: Any, count: int, *, interpret: bool
 ) -> None:

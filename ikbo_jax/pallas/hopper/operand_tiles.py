@@ -1,11 +1,13 @@
-"""Writes of a warpgroup to operand tiles of 64 rows by 64 columns of 16 bits in shared memory."""
+"""Reads and writes of operand tiles, 64 rows by 64 columns of 16 bits in shared memory."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.mosaic import gpu as mgpu
@@ -40,32 +42,64 @@ def stage_rows(tiles: Any, values: jax.Array, *, reads_late: bool = False, inter
         arg_types=(plgpu.RefType(mosaic.operand_transforms(tiles.dtype)), plgpu.Layout.WGMMA)
     )
     def write(_: Any, tiles: ir.Value, values: mgpu.FragmentedArray) -> None:
-        byte = ir.IntegerType.get_signless(8)
         words = [inline.word(pair) for pair in values.registers.flat]
         words += [inline.i32(0)] * (blocks * BLOCK_K // 4 - len(words))
         thread = stores.late_thread_number() if reads_late else stores.thread_number()
-        # A warp's stmatrix stores four 8 x 8 matrices: lane l provides the address of row l % 8 of
-        # matrix l / 8. Matrix 1 is below matrix 0, matrix 2 is beside it.
-        row_of_8, lower, right, warp = stores.digits(thread, (8, 2, 2, 4))
-        row = arith.addi(arith.muli(warp, inline.i32(16)), row_of_8)
-        row = arith.addi(row, arith.muli(lower, inline.i32(8)))
-        row_offset = arith.muli(row, inline.i32(mosaic.SWIZZLE))
-        base = mgpu.utils.memref_ptr(tiles)
-        for step in range(len(words) // 4):
-            block, within = divmod(step, BLOCK_K // 16)
-            vector_of_row = arith.addi(right, inline.i32(2 * within))
-            offset = arith.addi(
-                arith.addi(row_offset, inline.i32(block * WGMMA_M * mosaic.SWIZZLE)),
-                arith.muli(arith.xori(vector_of_row, row_of_8), inline.i32(16)),
-            )
+        for step, address in enumerate(_matrices(tiles, thread, len(words) // 4)):
             inline.issue(
                 "stmatrix.sync.aligned.m8n8.x4.shared.b16 [$0], {$1, $2, $3, $4};",
-                mgpu.utils.getelementptr(base, [offset], byte),
+                address,
                 *words[4 * step : 4 * step + 4],
                 convergent=True,
             )
 
     write(tiles, values)
+
+
+def read_rows(tiles: Any, *, interpret: bool) -> jax.Array:
+    """Reads an operand tile [64, 64] of 16 bits in an accumulator's layout."""
+    if interpret:
+        return tiles[...]
+    shape, dtype = (WGMMA_M, BLOCK_K), tiles.dtype
+
+    @plgpu.inline_mgpu(
+        arg_types=(plgpu.RefType(mosaic.operand_transforms(dtype)),),
+        return_type=plgpu.ShapeDtypeStruct(shape, dtype, layout=plgpu.Layout.WGMMA),
+    )
+    def read(_: Any, tiles: ir.Value) -> mgpu.FragmentedArray:
+        i32 = ir.IntegerType.get_signless(32)
+        pair = ir.VectorType.get((2,), ir.MemRefType(tiles.type).element_type)
+        words = []
+        for address in _matrices(tiles, stores.late_thread_number(), BLOCK_K // 16):
+            ptx = "ldmatrix.sync.aligned.m8n8.x4.shared.b16 {$0, $1, $2, $3}, [$4];"
+            words += inline.issue(ptx, address, result_types=[i32] * 4, convergent=True)
+        pairs = [mgpu.utils.bitcast(word, pair) for word in words]
+        registers = np.array(pairs, dtype=object)
+        return inline.accumulator(registers.reshape(mgpu.WGMMA_LAYOUT.registers_shape(shape)))
+
+    return read(tiles)
+
+
+def _matrices(tiles: ir.Value, thread: ir.Value, count: int) -> Iterator[ir.Value]:
+    """Yields the thread's address for stmatrix or ldmatrix of every 16 columns of operand tiles.
+
+    A warp's instruction takes four 8 x 8 matrices: lane l provides the address of row l % 8 of
+    matrix l / 8. Matrix 1 is below matrix 0, matrix 2 is beside it.
+    """
+    byte = ir.IntegerType.get_signless(8)
+    row_of_8, lower, right, warp = stores.digits(thread, (8, 2, 2, 4))
+    row = arith.addi(arith.muli(warp, inline.i32(16)), row_of_8)
+    row = arith.addi(row, arith.muli(lower, inline.i32(8)))
+    row_offset = arith.muli(row, inline.i32(mosaic.SWIZZLE))
+    base = mgpu.utils.memref_ptr(tiles)
+    for step in range(count):
+        block, within = divmod(step, BLOCK_K // 16)
+        vector_of_row = arith.addi(right, inline.i32(2 * within))
+        offset = arith.addi(
+            arith.addi(row_offset, inline.i32(block * WGMMA_M * mosaic.SWIZZLE)),
+            arith.muli(arith.xori(vector_of_row, row_of_8), inline.i32(16)),
+        )
+        yield mgpu.utils.getelementptr(base, [offset], byte)
 
 
 def zero_rows(tiles: Any, begin: Any, *, interpret: bool) -> None:

@@ -38,8 +38,9 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from ikbo_jax.pallas.activations.values import activate
 from ikbo_jax.pallas.hopper import mma, operand_tiles
-from ikbo_jax.pallas.hopper.launch import Roles, WarpgroupContext, launch
+from ikbo_jax.pallas.hopper.launch import Roles, launch
 from ikbo_jax.pallas.linear import rows
+from ikbo_jax.pallas.linear.items import ItemContext
 from ikbo_jax.problems import hopper
 from ikbo_jax.problems.hopper import BLOCK_K, NUM_CONSUMERS, TILE_ROWS, WGMMA_M
 from ikbo_jax.problems.norm_linear import BLOCK_N, STORE_COLUMNS, NormLinearConfig
@@ -94,10 +95,6 @@ class Shape:
     def items(self) -> int:
         return -(-self.rows // TILE_ROWS) * self.parts
 
-    def count(self, worker: Any) -> Any:
-        """Counts the work items of a worker."""
-        return lax.div(self.items - worker + (self.workers - 1), self.workers)
-
 
 class Item(NamedTuple):
     """128 rows from `row` on, for column tiles [begin, end)."""
@@ -115,7 +112,7 @@ class Tile(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class NormLinearContext(WarpgroupContext):
+class NormLinearContext(ItemContext):
     """The context of a warpgroup; a *step* numbers the k steps of all its tiles."""
 
     def item(self, i: Any) -> Item:
@@ -123,11 +120,6 @@ class NormLinearContext(WarpgroupContext):
         tiles, part = self.shape.first_tiles[-1], lax.rem(number, parts)
         begin, end = (lax.div(p * tiles, parts) for p in (part, part + 1))
         return Item(lax.div(number, parts) * TILE_ROWS, begin, end)
-
-    def for_items(self, body: Callable[[Any, Item, Any], Any], carry: Any) -> Any:
-        """Calls `body(i, item, carry)`, which returns the next carry, for all items of the CTA."""
-        count = self.shape.count(self.worker)
-        return lax.fori_loop(0, count, lambda i, carry: body(i, self.item(i), carry), carry)
 
     def group(self, tile: Any) -> Any:
         """Finds the group of a column tile."""
@@ -192,7 +184,7 @@ def load_rows(ctx: NormLinearContext) -> None:
         return carry
 
     ctx.for_items(load_item, jnp.int32(0))
-    ring.drain_uses(ctx.shape.count(ctx.worker) * k_steps)
+    ring.drain_uses(ctx.count * k_steps)
 
 
 # Consumers
@@ -279,10 +271,10 @@ def _store_jobs(
 
     def projected(begin: int, width: int) -> jax.Array:
         values = lax.slice(finished, (0, begin), (WGMMA_M, begin + width))
-        if ctx.operands.biases is None:
-            return values
-        first = tile.number * BLOCK_N + begin
-        return rows.add_columns(values, ctx.operands.biases, first, interpret=interpret)
+        if ctx.operands.biases is not None:
+            first, biases = tile.number * BLOCK_N + begin, ctx.operands.biases
+            values += rows.of_columns(biases, first, width, interpret=interpret)
+        return values
 
     def activated(begin: int) -> jax.Array:
         names, values = ctx.shape.activations, projected(begin, CHUNK)
@@ -385,16 +377,12 @@ def norm_linear_kernel(
     shape = Shape(count, features, columns, activations, norm, config.parts, 1)
     shape = dataclasses.replace(shape, workers=min(num_sms, shape.items))
 
-    def padded(vector: jax.Array, multiple: int) -> jax.Array:
-        vector = vector.reshape(-1).astype(jnp.float32)
-        return jnp.pad(vector, (0, -vector.shape[0] % multiple))
-
-    scale, bias = (None if y is None else padded(y, BLOCK_K) for y in (norm_scale, norm_bias))
+    scale, bias = (None if y is None else rows.padded(y, BLOCK_K) for y in (norm_scale, norm_bias))
     of_columns = None
     if any(b is not None for b in biases):
         of_columns = jnp.concatenate(
             [
-                padded(jnp.zeros((c,)) if b is None else b, BLOCK_N)
+                rows.padded(jnp.zeros((c,)) if b is None else b, BLOCK_N)
                 for b, c in zip(biases, columns, strict=True)
             ]
         )

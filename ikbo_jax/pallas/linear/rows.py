@@ -11,13 +11,14 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.experimental import pallas as pl
 from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm, vector
 
-from ikbo_jax.pallas.hopper import inline, mosaic, row_vectors, stores
+from ikbo_jax.pallas.hopper import inline, mma, mosaic, row_vectors, stores
 from ikbo_jax.pallas.hopper.stores import ROW_LAYOUT
 from ikbo_jax.problems.hopper import BLOCK_K, WGMMA_M
 
@@ -276,29 +277,32 @@ def _vector_of(ref: ir.Value, index: ir.Value) -> list[ir.Value]:
     return found
 
 
-def add_columns(values: jax.Array, ref: Any, first: Any, *, interpret: bool) -> jax.Array:
-    """Adds ref[first : first + width], f32 in device memory, to all rows of values [64, width]."""
-    width = values.shape[1]
+def padded(vector: jax.Array, multiple: int) -> jax.Array:
+    """Makes f32 numbers of an array, and zeros up to a multiple."""
+    vector = vector.reshape(-1).astype(jnp.float32)
+    return jnp.pad(vector, (0, -vector.shape[0] % multiple))
+
+
+def of_columns(ref: Any, first: Any, width: int, *, interpret: bool) -> jax.Array:
+    """Loads ref[first : first + width], f32 in device memory, for all rows: [64, width]."""
     if interpret:
-        return values + ref[pl.ds(first, width)][None]
+        return jnp.broadcast_to(ref[pl.ds(first, width)][None], (WGMMA_M, width))
 
     @plgpu.inline_mgpu(
-        arg_types=(plgpu.RefType(), plgpu.Layout.WGMMA, plgpu.Layout.WG_SPLAT(())),
-        return_type=plgpu.ShapeDtypeStruct(values.shape, jnp.float32, layout=plgpu.Layout.WGMMA),
+        arg_types=(plgpu.RefType(), plgpu.Layout.WG_SPLAT(())),
+        return_type=mma.accumulator_type(width),
     )
-    def add(_: Any, ref: ir.Value, values: mgpu.FragmentedArray, first: Any) -> Any:
+    def load(_: Any, ref: ir.Value, first: Any) -> mgpu.FragmentedArray:
         f32 = ir.F32Type.get()
         pair_type = ir.VectorType.get((2,), f32)
         pair = arith.muli(arith.remui(stores.late_thread_number(), inline.i32(4)), inline.i32(2))
         address = inline.address(ref, arith.addi(first.registers.item(), pair))
-        registers = values.registers.copy()
-        flat = registers.reshape(-1)
+        registers = []
         for i in range(width // 8):
             ptx = f"ld.global.nc.v2.f32 {{$0, $1}}, [$2 + {32 * i}];"
             loaded = mgpu.utils.inline_ptx(ptx, address, result_types=[f32] * 2)
-            bias = vector.from_elements(pair_type, list(loaded))
-            for half in (0, 1):
-                flat[2 * i + half] = arith.addf(flat[2 * i + half], bias)
-        return inline.accumulator(flat.reshape(registers.shape))
+            registers += [vector.from_elements(pair_type, list(loaded))] * 2  # of both rows
+        shape = mgpu.WGMMA_LAYOUT.registers_shape((WGMMA_M, width))
+        return inline.accumulator(np.array(registers, dtype=object).reshape(shape))
 
-    return add(ref, values, first)
+    return load(ref, first)

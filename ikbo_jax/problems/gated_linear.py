@@ -1,0 +1,115 @@
+"""The linear layer after attention: its problem, and its kernel's configuration."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from typing import Any, ClassVar, NamedTuple
+
+from ikbo_jax.problems import hopper, memory
+from ikbo_jax.problems.hopper import BLOCK_K, NUM_CONSUMERS, TILE_ROWS, WGMMA_M
+from ikbo_jax.problems.norm_linear import LinearProblem
+from ikbo_jax.problems.problem import Config, Ranked
+
+#: The most groups of columns: their statistics take 1 KiB each.
+MAX_GROUPS = 16
+#: The widest tile: 128 registers of a thread.
+MAX_BLOCKS = 4
+
+
+class GatedLinearShared(NamedTuple):
+    """Shared memory and barriers of one CTA."""
+
+    rows: Any  # a ring of blocks of rows of u, a and the residual, [slots, consumers, 1, 64, 64]
+    weight: Any  # a ring of k steps of weights, [slots, column blocks, 64, 64]
+    statistics: Any  # mean and scale of rows, [consumers, groups, 2, 64] f32; None for one group
+    staging: Any  # the interpreter's u · norm(a), [consumers, 64, 64]
+
+
+@dataclasses.dataclass(frozen=True)
+class GatedLinearConfig(Config):
+    """Tuning parameters of the kernel of `gated_linear`.
+
+    Attributes:
+      blocks: blocks of 64 columns of a tile of the result, 1 to 4.
+      row_slots: blocks of 128 rows by 64 columns of u, a and the residual in shared memory.
+      weight_slots: k steps of weights in shared memory.
+    """
+
+    blocks: int = MAX_BLOCKS
+    row_slots: int = 6
+    weight_slots: int = 4
+
+    def shared(self, groups: int) -> GatedLinearShared:
+        """Declares one CTA's shared memory and barriers, for groups of columns."""
+        statistics = NUM_CONSUMERS, groups, 2, WGMMA_M
+        return GatedLinearShared(
+            rows=memory.ring(
+                self.row_slots, ready=NUM_CONSUMERS, tiles=(NUM_CONSUMERS, 1, WGMMA_M, BLOCK_K)
+            ),
+            weight=memory.ring(
+                self.weight_slots, ready=self.blocks, tiles=(self.blocks, BLOCK_K, BLOCK_K)
+            ),
+            statistics=memory.Floats(statistics) if groups > 1 else None,
+            staging=memory.Staging((NUM_CONSUMERS, WGMMA_M, BLOCK_K)),
+        )
+
+    def illegal_reason(self, problem: GatedLinearProblem) -> str | None:
+        if reason := why_not_served(problem):
+            return reason
+        if not 1 <= self.blocks <= MAX_BLOCKS:
+            return f"blocks must be from 1 to {MAX_BLOCKS}, but is {self.blocks}"
+        # A step reads blocks of u and a while those of the step before are being replaced.
+        for name, slots, least in (("row", self.row_slots, 3), ("weight", self.weight_slots, 2)):
+            if slots < least:
+                return f"{name}_slots must be at least {least}, but is {slots}"
+        return hopper.why_not_smem(self, memory.smem_bytes(self.shared(problem.groups)))
+
+
+@dataclasses.dataclass(frozen=True)
+class GatedLinearProblem(LinearProblem):
+    """Holds the sizes of a `gated_linear`; `columns` are those of `a`.
+
+    Attributes:
+      groups: groups of columns that are normalised on their own.
+      concat: whether the rows that are multiplied are [u, a, u · norm(a)].
+      dropout: whether some of their numbers are dropped.
+    """
+
+    groups: int
+    concat: bool
+    dropout: bool
+
+    op: ClassVar[str] = "gated_linear"
+    config_type: ClassVar[type[Config]] = GatedLinearConfig
+
+    def rank(self) -> Iterator[Ranked]:
+        if why_not_served(self):
+            return
+        widest = min(MAX_BLOCKS, hopper.column_blocks(self.features))
+        blocks = min(range(widest, 0, -1), key=self.time)
+        weight_slots = 4 if blocks > 2 else 8
+        row_slots = min(8, (28 - weight_slots * blocks) // 2) - (self.groups > 2)
+        why = "by the number of tiles"
+        yield Ranked(None, GatedLinearConfig(blocks, row_slots, weight_slots), why)
+
+    def time(self, blocks: int) -> float:
+        """Estimates the time of the CTA with most tiles, in column blocks of a tile."""
+        tiles = -(-self.rows // TILE_ROWS) * -(-hopper.column_blocks(self.features) // blocks)
+        # Forming u · norm(a) takes as long as a column block.
+        return -(-tiles // hopper.NUM_SMS) * (blocks + 1)
+
+
+def why_not_served(problem: GatedLinearProblem) -> str | None:
+    """Checks what every configuration of the kernel of `gated_linear` needs."""
+    if reason := hopper.why_not_dtype(problem.dtype) or problem.why_not_copied():
+        return reason
+    if problem.dropout:
+        return "the kernel drops nothing, but the call has a dropout key"
+    groups, columns = problem.groups, problem.columns[0]
+    if groups > 1 and (groups > MAX_GROUPS or columns % (groups * BLOCK_K)):
+        return (
+            f"the kernel normalises at most {MAX_GROUPS} heads of a multiple of {BLOCK_K} columns, "
+            f"but there are {groups} of {columns // groups}"
+        )
+    return None

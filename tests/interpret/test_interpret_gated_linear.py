@@ -1,0 +1,59 @@
+"""The kernel of `gated_linear`, interpreted on a CPU under a race detector."""
+
+from __future__ import annotations
+
+import functools
+
+import interpreter
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from ikbo_jax.pallas.linear.gated_linear import gated_linear_kernel
+from ikbo_jax.problems.gated_linear import GatedLinearConfig, GatedLinearProblem
+from ikbo_jax.reference import norm_linear as reference
+
+pytestmark = [pytest.mark.usefixtures("on_cpu"), pytest.mark.slow]
+
+#: Rows, shape of a row of `a`, F, norm, dtype, whether [u, a, u · norm(a)] are multiplied, whether
+#: there are factors and a residual, configuration.
+CASES = {
+    # A CTA's second tile begins while the first one's last slots are read.
+    "by_head": (140, (2, 64), 72, "layer", "bfloat16", True, True, GatedLinearConfig(1, 3, 2)),
+    "product": (65, (1, 136), 24, "rms", "float16", False, False, GatedLinearConfig(1, 4, 2)),
+    "wide": (2, (1, 200), 136, "layer", "bfloat16", True, False, GatedLinearConfig(3, 5, 3)),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_interpreted_gated_linear(name: str, launches: interpreter.Launches) -> None:
+    rows, row, features, kind, dtype, concat, has_rest, config = CASES[name]
+    (groups, width), columns = row, row[0] * row[1]
+    sizes = rows, features, (columns,), kind, dtype, "", groups, concat, False
+    assert config.illegal_reason(GatedLinearProblem(*sizes)) is None
+    rng = np.random.default_rng(0)
+
+    def draw(*shape: int) -> jax.Array:
+        return jnp.asarray(rng.normal(size=shape), dtype)
+
+    vectors = [draw(groups if groups > 1 else columns) if has_rest else None for _ in range(2)]
+    arrays = reference.GatedLinear(
+        draw(rows, groups, width),
+        draw(rows, groups, width) + 3 * draw(rows, 1, 1),
+        *vectors,
+        draw((3 if concat else 1) * columns, features) * columns**-0.5,
+        draw(rows, features) if has_rest else None,
+        None,
+    )
+    gate = reference.Gate(reference.Norm(kind, 1e-3), groups, concat)
+    kernel = functools.partial(
+        gated_linear_kernel, gate=gate, config=config, num_sms=1, interpret=interpreter.PARAMS
+    )
+    found = jax.block_until_ready(jax.jit(kernel)(arrays))
+    launches.assert_no_races(1)
+    wanted = reference.gated_linear(gate, arrays)
+    assert (found.shape, found.dtype) == (wanted.shape, wanted.dtype)
+    unit = float(jnp.finfo(dtype).eps)
+    exact = np.asarray(wanted, np.float64)
+    np.testing.assert_allclose(np.asarray(found, np.float64), exact, rtol=2 * unit, atol=8 * unit)
