@@ -5,19 +5,19 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from ikbo_jax.ops import arguments, dispatch
-from ikbo_jax.ops.norm_linear import LinearOp, check_norm, check_vector, rounded
-from ikbo_jax.ops.op import Call, Named, Part
+from ikbo_jax.ops.norm_linear import LinearCall, LinearOp, check_norm, check_vector, rounded
+from ikbo_jax.ops.op import Gradient, Named, Part
 from ikbo_jax.ops.partition import Division
 from ikbo_jax.ops.sharded import run_kernel
-from ikbo_jax.problems.gated_linear import GatedLinearProblem
+from ikbo_jax.problems.gated_linear import GatedLinearProblem, GatedRowsConfig, why_no_gradient
 from ikbo_jax.reference import norm_linear as reference
-from ikbo_jax.reference.norm_linear import Gate, GatedLinear
+from ikbo_jax.reference.norm_linear import Gate, GatedLinear, GatedRows
 
 
 def gated_linear(
@@ -130,14 +130,58 @@ def _check(arrays: GatedLinear, concat: bool, by_head: bool) -> int:
 
 
 @dataclasses.dataclass(frozen=True)
-class _Call(Call):
+class _Call(LinearCall):
     """The arguments that are not arrays."""
 
     gate: Gate
 
 
+class _Settings(NamedTuple):
+    """The arguments of the rows' gradient that are not arrays."""
+
+    request: dispatch.Request
+    gate: Gate
+    config: GatedRowsConfig
+
+
+def _pull_back_by_kernel(settings: _Settings, operands: Any) -> GatedRows:
+    """Computes `reference.gated_rows_vjp` from u, a, scale, bias and a cotangent."""
+    from ikbo_jax.pallas.linear.gated_rows import gated_rows_kernel
+
+    launch = functools.partial(
+        gated_rows_kernel,
+        gate=settings.gate,
+        padded=reference.whole(operands[1].shape[0]),
+        config=settings.config,
+        num_sms=settings.request.num_sms,
+    )
+    found: GatedRows = run_kernel(launch, *operands)
+    return found
+
+
+def _pull_back_twice(settings: _Settings, operands: Any, cotangents: GatedRows) -> tuple[Any]:
+    def by_xla(operands: Any) -> GatedRows:
+        found = reference.gated_rows_vjp(settings.gate, None, operands)
+        return jax.tree.map(lambda x, like: x.astype(like.dtype), found, cotangents)
+
+    return jax.vjp(by_xla, operands)[1](cotangents)
+
+
+_GRADIENT: Gradient[_Settings, Any, GatedRows] = Gradient(
+    _pull_back_by_kernel,
+    lambda settings, _, batched, operands: _GRADIENT.one_by_one(settings, batched, operands),
+    _pull_back_twice,
+)
+
+
 class _GatedLinear(LinearOp[_Call, GatedLinear, jax.Array]):
-    name = "_gated_linear"
+    name, columns = "_gated_linear", "f"
+    by_kernels = "mosaic_gpu, between products of XLA"
+
+    @staticmethod
+    def choose_gradient(request: dispatch.Request, problem: Any) -> tuple[Any, str]:
+        reason = why_no_gradient(problem)
+        return None if reason else GatedRowsConfig(), reason or "by one pass over the rows"
 
     def problem(self, call: _Call, arrays: GatedLinear) -> GatedLinearProblem:
         gate, a = call.gate, arrays.a
@@ -189,11 +233,12 @@ class _GatedLinear(LinearOp[_Call, GatedLinear, jax.Array]):
         self, call: _Call, arrays: GatedLinear, division: Division
     ) -> Part[_Call, GatedLinear, jax.Array]:
         """Tells a device the number of its first row, from which dropout follows."""
-        axes = division.axes_of("r")
+        part, axes = super().part(call, arrays, division), division.axes_of("r")
         if arrays.seed is None or not axes:
-            return Part(call, arrays)
+            return part
         first = jax.lax.axis_index(axes) * arrays.a.shape[0]
-        return Part(call, arrays._replace(seed=arrays.seed.at[2].add(first.astype(jnp.uint32))))
+        seed = arrays.seed.at[2].add(first.astype(jnp.uint32))
+        return part._replace(arrays=arrays._replace(seed=seed))
 
     def vjp(
         self,
@@ -204,7 +249,13 @@ class _GatedLinear(LinearOp[_Call, GatedLinear, jax.Array]):
         cotangents: jax.Array,
         dtype: Any,
     ) -> GatedLinear:
-        gradients = reference.gated_linear_vjp(call.gate, arrays, cotangents)
+        pull_back = functools.partial(reference.gated_rows_vjp, call.gate, arrays.seed)
+        if plan.backward_config is not None and not call.is_divided:
+            settings = _Settings(call.request, call.gate, plan.backward_config)
+            pull_back = functools.partial(_GRADIENT.differentiable, settings)
+        gradients = reference.gated_linear_vjp(
+            arrays, cotangents, call.cotangent_dtype(arrays.a), pull_back
+        )
         return rounded(gradients, arrays._replace(seed=None), dtype)
 
 

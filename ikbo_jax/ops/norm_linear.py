@@ -9,9 +9,11 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from ikbo_jax.ops import arguments, dispatch, reverse_only
-from ikbo_jax.ops.op import Call, Named, Op
+from ikbo_jax.ops.op import Call, Named, Op, Part
+from ikbo_jax.ops.partition import Division
 from ikbo_jax.ops.sharded import run_kernel, zeros
 from ikbo_jax.problems.norm_linear import LinearProblem, NormLinearProblem
 from ikbo_jax.reference import norm_linear as reference
@@ -147,7 +149,25 @@ def check_recompute(names: Any) -> tuple[str, ...]:
 
 
 @dataclasses.dataclass(frozen=True)
-class _Call(Call):
+class LinearCall(Call):
+    """The arguments of both linear layers.
+
+    `is_divided`: whether devices have columns of the weights, so that gradients of rows are summed
+    over devices.
+    """
+
+    is_divided: bool = dataclasses.field(default=False, kw_only=True)
+
+    def cotangent_dtype(self, like: Any) -> Any:
+        """Returns the dtype of the cotangent of multiplied rows: f32 if it is still to be summed.
+
+        Otherwise it is rounded as a product in plain jnp is, which halves its bytes.
+        """
+        return jnp.float32 if self.is_divided else like.dtype
+
+
+@dataclasses.dataclass(frozen=True)
+class _Call(LinearCall):
     """The arguments that are not arrays."""
 
     norm: Norm
@@ -155,18 +175,23 @@ class _Call(Call):
     recompute: tuple[str, ...]
 
 
-class LinearOp[C: Call, A, R](Op[C, A, R]):
-    """An op whose gradient has no kernel."""
+class LinearOp[C: LinearCall, A, R](Op[C, A, R]):
+    """A linear layer; `columns` is the dimension of its weights that divides over devices."""
 
     by_xla = "XLA"
+    columns: str
 
     @staticmethod
     def choose_gradient(request: dispatch.Request, problem: LinearProblem) -> tuple[None, str]:
         return None, "the gradient has no kernel"
 
+    def part(self, call: C, arrays: A, division: Division) -> Part[C, A, R]:
+        is_divided = bool(division.axes_of(self.columns))
+        return Part(dataclasses.replace(call, is_divided=is_divided), arrays)
+
 
 class _NormLinear(LinearOp[_Call, NormLinear, Projected]):
-    name, result_names = "_norm_linear", Projected._fields
+    name, result_names, columns = "_norm_linear", Projected._fields, "n"
 
     def problem(self, call: _Call, arrays: NormLinear) -> NormLinearProblem:
         (rows, features), dtype = arrays.x.shape, str(arrays.x.dtype)
@@ -240,7 +265,12 @@ class _NormLinear(LinearOp[_Call, NormLinear, Projected]):
         dtype: Any,
     ) -> NormLinear:
         gradients = reference.norm_linear_vjp(
-            call.norm, call.activations, arrays, residuals, cotangents
+            call.norm,
+            call.activations,
+            arrays,
+            residuals,
+            cotangents,
+            call.cotangent_dtype(arrays.x),
         )
         return rounded(gradients, arrays, dtype)
 

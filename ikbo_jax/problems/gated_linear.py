@@ -13,6 +13,8 @@ from ikbo_jax.problems.problem import Config, Ranked
 
 #: The most groups of columns: their statistics take 1 KiB each.
 MAX_GROUPS = 16
+#: The widest rows of the gradient's kernel: with norm scale and bias, a thread has 222 registers.
+MAX_GRADIENT_COLUMNS = 512
 #: The widest tile: 128 registers of a thread.
 MAX_BLOCKS = 4
 
@@ -67,6 +69,20 @@ class GatedLinearConfig(Config):
 
 
 @dataclasses.dataclass(frozen=True)
+class GatedRowsConfig(Config):
+    """Tuning parameters of the kernel of the rows' gradient.
+
+    Attributes:
+      ctas_per_sm: CTAs of a warpgroup for each SM; four run at once.
+    """
+
+    ctas_per_sm: int = 8
+
+    def illegal_reason(self, problem: GatedLinearProblem) -> str | None:
+        return why_no_gradient(problem)
+
+
+@dataclasses.dataclass(frozen=True)
 class GatedLinearProblem(LinearProblem):
     """Holds the sizes of a `gated_linear`; `columns` are those of `a`.
 
@@ -98,6 +114,18 @@ class GatedLinearProblem(LinearProblem):
         tiles = -(-self.rows // TILE_ROWS) * -(-hopper.column_blocks(self.features) // blocks)
         # Forming u · norm(a) takes as long as a column block.
         return -(-tiles // hopper.NUM_SMS) * (blocks + 1)
+
+
+def why_no_gradient(problem: GatedLinearProblem) -> str | None:
+    """Checks what the kernel of the rows' gradient needs besides `why_not_served`."""
+    if problem.groups > 1:
+        return f"the gradient's kernel normalises all columns, not {problem.groups} groups"
+    if problem.columns[0] > MAX_GRADIENT_COLUMNS:
+        return (
+            f"the gradient's kernel holds a row of at most {MAX_GRADIENT_COLUMNS} columns in the "
+            f"registers of a warp, but there are {problem.columns[0]}"
+        )
+    return None
 
 
 def why_not_served(problem: GatedLinearProblem) -> str | None:

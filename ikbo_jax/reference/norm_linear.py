@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -68,6 +69,19 @@ class GatedLinear(NamedTuple):
     weight: Any
     residual: Any
     seed: Any
+
+
+class GatedRows(NamedTuple):
+    """Gradients of u, a, norm scale and norm bias, and the rows that `gated_linear` multiplies.
+
+    `rows` may have rows of zeros behind them, see `whole`. `d_scale` and `d_bias` may be None.
+    """
+
+    d_u: Any
+    d_a: Any
+    rows: Any
+    d_scale: Any
+    d_bias: Any
 
 
 class Gate(NamedTuple):
@@ -131,15 +145,19 @@ def _product(equation: str, a: jax.Array, b: jax.Array, dtype: Any = jnp.float32
     return jnp.einsum(equation, a, b, preferred_element_type=dtype)
 
 
-def _whole(x: jax.Array) -> jax.Array:
-    """Appends rows of zeros to many rows, up to a multiple of `ROWS`.
+def whole(rows: int) -> int:
+    """Rounds a number of many rows up to a multiple of `ROWS`.
 
     XLA splits a sum over many rows into equal parts, and copies operands of any other number of
-    rows; zeros that are written with the operand are free.
+    rows. Zeros that are written with the operand are free.
     """
-    rows = x.shape[0]
-    is_many = isinstance(rows, int) and rows >= MANY_ROWS  # an exported program's may be a symbol
-    return jnp.pad(x, ((0, -rows % ROWS), (0, 0))) if is_many else x
+    # An exported program's may be a symbol.
+    return -(-rows // ROWS) * ROWS if isinstance(rows, int) and rows >= MANY_ROWS else rows
+
+
+def _whole(x: jax.Array) -> jax.Array:
+    """Appends rows of zeros, see `whole`."""
+    return jnp.pad(x, ((0, whole(x.shape[0]) - x.shape[0]), (0, 0)))
 
 
 def _matrix(x: jax.Array) -> jax.Array:
@@ -185,12 +203,12 @@ def norm_linear_vjp(
     arrays: NormLinear,
     kept: Projected,
     cotangents: Projected,
+    dtype: Any,
 ) -> NormLinear:
     """Computes the gradients of all arrays in f32.
 
     What is None of `kept`, results of `norm_linear`, is computed again. Cotangents of `projection`
-    come from second derivatives. The cotangent of normalised rows is rounded to their dtype, as a
-    product in plain jnp is.
+    come from second derivatives. The cotangent of the normalised rows is rounded to `dtype`.
     """
     x, scale, bias, weights, biases = arrays
     normed, pull_back = jax.vjp(
@@ -213,7 +231,7 @@ def norm_linear_vjp(
     # One product of all groups: its sum over columns stays in one accumulator.
     rounded = _whole(jnp.concatenate([d_z.astype(x.dtype) for d_z in d_projected], axis=1))
     weight = jnp.concatenate([_matrix(w) for w in weights], axis=1)
-    d_normed = _product("rc,fc->rf", rounded, weight, x.dtype)[: x.shape[0]]
+    d_normed = _product("rc,fc->rf", rounded, weight, dtype)[: x.shape[0]]
     d_weight = _product("rf,rc->fc", _whole(normed), rounded)
     ends = list(itertools.accumulate(d_z.shape[1] for d_z in d_projected))
     d_weights = jnp.split(d_weight, ends[:-1], axis=1)
@@ -278,26 +296,35 @@ def gated_linear(gate: Gate, arrays: GatedLinear) -> jax.Array:
     return out.astype(a.dtype)
 
 
-def gated_linear_vjp(gate: Gate, arrays: GatedLinear, d_out: jax.Array) -> GatedLinear:
+def gated_rows_vjp(gate: Gate, seed: jax.Array | None, operands: tuple[Any, ...]) -> GatedRows:
+    """Computes `GatedRows`, gradients in f32, from u, a, norm scale and bias, and a cotangent.
+
+    `operands` are [rows, C] each, [C] or None twice, and the cotangent of the multiplied rows.
+    """
+    *vectors, d_rows = operands
+    floats = [None if y is None else y.astype(jnp.float32) for y in vectors]
+    rows, pull_back = jax.vjp(functools.partial(_gated, gate, seed), *floats)
+    d_u, d_a, d_scale, d_bias = pull_back(d_rows.astype(jnp.float32))
+    return GatedRows(d_u, d_a, _whole(rows.astype(operands[1].dtype)), d_scale, d_bias)
+
+
+def gated_linear_vjp(
+    arrays: GatedLinear, d_out: jax.Array, dtype: Any, pull_back: Callable[[Any], GatedRows]
+) -> GatedLinear:
     """Computes the gradients of all arrays in f32; the rows that are multiplied, again.
 
-    The cotangent of these rows is rounded to the inputs' dtype, as a product in plain jnp is.
+    The cotangent of these rows is rounded to `dtype`. `pull_back` is `gated_rows_vjp` of a gate, or
+    the kernel, which rounds the gradients of u and a.
     """
-    u, a, scale, bias, weight, residual, seed = arrays
-    floats = [None if y is None else y.astype(jnp.float32) for y in (u, a, scale, bias)]
-
-    def gated(u: jax.Array, a: jax.Array, scale: Any, bias: Any) -> jax.Array:
-        return _gated(gate, seed, _matrix(u), _matrix(a), scale, bias)
-
-    rows, pull_back = jax.vjp(gated, *floats)
-    d_rows = _product("rf,kf->rk", d_out, weight, a.dtype)
-    d_u, d_a, d_scale, d_bias = pull_back(d_rows.astype(jnp.float32))
+    u, a, scale, bias, weight, residual, _ = arrays
+    d_rows = _product("rf,kf->rk", d_out, weight, dtype)
+    found = pull_back((_matrix(u), _matrix(a), scale, bias, d_rows))
     return GatedLinear(
-        d_u,
-        d_a,
-        d_scale,
-        d_bias,
-        _product("rk,rf->kf", _whole(rows.astype(a.dtype)), _whole(d_out)),
+        found.d_u.reshape(u.shape),
+        found.d_a.reshape(a.shape),
+        found.d_scale,
+        found.d_bias,
+        _product("rk,rf->kf", found.rows, _whole(d_out)),
         None if residual is None else d_out.astype(jnp.float32),
         None,
     )

@@ -23,13 +23,11 @@ from ikbo_jax.pallas.hopper import per_thread
 from ikbo_jax.pallas.hopper.launch import WarpgroupContext, launch_threads
 from ikbo_jax.pallas.hopper.per_thread import LANES, WARPS, same
 from ikbo_jax.pallas.hopper.row_vectors import Rows, Words
-from ikbo_jax.reference.norm_linear import Gate
+from ikbo_jax.problems.gated_linear import GatedRowsConfig
+from ikbo_jax.reference.norm_linear import Gate, GatedRows
 
 #: Numbers of a vector of 16 bits, 16 bytes.
 VECTOR = 8
-#: CTAs of a warpgroup for each SM. A warp takes about 6 of 100,000 rows.
-CTAS_PER_SM = 32
-
 #: A thread's numbers of a row, f32: a list for each of its vectors.
 Numbers = list[list[jax.Array]]
 
@@ -42,16 +40,6 @@ class Operands(NamedTuple):
     d_rows: Any  # [rows, parts * C]
     scale: Any
     bias: Any
-
-
-class Outputs(NamedTuple):
-    """Device memory that the launch fills; `d_scale` and `d_bias` [warps, C] f32, or None."""
-
-    d_u: Any  # [rows, C]
-    d_a: Any  # [rows, C]
-    rows: Any  # [padded, parts * C]; zeros past the last row
-    d_scale: Any
-    d_bias: Any
 
 
 class Shared(NamedTuple):
@@ -215,32 +203,33 @@ def gated_rows_kernel(
     *,
     gate: Gate,
     padded: int,
+    config: GatedRowsConfig,
     num_sms: int,
     interpret: Any = False,
-) -> Outputs:
+) -> GatedRows:
     """Computes the gradients of u, a, norm scale and norm bias, and the multiplied rows.
 
     Args:
-      u, a: [rows, C], bf16 or f16; C a multiple of 8, at most `MAX_COLUMNS`.
+      u, a: [rows, C], bf16 or f16; C a multiple of 8, see `why_no_gradient`.
       norm_scale, norm_bias: [C], or None.
       d_rows: [rows, 3 C], or [rows, C] unless the gate concatenates; cotangent of the rows.
       gate: without dropout, with one group.
-      padded: the number of rows that `rows` of the result has, at least that of `u`.
+      padded: number of the result's `rows`, at least that of `u`: zeros are behind them.
 
     Returns:
-      gradients in the dtype of `u`, those of scale and bias [C] f32; and the rows.
+      d_u, d_a and rows in the dtype of `u`; d_scale and d_bias [C] f32, or None.
     """
     rows, columns = a.shape
-    workers = min(CTAS_PER_SM * num_sms, pl.cdiv(padded, WARPS))
+    workers = min(config.ctas_per_sm * num_sms, pl.cdiv(padded, WARPS))
     shape = Shape(rows, padded, columns, gate, workers)
     like, wide = (jax.ShapeDtypeStruct(x.shape, a.dtype) for x in (a, d_rows))
     sums = jax.ShapeDtypeStruct((workers * WARPS, columns), jnp.float32)
     vectors = norm_scale, norm_bias
-    found: Outputs = launch_threads(
+    found: GatedRows = launch_threads(
         _consume,
         shape,
         Operands(u, a, d_rows, *(None if x is None else x[None].astype("f4") for x in vectors)),
-        Outputs(
+        GatedRows(
             like,
             like,
             jax.ShapeDtypeStruct((padded, wide.shape[1]), a.dtype),
