@@ -5,8 +5,6 @@
 Every figure counts useful FLOPs only: no padding, no copies, no keys past a user's length.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import sys
 from collections.abc import Callable, Iterator, Sequence

@@ -8,8 +8,6 @@ backward together, on sizes with few queries or few keys. Every version is compa
 path in float32.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import sys
 from collections.abc import Iterator, Sequence

@@ -5,8 +5,6 @@ XLA compiles and times dozens of GEMMs for a point, which takes most of a benchm
 and XLA's choices stay in a folder, where the process that times finds them.
 """
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import dataclasses
@@ -18,7 +16,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, NoReturn
+from typing import Any, NoReturn, Self
 
 import jax
 
@@ -143,7 +141,7 @@ class Jobs:
         parser.add_argument("--shared", type=pathlib.Path, help=argparse.SUPPRESS)
 
     @classmethod
-    def of(cls, options: argparse.Namespace) -> Jobs:
+    def of(cls, options: argparse.Namespace) -> Self:
         """Reads the options of a command line; no processes if its parser lacks them."""
         return cls(options.jobs, options.argv, options.shared) if "shared" in options else cls()
 

@@ -13,8 +13,6 @@ are also timed on the device.
     git archive COMMIT ikbo_jax | tar -x -C FOLDER
 """
 
-from __future__ import annotations
-
 import argparse
 import concurrent.futures
 import dataclasses

@@ -3,8 +3,6 @@
 A subject takes the library as an argument, so that two versions of it compute from the same inputs.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import importlib

@@ -9,13 +9,11 @@ a separate oracle. In the sweep "softmax", lengths differ at all points but the 
 attends over padded sequences; its time includes the padding.
 """
 
-from __future__ import annotations
-
 import argparse
 import dataclasses
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import jax
 import jax.numpy as jnp
@@ -93,7 +91,7 @@ class Sizes:
         )
         return Case(problem, "uniform" if self.lengths == "half" else "spread")
 
-    def with_softmax(self) -> Sizes:
+    def with_softmax(self) -> Self:
         return dataclasses.replace(self, activation=SOFTMAX, approx=None)
 
 

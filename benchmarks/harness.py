@@ -6,8 +6,6 @@ points for which no time was left, "failed" points that raised. A point has a li
 with the reason. A "note" is printed next to the provider in tables.
 """
 
-from __future__ import annotations
-
 import argparse
 import dataclasses
 import functools
@@ -16,7 +14,7 @@ import statistics
 import time
 import traceback
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, Self
 
 import jax
 import numpy as np
@@ -50,11 +48,11 @@ class Point:
     def name(self) -> str:
         return f"{self.sweep} {self.label}"
 
-    def resized(self, **sizes: Any) -> Point:
+    def resized(self, **sizes: Any) -> Self:
         case = dataclasses.replace(self.case, problem=dataclasses.replace(self.problem, **sizes))
         return dataclasses.replace(self, case=case)
 
-    def with_case(self, **sizes: Any) -> Point:
+    def with_case(self, **sizes: Any) -> Self:
         return dataclasses.replace(self, case=dataclasses.replace(self.case, **sizes))
 
     def entry(self) -> dict[str, Any]:
@@ -158,11 +156,11 @@ class Protocol:
     matmul_size: int = timing.MATMUL_SIZE
     short_ms: float = 0.0
 
-    @staticmethod
-    def for_device(*, quick: bool) -> Protocol:
+    @classmethod
+    def for_device(cls, *, quick: bool) -> Self:
         """Makes the standard protocol; with `quick` short windows, on a CPU a small matmul."""
         size = timing.MATMUL_SIZE if jax.default_backend() == "gpu" else 256
-        return Protocol(0.02, 1, size) if quick else Protocol(0.2, 3, size)
+        return cls(0.02, 1, size) if quick else cls(0.2, 3, size)
 
 
 def measure(
@@ -241,7 +239,7 @@ class Run:
         todo: Sequence[Any],
         measure_point: Callable[[Any], dict[str, Any]],
         describe: Callable[[Record], str],
-        prepare: Callable[[Run], Any] = lambda run: None,
+        prepare: Callable[[Self], Any] = lambda run: None,
     ) -> dict[str, Any]:
         """Measures points, prints progress, and writes the results file after every point.
 

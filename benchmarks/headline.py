@@ -6,8 +6,6 @@ replaces the block `headline` of README.md and docs/performance.md by a table of
 benchmarks/results. With --check it writes nothing and returns 1 if a document would change.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import pathlib

@@ -7,8 +7,6 @@ providers; other sweeps run in the first dtype, with XLA only. Sizes that two sw
 once.
 """
 
-from __future__ import annotations
-
 import argparse
 import dataclasses
 import sys

@@ -6,8 +6,6 @@ Times the gradients of both weights and both embeddings for a given cotangent, w
 pass. The gradients need twice the useful FLOPs of the result.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import sys

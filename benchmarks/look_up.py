@@ -7,8 +7,6 @@ or not, in three dtypes. Times are those on the device, of all that a call does:
 less time than a launch from Python. This library's results are checked; sums against sums in f64.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import math

@@ -8,8 +8,6 @@ sequences, and its time includes the padding. cuDNN has no cap, so it computes a
 Every version is compared with masked scores in float32.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import math

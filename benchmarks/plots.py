@@ -3,8 +3,6 @@
 A function that draws takes the content of a results file and the plot's path; see `report`.
 """
 
-from __future__ import annotations
-
 import contextlib
 import math
 import pathlib

@@ -13,8 +13,6 @@ missing points, and `--left` measures these in another run. Most of the time goe
 times for alternatives far from the best: see `checked`.
 """
 
-from __future__ import annotations
-
 import argparse
 import dataclasses
 import functools

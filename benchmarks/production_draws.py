@@ -5,8 +5,6 @@ choice with weights says otherwise, and are drawn again while the workload's arr
 `MAX_BYTES` and `MAX_FLOPS`, which no request of a ranking service does.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import math

@@ -5,8 +5,6 @@ before the timing: a layout in which a user's queries are contiguous, padded seq
 widths. What depends on the model's parameters or on the request's copies is inside.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple

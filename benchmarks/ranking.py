@@ -7,8 +7,6 @@ materialised network in float32. Memory is what XLA counts for the program and i
 of the device's allocator was larger by 1e-6 of it at most, for five versions on an H200.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import math

@@ -1,7 +1,5 @@
 """Reads results files: figures of providers, and the table of all of them as text."""
 
-from __future__ import annotations
-
 import functools
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence

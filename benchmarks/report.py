@@ -12,8 +12,6 @@ command prints the reason, writes nothing, and returns 2. `--only NAME ...` limi
 these blocks; `--overwrite` replaces newer and larger tables, too.
 """
 
-from __future__ import annotations
-
 import argparse
 import functools
 import os

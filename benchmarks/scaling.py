@@ -10,8 +10,6 @@ step run under `shard_map`, with users beside their candidates. The results of s
 compared with the result of one, and the compiled program is searched for collectives.
 """
 
-from __future__ import annotations
-
 import argparse
 import concurrent.futures
 import dataclasses

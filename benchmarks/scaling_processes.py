@@ -8,8 +8,6 @@ others, the program on all devices. For one device the time of the fastest proce
 devices that of the slowest. Without a GPU, two processes run small sizes, whose times say nothing.
 """
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import math

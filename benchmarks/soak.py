@@ -12,8 +12,6 @@ The exit status is 1 if a result differed, if the launches were not reached in t
 did not end: then a watchdog names it and ends the process.
 """
 
-from __future__ import annotations
-
 import argparse
 import collections
 import functools
@@ -306,6 +304,30 @@ def count_launches(text: str, target: str = "mosaic_gpu") -> int:
     return launches(entry)
 
 
+class Queue:
+    """Calls that have not ended; `on_hang` gets a program's name if its call takes `hang_s`."""
+
+    def __init__(self, hang_s: float, on_hang: Callable[[str], Any]) -> None:
+        self._calls: collections.deque[tuple[str, Any]] = collections.deque()
+        self._hang_s, self._on_hang = hang_s, on_hang
+
+    def add(self, name: str, differences: jax.Array) -> None:
+        """Adds a call; waits until at most `QUEUE` calls have not ended."""
+        self._calls.append((name, differences))
+        if len(self._calls) > QUEUE:
+            self.wait(QUEUE // 2)
+
+    def wait(self, most: int = 0) -> None:
+        """Waits until at most `most` calls have not ended."""
+        while len(self._calls) > most:
+            name, differences = self._calls.popleft()
+            if not differences.is_ready():
+                watchdog = threading.Timer(self._hang_s, self._on_hang, [name])
+                watchdog.start()
+                differences.block_until_ready()
+                watchdog.cancel()
+
+
 def compile_all(log: Callable[[str], None], queue: Queue) -> list[Soaked]:
     """Compiles the programs and runs each once, for the results that all later ones must have."""
     options = UNTIMED_ON_GPU if _on_gpu() else None
@@ -340,30 +362,6 @@ def _first_run(program: Program, compiled: Any, queue: Queue) -> Soaked:
 
 def _on_gpu() -> bool:
     return jax.default_backend() == "gpu"
-
-
-class Queue:
-    """Calls that have not ended; `on_hang` gets a program's name if its call takes `hang_s`."""
-
-    def __init__(self, hang_s: float, on_hang: Callable[[str], Any]) -> None:
-        self._calls: collections.deque[tuple[str, Any]] = collections.deque()
-        self._hang_s, self._on_hang = hang_s, on_hang
-
-    def add(self, name: str, differences: jax.Array) -> None:
-        """Adds a call; waits until at most `QUEUE` calls have not ended."""
-        self._calls.append((name, differences))
-        if len(self._calls) > QUEUE:
-            self.wait(QUEUE // 2)
-
-    def wait(self, most: int = 0) -> None:
-        """Waits until at most `most` calls have not ended."""
-        while len(self._calls) > most:
-            name, differences = self._calls.popleft()
-            if not differences.is_ready():
-                watchdog = threading.Timer(self._hang_s, self._on_hang, [name])
-                watchdog.start()
-                differences.block_until_ready()
-                watchdog.cancel()
 
 
 def soak(

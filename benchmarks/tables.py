@@ -4,8 +4,6 @@ A benchmark's function takes the content of its results file, and returns the bo
 by name.
 """
 
-from __future__ import annotations
-
 import statistics
 from collections.abc import Callable, Iterator, Sequence
 

@@ -1,7 +1,5 @@
 """Tables of the documentation, of networks and of drawn workloads; see `tables`."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 from benchmarks import production as of_production

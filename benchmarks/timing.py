@@ -6,8 +6,6 @@ matmul. A provider's *fraction* is its useful FLOP/s divided by the FLOP/s of th
 fractions.
 """
 
-from __future__ import annotations
-
 import collections
 import datetime
 import functools

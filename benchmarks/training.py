@@ -9,8 +9,6 @@ checked: the loss against a float32 oracle, the norm of the gradient against the
 `--profile NAME` prints the time of each kernel in a version's step.
 """
 
-from __future__ import annotations
-
 import argparse
 import concurrent.futures
 import dataclasses

@@ -17,8 +17,6 @@ sequence from its last pooled rows. All three attentions have one activation:
 The projections work on the jagged rows in all versions: padding would double their cost.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 from collections.abc import Callable

@@ -211,7 +211,7 @@ def attention(
     plan = _OP.plan(call, arrays)
     if page_table is not None and not pages.are_read_by(plan):
         arrays, why = pages.laid_out(arrays), (plan.cuda or plan).reason
-        plan = pages.noted(_OP.plan(call, arrays), why)
+        plan = _OP.plan(call, arrays).noted(f"XLA gathers the pages first: {why}")
     self_tokens = None
     if self_key is not None and self_value is not None and self_key.shape[1]:
         self_tokens = (self_key, self_value)
@@ -219,7 +219,7 @@ def attention(
             arrays = arrays._replace(self_key=self_key, self_value=self_value)
             self_tokens = None
         else:
-            plan = own_tokens.noted(plan)
+            plan = plan.noted("XLA merges own tokens", of_kernels=True)
             if is_typed(self_tokens):
                 self_tokens = reverse_only.operands("attention", self_tokens)
     if 0 in query.shape:

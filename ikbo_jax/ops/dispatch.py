@@ -60,6 +60,13 @@ class Plan:
     refusal: str = dataclasses.field(default="", repr=False)
     origin: tuple[Any, ...] = dataclasses.field(default=(), repr=False, compare=False)
 
+    def noted(self, note: str, *, of_kernels: bool = False) -> Plan:
+        """Adds a note to the reason, also for CUDA; `of_kernels`: only where a kernel runs."""
+        cuda = None if self.cuda is None else self.cuda.noted(note, of_kernels=of_kernels)
+        is_noted = self.implementation == "mosaic_gpu" or not of_kernels
+        reason = f"{self.reason}; {note}" if is_noted else self.reason
+        return dataclasses.replace(self, reason=reason, cuda=cuda)
+
     def __str__(self) -> str:
         return "\n".join([f"{self.op}: {self.sizes}", *self._lines()])
 

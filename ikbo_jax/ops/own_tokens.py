@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
@@ -27,15 +26,6 @@ def are_merged_by(plan: dispatch.Plan, self_key: jax.Array | None = None) -> boo
     if plan.implementation != "mosaic_gpu" or (self_key is not None and self_key.shape[1] > 1):
         return False
     return plan.config.takes_own_tokens(plan.problem)
-
-
-def noted(plan: dispatch.Plan) -> dispatch.Plan:
-    """Notes in a kernel's reason that XLA merges own tokens."""
-    cuda = None if plan.cuda is None else noted(plan.cuda)
-    reason = plan.reason
-    if plan.implementation == "mosaic_gpu":
-        reason = f"{reason}; XLA merges own tokens"
-    return dataclasses.replace(plan, reason=reason, cuda=cuda)
 
 
 def merged(

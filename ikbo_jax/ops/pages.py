@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
-
 import jax
 import jax.numpy as jnp
 
@@ -35,10 +33,3 @@ def gradient(rows: jax.Array, pages: jax.Array, table: jax.Array) -> jax.Array:
     rows = rows.reshape(*table.shape, *pages.shape[1:])
     places = jnp.clip(table, 0, pages.shape[0] - 1)
     return jnp.zeros(pages.shape, rows.dtype).at[places].add(rows)
-
-
-def noted(plan: dispatch.Plan, why: str) -> dispatch.Plan:
-    """Notes in a plan's reason that XLA gathers the pages before the op runs, and why."""
-    cuda = None if plan.cuda is None else noted(plan.cuda, why)
-    reason = f"{plan.reason}; XLA gathers the pages first: {why}"
-    return dataclasses.replace(plan, reason=reason, cuda=cuda)

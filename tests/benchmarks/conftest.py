@@ -1,7 +1,5 @@
 """What tests of the benchmarks share."""
 
-from __future__ import annotations
-
 import pathlib
 
 import pytest

@@ -1,7 +1,5 @@
 """The benchmark, on shapes for a CPU, and the report that it makes."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 

@@ -1,7 +1,5 @@
 """The attention benchmark, on shapes for a CPU."""
 
-from __future__ import annotations
-
 import dataclasses
 
 import jax

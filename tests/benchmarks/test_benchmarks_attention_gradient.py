@@ -1,7 +1,5 @@
 """The benchmark of attention's gradient, on shapes for a CPU."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import types

@@ -1,7 +1,5 @@
 """The comparison with an older commit: its package, its points, and a run in small."""
 
-from __future__ import annotations
-
 import os
 import pathlib
 import re

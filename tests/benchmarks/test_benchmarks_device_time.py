@@ -1,7 +1,5 @@
 """Times on the device, and the benchmarks' points that are timed there."""
 
-from __future__ import annotations
-
 import warnings
 
 import jax

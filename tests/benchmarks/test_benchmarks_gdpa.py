@@ -1,7 +1,5 @@
 """The benchmark of generalised dot-product attention, on shapes for a CPU."""
 
-from __future__ import annotations
-
 import dataclasses
 import pathlib
 from collections.abc import Sequence

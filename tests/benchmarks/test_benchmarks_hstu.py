@@ -1,7 +1,5 @@
 """The benchmark of HSTU's layers, on sizes for a CPU."""
 
-from __future__ import annotations
-
 import json
 
 import numpy as np

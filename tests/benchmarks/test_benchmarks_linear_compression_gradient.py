@@ -1,7 +1,5 @@
 """The benchmark of linear compression's gradient, on shapes for a CPU."""
 
-from __future__ import annotations
-
 import json
 import re
 import sys

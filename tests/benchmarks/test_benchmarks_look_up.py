@@ -1,7 +1,5 @@
 """The benchmark of lookups and segment sums, on a CPU, which has no time on a device."""
 
-from __future__ import annotations
-
 import json
 import pathlib
 

@@ -1,7 +1,5 @@
 """The benchmark of Phoenix's transformer, on sizes for a CPU."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

@@ -1,7 +1,5 @@
 """The benchmark of drawn workloads: its draws, its summary, a run in small."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import os

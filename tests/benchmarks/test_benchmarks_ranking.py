@@ -1,7 +1,5 @@
 """The benchmark of the ranking network, with versions that cost nothing."""
 
-from __future__ import annotations
-
 import functools
 from unittest import mock
 

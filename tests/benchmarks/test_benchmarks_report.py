@@ -1,7 +1,5 @@
 """What the report refuses to replace, and what its plots look like."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import re

@@ -1,7 +1,5 @@
 """The benchmark of rewritten models: a run in small, and its report."""
 
-from __future__ import annotations
-
 import pytest
 
 from benchmarks import report, rewrite_models, timing

@@ -1,7 +1,5 @@
 """The benchmark of several devices: its points, what it reads of programs, a run in small."""
 
-from __future__ import annotations
-
 import json
 import math
 import sys

@@ -1,7 +1,5 @@
 """The soak: its programs, how launches are counted, what it finds, a run in small."""
 
-from __future__ import annotations
-
 import json
 import threading
 import time

@@ -1,7 +1,5 @@
 """The benchmark of training: a run in small, the checks of steps, profiles, the other network."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import types

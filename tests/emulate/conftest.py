@@ -1,7 +1,5 @@
 """Settings of the emulated tests."""
 
-from __future__ import annotations
-
 import contextlib
 import pathlib
 import sys

@@ -1,7 +1,5 @@
 """The PTX of the kernel that counts candidates to find the order of users, executed on a CPU."""
 
-from __future__ import annotations
-
 import dataclasses
 
 import emulator

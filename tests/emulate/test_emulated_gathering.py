@@ -1,7 +1,5 @@
 """Faults of the warps that gather queries, which the interpreter does not see: none is missed."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import emulator

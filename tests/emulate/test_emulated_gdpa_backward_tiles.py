@@ -1,7 +1,5 @@
 """The launch that lists the tiles of gdpa's gradient, by its PTX on a CPU."""
 
-from __future__ import annotations
-
 import dataclasses
 
 import emulator

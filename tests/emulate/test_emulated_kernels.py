@@ -4,8 +4,6 @@ Those are addresses and descriptors in inline PTX, alignment of copies, thread b
 by side, and asynchronous reads at the latest time that is allowed.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import os

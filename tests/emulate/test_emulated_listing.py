@@ -3,8 +3,6 @@
 Two consumers list a user's candidates, or make a table of all users; a warp finds a user's range.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any, NamedTuple
 

@@ -1,7 +1,5 @@
 """The PTX of the kernels of lookups and segment sums, executed on a CPU."""
 
-from __future__ import annotations
-
 import emulator
 import jax
 import jax.numpy as jnp

@@ -1,7 +1,5 @@
 """The launch that lists masked tiles, by its PTX on a CPU: its words are XLA's."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import emulator

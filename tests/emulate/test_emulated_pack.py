@@ -1,7 +1,5 @@
 """The PTX of the kernel that copies candidates into the order of users, executed on a CPU."""
 
-from __future__ import annotations
-
 import itertools
 
 import emulator

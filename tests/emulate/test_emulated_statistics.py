@@ -1,7 +1,5 @@
 """The PTX of the kernels that number query rows and compute lse and delta, executed on a CPU."""
 
-from __future__ import annotations
-
 import emulator
 import jax
 import jax.numpy as jnp

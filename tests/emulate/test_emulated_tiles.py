@@ -1,7 +1,5 @@
 """The kernel that lists tiles, by its PTX on a CPU."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import emulator

@@ -1,7 +1,5 @@
 """Faults that Pallas' interpreter does not see are found by the emulator: each is planted here."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable
 from typing import Any

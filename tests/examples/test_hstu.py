@@ -1,7 +1,5 @@
 """HSTU: both versions agree, and training lowers the loss."""
 
-from __future__ import annotations
-
 import dataclasses
 
 import jax

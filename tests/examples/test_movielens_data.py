@@ -1,7 +1,5 @@
 """The example's data: both layouts, the download's checksums, the split by time, the batches."""
 
-from __future__ import annotations
-
 import hashlib
 import shutil
 import zipfile

@@ -1,7 +1,5 @@
 """The example's metrics against values computed by hand, and its progress as text."""
 
-from __future__ import annotations
-
 import io
 import math
 import re

@@ -1,7 +1,5 @@
 """The example from data to report: its versions agree, runs resume bitwise, the commands work."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import json

@@ -1,7 +1,5 @@
 """The attention kernel on a Hopper GPU: numerics, the second try, determinism, isolation."""
 
-from __future__ import annotations
-
 import functools
 
 import chex

@@ -1,7 +1,5 @@
 """The kernel of attention's gradient on a Hopper GPU: gradients, determinism, isolation."""
 
-from __future__ import annotations
-
 import functools
 import itertools
 from typing import Any

@@ -1,7 +1,5 @@
 """Soft caps in the kernels on a Hopper GPU: results and gradients, through both ops."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable
 from typing import Any

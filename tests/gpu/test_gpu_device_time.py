@@ -1,7 +1,5 @@
 """Times on a Hopper GPU by JAX's profiler, and the tuner that relies on them."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 

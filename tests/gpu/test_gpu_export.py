@@ -1,7 +1,5 @@
 """Programs that were exported without a GPU give on a Hopper GPU what the op gives there."""
 
-from __future__ import annotations
-
 import os
 import pathlib
 import subprocess

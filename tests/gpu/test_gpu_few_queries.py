@@ -1,7 +1,5 @@
 """The attention kernel for few queries on a Hopper GPU, and candidates in the order of users."""
 
-from __future__ import annotations
-
 import itertools
 
 import jax

@@ -1,7 +1,5 @@
 """GDPA's forward kernels on a Hopper GPU: numerics, determinism, isolation."""
 
-from __future__ import annotations
-
 import functools
 
 import hypothesis

@@ -1,7 +1,5 @@
 """The backward kernels of GDPA on a Hopper GPU: gradients, determinism, isolation."""
 
-from __future__ import annotations
-
 import functools
 
 import hypothesis

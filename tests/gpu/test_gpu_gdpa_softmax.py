@@ -1,7 +1,5 @@
 """GDPA's softmax on a Hopper GPU: what other activations lack."""
 
-from __future__ import annotations
-
 import jax
 import jax.numpy as jnp
 import numpy as np

@@ -1,7 +1,5 @@
 """The linear-compression kernel on a Hopper GPU: numerics, determinism, isolation, progress."""
 
-from __future__ import annotations
-
 import functools
 
 import chex

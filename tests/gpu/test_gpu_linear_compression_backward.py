@@ -1,7 +1,5 @@
 """The kernels of linear compression's gradient on a Hopper GPU."""
 
-from __future__ import annotations
-
 import functools
 
 import chex

@@ -1,7 +1,5 @@
 """`look_up` and `segment_sum` on a Hopper GPU."""
 
-from __future__ import annotations
-
 import functools
 
 import jax

@@ -1,7 +1,5 @@
 """`norm_linear` and `gated_linear` on a Hopper GPU."""
 
-from __future__ import annotations
-
 import functools
 from typing import Any
 

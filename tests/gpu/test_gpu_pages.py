@@ -1,8 +1,6 @@
 """Attention to keys and values in pages on a Hopper GPU, by the kernel for few queries and by the
 kernel of tiles: the results of the same keys and values in one array, bit for bit."""
 
-from __future__ import annotations
-
 import jax.numpy as jnp
 import numpy as np
 import problems

@@ -1,7 +1,5 @@
 """The ranking network on a Hopper GPU: versions agree, run the kernels, and learn alike."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 

@@ -1,7 +1,5 @@
 """The kernels on two or more Hopper GPUs: values, gradients, layouts, no traffic."""
 
-from __future__ import annotations
-
 import functools
 import re
 

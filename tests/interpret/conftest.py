@@ -1,7 +1,5 @@
 """The fixture of all interpreted kernels."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import interpreter

@@ -1,7 +1,5 @@
 """The kernel for few queries: how its CTAs go through items."""
 
-from __future__ import annotations
-
 import types
 from unittest import mock
 

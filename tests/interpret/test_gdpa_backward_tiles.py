@@ -3,8 +3,6 @@
 `test_emulated_tiles` runs the launch's PTX.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from typing import Any
 

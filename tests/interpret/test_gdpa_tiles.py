@@ -3,8 +3,6 @@
 Of XLA, and of the kernel that lists tiles, interpreted; `test_emulated_tiles` runs its PTX.
 """
 
-from __future__ import annotations
-
 import functools
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The backward kernel of broadcast attention, interpreted under a race detector."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 from typing import Any

@@ -1,7 +1,5 @@
 """The kernel for users with few queries, interpreted on a CPU under a race detector."""
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import functools

@@ -3,8 +3,6 @@
 The interpreter runs one CTA after another.  Memory starts as NaN, reads outside of an array raise.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 from typing import Any

@@ -1,7 +1,5 @@
 """The backward kernels of generalised dot-product attention, interpreted under a race detector."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 from collections.abc import Sequence

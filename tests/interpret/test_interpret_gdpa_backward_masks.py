@@ -1,7 +1,5 @@
 """The backward kernels of gdpa with masks, interpreted under a race detector."""
 
-from __future__ import annotations
-
 import dataclasses
 from typing import Any
 

@@ -5,8 +5,6 @@ device-wide semaphores: so a single launch is one CTA, or one cluster with count
 (`counters_of_a_cluster`).  Memory starts as NaN, reads outside of an array raise.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence

@@ -1,7 +1,5 @@
 """The kernels of linear compression's gradient, interpreted on a CPU under a race detector."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 from collections.abc import Sequence

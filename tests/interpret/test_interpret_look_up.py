@@ -1,7 +1,5 @@
 """The kernels of lookups and segment sums, interpreted on a CPU under a race detector."""
 
-from __future__ import annotations
-
 import functools
 
 import interpreter

@@ -1,7 +1,5 @@
 """The linear-compression kernel whose tiles span candidates, interpreted under a race detector."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Callable
 

@@ -1,7 +1,5 @@
 """The linear-compression kernel whose CTAs keep their weights, under a race detector."""
 
-from __future__ import annotations
-
 import dataclasses
 
 import interpreter

@@ -1,7 +1,5 @@
 """What `tests/support/interpreter.py` adds to Pallas' GPU interpreter."""
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import functools

@@ -3,8 +3,6 @@
 The tables of a GPU's own instructions (exp2, reciprocal, tanh) are the GPU suites' to test.
 """
 
-from __future__ import annotations
-
 import functools
 import types
 from typing import Any

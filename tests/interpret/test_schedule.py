@@ -1,7 +1,5 @@
 """The tile schedule: every tile once, users from below, candidates from above, evenly."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from unittest import mock
 

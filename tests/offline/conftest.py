@@ -1,7 +1,5 @@
 """Fixtures of tests that lower or compile kernels for CUDA."""
 
-from __future__ import annotations
-
 import collections
 import contextlib
 import dataclasses

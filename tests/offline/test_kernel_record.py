@@ -1,7 +1,5 @@
 """Kernels with a recorded report are not compiled; others are, and the summary names them."""
 
-from __future__ import annotations
-
 import dataclasses
 import pathlib
 import types

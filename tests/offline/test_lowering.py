@@ -1,7 +1,5 @@
 """How often kernels are lowered for CUDA, and what lowering asks of the machine."""
 
-from __future__ import annotations
-
 import dataclasses
 
 import jax

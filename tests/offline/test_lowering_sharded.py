@@ -1,7 +1,5 @@
 """The kernels are lowered for CUDA on every kind of mesh, values and gradients."""
 
-from __future__ import annotations
-
 import functools
 
 import jax

@@ -1,7 +1,5 @@
 """The attention kernel compiled for sm_90a without a GPU: no spills, no serialised WGMMAs."""
 
-from __future__ import annotations
-
 import dataclasses
 from typing import Any
 

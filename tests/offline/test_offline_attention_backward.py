@@ -1,7 +1,5 @@
 """Attention's backward kernel compiled for sm_90a without a GPU: no spills, no serial WGMMAs."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 from typing import Any

@@ -1,7 +1,5 @@
 """The kernels compiled for sm_90a without a GPU: no spills, no serialised WGMMAs, shared memory."""
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import pathlib

@@ -1,7 +1,5 @@
 """The kernel that counts candidates compiled for sm_90a without a GPU: no spills, and it fits."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import jax

@@ -3,8 +3,6 @@
 `jax.export` writes kernels in an older version of Mosaic GPU's format than `jax.jit` does.
 """
 
-from __future__ import annotations
-
 import contextlib
 import re
 

@@ -1,7 +1,5 @@
 """The kernel for users with few queries compiled for sm_90a: no spills, no serialised WGMMAs."""
 
-from __future__ import annotations
-
 import dataclasses
 from typing import Any
 

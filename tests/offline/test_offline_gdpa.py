@@ -1,7 +1,5 @@
 """GDPA's forward kernels compiled for sm_90a without a GPU: no spills, no serialised WGMMAs."""
 
-from __future__ import annotations
-
 import dataclasses
 import re
 from typing import Any

@@ -4,8 +4,6 @@ That is the default configuration, or the configuration of the nearest row, whic
 measured with another activation.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
 import os

@@ -1,7 +1,5 @@
 """The kernels of linear compression's gradient compiled for sm_90a without a GPU."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 from collections import Counter

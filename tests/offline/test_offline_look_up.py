@@ -1,7 +1,5 @@
 """The kernels of lookups and segment sums, compiled for sm_90a without a GPU."""
 
-from __future__ import annotations
-
 import functools
 from collections import Counter
 

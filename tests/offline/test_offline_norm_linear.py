@@ -1,7 +1,5 @@
 """The kernels of `norm_linear` and `gated_linear`, compiled for sm_90a without a GPU."""
 
-from __future__ import annotations
-
 import functools
 import math
 

@@ -1,7 +1,5 @@
 """Which kernels of XLA programs for an H100 have beside the library's own, without a GPU."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 from collections.abc import Iterator

@@ -3,8 +3,6 @@
 Tiles span candidates (packed), or CTAs keep their weights (resident).
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import offline

@@ -1,7 +1,5 @@
 """What all ops refuse, or log, in the same words, and dtypes that they take in the same way."""
 
-from __future__ import annotations
-
 import functools
 import logging
 import re

@@ -1,7 +1,5 @@
 """`attention` on the XLA path, and the way to the kernel: values, gradients, own tokens, order."""
 
-from __future__ import annotations
-
 import functools
 
 import chex

@@ -1,7 +1,5 @@
 """Bad arguments of `attention` and `merge_attention`: what is raised, and what it says."""
 
-from __future__ import annotations
-
 import dataclasses
 import re
 

@@ -1,7 +1,5 @@
 """Where the query rows of attention's backward kernel are, by XLA."""
 
-from __future__ import annotations
-
 import jax
 import jax.numpy as jnp
 import numpy as np

@@ -1,7 +1,5 @@
 """Attention by the kernels, for which fakes stand: what the op asks them for."""
 
-from __future__ import annotations
-
 import functools
 import re
 

@@ -1,7 +1,5 @@
 """Attention to keys and values in pages, compared with the same keys and values in one array."""
 
-from __future__ import annotations
-
 import functools
 from typing import Any
 

@@ -1,7 +1,5 @@
 """vmap of `attention`: every combination of batched arguments, in XLA and around the kernel."""
 
-from __future__ import annotations
-
 import itertools
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The checks of `debug`: eager, under checkify, and inside a plain jit."""
 
-from __future__ import annotations
-
 import re
 
 import jax

@@ -1,7 +1,5 @@
 """Which device counts, and which configurations are legal: choices that are made while tracing."""
 
-from __future__ import annotations
-
 import dataclasses
 import types
 from typing import Any

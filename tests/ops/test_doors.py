@@ -1,7 +1,5 @@
 """Flax's own attention layers and Keras's models on the ops: the results of models on copies."""
 
-from __future__ import annotations
-
 import copy
 import functools
 import os

@@ -1,7 +1,5 @@
 """`dot_product_attention`: the results of `jax.nn` on copies, and what it refuses."""
 
-from __future__ import annotations
-
 import re
 from typing import Any
 

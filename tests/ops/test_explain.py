@@ -1,7 +1,5 @@
 """`explain` and the choices that it reports."""
 
-from __future__ import annotations
-
 import functools
 import re
 import types

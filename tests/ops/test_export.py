@@ -1,7 +1,5 @@
 """`jax.export` without a GPU: programs have the kernels of the card that they are lowered for."""
 
-from __future__ import annotations
-
 import collections
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Forward mode raises the op's own message, and everything that the message advises works."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable
 

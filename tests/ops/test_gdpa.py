@@ -1,7 +1,5 @@
 """`gdpa` on the XLA path: values and gradients in its three regimes, transformations, memory."""
 
-from __future__ import annotations
-
 import functools
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Bad arguments of `gdpa`: what is raised, and what it says."""
 
-from __future__ import annotations
-
 import functools
 import re
 

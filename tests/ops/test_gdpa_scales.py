@@ -1,7 +1,5 @@
 """`gdpa` with an output scale for every sequence, and with a cap of its scores."""
 
-from __future__ import annotations
-
 import functools
 import re
 from typing import Any

@@ -1,7 +1,5 @@
 """vmap of `gdpa`: problems that become one, and problems that run one after another."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import chex

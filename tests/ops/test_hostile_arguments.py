@@ -1,7 +1,5 @@
 """What a newcomer passes by mistake: every public function answers in its own words."""
 
-from __future__ import annotations
-
 import re
 from typing import Any
 

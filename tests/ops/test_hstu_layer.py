@@ -1,7 +1,5 @@
 """The HSTU layer against its formula in NumPy's f64, its cached prefix, and Flax's interfaces."""
 
-from __future__ import annotations
-
 import functools
 from typing import Any
 

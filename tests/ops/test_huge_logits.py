@@ -4,8 +4,6 @@ The suite's flags leave XLA's optimiser out, whose one instruction for a product
 what made these wrong: here it takes part.
 """
 
-from __future__ import annotations
-
 import functools
 
 import jax

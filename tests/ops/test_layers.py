@@ -1,7 +1,5 @@
 """`LinearCompression` of NNX and of Linen: how weights are drawn, dtypes, sizes."""
 
-from __future__ import annotations
-
 import jax
 import jax.numpy as jnp
 import numpy as np

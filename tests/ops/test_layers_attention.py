@@ -1,7 +1,5 @@
 """The layers against materialised twins, and NNX against Linen."""
 
-from __future__ import annotations
-
 import functools
 import itertools
 

@@ -1,7 +1,5 @@
 """The public ops on the XLA path, and the way to the kernel: values, gradients, memory, NaN."""
 
-from __future__ import annotations
-
 import collections
 import math
 import re

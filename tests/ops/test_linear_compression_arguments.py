@@ -1,7 +1,5 @@
 """Bad arguments of the public ops: what is raised, before any compute, and what it says."""
 
-from __future__ import annotations
-
 import re
 
 import jax

@@ -1,7 +1,5 @@
 """vmap of the op: every combination of batched arguments, on the XLA path and around the kernel."""
 
-from __future__ import annotations
-
 import itertools
 
 import chex

@@ -1,7 +1,5 @@
 """`look_up` and `segment_sum` on the XLA path: results, gradients, vmap, devices, arguments."""
 
-from __future__ import annotations
-
 import dataclasses
 
 import jax

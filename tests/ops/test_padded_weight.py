@@ -1,7 +1,5 @@
 """Weights whose rows are padded once: the same bits, gradients, transformations, errors."""
 
-from __future__ import annotations
-
 import re
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Users are dealt to devices with all of their candidates: balance, layout, and a use of it."""
 
-from __future__ import annotations
-
 import math
 import re
 import time

@@ -1,7 +1,5 @@
 """The ranking network: its versions agree, and only the materialised one copies users."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import re

@@ -1,7 +1,5 @@
 """Policies of `jax.checkpoint` that keep the ops' results by name."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 

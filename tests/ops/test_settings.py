@@ -1,7 +1,5 @@
 """A setting for the time of a call holds for what JAX traces after it: derivatives, parts, vmap."""
 
-from __future__ import annotations
-
 import concurrent.futures
 import re
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Ops on arrays that are sharded over eight devices, under plain jit: results, layouts, traffic."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable
 

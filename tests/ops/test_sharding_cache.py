@@ -5,8 +5,6 @@ not repeat. `jax_remove_custom_partitioning_ptr_from_cache_key` leaves it out of
 digest of what the callback does, which the ops write into the program, then keeps programs apart.
 """
 
-from __future__ import annotations
-
 import json
 import pathlib
 import subprocess

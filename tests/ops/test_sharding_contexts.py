@@ -1,7 +1,5 @@
 """Ops on several devices where the program around them says how, or where only some arrays are."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Callable
 from typing import Any

@@ -1,7 +1,5 @@
 """Ops on arrays in layouts that are not all alike: drawn ones, and those of older kinds."""
 
-from __future__ import annotations
-
 import contextlib
 import itertools
 import random

@@ -1,7 +1,5 @@
 """`gdpa` with masks on eight devices: rows, heads, and the arrays of the masks are divided."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import chex

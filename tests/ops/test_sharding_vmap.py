@@ -1,7 +1,5 @@
 """`vmap` of ops over an axis of problems that devices divide."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

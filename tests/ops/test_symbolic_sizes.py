@@ -1,7 +1,5 @@
 """The ops under symbolic dimensions of `jax.export`, which the XLA path takes."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable
 from typing import Any

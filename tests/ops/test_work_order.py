@@ -1,7 +1,5 @@
 """The order of work: permutations, runs and cuts, against NumPy and against plain loops."""
 
-from __future__ import annotations
-
 import jax
 import jax.numpy as jnp
 import numpy as np

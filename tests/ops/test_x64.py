@@ -1,7 +1,5 @@
 """The ops where `jax_enable_x64` is set: no 64-bit value gets into the XLA path or a kernel."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable
 from typing import Any

@@ -1,7 +1,5 @@
 """The command `ikbo-jax`: what it prints, and its exit status."""
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import functools

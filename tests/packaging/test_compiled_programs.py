@@ -1,7 +1,5 @@
 """The suite drops compiled programs before their mappings run out and their memory grows large."""
 
-from __future__ import annotations
-
 import functools
 import pathlib
 from collections.abc import Iterator

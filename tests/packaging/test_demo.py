@@ -1,7 +1,5 @@
 """The demo's programs: their order, the caches that keep them, and what interrupts them."""
 
-from __future__ import annotations
-
 import functools
 import os
 import pathlib

@@ -1,7 +1,5 @@
 """The requests of the demo: what they hold, and the bytes that they move."""
 
-from __future__ import annotations
-
 import dataclasses
 
 import jax

@@ -1,7 +1,5 @@
 """The Python of the documents runs as it is printed, every block on its own."""
 
-from __future__ import annotations
-
 import importlib
 import importlib.util
 import pathlib

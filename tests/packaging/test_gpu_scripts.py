@@ -1,7 +1,5 @@
 """The scripts that compute-sanitizer runs on a GPU find what they import, on any machine."""
 
-from __future__ import annotations
-
 import ast
 import pathlib
 import subprocess

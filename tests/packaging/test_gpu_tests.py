@@ -1,7 +1,5 @@
 """`tools/gpu_tests.py` with tests that kill or spoil their process, as a faulty kernel does."""
 
-from __future__ import annotations
-
 import pathlib
 import signal
 import time

@@ -1,7 +1,5 @@
 """Who may import whom: walks the syntax trees, imports inside functions included."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 

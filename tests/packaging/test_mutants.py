@@ -1,7 +1,5 @@
 """`tools/mutants.py`: what is a mutant, which tests run for it, and what kills it."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 

@@ -1,7 +1,5 @@
 """The notebooks run in small, and their two files hold the same cells."""
 
-from __future__ import annotations
-
 import json
 import pathlib
 import re

@@ -1,7 +1,5 @@
 """What a fresh machine relies on: metadata, package data, and the scripts behind `make`."""
 
-from __future__ import annotations
-
 import ast
 import os
 import pathlib

@@ -1,7 +1,5 @@
 """Hooks of the suite: tests that hang fail with all stacks, samples leave out cases of a test."""
 
-from __future__ import annotations
-
 import pathlib
 import re
 import subprocess

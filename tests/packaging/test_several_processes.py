@@ -1,7 +1,5 @@
 """The example of several processes: it runs, its processes agree, a failing one ends the others."""
 
-from __future__ import annotations
-
 import os
 import pathlib
 import re

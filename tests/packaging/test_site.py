@@ -1,7 +1,5 @@
 """The site: every public name, every page and every link has its place. `make docs` builds it."""
 
-from __future__ import annotations
-
 import importlib
 import importlib.util
 import pathlib

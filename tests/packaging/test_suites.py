@@ -1,7 +1,5 @@
 """The short suite and the shares of the rest together are the whole suite; costs are printed."""
 
-from __future__ import annotations
-
 import collections
 import pathlib
 import subprocess

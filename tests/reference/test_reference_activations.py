@@ -1,7 +1,5 @@
 """Activations and their derivatives against f64; approximations against their documented bounds."""
 
-from __future__ import annotations
-
 import jax
 import jax.numpy as jnp
 import numpy as np

@@ -1,7 +1,5 @@
 """The oracle against NumPy; the XLA path, its gradient and its memory against the oracle."""
 
-from __future__ import annotations
-
 import functools
 
 import chex

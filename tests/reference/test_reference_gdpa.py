@@ -1,7 +1,5 @@
 """The oracle of gdpa against NumPy; the XLA path, its gradient and memory against the oracle."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Iterator
 from typing import Any

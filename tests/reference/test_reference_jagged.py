@@ -1,7 +1,5 @@
 """Lists of tiles: every row of a sequence is in one tile, and partners find one another."""
 
-from __future__ import annotations
-
 import functools
 
 import hypothesis

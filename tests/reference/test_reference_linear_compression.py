@@ -1,7 +1,5 @@
 """The oracle against NumPy, and the XLA path and its gradient against the oracle."""
 
-from __future__ import annotations
-
 import functools
 
 import jax

@@ -1,7 +1,5 @@
 """Masks: intervals against the rules, pair by pair; the XLA path and the oracle against NumPy."""
 
-from __future__ import annotations
-
 import functools
 from typing import Any
 

@@ -3,8 +3,6 @@
 On an H200, a copy that began 12 bytes past a multiple of 16 ended with an illegal instruction.
 """
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

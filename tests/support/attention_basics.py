@@ -1,7 +1,5 @@
 """What tests of attention share: a call of the op, the oracle, and a loss of both."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import jax

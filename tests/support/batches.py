@@ -1,7 +1,5 @@
 """Cases that share a program, since compiling it is what takes the time."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Callable, Iterable
 from typing import Any

@@ -10,8 +10,6 @@ Cases that the command line leaves out, by `-m`, `-k` or names of tests, are not
 that it chooses alone always runs.
 """
 
-from __future__ import annotations
-
 import collections
 from collections.abc import Callable
 

@@ -6,8 +6,6 @@ the process ends with a segmentation fault in whichever test compiles next.  Whe
 higher, such a process grew to 4.7 GB.
 """
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 import gc

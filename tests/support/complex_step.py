@@ -1,7 +1,5 @@
 """Exact gradients of functions that NumPy computes, by a step along the imaginary axis."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from typing import Any
 

@@ -6,8 +6,6 @@ of the launch (tensor maps, pointers, grid, shared memory) is read from the LLVM
 makes of it.
 """
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import math

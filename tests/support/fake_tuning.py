@@ -1,7 +1,5 @@
 """Rows of the dispatch table, and a device that is played, for tests of the table and the tuner."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import jax
@@ -13,9 +11,9 @@ from ikbo_jax.tuning import table_rows
 LINEAR = LinearCompressionProblem((15, 1024), (1178, 866), 433, 256, "bfloat16")
 ATTENTION = AttentionProblem(2048, 32, 64, 4096, 2, 2, 128, "bfloat16")
 GDPA = GdpaProblem(*(8, 8, 512, 640, 4, 2, 64, "bfloat16"), ("relu",), None, False, 100, None)
-#: Milliseconds of the reference matmul's windows.
 #: The card at hand, as the ops see it.
 HERE = jax.devices()[0].device_kind
+#: Milliseconds of the reference matmul's windows.
 MATMUL_MS = [1.6, 1.7, 1.8]
 #: Options of a task on the machine of the tests.
 QUICK = {"window_s": 0.002, "windows": 2, "matmul_size": 64}
@@ -27,6 +25,11 @@ def row(
     """A row of the table; by default with the problem's default configuration."""
     config = problem.default_config() if config == "default" else config
     return table_rows.Row(problem, config, device, "2026-01-02", "0.11.2", ms, 0.8, 1.0)
+
+
+def other(problem: Any = LINEAR, place: int = 1) -> Any:
+    """A legal configuration that is not the default one."""
+    return list(problem.configs())[place]
 
 
 class Bench:

@@ -14,8 +14,6 @@ result is
 A compiled program takes 0.3 s and more however small it is, an evaluation some milliseconds.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import Any
 

@@ -3,8 +3,6 @@
 Each function takes the equation and the values of its operands.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from typing import Any

@@ -1,7 +1,5 @@
 """Counts calls of functions: a count does not depend on how busy the machine is."""
 
-from __future__ import annotations
-
 import gc
 import sys
 from collections.abc import Callable

@@ -14,8 +14,6 @@ marked `sanitizer` last. `--until` is the time, in seconds since the epoch, afte
 starts.
 """
 
-from __future__ import annotations
-
 import itertools
 import json
 import os

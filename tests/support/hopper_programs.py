@@ -4,8 +4,6 @@ XLA compiles for a card that a text describes. The programs have all kernels tha
 launches of Mosaic GPU among them, but cannot be loaded.
 """
 
-from __future__ import annotations
-
 import functools
 import os
 import re

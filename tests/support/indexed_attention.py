@@ -1,7 +1,5 @@
 """A problem of attention with a given index, as the tests of its kernels list them."""
 
-from __future__ import annotations
-
 import dataclasses
 
 import jax

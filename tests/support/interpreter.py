@@ -19,8 +19,6 @@ become an array on a device first, and an access is compared with every earlier 
 clock by clock.
 """
 
-from __future__ import annotations
-
 import collections
 import contextlib
 import functools

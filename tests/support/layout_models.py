@@ -1,7 +1,5 @@
 """Small ranking models in the layouts that ranking teams write, each with its form by hand."""
 
-from __future__ import annotations
-
 import jax
 import jax.numpy as jnp
 import numpy as np

@@ -1,7 +1,5 @@
 """A causal transformer as modules of Flax: NNX and Linen."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import jax

@@ -1,7 +1,5 @@
 """Recurrences over a history, lookups and updates at positions, and windows, each by hand, too."""
 
-from __future__ import annotations
-
 import jax
 import jax.numpy as jnp
 from jax import lax

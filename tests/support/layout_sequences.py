@@ -1,7 +1,5 @@
 """Models of histories and of sequences [history, candidate], each with its form by hand."""
 
-from __future__ import annotations
-
 import functools
 from typing import Any
 

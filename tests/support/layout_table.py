@@ -4,8 +4,6 @@ The form by hand computes the same values from arrays at user batch. The product
 all that a rewrite of the model can remove.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple

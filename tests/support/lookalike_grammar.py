@@ -1,7 +1,5 @@
 """A grammar of programs that resemble what `ikbo.rewrite` knows, drawn by number."""
 
-from __future__ import annotations
-
 import random
 import re
 

@@ -4,8 +4,6 @@ A program is an expression, or several lines that define `out`; a failing test p
 that it may use stand in `ATTENTION` and in `LOOKUPS`.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable, Iterable
 from typing import Any

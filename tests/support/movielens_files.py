@@ -1,7 +1,5 @@
 """A small synthetic data set in the layouts of MovieLens-100k."""
 
-from __future__ import annotations
-
 import pathlib
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple

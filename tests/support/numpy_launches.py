@@ -7,8 +7,6 @@ code runs in it, equation by equation, on NumPy arrays: what it takes from `jax.
 and for callbacks and threads is replaced by what computes at once.
 """
 
-from __future__ import annotations
-
 import contextlib
 import types
 from collections.abc import Callable, Iterator, Sequence

@@ -5,8 +5,6 @@ compute capability alone, so a stand-in for libcuda.so.1 that answers 9.0 is eno
 in another process, which finds the stand-in first, and whose crash does not end the tests.
 """
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import hashlib

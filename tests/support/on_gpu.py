@@ -1,7 +1,5 @@
 """What the GPU suites share: comparing launch with launch, and compute-sanitizer over a script."""
 
-from __future__ import annotations
-
 import fcntl
 import os
 import pathlib

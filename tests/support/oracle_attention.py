@@ -1,7 +1,5 @@
 """Broadcast attention, and its gradients, in NumPy and f64; the error rule beside them."""
 
-from __future__ import annotations
-
 import functools
 from typing import Any, NamedTuple
 
@@ -112,14 +110,14 @@ def numpy_attention_gradients(
     d_lse: Any,
     *,
     scale: float,
-    logit_cap: float | None = None,
     merged: Any = None,
+    **options: Any,
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Gradients of <d_out, out> + <d_lse, lse> by query, key and value, in NumPy and f64.
 
-    `merged`: out and lse, if the rows attend to further keys, too.
+    `merged`: out and lse, if the rows attend to further keys, too. `options`: ranges and logit_cap.
     """
-    weights, own_lse, keys, values, users, slope = _attended(inputs, scale, logit_cap=logit_cap)
+    weights, own_lse, keys, values, users, slope = _attended(inputs, scale, **options)
     query, key, value, _, _ = inputs.f64()
     d_out, d_lse = problems.f64_of([d_out, d_lse])
     d_weights = np.einsum("btnh,bsnh->btns", d_out, values)

@@ -4,8 +4,6 @@ Candidates do not see each other, positions rotate queries and keys, logits have
 padding hides keys, but no position's own key.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import jax

@@ -3,8 +3,6 @@
 A check that no planted fault can fail would prove nothing.
 """
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable
 from typing import Any

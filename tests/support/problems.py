@@ -1,7 +1,5 @@
 """Shapes, seeded inputs, oracles and the error rule, for the CPU and the GPU suites."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple

@@ -1,7 +1,5 @@
 """Shapes, seeded inputs and oracles of generalised dot-product attention."""
 
-from __future__ import annotations
-
 import functools
 import math
 from collections.abc import Callable, Iterator

@@ -1,7 +1,5 @@
 """Seeded inputs and the oracle of segment sums."""
 
-from __future__ import annotations
-
 import jax
 import jax.numpy as jnp
 import numpy as np

@@ -1,7 +1,5 @@
 """Masks of generalised dot-product attention as dense rules, and oracles in NumPy's f64."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any, NamedTuple
 

@@ -1,7 +1,5 @@
 """Reads a kernel's PTX, as LLVM writes it, into instructions with numbered registers."""
 
-from __future__ import annotations
-
 import dataclasses
 import re
 from collections.abc import Iterator

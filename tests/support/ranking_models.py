@@ -4,8 +4,6 @@ Every model takes a dictionary of arrays. Its users are looked up by `INDEX`, it
 `ITEMS`; padding of a history is the id 0, and one user has an empty history.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any, NamedTuple
 

@@ -1,7 +1,5 @@
 """Arguments that several ops refuse with the same words, by changes to arrays that they take."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

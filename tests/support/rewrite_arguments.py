@@ -3,8 +3,6 @@
 Sizes differ from one another, so that a shape tells what an array is.
 """
 
-from __future__ import annotations
-
 import functools
 
 import jax

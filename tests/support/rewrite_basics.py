@@ -1,7 +1,5 @@
 """A small model, and what tests of the rewrite ask of a rewritten function."""
 
-from __future__ import annotations
-
 import dataclasses
 import types
 

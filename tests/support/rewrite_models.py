@@ -1,7 +1,5 @@
 """Small ranking models, each written the way people write them, with what a rewrite makes of it."""
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Callable
 from typing import Any, NamedTuple

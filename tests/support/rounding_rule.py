@@ -24,8 +24,6 @@ computes if only its first n results are rounded, for every n: a rewritten progr
 often, and the roundings that it keeps may be those that the others made up for.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple

@@ -1,7 +1,5 @@
 """Prints at the end of a session what it cost: time by folder, slowest tests, largest process."""
 
-from __future__ import annotations
-
 import collections
 import heapq
 import pathlib

@@ -1,7 +1,5 @@
 """Calls of ops on arrays that are divided over the devices of a mesh, and what programs move."""
 
-from __future__ import annotations
-
 import functools
 import re
 from collections.abc import Callable, Mapping, Sequence

@@ -1,7 +1,5 @@
 """A check of kernels while they are lowered: integers that they select stay signed."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -19,8 +19,6 @@ Memory orders of ordinary loads and stores are not modelled: every store is visi
 Clusters are missing.
 """
 
-from __future__ import annotations
-
 import random
 import re
 from collections.abc import Callable, Sequence

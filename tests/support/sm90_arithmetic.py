@@ -1,7 +1,5 @@
 """Arithmetic of `sm90.Machine`: instructions that compute registers from registers."""
 
-from __future__ import annotations
-
 import functools
 import re
 from collections.abc import Callable

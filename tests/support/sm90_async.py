@@ -1,7 +1,5 @@
 """Synchronisation and TMA of `sm90.Machine`: barriers, registers of warpgroups, copies."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable
 from typing import Any

@@ -5,8 +5,6 @@ warp has to try again later. Registers are arrays of 32 lanes, never changed in 
 WGMMA fills in the registers that it has left as NaN.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable
 from typing import Any

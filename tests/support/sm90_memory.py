@@ -1,7 +1,5 @@
 """Lanes and memory of `sm90.Machine`: shuffles, votes, loads, stores and fences."""
 
-from __future__ import annotations
-
 import re
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Products of `sm90.Machine`: WGMMA on 16-bit operands, with f32 accumulators."""
 
-from __future__ import annotations
-
 import functools
 import re
 from typing import Any

@@ -1,7 +1,5 @@
 """The state of `sm90.Machine`: thread blocks, warps, barriers, tensor maps and stores."""
 
-from __future__ import annotations
-
 import collections
 import dataclasses
 from collections.abc import Callable

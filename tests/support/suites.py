@@ -9,8 +9,6 @@ not name, such as a new one, belongs to the short suite.
 - `--share 3/10` runs the third of the ten shares.
 """
 
-from __future__ import annotations
-
 import pathlib
 import re
 

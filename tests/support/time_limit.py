@@ -8,8 +8,6 @@ plugin, which a GPU machine may lack, and pytest-xdist shows the stacks.  The wa
 pytest-timeout is a Python thread, and pytest-xdist loses the stacks that it prints.
 """
 
-from __future__ import annotations
-
 import faulthandler
 import os
 from collections.abc import Iterator

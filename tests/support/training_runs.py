@@ -1,7 +1,5 @@
 """Short trainings of the ranking network, to compare the loss curves of its versions."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 from collections.abc import Callable

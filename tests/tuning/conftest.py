@@ -1,7 +1,5 @@
 """What tests of the dispatch table and the tuner share."""
 
-from __future__ import annotations
-
 import pathlib
 from collections.abc import Callable
 

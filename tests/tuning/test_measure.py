@@ -1,7 +1,5 @@
 """`tune` of a function, `tuned` files and `benchmark`."""
 
-from __future__ import annotations
-
 import re
 from typing import Any
 
@@ -20,11 +18,6 @@ INDEX = jnp.array([0, 0, 1], jnp.int32)
 USER = jnp.ones((2, 16, 2, 64), jnp.bfloat16)
 
 CAND = jnp.ones((3, 4, 2, 64), jnp.bfloat16)
-
-
-@pytest.fixture(autouse=True)
-def own_cache(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("IKBO_JAX_CACHE_DIR", str(tmp_path))
 
 
 @pytest.fixture
@@ -92,7 +85,9 @@ def test_what_has_no_tuner_is_named(tuner: list[Any]) -> None:
     assert tuner == []
 
 
-def test_a_file_stands_in_for_the_user_s_cache(tuner: list[Any], tmp_path: Any) -> None:
+def test_a_file_stands_in_for_the_user_s_cache(
+    tuner: list[Any], tmp_path: Any, cache_dir: Any
+) -> None:
     path = tmp_path / "model.json"
     call = jax.jit(lambda *x: ikbo.attention(x[0][:, :4][x[1]], x[0], x[0], x[1]))
 
@@ -104,7 +99,7 @@ def test_a_file_stands_in_for_the_user_s_cache(tuner: list[Any], tmp_path: Any) 
     with ikbo.tuned(path):
         ikbo.tune(call, USER, INDEX)
     assert path.exists()
-    assert not (tmp_path / "sm90.json").exists()
+    assert not (cache_dir / "sm90.json").exists()
     with ikbo.tuned(str(path)):
         assert reason().startswith("model.json, ")
     assert reason() == outside

@@ -1,19 +1,20 @@
-"""The dispatch table, the user's cache and the autotuner."""
-
-from __future__ import annotations
+"""The dispatch table, with rows of several cards, and the autotuner."""
 
 import dataclasses
+import json
 import sys
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import pytest
-from fake_tuning import ATTENTION, Bench, row
+from fake_tuning import ATTENTION, Bench, other, row
 from fake_tuning import LINEAR as DEFAULT
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ikbo_jax.autotuner import autotune
+import ikbo_jax as ikbo
+from ikbo_jax.autotuner import autotune, contest
 from ikbo_jax.autotuner.bench import Task
 from ikbo_jax.cases import linear_compression
 from ikbo_jax.cases.linear_compression import CHECK_ROWS, Case
@@ -21,14 +22,9 @@ from ikbo_jax.problems import LinearCompressionConfig, LinearCompressionProblem
 from ikbo_jax.problems.linear_compression import DISTANCE_WEIGHTS
 from ikbo_jax.problems.problem import ATTENTION_DISTANCE_WEIGHTS
 from ikbo_jax.reference.linear_compression import decomposed
-from ikbo_jax.tuning import table, table_rows
+from ikbo_jax.tuning import table, table_rows, user_cache
 
 TINY = LinearCompressionProblem((2, 6), (7, 5), 9, 16, "float32")
-
-
-def other(problem: LinearCompressionProblem = DEFAULT) -> LinearCompressionConfig:
-    """A legal configuration that is not the default one."""
-    return list(problem.configs())[1]
 
 
 # The configurations that may run.
@@ -223,3 +219,86 @@ def test_the_oracle_is_computed_once_for_all_results_of_the_same_inputs(monkeypa
         found += [case.check(right, inputs) for _ in range(2)]
         assert len(calls) == 2 * (seed + 1)
     assert found[0] == found[1] != found[2] == found[3]
+
+
+H100, H200 = "NVIDIA H100 80GB HBM3", "NVIDIA H200"
+#: Within the distance of a row that speaks for it.
+FAR = dataclasses.replace(DEFAULT, batches=(18, 1200))
+CANDIDATES = list(DEFAULT.configs())
+OF_H100, OF_H200 = CANDIDATES[1], CANDIDATES[2]
+
+
+def of(device: str, config: Any, problem: Any = DEFAULT) -> table_rows.Row:
+    return row(problem, config, device=device)
+
+
+@pytest.mark.parametrize(
+    ("device", "expected"),
+    [
+        (H100, OF_H100),
+        ("H100", OF_H100),
+        ("NVIDIA H100 NVL", OF_H100),
+        (H200, OF_H200),
+        ("H200", OF_H200),
+        ("NVIDIA GH200 480GB", CANDIDATES[0]),  # no card of the rows: the ranking
+        ("", OF_H200),
+    ],
+)
+def test_rows_of_the_card_at_hand_count(builtin, device, expected):
+    builtin(of(H200, OF_H200), of(H100, OF_H100))
+    for problem in (DEFAULT, FAR):
+        assert table.lookup(problem, device=device).config == expected
+
+
+def test_the_card_comes_before_the_distance(builtin):
+    near = dataclasses.replace(DEFAULT, batches=(15, 1100))
+    builtin(of(H200, OF_H200, near), of(H100, OF_H100))
+    assert table.lookup(near, device=H200).config == OF_H200
+    assert table.lookup(near, device=H100).config == OF_H100
+
+
+def test_another_cards_row_in_the_users_cache_is_ignored_aloud(builtin):
+    builtin()
+    user_cache.write_user_row(of(H200, OF_H200))
+    choice = table.lookup(DEFAULT, device=H100)
+    assert choice.config == CANDIDATES[0]
+    assert f"is ignored: an {H200} measured it" in choice.reason
+
+
+def test_the_tuning_cache_keeps_a_row_for_each_card(builtin):
+    builtin()
+    user_cache.write_user_row(of(H200, OF_H200))
+    user_cache.write_user_row(of(H100, CANDIDATES[3]))
+    path = user_cache.write_user_row(of(H100, OF_H100))
+    assert len(json.loads(path.read_text())["rows"]) == 2
+    assert table.lookup(DEFAULT, device=H100).config == OF_H100
+    assert table.lookup(DEFAULT, device=H200).config == OF_H200
+
+
+def test_programs_for_a_card_take_its_rows(builtin):
+    builtin(of(H200, OF_H200), of(H100, OF_H100))
+
+    def op(*arrays: Any) -> jax.Array:
+        return ikbo.linear_compression(*arrays)
+
+    weights = [jax.ShapeDtypeStruct((433, k), jnp.bfloat16) for k in (866, 1178)]
+    embeddings = [
+        jax.ShapeDtypeStruct((n, k, 256), jnp.bfloat16) for n, k in ((1024, 866), (15, 1178))
+    ]
+    index = jax.ShapeDtypeStruct((1024,), jnp.int32)
+    for card, expected in (("H100", OF_H100), ("H200", OF_H200)):
+        with ikbo.export_target(card):
+            (plan,) = ikbo.explain(op, *weights, *embeddings, index).plans
+        assert plan.cuda.config == expected
+
+
+def test_the_tuner_must_beat_the_choice_of_the_card_at_hand(builtin):
+    """It does not know the card until a process that holds the device answers."""
+    builtin(of(H200, OF_H200), of(H100, OF_H100))
+    played = contest.Contest(DEFAULT, 1, lambda *_: None)
+    assert {OF_H100, OF_H200} <= set(played.contenders)
+    played.play(Bench({OF_H100: 0.5, OF_H200: 0.4}, 0.6, device=H100))
+    verdict = played.verdict()
+    assert verdict.is_better
+    assert verdict.row.config == OF_H200
+    assert contest.brief(OF_H100) in verdict.text

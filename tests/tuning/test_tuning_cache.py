@@ -1,7 +1,5 @@
 """The user's tuning cache: what is read, written, put aside and refused."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import os
@@ -13,7 +11,7 @@ import warnings
 from typing import Any
 
 import pytest
-from fake_tuning import ATTENTION, GDPA, row
+from fake_tuning import ATTENTION, GDPA, other, row
 from fake_tuning import LINEAR as DEFAULT
 
 from ikbo_jax.autotuner import autotune
@@ -23,11 +21,6 @@ from ikbo_jax.problems import (
     LinearCompressionProblem,
 )
 from ikbo_jax.tuning import table, table_rows, user_cache
-
-
-def other() -> LinearCompressionConfig:
-    """A legal configuration that is not the default one."""
-    return list(DEFAULT.configs())[1]
 
 
 def test_user_cache_wins_for_its_problem_and_near_ones(builtin, cache_dir):

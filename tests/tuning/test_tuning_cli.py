@@ -1,7 +1,5 @@
 """The command `ikbo-jax tune`: arguments, messages and exit statuses."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import os

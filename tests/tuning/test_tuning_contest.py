@@ -1,7 +1,5 @@
 """The autotuner's contest: who takes part, who wins, what is written, and what Ctrl-C leaves."""
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
 import json

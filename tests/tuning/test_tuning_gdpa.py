@@ -1,7 +1,5 @@
 """Generalised dot-product attention in the dispatch table and in the autotuner."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 from typing import Any
@@ -10,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import problems_gdpa
 import pytest
-from fake_tuning import HERE, row
+from fake_tuning import HERE, other, row
 from hypothesis import given
 from hypothesis import strategies as st
 from problems_gdpa import Shape
@@ -41,11 +39,6 @@ def at(**changes: Any) -> GdpaProblem:
     return dataclasses.replace(DEFAULT, **changes)
 
 
-def other(place: int = 1) -> GdpaConfig:
-    """A legal configuration that is not the default one."""
-    return list(DEFAULT.configs())[place]
-
-
 # Candidates.
 
 
@@ -70,17 +63,17 @@ def test_what_was_measured_fastest_is_timed_first():
 
 def test_full_sequences_have_rows_of_their_own(builtin):
     half = at(q_rows=ROWS, kv_rows=ROWS, max_seqlen_q=2048, max_seqlen_kv=2048)
-    builtin(row(DEFAULT), row(half, other()))
-    assert table.lookup(DEFAULT).config != other()
+    builtin(row(DEFAULT), row(half, other(DEFAULT)))
+    assert table.lookup(DEFAULT).config != other(DEFAULT)
     for jagged in (half, at(max_seqlen_q=None), at(max_seqlen_kv=None)):
         choice = table.lookup(jagged)
-        assert (choice.config, choice.exact) == (other(), True)
-    builtin(row(DEFAULT, other()))
+        assert (choice.config, choice.exact) == (other(DEFAULT), True)
+    builtin(row(DEFAULT, other(DEFAULT)))
     assert table.lookup(half).source == "default"
 
 
 def test_row_of_another_activation_says_nothing(builtin):
-    builtin(row(DEFAULT, other()))
+    builtin(row(DEFAULT, other(DEFAULT)))
     assert table.lookup(at(**RELU)).source == "default"
     assert table.distance(DEFAULT, at(**RELU)) == ACTIVATION_DISTANCE == 1
     assert table.distance(DEFAULT, at(head_dim=64)) == float("inf")
@@ -113,12 +106,12 @@ def test_half_blocks_that_may_serialise_are_not_the_default(head_dim, activation
 def test_users_row_speaks_for_near_problems_and_comes_first(builtin):
     jagged = at(q_rows=ROWS - 999, kv_rows=ROWS - 17)
     builtin(row(at(q_rows=ROWS - 998, kv_rows=ROWS - 17)))
-    user_cache.write_user_row(row(at(batch=1151, batch_kv=1151), other()))
+    user_cache.write_user_row(row(at(batch=1151, batch_kv=1151), other(DEFAULT)))
     choice = table.lookup(jagged)
-    assert (choice.config, choice.source, choice.exact) == (other(), "user cache", False)
+    assert (choice.config, choice.source, choice.exact) == (other(DEFAULT), "user cache", False)
     assert choice.reason.startswith("user cache, nearest row at distance 0.00")
-    user_cache.write_user_row(row(jagged, other(2)))
-    assert table.lookup(jagged).config == other(2)
+    user_cache.write_user_row(row(jagged, other(DEFAULT, 2)))
+    assert table.lookup(jagged).config == other(DEFAULT, 2)
 
 
 def test_runs_are_for_keys_that_stay(builtin):

@@ -1,7 +1,5 @@
 """Which kernel and configuration the rules of GDPA's forward pass choose, beside measured times."""
 
-from __future__ import annotations
-
 import dataclasses
 
 import pytest

@@ -1,7 +1,5 @@
 """What holds for every op in the dispatch table and in the autotuner."""
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
 import json
@@ -11,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from fake_tuning import ATTENTION, GDPA, LINEAR, QUICK, Bench, row
+from fake_tuning import ATTENTION, GDPA, LINEAR, QUICK, Bench, other, row
 
 from ikbo_jax import cases, problems
 from ikbo_jax.autotuner import autotune, bench, contest
@@ -44,11 +42,6 @@ TINY_ATTENTION_BACKWARD = problems.AttentionBackwardProblem.of(TINY_ATTENTION)
 
 def op_of(problem: Any) -> str:
     return problem.op
-
-
-def other(problem: Any) -> Any:
-    """A legal configuration that is not the default one."""
-    return list(problem.configs())[1]
 
 
 # Rows.

@@ -1,7 +1,5 @@
 """The autotuner's worker process: what it compiles and measures, and what its death costs."""
 
-from __future__ import annotations
-
 import concurrent.futures
 import contextlib
 import dataclasses
@@ -19,6 +17,7 @@ from typing import Any
 
 import jax
 import pytest
+from fake_tuning import QUICK
 
 from ikbo_jax._timing import device_time
 from ikbo_jax.autotuner import bench, session, worker
@@ -30,7 +29,6 @@ from ikbo_jax.reference.linear_compression import decomposed
 TINY = LinearCompressionProblem((2, 6), (7, 5), 9, 16, "float32")
 DEFAULT = LinearCompressionProblem((15, 1024), (1178, 866), 433, 256, "bfloat16")
 A, B, _, C = list(DEFAULT.configs())[:4]
-SMALL = {"window_s": 0.002, "windows": 2, "matmul_size": 64}
 
 
 # What a worker does.
@@ -74,7 +72,7 @@ def test_contenders_are_compiled_in_threads_checked_and_timed_by_turns(programs_
     assert told.index(("compiled", 0)) < checks[0]
     assert told[checks[0]] == ("checked", 0)
     assert {told[place][1] for place in checks} == {0, 1, 2}
-    found = stand.measure(Task(TINY, (A, None, B, C), **SMALL))
+    found = stand.measure(Task(TINY, (A, None, B, C), **QUICK))
     a, xla, b, c = found["results"]
     assert len(a["ms"]) == len(xla["ms"]) == len(found["matmul_ms"]) == 2
     assert a["error"] <= a["bound"]
@@ -89,7 +87,7 @@ def test_contenders_are_compiled_in_threads_checked_and_timed_by_turns(programs_
     assert ends["checked", 2]["failure"] == b["failure"]
     # Programs and checks are kept for the next round.
     compiled = len(programs_of_the_cpu)
-    stand.measure(Task(TINY, (A, None), **SMALL))
+    stand.measure(Task(TINY, (A, None), **QUICK))
     assert len(programs_of_the_cpu) == compiled
 
 
@@ -110,10 +108,10 @@ def test_short_kernels_are_timed_on_the_device(
     monkeypatch.setattr(device_time, "measure", measure)
     monkeypatch.setattr(bench._timing, "sustained_ms", lambda *args, **options: [7.0])
     for alone, ms, is_on_device in zip((None, A), (xla_ms, kernel_ms), on_device, strict=True):
-        (found,) = stand.measure(Task(TINY, (alone,), **SMALL))["results"]
+        (found,) = stand.measure(Task(TINY, (alone,), **QUICK))["results"]
         assert found["ms"] == [ms if is_on_device else 7.0] * 2
     # Both in the same way, once a kernel was timed.
-    for found in stand.measure(Task(TINY, (None, A), **SMALL))["results"]:
+    for found in stand.measure(Task(TINY, (None, A), **QUICK))["results"]:
         assert (found["ms"] != [7.0] * 2) == on_device[1]
 
 
@@ -121,7 +119,7 @@ def test_no_profile_of_a_short_kernel_is_a_failure(programs_of_the_cpu, monkeypa
     found = iter([device_time.DeviceTime([0.1], []), None])
     monkeypatch.setattr(device_time, "measure", lambda program, *args: next(found))
     stand = bench.Bench(TINY, (None, A))
-    (result,) = stand.measure(Task(TINY, (A,), **SMALL))["results"]
+    (result,) = stand.measure(Task(TINY, (A,), **QUICK))["results"]
     assert result == {"failure": "RuntimeError: the profiler recorded nothing"}
 
 
@@ -144,7 +142,7 @@ def test_device_of_no_use_ends_the_worker_and_names_the_contender(programs_of_th
     monkeypatch.setattr(bench._timing, "sustained_ms", sustained_ms)
     monkeypatch.setattr(bench.jnp, "zeros", zeros)
     setup = json.dumps({"task": Task(TINY, (None, A)).to_json(), "alone": []})
-    lines = [setup, Task(TINY, (A, None), **SMALL).to_json()]
+    lines = [setup, Task(TINY, (A, None), **QUICK).to_json()]
     assert worker.serve(lines, events.append) == 1
     lost, end = events[-2:]
     assert lost["event"] == "lost"
@@ -175,7 +173,7 @@ def test_session_measures_on_this_machine():
     lines: list[tuple[int, int, str]] = []
     with session.Session(TINY, (None,), lambda *line: lines.append(line)) as run:
         for _ in range(2):
-            found = run(Task(TINY, (None,), **SMALL))
+            found = run(Task(TINY, (None,), **QUICK))
             assert len(found["results"][0]["ms"]) == len(found["matmul_ms"]) == 2
             assert found["results"][0]["error"] <= found["results"][0]["bound"]
     assert lines == [(1, 1, "compiled XLA"), (1, 1, "checked XLA")]
