@@ -24,7 +24,7 @@ class GatedLinearShared(NamedTuple):
 
     rows: Any  # a ring of blocks of rows of u, a and the residual, [slots, consumers, 1, 64, 64]
     weight: Any  # a ring of k steps of weights, [slots, column blocks, 64, 64]
-    statistics: Any  # mean and scale of rows, [consumers, groups, 2, 64] f32; None for one group
+    statistics: Any  # mean and scale of rows, [groups, 2, 128] f32; None for one group
     staging: Any  # the interpreter's u · norm(a), [consumers, 64, 64]
 
 
@@ -44,7 +44,6 @@ class GatedLinearConfig(Config):
 
     def shared(self, groups: int) -> GatedLinearShared:
         """Declares one CTA's shared memory and barriers, for groups of columns."""
-        statistics = NUM_CONSUMERS, groups, 2, WGMMA_M
         return GatedLinearShared(
             rows=memory.ring(
                 self.row_slots, ready=NUM_CONSUMERS, tiles=(NUM_CONSUMERS, 1, WGMMA_M, BLOCK_K)
@@ -52,7 +51,7 @@ class GatedLinearConfig(Config):
             weight=memory.ring(
                 self.weight_slots, ready=self.blocks, tiles=(self.blocks, BLOCK_K, BLOCK_K)
             ),
-            statistics=memory.Floats(statistics) if groups > 1 else None,
+            statistics=memory.Floats((groups, 2, TILE_ROWS)) if groups > 1 else None,
             staging=memory.Staging((NUM_CONSUMERS, WGMMA_M, BLOCK_K)),
         )
 

@@ -13,6 +13,8 @@ from ikbo_jax.problems.problem import Config, Problem, Ranked
 #: Columns of a tile, and of what a consumer stores at a time.
 BLOCK_N = 128
 STORE_COLUMNS = 64
+#: Warps that compute the statistics of a CTA's next rows.
+STATISTICS_WARPS = 2
 
 
 class NormLinearShared(NamedTuple):
@@ -21,6 +23,8 @@ class NormLinearShared(NamedTuple):
     rows: Any  # a ring of column blocks of normalised rows, [slots, consumers, 64, 64]
     weight: Any  # a ring of k steps of weights, [slots, column blocks, 64, 64]
     staging: Any  # [consumers, 1, 64, 64]
+    statistics: Any  # mean and scale of the next item's rows, [2, 128] f32; None: not early
+    early: Any  # a ring of one slot, the statistics; None: not early
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,11 +36,14 @@ class NormLinearConfig(Config):
         of a row. Those beyond let the next rows arrive while the last ones are multiplied.
       weight_slots: k steps of weights that shared memory holds.
       parts: parts of the columns; a CTA normalises 128 rows for one part.
+      is_early: whether other warps compute the statistics of a CTA's next rows in time, from device
+        memory; otherwise consumers do, when the rows have arrived.
     """
 
     row_slots: int = 8
     weight_slots: int = 5
     parts: int = 1
+    is_early: bool = False
 
     def shared(self) -> NormLinearShared:
         """Declares one CTA's shared memory and barriers."""
@@ -47,6 +54,8 @@ class NormLinearConfig(Config):
             ),
             weight=memory.ring(self.weight_slots, ready=blocks, tiles=(blocks, BLOCK_K, BLOCK_K)),
             staging=memory.Tiles((NUM_CONSUMERS, 1, WGMMA_M, STORE_COLUMNS)),
+            statistics=memory.Floats((2, TILE_ROWS)) if self.is_early else None,
+            early=memory.barriers(1, STATISTICS_WARPS) if self.is_early else None,
         )
 
     def illegal_reason(self, problem: NormLinearProblem) -> str | None:

@@ -19,6 +19,7 @@ pytestmark = [pytest.mark.usefixtures("on_cpu"), pytest.mark.slow]
 CASES = {
     # The second tile of rows begins while slots of the first one are read; tiles end in a group.
     "layer": (140, 72, ((2, 64), (136,)), "layer", "bfloat16", True, NormLinearConfig(3, 2)),
+    "early": (270, 72, ((8,), (24,)), "layer", "bfloat16", True, NormLinearConfig(3, 2, 1, True)),
     "rms_in_parts": (65, 40, ((2, 8), (24,)), "rms", "float16", False, NormLinearConfig(1, 2, 2)),
 }
 

@@ -97,6 +97,7 @@ class Roles:
       consume: takes the context, whose `consumer` is 0 or 1, on each consumer warpgroup.
       assist: takes the context, on `assistants` (1 to 3) other warps of the producer, which are a
         warpgroup under interpretation; None: there are none.
+      watch: likewise, on `watchers` warps after those.
       registers: per thread of a consumer and of the producer warpgroup.
     """
 
@@ -105,6 +106,8 @@ class Roles:
     consume: Callable[[Any], None]
     assist: Callable[[Any], None] | None = None
     assistants: int = 1
+    watch: Callable[[Any], None] | None = None
+    watchers: int = 1
     registers: tuple[int, int] = (CONSUMER_REGISTERS, PRODUCER_REGISTERS)
     warpgroups: int = 1
 
@@ -150,7 +153,8 @@ def launch(
             ctx = ctx.replace(counter=pl.get_global(plgpu.SemaphoreType.REGULAR((1,))))
         _dispatch(roles, ctx)
 
-    num_threads = NUM_CONSUMERS + 1 + bool(interpret and roles.assist)
+    others = [role for role in (roles.assist, roles.watch) if role is not None and interpret]
+    num_threads = NUM_CONSUMERS + 1 + len(others)
     clustered: Any = {"cluster": (cluster,), "cluster_names": ("cluster",)} if cluster > 1 else {}
     return mosaic.kernel(
         body,
@@ -239,7 +243,11 @@ def _dispatch(roles: Roles, ctx: WarpgroupContext) -> None:
     if roles.produce is None:
         roles.consume(ctx)
         return
-    numbers = [(roles.produce, 1), (roles.assist, roles.assistants)]
+    numbers = [
+        (roles.produce, 1),
+        (roles.assist, roles.assistants),
+        (roles.watch, roles.watchers),
+    ]
 
     @pl.when(warpgroup == NUM_CONSUMERS)
     def _producer() -> None:
@@ -247,8 +255,9 @@ def _dispatch(roles: Roles, ctx: WarpgroupContext) -> None:
         warps = [(functools.partial(role, ctx), n) for role, n in numbers if role is not None]
         mosaic.on_warps(warps, interpret=ctx.interpret)
 
-    if ctx.interpret and roles.assist is not None:
-        pl.when(warpgroup > NUM_CONSUMERS)(functools.partial(roles.assist, ctx))
+    for i, (role, _) in enumerate(numbers[1:], start=1):
+        if ctx.interpret and role is not None:
+            pl.when(warpgroup == NUM_CONSUMERS + i)(functools.partial(role, ctx))
 
     @pl.when(warpgroup < NUM_CONSUMERS)
     def _consumer() -> None:

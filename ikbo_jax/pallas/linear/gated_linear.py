@@ -35,7 +35,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from ikbo_jax.pallas.hopper import mma, mosaic, operand_tiles, stores
+from ikbo_jax.pallas.hopper import mma, mosaic, operand_tiles
 from ikbo_jax.pallas.hopper.launch import Roles, launch
 from ikbo_jax.pallas.linear import rows
 from ikbo_jax.pallas.linear.items import ItemContext
@@ -226,7 +226,8 @@ def _first_pass(
     def keep(group: Any, sums: rows.Sums) -> None:
         for i, values in enumerate(statistics(sums)):
             if values is not None:
-                ctx.shared.statistics[ctx.consumer, group, i, :] = values
+                own = pl.ds(ctx.consumer * WGMMA_M, WGMMA_M)
+                ctx.shared.statistics[group, i, own] = values
 
     whole, rest = divmod(shape.columns, BLOCK_K)  # no rest if there are several groups
     acc, sums = add(jnp.int32(0), acc, None, BLOCK_K if whole else rest, is_first=True)
@@ -246,11 +247,11 @@ def _select(predicate: Any, x: rows.Sums, y: rows.Sums) -> rows.Sums:
 def _statistics(ctx: GatedLinearContext, k: Any) -> rows.Statistics:
     """Loads the statistics of the group of block `k`."""
     gate = ctx.shape.gate
-    place = ctx.shared.statistics.at[ctx.consumer, lax.div(k, ctx.shape.blocks // gate.groups)]
+    group = lax.div(k, ctx.shape.blocks // gate.groups)
     mean, scale = (
-        place[i, :]
-        if ctx.interpret
-        else plgpu.load(place.at[i], layout=stores.ROW_LAYOUT, optimized=False)
+        rows.load_statistic(
+            ctx.shared.statistics.at[group, i], ctx.consumer, interpret=ctx.interpret
+        )
         for i in range(2)
     )
     return rows.Statistics(None if gate.norm.kind == "rms" else mean, scale)

@@ -39,15 +39,23 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from ikbo_jax.pallas.activations.values import activate
 from ikbo_jax.pallas.hopper import mma, operand_tiles
 from ikbo_jax.pallas.hopper.launch import Roles, launch
-from ikbo_jax.pallas.linear import rows
+from ikbo_jax.pallas.linear import row_statistics, rows
 from ikbo_jax.pallas.linear.items import ItemContext
 from ikbo_jax.problems import hopper
 from ikbo_jax.problems.hopper import BLOCK_K, NUM_CONSUMERS, TILE_ROWS, WGMMA_M
-from ikbo_jax.problems.norm_linear import BLOCK_N, STORE_COLUMNS, NormLinearConfig
+from ikbo_jax.problems.norm_linear import (
+    BLOCK_N,
+    STATISTICS_WARPS,
+    STORE_COLUMNS,
+    NormLinearConfig,
+)
 from ikbo_jax.reference.norm_linear import Norm
 
 #: Columns that are activated after a k step.
 CHUNK = 32
+#: Column tiles before an item's end, from when on the next one's statistics are computed: rows are
+#: to stay in the L2 cache until TMA loads them, and 128 rows take about as long as four tiles.
+LATE_TILES = 8
 
 
 class Outputs(NamedTuple):
@@ -187,7 +195,44 @@ def load_rows(ctx: NormLinearContext) -> None:
     ring.drain_uses(ctx.count * k_steps)
 
 
+def load_statistics(ctx: NormLinearContext) -> None:
+    """Computes the statistics of all items' rows but the first one's, as other warps."""
+    ring, target = ctx.shared.early, ctx.shared.statistics
+
+    def compute_item(i: Any, item: Item, carry: Any) -> Any:
+        @pl.when(i > 0)
+        def _() -> None:
+            ring.await_free(i - 1)
+            options = ctx.shape.norm, STATISTICS_WARPS
+            row_statistics.compute(
+                ctx.operands.x, item.row, target, *options, interpret=ctx.interpret
+            )
+            for _ in range(STATISTICS_WARPS if ctx.interpret else 1):
+                plgpu.barrier_arrive(ring.ready_at(i - 1))
+
+        return carry
+
+    ctx.for_items(compute_item, jnp.int32(0))
+    ring.await_free(ctx.count - 1)
+
+
 # Consumers
+
+
+def _item_statistics(ctx: NormLinearContext, i: Any, first_block: Any) -> rows.Statistics:
+    """Computes the statistics of the consumer's rows of item `i`, or takes the early ones."""
+    if not ctx.config.is_early:
+        return _statistics(ctx, first_block)
+
+    def take() -> rows.Statistics:
+        ctx.shared.early.await_ready(i - 1)
+        mean, scale = (
+            rows.load_statistic(ctx.shared.statistics.at[n], ctx.consumer, interpret=ctx.interpret)
+            for n in range(2)
+        )
+        return rows.Statistics(None if ctx.shape.norm.kind == "rms" else mean, scale)
+
+    return lax.cond(i > 0, take, lambda: _statistics(ctx, first_block))
 
 
 def _rows_of(ctx: NormLinearContext, block: Any) -> Any:
@@ -321,7 +366,8 @@ def consume(ctx: NormLinearContext) -> None:
 
     def compute_item(i: Any, item: Item, carry: Any) -> Any:
         first_block = i * k_steps
-        of_rows = _statistics(ctx, first_block)
+        of_rows = _item_statistics(ctx, i, first_block)
+        late = jnp.maximum(item.begin, item.end - LATE_TILES)
 
         def compute(number: Any, carry: Any) -> Any:
             finished, previous, step = carry
@@ -329,9 +375,14 @@ def consume(ctx: NormLinearContext) -> None:
             def normalise(k: Any) -> None:
                 @pl.when(number == item.begin)
                 def _() -> None:
+                    if ctx.config.is_early:  # the first item's blocks were awaited
+                        wait = functools.partial(ctx.shared.rows.await_ready, first_block + k)
+                        pl.when(i > 0)(wait)
                     tiles, factors = _rows_of(ctx, first_block + k), (operands.scale, operands.bias)
                     rows.normalise(tiles, of_rows, factors, k, interpret=ctx.interpret)
 
+            if ctx.config.is_early:
+                pl.when(number == late)(functools.partial(ctx.shared.early.release, i))
             jobs = _store_jobs(ctx, finished, previous, step > 0)
             is_last = number == item.end - 1
             acc = _multiply(ctx, step, first_block, is_last, normalise, jobs)
@@ -391,12 +442,16 @@ def norm_linear_kernel(
         like if has_projection and name != "identity" else None
         for like, name in zip(of_groups, activations, strict=True)
     )
+    early: dict[str, Any] = {}
+    if config.is_early:
+        early = {"watch": load_statistics, "watchers": STATISTICS_WARPS, "registers": (224, 56)}
     found = launch(
         Roles(
             functools.partial(NormLinearContext, shape, config),
             load_weights,
             consume,
             assist=load_rows,
+            **early,
         ),
         Operands(x, scale, bias, flat, of_columns),
         Outputs(of_groups, projection),

@@ -205,6 +205,14 @@ def statistics(sums: Sums, features: int, eps: float, *, interpret: bool) -> Sta
     return Statistics(mean, jax.lax.rsqrt(variance + jnp.float32(eps)))
 
 
+def load_statistic(ref: Any, consumer: Any, *, interpret: bool) -> jax.Array:
+    """Loads a number of each of the consumer's rows from shared memory, [128] f32: [64]."""
+    place = ref.at[pl.ds(consumer * WGMMA_M, WGMMA_M)]
+    if interpret:
+        return place[...]
+    return plgpu.load(place, layout=ROW_LAYOUT, optimized=False)
+
+
 def normalise(
     tiles: Any, of_rows: Statistics, factors: tuple[Any, Any], block: Any, *, interpret: bool
 ) -> None:
