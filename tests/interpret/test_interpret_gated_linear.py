@@ -11,7 +11,12 @@ import numpy as np
 import pytest
 
 from ikbo_jax.pallas.linear.gated_linear import gated_linear_kernel
-from ikbo_jax.problems.gated_linear import GatedLinearConfig, GatedLinearProblem
+from ikbo_jax.pallas.linear.gated_rows import gated_rows_kernel
+from ikbo_jax.problems.gated_linear import (
+    GatedLinearConfig,
+    GatedLinearProblem,
+    GatedRowsConfig,
+)
 from ikbo_jax.reference import norm_linear as reference
 
 pytestmark = [pytest.mark.usefixtures("on_cpu"), pytest.mark.slow]
@@ -57,3 +62,36 @@ def test_interpreted_gated_linear(name: str, launches: interpreter.Launches) -> 
     unit = float(jnp.finfo(dtype).eps)
     exact = np.asarray(wanted, np.float64)
     np.testing.assert_allclose(np.asarray(found, np.float64), exact, rtol=2 * unit, atol=8 * unit)
+
+
+@pytest.mark.parametrize(("kind", "has_rest"), [("layer", True), ("rms", False)])
+def test_interpreted_gradient_of_rows(
+    kind: str, has_rest: bool, launches: interpreter.Launches
+) -> None:
+    """A warp takes two rows; some rows of zeros, and threads without columns."""
+    rows, columns, padded, dtype = 5, 16, 7, "bfloat16" if has_rest else "float16"
+    rng = np.random.default_rng(0)
+
+    def draw(*shape: int) -> jax.Array:
+        return jnp.asarray(rng.normal(size=shape), dtype)
+
+    vectors = [draw(columns) if has_rest else None for _ in range(2)]
+    d_rows = draw(rows, (3 if has_rest else 1) * columns)
+    arrays = draw(rows, columns), draw(rows, columns) + 3 * draw(rows, 1), *vectors, d_rows
+    gate = reference.Gate(reference.Norm(kind, 1e-3), 1, has_rest)
+    kernel = functools.partial(
+        gated_rows_kernel,
+        gate=gate,
+        padded=padded,
+        config=GatedRowsConfig(1),
+        num_sms=1,
+        interpret=interpreter.PARAMS,
+    )
+    found = jax.block_until_ready(jax.jit(kernel)(*arrays))
+    launches.assert_no_races(1)
+    wanted = reference.gated_rows_vjp(gate, None, arrays)
+    assert not found.rows[rows:].any()
+    unit = float(jnp.finfo(dtype).eps)
+    for x, y in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
+        x, exact = (np.asarray(z, np.float64) for z in (x[: len(y)], y))
+        np.testing.assert_allclose(x, exact, rtol=unit, atol=unit)
