@@ -151,7 +151,6 @@ def _pull_back_by_kernel(settings: _Settings, operands: Any) -> GatedRows:
     launch = functools.partial(
         gated_rows_kernel,
         gate=settings.gate,
-        padded=reference.whole(operands[1].shape[0]),
         config=settings.config,
         num_sms=settings.request.num_sms,
     )

@@ -68,8 +68,8 @@ def test_interpreted_gated_linear(name: str, launches: interpreter.Launches) -> 
 def test_interpreted_gradient_of_rows(
     kind: str, has_rest: bool, launches: interpreter.Launches
 ) -> None:
-    """A warp takes two rows; some rows of zeros, and threads without columns."""
-    rows, columns, padded, dtype = 5, 16, 7, "bfloat16" if has_rest else "float16"
+    """A warp takes two rows, and most threads have no columns."""
+    rows, columns, dtype = 5, 16, "bfloat16" if has_rest else "float16"
     rng = np.random.default_rng(0)
 
     def draw(*shape: int) -> jax.Array:
@@ -82,7 +82,6 @@ def test_interpreted_gradient_of_rows(
     kernel = functools.partial(
         gated_rows_kernel,
         gate=gate,
-        padded=padded,
         config=GatedRowsConfig(1),
         num_sms=1,
         interpret=interpreter.PARAMS,
@@ -90,8 +89,7 @@ def test_interpreted_gradient_of_rows(
     found = jax.block_until_ready(jax.jit(kernel)(*arrays))
     launches.assert_no_races(1)
     wanted = reference.gated_rows_vjp(gate, None, arrays)
-    assert not found.rows[rows:].any()
     unit = float(jnp.finfo(dtype).eps)
     for x, y in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
-        x, exact = (np.asarray(z, np.float64) for z in (x[: len(y)], y))
+        x, exact = (np.asarray(z, np.float64) for z in (x, y))
         np.testing.assert_allclose(x, exact, rtol=unit, atol=unit)

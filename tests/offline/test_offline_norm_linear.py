@@ -89,7 +89,6 @@ def test_offline_gradient_of_rows_is_fit(
     kernel = functools.partial(
         gated_rows_kernel,
         gate=Gate(Norm(), concat=True),
-        padded=100_096,
         config=GatedRowsConfig(),
         num_sms=132,
     )
