@@ -199,8 +199,11 @@ def norm_linear_vjp(
         if cotangents.projection is not None and cotangents.projection[number] is not None:
             d_z = d_z + _matrix(cotangents.projection[number]).astype(jnp.float32)
         d_projected.append(d_z)
-    # One product of all groups: its sum over columns stays in one accumulator.
-    rounded = jnp.concatenate([d_z.astype(x.dtype) for d_z in d_projected], axis=1)
+    # One product of all groups: its sum over columns stays in one accumulator. Behind the barrier,
+    # XLA joins the groups once, not again as a part of the second product.
+    rounded = jax.lax.optimization_barrier(
+        jnp.concatenate([d_z.astype(x.dtype) for d_z in d_projected], axis=1)
+    )
     weight = jnp.concatenate([_matrix(w) for w in weights], axis=1)
     d_normed = _product("rc,fc->rf", rounded, weight, dtype)
     d_weight = _sum_of_rows(normed, rounded)
