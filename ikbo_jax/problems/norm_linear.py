@@ -13,6 +13,8 @@ from ikbo_jax.problems.problem import Config, Problem, Ranked
 #: Columns of a tile, and of what a consumer stores at a time.
 BLOCK_N = 128
 STORE_COLUMNS = 64
+#: Rows up to which XLA is faster: of 64, by 8.9 to 9.6 us, of 512, by 15.7 to 9.9 us (H200).
+FEW_ROWS = 128
 #: Warps that compute the statistics of a CTA's next rows.
 STATISTICS_WARPS = 2
 
@@ -37,7 +39,8 @@ class NormLinearConfig(Config):
       weight_slots: k steps of weights that shared memory holds.
       parts: parts of the columns; a CTA normalises 128 rows for one part.
       is_early: whether other warps compute the statistics of a CTA's next rows in time, from device
-        memory; otherwise consumers do, when the rows have arrived.
+        memory; otherwise consumers do, when the rows have arrived, as for a CTA's first ones. With
+        F of more than 512, registers would spill.
     """
 
     row_slots: int = 8
@@ -151,14 +154,14 @@ class NormLinearProblem(LinearProblem):
     def rank(self) -> Iterator[Ranked]:
         if why_not_served(self):
             return
-        blocks = hopper.column_blocks(self.features)
-        row_slots = max(8, blocks)
-        weight_slots = 13 - row_slots
+        if self.rows <= FEW_ROWS:
+            yield Ranked(None, None, f"XLA is faster for at most {FEW_ROWS} rows")
+        row_slots = max(8, hopper.column_blocks(self.features))
         tiles = self.column_tiles
-        best = min(range(1, tiles + 1), key=lambda parts: (self.waves(parts), parts))
-        yield Ranked(
-            None, NormLinearConfig(row_slots, weight_slots, best), "by the number of tiles"
-        )
+        parts = min(range(1, tiles + 1), key=lambda parts: (self.waves(parts), parts))
+        is_early = row_slots == 8 and self.row_tiles * parts > hopper.NUM_SMS
+        config = NormLinearConfig(row_slots, 13 - row_slots, parts, is_early)
+        yield Ranked(None, config, "by the number of tiles")
 
     def waves(self, parts: int) -> float:
         """Estimates the time of the CTA with most tiles, in column tiles."""

@@ -24,6 +24,7 @@ pytestmark = pytest.mark.usefixtures("on_cpu")
         ("float32", {}, "float32"),
         ("bfloat16", {"features": 648}, "at most F=640 in shared memory, but F=648"),
         ("bfloat16", {"rows": 1}, "at least 2 rows, for TMA, but there is 1"),
+        ("bfloat16", {"rows": 128}, "XLA is faster for at most 128 rows"),
     ],
 )
 def test_programs_for_hopper_have_the_kernel_where_it_takes_the_call(
@@ -43,7 +44,7 @@ def test_programs_for_hopper_have_the_kernel_where_it_takes_the_call(
 
 @pytest.mark.parametrize("recompute", [(), ("norm", "projection")])
 def test_the_kernel_runs_below_a_gradient(recompute: tuple[str, ...]) -> None:
-    x = jnp.ones((16, 8), jnp.bfloat16)
+    x = jnp.ones((512, 8), jnp.bfloat16)
     w = jnp.ones((8, 16), jnp.bfloat16)
 
     def loss(x: Any, w: Any) -> jax.Array:
@@ -65,6 +66,7 @@ def test_the_kernel_runs_below_a_gradient(recompute: tuple[str, ...]) -> None:
         ({}, {}, ""),
         ({}, {"by_head": True}, ""),
         ({"width": 264}, {}, ""),
+        ({"rows": 512}, {}, "XLA is faster for at most 512 rows"),
         ({"width": 72}, {"by_head": True}, "heads of a multiple of 64 columns, but there are 2 of"),
         ({"width": 66}, {}, "multiples of 8 (16 bytes, for TMA), but columns=132"),
         ({}, {"dropout_rate": 0.5, "dropout_key": jax.random.key(0)}, "the kernel drops nothing"),
@@ -73,9 +75,10 @@ def test_the_kernel_runs_below_a_gradient(recompute: tuple[str, ...]) -> None:
 def test_gated_linear_takes_the_kernel_with_and_without_a_gradient(
     changes: dict[str, int], options: dict[str, Any], reason: str
 ) -> None:
-    width = changes.get("width", 64)
-    u = jnp.ones((16, 2, width), jnp.bfloat16)
-    w, x = jnp.ones((6 * width, 16), jnp.bfloat16), jnp.ones((16, 16), jnp.bfloat16)
+    rows, width = (changes.get(name, size) for name, size in (("rows", 600), ("width", 64)))
+    u, w, x = (
+        jnp.ones(shape, jnp.bfloat16) for shape in ((rows, 2, width), (6 * width, 16), (rows, 16))
+    )
 
     def loss(u: Any, w: Any, x: Any) -> jax.Array:
         found = ikbo.gated_linear(u, u, w, x, concat=True, **options)
