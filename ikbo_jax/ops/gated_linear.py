@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +15,7 @@ from ikbo_jax.ops.norm_linear import LinearCall, LinearOp, check_norm, check_vec
 from ikbo_jax.ops.op import Gradient, Named, Part
 from ikbo_jax.ops.partition import Division
 from ikbo_jax.ops.sharded import run_kernel
-from ikbo_jax.problems.gated_linear import GatedLinearProblem, GatedRowsConfig, why_no_gradient
+from ikbo_jax.problems.gated_linear import GatedLinearProblem
 from ikbo_jax.reference import norm_linear as reference
 from ikbo_jax.reference.norm_linear import Gate, GatedLinear, GatedRows
 
@@ -136,51 +136,39 @@ class _Call(LinearCall):
     gate: Gate
 
 
-class _Settings(NamedTuple):
-    """The arguments of the rows' gradient that are not arrays."""
-
-    request: dispatch.Request
-    gate: Gate
-    config: GatedRowsConfig
-
-
-def _pull_back_by_kernel(settings: _Settings, operands: Any) -> GatedRows:
-    """Computes `reference.gated_rows_vjp` from u, a, scale, bias and a cotangent."""
+def _pull_back(call: _Call, operands: Any) -> GatedRows:
+    """Computes `reference.gated_rows_vjp` by the kernel."""
     from ikbo_jax.pallas.linear.gated_rows import gated_rows_kernel
 
-    launch = functools.partial(
-        gated_rows_kernel,
-        gate=settings.gate,
-        config=settings.config,
-        num_sms=settings.request.num_sms,
-    )
+    launch = functools.partial(gated_rows_kernel, gate=call.gate, num_sms=call.request.num_sms)
     found: GatedRows = run_kernel(launch, *operands)
     return found
 
 
-def _pull_back_twice(settings: _Settings, operands: Any, cotangents: GatedRows) -> tuple[Any]:
+def _pull_back_twice(call: _Call, operands: Any, cotangents: GatedRows) -> tuple[Any]:
     def by_xla(operands: Any) -> GatedRows:
-        found = reference.gated_rows_vjp(settings.gate, None, operands)
+        found = reference.gated_rows_vjp(call.gate, None, operands)
         return jax.tree.map(lambda x, like: x.astype(like.dtype), found, cotangents)
 
     return jax.vjp(by_xla, operands)[1](cotangents)
 
 
-_GRADIENT: Gradient[_Settings, Any, GatedRows] = Gradient(
-    _pull_back_by_kernel,
-    lambda settings, _, batched, operands: _GRADIENT.one_by_one(settings, batched, operands),
+_GRADIENT: Gradient[_Call, Any, GatedRows] = Gradient(
+    _pull_back,
+    lambda call, _, batched, operands: _GRADIENT.one_by_one(call, batched, operands),
     _pull_back_twice,
 )
 
 
 class _GatedLinear(LinearOp[_Call, GatedLinear, jax.Array]):
     name, columns = "_gated_linear", "f"
-    by_kernels = "mosaic_gpu, between products of XLA"
 
     @staticmethod
-    def choose_gradient(request: dispatch.Request, problem: Any) -> tuple[Any, str]:
-        reason = why_no_gradient(problem)
-        return None if reason else GatedRowsConfig(), reason or "by one pass over the rows"
+    def choose_gradient(
+        request: dispatch.Request, problem: GatedLinearProblem
+    ) -> tuple[str | None, str]:
+        reason = problem.why_no_gradient()
+        return None if reason else "a warp for each row", reason or "XLA computes products"
 
     def problem(self, call: _Call, arrays: GatedLinear) -> GatedLinearProblem:
         gate, a = call.gate, arrays.a
@@ -250,8 +238,7 @@ class _GatedLinear(LinearOp[_Call, GatedLinear, jax.Array]):
     ) -> GatedLinear:
         pull_back = functools.partial(reference.gated_rows_vjp, call.gate, arrays.seed)
         if plan.backward_config is not None and not call.is_divided:
-            settings = _Settings(call.request, call.gate, plan.backward_config)
-            pull_back = functools.partial(_GRADIENT.differentiable, settings)
+            pull_back = functools.partial(_GRADIENT.differentiable, call)
         gradients = reference.gated_linear_vjp(
             arrays, cotangents, call.cotangent_dtype(arrays.a), pull_back
         )

@@ -15,7 +15,7 @@ from ikbo_jax.ops import arguments, dispatch, reverse_only
 from ikbo_jax.ops.op import Call, Named, Op, Part
 from ikbo_jax.ops.partition import Division
 from ikbo_jax.ops.sharded import run_kernel, zeros
-from ikbo_jax.problems.norm_linear import LinearProblem, NormLinearProblem
+from ikbo_jax.problems.norm_linear import NormLinearProblem
 from ikbo_jax.reference import norm_linear as reference
 from ikbo_jax.reference.activations import ACTIVATIONS, SOFTMAX
 from ikbo_jax.reference.norm_linear import Norm, NormLinear, Projected
@@ -182,7 +182,7 @@ class LinearOp[C: LinearCall, A, R](Op[C, A, R]):
     columns: str
 
     @staticmethod
-    def choose_gradient(request: dispatch.Request, problem: LinearProblem) -> tuple[None, str]:
+    def choose_gradient(request: dispatch.Request, problem: Any) -> tuple[str | None, str]:
         return None, "the gradient has no kernel"
 
     def part(self, call: C, arrays: A, division: Division) -> Part[C, A, R]:

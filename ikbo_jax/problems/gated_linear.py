@@ -13,8 +13,9 @@ from ikbo_jax.problems.problem import Config, Ranked
 
 #: The most groups of columns: their statistics take 1 KiB each.
 MAX_GROUPS = 16
-#: The widest rows of the gradient's kernel: with norm scale and bias, a thread has 222 registers.
-MAX_GRADIENT_COLUMNS = 512
+#: Columns of a row that the gradient's kernel holds in the registers of a warp. With norm scale and
+#: bias, a thread has 226 for 512 columns.
+GRADIENT_COLUMNS = (256, 512)
 #: The widest tile: 128 registers of a thread.
 MAX_BLOCKS = 4
 #: Rows up to which XLA is faster: of 512, by 10.9 to 11.6 us, of 4,096, by 26.3 to 14.5 us (H200).
@@ -70,20 +71,6 @@ class GatedLinearConfig(Config):
 
 
 @dataclasses.dataclass(frozen=True)
-class GatedRowsConfig(Config):
-    """Tuning parameters of the kernel of the rows' gradient.
-
-    Attributes:
-      ctas_per_sm: CTAs of a warpgroup for each SM; four run at once.
-    """
-
-    ctas_per_sm: int = 8
-
-    def illegal_reason(self, problem: GatedLinearProblem) -> str | None:
-        return why_no_gradient(problem)
-
-
-@dataclasses.dataclass(frozen=True)
 class GatedLinearProblem(LinearProblem):
     """Holds the sizes of a `gated_linear`; `columns` are those of `a`.
 
@@ -113,22 +100,19 @@ class GatedLinearProblem(LinearProblem):
         config = GatedLinearConfig(blocks, row_slots, weight_slots)
         yield Ranked(None, config, "by the number of tiles")
 
+    def why_no_gradient(self) -> str | None:
+        """Checks what the kernel of the gradient needs besides `why_not_served`."""
+        if self.groups > 1 or self.columns[0] not in GRADIENT_COLUMNS:
+            return (
+                f"the gradient's kernel normalises 256 or 512 columns, but there are {self.groups} "
+                f"groups of {self.columns[0] // self.groups}"
+            )
+        return None
+
     def time(self, blocks: int) -> int:
         """Estimates the time of the CTA with most tiles: one of C = 512 takes 7 + 2 blocks."""
         tiles = -(-self.rows // TILE_ROWS) * -(-hopper.column_blocks(self.features) // blocks)
         return -(-tiles // hopper.NUM_SMS) * (7 + 2 * blocks)
-
-
-def why_no_gradient(problem: GatedLinearProblem) -> str | None:
-    """Checks what the kernel of the rows' gradient needs besides `why_not_served`."""
-    if problem.groups > 1:
-        return f"the gradient's kernel normalises all columns, not {problem.groups} groups"
-    if problem.columns[0] > MAX_GRADIENT_COLUMNS:
-        return (
-            f"the gradient's kernel holds a row of at most {MAX_GRADIENT_COLUMNS} columns in the "
-            f"registers of a warp, but there are {problem.columns[0]}"
-        )
-    return None
 
 
 def why_not_served(problem: GatedLinearProblem) -> str | None:

@@ -10,13 +10,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from ikbo_jax.pallas.linear import gated_rows
 from ikbo_jax.pallas.linear.gated_linear import gated_linear_kernel
-from ikbo_jax.pallas.linear.gated_rows import gated_rows_kernel
-from ikbo_jax.problems.gated_linear import (
-    GatedLinearConfig,
-    GatedLinearProblem,
-    GatedRowsConfig,
-)
+from ikbo_jax.problems.gated_linear import GatedLinearConfig, GatedLinearProblem
 from ikbo_jax.reference import norm_linear as reference
 
 pytestmark = [pytest.mark.usefixtures("on_cpu"), pytest.mark.slow]
@@ -66,10 +62,13 @@ def test_interpreted_gated_linear(name: str, launches: interpreter.Launches) -> 
 
 @pytest.mark.parametrize(("kind", "has_rest"), [("layer", True), ("rms", False)])
 def test_interpreted_gradient_of_rows(
-    kind: str, has_rest: bool, launches: interpreter.Launches
+    kind: str,
+    has_rest: bool,
+    launches: interpreter.Launches,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """A warp takes two rows, and most threads have no columns."""
-    rows, columns, dtype = 5, 16, "bfloat16" if has_rest else "float16"
+    """A warp takes two rows."""
+    rows, columns, dtype = 5, 256, "bfloat16" if has_rest else "float16"
     rng = np.random.default_rng(0)
 
     def draw(*shape: int) -> jax.Array:
@@ -79,12 +78,9 @@ def test_interpreted_gradient_of_rows(
     d_rows = draw(rows, (3 if has_rest else 1) * columns)
     arrays = draw(rows, columns), draw(rows, columns) + 3 * draw(rows, 1), *vectors, d_rows
     gate = reference.Gate(reference.Norm(kind, 1e-3), 1, has_rest)
+    monkeypatch.setattr(gated_rows, "CTAS_PER_SM", 1)
     kernel = functools.partial(
-        gated_rows_kernel,
-        gate=gate,
-        config=GatedRowsConfig(1),
-        num_sms=1,
-        interpret=interpreter.PARAMS,
+        gated_rows.gated_rows_kernel, gate=gate, num_sms=1, interpret=interpreter.PARAMS
     )
     found = jax.block_until_ready(jax.jit(kernel)(*arrays))
     launches.assert_no_races(1)

@@ -2,10 +2,10 @@
 
     rows = [u, a, u · norm(a)], or u · norm(a) alone
 
-A warp computes a row at a time. Each of its threads has some vectors of 8 numbers of `u`, `a` and
-every part of the rows' cotangent, and loads all of them before it uses one. So statistics cost no
-second read, where XLA takes four passes. A thread adds up the gradients of norm scale and norm bias
-over its rows; XLA adds the warps' sums.
+A warp computes a row at a time. Each of its threads has one or two vectors of 8 numbers of `u`, `a`
+and every part of the rows' cotangent, and loads all of them before it uses one. So statistics cost
+no second read, where XLA takes four passes. A thread adds up the gradients of norm scale and norm
+bias over its rows; XLA adds the warps' sums.
 """
 
 from __future__ import annotations
@@ -22,11 +22,12 @@ from ikbo_jax.pallas.hopper import per_thread
 from ikbo_jax.pallas.hopper.launch import WarpgroupContext, launch_threads
 from ikbo_jax.pallas.hopper.per_thread import LANES, WARPS, same
 from ikbo_jax.pallas.hopper.row_vectors import Rows, Words
-from ikbo_jax.problems.gated_linear import GatedRowsConfig
 from ikbo_jax.reference.norm_linear import Gate, GatedRows
 
 #: Numbers and words of a vector of 16 bytes.
 VECTOR, WORDS = 8, 4
+#: CTAs of a warpgroup for each SM. Without norm scale, four run at once: threads of 127 registers.
+CTAS_PER_SM = 8
 
 #: A thread's numbers of a row, f32, those of each vector side by side.
 Numbers = list[jax.Array]
@@ -48,59 +49,53 @@ class Shared(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Shape:
-    """Static description of a launch; `vectors` of a row."""
+    """Static description of a launch."""
 
     rows: int
-    vectors: int
+    columns: int
     gate: Gate
     workers: int
 
 
-@dataclasses.dataclass(frozen=True)
-class _Row:
-    """A warp's row: its number, this thread's vectors in it, and whether there are such vectors."""
+class _Row(NamedTuple):
+    """A warp's row, and this thread's number in the warp."""
 
-    shape: Shape
+    ctx: WarpgroupContext
     number: jax.Array
-    vectors: list[jax.Array]
-    is_vector: list[jax.Array]
-    interpret: bool
+    lane: jax.Array
+
+    def vectors(self, part: int = 0, width: int = VECTOR) -> list[jax.Array]:
+        """Numbers this thread's vectors in a part of a row, in vectors of `width` numbers."""
+        begin, columns = part * self.ctx.shape.columns // width, self.ctx.shape.columns
+        firsts = range(begin, begin + columns // width, LANES * VECTOR // width)
+        each = VECTOR // width
+        return [self.lane * each + (first + i) for first in firsts for i in range(each)]
 
     def load(self, ref: Any, part: int = 0) -> list[Words]:
         """Issues loads of this thread's vectors of a part of the row."""
-        number, last = jnp.minimum(self.number, self.shape.rows - 1), self.shape.vectors - 1
-        first = part * self.shape.vectors
-        places = [(number, jnp.minimum(v, last) + first) for v in self.vectors]
-        return Rows(ref, WORDS, self.interpret).load(places)
+        number = jnp.minimum(self.number, self.ctx.shape.rows - 1)
+        places = [(number, v) for v in self.vectors(part)]
+        return Rows(ref, WORDS, self.ctx.interpret).load(places)
 
     def load_factors(self, ref: Any) -> Numbers | None:
         """Loads this thread's numbers of [1, C] f32."""
         if ref is None:
             return None
-        view, last = Rows(ref, WORDS, self.interpret), self.shape.vectors - 1
-        places = [
-            (same(0), 2 * jnp.minimum(v, last) + half) for v in self.vectors for half in (0, 1)
-        ]
-        return [x for words in view.load(places) for x in view.floats(words)]
+        view = Rows(ref, WORDS, self.ctx.interpret)
+        loaded = view.load([(same(0), v) for v in self.vectors(width=WORDS)])
+        return [x for words in loaded for x in view.floats(words)]
 
     def means(self, *numbers: Numbers) -> list[jax.Array]:
         """Computes the means over the row of several numbers of its columns."""
-        totals = []
-        for xs in numbers:
-            total = same(0).astype(jnp.float32)
-            for i, is_vector in enumerate(self.is_vector):
-                of_vector = sum(xs[VECTOR * i + 1 : VECTOR * (i + 1)], start=xs[VECTOR * i])
-                total += jnp.where(is_vector, of_vector, jnp.zeros_like(total))
-            totals.append(total)
-        share = jnp.float32(1 / (VECTOR * self.shape.vectors))
-        return [x * share for x in per_thread.warp_sums(totals, interpret=self.interpret)]
+        totals = [sum(xs[1:], start=xs[0]) for xs in numbers]
+        totals = per_thread.warp_sums(totals, interpret=self.ctx.interpret)
+        return [x * jnp.float32(1 / self.ctx.shape.columns) for x in totals]
 
     def store(self, ref: Any, words: list[Words], part: int = 0) -> None:
         """Stores this thread's vectors of a part of the row."""
-        view, is_row = Rows(ref, WORDS, self.interpret), self.number < self.shape.rows
-        for v, is_vector, of_vector in zip(self.vectors, self.is_vector, words, strict=True):
-            place = v + part * self.shape.vectors
-            view.store(self.number, place, of_vector, is_vector & is_row)
+        is_row = self.number < self.ctx.shape.rows
+        for v, of_vector in zip(self.vectors(part), words, strict=True):
+            Rows(ref, WORDS, self.ctx.interpret).store(self.number, v, of_vector, is_row)
 
 
 def _times(a: Numbers, b: Numbers | None) -> Numbers:
@@ -155,22 +150,20 @@ def _consume(ctx: WarpgroupContext) -> None:
     shape, kept = ctx.shape, (ctx.outputs.d_scale, ctx.outputs.d_bias)
     thread = per_thread.number()
     warp, lane = lax.div(thread, same(LANES)), lax.rem(thread, same(LANES))
-    vectors = [lane + first for first in range(0, shape.vectors, LANES)]
-    is_vector = [v < shape.vectors for v in vectors]
 
     def compute(turn: Any, sums: Any) -> Any:
         number = warp + (turn * shape.workers + ctx.worker) * WARPS
-        return _compute(ctx, _Row(shape, number, vectors, is_vector, ctx.interpret), sums)
+        return _compute(ctx, _Row(ctx, number, lane), sums)
 
-    zeros = [same(0).astype(jnp.float32)] * (VECTOR * len(vectors))
+    zeros = [same(0).astype(jnp.float32)] * (shape.columns // LANES)
     sums = tuple(None if ref is None else zeros for ref in kept)
     sums = lax.fori_loop(0, pl.cdiv(shape.rows, shape.workers * WARPS), compute, sums)
     for ref, numbers in zip(kept, sums, strict=True):
         if ref is not None:
             view = Rows(ref, VECTOR, ctx.interpret)
-            for i, (v, is_wanted) in enumerate(zip(vectors, is_vector, strict=True)):
+            for i, v in enumerate(_Row(ctx, warp, lane).vectors()):
                 words = view.rounded(numbers[VECTOR * i : VECTOR * (i + 1)])
-                view.store(warp + ctx.worker * WARPS, v, words, is_wanted)
+                view.store(warp + ctx.worker * WARPS, v, words, lane >= 0)
 
 
 def gated_rows_kernel(
@@ -181,26 +174,22 @@ def gated_rows_kernel(
     d_rows: jax.Array,
     *,
     gate: Gate,
-    config: GatedRowsConfig,
     num_sms: int,
     interpret: Any = False,
 ) -> GatedRows:
     """Computes `reference.gated_rows_vjp`: d_u, d_a and rows rounded, d_scale and d_bias f32.
 
-    Args:
-      u, a: [rows, C], bf16 or f16; C a multiple of 8, see `why_no_gradient`.
-      norm_scale, norm_bias: [C], or None.
-      d_rows: [rows, 3 C], or [rows, C] unless the gate concatenates; cotangent of the rows.
-      gate: without dropout, with one group.
+    Takes u and a [rows, C] in bf16 or f16, C 256 or 512; scale and bias [C] or None; the cotangent
+    of the rows; and a gate without dropout, of one group.
     """
     rows, columns = a.shape
-    workers = min(config.ctas_per_sm * num_sms, pl.cdiv(rows, WARPS))
+    workers = min(CTAS_PER_SM * num_sms, pl.cdiv(rows, WARPS))
     like, wide = (jax.ShapeDtypeStruct(x.shape, a.dtype) for x in (a, d_rows))
     of_warps = jax.ShapeDtypeStruct((workers * WARPS, columns), jnp.float32)
     vectors = norm_scale, norm_bias
     found: GatedRows = launch_threads(
         _consume,
-        Shape(rows, columns // VECTOR, gate, workers),
+        Shape(rows, columns, gate, workers),
         Operands(u, a, d_rows, *(None if x is None else x[None].astype("f4") for x in vectors)),
         GatedRows(like, like, wide, *(None if x is None else of_warps for x in vectors)),
         Shared(),

@@ -58,16 +58,6 @@ CHUNK = 32
 LATE_TILES = 8
 
 
-class Outputs(NamedTuple):
-    """Device memory that the kernel fills: [rows, columns] of every group.
-
-    `projection` are groups before their activation; None for those that the gradient does not need.
-    """
-
-    out: tuple[Any, ...]
-    projection: tuple[Any, ...]
-
-
 class Operands(NamedTuple):
     """Device memory that the kernel reads; `scale`, `bias` and `biases` may be None."""
 
@@ -321,10 +311,6 @@ def _store_jobs(
             values += rows.of_columns(biases, first, width, interpret=interpret)
         return values
 
-    def activated(begin: int) -> jax.Array:
-        names, values = ctx.shape.activations, projected(begin, CHUNK)
-        return activate(names, None, group, values, interpret=interpret).astype(dtype)
-
     def store(begin: int, values: jax.Array, outputs: tuple[Any, ...]) -> None:
         registers_view, copy_view = (view.at[ctx.consumer] for view in ctx.shared.staging)
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
@@ -332,29 +318,28 @@ def _store_jobs(
         plgpu.commit_smem()
 
         def copy(group: int, column: Any) -> None:
-            if outputs[group] is None:
-                return
-            part = pl.ds(tile.row + ctx.consumer * WGMMA_M, WGMMA_M)
-            columns = pl.ds(column + begin, STORE_COLUMNS)
-            plgpu.copy_smem_to_gmem(copy_view.at[0], outputs[group].at[part, columns])
+            if outputs[group] is not None:
+                part = pl.ds(tile.row + ctx.consumer * WGMMA_M, WGMMA_M)
+                target = outputs[group].at[part, pl.ds(column + begin, STORE_COLUMNS)]
+                plgpu.copy_smem_to_gmem(copy_view.at[0], target)
 
         ctx.with_group(tile.number, copy)
 
     def job(begin: int) -> None:
-        rounded.append(activated(begin))
+        names, values = ctx.shape.activations, projected(begin, CHUNK)
+        activated = activate(names, None, group, values, interpret=interpret)
+        rounded.append(activated.astype(dtype))
         if (begin + CHUNK) % STORE_COLUMNS:
             return
         values, first = jnp.concatenate(rounded, axis=1), begin + CHUNK - STORE_COLUMNS
         rounded.clear()
         out, projection = ctx.outputs
         pl.when(is_valid)(functools.partial(store, first, values, out))
-        is_kept = [group == g for g, x in enumerate(projection) if x is not None]
-        if not is_kept:
-            return
+        if is_kept := [group == g for g, x in enumerate(projection) if x is not None]:
 
-        @pl.when(is_valid & functools.reduce(jnp.logical_or, is_kept))
-        def _() -> None:
-            store(first, projected(first, STORE_COLUMNS).astype(dtype), projection)
+            @pl.when(is_valid & functools.reduce(jnp.logical_or, is_kept))
+            def _() -> None:
+                store(first, projected(first, STORE_COLUMNS).astype(dtype), projection)
 
     return [functools.partial(job, begin) for begin in range(0, BLOCK_N, CHUNK)]
 
@@ -410,15 +395,13 @@ def norm_linear_kernel(
     config: NormLinearConfig,
     num_sms: int,
     interpret: Any = False,
-) -> tuple[tuple[jax.Array, ...], tuple[jax.Array | None, ...] | None]:
+) -> tuple[tuple[Any, ...], tuple[Any, ...] | None]:
     """Computes `norm_linear`, in the layouts of the weights: [rows, *weights[g].shape[1:]] each.
-
-    Returns the groups; and if `has_projection` those that have an activation before it, None for
-    the others.
 
     Args:
       x: [rows, F], bf16 or f16.
       weights: [F, N, H] or [F, columns] each, the same dtype; `biases` likewise.
+      has_projection: whether to return groups before their activation, too; None for "identity".
       config: legal.
       interpret: as for `launch`.
     """
@@ -437,11 +420,9 @@ def norm_linear_kernel(
                 for b, c in zip(biases, columns, strict=True)
             ]
         )
-    of_groups = tuple(jax.ShapeDtypeStruct((count, c), x.dtype) for c in columns)
-    projection = tuple(
-        like if has_projection and name != "identity" else None
-        for like, name in zip(of_groups, activations, strict=True)
-    )
+    out = [jax.ShapeDtypeStruct((count, c), x.dtype) for c in columns]
+    is_kept = (has_projection and name != "identity" for name in activations)
+    outputs = out, [like if kept else None for like, kept in zip(out, is_kept, strict=True)]
     early: dict[str, Any] = {}
     if config.is_early:
         early = {"watch": load_statistics, "watchers": STATISTICS_WARPS, "registers": (224, 56)}
@@ -454,19 +435,17 @@ def norm_linear_kernel(
             **early,
         ),
         Operands(x, scale, bias, flat, of_columns),
-        Outputs(of_groups, projection),
+        outputs,
         config.shared(),
         dtype=x.dtype,
         name="ikbo_norm_linear",
         workers=shape.workers,
         interpret=interpret,
     )
-    tree = jax.tree.structure(Outputs(of_groups, projection))
-    shaped = [
-        tuple(
-            None if x is None else x.reshape(count, *w.shape[1:])
-            for x, w in zip(xs, weights, strict=True)
-        )
-        for xs in jax.tree.unflatten(tree, found)
-    ]
-    return shaped[0], shaped[1] if has_projection else None
+    found = jax.tree.unflatten(jax.tree.structure(outputs), found)
+    shapes = [(count, *w.shape[1:]) for w in weights]
+    groups, projection = (
+        tuple(x if x is None else x.reshape(shape) for x, shape in zip(xs, shapes, strict=True))
+        for xs in found
+    )
+    return groups, projection if has_projection else None
