@@ -402,8 +402,7 @@ def norm_linear_kernel(
       x: [rows, F], bf16 or f16.
       weights: [F, N, H] or [F, columns] each, the same dtype; `biases` likewise.
       has_projection: whether to return groups before their activation, too; None for "identity".
-      config: legal.
-      interpret: as for `launch`.
+      config: legal; `interpret`: as for `launch`.
     """
     count, features = x.shape
     flat = tuple(w.reshape(features, -1) for w in weights)
