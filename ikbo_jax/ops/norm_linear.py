@@ -55,7 +55,7 @@ def norm_linear(
       eps: number above 0 that is added to the variance, or to the mean of the squares.
       recompute: what the gradient computes again, so that no memory holds it: "projection", the
         groups before an activation other than "identity", by their product; "norm", the normalised
-        rows, is accepted: they always are, which takes no longer than reading them.
+        rows: they always are, since to keep them would move as many bytes.
       implementation: None takes the fastest that can run here; "mosaic_gpu" takes the kernel, on a
         Hopper GPU in bfloat16 or float16; "xla" takes XLA.
 
