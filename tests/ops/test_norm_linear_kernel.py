@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
-from sharded_calls import mesh_of, on
+from sharded_calls import close, mesh_of, on
 
 import ikbo_jax as ikbo
+from ikbo_jax.ops import dispatch, gated_linear
+from ikbo_jax.pallas.linear import gated_rows
 from ikbo_jax.problems.gated_linear import GatedLinearConfig
 from ikbo_jax.problems.norm_linear import NormLinearConfig
+from ikbo_jax.reference import norm_linear as reference
 
 pytestmark = pytest.mark.usefixtures("on_cpu")
 
@@ -101,3 +106,36 @@ def test_gated_linear_takes_the_kernel_with_and_without_a_gradient(
     assert found == [False, not why_not]
     # A second derivative, by XLA.
     jax.export.export(jax.jit(jax.grad(slope)), platforms=["cuda"])(u, w, x)
+
+
+def test_the_gradient_s_kernel_has_a_derivative_by_xla(monkeypatch: pytest.MonkeyPatch) -> None:
+    """XLA stands in for the kernel, in dtypes of its results; problems of a vmap run in turn."""
+    keys = jax.random.split(jax.random.key(0), 6)
+    shapes = ((2, 5, 6), (2, 5, 6), (6,), (6,), (2, 5, 18), (2, 5, 6))
+    *operands, d_a = (jax.random.normal(k, s) for k, s in zip(keys, shapes, strict=True))
+    gate = reference.Gate(reference.Norm(eps=0.1), concat=True)
+    by_xla = functools.partial(reference.gated_rows_vjp, gate, None)
+    monkeypatch.setattr(gated_rows, "gated_rows_kernel", lambda *xs, **_: by_xla(xs))
+    call = gated_linear._Call(dispatch.Request("gated_linear", None, None), gate)
+    axes = (0, 0, None, None, 0)
+
+    def slopes(pull_back: Any) -> Any:
+        def loss(operands: Any) -> jax.Array:
+            found = jax.vmap(pull_back, (axes,))(operands)
+            return jnp.sum(found.d_a * d_a) + jnp.sum(found.d_scale) + jnp.sum(found.rows**2)
+
+        return jax.jit(jax.value_and_grad(loss))(tuple(operands))
+
+    by_kernel = functools.partial(gated_linear._GRADIENT.differentiable, call)
+    close(slopes(by_kernel), slopes(by_xla), 1e-5)
+
+
+@pytest.mark.parametrize("rows", [8192, 8200, 8209])
+def test_sums_of_many_rows_have_equal_parts(rows: int) -> None:
+    """8,209 rows have no parts."""
+    rng = np.random.default_rng(0)
+    a, b = (rng.integers(-4, 5, (rows, columns)).astype(np.float32) for columns in (3, 130))
+    program = jax.jit(reference._sum_of_rows).trace(a, b)
+    parts = {8192: 128, 8200: 100, 8209: 1}[rows]
+    assert f"f32[{parts},{rows // parts},3]" in str(program.jaxpr)
+    np.testing.assert_array_equal(program.lower().compile()(a, b), a.T @ b)
