@@ -18,12 +18,14 @@ import pytest
 import test_interpret_attention as attention
 import test_interpret_attention_backward as attention_backward
 import test_interpret_few_queries as few_queries
+import test_interpret_gated_linear as gated_linear
 import test_interpret_gdpa as gdpa
 import test_interpret_gdpa_backward as gdpa_backward
 import test_interpret_gdpa_backward_masks as gdpa_backward_masks
 import test_interpret_gdpa_masks as gdpa_masks
 import test_interpret_linear_compression as linear_compression
 import test_interpret_linear_compression_backward as linear_compression_backward
+import test_interpret_norm_linear as norm_linear
 import test_interpret_packed_compression as packed_compression
 import test_interpret_resident_compression as resident_compression
 
@@ -112,6 +114,13 @@ def _compress_backward(
     linear_compression_backward.assert_correct(found, arrays, case)
 
 
+def _linear(
+    sm90: emulator.Emulator, case: Any, seed: int, *, check: Callable[[Any, Any], None]
+) -> None:
+    with sm90.emulated(seed):
+        check(case, False)
+
+
 KERNELS: dict[str, tuple[Callable[..., None], dict[str, Any]]] = {
     "attention": (functools.partial(_attention, interpret=attention.interpret), attention.CASES),
     "few_queries": (
@@ -127,6 +136,12 @@ KERNELS: dict[str, tuple[Callable[..., None], dict[str, Any]]] = {
     "packed_compression": (_compress, packed_compression.CASES),
     "resident_compression": (_compress, resident_compression.CASES),
     "linear_compression_backward": (_compress_backward, linear_compression_backward.CASES),
+    "norm_linear": (functools.partial(_linear, check=norm_linear.check), norm_linear.CASES),
+    "gated_linear": (functools.partial(_linear, check=gated_linear.check), gated_linear.CASES),
+    "gated_rows": (
+        functools.partial(_linear, check=gated_linear.check_gradient),
+        gated_linear.GRADIENT_CASES,
+    ),
 }
 #: What the suite runs: every kernel, and every way to store and to add what it computes.
 CHOSEN = {
@@ -198,6 +213,9 @@ CHOSEN = {
         "k_odd_two_groups_past_m",
     ],
     "linear_compression_backward": ["several_ctas"],
+    "norm_linear": ["layer", "early", "rms_in_parts"],
+    "gated_linear": ["by_head", "product", "wide"],
+    "gated_rows": ["concat", "product"],
 }
 #: With a number, every case in as many orders of events.
 SEEDS = int(os.environ.get("IKBO_EMULATED_SEEDS", "0"))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from typing import Any
 
 import interpreter
 import jax
@@ -27,9 +28,9 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_interpreted_gated_linear(name: str, launches: interpreter.Launches) -> None:
-    rows, row, features, kind, dtype, concat, has_rest, config = CASES[name]
+def check(case: Any, interpret: Any) -> None:
+    """Runs a case, interpreted or, with False, emulated, and compares it with the reference."""
+    rows, row, features, kind, dtype, concat, has_rest, config = case
     (groups, width), columns = row, row[0] * row[1]
     sizes = rows, features, (columns,), kind, dtype, "", groups, concat, False
     assert config.illegal_reason(GatedLinearProblem(*sizes)) is None
@@ -49,10 +50,9 @@ def test_interpreted_gated_linear(name: str, launches: interpreter.Launches) -> 
     )
     gate = reference.Gate(reference.Norm(kind, 1e-3), groups, concat)
     kernel = functools.partial(
-        gated_linear_kernel, gate=gate, config=config, num_sms=1, interpret=interpreter.PARAMS
+        gated_linear_kernel, gate=gate, config=config, num_sms=1, interpret=interpret
     )
-    found = jax.block_until_ready(jax.jit(kernel)(arrays))
-    launches.assert_no_races(1)
+    found = jax.block_until_ready((jax.jit(kernel) if interpret else kernel)(arrays))
     wanted = reference.gated_linear(gate, arrays)
     assert (found.shape, found.dtype) == (wanted.shape, wanted.dtype)
     unit = float(jnp.finfo(dtype).eps)
@@ -60,32 +60,45 @@ def test_interpreted_gated_linear(name: str, launches: interpreter.Launches) -> 
     np.testing.assert_allclose(np.asarray(found, np.float64), exact, rtol=2 * unit, atol=8 * unit)
 
 
-@pytest.mark.parametrize(("kind", "has_rest"), [("layer", True), ("rms", False)])
-def test_interpreted_gradient_of_rows(
-    kind: str,
-    has_rest: bool,
-    launches: interpreter.Launches,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """A warp takes two rows."""
-    rows, columns, dtype = 5, 256, "bfloat16" if has_rest else "float16"
-    rng = np.random.default_rng(0)
+@pytest.mark.parametrize("name", CASES)
+def test_interpreted_gated_linear(name: str, launches: interpreter.Launches) -> None:
+    check(CASES[name], interpreter.PARAMS)
+    launches.assert_no_races(1)
+
+
+#: Columns, norm, dtype, whether [u, a, u · norm(a)] are multiplied, and whether there are factors.
+GRADIENT_CASES = {
+    "concat": (256, "layer", "bfloat16", True, True),
+    "product": (512, "rms", "float16", False, False),
+}
+
+
+def check_gradient(case: Any, interpret: Any) -> None:
+    """Like `check`, for the gradient of five rows, of which some warps of one CTA take two."""
+    columns, kind, dtype, concat, has_vectors = case
+    rows, rng = 5, np.random.default_rng(0)
 
     def draw(*shape: int) -> jax.Array:
         return jnp.asarray(rng.normal(size=shape), dtype)
 
-    vectors = [draw(columns) if has_rest else None for _ in range(2)]
-    d_rows = draw(rows, (3 if has_rest else 1) * columns)
+    vectors = [draw(columns) if has_vectors else None for _ in range(2)]
+    d_rows = draw(rows, (3 if concat else 1) * columns)
     arrays = draw(rows, columns), draw(rows, columns) + 3 * draw(rows, 1), *vectors, d_rows
-    gate = reference.Gate(reference.Norm(kind, 1e-3), 1, has_rest)
-    monkeypatch.setattr(gated_rows, "CTAS_PER_SM", 1)
+    gate = reference.Gate(reference.Norm(kind, 1e-3), 1, concat)
     kernel = functools.partial(
-        gated_rows.gated_rows_kernel, gate=gate, num_sms=1, interpret=interpreter.PARAMS
+        gated_rows.gated_rows_kernel, gate=gate, num_sms=1, interpret=interpret
     )
-    found = jax.block_until_ready(jax.jit(kernel)(*arrays))
-    launches.assert_no_races(1)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(gated_rows, "CTAS_PER_SM", 1)
+        found = jax.block_until_ready((jax.jit(kernel) if interpret else kernel)(*arrays))
     wanted = reference.gated_rows_vjp(gate, None, arrays)
     unit = float(jnp.finfo(dtype).eps)
     for x, y in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
         x, exact = (np.asarray(z, np.float64) for z in (x, y))
         np.testing.assert_allclose(x, exact, rtol=unit, atol=unit)
+
+
+@pytest.mark.parametrize("name", GRADIENT_CASES)
+def test_interpreted_gradient_of_rows(name: str, launches: interpreter.Launches) -> None:
+    check_gradient(GRADIENT_CASES[name], interpreter.PARAMS)
+    launches.assert_no_races(1)

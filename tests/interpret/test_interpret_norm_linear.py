@@ -2,6 +2,7 @@
 
 import functools
 import math
+from typing import Any
 
 import interpreter
 import jax
@@ -24,9 +25,9 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_interpreted_norm_linear(name: str, launches: interpreter.Launches) -> None:
-    rows, features, shapes, kind, dtype, has_vectors, config = CASES[name]
+def check(case: Any, interpret: Any) -> None:
+    """Runs a case, interpreted or, with False, emulated, and compares it with the reference."""
+    rows, features, shapes, kind, dtype, has_vectors, config = case
     columns = tuple(map(math.prod, shapes))
     problem = NormLinearProblem(rows, features, columns, kind, dtype, "")
     assert config.illegal_reason(problem) is None
@@ -49,10 +50,9 @@ def test_interpreted_norm_linear(name: str, launches: interpreter.Launches) -> N
         has_projection=has_vectors,
         config=config,
         num_sms=1,
-        interpret=interpreter.PARAMS,
+        interpret=interpret,
     )
-    found = jax.block_until_ready(jax.jit(kernel)(*arrays))
-    launches.assert_no_races(1)
+    found = jax.block_until_ready((jax.jit(kernel) if interpret else kernel)(*arrays))
     expected = reference.norm_linear(*options.values(), has_vectors, arrays)
     assert jax.tree.structure(reference.Projected(*found)) == jax.tree.structure(expected)
     unit = float(jnp.finfo(dtype).eps)
@@ -60,3 +60,9 @@ def test_interpreted_norm_linear(name: str, launches: interpreter.Launches) -> N
         assert (x.shape, x.dtype) == (wanted.shape, wanted.dtype)
         exact = np.asarray(wanted, np.float64)
         np.testing.assert_allclose(np.asarray(x, np.float64), exact, rtol=2 * unit, atol=8 * unit)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_interpreted_norm_linear(name: str, launches: interpreter.Launches) -> None:
+    check(CASES[name], interpreter.PARAMS)
+    launches.assert_no_races(1)
