@@ -57,14 +57,14 @@ def gated_linear(
       dropout_key: key of `jax.random`; None: nothing is dropped. One key drops the same numbers in
         every call, however rows are divided over devices.
       implementation: None takes the fastest that can run here; "mosaic_gpu" takes the kernel, on a
-        Hopper GPU in bfloat16 or float16, without dropout; "xla" takes XLA, which also computes
-        gradients.
+        Hopper GPU in bfloat16 or float16, without dropout; "xla" takes XLA.
 
     Returns:
       [rows, F] in the inputs' dtype. Norm, gate and sums are f32; the rows that are multiplied are
       rounded to the inputs' dtype before, and the result is rounded once. Differentiable in
       reverse mode, any number of times; gradients are summed in f32, in one order, and rounded
-      once. Their rows are computed again: no memory holds [u, a, u · norm(a)].
+      once. Their rows are computed again: no memory holds [u, a, u · norm(a)]. The cotangent of
+      these rows is rounded to the inputs' dtype, as in plain jnp, unless devices divide F.
 
     Raises:
       ValueError: a rank, size or dtype is wrong; a flag is not a bool; rows have no heads, but

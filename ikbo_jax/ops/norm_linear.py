@@ -63,7 +63,9 @@ def norm_linear(
       A tuple with the result of each group, [rows, N, H] or [rows, columns], in the dtype of `x`.
       Norm, sums and activations are f32; normalised rows are rounded to the dtype of `x` before
       they are multiplied, and results are rounded once. Differentiable in reverse mode, any number
-      of times; gradients are summed in f32, in one order, and rounded once.
+      of times; gradients are summed in f32, in one order, and rounded once. The cotangent of the
+      normalised rows is rounded to the dtype of `x`, as in plain jnp, unless devices divide
+      columns.
 
     Raises:
       ValueError: a rank, size or dtype is wrong; the numbers of weights, biases and activations

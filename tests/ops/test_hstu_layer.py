@@ -166,15 +166,15 @@ def test_a_cached_prefix_continues_as_the_whole() -> None:
         tail, appended = part(x[~is_prefix], cu_delta, **options)
         return whole, seen, head, tail, appended
 
-    def loss(x: jax.Array) -> tuple[jax.Array, Any]:
-        found = whole, _, head, tail, _ = run(x)
-        parts = (jnp.sum(jnp.sin(x)) for x in (head, tail))
-        return jnp.sum(jnp.sin(whole)) - sum(parts, jnp.float32(0)), found
+    def losses(x: jax.Array) -> tuple[jax.Array, Any]:
+        found = run(x)
+        whole, head, tail = (jnp.sum(jnp.sin(found[i])) for i in (0, 2, 3))
+        return jnp.stack([whole, head + tail]), found
 
-    # The gradients of both are the same, of up to 77, so that their difference is 0.
-    step = jax.jit(jax.value_and_grad(loss, has_aux=True))
-    (_, (whole, seen, head, tail, appended)), gradient = step(held["x"])
-    close(gradient, 0 * gradient, 1e-3)
+    step = jax.jit(jax.jacrev(losses, has_aux=True))
+    gradients, (whole, seen, head, tail, appended) = step(held["x"])
+    of_whole, of_parts = gradients / jnp.max(jnp.abs(gradients))
+    close(of_parts, of_whole, 2e-5)
     assert isinstance(appended, HstuCache)
     close((head, tail), (whole[is_prefix], whole[~is_prefix]), 1e-5)
     close(appended, seen, 1e-5)
