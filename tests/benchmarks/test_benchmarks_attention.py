@@ -1,23 +1,69 @@
-"""The attention benchmark, on shapes for a CPU."""
+"""The benchmarks of attention and of generalised dot-product attention, on shapes for a CPU."""
 
 import dataclasses
+import os
+import pathlib
+from collections.abc import Sequence
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
+import test_benchmarks
 
-from benchmarks import attention, harness, production, production_providers, timing
+from benchmarks import (
+    attention,
+    attention_gradient,
+    gdpa,
+    harness,
+    linear_compression,
+    linear_compression_gradient,
+    look_up,
+    production,
+    production_providers,
+    ranking,
+    report,
+    timing,
+    training,
+)
+from benchmarks.gdpa import Sizes
+from benchmarks.harness import Point
 from benchmarks.production_draws import AttentionShape
 from benchmarks.production_providers import contenders
+from ikbo_jax.cases import gdpa as cases
+from ikbo_jax.cases import gdpa_backward
+from ikbo_jax.cases.gdpa_backward import Inputs, check_results
 
 pytestmark = pytest.mark.slow
 
-TINY = AttentionShape(9, 3, 4, 16, 4, 2, 8, "bfloat16", "even", has_lengths=False)
+TINY_ATTENTION = AttentionShape(9, 3, 4, 16, 4, 2, 8, "bfloat16", "even", has_lengths=False)
+TINY = Sizes(3, 6, 6, 2, 8)
+SHORT = harness.Protocol(window_s=0.001, rounds=2, matmul_size=64)
+OPS = (attention, attention_gradient, gdpa, linear_compression, linear_compression_gradient)
 
 
-def test_every_sweep_has_points_that_differ_and_shrink():
-    every = [p for sweep in attention.SWEEPS for p in attention.points(sweep)]
+def points_of(module) -> list[Point]:
+    return list(module.BENCHMARK.points(module.BENCHMARK.parse(["--out", os.devnull])))
+
+
+@pytest.mark.parametrize("module", [*OPS, look_up, ranking, training], ids=lambda x: x.__name__)
+def test_every_sweep_has_points_that_differ_and_shrink(module):
+    every = points_of(module)
     assert len({(p.sweep, p.label) for p in every}) == len(every)
+    for p in every:
+        small = module.BENCHMARK.shrink(p)
+        assert (small.sweep, small.label, type(small.case)) == (p.sweep, p.label, type(p.case))
+        assert small.case != p.case
+
+
+@pytest.mark.parametrize("module", [attention_gradient, linear_compression_gradient, training])
+def test_no_two_points_are_of_the_same_sizes(module):
+    every = points_of(module)
+    assert len({(p.case, p.direction) for p in every}) == len(every)
+
+
+def test_points_of_attention():
+    every = points_of(attention)
     assert {label.split(" S=")[0] for label in attention.RELATIVE_BARS} <= {p.label for p in every}
     for p in every:
         small = attention.shrink(p).case
@@ -29,10 +75,10 @@ def test_every_sweep_has_points_that_differ_and_shrink():
 
 @pytest.mark.parametrize("index", ["even", "ragged", "unsorted"])
 @pytest.mark.parametrize("lengths", ["full", "half"])
-def test_inputs_are_what_the_point_says(index: str, lengths: str):
+def test_inputs_are_what_the_point_of_attention_says(index: str, lengths: str):
     kind = AttentionShape if lengths == "full" else attention.LongLengths
     fields = {"index": index, "has_lengths": lengths == "half"}
-    shape = kind(**dataclasses.asdict(TINY) | fields)
+    shape = kind(**dataclasses.asdict(TINY_ATTENTION) | fields)
     inputs = shape.inputs()
     users = np.asarray(inputs.cand_to_user)
     assert inputs.query.shape == (9, 4, 4, 8)
@@ -57,28 +103,229 @@ def test_grouping_by_hand_and_back(monkeypatch, index: str):
             return jax.nn.dot_product_attention(query, key, value, implementation="xla")
 
     monkeypatch.setattr(production_providers, "cudnn", lambda: attend)
-    shape = dataclasses.replace(TINY, index=index)
+    shape = dataclasses.replace(TINY_ATTENTION, index=index)
     found = production.checked(contenders(shape, is_drawn=False)[:3], "forward")
     assert found[2].record["name"] == "grouped-cudnn"
     assert found[2].record["ok"]
 
 
-def test_run_writes_what_it_measured(tmp_path, monkeypatch, capsys):
-    benchmark = dataclasses.replace(
-        attention.BENCHMARK,
-        points=lambda options: [harness.Point("s", "S=16", TINY)],
-        shrink=lambda point: point,
+def make_inputs(sizes: Sizes) -> Inputs:
+    return Inputs(sizes.case.inputs(), sizes.case.cotangent())
+
+
+def attend_in_f32():
+    """Cheaper to compile than what the benchmark has, for a CPU."""
+
+    def attend(query, key, value):
+        q, k, v = (x.astype(jnp.float32) for x in (query, key, value))
+        scores = jnp.float32(q.shape[-1] ** -0.5) * jnp.einsum("btnh,bsnh->bnts", q, k)
+        out = jnp.einsum("bnts,bsnh->btnh", jax.nn.softmax(scores), v)
+        return out.astype(query.dtype)
+
+    return attend
+
+
+PADDED = gdpa.PADDED._replace(make=gdpa._padded(lambda: jax.nn.dot_product_attention))
+DENSE = gdpa.Provider("dense", "softmax", gdpa._dense(attend_in_f32), is_softmax=True)
+
+
+def test_points_of_gdpa():
+    every = points_of(gdpa)
+    names = {gdpa.name_of(p) for p in every if p.sweep == "activations"}
+    assert {*gdpa.RELATIVE_BARS, *(name for name, _ in gdpa.RELATIVE_BARS.values())} <= names
+    for sweep, direction in gdpa.FRACTION_BARS:
+        lengths = [p.case.q_len for p in gdpa.points(sweep, direction)]
+        assert lengths == list(gdpa.LENGTHS)
+    for p in every:
+        small = gdpa.shrink(p).case
+        pairs, of_point = (x.batch * x.q_len * x.kv_len for x in (small, p.case))
+        assert 1000 * pairs < of_point
+        assert min(small.batch, small.q_len, small.kv_len, small.head_dim) > 1
+        assert gdpa.OURS in gdpa.providers_of(p, quick=False)
+
+
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        TINY,
+        dataclasses.replace(TINY, lengths="half", batch=40),
+        dataclasses.replace(TINY, q_len=2, broadcast_q=True),
+    ],
+)
+def test_inputs_are_what_the_sizes_say(sizes: Sizes):
+    (query, key, value, cu_q, cu_kv, *_), d_out, *_ = make_inputs(sizes)
+    lengths = np.diff(cu_kv)
+    assert key.shape == value.shape == (lengths.sum(), 2, 8)
+    assert len(lengths) == sizes.batch
+    assert (lengths.min(), lengths.max()) == ((1, 6) if sizes.lengths == "half" else (6, 6))
+    if sizes.broadcast_q:
+        assert cu_q is None
+        assert (query.shape[0], d_out.shape[0]) == (2, 6)
+    else:
+        np.testing.assert_array_equal(cu_q, cu_kv)
+        assert query.shape == d_out.shape == key.shape
+    q_lengths = 2 if sizes.broadcast_q else lengths
+    assert sizes.case.pairs == (q_lengths * lengths).sum()
+
+
+@pytest.mark.parametrize(
+    ("provider", "sizes", "direction"),
+    [
+        (gdpa.XLA, dataclasses.replace(TINY, lengths="half"), "both"),
+        (DENSE, dataclasses.replace(TINY, q_len=2, broadcast_q=True).with_softmax(), "backward"),
+        (PADDED, dataclasses.replace(TINY, lengths="half").with_softmax(), "both"),
+    ],
+)
+def test_oracle_admits_the_right_result_and_no_other(
+    provider: gdpa.Provider, sizes: Sizes, direction: str
+):
+    inputs = make_inputs(sizes)
+    fn, args = provider.prepare(sizes, inputs, direction)
+    with jax.numpy_dtype_promotion("standard"):  # jax.nn's gradient needs it
+        out = jax.jit(fn)(*args)
+    error, bound = check_results(sizes.case, out, inputs, direction)
+    assert 0 < error <= bound < 0.05
+    for number, array in enumerate(map(np.asarray, out)):
+        for wrong in (np.full_like(array, np.nan), array * array.dtype.type(1.1)):
+            results = (*out[:number], wrong, *out[number + 1 :])
+            error, bound = check_results(sizes.case, results, inputs, direction)
+            assert not error <= bound, (number, error, bound)
+
+
+def test_oracle_finds_a_fault_that_the_xla_path_has_too(monkeypatch: pytest.MonkeyPatch):
+    inputs = make_inputs(TINY)
+    fn, args = gdpa.XLA.prepare(TINY, inputs, "both")
+    out, *gradients = (x * x.dtype.type(1.1) for x in jax.jit(fn)(*args))
+    by_xla, gradients_by_xla = cases._xla_runner(TINY.case), gdpa_backward._by_xla
+    monkeypatch.setattr(cases, "_xla_runner", lambda _: lambda *x: by_xla(*x) * 1.1)
+    monkeypatch.setattr(
+        gdpa_backward, "_by_xla", lambda *x: tuple(g * 1.1 for g in gradients_by_xla(*x))
     )
+    for direction, results in (("forward", (out,)), ("backward", gradients)):
+        error, bound = check_results(TINY.case, results, inputs, direction)
+        assert not error <= bound, (direction, error, bound)
+
+
+@pytest.mark.parametrize(
+    ("module", "point", "flops"),
+    [
+        (attention, Point("s", "S=16", TINY_ATTENTION), TINY_ATTENTION.flops),
+        (gdpa, Point("full", "max=256 forward", TINY), 4 * 3 * 6 * 6 * 2 * 8),
+    ],
+)
+def test_run_writes_what_it_measured(module, point, flops, tmp_path, monkeypatch, capsys):
+    providers = (gdpa.CUDNN, DENSE, gdpa.OURS)
+    benchmark = dataclasses.replace(
+        module.BENCHMARK, points=lambda options: [point], shrink=lambda point: point
+    )
+    monkeypatch.setattr(gdpa, "providers_of", lambda point, quick: providers)
+    monkeypatch.setattr(harness.Protocol, "for_device", lambda **_: SHORT)
     path = tmp_path / "run.json"
-    short = harness.Protocol(window_s=0.002, rounds=2, matmul_size=64)
-    monkeypatch.setattr(harness.Protocol, "for_device", lambda **_: short)
-    assert benchmark.main(["--out", str(path)]) == 0
-    results = timing.read_results(path)
-    (measured,) = results["points"]
+    assert benchmark.main(["--out", str(path), "--sweep", point.sweep]) == 0
+    (measured,) = timing.read_results(path)["points"]
+    assert measured["useful_flops"] == flops
     by_name = {p["name"]: p for p in measured["providers"]}
-    for name in ("xla", "ikbo"):
+    for name in ("xla", "ikbo") if module is attention else ("dense",):
         assert by_name[name]["ok"]
         assert len(by_name[name]["ms"]) == 2
     if jax.default_backend() == "cpu":
-        assert "needs a GPU" in by_name["copies-cudnn"]["skipped"]
-    assert "S=16" in capsys.readouterr().out
+        cudnn = "copies-cudnn" if module is attention else "cudnn-softmax"
+        assert "needs a GPU" in by_name[cudnn]["skipped"]
+        assert module is attention or "mosaic_gpu" in by_name["ikbo"]["skipped"]
+    printed = capsys.readouterr().out
+    assert point.name in printed
+    if module is gdpa:
+        assert by_name["dense"]["note"] == "another function: softmax"
+        assert "another function: softmax" in printed
+
+
+def test_what_is_too_long_for_xla_or_not_dense_is_skipped(monkeypatch):
+    monkeypatch.setattr(gdpa, "MAX_XLA_PAIRS", 107)
+    inputs = make_inputs(TINY)
+    with pytest.raises(NotImplementedError, match="too long"):
+        gdpa.XLA.prepare(TINY, inputs, "forward")
+    half = dataclasses.replace(TINY, lengths="half")
+    with pytest.raises(NotImplementedError, match="needs equal lengths"):
+        gdpa.ATTENTION.prepare(half, inputs, "forward")
+
+
+def synthetic(sweep: str, name: str, direction: str, q_len: int, **figures: tuple) -> dict:
+    """A point of a results file; figures are milliseconds and fractions by provider."""
+    providers = [
+        {"name": key.replace("_", "-"), "median_ms": ms, "fraction": fraction}
+        for key, (ms, fraction) in figures.items()
+    ]
+    problem = {"q_len": q_len, "dtype": "bfloat16"}
+    label = f"{name} {direction}"
+    point = {"sweep": sweep, "name": name, "direction": direction, "label": label}
+    return {**point, "problem": problem, "providers": providers}
+
+
+POINTS = (
+    synthetic("full", "max=1024", "forward", 1024, ikbo=(5.0, 0.8), cudnn_softmax=(6.0, 0.7)),
+    synthetic("kv256", "max=512", "backward", 512, ikbo=(2.0, 0.51), xla=(9.0, 0.1)),
+    synthetic("half", "max=512", "backward", 512, ikbo=(2.0, 0.5)),
+    synthetic("full", "max=2048", "forward", 2048, xla=(9.0, 0.1)),
+    synthetic("pma", "KV=1024", "forward", 32, ikbo=(1.0, 0.3), xla=(2.5, 0.1)),
+    synthetic("activations", "gelu_tanh tanh", "both", 1024, ikbo=(1.0, 0.8)),
+    synthetic("activations", "gelu", "both", 1024, ikbo=(1.25, 0.64)),
+    synthetic("activations", "gelu", "forward", 1024, ikbo=(1.25, 0.64)),
+    synthetic(
+        "activations", "softmax", "forward", 1024, ikbo=(1.0, 0.7), ikbo_attention=(0.98, 0.71)
+    ),
+)
+
+
+def test_report_makes_tables_and_a_plot(tmp_path):
+    pytest.importorskip("matplotlib")
+    results = test_benchmarks.synthetic() | {"op": "gdpa", "points": POINTS}
+    blocks = report.blocks(results, "docs/performance.md")
+    text = (report.ROOT / "docs/performance.md").read_text(encoding="utf-8")
+    assert set(blocks) == {"gdpa-lengths", "gdpa-lengths-plot", "gdpa-sweeps"}
+    assert all(f"<!-- begin generated: {name} -->" in text for name in blocks)
+    row = (
+        "| full: max=1024 forward | not run | 6.0000 | 5.0000 | 0.800 | fraction 0.800, bar 0.82 |"
+    )
+    assert row in blocks["gdpa-lengths"]
+    assert (
+        "| full: max=2048 forward | 9.0000 | not run | not run | - |  |" in blocks["gdpa-lengths"]
+    )
+    assert "cuDNN" not in blocks["gdpa-sweeps"]
+    backward = [{**point, "direction": "backward"} for point in POINTS[:4]]
+    names = set(report.blocks({**results, "points": backward}, "docs/performance.md"))
+    assert names == {"gdpa-backward-lengths", "gdpa-backward-lengths-plot"}
+    assert all(f"<!-- begin generated: {name} -->" in text for name in names)
+    (image,) = (tmp_path / name for name in report.draw(results, tmp_path))
+    assert "lengths uniform in 1..max" in image.read_text()
+    first = image.read_bytes()
+    report.draw(results, tmp_path)
+    assert image.read_bytes() == first
+    assert report.draw({**results, "points": POINTS[4:]}, tmp_path) == []
+
+
+def test_providers_can_be_left_out(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    seen = []
+
+    def measure(contenders: Sequence[harness.Contender], *_) -> dict:
+        seen.append([contender.record["name"] for contender in contenders])
+        raise NotImplementedError("not timed here")
+
+    def not_compiled(name: str, stage: str, *_) -> harness.Contender:
+        return harness.Contender({"name": name, "stage": stage})
+
+    monkeypatch.setattr(harness, "measure", measure)
+    monkeypatch.setattr(harness, "compile_and_check", not_compiled)
+    path = tmp_path / "run.json"
+    arguments = ["--out", str(path), "--sweep", "softmax", "--direction", "forward"]
+    gdpa.BENCHMARK.main(arguments)
+    everything, seen[:] = list(seen), []
+    gdpa.BENCHMARK.main([*arguments, "--without", "xla", "cudnn-softmax-padded"])
+    assert ["cudnn-softmax-padded", "xla", "ikbo"] in everything
+    assert seen == [
+        [n for n in names if n not in ("xla", "cudnn-softmax-padded")] for names in everything
+    ]
+    with pytest.raises(SystemExit):
+        gdpa.BENCHMARK.main([*arguments, "--without", "ikbo"])
+    assert "invalid choice: 'ikbo'" in capsys.readouterr().err

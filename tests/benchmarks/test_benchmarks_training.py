@@ -67,14 +67,6 @@ def one_parameter(monkeypatch):
     monkeypatch.setattr(networks.cases, "oracle", version("oracle").make(SIZES))
 
 
-def test_every_sweep_has_points_that_differ_and_shrink():
-    every = [p for sweep in training.SWEEPS for p in training.points(sweep)]
-    assert len({(p.sweep, p.label) for p in every}) == len({p.case for p in every}) == len(every)
-    for p in every:
-        small = training.shrink(p)
-        assert (small.sweep, small.label, type(small.case)) == (p.sweep, p.label, type(p.case))
-
-
 def test_a_run_in_small_and_its_report(tmp_path, capsys, monkeypatch, one_parameter):
     """A point of each sweep; the ranking networks cost nothing, their loss is the oracle's."""
     names = [p.name for p in ranking.ALL]

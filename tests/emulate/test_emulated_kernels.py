@@ -26,8 +26,7 @@ import test_interpret_gdpa_masks as gdpa_masks
 import test_interpret_linear_compression as linear_compression
 import test_interpret_linear_compression_backward as linear_compression_backward
 import test_interpret_norm_linear as norm_linear
-import test_interpret_packed_compression as packed_compression
-import test_interpret_resident_compression as resident_compression
+import test_interpret_small_compression as small_compression
 
 from ikbo_jax.pallas.attention_backward.kernel import attention_backward_kernel
 from ikbo_jax.problems import ShortGdpaConfig
@@ -133,8 +132,8 @@ KERNELS: dict[str, tuple[Callable[..., None], dict[str, Any]]] = {
     "gdpa_backward": (_gdpa_backward, gdpa_backward.CASES),
     "gdpa_backward_masks": (_gdpa_backward_masks, gdpa_backward_masks.CASES),
     "linear_compression": (_compress, linear_compression.CASES),
-    "packed_compression": (_compress, packed_compression.CASES),
-    "resident_compression": (_compress, resident_compression.CASES),
+    "packed_compression": (_compress, small_compression.PACKED),
+    "resident_compression": (_compress, small_compression.RESIDENT),
     "linear_compression_backward": (_compress_backward, linear_compression_backward.CASES),
     "norm_linear": (functools.partial(_linear, check=norm_linear.check), norm_linear.CASES),
     "gated_linear": (functools.partial(_linear, check=gated_linear.check), gated_linear.CASES),
@@ -283,7 +282,7 @@ def test_emulated_non_finite_weights_reach_their_own_rows_alone(
     ks: tuple[int, int], sm90: emulator.Emulator
 ) -> None:
     """A weight is loaded in vectors that hold elements of the next row, too."""
-    case = linear_compression.Case((2, 5), ks, 13, 16, resident_compression.TINY)
+    case = linear_compression.Case((2, 5), ks, 13, 16, small_compression.TWO)
     levels = case.levels()
     user, cand = (np.array(x) for x in levels.weights)
     user[3], cand[7] = np.nan, np.inf

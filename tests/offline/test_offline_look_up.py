@@ -1,7 +1,8 @@
-"""The kernels of lookups and segment sums, compiled for sm_90a without a GPU."""
+"""The kernels of lookups, segment sums and counts of candidates, compiled for sm_90a."""
 
 import functools
 from collections import Counter
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -10,6 +11,7 @@ import pytest
 
 from ikbo_jax.pallas.look_up.gather import look_up_kernel
 from ikbo_jax.pallas.look_up.sums import segment_sum_kernel
+from ikbo_jax.pallas.worklist import counted_order
 from ikbo_jax.problems.look_up import LookUpProblem, SegmentSumConfig, SegmentSumProblem
 
 pytestmark = pytest.mark.slow
@@ -60,3 +62,29 @@ def test_offline_lookups_are_fit(width: int, dtype: str, compiler: offline.Compi
     user = jax.ShapeDtypeStruct((256, width), jnp.dtype(dtype))
     (compiled,) = compiler.compile_fit(kernel, user, jax.ShapeDtypeStruct((65536,), jnp.int32))
     assert compiled.name == "ikbo_look_up"
+
+
+MOST = counted_order.MOST_CANDIDATES, counted_order.MOST_USERS
+#: Candidates, users, and [T, N, H] of queries that are copied.
+CASES = {
+    "three": (3, 2, (1, 1, 64)),
+    "one_user": (4097, 1, (3, 1, 64)),
+    "production": (10985, 700, (1, 2, 64)),
+    "large_queries": (16384, 4096, (9, 4, 256)),
+    "most": (*MOST, (1, 1, 96)),
+    "most_without_queries": (*MOST, None),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_offline_counting_kernel_is_fit(name: str, compiler: offline.Compiler) -> None:
+    batch, users, shape = CASES[name]
+    query = None if shape is None else jax.ShapeDtypeStruct((batch, *shape), jnp.bfloat16)
+    index = jax.ShapeDtypeStruct((batch,), jnp.int32)
+
+    def count(query: Any, index: Any) -> Any:
+        return counted_order.count_order(query, index, users, has_position=query is None)
+
+    (kernel,) = compiler.compile_fit(count, query, index)
+    # A CTA has 512 threads.
+    assert kernel.ptxas.registers <= 128

@@ -130,9 +130,7 @@ class TestKernelPath:
         run = jax.jit(lambda x, y, own, wide: (slope(x, own, kernel), slope(y, wide, oracle)))
         wide = jax.tree.map(lambda x: np.asarray(x, np.float32), own)
         actual, expected = run(inputs, in_float32(inputs), own, wide)
-        for found, wanted in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True):
-            found, wanted = (np.asarray(x, np.float32) for x in (found, wanted))
-            np.testing.assert_allclose(found, wanted, rtol=0, atol=0.05 * np.abs(wanted).max())
+        problems.assert_near(actual, expected, 0.05)
         assert fake_attention.calls
         assert fake_attention.backward_calls
 

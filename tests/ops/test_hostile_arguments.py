@@ -1,4 +1,4 @@
-"""What a newcomer passes by mistake: every public function answers in its own words."""
+"""What a newcomer passes by mistake, and the checks of `debug`: answers in words of their own."""
 
 import re
 from typing import Any
@@ -7,9 +7,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.experimental import checkify
 from refusals import ones
 
 import ikbo_jax as ikbo
+from ikbo_jax.debug import check_index, check_lengths, check_offsets
 from ikbo_jax.layers import functional
 
 INDEX = np.zeros(7, np.int32)
@@ -164,3 +166,191 @@ def test_sizes_of_checks_are_integers(size: Any) -> None:
 def test_numpy_s_sizes_are_welcome() -> None:
     ikbo.debug.check_index(INDEX, np.int64(1))
     ikbo.debug.check_offsets(OFFSETS, np.int32(5), np.int32(3))
+
+
+#: For each check: its array, its other arguments, and what it raises.
+BAD = {
+    check_index: [
+        ([3, 0, 1, 2], (3,), "cand_to_user[0] is 3, outside [0, 3); 1 of 4"),
+        ([2, 0, 1, -1], (3,), "cand_to_user[3] is -1, outside [0, 3); 1 of 4"),
+        ([2, 0, 2**31 - 1], (3,), "cand_to_user[2] is 2147483647, outside [0, 3); 1 of 3"),
+        ([2, -(2**31)], (3,), "cand_to_user[1] is -2147483648, outside [0, 3); 1 of 2"),
+        ([[0, 1], [9, -4]], (3,), "cand_to_user[1, 0] is 9, outside [0, 3); 2 of 4"),
+        ([0, 0], (0,), "cand_to_user[0] is 0, outside [0, 0)"),
+        ([3, 0], (3, "q_to_kv"), "q_to_kv[0] is 3, outside [0, 3); 1 of 2"),
+    ],
+    check_lengths: [
+        ([9, 0], (8,), "key_value_seq_lengths[0] is 9, outside [0, 8]; 1 of 2 lengths"),
+        ([8, 2**31 - 1], (8,), "key_value_seq_lengths[1] is 2147483647, outside [0, 8]; 1 of 2 le"),
+        ([8, 0, -1], (8,), "key_value_seq_lengths[2] is -1, outside [0, 8]; 1 of 3 lengths"),
+        ([8, -(2**31)], (8,), "key_value_seq_lengths[1] is -2147483648, outside [0, 8]; 1 of 2 le"),
+    ],
+    check_offsets: [
+        ([0, 3, 13], (12, None, "cu"), "cu[2] is 13, outside [0, 12]; 1 of 3 offsets"),
+        ([-1, 3, 12], (12, None, "cu"), "cu[0] is -1, outside [0, 12]"),
+        ([0, 3, 1, 12], (12, None, "cu"), "cu[2] is 1, below cu[1], which is 3; 1 of 3 lengths"),
+        ([0, 3, 3, 10], (12, 6, "cu"), "sequence 2 of cu has 7 rows, but max_seqlen is 6; 1 of 3"),
+    ],
+}
+GOOD = [
+    (check_index, [2, 0, 1, 2], (3,)),
+    (check_index, [], (0,)),
+    (check_index, [0], (1,)),
+    (check_lengths, [8, 0, 1, 7], (8,)),
+    *(
+        (check_offsets, values, (values[-1], max_seqlen))
+        for values in ([0, 3, 3, 10, 12], [0])
+        for max_seqlen in (None, 7, 2**31)
+    ),
+]
+
+
+@pytest.mark.parametrize("as_array", [np.asarray, jnp.asarray])
+@pytest.mark.parametrize(
+    ("check", "values", "arguments", "message"),
+    [(check, *case) for check, cases in BAD.items() for case in cases],
+)
+def test_eager_names_position_value_and_bound(as_array, check, values, arguments, message) -> None:
+    with pytest.raises(ValueError, match=re.escape(message)):
+        check(as_array(np.asarray(values, np.int32)), *arguments)
+
+
+@pytest.mark.parametrize("as_array", [np.asarray, jnp.asarray])
+@pytest.mark.parametrize(("check", "values", "arguments"), GOOD)
+def test_good_arrays_pass(as_array, check, values, arguments) -> None:
+    assert check(as_array(np.asarray(values, np.int32)), *arguments) is None
+
+
+@pytest.mark.parametrize("wrong", [[0, 1], np.zeros(2, np.float32), None])
+@pytest.mark.parametrize("check", [check_index, check_offsets])
+def test_not_an_array_of_integers(check, wrong) -> None:
+    kind = getattr(wrong, "dtype", "")
+    with pytest.raises(TypeError, match=f"array of integers, but is {kind}"):
+        check(wrong, 3)
+
+
+@pytest.mark.parametrize("shape", [(2, 2), (0,)])
+def test_offsets_of_wrong_shape(shape: tuple[int, ...]) -> None:
+    words = re.escape(f"shape [batch + 1], but has shape {shape}")
+    with pytest.raises(ValueError, match=words):
+        check_offsets(np.zeros(shape, np.int32), 3)
+
+
+@pytest.mark.parametrize("wrap", [lambda f: f, jax.jit], ids=["traced", "jit"])
+@pytest.mark.parametrize(
+    ("check", "values", "arguments", "words"),
+    [
+        (check_index, [2, 0, 1, 2], (3,), None),
+        (check_index, [0, 1, -7, 5], (3,), "cand_to_user.ravel()[2] is -7, outside [0, 3)"),
+        *(
+            (check_offsets, values, (12, 7, "cu_seqlens_kv"), words)
+            for values, words in (
+                ([0, 3, 3, 10, 12], None),
+                ([0, 3, 3, 10, 13], "cu_seqlens_kv.ravel()[4] is 13, outside [0, 12]"),
+                ([0, 3, 1, 2, 12], "cu_seqlens_kv decreases from 3 to 1 in sequence 1"),
+                ([0, 0, 9, 12, 12], "sequence 1 of cu_seqlens_kv has 9 rows, but max_seqlen is 7"),
+            )
+        ),
+    ],
+)
+def test_checkify_finds_it_and_plain_jit_cannot_raise(
+    wrap, check, values, arguments, words: str | None
+) -> None:
+    def run(array: jax.Array) -> jax.Array:
+        check(array, *arguments)
+        return array + 1
+
+    array = jnp.asarray(values, jnp.int32)
+    error, out = jax.jit(checkify.checkify(wrap(run)))(array)
+    assert error.get() is None if words is None else words in error.get()
+    np.testing.assert_array_equal(jax.jit(run)(array), array + 1)
+    if words is None:
+        np.testing.assert_array_equal(out, array + 1)
+
+
+@pytest.mark.parametrize("dtype", ["int8", "uint8", "int16", "uint32"])
+@pytest.mark.parametrize("num_users", [0, 3, 300, 70_000, 2**31, 2**40])
+def test_checkify_agrees_with_eager_for_every_integer(dtype: str, num_users: int) -> None:
+    """A bound that the index's dtype does not hold is not wrapped to that dtype."""
+    index = np.array([2, 120, 0], dtype)
+    if num_users in (0, 3):
+        position = {0: 0, 3: 1}[num_users]
+        with pytest.raises(ValueError, match=rf"\[{position}\] is {index[position]}, outside"):
+            ikbo.debug.check_index(index, num_users)
+    else:
+        ikbo.debug.check_index(index, num_users)
+
+    def run(index: jax.Array) -> jax.Array:
+        ikbo.debug.check_index(index, num_users)
+        return index
+
+    error, _ = checkify.checkify(jax.jit(run))(index)
+    message = error.get()
+    assert (message is not None) == (num_users in (0, 3)), message
+
+
+@pytest.mark.parametrize("dtype", ["int8", "uint8", "uint32"])
+def test_checkify_of_narrow_offsets(dtype: str) -> None:
+    def run(offsets: jax.Array, max_seqlen: int) -> jax.Array:
+        ikbo.debug.check_offsets(offsets, 1000, max_seqlen)
+        return offsets
+
+    offsets = np.array([0, 3, 3, 110], dtype)
+    for max_seqlen, expected in ((500, None), (106, "sequence 2 of cu_seqlens has 107 rows")):
+        error, _ = checkify.checkify(jax.jit(run, static_argnums=1))(offsets, max_seqlen)
+        message = error.get()
+        assert message is None if expected is None else expected in message
+
+
+def test_checkify_goes_through_an_op() -> None:
+    def run(index: jax.Array) -> jax.Array:
+        ikbo.debug.check_index(index, 2)
+        ones = jnp.ones((2, 2), jnp.float32)
+        return ikbo.linear_compression(ones, ones, ones[None], jnp.stack([ones, ones]), index)
+
+    error, out = checkify.checkify(jax.jit(run))(jnp.asarray([2], jnp.int32))
+    assert "is 2, outside [0, 2)" in error.get()
+    np.testing.assert_array_equal(out, np.full((1, 2, 2), 4.0))
+
+
+def test_checkify_finds_wrong_lengths() -> None:
+    def run(lengths: jax.Array) -> jax.Array:
+        ikbo.debug.check_lengths(lengths, 3)
+        ones = jnp.ones((2, 3, 1, 2), jnp.float32)
+        index = jnp.zeros(2, jnp.int32)
+        return ikbo.attention(ones, ones, ones, index, key_value_seq_lengths=lengths)
+
+    error, out = checkify.checkify(jax.jit(run))(jnp.asarray([1, 4], jnp.int32))
+    assert "key_value_seq_lengths.ravel()[1] is 4, outside [0, 3]" in error.get()
+    np.testing.assert_array_equal(out, np.ones((2, 3, 1, 2)))
+
+
+@pytest.mark.parametrize(
+    ("targets", "message"),
+    [
+        ([3, 0, 7], None),
+        ([3, 1, 7], "sequence 1 of cu_seqlens has 0 rows but 1 targets"),
+        ([3, 0, 2**31 - 1], "sequence 2 of cu_seqlens has 7 rows but 2147483647 targets"),
+        ([-1, 0, 7], "is -1, outside [0, 2147483647]"),
+    ],
+)
+def test_targets_beyond_a_length_are_found(targets: list[int], message: str | None) -> None:
+    arrays = jnp.asarray([0, 3, 3, 10], jnp.int32), jnp.asarray(targets, jnp.int32)
+
+    def run(offsets: jax.Array, targets: jax.Array) -> None:
+        check_offsets(offsets, 10, num_targets=targets)
+
+    error, _ = jax.jit(checkify.checkify(run))(*arrays)
+    if message is None:
+        run(*arrays)
+        assert error.get() is None
+    else:
+        assert message in error.get()
+        with pytest.raises(ValueError, match=re.escape(message)):
+            run(*map(np.asarray, arrays))
+    jax.jit(run)(*arrays)
+
+
+def test_targets_of_another_batch() -> None:
+    with pytest.raises(ValueError, match=re.escape("has shape (2,) but cu has batch=1")):
+        check_offsets(np.asarray([0, 3], np.int32), 3, None, "cu", num_targets=np.zeros(2, int))

@@ -235,9 +235,7 @@ class TestKernelPath:
 
         both = jax.jit(lambda *x: [slope(path)(*x) for path in ("mosaic_gpu", "xla")])
         # The sum over a user's candidates is rounded on one path only.
-        for found, expected in zip(*map(jax.tree.leaves, both(*arrays)), strict=True):
-            found, expected = (np.asarray(x, np.float32) for x in (found, expected))
-            np.testing.assert_allclose(found, expected, atol=0.01 * np.abs(expected).max())
+        problems.assert_near(*both(*arrays), 0.01)
 
     def test_gradients_are_the_kernels_and_explained(self, fake_hopper) -> None:
         inputs = problems.make_inputs(SHAPES["odd_counts"])
@@ -289,6 +287,4 @@ class TestKernelPath:
         both = gradients("mosaic_gpu", sharded), gradients("xla", inputs)
         dtypes = {call["dtype"] for call in fake_hopper.calls if "dtype" in call}
         assert dtypes == {jnp.dtype("float32")}
-        for found, expected in zip(*both, strict=True):
-            found, expected = (np.asarray(x, np.float32) for x in (found, expected))
-            np.testing.assert_allclose(found, expected, atol=0.02 * np.abs(expected).max())
+        problems.assert_near(*both, 0.02)

@@ -264,6 +264,13 @@ def numpy_oracle_gradients(
     return tuple(d_weights), tuple(d_embeddings)
 
 
+def assert_near(found: Any, expected: Any, part: float) -> None:
+    """Holds each array of `found` to a part of the largest value of its like in `expected`."""
+    for x, y in zip(*map(jax.tree.leaves, (found, expected)), strict=True):
+        x, y = (np.asarray(array, np.float32) for array in (x, y))
+        np.testing.assert_allclose(x, y, rtol=0, atol=part * np.abs(y).max())
+
+
 def assert_within_error_rule(actual: Any, oracle: Any, same_dtype_jnp: Any) -> None:
     """Asserts max|actual - oracle| <= 2 max|same_dtype_jnp - oracle| + one rounding (f32: four).
 

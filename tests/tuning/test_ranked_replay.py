@@ -10,12 +10,9 @@ import functools
 import math
 from collections.abc import Iterator, Mapping
 
-import attention_gradient_times
-import attention_times
 import compression_times
-import gdpa_times
+import measured_times
 import pytest
-import segment_sum_times
 
 from ikbo_jax.problems import (
     AttentionBackwardProblem,
@@ -81,12 +78,12 @@ def large_compressions() -> Iterator[Replayed]:
 
 
 def gdpas() -> Iterator[Replayed]:
-    for problem, times in gdpa_times.TIMES.values():
+    for problem, times in measured_times.GDPA.values():
         yield times.get(chosen(problem)), [*times.values()]
 
 
 def gradients() -> Iterator[Replayed]:
-    for (users, rows, heads, *widths), times in attention_gradient_times.timed("large").items():
+    for (users, rows, heads, *widths), times in measured_times.of_gradients("large").items():
         q_len = 4 if rows < 64 else 16
         sizes = (users * rows // q_len, users, q_len, widths[0], heads, heads, widths[1])
         problem = AttentionBackwardProblem(*sizes, "bfloat16")
@@ -98,7 +95,7 @@ def gradients() -> Iterator[Replayed]:
 
 
 def small_gradients() -> Iterator[Replayed]:
-    for sizes, times in attention_gradient_times.timed("small").items():
+    for sizes, times in measured_times.of_gradients("small").items():
         problem = AttentionBackwardProblem(*sizes, "bfloat16")
         config = chosen(problem)
         blocks = -(-problem.rows // config.block_q)
@@ -112,7 +109,7 @@ def small_gradients() -> Iterator[Replayed]:
 
 
 def cuts() -> Iterator[Replayed]:
-    for sizes, (few, spanning, balanced, one_user) in attention_times.timed("cut").items():
+    for sizes, (few, spanning, balanced, one_user) in measured_times.of_attention("cut").items():
         config = chosen(AttentionProblem(*sizes, "bfloat16"))
         if isinstance(config, FewQueriesConfig):
             us = few
@@ -122,12 +119,12 @@ def cuts() -> Iterator[Replayed]:
 
 
 def kernels() -> Iterator[Replayed]:
-    for sizes, (few, tile) in attention_times.timed("kernel").items():
+    for sizes, (few, tile) in measured_times.of_attention("kernel").items():
         config = chosen(AttentionProblem(*sizes, "bfloat16"))
         yield few if isinstance(config, FewQueriesConfig) else tile, [few, tile]
 
 
-def segment_sums(timed: Mapping[str, segment_sum_times.Timed]) -> Iterator[Replayed]:
+def segment_sums(timed: Mapping[str, measured_times.SegmentSums]) -> Iterator[Replayed]:
     """Beside the kernels alone: XLA's scatter is not the same in every run."""
     for problem, times in timed.values():
         yield times.get(chosen(problem)), [us for config, us in times.items() if config]
@@ -136,7 +133,7 @@ def segment_sums(timed: Mapping[str, segment_sum_times.Timed]) -> Iterator[Repla
 GROUPS = (
     *(drawn_compressions, compressions, large_compressions, gdpas, gradients, small_gradients),
     *(cuts, kernels),
-    *(functools.partial(segment_sums, x) for x in (segment_sum_times.TIMES, segment_sum_times.HOT)),
+    *(functools.partial(segment_sums, x) for x in (measured_times.SUMS, measured_times.HOT_SUMS)),
 )
 
 
@@ -154,7 +151,7 @@ def test_sums_that_xla_scatters_faster():
     """Three sums of rows of at most 96 bytes; the kernel's are the same in every run."""
     slower = {
         name: times[chosen(problem)] / times[None]
-        for name, (problem, times) in segment_sum_times.TIMES.items()
+        for name, (problem, times) in measured_times.SUMS.items()
         if times[chosen(problem)] > times.get(None, math.inf)
     }
     assert slower.keys() == {"b16k", "b64k", "b64k_16B"}

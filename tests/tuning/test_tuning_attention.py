@@ -5,7 +5,7 @@ import itertools
 import json
 from typing import Any
 
-import attention_times
+import measured_times
 import numpy as np
 import pytest
 from fake_tuning import ATTENTION as DEFAULT
@@ -174,7 +174,7 @@ def test_one_listing_serves_several_heads(sizes, bundle, of_cta):
 
 
 @pytest.mark.parametrize(
-    ("sizes", "config", "sorted_us", "unsorted_us", "lists"), attention_times.items()
+    ("sizes", "config", "sorted_us", "unsorted_us", "lists"), measured_times.items()
 )
 def test_the_model_knows_items_and_what_an_unsorted_index_adds(
     sizes, config, sorted_us, unsorted_us, lists

@@ -3,9 +3,9 @@
 import dataclasses
 
 import pytest
-from gdpa_times import TIMES
 from hypothesis import given
 from hypothesis import strategies as st
+from measured_times import GDPA
 
 from ikbo_jax.problems import GdpaConfig, GdpaProblem, ShortGdpaConfig, short_gdpa
 from ikbo_jax.problems.gdpa_sizes import SOFTMAX
@@ -14,7 +14,7 @@ from ikbo_jax.tuning import table
 
 
 def changed(name: str, **changes: object) -> GdpaProblem:
-    return dataclasses.replace(TIMES[name][0], **changes)
+    return dataclasses.replace(GDPA[name][0], **changes)
 
 
 @pytest.mark.parametrize(

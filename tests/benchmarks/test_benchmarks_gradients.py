@@ -1,0 +1,139 @@
+"""The benchmarks of gradients of attention and linear compression, on shapes for a CPU."""
+
+import dataclasses
+import json
+import re
+import sys
+import types
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from benchmarks import (
+    attention_gradient,
+    children,
+    harness,
+    linear_compression_gradient,
+    production_providers,
+    report,
+)
+
+pytestmark = pytest.mark.slow
+
+SHORT = harness.Protocol(window_s=0.001, rounds=2, matmul_size=64)
+
+
+def test_sizes_and_directions_of_sweeps():
+    of_s, given = (attention_gradient.points(sweep) for sweep in ("s", "given"))
+    assert {p.case.kv_len for p in of_s} == set(attention_gradient.FRACTION_BARS)
+    assert {p.direction for p in given} == {"both"}
+    batches = {p.problem.batches for p in linear_compression_gradient.points("ratio")}
+    assert batches == {(1024, 1024), (128, 1024), (15, 1024), (1, 1024)}
+
+
+@pytest.mark.parametrize("direction", ["backward", "both"])
+def test_right_versions_are_right_and_wrong_ones_are_found(monkeypatch, direction):
+    point = attention_gradient.BENCHMARK.shrink(next(attention_gradient.points("index")))
+    point = dataclasses.replace(point, direction=direction)
+    makers = production_providers.contenders(point.case)
+
+    def spoiled():
+        right = makers[0]()
+        return right._replace(name="spoiled", fn=lambda *args: 1.1 * right.fn(*args))
+
+    monkeypatch.setattr(attention_gradient, "contenders", lambda shape: [*makers, spoiled])
+    run = types.SimpleNamespace(protocol=SHORT, options=types.SimpleNamespace(quick=False))
+    measured = attention_gradient.measure_point(point, run)
+    ok = {record["name"]: record.get("ok") for record in measured["providers"]}
+    assert (ok["ikbo"], ok["xla"], ok["spoiled"]) == (True, True, False)
+    assert measured["useful_flops"] == harness.ATTENTION_WORK[direction] * point.case.flops
+    (grouped,) = (r for r in measured["providers"] if r["name"] == "grouped-cudnn")
+    assert "cuDNN needs a GPU" in grouped["skipped"]
+
+
+def of_no_cost(shape):
+    """Three versions that compile fast."""
+
+    def maker(name):
+        ones = (jnp.ones((2, 3)),) * 3
+        return lambda: production_providers.Contender(name, "", lambda q, k, v: q * k + v, ones)
+
+    return map(maker, ("ikbo", "xla", "grouped-cudnn"))
+
+
+def test_a_run_of_attention_in_small_and_its_table(tmp_path, capsys, monkeypatch):
+    """With this library and XLA alone."""
+    monkeypatch.setattr(attention_gradient, "contenders", of_no_cost)
+    out = tmp_path / "gradient.json"
+    assert attention_gradient.BENCHMARK.main(["--out", str(out), "--quick", "--sweep", "s"]) == 0
+    assert "S=8192" in capsys.readouterr().out
+    results = json.loads(out.read_text())
+    assert [len(point["providers"]) for point in results["points"]] == [2] * 5
+    results["environment"]["platform"] = "gpu"
+    (block,) = report.blocks(results, "docs/performance.md").values()
+    assert all(
+        f"\n| s: S={s} | not run | not run | " in block for s in attention_gradient.FRACTION_BARS
+    )
+    assert "cuDNN, queries grouped by hand" in block
+
+
+def tiny(point):
+    return point.resized(batches=(3, 7), ks=(12, 9), m=10, n=8)
+
+
+def test_all_providers_are_right_and_wrong_ones_are_found():
+    (point,) = map(tiny, linear_compression_gradient.points("dtype"))
+
+    def spoiled(inputs, cotangent):
+        (d_user, d_cand), d_embeddings = linear_compression_gradient.PROVIDERS[-1][2](
+            inputs, cotangent
+        )
+        return (d_user, d_cand.at[0, 0].add(jnp.asarray(1, d_cand.dtype))), d_embeddings
+
+    def nan(inputs, cotangent):
+        return jax.tree.map(lambda x: x * jnp.asarray(jnp.nan, x.dtype), inputs[:2])
+
+    wrong = (("spoiled", "", spoiled), ("nan", "", nan))
+    measured = linear_compression_gradient.measure_point(
+        point, (*linear_compression_gradient.PROVIDERS, *wrong), SHORT
+    )
+    ok = {record["name"]: record.get("ok") for record in measured["providers"]}
+    assert ok == {name: True for name, _, _ in linear_compression_gradient.PROVIDERS} | {
+        "spoiled": False,
+        "nan": False,
+    }
+    assert measured["useful_flops"] == 2 * 2 * 10 * 8 * (3 * 12 + 7 * 9)
+    assert np.isnan(next(r for r in measured["providers"] if r["name"] == "nan")["error"])
+
+
+def test_a_run_in_small_and_its_table(tmp_path, capfd):
+    """Two processes compile the point once, before it is timed."""
+    out = tmp_path / "gradient.json"
+    arguments = ["--out", str(out), "--quick", "--sweep", "dtype", "--jobs", "2"]
+    assert linear_compression_gradient.BENCHMARK.main(arguments) == 0
+    said = capfd.readouterr().out
+    (compiled,) = re.finditer(r"compiled in \d+ s: dtype float16\n", said)
+    assert compiled.end() < said.index("[1/1]")
+    results = json.loads(out.read_text())
+    assert [len(point["providers"]) for point in results["points"]] == [2]
+    results["environment"]["platform"] = "gpu"
+    (block,) = report.blocks(results, "docs/performance.md").values()
+    assert "\n| dtype: float16 | " in block
+    assert "of the time by hand, bar 1.00 |" in block
+    assert "ikbo-jax in XLA" in block
+
+
+def test_points_that_no_process_compiled_are_timed(tmp_path, capfd, monkeypatch):
+    monkeypatch.setattr(children, "command", lambda *args: [sys.executable, "-S", "-c", "raise"])
+    monkeypatch.setattr(
+        linear_compression_gradient,
+        "measure_point",
+        lambda point, *_: {**point.entry(), "providers": []},
+    )
+    out = tmp_path / "gradient.json"
+    options = ["--out", str(out), "--quick", "--sweep", "dtype", "--jobs", "2"]
+    assert linear_compression_gradient.BENCHMARK.main(options) == 0
+    assert len(json.loads(out.read_text())["points"]) == 1
+    assert "2 of 2 compiling processes failed" in capfd.readouterr().err

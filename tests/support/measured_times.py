@@ -1,0 +1,74 @@
+"""Times of attention, its gradient, GDPA and segment sums on a GPU, in us; see the `.jsonl` files.
+
+- `attention_times.jsonl`, H100; the last size of "kernel" on an H200. None: not timed. "cut": the
+  kernel for few queries, and the other one with tiles that span users, that `balance` cuts, and of
+  one user; some have lengths, which the models do not know. "item": one configuration of the kernel
+  for few queries, with a sorted index and with one that is not; `lists`: CTAs then list their
+  candidates. "kernel": the best of the kernel for few queries, and of that whose tiles span users.
+- `attention_gradient_times.jsonl`, times of kernels by CUPTI, median of 10. "large", H100,
+  2026-11-27: of each way, the fastest two configurations that were timed; heads of 192 and 256
+  columns have the fastest two stored ones and the fastest launch, with all that the device did.
+  "small", H200, 2026-11-26: with the kernels of the result.
+- `gdpa_times.jsonl`, sums of kernels by CUPTI, medians of 12, the least of two rounds and of four
+  H200s; 2026-11-26, jax 0.11.2. Both fastest configurations of every kind that was timed; "short":
+  the kernel for short sequences.
+- `segment_sum_times.jsonl`, H100, sums of kernels by CUPTI, medians of 10, the mean of two turns;
+  2026-11-28, jax 0.11.2. None is XLA's scatter in f32. In hot problems, a user has half of all
+  candidates; no choice knows that.
+"""
+
+import json
+import pathlib
+from typing import Any
+
+from ikbo_jax.problems import FewQueriesConfig, GdpaConfig, GdpaProblem, ShortGdpaConfig
+from ikbo_jax.problems.look_up import SegmentSumConfig, SegmentSumProblem
+
+KINDS: dict[str, Any] = {"short": ShortGdpaConfig, "long": GdpaConfig}
+SegmentSums = tuple[SegmentSumProblem, dict[SegmentSumConfig | None, float]]
+
+
+def _lines(name: str) -> list[dict[str, Any]]:
+    text = pathlib.Path(__file__).with_name(f"{name}_times.jsonl").read_text()
+    return [json.loads(line) for line in text.splitlines()]
+
+
+def of_attention(kind: str) -> dict[tuple[int, ...], list[float | None]]:
+    """Times by sizes."""
+    return {tuple(x["sizes"]): x["us"] for x in _lines("attention") if x["kind"] == kind}
+
+
+def items() -> list[tuple[tuple[int, ...], FewQueriesConfig, float | None, float | None, bool]]:
+    """Sizes, configuration, times and `lists` of each item."""
+    return [
+        (tuple(x["sizes"]), FewQueriesConfig(**x["config"]), *x["us"], x["lists"])
+        for x in _lines("attention")
+        if x["kind"] == "item"
+    ]
+
+
+def of_gradients(kind: str) -> dict[tuple[int, ...], dict[tuple, float]]:
+    """By sizes, the times of configurations by their fields."""
+    return {
+        tuple(x["sizes"]): {tuple(fields): us for *fields, us in x["us"]}
+        for x in _lines("attention_gradient")
+        if x["kind"] == kind
+    }
+
+
+def _of_gdpa(problem: dict[str, Any], us: list[Any]) -> tuple[GdpaProblem, dict[Any, float]]:
+    problem["activations"] = tuple(problem["activations"])
+    return GdpaProblem(**problem), {KINDS[kind](**fields): time for time, kind, fields in us}
+
+
+def _of_sums(us: list[Any], **found: Any) -> SegmentSums:
+    times = {fields and SegmentSumConfig(*fields): time for time, fields in us}
+    return SegmentSumProblem(**found["problem"]), times
+
+
+#: Problems and the times of their configurations, by name.
+GDPA = {found.pop("name"): _of_gdpa(**found) for found in _lines("gdpa")}
+SUMS, HOT_SUMS = (
+    {x["name"]: _of_sums(**x) for x in _lines("segment_sum") if x["is_hot"] == is_hot}
+    for is_hot in (False, True)
+)
