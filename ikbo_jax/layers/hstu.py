@@ -88,8 +88,8 @@ def hstu_layer(
       eps: number that both norms add to the variance.
       dropout_rate: share of the numbers that dropout sets to 0, if there is a key.
       dropout_key: key of `jax.random`; None: inference.
-      recompute: what the gradient computes again: "norm", the normalised input; "projection", u, v,
-        q and k, so that `x` and `a` alone are kept.
+      recompute: what the gradient computes again: "projection", u, v, q and k, so that `x` and `a`
+        alone are kept; "norm", the normalised input, which always is.
       cache: of earlier rows of the same sequences; `x` continues them (Meta's delta forward).
       return_cache: whether to return the cache of all rows, too (prefill).
       dtype: of computation and result; None promotes parameters and `x`.
@@ -131,7 +131,6 @@ def hstu_layer(
             norm_scale=params.get("input_norm_weight"),
             norm_bias=params.get("input_norm_bias"),
             eps=eps,
-            recompute=() if "projection" in names else names,
         )
         seen = HstuCache(key, value, cu_seqlens)
         if cache is not None:
@@ -156,8 +155,7 @@ def hstu_layer(
         return out, seen
 
     if "projection" in names:
-        kept = _KEPT if "norm" in names else (*_KEPT, "ikbo_norm_linear_norm")
-        policy = jax.checkpoint_policies.save_only_these_names(*kept)
+        policy = jax.checkpoint_policies.save_only_these_names(*_KEPT)
         layer = jax.checkpoint(layer, policy=policy)
     with with_precision(precision):
         out, seen = layer(params, x)

@@ -11,13 +11,13 @@ import jax
 import jax.numpy as jnp
 
 from ikbo_jax.ops import arguments, dispatch
-from ikbo_jax.ops.norm_linear import LinearOp, check_norm, check_vector, rounded
-from ikbo_jax.ops.op import Call, Named, Part
+from ikbo_jax.ops.norm_linear import LinearCall, LinearOp, check_norm, check_vector, rounded
+from ikbo_jax.ops.op import Gradient, Named, Part
 from ikbo_jax.ops.partition import Division
 from ikbo_jax.ops.sharded import run_kernel
 from ikbo_jax.problems.gated_linear import GatedLinearProblem
 from ikbo_jax.reference import norm_linear as reference
-from ikbo_jax.reference.norm_linear import Gate, GatedLinear
+from ikbo_jax.reference.norm_linear import Gate, GatedLinear, GatedRows
 
 
 def gated_linear(
@@ -57,14 +57,14 @@ def gated_linear(
       dropout_key: key of `jax.random`; None: nothing is dropped. One key drops the same numbers in
         every call, however rows are divided over devices.
       implementation: None takes the fastest that can run here; "mosaic_gpu" takes the kernel, on a
-        Hopper GPU in bfloat16 or float16, without dropout; "xla" takes XLA, which also computes
-        gradients.
+        Hopper GPU in bfloat16 or float16, without dropout; "xla" takes XLA.
 
     Returns:
       [rows, F] in the inputs' dtype. Norm, gate and sums are f32; the rows that are multiplied are
       rounded to the inputs' dtype before, and the result is rounded once. Differentiable in
       reverse mode, any number of times; gradients are summed in f32, in one order, and rounded
-      once. Their rows are computed again: no memory holds [u, a, u · norm(a)].
+      once. Their rows are computed again: no memory holds [u, a, u · norm(a)]. The cotangent of
+      these rows is rounded to the inputs' dtype, as in plain jnp, unless devices divide F.
 
     Raises:
       ValueError: a rank, size or dtype is wrong; a flag is not a bool; rows have no heads, but
@@ -130,14 +130,45 @@ def _check(arrays: GatedLinear, concat: bool, by_head: bool) -> int:
 
 
 @dataclasses.dataclass(frozen=True)
-class _Call(Call):
+class _Call(LinearCall):
     """The arguments that are not arrays."""
 
     gate: Gate
 
 
+def _pull_back(call: _Call, operands: Any) -> GatedRows:
+    """Computes `reference.gated_rows_vjp` by the kernel."""
+    from ikbo_jax.pallas.linear.gated_rows import gated_rows_kernel
+
+    launch = functools.partial(gated_rows_kernel, gate=call.gate, num_sms=call.request.num_sms)
+    found: GatedRows = run_kernel(launch, *operands)
+    return found
+
+
+def _pull_back_twice(call: _Call, operands: Any, cotangents: GatedRows) -> tuple[Any]:
+    def by_xla(operands: Any) -> GatedRows:
+        found = reference.gated_rows_vjp(call.gate, None, operands)
+        return jax.tree.map(lambda x, like: x.astype(like.dtype), found, cotangents)
+
+    return jax.vjp(by_xla, operands)[1](cotangents)
+
+
+_GRADIENT: Gradient[_Call, Any, GatedRows] = Gradient(
+    _pull_back,
+    lambda call, _, batched, operands: _GRADIENT.one_by_one(call, batched, operands),
+    _pull_back_twice,
+)
+
+
 class _GatedLinear(LinearOp[_Call, GatedLinear, jax.Array]):
-    name = "_gated_linear"
+    name, columns = "_gated_linear", "f"
+
+    @staticmethod
+    def choose_gradient(
+        request: dispatch.Request, problem: GatedLinearProblem
+    ) -> tuple[str | None, str]:
+        reason = problem.why_no_gradient()
+        return None if reason else "a warp for each row", reason or "XLA computes products"
 
     def problem(self, call: _Call, arrays: GatedLinear) -> GatedLinearProblem:
         gate, a = call.gate, arrays.a
@@ -189,11 +220,12 @@ class _GatedLinear(LinearOp[_Call, GatedLinear, jax.Array]):
         self, call: _Call, arrays: GatedLinear, division: Division
     ) -> Part[_Call, GatedLinear, jax.Array]:
         """Tells a device the number of its first row, from which dropout follows."""
-        axes = division.axes_of("r")
+        part, axes = super().part(call, arrays, division), division.axes_of("r")
         if arrays.seed is None or not axes:
-            return Part(call, arrays)
+            return part
         first = jax.lax.axis_index(axes) * arrays.a.shape[0]
-        return Part(call, arrays._replace(seed=arrays.seed.at[2].add(first.astype(jnp.uint32))))
+        seed = arrays.seed.at[2].add(first.astype(jnp.uint32))
+        return part._replace(arrays=arrays._replace(seed=seed))
 
     def vjp(
         self,
@@ -204,7 +236,12 @@ class _GatedLinear(LinearOp[_Call, GatedLinear, jax.Array]):
         cotangents: jax.Array,
         dtype: Any,
     ) -> GatedLinear:
-        gradients = reference.gated_linear_vjp(call.gate, arrays, cotangents)
+        pull_back = functools.partial(reference.gated_rows_vjp, call.gate, arrays.seed)
+        if plan.backward_config is not None and not call.is_divided:
+            pull_back = functools.partial(_GRADIENT.differentiable, call)
+        gradients = reference.gated_linear_vjp(
+            arrays, cotangents, call.cotangent_dtype(arrays.a), pull_back
+        )
         return rounded(gradients, arrays._replace(seed=None), dtype)
 
 

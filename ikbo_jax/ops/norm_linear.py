@@ -13,9 +13,9 @@ import jax.numpy as jnp
 
 from ikbo_jax.ops import arguments, dispatch, reverse_only
 from ikbo_jax.ops.op import Call, Named, Op, Part
-from ikbo_jax.ops.partition import Division, dimensions
+from ikbo_jax.ops.partition import Division
 from ikbo_jax.ops.sharded import run_kernel, zeros
-from ikbo_jax.problems.norm_linear import LinearProblem, NormLinearProblem
+from ikbo_jax.problems.norm_linear import NormLinearProblem
 from ikbo_jax.reference import norm_linear as reference
 from ikbo_jax.reference.activations import ACTIVATIONS, SOFTMAX
 from ikbo_jax.reference.norm_linear import Norm, NormLinear, Projected
@@ -53,18 +53,19 @@ def norm_linear(
       norm_scale: [F]; None: 1.
       norm_bias: [F]; None: 0.
       eps: number above 0 that is added to the variance, or to the mean of the squares.
-      recompute: what the gradient computes again, so that no memory holds it: "norm", the
-        normalised rows, from `x`; "projection", the groups before an activation other than
-        "identity", by their product.
+      recompute: what the gradient computes again, so that no memory holds it: "projection", the
+        groups before an activation other than "identity", by their product; "norm", the normalised
+        rows: they always are, since to keep them would move as many bytes.
       implementation: None takes the fastest that can run here; "mosaic_gpu" takes the kernel, on a
-        Hopper GPU in bfloat16 or float16; "xla" takes XLA. XLA also computes the results of a call
-        whose gradient keeps more than these: the kernel runs if `recompute` names all of it.
+        Hopper GPU in bfloat16 or float16; "xla" takes XLA.
 
     Returns:
       A tuple with the result of each group, [rows, N, H] or [rows, columns], in the dtype of `x`.
       Norm, sums and activations are f32; normalised rows are rounded to the dtype of `x` before
       they are multiplied, and results are rounded once. Differentiable in reverse mode, any number
-      of times; gradients are summed in f32, in one order, and rounded once.
+      of times; gradients are summed in f32, in one order, and rounded once. The cotangent of the
+      normalised rows is rounded to the dtype of `x`, as in plain jnp, unless devices divide
+      columns.
 
     Raises:
       ValueError: a rank, size or dtype is wrong; the numbers of weights, biases and activations
@@ -150,7 +151,25 @@ def check_recompute(names: Any) -> tuple[str, ...]:
 
 
 @dataclasses.dataclass(frozen=True)
-class _Call(Call):
+class LinearCall(Call):
+    """The arguments of both linear layers.
+
+    `is_divided`: whether devices have columns of the weights, so that gradients of rows are summed
+    over devices.
+    """
+
+    is_divided: bool = dataclasses.field(default=False, kw_only=True)
+
+    def cotangent_dtype(self, like: Any) -> Any:
+        """Returns the dtype of the cotangent of multiplied rows: f32 if it is still to be summed.
+
+        Otherwise it is rounded as a product in plain jnp is, which halves its bytes.
+        """
+        return jnp.float32 if self.is_divided else like.dtype
+
+
+@dataclasses.dataclass(frozen=True)
+class _Call(LinearCall):
     """The arguments that are not arrays."""
 
     norm: Norm
@@ -158,18 +177,23 @@ class _Call(Call):
     recompute: tuple[str, ...]
 
 
-class LinearOp[C: Call, A, R](Op[C, A, R]):
-    """An op whose gradient has no kernel."""
+class LinearOp[C: LinearCall, A, R](Op[C, A, R]):
+    """A linear layer; `columns` is the dimension of its weights that divides over devices."""
 
     by_xla = "XLA"
+    columns: str
 
     @staticmethod
-    def choose_gradient(request: dispatch.Request, problem: LinearProblem) -> tuple[None, str]:
+    def choose_gradient(request: dispatch.Request, problem: Any) -> tuple[str | None, str]:
         return None, "the gradient has no kernel"
+
+    def part(self, call: C, arrays: A, division: Division) -> Part[C, A, R]:
+        is_divided = bool(division.axes_of(self.columns))
+        return Part(dataclasses.replace(call, is_divided=is_divided), arrays)
 
 
 class _NormLinear(LinearOp[_Call, NormLinear, Projected]):
-    name, result_names = "_norm_linear", Projected._fields
+    name, result_names, columns = "_norm_linear", Projected._fields, "n"
 
     def problem(self, call: _Call, arrays: NormLinear) -> NormLinearProblem:
         (rows, features), dtype = arrays.x.shape, str(arrays.x.dtype)
@@ -177,14 +201,10 @@ class _NormLinear(LinearOp[_Call, NormLinear, Projected]):
         details = "+".join(call.activations)
         return NormLinearProblem(rows, features, columns, call.norm.kind, dtype, details)
 
-    def plan_on_platform(self, call: _Call, arrays: NormLinear) -> dispatch.Plan:
-        return _for_residuals(call, super().plan_on_platform(call, arrays))
-
     def run(self, call: _Call, plan: dispatch.Plan, arrays: NormLinear) -> Projected:
-        plan = _for_residuals(call, plan)
-        kept = call.recompute if call.return_residuals else None
+        has_projection = call.return_residuals and "projection" not in call.recompute
         if plan.implementation == "xla":
-            found = reference.norm_linear(call.norm, call.activations, kept, arrays)
+            found = reference.norm_linear(call.norm, call.activations, has_projection, arrays)
         else:
             # Imported here because Mosaic GPU takes 0.3 s to import.
             from ikbo_jax.pallas.linear.norm_linear import norm_linear_kernel
@@ -193,13 +213,11 @@ class _NormLinear(LinearOp[_Call, NormLinear, Projected]):
                 norm_linear_kernel,
                 norm=call.norm,
                 activations=call.activations,
+                has_projection=has_projection,
                 config=plan.config,
                 num_sms=call.request.num_sms,
             )
-            # Of a projection that is kept, groups with "identity" are not.
-            has_projection = kept is not None and "projection" not in kept
-            nothing = (None,) * len(arrays.weights) if has_projection else None
-            found = Projected(run_kernel(launch, *arrays), None, nothing)
+            found = Projected(*run_kernel(launch, *arrays))
         first, *rest = found.out
         return found._replace(out=(dispatch.record(first, plan), *rest))
 
@@ -236,37 +254,8 @@ class _NormLinear(LinearOp[_Call, NormLinear, Projected]):
         if call.return_residuals:
             activated = zip(call.activations, out, strict=True)
             kept = tuple(None if name == "identity" else dims for name, dims in activated)
-            results = Projected(
-                out,
-                None if "norm" in call.recompute else "r f",
-                None if "projection" in call.recompute else kept,
-            )
+            results = Projected(out, None if "projection" in call.recompute else kept)
         return Named(names, results, {"r": "rows"} | ({"n": "columns"} if is_even else {}))
-
-    def part(
-        self, call: _Call, arrays: NormLinear, division: Division
-    ) -> Part[_Call, NormLinear, Projected]:
-        """Leaves the normalised rows to the first of the devices that divide columns."""
-        axes = division.axes_of("n")
-        if not axes:
-            return Part(call, arrays)
-
-        def mask(results: Projected) -> Projected:
-            if results.norm is None:
-                return results
-            is_first = jax.lax.axis_index(axes) == 0
-            return results._replace(
-                norm=jnp.where(is_first, results.norm, jnp.zeros_like(results.norm))
-            )
-
-        return Part(call, arrays, mask)
-
-    def joined(
-        self, results: Projected, named: Named, arrays: NormLinear, division: Division
-    ) -> Projected:
-        if results.norm is None:
-            return results
-        return results._replace(norm=division.sum(results.norm, dimensions(named.results.norm)))
 
     def vjp(
         self,
@@ -278,30 +267,14 @@ class _NormLinear(LinearOp[_Call, NormLinear, Projected]):
         dtype: Any,
     ) -> NormLinear:
         gradients = reference.norm_linear_vjp(
-            call.norm, call.activations, arrays, residuals, cotangents
+            call.norm,
+            call.activations,
+            arrays,
+            residuals,
+            cotangents,
+            call.cotangent_dtype(arrays.x),
         )
         return rounded(gradients, arrays, dtype)
-
-
-def _for_residuals(call: _Call, plan: dispatch.Plan) -> dispatch.Plan:
-    """Returns the plan, or if the gradient keeps what the kernel does not store, one for XLA."""
-    if not call.return_residuals:
-        return plan
-    # `explain` finds the parts of a divided call by its own plan.
-    origin = plan.origin or (plan,)
-    if plan.cuda is not None:
-        cuda = _for_residuals(call, plan.cuda)
-        plan = dataclasses.replace(plan, cuda=cuda, origin=origin)
-    is_plain = set(call.activations) == {"identity"}
-    kept = ["norm"] * ("norm" not in call.recompute)
-    kept += ["projection"] * ("projection" not in call.recompute and not is_plain)
-    if plan.implementation == "xla" or not kept:
-        return plan
-    names = " and ".join(map(repr, kept))
-    reason = f"the gradient keeps {names}, which the kernel does not store; see `recompute`"
-    return dataclasses.replace(
-        plan, implementation="xla", config=None, reason=reason, origin=origin
-    )
 
 
 def rounded[A](gradients: A, arrays: A, dtype: Any) -> A:

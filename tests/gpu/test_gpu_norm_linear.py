@@ -48,7 +48,9 @@ def call_of(name: str, dtype: str) -> tuple[Any, tuple[Any, ...]]:
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 @pytest.mark.parametrize("name", CASES)
 def test_gpu_norm_linear(name: str, dtype: str) -> None:
-    check(*call_of(name, dtype))
+    call, arrays = call_of(name, dtype)
+    check(call, arrays)
+    check(gradients_of(call), arrays)
 
 
 #: Rows, heads, their width, F, norm, whether norms are by head, whether [u, a, u · norm(a)] are
@@ -57,6 +59,8 @@ GATED_CASES = {
     "least": (2, 1, 8, 8, "layer", False, True, True),
     "partial_blocks": (333, 1, 200, 136, "layer", False, True, False),
     "product": (777, 1, 264, 328, "rms", False, False, True),
+    "rms_256": (600, 2, 128, 128, "rms", False, False, True),
+    "without_factors": (601, 8, 64, 64, "layer", False, True, False),
     "by_head": (1000, 8, 64, 512, "layer", True, True, True),
     "many": (100_072, 4, 128, 512, "layer", False, True, True),
 }
@@ -85,7 +89,21 @@ def test_gpu_gated_linear(name: str, dtype: str) -> None:
         options |= {"norm_scale": scale, "norm_bias": bias, "implementation": implementation}
         return (ikbo.gated_linear(*arrays, **options),)
 
-    check(call, (draw(rows, heads, width), a, weight, residual, *vectors))
+    arrays = draw(rows, heads, width), a, weight, residual, *vectors
+    check(call, arrays)
+    check(gradients_of(call), arrays)
+
+
+def gradients_of(call: Any) -> Any:
+    """Makes the function of the gradients of a call's arrays, for a cotangent of few values."""
+
+    def gradients(implementation: str, *arrays: Any) -> list[jax.Array]:
+        outs, pull_back = jax.vjp(functools.partial(call, implementation), *arrays)
+        cotangents = [jnp.arange(out.size).reshape(out.shape) % 3 - 1 for out in outs]
+        typed = (x.astype(out.dtype) for x, out in zip(cotangents, outs, strict=True))
+        return jax.tree.leaves(pull_back(tuple(typed)))
+
+    return gradients
 
 
 def check(call: Any, arrays: tuple[Any, ...]) -> None:

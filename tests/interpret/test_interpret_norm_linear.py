@@ -45,12 +45,18 @@ def check(case: Any, interpret: Any) -> None:
     )
     options = {"norm": reference.Norm(kind, 1e-3), "activations": ("silu", "identity")}
     kernel = functools.partial(
-        norm_linear_kernel, **options, config=config, num_sms=1, interpret=interpret
+        norm_linear_kernel,
+        **options,
+        has_projection=has_vectors,
+        config=config,
+        num_sms=1,
+        interpret=interpret,
     )
     found = jax.block_until_ready((jax.jit(kernel) if interpret else kernel)(*arrays))
-    expected = reference.norm_linear(*options.values(), None, arrays).out
+    expected = reference.norm_linear(*options.values(), has_vectors, arrays)
+    assert jax.tree.structure(reference.Projected(*found)) == jax.tree.structure(expected)
     unit = float(jnp.finfo(dtype).eps)
-    for x, wanted in zip(found, expected, strict=True):
+    for x, wanted in zip(*map(jax.tree.leaves, (found, expected)), strict=True):
         assert (x.shape, x.dtype) == (wanted.shape, wanted.dtype)
         exact = np.asarray(wanted, np.float64)
         np.testing.assert_allclose(np.asarray(x, np.float64), exact, rtol=2 * unit, atol=8 * unit)

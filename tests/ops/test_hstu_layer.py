@@ -136,9 +136,9 @@ def test_recomputing_keeps_the_result_of_attention_alone() -> None:
         kept_residuals(functools.partial(layer, recompute=names), held)
         for names in ((), ("norm",), ("projection",), ("norm", "projection"))
     ]
-    assert every[0] - every[1] == TOTAL * F == every[2] - every[3]
+    assert (every[0], every[2]) == (every[1], every[3])
     # With the projection, the gradient keeps u, v, q and k, and u before its activation.
-    assert every[1] - every[3] >= 5 * TOTAL * N * 3
+    assert every[0] - every[2] >= 5 * TOTAL * N * 3
 
 
 def test_a_cached_prefix_continues_as_the_whole() -> None:

@@ -304,37 +304,42 @@ def _store_jobs(
     group = ctx.group(tile.number)
     rounded: list[jax.Array] = []
 
-    def activated(begin: int) -> jax.Array:
-        values = lax.slice(finished, (0, begin), (WGMMA_M, begin + CHUNK))
+    def projected(begin: int, width: int) -> jax.Array:
+        values = lax.slice(finished, (0, begin), (WGMMA_M, begin + width))
         if ctx.operands.biases is not None:
             first, biases = tile.number * BLOCK_N + begin, ctx.operands.biases
-            values += rows.of_columns(biases, first, CHUNK, interpret=interpret)
-        names = ctx.shape.activations
-        return activate(names, None, group, values, interpret=interpret).astype(dtype)
+            values += rows.of_columns(biases, first, width, interpret=interpret)
+        return values
 
-    def store(begin: int) -> None:
-        values = jnp.concatenate(rounded, axis=1)
-        rounded.clear()
+    def store(begin: int, values: jax.Array, outputs: tuple[Any, ...]) -> None:
         registers_view, copy_view = (view.at[ctx.consumer] for view in ctx.shared.staging)
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+        operand_tiles.stage_rows(registers_view, values, reads_late=True, interpret=interpret)
+        plgpu.commit_smem()
 
-        @pl.when(is_valid)
-        def _() -> None:
-            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-            operand_tiles.stage_rows(registers_view, values, reads_late=True, interpret=interpret)
-            plgpu.commit_smem()
-
-            def copy(group: int, column: Any) -> None:
+        def copy(group: int, column: Any) -> None:
+            if outputs[group] is not None:
                 part = pl.ds(tile.row + ctx.consumer * WGMMA_M, WGMMA_M)
-                columns = pl.ds(column + begin, STORE_COLUMNS)
-                target = ctx.outputs[group].at[part, columns]
+                target = outputs[group].at[part, pl.ds(column + begin, STORE_COLUMNS)]
                 plgpu.copy_smem_to_gmem(copy_view.at[0], target)
 
-            ctx.with_group(tile.number, copy)
+        ctx.with_group(tile.number, copy)
 
     def job(begin: int) -> None:
-        rounded.append(activated(begin))
-        if (begin + CHUNK) % STORE_COLUMNS == 0:
-            store(begin + CHUNK - STORE_COLUMNS)
+        names, values = ctx.shape.activations, projected(begin, CHUNK)
+        activated = activate(names, None, group, values, interpret=interpret)
+        rounded.append(activated.astype(dtype))
+        if (begin + CHUNK) % STORE_COLUMNS:
+            return
+        values, first = jnp.concatenate(rounded, axis=1), begin + CHUNK - STORE_COLUMNS
+        rounded.clear()
+        out, projection = ctx.outputs
+        pl.when(is_valid)(functools.partial(store, first, values, out))
+        if is_kept := [group == g for g, x in enumerate(projection) if x is not None]:
+
+            @pl.when(is_valid & functools.reduce(jnp.logical_or, is_kept))
+            def _() -> None:
+                store(first, projected(first, STORE_COLUMNS).astype(dtype), projection)
 
     return [functools.partial(job, begin) for begin in range(0, BLOCK_N, CHUNK)]
 
@@ -386,17 +391,18 @@ def norm_linear_kernel(
     *,
     norm: Norm,
     activations: tuple[str, ...],
+    has_projection: bool = False,
     config: NormLinearConfig,
     num_sms: int,
     interpret: Any = False,
-) -> tuple[jax.Array, ...]:
+) -> tuple[tuple[Any, ...], tuple[Any, ...] | None]:
     """Computes `norm_linear`, in the layouts of the weights: [rows, *weights[g].shape[1:]] each.
 
     Args:
       x: [rows, F], bf16 or f16.
       weights: [F, N, H] or [F, columns] each, the same dtype; `biases` likewise.
-      config: legal.
-      interpret: as for `launch`.
+      has_projection: whether to return groups before their activation, too; None for "identity".
+      config: legal; `interpret`: as for `launch`.
     """
     count, features = x.shape
     flat = tuple(w.reshape(features, -1) for w in weights)
@@ -413,6 +419,9 @@ def norm_linear_kernel(
                 for b, c in zip(biases, columns, strict=True)
             ]
         )
+    out = [jax.ShapeDtypeStruct((count, c), x.dtype) for c in columns]
+    is_kept = (has_projection and name != "identity" for name in activations)
+    outputs = out, [like if kept else None for like, kept in zip(out, is_kept, strict=True)]
     early: dict[str, Any] = {}
     if config.is_early:
         early = {"watch": load_statistics, "watchers": STATISTICS_WARPS, "registers": (224, 56)}
@@ -425,11 +434,17 @@ def norm_linear_kernel(
             **early,
         ),
         Operands(x, scale, bias, flat, of_columns),
-        tuple(jax.ShapeDtypeStruct((count, c), x.dtype) for c in columns),
+        outputs,
         config.shared(),
         dtype=x.dtype,
         name="ikbo_norm_linear",
         workers=shape.workers,
         interpret=interpret,
     )
-    return tuple(out.reshape(count, *w.shape[1:]) for out, w in zip(found, weights, strict=True))
+    found = jax.tree.unflatten(jax.tree.structure(outputs), found)
+    shapes = [(count, *w.shape[1:]) for w in weights]
+    groups, projection = (
+        tuple(x if x is None else x.reshape(shape) for x, shape in zip(xs, shapes, strict=True))
+        for xs in found
+    )
+    return groups, projection if has_projection else None
