@@ -12,12 +12,12 @@ import jax.numpy as jnp
 
 from ikbo_jax.ops import arguments, dispatch
 from ikbo_jax.ops.norm_linear import LinearCall, LinearOp, check_norm, check_vector, rounded
-from ikbo_jax.ops.op import Gradient, Named, Part
+from ikbo_jax.ops.op import Named, Part
 from ikbo_jax.ops.partition import Division
 from ikbo_jax.ops.sharded import run_kernel
 from ikbo_jax.problems.gated_linear import GatedLinearProblem
 from ikbo_jax.reference import norm_linear as reference
-from ikbo_jax.reference.norm_linear import Gate, GatedLinear, GatedRows
+from ikbo_jax.reference.norm_linear import Gate, GatedLinear
 
 
 def gated_linear(
@@ -136,39 +136,8 @@ class _Call(LinearCall):
     gate: Gate
 
 
-def _pull_back(call: _Call, operands: Any) -> GatedRows:
-    """Computes `reference.gated_rows_vjp` by the kernel."""
-    from ikbo_jax.pallas.linear.gated_rows import gated_rows_kernel
-
-    launch = functools.partial(gated_rows_kernel, gate=call.gate, num_sms=call.request.num_sms)
-    found: GatedRows = run_kernel(launch, *operands)
-    return found
-
-
-def _pull_back_twice(call: _Call, operands: Any, cotangents: GatedRows) -> tuple[Any]:
-    def by_xla(operands: Any) -> GatedRows:
-        found = reference.gated_rows_vjp(call.gate, None, operands)
-        return jax.tree.map(lambda x, like: x.astype(like.dtype), found, cotangents)
-
-    return jax.vjp(by_xla, operands)[1](cotangents)
-
-
-_GRADIENT: Gradient[_Call, Any, GatedRows] = Gradient(
-    _pull_back,
-    lambda call, _, batched, operands: _GRADIENT.one_by_one(call, batched, operands),
-    _pull_back_twice,
-)
-
-
 class _GatedLinear(LinearOp[_Call, GatedLinear, jax.Array]):
     name, columns = "_gated_linear", "f"
-
-    @staticmethod
-    def choose_gradient(
-        request: dispatch.Request, problem: GatedLinearProblem
-    ) -> tuple[str | None, str]:
-        reason = problem.why_no_gradient()
-        return None if reason else "a warp for each row", reason or "XLA computes products"
 
     def problem(self, call: _Call, arrays: GatedLinear) -> GatedLinearProblem:
         gate, a = call.gate, arrays.a
@@ -236,11 +205,8 @@ class _GatedLinear(LinearOp[_Call, GatedLinear, jax.Array]):
         cotangents: jax.Array,
         dtype: Any,
     ) -> GatedLinear:
-        pull_back = functools.partial(reference.gated_rows_vjp, call.gate, arrays.seed)
-        if plan.backward_config is not None and not call.is_divided:
-            pull_back = functools.partial(_GRADIENT.differentiable, call)
         gradients = reference.gated_linear_vjp(
-            arrays, cotangents, call.cotangent_dtype(arrays.a), pull_back
+            call.gate, arrays, cotangents, call.cotangent_dtype(arrays.a)
         )
         return rounded(gradients, arrays._replace(seed=None), dtype)
 

@@ -13,9 +13,6 @@ from ikbo_jax.problems.problem import Config, Ranked
 
 #: The most groups of columns: their statistics take 1 KiB each.
 MAX_GROUPS = 16
-#: Columns of a row that the gradient's kernel holds in the registers of a warp. With norm scale and
-#: bias, a thread has 226 for 512 columns.
-GRADIENT_COLUMNS = (256, 512)
 #: The widest tile: 128 registers of a thread.
 MAX_BLOCKS = 4
 #: Rows up to which XLA is faster: of 512, by 10.9 to 11.6 us, of 4,096, by 26.3 to 14.5 us (H200).
@@ -99,15 +96,6 @@ class GatedLinearProblem(LinearProblem):
         row_slots, weight_slots = 6 - (self.groups > 2), 4 if blocks > 2 else 8
         config = GatedLinearConfig(blocks, row_slots, weight_slots)
         yield Ranked(None, config, "by the number of tiles")
-
-    def why_no_gradient(self) -> str | None:
-        """Checks what the kernel of the gradient needs besides `why_not_served`."""
-        if self.groups > 1 or self.columns[0] not in GRADIENT_COLUMNS:
-            return (
-                f"the gradient's kernel normalises 256 or 512 columns, but there are {self.groups} "
-                f"groups of {self.columns[0] // self.groups}"
-            )
-        return None
 
     def time(self, blocks: int) -> int:
         """Estimates the time of the CTA with most tiles: one of C = 512 takes 7 + 2 blocks."""

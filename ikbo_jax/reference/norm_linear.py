@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -69,16 +68,6 @@ class GatedLinear(NamedTuple):
     weight: Any
     residual: Any
     seed: Any
-
-
-class GatedRows(NamedTuple):
-    """The rows that `gated_linear` multiplies, and gradients; of what is None, there is none."""
-
-    d_u: Any
-    d_a: Any
-    rows: Any
-    d_scale: Any
-    d_bias: Any
 
 
 class Gate(NamedTuple):
@@ -270,35 +259,23 @@ def gated_linear(gate: Gate, arrays: GatedLinear) -> jax.Array:
     return out.astype(a.dtype)
 
 
-def gated_rows_vjp(gate: Gate, seed: jax.Array | None, operands: tuple[Any, ...]) -> GatedRows:
-    """Computes `GatedRows`, gradients in f32, from u, a, norm scale and bias, and a cotangent.
-
-    `operands` are [rows, C] each, [C] or None twice, and the cotangent of the multiplied rows.
-    """
-    *vectors, d_rows = operands
-    floats = [None if y is None else y.astype(jnp.float32) for y in vectors]
-    rows, pull_back = jax.vjp(functools.partial(_gated, gate, seed), *floats)
-    d_u, d_a, d_scale, d_bias = pull_back(d_rows.astype(jnp.float32))
-    return GatedRows(d_u, d_a, rows.astype(operands[1].dtype), d_scale, d_bias)
-
-
-def gated_linear_vjp(
-    arrays: GatedLinear, d_out: jax.Array, dtype: Any, pull_back: Callable[[Any], GatedRows]
-) -> GatedLinear:
+def gated_linear_vjp(gate: Gate, arrays: GatedLinear, d_out: jax.Array, dtype: Any) -> GatedLinear:
     """Computes the gradients of all arrays in f32; the rows that are multiplied, again.
 
-    The cotangent of these rows is rounded to `dtype`. `pull_back` is `gated_rows_vjp` of a gate, or
-    the kernel, which rounds the gradients of u and a.
+    The cotangent of these rows is rounded to `dtype`.
     """
-    u, a, scale, bias, weight, residual, _ = arrays
+    u, a, scale, bias, weight, residual, seed = arrays
+    vectors = _matrix(u), _matrix(a), scale, bias
+    floats = [None if y is None else y.astype(jnp.float32) for y in vectors]
+    rows, pull_back = jax.vjp(functools.partial(_gated, gate, seed), *floats)
     d_rows = _product("rf,kf->rk", d_out, weight, dtype)
-    found = pull_back((_matrix(u), _matrix(a), scale, bias, d_rows))
+    d_u, d_a, d_scale, d_bias = pull_back(d_rows.astype(jnp.float32))
     return GatedLinear(
-        found.d_u.reshape(u.shape),
-        found.d_a.reshape(a.shape),
-        found.d_scale,
-        found.d_bias,
-        _sum_of_rows(found.rows, d_out),
+        d_u.reshape(u.shape),
+        d_a.reshape(a.shape),
+        d_scale,
+        d_bias,
+        _sum_of_rows(rows.astype(a.dtype), d_out),
         None if residual is None else d_out.astype(jnp.float32),
         None,
     )

@@ -137,10 +137,6 @@ KERNELS: dict[str, tuple[Callable[..., None], dict[str, Any]]] = {
     "linear_compression_backward": (_compress_backward, linear_compression_backward.CASES),
     "norm_linear": (functools.partial(_linear, check=norm_linear.check), norm_linear.CASES),
     "gated_linear": (functools.partial(_linear, check=gated_linear.check), gated_linear.CASES),
-    "gated_rows": (
-        functools.partial(_linear, check=gated_linear.check_gradient),
-        gated_linear.GRADIENT_CASES,
-    ),
 }
 #: What the suite runs: every kernel, and every way to store and to add what it computes.
 CHOSEN = {
@@ -214,7 +210,6 @@ CHOSEN = {
     "linear_compression_backward": ["several_ctas"],
     "norm_linear": ["layer", "early", "rms_in_parts"],
     "gated_linear": ["by_head", "product", "wide"],
-    "gated_rows": ["concat", "product"],
 }
 #: With a number, every case in as many orders of events.
 SEEDS = int(os.environ.get("IKBO_EMULATED_SEEDS", "0"))

@@ -11,7 +11,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from ikbo_jax.pallas.linear import gated_rows
 from ikbo_jax.pallas.linear.gated_linear import gated_linear_kernel
 from ikbo_jax.problems.gated_linear import GatedLinearConfig, GatedLinearProblem
 from ikbo_jax.reference import norm_linear as reference
@@ -63,42 +62,4 @@ def check(case: Any, interpret: Any) -> None:
 @pytest.mark.parametrize("name", CASES)
 def test_interpreted_gated_linear(name: str, launches: interpreter.Launches) -> None:
     check(CASES[name], interpreter.PARAMS)
-    launches.assert_no_races(1)
-
-
-#: Columns, norm, dtype, whether [u, a, u · norm(a)] are multiplied, and whether there are factors.
-GRADIENT_CASES = {
-    "concat": (256, "layer", "bfloat16", True, True),
-    "product": (512, "rms", "float16", False, False),
-}
-
-
-def check_gradient(case: Any, interpret: Any) -> None:
-    """Like `check`, for the gradient of five rows, of which some warps of one CTA take two."""
-    columns, kind, dtype, concat, has_vectors = case
-    rows, rng = 5, np.random.default_rng(0)
-
-    def draw(*shape: int) -> jax.Array:
-        return jnp.asarray(rng.normal(size=shape), dtype)
-
-    vectors = [draw(columns) if has_vectors else None for _ in range(2)]
-    d_rows = draw(rows, (3 if concat else 1) * columns)
-    arrays = draw(rows, columns), draw(rows, columns) + 3 * draw(rows, 1), *vectors, d_rows
-    gate = reference.Gate(reference.Norm(kind, 1e-3), 1, concat)
-    kernel = functools.partial(
-        gated_rows.gated_rows_kernel, gate=gate, num_sms=1, interpret=interpret
-    )
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(gated_rows, "CTAS_PER_SM", 1)
-        found = jax.block_until_ready((jax.jit(kernel) if interpret else kernel)(*arrays))
-    wanted = reference.gated_rows_vjp(gate, None, arrays)
-    unit = float(jnp.finfo(dtype).eps)
-    for x, y in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
-        x, exact = (np.asarray(z, np.float64) for z in (x, y))
-        np.testing.assert_allclose(x, exact, rtol=unit, atol=unit)
-
-
-@pytest.mark.parametrize("name", GRADIENT_CASES)
-def test_interpreted_gradient_of_rows(name: str, launches: interpreter.Launches) -> None:
-    check_gradient(GRADIENT_CASES[name], interpreter.PARAMS)
     launches.assert_no_races(1)

@@ -9,7 +9,6 @@ import offline
 import pytest
 
 from ikbo_jax.pallas.linear.gated_linear import gated_linear_kernel
-from ikbo_jax.pallas.linear.gated_rows import gated_rows_kernel
 from ikbo_jax.pallas.linear.norm_linear import norm_linear_kernel
 from ikbo_jax.problems.gated_linear import GatedLinearProblem
 from ikbo_jax.problems.norm_linear import NormLinearProblem
@@ -77,14 +76,3 @@ def test_offline_gated_linear_is_fit(name: str, compiler: offline.Compiler) -> N
     operands = GatedLinear(row, row, vector, vector, weight, residual, None)
     (compiled,) = compiler.compile_fit(kernel, operands)
     assert compiled.name == "ikbo_gated_linear"
-
-
-@pytest.mark.parametrize("has_vectors", [False, True])
-def test_offline_gradient_of_rows_is_fit(has_vectors: bool, compiler: offline.Compiler) -> None:
-    """Without factors, an SM has room for four CTAs."""
-    row, d_rows = (jax.ShapeDtypeStruct((100_072, c), jnp.bfloat16) for c in (512, 3 * 512))
-    vector = jax.ShapeDtypeStruct((512,), jnp.bfloat16) if has_vectors else None
-    kernel = functools.partial(gated_rows_kernel, gate=Gate(Norm(), concat=True), num_sms=132)
-    (compiled,) = compiler.compile_fit(kernel, row, row, vector, vector, d_rows)
-    assert compiled.name == "ikbo_gated_rows"
-    assert compiled.ptxas.registers <= (255 if has_vectors else 128)
