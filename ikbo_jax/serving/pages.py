@@ -66,9 +66,11 @@ class PagePool:
       page: positions of a page.
       most: pages of one user: the width of `table`.
       appended: numbers of rows that programs are compiled for, ascending; an append is padded.
+        Empty if `append` is never called.
 
     Attributes:
       arrays: a tree like `rows` of arrays [pages, page, ...]. `append` donates them.
+      leaves: the leaves of this tree, which a program that writes pages itself replaces.
 
     Raises:
       ValueError: if a size is below 1, or one user's longest history takes more than `max_bytes`.
@@ -83,7 +85,7 @@ class PagePool:
         most: int = 32,
         appended: Sequence[int] = (16, 256, 4096),
     ) -> None:
-        for name, size in (("page", page), ("most", most), ("appended[0]", appended[0])):
+        for name, size in (("page", page), ("most", most), *(("appended", n) for n in appended)):
             if size < 1:
                 raise ValueError(f"{name} is {size}, expected at least 1")
         self._form = Form(rows, "rows")
@@ -97,14 +99,13 @@ class PagePool:
             )
         self._appended = tuple(appended)
         self._hits = self._misses = self._evictions = 0
-        self._leaves = [jnp.zeros((self.pages, page, *x.shape), x.dtype) for x in leaves]
+        self.renew()
         self._programs = {size: self._compiled(size) for size in self._appended}
-        self.clear()
 
     @property
     def arrays(self) -> Tree:
         """A tree like `rows` of arrays [pages, page, ...]."""
-        return jax.tree.unflatten(self._form.structure, self._leaves)
+        return jax.tree.unflatten(self._form.structure, self.leaves)
 
     @property
     def metrics(self) -> PageMetrics:
@@ -118,6 +119,15 @@ class PagePool:
         # The least recently used history is the first.
         self._histories: collections.OrderedDict[Hashable, History] = collections.OrderedDict()
         self._free = list(range(self.pages))
+
+    def renew(self) -> None:
+        """Drops all histories and makes new pages, for a program that lost the donated ones."""
+        # From NumPy arrays, since `jnp.zeros` would compile.
+        empty = [
+            np.zeros((self.pages, self.page, *leaf.shape), leaf.dtype) for leaf in self._form.leaves
+        ]
+        self.leaves: list[jax.Array] = [jax.device_put(pages) for pages in empty]
+        self.clear()
 
     def lengths(self, keys: Sequence[Hashable]) -> list[int]:
         """Returns the number of positions of every user; 0 if the history is not there.
@@ -143,18 +153,31 @@ class PagePool:
           ValueError: if the pages of these users are more than the pool has.
         """
         columns = self._form.leaves_of(rows, stacked=True)
-        self._check(keys, counts, len(columns[0]) if columns else sum(counts))
-        self._make_room(keys, counts)
+        found = len(columns[0]) if columns else sum(counts)
+        if sum(counts) != found:
+            raise BadRequestError(f"there are {found} rows, but the counts are {list(counts)}")
+        self.reserve(keys, counts)
         at, offset = [np.zeros(0, np.int32)], [np.zeros(0, np.int32)]
+        for key, count in zip(keys, counts, strict=True):
+            pages, end = self._histories[key]
+            position = np.arange(end - count, end)
+            at.append(np.asarray(pages, np.int32)[position // self.page])
+            offset.append((position % self.page).astype(np.int32))
+        self._write(np.concatenate(at), np.concatenate(offset), columns)
+
+    def reserve(self, keys: Sequence[Hashable], counts: Sequence[int]) -> None:
+        """Makes the histories of different users longer, all or nothing; writes no rows.
+
+        A program that reads `table` writes them, and replaces `leaves`. The arguments and errors
+        are those of `append`.
+        """
+        self._check(keys, counts)
+        self._make_room(keys, counts)
         for key, count in zip(keys, counts, strict=True):
             pages, length = self._histories.pop(key, History([], 0))
             end = length + count
             pages = pages + [self._free.pop() for _ in range(self._pages(end) - len(pages))]
-            position = np.arange(length, end)
-            at.append(np.asarray(pages, np.int32)[position // self.page])
-            offset.append((position % self.page).astype(np.int32))
             self._histories[key] = History(pages, end)
-        self._write(np.concatenate(at), np.concatenate(offset), columns)
 
     def table(self, keys: Sequence[Hashable]) -> tuple[Index, Index]:
         """Returns page_table [n, most] and lengths [n], int32; length 0 without a history."""
@@ -169,14 +192,14 @@ class PagePool:
     def _pages(self, length: int) -> int:
         return -(-length // self.page)
 
-    def _check(self, keys: Sequence[Hashable], counts: Sequence[int], rows: int) -> None:
+    def _check(self, keys: Sequence[Hashable], counts: Sequence[int]) -> None:
         if not len(keys) == len(counts) == len(set(keys)):
             raise BadRequestError(
                 f"there are {len(keys)} users, of which {len(set(keys))} differ, and "
                 f"{len(counts)} counts; expected equal numbers"
             )
-        if min(counts, default=0) < 0 or sum(counts) != rows:
-            raise BadRequestError(f"there are {rows} rows, but the counts are {list(counts)}")
+        if min(counts, default=0) < 0:
+            raise BadRequestError(f"a count is negative: the counts are {list(counts)}")
         for key, count in zip(keys, counts, strict=True):
             before = self._histories[key].length if key in self._histories else 0
             if self._pages(before + count) > self.most:
@@ -217,7 +240,7 @@ class PagePool:
             for leaf, column in zip(self._form.leaves, columns, strict=True):
                 padded.append(np.empty((size, *leaf.shape), leaf.dtype))
                 fill(padded[-1], np.asarray(column[rows]))
-            self._leaves = self._programs[size](self._leaves, *places, padded)
+            self.leaves = self._programs[size](self.leaves, *places, padded)
 
     def _compiled(self, size: int) -> Any:
         """Compiles the program that writes so many rows in place."""
@@ -230,5 +253,5 @@ class PagePool:
 
         index = jax.ShapeDtypeStruct((size,), jnp.int32)
         rows = [jax.ShapeDtypeStruct((size, *x.shape), x.dtype) for x in self._form.leaves]
-        lower = functools.partial(jax.jit(write, donate_argnums=0).lower, self._leaves)
+        lower = functools.partial(jax.jit(write, donate_argnums=0).lower, self.leaves)
         return lower(index, index, rows).compile()
