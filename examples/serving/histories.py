@@ -5,8 +5,8 @@ to the events up to itself, a candidate to all events and to itself, so that the
 an event serve all later events and all candidates (Zhai et al., "Actions Speak Louder than Words",
 2024). What is known of an event never changes: the time of an event counts from the event before.
 
-`Growing` has the model in two forms: `append` and `score` for a `HistoryScorer`, and `Whole` for a
-`Scorer`, which encodes whole histories. Letters: E events, B candidates, U users, S positions, D
+The model has two forms: `Growing` for a `HistoryScorer`, and `Whole` for a `Scorer`, which encodes
+whole histories. Letters: E events, B candidates, U users, S positions, D
 the width, N heads of width H.
 """
 
@@ -26,6 +26,7 @@ from examples.movielens.model import rms_norm, softmax_attention
 from ikbo_jax import serving
 
 Tree = Any
+UserIds = Sequence[int] | npt.NDArray[np.integer]
 #: Codes of what a user did with an item, and of the time since the event before.
 ACTIONS, GAPS = 6, 32
 
@@ -91,14 +92,12 @@ def next_rows(layer: Tree, x: jax.Array, attended: jax.Array) -> jax.Array:
     return x + jax.nn.gelu(rms_norm(x) @ layer["expand"]) @ layer["contract"]
 
 
-def scores(
-    weights: Tree, item: jax.Array, attend: Callable[..., jax.Array], **options: Any
-) -> jax.Array:
-    """Scores [B] f32 of candidates, which attend to `options` of a layer and to themselves."""
+def scores(weights: Tree, item: jax.Array, attend: Callable[..., Any]) -> jax.Array:
+    """Scores [B] f32 of candidates; `attend` attends to the history of a layer, and to itself."""
     x = weights["item"][item]
     for n, layer in enumerate(weights["layers"]):
         query, key, value = (rows[:, None] for rows in projected(layer, x))
-        out = attend(n, query, self_key=key, self_value=value, **options)
+        out = attend(n, query, self_key=key, self_value=value)
         x = next_rows(layer, x, out)
     return (rms_norm(x) @ weights["head"]).astype(jnp.float32)
 
@@ -111,7 +110,7 @@ class Growing:
         x, found = embedded(weights, events), []
         for layer, pages in zip(weights["layers"], history.pages, strict=True):
             query, key, value = projected(layer, x)
-            written = {"key": history.write(pages["key"], key)}
+            written: dict[str, Any] = {"key": history.write(pages["key"], key)}
             written["value"] = history.write(pages["value"], value)
             found.append(written)
             out = ikbo.attention(
@@ -131,7 +130,7 @@ class Growing:
     ) -> jax.Array:
         """Scores [B] f32."""
 
-        def attend(n: int, query: jax.Array, **own: jax.Array) -> jax.Array:
+        def attend(n: int, query: jax.Array, **own: Any) -> Any:
             return ikbo.attention(
                 query,
                 **history.pages[n],
@@ -163,7 +162,7 @@ class Whole:
     ) -> jax.Array:
         """Scores [B] f32."""
 
-        def attend(n: int, query: jax.Array, **own: jax.Array) -> jax.Array:
+        def attend(n: int, query: jax.Array, **own: Any) -> Any:
             return ikbo.attention(
                 query,
                 **state["layers"][n],
@@ -177,9 +176,10 @@ class Whole:
 
 
 class HistorySource:
-    """What is served: users with log-normal histories, of which a request names a version.
+    """What is served: users with log-normal histories, drawn for every user and position.
 
-    Version n of a user's history has n events more than the user had at first.
+    In a request of the service, version n names a history of n events more than the user had at
+    first.
 
     Args:
       num_users: number of users.
@@ -190,7 +190,9 @@ class HistorySource:
     """
 
     newest = "1"
-    model = Growing()
+    model, growing = Whole(), Growing()
+    #: Events and users of programs that append: events of known users, a new user's history.
+    appends = ((64, 16), (1024, 1))
 
     def __init__(
         self,
@@ -250,7 +252,7 @@ class HistorySource:
         found = self._drawn(np.repeat(np.asarray(users), spans), position)
         return Events(*(codes.astype(np.int32) for codes in found))
 
-    def whole(self, users: Sequence[int], versions: Sequence[int]) -> Users:
+    def whole(self, users: UserIds, versions: UserIds) -> Users:
         """Whole histories: so many events of each user, and padding."""
         position = np.arange(self.sizes.history)
         found = self._drawn(np.asarray(users)[:, None], position[None])
@@ -258,10 +260,14 @@ class HistorySource:
             Events(*(codes.astype(np.int32) for codes in found)), np.asarray(versions, np.int32)
         )
 
+    def features_of(self, users: UserIds) -> Users:
+        """Whole histories of version 0."""
+        return self.whole(users, self.lengths[np.asarray(users)])
+
+    def features(self, user: int) -> Users:
+        """A user's whole history of version 0."""
+        return jax.tree.map(lambda leaf: leaf[0], self.features_of([user]))
+
     def candidates(self, items: npt.NDArray[np.int32]) -> npt.NDArray[np.int32]:
         """The items themselves."""
         return items
-
-    def number(self, user: int, version: int) -> int:
-        """The number of events of a version of a user's history."""
-        return int(self.lengths[user]) + version

@@ -62,8 +62,6 @@ class History(NamedTuple):
         # Padding has different places past the last page.
         is_real = self.position < self.lengths[self.event_to_user]
         at = jnp.where(is_real, at, len(pages) + number)
-        # Without it, XLA may compute the rows as a part of the scatter, and copy the pages.
-        rows = jax.lax.optimization_barrier(rows)
         places = pages.at[at, self.position % size]
         return places.set(rows, mode="drop", unique_indices=True)
 
@@ -157,7 +155,9 @@ class HistoryScorer(BatchScorer):
         self._events, self._events_of = Form(event, "events"), events_of
         shapes = checked_shapes(weights, event=event, candidate=candidate)
         self._pages = with_rows(row, self._pool.pages, page)
-        found = score_spec(model.score, shapes, self._history(1, 0), candidate)
+        found = score_spec(
+            model.score, shapes, History(self._pages, *self._located(1, 0)), candidate
+        )
         specs = Specs(shapes, event, candidate, row, found)
         check_finite(weights)
         self._compile(model, specs, buckets, appends)
@@ -165,10 +165,10 @@ class HistoryScorer(BatchScorer):
         self._run_every_program()
         self._ready()
 
-    def _history(self, users: int, events: int) -> History:
-        """Specs of the arrays of `History`."""
+    def _located(self, users: int, events: int) -> list[Any]:
+        """Specs of the arrays of `History` after the pages."""
         shapes = ((users, self._pool.most), (users,), (events,), (events,))
-        return History(self._pages, *(jax.ShapeDtypeStruct(x, jnp.int32) for x in shapes))
+        return [jax.ShapeDtypeStruct(shape, jnp.int32) for shape in shapes]
 
     def _compile(
         self,
@@ -179,14 +179,15 @@ class HistoryScorer(BatchScorer):
     ) -> None:
         self._append_inputs = {
             (events, users): Packing(
-                [*self._history(users, events)[1:], *jax.tree.leaves(with_rows(specs.user, events))]
+                [*self._located(users, events), *jax.tree.leaves(with_rows(specs.user, events))]
             )
             for events, users in appends
         }
         self._score_inputs = {
             (cands, users): Packing(
                 [
-                    *(*self._history(users, 0)[1:3], jax.ShapeDtypeStruct((cands,), jnp.int32)),
+                    *self._located(users, 0)[:2],
+                    jax.ShapeDtypeStruct((cands,), jnp.int32),
                     *jax.tree.leaves(with_rows(specs.candidate, cands)),
                 ]
             )
@@ -347,7 +348,9 @@ def _groups(
         longest = cut[0].stop - cut[0].start
         fitting = [x for x in appends if x[0] >= longest]
         sizes = next((x for x in fitting[:0:-1] if FILLED * x[0] <= left and x[1] > 1), fitting[0])
-        group, rest, filled = [], [], 0
+        group: list[Piece] = []
+        rest: list[Piece] = []
+        filled = 0
         for piece in cut:
             span = piece.stop - piece.start
             fits = filled + span <= sizes[0] and len(group) < sizes[1]
