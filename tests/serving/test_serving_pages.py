@@ -116,11 +116,17 @@ def test_attention_reads_what_the_pool_holds():
     assert np.all(np.asarray(out[3]) == 0), "a user without a history"
 
 
-def test_log_normal_histories_take_a_third_of_fixed_rows():
-    """Three times as many users in the same bytes; counted, without a device."""
-    lengths = np.random.default_rng(0).lognormal(np.log(300), 1, 4000).clip(1, 4096).astype(int)
-    pages = np.ceil(lengths / 128).sum()
-    assert len(lengths) * 4096 / (pages * 128) >= 3
+def test_three_times_as_many_users_with_log_normal_histories_fit_as_in_fixed_rows():
+    """Users with 300 events in the median, and at most 4,096, until the first one has to leave."""
+    fixed, most = 100, 4096
+    row = jax.ShapeDtypeStruct((), np.int8)
+    found = serving.PagePool(row, fixed * most, page=128, most=32, appended=())
+    lengths = np.random.default_rng(0).lognormal(np.log(300), 1, 4000).clip(1, most).astype(int)
+    for user, length in enumerate(lengths.tolist()):
+        found.reserve([user], [length])
+        if found.metrics.evictions:
+            break
+    assert user >= 3 * fixed
 
 
 def test_nothing_compiles_once_a_pool_is_ready():
