@@ -176,6 +176,9 @@ def batching(settings: Settings, plan: plans.Plan, least: float, say: Say) -> di
 #: answered in time, the share of scored requests that nobody waited for, and milliseconds.
 OVERLOADS = (1.0, 1.5, 3.0)
 LEAST_GOODPUT, MOST_WASTED, REFUSED_MS = 0.9, 0.05, 50
+#: The search for the capacity: every rate is this much above the one before, and there are at most
+#: so many rates.
+RISE, MOST_RATES = 1.3, 16
 
 
 def overload(settings: Settings, plan: plans.Plan, least: float, say: Say) -> dict[str, Any]:
@@ -195,10 +198,11 @@ def overload(settings: Settings, plan: plans.Plan, least: float, say: Say) -> di
 
     with local.Service(settings) as service:
         asyncio.run(load.send(service.url, dataclasses.replace(plan, rate=least, seconds=3)))
-        rising, rate = [offered(service, least)], least
-        while rising[-1]["goodput"] >= KEPT_UP * rising[-1]["offered_rate"]:
-            rate *= STEP
-            rising.append(offered(service, rate))
+        rising: list[dict[str, Any]] = []
+        for number in range(MOST_RATES):
+            rising.append(offered(service, least * RISE**number))
+            if rising[-1]["goodput"] < KEPT_UP * rising[-1]["offered_rate"]:
+                break
         capacity = max(run["goodput"] for run in rising)
         say(f"capacity {capacity:.1f}/s")
         runs = [offered(service, factor * capacity) for factor in OVERLOADS]
