@@ -148,9 +148,12 @@ def decomposed(
 
     def attend_if_any(groups: _Groups) -> tuple[jax.Array, jax.Array]:
         # Groups without candidates are the last ones: up to half of them.
-        nothing = [jnp.zeros(x.shape, x.dtype) for x in jax.eval_shape(attend, groups)]
-        has_any = groups.members[0, 0] < query.shape[0]
-        return jax.lax.cond(has_any, attend, lambda _: tuple(nothing), groups)
+        def nothing(_: _Groups) -> tuple[jax.Array, jax.Array]:
+            out, lse = jax.eval_shape(attend, groups)
+            # In `shard_map`, it varies over the devices like the query.
+            return tuple(jnp.full_like(query, 0, x.dtype, shape=x.shape) for x in (out, lse))
+
+        return jax.lax.cond(groups.members[0, 0] < query.shape[0], attend, nothing, groups)
 
     # Not on a GPU, whose host would wait for the condition.
     out, lse = jax.lax.map(attend_if_any if on_cpu else attend, parts.groups)
