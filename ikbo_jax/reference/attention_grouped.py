@@ -150,8 +150,9 @@ def decomposed(
         # Groups without candidates are the last ones: up to half of them.
         def nothing(_: _Groups) -> tuple[jax.Array, jax.Array]:
             out, lse = jax.eval_shape(attend, groups)
-            # In `shard_map`, it varies over the devices like the query.
-            return tuple(jnp.full_like(query, 0, x.dtype, shape=x.shape) for x in (out, lse))
+            # In `shard_map`, they vary over the devices like the query.
+            zeros = functools.partial(jnp.full_like, query, 0)
+            return zeros(out.dtype, shape=out.shape), zeros(lse.dtype, shape=lse.shape)
 
         return jax.lax.cond(groups.members[0, 0] < query.shape[0], attend, nothing, groups)
 
