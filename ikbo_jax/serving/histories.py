@@ -146,7 +146,7 @@ class HistoryScorer(BatchScorer):
         buckets = buckets or Buckets()
         if not appends or list(appends) != sorted(set(appends)) or min(map(min, appends)) < 1:
             raise ValueError(f"appends is {appends}, expected ascending pairs of at least 1")
-        self._pool = PagePool(row, user_bytes, page=page, most=most, appended=())
+        self._pool = PagePool(row, user_bytes, page=page, most=most)
         if (needed := buckets.largest[1] * most) > self._pool.pages:
             raise ValueError(
                 f"the pool has {self._pool.pages} pages but the histories of a call's "
