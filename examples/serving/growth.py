@@ -3,9 +3,9 @@
     python -m examples.serving.growth --events 1024 4096 --out FILE.json
 
 Full calls of the same requests, by turns: a share of `KNOWN` of the users was asked for before, and
-has 1 to 8 new events; the others are new. "pages" computes only new events. Without the cache,
-"forgotten" is the same scorer, which forgets all users before every call, and "whole" is a `Scorer`
-that encodes whole histories. The ratio is to the faster of these two; the bar is `BAR`.
+has 1 to 8 new events; the others are new. "pages" computes only new events; "forgotten" is the same
+scorer without the cache: it forgets all users before every call. That is faster than a `Scorer` of
+whole histories. The bar of the ratio is `BAR`.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import itertools
 import pathlib
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
@@ -30,9 +30,6 @@ from ikbo_jax.serving.batches import fitting_parts
 BAR, KNOWN = 2.0, 0.8
 #: Positions of a history beyond its first events.
 ROOM = 128
-
-Calls = list[list[serving.Request]]
-Form = Callable[[list[serving.Request]], list[Any]]
 
 
 def requests(
@@ -53,79 +50,57 @@ def requests(
         yield serving.Request(user, number, None, items)
 
 
-def forms_of(source: HistorySource, options: argparse.Namespace) -> dict[str, Form]:
-    """What is compared: functions of the requests of a call."""
-    buckets = serving.Buckets(tuple(options.buckets), (options.users,), (1, 4))
-    chosen = {"buckets": buckets, "user_bytes": options.user_bytes}
-    weights = source.weights(source.newest)
-    pages, forgetful = (
-        serving.HistoryScorer(
-            *(source.growing, weights, source.event, source.row, source.candidate),
-            events_of=source.events_of,
-            appends=options.appends,
-            page=source.sizes.page,
-            most=source.sizes.most,
-            **chosen,
-        )
-        for _ in range(2)
+def scorer_of(source: HistorySource, options: argparse.Namespace) -> serving.HistoryScorer:
+    """A scorer of the source, of the sizes of the command."""
+    return serving.HistoryScorer(
+        *(source.growing, source.weights(source.newest), source.event, source.row),
+        source.candidate,
+        events_of=source.events_of,
+        buckets=serving.Buckets(tuple(options.buckets), (options.users,)),
+        appends=options.appends,
+        user_bytes=options.user_bytes,
+        page=source.sizes.page,
+        most=source.sizes.most,
     )
-
-    def forgotten(call: list[serving.Request]) -> list[Any]:
-        forgetful.forget_users()
-        return forgetful.rank(call)
-
-    found = {"pages": pages.rank, "forgotten": forgotten}
-    if options.whole:
-        found["whole"] = serving.Scorer(
-            *(source.model, weights, source.user, source.candidate),
-            features_of=lambda keys: source.whole(*zip(*keys, strict=True)),
-            **chosen,
-        ).rank
-    return found
 
 
 def measured(source: HistorySource, options: argparse.Namespace) -> dict[str, Any]:
     """Seconds of the calls of every turn, and the ratio of requests a second."""
     numbers = dict.fromkeys(range(options.known), source.sizes.history - ROOM)
     asked = requests(source, numbers, itertools.count(options.known), options)
-    forms = forms_of(source, options)
+    scorers = {name: scorer_of(source, options) for name in ("pages", "forgotten")}
     first = [serving.Request(u, n, None, np.zeros(1, np.int32)) for u, n in numbers.items()]
-    forms["pages"](first)
-    seconds: dict[str, list[float]] = {name: [] for name in forms}
-    busy: dict[str, list[float]] = {name: [] for name in forms}
+    scorers["pages"].rank(first)
+    seconds: dict[str, list[float]] = {name: [] for name in scorers}
+    busy: dict[str, list[float]] = {name: [] for name in scorers}
     apart = 0.0
     for turn in range(options.turns):
         part = list(itertools.islice(asked, options.requests))
-        buckets = serving.Buckets(tuple(options.buckets), (options.users,))
-        calls = [[x for _, x in call] for call in fitting_parts(enumerate(part), buckets)]
-        found: dict[str, list[Any]] = {}
-        for name, form in forms.items():
+        calls = list(fitting_parts(enumerate(part), scorers["pages"].buckets))
+        found: dict[str, list[Any]] = {name: [] for name in scorers}
+        for name, scorer in scorers.items():
             start, cpu = time.perf_counter(), time.process_time()
-            found[name] = [answer for call in calls for answer in form(call)]
+            for call in calls:
+                if name == "forgotten":
+                    scorer.forget_users()
+                found[name] += scorer.rank([one for _, one in call])
             seconds[name].append(time.perf_counter() - start)
             busy[name].append(time.process_time() - cpu)
-        for other in list(forms)[1:]:
-            pairs = zip(found["pages"], found[other], strict=True)
-            apart = max(apart, *(np.abs(a.scores - b.scores).max() for a, b in pairs))
+        pairs = zip(*found.values(), strict=True)
+        apart = max(apart, *(float(np.abs(a.scores - b.scores).max()) for a, b in pairs))
         rates = ", ".join(
             f"{name} {len(part) / x[-1]:.1f} ({len(part) / busy[name][-1]:.1f})"
             for name, x in seconds.items()
         )
         print(f"turn {turn}, requests a second (of CPU time): {rates}", flush=True)
-    ratio, cpu_ratio = ratio_of(seconds), ratio_of(busy)
+    ratio, cpu_ratio = (min(x["forgotten"]) / min(x["pages"]) for x in (seconds, busy))
     events = source.sizes.history - ROOM
     print(
         f"{events} events: {ratio:.2f} times as many requests, by CPU time {cpu_ratio:.2f}; "
         f"scores apart {apart:.1e}"
     )
-    found_ratios = {"ratio": ratio, "cpu_ratio": cpu_ratio, "bar": BAR, "apart": apart}
-    return {"events": events, **found_ratios, "seconds": seconds, "cpu_seconds": busy}
-
-
-def ratio_of(seconds: dict[str, list[float]]) -> float:
-    """The least seconds without the cache over the least with it."""
-    least = {name: min(times) for name, times in seconds.items()}
-    return min(x for name, x in least.items() if name != "pages") / least["pages"]
+    ratios = {"ratio": ratio, "cpu_ratio": cpu_ratio, "bar": BAR, "apart": apart}
+    return {"events": events, **ratios, "seconds": seconds, "cpu_seconds": busy}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -147,9 +122,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--requests", type=int, default=48, help="of a turn")
     parser.add_argument("--turns", type=int, default=5)
     parser.add_argument("--user-bytes", type=int, default=1 << 30)
-    parser.add_argument(
-        "--whole", action=argparse.BooleanOptionalAction, default=True, help="whole histories, too"
-    )
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=pathlib.Path, help="results file (JSON)")
     options = parser.parse_args(arguments)

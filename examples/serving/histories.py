@@ -33,17 +33,7 @@ ACTIONS, GAPS = 6, 32
 
 @dataclasses.dataclass(frozen=True)
 class Sizes:
-    """Sizes of the network, and of the pages of a history.
-
-    Attributes:
-      items: number of items.
-      layers: number of layers.
-      width: D, width of events and candidates.
-      heads: N, heads of every attention.
-      head_dim: H, width of a head.
-      page: positions of a page.
-      most: pages of the longest history.
-    """
+    """Sizes of the network, by their letters above, and of the pages of a history."""
 
     items: int = 1683
     layers: int = 4

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import json
 from typing import Any
 
 import jax
@@ -11,7 +12,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from examples.serving import growth, models
 from examples.serving.histories import Growing, HistorySource, Sizes, Whole
+from examples.serving.settings import Settings
 from ikbo_jax import serving
 
 SIZES = Sizes(items=50, layers=2, width=8, heads=2, head_dim=8, page=4, most=5)
@@ -184,3 +187,40 @@ def test_events_of_any_number_are_appended_once(counts):
     scorer.forget_users()
     requests = [request(user, count) for user, count in enumerate(counts, 4)]
     assert_right(requests, scorer.rank(requests))
+
+
+def test_a_replica_of_the_example_keeps_histories_in_pages():
+    """What a request calls version n has n events more than the user had at first."""
+    settings = Settings(source="histories-tiny", candidates=(8,), users=3, user_bytes=1 << 20)
+    source = settings.load()
+    replica, offline = settings.replica(source), models.Offline(source, source.newest)
+    items = [1, 5, 9]
+    requests = [models.request(source, user, items, v) for v in (0, 3) for user in (7, 8)]
+    answers = replica.rank(requests)
+    for user, answer in zip((7, 8), answers, strict=False):
+        expected = offline.scores(user, items)
+        np.testing.assert_allclose(answer.scores, expected, atol=2e-5, rtol=2e-5)
+    assert np.abs(answers[0].scores - answers[2].scores).max() > 1e-3
+    assert replica.metrics.pages_in_use > 0
+
+
+def test_the_benchmark_compares_the_same_scores(tmp_path, capsys):
+    options = ["--source", "histories-tiny", "--events", "6", "--buckets", "64", "--users", "2"]
+    options += ["--fewest", "2", "--most", "9", "--known", "4", "--requests", "6", "--turns", "2"]
+    options += [
+        "--appends",
+        "8",
+        "2",
+        "64",
+        "1",
+        "--user-bytes",
+        str(1 << 22),
+        "--out",
+        str(tmp_path / "growth.json"),
+    ]
+    status = growth.main(options)
+    (figure,) = json.loads((tmp_path / "growth.json").read_text())["figures"]
+    assert status == (figure["ratio"] < growth.BAR)
+    assert (figure["events"], len(figure["seconds"]["pages"])) == (8, 2)
+    assert figure["apart"] < 2e-5
+    assert "times as many requests" in capsys.readouterr().out
