@@ -182,7 +182,7 @@ RISE, MOST_RATES = 1.3, 16
 
 
 def overload(settings: Settings, plan: plans.Plan, least: float, say: Say) -> dict[str, Any]:
-    """Goodput at and above the capacity, which is the largest rate that is answered in time."""
+    """Goodput at and above the capacity, which is the most answers in time at any rate."""
     deadline = settings.timeout_ms / 1000
 
     def offered(service: local.Service, rate: float) -> dict[str, Any]:
@@ -199,11 +199,14 @@ def overload(settings: Settings, plan: plans.Plan, least: float, say: Say) -> di
     with local.Service(settings) as service:
         asyncio.run(load.send(service.url, dataclasses.replace(plan, rate=least, seconds=3)))
         rising: list[dict[str, Any]] = []
+        capacity = 0.0
         for number in range(MOST_RATES):
             rising.append(offered(service, least * RISE**number))
-            if rising[-1]["goodput"] < KEPT_UP * rising[-1]["offered_rate"]:
+            found = rising[-1]["goodput"]
+            # Where a rate is not kept up, the next one may still have more answers in time.
+            if found < KEPT_UP * rising[-1]["offered_rate"] and found <= capacity:
                 break
-        capacity = max(run["goodput"] for run in rising)
+            capacity = max(capacity, found)
         say(f"capacity {capacity:.1f}/s")
         runs = [offered(service, factor * capacity) for factor in OVERLOADS]
     for factor, run in zip(OVERLOADS, runs, strict=True):
