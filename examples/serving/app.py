@@ -63,7 +63,7 @@ class Ranking:
         self.settings = settings
         self.replica = serve.get_replica_context().replica_id.unique_id
         self.source = settings.load()
-        self.scorer = settings.scorer(self.source)
+        self.scorer = settings.replica(self.source)
         self.admission = serving.Admission(
             self.scorer.buckets, self.scorer.call_seconds, settings.concurrent
         )
@@ -81,7 +81,7 @@ class Ranking:
         self.gauges = {
             name: metrics.Gauge(f"ikbo_{name}", description=f"{name} of the scorer")
             for name in (
-                *("hit_rate", "compilations", "padding", "calls", "evictions"),
+                *("hit_rate", "compilations", "padding", "calls", "evictions", "pages_in_use"),
                 *("wait_s", "slowdown", "answered", "refused", "late", "scored", "wasted"),
             )
         }

@@ -176,10 +176,13 @@ def batching(settings: Settings, plan: plans.Plan, least: float, say: Say) -> di
 #: answered in time, the share of scored requests that nobody waited for, and milliseconds.
 OVERLOADS = (1.0, 1.5, 3.0)
 LEAST_GOODPUT, MOST_WASTED, REFUSED_MS = 0.9, 0.05, 50
+#: The search for the capacity: every rate is this much above the one before, and there are at most
+#: so many rates.
+RISE, MOST_RATES = 1.3, 16
 
 
 def overload(settings: Settings, plan: plans.Plan, least: float, say: Say) -> dict[str, Any]:
-    """Goodput at and above the capacity, which is the largest rate that is answered in time."""
+    """Goodput at and above the capacity, which is the most answers in time at any rate."""
     deadline = settings.timeout_ms / 1000
 
     def offered(service: local.Service, rate: float) -> dict[str, Any]:
@@ -195,11 +198,15 @@ def overload(settings: Settings, plan: plans.Plan, least: float, say: Say) -> di
 
     with local.Service(settings) as service:
         asyncio.run(load.send(service.url, dataclasses.replace(plan, rate=least, seconds=3)))
-        rising, rate = [offered(service, least)], least
-        while rising[-1]["goodput"] >= KEPT_UP * rising[-1]["offered_rate"]:
-            rate *= STEP
-            rising.append(offered(service, rate))
-        capacity = max(run["goodput"] for run in rising)
+        rising: list[dict[str, Any]] = []
+        capacity = 0.0
+        for number in range(MOST_RATES):
+            rising.append(offered(service, least * RISE**number))
+            found = rising[-1]["goodput"]
+            # Where a rate is not kept up, the next one may still have more answers in time.
+            if found < KEPT_UP * rising[-1]["offered_rate"] and found <= capacity:
+                break
+            capacity = max(capacity, found)
         say(f"capacity {capacity:.1f}/s")
         runs = [offered(service, factor * capacity) for factor in OVERLOADS]
     for factor, run in zip(OVERLOADS, runs, strict=True):

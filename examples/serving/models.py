@@ -29,6 +29,8 @@ from examples.movielens.model import (
     Sizes,
     Users,
 )
+from examples.serving.histories import HistorySource
+from examples.serving.histories import Sizes as HistorySizes
 from ikbo_jax import serving
 from ikbo_jax.serving.programs import check_finite, specs_of
 
@@ -87,6 +89,8 @@ def request(source: Source, user: int, items: npt.ArrayLike, version: int = 0) -
     """
     if not 0 <= user < source.num_users:
         raise UnknownUserError(f"user is {user}, expected one in [0, {source.num_users})")
+    if isinstance(source, HistorySource):
+        version += int(source.lengths[user])
     return serving.Request(user, version, None, candidates(source, items))
 
 
@@ -231,9 +235,16 @@ TINY = Sizes(
     compressed=2,
     hidden=8,
 )
+HOPPER_HISTORIES = HistorySizes(width=256, heads=4, head_dim=64)
 SOURCES: dict[str, Callable[[], Source]] = {
     "random": RandomSource,
     "tiny": functools.partial(RandomSource, 100, TINY),
+    # Histories that grow, up to 1,152 events; with keys and values in pages.
+    "histories": HistorySource,
+    "histories-tiny": functools.partial(
+        HistorySource, 100, HistorySizes(200, 2, 8, 1, 8, page=4, most=8), median=8
+    ),
+    "histories-hopper": functools.partial(HistorySource, 10_000, HOPPER_HISTORIES, "bfloat16"),
     # Whose kernels a Hopper GPU runs; "random" runs the ops in XLA.
     "hopper": functools.partial(RandomSource, 10_000, HOPPER, "bfloat16"),
     # Longer histories: the share of a call that a user's state saves grows with them.

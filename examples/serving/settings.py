@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 from examples.serving import models
+from examples.serving.histories import HistorySource
 from ikbo_jax import serving
 
 
@@ -80,21 +82,41 @@ class Settings:
         """What is served."""
         return models.source_of(self.source, self.checkpoint, self.data)
 
-    def scorer(self, source: models.Source) -> serving.Scorer:
-        """The scorer of one replica, whose programs are compiled."""
+    def _shared(self, source: models.Source) -> dict[str, Any]:
+        """Arguments of both scorers."""
         if self.cache:
             serving.use_cache_folder(self.cache)
         version = self.weights or source.newest
+        users = (*self.fewer_users, self.users)
+        return {
+            "weights": source.weights(version),
+            "candidate": source.candidate,
+            "buckets": serving.Buckets(self.candidates, users, self.new_users),
+            "user_bytes": self.user_bytes,
+            "version": version,
+        }
+
+    def scorer(self, source: models.Source) -> serving.Scorer:
+        """A scorer whose programs are compiled."""
         return serving.Scorer(
             source.model,
-            source.weights(version),
-            source.user,
-            source.candidate,
-            buckets=serving.Buckets(
-                self.candidates, (*self.fewer_users, self.users), self.new_users
-            ),
-            user_bytes=self.user_bytes,
-            version=version,
+            user=source.user,
             features_of=lambda keys: source.features_of([user for user, _ in keys]),
             joint=self.joint,
+            **self._shared(source),
+        )
+
+    def replica(self, source: models.Source) -> serving.Scorer | serving.HistoryScorer:
+        """The scorer of one replica: a source whose histories grow has them in pages."""
+        if not isinstance(source, HistorySource):
+            return self.scorer(source)
+        return serving.HistoryScorer(
+            source.growing,
+            event=source.event,
+            row=source.row,
+            events_of=source.events_of,
+            appends=source.appends,
+            page=source.sizes.page,
+            most=source.sizes.most,
+            **self._shared(source),
         )

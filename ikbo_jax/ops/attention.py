@@ -327,9 +327,9 @@ class _Attention(Op[_Call, Arrays, _Results]):
             )
         else:
             arrays = pages.laid_out(arrays)
-            out, lse = attention_grouped.decomposed(
-                *arrays[:5], ranges=arrays.ranges, bias=arrays.bias, **call.of_scores
-            )
+            on_cpu = call.request.platform != "cuda" and dispatch.default_device().platform == "cpu"
+            options = {"ranges": arrays.ranges, "bias": arrays.bias, **call.of_scores}
+            out, lse = attention_grouped.decomposed(*arrays[:5], on_cpu=on_cpu, **options)
         out = dispatch.record(out, plan)
         if merges:
             own = reference.self_attention(arrays.query, *arrays.own, **call.of_scores)

@@ -7,6 +7,7 @@ batch. Needs nothing beside JAX; the example behind HTTP needs the extra `serve`
 from ikbo_jax.serving.admission import Admission
 from ikbo_jax.serving.answers import Metrics
 from ikbo_jax.serving.batches import BadRequestError, Buckets, Request
+from ikbo_jax.serving.histories import History, HistoryModel, HistoryScorer
 from ikbo_jax.serving.offline import rank_arrays, rank_offline
 from ikbo_jax.serving.pages import PageMetrics, PagePool
 from ikbo_jax.serving.programs import Model, use_cache_folder
@@ -16,6 +17,9 @@ __all__ = [
     "Admission",
     "BadRequestError",
     "Buckets",
+    "History",
+    "HistoryModel",
+    "HistoryScorer",
     "Metrics",
     "Model",
     "PageMetrics",

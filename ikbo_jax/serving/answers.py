@@ -12,7 +12,7 @@ import numpy.typing as npt
 from ikbo_jax.serving.batches import Batch
 
 if TYPE_CHECKING:
-    from ikbo_jax.serving.scorer import Scorer
+    from ikbo_jax.serving.base import BatchScorer
 
 Scores = npt.NDArray[Any]
 
@@ -25,12 +25,14 @@ class Metrics(NamedTuple):
       requests: number of requests in these calls.
       candidates: number of candidates in these calls.
       padding: number of candidates that were added to fill buckets.
-      hits: number of users whose state was in the cache.
-      misses: number of users whose state had to be computed.
-      evictions: number of states that the cache dropped to make room.
+      hits: number of users whose state, or history, was in the cache.
+      misses: number of users whose state, or history, had to be computed.
+      evictions: number of states, or histories, that the cache dropped to make room.
       compilations: number of programs that this process has compiled, or loaded from the cache
         folder, since the scorer was ready. It stays 0.
       weights: the version of the weights.
+      pages_in_use: number of pages that histories take; 0 for a `Scorer`.
+      pages: number of pages of the pool; 0 for a `Scorer`.
     """
 
     calls: int
@@ -42,6 +44,8 @@ class Metrics(NamedTuple):
     evictions: int
     compilations: int
     weights: Hashable
+    pages_in_use: int = 0
+    pages: int = 0
 
     @property
     def hit_rate(self) -> float:
@@ -62,7 +66,7 @@ class Pending:
 
     def __init__(
         self,
-        scorer: Scorer,
+        scorer: BatchScorer,
         calls: list[tuple[Batch, jax.Array]],
         answers: list[Answer | Exception],
         weights: Hashable,
@@ -100,7 +104,7 @@ class Pending:
 class PendingScores:
     """Holds a started call; `scores` waits for the call."""
 
-    def __init__(self, scorer: Scorer, scores: jax.Array, filled: int) -> None:
+    def __init__(self, scorer: BatchScorer, scores: jax.Array, filled: int) -> None:
         self._scorer, self._scores, self._filled = scorer, scores, filled
 
     def scores(self) -> Scores:

@@ -11,6 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ikbo_jax.serving.answers import Answer, PendingScores, Scores
+from ikbo_jax.serving.base import BatchScorer
 from ikbo_jax.serving.batches import (
     BadRequestError,
     Buckets,
@@ -24,7 +25,7 @@ from ikbo_jax.serving.scorer import Scorer
 
 
 def rank_offline(
-    scorer: Scorer, requests: Iterable[Request], *, ahead: int = 2
+    scorer: BatchScorer, requests: Iterable[Request], *, ahead: int = 2
 ) -> Iterator[tuple[int, Answer]]:
     """Scores many requests in full batches; the host prepares calls while the device computes.
 
@@ -62,7 +63,7 @@ def _later[Call](started: Iterable[Call], ahead: int) -> Iterator[Call]:
         yield waiting.popleft()
 
 
-def _countable(scorer: Scorer, requests: Iterable[Request]) -> Iterator[tuple[int, Request]]:
+def _countable(scorer: BatchScorer, requests: Iterable[Request]) -> Iterator[tuple[int, Request]]:
     """Numbers the requests; raises BadRequestError if a request cannot be counted."""
     for entry in enumerate(requests):
         try:

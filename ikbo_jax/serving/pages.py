@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-import bisect
 import collections
-import functools
 from collections.abc import Hashable, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import numpy.typing as npt
 
-from ikbo_jax.serving.batches import BadRequestError, Form, Tree
-from ikbo_jax.serving.packing import fill
+from ikbo_jax.serving.batches import BadRequestError, Tree
 
 Index = npt.NDArray[np.int32]
 
@@ -54,10 +50,10 @@ class PageMetrics(NamedTuple):
 class PagePool:
     """Keeps rows of users' histories, such as keys and values, in pages on the device.
 
-    A history grows by `append`, which writes to the end of the user's last page; a page belongs to
-    one user. Where no page is free, the least recently used history is dropped, but for those of
-    the users at hand. `ikbo_jax.attention` reads `arrays` by the tables of `table`. The methods
-    belong to one thread.
+    `reserve` makes histories longer, and a program writes the new rows, as `History.write` does; a
+    page belongs to one user. Where no page is free, the least recently used history is dropped, but
+    for those of the users at hand. `ikbo_jax.attention` reads the pages by the tables of `table`.
+    The methods belong to one thread.
 
     Args:
       rows: one position of a history, a tree of `jax.ShapeDtypeStruct`, such as key and value
@@ -65,46 +61,29 @@ class PagePool:
       max_bytes: bytes of all pages.
       page: positions of a page.
       most: pages of one user: the width of `table`.
-      appended: numbers of rows that programs are compiled for, ascending; an append is padded.
 
     Attributes:
-      arrays: a tree like `rows` of arrays [pages, page, ...]. `append` donates them.
+      leaves: the leaves of a tree like `rows`, arrays [pages, page, ...]. A program to which they
+        are donated replaces them.
 
     Raises:
       ValueError: if a size is below 1, or one user's longest history takes more than `max_bytes`.
     """
 
-    def __init__(
-        self,
-        rows: Tree,
-        max_bytes: int,
-        *,
-        page: int = 128,
-        most: int = 32,
-        appended: Sequence[int] = (16, 256, 4096),
-    ) -> None:
-        for name, size in (("page", page), ("most", most), ("appended[0]", appended[0])):
+    def __init__(self, rows: Tree, max_bytes: int, *, page: int = 128, most: int = 32) -> None:
+        for name, size in (("page", page), ("most", most)):
             if size < 1:
                 raise ValueError(f"{name} is {size}, expected at least 1")
-        self._form = Form(rows, "rows")
-        leaves = self._form.leaves
-        page_bytes = page * sum(leaf.size * leaf.dtype.itemsize for leaf in leaves)
+        self._rows = jax.tree.leaves(rows)
+        page_bytes = page * sum(leaf.size * leaf.dtype.itemsize for leaf in self._rows)
         self.page, self.most, self.pages = page, most, max_bytes // page_bytes
         if self.pages < most:
             raise ValueError(
                 f"the pool has {max_bytes} bytes but the {most} pages of one user take "
                 f"{most * page_bytes}"
             )
-        self._appended = tuple(appended)
         self._hits = self._misses = self._evictions = 0
-        self._leaves = [jnp.zeros((self.pages, page, *x.shape), x.dtype) for x in leaves]
-        self._programs = {size: self._compiled(size) for size in self._appended}
-        self.clear()
-
-    @property
-    def arrays(self) -> Tree:
-        """A tree like `rows` of arrays [pages, page, ...]."""
-        return jax.tree.unflatten(self._form.structure, self._leaves)
+        self.renew()
 
     @property
     def metrics(self) -> PageMetrics:
@@ -119,42 +98,43 @@ class PagePool:
         self._histories: collections.OrderedDict[Hashable, History] = collections.OrderedDict()
         self._free = list(range(self.pages))
 
+    def renew(self) -> None:
+        """Drops all histories and makes new pages, for a program that lost the donated ones."""
+        # From NumPy arrays, since `jnp.zeros` would compile.
+        shape = (self.pages, self.page)
+        empty = [np.zeros((*shape, *leaf.shape), leaf.dtype) for leaf in self._rows]
+        self.leaves: list[jax.Array] = [jax.device_put(pages) for pages in empty]
+        self.clear()
+
     def lengths(self, keys: Sequence[Hashable]) -> list[int]:
         """Returns the number of positions of every user; 0 if the history is not there.
 
-        Counts hits and misses. A caller computes the rows from this position on, and appends them.
+        Counts hits and misses. A caller computes the rows from this position on.
         """
         found = [self._histories[key].length if key in self._histories else 0 for key in keys]
         hits = sum(key in self._histories for key in keys)
         self._hits, self._misses = self._hits + hits, self._misses + len(keys) - hits
         return found
 
-    def append(self, keys: Sequence[Hashable], counts: Sequence[int], rows: Tree) -> None:
-        """Appends rows to the histories of different users, all or nothing.
+    def reserve(self, keys: Sequence[Hashable], counts: Sequence[int]) -> None:
+        """Makes the histories of different users longer, all or nothing; writes no rows.
 
         Args:
           keys: the users; those whose history is not there begin one.
-          counts: number of rows of every user.
-          rows: a tree of arrays [n, ...], the rows in the order of the users.
+          counts: number of further rows of every user.
 
         Raises:
-          BadRequestError: if the rows do not fit, a user occurs twice, a count is negative, or a
-            history would need more than `most` pages.
+          BadRequestError: if a user occurs twice, a count is negative, or a history would need more
+            than `most` pages.
           ValueError: if the pages of these users are more than the pool has.
         """
-        columns = self._form.leaves_of(rows, stacked=True)
-        self._check(keys, counts, len(columns[0]) if columns else sum(counts))
+        self._check(keys, counts)
         self._make_room(keys, counts)
-        at, offset = [np.zeros(0, np.int32)], [np.zeros(0, np.int32)]
         for key, count in zip(keys, counts, strict=True):
             pages, length = self._histories.pop(key, History([], 0))
             end = length + count
             pages = pages + [self._free.pop() for _ in range(self._pages(end) - len(pages))]
-            position = np.arange(length, end)
-            at.append(np.asarray(pages, np.int32)[position // self.page])
-            offset.append((position % self.page).astype(np.int32))
             self._histories[key] = History(pages, end)
-        self._write(np.concatenate(at), np.concatenate(offset), columns)
 
     def table(self, keys: Sequence[Hashable]) -> tuple[Index, Index]:
         """Returns page_table [n, most] and lengths [n], int32; length 0 without a history."""
@@ -169,14 +149,14 @@ class PagePool:
     def _pages(self, length: int) -> int:
         return -(-length // self.page)
 
-    def _check(self, keys: Sequence[Hashable], counts: Sequence[int], rows: int) -> None:
+    def _check(self, keys: Sequence[Hashable], counts: Sequence[int]) -> None:
         if not len(keys) == len(counts) == len(set(keys)):
             raise BadRequestError(
                 f"there are {len(keys)} users, of which {len(set(keys))} differ, and "
                 f"{len(counts)} counts; expected equal numbers"
             )
-        if min(counts, default=0) < 0 or sum(counts) != rows:
-            raise BadRequestError(f"there are {rows} rows, but the counts are {list(counts)}")
+        if min(counts, default=0) < 0:
+            raise BadRequestError(f"a count is negative: the counts are {list(counts)}")
         for key, count in zip(keys, counts, strict=True):
             before = self._histories[key].length if key in self._histories else 0
             if self._pages(before + count) > self.most:
@@ -202,33 +182,3 @@ class PagePool:
             if len(self._free) < wanted:
                 self._free += self._histories.pop(key).pages
                 self._evictions += 1
-
-    def _write(self, at: Index, offset: Index, columns: list[Any]) -> None:
-        sizes = self._appended
-        for start in range(0, len(at), sizes[-1]):
-            rows = slice(start, start + sizes[-1])
-            filled = len(at[rows])
-            size = sizes[bisect.bisect_left(sizes, filled)]
-            # Padding has different places past the last page.
-            places = np.full((2, size), self.pages, np.int32)
-            places[1] = np.arange(size)
-            places[0, :filled], places[1, :filled] = at[rows], offset[rows]
-            padded = []
-            for leaf, column in zip(self._form.leaves, columns, strict=True):
-                padded.append(np.empty((size, *leaf.shape), leaf.dtype))
-                fill(padded[-1], np.asarray(column[rows]))
-            self._leaves = self._programs[size](self._leaves, *places, padded)
-
-    def _compiled(self, size: int) -> Any:
-        """Compiles the program that writes so many rows in place."""
-
-        def write(pages: list[Any], at: Any, offset: Any, rows: list[Any]) -> list[Any]:
-            return [
-                x.at[at, offset].set(row, mode="drop", unique_indices=True)
-                for x, row in zip(pages, rows, strict=True)
-            ]
-
-        index = jax.ShapeDtypeStruct((size,), jnp.int32)
-        rows = [jax.ShapeDtypeStruct((size, *x.shape), x.dtype) for x in self._form.leaves]
-        lower = functools.partial(jax.jit(write, donate_argnums=0).lower, self._leaves)
-        return lower(index, index, rows).compile()

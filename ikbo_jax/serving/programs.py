@@ -91,31 +91,45 @@ def with_rows(spec: Tree, *rows: int) -> Tree:
 
 def specs_of(model: Model, weights: Tree, user: Tree, candidate: Tree) -> Specs:
     """Finds a model's specs with these weights; `user` and `candidate` as in `Specs`."""
+    shapes = checked_shapes(weights, user=user, candidate=candidate)
+    states = jax.eval_shape(model.encode_users, shapes, with_rows(user, 1))
+    state = _rows(states, "encode_users")
+    return Specs(shapes, user, candidate, state, score_spec(model.score, shapes, states, candidate))
+
+
+def checked_shapes(weights: Tree, **features: Tree) -> Tree:
+    """Returns the specs of weights; raises ValueError if these or the features cannot be used."""
     for path, leaf in jax.tree_util.tree_leaves_with_path(weights):
         if not hasattr(leaf, "shape") or not hasattr(leaf, "dtype"):
             raise ValueError(
                 f"weights{jax.tree_util.keystr(path)} must be an array, but is a "
                 f"{type(leaf).__name__}, {leaf!r:.80}"
             )
+    candidate = features["candidate"]
     if not jax.tree.leaves(candidate):
         raise ValueError(
             f"candidate is {candidate!r:.80}, expected at least 1 array, since its rows are counted"
         )
-    for name, spec in (("user", user), ("candidate", candidate)):
+    for name, spec in features.items():
         for path, leaf in jax.tree_util.tree_leaves_with_path(spec):
             _check_dtype(f"{name}{jax.tree_util.keystr(path)}", leaf.dtype)
-    shapes = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), weights)
-    states = jax.eval_shape(model.encode_users, shapes, with_rows(user, 1))
-    state = _rows(states, "encode_users")
+    return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), weights)
+
+
+def score_spec(
+    score: Callable[..., Any], weights: Tree, user: Tree, candidate: Tree
+) -> jax.ShapeDtypeStruct:
+    """Finds the spec of a candidate's score; `user` is what `score` reads of one user."""
     index = jax.ShapeDtypeStruct((1,), jnp.int32)
-    scores = jax.eval_shape(model.score, shapes, states, with_rows(candidate, 1), index)
+    scores = jax.eval_shape(score, weights, user, with_rows(candidate, 1), index)
     if not isinstance(scores, jax.ShapeDtypeStruct):
         # NumPy would stack several arrays, and users would get the scores of other users.
         raise ValueError(
             f"score returns {jax.tree.structure(scores)}, expected one array; stack several scores "
             "of a candidate along a further axis"
         )
-    return Specs(shapes, user, candidate, state, _rows(scores, "score"))
+    spec: jax.ShapeDtypeStruct = _rows(scores, "score")
+    return spec
 
 
 def check_finite(weights: Tree) -> None:
@@ -152,6 +166,30 @@ def _rows(spec: Tree, name: str) -> Tree:
                 "expected a first axis of size 1"
             )
     return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype), spec)
+
+
+class Job(NamedTuple):
+    """Describes a function of arguments and of packed inputs, and the packings, one a program."""
+
+    function: Callable[..., Any]
+    inputs: dict[Any, Packing]
+    arguments: tuple[Any, ...]
+    options: dict[str, Any]
+
+
+def compiled(*jobs: Job) -> list[dict[Any, Any]]:
+    """Compiles the programs of jobs side by side; returns those of every job by their sizes."""
+    # XLA compiles, and loads from the cache folder, without the interpreter's lock; tracing holds
+    # it, so that one thread traces.
+    with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as threads:
+        started: list[dict[Any, concurrent.futures.Future[jax.stages.Compiled]]] = []
+        for job in jobs:
+            started.append({})
+            for size, packing in job.inputs.items():
+                jitted = jax.jit(functools.partial(job.function, packing), **job.options)
+                lowered = jitted.lower(*job.arguments, packing.packed)
+                started[-1][size] = threads.submit(lowered.compile)
+    return [{size: program.result() for size, program in programs.items()} for programs in started]
 
 
 class Programs:
@@ -205,34 +243,16 @@ class Programs:
         self.pool = rows(self._state.packed, slots)
         weights = jax.tree.leaves(specs.weights)
 
-        # XLA compiles, and loads from the cache folder, without the interpreter's lock; tracing
-        # holds it, so that one thread traces.
-        with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as threads:
-
-            def start(
-                function: Callable[..., Any], inputs: dict[Any, Packing], *pool: Any, **options: Any
-            ) -> dict[Any, concurrent.futures.Future[jax.stages.Compiled]]:
-                found = {}
-                for size, packing in inputs.items():
-                    jitted = jax.jit(functools.partial(function, packing), **options)
-                    lowered = jitted.lower(weights, *pool, packing.packed)
-                    found[size] = threads.submit(lowered.compile)
-                return found
-
-            started = (
-                # The pool is changed in place.
-                start(self._encode, self.encode_inputs, self.pool, donate_argnums=1),
-                start(self._score, self.score_inputs, self.pool),
-                start(self._encode_and_score, self.joint_inputs),
-            )
-        results: list[dict[Any, Any]] = [
-            {size: program.result() for size, program in programs.items()} for programs in started
-        ]
-        encode, score, joint_programs = results
+        # The pool is changed in place.
+        encode, score, joint_programs = compiled(
+            Job(self._encode, self.encode_inputs, (weights, self.pool), {"donate_argnums": 1}),
+            Job(self._score, self.score_inputs, (weights, self.pool), {}),
+            Job(self._encode_and_score, self.joint_inputs, (weights,), {}),
+        )
         self.encode: dict[int, Callable[..., list[jax.Array]]] = encode
         self.score: dict[tuple[int, int], Callable[..., jax.Array]] = score
         self.joint: dict[tuple[int, int], Callable[..., jax.Array]] = joint_programs
-        self.device = _device_of([*encode.values(), *score.values()])
+        self.device = device_of([*encode.values(), *score.values()])
 
     def _encode(
         self, inputs: Packing, weights: list[Any], pool: list[jax.Array], packed: list[Any]
@@ -240,7 +260,7 @@ class Programs:
         at, *features = inputs.unpacked(packed)
         states = self._encoded(weights, features)
         # Padding has slots past the end.
-        leaves = _checked(states, self._specs.state, len(at), "encode_users")
+        leaves = checked(states, self._specs.state, len(at), "encode_users")
         return [
             all.at[at].set(rows, mode="drop", unique_indices=True)
             for all, rows in zip(pool, self._state.pack(leaves), strict=True)
@@ -251,7 +271,7 @@ class Programs:
     ) -> jax.Array:
         at, cand_to_user, *candidates = inputs.unpacked(packed)
         states = self._state.unpack([all.at[at].get(mode="clip") for all in pool])
-        state = _unflatten(self._specs.state, states)
+        state = unflatten(self._specs.state, states)
         return self._scored(weights, state, candidates, cand_to_user)
 
     def _encode_and_score(
@@ -266,7 +286,7 @@ class Programs:
     def _encoded(self, weights: list[Any], features: list[Any]) -> Tree:
         specs = self._specs
         return self._model.encode_users(
-            _unflatten(specs.weights, weights), _unflatten(specs.user, features)
+            unflatten(specs.weights, weights), unflatten(specs.user, features)
         )
 
     def _scored(
@@ -274,13 +294,13 @@ class Programs:
     ) -> jax.Array:
         specs = self._specs
         scores = self._model.score(
-            *(_unflatten(specs.weights, weights), state),
-            *(_unflatten(specs.candidate, candidates), cand_to_user),
+            *(unflatten(specs.weights, weights), state),
+            *(unflatten(specs.candidate, candidates), cand_to_user),
         )
-        return _checked(scores, specs.score, len(cand_to_user), "score")[0]
+        return checked(scores, specs.score, len(cand_to_user), "score")[0]
 
 
-def _checked(result: Tree, spec: Tree, rows: int, name: str) -> list[jax.Array]:
+def checked(result: Tree, spec: Tree, rows: int, name: str) -> list[jax.Array]:
     """Returns the leaves of a result; raises ValueError unless each has `rows` rows.
 
     `spec` was found with one row, with which a sum over all rows passes as well.
@@ -296,12 +316,14 @@ def _checked(result: Tree, spec: Tree, rows: int, name: str) -> list[jax.Array]:
     return leaves
 
 
-def _device_of(programs: list[Any]) -> jax.Device | None:
+def device_of(programs: list[Any]) -> jax.Device | None:
+    """Returns the device that programs run on; None if there are several."""
     # An input that a program does not read has no sharding.
     shardings = [s for p in programs for s in jax.tree.leaves(p.input_shardings)]
     devices: set[jax.Device] = set().union(*(sharding.device_set for sharding in shardings))
     return devices.pop() if len(devices) == 1 else None
 
 
-def _unflatten(spec: Tree, leaves: list[jax.Array]) -> Tree:
+def unflatten(spec: Tree, leaves: list[jax.Array]) -> Tree:
+    """Returns the tree of a spec with these leaves."""
     return jax.tree.unflatten(jax.tree.structure(spec), leaves)

@@ -2,12 +2,7 @@
 
 from __future__ import annotations
 
-import atexit
 import bisect
-import contextlib
-import threading
-import time
-import weakref
 from collections.abc import Hashable, Sequence
 from typing import Any
 
@@ -15,45 +10,16 @@ import jax
 import numpy as np
 import numpy.typing as npt
 
-from ikbo_jax.serving.answers import Answer, Metrics, Pending, PendingScores, Scores
-from ikbo_jax.serving.batches import (
-    BadRequestError,
-    Batch,
-    Buckets,
-    Checked,
-    Form,
-    Request,
-    Tree,
-    check_hashable,
-    fitting_parts,
-    merged,
-)
+from ikbo_jax.serving.answers import PendingScores
+from ikbo_jax.serving.base import BatchScorer, seconds_of
+from ikbo_jax.serving.batches import BadRequestError, Batch, Buckets, Form, Tree, check_hashable
 from ikbo_jax.serving.features import Features, FeaturesOf
 from ikbo_jax.serving.packing import Column, Packing, fill
-from ikbo_jax.serving.programs import Model, Programs, check_finite, compilations, specs_of
+from ikbo_jax.serving.programs import Model, Programs, check_finite, specs_of
 from ikbo_jax.serving.users import UserCache
 
-#: Scorers whose calls are waited for when the process ends.
-_scorers: weakref.WeakSet[Scorer] = weakref.WeakSet()
 
-
-def _wait_for_calls() -> None:
-    """Waits for the calls of all scorers at the end of the process, which would abort otherwise.
-
-    With jaxlib 0.11.2, a thread of XLA takes the interpreter's lock when the transfer of an array
-    to the host ends. Before Python 3.14, a thread that asks for the lock while the interpreter ends
-    is ended inside C++ code that allows no unwinding: "terminate called without an active
-    exception". 24 of 24 processes that ended with a call under way aborted.
-    """
-    for scorer in list(_scorers):
-        scorer.wait()
-
-
-# Registered after JAX's own function, and therefore called before it.
-atexit.register(_wait_for_calls)
-
-
-class Scorer:
+class Scorer(BatchScorer):
     """Scores requests of several users in one call, with programs that are compiled in advance.
 
     A call's requests are padded to a bucket of candidates and users; scores of padding are dropped.
@@ -101,35 +67,18 @@ class Scorer:
         features_of: FeaturesOf | None = None,
         joint: bool = False,
     ) -> None:
-        self.buckets = buckets or Buckets()
-        self.specs = specs_of(model, weights, user, candidate)
+        buckets = buckets or Buckets()
+        specs = specs_of(model, weights, user, candidate)
         check_finite(weights)
-        self._weights_form = Form(self.specs.weights, "weights")
-        self._candidate_form = Form(candidate, "candidates")
-        state = jax.tree.leaves(self.specs.state)
+        state = jax.tree.leaves(specs.state)
         row_bytes = sum(leaf.size * leaf.dtype.itemsize for leaf in state)
-        self._users = UserCache(user_bytes, row_bytes, self.buckets.largest[1])
+        self._users = UserCache(user_bytes, row_bytes, buckets.largest[1])
         self._features = Features(Form(user, "features"), features_of)
-        self._lock = threading.Lock()
-        self._calls = self._requests = self._candidates = self._padding = 0
-        slots = self._users.slots
-        self._programs = Programs(model, self.specs, self.buckets, slots, joint=joint)
-        self._weights, self._version = self._on_device(jax.tree.leaves(weights)), version
+        self._programs = Programs(model, specs, buckets, self._users.slots, joint=joint)
+        super().__init__(specs, weights, buckets, self._programs.device, version)
         self._pool = self._empty_pool()
         self._run_every_program()
-        self._no_scores = np.zeros((0, *self.specs.score.shape), self.specs.score.dtype)
-        self._compiled = compilations()
-        self._newest: jax.Array | None = None
-        # On a CPU, NumPy reads the device's own array. A transfer would only run Python in a thread
-        # of XLA for which nobody waits: 35 of 90 processes that read such scores last aborted.
-        devices = [device for array in self._pool for device in array.devices()]
-        self._transfers = any(device.platform != "cpu" for device in devices)
-        _scorers.add(self)
-
-    def _on_device(self, weights: list[Any]) -> list[jax.Array]:
-        # On a CPU, JAX reads NumPy's own memory, to which the caller may write later.
-        weights = [np.array(x) if isinstance(x, np.ndarray) else x for x in weights]
-        return jax.block_until_ready(jax.device_put(weights, self._programs.device))
+        self._ready()
 
     def _empty_pool(self) -> list[jax.Array]:
         # From NumPy arrays, since `jnp.zeros` would compile.
@@ -147,14 +96,9 @@ class Scorer:
             for array in features:
                 array[...] = 0
             self._pool = encode(self._weights, self._pool, packed)
-        self.call_seconds: dict[tuple[int, int], float] = {}
         for bucket, score in self._programs.score.items():
             packed = _zeros(self._programs.score_inputs[bucket])
-            # The first run allocates; the second run is timed.
-            for _ in range(2):
-                start = time.perf_counter()
-                np.asarray(score(self._weights, self._pool, packed))
-                self.call_seconds[bucket] = time.perf_counter() - start
+            self.call_seconds[bucket] = seconds_of(score, self._weights, self._pool, packed)
         for bucket, joint in self._programs.joint.items():
             np.asarray(joint(self._weights, _zeros(self._programs.joint_inputs[bucket])))
 
@@ -162,139 +106,17 @@ class Scorer:
         """Fills `at` with different slots past the end of the pool."""
         at[:] = np.arange(self._users.slots, self._users.slots + len(at))
 
-    @property
-    def metrics(self) -> Metrics:
-        """Counts since the scorer was made."""
-        with self._lock:
-            return Metrics(
-                calls=self._calls,
-                requests=self._requests,
-                candidates=self._candidates,
-                padding=self._padding,
-                hits=self._users.hits,
-                misses=self._users.misses,
-                evictions=self._users.evictions,
-                compilations=compilations() - self._compiled,
-                weights=self._version,
-            )
+    def _users_counts(self) -> dict[str, int]:
+        users = self._users
+        return {"hits": users.hits, "misses": users.misses, "evictions": users.evictions}
 
-    def set_weights(self, weights: Tree, version: Hashable) -> None:
-        """Scores later calls with other weights, and forgets users' states.
-
-        Raises:
-          ValueError: if structure, shape or dtype differ from the weights so far, or a weight is
-            not finite. The scorer then keeps its weights.
-        """
-        leaves = self._weights_form.leaves_of(weights, stacked=False)
-        check_finite(jax.tree.unflatten(self._weights_form.structure, leaves))
-        placed = self._on_device(leaves)
-        with self._lock:
-            self._weights, self._version = placed, version
-            self._users.clear()
-
-    def forget_users(self) -> None:
-        """Forgets all users' states; later requests compute them again."""
+    def _forget(self) -> None:
         # The pool stays: the next call would wait for the transfer of a new pool.
-        with self._lock:
-            self._users.clear()
+        self._users.clear()
 
     def _reset(self) -> None:
         self._users.clear()
         self._pool = self._empty_pool()
-
-    def fetched(self, scores: jax.Array) -> Scores:
-        """Waits for a call and returns its scores on the host."""
-        try:
-            return np.asarray(scores)
-        except Exception:
-            # The call did not write its users' states.
-            with self._lock:
-                self._reset()
-            raise
-
-    def wait(self) -> None:
-        """Waits until the scores of all calls that were started are on the host."""
-        with self._lock:
-            newest, self._newest = self._newest, None
-        # Calls end in the order of their starts. The reader of the scores gets an error.
-        if newest is not None:
-            with contextlib.suppress(Exception):
-                np.asarray(newest)
-
-    def check(self, request: Request) -> None:
-        """Checks a request, as `start` does.
-
-        Raises:
-          BadRequestError: if the candidates' structure, shape or dtype is not what the model
-            expects, they are more than the largest bucket has, or the key is not hashable.
-        """
-        self._checked(request)
-
-    def _checked(self, request: Request) -> Checked:
-        try:
-            candidates, key, features = request.candidates, request.key, request.features
-        except AttributeError:
-            message = f"a request is {request!r:.80}, expected a serving.Request"
-            raise BadRequestError(message) from None
-        leaves = self._candidate_form.leaves_of(candidates, stacked=True)
-        try:
-            hash(key)
-        except Exception:
-            check_hashable([key])
-        found, most = len(leaves[0]), self.buckets.candidates[-1]
-        if found > most:
-            raise BadRequestError(f"a request has {found} candidates, at most {most} are possible")
-        return Checked(key, found, leaves, features)
-
-    def rank(self, requests: Sequence[Request]) -> list[Answer | Exception]:
-        """Scores requests, in as few calls as possible.
-
-        Returns:
-          For every request, in order, its answer, or a `BadRequestError` if the request does not
-          fit the model. One request's error leaves the others alone.
-        """
-        return self.start(requests).answers()
-
-    def start(self, requests: Sequence[Request]) -> Pending:
-        """Starts the calls of `rank`; returns while the device still computes."""
-        with self._lock:
-            answers: list[Any] = [None] * len(requests)
-            fitting = []
-            for position, request in enumerate(requests):
-                try:
-                    checked = self._checked(request)
-                except BadRequestError as error:
-                    answers[position] = error
-                    continue
-                if checked.size:
-                    fitting.append((position, checked))
-                else:
-                    answers[position] = Answer(self._no_scores, self._version)
-            calls = []
-            try:
-                for part in fitting_parts(fitting, self.buckets):
-                    calls += self._start_part(part, answers)
-            except BaseException:
-                # A failed encoder may have lost the donated pool; an interrupted one did not write
-                # the states that the user cache lists.
-                self._reset()
-                raise
-            return Pending(self, calls, answers, self._version)
-
-    def _start_part(
-        self, part: list[tuple[int, Checked]], answers: list[Any]
-    ) -> list[tuple[Batch, jax.Array]]:
-        """Starts the call of one part; errors of users' features become requests' answers."""
-        batch = merged(part, self.buckets)
-        columns, failed = self._features_for(batch)
-        if failed:
-            for position, one in part:
-                answers[position] = failed.get(one.key)
-            part = [entry for entry in part if entry[1].key not in failed]
-            if not part:
-                return []
-            batch = merged(part, self.buckets)
-        return [(batch, self._call(batch, columns))]
 
     def start_arrays(
         self,
@@ -333,7 +155,7 @@ class Scorer:
         with self._lock:
             if self._programs.joint:
                 return PendingScores(self, self._joint_call(batch), filled)
-            features, failed = self._features_for(batch)
+            features, failed = self._inputs_for(batch)
             for error in failed.values():
                 raise error
             try:
@@ -342,7 +164,7 @@ class Scorer:
                 self._reset()
                 raise
 
-    def _features_for(self, batch: Batch) -> tuple[list[Column], dict[Hashable, Exception]]:
+    def _inputs_for(self, batch: Batch) -> tuple[list[Column], dict[Hashable, Exception]]:
         missing = self._users.missing(batch.keys)
         return self._features.of({batch.keys[row]: batch.features[row] for row in missing})
 
@@ -377,18 +199,6 @@ class Scorer:
         self._users.misses += len(keys)
         scores = self._programs.joint[batch.bucket](self._weights, packed)
         return self._counted(batch, scores)
-
-    def _counted(self, batch: Batch, scores: jax.Array) -> jax.Array:
-        """Counts a call and starts the transfer of its scores, which it returns."""
-        self._calls += 1
-        self._requests += len(batch.sizes)
-        self._candidates += batch.filled
-        self._padding += batch.bucket[0] - batch.filled
-        if self._transfers:
-            # The transfer follows the program without another command of the host.
-            scores.copy_to_host_async()
-        self._newest = scores
-        return scores
 
     def _encode(self, slots: list[int], features: list[Column]) -> None:
         sizes = self.buckets.new_users

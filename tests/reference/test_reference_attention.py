@@ -268,14 +268,16 @@ def test_memory_holds_neither_copies_nor_all_scores(differentiate: bool, users: 
         (1, 9, 1, 100_000, 1, 1, 1),
     ],
 )
-def test_blocking_bounds_every_step(sizes: tuple[int, ...]) -> None:
+@pytest.mark.parametrize("on_cpu", [False, True])
+def test_blocking_bounds_every_step(sizes: tuple[int, ...], on_cpu: bool) -> None:
+    most = grouped.CPU_SCORES if on_cpu else grouped.MAX_SCORES
     batch, users, q_len, kv_len, q_heads, kv_heads, head_dim = sizes
-    group, groups, keys = grouped.blocking(*sizes)
+    group, groups, keys = grouped.blocking(*sizes, on_cpu=on_cpu)
     assert 1 <= group <= batch
     assert groups >= 1
     assert 1 <= keys <= kv_len
     if groups > 1:
-        assert groups * group * q_len * q_heads * keys <= grouped.MAX_SCORES
+        assert groups * group * q_len * q_heads * keys <= most
         assert groups * keys * kv_heads * head_dim <= grouped.MAX_KEY_ELEMENTS
     needed = min(batch, users) + (batch - min(batch, users)) // group
     assert needed * group <= 2 * batch

@@ -1,0 +1,265 @@
+"""What the scorers share: from requests to calls of compiled programs, and the counts of calls."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import threading
+import time
+import weakref
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from ikbo_jax.serving.answers import Answer, Metrics, Pending, Scores
+from ikbo_jax.serving.batches import (
+    BadRequestError,
+    Batch,
+    Buckets,
+    Checked,
+    Form,
+    Request,
+    Tree,
+    check_hashable,
+    fitting_parts,
+    merged,
+)
+from ikbo_jax.serving.programs import Specs, check_finite, compilations
+
+#: Scorers whose calls are waited for when the process ends.
+_scorers: weakref.WeakSet[BatchScorer] = weakref.WeakSet()
+
+
+def _wait_for_calls() -> None:
+    """Waits for the calls of all scorers at the end of the process, which would abort otherwise.
+
+    With jaxlib 0.11.2, a thread of XLA takes the interpreter's lock when the transfer of an array
+    to the host ends. Before Python 3.14, a thread that asks for the lock while the interpreter ends
+    is ended inside C++ code that allows no unwinding: "terminate called without an active
+    exception". 24 of 24 processes that ended with a call under way aborted.
+    """
+    for scorer in list(_scorers):
+        scorer.wait()
+
+
+# Registered after JAX's own function, and therefore called before it.
+atexit.register(_wait_for_calls)
+
+
+class BatchScorer:
+    """Answers batches of requests; a subclass says what it keeps of users, and runs the programs.
+
+    A subclass calls `_ready` when its programs are compiled and have run once. Its methods below
+    that raise NotImplementedError run with the lock held.
+
+    Args:
+      specs: of the model.
+      weights: a tree of arrays.
+      buckets: the sizes that programs are compiled for.
+      device: the device that the programs run on; None if there are several.
+      version: a name of the weights.
+    """
+
+    def __init__(
+        self,
+        specs: Specs,
+        weights: Tree,
+        buckets: Buckets,
+        device: jax.Device | None,
+        version: Hashable,
+    ) -> None:
+        self.specs, self.buckets = specs, buckets
+        self._weights_form = Form(specs.weights, "weights")
+        self._candidate_form = Form(specs.candidate, "candidates")
+        self._lock = threading.Lock()
+        self._calls = self._requests = self._candidates = self._padding = 0
+        self._device = device
+        self._weights, self._version = self._on_device(weights, device), version
+        self.call_seconds: dict[tuple[int, int], float] = {}
+        self._no_scores = np.zeros((0, *specs.score.shape), specs.score.dtype)
+        self._newest: jax.Array | None = None
+
+    def _ready(self) -> None:
+        """Counts compilations from now on."""
+        self._compiled = compilations()
+        # On a CPU, NumPy reads the device's own array. A transfer would only run Python in a thread
+        # of XLA for which nobody waits: 35 of 90 processes that read such scores last aborted.
+        devices = [self._device] if self._device else jax.devices()
+        self._transfers = any(device.platform != "cpu" for device in devices)
+        _scorers.add(self)
+
+    @property
+    def metrics(self) -> Metrics:
+        """Counts since the scorer was made."""
+        with self._lock:
+            return Metrics(
+                calls=self._calls,
+                requests=self._requests,
+                candidates=self._candidates,
+                padding=self._padding,
+                **self._users_counts(),
+                compilations=compilations() - self._compiled,
+                weights=self._version,
+            )
+
+    def _on_device(self, weights: Tree, device: jax.Device | None) -> list[jax.Array]:
+        # On a CPU, JAX reads NumPy's own memory, to which the caller may write later.
+        leaves = jax.tree.leaves(weights)
+        leaves = [np.array(x) if isinstance(x, np.ndarray) else x for x in leaves]
+        return jax.block_until_ready(jax.device_put(leaves, device))
+
+    def set_weights(self, weights: Tree, version: Hashable) -> None:
+        """Scores later calls with other weights, and forgets users' states.
+
+        Raises:
+          ValueError: if structure, shape or dtype differ from the weights so far, or a weight is
+            not finite. The scorer then keeps its weights.
+        """
+        leaves = self._weights_form.leaves_of(weights, stacked=False)
+        check_finite(jax.tree.unflatten(self._weights_form.structure, leaves))
+        placed = self._on_device(leaves, self._device)
+        with self._lock:
+            self._weights, self._version = placed, version
+            self._forget()
+
+    def forget_users(self) -> None:
+        """Forgets all users' states; later requests compute them again."""
+        with self._lock:
+            self._forget()
+
+    def fetched(self, scores: jax.Array) -> Scores:
+        """Waits for a call and returns its scores on the host."""
+        try:
+            return np.asarray(scores)
+        except Exception:
+            # The call did not write its users' states.
+            with self._lock:
+                self._reset()
+            raise
+
+    def wait(self) -> None:
+        """Waits until the scores of all calls that were started are on the host."""
+        with self._lock:
+            newest, self._newest = self._newest, None
+        # Calls end in the order of their starts. The reader of the scores gets an error.
+        if newest is not None:
+            with contextlib.suppress(Exception):
+                np.asarray(newest)
+
+    def check(self, request: Request) -> None:
+        """Checks a request, as `start` does.
+
+        Raises:
+          BadRequestError: if the candidates' structure, shape or dtype is not what the model
+            expects, they are more than the largest bucket has, or the key is not hashable.
+        """
+        self._checked(request)
+
+    def _checked(self, request: Request) -> Checked:
+        try:
+            candidates, key, features = request.candidates, request.key, request.features
+        except AttributeError:
+            message = f"a request is {request!r:.80}, expected a serving.Request"
+            raise BadRequestError(message) from None
+        leaves = self._candidate_form.leaves_of(candidates, stacked=True)
+        try:
+            hash(key)
+        except Exception:
+            check_hashable([key])
+        found, most = len(leaves[0]), self.buckets.candidates[-1]
+        if found > most:
+            raise BadRequestError(f"a request has {found} candidates, at most {most} are possible")
+        return Checked(key, found, leaves, features)
+
+    def rank(self, requests: Sequence[Request]) -> list[Answer | Exception]:
+        """Scores requests, in as few calls as possible.
+
+        Returns:
+          For every request, in order, its answer, or a `BadRequestError` if the request does not
+          fit the model. One request's error leaves the others alone.
+        """
+        return self.start(requests).answers()
+
+    def start(self, requests: Sequence[Request]) -> Pending:
+        """Starts the calls of `rank`; returns while the device still computes."""
+        with self._lock:
+            answers: list[Any] = [None] * len(requests)
+            fitting = []
+            for position, request in enumerate(requests):
+                try:
+                    checked = self._checked(request)
+                except BadRequestError as error:
+                    answers[position] = error
+                    continue
+                if checked.size:
+                    fitting.append((position, checked))
+                else:
+                    answers[position] = Answer(self._no_scores, self._version)
+            calls = []
+            try:
+                for part in fitting_parts(fitting, self.buckets):
+                    calls += self._start_part(part, answers)
+            except BaseException:
+                # A failed encoder may have lost the donated pool; an interrupted one did not write
+                # the states that the user cache lists.
+                self._reset()
+                raise
+            return Pending(self, calls, answers, self._version)
+
+    def _start_part(
+        self, part: list[tuple[int, Checked]], answers: list[Any]
+    ) -> list[tuple[Batch, jax.Array]]:
+        """Starts the call of one part; errors of users' features become requests' answers."""
+        batch = merged(part, self.buckets)
+        inputs, failed = self._inputs_for(batch)
+        if failed:
+            for position, one in part:
+                answers[position] = failed.get(one.key)
+            part = [entry for entry in part if entry[1].key not in failed]
+            if not part:
+                return []
+            batch = merged(part, self.buckets)
+        return [(batch, self._call(batch, inputs))]
+
+    def _counted(self, batch: Batch, scores: jax.Array) -> jax.Array:
+        """Counts a call and starts the transfer of its scores, which it returns."""
+        self._calls += 1
+        self._requests += len(batch.sizes)
+        self._candidates += batch.filled
+        self._padding += batch.bucket[0] - batch.filled
+        if self._transfers:
+            # The transfer follows the program without another command of the host.
+            scores.copy_to_host_async()
+        self._newest = scores
+        return scores
+
+    def _users_counts(self) -> dict[str, int]:
+        """Counts of users for `Metrics`."""
+        raise NotImplementedError
+
+    def _forget(self) -> None:
+        """Forgets all users."""
+        raise NotImplementedError
+
+    def _reset(self) -> None:
+        """Forgets all users, and makes a new pool where a call that failed may have lost it."""
+        raise NotImplementedError
+
+    def _inputs_for(self, batch: Batch) -> tuple[Any, dict[Hashable, Exception]]:
+        """Fetches what `_call` needs of the users, and the error of every key that failed."""
+        raise NotImplementedError
+
+    def _call(self, batch: Batch, inputs: Any) -> jax.Array:
+        """Starts the programs of one batch, whose keys have not failed; returns its scores."""
+        raise NotImplementedError
+
+
+def seconds_of(score: Callable[..., jax.Array], *arguments: Any) -> float:
+    """Measures a call: the first run allocates, the second run is timed."""
+    for _ in range(2):
+        start = time.perf_counter()
+        np.asarray(score(*arguments))
+        seconds = time.perf_counter() - start
+    return seconds
