@@ -45,6 +45,7 @@ from ikbo_jax.rewrite.rules.elementwise import concat
 from ikbo_jax.rewrite.values import lineage, staged
 from ikbo_jax.rewrite.values.lineage import Concat, Lazy, Lineage
 from ikbo_jax.rewrite.values.registry import NotCovered
+from ikbo_jax.rewrite.values.rows import take_rows
 
 #: A softmax over at most so many keys is as written if most queries are a user's, but see keys that
 #: are not. By parts, self-attention over 24 + 8 to 48 + 16 fields took 1.1 to 2.9 times as long on
@@ -105,16 +106,17 @@ class Call:
         users = lineage_of(query.value)
         at_users = users is not None and all(self.of_users(key, users) for key in live)
         finite = any(fill.value > -math.inf for fill in self.root.fills)
-        if finite or not is_whole or not at_users:
-            # At user batch, rows of -inf become NaN; merged attentions without keys are 0.
-            self._check_rows(query, live, states)
+        keeps_keys = self._keeps_keys(query, live, states)
         shape = list(shape_of(query.value))
         if users is not None and at_users:
+            if not keeps_keys and (finite or not is_whole):
+                # Only rows of -inf, which become NaN, are the same for all candidates of a user.
+                raise NotCovered("attention is not recognised: a query may keep no key")
             out = self._at_user_batch(query, live, users)
             shape[-1] = out.shape[-1]
             out = staged.reshape(out, (out.shape[0], *shape[1:]))
             return Lazy(out, tuple(shape), users, 0, lineage.origins_of(query.value))
-        out = self._at_candidate_batch(query, live, states)
+        out = self._at_candidate_batch(query, live, states, keeps_keys)
         shape[-1] = out.shape[-1]
         return staged.reshape(out, shape)
 
@@ -155,18 +157,17 @@ class Call:
             index[-1] = slice(key.start, key.stop)
         return x[tuple(index)]
 
-    def _check_rows(self, query: Part, live: list[Part], states: dict[int, int]) -> None:
-        """Raises NotCovered unless every query provably keeps a key."""
+    def _keeps_keys(self, query: Part, live: list[Part], states: dict[int, int]) -> bool:
+        """Whether every query provably keeps a key."""
         if any(states[id(key)] == 1 for key in live):
-            return
+            return True
         total: Any = False
         for key in live:
             kept: Any = True
             for fill in self.root.fills:
                 kept = kept & (self._cut(fill.state, query, key) == 1)
             total = total | np.any(kept, axis=-1)
-        if not np.all(total):
-            raise NotCovered("attention is not recognised: a query may keep no key")
+        return bool(np.all(total))
 
     def of_users(self, key: Part, users: Lineage) -> bool:
         """Whether keys are the same for all candidates of a user."""
@@ -231,41 +232,27 @@ class Call:
         return self.flat(lineage.spread(x.base, (users.users, *x.shape[1:])), x.shape[1])
 
     def _at_candidate_batch(
-        self, query: Part, live: list[Part], states: dict[int, int]
+        self, query: Part, live: list[Part], states: dict[int, int], keeps_keys: bool
     ) -> jax.Array:
         """Attends to keys of users and to own keys: [batch, queries, heads, width]."""
         reason = "queries that attend to keys of the candidate"
         array = self.ctx.materialise(self.eqn, query.value, reason)
         self.sizes = array.shape[1 : 1 + len(self.root.queries)]
         rows = math.prod(self.sizes)
-        dtype = self.root.key.dtype
         flat = self.flat(array, rows)
         groups: dict[Any, list[Part]] = {}
         for key in live:
             groups.setdefault(lineage_of(key.value), []).append(key)
         own = groups.pop(None, []) + _taken_as_own(groups, rows)
         own_kept = all(states[id(key)] == 1 for key in own)
-        own_rows = None
-        if own:
-            count = sum(key.stop - key.start for key in own)
-            own_rows = tuple(
-                staged.cast(
-                    self.flat(lineage.joined([self.ctx.build(x) for x in xs], 1), count), dtype
-                )
-                for xs in ([key.value for key in own], [key.values for key in own])
-            )
+        own_rows = self._all_rows(own, None) if own else None
         outs: list[tuple[jax.Array, jax.Array]] = []
         takes_own = False
         for users, keys in groups.items():
             assert users is not None
-            of_users = [
-                staged.cast(lineage.joined([self.user_rows(x, users) for x in xs], 1), dtype)
-                for xs in ([key.value for key in keys], [key.values for key in keys])
-            ]
             lengths = None
-            operands = Operands(
-                flat, of_users[0], of_users[1], users.index, *self.root.scale_and_cap
-            )
+            rows_of_users = self._all_rows(keys, users)
+            operands = Operands(flat, *rows_of_users, users.index, *self.root.scale_and_cap)
             if any(states[id(key)] != 1 for key in keys):
                 kept, seen = self._visible(query, keys, users)
                 if seen is not None:
@@ -282,8 +269,66 @@ class Call:
             outs.append(operands.attend_with_lse(lengths, None, *tokens))
         if own_rows and not takes_own:
             outs.append(self._to_own(query, own, flat, *own_rows))
-        merged, _ = functools.reduce(lambda x, y: merge_attention(*x, *y), outs)
+        merged, lse = functools.reduce(lambda x, y: merge_attention(*x, *y), outs)
+        if not keeps_keys:
+            merged = self._with_empty_rows(merged, lse == -jnp.inf, flat)
         return staged.cast(merged, self.dtype)
+
+    def _with_empty_rows(self, out: jax.Array, empty: jax.Array, flat: jax.Array) -> jax.Array:
+        """Sets rows without kept keys to what the softmax of their masked logits gives them.
+
+        `empty` is [batch, queries, heads]. The attention weights are equal, for the keys that all
+        queries provably hide, too; or NaN.
+        """
+        fill = self.root.fills[0]
+        if any((x.value, x.added) != (fill.value, fill.added) for x in self.root.fills):
+            raise NotCovered("attention is not recognised: masks with several numbers")
+        if fill.added is not None:
+            if fill.value == -math.inf or self.ctx.differentiated:
+                raise NotCovered("attention is not recognised: a query may keep no key")
+            masked_keys.check_that_logits_are_lost(fill)
+        of_users: dict[Lineage, list[Part]] = {}
+        own: list[Part] = []
+        for key in self.keys:
+            users = lineage_of(key.value)
+            (own if users is None else of_users.setdefault(users, [])).append(key)
+        groups = [(users, self._all_rows(keys, users)) for users, keys in of_users.items()]
+        own_rows = self._all_rows(own, None) if own else None
+        total = sum(
+            take_rows(jnp.sum(value.astype(jnp.float32), axis=1, keepdims=True), users.index, 0)
+            for users, (_, value) in groups
+        )
+        if own_rows is not None:
+            total = total + jnp.sum(own_rows[1].astype(jnp.float32), axis=1, keepdims=True)
+        # Rows of NaN, and they alone, give NaN gradients to their values.
+        where = empty[..., None]
+        weight = 1 / self.keys[-1].stop if fill.value > -math.inf else math.nan
+        mean = total * jnp.where(where, jnp.float32(weight), 0.0)
+        out = jnp.where(where, mean.astype(out.dtype), out)
+        if fill.added is None:
+            return out
+        if len(groups) != 1:
+            raise NotCovered("attention is not recognised: a query may keep no key")
+        self.ctx.gradient_differs()
+        ((users, rows),) = groups
+        operands = Operands(flat, *rows, users.index, *self.root.scale_and_cap)
+        every = jnp.ones(users.users, bool)
+        return masked_keys.exact_where_logits_remain(
+            operands, fill, where, every, out, own_rows or ()
+        )
+
+    def _all_rows(self, keys: list[Part], users: Lineage | None) -> tuple[jax.Array, ...]:
+        """Returns keys and values [users or batch, keys, heads, width]."""
+        count = sum(key.stop - key.start for key in keys)
+        dtype = self.root.key.dtype
+        found = []
+        for values in ([key.value for key in keys], [key.values for key in keys]):
+            if users is None:
+                rows = self.flat(lineage.joined([self.ctx.build(x) for x in values], 1), count)
+            else:
+                rows = lineage.joined([self.user_rows(x, users) for x in values], 1)
+            found.append(staged.cast(rows, dtype))
+        return tuple(found)
 
     def _visible(self, query: Part, keys: list[Part], users: Lineage) -> tuple[Any, Any]:
         """Returns which keys the masks keep for a user, and which for a query; None for all.
