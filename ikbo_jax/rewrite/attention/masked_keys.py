@@ -268,6 +268,7 @@ def _rounding(fill: Fill) -> float:
 
 
 def check_that_logits_are_lost(fill: Fill) -> None:
+    """Raises NotCovered unless the addition of the number of a mask removes the logits."""
     if _rounding(fill) < _LOST or fill.value > LARGE or fill.after <= 0:
         raise NotCovered(f"attention is not recognised: {fill.value:g} is added to its logits")
 
