@@ -106,6 +106,18 @@ def valid(x, at_least_one=True):
     return jnp.concatenate([history, jnp.ones((B, C), bool)], axis=1)[:, None, None]
 
 
+def padded(x, own=True):
+    """Which tokens are no padding, which comes first; the first user has padding alone."""
+    history = jnp.arange(S)[None] >= jnp.asarray([S, 2])[x.index][:, None]
+    return jnp.concatenate([history, jnp.full((B, C), own)], axis=1)
+
+
+def pairs(x, **kwargs):
+    """As Flax's `make_attention_mask` of the same tokens of queries and keys."""
+    kept = padded(x, **kwargs).astype("float32")
+    return (kept[:, None, :, None] * kept[:, None, None, :]) != 0
+
+
 def masked(mask, fill=-1e30, cap=None):
     def attend(x):
         logits = jnp.einsum("btnh,bsnh->bnts", x.q, x.k)
@@ -139,6 +151,16 @@ SEQUENCES = {
     "triu bias": biased(lambda: jnp.triu(jnp.full((L, L), -jnp.inf), 1)[None, None]),
     "1 - mask": biased(lambda: -1e9 * (1 - recsys_mask())),
     "lengths": masked(lambda x: CAUSAL & valid(x)),
+    "left padding": masked(lambda x: CAUSAL & padded(x)[:, None, None]),
+    "left padding, pairs": masked(lambda x: CAUSAL & pairs(x), -1e9),
+    "left padding, jitted": lambda x: jax.jit(
+        lambda q, k, v, i: masked(lambda x: CAUSAL & padded(x)[:, None, None], -1e9)(
+            types.SimpleNamespace(q=q, k=k, v=v, index=i)
+        )
+    )(x.q, x.k, x.v, x.index),
+    "left padding, added": lambda x: biased(
+        lambda: jnp.where(CAUSAL & padded(x)[:, None, None], 0, -1e9)
+    )(x),
     "lengths, window": masked(lambda x: CAUSAL & valid(x) | jnp.eye(L, dtype=bool)[None, None]),
     "padding times mask": masked(lambda x: valid(x).astype("float32") * recsys_mask(), cap=2.0),
     "ends by candidate": masked(

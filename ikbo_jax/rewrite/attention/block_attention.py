@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import math
 from typing import Any
@@ -16,31 +17,26 @@ from jax import lax
 
 from ikbo_jax.ops.attention import merge_attention
 from ikbo_jax.rewrite.attention import masked_keys
+from ikbo_jax.rewrite.attention.block_masks import BlockMasks, joined
 from ikbo_jax.rewrite.attention.block_parts import (
     Part,
-    at_users,
-    block_of,
     lineage_of,
     logits_of,
     masked,
     parts_of,
     weighted,
 )
-from ikbo_jax.rewrite.attention.blocks import Blocks, arranged, unspread
-from ikbo_jax.rewrite.attention.logit_masks import rows_of
+from ikbo_jax.rewrite.attention.blocks import Blocks, arranged
 from ikbo_jax.rewrite.attention.operands import Operands, Visible, attend_by_row
 from ikbo_jax.rewrite.attention.scores import (
-    KEY,
-    QUERY,
     WIDTH,
-    Fill,
     Label,
     Scores,
     labels_of_product,
     order_of_values,
 )
-from ikbo_jax.rewrite.facts import masks
 from ikbo_jax.rewrite.interpret import Context, shape_of
+from ikbo_jax.rewrite.rules import unread
 from ikbo_jax.rewrite.rules.elementwise import concat
 from ikbo_jax.rewrite.values import lineage, staged
 from ikbo_jax.rewrite.values.lineage import Concat, Lazy, Lineage
@@ -87,16 +83,8 @@ def product(
     return arranged(out, have, order)
 
 
-class Call:
+class Call(BlockMasks):
     """Computes one attention: every part of its queries by itself."""
-
-    def __init__(
-        self, ctx: Context, eqn: Any, scores: Scores, axis: int, keys: list[Part], dtype: Any
-    ) -> None:
-        root: Any = scores.root
-        self.ctx, self.eqn, self.scores, self.root = ctx, eqn, scores, root
-        self.axis, self.keys, self.dtype = axis, keys, dtype
-        self.heads = math.prod(root.heads)
 
     def attended(self, query: Part) -> Any:
         """Returns the result of some queries: [batch, *queries, *heads, width]."""
@@ -108,13 +96,20 @@ class Call:
         finite = any(fill.value > -math.inf for fill in self.root.fills)
         keeps_keys = self._keeps_keys(query, live, states)
         shape = list(shape_of(query.value))
+        kept = None
+        if users is not None and at_users and not keeps_keys and (finite or not is_whole):
+            # Only rows of -inf, which become NaN, are the same for all candidates of a user.
+            kept = self._rows_that_keep_keys(query, users)
+            self.ctx.programs.unread = True
+        if self.ctx.programs.unread and self.keys is self.all_keys:
+            self.keys = list(map(self._read, self.keys))
+            live = self._live(query)
+            states = {id(key): self._state(query, key) for key in live}
         if users is not None and at_users:
-            if not keeps_keys and (finite or not is_whole):
-                # Only rows of -inf, which become NaN, are the same for all candidates of a user.
-                raise NotCovered("attention is not recognised: a query may keep no key")
-            out = self._at_user_batch(query, live, users)
+            out = self._at_user_batch(query, live, users, kept is not None)
             shape[-1] = out.shape[-1]
             out = staged.reshape(out, (out.shape[0], *shape[1:]))
+            out = out if kept is None else unread.unread_rows(out, kept)
             return Lazy(out, tuple(shape), users, 0, lineage.origins_of(query.value))
         out = self._at_candidate_batch(query, live, states, keeps_keys)
         shape[-1] = out.shape[-1]
@@ -125,78 +120,31 @@ class Call:
         users = lineage_of(query.value)
         return users is None or all(self.of_users(key, users) for key in self._live(query))
 
-    def _live(self, query: Part) -> list[Part]:
-        """Returns the keys that are not hidden from all of the queries."""
-        return [part for key in self.keys if (part := self._trimmed(query, key)) is not None]
-
-    def _trimmed(self, query: Part, key: Part) -> Part | None:
-        """Drops the first and the last keys that are hidden from all queries; None without keys."""
-        hidden = np.zeros(key.stop - key.start, bool)
-        for fill in self.root.fills:
-            state = self._cut(fill.state, query, key)
-            hidden = hidden | (state == 0).reshape(-1, state.shape[-1]).all(axis=0)
-        (seen,) = np.nonzero(~hidden)
-        if len(seen) in (0, len(hidden)):
-            return key if len(seen) else None
-        first, last = int(seen[0]), int(seen[-1]) + 1
-        rows, values = (block_of(x, 1, first, last) for x in (key.value, key.values))
-        return Part(rows, key.start + first, key.start + last, values)
-
-    def _state(self, query: Part, key: Part) -> int:
-        """Whether a block is hidden (0) or no mask hides any of it (1), or `masks.UNKNOWN`."""
-        states = [self._cut(fill.state, query, key) for fill in self.root.fills]
-        if any((state == 0).all() for state in states):
-            return 0
-        return 1 if all((state == 1).all() for state in states) else masks.UNKNOWN
-
-    def _cut(self, x: np.ndarray, query: Part, key: Part) -> np.ndarray:
-        index = [slice(None)] * x.ndim
-        if x.ndim > 2 and x.shape[self.axis] != 1 and self.root.queries:
-            index[self.axis] = slice(query.start, query.stop)
-        if x.shape[-1] != 1:
-            index[-1] = slice(key.start, key.stop)
-        return x[tuple(index)]
-
-    def _keeps_keys(self, query: Part, live: list[Part], states: dict[int, int]) -> bool:
-        """Whether every query provably keeps a key."""
-        if any(states[id(key)] == 1 for key in live):
-            return True
-        total: Any = False
-        for key in live:
-            kept: Any = True
-            for fill in self.root.fills:
-                kept = kept & (self._cut(fill.state, query, key) == 1)
-            total = total | np.any(kept, axis=-1)
-        return bool(np.all(total))
-
     def of_users(self, key: Part, users: Lineage) -> bool:
         """Whether keys are the same for all candidates of a user."""
         return lineage_of(key.value) is users or (
             not lineage.is_plain(key.value) and key.value.base.shape[0] == 1
         )
 
-    def _sliced(self, mask: Any, query: Part, key: Part) -> Any:
-        """Returns the block of a mask: [batch, *queries, *heads, keys]."""
-        mask = block_of(mask, len(self.root.labels) - 1, key.start, key.stop)
-        return block_of(mask, self.axis, query.start, query.stop) if self.root.queries else mask
-
-    def _logits_mask(self, mask: jax.Array) -> jax.Array:
-        """Reshapes a mask [batch, *queries, *heads, keys] to [batch, heads, queries, keys]."""
-        batch, *between, last = mask.shape
-        count = len(self.root.queries)
-        queries, heads = tuple(between[:count]), tuple(between[count:])
-        # Equal queries, and equal heads, stay dimensions of size 1.
-        queries = queries if math.prod(queries) == 1 else tuple(self.sizes)
-        heads = heads if math.prod(heads) == 1 else self.root.heads
-        mask = lineage.spread(mask, (batch, *queries, *heads, last))
-        flat = staged.reshape(mask, (batch, math.prod(queries), math.prod(heads), last))
-        return staged.transpose(flat, (0, 2, 1, 3))
-
     def flat(self, x: jax.Array, rows: int) -> jax.Array:
         """Reshapes [batch, *rows, *heads, width] to [batch, rows, heads, width]."""
         return staged.reshape(x, (x.shape[0], rows, self.heads, x.shape[-1]))
 
-    def _at_user_batch(self, query: Part, live: list[Part], users: Lineage) -> jax.Array:
+    def _read(self, key: Part) -> Part:
+        """Names the rows of a user's keys that queries read; the masks hide the others."""
+        users = lineage_of(key.value)
+        kept = None if users is None else self._kept_rows(key, users)[0]
+        if kept is None or any(x.base.shape[:2] != kept.shape for x in (key.value, key.values)):
+            return key
+        rows, values = (
+            dataclasses.replace(x, base=unread.read_rows(x.base, kept))
+            for x in (key.value, key.values)
+        )
+        return Part(rows, key.start, key.stop, values)
+
+    def _at_user_batch(
+        self, query: Part, live: list[Part], users: Lineage, may_be_empty: bool
+    ) -> jax.Array:
         """Computes users' attention to their keys: [users, queries, heads, width]."""
         value = query.value
         base = lineage.spread(value.base, (users.users, *value.shape[1:]))
@@ -207,25 +155,13 @@ class Call:
         logits = logits_of(self.flat(base, rows), all_keys, self.root)
         if any(self._state(query, key) != 1 for key in live):
             for fill in self.root.fills:
-                logits = masked(self._users_mask(fill, query, live, users), logits, fill.value)
+                number = max(fill.value, -1e30) if may_be_empty else fill.value
+                logits = masked(self._users_mask(fill, query, live, users), logits, number)
         largest = lax.stop_gradient(staged.reduce_max(logits, (3,)))
         weights = staged.exp(staged.sub(logits, staged.expand_dims(largest, (3,))))
         total = staged.expand_dims(staged.reduce_sum(weights, (3,)), (3,))
         weights = staged.cast(staged.div(weights, total), all_values.dtype)
         return staged.cast(weighted(weights, all_values), self.dtype)
-
-    def _users_mask(self, fill: Fill, query: Part, live: list[Part], users: Lineage) -> jax.Array:
-        """Returns a mask at user batch: [users or 1, heads or 1, queries or 1, keys]."""
-
-        def mask() -> jax.Array:
-            parts = [at_users(self._sliced(fill.kept, query, key), users) for key in live]
-            if any(part is None for part in parts):
-                raise NotCovered("attention is not recognised: its mask differs by candidate")
-            return _joined(list(map(self._logits_mask, parts)), live)
-
-        bounds = tuple((part.start, part.stop) for part in (query, *live))
-        key = ("mask at user batch", bounds, self.axis, tuple(self.sizes), self.root.heads)
-        return self.ctx.scope.once(key, (fill.kept, users), mask)
 
     def user_rows(self, x: Any, users: Lineage) -> jax.Array:
         """Returns keys or values [users, keys, heads, width] of one part."""
@@ -289,7 +225,7 @@ class Call:
             masked_keys.check_that_logits_are_lost(fill)
         of_users: dict[Lineage, list[Part]] = {}
         own: list[Part] = []
-        for key in self.keys:
+        for key in self.all_keys:
             users = lineage_of(key.value)
             (own if users is None else of_users.setdefault(users, [])).append(key)
         groups = [(users, self._all_rows(keys, users)) for users, keys in of_users.items()]
@@ -330,92 +266,6 @@ class Call:
             found.append(staged.cast(rows, dtype))
         return tuple(found)
 
-    def _visible(self, query: Part, keys: list[Part], users: Lineage) -> tuple[Any, Any]:
-        """Returns which keys the masks keep for a user, and which for a query; None for all.
-
-        Returns:
-          [users, keys], and [batch or 1, queries or 1, keys], an interval in each row.
-        """
-        size = sum(key.stop - key.start for key in keys)
-        kept, seen = None, None
-        for fill in self.root.fills:
-            for by_user, by_row in self._columns(fill, query, keys, users):
-                if by_user is not None:
-                    kept = by_user if kept is None else kept & by_user
-                if by_row is not None:
-                    seen = by_row if seen is None else seen & by_row
-        return kept if kept is None else lineage.spread(kept, (users.users, size)), seen
-
-    def _columns(
-        self, fill: Fill, query: Part, keys: list[Part], users: Lineage
-    ) -> list[tuple[Any, Any]]:
-        """Returns the factors of a mask, each by user or by query, as `_visible` does."""
-        whole = self._column(fill.kept, fill.state, False, query, keys, users)
-        if whole is not None:
-            return [whole]
-        region = [(fill.labels.index((KEY, 0)), keys[0].start, keys[-1].stop)]
-        if self.root.queries:
-            label = (QUERY, self.axis - 1)
-            region.append((fill.labels.index(label), query.start, query.stop))
-        factors: list[tuple[Any, np.ndarray, bool]] = fill.factors(self.ctx, tuple(region))
-        found = [self._column(*factor, query, keys, users) for factor in factors]
-        if None in found:
-            raise NotCovered("attention is not recognised: its mask differs by query")
-        return [column for column in found if column is not None]
-
-    def _column(
-        self,
-        mask: Any,
-        state: np.ndarray,
-        is_interval: bool,
-        query: Part,
-        keys: list[Part],
-        users: Lineage,
-    ) -> tuple[Any, Any] | None:
-        """Returns the columns of a mask, by user or by query; None if they are neither."""
-        states = [self._cut(state, query, key) for key in keys]
-        if all((x == 1).all() for x in states):
-            return None, None
-        by_user = [
-            self._of_keys(mask, x, query, key, users) for x, key in zip(states, keys, strict=True)
-        ]
-        if (kept := self._by_user(by_user, keys)) is not None:
-            return kept, None
-        if not any((x == masks.UNKNOWN).any() for x in states):
-            row = self._by_query([x == 1 for x in states], keys)
-            return (None, row) if masks.are_intervals(row) else None
-        if not is_interval:
-            return None
-        parts = [unspread(self.ctx, self._sliced(mask, query, key), True) for key in keys]
-        return None, self._by_query(parts, keys)
-
-    def _of_keys(self, mask: Any, state: np.ndarray, query: Part, key: Part, users: Lineage) -> Any:
-        """Returns a mask's block at user batch; without queries and heads if fixed and equal."""
-        first = state.reshape(-1, state.shape[-1])[:1]
-        if (state != masks.UNKNOWN).all() and (state == first).all():
-            shape = (1,) * (state.ndim - 1) + state.shape[-1:]
-            return jnp.asarray(first.reshape(shape) == 1)
-        return at_users(self._sliced(mask, query, key), users)
-
-    def _by_user(self, parts: list[Any], keys: list[Part]) -> Any:
-        """Joins masks of keys at user batch: [users or 1, keys]; None if they are none."""
-        if any(x is None or any(n != 1 for n in x.shape[1:-1]) for x in parts):
-            return None
-        parts = [staged.reshape(x, (x.shape[0], x.shape[-1])) for x in parts]
-        sizes = [(x.shape[0], key.stop - key.start) for x, key in zip(parts, keys, strict=True)]
-        return lineage.joined(list(map(lineage.spread, parts, sizes)), 1)
-
-    def _by_query(self, parts: list[Any], keys: list[Part]) -> Any:
-        """Joins masks [batch, *queries, *heads, keys]: [batch or 1, queries or 1, keys]."""
-        rows = [rows_of(x, self.root.labels, tuple(self.sizes)) for x in parts]
-        moves = np if all(isinstance(x, np.ndarray) for x in rows) else jnp
-        shape = lax.broadcast_shapes(*(x.shape[:2] for x in rows))
-        full = [
-            moves.broadcast_to(x, (*shape, key.stop - key.start))
-            for x, key in zip(rows, keys, strict=True)
-        ]
-        return full[0] if len(full) == 1 else moves.concatenate(full, axis=2)
-
     def _to_own(
         self, query: Part, own: list[Part], flat: jax.Array, key: jax.Array, value: jax.Array
     ) -> tuple[jax.Array, jax.Array]:
@@ -427,7 +277,7 @@ class Call:
             parts = [
                 self._logits_mask(self.ctx.build(self._sliced(fill.kept, query, k))) for k in own
             ]
-            logits = masked(_joined(parts, own), logits, -jnp.inf)
+            logits = masked(joined(parts, own), logits, -jnp.inf)
         weights, lse = masked_keys.softmax(logits, 3)
         out = weighted(weights.astype(value.dtype), value)
         return out.astype(value.dtype), lse.transpose(0, 2, 1)
@@ -468,11 +318,3 @@ def _taken_as_own(groups: dict[Any, list[Part]], queries: int) -> list[Part]:
     most = max(sizes, key=lambda users: sizes[users], default=None)
     taken = [x for x in sizes if x is not most and sizes[x] <= queries]
     return [part for users in taken for part in groups.pop(users)]
-
-
-def _joined(masks: list[jax.Array], parts: list[Part]) -> jax.Array:
-    masks = [
-        lineage.spread(x, (*x.shape[:-1], part.stop - part.start))
-        for x, part in zip(masks, parts, strict=True)
-    ]
-    return lineage.joined(masks, 3)
