@@ -223,9 +223,14 @@ class Call(BlockMasks):
             if fill.value == -math.inf or self.ctx.differentiated:
                 raise NotCovered("attention is not recognised: a query may keep no key")
             masked_keys.check_that_logits_are_lost(fill)
+        if self.ctx.programs.unread and fill.value > -math.inf:
+            # The equal weights would read rows that differ. Few requests have a candidate that is
+            # padding, of a user without history: for these, the original runs.
+            self.ctx.run_original_if(jnp.any(empty))
+            return out
         of_users: dict[Lineage, list[Part]] = {}
         own: list[Part] = []
-        for key in self.all_keys:
+        for key in self.keys:
             users = lineage_of(key.value)
             (own if users is None else of_users.setdefault(users, [])).append(key)
         groups = [(users, self._all_rows(keys, users)) for users, keys in of_users.items()]

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import math
+import operator
 from typing import Any
 
 import jax
@@ -146,10 +148,15 @@ class BlockMasks:
         """Returns a mask at user batch: [users or 1, heads or 1, queries or 1, keys]."""
 
         def mask() -> jax.Array:
-            parts = [at_users(self._sliced(fill.kept, query, key), users) for key in live]
-            if any(part is None for part in parts):
-                raise NotCovered("attention is not recognised: its mask differs by candidate")
-            return joined(list(map(self._logits_mask, parts)), live)
+            # The rows of queries and keys may each be concatenated; a mask of both is not.
+            for factors in ([fill.kept], [x for x, *_ in fill.factors(self.ctx, ())]):
+                of_keys = [
+                    [at_users(self._sliced(x, query, key), users) for key in live] for x in factors
+                ]
+                if not any(part is None for parts in of_keys for part in parts):
+                    kept = (joined(list(map(self._logits_mask, x)), live) for x in of_keys)
+                    return functools.reduce(operator.and_, kept)
+            raise NotCovered("attention is not recognised: its mask differs by candidate")
 
         bounds = tuple((part.start, part.stop) for part in (query, *live))
         key = ("mask at user batch", bounds, self.axis, tuple(self.sizes), self.root.heads)

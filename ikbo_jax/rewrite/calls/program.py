@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax import lax
 from jax.extend import core, source_info_util
 
@@ -122,7 +123,7 @@ class _Original:
 
         Raises RowsAreRead if its results may depend on rows that differ from the original's.
         """
-        has_unread = False
+        has_unread, exceptions = False, 0
 
         def interpreted(*inputs: Any) -> list[Any]:
             ctx = Context(recorder, differentiated=differentiated, repeated=self.repeated)
@@ -134,15 +135,39 @@ class _Original:
                 _returned(ctx, x, eqn)
                 for x, eqn in zip(results, _producers(self.jaxpr), strict=True)
             ]
-            nonlocal has_unread
-            has_unread = ctx.programs.unread
+            nonlocal has_unread, exceptions
+            has_unread, exceptions = ctx.programs.unread, len(ctx.programs.exceptions)
             avals = [v.aval for v in self.jaxpr.outvars]
-            return [_as_declared(x, aval) for x, aval in zip(results, avals, strict=True)]
+            results = [_as_declared(x, aval) for x, aval in zip(results, avals, strict=True)]
+            return [*results, *ctx.programs.exceptions]
 
         program = without_dead_code(trace(interpreted, inputs, self.jaxpr))
         if has_unread:
             unread.check(program)
-        return program
+        return self._with_exceptions(program, inputs, exceptions) if exceptions else program
+
+    def _with_exceptions(self, program: Any, inputs: Sequence[Any], count: int) -> Any:
+        """Returns a program that runs the original, too, if a condition is True.
+
+        The last `count` results are the conditions, which the returned program does not return.
+        `cost` counts no work of `rows_without_kept_keys`.
+        """
+        if program.effects:
+            raise unread.RowsAreRead
+
+        @jax.jit
+        def rows_without_kept_keys(*inputs: Any) -> list[Any]:
+            return self.call(inputs)
+
+        def run(*inputs: Any) -> list[Any]:
+            found = evaluate(program, inputs)
+            results, conditions = found[:-count], found[-count:]
+            condition = functools.reduce(jnp.logical_or, conditions)
+            # A derivative keeps the inputs alone of a branch that seldom runs.
+            original = jax.checkpoint(rows_without_kept_keys)
+            return lax.cond(condition, original, lambda *_: results, *inputs)
+
+        return trace(run, inputs, self.jaxpr)
 
     def differentiated(self, inputs: Sequence[Any]) -> Any:
         """Returns the variant for derivatives; the original if the rewriting raises."""

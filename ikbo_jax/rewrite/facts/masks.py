@@ -271,7 +271,7 @@ def source(ctx: Any, mask: Any) -> int:
     name, _, operands = ctx.made_by(mask)
     while name in ("broadcast_in_dim", "convert_element_type", "reshape", "squeeze"):
         wide, after = ([n for n in shape_of(x) if n != 1] for x in (operands[0], mask))
-        if len(wide) != 2 or name == "reshape" and wide != after:
+        if len(wide) < 2 or name == "reshape" and wide != after:
             break
         mask = operands[0]
         name, _, operands = ctx.made_by(mask)

@@ -25,6 +25,7 @@ class ProgramCache:
       has_constraints: whether the sharding of a deferred value is constrained.
       leaves_unread: whether rows may differ from the original's that no result seems to depend on.
       unread: whether there are such rows.
+      exceptions: conditions on which the original must run.
       divisions: by broadcast, how a sharding constraint divides its candidates (`constraints`).
     """
 
@@ -37,6 +38,7 @@ class ProgramCache:
         self.has_constraints = False
         self.leaves_unread = False
         self.unread = False
+        self.exceptions: list[Any] = []
         self.divisions: dict[Any, Any] = {}
         # By identity of the program; entries hold the program, so that its identity stays unique.
         self._answers: dict[tuple[str, int], tuple[Any, bool]] = {}
