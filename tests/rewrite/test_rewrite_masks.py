@@ -169,14 +169,14 @@ SEQUENCES = {
 }
 
 
-def model(attend, layers=2):
+def model(attend, layers=2, whole=False):
     def fn(history, candidates, weights, index, lengths, ends):
         x = jnp.concatenate([history[index], candidates], axis=1)
         for _ in range(layers):
             q, k, v = ((x @ w).reshape(B, L, N, H) for w in weights[:3])
             request = types.SimpleNamespace(q=q, k=k, v=v, index=index, lengths=lengths, ends=ends)
             x = x + jnp.tanh(attend(request).reshape(x.shape) @ weights[3])
-        return x[:, S:]
+        return x if whole else x[:, S:]
 
     return fn
 
@@ -198,6 +198,42 @@ def test_masks_of_a_sequence(name: str) -> None:
     assert ops == ["attention", "attention"], reasons
     # History's queries, projections and attention run for users, not for candidates.
     assert report.flops_saved > 0.4 * report.costs.original.flops
+
+
+#: What reads rows of padding, or may: of a padded sequence x of two layers.
+READERS = {
+    "all": lambda x, mask: x,
+    "a padded row": lambda x, mask: x[:, 1],
+    "mean": lambda x, mask: x.mean(1),
+    "rows in order": lambda x, mask: jnp.cumsum(x, axis=1)[:, S:],
+    "other masks": lambda x, mask: jnp.einsum("bs,bsd->bd", (~mask).astype(x.dtype), x),
+    "unmasked": lambda x, mask: jnp.einsum(
+        "bts,bsd->btd", jax.nn.softmax(jnp.einsum("btd,bsd->bts", x, x)), x
+    )[:, S:],
+    "reversed": lambda x, mask: (x + x[:, ::-1])[:, S:],
+    # This reads none.
+    "norm": lambda x, mask: jax.nn.standardize(x)[:, S:],
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "own"), [*((name, True) for name in READERS), ("mean", False), ("norm", False)]
+)
+def test_rows_of_padding_differ_only_if_nothing_reads_them(name: str, own: bool) -> None:
+    """Without `own`, the candidates of the user without history keep no key, either."""
+
+    def attend(x):
+        return masked(lambda x: CAUSAL & padded(x, own)[:, None, None], -1e9)(x)
+
+    def fn(history, candidates, weights, index, lengths, ends):
+        x = model(attend, whole=True)(history, candidates, weights, index, lengths, ends)
+        return READERS[name](x, padded(types.SimpleNamespace(index=index), own))
+
+    with jax.numpy_rank_promotion("allow"):
+        check_values_and_gradients(fn, *ARGS, bound=3e-5)
+        ops, reasons = explained(fn, *ARGS)
+    if name == "norm":
+        assert ops == ["attention", "attention"], reasons
 
 
 def test_intervals_of_rows() -> None:

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.extend import core
 
@@ -93,7 +94,8 @@ class _Walk:
         known: dict[Any, tuple[int, _Rows | None]] = dict(
             zip(program.invars, of_inputs, strict=True)
         )
-        known.update((v, (self.number(id(v)), None)) for v in program.constvars)
+        for v, x in zip(program.constvars, program.consts, strict=True):
+            known[v] = self.number(_constant_key(v, x)), None
 
         def read(v: Any) -> tuple[int, _Rows | None]:
             if isinstance(v, core.Literal):
@@ -134,6 +136,14 @@ class _Walk:
         return [(self.number((key, n)), x) for n, x in enumerate(after)]
 
 
+def _constant_key(v: Any, x: Any) -> Hashable:
+    """Returns a key that equal small constants share."""
+    is_number = getattr(v.aval.dtype, "kind", "") in "biuf"
+    if isinstance(x, jax.core.Tracer) or not is_number or np.size(x) > 4096:
+        return id(v)
+    return str(v.aval), np.asarray(x).tobytes()
+
+
 def _check_mask(found: Sequence[_Rows], kept: Hashable) -> None:
     """Raises RowsAreRead unless all of the rows that differ are those which a mask hides."""
     if any(x.kept != kept for x in found):
@@ -170,7 +180,7 @@ def _after(eqn: core.JaxprEqn, result: Any, rows: Sequence[_Rows | None]) -> _Ro
         if x is None:
             continue
         before: tuple[int, ...] = v.aval.shape  # type: ignore[attr-defined]
-        dims = _RULES[eqn.primitive.name](eqn.params, before, shape, n)
+        dims = _RULES[eqn.primitive.name](eqn, before, shape, n)
         if x.users not in dims or x.rows not in dims:
             raise RowsAreRead
         moved = x._replace(users=dims[x.users], rows=dims[x.rows])
@@ -189,8 +199,8 @@ _Dims = dict[int, int]
 def _but(name: str) -> Callable[..., _Dims]:
     """Makes the rule of equations that keep the rows along all dimensions but a parameter's."""
 
-    def rule(params: Any, before: Any, shape: Any, n: int) -> _Dims:
-        changed = params[name] if name else ()
+    def rule(eqn: Any, before: Any, shape: Any, n: int) -> _Dims:
+        changed = eqn.params[name] if name else ()
         changed = changed if isinstance(changed, tuple) else (changed,)
         kept = [d for d in range(len(before)) if d not in changed]
         return dict(zip(kept, kept if len(shape) == len(before) else range(len(kept)), strict=True))
@@ -198,14 +208,14 @@ def _but(name: str) -> Callable[..., _Dims]:
     return rule
 
 
-def _of_reshape(params: Any, before: Any, shape: Any, n: int) -> _Dims:
+def _of_reshape(eqn: Any, before: Any, shape: Any, n: int) -> _Dims:
     sizes = [(math.prod(shape[:d]), size) for d, size in enumerate(shape)]
     found = ((d, (math.prod(before[:d]), size)) for d, size in enumerate(before))
     return {d: sizes.index(size) for d, size in found if size in sizes}
 
 
-def _of_product(params: Any, before: Any, shape: Any, n: int) -> _Dims:
-    contract, batch = (x[n] for x in params["dimension_numbers"])
+def _of_product(eqn: Any, before: Any, shape: Any, n: int) -> _Dims:
+    contract, batch = (x[n] for x in eqn.params["dimension_numbers"])
     free = [d for d in range(len(before)) if d not in (*contract, *batch)]
     first = len(batch) if n == 0 else len(shape) - len(free)
     return {d: k for k, d in enumerate(batch)} | {d: first + k for k, d in enumerate(free)}
@@ -215,7 +225,7 @@ _CALLS = ("checkpoint", "custom_jvp_call", "jit", "remat2")
 _RULES: dict[str, Callable[..., _Dims]] = {
     **dict.fromkeys((*ELEMENTWISE, "dynamic_slice", "slice"), _but("")),
     **dict.fromkeys(("reduce_max", "reduce_min", "reduce_sum", "argmax", "argmin"), _but("axes")),
-    "broadcast_in_dim": lambda params, *_: dict(enumerate(params["broadcast_dimensions"])),
+    "broadcast_in_dim": lambda eqn, *_: dict(enumerate(eqn.params["broadcast_dimensions"])),
     "concatenate": _but("dimension"),
     "cumsum": _but("axis"),
     "dot_general": _of_product,
@@ -223,5 +233,5 @@ _RULES: dict[str, Callable[..., _Dims]] = {
     "rev": _but("dimensions"),
     "split": _but("axis"),
     "squeeze": _but("dimensions"),
-    "transpose": lambda params, *_: {p: d for d, p in enumerate(params["permutation"])},
+    "transpose": lambda eqn, *_: {p: d for d, p in enumerate(eqn.params["permutation"])},
 }
