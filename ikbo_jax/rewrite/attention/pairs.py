@@ -12,12 +12,14 @@ import itertools
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.extend import core
 
 from ikbo_jax.rewrite.attention import contraction, score_axes
 from ikbo_jax.rewrite.attention.blocks import Blocks
 from ikbo_jax.rewrite.attention.scores import BATCH, KEY, QUERY, Scores
+from ikbo_jax.rewrite.facts import known, masks
 from ikbo_jax.rewrite.interpret import Context
 from ikbo_jax.rewrite.rules.concatenation import of_one_lineage
 from ikbo_jax.rewrite.rules.elementwise import concat
@@ -27,16 +29,24 @@ from ikbo_jax.rewrite.values.lineage import Concat, Deferred, Lazy, has_lineage,
 from ikbo_jax.rewrite.values.registry import NotCovered, rule_of
 
 #: More runs of neighbouring pairs than this become no parts of a concatenation.
-_MOST_RUNS = 64
+_MOST_RUNS = 128
 #: With more lookups, every field by its own index, the blocks are single products.
 _MOST_BLOCKS = 16
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Pairs(Deferred):
-    """Holds the products of all pairs, flattened: [batch, fields · fields]."""
+    """Holds the products of all pairs, flattened: [batch, fields · fields].
+
+    Attributes:
+      scores: the products, maybe set to 0 by masks that the program fixes.
+      product: the products themselves.
+      kept: [fields · fields], False where a mask sets a product to 0.
+    """
 
     scores: Scores
+    product: Scores
+    kept: np.ndarray
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -70,7 +80,7 @@ class Pairs(Deferred):
             raise NotCovered(f"{name} of products of fields")
         _, rows, columns = self.scores.shape
         every = np.stack(np.divmod(np.arange(rows * columns), columns), axis=1)
-        chosen = _chosen(ctx, self.scores, every)
+        chosen = _chosen(ctx, self.product, every, self.kept)
         values = [chosen if x is self else x for x in operands]
         return primitive_rule(ctx, eqn, *values)
 
@@ -79,9 +89,37 @@ def reshape(ctx: Context, eqn: Any, x: Scores) -> Any:
     """Flattens the pairs, or adds or removes dimensions of size 1."""
     (batch, *rest) = x.shape
     shape = tuple(eqn.outvars[0].aval.shape)
-    if _is_product(x) and 1 not in rest and shape == (batch, rest[0] * rest[1]):
-        return Pairs(x)
+    flattens = len(rest) == 2 and 1 not in rest and shape == (batch, rest[0] * rest[1])
+    if (found := _masked_product(ctx, x) if flattens else None) is not None:
+        return Pairs(x, found[0], np.broadcast_to(found[1], (1, *rest)).reshape(-1))
     return score_axes.reshape(ctx, eqn, x)
+
+
+def _masked_product(ctx: Context, x: Scores) -> tuple[Scores, np.ndarray] | None:
+    """Finds the product that fixed masks, the same for all rows, set to 0, and where they keep it.
+
+    The masks are [1, fields, fields], as of `where(tril(...), products, 0)`.
+    """
+    if _is_product(x):
+        return x, np.ones((1, 1, 1), bool)
+    eqn, operands = x.made or (None, ())
+    inner = [y for y in operands if isinstance(y, Scores)]
+    if eqn is None or len(inner) != 1 or len(operands) - len(inner) != 1 + (len(operands) == 3):
+        return None
+    kept: Any = None
+    if eqn.primitive.name == "select_n" and inner[0] is not operands[0]:
+        which, *cases = operands
+        state = masks.known_mask(ctx, which)
+        other = known.known(ctx, cases[0] if inner[0] is cases[1] else cases[1])
+        if masks.UNKNOWN not in state and other is not None and not other.any():
+            kept = state == (inner[0] is cases[1])
+    elif eqn.primitive.name == "mul":
+        number = known.known(ctx, operands[0] if inner[0] is operands[1] else operands[1])
+        kept = number == 1 if number is not None and np.isin(number, (0, 1)).all() else None
+    if kept is None or kept.ndim != 3 or (kept != kept[:1]).any():
+        return None
+    before = _masked_product(ctx, inner[0])
+    return before and (before[0], before[1] & kept[:1])
 
 
 def _is_product(x: Scores) -> bool:
@@ -108,7 +146,8 @@ def _gather_of_pairs(ctx: Context, eqn: Any, x: Any, indices: Any) -> Any:
         raise NotCovered("lookup by products of fields")
     positions = constant_positions(ctx, eqn, x, indices, (1,))[:, 0]
     columns = x.scores.shape[2]
-    return _chosen(ctx, x.scores, np.stack(np.divmod(positions, columns), axis=1))
+    pairs = np.stack(np.divmod(positions, columns), axis=1)
+    return _chosen(ctx, x.product, pairs, x.kept[positions])
 
 
 def _sides(root: Blocks) -> list[tuple[list[Any], np.ndarray, np.ndarray]]:
@@ -134,8 +173,12 @@ def _sides(root: Blocks) -> list[tuple[list[Any], np.ndarray, np.ndarray]]:
     return sides
 
 
-def _chosen(ctx: Context, scores: Scores, pairs: np.ndarray) -> Any:
-    """Computes the products of these pairs [count, 2]: [batch, count], in runs of one batch."""
+def _chosen(ctx: Context, scores: Scores, pairs: np.ndarray, kept: np.ndarray | None = None) -> Any:
+    """Computes the products of these pairs [count, 2]: [batch, count], in runs of one batch.
+
+    Products that are not `kept` [count] are 0.
+    """
+    kept = np.ones(len(pairs), bool) if kept is None else kept
     root: Any = scores.root
     if scores.labels[1] == (KEY, 0):
         pairs = pairs[:, ::-1]
@@ -144,7 +187,7 @@ def _chosen(ctx: Context, scores: Scores, pairs: np.ndarray) -> Any:
         zip(row_group[pairs[:, 0]].tolist(), column_group[pairs[:, 1]].tolist(), strict=True)
     )
     blocks: dict[tuple[int, int], Any] = {}
-    different = dict.fromkeys(groups)
+    different = dict.fromkeys(itertools.compress(groups, kept))
     if len(different) > _MOST_BLOCKS:
         raise NotCovered("products of fields of many lookups")
     for m, n in different:
@@ -161,11 +204,16 @@ def _chosen(ctx: Context, scores: Scores, pairs: np.ndarray) -> Any:
             int(row_at[row]) * columns[n].shape[1] + int(column_at[column]) + starts.get((m, n), 0)
         )
     kinds = ["plain" if key in starts else key for key in groups]
+    kinds = [kind if keep else "zero" for kind, keep in zip(kinds, kept.tolist(), strict=True)]
     runs = [list(run) for _, run in itertools.groupby(range(len(kinds)), lambda n: kinds[n])]
     if len(runs) > _MOST_RUNS:
         raise NotCovered("products of fields of user and candidate in turns")
     parts = []
     for run in runs:
+        if kinds[run[0]] == "zero":
+            zeros = jnp.zeros((1, len(run)), scores.dtype)
+            parts.append(lazy(zeros, (scores.shape[0], len(run)), None, -1, frozenset()))
+            continue
         block = blocks[groups[run[0]]] if kinds[run[0]] != "plain" or whole is None else whole
         parts.append(_columns(block, [flat[n] for n in run]))
     return parts[0] if len(parts) == 1 else concat(parts, 1)
