@@ -149,18 +149,27 @@ class BlockMasks:
 
         def mask() -> jax.Array:
             # The rows of queries and keys may each be concatenated; a mask of both is not.
-            for factors in ([fill.kept], [x for x, *_ in fill.factors(self.ctx, ())]):
-                of_keys = [
-                    [at_users(self._sliced(x, query, key), users) for key in live] for x in factors
-                ]
-                if not any(part is None for parts in of_keys for part in parts):
-                    kept = (joined(list(map(self._logits_mask, x)), live) for x in of_keys)
-                    return functools.reduce(operator.and_, kept)
+            found = self._at_users([fill.kept], query, live, users)
+            if found is None:
+                factors = [x for x, *_ in fill.factors(self.ctx, ())]
+                found = self._at_users(factors, query, live, users)
+            if found is not None:
+                return found
             raise NotCovered("attention is not recognised: its mask differs by candidate")
 
         bounds = tuple((part.start, part.stop) for part in (query, *live))
         key = ("mask at user batch", bounds, self.axis, tuple(self.sizes), self.root.heads)
         return self.ctx.scope.once(key, (fill.kept, users), mask)
+
+    def _at_users(
+        self, factors: list[Any], query: Part, live: list[Part], users: Lineage
+    ) -> jax.Array | None:
+        """Returns where all of some masks keep keys; None if one differs by candidate."""
+        of_keys = [[at_users(self._sliced(x, query, key), users) for key in live] for x in factors]
+        if any(part is None for parts in of_keys for part in parts):
+            return None
+        kept = (joined(list(map(self._logits_mask, parts)), live) for parts in of_keys)
+        return functools.reduce(operator.and_, kept)
 
     def _visible(self, query: Part, keys: list[Part], users: Lineage) -> tuple[Any, Any]:
         """Returns which keys the masks keep for a user, and which for a query; None for all.
