@@ -150,12 +150,25 @@ def _gather_of_pairs(ctx: Context, eqn: Any, x: Any, indices: Any) -> Any:
     return _chosen(ctx, x.product, pairs, x.kept[positions])
 
 
-def _sides(root: Blocks) -> list[tuple[list[Any], np.ndarray, np.ndarray]]:
+def _sides(ctx: Context, root: Blocks) -> list[tuple[list[Any], np.ndarray, np.ndarray]]:
     """Returns, for rows and columns, a value a lineage, and each field's value and position."""
     sides = []
-    for x in (root.query, root.key):
+    pieces = [
+        x.pieces() if isinstance(x, Concat) else [(x, 0, x.shape[1])]
+        for x in (root.query, root.key)
+    ]
+    fields: dict[Any, int] = {}
+    for part, start, stop in (*pieces[0], *pieces[1]):
+        if has_lineage(part):
+            fields[part.lineage] = fields.get(part.lineage, 0) + stop - start
+    # Of fields that are looked up each by its own index, only the users' stay lookups.
+    most = max(fields, key=lambda x: fields[x], default=None)
+    is_one = len(fields) ** 2 > _MOST_BLOCKS
+    for x, of_side in zip((root.query, root.key), pieces, strict=True):
         groups: dict[Any, list[tuple[Any, int]]] = {}
-        for part, start, _ in x.pieces() if isinstance(x, Concat) else [(x, 0, x.shape[1])]:
+        for part, start, _ in of_side:
+            if is_one and has_lineage(part) and part.lineage is not most:
+                part = ctx.materialise(None, part, "products of fields of many lookups")
             key = part.lineage if has_lineage(part) else is_plain(part)
             groups.setdefault(key, []).append((part, start))
         group, offset = (np.zeros(x.shape[1], np.int64) for _ in range(2))
@@ -182,7 +195,7 @@ def _chosen(ctx: Context, scores: Scores, pairs: np.ndarray, kept: np.ndarray | 
     root: Any = scores.root
     if scores.labels[1] == (KEY, 0):
         pairs = pairs[:, ::-1]
-    (rows, row_group, row_at), (columns, column_group, column_at) = _sides(root)
+    (rows, row_group, row_at), (columns, column_group, column_at) = _sides(ctx, root)
     groups = list(
         zip(row_group[pairs[:, 0]].tolist(), column_group[pairs[:, 1]].tolist(), strict=True)
     )
