@@ -205,18 +205,12 @@ def _chosen(ctx: Context, scores: Scores, pairs: np.ndarray, kept: np.ndarray | 
         raise NotCovered("products of fields of many lookups")
     for m, n in different:
         blocks[m, n] = _block(ctx, scores, rows[m], columns[n])
-    plain = [key for key, block in blocks.items() if is_plain(block)]
-    start, starts = 0, {}
-    for key in plain:
-        starts[key] = start
-        start += blocks[key].shape[1]
-    whole = staged.concatenate([blocks[key] for key in plain], 1) if len(plain) > 1 else None
+    whole, places = _joined(blocks, rows, columns)
     flat = []
     for (row, column), (m, n) in zip(pairs.tolist(), groups, strict=True):
-        flat.append(
-            int(row_at[row]) * columns[n].shape[1] + int(column_at[column]) + starts.get((m, n), 0)
-        )
-    kinds = ["plain" if key in starts else key for key in groups]
+        start, width = places.get((m, n), (0, columns[n].shape[1]))
+        flat.append(start + int(row_at[row]) * width + int(column_at[column]))
+    kinds = ["plain" if key in places else key for key in groups]
     kinds = [kind if keep else "zero" for kind, keep in zip(kinds, kept.tolist(), strict=True)]
     runs = [list(run) for _, run in itertools.groupby(range(len(kinds)), lambda n: kinds[n])]
     if len(runs) > _MOST_RUNS:
@@ -227,9 +221,38 @@ def _chosen(ctx: Context, scores: Scores, pairs: np.ndarray, kept: np.ndarray | 
             zeros = jnp.zeros((1, len(run)), scores.dtype)
             parts.append(lazy(zeros, (scores.shape[0], len(run)), None, -1, frozenset()))
             continue
-        block = blocks[groups[run[0]]] if kinds[run[0]] != "plain" or whole is None else whole
+        block = whole if kinds[run[0]] == "plain" else blocks[groups[run[0]]]
         parts.append(_columns(block, [flat[n] for n in run]))
     return parts[0] if len(parts) == 1 else concat(parts, 1)
+
+
+def _joined(
+    blocks: dict[tuple[int, int], Any], rows: list[Any], columns: list[Any]
+) -> tuple[Any, dict[tuple[int, int], tuple[int, int]]]:
+    """Concatenates the blocks at candidate batch, row by row, so that few slices are taken of them.
+
+    Returns:
+      Them as [batch, count], and the place of the first product of each block and the number of
+      products from row to row.
+    """
+    of_rows: dict[int, list[int]] = {}
+    for (m, n), block in blocks.items():
+        if is_plain(block):
+            of_rows.setdefault(m, []).append(n)
+    start, places, found = 0, {}, []
+    for m, numbers in of_rows.items():
+        batch, height, _ = rows[m].shape
+        sizes = [columns[n].shape[1] for n in sorted(numbers)]
+        width = sum(sizes)
+        offsets = [start, *(start + x for x in itertools.accumulate(sizes))]
+        places.update(
+            {(m, n): (at, width) for n, at in zip(sorted(numbers), offsets, strict=False)}
+        )
+        parts = [blocks[m, n].reshape(batch, height, -1) for n in sorted(numbers)]
+        joined = parts[0] if len(parts) == 1 else staged.concatenate(parts, 2)
+        found.append(staged.reshape(joined, (batch, height * width)))
+        start += height * width
+    return (staged.concatenate(found, 1) if len(found) > 1 else (found or [None])[0]), places
 
 
 def _block(ctx: Context, scores: Scores, rows: Any, columns: Any) -> Any:
