@@ -211,7 +211,7 @@ def _chosen(ctx: Context, scores: Scores, pairs: np.ndarray, kept: np.ndarray | 
         start, width = places.get((m, n), (0, columns[n].shape[1]))
         flat.append(start + int(row_at[row]) * width + int(column_at[column]))
     kinds = ["plain" if key in places else key for key in groups]
-    kinds = [kind if keep else "zero" for kind, keep in zip(kinds, kept.tolist(), strict=True)]
+    kinds = [x if key in different else "zero" for x, key in zip(kinds, groups, strict=True)]
     runs = [list(run) for _, run in itertools.groupby(range(len(kinds)), lambda n: kinds[n])]
     if len(runs) > _MOST_RUNS:
         raise NotCovered("products of fields of user and candidate in turns")
@@ -222,7 +222,8 @@ def _chosen(ctx: Context, scores: Scores, pairs: np.ndarray, kept: np.ndarray | 
             parts.append(lazy(zeros, (scores.shape[0], len(run)), None, -1, frozenset()))
             continue
         block = whole if kinds[run[0]] == "plain" else blocks[groups[run[0]]]
-        parts.append(_columns(block, [flat[n] for n in run]))
+        part = _columns(block, [flat[n] for n in run])
+        parts.append(part if kept[run].all() else _with_zeros(part, kept[run]))
     return parts[0] if len(parts) == 1 else concat(parts, 1)
 
 
@@ -269,6 +270,13 @@ def _block(ctx: Context, scores: Scores, rows: Any, columns: Any) -> Any:
         return staged.reshape(ctx.build(product), (batch, m * n))
     base = staged.reshape(product.base, (product.base.shape[0], m * n))
     return lazy(base, (batch, m * n), product.lineage, 0, product.origins)
+
+
+def _with_zeros(x: Any, kept: np.ndarray) -> Any:
+    """Sets the columns that are not `kept` to 0."""
+    base = x if is_plain(x) else x.base
+    base = jnp.where(kept[None], base, jnp.zeros((), x.dtype))
+    return base if is_plain(x) else dataclasses.replace(x, base=base)
 
 
 def _columns(x: Any, columns: list[int]) -> Any:
