@@ -17,6 +17,7 @@ from rewrite_basics import check_values_and_gradients, report_of
 from rounding_rule import assert_same
 
 import ikbo_jax as ikbo
+from ikbo_jax.rewrite.attention import block_attention
 from ikbo_jax.rewrite.facts import masks
 
 #: Of `lookalikes.attention`'s names. P is a number by candidate, from 0 to S.
@@ -198,6 +199,18 @@ def test_masks_of_a_sequence(name: str) -> None:
     assert ops == ["attention", "attention"], reasons
     # History's queries, projections and attention run for users, not for candidates.
     assert report.flops_saved > 0.4 * report.costs.original.flops
+
+
+def test_a_history_that_sees_the_candidate(monkeypatch) -> None:
+    """As in BERT4Rec: the first layer's history attends to itself for users, no other layer's."""
+    monkeypatch.setattr(block_attention, "FEW_KEYS", 0)
+    layers = 3
+    fn = model(masked(lambda x: valid(x)), layers)
+    check_values_and_gradients(fn, *ARGS, bound=3e-5)
+    (_, reasons), report = explained(fn, *ARGS), report_of(fn, *ARGS)
+    assert any("as in every later layer" in reason for reason in reasons), reasons
+    first_layer = 3 * 2 * S * D * D + 2 * 2 * S * S * D
+    assert report.flops_saved >= (B - U) * first_layer
 
 
 #: What reads rows of padding, or may: of a padded sequence x of two layers.

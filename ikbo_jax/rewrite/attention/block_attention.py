@@ -147,12 +147,11 @@ class Call(BlockMasks):
     ) -> jax.Array:
         """Computes users' attention to their keys: [users, queries, heads, width]."""
         value = query.value
-        base = lineage.spread(value.base, (users.users, *value.shape[1:]))
         self.sizes = value.shape[1 : 1 + len(self.root.queries)]
-        rows = math.prod(self.sizes)
+        base = self._of_users(query, users)
         all_keys = lineage.joined([self.user_rows(key.value, users) for key in live], 1)
         all_values = lineage.joined([self.user_rows(key.values, users) for key in live], 1)
-        logits = logits_of(self.flat(base, rows), all_keys, self.root)
+        logits = logits_of(base, all_keys, self.root)
         if any(self._state(query, key) != 1 for key in live):
             for fill in self.root.fills:
                 number = max(fill.value, -1e30) if may_be_empty else fill.value
@@ -167,11 +166,19 @@ class Call(BlockMasks):
         """Returns keys or values [users, keys, heads, width] of one part."""
         return self.flat(lineage.spread(x.base, (users.users, *x.shape[1:])), x.shape[1])
 
+    def _of_users(self, query: Part, users: Lineage) -> jax.Array:
+        """Returns users' queries [users, queries, heads, width]."""
+        base = lineage.spread(query.value.base, (users.users, *query.value.shape[1:]))
+        return self.flat(base, math.prod(self.sizes))
+
     def _at_candidate_batch(
         self, query: Part, live: list[Part], states: dict[int, int], keeps_keys: bool
     ) -> jax.Array:
         """Attends to keys of users and to own keys: [batch, queries, heads, width]."""
+        of_query = lineage_of(query.value)
         reason = "queries that attend to keys of the candidate"
+        if of_query is not None:
+            reason = "the user's queries see the candidate's keys, as in every later layer"
         array = self.ctx.materialise(self.eqn, query.value, reason)
         self.sizes = array.shape[1 : 1 + len(self.root.queries)]
         rows = math.prod(self.sizes)
@@ -187,18 +194,29 @@ class Call(BlockMasks):
         for users, keys in groups.items():
             assert users is not None
             lengths = None
-            rows_of_users = self._all_rows(keys, users)
-            operands = Operands(flat, *rows_of_users, users.index, *self.root.scale_and_cap)
+            kept, seen = None, None
             if any(states[id(key)] != 1 for key in keys):
                 kept, seen = self._visible(query, keys, users)
-                if seen is not None:
-                    by_row = attend_by_row(operands, Visible(seen, kept))
-                    lse = staged.reshape(by_row.lse, flat.shape[:3])
-                    outs.append((staged.reshape(by_row.out, flat.shape), lse))
-                    continue
-                if kept is not None:
-                    operands = operands.ordered(kept)
-                    lengths = jnp.sum(kept, axis=1, dtype=jnp.int32)
+            at_users = of_query is users and seen is None
+            operands = Operands(
+                self._of_users(query, users) if at_users else flat,
+                *self._all_rows(keys, users),
+                jnp.arange(users.users) if at_users else users.index,
+                *self.root.scale_and_cap,
+            )
+            if seen is not None:
+                by_row = attend_by_row(operands, Visible(seen, kept))
+                lse = staged.reshape(by_row.lse, flat.shape[:3])
+                outs.append((staged.reshape(by_row.out, flat.shape), lse))
+                continue
+            if kept is not None:
+                operands = operands.ordered(kept)
+                lengths = jnp.sum(kept, axis=1, dtype=jnp.int32)
+            if at_users:
+                # Of the candidate's rows, the result is looked up.
+                found = operands.attend_with_lse(lengths)
+                outs.append(tuple(take_rows(x, users.index, 0) for x in found))
+                continue
             # Own keys that no mask hides are own tokens of the op.
             tokens = own_rows if own_kept and own_rows and not takes_own else (None, None)
             takes_own = takes_own or tokens[0] is not None
