@@ -7,6 +7,7 @@ to itself (`SEQUENCES`). What is no interval of keys is left as written, for the
 from __future__ import annotations
 
 import types
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -89,7 +90,7 @@ RNG = np.random.default_rng(0)
 INDEX = jnp.asarray(np.sort(np.arange(B) % U).astype(np.int32))
 HISTORY, CANDIDATES = (RNG.standard_normal(x, np.float32) / 2 for x in ((U, S, D), (B, C, D)))
 WEIGHTS = RNG.standard_normal((4, D, D), np.float32) / 4
-LENGTHS = jnp.asarray([3, S], jnp.int32)
+LENGTHS, STARTS = jnp.asarray([[3, S], [S, 2]], jnp.int32)
 AT = jnp.arange(L)
 
 
@@ -107,10 +108,14 @@ def valid(x, at_least_one=True):
     return jnp.concatenate([history, jnp.ones((B, C), bool)], axis=1)[:, None, None]
 
 
-def padded(x, own=True):
-    """Which tokens are no padding, which comes first; the first user has padding alone."""
-    history = jnp.arange(S)[None] >= jnp.asarray([S, 2])[x.index][:, None]
-    return jnp.concatenate([history, jnp.full((B, C), own)], axis=1)
+def padded(x, without=None):
+    """Which tokens are no padding, which comes first; the first user has padding alone.
+
+    So are the candidates of the user `without`.
+    """
+    history = jnp.arange(S)[None] >= STARTS[x.index][:, None]
+    own = jnp.ones((B, 1), bool) if without is None else (x.index != without)[:, None]
+    return jnp.concatenate([history, jnp.broadcast_to(own, (B, C))], axis=1)
 
 
 def pairs(x, **kwargs):
@@ -230,17 +235,18 @@ READERS = {
 
 
 @pytest.mark.parametrize(
-    ("name", "own"), [*((name, True) for name in READERS), ("mean", False), ("norm", False)]
+    ("name", "without"),
+    [*((name, None) for name in READERS), ("mean", 0), ("norm", 0), ("norm", 1)],
 )
-def test_rows_of_padding_differ_only_if_nothing_reads_them(name: str, own: bool) -> None:
-    """Without `own`, the candidates of the user without history keep no key, either."""
+def test_rows_of_padding_differ_only_if_nothing_reads_them(name: str, without: Any) -> None:
+    """Of candidates that are padding, those of the user without history keep no key."""
 
     def attend(x):
-        return masked(lambda x: CAUSAL & padded(x, own)[:, None, None], -1e9)(x)
+        return masked(lambda x: CAUSAL & padded(x, without)[:, None, None], -1e9)(x)
 
     def fn(history, candidates, weights, index, lengths, ends):
         x = model(attend, whole=True)(history, candidates, weights, index, lengths, ends)
-        return READERS[name](x, padded(types.SimpleNamespace(index=index), own))
+        return READERS[name](x, padded(types.SimpleNamespace(index=index), without))
 
     with jax.numpy_rank_promotion("allow"):
         check_values_and_gradients(fn, *ARGS, bound=3e-5)

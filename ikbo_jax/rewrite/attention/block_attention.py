@@ -225,56 +225,35 @@ class Call(BlockMasks):
             outs.append(self._to_own(query, own, flat, *own_rows))
         merged, lse = functools.reduce(lambda x, y: merge_attention(*x, *y), outs)
         if not keeps_keys:
-            merged = self._with_empty_rows(merged, lse == -jnp.inf, flat)
+            merged = self._with_empty_rows(merged, lse == -jnp.inf)
         return staged.cast(merged, self.dtype)
 
-    def _with_empty_rows(self, out: jax.Array, empty: jax.Array, flat: jax.Array) -> jax.Array:
+    def _with_empty_rows(self, out: jax.Array, empty: jax.Array) -> jax.Array:
         """Sets rows without kept keys to what the softmax of their masked logits gives them.
 
         `empty` is [batch, queries, heads]. The attention weights are equal, for the keys that all
         queries provably hide, too; or NaN.
         """
-        fill = self.root.fills[0]
+        fill, count = self.root.fills[0], self.keys[-1].stop
         if any((x.value, x.added) != (fill.value, fill.added) for x in self.root.fills):
             raise NotCovered("attention is not recognised: masks with several numbers")
-        if fill.added is not None:
-            if fill.value == -math.inf or self.ctx.differentiated:
-                raise NotCovered("attention is not recognised: a query may keep no key")
-            masked_keys.check_that_logits_are_lost(fill)
-        if self.ctx.programs.unread and fill.value > -math.inf:
-            # The equal weights would read rows that differ. Few requests have a candidate that is
-            # padding, of a user without history: for these, the original runs.
+        is_nan = fill.value == -math.inf
+        if fill.added is not None and is_nan:
+            raise NotCovered("attention is not recognised: a row may be NaN by an added mask")
+        if fill.added is not None or self.ctx.programs.unread and not is_nan:
+            # Such logits have a gradient; or the equal weights would read rows that differ.
             self.ctx.run_original_if(jnp.any(empty))
             return out
-        of_users: dict[Lineage, list[Part]] = {}
-        own: list[Part] = []
+        total: Any = 0.0
         for key in self.keys:
-            users = lineage_of(key.value)
-            (own if users is None else of_users.setdefault(users, [])).append(key)
-        groups = [(users, self._all_rows(keys, users)) for users, keys in of_users.items()]
-        own_rows = self._all_rows(own, None) if own else None
-        total = sum(
-            take_rows(jnp.sum(value.astype(jnp.float32), axis=1, keepdims=True), users.index, 0)
-            for users, (_, value) in groups
-        )
-        if own_rows is not None:
-            total = total + jnp.sum(own_rows[1].astype(jnp.float32), axis=1, keepdims=True)
+            users = lineage_of(key.values)
+            wide = self._all_rows([key], users)[1].astype(jnp.float32)
+            rows = jnp.sum(wide, axis=1, keepdims=True)
+            total = total + (rows if users is None else take_rows(rows, users.index, 0))
         # Rows of NaN, and they alone, give NaN gradients to their values.
-        where = empty[..., None]
-        weight = 1 / self.keys[-1].stop if fill.value > -math.inf else math.nan
-        mean = total * jnp.where(where, jnp.float32(weight), 0.0)
-        out = jnp.where(where, mean.astype(out.dtype), out)
-        if fill.added is None:
-            return out
-        if len(groups) != 1:
-            raise NotCovered("attention is not recognised: a query may keep no key")
-        self.ctx.gradient_differs()
-        ((users, rows),) = groups
-        operands = Operands(flat, *rows, users.index, *self.root.scale_and_cap)
-        every = jnp.ones(users.users, bool)
-        return masked_keys.exact_where_logits_remain(
-            operands, fill, where, every, out, own_rows or ()
-        )
+        weight = jnp.where(empty, jnp.float32(math.nan if is_nan else 1 / count), 0.0)
+        mean = total * weight[..., None]
+        return jnp.where(empty[..., None], mean.astype(out.dtype), out)
 
     def _all_rows(self, keys: list[Part], users: Lineage | None) -> tuple[jax.Array, ...]:
         """Returns keys and values [users or batch, keys, heads, width]."""

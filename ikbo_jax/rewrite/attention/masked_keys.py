@@ -251,7 +251,7 @@ def _added(ctx: Context, operands: Operands, fill: Fill) -> jax.Array:
         out, lse = ordered.attend_with_lse(lengths)
         rest, rest_lse = operands.ordered(~kept).attend_with_lse(kept.shape[1] - lengths)
         return merge_attention(out, lse, rest, rest_lse + jnp.float32(fill.value))[0]
-    check_that_logits_are_lost(fill)
+    _check_that_logits_are_lost(fill)
     out = _uniform_where(ordered, empty, lengths)
     if ctx.differentiated:
         slope = _slope_where(operands, empty)
@@ -259,7 +259,7 @@ def _added(ctx: Context, operands: Operands, fill: Fill) -> jax.Array:
     else:
         ctx.gradient_differs()
     empty_rows = take_rows(empty, operands.users, 0)
-    return exact_where_logits_remain(operands, fill, empty_rows, empty, out)
+    return _exact_where_logits_remain(operands, fill, empty_rows, empty, out)
 
 
 def _rounding(fill: Fill) -> float:
@@ -267,19 +267,13 @@ def _rounding(fill: Fill) -> float:
     return 0.5 * float(jnp.finfo(fill.added).eps) * abs(fill.value)
 
 
-def check_that_logits_are_lost(fill: Fill) -> None:
-    """Raises NotCovered unless the addition of the number of a mask removes the logits."""
+def _check_that_logits_are_lost(fill: Fill) -> None:
     if _rounding(fill) < _LOST or fill.value > LARGE or fill.after <= 0:
         raise NotCovered(f"attention is not recognised: {fill.value:g} is added to its logits")
 
 
-def exact_where_logits_remain(
-    operands: Operands,
-    fill: Fill,
-    empty_rows: jax.Array,
-    empty: jax.Array,
-    out: jax.Array,
-    own: tuple[jax.Array, ...] = (),
+def _exact_where_logits_remain(
+    operands: Operands, fill: Fill, empty_rows: jax.Array, empty: jax.Array, out: jax.Array
 ) -> jax.Array:
     """Replaces rows of `out` without kept keys by exact rows where logits survive rounding.
 
@@ -287,21 +281,17 @@ def exact_where_logits_remain(
     no work of `rows_without_kept_keys`, which only such requests run.
 
     Args:
-      empty_rows: [batch], rows without kept keys; or [batch, queries, heads, 1].
+      empty_rows: [batch], rows without kept keys.
       empty: [users], users that may have such rows.
-      own: keys and values [batch, keys, heads, width] that a row has besides its user's.
     """
-    some_empty = jnp.any(empty_rows.reshape(len(empty_rows), -1), axis=1)
 
     def largest(x: jax.Array, rows: jax.Array) -> jax.Array:
         squares = jnp.max(jnp.sum(jnp.square(x.astype(jnp.float32)), axis=-1), axis=(1, 2))
         return jnp.max(jnp.where(rows, squares, 0.0))
 
     def exact_row(key: jax.Array, value: jax.Array, row: tuple[jax.Array, ...]) -> jax.Array:
-        query, user, is_empty, uniform, *of_row = row
+        query, user, is_empty, uniform = row
         key, value = (x.at[user].get(mode="promise_in_bounds") for x in (key, value))
-        if of_row:
-            key, value = map(lax.concatenate, zip((key, value), of_row, strict=True), (0, 0))
         products = jnp.einsum("tnh,snh->nts", query, key, preferred_element_type=jnp.float32)
         number = np.asarray(fill.value / fill.after, fill.added)
         products = products * operands.scale
@@ -317,14 +307,13 @@ def exact_where_logits_remain(
 
     @jax.jit
     def rows_without_kept_keys(out: jax.Array) -> jax.Array:
-        rows = operands.query, operands.users, empty_rows, out, *own
+        rows = operands.query, operands.users, empty_rows, out
         divided = staged.over_auto_axes(exact_rows, jax.typeof(out).sharding)
         replaced: jax.Array = divided(*operands[1:3], *rows)
         return replaced
 
     def checked(out: jax.Array) -> jax.Array:
-        of_keys = [largest(operands.key, empty), *(largest(x, some_empty) for x in own[:1])]
-        bound = largest(operands.query, some_empty) * functools.reduce(jnp.maximum, of_keys)
+        bound = largest(operands.query, empty_rows) * largest(operands.key, empty)
         lost = 0.25 * float(jnp.finfo(fill.added).eps) * abs(fill.value)
         removed = jnp.sqrt(bound) * abs(operands.scale) < lost
         result: jax.Array = lax.cond(removed, lambda out: out, rows_without_kept_keys, out)
@@ -395,14 +384,14 @@ def _with_empty_rows(
     out = jnp.where(where, uniform.astype(out.dtype), out)
     if fill.added is None:
         return out
-    check_that_logits_are_lost(fill)
+    _check_that_logits_are_lost(fill)
     every = jnp.ones(operands.key.shape[0], bool)
     if ctx.differentiated:
         term = jnp.where(where, _slope_where(rows, every), jnp.zeros((), out.dtype))
         out = out + (term - lax.stop_gradient(term))
     else:
         ctx.gradient_differs()
-    return exact_where_logits_remain(rows, fill, empty, every, out)
+    return _exact_where_logits_remain(rows, fill, empty, every, out)
 
 
 def in_turns(fn: Callable[..., jax.Array], rows: tuple[jax.Array, ...]) -> jax.Array:

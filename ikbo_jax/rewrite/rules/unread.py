@@ -15,13 +15,13 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 from jax.extend import core
 
 from ikbo_jax.rewrite.rules import any_shape
 from ikbo_jax.rewrite.rules.elementwise import ELEMENTWISE
-from ikbo_jax.rewrite.values.jaxprs import OPS, inner_programs
+from ikbo_jax.rewrite.values.equations import op_plan
+from ikbo_jax.rewrite.values.jaxprs import inner_programs
 
 
 class RowsAreRead(Exception):
@@ -65,9 +65,12 @@ class _Rows(NamedTuple):
 def check(program: core.Jaxpr) -> None:
     """Raises RowsAreRead unless no result depends on a row that `unread_rows` does not keep."""
     walk = _Walk()
-    count = len(program.invars)
-    numbers = [walk.number(("argument", n)) for n in range(count)]
-    _, found = walk.program(program, numbers, [None] * count)
+    numbers = [walk.number(("argument", n)) for n in range(len(program.invars))]
+    try:
+        _, found = walk.program(program, numbers, [None] * len(numbers))
+    except Exception as error:
+        # For example, sizes that are symbols are not comparable.
+        raise RowsAreRead from error
     if any(x is not None for x in found):
         raise RowsAreRead
 
@@ -90,12 +93,9 @@ class _Walk:
         self, program: Any, numbers: Sequence[int], rows: Sequence[_Rows | None]
     ) -> tuple[list[int], list[_Rows | None]]:
         """Returns the numbers of a program's results, and which of their rows differ."""
-        of_inputs = zip(numbers, rows, strict=True)
-        known: dict[Any, tuple[int, _Rows | None]] = dict(
-            zip(program.invars, of_inputs, strict=True)
-        )
-        for v, x in zip(program.constvars, program.consts, strict=True):
-            known[v] = self.number(_constant_key(v, x)), None
+        known: dict[Any, tuple[int, _Rows | None]] = {}
+        known.update(zip(program.invars, zip(numbers, rows, strict=True), strict=True))
+        known.update((v, (self.number(id(v)), None)) for v in program.constvars)
 
         def read(v: Any) -> tuple[int, _Rows | None]:
             if isinstance(v, core.Literal):
@@ -118,43 +118,21 @@ class _Walk:
             if any(x != _Rows(numbers[1], 0, 1) for x in found):
                 raise RowsAreRead
             after = [_Rows(numbers[1], 0, 1) if marker == "unread_rows" else None]
-        elif name in _CALLS and not (found and name == "custom_jvp_call" and _mixes(eqn)):
-            inner = eqn.params["call_jaxpr" if name == "custom_jvp_call" else "jaxpr"]
-            if marker not in OPS:
-                return list(zip(*self.program(inner, numbers, rows), strict=True))
-            after = _not_read(eqn, found)
+        elif name in _CALLS and op_plan(eqn) is None or name == _JVP and _keeps_rows(eqn, found):
+            inner = eqn.params["call_jaxpr" if name == _JVP else "jaxpr"]
+            return list(zip(*self.program(inner, numbers, rows), strict=True))
         elif name in _RULES and found:
-            _check_mask(found, found[0].kept)
             after = [_after(eqn, v, rows) for v in eqn.outvars]
+        elif found or any(map(_marks, inner_programs(eqn))):
+            raise RowsAreRead
         else:
-            after = _not_read(eqn, found)
+            after = [None] * len(eqn.outvars)
         key: Hashable = (eqn.primitive, tuple(eqn.params.items()), *numbers)
         try:
             hash(key)
         except TypeError:
             key = (id(eqn), *numbers)
         return [(self.number((key, n)), x) for n, x in enumerate(after)]
-
-
-def _constant_key(v: Any, x: Any) -> Hashable:
-    """Returns a key that equal small constants share."""
-    is_number = getattr(v.aval.dtype, "kind", "") in "biuf"
-    if isinstance(x, jax.core.Tracer) or not is_number or np.size(x) > 4096:
-        return id(v)
-    return str(v.aval), np.asarray(x).tobytes()
-
-
-def _check_mask(found: Sequence[_Rows], kept: Hashable) -> None:
-    """Raises RowsAreRead unless all of the rows that differ are those which a mask hides."""
-    if any(x.kept != kept for x in found):
-        raise RowsAreRead
-
-
-def _not_read(eqn: core.JaxprEqn, found: Sequence[_Rows]) -> list[None]:
-    """Raises RowsAreRead if an equation has operands, or calls programs, with rows that differ."""
-    if found or any(map(_marks, inner_programs(eqn))):
-        raise RowsAreRead
-    return [None] * len(eqn.outvars)
 
 
 def _marks(program: core.Jaxpr) -> bool:
@@ -165,8 +143,9 @@ def _marks(program: core.Jaxpr) -> bool:
     )
 
 
-def _mixes(eqn: core.JaxprEqn) -> bool:
-    return not any_shape.is_elementwise_jvp(eqn)
+def _keeps_rows(eqn: core.JaxprEqn, found: Sequence[_Rows]) -> bool:
+    """Whether the derivative of a `custom_jvp` function mixes no rows that differ."""
+    return not found or any_shape.is_elementwise_jvp(eqn)
 
 
 # How an equation moves the rows of an operand that differ. A rule returns the result's dimensions
@@ -221,16 +200,14 @@ def _of_product(eqn: Any, before: Any, shape: Any, n: int) -> _Dims:
     return {d: k for k, d in enumerate(batch)} | {d: first + k for k, d in enumerate(free)}
 
 
-_CALLS = ("checkpoint", "custom_jvp_call", "jit", "remat2")
+_CALLS, _JVP = ("checkpoint", "jit", "remat2"), "custom_jvp_call"
 _RULES: dict[str, Callable[..., _Dims]] = {
     **dict.fromkeys((*ELEMENTWISE, "dynamic_slice", "slice"), _but("")),
-    **dict.fromkeys(("reduce_max", "reduce_min", "reduce_sum", "argmax", "argmin"), _but("axes")),
+    **dict.fromkeys(("reduce_max", "reduce_min", "reduce_sum"), _but("axes")),
     "broadcast_in_dim": lambda eqn, *_: dict(enumerate(eqn.params["broadcast_dimensions"])),
     "concatenate": _but("dimension"),
-    "cumsum": _but("axis"),
     "dot_general": _of_product,
     "reshape": _of_reshape,
-    "rev": _but("dimensions"),
     "split": _but("axis"),
     "squeeze": _but("dimensions"),
     "transpose": lambda eqn, *_: {p: d for d, p in enumerate(eqn.params["permutation"])},
