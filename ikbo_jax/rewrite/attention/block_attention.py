@@ -255,18 +255,18 @@ class Call(BlockMasks):
         mean = total * weight[..., None]
         return jnp.where(empty[..., None], mean.astype(out.dtype), out)
 
-    def _all_rows(self, keys: list[Part], users: Lineage | None) -> tuple[jax.Array, ...]:
+    def _all_rows(self, keys: list[Part], users: Lineage | None) -> tuple[jax.Array, jax.Array]:
         """Returns keys and values [users or batch, keys, heads, width]."""
-        count = sum(key.stop - key.start for key in keys)
+
+        def rows(values: list[Any]) -> jax.Array:
+            if users is not None:
+                return lineage.joined([self.user_rows(x, users) for x in values], 1)
+            own = lineage.joined([self.ctx.build(x) for x in values], 1)
+            return self.flat(own, own.shape[1])
+
         dtype = self.root.key.dtype
-        found = []
-        for values in ([key.value for key in keys], [key.values for key in keys]):
-            if users is None:
-                rows = self.flat(lineage.joined([self.ctx.build(x) for x in values], 1), count)
-            else:
-                rows = lineage.joined([self.user_rows(x, users) for x in values], 1)
-            found.append(staged.cast(rows, dtype))
-        return tuple(found)
+        found = rows([key.value for key in keys]), rows([key.values for key in keys])
+        return staged.cast(found[0], dtype), staged.cast(found[1], dtype)
 
     def _to_own(
         self, query: Part, own: list[Part], flat: jax.Array, key: jax.Array, value: jax.Array

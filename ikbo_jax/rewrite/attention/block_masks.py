@@ -149,10 +149,10 @@ class BlockMasks:
 
         def mask() -> jax.Array:
             # The rows of queries and keys may each be concatenated; a mask of both is not.
-            found = self._at_users([fill.kept], query, live, users)
+            found = self._kept_for_users([fill.kept], query, live, users)
             if found is None:
                 factors = [x for x, *_ in fill.factors(self.ctx, ())]
-                found = self._at_users(factors, query, live, users)
+                found = self._kept_for_users(factors, query, live, users)
             if found is not None:
                 return found
             raise NotCovered("attention is not recognised: its mask differs by candidate")
@@ -161,7 +161,7 @@ class BlockMasks:
         key = ("mask at user batch", bounds, self.axis, tuple(self.sizes), self.root.heads)
         return self.ctx.scope.once(key, (fill.kept, users), mask)
 
-    def _at_users(
+    def _kept_for_users(
         self, factors: list[Any], query: Part, live: list[Part], users: Lineage
     ) -> jax.Array | None:
         """Returns where all of some masks keep keys; None if one differs by candidate."""
@@ -199,7 +199,10 @@ class BlockMasks:
             label = (QUERY, self.axis - 1)
             region.append((fill.labels.index(label), query.start, query.stop))
         factors = fill.factors(self.ctx, tuple(region))
-        found = [self._column(*factor[:3], query, keys, users) for factor in factors]
+        found = [
+            self._column(mask, state, is_interval, query, keys, users)
+            for mask, state, is_interval, _ in factors
+        ]
         if None in found:
             raise NotCovered("attention is not recognised: its mask differs by query")
         return [column for column in found if column is not None]

@@ -102,7 +102,8 @@ def _masked_product(ctx: Context, x: Scores) -> tuple[Scores, np.ndarray] | None
     """
     if _is_product(x):
         return x, np.ones((1, 1, 1), bool)
-    eqn, operands = x.made or (None, ())
+    made: Any = x.made or (None, ())
+    eqn, operands = made
     inner = [y for y in operands if isinstance(y, Scores)]
     if eqn is None or len(inner) != 1 or len(operands) - len(inner) != 1 + (len(operands) == 3):
         return None
