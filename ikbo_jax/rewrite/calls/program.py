@@ -155,17 +155,21 @@ class _Original:
         if program.effects:
             raise unread.RowsAreRead
 
-        @jax.jit
-        def rows_without_kept_keys(*inputs: Any) -> list[Any]:
-            return self.call(inputs)
+        is_closed = not any(x is _TRACED for x in self.jaxpr.consts)
+        original = self.jaxpr if is_closed else self.as_it_is(inputs)
 
         def run(*inputs: Any) -> list[Any]:
-            found = evaluate(program, inputs)
+            found = call(program, inputs, "rewritten")
             results, conditions = found[:-count], found[-count:]
             condition = functools.reduce(jnp.logical_or, conditions)
+
             # A derivative keeps the inputs alone of a branch that seldom runs.
-            original = jax.checkpoint(rows_without_kept_keys)
-            return lax.cond(condition, original, lambda *_: results, *inputs)
+            @jax.checkpoint
+            def by_original(*inputs: Any) -> list[Any]:
+                return call(original, inputs, "rows_without_kept_keys")
+
+            chosen: list[Any] = lax.cond(condition, by_original, lambda *_: results, *inputs)
+            return chosen
 
         return trace(run, inputs, self.jaxpr)
 
