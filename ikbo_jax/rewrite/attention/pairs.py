@@ -25,7 +25,15 @@ from ikbo_jax.rewrite.rules.concatenation import of_one_lineage
 from ikbo_jax.rewrite.rules.elementwise import concat
 from ikbo_jax.rewrite.rules.placing import constant_positions
 from ikbo_jax.rewrite.values import staged
-from ikbo_jax.rewrite.values.lineage import Concat, Deferred, Lazy, has_lineage, is_plain, lazy
+from ikbo_jax.rewrite.values.lineage import (
+    Concat,
+    Deferred,
+    Lazy,
+    has_lineage,
+    is_plain,
+    lazy,
+    spread,
+)
 from ikbo_jax.rewrite.values.registry import NotCovered, rule_of
 
 #: More runs of neighbouring pairs than this become no parts of a concatenation.
@@ -219,7 +227,7 @@ def _chosen(ctx: Context, scores: Scores, pairs: np.ndarray, kept: np.ndarray | 
     parts = []
     for run in runs:
         if kinds[run[0]] == "zero":
-            zeros = jnp.zeros((1, len(run)), scores.dtype)
+            zeros = jnp.asarray(np.zeros((1, len(run)), scores.dtype))
             parts.append(lazy(zeros, (scores.shape[0], len(run)), None, -1, frozenset()))
             continue
         block = whole if kinds[run[0]] == "plain" else blocks[groups[run[0]]]
@@ -250,9 +258,14 @@ def _joined(
         places.update(
             {(m, n): (at, width) for n, at in zip(sorted(numbers), offsets, strict=False)}
         )
-        parts = [blocks[m, n].reshape(batch, height, -1) for n in sorted(numbers)]
-        joined = parts[0] if len(parts) == 1 else staged.concatenate(parts, 2)
-        found.append(staged.reshape(joined, (batch, height * width)))
+        parts = [blocks[m, n] for n in sorted(numbers)]
+        if len(parts) > 1:
+            apart = [
+                staged.reshape(x, (batch, height, size))
+                for x, size in zip(parts, sizes, strict=True)
+            ]
+            parts = [staged.reshape(staged.concatenate(apart, 2), (batch, height * width))]
+        found += parts
         start += height * width
     return (staged.concatenate(found, 1) if len(found) > 1 else (found or [None])[0]), places
 
@@ -276,7 +289,8 @@ def _block(ctx: Context, scores: Scores, rows: Any, columns: Any) -> Any:
 def _with_zeros(x: Any, kept: np.ndarray) -> Any:
     """Sets the columns that are not `kept` to 0."""
     base = x if is_plain(x) else x.base
-    base = jnp.where(kept[None], base, jnp.zeros((), x.dtype))
+    where = spread(jnp.asarray(kept[None]), staged.shape_of(base))
+    base = staged.select(where, base, staged.full_like(base, 0))
     return base if is_plain(x) else dataclasses.replace(x, base=base)
 
 
