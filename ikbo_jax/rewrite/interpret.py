@@ -106,6 +106,16 @@ class Context:
         assert not self.differentiated
         self._outermost().recorder.gradient_differs = True
 
+    def run_original_if(self, condition: jax.Array) -> None:
+        """Makes the program compute its results as the original where a condition is True.
+
+        Raises NotCovered where the original cannot run beside the rewritten program: the condition
+        belongs to a program that this one calls, or differs by device.
+        """
+        if self.parent is not None or jax.sharding.get_abstract_mesh().manual_axes:
+            raise NotCovered("attention is not recognised: a query may keep no key")
+        self.programs.exceptions.append(condition)
+
     def _outermost(self) -> Context:
         return self if self.parent is None else self.parent._outermost()
 

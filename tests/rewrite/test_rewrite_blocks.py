@@ -41,6 +41,12 @@ def _valid(index, valid):
     return jnp.concatenate([valid[index], jnp.ones((B, C), bool)], axis=1)[:, None, None, :]
 
 
+def _own_may_be_hidden(index, valid):
+    """Some candidates of the user without a valid token keep no key, either."""
+    own = jnp.broadcast_to((jnp.arange(B) % 2 == 0)[:, None], (B, C))
+    return jnp.concatenate([valid[index], own], axis=1)[:, None, None, :]
+
+
 def _traced_causal(index, valid):
     positions = jnp.arange(L)
     return (positions[:, None] >= positions[None, :])[None, None]
@@ -60,6 +66,8 @@ MASKS: dict[str, Any] = {
     "leak": lambda i, v: ((COLUMNS <= ROWS) | ((ROWS == 1) & (COLUMNS == S)))[None, None],
     "banded": lambda i, v: ((COLUMNS <= ROWS) & (COLUMNS > ROWS - 3))[None, None],
     "valid": _valid,
+    "own_may_be_hidden": _own_may_be_hidden,
+    "valid_and_strict": lambda i, v: _valid(i, v) & (COLUMNS < ROWS)[None, None],
     "valid_and_causal": lambda i, v: _valid(i, v) & jnp.tril(jnp.ones((L, L), bool))[None, None],
     "valid_or_self": lambda i, v: (
         (_valid(i, v) | np.eye(L, dtype=bool)[None, None]) & (COLUMNS <= ROWS)[None, None]
@@ -214,6 +222,16 @@ RECOGNISED = [
     case(mask="only_own"),
     case("bfloat16", mask="tril", softmax="f32"),
     case(mask="none"),
+    *(
+        case(dtype, mask=mask, sequence="candidate", fill=fill, put_in=how)
+        for mask in ("own_may_be_hidden", "valid_and_strict")
+        for dtype, fill, how in (
+            ("float32", "-1e9", "where"),
+            ("bfloat16", "jnp.finfo(x.dtype).min", "not_where"),
+            ("float32", "-jnp.inf", "where"),
+            ("float32", "-1e9", "add"),
+        )
+    ),
 ]
 
 

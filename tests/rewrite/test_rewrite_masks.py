@@ -7,6 +7,7 @@ to itself (`SEQUENCES`). What is no interval of keys is left as written, for the
 from __future__ import annotations
 
 import types
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -17,6 +18,7 @@ from rewrite_basics import check_values_and_gradients, report_of
 from rounding_rule import assert_same
 
 import ikbo_jax as ikbo
+from ikbo_jax.rewrite.attention import block_attention
 from ikbo_jax.rewrite.facts import masks
 
 #: Of `lookalikes.attention`'s names. P is a number by candidate, from 0 to S.
@@ -88,7 +90,7 @@ RNG = np.random.default_rng(0)
 INDEX = jnp.asarray(np.sort(np.arange(B) % U).astype(np.int32))
 HISTORY, CANDIDATES = (RNG.standard_normal(x, np.float32) / 2 for x in ((U, S, D), (B, C, D)))
 WEIGHTS = RNG.standard_normal((4, D, D), np.float32) / 4
-LENGTHS = jnp.asarray([3, S], jnp.int32)
+LENGTHS, STARTS = jnp.asarray([[3, S], [S, 2]], jnp.int32)
 AT = jnp.arange(L)
 
 
@@ -104,6 +106,22 @@ def valid(x, at_least_one=True):
     lengths = jnp.maximum(x.lengths, 1) if at_least_one else x.lengths
     history = jnp.arange(S)[None] < lengths[x.index][:, None]
     return jnp.concatenate([history, jnp.ones((B, C), bool)], axis=1)[:, None, None]
+
+
+def padded(x, without=None):
+    """Which tokens are no padding, which comes first; the first user has padding alone.
+
+    So are the candidates of the user `without`.
+    """
+    history = jnp.arange(S)[None] >= STARTS[x.index][:, None]
+    own = jnp.ones((B, 1), bool) if without is None else (x.index != without)[:, None]
+    return jnp.concatenate([history, jnp.broadcast_to(own, (B, C))], axis=1)
+
+
+def pairs(x, **kwargs):
+    """As Flax's `make_attention_mask` of the same tokens of queries and keys."""
+    kept = padded(x, **kwargs).astype("float32")
+    return (kept[:, None, :, None] * kept[:, None, None, :]) != 0
 
 
 def masked(mask, fill=-1e30, cap=None):
@@ -139,6 +157,16 @@ SEQUENCES = {
     "triu bias": biased(lambda: jnp.triu(jnp.full((L, L), -jnp.inf), 1)[None, None]),
     "1 - mask": biased(lambda: -1e9 * (1 - recsys_mask())),
     "lengths": masked(lambda x: CAUSAL & valid(x)),
+    "left padding": masked(lambda x: CAUSAL & padded(x)[:, None, None]),
+    "left padding, pairs": masked(lambda x: CAUSAL & pairs(x), -1e9),
+    "left padding, jitted": lambda x: jax.jit(
+        lambda q, k, v, i: masked(lambda x: CAUSAL & padded(x)[:, None, None], -1e9)(
+            types.SimpleNamespace(q=q, k=k, v=v, index=i)
+        )
+    )(x.q, x.k, x.v, x.index),
+    "left padding, added": lambda x: biased(
+        lambda: jnp.where(CAUSAL & padded(x)[:, None, None], 0, -1e9)
+    )(x),
     "lengths, window": masked(lambda x: CAUSAL & valid(x) | jnp.eye(L, dtype=bool)[None, None]),
     "padding times mask": masked(lambda x: valid(x).astype("float32") * recsys_mask(), cap=2.0),
     "ends by candidate": masked(
@@ -147,14 +175,14 @@ SEQUENCES = {
 }
 
 
-def model(attend, layers=2):
+def model(attend, layers=2, whole=False):
     def fn(history, candidates, weights, index, lengths, ends):
         x = jnp.concatenate([history[index], candidates], axis=1)
         for _ in range(layers):
             q, k, v = ((x @ w).reshape(B, L, N, H) for w in weights[:3])
             request = types.SimpleNamespace(q=q, k=k, v=v, index=index, lengths=lengths, ends=ends)
             x = x + jnp.tanh(attend(request).reshape(x.shape) @ weights[3])
-        return x[:, S:]
+        return x if whole else x[:, S:]
 
     return fn
 
@@ -176,6 +204,55 @@ def test_masks_of_a_sequence(name: str) -> None:
     assert ops == ["attention", "attention"], reasons
     # History's queries, projections and attention run for users, not for candidates.
     assert report.flops_saved > 0.4 * report.costs.original.flops
+
+
+def test_a_history_that_sees_the_candidate(monkeypatch) -> None:
+    """As in BERT4Rec: the first layer's history attends to itself for users, no other layer's."""
+    monkeypatch.setattr(block_attention, "FEW_KEYS", 0)
+    layers = 3
+    fn = model(masked(lambda x: valid(x)), layers)
+    check_values_and_gradients(fn, *ARGS, bound=3e-5)
+    (_, reasons), report = explained(fn, *ARGS), report_of(fn, *ARGS)
+    assert any("as in every later layer" in reason for reason in reasons), reasons
+    first_layer = 3 * 2 * S * D * D + 2 * 2 * S * S * D
+    assert report.flops_saved >= (B - U) * first_layer
+
+
+#: What reads rows of padding, or may: of a padded sequence x of two layers.
+READERS = {
+    "all": lambda x, mask: x,
+    "a padded row": lambda x, mask: x[:, 1],
+    "mean": lambda x, mask: x.mean(1),
+    "rows in order": lambda x, mask: jnp.cumsum(x, axis=1)[:, S:],
+    "other masks": lambda x, mask: jnp.einsum("bs,bsd->bd", (~mask).astype(x.dtype), x),
+    "unmasked": lambda x, mask: jnp.einsum(
+        "bts,bsd->btd", jax.nn.softmax(jnp.einsum("btd,bsd->bts", x, x)), x
+    )[:, S:],
+    "reversed": lambda x, mask: (x + x[:, ::-1])[:, S:],
+    # This reads none.
+    "norm": lambda x, mask: jax.nn.standardize(x)[:, S:],
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "without"),
+    [*((name, None) for name in READERS), ("mean", 0), ("norm", 0), ("norm", 1)],
+)
+def test_rows_of_padding_differ_only_if_nothing_reads_them(name: str, without: Any) -> None:
+    """Of candidates that are padding, those of the user without history keep no key."""
+
+    def attend(x):
+        return masked(lambda x: CAUSAL & padded(x, without)[:, None, None], -1e9)(x)
+
+    def fn(history, candidates, weights, index, lengths, ends):
+        x = model(attend, whole=True)(history, candidates, weights, index, lengths, ends)
+        return READERS[name](x, padded(types.SimpleNamespace(index=index), without))
+
+    with jax.numpy_rank_promotion("allow"):
+        check_values_and_gradients(fn, *ARGS, bound=3e-5)
+        ops, reasons = explained(fn, *ARGS)
+    if name == "norm":
+        assert ops == ["attention", "attention"], reasons
 
 
 def test_intervals_of_rows() -> None:

@@ -128,10 +128,10 @@ def _dlrm_by_hand(user_fields, cand_fields, index, w_pairs, w_top):
     return jax.nn.relu(x) @ w_top
 
 
-layout("user_fields cand_fields index w_pairs w_top", _dlrm_by_hand, 0.6, name="dlrm")(_dlrm)
+layout("user_fields cand_fields index w_pairs w_top", _dlrm_by_hand, 0.75, name="dlrm")(_dlrm)
 
 
-@layout("user_fields cand_fields index w_pairs w_top", _dlrm_by_hand, 0.6)
+@layout("user_fields cand_fields index w_pairs w_top", _dlrm_by_hand, 0.75)
 def dlrm_of_stacked_fields(user_fields, cand_fields, index, w_pairs, w_top):
     users = user_fields[index]
     fields = [users[:, n] for n in range(F_USER)] + [cand_fields[:, n] for n in range(F_CAND)]
@@ -142,7 +142,19 @@ def dlrm_of_stacked_fields(user_fields, cand_fields, index, w_pairs, w_top):
     return jax.nn.relu(jnp.concatenate([fields[0], flat], axis=1) @ w_pairs) @ w_top
 
 
-@layout("user_fields cand_fields index w_pairs w_top", lambda *args: _dlrm_alternating(*args), 0.6)
+@layout("user_fields cand_fields index w_pairs w_top", _dlrm_by_hand, 0.75)
+def dlrm_of_masked_pairs(user_fields, cand_fields, index, w_pairs, w_top):
+    fields = jnp.concatenate([user_fields[index], cand_fields], axis=1)
+    pairs = fields @ fields.mT
+    below = jnp.tril(jnp.ones_like(pairs, dtype=bool), -1)
+    flat = jnp.where(below, pairs, jnp.zeros_like(pairs)).reshape(B, F * F)
+    rows, columns = _dlrm_pairs()
+    w = jnp.zeros((F * F, w_pairs.shape[1])).at[rows * F + columns].set(w_pairs[D:])
+    x = jnp.concatenate([fields[:, 0], flat], axis=1)
+    return jax.nn.relu(x @ jnp.concatenate([w_pairs[:D], w])) @ w_top
+
+
+@layout("user_fields cand_fields index w_pairs w_top", lambda *args: _dlrm_alternating(*args), 0.75)
 def dlrm_of_alternating_fields(user_fields, cand_fields, index, w_pairs, w_top):
     users, parts = user_fields[index], []
     for n in range(F_CAND):

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import math
 from typing import Any
@@ -16,35 +17,31 @@ from jax import lax
 
 from ikbo_jax.ops.attention import merge_attention
 from ikbo_jax.rewrite.attention import masked_keys
+from ikbo_jax.rewrite.attention.block_masks import BlockMasks, joined
 from ikbo_jax.rewrite.attention.block_parts import (
     Part,
-    at_users,
-    block_of,
     lineage_of,
     logits_of,
     masked,
     parts_of,
     weighted,
 )
-from ikbo_jax.rewrite.attention.blocks import Blocks, arranged, unspread
-from ikbo_jax.rewrite.attention.logit_masks import rows_of
+from ikbo_jax.rewrite.attention.blocks import Blocks, arranged
 from ikbo_jax.rewrite.attention.operands import Operands, Visible, attend_by_row
 from ikbo_jax.rewrite.attention.scores import (
-    KEY,
-    QUERY,
     WIDTH,
-    Fill,
     Label,
     Scores,
     labels_of_product,
     order_of_values,
 )
-from ikbo_jax.rewrite.facts import masks
 from ikbo_jax.rewrite.interpret import Context, shape_of
+from ikbo_jax.rewrite.rules import unread
 from ikbo_jax.rewrite.rules.elementwise import concat
 from ikbo_jax.rewrite.values import lineage, staged
 from ikbo_jax.rewrite.values.lineage import Concat, Lazy, Lineage
 from ikbo_jax.rewrite.values.registry import NotCovered
+from ikbo_jax.rewrite.values.rows import take_rows
 
 #: A softmax over at most so many keys is as written if most queries are a user's, but see keys that
 #: are not. By parts, self-attention over 24 + 8 to 48 + 16 fields took 1.1 to 2.9 times as long on
@@ -86,16 +83,8 @@ def product(
     return arranged(out, have, order)
 
 
-class Call:
+class Call(BlockMasks):
     """Computes one attention: every part of its queries by itself."""
-
-    def __init__(
-        self, ctx: Context, eqn: Any, scores: Scores, axis: int, keys: list[Part], dtype: Any
-    ) -> None:
-        root: Any = scores.root
-        self.ctx, self.eqn, self.scores, self.root = ctx, eqn, scores, root
-        self.axis, self.keys, self.dtype = axis, keys, dtype
-        self.heads = math.prod(root.heads)
 
     def attended(self, query: Part) -> Any:
         """Returns the result of some queries: [batch, *queries, *heads, width]."""
@@ -105,16 +94,24 @@ class Call:
         users = lineage_of(query.value)
         at_users = users is not None and all(self.of_users(key, users) for key in live)
         finite = any(fill.value > -math.inf for fill in self.root.fills)
-        if finite or not is_whole or not at_users:
-            # At user batch, rows of -inf become NaN; merged attentions without keys are 0.
-            self._check_rows(query, live, states)
+        keeps_keys = self._keeps_keys(query, live, states)
         shape = list(shape_of(query.value))
+        kept = None
+        if users is not None and at_users and not keeps_keys and (finite or not is_whole):
+            # Only rows of -inf, which become NaN, are the same for all candidates of a user.
+            kept = self._rows_that_keep_keys(query, users)
+            self.ctx.programs.unread = True
+        if self.ctx.programs.unread and self.keys is self.all_keys:
+            self.keys = list(map(self._read, self.keys))
+            live = self._live(query)
+            states = {id(key): self._state(query, key) for key in live}
         if users is not None and at_users:
-            out = self._at_user_batch(query, live, users)
+            out = self._at_user_batch(query, live, users, kept is not None)
             shape[-1] = out.shape[-1]
             out = staged.reshape(out, (out.shape[0], *shape[1:]))
+            out = out if kept is None else unread.unread_rows(out, kept)
             return Lazy(out, tuple(shape), users, 0, lineage.origins_of(query.value))
-        out = self._at_candidate_batch(query, live, states)
+        out = self._at_candidate_batch(query, live, states, keeps_keys)
         shape[-1] = out.shape[-1]
         return staged.reshape(out, shape)
 
@@ -123,253 +120,153 @@ class Call:
         users = lineage_of(query.value)
         return users is None or all(self.of_users(key, users) for key in self._live(query))
 
-    def _live(self, query: Part) -> list[Part]:
-        """Returns the keys that are not hidden from all of the queries."""
-        return [part for key in self.keys if (part := self._trimmed(query, key)) is not None]
-
-    def _trimmed(self, query: Part, key: Part) -> Part | None:
-        """Drops the first and the last keys that are hidden from all queries; None without keys."""
-        hidden = np.zeros(key.stop - key.start, bool)
-        for fill in self.root.fills:
-            state = self._cut(fill.state, query, key)
-            hidden = hidden | (state == 0).reshape(-1, state.shape[-1]).all(axis=0)
-        (seen,) = np.nonzero(~hidden)
-        if len(seen) in (0, len(hidden)):
-            return key if len(seen) else None
-        first, last = int(seen[0]), int(seen[-1]) + 1
-        rows, values = (block_of(x, 1, first, last) for x in (key.value, key.values))
-        return Part(rows, key.start + first, key.start + last, values)
-
-    def _state(self, query: Part, key: Part) -> int:
-        """Whether a block is hidden (0) or no mask hides any of it (1), or `masks.UNKNOWN`."""
-        states = [self._cut(fill.state, query, key) for fill in self.root.fills]
-        if any((state == 0).all() for state in states):
-            return 0
-        return 1 if all((state == 1).all() for state in states) else masks.UNKNOWN
-
-    def _cut(self, x: np.ndarray, query: Part, key: Part) -> np.ndarray:
-        index = [slice(None)] * x.ndim
-        if x.ndim > 2 and x.shape[self.axis] != 1 and self.root.queries:
-            index[self.axis] = slice(query.start, query.stop)
-        if x.shape[-1] != 1:
-            index[-1] = slice(key.start, key.stop)
-        return x[tuple(index)]
-
-    def _check_rows(self, query: Part, live: list[Part], states: dict[int, int]) -> None:
-        """Raises NotCovered unless every query provably keeps a key."""
-        if any(states[id(key)] == 1 for key in live):
-            return
-        total: Any = False
-        for key in live:
-            kept: Any = True
-            for fill in self.root.fills:
-                kept = kept & (self._cut(fill.state, query, key) == 1)
-            total = total | np.any(kept, axis=-1)
-        if not np.all(total):
-            raise NotCovered("attention is not recognised: a query may keep no key")
-
     def of_users(self, key: Part, users: Lineage) -> bool:
         """Whether keys are the same for all candidates of a user."""
         return lineage_of(key.value) is users or (
             not lineage.is_plain(key.value) and key.value.base.shape[0] == 1
         )
 
-    def _sliced(self, mask: Any, query: Part, key: Part) -> Any:
-        """Returns the block of a mask: [batch, *queries, *heads, keys]."""
-        mask = block_of(mask, len(self.root.labels) - 1, key.start, key.stop)
-        return block_of(mask, self.axis, query.start, query.stop) if self.root.queries else mask
-
-    def _logits_mask(self, mask: jax.Array) -> jax.Array:
-        """Reshapes a mask [batch, *queries, *heads, keys] to [batch, heads, queries, keys]."""
-        batch, *between, last = mask.shape
-        count = len(self.root.queries)
-        queries, heads = tuple(between[:count]), tuple(between[count:])
-        # Equal queries, and equal heads, stay dimensions of size 1.
-        queries = queries if math.prod(queries) == 1 else tuple(self.sizes)
-        heads = heads if math.prod(heads) == 1 else self.root.heads
-        mask = lineage.spread(mask, (batch, *queries, *heads, last))
-        flat = staged.reshape(mask, (batch, math.prod(queries), math.prod(heads), last))
-        return staged.transpose(flat, (0, 2, 1, 3))
-
     def flat(self, x: jax.Array, rows: int) -> jax.Array:
         """Reshapes [batch, *rows, *heads, width] to [batch, rows, heads, width]."""
         return staged.reshape(x, (x.shape[0], rows, self.heads, x.shape[-1]))
 
-    def _at_user_batch(self, query: Part, live: list[Part], users: Lineage) -> jax.Array:
+    def _read(self, key: Part) -> Part:
+        """Names the rows of a user's keys that queries read; the masks hide the others."""
+        users = lineage_of(key.value)
+        kept = None if users is None else self._kept_rows(key, users)[0]
+        if kept is None or any(x.base.shape[:2] != kept.shape for x in (key.value, key.values)):
+            return key
+        rows, values = (
+            dataclasses.replace(x, base=unread.read_rows(x.base, kept))
+            for x in (key.value, key.values)
+        )
+        return Part(rows, key.start, key.stop, values)
+
+    def _at_user_batch(
+        self, query: Part, live: list[Part], users: Lineage, may_be_empty: bool
+    ) -> jax.Array:
         """Computes users' attention to their keys: [users, queries, heads, width]."""
         value = query.value
-        base = lineage.spread(value.base, (users.users, *value.shape[1:]))
         self.sizes = value.shape[1 : 1 + len(self.root.queries)]
-        rows = math.prod(self.sizes)
+        base = self._of_users(query, users)
         all_keys = lineage.joined([self.user_rows(key.value, users) for key in live], 1)
         all_values = lineage.joined([self.user_rows(key.values, users) for key in live], 1)
-        logits = logits_of(self.flat(base, rows), all_keys, self.root)
+        logits = logits_of(base, all_keys, self.root)
         if any(self._state(query, key) != 1 for key in live):
             for fill in self.root.fills:
-                logits = masked(self._users_mask(fill, query, live, users), logits, fill.value)
+                number = max(fill.value, -1e30) if may_be_empty else fill.value
+                logits = masked(self._users_mask(fill, query, live, users), logits, number)
         largest = lax.stop_gradient(staged.reduce_max(logits, (3,)))
         weights = staged.exp(staged.sub(logits, staged.expand_dims(largest, (3,))))
         total = staged.expand_dims(staged.reduce_sum(weights, (3,)), (3,))
         weights = staged.cast(staged.div(weights, total), all_values.dtype)
         return staged.cast(weighted(weights, all_values), self.dtype)
 
-    def _users_mask(self, fill: Fill, query: Part, live: list[Part], users: Lineage) -> jax.Array:
-        """Returns a mask at user batch: [users or 1, heads or 1, queries or 1, keys]."""
-
-        def mask() -> jax.Array:
-            parts = [at_users(self._sliced(fill.kept, query, key), users) for key in live]
-            if any(part is None for part in parts):
-                raise NotCovered("attention is not recognised: its mask differs by candidate")
-            return _joined(list(map(self._logits_mask, parts)), live)
-
-        bounds = tuple((part.start, part.stop) for part in (query, *live))
-        key = ("mask at user batch", bounds, self.axis, tuple(self.sizes), self.root.heads)
-        return self.ctx.scope.once(key, (fill.kept, users), mask)
-
     def user_rows(self, x: Any, users: Lineage) -> jax.Array:
         """Returns keys or values [users, keys, heads, width] of one part."""
         return self.flat(lineage.spread(x.base, (users.users, *x.shape[1:])), x.shape[1])
 
+    def _of_users(self, query: Part, users: Lineage) -> jax.Array:
+        """Returns users' queries [users, queries, heads, width]."""
+        base = lineage.spread(query.value.base, (users.users, *query.value.shape[1:]))
+        return self.flat(base, math.prod(self.sizes))
+
     def _at_candidate_batch(
-        self, query: Part, live: list[Part], states: dict[int, int]
+        self, query: Part, live: list[Part], states: dict[int, int], keeps_keys: bool
     ) -> jax.Array:
         """Attends to keys of users and to own keys: [batch, queries, heads, width]."""
+        of_query = lineage_of(query.value)
         reason = "queries that attend to keys of the candidate"
+        if of_query is not None:
+            reason = "the user's queries see the candidate's keys, as in every later layer"
         array = self.ctx.materialise(self.eqn, query.value, reason)
         self.sizes = array.shape[1 : 1 + len(self.root.queries)]
         rows = math.prod(self.sizes)
-        dtype = self.root.key.dtype
         flat = self.flat(array, rows)
         groups: dict[Any, list[Part]] = {}
         for key in live:
             groups.setdefault(lineage_of(key.value), []).append(key)
         own = groups.pop(None, []) + _taken_as_own(groups, rows)
         own_kept = all(states[id(key)] == 1 for key in own)
-        own_rows = None
-        if own:
-            count = sum(key.stop - key.start for key in own)
-            own_rows = tuple(
-                staged.cast(
-                    self.flat(lineage.joined([self.ctx.build(x) for x in xs], 1), count), dtype
-                )
-                for xs in ([key.value for key in own], [key.values for key in own])
-            )
+        own_rows = self._all_rows(own, None) if own else None
         outs: list[tuple[jax.Array, jax.Array]] = []
         takes_own = False
         for users, keys in groups.items():
             assert users is not None
-            of_users = [
-                staged.cast(lineage.joined([self.user_rows(x, users) for x in xs], 1), dtype)
-                for xs in ([key.value for key in keys], [key.values for key in keys])
-            ]
             lengths = None
-            operands = Operands(
-                flat, of_users[0], of_users[1], users.index, *self.root.scale_and_cap
-            )
+            kept, seen = None, None
             if any(states[id(key)] != 1 for key in keys):
                 kept, seen = self._visible(query, keys, users)
-                if seen is not None:
-                    by_row = attend_by_row(operands, Visible(seen, kept))
-                    lse = staged.reshape(by_row.lse, flat.shape[:3])
-                    outs.append((staged.reshape(by_row.out, flat.shape), lse))
-                    continue
-                if kept is not None:
-                    operands = operands.ordered(kept)
-                    lengths = jnp.sum(kept, axis=1, dtype=jnp.int32)
+            at_users = of_query is users and seen is None
+            operands = Operands(
+                self._of_users(query, users) if at_users else flat,
+                *self._all_rows(keys, users),
+                jnp.arange(users.users) if at_users else users.index,
+                *self.root.scale_and_cap,
+            )
+            if seen is not None:
+                by_row = attend_by_row(operands, Visible(seen, kept))
+                lse = staged.reshape(by_row.lse, flat.shape[:3])
+                outs.append((staged.reshape(by_row.out, flat.shape), lse))
+                continue
+            if kept is not None:
+                operands = operands.ordered(kept)
+                lengths = jnp.sum(kept, axis=1, dtype=jnp.int32)
+            if at_users:
+                # Of the candidate's rows, the result is looked up.
+                found = operands.attend_with_lse(lengths)
+                outs.append(tuple(take_rows(x, users.index, 0) for x in found))
+                continue
             # Own keys that no mask hides are own tokens of the op.
             tokens = own_rows if own_kept and own_rows and not takes_own else (None, None)
             takes_own = takes_own or tokens[0] is not None
             outs.append(operands.attend_with_lse(lengths, None, *tokens))
         if own_rows and not takes_own:
             outs.append(self._to_own(query, own, flat, *own_rows))
-        merged, _ = functools.reduce(lambda x, y: merge_attention(*x, *y), outs)
+        merged, lse = functools.reduce(lambda x, y: merge_attention(*x, *y), outs)
+        if not keeps_keys:
+            merged = self._with_empty_rows(merged, lse == -jnp.inf)
         return staged.cast(merged, self.dtype)
 
-    def _visible(self, query: Part, keys: list[Part], users: Lineage) -> tuple[Any, Any]:
-        """Returns which keys the masks keep for a user, and which for a query; None for all.
+    def _with_empty_rows(self, out: jax.Array, empty: jax.Array) -> jax.Array:
+        """Sets rows without kept keys to what the softmax of their masked logits gives them.
 
-        Returns:
-          [users, keys], and [batch or 1, queries or 1, keys], an interval in each row.
+        `empty` is [batch, queries, heads]. The attention weights are equal, for the keys that all
+        queries provably hide, too; or NaN.
         """
-        size = sum(key.stop - key.start for key in keys)
-        kept, seen = None, None
-        for fill in self.root.fills:
-            for by_user, by_row in self._columns(fill, query, keys, users):
-                if by_user is not None:
-                    kept = by_user if kept is None else kept & by_user
-                if by_row is not None:
-                    seen = by_row if seen is None else seen & by_row
-        return kept if kept is None else lineage.spread(kept, (users.users, size)), seen
+        fill, count = self.root.fills[0], self.keys[-1].stop
+        if any((x.value, x.added) != (fill.value, fill.added) for x in self.root.fills):
+            raise NotCovered("attention is not recognised: masks with several numbers")
+        is_nan = fill.value == -math.inf
+        if fill.added is not None and is_nan:
+            raise NotCovered("attention is not recognised: a row may be NaN by an added mask")
+        if fill.added is not None or self.ctx.programs.unread and not is_nan:
+            # Such logits have a gradient; or the equal weights would read rows that differ.
+            self.ctx.run_original_if(jnp.any(empty))
+            return out
+        total: Any = 0.0
+        for key in self.keys:
+            users = lineage_of(key.values)
+            wide = self._all_rows([key], users)[1].astype(jnp.float32)
+            rows = jnp.sum(wide, axis=1, keepdims=True)
+            total = total + (rows if users is None else take_rows(rows, users.index, 0))
+        # Rows of NaN, and they alone, give NaN gradients to their values.
+        weight = jnp.where(empty, jnp.float32(math.nan if is_nan else 1 / count), 0.0)
+        mean = total * weight[..., None]
+        return jnp.where(empty[..., None], mean.astype(out.dtype), out)
 
-    def _columns(
-        self, fill: Fill, query: Part, keys: list[Part], users: Lineage
-    ) -> list[tuple[Any, Any]]:
-        """Returns the factors of a mask, each by user or by query, as `_visible` does."""
-        whole = self._column(fill.kept, fill.state, False, query, keys, users)
-        if whole is not None:
-            return [whole]
-        region = [(fill.labels.index((KEY, 0)), keys[0].start, keys[-1].stop)]
-        if self.root.queries:
-            label = (QUERY, self.axis - 1)
-            region.append((fill.labels.index(label), query.start, query.stop))
-        factors: list[tuple[Any, np.ndarray, bool]] = fill.factors(self.ctx, tuple(region))
-        found = [self._column(*factor, query, keys, users) for factor in factors]
-        if None in found:
-            raise NotCovered("attention is not recognised: its mask differs by query")
-        return [column for column in found if column is not None]
+    def _all_rows(self, keys: list[Part], users: Lineage | None) -> tuple[jax.Array, jax.Array]:
+        """Returns keys and values [users or batch, keys, heads, width]."""
 
-    def _column(
-        self,
-        mask: Any,
-        state: np.ndarray,
-        is_interval: bool,
-        query: Part,
-        keys: list[Part],
-        users: Lineage,
-    ) -> tuple[Any, Any] | None:
-        """Returns the columns of a mask, by user or by query; None if they are neither."""
-        states = [self._cut(state, query, key) for key in keys]
-        if all((x == 1).all() for x in states):
-            return None, None
-        by_user = [
-            self._of_keys(mask, x, query, key, users) for x, key in zip(states, keys, strict=True)
-        ]
-        if (kept := self._by_user(by_user, keys)) is not None:
-            return kept, None
-        if not any((x == masks.UNKNOWN).any() for x in states):
-            row = self._by_query([x == 1 for x in states], keys)
-            return (None, row) if masks.are_intervals(row) else None
-        if not is_interval:
-            return None
-        parts = [unspread(self.ctx, self._sliced(mask, query, key), True) for key in keys]
-        return None, self._by_query(parts, keys)
+        def rows(values: list[Any]) -> jax.Array:
+            if users is not None:
+                return lineage.joined([self.user_rows(x, users) for x in values], 1)
+            own = lineage.joined([self.ctx.build(x) for x in values], 1)
+            return self.flat(own, own.shape[1])
 
-    def _of_keys(self, mask: Any, state: np.ndarray, query: Part, key: Part, users: Lineage) -> Any:
-        """Returns a mask's block at user batch; without queries and heads if fixed and equal."""
-        first = state.reshape(-1, state.shape[-1])[:1]
-        if (state != masks.UNKNOWN).all() and (state == first).all():
-            shape = (1,) * (state.ndim - 1) + state.shape[-1:]
-            return jnp.asarray(first.reshape(shape) == 1)
-        return at_users(self._sliced(mask, query, key), users)
-
-    def _by_user(self, parts: list[Any], keys: list[Part]) -> Any:
-        """Joins masks of keys at user batch: [users or 1, keys]; None if they are none."""
-        if any(x is None or any(n != 1 for n in x.shape[1:-1]) for x in parts):
-            return None
-        parts = [staged.reshape(x, (x.shape[0], x.shape[-1])) for x in parts]
-        sizes = [(x.shape[0], key.stop - key.start) for x, key in zip(parts, keys, strict=True)]
-        return lineage.joined(list(map(lineage.spread, parts, sizes)), 1)
-
-    def _by_query(self, parts: list[Any], keys: list[Part]) -> Any:
-        """Joins masks [batch, *queries, *heads, keys]: [batch or 1, queries or 1, keys]."""
-        rows = [rows_of(x, self.root.labels, tuple(self.sizes)) for x in parts]
-        moves = np if all(isinstance(x, np.ndarray) for x in rows) else jnp
-        shape = lax.broadcast_shapes(*(x.shape[:2] for x in rows))
-        full = [
-            moves.broadcast_to(x, (*shape, key.stop - key.start))
-            for x, key in zip(rows, keys, strict=True)
-        ]
-        return full[0] if len(full) == 1 else moves.concatenate(full, axis=2)
+        dtype = self.root.key.dtype
+        found = rows([key.value for key in keys]), rows([key.values for key in keys])
+        return staged.cast(found[0], dtype), staged.cast(found[1], dtype)
 
     def _to_own(
         self, query: Part, own: list[Part], flat: jax.Array, key: jax.Array, value: jax.Array
@@ -382,7 +279,7 @@ class Call:
             parts = [
                 self._logits_mask(self.ctx.build(self._sliced(fill.kept, query, k))) for k in own
             ]
-            logits = masked(_joined(parts, own), logits, -jnp.inf)
+            logits = masked(joined(parts, own), logits, -jnp.inf)
         weights, lse = masked_keys.softmax(logits, 3)
         out = weighted(weights.astype(value.dtype), value)
         return out.astype(value.dtype), lse.transpose(0, 2, 1)
@@ -423,11 +320,3 @@ def _taken_as_own(groups: dict[Any, list[Part]], queries: int) -> list[Part]:
     most = max(sizes, key=lambda users: sizes[users], default=None)
     taken = [x for x in sizes if x is not most and sizes[x] <= queries]
     return [part for users in taken for part in groups.pop(users)]
-
-
-def _joined(masks: list[jax.Array], parts: list[Part]) -> jax.Array:
-    masks = [
-        lineage.spread(x, (*x.shape[:-1], part.stop - part.start))
-        for x, part in zip(masks, parts, strict=True)
-    ]
-    return lineage.joined(masks, 3)

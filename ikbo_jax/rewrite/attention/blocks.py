@@ -54,11 +54,15 @@ class Blocks(Root):
             state = state if keep else masks.negated(state)
             return arranged(kept, labels, wanted), arranged_array(state, labels, wanted)
 
-        def factors(ctx: Context, region: masks.Region) -> list[tuple[Any, np.ndarray, bool]]:
-            def found() -> list[tuple[Any, np.ndarray, bool]]:
+        def factors(ctx: Context, region: masks.Region) -> list[Any]:
+            def found() -> list[Any]:
                 dim = labels.index((KEY, 0))
                 return [
-                    (*block(ctx, x, keep), masks.is_interval(ctx, x, keep, dim))
+                    (
+                        *block(ctx, x, keep),
+                        masks.is_interval(ctx, x, keep, dim),
+                        (masks.source(ctx, x), keep),
+                    )
                     for x, keep in masks.factors(ctx, mask, keeps, region)
                 ]
 

@@ -12,31 +12,49 @@ import itertools
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.extend import core
 
 from ikbo_jax.rewrite.attention import contraction, score_axes
 from ikbo_jax.rewrite.attention.blocks import Blocks
 from ikbo_jax.rewrite.attention.scores import BATCH, KEY, QUERY, Scores
+from ikbo_jax.rewrite.facts import known, masks
 from ikbo_jax.rewrite.interpret import Context
 from ikbo_jax.rewrite.rules.concatenation import of_one_lineage
 from ikbo_jax.rewrite.rules.elementwise import concat
 from ikbo_jax.rewrite.rules.placing import constant_positions
 from ikbo_jax.rewrite.values import staged
-from ikbo_jax.rewrite.values.lineage import Concat, Deferred, Lazy, has_lineage, is_plain, lazy
+from ikbo_jax.rewrite.values.lineage import (
+    Concat,
+    Deferred,
+    Lazy,
+    has_lineage,
+    is_plain,
+    lazy,
+    spread,
+)
 from ikbo_jax.rewrite.values.registry import NotCovered, rule_of
 
 #: More runs of neighbouring pairs than this become no parts of a concatenation.
-_MOST_RUNS = 64
+_MOST_RUNS = 128
 #: With more lookups, every field by its own index, the blocks are single products.
 _MOST_BLOCKS = 16
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Pairs(Deferred):
-    """Holds the products of all pairs, flattened: [batch, fields · fields]."""
+    """Holds the products of all pairs, flattened: [batch, fields · fields].
+
+    Attributes:
+      scores: the products, maybe set to 0 by masks that the program fixes.
+      product: the products themselves.
+      kept: [fields · fields], False where a mask sets a product to 0.
+    """
 
     scores: Scores
+    product: Scores
+    kept: np.ndarray
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -70,7 +88,7 @@ class Pairs(Deferred):
             raise NotCovered(f"{name} of products of fields")
         _, rows, columns = self.scores.shape
         every = np.stack(np.divmod(np.arange(rows * columns), columns), axis=1)
-        chosen = _chosen(ctx, self.scores, every)
+        chosen = _chosen(ctx, self.product, every, self.kept)
         values = [chosen if x is self else x for x in operands]
         return primitive_rule(ctx, eqn, *values)
 
@@ -79,9 +97,38 @@ def reshape(ctx: Context, eqn: Any, x: Scores) -> Any:
     """Flattens the pairs, or adds or removes dimensions of size 1."""
     (batch, *rest) = x.shape
     shape = tuple(eqn.outvars[0].aval.shape)
-    if _is_product(x) and 1 not in rest and shape == (batch, rest[0] * rest[1]):
-        return Pairs(x)
+    flattens = len(rest) == 2 and 1 not in rest and shape == (batch, rest[0] * rest[1])
+    if (found := _masked_product(ctx, x) if flattens else None) is not None:
+        return Pairs(x, found[0], np.broadcast_to(found[1], (1, *rest)).reshape(-1))
     return score_axes.reshape(ctx, eqn, x)
+
+
+def _masked_product(ctx: Context, x: Scores) -> tuple[Scores, np.ndarray] | None:
+    """Finds the product that fixed masks, the same for all rows, set to 0, and where they keep it.
+
+    The masks are [1, fields, fields], as of `where(tril(...), products, 0)`.
+    """
+    if _is_product(x):
+        return x, np.ones((1, 1, 1), bool)
+    made: Any = x.made or (None, ())
+    eqn, operands = made
+    inner = [y for y in operands if isinstance(y, Scores)]
+    if eqn is None or len(inner) != 1 or len(operands) - len(inner) != 1 + (len(operands) == 3):
+        return None
+    kept: Any = None
+    if eqn.primitive.name == "select_n" and inner[0] is not operands[0]:
+        which, *cases = operands
+        state = masks.known_mask(ctx, which)
+        other = known.known(ctx, cases[0] if inner[0] is cases[1] else cases[1])
+        if masks.UNKNOWN not in state and other is not None and not other.any():
+            kept = state == (inner[0] is cases[1])
+    elif eqn.primitive.name == "mul":
+        number = known.known(ctx, operands[0] if inner[0] is operands[1] else operands[1])
+        kept = number == 1 if number is not None and np.isin(number, (0, 1)).all() else None
+    if kept is None or kept.ndim != 3 or (kept != kept[:1]).any():
+        return None
+    before = _masked_product(ctx, inner[0])
+    return before and (before[0], before[1] & kept[:1])
 
 
 def _is_product(x: Scores) -> bool:
@@ -108,15 +155,29 @@ def _gather_of_pairs(ctx: Context, eqn: Any, x: Any, indices: Any) -> Any:
         raise NotCovered("lookup by products of fields")
     positions = constant_positions(ctx, eqn, x, indices, (1,))[:, 0]
     columns = x.scores.shape[2]
-    return _chosen(ctx, x.scores, np.stack(np.divmod(positions, columns), axis=1))
+    pairs = np.stack(np.divmod(positions, columns), axis=1)
+    return _chosen(ctx, x.product, pairs, x.kept[positions])
 
 
-def _sides(root: Blocks) -> list[tuple[list[Any], np.ndarray, np.ndarray]]:
+def _sides(ctx: Context, root: Blocks) -> list[tuple[list[Any], np.ndarray, np.ndarray]]:
     """Returns, for rows and columns, a value a lineage, and each field's value and position."""
     sides = []
-    for x in (root.query, root.key):
+    pieces = [
+        x.pieces() if isinstance(x, Concat) else [(x, 0, x.shape[1])]
+        for x in (root.query, root.key)
+    ]
+    fields: dict[Any, int] = {}
+    for part, start, stop in (*pieces[0], *pieces[1]):
+        if has_lineage(part):
+            fields[part.lineage] = fields.get(part.lineage, 0) + stop - start
+    # Of fields that are looked up each by its own index, only the users' stay lookups.
+    most = max(fields, key=lambda x: fields[x], default=None)
+    is_one = len(fields) ** 2 > _MOST_BLOCKS
+    for x, of_side in zip((root.query, root.key), pieces, strict=True):
         groups: dict[Any, list[tuple[Any, int]]] = {}
-        for part, start, _ in x.pieces() if isinstance(x, Concat) else [(x, 0, x.shape[1])]:
+        for part, start, _ in of_side:
+            if is_one and has_lineage(part) and part.lineage is not most:
+                part = ctx.materialise(None, part, "products of fields of many lookups")
             key = part.lineage if has_lineage(part) else is_plain(part)
             groups.setdefault(key, []).append((part, start))
         group, offset = (np.zeros(x.shape[1], np.int64) for _ in range(2))
@@ -134,41 +195,79 @@ def _sides(root: Blocks) -> list[tuple[list[Any], np.ndarray, np.ndarray]]:
     return sides
 
 
-def _chosen(ctx: Context, scores: Scores, pairs: np.ndarray) -> Any:
-    """Computes the products of these pairs [count, 2]: [batch, count], in runs of one batch."""
+def _chosen(ctx: Context, scores: Scores, pairs: np.ndarray, kept: np.ndarray | None = None) -> Any:
+    """Computes the products of these pairs [count, 2]: [batch, count], in runs of one batch.
+
+    Products that are not `kept` [count] are 0.
+    """
+    kept = np.ones(len(pairs), bool) if kept is None else kept
     root: Any = scores.root
     if scores.labels[1] == (KEY, 0):
         pairs = pairs[:, ::-1]
-    (rows, row_group, row_at), (columns, column_group, column_at) = _sides(root)
+    (rows, row_group, row_at), (columns, column_group, column_at) = _sides(ctx, root)
     groups = list(
         zip(row_group[pairs[:, 0]].tolist(), column_group[pairs[:, 1]].tolist(), strict=True)
     )
     blocks: dict[tuple[int, int], Any] = {}
-    different = dict.fromkeys(groups)
+    different = dict.fromkeys(itertools.compress(groups, kept))
     if len(different) > _MOST_BLOCKS:
         raise NotCovered("products of fields of many lookups")
     for m, n in different:
         blocks[m, n] = _block(ctx, scores, rows[m], columns[n])
-    plain = [key for key, block in blocks.items() if is_plain(block)]
-    start, starts = 0, {}
-    for key in plain:
-        starts[key] = start
-        start += blocks[key].shape[1]
-    whole = staged.concatenate([blocks[key] for key in plain], 1) if len(plain) > 1 else None
+    whole, places = _joined(blocks, rows, columns)
     flat = []
     for (row, column), (m, n) in zip(pairs.tolist(), groups, strict=True):
-        flat.append(
-            int(row_at[row]) * columns[n].shape[1] + int(column_at[column]) + starts.get((m, n), 0)
-        )
-    kinds = ["plain" if key in starts else key for key in groups]
+        start, width = places.get((m, n), (0, columns[n].shape[1]))
+        flat.append(start + int(row_at[row]) * width + int(column_at[column]))
+    kinds = ["plain" if key in places else key for key in groups]
+    kinds = [x if key in different else "zero" for x, key in zip(kinds, groups, strict=True)]
     runs = [list(run) for _, run in itertools.groupby(range(len(kinds)), lambda n: kinds[n])]
     if len(runs) > _MOST_RUNS:
         raise NotCovered("products of fields of user and candidate in turns")
     parts = []
     for run in runs:
-        block = blocks[groups[run[0]]] if kinds[run[0]] != "plain" or whole is None else whole
-        parts.append(_columns(block, [flat[n] for n in run]))
+        if kinds[run[0]] == "zero":
+            zeros = jnp.asarray(np.zeros((1, len(run)), scores.dtype))
+            parts.append(lazy(zeros, (scores.shape[0], len(run)), None, -1, frozenset()))
+            continue
+        block = whole if kinds[run[0]] == "plain" else blocks[groups[run[0]]]
+        part = _columns(block, [flat[n] for n in run])
+        parts.append(part if kept[run].all() else _with_zeros(part, kept[run]))
     return parts[0] if len(parts) == 1 else concat(parts, 1)
+
+
+def _joined(
+    blocks: dict[tuple[int, int], Any], rows: list[Any], columns: list[Any]
+) -> tuple[Any, dict[tuple[int, int], tuple[int, int]]]:
+    """Concatenates the blocks at candidate batch, row by row, so that few slices are taken of them.
+
+    Returns:
+      Them as [batch, count], and the place of the first product of each block and the number of
+      products from row to row.
+    """
+    of_rows: dict[int, list[int]] = {}
+    for (m, n), block in blocks.items():
+        if is_plain(block):
+            of_rows.setdefault(m, []).append(n)
+    start, places, found = 0, {}, []
+    for m, numbers in of_rows.items():
+        batch, height, _ = rows[m].shape
+        sizes = [columns[n].shape[1] for n in sorted(numbers)]
+        width = sum(sizes)
+        offsets = [start, *(start + x for x in itertools.accumulate(sizes))]
+        places.update(
+            {(m, n): (at, width) for n, at in zip(sorted(numbers), offsets, strict=False)}
+        )
+        parts = [blocks[m, n] for n in sorted(numbers)]
+        if len(parts) > 1:
+            apart = [
+                staged.reshape(x, (batch, height, size))
+                for x, size in zip(parts, sizes, strict=True)
+            ]
+            parts = [staged.reshape(staged.concatenate(apart, 2), (batch, height * width))]
+        found += parts
+        start += height * width
+    return (staged.concatenate(found, 1) if len(found) > 1 else (found or [None])[0]), places
 
 
 def _block(ctx: Context, scores: Scores, rows: Any, columns: Any) -> Any:
@@ -185,6 +284,14 @@ def _block(ctx: Context, scores: Scores, rows: Any, columns: Any) -> Any:
         return staged.reshape(ctx.build(product), (batch, m * n))
     base = staged.reshape(product.base, (product.base.shape[0], m * n))
     return lazy(base, (batch, m * n), product.lineage, 0, product.origins)
+
+
+def _with_zeros(x: Any, kept: np.ndarray) -> Any:
+    """Sets the columns that are not `kept` to 0."""
+    base = x if is_plain(x) else x.base
+    where = spread(jnp.asarray(kept[None]), staged.shape_of(base))
+    base = staged.select(where, base, staged.full_like(base, 0))
+    return base if is_plain(x) else dataclasses.replace(x, base=base)
 
 
 def _columns(x: Any, columns: list[int]) -> Any:

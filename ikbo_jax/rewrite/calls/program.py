@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax import lax
 from jax.extend import core, source_info_util
 
@@ -15,7 +16,7 @@ from ikbo_jax.ops import explain
 from ikbo_jax.rewrite.interpret import RETURNED, Context
 from ikbo_jax.rewrite.report import cost
 from ikbo_jax.rewrite.report.recorder import Recorder
-from ikbo_jax.rewrite.rules import variants
+from ikbo_jax.rewrite.rules import unread, variants
 from ikbo_jax.rewrite.values.dead_code import without_dead_code
 from ikbo_jax.rewrite.values.equations import described
 from ikbo_jax.rewrite.values.jaxprs import call, evaluate, trace
@@ -71,6 +72,7 @@ class _Original:
       repeated: identities of the programs that several of its equations call.
       draws: whether it draws random numbers without a key.
       most_rows: lookups in tables with more rows stay as they are; None without a bound.
+      leaves_unread: see `ProgramCache`.
       table_rows: numbers of rows of the tables in which lookups were found.
     """
 
@@ -78,6 +80,7 @@ class _Original:
     repeated: frozenset[int]
     draws: bool
     most_rows: int | None = None
+    leaves_unread: bool = True
     table_rows: set[int] = dataclasses.field(default_factory=set)
 
     @classmethod
@@ -116,26 +119,66 @@ class _Original:
         return ProgramCache().is_plain(self.jaxpr)
 
     def rewritten(self, inputs: Sequence[Any], recorder: Recorder, differentiated: bool) -> Any:
-        """Rewrites the program to a jaxpr of `inputs`, without dead equations."""
+        """Rewrites the program to a jaxpr of `inputs`, without dead equations.
+
+        Raises RowsAreRead if its results may depend on rows that differ from the original's.
+        """
+        has_unread, exceptions = False, 0
 
         def interpreted(*inputs: Any) -> list[Any]:
             ctx = Context(recorder, differentiated=differentiated, repeated=self.repeated)
             ctx.programs.most_rows = self.most_rows
             ctx.programs.table_rows = self.table_rows
+            ctx.programs.leaves_unread = self.leaves_unread
             results = ctx.run(self.jaxpr, *self.split(inputs))
             results = [
                 _returned(ctx, x, eqn)
                 for x, eqn in zip(results, _producers(self.jaxpr), strict=True)
             ]
+            nonlocal has_unread, exceptions
+            has_unread, exceptions = ctx.programs.unread, len(ctx.programs.exceptions)
             avals = [v.aval for v in self.jaxpr.outvars]
-            return [_as_declared(x, aval) for x, aval in zip(results, avals, strict=True)]
+            results = [_as_declared(x, aval) for x, aval in zip(results, avals, strict=True)]
+            return [*results, *ctx.programs.exceptions]
 
-        return without_dead_code(trace(interpreted, inputs, self.jaxpr))
+        program = without_dead_code(trace(interpreted, inputs, self.jaxpr))
+        if has_unread:
+            unread.check(program)
+        return self._with_exceptions(program, inputs, exceptions) if exceptions else program
+
+    def _with_exceptions(self, program: Any, inputs: Sequence[Any], count: int) -> Any:
+        """Returns a program that runs the original, too, if a condition is True.
+
+        The last `count` results are the conditions, which the returned program does not return.
+        `cost` counts no work of `rows_without_kept_keys`.
+        """
+        if program.effects:
+            raise unread.RowsAreRead
+
+        is_closed = not any(x is _TRACED for x in self.jaxpr.consts)
+        original = self.jaxpr if is_closed else self.as_it_is(inputs)
+
+        def run(*inputs: Any) -> list[Any]:
+            found = call(program, inputs, "rewritten")
+            results, conditions = found[:-count], found[-count:]
+            condition = functools.reduce(jnp.logical_or, conditions)
+
+            # A derivative keeps the inputs alone of a branch that seldom runs.
+            @jax.checkpoint
+            def by_original(*inputs: Any) -> list[Any]:
+                return call(original, inputs, "rows_without_kept_keys")
+
+            chosen: list[Any] = lax.cond(condition, by_original, lambda *_: results, *inputs)
+            return chosen
+
+        return trace(run, inputs, self.jaxpr)
 
     def differentiated(self, inputs: Sequence[Any]) -> Any:
         """Returns the variant for derivatives; the original if the rewriting raises."""
         try:
             return self.rewritten(inputs, Recorder(muted=1), differentiated=True)
+        except unread.RowsAreRead:
+            return dataclasses.replace(self, leaves_unread=False).differentiated(inputs)
         except ImportError:
             raise
         except Exception:
@@ -186,15 +229,13 @@ def _rewritten(original: _Original, inputs: list[Any]) -> tuple[Recorder, list[A
     they are. A table of items may have nearly as many rows as there are candidates: products of its
     rows take as long as products of copies, and their results are looked up besides.
     """
-    recorder = original.recorder()
-    program = _interpreted(original, inputs, recorder)
-    tried, chosen = original, recorder
+    tried, chosen, program = _interpreted(original, inputs)
+    recorder = chosen
     for _ in range(_LARGE_TABLES):
         smaller = tried.without_largest_table() if chosen.refusal and program else None
         if smaller is None:
             break
-        tried, chosen = smaller, original.recorder()
-        program = _interpreted(tried, inputs, chosen)
+        tried, chosen, program = _interpreted(smaller, inputs)
     if program is None or chosen.refusal or not chosen.changed:
         return recorder, original.call(inputs)
     if not chosen.gradient_differs and (program.effects or not explain.survey(program).marked):
@@ -214,8 +255,14 @@ def _rewritten(original: _Original, inputs: list[Any]) -> tuple[Recorder, list[A
 _LARGE_TABLES = 2
 
 
-def _interpreted(original: _Original, inputs: list[Any], recorder: Recorder) -> Any:
-    """Rewrites the program; None, and the reason in the report, if the rewriting raises."""
+def _interpreted(original: _Original, inputs: list[Any]) -> tuple[_Original, Recorder, Any]:
+    """Rewrites the program.
+
+    Returns:
+      What was rewritten; the recorder; and the program. If the rewriting raises, None, and the
+      reason in the report.
+    """
+    recorder, program = original.recorder(), None
     try:
         program = original.rewritten(inputs, recorder, differentiated=False)
         if recorder.gradient_differs and program.effects:
@@ -225,9 +272,11 @@ def _interpreted(original: _Original, inputs: list[Any], recorder: Recorder) -> 
         if recorder.changed:
             whole = recorder.work.settle(original.jaxpr, program)
             recorder.refusal = cost.refusal(whole.rewritten, whole.original)
+    except unread.RowsAreRead:
+        return _interpreted(dataclasses.replace(original, leaves_unread=False), inputs)
     except ImportError:
         raise
     except Exception as error:
         recorder.refusal = f"its rewriting raised {described(error)}"
-        return None
-    return program
+        program = None
+    return original, recorder, program

@@ -290,10 +290,14 @@ def _concat_broadcast(ctx: Context, eqn: Any, operand: Any, shape: Any, dims: An
     for part in operand.parts:
         part_shape = list(shape)
         part_shape[axis] = part.shape[operand.axis]
-        if lineage.is_plain(part):
+        if lineage.is_plain(part) and part.dtype != np.bool_:
             parts.append(ctx.bind(eqn, part, shape=tuple(part_shape)))
             continue
-        base = _with_new_dims(part.base, len(shape), dims)
+        base = _with_new_dims(lineage.base_of(part), len(shape), dims)
+        if lineage.is_plain(part):
+            # Whether a mask is equal for all heads or queries is seen in its base.
+            parts.append(lineage.lazy(base, tuple(part_shape), None, -1, frozenset()))
+            continue
         part_axis = dims[part.axis] if part.lineage else -1
         parts.append(lineage.lazy(base, tuple(part_shape), part.lineage, part_axis, part.origins))
     return Concat(tuple(parts), axis)

@@ -23,6 +23,9 @@ class ProgramCache:
       table_rows: numbers of rows of the tables in which lookups were found.
       most_rows: lookups in tables with more rows stay as they are; None without a bound.
       has_constraints: whether the sharding of a deferred value is constrained.
+      leaves_unread: whether rows may differ from the original's that no result seems to depend on.
+      unread: whether there are such rows.
+      exceptions: conditions on which the original must run.
       divisions: by broadcast, how a sharding constraint divides its candidates (`constraints`).
     """
 
@@ -33,6 +36,9 @@ class ProgramCache:
         self.table_rows: set[int] = set()
         self.most_rows: int | None = None
         self.has_constraints = False
+        self.leaves_unread = False
+        self.unread = False
+        self.exceptions: list[Any] = []
         self.divisions: dict[Any, Any] = {}
         # By identity of the program; entries hold the program, so that its identity stays unique.
         self._answers: dict[tuple[str, int], tuple[Any, bool]] = {}

@@ -1,0 +1,270 @@
+"""The masks of one attention over a user's tokens and a candidate's own, block by block."""
+
+from __future__ import annotations
+
+import functools
+import math
+import operator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from ikbo_jax.rewrite.attention.block_parts import Part, at_users, block_of
+from ikbo_jax.rewrite.attention.blocks import unspread
+from ikbo_jax.rewrite.attention.logit_masks import rows_of
+from ikbo_jax.rewrite.attention.scores import KEY, QUERY, Fill, Scores
+from ikbo_jax.rewrite.facts import masks
+from ikbo_jax.rewrite.interpret import Context, shape_of
+from ikbo_jax.rewrite.values import lineage, staged
+from ikbo_jax.rewrite.values.lineage import Lineage
+from ikbo_jax.rewrite.values.registry import NotCovered
+
+
+class BlockMasks:
+    """Holds one attention with its masks; `Call` computes it."""
+
+    sizes: tuple[int, ...]
+
+    def __init__(
+        self, ctx: Context, eqn: Any, scores: Scores, axis: int, keys: list[Part], dtype: Any
+    ) -> None:
+        root: Any = scores.root
+        self.ctx, self.eqn, self.scores, self.root = ctx, eqn, scores, root
+        self.axis, self.keys, self.dtype = axis, keys, dtype
+        self.all_keys = keys
+        self.heads = math.prod(root.heads)
+
+    def _live(self, query: Part) -> list[Part]:
+        """Returns the keys that are not hidden from all of the queries."""
+        return [part for key in self.keys if (part := self._trimmed(query, key)) is not None]
+
+    def _trimmed(self, query: Part, key: Part) -> Part | None:
+        """Drops the first and the last keys that are hidden from all queries; None without keys."""
+        hidden = np.zeros(key.stop - key.start, bool)
+        for fill in self.root.fills:
+            state = self._cut(fill.state, query, key)
+            hidden = hidden | (state == 0).reshape(-1, state.shape[-1]).all(axis=0)
+        (seen,) = np.nonzero(~hidden)
+        if len(seen) in (0, len(hidden)):
+            return key if len(seen) else None
+        first, last = int(seen[0]), int(seen[-1]) + 1
+        rows, values = (block_of(x, 1, first, last) for x in (key.value, key.values))
+        return Part(rows, key.start + first, key.start + last, values)
+
+    def _state(self, query: Part, key: Part) -> int:
+        """Whether a block is hidden (0) or no mask hides any of it (1), or `masks.UNKNOWN`."""
+        states = [self._cut(fill.state, query, key) for fill in self.root.fills]
+        if any((state == 0).all() for state in states):
+            return 0
+        return 1 if all((state == 1).all() for state in states) else masks.UNKNOWN
+
+    def _cut(self, x: np.ndarray, query: Part, key: Part) -> np.ndarray:
+        index = [slice(None)] * x.ndim
+        if x.ndim > 2 and x.shape[self.axis] != 1 and self.root.queries:
+            index[self.axis] = slice(query.start, query.stop)
+        if x.shape[-1] != 1:
+            index[-1] = slice(key.start, key.stop)
+        return x[tuple(index)]
+
+    def _keeps_keys(self, query: Part, live: list[Part], states: dict[int, int]) -> bool:
+        """Whether every query provably keeps a key."""
+        if any(states[id(key)] == 1 for key in live):
+            return True
+        total: Any = False
+        for key in live:
+            kept: Any = True
+            for fill in self.root.fills:
+                kept = kept & (self._cut(fill.state, query, key) == 1)
+            total = total | np.any(kept, axis=-1)
+        return bool(np.all(total))
+
+    def _rows_that_keep_keys(self, query: Part, users: Lineage) -> jax.Array:
+        """Returns the rows [users, queries] that are not hidden where they are keys.
+
+        Raises NotCovered unless each of these rows, as a query, provably keeps its own key, and the
+        other rows may differ from the original's.
+        """
+        reason = "attention is not recognised: a query may keep no key"
+        is_left = self.ctx.programs.leaves_unread and self.axis == 1 and self.root.queries
+        kept, sources = self._kept_rows(query, users) if is_left else (None, frozenset())
+        diagonal = np.arange(query.stop - query.start)
+        for fill in self.root.fills:
+            for _, state, _, source in fill.factors(self.ctx, ()):
+                block = self._cut(state, query, query)
+                shape = (*block.shape[:1], len(diagonal), *block.shape[2:-1], len(diagonal))
+                block = np.moveaxis(np.broadcast_to(block, shape), 1, -2)
+                own = (block[..., diagonal, diagonal] == 1).all()
+                if not own and source not in sources:
+                    raise NotCovered(reason)
+        if kept is None:
+            raise NotCovered(reason)
+        return kept
+
+    def _kept_rows(self, part: Part, users: Lineage) -> tuple[Any, frozenset[Any]]:
+        """Returns which keys [users, keys] of a part some factors of the masks keep.
+
+        These factors are the same for all candidates of a user and all queries. None without them.
+        And returns the identities of the values that the factors are made of.
+        """
+
+        def found() -> tuple[Any, frozenset[Any]]:
+            kept, sources = None, set()
+            for fill in self.root.fills:
+                for mask, state, _, source in fill.factors(self.ctx, ()):
+                    whole = Part(None, 0, shape_of(self.root.query)[1])
+                    of_part = self._of_keys(mask, self._cut(state, whole, part), whole, part, users)
+                    rows = self._by_user([of_part], [part])
+                    if rows is not None:
+                        kept = rows if kept is None else kept & rows
+                        sources.add(source)
+            if kept is not None:
+                kept = lineage.spread(kept, (users.users, part.stop - part.start))
+            return kept, frozenset(sources)
+
+        masked = [fill.kept for fill in self.root.fills]
+        return self.ctx.scope.once(("kept rows", part.start, part.stop), (users, *masked), found)
+
+    def _sliced(self, mask: Any, query: Part, key: Part) -> Any:
+        """Returns the block of a mask: [batch, *queries, *heads, keys]."""
+        mask = block_of(mask, len(self.root.labels) - 1, key.start, key.stop)
+        return block_of(mask, self.axis, query.start, query.stop) if self.root.queries else mask
+
+    def _logits_mask(self, mask: jax.Array) -> jax.Array:
+        """Reshapes a mask [batch, *queries, *heads, keys] to [batch, heads, queries, keys]."""
+        batch, *between, last = mask.shape
+        count = len(self.root.queries)
+        queries, heads = tuple(between[:count]), tuple(between[count:])
+        # Equal queries, and equal heads, stay dimensions of size 1.
+        queries = queries if math.prod(queries) == 1 else tuple(self.sizes)
+        heads = heads if math.prod(heads) == 1 else self.root.heads
+        mask = lineage.spread(mask, (batch, *queries, *heads, last))
+        flat = staged.reshape(mask, (batch, math.prod(queries), math.prod(heads), last))
+        return staged.transpose(flat, (0, 2, 1, 3))
+
+    def _users_mask(self, fill: Fill, query: Part, live: list[Part], users: Lineage) -> jax.Array:
+        """Returns a mask at user batch: [users or 1, heads or 1, queries or 1, keys]."""
+
+        def mask() -> jax.Array:
+            # The rows of queries and keys may each be concatenated; a mask of both is not.
+            found = self._kept_for_users([fill.kept], query, live, users)
+            if found is None:
+                factors = [x for x, *_ in fill.factors(self.ctx, ())]
+                found = self._kept_for_users(factors, query, live, users)
+            if found is not None:
+                return found
+            raise NotCovered("attention is not recognised: its mask differs by candidate")
+
+        bounds = tuple((part.start, part.stop) for part in (query, *live))
+        key = ("mask at user batch", bounds, self.axis, tuple(self.sizes), self.root.heads)
+        return self.ctx.scope.once(key, (fill.kept, users), mask)
+
+    def _kept_for_users(
+        self, factors: list[Any], query: Part, live: list[Part], users: Lineage
+    ) -> jax.Array | None:
+        """Returns where all of some masks keep keys; None if one differs by candidate."""
+        of_keys = [[at_users(self._sliced(x, query, key), users) for key in live] for x in factors]
+        if any(part is None for parts in of_keys for part in parts):
+            return None
+        kept = (joined(list(map(self._logits_mask, parts)), live) for parts in of_keys)
+        return functools.reduce(operator.and_, kept)
+
+    def _visible(self, query: Part, keys: list[Part], users: Lineage) -> tuple[Any, Any]:
+        """Returns which keys the masks keep for a user, and which for a query; None for all.
+
+        Returns:
+          [users, keys], and [batch or 1, queries or 1, keys], an interval in each row.
+        """
+        size = sum(key.stop - key.start for key in keys)
+        kept, seen = None, None
+        for fill in self.root.fills:
+            for by_user, by_row in self._columns(fill, query, keys, users):
+                if by_user is not None:
+                    kept = by_user if kept is None else kept & by_user
+                if by_row is not None:
+                    seen = by_row if seen is None else seen & by_row
+        return kept if kept is None else lineage.spread(kept, (users.users, size)), seen
+
+    def _columns(
+        self, fill: Fill, query: Part, keys: list[Part], users: Lineage
+    ) -> list[tuple[Any, Any]]:
+        """Returns the factors of a mask, each by user or by query, as `_visible` does."""
+        whole = self._column(fill.kept, fill.state, False, query, keys, users)
+        if whole is not None:
+            return [whole]
+        region = [(fill.labels.index((KEY, 0)), keys[0].start, keys[-1].stop)]
+        if self.root.queries:
+            label = (QUERY, self.axis - 1)
+            region.append((fill.labels.index(label), query.start, query.stop))
+        factors = fill.factors(self.ctx, tuple(region))
+        found = [
+            self._column(mask, state, is_interval, query, keys, users)
+            for mask, state, is_interval, _ in factors
+        ]
+        if None in found:
+            raise NotCovered("attention is not recognised: its mask differs by query")
+        return [column for column in found if column is not None]
+
+    def _column(
+        self,
+        mask: Any,
+        state: np.ndarray,
+        is_interval: bool,
+        query: Part,
+        keys: list[Part],
+        users: Lineage,
+    ) -> tuple[Any, Any] | None:
+        """Returns the columns of a mask, by user or by query; None if they are neither."""
+        states = [self._cut(state, query, key) for key in keys]
+        if all((x == 1).all() for x in states):
+            return None, None
+        by_user = [
+            self._of_keys(mask, x, query, key, users) for x, key in zip(states, keys, strict=True)
+        ]
+        if (kept := self._by_user(by_user, keys)) is not None:
+            return kept, None
+        if not any((x == masks.UNKNOWN).any() for x in states):
+            row = self._by_query([x == 1 for x in states], keys)
+            return (None, row) if masks.are_intervals(row) else None
+        if not is_interval:
+            return None
+        parts = [unspread(self.ctx, self._sliced(mask, query, key), True) for key in keys]
+        return None, self._by_query(parts, keys)
+
+    def _of_keys(self, mask: Any, state: np.ndarray, query: Part, key: Part, users: Lineage) -> Any:
+        """Returns a mask's block at user batch; without queries and heads if fixed and equal."""
+        first = state.reshape(-1, state.shape[-1])[:1]
+        if (state != masks.UNKNOWN).all() and (state == first).all():
+            shape = (1,) * (state.ndim - 1) + state.shape[-1:]
+            return jnp.asarray(first.reshape(shape) == 1)
+        return at_users(self._sliced(mask, query, key), users)
+
+    def _by_user(self, parts: list[Any], keys: list[Part]) -> Any:
+        """Joins masks of keys at user batch: [users or 1, keys]; None if they are none."""
+        if any(x is None or any(n != 1 for n in x.shape[1:-1]) for x in parts):
+            return None
+        parts = [staged.reshape(x, (x.shape[0], x.shape[-1])) for x in parts]
+        sizes = [(x.shape[0], key.stop - key.start) for x, key in zip(parts, keys, strict=True)]
+        return lineage.joined(list(map(lineage.spread, parts, sizes)), 1)
+
+    def _by_query(self, parts: list[Any], keys: list[Part]) -> Any:
+        """Joins masks [batch, *queries, *heads, keys]: [batch or 1, queries or 1, keys]."""
+        rows = [rows_of(x, self.root.labels, tuple(self.sizes)) for x in parts]
+        moves = np if all(isinstance(x, np.ndarray) for x in rows) else jnp
+        shape = lax.broadcast_shapes(*(x.shape[:2] for x in rows))
+        full = [
+            moves.broadcast_to(x, (*shape, key.stop - key.start))
+            for x, key in zip(rows, keys, strict=True)
+        ]
+        return full[0] if len(full) == 1 else moves.concatenate(full, axis=2)
+
+
+def joined(masks: list[jax.Array], parts: list[Part]) -> jax.Array:
+    """Joins masks [..., keys] of parts, whose keys may have the size 1."""
+    masks = [
+        lineage.spread(x, (*x.shape[:-1], part.stop - part.start))
+        for x, part in zip(masks, parts, strict=True)
+    ]
+    return lineage.joined(masks, 3)
