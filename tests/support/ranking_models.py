@@ -86,7 +86,7 @@ def _softmax(x: jax.Array) -> jax.Array:
     return jax.nn.softmax(x, axis=-1)
 
 
-@_model(0.6, 0.4)
+@_model(0.6, 0.32)
 def din(a: Arrays) -> Any:
     """The activation unit, without a softmax."""
     history, item, mask = _history(a)
@@ -122,7 +122,7 @@ def dien(a: Arrays) -> Any:
     return last
 
 
-@_model(0.5, 0.35)
+@_model(0.5, 0.2)
 def sim(a: Arrays) -> Any:
     """Attention to the items of the candidate's category, at most four."""
     history, item, mask = _history(a)
@@ -239,7 +239,7 @@ def lhuc(a: Arrays) -> Any:
     return jax.nn.sigmoid(x @ a["score"])
 
 
-@_model(0.1, 0.15)
+@_model(0.1, 0.1)
 def ppnet(a: Arrays) -> Any:
     """Gates of user and candidate, whose gradient stops at the candidate."""
     user = a["user"][INDEX]
@@ -289,7 +289,7 @@ def rolled_negatives(a: Arrays) -> Any:
     return jax.nn.softplus(both[1] - both[0])
 
 
-@_model(0.6, 0.4)
+@_model(0.6, 0.29)
 def reranked(a: Arrays) -> Any:
     """The best half by a two-tower score, ranked by a network."""
     user = a["user"][INDEX]

@@ -14,6 +14,7 @@ from jax import lax
 from ikbo_jax.ops.linear_compression import Term, linear_compression, multilevel_linear_compression
 from ikbo_jax.rewrite.attention import blocks, products
 from ikbo_jax.rewrite.interpret import Context, shape_of
+from ikbo_jax.rewrite.report import cost
 from ikbo_jax.rewrite.rules import one_hot, sums
 from ikbo_jax.rewrite.rules.batched import at_one_batch, batched_product, dims_of
 from ikbo_jax.rewrite.rules.concatenation import of_one_lineage, without_padding
@@ -167,6 +168,8 @@ def _joined(ctx: Context, eqn: Any, whole: Concat) -> Any:
     (out,) = eqn.outvars
     wide = 4 if out.aval.dtype in _HALF else out.aval.dtype.itemsize
     looked_up = wide * math.prod(out.aval.shape)
+    if cost.on_gpu() and not _pays(whole, out.aval, looked_up):
+        return ctx.materialise(eqn, whole, "looked up for one product: its parts take more kernels")
     moved: dict[Any, int] = {}
     for part in whole.parts:
         if lineage.has_lineage(part):
@@ -189,6 +192,18 @@ def _joined(ctx: Context, eqn: Any, whole: Concat) -> Any:
         for x in whole.parts
     ]
     return Concat(tuple(parts), whole.axis)
+
+
+def _pays(whole: Concat, out: Any, looked_up: int) -> bool:
+    """Whether products by parts take less time on a GPU: a product and a sum are two kernels more.
+
+    The sum reads what the product of the rest writes. No concatenation is written and read.
+    """
+    width = sum(x.shape[whole.axis] for x in whole.parts if lineage.has_lineage(x))
+    whole_bytes = lineage.bytes_of(whole.shape, whole.dtype)
+    flops = 2 * math.prod(out.shape) * width
+    saved = cost.Cost(flops, 2 * whole_bytes - 2 * looked_up, -2)
+    return lineage.is_at_least(cost.femtoseconds(saved), 0)
 
 
 def _groups(whole: Concat, other: Any, other_axis: int) -> list[tuple[Any, Any]]:

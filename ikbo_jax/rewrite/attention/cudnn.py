@@ -17,7 +17,7 @@ import numpy as np
 from ikbo_jax.ops.attention import attention
 from ikbo_jax.rewrite.facts.known import known
 from ikbo_jax.rewrite.interpret import Context
-from ikbo_jax.rewrite.report.cost import CUDNN_FORWARD
+from ikbo_jax.rewrite.report.products import CUDNN_FORWARD
 from ikbo_jax.rewrite.rules.elementwise import at_user_batch, of_one_user
 from ikbo_jax.rewrite.values.jaxprs import interpret
 from ikbo_jax.rewrite.values.lineage import Lazy, has_lineage, origins_of, spread_axes

@@ -1,14 +1,19 @@
 """A cost model of traced programs: a rewritten program runs only if it does not cost more.
 
-The costs are the floating-point operations of products, and the bytes read and written by
-operations that XLA does not fuse with others. The model of fusion:
+The costs are the floating-point operations of products, the bytes that kernels read and write, and
+the number of kernels. The model of XLA's fusion:
 
-- elementwise operations, broadcasts, reshapes and slices cost nothing: XLA fuses them with the
-  operation that reads their results;
-- products, reductions, sorts, cumulative operations, scatters, cuDNN's attention, and calls of this
-  library's ops read all of their operands and write their results;
-- lookups, concatenations and transposes read as many bytes as they return (lookups also read their
-  indices), and write them unless only elementwise operations read the result;
+- products, sorts, cumulative operations, scatters, cuDNN's attention, and calls of this library's
+  ops are kernels that read their operands and write their results;
+- elementwise operations, broadcasts, reshapes, slices, lookups, concatenations and transposes are
+  computed where their results are read. Where a kernel of the first kind reads them, or the program
+  returns them, they are a kernel that reads what they are made of, and writes the result;
+- on a GPU, a product computes elementwise operations on its result, or on one operand; on other
+  devices it does not;
+- a reduction is a kernel that reads what its operand is made of; on other devices than GPUs, it
+  reads lookups, concatenations and transposes that are written before;
+- a lookup reads its indices, and the smaller one of its operand and its result: a small table stays
+  in a cache;
 - a `scan` costs its body times its length, a `while` loop its body once, a conditional its most
   expensive branch;
 - work that the rewritten program does only for rare values of its inputs costs nothing.
@@ -16,15 +21,15 @@ operations that XLA does not fuse with others. The model of fusion:
 
 from __future__ import annotations
 
-import math
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Container, Mapping
 from typing import Any, NamedTuple
 
+import jax
 from jax.extend import core
 
 from ikbo_jax.ops import explain
+from ikbo_jax.rewrite.report.products import CUDNN, flops_of_op, flops_of_product
 from ikbo_jax.rewrite.values import lineage
-from ikbo_jax.rewrite.values.equations import op_plan
 from ikbo_jax.rewrite.values.jaxprs import OPS, inner_programs
 
 #: By how much a rewritten program may exceed its original: percent of the original's cost, plus the
@@ -33,19 +38,38 @@ _FLOPS_SLACK = (1, 1_000_000)
 _BYTES_SLACK = (10, 1 << 18)
 
 _LOOKUPS = frozenset(["gather", "ikbo_rows"])
-_MOVES = _LOOKUPS | {"concatenate", "dynamic_slice", "stack", "transpose"}
-_WHOLE = frozenset(
+_MOVES = _LOOKUPS | {"concatenate", "dynamic_slice", "pad", "stack", "transpose"}
+#: These do not compute.
+_SAME = frozenset(
     """
-    argmax argmin conv_general_dilated cumlogsumexp cummax cummin cumprod cumsum dot_general
-    dynamic_update_slice ragged_dot ragged_dot_general reduce reduce_and reduce_max reduce_min
-    reduce_or reduce_prod reduce_sum reduce_window reduce_xor scatter scatter-add scatter_add
-    scatter_max scatter_min scatter_mul sort top_k
+    convert_element_type copy expand_dims ikbo_note ikbo_reverse_only reshape sharding_constraint
+    squeeze stop_gradient
     """.split()  # noqa: SIM905  A table of words reads better.
 )
-#: Attention by cuDNN, and the number of its products.
-CUDNN_FORWARD = "dot_product_attention_fwd_wrapper"
-_CUDNN = {CUDNN_FORWARD: 2, "dot_product_attention_bwd_wrapper": 5}
-_READS = _MOVES | _WHOLE | _CUDNN.keys() | {"jit"}
+#: What is read of these operands is as large as the result.
+_PARTS = _LOOKUPS | {"dynamic_slice", "slice", "split"}
+_REDUCTIONS = frozenset(
+    """
+    argmax argmin reduce reduce_and reduce_max reduce_min reduce_or reduce_prod reduce_sum
+    reduce_xor
+    """.split()  # noqa: SIM905
+)
+_WHOLE = frozenset(
+    """
+    conv_general_dilated cumlogsumexp cummax cummin cumprod cumsum dot_general
+    dynamic_update_slice ragged_dot ragged_dot_general reduce_window scatter scatter-add
+    scatter_add scatter_max scatter_min scatter_mul sort top_k
+    """.split()  # noqa: SIM905
+)
+_ALONE = _WHOLE | CUDNN.keys()
+_COUNTED = _REDUCTIONS | _PARTS
+_NONE: frozenset[Any] = frozenset()
+#: Concatenations of more parts are written, on other devices than GPUs.
+_FUSED_PARTS = 32
+#: Calls that XLA inlines: what they hold is fused with what stands around them.
+_INLINED = frozenset(
+    ["jit", "closed_call", "custom_jvp_call", "custom_vjp_call", "checkpoint", "ikbo_rewritten"]
+)
 #: Functions that `masks` calls in a branch that only rare values of the inputs take: users without
 #: any kept key, beside logits above 30 for a mask of -1e9 in float32.
 _RARE = ("rows_without_kept_keys",)
@@ -57,25 +81,54 @@ class Cost(NamedTuple):
     Attributes:
       flops: floating-point operations of products; a multiply-add counts as two.
       nbytes: bytes read and written.
+      launches: kernels.
     """
 
     flops: int = 0
     nbytes: int = 0
+    launches: int = 0
 
     def __sub__(self, other: Cost) -> Cost:
-        return Cost(self.flops - other.flops, self.nbytes - other.nbytes)
+        return Cost(*(x - y for x, y in zip(self, other, strict=True)))
 
 
 _NOTHING = Cost()
+
+
+def on_gpu() -> bool:
+    """Whether programs are traced for a GPU."""
+    return jax.default_backend() == "gpu"
+
+
+def femtoseconds(cost: Cost) -> Any:
+    """Estimates a program's time on an H200.
+
+    The rates fit the times of 34 ranking models, bfloat16, within a third for most: 500 TFLOP/s,
+    3.1 TB/s, and 2.5 us for each kernel, which small models mostly consist of.
+    """
+    # A symbolic dimension may be large: kernels count for nothing beside it.
+    known = isinstance(cost.flops, int) and isinstance(cost.nbytes, int)
+    return 2 * cost.flops + 323 * cost.nbytes + 2_500_000_000 * cost.launches * known
 
 
 def refusal(new: Cost, old: Cost) -> str:
     """Says why a rewritten program costs too much to run; "" if it does not."""
     if _exceeds(new.flops, old.flops, _FLOPS_SLACK):
         return f"its products would take {_text(new.flops)} FLOP instead of {_text(old.flops)}"
-    if _exceeds(new.nbytes, old.nbytes, _BYTES_SLACK):
-        return f"it would move {_text(new.nbytes)} bytes instead of {_text(old.nbytes)}"
-    return ""
+    if not on_gpu():
+        if _exceeds(new.nbytes, old.nbytes, _BYTES_SLACK):
+            return f"it would move {_text(new.nbytes)} bytes instead of {_text(old.nbytes)}"
+        return ""
+    if lineage.is_at_least(95 * femtoseconds(old), 100 * femtoseconds(new)):
+        return ""
+    return (
+        f"{LONGER} with {_text(new.launches)} kernels instead of {_text(old.launches)}, and "
+        f"{_text(new.nbytes)} bytes instead of {_text(old.nbytes)}"
+    )
+
+
+#: Begins the reason of a program that takes as long, although its products take no longer.
+LONGER = "it would take as long on a GPU:"
 
 
 def _exceeds(new: Any, old: Any, slack: tuple[int, int]) -> bool:
@@ -107,58 +160,256 @@ def cost_by_source(
       and of the programs that they call, except equations there that have a traceback among
       `sources`. By None, the cost of all other equations.
     """
-    return _cost(program, sources, {})
+    return _counted(program, sources, {}, inlined=False).costs
 
 
 def total(costs: Mapping[Any, Cost]) -> Cost:
     """Adds the costs."""
-    return Cost(sum(x.flops for x in costs.values()), sum(x.nbytes for x in costs.values()))
+    return Cost(*map(sum, zip(*costs.values(), strict=True)))
 
 
-def _cost(
-    program: Any, sources: Container[int | None] | None, known: dict[int, Any]
-) -> dict[int | None, Cost]:
-    if id(program) in known:
-        return known[id(program)]
-    without = explain.WITHOUT_PROGRAMS
-    inner_of: list[Sequence[core.Jaxpr]] = [
-        () if eqn.primitive.name in without else inner_programs(eqn) for eqn in program.eqns
-    ]
-    written = _read_unfused(program, inner_of)
-    sums: dict[int | None, list[int]] = {}
+class _Fused(NamedTuple):
+    """Describes a result of a program that is computed where it is read.
 
-    def add(source: int | None, flops: int, nbytes: int) -> None:
-        if source in sums:
-            sums[source][0] += flops
-            sums[source][1] += nbytes
-        else:
-            sums[source] = [flops, nbytes]
+    Attributes:
+      is_moved: whether elements are looked up, concatenated or transposed.
+      nbytes: bytes that are then read of values inside the program.
+      arguments: positions of the arguments that are then read.
+    """
 
-    for eqn, inner in zip(program.eqns, inner_of, strict=True):
-        name = eqn.primitive.name
-        if not inner and name not in _READS or eqn.params.get("name") in _RARE:
+    is_moved: bool
+    nbytes: int
+    arguments: tuple[int, ...]
+
+
+class _Counted(NamedTuple):
+    """Holds the costs of a program by source, and how it fuses with its surroundings.
+
+    Attributes:
+      costs: the costs, by source.
+      alone: of each argument, whether an operation that fuses with nothing reads it.
+      fused: of each result, how it is computed; None if it is in memory.
+    """
+
+    costs: dict[int | None, Cost]
+    alone: tuple[bool, ...] = ()
+    fused: tuple[_Fused | None, ...] = ()
+
+
+def _counted(
+    program: Any, sources: Container[int | None] | None, known: dict[Any, Any], *, inlined: bool
+) -> _Counted:
+    """Counts a program; `inlined` if XLA fuses its equations with what stands around the call."""
+    key = id(program), inlined
+    if key in known:
+        found: _Counted = known[key]
+        return found
+    without, rare = explain.WITHOUT_PROGRAMS, _RARE
+    walk = _Walk(sources, known)
+    alone, calls = walk.alone, walk.calls
+    if not inlined:
+        alone.update([v for v in program.outvars if type(v) is not core.Literal])
+    for eqn in program.eqns:
+        name, params = eqn.primitive.name, eqn.params
+        if name in without:
+            if name in _ALONE:
+                alone.update([v for v in eqn.invars if type(v) is not core.Literal])
+            elif name in _REDUCTIONS and walk.is_cpu:
+                walk.reduced |= {v for v in eqn.invars if type(v) is not core.Literal}
+            elif name == "concatenate" and walk.is_cpu and len(eqn.invars) > _FUSED_PARTS:
+                alone.update(eqn.outvars)
             continue
-        source: int | None = id(eqn.source_info.traceback)
-        source = source if sources is None or source in sources else None
-        if name in _MOVES:
-            (out,) = eqn.outvars
-            index = 0 if name not in _LOOKUPS else _size(eqn.invars[1], known)
-            add(source, 0, _size(out, known) * (2 if out in written else 1) + index)
-        elif name in _WHOLE or name in _CUDNN:
-            add(source, _product_flops(eqn), _operands_and_results(eqn, known))
-        elif (flops := _flops_of_op(eqn, known)) is not None:
-            add(source, flops, _operands_and_results(eqn, known))
+        inner = inner_programs(eqn)
+        of_op = name == "jit" and params["name"] in OPS
+        if inner and not of_op and ("name" not in params or params["name"] not in rare):
+            is_inlined = name in _INLINED
+            calls[id(eqn)] = [_counted(x, sources, known, inlined=is_inlined) for x in inner]
+            if is_inlined:
+                read = zip(eqn.invars, calls[id(eqn)][0].alone, strict=True)
+                alone.update([v for v, x in read if x and type(v) is not core.Literal])
+                continue
+        if inner or name in _ALONE:
+            alone.update([v for v in eqn.invars if type(v) is not core.Literal])
+    walk.run(program.eqns)
+    counted = _Counted({source: Cost(*sum_) for source, sum_ in walk.sums.items()})
+    if inlined:
+        arguments = {v: n for n, v in enumerate(program.invars)}
+        counted = counted._replace(
+            alone=tuple([v in alone for v in program.invars]),
+            fused=tuple([walk.fused(v, arguments) for v in program.outvars]),
+        )
+    known[key] = counted
+    return counted
+
+
+class _Walk:
+    """Adds up the costs of a program's equations.
+
+    Attributes:
+      sums: FLOPs, bytes and launches by source.
+      alone: variables that an operation reads which fuses with nothing.
+      reduced: variables that reductions read, on a CPU, which computes no moved ones there.
+      calls: counted programs of equations, by the equations' identity.
+      reads: for every variable that is computed where it is read, what is then read: variables in
+        memory, and pairs of a variable and the bytes that a program reads to compute it.
+      moved: those of `reads` whose elements are looked up, concatenated or transposed.
+      same: those of `reads` that have the elements of one value in memory.
+    """
+
+    def __init__(self, sources: Any, known: dict[Any, Any]) -> None:
+        self.sources, self.known = sources, known
+        self.sums: dict[int | None, list[int]] = {}
+        self.is_cpu = not on_gpu()
+        self.alone: set[Any] = set()
+        self.reduced: set[Any] = set()
+        self.calls: dict[int, list[_Counted]] = {}
+        self.reads: dict[Any, frozenset[Any]] = {}
+        self.moved: set[Any] = set()
+        self.same: set[Any] = set()
+
+    def run(self, eqns: Any) -> None:
+        """Counts equations. Elementwise ones, which most are, take no call of a function."""
+        reads, moved, same, reduced = self.reads, self.moved, self.same, self.reduced
+        alone, alone_names = self.alone, _ALONE
+        counted, elementwise = _COUNTED, explain.WITHOUT_PROGRAMS | _SAME
+        for eqn in eqns:
+            name = eqn.primitive.name
+            if name in alone_names:
+                nbytes = self.bytes_of((*eqn.invars, *eqn.outvars))
+                self.add(eqn, flops_of_product(eqn), nbytes, 1)
+                continue
+            if name in counted or name not in elementwise:
+                self.count(eqn, name)
+                continue
+            read, is_moved = _NONE, name in _MOVES
+            for v in eqn.invars:
+                if type(v) is core.Literal:
+                    continue
+                if v in reads:
+                    read = read | reads[v]
+                    is_moved = is_moved or v in moved
+                else:
+                    read = read | {v}
+            is_same = name in _SAME and (v not in reads or v in same)
+            for v in eqn.outvars:
+                if v in alone and not is_same or v in reduced:
+                    self.place(eqn, v, read, is_moved)
+                    continue
+                reads[v] = read
+                if is_moved:
+                    moved |= {v}
+                if is_same:
+                    same |= {v}
+
+    def add(
+        self, eqn: core.JaxprEqn, flops: int, nbytes: int, launches: int = 0, key: int | None = None
+    ) -> None:
+        """Adds the cost of an equation, or of a traceback of a program that it holds."""
+        source: int | None = id(eqn.source_info.traceback) if key is None else key
+        if self.sources is not None and source not in self.sources:
+            source = None
+        if source in self.sums:
+            sum_ = self.sums[source]
+            sum_[0] += flops
+            sum_[1] += nbytes
+            sum_[2] += launches
         else:
-            times = eqn.params["length"] if name == "scan" else 1
-            # A model may call one program in every layer.
-            of_programs = [known.get(id(x)) or _cost(x, sources, known) for x in inner]
-            if name == "cond":
-                of_programs = [_dearest(of_programs)]
-            for found in of_programs:
-                for key, x in found.items():
-                    add(source if key is None else key, times * x.flops, times * x.nbytes)
-    costs = known[id(program)] = {source: Cost(*sum_) for source, sum_ in sums.items()}
-    return costs
+            self.sums[source] = [flops, nbytes, launches]
+
+    def count(self, eqn: core.JaxprEqn, name: str) -> None:
+        """Counts an equation that is not elementwise."""
+        known, params = self.known, eqn.params
+        if name in _REDUCTIONS:
+            self.add(eqn, 0, self.bytes_of((*self._read_of(eqn.invars), *eqn.outvars)), 1)
+        elif id(eqn) in self.calls:
+            self._call(eqn, name, self.calls[id(eqn)])
+        elif (flops := flops_of_op(eqn, known)) is not None:
+            self.add(eqn, flops, self.bytes_of((*eqn.invars, *eqn.outvars)), 1)
+        elif name in _PARTS:
+            # A part of a value is read alone; a table with fewer rows than are looked up is cached.
+            table = self._read_of(eqn.invars[:1])
+            if name in _LOOKUPS:
+                self.add(eqn, 0, self.bytes_of(eqn.invars[1:2]))
+            for v in eqn.outvars:
+                sizes = self.bytes_of((v,)), self.bytes_of(eqn.invars[:1])
+                is_table = name in _LOOKUPS and lineage.is_at_least(*sizes)
+                self.place(eqn, v, table if is_table else frozenset([v]), name in _MOVES)
+        elif params.get("name") not in _RARE:
+            for v in eqn.outvars:
+                self.place(eqn, v, self._read_of(eqn.invars), is_moved=False)
+
+    def _call(self, eqn: core.JaxprEqn, name: str, calls: list[_Counted]) -> None:
+        """Counts an equation that holds programs."""
+        times = eqn.params["length"] if name == "scan" else 1
+        costs = [x.costs for x in calls]
+        for found in [_dearest(costs)] if name == "cond" else costs:
+            for key, x in found.items():
+                self.add(eqn, times * x.flops, times * x.nbytes, times * x.launches, key)
+        for v, fused in zip(eqn.outvars, calls[0].fused, strict=False):
+            if fused is not None:
+                operands = [eqn.invars[n] for n in fused.arguments]
+                read = self._read_of(operands) | ({(v, fused.nbytes)} if fused.nbytes else _NONE)
+                is_moved = fused.is_moved or any(
+                    x in self.moved for x in operands if type(x) is not core.Literal
+                )
+                self.place(eqn, v, read, is_moved)
+
+    def fused(self, v: Any, arguments: Mapping[Any, int]) -> _Fused | None:
+        """Says how a result of the program is computed."""
+        if type(v) is core.Literal or v not in self.reads or v in self.same:
+            return None
+        read = self.reads[v]
+        inside = [x for x in read if x not in arguments]
+        at = tuple([arguments[x] for x in read if x in arguments])
+        return _Fused(v in self.moved, self.bytes_of(inside), at)
+
+    def _read_of(self, operands: Any) -> frozenset[Any]:
+        read = _NONE
+        for v in operands:
+            if type(v) is not core.Literal:
+                read = read | self.reads.get(v, {v})
+        return read
+
+    def bytes_of(self, read: Any) -> int:
+        """Adds up the bytes of variables, and of pairs of a variable and bytes."""
+        total, known = 0, self.known
+        for x in read:
+            if type(x) is tuple:
+                total += x[1]
+            elif type(x) is not core.Literal:
+                aval = x.aval
+                try:
+                    key = aval.shape, aval.dtype
+                except AttributeError:
+                    continue
+                if key not in known:
+                    known[key] = lineage.bytes_of(*key)
+                total += known[key]
+        return total
+
+    def place(self, eqn: core.JaxprEqn, v: Any, read: frozenset[Any], is_moved: bool) -> None:
+        """Records what is read to compute a result of an equation, or that it is written."""
+        if (
+            v in self.reduced
+            and is_moved
+            or (v in self.alone and (is_moved or not self._is_free(v, read)))
+        ):
+            self.add(eqn, 0, self.bytes_of((*read, v)), 1)
+            return
+        self.reads[v] = read
+        if is_moved:
+            self.moved.add(v)
+
+    def _is_free(self, v: Any, read: frozenset[Any]) -> bool:
+        """Whether no kernel computes a result.
+
+        On a GPU, a product computes what is made of its result, or of an operand, alone.
+        """
+        if self.is_cpu:
+            return False
+        size = self.bytes_of((v,))
+        large = [x for x in read if lineage.is_at_least(8 * self.bytes_of([x]), size)]
+        return len(large) == 1
 
 
 def _dearest(branches: list[dict[int | None, Cost]]) -> dict[int | None, Cost]:
@@ -166,74 +417,6 @@ def _dearest(branches: list[dict[int | None, Cost]]) -> dict[int | None, Cost]:
     flops = max(branches, key=lambda x: total(x).flops)
     nbytes = max(branches, key=lambda x: total(x).nbytes)
     return {
-        key: Cost(flops.get(key, _NOTHING).flops, nbytes.get(key, _NOTHING).nbytes)
+        key: flops.get(key, _NOTHING)._replace(nbytes=nbytes.get(key, _NOTHING).nbytes)
         for key in flops | nbytes
     }
-
-
-def _read_unfused(program: Any, inner_of: Sequence[Sequence[core.Jaxpr]]) -> set[Any]:
-    """Returns the written variables; `inner_of` holds the programs inside each equation."""
-    read = {v for v in program.outvars if isinstance(v, core.Var)}
-    for eqn, inner in zip(program.eqns, inner_of, strict=True):
-        if inner or eqn.primitive.name in _READS:
-            read.update([v for v in eqn.invars if type(v) is not core.Literal])
-    return read
-
-
-def _size(v: Any, known: dict[int, Any]) -> int:
-    """Returns the bytes of a variable or literal; `known` holds the sizes of types, by identity."""
-    aval = v.aval
-    size = known.get(id(aval))
-    if size is None:
-        size = lineage.bytes_of(aval.shape, aval.dtype) if hasattr(aval, "shape") else 0
-        known[id(aval)] = size
-    return size
-
-
-def _operands_and_results(eqn: core.JaxprEqn, known: dict[int, Any]) -> int:
-    total = 0
-    for v in (*eqn.invars, *eqn.outvars):
-        total += _size(v, known)
-    return total
-
-
-def _product_flops(eqn: core.JaxprEqn) -> int:
-    name = eqn.primitive.name
-    if name == "dot_general":
-        (contract, _), _ = eqn.params["dimension_numbers"]
-        lhs: Any = eqn.invars[0].aval
-        result: Any = eqn.outvars[0].aval
-        return 2 * math.prod(result.shape) * math.prod([lhs.shape[d] for d in contract])
-    if name == "conv_general_dilated":
-        kernel: Any = eqn.invars[1].aval
-        result = eqn.outvars[0].aval
-        features = kernel.shape[eqn.params["dimension_numbers"].rhs_spec[0]]
-        return 2 * math.prod(result.shape) * math.prod(kernel.shape) // max(1, features)
-    if name in _CUDNN:
-        query, key, *_ = (v.aval.shape for v in eqn.invars)  # type: ignore[attr-defined]
-        # Both are [batch, sequence, heads, width], or both [batch, heads, sequence, width].
-        keys = key[1 if eqn.params["layout"] == 0 else 2]
-        return 2 * _CUDNN[name] * math.prod(query) * keys
-    return 0
-
-
-def _flops_of_op(eqn: core.JaxprEqn, known: dict[int, Any]) -> int | None:
-    """Returns the useful FLOPs of a call of an op of this library; None for other equations."""
-    if eqn.primitive.name != "jit" or eqn.params.get("name") not in OPS:
-        return None
-    # Layers share the program of an op.
-    key = -id(eqn.params["jaxpr"])
-    if key not in known:
-        plan = op_plan(eqn)
-        known[key] = None if plan is None else _useful_flops(plan.problem)
-    return known[key]
-
-
-def _useful_flops(problem: Any) -> int:
-    useful = getattr(problem, "useful_flops", 0)
-    if callable(useful):
-        # Each query attends to the keys of one user. Their number is the bound or, if there is
-        # none, the mean.
-        keys = problem.max_seqlen_kv or problem.kv_rows // max(1, problem.batch_kv)
-        return useful(problem.q_rows * keys)
-    return useful

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import operator
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
@@ -175,9 +176,7 @@ def _sums(entries: Iterable[tuple[Any, BothCosts]]) -> dict[Any, BothCosts]:
     sums: dict[Any, list[int]] = {}
     for key, x in entries:
         if key is not None:
-            sum_ = sums.setdefault(key, [0] * 4)
-            sum_[0] += x.original.flops
-            sum_[1] += x.original.nbytes
-            sum_[2] += x.rewritten.flops
-            sum_[3] += x.rewritten.nbytes
-    return {key: BothCosts(Cost(*x[:2]), Cost(*x[2:])) for key, x in sums.items()}
+            both = (*x.original, *x.rewritten)
+            known = sums.get(key)
+            sums[key] = list(both) if known is None else list(map(operator.add, known, both))
+    return {key: BothCosts(Cost(*x[:3]), Cost(*x[3:])) for key, x in sums.items()}
