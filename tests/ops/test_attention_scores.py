@@ -18,7 +18,7 @@ from sharded_calls import mesh_of, on
 import ikbo_jax as ikbo
 from ikbo_jax.problems import AttentionConfig, FewQueriesConfig
 from ikbo_jax.reference import attention as reference
-from ikbo_jax.reference import attention_grouped
+from ikbo_jax.reference import attention_blocks, attention_grouped
 
 B, U, T, S, N, K, H = 8, 3, 3, 11, 4, 2, 8
 SCALE = H**-0.5
@@ -129,7 +129,7 @@ def test_results_and_gradients_of_a_bias_are_the_softmaxs(shape: Any, cap: float
 def test_chunks_of_keys(keys: int, cap: float | None, biases: list[jax.Array]) -> None:
     """The last chunk holds keys of the one before; groups are not full."""
     *floats, d_out = draw()
-    blocks = attention_grouped.Blocking(group=2, groups=2, keys=keys)
+    blocks = attention_blocks.Blocking(group=2, groups=2, keys=keys)
     users, ranges = (jnp.asarray(INDEX), jnp.asarray(LENGTHS)), jnp.asarray(RANGES)
     options: Any = {"scale": SCALE, "logit_cap": cap, "ranges": None if biases else ranges}
 

@@ -12,6 +12,7 @@ import pytest
 from jax.experimental import checkify
 
 from ikbo_jax.reference import attention as reference
+from ikbo_jax.reference import attention_blocks
 from ikbo_jax.reference import attention_grouped as grouped
 
 pytestmark = pytest.mark.slow
@@ -21,7 +22,7 @@ SCALE = 0.25
 #: What the paths may differ by through the order of f32 sums alone.
 ATOL = 5e-6
 #: Many steps of every kind, of tiny sizes.
-SMALL_BLOCKS = grouped.Blocking(group=2, groups=3, keys=7)
+SMALL_BLOCKS = attention_blocks.Blocking(group=2, groups=3, keys=7)
 
 decomposed = jax.jit(grouped.decomposed, static_argnames=("scale", "blocks"))
 materialised = jax.jit(reference.materialised, static_argnames="scale")
@@ -35,7 +36,7 @@ def each_path(*inputs: jax.Array) -> tuple[tuple, tuple]:
 
 @functools.partial(jax.jit, static_argnames="blocks")
 def results_and_gradients(
-    inputs: problems.AttentionInputs, cotangents: tuple, blocks: grouped.Blocking | None
+    inputs: problems.AttentionInputs, cotangents: tuple, blocks: attention_blocks.Blocking | None
 ) -> tuple[tuple, tuple]:
     results = grouped.decomposed(*inputs, scale=SCALE, blocks=blocks)
     pull = functools.partial(grouped.decomposed_vjp, scale=SCALE, blocks=blocks)
@@ -270,15 +271,15 @@ def test_memory_holds_neither_copies_nor_all_scores(differentiate: bool, users: 
 )
 @pytest.mark.parametrize("on_cpu", [False, True])
 def test_blocking_bounds_every_step(sizes: tuple[int, ...], on_cpu: bool) -> None:
-    most = grouped.CPU_SCORES if on_cpu else grouped.MAX_SCORES
+    most = attention_blocks.CPU_SCORES if on_cpu else attention_blocks.MAX_SCORES
     batch, users, q_len, kv_len, q_heads, kv_heads, head_dim = sizes
-    group, groups, keys = grouped.blocking(*sizes, on_cpu=on_cpu)
+    group, groups, keys = attention_blocks.blocking(*sizes, on_cpu=on_cpu)
     assert 1 <= group <= batch
     assert groups >= 1
     assert 1 <= keys <= kv_len
     if groups > 1:
         assert groups * group * q_len * q_heads * keys <= most
-        assert groups * keys * kv_heads * head_dim <= grouped.MAX_KEY_ELEMENTS
+        assert groups * keys * kv_heads * head_dim <= attention_blocks.MAX_KEY_ELEMENTS
     needed = min(batch, users) + (batch - min(batch, users)) // group
     assert needed * group <= 2 * batch
 
