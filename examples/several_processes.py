@@ -9,8 +9,6 @@ forward pass, which needs no communication, and training steps that sum the para
 To run on several machines, start a process on each with `--coordinator` and `--process-id`.
 """
 
-from __future__ import annotations
-
 import argparse
 import collections
 import dataclasses

@@ -6,8 +6,6 @@ traced values they take effect under `jax.experimental.checkify`: compiled code 
 raise.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import jax

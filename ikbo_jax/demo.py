@@ -4,8 +4,6 @@ A part builds a seeded request whose users have different numbers of candidates,
 checks each against an oracle in float32 and times them. `ikbo-jax demo` prints the report.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import statistics

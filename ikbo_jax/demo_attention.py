@@ -1,7 +1,5 @@
 """The part of the demo on attention: candidates attend to their users' histories."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 

@@ -5,8 +5,6 @@ each against the materialised network in float32 and times them. `sweep` times t
 the number of candidates per user.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import pathlib

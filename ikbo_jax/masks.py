@@ -10,8 +10,6 @@ keys, the first queries stand before the first key and see nothing. A row that s
 result 0, and its gradients are 0.
 """
 
-from __future__ import annotations
-
 import abc
 import dataclasses
 import operator

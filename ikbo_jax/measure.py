@@ -1,7 +1,5 @@
 """Measurements for users: `tune` finds configurations for a function, `benchmark` times it."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import statistics

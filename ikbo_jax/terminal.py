@@ -3,8 +3,6 @@
 In a pipe the text is plain; on a terminal, rich formats the tables and the progress.
 """
 
-from __future__ import annotations
-
 import io
 import os
 import sys

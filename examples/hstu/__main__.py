@@ -3,8 +3,6 @@
 python -m examples.hstu [--seeds 5] [--size hopper] [--steps 1000] [--data FOLDER]
 """
 
-from __future__ import annotations
-
 import argparse
 import dataclasses
 import functools

@@ -10,8 +10,6 @@ Source: Zhai et al., "Actions Speak Louder than Words: Trillion-Parameter Sequen
 Generative Recommendations", 2024, which RecML implements.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from typing import Any, NamedTuple
 

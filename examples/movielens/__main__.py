@@ -4,8 +4,6 @@ python -m examples.movielens [train] [--data FOLDER] [--version plain] ...
 python -m examples.movielens compare [--seeds 5] [--size hopper] [--results FILE] ...
 """
 
-from __future__ import annotations
-
 import argparse
 import dataclasses
 import pathlib

@@ -1,7 +1,5 @@
 """What the ranker is compared with: popularity and a matrix factorisation."""
 
-from __future__ import annotations
-
 import dataclasses
 from typing import Any
 

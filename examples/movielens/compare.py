@@ -1,7 +1,5 @@
 """Compares the versions of the ranker: quality over seeds, time of a step, memory."""
 
-from __future__ import annotations
-
 import concurrent.futures
 import dataclasses
 import pathlib

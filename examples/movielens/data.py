@@ -6,8 +6,6 @@ J. A. Konstan, "The MovieLens Datasets: History and Context", ACM TiiS 5 (4), 20
 `https://files.grouplens.org/datasets/movielens/ml-100k-README.txt` has the full terms.
 """
 
-from __future__ import annotations
-
 import csv
 import hashlib
 import os

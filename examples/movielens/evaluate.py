@@ -4,8 +4,6 @@ Metrics are computed for every request by itself and averaged: what counts is th
 request. Equal scores count as the mean over all of their orders.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 

@@ -9,8 +9,6 @@ Letters: U users, B candidates, S events of a history, T tokens of a candidate (
 queries), P pooled rows, M compressed rows, D the width, N heads of width H.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from typing import Any, NamedTuple
 

@@ -3,8 +3,6 @@
 `ikbo_jax.rewrite` of it is the third version: no line of this file changes for it.
 """
 
-from __future__ import annotations
-
 import jax
 import jax.numpy as jnp
 

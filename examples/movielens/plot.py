@@ -1,7 +1,5 @@
 """Plots of a run: loss, and metrics on the validation part."""
 
-from __future__ import annotations
-
 import pathlib
 
 import numpy as np

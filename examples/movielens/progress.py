@@ -1,7 +1,5 @@
 """A progress bar on a terminal, and plain lines in a pipe."""
 
-from __future__ import annotations
-
 import contextlib
 import sys
 import time

@@ -1,7 +1,5 @@
 """Makes the documentation's tables and plot of a comparison of models, for `benchmarks.report`."""
 
-from __future__ import annotations
-
 import pathlib
 from collections.abc import Sequence
 from typing import Any

@@ -1,7 +1,5 @@
 """Trains the ranker, in one of its versions, with checkpoints from which a run can be resumed."""
 
-from __future__ import annotations
-
 import dataclasses
 import pathlib
 from collections.abc import Callable

@@ -10,8 +10,6 @@ python -m examples.serving overload          answers in time at 1, 1.5 and 3 x t
 python -m examples.serving plot FILE         a plot of a results file
 """
 
-from __future__ import annotations
-
 import argparse
 import asyncio
 import contextlib

@@ -14,8 +14,6 @@ Needs nothing of the engine, so that its overhead can be told from the scorer's.
   number of calls of the program alone.
 """
 
-from __future__ import annotations
-
 import argparse
 import collections
 import contextlib

@@ -4,8 +4,6 @@ HTTP, replicas, batching, queues, autoscaling, health checks and updates are Ray
 connects them to `ikbo_jax.serving.Scorer`.
 """
 
-from __future__ import annotations
-
 import asyncio
 import dataclasses
 import gc

@@ -5,8 +5,6 @@ request that would be refused costs 1.5 to 2 ms of CPU time when Ray has counted
 three times the capacity is a tenth of what there is.
 """
 
-from __future__ import annotations
-
 import json
 import math
 from typing import Any

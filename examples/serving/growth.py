@@ -8,8 +8,6 @@ scorer without the cache: it forgets all users before every call. That is faster
 whole histories. The bar of the ratio is `BAR`.
 """
 
-from __future__ import annotations
-
 import argparse
 import dataclasses
 import itertools

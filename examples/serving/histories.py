@@ -10,8 +10,6 @@ whole histories. Letters: E events, B candidates, U users, S positions, D
 the width, N heads of width H.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple

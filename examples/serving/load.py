@@ -1,7 +1,5 @@
 """A load generator: requests leave at random times, whatever the answers do (open loop)."""
 
-from __future__ import annotations
-
 import asyncio
 import collections
 import time

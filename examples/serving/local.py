@@ -1,7 +1,5 @@
 """Ray on this machine alone: loopback, no dashboard, nothing left behind."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import pathlib

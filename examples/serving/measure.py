@@ -1,7 +1,5 @@
 """Measures the service: batching against one request at a time, and the start from a warm cache."""
 
-from __future__ import annotations
-
 import asyncio
 import collections
 import dataclasses

@@ -4,8 +4,6 @@
 engine.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import pathlib

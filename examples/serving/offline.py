@@ -1,7 +1,5 @@
 """Ranks many candidates of many users through the scorer, without an engine."""
 
-from __future__ import annotations
-
 import collections
 import statistics
 import time

@@ -1,7 +1,5 @@
 """What is asked of a service or a scorer: requests at random times, some users more often."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple

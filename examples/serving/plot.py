@@ -1,7 +1,5 @@
 """A results file of `measure` as a plot and as a table of docs/serving.md."""
 
-from __future__ import annotations
-
 import json
 import pathlib
 from typing import Any

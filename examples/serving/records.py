@@ -1,7 +1,5 @@
 """Results files: where and when a measurement was made, and with which settings."""
 
-from __future__ import annotations
-
 import dataclasses
 import datetime
 import importlib.metadata

@@ -1,7 +1,5 @@
 """Settings of the service, and the scorer that they describe; needs no engine."""
 
-from __future__ import annotations
-
 import dataclasses
 from typing import Any
 

@@ -6,8 +6,6 @@ wait. Calls that are full start at once. A request then waits for the rest of on
 own, instead of for up to three.
 """
 
-from __future__ import annotations
-
 import bisect
 import collections
 import time

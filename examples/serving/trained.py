@@ -1,7 +1,5 @@
 """What is served after training: a checkpoint of `examples/movielens`, real users and movies."""
 
-from __future__ import annotations
-
 import pathlib
 
 import jax

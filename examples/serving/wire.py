@@ -1,7 +1,5 @@
 """The bodies of requests and answers: JSON, and MessagePack with arrays as little-endian bytes."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import math

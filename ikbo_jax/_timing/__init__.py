@@ -4,8 +4,6 @@ A large GPU throttles by power within a fraction of a second, so a short burst m
 a fifth too small. Every sample here is the mean over a window of launches back to back.
 """
 
-from __future__ import annotations
-
 import math
 import time
 from collections.abc import Callable, Mapping

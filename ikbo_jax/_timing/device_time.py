@@ -1,7 +1,5 @@
 """Times of calls on the device, by JAX's profiler, without gaps in which it waits for the host."""
 
-from __future__ import annotations
-
 import pathlib
 import statistics
 import tempfile

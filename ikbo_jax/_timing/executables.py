@@ -5,8 +5,6 @@ cache, the versions of JAX and the driver, the device, JAX's settings, and the s
 cannot be read or loaded is compiled again.
 """
 
-from __future__ import annotations
-
 import contextlib
 import hashlib
 import importlib

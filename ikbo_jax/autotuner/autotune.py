@@ -5,8 +5,6 @@ A worker process compiles all contenders in parallel, checks each against the or
 the caller. `contest` says how the winner is found.
 """
 
-from __future__ import annotations
-
 import contextlib
 import sys
 import time

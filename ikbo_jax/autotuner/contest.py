@@ -6,8 +6,6 @@ times the last few contenders and XLA in sustained windows. The choice of the di
 incumbent) takes part in every round, however slow, so that every round can compare with it.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import datetime
 import itertools

@@ -4,8 +4,6 @@ A CUDA error makes a process unusable, and a kernel that hangs can only be kille
 `session` starts the worker.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import queue

@@ -1,7 +1,5 @@
 """The case of attention: inputs, oracle, contenders and checks."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """The case of attention's gradient: inputs, XLA path, kernel and check."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 from collections.abc import Callable

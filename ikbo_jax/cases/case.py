@@ -1,7 +1,5 @@
 """What the cases of all ops share: how a kernel is run, and the check of a gradient."""
 
-from __future__ import annotations
-
 import abc
 import functools
 from collections.abc import Callable, Sequence

@@ -7,8 +7,6 @@ the random sum of the f32 roundings of a sum; this matters only for f32 results,
 of 16 bits is larger.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 

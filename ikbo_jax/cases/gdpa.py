@@ -1,7 +1,5 @@
 """The case of gdpa: inputs, contenders and a check."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """The case of linear compression's gradient: inputs, XLA path, kernels and check."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 from collections.abc import Callable

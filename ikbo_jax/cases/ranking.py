@@ -1,7 +1,5 @@
 """The oracle of the ranking network, and the error that the error rule allows."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import jax

@@ -1,7 +1,5 @@
 """`attention_fn`: makes Flax's attention layers attend to the history of every candidate's user."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

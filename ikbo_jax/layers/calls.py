@@ -4,8 +4,6 @@ A layer has the options of its function in `functional` as attributes. Its metho
 takes the inputs, from which Linen may take sizes, and returns the parameters by name.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import jax

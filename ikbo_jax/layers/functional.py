@@ -6,8 +6,6 @@ None, to the dtype that they promote to. `precision` applies to f32 products: a 
 an activation is unknown. Letters: N heads of width H.
 """
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Mapping
 from typing import Any

@@ -1,7 +1,5 @@
 """The HSTU layer as a function of a mapping from names to parameters; needs no Flax."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 

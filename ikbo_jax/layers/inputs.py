@@ -1,7 +1,5 @@
 """The inputs of the layers: their names and shapes, and checks of both."""
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import jax

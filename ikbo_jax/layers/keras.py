@@ -9,8 +9,6 @@ Importing makes JAX Keras's backend where `KERAS_BACKEND` names none, and raises
 the backend is another one. Layers raise ValueError as those in `nnx` do.
 """
 
-from __future__ import annotations
-
 import os
 from typing import Any
 

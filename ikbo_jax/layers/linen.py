@@ -6,8 +6,6 @@ Every layer raises ValueError, naming the size, if a size is not an integer of a
 naming both sizes if inputs do not fit the parameters.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

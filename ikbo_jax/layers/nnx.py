@@ -16,8 +16,6 @@ Every layer raises ValueError if a size is not an integer of at least 1. Its par
 attributes, with the names and shapes of the parameters in `functional`.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import operator

@@ -1,7 +1,5 @@
 """Makes and checks the parameters of the layers."""
 
-from __future__ import annotations
-
 import math
 import operator
 from collections.abc import Callable, Mapping

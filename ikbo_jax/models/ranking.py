@@ -20,8 +20,6 @@ compression beside a factorisation machine) and Kunlun (PMA and PFFN by GDPA), a
 al., "DeepFM", 2017, for the interaction.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import math

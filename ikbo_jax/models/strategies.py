@@ -1,7 +1,5 @@
 """The operations that differ between versions of the network `ranking`: its strategies."""
 
-from __future__ import annotations
-
 import functools
 import math
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Checks of arguments that the ops share; an error quotes both conflicting values."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable
 from typing import Any

@@ -1,7 +1,5 @@
 """Broadcast attention: choice of implementation, self tokens, vmap rule, gradient."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 from typing import Any, Literal, overload

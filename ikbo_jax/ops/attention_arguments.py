@@ -1,7 +1,5 @@
 """Argument checks of broadcast attention; errors quote both conflicting values."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import jax

@@ -1,7 +1,5 @@
 """The gradient of broadcast attention by its kernel: choice, vmap rule, second derivative."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 from typing import Any, NamedTuple

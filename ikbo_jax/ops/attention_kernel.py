@@ -1,7 +1,5 @@
 """Launches of broadcast attention's kernels: which of them, and in which order of candidates."""
 
-from __future__ import annotations
-
 import functools
 from typing import Any
 

@@ -5,8 +5,6 @@ and traces the computation for one device's shapes when XLA asks. Inside `shard_
 of a mesh, XLA decides so over the axis that is left; over several axes left, nothing divides.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import hashlib

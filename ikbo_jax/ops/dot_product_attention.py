@@ -1,7 +1,5 @@
 """`jax.nn.dot_product_attention` where candidates share the keys and values of their user."""
 
-from __future__ import annotations
-
 import operator
 from typing import Any
 

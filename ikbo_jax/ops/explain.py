@@ -1,7 +1,5 @@
 """`explain`: which implementation every op of a function takes on this device, and why."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import uuid

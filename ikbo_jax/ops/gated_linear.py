@@ -1,7 +1,5 @@
 """The linear layer after attention: norm, gate, product, residual."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import math

@@ -1,7 +1,5 @@
 """Generalised dot-product attention: checks, choice of implementation, vmap rule, gradient."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 from typing import Any, NamedTuple, NoReturn

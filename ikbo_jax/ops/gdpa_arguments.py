@@ -1,7 +1,5 @@
 """Argument checks of generalised dot-product attention; errors quote both conflicting values."""
 
-from __future__ import annotations
-
 import operator
 from typing import Any, TypeGuard
 

@@ -1,7 +1,5 @@
 """Gradients of generalised dot-product attention by kernels."""
 
-from __future__ import annotations
-
 import functools
 from typing import Any
 

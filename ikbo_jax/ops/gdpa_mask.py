@@ -1,7 +1,5 @@
 """What `gdpa` computes of every row: the keys that it sees, and its sequence's output scale."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable, Sequence
 from typing import Any

@@ -4,8 +4,6 @@ Folding concatenates the sequences of the problems. It appends one filler sequen
 the rows after its last sequence; the queries of a filler sequence attend to no keys.
 """
 
-from __future__ import annotations
-
 import functools
 from typing import Any
 

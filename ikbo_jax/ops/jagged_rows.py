@@ -1,7 +1,5 @@
 """Appends new rows to every sequence of jagged arrays."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import jax

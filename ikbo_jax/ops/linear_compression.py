@@ -1,7 +1,5 @@
 """Linear compression: checks, choice of implementation, vmap rule, gradient."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 from collections.abc import Iterable, Sequence

@@ -1,7 +1,5 @@
 """Gradient of linear compression by kernels."""
 
-from __future__ import annotations
-
 import functools
 import math
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """The linear layer before attention: norm, product, activation by group of columns."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import math

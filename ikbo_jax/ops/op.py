@@ -4,8 +4,6 @@ A public function checks its arguments, asks `Op.plan`, and calls its jitted fun
 `Op.differentiable`. The parts that differ between ops are methods of a subclass.
 """
 
-from __future__ import annotations
-
 import abc
 import dataclasses
 import functools

@@ -1,7 +1,5 @@
 """Own tokens of attention: whether a kernel merges them, and how XLA does."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Keys and values in pages: how XLA lays every user's pages out, and the gradient of that."""
 
-from __future__ import annotations
-
 import jax
 import jax.numpy as jnp
 

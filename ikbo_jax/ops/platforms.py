@@ -5,8 +5,6 @@ Which one runs is decided while JAX lowers the program, since only then the plat
 so that a program that is never lowered for CUDA does not trace kernels.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import Any
 

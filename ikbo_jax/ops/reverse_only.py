@@ -1,7 +1,5 @@
 """Rejects forward-mode differentiation of an op with a message that names the op."""
 
-from __future__ import annotations
-
 from typing import Any, NoReturn
 
 import jax

@@ -5,8 +5,6 @@ for example. JAX traces derivatives, rules of `vmap` and one device's part later
 has left the context, or in another thread, which has settings of its own.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable
 from typing import Any

@@ -12,8 +12,6 @@ Three ways, by what is known while the op is traced:
 A program of one device is the same in all three: the computation as it is.
 """
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any

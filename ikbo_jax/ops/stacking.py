@@ -1,7 +1,5 @@
 """Joins the arrays of several problems of a `vmap`, and splits results again."""
 
-from __future__ import annotations
-
 import jax
 import jax.numpy as jnp
 

@@ -1,7 +1,5 @@
 """The Hopper card that a program is planned for where it is lowered on a machine without a GPU."""
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import operator

@@ -1,7 +1,5 @@
 """The gradient of broadcast attention: the configurations of its kernels."""
 
-from __future__ import annotations
-
 import dataclasses
 from typing import Any, NamedTuple
 

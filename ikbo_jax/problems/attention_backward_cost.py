@@ -3,8 +3,6 @@
 In a *small* gradient a CTA has one item, and most of the time is what launches take.
 """
 
-from __future__ import annotations
-
 import functools
 import math
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """The gradient of broadcast attention: its problems, and which configurations are worth timing."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Iterator
 from typing import ClassVar

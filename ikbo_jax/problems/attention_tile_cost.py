@@ -1,7 +1,5 @@
 """A cost model of attention's tiles, of several users or of one, and what both kernels share."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

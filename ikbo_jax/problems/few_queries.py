@@ -1,7 +1,5 @@
 """Configurations of the attention kernel for users with few queries."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
 from typing import Any, NamedTuple

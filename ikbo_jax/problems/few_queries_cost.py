@@ -5,8 +5,6 @@ of 239, on an H100 (kernel time by CUPTI, commit 49a3c80). There, the choices ta
 long as the fastest configuration in geometric mean.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import itertools

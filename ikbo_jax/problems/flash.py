@@ -1,7 +1,5 @@
 """What the configurations of the attention kernel and of the GDPA forward kernel share."""
 
-from __future__ import annotations
-
 import abc
 import dataclasses
 from collections.abc import Mapping

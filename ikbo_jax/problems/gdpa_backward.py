@@ -1,7 +1,5 @@
 """The gradient of generalised dot-product attention: problems, configurations of its kernels."""
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
 from collections.abc import Iterator

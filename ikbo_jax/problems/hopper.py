@@ -3,8 +3,6 @@
 A check returns a sentence that says why a kernel cannot run, or None.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from typing import Any
 

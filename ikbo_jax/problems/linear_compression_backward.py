@@ -1,7 +1,5 @@
 """The gradient of linear compression: its problems, and the configurations of its kernels."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import itertools

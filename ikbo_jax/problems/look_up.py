@@ -1,7 +1,5 @@
 """Lookups and segment sums: their problems, and the configurations of their kernels."""
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
 import math

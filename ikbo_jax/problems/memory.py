@@ -3,8 +3,6 @@
 The launch makes a kernel's scratch of them, and `smem_bytes` adds them up.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import math
 from typing import Any, ClassVar, NamedTuple

@@ -1,7 +1,5 @@
 """Configurations of the linear-compression kernel whose tiles span candidates."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 from typing import Any, ClassVar, NamedTuple

@@ -1,7 +1,5 @@
 """A cost model of linear compression's row tiles, of its packed tiles and of XLA."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Iterator
 from typing import Any, cast

@@ -1,7 +1,5 @@
 """Configurations of the linear-compression kernel whose CTAs keep their weights."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
 from typing import Any, ClassVar, NamedTuple

@@ -1,7 +1,5 @@
 """A cost model of linear compression by CTAs that keep their weights."""
 
-from __future__ import annotations
-
 import itertools
 import math
 from collections.abc import Iterator

@@ -18,8 +18,6 @@ one. "polynomial": the normal distribution's Φ(x) becomes 1/2 + x · p(x²), of
 match values.
 """
 
-from __future__ import annotations
-
 import functools
 import math
 from collections.abc import Callable

@@ -5,8 +5,6 @@ and queries are all of them, or 1. Rows of scores are those of `attention_groupe
 a group, their queries, and the query heads of a key head.
 """
 
-from __future__ import annotations
-
 import jax
 import jax.numpy as jnp
 

@@ -1,7 +1,5 @@
 """Sizes of the steps of broadcast attention's XLA path: bounded memory, little waste."""
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 #: Largest number of scores of one step of the XLA path: 128 MiB in f32, and as much again for their

@@ -7,8 +7,6 @@ Source: the chunked softmax follows Milakov and Gimelshein, "Online normalizer c
 softmax", 2018.
 """
 
-from __future__ import annotations
-
 import functools
 from typing import Any, NamedTuple
 

@@ -14,8 +14,6 @@ Letters: N query heads, K key heads (N a multiple of K), H head width.
 Source: Meta, generalised dot-product attention (GDPA), published with its kernels for ads models.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple

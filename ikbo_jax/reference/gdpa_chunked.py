@@ -9,8 +9,6 @@ Source: the chunked softmax follows Milakov and Gimelshein, "Online normalizer c
 softmax", 2018.
 """
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Callable
 from typing import Any, NamedTuple

@@ -6,8 +6,6 @@ tiles that are multiplied with a tile are a range of the other list. Only the de
 number of tiles; the lists are long enough for any offsets, and end with empty tiles.
 """
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import jax

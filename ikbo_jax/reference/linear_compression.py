@@ -9,8 +9,6 @@ Indices are clamped to [0, B_{l-1} - 1]. The ops check arguments; these function
 Source: Meta IKBO, "linear compression embedding".
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

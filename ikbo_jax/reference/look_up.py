@@ -1,7 +1,5 @@
 """Lookups of users' rows and sums by user in plain jnp."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import jax

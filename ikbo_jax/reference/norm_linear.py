@@ -4,8 +4,6 @@ Norms, activations and sums are f32. Rows are rounded to the inputs' dtype befor
 multiplied by a weight, as kernels must; results are rounded once.
 """
 
-from __future__ import annotations
-
 import functools
 import itertools
 from typing import Any, NamedTuple

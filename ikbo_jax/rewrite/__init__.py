@@ -1,7 +1,5 @@
 """`rewrite`: removes the materialised broadcast of users to candidates from a model."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable
 from typing import Any

@@ -5,8 +5,6 @@ The rule of an equation depends on its operands. `LAZY` has the rules of lazy va
 kind run, from `MERGED`, `SPLIT` or `SCORES`. Rules that users register replace rules of `LAZY`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 from ikbo_jax.rewrite.attention import (

@@ -13,8 +13,6 @@ choice took 0.949 of the time with the rows of an H200 for attention (13 sizes, 
 0.996 for linear compression and gdpa (10 and 17).
 """
 
-from __future__ import annotations
-
 import dataclasses
 import math
 

@@ -3,8 +3,6 @@
 `table.lookup` searches them first.
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import json

@@ -1,7 +1,5 @@
 """Gradients of gdpa with masks by kernels on a Hopper GPU: numerics, determinism."""
 
-from __future__ import annotations
-
 import functools
 from typing import Any
 

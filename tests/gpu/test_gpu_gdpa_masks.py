@@ -1,7 +1,5 @@
 """GDPA's forward kernel with masks on a Hopper GPU, on request: numerics, determinism."""
 
-from __future__ import annotations
-
 import functools
 from typing import Any
 

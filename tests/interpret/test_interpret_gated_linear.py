@@ -1,7 +1,5 @@
 """The kernel of `gated_linear`, interpreted on a CPU under a race detector."""
 
-from __future__ import annotations
-
 import functools
 from typing import Any
 

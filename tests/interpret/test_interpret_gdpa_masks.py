@@ -1,7 +1,5 @@
 """The GDPA forward kernel with masks, interpreted on a CPU under a race detector."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 from typing import Any

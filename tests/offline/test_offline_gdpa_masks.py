@@ -1,7 +1,5 @@
 """GDPA's forward kernel with masks, compiled for sm_90a: no spills, no serialised WGMMAs."""
 
-from __future__ import annotations
-
 import dataclasses
 from typing import Any
 

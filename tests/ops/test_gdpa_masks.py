@@ -1,7 +1,5 @@
 """`gdpa` with masks: values and gradients of every dtype, transformations, plans, refusals."""
 
-from __future__ import annotations
-
 import functools
 import re
 from typing import Any

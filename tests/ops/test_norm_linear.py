@@ -1,7 +1,5 @@
 """`norm_linear` and `gated_linear` in XLA: values and gradients of NumPy in f64, and the rest."""
 
-from __future__ import annotations
-
 import functools
 from typing import Any
 

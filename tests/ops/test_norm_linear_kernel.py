@@ -1,7 +1,5 @@
 """Which calls of `norm_linear` and `gated_linear` take their kernels."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import jax

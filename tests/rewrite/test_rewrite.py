@@ -1,7 +1,5 @@
 """The rewrite as a transformation: what it composes with, and rules of a user's own."""
 
-from __future__ import annotations
-
 import jax
 import jax.numpy as jnp
 import numpy as np

@@ -1,7 +1,5 @@
 """Linear compression whose K is padded with zeros to a size that tensor cores like."""
 
-from __future__ import annotations
-
 import jax
 import jax.numpy as jnp
 import pytest

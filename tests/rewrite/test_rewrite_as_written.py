@@ -1,7 +1,5 @@
 """Programs whose equations must run as often, and where, as the original says."""
 
-from __future__ import annotations
-
 import functools
 
 import jax

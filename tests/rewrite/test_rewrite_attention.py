@@ -3,8 +3,6 @@
 More spellings stand in `test_rewrite_recognised` and in `test_rewrite_padding`.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator
 

@@ -1,7 +1,5 @@
 """Attention with a bias that is the same for all candidates of a user."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import jax

@@ -3,8 +3,6 @@
 `rounding_rule` compares values and gradients. What must be recognised is listed, too.
 """
 
-from __future__ import annotations
-
 import itertools
 import random
 from typing import Any

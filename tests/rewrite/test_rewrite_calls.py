@@ -1,7 +1,5 @@
 """Jitted functions that are called again and again, and what tracing costs."""
 
-from __future__ import annotations
-
 import jax
 import jax.numpy as jnp
 import pytest

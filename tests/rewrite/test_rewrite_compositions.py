@@ -1,7 +1,5 @@
 """Rewritten functions under JAX's transformations, in any order."""
 
-from __future__ import annotations
-
 import functools
 import itertools
 import re

@@ -1,7 +1,5 @@
 """A rewritten program never costs more than its original: DCN-V2, and the model of costs itself."""
 
-from __future__ import annotations
-
 import jax
 import jax.numpy as jnp
 import numpy as np

@@ -4,8 +4,6 @@ A rewritten program holds no call of cuDNN, so it runs on a CPU, beside the same
 traces the original if it is told that cuDNN is there.
 """
 
-from __future__ import annotations
-
 import functools
 
 import jax

@@ -1,7 +1,5 @@
 """Functions with their own backward pass: at user batch if it is linear and works row by row."""
 
-from __future__ import annotations
-
 import functools
 
 import jax

@@ -1,7 +1,5 @@
 """Dead equations are removed as JAX removes them, also inside of scans and calls."""
 
-from __future__ import annotations
-
 import re
 from typing import Any
 

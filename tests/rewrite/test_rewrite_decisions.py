@@ -4,8 +4,6 @@ The larger collections draw on the same names; here each program is its own test
 names the decision. `tools/mutate_rewrite.py` changes the decisions.
 """
 
-from __future__ import annotations
-
 import jax
 import numpy as np
 import pytest

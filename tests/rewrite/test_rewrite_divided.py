@@ -1,7 +1,5 @@
 """`rewrite` of models whose candidates are divided over devices; users and weights are whole."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable
 from typing import Any

@@ -1,7 +1,5 @@
 """`custom_jvp` functions that are elementwise, with their derivatives."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Curves, the proof of activations, and facts about values, each on its own."""
 
-from __future__ import annotations
-
 import functools
 from types import SimpleNamespace
 

@@ -1,7 +1,5 @@
 """Arguments, indices out of bounds in forward mode, checks, and sharding constraints."""
 
-from __future__ import annotations
-
 import functools
 import itertools
 

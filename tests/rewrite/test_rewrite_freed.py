@@ -1,7 +1,5 @@
 """What a rewrite holds: no tracers after their trace, and nothing that only cycles keep alive."""
 
-from __future__ import annotations
-
 import functools
 import gc
 import weakref

@@ -1,7 +1,5 @@
 """HSTU as teams write it: SiLU attention, and a mask beside it in one of many spellings."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

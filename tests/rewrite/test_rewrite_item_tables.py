@@ -1,7 +1,5 @@
 """Tables of items with fewer rows than candidates: a second lookup beside the user's."""
 
-from __future__ import annotations
-
 import jax
 import jax.numpy as jnp
 import numpy as np

@@ -4,8 +4,6 @@
 that the form by hand saves `rewrite` saves, too.
 """
 
-from __future__ import annotations
-
 import jax
 import jax.numpy as jnp
 import layout_models  # noqa: F401  These fill the table.

@@ -7,8 +7,6 @@ dtype, for up to 4,096 candidates a user. `rounding_rule` compares them. A failu
 program that differs, with its number; `IKBO_REWRITE_EXAMPLES=2000` draws as many.
 """
 
-from __future__ import annotations
-
 import os
 import random
 from typing import Any

@@ -1,7 +1,5 @@
 """Loops whose equation is made at once are those that `lax.scan` and `lax.while_loop` make."""
 
-from __future__ import annotations
-
 import re
 from typing import Any
 

@@ -4,8 +4,6 @@ Candidates' queries attend to looked-up keys (`CROSS`), or a sequence [history, 
 to itself (`SEQUENCES`). What is no interval of keys is left as written, for the reason in `LEFT`.
 """
 
-from __future__ import annotations
-
 import types
 from typing import Any
 

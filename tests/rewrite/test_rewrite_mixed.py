@@ -1,7 +1,5 @@
 """Gradients of programs with float32 parameters that compute in another dtype."""
 
-from __future__ import annotations
-
 import jax
 import jax.numpy as jnp
 import numpy as np

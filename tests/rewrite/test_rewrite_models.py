@@ -1,7 +1,5 @@
 """Every model of `rewrite_models`: results, gradients, report, and no copy of a user's tensor."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterable, Iterator
 

@@ -1,7 +1,5 @@
 """Padded histories and biases of attention, in programs that hold little else."""
 
-from __future__ import annotations
-
 import jax
 import jax.numpy as jnp
 import numpy as np

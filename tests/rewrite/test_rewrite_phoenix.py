@@ -1,7 +1,5 @@
 """Phoenix's model: soft cap, padding, positions by tile, and candidates that are isolated."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

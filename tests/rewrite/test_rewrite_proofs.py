@@ -1,7 +1,5 @@
 """Programs that look like what a proof of the rewriting asks for, and are something else."""
 
-from __future__ import annotations
-
 import jax
 import jax.numpy as jnp
 import numpy as np

@@ -1,7 +1,5 @@
 """Random small programs of the supported primitives: rewritten and not, they agree."""
 
-from __future__ import annotations
-
 import jax
 import jax.numpy as jnp
 import numpy as np

@@ -1,7 +1,5 @@
 """The models of `ranking_models`: values, gradients, and the work that the rewrite saves."""
 
-from __future__ import annotations
-
 import jax
 import numpy as np
 import pytest

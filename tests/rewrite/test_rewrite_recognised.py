@@ -3,8 +3,6 @@
 What else is recognised in f32 stands in `test_rewrite_attention`.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Iterable, Iterator
 

@@ -1,7 +1,5 @@
 """The meaning of lookups, and what the report says of them."""
 
-from __future__ import annotations
-
 import copy
 import dataclasses
 import pathlib

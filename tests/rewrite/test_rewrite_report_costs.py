@@ -1,7 +1,5 @@
 """What the report says of costs, against counts taken from the two programs, for every layout."""
 
-from __future__ import annotations
-
 import inspect
 import math
 import re

@@ -1,7 +1,5 @@
 """Looked-up rows that are sliced, shuffled, rolled, padded or joined along the looked-up axis."""
 
-from __future__ import annotations
-
 import functools
 
 import jax

@@ -1,7 +1,5 @@
 """No program that runs may fail once it is rewritten, and the report says what was left and why."""
 
-from __future__ import annotations
-
 import functools
 
 import jax

@@ -1,7 +1,5 @@
 """Lookups that a rewritten program makes or keeps: their gradient is a segment sum in float32."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable
 from typing import Any

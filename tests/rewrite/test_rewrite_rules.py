@@ -1,7 +1,5 @@
 """Every rule by itself: what stays at the smaller batch, and what is refused for a reason."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 
 import jax

@@ -1,7 +1,5 @@
 """Programs that run still run when they are rewritten, and keep the precision of their products."""
 
-from __future__ import annotations
-
 import jax
 import jax.numpy as jnp
 import numpy as np

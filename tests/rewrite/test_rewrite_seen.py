@@ -3,8 +3,6 @@
 `rounding_rule` says what "the same" means, for values and gradients.
 """
 
-from __future__ import annotations
-
 import jax
 import jax.numpy as jnp
 import numpy as np

@@ -3,8 +3,6 @@
 `rounding_rule` says what "the same" means, for values and gradients.
 """
 
-from __future__ import annotations
-
 from lookalikes import BF16, DTYPES, F16, F32, are_same, attention, every
 
 FILLS = ("-inf", "-1e30", "jnp.finfo(x.dtype).min", "-1e9", "-1e5", "-1e4")

@@ -1,7 +1,5 @@
 """`rewrite` of models whose arrays are sharded: the original's values, gradients and layouts."""
 
-from __future__ import annotations
-
 import functools
 import re
 

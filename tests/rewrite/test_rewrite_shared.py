@@ -1,7 +1,5 @@
 """What layers share while a program is rewritten is not shared by others that only look alike."""
 
-from __future__ import annotations
-
 import functools
 from typing import Any
 

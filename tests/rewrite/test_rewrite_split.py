@@ -1,7 +1,5 @@
 """Lookups by an index of several dimensions: what the flattened index saves is saved."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable
 from typing import Any

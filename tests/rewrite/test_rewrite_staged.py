@@ -1,7 +1,5 @@
 """Equations that are added to a trace at once are those of `jax.lax`."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 from typing import Any

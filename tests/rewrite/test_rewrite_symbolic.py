@@ -1,7 +1,5 @@
 """Layouts whose batch is a symbolic dimension, as in an exported model: rewritten, or refused."""
 
-from __future__ import annotations
-
 import jax
 import jax.numpy as jnp
 import layout_models  # noqa: F401  These fill the table.

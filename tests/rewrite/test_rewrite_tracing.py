@@ -4,8 +4,6 @@ A count of calls does not depend on how busy the machine is. The ratio of times 
 the ratio of counts: a call of the rewriting takes longer than one of JAX, on average.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable
 from typing import Any

@@ -1,7 +1,5 @@
 """The variants of a rewritten program, for values and for derivatives; dead equations."""
 
-from __future__ import annotations
-
 import functools
 
 import jax

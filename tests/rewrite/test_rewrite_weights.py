@@ -1,7 +1,5 @@
 """Attention weights that a model changes after the softmax: masks, NaN, sums, logarithms."""
 
-from __future__ import annotations
-
 import jax
 import jax.numpy as jnp
 import numpy as np

@@ -1,7 +1,5 @@
 """The rounding rule itself: which programs it takes for others."""
 
-from __future__ import annotations
-
 import pytest
 from lookalikes import attention, lookup
 from rounding_rule import compared

@@ -1,7 +1,5 @@
 """Admission: requests that would wait too long are refused before they wait."""
 
-from __future__ import annotations
-
 import collections
 
 import pytest

@@ -1,7 +1,5 @@
 """Users in arrays: features of several users at once, ranking without requests, packed inputs."""
 
-from __future__ import annotations
-
 import functools
 from typing import Any
 

@@ -4,8 +4,6 @@ The session is a program of its own, `serving_session.py`: Ray's processes, thre
 stay out of the test suite's process.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import pathlib

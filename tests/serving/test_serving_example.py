@@ -1,7 +1,5 @@
 """What the example adds to scorer and engine, and its figures of the scorer without the engine."""
 
-from __future__ import annotations
-
 import collections
 import dataclasses
 import functools

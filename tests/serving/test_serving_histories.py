@@ -1,7 +1,5 @@
 """Histories that grow: only new events are computed, and scores are those of whole histories."""
 
-from __future__ import annotations
-
 import functools
 import itertools
 import json

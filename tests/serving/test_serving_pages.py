@@ -1,7 +1,5 @@
 """The pool of pages: histories that grow, and eviction."""
 
-from __future__ import annotations
-
 import jax
 import numpy as np
 import pytest

@@ -1,7 +1,5 @@
 """The scorer: merging, padding, the users' cache, other weights, its end; without an engine."""
 
-from __future__ import annotations
-
 import concurrent.futures
 import dataclasses
 

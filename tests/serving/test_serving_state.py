@@ -1,7 +1,5 @@
 """A scorer's state after errors and with weights of other devices, and the inputs it refuses."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 from typing import Any

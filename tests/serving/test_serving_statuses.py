@@ -1,7 +1,5 @@
 """Every status of the table in docs/serving.md that a replica answers, without an engine."""
 
-from __future__ import annotations
-
 import asyncio
 import dataclasses
 import json

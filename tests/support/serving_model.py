@@ -1,7 +1,5 @@
 """A small model with the interface of `ikbo_jax.serving.Model`, and requests for it."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

@@ -3,8 +3,6 @@
 Usage: serving_session.py CACHE. All checks on what it prints are in `test_serving_engine.py`.
 """
 
-from __future__ import annotations
-
 import asyncio
 import collections
 import json

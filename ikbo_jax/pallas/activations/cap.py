@@ -19,8 +19,6 @@ query and 4 key heads of 128, on an H100; without a cap 0.50 ms; one instruction
     APPROXIMATE       2      1        0.62 ms
 """
 
-from __future__ import annotations
-
 import enum
 import math
 from typing import NamedTuple

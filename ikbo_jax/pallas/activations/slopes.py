@@ -24,8 +24,6 @@ scale * s by `activations`. In f16, whose range ends at 65504, weights and slope
 constants.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -14,8 +14,6 @@ The two neighbours are columns of one row: an infinite or NaN score can spoil on
 which the product that follows spoils anyway.
 """
 
-from __future__ import annotations
-
 import functools
 import math
 from typing import Any

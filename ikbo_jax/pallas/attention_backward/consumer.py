@@ -1,7 +1,5 @@
 """A consumer warpgroup of the attention backward kernel: 64 keys of every tile of its CTA."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from typing import Any

@@ -1,7 +1,5 @@
 """Sizes and descriptors that the attention backward kernel's warps share."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Callable
 from typing import Any, NamedTuple

@@ -10,8 +10,6 @@ get zeros.
 Warpgroups and synchronisations are those of `stored`; a slot of items may have the end instead.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 from collections.abc import Iterator

@@ -7,8 +7,6 @@ tile is 128 query rows of one user and key head, and it streams one range, its u
 heads have one slot for tiles, see `query_slots`.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from typing import Any
 

@@ -46,8 +46,6 @@ Source: two consumers of 64 keys, scores transposed, and d_query through shared 
 et al., "FlashAttention-3", 2024. No code is shared.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence

@@ -8,8 +8,6 @@ Each thread adds eight columns, in the order of the parts. The first CTAs, of on
 add rows of d_query, in the caller's order, the next ones rows of both other gradients.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Sequence
 from typing import Any, NamedTuple

@@ -1,7 +1,5 @@
 """The two warps of the attention backward kernel's producer: one loads, one stores d_query."""
 
-from __future__ import annotations
-
 import functools
 from typing import Any
 

@@ -1,7 +1,5 @@
 """WGMMA products of the attention backward kernels that `hopper.mma` does not have."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Packs query rows and their statistics for the gradient, and unpacks d_query (`worklist.rows`)."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import jax

@@ -16,8 +16,6 @@ stores its share of the order, by which the last launch stores d_query. Of more 
 once, the numbers come from device memory.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import math

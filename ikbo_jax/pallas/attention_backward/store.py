@@ -3,8 +3,6 @@
 Addresses derive from `stores.thread_number`, so that no compiler computes them before the loops.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import jax

@@ -15,8 +15,6 @@ Synchronisations:
   3. A named barrier: the consumers wait for each other after keys past the length are zeroed.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 from collections.abc import Iterator

@@ -4,8 +4,6 @@ Candidate `number` of an item's order is entry `number` of the table that its CT
 order in which another launch has packed the queries, or the candidate itself.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import jax

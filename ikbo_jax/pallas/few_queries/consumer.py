@@ -1,7 +1,5 @@
 """The consumer warpgroups: each computes its parts of the items of its CTA."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple

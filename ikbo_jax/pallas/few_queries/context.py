@@ -1,7 +1,5 @@
 """Sizes, memory and descriptors that the warpgroups of the kernel for few queries share."""
 
-from __future__ import annotations
-
 import dataclasses
 from typing import Any, NamedTuple
 

@@ -9,8 +9,6 @@ Synchronisations in addition to `listing`:
   that makes them visible to WGMMA.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import jax.numpy as jnp

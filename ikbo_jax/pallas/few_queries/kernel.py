@@ -43,8 +43,6 @@ Source: the idea of splitting keys is Dao et al., "Flash-Decoding for long-conte
 No code is shared.
 """
 
-from __future__ import annotations
-
 import functools
 import math
 from typing import Any

@@ -14,8 +14,6 @@ Synchronisations in addition to the kernel's:
   3. `query.ready` of any item of the bundle also tells each consumer that the list is complete.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 

@@ -1,7 +1,5 @@
 """Merges own tokens into the softmax of an item's rows."""
 
-from __future__ import annotations
-
 import functools
 
 import jax

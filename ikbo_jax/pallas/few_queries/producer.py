@@ -1,7 +1,5 @@
 """The producer warp: finds the items of its CTA, and loads their operands by TMA."""
 
-from __future__ import annotations
-
 import functools
 from typing import Any, NamedTuple
 

@@ -4,8 +4,6 @@ The producer narrows an item to the blocks that some row sees, and tells the con
 these all rows see whole. The consumers mask the scores of the other blocks.
 """
 
-from __future__ import annotations
-
 from typing import Any, NamedTuple
 
 import jax

@@ -9,8 +9,6 @@ The ranges that `candidates` finds hold every candidate exactly once even if the
 sorted. `search.end_of_run` finds where users differ within a range.
 """
 
-from __future__ import annotations
-
 import functools
 from typing import Any, NamedTuple
 

@@ -4,8 +4,6 @@ Both consumers hold a tile in the same fragment layout, so a thread reads what t
 same number wrote, in vectors of 16 bytes without bank conflicts.
 """
 
-from __future__ import annotations
-
 import functools
 from typing import Any
 

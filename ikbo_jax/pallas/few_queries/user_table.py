@@ -13,8 +13,6 @@ Synchronisations in addition to the kernel's:
   2. `tabled`, consumers -> producer: the table is complete and does not change again.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

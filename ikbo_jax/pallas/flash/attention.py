@@ -42,8 +42,6 @@ Sources: the idea is Meta's IKBO.  Pipelining within a warpgroup, and turns (pin
 follow Shah et al., "FlashAttention-3", 2024.  No code is shared.
 """
 
-from __future__ import annotations
-
 import functools
 import math
 from typing import Any

@@ -1,7 +1,5 @@
 """Sizes, memory, barriers and descriptors that the attention kernel's warpgroups share."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Merges own tokens into the softmax of a pass's rows, for the attention kernel."""
 
-from __future__ import annotations
-
 import jax
 import jax.numpy as jnp
 from jax import lax

@@ -1,7 +1,5 @@
 """The producer warp of the attention kernel: finds the passes, and loads their operands by TMA."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple

@@ -28,8 +28,6 @@ consumer 1 sees the rows that consumer 0 zeroed.
 Source: the idea is Meta's GDPA.  No code is shared.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 from typing import Any

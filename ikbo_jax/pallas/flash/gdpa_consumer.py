@@ -1,7 +1,5 @@
 """The consumer warpgroups of the GDPA forward kernel: each computes 64 rows of every item."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple

@@ -1,7 +1,5 @@
 """Sizes, memory, barriers and descriptors that the GDPA forward kernel's warpgroups share."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
 from typing import Any, NamedTuple

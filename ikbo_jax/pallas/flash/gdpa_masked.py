@@ -6,8 +6,6 @@ positions, by a rule, or reads it: a range of keys, and a gap in it, one after t
 registers. Scores of other keys become 0, and act(0) = 0.
 """
 
-from __future__ import annotations
-
 import functools
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The producer warp of the GDPA forward kernel: describes items, and loads operands by TMA."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple

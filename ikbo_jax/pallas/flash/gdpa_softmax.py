@@ -5,8 +5,6 @@ relative to an earlier maximum until a row's maximum has grown by more than `MOS
 rescaled accumulator must be complete.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any, NamedTuple
 

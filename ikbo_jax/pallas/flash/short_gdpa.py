@@ -26,8 +26,6 @@ Synchronisations, all within the warpgroup; S is `ShortGdpaConfig.slots`:
      may stage its rows of the result in their place.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import math

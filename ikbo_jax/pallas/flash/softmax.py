@@ -3,8 +3,6 @@
 p = exp2(score * log2_scale - maximum), where `maximum` is the maximum scaled score.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from typing import Any, NamedTuple

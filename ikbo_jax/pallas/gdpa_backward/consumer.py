@@ -1,7 +1,5 @@
 """A consumer warpgroup of the backward kernels: computes 64 rows of every tile of its CTA."""
 
-from __future__ import annotations
-
 import functools
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Sizes, memory, barriers and descriptors that the backward kernels' warpgroups share."""
 
-from __future__ import annotations
-
 import dataclasses
 from typing import Any, NamedTuple
 

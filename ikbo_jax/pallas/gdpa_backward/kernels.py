@@ -37,8 +37,6 @@ Source: a backward pass with two consumers of 64 rows follows Shah et al., "Flas
 No code is shared.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import jax

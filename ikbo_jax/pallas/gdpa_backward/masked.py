@@ -8,8 +8,6 @@ sends whole blocks first. For the other blocks it makes XLA's comparisons again,
 consumers skip or mask them. Weights and gradients of scores that a row does not see become 0.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple

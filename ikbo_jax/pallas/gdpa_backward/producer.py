@@ -1,7 +1,5 @@
 """The producer warp of the backward kernels: loads tiles, and the blocks of each tile, by TMA."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Sequence
 from typing import Any

@@ -6,8 +6,6 @@ Statistics of queries arrive with their block in the kernel for keys, along the 
 in the kernel for queries with the tile, along the rows.
 """
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

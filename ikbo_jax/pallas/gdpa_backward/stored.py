@@ -9,8 +9,6 @@ queries and head h of N: two operand tiles, each with 64 keys by 64 queries, one
 the kernel for keys. Blocks of which a consumer's keys see no row are neither stored nor read.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import jax

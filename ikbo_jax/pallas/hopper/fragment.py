@@ -8,8 +8,6 @@ Word w of thread t in group g of 16 columns is at [g, t, w], so every access of 
 contiguous.
 """
 
-from __future__ import annotations
-
 from typing import Any, NamedTuple
 
 import jax

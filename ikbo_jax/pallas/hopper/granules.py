@@ -5,8 +5,6 @@ warp holds. Word w of lane l in group g of 16 compressed rows of granule r's fra
 `fragment`) is at [r, g, l, w].
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import jax

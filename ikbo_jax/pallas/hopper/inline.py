@@ -1,7 +1,5 @@
 """Numbers and addresses in inline code."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

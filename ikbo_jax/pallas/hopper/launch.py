@@ -6,8 +6,6 @@ the kernel the same NamedTuple holds references: an operand has two views, (for 
 `mosaic.tile_views`; a ring is a `rings.Ring`.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 from collections.abc import Callable

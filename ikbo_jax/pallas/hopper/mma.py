@@ -5,8 +5,6 @@ zeroed while the tensor core waits. `wgmma` here overwrites the accumulator in t
 tile, and ends the last block early: K = 866 takes 55 instructions instead of 56.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any, Self
 

@@ -4,8 +4,6 @@ Each operation that Pallas' GPU interpreter cannot run is a small function besid
 interpretation. So the tests on a CPU exercise the kernel body that runs on the GPU.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable, Sequence
 from typing import Any

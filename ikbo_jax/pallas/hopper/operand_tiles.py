@@ -1,7 +1,5 @@
 """Reads and writes of operand tiles, 64 rows by 64 columns of 16 bits in shared memory."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 

@@ -5,8 +5,6 @@ addresses that differ by thread, so these are inline PTX, with an equal formulat
 interpretation. `Threads` are the threads of all warpgroups of a CTA.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence

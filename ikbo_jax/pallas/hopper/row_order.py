@@ -4,8 +4,6 @@ A kernel reads rows of a key head: a candidate after another, each with its quer
 query heads that share the key head. Results go back to the caller's order as they are stored.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Vectors of rows: 1, 2 or 4 words that a thread loads, adds in f32, and stores at once."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 

@@ -1,7 +1,5 @@
 """The work items that each persistent worker (a CTA or a cluster) takes."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
 from typing import Any

@@ -3,8 +3,6 @@
 One word holds the bits of a thread's scores. It is computed where registers are free.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

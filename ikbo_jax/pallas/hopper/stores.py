@@ -5,8 +5,6 @@ has none to spare. So addresses derive from a thread number that neither compile
 constant, and loop bounds are unknown to both.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

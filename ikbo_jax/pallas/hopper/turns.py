@@ -1,7 +1,5 @@
 """Ping-pong scheduling: one consumer warpgroup issues its products while the other computes."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import jax.numpy as jnp

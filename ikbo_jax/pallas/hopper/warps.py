@@ -1,7 +1,5 @@
 """What a warp's lanes do together: inline PTX, called by all 32 lanes."""
 
-from __future__ import annotations
-
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith
 

@@ -22,8 +22,6 @@ Synchronisations:
                         next tile's first step.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 from collections.abc import Callable

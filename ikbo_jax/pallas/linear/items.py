@@ -1,7 +1,5 @@
 """Items of work that the CTAs of a persistent kernel take in turn."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Callable
 from typing import Any

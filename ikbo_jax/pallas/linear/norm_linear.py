@@ -22,8 +22,6 @@ Synchronisations:
   4. `staging`          `commit_smem` before a TMA store, `wait_smem_to_gmem` before the next write.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import itertools

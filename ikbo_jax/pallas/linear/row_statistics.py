@@ -3,8 +3,6 @@
 A quad of lanes reads a row, each every fourth of its vectors of 16 bytes, eight at a time.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import jax.numpy as jnp

@@ -5,8 +5,6 @@ The four threads that hold a row of an accumulator share the same row here: of t
 eight threads hit all banks of shared memory.
 """
 
-from __future__ import annotations
-
 from typing import Any, NamedTuple
 
 import jax

@@ -43,8 +43,6 @@ that the other kernel keeps off the chip.
 Source: the idea is Meta's IKBO ("linear compression embedding").  No code is shared.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import itertools

@@ -9,8 +9,6 @@ A warp holds 16 rows of an accumulator, a *granule*: 16 columns of one row of th
 looks up one user for each accumulator, and stores and loads fragments by itself.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Callable
 from typing import Any, ClassVar

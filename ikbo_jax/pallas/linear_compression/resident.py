@@ -20,8 +20,6 @@ Synchronisations:
   3. Staging buffers: `commit_smem` before a store, `wait_smem_to_gmem` before the next write.
 """
 
-from __future__ import annotations
-
 import functools
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The producer warp and the consumer warpgroups of linear compression; see `kernel`."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable, Sequence
 from typing import Any

@@ -1,7 +1,5 @@
 """Loads operands by a warpgroup's threads, where TMA would need aligned rows, or short boxes."""
 
-from __future__ import annotations
-
 import functools
 import itertools
 from typing import Any, NamedTuple

@@ -26,8 +26,6 @@ Synchronisations:
 A CTA waits for no other CTA.
 """
 
-from __future__ import annotations
-
 import functools
 from typing import Any, NamedTuple
 

@@ -6,8 +6,6 @@ The vectors of the result, 16 bytes each, are numbered row by row. A CTA, of one
 neighbouring ones; each thread has several in flight. CTAs do not wait for each other.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from typing import Any, NamedTuple
 

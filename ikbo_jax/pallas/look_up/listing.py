@@ -9,8 +9,6 @@ users of some candidates of the part. Then a warp
 If the CTA has one user, step 2 is left out: the list is the lists of the warps, one after another.
 """
 
-from __future__ import annotations
-
 import functools
 from typing import Any, NamedTuple
 

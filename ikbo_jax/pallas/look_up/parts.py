@@ -4,8 +4,6 @@ Either a CTA lists the candidates of a few users, see `listing`, or it searches 
 candidates in the order of users; see `sums`. A *place* is a candidate's number in that order.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 from typing import Any, NamedTuple

@@ -1,7 +1,5 @@
 """Ranks of the threads of a warp among those with the same value."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import jax

@@ -26,8 +26,6 @@ Synchronisations: `Threads.commit` in the search or the lists, in step 2 and bef
 not wait for each other.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 

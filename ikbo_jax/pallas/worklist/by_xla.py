@@ -6,8 +6,6 @@ segments have most blocks come first, and tiles without work last, so that CTAs 
 n-th tile finish together. A list is long enough for any offsets.
 """
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import jax

@@ -12,8 +12,6 @@ us. Here each CTA, of four warpgroups, owns a range of neighbouring candidates:
 The order is stable, as `jnp.argsort` of clamped indices. CTAs do not wait for each other.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import math
 from typing import Any, NamedTuple

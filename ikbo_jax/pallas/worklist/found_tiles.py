@@ -5,8 +5,6 @@ sequence has equally many tiles, adds up tiles. Tiles are in the order of memory
 sequence come last.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any, NamedTuple
 

@@ -3,8 +3,6 @@
 The functions take numbers of tiles, arrays or scalars, inside of a kernel and in XLA.
 """
 
-from __future__ import annotations
-
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp

@@ -6,8 +6,6 @@ neighbouring keys, then by the blocks that are left, as `positions` sorts segmen
 is one tile, which every thread finds by bisection.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from typing import Any, NamedTuple
 

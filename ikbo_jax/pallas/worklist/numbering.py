@@ -14,8 +14,6 @@ If the CTAs of `statistics` are few, they number the rows themselves. CTAs do no
 other.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import math
 from typing import Any, NamedTuple

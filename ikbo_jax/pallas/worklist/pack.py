@@ -6,8 +6,6 @@ of candidates that come first is a candidate's place. The launch of `counted_ord
 candidates; XLA copies large queries, and sorts what that launch does not take.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import math

@@ -10,8 +10,6 @@ The CTA adds the tiles of the segments before its own to the bins and reads the 
 then it adds all others, and the running sums of the bins give the first of the three.
 """
 
-from __future__ import annotations
-
 from typing import Any, NamedTuple
 
 import jax

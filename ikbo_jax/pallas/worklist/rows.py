@@ -4,8 +4,6 @@ A *row* of a key head is a query of one of its N / K query heads; rows are numbe
 user order, then by query, then by query head.
 """
 
-from __future__ import annotations
-
 from typing import Any, NamedTuple
 
 import jax

@@ -3,8 +3,6 @@
 A thread takes consecutive numbers, so that it adds up in registers, and exchanges one result.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import Any
 

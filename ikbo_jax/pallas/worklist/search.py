@@ -1,7 +1,5 @@
 """Searches inside of kernels: a bisection, and the end of a run of candidates of one user."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

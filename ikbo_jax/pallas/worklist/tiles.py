@@ -12,8 +12,6 @@ segments, which takes less time than a second launch:
   5. A thread describes some of the CTA's tiles. Their segments are found by bisection.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any, NamedTuple
 

@@ -4,8 +4,6 @@ Comparing all pairs takes XLA one small kernel. A sort or a prefix sum takes a d
 2 us each, beside attention kernels of 50 to 800 us.
 """
 
-from __future__ import annotations
-
 import jax
 import jax.numpy as jnp
 from jax import lax

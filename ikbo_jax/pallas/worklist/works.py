@@ -11,8 +11,6 @@ others tiles of keys, as `tiles` lists tiles for the forward kernel. In addition
   statistics begin. Another list says which queries each block of statistics has.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import math
 from typing import Any, NamedTuple

@@ -4,8 +4,6 @@ Such a bias is looked up like the keys, as a penalty of recency or of padding, o
 positions alone, as ALiBi's. The op adds it to its scores.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import math
 from collections.abc import Sequence

@@ -8,8 +8,6 @@ keys; so masks count alike wherever a program applies them. If one choice alone 
 function may be an activation of `ikbo_jax.gdpa`.
 """
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Callable
 from typing import Any, NamedTuple

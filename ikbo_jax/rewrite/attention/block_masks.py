@@ -1,7 +1,5 @@
 """The masks of one attention over a user's tokens and a candidate's own, block by block."""
 
-from __future__ import annotations
-
 import functools
 import math
 import operator

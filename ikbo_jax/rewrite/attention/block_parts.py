@@ -1,7 +1,5 @@
 """Parts of queries, keys and values, and the products of their blocks."""
 
-from __future__ import annotations
-
 import dataclasses
 from typing import Any
 

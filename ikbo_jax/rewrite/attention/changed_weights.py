@@ -13,8 +13,6 @@ A row whose weights a select sets to 0 is 0, also if its softmax is NaN. A produ
 a mask is such a select, since XLA compiles it to a select.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import math
 from typing import Any

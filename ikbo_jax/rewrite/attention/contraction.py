@@ -1,7 +1,5 @@
 """Rules of products: at the smaller batch, by parts of a concatenation, by linear compression."""
 
-from __future__ import annotations
-
 import itertools
 import math
 from typing import Any

@@ -5,8 +5,6 @@ becomes `ikbo.attention`; if the queries are looked up by the same index, cuDNN 
 batch. Masks, biases, windows and dropout stay as they are written, on copies.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Masks of attention's logits: put in by a select, or added as a bias."""
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import math

@@ -22,8 +22,6 @@ If a mask differs by candidate or query, and keeps an interval of keys in each r
 intervals (`_by_row`). The mask's number must then be at most `LARGE`.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import math

@@ -1,7 +1,5 @@
 """Rules of `Merged`: an equation on merged values becomes one on the values before the reshape."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from typing import Any

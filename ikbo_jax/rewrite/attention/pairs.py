@@ -5,8 +5,6 @@
 fields is computed at user batch, and the others at candidate batch.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
 from typing import Any

@@ -7,8 +7,6 @@ all of these equations; with an activation instead of the softmax, one call of `
 other equation uses the scores, they are computed as the program is written.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import math
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Operations on the dimensions of attention's scores: sums and maxima over keys, and layouts."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from ikbo_jax.rewrite.attention.scores import KEY, ONE, Label

@@ -4,8 +4,6 @@ Factors and masks by user and key apply to the values, at user batch. Weights ov
 the sum of the exponentials, which the op returns as its lse.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import math

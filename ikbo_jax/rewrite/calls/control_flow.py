@@ -1,7 +1,5 @@
 """Rules of primitives that call jaxprs: checkpoint, scan, cond."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Iterator, Sequence
 from typing import Any

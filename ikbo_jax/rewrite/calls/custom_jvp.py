@@ -1,7 +1,5 @@
 """The rule of custom_jvp: the function and its JVP rule, both at the smaller batch."""
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
 from collections.abc import Sequence

@@ -6,8 +6,6 @@ gradient, and works row by row. Both are proven from its equations. A clipped gr
 is not linear.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

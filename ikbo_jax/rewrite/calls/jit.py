@@ -4,8 +4,6 @@ Models call one jitted function in every layer, and JAX traces it once. A functi
 several times on values of the same form is rewritten once, too (`sharing`).
 """
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """Rewritten functions under `jax.jit`: they keep the parameters and the methods."""
 
-from __future__ import annotations
-
 import functools
 import inspect
 import types

@@ -1,7 +1,5 @@
 """What the rules of loops share: carries that take another form, and work before the loop."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import Any
 

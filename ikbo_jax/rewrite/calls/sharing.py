@@ -6,8 +6,6 @@ the smaller batch, of a concatenation the arrays of its parts. Its events are re
 at each call, or at the end for all calls that record the same.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
 from collections.abc import Callable, Sequence

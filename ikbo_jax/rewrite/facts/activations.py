@@ -16,8 +16,6 @@ both sides of every constant in the equations. If only 3 fails, the activation h
 and another derivative.
 """
 
-from __future__ import annotations
-
 import functools
 import itertools
 import math

@@ -4,8 +4,6 @@
 positions, as of `.at[].set`, with JAX.
 """
 
-from __future__ import annotations
-
 import operator
 from collections.abc import Callable, Sequence
 from typing import Any

@@ -10,8 +10,6 @@ a key is kept. `_reading` finds how an equation's result is other than 0 by its 
   `arange(S) < n` for any n, of a window or of a triangle.
 """
 
-from __future__ import annotations
-
 import operator
 from collections.abc import Callable, Sequence
 from typing import Any

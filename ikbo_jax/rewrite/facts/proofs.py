@@ -5,8 +5,6 @@ number of a mask must be proven to be a constant. A comparison with `arange` pro
 keeps the first keys of every user.
 """
 
-from __future__ import annotations
-
 import itertools
 import math
 from collections.abc import Callable

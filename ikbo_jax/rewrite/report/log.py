@@ -1,7 +1,5 @@
 """The events that a rewritten program adds to the report at each of its calls."""
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 from collections.abc import Callable, Iterator

@@ -1,7 +1,5 @@
 """The floating-point operations of products, of XLA, of cuDNN and of this library's ops."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Collects the report of a rewrite while it runs."""
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import math

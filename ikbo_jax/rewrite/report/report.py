@@ -1,7 +1,5 @@
 """The report of a rewrite, with the source lines of the model."""
 
-from __future__ import annotations
-
 import collections
 import dataclasses
 import functools

@@ -1,7 +1,5 @@
 """Elementwise programs, which run on arrays of any shape."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import jax

@@ -1,7 +1,5 @@
 """Products with batch dimensions, at the smallest batch that both operands allow."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Rules of concatenations and stacks, whose parts stay lazy."""
 
-from __future__ import annotations
-
 import itertools
 from typing import Any
 

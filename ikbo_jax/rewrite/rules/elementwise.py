@@ -1,7 +1,5 @@
 """Rules of primitives that work row by row, and of primitives that only move data."""
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
 import math

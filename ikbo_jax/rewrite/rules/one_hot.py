@@ -1,7 +1,5 @@
 """Lookups written as a product with one-hot vectors: `one_hot(index, users) @ user`."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

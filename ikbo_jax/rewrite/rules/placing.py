@@ -4,8 +4,6 @@ A buffer that holds a user's rows, in which a slice is set to a candidate's valu
 concatenation of the buffer's other slices and of these values.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

@@ -5,8 +5,6 @@ the rows and the positions are looked up by the same index, so that the items ar
 batch. `jnp.take_along_axis` and `jax.vmap` write the same by batching dimensions.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import jax

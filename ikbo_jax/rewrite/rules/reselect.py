@@ -5,8 +5,6 @@ axis is a lookup by concatenated indices. So negative samples, shards of candida
 batches need no copy of the users.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any

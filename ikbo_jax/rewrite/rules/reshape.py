@@ -1,7 +1,5 @@
 """Rules of reshapes: they keep the looked-up axis whole, or turn a repetition into a lookup."""
 
-from __future__ import annotations
-
 import functools
 import math
 from typing import Any

@@ -5,8 +5,6 @@ reshards the operand and the index to there, and the result from there. A looked
 and an index, so these two arrays are resharded, as the program reshards the value.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Sequence
 from typing import Any

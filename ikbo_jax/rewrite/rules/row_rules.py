@@ -1,7 +1,5 @@
 """Rules of primitives that work on every row by itself, if they take the looked-up axis whole."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import jax

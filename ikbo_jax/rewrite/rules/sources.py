@@ -1,7 +1,5 @@
 """Rules of the primitives that broadcast: lookups of rows, tiles, dimensions of size 1."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

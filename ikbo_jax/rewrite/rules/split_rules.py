@@ -1,7 +1,5 @@
 """Rules of `Split`: an equation on split values becomes one on the values before the reshape."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from typing import Any

@@ -4,8 +4,6 @@ The activation unit of DIN multiplies `[q, h, q - h, q * h]` by weights. The pro
 the product with q less the product with h, each at its own batch.
 """
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

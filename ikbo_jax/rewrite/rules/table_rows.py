@@ -1,7 +1,5 @@
 """Which rows of a table a gather looks up, and rows for indices out of bounds."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 from collections.abc import Sequence

@@ -7,8 +7,6 @@ and `check` proves that no result of the program depends on it: wherever the row
 mask hides them.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any, NamedTuple

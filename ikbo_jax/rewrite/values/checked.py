@@ -1,7 +1,5 @@
 """Primitives that `checkify` takes for calls of the program that they stand for."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable
 from typing import Any

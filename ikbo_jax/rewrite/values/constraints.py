@@ -6,8 +6,6 @@ same lookup is built instead, or the result of an op that takes its place, the c
 array are divided over the same mesh axes.
 """
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple

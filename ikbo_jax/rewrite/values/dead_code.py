@@ -1,7 +1,5 @@
 """Removes dead equations from traced programs, also from the programs that these call."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Properties of a single equation, found without the interpreter's state."""
 
-from __future__ import annotations
-
 import functools
 import itertools
 from collections.abc import Sequence

@@ -4,8 +4,6 @@
 If every iteration looks up its user by an index, the towers of all users run before the loop.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Sequence
 from typing import Any

@@ -1,7 +1,5 @@
 """Traces and evaluates programs, and removes dead equations."""
 
-from __future__ import annotations
-
 import functools
 import itertools
 from collections.abc import Callable, Sequence

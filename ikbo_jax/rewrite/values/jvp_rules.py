@@ -4,8 +4,6 @@ A model calls one function, such as `jax.nn.relu`, in every layer. JAX wraps its
 every call, so that the parameters of two calls are never equal.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 

@@ -5,8 +5,6 @@ in them and one of its axes is their rows' axis: row n of the value is linear in
 Rounding counts as linear; what overflows, `equations.may_overflow` finds.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Sequence
 from typing import Any

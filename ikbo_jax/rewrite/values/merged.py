@@ -6,8 +6,6 @@ the reshape, and an equation on the merged value becomes the same equation on th
 A reshape that splits the axes again returns to that value.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import math
 from collections.abc import Sequence

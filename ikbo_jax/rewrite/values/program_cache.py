@@ -1,7 +1,5 @@
 """Properties of the programs that a function calls, found once per rewrite."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

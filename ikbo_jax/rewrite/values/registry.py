@@ -1,7 +1,5 @@
 """The rules by primitive, and the exception that a rule raises if it cannot rewrite."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from typing import Any
 

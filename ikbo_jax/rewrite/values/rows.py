@@ -11,8 +11,6 @@ types name Explicit mesh axes, and for slices, several indices, batches of table
 int32 does not hold.
 """
 
-from __future__ import annotations
-
 import functools
 import math
 from collections.abc import Callable, Sequence

@@ -4,8 +4,6 @@
 value before this reshape, and an equation on it becomes one on the value before the reshape.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from typing import Any
 

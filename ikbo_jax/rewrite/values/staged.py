@@ -7,8 +7,6 @@ trace at once: 30 calls of functions instead of 60, or instead of 70 to 110 by w
 other equations take the usual way.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable, Sequence
 from typing import Any
