@@ -97,8 +97,9 @@ def decomposed(
 
         return jax.lax.cond(groups.members[0, 0] < query.shape[0], attend, nothing, groups)
 
-    # Not on a GPU, whose host would wait for the condition.
-    out, lse = jax.lax.map(attend_if_any if on_cpu else attend, parts.groups)
+    # Not on a GPU, whose host would wait for the condition; a single step has candidates.
+    may_skip = on_cpu and parts.groups.members.shape[0] != 1
+    out, lse = jax.lax.map(attend_if_any if may_skip else attend, parts.groups)
     return _gathered(parts, out), _gathered(parts, lse)
 
 
