@@ -1,5 +1,7 @@
 """Ray on this machine alone: loopback, no dashboard, nothing left behind."""
 
+from __future__ import annotations
+
 import contextlib
 import os
 import pathlib
