@@ -167,22 +167,6 @@ def any_of_warp(values: jax.Array, *, layout: Any = LAYOUT, interpret: bool) -> 
     return vote(values.astype(jnp.int32)) != 0
 
 
-def warp_sums(values: Sequence[jax.Array], *, interpret: bool) -> list[jax.Array]:
-    """Adds f32 numbers of a warp's threads: every thread gets the sums of its warp."""
-    if interpret:
-        of_warps = (x.reshape(WARPS, LANES) for x in values)
-        return [jnp.repeat(jnp.sum(x, axis=1), LANES) for x in of_warps]
-
-    @plgpu.inline_mgpu(arg_types=(LAYOUT,) * len(values), return_type=(FLOAT32,) * len(values))
-    def add_up(_: Any, *values: mgpu.FragmentedArray) -> Any:
-        totals = list(map(scalar, values))
-        for step in range(LANES.bit_length() - 1):
-            totals = [arith.addf(x, mgpu.utils.shfl_bfly(x, 1 << step)) for x in totals]
-        return tuple(array(x, values[0]) for x in totals)
-
-    return list(add_up(*values))
-
-
 def scatter(
     ref: Any,
     index: jax.Array,
