@@ -134,6 +134,15 @@ ROWS = (
         label="512 wide, 100k tokens, forward",
     ),
     Row(
+        "their training step",
+        "the same",
+        SOFTMAX,
+        ("hstu/h200.json",),
+        ("cudnn-softmax",),
+        sweep="default",
+        label="512 wide, 100k tokens, both",
+    ),
+    Row(
         "ranking network",
         REQUEST,
         "by hand for XLA, cuDNN",

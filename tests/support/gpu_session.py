@@ -58,7 +58,7 @@ def device_answers() -> bool:
 
 
 #: Bytes of the arrays that `fill_free_memory` makes, and how many of each.
-JUNK = {2**i: 8 for i in range(10, 25)} | {2**29: 1}
+JUNK = {2**i: 8 for i in range(10, 25)} | {2**27: 1}
 
 
 def fill_free_memory() -> None:
