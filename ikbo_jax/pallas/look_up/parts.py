@@ -115,12 +115,35 @@ class Part(NamedTuple):
 
 
 class Own(NamedTuple):
-    """Holds the range of users that a CTA owns, and the range of their candidates' places."""
+    """Holds the range of users that a CTA owns, and the range of their candidates' places.
+
+    `long` is a user of whom the CTA adds up some columns alone; None if there can be no such user.
+    """
 
     first: Any
     end: Any
     begin: Any
     after: Any
+    long: "LongUser | None" = None
+
+
+class LongUser(NamedTuple):
+    """A user whose candidates are all entries of the CTA's part, and of other parts.
+
+    The CTAs of these parts, `helpers` of them, divide the columns among themselves: `helper` is the
+    number of this one. The user's candidates have the places from `begin` to `after`.
+    """
+
+    is_here: Any
+    user: Any
+    begin: Any
+    after: Any
+    helper: Any
+    helpers: Any
+
+    @property
+    def own(self) -> Own:
+        return Own(self.user, self.user + 1, self.begin, self.after)
 
 
 def find_own(part: Part, piece: Any) -> Own:
@@ -141,10 +164,18 @@ def find_own(part: Part, piece: Any) -> Own:
         lambda: _search(part, is_before, level + 1),
         lambda: [place + count for place, count in zip(places, counts, strict=True)],
     )
-    found = []
+    last = shape.batch - 1
+
+    def has(place: Any, user: Any) -> Any:
+        """Whether the candidate at a place is the user's."""
+        found = part.ctx.operands.user[jnp.clip(place, 0, last)]
+        return (place >= 0) & (place <= last) & (jnp.clip(found, 0, shape.users - 1) == user)
+
+    found, fills = [], []
     for user, place, end in zip(users, places, ends, strict=True):
-        before = part.ctx.operands.user[jnp.maximum(place - 1, 0)]
-        is_earlier = (place > 0) & (jnp.clip(before, 0, shape.users - 1) == user)
+        is_earlier = has(place - 1, user)
+        # All entries from the limit to the next one are candidates of a user who began before.
+        fills.append(is_earlier & has(place + (shape.each - 1), user))
         found.append(
             (
                 jnp.clip(user + is_earlier.astype(jnp.int32), 0, shape.users),
@@ -152,8 +183,22 @@ def find_own(part: Part, piece: Any) -> Own:
             )
         )
     (first, begin), (end, after) = found
+    user = jnp.where(fills[0], *users)
+    of_user = [lambda place: part.user(place) < user, lambda place: part.user(place) <= user]
+    nothing = [jnp.int32(0), jnp.int32(0)]
+    long_begin, long_after = lax.cond(
+        fills[0] | fills[1], lambda: _search(part, of_user, 2 * level + 1), lambda: nothing
+    )
+    # The last user leaves its candidates to the CTAs whose parts it fills.
+    is_left = fills[1] & ~fills[0]
+    end, after = jnp.where(is_left, user, end), jnp.where(is_left, long_begin, after)
+    helper = lax.div(long_begin + user + shape.each, jnp.int32(shape.each))
+    helpers = lax.div(long_after + user, jnp.int32(shape.each)) - helper
     # Where an index is not sorted as promised, a search may find anything.
-    return Own(first, jnp.minimum(end, first + shape.most_users), begin, after)
+    helper, helpers = jnp.maximum(piece - helper, 0), jnp.maximum(helpers, 1)
+    end = jnp.minimum(end, first + shape.most_users)
+    long = LongUser(fills[0], user, long_begin, long_after, helper, helpers)
+    return Own(first, end, begin, after, long)
 
 
 def _search(part: Part, conditions: list[Any], level: int) -> list[Any]:

@@ -15,6 +15,11 @@ may begin or end within a user. A thread
   2. adds the sums of later lanes to that of its last user, by a segmented scan in shared memory,
   3. stores zeros for users without candidates.
 
+A user with so many candidates that they are all entries of other CTAs' parts is *long*: these CTAs,
+which own no user, divide its columns among themselves, and
+
+  4. add up all its candidates, for a few columns at a time.
+
 Each number is added in f32, in an order that the sizes and the index decide, and rounded once.
 
 The kernel is limited by memory: each row is read once. Candidates are put into the order of users
@@ -22,10 +27,12 @@ by a launch of its own, unless they are sorted. Where rows are short, a CTA read
 and lists the candidates of some users; the candidates may be divided into parts, each with CTAs of
 its own, whose sums in f32 XLA adds up.
 
-Synchronisations: `Threads.commit` in the search or the lists, in step 2 and before step 3. CTAs do
-not wait for each other.
+Synchronisations: `Threads.commit` in the search or the lists, in step 2, before step 3 and
+in step 4. CTAs do not wait for each other.
 """
 
+import dataclasses
+import functools
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -39,12 +46,16 @@ from ikbo_jax.pallas.hopper.launch import WarpgroupContext, launch_threads
 from ikbo_jax.pallas.hopper.per_thread import LANES, Threads, same
 from ikbo_jax.pallas.hopper.row_vectors import Rows, Words
 from ikbo_jax.pallas.look_up import parts
-from ikbo_jax.pallas.look_up.listing import list_users
-from ikbo_jax.pallas.look_up.parts import Operands, Own, Part, Shape, Shared
+from ikbo_jax.pallas.look_up.listing import Listed, list_users
+from ikbo_jax.pallas.look_up.parts import LongUser, Operands, Own, Part, Shape, Shared
 from ikbo_jax.pallas.worklist import counted_order, scan, work_order
 from ikbo_jax.problems import memory
 from ikbo_jax.problems.hopper import WARPGROUP_SIZE
 from ikbo_jax.problems.look_up import SegmentSumConfig, vector_words
+
+#: Vectors of a row that a CTA adds up at a time for a long user: 32 bytes, which a load of device
+#: memory has.
+LONG_COLUMNS = 2
 
 
 class _Sums(NamedTuple):
@@ -68,14 +79,8 @@ def _sum(ctx: WarpgroupContext) -> None:
     scan.clear(threads, ctx.shared.linked)
     chunk, piece = lax.rem(ctx.worker, shape.chunks), lax.div(ctx.worker, shape.chunks)
     number, piece = lax.div(piece, shape.slices), lax.rem(piece, shape.slices)
-    thread = threads.number()
-    lane, column = per_thread.divided(thread, shape.columns)
-    vector = chunk * shape.columns + column
-    is_used = (lane < threads.count // shape.columns) & (vector < shape.vectors)
-    vector = jnp.minimum(vector, shape.vectors - 1)
     listed = list_users(ctx, threads, piece, number) if shape.listed_users else None
-    first_row = number * shape.users
-    part = Part(ctx, threads, lane, vector, is_used, column == 0, first_row, listed)
+    part = _part(ctx, threads, chunk * shape.columns, number * shape.users, listed)
     own = parts.find_own(part, piece)
 
     @pl.when(own.begin < own.after)
@@ -84,6 +89,40 @@ def _sum(ctx: WarpgroupContext) -> None:
 
     threads.commit()
     _store_zeros(part, own)
+    if own.long is not None:
+        pl.when(own.long.is_here)(functools.partial(_sum_columns, part, own.long, chunk))
+
+
+def _part(
+    ctx: WarpgroupContext, threads: Threads, first: Any, first_row: Any, listed: Listed | None
+) -> Part:
+    """Makes a thread's part of the vectors from number `first` on."""
+    shape = ctx.shape
+    lane, column = per_thread.divided(threads.number(), shape.columns)
+    vector = first + column
+    is_used = (lane < threads.count // shape.columns) & (vector < shape.vectors)
+    vector = jnp.minimum(vector, shape.vectors - 1)
+    return Part(ctx, threads, lane, vector, is_used, column == 0, first_row, listed)
+
+
+def _sum_columns(part: Part, user: LongUser, chunk: Any) -> None:
+    """Adds up the CTA's share of a long user's columns, a few at a time (step 4)."""
+    shape, threads = part.ctx.shape, part.threads
+    narrow = dataclasses.replace(shape, chunks=pl.cdiv(shape.vectors, LONG_COLUMNS))
+    narrow = narrow if narrow.columns < shape.columns else shape
+    steps = pl.cdiv(shape.columns, narrow.columns)
+    ctx, end = part.ctx.replace(shape=narrow), (chunk + 1) * shape.columns
+
+    @pl.loop(0, lax.div(steps - 1 - user.helper + user.helpers, user.helpers))
+    def _(turn: Any) -> None:
+        step = user.helper + turn * user.helpers
+        first = chunk * shape.columns + step * narrow.columns
+        own = _part(ctx, threads, first, part.first_row, None)
+        own = own._replace(is_used=own.is_used & (own.vector < end))
+        _join(own, *_walk(own, user.own))
+        threads.commit()
+        scan.clear(threads, part.ctx.shared.linked)
+        threads.commit()
 
 
 def _store_zeros(part: Part, own: Own) -> None:
@@ -278,7 +317,7 @@ def segment_sum_kernel(
             memory.Floats((numbers, threads)),
             memory.Words((threads,)),
             memory.Words((threads.bit_length() + 1,)),
-            memory.Words(((2 * parts.levels(batch, threads) + 1) * threads // LANES + 1,)),
+            memory.Words(((3 * parts.levels(batch, threads) + 1) * threads // LANES + 1,)),
             memory.Words((shape.most_users,)),
             list_words if config.users else None,
             list_words if is_sorting else None,
