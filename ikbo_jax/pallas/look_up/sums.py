@@ -32,7 +32,6 @@ in step 4. CTAs do not wait for each other.
 """
 
 import dataclasses
-import functools
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -41,13 +40,13 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
-from ikbo_jax.pallas.hopper import per_thread
+from ikbo_jax.pallas.hopper import mosaic, per_thread
 from ikbo_jax.pallas.hopper.launch import WarpgroupContext, launch_threads
 from ikbo_jax.pallas.hopper.per_thread import LANES, Threads, same
 from ikbo_jax.pallas.hopper.row_vectors import Rows, Words
 from ikbo_jax.pallas.look_up import parts
 from ikbo_jax.pallas.look_up.listing import Listed, list_users
-from ikbo_jax.pallas.look_up.parts import LongUser, Operands, Own, Part, Shape, Shared
+from ikbo_jax.pallas.look_up.parts import Operands, Own, Part, Shape, Shared
 from ikbo_jax.pallas.worklist import counted_order, scan, work_order
 from ikbo_jax.problems import memory
 from ikbo_jax.problems.hopper import WARPGROUP_SIZE
@@ -89,8 +88,8 @@ def _sum(ctx: WarpgroupContext) -> None:
 
     threads.commit()
     _store_zeros(part, own)
-    if own.long is not None:
-        pl.when(own.long.is_here)(functools.partial(_sum_columns, part, own.long, chunk))
+    if not shape.listed_users:
+        pl.when(own.is_filled)(lambda: _sum_columns(part, own.first - 1))
 
 
 def _part(
@@ -105,21 +104,25 @@ def _part(
     return Part(ctx, threads, lane, vector, is_used, column == 0, first_row, listed)
 
 
-def _sum_columns(part: Part, user: LongUser, chunk: Any) -> None:
+def _sum_columns(part: Part, user: Any) -> None:
     """Adds up the CTA's share of a long user's columns, a few at a time (step 4)."""
     shape, threads = part.ctx.shape, part.threads
+    worker = mosaic.opaque(part.ctx.worker, interpret=part.ctx.interpret)
+    chunk, piece = lax.rem(worker, shape.chunks), lax.div(worker, shape.chunks)
+    begin, after = parts.places_of(part, user)
+    first_helper, helpers = parts.helpers_of(part, user, begin, after)
+    helper = jnp.maximum(piece - first_helper, 0)
     narrow = dataclasses.replace(shape, chunks=pl.cdiv(shape.vectors, LONG_COLUMNS))
     narrow = narrow if narrow.columns < shape.columns else shape
-    steps = pl.cdiv(shape.columns, narrow.columns)
     ctx, end = part.ctx.replace(shape=narrow), (chunk + 1) * shape.columns
+    steps = pl.cdiv(shape.columns, narrow.columns)
 
-    @pl.loop(0, lax.div(steps - 1 - user.helper + user.helpers, user.helpers))
+    @pl.loop(0, lax.div(steps - 1 - helper + helpers, helpers))
     def _(turn: Any) -> None:
-        step = user.helper + turn * user.helpers
-        first = chunk * shape.columns + step * narrow.columns
+        first = chunk * shape.columns + (helper + turn * helpers) * narrow.columns
         own = _part(ctx, threads, first, part.first_row, None)
         own = own._replace(is_used=own.is_used & (own.vector < end))
-        _join(own, *_walk(own, user.own))
+        _join(own, *_walk(own, Own(user, user + 1, begin, after), is_one_user=True))
         threads.commit()
         scan.clear(threads, part.ctx.shared.linked)
         threads.commit()
@@ -138,7 +141,7 @@ def _store_zeros(part: Part, own: Own) -> None:
         _store(part, number + own.first, nothing, is_own & (has_any == 0))
 
 
-def _walk(part: Part, own: Own) -> tuple[_Sums, Any]:
+def _walk(part: Part, own: Own, *, is_one_user: bool = False) -> tuple[_Sums, Any]:
     """Adds up the lane's candidates (step 1); also returns whether the lane has any."""
     shape, unroll = part.ctx.shape, part.ctx.config.unroll
     each = lax.div(own.after - own.begin + (part.lanes - 1), jnp.int32(part.lanes))
@@ -148,6 +151,8 @@ def _walk(part: Part, own: Own) -> tuple[_Sums, Any]:
     before = part.user(first - 1)
     nothing = (_no_sum(),) * shape.numbers
     sums = _Sums(jnp.where(is_later, before, same(-1)), nothing, nothing, same(1))
+    if is_one_user:
+        sums = sums._replace(user=same(0) + own.first, is_head=is_later.astype(jnp.int32))
 
     def places(turn: Any) -> list[jax.Array]:
         return [first + (turn * unroll + i) for i in range(unroll)]
@@ -157,7 +162,7 @@ def _walk(part: Part, own: Own) -> tuple[_Sums, Any]:
     def step(turn: Any, carry: tuple[_Sums, list[jax.Array]]) -> Any:
         sums, candidates = carry
         loaded = values.load([(x, part.vector) for x in candidates])
-        users = [part.user(x) for x in places(turn)]
+        users = [None if is_one_user else part.user(x) for x in places(turn)]
         # On their way while this turn's are added.
         following = [part.candidate(x) for x in places(turn + 1)]
         for place, user, words in zip(places(turn), users, loaded, strict=True):
@@ -171,19 +176,23 @@ def _walk(part: Part, own: Own) -> tuple[_Sums, Any]:
 
 
 def _add(
-    part: Part, own: Own, sums: _Sums, user: jax.Array, words: Words, is_own: jax.Array
+    part: Part, own: Own, sums: _Sums, user: jax.Array | None, words: Words, is_own: jax.Array
 ) -> _Sums:
-    """Adds a candidate's vector; stores the sum of the user before, if that is complete."""
+    """Adds a candidate's vector; stores the sum of the user before, if that is complete.
+
+    `user` is None where all candidates have the same user.
+    """
     values = Rows(part.ctx.operands.values, part.ctx.shape.words, part.ctx.interpret)
     words = tuple(jnp.where(is_own, x, jnp.zeros_like(x)) for x in words)
-    is_new = is_own & (user != sums.user)
-    # A branch: most candidates have the user of the one before, and the sum's end takes half of all
-    # instructions.
-    sums = lax.cond(
-        per_thread.any_of_warp(is_new, interpret=part.ctx.interpret),
-        lambda: _end_user(part, own, sums, user, is_new),
-        lambda: sums,
-    )
+    if user is not None:
+        is_new = is_own & (user != sums.user)
+        # A branch: most candidates have the user of the one before, and the sum's end takes half of
+        # all instructions.
+        sums = lax.cond(
+            per_thread.any_of_warp(is_new, interpret=part.ctx.interpret),
+            lambda: _end_user(part, own, sums, user, is_new),
+            lambda: sums,
+        )
     added = zip(sums.open, values.floats(words), strict=True)
     return sums._replace(open=tuple(x + y for x, y in added))
 
