@@ -20,6 +20,8 @@ CASES = {
     "one": (1, 1, 2, "float32", True, SegmentSumConfig(2, 2, 1)),
     # CTAs begin within users, a lane holds several users, a user several lanes.
     "shared": (11, 4, 16, "bfloat16", False, SegmentSumConfig(1, 1, 2)),
+    # One user fills the parts of several CTAs, which share its columns.
+    "long": (70, 6, 56, "float16", False, True, SegmentSumConfig(8, 1, 2)),
     "odd_width": (6, 3, 3, "float16", True, SegmentSumConfig(2, 1, 1)),
     "users_without_candidates": (3, 9, 8, "bfloat16", True, SegmentSumConfig(2, 2, 1)),
     "listed": (9, 3, 16, "float16", False, SegmentSumConfig(2, 1, 2, users=1)),
@@ -31,7 +33,7 @@ CASES = {
 @pytest.mark.parametrize("name", CASES)
 def test_interpreted_sums(name: str, launches: interpreter.Launches) -> None:
     *sizes, config = CASES[name]
-    _, users, _, dtype, is_sorted = sizes
+    _, users, _, dtype, is_sorted, *_ = sizes
     values, index = draw(*sizes)
     kernel = functools.partial(
         segment_sum_kernel,

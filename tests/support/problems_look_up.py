@@ -6,11 +6,13 @@ import numpy as np
 
 
 def draw(
-    batch: int, users: int, width: int, dtype: str, is_sorted: bool
+    batch: int, users: int, width: int, dtype: str, is_sorted: bool, has_hot_user: bool = False
 ) -> tuple[jax.Array, jax.Array]:
     """Draws values [batch, width] and an index [batch], some of it out of range."""
     rng = np.random.default_rng(0)
     index = rng.integers(-1, users + 1, batch).astype(np.int32)
+    if has_hot_user:
+        index = np.where(rng.random(batch) < 0.8, users // 3, index)
     if is_sorted:
         index.sort()
     return jnp.asarray(rng.normal(size=(batch, width)), dtype), jnp.asarray(index)

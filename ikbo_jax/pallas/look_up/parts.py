@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
+from ikbo_jax.pallas.hopper import mosaic
 from ikbo_jax.pallas.hopper.launch import WarpgroupContext
 from ikbo_jax.pallas.hopper.per_thread import Threads
 from ikbo_jax.pallas.look_up import gather
@@ -115,12 +116,17 @@ class Part(NamedTuple):
 
 
 class Own(NamedTuple):
-    """Holds the range of users that a CTA owns, and the range of their candidates' places."""
+    """Holds the range of users that a CTA owns, and the range of their candidates' places.
+
+    `is_filled`: there is no such user, and all entries of the CTA's part are candidates of the user
+    before `first`. False if the CTA lists.
+    """
 
     first: Any
     end: Any
     begin: Any
     after: Any
+    is_filled: Any = False
 
 
 def find_own(part: Part, piece: Any) -> Own:
@@ -129,22 +135,32 @@ def find_own(part: Part, piece: Any) -> Own:
     if part.listed is not None:
         return Own(*part.listed.users, jnp.int32(0), part.listed.count)
     limits = [jnp.minimum((piece + i) * shape.each, shape.batch + shape.users) for i in range(2)]
-    places = _search(part, [lambda place, x=x: part.user(place) + place < x for x in limits], 0)
+    thread = part.threads.number()
+    is_before = [lambda place, x=x: part.user(place) + place < x for x in limits]
+    places = _search(part, is_before, 0, thread)
     users = [limit - place for limit, place in zip(limits, places, strict=True)]
     # A user may have candidates before the CTA's part: an earlier CTA owns that user. The user's
     # last one is near, unless there are very many.
     is_before = [lambda place, x=x: part.user(place) <= x for x in users]
     level, window = levels(shape.batch, part.threads.count), _SAMPLES * part.threads.count
-    counts = _counts(part, is_before, places, 1, level)
+    counts = _counts(part, is_before, places, 1, level, thread)
     ends = lax.cond(
         (counts[0] == window) | (counts[1] == window),
-        lambda: _search(part, is_before, level + 1),
+        lambda: _search(part, is_before, level + 1, thread),
         lambda: [place + count for place, count in zip(places, counts, strict=True)],
     )
-    found = []
+    last = shape.batch - 1
+
+    def has(place: Any, user: Any) -> Any:
+        """Whether the candidate at a place is the user's."""
+        found = part.ctx.operands.user[jnp.clip(place, 0, last)]
+        return (place >= 0) & (place <= last) & (jnp.clip(found, 0, shape.users - 1) == user)
+
+    found, fills = [], []
     for user, place, end in zip(users, places, ends, strict=True):
-        before = part.ctx.operands.user[jnp.maximum(place - 1, 0)]
-        is_earlier = (place > 0) & (jnp.clip(before, 0, shape.users - 1) == user)
+        is_earlier = has(place - 1, user)
+        # All entries from the limit to the next one are candidates of a user who began before.
+        fills.append(is_earlier & has(place + (shape.each - 1), user))
         found.append(
             (
                 jnp.clip(user + is_earlier.astype(jnp.int32), 0, shape.users),
@@ -152,33 +168,55 @@ def find_own(part: Part, piece: Any) -> Own:
             )
         )
     (first, begin), (end, after) = found
+    # The last user is left to the CTAs whose parts it fills.
+    is_left = fills[1] & ~fills[0]
+    end = jnp.where(is_left, users[1], end)
+    after = lax.cond(
+        is_left, lambda: places_of(part, users[1], 2 * level + 1)[0], lambda: jnp.int32(after)
+    )
     # Where an index is not sorted as promised, a search may find anything.
-    return Own(first, jnp.minimum(end, first + shape.most_users), begin, after)
+    return Own(first, jnp.minimum(end, first + shape.most_users), begin, after, fills[0])
 
 
-def _search(part: Part, conditions: list[Any], level: int) -> list[Any]:
+def places_of(part: Part, user: Any, level: int = 0) -> list[Any]:
+    """Finds the first place of a user's candidates, and the one after the last."""
+    is_before = [lambda place: part.user(place) < user, lambda place: part.user(place) <= user]
+    # Otherwise, addresses that the search before computes as well stay in 16 registers.
+    zero = mosaic.opaque(jnp.int32(0), interpret=part.ctx.interpret)
+    return _search(part, is_before, level, part.threads.number() + zero)
+
+
+def helpers_of(part: Part, user: Any, begin: Any, after: Any) -> tuple[Any, Any]:
+    """Finds the first CTA whose part is filled by a user with these places, and their number."""
+    each = jnp.int32(part.ctx.shape.each)
+    first = lax.div(begin + user + each, each)
+    return first, jnp.maximum(lax.div(after + user, each) - first, 1)
+
+
+def _search(part: Part, conditions: list[Any], level: int, thread: Any) -> list[Any]:
     """Counts the places that satisfy each of two conditions, which hold for the first places alone.
 
-    All threads search together. `level` is the number of `_counts` that came before.
+    All threads search together. `level` is the number of `_counts` that came before; `thread` is
+    the thread's number.
     """
     found: list[Any] = [jnp.int32(0), jnp.int32(0)]
     unknown = part.ctx.shape.batch
     while unknown:
         stride = pl.cdiv(unknown, _SAMPLES * part.threads.count)
-        counts = _counts(part, conditions, found, stride, level)
+        counts = _counts(part, conditions, found, stride, level, thread)
         found = [x + y * stride for x, y in zip(found, counts, strict=True)]
         unknown, level = stride - 1, level + 1
     return found
 
 
 def _counts(
-    part: Part, conditions: list[Any], bases: list[Any], stride: int, level: int
+    part: Part, conditions: list[Any], bases: list[Any], stride: int, level: int, thread: Any
 ) -> list[Any]:
     """Counts, for two conditions, the places that satisfy them: every `stride`-th from a base."""
     threads, last = part.threads, part.ctx.shape.batch - 1
     counts = []
     for holds, base in zip(conditions, bases, strict=True):
-        numbers = [threads.number() + i * threads.count for i in range(_SAMPLES)]
+        numbers = [thread + i * threads.count for i in range(_SAMPLES)]
         places = [(x + 1) * stride + (base - 1) for x in numbers]
         count = [((x <= last) & holds(x)).astype(jnp.int32) for x in places]
         counts.append(functools.reduce(jnp.add, count))

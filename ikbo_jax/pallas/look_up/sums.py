@@ -15,6 +15,11 @@ may begin or end within a user. A thread
   2. adds the sums of later lanes to that of its last user, by a segmented scan in shared memory,
   3. stores zeros for users without candidates.
 
+A user with so many candidates that they are all entries of other CTAs' parts is *long*: these CTAs,
+which own no user, divide its columns among themselves, and
+
+  4. add up all its candidates, for a few columns at a time.
+
 Each number is added in f32, in an order that the sizes and the index decide, and rounded once.
 
 The kernel is limited by memory: each row is read once. Candidates are put into the order of users
@@ -22,10 +27,11 @@ by a launch of its own, unless they are sorted. Where rows are short, a CTA read
 and lists the candidates of some users; the candidates may be divided into parts, each with CTAs of
 its own, whose sums in f32 XLA adds up.
 
-Synchronisations: `Threads.commit` in the search or the lists, in step 2 and before step 3. CTAs do
-not wait for each other.
+Synchronisations: `Threads.commit` in the search or the lists, in step 2, before step 3 and
+in step 4. CTAs do not wait for each other.
 """
 
+import dataclasses
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -34,17 +40,21 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
-from ikbo_jax.pallas.hopper import per_thread
+from ikbo_jax.pallas.hopper import mosaic, per_thread
 from ikbo_jax.pallas.hopper.launch import WarpgroupContext, launch_threads
 from ikbo_jax.pallas.hopper.per_thread import LANES, Threads, same
 from ikbo_jax.pallas.hopper.row_vectors import Rows, Words
 from ikbo_jax.pallas.look_up import parts
-from ikbo_jax.pallas.look_up.listing import list_users
+from ikbo_jax.pallas.look_up.listing import Listed, list_users
 from ikbo_jax.pallas.look_up.parts import Operands, Own, Part, Shape, Shared
 from ikbo_jax.pallas.worklist import counted_order, scan, work_order
 from ikbo_jax.problems import memory
 from ikbo_jax.problems.hopper import WARPGROUP_SIZE
 from ikbo_jax.problems.look_up import SegmentSumConfig, vector_words
+
+#: Vectors of a row that a CTA adds up at a time for a long user: 32 bytes, which a load of device
+#: memory has.
+LONG_COLUMNS = 2
 
 
 class _Sums(NamedTuple):
@@ -68,14 +78,8 @@ def _sum(ctx: WarpgroupContext) -> None:
     scan.clear(threads, ctx.shared.linked)
     chunk, piece = lax.rem(ctx.worker, shape.chunks), lax.div(ctx.worker, shape.chunks)
     number, piece = lax.div(piece, shape.slices), lax.rem(piece, shape.slices)
-    thread = threads.number()
-    lane, column = per_thread.divided(thread, shape.columns)
-    vector = chunk * shape.columns + column
-    is_used = (lane < threads.count // shape.columns) & (vector < shape.vectors)
-    vector = jnp.minimum(vector, shape.vectors - 1)
     listed = list_users(ctx, threads, piece, number) if shape.listed_users else None
-    first_row = number * shape.users
-    part = Part(ctx, threads, lane, vector, is_used, column == 0, first_row, listed)
+    part = _part(ctx, threads, chunk * shape.columns, number * shape.users, listed)
     own = parts.find_own(part, piece)
 
     @pl.when(own.begin < own.after)
@@ -84,6 +88,44 @@ def _sum(ctx: WarpgroupContext) -> None:
 
     threads.commit()
     _store_zeros(part, own)
+    if not shape.listed_users:
+        pl.when(own.is_filled)(lambda: _sum_columns(part, own.first - 1))
+
+
+def _part(
+    ctx: WarpgroupContext, threads: Threads, first: Any, first_row: Any, listed: Listed | None
+) -> Part:
+    """Makes a thread's part of the vectors from number `first` on."""
+    shape = ctx.shape
+    lane, column = per_thread.divided(threads.number(), shape.columns)
+    vector = first + column
+    is_used = (lane < threads.count // shape.columns) & (vector < shape.vectors)
+    vector = jnp.minimum(vector, shape.vectors - 1)
+    return Part(ctx, threads, lane, vector, is_used, column == 0, first_row, listed)
+
+
+def _sum_columns(part: Part, user: Any) -> None:
+    """Adds up the CTA's share of a long user's columns, a few at a time (step 4)."""
+    shape, threads = part.ctx.shape, part.threads
+    worker = mosaic.opaque(part.ctx.worker, interpret=part.ctx.interpret)
+    chunk, piece = lax.rem(worker, shape.chunks), lax.div(worker, shape.chunks)
+    begin, after = parts.places_of(part, user)
+    first_helper, helpers = parts.helpers_of(part, user, begin, after)
+    helper = jnp.maximum(piece - first_helper, 0)
+    narrow = dataclasses.replace(shape, chunks=pl.cdiv(shape.vectors, LONG_COLUMNS))
+    narrow = narrow if narrow.columns < shape.columns else shape
+    ctx, end = part.ctx.replace(shape=narrow), (chunk + 1) * shape.columns
+    steps = pl.cdiv(shape.columns, narrow.columns)
+
+    @pl.loop(0, lax.div(steps - 1 - helper + helpers, helpers))
+    def _(turn: Any) -> None:
+        first = chunk * shape.columns + (helper + turn * helpers) * narrow.columns
+        own = _part(ctx, threads, first, part.first_row, None)
+        own = own._replace(is_used=own.is_used & (own.vector < end))
+        _join(own, *_walk(own, Own(user, user + 1, begin, after), is_one_user=True))
+        threads.commit()
+        scan.clear(threads, part.ctx.shared.linked)
+        threads.commit()
 
 
 def _store_zeros(part: Part, own: Own) -> None:
@@ -99,7 +141,7 @@ def _store_zeros(part: Part, own: Own) -> None:
         _store(part, number + own.first, nothing, is_own & (has_any == 0))
 
 
-def _walk(part: Part, own: Own) -> tuple[_Sums, Any]:
+def _walk(part: Part, own: Own, *, is_one_user: bool = False) -> tuple[_Sums, Any]:
     """Adds up the lane's candidates (step 1); also returns whether the lane has any."""
     shape, unroll = part.ctx.shape, part.ctx.config.unroll
     each = lax.div(own.after - own.begin + (part.lanes - 1), jnp.int32(part.lanes))
@@ -109,6 +151,8 @@ def _walk(part: Part, own: Own) -> tuple[_Sums, Any]:
     before = part.user(first - 1)
     nothing = (_no_sum(),) * shape.numbers
     sums = _Sums(jnp.where(is_later, before, same(-1)), nothing, nothing, same(1))
+    if is_one_user:
+        sums = sums._replace(user=same(0) + own.first, is_head=is_later.astype(jnp.int32))
 
     def places(turn: Any) -> list[jax.Array]:
         return [first + (turn * unroll + i) for i in range(unroll)]
@@ -118,7 +162,7 @@ def _walk(part: Part, own: Own) -> tuple[_Sums, Any]:
     def step(turn: Any, carry: tuple[_Sums, list[jax.Array]]) -> Any:
         sums, candidates = carry
         loaded = values.load([(x, part.vector) for x in candidates])
-        users = [part.user(x) for x in places(turn)]
+        users = [None if is_one_user else part.user(x) for x in places(turn)]
         # On their way while this turn's are added.
         following = [part.candidate(x) for x in places(turn + 1)]
         for place, user, words in zip(places(turn), users, loaded, strict=True):
@@ -132,19 +176,23 @@ def _walk(part: Part, own: Own) -> tuple[_Sums, Any]:
 
 
 def _add(
-    part: Part, own: Own, sums: _Sums, user: jax.Array, words: Words, is_own: jax.Array
+    part: Part, own: Own, sums: _Sums, user: jax.Array | None, words: Words, is_own: jax.Array
 ) -> _Sums:
-    """Adds a candidate's vector; stores the sum of the user before, if that is complete."""
+    """Adds a candidate's vector; stores the sum of the user before, if that is complete.
+
+    `user` is None where all candidates have the same user.
+    """
     values = Rows(part.ctx.operands.values, part.ctx.shape.words, part.ctx.interpret)
     words = tuple(jnp.where(is_own, x, jnp.zeros_like(x)) for x in words)
-    is_new = is_own & (user != sums.user)
-    # A branch: most candidates have the user of the one before, and the sum's end takes half of all
-    # instructions.
-    sums = lax.cond(
-        per_thread.any_of_warp(is_new, interpret=part.ctx.interpret),
-        lambda: _end_user(part, own, sums, user, is_new),
-        lambda: sums,
-    )
+    if user is not None:
+        is_new = is_own & (user != sums.user)
+        # A branch: most candidates have the user of the one before, and the sum's end takes half of
+        # all instructions.
+        sums = lax.cond(
+            per_thread.any_of_warp(is_new, interpret=part.ctx.interpret),
+            lambda: _end_user(part, own, sums, user, is_new),
+            lambda: sums,
+        )
     added = zip(sums.open, values.floats(words), strict=True)
     return sums._replace(open=tuple(x + y for x, y in added))
 
@@ -278,7 +326,7 @@ def segment_sum_kernel(
             memory.Floats((numbers, threads)),
             memory.Words((threads,)),
             memory.Words((threads.bit_length() + 1,)),
-            memory.Words(((2 * parts.levels(batch, threads) + 1) * threads // LANES + 1,)),
+            memory.Words(((3 * parts.levels(batch, threads) + 1) * threads // LANES + 1,)),
             memory.Words((shape.most_users,)),
             list_words if config.users else None,
             list_words if is_sorting else None,
