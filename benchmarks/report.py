@@ -43,10 +43,10 @@ TABLES: Mapping[str, Callable[[Record], dict[str, str]]] = {
     for make in (
         *(tables.attention, tables.attention_gradient, tables.gdpa, tables.look_up),
         *(tables.linear_compression, tables.linear_compression_gradient),
-        *(networks.production, networks.ranking, networks.rewrite_models),
+        *(networks.production, networks.ranking, networks.rewrite_programs),
         *(networks.scaling, networks.training),
     )
-} | {"movielens": movielens.blocks}
+} | {"movielens": movielens.blocks, "rewrite_models": networks.rewrite_programs}
 
 
 class Plot(NamedTuple):
