@@ -317,9 +317,7 @@ def bars(point: Record, ours: Record, all_points: Sequence[Record]) -> str:
 
 
 def _add_options(parser: argparse.ArgumentParser) -> None:
-    what = "what to time: the result, the gradients for a fixed cotangent, or both (default: all)"
-    known = DIRECTIONS
-    parser.add_argument("--direction", nargs="+", choices=known, default=known, help=what)
+    harness.add_direction(parser, DIRECTIONS, DIRECTIONS)
     names = [p.name for p in (*ALL, PADDED, ATTENTION) if p != OURS]
     about: Any = {"metavar": "NAME"}
     about["help"] = "providers to leave out, such as xla, whose gradients take most of a run's time"
@@ -329,7 +327,7 @@ def _add_options(parser: argparse.ArgumentParser) -> None:
 BENCHMARK = Benchmark(
     "gdpa",
     tuple(SWEEPS),
-    lambda o: (p for d in o.direction for s in o.sweep for p in points(s, d)),
+    harness.of_directions(points),
     shrink,
     measure_point,
     bars,

@@ -15,7 +15,7 @@ from benchmarks import look_up as of_look_up
 from benchmarks import production as of_production
 from benchmarks import tables, timing
 from benchmarks import tables_networks as networks
-from benchmarks.records import OUR_NAME, Record, points_of, provider_of
+from benchmarks.records import OUR_NAME, Record, forward, points_of, provider_of
 
 #: Panels of linear compression's plot over sizes: sweep, label of its horizontal axis.
 PANELS = {
@@ -114,7 +114,7 @@ def curves(
 
 def attention(results: Record, path: pathlib.Path) -> None:
     """Plots the fraction of the matmul over S, with a curve for every provider."""
-    points = points_of(results, "s")
+    points = points_of(forward(results), "s")
     with saved(path, size=(8, 4.5)) as (figure, (axis,)):
         timed = [
             (name, words)
@@ -144,6 +144,7 @@ def linear_compression_stages(results: Record, path: pathlib.Path) -> None:
 
 def linear_compression_sweeps(results: Record, path: pathlib.Path) -> None:
     """Plots the fraction of the matmul over sizes, with a panel for every measured sweep."""
+    results = forward(results)
     names = [sweep for sweep in PANELS if points_of(results, sweep)]
     columns = min(3, len(names))
     rows = -(-len(names) // columns)

@@ -13,11 +13,9 @@ import test_benchmarks
 
 from benchmarks import (
     attention,
-    attention_gradient,
     gdpa,
     harness,
     linear_compression,
-    linear_compression_gradient,
     look_up,
     production,
     production_providers,
@@ -39,16 +37,27 @@ pytestmark = pytest.mark.slow
 TINY_ATTENTION = AttentionShape(9, 3, 4, 16, 4, 2, 8, "bfloat16", "even", has_lengths=False)
 TINY = Sizes(3, 6, 6, 2, 8)
 SHORT = harness.Protocol(window_s=0.001, rounds=2, matmul_size=64)
-OPS = (attention, attention_gradient, gdpa, linear_compression, linear_compression_gradient)
+OPS = (attention, gdpa, linear_compression)
 
 
-def points_of(module) -> list[Point]:
-    return list(module.BENCHMARK.points(module.BENCHMARK.parse(["--out", os.devnull])))
+def points_of(module, *options: str) -> list[Point]:
+    return list(module.BENCHMARK.points(module.BENCHMARK.parse(["--out", os.devnull, *options])))
 
 
-@pytest.mark.parametrize("module", [*OPS, look_up, ranking, training], ids=lambda x: x.__name__)
-def test_every_sweep_has_points_that_differ_and_shrink(module):
-    every = points_of(module)
+BACKWARD = ("--direction", "backward")
+
+
+@pytest.mark.parametrize(
+    ("module", "options"),
+    [
+        *((module, ()) for module in (*OPS, look_up, ranking, training)),
+        *((module, BACKWARD) for module in (attention, linear_compression)),
+    ],
+    ids=lambda x: "-".join(x) if isinstance(x, tuple) else x.__name__,
+)
+def test_every_sweep_has_points_that_differ_and_shrink(module, options):
+    every = points_of(module, *options)
+    assert every
     assert len({(p.sweep, p.label) for p in every}) == len(every)
     for p in every:
         small = module.BENCHMARK.shrink(p)
@@ -56,9 +65,11 @@ def test_every_sweep_has_points_that_differ_and_shrink(module):
         assert small.case != p.case
 
 
-@pytest.mark.parametrize("module", [attention_gradient, linear_compression_gradient, training])
-def test_no_two_points_are_of_the_same_sizes(module):
-    every = points_of(module)
+@pytest.mark.parametrize(
+    ("module", "options"), [(attention, BACKWARD), (linear_compression, BACKWARD), (training, ())]
+)
+def test_no_two_points_are_of_the_same_sizes(module, options):
+    every = points_of(module, *options)
     assert len({(p.case, p.direction) for p in every}) == len(every)
 
 
