@@ -9,7 +9,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import test_benchmarks
 
 from benchmarks import (
     attention,
@@ -20,7 +19,6 @@ from benchmarks import (
     production,
     production_providers,
     ranking,
-    report,
     timing,
     training,
 )
@@ -258,60 +256,6 @@ def test_what_is_too_long_for_xla_or_not_dense_is_skipped(monkeypatch):
     half = dataclasses.replace(TINY, lengths="half")
     with pytest.raises(NotImplementedError, match="needs equal lengths"):
         gdpa.ATTENTION.prepare(half, inputs, "forward")
-
-
-def synthetic(sweep: str, name: str, direction: str, q_len: int, **figures: tuple) -> dict:
-    """A point of a results file; figures are milliseconds and fractions by provider."""
-    providers = [
-        {"name": key.replace("_", "-"), "median_ms": ms, "fraction": fraction}
-        for key, (ms, fraction) in figures.items()
-    ]
-    problem = {"q_len": q_len, "dtype": "bfloat16"}
-    label = f"{name} {direction}"
-    point = {"sweep": sweep, "name": name, "direction": direction, "label": label}
-    return {**point, "problem": problem, "providers": providers}
-
-
-POINTS = (
-    synthetic("full", "max=1024", "forward", 1024, ikbo=(5.0, 0.8), cudnn_softmax=(6.0, 0.7)),
-    synthetic("kv256", "max=512", "backward", 512, ikbo=(2.0, 0.51), xla=(9.0, 0.1)),
-    synthetic("half", "max=512", "backward", 512, ikbo=(2.0, 0.5)),
-    synthetic("full", "max=2048", "forward", 2048, xla=(9.0, 0.1)),
-    synthetic("pma", "KV=1024", "forward", 32, ikbo=(1.0, 0.3), xla=(2.5, 0.1)),
-    synthetic("activations", "gelu_tanh tanh", "both", 1024, ikbo=(1.0, 0.8)),
-    synthetic("activations", "gelu", "both", 1024, ikbo=(1.25, 0.64)),
-    synthetic("activations", "gelu", "forward", 1024, ikbo=(1.25, 0.64)),
-    synthetic(
-        "activations", "softmax", "forward", 1024, ikbo=(1.0, 0.7), ikbo_attention=(0.98, 0.71)
-    ),
-)
-
-
-def test_report_makes_tables_and_a_plot(tmp_path):
-    pytest.importorskip("matplotlib")
-    results = test_benchmarks.synthetic() | {"op": "gdpa", "points": POINTS}
-    blocks = report.blocks(results, "docs/performance.md")
-    text = (report.ROOT / "docs/performance.md").read_text(encoding="utf-8")
-    assert set(blocks) == {"gdpa-lengths", "gdpa-lengths-plot", "gdpa-sweeps"}
-    assert all(f"<!-- begin generated: {name} -->" in text for name in blocks)
-    row = (
-        "| full: max=1024 forward | not run | 6.0000 | 5.0000 | 0.800 | fraction 0.800, bar 0.82 |"
-    )
-    assert row in blocks["gdpa-lengths"]
-    assert (
-        "| full: max=2048 forward | 9.0000 | not run | not run | - |  |" in blocks["gdpa-lengths"]
-    )
-    assert "cuDNN" not in blocks["gdpa-sweeps"]
-    backward = [{**point, "direction": "backward"} for point in POINTS[:4]]
-    names = set(report.blocks({**results, "points": backward}, "docs/performance.md"))
-    assert names == {"gdpa-backward-lengths", "gdpa-backward-lengths-plot"}
-    assert all(f"<!-- begin generated: {name} -->" in text for name in names)
-    (image,) = (tmp_path / name for name in report.draw(results, tmp_path))
-    assert "lengths uniform in 1..max" in image.read_text()
-    first = image.read_bytes()
-    report.draw(results, tmp_path)
-    assert image.read_bytes() == first
-    assert report.draw({**results, "points": POINTS[4:]}, tmp_path) == []
 
 
 def test_providers_can_be_left_out(

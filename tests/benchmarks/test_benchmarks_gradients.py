@@ -53,31 +53,6 @@ def test_right_versions_are_right_and_wrong_ones_are_found(monkeypatch, directio
     assert "cuDNN needs a GPU" in grouped["skipped"]
 
 
-def of_no_cost(shape):
-    """Three versions that compile fast."""
-
-    def maker(name):
-        ones = (jnp.ones((2, 3)),) * 3
-        return lambda: production_providers.Contender(name, "", lambda q, k, v: q * k + v, ones)
-
-    return map(maker, ("ikbo", "xla", "grouped-cudnn"))
-
-
-def test_a_run_of_attention_in_small_and_its_table(tmp_path, capsys, monkeypatch):
-    """With this library and XLA alone."""
-    monkeypatch.setattr(attention, "contenders", of_no_cost)
-    out = tmp_path / "gradient.json"
-    options = ["--quick", "--sweep", "s", "--direction", "backward"]
-    assert attention.BENCHMARK.main(["--out", str(out), *options]) == 0
-    assert "S=8192" in capsys.readouterr().out
-    results = json.loads(out.read_text())
-    assert [len(point["providers"]) for point in results["points"]] == [2] * 5
-    results["environment"]["platform"] = "gpu"
-    (block,) = report.blocks(results, "docs/performance.md").values()
-    assert all(f"\n| s: S={s} | not run | not run | " in block for s in attention.GRADIENT_BARS)
-    assert "cuDNN, queries grouped by hand" in block
-
-
 OPTIONS = ("--quick", "--direction", "backward", "--sweep", "dtype", "--jobs", "2")
 
 
