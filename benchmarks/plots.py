@@ -202,44 +202,22 @@ def gdpa(results: Record, path: pathlib.Path) -> None:
         figure.suptitle(f"{results['environment']['device']}; dotted: target")
 
 
-def _time_and_memory(
-    path: pathlib.Path,
-    results: Record,
-    points: Sequence[Record],
-    field: str,
-    words: tuple[str, str, str],
-    rotation: int = 0,
-) -> None:
-    """Plots times and memory of the versions of the ranking network over points.
-
-    `field` holds the bytes; `words` are the time's label, the horizontal label and the title.
-    """
-    what, over, title = words
-    with saved(path, 2, size=(9, 4.4 if rotation else 4.2)) as (figure, panels):
+def ranking(results: Record, path: pathlib.Path, sweep: str) -> None:
+    """Plots latency and memory of the versions of the ranking network over a sweep."""
+    points = points_of(results, sweep)
+    with saved(path, 2, size=(9, 4.2)) as (figure, panels):
         panels = list(panels)
         curves(panels[0], points, networks.SWEPT, itemgetter("median_ms"))
-        curves(panels[1], points, networks.SWEPT, lambda record: (record.get(field) or 0) / 2**20)
+        memory = lambda record: (record.get("total_bytes") or 0) / 2**20  # noqa: E731
+        curves(panels[1], points, networks.SWEPT, memory)
         ticks = [point["label"].removeprefix("B=") for point in points]
-        for axis, unit in zip(panels, (f"{what}, ms", "memory, MiB"), strict=True):
-            axis.set_xticks(range(len(points)), ticks, rotation=rotation)
-            axis.set_xlabel(over)
+        for axis, unit in zip(panels, ("time, ms", "memory, MiB"), strict=True):
+            axis.set_xticks(range(len(points)), ticks)
+            axis.set_xlabel(networks.RANKING_AXES[sweep])
             axis.set_ylabel(unit)
             plain_log_scale(axis)
         legend_below(figure, panels[0], 2)
-        figure.suptitle(f"{title} on {results['environment']['device']}")
-
-
-def ranking(results: Record, path: pathlib.Path, sweep: str) -> None:
-    """Plots latency and memory over a sweep."""
-    words = "time", networks.RANKING_AXES[sweep], "ranking network"
-    _time_and_memory(path, results, points_of(results, sweep), "total_bytes", words)
-
-
-def training(results: Record, path: pathlib.Path) -> None:
-    """Plots time and memory of a step over the sweep's points."""
-    over, title = "candidates a user, queries a candidate", "training the ranking network"
-    points, words = networks.swept_training(results), ("time of a step", over, title)
-    _time_and_memory(path, results, points, "peak_bytes", words, 40)
+        figure.suptitle(f"ranking network on {results['environment']['device']}")
 
 
 def scaling(results: Record, path: pathlib.Path) -> None:

@@ -120,10 +120,6 @@ PLOTS = (
         for sweep, x in networks.RANKING_AXES.items()
     ),
     Plot(
-        *("training", "training-ratio", "time and memory of a training step"),
-        *(plots.training, networks.swept_training, "training"),
-    ),
-    Plot(
         *("movielens", "movielens-quality", "loss and AUC over steps"),
         *(movielens.draw, _field("curves"), "movielens"),
     ),

@@ -78,7 +78,7 @@ def _request(defaults: Sequence[Record]) -> str:
     )
 
 
-def swept_training(results: Record) -> list[Record]:
+def _swept_training(results: Record) -> list[Record]:
     """Selects the points of training's sweep over ratios, in the order of the sizes."""
 
     def sizes(point: Record) -> tuple[int, int]:
@@ -113,7 +113,7 @@ def training(results: Record) -> dict[str, str]:
     note = "" if is_on_gpu(results) else "Small sizes on a CPU.\n\n"
     tables = {
         "training-table": table(default, RANKING, "candidates/s", "co-designed"),
-        "training-ratio": times(swept_training(results), SWEPT, ("of by hand", of_hand), digits=2),
+        "training-ratio": times(_swept_training(results), SWEPT, ("of by hand", of_hand), digits=2),
         "training-gdpa": table(points_of(results, "gdpa"), TRAINED_GDPA, "sequences/s", OUR_NAME),
     }
     return {name: block(results, found, note) for name, found in tables.items()}

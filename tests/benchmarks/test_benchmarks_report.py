@@ -163,7 +163,7 @@ def test_plots_use_words(tmp_path):
     pytest.importorskip("matplotlib")
     results = report.ROOT / "benchmarks/results"
     found = {}
-    for name in ("linear_compression", "attention", "gdpa", "ranking-ratio", "training"):
+    for name in ("linear_compression", "attention", "gdpa", "ranking-ratio"):
         for path in report.draw(timing.read_results(results / f"{name}-h200.json"), tmp_path):
             found[path.rpartition("/")[2]] = (tmp_path / path).read_text("utf-8")
     sweeps = found["linear_compression_sweeps.svg"]
@@ -171,7 +171,6 @@ def test_plots_use_words(tmp_path):
         assert f">{words}<" in sweeps
     assert ">cuDNN, queries grouped by hand<" in found["attention_lengths.svg"]
     assert "dotted: target" in found["gdpa_lengths.svg"]
-    assert ">hand-optimised for XLA, cuDNN<" in found["training.svg"]
     ratio = found["ranking_ratio.svg"]
     for number in ("5", "10", "20", "1,000", "2,000"):
         assert f">{number}<" in ratio
