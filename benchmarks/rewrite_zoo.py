@@ -316,8 +316,8 @@ def transformer_by_hand(p: P, h: Array, c: Array, i: Array) -> Array:
             return attend(q, k, v, causal(length))
 
         def of_candidates(q: Array, *arrays: Array, kept: Any = kept) -> Array:
-            pairs = zip(kept, arrays, strict=True)
-            return attend(q, *(jnp.concatenate(pair, 1) for pair in pairs), own)
+            k, v = (jnp.concatenate(pair, 1) for pair in zip(kept, arrays, strict=True))
+            return attend(q, k, v, own)
 
         weights = Weights(p.dtype, p.leaves and p.leaves[len(p.shapes) :])
         x, cands = layer(p, x, of_users), layer(weights, cands, of_candidates)
@@ -398,7 +398,11 @@ class Program:
     def shapes(self) -> tuple[list[Any], list[Any], Any]:
         """Shapes of weights, features and index."""
         of_fields = MODELS[self.model] in FIELDS
-        sizes = (*(OF_FIELDS if of_fields else OF_HISTORIES), REAL.get(self.model), OF_SMALL)
+        sizes = (
+            *(OF_FIELDS if of_fields else OF_HISTORIES),
+            REAL.get(self.model, OF_SMALL),
+            OF_SMALL,
+        )
         users, batch, length, count, width = sizes[self.size]
         of_cand = (batch, count, width) if of_fields else (batch, width)
         shape = functools.partial(jax.ShapeDtypeStruct, dtype=self.dtype)
