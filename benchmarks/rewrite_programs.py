@@ -129,6 +129,8 @@ class Compiled:
 
     def _part(self, args: Any) -> Any:
         """Returns the arrays, or their shapes, of the users and candidates of a call."""
+        if self.program.parts == 1:
+            return args
         leaves, features, index = args
 
         def first(x: Any) -> Any:
