@@ -202,8 +202,9 @@ def contenders(sizes: Sizes, arrays: Arrays) -> list[Callable[[], Contender]]:
     def ikbo_attention() -> Contender:
         index = jnp.arange(sizes.batch, dtype=jnp.int32)
 
-        def attend(*qkv: jax.Array) -> jax.Array:
-            return production_providers.attend(*qkv, index, indices_are_sorted=True)
+        def attend(query: jax.Array, key: jax.Array, value: jax.Array) -> jax.Array:
+            arrays = query, key, value, index
+            return production_providers.attend(*arrays, indices_are_sorted=True)
 
         stage = "ikbo_jax.attention, every candidate its own user"
         return made("ikbo-attention", stage, dense(attend), other)

@@ -109,7 +109,7 @@ class Provider(NamedTuple):
 
     name: str
     stage: str
-    fn: Callable[..., jax.Array]
+    fn: Callable[..., Any]
 
 
 OURS = Provider(OUR_NAME, "ikbo_jax.linear_compression", Case.contender("automatic"))
