@@ -1,8 +1,13 @@
 """Benchmark of broadcast attention: the kernel, the XLA path and baselines, in sweeps over sizes.
 
     python -m benchmarks.attention --out benchmarks/results/attention-h200.json
+    python -m benchmarks.attention --direction backward --out FILE.json
 
 Every figure counts useful FLOPs only: no padding, no copies, no keys past a user's length.
+Backward, the gradients of query, key and value for a given cotangent are timed, and five products
+count; what the forward pass leaves for them is computed before. The sweep "given" times forward and
+backward together, on sizes with few queries or few keys. Gradients are compared with the XLA path
+in float32.
 """
 
 import dataclasses
@@ -16,10 +21,10 @@ import numpy as np
 
 from benchmarks import harness, production_draws
 from benchmarks.harness import Benchmark, Point
-from benchmarks.production import checked
+from benchmarks.production import alternative, checked, measure_versions
 from benchmarks.production_draws import AttentionShape
 from benchmarks.production_providers import Contender, contenders
-from benchmarks.records import Record, of_ours, ours_at, provider_of
+from benchmarks.records import Record, is_forward, of_ours, ours_at, provider_of
 from ikbo_jax.cases import attention as case
 from ikbo_jax.cases import error_rule
 from ikbo_jax.cases.error_rule import Check
@@ -37,8 +42,12 @@ class LongLengths(AttentionShape):
 #: Sizes: B, U, T, S, N, K, H, dtype, index, whether users have lengths.
 DEFAULT = AttentionShape(2048, 32, 64, 4096, 2, 2, 128, "bfloat16", "even", has_lengths=False)
 LENGTHS = LongLengths(**dataclasses.asdict(DEFAULT) | {"has_lengths": True})
-#: Points by sweep: the label, and what differs from the default.
-SWEEPS: dict[str, tuple[tuple[str, dict[str, Any]], ...]] = {
+GRADIENT_DEFAULT = dataclasses.replace(DEFAULT, kv_len=2048)
+#: Bars of the gradient's fraction of the matmul, by S.
+GRADIENT_BARS = {512: 0.45, 1024: 0.55, 2048: 0.62, 4096: 0.66, 8192: 0.68}
+#: Points by direction and sweep: the label, and what differs from the default.
+SWEEPS: dict[str, dict[str, Sequence[tuple[str, dict[str, Any]]]]] = {}
+SWEEPS["forward"] = {
     "s": tuple((f"S={s}", {"kv_len": s}) for s in (128, 256, 384, 512, 1024, 2048, 4096, 16384)),
     "dtype": tuple((name, {"dtype": name}) for name in ("bfloat16", "float16")),
     "ratio": (
@@ -59,6 +68,26 @@ SWEEPS: dict[str, tuple[tuple[str, dict[str, Any]], ...]] = {
         ("unsorted S=1024", {"index": "unsorted", "kv_len": 1024}),
     ),
 }
+SWEEPS["backward"] = {
+    "s": [(f"S={s}", {"kv_len": s}) for s in GRADIENT_BARS],
+    "h": [(f"H={h}", {"head_dim": h}) for h in (64, 96, 192, 256)],
+    "index": (
+        ("float16", {"dtype": "float16"}),
+        ("odd counts", {"index": "ragged"}),
+        ("unsorted", {"index": "unsorted"}),
+        ("lengths 1..S", {"has_lengths": True}),
+        ("8:2 heads", {"batch": 512, "users": 8, "q_heads": 8}),
+        ("1:1", {"batch": 256, "users": 256}),
+    ),
+}
+#: B, U, T, heads, S and H of the backward points in "given".
+GIVEN = (
+    (1024, 15, 32, 2, 1024, 128),
+    (2048, 2048, 8, 4, 256, 64),
+    (4096, 512, 1, 4, 512, 64),
+    (10_000, 1, 1, 8, 1024, 64),
+)
+NAMES = (*SWEEPS["forward"], "given")
 #: Bars of our fraction of the matmul, by S.
 FRACTION_BARS = {512: 0.81, 1024: 0.86, 2048: 0.93, 4096: 0.96, 16384: 1.0}
 #: Bar of our speed-up over cuDNN with grouped queries, for S of at most SHORT_S.
@@ -77,13 +106,22 @@ RELATIVE_BARS = {
 }
 #: Bar of our fraction at H = 64.
 NARROW_BAR = 0.75
+#: Bars of the gradient's speed relative to cuDNN's on grouped queries: in "s", and in "given"
+#: relative to the best alternative.
+CUDNN_BAR, GIVEN_BAR = 1.15, 1.0
 
 
-def points(sweep: str) -> Iterator[Point]:
-    """Yields the points of a sweep."""
-    for label, changed in SWEEPS[sweep]:
-        default = LENGTHS if label.startswith("lengths") else DEFAULT
-        yield Point(sweep, label, dataclasses.replace(default, **changed))
+def points(sweep: str, direction: str = "forward") -> Iterator[Point]:
+    """Yields the points of a sweep in one direction, which may have none."""
+    for label, changed in SWEEPS[direction].get(sweep, ()):
+        default = LENGTHS if label == "lengths S/2..S" else DEFAULT
+        default = GRADIENT_DEFAULT if direction == "backward" else default
+        yield Point(sweep, label, dataclasses.replace(default, **changed), direction)
+    for batch, users, queries, heads, keys, width in GIVEN:
+        if (sweep, direction) == ("given", "backward"):
+            sizes = batch, users, queries, keys, heads, heads, width
+            shape = AttentionShape(*sizes, "bfloat16", "even", has_lengths=False)
+            yield Point(sweep, shape.label, shape, "both")
 
 
 def shrink(point: Point) -> Point:
@@ -97,6 +135,9 @@ def measure_point(point: Point, run: harness.Run) -> dict[str, Any]:
     The copies are timed in the sweep over S, whose bars need them; with "quick", this library's op
     and its XLA path alone.
     """
+    if point.direction != "forward":
+        flops = harness.ATTENTION_WORK[point.direction] * point.case.flops
+        return measure_versions(contenders(point.case), point, run, flops, quick=2)
     ours, xla, grouped, _, copies = contenders(point.case, is_drawn=False)
     chosen = [ours, xla]
     if not run.options.quick:
@@ -133,7 +174,9 @@ def _check_of(shape: AttentionShape) -> Callable[[Contender, Sequence[Any]], Che
 @of_ours
 def bars(point: Record, ours: Record, all_points: Sequence[Record]) -> str:
     """Formats the figures of `ikbo` at a point, each next to its bar."""
-    problem, found = point["problem"], []
+    problem, found = point["problem"], list[str]()
+    if not is_forward(point):
+        return _gradient_bars(point, ours)
     grouped, copies = (provider_of(point, name) for name in ("grouped-cudnn", "copies-cudnn"))
     if point["sweep"] == "s":
         kv_len = problem["kv_len"]
@@ -148,17 +191,35 @@ def bars(point: Record, ours: Record, all_points: Sequence[Record]) -> str:
     elif point["sweep"] == "h" and problem["head_dim"] == 64:
         found.append(f"fraction {ours['fraction']:.3f}, bar {NARROW_BAR}")
     relative_bar = RELATIVE_BARS.get(point["label"].split(" S=")[0])
-    reference = ours_at(
-        p for p in all_points if p["sweep"] == "s" and p["problem"]["kv_len"] == problem["kv_len"]
-    )
+    of_s = (p for p in all_points if p["sweep"] == "s" and is_forward(p))
+    reference = ours_at(p for p in of_s if p["problem"]["kv_len"] == problem["kv_len"])
     if relative_bar is not None and reference is not None:
         relative = ours["fraction"] / reference["fraction"]
         found.append(f"{relative:.3f} of the default's fraction, bar {relative_bar}")
     return "; ".join(found)
 
 
-SELECTED = harness.of_sweeps(points)
-BENCHMARK = Benchmark("attention", tuple(SWEEPS), SELECTED, shrink, measure_point, bars)
+def _gradient_bars(point: Record, ours: Record) -> str:
+    sweep, found = point["sweep"], []
+    if sweep == "s" and (bar := GRADIENT_BARS.get(point["problem"]["kv_len"])) is not None:
+        found.append(f"fraction {ours['fraction']:.3f}, bar {bar}")
+    best = alternative(point) if sweep == "given" else provider_of(point, "grouped-cudnn")
+    if best is not None:
+        bar = {"given": GIVEN_BAR, "s": CUDNN_BAR}.get(sweep)
+        words = "" if bar is None else f", bar {bar}"
+        found.append(f"{best['median_ms'] / ours['median_ms']:.2f} x {best['name']}{words}")
+    return "; ".join(found)
+
+
+BENCHMARK = Benchmark(
+    "attention",
+    NAMES,
+    harness.of_directions(points),
+    shrink,
+    measure_point,
+    bars,
+    add_options=harness.add_direction,
+)
 
 if __name__ == "__main__":
     sys.exit(BENCHMARK.main())

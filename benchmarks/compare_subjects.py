@@ -14,7 +14,7 @@ from typing import Any
 
 import jax
 
-from benchmarks import attention, gdpa, linear_compression, linear_compression_gradient, ranking
+from benchmarks import attention, gdpa, linear_compression, ranking
 from benchmarks.harness import Benchmark, Point
 
 #: Takes the library; returns a function of the inputs.
@@ -139,7 +139,7 @@ GROUPS: dict[str, Callable[[], Iterator[Subject]]] = {
     "gdpa_backward": lambda: _of_gradients(_gdpa, 3, gdpa.BENCHMARK, "--direction", "backward"),
     "ranking": _of_ranking,
     "linear_compression_gradient": lambda: _of_gradients(
-        _linear_compression, 2, linear_compression_gradient.BENCHMARK
+        _linear_compression, 2, linear_compression.BENCHMARK, "--direction", "backward"
     ),
     "attention_gradient": lambda: _of_gradients(_attention, 3, attention.BENCHMARK),
 }

@@ -13,14 +13,14 @@ import argparse
 import dataclasses
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple, Self
+from typing import Any, Self
 
 import jax
 import jax.numpy as jnp
 
 from benchmarks import harness, production_providers
 from benchmarks.harness import Benchmark, Point
-from benchmarks.production import in_direction
+from benchmarks.production import checked, cotangent
 from benchmarks.production_providers import Contender
 from benchmarks.records import OUR_NAME, Record, of_ours, ours_at, provider_of
 from ikbo_jax.cases.error_rule import Check
@@ -28,6 +28,7 @@ from ikbo_jax.cases.gdpa import Case, uniform_lengths
 from ikbo_jax.cases.gdpa_backward import RESULTS, Inputs, check_results
 from ikbo_jax.problems import GdpaProblem
 from ikbo_jax.reference.activations import SOFTMAX
+from ikbo_jax.reference.gdpa import Arrays
 
 BATCH = 1152
 LENGTHS = (256, 512, 1024, 2048)
@@ -151,86 +152,68 @@ def shrink(point: Point) -> Point:
     return point.with_case(batch=p.batch // 128, heads=2, head_dim=p.head_dim // 8, **lengths)
 
 
-#: Takes the fields of `Arrays`; returns the result [rows, N, H].
-Op = Callable[..., jax.Array]
+# Contenders
 
 
-class Provider(NamedTuple):
-    """One implementation of the op; with `is_softmax`, softmax whatever the activation.
+def contenders(sizes: Sizes, arrays: Arrays) -> list[Callable[[], Contender]]:
+    """Returns makers of this library's op, the XLA path, and softmax attention by three ways.
 
-    `make` returns the op of sizes, or raises NotImplementedError with the reason.
+    A maker has the contender's name, with underscores, and raises NotImplementedError with the
+    reason if its contender cannot run here.
     """
+    case, width = sizes.case, (sizes.heads, sizes.head_dim)
+    other = "" if sizes.activation == SOFTMAX else SOFTMAX
 
-    name: str
-    stage: str
-    make: Callable[[Sizes], Op]
-    is_softmax: bool = False
+    def made(
+        name: str, stage: str, op: Callable[..., jax.Array], other: str = "", **options: Any
+    ) -> Contender:
+        return Contender(name, stage, op, arrays[:3], arrays[3:], other=other, **options)
 
-    def sizes(self, sizes: Sizes) -> Sizes:
-        return sizes.with_softmax() if self.is_softmax else sizes
+    def dense(attend: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
+        """Makes the op of attention on query [batch, T, N, H], key and value."""
+        if sizes.lengths != "full":
+            raise NotImplementedError("needs equal lengths")
+        q_shape, kv_shape = ((sizes.batch, n, *width) for n in (sizes.q_len, sizes.kv_len))
 
-    def prepare(self, sizes: Sizes, inputs: Inputs, direction: str) -> tuple[Callable, tuple]:
-        """Returns a function that computes `RESULTS[direction]`, and its arguments."""
-        arrays = inputs.arrays
-        op = self.make(self.sizes(sizes))
-        contender = Contender(self.name, self.stage, op, arrays[:3], arrays[3:])
-        return in_direction(contender, direction, inputs.d_out)
+        def op(query: jax.Array, key: jax.Array, value: jax.Array, *_: Any) -> jax.Array:
+            shared = sizes.broadcast_q
+            query = jnp.broadcast_to(query, q_shape) if shared else query.reshape(q_shape)
+            return attend(query, key.reshape(kv_shape), value.reshape(kv_shape)).reshape(-1, *width)
 
+        return op
 
-def _op(contender: str) -> Callable[[Sizes], Op]:
-    """Makes this library's op."""
+    def ikbo() -> Contender:
+        stage = "ikbo_jax.gdpa (implementation='mosaic_gpu')"
+        return made(OUR_NAME, stage, case.contender("fused"))
 
-    def make(sizes: Sizes) -> Op:
-        case = sizes.case
-        if contender == "decomposed" and case.pairs > MAX_XLA_PAIRS:
+    def xla() -> Contender:
+        if case.pairs > MAX_XLA_PAIRS:
             raise NotImplementedError(
                 f"too long: {case.pairs / 1e9:.2f}e9 pairs of a query and a key, more than "
                 f"{MAX_XLA_PAIRS / 1e9:.2f}e9"
             )
-        return case.contender(contender)
+        stage = "chunked, in XLA (implementation='xla')"
+        return made("xla", stage, case.contender("decomposed"), is_xla=True)
 
-    return make
+    def cudnn_softmax() -> Contender:
+        op = dense(production_providers.cudnn())
+        return made("cudnn-softmax", "softmax attention by cuDNN", op, other)
 
+    def ikbo_attention() -> Contender:
+        index = jnp.arange(sizes.batch, dtype=jnp.int32)
 
-def _dense(library: production_providers.Library) -> Callable[[Sizes], Op]:
-    """Makes the op of a library's attention on query [batch, T, N, H], key and value."""
+        def attend(query: jax.Array, key: jax.Array, value: jax.Array) -> jax.Array:
+            arrays = query, key, value, index
+            return production_providers.attend(*arrays, indices_are_sorted=True)
 
-    def make(sizes: Sizes) -> Op:
-        if sizes.lengths != "full":
-            raise NotImplementedError("needs equal lengths")
-        attend, width = library(), (sizes.heads, sizes.head_dim)
+        stage = "ikbo_jax.attention, every candidate its own user"
+        return made("ikbo-attention", stage, dense(attend), other)
 
-        def op(query: jax.Array, key: jax.Array, value: jax.Array, *_: Any) -> jax.Array:
-            q_shape, kv_shape = ((sizes.batch, n, *width) for n in (sizes.q_len, sizes.kv_len))
-            dense = (
-                jnp.broadcast_to(query, q_shape) if sizes.broadcast_q else query.reshape(q_shape),
-                key.reshape(kv_shape),
-                value.reshape(kv_shape),
-            )
-            return attend(*dense).reshape(-1, *width)
-
-        return op
-
-    return make
-
-
-def _own_users() -> Callable[..., jax.Array]:
-    """Makes `ikbo_jax.attention` with a user for every sequence."""
-
-    def attend(query: jax.Array, key: jax.Array, value: jax.Array) -> jax.Array:
-        index = jnp.arange(len(query), dtype=jnp.int32)
-        return production_providers.attend(query, key, value, index, indices_are_sorted=True)
-
-    return attend
-
-
-def _padded(library: production_providers.Library) -> Callable[[Sizes], Op]:
-    """Makes attention over sequences padded to the longest one; the time includes the padding."""
-
-    def make(sizes: Sizes) -> Op:
+    def cudnn_softmax_padded() -> Contender:
+        """The time includes the padding."""
         if sizes.lengths != "half":
             raise NotImplementedError("needs lengths that differ")
-        attend = library()
+        attend = production_providers.cudnn()
 
         def op(query: Any, key: Any, value: Any, _: Any, offsets: Any, *__: Any) -> jax.Array:
             lengths = offsets[1:] - offsets[:-1]
@@ -240,56 +223,51 @@ def _padded(library: production_providers.Library) -> Callable[[Sizes], Op]:
                 out = attend(*padded, query_seq_lengths=lengths, key_value_seq_lengths=lengths)
             return unpad(out)
 
-        return op
+        stage = "softmax attention by cuDNN over padded sequences"
+        return made("cudnn-softmax-padded", stage, op, other)
 
-    return make
-
-
-OURS = Provider(OUR_NAME, "ikbo_jax.gdpa (implementation='mosaic_gpu')", _op("fused"))
-XLA = Provider("xla", "chunked, in XLA (implementation='xla')", _op("decomposed"))
-STAGE = "softmax attention by "
-CUDNN = Provider("cudnn-softmax", f"{STAGE}cuDNN", _dense(production_providers.cudnn), True)
-OWN_USER = "ikbo_jax.attention, every candidate its own user"
-ATTENTION = Provider("ikbo-attention", OWN_USER, _dense(_own_users), True)
-OVER_PADDED = f"{STAGE}cuDNN over padded sequences"
-PADDED = Provider("cudnn-softmax-padded", OVER_PADDED, _padded(production_providers.cudnn), True)
-ALL = (CUDNN, XLA, OURS)
+    return [ikbo, xla, cudnn_softmax, ikbo_attention, cudnn_softmax_padded]
 
 
-def providers_of(point: Point, quick: bool) -> Sequence[Provider]:
-    """Selects providers; production_providers only in sweeps over lengths and with softmax."""
-    if quick:
-        return (XLA, OURS)
+ALTERNATIVES = ("xla", "cudnn-softmax", "ikbo-attention", "cudnn-softmax-padded")
+
+
+def names_of(point: Point, quick: bool) -> Sequence[str]:
+    """Selects contenders; other libraries' only in sweeps over lengths and with softmax."""
+    if quick or point.sweep == "activations" and point.case.activation != SOFTMAX:
+        return (OUR_NAME, "xla") if quick else (OUR_NAME,)
+    is_jagged = point.case.lengths != "full"
     if point.case.activation == SOFTMAX:
-        is_jagged = point.case.lengths != "full"
-        return (PADDED, XLA, OURS) if is_jagged else (*ALL[:-1], ATTENTION, OURS)
-    if point.sweep == "activations":
-        return (OURS,)
-    return ALL if point.case.lengths == "full" else (XLA, OURS)
+        others = ("cudnn-softmax-padded",) if is_jagged else ("cudnn-softmax", "ikbo-attention")
+        return (OUR_NAME, "xla", *others)
+    return (OUR_NAME, "xla") if is_jagged else (OUR_NAME, "xla", "cudnn-softmax")
 
 
 def measure_point(point: Point, run: harness.Run) -> dict[str, Any]:
-    """Checks the providers at a point, and times them interleaved with the reference matmul."""
-    chosen = providers_of(point, run.options.quick)
-    providers = [p for p in chosen if p.name not in run.options.without]
-    sizes, direction, case = point.case, point.direction, point.case.case
-    inputs = Inputs(case.inputs(), case.cotangent())
+    """Checks the contenders at a point, and times them interleaved with the reference matmul."""
+    names = {*names_of(point, run.options.quick)}.difference(run.options.without)
+    case, arrays = point.case.case, point.case.case.inputs()
+    every = contenders(point.case, arrays)
+    makers = [x for x in every if x.__name__.replace("_", "-") in names]
+    found = checked(makers, point.direction, compared=check_of(point, arrays))
+    flops = harness.ATTENTION_WORK[point.direction] * case.useful_flops
+    return {
+        "name": name_of(point),
+        "pairs": case.pairs,
+        **harness.measure(found, run.protocol, flops),
+    }
 
-    def compiled(provider: Provider) -> harness.Contender:
-        computed = provider.sizes(sizes)
 
-        def compare(result: Sequence[jax.Array]) -> Check:
-            return check_results(computed.case, result, inputs, direction)
+def check_of(point: Point, arrays: Arrays) -> Callable[[Contender, Sequence[jax.Array]], Check]:
+    """Makes the check by the case of what a contender computes: the point's, or with softmax."""
+    p = point.case.case.problem
+    inputs = Inputs(arrays, cotangent((p.q_rows, p.q_heads, p.head_dim), p.dtype))
 
-        prepared = lambda: provider.prepare(sizes, inputs, direction)  # noqa: E731
-        contender = harness.compile_and_check(provider.name, provider.stage, prepared, compare)
-        if computed != sizes:
-            contender.record["note"] = f"another function: {computed.activation}"
-        return contender
+    def check(contender: Contender, results: Sequence[jax.Array]) -> Check:
+        computed = point.case.with_softmax() if contender.other else point.case
+        return check_results(computed.case, results, inputs, point.direction)
 
-    flops = harness.ATTENTION_WORK[direction] * case.useful_flops
-    measured = harness.measure(list(map(compiled, providers)), run.protocol, flops)
-    return {"name": name_of(point), "pairs": case.pairs, **measured}
+    return check
 
 
 @of_ours
@@ -299,7 +277,7 @@ def bars(point: Record, ours: Record, all_points: Sequence[Record]) -> str:
     bar = FRACTION_BARS.get((sweep, direction), {}).get(problem["q_len"])
     if bar is not None and problem["dtype"] == "bfloat16":
         found.append(f"fraction {ours['fraction']:.3f}, bar {bar:.2f}")
-    xla, attention = (provider_of(point, p.name) for p in (XLA, ATTENTION))
+    xla, attention = (provider_of(point, name) for name in ("xla", "ikbo-attention"))
     if sweep == "pma" and xla is not None:
         found.append(f"{xla['median_ms'] / ours['median_ms']:.2f} x XLA, bar {PMA_BAR}")
     if sweep == "activations" and point["name"] in RELATIVE_BARS:
@@ -317,19 +295,16 @@ def bars(point: Record, ours: Record, all_points: Sequence[Record]) -> str:
 
 
 def _add_options(parser: argparse.ArgumentParser) -> None:
-    what = "what to time: the result, the gradients for a fixed cotangent, or both (default: all)"
-    known = DIRECTIONS
-    parser.add_argument("--direction", nargs="+", choices=known, default=known, help=what)
-    names = [p.name for p in (*ALL, PADDED, ATTENTION) if p != OURS]
+    harness.add_direction(parser, DIRECTIONS, DIRECTIONS)
     about: Any = {"metavar": "NAME"}
     about["help"] = "providers to leave out, such as xla, whose gradients take most of a run's time"
-    parser.add_argument("--without", nargs="+", choices=names, default=(), **about)
+    parser.add_argument("--without", nargs="+", choices=ALTERNATIVES, default=(), **about)
 
 
 BENCHMARK = Benchmark(
     "gdpa",
     tuple(SWEEPS),
-    lambda o: (p for d in o.direction for s in o.sweep for p in points(s, d)),
+    harness.of_directions(points),
     shrink,
     measure_point,
     bars,

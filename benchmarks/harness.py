@@ -329,6 +329,25 @@ def of_sweeps(points: Callable[[str], Iterable[Point]]) -> Callable[[Any], Itera
     return lambda options: (point for sweep in options.sweep for point in points(sweep))
 
 
+def of_directions(
+    points: Callable[[str, str], Iterable[Point]],
+) -> Callable[[Any], Iterable[Point]]:
+    """Makes a function that lists the points of the command line's sweeps and directions."""
+    return lambda o: (point for d in o.direction for sweep in o.sweep for point in points(sweep, d))
+
+
+def add_direction(
+    parser: argparse.ArgumentParser,
+    known: Sequence[str] = ("forward", "backward"),
+    default: Sequence[str] = ("forward",),
+) -> None:
+    """Adds the option that chooses directions."""
+    words = (
+        f"the result, the gradients for a fixed cotangent, or both (default: {' '.join(default)})"
+    )
+    parser.add_argument("--direction", nargs="+", choices=known, default=default, help=words)
+
+
 def parser(name: str, sweeps: Sequence[str] = ()) -> argparse.ArgumentParser:
     """Makes a parser with the options of every benchmark."""
     found = argparse.ArgumentParser(prog=f"python -m benchmarks.{name}")

@@ -1,14 +1,18 @@
 """Benchmark of linear compression: every stage and baseline, and sweeps over sizes.
 
     python -m benchmarks.linear_compression --out benchmarks/results/linear_compression-h200.json
+    python -m benchmarks.linear_compression --direction backward --out FILE.json
 
 Every figure counts useful FLOPs only: no padding, no copies. "default" runs in every dtype with all
 providers; other sweeps run in the first dtype, with XLA only. Sizes that two sweeps share are timed
-once.
+once. Backward, the gradients of both weights and both embeddings for a given cotangent are timed,
+without the forward pass, beside XLA's and beside XLA written by hand. They need twice the useful
+FLOPs of the result.
 """
 
 import argparse
 import dataclasses
+import functools
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
@@ -19,10 +23,14 @@ import numpy as np
 
 from benchmarks import harness, timing
 from benchmarks.harness import Benchmark, Point
-from benchmarks.records import OUR_NAME, Record, of_ours, ours_at, provider_of
+from benchmarks.production_draws import DRAWS
+from benchmarks.records import OUR_NAME, Record, is_forward, of_ours, ours_at, provider_of
+from ikbo_jax._timing import device_time
+from ikbo_jax.cases import linear_compression_backward as backward
 from ikbo_jax.cases.error_rule import Check
-from ikbo_jax.cases.linear_compression import ALIGNED_K, Case
-from ikbo_jax.problems import LinearCompressionProblem
+from ikbo_jax.cases.linear_compression import ALIGNED_K, Case, Inputs
+from ikbo_jax.ops.linear_compression import linear_compression
+from ikbo_jax.problems import LinearCompressionBackwardProblem, LinearCompressionProblem
 from ikbo_jax.tuning import table
 
 DEFAULT = LinearCompressionProblem((15, 1024), (1178, 866), 433, 256, "bfloat16")
@@ -42,6 +50,15 @@ SWEEPS: dict[str, Sequence[tuple[str, dict[str, Any]]]] = {
     "ratio": [*_requests(1, 2, 10, 70, 1000), ("10000 of one user", {"batches": (1, 10_000)})],
     "index": [("unsorted", {})],
 }
+GRADIENT_SWEEPS: dict[str, Sequence[tuple[str, dict[str, Any]]]] = {
+    "ratio": [*_requests(1, 8, 70, 1024)],
+    "batch": [(f"B={b}", {"batches": (-(-b // 70), b)}) for b in (256, 4096)],
+    "dtype": [("float16", {"dtype": "float16"})],
+    "drawn": (),
+}
+NAMES = (*SWEEPS, "dtype", "drawn")
+#: Backward points of "drawn".
+NUM_DRAWN = 20
 DTYPES = ("bfloat16", "float16", "float32")
 #: Bar of our fraction at the default point.
 DEFAULT_BAR = 0.82
@@ -49,6 +66,9 @@ DEFAULT_BAR = 0.82
 SWEEP_BAR, SMALL_BATCH_BAR = 0.92, 0.85
 #: Bar of our time relative to the XLA path in the sweeps over M, K and N; an upper bound.
 NO_CLIFF_BAR = 1.02
+#: Bars of the gradient: of our fraction in "ratio"; of our time relative to XLA by hand, an upper
+#: bound.
+GRADIENT_BAR, BY_HAND_BAR = 0.55, 1.0
 #: Number of candidates whose output is compared with the oracle.
 NUM_CHECKED = 8
 
@@ -59,9 +79,22 @@ def points(sweep: str, dtypes: Sequence[str] = DTYPES[:2]) -> Iterator[Point]:
         case = Case(dataclasses.replace(DEFAULT, dtype=dtype), "ragged")
         if sweep == "default":
             yield Point(sweep, dtype, case)
-        for label, sizes in SWEEPS[sweep]:
+        for label, sizes in SWEEPS.get(sweep, ()):
             index = "unsorted" if sweep == "index" else "ragged"
             yield Point(sweep, label, case).with_case(index=index).resized(**sizes)
+
+
+def gradient_points(sweep: str) -> Iterator[Point]:
+    """Yields the points of a sweep, backward."""
+    default = backward.Case(LinearCompressionBackwardProblem.of(DEFAULT), "unsorted")
+    for label, sizes in GRADIENT_SWEEPS.get(sweep, ()):
+        yield Point(sweep, label, default, "backward").resized(**sizes)
+    rng = np.random.default_rng(4)
+    for _ in range(NUM_DRAWN if sweep == "drawn" else 0):
+        s = DRAWS["linear_compression"](rng)
+        drawn = (s.users, s.batch), (s.k_user, s.k_cand), s.m, s.n, s.dtype
+        case = backward.Case(LinearCompressionBackwardProblem(*drawn), s.index)
+        yield Point(sweep, s.label, case, "backward")
 
 
 def shrink(point: Point) -> Point:
@@ -76,7 +109,7 @@ class Provider(NamedTuple):
 
     name: str
     stage: str
-    fn: Callable[..., jax.Array]
+    fn: Callable[..., Any]
 
 
 OURS = Provider(OUR_NAME, "ikbo_jax.linear_compression", Case.contender("automatic"))
@@ -129,9 +162,96 @@ def measure_point(
     }
 
 
+# The gradient: all four gradients, of the weights and of the embeddings, coarsest level first.
+
+Gradient = Callable[[Inputs, jax.Array], tuple[tuple[jax.Array, ...], tuple[jax.Array, ...]]]
+
+
+def _by_op(implementation: str | None) -> Gradient:
+    def gradient(inputs: Inputs, cotangent: jax.Array) -> Any:
+        def op(weights: Any, embeddings: Any) -> jax.Array:
+            arguments = Inputs(weights, embeddings, inputs.parents).arguments
+            return linear_compression(*arguments, implementation=implementation)
+
+        return jax.vjp(op, *inputs[:2])[1](cotangent)
+
+    return gradient
+
+
+def _sum_scattered(cotangent: jax.Array, index: jax.Array, users: int) -> jax.Array:
+    return jax.ops.segment_sum(cotangent.astype(jnp.float32), index, users)
+
+
+def _sum_multiplied(cotangent: jax.Array, index: jax.Array, users: int) -> jax.Array:
+    """Sums by a one-hot matrix, which spreads a candidate's NaN to all users."""
+    is_of_user = jnp.arange(users, dtype=jnp.int32)[:, None] == index[None]
+    return jnp.einsum(
+        "ub,bmn->umn",
+        is_of_user.astype(cotangent.dtype),
+        cotangent,
+        preferred_element_type=jnp.float32,
+    )
+
+
+def _by_hand(total: Callable[[jax.Array, jax.Array, int], jax.Array]) -> Gradient:
+    """Makes the form that was fastest on an H200: batched products, and transposed copies."""
+
+    def d_embedding(weight: jax.Array, d_result: jax.Array) -> jax.Array:
+        weights = jnp.broadcast_to(weight.T, (d_result.shape[0], *weight.T.shape))
+        dimensions = (((2,), (1,)), ((0,), (0,)))
+        return jax.lax.dot_general(weights, d_result, dimensions)
+
+    def d_weight(d_result: jax.Array, embedding: jax.Array) -> jax.Array:
+        lhs, rhs = (jnp.swapaxes(x, 0, 1).reshape(x.shape[1], -1) for x in (d_result, embedding))
+        dimensions = (((1,), (1,)), ((), ()))
+        product = jax.lax.dot_general(lhs, rhs, dimensions, preferred_element_type=jnp.float32)
+        return product.astype(embedding.dtype)
+
+    def gradient(inputs: Inputs, cotangent: jax.Array) -> Any:
+        (w_user, w_cand), (e_user, e_cand), (_, index) = inputs
+        assert index is not None
+        of_users = total(cotangent, index, e_user.shape[0]).astype(cotangent.dtype)
+        d_weights = d_weight(of_users, e_user), d_weight(cotangent, e_cand)
+        return d_weights, (d_embedding(w_user, of_users), d_embedding(w_cand, cotangent))
+
+    return gradient
+
+
+ONE_HOT = "XLA by hand, sums by a one-hot product"
+#: Providers of the gradient, functions of `Inputs` and cotangent; ours is the last.
+GRADIENTS = (
+    Provider("xla", "implementation='xla'", _by_op("xla")),
+    Provider("by-hand", "XLA by hand, sums scattered", _by_hand(_sum_scattered)),
+    Provider("by-hand-one-hot", ONE_HOT, _by_hand(_sum_multiplied)),
+    Provider(OUR_NAME, OURS.stage, _by_op(None)),
+)
+BY_HAND = ("by-hand", "by-hand-one-hot")
+
+
+def measure_gradients(
+    point: Point, providers: Sequence[Provider], protocol: harness.Protocol
+) -> dict[str, Any]:
+    """Checks gradients at a point, and times them interleaved; short ones on the device."""
+    *inputs, cotangent = arrays = point.case.inputs()
+
+    def compiled(provider: Provider) -> harness.Contender:
+        prepared = lambda: (provider.fn, (Inputs(*inputs), cotangent))  # noqa: E731
+        compare = functools.partial(point.case.check, inputs=arrays)
+        return harness.compile_and_check(provider.name, provider.stage, prepared, compare)
+
+    protocol = dataclasses.replace(protocol, short_ms=device_time.SHORT_MS)
+    return harness.measure(list(map(compiled, providers)), protocol, point.case.useful_flops)
+
+
 def _measure_once(point: Point, run: harness.Run) -> dict[str, Any]:
-    """Measures a point, or takes the entry of an earlier point with the same sizes."""
-    case = dataclasses.asdict(point.case).items()
+    """Measures a point, or takes the entry of an earlier point with the same sizes.
+
+    With "quick", one provider of a gradient beside ours.
+    """
+    if point.direction == "backward":
+        chosen = GRADIENTS[-2:] if run.options.quick else GRADIENTS
+        return measure_gradients(point, chosen, run.protocol)
+    case = (dataclasses.asdict(point.case) | {"direction": point.direction}).items()
     for known in run.results["points"]:
         if case <= known.items():
             providers = [p for p in known["providers"] if p["name"] in (XLA.name, OURS.name)]
@@ -148,9 +268,29 @@ def _measure_copy(run: harness.Run) -> None:
     run.results["copy"] = timing.copy_ceiling(size, window_s=window_s, rounds=rounds)
 
 
+def best_by_hand(point: Record) -> Record | None:
+    """Finds the figures of the fastest gradient by hand at a point of a results file."""
+    found = [record for name in BY_HAND if (record := provider_of(point, name)) is not None]
+    return min(found, key=lambda record: float(record["median_ms"]), default=None)
+
+
+@of_ours
+def gradient_bars(point: Record, ours: Record, all_points: Sequence[Record]) -> str:
+    """Formats the figures of `ikbo` at a point, next to their bars."""
+    if (by_hand := best_by_hand(point)) is None:
+        return ""
+    relative = ours["median_ms"] / by_hand["median_ms"]
+    found = f"{relative:.3f} of the time by hand, bar {BY_HAND_BAR:.2f}"
+    if point["sweep"] == "ratio":
+        found = f"fraction {ours['fraction']:.3f}, bar {GRADIENT_BAR:.2f}; {found}"
+    return found
+
+
 @of_ours
 def bars(point: Record, ours: Record, all_points: Sequence[Record]) -> str:
     """Formats the figure of `ikbo` at a point, next to its bar."""
+    if not is_forward(point):
+        return gradient_bars(point)
     xla = provider_of(point, "xla")
     if point["sweep"] == "default":
         return f"fraction {ours['fraction']:.3f}, bar {DEFAULT_BAR}"
@@ -171,12 +311,22 @@ def bars(point: Record, ours: Record, all_points: Sequence[Record]) -> str:
 
 def _add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--dtype", action="append", choices=DTYPES)
+    harness.add_direction(parser)
+
+
+def _points(options: argparse.Namespace) -> Iterator[Point]:
+    def in_direction(sweep: str, direction: str) -> Iterator[Point]:
+        if direction == "backward":
+            return gradient_points(sweep)
+        return points(sweep, options.dtype or DTYPES[:2])
+
+    return iter(harness.of_directions(in_direction)(options))
 
 
 BENCHMARK = Benchmark(
     "linear_compression",
-    tuple(SWEEPS),
-    lambda o: (point for sweep in o.sweep for point in points(sweep, o.dtype or DTYPES[:2])),
+    NAMES,
+    _points,
     shrink,
     _measure_once,
     bars,

@@ -15,7 +15,7 @@ from benchmarks import look_up as of_look_up
 from benchmarks import production as of_production
 from benchmarks import tables, timing
 from benchmarks import tables_networks as networks
-from benchmarks.records import OUR_NAME, Record, points_of, provider_of
+from benchmarks.records import OUR_NAME, Record, forward, points_of, provider_of
 
 #: Panels of linear compression's plot over sizes: sweep, label of its horizontal axis.
 PANELS = {
@@ -114,7 +114,7 @@ def curves(
 
 def attention(results: Record, path: pathlib.Path) -> None:
     """Plots the fraction of the matmul over S, with a curve for every provider."""
-    points = points_of(results, "s")
+    points = points_of(forward(results), "s")
     with saved(path, size=(8, 4.5)) as (figure, (axis,)):
         timed = [
             (name, words)
@@ -144,6 +144,7 @@ def linear_compression_stages(results: Record, path: pathlib.Path) -> None:
 
 def linear_compression_sweeps(results: Record, path: pathlib.Path) -> None:
     """Plots the fraction of the matmul over sizes, with a panel for every measured sweep."""
+    results = forward(results)
     names = [sweep for sweep in PANELS if points_of(results, sweep)]
     columns = min(3, len(names))
     rows = -(-len(names) // columns)
@@ -201,44 +202,22 @@ def gdpa(results: Record, path: pathlib.Path) -> None:
         figure.suptitle(f"{results['environment']['device']}; dotted: target")
 
 
-def _time_and_memory(
-    path: pathlib.Path,
-    results: Record,
-    points: Sequence[Record],
-    field: str,
-    words: tuple[str, str, str],
-    rotation: int = 0,
-) -> None:
-    """Plots times and memory of the versions of the ranking network over points.
-
-    `field` holds the bytes; `words` are the time's label, the horizontal label and the title.
-    """
-    what, over, title = words
-    with saved(path, 2, size=(9, 4.4 if rotation else 4.2)) as (figure, panels):
+def ranking(results: Record, path: pathlib.Path, sweep: str) -> None:
+    """Plots latency and memory of the versions of the ranking network over a sweep."""
+    points = points_of(results, sweep)
+    with saved(path, 2, size=(9, 4.2)) as (figure, panels):
         panels = list(panels)
         curves(panels[0], points, networks.SWEPT, itemgetter("median_ms"))
-        curves(panels[1], points, networks.SWEPT, lambda record: (record.get(field) or 0) / 2**20)
+        memory = lambda record: (record.get("total_bytes") or 0) / 2**20  # noqa: E731
+        curves(panels[1], points, networks.SWEPT, memory)
         ticks = [point["label"].removeprefix("B=") for point in points]
-        for axis, unit in zip(panels, (f"{what}, ms", "memory, MiB"), strict=True):
-            axis.set_xticks(range(len(points)), ticks, rotation=rotation)
-            axis.set_xlabel(over)
+        for axis, unit in zip(panels, ("time, ms", "memory, MiB"), strict=True):
+            axis.set_xticks(range(len(points)), ticks)
+            axis.set_xlabel(networks.RANKING_AXES[sweep])
             axis.set_ylabel(unit)
             plain_log_scale(axis)
         legend_below(figure, panels[0], 2)
-        figure.suptitle(f"{title} on {results['environment']['device']}")
-
-
-def ranking(results: Record, path: pathlib.Path, sweep: str) -> None:
-    """Plots latency and memory over a sweep."""
-    words = "time", networks.RANKING_AXES[sweep], "ranking network"
-    _time_and_memory(path, results, points_of(results, sweep), "total_bytes", words)
-
-
-def training(results: Record, path: pathlib.Path) -> None:
-    """Plots time and memory of a step over the sweep's points."""
-    over, title = "candidates a user, queries a candidate", "training the ranking network"
-    points, words = networks.swept_training(results), ("time of a step", over, title)
-    _time_and_memory(path, results, points, "peak_bytes", words, 40)
+        figure.suptitle(f"ranking network on {results['environment']['device']}")
 
 
 def scaling(results: Record, path: pathlib.Path) -> None:

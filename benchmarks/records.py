@@ -23,6 +23,16 @@ def ours_at(points: Iterable[Record]) -> Record | None:
     return next((record for record in found if record is not None), None)
 
 
+def is_forward(point: Record) -> bool:
+    """Returns whether a point is of the forward pass alone; points of older files do not say so."""
+    return bool(point.get("direction", "forward") == "forward")
+
+
+def forward(results: Record) -> Record:
+    """Selects the points of the forward pass."""
+    return {**results, "points": [*filter(is_forward, results["points"])]}
+
+
 def points_of(results: Record, sweep: str) -> list[Record]:
     """Selects the points of one sweep."""
     return [point for point in results["points"] if point["sweep"] == sweep]

@@ -41,12 +41,17 @@ _DATE = re.compile(r"commit `[^`]*`, (\d{4}-\d\d-\d\d(?: \d\d:\d\d)?)")
 TABLES: Mapping[str, Callable[[Record], dict[str, str]]] = {
     make.__name__: make
     for make in (
-        *(tables.attention, tables.attention_gradient, tables.gdpa, tables.look_up),
+        *(tables.attention, tables.gdpa, tables.look_up),
         *(tables.linear_compression, tables.linear_compression_gradient),
-        *(networks.production, networks.ranking, networks.rewrite_models),
+        *(networks.production, networks.ranking, networks.rewrite_programs),
         *(networks.scaling, networks.training),
     )
-} | {"movielens": movielens.blocks}
+} | {
+    "movielens": movielens.blocks,
+    # Names of benchmarks in older files.
+    "attention_gradient": tables.attention,
+    "rewrite_models": networks.rewrite_programs,
+}
 
 
 class Plot(NamedTuple):
@@ -69,7 +74,10 @@ class Plot(NamedTuple):
 
 
 def _sweeps(*names: str) -> Callable[[Record], list[Record]]:
-    return lambda results: [point for point in results["points"] if point["sweep"] in names]
+    def points(results: Record) -> list[Record]:
+        return [p for p in records.forward(results)["points"] if p["sweep"] in names]
+
+    return points
 
 
 def _field(name: str) -> Callable[[Record], Any]:
@@ -110,10 +118,6 @@ PLOTS = (
             *(functools.partial(plots.ranking, sweep=sweep), _sweeps(sweep)),
         )
         for sweep, x in networks.RANKING_AXES.items()
-    ),
-    Plot(
-        *("training", "training-ratio", "time and memory of a training step"),
-        *(plots.training, networks.swept_training, "training"),
     ),
     Plot(
         *("movielens", "movielens-quality", "loss and AUC over steps"),

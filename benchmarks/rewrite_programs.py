@@ -4,6 +4,8 @@
 
 Threads of one process compile all programs, so that XLA chooses GEMMs on a device that does nothing
 else; then each program is compared with the original in float32, and timed on the device by turns.
+`"* 3 *"` are the models that are also written by hand, in a real size. If the original does not fit
+into memory, it scores a part of the candidates, and its time is multiplied.
 """
 
 from __future__ import annotations
@@ -25,8 +27,8 @@ import numpy as np
 
 from benchmarks import harness
 from benchmarks.harness import Point
-from benchmarks.records import Record
-from benchmarks.rewrite_zoo import MODELS, SIZES, Program
+from benchmarks.records import Record, provider_of
+from benchmarks.rewrite_zoo import BY_HAND, MODELS, SIZES, SMALL, Program
 from ikbo_jax._timing import device_time, interleaved_ms
 from ikbo_jax.cases import error_rule
 from ikbo_jax.ops.explain import explain
@@ -35,6 +37,9 @@ from ikbo_jax.rewrite import rewrite
 Array = jax.Array
 #: Bar of the original's time over the rewritten program's.
 BAR = 0.98
+#: Bars where a form by hand is timed: time of rewritten over by hand at most, speed-up over the
+#: original at least.
+BY_HAND_BAR, ORIGINAL_BAR = 1.1, 1.0
 #: Share of the budget after which no further program is compiled before the timing.
 COMPILING = 0.6
 
@@ -77,13 +82,18 @@ class Compiled:
         self.futures: dict[str, concurrent.futures.Future] = {}
         if not self.runs:
             return
-        for name, form in FORMS.items():
-            self.futures[name] = pool.submit(jax.jit(of(form(scores))).lower(*shapes).compile)
+        forms = {name: form(scores) for name, form in FORMS.items()}
+        if self.program.has_form_by_hand and point.direction == "forward":
+            forms["by-hand"] = self.program.by_hand
+        part = self._part(shapes)
+        for name, form in forms.items():
+            lowered = jax.jit(of(form)).lower(*(part if name == "original" else shapes))
+            self.futures[name] = pool.submit(lowered.compile)
         if exact:
             untuned = dict(error_rule.UNTUNED) if jax.default_backend() == "gpu" else None
-            wide = jax.tree.map(lambda x: x.update(dtype=jnp.float32), shapes[:2])
+            wide = jax.tree.map(lambda x: x.update(dtype=jnp.float32), part[:2])
             with jax.default_matmul_precision("highest"):
-                lowered = jax.jit(of(scores)).lower(*wide, shapes[2])
+                lowered = jax.jit(of(scores)).lower(*wide, part[2])
             self.oracle = self.futures["oracle"] = pool.submit(lowered.compile, untuned)
 
     def measured(self, protocol: harness.Protocol) -> dict[str, Any]:
@@ -92,37 +102,58 @@ class Compiled:
         entry = {name: getattr(self.report, name) for name in told} | {"providers": []}
         if not self.runs:
             return entry
-        args, programs = self.program.arguments(), {x: self.futures[x].result() for x in FORMS}
-        results = {name: _on_host(fn(*args)) for name, fn in programs.items()}
+        args = self.program.arguments()
+        part = self._part(args)
+        programs = {name: x.result() for name, x in self.futures.items() if name != "oracle"}
+        thunks = {
+            name: functools.partial(fn, *(part if name == "original" else args))
+            for name, fn in programs.items()
+        }
+        results = {name: _on_host(thunk()) for name, thunk in thunks.items()}
         truth = results["original"]
         if self.oracle is not None:
-            wide = jax.tree.map(lambda x: x.astype(jnp.float32), args[:2])
-            truth = _on_host(self.oracle.result()(*wide, args[2]))
-        times = _times(programs, args, protocol)
+            wide = jax.tree.map(lambda x: x.astype(jnp.float32), part[:2])
+            truth = _on_host(self.oracle.result()(*wide, part[2]))
+        times = _times(thunks, protocol)
         for name, fn in programs.items():
             exact = name == "rewritten" and self.oracle is not None
             faults = _faults(results["original"], results[name], truth, exact=exact)
-            counts = fn.cost_analysis() or {}
-            record = {"name": name, "ms": times[name], "median_ms": statistics.median(times[name])}
-            record |= {"flops": counts.get("flops", 0), "bytes": counts.get("bytes accessed", 0)}
+            counts, parts = fn.cost_analysis() or {}, self.program.parts
+            scale = parts if name == "original" else 1
+            ms = [x * scale for x in times[name]]
+            record = {"name": name, "ms": ms, "median_ms": statistics.median(ms)}
+            record |= {"flops": scale * counts.get("flops", 0)}
+            record |= {"bytes": scale * counts.get("bytes accessed", 0)}
             entry["providers"].append(record | {"ok": not faults, "faults": faults})
         return entry
 
+    def _part(self, args: Any) -> Any:
+        """Returns the arrays, or their shapes, of the users and candidates of a call."""
+        if self.program.parts == 1:
+            return args
+        leaves, features, index = args
 
-def _times(programs: Any, args: Any, protocol: harness.Protocol) -> dict[str, list[float]]:
+        def first(x: Any) -> Any:
+            rows = x.shape[0] // self.program.parts
+            return x[:rows] if isinstance(x, Array) else x.update(shape=(rows, *x.shape[1:]))
+
+        return leaves, [*map(first, features)], first(index)
+
+
+def _times(thunks: Any, protocol: harness.Protocol) -> dict[str, list[float]]:
     """Times programs by turns, on a GPU by its clock; longer if the rewritten one seems slower."""
-    thunks = {name: functools.partial(fn, *args) for name, fn in programs.items()}
     times = interleaved_ms(thunks, window_s=protocol.window_s / 4, rounds=1)
     if jax.default_backend() != "gpu":
         return times
     number = max(3, min(50, int(30 / min(x[0] for x in times.values()))))
-    found: dict[str, list[float]] = {name: [] for name in programs}
+    found: dict[str, list[float]] = {name: [] for name in thunks}
     for turn in range(3 * protocol.rounds):
         medians = [statistics.median(x) if x else 0.0 for x in found.values()]
         if turn >= protocol.rounds and medians[0] > 1.02 * medians[1]:
             break
-        for name, fn in programs.items():
-            if (time := device_time.measure(fn, *args, calls=number)) is not None:
+        for name, thunk in thunks.items():
+            time = device_time.measure(thunk.func, *thunk.args, calls=number)
+            if time is not None:
                 found[name].append(time.ms)
     return found
 
@@ -138,6 +169,7 @@ def _faults(plain: list[Any], found: list[Any], truth: list[Any], *, exact: bool
     """
     faults = []
     for first, x, oracle in zip(plain, found, truth, strict=True):
+        x = x[: len(first)]  # the original may score a part
         wide, name = oracle.astype(np.float32), f"{x.dtype}{list(x.shape)}"
         of_plain, error = (np.abs(y.astype(np.float32) - wide).max() for y in (first, x))
         largest, eps = np.abs(wide).max(), float(jnp.finfo(x.dtype).eps)
@@ -162,13 +194,15 @@ def points(options: argparse.Namespace) -> list[Point]:
         for direction in DIRECTIONS
         for model in MODELS
     ]
+    real = [Program(model, SIZES, "bfloat16") for model in BY_HAND]
+    every += [Point(f"{x.model} {SIZES} {x.dtype}", "forward", x) for x in real]
     found = (x for name in options.points or ["*"] for x in every if fnmatch(x.name, name))
     return list(dict.fromkeys(found))
 
 
 def shrink(point: Point) -> Point:
     """Makes the sizes small enough for a CPU."""
-    return dataclasses.replace(point, case=dataclasses.replace(point.case, size=SIZES))
+    return dataclasses.replace(point, case=dataclasses.replace(point.case, size=SMALL))
 
 
 def prepare(run: harness.Run) -> dict[Point, Compiled]:
@@ -205,8 +239,19 @@ def speed_up(point: Record) -> float:
     """Computes how many times as long as the rewritten program the original takes."""
     if not point["providers"]:
         return 1.0
-    original, rewritten = (record["median_ms"] for record in point["providers"])
+    original, rewritten = (record["median_ms"] for record in point["providers"][:2])
     return float(original / rewritten)
+
+
+def bars(point: Record, all_points: Any = (), name: str = "rewritten") -> str:
+    """Formats the ratios of a model that is also written by hand, each with its bar."""
+    hand, rewritten = (provider_of(point, form) for form in ("by-hand", "rewritten"))
+    if hand is None or rewritten is None or name != "rewritten":
+        return ""
+    return (
+        f"{rewritten['median_ms'] / hand['median_ms']:.3f} of by hand, bar {BY_HAND_BAR}; "
+        f"{speed_up(point):.2f} x the original, bar {ORIGINAL_BAR}"
+    )
 
 
 def describe(point: Record) -> str:
@@ -214,12 +259,16 @@ def describe(point: Record) -> str:
     runs = "" if point["changed"] else f"original runs: {point['reason'] or 'nothing gained'}; "
     if not point["providers"]:
         return runs[:-2]
-    old, new = point["providers"]
-    return (
+    old, new = point["providers"][:2]
+    found = (
         f"{speed_up(point):.3f}: {old['median_ms']:.4f} -> {new['median_ms']:.4f} ms; {runs}report "
         f"saves {point['bytes_saved'] / 1e6:.2f} MB, XLA {(old['bytes'] - new['bytes']) / 1e6:.2f} "
         f"of {old['bytes'] / 1e6:.2f}"
-    ) + "".join(f"; SUSPICIOUS {x['name']} {y}" for x in (old, new) for y in x["faults"])
+    )
+    found = "; ".join(filter(None, (found, bars(point))))
+    return found + "".join(
+        f"; SUSPICIOUS {x['name']} {y}" for x in point["providers"] for y in x["faults"]
+    )
 
 
 def summary(points: Sequence[Record]) -> str:
@@ -244,8 +293,8 @@ BENCHMARK = harness.Benchmark(
     points,
     shrink,
     measure_point,
-    lambda point, all_points, name: "",
-    describe=describe,
+    bars,
+    describe,
     add_options=_add_options,
     prepare=prepare,
     times_matmul=False,

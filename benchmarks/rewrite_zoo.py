@@ -3,7 +3,7 @@
 A model takes weights, features of users and candidates, and the index of each candidate's user:
 `u` [users, fields, width], `c` [candidates, fields, width], or a history `h` [users, length, width]
 beside a candidate's token `c` [candidates, width]. It looks the user up, and returns scores. Its
-name is its description.
+name is its description. A form by hand computes the same scores without the copy, in plain JAX.
 """
 # ruff: noqa: D103
 
@@ -72,6 +72,10 @@ def heads(x: Array, n: int) -> Array:
     return x.reshape(*x.shape[:-1], n, -1)
 
 
+def product(x: Array, w: Array) -> Array:
+    return jnp.matmul(x, w, preferred_element_type=jnp.float32)
+
+
 def attend(q: Array, k: Array, v: Array, mask: Any = True, cap: float = 0.0) -> Array:
     logits = jnp.einsum("btnh,bsnh->bnts", q, k) * q.shape[-1] ** -0.5
     logits = cap * jnp.tanh(logits / cap) if cap else logits
@@ -104,6 +108,30 @@ def dcn(p: P, u: Array, c: Array, i: Array, rank: int = 0) -> Array:
 
 def dcn_low_rank(p: P, u: Array, c: Array, i: Array) -> Array:
     return dcn(p, u, c, i, rank=256)
+
+
+def cross(p: P, x0: Array, projected: Array) -> Array:
+    """Applies three low-rank cross layers, the first one of a product that is known."""
+    x = x0
+    for n in range(3):
+        projected = x @ p(x.shape[1], CROSS_RANK) if n else projected
+        x = x0 * p.dense(projected, x.shape[1]) + x
+    return p.score(x, 1024, 1024, 512, 256)
+
+
+def dlrm_dcnv2(p: P, u: Array, c: Array, i: Array) -> Array:
+    bottom = p.mlp(u[i][:, 0], 512, 256, u.shape[-1])
+    x = jnp.concatenate([bottom, flat(joined(u, c, i))], 1)
+    return cross(p, x, x @ p(x.shape[1], CROSS_RANK))
+
+
+def dlrm_dcnv2_by_hand(p: P, u: Array, c: Array, i: Array) -> Array:
+    """Computes bottom network and share of the first projection once per user."""
+    users = jnp.concatenate([p.mlp(u[:, 0], 512, 256, u.shape[-1]), flat(u)], 1)
+    width, cands = users.shape[1], flat(c)
+    down = p(width + cands.shape[1], CROSS_RANK)
+    projected = product(users, down[:width])[i] + product(cands, down[width:])
+    return cross(p, jnp.concatenate([users[i], cands], 1), projected.astype(c.dtype))
 
 
 def xdeepfm(p: P, u: Array, c: Array, i: Array) -> Array:
@@ -180,9 +208,24 @@ def listwise(p: P, u: Array, c: Array, i: Array) -> Array:
 def din(p: P, h: Array, c: Array, i: Array) -> Array:
     h = h[i]
     q = jnp.broadcast_to(c[:, None], h.shape)
-    unit = nn.sigmoid(p.dense(jnp.concatenate([q, h, q - h, q * h], -1), 64))
-    interest = jnp.einsum("bso,bsd->bd", p.dense(nn.sigmoid(p.dense(unit, 32)), 1), h)
-    return p.score(jnp.concatenate([interest, c], 1), 128, 64)
+    x = jnp.concatenate([q, h, q - h, q * h], -1)
+    return interest(p, x @ p(x.shape[-1], 64), h, c)
+
+
+def interest(p: P, unit: Array, h: Array, c: Array) -> Array:
+    unit = nn.sigmoid(unit + p(1, 1, unit.shape[-1]))
+    found = jnp.einsum("bso,bsd->bd", p.dense(nn.sigmoid(p.dense(unit, 32)), 1), h)
+    return p.score(jnp.concatenate([found, c], 1), 128, 64)
+
+
+def din_by_hand(p: P, h: Array, c: Array, i: Array) -> Array:
+    """Multiplies the history once per user, and the candidate once."""
+    width, w = c.shape[1], p(4 * c.shape[1], 64)
+    wq, wh, wd, wp = (w[n * width : (n + 1) * width] for n in range(4))
+    users, cands = product(h, wh) - product(h, wd), product(c, wq) + product(c, wd)
+    h = h[i]
+    unit = users[i] + cands[:, None] + product(c[:, None] * h, wp)
+    return interest(p, unit.astype(c.dtype), h, c)
 
 
 def gru(p: P, x: Array, factors: Array) -> Array:
@@ -207,9 +250,10 @@ def dien(p: P, h: Array, c: Array, i: Array) -> Array:
     return p.score(jnp.concatenate([gru(p, h, weights)[:, -1], c], 1), 128)
 
 
-def layer(p: P, x: Array, **options: Any) -> Array:
+def layer(p: P, x: Array, attend: Callable[..., Array] = attend, **options: Any) -> Array:
     q, k, v = jnp.split(norm(x) @ p(x.shape[-1], 3 * x.shape[-1]), 3, -1)
-    y = attend(heads(q, 2), heads(k, 2), heads(v, 2), **options).reshape(x.shape)
+    n = max(2, x.shape[-1] // 128)
+    y = attend(heads(q, n), heads(k, n), heads(v, n), **options).reshape(x.shape)
     x = x + y @ p(x.shape[-1], x.shape[-1])
     return x + p.dense(p.dense(norm(x), 2 * x.shape[-1], nn.gelu), x.shape[-1])
 
@@ -251,6 +295,35 @@ def sasrec(p: P, h: Array, c: Array, i: Array) -> Array:
     return (norm(x)[:, -1] * c).sum(-1)
 
 
+def transformer(p: P, h: Array, c: Array, i: Array) -> Array:
+    x = joined(h, c[:, None], i)
+    for _ in range(LAYERS):
+        x = layer(p, x, mask=causal(x.shape[1]))
+    return p.score(x[:, -1])
+
+
+def transformer_by_hand(p: P, h: Array, c: Array, i: Array) -> Array:
+    """Computes the history once per user; candidates, in groups of equal size, attend to it."""
+    (users, length, width), count = h.shape, len(i) // len(h)
+    x, cands = h, c.reshape(users, count, width)
+    # Every candidate attends to the history and to itself.
+    own = jnp.concatenate([jnp.ones((count, length), bool), jnp.eye(count, dtype=bool)], 1)
+    for _ in range(LAYERS):
+        kept: list[Array] = []
+
+        def of_users(q: Array, k: Array, v: Array, kept: Any = kept) -> Array:
+            kept += [k, v]
+            return attend(q, k, v, causal(length))
+
+        def of_candidates(q: Array, *arrays: Array, kept: Any = kept) -> Array:
+            k, v = (jnp.concatenate(pair, 1) for pair in zip(kept, arrays, strict=True))
+            return attend(q, k, v, own)
+
+        weights = Weights(p.dtype, p.leaves and p.leaves[len(p.shapes) :])
+        x, cands = layer(p, x, of_users), layer(weights, cands, of_candidates)
+    return p.score(cands.reshape(len(i), width))
+
+
 def hstu(p: P, h: Array, c: Array, i: Array) -> Array:
     x = joined(h, c[:, None], i)
     n, width = x.shape[1:]
@@ -272,15 +345,29 @@ def phoenix(p: P, h: Array, c: Array, i: Array) -> Array:
     return p.score(x[:, -4:].reshape(c.shape))
 
 
-FIELDS = (autoint, dlrm, dcn, dcn_low_rank, xdeepfm, masknet, fibinet, wukong, mmoe, ple, two_tower,
-          listwise)  # fmt: skip
-HISTORIES = (din, dien, bst, sim, twin, sasrec, hstu, phoenix)
+FIELDS = (autoint, dlrm, dcn, dcn_low_rank, dlrm_dcnv2, xdeepfm, masknet, fibinet, wukong, mmoe,
+          ple, two_tower, listwise)  # fmt: skip
+HISTORIES = (din, dien, bst, sim, twin, sasrec, transformer, hstu, phoenix)
 MODELS: dict[str, Callable[..., Array]] = {fn.__name__: fn for fn in (*FIELDS, *HISTORIES)}
+#: Forms by hand, by model; these models have a further size, the last one, which is a real one.
+BY_HAND: dict[str, Callable[..., Array]] = {
+    "dlrm_dcnv2": dlrm_dcnv2_by_hand,
+    "din": din_by_hand,
+    "transformer": transformer_by_hand,
+}
 #: The number of sizes, and sizes: users, candidates, fields of users and of candidates, and their
-#: width; or users, candidates, length of histories, a token, and the width. The last is for a CPU.
-SIZES, SMALL = 3, (3, 64, 40, 2, 16)
-OF_FIELDS = ((15, 1024, 24, 8, 32), (32, 4096, 24, 8, 64), (32, 2048, 48, 16, 32), SMALL)
-OF_HISTORIES = ((15, 1024, 64, 1, 64), (32, 4096, 128, 1, 64), (16, 1024, 256, 1, 128), SMALL)
+#: width; or users, candidates, length of histories, a token, and the width.
+SIZES = 3
+OF_FIELDS = ((15, 1024, 24, 8, 32), (32, 4096, 24, 8, 64), (32, 2048, 48, 16, 32))
+OF_HISTORIES = ((15, 1024, 64, 1, 64), (32, 4096, 128, 1, 64), (16, 1024, 256, 1, 128))
+REAL = {
+    "dlrm_dcnv2": (128, 8192, 17, 9, 128),
+    "din": (32, 2048, 512, 1, 128),
+    "transformer": (32, 2048, 1022, 1, 1280),
+}
+#: Sizes for a CPU: those of the program of this number.
+SMALL, OF_SMALL = -1, (4, 64, 40, 2, 16)
+CROSS_RANK, LAYERS = 512, 8
 
 
 @dataclasses.dataclass(frozen=True)
@@ -294,11 +381,28 @@ class Program:
     def scores(self, leaves: Sequence[Array], request: Sequence[Array], i: Array) -> Array:
         return MODELS[self.model](Weights(leaves[0].dtype, leaves), *request, i)
 
+    def by_hand(self, leaves: Sequence[Array], request: Sequence[Array], i: Array) -> Array:
+        return BY_HAND[self.model](Weights(leaves[0].dtype, leaves), *request, i)
+
+    @property
+    def has_form_by_hand(self) -> bool:
+        return self.model in BY_HAND and self.size in (SIZES, SMALL)
+
+    @property
+    def parts(self) -> int:
+        """Calls, of whole users, in which the original scores the candidates, for its memory."""
+        # In one call, it would hold logits of [2048, 10, 1023, 1023] in float32.
+        return {SIZES: 16, SMALL: 2}.get(self.size, 1) if self.model == "transformer" else 1
+
     @functools.cached_property
     def shapes(self) -> tuple[list[Any], list[Any], Any]:
         """Shapes of weights, features and index."""
         of_fields = MODELS[self.model] in FIELDS
-        sizes = OF_FIELDS if of_fields else OF_HISTORIES
+        sizes = (
+            *(OF_FIELDS if of_fields else OF_HISTORIES),
+            REAL.get(self.model, OF_SMALL),
+            OF_SMALL,
+        )
         users, batch, length, count, width = sizes[self.size]
         of_cand = (batch, count, width) if of_fields else (batch, width)
         shape = functools.partial(jax.ShapeDtypeStruct, dtype=self.dtype)

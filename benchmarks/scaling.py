@@ -1,6 +1,7 @@
 """Benchmark of several devices: the ops, the ranking network and its training step on 1, 2, … GPUs.
 
     python -m benchmarks.scaling --out benchmarks/results/scaling-h200.json
+    python -m benchmarks.scaling --processes 0 --out FILE.json
 
 Every point runs the same program on one device and on several, interleaved in one process. Strong
 scaling divides one request, weak scaling gives every device a request of that size. On more than
@@ -8,16 +9,26 @@ two devices the network also divides a large request. The ops run under plain `j
 divided and users replicated, with Auto and with Explicit mesh axes. The network and its training
 step run under `shard_map`, with users beside their candidates. The results of several devices are
 compared with the result of one, and the compiled program is searched for collectives.
+
+With `--processes`, the command starts processes on this machine, one for each GPU. They measure the
+network and its training step on all devices. Every process times the program on its own device and,
+in step with the others, the program on all devices. For one device the time of the fastest process
+counts, for all devices that of the slowest. Without a GPU, two processes run small sizes, whose
+times say nothing.
 """
 
 import argparse
 import concurrent.futures
+import contextlib
 import dataclasses
 import functools
 import math
+import os
+import pathlib
 import re
 import statistics
 import sys
+import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -28,10 +39,11 @@ from jax.experimental import multihost_utils
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from benchmarks import harness, records
+from benchmarks import children, harness, records
 from benchmarks.harness import Point
+from examples import several_processes
 from ikbo_jax import place_users
-from ikbo_jax._timing import interleaved_ms
+from ikbo_jax._timing import interleaved_ms, time_launches
 from ikbo_jax.cases import attention as attention_case
 from ikbo_jax.cases import linear_compression as linear_compression_case
 from ikbo_jax.models import ranking
@@ -51,6 +63,8 @@ WEAK_BARS = {2: 0.95, 8: 0.93}
 #: of bfloat16, since another configuration of a kernel has another order of sums.
 TOLERANCE = 2.0**-6
 LEARNING_RATE = 1e-4
+#: Calls that are timed to find how many fill a window, in several processes; their time limit.
+TRIAL_CALLS, TIME_LIMIT_S = 4, 3600.0
 
 
 # Programs, laid out on a mesh. A request is (candidates, users). Every process may lay out the
@@ -269,7 +283,7 @@ def measure(point: Point, run: harness.Run) -> dict[str, Any]:
             record["collectives"] = traffic(compiled[name].as_text() or "")
         providers.append(record)
         thunks[name] = functools.partial(compiled[name], *program.args)
-    times = getattr(run.options, "times", interleaved_ms)
+    times = in_step_ms if _processes() else interleaved_ms
     samples = times(thunks, window_s=run.protocol.window_s, rounds=run.protocol.rounds)
     one = statistics.median(samples["one device"])
     for record in providers:
@@ -280,6 +294,32 @@ def measure(point: Point, run: harness.Run) -> dict[str, Any]:
 
 def _processes() -> dict[str, int]:
     return {"processes": jax.process_count()} if jax.process_count() > 1 else {}
+
+
+def in_step_ms(
+    thunks: Mapping[str, Callable[[], Any]], *, window_s: float, rounds: int
+) -> dict[str, list[float]]:
+    """Times thunks like `interleaved_ms` in several processes, which make equally many calls.
+
+    A process that made fewer calls than another would leave it waiting in a collective. The fastest
+    process' time of "one device" counts, and the slowest process' time of the others.
+    """
+    launches = {}
+    for name, thunk in thunks.items():
+        jax.block_until_ready(thunk())
+        calls = math.ceil(window_s * TRIAL_CALLS / time_launches(thunk, (), TRIAL_CALLS))
+        launches[name] = int(multihost_utils.broadcast_one_to_all(np.int32(calls)))
+    samples: dict[str, list[float]] = {}
+    for _ in range(rounds):
+        for name, thunk in thunks.items():
+            multihost_utils.sync_global_devices(name)
+            time_launches(thunk, (), math.ceil(launches[name] / 2))  # warms the device up
+            multihost_utils.sync_global_devices(name)
+            ms = time_launches(thunk, (), launches[name]) * 1e3 / launches[name]
+            found = multihost_utils.process_allgather(np.float32(ms))
+            counts = found.min() if name == "one device" else found.max()
+            samples.setdefault(name, []).append(float(counts))
+    return samples
 
 
 def moved_by(record: Mapping[str, Any]) -> str:
@@ -321,14 +361,19 @@ def _points(options: argparse.Namespace) -> list[Point]:
         point
         for sweep in options.sweep
         for point in points(sweep, devices)
-        if (options.points is None or point.label in options.points)
+        if (sweep in LARGE_BARS or not _processes())
+        and (options.points is None or point.label in options.points)
         and (not _processes() or point.case.devices == devices)
     ]
 
 
-def add_options(parser: argparse.ArgumentParser) -> None:
-    """Adds the option that selects points."""
+def _add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--points", nargs="+", metavar="LABEL", help="such as 'strong 4'")
+    words = "run the points of all devices in processes; 0: one for each GPU, or 2 on the CPU"
+    parser.add_argument("--processes", type=int, help=words)
+    parser.add_argument("--coordinator", help=argparse.SUPPRESS)
+    parser.add_argument("--process-id", type=int, help=argparse.SUPPRESS)
+    parser.set_defaults(devices=1)
 
 
 def _name_devices(run: harness.Run) -> None:
@@ -346,20 +391,41 @@ BENCHMARK = harness.Benchmark(
     measure,
     lambda point, all_points, name: bar(point),
     describe,
-    add_options,
+    _add_options,
     _name_devices,
     times_matmul=False,
 )
 
 
+def _run(options: argparse.Namespace) -> int:
+    """Measures; the exit status is 1 if a result is wrong."""
+    if options.coordinator is not None:  # A process of `main`.
+        several_processes.end_with_stdin()
+        several_processes.join(options)
+    if not options.process_id:
+        return 0 if records.all_correct(BENCHMARK.run(options)) else 1
+    # The first process alone prints and keeps its results.
+    with tempfile.TemporaryDirectory() as folder, open(os.devnull, "w", encoding="utf-8") as null:
+        options.out = pathlib.Path(folder) / "results.json"
+        with contextlib.redirect_stdout(null):
+            BENCHMARK.run(options)
+    return 0
+
+
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the command line; returns 1 if a result is wrong."""
+    """Runs the command line; returns 1 if a result is wrong or a process fails."""
+    options = BENCHMARK.parse(argv)
     try:
-        results = BENCHMARK.run(BENCHMARK.parse(argv))
+        if options.processes is None or options.coordinator is not None:
+            return _run(options)
+        processes = options.processes or several_processes.count_gpus() or 2
+        if processes < 2:
+            raise ValueError(f"needs at least 2 processes, but there is {processes}")
     except ValueError as error:
         print(error, file=sys.stderr)
         return 1
-    return 0 if records.all_correct(results) else 1
+    command = children.command("benchmarks.scaling", *options.argv)
+    return several_processes.start_all(command, processes, TIME_LIMIT_S)
 
 
 if __name__ == "__main__":

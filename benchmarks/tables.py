@@ -8,12 +8,20 @@ import statistics
 from collections.abc import Callable, Iterator, Sequence
 
 from benchmarks import attention as of_attention
-from benchmarks import attention_gradient as of_attention_gradient
 from benchmarks import gdpa as of_gdpa
 from benchmarks import linear_compression as of_linear_compression
-from benchmarks import linear_compression_gradient as of_linear_compression_gradient
 from benchmarks import look_up as of_look_up
-from benchmarks.records import OUR_NAME, Bars, Record, is_on_gpu, mib, points_of, provider_of
+from benchmarks.records import (
+    OUR_NAME,
+    Bars,
+    Record,
+    forward,
+    is_forward,
+    is_on_gpu,
+    mib,
+    points_of,
+    provider_of,
+)
 
 #: Header and rows.
 Table = tuple[Sequence[str], Sequence[tuple[str, ...]]]
@@ -168,26 +176,23 @@ def _op_table(
 
 
 def attention(results: Record) -> dict[str, str]:
-    """Makes the tables over S and of the other sweeps."""
-    bars, over_s = of_attention.bars, points_of(results, "s")
-    others = [point for point in results["points"] if point["sweep"] != "s"]
+    """Makes the tables over S and of the other sweeps, and the gradient's table."""
+    bars, every = of_attention.bars, [*ATTENTION.items()]
+    points = forward(results)["points"]
+    over_s, others = ([p for p in points if (p["sweep"] == "s") == x] for x in (True, False))
     of_others = [(OUR_NAME, ""), ("grouped-cudnn", ATTENTION["grouped-cudnn"])]
     first = "S", lambda p: str(p["problem"]["kv_len"])
-    return {
-        "attention-lengths": _op_table(results, over_s, [*ATTENTION.items()], bars, first=first),
-        "attention-sweeps": _op_table(results, others, of_others, bars),
-    }
-
-
-def attention_gradient(results: Record) -> dict[str, str]:
-    """Makes the table of all points."""
     words = (
         "Gradients of query, key and value for a given cotangent, without the forward pass; "
         '"given": forward and backward. 2,048 candidates, 64 of a user, T=64, N=K=2, H=128 and '
         "S=2048, unless the point says otherwise.\n\n"
     )
-    bars, points = of_attention_gradient.bars, results["points"]
-    return {"attention-gradient": _op_table(results, points, [*ATTENTION.items()], bars, words)}
+    gradients = [point for point in results["points"] if not is_forward(point)]
+    return {
+        "attention-lengths": _op_table(results, over_s, every, bars, first=first),
+        "attention-sweeps": _op_table(results, others, of_others, bars),
+        "attention-gradient": _op_table(results, gradients, every, bars, words),
+    }
 
 
 def gdpa_prefix(results: Record) -> str:
@@ -214,26 +219,31 @@ def gdpa(results: Record) -> dict[str, str]:
 
 
 def linear_compression_gradient(results: Record) -> dict[str, str]:
-    """Makes the table of all points."""
+    """Makes the table of all points, whose direction older files do not name."""
     words = (
         "All four gradients for a given cotangent, without the forward pass. By hand: the faster "
         "of two programs, which differ in the sum over a user's candidates.\n\n"
     )
-    by_hand = of_linear_compression_gradient.best_by_hand
+    by_hand = of_linear_compression.best_by_hand
     columns = (("xla", "ikbo-jax in XLA"), (by_hand, "XLA by hand"), (OUR_NAME, "ikbo-jax"))
-    bars, points = of_linear_compression_gradient.bars, results["points"]
+    bars, points = of_linear_compression.gradient_bars, results["points"]
     return {"linear-compression-gradient": _op_table(results, points, columns, bars, words)}
 
 
 def linear_compression(results: Record) -> dict[str, str]:
-    """Makes the tables of stages, of all providers and of the sweeps, and the ceilings."""
+    """Makes the tables of stages, of all providers, of sweeps and of gradients; the ceilings."""
+    gradients = [point for point in results["points"] if not is_forward(point)]
+    gradient = linear_compression_gradient({**results, "points": gradients})
+    results = forward(results)
+    if gradients and not results["points"]:
+        return gradient
     found = {
         "linear-compression-table": _headline(results),
         "linear-compression-environment": _ceilings(results),
         "linear-compression-stages": _stages(results),
         "linear-compression-sweeps": linear_compression_sweeps(results),
     }
-    return {name: body or NOT_MEASURED for name, body in found.items()}
+    return {name: body or NOT_MEASURED for name, body in found.items()} | gradient
 
 
 def _headline(results: Record) -> str:

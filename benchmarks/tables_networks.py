@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from benchmarks import production as of_production
-from benchmarks import rewrite_models as of_rewrite_models
+from benchmarks import rewrite_programs as of_rewrite_programs
 from benchmarks import scaling as of_scaling
 from benchmarks import training as of_training
 from benchmarks.records import OUR_NAME, Record, is_on_gpu, mib, points_of, provider_of
@@ -78,7 +78,7 @@ def _request(defaults: Sequence[Record]) -> str:
     )
 
 
-def swept_training(results: Record) -> list[Record]:
+def _swept_training(results: Record) -> list[Record]:
     """Selects the points of training's sweep over ratios, in the order of the sizes."""
 
     def sizes(point: Record) -> tuple[int, int]:
@@ -113,7 +113,7 @@ def training(results: Record) -> dict[str, str]:
     note = "" if is_on_gpu(results) else "Small sizes on a CPU.\n\n"
     tables = {
         "training-table": table(default, RANKING, "candidates/s", "co-designed"),
-        "training-ratio": times(swept_training(results), SWEPT, ("of by hand", of_hand), digits=2),
+        "training-ratio": times(_swept_training(results), SWEPT, ("of by hand", of_hand), digits=2),
         "training-gdpa": table(points_of(results, "gdpa"), TRAINED_GDPA, "sequences/s", OUR_NAME),
     }
     return {name: block(results, found, note) for name, found in tables.items()}
@@ -126,12 +126,13 @@ def _sizes(point: Record) -> str:
     return f"{p['candidates']} candidates of {p['users']} users, T={p['queries']}"
 
 
-def rewrite_models(results: Record) -> dict[str, str]:
-    """Makes the table of all models."""
+def rewrite_programs(results: Record) -> dict[str, str]:
+    """Makes the table of the models that are also written by hand; older files have no others."""
     columns = (("original", "original"), ("rewritten", "`ikbo.rewrite`"), ("by-hand", "by hand"))
-    first = "point", lambda p: MODELS[p["label"]]
-    bars = "bar", of_rewrite_models.bars
-    table = times(results["points"], columns, bars, digits=3, first=first)
+    first = "point", lambda p: MODELS[(p.get("problem") or {"model": p["label"]})["model"]]
+    points = [point for point in results["points"] if provider_of(point, "by-hand")]
+    bars = "bar", of_rewrite_programs.bars
+    table = times(points, columns, bars, digits=3, first=first)
     return {"rewrite-models": block(results, table)}
 
 

@@ -1,28 +1,26 @@
 """The benchmarks of attention and of generalised dot-product attention, on shapes for a CPU."""
 
 import dataclasses
+import functools
 import os
 import pathlib
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import test_benchmarks
 
 from benchmarks import (
     attention,
-    attention_gradient,
     gdpa,
     harness,
     linear_compression,
-    linear_compression_gradient,
     look_up,
     production,
     production_providers,
     ranking,
-    report,
     timing,
     training,
 )
@@ -32,23 +30,33 @@ from benchmarks.production_draws import AttentionShape
 from benchmarks.production_providers import contenders
 from ikbo_jax.cases import gdpa as cases
 from ikbo_jax.cases import gdpa_backward
-from ikbo_jax.cases.gdpa_backward import Inputs, check_results
 
 pytestmark = pytest.mark.slow
 
 TINY_ATTENTION = AttentionShape(9, 3, 4, 16, 4, 2, 8, "bfloat16", "even", has_lengths=False)
 TINY = Sizes(3, 6, 6, 2, 8)
 SHORT = harness.Protocol(window_s=0.001, rounds=2, matmul_size=64)
-OPS = (attention, attention_gradient, gdpa, linear_compression, linear_compression_gradient)
+OPS = (attention, gdpa, linear_compression)
 
 
-def points_of(module) -> list[Point]:
-    return list(module.BENCHMARK.points(module.BENCHMARK.parse(["--out", os.devnull])))
+def points_of(module, *options: str) -> list[Point]:
+    return list(module.BENCHMARK.points(module.BENCHMARK.parse(["--out", os.devnull, *options])))
 
 
-@pytest.mark.parametrize("module", [*OPS, look_up, ranking, training], ids=lambda x: x.__name__)
-def test_every_sweep_has_points_that_differ_and_shrink(module):
-    every = points_of(module)
+BACKWARD = ("--direction", "backward")
+
+
+@pytest.mark.parametrize(
+    ("module", "options"),
+    [
+        *((module, ()) for module in (*OPS, look_up, ranking, training)),
+        *((module, BACKWARD) for module in (attention, linear_compression)),
+    ],
+    ids=lambda x: "-".join(x) if isinstance(x, tuple) else x.__name__,
+)
+def test_every_sweep_has_points_that_differ_and_shrink(module, options):
+    every = points_of(module, *options)
+    assert every
     assert len({(p.sweep, p.label) for p in every}) == len(every)
     for p in every:
         small = module.BENCHMARK.shrink(p)
@@ -56,9 +64,11 @@ def test_every_sweep_has_points_that_differ_and_shrink(module):
         assert small.case != p.case
 
 
-@pytest.mark.parametrize("module", [attention_gradient, linear_compression_gradient, training])
-def test_no_two_points_are_of_the_same_sizes(module):
-    every = points_of(module)
+@pytest.mark.parametrize(
+    ("module", "options"), [(attention, BACKWARD), (linear_compression, BACKWARD), (training, ())]
+)
+def test_no_two_points_are_of_the_same_sizes(module, options):
+    every = points_of(module, *options)
     assert len({(p.case, p.direction) for p in every}) == len(every)
 
 
@@ -109,10 +119,6 @@ def test_grouping_by_hand_and_back(monkeypatch, index: str):
     assert found[2].record["ok"]
 
 
-def make_inputs(sizes: Sizes) -> Inputs:
-    return Inputs(sizes.case.inputs(), sizes.case.cotangent())
-
-
 def attend_in_f32():
     """Cheaper to compile than what the benchmark has, for a CPU."""
 
@@ -125,8 +131,9 @@ def attend_in_f32():
     return attend
 
 
-PADDED = gdpa.PADDED._replace(make=gdpa._padded(lambda: jax.nn.dot_product_attention))
-DENSE = gdpa.Provider("dense", "softmax", gdpa._dense(attend_in_f32), is_softmax=True)
+def contender_of(name: str, sizes: Sizes, arrays: Any = None) -> production_providers.Contender:
+    makers = {x.__name__: x for x in gdpa.contenders(sizes, arrays or sizes.case.inputs())}
+    return makers[name]()
 
 
 def test_points_of_gdpa():
@@ -141,7 +148,7 @@ def test_points_of_gdpa():
         pairs, of_point = (x.batch * x.q_len * x.kv_len for x in (small, p.case))
         assert 1000 * pairs < of_point
         assert min(small.batch, small.q_len, small.kv_len, small.head_dim) > 1
-        assert gdpa.OURS in gdpa.providers_of(p, quick=False)
+        assert {"ikbo"} < {*gdpa.names_of(p, quick=False)} or p.sweep == "activations"
 
 
 @pytest.mark.parametrize(
@@ -153,48 +160,64 @@ def test_points_of_gdpa():
     ],
 )
 def test_inputs_are_what_the_sizes_say(sizes: Sizes):
-    (query, key, value, cu_q, cu_kv, *_), d_out, *_ = make_inputs(sizes)
+    query, key, value, cu_q, cu_kv, *_ = sizes.case.inputs()
     lengths = np.diff(cu_kv)
     assert key.shape == value.shape == (lengths.sum(), 2, 8)
     assert len(lengths) == sizes.batch
     assert (lengths.min(), lengths.max()) == ((1, 6) if sizes.lengths == "half" else (6, 6))
     if sizes.broadcast_q:
         assert cu_q is None
-        assert (query.shape[0], d_out.shape[0]) == (2, 6)
+        assert query.shape[0] == 2
     else:
         np.testing.assert_array_equal(cu_q, cu_kv)
-        assert query.shape == d_out.shape == key.shape
+        assert query.shape == key.shape
     q_lengths = 2 if sizes.broadcast_q else lengths
     assert sizes.case.pairs == (q_lengths * lengths).sum()
 
 
 @pytest.mark.parametrize(
-    ("provider", "sizes", "direction"),
+    ("name", "cudnn", "sizes", "direction"),
     [
-        (gdpa.XLA, dataclasses.replace(TINY, lengths="half"), "both"),
-        (DENSE, dataclasses.replace(TINY, q_len=2, broadcast_q=True).with_softmax(), "backward"),
-        (PADDED, dataclasses.replace(TINY, lengths="half").with_softmax(), "both"),
+        ("xla", None, dataclasses.replace(TINY, lengths="half"), "both"),
+        # Another function than the sizes': its results are compared with its own oracle.
+        (
+            "cudnn_softmax",
+            attend_in_f32,
+            dataclasses.replace(TINY, q_len=2, broadcast_q=True),
+            "backward",
+        ),
+        (
+            "cudnn_softmax_padded",
+            lambda: jax.nn.dot_product_attention,
+            dataclasses.replace(TINY, lengths="half").with_softmax(),
+            "both",
+        ),
     ],
+    ids=["xla", "dense", "padded"],
 )
 def test_oracle_admits_the_right_result_and_no_other(
-    provider: gdpa.Provider, sizes: Sizes, direction: str
+    name: str, cudnn: Any, sizes: Sizes, direction: str, monkeypatch: pytest.MonkeyPatch
 ):
-    inputs = make_inputs(sizes)
-    fn, args = provider.prepare(sizes, inputs, direction)
+    monkeypatch.setattr(production_providers, "cudnn", cudnn)
+    arrays = sizes.case.inputs()
+    contender = contender_of(name, sizes, arrays)
+    check = functools.partial(gdpa.check_of(Point("", "", sizes, direction), arrays), contender)
+    fn, args = production.in_direction(contender, direction)
     with jax.numpy_dtype_promotion("standard"):  # jax.nn's gradient needs it
         out = jax.jit(fn)(*args)
-    error, bound = check_results(sizes.case, out, inputs, direction)
+    error, bound = check(out)
     assert 0 < error <= bound < 0.05
     for number, array in enumerate(map(np.asarray, out)):
         for wrong in (np.full_like(array, np.nan), array * array.dtype.type(1.1)):
             results = (*out[:number], wrong, *out[number + 1 :])
-            error, bound = check_results(sizes.case, results, inputs, direction)
+            error, bound = check(results)
             assert not error <= bound, (number, error, bound)
 
 
 def test_oracle_finds_a_fault_that_the_xla_path_has_too(monkeypatch: pytest.MonkeyPatch):
-    inputs = make_inputs(TINY)
-    fn, args = gdpa.XLA.prepare(TINY, inputs, "both")
+    arrays = TINY.case.inputs()
+    contender = contender_of("xla", TINY, arrays)
+    fn, args = production.in_direction(contender, "both")
     out, *gradients = (x * x.dtype.type(1.1) for x in jax.jit(fn)(*args))
     by_xla, gradients_by_xla = cases._xla_runner(TINY.case), gdpa_backward._by_xla
     monkeypatch.setattr(cases, "_xla_runner", lambda _: lambda *x: by_xla(*x) * 1.1)
@@ -202,7 +225,7 @@ def test_oracle_finds_a_fault_that_the_xla_path_has_too(monkeypatch: pytest.Monk
         gdpa_backward, "_by_xla", lambda *x: tuple(g * 1.1 for g in gradients_by_xla(*x))
     )
     for direction, results in (("forward", (out,)), ("backward", gradients)):
-        error, bound = check_results(TINY.case, results, inputs, direction)
+        error, bound = gdpa.check_of(Point("", "", TINY, direction), arrays)(contender, results)
         assert not error <= bound, (direction, error, bound)
 
 
@@ -214,18 +237,18 @@ def test_oracle_finds_a_fault_that_the_xla_path_has_too(monkeypatch: pytest.Monk
     ],
 )
 def test_run_writes_what_it_measured(module, point, flops, tmp_path, monkeypatch, capsys):
-    providers = (gdpa.CUDNN, DENSE, gdpa.OURS)
+    names = ("ikbo", "cudnn-softmax", "ikbo-attention")
     benchmark = dataclasses.replace(
         module.BENCHMARK, points=lambda options: [point], shrink=lambda point: point
     )
-    monkeypatch.setattr(gdpa, "providers_of", lambda point, quick: providers)
+    monkeypatch.setattr(gdpa, "names_of", lambda point, quick: names)
     monkeypatch.setattr(harness.Protocol, "for_device", lambda **_: SHORT)
     path = tmp_path / "run.json"
     assert benchmark.main(["--out", str(path), "--sweep", point.sweep]) == 0
     (measured,) = timing.read_results(path)["points"]
     assert measured["useful_flops"] == flops
     by_name = {p["name"]: p for p in measured["providers"]}
-    for name in ("xla", "ikbo") if module is attention else ("dense",):
+    for name in ("xla", "ikbo") if module is attention else ("ikbo-attention",):
         assert by_name[name]["ok"]
         assert len(by_name[name]["ms"]) == 2
     if jax.default_backend() == "cpu":
@@ -235,72 +258,16 @@ def test_run_writes_what_it_measured(module, point, flops, tmp_path, monkeypatch
     printed = capsys.readouterr().out
     assert point.name in printed
     if module is gdpa:
-        assert by_name["dense"]["note"] == "another function: softmax"
+        assert by_name["ikbo-attention"]["note"] == "another function: softmax"
         assert "another function: softmax" in printed
 
 
 def test_what_is_too_long_for_xla_or_not_dense_is_skipped(monkeypatch):
     monkeypatch.setattr(gdpa, "MAX_XLA_PAIRS", 107)
-    inputs = make_inputs(TINY)
     with pytest.raises(NotImplementedError, match="too long"):
-        gdpa.XLA.prepare(TINY, inputs, "forward")
-    half = dataclasses.replace(TINY, lengths="half")
+        contender_of("xla", TINY)
     with pytest.raises(NotImplementedError, match="needs equal lengths"):
-        gdpa.ATTENTION.prepare(half, inputs, "forward")
-
-
-def synthetic(sweep: str, name: str, direction: str, q_len: int, **figures: tuple) -> dict:
-    """A point of a results file; figures are milliseconds and fractions by provider."""
-    providers = [
-        {"name": key.replace("_", "-"), "median_ms": ms, "fraction": fraction}
-        for key, (ms, fraction) in figures.items()
-    ]
-    problem = {"q_len": q_len, "dtype": "bfloat16"}
-    label = f"{name} {direction}"
-    point = {"sweep": sweep, "name": name, "direction": direction, "label": label}
-    return {**point, "problem": problem, "providers": providers}
-
-
-POINTS = (
-    synthetic("full", "max=1024", "forward", 1024, ikbo=(5.0, 0.8), cudnn_softmax=(6.0, 0.7)),
-    synthetic("kv256", "max=512", "backward", 512, ikbo=(2.0, 0.51), xla=(9.0, 0.1)),
-    synthetic("half", "max=512", "backward", 512, ikbo=(2.0, 0.5)),
-    synthetic("full", "max=2048", "forward", 2048, xla=(9.0, 0.1)),
-    synthetic("pma", "KV=1024", "forward", 32, ikbo=(1.0, 0.3), xla=(2.5, 0.1)),
-    synthetic("activations", "gelu_tanh tanh", "both", 1024, ikbo=(1.0, 0.8)),
-    synthetic("activations", "gelu", "both", 1024, ikbo=(1.25, 0.64)),
-    synthetic("activations", "gelu", "forward", 1024, ikbo=(1.25, 0.64)),
-    synthetic(
-        "activations", "softmax", "forward", 1024, ikbo=(1.0, 0.7), ikbo_attention=(0.98, 0.71)
-    ),
-)
-
-
-def test_report_makes_tables_and_a_plot(tmp_path):
-    pytest.importorskip("matplotlib")
-    results = test_benchmarks.synthetic() | {"op": "gdpa", "points": POINTS}
-    blocks = report.blocks(results, "docs/performance.md")
-    text = (report.ROOT / "docs/performance.md").read_text(encoding="utf-8")
-    assert set(blocks) == {"gdpa-lengths", "gdpa-lengths-plot", "gdpa-sweeps"}
-    assert all(f"<!-- begin generated: {name} -->" in text for name in blocks)
-    row = (
-        "| full: max=1024 forward | not run | 6.0000 | 5.0000 | 0.800 | fraction 0.800, bar 0.82 |"
-    )
-    assert row in blocks["gdpa-lengths"]
-    assert (
-        "| full: max=2048 forward | 9.0000 | not run | not run | - |  |" in blocks["gdpa-lengths"]
-    )
-    assert "cuDNN" not in blocks["gdpa-sweeps"]
-    backward = [{**point, "direction": "backward"} for point in POINTS[:4]]
-    names = set(report.blocks({**results, "points": backward}, "docs/performance.md"))
-    assert names == {"gdpa-backward-lengths", "gdpa-backward-lengths-plot"}
-    assert all(f"<!-- begin generated: {name} -->" in text for name in names)
-    (image,) = (tmp_path / name for name in report.draw(results, tmp_path))
-    assert "lengths uniform in 1..max" in image.read_text()
-    first = image.read_bytes()
-    report.draw(results, tmp_path)
-    assert image.read_bytes() == first
-    assert report.draw({**results, "points": POINTS[4:]}, tmp_path) == []
+        contender_of("ikbo_attention", dataclasses.replace(TINY, lengths="half"))
 
 
 def test_providers_can_be_left_out(
@@ -322,7 +289,7 @@ def test_providers_can_be_left_out(
     gdpa.BENCHMARK.main(arguments)
     everything, seen[:] = list(seen), []
     gdpa.BENCHMARK.main([*arguments, "--without", "xla", "cudnn-softmax-padded"])
-    assert ["cudnn-softmax-padded", "xla", "ikbo"] in everything
+    assert ["ikbo", "xla", "cudnn-softmax-padded"] in everything
     assert seen == [
         [n for n in names if n not in ("xla", "cudnn-softmax-padded")] for names in everything
     ]

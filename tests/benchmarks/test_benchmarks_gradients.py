@@ -12,10 +12,10 @@ import numpy as np
 import pytest
 
 from benchmarks import (
-    attention_gradient,
+    attention,
     children,
     harness,
-    linear_compression_gradient,
+    linear_compression,
     production_providers,
     report,
 )
@@ -26,16 +26,16 @@ SHORT = harness.Protocol(window_s=0.001, rounds=2, matmul_size=64)
 
 
 def test_sizes_and_directions_of_sweeps():
-    of_s, given = (attention_gradient.points(sweep) for sweep in ("s", "given"))
-    assert {p.case.kv_len for p in of_s} == set(attention_gradient.FRACTION_BARS)
+    of_s, given = (attention.points(sweep, "backward") for sweep in ("s", "given"))
+    assert {p.case.kv_len for p in of_s} == set(attention.GRADIENT_BARS)
     assert {p.direction for p in given} == {"both"}
-    batches = {p.problem.batches for p in linear_compression_gradient.points("ratio")}
+    batches = {p.problem.batches for p in linear_compression.gradient_points("ratio")}
     assert batches == {(1024, 1024), (128, 1024), (15, 1024), (1, 1024)}
 
 
 @pytest.mark.parametrize("direction", ["backward", "both"])
 def test_right_versions_are_right_and_wrong_ones_are_found(monkeypatch, direction):
-    point = attention_gradient.BENCHMARK.shrink(next(attention_gradient.points("index")))
+    point = attention.shrink(next(attention.points("index", "backward")))
     point = dataclasses.replace(point, direction=direction)
     makers = production_providers.contenders(point.case)
 
@@ -43,9 +43,9 @@ def test_right_versions_are_right_and_wrong_ones_are_found(monkeypatch, directio
         right = makers[0]()
         return right._replace(name="spoiled", fn=lambda *args: 1.1 * right.fn(*args))
 
-    monkeypatch.setattr(attention_gradient, "contenders", lambda shape: [*makers, spoiled])
+    monkeypatch.setattr(attention, "contenders", lambda shape: [*makers, spoiled])
     run = types.SimpleNamespace(protocol=SHORT, options=types.SimpleNamespace(quick=False))
-    measured = attention_gradient.measure_point(point, run)
+    measured = attention.measure_point(point, run)
     ok = {record["name"]: record.get("ok") for record in measured["providers"]}
     assert (ok["ikbo"], ok["xla"], ok["spoiled"]) == (True, True, False)
     assert measured["useful_flops"] == harness.ATTENTION_WORK[direction] * point.case.flops
@@ -53,30 +53,7 @@ def test_right_versions_are_right_and_wrong_ones_are_found(monkeypatch, directio
     assert "cuDNN needs a GPU" in grouped["skipped"]
 
 
-def of_no_cost(shape):
-    """Three versions that compile fast."""
-
-    def maker(name):
-        ones = (jnp.ones((2, 3)),) * 3
-        return lambda: production_providers.Contender(name, "", lambda q, k, v: q * k + v, ones)
-
-    return map(maker, ("ikbo", "xla", "grouped-cudnn"))
-
-
-def test_a_run_of_attention_in_small_and_its_table(tmp_path, capsys, monkeypatch):
-    """With this library and XLA alone."""
-    monkeypatch.setattr(attention_gradient, "contenders", of_no_cost)
-    out = tmp_path / "gradient.json"
-    assert attention_gradient.BENCHMARK.main(["--out", str(out), "--quick", "--sweep", "s"]) == 0
-    assert "S=8192" in capsys.readouterr().out
-    results = json.loads(out.read_text())
-    assert [len(point["providers"]) for point in results["points"]] == [2] * 5
-    results["environment"]["platform"] = "gpu"
-    (block,) = report.blocks(results, "docs/performance.md").values()
-    assert all(
-        f"\n| s: S={s} | not run | not run | " in block for s in attention_gradient.FRACTION_BARS
-    )
-    assert "cuDNN, queries grouped by hand" in block
+OPTIONS = ("--quick", "--direction", "backward", "--sweep", "dtype", "--jobs", "2")
 
 
 def tiny(point):
@@ -84,23 +61,20 @@ def tiny(point):
 
 
 def test_all_providers_are_right_and_wrong_ones_are_found():
-    (point,) = map(tiny, linear_compression_gradient.points("dtype"))
+    (point,) = map(tiny, linear_compression.gradient_points("dtype"))
 
     def spoiled(inputs, cotangent):
-        (d_user, d_cand), d_embeddings = linear_compression_gradient.PROVIDERS[-1][2](
-            inputs, cotangent
-        )
+        (d_user, d_cand), d_embeddings = linear_compression.GRADIENTS[-1].fn(inputs, cotangent)
         return (d_user, d_cand.at[0, 0].add(jnp.asarray(1, d_cand.dtype))), d_embeddings
 
     def nan(inputs, cotangent):
         return jax.tree.map(lambda x: x * jnp.asarray(jnp.nan, x.dtype), inputs[:2])
 
-    wrong = (("spoiled", "", spoiled), ("nan", "", nan))
-    measured = linear_compression_gradient.measure_point(
-        point, (*linear_compression_gradient.PROVIDERS, *wrong), SHORT
-    )
+    wrong = [linear_compression.Provider(fn.__name__, "", fn) for fn in (spoiled, nan)]
+    providers = (*linear_compression.GRADIENTS, *wrong)
+    measured = linear_compression.measure_gradients(point, providers, SHORT)
     ok = {record["name"]: record.get("ok") for record in measured["providers"]}
-    assert ok == {name: True for name, _, _ in linear_compression_gradient.PROVIDERS} | {
+    assert ok == {p.name: True for p in linear_compression.GRADIENTS} | {
         "spoiled": False,
         "nan": False,
     }
@@ -111,15 +85,15 @@ def test_all_providers_are_right_and_wrong_ones_are_found():
 def test_a_run_in_small_and_its_table(tmp_path, capfd):
     """Two processes compile the point once, before it is timed."""
     out = tmp_path / "gradient.json"
-    arguments = ["--out", str(out), "--quick", "--sweep", "dtype", "--jobs", "2"]
-    assert linear_compression_gradient.BENCHMARK.main(arguments) == 0
+    arguments = ["--out", str(out), *OPTIONS]
+    assert linear_compression.BENCHMARK.main(arguments) == 0
     said = capfd.readouterr().out
     (compiled,) = re.finditer(r"compiled in \d+ s: dtype float16\n", said)
     assert compiled.end() < said.index("[1/1]")
     results = json.loads(out.read_text())
     assert [len(point["providers"]) for point in results["points"]] == [2]
     results["environment"]["platform"] = "gpu"
-    (block,) = report.blocks(results, "docs/performance.md").values()
+    block = report.blocks(results, "docs/performance.md")["linear-compression-gradient"]
     assert "\n| dtype: float16 | " in block
     assert "of the time by hand, bar 1.00 |" in block
     assert "ikbo-jax in XLA" in block
@@ -127,13 +101,9 @@ def test_a_run_in_small_and_its_table(tmp_path, capfd):
 
 def test_points_that_no_process_compiled_are_timed(tmp_path, capfd, monkeypatch):
     monkeypatch.setattr(children, "command", lambda *args: [sys.executable, "-S", "-c", "raise"])
-    monkeypatch.setattr(
-        linear_compression_gradient,
-        "measure_point",
-        lambda point, *_: {**point.entry(), "providers": []},
-    )
+    nothing = lambda point, *_: {**point.entry(), "providers": []}  # noqa: E731
+    monkeypatch.setattr(linear_compression, "measure_gradients", nothing)
     out = tmp_path / "gradient.json"
-    options = ["--out", str(out), "--quick", "--sweep", "dtype", "--jobs", "2"]
-    assert linear_compression_gradient.BENCHMARK.main(options) == 0
+    assert linear_compression.BENCHMARK.main(["--out", str(out), *OPTIONS]) == 0
     assert len(json.loads(out.read_text())["points"]) == 1
     assert "2 of 2 compiling processes failed" in capfd.readouterr().err

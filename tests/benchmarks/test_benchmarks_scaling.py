@@ -12,7 +12,7 @@ import pytest
 from jax.extend.core import jaxprs_in_params
 from jax.sharding import AxisType
 
-from benchmarks import children, scaling, scaling_processes
+from benchmarks import children, scaling
 from ikbo_jax.models import ranking
 
 PROGRAM = """
@@ -122,7 +122,7 @@ def test_points_of_a_large_request():
 WORK = """
 import sys
 import jax.numpy as jnp
-from benchmarks import scaling_processes
+from benchmarks import scaling
 from ikbo_jax.models import ranking
 
 def network(params, request):
@@ -132,7 +132,7 @@ def network(params, request):
 
 ranking.co_designed = network
 ranking.init = lambda sizes: {"scale": jnp.ones(())}
-sys.exit(scaling_processes.main())
+sys.exit(scaling.main())
 """
 
 
@@ -145,8 +145,8 @@ def test_one_process_for_each_device_in_small(tmp_path, monkeypatch):
         children, "command", lambda module, *given: [sys.executable, "-c", WORK, *given]
     )
     out = tmp_path / "processes.json"
-    options = ["--quick", "--out", str(out), "--sweep", "network", "--points", "strong 2"]
-    assert scaling_processes.main(options) == 0
+    options = ["--processes", "0", "--sweep", "attention", "network", "--points", "strong 2"]
+    assert scaling.main(["--quick", "--out", str(out), *options]) == 0
     results = json.loads(out.read_text())
     assert (results["devices"], results["processes"]) == (2, 2)
     (point,) = results["points"]

@@ -20,19 +20,6 @@ def fields_concatenated_and_flattened(user_fields, cand_fields, index, w_fields)
     return jax.nn.relu(x.reshape(B, -1) @ w_fields)
 
 
-@layout("user_fields cand_fields index w_fields", _fields_by_hand)
-def fields_stacked(user_fields, cand_fields, index, w_fields):
-    users = user_fields[index]
-    fields = [users[:, n] for n in range(F_USER)] + [cand_fields[:, n] for n in range(F_CAND)]
-    return jax.nn.relu(jnp.stack(fields, axis=1).reshape(B, F * D) @ w_fields)
-
-
-@layout("user_fields cand_fields index w_fields", _fields_by_hand)
-def fields_split_again(user_fields, cand_fields, index, w_fields):
-    flat = jnp.concatenate([user_fields[index].reshape(B, -1), cand_fields.reshape(B, -1)], 1)
-    return jax.nn.relu(jnp.einsum("bfd,fdn->bn", flat.reshape(B, F, D), w_fields.reshape(F, D, -1)))
-
-
 def _wide_by_hand(user_fields, cand_fields, index, w_wide):
     w = w_wide[: 2 * F_CAND * D].reshape(F_CAND, 2, D, HIDDEN)
     users = jnp.einsum("ufd,fdn->un", user_fields[:, :F_CAND], w[:, 0])
@@ -56,16 +43,6 @@ def batch_and_positions_merged(user_fields, cand_fields, index, w_tower):
     return jax.nn.relu(x.reshape(B * F, D) @ w_tower).reshape(B, F, -1)
 
 
-def _positions_by_hand(user_fields, index, w_tower, w_top):
-    return (jax.nn.relu(user_fields @ w_tower) @ w_top)[index]
-
-
-@layout("user_fields index w_tower w_top", _positions_by_hand)
-def batch_and_positions_of_users_merged(user_fields, index, w_tower, w_top):
-    x = user_fields[index].reshape(-1, D)
-    return (jax.nn.relu(x @ w_tower) @ w_top).reshape(B, F_USER, -1)
-
-
 # Ids that are concatenated, stacked or flattened before the table.
 
 
@@ -77,13 +54,6 @@ def _ids_by_hand(user_ids, cand_ids, index, table, w_fields):
 def ids_concatenated(user_ids, cand_ids, index, table, w_fields):
     ids = jnp.concatenate([user_ids[index], cand_ids], axis=1)
     return jax.nn.relu(jnp.take(table, ids, axis=0).reshape(B, -1) @ w_fields)
-
-
-@layout("user_ids cand_ids index table w_fields", _ids_by_hand)
-def ids_stacked(user_ids, cand_ids, index, table, w_fields):
-    users = user_ids[index]
-    ids = [users[:, n] for n in range(F_USER)] + [cand_ids[:, n] for n in range(F_CAND)]
-    return jax.nn.relu(table[jnp.stack(ids, axis=1)].reshape(B, -1) @ w_fields)
 
 
 @layout("user_ids cand_ids index table w_fields", _ids_by_hand)
@@ -212,13 +182,6 @@ def filled_with_nan(user, cand, index, w_first):
     return _first(jnp.take(user, index, axis=0), cand, w_first)
 
 
-@layout("user_fields cand_fields index w_fields", _fields_by_hand)
-def filled_fields(user_fields, cand_fields, index, w_fields):
-    users = user_fields.at[index].get(mode="fill", fill_value=0)
-    x = jnp.concatenate([users, cand_fields], axis=1)
-    return jax.nn.relu(x.reshape(B, -1) @ w_fields)
-
-
 def _one_by_hand(one, cand, w_first):
     return jax.nn.relu(one.reshape(-1, D)[:1] @ w_first[:D] + cand @ w_first[D:])
 
@@ -229,10 +192,8 @@ def _first_of(copied):
 
 #: Spellings of one user's row for every candidate: the argument, and its copies.
 _COPIES = {
-    "added_to_zeros": ("one", lambda x: x + jnp.zeros((B, 1))),
     "times_ones": ("one", lambda x: x * np.ones((B, 1), np.float32)),
     "looked_up_by_zeros": ("user", lambda x: x[jnp.zeros(B, jnp.int32)]),
-    "looked_up_by_numpy_zeros": ("user", lambda x: x[np.zeros(B, np.int32)]),
     "stacked_copies": ("lone", lambda x: jnp.stack([x] * B)),
     "concatenated_copies": ("one", lambda x: jnp.concatenate([x] * B)),
 }
@@ -270,13 +231,6 @@ def grid_by_nested_vmap(people, items, w_first, w_out):
 
 
 @layout("people items w_first w_out", _grid_by_hand)
-def grid_by_broadcasting(people, items, w_first, w_out):
-    shape = (people.shape[0], items.shape[0], D)
-    x = [jnp.broadcast_to(people[:, None], shape), jnp.broadcast_to(items[None], shape)]
-    return (jax.nn.relu(jnp.concatenate(x, axis=-1) @ w_first) @ w_out)[..., 0]
-
-
-@layout("people items w_first w_out", _grid_by_hand)
 def grid_by_repeat_and_tile(people, items, w_first, w_out):
     m, n = people.shape[0], items.shape[0]
     x = [jnp.repeat(people, n, axis=0), jnp.tile(items, (m, 1))]
@@ -284,10 +238,6 @@ def grid_by_repeat_and_tile(people, items, w_first, w_out):
 
 
 # Rules that were missing.
-
-
-def _tower_by_hand(user, cand, index, w_first):
-    return _one_hot_by_hand(jnp.tanh(user), cand, index, w_first)
 
 
 def _bucket_by_hand(user, bounds, buckets, index, w_tower):
@@ -304,33 +254,6 @@ def digitized(user, bounds, buckets, index, w_tower):
     return buckets[jnp.digitize(user[index][:, 0], bounds, right=True)] @ w_tower
 
 
-def _slice_by_hand(user_fields, index, w_tower):
-    return (user_fields[:, 2:4] @ w_tower)[index]
-
-
-@layout("user_fields index w_tower", _slice_by_hand)
-def dynamic_slice_by_constants(user_fields, index, w_tower):
-    return lax.dynamic_slice_in_dim(user_fields[index], 2, 2, axis=1) @ w_tower
-
-
-def _set_by_hand(user, index, w_tower):
-    return (user.at[:, 0].set(1.0) @ w_tower)[index]
-
-
-@layout("user index w_tower", _set_by_hand)
-def column_set(user, index, w_tower):
-    return user[index].at[:, 0].set(1.0) @ w_tower
-
-
-def _top_by_hand(user, index, w_tower):
-    return (lax.top_k(user, 4)[0] @ w_tower[:4])[index]
-
-
-@layout("user index w_tower", _top_by_hand)
-def top_k(user, index, w_tower):
-    return lax.top_k(user[index], 4)[0] @ w_tower[:4]
-
-
 def _conv(x, kernel):
     return lax.conv_general_dilated(
         x, kernel, (1,), "SAME", dimension_numbers=("NHC", "HIO", "NHC")
@@ -340,15 +263,6 @@ def _conv(x, kernel):
 @layout("history index kernel", lambda history, index, kernel: _conv(history, kernel)[index])
 def convolution_over_the_history(history, index, kernel):
     return _conv(history[index], kernel)
-
-
-def _looped(x, w):
-    return lax.while_loop(lambda c: c[0] < 3, lambda c: (c[0] + 1, jnp.tanh(c[1] @ w)), (0, x))[1]
-
-
-@layout("user index w_unit", lambda user, index, w_unit: _looped(user, w_unit[:D, :D])[index])
-def while_loop(user, index, w_unit):
-    return _looped(user[index], w_unit[:D, :D])
 
 
 @layout("user index w_tower", lambda user, index, w_tower: (user @ w_tower)[index])

@@ -37,16 +37,6 @@ def gru_by_vmap(history, index, w_state):
     return jax.vmap(of_one)(history[index])
 
 
-def _learned_by_hand(history, one, index, w_state):
-    start = jnp.broadcast_to(one, (U, D))
-    return _gru(history, start, w_state)[1][:, index]
-
-
-@layout("history one index w_state", _learned_by_hand)
-def states_from_a_learned_start(history, one, index, w_state):
-    return _gru(history[index], jnp.broadcast_to(one, (B, D)), w_state)[1]
-
-
 def _masked_lstm(history, kept, w_state):
     rows = len(history)
 
@@ -115,11 +105,6 @@ def _last_by_hand(history, lengths, index, w_tower):
 
 
 @layout("history lengths index w_tower", _last_by_hand)
-def last_item_by_arange(history, lengths, index, w_tower):
-    return history[index][jnp.arange(B), lengths[index] - 1] @ w_tower
-
-
-@layout("history lengths index w_tower", _last_by_hand)
 def last_item_by_two_indices(history, lengths, index, w_tower):
     return history[index, lengths[index] - 1] @ w_tower
 
@@ -128,14 +113,6 @@ def last_item_by_two_indices(history, lengths, index, w_tower):
 def last_item_taken_along_the_axis(history, lengths, index, w_tower):
     last = (lengths[index] - 1)[:, None, None]
     return jnp.take_along_axis(history[index], last, axis=1)[:, 0] @ w_tower
-
-
-@layout("history lengths index w_tower", _last_by_hand)
-def last_item_by_vmap(history, lengths, index, w_tower):
-    def last(x, n):
-        return lax.dynamic_index_in_dim(x, n - 1, 0, keepdims=False)
-
-    return jax.vmap(last)(history[index], lengths[index]) @ w_tower
 
 
 def _top_by_hand(history, bias, index, w_tower):
@@ -179,14 +156,6 @@ def interpolated_features(user, bounds, index, w_tower):
 # Updates at positions.
 
 
-@layout(
-    "history lengths index w_tower",
-    lambda h, n, index, w: (h.at[jnp.arange(U), n - 1].set(0.0) @ w)[index],
-)
-def last_item_hidden(history, lengths, index, w_tower):
-    return history[index].at[jnp.arange(B), lengths[index] - 1].set(0.0) @ w_tower
-
-
 def _bag(ids, rows):
     return jnp.zeros((rows, VOCABULARY)).at[jnp.arange(rows)[:, None], ids].add(1.0)
 
@@ -213,11 +182,6 @@ def _appended_by_hand(history, cand, index, w_tower):
 def candidate_put_in_a_buffer(history, cand, index, w_tower):
     buffer = jnp.zeros((B, S + 1, D)).at[:, :S].set(history[index])
     return lax.dynamic_update_slice(buffer, cand[:, None], (0, S, 0)) @ w_tower
-
-
-@layout("history cand index w_tower", lambda h, c, i, w: _appended_by_hand(h[:, 1:], c, i, w))
-def candidate_after_a_rolled_history(history, cand, index, w_tower):
-    return jnp.roll(history[index], -1, axis=1).at[:, -1].set(cand) @ w_tower
 
 
 # Constant positions of concatenated fields.
@@ -261,19 +225,13 @@ def fields_padded(user_fields, cand_fields, index, w_wide):
 # Windows and transforms over the history.
 
 
-def _pooled(x, pool):
-    init, combine = (-jnp.inf, lax.max) if pool == "max" else (0.0, lax.add)
-    return lax.reduce_window(x, init, combine, (1, 3, 1), (1, 2, 1), "VALID")
+def _pooled(x):
+    return lax.reduce_window(x, -jnp.inf, lax.max, (1, 3, 1), (1, 2, 1), "VALID")
 
 
-@layout("history index w_tower", lambda h, index, w: (_pooled(h, "max") @ w)[index])
+@layout("history index w_tower", lambda h, index, w: (_pooled(h) @ w)[index])
 def largest_in_windows(history, index, w_tower):
-    return _pooled(history[index], "max") @ w_tower
-
-
-@layout("history index w_tower", lambda h, index, w: (_pooled(h, "sum") @ w)[index])
-def sums_of_windows_by_vmap(history, index, w_tower):
-    return jax.vmap(lambda x: _pooled(x[None], "sum")[0])(history[index]) @ w_tower
+    return _pooled(history[index]) @ w_tower
 
 
 def _filtered(x):
@@ -299,15 +257,6 @@ def mapped_over_candidates_and_indices(user, cand, index, w_tower, w_top):
         return jnp.tanh(user[n] @ w_tower) @ w_top + cand @ w_tower
 
     return lax.map(score, (cand, index))
-
-
-@layout("user cand index w_tower w_top", _scores_by_hand)
-def mapped_over_candidates_and_rows(user, cand, index, w_tower, w_top):
-    def score(one):
-        cand, user = one
-        return jnp.tanh(user @ w_tower) @ w_top + cand @ w_tower
-
-    return lax.map(score, (cand, user[index]))
 
 
 def _carried_by_hand(user, cand, index, w_tower, w_top):

@@ -89,9 +89,6 @@ def _causal_by_hand(blocks, long, token, index, attention=_softmax_attention):
 
 _COPIES = ((B, S, HEADS, D), (B, S, D * HEADS), (B, HEADS, S, D), (B, S + 1, HEADS, D))
 layout("blocks2 long token index", _causal_by_hand, 0.8, _COPIES)(causal_transformer)
-layout("blocks8 long token index", _causal_by_hand, 0.8, _COPIES, "causal_transformer_of_8_layers")(
-    causal_transformer
-)
 
 
 @layout("blocks2 long token index", _causal_by_hand, 0.8, _COPIES)

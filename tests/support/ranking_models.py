@@ -45,8 +45,6 @@ def arrays() -> Arrays:
         "first": _random(2 * D, D),
         "gates": _random(3, D, 4),
         "experts": _random(4, 2 * D, D) / 4,
-        "gate": _random(D, 2 * D),
-        "co_action": _random(D, 4 * D + 4),
         "capsules": _random(D, 3),
     }
 
@@ -197,26 +195,6 @@ def comirec(a: Arrays) -> Any:
     return jnp.take_along_axis(interests, best[:, None, None], axis=1)[:, 0]
 
 
-@_model(0.6, 0.8)
-def pooled_history(a: Arrays) -> Any:
-    """Sum, maximum and mean of the history, which leave padding out."""
-    history, item, mask = _history(a)
-    mask = mask[..., None]
-    total = jnp.sum(history, axis=1, where=mask) / jnp.clip(mask.sum(1), 1)
-    largest = jnp.max(history, axis=1, where=mask, initial=-9.0)
-    mean = jnp.nan_to_num(jnp.mean(history, axis=1, where=mask))
-    return jnp.concatenate([total, largest, mean, item], axis=-1) @ a["unit"]
-
-
-@_model(0.4, 0.1)
-def mmoe(a: Arrays) -> Any:
-    """Experts of user and candidate, with gates by user."""
-    user = a["user"][INDEX]
-    x = jnp.concatenate([user, a["cand"]], axis=-1)
-    experts = jax.nn.relu(jnp.einsum("bd,edh->beh", x, a["experts"]))
-    return [jnp.einsum("be,beh->bh", _softmax(user @ w), experts) for w in a["gates"]]
-
-
 @_model(0.4, 0.2)
 def ple(a: Arrays) -> Any:
     """Experts of two tasks and shared experts, with gates of user and candidate."""
@@ -228,26 +206,6 @@ def ple(a: Arrays) -> Any:
         gate = _softmax(x @ w)[..., None]
         out.append((jnp.stack([own[task], shared], axis=1) * gate).sum(1))
     return out
-
-
-@_model(0.7, 0.4)
-def lhuc(a: Arrays) -> Any:
-    """Hidden units scaled by the user."""
-    user = a["user"][INDEX]
-    x = jnp.concatenate([user, a["cand"]], axis=-1) * (2 * jax.nn.sigmoid(user @ a["gate"]))
-    x = jax.nn.relu(x @ a["first"]) * (2 * jax.nn.sigmoid(user @ a["square"]))
-    return jax.nn.sigmoid(x @ a["score"])
-
-
-@_model(0.1, 0.1)
-def ppnet(a: Arrays) -> Any:
-    """Gates of user and candidate, whose gradient stops at the candidate."""
-    user = a["user"][INDEX]
-    x = jnp.concatenate([user, a["cand"]], axis=-1)
-    fixed = jnp.concatenate([user, jax.lax.stop_gradient(a["cand"])], axis=-1)
-    gate = jax.nn.relu(fixed @ a["first"])
-    x = jax.nn.relu((x * (2 * jax.nn.sigmoid(gate @ a["gate"]))) @ a["first"])
-    return (x * (2 * jax.nn.sigmoid(gate @ a["square"]))) @ a["score"]
 
 
 @_model(0.5, 0.1)

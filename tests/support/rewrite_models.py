@@ -1,12 +1,56 @@
 """Small ranking models, each written the way people write them, with what a rewrite makes of it."""
 
+import functools
 import inspect
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from rewrite_arguments import D_REQ, D_USER, HEADS, HIDDEN, K_REQ, K_USER, B, H, N, S, U, arrays
+import numpy as np
+from problems import ragged_index, random_array
+
+# Sizes differ from one another, so that a shape tells what an array is.
+B, U, R = 48, 6, 3  # candidates, users, requests
+D_USER, D_CAND, HIDDEN = 10, 12, 16
+K_USER, K_CAND, K_REQ, N, M = 9, 5, 4, 8, 11  # rows and width of embeddings, compressed rows
+S, HEADS, H = 7, 3, 4  # keys, heads, head width
+VOCABULARY = 20
+
+
+@functools.cache
+def arrays() -> dict[str, jax.Array]:
+    """Every argument that a model may have, by name."""
+    rng = np.random.default_rng(0)
+
+    def normal(*shape: int) -> jax.Array:
+        return random_array(rng, shape, jnp.float32)
+
+    def weight(*shape: int) -> jax.Array:
+        return normal(*shape) * jnp.float32(shape[0] ** -0.5)
+
+    return {
+        "user": normal(U, D_USER),
+        "cand": normal(B, D_CAND),
+        "index": jnp.asarray(ragged_index(rng, U, B, "unsorted")),
+        "user_to_request": jnp.asarray(ragged_index(rng, R, U, "unsorted")),
+        "counts": jnp.asarray([11, 3, 0, 20, 8, 6], jnp.int32),
+        "user_emb": normal(U, K_USER, N),
+        "cand_emb": normal(B, K_CAND, N),
+        "request_emb": normal(R, K_REQ, N),
+        "compress": weight(M, K_USER + K_CAND),
+        "compress_flipped": weight(M, K_CAND + K_USER),
+        "compress_three": weight(M, K_REQ + K_USER + K_CAND),
+        "w_first": weight(D_USER + D_CAND, HIDDEN),
+        "w_out": weight(HIDDEN, 1),
+        "bias": normal(HIDDEN),
+        "ids": jnp.asarray(rng.integers(0, VOCABULARY, (U, 5)), jnp.int32),
+        "table": normal(VOCABULARY, D_USER),
+        "history": normal(U, S, HIDDEN),
+        "w_q": weight(D_CAND, HEADS * H),
+        "w_k": weight(HIDDEN, HEADS * H),
+        "w_v": weight(HIDDEN, HEADS * H),
+    }
 
 
 class Model(NamedTuple):
@@ -74,18 +118,6 @@ def compression_of_repeated_users(compress, user_emb, cand_emb, counts):
 
 
 @model("linear_compression", never=((B, K_USER, N),))
-def compression_of_equally_many(compress, user_emb, cand_emb):
-    users = jnp.repeat(user_emb, B // U, axis=0)
-    return jnp.einsum("mk,bkn->bmn", compress, jnp.concatenate([users, cand_emb], axis=1))
-
-
-@model("linear_compression", never=((B, K_USER, N),))
-def compression_of_tiled_users(compress, user_emb, cand_emb):
-    users = jnp.tile(user_emb, (B // U, 1, 1))
-    return jnp.einsum("mk,bkn->bmn", compress, jnp.concatenate([users, cand_emb], axis=1))
-
-
-@model("linear_compression", never=((B, K_USER, N),))
 def compression_of_one_user(compress, user_emb, cand_emb):
     user = jnp.broadcast_to(user_emb[:1], (B, K_USER, N))
     return compress @ jnp.concatenate([user, cand_emb], axis=1)
@@ -121,87 +153,11 @@ def first_dense_layer(user, cand, index, w_first, bias, w_out):
 
 
 @model(BY_PARTS, never=(USER_ROWS,))
-def vmap_over_an_index(user, cand, index, w_first, bias):
-    def score(i, candidate):
-        return jnp.concatenate([user[i], candidate]) @ w_first + bias
-
-    return jax.vmap(score)(index, cand)
-
-
-@model(BY_PARTS, never=(USER_ROWS, (B, D_REQ)))
-def first_dense_layer_of_three_levels(request, user, cand, user_to_request, index, w_request):
-    requests = request[user_to_request[index]]
-    x = jnp.concatenate([requests, user[index], cand], axis=1)
-    return jax.nn.relu(x @ w_request)
-
-
-# Towers and the place where they meet.
-
-
-@model(PRODUCT_OF_USERS, BY_PARTS, never=(USER_ROWS,))
-def user_tower_after_the_lookup(user, cand, index, w_user, bias, w_tower):
-    tower = jax.nn.gelu(user[index] @ w_user + bias)
-    return jax.nn.relu(jnp.concatenate([tower, cand], axis=1) @ w_tower)
-
-
-@model(WORK_OF_USERS, PRODUCT_OF_USERS, "looked up in place", never=(USER_ROWS,))
-def two_towers_with_layer_norm(user, cand, index, norm_scale, norm_bias, w_user, w_cand):
-    users = user[index]
-    mean = users.mean(axis=-1, keepdims=True)
-    variance = users.var(axis=-1, keepdims=True)
-    users = (users - mean) * jax.lax.rsqrt(variance + 1e-6) * norm_scale + norm_bias
-    return jnp.sum((users @ w_user) * (cand @ w_cand), axis=-1)
-
-
-@model(PRODUCT_OF_USERS, WORK_OF_USERS, "looked up in place", never=(USER_ROWS,))
-def gate_of_candidate_by_user(user, cand, index, w_gate):
-    gate = jax.nn.sigmoid(user[index] @ w_gate)
-    return cand * gate
-
-
-@model(PRODUCT_OF_USERS, never=(USER_ROWS, (3, B, HIDDEN)))
-def scan_over_candidate_layers_with_a_user_constant(user, cand, index, w_user, w_cand, w_layers):
-    users = user[index]
-
-    def layer(x, w):
-        return jax.nn.relu(x @ w + users @ w_user), None
-
-    x, _ = jax.lax.scan(layer, cand @ w_cand, w_layers)
-    return x
-
-
-@model(PRODUCT_OF_USERS, BY_PARTS, never=(USER_ROWS,))
-def checkpointed_tower_in_a_jit(user, cand, index, w_user, w_hidden, w_tower):
-    @jax.checkpoint
-    def tower(x):
-        return jnp.sin(x @ w_user) @ w_hidden
-
-    @jax.jit
-    def score(user, cand):
-        return jnp.concatenate([tower(user[index]), cand], axis=1) @ w_tower
-
-    return score(user, cand)
-
-
-@model(PRODUCT_OF_USERS, BY_PARTS, never=(USER_ROWS,))
-def conditional_tower(user, cand, index, w_user, w_hidden, w_tower):
-    x = user[index] @ w_user
-    x = jax.lax.cond(cand[0, 0] > 0, lambda x: x @ w_hidden, lambda x: x * 2, x)
-    return jnp.concatenate([x, cand], axis=1) @ w_tower
-
-
-@model(BY_PARTS, never=(USER_ROWS,))
 def half_precision_with_an_f32_sum(user, cand, index, w_first, w_out):
     half = jnp.bfloat16
     x = jnp.concatenate([user.astype(half)[index], cand.astype(half)], axis=1)
     x = jax.lax.dot(x, w_first.astype(half), preferred_element_type=jnp.float32)
     return jax.nn.relu(x) @ w_out
-
-
-@model(BY_PARTS, never=(USER_ROWS,))
-def batch_on_another_axis(user, cand, index, w_first):
-    users = user.T[:, index]
-    return w_first.T @ jnp.concatenate([users, cand.T], axis=0)
 
 
 # Attention of candidates over the user's history.
@@ -220,11 +176,6 @@ def attention_by_matmul_bnth(cand, history, index, w_q, w_k, w_v):
 
 
 # What must be materialised, or cannot be found, and stays right.
-
-
-@model(PRODUCT_OF_USERS)
-def two_indices(user, cand, index, other_index, w_user):
-    return jnp.tanh(user[index] @ w_user) * jnp.tanh(user[other_index] @ w_user)
 
 
 @model(BY_PARTS, "materialised", materialised=1)

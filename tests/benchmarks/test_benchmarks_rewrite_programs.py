@@ -1,16 +1,19 @@
-"""The benchmark of rewritten models: a run in small, and its report."""
+"""The benchmark of rewritten models: a run in small, its report, and the forms by hand."""
 
 import pytest
 
-from benchmarks import report, rewrite_models, rewrite_programs, timing
+from benchmarks import report, rewrite_programs, rewrite_zoo, tables_networks, timing
 
 pytestmark = pytest.mark.slow
 
 
-def test_a_run_in_small_and_its_report(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
+@pytest.mark.parametrize("model", rewrite_zoo.BY_HAND)
+def test_models_of_a_real_size_in_small_and_their_report(tmp_path, monkeypatch, model):
+    """The original of the transformer scores a part."""
+    monkeypatch.setattr(rewrite_zoo, "LAYERS", 1)
     out = tmp_path / "models.json"
-    assert rewrite_models.main(["din", "--out", str(out), "--quick"]) == 0
+    # Without an oracle, the forms are compared with the original.
+    assert rewrite_programs.main([f"{model} 3 *", "--out", str(out), "--quick"]) == 0
     results = timing.read_results(out)
     (point,) = results["points"]
     assert [p["name"] for p in point["providers"]] == ["original", "rewritten", "by-hand"]
@@ -21,7 +24,7 @@ def test_a_run_in_small_and_its_report(tmp_path, monkeypatch):
         "<!-- begin generated: rewrite-models -->\n<!-- end generated: rewrite-models -->\n"
     )
     assert report.main([str(out), "--root", str(tmp_path)]) == 0
-    assert "| DIN | " in page.read_text()
+    assert f"| {tables_networks.MODELS[model]} | " in page.read_text()
 
 
 def test_programs_in_small(tmp_path):
