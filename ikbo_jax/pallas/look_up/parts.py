@@ -118,8 +118,7 @@ class Part(NamedTuple):
 class Own(NamedTuple):
     """Holds the range of users that a CTA owns, and the range of their candidates' places.
 
-    `is_filled`: there is no such user, and all entries of the CTA's part are candidates of the user
-    before `first`. False if the CTA lists.
+    `is_filled`: it owns none, and its part is filled by candidates of the user before `first`.
     """
 
     first: Any
@@ -186,11 +185,12 @@ def places_of(part: Part, user: Any, level: int = 0) -> list[Any]:
     return _search(part, is_before, level, part.threads.number() + zero)
 
 
-def helpers_of(part: Part, user: Any, begin: Any, after: Any) -> tuple[Any, Any]:
-    """Finds the first CTA whose part is filled by a user with these places, and their number."""
+def helpers_of(part: Part, user: Any, begin: Any, after: Any, piece: Any) -> tuple[Any, Any]:
+    """Numbers the CTA among those whose parts a user with these places fills; also counts them."""
     each = jnp.int32(part.ctx.shape.each)
-    first = lax.div(begin + user + each, each)
-    return first, jnp.maximum(lax.div(after + user, each) - first, 1)
+    first, end = lax.div(begin + user + each, each), lax.div(after + user, each)
+    # Where an index is not sorted as promised, the search may have found anything.
+    return jnp.maximum(piece - first, 0), jnp.maximum(end - first, 1)
 
 
 def _search(part: Part, conditions: list[Any], level: int, thread: Any) -> list[Any]:

@@ -40,7 +40,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
-from ikbo_jax.pallas.hopper import mosaic, per_thread
+from ikbo_jax.pallas.hopper import per_thread
 from ikbo_jax.pallas.hopper.launch import WarpgroupContext, launch_threads
 from ikbo_jax.pallas.hopper.per_thread import LANES, Threads, same
 from ikbo_jax.pallas.hopper.row_vectors import Rows, Words
@@ -82,14 +82,15 @@ def _sum(ctx: WarpgroupContext) -> None:
     part = _part(ctx, threads, chunk * shape.columns, number * shape.users, listed)
     own = parts.find_own(part, piece)
 
-    @pl.when(own.begin < own.after)
-    def _() -> None:
-        _join(part, *_walk(part, own))
+    def sum_own() -> None:
+        pl.when(own.begin < own.after)(lambda: _join(part, *_walk(part, own)))
+        threads.commit()
+        _store_zeros(part, own)
 
-    threads.commit()
-    _store_zeros(part, own)
-    if not shape.listed_users:
-        pl.when(own.is_filled)(lambda: _sum_columns(part, own.first - 1))
+    if shape.listed_users:
+        sum_own()
+    else:
+        lax.cond(own.is_filled, lambda: _sum_columns(part, own.first - 1, chunk, piece), sum_own)
 
 
 def _part(
@@ -104,14 +105,12 @@ def _part(
     return Part(ctx, threads, lane, vector, is_used, column == 0, first_row, listed)
 
 
-def _sum_columns(part: Part, user: Any) -> None:
+def _sum_columns(part: Part, user: Any, chunk: Any, piece: Any) -> None:
     """Adds up the CTA's share of a long user's columns, a few at a time (step 4)."""
     shape, threads = part.ctx.shape, part.threads
-    worker = mosaic.opaque(part.ctx.worker, interpret=part.ctx.interpret)
-    chunk, piece = lax.rem(worker, shape.chunks), lax.div(worker, shape.chunks)
+    threads.commit()  # the search before is read
     begin, after = parts.places_of(part, user)
-    first_helper, helpers = parts.helpers_of(part, user, begin, after)
-    helper = jnp.maximum(piece - first_helper, 0)
+    helper, helpers = parts.helpers_of(part, user, begin, after, piece)
     narrow = dataclasses.replace(shape, chunks=pl.cdiv(shape.vectors, LONG_COLUMNS))
     narrow = narrow if narrow.columns < shape.columns else shape
     ctx, end = part.ctx.replace(shape=narrow), (chunk + 1) * shape.columns
