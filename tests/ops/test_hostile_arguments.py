@@ -12,7 +12,7 @@ from refusals import ones
 
 import ikbo_jax as ikbo
 from ikbo_jax.debug import check_index, check_lengths, check_offsets
-from ikbo_jax.layers import functional
+from ikbo_jax.ops import arguments
 
 INDEX = np.zeros(7, np.int32)
 OFFSETS = np.array([0, 3, 5], np.int32)
@@ -97,7 +97,7 @@ def test_masks_and_offsets_of_layers_name_the_remedy() -> None:
     with pytest.raises(ValueError, match=r"not int64\[2\]; convert it by \.astype\(np\.int32\)"):
         ikbo.masks.hstu(np.array([1, 2]))
     with pytest.raises(ValueError, match=r"but is int64\[2\]; convert it by \.astype"):
-        functional.check_offsets("cu_seqlens", "batch", np.array([0, 2]))
+        arguments.check_offsets("cu_seqlens", "batch", np.array([0, 2]))
 
 
 @pytest.mark.parametrize("op", OPS)
