@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar
 
 from ikbo_jax.problems import hopper, memory
 from ikbo_jax.problems.hopper import BLOCK_K, NUM_CONSUMERS, TILE_ROWS, WGMMA_M
@@ -17,15 +17,6 @@ MAX_GROUPS = 16
 MAX_BLOCKS = 4
 #: Rows up to which XLA is faster: of 512, by 10.9 to 11.6 us, of 4,096, by 26.3 to 14.5 us (H200).
 FEW_ROWS = 512
-
-
-class GatedLinearShared(NamedTuple):
-    """Shared memory and barriers of one CTA."""
-
-    rows: Any  # a ring of blocks of rows of u, a and the residual, [slots, consumers, 1, 64, 64]
-    weight: Any  # a ring of k steps of weights, [slots, column blocks, 64, 64]
-    statistics: Any  # mean and scale of rows, [groups, 2, 128] f32; None for one group
-    staging: Any  # the interpreter's u · norm(a), [consumers, 64, 64]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,17 +33,19 @@ class GatedLinearConfig(Config):
     row_slots: int = 6
     weight_slots: int = 4
 
-    def shared(self, groups: int) -> GatedLinearShared:
+    def shared(self, groups: int) -> Any:
         """Declares one CTA's shared memory and barriers, for groups of columns."""
-        return GatedLinearShared(
+        return memory.shared(
+            # Blocks of rows of u, a and the residual.
             rows=memory.ring(
                 self.row_slots, ready=NUM_CONSUMERS, tiles=(NUM_CONSUMERS, 1, WGMMA_M, BLOCK_K)
             ),
             weight=memory.ring(
                 self.weight_slots, ready=self.blocks, tiles=(self.blocks, BLOCK_K, BLOCK_K)
             ),
+            # Mean and scale of rows.
             statistics=memory.Floats((groups, 2, TILE_ROWS)) if groups > 1 else None,
-            staging=memory.Staging((NUM_CONSUMERS, WGMMA_M, BLOCK_K)),
+            staging=memory.Staging((NUM_CONSUMERS, WGMMA_M, BLOCK_K)),  # u · norm(a)
         )
 
     def illegal_reason(self, problem: GatedLinearProblem) -> str | None:

@@ -4,7 +4,7 @@ import dataclasses
 import functools
 import itertools
 from collections.abc import Iterator
-from typing import Any, ClassVar, NamedTuple, Self
+from typing import Any, ClassVar, Self
 
 from ikbo_jax.problems import hopper, memory
 from ikbo_jax.problems.hopper import BLOCK_K, NUM_CONSUMERS, TILE_ROWS, WGMMA_M
@@ -33,15 +33,6 @@ MAX_WAVES = 4
 MAX_STEPS = 4
 
 
-class WeightGradientShared(NamedTuple):
-    """Shared memory and barriers of the kernel for a weight's gradient."""
-
-    embedding: Any  # [stages, 2, 64, 64]
-    cotangent: Any  # [stages, block_m, 64]
-    stages: Any  # ring, whose operands are the two above
-    staging: Any
-
-
 @dataclasses.dataclass(frozen=True)
 class WeightGradientConfig(Config):
     """Tuning parameters of the kernel for a weight's gradient.
@@ -54,8 +45,8 @@ class WeightGradientConfig(Config):
     stages: int = 5
 
     @property
-    def shared(self) -> WeightGradientShared:
-        return WeightGradientShared(
+    def shared(self) -> Any:
+        return memory.shared(
             embedding=memory.Tiles((self.stages, NUM_CONSUMERS, WGMMA_M, BLOCK_K)),
             cotangent=memory.Tiles((self.stages, self.block_m, BLOCK_K)),
             stages=memory.barriers(self.stages, 1 + NUM_CONSUMERS),

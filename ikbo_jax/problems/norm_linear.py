@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator, Mapping
-from typing import Any, ClassVar, NamedTuple, Self
+from typing import Any, ClassVar, Self
 
 from ikbo_jax.problems import hopper, memory
 from ikbo_jax.problems.hopper import BLOCK_K, NUM_CONSUMERS, TILE_ROWS, WGMMA_M
@@ -17,16 +17,6 @@ STORE_COLUMNS = 64
 FEW_ROWS = 128
 #: Warps that compute the statistics of a CTA's next rows.
 STATISTICS_WARPS = 2
-
-
-class NormLinearShared(NamedTuple):
-    """Shared memory and barriers of one CTA."""
-
-    rows: Any  # a ring of column blocks of normalised rows, [slots, consumers, 64, 64]
-    weight: Any  # a ring of k steps of weights, [slots, column blocks, 64, 64]
-    staging: Any  # [consumers, 1, 64, 64]
-    statistics: Any  # mean and scale of the next item's rows, [2, 128] f32; None: not early
-    early: Any  # a ring of one slot, the statistics; None: not early
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,15 +38,16 @@ class NormLinearConfig(Config):
     parts: int = 1
     is_early: bool = False
 
-    def shared(self) -> NormLinearShared:
+    def shared(self) -> Any:
         """Declares one CTA's shared memory and barriers."""
         blocks = BLOCK_N // BLOCK_K
-        return NormLinearShared(
+        return memory.shared(
             rows=memory.ring(
                 self.row_slots, ready=NUM_CONSUMERS, tiles=(NUM_CONSUMERS, WGMMA_M, BLOCK_K)
             ),
             weight=memory.ring(self.weight_slots, ready=blocks, tiles=(blocks, BLOCK_K, BLOCK_K)),
             staging=memory.Tiles((NUM_CONSUMERS, 1, WGMMA_M, STORE_COLUMNS)),
+            # Mean and scale of the next item's rows.
             statistics=memory.Floats((2, TILE_ROWS)) if self.is_early else None,
             early=memory.barriers(1, STATISTICS_WARPS) if self.is_early else None,
         )

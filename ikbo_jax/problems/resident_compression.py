@@ -2,7 +2,7 @@
 
 import dataclasses
 import math
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar
 
 from ikbo_jax.problems import hopper, memory, packed_compression
 from ikbo_jax.problems.hopper import BLOCK_K, WGMMA_K, WGMMA_M
@@ -22,17 +22,6 @@ MAX_EARLY_ROWS = 128
 MAX_CTAS = 8
 #: Most compressed rows of a tile of a coarser level; more were not measured.
 COARSE_ROWS = 48
-
-
-class ResidentCompressionShared(NamedTuple):
-    """Shared memory and barriers of one CTA."""
-
-    weight: Any  # [parts * k blocks of 64, block_m, 64]
-    embedding: Any  # [stages * k steps, column blocks, depth, block_width]
-    gathered: Any  # the users' embeddings in the same shape; None unless a tile loads them
-    staging: Any  # [STAGING_SLOTS, column blocks, block_m, block_width]; None at coarser levels
-    ready: Any  # a barrier for every k step of every stage
-    gathered_ready: Any  # a barrier for every k step of `gathered`, or None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -101,11 +90,11 @@ class Layout:
         """Number of rows of K of a split."""
         return self.steps * self.depth
 
-    def shared(self, n: int, *, stores: bool) -> ResidentCompressionShared:
+    def shared(self, n: int, *, stores: bool) -> Any:
         """Declares one CTA's shared memory; `stores` (the last level) adds the staging buffer."""
         width = block_width(n)
         blocks = self.block_n // width
-        gathered = gathered_ready = None
+        gathered = gathered_ready = None  # the users' embeddings, if a tile loads them
         if self.gathered is not None:
             steps, depth = self.gathered
             if self.has_one_user:
@@ -117,7 +106,7 @@ class Layout:
         slots = self.stages * self.steps
         # Rows of the batch that are one block each are contiguous in the output.
         staged = memory.Rows if is_contiguous(n) else memory.Blocks
-        return ResidentCompressionShared(
+        return memory.shared(
             weight=memory.Tiles((self.parts * sum(self.k_blocks), self.block_m, BLOCK_K)),
             embedding=memory.Blocks((slots, blocks, self.depth, width)),
             gathered=gathered,
