@@ -188,7 +188,7 @@ BAD = {
     check_offsets: [
         ([0, 3, 13], (12, None, "cu"), "cu[2] is 13, outside [0, 12]; 1 of 3 offsets"),
         ([-1, 3, 12], (12, None, "cu"), "cu[0] is -1, outside [0, 12]"),
-        ([0, 3, 1, 12], (12, None, "cu"), "cu[2] is 1, below cu[1], which is 3; 1 of 3 lengths"),
+        ([0, 3, 1, 12], (12, None, "cu"), "cu decreases from 3 to 1 in sequence 1; 1 of 3 lengths"),
         ([0, 3, 3, 10], (12, 6, "cu"), "sequence 2 of cu has 7 rows, but max_seqlen is 6; 1 of 3"),
     ],
 }
