@@ -33,6 +33,12 @@ MAX_WAVES = 4
 MAX_STEPS = 4
 
 
+def _why_not_ring(config: Any) -> str | None:
+    if config.stages < 2:
+        return f"stages must be at least 2, but is {config.stages}"
+    return hopper.why_not_smem(config, memory.smem_bytes(config.shared))
+
+
 @dataclasses.dataclass(frozen=True)
 class WeightGradientConfig(Config):
     """Tuning parameters of the kernel for a weight's gradient.
@@ -71,12 +77,6 @@ class WeightGradientConfig(Config):
 
         most = max(1, min(batch, MAX_WAVES * num_sms // tiles))
         return min(range(1, most + 1), key=time)
-
-
-def _why_not_ring(config: Any) -> str | None:
-    if config.stages < 2:
-        return f"stages must be at least 2, but is {config.stages}"
-    return hopper.why_not_smem(config, memory.smem_bytes(config.shared))
 
 
 @dataclasses.dataclass(frozen=True)

@@ -24,6 +24,11 @@ MAX_CTAS = 8
 COARSE_ROWS = 48
 
 
+def is_contiguous(n: int) -> bool:
+    """Whether N is one block of fewer than 64 columns: one copy stores part of a candidate."""
+    return block_width(n) == n < WGMMA_M
+
+
 @dataclasses.dataclass(frozen=True)
 class Layout:
     """How a level's products are divided among CTAs.
@@ -115,11 +120,6 @@ class Layout:
             ready=None if self.by_threads else memory.Barriers(slots, 1 if n == width else blocks),
             gathered_ready=gathered_ready,
         )
-
-
-def is_contiguous(n: int) -> bool:
-    """Whether N is one block of fewer than 64 columns: one copy stores part of a candidate."""
-    return block_width(n) == n < WGMMA_M
 
 
 def early_splits(layout: Layout) -> int:
