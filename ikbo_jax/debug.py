@@ -83,24 +83,15 @@ def check_offsets(
     max_length = total if max_seqlen is None else max_seqlen
     if num_targets is not None:
         _check_targets(name, cu_seqlens, num_targets)
-    if isinstance(cu_seqlens, jax.core.Tracer):
-        _check_lengths_traced(name, cu_seqlens, max_length, max_seqlen)
-        return
-    offsets = np.asarray(cu_seqlens).astype(np.int64)
-    lengths = np.diff(offsets)
-    decreasing, too_long = np.flatnonzero(lengths < 0), np.flatnonzero(lengths > max_length)
-    if decreasing.size:
-        i = int(decreasing[0])
-        raise ValueError(
-            f"{name}[{i + 1}] is {offsets[i + 1]}, below {name}[{i}], which is {offsets[i]}; "
-            f"{decreasing.size} of {lengths.size} lengths are negative"
-        )
-    if too_long.size:
-        i = int(too_long[0])
-        raise ValueError(
-            f"sequence {i} of {name} has {lengths[i]} rows, but max_seqlen is {max_seqlen}; "
-            f"{too_long.size} of {lengths.size} sequences are longer"
-        )
+    offsets = cu_seqlens
+    if not isinstance(cu_seqlens, jax.core.Tracer):
+        offsets = np.asarray(cu_seqlens).astype(np.int64)
+    begin, end = offsets[:-1], offsets[1:]
+    message = f"{name} decreases from {{begin}} to {{end}} in sequence {{place}}"
+    _refuse(end < begin, message, "lengths are negative", begin=begin, end=end)
+    lengths = end - begin
+    message = f"sequence {{place}} of {name} has {{rows}} rows, but max_seqlen is {max_seqlen}"
+    _refuse(_exceeds(lengths, max_length), message, "sequences are longer", rows=lengths)
 
 
 def _check_targets(name: str, cu_seqlens: Any, num_targets: Any) -> None:
@@ -111,47 +102,9 @@ def _check_targets(name: str, cu_seqlens: Any, num_targets: Any) -> None:
             f"num_targets has shape {num_targets.shape} but {name} has batch={cu_seqlens.size - 1}"
         )
     lengths = cu_seqlens[1:] - cu_seqlens[:-1]
-    is_above = num_targets > lengths
-    if any(isinstance(x, jax.core.Tracer) for x in (cu_seqlens, num_targets)):
-        first = jnp.argmax(is_above) if is_above.size else 0
-        checkify.debug_check(
-            ~jnp.any(is_above),
-            f"sequence {{sequence}} of {name} has {{rows}} rows but {{targets}} targets",
-            sequence=first,
-            rows=lengths[first],
-            targets=num_targets[first],
-        )
-    elif is_above.any():
-        first = int(np.argmax(is_above))
-        raise ValueError(
-            f"sequence {first} of {name} has {lengths[first]} rows but {num_targets[first]} "
-            f"targets; {np.sum(is_above)} of {is_above.size} sequences have too many"
-        )
-
-
-def _check_lengths_traced(
-    name: str, cu_seqlens: jax.Array, max_length: int, max_seqlen: int | None
-) -> None:
-    if cu_seqlens.size == 1:
-        return
-    begin, end = cu_seqlens[:-1], cu_seqlens[1:]
-    is_decreasing = end < begin
-    first = jnp.argmax(is_decreasing)
-    checkify.debug_check(
-        ~jnp.any(is_decreasing),
-        f"{name} decreases from {{begin}} to {{end}} in sequence {{sequence}}",
-        begin=begin[first],
-        end=end[first],
-        sequence=first,
-    )
-    is_long = _exceeds(end - begin, max_length)
-    first = jnp.argmax(is_long)
-    checkify.debug_check(
-        ~jnp.any(is_long),
-        f"sequence {{sequence}} of {name} has {{rows}} rows, but max_seqlen is {max_seqlen}",
-        sequence=first,
-        rows=(end - begin)[first],
-    )
+    message = f"sequence {{place}} of {name} has {{rows}} rows but {{targets}} targets"
+    has_more, counted = num_targets > lengths, "sequences have too many"
+    _refuse(has_more, message, counted, rows=lengths, targets=num_targets)
 
 
 def _check_size(name: str, value: Any) -> None:
@@ -161,40 +114,42 @@ def _check_size(name: str, value: Any) -> None:
         raise ValueError(f"{name} must be an integer of at least 0, but is {value!r:.80}")
 
 
-def _check_range(
-    name: str, values: jax.Array | np.ndarray, largest: int, interval: str, plural: str
-) -> None:
+def _check_range(name: str, values: Any, largest: int, interval: str, plural: str) -> None:
     """Checks 0 <= values <= largest immediately, or under checkify if the values are traced."""
     if not jnp.issubdtype(getattr(values, "dtype", np.dtype(object)), jnp.integer):
         raise TypeError(
             f"{name} must be an array of integers, but is "
             f"{getattr(values, 'dtype', type(values).__name__)}"
         )
-    if values.size == 0:
-        return
+    place = f"{name}[{{place}}]"
     if isinstance(values, jax.core.Tracer):
-        flat = jnp.ravel(values)
-        outside = (flat < 0) | _exceeds(flat, largest)
-        first = jnp.argmax(outside)
-        checkify.debug_check(
-            ~jnp.any(outside),
-            f"{name}.ravel()[{{position}}] is {{value}}, outside {interval}",
-            value=flat[first],
-            position=first,
-        )
+        values, place = jnp.ravel(values), f"{name}.ravel()[{{place}}]"
+    else:
+        values = np.asarray(values)
+    message = f"{place} is {{value}}, outside {interval}"
+    _refuse((values < 0) | _exceeds(values, largest), message, f"{plural} are", value=values)
+
+
+def _refuse(is_bad: Any, message: str, counted: str, **values: Any) -> None:
+    """Raises ValueError if any of `is_bad` is true, immediately or under checkify if it is traced.
+
+    `message` is a format of the first such place and of `values` there. If it is raised
+    immediately, it also says of how many places it is true: these `counted`.
+    """
+    if is_bad.size == 0:
         return
-    array = np.asarray(values)
-    outside_at = np.argwhere((array < 0) | (array > largest))
-    if len(outside_at):
-        position = tuple(int(i) for i in outside_at[0])
-        where = ", ".join(map(str, position))
-        raise ValueError(
-            f"{name}[{where}] is {int(array[position])}, outside {interval}; "
-            f"{len(outside_at)} of {array.size} {plural} are"
-        )
+    if isinstance(is_bad, jax.core.Tracer):
+        place = jnp.argmax(is_bad)
+        there = {name: array[place] for name, array in values.items()}
+        checkify.debug_check(~jnp.any(is_bad), message, place=place, **there)
+    elif is_bad.any():
+        first = np.unravel_index(np.argmax(is_bad), is_bad.shape)
+        there = {name: array[first] for name, array in values.items()}
+        text = message.format(place=", ".join(map(str, first)), **there)
+        raise ValueError(f"{text}; {is_bad.sum()} of {is_bad.size} {counted}")
 
 
-def _exceeds(values: jax.Array, bound: int) -> jax.Array:
+def _exceeds(values: Any, bound: int) -> Any:
     """Whether values exceed a bound, which JAX would convert: 300 is 44 in uint8, and -1 is 255."""
     limits = jnp.iinfo(values.dtype)
     if limits.min <= bound <= limits.max:

@@ -26,13 +26,6 @@ from ikbo_jax.ops.look_up import look_up as look_up_rows
 Parameters = Mapping[str, Any]
 
 
-def check_offsets(name: str, axis: str, array: jax.Array) -> None:
-    """Raises ValueError unless `array` is [axis + 1] int32."""
-    arguments.check_int32(name, array)
-    if array.ndim != 1 or not array.size:
-        raise ValueError(f"{name} must have shape [{axis} + 1], but has shape {array.shape}")
-
-
 def project(x: jax.Array, weight: jax.Array) -> jax.Array:
     """Multiplies [..., features] by [features, N, H]; returns [..., N, H]."""
     return jnp.einsum("...f,fnh->...nh", x, weight)
@@ -199,7 +192,7 @@ def pma(
     """
     parameters.check(inputs.PMA_X.layer, params, parameters.PMA)
     inputs.PMA_X.check(x, params["w_key"].shape[0])
-    check_offsets("cu_seqlens", "batch", cu_seqlens)
+    arguments.check_offsets("cu_seqlens", "batch", cu_seqlens)
     params, (x,) = cast(params, (x,), dtype)
     seeds = params["seeds"]
     with with_precision(precision):
@@ -254,8 +247,8 @@ def pffn(
     parameters.check(inputs.PFFN_X.layer, params, parameters.ATTENTION)
     inputs.PFFN_X.check(x, params["w_query"].shape[0])
     inputs.PFFN_MEMORY.check(memory, params["w_key"].shape[0])
-    check_offsets("cu_seqlens", "batch", cu_seqlens)
-    check_offsets("cu_seqlens_memory", "batch_memory", cu_seqlens_memory)
+    arguments.check_offsets("cu_seqlens", "batch", cu_seqlens)
+    arguments.check_offsets("cu_seqlens_memory", "batch_memory", cu_seqlens_memory)
     if x_to_memory is not None:
         batch = cu_seqlens.shape[0] - 1
         arguments.check_index("x_to_memory", x_to_memory, "cu_seqlens", "batch", batch)

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 
 from ikbo_jax import masks
 from ikbo_jax.layers import inputs, parameters
-from ikbo_jax.layers.functional import Parameters, cast, check_offsets, with_precision
+from ikbo_jax.layers.functional import Parameters, cast, with_precision
 from ikbo_jax.ops import arguments, jagged_rows
 from ikbo_jax.ops.gated_linear import gated_linear
 from ikbo_jax.ops.gdpa import gdpa
@@ -104,7 +104,7 @@ def hstu_layer(
     are those of `STULayer` in Meta's generative-recommenders.
     """
     hidden, width = _check(params, x, num_heads, concat, group_norm)
-    check_offsets("cu_seqlens", "batch", cu_seqlens)
+    arguments.check_offsets("cu_seqlens", "batch", cu_seqlens)
     if max_seqlen is None and output_scale is None:
         raise ValueError("HSTU needs max_seqlen or output_scale, but both are None")
     if output_scale is None:

@@ -26,7 +26,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from ikbo_jax.layers import calls, hstu, parameters
+from ikbo_jax.layers import calls, parameters
 
 Initializer = Callable[..., Any]
 #: Default initialiser. It gets the shape of a matrix, so that the result has the variance of a
@@ -54,16 +54,14 @@ class _Layer(nnx.Module):
             setattr(self, name, nnx.Param(value))
         self.names = tuple(values)
 
-    def _initialised(self, init: Callable[..., Any]) -> dict[str, Any]:
+    def _initialised(self: Any, init: Callable[..., Any]) -> dict[str, Any]:
         """Makes the parameters by name; `init` makes a matrix of a shape with the next key."""
         made = {}
-        for name, spec in self._specs().items():
+        sizes = (getattr(self, width.attribute) for width in self.widths)
+        for name, spec in self._specs(*sizes).items():
             unboxed = _Unboxed(init)
             made[name] = unboxed.boxed(spec.make(unboxed), spec.axes)
         return made
-
-    def _specs(self) -> dict[str, parameters.Spec]:
-        raise NotImplementedError
 
     def _parameters(self, *inputs: jax.Array) -> dict[str, jax.Array]:
         return {name: getattr(self, name)[...] for name in self.names}
@@ -101,10 +99,7 @@ class LinearCompression(calls.LinearCompression, _Layer):
     cand_rows: int
     features: int
 
-    def _specs(self) -> dict[str, parameters.Spec]:
-        return parameters.compression_specs(self.user_rows, self.cand_rows, self.features)
-
-    def _initialised(self, init: Callable[..., Any]) -> dict[str, Any]:
+    def _initialised(self: Any, init: Callable[..., Any]) -> dict[str, Any]:
         return super()._initialised(functools.cache(init))
 
 
@@ -120,9 +115,6 @@ class LookUp(calls.LookUp, _Layer):
 
     num_rows: int
     features: int
-
-    def _specs(self) -> dict[str, parameters.Spec]:
-        return parameters.look_up_specs(self.num_rows, self.features)
 
 
 @dataclasses.dataclass(eq=False, repr=False)
@@ -144,13 +136,6 @@ class CandidateAttention(calls.CandidateAttention, _Layer):
     num_heads: int
     head_dim: int
     out_features: int | None = None
-    _: dataclasses.KW_ONLY
-    logit_cap: float | None = None
-
-    def _specs(self) -> dict[str, parameters.Spec]:
-        out = self.cand_features if self.out_features is None else self.out_features
-        widths = (self.cand_features, self.user_features, out)
-        return parameters.attention_specs(*widths, self.num_heads, self.head_dim)
 
 
 @dataclasses.dataclass(eq=False, repr=False)
@@ -173,15 +158,6 @@ class PMA(calls.PMA, _Layer):
     num_heads: int
     head_dim: int
     out_features: int | None = None
-    _: dataclasses.KW_ONLY
-    activation: str | tuple[str, ...] = "softmax"
-    output_scale: float = 1.0
-    logit_cap: float | None = None
-
-    def _specs(self) -> dict[str, parameters.Spec]:
-        out = self.in_features if self.out_features is None else self.out_features
-        sizes = (self.num_seeds, self.in_features, out)
-        return parameters.pma_specs(*sizes, self.num_heads, self.head_dim)
 
 
 @dataclasses.dataclass(eq=False, repr=False)
@@ -203,13 +179,6 @@ class PFFN(calls.PFFN, _Layer):
     memory_features: int
     num_heads: int
     head_dim: int
-    _: dataclasses.KW_ONLY
-    activation: str | tuple[str, ...] = "gelu"
-    output_scale: float = 1.0
-
-    def _specs(self) -> dict[str, parameters.Spec]:
-        widths = (self.features, self.memory_features)
-        return parameters.pffn_specs(*widths, self.num_heads, self.head_dim)
 
 
 @dataclasses.dataclass(eq=False, repr=False)
@@ -230,18 +199,3 @@ class HSTU(calls.HSTU, _Layer):
     num_heads: int
     attention_dim: int
     hidden_dim: int | None = None
-    _: dataclasses.KW_ONLY
-    concat: bool = True
-    group_norm: bool = False
-    activations: tuple[str, ...] = hstu.ACTIVATIONS
-    scale: float | None = None
-    output_scale: float | None = None
-    approx: str | None = None
-    eps: float = 1e-6
-    dropout_rate: float = 0.0
-    recompute: tuple[str, ...] = ()
-
-    def _specs(self) -> dict[str, parameters.Spec]:
-        hidden = self.attention_dim if self.hidden_dim is None else self.hidden_dim
-        sizes = (self.features, self.num_heads, self.attention_dim, hidden)
-        return parameters.hstu_specs(*sizes, concat=self.concat, group_norm=self.group_norm)

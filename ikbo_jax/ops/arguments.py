@@ -136,6 +136,13 @@ def check_int32(name: str, array: object) -> None:
         raise ValueError(f"{name} must be an int32 array, but is {describe(array)}{remedy}")
 
 
+def check_offsets(name: str, axis: str, array: Any) -> None:
+    """Raises ValueError unless `array` is [axis + 1] int32."""
+    check_int32(name, array)
+    if array.ndim != 1 or not array.size:
+        raise ValueError(f"{name} must have shape [{axis} + 1], but has shape {array.shape}")
+
+
 def check_index(name: str, array: object, rows_name: str, axis: str, rows: int) -> None:
     """Raises ValueError unless `array` is [rows] int32; `rows` is `axis` of array `rows_name`."""
     check_int32(name, array)

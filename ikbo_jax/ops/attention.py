@@ -2,7 +2,7 @@
 
 import dataclasses
 import functools
-from typing import Any, Literal, overload
+from typing import Any, Literal, TypedDict, Unpack, overload
 
 import jax
 import jax.numpy as jnp
@@ -32,6 +32,22 @@ from ikbo_jax.reference import attention as reference
 from ikbo_jax.reference import attention_grouped
 
 
+class _Options(TypedDict, total=False):
+    """The options of `attention` on which the type of its result does not depend."""
+
+    scale: float | None
+    logit_cap: float | None
+    bias: jax.Array | None
+    key_value_seq_lengths: jax.Array | None
+    key_value_ranges: jax.Array | None
+    page_table: jax.Array | None
+    self_key: jax.Array | None
+    self_value: jax.Array | None
+    indices_are_sorted: bool
+    implementation: str | None
+    config: AttentionConfig | FewQueriesConfig | None
+
+
 @overload
 def attention(
     query: jax.Array,
@@ -39,18 +55,8 @@ def attention(
     value: jax.Array,
     cand_to_user: jax.Array,
     *,
-    scale: float | None = None,
-    logit_cap: float | None = None,
-    bias: jax.Array | None = None,
-    key_value_seq_lengths: jax.Array | None = None,
-    key_value_ranges: jax.Array | None = None,
-    page_table: jax.Array | None = None,
-    self_key: jax.Array | None = None,
-    self_value: jax.Array | None = None,
-    indices_are_sorted: bool = False,
     return_residuals: Literal[False] = False,
-    implementation: str | None = None,
-    config: AttentionConfig | FewQueriesConfig | None = None,
+    **options: Unpack[_Options],
 ) -> jax.Array: ...
 
 
@@ -61,18 +67,8 @@ def attention(
     value: jax.Array,
     cand_to_user: jax.Array,
     *,
-    scale: float | None = None,
-    logit_cap: float | None = None,
-    bias: jax.Array | None = None,
-    key_value_seq_lengths: jax.Array | None = None,
-    key_value_ranges: jax.Array | None = None,
-    page_table: jax.Array | None = None,
-    self_key: jax.Array | None = None,
-    self_value: jax.Array | None = None,
-    indices_are_sorted: bool = False,
     return_residuals: Literal[True],
-    implementation: str | None = None,
-    config: AttentionConfig | FewQueriesConfig | None = None,
+    **options: Unpack[_Options],
 ) -> tuple[jax.Array, jax.Array]: ...
 
 
@@ -83,18 +79,8 @@ def attention(
     value: jax.Array,
     cand_to_user: jax.Array,
     *,
-    scale: float | None = None,
-    logit_cap: float | None = None,
-    bias: jax.Array | None = None,
-    key_value_seq_lengths: jax.Array | None = None,
-    key_value_ranges: jax.Array | None = None,
-    page_table: jax.Array | None = None,
-    self_key: jax.Array | None = None,
-    self_value: jax.Array | None = None,
-    indices_are_sorted: bool = False,
     return_residuals: bool,
-    implementation: str | None = None,
-    config: AttentionConfig | FewQueriesConfig | None = None,
+    **options: Unpack[_Options],
 ) -> jax.Array | tuple[jax.Array, jax.Array]: ...
 
 

@@ -78,13 +78,9 @@ def check_sequences(arrays: Arrays, broadcast_q: bool) -> None:
             "with broadcast_q=True every sequence has all queries, so cu_seqlens_q must be None, "
             f"but is {arguments.describe(cu_q)}"
         )
-    offsets: list[tuple[str, str, Any]] = [("cu_seqlens_kv", "batch_kv", cu_kv)]
     if not broadcast_q:
-        offsets.insert(0, ("cu_seqlens_q", "batch", cu_q))
-    for name, axis, array in offsets:
-        arguments.check_int32(name, array)
-        if array.ndim != 1 or not array.size:
-            raise ValueError(f"{name} must have shape [{axis} + 1], but has shape {array.shape}")
+        arguments.check_offsets("cu_seqlens_q", "batch", cu_q)
+    arguments.check_offsets("cu_seqlens_kv", "batch_kv", cu_kv)
     batch_kv = cu_kv.shape[0] - 1
     if index is not None:
         if cu_q is None:

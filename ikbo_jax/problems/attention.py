@@ -6,7 +6,7 @@ import dataclasses
 import itertools
 import math
 from collections.abc import Iterator, Mapping
-from typing import Any, ClassVar, NamedTuple, Self, cast
+from typing import Any, ClassVar, Self, cast
 
 from ikbo_jax.problems import attention_tile_cost, few_queries_cost, hopper, memory
 from ikbo_jax.problems.few_queries import FewQueriesConfig
@@ -41,19 +41,6 @@ LATE_REUSE_KEYS, EARLY_SCORES_KEYS = 181, 724
 MOST_FEW_QUERIES = 8
 
 
-class AttentionShared(NamedTuple):
-    """Shared memory and barriers of the attention kernel; shapes follow the slot."""
-
-    items: Any  # ring of descriptors, filled only; one more than slots: the producer's `_save`
-    query: Any  # ring of [2, column blocks, 64, 64]
-    key: Any  # ring of [column blocks, block_kv, 64]
-    value: Any  # ring of [column blocks, block_kv, 64]
-    flags: Any  # [2, FLAG_WORDS] int32
-    flags_ready: Any
-    staging: Any  # [2, 64, columns], only under interpretation
-    row_value_staging: Any  # [2, 64] f32, only under interpretation
-
-
 @dataclasses.dataclass(frozen=True)
 class AttentionConfig(FlashConfig):
     """Tuning parameters of the attention kernel, besides the rings.
@@ -77,14 +64,14 @@ class AttentionConfig(FlashConfig):
     late_turns: bool = False
     one_user: bool = False
 
-    def shared(self, head_dim: int) -> AttentionShared:
-        return AttentionShared(
-            items=memory.descriptors(self.q_slots, ITEM_WORDS, spare=1),
+    def shared(self, head_dim: int) -> Any:
+        return memory.shared(
+            items=memory.descriptors(self.q_slots, ITEM_WORDS, spare=1),  # and one of `_save`
+            **self.rings(head_dim),
             flags=memory.Words((NUM_CONSUMERS, FLAG_WORDS)),
             # An array, so that it can be indexed; only element 0 is used.
             flags_ready=memory.Barriers(2, NUM_CONSUMERS),
             row_value_staging=memory.Staging((NUM_CONSUMERS, WGMMA_M), "float32"),
-            **self.rings(head_dim),
         )
 
     def illegal_reason(self, problem: AttentionProblem) -> str | None:

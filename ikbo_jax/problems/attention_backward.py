@@ -1,7 +1,7 @@
 """The gradient of broadcast attention: the configurations of its kernels."""
 
 import dataclasses
-from typing import Any, NamedTuple
+from typing import Any
 
 from ikbo_jax.problems import hopper, memory
 from ikbo_jax.problems.attention import AttentionSizes
@@ -53,37 +53,6 @@ def query_slots(head_dim: int) -> int:
 def most_blocks(batch: int, users: int, rows_per_candidate: int, block_q: int) -> int:
     """Bounds the query blocks of any index: every user may have a partial block."""
     return batch * rows_per_candidate // block_q + min(batch, users)
-
-
-class AttentionBackwardShared(NamedTuple):
-    """Shared memory and barriers of the launch that computes d_key and d_value, or one of them.
-
-    Shapes follow the slot. Without d_query, `d_scores`, `d_query` and their barriers are None.
-    """
-
-    keys_values: Any  # ring of [operands, 2 consumers, column blocks, 64, 64]; only gradients of
-    # scores need values, the second operand
-    queries: Any  # ring of [2 operands, column blocks, block_q, 64]: query and d_out, or of halves
-    # [column blocks, block_q, 64]: a block's queries, its d_out, the next block's queries
-    statistics: Any  # [stages, 2, block_q] f32, or one row for each half, of at least block_q
-    items: Any  # ring of descriptors; one more than slots, of the part of d_query
-    staging: Any  # [2 consumers, 64, block_q], only under interpretation
-    f32_staging: Any  # [2 consumers, 64, columns] f32, likewise
-    d_scores: Any  # [buffers, 2 consumers, block_q, 64]: queries by a consumer's keys
-    d_query: Any  # [columns / 32, block_q, 32] f32
-    part_ready: Any
-    part_free: Any
-
-
-class StoredShared(NamedTuple):
-    """Shared memory and barriers of a launch that multiplies stored gradients of scores."""
-
-    items: Any  # ring of descriptors
-    blocks: Any  # ring of [2 consumers * tiles + column blocks, 64, 64]: gradients of scores,
-    # queries by keys, of every tile of 64 queries (or keys, for d_key), and keys (or queries) by
-    # columns
-    result: Any  # [2 consumers * tiles, column blocks, 64, 64]
-    f32_staging: Any  # [2 consumers, 64, columns] f32, only under interpretation
 
 
 @dataclasses.dataclass(frozen=True)
@@ -159,11 +128,13 @@ class AttentionBackwardConfig(Config):
         """
         return self.stores_d_scores and "key" not in gradients
 
-    def shared(self, head_dim: int, gradients: Gradients = BOTH) -> AttentionBackwardShared:
+    def shared(self, head_dim: int, gradients: Gradients = BOTH) -> Any:
         """Declares shared memory and barriers of a CTA of the launch of these gradients."""
         blocks = hopper.column_blocks(head_dim)
         operands = 2 if "key" in gradients or self.stores_d_scores else 1
         half = (blocks, self.block_q, BLOCK_K)
+        # A slot has a block's queries and its d_out; or slots alternate: a block's queries, its
+        # d_out, the next block's queries.
         queries = memory.ring(self.stages, ready=2 * blocks + 1, tiles=(2, *half))
         statistics = (self.stages, 2, self.block_q)
         if self.has_halves(gradients):
@@ -183,7 +154,8 @@ class AttentionBackwardConfig(Config):
                 "part_ready": memory.Barriers(2, NUM_CONSUMERS),
                 "part_free": memory.Barriers(2, 1),
             }
-        return AttentionBackwardShared(
+        return memory.shared(
+            # Of two consumers; only gradients of scores need values, the second operand.
             keys_values=memory.ring(
                 self.kv_slots,
                 ready=operands * NUM_CONSUMERS * blocks,
@@ -191,6 +163,7 @@ class AttentionBackwardConfig(Config):
             ),
             queries=queries,
             statistics=memory.Floats(statistics),
+            # One more than slots, of the part of d_query.
             items=memory.descriptors(self.kv_slots, DESCRIPTOR_WORDS, spare=1),
             staging=memory.Staging((NUM_CONSUMERS, WGMMA_M, self.block_q)),
             f32_staging=memory.Staging((NUM_CONSUMERS, WGMMA_M, blocks * BLOCK_K), "float32"),
@@ -202,12 +175,14 @@ class AttentionBackwardConfig(Config):
         slots = query_slots(head_dim)
         return GdpaBackwardConfig(self.block_kv, self.kv_stages, slots, packs_statistics=False)
 
-    def stored_shared(self, head_dim: int) -> StoredShared:
+    def stored_shared(self, head_dim: int) -> Any:
         blocks, tiles = hopper.column_blocks(head_dim), NUM_CONSUMERS * self.query_tiles
-        return StoredShared(
+        return memory.shared(
             items=memory.descriptors(2, DESCRIPTOR_WORDS)._replace(
                 free=memory.Barriers(2, NUM_CONSUMERS)
             ),
+            # Gradients of scores, queries by keys, of every tile of 64 queries (or keys, for
+            # d_key), and keys (or queries) by columns.
             blocks=memory.ring(
                 self.kv_stages, ready=tiles + blocks, tiles=(tiles + blocks, WGMMA_M, BLOCK_K)
             ),

@@ -59,26 +59,6 @@ LEAST_BUNDLES = 4
 SWIZZLE_ROWS = 8
 
 
-class FewQueriesShared(NamedTuple):
-    """Shared memory and barriers of the kernel; shapes follow the slot."""
-
-    items: Any  # ring of descriptors, filled only
-    query: Any  # ring of [tiles of 64 rows, column blocks, 64, 64]
-    key: Any  # ring of [column blocks, block_kv, 64]
-    value: Any  # likewise
-    exchange: Any  # [words of a thread / 4, 128, 4] words: consumer 1's part of an item, if any
-    exchange_ready: Any  # consumer 1 -> 0: the part is in `exchange`
-    exchange_free: Any  # consumer 0 -> 1: it was read
-    listing: Any  # [LISTED + LISTING_WARPS]: an item's candidates, and how many each warp found
-    listed: Any  # consumers -> producer, and the warps that gather: `listing` is complete
-    table: Any  # [words]: what `UserTable` describes
-    tabled: Any  # consumers -> producer: the table is complete
-    staging: Any  # [2, 64, columns], only under interpretation
-    exchange_staging: Any  # [64, H] f32, only under interpretation
-    row_staging: Any  # [2, 64] f32, only under interpretation
-    float_staging: Any  # [2, 64, H] f32, only under interpretation
-
-
 @dataclasses.dataclass(frozen=True)
 class UserTable:
     """Where a CTA has what it knows of `users`, in words of its table; see `user_table`.
@@ -284,7 +264,7 @@ class FewQueriesConfig(Config):
         table: UserTable | None = None,
         has_lengths: bool = False,
         has_ranges: bool = False,
-    ) -> FewQueriesShared:
+    ) -> Any:
         """Declares shared memory and barriers of one CTA; `group`: see `head_group`."""
         parts = self.block_parts if has_lengths or has_ranges else 1
         blocks = hopper.column_blocks(head_dim)
@@ -292,7 +272,7 @@ class FewQueriesConfig(Config):
         block = (blocks, self.block_kv, BLOCK_K)
         words = WGMMA_M * head_dim // hopper.WARPGROUP_SIZE + STATISTIC_WORDS
         is_exchanged = self.shares_keys(head_dim)
-        return FewQueriesShared(
+        return memory.shared(
             items=memory.descriptors(
                 self.q_slots, ITEM_WORDS_OF_RANGES if has_ranges else ITEM_WORDS
             ),
@@ -303,12 +283,15 @@ class FewQueriesConfig(Config):
             ),
             key=memory.ring(self.k_stages, ready=blocks * parts, tiles=block),
             value=memory.ring(self.v_stages, ready=blocks * parts, tiles=block),
+            # Consumer 1's part of an item; a barrier says that it is there, one that it was read.
             exchange=memory.Words((words // 4, hopper.WARPGROUP_SIZE, 4)) if is_exchanged else None,
             exchange_ready=memory.Barriers(1, 1) if is_exchanged else None,
             exchange_free=memory.Barriers(1, 1) if is_exchanged else None,
+            # An item's candidates, and how many each warp found.
             listing=memory.Words((LISTED + LISTING_WARPS,)) if lists else None,
+            # Consumers -> producer, and the warps that gather.
             listed=memory.Barriers(1, NUM_CONSUMERS) if lists else None,
-            table=memory.Words((table.words,)) if table else None,
+            table=memory.Words((table.words,)) if table else None,  # what `UserTable` describes
             tabled=memory.Barriers(1, NUM_CONSUMERS) if table else None,
             staging=memory.Staging((NUM_CONSUMERS, WGMMA_M, max(self.block_kv, head_dim))),
             exchange_staging=memory.Staging((WGMMA_M, head_dim), "float32"),

@@ -3,29 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar
 
 from ikbo_jax.problems import hopper, memory
 from ikbo_jax.problems.hopper import BLOCK_K, NUM_CONSUMERS, TILE_ROWS, WGMMA_M
 from ikbo_jax.problems.norm_linear import LinearProblem
-from ikbo_jax.problems.problem import Config, Ranked
+from ikbo_jax.problems.problem import Config
 
 #: The most groups of columns: their statistics take 1 KiB each.
 MAX_GROUPS = 16
 #: The widest tile: 128 registers of a thread.
 MAX_BLOCKS = 4
-#: Rows up to which XLA is faster: of 512, by 10.9 to 11.6 us, of 4,096, by 26.3 to 14.5 us (H200).
-FEW_ROWS = 512
-
-
-class GatedLinearShared(NamedTuple):
-    """Shared memory and barriers of one CTA."""
-
-    rows: Any  # a ring of blocks of rows of u, a and the residual, [slots, consumers, 1, 64, 64]
-    weight: Any  # a ring of k steps of weights, [slots, column blocks, 64, 64]
-    statistics: Any  # mean and scale of rows, [groups, 2, 128] f32; None for one group
-    staging: Any  # the interpreter's u · norm(a), [consumers, 64, 64]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,21 +30,23 @@ class GatedLinearConfig(Config):
     row_slots: int = 6
     weight_slots: int = 4
 
-    def shared(self, groups: int) -> GatedLinearShared:
+    def shared(self, groups: int) -> Any:
         """Declares one CTA's shared memory and barriers, for groups of columns."""
-        return GatedLinearShared(
+        return memory.shared(
+            # Blocks of rows of u, a and the residual.
             rows=memory.ring(
                 self.row_slots, ready=NUM_CONSUMERS, tiles=(NUM_CONSUMERS, 1, WGMMA_M, BLOCK_K)
             ),
             weight=memory.ring(
                 self.weight_slots, ready=self.blocks, tiles=(self.blocks, BLOCK_K, BLOCK_K)
             ),
+            # Mean and scale of rows.
             statistics=memory.Floats((groups, 2, TILE_ROWS)) if groups > 1 else None,
-            staging=memory.Staging((NUM_CONSUMERS, WGMMA_M, BLOCK_K)),
+            staging=memory.Staging((NUM_CONSUMERS, WGMMA_M, BLOCK_K)),  # u · norm(a)
         )
 
     def illegal_reason(self, problem: GatedLinearProblem) -> str | None:
-        if reason := why_not_served(problem):
+        if reason := problem.why_not_served():
             return reason
         if not 1 <= self.blocks <= MAX_BLOCKS:
             return f"blocks must be from 1 to {MAX_BLOCKS}, but is {self.blocks}"
@@ -83,36 +73,31 @@ class GatedLinearProblem(LinearProblem):
 
     op: ClassVar[str] = "gated_linear"
     config_type: ClassVar[type[Config]] = GatedLinearConfig
+    #: Of 512 rows, XLA takes 10.9 us and the kernel 11.6, of 4,096, 26.3 and 14.5 (H200).
+    few_rows: ClassVar[int] = 512
 
-    def rank(self) -> Iterator[Ranked]:
-        if why_not_served(self):
-            return
-        if self.rows <= FEW_ROWS:
-            yield Ranked(None, None, f"XLA is faster for at most {FEW_ROWS} rows")
+    def why_not_served(self) -> str | None:
+        if reason := super().why_not_served():
+            return reason
+        if self.dropout:
+            return "the kernel drops nothing, but the call has a dropout key"
+        groups, columns = self.groups, self.columns[0]
+        if groups > 1 and (groups > MAX_GROUPS or columns % (groups * BLOCK_K)):
+            return (
+                f"the kernel normalises at most {MAX_GROUPS} heads of a multiple of {BLOCK_K} "
+                f"columns, but there are {groups} of {columns // groups}"
+            )
+        return None
+
+    def by_tiles(self) -> Config:
         blocks = min(
             range(1, 1 + min(MAX_BLOCKS, hopper.column_blocks(self.features))), key=self.time
         )
         # Statistics of many groups take the place of a slot.
         row_slots, weight_slots = 6 - (self.groups > 2), 4 if blocks > 2 else 8
-        config = GatedLinearConfig(blocks, row_slots, weight_slots)
-        yield Ranked(None, config, "by the number of tiles")
+        return GatedLinearConfig(blocks, row_slots, weight_slots)
 
     def time(self, blocks: int) -> int:
         """Estimates the time of the CTA with most tiles: one of C = 512 takes 7 + 2 blocks."""
         tiles = -(-self.rows // TILE_ROWS) * -(-hopper.column_blocks(self.features) // blocks)
         return -(-tiles // hopper.NUM_SMS) * (7 + 2 * blocks)
-
-
-def why_not_served(problem: GatedLinearProblem) -> str | None:
-    """Checks what every configuration of the kernel of `gated_linear` needs."""
-    if reason := hopper.why_not_dtype(problem.dtype) or problem.why_not_copied():
-        return reason
-    if problem.dropout:
-        return "the kernel drops nothing, but the call has a dropout key"
-    groups, columns = problem.groups, problem.columns[0]
-    if groups > 1 and (groups > MAX_GROUPS or columns % (groups * BLOCK_K)):
-        return (
-            f"the kernel normalises at most {MAX_GROUPS} heads of a multiple of {BLOCK_K} columns, "
-            f"but there are {groups} of {columns // groups}"
-        )
-    return None

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 from collections.abc import Iterator, Mapping
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar
 
 from ikbo_jax.problems import hopper, memory, short_gdpa
 from ikbo_jax.problems.attention import AttentionConfig
@@ -92,17 +92,6 @@ TICKETS_MOST_ROUNDS = 32
 LONG_TAIL = 4
 
 
-class GdpaShared(NamedTuple):
-    """Shared memory and barriers of the GDPA forward kernel; shapes follow the slot."""
-
-    items: Any  # ring of descriptors, filled only
-    query: Any  # ring of [2, column blocks, 64, 64]
-    key: Any  # ring of [column blocks, block_kv, 64]
-    value: Any  # likewise
-    staging: Any  # [2, 64, columns], only under interpretation
-    row_values: Any  # [2, 64] f32, likewise
-
-
 @dataclasses.dataclass(frozen=True)
 class GdpaConfig(FlashConfig):
     """Tuning parameters of the forward kernel, besides the rings.
@@ -129,11 +118,11 @@ class GdpaConfig(FlashConfig):
     half_blocks: bool = False
     tickets: bool = False
 
-    def shared(self, head_dim: int, has_mask: bool = False) -> GdpaShared:
+    def shared(self, head_dim: int, has_mask: bool = False) -> Any:
         words = ITEM_WORDS + (MASK_WORDS + SEEN_WORDS * self.skip_empty) * has_mask
         items = memory.descriptors(self.q_slots + EXTRA_ITEM_SLOTS, words)
         row_values = memory.Staging((hopper.NUM_CONSUMERS, hopper.WGMMA_M), "float32")
-        return GdpaShared(items=items, row_values=row_values, **self.rings(head_dim))
+        return memory.shared(items=items, **self.rings(head_dim), row_values=row_values)
 
     @property
     def for_softmax(self) -> AttentionConfig:

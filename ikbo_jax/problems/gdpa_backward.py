@@ -46,18 +46,6 @@ LEAST_STORED_KEYS = 1024, 2048
 MOST_GROUPS = 256
 
 
-class GdpaBackwardShared(NamedTuple):
-    """Shared memory and barriers of a backward kernel; shapes follow the slot."""
-
-    stationary: Any  # ring of [2 operands, 2 consumers, column blocks, 64, 64] and a tile's words
-    streamed: Any  # ring of [2 operands, column blocks, block, 64] and a block's words
-    staging: Any  # [2 consumers, 2, 64, block], only under interpretation
-    f32_staging: Any  # [2 consumers, 64, columns] f32, likewise
-    packed: Any = None  # with a softmax: statistics, then the words of both rings; see `Packing`
-    statistics: Any = None  # [2, TILE_ROWS] f32, of a tile; None: packed
-    statistics_free: Any = None  # and, in the kernel with one result, whether they were read
-
-
 class Packing(NamedTuple):
     """Where a softmax's kernel keeps statistics and descriptors: one array of 32-bit words.
 
@@ -111,7 +99,7 @@ class GdpaBackwardConfig:
         softmax_results: int | None = None,
         has_mask: bool = False,
         reads_stored: bool = False,
-    ) -> GdpaBackwardShared:
+    ) -> Any:
         """Declares shared memory and barriers of one CTA.
 
         `softmax_results` are the results of a softmax's kernel; None: there is no softmax. With
@@ -122,10 +110,10 @@ class GdpaBackwardConfig:
         if softmax_results is not None:
             packed = memory.Words((self.packing(softmax_results, has_mask).size,))
             ready[softmax_results - 1] = STATISTICS
-            if softmax_results == 1:
+            if softmax_results == 1:  # whether statistics were read
                 statistics_free = memory.Barriers(1, NUM_CONSUMERS)
         has_words = packed is None
-        return GdpaBackwardShared(
+        return memory.shared(
             stationary=memory.ring(
                 self.slots,
                 ready=1 + (0 if reads_stored else 2 * NUM_CONSUMERS * blocks + ready[0]),

@@ -6,7 +6,7 @@ import dataclasses
 import itertools
 import math
 from collections.abc import Iterator, Mapping
-from typing import Any, ClassVar, NamedTuple, Self
+from typing import Any, ClassVar, Self
 
 from ikbo_jax.problems import hopper, memory, packed_compression, packed_cost, resident_cost
 from ikbo_jax.problems.hopper import BLOCK_K, NUM_CONSUMERS, WGMMA_M
@@ -35,17 +35,6 @@ DISTANCE_WEIGHTS = {
 LEVEL_DISTANCE = 2.0
 
 
-class LinearCompressionShared(NamedTuple):
-    """Shared memory and barriers of linear compression."""
-
-    weight: Any  # [stages, block_m, 64]
-    embedding: Any  # [stages, 2, 64, 64]
-    staging: Any  # [2, STAGING_SLOTS, epilogue_rows, 64]
-    stages: Any  # ring, whose operands are the two above
-    tickets: Any  # ring of one word, filled only; None unless CTAs claim user tiles
-    user_stage_free: Any  # `stages.free` of the user phase; None unless CTAs claim user tiles
-
-
 @dataclasses.dataclass(frozen=True)
 class LinearCompressionConfig(Config):
     """Tuning parameters of the linear-compression kernel.
@@ -67,10 +56,10 @@ class LinearCompressionConfig(Config):
     cluster: int = 2
     trim: bool = False
 
-    def shared(self, *, with_claims: bool) -> LinearCompressionShared:
+    def shared(self, *, with_claims: bool) -> Any:
         """Declares shared memory and barriers of one CTA; `with_claims`: of a single launch."""
         stages = self.num_stages
-        return LinearCompressionShared(
+        return memory.shared(
             weight=memory.Tiles((stages, self.block_m, BLOCK_K)),
             embedding=memory.Tiles((stages, NUM_CONSUMERS, BLOCK_K, WGMMA_M)),
             staging=memory.Tiles((NUM_CONSUMERS, STAGING_SLOTS, self.epilogue_rows, WGMMA_M)),

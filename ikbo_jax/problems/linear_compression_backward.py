@@ -4,7 +4,7 @@ import dataclasses
 import functools
 import itertools
 from collections.abc import Iterator
-from typing import Any, ClassVar, NamedTuple, Self
+from typing import Any, ClassVar, Self
 
 from ikbo_jax.problems import hopper, memory
 from ikbo_jax.problems.hopper import BLOCK_K, NUM_CONSUMERS, TILE_ROWS, WGMMA_M
@@ -33,13 +33,10 @@ MAX_WAVES = 4
 MAX_STEPS = 4
 
 
-class WeightGradientShared(NamedTuple):
-    """Shared memory and barriers of the kernel for a weight's gradient."""
-
-    embedding: Any  # [stages, 2, 64, 64]
-    cotangent: Any  # [stages, block_m, 64]
-    stages: Any  # ring, whose operands are the two above
-    staging: Any
+def _why_not_ring(config: Any) -> str | None:
+    if config.stages < 2:
+        return f"stages must be at least 2, but is {config.stages}"
+    return hopper.why_not_smem(config, memory.smem_bytes(config.shared))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,8 +51,8 @@ class WeightGradientConfig(Config):
     stages: int = 5
 
     @property
-    def shared(self) -> WeightGradientShared:
-        return WeightGradientShared(
+    def shared(self) -> Any:
+        return memory.shared(
             embedding=memory.Tiles((self.stages, NUM_CONSUMERS, WGMMA_M, BLOCK_K)),
             cotangent=memory.Tiles((self.stages, self.block_m, BLOCK_K)),
             stages=memory.barriers(self.stages, 1 + NUM_CONSUMERS),
@@ -80,12 +77,6 @@ class WeightGradientConfig(Config):
 
         most = max(1, min(batch, MAX_WAVES * num_sms // tiles))
         return min(range(1, most + 1), key=time)
-
-
-def _why_not_ring(config: Any) -> str | None:
-    if config.stages < 2:
-        return f"stages must be at least 2, but is {config.stages}"
-    return hopper.why_not_smem(config, memory.smem_bytes(config.shared))
 
 
 @dataclasses.dataclass(frozen=True)

@@ -4,7 +4,9 @@ The launch makes a kernel's scratch of them, and `smem_bytes` adds them up.
 """
 
 import dataclasses
+import functools
 import math
+from collections import namedtuple
 from typing import Any, ClassVar, NamedTuple
 
 from ikbo_jax.problems.hopper import NUM_CONSUMERS, SMEM_ALIGNMENT
@@ -103,6 +105,19 @@ def ring(slots: int, *, ready: int, tiles: tuple[int, ...], words: int | None = 
 def descriptors(slots: int, words: int, *, spare: int = 0) -> Ring:
     """Declares a ring of descriptors, whose slots no barrier frees, and `spare` ones beyond."""
     return Ring(None, Words((slots + spare, words)), Barriers(slots, 1), None)
+
+
+@functools.cache
+def _tuple_type(*fields: str) -> Any:
+    return namedtuple("Shared", fields)
+
+
+def shared(**declared: Any) -> Any:
+    """Declares what a CTA has: a named tuple, whose fields the kernel reads as references to it.
+
+    The fields' order is that of the scratch. A field is None where a kernel lacks it.
+    """
+    return _tuple_type(*declared)(**declared)
 
 
 def smem_bytes(shared: Any) -> int:

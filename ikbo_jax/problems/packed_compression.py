@@ -2,7 +2,7 @@
 
 import dataclasses
 import functools
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar
 
 from ikbo_jax.problems import hopper, memory
 from ikbo_jax.problems.hopper import BLOCK_K, NUM_CONSUMERS, TILE_ROWS, WGMMA_M
@@ -22,17 +22,6 @@ TMA_ALIGNMENT, WEIGHT_ALIGNMENT = 16, 128
 PAD_FROM_FLOPS = 1e10
 #: From this number of whole user tiles per SM on, smaller tiles no longer balance the work better.
 WHOLE_TILES_PER_SM = 4
-
-
-class PackedCompressionShared(NamedTuple):
-    """Shared memory and barriers of the kernel."""
-
-    weight: Any  # [stages, parts, block_m / parts, 64]
-    embedding: Any  # [stages, column blocks, 64, block_width]
-    staging: Any  # [2, STAGING_SLOTS, 64 / block_width, epilogue_rows, block_width]
-    stages: Any  # ring, whose operands are the two above
-    tickets: Any  # ring of one word, filled only; None unless CTAs claim user tiles
-    user_stage_free: Any  # `stages.free` of the user phase; likewise
 
 
 def block_width(n: int) -> int:
@@ -109,12 +98,12 @@ class PackedCompressionConfig(Config):
         """Number of compressed rows of each of a consumer's accumulators."""
         return self.block_m // self.parts
 
-    def shared(self, *, with_claims: bool, n: int = WGMMA_M) -> PackedCompressionShared:
+    def shared(self, *, with_claims: bool, n: int = WGMMA_M) -> Any:
         """Declares shared memory and barriers of one CTA; the size does not depend on N."""
         stages, width = self.num_stages, block_width(n)
         blocks = self.block_n // width
         staged = (WGMMA_M // width, self.epilogue_rows, width)
-        return PackedCompressionShared(
+        return memory.shared(
             weight=memory.Tiles((stages, self.parts, self.consumer_rows, BLOCK_K)),
             embedding=memory.Blocks((stages, blocks, BLOCK_K, width)),
             staging=memory.Blocks((NUM_CONSUMERS, STAGING_SLOTS, *staged)),

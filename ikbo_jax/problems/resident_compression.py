@@ -2,7 +2,7 @@
 
 import dataclasses
 import math
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar
 
 from ikbo_jax.problems import hopper, memory, packed_compression
 from ikbo_jax.problems.hopper import BLOCK_K, WGMMA_K, WGMMA_M
@@ -24,15 +24,9 @@ MAX_CTAS = 8
 COARSE_ROWS = 48
 
 
-class ResidentCompressionShared(NamedTuple):
-    """Shared memory and barriers of one CTA."""
-
-    weight: Any  # [parts * k blocks of 64, block_m, 64]
-    embedding: Any  # [stages * k steps, column blocks, depth, block_width]
-    gathered: Any  # the users' embeddings in the same shape; None unless a tile loads them
-    staging: Any  # [STAGING_SLOTS, column blocks, block_m, block_width]; None at coarser levels
-    ready: Any  # a barrier for every k step of every stage
-    gathered_ready: Any  # a barrier for every k step of `gathered`, or None
+def is_contiguous(n: int) -> bool:
+    """Whether N is one block of fewer than 64 columns: one copy stores part of a candidate."""
+    return block_width(n) == n < WGMMA_M
 
 
 @dataclasses.dataclass(frozen=True)
@@ -101,11 +95,11 @@ class Layout:
         """Number of rows of K of a split."""
         return self.steps * self.depth
 
-    def shared(self, n: int, *, stores: bool) -> ResidentCompressionShared:
+    def shared(self, n: int, *, stores: bool) -> Any:
         """Declares one CTA's shared memory; `stores` (the last level) adds the staging buffer."""
         width = block_width(n)
         blocks = self.block_n // width
-        gathered = gathered_ready = None
+        gathered = gathered_ready = None  # the users' embeddings, if a tile loads them
         if self.gathered is not None:
             steps, depth = self.gathered
             if self.has_one_user:
@@ -117,7 +111,7 @@ class Layout:
         slots = self.stages * self.steps
         # Rows of the batch that are one block each are contiguous in the output.
         staged = memory.Rows if is_contiguous(n) else memory.Blocks
-        return ResidentCompressionShared(
+        return memory.shared(
             weight=memory.Tiles((self.parts * sum(self.k_blocks), self.block_m, BLOCK_K)),
             embedding=memory.Blocks((slots, blocks, self.depth, width)),
             gathered=gathered,
@@ -126,11 +120,6 @@ class Layout:
             ready=None if self.by_threads else memory.Barriers(slots, 1 if n == width else blocks),
             gathered_ready=gathered_ready,
         )
-
-
-def is_contiguous(n: int) -> bool:
-    """Whether N is one block of fewer than 64 columns: one copy stores part of a candidate."""
-    return block_width(n) == n < WGMMA_M
 
 
 def early_splits(layout: Layout) -> int:

@@ -91,28 +91,6 @@ class Batch(NamedTuple):
         return self.is_broadcast or (bound is not None and bound <= tile_rows)
 
 
-class FoundTilesShared(NamedTuple):
-    """Shared memory of a CTA that finds its tiles, int32; see `flash.found_tiles`."""
-
-    parts: Any  # [16]: exchanged between warps
-    q_offsets: Any  # [batch + 3]: running maxima between 0 and the number of rows, or None
-    kv_offsets: Any  # [batch + 1]: likewise, not surrounded
-    ends: Any  # [batch]: tiles up to and with each sequence; None if each has equally many
-    kv_numbers: Any = None  # of launches that have an index
-    bins: Any = None  # of launches that sort
-
-
-class ShortGdpaShared(NamedTuple):
-    """Shared memory and barriers of the kernel; shapes follow the slot."""
-
-    query: Any  # ring of [column blocks, 64, 64]
-    key: Any  # ring of [column blocks, block_kv, 64]
-    value: Any  # likewise
-    staging: Any  # [1, 64, columns], only under interpretation
-    row_staging: Any  # [1, 64] f32, only under interpretation
-    found: Any = None  # `FoundTilesShared`, or None
-
-
 @dataclasses.dataclass(frozen=True)
 class ShortGdpaConfig(Config):
     """Tuning parameters of the kernel for short sequences.
@@ -132,7 +110,7 @@ class ShortGdpaConfig(Config):
     ctas: int = 2
     finds_tiles: bool = False
 
-    def shared(self, head_dim: int, batch: Batch | None = None) -> ShortGdpaShared:
+    def shared(self, head_dim: int, batch: Batch | None = None) -> Any:
         """Declares shared memory and barriers of one CTA; with `batch`, the CTA finds its tiles."""
         blocks = hopper.column_blocks(head_dim)
 
@@ -140,7 +118,7 @@ class ShortGdpaConfig(Config):
             tiles = memory.Tiles((self.slots, blocks, rows, BLOCK_K))
             return memory.Ring(tiles, None, memory.Barriers(self.slots, blocks), None)
 
-        return ShortGdpaShared(
+        return memory.shared(
             query=ring(WGMMA_M),
             key=ring(self.block_kv),
             value=ring(self.block_kv),
@@ -149,13 +127,17 @@ class ShortGdpaConfig(Config):
             found=None if batch is None else self._found(batch),
         )
 
-    def _found(self, batch: Batch) -> FoundTilesShared:
+    def _found(self, batch: Batch) -> Any:
         sequences = batch.sequences
-        return FoundTilesShared(
-            parts=memory.Words((FOUND_PARTS,)),
+        return memory.shared(
+            parts=memory.Words((FOUND_PARTS,)),  # exchanged between warps
+            # Running maxima between 0 and the number of rows.
             q_offsets=None if batch.is_broadcast else memory.Words((sequences + 3,)),
             kv_offsets=memory.Words((sequences + 1,)),
+            # Tiles up to and with each sequence.
             ends=None if batch.has_equal_tiles(self.tile_rows) else memory.Words((sequences,)),
+            kv_numbers=None,
+            bins=None,
         )
 
     def smem_bytes(self, head_dim: int, batch: Batch | None = None) -> int:

@@ -12,7 +12,7 @@ from refusals import ones
 
 import ikbo_jax as ikbo
 from ikbo_jax.debug import check_index, check_lengths, check_offsets
-from ikbo_jax.layers import functional
+from ikbo_jax.ops import arguments
 
 INDEX = np.zeros(7, np.int32)
 OFFSETS = np.array([0, 3, 5], np.int32)
@@ -97,7 +97,7 @@ def test_masks_and_offsets_of_layers_name_the_remedy() -> None:
     with pytest.raises(ValueError, match=r"not int64\[2\]; convert it by \.astype\(np\.int32\)"):
         ikbo.masks.hstu(np.array([1, 2]))
     with pytest.raises(ValueError, match=r"but is int64\[2\]; convert it by \.astype"):
-        functional.check_offsets("cu_seqlens", "batch", np.array([0, 2]))
+        arguments.check_offsets("cu_seqlens", "batch", np.array([0, 2]))
 
 
 @pytest.mark.parametrize("op", OPS)
@@ -188,7 +188,7 @@ BAD = {
     check_offsets: [
         ([0, 3, 13], (12, None, "cu"), "cu[2] is 13, outside [0, 12]; 1 of 3 offsets"),
         ([-1, 3, 12], (12, None, "cu"), "cu[0] is -1, outside [0, 12]"),
-        ([0, 3, 1, 12], (12, None, "cu"), "cu[2] is 1, below cu[1], which is 3; 1 of 3 lengths"),
+        ([0, 3, 1, 12], (12, None, "cu"), "cu decreases from 3 to 1 in sequence 1; 1 of 3 lengths"),
         ([0, 3, 3, 10], (12, 6, "cu"), "sequence 2 of cu has 7 rows, but max_seqlen is 6; 1 of 3"),
     ],
 }

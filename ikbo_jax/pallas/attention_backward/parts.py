@@ -24,6 +24,7 @@ from ikbo_jax.pallas.hopper import inline, per_thread, stores
 from ikbo_jax.pallas.hopper.launch import WarpgroupContext, launch_threads
 from ikbo_jax.pallas.worklist.numbering import USER_WORDS, Sizes
 from ikbo_jax.pallas.worklist.rows import Rows
+from ikbo_jax.problems import memory
 from ikbo_jax.problems.attention_backward import BLOCK_KV
 from ikbo_jax.problems.hopper import WARPGROUP_SIZE
 
@@ -270,14 +271,10 @@ def add_parts(
         shape,
         operands,
         declared,
-        _Shared(),
+        memory.shared(),
         name="ikbo_attention_backward_parts",
         workers=shape.workers,
     )
     shaped = (sizes.batch, sizes.q_len, heads, width)
     of_queries = () if results.d_query is None else (results.d_query.reshape(shaped),)
     return of_queries, results.gradients
-
-
-class _Shared(NamedTuple):
-    """Nothing is shared."""

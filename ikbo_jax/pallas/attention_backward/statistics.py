@@ -38,6 +38,7 @@ from ikbo_jax.pallas.worklist import numbering
 from ikbo_jax.pallas.worklist.numbering import USER_WORDS
 from ikbo_jax.pallas.worklist.scan import rank, rank_of
 from ikbo_jax.pallas.worklist.search import count_at_most
+from ikbo_jax.problems import memory
 from ikbo_jax.problems.hopper import WARPGROUP_SIZE
 from ikbo_jax.reference.attention import HUGE_LSE, LSE_ERROR
 
@@ -142,7 +143,7 @@ def statistics_kernel(
     if query is not None:
         rows_type = jax.ShapeDtypeStruct((sizes.rows, kv_heads, query.shape[-1]), query.dtype)
         declared = declared._replace(packed=Packed(rows_type, rows_type))
-    shared = numbering.Shared(*(None,) * len(numbering.Shared._fields))
+    shared = memory.shared()
     if operands.users is None:
         rows = numbering.outputs(sizes, has_order=shape.ranked > 0)
         declared = declared._replace(rows=rows)

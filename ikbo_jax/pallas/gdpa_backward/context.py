@@ -14,7 +14,6 @@ from ikbo_jax.problems.gdpa_backward import (
     MASK_WORDS,
     STATISTICS,
     GdpaBackwardConfig,
-    GdpaBackwardShared,
 )
 from ikbo_jax.problems.hopper import BLOCK_K
 from ikbo_jax.reference.activations import SOFTMAX
@@ -115,9 +114,7 @@ class PackedWords:
         return self.first + slot * self.words + word
 
 
-def with_words(
-    shape: Shape, config: GdpaBackwardConfig, shared: GdpaBackwardShared
-) -> GdpaBackwardShared:
+def with_words(shape: Shape, config: GdpaBackwardConfig, shared: Any) -> Any:
     """Gives the rings of a softmax's kernel their descriptors."""
     if shared.packed is None:
         return shared

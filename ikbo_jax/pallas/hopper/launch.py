@@ -1,9 +1,9 @@
 """The launch that every kernel has: persistent CTAs of two consumer warpgroups and a producer.
 
 Without a producer, CTAs have one warpgroup, or several that do the same. A kernel's configuration
-declares its shared memory and barriers as a NamedTuple of `problems.memory`'s declarations. Inside
-the kernel the same NamedTuple holds references: an operand has two views, (for WGMMA, for TMA), see
-`mosaic.tile_views`; a ring is a `rings.Ring`.
+declares its shared memory and barriers by `problems.memory.shared`. Inside the kernel the same
+tuple holds references: an operand has two views, (for WGMMA, for TMA), see `mosaic.tile_views`; a
+ring is a `rings.Ring`.
 """
 
 import dataclasses
@@ -128,7 +128,7 @@ def launch(
     Args:
       operands: a tree of arrays; None for those that the launch does not use.
       outputs: a tree of `jax.ShapeDtypeStruct`, likewise.
-      shared: a NamedTuple of declarations of shared memory and barriers; None for absent ones.
+      shared: shared memory and barriers, as `memory.shared` declares them.
       workers: number of CTAs, or of clusters of `cluster` CTAs.
       interpret: False, or `plgpu.InterpretGPUParams` to run on a CPU; kernels with named barriers
         need `inline_mgpu="_hack_model_inline_mgpu_tokamax"`.

@@ -18,6 +18,7 @@ from ikbo_jax.pallas.hopper import per_thread
 from ikbo_jax.pallas.hopper.launch import WarpgroupContext, launch_threads
 from ikbo_jax.pallas.hopper.per_thread import same
 from ikbo_jax.pallas.hopper.row_vectors import Rows
+from ikbo_jax.problems import memory
 from ikbo_jax.problems.hopper import WARPGROUP_SIZE
 from ikbo_jax.problems.look_up import LookUpConfig, vector_words
 
@@ -37,10 +38,6 @@ class Operands(NamedTuple):
 
     user: Any  # [U, width]
     index: Any  # [B] int32
-
-
-class Shared(NamedTuple):
-    """Shared memory: none."""
 
 
 def _copy(ctx: WarpgroupContext) -> None:
@@ -80,7 +77,7 @@ def look_up_kernel(
         Shape(batch, users, vectors, words),
         Operands(user, cand_to_user),
         jax.ShapeDtypeStruct((batch, width), user.dtype),
-        Shared(),
+        memory.shared(),
         name="ikbo_look_up",
         workers=pl.cdiv(batch * vectors, config.accesses * WARPGROUP_SIZE),
         config=config,

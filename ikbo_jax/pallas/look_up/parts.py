@@ -68,19 +68,6 @@ class Operands(NamedTuple):
     order: Any  # [B] int32, the number of each candidate in that order; None: sorted, or listed
 
 
-class Shared(NamedTuple):
-    """Holds shared memory."""
-
-    sums: Any  # [numbers, threads] f32
-    links: Any  # [threads]
-    linked: Any  # [steps]: counts the linked lanes before each step that joins sums
-    totals: Any  # of the searches, or of the list
-    has_any: Any  # [most_users]: 1 for a user with candidates
-    listed: Any  # the list; None if CTAs do not list
-    by_user: Any  # the list by user, and
-    counts: Any  # [listed_users * warps], padded: begins of its users; None: one user, or none
-
-
 class Part(NamedTuple):
     """Holds a thread's part of the CTA's work."""
 

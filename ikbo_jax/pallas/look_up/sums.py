@@ -46,7 +46,7 @@ from ikbo_jax.pallas.hopper.per_thread import LANES, Threads, same
 from ikbo_jax.pallas.hopper.row_vectors import Rows, Words
 from ikbo_jax.pallas.look_up import parts
 from ikbo_jax.pallas.look_up.listing import Listed, list_users
-from ikbo_jax.pallas.look_up.parts import Operands, Own, Part, Shape, Shared
+from ikbo_jax.pallas.look_up.parts import Operands, Own, Part, Shape
 from ikbo_jax.pallas.worklist import counted_order, scan, work_order
 from ikbo_jax.problems import memory
 from ikbo_jax.problems.hopper import WARPGROUP_SIZE
@@ -321,15 +321,17 @@ def segment_sum_kernel(
         shape,
         Operands(values, user, order),
         jax.ShapeDtypeStruct((config.parts * users, width), stored),
-        Shared(
-            memory.Floats((numbers, threads)),
-            memory.Words((threads,)),
-            memory.Words((threads.bit_length() + 1,)),
-            memory.Words(((3 * parts.levels(batch, threads) + 1) * threads // LANES + 1,)),
-            memory.Words((shape.most_users,)),
-            list_words if config.users else None,
-            list_words if is_sorting else None,
-            memory.Words((counts,)) if is_sorting else None,
+        memory.shared(
+            sums=memory.Floats((numbers, threads)),
+            links=memory.Words((threads,)),
+            # Counts the linked lanes before each step that joins sums.
+            linked=memory.Words((threads.bit_length() + 1,)),
+            # Of the searches, or of the list.
+            totals=memory.Words(((3 * parts.levels(batch, threads) + 1) * threads // LANES + 1,)),
+            has_any=memory.Words((shape.most_users,)),  # 1 for a user with candidates
+            listed=list_words if config.users else None,
+            by_user=list_words if is_sorting else None,  # the list, and begins of its users:
+            counts=memory.Words((counts,)) if is_sorting else None,
         ),
         name="ikbo_segment_sum",
         workers=chunks * slices * config.parts,

@@ -99,15 +99,6 @@ class Order(NamedTuple):
     position: Any  # [B] int32, place of each candidate, in the caller's order; or None
 
 
-class Shared(NamedTuple):
-    """Shared memory, in int32."""
-
-    counts: Any  # [2 * counted + 1]: a user's candidates before the CTA's; others; unused
-    sums: Any  # [warps]
-    own: Any  # [MOST_OWN]: users of the CTA's candidates, -1 past the last
-    ranks: Any  # [MOST_OWN]: candidates of the same user before each; then the candidate's place
-
-
 def fits(batch: int, users: int) -> bool:
     """Whether a launch orders so many candidates of so many users."""
     return batch <= MOST_CANDIDATES and users <= MOST_USERS
@@ -147,11 +138,12 @@ def count_order(
         shape,
         Operands(query, index),
         declared,
-        Shared(
-            memory.Words((2 * shape.counted + 1,)),
-            memory.Words((WARPGROUPS * per_thread.WARPS,)),
-            words,
-            words,
+        memory.shared(
+            # A user's candidates before the CTA's; others; unused.
+            counts=memory.Words((2 * shape.counted + 1,)),
+            sums=memory.Words((WARPGROUPS * per_thread.WARPS,)),
+            own=words,  # users of the CTA's candidates, -1 past the last
+            ranks=words,  # candidates of the same user before each; then the candidate's place
         ),
         name="ikbo_user_order" if query is None else "ikbo_attention_pack",
         workers=shape.workers,

@@ -108,29 +108,18 @@ class Outputs(NamedTuple):
     order: Any  # [B]; only `statistics` fills it
 
 
-class Shared(NamedTuple):
-    """Shared memory, in int32: words for each user, and zeros for threads without a user."""
-
-    candidates: Any
-    first_rows: Any
-    first_targets: Any
-    ends: Any  # tiles of a user and of those before; None without tiles
-    sums: Any  # [3 * 4]: of a thread's users
-    poison: Any  # [1]
-    ranks: Any  # [4 * candidates of a CTA] of `statistics`; None if it does not rank candidates
-
-
-def shared(sizes: Sizes, *, ranked: int = 0) -> Shared:
-    """Declares `Shared`; `ranked` is the number of candidates that a CTA ranks."""
+def shared(sizes: Sizes, *, ranked: int = 0) -> Any:
+    """Declares shared memory; `ranked` is the number of candidates that a CTA ranks."""
+    # For each user, and zeros for threads without a user.
     words = memory.Words((sizes.users_each * WARPGROUP_SIZE,))
-    return Shared(
-        words,
-        words,
-        words,
-        None if sizes.tile_rows is None else words,
-        memory.Words((3 * per_thread.WARPS,)),
-        memory.Words((1,)),
-        memory.Words((ranked * per_thread.WARPS,)) if ranked else None,
+    return memory.shared(
+        candidates=words,
+        first_rows=words,
+        first_targets=words,
+        ends=None if sizes.tile_rows is None else words,  # tiles of a user and of those before
+        sums=memory.Words((3 * per_thread.WARPS,)),  # of a thread's users
+        poison=memory.Words((1,)),
+        ranks=memory.Words((ranked * per_thread.WARPS,)) if ranked else None,
     )
 
 

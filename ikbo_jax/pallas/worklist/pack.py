@@ -9,7 +9,7 @@ candidates; XLA copies large queries, and sorts what that launch does not take.
 import dataclasses
 import functools
 import math
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -63,13 +63,6 @@ class Shape:
         return self.batch <= MOST_COMPARED and self.workers <= MOST_CTAS
 
 
-class Shared(NamedTuple):
-    """Shared memory, in int32."""
-
-    ranks: Any  # [CANDIDATES * 4]: a warp's part of a candidate's place
-    places: Any  # [CANDIDATES]
-
-
 def pack(query: jax.Array, cand_to_user: jax.Array, users: int) -> Order:
     """Copies candidates into the order of users, without their positions.
 
@@ -85,7 +78,10 @@ def pack(query: jax.Array, cand_to_user: jax.Array, users: int) -> Order:
         shape,
         Operands(query, cand_to_user),
         Order(jax.ShapeDtypeStruct(query.shape, query.dtype), numbers, numbers, None),
-        Shared(memory.Words((CANDIDATES * per_thread.WARPS,)), memory.Words((CANDIDATES,))),
+        memory.shared(
+            ranks=memory.Words((CANDIDATES * per_thread.WARPS,)),  # a warp's part of a place
+            places=memory.Words((CANDIDATES,)),
+        ),
         name="ikbo_attention_pack",
         workers=shape.workers,
     )

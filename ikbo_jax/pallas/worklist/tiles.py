@@ -13,7 +13,7 @@ segments, which takes less time than a second launch:
 """
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -40,30 +40,6 @@ from ikbo_jax.problems.hopper import WARPGROUP_SIZE
 WARPGROUPS = 4
 #: Most CTAs of 128 segments; if there were more, a CTA has 256, so that an H100 holds all at once.
 MOST_WORKERS = 132
-
-
-class Shared(NamedTuple):
-    """Shared memory, int32."""
-
-    parts: Any  # [9 * warps]: exchanged between warps
-    q_offsets: Any  # [segments + 1]: running maxima
-    kv_offsets: Any  # [batch_kv + 1]: running maxima
-    kv_numbers: Any  # [segments]: sequences of keys; None without an index
-    bins: Any  # see `positions`
-    own_bins: Any  # of the CTA's segments; the order of bins is the list's
-    own_tiles: Any  # numbers of tiles of the CTA's segments
-    own_before: Any  # [threads]: parts of the tiles before a segment's in its bin
-    own_firsts: Any  # positions of the first tiles of the CTA's segments
-    own_ends: Any  # tiles of the CTA's segments up to and with each
-    rest_ends: Any  # the same sums for the segments' second parts
-    # Of the lists of a gradient's tiles; None without an index.
-    begins: Any = None  # [keys + 1]: ranges of lower numbers of keys
-    key_blocks: Any = None  # [keys of all copies]: blocks of queries
-    statistics: Any = None  # [segments of queries]: blocks of statistics before; None if broadcast
-    # Of the list of masked tiles.
-    tile_ends: Any = None  # tiles up to and with each segment; all first parts come first
-    targets: Any = None  # [batch], or None
-    contextual: Any = None  # [batch], or None
 
 
 def store_words(
@@ -165,22 +141,33 @@ def _list_query_tiles(ctx: SegmentContext) -> None:
     list_tiles(ctx, ctx.outputs, longest, words, 2)
 
 
-def shared_words(shapes: tuple[Shape, ...], arrays: Arrays, own: int, exchanged: int) -> Shared:
-    """Declares `Shared` for CTAs of `own` segments; each warp has `exchanged` words in `parts`."""
+def shared_words(shapes: tuple[Shape, ...], arrays: Arrays, own: int, exchanged: int) -> Any:
+    """Declares shared memory, int32, for CTAs of `own` segments; warps exchange `exchanged` words.
+
+    What the lists of a gradient's tiles, or of masked tiles, have besides is None here.
+    """
     queries, threads = shapes[0], shapes[0].warpgroups * WARPGROUP_SIZE
     each = memory.Words((own,))
-    return Shared(
-        parts=memory.Words((exchanged * (threads // 32),)),
+    return memory.shared(
+        parts=memory.Words((exchanged * (threads // 32),)),  # exchanged between warps
+        # Running maxima.
         q_offsets=None if queries.is_broadcast else memory.Words((queries.segments + 1,)),
         kv_offsets=memory.Words((arrays.cu_seqlens_kv.shape[0] + 2 * queries.kv_first,)),
+        # Sequences of keys.
         kv_numbers=None if arrays.q_to_kv is None else memory.Words((queries.segments,)),
-        bins=memory.Words((max(map(positions.bin_words, shapes)),)),
-        own_bins=each,
-        own_tiles=each,
-        own_before=memory.Words((threads,)),
-        own_firsts=each,
-        own_ends=each,
-        rest_ends=each if any(x.has_rest for x in shapes) else None,
+        bins=memory.Words((max(map(positions.bin_words, shapes)),)),  # see `positions`
+        own_bins=each,  # of the CTA's segments; the order of bins is the list's
+        own_tiles=each,  # numbers of tiles of the CTA's segments
+        own_before=memory.Words((threads,)),  # parts of the tiles before a segment's in its bin
+        own_firsts=each,  # positions of the first tiles of the CTA's segments
+        own_ends=each,  # tiles of the CTA's segments up to and with each
+        rest_ends=each if any(x.has_rest for x in shapes) else None,  # of second parts
+        begins=None,  # [keys + 1]: ranges of lower numbers of keys
+        key_blocks=None,  # [keys of all copies]: blocks of queries
+        statistics=None,  # [segments of queries]: blocks of statistics before
+        tile_ends=None,  # tiles up to and with each segment; all first parts come first
+        targets=None,  # [batch]
+        contextual=None,  # [batch]
     )
 
 

@@ -411,7 +411,7 @@ def _static(offsets: Offsets, settings: WorkSettings, warpgroups: int) -> Launch
     return Launch(queries, keys, settings.has_statistics, 0)
 
 
-def _shared(static: Launch, operands: Arrays, own: int) -> tiles.Shared:
+def _shared(static: Launch, operands: Arrays, own: int) -> Any:
     queries, keys = static.queries, static.keys
     found = tiles.shared_words((queries, keys), operands, own, 12)
     threads = Threads(queries.warpgroups, 0, False)

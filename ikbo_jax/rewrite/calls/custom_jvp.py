@@ -1,13 +1,11 @@
 """The rule of custom_jvp: the function and its JVP rule, both at the smaller batch."""
 
-import dataclasses
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 from jax.extend import core
 
 from ikbo_jax.rewrite.facts import curves
@@ -18,10 +16,10 @@ from ikbo_jax.rewrite.values.dead_code import without_dead_code
 from ikbo_jax.rewrite.values.forms import (
     detached,
     form,
+    in_form_of,
     unpack,
     unpack_all,
     with_all_inside,
-    with_inside,
 )
 from ikbo_jax.rewrite.values.jaxprs import evaluate, trace
 from ikbo_jax.rewrite.values.lineage import Concat, Lazy
@@ -58,14 +56,7 @@ def custom_jvp(ctx: Context, eqn: Any, *operands: Any) -> Any:
         ctx.gradient_differs()
         return ctx.run_closed(params["call_jaxpr"], operands, eqn)
     _, pack_results = unpack_all(results)
-
-    def at_users(*arrays: Any) -> Any:
-        values = ctx.inner().run_closed(params["call_jaxpr"], pack(arrays), eqn)
-        return unpack_all(in_form_of(values, results))[0]
-
-    whole = without_dead_code(trace(at_users, arrays))
-    if any(isinstance(x, jax.core.Tracer) for x in whole.consts):
-        raise NotCovered("custom_jvp of a function that looks rows up itself")
+    whole = at_users(ctx, eqn, pack, results, arrays)
     # The traced program holds these functions, so they must not hold arrays of the trace.
     later, like = ctx.detached(), detached([*operands, *results])
 
@@ -121,8 +112,7 @@ def _jvp_rule(
 
     The program takes the operands' arrays and tangents, and returns the results' arrays and
     tangents. None if the rule cannot be proven to work row by row: if a result is no lookup of the
-    same rows, or if the rule needs an array of the trace around the call, which has ended when JAX
-    takes the derivative.
+    same rows (see `proven`).
     """
     jaxpr, consts, zeros = curves.jvp_rule(eqn)
     nonzero = [x for x, zero in zip(results, zeros, strict=True) if not zero]
@@ -139,8 +129,33 @@ def _jvp_rule(
             out.append(list(map(jnp.zeros_like, x)) if zero else next(slopes))
         return list(itertools.chain(*out))
 
+    return proven(run, [*arrays, *arrays])
+
+
+def at_users(
+    ctx: Context, eqn: Any, pack: Callable[..., Any], results: Sequence[Any], arrays: Sequence[Any]
+) -> core.Jaxpr:
+    """Traces a function from the arrays of operands, at the smaller batch, to those of results."""
+
+    def run(*arrays: Any) -> Any:
+        values = ctx.inner().run_closed(eqn.params["call_jaxpr"], pack(arrays), eqn)
+        return unpack_all(in_form_of(values, results))[0]
+
+    program = without_dead_code(trace(run, arrays))
+    if any(isinstance(x, jax.core.Tracer) for x in program.consts):
+        kind = eqn.primitive.name.removesuffix("_call")
+        raise NotCovered(f"{kind} of a function that looks rows up itself")
+    return program
+
+
+def proven(rule: Callable[..., Any], like: Sequence[Any]) -> core.Jaxpr | None:
+    """Traces a rule for derivatives, which raises if it does not work row by row; None then.
+
+    And None if it needs an array of the trace around the call, which has ended when JAX takes the
+    derivative.
+    """
     try:
-        program = without_dead_code(trace(run, [*arrays, *arrays]))
+        program = without_dead_code(trace(rule, like))
     except ImportError:
         raise
     except Exception:
@@ -149,47 +164,3 @@ def _jvp_rule(
     used = {v for eqn in program.eqns for v in eqn.invars if isinstance(v, core.Var)}
     needed = [x for v, x in zip(program.constvars, program.consts, strict=True) if v in used]
     return None if any(isinstance(x, jax.core.Tracer) for x in needed) else program
-
-
-def matches(value: Any, like: Any) -> bool:
-    """Whether two values have the same form, once dimensions of size 1 of `value` are broadcast."""
-    if lineage.is_plain(like) or lineage.is_plain(value):
-        return lineage.is_plain(like) and lineage.is_plain(value)
-    if _is_uniform(value):
-        return True
-    if isinstance(like, Reshaped):
-        same = type(value) is type(like) and value.layout == like.layout
-        return same and matches(value.inner, like.inner)
-    if isinstance(like, Concat):
-        same = isinstance(value, Concat) and (value.axis, value.sizes) == (like.axis, like.sizes)
-        return same and all(map(matches, value.parts, like.parts))
-    return (
-        isinstance(value, Lazy)
-        and (value.lineage, value.axis) == (like.lineage, like.axis)
-        and all(n in (1, m) for n, m in zip(value.base.shape, like.base.shape, strict=True))
-    )
-
-
-def in_form_of(values: Sequence[Any], like: Sequence[Any]) -> list[Any]:
-    """Broadcasts the values' arrays to the shapes of `like`'s arrays; NotCovered in other forms."""
-    if not all(map(matches, values, like)):
-        raise NotCovered("a function that mixes rows")
-    return list(map(_widened, values, like))
-
-
-def _widened(value: Any, like: Any) -> Any:
-    if isinstance(like, Reshaped):
-        inner = value if _is_uniform(value) else value.inner
-        return with_inside(like, [_widened(inner, like.inner)])
-    if isinstance(like, Concat):
-        parts = [value] * len(like.parts) if _is_uniform(value) else value.parts
-        return Concat(tuple(map(_widened, parts, like.parts)), like.axis)
-    if isinstance(like, Lazy):
-        if _is_uniform(value):
-            return dataclasses.replace(like, base=lax.full_like(like.base, value.base.reshape(())))
-        return dataclasses.replace(like, base=lineage.spread(value.base, like.base.shape))
-    return value
-
-
-def _is_uniform(value: Any) -> bool:
-    return lineage.is_only_broadcast(value) and value.base.size == 1

@@ -14,12 +14,12 @@ import jax.numpy as jnp
 from jax.extend import core
 
 from ikbo_jax.rewrite.attention import cudnn
-from ikbo_jax.rewrite.calls.custom_jvp import in_form_of
+from ikbo_jax.rewrite.calls.custom_jvp import at_users, proven
 from ikbo_jax.rewrite.interpret import Context
 from ikbo_jax.rewrite.rules.any_shape import PROVEN_DERIVATIVES
 from ikbo_jax.rewrite.values import linear
 from ikbo_jax.rewrite.values.dead_code import without_dead_code
-from ikbo_jax.rewrite.values.forms import detached, unpack_all
+from ikbo_jax.rewrite.values.forms import detached, in_form_of, unpack_all
 from ikbo_jax.rewrite.values.jaxprs import evaluate, trace
 from ikbo_jax.rewrite.values.lineage import Lazy, has_lineage, is_plain, spread_axes
 from ikbo_jax.rewrite.values.registry import NotCovered
@@ -50,22 +50,18 @@ def custom_vjp(ctx: Context, eqn: Any, *operands: Any) -> Any:
         raise NotCovered("custom_vjp whose results are not floating-point numbers")
     # A forward pass may call its own function, so that there is no last derivative.
     must_be_proven = ctx.derivatives < PROVEN_DERIVATIVES
-    proven = _proven(ctx, eqn, operands, results) if must_be_proven else None
-    if must_be_proven and proven is None:
+    known = _passes(ctx, eqn, operands, results) if must_be_proven else None
+    if must_be_proven and known is None:
         raise NotCovered("custom_vjp whose backward pass is not linear, or mixes rows")
     _, pack = unpack_all(operands)
     arrays, _ = unpack_all(deferred)
     _, pack_results = unpack_all(results)
 
-    def at_users(*arrays: Any) -> list[Any]:
+    def with_fixed(arrays: Sequence[Any]) -> list[Any]:
         rest = iter(arrays)
-        whole = [x if is_plain(x) else next(rest) for x in operands]
-        values = ctx.inner().run_closed(jaxpr, pack(whole), eqn)
-        return unpack_all(in_form_of(values, results))[0]
+        return pack([x if is_plain(x) else next(rest) for x in operands])
 
-    program = without_dead_code(trace(at_users, arrays))
-    if any(isinstance(x, jax.core.Tracer) for x in program.consts):
-        raise NotCovered("custom_vjp of a function that looks rows up itself")
+    program = at_users(ctx, eqn, with_fixed, results, arrays)
     # The traced program holds these functions, so they must not hold arrays of the trace. Operands
     # that are no lookups are constants.
     later, count = ctx.detached(), len(operands)
@@ -77,7 +73,7 @@ def custom_vjp(ctx: Context, eqn: Any, *operands: Any) -> Any:
         return evaluate(program, arrays)
 
     def passes() -> tuple[core.Jaxpr, core.Jaxpr]:
-        found = _proven(later, eqn, like[:count], like[count:]) if proven is None else proven
+        found = _passes(later, eqn, like[:count], like[count:]) if known is None else known
         if found is None:
             raise NotImplementedError("ikbo_jax.rewrite: a third derivative that mixes rows")
         return found
@@ -96,7 +92,7 @@ def _spread(x: Any) -> Any:
     return spread_axes(x, range(len(x.shape))) if isinstance(x, Lazy) else x
 
 
-def _proven(
+def _passes(
     ctx: Context, eqn: Any, operands: Sequence[Any], results: Sequence[Any]
 ) -> tuple[core.Jaxpr, core.Jaxpr] | None:
     """Traces both passes of a custom_vjp function on arrays at the smaller batch.
@@ -127,7 +123,7 @@ def _proven(
     arrays, pack = unpack_all(deferred)
     out_arrays, pack_results = unpack_all(results)
 
-    def at_users(wanted: slice, like: Sequence[Any]) -> Any:
+    def one_pass(wanted: slice, like: Sequence[Any]) -> Any:
         def run(*both: Any) -> list[Any]:
             primals = pack(both[: len(arrays)])
             # The forward pass reads no gradient.
@@ -138,14 +134,6 @@ def _proven(
 
         return run
 
-    try:
-        backward = trace(at_users(slice(len(results), None), deferred), [*arrays, *out_arrays])
-        forward = trace(at_users(slice(len(results)), results), arrays)
-    except ImportError:
-        raise
-    except Exception:
-        # Also if the lookup of a detached lineage is needed, which has no index.
-        return None
-    both = without_dead_code(forward), without_dead_code(backward)
-    consts = [x for program in both for x in program.consts]
-    return None if any(isinstance(x, jax.core.Tracer) for x in consts) else both
+    backward = proven(one_pass(slice(len(results), None), deferred), [*arrays, *out_arrays])
+    forward = proven(one_pass(slice(len(results)), results), arrays)
+    return None if forward is None or backward is None else (forward, backward)

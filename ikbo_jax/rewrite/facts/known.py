@@ -152,10 +152,10 @@ def _iota(params: Any) -> Any:
     return np.broadcast_to(np.arange(shape[dimension]).reshape(along), shape)
 
 
-def _slice(params: Any, x: Any) -> Any:
-    strides = params["strides"] or [1] * x.ndim
-    limits = zip(params["start_indices"], params["limit_indices"], strides, strict=True)
-    return x[tuple(slice(*bounds) for bounds in limits)]
+def cuts(params: Any) -> list[slice]:
+    """Returns what a `slice` keeps of each dimension."""
+    starts, limits = params["start_indices"], params["limit_indices"]
+    return list(map(slice, starts, limits, params["strides"] or [1] * len(starts)))
 
 
 def _integers(x: Any, y: Any) -> None:
@@ -217,7 +217,7 @@ _COMPUTED: dict[str, Callable[..., Any]] = {
     "rev": lambda params, x: np.flip(x, params["dimensions"]),
     "select_n": _select,
     "sign": lambda _, x: np.sign(x),
-    "slice": _slice,
+    "slice": lambda params, x: x[tuple(cuts(params))],
     "squeeze": lambda params, x: np.squeeze(x, tuple(params["dimensions"])),
     "stack": lambda params, *xs: np.stack(xs, params["axis"]),
     "stop_gradient": lambda _, x: x,

@@ -20,7 +20,7 @@ from jax import lax
 from jax.extend import core
 
 from ikbo_jax.rewrite.facts import proofs
-from ikbo_jax.rewrite.facts.known import expanded, known
+from ikbo_jax.rewrite.facts.known import cuts, expanded, known
 from ikbo_jax.rewrite.values.lineage import base_of
 from ikbo_jax.rewrite.values.staged import shape_of
 
@@ -193,28 +193,16 @@ def _moved(
     if name == "broadcast_in_dim":
         return expanded(params, x)
     if name == "slice":
-        limits = zip(
-            params["start_indices"],
-            params["limit_indices"],
-            params["strides"] or [1] * x.ndim,
-            strict=True,
-        )
-        cut = (slice(*y) if n != 1 else slice(None) for y, n in zip(limits, x.shape, strict=True))
+        cut = (y if n != 1 else slice(None) for y, n in zip(cuts(params), x.shape, strict=True))
         return x[tuple(cut)]
     if name == "transpose":
         return np.transpose(x, params["permutation"])
     if name == "concatenate":
         axis = params["dimension"]
-        full = []
-        for mask, own in zip(masks, shapes, strict=True):
-            sizes = list(mask.shape)
-            sizes[axis] = own[axis]
-            full.append(np.broadcast_to(mask, sizes))
-        common = np.broadcast_shapes(
-            *(tuple(1 if d == axis else n for d, n in enumerate(y.shape)) for y in full)
-        )
+        common = np.broadcast_shapes(*((*y.shape[:axis], 1, *y.shape[axis + 1 :]) for y in masks))
         full = [
-            np.broadcast_to(y, (*common[:axis], y.shape[axis], *common[axis + 1 :])) for y in full
+            np.broadcast_to(y, (*common[:axis], own[axis], *common[axis + 1 :]))
+            for y, own in zip(masks, shapes, strict=True)
         ]
         return np.concatenate(full, axis)
     # A reshape: dimensions of size 1 are added or removed.

@@ -5,7 +5,7 @@ from typing import Any
 
 from ikbo_jax.rewrite.facts import proofs
 from ikbo_jax.rewrite.interpret import Context, shape_of
-from ikbo_jax.rewrite.rules import reselect
+from ikbo_jax.rewrite.rules import reselect, reshape
 from ikbo_jax.rewrite.rules.elementwise import at_user_batch, by_part, common_lineage, concat
 from ikbo_jax.rewrite.values import lineage, staged
 from ikbo_jax.rewrite.values.lineage import (
@@ -118,34 +118,24 @@ def stack(ctx: Context, eqn: Any, *operands: Any) -> Any:
     expanded: dict[int, Any] = {}
     for x in operands:
         if id(x) not in expanded:
-            expanded[id(x)] = with_new_axis(x, axis)
+            expanded[id(x)] = with_new_axis(ctx, eqn, x, axis)
     return concatenated(ctx, eqn, [expanded[id(x)] for x in operands], axis, shape)
 
 
-def with_new_axis(x: Any, axis: int) -> Any:
+def with_new_axis(ctx: Context, eqn: Any, x: Any, axis: int) -> Any:
     """Adds an axis of size 1 to a value."""
-    if is_plain(x):
-        return staged.expand_dims(x, (axis,))
-    if isinstance(x, Concat):
-        return Concat(
-            tuple(with_new_axis(part, axis) for part in x.parts), x.axis + (x.axis >= axis)
-        )
-    shape = (*x.shape[:axis], 1, *x.shape[axis:])
-    user_axis = x.axis + (x.axis >= axis) if has_lineage(x) else -1
-    return Lazy(staged.expand_dims(x.base, (axis,)), shape, x.lineage, user_axis, x.origins)
+    shape = shape_of(x)
+    return reshape.reshape_to(ctx, eqn, x, (*shape[:axis], 1, *shape[axis:]))
 
 
 def unstack(ctx: Context, eqn: Any, x: Any) -> Any:
     """Slices along an axis, without the axis."""
-    axis, pieces = eqn.params["axis"], []
+    axis = eqn.params["axis"]
     if not isinstance(x, Lazy) or x.axis == axis:
         raise NotCovered("unstack of the looked-up axis, or of a concatenation")
-    for n, v in enumerate(eqn.outvars):
-        piece = lineage.slice_along(x, n, n + 1, axis)
-        user_axis = x.axis - (x.axis > axis) if has_lineage(x) else -1
-        base = staged.squeeze(piece.base, (axis,))
-        pieces.append(lazy(base, tuple(v.aval.shape), x.lineage, user_axis, x.origins))
-    return pieces
+    pieces = (lineage.slice_along(x, n, n + 1, axis) for n in range(x.shape[axis]))
+    shape = tuple(eqn.outvars[0].aval.shape)
+    return [reshape.reshape_to(ctx, eqn, piece, shape) for piece in pieces]
 
 
 def concatenated_bases(parts: Any, axis: int) -> Any:

@@ -62,7 +62,7 @@ def scattered(ctx: Context, eqn: Any, x: Any, indices: Any, updates: Any) -> Any
     rank = len(shape_of(x))
     if len(shape_of(indices)) == 1:
         if numbers.inserted_window_dims:
-            updates = concatenation.with_new_axis(updates, axis)
+            updates = concatenation.with_new_axis(ctx, eqn, updates, axis)
         pieces = {positions[0]: updates}
     elif len(shape_of(indices)) == 2 and numbers.inserted_window_dims:
         if [d for d in range(rank) if d not in numbers.update_window_dims] != [axis]:

@@ -22,6 +22,7 @@ from ikbo_jax.rewrite.values.lineage import (
     spread,
 )
 from ikbo_jax.rewrite.values.merged import Merged, Reshaped
+from ikbo_jax.rewrite.values.registry import NotCovered
 from ikbo_jax.rewrite.values.split import Split
 from ikbo_jax.rewrite.values.staged import shape_of
 
@@ -122,10 +123,8 @@ def form(value: Any) -> Any:
     if isinstance(value, Lazy):
         base = (value.base.shape, value.base.dtype)
         return (base, value.shape, value.lineage, value.axis)
-    if isinstance(value, Concat):
-        return (value.axis, value.sizes, tuple(map(form, value.parts)))
-    if isinstance(value, Reshaped):
-        return (type(value), value.layout, form(value.inner))
+    if inside := inside_of(value):
+        return (type(value), value.layout, tuple(map(form, inside)))
     return type(value)
 
 
@@ -164,6 +163,12 @@ def widened(value: Any, like: Any) -> Any:
     loop's body returns looked-up rows, the first rows are looked up alike. `like` may be a
     skeleton.
     """
+    if is_plain(value) or is_plain(like):
+        return value if is_plain(value) and is_plain(like) else None
+    inside = inside_of(value)
+    if inside and type(value) is type(like) and value.layout == like.layout:
+        parts = list(map(widened, inside, inside_of(like)))
+        return None if any(part is None for part in parts) else with_inside(like, parts)
     if isinstance(like, Concat) and is_only_broadcast(value):
         if value.base.shape[like.axis] != 1:
             return None
@@ -188,6 +193,14 @@ def widened(value: Any, like: Any) -> Any:
     if not isinstance(value, Lazy) or not isinstance(like, Lazy):
         return None
     return _widened_rows(value, like)
+
+
+def in_form_of(values: Sequence[Any], like: Sequence[Any]) -> list[Any]:
+    """Broadcasts the values' arrays to the shapes of `like`'s arrays; NotCovered in other forms."""
+    wide = list(map(widened, values, like))
+    if any(x is None or form(x) != form(y) for x, y in zip(wide, like, strict=True)):
+        raise NotCovered("a function that mixes rows")
+    return wide
 
 
 def _widened_rows(value: Lazy, like: Lazy) -> Lazy | None:

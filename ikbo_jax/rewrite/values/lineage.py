@@ -62,6 +62,7 @@ class Deferred:
       shape: the shape that the program sees.
       dtype: the dtype that the program sees.
       origins: the broadcasts that the value stems from.
+      layout: of a value that holds others, all else that tells its form.
     """
 
     #: Rewrites every equation that has the value as an operand, called as
@@ -69,6 +70,10 @@ class Deferred:
     rule: Callable[..., Any] | None = None
     #: Whether `build` computes with copies of other values, instead of being the copy itself.
     is_computed = False
+
+    @property
+    def layout(self) -> tuple[Any, ...]:
+        raise NotImplementedError
 
     def build(self, ctx: Any) -> jax.Array:
         """Computes the array that the program sees."""
@@ -125,6 +130,10 @@ class Concat(Deferred):
 
     def build(self, ctx: Any) -> jax.Array:
         return staged.concatenate([ctx.build(part) for part in self.parts], self.axis)
+
+    @property
+    def layout(self) -> tuple[Any, ...]:
+        return self.axis, self.sizes
 
     def pieces(self) -> list[tuple[Any, int, int]]:
         """Returns the parts, each with its first row along the axis and the row after its last."""

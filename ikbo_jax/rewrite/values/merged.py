@@ -25,15 +25,10 @@ class Reshaped(Deferred):
     """Is the base class of values that stand for a reshape of another value.
 
     Attributes:
-      inner: the value before the reshape.
-      layout: all other fields.
+      inner: the value before the reshape; `layout` is all other fields.
     """
 
     inner: Any
-
-    @property
-    def layout(self) -> tuple[Any, ...]:
-        raise NotImplementedError
 
     @property
     def shape(self) -> tuple[int, ...]:
