@@ -48,7 +48,7 @@ def attention_fn(cand_to_user: jax.Array) -> Callable[..., jax.Array]:
             raise NotImplementedError(
                 "attention_fn keeps no attention weights for sow_weights=True"
             )
-        _, (query, key, value) = cast({}, (query, key, value), dtype)
+        _, (query, key, value) = cast("attention_fn", {}, (query, key, value), dtype)
         with with_precision(precision):
             out: jax.Array = dot_product_attention(
                 *(query, key, value, bias, mask), cand_to_user=cand_to_user, is_causal=is_causal
