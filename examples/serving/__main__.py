@@ -42,7 +42,7 @@ ERRORS = rich.console.Console(stderr=True)
 
 def say(text: str) -> None:
     """Prints a line about progress."""
-    ERRORS.print(text, highlight=False)
+    ERRORS.print(text, highlight=False, soft_wrap=True)
 
 
 @contextlib.contextmanager
