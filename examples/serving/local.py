@@ -214,15 +214,6 @@ class Service:
                 while pathlib.Path(f"/proc/{pid}").exists() and time.monotonic() < end:
                     time.sleep(0.05)
 
-    def replicas(self) -> int:
-        """The number of replicas that answer requests."""
-        from ray import serve
-
-        from examples.serving import app
-
-        (deployment,) = serve.status().applications[app.NAME].deployments.values()
-        return deployment.replica_states.get("RUNNING", 0)
-
     def _check(self, weights: str) -> None:
         """Raises ValueError if weights cannot be used, before any replica hears of them."""
         import ray

@@ -54,7 +54,7 @@ def test_figures_count_all_tries():
     since = load.since({"a": zero}, {"a": zero | counts, "b": zero | counts})
     found = load.summary(PLAN, told, since)
     assert found["statuses"] == {"200": 2, "503": 1, "0": 1}
-    assert found["retried"] == 3
+    assert (found["retried"], found["answers_of_replicas"]) == (3, [1, 1])
     assert found["throughput"] == 2 / 10
     assert found["p50_ms"] == pytest.approx(200)
     assert (found["requests_per_call"], found["hit_rate"]) == (1.5, 0.25)
