@@ -203,6 +203,11 @@ def test_results_in_place_of_functions(wrong: Any) -> None:
         ikbo.rewrite(wrong)
 
 
+def test_there_is_no_time_of_shapes() -> None:
+    with pytest.raises(ValueError, match="benchmark takes arrays, but one is a ShapeDtypeStruct"):
+        ikbo.benchmark(jnp.sin, jax.ShapeDtypeStruct((2,), np.float32))
+
+
 TERM = ikbo.Term(ones(4, 5), ones(3, 5, 8))
 
 
