@@ -174,13 +174,6 @@ def test_numpy_s_default_index_names_the_remedy(op: str) -> None:
             assert text.endswith(f" int64{list(x.shape)}; convert it by .astype(np.int32)")
 
 
-def test_masks_and_offsets_of_layers_name_the_remedy() -> None:
-    with pytest.raises(ValueError, match=r"not int64\[2\]; convert it by \.astype\(np\.int32\)"):
-        ikbo.masks.hstu(np.array([1, 2]))
-    with pytest.raises(ValueError, match=r"but is int64\[2\]; convert it by \.astype"):
-        functional.check_offsets("cu_seqlens", "batch", np.array([0, 2]))
-
-
 @pytest.mark.parametrize("op", ALL)
 def test_arrays_on_other_devices_are_named(op: str) -> None:
     if len(jax.devices()) < 2:
