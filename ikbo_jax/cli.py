@@ -270,7 +270,10 @@ def _info(args: argparse.Namespace) -> int:
     from ikbo_jax.tuning.user_cache import user_cache_path
 
     reason = hopper_unavailable_reason()
-    mosaic = "usable (bfloat16, float16)" if reason is None else f"not usable: {reason}"
+    halves, all_dtypes = "usable (bfloat16, float16)", "usable (bfloat16, float16, float32)"
+    kernels = dict.fromkeys(("look_up", "segment_sum"), all_dtypes) | dict.fromkeys(
+        ("linear_compression", "attention", "gdpa", "norm_linear", "gated_linear"), halves
+    )
     cache = user_cache_path()
     rows = [
         ("ikbo-jax", __version__),
@@ -281,10 +284,10 @@ def _info(args: argparse.Namespace) -> int:
         ("driver", _driver() or "no NVIDIA driver found"),
         *(
             (f"{op}, {implementation}", status)
-            for op in ("linear_compression", "attention", "gdpa")
+            for op, usable in kernels.items()
             for implementation, status in (
-                ("mosaic_gpu", mosaic),
-                ("xla", "usable (bfloat16, float16, float32)"),
+                ("mosaic_gpu", usable if reason is None else f"not usable: {reason}"),
+                ("xla", all_dtypes),
             )
         ),
         ("user's tuning cache", f"{cache}{'' if cache.exists() else ' (none yet)'}"),

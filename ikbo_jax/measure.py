@@ -186,6 +186,7 @@ def benchmark(
     functions = fn if isinstance(fn, Mapping) else {"": fn}
     for function in functions.values() or (fn,):
         arguments.check_function("benchmark", function)
+    arguments.check_runnable("benchmark", args)
     if arguments.finite_number("window_s", window_s) <= 0:
         raise ValueError(f"window_s must be above 0, but is {window_s}")
     if isinstance(rounds, bool) or not isinstance(rounds, int) or rounds < 1:

@@ -5,7 +5,6 @@ python -m examples.serving load              requests to a running service
 python -m examples.serving configuration     what `serve deploy` reads, for a cluster of Ray
 python -m examples.serving offline           ranks many candidates, without the service
 python -m examples.serving measure           batching and start-up, to a results file
-python -m examples.serving scale             load, until autoscaling adds a replica
 python -m examples.serving overload          answers in time at 1, 1.5 and 3 x the capacity
 python -m examples.serving plot FILE         a plot of a results file
 """
@@ -27,7 +26,6 @@ import aiohttp
 import jax
 import platformdirs
 import rich.console
-import rich.progress
 
 from examples.serving import local
 
@@ -36,33 +34,27 @@ local.prepare()
 from examples.serving import load, models, plans, records  # noqa: E402
 from examples.serving.app import configuration  # noqa: E402
 from examples.serving.settings import Settings  # noqa: E402
+from ikbo_jax import terminal  # noqa: E402
 
 ERRORS = rich.console.Console(stderr=True)
 
 
 def say(text: str) -> None:
     """Prints a line about progress."""
-    ERRORS.print(text, highlight=False)
+    ERRORS.print(text, highlight=False, soft_wrap=True)
 
 
 @contextlib.contextmanager
 def progress(what: str) -> Iterator[Callable[[int, int], None]]:
-    """A bar on a terminal; in a pipe, a line every ten seconds."""
-    columns = (
-        *(rich.progress.TextColumn("{task.description}"), rich.progress.BarColumn()),
-        *(rich.progress.MofNCompleteColumn(), rich.progress.TimeElapsedColumn()),
-        rich.progress.TimeRemainingColumn(),
-    )
-    with rich.progress.Progress(*columns, console=ERRORS, disable=not ERRORS.is_terminal) as bar:
-        task = bar.add_task(what, total=None)
-        said = time.monotonic()
+    """One changing line on a terminal; in a pipe, a line every ten seconds."""
+    said = time.monotonic()
+    with terminal.progress() as log:
 
         def show(done: int, total: int) -> None:
             nonlocal said
-            bar.update(task, completed=done, total=total)
-            if not ERRORS.is_terminal and time.monotonic() - said > 10:
+            if terminal.is_terminal() or time.monotonic() - said > 10:
                 said = time.monotonic()
-                say(f"{what}: {done:,} of {total:,}")
+                log(f"{what}: {done:,} of {total:,}")
 
         yield show
 
@@ -135,11 +127,6 @@ def parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
     service(measure)
     requests(measure)
     measure.add_argument("--least", type=float, default=10, help="the smallest rate")
-
-    scale = command("scale", "offers load until autoscaling adds a replica")
-    service(scale)
-    requests(scale)
-    scale.add_argument("--rate", type=float, default=40, help="requests a second")
 
     overload = command("overload", "offers more load than can be answered")
     service(overload)
@@ -285,16 +272,6 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     }
 
 
-def scale(options: argparse.Namespace) -> dict[str, Any]:
-    """Offers load to a service that may grow."""
-    from examples.serving import measure as measure_
-
-    settings = settings_of(options)
-    plan = plan_of(options, settings.load(), rate=options.rate)
-    figures = measure_.autoscaling(settings, plan, say)
-    return {"settings": records.recorded(settings), "figures": figures}
-
-
 def overload(options: argparse.Namespace) -> dict[str, Any]:
     """Offers more load than a service can answer."""
     from examples.serving import measure as measure_
@@ -324,8 +301,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             text = options.page.read_text("utf-8")
             options.page.write_text(plot.page(text, options.file), "utf-8")
     else:
-        run = {"load": send, "offline": offline, "measure": measure, "scale": scale}
-        run["overload"] = overload
+        run = {"load": send, "offline": offline, "measure": measure, "overload": overload}
         try:
             packages = ("jax", "ray")
             found = {**records.surroundings(*packages), **run[options.command](options)}

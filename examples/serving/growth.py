@@ -22,6 +22,7 @@ import numpy as np
 
 from examples.serving import models, records
 from examples.serving.histories import HistorySource
+from examples.serving.settings import Settings
 from ikbo_jax import serving
 from ikbo_jax.serving.batches import fitting_parts
 
@@ -48,25 +49,14 @@ def requests(
         yield serving.Request(user, number, None, items)
 
 
-def scorer_of(source: HistorySource, options: argparse.Namespace) -> serving.HistoryScorer:
-    """A scorer of the source, of the sizes of the command."""
-    return serving.HistoryScorer(
-        *(source.growing, source.weights(source.newest), source.event, source.row),
-        source.candidate,
-        events_of=source.events_of,
-        buckets=serving.Buckets(tuple(options.buckets), (options.users,)),
-        appends=options.appends,
-        user_bytes=options.user_bytes,
-        page=source.sizes.page,
-        most=source.sizes.most,
-    )
-
-
 def measured(source: HistorySource, options: argparse.Namespace) -> dict[str, Any]:
     """Seconds of the calls of every turn, and the ratio of requests a second."""
     numbers = dict.fromkeys(range(options.known), source.sizes.history - ROOM)
     asked = requests(source, numbers, itertools.count(options.known), options)
-    scorers = {name: scorer_of(source, options) for name in ("pages", "forgotten")}
+    settings = Settings(
+        candidates=tuple(options.buckets), users=options.users, user_bytes=options.user_bytes
+    )
+    scorers = {name: settings.replica(source) for name in ("pages", "forgotten")}
     first = [serving.Request(u, n, None, np.zeros(1, np.int32)) for u, n in numbers.items()]
     scorers["pages"].rank(first)
     seconds: dict[str, list[float]] = {name: [] for name in scorers}
@@ -115,7 +105,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--most", type=int, default=512, help="candidates of a request")
     parser.add_argument("--buckets", type=int, nargs="+", default=[1024, 2048, 4096])
     parser.add_argument("--users", type=int, default=16, help="of a call")
-    parser.add_argument("--appends", type=int, nargs="+", default=[64, 16, 1024, 1])
     parser.add_argument("--known", type=int, default=64, help="users that were asked for before")
     parser.add_argument("--requests", type=int, default=48, help="of a turn")
     parser.add_argument("--turns", type=int, default=5)
@@ -123,8 +112,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=pathlib.Path, help="results file (JSON)")
     options = parser.parse_args(arguments)
-    pairs = iter(options.appends)
-    options.appends = list(zip(pairs, pairs, strict=True))
     found = {**records.surroundings("jax"), "device": jax.devices()[0].device_kind, "figures": []}
     for events in options.events:
         source = models.SOURCES[options.source]()

@@ -145,6 +145,7 @@ def summary(plan: Plan, told: list[Told], counts: collections.Counter[str]) -> d
         "p99_ms": float(np.percentile(latencies, 99) * 1e3),
         "statuses": dict(collections.Counter(str(one.status) for one in told)),
         "retried": sum(one.tries > 1 for one in told),
+        "answers_of_replicas": sorted(collections.Counter(one.replica for one in good).values()),
         "requests_per_call": counts["requests"] / max(1, counts["calls"]),
         "candidates_per_call": counts["candidates"] / max(1, counts["calls"]),
         "padding_share": counts["padding"] / max(1, counts["padding"] + counts["candidates"]),

@@ -52,21 +52,25 @@ ENVIRONMENT = {
 
 #: Starts HAProxy with what Ray's configuration has no setting for: the ports of HAProxy's counts at
 #: the loopback address; seconds in which the headers of a request must have come; 503, not 404,
-#: before HAProxy knows a replica, and its own 502 and 503 instead of 500; and a bound on what it
-#: hands to a replica at a time. What is above it gets 503 from HAProxy: a replica, which reads HTTP
-#: in Python, takes 1.7 ms of CPU time to refuse a request.
+#: before HAProxy knows a replica, and its own 502 and 503 instead of 500; a bound on what it hands
+#: to a replica at a time; and health only with a replica: Ray's proxy, a spare server for replicas
+#: that miss their checks, has no such bound, so that `be_conn_free` is -1 if it is alone.
+#: What is above the bound gets 503 from HAProxy: a replica, which reads HTTP in Python, takes
+#: 1.7 ms of CPU time to refuse a request.
 HAPROXY = """#!/bin/sh
 # Arguments: -db -f CONFIGURATION ...
 sed -i -e 's/bind [*]*:/bind 127.0.0.1:/' \\
   -e '/^defaults$/a timeout http-request 5s\\ntimeout queue 20ms' \\
   -e 's/return status 404 .*/return status 503 hdr Retry-After 1/' \\
+  -e 's/ backend_\\(.*\\)_server_up$/& {{ be_conn_free(\\1) ge 0 }}/' \\
   -e 's/^\\( *server .*\\) check observe/\\1 maxconn {most} check observe/' \\
   -e '/^ *errorfile 50[24] /d' -e 's#^ *errorfile 503 .*#errorfile 503 {refusal}#' "$3"
 exec '{binary}' "$@"
 """
+FULL = '{"error": "every replica is full"}'
 REFUSAL = (
     "HTTP/1.1 503 Service Unavailable\r\nContent-Type: application/json\r\nRetry-After: 1\r\n"
-    'Content-Length: 34\r\n\r\n{"error": "every replica is full"}'
+    f"Content-Length: {len(FULL)}\r\n\r\n{FULL}"
 )
 
 
@@ -128,8 +132,9 @@ def check_port(host: str, port: int) -> None:
         try:
             found.bind((host, port))
             found.listen()
-        except OSError as error:
-            raise OSError(f"cannot listen at {host}:{port}: {error.strerror}") from None
+        except (OSError, OverflowError) as error:
+            why = getattr(error, "strerror", error)
+            raise OSError(f"cannot listen at {host}:{port}: {why}") from None
 
 
 class Service:
@@ -209,15 +214,6 @@ class Service:
                 os.kill(pid, signal.SIGUSR1)
                 while pathlib.Path(f"/proc/{pid}").exists() and time.monotonic() < end:
                     time.sleep(0.05)
-
-    def replicas(self) -> int:
-        """The number of replicas that answer requests."""
-        from ray import serve
-
-        from examples.serving import app
-
-        (deployment,) = serve.status().applications[app.NAME].deployments.values()
-        return deployment.replica_states.get("RUNNING", 0)
 
     def _check(self, weights: str) -> None:
         """Raises ValueError if weights cannot be used, before any replica hears of them."""

@@ -219,38 +219,3 @@ def overload(settings: Settings, plan: plans.Plan, least: float, say: Say) -> di
             f"{factor} x capacity: {run['share_of_capacity']:.2f}, {'met' * run['met'] or 'missed'}"
         )
     return {"capacity": capacity, "rising": rising, "overloads": runs}
-
-
-def autoscaling(settings: Settings, plan: plans.Plan, say: Say) -> dict[str, Any]:
-    """Offers a plan's requests to one replica; returns what autoscaling did and what clients saw.
-
-    `replicas` holds the seconds at which the number of replicas changed, and the numbers;
-    `answers` the number of answers of each replica.
-    """
-    numbers: list[tuple[float, int]] = []
-
-    async def watch(service: local.Service) -> None:
-        start = time.monotonic()
-        while True:
-            number = await asyncio.to_thread(service.replicas)
-            if not numbers or numbers[-1][1] != number:
-                numbers.append((time.monotonic() - start, number))
-                say(f"{numbers[-1][0]:5.1f} s: {number} replicas")
-            await asyncio.sleep(0.5)
-
-    async def both(service: local.Service) -> list[load.Told]:
-        watching = asyncio.create_task(watch(service))
-        told = await load.send(service.url, plan)
-        watching.cancel()
-        return told
-
-    with local.Service(settings) as service:
-        told = asyncio.run(both(service))
-    answers = collections.Counter(one.replica for one in told if one.replica)
-    figures = load.summary(plan, told, collections.Counter())
-    seen = ("offered_rate", "throughput", "p50_ms", "p99_ms", "statuses", "retried")
-    return {
-        **{name: figures[name] for name in seen},
-        "replicas": numbers,
-        "answers": sorted(answers.values()),
-    }

@@ -105,13 +105,6 @@ def text(results: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def _surroundings(results: dict[str, Any]) -> str:
-    return (
-        f"{results['date'][:10]}, commit {results['commit']}, load average "
-        f"{results['load']:.1f} before and {results['load_after']:.1f} after"
-    )
-
-
 def offline_text(results: dict[str, Any]) -> str:
     """The figures of a results file of `offline --turns`, in Markdown."""
     found = results["figures"]
@@ -122,20 +115,8 @@ def offline_text(results: dict[str, Any]) -> str:
         f"{found['share_of_bound']:.2f} of the speed of the model's program alone, called as often "
         f"on arrays that are ready (by turns: {shares}; by CPU time: "
         f"{found['cpu_share_of_bound']:.2f}; the bar is 0.9); "
-        f"{_surroundings(results)}.\n"
-    )
-
-
-def scale_text(results: dict[str, Any]) -> str:
-    """The figures of a results file of `scale`, in Markdown."""
-    found = results["figures"]
-    changes = " and ".join(f"{number} after {at:.0f} s" for at, number in found["replicas"][1:])
-    statuses = ", ".join(f"{number:,} with {name}" for name, number in found["statuses"].items())
-    answers = " and ".join(f"{number:,}" for number in found["answers"])
-    return (
-        f"Autoscaling: at {found['offered_rate']:.0f} requests a second, one replica became "
-        f"{changes or 'no more'}. Requests by status: {statuses}; {found['retried']} were sent "
-        f"again. The replicas answered {answers} of them; {_surroundings(results)}.\n"
+        f"{results['date'][:10]}, commit {results['commit']}, load average "
+        f"{results['load']:.1f} before and {results['load_after']:.1f} after.\n"
     )
 
 
@@ -144,13 +125,12 @@ def page(old: str, file: pathlib.Path) -> str:
 
     Args:
       old: the page.
-      file: a results file of `measure`; `NAME-offline.json` and `NAME-scale.json` beside it are
-        results files of `offline --turns` and of `scale`, if they exist.
+      file: a results file of `measure`; `NAME-offline.json` beside it, if it exists, is one of
+        `offline --turns`.
     """
     parts = [text(_read(file))]
-    for name, write in (("offline", offline_text), ("scale", scale_text)):
-        if (other := file.with_name(f"{file.stem}-{name}.json")).exists():
-            parts.append(write(_read(other)))
+    if (other := file.with_name(f"{file.stem}-offline.json")).exists():
+        parts.append(offline_text(_read(other)))
     before, _, rest = old.partition(BEGIN)
     _, _, after = rest.partition(END)
     return before + BEGIN + "\n".join(parts) + END + after

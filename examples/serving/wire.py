@@ -101,7 +101,9 @@ def read(content_type: str, body: bytes) -> Body:
     except RecursionError:
         raise BodyError(400, f"the body is not {kind}: it is nested too deeply") from None
     except (ValueError, msgpack.UnpackException) as error:
-        raise BodyError(400, f"the body is not {kind}: {error}") from None
+        # MessagePack's error of a deep nest has no text.
+        reason = str(error) or type(error).__name__
+        raise BodyError(400, f"the body is not {kind}: {reason}") from None
     try:
         return Body.model_validate(fields)
     except pydantic.ValidationError as error:

@@ -4,6 +4,7 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from ikbo_jax.layers.functional import cast, with_precision
 from ikbo_jax.ops.dot_product_attention import dot_product_attention
@@ -20,8 +21,9 @@ def attention_fn(cand_to_user: jax.Array) -> Callable[..., jax.Array]:
 
     Returns:
       A function of query, key, value, bias and mask as `ikbo_jax.dot_product_attention` takes them,
-      with the options of Flax's. It raises NotImplementedError for dropout, for `sow_weights`, and
-      where `dot_product_attention` raises it.
+      with the options of Flax's; a mask may also hold numbers, 0 for hidden, as Flax's own do. It
+      raises NotImplementedError for dropout, for `sow_weights`, and where `dot_product_attention`
+      raises it.
     """
 
     def attend(
@@ -48,7 +50,10 @@ def attention_fn(cand_to_user: jax.Array) -> Callable[..., jax.Array]:
             raise NotImplementedError(
                 "attention_fn keeps no attention weights for sow_weights=True"
             )
-        _, (query, key, value) = cast({}, (query, key, value), dtype)
+        if mask is not None and jnp.issubdtype(getattr(mask, "dtype", bool), jnp.number):
+            # The masks that Flax makes, also while decoding, hold 0 and 1 in float32.
+            mask = mask != 0
+        _, (query, key, value) = cast("attention_fn", {}, (query, key, value), dtype)
         with with_precision(precision):
             out: jax.Array = dot_product_attention(
                 *(query, key, value, bias, mask), cand_to_user=cand_to_user, is_causal=is_causal

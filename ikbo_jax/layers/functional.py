@@ -83,7 +83,7 @@ def compress(
     parameters.check(inputs.E_USER.layer, params, parameters.COMPRESSION)
     inputs.E_USER.check(e_user, params["w_user"].shape[1])
     inputs.E_CAND.check(e_cand, params["w_cand"].shape[1])
-    params, (e_user, e_cand) = cast(params, (e_user, e_cand), dtype)
+    params, (e_user, e_cand) = cast(inputs.E_USER.layer, params, (e_user, e_cand), dtype)
     with with_precision(precision):
         return linear_compression(params["w_cand"], params["w_user"], e_cand, e_user, cand_to_user)
 
@@ -105,7 +105,9 @@ def look_up(
       ValueError: the table is no matrix; the index is not int32.
     """
     parameters.check("LookUp", params, {"table": "rows features"})
-    params, _ = cast(params, (), dtype)
+    arguments.check_int32("index", index)
+    arguments.check_runnable("LookUp", index)
+    params, _ = cast("LookUp", params, (), dtype)
     rows = look_up_rows(params["table"], index.reshape(-1), indices_are_sorted=indices_are_sorted)
     return rows.reshape(*index.shape, -1)
 
@@ -146,7 +148,7 @@ def attend(
     arguments.check_index("cand_to_user", cand_to_user, "x_cand", "B", x_cand.shape[0])
     if (lengths := key_value_seq_lengths) is not None:
         arguments.check_index("key_value_seq_lengths", lengths, "x_user", "U", x_user.shape[0])
-    params, (x_cand, x_user) = cast(params, (x_cand, x_user), dtype)
+    params, (x_cand, x_user) = cast(inputs.X_CAND.layer, params, (x_cand, x_user), dtype)
     with with_precision(precision):
         query, key, value = projected(params, x_cand, x_user)
         out = attention(
@@ -193,7 +195,7 @@ def pma(
     parameters.check(inputs.PMA_X.layer, params, parameters.PMA)
     inputs.PMA_X.check(x, params["w_key"].shape[0])
     arguments.check_offsets("cu_seqlens", "batch", cu_seqlens)
-    params, (x,) = cast(params, (x,), dtype)
+    params, (x,) = cast(inputs.PMA_X.layer, params, (x,), dtype)
     seeds = params["seeds"]
     with with_precision(precision):
         out = gdpa(
@@ -252,7 +254,7 @@ def pffn(
     if x_to_memory is not None:
         batch = cu_seqlens.shape[0] - 1
         arguments.check_index("x_to_memory", x_to_memory, "cu_seqlens", "batch", batch)
-    params, (x, memory) = cast(params, (x, memory), dtype)
+    params, (x, memory) = cast(inputs.PFFN_X.layer, params, (x, memory), dtype)
     with with_precision(precision):
         out = gdpa(
             *projected(params, x, memory),
@@ -269,9 +271,13 @@ def pffn(
 
 
 def cast(
-    params: Parameters, arrays: tuple[jax.Array, ...], dtype: Any
+    layer: str, params: Parameters, arrays: tuple[jax.Array, ...], dtype: Any
 ) -> tuple[dict[str, jax.Array], tuple[jax.Array, ...]]:
-    """Casts parameters and arrays to `dtype`; None: to the dtype that they promote to."""
+    """Casts parameters and arrays to `dtype`; None: to the dtype that they promote to.
+
+    Raises ValueError, naming the layer, for shapes without values and arrays on other devices.
+    """
+    arguments.check_runnable(layer, (dict(params), arrays))
     if dtype is None:
         dtype = jnp.result_type(*jax.tree.leaves(list(params.values())), *arrays)
     cast = {name: param.astype(dtype) for name, param in params.items()}

@@ -103,6 +103,14 @@ def hstu_layer(
     Source: Zhai et al., "Actions Speak Louder than Words", 2024; parameters, defaults and options
     are those of `STULayer` in Meta's generative-recommenders.
     """
+    concat, group_norm, with_cache = (
+        arguments.flag(name, value)
+        for name, value in (
+            ("concat", concat),
+            ("group_norm", group_norm),
+            ("return_cache", return_cache),
+        )
+    )
     hidden, width = _check(params, x, num_heads, concat, group_norm)
     arguments.check_offsets("cu_seqlens", "batch", cu_seqlens)
     if max_seqlen is None and output_scale is None:
@@ -110,7 +118,9 @@ def hstu_layer(
     if output_scale is None:
         output_scale = 1 / max(arguments.finite_number("max_seqlen", max_seqlen), 1.0)
     names = check_recompute(recompute)
-    params, (x,) = cast(params, (x,), dtype)
+    params, (x,) = cast(inputs.HSTU_X.layer, params, (x,), dtype)
+    if cache is not None:
+        _check_cache(cache, cu_seqlens, (num_heads, max(hidden, width)), x.dtype)
     attention: dict[str, Any] = {
         "activation": "silu",
         "approx": approx,
@@ -157,7 +167,7 @@ def hstu_layer(
         layer = jax.checkpoint(layer, policy=policy)
     with with_precision(precision):
         out, seen = layer(params, x)
-    return (out, seen) if return_cache else out
+    return (out, seen) if with_cache else out
 
 
 def _check(
@@ -169,12 +179,7 @@ def _check(
     """
     layer = inputs.HSTU_X.layer
     (heads,) = parameters.check_sizes(layer, num_heads=num_heads)
-    present = {
-        name: axes
-        for name, axes in parameters.HSTU.items()
-        if name in params or name in parameters.HSTU_REQUIRED
-    }
-    parameters.check(layer, params, present)
+    parameters.check(layer, params, parameters.HSTU, parameters.HSTU_REQUIRED)
     inputs.HSTU_X.check(x, params["uvqk_weight"].shape[0])
     rows, columns = params["output_weight"].shape[0], params["uvqk_weight"].shape[1]
     parts = 3 if concat else 1
@@ -193,6 +198,28 @@ def _check(
                 f"num_heads={heads} need {wanted}"
             )
     return hidden, width
+
+
+def _check_cache(cache: Any, cu_seqlens: jax.Array, head: tuple[int, int], dtype: Any) -> None:
+    """Raises ValueError, naming both values, unless the cache has rows of the same sequences."""
+    if not isinstance(cache, HstuCache):
+        raise ValueError(f"HSTU: cache must be an HstuCache, but is {arguments.describe(cache)}")
+    key, value, offsets = cache
+    arguments.check_offsets("cache.cu_seqlens", "batch", offsets)
+    if offsets.shape != cu_seqlens.shape:
+        raise ValueError(
+            f"cache.cu_seqlens has batch={offsets.shape[0] - 1} but cu_seqlens has "
+            f"batch={cu_seqlens.shape[0] - 1}"
+        )
+    for name, array in (("cache.key", key), ("cache.value", value)):
+        arguments.check_array(name, array, "[total, N, H]")
+        if array.shape[1:] != head or array.dtype != dtype:
+            raise ValueError(
+                f"{name} is {arguments.describe(array)} but the layer's rows are "
+                f"{dtype}[total, {head[0]}, {head[1]}]"
+            )
+    arguments.check_sizes("cache.key", key, "cache.value", value, ("total", " ", " "))
+    arguments.check_runnable("HSTU", (cache, cu_seqlens))
 
 
 def _groups(

@@ -2,7 +2,7 @@
 
 import math
 import operator
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Container, Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -178,11 +178,30 @@ def _attention_specs(query: int, key: int, out: int, *heads: int) -> dict[str, S
     }
 
 
-def check(layer: str, params: Mapping[str, Any], axes: Mapping[str, str]) -> None:
-    """Raises ValueError, naming both values, unless the parameters have the `axes` by name."""
+def check(
+    layer: str,
+    params: Mapping[str, Any],
+    axes: Mapping[str, str],
+    required: Container[str] | None = None,
+) -> None:
+    """Raises ValueError, naming both values, unless the parameters have the `axes` by name.
+
+    Names that the layer does not know are refused: it would compute as if they were not there.
+    `required` are the names that must be there; None: all.
+    """
+    if not isinstance(params, Mapping):
+        raise ValueError(
+            f"{layer}: params must be a mapping from names to arrays, but is "
+            f"{arguments.describe(params)}"
+        )
+    for name in params:
+        if name not in axes:
+            raise ValueError(f"{layer} takes no parameter {name!r}; known: {sorted(axes)}")
     sizes: dict[str, tuple[str, int]] = {}
     for name, names in axes.items():
         if name not in params:
+            if required is not None and name not in required:
+                continue
             raise ValueError(f"{layer} has no parameter {name!r}, only {sorted(params)}")
         param, letters = params[name], names.split()
         text = f"[{', '.join(letters)}]"

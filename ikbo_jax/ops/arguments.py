@@ -31,7 +31,7 @@ def request(
         raise ValueError(f"config must be {known}, but is {config!r}")
     if config is not None and implementation == "xla":
         raise ValueError(f"implementation='xla' takes no config, but config is {config}")
-    _check_runnable(op, arrays)
+    check_runnable(op, arrays)
     return dispatch.Request(
         op,
         implementation,
@@ -41,7 +41,7 @@ def request(
     )
 
 
-def _check_runnable(op: str, arrays: Any) -> None:
+def check_runnable(op: str, arrays: Any) -> None:
     """Raises ValueError unless all arrays have values, on the same devices if none is traced."""
     leaves = jax.tree.leaves(arrays)
     for leaf in leaves:

@@ -241,6 +241,7 @@ def merge_attention(
     Source: Milakov and Gimelshein, "Online normalizer calculation for softmax", 2018, for the
     combination of partial softmaxes.
     """
+    arguments.check_runnable("merge_attention", (out1, lse1, out2, lse2))
     for name, out in (("out1", out1), ("out2", out2)):
         arguments.check_array(name, out, "[B, T, N, H]")
     if out1.dtype != out2.dtype:

@@ -53,10 +53,9 @@ def _check_bias(bias: Any, arrays: Arrays) -> None:
 def _users_of_pages(arrays: Arrays) -> int:
     """Counts the users; raises ValueError unless the page table fits the pages."""
     table: Any = arrays.page_table
-    if getattr(table, "dtype", None) != "int32" or table.ndim != 2:
-        raise ValueError(
-            f"page_table must be an int32 array [U, most], but is {arguments.describe(table)}"
-        )
+    arguments.check_int32("page_table", table)
+    if table.ndim != 2:
+        raise ValueError(f"page_table must have shape [U, most], but has shape {table.shape}")
     if arrays.lengths is None:
         raise ValueError("page_table needs key_value_seq_lengths, but they are None")
     if table.size and not arrays.key.shape[0]:

@@ -74,6 +74,7 @@ def dot_product_attention(
     Source: `jax.nn.dot_product_attention`.
     """
     arrays = Arrays(query, key, value, cand_to_user, key_value_seq_lengths)
+    arguments.check_runnable("dot_product_attention", (arrays, bias, mask, query_seq_lengths))
     attention_arguments.check(arrays)
     if query_seq_lengths is not None:
         arguments.check_index("query_seq_lengths", query_seq_lengths, "query", "B", query.shape[0])

@@ -132,7 +132,14 @@ def gdpa(
     Source: Meta, generalised dot-product attention (GDPA), with kernels for ads models.
     """
     arrays = Arrays(query, key, value, cu_seqlens_q, cu_seqlens_kv, q_to_kv)
-    request = arguments.request("gdpa", implementation, config, arrays, GdpaConfig, ShortGdpaConfig)
+    request = arguments.request(
+        "gdpa",
+        implementation,
+        config,
+        (arrays, mask, output_scale),
+        GdpaConfig,
+        ShortGdpaConfig,
+    )
     settings = gdpa_arguments.settings(
         *(arrays, activation, approx, scale, output_scale, broadcast_q),
         *(max_seqlen_q, max_seqlen_kv, logit_cap),

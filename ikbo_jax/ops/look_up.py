@@ -62,8 +62,10 @@ def look_up(
     arrays = RowArrays(user, cand_to_user)
     request = arguments.request("look_up", implementation, None, arrays)
     _check_rows("user", user, "U")
-    batch = (*getattr(cand_to_user, "shape", ()), 0)[0]
-    arguments.check_index("cand_to_user", cand_to_user, "the result", "B", batch)
+    arguments.check_int32("cand_to_user", cand_to_user)
+    if cand_to_user.ndim != 1:
+        raise ValueError(f"cand_to_user must have shape [B], but has shape {cand_to_user.shape}")
+    batch = cand_to_user.shape[0]
     if batch and not user.shape[0]:
         raise ValueError(f"user has no rows, shape {user.shape}, but cand_to_user has B={batch}")
     is_sorted = arguments.flag("indices_are_sorted", indices_are_sorted)
@@ -124,15 +126,16 @@ def _check_rows(name: str, array: Any, axis: str) -> None:
 
 
 def _number_of_users(value: Any) -> Any:
-    """Returns `value`; raises ValueError unless it is an integer of at least 0, or symbolic."""
+    """Returns `value`; raises ValueError unless it is an int32 of at least 0, or symbolic."""
     if dispatch.is_symbolic(value):
         return value
     try:
         number = -1 if isinstance(value, bool) else operator.index(value)
     except TypeError:
         number = -1
-    if number < 0:
-        raise ValueError(f"num_users must be an integer of at least 0, but is {value!r:.80}")
+    if not 0 <= number < 2**31:
+        at_least = "an integer of at least 0" if number < 0 else "below 2**31"
+        raise ValueError(f"num_users must be {at_least}, but is {value!r:.80}")
     return number
 
 

@@ -74,9 +74,10 @@ def norm_linear(
 
     Source: the projection of HSTU (Zhai et al., 2024) and of pre-norm transformers.
     """
-    weights = tuple(weights)
-    biases = (None,) * len(weights) if biases is None else tuple(biases)
-    activations = ("identity",) * len(weights) if activations is None else tuple(activations)
+    weights = _of_groups("weights", weights)
+    biases = (None,) * len(weights) if biases is None else _of_groups("biases", biases)
+    known = ("identity",) * len(weights)
+    activations = known if activations is None else _of_groups("activations", activations)
     arrays = NormLinear(x, norm_scale, norm_bias, weights, biases)
     request = arguments.request("norm_linear", implementation, None, arrays)
     _check(arrays, activations)
@@ -87,6 +88,15 @@ def norm_linear(
         nothing = tuple(zeros(shape, x.dtype, arrays) for shape in shapes)
         return (dispatch.record_nothing(nothing[0], plan), *nothing[1:])
     return _OP.jitted(call, plan, reverse_only.operands("norm_linear", arrays)).out
+
+
+def _of_groups(name: str, values: Any) -> tuple[Any, ...]:
+    """Returns the values as a tuple; raises ValueError for one array or name in their place."""
+    if isinstance(values, str) or not isinstance(values, Sequence):
+        raise ValueError(
+            f"{name} must be a sequence with an entry a group, but is {arguments.describe(values)}"
+        )
+    return tuple(values)
 
 
 def check_norm(kind: Any, eps: Any) -> Norm:

@@ -144,6 +144,10 @@ class HistoryScorer(BatchScorer):
         version: Hashable = 0,
     ) -> None:
         buckets = buckets or Buckets()
+        if not callable(events_of):
+            raise ValueError(f"events_of is {events_of!r:.80}, expected a function")
+        if not jax.tree.leaves(event):
+            raise ValueError(f"event is {event!r:.80}, expected at least 1 array")
         if not appends or list(appends) != sorted(set(appends)) or min(map(min, appends)) < 1:
             raise ValueError(f"appends is {appends}, expected ascending pairs of at least 1")
         self._pool = PagePool(row, user_bytes, page=page, most=most)

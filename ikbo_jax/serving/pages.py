@@ -71,10 +71,13 @@ class PagePool:
     """
 
     def __init__(self, rows: Tree, max_bytes: int, *, page: int = 128, most: int = 32) -> None:
-        for name, size in (("page", page), ("most", most)):
-            if size < 1:
-                raise ValueError(f"{name} is {size}, expected at least 1")
+        for name, size in (("max_bytes", max_bytes), ("page", page), ("most", most)):
+            is_integer = isinstance(size, (int, np.integer)) and not isinstance(size, bool)
+            if not is_integer or size < 1:
+                raise ValueError(f"{name} is {size!r}, expected an integer of at least 1")
         self._rows = jax.tree.leaves(rows)
+        if not self._rows:
+            raise ValueError(f"rows are {rows!r:.80}, expected at least 1 array")
         page_bytes = page * sum(leaf.size * leaf.dtype.itemsize for leaf in self._rows)
         self.page, self.most, self.pages = page, most, max_bytes // page_bytes
         if self.pages < most:

@@ -178,7 +178,7 @@ def test_explain_says_why_xla_gathers_the_pages():
     [
         ({"key_value_seq_lengths": None}, "page_table needs key_value_seq_lengths"),
         ({"page_table": jnp.zeros((USERS, 2))}, "page_table must be an int32 array"),
-        ({"page_table": jnp.zeros(USERS, jnp.int32)}, "page_table must be an int32 array"),
+        ({"page_table": jnp.zeros(USERS, jnp.int32)}, r"page_table must have shape \[U, most"),
         ({"key": jnp.zeros((3, PAGE, 2, 8))}, "key has pages=3 but value has pages=20"),
         ({"key": jnp.zeros((PAGES, 8, 2, 8))}, "key has page=8 but value has page=4"),
         ({"key": jnp.zeros((PAGES, 2, 8))}, r"key must have shape \[pages, page, K, H\]"),

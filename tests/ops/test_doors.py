@@ -80,6 +80,35 @@ def test_linen_attention_takes_users_at_their_own_batch() -> None:
     np.testing.assert_allclose(found, expected, atol=1e-5)
 
 
+@pytest.mark.parametrize("library", ["nnx", "linen"])
+def test_decoding_masks_the_cache_as_flax_does(library: str) -> None:
+    """Flax's masks are of float32."""
+    x = X_USER[:, :3, :8]
+
+    def steps(attend: Any) -> Any:
+        if library == "nnx":
+            layer = nnx.MultiHeadAttention(2, 8, 16, rngs=nnx.Rngs(0), **attend)
+            layer.init_cache(x.shape)
+            return [layer(x[:, t : t + 1], decode=True) for t in range(3)]
+        layer = linen.MultiHeadDotProductAttention(2, qkv_features=16, decode=True, **attend)
+        state = linen.MultiHeadDotProductAttention(2, qkv_features=16, decode=True).init(
+            jax.random.key(0), x, x
+        )
+        found = []
+        for t in range(3):
+            row = x[:, t : t + 1]
+            out, changed = layer.apply(state, row, row, mutable=["cache"])
+            found.append(out)
+            state |= changed
+        return found
+
+    with jax.numpy_rank_promotion("allow"):
+        expected = steps({})
+        found = steps({"attention_fn": attention_fn(np.arange(2, dtype=np.int32))})
+    for out, wanted in zip(found, expected, strict=True):
+        np.testing.assert_allclose(out, wanted, atol=1e-5)
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [

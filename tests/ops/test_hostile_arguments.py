@@ -12,7 +12,7 @@ from refusals import ones
 
 import ikbo_jax as ikbo
 from ikbo_jax.debug import check_index, check_lengths, check_offsets
-from ikbo_jax.ops import arguments
+from ikbo_jax.layers import HstuCache, functional, hstu_layer
 
 INDEX = np.zeros(7, np.int32)
 OFFSETS = np.array([0, 3, 5], np.int32)
@@ -54,11 +54,94 @@ OPS: dict[str, tuple[Any, dict[str, Any]]] = {
     ),
 }
 OPS["dot_product_attention"] = (ikbo.dot_product_attention, OPS["attention"][1])
+OPS["merge_attention"] = (
+    ikbo.merge_attention,
+    {f"out{i}": ones(7, 2, 4, 8) for i in (1, 2)}
+    | {f"lse{i}": ones(7, 2, 4, dtype=np.float32) for i in (1, 2)},
+)
+OPS["multilevel_linear_compression"] = (
+    lambda **a: ikbo.multilevel_linear_compression(
+        [
+            ikbo.Term(a["terms[0].weight"], a["terms[0].embedding"]),
+            ikbo.Term(ones(4, 5), ones(7, 5, 8), a["terms[1].parent"]),
+        ]
+    ),
+    {"terms[0].weight": ones(4, 5), "terms[0].embedding": ones(3, 5, 8), "terms[1].parent": INDEX},
+)
+OPS["norm_linear"] = (
+    lambda **a: ikbo.norm_linear(a["x"], [a["weights[0]"]]),
+    {"x": ones(5, 8), "weights[0]": ones(8, 16)},
+)
+OPS["gated_linear"] = (
+    ikbo.gated_linear,
+    {"u": ones(5, 2, 4), "a": ones(5, 2, 4), "weight": ones(8, 16)},
+)
 ARGUMENTS = [(op, name) for op, (_, arrays) in OPS.items() for name in arrays]
+LENGTHS = np.ones(3, np.int32)
+HSTU = {"uvqk_weight": ones(8, 32), "output_weight": ones(24, 8)}
+CACHE = HstuCache(ones(5, 2, 4), ones(5, 2, 4), OFFSETS)
+
+
+#: The same with arguments that may be None, and the layers, whose own errors name an argument.
+ALL = OPS | {
+    "attention_pages": (
+        ikbo.attention,
+        OPS["attention"][1]
+        | {"key_value_seq_lengths": LENGTHS, "page_table": np.zeros((3, 2), np.int32)},
+    ),
+    "attention_self": (
+        ikbo.attention,
+        OPS["attention"][1]
+        | {"key_value_ranges": np.zeros((7, 2), np.int32)}
+        | {"self_key": ones(7, 2, 2, 8), "self_value": ones(7, 2, 2, 8)},
+    ),
+    "attention_biased": (
+        ikbo.attention,
+        OPS["attention"][1] | {"bias": ones(3, 1, 1, 5, dtype=np.float32)},
+    ),
+    "dot_product_attention_masked": (
+        ikbo.dot_product_attention,
+        OPS["attention"][1]
+        | {"bias": ones(3, 1, 1, 5, dtype=np.float32), "mask": ones(3, 1, 1, 5, dtype=bool)}
+        | {"query_seq_lengths": INDEX, "key_value_seq_lengths": LENGTHS},
+    ),
+    "gdpa_of_users": (
+        ikbo.gdpa,
+        OPS["gdpa"][1]
+        | {"q_to_kv": np.zeros(2, np.int32), "output_scale": ones(2, dtype=np.float32)},
+    ),
+    "gdpa_masked": (
+        lambda num_targets, **arrays: ikbo.gdpa(**arrays, mask=ikbo.masks.hstu(num_targets)),
+        OPS["gdpa"][1] | {"num_targets": np.ones(2, np.int32)},
+    ),
+    "gated_residual": (ikbo.gated_linear, OPS["gated_linear"][1] | {"residual": ones(5, 16)}),
+    "hstu_layer": (
+        lambda x, cu_seqlens, **params: hstu_layer(
+            params, x, cu_seqlens, num_heads=2, max_seqlen=3
+        ),
+        {"x": ones(5, 8), "cu_seqlens": OFFSETS} | HSTU,
+    ),
+    "hstu_cache": (
+        lambda **a: hstu_layer(
+            HSTU, ones(5, 8), OFFSETS, num_heads=2, max_seqlen=3, cache=HstuCache(*a.values())
+        ),
+        {f"cache.{name}": x for name, x in CACHE._asdict().items()},
+    ),
+    "compress": (
+        lambda e_user, e_cand, cand_to_user, **params: functional.compress(
+            params, e_user, e_cand, cand_to_user
+        ),
+        OPS["linear_compression"][1],
+    ),
+    "look_up_layer": (
+        lambda table, index: functional.look_up({"table": table}, index),
+        {"table": ones(3, 8), "index": INDEX},
+    ),
+}
 
 
 def refused(op: str, changes: dict[str, Any], error: type[Exception] = ValueError) -> str:
-    fn, arrays = OPS[op]
+    fn, arrays = ALL[op]
     with pytest.raises(error) as raised:
         fn(**arrays | changes)
     return str(raised.value)
@@ -71,9 +154,9 @@ def test_none_names_the_argument(op: str, name: str) -> None:
     assert "None" in text
 
 
-@pytest.mark.parametrize("op", OPS)
+@pytest.mark.parametrize("op", ALL)
 def test_shapes_without_values_are_sent_to_explain(op: str) -> None:
-    for name, x in OPS[op][1].items():
+    for name, x in ALL[op][1].items():
         text = refused(op, {name: jax.ShapeDtypeStruct(x.shape, x.dtype)})
         kind = f"{x.dtype}{list(x.shape)}"
         assert text.endswith(
@@ -82,35 +165,26 @@ def test_shapes_without_values_are_sent_to_explain(op: str) -> None:
         )
 
 
-@pytest.mark.parametrize("op", OPS)
+@pytest.mark.parametrize("op", ALL)
 def test_numpy_s_default_index_names_the_remedy(op: str) -> None:
-    for name, x in OPS[op][1].items():
+    for name, x in ALL[op][1].items():
         if x.dtype == np.int32:
             text = refused(op, {name: np.asarray(x, np.int64)})
-            assert text == (
-                f"{name} must be an int32 array, but is int64[{x.size}]; convert it by "
-                ".astype(np.int32)"
-            )
+            assert text.startswith(f"{name} must be an int32 array")
+            assert text.endswith(f" int64{list(x.shape)}; convert it by .astype(np.int32)")
 
 
-def test_masks_and_offsets_of_layers_name_the_remedy() -> None:
-    with pytest.raises(ValueError, match=r"not int64\[2\]; convert it by \.astype\(np\.int32\)"):
-        ikbo.masks.hstu(np.array([1, 2]))
-    with pytest.raises(ValueError, match=r"but is int64\[2\]; convert it by \.astype"):
-        arguments.check_offsets("cu_seqlens", "batch", np.array([0, 2]))
-
-
-@pytest.mark.parametrize("op", OPS)
+@pytest.mark.parametrize("op", ALL)
 def test_arrays_on_other_devices_are_named(op: str) -> None:
     if len(jax.devices()) < 2:
         pytest.skip("needs two devices")
     first, second = jax.devices()[:2]
-    arrays = {name: jax.device_put(x, first) for name, x in OPS[op][1].items()}
-    name = next(iter(arrays))
-    text = refused(op, arrays | {name: jax.device_put(arrays[name], second)})
-    assert f" is on {second}" in text
-    assert f" is on {first}" in text
-    assert text.endswith("; jax.device_put moves arrays")
+    arrays = {name: jax.device_put(x, first) for name, x in ALL[op][1].items()}
+    for name in arrays:
+        text = refused(op, arrays | {name: jax.device_put(arrays[name], second)})
+        assert f" is on {second}" in text
+        assert f" is on {first}" in text
+        assert text.endswith("; jax.device_put moves arrays")
 
 
 @pytest.mark.parametrize("wrong", [None, jnp.ones(3), "f"])
@@ -120,6 +194,11 @@ def test_results_in_place_of_functions(wrong: Any) -> None:
             caller(wrong)
     with pytest.raises(TypeError, match="fn must be a function"):
         ikbo.rewrite(wrong)
+
+
+def test_there_is_no_time_of_shapes() -> None:
+    with pytest.raises(ValueError, match="benchmark takes arrays, but one is a ShapeDtypeStruct"):
+        ikbo.benchmark(jnp.sin, jax.ShapeDtypeStruct((2,), np.float32))
 
 
 TERM = ikbo.Term(ones(4, 5), ones(3, 5, 8))

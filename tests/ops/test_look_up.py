@@ -200,7 +200,7 @@ def test_wrong_arguments() -> None:
     user, values, index = draw()
     for call, message in (
         (lambda: ikbo.look_up(user, index.astype(jnp.float32)), "int32"),
-        (lambda: ikbo.look_up(user, index[None]), "shape"),
+        (lambda: ikbo.look_up(user, index[None]), r"must have shape \[B\], but has shape \(1, 11"),
         (lambda: ikbo.look_up(jnp.float32(1), index), r"\[U, \.\.\.\]"),
         (lambda: ikbo.look_up(user.astype(jnp.int32), index), "bfloat16"),
         (lambda: ikbo.look_up(user[:0], index), "user has no rows"),
@@ -209,6 +209,10 @@ def test_wrong_arguments() -> None:
         (lambda: ikbo.segment_sum(values, index[:3], USERS), "B=11"),
         (lambda: ikbo.segment_sum(values, index, 2.5), "num_users"),
         (lambda: ikbo.segment_sum(values, index, 0), "num_users is 0"),
+        (
+            lambda: ikbo.segment_sum(values, index, 2**31),
+            r"num_users must be below 2\*\*31, but is",
+        ),
     ):
         with pytest.raises(ValueError, match=message):
             call()

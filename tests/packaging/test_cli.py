@@ -366,7 +366,8 @@ def test_info_names_device_versions_kernels_and_cache(monkeypatch, tmp_path, cap
     assert cli.__version__ in out
     assert jax.devices()[0].platform in out
     assert str(tmp_path) in out
-    for op in ("linear_compression", "attention", "gdpa"):
+    for op in ("look_up", "segment_sum", "linear_compression", "attention", "gdpa", "norm_linear",
+               "gated_linear"):  # fmt: skip
         assert f"{op}, mosaic_gpu" in out
         assert f"{op}, xla" in out
     reason = dispatch.hopper_unavailable_reason()

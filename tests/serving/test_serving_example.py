@@ -7,6 +7,8 @@ import gc
 import json
 import pathlib
 import re
+import socket
+import subprocess
 import time
 from typing import Any
 
@@ -16,7 +18,7 @@ import numpy as np
 import pytest
 
 import ikbo_jax
-from examples.serving import alone, load, models, offline, plans, plot, records, stream, wire
+from examples.serving import alone, load, local, models, offline, plans, plot, records, stream, wire
 from examples.serving.settings import Settings
 from ikbo_jax import serving
 from ikbo_jax.serving.programs import specs_of, with_rows
@@ -52,7 +54,7 @@ def test_figures_count_all_tries():
     since = load.since({"a": zero}, {"a": zero | counts, "b": zero | counts})
     found = load.summary(PLAN, told, since)
     assert found["statuses"] == {"200": 2, "503": 1, "0": 1}
-    assert found["retried"] == 3
+    assert (found["retried"], found["answers_of_replicas"]) == (3, [1, 1])
     assert found["throughput"] == 2 / 10
     assert found["p50_ms"] == pytest.approx(200)
     assert (found["requests_per_call"], found["hit_rate"]) == (1.5, 0.25)
@@ -331,3 +333,41 @@ def test_the_figures_are_judged_by_their_bars(tmp_path, monkeypatch):
     assert set(found["hits"]["hit_rate"]["0%"]) == {0}
     assert min(found["hits"]["hit_rate"]["80%"]) > 0.3
     assert all(point["kept"] for point in found["stream"]["points"])
+
+
+def test_haproxy_starts_with_the_settings_of_the_example(tmp_path):
+    """The lines that the script changes, as Ray writes them."""
+    written = """\
+frontend prometheus
+    bind *:9101
+    http-request return status 200 string "success" if healthcheck backend_http-a_server_up
+defaults
+    errorfile 502 /a/500.http
+    errorfile 503 /a/500.http
+backend default_backend
+    http-request return status 404 content-type text/plain string "Not Found"
+    server SERVE_REPLICA_a 127.0.0.1:30000 check observe layer4
+    server SERVE_PROXY_ACTOR-fallback-b 127.0.0.1:35709 check backup
+"""
+    (tmp_path / "cfg").write_text(written)
+    script = local.HAPROXY.format(binary="/bin/true", most=64, refusal="/b/503.http")
+    subprocess.run(["sh", "-c", script, "sh", "-db", "-f", str(tmp_path / "cfg")], check=True)
+    assert (tmp_path / "cfg").read_text().splitlines() == [
+        *("frontend prometheus", "    bind 127.0.0.1:9101"),
+        '    http-request return status 200 string "success" if healthcheck '
+        "backend_http-a_server_up { be_conn_free(http-a) ge 0 }",
+        *("defaults", "timeout http-request 5s", "timeout queue 20ms"),
+        *("errorfile 503 /b/503.http", "backend default_backend"),
+        "    http-request return status 503 hdr Retry-After 1",
+        "    server SERVE_REPLICA_a 127.0.0.1:30000 maxconn 64 check observe layer4",
+        "    server SERVE_PROXY_ACTOR-fallback-b 127.0.0.1:35709 check backup",
+    ]
+
+
+def test_an_address_at_which_nobody_can_listen_is_one_sentence():
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(OSError, match=f"cannot listen at 127.0.0.1:{port}: Address already in"):
+            local.check_port("127.0.0.1", port)
+    with pytest.raises(OSError, match=r"cannot listen at 127.0.0.1:99999: .* 0-65535"):
+        local.check_port("127.0.0.1", 99999)

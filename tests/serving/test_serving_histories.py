@@ -40,10 +40,9 @@ def make(log: Log | None = None, pages: int = 20, **options: Any) -> serving.His
     chosen = {"model": Growing(), "buckets": BUCKETS, "appends": APPENDS, "page": 4, "most": 5}
     chosen |= {"user_bytes": pages * PAGE_BYTES, **options}
     model, row = chosen.pop("model"), chosen.pop("row", SOURCE.row)
-    specs = SOURCE.event, row, SOURCE.candidate
-    return serving.HistoryScorer(
-        model, SOURCE.weights("1"), *specs, events_of=log or Log(), **chosen
-    )
+    specs = chosen.pop("event", SOURCE.event), row, SOURCE.candidate
+    chosen.setdefault("events_of", log or Log())
+    return serving.HistoryScorer(model, SOURCE.weights("1"), *specs, **chosen)
 
 
 def request(user: Any, version: Any, items: Any = (3, 9)) -> serving.Request:
@@ -170,6 +169,8 @@ class Shorter(Growing):
     [
         ({"pages": 14}, "the pool has 14 pages but the histories of a call's 3 users may take 15"),
         ({"model": Shorter()}, r"append returns shape \(7, 4, 2, 8\)"),
+        ({"events_of": None}, "events_of is None, expected a function"),
+        ({"event": None}, "event is None, expected at least 1 array"),
         ({"appends": ()}, "appends is \\(\\), expected ascending"),
         ({"appends": ((8, 1), (4, 2))}, "expected ascending"),
     ],
@@ -205,17 +206,7 @@ def test_a_replica_of_the_example_keeps_histories_in_pages():
 def test_the_benchmark_compares_the_same_scores(tmp_path, capsys):
     options = ["--source", "histories-tiny", "--events", "6", "--buckets", "64", "--users", "2"]
     options += ["--fewest", "2", "--most", "9", "--known", "4", "--requests", "6", "--turns", "2"]
-    options += [
-        "--appends",
-        "8",
-        "2",
-        "64",
-        "1",
-        "--user-bytes",
-        str(1 << 22),
-        "--out",
-        str(tmp_path / "growth.json"),
-    ]
+    options += ["--user-bytes", str(1 << 22), "--out", str(tmp_path / "growth.json")]
     status = growth.main(options)
     (figure,) = json.loads((tmp_path / "growth.json").read_text())["figures"]
     assert status == (figure["ratio"] < growth.BAR)

@@ -89,8 +89,11 @@ def test_growth_that_does_not_fit_changes_nothing(keys, counts, error, message):
 
 
 def test_wrong_sizes_are_refused():
-    with pytest.raises(ValueError, match="page is 0, expected at least 1"):
-        pool(page=0)
+    for page in (0, "64", None, True):
+        with pytest.raises(ValueError, match=f"page is {page!r}, expected an integer of"):
+            pool(page=page)
+    with pytest.raises(ValueError, match="rows are None, expected at least 1 array"):
+        serving.PagePool(None, 10**6)
     message = f"{2 * PAGE_BYTES + 1} bytes but the 3 pages of one user take {3 * PAGE_BYTES}"
     with pytest.raises(ValueError, match=message):
         pool(2)

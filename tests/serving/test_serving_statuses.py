@@ -125,6 +125,7 @@ REFUSED: dict[str, tuple[Any, int, str]] = {
     "no JSON": (as_json("{"), 400, "the body is not application/json"),
     "no MessagePack": ((b"\xc1", {"Content-Type": wire.BINARY}), 400, "the body is not"),
     "nothing": (as_json(""), 400, "the body is not application/json"),
+    "a deep nest": ((b"\x91" * 2000, {"Content-Type": wire.BINARY}), 400, "is not .*: StackError"),
     "no UTF-8": (as_json(b'{"user": "\xff"}'), 400, "the body is not application/json"),
     "NaN": (as_json('{"user": 1, "candidates": [], "timeout_ms": NaN}'), 400, "NaN is no number"),
     "infinity": (as_json('{"user": 1, "candidates": [], "timeout_ms": Infinity}'), 400, "no num"),
@@ -271,9 +272,9 @@ def test_goodput_does_not_fall_above_the_capacity(ranking, monkeypatch, overload
     counts = {name: ranking.counts[name] - count for name, count in before.items()}
     refused = [latency for status, latency in found if status == 503]
     good = sum(status == 200 and latency <= deadline for status, latency in found)
-    # A queue of everything answers a fifth. `overload` of the example measures 0.9; here, other
-    # processes make the event loop late.
-    assert good >= 0.75 * seconds * capacity
+    # A queue of everything answers a fifth. With other processes on both cores (load averages of 11
+    # to 14), eight runs all had 1.10: the queue is still answered when the last request has come.
+    assert good >= 0.9 * seconds * capacity
     assert len(found) == len(refused) + counts["answered"] + counts["late"]
     assert counts["wasted"] <= 0.05 * counts["scored"]
     assert np.median(refused) < 0.05
