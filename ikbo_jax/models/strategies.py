@@ -228,10 +228,12 @@ def _keys_and_values(layer: Any, history: jax.Array) -> tuple[Any, Any]:
     return arrays[:2], arrays[2:]
 
 
-def _attended(params: Parameters, query: Any, keys_and_values: Any, index: Any) -> jax.Array:
+def _attended(
+    params: Parameters, query: jax.Array, keys_and_values: Any, index: jax.Array
+) -> jax.Array:
+    key, value = keys_and_values
     # A request's index is sorted. Otherwise XLA would copy queries and cotangents for the gradient.
-    out = attention(query, *keys_and_values, index, indices_are_sorted=True)
-    assert isinstance(out, jax.Array)
+    out = attention(query, key, value, index, indices_are_sorted=True)
     return functional.merge_heads(out, params["w_out"])
 
 
