@@ -17,7 +17,7 @@ import ikbo_jax
 from benchmarks.production_draws import AttentionShape, CompressionShape, GdpaShape, Shape, normal
 from benchmarks.records import OUR_NAME
 from ikbo_jax.cases.attention import materialised_cudnn
-from ikbo_jax.models.strategies import fold_by_user, move
+from ikbo_jax.models.by_hand import fold_by_user, move
 
 #: Largest number of bytes of the copies for all candidates; larger ones are left out.
 MAX_COPIES = 8 * 2**30

@@ -33,8 +33,7 @@ from ikbo_jax.cases import ranking as cases
 from ikbo_jax.cases.gdpa import offsets_of, uniform_lengths
 from ikbo_jax.layers import functional, parameters
 from ikbo_jax.models import ranking
-from ikbo_jax.models.ranking import rms_norm
-from ikbo_jax.models.strategies import einsum_f32
+from ikbo_jax.models.strategies import einsum_f32, rms_norm
 from ikbo_jax.reference.activations import elementwise
 
 ACTIVATION, APPROX = "gelu_tanh", "tanh"

@@ -32,8 +32,8 @@ import numpy as np
 from jax.sharding import PartitionSpec
 
 from ikbo_jax.layers import functional, parameters
-from ikbo_jax.models import strategies
-from ikbo_jax.models.strategies import Strategy
+from ikbo_jax.models import by_hand, strategies
+from ikbo_jax.models.strategies import Strategy, rms_norm
 from ikbo_jax.ops.padded_weight import pad_weight
 from ikbo_jax.ops.sharded import vary_over_same_axes
 
@@ -254,7 +254,7 @@ def co_designed(params: dict[str, Any], request: Request) -> jax.Array:
 def prepare(params: dict[str, Any]) -> dict[str, Any]:
     """Computes once, for serving by `co_designed`, what depends on parameters alone.
 
-    That saves 8 of 150 kernels, 2 to 3 us each. The gradient is for parameters of `init`.
+    That saves 10 of 115 kernels, 2 to 3 us each. The gradient is for parameters of `init`.
     """
 
     def layer(params: dict[str, Any]) -> dict[str, Any]:
@@ -263,11 +263,13 @@ def prepare(params: dict[str, Any]) -> dict[str, Any]:
         compression = {name: pad_weight(w) for name, w in params["compression"].items()}
         return params | {"pma": pma, "compression": compression}
 
+    first = _with_queries(params)
     head, last = params["head"], params["layers"][-1]
     of_user = last["pma"]["w_out"].shape[-1] + params["w_dense"].shape[0]
     split = head["w_hidden"][:of_user], head["w_hidden"][of_user:]
-    layers = [layer(x) for x in params["layers"]]
-    return params | {"layers": layers, "head": head | {"w_hidden": split}}
+    layers = [layer(x) for x in (first, *params["layers"][1:])]
+    rest = {name: x for name, x in params.items() if name != "w_queries"}
+    return rest | {"layers": layers, "head": head | {"w_hidden": split}}
 
 
 def hand_optimised(params: dict[str, Any], request: Request, *, most: int) -> jax.Array:
@@ -278,14 +280,15 @@ def hand_optimised(params: dict[str, Any], request: Request, *, most: int) -> ja
     `most` have NaN.
     """
     index = request.cand_to_user
-    fold = strategies.fold_by_user(index, request.history.shape[0], most)
-    return _network(params, request, strategies.hand_optimised(fold))
+    fold = by_hand.fold_by_user(index, request.history.shape[0], most)
+    return _network(params, request, by_hand.hand_optimised(fold))
 
 
 def _network(params: dict[str, Any], request: Request, strategy: Strategy) -> jax.Array:
     # The named scopes let a profile tell the parts of the network from one another.
     index, width = request.cand_to_user, request.history.shape[-1]
     users = request.history.shape[0]
+    first, *rest = params["layers"]
     with jax.named_scope("embedding"):
         # With one user the product is a matrix-vector product, which XLA would fuse into every
         # layer's concatenation and repeat there, 0.12 ms each. The barrier prevents that.
@@ -294,25 +297,32 @@ def _network(params: dict[str, Any], request: Request, strategy: Strategy) -> ja
         # Without the barrier, every layer would have a kernel for the users' numbers.
         (numbers,) = strategy.barrier((jnp.arange(users, dtype=jnp.int32),))
         history, cand_tokens = request.history, strategy.prepare(request.cand_tokens)
-        queries = _query_rows(params["w_queries"], request.cand_tokens)
+        if strategy.joins_queries:
+            first = _with_queries(params)
+        else:
+            queries = _query_rows(params["w_queries"], request.cand_tokens)
     interactions = []
-    for layer in params["layers"]:
+    for layer in (first, *rest):
         with jax.named_scope("self_attention"):
-            history = history + _self_attention(layer["self_attention"], rms_norm(history))
+            history = history + strategy.attend_to_itself(layer["self_attention"], history)
         with jax.named_scope("pooling"):
-            normed = rms_norm(history)
-            pooled = rms_norm(strategy.pool(layer["pma"], normed, numbers))
-        with jax.named_scope("attention"):
-            attended = strategy.attend(layer["attention"], rms_norm(queries), normed, index)
-            queries = queries + attended
-        with jax.named_scope("feed_forward"):
-            fed = strategy.feed_forward(layer["pffn"], rms_norm(queries), pooled, index)
-            queries = queries + fed
+            of_pooling, of_attention = strategy.remember(layer, history)
+            pooled = rms_norm(strategy.pool(layer["pma"], of_pooling, numbers))
         with jax.named_scope("compression"):
             rows = jnp.concatenate([request.user_tokens, dense, pooled], axis=1)
             compressed = strategy.compress(layer["compression"], rows, cand_tokens, index)
+            num_queries = compressed.shape[1] - _compressed_rows(layer)
+            if num_queries:
+                queries = compressed[:, :num_queries]
+        with jax.named_scope("attention"):
+            attended = strategy.attend(layer["attention"], queries, of_attention, index)
+            # Without the barrier, XLA would add twice: for the normalisation and for the last sum.
+            (queries,) = strategy.barrier((queries + attended,))
+        with jax.named_scope("feed_forward"):
+            fed = strategy.feed_forward(layer["pffn"], queries, pooled, index)
+            queries = queries + fed
         with jax.named_scope("interaction"):
-            interaction = _interaction(layer["interaction"], compressed)
+            interaction = _interaction(layer["interaction"], compressed, num_queries)
             queries = queries + interaction[:, None]
         # None before the compression: queries and interaction would be added in a kernel of their
         # own, 50 MB of 2.3 GB that the kernels of 256 candidates read and write.
@@ -325,6 +335,32 @@ def _network(params: dict[str, Any], request: Request, strategy: Strategy) -> ja
         hidden = strategy.join(head["w_hidden"], user, cand, index) + head["b_hidden"][None]
         logits = jax.nn.gelu(hidden) @ head["w_logits"] + head["b_logits"][None]
     return logits.astype(jnp.float32)
+
+
+def _compressed_rows(layer: dict[str, Any]) -> int:
+    """Returns M of a layer, without queries that its compression makes, too."""
+    interaction = layer["interaction"]
+    rows: int = interaction["w_out"].shape[0] // interaction["w_factors"].shape[1] - 1
+    return rows
+
+
+def _with_queries(params: dict[str, Any]) -> dict[str, Any]:
+    """Returns the first layer, whose compression makes the queries, too, as its first rows.
+
+    Both are products of the candidates' tokens, which one kernel then reads once. Queries have no
+    part of the user, so the users' weights are 0.
+    """
+    first = params["layers"][0]
+    queries = params.get("w_queries")  # missing after `prepare`
+    if queries is None:
+        return first
+    of_user = first["compression"]["w_user"]
+    nothing = jnp.zeros_like(of_user, shape=(queries.shape[0], of_user.shape[1]))
+    compression = {
+        "w_user": jnp.concatenate([nothing, of_user]),
+        "w_cand": jnp.concatenate([queries, first["compression"]["w_cand"]]),
+    }
+    return first | {"compression": compression}
 
 
 def _for_every_candidate(weight: jax.Array, x: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -351,25 +387,16 @@ def _query_rows(weight: jax.Array, tokens: jax.Array) -> jax.Array:
     return weights @ tokens
 
 
-def rms_norm(x: jax.Array) -> jax.Array:
-    """Divides rows of the last axis by their root mean square, in f32; rounds to `x`'s dtype."""
-    wide = x.astype(jnp.float32)
-    mean = jnp.mean(wide * wide, axis=-1, keepdims=True)
-    return (wide * jax.lax.rsqrt(mean + 1e-6)).astype(x.dtype)
+def _interaction(params: dict[str, jax.Array], rows: jax.Array, first: int) -> jax.Array:
+    """Projects every row's factors, and their products summed over pairs of rows: [B, N].
 
-
-def _self_attention(params: dict[str, jax.Array], x: jax.Array) -> jax.Array:
-    out = strategies.softmax_attention(*functional.projected(params, x, x), tuned=True)
-    return functional.merge_heads(out, params["w_out"])
-
-
-def _interaction(params: dict[str, jax.Array], rows: jax.Array) -> jax.Array:
-    """Projects every row's factors, and their products summed over pairs of rows: [B, N]."""
+    Skips rows before the `first`, by their factors: a slice of the rows would be copied.
+    """
     weights, rows = _for_every_candidate(params["w_factors"], rows)
-    factors = rows @ weights
+    factors = (rows @ weights)[:, first:]
     wide = factors.astype(jnp.float32)
     # The sum over pairs of rows is ((Σ f)² - Σ f²) / 2; the division by M keeps it near one.
     pairs = jnp.sum(wide, axis=1) ** 2 - jnp.sum(wide * wide, axis=1)
-    pairs = (pairs * jnp.float32(0.5 / rows.shape[1])).astype(rows.dtype)
+    pairs = (pairs * jnp.float32(0.5 / factors.shape[1])).astype(rows.dtype)
     found = jnp.concatenate([factors.reshape(rows.shape[0], -1), pairs], axis=1)
     return rms_norm(found @ params["w_out"])
