@@ -79,7 +79,7 @@ def product(x: Array, w: Array) -> Array:
 def attend(q: Array, k: Array, v: Array, mask: Any = True, cap: float = 0.0) -> Array:
     logits = jnp.einsum("btnh,bsnh->bnts", q, k) * q.shape[-1] ** -0.5
     logits = cap * jnp.tanh(logits / cap) if cap else logits
-    logits = jnp.where(mask, logits, -1e30)
+    logits = logits if mask is True else jnp.where(mask, logits, -1e30)
     return jnp.einsum("bnts,bsnh->btnh", nn.softmax(logits), v)
 
 

@@ -190,6 +190,8 @@ class Context:
         `x[index]` and `y[index]` both compute row numbers from the same index. Only if the results
         are one object do both lookups get one lineage.
         """
+        if eqn.primitive is lax.reshape_p and eqn.params["dimensions"] is not None:
+            return self._transposed_and_reshaped(eqn, operands)
         key = _cse_key(eqn, operands)
         if key is not None and (earlier := self.scope.results(key)) is not None:
             return earlier
@@ -205,6 +207,16 @@ class Context:
             self.scope.keep_results(key, operands, results)
         self.provenance.record(eqn, results, operands)
         return results
+
+    def _transposed_and_reshaped(self, eqn: core.JaxprEqn, operands: list[Any]) -> list[Any]:
+        """Runs a reshape with a permutation as two equations: rules and proofs expect none."""
+        permutation, aval = eqn.params["dimensions"], eqn.invars[0].aval
+        shape = [aval.shape[d] for d in permutation]  # type: ignore[attr-defined]
+        moved = core.Var(jax.core.ShapedArray(tuple(shape), operands[0].dtype))
+        params = {"permutation": permutation}
+        first = eqn.replace(primitive=lax.transpose_p, outvars=[moved], params=params)
+        then = eqn.replace(invars=[moved], params={**eqn.params, "dimensions": None})
+        return self.run_equation(then, self.run_equation(first, operands))
 
     def _apply_same(
         self, same: dict[int, Any], eqn: core.JaxprEqn, operands: list[Any]

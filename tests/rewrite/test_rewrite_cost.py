@@ -8,7 +8,7 @@ import pytest
 from jax import lax
 
 import ikbo_jax as ikbo
-from benchmarks.rewrite_zoo import Program
+from benchmarks.rewrite_zoo import MODELS, SIZES, Program
 from ikbo_jax.rewrite.attention import contraction
 from ikbo_jax.rewrite.report import cost
 
@@ -88,7 +88,7 @@ def test_most_fields_of_the_user_are_worth_a_product_of_their_own() -> None:
 
 def test_a_program_that_costs_more_does_not_run(monkeypatch) -> None:
     monkeypatch.setattr(contraction, "_joined", lambda ctx, eqn, whole: whole)
-    args = dcn_arguments(0, 64)
+    args = dcn_arguments(0, 480)
 
     def products_of_fields(tables, ids, user_ids, index, weights, biases):
         return fields_of(tables, ids, user_ids, index) @ weights[0]
@@ -129,19 +129,22 @@ def test_on_a_gpu_a_small_program_is_rewritten_for_derivatives_alone(monkeypatch
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("model", ["dcn", "din", "dlrm", "mmoe", "ple"])
-def test_the_estimate_has_the_sign_of_what_xla_counts(model) -> None:
-    program = Program(model, 0, "float32")
+@pytest.mark.parametrize("model", MODELS)
+def test_the_estimate_is_what_xla_counts(model) -> None:
+    program = Program(model, SIZES, "float32")
     args = program.shapes
     (report,) = ikbo.explain(ikbo.rewrite(program.scores), *args).notes
-    assert report.changed
+    if not report.changed:
+        assert model in ("xdeepfm", "fibinet")
+        return
     compiled = [
         jax.jit(fn).lower(*args).compile() for fn in (program.scores, ikbo.rewrite(program.scores))
     ]
     before, after = (x.cost_analysis()["bytes accessed"] for x in compiled)
-    # Differences of 2 % have no sign.
     shares = (before - after) / before, report.bytes_saved / report.costs.original.nbytes
-    assert min(shares) > -0.02, shares
+    assert shares[0] * shares[1] > 0
+    # XLA counts no more than the largest loops' bodies once, and ops by what replaces them here.
+    assert abs(shares[0] - shares[1]) < 0.2, shares
 
 
 # The model.

@@ -12,8 +12,17 @@ import layout_positions  # noqa: F401
 import layout_sequences  # noqa: F401
 import numpy as np
 import pytest
+from jax import lax
 from layout_table import LAYOUTS
-from rewrite_basics import assert_same_up_to_rounding, both, close, computed, gradients_by_all, loss
+from rewrite_basics import (
+    assert_same_up_to_rounding,
+    both,
+    check_values_and_gradients,
+    close,
+    computed,
+    gradients_by_all,
+    loss,
+)
 
 import ikbo_jax as ikbo
 from ikbo_jax.rewrite.report import cost
@@ -102,3 +111,33 @@ def _shapes(program):
         yield from (v.aval.shape for v in eqn.outvars if hasattr(v.aval, "shape"))
         for inner in jaxprs.inner_programs(eqn):
             yield from _shapes(inner)
+
+
+def _fields(x: jax.Array, y: jax.Array) -> jax.Array:
+    return jnp.concatenate([x[INDEX], y[:, None]], axis=1)
+
+
+INDEX = jnp.asarray([0, 2, 1, 1, 3, 0, 0, 2, 3, 1, 2, 2], jnp.int32)
+#: `jnp.reshape(order="F")` and the derivative of a product along an axis reshape like this.
+PERMUTED = {
+    "within_rows": lambda x, y: lax.reshape(x[INDEX], (12, 30), (0, 2, 1)),
+    "candidates_last": lambda x, y: lax.reshape(x[INDEX], (30, 12), (1, 2, 0)),
+    "merged": lambda x, y: lax.reshape(_fields(x, y).reshape(84, 5), (12, 35), (1, 0)),
+    "split": lambda x, y: lax.reshape(x[INDEX.reshape(3, 4)], (12, 30), (1, 0, 2, 3)),
+    "split_rows": lambda x, y: lax.reshape(x[INDEX.reshape(3, 4)], (3, 4, 30), (0, 1, 3, 2)),
+    "pairs": lambda x, y: lax.reshape(
+        jnp.einsum("bfd,bgd->bfg", _fields(x, y), _fields(x[:, :2], y)), (12, 21), (0, 2, 1)
+    ),
+    "product": lambda x, y: jnp.prod(1 + x[INDEX] / 9, axis=1) * y,
+}
+
+
+@pytest.mark.parametrize("name", PERMUTED)
+def test_reshapes_permute(name: str) -> None:
+    rng = np.random.default_rng(0)
+    x, y = (jnp.asarray(rng.standard_normal(s, np.float32)) for s in ((4, 6, 5), (12, 5)))
+
+    def fn(x: jax.Array, y: jax.Array) -> jax.Array:
+        return jnp.tanh(PERMUTED[name](jnp.sin(x), y))
+
+    check_values_and_gradients(fn, x, y)

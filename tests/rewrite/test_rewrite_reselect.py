@@ -196,7 +196,9 @@ def test_chosen_rows_are_a_lookup_again(name):
     assert not report.materialised, report.details
     # The user's half of the first product. XLA fuses the lookup with what reads it.
     assert report.flops_saved > 0.4 * report.costs.original.flops * (name != "slice of two axes")
-    assert report.bytes_saved > -0.1 * report.costs.original.nbytes
+    # Another axis is transposed before the product with weights.
+    saved = -0.07 if name == "another axis" else 0.12
+    assert report.bytes_saved > saved * report.costs.original.nbytes
 
 
 @pytest.mark.parametrize("name", KEPT)
@@ -274,5 +276,5 @@ def test_items_retrieved_by_candidates_are_looked_up_in_users_rows(name):
     check_values_and_gradients(fn, HISTORY, CAND, WEIGHT)
     report = report_of(fn, HISTORY, CAND, WEIGHT)
     assert report.changed
-    assert report.bytes_saved > -0.1 * report.costs.original.nbytes
+    assert report.bytes_saved > 0.3 * report.costs.original.nbytes
     assert not report.materialised, report.details

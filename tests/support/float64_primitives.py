@@ -242,7 +242,9 @@ PRIMITIVES: dict[str, Callable[..., Any]] = {
     "reduce_prod": _reduce(np.prod),
     "reduce_sum": _reduce(np.sum),
     "reduce_window_sum": _window_sum,
-    "reshape": lambda eqn, x: x.reshape(eqn.params["new_sizes"]),
+    "reshape": lambda eqn, x: np.transpose(
+        x, range(x.ndim) if eqn.params["dimensions"] is None else eqn.params["dimensions"]
+    ).reshape(eqn.params["new_sizes"]),
     "rev": lambda eqn, x: np.flip(x, tuple(eqn.params["dimensions"])),
     "round": lambda eqn, x: np.rint(x) if int(eqn.params["rounding_method"]) else _away(x),
     "rsqrt": lambda _, x: 1 / np.sqrt(x),

@@ -84,7 +84,7 @@ def _softmax(x: jax.Array) -> jax.Array:
     return jax.nn.softmax(x, axis=-1)
 
 
-@_model(0.6, 0.32)
+@_model(0.6, 0.33)
 def din(a: Arrays) -> Any:
     """The activation unit, without a softmax."""
     history, item, mask = _history(a)
@@ -120,7 +120,7 @@ def dien(a: Arrays) -> Any:
     return last
 
 
-@_model(0.5, 0.2)
+@_model(0.5, 0.24)
 def sim(a: Arrays) -> Any:
     """Attention to the items of the candidate's category, at most four."""
     history, item, mask = _history(a)
@@ -195,7 +195,7 @@ def comirec(a: Arrays) -> Any:
     return jnp.take_along_axis(interests, best[:, None, None], axis=1)[:, 0]
 
 
-@_model(0.4, 0.2)
+@_model(0.4, 0.13)
 def ple(a: Arrays) -> Any:
     """Experts of two tasks and shared experts, with gates of user and candidate."""
     x = jnp.concatenate([a["user"][INDEX], a["cand"]], axis=-1)
@@ -247,7 +247,7 @@ def rolled_negatives(a: Arrays) -> Any:
     return jax.nn.softplus(both[1] - both[0])
 
 
-@_model(0.6, 0.29)
+@_model(0.6, 0.4)
 def reranked(a: Arrays) -> Any:
     """The best half by a two-tower score, ranked by a network."""
     user = a["user"][INDEX]

@@ -1,7 +1,8 @@
 """A cost model of traced programs: a rewritten program runs only if it does not cost more.
 
 The costs are the floating-point operations of products, the bytes that kernels read and write, and
-the number of kernels. The model of XLA's fusion:
+the number of kernels. On a CPU, `cpu_cost` counts the bytes of the report. The model of XLA's
+fusion that decides which program runs, and that the report uses on a GPU:
 
 - products, sorts, cumulative operations, scatters, cuDNN's attention, and calls of this library's
   ops are kernels that read their operands and write their results;
@@ -28,7 +29,20 @@ import jax
 from jax.extend import core
 
 from ikbo_jax.ops import explain
-from ikbo_jax.rewrite.report.products import CUDNN, flops_of_op, flops_of_product
+from ikbo_jax.rewrite.report.cpu_cost import CpuCost
+from ikbo_jax.rewrite.report.products import (
+    ALONE,
+    FUSED_PARTS,
+    INLINED,
+    LOOKUPS,
+    MOVES,
+    PARTS,
+    RARE,
+    REDUCTIONS,
+    SAME,
+    flops_of_op,
+    flops_of_product,
+)
 from ikbo_jax.rewrite.values import lineage
 from ikbo_jax.rewrite.values.jaxprs import OPS, inner_programs
 
@@ -36,43 +50,12 @@ from ikbo_jax.rewrite.values.jaxprs import OPS, inner_programs
 #: cost that a GPU covers in the time of one launch.
 _FLOPS_SLACK = (1, 1_000_000)
 _BYTES_SLACK = (10, 1 << 18)
+#: Operations that a CPU executes while it moves a byte: two cores of a server execute 60 GFLOP/s in
+#: float32 and move 5 GB/s. MaskNet moves 24 % more bytes there, and takes 72 ms instead of 108.
+_FLOPS_PER_BYTE = 12
 
-_LOOKUPS = frozenset(["gather", "ikbo_rows"])
-_MOVES = _LOOKUPS | {"concatenate", "dynamic_slice", "pad", "stack", "transpose"}
-#: These do not compute.
-_SAME = frozenset(
-    """
-    convert_element_type copy expand_dims ikbo_note ikbo_reverse_only reshape sharding_constraint
-    squeeze stop_gradient
-    """.split()  # noqa: SIM905  A table of words reads better.
-)
-#: What is read of these operands is as large as the result.
-_PARTS = _LOOKUPS | {"dynamic_slice", "slice", "split"}
-_REDUCTIONS = frozenset(
-    """
-    argmax argmin reduce reduce_and reduce_max reduce_min reduce_or reduce_prod reduce_sum
-    reduce_xor
-    """.split()  # noqa: SIM905
-)
-_WHOLE = frozenset(
-    """
-    conv_general_dilated cumlogsumexp cummax cummin cumprod cumsum dot_general
-    dynamic_update_slice ragged_dot ragged_dot_general reduce_window scatter scatter-add
-    scatter_add scatter_max scatter_min scatter_mul sort top_k
-    """.split()  # noqa: SIM905
-)
-_ALONE = _WHOLE | CUDNN.keys()
-_COUNTED = _REDUCTIONS | _PARTS
+_COUNTED = REDUCTIONS | PARTS
 _NONE: frozenset[Any] = frozenset()
-#: Concatenations of more parts are written, on other devices than GPUs.
-_FUSED_PARTS = 32
-#: Calls that XLA inlines: what they hold is fused with what stands around them.
-_INLINED = frozenset(
-    ["jit", "closed_call", "custom_jvp_call", "custom_vjp_call", "checkpoint", "ikbo_rewritten"]
-)
-#: Functions that `masks` calls in a branch that only rare values of the inputs take: users without
-#: any kept key, beside logits above 30 for a mask of -1e9 in float32.
-_RARE = ("rows_without_kept_keys",)
 
 
 class Cost(NamedTuple):
@@ -116,7 +99,8 @@ def refusal(new: Cost, old: Cost) -> str:
     if _exceeds(new.flops, old.flops, _FLOPS_SLACK):
         return f"its products would take {_text(new.flops)} FLOP instead of {_text(old.flops)}"
     if not on_gpu():
-        if _exceeds(new.nbytes, old.nbytes, _BYTES_SLACK):
+        spared = _FLOPS_PER_BYTE * new.nbytes + new.flops, _FLOPS_PER_BYTE * old.nbytes + old.flops
+        if _exceeds(new.nbytes, old.nbytes, _BYTES_SLACK) and _exceeds(*spared, (0, 0)):
             return f"it would move {_text(new.nbytes)} bytes instead of {_text(old.nbytes)}"
         return ""
     if lineage.is_at_least(95 * femtoseconds(old), 100 * femtoseconds(new)):
@@ -141,25 +125,30 @@ def _text(amount: Any) -> str:
     return f"{amount:,}" if isinstance(amount, int) else str(amount)
 
 
-def program_cost(program: core.Jaxpr) -> Cost:
-    """Computes the cost of a traced program."""
+def program_cost(program: Any) -> Cost:
+    """Computes the cost of a traced program for the report."""
     return total(cost_by_source(program, ()))
 
 
-def cost_by_source(
-    program: Any, sources: Container[int | None] | None = None
-) -> dict[int | None, Cost]:
+def decisive_cost(program: Any) -> Cost:
+    """Computes the cost that decides whether a program runs, at each trace, in half the time."""
+    return total(_counted(program, (), {}, inlined=False).costs)
+
+
+def cost_by_source(program: Any, sources: Container[int | None]) -> dict[int | None, Cost]:
     """Computes the cost of a traced program, by the tracebacks of its equations.
 
     Args:
       program: the program, or an object with its `eqns` and `outvars`.
-      sources: identities of tracebacks; None for all tracebacks.
+      sources: identities of tracebacks.
 
     Returns:
       By identity of a traceback among `sources`, the cost of the equations with this traceback,
       and of the programs that they call, except equations there that have a traceback among
       `sources`. By None, the cost of all other equations.
     """
+    if not on_gpu():
+        return {key: Cost(*sum_) for key, sum_ in CpuCost(program, sources, {}).sums.items()}
     return _counted(program, sources, {}, inlined=False).costs
 
 
@@ -197,14 +186,14 @@ class _Counted(NamedTuple):
 
 
 def _counted(
-    program: Any, sources: Container[int | None] | None, known: dict[Any, Any], *, inlined: bool
+    program: Any, sources: Container[int | None], known: dict[Any, Any], *, inlined: bool
 ) -> _Counted:
     """Counts a program; `inlined` if XLA fuses its equations with what stands around the call."""
     key = id(program), inlined
     if key in known:
         found: _Counted = known[key]
         return found
-    without, rare = explain.WITHOUT_PROGRAMS, _RARE
+    without, rare = explain.WITHOUT_PROGRAMS, RARE
     walk = _Walk(sources, known)
     alone, calls = walk.alone, walk.calls
     if not inlined:
@@ -212,23 +201,23 @@ def _counted(
     for eqn in program.eqns:
         name, params = eqn.primitive.name, eqn.params
         if name in without:
-            if name in _ALONE:
+            if name in ALONE:
                 alone.update([v for v in eqn.invars if type(v) is not core.Literal])
-            elif name in _REDUCTIONS and walk.is_cpu:
+            elif name in REDUCTIONS and walk.is_cpu:
                 walk.reduced |= {v for v in eqn.invars if type(v) is not core.Literal}
-            elif name == "concatenate" and walk.is_cpu and len(eqn.invars) > _FUSED_PARTS:
+            elif name == "concatenate" and walk.is_cpu and len(eqn.invars) > FUSED_PARTS:
                 alone.update(eqn.outvars)
             continue
         inner = inner_programs(eqn)
         of_op = name == "jit" and params["name"] in OPS
         if inner and not of_op and ("name" not in params or params["name"] not in rare):
-            is_inlined = name in _INLINED
+            is_inlined = name in INLINED
             calls[id(eqn)] = [_counted(x, sources, known, inlined=is_inlined) for x in inner]
             if is_inlined:
                 read = zip(eqn.invars, calls[id(eqn)][0].alone, strict=True)
                 alone.update([v for v, x in read if x and type(v) is not core.Literal])
                 continue
-        if inner or name in _ALONE:
+        if inner or name in ALONE:
             alone.update([v for v in eqn.invars if type(v) is not core.Literal])
     walk.run(program.eqns)
     counted = _Counted({source: Cost(*sum_) for source, sum_ in walk.sums.items()})
@@ -270,8 +259,8 @@ class _Walk:
     def run(self, eqns: Any) -> None:
         """Counts equations. Elementwise ones, which most are, take no call of a function."""
         reads, moved, same, reduced = self.reads, self.moved, self.same, self.reduced
-        alone, alone_names = self.alone, _ALONE
-        counted, elementwise = _COUNTED, explain.WITHOUT_PROGRAMS | _SAME
+        alone, alone_names = self.alone, ALONE
+        counted, elementwise = _COUNTED, explain.WITHOUT_PROGRAMS | SAME
         for eqn in eqns:
             name = eqn.primitive.name
             if name in alone_names:
@@ -281,7 +270,7 @@ class _Walk:
             if name in counted or name not in elementwise:
                 self.count(eqn, name)
                 continue
-            read, is_moved = _NONE, name in _MOVES
+            read, is_moved = _NONE, name in MOVES
             for v in eqn.invars:
                 if type(v) is core.Literal:
                     continue
@@ -290,7 +279,7 @@ class _Walk:
                     is_moved = is_moved or v in moved
                 else:
                     read = read | {v}
-            is_same = name in _SAME and (v not in reads or v in same)
+            is_same = name in SAME and (v not in reads or v in same)
             for v in eqn.outvars:
                 if v in alone and not is_same or v in reduced:
                     self.place(eqn, v, read, is_moved)
@@ -306,7 +295,7 @@ class _Walk:
     ) -> None:
         """Adds the cost of an equation, or of a traceback of a program that it holds."""
         source: int | None = id(eqn.source_info.traceback) if key is None else key
-        if self.sources is not None and source not in self.sources:
+        if source not in self.sources:
             source = None
         if source in self.sums:
             sum_ = self.sums[source]
@@ -319,22 +308,22 @@ class _Walk:
     def count(self, eqn: core.JaxprEqn, name: str) -> None:
         """Counts an equation that is not elementwise."""
         known, params = self.known, eqn.params
-        if name in _REDUCTIONS:
+        if name in REDUCTIONS:
             self.add(eqn, 0, self.bytes_of((*self._read_of(eqn.invars), *eqn.outvars)), 1)
         elif id(eqn) in self.calls:
             self._call(eqn, name, self.calls[id(eqn)])
         elif (flops := flops_of_op(eqn, known)) is not None:
             self.add(eqn, flops, self.bytes_of((*eqn.invars, *eqn.outvars)), 1)
-        elif name in _PARTS:
+        elif name in PARTS:
             # A part of a value is read alone; a table with fewer rows than are looked up is cached.
             table = self._read_of(eqn.invars[:1])
-            if name in _LOOKUPS:
+            if name in LOOKUPS:
                 self.add(eqn, 0, self.bytes_of(eqn.invars[1:2]))
             for v in eqn.outvars:
                 sizes = self.bytes_of((v,)), self.bytes_of(eqn.invars[:1])
-                is_table = name in _LOOKUPS and lineage.is_at_least(*sizes)
-                self.place(eqn, v, table if is_table else frozenset([v]), name in _MOVES)
-        elif params.get("name") not in _RARE:
+                is_table = name in LOOKUPS and lineage.is_at_least(*sizes)
+                self.place(eqn, v, table if is_table else frozenset([v]), name in MOVES)
+        elif params.get("name") not in RARE:
             for v in eqn.outvars:
                 self.place(eqn, v, self._read_of(eqn.invars), is_moved=False)
 
@@ -401,10 +390,7 @@ class _Walk:
             self.moved.add(v)
 
     def _is_free(self, v: Any, read: frozenset[Any]) -> bool:
-        """Whether no kernel computes a result.
-
-        On a GPU, a product computes what is made of its result, or of an operand, alone.
-        """
+        """Whether a product on a GPU computes a result, of one large value."""
         if self.is_cpu:
             return False
         size = self.bytes_of((v,))

@@ -1,4 +1,4 @@
-"""The floating-point operations of products, of XLA, of cuDNN and of this library's ops."""
+"""Kinds of operations, and the floating-point operations of products."""
 
 import math
 from typing import Any
@@ -11,6 +11,41 @@ from ikbo_jax.rewrite.values.jaxprs import OPS
 #: Attention by cuDNN, and the number of its products.
 CUDNN_FORWARD = "dot_product_attention_fwd_wrapper"
 CUDNN = {CUDNN_FORWARD: 2, "dot_product_attention_bwd_wrapper": 5}
+
+LOOKUPS = frozenset(["gather", "ikbo_rows"])
+MOVES = LOOKUPS | {"concatenate", "dynamic_slice", "pad", "stack", "transpose"}
+#: These do not compute.
+SAME = frozenset(
+    """
+    convert_element_type copy expand_dims ikbo_note ikbo_reverse_only reshape sharding_constraint
+    squeeze stop_gradient
+    """.split()  # noqa: SIM905  A table of words reads better.
+)
+#: What is read of these operands is as large as the result.
+PARTS = LOOKUPS | {"dynamic_slice", "slice", "split"}
+REDUCTIONS = frozenset(
+    """
+    argmax argmin reduce reduce_and reduce_max reduce_min reduce_or reduce_prod reduce_sum
+    reduce_xor
+    """.split()  # noqa: SIM905
+)
+_WHOLE = frozenset(
+    """
+    conv_general_dilated cumlogsumexp cummax cummin cumprod cumsum dot_general
+    dynamic_update_slice ragged_dot ragged_dot_general reduce_window scatter scatter-add
+    scatter_add scatter_max scatter_min scatter_mul sort top_k
+    """.split()  # noqa: SIM905
+)
+ALONE = _WHOLE | CUDNN.keys()
+#: Concatenations of more parts are written, on other devices than GPUs.
+FUSED_PARTS = 8
+#: Calls that XLA inlines: what they hold is fused with what stands around them.
+INLINED = frozenset(
+    ["jit", "closed_call", "custom_jvp_call", "custom_vjp_call", "checkpoint", "ikbo_rewritten"]
+)
+#: Functions that `masks` calls in a branch that only rare values of the inputs take: users without
+#: any kept key, beside logits above 30 for a mask of -1e9 in float32.
+RARE = ("rows_without_kept_keys",)
 
 
 def flops_of_product(eqn: core.JaxprEqn) -> int:

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 from jax.extend import core
 
-from ikbo_jax.rewrite.report.cost import Cost, cost_by_source, program_cost
+from ikbo_jax.rewrite.report.cost import Cost, cost_by_source, decisive_cost, program_cost
 
 _NOTHING = Cost()
 
@@ -104,12 +104,10 @@ class Work:
 
     Attributes:
       owned: by identity of a traceback, the equations that have it.
-      whole: the costs of the whole programs, once `settle` has counted them.
     """
 
     def __init__(self) -> None:
         self.owned: dict[int, Owned] = {}
-        self.whole = BothCosts()
         self._programs: tuple[_Program, ...] = ()
         # Called programs whose equations are in `owned`, by identity.
         self._taken: dict[int, Work] = {}
@@ -138,10 +136,14 @@ class Work:
                 self.owned[source] = Owned(owned.traceback, within, origins_of(owned.origins))
 
     def settle(self, original: core.Jaxpr, rewritten: core.Jaxpr) -> BothCosts:
-        """Counts the costs of the whole programs."""
-        self.whole = BothCosts(program_cost(original), program_cost(rewritten))
+        """Keeps both programs, and returns the costs that decide which one runs."""
         self._programs = tuple(_Program(x.eqns, x.outvars) for x in (original, rewritten))
-        return self.whole
+        return BothCosts(*map(decisive_cost, (original, rewritten)))
+
+    @functools.cached_property
+    def whole(self) -> BothCosts:
+        """Costs of both programs, once `settle` has been called."""
+        return BothCosts(*map(program_cost, self._programs))
 
     @functools.cached_property
     def _settled(self) -> list[tuple[Owned, BothCosts]]:
@@ -149,8 +151,7 @@ class Work:
         if not self._programs:
             return []
         original, rewritten = self._programs
-        before = cost_by_source(original)
-        after = cost_by_source(rewritten, before.keys() | self.owned.keys())
+        before, after = (cost_by_source(x, self.owned) for x in (original, rewritten))
         return [
             (owned, BothCosts(before.get(source, _NOTHING), after.get(source, _NOTHING)))
             for source, owned in self.owned.items()

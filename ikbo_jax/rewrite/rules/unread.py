@@ -186,6 +186,8 @@ def _but(name: str) -> Callable[..., _Dims]:
 
 
 def _of_reshape(eqn: Any, before: Any, shape: Any, n: int) -> _Dims:
+    if eqn.params["dimensions"] is not None:
+        return {}
     sizes = [(math.prod(shape[:d]), size) for d, size in enumerate(shape)]
     found = ((d, (math.prod(before[:d]), size)) for d, size in enumerate(before))
     return {d: sizes.index(size) for d, size in found if size in sizes}

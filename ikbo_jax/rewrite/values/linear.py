@@ -128,6 +128,8 @@ def _removed(key: str) -> Callable[[Any, int], int]:
 def _reshaped(eqn: core.JaxprEqn, axis: int) -> int:
     old: Any = eqn.invars[0].aval
     new: Any = eqn.outvars[0].aval
+    if eqn.params["dimensions"] is not None:
+        raise _NotLinear
     before, size = math.prod(old.shape[:axis]), old.shape[axis]
     for d, n in enumerate(new.shape):
         if n == size and math.prod(new.shape[:d]) == before:
