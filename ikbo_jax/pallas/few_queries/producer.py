@@ -211,7 +211,8 @@ def _send_rows(
 
     def load_keys(source: Any, ring: Ring, block: Any) -> None:
         where = (user, first_block + block, place.kv_head)
-        left = keys - block * size
+        # Consumers zero values past the keys only if keys may end within a block.
+        left = keys - block * size if ctx.ends_in_block or not shape.own_columns else None
         _load_block(ctx, source, ring, progress.steps + block, where, left)
 
     def load_own(source: Any, ring: Ring, block: Any) -> None:
