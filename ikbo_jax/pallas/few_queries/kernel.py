@@ -117,7 +117,7 @@ def few_queries_kernel(
         query, scale = jnp.zeros_like(query), 1.0
     scale, cap = scale_and_cap(scale, logit_cap)
     shape = _shape(query, key, scale, config, num_sms, lists=lists, cap=cap, pages=page_table)
-    own: tuple[Any, ...] = (None, None)
+    own: tuple[Any, Any] = None, None
     if self_key is not None and self_value is not None:
         own = jnp.squeeze(self_key, 1), jnp.squeeze(self_value, 1)
         columns = config.own_columns(shape.q_len, shape.head_rows)

@@ -217,7 +217,7 @@ def _attend(ctx: AttentionContext) -> tuple[Any, Any]:
         state = _last_step(ctx, item, next_item, index, first_step, state)
         if not is_early:
             own_step = ctx.own_step(item, index, first_step)
-            _check_and_store(ctx, item, index, state.acc, *statistics, own_step)
+            _check_and_store(ctx, item, index, state.acc, *statistics, own_step=own_step)
             statistics = ()
         return next_item, index + 1, ctx.step_after(item, first_step), statistics, state
 
@@ -432,6 +432,7 @@ def _check_and_store(
     acc: jax.Array,
     sums: jax.Array,
     maximum: jax.Array,
+    *,
     own_step: Any = None,
 ) -> None:
     """Flags pass `index` if it is inexact, and stores its rows."""
