@@ -64,10 +64,11 @@ class AttentionConfig(FlashConfig):
     late_turns: bool = False
     one_user: bool = False
 
-    def shared(self, head_dim: int) -> Any:
+    def shared(self, head_dim: int, *, loads_own: bool = False) -> Any:
+        """`loads_own`: whether own keys and values of a pass are loaded into a stage of values."""
         return memory.shared(
             items=memory.descriptors(self.q_slots, ITEM_WORDS, spare=1),  # and one of `_save`
-            **self.rings(head_dim),
+            **self.rings(head_dim, 1 + loads_own),
             flags=memory.Words((NUM_CONSUMERS, FLAG_WORDS)),
             # An array, so that it can be indexed; only element 0 is used.
             flags_ready=memory.Barriers(2, NUM_CONSUMERS),
@@ -94,6 +95,12 @@ class AttentionConfig(FlashConfig):
         if self.reuse and self.one_user:
             return f"a list of tiles does not support reuse, but config is {self}"
         return hopper.why_not_smem(self, self.smem_bytes(problem.head_dim), problem.head_dim)
+
+    def own_columns(self, q_len: int) -> int:
+        """Counts candidates of a pass, rounded up to 8; 0 if no stage holds their own tokens."""
+        columns = hopper.own_columns(hopper.TILE_ROWS, q_len)
+        fits = 2 * columns <= self.block_kv and self.q_slots > 1 and not self.reuse
+        return columns if fits else 0
 
     def takes_own_tokens(self, problem: AttentionProblem) -> bool:
         """Whether the kernel merges a candidate's own token before it stores a row, without

@@ -222,6 +222,11 @@ class FewQueriesConfig(Config):
         """Whether the kernel merges a candidate's own token, not capped, before it stores a row."""
         return not problem.has_logit_cap
 
+    def own_columns(self, q_len: int, head_rows: int) -> int:
+        """Counts the candidates of a tile, rounded up to 8; 0 if a block has fewer keys."""
+        columns = hopper.own_columns(head_rows, q_len)
+        return columns if columns <= self.block_kv else 0
+
     def parts(self, kv_len: int) -> int:
         """Counts the parts of the keys: as many of `splits` as have blocks."""
         blocks = math.ceil(kv_len / self.block_kv)
@@ -264,9 +269,10 @@ class FewQueriesConfig(Config):
         table: UserTable | None = None,
         has_lengths: bool = False,
         has_ranges: bool = False,
+        loads_own: bool = False,
     ) -> Any:
         """Declares shared memory and barriers of one CTA; `group`: see `head_group`."""
-        parts = self.block_parts if has_lengths or has_ranges else 1
+        parts = self.block_parts if has_lengths or has_ranges or loads_own else 1
         blocks = hopper.column_blocks(head_dim)
         tiles = self.tile_rows // WGMMA_M
         block = (blocks, self.block_kv, BLOCK_K)

@@ -31,8 +31,11 @@ class FlashConfig(Config):
     v_stages: int = 3
     q_slots: int = 2
 
-    def rings(self, head_dim: int) -> dict[str, Any]:
-        """Declares `query`, `key`, `value` and `staging` of the kernel's shared memory."""
+    def rings(self, head_dim: int, value_parts: int = 1) -> dict[str, Any]:
+        """Declares `query`, `key`, `value` and `staging` of the kernel's shared memory.
+
+        `value_parts` are loaded separately into a stage of values.
+        """
         blocks = hopper.column_blocks(head_dim)
         block = (blocks, self.block_kv, BLOCK_K)
         return {
@@ -42,7 +45,7 @@ class FlashConfig(Config):
                 tiles=(NUM_CONSUMERS, blocks, WGMMA_M, BLOCK_K),
             ),
             "key": memory.ring(self.k_stages, ready=blocks, tiles=block),
-            "value": memory.ring(self.v_stages, ready=blocks, tiles=block),
+            "value": memory.ring(self.v_stages, ready=blocks * value_parts, tiles=block),
             "staging": memory.Staging((NUM_CONSUMERS, WGMMA_M, max(self.block_kv, head_dim))),
         }
 

@@ -42,6 +42,13 @@ def ctas_by_registers(registers: int) -> int:
     return SM_REGISTERS // (WARPGROUP_SIZE * registers)
 
 
+def own_columns(rows: int, q_len: int) -> int:
+    """Counts the candidates of a tile of rows, rounded up to 8."""
+    # The tile may begin within a candidate's queries, and end within another's.
+    most = rows // q_len if rows % q_len == 0 else (rows + q_len - 2) // q_len + 1
+    return -(-most // 8) * 8
+
+
 def column_blocks(width: int) -> int:
     """Counts the blocks of 64 columns (one swizzled row each) that hold `width` columns."""
     return -(-width // BLOCK_K)

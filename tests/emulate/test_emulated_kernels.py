@@ -144,11 +144,11 @@ CHOSEN = {
         "t1_fewer_keys_than_a_block",
         "t3_packed_gqa_lengths",
         "t100_packed_one_slot",
-        "one_user_t16_gqa_lengths",
+        "one_user_t16_gqa_lengths_own",
         "one_user_t64_ordered_lengths",
     ],
     "few_queries": [
-        "gqa_3_wide",
+        "gqa_3_wide_own",
         "split_lengths_gqa",
         "turns",
         "packed_split",
@@ -163,6 +163,8 @@ CHOSEN = {
         "h256_listed_split_lengths",
         "h256_wide_rows_70_lengths",
         "h192_wide_gqa_one_slot",
+        "large_lengths_own",
+        "large_h192_own",
     ],
     "attention_backward": [
         "two_launches_two_slots",

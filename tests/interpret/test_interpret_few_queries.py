@@ -28,6 +28,8 @@ SMALL = FewQueriesConfig(block_kv=16, k_stages=2, v_stages=2)
 WIDE = dataclasses.replace(SMALL, tile_rows=128)
 SPLIT = dataclasses.replace(SMALL, splits=2, k_stages=3)
 TURNS = dataclasses.replace(SMALL, turns=True)
+LARGE = dataclasses.replace(SMALL, block_kv=64)
+LARGE_WIDE = dataclasses.replace(WIDE, block_kv=64)
 WIDE_TURNS = dataclasses.replace(WIDE, turns=True)
 
 
@@ -85,6 +87,20 @@ CASES = {
     # Turns: odd and even numbers of blocks, items with and without them.
     "turns": Case((0, 0, 1, 2, 3, 4), 75, users=5, lengths=(75, 60, 5, 0, 40), config=TURNS),
     "turns_wide": Case((0,) * 70 + (1,) * 3, 75, config=WIDE_TURNS, num_sms=2),
+    # Blocks that hold the own tokens of a tile's candidates: users without keys, both consumers'
+    # rows, columns of wide heads.
+    "large_lengths": Case(
+        (0,) * 70 + (1,) * 3 + (2,) * 2 + (3,),
+        150,
+        users=4,
+        lengths=(150, 0, 30, 70),
+        config=LARGE,
+        num_sms=2,
+    ),
+    "large_wide_gqa_f16": Case(
+        (0,) * 40 + (1,) * 3, 70, q_len=2, heads=(4, 2), dtype="float16", config=LARGE_WIDE
+    ),
+    "large_h192": Case((0,) * 66 + (1,), 70, head_dim=192, config=LARGE),
     # Parts of the keys.
     "split": Case((0, 0, 1), 75, config=SPLIT),
     "split_lengths_gqa": Case(
@@ -238,6 +254,7 @@ OWN = (
     *("bundles", "packed_split_ranges", "listed_wide", "listed_bundles_split_gqa_lengths_ranges"),
     *("h192_lengths", "h256_listed_split_lengths", "h256_wide_rows_70_lengths", "split"),
     *("negative_scale_f16_h96_ranges", "listed_lengths_gqa_h96_ranges", "turns_wide"),
+    *("large_lengths", "large_wide_gqa_f16", "large_h192"),
 )
 CASES |= {f"{name}_own": dataclasses.replace(CASES[name], has_own=True) for name in OWN}
 #: Cases whose keys and values are in pages of one, two or three blocks.

@@ -15,7 +15,6 @@ from ikbo_jax.pallas.few_queries import listing, own, ranges, store, user_table
 from ikbo_jax.pallas.few_queries.context import BY_COLUMNS, BY_ROWS, Context, Item, Part
 from ikbo_jax.pallas.flash import softmax
 from ikbo_jax.pallas.hopper import mma, mosaic, turns
-from ikbo_jax.pallas.hopper.rings import Ring
 from ikbo_jax.problems.hopper import BLOCK_K, NUM_CONSUMERS
 
 #: The named barrier at which the consumers wait for each other.
@@ -100,18 +99,12 @@ def _turn(ctx: Context, work: _Work, number: Any, act: Callable[[Context], None]
         pl.when(number < work.part.turns)(functools.partial(act, ctx))
 
 
-def _skip(ring: Ring, step: Any) -> None:
-    """Frees a block of keys or values that this consumer does not use."""
-    ring.await_ready(step)
-    ring.release(step)
-
-
 def _compute(ctx: Context, work: _Work) -> tuple[jax.Array, ...]:
     """Attends to this consumer's blocks, at least one; returns (maximum, sums, accumulator)."""
     part, first_step, interpret = work.part, work.first_step, ctx.interpret
     dtype = ctx.operands.query.dtype
     is_alternating = part.stride == 2
-    pl.when(part.begin == 1)(functools.partial(_skip, ctx.shared.key, first_step))
+    pl.when(part.begin == 1)(functools.partial(ctx.shared.key.skip, first_step))
     _turn(ctx, work, 0, turns.take)
     scores = _issue_scores(ctx, work, first_step + part.begin)
     _turn(ctx, work, 0, turns.hand_over)
@@ -119,13 +112,13 @@ def _compute(ctx: Context, work: _Work) -> tuple[jax.Array, ...]:
     maximum = softmax.no_extreme(ctx.shape.log2_scale)
     sums = mma.zeros(softmax.PARTIAL, jnp.float32)
     p, maximum, sums, _factor = _weigh(ctx, work, scores, part.begin, maximum, sums)
-    pl.when(part.begin == 1)(functools.partial(_skip, ctx.shared.value, first_step))
+    pl.when(part.begin == 1)(functools.partial(ctx.shared.value.skip, first_step))
 
     def one_block(i: Any, state: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
         weights, maximum, sums, acc = state
         block = part.begin + i * part.stride
         step = first_step + block
-        pl.when(is_alternating)(functools.partial(_skip, ctx.shared.key, step + 1))
+        pl.when(is_alternating)(functools.partial(ctx.shared.key.skip, step + 1))
         _turn(ctx, work, i + 1, turns.take)
         scores = _issue_scores(ctx, work, step + part.stride)
         acc = _issue_values(ctx, work, block, acc, weights, i > 0)
@@ -135,7 +128,7 @@ def _compute(ctx: Context, work: _Work) -> tuple[jax.Array, ...]:
         mma.wait(0, interpret=interpret)
         acc = mma.after_wait(acc, interpret=interpret)
         ctx.shared.value.release(step)
-        pl.when(is_alternating)(functools.partial(_skip, ctx.shared.value, step + 1))
+        pl.when(is_alternating)(functools.partial(ctx.shared.value.skip, step + 1))
         acc = acc * lax.broadcast_in_dim(shrink, acc.shape, (0,))
         return p.astype(dtype), maximum, sums, acc
 
@@ -149,8 +142,8 @@ def _compute(ctx: Context, work: _Work) -> tuple[jax.Array, ...]:
 
     @pl.when(is_alternating & (last + 1 < work.item.blocks))
     def _() -> None:
-        _skip(ctx.shared.key, first_step + last + 1)
-        _skip(ctx.shared.value, first_step + last + 1)
+        ctx.shared.key.skip(first_step + last + 1)
+        ctx.shared.value.skip(first_step + last + 1)
 
     return maximum, sums, acc
 
@@ -160,8 +153,8 @@ def _skip_all(ctx: Context, work: _Work) -> tuple[jax.Array, ...]:
 
     @pl.loop(0, work.item.blocks)
     def _(block: Any) -> None:
-        _skip(ctx.shared.key, work.first_step + block)
-        _skip(ctx.shared.value, work.first_step + block)
+        ctx.shared.key.skip(work.first_step + block)
+        ctx.shared.value.skip(work.first_step + block)
 
     return tuple(softmax.running_start(ctx.columns, ctx.shape.log2_scale))
 
@@ -204,14 +197,20 @@ def _one_item(carry: tuple[Any, ...], ctx: Context) -> tuple[Any, ...]:
         functools.partial(_compute, ctx, work),
         functools.partial(_skip_all, ctx, work),
     )
-    shared.query.release(index)
+    if not ctx.shape.own_columns:
+        shared.query.release(index)
     state: tuple[jax.Array, ...] = (acc, maximum, jnp.sum(partial_sums, axis=1))
+    if ctx.shape.own_columns:
+        query = shared.query.tiles[0].at[shared.query.slot(index)]
+        step = first_step + jnp.maximum(item.blocks, 0)
+        state = own.merged_at(ctx, item, part, query, step, (state[0], state[1], state[2]))
+        shared.query.release(index)
     if shared.exchange is not None:
         state = _exchanged(ctx, part, *state)
 
     @pl.when(part.stores)
     def _() -> None:
-        has_own = ctx.operands.self_key is not None
+        has_own = ctx.operands.self_key is not None and not ctx.shape.own_columns
         rows = own.merged(ctx, item, part, (state[0], state[1], state[2])) if has_own else state
         store.store(ctx, part, item.head, *rows)
 
@@ -221,7 +220,11 @@ def _one_item(carry: tuple[Any, ...], ctx: Context) -> tuple[Any, ...]:
         def _() -> None:
             listing.find(ctx, item.next_user, item.next_rank)
 
-    return ctx.receive(index + 1), index + 1, first_step + jnp.maximum(item.blocks, 0)
+    next_item, next_index = ctx.receive(index + 1), index + 1
+    next_step = first_step + jnp.maximum(item.blocks, 0)
+    if ctx.shape.own_columns:
+        next_step = next_step + ctx.own_steps(item)
+    return next_item, next_index, next_step
 
 
 def consume(ctx: Context) -> None:

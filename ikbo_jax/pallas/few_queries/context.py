@@ -52,6 +52,8 @@ class Shape:
       listed: most candidates of an item, if CTAs list them because the index is not sorted; else 0.
       table: the table that CTAs make of a sorted index; None if they search it, or list candidates.
       page: positions of a page, a multiple of a block's keys; 0: a user's keys are in one array.
+      own_columns: candidates whose own tokens a step has, one step for each tile of 64 rows of an
+        item, after the user's keys; 0: consumers load own tokens, if there are any.
     """
 
     batch: int
@@ -75,6 +77,7 @@ class Shape:
     table: UserTable | None = None
     cap: Cap | None = None
     page: int = 0
+    own_columns: int = 0
 
     @property
     def rows(self) -> int:
@@ -101,7 +104,7 @@ class Operands(NamedTuple):
     lengths: Any  # [U] int32
     targets: Any  # [B] int32, the candidates of the results; None: as the queries
     # In the results' order: begin and end of each candidate's keys, [2 * B] int32; and the key and
-    # value of its own token, [B, K, H].
+    # value of its own token, [B, K, H], or [1, B, K, H] if they are loaded as steps.
     ranges: Any = None
     self_key: Any = None
     self_value: Any = None
@@ -246,6 +249,11 @@ class Context(WarpgroupContext):
         """Describes the item's keys in a block."""
         return Visible.in_block(item.keys, block, self.config.block_kv)
 
+    def own_steps(self, item: Item) -> Any:
+        """Counts the item's steps of own tokens, which the first split of keys has."""
+        has_own = (item.rows > 0) & (item.target < self.shape.rows)
+        return has_own.astype(jnp.int32) * (1 + (item.sharing == BY_ROWS).astype(jnp.int32))
+
     @property
     def columns(self) -> int:
         """Number of columns of the values that a consumer multiplies."""
@@ -273,7 +281,8 @@ class Context(WarpgroupContext):
     @property
     def block_parts(self) -> int:
         """Number of parts in which a block of keys may be loaded; its barrier expects all parts."""
-        return self.config.block_parts if self.ends_in_block else 1
+        has_parts = self.ends_in_block or self.shape.own_columns > 0
+        return self.config.block_parts if has_parts else 1
 
     @property
     def tiles(self) -> int:

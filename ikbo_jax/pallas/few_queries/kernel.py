@@ -43,6 +43,7 @@ Source: the idea of splitting keys is Dao et al., "Flash-Decoding for long-conte
 No code is shared.
 """
 
+import dataclasses
 import functools
 import math
 from typing import Any
@@ -116,6 +117,13 @@ def few_queries_kernel(
         query, scale = jnp.zeros_like(query), 1.0
     scale, cap = scale_and_cap(scale, logit_cap)
     shape = _shape(query, key, scale, config, num_sms, lists=lists, cap=cap, pages=page_table)
+    own: tuple[Any, Any] = None, None
+    if self_key is not None and self_value is not None:
+        own = jnp.squeeze(self_key, 1), jnp.squeeze(self_value, 1)
+        columns = config.own_columns(shape.q_len, shape.head_rows)
+        if targets is None and not shape.listed and columns:
+            shape = dataclasses.replace(shape, own_columns=columns)
+            own = own[0][None], own[1][None]
     operands = Operands(
         query.reshape(shape.rows, shape.q_heads, shape.head_dim),
         key,
@@ -124,8 +132,7 @@ def few_queries_kernel(
         key_value_seq_lengths,
         targets,
         None if key_value_ranges is None else key_value_ranges.reshape(-1),
-        None if self_key is None else jnp.squeeze(self_key, 1),
-        None if self_value is None else jnp.squeeze(self_value, 1),
+        *own,
         None if page_table is None else page_table.reshape(-1),
     )
     out, lse = _launch(operands, shape, config, return_residuals, interpret)
@@ -225,6 +232,7 @@ def _launch(
             table=shape.table,
             has_lengths=operands.lengths is not None,
             has_ranges=operands.ranges is not None,
+            loads_own=shape.own_columns > 0,
         ),
         dtype=dtype,
         name="ikbo_few_queries_attention",

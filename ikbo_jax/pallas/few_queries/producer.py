@@ -9,7 +9,15 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from ikbo_jax.pallas.few_queries import listing, ranges, rows
-from ikbo_jax.pallas.few_queries.context import ALONE, BY_COLUMNS, BY_KEYS, BY_ROWS, Context, Place
+from ikbo_jax.pallas.few_queries.context import (
+    ALONE,
+    BY_COLUMNS,
+    BY_KEYS,
+    BY_ROWS,
+    Context,
+    Item,
+    Place,
+)
 from ikbo_jax.pallas.hopper import mosaic
 from ikbo_jax.pallas.hopper.rings import Ring
 from ikbo_jax.problems.hopper import column_blocks
@@ -49,19 +57,28 @@ def _load_queries(ctx: Context, item: Any, first: Any, head: Any) -> None:
 
 
 def _load_block(
-    ctx: Context, source: Any, ring: Ring, step: Any, place: tuple[Any, ...], left: Any = None
+    ctx: Context,
+    source: Any,
+    ring: Ring,
+    step: Any,
+    place: tuple[Any, ...],
+    left: Any = None,
+    first_candidate: Any = None,
 ) -> None:
     """Loads the block at `place`, (user, number of the block, key head), into a stage.
 
-    A block that the user's `left` keys from it on do not fill is loaded in parts, to read fewer
-    bytes. Consumers mask the rest.
+    With `first_candidate`, loads own keys or values [1, B, K, H] of user 0 from it on. A block that
+    the `left` keys from it on do not fill is loaded in parts, to read fewer bytes. Consumers mask
+    the rest.
     """
     user, block, head = place
     size, parts = ctx.config.block_kv, ctx.block_parts
     ring.await_reuse(step)
     tiles, ready = ring.copied(step), ring.ready_at(step)
     first_key = block * size
-    if ctx.shape.page:
+    if first_candidate is not None:
+        first_key = first_candidate
+    elif ctx.shape.page:
         user, first_key = _page_of(ctx, user, first_key)
 
     def load(begin: int, end: int) -> None:
@@ -192,22 +209,42 @@ def _send_rows(
         words = (*words, *(() if further else (-1, 0)), *_whole_blocks(size, first_block, seen))
     shared.items.send_words(progress.items, words)
 
-    def load(source: Any, ring: Ring, block: Any) -> None:
+    def load_keys(source: Any, ring: Ring, block: Any) -> None:
         where = (user, first_block + block, place.kv_head)
-        left = keys - block * size
+        # Consumers zero values past the keys only if keys may end within a block.
+        left = keys - block * size if ctx.ends_in_block or not shape.own_columns else None
         _load_block(ctx, source, ring, progress.steps + block, where, left)
 
-    @pl.loop(loaded, blocks + 1)
+    def load_own(source: Any, ring: Ring, block: Any) -> None:
+        first = target + (block - blocks) * shape.head_rows
+        candidate = lax.div(first, jnp.int32(shape.q_len))
+        left = lax.div(target + (count - 1), jnp.int32(shape.q_len)) + 1 - candidate
+        left = jnp.minimum(left, shape.own_columns)
+        where = (0, 0, place.kv_head)
+        _load_block(ctx, source, ring, progress.steps + block, where, left, candidate)
+
+    def load(source: Any, own: Any, ring: Ring, block: Any) -> None:
+        if not shape.own_columns:
+            load_keys(source, ring, block)
+            return
+        pl.when(block < blocks)(functools.partial(load_keys, source, ring, block))
+        pl.when(block >= blocks)(functools.partial(load_own, own, ring, block))
+
+    steps = blocks
+    if shape.own_columns:
+        steps = steps + ctx.own_steps(Item(*words[: Item._fields.index("next_user")]))
+
+    @pl.loop(loaded, steps + 1)
     def _(block: Any) -> None:
-        @pl.when(block < blocks)
+        @pl.when(block < steps)
         def _() -> None:
-            load(operands.key, shared.key, block)
+            load(operands.key, operands.self_key, shared.key, block)
 
         @pl.when(block > loaded)
         def _() -> None:
-            load(operands.value, shared.value, block - 1)
+            load(operands.value, operands.self_value, shared.value, block - 1)
 
-    return _Progress(progress.items + 1, progress.steps + blocks)
+    return _Progress(progress.items + 1, progress.steps + steps)
 
 
 def _whole_blocks(size: int, first_block: Any, seen: ranges.Bounds) -> tuple[Any, ...]:

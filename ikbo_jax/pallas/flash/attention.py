@@ -42,6 +42,7 @@ Sources: the idea is Meta's IKBO.  Pipelining within a warpgroup, and turns (pin
 follow Shah et al., "FlashAttention-3", 2024.  No code is shared.
 """
 
+import dataclasses
 import functools
 import math
 from typing import Any
@@ -280,6 +281,8 @@ def _launch(
     interpret: Any,
 ) -> tuple[jax.Array, jax.Array | None]:
     """Launches the kernel; returns out [rows, N, H], and lse [rows, N] or None."""
+    if operands.self_key is not None and operands.targets is None and operands.order is None:
+        shape = dataclasses.replace(shape, own_columns=config.own_columns(shape.q_len))
     out, *lse = launch(
         Roles(
             functools.partial(AttentionContext, shape, config),
@@ -288,7 +291,7 @@ def _launch(
         ),
         operands,
         Outputs.of(shape.rows, operands.query, has_lse=return_residuals),
-        config.shared(shape.head_dim),
+        config.shared(shape.head_dim, loads_own=shape.own_columns > 0),
         dtype=operands.query.dtype,
         name=name,
         workers=shape.workers,

@@ -114,7 +114,8 @@ def _step(
     if meanwhile is not None:
         turns.hand_over(ctx)
         meanwhile()
-    acc = _issue_values(ctx, item, state, block > 0, step)
+    value_step = ctx.value_step(index, step)
+    acc = _issue_values(ctx, item, state, block > 0, value_step)
     if meanwhile is None:
         turns.await_scores(ctx)
     else:
@@ -125,7 +126,7 @@ def _step(
     sums = state.sums + softmax.partial_sums(p)
     pl.when(block == 0)(functools.partial(ctx.free_stored_slot, index - 1))
     mma.wait(0, interpret=ctx.interpret)
-    _free_values(ctx, item, step)
+    _free_values(ctx, item, value_step)
     return _State(p.astype(state.weights.dtype), state.maximum, sums, acc)
 
 
@@ -133,7 +134,8 @@ def _last_step(
     ctx: AttentionContext, item: Item, next_item: Item, index: Any, first_step: Any, state: _State
 ) -> _State:
     """Returns the state at the next pass's first block, with this pass's sum as accumulator."""
-    is_defined, step = item.blocks > 1, first_step + item.blocks - 1
+    is_defined = item.blocks > 1
+    step = ctx.value_step(index, first_step + item.blocks - 1)
 
     def with_next() -> tuple[jax.Array, ...]:
         next_step = ctx.step_after(item, first_step)
@@ -214,7 +216,8 @@ def _attend(ctx: AttentionContext) -> tuple[Any, Any]:
         statistics: tuple[Any, ...] = (state.sums, state.maximum)
         state = _last_step(ctx, item, next_item, index, first_step, state)
         if not is_early:
-            _check_and_store(ctx, item, index, state.acc, *statistics)
+            own_step = ctx.own_step(item, index, first_step)
+            _check_and_store(ctx, item, index, state.acc, *statistics, own_step=own_step)
             statistics = ()
         return next_item, index + 1, ctx.step_after(item, first_step), statistics, state
 
@@ -254,6 +257,7 @@ def _recompute(ctx: AttentionContext, index: Any, first_step: Any) -> None:
         mma.wait(0, interpret=ctx.interpret)
         scores = _scores(ctx, scores, item, block, step)
         state, p = softmax.running_step(state, scores, shape.log2_scale)
+        step = ctx.value_step(index, step)
         shared.value.await_ready(step)
         visible = Visible.in_block(item.length, block, ctx.config.block_kv)
         _zero_hidden_values(ctx, step, visible)
@@ -278,7 +282,9 @@ def _recompute(ctx: AttentionContext, index: Any, first_step: Any) -> None:
         start = softmax.running_start(shape.head_dim, shape.log2_scale)
         extreme, sums, acc = lax.fori_loop(0, item.blocks, step, start)
         natural = shape.log2_scale * softmax.LN_2
-        _normalise_and_store(ctx, item, index, acc, jnp.sum(sums, axis=1), extreme, natural)
+        own_step = ctx.own_step(item, index, first_step)
+        sums = jnp.sum(sums, axis=1)
+        _normalise_and_store(ctx, item, index, acc, sums, extreme, own_step, natural)
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
         shared.query.release(index)
         return _receive(ctx, index + 1), index + 1, first_step + item.blocks
@@ -314,7 +320,7 @@ def consume(ctx: AttentionContext) -> None:
         # The first result of a flagged tile must not overtake the second one.
         plgpu.wait_smem_to_gmem(0, wait_read_only=False)
         ctx.free_stored_slot(end - 1)
-        _recompute(ctx, end + 1, steps)
+        _recompute(ctx.replace(ends=1), end + 1, steps)
 
     is_flagged = (shared.flags[0, 0] | shared.flags[1, 0]) != 0
     lax.cond(is_flagged, compute_again, end_here)
@@ -327,13 +333,19 @@ def _normalise_and_store(
     acc: jax.Array,
     row_sum: jax.Array,
     maximum: jax.Array,
+    own_step: Any = None,
     unit: float = softmax.LN_2,
 ) -> None:
-    """Divides `acc` by `row_sum`, relative to exp(`maximum` * `unit`), and stores a pass's rows."""
+    """Divides `acc` by `row_sum`, relative to exp(`maximum` * `unit`), and stores a pass's rows.
+
+    `own_step`: the step of values that has the pass's own tokens, if they are loaded so.
+    """
     shared = ctx.shared
     has_keys = item.length > 0
     if ctx.has_own:
-        acc, maximum, row_sum = attention_own.merged(ctx, item, acc, row_sum, maximum, unit)
+        acc, maximum, row_sum = attention_own.merged(
+            ctx, item, index, own_step, acc, row_sum, maximum, unit
+        )
         has_keys, unit = True, softmax.LN_2
     inverse = softmax.inverse_sums(row_sum, ctx.shape.output_scale)
     out = (acc * lax.broadcast_in_dim(inverse, acc.shape, (0,))).astype(ctx.outputs.out.dtype)
@@ -420,7 +432,9 @@ def _check_and_store(
     acc: jax.Array,
     sums: jax.Array,
     maximum: jax.Array,
+    *,
+    own_step: Any = None,
 ) -> None:
     """Flags pass `index` if it is inexact, and stores its rows."""
     row_sum = _flag_if_inexact(ctx, item, acc, sums)
-    _normalise_and_store(ctx, item, index, acc, row_sum, maximum)
+    _normalise_and_store(ctx, item, index, acc, row_sum, maximum, own_step)

@@ -38,6 +38,9 @@ class Shape:
     output_scale: float = 1.0
     cap: Cap | None = None  # of the scores, before `log2_scale`
     page: int = 0  # positions of a page, a multiple of a block's keys; 0: there are none
+    # Most candidates of a pass, whose own keys and values are in one stage of values, after the
+    # pass's values; 0: consumers load own tokens, if there are any.
+    own_columns: int = 0
 
     @property
     def rows(self) -> int:
@@ -74,7 +77,12 @@ class Item(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class AttentionContext(FlashContext):
-    """The context of an attention kernel's warpgroup."""
+    """The context of an attention kernel's warpgroup.
+
+    `ends`: sequences of passes that have ended.
+    """
+
+    ends: int = 0
 
     @property
     def is_early(self) -> bool:
@@ -106,6 +114,16 @@ class AttentionContext(FlashContext):
             pl.when(is_reused == 0)(functools.partial(act, *barrier))
         else:
             act(*barrier)
+
+    def value_step(self, index: Any, step: Any) -> Any:
+        """Returns the step of pass `index` among values, where every pass has own tokens, too."""
+        return step + (index - self.ends) if self.shape.own_columns else step
+
+    def own_step(self, item: Item, index: Any, first_step: Any) -> Any:
+        """Returns the step of values with the own tokens of pass `index`; None: there is none."""
+        if not self.shape.own_columns:
+            return None
+        return self.value_step(index, first_step + item.blocks)
 
     def step_after(self, item: Item, first_step: Any) -> Any:
         """Returns the step at which the pass after `item` begins."""

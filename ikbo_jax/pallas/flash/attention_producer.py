@@ -146,6 +146,21 @@ def _load_block(
         rows = (page, pl.ds(begin, config.block_kv))
     kv_head = lax.div(head, shape.q_heads // shape.kv_heads)
     ctx.load(source, (*rows, kv_head), ring.copied(step), ring.ready_at(step))
+    if shape.own_columns and ring is ctx.shared.value:  # a stage of own tokens has two parts
+        for _ in range(column_blocks(shape.head_dim)):
+            plgpu.barrier_arrive(ring.ready_at(step))
+
+
+def _load_own(ctx: AttentionContext, step: Any, head: Any, first_row: Any) -> None:
+    """Loads own keys, then values, of a tile's candidates into the stage of values of `step`."""
+    shape, operands, ring = ctx.shape, ctx.operands, ctx.shared.value
+    ring.await_reuse(step)
+    first = lax.div(first_row, jnp.int32(shape.q_len))
+    kv_head = lax.div(head, shape.q_heads // shape.kv_heads)
+    candidates, size = pl.ds(first, shape.own_columns), shape.own_columns
+    for i, source in enumerate((operands.self_key, operands.self_value)):
+        tiles = ring.copied(step).at[:, pl.ds(i * size, size)]
+        ctx.load(source, (candidates, kv_head), tiles, ring.ready_at(step))
 
 
 def _pass(ctx: AttentionContext, tile: Any, extent: tuple[Any, Any, Any], begin: Any) -> _Pass:
@@ -253,12 +268,12 @@ def _send_item(
 
     ctx.load_queries(progress.items, first_row, item.head)
 
-    def load(source: Any, ring: Ring, block: Any) -> None:
-        step = progress.steps + block
-        _load_block(ctx, source, ring, step, current.user, item.head, block)
+    def load(source: Any, ring: Ring, first_step: Any, block: Any) -> None:
+        _load_block(ctx, source, ring, first_step + block, current.user, item.head, block)
 
-    load_key = functools.partial(load, ctx.operands.key, shared.key)
-    load_value = functools.partial(load, ctx.operands.value, shared.value)
+    value_step = ctx.value_step(progress.items, progress.steps)
+    load_key = functools.partial(load, ctx.operands.key, shared.key, progress.steps)
+    load_value = functools.partial(load, ctx.operands.value, shared.value, value_step)
 
     def load_rest() -> None:
         @pl.loop(1, item.blocks)
@@ -267,6 +282,8 @@ def _send_item(
             load_value(block - 1)
 
         load_value(item.blocks - 1)
+        if ctx.shape.own_columns:
+            _load_own(ctx, value_step + item.blocks, item.head, current.first)
 
     ctx.unless(item.is_resident, lambda: load_key(jnp.int32(0)))
     # After the loads, for which the consumers wait longer. They have freed all keys of the pass
@@ -343,8 +360,12 @@ def produce(ctx: AttentionContext) -> None:
         return lax.while_loop(is_good, lambda tile: tile + 1, tile)
 
     items, steps, _ = lax.cond(
-        flag(0), lambda: _send_passes(ctx, share, progress, flagged, False), lambda: progress
+        flag(0),
+        lambda: _send_passes(ctx.replace(ends=1), share, progress, flagged, False),
+        lambda: progress,
     )
     shared.key.drain_uses(steps)
+    if shape.own_columns:  # each sequence of passes has an end
+        steps = steps + items - jnp.where(flag(0), 2, 1)
     shared.value.drain_uses(steps)
     shared.query.drain_uses(items)

@@ -1,6 +1,6 @@
 """Reads and writes of operand tiles, 64 rows by 64 columns of 16 bits in shared memory."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
@@ -65,20 +65,34 @@ def read_rows(tiles: Any, *, interpret: bool) -> jax.Array:
         return_type=plgpu.ShapeDtypeStruct(shape, dtype, layout=plgpu.Layout.WGMMA),
     )
     def read(_: Any, tiles: ir.Value) -> mgpu.FragmentedArray:
-        i32 = ir.IntegerType.get_signless(32)
-        pair = ir.VectorType.get((2,), ir.MemRefType(tiles.type).element_type)
-        words = []
-        for address in _matrices(tiles, stores.late_thread_number(), BLOCK_K // 16):
-            ptx = "ldmatrix.sync.aligned.m8n8.x4.shared.b16 {$0, $1, $2, $3}, [$4];"
-            words += inline.issue(ptx, address, result_types=[i32] * 4, convergent=True)
-        pairs = [mgpu.utils.bitcast(word, pair) for word in words]
-        registers = np.array(pairs, dtype=object)
-        return inline.accumulator(registers.reshape(mgpu.WGMMA_LAYOUT.registers_shape(shape)))
+        return read_matrices(tiles, stores.late_thread_number(), BLOCK_K)
 
     return read(tiles)
 
 
-def _matrices(tiles: ir.Value, thread: ir.Value, count: int) -> Iterator[ir.Value]:
+def read_matrices(
+    tiles: ir.Value,
+    thread: ir.Value,
+    columns: int,
+    place: Callable[[ir.Value], ir.Value] | None = None,
+) -> mgpu.FragmentedArray:
+    """Reads [64, columns] of operand tiles of 16 bits in inline code: row place(r) as row r."""
+    i32 = ir.IntegerType.get_signless(32)
+    pair, words = ir.VectorType.get((2,), ir.MemRefType(tiles.type).element_type), []
+    for address in _matrices(tiles, thread, columns // 16, place):
+        ptx = "ldmatrix.sync.aligned.m8n8.x4.shared.b16 {$0, $1, $2, $3}, [$4];"
+        words += inline.issue(ptx, address, result_types=[i32] * 4, convergent=True)
+    registers = np.array([mgpu.utils.bitcast(word, pair) for word in words], dtype=object)
+    shape = mgpu.WGMMA_LAYOUT.registers_shape((WGMMA_M, columns))
+    return inline.accumulator(registers.reshape(shape))
+
+
+def _matrices(
+    tiles: ir.Value,
+    thread: ir.Value,
+    count: int,
+    place: Callable[[ir.Value], ir.Value] | None = None,
+) -> Iterator[ir.Value]:
     """Yields the thread's address for stmatrix or ldmatrix of every 16 columns of operand tiles.
 
     A warp's instruction takes four 8 x 8 matrices: lane l provides the address of row l % 8 of
@@ -88,13 +102,17 @@ def _matrices(tiles: ir.Value, thread: ir.Value, count: int) -> Iterator[ir.Valu
     row_of_8, lower, right, warp = stores.digits(thread, (8, 2, 2, 4))
     row = arith.addi(arith.muli(warp, inline.i32(16)), row_of_8)
     row = arith.addi(row, arith.muli(lower, inline.i32(8)))
+    height = WGMMA_M
+    if place is not None:
+        row, height = place(row), ir.MemRefType(tiles.type).shape[-4] * 8
+        row_of_8 = arith.remui(row, inline.i32(8))
     row_offset = arith.muli(row, inline.i32(mosaic.SWIZZLE))
     base = mgpu.utils.memref_ptr(tiles)
     for step in range(count):
         block, within = divmod(step, BLOCK_K // 16)
         vector_of_row = arith.addi(right, inline.i32(2 * within))
         offset = arith.addi(
-            arith.addi(row_offset, inline.i32(block * WGMMA_M * mosaic.SWIZZLE)),
+            arith.addi(row_offset, inline.i32(block * height * mosaic.SWIZZLE)),
             arith.muli(arith.xori(vector_of_row, row_of_8), inline.i32(16)),
         )
         yield mgpu.utils.getelementptr(base, [offset], byte)

@@ -18,7 +18,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, vector
 
-from ikbo_jax.pallas.hopper import inline, per_thread, stores, warps
+from ikbo_jax.pallas.hopper import inline, mosaic, operand_tiles, per_thread, stores, warps
 from ikbo_jax.pallas.hopper.row_vectors import unpacked
 from ikbo_jax.problems.hopper import WGMMA_M
 
@@ -134,6 +134,67 @@ def load(
 
     places = rows.first, rows.begin, rows.end, rows.head, rows.kv_head, column
     return issue(*operands, *places, *order.tables)
+
+
+def read(
+    ctx: Any,
+    scores: jax.Array,
+    values: Any,
+    begin: Any,
+    columns: int,
+    head_rows: int = WGMMA_M,
+    first: int = 0,
+) -> tuple[jax.Array, jax.Array]:
+    """Reads a tile's scores [64] f32, not scaled, and values [64, columns] f32 of own tokens.
+
+    A row's candidate has place (begin + row % head_rows) // T: its score is in that column of
+    `scores`, its value in row `first` + place of operand tiles.
+    """
+    q_len = ctx.shape.q_len
+    if ctx.interpret:
+        row = lax.rem(jnp.arange(WGMMA_M, dtype=jnp.int32), jnp.int32(head_rows))
+        place = lax.div(begin + row, jnp.int32(q_len))
+        is_own = lax.broadcasted_iota(jnp.int32, scores.shape, 1) == place[:, None]
+        rows = jnp.moveaxis(values[...], 0, 1)
+        rows = rows.reshape(rows.shape[0], -1)[:, :columns].astype(jnp.float32)
+        score = jnp.sum(jnp.where(is_own, scores, 0.0), axis=1)
+        return score, jnp.take(rows, first + place, axis=0)
+    row_type = plgpu.ShapeDtypeStruct((WGMMA_M,), jnp.float32, layout=stores.ROW_LAYOUT)
+    dtype = values.dtype
+    value_type = plgpu.ShapeDtypeStruct((WGMMA_M, columns), dtype, layout=plgpu.Layout.WGMMA)
+
+    def place_of(begin: ir.Value, row: ir.Value) -> ir.Value:
+        row = arith.addi(begin, arith.remui(row, inline.i32(head_rows)))
+        return arith.divui(row, inline.i32(q_len))
+
+    @plgpu.inline_mgpu(
+        arg_types=(plgpu.Layout.WGMMA, plgpu.RefType(mosaic.operand_transforms(dtype)), _SCALAR),
+        return_type=(row_type, value_type),
+    )
+    def read(_: Any, scores: mgpu.FragmentedArray, values: ir.Value, begin: Any) -> Any:
+        thread, begin, found = stores.thread_number(), begin.registers.item(), []
+        of_row = arith.remui(thread, inline.i32(stores.ROW_THREADS))
+        for half in (0, 1):
+            # A thread has two of every eight columns; a row's other threads do not find its place.
+            place = place_of(begin, stores.thread_row(thread, half))
+            place = arith.subi(place, arith.muli(of_row, inline.i32(2)))
+            score = inline.f32(0.0)
+            for number, pair in enumerate(scores.registers.flat[half::2]):
+                for i in (0, 1):
+                    is_own = arith.cmpi(arith.CmpIPredicate.eq, place, inline.i32(8 * number + i))
+                    score = arith.select(is_own, vector.extract(pair, [], [i]), score)
+            for distance in (1, 2):
+                score = arith.addf(score, mgpu.utils.shfl_bfly(score, distance))
+            found.append(score)
+
+        def row_of(row: ir.Value) -> ir.Value:
+            return arith.addi(place_of(begin, row), inline.i32(first))
+
+        rows = operand_tiles.read_matrices(values, thread, columns, row_of)
+        return stores.row_array(found), rows
+
+    score, value = read(scores, values, begin)
+    return score, value.astype(jnp.float32)
 
 
 def _divided(x: ir.Value, divisor: int) -> tuple[ir.Value, ir.Value]:

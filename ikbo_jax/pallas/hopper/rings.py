@@ -65,6 +65,11 @@ class Ring(NamedTuple):
         """Tells the producer that a consumer has read the slot."""
         plgpu.barrier_arrive(self.free_at(number))
 
+    def skip(self, number: Any) -> None:
+        """Frees a filled slot that a consumer does not read."""
+        self.await_ready(number)
+        self.release(number)
+
     def send_words(self, number: Any, words: Sequence[Any], after: Ring | None = None) -> None:
         """Writes a slot's first words when the slot of ring `after` is free, and arrives."""
         free = None if after is None else after.free_at(number)
