@@ -320,8 +320,9 @@ class _Walk:
             if name in LOOKUPS:
                 self.add(eqn, 0, self.bytes_of(eqn.invars[1:2]))
             for v in eqn.outvars:
-                sizes = self.bytes_of((v,)), self.bytes_of(eqn.invars[:1])
-                is_table = name in LOOKUPS and lineage.is_at_least(*sizes)
+                is_table = name in LOOKUPS and lineage.is_at_least(
+                    self.bytes_of((v,)), self.bytes_of(eqn.invars[:1])
+                )
                 self.place(eqn, v, table if is_table else frozenset([v]), name in MOVES)
         elif params.get("name") not in RARE:
             for v in eqn.outvars:

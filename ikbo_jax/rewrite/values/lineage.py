@@ -143,7 +143,7 @@ class Concat(Deferred):
 
 def is_plain(value: Any) -> bool:
     """Whether the value is an array."""
-    return not isinstance(value, Deferred)
+    return type(value) is TRACER or not isinstance(value, Deferred)
 
 
 def is_only_broadcast(value: Any) -> bool:
