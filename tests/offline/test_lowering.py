@@ -49,9 +49,10 @@ def loss(params, request):
 def test_layers_share_the_kernels_that_are_equal(fn, lowered_kernels, monkeypatch):
     """Three layers need as many modules as two layers do, and so as many compiled kernels.
 
-    The first layer's compression also makes the queries. A layer may call a kernel with several shapes: attention pools histories, too. The cost model
-    leaves linear compressions as small as these to XLA. XLA has no loop: kernels are launched one
-    after another, without the host in between.
+    The first layer's compression also makes the queries. A layer may call a kernel with several
+    shapes: attention pools histories, too. The cost model leaves linear compressions as small as
+    these to XLA. XLA has no loop: kernels are launched one after another, without the host in
+    between.
     """
     prefer_kernels(monkeypatch)
     assert "stablehlo.while" not in lower(fn, 2)
