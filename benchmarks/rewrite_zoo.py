@@ -365,7 +365,7 @@ REAL = {
     "din": (32, 2048, 512, 1, 128),
     "transformer": (32, 2048, 1022, 1, 1280),
 }
-#: Sizes for a CPU: those of the program of this number.
+#: The number of a program of small sizes, for a CPU, and these sizes.
 SMALL, OF_SMALL = -1, (4, 64, 40, 2, 16)
 CROSS_RANK, LAYERS = 512, 8
 

@@ -141,17 +141,21 @@ def _store_zeros(part: Part, own: Own) -> None:
 
 
 def _walk(part: Part, own: Own, *, is_one_user: bool = False) -> tuple[_Sums, Any]:
-    """Adds up the lane's candidates (step 1); also returns whether the lane has any."""
+    """Adds up the lane's candidates (step 1); also returns whether the lane has any.
+
+    `is_one_user`: all candidates of `own` are the first user's, which need not be loaded.
+    """
     shape, unroll = part.ctx.shape, part.ctx.config.unroll
     each = lax.div(own.after - own.begin + (part.lanes - 1), jnp.int32(part.lanes))
     first = jnp.minimum(part.lane * each + own.begin, own.after)
     end = jnp.minimum(first + each, own.after)
     is_later = first > own.begin
-    before = part.user(first - 1)
     nothing = (_no_sum(),) * shape.numbers
-    sums = _Sums(jnp.where(is_later, before, same(-1)), nothing, nothing, same(1))
     if is_one_user:
-        sums = sums._replace(user=same(0) + own.first, is_head=is_later.astype(jnp.int32))
+        user, is_head = same(0) + own.first, is_later.astype(jnp.int32)
+    else:
+        user, is_head = jnp.where(is_later, part.user(first - 1), same(-1)), same(1)
+    sums = _Sums(user, nothing, nothing, is_head)
 
     def places(turn: Any) -> list[jax.Array]:
         return [first + (turn * unroll + i) for i in range(unroll)]
