@@ -176,7 +176,7 @@ class CpuCost:
         makers = {n: op for op in self._ops for n in op.results}
         for op in reversed(self._ops):
             if flops := flops_of_product(op.eqn):
-                self._sum(op.source)[0] += flops
+                self.sums[op.source][0] += flops
             readers = frozenset().union(*[self._readers[n] for n in op.results])
             if not readers:
                 continue
@@ -216,7 +216,7 @@ class CpuCost:
             table, result = (_bytes(self._values[n]) for n in (operands[0], op.results[0]))
             if name in _PARTS or not lineage.is_at_least(result, table):
                 for reader in readers - {_MEMORY, _SLICE}:
-                    self._sum(self._kernels[reader].source)[1] += result
+                    self.sums[self._kernels[reader].source][1] += result
                 self._readers[operands[0]] |= {_SLICE}
                 operands = operands[1:]
         for n in operands:
@@ -234,7 +234,7 @@ class CpuCost:
             orders = [*batch, *free, *contracted], [*batch, *contracted, *free]
             wide = [[d for d in order if shape[d] != 1] for order in orders]
             if not any(order == sorted(order) for order in wide):
-                self._sum(op.source)[1] += 2 * _bytes(v)
+                self.sums[op.source][1] += 2 * _bytes(v)
                 self._kernels.append(_Kernel("loop", op.source))
                 self._readers[n] |= {len(self._kernels) - 1}
             else:
@@ -246,7 +246,7 @@ class CpuCost:
         if eqn.params.get("name") in RARE:
             return True
         if (flops := flops_of_op(eqn, self.known)) is not None:
-            self._sum(op.source)[0] += flops
+            self.sums[op.source][0] += flops
             return False
         inner = inner_programs(eqn)
         times = eqn.params["length"] if name == "scan" else 1
@@ -254,7 +254,7 @@ class CpuCost:
         if name == "cond":
             costs = [_dearest(costs)]
         for source, found in (item for sums in costs for item in sums.items()):
-            total = self._sum(op.source if source is None else source)
+            total = self.sums[op.source if source is None else source]
             for n, x in enumerate(found):
                 total[n] += times * x
         for n in op.operands if inner else ():
@@ -267,12 +267,9 @@ class CpuCost:
         found: dict[int | None, list[int]] = self.known[id(program)]
         return found
 
-    def _sum(self, source: int | None) -> list[int]:
-        return self.sums[source]
-
     def _write(self, op: _Op, kind: str) -> frozenset[int]:
         """Adds the kernel that computes an operation and writes its results."""
-        total = self._sum(op.source)
+        total = self.sums[op.source]
         total[1] += sum(_bytes(self._values[n]) for n in op.results)
         total[2] += 1
         for n in op.results:
@@ -283,7 +280,7 @@ class CpuCost:
     def _read(self, n: int) -> None:
         """Adds the bytes of a value in memory once for every kernel that reads it."""
         for reader in self._readers[n] - {_MEMORY, _SLICE}:
-            self._sum(self._kernels[reader].source)[1] += _bytes(self._values[n])
+            self.sums[self._kernels[reader].source][1] += _bytes(self._values[n])
 
 
 def _bytes(v: Any) -> Any:
