@@ -19,6 +19,7 @@ from flax import nnx
 from examples.hstu.model import Hstu, PlainHstu, Sizes, tokens_of
 from examples.movielens import data, evaluate, train
 from examples.movielens.impressions import Batch, Impressions
+from examples.movielens.progress import Progress
 from ikbo_jax.terminal import print_table
 
 VERSIONS = {"ikbo": Hstu, "plain": PlainHstu}
@@ -37,6 +38,7 @@ class Trainer:
 
     def __init__(self, version: str, sizes: Sizes, protocol: train.Protocol):
         self.kind, self.sizes, self.protocol = VERSIONS[version], sizes, protocol
+        self.version = version
         self.tokens = functools.partial(tokens_of, is_jagged=self.kind.is_jagged)
         graph, _ = nnx.split(self.kind(sizes, rngs=nnx.Rngs(0)))
         self.network: Any = train.Network(
@@ -49,16 +51,18 @@ class Trainer:
     def run(self, impressions: Impressions, seed: int) -> tuple[list[float], evaluate.Metrics]:
         """Trains with a seed; returns the loss of every step, and metrics of the test part."""
         state, loss = train.start(self.network, self.protocol, seed), []
-        for number in range(self.protocol.steps):
-            batch = impressions.train_batch(self.protocol.users, seed, number)
-            state, value = self.step(state, self.tokens(batch))
-            loss.append(value)
+        with Progress().bar(f"{self.version}, seed {seed}", 0, self.protocol.steps) as advance:
+            for number in range(self.protocol.steps):
+                batch = impressions.train_batch(self.protocol.users, seed, number)
+                state, value = self.step(state, self.tokens(batch))
+                loss.append(float(value))
+                advance(loss=float(np.mean(loss[-50:])))
 
         def scorer(batch: Batch) -> np.ndarray:
             return np.asarray(self._logits(state.params, self.tokens(batch)))
 
         found = evaluate.evaluate(scorer, impressions, impressions.test, users=16)
-        return [float(x) for x in loss], found
+        return loss, found
 
     def cost(self, impressions: Impressions) -> tuple[float, float]:
         """Measures the milliseconds of a step, over 50 steps, and the MiB of temporary arrays."""
@@ -92,6 +96,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     for version in VERSIONS:
         trainer = Trainer(version, sizes, protocol)
         milliseconds, mib = trainer.cost(impressions)
+        print(f"{version}: {milliseconds:.2f} ms a step", file=sys.stderr, flush=True)
         metrics = [trainer.run(impressions, seed)[1] for seed in range(args.seeds)]
         quality = []
         for values in ([m.auc.mean() for m in metrics], [m.ndcg.mean() for m in metrics]):
