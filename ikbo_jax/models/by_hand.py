@@ -147,7 +147,13 @@ def hand_optimised(fold: Fold) -> Strategy:
     ) -> jax.Array:
         query, key, value = functional.projected(params, rms_norm(queries), keys)
         out = fold.unfold(attention(fold.fold(query), key, value, tuned=True))
-        return functional.merge_heads(out, params["w_out"])
+        return queries + functional.merge_heads(out, params["w_out"])
+
+    def feed_forward(
+        params: Parameters, queries: jax.Array, rows: jax.Array, index: jax.Array, of_all: jax.Array
+    ) -> jax.Array:
+        fed = folded(activated_attention, params, queries, rms_norm(rows), index)
+        return fed + of_all[:, None]
 
     def compress(
         params: Parameters, rows: jax.Array, tokens: jax.Array, index: jax.Array
@@ -164,7 +170,7 @@ def hand_optimised(fold: Fold) -> Strategy:
         prepare=lambda tokens: padded(tokens, 1),
         pool=functools.partial(pool_by_seeds, tuned=True),
         attend=functools.partial(folded, softmax_attention),
-        feed_forward=functools.partial(folded, activated_attention),
+        feed_forward=feed_forward,
         compress=compress,
         join=joined,
     )

@@ -304,10 +304,11 @@ def _network(params: dict[str, Any], request: Request, strategy: Strategy) -> ja
     interactions = []
     for layer in (first, *rest):
         with jax.named_scope("self_attention"):
-            history = history + strategy.attend_to_itself(layer["self_attention"], history)
+            history = strategy.attend_to_itself(layer["self_attention"], history)
         with jax.named_scope("pooling"):
             of_pooling, of_attention = strategy.remember(layer, history)
-            pooled = rms_norm(strategy.pool(layer["pma"], of_pooling, numbers))
+            raw = strategy.pool(layer["pma"], of_pooling, numbers)
+            pooled = rms_norm(raw)
         with jax.named_scope("compression"):
             rows = jnp.concatenate([request.user_tokens, dense, pooled], axis=1)
             compressed = strategy.compress(layer["compression"], rows, cand_tokens, index)
@@ -315,17 +316,11 @@ def _network(params: dict[str, Any], request: Request, strategy: Strategy) -> ja
             if num_queries:
                 queries = compressed[:, :num_queries]
         with jax.named_scope("attention"):
-            attended = strategy.attend(layer["attention"], queries, of_attention, index)
-            # Without the barrier, XLA would add twice: for the normalisation and for the last sum.
-            (queries,) = strategy.barrier((queries + attended,))
-        with jax.named_scope("feed_forward"):
-            fed = strategy.feed_forward(layer["pffn"], queries, pooled, index)
-            queries = queries + fed
+            queries = strategy.attend(layer["attention"], queries, of_attention, index)
         with jax.named_scope("interaction"):
             interaction = _interaction(layer["interaction"], compressed, num_queries)
-            queries = queries + interaction[:, None]
-        # None before the compression: queries and interaction would be added in a kernel of their
-        # own, 50 MB of 2.3 GB that the kernels of 256 candidates read and write.
+        with jax.named_scope("feed_forward"):
+            queries = strategy.feed_forward(layer["pffn"], queries, raw, index, interaction)
         history, queries, interaction = strategy.barrier((history, queries, interaction))
         interactions.append(interaction)
     with jax.named_scope("head"):

@@ -11,6 +11,7 @@ from jax.sharding import PartitionSpec
 
 from ikbo_jax.layers import functional
 from ikbo_jax.ops.attention import attention
+from ikbo_jax.ops.gated_linear import gated_linear
 from ikbo_jax.ops.gdpa import gdpa
 from ikbo_jax.ops.gdpa_arguments import equal_offsets
 from ikbo_jax.ops.norm_linear import norm_linear
@@ -51,7 +52,7 @@ def softmax_attention(
 def _attend_to_itself(params: Parameters, history: jax.Array) -> jax.Array:
     x = rms_norm(history)
     out = softmax_attention(*functional.projected(params, x, x), tuned=True)
-    return functional.merge_heads(out, params["w_out"])
+    return history + functional.merge_heads(out, params["w_out"])
 
 
 def _remember(layer: Any, history: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -65,8 +66,10 @@ class Strategy(NamedTuple):
 
     Attributes:
       pool: PMA of a history for the users' numbers [U] int32; returns [U, pooled, N].
-      attend: takes [B, T, N], which it normalises, and a history; returns [B, T, N].
-      feed_forward: takes [B, T, N], which it normalises, and [U, pooled, N]; returns [B, T, N].
+      attend: takes queries [B, T, N], which it normalises, and a history; returns the queries and
+        what it found, added.
+      feed_forward: takes queries [B, T, N] and [U, pooled, N], which it normalises, and further
+        arguments: the index, and [B, N]; returns both and the net's result, added.
       compress: takes [U, K_user, N] and the result of `prepare`; returns [B, M, N].
       join: first layer of the head; takes the weight [user + cand, hidden], [U, user] and [B,
         cand]; returns [B, hidden].
@@ -74,14 +77,14 @@ class Strategy(NamedTuple):
       barrier: returns its arrays unchanged; where it is an optimisation barrier, XLA computes all
         of them before any operation that reads one of the results.
       joins_queries: whether the first layer's `compress` makes the queries, too.
-      attend_to_itself: normalises the history [U, S, N] and attends to itself; [U, S, N].
+      attend_to_itself: adds a history [U, S, N] and what it finds in itself, normalised.
       remember: takes a layer's parameters and the history; returns what `pool` and `attend` read of
         it, once normalised.
     """
 
     pool: Callable[[Parameters, Any, jax.Array], jax.Array]
     attend: CandidateOp
-    feed_forward: CandidateOp
+    feed_forward: Callable[[Parameters, jax.Array, jax.Array, jax.Array, jax.Array], jax.Array]
     compress: CandidateOp
     join: Callable[[Any, jax.Array, jax.Array, jax.Array], jax.Array]
     prepare: Callable[[jax.Array], jax.Array] = lambda tokens: tokens
@@ -161,15 +164,15 @@ def _attend_to_copies(
     out = softmax_attention(
         *functional.projected(params, rms_norm(queries), look_up(history, index)), tuned=tuned
     )
-    return functional.merge_heads(out, params["w_out"])
+    return queries + functional.merge_heads(out, params["w_out"])
 
 
 def _feed_forward_by_copies(
-    params: Parameters, queries: jax.Array, pooled: jax.Array, index: jax.Array
+    params: Parameters, queries: jax.Array, pooled: jax.Array, index: jax.Array, of_all: jax.Array
 ) -> jax.Array:
-    query, memory = rms_norm(queries), look_up(pooled, index)
+    query, memory = rms_norm(queries), look_up(rms_norm(pooled), index)
     out = activated_attention(*functional.projected(params, query, memory))
-    return functional.merge_heads(out, params["w_out"])
+    return queries + functional.merge_heads(out, params["w_out"]) + of_all[:, None]
 
 
 def _compress_copies(
@@ -190,18 +193,16 @@ def _join_copies(
     return jnp.concatenate([look_up(user, index), cand], axis=1) @ weight
 
 
-MATERIALISED = Strategy(
-    pool=functools.partial(pool_by_seeds, tuned=False),
-    attend=functools.partial(_attend_to_copies, tuned=False),
-    feed_forward=_feed_forward_by_copies,
-    compress=functools.partial(_compress_copies, tuned=False),
-    join=_join_copies,
-    joins_queries=False,
-)
-TUNED = MATERIALISED._replace(
-    pool=functools.partial(pool_by_seeds, tuned=True),
-    attend=functools.partial(_attend_to_copies, tuned=True),
-    compress=functools.partial(_compress_copies, tuned=True),
+MATERIALISED, TUNED = (
+    Strategy(
+        pool=functools.partial(pool_by_seeds, tuned=tuned),
+        attend=functools.partial(_attend_to_copies, tuned=tuned),
+        feed_forward=_feed_forward_by_copies,
+        compress=functools.partial(_compress_copies, tuned=tuned),
+        join=_join_copies,
+        joins_queries=False,
+    )
+    for tuned in (False, True)
 )
 
 
@@ -215,10 +216,25 @@ def _projected(x: jax.Array, *weights: jax.Array) -> list[jax.Array]:
     return [group.reshape(*x.shape[:-1], *group.shape[1:]) for group in groups]
 
 
+def _queries(params: Parameters, x: jax.Array) -> jax.Array:
+    """Normalises [..., F] and projects it to queries [..., N, H], in one kernel."""
+    features, *heads = params["w_query"].shape
+    flat = params["w_query"].reshape(features, -1)
+    out = gated_linear(None, x.reshape(-1, features), flat, norm="rms")
+    return out.reshape(-1, *heads).reshape(*x.shape[:-1], *heads)
+
+
+def _added(
+    params: Parameters, x: jax.Array, heads: jax.Array, of_all: jax.Array | None = None
+) -> jax.Array:
+    """Adds `x` [B, T, F], the product of heads [B, T, N, H], and [B, F] to all T, in one kernel."""
+    rows, weight, residual = (a.reshape(-1, *a.shape[2:]) for a in (heads, params["w_out"], x))
+    return gated_linear(None, rows, weight, residual, of_all, norm=None).reshape(x.shape)
+
+
 def _attend_to_itself_fused(params: Parameters, history: jax.Array) -> jax.Array:
     weights = (params[name] for name in ("w_query", "w_key", "w_value"))
-    out = softmax_attention(*_projected(history, *weights), tuned=True)
-    return functional.merge_heads(out, params["w_out"])
+    return _added(params, history, softmax_attention(*_projected(history, *weights), tuned=True))
 
 
 def _keys_and_values(layer: Any, history: jax.Array) -> tuple[Any, Any]:
@@ -228,13 +244,8 @@ def _keys_and_values(layer: Any, history: jax.Array) -> tuple[Any, Any]:
     return arrays[:2], arrays[2:]
 
 
-def _attended(
-    params: Parameters, query: jax.Array, keys_and_values: Any, index: jax.Array
-) -> jax.Array:
-    key, value = keys_and_values
-    # A request's index is sorted. Otherwise XLA would copy queries and cotangents for the gradient.
-    out = attention(query, key, value, index, indices_are_sorted=True)
-    return functional.merge_heads(out, params["w_out"])
+#: A request's index is sorted. Otherwise XLA would copy queries and cotangents for the gradient.
+_attended = functools.partial(attention, indices_are_sorted=True)
 
 
 def _pool(params: Parameters, keys_and_values: Any, numbers: jax.Array) -> jax.Array:
@@ -245,21 +256,21 @@ def _pool(params: Parameters, keys_and_values: Any, numbers: jax.Array) -> jax.A
     # Inside `shard_map`, the seeds' gradients must be summed over users before devices.
     queries, key, value = vary_over_same_axes((queries, *keys_and_values))
     seeds = jnp.broadcast_to(queries, (key.shape[0], *queries.shape))
-    return _attended(params, seeds, (key, value), numbers)
+    return functional.merge_heads(_attended(seeds, key, value, numbers), params["w_out"])
 
 
 def _attend(
     params: Parameters, queries: jax.Array, keys_and_values: Any, index: jax.Array
 ) -> jax.Array:
-    (query,) = _projected(queries, params["w_query"])
-    return _attended(params, query, keys_and_values, index)
+    query = _queries(params, queries)
+    return _added(params, queries, _attended(query, *keys_and_values, index))
 
 
 def _feed_forward(
-    params: Parameters, queries: jax.Array, pooled: jax.Array, index: jax.Array
+    params: Parameters, queries: jax.Array, pooled: jax.Array, index: jax.Array, of_all: jax.Array
 ) -> jax.Array:
-    (query,) = _projected(queries, params["w_query"])
-    key, value = (functional.project(pooled, params[name]) for name in ("w_key", "w_value"))
+    query = _queries(params, queries)
+    key, value = _projected(pooled, params["w_key"], params["w_value"])
     (batch, length, *heads), (users, rows, *_) = query.shape, key.shape
     out = gdpa(
         query.reshape(batch * length, *heads),
@@ -274,7 +285,7 @@ def _feed_forward(
         max_seqlen_q=length,
         max_seqlen_kv=rows,
     )
-    return functional.merge_heads(out.reshape(query.shape), params["w_out"])
+    return _added(params, queries, out.reshape(query.shape), of_all)
 
 
 def join(

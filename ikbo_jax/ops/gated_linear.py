@@ -13,19 +13,20 @@ from ikbo_jax.ops.norm_linear import LinearCall, LinearOp, check_norm, check_vec
 from ikbo_jax.ops.op import Named, Part
 from ikbo_jax.ops.partition import Division
 from ikbo_jax.ops.sharded import run_kernel
-from ikbo_jax.problems.gated_linear import GatedLinearProblem
+from ikbo_jax.problems.gated_linear import NO_NORM, GatedLinearProblem
 from ikbo_jax.reference import norm_linear as reference
 from ikbo_jax.reference.norm_linear import Gate, GatedLinear
 
 
 def gated_linear(
-    u: jax.Array,
+    u: jax.Array | None,
     a: jax.Array,
     weight: jax.Array,
     residual: jax.Array | None = None,
+    shared_residual: jax.Array | None = None,
     *,
     concat: bool = False,
-    norm: str = "layer",
+    norm: str | None = "layer",
     by_head: bool = False,
     norm_scale: jax.Array | None = None,
     norm_bias: jax.Array | None = None,
@@ -39,12 +40,15 @@ def gated_linear(
         out = [u, a, u · norm(a)] · weight + residual, or (u · norm(a)) · weight + residual
 
     Args:
-      u: [rows, N, H] or [rows, C], bfloat16, float16 or float32; C = N · H.
+      u: [rows, N, H] or [rows, C], bfloat16, float16 or float32; C = N · H. None: 1, for layers
+        without a gate, such as an attention's output.
       a: the same shape and dtype, such as the result of `gdpa`.
       weight: [3 · C, F] with `concat`, else [C, F], same dtype.
       residual: [rows, F], same dtype; None: 0.
+      shared_residual: [groups, F], same dtype: each of its rows is added to rows / groups rows, one
+        after another, such as all rows of a candidate; None: 0.
       concat: whether the rows that are multiplied hold `u` and `a`, too.
-      norm: "layer" or "rms", as in `norm_linear`.
+      norm: "layer" or "rms", as in `norm_linear`; None: norm(a) is a.
       by_head: whether the H columns of a head are normalised on their own (a group norm), not all
         columns of a row.
       norm_scale: [C], or with `by_head` [N]; bfloat16, float16 or float32; None: 1.
@@ -59,7 +63,9 @@ def gated_linear(
 
     Returns:
       [rows, F] in the inputs' dtype. Norm, gate and sums are f32; the rows that are multiplied are
-      rounded to the inputs' dtype before, and the result is rounded once. Differentiable in
+      rounded to the inputs' dtype before, and the result is rounded once. Without `u`, the kernel
+      multiplies rows as they are, and their products by what the norm multiplies rows by.
+      Differentiable in
       reverse mode, any number of times; gradients are summed in f32, in one order, and rounded
       once. Their rows are computed again: no memory holds [u, a, u · norm(a)]. The cotangent of
       these rows is rounded to the inputs' dtype, as in plain jnp, unless devices divide F.
@@ -76,14 +82,15 @@ def gated_linear(
     rate = arguments.finite_number("dropout_rate", dropout_rate)
     if not 0 <= rate < 1:
         raise ValueError(f"dropout_rate must be in [0, 1), but is {rate}")
-    arrays = GatedLinear(u, a, norm_scale, norm_bias, weight, residual, None)
+    arrays = GatedLinear(u, a, norm_scale, norm_bias, weight, residual, None, shared_residual)
     request = arguments.request("gated_linear", implementation, None, arrays)
     is_concat = arguments.flag("concat", concat)
     groups = _check(arrays, is_concat, arguments.flag("by_head", by_head))
     if dropout_key is not None and rate:
         words = jax.random.bits(dropout_key, (2,), jnp.uint32)
         arrays = arrays._replace(seed=jnp.pad(words, (0, 1)))
-    call = _Call(request, Gate(check_norm(norm, eps), groups, is_concat, rate))
+    kinds = (*reference.NORMS, None)
+    call = _Call(request, Gate(check_norm(norm, eps, kinds), groups, is_concat, rate))
     return _OP.planned(call, arrays, (a.shape[0], weight.shape[1]), a.dtype)
 
 
@@ -92,18 +99,19 @@ def _check(arrays: GatedLinear, concat: bool, by_head: bool) -> int:
 
     Raises ValueError, quoting both conflicting values, unless the arrays agree.
     """
-    u, a, scale, bias, weight, residual, _ = arrays
+    u, a, scale, bias, weight, residual, _, shared = arrays
     rank = len(getattr(a, "shape", ()))
     axes = "[rows, C]" if rank == 2 else "[rows, N, H]"
-    for name, array in (("a", a), ("u", u)):
-        arguments.check_array(name, array, axes)
-    arguments.check_array("weight", weight, "[3 · C, F]" if concat else "[C, F]")
-    if residual is not None:
-        arguments.check_array("residual", residual, "[rows, F]")
-    for name, array in (("u", u), ("weight", weight), ("residual", residual)):
-        if array is not None and array.dtype != a.dtype:
+    rest = ("residual", residual, "[rows, F]"), ("shared_residual", shared, "[groups, F]")
+    optional = [x for x in (("u", u, axes), *rest) if x[1] is not None]
+    needed = ("a", a, axes), ("weight", weight, "[3 · C, F]" if concat else "[C, F]")
+    for name, array, wanted in (*needed, *optional):
+        arguments.check_array(name, array, wanted)
+        if array.dtype != a.dtype:
             raise ValueError(f"a is {a.dtype} but {name} is {array.dtype}")
-    if u.shape != a.shape:
+    if u is None and concat:
+        raise ValueError("concat needs u, but u is None")
+    if u is not None and u.shape != a.shape:
         raise ValueError(f"u has shape {u.shape} but a has shape {a.shape}")
     if by_head and rank != 3:
         raise ValueError(f"by_head needs a of shape [rows, N, H], but a has shape {a.shape}")
@@ -122,8 +130,12 @@ def _check(arrays: GatedLinear, concat: bool, by_head: bool) -> int:
             f"weight has shape {weight.shape} but a has C={columns}, which needs {wanted} rows "
             f"with concat={concat}"
         )
-    if residual is not None and residual.shape != (shape := (a.shape[0], weight.shape[1])):
+    shape = a.shape[0], weight.shape[1]
+    if residual is not None and residual.shape != shape:
         raise ValueError(f"residual has shape {residual.shape} but the result has {shape}")
+    if shared is not None and (shared.shape[1:] != shape[1:] or shape[0] % max(1, len(shared))):
+        shapes = f"{shared.shape} but the result has {shape}"
+        raise ValueError(f"shared_residual has shape {shapes}: groups must divide rows")
     return int(groups)
 
 
@@ -140,13 +152,18 @@ class _GatedLinear(LinearOp[_Call, GatedLinear, jax.Array]):
     def problem(self, call: _Call, arrays: GatedLinear) -> GatedLinearProblem:
         gate, a = call.gate, arrays.a
         has_dropout = arrays.seed is not None
-        details = "[u, a, u · norm(a)]" if gate.concat else "u · norm(a)"
+        details = "norm(a)" if arrays.u is None else "u · norm(a)"
+        details = "[u, a, u · norm(a)]" if gate.concat else details
         details += f", {gate.groups} groups" if gate.groups > 1 else ""
         details += ", dropout" if has_dropout else ""
         columns = (math.prod(a.shape[1:]),)
         sizes = a.shape[0], arrays.weight.shape[1], columns
+        has_factors = arrays.norm_scale is not None or arrays.norm_bias is not None
+        shared_rows = 0 if arrays.shared is None else a.shape[0] // arrays.shared.shape[0]
+        kind, is_plain = gate.norm.kind or NO_NORM, arrays.u is None
         options = gate.groups, gate.concat, has_dropout
-        return GatedLinearProblem(*sizes, gate.norm.kind, str(a.dtype), details, *options)
+        plain = is_plain, has_factors, shared_rows
+        return GatedLinearProblem(*sizes, kind, str(a.dtype), details, *options, *plain)
 
     def run(self, call: _Call, plan: dispatch.Plan, arrays: GatedLinear) -> jax.Array:
         if plan.implementation == "xla":
@@ -166,7 +183,7 @@ class _GatedLinear(LinearOp[_Call, GatedLinear, jax.Array]):
         self, call: _Call, size: int, batched: GatedLinear, arrays: GatedLinear
     ) -> tuple[_Call, GatedLinear] | None:
         """Folds rows that have their own gate; not with dropout, which is alike in all problems."""
-        names = ("u", "a", "residual")
+        names = ("u", "a", "residual", "shared")
         rows = {name: x for name in names if (x := getattr(arrays, name)) is not None}
         if arrays.seed is not None or batched._asdict() != {
             name: None if x is None else name in names for name, x in arrays._asdict().items()
@@ -176,12 +193,14 @@ class _GatedLinear(LinearOp[_Call, GatedLinear, jax.Array]):
         return call, arrays._replace(**folded)
 
     def named(self, call: _Call, arrays: GatedLinear) -> Named:
-        rows = "r n h" if arrays.a.ndim == 3 else "r c"
-        names = GatedLinear(rows, rows, "s", "s", "k f", "r f", "words")
+        # Rows of a row of the shared residual stay together.
+        row = "r" if arrays.shared is None else "(r t)"
+        rows, out = f"{row} n h" if arrays.a.ndim == 3 else f"{row} c", f"{row} f"
+        names = GatedLinear(rows, rows, "s", "s", "k f", out, "words", "r f")
         names = GatedLinear(
             *(None if x is None else name for name, x in zip(names, arrays, strict=True))
         )
-        return Named(names, "r f", {"r": "rows", "f": "columns"})
+        return Named(names, out, {"r": "rows", "f": "columns"})
 
     def part(
         self, call: _Call, arrays: GatedLinear, division: Division

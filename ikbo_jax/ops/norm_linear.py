@@ -99,10 +99,10 @@ def _of_groups(name: str, values: Any) -> tuple[Any, ...]:
     return tuple(values)
 
 
-def check_norm(kind: Any, eps: Any) -> Norm:
+def check_norm(kind: Any, eps: Any, kinds: tuple[Any, ...] = reference.NORMS) -> Norm:
     """Returns the options of a norm; raises ValueError, quoting the value, if one is wrong."""
-    if kind not in reference.NORMS:
-        known = ", ".join(map(repr, reference.NORMS))
+    if kind not in kinds:
+        known = ", ".join(map(repr, kinds))
         raise ValueError(f"unknown norm {kind!r}; known: {known}")
     number = arguments.finite_number("eps", eps)
     if number <= 0:
@@ -207,7 +207,7 @@ class _NormLinear(LinearOp[_Call, NormLinear, Projected]):
         (rows, features), dtype = arrays.x.shape, str(arrays.x.dtype)
         columns = tuple(math.prod(weight.shape[1:]) for weight in arrays.weights)
         details = "+".join(call.activations)
-        return NormLinearProblem(rows, features, columns, call.norm.kind, dtype, details)
+        return NormLinearProblem(rows, features, columns, str(call.norm.kind), dtype, details)
 
     def run(self, call: _Call, plan: dispatch.Plan, arrays: NormLinear) -> Projected:
         has_projection = call.return_residuals and "projection" not in call.recompute

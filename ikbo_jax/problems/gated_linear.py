@@ -10,6 +10,8 @@ from ikbo_jax.problems.hopper import BLOCK_K, NUM_CONSUMERS, TILE_ROWS, WGMMA_M
 from ikbo_jax.problems.norm_linear import LinearProblem
 from ikbo_jax.problems.problem import Config
 
+#: Name of the norm of rows that are multiplied as they are.
+NO_NORM = "no"
 #: The most groups of columns: their statistics take 1 KiB each.
 MAX_GROUPS = 16
 #: The widest tile: 128 registers of a thread.
@@ -65,11 +67,16 @@ class GatedLinearProblem(LinearProblem):
       groups: groups of columns that are normalised on their own.
       concat: whether the rows that are multiplied are [u, a, u · norm(a)].
       dropout: whether some of their numbers are dropped.
+      is_plain: whether there is no `u`; `has_factors`: whether the norm has a scale or a bias.
+      shared_rows: rows that have a row of the shared residual in common; 0: there is none.
     """
 
     groups: int
     concat: bool
     dropout: bool
+    is_plain: bool = False
+    has_factors: bool = False
+    shared_rows: int = 0
 
     op: ClassVar[str] = "gated_linear"
     config_type: ClassVar[type[Config]] = GatedLinearConfig
@@ -81,6 +88,17 @@ class GatedLinearProblem(LinearProblem):
             return reason
         if self.dropout:
             return "the kernel drops nothing, but the call has a dropout key"
+        if self.is_plain and (self.norm == "layer" or self.groups > 1 or self.has_factors):
+            return (
+                "without a gate, the kernel takes no norm but an RMS norm of rows without factors"
+            )
+        if not self.is_plain and self.norm == NO_NORM:
+            return "with a gate, the kernel needs a norm"
+        if self.shared_rows % WGMMA_M:
+            return (
+                f"the kernel adds a shared residual to a multiple of {WGMMA_M} rows, "
+                f"but it is to be added to {self.shared_rows}"
+            )
         groups, columns = self.groups, self.columns[0]
         if groups > 1 and (groups > MAX_GROUPS or columns % (groups * BLOCK_K)):
             return (

@@ -25,9 +25,9 @@ DROPOUT_BITS = 21
 
 
 class Norm(NamedTuple):
-    """Static options of a norm: its kind, and what is added to the variance."""
+    """Static options of a norm: its kind, None for no norm, and what is added to the variance."""
 
-    kind: str = "layer"
+    kind: str | None = "layer"
     eps: float = 1e-6
 
 
@@ -54,7 +54,7 @@ class Projected(NamedTuple):
 
 
 class GatedLinear(NamedTuple):
-    """Arrays of `gated_linear`; norm_scale, norm_bias, residual and seed may be None.
+    """Arrays of `gated_linear`; u, norm_scale, norm_bias and those after weight may be None.
 
     `seed` is [3] uint32: two words of a key, and the number of the first row.
     """
@@ -66,6 +66,7 @@ class GatedLinear(NamedTuple):
     weight: Any
     residual: Any
     seed: Any
+    shared: Any = None
 
 
 class Gate(NamedTuple):
@@ -86,6 +87,8 @@ class Gate(NamedTuple):
 
 def _normalised(norm: Norm, x: jax.Array) -> jax.Array:
     """Normalises f32 numbers along the last axis."""
+    if norm.kind is None:
+        return x
     if norm.kind == "layer":
         x = x - jnp.mean(x, axis=-1, keepdims=True)
     return x * jax.lax.rsqrt(jnp.mean(x * x, axis=-1, keepdims=True) + norm.eps)
@@ -227,8 +230,8 @@ def _kept_numbers(gate: Gate, seed: jax.Array, shape: tuple[int, ...]) -> list[j
 def _gated(
     gate: Gate,
     seed: jax.Array | None,
-    u: jax.Array,
-    a: jax.Array,
+    u: jax.Array | None,
+    a: Any,
     scale: jax.Array | None,
     bias: jax.Array | None,
 ) -> jax.Array:
@@ -238,22 +241,27 @@ def _gated(
     scale, bias = (
         None if y is None else jnp.repeat(y, a.shape[1] // y.shape[0]) for y in (scale, bias)
     )
-    parts = [u, a, u * _scaled(by_group.reshape(a.shape), scale, bias)]
+    gated = _scaled(by_group.reshape(a.shape), scale, bias)
+    gated = gated if u is None else u * gated
+    parts: Any = [u, a, gated] if gate.concat else [gated]
     if seed is not None:
-        kept = _kept_numbers(gate, seed, a.shape)
+        kept = _kept_numbers(gate, seed, a.shape)[-len(parts) :]
         share = 1 / (1 - gate.dropout_rate)
         parts = [jnp.where(k, x * share, 0.0) for k, x in zip(kept, parts, strict=True)]
-    return jnp.concatenate(parts, axis=1) if gate.concat else parts[2]
+    return jnp.concatenate(parts, axis=1) if gate.concat else parts[0]
 
 
 def gated_linear(gate: Gate, arrays: GatedLinear) -> jax.Array:
     """Computes gated_linear: [rows, features]."""
-    u, a, scale, bias, weight, residual, seed = arrays
-    flat_u, flat_a = (_matrix(x).astype(jnp.float32) for x in (u, a))
+    u, a, scale, bias, weight, residual, seed, shared = arrays
+    flat_u, flat_a = (None if x is None else _matrix(x).astype(jnp.float32) for x in (u, a))
     rows = _gated(gate, seed, flat_u, flat_a, scale, bias).astype(a.dtype)
     out = _product("rk,kf->rf", rows, weight)
     if residual is not None:
         out = out + residual.astype(jnp.float32)
+    if shared is not None:
+        by_group = out.reshape(shared.shape[0], -1, out.shape[1])
+        out = (by_group + shared.astype(jnp.float32)[:, None]).reshape(out.shape)
     return out.astype(a.dtype)
 
 
@@ -262,18 +270,21 @@ def gated_linear_vjp(gate: Gate, arrays: GatedLinear, d_out: jax.Array, dtype: A
 
     The cotangent of these rows is rounded to `dtype`.
     """
-    u, a, scale, bias, weight, residual, seed = arrays
-    vectors = _matrix(u), _matrix(a), scale, bias
+    u, a, scale, bias, weight, residual, seed, shared = arrays
+    vectors = None if u is None else _matrix(u), _matrix(a), scale, bias
     floats = [None if y is None else y.astype(jnp.float32) for y in vectors]
     rows, pull_back = jax.vjp(functools.partial(_gated, gate, seed), *floats)
     d_rows = _product("rf,kf->rk", d_out, weight, dtype)
     d_u, d_a, d_scale, d_bias = pull_back(d_rows.astype(jnp.float32))
     return GatedLinear(
-        d_u.reshape(u.shape),
+        None if u is None else d_u.reshape(u.shape),
         d_a.reshape(a.shape),
         d_scale,
         d_bias,
         _sum_of_rows(rows.astype(a.dtype), d_out),
         None if residual is None else d_out.astype(jnp.float32),
         None,
+        None
+        if shared is None
+        else jnp.sum(d_out.reshape(shared.shape[0], -1, d_out.shape[1]), 1, dtype=jnp.float32),
     )

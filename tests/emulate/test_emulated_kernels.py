@@ -211,7 +211,7 @@ CHOSEN = {
     ],
     "linear_compression_backward": ["several_ctas"],
     "norm_linear": ["layer", "early", "rms_in_parts"],
-    "gated_linear": ["by_head", "product", "wide"],
+    "gated_linear": ["by_head", "product", "wide", "plain", "plain_rms"],
 }
 #: With a number, every case in as many orders of events.
 SEEDS = int(os.environ.get("IKBO_EMULATED_SEEDS", "0"))

@@ -54,7 +54,7 @@ def test_gpu_norm_linear(name: str, dtype: str) -> None:
 
 
 #: Rows, heads, their width, F, norm, whether norms are by head, whether [u, a, u · norm(a)] are
-#: multiplied, whether there are factors and a residual.
+#: multiplied or None without u, whether there are factors and a residual, or both residuals.
 GATED_CASES = {
     "least": (2, 1, 8, 8, "layer", False, True, True),
     "partial_blocks": (333, 1, 200, 136, "layer", False, True, False),
@@ -63,6 +63,9 @@ GATED_CASES = {
     "without_factors": (601, 8, 64, 64, "layer", False, True, False),
     "by_head": (1000, 8, 64, 512, "layer", True, True, True),
     "many": (100_072, 4, 128, 512, "layer", False, True, True),
+    "plain": (65_600, 2, 128, 256, None, False, None, True),
+    "plain_rms": (40_001, 1, 256, 256, "rms", False, None, False),
+    "plain_wide": (1088, 3, 128, 600, None, False, None, True),
 }
 
 
@@ -77,19 +80,22 @@ def test_gpu_gated_linear(name: str, dtype: str) -> None:
         return jnp.asarray(rng.normal(size=shape), dtype)
 
     size = heads if by_head else columns
-    vectors = (draw(size), draw(size)) if has_rest else (None, None)
+    is_plain = concat is None
+    vectors = (draw(size), draw(size)) if has_rest and not is_plain else (None, None)
     a = draw(rows, heads, width) + 3 * draw(rows, 1, 1)
     weight = draw(parts * columns, features) * float((parts * columns) ** -0.5)
     residual = draw(rows, features) if has_rest else None
+    shared = draw(rows // 64, features) if has_rest and is_plain else None
 
     @functools.partial(jax.jit, static_argnums=0)
     def call(implementation: str, *arrays: Any) -> tuple[jax.Array]:
         *arrays, scale, bias = arrays
-        options = {"norm": norm, "by_head": by_head, "concat": concat}
+        options = {"norm": norm, "by_head": by_head, "concat": bool(concat)}
         options |= {"norm_scale": scale, "norm_bias": bias, "implementation": implementation}
         return (ikbo.gated_linear(*arrays, **options),)
 
-    arrays = draw(rows, heads, width), a, weight, residual, *vectors
+    u = None if is_plain else draw(rows, heads, width)
+    arrays = u, a, weight, residual, shared, *vectors
     check(call, arrays)
     check(gradients_of(call), arrays)
 

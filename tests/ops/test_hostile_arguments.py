@@ -73,8 +73,8 @@ OPS["norm_linear"] = (
     {"x": ones(5, 8), "weights[0]": ones(8, 16)},
 )
 OPS["gated_linear"] = (
-    ikbo.gated_linear,
-    {"u": ones(5, 2, 4), "a": ones(5, 2, 4), "weight": ones(8, 16)},
+    lambda **a: ikbo.gated_linear(None, **a),
+    {"a": ones(5, 2, 4), "weight": ones(8, 16)},
 )
 ARGUMENTS = [(op, name) for op, (_, arrays) in OPS.items() for name in arrays]
 LENGTHS = np.ones(3, np.int32)
@@ -114,7 +114,11 @@ ALL = OPS | {
         lambda num_targets, **arrays: ikbo.gdpa(**arrays, mask=ikbo.masks.hstu(num_targets)),
         OPS["gdpa"][1] | {"num_targets": np.ones(2, np.int32)},
     ),
-    "gated_residual": (ikbo.gated_linear, OPS["gated_linear"][1] | {"residual": ones(5, 16)}),
+    "gated_residual": (
+        ikbo.gated_linear,
+        OPS["gated_linear"][1]
+        | {"u": ones(5, 2, 4), "residual": ones(5, 16), "shared_residual": ones(1, 16)},
+    ),
     "hstu_layer": (
         lambda x, cu_seqlens, **params: hstu_layer(
             params, x, cu_seqlens, num_heads=2, max_seqlen=3

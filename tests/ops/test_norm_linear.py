@@ -36,6 +36,8 @@ def drawn(shapes: dict[str, tuple[int, ...] | None], seed: int = 0) -> dict[str,
 
 
 def normed(kind: str, x: np.ndarray, eps: float = EPS) -> np.ndarray:
+    if kind is None:
+        return x
     if kind == "layer":
         x = x - x.mean(axis=-1, keepdims=True)
     return x / np.sqrt(np.mean(x * x, axis=-1, keepdims=True) + eps)
@@ -73,10 +75,11 @@ def norm_linear(kind: str, a: dict[str, Any], **options: Any) -> tuple[jax.Array
 
 GATED = {
     "u": (ROWS, N, H), "a": (ROWS, N, H), "scale": (N * H,), "bias": (N * H,),
-    "weight": (3 * N * H, F), "residual": (ROWS, F),
+    "weight": (3 * N * H, F), "residual": (ROWS, F), "shared": None,
 }  # fmt: skip
 BY_HEAD = GATED | {"scale": (N,), "bias": (N,)}
 PRODUCT = GATED | {"weight": (N * H, F), "residual": None, "scale": None, "bias": None}
+ADDED = PRODUCT | {"u": None, "residual": (ROWS, F), "shared": (1, F)}
 
 
 def numpy_gated_linear(kind: str, by_head: bool, kept: Any = (1, 1, 1), **a: Any) -> np.ndarray:
@@ -86,16 +89,17 @@ def numpy_gated_linear(kind: str, by_head: bool, kept: Any = (1, 1, 1), **a: Any
     scale, bias = (np.reshape(or_(a[c], d), (-1, 1)) for c, d in (("scale", 1.0), ("bias", 0.0)))
     if not by_head:
         scale, bias = scale.T, bias.T
-    gated = u * (rows * scale + bias).reshape(x.shape)
-    parts = [part.reshape(ROWS, -1) * k for part, k in zip((u, x, gated), kept, strict=True)]
-    parts = parts if len(a["weight"]) > N * H else parts[2:]
-    return np.concatenate(parts, axis=1) @ a["weight"] + or_(a["residual"], 0)
+    gated = or_(u, 1) * (rows * scale + bias).reshape(x.shape)
+    parts = [u, x, gated] if len(a["weight"]) > N * H else [gated]
+    parts = [x.reshape(ROWS, -1) * k for x, k in zip(parts, kept[-len(parts) :], strict=True)]
+    added = or_(a["residual"], 0) + np.repeat(or_(a["shared"], np.zeros((1, F))), ROWS, axis=0)
+    return np.concatenate(parts, axis=1) @ a["weight"] + added
 
 
 def gated_linear(kind: str, by_head: bool, a: dict[str, Any], **options: Any) -> jax.Array:
-    rest = {key: a[key] for key in ("residual",)}
     return ikbo.gated_linear(
-        *(a["u"], a["a"], a["weight"]), **rest, norm=kind, by_head=by_head, eps=EPS,
+        *(a["u"], a["a"], a["weight"], a["residual"], a["shared"]),
+        norm=kind, by_head=by_head, eps=EPS,
         norm_scale=a["scale"], norm_bias=a["bias"], concat=len(a["weight"]) > N * H, **options,
     )  # fmt: skip
 
@@ -164,6 +168,8 @@ def test_norm_linear_is_numpys(shapes: Any, kind: str, recompute: Any, dtype: st
         (BY_HEAD, "layer", True, "bfloat16"),
         (PRODUCT, "rms", True, "float32"),
         (PRODUCT, "layer", False, "float16"),
+        (ADDED, None, False, "bfloat16"),
+        (ADDED, "rms", True, "float32"),
     ],
 )
 def test_gated_linear_is_numpys(shapes: Any, kind: str, by_head: bool, dtype: str) -> None:
@@ -395,6 +401,8 @@ def test_wrong_arguments_are_named_with_both_values() -> None:
         (gated(weight=g["weight"][:-1]), r"weight has shape \(17, 6\) but a has C=6, which needs"),
         (gated(residual=g["residual"][:1]), r"residual has shape \(1, 6\) but the result has"),
         (gated(residual=g["residual"].astype(jnp.float16)), "a is float32 but residual is float16"),
+        (gated(shared=g["residual"][:2]), r"shared_residual has shape \(2, 6\) but the result has"),
+        (gated(u=None), "concat needs u, but u is None"),
         (gated(scale=g["scale"][:N]), r"norm_scale has shape \(2,\) but a has C=6"),
         (gated(dropout_rate=1.0), r"dropout_rate must be in \[0, 1\), but is 1.0"),
     ):

@@ -100,8 +100,10 @@ def test_the_rewrite_finds_every_meeting_of_user_and_candidate(users: int) -> No
     assert sorted(p.op for p in explanation.plans) == combined
     by_hand = sorted(p.op for p in ikbo.explain(ranking.co_designed, *shapes).plans)
     # Its pooling of the history, by a softmax at user batch, is nothing that a rewrite changes.
-    projections = ["norm_linear"] * 4  # of the history twice, of the queries twice
-    assert by_hand == ["attention", *combined, *projections]
+    # Projections of the history, twice, and of pooled rows; of the queries, twice, and sums with
+    # the history and, twice, with the queries.
+    linear = ["norm_linear"] * 3 + ["gated_linear"] * 5
+    assert by_hand == sorted(["attention", *combined, *linear])
     assert "product by parts, then added, strategies.py" in report.details
 
 

@@ -1,6 +1,7 @@
 """Normalises rows, gates them, multiplies them and adds a residual: one persistent kernel.
 
-    out = [u, a, u · norm(a)] @ weight + residual, or (u · norm(a)) @ weight + residual
+    out = [u, a, u · norm(a)] @ weight + residual, or (u · norm(a)) @ weight + residual,
+    or norm(a) @ weight + residual
 
 A CTA computes tiles of 128 rows by up to 256 columns. Warpgroups 0 and 1 are the consumers, each
 of 64 rows. A tile takes two passes over the rows. In the first, WGMMAs multiply blocks of 64
@@ -8,6 +9,9 @@ columns of `a` while their consumer sums them for the statistics. In the second,
 block of `u` while their consumer reads it and the same block of `a` again, and forms u · norm(a) in
 registers, from where the next WGMMAs take it. So it is rounded as the reference rounds it, and no
 memory holds it.
+
+Without `u` there is the first pass alone: what a row's RMS norm multiplies by, its product is
+multiplied by. If a tile has all columns and the ring of weights all k steps, they are loaded once.
 
 Blocks of the residual follow those of the rows through the same ring. A consumer adds one to its
 accumulator, writes the result to the block's place, and stores it from there.
@@ -25,7 +29,7 @@ Synchronisations:
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -36,186 +40,66 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from ikbo_jax.pallas.hopper import mma, mosaic, operand_tiles
 from ikbo_jax.pallas.hopper.launch import Roles, launch
 from ikbo_jax.pallas.linear import rows
-from ikbo_jax.pallas.linear.items import ItemContext
-from ikbo_jax.problems import hopper
+from ikbo_jax.pallas.linear.gated_loads import (
+    GatedLinearContext,
+    Operands,
+    Shape,
+    Tile,
+    load_rows,
+    load_weights,
+)
 from ikbo_jax.problems.gated_linear import GatedLinearConfig
-from ikbo_jax.problems.hopper import BLOCK_K, NUM_CONSUMERS, TILE_ROWS, WGMMA_M
+from ikbo_jax.problems.hopper import BLOCK_K, WGMMA_M
 from ikbo_jax.reference.norm_linear import Gate, GatedLinear
-
-#: Numbers of u, a and u · norm(a) among the parts of a weight.
-U, A, GATED = range(3)
-
-
-class Operands(NamedTuple):
-    """Device memory that the kernel reads; `scale` and `bias` may be None."""
-
-    u: Any  # [rows, C]
-    a: Any  # [rows, C]
-    scale: Any  # [blocks * 64] f32
-    bias: Any  # [blocks * 64] f32
-    weight: Any  # [parts, C, F]
-    residual: Any  # [rows, F], or None for 0
-
-
-@dataclasses.dataclass(frozen=True)
-class Shape:
-    """Static description of a launch; `tile_blocks` are blocks of 64 columns of a tile."""
-
-    rows: int
-    columns: int
-    features: int
-    gate: Gate
-    tile_blocks: int
-    workers: int = 1
-
-    @property
-    def blocks(self) -> int:
-        """Number of blocks of 64 columns of `a`."""
-        return hopper.column_blocks(self.columns)
-
-    @property
-    def row_blocks(self) -> int:
-        """Number of a tile's blocks in the ring of rows: a; u and a in pairs; the residual."""
-        return 3 * self.blocks + self.tile_blocks
-
-    @property
-    def k_steps(self) -> int:
-        """Number of a tile's k steps of weights."""
-        return self.blocks * (3 if self.gate.concat else 1)
-
-    @property
-    def column_tiles(self) -> int:
-        return -(-hopper.column_blocks(self.features) // self.tile_blocks)
-
-    @property
-    def items(self) -> int:
-        return -(-self.rows // TILE_ROWS) * self.column_tiles
-
-
-class Tile(NamedTuple):
-    """A tile of the result: its first row and its first column."""
-
-    row: Any
-    column: Any
-
-
-@dataclasses.dataclass(frozen=True)
-class GatedLinearContext(ItemContext):
-    """The context of a warpgroup; steps and blocks of rows are numbered through all tiles."""
-
-    def item(self, i: Any) -> Tile:
-        number, tiles = i * self.shape.workers + self.worker, self.shape.column_tiles
-        column = lax.rem(number, tiles) * (self.shape.tile_blocks * BLOCK_K)
-        return Tile(lax.div(number, tiles) * TILE_ROWS, column)
-
-    def part(self, tile: Tile, consumer: Any, column: Any) -> tuple[Any, Any]:
-        """Selects 64 columns of a consumer's rows in device memory."""
-        return pl.ds(tile.row + consumer * WGMMA_M, WGMMA_M), pl.ds(column, BLOCK_K)
-
-    def rows_of(self, block: Any) -> Any:
-        """Selects the consumer's rows of a block, as WGMMA sees them."""
-        return self.shared.rows.matrix(block).at[self.consumer, 0]
-
-
-def load_weights(ctx: GatedLinearContext) -> None:
-    """Loads the weights of all tiles, as a warp of the producer."""
-    ring, shape = ctx.shared.weight, ctx.shape
-
-    def load_tile(i: Any, tile: Tile, carry: Any) -> Any:
-        def load(part: int, k: Any, step: Any) -> None:
-            step += i * shape.k_steps
-            ring.await_reuse(step)
-            for j in range(shape.tile_blocks):
-                columns = pl.ds(tile.column + j * BLOCK_K, BLOCK_K)
-                source = ctx.operands.weight.at[part, pl.ds(k * BLOCK_K, BLOCK_K), columns]
-                plgpu.copy_gmem_to_smem(source, ring.copied(step).at[j], ring.ready_at(step))
-
-        if not shape.gate.concat:
-            pl.loop(0, shape.blocks)(lambda k: load(0, k, k))
-            return carry
-        pl.loop(0, shape.blocks)(lambda k: load(A, k, k))
-
-        @pl.loop(0, shape.blocks)
-        def _(k: Any) -> None:
-            for second, part in enumerate((U, GATED)):
-                load(part, k, shape.blocks + 2 * k + second)
-
-        return carry
-
-    ctx.for_items(load_tile, jnp.int32(0))
-    ring.drain_uses(ctx.count * shape.k_steps)
-
-
-def load_rows(ctx: GatedLinearContext) -> None:
-    """Loads the rows of all tiles, as a warp of the producer."""
-    ring, shape, operands = ctx.shared.rows, ctx.shape, ctx.operands
-    # Without a residual, its slots still take the result: they get some rows that nothing reads.
-    residual = operands.u if operands.residual is None else operands.residual
-
-    def load_tile(i: Any, tile: Tile, carry: Any) -> Any:
-        def load(source: Any, column: Any, block: Any) -> None:
-            block += i * shape.row_blocks
-            ring.await_reuse(block)
-            for consumer in range(NUM_CONSUMERS):
-                target = ring.copied(block).at[consumer, 0]
-                part = source.at[ctx.part(tile, consumer, column)]
-                plgpu.copy_gmem_to_smem(part, target, ring.ready_at(block))
-
-        pl.loop(0, shape.blocks)(lambda k: load(operands.a, k * BLOCK_K, k))
-
-        @pl.loop(0, shape.blocks)
-        def _(k: Any) -> None:
-            for second, source in enumerate((operands.u, operands.a)):
-                load(source, k * BLOCK_K, shape.blocks + 2 * k + second)
-
-        first = 0 if operands.residual is None else tile.column
-        for j in range(shape.tile_blocks):
-            load(residual, first + j * BLOCK_K, 3 * shape.blocks + j)
-        return carry
-
-    ctx.for_items(load_tile, jnp.int32(0))
-    ring.drain_uses(ctx.count * shape.row_blocks)
-
-
-# Consumers
 
 
 def _first_pass(
     ctx: GatedLinearContext, first: Any, step: Any, acc: Any, free_last: Callable[[], None]
 ) -> tuple[Any, rows.Statistics | None]:
-    """Multiplies `a` if the gate concatenates; returns the accumulator and the rows' statistics.
+    """Multiplies `a` if that is a part; returns the accumulator and the rows' statistics.
 
     `first` and `step` number the tile's first block of rows and k step of weights. Statistics of
     several groups of columns stay in shared memory.
     """
     shape, interpret = ctx.shape, ctx.interpret
     ring, weight, gate = ctx.shared.rows, ctx.shared.weight, shape.gate
-    of_group = shape.blocks // gate.groups
+    of_group, multiplies = shape.blocks // gate.groups, gate.concat or not shape.is_gated
+    has_norm = gate.norm.kind is not None
 
     def add(k: Any, acc: Any, sums: Any, columns: int = BLOCK_K, is_first: bool = False) -> Any:
         ring.await_ready(first + k)
         tiles = ctx.rows_of(first + k)
-        if gate.concat:
-            weight.await_ready(step + k)
+        if multiplies:
+            await_weight(step + k)
             right = weight.matrix(step + k)
             acc = mma.add_tile_product(acc, tiles, right, interpret=interpret)
         if is_first:
             free_last()
-        elif gate.concat:
+        elif multiplies:
             mma.wait(1, interpret=interpret)
-            weight.release(step + k - 1)
-            ring.release(first + k - 1)
+            free(k - 1)
+        if not has_norm:
+            return acc, sums
         if is_first or gate.groups > 1:
             fresh = rows.begin_sums(tiles, gate.norm.kind, interpret=interpret)
-            begins = lax.rem(k, of_group) == 0
-            sums = fresh if is_first else _select(begins, fresh, sums)
+            select = functools.partial(lax.select, lax.rem(k, of_group) == 0)
+            sums = fresh if is_first else jax.tree.map(select, fresh, sums)
         sums = rows.add_sums(sums, tiles, columns, interpret=interpret)
         if gate.groups > 1:
             pl.when(lax.rem(k, of_group) == of_group - 1)(lambda: keep(lax.div(k, of_group), sums))
         mosaic.fence_accesses(interpret=interpret)
-        if not gate.concat:
+        if not multiplies:
             ring.release(first + k)
         return acc, sums
+
+    def await_weight(number: Any) -> None:
+        wait = functools.partial(weight.await_ready, number)
+        pl.when(first == 0)(wait) if ctx.keeps_weights else wait()
+
+    def free(k: Any) -> None:
+        if not ctx.keeps_weights:
+            weight.release(step + k)
+        ring.release(first + k)
 
     def statistics(sums: rows.Sums) -> rows.Statistics:
         size = shape.columns // gate.groups
@@ -235,11 +119,11 @@ def _first_pass(
         acc, sums = lax.fori_loop(1, max(whole, 1), lambda k, x: add(k, *x), (acc, sums))
     if whole and rest:
         acc, sums = add(jnp.int32(whole), acc, sums, rest)
-    return acc, statistics(sums) if gate.groups == 1 else None
-
-
-def _select(predicate: Any, x: rows.Sums, y: rows.Sums) -> rows.Sums:
-    return jax.tree.map(functools.partial(lax.select, predicate), x, y)
+    if not shape.is_gated:
+        mma.wait(0, interpret=interpret)
+        free(shape.blocks - 1)
+        acc = mma.after_wait(acc, interpret=interpret)
+    return acc, statistics(sums) if has_norm and gate.groups == 1 else None
 
 
 def _statistics(ctx: GatedLinearContext, k: Any) -> rows.Statistics:
@@ -322,16 +206,28 @@ def _add_gated(ctx: GatedLinearContext, acc: Any, gated: jax.Array, weight: Any)
     return mma.add_tile_product(acc, ctx.staging(), weight, interpret=True)
 
 
-def _store(ctx: GatedLinearContext, tile: Tile, acc: jax.Array, first: Any) -> None:
+def _store(
+    ctx: GatedLinearContext, tile: Tile, acc: jax.Array, scale: jax.Array | None, first: Any
+) -> None:
     """Adds the residual and stores the result, from where the residual is: blocks from `first` on.
 
-    All blocks but the last one are freed.
+    `scale` multiplies the accumulator's rows before. All blocks but the last one are freed.
     """
     ring, interpret, (output,) = ctx.shared.rows, ctx.interpret, ctx.outputs
+    shape, shared = ctx.shape, ctx.operands.shared
+    group: Any = 0
+    if shared is not None:
+        row = jnp.minimum(tile.row + ctx.consumer * WGMMA_M, shape.rows - 1)
+        group = lax.div(row, shape.shared_rows)
     for j in range(ctx.shape.tile_blocks):
         ring.await_ready(first + j)
         place = ring.matrix(first + j).at[ctx.consumer]
         values = lax.slice(acc, (0, j * BLOCK_K), (WGMMA_M, (j + 1) * BLOCK_K))
+        if scale is not None:
+            values *= lax.broadcast_in_dim(scale, values.shape, (0,))
+        if shared is not None:
+            column = group * (shape.column_tiles * shape.tile_blocks * BLOCK_K) + tile.column
+            values += rows.of_columns(shared, column + j * BLOCK_K, BLOCK_K, interpret=interpret)
         if ctx.operands.residual is not None:
             values += operand_tiles.read_rows(place.at[0], interpret=interpret).astype(jnp.float32)
         values = values.astype(output.dtype)
@@ -358,12 +254,16 @@ def consume(ctx: GatedLinearContext) -> None:
                 plgpu.wait_smem_to_gmem(0, wait_read_only=True)
                 ring.release(first - 1)
 
-        def multiply(acc: Any) -> jax.Array:
+        def multiply(acc: Any) -> tuple[Any, Any]:
             acc, of_rows = _first_pass(ctx, first, step, acc, free_last)
-            return _second_pass(ctx, first, step, acc, of_rows)
+            if shape.is_gated:
+                return _second_pass(ctx, first, step, acc, of_rows), None
+            return acc, None if of_rows is None else of_rows.scale
 
-        acc = mma.with_block_accumulators(multiply, shape.tile_blocks, interpret=ctx.interpret)
-        _store(ctx, tile, acc, first + 3 * shape.blocks)
+        acc, scale = mma.with_block_accumulators(
+            multiply, shape.tile_blocks, interpret=ctx.interpret
+        )
+        _store(ctx, tile, acc, scale, first + shape.first_result)
         return carry
 
     ctx.for_items(compute, jnp.int32(0))
@@ -386,9 +286,15 @@ def gated_linear_kernel(
       config: legal.
       interpret: as for `launch`.
     """
-    u, a = (x.reshape(x.shape[0], -1) for x in (arrays.u, arrays.a))
+    a = arrays.a.reshape(arrays.a.shape[0], -1)
+    u = None if arrays.u is None else arrays.u.reshape(a.shape)
     (count, columns), features = a.shape, arrays.weight.shape[1]
-    shape = Shape(count, columns, features, gate, config.blocks)
+    shared, shared_rows = arrays.shared, 0
+    if shared is not None:
+        shared_rows, padding = count // shared.shape[0], -features % (config.blocks * BLOCK_K)
+        shared = jnp.pad(shared, ((0, 0), (0, padding))).reshape(-1)
+    options = gate, config.blocks, u is not None, shared_rows
+    shape = Shape(count, columns, features, *options)
     shape = dataclasses.replace(shape, workers=min(num_sms, shape.items))
     scale, bias = (
         None if y is None else rows.padded(jnp.repeat(y, columns // y.size), BLOCK_K)
@@ -402,7 +308,7 @@ def gated_linear_kernel(
             consume,
             assist=load_rows,
         ),
-        Operands(u, a, scale, bias, weight, arrays.residual),
+        Operands(u, a, scale, bias, weight, arrays.residual, shared),
         (jax.ShapeDtypeStruct((count, features), a.dtype),),
         config.shared(gate.groups),
         dtype=a.dtype,

@@ -290,23 +290,32 @@ def padded(vector: jax.Array, multiple: int) -> jax.Array:
 
 
 def of_columns(ref: Any, first: Any, width: int, *, interpret: bool) -> jax.Array:
-    """Loads ref[first : first + width], f32 in device memory, for all rows: [64, width]."""
+    """Loads ref[first : first + width] of device memory for all rows: [64, width] f32."""
+    dtype = ref.dtype
     if interpret:
-        return jnp.broadcast_to(ref[pl.ds(first, width)][None], (WGMMA_M, width))
+        columns = ref[pl.ds(first, width)].astype(jnp.float32)
+        return jnp.broadcast_to(columns[None], (WGMMA_M, width))
 
     @plgpu.inline_mgpu(
         arg_types=(plgpu.RefType(), plgpu.Layout.WG_SPLAT(())),
         return_type=mma.accumulator_type(width),
     )
     def load(_: Any, ref: ir.Value, first: Any) -> mgpu.FragmentedArray:
-        f32 = ir.F32Type.get()
+        f32, i32 = ir.F32Type.get(), ir.IntegerType.get_signless(32)
         pair_type = ir.VectorType.get((2,), f32)
         pair = arith.muli(arith.remui(stores.late_thread_number(), inline.i32(4)), inline.i32(2))
-        address = inline.address(ref, arith.addi(first.registers.item(), pair))
-        registers = []
+        bits = jnp.dtype(dtype).itemsize * 8
+        address = inline.address(ref, arith.addi(first.registers.item(), pair), bits)
+        registers: list[ir.Value] = []
         for i in range(width // 8):
-            ptx = f"ld.global.nc.v2.f32 {{$0, $1}}, [$2 + {32 * i}];"
-            loaded = mgpu.utils.inline_ptx(ptx, address, result_types=[f32] * 2)
+            loaded: Any
+            if dtype == jnp.float32:
+                ptx = f"ld.global.nc.v2.f32 {{$0, $1}}, [$2 + {32 * i}];"
+                loaded = mgpu.utils.inline_ptx(ptx, address, result_types=[f32] * 2)
+            else:
+                ptx = f"ld.global.nc.b32 $0, [$1 + {16 * i}];"
+                word = mgpu.utils.inline_ptx(ptx, address, result_types=i32)
+                loaded = row_vectors.unpacked(word, dtype)
             registers += [vector.from_elements(pair_type, list(loaded))] * 2  # of both rows
         shape = mgpu.WGMMA_LAYOUT.registers_shape((WGMMA_M, width))
         return inline.accumulator(np.array(registers, dtype=object).reshape(shape))
