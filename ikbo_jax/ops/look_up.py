@@ -184,11 +184,7 @@ def _segment_sum(call: _Call, config: Any, arrays: RowArrays) -> jax.Array:
     from ikbo_jax.pallas.look_up.sums import segment_sum_kernel
 
     kernel = functools.partial(
-        segment_sum_kernel,
-        users=call.users,
-        config=config,
-        is_sorted=call.is_sorted,
-        dtype=dtype,
+        segment_sum_kernel, users=call.users, config=config, is_sorted=call.is_sorted, dtype=dtype
     )
     found: jax.Array = run_kernel(kernel, values.reshape(index.shape[0], -1), index)
     return found.reshape(call.users, *values.shape[1:])

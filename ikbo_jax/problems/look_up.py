@@ -27,8 +27,8 @@ MOST_READ = 1e7
 RESIDENT = 4 * WARPGROUP_SIZE * NUM_SMS
 #: Bytes of one user's candidates up to which XLA sums them, not the kernel; L2 has 50 MB.
 CACHE_BYTES = 4e7
-#: Vectors of a lookup above which a thread moves two.
-MANY_VECTORS = 2**22
+#: Vectors of a lookup from which on a thread moves two.
+MANY_VECTORS = 2**17
 #: Bytes of a lookup's result from which on L2 evicts it first: 91 us instead of 102 for 220 MB.
 STREAMED_BYTES = 3.2e7
 #: Largest number that the kernels compute with.
@@ -169,8 +169,7 @@ class LookUpProblem(RowsProblem):
     def rank(self) -> Iterator[Ranked]:
         """Yields the legal configurations, the most promising first."""
         if LookUpConfig().illegal_reason(self) is None:
-            # One access was 10 % faster where all take 1.5 us on an H100, and 3 % slower where they
-            # take 90.
+            # Two were 10 % slower where all take 1.3 us, and 12 % faster where they take 5 (H200).
             accesses = (1, 2, 4) if self.batch * self.vectors < MANY_VECTORS else (2, 4, 1)
             streams = self.bytes_read >= STREAMED_BYTES
             yield from by_rule(LookUpConfig(x, streams) for x in accesses)
@@ -203,6 +202,10 @@ class SegmentSumProblem(RowsProblem):
         sharing = next(
             (x for x in shares if self._ctas(x) >= least.get(x.each, 3 * NUM_SMS // 2)), shares[-1]
         )
+        # Five CTAs with eight loads in flight fit an SM: 40 us instead of 43 for 134 MB, but 67
+        # instead of 56 where rows are gathered.
+        if self.is_sorted and self.bytes_read > CACHE_BYTES and self._ctas(sharing) <= 5 * NUM_SMS:
+            sharing = dataclasses.replace(sharing, unroll=8)
         first = [sharing, *listings[:1]]
         if listings and self._listing_us(listings[0]) < self._sharing_us(sharing):
             first.reverse()
@@ -211,19 +214,26 @@ class SegmentSumProblem(RowsProblem):
     def _listings(self) -> Iterator[SegmentSumConfig]:
         """Yields configurations whose CTAs list one user, or as many as four CTAs on an SM need."""
         warpgroups = next((x for x in (1, 2) if self.batch <= x * MOST_LISTED), 4)
-        lists = [SegmentSumConfig(x, 1, 4, warpgroups, 1) for x in COLUMNS]
+        # 227 MB of 15 users: 55.9 us with eight loads in flight, 60.1 with four.
+        unroll = 8 if self.bytes_read > CACHE_BYTES and self.batch >= 64 * self.users else 4
+        lists = [SegmentSumConfig(x, 1, unroll, warpgroups, 1) for x in COLUMNS]
         config = next((x for x in lists if self._ctas(x) >= 100), lists[-1])
         if self.batch * self._ctas(config) <= MOST_READ:
             yield config
         if self.vectors > MOST_LISTED_VECTORS or self.bytes_read > CACHE_BYTES:
             return
-        columns = min(16, self.vectors)
         # A sorted part has the candidates of few users, and so of few CTAs.
         all_parts = PARTS[:1] if self.is_sorted else PARTS
+        wide = min(16, self.vectors)
         for warpgroups, parts in itertools.product((1, 2, 4), all_parts):
-            ctas = 4 * NUM_SMS // warpgroups
-            runs = max(1, ctas // (parts * -(-self.vectors // columns)))
-            yield SegmentSumConfig(columns, 1, 4, warpgroups, -(-self.users // runs), parts)
+            ctas, unroll = 4 * NUM_SMS // warpgroups // parts, 4
+            users = {x: -(-self.users // max(1, ctas // -(-self.vectors // x))) for x in (4, wide)}
+            # Narrow chunks divide a hot user: 11.4 us, not 20.6; where all are alike, 6.0, not 5.5.
+            columns = 4 if self.vectors > 16 and users[4] <= 32 else wide
+            # XLA adds up fewer parts, and a lane loads all its candidates at once: 5.9 us, not 6.2.
+            if (warpgroups, parts) == (2, 16) and parts * self.users * self.width > 2**19:
+                parts, unroll = 8, 8
+            yield SegmentSumConfig(columns, 1, unroll, warpgroups, users[columns], parts)
 
     def _listing_us(self, config: SegmentSumConfig) -> float:
         """Estimates the microseconds of a launch that lists, and of XLA's sum of parts."""

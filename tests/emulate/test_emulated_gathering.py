@@ -14,6 +14,7 @@ from problems_look_up import assert_sums, draw
 from sm90_state import ARRAY_BITS
 
 from ikbo_jax.pallas.few_queries import gathering, kernel
+from ikbo_jax.pallas.look_up import sums
 from ikbo_jax.pallas.look_up.gather import look_up_kernel
 from ikbo_jax.pallas.look_up.sums import segment_sum_kernel
 from ikbo_jax.pallas.worklist import counted_order
@@ -190,6 +191,7 @@ SUMS = {
     "shared": (90, 17, 24, "float32", False, SegmentSumConfig(4, 2, 2)),
     # A user's end lies further away than the first search looks.
     "many_candidates_of_a_user": (1900, 2, 8, "bfloat16", True, SegmentSumConfig(2, 2, 4)),
+    "shares": (1100, 2, 8, "float16", True, SegmentSumConfig(2, 2, 4)),
     "four_warpgroups": (120, 50, 50, "float16", True, SegmentSumConfig(3, 1, 2, 4)),
     "users_without_candidates": (20, 300, 16, "bfloat16", True, SegmentSumConfig(2, 4, 2)),
     "listed": (150, 9, 20, "bfloat16", False, SegmentSumConfig(2, 1, 2, users=1)),
@@ -201,14 +203,17 @@ SUMS = {
 
 
 @pytest.mark.parametrize("name", SUMS)
-def test_emulated_sums(name: str, sm90: emulator.Emulator) -> None:
+def test_emulated_sums(name: str, sm90: emulator.Emulator, monkeypatch: pytest.MonkeyPatch) -> None:
     *sizes, config = SUMS[name]
+    if name == "shares":
+        monkeypatch.setattr(sums, "STREAMED_BYTES", 0)
     _, users, _, dtype, is_sorted = sizes
     values, index = draw(*sizes)
     with sm90.emulated(0) as launched:
         found = segment_sum_kernel(values, index, users, config=config, is_sorted=is_sorted)
     orders = ["user_order"] * (not is_sorted and not config.users)
-    assert launched == [f"ikbo_{x}_mosaic_gpu_kernel" for x in (*orders, "segment_sum")]
+    launches = *orders, "segment_sum", *["segment_sum_shares"] * (name == "shares")
+    assert launched == [f"ikbo_{x}_mosaic_gpu_kernel" for x in launches]
     unit = max(float(jnp.finfo(dtype).eps) / 2, 1e-5)
     assert_sums(found, values, index, unit, 1e-5)
 

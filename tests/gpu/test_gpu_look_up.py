@@ -9,6 +9,7 @@ import on_gpu
 import pytest
 
 import ikbo_jax as ikbo
+from ikbo_jax.pallas.look_up import sums
 from ikbo_jax.pallas.look_up.gather import look_up_kernel
 from ikbo_jax.pallas.look_up.sums import segment_sum_kernel
 from ikbo_jax.problems.look_up import LookUpConfig, SegmentSumConfig, SegmentSumProblem
@@ -84,6 +85,19 @@ def test_gpu_sums_of_all_configurations(size: tuple, dtype: str) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
+def test_gpu_shares_of_a_long_user(dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Divided candidates, as those of 32 MB and more, twice, with the same bits."""
+    monkeypatch.setattr(sums, "STREAMED_BYTES", 0)
+    values, index, *oracle = make(9000, 400, 96, "one", dtype)
+    compiled = jax.jit(
+        functools.partial(segment_sum_kernel, users=400, config=SegmentSumConfig(8, 4))
+    )
+    found = compiled(values, index)
+    check(found, *oracle)
+    np.testing.assert_array_equal(found, compiled(values, index))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("width", [1, 2, 6, 8, 1000, 100_000])
 def test_gpu_lookups_are_those_of_xla(width: int, dtype: str) -> None:
     user, index, *_ = make(37, 30, width, "", dtype)
@@ -111,12 +125,12 @@ def test_gpu_each_is_the_gradient_of_the_other(dtype: str) -> None:
     def pulled(user: jax.Array, index: jax.Array, values: jax.Array) -> jax.Array:
         return jax.vjp(lambda x: ikbo.look_up(x, index), user)[1](values)[0]
 
-    sums = jax.jit(jax.vmap(summed))(values, index)
+    found = jax.jit(jax.vmap(summed))(values, index)
     for i in range(2):
         expected = np.zeros((20, 3, 7))
         np.add.at(expected, np.clip(index[i], 0, 19), np.asarray(values[i], np.float64))
-        np.testing.assert_allclose(np.asarray(sums[i], np.float64), expected, rtol=1e-2, atol=1e-2)
-    np.testing.assert_array_equal(jax.jit(jax.vmap(pulled))(user, index, values), sums)
+        np.testing.assert_allclose(np.asarray(found[i], np.float64), expected, rtol=1e-2, atol=1e-2)
+    np.testing.assert_array_equal(jax.jit(jax.vmap(pulled))(user, index, values), found)
 
     def twice(values: jax.Array, index: jax.Array, user: jax.Array) -> jax.Array:
         return jax.vjp(lambda x: pulled(user, index, x), values)[1](user)[0]
@@ -139,15 +153,18 @@ import functools
 
 import jax
 import test_gpu_look_up as suite
+from ikbo_jax.pallas.look_up import sums
 from ikbo_jax.pallas.look_up.gather import look_up_kernel
 from ikbo_jax.pallas.look_up.sums import segment_sum_kernel
 from ikbo_jax.problems.look_up import LookUpConfig, SegmentSumConfig
 
 shared, listed = SegmentSumConfig(3, 2, 2), SegmentSumConfig(2, 1, 2, users=1)
 in_parts = SegmentSumConfig(2, 1, 2, 2, users=4, parts=3)
+sums.STREAMED_BYTES = 40_000
 for size, dtype, config in (
     ((300, 37, 48, ""), "float32", shared),
     ((1900, 2, 8, "sorted"), "bfloat16", shared),
+    ((1900, 2, 16, "sorted"), "bfloat16", shared),
     ((120, 50, 50, "sorted"), "float16", SegmentSumConfig(3, 1, 2, 4)),
     ((20, 300, 16, "sorted"), "bfloat16", shared),
     ((150, 9, 20, ""), "bfloat16", listed),
@@ -181,6 +198,6 @@ def test_gpu_soak() -> None:
     ):
         values, index, *_ = make(*size, dtype)
         options = {"num_users": size[1], "indices_are_sorted": size[3] == "sorted"}
-        sums = jax.jit(lambda x, options=options: ikbo.segment_sum(*x, **options))
-        cases.append((sums, (values, index), sums((values, index))))
+        summed = jax.jit(lambda x, options=options: ikbo.segment_sum(*x, **options))
+        cases.append((summed, (values, index), summed((values, index))))
     on_gpu.soak(cases)

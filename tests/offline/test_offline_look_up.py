@@ -12,7 +12,12 @@ import pytest
 from ikbo_jax.pallas.look_up.gather import look_up_kernel
 from ikbo_jax.pallas.look_up.sums import segment_sum_kernel
 from ikbo_jax.pallas.worklist import counted_order
-from ikbo_jax.problems.look_up import LookUpProblem, SegmentSumConfig, SegmentSumProblem
+from ikbo_jax.problems.look_up import (
+    STREAMED_BYTES,
+    LookUpProblem,
+    SegmentSumConfig,
+    SegmentSumProblem,
+)
 
 pytestmark = pytest.mark.slow
 
@@ -41,7 +46,9 @@ def test_offline_sums_are_fit(name: str, result: str | None, compiler: offline.C
     kernels = compiler.compile_fit(kernel, values, index)
     names = Counter(kernel.name for kernel in kernels)
     has_order = not problem.is_sorted and not config.users
-    assert names == Counter(["ikbo_segment_sum", *["ikbo_user_order"] * has_order])
+    has_shares = problem.bytes_read >= STREAMED_BYTES
+    others = ["ikbo_user_order"] * has_order + ["ikbo_segment_sum_shares"] * has_shares
+    assert names == Counter(["ikbo_segment_sum", *others])
     # Several CTAs share an SM.
     (sums,) = [x for x in kernels if x.name == "ikbo_segment_sum"]
     assert sums.ptxas.registers <= (128 if config.users else 96)

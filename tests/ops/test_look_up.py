@@ -244,8 +244,8 @@ def test_every_configuration_of_the_ranking_is_legal() -> None:
 
 def test_lookups_of_many_bytes_stream_and_move_more_by_thread() -> None:
     for batch, width, config in (
-        (8192, 384, LookUpConfig(1)),
-        (65536, 256, LookUpConfig(1, streams=True)),
+        (1293, 144, LookUpConfig(1)),
+        (8192, 384, LookUpConfig(2)),
         (65536, 1024, LookUpConfig(2, streams=True)),
     ):
         assert LookUpProblem(batch, 4096, width, "bfloat16").default_config() == config

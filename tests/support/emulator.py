@@ -198,14 +198,24 @@ class Emulator:
         resident: int,
     ) -> Any:
         shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in operands]
-        kernel = self.compile(plgpu.kernel(body, **options), *shapes)
-        result = options["out_type"]
+        refs = [i for i, x in enumerate(operands) if isinstance(x, jax.Ref)]
+
+        def launched(*arrays: Any) -> Any:
+            held = [jax.new_ref(x) if i in refs else x for i, x in enumerate(arrays)]
+            return plgpu.kernel(body, **options)(*held), [jax.freeze(held[i]) for i in refs]
+
+        kernel = self.compile(launched, *shapes)
+        results = jax.tree.leaves(options["out_type"])
+        filled = [*results, *(shapes[i] for i in refs)]
 
         def run(*operands: Any) -> list[np.ndarray]:
-            return self.run(kernel, operands, resident)[: len(jax.tree.leaves(result))]
+            return self.run(kernel, operands, resident)[: len(filled)]
 
-        leaves = jax.pure_callback(run, jax.tree.leaves(result), *operands)
-        return jax.tree.unflatten(jax.tree.structure(result), leaves)
+        arrays = [x[...] if i in refs else x for i, x in enumerate(operands)]
+        leaves = jax.pure_callback(run, filled, *arrays)
+        for i, leaf in zip(refs, leaves[len(results) :], strict=True):
+            operands[i][...] = leaf
+        return jax.tree.unflatten(jax.tree.structure(options["out_type"]), leaves[: len(results)])
 
     def run(self, kernel: Kernel, operands: tuple[Any, ...], resident: int) -> list[np.ndarray]:
         """The arrays that the kernel fills."""
@@ -213,7 +223,9 @@ class Emulator:
         blanks: list[np.ndarray] = []
         for i, shape in enumerate(kernel.outputs):
             blank = np.zeros(shape.shape, shape.dtype)
-            if i in kernel.aliases:  # counters, zero when the kernel starts
+            if kernel.aliases.get(i, len(arrays)) < len(operands):
+                blank = arrays[kernel.aliases[i]]
+            elif i in kernel.aliases:  # counters, zero when the kernel starts
                 arrays.append(blank)
             else:
                 blank.reshape(-1).view(np.uint8)[:] = 0xFF

@@ -13,11 +13,13 @@
   H200s; 2026-11-26, jax 0.11.2. Both fastest configurations of every kind that was timed; "short":
   the kernel for short sequences.
 - `segment_sum_times.jsonl`, H100, sums of kernels by CUPTI, medians of 10, the mean of two turns;
-  2026-11-28, jax 0.11.2. None is XLA's scatter in f32. In hot problems, a user has half of all
-  candidates; no choice knows that.
+  2026-11-28, jax 0.11.2; problems that are timed hot as well: H200, 2026-11-29, medians of three
+  turns. None is XLA's scatter in f32. In hot problems, a user has half of all candidates; no choice
+  knows that, so `BOTH_SUMS` has geometric means of a problem's two times.
 """
 
 import json
+import math
 import pathlib
 from typing import Any
 
@@ -72,3 +74,8 @@ SUMS, HOT_SUMS = (
     {x["name"]: _of_sums(**x) for x in _lines("segment_sum") if x["is_hot"] == is_hot}
     for is_hot in (False, True)
 )
+BOTH_SUMS = SUMS | {
+    name.removesuffix("_hot"): (problem, {x: math.sqrt(us * alike[x]) for x, us in hot.items()})
+    for name, (problem, hot) in HOT_SUMS.items()
+    for alike in [SUMS[name.removesuffix("_hot")][1]]
+}

@@ -16,12 +16,16 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
+from jax.experimental.mosaic import gpu as mgpu
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxlib.mlir import ir
+from jaxlib.mlir.dialects import arith
 
-from ikbo_jax.pallas.hopper import per_thread
+from ikbo_jax.pallas.hopper import inline, mosaic, per_thread, warps
 from ikbo_jax.pallas.hopper.launch import WarpgroupContext
-from ikbo_jax.pallas.hopper.per_thread import LANES, Threads, divided, same
-from ikbo_jax.pallas.look_up import ranks
+from ikbo_jax.pallas.hopper.per_thread import LANES, LAYOUT, Threads, array, divided, same, scalar
 from ikbo_jax.pallas.worklist import scan
+from ikbo_jax.problems.hopper import WARPGROUP_SIZE
 
 #: Bits of a candidate in a listed word, and their mask.
 _BITS, _LOW = 16, 2**16 - 1
@@ -38,7 +42,7 @@ class Listed(NamedTuple):
     count: Any  # candidates
 
     def candidate(self, place: jax.Array) -> jax.Array:
-        """Loads the candidate at a place; past the end, it may be any number."""
+        """Loads the candidate at a place; past the end, the last one, whose row is in L1."""
         return (self._word(place) & _LOW) + self.first
 
     def user(self, place: jax.Array) -> jax.Array:
@@ -48,7 +52,7 @@ class Listed(NamedTuple):
         return lax.shift_right_logical(self._word(place), same(_BITS)) + self.users[0]
 
     def _word(self, place: jax.Array) -> jax.Array:
-        return self.threads.read(self.words, jnp.clip(place, 0, self.words.shape[0] - 1))
+        return self.threads.read(self.words, jnp.clip(place, 0, jnp.maximum(self.count, 1) - 1))
 
 
 #: Candidates of a thread: number in the part, user's number in the run, and whether it is there.
@@ -102,7 +106,7 @@ def _list_several(ctx: WarpgroupContext, threads: Threads, found: _Found) -> Any
     warp = lax.div(threads.number(), same(LANES))
     begin, count = warp * (len(found) * LANES), same(0)
     for number, user, is_own in found:
-        before, total = ranks.rank_in_warp(same(0), is_own, 1, interpret=ctx.interpret)
+        before, total = _rank_in_warp(same(0), is_own, 1, ctx.interpret)
         word = number + user * (1 << _BITS)
         threads.keep(shared.listed, begin + count + before, word, is_own)
         threads.add(shared.counts, user * threads.warps + warp, same(1), is_own)
@@ -133,14 +137,12 @@ def _sort(ctx: WarpgroupContext, threads: Threads, begins: jax.Array, count: jax
         word = threads.read(shared.listed, jnp.minimum(begins + place, shared.listed.shape[0] - 1))
         number = lax.shift_right_logical(jnp.where(is_listed, word, same(0)), same(_BITS))
         begin = threads.read(counts, number * threads.warps + warp)
-        ranks.synchronise_warp(interpret=ctx.interpret)
-        before, total = ranks.rank_in_warp(
-            number, is_listed, shape.listed_users, interpret=ctx.interpret
-        )
+        mosaic.synchronise_warp(interpret=ctx.interpret)
+        before, total = _rank_in_warp(number, is_listed, shape.listed_users, ctx.interpret)
         threads.keep(shared.by_user, begin + before, word, is_listed)
         is_last = is_listed & (before == total - 1)
         threads.keep(counts, number * threads.warps + warp, begin + total, is_last)
-        ranks.synchronise_warp(interpret=ctx.interpret)
+        mosaic.synchronise_warp(interpret=ctx.interpret)
         return turn + 1
 
     def has_more(turn: Any) -> Any:
@@ -149,3 +151,31 @@ def _sort(ctx: WarpgroupContext, threads: Threads, begins: jax.Array, count: jax
     lax.while_loop(has_more, one_turn, jnp.int32(0))
     threads.commit()
     return shared.totals[threads.warps]
+
+
+def _rank_in_warp(
+    values: jax.Array, is_wanted: jax.Array, limit: int, interpret: bool
+) -> tuple[jax.Array, jax.Array]:
+    """Counts lower, and all, wanted lanes of the warp with the same value in [0, limit)."""
+    if interpret:
+        lane = jnp.arange(WARPGROUP_SIZE, dtype=jnp.int32)
+        is_same = (values[None] == values[:, None]) & is_wanted[None]
+        is_same &= lane[None] // LANES == lane[:, None] // LANES
+        before = jnp.sum(is_same & (lane[None] < lane[:, None]), axis=1, dtype=jnp.int32)
+        return before, jnp.sum(is_same, axis=1, dtype=jnp.int32)
+
+    @plgpu.inline_mgpu(arg_types=(LAYOUT, LAYOUT), return_type=(per_thread.INT32,) * 2)
+    def rank(_: Any, values: mgpu.FragmentedArray, wanted: mgpu.FragmentedArray) -> Any:
+        def lanes_with(bits: ir.Value) -> tuple[ir.Value, ir.Value]:
+            is_set = arith.cmpi(arith.CmpIPredicate.ne, bits, inline.i32(0))
+            return is_set, warps.ballot(is_set)
+
+        _, lanes = lanes_with(scalar(wanted))
+        for bit in range((limit - 1).bit_length()):
+            is_set, found = lanes_with(arith.andi(scalar(values), inline.i32(1 << bit)))
+            others = arith.xori(found, inline.i32(-1))
+            lanes = arith.andi(lanes, arith.select(is_set, found, others))
+        lower = arith.subi(arith.shli(inline.i32(1), warps.lane()), inline.i32(1))
+        return array(warps.ones(arith.andi(lanes, lower)), values), array(warps.ones(lanes), values)
+
+    return rank(values, is_wanted.astype(jnp.int32))

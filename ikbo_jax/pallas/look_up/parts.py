@@ -6,6 +6,7 @@ candidates in the order of users; see `sums`. A *place* is a candidate's number 
 
 import dataclasses
 import functools
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -21,6 +22,8 @@ from ikbo_jax.pallas.look_up.listing import Listed
 
 #: Candidates that a thread reads at once in a search.
 _SAMPLES = 4
+#: Most rounds of a search among 2^31 candidates.
+LEVELS = 4
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,6 +69,9 @@ class Operands(NamedTuple):
     values: Any  # [B, width]
     user: Any  # [B] int32, of each candidate in the order of users; if CTAs list, as they come
     order: Any  # [B] int32, the number of each candidate in that order; None: sorted, or listed
+    # Of the launch that adds up shares, whose candidates are CTAs:
+    helpers: Any = None  # [B] int32, the number of CTAs of the long user that begins; or 0
+    sums: Any = None  # [U, width], a reference
 
 
 class Part(NamedTuple):
@@ -125,16 +131,10 @@ def find_own(part: Part, piece: Any) -> Own:
     is_before = [lambda place, x=x: part.user(place) + place < x for x in limits]
     places = _search(part, is_before, 0, thread)
     users = [limit - place for limit, place in zip(limits, places, strict=True)]
-    # A user may have candidates before the CTA's part: an earlier CTA owns that user. The user's
-    # last one is near, unless there are very many.
+    # A user may have candidates before the CTA's part: an earlier CTA owns that user. The last one
+    # is in the CTA's part, or the user fills it.
     is_before = [lambda place, x=x: part.user(place) <= x for x in users]
-    level, window = levels(shape.batch, part.threads.count), _SAMPLES * part.threads.count
-    counts = _counts(part, is_before, places, 1, level, thread)
-    ends = lax.cond(
-        (counts[0] == window) | (counts[1] == window),
-        lambda: _search(part, is_before, level + 1, thread),
-        lambda: [place + count for place, count in zip(places, counts, strict=True)],
-    )
+    ends = _search(part, is_before, 1, thread, places, shape.each)
     last = shape.batch - 1
 
     def has(place: Any, user: Any) -> Any:
@@ -157,37 +157,34 @@ def find_own(part: Part, piece: Any) -> Own:
     # The last user is left to the CTAs whose parts it fills.
     is_left = fills[1] & ~fills[0]
     end = jnp.where(is_left, users[1], end)
-    after = lax.cond(
-        is_left, lambda: places_of(part, users[1], 2 * level + 1)[0], lambda: jnp.int32(after)
-    )
+    after = lax.cond(is_left, lambda: places_of(part, users[1], 2)[0], lambda: jnp.int32(after))
     # Where an index is not sorted as promised, a search may find anything.
     return Own(first, jnp.minimum(end, first + shape.most_users), begin, after, fills[0])
 
 
-def places_of(part: Part, user: Any, level: int = 0) -> list[Any]:
+def places_of(part: Part, user: Any, search: int = 0) -> list[Any]:
     """Finds the first place of a user's candidates, and the one after the last."""
     is_before = [lambda place: part.user(place) < user, lambda place: part.user(place) <= user]
     # Otherwise, addresses that the search before computes as well stay in 16 registers.
     zero = mosaic.opaque(jnp.int32(0), interpret=part.ctx.interpret)
-    return _search(part, is_before, level, part.threads.number() + zero)
+    return _search(part, is_before, search, part.threads.number() + zero)
 
 
-def helpers_of(part: Part, user: Any, begin: Any, after: Any, piece: Any) -> tuple[Any, Any]:
-    """Numbers the CTA among those whose parts a user with these places fills; also counts them."""
-    each = jnp.int32(part.ctx.shape.each)
-    first, end = lax.div(begin + user + each, each), lax.div(after + user, each)
-    # Where an index is not sorted as promised, the search may have found anything.
-    return jnp.maximum(piece - first, 0), jnp.maximum(end - first, 1)
+def _search(
+    part: Part,
+    conditions: list[Any],
+    search: int,
+    thread: Any,
+    bases: Sequence[Any] = (0, 0),
+    unknown: int = 0,
+) -> list[Any]:
+    """Finds the ends of the places from two bases on that satisfy a condition each.
 
-
-def _search(part: Part, conditions: list[Any], level: int, thread: Any) -> list[Any]:
-    """Counts the places that satisfy each of two conditions, which hold for the first places alone.
-
-    All threads search together. `level` is the number of `_counts` that came before; `thread` is
-    the thread's number.
+    All threads search together. Only the first `unknown` places after a base may satisfy its
+    condition; 0: all. `search` numbers the CTA's searches; `thread` is the thread's number.
     """
-    found: list[Any] = [jnp.int32(0), jnp.int32(0)]
-    unknown = part.ctx.shape.batch
+    found, level = [jnp.int32(x) for x in bases], search * LEVELS
+    unknown = unknown or part.ctx.shape.batch
     while unknown:
         stride = pl.cdiv(unknown, _SAMPLES * part.threads.count)
         counts = _counts(part, conditions, found, stride, level, thread)
@@ -212,11 +209,3 @@ def _counts(
     )
     upper = lax.shift_right_logical(both, jnp.int32(16))
     return [both - upper * (1 << 16), upper]
-
-
-def levels(count: int, threads: int) -> int:
-    """Counts the levels of a search among `count` places."""
-    levels = 0
-    while count:
-        count, levels = pl.cdiv(count, _SAMPLES * threads) - 1, levels + 1
-    return levels

@@ -15,10 +15,12 @@ may begin or end within a user. A thread
   2. adds the sums of later lanes to that of its last user, by a segmented scan in shared memory,
   3. stores zeros for users without candidates.
 
-A user with so many candidates that they are all entries of other CTAs' parts is *long*: these CTAs,
-which own no user, divide its columns among themselves, and
+Where the CTA has one user, step 2 adds up all lanes, and step 3 is left out.
 
-  4. add up all its candidates, for a few columns at a time.
+A user with so many candidates that they are all entries of other CTAs' parts is *long*: these CTAs,
+which own no user, divide its columns among themselves, or the candidates of many bytes, and
+
+  4. add up what they have. Another launch adds up the sums of divided candidates.
 
 Each number is added in f32, in an order that the sizes and the index decide, and rounded once.
 
@@ -40,7 +42,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
-from ikbo_jax.pallas.hopper import per_thread
+from ikbo_jax.pallas.hopper import mosaic, per_thread
 from ikbo_jax.pallas.hopper.launch import WarpgroupContext, launch_threads
 from ikbo_jax.pallas.hopper.per_thread import LANES, Threads, same
 from ikbo_jax.pallas.hopper.row_vectors import Rows, Words
@@ -50,11 +52,22 @@ from ikbo_jax.pallas.look_up.parts import Operands, Own, Part, Shape
 from ikbo_jax.pallas.worklist import counted_order, scan, work_order
 from ikbo_jax.problems import memory
 from ikbo_jax.problems.hopper import WARPGROUP_SIZE
-from ikbo_jax.problems.look_up import SegmentSumConfig, vector_words
+from ikbo_jax.problems.look_up import STREAMED_BYTES, SegmentSumConfig, vector_words
 
 #: Vectors of a row that a CTA adds up at a time for a long user: 32 bytes, which a load of device
 #: memory has.
 LONG_COLUMNS = 2
+#: Lanes whose sums a thread adds up at a time where all lanes have one user.
+_FAN_IN = 8
+
+
+class _Outputs(NamedTuple):
+    """Holds what the launch fills; without `shares`, CTAs divide a long user's columns."""
+
+    sums: Any  # [parts * U, width]
+    shares: Any = None  # [slices, width] f32: sums of a CTA's share of a long user's candidates
+    user: Any = None  # [slices] int32: the long user, at the first of its CTAs
+    helpers: Any = None  # [slices] int32: the number of its CTAs there; 0 elsewhere
 
 
 class _Sums(NamedTuple):
@@ -74,23 +87,28 @@ def _sum(ctx: WarpgroupContext) -> None:
     """Runs one warpgroup of the CTA."""
     shape = ctx.shape
     threads = Threads(ctx.config.warpgroups, ctx.consumer, ctx.interpret)
-    scan.clear(threads, ctx.shared.has_any)
-    scan.clear(threads, ctx.shared.linked)
+    if shape.listed_users != 1:
+        scan.clear(threads, ctx.shared.has_any)
+        scan.clear(threads, ctx.shared.linked)
     chunk, piece = lax.rem(ctx.worker, shape.chunks), lax.div(ctx.worker, shape.chunks)
     number, piece = lax.div(piece, shape.slices), lax.rem(piece, shape.slices)
     listed = list_users(ctx, threads, piece, number) if shape.listed_users else None
     part = _part(ctx, threads, chunk * shape.columns, number * shape.users, listed)
     own = parts.find_own(part, piece)
+    if ctx.outputs.shares is not None:
+        _describe(part, chunk, piece, own.first, 0)
 
     def sum_own() -> None:
         pl.when(own.begin < own.after)(lambda: _join(part, *_walk(part, own)))
         threads.commit()
         _store_zeros(part, own)
 
-    if shape.listed_users:
+    if shape.listed_users == 1:
+        _sum_user(part, own, own.first, ctx.outputs.sums)
+    elif shape.listed_users:
         sum_own()
     else:
-        lax.cond(own.is_filled, lambda: _sum_columns(part, own.first - 1, chunk, piece), sum_own)
+        lax.cond(own.is_filled, lambda: _sum_long(part, own.first - 1, chunk, piece), sum_own)
 
 
 def _part(
@@ -105,26 +123,86 @@ def _part(
     return Part(ctx, threads, lane, vector, is_used, column == 0, first_row, listed)
 
 
-def _sum_columns(part: Part, user: Any, chunk: Any, piece: Any) -> None:
-    """Adds up the CTA's share of a long user's columns, a few at a time (step 4)."""
-    shape, threads = part.ctx.shape, part.threads
+def _sum_long(part: Part, user: Any, chunk: Any, piece: Any) -> None:
+    """Adds up the CTA's share of a long user (step 4)."""
+    ctx, shape, threads = part.ctx, part.ctx.shape, part.threads
     threads.commit()  # the search before is read
     begin, after = parts.places_of(part, user)
-    helper, helpers = parts.helpers_of(part, user, begin, after, piece)
+    # The CTAs whose parts the user fills; where an index is not sorted, anything may be found.
+    each = jnp.int32(shape.each)
+    first, end = lax.div(begin + user + each, each), lax.div(after + user, each)
+    helper, helpers = jnp.maximum(piece - first, 0), jnp.maximum(end - first, 1)
+    if ctx.outputs.shares is not None:
+        _describe(part, chunk, piece, user, jnp.where(helper == 0, helpers, 0))
+        each = lax.div(after - begin + (helpers - 1), helpers)
+        first = jnp.minimum(begin + helper * each, after)
+        share = Own(user, user + 1, first, jnp.minimum(first + each, after))
+        _sum_user(part, share, piece, ctx.outputs.shares)
+        return
     narrow = dataclasses.replace(shape, chunks=pl.cdiv(shape.vectors, LONG_COLUMNS))
     narrow = narrow if narrow.columns < shape.columns else shape
-    ctx, end = part.ctx.replace(shape=narrow), (chunk + 1) * shape.columns
+    narrow_ctx, end = ctx.replace(shape=narrow), (chunk + 1) * shape.columns
     steps = pl.cdiv(shape.columns, narrow.columns)
 
     @pl.loop(0, lax.div(steps - 1 - helper + helpers, helpers))
     def _(turn: Any) -> None:
         first = chunk * shape.columns + (helper + turn * helpers) * narrow.columns
-        own = _part(ctx, threads, first, part.first_row, None)
+        own = _part(narrow_ctx, threads, first, part.first_row, None)
         own = own._replace(is_used=own.is_used & (own.vector < end))
-        _join(own, *_walk(own, Own(user, user + 1, begin, after), is_one_user=True))
+        _sum_user(own, Own(user, user + 1, begin, after), user, ctx.outputs.sums)
         threads.commit()
-        scan.clear(threads, part.ctx.shared.linked)
+
+
+def _describe(part: Part, chunk: Any, piece: Any, user: Any, helpers: Any) -> None:
+    """Stores the long user whose CTAs begin with this one, and their number."""
+    is_first = (part.threads.number() == 0) & (same(0) + chunk == 0)
+    for ref, number in ((part.ctx.outputs.user, user), (part.ctx.outputs.helpers, helpers)):
+        part.threads.write(ref, same(0) + piece, same(0) + number, is_first)
+
+
+def _add_shares(ctx: WarpgroupContext) -> None:
+    """Runs a CTA that adds up the shares of a long user, if their first one has its number."""
+    chunk, piece = lax.rem(ctx.worker, ctx.shape.chunks), lax.div(ctx.worker, ctx.shape.chunks)
+    helpers, user = ctx.operands.helpers[piece], ctx.operands.user[piece]
+    part = _part(ctx, Threads(1, 0, ctx.interpret), chunk * ctx.shape.columns, 0, None)
+    own = Own(user, user + 1, piece, jnp.minimum(piece + helpers, ctx.shape.batch))
+    pl.when(helpers > 0)(lambda: _sum_user(part, own, user, ctx.operands.sums))
+
+
+def _sum_user(part: Part, own: Own, row: Any, target: Any) -> None:
+    """Stores the sum of all lanes' candidates, which are one user's, to a row of `target`."""
+    threads, numbers, lanes = part.threads, _walk(part, own, is_one_user=True)[0].open, part.lanes
+    # Otherwise, a loop around this function has 140 addresses and conditions in registers.
+    zero = mosaic.opaque(jnp.int32(0), interpret=part.ctx.interpret)
+    part = part._replace(lane=part.lane + zero)
+    while lanes > 1:
+        _publish(part, numbers)
         threads.commit()
+        summed, lanes = lanes, pl.cdiv(lanes, _FAN_IN)
+        for distance in range(lanes, summed, lanes):
+            *_, others = _of_lane(part, distance, summed)
+            numbers = tuple(x + y for x, y in zip(numbers, others, strict=True))
+        if lanes > 1:
+            threads.commit()
+    _store(part, same(0) + row, numbers, part.is_used & (part.lane == 0), target)
+
+
+def _publish(part: Part, numbers: tuple[Any, ...]) -> Any:
+    """Stores the thread's numbers for others; returns the places of the warpgroup's threads."""
+    first = part.threads.warpgroup * WARPGROUP_SIZE if part.threads.warpgroups > 1 else 0
+    places = pl.ds(first, WARPGROUP_SIZE)
+    for i, x in enumerate(numbers):
+        part.ctx.shared.sums[i, places] = x
+    return places
+
+
+def _of_lane(part: Part, distance: Any, lanes: int) -> tuple[Any, Any, list[jax.Array]]:
+    """Finds the lane `distance` further: whether `lanes` have it, its thread, numbers or zeros."""
+    is_lane = part.lane + distance < lanes
+    further = jnp.where(is_lane, same(0) + distance * part.ctx.shape.columns, same(0))
+    other, sums = part.threads.number() + further, part.ctx.shared.sums
+    numbers = [part.threads.read(sums.at[i], other) for i in range(part.ctx.shape.numbers)]
+    return is_lane, other, [jnp.where(is_lane, x, _no_sum()) for x in numbers]
 
 
 def _store_zeros(part: Part, own: Own) -> None:
@@ -149,13 +227,10 @@ def _walk(part: Part, own: Own, *, is_one_user: bool = False) -> tuple[_Sums, An
     each = lax.div(own.after - own.begin + (part.lanes - 1), jnp.int32(part.lanes))
     first = jnp.minimum(part.lane * each + own.begin, own.after)
     end = jnp.minimum(first + each, own.after)
-    is_later = first > own.begin
     nothing = (_no_sum(),) * shape.numbers
-    if is_one_user:
-        user, is_head = same(0) + own.first, is_later.astype(jnp.int32)
-    else:
-        user, is_head = jnp.where(is_later, part.user(first - 1), same(-1)), same(1)
-    sums = _Sums(user, nothing, nothing, is_head)
+    is_later = first > own.begin
+    user = same(0) if is_one_user else jnp.where(is_later, part.user(first - 1), same(-1))
+    sums = _Sums(user, nothing, nothing, same(1))
 
     def places(turn: Any) -> list[jax.Array]:
         return [first + (turn * unroll + i) for i in range(unroll)]
@@ -221,31 +296,19 @@ def _join(part: Part, sums: _Sums, is_wanted: jax.Array) -> None:
     `head` of each lane becomes the sum that it and later lanes add to a user of an earlier lane: a
     lane of one user alone is linked to the next lane.
     """
-    shape, shared, threads = part.ctx.shape, part.ctx.shared, part.threads
+    shared, threads = part.ctx.shared, part.threads
     is_linked = is_wanted & (sums.is_head == 1)
     heads = tuple(jnp.where(is_linked, x, y) for x, y in zip(sums.open, sums.head, strict=True))
-    own = pl.ds(threads.warpgroup * WARPGROUP_SIZE if threads.warpgroups > 1 else 0, WARPGROUP_SIZE)
 
     def publish(step: Any, heads: tuple[Any, ...], link: Any) -> None:
-        for i, x in enumerate(heads):
-            shared.sums[i, own] = x
-        shared.links[own] = link
+        shared.links[_publish(part, heads)] = link
         threads.add(shared.linked, same(0) + step, same(1), (link == 1) & part.is_first)
         threads.commit()
 
-    def of_lane(distance: Any) -> tuple[list[jax.Array], jax.Array]:
-        """Loads the sums and the link of a later lane."""
-        is_lane = part.lane + distance < part.lanes
-        other = threads.number() + jnp.where(is_lane, same(0) + distance * shape.columns, same(0))
-        numbers = [threads.read(shared.sums.at[i], other) for i in range(shape.numbers)]
-        return (
-            [jnp.where(is_lane, x, _no_sum()) for x in numbers],
-            jnp.where(is_lane, threads.read(shared.links, other), same(0)),
-        )
-
     def join(carry: Any) -> Any:
         step, heads, link = carry
-        later, later_link = of_lane(jnp.left_shift(1, step))
+        is_lane, other, later = _of_lane(part, jnp.left_shift(1, step), part.lanes)
+        later_link = jnp.where(is_lane, threads.read(shared.links, other), same(0))
         heads = tuple(jnp.where(link == 1, x + y, x) for x, y in zip(heads, later, strict=True))
         link = link * later_link
         threads.commit()  # all have read
@@ -256,17 +319,17 @@ def _join(part: Part, sums: _Sums, is_wanted: jax.Array) -> None:
     publish(0, heads, link)
     # Most often, no lane is linked after one or two steps.
     lax.while_loop(lambda x: shared.linked[x[0]] > 0, join, (jnp.int32(0), heads, link))
-    later, _ = of_lane(1)
+    *_, later = _of_lane(part, 1, part.lanes)
     total = [x + y for x, y in zip(sums.open, later, strict=True)]
     _store(part, sums.user, total, is_wanted & (sums.is_head == 0))
 
 
-def _store(part: Part, user: jax.Array, sums: Sequence[jax.Array], is_wanted: jax.Array) -> None:
-    """Stores the sum of a user's candidates of the CTA's part."""
-    out = part.ctx.outputs
-    words = part.ctx.shape.numbers * jnp.dtype(out.dtype).itemsize // 4
-    rows = Rows(out, words, part.ctx.interpret)
-    rows.store(jnp.maximum(user, 0) + part.first_row, part.vector, rows.rounded(sums), is_wanted)
+def _store(part: Part, row: Any, sums: Sequence[Any], is_wanted: Any, target: Any = None) -> None:
+    """Stores sums to a row of the CTA's part of `target`; None: of the result."""
+    target = part.ctx.outputs.sums if target is None else target
+    words = part.ctx.shape.numbers * jnp.dtype(target.dtype).itemsize // 4
+    rows = Rows(target, words, part.ctx.interpret)
+    rows.store(jnp.maximum(row, 0) + part.first_row, part.vector, rows.rounded(sums), is_wanted)
 
 
 def _no_sum() -> jax.Array:
@@ -320,18 +383,24 @@ def segment_sum_kernel(
     list_words = memory.Words((pl.cdiv(shape.most_listed, threads) * threads,))
     is_sorting = config.users > 1
     counts = scan.padded(Threads(config.warpgroups, 0, False), config.users * threads // LANES)
-    found: jax.Array = launch_threads(
+    array = jax.ShapeDtypeStruct
+    outputs = _Outputs(array((config.parts * users, width), stored))
+    # Adding up the shares takes 1.6 us.
+    if not config.users and values.nbytes >= STREAMED_BYTES:
+        of_cta = array((slices,), jnp.int32)
+        outputs = _Outputs(outputs.sums, array((slices, width), jnp.float32), of_cta, of_cta)
+    found: _Outputs = launch_threads(
         _sum,
         shape,
         Operands(values, user, order),
-        jax.ShapeDtypeStruct((config.parts * users, width), stored),
+        outputs,
         memory.shared(
             sums=memory.Floats((numbers, threads)),
             links=memory.Words((threads,)),
             # Counts the linked lanes before each step that joins sums.
             linked=memory.Words((threads.bit_length() + 1,)),
             # Of the searches, or of the list.
-            totals=memory.Words(((3 * parts.levels(batch, threads) + 1) * threads // LANES + 1,)),
+            totals=memory.Words((3 * parts.LEVELS * threads // LANES + 1,)),
             has_any=memory.Words((shape.most_users,)),  # 1 for a user with candidates
             listed=list_words if config.users else None,
             by_user=list_words if is_sorting else None,  # the list, and begins of its users:
@@ -343,6 +412,26 @@ def segment_sum_kernel(
         config=config,
         interpret=interpret,
     )
+    sums: jax.Array = found.sums if found.shares is None else _with_shares(found, interpret)
     if config.parts > 1:
-        found = found.reshape(config.parts, users, width).sum(axis=0)
-    return found.astype(result)
+        sums = sums.reshape(config.parts, users, width).sum(axis=0)
+    return sums.astype(result)
+
+
+def _with_shares(found: _Outputs, interpret: Any) -> jax.Array:
+    """Adds those of long users to the sums, whose memory it reuses."""
+    (slices, width), config = found.shares.shape, SegmentSumConfig(32, 1, 8)
+    words, sums = vector_words(width, 4), jax.new_ref(found.sums)
+    chunks, _ = config.divide(slices, 1, width // words)
+    launch_threads(
+        _add_shares,
+        Shape(slices, found.sums.shape[0], width // words, words, words, chunks, slices),
+        Operands(found.shares, found.user, None, found.helpers, sums),
+        (),
+        memory.shared(sums=memory.Floats((words, WARPGROUP_SIZE))),
+        name="ikbo_segment_sum_shares",
+        workers=chunks * slices,
+        config=config,
+        interpret=interpret,
+    )
+    return jax.freeze(sums)
