@@ -227,6 +227,7 @@ def fake_attention(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeHopper]:
     from ikbo_jax.ops import pages
     from ikbo_jax.ops.attention_vmap import Arrays
     from ikbo_jax.pallas.attention_backward import kernel as backward_kernel
+    from ikbo_jax.pallas.attention_backward import own
     from ikbo_jax.pallas.few_queries import kernel as few_queries
     from ikbo_jax.pallas.flash import attention as kernel
     from ikbo_jax.pallas.worklist import pack
@@ -316,6 +317,7 @@ def fake_attention(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeHopper]:
     monkeypatch.setattr(pack, "pack", pack.by_xla)
     monkeypatch.setattr(kernel, "attention_kernel", fake_kernel)
     monkeypatch.setattr(backward_kernel, "attention_backward_kernel", fake_backward)
+    monkeypatch.setattr(own, "add_own_tokens", oracle_attention.own_gradient)
     monkeypatch.setattr(few_queries, "few_queries_kernel", fake_kernel)
     op._OP.jitted.clear_cache()
     yield FakeHopper(calls, backward_calls)

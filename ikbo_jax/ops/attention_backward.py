@@ -144,7 +144,7 @@ def _run(settings: Settings, operands: Operands) -> Gradients:
     if settings.config is None:
         return _by_xla(settings, operands)
     # Imported here because Mosaic GPU takes 0.3 s to import.
-    from ikbo_jax.pallas.attention_backward import kernel
+    from ikbo_jax.pallas.attention_backward import kernel, own
 
     arrays, *rest = operands
     # One candidate is sorted, and so are the candidates of one user.
@@ -161,11 +161,9 @@ def _run(settings: Settings, operands: Operands) -> Gradients:
     result: Gradients = run_kernel(launch, *arrays[:5], *rest)
     if not arrays.own:
         return result
-    # By the merged out and lse, the kernel's gradients are right without the own tokens.
-    of_query, *of_own = reference.self_attention_vjp(
-        arrays.query, *arrays.own, *rest, scale=settings.scale
-    )
-    d_query = (result[0].astype(jnp.float32) + of_query).astype(result[0].dtype)
+    # By the merged out and lse, the kernel's gradients of keys and values are right.
+    add = functools.partial(own.add_own_tokens, scale=settings.scale)
+    d_query, *of_own = run_kernel(add, result[0], arrays.query, *arrays.own, *rest)
     return d_query, *result[1:], *of_own
 
 

@@ -24,7 +24,8 @@ def run(call: Any, plan: dispatch.Plan, arrays: Arrays) -> tuple[jax.Array, jax.
     order, targets, lists = None, None, False
     if not call.indices_are_sorted and query.shape[0] > 1 and users > 1:
         # A launch that lists candidates itself needs no order, and no other launch.
-        lists = has_few_queries and plan.config.lists(plan.problem, call.request.num_sms)
+        lists = has_few_queries and self_key is None
+        lists = lists and plan.config.lists(plan.problem, call.request.num_sms)
         # The kernel reads and writes unsorted candidates in place only if T is a multiple of 64, so
         # that no 64-row tile holds queries of two candidates. Otherwise the queries are copied into
         # the order of users, and the results are stored in the caller's order; keys and values stay

@@ -96,17 +96,18 @@ class AttentionConfig(FlashConfig):
             return f"a list of tiles does not support reuse, but config is {self}"
         return hopper.why_not_smem(self, self.smem_bytes(problem.head_dim), problem.head_dim)
 
-    def own_columns(self, q_len: int) -> int:
-        """Counts candidates of a pass, rounded up to 8; 0 if no stage holds their own tokens."""
-        columns = hopper.own_columns(hopper.TILE_ROWS, q_len)
-        fits = 2 * columns <= self.block_kv and self.q_slots > 1 and not self.reuse
-        return columns if fits else 0
+    def own_stages(self, q_len: int) -> hopper.OwnStages | None:
+        """Chooses the stages of own tokens; None: they do not fit beside one of the pass before."""
+        own = hopper.OwnStages.choose(hopper.TILE_ROWS, 1, q_len, self)
+        return own if own and own.number < self.v_stages and not self.reuse else None
 
     def takes_own_tokens(self, problem: AttentionProblem) -> bool:
-        """Whether the kernel merges a candidate's own token before it stores a row, without
-        spilling.
-        """
-        return problem.head_dim <= 128 and not (self.reuse or problem.has_logit_cap)
+        """Whether the kernel merges a candidate's own token, without spilling."""
+        own = self.own_stages(problem.q_len)
+        if own is None or problem.has_logit_cap:
+            return False
+        # 128 candidates of a tile spill 952 bytes at H = 128.
+        return problem.head_dim <= 128 and own.columns * problem.head_dim <= 64 * 128
 
 
 @dataclasses.dataclass(frozen=True)

@@ -219,13 +219,15 @@ class FewQueriesConfig(Config):
         return head_dim <= MAX_COLUMNS
 
     def takes_own_tokens(self, problem: Any) -> bool:
-        """Whether the kernel merges a candidate's own token, not capped, before it stores a row."""
-        return not problem.has_logit_cap
+        """Whether the kernel merges a candidate's own token, which is not capped."""
+        group = head_group(problem.q_heads, problem.kv_heads)
+        return not problem.has_logit_cap and self.own_stages(problem.q_len, group) is not None
 
-    def own_columns(self, q_len: int, head_rows: int) -> int:
-        """Counts the candidates of a tile, rounded up to 8; 0 if a block has fewer keys."""
-        columns = hopper.own_columns(head_rows, q_len)
-        return columns if columns <= self.block_kv else 0
+    def own_stages(self, q_len: int, group: int) -> hopper.OwnStages | None:
+        """Chooses the stages of own tokens; None: no stage holds those of a tile."""
+        tiles = self.tile_rows // WGMMA_M
+        own = hopper.OwnStages.choose(rows_of_head(group), tiles, q_len, self)
+        return own if own and self.block_parts + own.stages > 2 else None
 
     def parts(self, kv_len: int) -> int:
         """Counts the parts of the keys: as many of `splits` as have blocks."""

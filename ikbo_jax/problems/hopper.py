@@ -4,7 +4,7 @@ A check returns a sentence that says why a kernel cannot run, or None.
 """
 
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, NamedTuple, Self
 
 #: Bytes of shared memory that one CTA may use on Hopper (227 KiB of the SM's 256 KiB).
 MAX_SMEM_BYTES = 227 * 1024
@@ -47,6 +47,33 @@ def own_columns(rows: int, q_len: int) -> int:
     # The tile may begin within a candidate's queries, and end within another's.
     most = rows // q_len if rows % q_len == 0 else (rows + q_len - 2) // q_len + 1
     return -(-most // 8) * 8
+
+
+class OwnStages(NamedTuple):
+    """The stages of values that have a tile's own tokens, before the blocks of its values.
+
+    Attributes:
+      columns: most candidates of a group, rounded up to 8.
+      groups: of a tile's rows: 1, or one for every 64 rows.
+      stages: of a group: 1, whose values follow `columns` keys; or 2, of keys and of values.
+    """
+
+    columns: int
+    groups: int
+    stages: int
+
+    @property
+    def number(self) -> int:
+        return self.groups * self.stages
+
+    @classmethod
+    def choose(cls, rows: int, tiles: int, q_len: int, config: Any) -> Self | None:
+        """Chooses the fewest for tiles of `rows` rows of a head; None: a stage is too small."""
+        for stages, groups in ((1, 1), (1, tiles), (2, 1), (2, tiles)):
+            columns = own_columns(rows * tiles // groups, q_len)
+            if 2 * columns <= stages * config.block_kv:
+                return cls(columns, groups, stages)
+        return None
 
 
 def column_blocks(width: int) -> int:

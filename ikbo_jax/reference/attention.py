@@ -144,44 +144,6 @@ def self_attention(
     return out.reshape(query.shape), lse.reshape(query.shape[:3])
 
 
-def self_attention_vjp(
-    query: jax.Array,
-    key: jax.Array,
-    value: jax.Array,
-    out: jax.Array,
-    lse: jax.Array,
-    d_out: jax.Array,
-    d_lse: jax.Array | None,
-    *,
-    scale: float,
-) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Computes the part of own tokens in gradients of attention over further keys, too.
-
-    `out` and `lse` f32 are of all keys, with their cotangents, of which `d_lse` may be None.
-    Returns own tokens' part in the gradient of `query`, f32, and the gradients of `key` and
-    `value`.
-    """
-    batch, q_len, q_heads, width = query.shape
-    kv_heads = key.shape[2]
-
-    def grouped(x: jax.Array) -> jax.Array:
-        """Reshapes to [B, T, 1, K, N / K, ...], in f32; the axis of size 1 is the tokens'."""
-        shape = (batch, q_len, 1, kv_heads, q_heads // kv_heads, *x.shape[3:])
-        return x.astype(jnp.float32).reshape(shape)
-
-    # Products of few tokens are sums over elementwise products, which XLA fuses.
-    q, d, of_lse = grouped(query), grouped(d_out), grouped(lse)
-    k, v = (x.astype(jnp.float32)[:, None, :, :, None] for x in (key, value))
-    expected = jnp.sum(d * grouped(out), axis=-1)
-    if d_lse is not None:
-        expected = expected - grouped(d_lse)
-    weights = jnp.exp(jnp.sum(q * k, axis=-1) * scale - of_lse)
-    d_scores = (weights * (jnp.sum(d * v, axis=-1) - expected) * scale)[..., None]
-    d_query = jnp.sum(d_scores * k, axis=2).reshape(query.shape)
-    d_key = jnp.sum(d_scores * q, axis=(1, 4)).astype(key.dtype)
-    return d_query, d_key, jnp.sum(weights[..., None] * d, axis=(1, 4)).astype(value.dtype)
-
-
 #: From this |lse| on, the rounding error of lse may change a weight by more than one percent.
 HUGE_LSE = 2.0**18
 #: Bound of lse's relative error: a few roundings of f32.

@@ -147,13 +147,14 @@ CASES = {
 #: Cases whose candidates have an own token, too.
 OWN = (
     *("t128_ordered_lengths", "t3_packed_gqa_lengths", "t100_packed_one_slot"),
-    *("early_odd_pairs_lengths", "reuse_key_heads", "balance_ordered_gqa"),
+    *("early_odd_pairs_lengths", "balance_ordered_gqa"),
     *("one_user_t16_gqa_lengths", "one_user_unsorted_h256_one_slot"),
 )
-CASES |= {
-    f"{name}_own": dataclasses.replace(CASES[name], has_own=True, logit_cap=None, copies=None)
-    for name in OWN
-}
+for name in OWN:
+    case = dataclasses.replace(CASES[name], has_own=True, logit_cap=None, copies=None)
+    if case.config.own_stages(case.q_len) is None:  # a stage holds the tokens of a tile
+        case = dataclasses.replace(case, config=dataclasses.replace(case.config, block_kv=96))
+    CASES[f"{name}_own"] = case
 #: Cases whose keys and values are in pages of one or two blocks.
 CASES |= {
     f"{name}_pages_{page}": dataclasses.replace(

@@ -251,12 +251,23 @@ CASES |= {f"{name}_ranges": dataclasses.replace(CASES[name], has_ranges=True) fo
 #: Cases whose candidates have an own token, too.
 OWN = (
     *("one_block", "rows_150_wide_lengths_ranges", "q_len_33_gqa_split", "gqa_3_wide", "lengths"),
-    *("bundles", "packed_split_ranges", "listed_wide", "listed_bundles_split_gqa_lengths_ranges"),
-    *("h192_lengths", "h256_listed_split_lengths", "h256_wide_rows_70_lengths", "split"),
-    *("negative_scale_f16_h96_ranges", "listed_lengths_gqa_h96_ranges", "turns_wide"),
+    *("bundles", "packed_split_ranges", "split_lengths_gqa_ranges", "turns"),
+    *("h192_lengths", "h256_gqa", "negative_scale_f16_h96_ranges", "turns_wide"),
     *("large_lengths", "large_wide_gqa_f16", "large_h192"),
 )
-CASES |= {f"{name}_own": dataclasses.replace(CASES[name], has_own=True) for name in OWN}
+
+
+def with_own(case: Case) -> Case:
+    """Adds own tokens, and makes blocks so large that they hold the tokens of a tile."""
+    group = problems_few_queries.head_group(*case.heads)
+    q_len = max(case.q_len, 1 if case.head_dim <= 128 else 3)  # blocks of wide heads are small
+    sizes = (dataclasses.replace(case.config, block_kv=size) for size in (16, 32, 64, 128))
+    config = next(x for x in sizes if x.own_stages(q_len, group))
+    larger = max(config, case.config, key=lambda x: x.block_kv)
+    return dataclasses.replace(case, has_own=True, q_len=q_len, config=larger, logit_cap=None)
+
+
+CASES |= {f"{name}_own": with_own(CASES[name]) for name in OWN}
 #: Cases whose keys and values are in pages of one, two or three blocks.
 CASES |= {
     f"{name}_pages_{page}": dataclasses.replace(CASES[name], keys=keys, page=page)
@@ -265,7 +276,7 @@ CASES |= {
         ("odd_blocks_users_without_candidates", 96, 32),
         ("rows_150_wide_lengths_ranges_own", 64, 32),
         ("listed_lengths_gqa_h96", 48, 16),
-        ("listed_bundles_split_gqa_lengths_ranges_own", 96, 48),
+        ("split_lengths_gqa_ranges_own", 96, 32),
         ("h256_listed_split_lengths", 96, 32),
         ("split_lengths_gqa", 96, 32),
     )

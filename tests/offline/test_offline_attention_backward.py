@@ -14,6 +14,7 @@ from test_offline_attention import operands
 
 from ikbo_jax.pallas.attention_backward import products, statistics
 from ikbo_jax.pallas.attention_backward.kernel import attention_backward_kernel
+from ikbo_jax.pallas.attention_backward.own import add_own_tokens
 from ikbo_jax.pallas.worklist import numbering
 from ikbo_jax.problems import AttentionBackwardProblem, AttentionProblem, attention_backward
 from ikbo_jax.problems.attention_backward import AttentionBackwardConfig as Config
@@ -130,6 +131,20 @@ def test_offline_attention_backward_kernel_is_fit(name: str, compiler: offline.C
     assert len(launches) == of_rows + case.chunks * (of_keys + of_queries + of_parts)
     most = max(compiled.smem_bytes for compiled in launches)
     assert most == case.config.smem_bytes(case.head_dim)
+
+
+@pytest.mark.parametrize("head_dim", [64, 96, 128, 192, 256])
+def test_offline_gradient_of_own_tokens_is_fit(head_dim: int, compiler: offline.Compiler) -> None:
+    rows, tokens, statistics = (
+        jax.ShapeDtypeStruct(shape, dtype)
+        for shape, dtype in (
+            ((64, 8, 4, head_dim), jnp.bfloat16),
+            ((64, 1, 2, head_dim), jnp.bfloat16),
+            ((64, 8, 4), jnp.float32),
+        )
+    )
+    add = functools.partial(add_own_tokens, scale=0.1)
+    compiler.compile_fit(add, rows, rows, tokens, tokens, rows, statistics, rows, statistics)
 
 
 ROWS = [

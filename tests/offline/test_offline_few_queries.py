@@ -183,9 +183,9 @@ for name in RANGED:
     CASES[f"{name}_ranges"] = dataclasses.replace(CASES[name], problem=problem)
 #: Cases whose candidates have an own token, too.
 OWN = (
-    *("h64_plain", "h64_wide_ranges", "h64_split", "h64_f16_gqa", "h96_ranges", "h128_wide"),
-    *("h128_ranges", "h128_listed_bundles", "h192_listed", "h256", "h192_wide", "h256_wide"),
-    *("h256_wide_plain", "h256_blocks_of_80_gqa_plain", "h128_mqa_7", "h64_listed_most_ranges"),
+    *("h64_plain", "h64_split", "h64_f16_gqa", "h128_wide_neighbours", "h128_ranges", "h128_mqa_7"),
+    *("h128_gqa", "h64_wide_turns_neighbours", "h192_wide_gqa_split", "h256_wide_gqa_split"),
+    *("h256_gqa_split", "h256_blocks_of_80_gqa_plain", "h64_wide_ranges"),
 )
 CASES |= {f"{name}_own": dataclasses.replace(CASES[name], has_own=True) for name in OWN}
 #: Cases whose keys and values are in pages of 128 positions.

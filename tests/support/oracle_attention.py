@@ -184,3 +184,31 @@ def assert_attention_within_error_rule(
     np.testing.assert_allclose(
         found, exactly, rtol=1e-6, atol=2 * np.max(np.abs(plain - exactly), initial=0.0) + 1e-6
     )
+
+
+def own_gradient(
+    d_query: Any,
+    query: Any,
+    key: Any,
+    value: Any,
+    out: Any,
+    lse: Any,
+    d_out: Any,
+    d_lse: Any,
+    *,
+    scale: float,
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Adds own tokens to `d_query`, like `attention_backward.own.add_own_tokens`, in f32."""
+    group = query.shape[2] // key.shape[2]
+    q, o, d = (x.astype(jnp.float32) for x in (query, out, d_out))
+    k, v = (jnp.repeat(x.astype(jnp.float32), group, axis=2) for x in (key, value))
+    delta = jnp.sum(d * o, axis=-1) - (0 if d_lse is None else d_lse)
+    weights = jnp.exp(jnp.sum(q * k, axis=-1) * scale - lse)
+    d_scores = scale * weights * (jnp.sum(d * v, axis=-1) - delta)
+
+    def of_token(x: jax.Array) -> jax.Array:
+        by_key_head = x.reshape(*x.shape[:2], -1, group, x.shape[-1])
+        return jnp.sum(by_key_head, axis=(1, 3))[:, None].astype(key.dtype)
+
+    d_query = (d_query.astype(jnp.float32) + d_scores[..., None] * k).astype(query.dtype)
+    return d_query, of_token(d_scores[..., None] * q), of_token(weights[..., None] * d)

@@ -118,7 +118,7 @@ def _add_queries(ctx: WarpgroupContext) -> None:
         total = _sum(first, shape.kv_heads * rows * width * 4, tiles, count)
         added, scale = mgpu.utils.bitcast(poison, ir.F32Type.get()), inline.f32(shape.scale)
         total = [arith.addf(arith.mulf(x, scale), added) for x in total]
-        _store(output, [(row, width), (column, VECTOR)], total, is_wanted)
+        store(output, [(row, width), (column, VECTOR)], total, is_wanted)
 
     add(operands.d_query, ctx.outputs.d_query, *numbers)
 
@@ -140,7 +140,7 @@ def _add_keys(ctx: WarpgroupContext) -> None:
         for parts, output in zip(arguments[:count], arguments[count:], strict=False):
             terms = [(user, sizes.splits * size), (at, VECTOR)]
             total = _sum(stores.device_address(parts, terms, 4), size * 4, sizes.splits)
-            _store(output, [(user, size), (at, VECTOR)], total, is_wanted)
+            store(output, [(user, size), (at, VECTOR)], total, is_wanted)
 
     add(*ctx.operands.gradients, *ctx.outputs.gradients, *numbers)
 
@@ -197,7 +197,7 @@ def _add_group(
     return total
 
 
-def _store(
+def store(
     output: ir.Value,
     terms: list[tuple[ir.Value, int]],
     values: Sequence[ir.Value],

@@ -280,7 +280,7 @@ def _store(ctx: WarpgroupContext) -> None:
         width = ir.MemRefType(found.out.type).shape[1]
         thread = arith.remui(mgpu.thread_idx(), inline.i32(WARPGROUP_SIZE))
         part = arith.remui(thread, inline.i32(ROW_THREADS))
-        load = functools.partial(_number, row=row)
+        load = functools.partial(load_number, row=row)
         out, d_out = (_loaded_row(x, row, part, width) for x in (found.out, found.d_out))
         if packed is not None:
             query = _loaded_row(found.query, row, part, width)
@@ -291,7 +291,7 @@ def _store(ctx: WarpgroupContext) -> None:
         if found.d_lse is not None:
             delta = arith.subf(delta, load(found.d_lse))
         lse = load(found.lse)
-        exponent = _exponent(lse)
+        exponent = lse_exponent(lse)
         is_empty = arith.cmpf(arith.CmpFPredicate.OEQ, lse, inline.f32(-math.inf))
         delta = arith.select(is_empty, inline.f32(0.0), delta)
         if ctx.shape.sizes.is_sorted:
@@ -312,7 +312,8 @@ def _store(ctx: WarpgroupContext) -> None:
     store(*refs, *arrays)
 
 
-def _number(array: ir.Value, row: ir.Value) -> ir.Value:
+def load_number(array: ir.Value, row: ir.Value) -> ir.Value:
+    """Loads array[row], f32."""
     address = stores.device_address(array, [(row, 1)], 4)
     return mgpu.utils.bitcast(per_thread.load_words(address, 1)[0], ir.F32Type.get())
 
@@ -359,7 +360,7 @@ def _row_sum(x: list[ir.Value], y: list[ir.Value], dtype: ir.Type) -> ir.Value:
     return total
 
 
-def _exponent(lse: ir.Value) -> ir.Value:
+def lse_exponent(lse: ir.Value) -> ir.Value:
     """Computes `reference.attention.weight_exponents`."""
     size = mlir_math.absf(lse)
     lowered = arith.subf(lse, arith.mulf(size, inline.f32(LSE_ERROR)))

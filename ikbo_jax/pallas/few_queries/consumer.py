@@ -2,7 +2,7 @@
 
 import functools
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -12,7 +12,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from ikbo_jax.pallas.activations.cap import capped
 from ikbo_jax.pallas.few_queries import listing, own, ranges, store, user_table
-from ikbo_jax.pallas.few_queries.context import BY_COLUMNS, BY_ROWS, Context, Item, Part
+from ikbo_jax.pallas.few_queries.context import BY_COLUMNS, BY_ROWS, Context, Part, Work
 from ikbo_jax.pallas.flash import softmax
 from ikbo_jax.pallas.hopper import mma, mosaic, turns
 from ikbo_jax.problems.hopper import BLOCK_K, NUM_CONSUMERS
@@ -21,16 +21,7 @@ from ikbo_jax.problems.hopper import BLOCK_K, NUM_CONSUMERS
 CONSUMER_BARRIER = turns.TURN_BARRIER + NUM_CONSUMERS
 
 
-class _Work(NamedTuple):
-    """An item, this consumer's part of it, and where its blocks are."""
-
-    item: Item
-    part: Part
-    index: Any  # of the item
-    first_step: Any
-
-
-def _issue_scores(ctx: Context, work: _Work, step: Any) -> jax.Array:
+def _issue_scores(ctx: Context, work: Work, step: Any) -> jax.Array:
     ctx.shared.key.await_ready(step)
     query = ctx.shared.query
     tile = work.part.tile if ctx.tiles > 1 else 0
@@ -43,7 +34,7 @@ def _issue_scores(ctx: Context, work: _Work, step: Any) -> jax.Array:
 
 
 def _weigh(
-    ctx: Context, work: _Work, scores: jax.Array, block: Any, maximum: jax.Array, sums: jax.Array
+    ctx: Context, work: Work, scores: jax.Array, block: Any, maximum: jax.Array, sums: jax.Array
 ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
     """Weighs a block's scores; returns (weights f32, maximum, sums, factor of earlier weights)."""
     scores = mma.after_wait(scores, interpret=ctx.interpret)
@@ -60,10 +51,10 @@ def _weigh(
     return p, larger, sums, shrink
 
 
-def _zero_values_past_length(ctx: Context, work: _Work, block: Any) -> None:
+def _zero_values_past_length(ctx: Context, work: Work, block: Any) -> None:
     """Zeroes values past the item's keys, which have weight 0 but may be NaN."""
     visible = ctx.visible(work.item, block)
-    tiles = ctx.shared.value.matrix(work.first_step + block)
+    tiles = ctx.shared.value.matrix(ctx.value_step(work.index, work.first_step + block))
     is_shared = (work.item.sharing == BY_ROWS) | (work.item.sharing == BY_COLUMNS)
 
     @pl.when(visible.is_partial)
@@ -79,9 +70,9 @@ def _zero_values_past_length(ctx: Context, work: _Work, block: Any) -> None:
 
 
 def _issue_values(
-    ctx: Context, work: _Work, block: Any, acc: jax.Array, weights: jax.Array, is_defined: Any
+    ctx: Context, work: Work, block: Any, acc: jax.Array, weights: jax.Array, is_defined: Any
 ) -> jax.Array:
-    step = work.first_step + block
+    step = ctx.value_step(work.index, work.first_step + block)
     ctx.shared.value.await_ready(step)
     if ctx.ends_in_block:
         _zero_values_past_length(ctx, work, block)
@@ -93,26 +84,34 @@ def _issue_values(
     )
 
 
-def _turn(ctx: Context, work: _Work, number: Any, act: Callable[[Context], None]) -> None:
+def _turn(ctx: Context, work: Work, number: Any, act: Callable[[Context], None]) -> None:
     """Takes or hands over a turn around the products of this consumer's block `number`."""
     if ctx.config.turns:
         pl.when(number < work.part.turns)(functools.partial(act, ctx))
 
 
-def _compute(ctx: Context, work: _Work) -> tuple[jax.Array, ...]:
+def _compute(ctx: Context, work: Work) -> tuple[jax.Array, ...]:
     """Attends to this consumer's blocks, at least one; returns (maximum, sums, accumulator)."""
     part, first_step, interpret = work.part, work.first_step, ctx.interpret
+    has_own, value_step = ctx.shape.own is not None, functools.partial(ctx.value_step, work.index)
     dtype = ctx.operands.query.dtype
     is_alternating = part.stride == 2
     pl.when(part.begin == 1)(functools.partial(ctx.shared.key.skip, first_step))
     _turn(ctx, work, 0, turns.take)
     scores = _issue_scores(ctx, work, first_step + part.begin)
+    if has_own:
+        products = own.issue_scores(ctx, work)
     _turn(ctx, work, 0, turns.hand_over)
     mma.wait(0, interpret=interpret)
-    maximum = softmax.no_extreme(ctx.shape.log2_scale)
-    sums = mma.zeros(softmax.PARTIAL, jnp.float32)
-    p, maximum, sums, _factor = _weigh(ctx, work, scores, part.begin, maximum, sums)
-    pl.when(part.begin == 1)(functools.partial(ctx.shared.value.skip, first_step))
+    if has_own:
+        maximum, sums, acc = own.start(ctx, work, products)
+    else:
+        maximum = softmax.no_extreme(ctx.shape.log2_scale)
+        sums = mma.zeros(softmax.PARTIAL, jnp.float32)
+    p, maximum, sums, factor = _weigh(ctx, work, scores, part.begin, maximum, sums)
+    if has_own:
+        acc = acc * lax.broadcast_in_dim(factor, acc.shape, (0,))
+    pl.when(part.begin == 1)(functools.partial(ctx.shared.value.skip, value_step(first_step)))
 
     def one_block(i: Any, state: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
         weights, maximum, sums, acc = state
@@ -121,42 +120,49 @@ def _compute(ctx: Context, work: _Work) -> tuple[jax.Array, ...]:
         pl.when(is_alternating)(functools.partial(ctx.shared.key.skip, step + 1))
         _turn(ctx, work, i + 1, turns.take)
         scores = _issue_scores(ctx, work, step + part.stride)
-        acc = _issue_values(ctx, work, block, acc, weights, i > 0)
+        acc = _issue_values(ctx, work, block, acc, weights, None if has_own else i > 0)
         _turn(ctx, work, i + 1, turns.hand_over)
         mma.wait(1, interpret=interpret)
         p, maximum, sums, shrink = _weigh(ctx, work, scores, block + part.stride, maximum, sums)
         mma.wait(0, interpret=interpret)
         acc = mma.after_wait(acc, interpret=interpret)
-        ctx.shared.value.release(step)
-        pl.when(is_alternating)(functools.partial(ctx.shared.value.skip, step + 1))
+        ctx.shared.value.release(value_step(step))
+        further = value_step(step + 1)
+        pl.when(is_alternating)(functools.partial(ctx.shared.value.skip, further))
         acc = acc * lax.broadcast_in_dim(shrink, acc.shape, (0,))
         return p.astype(dtype), maximum, sums, acc
 
-    state = (p.astype(dtype), maximum, sums, mma.zeros(ctx.columns, jnp.float32))
+    weights = p.astype(dtype)
+    if not has_own:
+        acc = mma.zeros(ctx.columns, jnp.float32)
+    state = (weights, maximum, sums, acc)
     weights, maximum, sums, acc = lax.fori_loop(0, part.count - 1, one_block, state)
     last = part.begin + (part.count - 1) * part.stride
-    acc = _issue_values(ctx, work, last, acc, weights, part.count > 1)
+    acc = _issue_values(ctx, work, last, acc, weights, None if has_own else part.count > 1)
     mma.wait(0, interpret=interpret)
     acc = mma.after_wait(acc, interpret=interpret)
-    ctx.shared.value.release(first_step + last)
+    ctx.shared.value.release(value_step(first_step + last))
 
     @pl.when(is_alternating & (last + 1 < work.item.blocks))
     def _() -> None:
         ctx.shared.key.skip(first_step + last + 1)
-        ctx.shared.value.skip(first_step + last + 1)
+        ctx.shared.value.skip(value_step(first_step + last + 1))
 
     return maximum, sums, acc
 
 
-def _skip_all(ctx: Context, work: _Work) -> tuple[jax.Array, ...]:
-    """Frees all blocks of an item that this consumer does not compute; returns an empty state."""
+def _skip_all(ctx: Context, work: Work) -> tuple[jax.Array, ...]:
+    """Frees all blocks of an item that this consumer does not compute; returns the first state."""
+    state = None
+    if ctx.shape.own:
+        state = own.start_alone(ctx, work)
 
     @pl.loop(0, work.item.blocks)
     def _(block: Any) -> None:
         ctx.shared.key.skip(work.first_step + block)
-        ctx.shared.value.skip(work.first_step + block)
+        ctx.shared.value.skip(ctx.value_step(work.index, work.first_step + block))
 
-    return tuple(softmax.running_start(ctx.columns, ctx.shape.log2_scale))
+    return tuple(state or softmax.running_start(ctx.columns, ctx.shape.log2_scale))
 
 
 def _merged(
@@ -189,7 +195,7 @@ def _exchanged(ctx: Context, part: Part, *state: jax.Array) -> tuple[jax.Array, 
 def _one_item(carry: tuple[Any, ...], ctx: Context) -> tuple[Any, ...]:
     item, index, first_step = carry
     shared = ctx.shared
-    work = _Work(item, ctx.part(item, index), index, first_step)
+    work = Work(item, ctx.part(item, index), index, first_step)
     part = work.part
     shared.query.await_ready(index)
     maximum, partial_sums, acc = lax.cond(
@@ -197,22 +203,14 @@ def _one_item(carry: tuple[Any, ...], ctx: Context) -> tuple[Any, ...]:
         functools.partial(_compute, ctx, work),
         functools.partial(_skip_all, ctx, work),
     )
-    if not ctx.shape.own_columns:
-        shared.query.release(index)
+    shared.query.release(index)
     state: tuple[jax.Array, ...] = (acc, maximum, jnp.sum(partial_sums, axis=1))
-    if ctx.shape.own_columns:
-        query = shared.query.tiles[0].at[shared.query.slot(index)]
-        step = first_step + jnp.maximum(item.blocks, 0)
-        state = own.merged_at(ctx, item, part, query, step, (state[0], state[1], state[2]))
-        shared.query.release(index)
     if shared.exchange is not None:
         state = _exchanged(ctx, part, *state)
 
     @pl.when(part.stores)
     def _() -> None:
-        has_own = ctx.operands.self_key is not None and not ctx.shape.own_columns
-        rows = own.merged(ctx, item, part, (state[0], state[1], state[2])) if has_own else state
-        store.store(ctx, part, item.head, *rows)
+        store.store(ctx, part, item.head, *state)
 
     if ctx.shape.listed:
 
@@ -221,10 +219,7 @@ def _one_item(carry: tuple[Any, ...], ctx: Context) -> tuple[Any, ...]:
             listing.find(ctx, item.next_user, item.next_rank)
 
     next_item, next_index = ctx.receive(index + 1), index + 1
-    next_step = first_step + jnp.maximum(item.blocks, 0)
-    if ctx.shape.own_columns:
-        next_step = next_step + ctx.own_steps(item)
-    return next_item, next_index, next_step
+    return next_item, next_index, first_step + jnp.maximum(item.blocks, 0)
 
 
 def consume(ctx: Context) -> None:

@@ -11,7 +11,7 @@ from ikbo_jax.pallas.activations.cap import Cap
 from ikbo_jax.pallas.hopper.launch import WarpgroupContext
 from ikbo_jax.pallas.hopper.visible import Visible
 from ikbo_jax.problems.few_queries import MAX_COLUMNS, UserTable
-from ikbo_jax.problems.hopper import BLOCK_K, WGMMA_M, column_blocks
+from ikbo_jax.problems.hopper import BLOCK_K, WGMMA_M, OwnStages, column_blocks
 
 #: How the consumers of a CTA share an item: one consumer computes it; each takes every other block
 #: of keys, half of the rows, or two blocks of columns of the values.
@@ -52,8 +52,7 @@ class Shape:
       listed: most candidates of an item, if CTAs list them because the index is not sorted; else 0.
       table: the table that CTAs make of a sorted index; None if they search it, or list candidates.
       page: positions of a page, a multiple of a block's keys; 0: a user's keys are in one array.
-      own_columns: candidates whose own tokens a step has, one step for each tile of 64 rows of an
-        item, after the user's keys; 0: consumers load own tokens, if there are any.
+      own: the stages of values that have an item's own tokens; None: there are no own tokens.
     """
 
     batch: int
@@ -77,7 +76,7 @@ class Shape:
     table: UserTable | None = None
     cap: Cap | None = None
     page: int = 0
-    own_columns: int = 0
+    own: OwnStages | None = None
 
     @property
     def rows(self) -> int:
@@ -103,11 +102,9 @@ class Operands(NamedTuple):
     cand_to_user: Any  # [B] int32; None with one user
     lengths: Any  # [U] int32
     targets: Any  # [B] int32, the candidates of the results; None: as the queries
-    # In the results' order: begin and end of each candidate's keys, [2 * B] int32; and the key and
-    # value of its own token, [B, K, H], or [1, B, K, H] if they are loaded as steps.
-    ranges: Any = None
-    self_key: Any = None
-    self_value: Any = None
+    ranges: Any = None  # [2 * B] int32: begin and end of the keys, by candidate of the results
+    self_key: Any = None  # [B, K, H], of own tokens, in the order of the queries
+    self_value: Any = None  # likewise
     # [U * most] int32, each user's pages; key and value are then [pages, page, K, H].
     pages: Any = None
 
@@ -161,6 +158,15 @@ class Part(NamedTuple):
     takes: Any  # whether it adds consumer 1's results to its own
     stores: Any
     turns: Any  # number of its blocks, from the first on, whose products wait for a turn
+
+
+class Work(NamedTuple):
+    """An item, this consumer's part of it, and where its blocks are."""
+
+    item: Item
+    part: Part
+    index: Any  # of the item
+    first_step: Any
 
 
 @dataclasses.dataclass(frozen=True)
@@ -249,10 +255,9 @@ class Context(WarpgroupContext):
         """Describes the item's keys in a block."""
         return Visible.in_block(item.keys, block, self.config.block_kv)
 
-    def own_steps(self, item: Item) -> Any:
-        """Counts the item's steps of own tokens, which the first split of keys has."""
-        has_own = (item.rows > 0) & (item.target < self.shape.rows)
-        return has_own.astype(jnp.int32) * (1 + (item.sharing == BY_ROWS).astype(jnp.int32))
+    def value_step(self, index: Any, step: Any) -> Any:
+        """Returns the step among values of item `index`'s block `step`, behind own tokens."""
+        return step if self.shape.own is None else step + (index + 1) * self.shape.own.number
 
     @property
     def columns(self) -> int:
@@ -281,7 +286,7 @@ class Context(WarpgroupContext):
     @property
     def block_parts(self) -> int:
         """Number of parts in which a block of keys may be loaded; its barrier expects all parts."""
-        has_parts = self.ends_in_block or self.shape.own_columns > 0
+        has_parts = self.ends_in_block or self.shape.own is not None
         return self.config.block_parts if has_parts else 1
 
     @property

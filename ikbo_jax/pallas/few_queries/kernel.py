@@ -57,6 +57,7 @@ from ikbo_jax.pallas.few_queries.consumer import consume
 from ikbo_jax.pallas.few_queries.context import Context, Operands, Outputs, Shape, row_slots
 from ikbo_jax.pallas.few_queries.producer import produce
 from ikbo_jax.pallas.flash.softmax import LN_2, further
+from ikbo_jax.pallas.hopper import own_tokens
 from ikbo_jax.pallas.hopper.launch import Roles, launch
 from ikbo_jax.problems.attention import AttentionProblem
 from ikbo_jax.problems.few_queries import (
@@ -117,13 +118,10 @@ def few_queries_kernel(
         query, scale = jnp.zeros_like(query), 1.0
     scale, cap = scale_and_cap(scale, logit_cap)
     shape = _shape(query, key, scale, config, num_sms, lists=lists, cap=cap, pages=page_table)
-    own: tuple[Any, Any] = None, None
-    if self_key is not None and self_value is not None:
-        own = jnp.squeeze(self_key, 1), jnp.squeeze(self_value, 1)
-        columns = config.own_columns(shape.q_len, shape.head_rows)
-        if targets is None and not shape.listed and columns:
-            shape = dataclasses.replace(shape, own_columns=columns)
-            own = own[0][None], own[1][None]
+    if self_key is not None:
+        shape = dataclasses.replace(shape, own=config.own_stages(shape.q_len, shape.group))
+        assert shape.own
+        assert not lists
     operands = Operands(
         query.reshape(shape.rows, shape.q_heads, shape.head_dim),
         key,
@@ -132,7 +130,8 @@ def few_queries_kernel(
         key_value_seq_lengths,
         targets,
         None if key_value_ranges is None else key_value_ranges.reshape(-1),
-        *own,
+        own_tokens.in_order(self_key, targets),
+        own_tokens.in_order(self_value, targets),
         None if page_table is None else page_table.reshape(-1),
     )
     out, lse = _launch(operands, shape, config, return_residuals, interpret)
@@ -232,7 +231,7 @@ def _launch(
             table=shape.table,
             has_lengths=operands.lengths is not None,
             has_ranges=operands.ranges is not None,
-            loads_own=shape.own_columns > 0,
+            loads_own=shape.own is not None,
         ),
         dtype=dtype,
         name="ikbo_few_queries_attention",

@@ -1,104 +1,83 @@
-"""Merges own tokens into the softmax of an item's rows.
+"""The own tokens with which the softmax of an item's rows begins; see `problems.OwnStages`."""
 
-If candidates are in the order of queries, the own keys and values of an item's candidates lie side
-by side. The producer loads them as the item's last steps, one for each tile of 64 rows. So they
-arrive behind the user's keys, and no load is waited for. A product of queries and own keys has a
-row's score in the column of its candidate.
-"""
-
-import functools
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from ikbo_jax.pallas.few_queries import candidates
-from ikbo_jax.pallas.few_queries.context import Context, Item, Part
+from ikbo_jax.pallas.few_queries.context import Context, Work
 from ikbo_jax.pallas.flash import softmax
 from ikbo_jax.pallas.hopper import mma, own_tokens
-from ikbo_jax.problems.few_queries import MAX_COLUMNS
 from ikbo_jax.problems.hopper import BLOCK_K
 
-State = tuple[jax.Array, jax.Array, jax.Array]
-_SCALAR = plgpu.Layout.WG_SPLAT(())
+
+def issue_scores(ctx: Context, work: Work) -> jax.Array:
+    """Issues the products of the part's queries and own keys."""
+    own, ring, query = ctx.shape.own, ctx.shared.value, ctx.shared.query
+    step, tile = _first_step(ctx, work), work.part.tile
+    if own.groups > 1:
+        pl.when(tile > 0)(lambda: _skip(ctx, step, own.stages))
+        step = step + tile * own.stages
+    ring.await_ready(step)
+    queries = query.tiles[0].at[query.slot(work.index), tile if ctx.tiles > 1 else 0]
+    options = {"columns": own.columns, "interpret": ctx.interpret}
+    return mma.product(queries, ring.matrix(step), ctx.shape.head_dim, **options)
 
 
-def merged_at(ctx: Context, item: Item, part: Part, query: Any, step: Any, state: State) -> State:
-    """Adds own tokens to a part's (acc, maximum, sums), in steps from `step` on; skips others.
+def start(ctx: Context, work: Work, products: jax.Array) -> softmax.Running:
+    """Begins a part's softmax by its own tokens, and frees them, after the wait for `products`.
 
-    If consumers share the keys, consumer 1 does, which does not store. `query`: the item's tiles.
+    Of consumers that share the keys, consumer 1 does. Of split keys, the first split does.
     """
-    steps = ctx.own_steps(item)
-    is_taken = (steps > 0) & (part.gives | (part.stores & ~part.takes))
-    tile = part.tile if ctx.tiles > 1 else 0
-
-    def skip_step(step: Any) -> None:
-        ctx.shared.key.skip(step)
-        ctx.shared.value.skip(step)
-
-    pl.when((steps > 0) & (~is_taken | (part.tile > 0)))(functools.partial(skip_step, step))
-    state = lax.cond(
-        is_taken,
-        functools.partial(_merged_at, ctx, part, query.at[tile], step + tile, state),
-        lambda: state,
-    )
-    if ctx.tiles > 1:
-        is_further = (steps > 1) & (part.tile == 0)
-        pl.when(is_further)(functools.partial(skip_step, step + 1))
-    return state
-
-
-def _merged_at(ctx: Context, part: Part, query: Any, step: Any, state: State) -> State:
-    shared, columns = ctx.shared, ctx.shape.own_columns
-    shared.key.await_ready(step)
-    keys = shared.key.matrix(step)
-    scores = mma.product(query, keys, ctx.shape.head_dim, columns=columns, interpret=ctx.interpret)
-    mma.wait(0, interpret=ctx.interpret)
-    scores = mma.after_wait(scores, interpret=ctx.interpret)
-    shared.key.release(step)
-    shared.value.await_ready(step)
-    values = shared.value.matrix(step)
+    shape, own, ring, interpret = ctx.shape, ctx.shape.own, ctx.shared.value, ctx.interpret
+    part, step, before = work.part, _first_step(ctx, work), 0
+    if own.groups > 1:
+        step, before = step + part.tile * own.stages, part.offset
+    begin = lax.rem(work.item.target + before, jnp.int32(shape.q_len)) + part.offset - before
+    places = own_tokens.Places(begin, shape.q_len, shape.head_rows)
+    products = mma.after_wait(products, interpret=interpret)
+    score = own_tokens.scores(products, places, interpret=interpret)
+    blocks: Any = slice(None)
     if ctx.shares_columns:
-        values = values.at[pl.ds(ctx.first_column_block, ctx.columns // BLOCK_K)]
-    # Row `begin` of the first candidate's queries is the tile's first one.
-    begin = lax.rem(lax.rem(part.target, ctx.shape.rows), ctx.shape.q_len)
-    token = own_tokens.read(ctx, scores, values, begin, ctx.columns, ctx.shape.head_rows)
-    plgpu.commit_smem()  # TMA writes the stage only after these reads
-    shared.value.release(step)
-    return softmax.with_token(*state, *token, ctx.shape.log2_scale)
-
-
-def merged(ctx: Context, item: Item, part: Part, state: State) -> State:
-    """Adds own tokens to a part's (acc, maximum, sums); of split keys, to the first split's."""
-    if ctx.shape.splits == 1:
-        return _merged(ctx, item, part, state)
-    is_first = item.target < ctx.shape.rows
-    return lax.cond(is_first, lambda: _merged(ctx, item, part, state), lambda: state)
-
-
-def _merged(ctx: Context, item: Item, part: Part, state: State) -> State:
-    shape = ctx.shape
-    rows = own_tokens.Rows(
-        part.offset if shape.listed else lax.rem(part.target, shape.rows),
-        jnp.int32(0),
-        part.rows,
-        item.head,
-        lax.div(item.head, jnp.int32(shape.q_heads // shape.kv_heads)),
-        shape.group,
-        shape.head_rows,
+        blocks = pl.ds(ctx.first_column_block, ctx.columns // BLOCK_K)
+    value = own_tokens.values(ring, step, own, places, ctx.columns, blocks, interpret=interpret)
+    if own.groups > 1:
+        pl.when(part.tile == 0)(lambda: _skip(ctx, step + own.stages, own.stages))
+    begins = _begins(ctx, work)
+    nothing = softmax.running_start(ctx.columns, shape.log2_scale)
+    return softmax.Running(
+        jnp.where(begins, score, nothing.extreme),
+        jnp.where(begins, nothing.sums + 1 / softmax.PARTIAL, nothing.sums),
+        jnp.where(begins, value, nothing.acc),
     )
-    order = own_tokens.Order(
-        candidates.tables(ctx),
-        functools.partial(candidates.candidate_of, ctx),
-        functools.partial(candidates.interpreted, ctx),
-        shape.listed > 0,
-    )
-    acc, *_ = state
-    column = ctx.first_column_block * BLOCK_K if ctx.shares_columns else 0
-    token = own_tokens.load(
-        ctx, rows, order, acc.shape[1], column, at_once=shape.head_dim <= MAX_COLUMNS
-    )
-    return softmax.with_token(*state, *token, shape.log2_scale)
+
+
+def start_alone(ctx: Context, work: Work) -> softmax.Running:
+    """Begins the softmax of a part without keys; or frees own tokens, if the part has no rows."""
+
+    def begun() -> softmax.Running:
+        products = issue_scores(ctx, work)
+        mma.wait(0, interpret=ctx.interpret)
+        return start(ctx, work, products)
+
+    def skipped() -> softmax.Running:
+        _skip(ctx, _first_step(ctx, work), ctx.shape.own.number)
+        return softmax.running_start(ctx.columns, ctx.shape.log2_scale)
+
+    return lax.cond(_begins(ctx, work), begun, skipped)
+
+
+def _begins(ctx: Context, work: Work) -> Any:
+    part, is_first = work.part, work.item.target < ctx.shape.rows
+    return is_first & (part.gives | (part.stores & ~part.takes))
+
+
+def _first_step(ctx: Context, work: Work) -> Any:
+    return work.first_step + work.index * ctx.shape.own.number
+
+
+def _skip(ctx: Context, step: Any, count: int) -> None:
+    for i in range(count):
+        ctx.shared.value.skip(step + i)

@@ -9,17 +9,10 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from ikbo_jax.pallas.few_queries import listing, ranges, rows
-from ikbo_jax.pallas.few_queries.context import (
-    ALONE,
-    BY_COLUMNS,
-    BY_KEYS,
-    BY_ROWS,
-    Context,
-    Item,
-    Place,
-)
+from ikbo_jax.pallas.few_queries.context import ALONE, BY_COLUMNS, BY_KEYS, BY_ROWS, Context, Place
 from ikbo_jax.pallas.hopper import mosaic
 from ikbo_jax.pallas.hopper.rings import Ring
+from ikbo_jax.problems.few_queries import SWIZZLE_ROWS
 from ikbo_jax.problems.hopper import column_blocks
 
 
@@ -63,22 +56,18 @@ def _load_block(
     step: Any,
     place: tuple[Any, ...],
     left: Any = None,
-    first_candidate: Any = None,
 ) -> None:
     """Loads the block at `place`, (user, number of the block, key head), into a stage.
 
-    With `first_candidate`, loads own keys or values [1, B, K, H] of user 0 from it on. A block that
-    the `left` keys from it on do not fill is loaded in parts, to read fewer bytes. Consumers mask
-    the rest.
+    A block that the `left` keys from it on do not fill is loaded in parts, to read fewer bytes.
+    Consumers mask the rest.
     """
     user, block, head = place
     size, parts = ctx.config.block_kv, ctx.block_parts
     ring.await_reuse(step)
     tiles, ready = ring.copied(step), ring.ready_at(step)
     first_key = block * size
-    if first_candidate is not None:
-        first_key = first_candidate
-    elif ctx.shape.page:
+    if ctx.shape.page:
         user, first_key = _page_of(ctx, user, first_key)
 
     def load(begin: int, end: int) -> None:
@@ -89,8 +78,7 @@ def _load_block(
             plgpu.copy_gmem_to_smem(source.at[user, keys, head, columns], target, ready)
 
     def skip(count: int) -> None:
-        for _ in range(count * tiles.shape[0]):
-            plgpu.barrier_arrive(ready)
+        _skip(ready, count * tiles.shape[0])
 
     def load_whole() -> None:
         load(0, size)
@@ -141,7 +129,8 @@ def _load_block_of(ctx: Context, user: Any, place: Place) -> Any:
     """Loads the first block of a user's keys and values; returns the user."""
     first = (user, place.split * ctx.split_blocks, place.kv_head)
     _load_block(ctx, ctx.operands.key, ctx.shared.key, jnp.int32(0), first)
-    _load_block(ctx, ctx.operands.value, ctx.shared.value, jnp.int32(0), first)
+    if not ctx.shape.own:  # own tokens come first among values
+        _load_block(ctx, ctx.operands.value, ctx.shared.value, jnp.int32(0), first)
     return user
 
 
@@ -209,42 +198,74 @@ def _send_rows(
         words = (*words, *(() if further else (-1, 0)), *_whole_blocks(size, first_block, seen))
     shared.items.send_words(progress.items, words)
 
-    def load_keys(source: Any, ring: Ring, block: Any) -> None:
+    def load(source: Any, ring: Ring, step: Any, block: Any) -> None:
         where = (user, first_block + block, place.kv_head)
         # Consumers zero values past the keys only if keys may end within a block.
-        left = keys - block * size if ctx.ends_in_block or not shape.own_columns else None
-        _load_block(ctx, source, ring, progress.steps + block, where, left)
+        left = keys - block * size if ctx.ends_in_block or not shape.own else None
+        _load_block(ctx, source, ring, step + block, where, left)
 
-    def load_own(source: Any, ring: Ring, block: Any) -> None:
-        first = target + (block - blocks) * shape.head_rows
-        candidate = lax.div(first, jnp.int32(shape.q_len))
-        left = lax.div(target + (count - 1), jnp.int32(shape.q_len)) + 1 - candidate
-        left = jnp.minimum(left, shape.own_columns)
-        where = (0, 0, place.kv_head)
-        _load_block(ctx, source, ring, progress.steps + block, where, left, candidate)
+    first_value = ctx.value_step(progress.items, progress.steps)
+    load_key = functools.partial(load, operands.key, shared.key, progress.steps)
+    load_value = functools.partial(load, operands.value, shared.value, first_value)
+    if shape.own:
+        # A part of consumer 1 may begin with block 1. Consumers free no own tokens before they have
+        # the keys of their first block.
+        pl.when((loaded == 0) & (blocks > 0))(functools.partial(load_key, jnp.int32(0)))
+        pl.when(blocks > 1)(functools.partial(load_key, jnp.int32(1)))
+        _load_own(ctx, first_value - shape.own.number, sent, place.kv_head)
 
-    def load(source: Any, own: Any, ring: Ring, block: Any) -> None:
-        if not shape.own_columns:
-            load_keys(source, ring, block)
-            return
-        pl.when(block < blocks)(functools.partial(load_keys, source, ring, block))
-        pl.when(block >= blocks)(functools.partial(load_own, own, ring, block))
+        @pl.loop(0, blocks)
+        def _(block: Any) -> None:
+            load_value(block)
+            pl.when(block + 2 < blocks)(functools.partial(load_key, block + 2))
 
-    steps = blocks
-    if shape.own_columns:
-        steps = steps + ctx.own_steps(Item(*words[: Item._fields.index("next_user")]))
+    else:
 
-    @pl.loop(loaded, steps + 1)
-    def _(block: Any) -> None:
-        @pl.when(block < steps)
-        def _() -> None:
-            load(operands.key, operands.self_key, shared.key, block)
+        @pl.loop(loaded, blocks + 1)
+        def _(block: Any) -> None:
+            pl.when(block < blocks)(functools.partial(load_key, block))
+            pl.when(block > loaded)(lambda: load_value(block - 1))
 
-        @pl.when(block > loaded)
-        def _() -> None:
-            load(operands.value, operands.self_value, shared.value, block - 1)
+    return _Progress(progress.items + 1, progress.steps + blocks)
 
-    return _Progress(progress.items + 1, progress.steps + steps)
+
+def _load_own(ctx: Context, first_step: Any, sent: _Rows, kv_head: Any) -> None:
+    """Loads own keys and values of an item into stages of values from `first_step` on.
+
+    A stage whose rows have no candidate, and those of a further split of keys, stay as they were.
+    """
+    shape, ring, own = ctx.shape, ctx.shared.value, ctx.shape.own
+    size, q_len = own.columns, jnp.int32(shape.q_len)
+    pieces = ctx.block_parts * own.stages // 2
+    pieces = pieces if size % (SWIZZLE_ROWS * pieces) == 0 else 1
+    height = size // pieces
+
+    @pl.loop(0, own.groups)
+    def _(group: Any) -> None:
+        begin = group * shape.head_rows
+        candidate = lax.div(sent.target + begin, q_len)
+        left = lax.div(sent.target + (sent.count - 1), q_len) + 1 - candidate
+        left = jnp.where((sent.count > begin) & (sent.target < shape.rows), left, 0)
+        for i, source in enumerate((ctx.operands.self_key, ctx.operands.self_value)):
+            step = first_step + group * own.stages + i * (own.stages - 1)
+            if i < own.stages:
+                ring.await_reuse(step)
+            tiles, ready = ring.copied(step), ring.ready_at(step)
+            for piece in range(pieces):
+                rows = pl.ds(candidate + piece * height, height)
+                at = tiles.at[:, pl.ds(piece * height + i * (2 - own.stages) * size, height)]
+                load = functools.partial(ctx.load, source, (rows, kv_head), at, ready)
+                pl.when(left > piece * height)(load)
+                pl.when(left <= piece * height)(functools.partial(_skip, ready, tiles.shape[0]))
+            if i >= 2 - own.stages:
+                further = ctx.block_parts - pieces * (3 - own.stages)
+                _skip(ready, further * tiles.shape[0])
+
+
+def _skip(ready: Any, count: int) -> None:
+    """Arrives at a barrier instead of `count` loads."""
+    for _ in range(count):
+        plgpu.barrier_arrive(ready)
 
 
 def _whole_blocks(size: int, first_block: Any, seen: ranges.Bounds) -> tuple[Any, ...]:
@@ -349,5 +370,5 @@ def produce(ctx: Context) -> None:
     shared.query.await_reuse(items)
     shared.items.send_words(items, (jnp.int32(-1),))
     shared.key.drain_uses(steps)
-    shared.value.drain_uses(steps)
+    shared.value.drain_uses(steps + items * shape.own.number if shape.own else steps)
     shared.query.drain_uses(items + 1)

@@ -13,7 +13,6 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith
 
-from ikbo_jax.pallas.few_queries import candidates
 from ikbo_jax.pallas.few_queries.context import Context, Item, Part, Place
 from ikbo_jax.pallas.hopper import inline, per_thread, stores, warps
 from ikbo_jax.pallas.hopper.visible import Visible
@@ -55,7 +54,7 @@ def bounds(ctx: Context, place: Place, target: Any, count: Any, length: Any) -> 
                 for i, kind, neutral in _BOUNDS
             )
         )
-    tables = candidates.tables(ctx)
+    tables = _tables(ctx)
 
     @plgpu.inline_mgpu(
         arg_types=(plgpu.RefType(), SCALAR, SCALAR, SCALAR, *(plgpu.RefType() for _ in tables)),
@@ -114,7 +113,7 @@ def _of_rows(ctx: Context, part: Part) -> tuple[jax.Array, jax.Array]:
     if ctx.interpret:
         row = lax.rem(jnp.arange(WGMMA_M, dtype=jnp.int32), jnp.int32(shape.head_rows))
         return _interpreted(ctx, first + row)
-    tables = candidates.tables(ctx)
+    tables = _tables(ctx)
     rows = plgpu.ShapeDtypeStruct((WGMMA_M,), jnp.int32, layout=stores.ROW_LAYOUT)
 
     @plgpu.inline_mgpu(
@@ -133,14 +132,30 @@ def _of_rows(ctx: Context, part: Part) -> tuple[jax.Array, jax.Array]:
     return load(ctx.operands.ranges, first, *tables)
 
 
+def _tables(ctx: Context) -> tuple[Any, ...]:
+    """References to what has an item's candidates by number: its CTA's list, or the order."""
+    if ctx.shape.listed:
+        return (ctx.shared.listing,)
+    return () if ctx.operands.targets is None else (ctx.operands.targets,)
+
+
 def _load(ctx: Context, ranges: ir.Value, number: ir.Value, tables: Any) -> list[ir.Value]:
-    """Loads begin and end of candidate `number` of the item's order."""
-    number = arith.muli(candidates.candidate_of(ctx, number, tables), inline.i32(2))
+    """Loads begin and end of candidate `number` of the item's order; of no row, of any."""
+    last = inline.i32(ctx.shape.batch - 1)
+    if ctx.shape.listed:
+        number = arith.minui(number, inline.i32(ctx.shape.listed - 1))
+        number = warps.load_shared(tables[0], number)
+    elif tables:
+        number = warps.load(tables[0], arith.minui(number, last))
+    number = arith.muli(arith.minui(number, last), inline.i32(2))
     return per_thread.load_words(inline.address(ranges, number), 2, is_early=True)
 
 
 def _interpreted(ctx: Context, row: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Loads begins and ends of rows, under interpretation."""
-    number = 2 * candidates.interpreted(ctx, lax.div(row, jnp.int32(ctx.shape.q_len)))
+    number = lax.div(row, jnp.int32(ctx.shape.q_len))
+    for table in _tables(ctx):
+        number = jnp.take(table[...], number, mode="clip")
+    number = 2 * jnp.clip(number, 0, ctx.shape.batch - 1)
     ranges = ctx.operands.ranges[...]
     return jnp.take(ranges, number), jnp.take(ranges, number + 1)

@@ -56,7 +56,7 @@ from ikbo_jax.pallas.activations.cap import scale_and_cap
 from ikbo_jax.pallas.flash import attention_consumer, attention_producer, softmax
 from ikbo_jax.pallas.flash.attention_context import AttentionContext, Shape
 from ikbo_jax.pallas.flash.context import Operands, Outputs
-from ikbo_jax.pallas.hopper import warps
+from ikbo_jax.pallas.hopper import own_tokens, warps
 from ikbo_jax.pallas.hopper.launch import Roles, launch
 from ikbo_jax.pallas.worklist import lists, work_order
 from ikbo_jax.pallas.worklist.lists import Offsets
@@ -96,8 +96,7 @@ def attention_kernel(
         those of one user side by side; T must be a multiple of 64.
       targets: None, or [B] int32, a permutation: candidate i's results are stored as candidate
         targets[i]'s results. `order` must be None then.
-      self_key: None, or [B, 1, K, H], a further key of each candidate, in the order of the results;
-        `self_value` likewise.
+      self_key: None, or [B, 1, K, H], a further key of each candidate; `self_value` likewise.
       page_table: as for `ops.attention`; `block_kv` divides the pages.
       interpret: as for `hopper.launch.launch`.
     """
@@ -112,10 +111,11 @@ def attention_kernel(
     if scale == 0:  # every score is 0, as with queries of zeros
         query, scale = jnp.zeros_like(query), 1.0
     finish = functools.partial(_finish, query, config, return_residuals, interpret)
+    of_work = targets if order is None else order
     of_results = {
         "targets": targets,
-        "self_key": None if self_key is None else jnp.squeeze(self_key, 1),
-        "self_value": None if self_value is None else jnp.squeeze(self_value, 1),
+        "self_key": own_tokens.in_order(self_key, of_work),
+        "self_value": own_tokens.in_order(self_value, of_work),
         "pages": None if page_table is None else page_table.reshape(-1),
     }
     if config.one_user and users > 1 and q_len:
@@ -281,8 +281,9 @@ def _launch(
     interpret: Any,
 ) -> tuple[jax.Array, jax.Array | None]:
     """Launches the kernel; returns out [rows, N, H], and lse [rows, N] or None."""
-    if operands.self_key is not None and operands.targets is None and operands.order is None:
-        shape = dataclasses.replace(shape, own_columns=config.own_columns(shape.q_len))
+    if operands.self_key is not None:
+        shape = dataclasses.replace(shape, own=config.own_stages(shape.q_len))
+        assert shape.own
     out, *lse = launch(
         Roles(
             functools.partial(AttentionContext, shape, config),
@@ -291,7 +292,7 @@ def _launch(
         ),
         operands,
         Outputs.of(shape.rows, operands.query, has_lse=return_residuals),
-        config.shared(shape.head_dim, loads_own=shape.own_columns > 0),
+        config.shared(shape.head_dim, loads_own=shape.own is not None),
         dtype=operands.query.dtype,
         name=name,
         workers=shape.workers,

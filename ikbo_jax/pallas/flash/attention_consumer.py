@@ -29,6 +29,7 @@ class _State(NamedTuple):
     maximum: jax.Array  # [64] f32, row maxima of the pass's first block
     sums: jax.Array  # [64, 8] f32, whose rows sum to the row sums of the weights
     acc: jax.Array  # [64, H] f32, without the current block; in block 0, the previous pass's sum
+    own: Any = None  # [64] f32, weights of own tokens, before block 0
 
 
 def _receive(ctx: AttentionContext, index: Any) -> Item:
@@ -88,11 +89,22 @@ def _synchronise_consumers() -> None:
     mosaic.named_barrier("sync", jnp.int32(CONSUMER_BARRIER), turns.CONSUMER_THREADS)
 
 
-def _begin(ctx: AttentionContext, scores: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Computes (weights in f32, row maxima, sums) of a pass's first block."""
-    maximum = softmax.row_maximum(scores, ctx.shape.log2_scale)
-    p = softmax.exponentials(scores, maximum, ctx.shape.log2_scale)
-    return p, maximum, softmax.partial_sums(p)
+def _begin(
+    ctx: AttentionContext, item: Item, scores: jax.Array, products: jax.Array | None
+) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array | None]:
+    """Computes (weights in f32, row maxima, sums, own weights) of a pass's first block."""
+    log2_scale, own = ctx.shape.log2_scale, None
+    maximum = softmax.row_maximum(scores, log2_scale)
+    if products is not None:
+        own = attention_own.scores(ctx, item, products) * jnp.float32(log2_scale)
+        maximum = jnp.maximum(maximum, own)
+        own = jnp.exp2(own - maximum)
+    p = softmax.exponentials(scores, maximum, log2_scale)
+    sums = softmax.partial_sums(p)
+    if own is not None:
+        part = own * jnp.float32(1 / softmax.PARTIAL)
+        sums = sums + lax.broadcast_in_dim(part, sums.shape, (0,))
+    return p, maximum, sums, own
 
 
 def _step(
@@ -115,7 +127,7 @@ def _step(
         turns.hand_over(ctx)
         meanwhile()
     value_step = ctx.value_step(index, step)
-    acc = _issue_values(ctx, item, state, block > 0, value_step)
+    acc = _issue_values(ctx, item, state, None if ctx.shape.own else block > 0, value_step)
     if meanwhile is None:
         turns.await_scores(ctx)
     else:
@@ -127,41 +139,44 @@ def _step(
     pl.when(block == 0)(functools.partial(ctx.free_stored_slot, index - 1))
     mma.wait(0, interpret=ctx.interpret)
     _free_values(ctx, item, value_step)
-    return _State(p.astype(state.weights.dtype), state.maximum, sums, acc)
+    return _State(p.astype(state.weights.dtype), state.maximum, sums, acc, state.own)
 
 
 def _last_step(
     ctx: AttentionContext, item: Item, next_item: Item, index: Any, first_step: Any, state: _State
 ) -> _State:
     """Returns the state at the next pass's first block, with this pass's sum as accumulator."""
-    is_defined = item.blocks > 1
+    is_defined = None if ctx.shape.own else item.blocks > 1
     step = ctx.value_step(index, first_step + item.blocks - 1)
 
-    def with_next() -> tuple[jax.Array, ...]:
+    def with_next() -> tuple[Any, ...]:
         next_step = ctx.step_after(item, first_step)
         turns.take(ctx)
         ctx.shared.query.await_ready(index + 1)
         scores = _issue_scores(ctx, next_item, index + 1, next_step)
+        products = None
+        if ctx.shape.own:
+            products = attention_own.issue_scores(ctx, index + 1, next_step)
         acc = _issue_values(ctx, item, state, is_defined, step)
         turns.await_scores(ctx)
         ctx.free_read_queries(index + 1, next_item.blocks == 1)
         scores = _scores(ctx, scores, next_item, jnp.int32(0), next_step)
-        p, maximum, sums = _begin(ctx, scores)
+        p, maximum, sums, own = _begin(ctx, next_item, scores, products)
         mma.wait(0, interpret=ctx.interpret)
-        return acc, p.astype(state.weights.dtype), maximum, sums
+        return acc, p.astype(state.weights.dtype), maximum, sums, own
 
-    def alone() -> tuple[jax.Array, ...]:
+    def alone() -> tuple[Any, ...]:
         turns.take(ctx)
         acc = _issue_values(ctx, item, state, is_defined, step)
         # Consumer 1 gave the first turn, so only consumer 0 gives the last one.
         pl.when(ctx.consumer == 0)(functools.partial(turns.hand_over, ctx))
         mma.wait(0, interpret=ctx.interpret)
-        return acc, state.weights, state.maximum, state.sums
+        return acc, state.weights, state.maximum, state.sums, state.own
 
-    acc, weights, maximum, sums = lax.cond(next_item.blocks > 0, with_next, alone)
+    acc, weights, maximum, sums, own = lax.cond(next_item.blocks > 0, with_next, alone)
     acc = mma.after_wait(acc, interpret=ctx.interpret)
     _free_values(ctx, item, step)
-    return _State(weights, maximum, sums, acc)
+    return _State(weights, maximum, sums, acc, own)
 
 
 def _begin_pass(
@@ -197,16 +212,22 @@ def _attend(ctx: AttentionContext) -> tuple[Any, Any]:
     turns.take(ctx)
     plgpu.barrier_wait(ctx.shared.query.ready.at[0])
     scores = _issue_scores(ctx, item, zero, zero)
+    products = attention_own.issue_scores(ctx, zero, zero) if ctx.shape.own else None
     turns.hand_over(ctx)
     mma.wait(0, interpret=ctx.interpret)
     ctx.free_read_queries(zero, item.blocks == 1)
-    p, maximum, sums = _begin(ctx, _scores(ctx, scores, item, zero, zero))
+    scores = _scores(ctx, scores, item, zero, zero)
+    p, maximum, sums, own = _begin(ctx, item, scores, products)
     acc = mma.zeros(ctx.shape.head_dim, jnp.float32)
-    state = _State(p.astype(ctx.outputs.out.dtype), maximum, sums, acc)
+    state = _State(p.astype(ctx.outputs.out.dtype), maximum, sums, acc, own)
 
     def one_pass(carry: tuple[Any, ...]) -> tuple[Any, ...]:
         item, index, first_step, previous, state = carry
         step = functools.partial(_step, ctx, item, index, first_step)
+        if state.own is not None:
+            acc = attention_own.values(ctx, item, index, first_step)
+            acc = acc * lax.broadcast_in_dim(state.own, acc.shape, (0,))
+            state = state._replace(acc=acc)
         if is_early:
             state = _begin_pass(ctx, item, index, first_step, previous, state)
         state = lax.fori_loop(int(is_early), item.blocks - 1, step, state)
@@ -216,8 +237,7 @@ def _attend(ctx: AttentionContext) -> tuple[Any, Any]:
         statistics: tuple[Any, ...] = (state.sums, state.maximum)
         state = _last_step(ctx, item, next_item, index, first_step, state)
         if not is_early:
-            own_step = ctx.own_step(item, index, first_step)
-            _check_and_store(ctx, item, index, state.acc, *statistics, own_step=own_step)
+            _check_and_store(ctx, item, index, state.acc, *statistics)
             statistics = ()
         return next_item, index + 1, ctx.step_after(item, first_step), statistics, state
 
@@ -261,7 +281,7 @@ def _recompute(ctx: AttentionContext, index: Any, first_step: Any) -> None:
         shared.value.await_ready(step)
         visible = Visible.in_block(item.length, block, ctx.config.block_kv)
         _zero_hidden_values(ctx, step, visible)
-        is_defined = block > 0
+        is_defined = None if shape.own else block > 0
         acc = mma.add_product(
             state.acc,
             p.astype(ctx.outputs.out.dtype),
@@ -279,12 +299,14 @@ def _recompute(ctx: AttentionContext, index: Any, first_step: Any) -> None:
         item, index, first_step = carry
         shared.query.await_ready(index)
         step = functools.partial(block_step, item, index, first_step)
-        start = softmax.running_start(shape.head_dim, shape.log2_scale)
+        if shape.own:
+            start = attention_own.start(ctx, item, index, first_step)
+        else:
+            start = softmax.running_start(shape.head_dim, shape.log2_scale)
         extreme, sums, acc = lax.fori_loop(0, item.blocks, step, start)
         natural = shape.log2_scale * softmax.LN_2
-        own_step = ctx.own_step(item, index, first_step)
         sums = jnp.sum(sums, axis=1)
-        _normalise_and_store(ctx, item, index, acc, sums, extreme, own_step, natural)
+        _normalise_and_store(ctx, item, index, acc, sums, extreme, natural)
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
         shared.query.release(index)
         return _receive(ctx, index + 1), index + 1, first_step + item.blocks
@@ -333,20 +355,11 @@ def _normalise_and_store(
     acc: jax.Array,
     row_sum: jax.Array,
     maximum: jax.Array,
-    own_step: Any = None,
     unit: float = softmax.LN_2,
 ) -> None:
-    """Divides `acc` by `row_sum`, relative to exp(`maximum` * `unit`), and stores a pass's rows.
-
-    `own_step`: the step of values that has the pass's own tokens, if they are loaded so.
-    """
+    """Divides `acc` by `row_sum`, relative to exp(`maximum` * `unit`), and stores a pass's rows."""
     shared = ctx.shared
-    has_keys = item.length > 0
-    if ctx.has_own:
-        acc, maximum, row_sum = attention_own.merged(
-            ctx, item, index, own_step, acc, row_sum, maximum, unit
-        )
-        has_keys, unit = True, softmax.LN_2
+    has_keys = True if ctx.shape.own else item.length > 0
     inverse = softmax.inverse_sums(row_sum, ctx.shape.output_scale)
     out = (acc * lax.broadcast_in_dim(inverse, acc.shape, (0,))).astype(ctx.outputs.out.dtype)
     # Without keys the weights are NaN, and so may be the values that were read.
@@ -416,9 +429,8 @@ def _flag_if_inexact(
         item.flag,
         row_sum,
         item.begin,
-        jnp.where(
-            item.length > 0, item.end, item.begin
-        ),  # without keys, no second result is needed
+        # Without any key, no second result is needed.
+        item.end if ctx.shape.own else jnp.where(item.length > 0, item.end, item.begin),
         ctx.shape.sum_limit,
         ctx.interpret,
     )
@@ -432,9 +444,7 @@ def _check_and_store(
     acc: jax.Array,
     sums: jax.Array,
     maximum: jax.Array,
-    *,
-    own_step: Any = None,
 ) -> None:
     """Flags pass `index` if it is inexact, and stores its rows."""
     row_sum = _flag_if_inexact(ctx, item, acc, sums)
-    _normalise_and_store(ctx, item, index, acc, row_sum, maximum, own_step)
+    _normalise_and_store(ctx, item, index, acc, row_sum, maximum)

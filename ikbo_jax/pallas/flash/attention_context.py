@@ -12,7 +12,7 @@ from ikbo_jax.pallas.activations.cap import Cap
 from ikbo_jax.pallas.flash.context import FlashContext
 from ikbo_jax.pallas.hopper.row_order import RowOrder
 from ikbo_jax.problems.attention import FLAG_WORDS
-from ikbo_jax.problems.hopper import TILE_ROWS, WGMMA_M
+from ikbo_jax.problems.hopper import TILE_ROWS, WGMMA_M, OwnStages
 
 #: Words of a descriptor that both consumers read; three for each consumer follow.
 COMMON_ITEM_WORDS = 6
@@ -38,9 +38,7 @@ class Shape:
     output_scale: float = 1.0
     cap: Cap | None = None  # of the scores, before `log2_scale`
     page: int = 0  # positions of a page, a multiple of a block's keys; 0: there are none
-    # Most candidates of a pass, whose own keys and values are in one stage of values, after the
-    # pass's values; 0: consumers load own tokens, if there are any.
-    own_columns: int = 0
+    own: OwnStages | None = None  # None: there are no own tokens
 
     @property
     def rows(self) -> int:
@@ -90,17 +88,12 @@ class AttentionContext(FlashContext):
 
         Wider heads, partial passes and own tokens have too few registers.
         """
-        if self.has_own:
+        if self.shape.own:
             return False
         has_registers = (
             self.shape.head_dim <= EARLY_SCORES_MAX_WIDTH and not self.shape.has_partial_passes
         )
         return self.config.early_scores and has_registers and self.config.q_slots > 1
-
-    @property
-    def has_own(self) -> bool:
-        """Whether every candidate has an own token."""
-        return self.operands.self_key is not None
 
     @property
     def row_order(self) -> RowOrder | None:
@@ -116,14 +109,9 @@ class AttentionContext(FlashContext):
             act(*barrier)
 
     def value_step(self, index: Any, step: Any) -> Any:
-        """Returns the step of pass `index` among values, where every pass has own tokens, too."""
-        return step + (index - self.ends) if self.shape.own_columns else step
-
-    def own_step(self, item: Item, index: Any, first_step: Any) -> Any:
-        """Returns the step of values with the own tokens of pass `index`; None: there is none."""
-        if not self.shape.own_columns:
-            return None
-        return self.value_step(index, first_step + item.blocks)
+        """Returns the step of pass `index` among values, behind own tokens."""
+        own = self.shape.own
+        return step if own is None else step + (index - self.ends + 1) * own.number
 
     def step_after(self, item: Item, first_step: Any) -> Any:
         """Returns the step at which the pass after `item` begins."""

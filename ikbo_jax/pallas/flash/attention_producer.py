@@ -146,21 +146,24 @@ def _load_block(
         rows = (page, pl.ds(begin, config.block_kv))
     kv_head = lax.div(head, shape.q_heads // shape.kv_heads)
     ctx.load(source, (*rows, kv_head), ring.copied(step), ring.ready_at(step))
-    if shape.own_columns and ring is ctx.shared.value:  # a stage of own tokens has two parts
+    if shape.own and ring is ctx.shared.value:  # a stage of own tokens has two parts
         for _ in range(column_blocks(shape.head_dim)):
             plgpu.barrier_arrive(ring.ready_at(step))
 
 
 def _load_own(ctx: AttentionContext, step: Any, head: Any, first_row: Any) -> None:
-    """Loads own keys, then values, of a tile's candidates into the stage of values of `step`."""
-    shape, operands, ring = ctx.shape, ctx.operands, ctx.shared.value
-    ring.await_reuse(step)
+    """Loads own keys and values of a tile's candidates into stages of values from `step` on."""
+    shape, operands, ring, own = ctx.shape, ctx.operands, ctx.shared.value, ctx.shape.own
     first = lax.div(first_row, jnp.int32(shape.q_len))
     kv_head = lax.div(head, shape.q_heads // shape.kv_heads)
-    candidates, size = pl.ds(first, shape.own_columns), shape.own_columns
     for i, source in enumerate((operands.self_key, operands.self_value)):
-        tiles = ring.copied(step).at[:, pl.ds(i * size, size)]
-        ctx.load(source, (candidates, kv_head), tiles, ring.ready_at(step))
+        if i < own.stages:
+            ring.await_reuse(step + i)
+        at = step + i * (own.stages - 1)
+        tiles = ring.copied(at).at[:, pl.ds(i * (2 - own.stages) * own.columns, own.columns)]
+        ctx.load(source, (pl.ds(first, own.columns), kv_head), tiles, ring.ready_at(at))
+        for _ in range(column_blocks(shape.head_dim) * (own.stages - 1)):
+            plgpu.barrier_arrive(ring.ready_at(at))
 
 
 def _pass(ctx: AttentionContext, tile: Any, extent: tuple[Any, Any, Any], begin: Any) -> _Pass:
@@ -276,14 +279,16 @@ def _send_item(
     load_value = functools.partial(load, ctx.operands.value, shared.value, value_step)
 
     def load_rest() -> None:
+        if ctx.shape.own:
+            own_step = value_step - ctx.shape.own.number
+            _load_own(ctx, own_step, item.head, current.first)
+
         @pl.loop(1, item.blocks)
         def _(block: Any) -> None:
             load_key(block)
             load_value(block - 1)
 
         load_value(item.blocks - 1)
-        if ctx.shape.own_columns:
-            _load_own(ctx, value_step + item.blocks, item.head, current.first)
 
     ctx.unless(item.is_resident, lambda: load_key(jnp.int32(0)))
     # After the loads, for which the consumers wait longer. They have freed all keys of the pass
@@ -365,7 +370,7 @@ def produce(ctx: AttentionContext) -> None:
         lambda: progress,
     )
     shared.key.drain_uses(steps)
-    if shape.own_columns:  # each sequence of passes has an end
-        steps = steps + items - jnp.where(flag(0), 2, 1)
+    if shape.own:  # each sequence of passes has an end
+        steps = steps + (items - jnp.where(flag(0), 2, 1)) * shape.own.number
     shared.value.drain_uses(steps)
     shared.query.drain_uses(items)

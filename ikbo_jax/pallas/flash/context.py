@@ -39,7 +39,7 @@ class Operands(NamedTuple):
     cu_seqlens_kv: Any = None  # of `lists.Offsets`, if CTAs find their tiles
     q_to_kv: Any = None  # always None: `segments` reads it
     seen: Any = None  # [tiles, 2, 4, 64] int32, of `gdpa_masked.mask_tiles`
-    self_key: Any = None  # [B, K, H], of own tokens, in the order of the results
+    self_key: Any = None  # [B, K, H], of own tokens, in work order
     self_value: Any = None  # likewise
     pages: Any = None  # [U * most] int32, each user's pages
 

@@ -98,23 +98,6 @@ def running_weights(
     return larger, shrink, exact_exponentials(scores, base, log2_scale)
 
 
-def with_token(
-    acc: jax.Array,
-    extreme: jax.Array,
-    sums: jax.Array,
-    score: jax.Array,
-    value: jax.Array,
-    log2_scale: float,
-) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Adds a key's raw score [64] and value [64, H] to (acc [64, H], extreme [64], sums [64])."""
-    larger = further(log2_scale)(extreme, score)
-    base = finite(larger, log2_scale)
-    shrink, weight = (jnp.exp2((x - base) * jnp.float32(log2_scale)) for x in (extreme, score))
-    acc = acc * lax.broadcast_in_dim(shrink, acc.shape, (0,))
-    acc = acc + value * lax.broadcast_in_dim(weight, acc.shape, (0,))
-    return acc, larger, sums * shrink + weight
-
-
 def running_start(head_dim: int, log2_scale: float) -> Running:
     """Returns the state before the first block."""
     return Running(
