@@ -14,6 +14,7 @@ from ikbo_jax.ops.op import Call, Named, Op, Part
 from ikbo_jax.ops.partition import Division
 from ikbo_jax.ops.sharded import run_kernel, zeros
 from ikbo_jax.problems.norm_linear import NormLinearProblem
+from ikbo_jax.problems.problem import ranked
 from ikbo_jax.reference import norm_linear as reference
 from ikbo_jax.reference.activations import ACTIVATIONS, SOFTMAX
 from ikbo_jax.reference.norm_linear import Norm, NormLinear, Projected
@@ -88,6 +89,11 @@ def norm_linear(
         nothing = tuple(zeros(shape, x.dtype, arrays) for shape in shapes)
         return (dispatch.record_nothing(nothing[0], plan), *nothing[1:])
     return _OP.jitted(call, plan, reverse_only.operands("norm_linear", arrays)).out
+
+
+def kernel_is_first(*sizes: Any) -> bool:
+    """Whether the kernel is the first choice for a problem with these fields, where it can run."""
+    return any(x.config is not None for x in ranked(NormLinearProblem(*sizes))[:1])
 
 
 def _of_groups(name: str, values: Any) -> tuple[Any, ...]:

@@ -255,6 +255,7 @@ PRIMITIVES: dict[str, Callable[..., Any]] = {
     "slice": _slice,
     "sort": _sort,
     "stack": lambda eqn, *xs: np.stack(xs, eqn.params["axis"]),
+    "optimization_barrier": lambda _, *operands: operands,
     "split": _split,
     "squeeze": lambda eqn, x: np.squeeze(x, tuple(eqn.params["dimensions"])),
     "top_k": _top_k,
@@ -305,5 +306,5 @@ LINEAR = frozenset((*MOVES, "cumsum", "dot_general", "mul", "reduce_sum"))
 EXACT_PRIMITIVES = {
     *(*MOVES, "abs", "clamp", "gather", "max", "min", "neg", "reduce_max", "reduce_min"),
     *("select_n", "sign", "split", "dynamic_slice", "dynamic_update_slice", "empty2", "iota"),
-    *("floor", "round", "sort", "top_k", "unstack"),
+    *("floor", "optimization_barrier", "round", "sort", "top_k", "unstack"),
 } - {"convert_element_type", "reduce_precision"}

@@ -13,6 +13,7 @@ from jax import lax
 from jax.extend import core, source_info_util
 
 from ikbo_jax.ops import explain
+from ikbo_jax.rewrite.attention import linear_layers
 from ikbo_jax.rewrite.interpret import RETURNED, Context
 from ikbo_jax.rewrite.report import cost
 from ikbo_jax.rewrite.report.recorder import Recorder
@@ -32,7 +33,8 @@ def run(program: Any, arrays: Sequence[Any]) -> list[Any]:
     original = _Original.of(program)
     inputs = [*(x for x in program.consts if isinstance(x, jax.core.Tracer)), *arrays]
     if original.is_plain():
-        recorder, results = original.recorder(), original.call(inputs)
+        recorder = original.recorder()
+        results = _as_written(original, inputs, recorder)
     elif original.draws:
         # Equal equations give different numbers, so that none may run once instead of twice.
         recorder, results = original.recorder(), original.call(inputs)
@@ -155,8 +157,7 @@ class _Original:
         if program.effects:
             raise unread.RowsAreRead
 
-        is_closed = not any(x is _TRACED for x in self.jaxpr.consts)
-        original = self.jaxpr if is_closed else self.as_it_is(inputs)
+        original = self.closed(inputs)
 
         def run(*inputs: Any) -> list[Any]:
             found = call(program, inputs, "rewritten")
@@ -183,6 +184,11 @@ class _Original:
             raise
         except Exception:
             return self.as_it_is(inputs)
+
+    def closed(self, inputs: Sequence[Any]) -> core.Jaxpr:
+        """Returns the original as a program of `inputs`, the same object if it is one."""
+        is_closed = not any(x is _TRACED for x in self.jaxpr.consts)
+        return self.jaxpr if is_closed else self.as_it_is(inputs)
 
     def as_it_is(self, inputs: Sequence[Any]) -> core.Jaxpr:
         """Returns the original as a jaxpr of `inputs`."""
@@ -236,23 +242,34 @@ def _rewritten(original: _Original, inputs: list[Any]) -> tuple[Recorder, list[A
         if smaller is None:
             break
         tried, chosen, program = _interpreted(smaller, inputs)
-    values = program
+    values, differs = program, chosen.gradient_differs
     if program is None or chosen.refusal or not chosen.changed:
         if program is None or not _is_for_derivatives(program, chosen):
-            return recorder, original.call(inputs)
+            return recorder, _as_written(original, inputs, recorder)
         recorder.refusal = f"{chosen.refusal or 'nothing gained'}; its derivative is rewritten"
-        values = tried.as_it_is(program.in_avals)
-    elif not chosen.gradient_differs and (program.effects or not explain.survey(program).marked):
+        chosen, values = recorder, tried.as_it_is(program.in_avals)
+    layered = linear_layers.with_linear_layers(values, chosen.layer)
+    is_final = layered is program and not differs
+    if is_final and (program.effects or not explain.survey(program).marked):
         return chosen, call(program, inputs, "rewritten")
     # The traced program holds these functions, so they must not hold the tracers `inputs`.
     exact = variants.Exact(
         # A program with an op has its own derivative, but `checkify` must check the original.
-        functools.partial(tried.differentiated, program.in_avals)
-        if chosen.gradient_differs
-        else lambda: program,
+        functools.partial(tried.differentiated, program.in_avals) if differs else lambda: program,
         functools.partial(tried.as_it_is, program.in_avals),
     )
-    return chosen if values is program else recorder, variants.bind(values, exact, inputs)
+    return chosen, variants.bind(layered, exact, inputs)
+
+
+def _as_written(original: _Original, inputs: list[Any], recorder: Recorder) -> list[Any]:
+    """Runs the original; on a GPU, its values with linear layers by ops."""
+    is_checked = jax.config.jax_debug_nans or jax.config.jax_debug_infs
+    if linear_layers.has_kernels() and not is_checked:
+        written = original.closed(inputs)
+        layered = linear_layers.with_linear_layers(written, recorder.layer)
+        if layered is not written:
+            return variants.bind(layered, variants.Exact(lambda: written, lambda: written), inputs)
+    return original.call(inputs)
 
 
 def _is_for_derivatives(program: core.Jaxpr, recorder: Recorder) -> bool:

@@ -61,6 +61,8 @@ class Recorder:
         self._once: dict[Any, Broadcast] = {}
         # Why the original runs although broadcasts were found.
         self.refusal = ""
+        # What became an op at whatever batch it is computed, by line.
+        self.layers: list[str] = []
         # The outcomes of the original's lookups, by the identity of their equations.
         self._lookups: dict[int, Lookup] = {}
 
@@ -169,6 +171,11 @@ class Recorder:
             origin.became[text] = origin.became.get(text, 0) + times
             self.changed |= origin.certain
 
+    def layer(self, what: str, eqn: Any) -> None:
+        """Records what became an op although no broadcast takes part in it, by its equation."""
+        if not self.muted:
+            self.layers.append(f"{self.line(eqn)}: {what}")
+
     def wrote(self, eqn: Any, value: Any, reason: str, copied: bool) -> None:
         """Records that a value was materialised; `copied` is False if XLA fuses the lookup."""
         reason = self.reason or reason
@@ -213,6 +220,7 @@ class Recorder:
             self.refusal,
             self.work.whole if changed else BothCosts(),
             self.work,
+            tuple(self.layers),
         )
 
 

@@ -121,6 +121,7 @@ class RewriteReport(_Costs):
       reason: why the original runs, if the rewriting failed or would cost more; otherwise "".
       costs: what the whole program costs, before and after.
       work: what `lines` is computed from.
+      layers: the linear layers that became ops, each with its line; `costs` counts them as written.
     """
 
     changed: bool
@@ -131,6 +132,7 @@ class RewriteReport(_Costs):
     reason: str = ""
     costs: BothCosts = BothCosts()
     work: Work = dataclasses.field(default_factory=Work, compare=False, repr=False)
+    layers: tuple[str, ...] = ()
 
     @property
     def lines(self) -> dict[str, BothCosts]:
@@ -173,11 +175,13 @@ class RewriteReport(_Costs):
         text = f"rewrite: {self._summary()}"
         if self.changed:
             return text
-        return text + "; the original function runs" + (f": {self.reason}" if self.reason else "")
+        text += "; the original function runs" + ", except its linear layers" * bool(self.layers)
+        return text + (f": {self.reason}" if self.reason else "")
 
     def _left(self) -> list[str]:
         left = [lookup for lookup in self.lookups if lookup.outcome != "removed"]
-        return ["lookups left as they are:", *_once(left)] if left else []
+        texts = ["lookups left as they are:", *_once(left)] if left else []
+        return [*texts, *(["linear layers:", *_once(self.layers)] if self.layers else [])]
 
     def _summary(self) -> str:
         count = len(self.broadcasts)
