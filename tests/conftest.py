@@ -107,9 +107,7 @@ RULES_RAISE = ("test_rewrite_robust", "test_rewrite_runs")
 
 
 @pytest.fixture(autouse=True)
-def rules_do_not_raise(
-    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
-) -> Iterator[None]:
+def rules_do_not_raise(request, monkeypatch) -> Iterator[None]:
     """A mistake in a rule fails a test; the rewrite would only leave the original equation."""
     name = request.module.__name__
     if not name.startswith("test_rewrite") or name in RULES_RAISE:

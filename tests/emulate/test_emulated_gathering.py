@@ -22,9 +22,7 @@ from ikbo_jax.pallas.worklist.counted_order import Shape, count_order
 from ikbo_jax.problems.look_up import LookUpConfig, SegmentSumConfig
 
 
-def is_right(
-    monkeypatch: pytest.MonkeyPatch, sm90: emulator.Emulator, finish: str, seed: int = 0
-) -> bool:
+def is_right(monkeypatch, sm90, finish, seed=0) -> bool:
     """Whether results are right if gathering warps end an item's copies by `finish`."""
     monkeypatch.setattr(few_queries, "PARAMS", False)
     monkeypatch.setattr(gathering, "_FINISH", finish)
@@ -40,9 +38,7 @@ def is_right(
 
 
 @pytest.mark.parametrize("cache_bytes", [0, kernel.CACHE_BYTES])
-def test_queries_are_loaded_into_l2_before_they_are_gathered(
-    cache_bytes: float, monkeypatch: pytest.MonkeyPatch, sm90: emulator.Emulator
-) -> None:
+def test_queries_are_loaded_into_l2_before_they_are_gathered(cache_bytes, monkeypatch, sm90):
     """Every line that the copies of first items read; none, if L2 holds all operands."""
     locate = sm90_machine.Machine.locate
     lines: dict[int, set[tuple[int, int]]] = {1: set(), 16: set()}
@@ -76,9 +72,7 @@ def test_queries_are_loaded_into_l2_before_they_are_gathered(
     ("missing", "seeds"),
     [("", 3), ("cp.async.wait_all;", 1), ("fence.proxy.async.shared::cta;", 1)],
 )
-def test_missing_end_of_copies_is_found(
-    missing: str, seeds: int, monkeypatch: pytest.MonkeyPatch, sm90: emulator.Emulator
-) -> None:
+def test_missing_end_of_copies_is_found(missing, seeds, monkeypatch, sm90) -> None:
     finish = gathering._FINISH.replace(missing, "")
     assert all(is_right(monkeypatch, sm90, finish, seed) for seed in range(seeds)) != bool(missing)
 
@@ -144,9 +138,7 @@ CASES = {
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_emulated_order_is_the_stable_sort(
-    name: str, sm90: emulator.Emulator, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_emulated_order_is_the_stable_sort(name, sm90, monkeypatch) -> None:
     case = CASES[name]
     blocks: tuple[int, ...] | None = None
     query, index = case.make()

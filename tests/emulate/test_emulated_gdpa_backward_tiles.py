@@ -2,7 +2,6 @@
 
 import dataclasses
 
-import emulator
 import jax
 import numpy as np
 import pytest
@@ -31,9 +30,7 @@ CASES = (
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_emulated_launch_lists_xla_s_tiles(
-    name: str, sm90: emulator.Emulator, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_emulated_launch_lists_xla_s_tiles(name, sm90, monkeypatch) -> None:
     """The tiles are XLA's; in another order, where a bin has several numbers of blocks."""
     if name == "twice_as_many_segments_of_a_cta":
         monkeypatch.setattr(launch, "MOST_WORKERS", 1)
@@ -46,9 +43,7 @@ def test_emulated_launch_lists_xla_s_tiles(
     tiles.assert_same_work(CASES[name], found, is_ordered=is_ordered)
 
 
-def test_emulated_order_of_more_sequences_than_a_launch_lists(
-    sm90: emulator.Emulator, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_emulated_order_of_more_sequences_than_a_launch_lists(sm90, monkeypatch) -> None:
     """XLA lists the tiles; a launch, not XLA's sort, orders the sequences that share keys."""
     monkeypatch.setattr(works, "MOST_WORDS", 0)
     monkeypatch.setattr(work_order, "MAX_COUNTED", 0)

@@ -40,18 +40,14 @@ def _not_interpreted(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(module, "PARAMS", False)
 
 
-def _attention(
-    sm90: emulator.Emulator, case: Any, seed: int, *, interpret: Callable[..., Any]
-) -> None:
+def _attention(sm90, case, seed, *, interpret) -> None:
     inputs = case.inputs()
     with sm90.emulated(seed):
         results = interpret(inputs, case)
     attention.assert_correct(results, inputs, case)
 
 
-def attend_backward(
-    sm90: emulator.Emulator, case: Any, seed: int, *, num_sms: int = 6, resident: int = 2
-) -> None:
+def attend_backward(sm90, case, seed, *, num_sms=6, resident=2) -> None:
     """Runs six thread blocks, two at a time."""
     inputs, tensors = attention_backward.make(case)
     with sm90.emulated(seed, resident=resident):
@@ -88,9 +84,7 @@ def _gdpa_backward(sm90: emulator.Emulator, case: gdpa_backward.Case, seed: int)
     gdpa_backward.assert_correct(results, arrays, case)
 
 
-def _gdpa_backward_masks(
-    sm90: emulator.Emulator, case: gdpa_backward_masks.Case, seed: int
-) -> None:
+def _gdpa_backward_masks(sm90, case, seed) -> None:
     arrays = gdpa_backward_masks.make_arrays(case)
     with sm90.emulated(seed):
         results = gdpa_backward_masks.gradients(arrays, case)
@@ -104,18 +98,14 @@ def _compress(sm90: emulator.Emulator, case: linear_compression.Case, seed: int)
     linear_compression.assert_correct(out, levels)
 
 
-def _compress_backward(
-    sm90: emulator.Emulator, case: linear_compression_backward.Case, seed: int
-) -> None:
+def _compress_backward(sm90, case, seed) -> None:
     arrays = case.arrays()
     with sm90.emulated(seed):
         found = linear_compression_backward.run(case, arrays, False)
     linear_compression_backward.assert_correct(found, arrays, case)
 
 
-def _linear(
-    sm90: emulator.Emulator, case: Any, seed: int, *, check: Callable[[Any, Any], None]
-) -> None:
+def _linear(sm90, case, seed, *, check) -> None:
     with sm90.emulated(seed):
         check(case, False)
 
@@ -226,18 +216,14 @@ RUNS = [
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize(("kernel", "name", "seed"), RUNS, ids=[f"{k}-{n}-{s}" for k, n, s in RUNS])
 @pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")
-def test_emulated_results_are_right(
-    kernel: str, name: str, seed: int, sm90: emulator.Emulator
-) -> None:
+def test_emulated_results_are_right(kernel, name, seed, sm90) -> None:
     run, cases = KERNELS[kernel]
     run(sm90, cases[name], seed)
     assert sm90.launches
 
 
 @pytest.mark.parametrize("bounds", [(None, None), (40, 40)])
-def test_emulated_offsets_that_fall_or_reach_outside(
-    bounds: tuple[int | None, int | None], sm90: emulator.Emulator
-) -> None:
+def test_emulated_offsets_that_fall_or_reach_outside(bounds, sm90) -> None:
     """A CTA that finds its tiles reads and writes nothing outside of the arrays."""
     config = ShortGdpaConfig(64, 32, ctas=3, finds_tiles=True)
     case = gdpa.Case(gdpa.of((60, 70), (60, 70)), config=config, num_sms=2, bounds=bounds)
@@ -256,16 +242,12 @@ def test_emulated_offsets_that_fall_or_reach_outside(
     ("name", "sms", "seed"),
     [("tickets", 3, 0), ("tickets", 3, 1), ("tickets", 99, 0), ("tickets_one_slot_h256", 3, 0)],
 )
-def test_emulated_ctas_take_items_by_a_counter(
-    name: str, sms: int, seed: int, sm90: emulator.Emulator
-) -> None:
+def test_emulated_ctas_take_items_by_a_counter(name, sms, seed, sm90) -> None:
     """Each item is one CTA's; with 99 SMs, there are at least as many CTAs as items."""
     _gdpa(sm90, dataclasses.replace(gdpa.CASES[name], num_sms=sms), seed)
 
 
-def test_emulated_d_query_of_several_chunks_of_keys(
-    sm90: emulator.Emulator, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_emulated_d_query_of_several_chunks_of_keys(sm90, monkeypatch) -> None:
     """Threads store rows in f32, in the caller's order, and XLA adds them."""
     case = attention_backward.CASES["stored_h128_f16"]
     monkeypatch.setattr(type(case.config), "stored_tiles", lambda *sizes: 1)
@@ -275,9 +257,7 @@ def test_emulated_d_query_of_several_chunks_of_keys(
 
 @pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")
 @pytest.mark.parametrize("ks", [(37, 75), (70, 38)])
-def test_emulated_non_finite_weights_reach_their_own_rows_alone(
-    ks: tuple[int, int], sm90: emulator.Emulator
-) -> None:
+def test_emulated_non_finite_weights_reach_their_own_rows_alone(ks, sm90) -> None:
     """A weight is loaded in vectors that hold elements of the next row, too."""
     case = linear_compression.Case((2, 5), ks, 13, 16, small_compression.TWO)
     levels = case.levels()

@@ -3,7 +3,6 @@
 Two consumers list a user's candidates, or make a table of all users; a warp finds a user's range.
 """
 
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import emulator
@@ -57,13 +56,7 @@ class Given(NamedTuple):
     numbers: Any
 
 
-def run(
-    consume: Callable[[Any], None],
-    given: tuple[Any, Any],
-    out: tuple[int, ...],
-    shared: Any,
-    shape: Shape | None = None,
-) -> np.ndarray:
+def run(consume, given, out, shared, shape=None) -> np.ndarray:
     """What consumers store in an array of int32 [CTAs, ...], or [...] by one CTA."""
 
     def context(shared: Any, given: Given, outputs: Any, interpret: bool) -> WarpgroupContext:
@@ -136,9 +129,7 @@ BATCHES = [1, 3, 4, 7, 128, 1023, 1024, 1027, 4836, 10985, MOST_LISTED - 1, MOST
 
 
 @pytest.mark.parametrize("batch", BATCHES)
-def test_emulated_lists_have_every_candidate_of_a_user_once(
-    batch: int, sm90: emulator.Emulator
-) -> None:
+def test_emulated_lists_have_every_candidate_of_a_user_once(batch, sm90) -> None:
     users, most = (3, LISTED) if batch < 100 else (60, 64)
     index = drawn(batch, users)
     clamped = np.clip(index, 0, users - 1)
@@ -195,9 +186,7 @@ TABLED = [1, 3, 4, 7, 513, 1023, 1024, 1027, 4836, MOST_TABLED - 1, MOST_TABLED]
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize("users", [2, 5, 300, MOST_TABLE_ROWS])
 @pytest.mark.parametrize("batch", TABLED)
-def test_the_table_has_every_user_and_every_slot(
-    batch: int, users: int, sm90: emulator.Emulator
-) -> None:
+def test_the_table_has_every_user_and_every_slot(batch, users, sm90) -> None:
     rng = np.random.default_rng(batch + users)
     index = np.sort(rng.choice(np.unique(rng.integers(-2, users + 3, users)), batch))
     lengths = rng.integers(-5, KV_LEN + 20, users)

@@ -2,7 +2,6 @@
 
 from typing import Any
 
-import emulator
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -61,9 +60,7 @@ def rank(words: Any, keys_per_group: int | None, early: int | None) -> Any:
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_emulated_launch_lists_xla_s_masked_tiles(
-    name: str, sm90: emulator.Emulator, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_emulated_launch_lists_xla_s_masked_tiles(name, sm90, monkeypatch) -> None:
     """In another order among a group's tiles of equally many blocks."""
     monkeypatch.setattr(lists, "EARLY_KEYS", 256)
     given, keys_per_group = CASES[name], KEYS_PER_GROUP.get(name)

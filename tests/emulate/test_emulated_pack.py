@@ -2,7 +2,6 @@
 
 import itertools
 
-import emulator
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -47,13 +46,7 @@ COPIES: list[tuple[str, bool, int | None]] = [
 
 
 @pytest.mark.parametrize(("name", "has_x64", "most_copied"), COPIES)
-def test_emulated_copies_are_those_of_xla(
-    name: str,
-    has_x64: bool,
-    most_copied: int | None,
-    sm90: emulator.Emulator,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_emulated_copies_are_those_of_xla(name, has_x64, most_copied, sm90, monkeypatch) -> None:
     if most_copied is not None:
         monkeypatch.setattr(pack, "MOST_CTAS", 0)
         monkeypatch.setattr(pack, "MOST_COPIED", most_copied)
@@ -69,9 +62,7 @@ def test_emulated_copies_are_those_of_xla(
 
 
 @pytest.mark.parametrize("most_counted", [0, work_order.MAX_COUNTED])
-def test_too_many_candidates_are_put_into_order_by_xla(
-    most_counted: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_too_many_candidates_are_put_into_order_by_xla(most_counted, monkeypatch) -> None:
     """By a sort or by ranks."""
     query, index, users = make("many_candidates")
     monkeypatch.setattr(pack, "MOST_CTAS", 0)
@@ -96,9 +87,7 @@ OPS = {
 
 
 @pytest.mark.parametrize("name", OPS)
-def test_emulated_op_and_gradient(
-    name: str, sm90: emulator.Emulator, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_emulated_op_and_gradient(name, sm90, monkeypatch) -> None:
     """All launches, one after another, of an unsorted index or of grouped heads.
 
     The kernel for few queries lists unsorted candidates itself, unless it may not ("packed"). They
@@ -149,9 +138,7 @@ def test_emulated_op_and_gradient(
         problems.assert_within_error_rule(np.asarray(x), e, np.asarray(p))
 
 
-def test_emulated_op_reads_queries_of_whole_tiles_in_place(
-    sm90: emulator.Emulator, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_emulated_op_reads_queries_of_whole_tiles_in_place(sm90, monkeypatch) -> None:
     """In the order of users of more candidates than are compared with each other."""
     monkeypatch.setattr(work_order, "MAX_COUNTED", 0)
     monkeypatch.setattr(dispatch, "hopper_unavailable_reason", lambda: None)

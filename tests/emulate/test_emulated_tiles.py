@@ -48,9 +48,7 @@ CASES = tiles.KERNEL_CASES | {
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_emulated_kernel_lists_the_tiles(
-    name: str, sm90: emulator.Emulator, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_emulated_kernel_lists_the_tiles(name, sm90, monkeypatch) -> None:
     problem, is_broadcast = CASES[name]
     if name.startswith("twice"):
         monkeypatch.setattr(launch, "MOST_WORKERS", 1)
@@ -75,9 +73,7 @@ def test_emulated_list_is_xla_s(draw: Any, sm90: emulator.Emulator) -> None:
     assert sorted(words) == sorted(xla_words)
 
 
-def test_bins_of_several_numbers_of_blocks(
-    sm90: emulator.Emulator, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_bins_of_several_numbers_of_blocks(sm90, monkeypatch) -> None:
     """Every row has its tile, tiles with keys come first, and lengths fall but within a bin."""
     monkeypatch.setattr(positions, "MOST_BINS", 15)
     rng = np.random.default_rng(2)

@@ -147,18 +147,14 @@ def test_kernel_without_a_fault_is_right(sm90: emulator.Emulator) -> None:
     assert is_right(sm90)
 
 
-def test_wrong_swizzle_of_a_store_is_found(
-    monkeypatch: pytest.MonkeyPatch, sm90: emulator.Emulator
-) -> None:
+def test_wrong_swizzle_of_a_store_is_found(monkeypatch, sm90) -> None:
     """The interpreter has no swizzles."""
     parts = store.digits
     monkeypatch.setattr(store, "digits", lambda *args: [*parts(*args)[:-1], parts(*args)[0]])
     assert not is_right(sm90)
 
 
-def test_store_out_of_bounds_traps(
-    monkeypatch: pytest.MonkeyPatch, sm90: emulator.Emulator
-) -> None:
+def test_store_out_of_bounds_traps(monkeypatch, sm90) -> None:
     """f32 gradients of keys go to rows of all users: past the last, out of the array."""
     true = lambda *_: mgpu.c(1, ir.IntegerType.get_signless(1))  # noqa: E731
     monkeypatch.setattr(stores, "within", true)
@@ -167,9 +163,7 @@ def test_store_out_of_bounds_traps(
         is_right(sm90, case)
 
 
-def test_more_registers_than_there_are_traps(
-    monkeypatch: pytest.MonkeyPatch, sm90: emulator.Emulator
-) -> None:
+def test_more_registers_than_there_are_traps(monkeypatch, sm90) -> None:
     roles = launch.Roles
     monkeypatch.setattr(
         "ikbo_jax.pallas.attention_backward.kernel.Roles",
@@ -179,8 +173,6 @@ def test_more_registers_than_there_are_traps(
         is_right(sm90)
 
 
-def test_missing_barrier_between_consumers_is_found(
-    monkeypatch: pytest.MonkeyPatch, sm90: emulator.Emulator
-) -> None:
+def test_missing_barrier_between_consumers_is_found(monkeypatch, sm90) -> None:
     monkeypatch.setattr(turns, "synchronise_consumers", lambda: None)
     assert not all(is_right(sm90, seed=seed) for seed in range(4))

@@ -64,14 +64,7 @@ def run(inputs: problems.AttentionInputs, **options):
     return run_kernel(*arrays, key_value_seq_lengths=lengths, **options)
 
 
-def check(
-    actual,
-    inputs: problems.AttentionInputs,
-    scale: float | None = None,
-    where=...,
-    ranges=None,
-    **own,
-) -> None:
+def check(actual, inputs, scale=None, where=..., ranges=None, **own) -> None:
     """Holds out to the error rule against the f32 oracle, and lse to f32 accuracy.
 
     Plain jnp in the inputs' dtype is the op's XLA path, which rounds the weights like the kernel.

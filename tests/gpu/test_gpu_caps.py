@@ -50,9 +50,7 @@ def check(run: Callable[..., jax.Array], floats: Any) -> None:
         ("relu_squared", None, True),
     ],
 )
-def test_gdpa_caps(
-    activation: str, approx: str | None, is_causal: bool, head_dim: int, dtype: Any
-) -> None:
+def test_gdpa_caps(activation, approx, is_causal, head_dim, dtype) -> None:
     arrays = problems_gdpa.make_arrays(Shape(LENGTHS, LENGTHS, 4, 2, head_dim), dtype)
     options: dict[str, Any] = {"activation": activation, "approx": approx, "scale": 0.3}
     options["mask"] = ikbo.masks.causal() if is_causal else None

@@ -66,9 +66,7 @@ CASES = namespace["CASES"]
 
 
 @pytest.fixture(scope="module", params=["this card", "a card with other SMs"])
-def artefacts(
-    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
-) -> tuple[pathlib.Path, bool]:
+def artefacts(request, tmp_path_factory) -> tuple[pathlib.Path, bool]:
     """A folder of artefacts from a process without a GPU; whether they are for this card."""
     folder = tmp_path_factory.mktemp("artefacts")
     device, is_this = jax.devices()[0], request.param == "this card"

@@ -9,7 +9,7 @@ import problems
 import problems_gdpa
 import problems_masks
 import pytest
-from problems_gdpa import ACTIVATIONS, Shape
+from problems_gdpa import ACTIVATIONS
 from test_gpu_gdpa_backward import residuals
 from test_gpu_gdpa_masks import SELF, SHAPES
 
@@ -22,13 +22,7 @@ from ikbo_jax.reference import gdpa_chunked_vjp
 pytestmark = pytest.mark.gpu
 
 
-def check(
-    shape: Shape,
-    case: problems_masks.Case,
-    activation: Any,
-    dtype: str = "bfloat16",
-    **options: Any,
-) -> None:
+def check(shape, case, activation, dtype="bfloat16", **options) -> None:
     arrays = problems_gdpa.make_arrays(shape, dtype)
     settings = problems_gdpa.make_settings(shape, activation)
     d_out = problems_gdpa.cotangent(arrays, settings)
@@ -61,18 +55,14 @@ def test_gradients_of_every_mask_and_shape(shape: str, name: str, activation: st
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 @pytest.mark.parametrize("name", ["groups", "two_intervals"])
 @pytest.mark.parametrize("activation", ACTIVATIONS)
-def test_gradients_of_every_masked_activation_and_dtype(
-    activation: str, name: str, dtype: str
-) -> None:
+def test_gradients_of_every_masked_activation_and_dtype(activation, name, dtype) -> None:
     check(SELF, problems_masks.cases(SELF)[name], activation, dtype)
 
 
 @pytest.mark.parametrize("activation", ["silu", "softmax", "gelu", "relu"])
 @pytest.mark.parametrize("shape", ["self", "prefix"])
 @pytest.mark.parametrize("name", ["causal", "groups", "two_intervals"])
-def test_gradients_of_stored_gradients_of_scores(
-    name: str, shape: str, activation: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_gradients_of_stored_gradients_of_scores(name, shape, activation, monkeypatch) -> None:
     monkeypatch.setattr(configs, "LEAST_STORED_KEYS", (0, 0))
     for head_dim in (96, 128):
         sizes = SHAPES[shape]._replace(head_dim=head_dim)

@@ -29,9 +29,7 @@ pytestmark = [pytest.mark.usefixtures("on_cpu"), pytest.mark.slow]
         (152, 828, 1, 1),
     ],
 )
-def test_ctas_go_through_both_kinds_of_row_slots_evenly(
-    users: int, extra: int, groups: int, splits: int
-) -> None:
+def test_ctas_go_through_both_kinds_of_row_slots_evenly(users, extra, groups, splits) -> None:
     """Every item once; every CTA has equally many first slots; both kinds end together."""
     shape = Shape(
         *(1, 1, groups, groups, 1, users, 64),
@@ -58,9 +56,7 @@ def test_ctas_go_through_both_kinds_of_row_slots_evenly(
 
 
 @pytest.mark.parametrize(("is_void", "blocks"), [(False, 3), (True, 0)])
-def test_an_item_without_rows_loads_no_keys(
-    is_void: bool, blocks: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_item_without_rows_loads_no_keys(is_void, blocks, monkeypatch) -> None:
     shape = Shape(*(1, 1, 1, 1, 1024, 1, 64), *(1, 64, 64, 1, 1, 1, 1.0), workers=1)
     shared = types.SimpleNamespace(items=mock.Mock(), key=None, value=None)
     config = FewQueriesConfig(block_kv=128)

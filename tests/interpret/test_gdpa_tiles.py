@@ -74,9 +74,7 @@ def compiled(offsets: Offsets, *, size: int) -> lists.TileList:
     return listed(tuple(offsets[:3]), offsets.sizes, size)
 
 
-def join(
-    q: list[tuple[int, int]], keys: list[tuple[int, int]], kv_of: Any
-) -> tuple[list[tuple[int, int]], list[int]]:
+def join(q, keys, kv_of) -> tuple[list[tuple[int, int]], list[int]]:
     """Neighbouring sequences of the same keys as one."""
     found: list[tuple[int, int]] = []
     numbers: list[int] = []

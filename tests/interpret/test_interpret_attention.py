@@ -189,9 +189,7 @@ def interpret(inputs: problems.AttentionInputs, case: Case) -> tuple[jax.Array, 
     return jax.block_until_ready((out, lse))
 
 
-def packed(
-    inputs: problems.AttentionInputs, case: Any
-) -> tuple[problems.AttentionInputs, np.ndarray | None]:
+def packed(inputs, case) -> tuple[problems.AttentionInputs, np.ndarray | None]:
     """Inputs in the order of users, and their places, if the case is packed."""
     if not case.is_packed:
         return inputs, None
@@ -200,9 +198,7 @@ def packed(
     return problems.AttentionInputs(query[targets], *rest, index[targets], lengths), targets
 
 
-def assert_correct(
-    results: tuple[Any, Any], inputs: problems.AttentionInputs, case: Any, where: Any = ...
-) -> None:
+def assert_correct(results, inputs, case, where=...) -> None:
     """Holds both results to the error rule, against the oracle in f64.
 
     What is plain of the inputs in their own dtype rounds the weights, as the kernel does.
@@ -230,9 +226,7 @@ def copies(monkeypatch: pytest.MonkeyPatch) -> list[None]:
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_interpreted_kernel_is_right_and_free_of_races(
-    name: str, launches: interpreter.Launches, copies: list[None]
-) -> None:
+def test_interpreted_kernel_is_right_and_free_of_races(name, launches, copies) -> None:
     case = CASES[name]
     assert case.config.illegal_reason(case.problem) is None
     inputs = case.inputs()
@@ -251,9 +245,7 @@ def test_interpreted_kernel_is_right_and_free_of_races(
     ids=["one_slot", "all", "one_user"],
 )
 @pytest.mark.filterwarnings("ignore:(invalid value|overflow) encountered:RuntimeWarning")
-def test_interpreted_hard_tiles_are_computed_again(
-    config: AttentionConfig, head_dim: int, candidate: int, launches: interpreter.Launches
-) -> None:
+def test_interpreted_hard_tiles_are_computed_again(config, head_dim, candidate, launches) -> None:
     """One candidate's queries meet a huge later key; a user has a NaN, which stays with its
     candidates; one's first block of scores is -inf, and all of another's are.
 
@@ -297,9 +289,7 @@ def test_order_needs_whole_warpgroup_tiles() -> None:
 
 
 @pytest.mark.parametrize("pending", [0, 1])
-def test_interpreted_stage_handed_back_too_early_is_found(
-    pending: int, monkeypatch: pytest.MonkeyPatch, launches: interpreter.Launches
-) -> None:
+def test_interpreted_stage_handed_back_too_early_is_found(pending, monkeypatch, launches) -> None:
     """Keys (1 group pending) or values (0) go back before the wait that says they were read."""
     planted.early_hand_back(monkeypatch, pending)
     case = Case((0, 0), 32 * 6)

@@ -198,9 +198,7 @@ ADDED_BY_LAUNCH = {
 @functools.partial(
     jax.jit, static_argnums=(1, 2), compiler_options={"xla_allow_excess_precision": False}
 )
-def forward(
-    inputs: AttentionInputs, scale: float, logit_cap: float | None = None
-) -> tuple[jax.Array, jax.Array]:
+def forward(inputs, scale, logit_cap=None) -> tuple[jax.Array, jax.Array]:
     return attention.materialised(*inputs, scale=scale, logit_cap=logit_cap)
 
 
@@ -245,9 +243,7 @@ def expected(inputs: AttentionInputs, tensors: tuple[Any, ...], case: Case) -> A
     return oracle_attention.numpy_attention_gradients(inputs, d_out, d_lse, **case.of_scores)
 
 
-def assert_correct(
-    results: Any, inputs: AttentionInputs, tensors: tuple[Any, ...], case: Case
-) -> None:
+def assert_correct(results, inputs, tensors, case) -> None:
     """Holds every gradient to the error rule, against the oracle in f64."""
     want, rounded = expected(inputs, tensors, case), plain(inputs, tensors, case)
     for result, w, p in zip(results, want, rounded, strict=True):
@@ -256,9 +252,7 @@ def assert_correct(
 
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", CASES)
-def test_interpreted_gradients_are_right_and_free_of_races(
-    name: str, launches: interpreter.Launches
-) -> None:
+def test_interpreted_gradients_are_right_and_free_of_races(name, launches) -> None:
     case = CASES[name]
     assert case.config.illegal_reason(case.problem) is None
     inputs, tensors = make(case)
@@ -270,9 +264,7 @@ def test_interpreted_gradients_are_right_and_free_of_races(
 
 
 @pytest.mark.parametrize("name", ["stored_h128_f16", "stored_tall_h96"])
-def test_interpreted_stored_gradients_by_chunks_of_keys(
-    name: str, launches: interpreter.Launches, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_interpreted_stored_gradients_by_chunks_of_keys(name, launches, monkeypatch) -> None:
     """Two launches for every tile of keys, if no more may be stored."""
     monkeypatch.setattr(Config, "stored_tiles", lambda *sizes: 1)
     case = dataclasses.replace(CASES[name], sum_dtype="float32")
@@ -287,9 +279,7 @@ def test_interpreted_stored_gradients_by_chunks_of_keys(
     ("d_query", "head_dim"), [("parts", 64), ("launch", 64), ("stored", 64), ("stored", 192)]
 )
 @pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")
-def test_interpreted_nan_of_one_user_stays_there(
-    d_query: str, head_dim: int, launches: interpreter.Launches
-) -> None:
+def test_interpreted_nan_of_one_user_stays_there(d_query, head_dim, launches) -> None:
     """Nor do keys and values past a user's length matter."""
     shape = AttentionShape(3, 4, 21, 140, 1, 1, head_dim, "sorted", "ragged")
     case = Case(shape, Config(32, d_query=d_query))

@@ -330,9 +330,7 @@ def interpret(inputs: problems.AttentionInputs, case: Case) -> tuple[jax.Array, 
 
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", CASES)
-def test_interpreted_kernel_is_right_and_free_of_races(
-    name: str, launches: interpreter.Launches
-) -> None:
+def test_interpreted_kernel_is_right_and_free_of_races(name, launches) -> None:
     case = CASES[name]
     assert case.config.illegal_reason(case.problem) is None
     inputs = case.inputs()
@@ -342,9 +340,7 @@ def test_interpreted_kernel_is_right_and_free_of_races(
 
 
 @pytest.mark.parametrize(("bundle", "listings"), [(1, 20), (2, 10), (4, 5)])
-def test_a_bundle_is_listed_once(
-    bundle: int, listings: int, monkeypatch: pytest.MonkeyPatch, launches: interpreter.Launches
-) -> None:
+def test_a_bundle_is_listed_once(bundle, listings, monkeypatch, launches) -> None:
     """Users have four heads, and the last one has the candidates of three listings."""
     find, found = listing.find, []
 
@@ -369,9 +365,7 @@ def assert_found(case: Case, launches: interpreter.Launches) -> None:
     planted.assert_found(lambda: interpret(case.inputs(), case), launches)
 
 
-def test_interpreted_sums_taken_too_early_are_found(
-    monkeypatch: pytest.MonkeyPatch, launches: interpreter.Launches
-) -> None:
+def test_interpreted_sums_taken_too_early_are_found(monkeypatch, launches) -> None:
     """A consumer adds the other one's part without waiting for it."""
     merged = consumer._merged
 
@@ -384,9 +378,7 @@ def test_interpreted_sums_taken_too_early_are_found(
     assert_found(Case((0, 0), 16 * 4), launches)
 
 
-def test_interpreted_queries_gathered_into_slots_that_are_read_are_found(
-    monkeypatch: pytest.MonkeyPatch, launches: interpreter.Launches
-) -> None:
+def test_interpreted_queries_gathered_into_slots_that_are_read_are_found(monkeypatch, launches):
     """Queries are gathered while the consumers multiply those of an item before.
 
     The emulator finds slots that count as filled before their queries are gathered.

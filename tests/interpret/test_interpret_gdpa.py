@@ -236,9 +236,7 @@ def assert_correct(out: Any, arrays: Arrays, case: Case) -> None:
 
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", CASES)
-def test_interpreted_kernel_is_right_and_free_of_races(
-    name: str, launches: interpreter.Launches, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_interpreted_kernel_is_right_and_free_of_races(name, launches, monkeypatch) -> None:
     case = CASES[name]
     arrays = problems_gdpa.make_arrays(case.shape, case.dtype)
     out = attend(arrays, case, monkeypatch)
@@ -246,9 +244,7 @@ def test_interpreted_kernel_is_right_and_free_of_races(
     assert_correct(out, arrays, case)
 
 
-def test_interpreted_trial_of_the_autotuner(
-    launches: interpreter.Launches, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_interpreted_trial_of_the_autotuner(launches, monkeypatch) -> None:
     of_arrays = Case(of((3, 2, 1), (40, 10), q_to_kv=(0, 1, 1)), bounds=(3, 40))
     arrays = problems_gdpa.make_arrays(of_arrays.shape)
     problem = op._OP.problem(op._Call(None, of_arrays.settings), arrays)
@@ -272,12 +268,7 @@ def test_interpreted_trial_of_the_autotuner(
     ids=["long", "short", "short_softmax"],
 )
 @pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")
-def test_interpreted_nan_of_one_sequence_stays_there(
-    activation: str,
-    config: GdpaConfig | ShortGdpaConfig,
-    launches: interpreter.Launches,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_interpreted_nan_of_one_sequence_stays_there(activation, config, launches, monkeypatch):
     """Blocks of the sequences beside it, and tiles, reach into it; an index says which queries meet
     which keys."""
     shape = of((3, 66, 0, 2, 4), (40, 5, 100), q_to_kv=(2, 1, 2, 2, 0))
@@ -297,9 +288,7 @@ def test_interpreted_nan_of_one_sequence_stays_there(
 
 
 @pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")
-def test_interpreted_softmax_is_exact_where_the_first_maximum_does_not_do(
-    launches: interpreter.Launches,
-) -> None:
+def test_interpreted_softmax_is_exact_where_the_first_maximum_does_not_do(launches) -> None:
     """Scores that grow by far in a sequence's second block, and another sequence's NaN behind it;
     lse as well.  Queries of all sequences, of which one has no keys."""
     shape = of(3, (40, 70, 5, 60, 0), q_to_kv=(0, 4, 2, 1, 3))
@@ -334,9 +323,7 @@ def test_interpreted_softmax_is_exact_where_the_first_maximum_does_not_do(
 
 
 @pytest.mark.parametrize("finds_tiles", [False, True])
-def test_interpreted_short_softmax_returns_lse(
-    finds_tiles: bool, launches: interpreter.Launches
-) -> None:
+def test_interpreted_short_softmax_returns_lse(finds_tiles, launches) -> None:
     """Of several blocks, of several tiles, and of sequences without keys; a negative scale."""
     shape = of((3, 5, 20), (20, 0, 40))
     arrays = problems_gdpa.make_arrays(shape)
@@ -369,9 +356,7 @@ def test_interpreted_short_softmax_returns_lse(
 # The checks themselves: each of them must be able to fail.
 
 
-def test_interpreted_block_zeroed_too_late_is_found(
-    launches: interpreter.Launches, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_interpreted_block_zeroed_too_late_is_found(launches, monkeypatch) -> None:
     """Consumer 1 zeroes a stage that consumer 0 reads first."""
     await_block = gdpa_consumer._await_block
 

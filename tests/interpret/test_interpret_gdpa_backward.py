@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-from collections.abc import Sequence
 from typing import Any
 
 import interpreter
@@ -144,12 +143,7 @@ def plain_vjp(arrays: Arrays, settings: Settings, d_out: jax.Array) -> tuple[jax
     return gdpa_chunked_vjp.chunked_vjp(arrays, settings, d_out)
 
 
-def assert_correct(
-    actual: tuple[jax.Array, ...],
-    arrays: Arrays,
-    case: Case,
-    where: Sequence[Any] = (..., ..., ...),
-) -> None:
+def assert_correct(actual, arrays, case, where=(..., ..., ...)) -> None:
     """Holds every gradient to the error rule, against the oracle in f64."""
     d_out = problems_gdpa.cotangent(arrays, case.settings)
     expected = problems_gdpa.numpy_gradients(arrays, case.settings, d_out)
@@ -168,9 +162,7 @@ def assert_correct(
 
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")
-def test_interpreted_gradients_are_right_and_free_of_races(
-    name: str, launches: interpreter.Launches
-) -> None:
+def test_interpreted_gradients_are_right_and_free_of_races(name, launches) -> None:
     """Rows of no sequence are NaN."""
     case = CASES[name]
     arrays = problems_gdpa.make_arrays(case.shape, case.dtype)
@@ -183,9 +175,7 @@ def test_interpreted_gradients_are_right_and_free_of_races(
 
 @pytest.mark.parametrize("activation", ["relu", "softmax"])
 @pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")
-def test_interpreted_nan_of_one_sequence_stays_there(
-    activation: str, launches: interpreter.Launches
-) -> None:
+def test_interpreted_nan_of_one_sequence_stays_there(activation, launches) -> None:
     """Nor does it matter that lengths have limits: rows past them are in no sequence, although
     their tiles of queries read the first sequence's lse and delta."""
     case = Case(Shape((3, 63, 2), (40, 34, 3), 1, 1, 64), activation, limits=(62, 33))
@@ -219,9 +209,7 @@ def test_few_tiles_of_keys_divide_their_queries(shape: Shape, num_sms: int, expe
 # The check itself must be able to fail.
 
 
-def test_interpreted_statistics_freed_before_they_are_read_are_found(
-    monkeypatch: pytest.MonkeyPatch, launches: interpreter.Launches
-) -> None:
+def test_interpreted_statistics_freed_before_they_are_read_are_found(monkeypatch, launches) -> None:
     """The producer then loads the next tile's lse and delta over those of this tile."""
     receive, arrive = softmax.receive_rows, plgpu.barrier_arrive
 

@@ -3,7 +3,6 @@
 import dataclasses
 from typing import Any
 
-import interpreter
 import jax
 import jax.numpy as jnp
 import problems
@@ -119,9 +118,7 @@ def assert_correct(found: tuple[jax.Array, ...], arrays: Arrays, case: Case) -> 
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")
-def test_interpreted_masked_gradients_are_right_and_free_of_races(
-    name: str, launches: interpreter.Launches, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_interpreted_masked_gradients_are_right_and_free_of_races(name, launches, monkeypatch):
     case = CASES[name]
     if case.stores:
         monkeypatch.setattr(configs, "LEAST_STORED_KEYS", (0, 0))

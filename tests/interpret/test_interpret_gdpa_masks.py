@@ -155,9 +155,7 @@ def assert_correct(results: tuple[jax.Array, jax.Array | None], case: Case, arra
 
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", CASES)
-def test_interpreted_kernel_is_right_and_free_of_races(
-    name: str, launches: interpreter.Launches
-) -> None:
+def test_interpreted_kernel_is_right_and_free_of_races(name, launches) -> None:
     case = CASES[name]
     arrays = problems_gdpa.make_arrays(case.shape, case.dtype)
     results = attend(case, arrays)
@@ -205,9 +203,7 @@ def test_blocks_that_no_row_sees_are_not_listed(reads: bool) -> None:
 
 
 @pytest.mark.parametrize("activation", ["silu", "softmax"])
-def test_the_op_runs_the_kernel(
-    activation: str, launches: interpreter.Launches, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_op_runs_the_kernel(activation, launches, monkeypatch) -> None:
     """Kernels compute the gradient, too."""
     case = CASES["targets"]
     arrays = problems_gdpa.make_arrays(case.shape)

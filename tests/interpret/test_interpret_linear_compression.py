@@ -116,9 +116,7 @@ def assert_correct(out: Any, levels: Levels, where: Any = ...) -> None:
     problems.assert_within_error_rule(*(result[where] for result in results))
 
 
-def assert_right(
-    case: Case, launches: interpreter.Launches, count: int, params: Any = interpreter.PARAMS
-) -> None:
+def assert_right(case, launches, count, params=interpreter.PARAMS) -> None:
     """The case is legal; its `count` launches have no races and the right result."""
     problem = LinearCompressionProblem(case.batches, case.ks, case.m, case.n, case.dtype)
     assert case.config.illegal_reason(problem) is None
@@ -133,9 +131,7 @@ def case_of_neighbours(config: Any) -> Case:
     return Case((3, 4), (70, 40), 13, 32, config, index=(2, 1, 0, 1))
 
 
-def assert_non_finite_rows_stay(
-    case: Case, launches: interpreter.Launches, count: int, column: int = 19
-) -> tuple[Levels, np.ndarray]:
+def assert_non_finite_rows_stay(case, launches, count, column=19) -> tuple[Levels, np.ndarray]:
     """Of sizes and an index as `case_of_neighbours` has them, a candidate's NaN in `column`, a
     user's NaN and another's infinity in the next ones reach their own results alone.
 
@@ -160,9 +156,7 @@ def assert_non_finite_rows_stay(
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_interpreted_kernel_is_right_and_free_of_races(
-    name: str, launches: interpreter.Launches
-) -> None:
+def test_interpreted_kernel_is_right_and_free_of_races(name, launches) -> None:
     assert_right(CASES[name], launches, CASES[name].launches)
 
 
@@ -180,9 +174,7 @@ def test_interpreted_padded_weights_give_the_same_bits(launches: interpreter.Lau
 
 # Infinity times the zeros that pad M is NaN, in rows that are never stored.
 @pytest.mark.filterwarnings("ignore:invalid value encountered in matmul:RuntimeWarning")
-def test_interpreted_non_finite_rows_reach_their_own_results_alone(
-    launches: interpreter.Launches,
-) -> None:
+def test_interpreted_non_finite_rows_reach_their_own_results_alone(launches) -> None:
     """And all results are the same in one launch and in two, with two tiles each way."""
     # The poison lies in the last row of a partial k step, in the second warpgroup's columns.
     case = Case((3, 4), (70, 40), 41, 136, index=(2, 1, 0, 1))
@@ -245,9 +237,7 @@ def counters_of_a_cluster(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("counters_of_a_cluster")
-def test_interpreted_single_launch_of_a_cluster_waits_for_users_of_its_other_cta(
-    launches: interpreter.Launches,
-) -> None:
+def test_interpreted_single_launch_of_a_cluster_waits_for_users_of_its_other_cta(launches) -> None:
     assert_right(PAIR, launches, 1, IN_CLUSTER)
 
 
@@ -270,9 +260,7 @@ def stored_rows(monkeypatch: pytest.MonkeyPatch) -> set[int]:
     return rows
 
 
-def test_interpreted_cluster_stores_no_row_past_an_odd_batch(
-    launches: interpreter.Launches, stored_rows: set[int]
-) -> None:
+def test_interpreted_cluster_stores_no_row_past_an_odd_batch(launches, stored_rows) -> None:
     """Neither of the users' results nor of the output."""
     config = dataclasses.replace(PAIR.config, single_launch=False)
     case = dataclasses.replace(PAIR, batches=(1, 1), index=(0,), config=config)
@@ -299,9 +287,7 @@ def assert_found(case: Case, launches: interpreter.Launches, match: str = "races
     planted.assert_found(lambda: kernel(*levels), launches, case.launches, match)
 
 
-def test_interpreted_producer_that_does_not_wait_is_found(
-    monkeypatch: pytest.MonkeyPatch, launches: interpreter.Launches
-) -> None:
+def test_interpreted_producer_that_does_not_wait_is_found(monkeypatch, launches) -> None:
     plant(monkeypatch, "barrier_wait", lambda ref: not planted.is_handed_back(ref))
     assert_found(Case((1,), (300,), 64, 64), launches)
 

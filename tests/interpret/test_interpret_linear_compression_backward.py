@@ -116,9 +116,7 @@ def assert_correct(found: Gradients, arrays: Sequence[Any], case: Case) -> None:
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_interpreted_gradients_are_right_and_free_of_races(
-    name: str, launches: interpreter.Launches
-) -> None:
+def test_interpreted_gradients_are_right_and_free_of_races(name, launches) -> None:
     case = CASES[name]
     problem = LinearCompressionProblem(case.batches, case.ks, case.m, case.n, case.dtype)
     assert case.config.illegal_reason(problem) is None
@@ -151,9 +149,7 @@ def test_interpreted_non_finite_values_stay_with_their_user(launches: interprete
 
 
 @pytest.mark.parametrize("name", ["two_levels", "three_levels"])
-def test_interpreted_embeddings_without_candidates_reach_no_gradient(
-    name: str, launches: interpreter.Launches
-) -> None:
+def test_interpreted_embeddings_without_candidates_reach_no_gradient(name, launches) -> None:
     """Not even NaN and infinity: padding of users need not be finite."""
     if name == "two_levels":
         case, unused = Case((5, 4), (70, 40), 41, 136, index=(3, 1, 1, 3), num_sms=2), (0, 2, 4)
@@ -170,9 +166,7 @@ def test_interpreted_embeddings_without_candidates_reach_no_gradient(
     jax.tree.map(np.testing.assert_array_equal, found, clean)
 
 
-def test_interpreted_problems_with_common_weights_have_gradients_of_their_own(
-    launches: interpreter.Launches,
-) -> None:
+def test_interpreted_problems_with_common_weights_have_gradients_of_their_own(launches) -> None:
     """Two problems in one batch: as if each was computed alone."""
     both = Case((4, 6), (24, 70), 24, 64, index=(0, 1, 0, 3, 2, 3), num_sms=3)
     weights, embeddings, parents, cotangent = both.arrays()

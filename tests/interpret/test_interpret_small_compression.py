@@ -93,9 +93,7 @@ def count_users(monkeypatch: pytest.MonkeyPatch) -> Callable[[Case], None]:
 
 
 @pytest.mark.parametrize("name", PACKED)
-def test_interpreted_packed_kernel_is_right_and_free_of_races(
-    name: str, launches: interpreter.Launches, count_users: Callable[[Case], None]
-) -> None:
+def test_interpreted_packed_kernel_is_right_and_free_of_races(name, launches, count_users) -> None:
     case = PACKED[name]
     count_users(case)
     assert_right(case, launches, case.launches)
@@ -188,9 +186,7 @@ RESIDENT = {
 
 
 @pytest.mark.parametrize("name", RESIDENT)
-def test_interpreted_resident_kernel_is_right_and_free_of_races(
-    name: str, launches: interpreter.Launches
-) -> None:
+def test_interpreted_resident_kernel_is_right_and_free_of_races(name, launches) -> None:
     case = RESIDENT[name]
     problem = LinearCompressionProblem(case.batches, case.ks, case.m, case.n, case.dtype)
     assert_right(case, launches, len(case.config.levels(problem)))

@@ -84,9 +84,7 @@ def _copy(first: int, columns: int, source: Any, target: Any, shared: Any, barri
         (0, 260, 260, "260 elements in a dimension"),
     ],
 )
-def test_interpreted_copy_that_tma_cannot_make_is_found(
-    first: int, columns: int, total: int, reason: str | None
-) -> None:
+def test_interpreted_copy_that_tma_cannot_make_is_found(first, columns, total, reason) -> None:
     rows = jax.ShapeDtypeStruct((4, total), jnp.float32)
     scratch = plgpu.SMEM((4, columns), jnp.float32), plgpu.Barrier()
     found = (

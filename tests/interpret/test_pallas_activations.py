@@ -112,9 +112,7 @@ def test_narrow_weights_are_activated_scores() -> None:
 # Slopes of raw scores.
 
 
-def gradients(
-    spec: gdpa_weights.ActivationSpec, head: int, scores: np.ndarray, d_weights: np.ndarray
-) -> tuple[np.ndarray, np.ndarray]:
+def gradients(spec, head, scores, d_weights) -> tuple[np.ndarray, np.ndarray]:
     """(act(scale * scores), d_weights * act'(scale * scores)) as sums over one row make them."""
     weights, slope = gdpa_slopes.weights_and_slopes(
         spec, jnp.int32(head), jnp.asarray(scores), interpret=True
@@ -175,9 +173,7 @@ def test_softmax_s_weights_are_at_most_1_where_lse_is_rounded_down() -> None:
 
 
 @pytest.mark.parametrize(("scale", "logit_cap"), [(0.3, 30.0), (-4.0, 0.5), (1e-3, 1e4)])
-def test_capped_scores_have_the_relative_error_that_the_module_states(
-    scale: float, logit_cap: float
-) -> None:
+def test_capped_scores_have_the_relative_error_that_the_module_states(scale, logit_cap) -> None:
     """Also near 0, where 1 - 2 / (exp(2x) + 1) alone would have none but absolute accuracy."""
     small = np.geomspace(1e-30, 100, 64 * 64, dtype=np.float32)
     scores = np.concatenate([GRID.ravel(), LARGE, small, -small])

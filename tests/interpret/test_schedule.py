@@ -91,9 +91,7 @@ def test_every_tile_is_computed_once_users_first_and_evenly(sizes: Sizes) -> Non
 
 
 @pytest.mark.parametrize(("workers", "count"), [(1, 5), (3, 0), (3, 2), (3, 7), (4, 8), (4, 14)])
-def test_back_and_forth_takes_every_task_once_and_no_worker_always_first(
-    workers: int, count: int
-) -> None:
+def test_back_and_forth_takes_every_task_once_and_no_worker_always_first(workers, count) -> None:
     shares = [int(schedules.back_and_forth_share(w, workers, count)) for w in range(workers)]
     tasks = [
         [int(schedules.back_and_forth(w, workers, i)) for i in range(shares[w])]

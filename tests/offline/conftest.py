@@ -4,7 +4,7 @@ import collections
 import contextlib
 import dataclasses
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import jax
 import kernel_record
@@ -23,9 +23,7 @@ def pytest_itemcollected(item: pytest.Item) -> None:
 
 
 @pytest.fixture(scope="session")
-def session_compiler(
-    tmp_path_factory: pytest.TempPathFactory, pytestconfig: pytest.Config
-) -> Iterator[offline.Compiler]:
+def session_compiler(tmp_path_factory, pytestconfig) -> Iterator[offline.Compiler]:
     """Compiles kernels for sm_90a; one process loads the plugin for all tests."""
     try:
         known = kernel_record.known_reports(pytestconfig)
@@ -37,9 +35,7 @@ def session_compiler(
 
 
 @pytest.fixture
-def compiler(
-    session_compiler: offline.Compiler, record_property: Callable[[str, object], None]
-) -> Iterator[offline.Compiler]:
+def compiler(session_compiler, record_property) -> Iterator[offline.Compiler]:
     """Compiles kernels that `kernel_record` does not know; the test's report has those it used."""
     session_compiler.uses.clear()
     yield session_compiler

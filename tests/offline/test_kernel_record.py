@@ -96,9 +96,7 @@ def test_a_digest_is_of_the_code_alone() -> None:
 
 
 @pytest.mark.usefixtures("record")
-def test_reports_are_those_of_the_file_unless_all_kernels_are_compiled(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_reports_are_those_of_the_file_unless_all_kernels_are_compiled(monkeypatch) -> None:
     lines = kernel_record.PATH.read_text().splitlines()
     assert [line.split('"')[1] for line in lines[3:6]] == ["d2", "d3", "d1"]
     assert kernel_record.known_reports(config()) == {"d1": BAD, "d2": GOOD, "d3": GOOD}
@@ -112,9 +110,7 @@ def test_reports_are_those_of_the_file_unless_all_kernels_are_compiled(
 
 @pytest.mark.usefixtures("record")
 @pytest.mark.parametrize("changes", [{"jax": "0.12.0"}, {"ptxas": "13.0.88"}])
-def test_another_toolchain_compiles_all_kernels(
-    changes: dict[str, str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_another_toolchain_compiles_all_kernels(changes, monkeypatch) -> None:
     other = dataclasses.replace(INSTALLED, **changes)
     monkeypatch.setattr(Toolchain, "installed", lambda: other)
     assert kernel_record.known_reports(config()) == {}

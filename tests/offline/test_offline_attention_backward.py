@@ -23,9 +23,7 @@ from ikbo_jax.tuning import table_rows
 pytestmark = pytest.mark.slow
 
 
-def launch(
-    problem: Any, config: Config, has_lengths: bool, *, has_d_lse: bool, **options: Any
-) -> tuple[Any, ...]:
+def launch(problem, config, has_lengths, *, has_d_lse, **options) -> tuple[Any, ...]:
     """The kernel's host function, and the shapes it takes."""
     kernel = functools.partial(attention_backward_kernel, config=config, num_sms=132, **options)
     query, *rest = operands(problem, has_lengths=has_lengths)
@@ -162,9 +160,7 @@ def test_offline_row_of_the_table_is_fit(row: table_rows.Row, compiler: offline.
 # The check itself must be able to fail.
 
 
-def test_offline_wide_descriptors_are_found(
-    compiler: offline.Compiler, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_offline_wide_descriptors_are_found(compiler, monkeypatch) -> None:
     """Products of 64 bits in descriptors, with which ptxas 12.9.86 and 13.0.88 crashed.
 
     Here the descriptors' shared constant is outside of the loops, so all versions compile them.

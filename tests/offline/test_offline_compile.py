@@ -2,10 +2,8 @@
 
 import contextlib
 import dataclasses
-import pathlib
 import subprocess
 import sys
-from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -62,9 +60,7 @@ CASES |= {
 }
 
 
-def launch(
-    problem: LinearCompressionProblem, config: LinearCompressionConfig, multiple: int = 1
-) -> tuple:
+def launch(problem, config, multiple=1) -> tuple:
     """The kernel's host function, and the shapes it takes for `problem`.
 
     The columns of weights are padded to a multiple of `multiple`.
@@ -84,9 +80,7 @@ def launch(
     return fn, weights, embeddings, parents
 
 
-def assert_launches_fit(
-    problem: LinearCompressionProblem, config: Any, compiler: offline.Compiler, **sizes: int
-) -> None:
+def assert_launches_fit(problem, config, compiler, **sizes) -> None:
     """`sizes`: what `config.shared` asks for."""
     assert config.illegal_reason(problem) is None
     kernels = compiler.compile_fit(*launch(problem, config))
@@ -123,9 +117,7 @@ def test_offline_only_a_single_launch_waits_for_the_users_results(is_single: boo
 # The detector itself must be able to fail.
 
 
-def test_offline_spills_and_serialised_wgmmas_are_found(
-    compiler: offline.Compiler, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_offline_spills_and_serialised_wgmmas_are_found(compiler, monkeypatch) -> None:
     """A tile too wide; and without waits, accumulators are read while WGMMAs write them.
 
     This kernel is compiled even if there is a recorded report.
@@ -147,9 +139,7 @@ def test_offline_spills_and_serialised_wgmmas_are_found(
         ("void abort(void); void MosaicGpuCompile(void) { abort(); }", r"exit status -6\)"),
     ],
 )
-def test_offline_failing_compiler_is_an_error(
-    plugin: str, fault: str, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_offline_failing_compiler_is_an_error(plugin, fault, tmp_path, monkeypatch) -> None:
     """Without the function it cannot start; where a kernel crashes it, the next one is compiled."""
     source, library = tmp_path / "plugin.c", tmp_path / "plugin.so"
     source.write_text(plugin)
@@ -253,9 +243,7 @@ def test_offline_log_without_one_kernel_is_an_error(log: str) -> None:
         (offline.find_c_compiler, "C compiler"),
     ],
 )
-def test_offline_missing_program_is_named(
-    find: Callable[[], Any], message: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_offline_missing_program_is_named(find, message, monkeypatch) -> None:
     """With what to install."""
     monkeypatch.setattr(offline.importlib.util, "find_spec", lambda name: None)
     monkeypatch.setenv("PATH", "")
@@ -265,9 +253,7 @@ def test_offline_missing_program_is_named(
         find()
 
 
-def test_offline_ptxas_is_the_one_that_is_named(
-    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_offline_ptxas_is_the_one_that_is_named(tmp_path, monkeypatch) -> None:
     """Kernels are assembled by it; a name without a file, or of another file, is an error."""
     real, named = offline.find_ptxas(), tmp_path / "bin" / "ptxas"
     monkeypatch.setenv("IKBO_PTXAS", str(named))

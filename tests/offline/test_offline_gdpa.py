@@ -212,9 +212,7 @@ def test_offline_kernel_for_short_sequences_is_fit(name: str, compiler: offline.
 
 @pytest.mark.parametrize("is_merged", [False, True])
 @pytest.mark.parametrize("bound", [None, 64])
-def test_the_list_of_tiles_is_one_kernel(
-    bound: int | None, is_merged: bool, compiler: offline.Compiler
-) -> None:
+def test_the_list_of_tiles_is_one_kernel(bound, is_merged, compiler) -> None:
     """Up to the largest number of sequences, whose lists fill shared memory."""
 
     def list_tiles(*arrays: Any) -> Any:

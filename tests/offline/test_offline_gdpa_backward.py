@@ -234,9 +234,7 @@ def test_offline_launch_that_lists_tiles_is_fit(name: str, compiler: offline.Com
 
 
 @pytest.mark.parametrize("function", ["add", "_multiply", "_tile"])
-def test_offline_missing_wait_is_found(
-    function: str, compiler: offline.Compiler, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_offline_missing_wait_is_found(function, compiler, monkeypatch) -> None:
     """Without the wait for a block's scores, for its gradients of weights, or for a tile's sums,
     ptxas sees accumulators that are read while WGMMAs write them."""
     left_out = planted.missing_wait(monkeypatch, function)

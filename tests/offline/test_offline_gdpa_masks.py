@@ -56,9 +56,7 @@ def launch(problem: GdpaProblem, config: GdpaConfig, rule: Rule | None) -> tuple
 @pytest.mark.parametrize("mask", RULES)
 @pytest.mark.parametrize("head_dim", [64, 96, 128])
 @pytest.mark.parametrize("activation", ["silu", "gelu", "relu", "gelu_tanh", "softmax"])
-def test_offline_masked_kernel_is_fit(
-    activation: str, head_dim: int, mask: str, compiler: offline.Compiler
-) -> None:
+def test_offline_masked_kernel_is_fit(activation, head_dim, mask, compiler) -> None:
     dtype = "float16" if head_dim == 96 else "bfloat16"
     changes = {"activations": (activation,), "mask": WORDS[mask], "dtype": dtype}
     problem = dataclasses.replace(MASKED, **changes, head_dim=head_dim)
@@ -78,13 +76,7 @@ def test_offline_masked_kernel_is_fit(
         ("gelu", None, 96, "causal"),
     ],
 )
-def test_offline_masked_kernel_with_a_cap_is_fit(
-    activation: str,
-    approx: str | None,
-    head_dim: int,
-    mask: str,
-    compiler: offline.Compiler,
-) -> None:
+def test_offline_masked_kernel_with_a_cap_is_fit(activation, approx, head_dim, mask, compiler):
     changes = {"activations": (activation,), "approx": approx, "head_dim": head_dim}
     problem = dataclasses.replace(MASKED, **changes, mask=WORDS[mask], has_logit_cap=True)
     compiler.compile_fit(*launch(problem, problem.default_config(), RULES[mask]))

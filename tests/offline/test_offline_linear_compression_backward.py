@@ -16,7 +16,6 @@ from ikbo_jax.ops.linear_compression_backward import kernel_vjp
 from ikbo_jax.problems import LinearCompressionBackwardProblem, LinearCompressionProblem, memory
 from ikbo_jax.problems import linear_compression_backward as configs
 from ikbo_jax.problems.linear_compression_backward import (
-    LinearCompressionBackwardConfig,
     WeightGradientConfig,
 )
 from ikbo_jax.tuning import table_rows
@@ -38,9 +37,7 @@ CONFIGS = {
 }
 
 
-def launch(
-    problem: LinearCompressionProblem, config: LinearCompressionBackwardConfig
-) -> tuple[Any, ...]:
+def launch(problem, config) -> tuple[Any, ...]:
     """The host function, and the shapes it takes for `problem`."""
     _, weights, embeddings, parents = forward_launch(problem, None)
     shape = problem.batches[-1], problem.m, problem.n

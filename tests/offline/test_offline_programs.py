@@ -67,9 +67,7 @@ CASES = {
 }
 
 
-def shapes(
-    sizes: tuple[int, int, int, int, int, int, int],
-) -> tuple[jax.ShapeDtypeStruct, jax.ShapeDtypeStruct, jax.ShapeDtypeStruct]:
+def shapes(sizes) -> tuple[jax.ShapeDtypeStruct, jax.ShapeDtypeStruct, jax.ShapeDtypeStruct]:
     """Queries, keys, and users of candidates, of (B, U, T, S, N, K, H)."""
     batch, users, q_len, kv_len, q_heads, kv_heads, width = sizes
     query = jax.ShapeDtypeStruct((batch, q_len, q_heads, width), jnp.bfloat16)
@@ -202,9 +200,7 @@ def full_locations() -> Iterator[None]:
         ("pma", "gelu_tanh", 512, 1),
     ],
 )
-def test_gdpa_s_gradient_has_few_kernels_of_xla(
-    kind: str, activation: str, bound: int | None, kernels: int
-) -> None:
+def test_gdpa_s_gradient_has_few_kernels_of_xla(kind, activation, bound, kernels) -> None:
     batch, rows, seeds = 1152, 1152 * 256, 32
     batch_kv = batch // 16 if kind == "pffn" else batch
     is_broadcast = kind == "pma"

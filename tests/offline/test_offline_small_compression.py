@@ -16,16 +16,12 @@ from ikbo_jax.problems import ResidentCompressionConfig as ResidentConfig
 pytestmark = pytest.mark.slow
 
 
-def packed(
-    m: int, n: int, ks: tuple[int, ...], dtype: str = "bfloat16"
-) -> LinearCompressionProblem:
+def packed(m, n, ks, dtype="bfloat16") -> LinearCompressionProblem:
     batches = (7, 100, 8192)[-len(ks) :]
     return LinearCompressionProblem(batches, ks, m, n, dtype)
 
 
-def resident(
-    batches: tuple[int, ...], ks: tuple[int, ...], m: int, n: int, dtype: str = "bfloat16"
-) -> LinearCompressionProblem:
+def resident(batches, ks, m, n, dtype="bfloat16") -> LinearCompressionProblem:
     return LinearCompressionProblem(batches, ks, m, n, dtype)
 
 

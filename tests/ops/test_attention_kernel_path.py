@@ -208,9 +208,7 @@ class TestGradientByTheKernel:
         assert isinstance(asked["config"], AttentionBackwardConfig)
 
     @pytest.mark.parametrize("head_dim", HEAD_DIMS)
-    def test_every_head_width_of_the_result_has_a_gradient_kernel(
-        self, fake_attention, head_dim: int
-    ) -> None:
+    def test_every_head_width_of_the_result_has_a_gradient_kernel(self, fake_attention, head_dim):
         inputs = problems.make_attention_inputs(self.SHAPE._replace(head_dim=head_dim))
         (plan,) = ikbo.explain(ours, inputs).plans
         assert plan.backward_config is not None

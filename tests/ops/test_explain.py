@@ -231,9 +231,7 @@ def test_reason_names_the_device(monkeypatch, device: dict, words: list[str]) ->
         ("softmax", 256, "XLA, .*head widths 64, 96, 128, but H=256"),
     ],
 )
-def test_plan_of_gdpa_says_what_makes_its_gradient(
-    fake_hopper, activation, head_dim, words
-) -> None:
+def test_plan_of_gdpa_says_what_makes_its_gradient(fake_hopper, activation, head_dim, words):
     rows = jax.ShapeDtypeStruct((300, 2, head_dim), jnp.bfloat16)
     offsets = jax.ShapeDtypeStruct((4,), jnp.int32)
     run = functools.partial(ikbo.gdpa, activation=activation, implementation="mosaic_gpu")
@@ -289,9 +287,7 @@ def hopper_beside_cpus(monkeypatch: pytest.MonkeyPatch) -> list[jax.Device]:
 
 
 @pytest.mark.parametrize("name", [None, "cpu"])
-def test_the_configured_device_counts_and_not_the_first(
-    name: str | None, hopper_beside_cpus: list[jax.Device]
-) -> None:
+def test_the_configured_device_counts_and_not_the_first(name, hopper_beside_cpus) -> None:
     assert dispatch.default_device() is HOPPER
     assert dispatch.hopper_unavailable_reason() is None
     assert dispatch.num_sms() == 132
@@ -316,9 +312,7 @@ REUSE = AttentionConfig(block_kv=32, k_stages=2, v_stages=3, reuse=True)
     [((2, 3), 64), ((3, 2), 64), ((3, 3), 96)],
     ids=["values_have_more", "keys_have_more", "alike"],
 )
-def test_reuse_takes_no_more_keys_than_both_rings_hold(
-    stages: tuple[int, int], most_keys: int
-) -> None:
+def test_reuse_takes_no_more_keys_than_both_rings_hold(stages, most_keys) -> None:
     def reason(kv_len: int, **options: Any) -> str | None:
         config = dataclasses.replace(REUSE, k_stages=stages[0], v_stages=stages[1], **options)
         return config.illegal_reason(dataclasses.replace(PROBLEM, kv_len=kv_len))

@@ -162,9 +162,7 @@ def test_artefact_for_cuda_has_the_kernels(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["linear_compression_gradient", "attention_gradient", "gdpa"])
-def test_kernels_are_those_of_a_machine_with_the_card(
-    name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_kernels_are_those_of_a_machine_with_the_card(name, monkeypatch) -> None:
     fn, shapes, _ = CASES[name]
     found = texts_of(lambda *arrays: fn(*arrays), *shapes)
     monkeypatch.setattr(dispatch, "hopper_unavailable_reason", lambda: None)
@@ -291,9 +289,7 @@ class TestTarget:
         )
         assert few == same
 
-    def test_on_a_machine_with_a_gpu_it_allows_other_platforms(
-        self, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+    def test_on_a_machine_with_a_gpu_it_allows_other_platforms(self, monkeypatch) -> None:
         monkeypatch.setattr(dispatch, "hopper_unavailable_reason", lambda: None)
         monkeypatch.setattr(dispatch, "num_sms", lambda: 132)
         assert ikbo.explain(ikbo.attention, *ATTENTION).plans[0].cuda is None

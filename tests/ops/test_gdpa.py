@@ -274,9 +274,7 @@ def test_gradients_come_from_kernels_where_one_made_the_result(kernel_calls) -> 
 
 
 @pytest.mark.parametrize(("head_dim", "activation"), [(256, "relu"), (256, "softmax")])
-def test_gradients_without_a_kernel_are_those_of_xla(
-    head_dim: int, activation: str, kernel_calls
-) -> None:
+def test_gradients_without_a_kernel_are_those_of_xla(head_dim, activation, kernel_calls) -> None:
     """At H = 256, the forward has a kernel and the backward has none: XLA's."""
     arrays = problems_gdpa.make_arrays(SMALL._replace(head_dim=head_dim), "bfloat16")
     paths = ("mosaic_gpu", "xla")

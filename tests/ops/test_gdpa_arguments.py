@@ -173,9 +173,7 @@ NOT_FOR_THE_KERNEL = {
 @pytest.mark.parametrize(
     ("array", "options", "message"), NOT_FOR_THE_KERNEL.values(), ids=NOT_FOR_THE_KERNEL
 )
-def test_mosaic_gpu_says_what_it_cannot_run(
-    array: dict, options: dict, message: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_mosaic_gpu_says_what_it_cannot_run(array, options, message, monkeypatch) -> None:
     monkeypatch.setattr(dispatch, "hopper_unavailable_reason", lambda: None)
     width, dtype = array.get("width", 8), array.get("dtype", BF16)
     shapes = {"query": (7, 4, width), "key": (5, 2, width), "value": (5, 2, width)}

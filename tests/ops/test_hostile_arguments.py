@@ -336,9 +336,7 @@ def test_offsets_of_wrong_shape(shape: tuple[int, ...]) -> None:
         ),
     ],
 )
-def test_checkify_finds_it_and_plain_jit_cannot_raise(
-    wrap, check, values, arguments, words: str | None
-) -> None:
+def test_checkify_finds_it_and_plain_jit_cannot_raise(wrap, check, values, arguments, words):
     def run(array: jax.Array) -> jax.Array:
         check(array, *arguments)
         return array + 1

@@ -43,10 +43,7 @@ def norm(x: np.ndarray, weight: Any, bias: Any) -> np.ndarray:
     return x / np.sqrt(np.mean(x * x, axis=-1, keepdims=True) + 1e-6) * weight + bias
 
 
-def formula(
-    d: int, h: int, activations: Any, group_norm: bool, mask: dict[str, Any],
-    kept: Any = (1, 1, 1), **p: Any,
-) -> np.ndarray:  # fmt: skip
+def formula(d, h, activations, group_norm, mask, kept=(1, 1, 1), **p) -> np.ndarray:  # fmt: skip
     """The layer as it is published, sequence by sequence."""
     x, ends = p["x"], np.cumsum(LENGTHS)
     rows = norm(x, p.get("input_norm_weight", 1), p.get("input_norm_bias", 0))

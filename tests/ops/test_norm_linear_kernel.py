@@ -27,9 +27,7 @@ pytestmark = pytest.mark.usefixtures("on_cpu")
         ("bfloat16", {"rows": 128}, "XLA is faster for at most 128 rows"),
     ],
 )
-def test_programs_for_hopper_have_the_kernel_where_it_takes_the_call(
-    dtype: str, changes: dict[str, int], reason: str
-) -> None:
+def test_programs_for_hopper_have_the_kernel_where_it_takes_the_call(dtype, changes, reason):
     sizes = {"rows": 300, "features": 64} | changes
     x = jax.ShapeDtypeStruct((sizes["rows"], sizes["features"]), dtype)
     w = jax.ShapeDtypeStruct((sizes["features"], 2, 64), dtype)
@@ -70,9 +68,7 @@ def test_the_kernel_runs_below_a_gradient(recompute: tuple[str, ...]) -> None:
         ({}, {"dropout_rate": 0.5, "dropout_key": jax.random.key(0)}, "the kernel drops nothing"),
     ],
 )
-def test_gated_linear_takes_the_kernel_with_and_without_a_gradient(
-    changes: dict[str, int], options: dict[str, Any], reason: str
-) -> None:
+def test_gated_linear_takes_the_kernel_with_and_without_a_gradient(changes, options, reason):
     rows, width = (changes.get(name, size) for name, size in (("rows", 600), ("width", 64)))
     u, w, x = (
         jnp.ones(shape, jnp.bfloat16) for shape in ((rows, 2, width), (6 * width, 16), (rows, 16))

@@ -219,9 +219,7 @@ def rows_of(activation: str, bound: int | None, *, shared: bool) -> Callable[...
         ("softmax", [-(2**31), 3, 2, 20, 2**31 - 1], None, "explicit"),
     ],
 )
-def test_rows_of_jagged_queries(
-    activation: str, offsets: list[int], bound: int | None, kind: str
-) -> None:
+def test_rows_of_jagged_queries(activation, offsets, bound, kind) -> None:
     """Sequences that lie on two devices, and gradients.
 
     A bound cuts one of them, or bounds nothing; offsets out of range are clamped first.

@@ -249,9 +249,7 @@ OFFSETS = np.array([0, 2, 4], np.int32)
         ),
     ],
 )
-def test_calls_in_which_nothing_runs_vary_as_their_arrays(
-    op: Callable[..., Any], carry: tuple[int, ...], shapes: list[tuple[int, ...]]
-) -> None:
+def test_calls_in_which_nothing_runs_vary_as_their_arrays(op, carry, shapes) -> None:
     """Inside `shard_map`, a loop's carry must have one type."""
     arrays = [np.zeros(shape, np.float32 if len(shape) > 1 else np.int32) for shape in shapes]
 

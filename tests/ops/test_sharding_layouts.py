@@ -43,13 +43,7 @@ def spec(draw: random.Random, shape: Sequence[int], sizes: dict[str, int]) -> P:
     return P(*(entry or None for entry in axes))
 
 
-def check(
-    op: Callable[..., Any],
-    arrays: Sequence[Any],
-    specs: Sequence[P],
-    mesh: Any,
-    on_mesh: Callable[..., Any] | None = None,
-) -> None:
+def check(op, arrays, specs, mesh, on_mesh=None) -> None:
     """Results and gradients are those of one device.
 
     `on_mesh` is the op on divided arrays, where that is another function.
@@ -186,9 +180,7 @@ LAYOUTS_OF_PARTS = [(name, x[0]) for name, layouts in PARTS.items() for x in lay
         *((*case, True) for case in LAYOUTS_OF_PARTS if case[1] in ("candidates", "rows")),
     ],
 )
-def test_shard_map_over_some_axes_of_a_mesh(
-    name: str, layout: str, in_context: bool, kind: str
-) -> None:
+def test_shard_map_over_some_axes_of_a_mesh(name, layout, in_context, kind) -> None:
     """Inside `shard_map` over "x", the other axis still divides as the arrays are divided.
 
     Under `jax.set_mesh`, `shard_map` has an abstract mesh, without devices.
@@ -371,8 +363,5 @@ def test_forward_mode_of_own_tokens_is_refused_on_explicit_axes() -> None:
     op, arrays = drawn("own_tokens")
     divided = on(mesh_of("2", "explicit"), arrays, [P()] * len(arrays))
 
-    def of_own(own):
-        return op(*divided[:3], own, *divided[4:])
-
     with pytest.raises(NotImplementedError, match="attention has no forward-mode derivative"):
-        jax.jvp(of_own, (divided[3],), (divided[3],))
+        jax.jvp(lambda own: op(*divided[:3], own, *divided[4:]), (divided[3],), (divided[3],))

@@ -41,9 +41,7 @@ def of_intervals(query: Any, memory: Any, offsets: Any, begin: Any) -> jax.Array
     ],
     ids=["rows", "heads", "intervals"],
 )
-def test_results_and_gradients_are_those_of_one_device(
-    op: Any, last: np.ndarray, specs: list[P], kind: str
-) -> None:
+def test_results_and_gradients_are_those_of_one_device(op, last, specs, kind) -> None:
     mesh = mesh_of("8", kind)
     rng = np.random.default_rng(0)
     query, memory = (rng.normal(size=(32, 8, 4)).astype(np.float32) for _ in range(2))

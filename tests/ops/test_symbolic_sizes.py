@@ -117,9 +117,7 @@ def test_size_that_nothing_takes_is_named(implementation: str | None) -> None:
     ("name", "axis", "size"),
     [("attention_b", "B", "b"), ("gdpa_rows", "total_q", "25*t"), ("linear_compression", "U", "u")],
 )
-def test_kernels_leave_symbolic_sizes_to_xla(
-    name: str, axis: str, size: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_kernels_leave_symbolic_sizes_to_xla(name, axis, size, monkeypatch) -> None:
     """On a machine with the card, and in a program that is lowered for it elsewhere."""
     op, shapes = CASES[name]
     words = f"{axis} is symbolic ('{size}'), "

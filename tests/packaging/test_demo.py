@@ -157,13 +157,7 @@ def triple(x):
     return {"tripled": x * 3}
 
 
-def run_once(
-    folder: pathlib.Path,
-    *,
-    identity: str = "part",
-    size: int = 4,
-    table: pathlib.Path | None = None,
-) -> list[str]:
+def run_once(folder, *, identity="part", size=4, table=None) -> list[str]:
     """Runs a part with one program; returns what it said."""
     said: list[str] = []
     with executables.use_store(folder, [] if table is None else [table]):

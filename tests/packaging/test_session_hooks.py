@@ -59,9 +59,7 @@ def test_there_is_a_limit(pytestconfig: pytest.Config) -> None:
 
 
 @pytest.mark.parametrize("options", [(), ("-n", "1")], ids=["alone", "xdist"])
-def test_a_hang_fails_with_the_stack_of_every_thread(
-    options: tuple[str, ...], tmp_path: pathlib.Path
-) -> None:
+def test_a_hang_fails_with_the_stack_of_every_thread(options, tmp_path) -> None:
     if options:
         pytest.importorskip("xdist")
     status, output = run(tmp_path, TESTS, *options)

@@ -36,9 +36,7 @@ def test_kinks_are_those_of_jax_nn(name: str) -> None:
 
 
 @pytest.mark.parametrize(("approx", "name"), [*((None, name) for name in NAMES), *PAIRS])
-def test_nothing_becomes_of_nothing_and_large_scores_are_finite(
-    approx: str | None, name: str
-) -> None:
+def test_nothing_becomes_of_nothing_and_large_scores_are_finite(approx, name) -> None:
     """A score of 0 stands for a key that is not there."""
     x = jnp.asarray([0, -1e15, -1e6, 1e6, 1e15], jnp.float32)
     value, slope = (np.asarray(function(x)) for function in activations.elementwise(name, approx))

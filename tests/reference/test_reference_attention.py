@@ -35,9 +35,7 @@ def each_path(*inputs: jax.Array) -> tuple[tuple, tuple]:
 
 
 @functools.partial(jax.jit, static_argnames="blocks")
-def results_and_gradients(
-    inputs: problems.AttentionInputs, cotangents: tuple, blocks: attention_blocks.Blocking | None
-) -> tuple[tuple, tuple]:
+def results_and_gradients(inputs, cotangents, blocks) -> tuple[tuple, tuple]:
     results = grouped.decomposed(*inputs, scale=SCALE, blocks=blocks)
     pull = functools.partial(grouped.decomposed_vjp, scale=SCALE, blocks=blocks)
     return results, pull(*inputs, *cotangents)
@@ -91,9 +89,7 @@ IN_STEPS = (
 
 
 @pytest.mark.parametrize(("name", "dtype"), problems.in_turn(IN_STEPS))
-def test_many_steps_are_within_the_error_rule_and_the_oracle_is_numpys(
-    name: str, dtype: str
-) -> None:
+def test_many_steps_are_within_the_error_rule_and_the_oracle_is_numpys(name, dtype) -> None:
     """The op's tests have the default blocks."""
     inputs = problems.make_attention_inputs(SHAPES[name], dtype)
     blocks = SMALL_BLOCKS._replace(keys=min(SMALL_BLOCKS.keys, SHAPES[name].kv_len))

@@ -51,13 +51,10 @@ def test_a_while_loop_of_every_row() -> None:
         step = lambda state: (jnp.tanh(state[0] @ W) + x, state[1] + 1)  # noqa: E731
         return lax.while_loop(lambda state: state[1] < 3 + x[0], step, (x, 0))[0]
 
-    def batched(user, cand, index):
-        return jax.vmap(grown)(jnp.tanh(user[index])) * cand
-
     def looped(user, cand, index):
         return lax.map(lambda args: grown(user[args[0]]) * args[1], (index, cand))
 
-    for fn in (batched, looped):
+    for fn in (lambda user, cand, index: jax.vmap(grown)(jnp.tanh(user[index])) * cand, looped):
         report = same(fn, USER, CAND, INDEX)
         assert "raised" not in str(report)
     endless = jnp.concatenate([USER, jnp.full((1, D), -jnp.inf)])

@@ -125,10 +125,7 @@ def test_bias_of_half_precision(bias_dtype: str) -> None:
             bias = of_user(jnp.where(KEPT, -0.1 * ages, -1e4))
             return softmax((x.astype(bias_dtype) + bias.astype(bias_dtype)).astype(jnp.float32))
 
-        def cast(x: Any, ages: Any) -> Any:
-            return weights(x, ages).astype(jnp.bfloat16)
-
-        return attend(*arrays, cast)
+        return attend(*arrays, lambda x, ages: weights(x, ages).astype(jnp.bfloat16))
 
     arrays = (*(x.astype(jnp.bfloat16) for x in ARRAYS[:3]), AGES)
     assert not copies_keys(fn, *arrays), str(report_of(fn, *arrays))

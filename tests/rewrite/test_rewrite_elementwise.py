@@ -101,11 +101,8 @@ MIXED = custom(jnp.cos, mixes_rows)
 def test_a_derivative_that_mixes_rows_is_the_original_one(f: Any) -> None:
     """The first derivative of a function, or the derivative of its derivative."""
 
-    def original(w: Any, user: Any, cand: Any) -> Any:
-        return of_a_lookup(f, w, user, cand, A.index)
-
     def slopes(fn: Any) -> Any:
         of_each = [jax.value_and_grad(g, (0, 1, 2)) for g in sums_of_squares(fn)[:2]]
         return lambda *args: [f(*args) for f in of_each]
 
-    check(slopes, original, A.w, A.user, A.cand)
+    check(slopes, lambda w, user, cand: of_a_lookup(f, w, user, cand, A.index), A.w, A.user, A.cand)

@@ -62,10 +62,7 @@ def test_values_and_gradients(name: str) -> None:
 
 def test_comparisons_that_are_no_lookups() -> None:
     def at(positions, compare=jnp.equal):
-        def fn(user, index):
-            return compare(index[:, None], positions).astype(user.dtype) @ user
-
-        return fn
+        return lambda user, index: compare(index[:, None], positions).astype(user.dtype) @ user
 
     def shuffled(user, index):
         """The index is shuffled by a transpose of two dimensions that it has in between."""
@@ -137,7 +134,4 @@ def test_reshapes_permute(name: str) -> None:
     rng = np.random.default_rng(0)
     x, y = (jnp.asarray(rng.standard_normal(s, np.float32)) for s in ((4, 6, 5), (12, 5)))
 
-    def fn(x: jax.Array, y: jax.Array) -> jax.Array:
-        return jnp.tanh(PERMUTED[name](jnp.sin(x), y))
-
-    check_values_and_gradients(fn, x, y)
+    check_values_and_gradients(lambda x, y: jnp.tanh(PERMUTED[name](jnp.sin(x), y)), x, y)

@@ -214,9 +214,7 @@ def test_every_lookup_is_listed() -> None:
     assert text.count(": kept: ") == 3
 
 
-def test_no_broadcast_is_said_only_without_lookups_and_repetitions(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_no_broadcast_is_said_only_without_lookups_and_repetitions(monkeypatch) -> None:
     table = jnp.ones((50, D))
     none = report_of(lambda x: jnp.sin(x) @ W, CAND)
     assert str(none) == "rewrite: no broadcast found; the original function runs"

@@ -67,13 +67,7 @@ def ranking() -> Iterator[app.Ranking]:
     LOOP.close()
 
 
-def asked(
-    ranking: app.Ranking,
-    *bodies: tuple[bytes, dict[str, str]],
-    method: str = "POST",
-    path: str = "/rank",
-    ends: bool = True,
-) -> list[tuple[int, Any, dict[str, str]]]:
+def asked(ranking, *bodies, method="POST", path="/rank", ends=True):
     """Status, content and headers of the answers to requests that arrive together."""
 
     async def one(body: bytes, headers: dict[str, str]) -> Response:

@@ -182,10 +182,7 @@ class Emulator:
         self.seed, self.launches, self.blocks = seed, [], blocks
 
         def kernel(body: Callable[..., None], **options: Any) -> Callable[..., Any]:
-            def call(*operands: Any) -> Any:
-                return self.call(body, options, operands, resident)
-
-            return call
+            return lambda *operands: self.call(body, options, operands, resident)
 
         with mock.patch.object(mosaic, "kernel", kernel):
             yield self.launches

@@ -85,9 +85,7 @@ def test_what_has_no_tuner_is_named(tuner: list[Any]) -> None:
     assert tuner == []
 
 
-def test_a_file_stands_in_for_the_user_s_cache(
-    tuner: list[Any], tmp_path: Any, cache_dir: Any
-) -> None:
+def test_a_file_stands_in_for_the_user_s_cache(tuner, tmp_path, cache_dir) -> None:
     path = tmp_path / "model.json"
     call = jax.jit(lambda *x: ikbo.attention(x[0][:, :4][x[1]], x[0], x[0], x[1]))
 

@@ -110,9 +110,7 @@ def test_packed_candidates_are_legal_and_differ(m: int, n: int, batch: int) -> N
 
 
 @pytest.mark.parametrize(("block_n", "block_m", "seen"), [(256, 80, 60.3), (512, 48, 71.9)])
-def test_packed_model_counts_the_short_rows_of_boxes(
-    block_n: int, block_m: int, seen: float
-) -> None:
+def test_packed_model_counts_the_short_rows_of_boxes(block_n, block_m, seen) -> None:
     """Times on an H100. Without the rows, the model said 38 us of both."""
     problem = LinearCompressionProblem((29, 8367), (1116, 22), 233, 16, "float16")
     configs = [way.config for way in packed.ranked_configs(problem)]
@@ -134,9 +132,7 @@ def test_packed_model_counts_the_short_rows_of_boxes(
         ),
     ],
 )
-def test_problems_that_the_resident_kernel_cannot_run(
-    sizes: dict, config: ResidentCompressionConfig, reason: str
-) -> None:
+def test_problems_that_the_resident_kernel_cannot_run(sizes, config, reason) -> None:
     assert reason in str(config.illegal_reason(dataclasses.replace(SMALL, **sizes)))
 
 
@@ -264,9 +260,7 @@ LARGE = [
 
 
 @pytest.mark.parametrize(("batches", "ks", "m", "us"), LARGE)
-def test_large_problems_keep_row_tiles(
-    batches: tuple[int, int], ks: tuple[int, int], m: int, us: float
-) -> None:
+def test_large_problems_keep_row_tiles(batches, ks, m, us) -> None:
     problem = LinearCompressionProblem(batches, ks, m, 256, "bfloat16")
     row = next(problem.row_configs())
     assert packed.estimated_row_us(problem, row) == pytest.approx(us, rel=0.15)

@@ -199,13 +199,7 @@ def test_noisy_heats_leave_the_winner_within_one_percent(builtin, seed):
 class Interrupting(Bench):
     """Ctrl-C in task number `place`, of which `windows` were measured of all but `without`."""
 
-    def __init__(
-        self,
-        times: dict[Contender, Any],
-        place: int,
-        windows: int = 2,
-        without: tuple[Contender, ...] = (),
-    ) -> None:
+    def __init__(self, times, place, windows=2, without=()) -> None:
         super().__init__(times)
         self.place, self.measured, self.without = place, windows, without
 

@@ -163,9 +163,7 @@ def test_worker_measures_on_this_machine(problem):
     assert found["error"] <= found["bound"]
 
 
-def unsorted(
-    problem: problems.LinearCompressionBackwardProblem,
-) -> cases.linear_compression_backward.Case:
+def unsorted(problem) -> cases.linear_compression_backward.Case:
     return cases.linear_compression_backward.Case(problem, "unsorted")
 
 
