@@ -38,11 +38,14 @@ def attention_shapes(
 ) -> st.SearchStrategy[problems.AttentionShape]:
     """Draws shapes of attention, the named numbers of queries half of the time."""
 
+    def of(
+        heads: int, group: int, sizes: tuple[int, int, int, int], **rest: Any
+    ) -> problems.AttentionShape:
+        return problems.AttentionShape(*sizes, q_heads=heads * group, kv_heads=heads, **rest)
+
     q_len = st.one_of(st.sampled_from(q_lens), st.integers(1, most_q_len))
     return st.builds(
-        lambda heads, group, sizes, **rest: problems.AttentionShape(
-            *sizes, q_heads=heads * group, kv_heads=heads, **rest
-        ),
+        of,
         heads=st.integers(1, 3),
         group=st.sampled_from([1, 2, 4]),
         sizes=st.tuples(st.integers(1, 20), st.integers(1, 100), q_len, st.integers(1, 1500)),
