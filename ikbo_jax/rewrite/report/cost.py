@@ -29,7 +29,7 @@ import jax
 from jax.extend import core
 
 from ikbo_jax.ops import explain
-from ikbo_jax.rewrite.report.cpu_cost import CpuCost
+from ikbo_jax.rewrite.report.cpu_cost import CpuCost, dearest
 from ikbo_jax.rewrite.report.products import (
     ALONE,
     FUSED_PARTS,
@@ -73,9 +73,6 @@ class Cost(NamedTuple):
 
     def __sub__(self, other: Cost) -> Cost:
         return Cost(*(x - y for x, y in zip(self, other, strict=True)))
-
-
-_NOTHING = Cost()
 
 
 def on_gpu() -> bool:
@@ -127,12 +124,12 @@ def _text(amount: Any) -> str:
 
 def program_cost(program: Any) -> Cost:
     """Computes the cost of a traced program for the report."""
-    return total(cost_by_source(program, ()))
+    return cost_by_source(program, ()).get(None, Cost())
 
 
 def decisive_cost(program: Any) -> Cost:
     """Computes the cost that decides whether a program runs, at each trace, in half the time."""
-    return total(_counted(program, (), {}, inlined=False).costs)
+    return Cost(*_counted(program, (), {}, inlined=False).sums.get(None, ()))
 
 
 def cost_by_source(program: Any, sources: Container[int | None]) -> dict[int | None, Cost]:
@@ -147,14 +144,11 @@ def cost_by_source(program: Any, sources: Container[int | None]) -> dict[int | N
       and of the programs that they call, except equations there that have a traceback among
       `sources`. By None, the cost of all other equations.
     """
-    if not on_gpu():
-        return {key: Cost(*sum_) for key, sum_ in CpuCost(program, sources, {}).sums.items()}
-    return _counted(program, sources, {}, inlined=False).costs
-
-
-def total(costs: Mapping[Any, Cost]) -> Cost:
-    """Adds the costs."""
-    return Cost(*map(sum, zip(*costs.values(), strict=True)))
+    if on_gpu():
+        sums = _counted(program, sources, {}, inlined=False).sums
+    else:
+        sums = CpuCost(program, sources, {}).sums
+    return {source: Cost(*sum_) for source, sum_ in sums.items()}
 
 
 class _Fused(NamedTuple):
@@ -175,12 +169,12 @@ class _Counted(NamedTuple):
     """Holds the costs of a program by source, and how it fuses with its surroundings.
 
     Attributes:
-      costs: the costs, by source.
+      sums: FLOPs, bytes and launches by source.
       alone: of each argument, whether an operation that fuses with nothing reads it.
       fused: of each result, how it is computed; None if it is in memory.
     """
 
-    costs: dict[int | None, Cost]
+    sums: dict[int | None, list[int]]
     alone: tuple[bool, ...] = ()
     fused: tuple[_Fused | None, ...] = ()
 
@@ -220,7 +214,7 @@ def _counted(
         if inner or name in ALONE:
             alone.update([v for v in eqn.invars if type(v) is not core.Literal])
     walk.run(program.eqns)
-    counted = _Counted({source: Cost(*sum_) for source, sum_ in walk.sums.items()})
+    counted = _Counted(walk.sums)
     if inlined:
         arguments = {v: n for n, v in enumerate(program.invars)}
         counted = counted._replace(
@@ -331,10 +325,10 @@ class _Walk:
     def _call(self, eqn: core.JaxprEqn, name: str, calls: list[_Counted]) -> None:
         """Counts an equation that holds programs."""
         times = eqn.params["length"] if name == "scan" else 1
-        costs = [x.costs for x in calls]
-        for found in [_dearest(costs)] if name == "cond" else costs:
+        sums = [x.sums for x in calls]
+        for found in [dearest(sums)] if name == "cond" else sums:
             for key, x in found.items():
-                self.add(eqn, times * x.flops, times * x.nbytes, times * x.launches, key)
+                self.add(eqn, *[times * n for n in x], key)
         for v, fused in zip(eqn.outvars, calls[0].fused, strict=False):
             if fused is not None:
                 operands = [eqn.invars[n] for n in fused.arguments]
@@ -397,13 +391,3 @@ class _Walk:
         size = self.bytes_of((v,))
         large = [x for x in read if lineage.is_at_least(8 * self.bytes_of([x]), size)]
         return len(large) == 1
-
-
-def _dearest(branches: list[dict[int | None, Cost]]) -> dict[int | None, Cost]:
-    """Returns the FLOPs of the branch with most FLOPs, and the bytes of the one with most bytes."""
-    flops = max(branches, key=lambda x: total(x).flops)
-    nbytes = max(branches, key=lambda x: total(x).nbytes)
-    return {
-        key: flops.get(key, _NOTHING)._replace(nbytes=nbytes.get(key, _NOTHING).nbytes)
-        for key in flops | nbytes
-    }

@@ -252,7 +252,7 @@ class CpuCost:
         times = eqn.params["length"] if name == "scan" else 1
         costs = [self._inner(x) for x in inner]
         if name == "cond":
-            costs = [_dearest(costs)]
+            costs = [dearest(costs)]
         for source, found in (item for sums in costs for item in sums.items()):
             total = self.sums[op.source if source is None else source]
             for n, x in enumerate(found):
@@ -331,7 +331,7 @@ def _is_written(concatenate: core.JaxprEqn) -> bool:
     return is_wide or len(concatenate.invars) > FUSED_PARTS
 
 
-def _dearest(branches: Sequence[dict[int | None, list[int]]]) -> dict[int | None, list[int]]:
+def dearest(branches: Sequence[dict[int | None, list[int]]]) -> dict[int | None, list[int]]:
     """Returns the FLOPs of the branch with most FLOPs, and the bytes of the one with most bytes."""
 
     def largest(n: int) -> dict[int | None, list[int]]:
