@@ -166,8 +166,11 @@ def test_costs_of_operations(monkeypatch) -> None:
         on_gpu.setattr(cost, "on_gpu", lambda: True)
         assert of(lambda x, w: jnp.tanh(jnp.sin(x) @ w) * 2, x, w) == dot
     assert of(lambda x, w: jax.jit(jnp.matmul)(x, w), x, w) == dot
-    looped = of(lambda x, w: lax.scan(lambda c, _: (c, c @ w), x, length=5)[1], x, w)
+    looped = of(lambda xs, w: lax.scan(lambda c, x: (c, x @ w), 0, xs)[1], jnp.ones((5, 8, 4)), w)
     assert looped == (5 * dot[0], 5 * dot[1])
+    # XLA computes before the loop what is the same in every step.
+    same = of(lambda x, w: lax.scan(lambda c, _: (c, jnp.sin(c @ w)), x, length=5)[1], x, w)
+    assert same == (5 * dot[0], dot[1] + 4 * 2 * 8 * 16)
     chosen = of(lambda x, w: lax.cond(x[0, 0] > 0, lambda: x @ w, lambda: jnp.zeros((8, 16))), x, w)
     assert chosen[0] == dot[0]
 

@@ -22,14 +22,14 @@ fusion that decides which program runs, and that the report uses on a GPU:
 
 from __future__ import annotations
 
-from collections.abc import Container, Mapping
+from collections.abc import Container, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
 from jax.extend import core
 
 from ikbo_jax.ops import explain
-from ikbo_jax.rewrite.report.cpu_cost import CpuCost, dearest
+from ikbo_jax.rewrite.report.cpu_cost import CpuCost
 from ikbo_jax.rewrite.report.products import (
     ALONE,
     FUSED_PARTS,
@@ -40,8 +40,10 @@ from ikbo_jax.rewrite.report.products import (
     RARE,
     REDUCTIONS,
     SAME,
+    Sums,
     flops_of_op,
     flops_of_product,
+    sums_of_calls,
 )
 from ikbo_jax.rewrite.values import lineage
 from ikbo_jax.rewrite.values.jaxprs import OPS, inner_programs
@@ -174,7 +176,7 @@ class _Counted(NamedTuple):
       fused: of each result, how it is computed; None if it is in memory.
     """
 
-    sums: dict[int | None, list[int]]
+    sums: Sums
     alone: tuple[bool, ...] = ()
     fused: tuple[_Fused | None, ...] = ()
 
@@ -205,10 +207,11 @@ def _counted(
         inner = inner_programs(eqn)
         of_op = name == "jit" and params["name"] in OPS
         if inner and not of_op and ("name" not in params or params["name"] not in rare):
-            is_inlined = name in INLINED
-            calls[id(eqn)] = [_counted(x, sources, known, inlined=is_inlined) for x in inner]
-            if is_inlined:
-                read = zip(eqn.invars, calls[id(eqn)][0].alone, strict=True)
+            calls[id(eqn)] = ()
+            if name in INLINED:
+                counted = _counted(inner[0], sources, known, inlined=True)
+                calls[id(eqn)] = counted.fused
+                read = zip(eqn.invars, counted.alone, strict=True)
                 alone.update([v for v, x in read if x and type(v) is not core.Literal])
                 continue
         if inner or name in ALONE:
@@ -232,7 +235,7 @@ class _Walk:
       sums: FLOPs, bytes and launches by source.
       alone: variables that an operation reads which fuses with nothing.
       reduced: variables that reductions read, on a CPU, which computes no moved ones there.
-      calls: counted programs of equations, by the equations' identity.
+      calls: by the identity of an equation that holds programs, how its results are computed.
       reads: for every variable that is computed where it is read, what is then read: variables in
         memory, and pairs of a variable and the bytes that a program reads to compute it.
       moved: those of `reads` whose elements are looked up, concatenated or transposed.
@@ -241,11 +244,11 @@ class _Walk:
 
     def __init__(self, sources: Any, known: dict[Any, Any]) -> None:
         self.sources, self.known = sources, known
-        self.sums: dict[int | None, list[int]] = {}
+        self.sums: Sums = {}
         self.is_cpu = not on_gpu()
         self.alone: set[Any] = set()
         self.reduced: set[Any] = set()
-        self.calls: dict[int, list[_Counted]] = {}
+        self.calls: dict[int, Sequence[_Fused | None]] = {}
         self.reads: dict[Any, frozenset[Any]] = {}
         self.moved: set[Any] = set()
         self.same: set[Any] = set()
@@ -322,14 +325,15 @@ class _Walk:
             for v in eqn.outvars:
                 self.place(eqn, v, self._read_of(eqn.invars), is_moved=False)
 
-    def _call(self, eqn: core.JaxprEqn, name: str, calls: list[_Counted]) -> None:
-        """Counts an equation that holds programs."""
-        times = eqn.params["length"] if name == "scan" else 1
-        sums = [x.sums for x in calls]
-        for found in [dearest(sums)] if name == "cond" else sums:
-            for key, x in found.items():
-                self.add(eqn, *[times * n for n in x], key)
-        for v, fused in zip(eqn.outvars, calls[0].fused, strict=False):
+    def _call(self, eqn: core.JaxprEqn, name: str, results: Sequence[_Fused | None]) -> None:
+        """Counts an equation that holds programs; `results`: what fuses with its readers."""
+
+        def count(program: Any) -> Sums:
+            return _counted(program, self.sources, self.known, inlined=name in INLINED).sums
+
+        for key, sum_ in sums_of_calls(eqn, self.known, count):
+            self.add(eqn, *sum_, key)
+        for v, fused in zip(eqn.outvars, results, strict=False):
             if fused is not None:
                 operands = [eqn.invars[n] for n in fused.arguments]
                 read = self._read_of(operands) | ({(v, fused.nbytes)} if fused.nbytes else _NONE)

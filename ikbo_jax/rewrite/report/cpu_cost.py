@@ -9,7 +9,8 @@ read: by a loop directly, by a kernel of the library from memory.
 
 import collections
 import math
-from collections.abc import Container, Sequence
+import operator
+from collections.abc import Container
 from typing import Any, NamedTuple
 
 from jax.extend import core
@@ -23,8 +24,10 @@ from ikbo_jax.rewrite.report.products import (
     RARE,
     REDUCTIONS,
     SAME,
+    Sums,
     flops_of_op,
     flops_of_product,
+    sums_of_calls,
 )
 from ikbo_jax.rewrite.values import lineage
 from ikbo_jax.rewrite.values.jaxprs import OPS, inner_programs
@@ -83,7 +86,7 @@ class CpuCost:
 
     def __init__(self, program: Any, sources: Container[int | None], known: dict[Any, Any]) -> None:
         self.sources, self.known = sources, known
-        self.sums: dict[int | None, list[int]] = collections.defaultdict(lambda: [0, 0, 0])
+        self.sums: Sums = collections.defaultdict(lambda: [0, 0, 0])
         self._kernels = [_Kernel("memory"), _Kernel("loop")]
         self._values: list[Any] = []
         self._ops: list[_Op] = []
@@ -242,29 +245,24 @@ class CpuCost:
 
     def _called(self, op: _Op) -> bool:
         """Counts an equation that holds programs; returns whether it is one."""
-        eqn, name = op.eqn, op.eqn.primitive.name
+        eqn = op.eqn
         if eqn.params.get("name") in RARE:
             return True
         if (flops := flops_of_op(eqn, self.known)) is not None:
             self.sums[op.source][0] += flops
             return False
-        inner = inner_programs(eqn)
-        times = eqn.params["length"] if name == "scan" else 1
-        costs = [self._inner(x) for x in inner]
-        if name == "cond":
-            costs = [dearest(costs)]
-        for source, found in (item for sums in costs for item in sums.items()):
+        found = list(sums_of_calls(eqn, self.known, self._inner))
+        for source, sum_ in found:
             total = self.sums[op.source if source is None else source]
-            for n, x in enumerate(found):
-                total[n] += times * x
-        for n in op.operands if inner else ():
+            total[:] = map(operator.add, total, sum_)
+        for n in op.operands if found else ():
             self._readers[n] |= {_MEMORY}
-        return bool(inner)
+        return bool(found)
 
-    def _inner(self, program: Any) -> dict[int | None, list[int]]:
+    def _inner(self, program: Any) -> Sums:
         if id(program) not in self.known:
             self.known[id(program)] = CpuCost(program, self.sources, self.known).sums
-        found: dict[int | None, list[int]] = self.known[id(program)]
+        found: Sums = self.known[id(program)]
         return found
 
     def _write(self, op: _Op, kind: str) -> frozenset[int]:
@@ -329,16 +327,3 @@ def _is_written(concatenate: core.JaxprEqn) -> bool:
     is_last = concatenate.params["dimension"] == len(aval.shape) - 1 > 0
     is_wide = is_last and lineage.is_at_least(aval.shape[-1], _FUSED_WIDTH)
     return is_wide or len(concatenate.invars) > FUSED_PARTS
-
-
-def dearest(branches: Sequence[dict[int | None, list[int]]]) -> dict[int | None, list[int]]:
-    """Returns the FLOPs of the branch with most FLOPs, and the bytes of the one with most bytes."""
-
-    def largest(n: int) -> dict[int | None, list[int]]:
-        return max(branches, key=lambda sums: sum(x[n] for x in sums.values()))
-
-    flops, nbytes = largest(0), largest(1)
-    return {
-        source: [flops.get(source, [0])[0], *nbytes.get(source, [0, 0, 0])[1:]]
-        for source in flops | nbytes
-    }

@@ -1,12 +1,14 @@
 """Kinds of operations, and the floating-point operations of products."""
 
 import math
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from jax.extend import core
 
 from ikbo_jax.rewrite.values.equations import op_plan
-from ikbo_jax.rewrite.values.jaxprs import OPS
+from ikbo_jax.rewrite.values.hoisting import scan_counts, split
+from ikbo_jax.rewrite.values.jaxprs import OPS, inner_programs
 
 #: Attention by cuDNN, and the number of its products.
 CUDNN_FORWARD = "dot_product_attention_fwd_wrapper"
@@ -89,3 +91,47 @@ def _useful_flops(problem: Any) -> int:
         keys = problem.max_seqlen_kv or problem.kv_rows // max(1, problem.batch_kv)
         return useful(problem.q_rows * keys)
     return useful
+
+
+#: FLOPs, bytes and kernels by source: the identity of a traceback, or None.
+Sums = dict[int | None, list[int]]
+
+
+def sums_of_calls(
+    eqn: core.JaxprEqn, known: dict[Any, Any], count: Callable[[Any], Sums]
+) -> Iterator[tuple[int | None, list[int]]]:
+    """Yields the sources of the programs that an equation calls, and what they cost."""
+    found = [(count(x), times) for x, times in _steps(eqn, known)]
+    if eqn.primitive.name == "cond":
+        found = [(_dearest([sums for sums, _ in found]), 1)]
+    length = eqn.params.get("length", 1)
+    for sums, times in found:
+        for source, (flops, nbytes, kernels) in sums.items():
+            yield source, [length * flops, times * nbytes, times * kernels]
+
+
+def _steps(eqn: core.JaxprEqn, known: dict[Any, Any]) -> list[tuple[Any, int]]:
+    """Returns the programs that an equation calls, and how often the bytes of each are moved.
+
+    XLA runs before a loop what is the same in every iteration.
+    """
+    programs = inner_programs(eqn)
+    if eqn.primitive.name != "scan":
+        return [(x, 1) for x in programs]
+    body, length = programs[0], eqn.params["length"]
+    if ("parts", id(body)) not in known:
+        # They are kept alive, since `count` may know programs by their identity.
+        known["parts", id(body)] = split(body, scan_counts(eqn.params)[0], length)
+    first, rest = known["parts", id(body)] or (None, body)
+    return [(rest, length), *([] if first is None else [(first, 1)])]
+
+
+def _dearest(branches: Sequence[Sums]) -> Sums:
+    """Returns the FLOPs of the branch with most FLOPs, and the bytes of the one with most bytes."""
+    flops, nbytes = (
+        max(branches, key=lambda sums: sum(x[n] for x in sums.values())) for n in (0, 1)
+    )
+    return {
+        source: [flops.get(source, [0])[0], *nbytes.get(source, [0, 0, 0])[1:]]
+        for source in flops | nbytes
+    }
