@@ -6,9 +6,10 @@ import numpy as np
 import problems
 import pytest
 from jax import lax
+from rewrite_basics import close
 
 import ikbo_jax as ikbo
-from benchmarks.rewrite_zoo import MODELS, SIZES, Program
+from benchmarks.rewrite_zoo import MODELS, SIZES, SMALL, Program
 from ikbo_jax.rewrite.attention import contraction
 from ikbo_jax.rewrite.report import cost
 
@@ -126,6 +127,20 @@ def test_on_a_gpu_a_small_program_is_rewritten_for_derivatives_alone(monkeypatch
     large = [jax.ShapeDtypeStruct(x, jnp.float32) for x in ((U, 2048), (2**15, 64), (2112, 512))]
     large.insert(2, jax.ShapeDtypeStruct((2**15,), jnp.int32))
     assert ikbo.explain(ikbo.rewrite(features), *large).notes[0].changed
+
+
+def test_on_a_gpu_a_product_with_vectors_looks_up_for_itself(monkeypatch) -> None:
+    monkeypatch.setattr(cost, "on_gpu", lambda: True)
+    monkeypatch.setattr(cost, "refusal", lambda *_: "")
+    monkeypatch.setattr(contraction, "_pays", lambda *_: True)
+    program = Program("din", SMALL, "float32")
+    args, ours = program.arguments(), ikbo.rewrite(program.scores)
+    gradients = [jax.grad(lambda *x, fn=fn: fn(*x).sum(), 1) for fn in (ours, program.scores)]
+    # The derivative adds the gradients of both readers before it rounds them.
+    barriers = [str(jax.make_jaxpr(x)(*args)).count("_barrier") for x in (ours, gradients[0])]
+    assert barriers == [1, 0]
+    close(jax.jit(ours)(*args), program.scores(*args))
+    close(*(jax.jit(x)(*args) for x in gradients))
 
 
 @pytest.mark.slow

@@ -1,14 +1,17 @@
 """Products with batch dimensions, at the smallest batch that both operands allow."""
 
+import dataclasses
 import math
 from typing import Any
 
 import jax
 import numpy as np
+from jax import lax
 
 from ikbo_jax.rewrite.interpret import Context, shape_of
+from ikbo_jax.rewrite.report import cost
 from ikbo_jax.rewrite.values import lineage, staged
-from ikbo_jax.rewrite.values.lineage import Lineage, base_of, has_lineage
+from ikbo_jax.rewrite.values.lineage import Lazy, Lineage, base_of, has_lineage
 
 
 def batched_product(
@@ -107,9 +110,28 @@ def at_one_batch(
         if has_lineage(x) and x.axis in dims:
             opposite = other_dims[dims.index(x.axis)]
             if np.shape(base_of(other))[opposite] != 1:
-                array = ctx.materialise(eqn, x, "batched product with a value at candidate batch")
+                own = _own_lookup(ctx, eqn, x, other)
+                array = ctx.materialise(eqn, own, "batched product with a value at candidate batch")
                 return (array, rhs) if x is lhs else (lhs, array)
     return lhs, rhs
+
+
+def _own_lookup(ctx: Context, eqn: Any, x: Any, other: Any) -> Any:
+    """Returns a value that a product with vectors looks up for itself, on a GPU.
+
+    XLA fuses the lookup with such a product, and would give one layout to all that read it: DIN's
+    product of candidate and history was written transposed (0.361 ms on an H200, and 0.257 ms with
+    a lookup of its own; the original 0.325 ms).
+    """
+    (contract, _), (batch, _) = eqn.params["dimension_numbers"]
+    is_vector = len(shape_of(other)) == len(contract) + len(batch)
+    if not (cost.on_gpu() and is_vector and isinstance(x, Lazy) and ctx.scope.is_built(x)):
+        return x
+    if ctx.differentiated:
+        # The gradients by both lookups would be rounded before they are added.
+        return x
+    ctx.gradient_differs()
+    return dataclasses.replace(x, base=lax.optimization_barrier(x.base))
 
 
 def _bind_labelled(
