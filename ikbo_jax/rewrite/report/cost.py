@@ -10,11 +10,11 @@ fusion that decides which program runs, and that the report uses on a GPU:
   computed where their results are read. Where a kernel of the first kind reads them, or the program
   returns them, they are a kernel that reads what they are made of, and writes the result;
 - on a GPU, a product computes elementwise operations on its result, or on one operand; on other
-  devices it does not;
+  devices it does not. Products with a vector for each element of a batch are reductions there;
 - a reduction is a kernel that reads what its operand is made of; on other devices than GPUs, it
   reads lookups, concatenations and transposes that are written before;
-- a lookup reads its indices, and the smaller one of its operand and its result: a small table stays
-  in a cache;
+- a lookup reads its indices, and the smaller one of its result and of what its operand is made of:
+  a small table stays in a cache;
 - a `scan` costs its body times its length, a `while` loop its body once, a conditional its most
   expensive branch;
 - work that the rewritten program does only for rare values of its inputs costs nothing.
@@ -43,6 +43,7 @@ from ikbo_jax.rewrite.report.products import (
     Sums,
     flops_of_op,
     flops_of_product,
+    is_of_vectors,
     sums_of_calls,
 )
 from ikbo_jax.rewrite.values import lineage
@@ -198,7 +199,8 @@ def _counted(
         name, params = eqn.primitive.name, eqn.params
         if name in without:
             if name in ALONE:
-                alone.update([v for v in eqn.invars if type(v) is not core.Literal])
+                if walk.is_cpu or not is_of_vectors(eqn):
+                    alone.update([v for v in eqn.invars if type(v) is not core.Literal])
             elif name in REDUCTIONS and walk.is_cpu:
                 walk.reduced |= {v for v in eqn.invars if type(v) is not core.Literal}
             elif name == "concatenate" and walk.is_cpu and len(eqn.invars) > FUSED_PARTS:
@@ -261,7 +263,9 @@ class _Walk:
         for eqn in eqns:
             name = eqn.primitive.name
             if name in alone_names:
-                nbytes = self.bytes_of((*eqn.invars, *eqn.outvars))
+                is_sum = not self.is_cpu and is_of_vectors(eqn)
+                operands = self._read_of(eqn.invars) if is_sum else eqn.invars
+                nbytes = self.bytes_of((*operands, *eqn.outvars))
                 self.add(eqn, flops_of_product(eqn), nbytes, 1)
                 continue
             if name in counted or name not in elementwise:
@@ -318,7 +322,7 @@ class _Walk:
                 self.add(eqn, 0, self.bytes_of(eqn.invars[1:2]))
             for v in eqn.outvars:
                 is_table = name in LOOKUPS and lineage.is_at_least(
-                    self.bytes_of((v,)), self.bytes_of(eqn.invars[:1])
+                    self.bytes_of((v,)), self.bytes_of(table)
                 )
                 self.place(eqn, v, table if is_table else frozenset([v]), name in MOVES)
         elif params.get("name") not in RARE:

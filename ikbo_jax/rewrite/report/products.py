@@ -71,6 +71,15 @@ def flops_of_product(eqn: core.JaxprEqn) -> int:
     return 0
 
 
+def is_of_vectors(eqn: core.JaxprEqn) -> bool:
+    """Whether an equation multiplies with a vector for each element of a batch."""
+    if eqn.primitive.name != "dot_general":
+        return False
+    (contract, _), (batch, _) = eqn.params["dimension_numbers"]
+    ranks: list[int] = [v.aval.ndim for v in eqn.invars]  # type: ignore[attr-defined]
+    return bool(batch) and min(ranks) == len(batch) + len(contract)
+
+
 def flops_of_op(eqn: core.JaxprEqn, known: dict[int, Any]) -> int | None:
     """Returns the useful FLOPs of a call of an op of this library; None for other equations."""
     if eqn.primitive.name != "jit" or eqn.params.get("name") not in OPS:
