@@ -251,7 +251,7 @@ class CpuCost:
         if (flops := flops_of_op(eqn, self.known)) is not None:
             self.sums[op.source][0] += flops
             return False
-        found = list(sums_of_calls(eqn, self.known, self._inner))
+        found = sums_of_calls(eqn, self.known, self._inner)
         for source, sum_ in found:
             total = self.sums[op.source if source is None else source]
             total[:] = map(operator.add, total, sum_)

@@ -1,13 +1,13 @@
 """Kinds of operations, and the floating-point operations of products."""
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from jax.extend import core
 
 from ikbo_jax.rewrite.values.equations import op_plan
-from ikbo_jax.rewrite.values.hoisting import scan_counts, split
+from ikbo_jax.rewrite.values.hoisting import PRODUCTS, scan_counts, split
 from ikbo_jax.rewrite.values.jaxprs import OPS, inner_programs
 
 #: Attention by cuDNN, and the number of its products.
@@ -108,31 +108,38 @@ Sums = dict[int | None, list[int]]
 
 def sums_of_calls(
     eqn: core.JaxprEqn, known: dict[Any, Any], count: Callable[[Any], Sums]
-) -> Iterator[tuple[int | None, list[int]]]:
-    """Yields the sources of the programs that an equation calls, and what they cost."""
-    found = [(count(x), times) for x, times in _steps(eqn, known)]
-    if eqn.primitive.name == "cond":
-        found = [(_dearest([sums for sums, _ in found]), 1)]
+) -> list[tuple[int | None, list[int]]]:
+    """Lists the sources of the programs that an equation calls, and what they cost."""
+    if eqn.primitive.name == "scan":
+        found = _of_steps(eqn, known, count)
+    else:
+        found = [(count(x), 1) for x in inner_programs(eqn)]
+        if eqn.primitive.name == "cond":
+            found = [(_dearest([sums for sums, _ in found]), 1)]
     length = eqn.params.get("length", 1)
-    for sums, times in found:
-        for source, (flops, nbytes, kernels) in sums.items():
-            yield source, [length * flops, times * nbytes, times * kernels]
+    return [
+        (source, [length * flops, times * nbytes, times * kernels])
+        for sums, times in found
+        for source, (flops, nbytes, kernels) in sums.items()
+    ]
 
 
-def _steps(eqn: core.JaxprEqn, known: dict[Any, Any]) -> list[tuple[Any, int]]:
-    """Returns the programs that an equation calls, and how often the bytes of each are moved.
+def _of_steps(
+    eqn: core.JaxprEqn, known: dict[Any, Any], count: Callable[[Any], Sums]
+) -> list[tuple[Sums, int]]:
+    """Counts the parts of a loop, and how often each part moves its bytes.
 
-    XLA runs before a loop what is the same in every iteration.
+    XLA computes products before a loop that are the same in every iteration.
     """
-    programs = inner_programs(eqn)
-    if eqn.primitive.name != "scan":
-        return [(x, 1) for x in programs]
-    body, length = programs[0], eqn.params["length"]
+    body, length = eqn.params["jaxpr"], eqn.params["length"]
+    if PRODUCTS.isdisjoint([x.primitive.name for x in body.eqns]):
+        return [(count(body), length)]
     if ("parts", id(body)) not in known:
         # They are kept alive, since `count` may know programs by their identity.
         known["parts", id(body)] = split(body, scan_counts(eqn.params)[0], length)
-    first, rest = known["parts", id(body)] or (None, body)
-    return [(rest, length), *([] if first is None else [(first, 1)])]
+    if (parts := known["parts", id(body)]) is None:
+        return [(count(body), length)]
+    return [(count(parts[0]), 1), (count(parts[1]), length)]
 
 
 def _dearest(branches: Sequence[Sums]) -> Sums:
