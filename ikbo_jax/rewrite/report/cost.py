@@ -1,23 +1,8 @@
 """A cost model of traced programs: a rewritten program runs only if it does not cost more.
 
 The costs are the floating-point operations of products, the bytes that kernels read and write, and
-the number of kernels. On a CPU, `cpu_cost` counts the bytes of the report. The model of XLA's
-fusion that decides which program runs, and that the report uses on a GPU:
-
-- products, sorts, cumulative operations, scatters, cuDNN's attention, and calls of this library's
-  ops are kernels that read their operands and write their results;
-- elementwise operations, broadcasts, reshapes, slices, lookups, concatenations and transposes are
-  computed where their results are read. Where a kernel of the first kind reads them, or the program
-  returns them, they are a kernel that reads what they are made of, and writes the result;
-- on a GPU, a product computes elementwise operations on its result, or on one operand; on other
-  devices it does not. Products with a vector for each element of a batch are reductions there;
-- a reduction is a kernel that reads what its operand is made of; on other devices than GPUs, it
-  reads lookups, concatenations and transposes that are written before;
-- a lookup reads its indices, and the smaller one of its result and of what its operand is made of:
-  a small table stays in a cache;
-- a `scan` costs its body times its length, a `while` loop its body once, a conditional its most
-  expensive branch;
-- work that the rewritten program does only for rare values of its inputs costs nothing.
+the number of kernels. docs/rewrite.md says what XLA fuses in this model. On a CPU, `cpu_cost`
+counts the bytes of the report.
 """
 
 from __future__ import annotations
@@ -73,9 +58,6 @@ class Cost(NamedTuple):
     flops: int = 0
     nbytes: int = 0
     launches: int = 0
-
-    def __sub__(self, other: Cost) -> Cost:
-        return Cost(*(x - y for x, y in zip(self, other, strict=True)))
 
 
 def on_gpu() -> bool:

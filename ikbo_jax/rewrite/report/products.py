@@ -1,7 +1,7 @@
 """Kinds of operations, and the floating-point operations of products."""
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 from jax.extend import core
@@ -110,44 +110,19 @@ def sums_of_calls(
     eqn: core.JaxprEqn, known: dict[Any, Any], count: Callable[[Any], Sums]
 ) -> list[tuple[int | None, list[int]]]:
     """Lists the sources of the programs that an equation calls, and what they cost."""
-    if eqn.primitive.name == "scan":
-        found = _of_steps(eqn, known, count)
-    else:
-        found = [(count(x), 1) for x in inner_programs(eqn)]
-        if eqn.primitive.name == "cond":
-            found = [(_dearest([sums for sums, _ in found]), 1)]
-    length = eqn.params.get("length", 1)
+    length, programs = eqn.params.get("length", 1), inner_programs(eqn)
+    found = [(length, x) for x in programs]
+    if length != 1 and not PRODUCTS.isdisjoint([x.primitive.name for x in programs[0].eqns]):
+        # XLA computes products before a loop if they are the same in every step. `count` may know
+        # programs by their identity.
+        parts = split(programs[0], scan_counts(eqn.params)[0], length)
+        if parts := known.setdefault(("parts", id(programs[0])), parts):
+            found = list(zip((1, length), parts, strict=True))
+    costs = [(times, count(x)) for times, x in found]
+    if eqn.primitive.name == "cond":
+        costs = [max(costs, key=lambda x: [sum(n) for n in zip(*x[1].values(), strict=True)])]
     return [
         (source, [length * flops, times * nbytes, times * kernels])
-        for sums, times in found
+        for times, sums in costs
         for source, (flops, nbytes, kernels) in sums.items()
     ]
-
-
-def _of_steps(
-    eqn: core.JaxprEqn, known: dict[Any, Any], count: Callable[[Any], Sums]
-) -> list[tuple[Sums, int]]:
-    """Counts the parts of a loop, and how often each part moves its bytes.
-
-    XLA computes products before a loop that are the same in every iteration.
-    """
-    body, length = eqn.params["jaxpr"], eqn.params["length"]
-    if PRODUCTS.isdisjoint([x.primitive.name for x in body.eqns]):
-        return [(count(body), length)]
-    if ("parts", id(body)) not in known:
-        # They are kept alive, since `count` may know programs by their identity.
-        known["parts", id(body)] = split(body, scan_counts(eqn.params)[0], length)
-    if (parts := known["parts", id(body)]) is None:
-        return [(count(body), length)]
-    return [(count(parts[0]), 1), (count(parts[1]), length)]
-
-
-def _dearest(branches: Sequence[Sums]) -> Sums:
-    """Returns the FLOPs of the branch with most FLOPs, and the bytes of the one with most bytes."""
-    flops, nbytes = (
-        max(branches, key=lambda sums: sum(x[n] for x in sums.values())) for n in (0, 1)
-    )
-    return {
-        source: [flops.get(source, [0])[0], *nbytes.get(source, [0, 0, 0])[1:]]
-        for source in flops | nbytes
-    }

@@ -11,7 +11,7 @@ from jax import lax
 from ikbo_jax.rewrite.interpret import Context, shape_of
 from ikbo_jax.rewrite.report import cost
 from ikbo_jax.rewrite.values import lineage, staged
-from ikbo_jax.rewrite.values.lineage import Lazy, Lineage, base_of, has_lineage
+from ikbo_jax.rewrite.values.lineage import Lineage, base_of, has_lineage
 
 
 def batched_product(
@@ -125,10 +125,8 @@ def _own_lookup(ctx: Context, eqn: Any, x: Any, other: Any) -> Any:
     """
     (contract, _), (batch, _) = eqn.params["dimension_numbers"]
     is_vector = len(shape_of(other)) == len(contract) + len(batch)
-    if not (cost.on_gpu() and is_vector and isinstance(x, Lazy) and ctx.scope.is_built(x)):
-        return x
-    if ctx.differentiated:
-        # The gradients by both lookups would be rounded before they are added.
+    # The gradients by both lookups would be rounded before they are added.
+    if not (cost.on_gpu() and is_vector and ctx.scope.is_built(x)) or ctx.differentiated:
         return x
     ctx.gradient_differs()
     return dataclasses.replace(x, base=lax.optimization_barrier(x.base))
