@@ -7,6 +7,7 @@ counts the bytes of the report.
 
 from __future__ import annotations
 
+import collections
 from collections.abc import Container, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -42,7 +43,7 @@ _BYTES_SLACK = (10, 1 << 18)
 #: float32 and move 5 GB/s. MaskNet moves 24 % more bytes there, and takes 72 ms instead of 108.
 _FLOPS_PER_BYTE = 12
 
-_COUNTED = REDUCTIONS | PARTS
+_ELEMENTWISE = (explain.WITHOUT_PROGRAMS | SAME) - REDUCTIONS - PARTS
 _NONE: frozenset[Any] = frozenset()
 
 
@@ -114,7 +115,7 @@ def program_cost(program: Any) -> Cost:
 
 def decisive_cost(program: Any) -> Cost:
     """Computes the cost that decides whether a program runs, at each trace, in half the time."""
-    return Cost(*_counted(program, (), {}, inlined=False).sums.get(None, ()))
+    return Cost(*_counted(program, (), {}).sums.get(None, ()))
 
 
 def cost_by_source(program: Any, sources: Container[int | None]) -> dict[int | None, Cost]:
@@ -129,11 +130,8 @@ def cost_by_source(program: Any, sources: Container[int | None]) -> dict[int | N
       and of the programs that they call, except equations there that have a traceback among
       `sources`. By None, the cost of all other equations.
     """
-    if on_gpu():
-        sums = _counted(program, sources, {}, inlined=False).sums
-    else:
-        sums = CpuCost(program, sources, {}).sums
-    return {source: Cost(*sum_) for source, sum_ in sums.items()}
+    counted: Any = (_counted if on_gpu() else CpuCost)(program, sources, {})
+    return {source: Cost(*sum_) for source, sum_ in counted.sums.items()}
 
 
 class _Fused(NamedTuple):
@@ -165,7 +163,7 @@ class _Counted(NamedTuple):
 
 
 def _counted(
-    program: Any, sources: Container[int | None], known: dict[Any, Any], *, inlined: bool
+    program: Any, sources: Container[int | None], known: dict[Any, Any], *, inlined: bool = False
 ) -> _Counted:
     """Counts a program; `inlined` if XLA fuses its equations with what stands around the call."""
     key = id(program), inlined
@@ -228,7 +226,7 @@ class _Walk:
 
     def __init__(self, sources: Any, known: dict[Any, Any]) -> None:
         self.sources, self.known = sources, known
-        self.sums: Sums = {}
+        self.sums: Sums = collections.defaultdict(lambda: [0, 0, 0])
         self.is_cpu = not on_gpu()
         self.alone: set[Any] = set()
         self.reduced: set[Any] = set()
@@ -240,8 +238,7 @@ class _Walk:
     def run(self, eqns: Any) -> None:
         """Counts equations. Elementwise ones, which most are, take no call of a function."""
         reads, moved, same, reduced = self.reads, self.moved, self.same, self.reduced
-        alone, alone_names = self.alone, ALONE
-        counted, elementwise = _COUNTED, explain.WITHOUT_PROGRAMS | SAME
+        alone, alone_names, elementwise = self.alone, ALONE, _ELEMENTWISE
         for eqn in eqns:
             name = eqn.primitive.name
             if name in alone_names:
@@ -250,7 +247,7 @@ class _Walk:
                 nbytes = self.bytes_of((*operands, *eqn.outvars))
                 self.add(eqn, flops_of_product(eqn), nbytes, 1)
                 continue
-            if name in counted or name not in elementwise:
+            if name not in elementwise:
                 self.count(eqn, name)
                 continue
             read, is_moved = _NONE, name in MOVES
@@ -280,13 +277,10 @@ class _Walk:
         source: int | None = id(eqn.source_info.traceback) if key is None else key
         if source not in self.sources:
             source = None
-        if source in self.sums:
-            sum_ = self.sums[source]
-            sum_[0] += flops
-            sum_[1] += nbytes
-            sum_[2] += launches
-        else:
-            self.sums[source] = [flops, nbytes, launches]
+        sum_ = self.sums[source]
+        sum_[0] += flops
+        sum_[1] += nbytes
+        sum_[2] += launches
 
     def count(self, eqn: core.JaxprEqn, name: str) -> None:
         """Counts an equation that is not elementwise."""

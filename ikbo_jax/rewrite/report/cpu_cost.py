@@ -11,7 +11,7 @@ import collections
 import math
 import operator
 from collections.abc import Container
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 from jax.extend import core
 
@@ -21,6 +21,7 @@ from ikbo_jax.rewrite.report.products import (
     INLINED,
     LOOKUPS,
     MOVES,
+    PARTS,
     RARE,
     REDUCTIONS,
     SAME,
@@ -49,7 +50,6 @@ _EXPENSIVE = LOOKUPS | frozenset(
     sqrt tanh
     """.split()  # noqa: SIM905
 )
-_PARTS = frozenset(["dynamic_slice", "slice", "split"])
 #: Concatenations along the last axis are written from this width on.
 _FUSED_WIDTH = 128
 
@@ -215,9 +215,9 @@ class CpuCost:
     def _read_operands(self, op: _Op, readers: frozenset[int]) -> None:
         """Records that kernels read operands; of a part of a large value, as much as results."""
         operands, name = op.operands, op.eqn.primitive.name
-        if (name in LOOKUPS or name in _PARTS) and operands:
+        if name in PARTS and operands:
             table, result = (_bytes(self._values[n]) for n in (operands[0], op.results[0]))
-            if name in _PARTS or not lineage.is_at_least(result, table):
+            if name not in LOOKUPS or not lineage.is_at_least(result, table):
                 for reader in readers - {_MEMORY, _SLICE}:
                     self.sums[self._kernels[reader].source][1] += result
                 self._readers[operands[0]] |= {_SLICE}
@@ -262,8 +262,7 @@ class CpuCost:
     def _inner(self, program: Any) -> Sums:
         if id(program) not in self.known:
             self.known[id(program)] = CpuCost(program, self.sources, self.known).sums
-        found: Sums = self.known[id(program)]
-        return found
+        return cast("Sums", self.known[id(program)])
 
     def _write(self, op: _Op, kind: str) -> frozenset[int]:
         """Adds the kernel that computes an operation and writes its results."""

@@ -7,6 +7,7 @@ replace, so `Work` adds up the costs of both programs by traceback.
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import functools
 import operator
@@ -103,7 +104,7 @@ class Work:
 
     def __init__(self) -> None:
         self.owned: dict[int, Owned] = {}
-        self._programs: tuple[_Program, ...] = ()
+        self._programs: tuple[_Program, ...] = 2 * (_Program((), ()),)
         # Called programs whose equations are in `owned`, by identity.
         self._taken: dict[int, Work] = {}
 
@@ -138,8 +139,6 @@ class Work:
     @functools.cached_property
     def _settled(self) -> list[tuple[Owned | None, BothCosts]]:
         """Costs of the equations with each traceback, and of all others. Counting takes long."""
-        if not self._programs:
-            return []
         before, after = (cost_by_source(x, self.owned) for x in self._programs)
         return [
             (
@@ -175,10 +174,8 @@ class Work:
 
 
 def _sums(entries: Iterable[tuple[Any, BothCosts]]) -> dict[Any, BothCosts]:
-    sums: dict[Any, list[int]] = {}
+    sums: dict[Any, list[int]] = collections.defaultdict(lambda: 6 * [0])
     for key, x in entries:
         if key is not None:
-            both = (*x.original, *x.rewritten)
-            known = sums.get(key)
-            sums[key] = list(both) if known is None else list(map(operator.add, known, both))
+            sums[key] = list(map(operator.add, sums[key], (*x.original, *x.rewritten)))
     return {key: BothCosts(Cost(*x[:3]), Cost(*x[3:])) for key, x in sums.items()}
