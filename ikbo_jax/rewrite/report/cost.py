@@ -311,8 +311,8 @@ class _Walk:
         def count(program: Any) -> Sums:
             return _counted(program, self.sources, self.known, inlined=name in INLINED).sums
 
-        for key, sum_ in sums_of_calls(eqn, self.known, count):
-            self.add(eqn, *sum_, key)
+        for key, (flops, nbytes, launches) in sums_of_calls(eqn, self.known, count):
+            self.add(eqn, flops, nbytes, launches, key)
         for v, fused in zip(eqn.outvars, results, strict=False):
             if fused is not None:
                 operands = [eqn.invars[n] for n in fused.arguments]

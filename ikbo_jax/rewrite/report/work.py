@@ -103,7 +103,7 @@ class Work:
     """
 
     def __init__(self) -> None:
-        self.owned: dict[int, Owned] = {}
+        self.owned: dict[int | None, Owned] = {}
         self._programs: tuple[_Program, ...] = 2 * (_Program((), ()),)
         # Called programs whose equations are in `owned`, by identity.
         self._taken: dict[int, Work] = {}
