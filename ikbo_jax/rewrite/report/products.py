@@ -113,8 +113,7 @@ def sums_of_calls(
     length, programs = eqn.params.get("length", 1), inner_programs(eqn)
     found = [(length, x) for x in programs]
     if length != 1 and not PRODUCTS.isdisjoint([x.primitive.name for x in programs[0].eqns]):
-        # XLA computes products before a loop if they are the same in every step. `count` may know
-        # programs by their identity.
+        # XLA computes products before a loop that are the same in every step.
         parts = split(programs[0], scan_counts(eqn.params)[0], length)
         if parts := known.setdefault(("parts", id(programs[0])), parts):
             found = list(zip((1, length), parts, strict=True))

@@ -141,10 +141,7 @@ class RewriteReport(_Costs):
         if (known := self.__dict__.get("_lines")) is not None:
             return dict(known)
 
-        def line_of(tracebacks: tuple[Any, ...]) -> str:
-            return next(filter(None, map(model_line, tracebacks)), UNKNOWN)
-
-        return self.work.by_line(line_of)
+        return self.work.by_line(lambda x: next(filter(None, map(model_line, x)), UNKNOWN))
 
     def __getstate__(self) -> dict[str, Any]:
         # A traceback can be neither pickled nor copied; a copy has the lines that it led to.
