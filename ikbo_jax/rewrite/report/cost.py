@@ -1,8 +1,7 @@
 """A cost model of traced programs: a rewritten program runs only if it does not cost more.
 
 The costs are the floating-point operations of products, the bytes that kernels read and write, and
-the number of kernels. docs/rewrite.md says what XLA fuses in this model. On a CPU, `cpu_cost`
-counts the bytes of the report.
+the number of kernels, by the model in docs/rewrite.md. On a CPU, `cpu_cost` counts for the report.
 """
 
 from __future__ import annotations

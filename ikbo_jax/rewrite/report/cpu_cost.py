@@ -227,7 +227,11 @@ class CpuCost:
 
     def _read_product(self, op: _Op, readers: frozenset[int]) -> None:
         """Records that a product reads operands, which are copied if batch axes are not first."""
-        dims = op.eqn.params["dimension_numbers"]
+        dims, result = op.eqn.params["dimension_numbers"], cast("Any", op.eqn.outvars[0].aval)
+        if op.kind == "alone" and result.dtype.itemsize == 2:
+            # Operands and result are in float32; a loop of its own casts the result.
+            sizes = [_bytes(v) for v in (*op.eqn.invars, *2 * op.eqn.outvars)]
+            self.sums[op.source][1] += 2 * sum(sizes)
         numbers = iter(op.operands)
         for v, contracted, batch in zip(op.eqn.invars, *dims, strict=True):
             if type(v) is core.Literal:

@@ -19,8 +19,8 @@ MOVES = LOOKUPS | {"concatenate", "dynamic_slice", "pad", "stack", "transpose"}
 #: These do not compute.
 SAME = frozenset(
     """
-    convert_element_type copy expand_dims ikbo_note ikbo_reverse_only reshape sharding_constraint
-    squeeze stop_gradient
+    convert_element_type copy expand_dims ikbo_note ikbo_reverse_only optimization_barrier reshape
+    sharding_constraint squeeze stop_gradient
     """.split()  # noqa: SIM905  A table of words reads better.
 )
 #: What is read of these operands is as large as the result.

@@ -137,7 +137,6 @@ class RewriteReport(_Costs):
         """Costs of the model's lines that compute with values of broadcasts, and of the rest."""
         if not self.changed:
             return {}
-
         if (known := self.__dict__.get("_lines")) is not None:
             return dict(known)
 
