@@ -255,13 +255,13 @@ class CpuCost:
         if (flops := flops_of_op(eqn, self.known)) is not None:
             self.sums[op.source][0] += flops
             return False
-        found = sums_of_calls(eqn, self.known, self._inner)
-        for source, sum_ in found:
+        for source, sum_ in sums_of_calls(eqn, self.known, self._inner):
             total = self.sums[op.source if source is None else source]
             total[:] = map(operator.add, total, sum_)
-        for n in op.operands if found else ():
+        inner = inner_programs(eqn)
+        for n in op.operands if inner else ():
             self._readers[n] |= {_MEMORY}
-        return bool(found)
+        return bool(inner)
 
     def _inner(self, program: Any) -> Sums:
         if id(program) not in self.known:
