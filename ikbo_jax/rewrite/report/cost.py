@@ -85,7 +85,7 @@ def refusal(new: Cost, old: Cost) -> str:
         if _exceeds(new.nbytes, old.nbytes, _BYTES_SLACK) and _exceeds(*spared, (0, 0)):
             return f"it would move {_text(new.nbytes)} bytes instead of {_text(old.nbytes)}"
         return ""
-    if lineage.is_at_least(95 * femtoseconds(old), 100 * femtoseconds(new)):
+    if lineage.is_at_least(94 * femtoseconds(old), 100 * femtoseconds(new)):
         return ""
     return (
         f"{LONGER} with {_text(new.launches)} kernels instead of {_text(old.launches)}, and "
