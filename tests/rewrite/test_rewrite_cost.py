@@ -6,9 +6,10 @@ import numpy as np
 import problems
 import pytest
 from jax import lax
+from rewrite_basics import close
 
 import ikbo_jax as ikbo
-from benchmarks.rewrite_zoo import MODELS, SIZES, Program
+from benchmarks.rewrite_zoo import MODELS, SIZES, SMALL, Program
 from ikbo_jax.rewrite.attention import contraction
 from ikbo_jax.rewrite.report import cost
 
@@ -128,6 +129,20 @@ def test_on_a_gpu_a_small_program_is_rewritten_for_derivatives_alone(monkeypatch
     assert ikbo.explain(ikbo.rewrite(features), *large).notes[0].changed
 
 
+def test_on_a_gpu_a_product_with_vectors_looks_up_for_itself(monkeypatch) -> None:
+    monkeypatch.setattr(cost, "on_gpu", lambda: True)
+    monkeypatch.setattr(cost, "refusal", lambda *_: "")
+    monkeypatch.setattr(contraction, "_pays", lambda *_: True)
+    program = Program("din", SMALL, "float32")
+    args, ours = program.arguments(), ikbo.rewrite(program.scores)
+    gradients = [jax.grad(lambda *x, fn=fn: fn(*x).sum(), 1) for fn in (ours, program.scores)]
+    # The derivative adds the gradients of both readers before it rounds them.
+    barriers = [str(jax.make_jaxpr(x)(*args)).count("_barrier") for x in (ours, gradients[0])]
+    assert barriers == [1, 0]
+    close(jax.jit(ours)(*args), program.scores(*args))
+    close(*(jax.jit(x)(*args) for x in gradients))
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("model", MODELS)
 def test_the_estimate_is_what_xla_counts(model) -> None:
@@ -166,8 +181,11 @@ def test_costs_of_operations(monkeypatch) -> None:
         on_gpu.setattr(cost, "on_gpu", lambda: True)
         assert of(lambda x, w: jnp.tanh(jnp.sin(x) @ w) * 2, x, w) == dot
     assert of(lambda x, w: jax.jit(jnp.matmul)(x, w), x, w) == dot
-    looped = of(lambda x, w: lax.scan(lambda c, _: (c, c @ w), x, length=5)[1], x, w)
+    looped = of(lambda xs, w: lax.scan(lambda c, x: (c, x @ w), 0, xs)[1], jnp.ones((5, 8, 4)), w)
     assert looped == (5 * dot[0], 5 * dot[1])
+    # XLA computes before the loop what is the same in every step.
+    same = of(lambda x, w: lax.scan(lambda c, _: (c, jnp.sin(c @ w)), x, length=5)[1], x, w)
+    assert same == (5 * dot[0], dot[1] + 4 * 2 * 8 * 16)
     chosen = of(lambda x, w: lax.cond(x[0, 0] > 0, lambda: x @ w, lambda: jnp.zeros((8, 16))), x, w)
     assert chosen[0] == dot[0]
 

@@ -36,6 +36,20 @@ def test_empty_arrays_and_numbers(shape: tuple[int, int]) -> None:
     same(lambda x, i: (x[i], jnp.tanh(x)[i] * 2.0), jnp.arange(3.0), jnp.int32(1))
 
 
+def test_looked_up_columns_in_bfloat16() -> None:
+    """XLA has no kernel on a CPU for a product in float32 of an operand that it transposes."""
+
+    def fn(user, cand, index, w):
+        return jnp.concatenate([user[index], cand[:, jnp.array([1, 0] * 32)]], axis=1) @ w
+
+    rng = np.random.default_rng(0)
+    args = [problems.random_array(rng, x, "bfloat16") for x in ((4, 512), (64, 64), (576, 64))]
+    args.insert(2, jnp.arange(64) // 16)
+    assert report_of(fn, *args).changed
+    both = (np.asarray(jax.jit(x)(*args), np.float32) for x in (ikbo.rewrite(fn), fn))
+    np.testing.assert_allclose(*both, rtol=2**-7, atol=0.25)
+
+
 def test_weak_types_are_kept() -> None:
     def fn(user, index):
         return jnp.sin(user[index]), lax.stop_gradient(jnp.full((U,), 2.0))[index] * 1

@@ -237,6 +237,9 @@ def _sum_of_products(ctx: Context, eqn: Any, left: bool, groups: Any) -> Any:
     wide = jnp.float32 if dtype in _HALF else None
     total: Any = None
     for part, weights in groups:
+        if wide and not cost.on_gpu() and lineage.is_plain(part):
+            # XLA transposes looked-up columns inside the product, and then has no kernel for it.
+            part = lax.optimization_barrier(part)
         operands = (part, weights) if left else (weights, part)
         term = product(ctx, eqn, *operands, preferred=wide, became="product by parts, then added")
         term = ctx.materialise(eqn, term, "sum with a value at candidate batch", copied=False)

@@ -9,8 +9,9 @@ read: by a loop directly, by a kernel of the library from memory.
 
 import collections
 import math
-from collections.abc import Container, Sequence
-from typing import Any, NamedTuple
+import operator
+from collections.abc import Container
+from typing import Any, NamedTuple, cast
 
 from jax.extend import core
 
@@ -20,11 +21,14 @@ from ikbo_jax.rewrite.report.products import (
     INLINED,
     LOOKUPS,
     MOVES,
+    PARTS,
     RARE,
     REDUCTIONS,
     SAME,
+    Sums,
     flops_of_op,
     flops_of_product,
+    sums_of_calls,
 )
 from ikbo_jax.rewrite.values import lineage
 from ikbo_jax.rewrite.values.jaxprs import OPS, inner_programs
@@ -46,7 +50,6 @@ _EXPENSIVE = LOOKUPS | frozenset(
     sqrt tanh
     """.split()  # noqa: SIM905
 )
-_PARTS = frozenset(["dynamic_slice", "slice", "split"])
 #: Concatenations along the last axis are written from this width on.
 _FUSED_WIDTH = 128
 
@@ -83,7 +86,7 @@ class CpuCost:
 
     def __init__(self, program: Any, sources: Container[int | None], known: dict[Any, Any]) -> None:
         self.sources, self.known = sources, known
-        self.sums: dict[int | None, list[int]] = collections.defaultdict(lambda: [0, 0, 0])
+        self.sums: Sums = collections.defaultdict(lambda: [0, 0, 0])
         self._kernels = [_Kernel("memory"), _Kernel("loop")]
         self._values: list[Any] = []
         self._ops: list[_Op] = []
@@ -212,9 +215,9 @@ class CpuCost:
     def _read_operands(self, op: _Op, readers: frozenset[int]) -> None:
         """Records that kernels read operands; of a part of a large value, as much as results."""
         operands, name = op.operands, op.eqn.primitive.name
-        if (name in LOOKUPS or name in _PARTS) and operands:
+        if name in PARTS and operands:
             table, result = (_bytes(self._values[n]) for n in (operands[0], op.results[0]))
-            if name in _PARTS or not lineage.is_at_least(result, table):
+            if name not in LOOKUPS or not lineage.is_at_least(result, table):
                 for reader in readers - {_MEMORY, _SLICE}:
                     self.sums[self._kernels[reader].source][1] += result
                 self._readers[operands[0]] |= {_SLICE}
@@ -224,7 +227,11 @@ class CpuCost:
 
     def _read_product(self, op: _Op, readers: frozenset[int]) -> None:
         """Records that a product reads operands, which are copied if batch axes are not first."""
-        dims = op.eqn.params["dimension_numbers"]
+        dims, result = op.eqn.params["dimension_numbers"], cast("Any", op.eqn.outvars[0].aval)
+        if op.kind == "alone" and result.dtype.itemsize == 2:
+            # Operands and result are in float32; a loop of its own casts the result.
+            sizes = [_bytes(v) for v in (*op.eqn.invars, *2 * op.eqn.outvars)]
+            self.sums[op.source][1] += 2 * sum(sizes)
         numbers = iter(op.operands)
         for v, contracted, batch in zip(op.eqn.invars, *dims, strict=True):
             if type(v) is core.Literal:
@@ -242,30 +249,24 @@ class CpuCost:
 
     def _called(self, op: _Op) -> bool:
         """Counts an equation that holds programs; returns whether it is one."""
-        eqn, name = op.eqn, op.eqn.primitive.name
+        eqn = op.eqn
         if eqn.params.get("name") in RARE:
             return True
         if (flops := flops_of_op(eqn, self.known)) is not None:
             self.sums[op.source][0] += flops
             return False
-        inner = inner_programs(eqn)
-        times = eqn.params["length"] if name == "scan" else 1
-        costs = [self._inner(x) for x in inner]
-        if name == "cond":
-            costs = [_dearest(costs)]
-        for source, found in (item for sums in costs for item in sums.items()):
+        for source, sum_ in sums_of_calls(eqn, self.known, self._inner):
             total = self.sums[op.source if source is None else source]
-            for n, x in enumerate(found):
-                total[n] += times * x
+            total[:] = map(operator.add, total, sum_)
+        inner = inner_programs(eqn)
         for n in op.operands if inner else ():
             self._readers[n] |= {_MEMORY}
         return bool(inner)
 
-    def _inner(self, program: Any) -> dict[int | None, list[int]]:
+    def _inner(self, program: Any) -> Sums:
         if id(program) not in self.known:
             self.known[id(program)] = CpuCost(program, self.sources, self.known).sums
-        found: dict[int | None, list[int]] = self.known[id(program)]
-        return found
+        return cast("Sums", self.known[id(program)])
 
     def _write(self, op: _Op, kind: str) -> frozenset[int]:
         """Adds the kernel that computes an operation and writes its results."""
@@ -329,16 +330,3 @@ def _is_written(concatenate: core.JaxprEqn) -> bool:
     is_last = concatenate.params["dimension"] == len(aval.shape) - 1 > 0
     is_wide = is_last and lineage.is_at_least(aval.shape[-1], _FUSED_WIDTH)
     return is_wide or len(concatenate.invars) > FUSED_PARTS
-
-
-def _dearest(branches: Sequence[dict[int | None, list[int]]]) -> dict[int | None, list[int]]:
-    """Returns the FLOPs of the branch with most FLOPs, and the bytes of the one with most bytes."""
-
-    def largest(n: int) -> dict[int | None, list[int]]:
-        return max(branches, key=lambda sums: sum(x[n] for x in sums.values()))
-
-    flops, nbytes = largest(0), largest(1)
-    return {
-        source: [flops.get(source, [0])[0], *nbytes.get(source, [0, 0, 0])[1:]]
-        for source in flops | nbytes
-    }

@@ -1,12 +1,14 @@
 """Kinds of operations, and the floating-point operations of products."""
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 from jax.extend import core
 
 from ikbo_jax.rewrite.values.equations import op_plan
-from ikbo_jax.rewrite.values.jaxprs import OPS
+from ikbo_jax.rewrite.values.hoisting import PRODUCTS, scan_counts, split
+from ikbo_jax.rewrite.values.jaxprs import OPS, inner_programs
 
 #: Attention by cuDNN, and the number of its products.
 CUDNN_FORWARD = "dot_product_attention_fwd_wrapper"
@@ -17,8 +19,8 @@ MOVES = LOOKUPS | {"concatenate", "dynamic_slice", "pad", "stack", "transpose"}
 #: These do not compute.
 SAME = frozenset(
     """
-    convert_element_type copy expand_dims ikbo_note ikbo_reverse_only reshape sharding_constraint
-    squeeze stop_gradient
+    convert_element_type copy expand_dims ikbo_note ikbo_reverse_only optimization_barrier reshape
+    sharding_constraint squeeze stop_gradient
     """.split()  # noqa: SIM905  A table of words reads better.
 )
 #: What is read of these operands is as large as the result.
@@ -69,6 +71,15 @@ def flops_of_product(eqn: core.JaxprEqn) -> int:
     return 0
 
 
+def is_of_vectors(eqn: core.JaxprEqn) -> bool:
+    """Whether an equation multiplies with a vector for each element of a batch."""
+    if eqn.primitive.name != "dot_general":
+        return False
+    (contract, _), (batch, _) = eqn.params["dimension_numbers"]
+    ranks: list[int] = [v.aval.ndim for v in eqn.invars]  # type: ignore[attr-defined]
+    return bool(batch) and min(ranks) == len(batch) + len(contract)
+
+
 def flops_of_op(eqn: core.JaxprEqn, known: dict[int, Any]) -> int | None:
     """Returns the useful FLOPs of a call of an op of this library; None for other equations."""
     if eqn.primitive.name != "jit" or eqn.params.get("name") not in OPS:
@@ -89,3 +100,28 @@ def _useful_flops(problem: Any) -> int:
         keys = problem.max_seqlen_kv or problem.kv_rows // max(1, problem.batch_kv)
         return useful(problem.q_rows * keys)
     return useful
+
+
+#: FLOPs, bytes and kernels by source: the identity of a traceback, or None.
+Sums = dict[int | None, list[int]]
+
+
+def sums_of_calls(
+    eqn: core.JaxprEqn, known: dict[Any, Any], count: Callable[[Any], Sums]
+) -> list[tuple[int | None, list[int]]]:
+    """Lists the sources of the programs that an equation calls, and what they cost."""
+    length, programs = eqn.params.get("length", 1), inner_programs(eqn)
+    found = [(length, x) for x in programs]
+    if length != 1 and not PRODUCTS.isdisjoint([x.primitive.name for x in programs[0].eqns]):
+        # XLA computes products before a loop that are the same in every step.
+        parts = split(programs[0], scan_counts(eqn.params)[0], length)
+        if parts := known.setdefault(("parts", id(programs[0])), parts):
+            found = list(zip((1, length), parts, strict=True))
+    costs = [(times, count(x)) for times, x in found]
+    if eqn.primitive.name == "cond":
+        costs = [max(costs, key=lambda x: [sum(n) for n in zip(*x[1].values(), strict=True)])]
+    return [
+        (source, [length * flops, times * nbytes, times * kernels])
+        for times, sums in costs
+        for source, (flops, nbytes, kernels) in sums.items()
+    ]

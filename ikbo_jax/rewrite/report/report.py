@@ -136,24 +136,13 @@ class RewriteReport(_Costs):
 
     @property
     def lines(self) -> dict[str, BothCosts]:
-        """Costs of the model's lines that compute with values of broadcasts, by line.
-
-        The last entry, "all other lines", is the rest of the program.
-        """
+        """Costs of the model's lines that compute with values of broadcasts, and of the rest."""
         if not self.changed:
             return {}
-
         if (known := self.__dict__.get("_lines")) is not None:
             return dict(known)
 
-        def line_of(tracebacks: tuple[Any, ...]) -> str:
-            return next(filter(None, map(model_line, tracebacks)), UNKNOWN)
-
-        lines = self.work.by_line(line_of)
-        rest = self.costs
-        for costs in lines.values():
-            rest -= costs
-        return lines | ({"all other lines": rest} if rest != BothCosts() else {})
+        return self.work.by_line(lambda x: next(filter(None, map(model_line, x)), UNKNOWN))
 
     def __getstate__(self) -> dict[str, Any]:
         # A traceback can be neither pickled nor copied; a copy has the lines that it led to.

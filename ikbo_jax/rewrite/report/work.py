@@ -7,6 +7,7 @@ replace, so `Work` adds up the costs of both programs by traceback.
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import functools
 import operator
@@ -15,9 +16,7 @@ from typing import Any, NamedTuple
 
 from jax.extend import core
 
-from ikbo_jax.rewrite.report.cost import Cost, cost_by_source, decisive_cost, program_cost
-
-_NOTHING = Cost()
+from ikbo_jax.rewrite.report.cost import Cost, cost_by_source, decisive_cost
 
 
 class _Program(NamedTuple):
@@ -62,9 +61,6 @@ class BothCosts:
     def bytes_saved(self) -> int:
         return self.original.nbytes - self.rewritten.nbytes
 
-    def __sub__(self, other: BothCosts) -> BothCosts:
-        return BothCosts(self.original - other.original, self.rewritten - other.rewritten)
-
     def __str__(self) -> str:
         """Says what is saved, of how much; or that more bytes are moved than before."""
         text = _saved(self.flops_saved, self.original.flops, "FLOP")
@@ -107,8 +103,8 @@ class Work:
     """
 
     def __init__(self) -> None:
-        self.owned: dict[int, Owned] = {}
-        self._programs: tuple[_Program, ...] = ()
+        self.owned: dict[int | None, Owned] = {}
+        self._programs: tuple[_Program, ...] = 2 * (_Program((), ()),)
         # Called programs whose equations are in `owned`, by identity.
         self._taken: dict[int, Work] = {}
 
@@ -141,22 +137,22 @@ class Work:
         return BothCosts(*map(decisive_cost, (original, rewritten)))
 
     @functools.cached_property
-    def whole(self) -> BothCosts:
-        """Costs of both programs, once `settle` has been called."""
-        return BothCosts(*map(program_cost, self._programs))
-
-    @functools.cached_property
-    def _settled(self) -> list[tuple[Owned, BothCosts]]:
-        """Costs of the equations with each traceback. Counting them takes long."""
-        if not self._programs:
-            return []
-        original, rewritten = self._programs
-        before, after = (cost_by_source(x, self.owned) for x in (original, rewritten))
+    def _settled(self) -> list[tuple[Owned | None, BothCosts]]:
+        """Costs of the equations with each traceback, and of all others. Counting takes long."""
+        before, after = (cost_by_source(x, self.owned) for x in self._programs)
         return [
-            (owned, BothCosts(before.get(source, _NOTHING), after.get(source, _NOTHING)))
-            for source, owned in self.owned.items()
+            (
+                self.owned.get(source),
+                BothCosts(before.get(source, Cost()), after.get(source, Cost())),
+            )
+            for source in (*self.owned, None)
             if source in before or source in after
         ]
+
+    @property
+    def whole(self) -> BothCosts:
+        """Costs of both programs, once `settle` has been called."""
+        return _sums((True, costs) for _, costs in self._settled).get(True, BothCosts())
 
     def by_owner(self, owner_of: Callable[[frozenset], Any]) -> dict[Any, BothCosts]:
         """Computes the costs of the equations of every broadcast.
@@ -165,19 +161,21 @@ class Work:
         equation counts for; equations for which it returns None are left out.
         """
         # Most equations stem from the same broadcasts.
-        owners = {x.origins: owner_of(x.origins) for x, _ in self._settled}
-        return _sums((owners[x.origins], costs) for x, costs in self._settled)
+        owners = {x.origins: owner_of(x.origins) for x, _ in self._settled if x}
+        return _sums((owners[x.origins], costs) for x, costs in self._settled if x)
 
     def by_line(self, line_of: Callable[[tuple[Any, ...]], str]) -> dict[str, BothCosts]:
-        """Computes the costs of the model's lines; `line_of` finds a line by `Owned.tracebacks`."""
-        return _sums((line_of(x.tracebacks), costs) for x, costs in self._settled)
+        """Computes the costs of the model's lines; `line_of` finds a line by `Owned.tracebacks`.
+
+        The last entry, "all other lines", is the rest of the program.
+        """
+        rest = "all other lines"
+        return _sums((line_of(x.tracebacks) if x else rest, costs) for x, costs in self._settled)
 
 
 def _sums(entries: Iterable[tuple[Any, BothCosts]]) -> dict[Any, BothCosts]:
-    sums: dict[Any, list[int]] = {}
+    sums: dict[Any, list[int]] = collections.defaultdict(lambda: 6 * [0])
     for key, x in entries:
         if key is not None:
-            both = (*x.original, *x.rewritten)
-            known = sums.get(key)
-            sums[key] = list(both) if known is None else list(map(operator.add, known, both))
+            sums[key] = list(map(operator.add, sums[key], (*x.original, *x.rewritten)))
     return {key: BothCosts(Cost(*x[:3]), Cost(*x[3:])) for key, x in sums.items()}

@@ -1,12 +1,15 @@
 """Products with batch dimensions, at the smallest batch that both operands allow."""
 
+import dataclasses
 import math
 from typing import Any
 
 import jax
 import numpy as np
+from jax import lax
 
 from ikbo_jax.rewrite.interpret import Context, shape_of
+from ikbo_jax.rewrite.report import cost
 from ikbo_jax.rewrite.values import lineage, staged
 from ikbo_jax.rewrite.values.lineage import Lineage, base_of, has_lineage
 
@@ -107,9 +110,25 @@ def at_one_batch(
         if has_lineage(x) and x.axis in dims:
             opposite = other_dims[dims.index(x.axis)]
             if np.shape(base_of(other))[opposite] != 1:
-                array = ctx.materialise(eqn, x, "batched product with a value at candidate batch")
+                own = _own_lookup(ctx, eqn, x, other)
+                array = ctx.materialise(eqn, own, "batched product with a value at candidate batch")
                 return (array, rhs) if x is lhs else (lhs, array)
     return lhs, rhs
+
+
+def _own_lookup(ctx: Context, eqn: Any, x: Any, other: Any) -> Any:
+    """Returns a value that a product with vectors looks up for itself, on a GPU.
+
+    XLA gives all that read a lookup one layout: DIN's product of candidate and history was written
+    transposed, in 0.361 ms on an H200 instead of 0.257 (the original: 0.325 ms).
+    """
+    (contract, _), (batch, _) = eqn.params["dimension_numbers"]
+    is_vector = len(shape_of(other)) == len(contract) + len(batch)
+    # The gradients by both lookups would be rounded before they are added.
+    if not (cost.on_gpu() and is_vector and ctx.scope.is_built(x)) or ctx.differentiated:
+        return x
+    ctx.gradient_differs()
+    return dataclasses.replace(x, base=lax.optimization_barrier(x.base))
 
 
 def _bind_labelled(

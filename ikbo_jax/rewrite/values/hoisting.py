@@ -15,12 +15,12 @@ from jax.extend import core
 
 from ikbo_jax.rewrite.values.jaxprs import inner_programs
 
-_PRODUCTS = ("dot_general", "conv_general_dilated", "ragged_dot", "ragged_dot_general")
+PRODUCTS = frozenset(["dot_general", "conv_general_dilated", "ragged_dot", "ragged_dot_general"])
 
 
 def holds_products(eqn: core.JaxprEqn) -> bool:
     """Whether an equation is a product, or calls a program that holds one."""
-    if eqn.primitive.name in _PRODUCTS:
+    if eqn.primitive.name in PRODUCTS:
         return True
     return any(any(map(holds_products, program.eqns)) for program in inner_programs(eqn))
 
