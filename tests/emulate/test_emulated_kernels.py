@@ -136,6 +136,7 @@ CHOSEN = {
         "t100_packed_one_slot",
         "one_user_t16_gqa_lengths_own",
         "one_user_t64_ordered_lengths",
+        "t3_packed_gqa_lengths_own",
     ],
     "few_queries": [
         "gqa_3_wide_own",
@@ -155,6 +156,7 @@ CHOSEN = {
         "h192_wide_gqa_one_slot",
         "large_lengths_own",
         "large_h192_own",
+        "turns_wide_own",
     ],
     "attention_backward": [
         "two_launches_two_slots",
