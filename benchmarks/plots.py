@@ -220,13 +220,18 @@ def ranking(results: Record, path: pathlib.Path, sweep: str) -> None:
         figure.suptitle(f"ranking network on {results['environment']['device']}")
 
 
+def in_one_process(results: Record) -> list[Record]:
+    """Selects the points of the plot of several devices."""
+    return [point for point in results["points"] if "processes" not in point]
+
+
 def scaling(results: Record, path: pathlib.Path) -> None:
     """Plots the speed-up over the number of devices."""
-    in_one_process = [point for point in results["points"] if "processes" not in point]
-    modes = dict.fromkeys(point["mode"] for point in in_one_process)
+    every = in_one_process(results)
+    modes = dict.fromkeys(point["mode"] for point in every)
     with saved(path, len(modes), size=(9, 4.2), sharey=True) as (figure, panels):
         for axis, mode in zip(panels, modes, strict=True):
-            found = [point for point in in_one_process if point["mode"] == mode]
+            found = [point for point in every if point["mode"] == mode]
             devices = sorted({point["devices"] for point in found})
             for colour, (sweep, words) in enumerate(networks.SCALED.items()):
                 points = [point for point in found if point["sweep"] == sweep]

@@ -37,7 +37,7 @@ _BLOCK = re.compile(
 #: The date in `provenance`; in older blocks it has no time of day.
 _DATE = re.compile(r"commit `[^`]*`, (\d{4}-\d\d-\d\d(?: \d\d:\d\d)?)")
 
-#: Makes a benchmark's blocks by name; a block without points is empty.
+#: Makes a benchmark's blocks by name; a block without points is empty. Others make none.
 TABLES: Mapping[str, Callable[[Record], dict[str, str]]] = {
     make.__name__: make
     for make in (
@@ -129,7 +129,7 @@ PLOTS = (
     ),
     Plot(
         *("scaling", "scaling-table", "speed-up over devices"),
-        *(plots.scaling, _field("points"), "scaling"),
+        *(plots.scaling, plots.in_one_process, "scaling"),
     ),
     Plot(
         "production",
@@ -144,7 +144,8 @@ PLOTS = (
 
 def blocks(results: Record, document: str) -> dict[str, str]:
     """Makes the generated blocks by name; their links are relative to `document`."""
-    found = {name: body for name, body in TABLES[results["op"]](results).items() if body}
+    bodies = TABLES[results["op"]](results) if results["op"] in TABLES else {}
+    found = {name: body for name, body in bodies.items() if body}
     for plot in PLOTS:
         if plot.op == results["op"] and plot.block in found:
             link = os.path.relpath(plot.path, os.path.dirname(document) or ".")
