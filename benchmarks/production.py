@@ -281,10 +281,11 @@ def measure_versions(
     run: harness.Run,
     flops: float,
     quick: int,
+    short_ms: float = 0.0,
 ) -> dict[str, Any]:
     """Checks versions, and times them by turns; with the option "quick", the first `quick`."""
     found = checked([*makers][: quick if run.options.quick else None], point.direction)
-    return harness.measure(found, run.protocol, flops)
+    return harness.measure(found, dataclasses.replace(run.protocol, short_ms=short_ms), flops)
 
 
 def ceilings(run: harness.Run) -> tuple[float, float]:

@@ -62,9 +62,14 @@ Library = Callable[[], Callable[..., jax.Array]]
 def padding(offsets: jax.Array, total: int, longest: int) -> tuple[Move, Move]:
     """Makes functions that pad the sequences at `offsets` of `total` rows, and the reverse.
 
-    Both are gathers, and so are their derivatives.
+    Both are gathers, and so are their derivatives; nothing moves if all sequences are equally long.
     """
     batch = offsets.size - 1
+    if total == batch * longest:
+        return (
+            lambda x: x.reshape(batch, longest, *x.shape[1:]),
+            lambda x: x.reshape(total, *x.shape[2:]),
+        )
     column = jnp.arange(longest, dtype=jnp.int32)
     is_row = column[None] < (offsets[1:] - offsets[:-1])[:, None]
     # The row of every slot [batch · longest], and the slot of every row [total].
