@@ -161,7 +161,7 @@ def contenders(sizes: Sizes, arrays: Arrays) -> list[Callable[[], Contender]]:
     A maker has the contender's name, with underscores, and raises NotImplementedError with the
     reason if its contender cannot run here.
     """
-    case, width = sizes.case, (sizes.heads, sizes.head_dim)
+    case = sizes.case
     other = "" if sizes.activation == SOFTMAX else SOFTMAX
 
     def made(
@@ -169,16 +169,23 @@ def contenders(sizes: Sizes, arrays: Arrays) -> list[Callable[[], Contender]]:
     ) -> Contender:
         return Contender(name, stage, op, arrays[:3], arrays[3:], other=other, **options)
 
-    def dense(attend: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
+    def padded(attend: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
         """Makes the op of attention on query [batch, T, N, H], key and value."""
-        if sizes.lengths != "full":
-            raise NotImplementedError("needs equal lengths")
-        q_shape, kv_shape = ((sizes.batch, n, *width) for n in (sizes.q_len, sizes.kv_len))
 
-        def op(query: jax.Array, key: jax.Array, value: jax.Array, *_: Any) -> jax.Array:
-            shared = sizes.broadcast_q
-            query = jnp.broadcast_to(query, q_shape) if shared else query.reshape(q_shape)
-            return attend(query, key.reshape(kv_shape), value.reshape(kv_shape)).reshape(-1, *width)
+        def op(*inputs: Any) -> jax.Array:
+            query, key, value, cu_q, cu_kv, *_ = inputs
+            pad, unpad = production_providers.padding(cu_kv, key.shape[0], sizes.kv_len)
+            if sizes.broadcast_q:
+                query = jnp.broadcast_to(query, (sizes.batch, *query.shape))
+                out = attend(query, pad(key), pad(value))
+                return out.reshape(-1, *out.shape[2:])
+            pad_q, unpad = production_providers.padding(cu_q, query.shape[0], sizes.q_len)
+            options = {}
+            if sizes.lengths != "full":
+                lengths = cu_kv[1:] - cu_kv[:-1]
+                options = {"query_seq_lengths": lengths, "key_value_seq_lengths": lengths}
+            with jax.numpy_dtype_promotion("standard"):
+                return unpad(attend(pad_q(query), pad(key), pad(value), **options))
 
         return op
 
@@ -196,35 +203,21 @@ def contenders(sizes: Sizes, arrays: Arrays) -> list[Callable[[], Contender]]:
         return made("xla", stage, case.contender("decomposed"), is_xla=True)
 
     def cudnn_softmax() -> Contender:
-        op = dense(production_providers.cudnn())
+        op = padded(production_providers.cudnn())
         return made("cudnn-softmax", "softmax attention by cuDNN", op, other)
 
-    def ikbo_attention() -> Contender:
-        index = jnp.arange(sizes.batch, dtype=jnp.int32)
+    def cudnn_softmax_padded() -> Contender:
+        return cudnn_softmax()._replace(
+            name="cudnn-softmax-padded", stage="softmax attention by cuDNN over padded sequences"
+        )
 
-        def attend(query: jax.Array, key: jax.Array, value: jax.Array) -> jax.Array:
-            arrays = query, key, value, index
-            return production_providers.attend(*arrays, indices_are_sorted=True)
+    def ikbo_attention() -> Contender:
+        def attend(*arrays: jax.Array) -> jax.Array:
+            index = jnp.arange(sizes.batch, dtype=jnp.int32)
+            return production_providers.attend(*arrays, index, indices_are_sorted=True)
 
         stage = "ikbo_jax.attention, every candidate its own user"
-        return made("ikbo-attention", stage, dense(attend), other)
-
-    def cudnn_softmax_padded() -> Contender:
-        """The time includes the padding."""
-        if sizes.lengths != "half":
-            raise NotImplementedError("needs lengths that differ")
-        attend = production_providers.cudnn()
-
-        def op(query: Any, key: Any, value: Any, _: Any, offsets: Any, *__: Any) -> jax.Array:
-            lengths = offsets[1:] - offsets[:-1]
-            pad, unpad = production_providers.padding(offsets, key.shape[0], sizes.kv_len)
-            with jax.numpy_dtype_promotion("standard"):
-                padded = map(pad, (query, key, value))
-                out = attend(*padded, query_seq_lengths=lengths, key_value_seq_lengths=lengths)
-            return unpad(out)
-
-        stage = "softmax attention by cuDNN over padded sequences"
-        return made("cudnn-softmax-padded", stage, op, other)
+        return made("ikbo-attention", stage, padded(attend), other)
 
     return [ikbo, xla, cudnn_softmax, ikbo_attention, cudnn_softmax_padded]
 

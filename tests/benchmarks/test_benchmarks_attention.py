@@ -262,12 +262,10 @@ def test_run_writes_what_it_measured(module, point, flops, tmp_path, monkeypatch
         assert "another function: softmax" in printed
 
 
-def test_what_is_too_long_for_xla_or_not_dense_is_skipped(monkeypatch):
+def test_what_is_too_long_for_xla_is_skipped(monkeypatch):
     monkeypatch.setattr(gdpa, "MAX_XLA_PAIRS", 107)
     with pytest.raises(NotImplementedError, match="too long"):
         contender_of("xla", TINY)
-    with pytest.raises(NotImplementedError, match="needs equal lengths"):
-        contender_of("ikbo_attention", dataclasses.replace(TINY, lengths="half"))
 
 
 def test_providers_can_be_left_out(
