@@ -9,8 +9,8 @@ a separate oracle. In the sweep "softmax", lengths differ at all points but the 
 attends over padded sequences; its time includes the padding.
 """
 
-import argparse
 import dataclasses
+import functools
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Self
@@ -22,7 +22,7 @@ from benchmarks import harness, production_providers
 from benchmarks.harness import Benchmark, Point
 from benchmarks.production import checked, cotangent
 from benchmarks.production_providers import Contender
-from benchmarks.records import OUR_NAME, Record, of_ours, ours_at, provider_of
+from benchmarks.records import OUR_NAME, Record, faster, listed, of_ours, ours_at, provider_of
 from ikbo_jax.cases.error_rule import Check
 from ikbo_jax.cases.gdpa import Case, uniform_lengths
 from ikbo_jax.cases.gdpa_backward import RESULTS, Inputs, check_results
@@ -222,9 +222,6 @@ def contenders(sizes: Sizes, arrays: Arrays) -> list[Callable[[], Contender]]:
     return [ikbo, xla, cudnn_softmax, ikbo_attention, cudnn_softmax_padded]
 
 
-ALTERNATIVES = ("xla", "cudnn-softmax", "ikbo-attention", "cudnn-softmax-padded")
-
-
 def names_of(point: Point, quick: bool) -> Sequence[str]:
     """Selects contenders; other libraries' only in sweeps over lengths and with softmax."""
     if quick or point.sweep == "activations" and point.case.activation != SOFTMAX:
@@ -238,7 +235,7 @@ def names_of(point: Point, quick: bool) -> Sequence[str]:
 
 def measure_point(point: Point, run: harness.Run) -> dict[str, Any]:
     """Checks the contenders at a point, and times them interleaved with the reference matmul."""
-    names = {*names_of(point, run.options.quick)}.difference(run.options.without)
+    names = names_of(point, run.options.quick)
     case, arrays = point.case.case, point.case.case.inputs()
     every = contenders(point.case, arrays)
     makers = [x for x in every if x.__name__.replace("_", "-") in names]
@@ -270,9 +267,8 @@ def bars(point: Record, ours: Record, all_points: Sequence[Record]) -> str:
     bar = FRACTION_BARS.get((sweep, direction), {}).get(problem["q_len"])
     if bar is not None and problem["dtype"] == "bfloat16":
         found.append(f"fraction {ours['fraction']:.3f}, bar {bar:.2f}")
-    xla, attention = (provider_of(point, name) for name in ("xla", "ikbo-attention"))
-    if sweep == "pma" and xla is not None:
-        found.append(f"{xla['median_ms'] / ours['median_ms']:.2f} x XLA, bar {PMA_BAR}")
+    if sweep == "pma":
+        found.append(faster(ours, provider_of(point, "xla"), "XLA", PMA_BAR))
     if sweep == "activations" and point["name"] in RELATIVE_BARS:
         baseline, bar = RELATIVE_BARS[point["name"]]
         wanted = ("activations", baseline, direction)
@@ -280,18 +276,11 @@ def bars(point: Record, ours: Record, all_points: Sequence[Record]) -> str:
         if (other := ours_at(same)) is not None:
             relative = ours["fraction"] / other["fraction"]
             found.append(f"{relative:.3f} of {baseline}'s fraction, bar {bar}")
-    softmax_bar = SOFTMAX_BARS.get(direction)
-    if attention is not None and softmax_bar is not None:
+    attention = provider_of(point, "ikbo-attention")
+    if attention is not None and direction in SOFTMAX_BARS:
         relative = attention["median_ms"] / ours["median_ms"]
-        found.append(f"{relative:.3f} of attention's speed, bar {softmax_bar}")
-    return "; ".join(found)
-
-
-def _add_options(parser: argparse.ArgumentParser) -> None:
-    harness.add_direction(parser, DIRECTIONS, DIRECTIONS)
-    about: Any = {"metavar": "NAME"}
-    about["help"] = "providers to leave out, such as xla, whose gradients take most of a run's time"
-    parser.add_argument("--without", nargs="+", choices=ALTERNATIVES, default=(), **about)
+        found.append(f"{relative:.3f} of attention's speed, bar {SOFTMAX_BARS[direction]}")
+    return listed(*found)
 
 
 BENCHMARK = Benchmark(
@@ -301,7 +290,7 @@ BENCHMARK = Benchmark(
     shrink,
     measure_point,
     bars,
-    add_options=_add_options,
+    add_options=functools.partial(harness.add_direction, known=DIRECTIONS, default=DIRECTIONS),
 )
 
 if __name__ == "__main__":

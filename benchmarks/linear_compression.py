@@ -9,7 +9,6 @@ weights and both embeddings for a given cotangent are timed, without the forward
 and beside XLA written by hand. They need twice the useful FLOPs of the result.
 """
 
-import argparse
 import dataclasses
 import functools
 import sys
@@ -25,7 +24,7 @@ from benchmarks.harness import Benchmark, Point
 from benchmarks.production import checked, cotangent
 from benchmarks.production_draws import DRAWS
 from benchmarks.production_providers import Contender
-from benchmarks.records import OUR_NAME, Record, is_forward, of_ours, ours_at, provider_of
+from benchmarks.records import OUR_NAME, Record, fastest, is_forward, of_ours, ours_at, provider_of
 from ikbo_jax._timing import device_time
 from ikbo_jax.cases import linear_compression_backward as backward
 from ikbo_jax.cases.error_rule import Check
@@ -59,7 +58,7 @@ GRADIENT_SWEEPS: dict[str, Sequence[tuple[str, dict[str, Any]]]] = {
 NAMES = (*SWEEPS, "dtype", "drawn")
 #: Backward points of "drawn".
 NUM_DRAWN = 20
-DTYPES = ("bfloat16", "float16", "float32")
+DTYPES = ("bfloat16", "float16")
 #: Bar of our fraction at the default point.
 DEFAULT_BAR = 0.82
 #: Bars of our fraction in sweeps relative to the default point: in general, and for B=256.
@@ -73,9 +72,12 @@ GRADIENT_BAR, BY_HAND_BAR = 0.55, 1.0
 NUM_CHECKED = 8
 
 
-def points(sweep: str, dtypes: Sequence[str] = DTYPES[:2]) -> Iterator[Point]:
+def points(sweep: str, direction: str = "forward") -> Iterator[Point]:
     """Yields the points of a sweep; "default" has a point for each dtype."""
-    for dtype in dtypes if sweep == "default" else dtypes[:1]:
+    if direction == "backward":
+        yield from gradient_points(sweep)
+        return
+    for dtype in DTYPES if sweep == "default" else DTYPES[:1]:
         case = Case(dataclasses.replace(DEFAULT, dtype=dtype), "ragged")
         if sweep == "default":
             yield Point(sweep, dtype, case)
@@ -237,8 +239,7 @@ def _measure_copy(run: harness.Run) -> None:
 
 def best_by_hand(point: Record) -> Record | None:
     """Finds the figures of the fastest gradient by hand at a point of a results file."""
-    found = [record for name in BY_HAND if (record := provider_of(point, name)) is not None]
-    return min(found, key=lambda record: float(record["median_ms"]), default=None)
+    return fastest(p for p in point["providers"] if p["name"] in BY_HAND)
 
 
 @of_ours
@@ -276,28 +277,14 @@ def bars(point: Record, ours: Record, all_points: Sequence[Record]) -> str:
     return f"{relative:.3f} of the default's fraction, bar {sweep_bar}"
 
 
-def _add_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--dtype", action="append", choices=DTYPES)
-    harness.add_direction(parser)
-
-
-def _points(options: argparse.Namespace) -> Iterator[Point]:
-    def in_direction(sweep: str, direction: str) -> Iterator[Point]:
-        if direction == "backward":
-            return gradient_points(sweep)
-        return points(sweep, options.dtype or DTYPES[:2])
-
-    return iter(harness.of_directions(in_direction)(options))
-
-
 BENCHMARK = Benchmark(
     "linear_compression",
     NAMES,
-    _points,
+    harness.of_directions(points),
     shrink,
     measure_point,
     bars,
-    add_options=_add_options,
+    add_options=harness.add_direction,
     prepare=_measure_copy,
 )
 

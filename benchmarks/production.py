@@ -19,11 +19,10 @@ import functools
 import itertools
 import math
 import pathlib
-import statistics
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -32,7 +31,7 @@ from benchmarks import harness, timing
 from benchmarks.harness import Point
 from benchmarks.production_draws import DRAWS, SWEEPS, normal, shapes, shrink
 from benchmarks.production_providers import TOLERANCE, Contender, contenders
-from benchmarks.records import OUR_NAME, Record, format_table, of_ours, points_of, provider_of
+from benchmarks.records import OUR_NAME, Record, faster, fastest, format_table, of_ours, provider_of
 from ikbo_jax._timing import device_time
 from ikbo_jax._timing.programs import UNTIMED_ON_GPU
 from ikbo_jax.cases import error_rule
@@ -320,69 +319,26 @@ def measure_point(point: Point, run: harness.Run) -> dict[str, Any]:
 
 def alternative(point: Record) -> Record | None:
     """Finds the fastest contender besides this library; None if none could run."""
-    timed = [p for p in point["providers"] if p["name"] != OUR_NAME and "median_ms" in p]
-    return min(timed, key=lambda p: float(p["median_ms"]), default=None)
+    return fastest(p for p in point["providers"] if p["name"] != OUR_NAME)
 
 
-def alternative_name(point: Record) -> str:
-    """Names the fastest contender besides this library; "-" if none could run."""
-    other = alternative(point)
-    return "-" if other is None else str(other["name"])
-
-
-def speedup(point: Record) -> float | None:
-    """Divides the best alternative's time by this library's; None if either is missing."""
-    ours, other = provider_of(point, OUR_NAME), alternative(point)
-    if ours is None or other is None:
-        return None
-    return float(other["median_ms"]) / float(ours["median_ms"])
+def compared(points: Sequence[Record]) -> list[tuple[float, Record]]:
+    """Lists points with this library's speed relative to the best alternative, slowest first."""
+    found = []
+    for point in points:
+        ours, other = provider_of(point, OUR_NAME), alternative(point)
+        if ours is not None and other is not None:
+            found.append((float(other["median_ms"]) / float(ours["median_ms"]), point))
+    return sorted(found, key=lambda pair: pair[0])
 
 
 @of_ours
 def bars(point: Record, ours: Record, all_points: Sequence[Record]) -> str:
     """Formats the best alternative of a point, and this library's speed relative to it."""
-    if (ratio := speedup(point)) is None:
+    if (other := alternative(point)) is None:
         return ""
-    slow = f", bar {1 / SLOWEST_BAR:.2f}" if ratio < 1 / SLOWEST_BAR else ""
-    return f"{ratio:.2f} x {alternative_name(point)}{slow}"
-
-
-class Means(NamedTuple):
-    """Geometric means of a sweep: of fractions of the roofline and of speeds, with their bars.
-
-    `compared` is the sweep's part of the function of this name; `slower` counts points below
-    `SLOWEST_BAR`.
-    """
-
-    sweep: str
-    compared: list[tuple[float, Record]]
-    fraction: float
-    speedup: float
-    slower: int
-    bars: tuple[float | None, float]
-
-
-def compared(points: Sequence[Record]) -> list[tuple[float, Record]]:
-    """Lists points with this library's speed relative to the best alternative, slowest first."""
-    found = [(ratio, p) for p in points if (ratio := speedup(p)) is not None]
-    return sorted(found, key=lambda pair: pair[0])
-
-
-def means(results: Record) -> Iterator[Means]:
-    """Yields every sweep that has points with an alternative."""
-    for sweep in SWEEPS:
-        found = compared(points_of(results, sweep))
-        if not found:
-            continue
-        ours = [record for _, p in found if (record := provider_of(p, OUR_NAME)) is not None]
-        yield Means(
-            sweep,
-            found,
-            statistics.geometric_mean(float(record["fraction"]) for record in ours),
-            statistics.geometric_mean(ratio for ratio, _ in found),
-            sum(ratio < 1 / SLOWEST_BAR for ratio, _ in found),
-            MEAN_BARS[sweep.split()[0]],
-        )
+    is_slow = other["median_ms"] / ours["median_ms"] < 1 / SLOWEST_BAR
+    return faster(ours, other, other["name"], 0.97 if is_slow else None)
 
 
 def _add_options(parser: argparse.ArgumentParser) -> None:

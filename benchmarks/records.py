@@ -80,6 +80,11 @@ def faster(ours: Record, other: Record | None, words: str, bar: float | None = N
     return found if bar is None else f"{found}, bar {bar}"
 
 
+def of_fraction(ours: Record, bar: float | None) -> str:
+    """Formats the fraction of the matmul beside its bar; empty without a bar."""
+    return "" if bar is None else f"fraction {ours['fraction']:.3f}, bar {bar}"
+
+
 def listed(*found: str) -> str:
     """Joins the bars of a point that are not empty."""
     return "; ".join(filter(None, found))

@@ -378,9 +378,6 @@ def _add_options(parser: argparse.ArgumentParser) -> None:
 
 def _name_devices(run: harness.Run) -> None:
     run.results.update({"devices": jax.device_count(), **_processes()})
-    # No matmul is timed, but files with equal protocols are joined, and earlier ones have its size.
-    size = harness.Protocol.for_device(quick=run.options.quick).matmul_size
-    run.results["protocol"]["matmul_size"] = size
 
 
 BENCHMARK = harness.Benchmark(

@@ -64,15 +64,10 @@ def copy_ceiling(
     return {"bytes": source.nbytes, "ms": ms, "tb_per_s": rate}
 
 
-def device_name() -> str:
-    """Returns the name of the first device, e.g. "NVIDIA H200" or "cpu"."""
-    return str(jax.devices()[0].device_kind)
-
-
 def environment() -> dict[str, Any]:
     """Makes the field "environment" of a results file: device, versions, commit and date."""
     return {
-        "device": device_name(),
+        "device": str(jax.devices()[0].device_kind),
         "platform": jax.default_backend(),
         "driver": _driver(),
         "jax": jax.__version__,
@@ -163,13 +158,6 @@ _OPERATION = re.compile(
 )
 
 
-def part_of(scope: str) -> str:
-    """Finds the part that an operation belongs to, e.g. "attention backward"."""
-    found = [part for part in PARTS if re.search(rf"(?<![\w]){part}(?![\w])", scope)]
-    direction = " backward" if "transpose(" in scope else ""
-    return (found[-1] if found else "other") + direction
-
-
 def profile(name: str, step: Callable[[], Any], compiled: Any) -> dict[str, float]:
     """Profiles a few steps of a program compiled `WITHOUT_GRAPHS`; see `summed`."""
     program = compiled.as_text() or ""
@@ -190,7 +178,9 @@ def summed(
         ms = (event.end_ns - event.begin_ns) * scale
         times[event.name, scope] += ms
         counts[event.name, scope] += 1
-        parts[part_of(scope)] += ms
+        found = re.findall(rf"(?<![\w])(?:{'|'.join(PARTS)})(?![\w])", scope)
+        part = found[-1] if found else "other"
+        parts[part + (" backward" if "transpose(" in scope else "")] += ms
     wall = max((e.end_ns for e in events), default=0) - min((e.begin_ns for e in events), default=0)
     by_part = dict(sorted(parts.items(), key=itemgetter(1), reverse=True))
     words = ", ".join(f"{part} {ms:.3f}" for part, ms in by_part.items())

@@ -3,8 +3,6 @@
 import dataclasses
 import functools
 import os
-import pathlib
-from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -266,31 +264,3 @@ def test_what_is_too_long_for_xla_is_skipped(monkeypatch):
     monkeypatch.setattr(gdpa, "MAX_XLA_PAIRS", 107)
     with pytest.raises(NotImplementedError, match="too long"):
         contender_of("xla", TINY)
-
-
-def test_providers_can_be_left_out(
-    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    seen = []
-
-    def measure(contenders: Sequence[harness.Contender], *_) -> dict:
-        seen.append([contender.record["name"] for contender in contenders])
-        raise NotImplementedError("not timed here")
-
-    def not_compiled(name: str, stage: str, *_) -> harness.Contender:
-        return harness.Contender({"name": name, "stage": stage})
-
-    monkeypatch.setattr(harness, "measure", measure)
-    monkeypatch.setattr(harness, "compile_and_check", not_compiled)
-    path = tmp_path / "run.json"
-    arguments = ["--out", str(path), "--sweep", "softmax", "--direction", "forward"]
-    gdpa.BENCHMARK.main(arguments)
-    everything, seen[:] = list(seen), []
-    gdpa.BENCHMARK.main([*arguments, "--without", "xla", "cudnn-softmax-padded"])
-    assert ["ikbo", "xla", "cudnn-softmax-padded"] in everything
-    assert seen == [
-        [n for n in names if n not in ("xla", "cudnn-softmax-padded")] for names in everything
-    ]
-    with pytest.raises(SystemExit):
-        gdpa.BENCHMARK.main([*arguments, "--without", "ikbo"])
-    assert "invalid choice: 'ikbo'" in capsys.readouterr().err
