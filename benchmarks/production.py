@@ -21,7 +21,7 @@ import math
 import pathlib
 import sys
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jax
@@ -34,7 +34,7 @@ from benchmarks.production_providers import TOLERANCE, Contender, contenders
 from benchmarks.records import OUR_NAME, Record, faster, fastest, format_table, of_ours, provider_of
 from ikbo_jax._timing import device_time
 from ikbo_jax._timing.programs import UNTIMED_ON_GPU
-from ikbo_jax.cases import error_rule
+from ikbo_jax.cases import case, error_rule
 from ikbo_jax.cases.error_rule import Check
 
 #: Useful FLOPs of the forward pass with all gradients, relative to the forward pass: gradients
@@ -108,34 +108,27 @@ def in_direction(contender: Contender, direction: str) -> tuple[Callable[..., An
     finished, pull = jax.vjp(contender.finish, out)
     (d_out,) = pull(cotangent(finished.shape, finished.dtype))
     number = len(contender.args)
+
+    def vjp(*inputs: Any) -> tuple[Any, Callable[..., Any]]:
+        integers = inputs[number:]
+        return jax.vjp(lambda *args: contender.fn(*args, *integers), *inputs[:number])
+
+    def with_gradients(d_out: Any, *inputs: Any) -> Any:
+        out, pull = vjp(*inputs)
+        return (out, *pull(d_out))
+
     if direction == "both":
-        return functools.partial(_with_gradients, contender.fn, number), (d_out, *inputs)
-    gradient = jax.jit(lambda *inputs: _vjp(contender.fn, number, *inputs)[1])(*inputs)
+        return with_gradients, (d_out, *inputs)
+
     # What the forward pass leaves contains copies of the inputs, which would not fit in memory for
     # all contenders: replace them by the inputs.
-    gradient = jax.tree.map(functools.partial(_equal_array, jax.tree.leaves(inputs)), gradient)
+    def original(array: jax.Array) -> jax.Array:
+        arrays = jax.tree.leaves(inputs)
+        alike = (x for x in arrays if (x.shape, x.dtype) == (array.shape, array.dtype))
+        return next((x for x in alike if bool(jnp.array_equal(x, array))), array)
+
+    gradient = jax.tree.map(original, jax.jit(lambda *inputs: vjp(*inputs)[1])(*inputs))
     return lambda gradient, d_out: gradient(d_out), (gradient, d_out)
-
-
-def _equal_array(arrays: Sequence[jax.Array], array: jax.Array) -> jax.Array:
-    """Returns the first of `arrays` that equals `array`; `array` if none does."""
-    alike = (x for x in arrays if (x.shape, x.dtype) == (array.shape, array.dtype))
-    return next((x for x in alike if bool(jnp.array_equal(x, array))), array)
-
-
-def _vjp(fn: Callable[..., Any], number: int, *inputs: Any) -> tuple[Any, Callable[..., Any]]:
-    """Computes `jax.vjp` with respect to the first `number` inputs."""
-    integers = inputs[number:]
-    return jax.vjp(lambda *args: fn(*args, *integers), *inputs[:number])
-
-
-def _with_gradients(fn: Callable[..., Any], number: int, d_out: Any, *inputs: Any) -> Any:
-    out, pull = _vjp(fn, number, *inputs)
-    return (out, *pull(d_out))
-
-
-def _as_float32(x: jax.Array) -> jax.Array:
-    return x.astype(jnp.float32) if jnp.issubdtype(x.dtype, jnp.floating) else x
 
 
 def exact_results(contender: Contender, direction: str) -> list[jax.Array]:
@@ -145,7 +138,7 @@ def exact_results(contender: Contender, direction: str) -> list[jax.Array]:
     fn, args = in_direction(contender, "both" if is_backward else direction)
     options = UNTIMED if jax.default_backend() == "gpu" else None
     with jax.default_matmul_precision("highest"):
-        found = jax.jit(fn, compiler_options=options)(*map(_as_float32, args))
+        found = jax.jit(fn, compiler_options=options)(*case.widened(args))
     return list(found[is_backward:])
 
 
@@ -165,16 +158,7 @@ def compare(
         # On the device: NumPy takes seconds of processor time for a gradient of 100 million values.
         error, largest = map(float, _compare(actual, truth))
         checks.append(Check(error, tolerance * largest))
-    return max(checks, key=ratio)
-
-
-def ratio(check: Check) -> float:
-    """Divides the error by its bound; 0 by 0 is 0, and NaN counts as infinite."""
-    if math.isnan(check.error):
-        return math.inf
-    if not check.bound:  # zeros are expected
-        return 0.0 if check.ok else math.inf
-    return check.error / check.bound
+    return case.nearest(checks)
 
 
 def checked(
@@ -194,8 +178,21 @@ def checked(
     def by_xla(contender: Contender, results: Sequence[Any]) -> Check:
         return compare(contender, direction, exact, results)
 
-    check = functools.partial(_checked, direction, compared or by_xla)
-    found, fastest = {}, None
+    def check(contender: Contender, options: Any = None) -> harness.Contender:
+        found = harness.compile_and_check(
+            contender.name,
+            contender.stage,
+            lambda: in_direction(contender, direction),
+            functools.partial(compared or by_xla, contender),
+            options,
+            OF_THIS_LIBRARY.get(contender.name, why_not_run),
+        )
+        if contender.other:
+            found.record["note"] = f"another function: {contender.other}"
+        return found
+
+    found: dict[int, harness.Contender] = {}
+    fastest: list[float] = []
     # The XLA path comes last: it is seldom the best, and its GEMMs are many.
     for number in (0, *range(2, len(makers)), 1)[: len(makers)]:
         try:
@@ -204,48 +201,17 @@ def checked(
             record = {"name": makers[number].__name__.replace("_", "-"), "stage": "-"}
             found[number] = harness.Contender(record | why_not_run(failure))
             continue
-        if far < math.inf and contender.is_xla and fastest is not None:
+        if contender.is_xla and fastest:
             found[number] = check(contender, UNTIMED)
-            if _is_far(found[number], fastest, far):
+            ms = rough_ms(found[number].thunk) if "error" in found[number].record else 0.0
+            if ms > far * min(fastest):
+                words = f"GEMMs not tuned: {ms:.3g} ms beside {min(fastest):.3g} ms of another"
+                found[number].record["note"] = words
                 continue
         found[number] = check(contender)
         if far < math.inf and number and found[number].record.get("ok"):
-            rivals = [found[number]] if fastest is None else [fastest, found[number]]
-            times = by_turns_ms(*(rival.thunk for rival in rivals))
-            fastest = rivals[times.index(min(times))]
+            fastest.append(rough_ms(found[number].thunk))
     return [found[number] for number in range(len(makers))]
-
-
-def _checked(
-    direction: str,
-    compared: Callable[[Contender, Sequence[Any]], Check],
-    contender: Contender,
-    options: Mapping[str, Any] | None = None,
-) -> harness.Contender:
-    """Compiles a contender with XLA's `options`, and checks its results."""
-    found = harness.compile_and_check(
-        contender.name,
-        contender.stage,
-        lambda: in_direction(contender, direction),
-        functools.partial(compared, contender),
-        options,
-        OF_THIS_LIBRARY.get(contender.name, why_not_run),
-    )
-    if contender.other:
-        found.record["note"] = f"another function: {contender.other}"
-    return found
-
-
-def _is_far(contender: harness.Contender, fastest: harness.Contender, far: float) -> bool:
-    """Returns whether a contender without tuned GEMMs is far from the best; notes it if so."""
-    if "error" not in contender.record:
-        return False
-    ms, other_ms = by_turns_ms(contender.thunk, fastest.thunk)
-    if ms > far * other_ms:
-        other = fastest.record["name"]
-        words = f"GEMMs not tuned: {ms:.3g} ms beside {other_ms:.3g} ms of {other}"
-        contender.record["note"] = words
-    return ms > far * other_ms
 
 
 def why_not_run(failure: Exception) -> dict[str, str]:
@@ -257,18 +223,14 @@ def why_not_run(failure: Exception) -> dict[str, str]:
 OF_THIS_LIBRARY = {OUR_NAME: harness.why_not_run, "xla": harness.why_too_large}
 
 
-def by_turns_ms(*thunks: Callable[[], Any]) -> list[float]:
-    """Times the fastest of a few calls of each function in ms; the functions take turns."""
-    times: list[list[float]] = [[] for _ in thunks]
-    begin = time.perf_counter()
-    for turn in range(CALLS):
-        if turn and time.perf_counter() - begin > CALLS_S:
-            break
-        for thunk, found in zip(thunks, times, strict=True):
-            start = time.perf_counter()
-            jax.block_until_ready(thunk())
-            found.append(1e3 * (time.perf_counter() - start))
-    return [min(found) for found in times]
+def rough_ms(thunk: Callable[[], Any]) -> float:
+    """Times the fastest of a few calls in ms."""
+    begin, times = time.perf_counter(), list[float]()
+    while not times or len(times) < CALLS and time.perf_counter() - begin < CALLS_S:
+        start = time.perf_counter()
+        jax.block_until_ready(thunk())
+        times.append(1e3 * (time.perf_counter() - start))
+    return min(times)
 
 
 # Measuring

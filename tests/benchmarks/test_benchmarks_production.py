@@ -26,7 +26,6 @@ from benchmarks.production_draws import (
     CompressionShape,
     GdpaShape,
 )
-from ikbo_jax.cases.error_rule import Check
 
 
 @pytest.mark.parametrize("op", DRAWS)
@@ -223,11 +222,3 @@ def test_what_cannot_run_is_left_out_and_this_library_fails():
     assert found[1]["ok"]
     assert found[2] == {"name": "refused", "stage": "-", "skipped": "RuntimeError: refused"}
     assert found[3]["skipped"] == "RuntimeError: broken"
-
-
-@pytest.mark.parametrize(
-    ("error", "bound", "ratio"),
-    [(1.0, 2.0, 0.5), (0.0, 0.0, 0.0), (1.0, 0.0, np.inf), (np.nan, 1.0, np.inf)],
-)
-def test_zeros_and_nan_have_a_ratio(error, bound, ratio):
-    assert production.ratio(Check(error, bound)) == ratio
