@@ -26,7 +26,7 @@ import subprocess
 import sys
 import tarfile
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from types import ModuleType
 from typing import Any, NamedTuple
 
@@ -104,13 +104,9 @@ def _gdpa(library: ModuleType, case: Any, inputs: Any) -> Any:
     return library.gdpa(*inputs[:5], q_to_kv=inputs.q_to_kv, **options)
 
 
-def _layers(library: ModuleType, case: Any, inputs: Any) -> Any:
-    return importlib.import_module(f"{library.__name__}.models.ranking").co_designed(*inputs)
-
-
-def _rewritten(library: ModuleType, case: Any, inputs: Any) -> Any:
+def _ranking(library: ModuleType, case: Any, inputs: Any, *, is_rewritten: bool = False) -> Any:
     model = importlib.import_module(f"{library.__name__}.models.ranking")
-    return library.rewrite(model.materialised)(*inputs)
+    return (library.rewrite(model.materialised) if is_rewritten else model.co_designed)(*inputs)
 
 
 class Group(NamedTuple):
@@ -125,8 +121,8 @@ class Group(NamedTuple):
     options: tuple[str, ...] = ()
     gradients: int = 0
 
-    def points(self) -> Iterator[Point]:
-        yield from self.benchmark.points(self.benchmark.parse(["--out", os.devnull, *self.options]))
+    def points(self) -> Iterable[Point]:
+        return self.benchmark.points(self.benchmark.parse(["--out", os.devnull, *self.options]))
 
     def program(self, library: ModuleType, case: Any) -> Callable[[Any], list[jax.Array]]:
         """Makes a function of the inputs of `case`.
@@ -149,14 +145,15 @@ class Group(NamedTuple):
 
 
 FORWARD, BACKWARD = ("--direction", "forward"), ("--direction", "backward")
+REWRITTEN = functools.partial(_ranking, is_rewritten=True)
 #: Groups of points by name.
 GROUPS = {
     "linear_compression": Group(_linear_compression, linear_compression.BENCHMARK),
     "attention": Group(_attention, attention.BENCHMARK),
     "gdpa": Group(_gdpa, gdpa.BENCHMARK, FORWARD),
     "gdpa_backward": Group(_gdpa, gdpa.BENCHMARK, BACKWARD, 3),
-    "ranking": Group(_layers, ranking.BENCHMARK),
-    "ranking_rewritten": Group(_rewritten, ranking.BENCHMARK),
+    "ranking": Group(_ranking, ranking.BENCHMARK),
+    "ranking_rewritten": Group(REWRITTEN, ranking.BENCHMARK),
     "linear_compression_gradient": Group(
         _linear_compression, linear_compression.BENCHMARK, BACKWARD, 2
     ),
@@ -192,15 +189,11 @@ def points(options: argparse.Namespace) -> list[Point]:
     return [point for turn in itertools.zip_longest(*groups) for point in turn if point is not None]
 
 
-def case_of(sizes: Any) -> Any:
-    """Returns the case of the op itself, whose `inputs` are the op's."""
-    return sizes.case if isinstance(sizes, gdpa.Sizes) else getattr(sizes, "forward", sizes)
-
-
 # Measuring
 
 
-def _bits(x: jax.Array) -> jax.Array:
+def bits(x: jax.Array) -> jax.Array:
+    """Casts numbers to their bits, of which NaN equals itself."""
     if jnp.issubdtype(x.dtype, jnp.floating):
         return jax.lax.bitcast_convert_type(x, jnp.dtype(f"uint{8 * x.dtype.itemsize}"))
     return x
@@ -209,7 +202,7 @@ def _bits(x: jax.Array) -> jax.Array:
 @jax.jit
 def _difference(a: jax.Array, b: jax.Array) -> dict[str, jax.Array]:
     """Finds the elements that differ, the largest difference, and the largest value of `a`."""
-    differs = (_bits(a) != _bits(b)).reshape(-1)
+    differs = (bits(a) != bits(b)).reshape(-1)
     distance = jnp.abs(a.astype(jnp.float32) - b.astype(jnp.float32)).reshape(-1)
     return {
         "count": jnp.sum(differs, dtype=jnp.int32),
@@ -244,7 +237,9 @@ def times(contenders: Sequence[harness.Contender], protocol: harness.Protocol) -
 
 def measure_point(point: Point, run: harness.Run) -> dict[str, Any]:
     """Compares the results of both versions bit by bit, and times the versions by turns."""
-    group, case = group_of(point), case_of(point.case)
+    group, case = group_of(point), point.case
+    # The case of the op itself, whose inputs are the op's.
+    case = case.case if isinstance(case, gdpa.Sizes) else getattr(case, "forward", case)
     inputs = ranking.inputs_of(case) if isinstance(case, Sizes) else case.inputs()
     contenders, results = [], []
     for name, library in (("before", older_library(run.options.unpacked)), ("after", ikbo_jax)):

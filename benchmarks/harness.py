@@ -91,31 +91,28 @@ def why_not_run(failure: Exception) -> dict[str, str]:
 
 def why_too_large(failure: Exception) -> dict[str, str]:
     """Makes the fields of `why_not_run`; "skipped", too, if the arrays do not fit into memory."""
-    if isinstance(failure, NotImplementedError):
-        return why_not_run(failure)
-    text = f"{type(failure).__name__}: {str(failure)[:300]}"
-    return {"skipped" if "RESOURCE_EXHAUSTED" in text else "failure": text}
-
-
-def memory_of(compiled: Any) -> dict[str, int]:
-    """Counts the bytes of a program's scratch and of all its arrays; {} if the backend cannot."""
-    if (memory := compiled.memory_analysis()) is None:
-        return {}
-    temp, held = int(memory.temp_size_in_bytes), int(memory.argument_size_in_bytes)
-    result = int(memory.output_size_in_bytes) - int(memory.alias_size_in_bytes)
-    return {"temp_bytes": temp, "total_bytes": temp + held + result}
+    found = why_not_run(failure)
+    is_large = "RESOURCE_EXHAUSTED" in found.get("failure", "")
+    return {"skipped": found["failure"]} if is_large else found
 
 
 def compiled_of(
     fn: Any, *args: Any, options: Mapping[str, Any] | None = None
 ) -> tuple[Any, Any, dict[str, Any]]:
-    """Lowers and compiles a function of `jax.jit`; returns both programs, and seconds and bytes."""
+    """Lowers and compiles a function of `jax.jit`; returns both programs, and figures.
+
+    The figures are seconds, and bytes of the program's scratch and of all its arrays.
+    """
     start = time.monotonic()
     lowered = fn.lower(*args)
     traced = time.monotonic()
     compiled = lowered.compile(None if options is None else dict(options))
     seconds = {"trace_s": traced - start, "compile_s": time.monotonic() - traced}
-    return lowered, compiled, seconds | memory_of(compiled)
+    if (memory := compiled.memory_analysis()) is None:  # Some backends cannot tell.
+        return lowered, compiled, seconds
+    temp, held = int(memory.temp_size_in_bytes), int(memory.argument_size_in_bytes)
+    result = int(memory.output_size_in_bytes) - int(memory.alias_size_in_bytes)
+    return lowered, compiled, seconds | {"temp_bytes": temp, "total_bytes": temp + held + result}
 
 
 def compile_and_check(

@@ -103,11 +103,6 @@ WORDS = (
 )
 
 
-def _times(point: Record) -> dict[str, float]:
-    """Reads the times of a point by provider, in ms."""
-    return {p["name"]: p["median_ms"] for p in point["providers"] if "median_ms" in p}
-
-
 def _points(row: Row, results: Record) -> list[Record]:
     points = results["points"]
     if results["op"] == "look_up":  # Older files name no sweep.
@@ -124,7 +119,11 @@ def _duration(ms: float) -> str:
 
 def cells(row: Row, files: Sequence[Record]) -> tuple[str, ...]:
     """Formats a row of the table; raises ValueError if the files hold none of its times."""
-    times = [_times(point) for results in files for point in _points(row, results)]
+    times = [
+        {p["name"]: p["median_ms"] for p in point["providers"] if "median_ms" in p}
+        for results in files
+        for point in _points(row, results)
+    ]
     pairs = [
         (min(t[n] for n in row.theirs if n in t), t[row.ours])
         for t in times

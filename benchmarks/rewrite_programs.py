@@ -27,7 +27,7 @@ from benchmarks import harness
 from benchmarks.harness import Point
 from benchmarks.records import Record, provider_of
 from benchmarks.rewrite_zoo import BY_HAND, MODELS, SIZES, SMALL, Program
-from ikbo_jax.cases import error_rule
+from ikbo_jax.cases import case, error_rule
 from ikbo_jax.cases.error_rule import Check
 from ikbo_jax.ops.explain import explain
 from ikbo_jax.rewrite import rewrite
@@ -108,24 +108,9 @@ def shrink(point: Point) -> Point:
 
 def _part(program: Program, args: Any) -> Any:
     """Returns the arrays of the users and candidates of a call of the original."""
-    if program.parts == 1:
-        return args
     leaves, features, index = args
-
-    def first(x: Any) -> Any:
-        return x[: x.shape[0] // program.parts]
-
-    return leaves, [*map(first, features)], first(index)
-
-
-def _exact(scores: Callable[..., Any], part: Any) -> list[np.ndarray]:
-    """Computes the original's outputs in float32."""
-    leaves, features = jax.tree.map(lambda x: x.astype(jnp.float32), part[:2])
-    untuned = error_rule.UNTUNED if jax.default_backend() == "gpu" else None
-    args = leaves, features, part[2]
-    with jax.default_matmul_precision("highest"):
-        _, compiled, _ = harness.compiled_of(jax.jit(scores), *args, options=untuned)
-    return _on_host(compiled(*args))
+    *features, index = (x[: x.shape[0] // program.parts] for x in (*features, index))
+    return leaves, features, index
 
 
 def measure_point(point: Point, run: harness.Run) -> dict[str, Any]:
@@ -145,7 +130,13 @@ def measure_point(point: Point, run: harness.Run) -> dict[str, Any]:
     forms = {name: form(scores) for name, form in FORMS.items()}
     if program.has_form_by_hand and point.direction == "forward":
         forms["by-hand"] = program.by_hand
-    exact = None if run.options.quick else _exact(of(scores), part)
+    exact = None
+    if not run.options.quick:
+        wide = *case.widened(part[:2]), part[2]
+        untuned = error_rule.UNTUNED if jax.default_backend() == "gpu" else None
+        with jax.default_matmul_precision("highest"):
+            _, compiled, _ = harness.compiled_of(jax.jit(of(scores)), *wide, options=untuned)
+        exact = _on_host(compiled(*wide))
     results: dict[str, list[np.ndarray]] = {}
     faults: dict[str, list[str]] = {}
 
@@ -156,7 +147,7 @@ def measure_point(point: Point, run: harness.Run) -> dict[str, Any]:
         faults[name] = _faults(first, found, exact or first, exact=is_exact)
         return Check(float(len(faults[name])), 0.5)
 
-    def compiled(name: str, form: Callable[..., Any]) -> harness.Contender:
+    def made_of(name: str, form: Callable[..., Any]) -> harness.Contender:
         given, parts = (part, program.parts) if name == "original" else (args, 1)
         check = functools.partial(compare, name)
         made = harness.compile_and_check(name, "", lambda: (of(form), given), check)
@@ -168,7 +159,7 @@ def measure_point(point: Point, run: harness.Run) -> dict[str, Any]:
         made.record["faults"] = faults[name]
         return made
 
-    contenders = [compiled(name, form) for name, form in forms.items()]
+    contenders = [made_of(name, form) for name, form in forms.items()]
     measured = harness.measure(contenders, dataclasses.replace(run.protocol, short_ms=math.inf))
     original = measured["providers"][0]
     if "ms" in original:

@@ -30,6 +30,7 @@ import numpy as np
 
 import ikbo_jax
 from benchmarks import timing
+from benchmarks.compare import bits
 from benchmarks.production import in_direction
 from benchmarks.production_draws import AttentionShape, normal
 from benchmarks.production_providers import Contender, attend
@@ -210,21 +211,13 @@ def repeated(fn: Callable[..., Any]) -> Callable[..., Any]:
             # Makes the arrays depend on the step before: no step is left out or moved.
             differences, held = jax.lax.optimization_barrier((differences, arrays))
             found = fn(*held)
-            return differences + _differs(found, expected), found
+            pairs = zip(*map(jax.tree.leaves, (found, expected)), strict=True)
+            differing = jnp.stack([jnp.any(bits(x) != bits(y)) for x, y in pairs])
+            return differences + jnp.any(differing).astype(jnp.int32), found
 
         return jax.lax.fori_loop(0, REPEATS, step, (differences, expected))
 
     return run
-
-
-def _differs(found: Any, expected: Any) -> jax.Array:
-    def any_bit(x: jax.Array, y: jax.Array) -> jax.Array:
-        bits = jnp.dtype(f"uint{8 * x.dtype.itemsize}")
-        as_bits = functools.partial(jax.lax.bitcast_convert_type, new_dtype=bits)
-        return jnp.any(as_bits(x) != as_bits(y))
-
-    differing = jax.tree.leaves(jax.tree.map(any_bit, found, expected))
-    return jnp.any(jnp.stack(differing)).astype(jnp.int32)
 
 
 def count_launches(text: str, target: str = "mosaic_gpu") -> int:
@@ -349,10 +342,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         programs = compile_all(log, on_hang)
     compiled_s = time.monotonic() - begin
     end = time.monotonic() + args.budget_s
-    calls, wrong = soak(programs, args.launches, end, on_hang)
+    calls, wrong_steps = soak(programs, args.launches, end, on_hang)
     entries: list[dict[str, Any]] = [
         {"name": p.name, "launches_per_call": p.launches, "calls": calls[p.name]}
-        | {"launches": calls[p.name] * p.launches, "wrong_steps": wrong[p.name]}
+        | {"launches": calls[p.name] * p.launches, "wrong_steps": wrong_steps[p.name]}
         for p in programs
     ]
     results |= {
@@ -364,22 +357,16 @@ def main(argv: Sequence[str] | None = None) -> int:
         "programs": entries,
     }
     timing.write_results(args.out, results)
-    return _report(results)
-
-
-def _report(results: dict[str, Any]) -> int:
-    """Prints the figures; returns the exit status."""
-    programs, is_short = results["programs"], results["launches"] < results["wanted"]
-    wrong = [p for p in programs if p["wrong_steps"]]
-    idle = [f"launches no kernel: {p['name']}" for p in programs if not p["launches_per_call"]]
+    wrong = [p for p in entries if p["wrong_steps"]]
+    idle = [f"launches no kernel: {p['name']}" for p in entries if not p["launches_per_call"]]
     print(
         f"{results['launches']} launches of {len(programs)} programs in {results['soaked_s']:.0f} s"
-        f" after {results['compiled_s']:.0f} s of compilation, "
-        f"{sum(p['wrong_steps'] for p in wrong)} steps with another result than the first"
+        f" after {compiled_s:.0f} s of compilation, "
+        f"{sum(wrong_steps.values())} steps with another result than the first"
     )
     print(*(f"DIFFERS in {p['wrong_steps']} steps: {p['name']}" for p in wrong), *idle, sep="\n")
-    if is_short:
-        print(f"{results['wanted']} launches were not reached in time", file=sys.stderr)
+    if is_short := results["launches"] < args.launches:
+        print(f"{args.launches} launches were not reached in time", file=sys.stderr)
     return 1 if wrong or idle or is_short else 0
 
 
