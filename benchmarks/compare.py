@@ -52,28 +52,24 @@ def unpack(before: str, folder: pathlib.Path) -> str:
     Returns the commit's hash, or the folder's name; raises ValueError if there is none.
     """
     source = pathlib.Path(before)
-    if (source / ikbo_jax.__name__).is_dir():
-        files = {
-            path.relative_to(source).as_posix(): path.read_bytes()
-            for path in (source / ikbo_jax.__name__).rglob("*")
-            if path.is_file() and "__pycache__" not in path.parts
-        }
-    else:
+    if not (source / ikbo_jax.__name__).is_dir():
         git = ["git", "-C", str(children.ROOT)]
         done = subprocess.run([*git, "archive", before, ikbo_jax.__name__], capture_output=True)
         if done.returncode:
             raise ValueError(f"no commit or folder {before!r}: {done.stderr.decode().strip()}")
+        source = folder / "commit"
         with tarfile.open(fileobj=io.BytesIO(done.stdout)) as archive:
-            opened = {m.name: archive.extractfile(m) for m in archive.getmembers() if m.isfile()}
-            files = {name: file.read() for name, file in opened.items() if file is not None}
+            archive.extractall(source, filter="data")
         resolved = subprocess.run([*git, "rev-parse", before], capture_output=True, text=True)
         before = resolved.stdout.strip()
-    for name, content in files.items():
-        if name.endswith(".py"):
-            content = re.sub(rf"\b{ikbo_jax.__name__}\b".encode(), BEFORE.encode(), content)
-        path = folder / BEFORE / pathlib.PurePosixPath(name).relative_to(ikbo_jax.__name__)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_bytes(content)
+    for path in (source / ikbo_jax.__name__).rglob("*"):
+        if path.is_file() and "__pycache__" not in path.parts:
+            content = path.read_bytes()
+            if path.suffix == ".py":
+                content = re.sub(rf"\b{ikbo_jax.__name__}\b".encode(), BEFORE.encode(), content)
+            copy = folder / BEFORE / path.relative_to(source / ikbo_jax.__name__)
+            copy.parent.mkdir(parents=True, exist_ok=True)
+            copy.write_bytes(content)
     return before
 
 

@@ -22,7 +22,7 @@ import numpy as np
 from benchmarks import harness, timing
 from benchmarks.harness import Benchmark, Point
 from benchmarks.production import checked, cotangent
-from benchmarks.production_draws import DRAWS
+from benchmarks.production_draws import draw
 from benchmarks.production_providers import Contender
 from benchmarks.records import OUR_NAME, Record, fastest, is_forward, of_ours, ours_at, provider_of
 from ikbo_jax._timing import device_time
@@ -93,7 +93,7 @@ def gradient_points(sweep: str) -> Iterator[Point]:
         yield Point(sweep, label, default, "backward").resized(**sizes)
     rng = np.random.default_rng(4)
     for _ in range(NUM_DRAWN if sweep == "drawn" else 0):
-        s = DRAWS["linear_compression"](rng)
+        s = draw("linear_compression", rng)
         drawn = (s.users, s.batch), (s.k_user, s.k_cand), s.m, s.n, s.dtype
         case = backward.Case(LinearCompressionBackwardProblem(*drawn), s.index)
         yield Point(sweep, s.label, case, "backward")
@@ -232,9 +232,7 @@ def measure_point(point: Point, run: harness.Run) -> dict[str, Any]:
 
 
 def _measure_copy(run: harness.Run) -> None:
-    size = timing.COPY_BYTES if jax.default_backend() == "gpu" else 2**22
-    window_s, rounds = run.protocol.window_s, run.protocol.rounds
-    run.results["copy"] = timing.copy_ceiling(size, window_s=window_s, rounds=rounds)
+    run.results["copy"] = timing.copy_ceiling(run.protocol.window_s, run.protocol.rounds)
 
 
 def best_by_hand(point: Record) -> Record | None:

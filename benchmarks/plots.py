@@ -15,6 +15,7 @@ from benchmarks import look_up as of_look_up
 from benchmarks import production as of_production
 from benchmarks import tables, timing
 from benchmarks import tables_networks as networks
+from benchmarks.production_draws import KINDS
 from benchmarks.records import OUR_NAME, Record, forward, points_of, provider_of
 
 #: Panels of linear compression's plot over sizes: sweep, label of its horizontal axis.
@@ -266,7 +267,7 @@ def production(results: Record, path: pathlib.Path) -> bool:
         return False
     with saved(path, 2, size=(9, 4.2)) as (figure, panels):
         by_fraction, by_speedup = panels
-        for op in of_production.DRAWS:
+        for op in KINDS:
             found = [(ratio, p) for ratio, p in compared if p["sweep"].startswith(op)]
             if not found:
                 continue
@@ -284,7 +285,7 @@ def production(results: Record, path: pathlib.Path) -> bool:
         for axis in (by_fraction, by_speedup):
             axis.set_xscale("log")
             axis.set_xlabel("roofline, ms")
-        legend_below(figure, by_fraction, len(of_production.DRAWS))
+        legend_below(figure, by_fraction, len(KINDS))
         figure.suptitle(f"drawn workloads: {results['environment']['device']}")
     return True
 

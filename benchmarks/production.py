@@ -29,7 +29,7 @@ import jax.numpy as jnp
 
 from benchmarks import harness, timing
 from benchmarks.harness import Point
-from benchmarks.production_draws import DRAWS, SWEEPS, normal, shapes, shrink
+from benchmarks.production_draws import SWEEPS, CompressionShape, normal, shapes, shrink
 from benchmarks.production_providers import TOLERANCE, Contender, contenders
 from benchmarks.records import OUR_NAME, Record, faster, fastest, format_table, of_ours, provider_of
 from ikbo_jax._timing import device_time
@@ -37,10 +37,6 @@ from ikbo_jax._timing.programs import UNTIMED_ON_GPU
 from ikbo_jax.cases import case, error_rule
 from ikbo_jax.cases.error_rule import Check
 
-#: Useful FLOPs of the forward pass with all gradients, relative to the forward pass: gradients
-#: take five products for its two (for linear compression four for two). They read and write every
-#: array of the forward pass and its gradient once.
-PRODUCTS = dict.fromkeys(DRAWS, harness.ATTENTION_WORK["both"]) | {"linear_compression": 3.0}
 #: Beyond this ratio, tuned GEMMs would not make an alternative the best.
 FAR = 8.0
 #: Most calls of a rough timing, and seconds after which no further one is started.
@@ -49,8 +45,6 @@ CALLS, CALLS_S = 5, 0.3
 #: choices, which processes share: no other program may take these GEMMs for the fastest.
 UNTIMED = {**UNTIMED_ON_GPU, "xla_gpu_per_fusion_autotune_cache_dir": ""}
 _compare = jax.jit(error_rule.compare)
-#: Bytes of the array whose copy measures the bandwidth.
-COPY_BYTES = 2**30
 #: Largest time relative to the best alternative.
 SLOWEST_BAR = 1.03
 #: Number of points in the table of the slowest ones.
@@ -80,10 +74,16 @@ def points(options: argparse.Namespace) -> list[Point]:
 
 
 def work(point: Point) -> tuple[float, float]:
-    """Counts the useful FLOPs and the bytes of a point."""
+    """Counts the useful FLOPs and the bytes of a point.
+
+    Gradients of attention take five products for its two, of linear compression four for two. With
+    the forward pass, they read and write each of its arrays, and the array's gradient, once.
+    """
     if point.direction == "forward":
         return point.case.flops, point.case.num_bytes
-    return point.case.flops * PRODUCTS[point.case.op], 2.0 * point.case.num_bytes
+    is_compression = isinstance(point.case, CompressionShape)
+    factor = 3.0 if is_compression else harness.ATTENTION_WORK["both"]
+    return point.case.flops * factor, 2.0 * point.case.num_bytes
 
 
 # Contenders, compiled and checked
@@ -251,11 +251,9 @@ def measure_versions(
 
 def ceilings(run: harness.Run) -> tuple[float, float]:
     """Measures the TB/s of a copy, and the milliseconds of an empty kernel."""
-    size = COPY_BYTES if jax.default_backend() == "gpu" else 2**20
-    window_s, rounds = run.protocol.window_s, run.protocol.rounds
     nothing = jnp.zeros((), jnp.float32)
     empty = device_time.measure(jax.jit(lambda x: x + 1).lower(nothing).compile(), nothing)
-    copy = timing.copy_ceiling(size, window_s=window_s, rounds=rounds)
+    copy = timing.copy_ceiling(run.protocol.window_s, run.protocol.rounds)
     return copy["tb_per_s"], 0.0 if empty is None else empty.ms
 
 

@@ -53,10 +53,9 @@ def tflops(flops: float, ms: float) -> float:
     return flops / ms / 1e9
 
 
-def copy_ceiling(
-    num_bytes: int = COPY_BYTES, *, window_s: float = 0.2, rounds: int = 3
-) -> dict[str, Any]:
+def copy_ceiling(window_s: float, rounds: int) -> dict[str, Any]:
     """Times a copy within device memory; the rate counts bytes read and bytes written."""
+    num_bytes = COPY_BYTES if jax.default_backend() == "gpu" else 2**12
     source = jax.random.bits(jax.random.key(0), (num_bytes // 4,), jnp.uint32)
     copy = jax.jit(jnp.copy).lower(source).compile()
     ms = interleaved_ms({"copy": lambda: copy(source)}, window_s=window_s, rounds=rounds)["copy"]
@@ -66,10 +65,12 @@ def copy_ceiling(
 
 def environment() -> dict[str, Any]:
     """Makes the field "environment" of a results file: device, versions, commit and date."""
+    query = ("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
+    is_gpu = jax.default_backend() == "gpu"
     return {
         "device": str(jax.devices()[0].device_kind),
         "platform": jax.default_backend(),
-        "driver": _driver(),
+        "driver": (_output(*query) or "unknown").splitlines()[0] if is_gpu else None,
         "jax": jax.__version__,
         "python": platform.python_version(),
         "commit": commit(),
@@ -109,13 +110,6 @@ def read_results(path: pathlib.Path) -> dict[str, Any]:
     if results.get("schema") != SCHEMA:
         raise ValueError(f"{path} has schema {results.get('schema')!r}, expected {SCHEMA}")
     return results
-
-
-def _driver() -> str | None:
-    if jax.default_backend() != "gpu":
-        return None
-    query = ("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
-    return (_output(*query) or "unknown").splitlines()[0]
 
 
 def _output(*command: str) -> str:

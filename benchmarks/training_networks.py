@@ -289,27 +289,18 @@ class Task(NamedTuple):
 
 
 def task_of(sizes: Any) -> Task:
-    """Draws the seeded task of a point, on the device."""
-    if isinstance(sizes, Sizes):
-        params, (inputs, labels) = init(sizes), draw_sequences(sizes)
-        return Task(params, inputs, labels, _gdpa_loss(sizes, params, inputs, labels))
-    params = ranking.init(sizes)
-    inputs, labels = draw(sizes, 0, ranking.user_index(sizes))
-    logits = _untimed(cases.oracle, params, inputs)(params, inputs)
-    loss = float(jnp.mean(jax.nn.softplus(-labels * logits)))
-    return Task(params, inputs, labels, loss)
-
-
-def _gdpa_loss(sizes: Sizes, params: Any, inputs: Any, labels: jax.Array) -> float:
-    """Computes the padded network's loss in float32, of parameters rounded as in a step."""
+    """Draws the seeded task of a point, on the device; an oracle computes the first loss."""
+    options = programs.UNTIMED_ON_GPU if jax.default_backend() == "gpu" else None
+    untimed = functools.partial(jax.jit, compiler_options=options)
+    if not isinstance(sizes, Sizes):
+        params = ranking.init(sizes)
+        inputs, labels = draw(sizes, 0, ranking.user_index(sizes))
+        logits = untimed(cases.oracle)(params, inputs)
+        return Task(params, inputs, labels, float(jnp.mean(jax.nn.softplus(-labels * logits))))
+    # The padded network in float32, of parameters rounded as in a step.
+    params, (inputs, labels) = init(sizes), draw_sequences(sizes)
     wide = inputs._replace(rows=inputs.rows.astype(jnp.float32))
     rounded = jax.tree.map(lambda x: x.astype(sizes.dtype).astype(jnp.float32), params)
     loss = loss_of(functools.partial(network, xla, sizes), jnp.float32)
     with jax.default_matmul_precision("highest"):
-        return float(_untimed(loss, rounded, wide, labels)(rounded, wide, labels))
-
-
-def _untimed(fn: Callable[..., Any], *args: Any) -> Any:
-    """Compiles `fn` for `args` quickly: its time does not matter."""
-    options = programs.UNTIMED_ON_GPU if jax.default_backend() == "gpu" else None
-    return jax.jit(fn).lower(*args).compile(options)
+        return Task(params, inputs, labels, float(untimed(loss)(rounded, wide, labels)))

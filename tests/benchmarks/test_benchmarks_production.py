@@ -19,7 +19,7 @@ from benchmarks import (
     timing,
 )
 from benchmarks.production_draws import (
-    DRAWS,
+    KINDS,
     MAX_BYTES,
     MAX_FLOPS,
     AttentionShape,
@@ -28,7 +28,7 @@ from benchmarks.production_draws import (
 )
 
 
-@pytest.mark.parametrize("op", DRAWS)
+@pytest.mark.parametrize("op", KINDS)
 def test_draws_repeat_and_a_larger_number_adds_to_them(op):
     few, many = production_draws.shapes(op, 5), production_draws.shapes(op, 60)
     assert many[:5] == few
