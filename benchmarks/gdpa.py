@@ -155,39 +155,21 @@ def shrink(point: Point) -> Point:
 # Contenders
 
 
-def contenders(sizes: Sizes, arrays: Arrays) -> list[Callable[[], Contender]]:
-    """Returns makers of this library's op, the XLA path, and softmax attention by three ways.
+def contenders(point: Point, arrays: Arrays, quick: bool) -> list[Callable[[], Contender]]:
+    """Returns makers of this library's op, the XLA path, and softmax attention by other ways.
 
-    A maker has the contender's name, with underscores, and raises NotImplementedError with the
-    reason if its contender cannot run here.
+    Those are timed in sweeps over lengths, and with softmax. A maker has the contender's name, with
+    underscores, and raises NotImplementedError with the reason if its contender cannot run here.
     """
-    case = sizes.case
-    other = "" if sizes.activation == SOFTMAX else SOFTMAX
+    sizes, case = point.case, point.case.case
+    is_softmax, is_jagged = sizes.activation == SOFTMAX, sizes.lengths != "full"
 
-    def made(
-        name: str, stage: str, op: Callable[..., jax.Array], other: str = "", **options: Any
-    ) -> Contender:
-        return Contender(name, stage, op, arrays[:3], arrays[3:], other=other, **options)
+    def made(name: str, stage: str, op: Callable[..., jax.Array], **options: Any) -> Contender:
+        return Contender(name, stage, op, arrays[:3], arrays[3:], **options)
 
-    def padded(attend: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
-        """Makes the op of attention on query [batch, T, N, H], key and value."""
-
-        def op(*inputs: Any) -> jax.Array:
-            query, key, value, cu_q, cu_kv, *_ = inputs
-            pad, unpad = production_providers.padding(cu_kv, key.shape[0], sizes.kv_len)
-            if sizes.broadcast_q:
-                query = jnp.broadcast_to(query, (sizes.batch, *query.shape))
-                out = attend(query, pad(key), pad(value))
-                return out.reshape(-1, *out.shape[2:])
-            pad_q, unpad = production_providers.padding(cu_q, query.shape[0], sizes.q_len)
-            options = {}
-            if sizes.lengths != "full":
-                lengths = cu_kv[1:] - cu_kv[:-1]
-                options = {"query_seq_lengths": lengths, "key_value_seq_lengths": lengths}
-            with jax.numpy_dtype_promotion("standard"):
-                return unpad(attend(pad_q(query), pad(key), pad(value), **options))
-
-        return op
+    def padded(name: str, stage: str, attend: Callable[..., jax.Array]) -> Contender:
+        op = production_providers.padded(attend, sizes.q_len, sizes.kv_len)
+        return made(name, stage, op, other="" if is_softmax else SOFTMAX)
 
     def ikbo() -> Contender:
         stage = "ikbo_jax.gdpa (implementation='mosaic_gpu')"
@@ -203,42 +185,34 @@ def contenders(sizes: Sizes, arrays: Arrays) -> list[Callable[[], Contender]]:
         return made("xla", stage, case.contender("decomposed"), is_xla=True)
 
     def cudnn_softmax() -> Contender:
-        op = padded(production_providers.cudnn())
-        return made("cudnn-softmax", "softmax attention by cuDNN", op, other)
+        attend = production_providers.softmax(production_providers.cudnn)
+        return padded("cudnn-softmax", "softmax attention by cuDNN", attend)
 
     def cudnn_softmax_padded() -> Contender:
-        return cudnn_softmax()._replace(
-            name="cudnn-softmax-padded", stage="softmax attention by cuDNN over padded sequences"
-        )
+        stage = "softmax attention by cuDNN over padded sequences"
+        return cudnn_softmax()._replace(name="cudnn-softmax-padded", stage=stage)
 
     def ikbo_attention() -> Contender:
         def attend(*arrays: jax.Array) -> jax.Array:
             index = jnp.arange(sizes.batch, dtype=jnp.int32)
             return production_providers.attend(*arrays, index, indices_are_sorted=True)
 
-        stage = "ikbo_jax.attention, every candidate its own user"
-        return made("ikbo-attention", stage, padded(attend), other)
+        return padded("ikbo-attention", "ikbo_jax.attention, every candidate its own user", attend)
 
-    return [ikbo, xla, cudnn_softmax, ikbo_attention, cudnn_softmax_padded]
-
-
-def names_of(point: Point, quick: bool) -> Sequence[str]:
-    """Selects contenders; other libraries' only in sweeps over lengths and with softmax."""
-    if quick or point.sweep == "activations" and point.case.activation != SOFTMAX:
-        return (OUR_NAME, "xla") if quick else (OUR_NAME,)
-    is_jagged = point.case.lengths != "full"
-    if point.case.activation == SOFTMAX:
-        others = ("cudnn-softmax-padded",) if is_jagged else ("cudnn-softmax", "ikbo-attention")
-        return (OUR_NAME, "xla", *others)
-    return (OUR_NAME, "xla") if is_jagged else (OUR_NAME, "xla", "cudnn-softmax")
+    if quick:
+        return [ikbo, xla]
+    if is_softmax:
+        others = [cudnn_softmax_padded] if is_jagged else [cudnn_softmax, ikbo_attention]
+        return [ikbo, xla, *others]
+    if point.sweep == "activations":
+        return [ikbo]
+    return [ikbo, xla] if is_jagged else [ikbo, xla, cudnn_softmax]
 
 
 def measure_point(point: Point, run: harness.Run) -> dict[str, Any]:
     """Checks the contenders at a point, and times them interleaved with the reference matmul."""
-    names = names_of(point, run.options.quick)
     case, arrays = point.case.case, point.case.case.inputs()
-    every = contenders(point.case, arrays)
-    makers = [x for x in every if x.__name__.replace("_", "-") in names]
+    makers = contenders(point, arrays, run.options.quick)
     found = checked(makers, point.direction, compared=check_of(point, arrays))
     flops = harness.ATTENTION_WORK[point.direction] * case.useful_flops
     return {

@@ -12,6 +12,7 @@ import argparse
 import contextlib
 import dataclasses
 import functools
+import itertools
 import pathlib
 import statistics
 import sys
@@ -21,7 +22,6 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Self
 
 import jax
-import numpy as np
 
 from benchmarks import children, timing
 from benchmarks.records import Bars, Record, all_correct, describe_ours, format_table
@@ -75,11 +75,6 @@ class Contender:
     thunk: timing.Thunk = lambda: None
     compiled: Any = None
     args: tuple = ()
-
-
-def sample(batch: int, number: int) -> list[int]:
-    """Draws at most `number` positions in [0, batch), sorted, with the first and the last."""
-    return sorted({0, batch - 1, *np.random.default_rng(0).integers(0, batch, number - 2).tolist()})
 
 
 def why_not_run(failure: Exception) -> dict[str, str]:
@@ -332,7 +327,7 @@ class Benchmark:
 
 def of_sweeps(points: Callable[[str], Iterable[Point]]) -> Callable[[Any], Iterable[Point]]:
     """Makes a function that lists the points of the command line's sweeps."""
-    return lambda options: (point for sweep in options.sweep for point in points(sweep))
+    return lambda o: itertools.chain.from_iterable(map(points, o.sweep))
 
 
 def of_directions(

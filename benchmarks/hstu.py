@@ -24,7 +24,7 @@ from benchmarks import harness
 from benchmarks.harness import Benchmark, Point
 from benchmarks.jagged import Attend, Hstu, Masked, Phoenix
 from benchmarks.production import measure_versions
-from benchmarks.production_providers import Contender
+from benchmarks.production_providers import Contender, cudnn
 from benchmarks.records import OUR_NAME, Record, of_ours
 
 #: Bars of the default shape: speed relative to cuDNN's softmax, and fraction of the matmul.
@@ -63,7 +63,8 @@ def contenders(shape: Hstu | Phoenix | Masked, direction: str) -> list[Callable[
     def cudnn_softmax() -> Contender:
         other = "no cap" if is_phoenix else "" if is_softmax else "a softmax"
         name = "cudnn-no-cap" if is_phoenix else "cudnn-softmax"
-        return made(name, "cuDNN, padded", shape.by_cudnn(), other=other)
+        attend = functools.partial(cudnn(), is_causal=shape.is_causal)
+        return made(name, "cuDNN, padded", shape.padded(attend), other=other)
 
     def no_cap() -> Contender:
         return made(f"{OUR_NAME}-no-cap", "gdpa", jagged(), other="no cap")

@@ -15,7 +15,7 @@ import numpy as np
 import ikbo_jax as ikbo
 from benchmarks.harness import ATTENTION_WORK
 from benchmarks.production_draws import normal
-from benchmarks.production_providers import TOLERANCE, Contender, cudnn, padding
+from benchmarks.production_providers import TOLERANCE, Contender, padding
 from ikbo_jax.cases.gdpa import offsets_of
 from ikbo_jax.layers import hstu_layer
 from ikbo_jax.masks import Rows
@@ -125,11 +125,21 @@ class Jagged:
         size = 4 * self.held[direction] * self.batch * self.heads * self.longest**2
         if size > MAX_SCORES:
             raise NotImplementedError(f"its scores take {size / 2**30:.0f} GiB")
-        return self.padded(functools.partial(_by_scores, self.activation, logit_cap))
 
-    def by_cudnn(self) -> Attend:
-        """Makes softmax attention by cuDNN."""
-        return self.padded(functools.partial(cudnn(), is_causal=self.is_causal))
+        def attend(*qkv: jax.Array, scale: float, mask: jax.Array | None) -> jax.Array:
+            query, key, value = qkv
+            key, value = (jnp.repeat(x, query.shape[2] // x.shape[2], axis=2) for x in (key, value))
+            scores = jnp.einsum("bind,bjnd->bnij", query, key, preferred_element_type=jnp.float32)
+            scores = scores * jnp.float32(scale)
+            scores = scores if logit_cap is None else logit_cap * jnp.tanh(scores / logit_cap)
+            mask = jnp.tri(self.longest, dtype=bool) if mask is None else mask
+            if self.activation == "softmax":
+                weights = jax.nn.softmax(jnp.where(mask, scores, jnp.finfo(scores.dtype).min))
+            else:
+                weights = jnp.where(mask, jax.nn.silu(scores), 0) / jnp.float32(self.longest)
+            return jnp.einsum("bnij,bjnd->bind", weights.astype(value.dtype), value)
+
+        return self.padded(attend)
 
 
 class Stack(Jagged):
@@ -156,26 +166,6 @@ class Stack(Jagged):
             for i, sizes in enumerate(self.weights)
         )
         return normal(2, (self.rows, self.width), self.dtype), *weights
-
-
-def _by_scores(
-    activation: str,
-    logit_cap: float | None,
-    *qkv: jax.Array,
-    scale: float,
-    mask: jax.Array | None,
-) -> jax.Array:
-    query, key, value = qkv
-    key, value = (jnp.repeat(x, query.shape[2] // x.shape[2], axis=2) for x in (key, value))
-    scores = jnp.einsum("bind,bjnd->bnij", query, key, preferred_element_type=jnp.float32)
-    scores, longest = scores * jnp.float32(scale), key.shape[1]
-    scores = scores if logit_cap is None else logit_cap * jnp.tanh(scores / logit_cap)
-    mask = jnp.tri(longest, dtype=bool) if mask is None else mask
-    if activation == "softmax":
-        weights = jax.nn.softmax(jnp.where(mask, scores, jnp.finfo(scores.dtype).min))
-    else:
-        weights = jnp.where(mask, jax.nn.silu(scores), 0) / jnp.float32(longest)
-    return jnp.einsum("bnij,bjnd->bind", weights.astype(value.dtype), value)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -373,10 +373,6 @@ def _add_options(parser: argparse.ArgumentParser) -> None:
     parser.set_defaults(devices=1)
 
 
-def _name_devices(run: harness.Run) -> None:
-    run.results.update({"devices": jax.device_count(), **_processes()})
-
-
 BENCHMARK = harness.Benchmark(
     "scaling",
     tuple(PROGRAMS),
@@ -386,7 +382,7 @@ BENCHMARK = harness.Benchmark(
     lambda point, all_points, name: bar(point),
     describe,
     _add_options,
-    _name_devices,
+    lambda run: run.results.update({"devices": jax.device_count(), **_processes()}),
     times_matmul=False,
 )
 

@@ -153,51 +153,28 @@ def ours(query: Any, key: Any, value: Any, queries: Sequences, keys: Sequences) 
     )
 
 
-def padded(attend: Callable[..., jax.Array]) -> Attention:
-    """Makes the attention by `attend`, over sequences padded to the longest one.
-
-    `attend` takes query [B, T, N, H], key and value, lengths of queries and of keys [B], and the
-    scale of the result, and returns [B, T, N, H]. Rows beyond a length are arbitrary.
-    """
-
+def _padded(attend: Callable[..., jax.Array]) -> Attention:
     def run(query: Any, key: Any, value: Any, queries: Sequences, keys: Sequences) -> jax.Array:
-        assert keys.offsets is not None
-        kv_lengths = keys.offsets[1:] - keys.offsets[:-1]
-        pad, _ = production_providers.padding(keys.offsets, key.shape[0], keys.longest)
-        key, value, scale = pad(key), pad(value), keys.longest**-0.5
-        if queries.offsets is None:
-            query = jnp.broadcast_to(query, (kv_lengths.size, *query.shape))
-            # cuDNN takes both lengths or none.
-            every = jnp.full_like(kv_lengths, queries.longest)
-            out = attend(query, key, value, every, kv_lengths, scale)
-            return out.reshape(-1, *out.shape[2:])
-        lengths = queries.offsets[1:] - queries.offsets[:-1]
-        pad, unpad = production_providers.padding(queries.offsets, query.shape[0], queries.longest)
-        return unpad(attend(pad(query), key, value, lengths, kv_lengths, scale))
+        op = production_providers.padded(attend, queries.longest, keys.longest)
+        return op(query, key, value, queries.offsets, keys.offsets)
 
     return run
 
 
-@padded
-def xla(query: Any, key: Any, value: Any, _: Any, kv_lengths: Any, scale: float) -> Any:
+@_padded
+def xla(query: Any, key: Any, value: Any, _: Any, kv_lengths: Any) -> Any:
     """Computes products over padded sequences, with scores of all pairs in memory."""
     scores = einsum_f32("btnh,bsnh->bnts", query, key) * jnp.float32(query.shape[-1] ** -0.5)
     weights = elementwise(ACTIVATION, None).value(scores).astype(value.dtype)
     is_key = jnp.arange(key.shape[1], dtype=jnp.int32)[None] < kv_lengths[:, None]
     weights = jnp.where(is_key[:, None, None], weights, 0)
     out = jnp.einsum("bnts,bsnh->btnh", weights, value)
-    return out * jnp.asarray(scale, out.dtype)
+    return out * jnp.asarray(key.shape[1] ** -0.5, out.dtype)
 
 
 def softmax(library: production_providers.Library = production_providers.cudnn) -> Attention:
     """Makes softmax attention in place of all three; raises NotImplementedError without cuDNN."""
-    by_library = library()
-
-    def attend(query: Any, key: Any, value: Any, q: Any, kv: Any, _: float) -> jax.Array:
-        with jax.numpy_dtype_promotion("standard"):
-            return by_library(query, key, value, query_seq_lengths=q, key_value_seq_lengths=kv)
-
-    return padded(attend)
+    return _padded(production_providers.softmax(library))
 
 
 # Steps and tasks

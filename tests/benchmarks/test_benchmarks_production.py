@@ -216,9 +216,13 @@ def test_what_cannot_run_is_left_out_and_this_library_fails():
     def sine(name, fn=jnp.sin):
         return lambda: production_providers.Contender(name, "", fn, (jnp.zeros(1),))
 
-    makers = [sine("ikbo", broken), sine("xla"), refused, sine("other", broken)]
+    def another():
+        return sine("another")()._replace(other="no cosine")
+
+    makers = [sine("ikbo", broken), sine("xla"), refused, sine("other", broken), another]
     found = [contender.record for contender in production.checked(makers, "forward")]
     assert found[0]["failure"] == "RuntimeError: broken"
     assert found[1]["ok"]
     assert found[2] == {"name": "refused", "stage": "-", "skipped": "RuntimeError: refused"}
     assert found[3]["skipped"] == "RuntimeError: broken"
+    assert found[4]["note"] == "another function: no cosine"
