@@ -193,9 +193,9 @@ def contenders(point: Point, arrays: Arrays, quick: bool) -> list[Callable[[], C
         return cudnn_softmax()._replace(name="cudnn-softmax-padded", stage=stage)
 
     def ikbo_attention() -> Contender:
-        def attend(*arrays: jax.Array) -> jax.Array:
+        def attend(query: jax.Array, key: jax.Array, value: jax.Array) -> jax.Array:
             index = jnp.arange(sizes.batch, dtype=jnp.int32)
-            return production_providers.attend(*arrays, index, indices_are_sorted=True)
+            return production_providers.attend(query, key, value, index, indices_are_sorted=True)
 
         return padded("ikbo-attention", "ikbo_jax.attention, every candidate its own user", attend)
 

@@ -57,7 +57,8 @@ ROWS = (
     Row("`look_up`", DRAWN, "XLA's gather", LOOK_UP, "drawn", ("gather",), "ikbo.look_up"),
     Row(
         *("its gradient, `segment_sum`", DRAWN, "XLA's fastest of four sums", LOOK_UP, "drawn"),
-        *(SUMS, "ikbo.segment_sum"),
+        theirs=SUMS,
+        ours="ikbo.segment_sum",
     ),
     Row(
         *("linear compression", DRAWN, "XLA, the fastest of four ways"),
@@ -82,7 +83,8 @@ ROWS = (
     ),
     Row(
         *("8 attention layers of Phoenix", "8 users of 64 candidates, no cap", "cuDNN, padded"),
-        *(("phoenix/h100",), "one forward", ("cudnn-no-cap",), "ikbo-no-cap"),
+        *(("phoenix/h100",), "one forward", ("cudnn-no-cap",)),
+        ours="ikbo-no-cap",
     ),
     Row(
         *("5 HSTU layers", TOKENS, SOFTMAX, HSTU_FILES),

@@ -44,7 +44,7 @@ def contenders(shape: Hstu | Phoenix | Masked, direction: str) -> list[Callable[
     """Returns makers of this library, which is first, the XLA path, and the others."""
     is_softmax, is_phoenix = shape.activation == "softmax", isinstance(shape, Phoenix)
     is_exact = is_softmax or isinstance(shape, Masked) and direction != "forward"
-    cap = {"logit_cap": shape.logit_cap} if isinstance(shape, Phoenix) else {}
+    cap: dict[str, Any] = {"logit_cap": shape.logit_cap} if isinstance(shape, Phoenix) else {}
     jagged = functools.partial(shape.jagged, approx=None if is_exact else "tanh")
 
     def made(name: str, stage: str, attend: Attend, **options: Any) -> Contender:

@@ -41,7 +41,7 @@ class Jagged:
     longest: int
     dtype: str
     activation: str
-    gradient_tolerance: float
+    gradient_tolerance: ClassVar[float]
     lengths: np.ndarray
     #: Arrays by direction that are as large as the scores of a call.
     held = {"forward": 1, "backward": 3, "both": 1}
@@ -151,9 +151,9 @@ class Stack(Jagged):
     layers: int
     width: int
     weights: tuple[tuple[int, int], tuple[int, int]]
-    gradient_tolerance = 4 * TOLERANCE
+    gradient_tolerance: ClassVar[float] = 4 * TOLERANCE
     #: FLOPs of attention by direction, relative to the forward pass.
-    work = ATTENTION_WORK
+    work: ClassVar[dict[str, float]] = ATTENTION_WORK
 
     def flops(self, direction: str) -> float:
         """Counts the products of visible pairs, and of the layers' projections."""
@@ -180,7 +180,7 @@ class Hstu(Stack):
     heads: int = 4
     head_dim: int = 128
     dtype: str = "bfloat16"
-    activation: ClassVar[str] = "silu"
+    activation: ClassVar[str] = "silu"  # type: ignore[misc]
     work: ClassVar[dict[str, float]] = DENSE_WORK
     directions: ClassVar[tuple[str, ...]] = tuple(DENSE_WORK)
 
@@ -312,7 +312,7 @@ class Phoenix(Stack):
     width: int = 1280
     logit_cap: float = 30.0
     dtype: str = "bfloat16"
-    activation: ClassVar[str] = "softmax"
+    activation: ClassVar[str] = "softmax"  # type: ignore[misc]
     is_causal: ClassVar[bool] = False
     directions: ClassVar[tuple[str, ...]] = tuple(DENSE_WORK)
 

@@ -24,7 +24,17 @@ from benchmarks.harness import Benchmark, Point
 from benchmarks.production import checked, cotangent
 from benchmarks.production_draws import draw
 from benchmarks.production_providers import Contender
-from benchmarks.records import OUR_NAME, Record, fastest, is_forward, of_ours, ours_at, provider_of
+from benchmarks.records import (
+    OUR_NAME,
+    Record,
+    fastest,
+    is_forward,
+    listed,
+    of_fraction,
+    of_ours,
+    ours_at,
+    provider_of,
+)
 from ikbo_jax._timing import device_time
 from ikbo_jax.cases import linear_compression_backward as backward
 from ikbo_jax.cases.error_rule import Check
@@ -248,9 +258,7 @@ def gradient_bars(point: Record, ours: Record, all_points: Sequence[Record]) -> 
         return ""
     relative = ours["median_ms"] / by_hand["median_ms"]
     found = f"{relative:.3f} of the time by hand, bar {BY_HAND_BAR:.2f}"
-    if point["sweep"] == "ratio":
-        found = f"fraction {ours['fraction']:.3f}, bar {GRADIENT_BAR:.2f}; {found}"
-    return found
+    return listed(of_fraction(ours, GRADIENT_BAR if point["sweep"] == "ratio" else None), found)
 
 
 @of_ours
@@ -260,7 +268,7 @@ def bars(point: Record, ours: Record, all_points: Sequence[Record]) -> str:
         return gradient_bars(point)
     xla = provider_of(point, "xla")
     if point["sweep"] == "default":
-        return f"fraction {ours['fraction']:.3f}, bar {DEFAULT_BAR}"
+        return of_fraction(ours, DEFAULT_BAR)
     if point["sweep"] in ("m", "k", "n"):
         if xla is None:
             return ""

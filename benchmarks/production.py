@@ -298,7 +298,7 @@ def bars(point: Record, ours: Record, all_points: Sequence[Record]) -> str:
     if (other := alternative(point)) is None:
         return ""
     is_slow = other["median_ms"] / ours["median_ms"] < 1 / SLOWEST_BAR
-    return faster(ours, other, other["name"], 0.97 if is_slow else None)
+    return faster(ours, other, other["name"], round(1 / SLOWEST_BAR, 2) if is_slow else None)
 
 
 def _add_options(parser: argparse.ArgumentParser) -> None:

@@ -62,7 +62,7 @@ Library = Callable[[], Callable[..., jax.Array]]
 def padding(offsets: jax.Array, total: int, longest: int) -> tuple[Move, Move]:
     """Makes functions that pad the sequences at `offsets` of `total` rows, and the reverse.
 
-    Both are gathers, and so are their derivatives; nothing moves if all sequences are equally long.
+    Both are gathers, and so are their derivatives. As many rows as slots: nothing moves.
     """
     batch = offsets.size - 1
     if total == batch * longest:

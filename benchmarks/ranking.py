@@ -63,17 +63,18 @@ def _hand_optimised(sizes: Sizes) -> Callable[..., jax.Array]:
     return functools.partial(ranking.hand_optimised, most=most)
 
 
-COPIES = Version("materialised", "users copied to candidates", lambda _: ranking.materialised)
+COPIED = "users copied to candidates"
 TUNED_COPIES = functools.partial(ranking.materialised, tuned=True)
-STAGE = "users copied to candidates, K aligned, cuDNN"
-TUNED = Version("materialised-tuned", STAGE, lambda _: TUNED_COPIES)
-STAGE = "decomposed and folded by hand in XLA, cuDNN"
-BY_HAND = Version("hand-optimised", STAGE, _hand_optimised)
+COPIES = Version("materialised", COPIED, lambda _: ranking.materialised)
+TUNED = Version("materialised-tuned", f"{COPIED}, K aligned, cuDNN", lambda _: TUNED_COPIES)
+BY_HAND = Version("hand-optimised", "decomposed and folded by hand in XLA, cuDNN", _hand_optimised)
 OURS = Version("co-designed", "ikbo_jax's layers", lambda _: ranking.co_designed)
-STAGE = "ikbo_jax.rewrite of the copies"
-REWRITTEN = Version("rewritten", STAGE, lambda _: rewrite(ranking.materialised))
-STAGE = "ikbo_jax.rewrite of the tuned copies"
-REWRITTEN_TUNED = Version("rewritten-tuned", STAGE, lambda _: rewrite(TUNED_COPIES))
+REWRITTEN = Version(
+    "rewritten", "ikbo_jax.rewrite of the copies", lambda _: rewrite(ranking.materialised)
+)
+REWRITTEN_TUNED = Version(
+    "rewritten-tuned", "ikbo_jax.rewrite of the tuned copies", lambda _: rewrite(TUNED_COPIES)
+)
 #: The layers as small requests want them; measured over candidates.
 SERVED = Version(
     "served",
@@ -123,9 +124,12 @@ def measure_point(
 
     def compiled(version: Version) -> harness.Contender:
         return harness.compile_and_check(
-            *(version.name, version.stage),
+            version.name,
+            version.stage,
             lambda: (version.make(sizes), version.inputs(inputs)),
-            *(compare, version.options, harness.why_too_large),
+            compare,
+            version.options,
+            harness.why_too_large,
         )
 
     measured = harness.measure(list(map(compiled, versions)), protocol)

@@ -73,8 +73,9 @@ def attention_shape(
     *sizes: int, is_ragged: bool = False, dtype: str = "bfloat16"
 ) -> AttentionShape:
     """Makes the shape of sizes B, U, T, S, N, K, H."""
-    kind = RaggedShape if is_ragged else AttentionShape
-    return kind(*sizes, dtype, "unsorted" if is_ragged else "even", is_ragged)
+    kind: Any = RaggedShape if is_ragged else AttentionShape
+    shape: AttentionShape = kind(*sizes, dtype, "unsorted" if is_ragged else "even", is_ragged)
+    return shape
 
 
 def _attention(implementation: str | None, *sizes: int, **options: Any) -> Contender:
@@ -90,7 +91,9 @@ def _compression(
     implementation: str | None, *sizes: Any, index: str = "ragged", dtype: str = "bfloat16"
 ) -> Contender:
     """Makes a compression of batches and rows K of all levels, the coarsest first, M and N."""
-    case = linear_compression.Case(LinearCompressionProblem(*sizes, dtype), index)
+    batches, ks, m, n = sizes
+    problem = LinearCompressionProblem(batches, ks, m, n, dtype)
+    case = linear_compression.Case(problem, index)
     weights, embeddings, parents = case.inputs()
 
     def fn(*arrays: Any) -> jax.Array:

@@ -53,10 +53,6 @@ OF_GDPA = (
 )
 
 
-def _is_gdpa(point: Point) -> bool:
-    return isinstance(point.case, networks.Sizes)
-
-
 def points(sweep: str) -> Iterator[Point]:
     """Yields the points of a sweep."""
     default = ranking.DEFAULT
@@ -81,7 +77,7 @@ def points(sweep: str) -> Iterator[Point]:
 
 def shrink(point: Point) -> Point:
     """Makes the point's sizes small enough for a CPU."""
-    if _is_gdpa(point):
+    if point.sweep == "gdpa":
         small: Any = networks.Sizes(12, 24, 32, 2, 16, 4, 1, "float32")
     else:
         queries = max(1, point.case.queries // 16)
@@ -168,7 +164,7 @@ def measure_point(
             _run_first(contender, task)
     _check(versions, contenders, task.expected)
     measured = harness.measure(contenders, protocol)
-    samples = point.case.batch if _is_gdpa(point) else point.case.candidates
+    samples = point.case.batch if point.sweep == "gdpa" else point.case.candidates
     for contender, lowered in found:
         record = contender.record
         if "median_ms" not in record:
@@ -207,7 +203,7 @@ def _measure(point: Point, run: harness.Run) -> dict[str, Any]:
     # Sweeps omit the tuned copies, which take longer to compile than to time.
     chosen = [
         version
-        for version in (OF_GDPA if _is_gdpa(point) else OF_RANKING)
+        for version in (OF_GDPA if point.sweep == "gdpa" else OF_RANKING)
         if point.sweep == "default" or version.name != ranking.TUNED.name
     ]
     return measure_point(point, chosen, run.protocol, run.options.profile)

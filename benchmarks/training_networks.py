@@ -140,9 +140,10 @@ def network(attend: Attention, sizes: Sizes, params: Any, inputs: Inputs) -> jax
 
 def ours(query: Any, key: Any, value: Any, queries: Sequences, keys: Sequences) -> jax.Array:
     """Attends by `ikbo_jax.gdpa`."""
-    is_broadcast = queries.offsets is None
+    is_broadcast, cu_kv = queries.offsets is None, keys.offsets
+    assert cu_kv is not None
     return ikbo_jax.gdpa(
-        *(query, key, value, queries.offsets, keys.offsets),
+        *(query, key, value, queries.offsets, cu_kv),
         activation=ACTIVATION,
         approx=APPROX,
         scale=query.shape[-1] ** -0.5,
