@@ -222,13 +222,17 @@ def differences(before: Sequence[jax.Array], after: Sequence[jax.Array]) -> list
 
 
 def times(contenders: Sequence[harness.Contender], protocol: harness.Protocol) -> dict[str, Any]:
-    """Times both versions, again if the medians differ; adds the median of their ratios."""
-    ratios: list[float] = []
-    while not ratios or abs(ratios[-1] - 1) > SAME and len(ratios) <= REPEATS:
+    """Times both versions, again if the medians of all samples differ; adds their ratio."""
+    samples: list[list[float]] = [[] for _ in contenders]
+    for _ in range(1 + REPEATS):
         measured = harness.measure(contenders, protocol)
-        before, after = (record["median_ms"] for record in measured["providers"])
-        ratios.append(after / before)
-    return {**measured, "ratio": statistics.median(ratios)}
+        for record, ms in zip(measured["providers"], samples, strict=True):
+            ms += record["ms"]
+            record |= {"ms": ms, "median_ms": statistics.median(ms)}
+        before, after = map(statistics.median, samples)
+        if abs(after / before - 1) <= SAME:
+            break
+    return {**measured, "ratio": after / before}
 
 
 def measure_point(point: Point, run: harness.Run) -> dict[str, Any]:
